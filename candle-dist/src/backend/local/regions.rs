@@ -1,0 +1,101 @@
+//! Copies of tensor regions into one fresh buffer.
+use crate::{Error, Result};
+use candle_core::{CpuStorage, Storage, StorageRef, Tensor, WithDType};
+
+/// A part of a tensor along one dim.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Piece {
+    pub(super) dim: usize,
+    pub(super) start: usize,
+    pub(super) len: usize,
+}
+
+/// Evaluates `$body` with `$t` naming the element type of `$dtype`, for the dtypes that groups carry.
+macro_rules! with_element {
+    ($dtype:expr, $t:ident => $body:expr) => {{
+        macro_rules! arm {
+            ($element:ty) => {{
+                type $t = $element;
+                $body
+            }};
+        }
+        match $dtype {
+            candle_core::DType::U8 => arm!(u8),
+            candle_core::DType::U32 => arm!(u32),
+            candle_core::DType::I64 => arm!(i64),
+            candle_core::DType::BF16 => arm!(half::bf16),
+            candle_core::DType::F16 => arm!(half::f16),
+            candle_core::DType::F32 => arm!(f32),
+            candle_core::DType::F64 => arm!(f64),
+            other => Err($crate::Error::Unsupported(format!(
+                "{} tensors in a process group; cast to u8, u32, i64, bf16, f16, f32 or f64",
+                other.as_str()
+            ))),
+        }
+    }};
+}
+pub(super) use with_element;
+
+/// A contiguous host tensor, or a [`Piece`] of it, as equal runs of elements at equal distances.
+pub(super) struct Runs<'a, T> {
+    data: &'a [T],
+    stride: usize,
+    /// Elements in one run; the whole tensor is a single run.
+    pub(super) run: usize,
+    /// Elements in all runs.
+    pub(super) total: usize,
+}
+
+impl<'a, T: WithDType> Runs<'a, T> {
+    pub(super) fn new(tensor: &Tensor, storage: &'a StorageRef<'_>, piece: Option<Piece>) -> Result<Self> {
+        let Storage::Cpu(cpu) = &**storage else {
+            return Err(Error::Unsupported(
+                "the local backend moves host tensors only; move the tensor to Device::Cpu first".to_string(),
+            ));
+        };
+        let start = tensor.layout().start_offset();
+        let all = &cpu.as_slice::<T>()?[start..start + tensor.elem_count()];
+        let Some(Piece { dim, start, len }) = piece else {
+            return Ok(Self { data: all, stride: all.len(), run: all.len(), total: all.len() });
+        };
+        let inner: usize = tensor.dims()[dim + 1..].iter().product();
+        let outer: usize = tensor.dims()[..dim].iter().product();
+        let (run, stride) = (len * inner, tensor.dims()[dim] * inner);
+        let data = if run * outer == 0 { &[] } else { &all[start * inner..] };
+        Ok(Self { data, stride, run, total: run * outer })
+    }
+
+    /// The elements `at..at + len` in row-major order; they must lie in one run.
+    pub(super) fn slice(&self, at: usize, len: usize) -> &'a [T] {
+        let offset = at / self.run * self.stride + at % self.run;
+        &self.data[offset..offset + len]
+    }
+}
+
+/// The tensors, or the same `piece` of each, joined along dim `join` as one fresh contiguous buffer.
+pub(super) fn concat(tensors: &[Tensor], piece: Option<Piece>, join: usize) -> Result<CpuStorage> {
+    with_element!(tensors[0].dtype(), T => Ok(T::to_cpu_storage_owned(concat_as::<T>(tensors, piece, join)?)))
+}
+
+fn concat_as<T: WithDType>(tensors: &[Tensor], piece: Option<Piece>, join: usize) -> Result<Vec<T>> {
+    let guards: Vec<_> = tensors.iter().map(|t| t.storage_and_layout().0).collect();
+    let sources = tensors.iter().zip(&guards).map(|(t, g)| Runs::<T>::new(t, g, piece)).collect::<Result<Vec<_>>>()?;
+    let rows: usize = (0..join)
+        .map(|d| match piece {
+            Some(p) if p.dim == d => p.len,
+            _ => tensors[0].dims()[d],
+        })
+        .product();
+    let mut out: Vec<T> = Vec::with_capacity(sources.iter().map(|s| s.total).sum());
+    for row in 0..rows {
+        for source in sources.iter().filter(|s| s.total > 0) {
+            // A block of the result and a run of the source divide one another.
+            let block = source.total / rows;
+            let step = block.min(source.run);
+            for at in (row * block..(row + 1) * block).step_by(step) {
+                out.extend_from_slice(source.slice(at, step));
+            }
+        }
+    }
+    Ok(out)
+}

@@ -1,0 +1,250 @@
+//! What the ranks of one world share: who still runs, who waits for what, and the failure that stopped them all.
+use super::rendezvous::GroupState;
+use crate::backend::Call;
+use crate::{Cause, Doing, Error, GroupFailure, RankReport, Result};
+use parking_lot::Mutex;
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock, Weak};
+use std::thread::ThreadId;
+use std::time::Duration;
+
+/// The state shared by the ranks of a local world.
+pub(crate) struct WorldState {
+    timeout: Duration,
+    /// Ranks outnumber cores: spinning would keep the awaited rank from running.
+    crowded: bool,
+    failed: AtomicBool,
+    failure: OnceLock<Arc<GroupFailure>>,
+    ended: Box<[AtomicBool]>,
+    activity: Box<[Mutex<Activity>]>,
+    table: Mutex<Table>,
+    registry: Mutex<Registry>,
+}
+
+/// The communication of one rank.
+#[derive(Default)]
+struct Activity {
+    call: Option<Arc<Call>>,
+    inside: bool,
+    thread: Option<ThreadId>,
+}
+
+/// How a rank ended.
+#[derive(Clone)]
+pub(crate) enum End {
+    Returned,
+    Failed(String),
+    Panicked(String),
+}
+
+/// What a parked rank waits for.
+#[derive(Clone)]
+pub(super) struct Wait {
+    pub(super) group: Arc<GroupState>,
+    pub(super) on: On,
+}
+
+/// The conditions a rank can wait for within a group.
+#[derive(Clone, Copy)]
+pub(super) enum On {
+    /// All members entered this round.
+    Entered(u64),
+    /// All members have read what they need of this round.
+    Left(u64),
+    /// A message is there.
+    Message { from: usize, to: usize },
+}
+
+struct Table {
+    ends: Vec<Option<End>>,
+    waits: Vec<Option<Wait>>,
+    /// Several threads speak for one rank, so a parked thread says nothing about its rank.
+    threaded: bool,
+}
+
+#[derive(Default)]
+struct Registry {
+    /// How often a rank joined a group of these members.
+    joined: HashMap<(usize, Vec<usize>), u64>,
+    /// Groups that some members have yet to join.
+    open: HashMap<(Vec<usize>, u64), (Arc<GroupState>, usize)>,
+    all: Vec<Weak<GroupState>>,
+}
+
+impl WorldState {
+    pub(crate) fn new(size: usize, timeout: Duration) -> Arc<Self> {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        Arc::new(Self {
+            timeout,
+            crowded: size > cores,
+            failed: AtomicBool::new(false),
+            failure: OnceLock::new(),
+            ended: (0..size).map(|_| AtomicBool::new(false)).collect(),
+            activity: (0..size).map(|_| Mutex::default()).collect(),
+            table: Mutex::new(Table { ends: vec![None; size], waits: vec![None; size], threaded: false }),
+            registry: Mutex::default(),
+        })
+    }
+
+    pub(crate) fn size(&self) -> usize {
+        self.ended.len()
+    }
+
+    pub(super) fn timeout(&self) -> Duration {
+        self.timeout
+    }
+
+    pub(super) fn crowded(&self) -> bool {
+        self.crowded
+    }
+
+    pub(super) fn is_failed(&self) -> bool {
+        self.failed.load(Ordering::Acquire)
+    }
+
+    pub(crate) fn failure(&self) -> Option<Arc<GroupFailure>> {
+        self.failure.get().cloned()
+    }
+
+    /// An error if the world has stopped.
+    pub(super) fn check(&self) -> Result<()> {
+        match self.failure.get() {
+            Some(failure) => Err(Error::Group(failure.clone())),
+            None => Ok(()),
+        }
+    }
+
+    /// Stops the world; the first cause wins and is what every rank gets.
+    pub(super) fn fail(&self, cause: Cause) -> Error {
+        let failure = self.failure.get_or_init(|| Arc::new(GroupFailure { cause, ranks: self.reports() })).clone();
+        self.failed.store(true, Ordering::Release);
+        self.notify_all();
+        Error::Group(failure)
+    }
+
+    fn reports(&self) -> Vec<RankReport> {
+        let ends = self.table.lock().ends.clone();
+        let doing = |rank: usize, end: Option<End>| match end {
+            Some(End::Returned) => Doing::Returned,
+            Some(End::Failed(message)) => Doing::Failed(message),
+            Some(End::Panicked(message)) => Doing::Panicked(message),
+            None => {
+                let activity = self.activity[rank].lock();
+                match (&activity.call, activity.inside) {
+                    (Some(call), true) => Doing::In(call.clone()),
+                    (call, _) => Doing::Running(call.clone()),
+                }
+            }
+        };
+        ends.into_iter().enumerate().map(|(rank, end)| RankReport { rank, doing: doing(rank, end) }).collect()
+    }
+
+    fn notify_all(&self) {
+        let groups: Vec<_> = self.registry.lock().all.iter().filter_map(Weak::upgrade).collect();
+        for group in groups {
+            group.notify();
+        }
+    }
+
+    /// Notes that `rank` begins a call.
+    pub(super) fn begin(&self, rank: usize, call: Arc<Call>) {
+        let me = std::thread::current().id();
+        let mut activity = self.activity[rank].lock();
+        if activity.thread.replace(me).is_some_and(|other| other != me) {
+            self.table.lock().threaded = true;
+        }
+        activity.call = Some(call);
+        activity.inside = true;
+    }
+
+    /// Notes that `rank` completed its call.
+    pub(super) fn complete(&self, rank: usize) {
+        self.activity[rank].lock().inside = false;
+    }
+
+    /// Notes how `rank` ended; errors and panics stop the world at once, a plain return only those who wait for it.
+    pub(crate) fn end(&self, rank: usize, end: End) {
+        let cause = match &end {
+            End::Returned => None,
+            End::Failed(message) => Some(Cause::Failed { rank, message: message.clone() }),
+            End::Panicked(message) => Some(Cause::Panicked { rank, message: message.clone() }),
+        };
+        self.table.lock().ends[rank] = Some(end);
+        self.ended[rank].store(true, Ordering::Release);
+        match cause {
+            Some(cause) => drop(self.fail(cause)),
+            None => self.notify_all(),
+        }
+    }
+
+    pub(super) fn has_ended(&self, rank: usize) -> bool {
+        self.ended[rank].load(Ordering::Acquire)
+    }
+
+    pub(super) fn set_wait(&self, rank: usize, wait: Option<Wait>) {
+        self.table.lock().waits[rank] = wait;
+    }
+
+    /// Whether every rank has ended or waits for something that no running rank will bring about.
+    pub(super) fn is_stuck(&self) -> bool {
+        let table = self.table.lock();
+        !table.threaded
+            && table.ends.iter().zip(&table.waits).all(|(end, wait)| match (end, wait) {
+                (Some(_), _) => true,
+                (None, Some(wait)) => !wait.group.is_ready(wait.on),
+                (None, None) => false,
+            })
+    }
+
+    /// The group of `ranks` that `rank` joins now: its n-th group of these members is every member's n-th.
+    pub(super) fn join(&self, rank: usize, ranks: &[usize], make: impl FnOnce() -> GroupState) -> Arc<GroupState> {
+        let mut registry = self.registry.lock();
+        let nth = registry.joined.entry((rank, ranks.to_vec())).or_default();
+        *nth += 1;
+        let key = (ranks.to_vec(), *nth);
+        let mut fresh = None;
+        let (group, members) = registry.open.entry(key.clone()).or_insert_with(|| {
+            let group = Arc::new(make());
+            fresh = Some(Arc::downgrade(&group));
+            (group, 0)
+        });
+        *members += 1;
+        let (group, complete) = (group.clone(), *members == ranks.len());
+        if complete {
+            registry.open.remove(&key);
+        }
+        if let Some(fresh) = fresh {
+            registry.all.retain(|g| g.strong_count() > 0);
+            registry.all.push(fresh);
+        }
+        group
+    }
+}
+
+/// Tells the world how its rank ended, also when the rank's thread unwinds.
+pub(crate) struct RankGuard {
+    world: Arc<WorldState>,
+    rank: usize,
+    end: Option<End>,
+}
+
+impl RankGuard {
+    pub(crate) fn new(world: Arc<WorldState>, rank: usize) -> Self {
+        Self { world, rank, end: None }
+    }
+
+    /// Sets how the rank ends; without it, a plain return or a panic is told apart.
+    pub(crate) fn finish(&mut self, end: End) {
+        self.end = Some(end);
+    }
+}
+
+impl Drop for RankGuard {
+    fn drop(&mut self) {
+        let end = self.end.take().unwrap_or_else(|| {
+            if std::thread::panicking() { End::Panicked("(see the panic above)".to_string()) } else { End::Returned }
+        });
+        self.world.end(self.rank, end);
+    }
+}

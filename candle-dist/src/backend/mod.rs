@@ -1,0 +1,267 @@
+//! The contract between a [`ProcessGroup`](crate::ProcessGroup) and the engine that moves its bytes.
+pub mod local;
+
+use crate::{Error, Result};
+use candle_core::backend::{BackendDevice, BackendStorage};
+use candle_core::cpu_backend::CpuDevice;
+use candle_core::{CpuStorage, DType, Shape, Storage, Tensor};
+use itertools::Itertools;
+use smallvec::SmallVec;
+use std::fmt;
+use std::panic::Location;
+use std::sync::Arc;
+
+/// The elementwise reduction of a collective.
+///
+/// Sums run in rank order, so results are bit-identical on all ranks and from run to run; 16-bit floats accumulate in
+/// f32. `Min` and `Max` propagate NaN.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum ReduceOp {
+    /// The sum.
+    Sum,
+    /// The sum divided by the number of ranks; floats only.
+    Avg,
+    /// The smallest value.
+    Min,
+    /// The largest value.
+    Max,
+    /// The product.
+    Product,
+}
+
+impl fmt::Display for ReduceOp {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Sum => "sum",
+            Self::Avg => "avg",
+            Self::Min => "min",
+            Self::Max => "max",
+            Self::Product => "product",
+        })
+    }
+}
+
+/// The kinds of communication.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[non_exhaustive]
+pub enum Op {
+    /// Every rank gets the reduction of all inputs.
+    AllReduce,
+    /// Every rank gets all inputs, joined along a dim.
+    AllGather,
+    /// Every rank gets its piece of the reduction.
+    ReduceScatter,
+    /// Every rank sends a piece to each rank and joins what it receives.
+    AllToAll,
+    /// Every rank gets the root's tensor.
+    Broadcast,
+    /// The root gets the reduction.
+    Reduce,
+    /// The root's pieces go to the ranks.
+    Scatter,
+    /// The root gets all inputs, joined along a dim.
+    Gather,
+    /// Point to point, the sending side.
+    Send,
+    /// Point to point, the receiving side.
+    Recv,
+    /// Nobody leaves before everybody came.
+    Barrier,
+}
+
+impl Op {
+    /// The name as users write it, e.g. `"all_reduce"`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::AllReduce => "all_reduce",
+            Self::AllGather => "all_gather",
+            Self::ReduceScatter => "reduce_scatter",
+            Self::AllToAll => "all_to_all",
+            Self::Broadcast => "broadcast",
+            Self::Reduce => "reduce",
+            Self::Scatter => "scatter",
+            Self::Gather => "gather",
+            Self::Send => "send",
+            Self::Recv => "recv",
+            Self::Barrier => "barrier",
+        }
+    }
+}
+
+impl fmt::Display for Op {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// A short list of sizes.
+pub type Dims = SmallVec<[usize; 6]>;
+
+/// In [`Call::shape`], a dim whose size may differ from rank to rank.
+pub const RAGGED: usize = usize::MAX;
+
+/// One communication call as seen by one rank: what the ranks compare, and what errors and logs print.
+#[derive(Debug, Clone)]
+pub struct Call {
+    /// What is done.
+    pub op: Op,
+    /// The dtype of the data, if there is any.
+    pub dtype: Option<DType>,
+    /// The shape that ranks must agree on; [`RAGGED`] where sizes may differ.
+    pub shape: Dims,
+    /// The reduction, for ops that reduce.
+    pub reduce: Option<ReduceOp>,
+    /// The root, or the other side of a point-to-point call, as a rank of the group.
+    pub peer: Option<usize>,
+    /// The dims that are split and joined.
+    pub dims: SmallVec<[usize; 2]>,
+    /// Sizes of the pieces, one a rank, for each dim in `dims`.
+    pub sizes: SmallVec<[Dims; 2]>,
+    /// Something else that must be equal on all ranks, in words.
+    pub note: Option<Arc<str>>,
+    /// Where the call was made.
+    pub site: &'static Location<'static>,
+}
+
+impl Call {
+    /// A call without data.
+    #[track_caller]
+    pub fn new(op: Op) -> Self {
+        Self {
+            op,
+            dtype: None,
+            shape: Dims::new(),
+            reduce: None,
+            peer: None,
+            dims: SmallVec::new(),
+            sizes: SmallVec::new(),
+            note: None,
+            site: Location::caller(),
+        }
+    }
+
+    /// A call on `tensor`, whose shape must be equal on all ranks but for the `ragged` dims.
+    #[track_caller]
+    pub fn on(op: Op, tensor: &Tensor, ragged: &[usize]) -> Self {
+        let mut shape = Dims::from_slice(tensor.dims());
+        for &dim in ragged {
+            shape[dim] = RAGGED;
+        }
+        Self { dtype: Some(tensor.dtype()), shape, ..Self::new(op) }
+    }
+
+    /// The first thing in which two calls that belong together differ, if they do.
+    pub fn difference(&self, other: &Self) -> Option<&'static str> {
+        if self.op != other.op {
+            Some("op")
+        } else if self.dtype != other.dtype {
+            Some("dtype")
+        } else if self.shape != other.shape {
+            Some("shape")
+        } else if self.reduce != other.reduce {
+            Some("reduction")
+        } else if self.peer != other.peer {
+            Some("root")
+        } else if self.dims != other.dims {
+            Some("dim")
+        } else if self.sizes != other.sizes {
+            Some("sizes")
+        } else if self.note != other.note {
+            Some("description")
+        } else {
+            None
+        }
+    }
+}
+
+impl fmt::Display for Call {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.op.name())?;
+        let mut parts: Vec<String> = Vec::new();
+        if let Some(dtype) = self.dtype {
+            let dims = self.shape.iter().map(|&d| if d == RAGGED { "?".to_string() } else { d.to_string() });
+            parts.push(format!("{}[{}]", dtype.as_str(), dims.into_iter().join(", ")));
+        }
+        parts.extend(self.reduce.map(|r| r.to_string()));
+        parts.extend(self.peer.map(|p| match self.op {
+            Op::Send => format!("to {p}"),
+            Op::Recv => format!("from {p}"),
+            _ => format!("root {p}"),
+        }));
+        parts.extend(self.dims.iter().zip(&self.sizes).map(|(d, s)| format!("dim {d} sizes {:?}", s.as_slice())));
+        parts.extend(self.dims.iter().skip(self.sizes.len()).map(|d| format!("dim {d}")));
+        parts.extend(self.note.iter().map(|n| n.to_string()));
+        if !parts.is_empty() {
+            write!(f, "({})", parts.join(", "))?;
+        }
+        write!(f, " at {}:{}", self.site.file(), self.site.line())
+    }
+}
+
+/// Freshly made data that a backend returns: owned, contiguous, aliasing nothing.
+#[derive(Debug)]
+pub struct Fresh {
+    /// The elements.
+    pub storage: CpuStorage,
+    /// Their shape.
+    pub shape: Shape,
+}
+
+impl Fresh {
+    /// A contiguous copy of any view of a host tensor.
+    pub fn copy_of(tensor: &Tensor) -> Result<Self> {
+        let (storage, layout) = tensor.storage_and_layout();
+        let Storage::Cpu(source) = &*storage else {
+            return Err(Error::Unsupported("copies of device tensors; move the tensor to Device::Cpu first".into()));
+        };
+        let shape = layout.shape().clone();
+        let mut storage = CpuDevice.zeros_impl(&shape, tensor.dtype())?;
+        source.copy_strided_src(&mut storage, 0, layout)?;
+        Ok(Self { storage, shape })
+    }
+
+    /// The data as an untracked tensor, without a copy.
+    pub fn into_tensor(self) -> Tensor {
+        Tensor::from_storage(Storage::Cpu(self.storage), self.shape, candle_core::op::BackpropOp::none(), false)
+    }
+}
+
+/// An engine that moves tensors among the ranks of one group.
+///
+/// Ranks are counted within the group. Tensors come in contiguous, detached and validated against `call`, which names
+/// the dims and the piece sizes; every result is fresh memory. Implementations turn each failure into the same
+/// [`Error::Group`] on every rank.
+pub trait Backend: Send + Sync + fmt::Debug {
+    /// The engine's name, e.g. `"local"`.
+    fn name(&self) -> &'static str;
+    /// This rank within the group.
+    fn rank(&self) -> usize;
+    /// The members as ranks of the world, in group order.
+    fn ranks(&self) -> &[usize];
+    /// Every rank gets the reduction of all tensors.
+    fn all_reduce(&self, call: Call, tensor: &Tensor) -> Result<Fresh>;
+    /// Every rank gets all tensors joined along `call.dims[0]`.
+    fn all_gather(&self, call: Call, tensor: &Tensor) -> Result<Fresh>;
+    /// Every rank gets its piece, along `call.dims[0]`, of the reduction.
+    fn reduce_scatter(&self, call: Call, tensor: &Tensor) -> Result<Fresh>;
+    /// Splits along `call.dims[0]`, joins along `call.dims[1]`.
+    fn all_to_all(&self, call: Call, tensor: &Tensor) -> Result<Fresh>;
+    /// Every rank gets the root's tensor; the others' tensors give only dtype and shape.
+    fn broadcast(&self, call: Call, tensor: &Tensor) -> Result<Fresh>;
+    /// The root gets the reduction.
+    fn reduce(&self, call: Call, tensor: &Tensor) -> Result<Option<Fresh>>;
+    /// The root's tensor is split along `call.dims[0]`; other ranks give none.
+    fn scatter(&self, call: Call, tensor: Option<&Tensor>) -> Result<Fresh>;
+    /// The root gets all tensors joined along `call.dims[0]`.
+    fn gather(&self, call: Call, tensor: &Tensor) -> Result<Option<Fresh>>;
+    /// Sends to `call.peer` without waiting for it.
+    fn send(&self, call: Call, tensor: Tensor) -> Result<()>;
+    /// Receives the next tensor from `call.peer`.
+    fn recv(&self, call: Call) -> Result<Tensor>;
+    /// Nobody leaves before everybody came with an equal call.
+    fn barrier(&self, call: Call) -> Result<()>;
+    /// A group of some members, given as ranks of this group in the new order; only they call this.
+    fn subgroup(&self, members: &[usize]) -> Result<Arc<dyn Backend>>;
+    /// The failure that stopped this group's world, if one did.
+    fn failure(&self) -> Option<Arc<crate::GroupFailure>>;
+}

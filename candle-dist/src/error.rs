@@ -1,0 +1,162 @@
+//! What can go wrong, as values that are alike on every rank.
+use crate::backend::Call;
+use itertools::Itertools;
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// The result of everything in this crate.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// An error of a process group, a mesh, or the tensor library under them.
+#[derive(Debug, Clone, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The arguments of a call are wrong; nothing was communicated and the group stays usable.
+    #[error("rank {rank}: {op}: {reason}")]
+    InvalidArgument {
+        /// The rank that made the call.
+        rank: usize,
+        /// The call.
+        op: &'static str,
+        /// What is wrong and how to mend it.
+        reason: String,
+    },
+    /// The ranks of a world no longer agree, or one of them is gone: the same value on every rank.
+    #[error("{0}")]
+    Group(Arc<GroupFailure>),
+    /// A mesh was described or used wrongly; decided from arguments alone, so alike on every rank.
+    #[error("device mesh: {0}")]
+    Mesh(String),
+    /// This build or backend cannot do what was asked.
+    #[error("unsupported: {0}")]
+    Unsupported(String),
+    /// candle refused an operation on local data.
+    #[error(transparent)]
+    Candle(Arc<candle_core::Error>),
+}
+
+impl From<candle_core::Error> for Error {
+    fn from(error: candle_core::Error) -> Self {
+        Self::Candle(Arc::new(error))
+    }
+}
+
+impl From<Error> for candle_core::Error {
+    fn from(error: Error) -> Self {
+        candle_core::Error::wrap(error)
+    }
+}
+
+/// Why a world stopped, and what each of its ranks was doing then.
+#[derive(Debug, Clone)]
+pub struct GroupFailure {
+    /// What happened first.
+    pub cause: Cause,
+    /// One entry for every rank of the world, in rank order.
+    pub ranks: Vec<RankReport>,
+}
+
+/// The first thing that went wrong in a world.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Cause {
+    /// Two ranks of a group made different calls in the same round.
+    Mismatch {
+        /// A rank (global) whose call differs from the first member's.
+        rank: usize,
+        /// The first member of the group (global).
+        reference: usize,
+        /// What differs: the op, dtype, shape, root, dim, sizes or reduction.
+        what: &'static str,
+    },
+    /// A rank ended while others waited for it.
+    Returned {
+        /// The rank that ended.
+        rank: usize,
+    },
+    /// A rank ended with an error while others waited for it.
+    Failed {
+        /// The rank that failed.
+        rank: usize,
+        /// Its error.
+        message: String,
+    },
+    /// A rank panicked.
+    Panicked {
+        /// The rank that panicked.
+        rank: usize,
+        /// The panic's message.
+        message: String,
+    },
+    /// Every rank that still runs waits for another: no call can ever complete.
+    Deadlock,
+    /// A rank waited longer than the world's timeout.
+    TimedOut {
+        /// The rank that gave up.
+        rank: usize,
+        /// How long it waited.
+        after: Duration,
+    },
+}
+
+/// What one rank was doing when its world stopped.
+#[derive(Debug, Clone)]
+pub struct RankReport {
+    /// The rank, counted in the world.
+    pub rank: usize,
+    /// Its state.
+    pub doing: Doing,
+}
+
+/// The state of a rank, as far as its communication shows it.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub enum Doing {
+    /// It is inside this communication call.
+    In(Arc<Call>),
+    /// It runs code of its own; this is the last call that it completed, if any.
+    Running(Option<Arc<Call>>),
+    /// It returned.
+    Returned,
+    /// It returned an error.
+    Failed(String),
+    /// It panicked.
+    Panicked(String),
+}
+
+impl fmt::Display for Cause {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Mismatch { rank, reference, what } => write!(
+                f,
+                "rank {rank} and rank {reference} made different calls ({what} differs); every rank of a group must make the same calls in the same order"
+            ),
+            Self::Returned { rank } => write!(f, "rank {rank} returned while other ranks wait for it"),
+            Self::Failed { rank, message } => write!(f, "rank {rank} failed: {message}"),
+            Self::Panicked { rank, message } => write!(f, "rank {rank} panicked: {message}"),
+            Self::Deadlock => write!(f, "every running rank waits for another one; no call can complete"),
+            Self::TimedOut { rank, after } => write!(f, "rank {rank} waited longer than the timeout of {after:?}"),
+        }
+    }
+}
+
+impl fmt::Display for RankReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "rank {}: ", self.rank)?;
+        match &self.doing {
+            Doing::In(call) => write!(f, "in {call}"),
+            Doing::Running(Some(call)) => write!(f, "running, last completed {call}"),
+            Doing::Running(None) => write!(f, "running, no call yet"),
+            Doing::Returned => write!(f, "returned"),
+            Doing::Failed(message) => write!(f, "returned an error: {}", message.lines().next().unwrap_or("")),
+            Doing::Panicked(message) => write!(f, "panicked: {}", message.lines().next().unwrap_or("")),
+        }
+    }
+}
+
+impl fmt::Display for GroupFailure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}\n  {}", self.cause, self.ranks.iter().format("\n  "))
+    }
+}

@@ -1,0 +1,271 @@
+//! Communication that candle can differentiate: one op with a forward and a backward step, and the table of pairs.
+//!
+//! candle differentiates each rank's *local* program, so a collective needs the backward that makes local gradients
+//! those of the global program. The pairs:
+//!
+//! | constructor | forward | backward | Megatron-LM |
+//! |---|---|---|---|
+//! | [`Exchange::all_reduce`] | all_reduce | identity | *g* |
+//! | [`Exchange::to_varying`] | identity | all_reduce | *f* |
+//! | [`Exchange::to_invariant`] | identity | scale by 1/n | |
+//! | [`Exchange::all_gather`] | all_gather | reduce_scatter | *g-bar* backward of sequence parallel |
+//! | [`Exchange::all_gather_invariant`] | all_gather | slice | |
+//! | [`Exchange::slice`] | slice | all_gather | |
+//! | [`Exchange::slice_varying`] | slice | zero-pad | |
+//! | [`Exchange::reduce_scatter`] | reduce_scatter | all_gather | *g-bar* |
+//! | [`Exchange::all_to_all`] | all_to_all | all_to_all back | |
+//! | [`Exchange::to_partial`] | scale by 1/n | identity | |
+//!
+//! *Varying* and *invariant* are the two states of a replicated value: the gradient of a varying one is a partial sum
+//! on each rank, that of an invariant one is replicated. Sources: Shoeybi et al. 2019 (arXiv:1909.08053), Korthikanti
+//! et al. 2022 (arXiv:2205.05198), and JAX's `shard_map` for the two states.
+//!
+//! ```
+//! use candle_core::{Device, Tensor, Var};
+//! use candle_dist::{World, functional::Exchange};
+//!
+//! let grads = World::local(2).run(|ctx| -> candle_dist::Result<Vec<f32>> {
+//!     let w = Var::new(&[1f32], &Device::Cpu)?;
+//!     let view = Exchange::to_varying().apply(&w, ctx.group())?;
+//!     let loss = (view * (ctx.rank() + 1) as f64)?; // a different use on every rank
+//!     Ok(loss.backward()?.get(&w).unwrap().to_vec1::<f32>()?)
+//! })?;
+//! assert_eq!(grads, [[3.0], [3.0]]);
+//! # Ok::<(), candle_dist::WorldError>(())
+//! ```
+use crate::backend::{Call, Dims, Fresh, Op, ReduceOp};
+use crate::{Error, ProcessGroup, Result};
+use candle_core::{CpuStorage, CustomOp1, Layout, Shape, Tensor};
+use smallvec::smallvec;
+use std::sync::Mutex;
+
+/// One movement of data within a group, without gradient.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Step {
+    /// The same data.
+    Identity,
+    /// The data divided by the number of ranks.
+    Mean,
+    /// The reduction over the group.
+    AllReduce(ReduceOp),
+    /// All pieces joined along `dim`.
+    AllGather(Cut),
+    /// This rank's piece of `dim`.
+    Slice(Cut),
+    /// This rank's piece put at its place among zeros.
+    ZeroPad(Cut),
+    /// This rank's piece of the sum.
+    ReduceScatter(Cut, ReduceOp),
+    /// Pieces of the first cut sent, pieces of the second joined.
+    AllToAll(Cut, Cut),
+}
+
+/// A dim cut into one piece a rank.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Cut {
+    /// The dim.
+    pub dim: usize,
+    /// The pieces' sizes in rank order; they may differ and be zero.
+    pub sizes: Dims,
+}
+
+impl Cut {
+    /// A cut of `dim` into `sizes`.
+    pub fn new(dim: usize, sizes: &[usize]) -> Self {
+        Self { dim, sizes: Dims::from_slice(sizes) }
+    }
+
+    fn start(&self, rank: usize) -> usize {
+        self.sizes[..rank].iter().sum()
+    }
+}
+
+/// What a step made: fresh memory, or a view that needs none.
+enum Made {
+    Fresh(Fresh),
+    View(Tensor),
+}
+
+impl Step {
+    #[track_caller]
+    fn run(&self, x: &Tensor, group: &ProcessGroup) -> Result<Made> {
+        let joined =
+            |call: Call, cut: &Cut| Call { dims: smallvec![cut.dim], sizes: smallvec![cut.sizes.clone()], ..call };
+        let call = match self {
+            Self::Identity => return Ok(Made::View(x.clone())),
+            Self::Mean => return Ok(Made::View(x.affine(1.0 / group.size() as f64, 0.0)?)),
+            Self::Slice(cut) => {
+                let rank = group.rank();
+                return Ok(Made::View(x.narrow(cut.dim, cut.start(rank), cut.sizes[rank])?));
+            }
+            Self::ZeroPad(cut) => {
+                let before = cut.start(group.rank());
+                let after = cut.sizes.iter().sum::<usize>() - before - x.dim(cut.dim)?;
+                return Ok(Made::View(x.pad_with_zeros(cut.dim, before, after)?));
+            }
+            Self::AllReduce(op) => Call { reduce: Some(*op), ..Call::on(Op::AllReduce, x, &[]) },
+            Self::AllGather(cut) => joined(Call::on(Op::AllGather, x, &[cut.dim]), cut),
+            Self::ReduceScatter(cut, op) => {
+                joined(Call { reduce: Some(*op), ..Call::on(Op::ReduceScatter, x, &[]) }, cut)
+            }
+            Self::AllToAll(split, concat) => Call {
+                dims: smallvec![split.dim, concat.dim],
+                sizes: smallvec![split.sizes.clone(), concat.sizes.clone()],
+                ..Call::on(Op::AllToAll, x, &[concat.dim])
+            },
+        };
+        self.check(x, group)?;
+        Ok(match group.exchange(call, x)? {
+            Some(fresh) => Made::Fresh(fresh),
+            None => Made::View(x.clone()),
+        })
+    }
+
+    /// Refuses pieces that do not fit the tensor, before anything is sent.
+    fn check(&self, x: &Tensor, group: &ProcessGroup) -> Result<()> {
+        let whole = |cut: &Cut| x.dims().get(cut.dim).copied() == Some(cut.sizes.iter().sum());
+        let piece = |cut: &Cut| x.dims().get(cut.dim).copied() == cut.sizes.get(group.rank()).copied();
+        let count = |cut: &Cut| cut.sizes.len() == group.size();
+        let fits = match self {
+            Self::AllGather(cut) => count(cut) && piece(cut),
+            Self::ReduceScatter(cut, _) => count(cut) && whole(cut),
+            Self::AllToAll(split, concat) => {
+                count(split) && count(concat) && whole(split) && piece(concat) && split.dim != concat.dim
+            }
+            _ => true,
+        };
+        if fits {
+            return Ok(());
+        }
+        let reason = format!("{self:?} does not fit shape {:?} on {} ranks", x.dims(), group.size());
+        Err(Error::InvalidArgument { rank: group.ranks()[group.rank()], op: "exchange", reason })
+    }
+}
+
+/// A forward step with the backward step that belongs to it.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Exchange {
+    name: &'static str,
+    forward: Step,
+    backward: Step,
+}
+
+impl Exchange {
+    const fn pair(name: &'static str, forward: Step, backward: Step) -> Self {
+        Self { name, forward, backward }
+    }
+
+    /// Partial sums to a replicated value; its gradient is replicated.
+    pub const fn all_reduce() -> Self {
+        Self::pair("all_reduce", Step::AllReduce(ReduceOp::Sum), Step::Identity)
+    }
+
+    /// A replicated value used differently by the ranks: its gradients are summed.
+    pub const fn to_varying() -> Self {
+        Self::pair("to_varying", Step::Identity, Step::AllReduce(ReduceOp::Sum))
+    }
+
+    /// A varying value taken as invariant: every rank's share of the gradient is one n-th.
+    pub const fn to_invariant() -> Self {
+        Self::pair("to_invariant", Step::Identity, Step::Mean)
+    }
+
+    /// Pieces to the whole, used differently by the ranks.
+    pub fn all_gather(cut: Cut) -> Self {
+        Self::pair("all_gather", Step::AllGather(cut.clone()), Step::ReduceScatter(cut, ReduceOp::Sum))
+    }
+
+    /// Pieces to the whole, used alike by the ranks.
+    pub fn all_gather_invariant(cut: Cut) -> Self {
+        Self::pair("all_gather", Step::AllGather(cut.clone()), Step::Slice(cut))
+    }
+
+    /// An invariant whole to pieces.
+    pub fn slice(cut: Cut) -> Self {
+        Self::pair("slice", Step::Slice(cut.clone()), Step::AllGather(cut))
+    }
+
+    /// A varying whole to pieces.
+    pub fn slice_varying(cut: Cut) -> Self {
+        Self::pair("slice", Step::Slice(cut.clone()), Step::ZeroPad(cut))
+    }
+
+    /// Partial sums to pieces of the sum.
+    pub fn reduce_scatter(cut: Cut) -> Self {
+        Self::pair("reduce_scatter", Step::ReduceScatter(cut.clone(), ReduceOp::Sum), Step::AllGather(cut))
+    }
+
+    /// Pieces of the dim `concat` to pieces of the dim `split`.
+    pub fn all_to_all(split: Cut, concat: Cut) -> Self {
+        let back = Step::AllToAll(concat.clone(), split.clone());
+        Self::pair("all_to_all", Step::AllToAll(split, concat), back)
+    }
+
+    /// A replicated value to partial sums of it.
+    pub const fn to_partial() -> Self {
+        Self::pair("to_partial", Step::Mean, Step::Identity)
+    }
+
+    /// The forward result of a value that was communicated before, with this pair's backward.
+    ///
+    /// `result` must be what the forward step would give for `x`; nothing is sent.
+    pub fn with_known_result(self, x: &Tensor, result: &Tensor, group: &ProcessGroup) -> Result<Tensor> {
+        self.record(x, Made::View(result.detach()), group)
+    }
+
+    /// Runs the forward step on `x`; the result carries a gradient if `x` does.
+    #[track_caller]
+    pub fn apply(self, x: &Tensor, group: &ProcessGroup) -> Result<Tensor> {
+        if group.size() == 1 {
+            return Ok(x.clone());
+        }
+        let made = self.forward.run(&x.detach(), group)?;
+        self.record(x, made, group)
+    }
+
+    /// Puts what the forward step made into the graph.
+    ///
+    /// The communication has happened before candle takes its read lock on `x`, so no rank ever waits for another
+    /// with a lock held; and fresh memory becomes the result's storage without a copy.
+    fn record(self, x: &Tensor, made: Made, group: &ProcessGroup) -> Result<Tensor> {
+        if !x.track_op() {
+            return Ok(match made {
+                Made::Fresh(fresh) => fresh.into_tensor(),
+                Made::View(view) => view,
+            });
+        }
+        let fresh = match made {
+            Made::Fresh(fresh) => fresh,
+            Made::View(view) => Fresh::copy_of(&view)?,
+        };
+        let op = Recorded { exchange: self, group: group.clone(), made: Mutex::new(Some(fresh)) };
+        Ok(x.apply_op1(op)?)
+    }
+}
+
+/// The graph node of an exchange whose forward step has run.
+struct Recorded {
+    exchange: Exchange,
+    group: ProcessGroup,
+    made: Mutex<Option<Fresh>>,
+}
+
+impl CustomOp1 for Recorded {
+    fn name(&self) -> &'static str {
+        self.exchange.name
+    }
+
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
+        let made = self.made.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
+        let fresh = made.ok_or_else(|| candle_core::Error::msg("the result of an exchange was taken twice"))?;
+        Ok((fresh.storage, fresh.shape))
+    }
+
+    fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
+        let made = self.exchange.backward.run(grad, &self.group)?;
+        Ok(Some(match made {
+            Made::Fresh(fresh) => fresh.into_tensor(),
+            Made::View(view) => view,
+        }))
+    }
+}

@@ -1,0 +1,366 @@
+//! The ranks that communicate.
+use crate::backend::{Backend, Call, Dims, Fresh, Op, ReduceOp};
+use crate::{Error, GroupFailure, Result, comm};
+use candle_core::{DType, Device, Shape, Tensor};
+use smallvec::smallvec;
+use std::sync::Arc;
+
+/// A set of ranks that communicate: cheap to clone, `Send + Sync`, never a global.
+///
+/// Every rank of the group must make the same calls in the same order. Ranks are counted within the group. At size 1
+/// every call returns its input. Inputs may be any view; results are contiguous fresh memory without gradient (see
+/// [`functional`](crate::functional) for the differentiable forms).
+#[derive(Clone, Debug)]
+pub struct ProcessGroup {
+    backend: Arc<dyn Backend>,
+}
+
+impl ProcessGroup {
+    pub(crate) fn new(backend: Arc<dyn Backend>) -> Self {
+        Self { backend }
+    }
+
+    /// This rank within the group.
+    pub fn rank(&self) -> usize {
+        self.backend.rank()
+    }
+
+    /// The number of ranks.
+    pub fn size(&self) -> usize {
+        self.backend.ranks().len()
+    }
+
+    /// The members as ranks of the world, in group order.
+    pub fn ranks(&self) -> &[usize] {
+        self.backend.ranks()
+    }
+
+    /// The name of the engine, e.g. `"local"`.
+    pub fn backend_name(&self) -> &'static str {
+        self.backend.name()
+    }
+
+    /// The failure that stopped this group's world, if one did; every later call returns it.
+    pub fn failure(&self) -> Option<Arc<GroupFailure>> {
+        self.backend.failure()
+    }
+
+    /// The elementwise reduction of all ranks' tensors, on every rank; shapes must be equal.
+    #[track_caller]
+    pub fn all_reduce(&self, tensor: &Tensor, op: ReduceOp) -> Result<Tensor> {
+        self.collect(Call { reduce: Some(op), ..Call::on(Op::AllReduce, tensor, &[]) }, tensor)
+    }
+
+    /// All ranks' tensors joined along `dim` in rank order, on every rank; shapes must be equal.
+    #[track_caller]
+    pub fn all_gather(&self, tensor: &Tensor, dim: usize) -> Result<Tensor> {
+        let len = self.dim_size(Op::AllGather, tensor, dim)?;
+        self.all_gather_uneven(tensor, dim, &self.repeat(len))
+    }
+
+    /// Like [`all_gather`](Self::all_gather) with rank `r` contributing `sizes[r]` along `dim`, which may be zero.
+    #[track_caller]
+    pub fn all_gather_uneven(&self, tensor: &Tensor, dim: usize, sizes: &[usize]) -> Result<Tensor> {
+        self.check_piece(Op::AllGather, tensor, dim, sizes)?;
+        self.collect(Self::joined(Op::AllGather, tensor, dim, sizes), tensor)
+    }
+
+    /// This rank's piece of the reduction, cut along `dim` into equal pieces in rank order.
+    #[track_caller]
+    pub fn reduce_scatter(&self, tensor: &Tensor, dim: usize, op: ReduceOp) -> Result<Tensor> {
+        let sizes = self.even_sizes(Op::ReduceScatter, tensor, dim)?;
+        self.reduce_scatter_uneven(tensor, dim, &sizes, op)
+    }
+
+    /// Like [`reduce_scatter`](Self::reduce_scatter) with `sizes[r]` of `dim` for rank `r`; they must cover the dim.
+    #[track_caller]
+    pub fn reduce_scatter_uneven(&self, tensor: &Tensor, dim: usize, sizes: &[usize], op: ReduceOp) -> Result<Tensor> {
+        self.check_cover(Op::ReduceScatter, tensor, dim, sizes)?;
+        let call = Call {
+            reduce: Some(op),
+            dims: smallvec![dim],
+            sizes: smallvec![Dims::from_slice(sizes)],
+            ..Call::on(Op::ReduceScatter, tensor, &[])
+        };
+        self.collect(call, tensor)
+    }
+
+    /// Sends equal pieces of `split_dim` to the ranks and joins the received ones along `concat_dim`.
+    ///
+    /// A tensor sharded on `concat_dim` becomes one sharded on `split_dim`.
+    #[track_caller]
+    pub fn all_to_all(&self, tensor: &Tensor, split_dim: usize, concat_dim: usize) -> Result<Tensor> {
+        let split = self.even_sizes(Op::AllToAll, tensor, split_dim)?;
+        let concat = self.dim_size(Op::AllToAll, tensor, concat_dim)?;
+        self.all_to_all_uneven(tensor, (split_dim, &split), (concat_dim, &self.repeat(concat)))
+    }
+
+    /// Like [`all_to_all`](Self::all_to_all) with explicit sizes for each of the two different dims.
+    ///
+    /// `split.1[r]` of `split.0` goes to rank `r`, which contributes `concat.1[r]` of `concat.0`.
+    #[track_caller]
+    pub fn all_to_all_uneven(
+        &self,
+        tensor: &Tensor,
+        split: (usize, &[usize]),
+        concat: (usize, &[usize]),
+    ) -> Result<Tensor> {
+        self.check_cover(Op::AllToAll, tensor, split.0, split.1)?;
+        self.check_piece(Op::AllToAll, tensor, concat.0, concat.1)?;
+        if split.0 == concat.0 {
+            return Err(self.invalid(Op::AllToAll, "split and concat dims are equal; name two different dims".into()));
+        }
+        let call = Call {
+            dims: smallvec![split.0, concat.0],
+            sizes: smallvec![Dims::from_slice(split.1), Dims::from_slice(concat.1)],
+            ..Call::on(Op::AllToAll, tensor, &[concat.0])
+        };
+        self.collect(call, tensor)
+    }
+
+    /// The root's tensor, on every rank; all ranks give a tensor of the same shape and dtype.
+    #[track_caller]
+    pub fn broadcast(&self, tensor: &Tensor, root: usize) -> Result<Tensor> {
+        self.check_rank(Op::Broadcast, root)?;
+        self.collect(Call { peer: Some(root), ..Call::on(Op::Broadcast, tensor, &[]) }, tensor)
+    }
+
+    /// The reduction of all ranks' tensors on the root, `None` elsewhere.
+    #[track_caller]
+    pub fn reduce(&self, tensor: &Tensor, root: usize, op: ReduceOp) -> Result<Option<Tensor>> {
+        self.check_rank(Op::Reduce, root)?;
+        let call = Call { peer: Some(root), reduce: Some(op), ..Call::on(Op::Reduce, tensor, &[]) };
+        if self.size() == 1 {
+            return Ok(Some(tensor.clone()));
+        }
+        comm::note(&call, tensor.elem_count());
+        Ok(self.backend.reduce(call, &tensor.detach().contiguous()?)?.map(Fresh::into_tensor))
+    }
+
+    /// All ranks' tensors joined along `dim` on the root, `None` elsewhere; `sizes[r]` is rank `r`'s part of `dim`.
+    #[track_caller]
+    pub fn gather(&self, tensor: &Tensor, dim: usize, sizes: &[usize], root: usize) -> Result<Option<Tensor>> {
+        self.check_rank(Op::Gather, root)?;
+        self.check_piece(Op::Gather, tensor, dim, sizes)?;
+        let call = Call { peer: Some(root), ..Self::joined(Op::Gather, tensor, dim, sizes) };
+        if self.size() == 1 {
+            return Ok(Some(tensor.clone()));
+        }
+        comm::note(&call, tensor.elem_count());
+        Ok(self.backend.gather(call, &tensor.detach().contiguous()?)?.map(Fresh::into_tensor))
+    }
+
+    /// This rank's piece of the root's tensor, cut along `dim` into `sizes`.
+    ///
+    /// The root gives `Some` tensor of `shape` and `dtype`, which every rank names; other ranks may give `None`.
+    #[track_caller]
+    pub fn scatter(
+        &self,
+        tensor: Option<&Tensor>,
+        (shape, dtype): (impl Into<Shape>, DType),
+        dim: usize,
+        sizes: &[usize],
+        root: usize,
+    ) -> Result<Tensor> {
+        let shape = shape.into();
+        self.check_rank(Op::Scatter, root)?;
+        self.check_sizes(Op::Scatter, shape.dims(), dim, sizes)?;
+        let mine = if self.rank() == root { tensor } else { None };
+        if self.rank() == root && !tensor.is_some_and(|t| t.shape() == &shape && t.dtype() == dtype) {
+            let got = tensor.map_or("none".to_string(), |t| format!("{:?} {}", t.dims(), t.dtype().as_str()));
+            let reason = format!("the root must give a tensor of {:?} {}, got {got}", shape.dims(), dtype.as_str());
+            return Err(self.invalid(Op::Scatter, reason));
+        }
+        if let (1, Some(tensor)) = (self.size(), mine) {
+            return Ok(tensor.clone());
+        }
+        let call = Call {
+            dtype: Some(dtype),
+            shape: Dims::from_slice(shape.dims()),
+            peer: Some(root),
+            dims: smallvec![dim],
+            sizes: smallvec![Dims::from_slice(sizes)],
+            ..Call::new(Op::Scatter)
+        };
+        comm::note(&call, mine.map_or(0, Tensor::elem_count));
+        let mine = mine.map(|t| t.detach().contiguous()).transpose()?;
+        Ok(self.backend.scatter(call, mine.as_ref())?.into_tensor())
+    }
+
+    /// Sends a copy of `tensor` to rank `to` without waiting for it.
+    #[track_caller]
+    pub fn send(&self, tensor: &Tensor, to: usize) -> Result<()> {
+        self.send_owned(tensor.detach().force_contiguous()?, to)
+    }
+
+    /// Hands `tensor` itself to rank `to`, in constant time where ranks share memory.
+    ///
+    /// Nobody may write to its storage afterwards: send variables with [`send`](Self::send).
+    #[track_caller]
+    pub fn send_owned(&self, tensor: Tensor, to: usize) -> Result<()> {
+        self.check_peer(Op::Send, to)?;
+        let call = Call { peer: Some(to), ..Call::on(Op::Send, &tensor, &[]) };
+        comm::note(&call, tensor.elem_count());
+        self.backend.send(call, tensor.detach().contiguous()?)
+    }
+
+    /// The next tensor that rank `from` sends here, which must be of this shape and dtype.
+    #[track_caller]
+    pub fn recv(&self, shape: impl Into<Shape>, dtype: DType, from: usize) -> Result<Tensor> {
+        self.check_peer(Op::Recv, from)?;
+        let shape = Dims::from_slice(shape.into().dims());
+        let call = Call { dtype: Some(dtype), shape, peer: Some(from), ..Call::new(Op::Recv) };
+        comm::note(&call, 0);
+        self.backend.recv(call)
+    }
+
+    /// Returns when every rank has called it.
+    #[track_caller]
+    pub fn barrier(&self) -> Result<()> {
+        self.meet(Call::new(Op::Barrier))
+    }
+
+    /// A barrier that fails on every rank unless all describe the same thing.
+    ///
+    /// For what must be equal on all ranks before they go on: a mesh, a plan, a configuration.
+    #[track_caller]
+    pub fn agree(&self, description: &str) -> Result<()> {
+        self.meet(Call { note: Some(description.into()), ..Call::new(Op::Barrier) })
+    }
+
+    fn meet(&self, call: Call) -> Result<()> {
+        if self.size() == 1 {
+            return Ok(());
+        }
+        comm::note(&call, 0);
+        self.backend.barrier(call)
+    }
+
+    /// The group of `members`, ranks of this group in the order that the new group counts them; only members call it.
+    #[track_caller]
+    pub fn subgroup(&self, members: &[usize]) -> Result<Self> {
+        for (i, &member) in members.iter().enumerate() {
+            self.check_rank_named("subgroup", member)?;
+            if members[..i].contains(&member) {
+                return Err(self.invalid_named("subgroup", format!("rank {member} occurs twice in {members:?}")));
+            }
+        }
+        Ok(Self::new(self.backend.subgroup(members)?))
+    }
+
+    /// Divides the group by `color`; within a color, ranks are ordered by `key`, then by their rank here.
+    ///
+    /// Every rank calls it; ranks that give `None` get no group.
+    #[track_caller]
+    pub fn split(&self, color: Option<u32>, key: i64) -> Result<Option<Self>> {
+        let mine = Tensor::new(&[[color.map_or(-1, i64::from), key]], &Device::Cpu)?;
+        let all = self.all_gather(&mine, 0)?.to_vec2::<i64>()?;
+        let Some(color) = color else { return Ok(None) };
+        let mut members: Vec<usize> = (0..all.len()).filter(|&r| all[r][0] == i64::from(color)).collect();
+        members.sort_by_key(|&r| (all[r][1], r));
+        self.subgroup(&members).map(Some)
+    }
+
+    /// Runs a collective whose result every rank gets; at size 1 the input is the result.
+    fn collect(&self, call: Call, tensor: &Tensor) -> Result<Tensor> {
+        match self.exchange(call, tensor)? {
+            Some(fresh) => Ok(fresh.into_tensor()),
+            None => Ok(tensor.clone()),
+        }
+    }
+
+    /// Like `collect`, with the result still unwrapped; `None` means the input itself.
+    pub(crate) fn exchange(&self, call: Call, tensor: &Tensor) -> Result<Option<Fresh>> {
+        if self.size() == 1 {
+            return Ok(None);
+        }
+        comm::note(&call, tensor.elem_count());
+        let tensor = &tensor.detach().contiguous()?;
+        Ok(Some(match call.op {
+            Op::AllReduce => self.backend.all_reduce(call, tensor)?,
+            Op::AllGather => self.backend.all_gather(call, tensor)?,
+            Op::ReduceScatter => self.backend.reduce_scatter(call, tensor)?,
+            Op::AllToAll => self.backend.all_to_all(call, tensor)?,
+            Op::Broadcast => self.backend.broadcast(call, tensor)?,
+            op => return Err(Error::Unsupported(format!("{op} as an exchange"))),
+        }))
+    }
+
+    #[track_caller]
+    fn joined(op: Op, tensor: &Tensor, dim: usize, sizes: &[usize]) -> Call {
+        Call { dims: smallvec![dim], sizes: smallvec![Dims::from_slice(sizes)], ..Call::on(op, tensor, &[dim]) }
+    }
+
+    fn repeat(&self, len: usize) -> Dims {
+        smallvec![len; self.size()]
+    }
+
+    fn invalid(&self, op: Op, reason: String) -> Error {
+        self.invalid_named(op.name(), reason)
+    }
+
+    fn invalid_named(&self, op: &'static str, reason: String) -> Error {
+        Error::InvalidArgument { rank: self.ranks()[self.rank()], op, reason }
+    }
+
+    fn check_rank(&self, op: Op, rank: usize) -> Result<()> {
+        self.check_rank_named(op.name(), rank)
+    }
+
+    fn check_rank_named(&self, op: &'static str, rank: usize) -> Result<()> {
+        if rank < self.size() {
+            return Ok(());
+        }
+        let last = self.size() - 1;
+        Err(self.invalid_named(op, format!("rank {rank} is outside the group; its ranks are 0 to {last}")))
+    }
+
+    fn check_peer(&self, op: Op, peer: usize) -> Result<()> {
+        self.check_rank(op, peer)?;
+        if peer == self.rank() {
+            return Err(self.invalid(op, format!("rank {peer} is this rank; name another one")));
+        }
+        Ok(())
+    }
+
+    fn dim_size(&self, op: Op, tensor: &Tensor, dim: usize) -> Result<usize> {
+        tensor.dims().get(dim).copied().ok_or_else(|| {
+            let reason = format!("dim {dim} is out of range for a tensor of shape {:?}", tensor.dims());
+            self.invalid(op, reason)
+        })
+    }
+
+    fn even_sizes(&self, op: Op, tensor: &Tensor, dim: usize) -> Result<Dims> {
+        let (len, n) = (self.dim_size(op, tensor, dim)?, self.size());
+        if len % n != 0 {
+            let reason = format!("dim {dim} of shape {:?} does not divide by {n} ranks; give sizes", tensor.dims());
+            return Err(self.invalid(op, reason));
+        }
+        Ok(self.repeat(len / n))
+    }
+
+    /// Checks that the tensor is this rank's piece of `dim`.
+    fn check_piece(&self, op: Op, tensor: &Tensor, dim: usize, sizes: &[usize]) -> Result<()> {
+        let len = self.dim_size(op, tensor, dim)?;
+        if sizes.len() != self.size() || sizes[self.rank()] != len {
+            let (shape, n) = (tensor.dims(), self.size());
+            let reason = format!("sizes {sizes:?} of dim {dim} do not fit {n} ranks and a piece of shape {shape:?}");
+            return Err(self.invalid(op, reason));
+        }
+        Ok(())
+    }
+
+    /// Checks that the sizes cut the whole of `dim`.
+    fn check_cover(&self, op: Op, tensor: &Tensor, dim: usize, sizes: &[usize]) -> Result<()> {
+        self.check_sizes(op, tensor.dims(), dim, sizes)
+    }
+
+    fn check_sizes(&self, op: Op, shape: &[usize], dim: usize, sizes: &[usize]) -> Result<()> {
+        if sizes.len() != self.size() || shape.get(dim).copied() != Some(sizes.iter().sum()) {
+            let n = self.size();
+            let reason = format!("sizes {sizes:?} do not cut dim {dim} of shape {shape:?} into {n} pieces");
+            return Err(self.invalid(op, reason));
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,168 @@
+//! A world of ranks in this process.
+use crate::backend::local::{LocalBackend, RankGuard, WorldState};
+use crate::{DeviceMesh, ProcessGroup, Result, threads};
+use std::any::Any;
+use std::fmt::Display;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// The stack of a rank's thread: candle walks a graph by recursion, and pages are only touched when needed.
+const STACK_BYTES: usize = 256 << 20;
+
+/// The description of a world whose ranks are threads of this process.
+#[derive(Debug, Clone)]
+pub struct World {
+    size: usize,
+    timeout: Duration,
+    threads_per_rank: Option<usize>,
+}
+
+impl World {
+    /// A world of `size` ranks, each a thread.
+    pub fn local(size: usize) -> Self {
+        Self { size, timeout: Duration::from_secs(600), threads_per_rank: None }
+    }
+
+    /// How long a rank may wait in one call before the world counts as failed; ten minutes by default.
+    ///
+    /// Ranks that panicked, returned, or wait for each other are noticed at once, without this.
+    pub fn timeout(mut self, timeout: Duration) -> Self {
+        self.timeout = timeout;
+        self
+    }
+
+    /// How many threads a rank computes with; by default the cores divided by the ranks.
+    ///
+    /// candle settles this once for a process, so the first world decides (see [`threads`]).
+    pub fn threads_per_rank(mut self, threads: usize) -> Self {
+        self.threads_per_rank = Some(threads);
+        self
+    }
+
+    /// The contexts of all ranks, to be moved to threads of your own; most programs want [`run`](Self::run).
+    pub fn into_ranks(self) -> Result<Vec<RankContext>> {
+        if self.size == 0 {
+            return Err(crate::Error::Unsupported("a world of 0 ranks; use at least 1".to_string()));
+        }
+        threads::settle(self.threads_per_rank.unwrap_or_else(|| threads::default_per_rank(self.size)));
+        let world = WorldState::new(self.size, self.timeout);
+        (0..self.size)
+            .map(|rank| {
+                let group = ProcessGroup::new(Arc::new(LocalBackend::world(&world, rank)?));
+                Ok(RankContext { group, guard: RankGuard::new(world.clone(), rank) })
+            })
+            .collect()
+    }
+
+    /// Runs `f` once per rank, each on its own thread, and returns the results in rank order.
+    ///
+    /// If a rank fails or panics, every rank that communicates gets an error, and the error returned here names the
+    /// first rank that went wrong.
+    pub fn run<T, E, F>(self, f: F) -> Result<Vec<T>, WorldError>
+    where
+        T: Send,
+        E: Display + Send,
+        F: Fn(&RankContext) -> Result<T, E> + Sync,
+    {
+        let ranks = self.into_ranks().map_err(|error| WorldError { rank: 0, message: error.to_string() })?;
+        let failed = std::sync::Mutex::new(None::<WorldError>);
+        let blame = |rank: usize, message: &str| {
+            let mut failed = failed.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+            failed.get_or_insert_with(|| WorldError { rank, message: message.to_string() });
+        };
+        let results = std::thread::scope(|scope| {
+            let handles: Vec<_> = ranks
+                .into_iter()
+                .map(|ctx| {
+                    let (f, blame) = (&f, &blame);
+                    std::thread::Builder::new()
+                        .name(format!("rank {}", ctx.rank()))
+                        .stack_size(STACK_BYTES)
+                        .spawn_scoped(scope, move || ctx.run(f, blame))
+                })
+                .collect();
+            handles
+                .into_iter()
+                .map(|handle| handle.ok()?.join().unwrap_or_else(|panic| resume_unwind(panic)))
+                .collect::<Option<Vec<T>>>()
+        });
+        match (results, failed.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner)) {
+            (Some(results), None) => Ok(results),
+            (_, Some(error)) => Err(error),
+            (None, None) => Err(WorldError { rank: 0, message: "a thread for a rank could not be started".into() }),
+        }
+    }
+}
+
+/// The first failure of a [`World::run`].
+#[derive(Debug, Clone, thiserror::Error)]
+#[error("rank {rank}: {message}")]
+pub struct WorldError {
+    /// The rank that went wrong first.
+    pub rank: usize,
+    /// What it reported.
+    pub message: String,
+}
+
+/// What a rank knows about itself: its rank, and the group of all ranks.
+///
+/// Dropping it tells the other ranks that this one has ended.
+pub struct RankContext {
+    group: ProcessGroup,
+    guard: RankGuard,
+}
+
+impl std::fmt::Debug for RankContext {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "RankContext({} of {})", self.rank(), self.world_size())
+    }
+}
+
+impl RankContext {
+    /// This rank in the world.
+    pub fn rank(&self) -> usize {
+        self.group.rank()
+    }
+
+    /// The number of ranks in the world.
+    pub fn world_size(&self) -> usize {
+        self.group.size()
+    }
+
+    /// The group of all ranks.
+    pub fn group(&self) -> &ProcessGroup {
+        &self.group
+    }
+
+    /// A mesh over all ranks; see [`DeviceMesh::new`].
+    pub fn mesh(&self, axes: &[(&str, usize)]) -> Result<DeviceMesh> {
+        DeviceMesh::new(&self.group, axes)
+    }
+
+    /// Runs `f` as this rank and tells the world how it ended; `blame` is told of a failure before the others wake.
+    pub fn run<T, E: Display>(mut self, f: impl Fn(&Self) -> Result<T, E>, blame: impl Fn(usize, &str)) -> Option<T> {
+        use crate::backend::local::End;
+        let rank = self.rank();
+        let (result, end) = match catch_unwind(AssertUnwindSafe(|| f(&self))) {
+            Ok(Ok(value)) => (Some(value), End::Returned),
+            Ok(Err(error)) => (None, End::Failed(error.to_string())),
+            Err(panic) => (None, End::Panicked(panic_message(&*panic))),
+        };
+        match &end {
+            End::Returned => {}
+            End::Failed(message) => blame(rank, message),
+            End::Panicked(message) => blame(rank, &format!("panicked: {message}")),
+        }
+        self.guard.finish(end);
+        result
+    }
+}
+
+fn panic_message(panic: &(dyn Any + Send)) -> String {
+    match (panic.downcast_ref::<&str>(), panic.downcast_ref::<String>()) {
+        (Some(text), _) => (*text).to_string(),
+        (_, Some(text)) => text.clone(),
+        _ => "(a panic without a message)".to_string(),
+    }
+}

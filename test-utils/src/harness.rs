@@ -1,0 +1,106 @@
+//! Running a closure on N ranks, with a label and a deadline.
+use candle_dist::{RankContext, World, WorldError};
+use parking_lot::{Condvar, Mutex};
+use std::fmt::Display;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// The stack of a rank's thread; candle walks graphs by recursion.
+const STACK_BYTES: usize = 256 << 20;
+
+/// A world for a test: how many ranks, what to call it, how long it may take.
+///
+/// ```
+/// use test_utils::Ranks;
+///
+/// let ranks = Ranks::new(3, "who am I").run(|ctx| Ok::<_, candle_dist::Error>(ctx.rank())).unwrap();
+/// assert_eq!(ranks, [0, 1, 2]);
+/// ```
+#[derive(Debug, Clone)]
+pub struct Ranks {
+    world: usize,
+    label: String,
+    deadline: Duration,
+}
+
+/// What the ranks of one run have reported so far.
+struct Board<T> {
+    results: Vec<Option<T>>,
+    ended: usize,
+    first_failure: Option<WorldError>,
+}
+
+impl Ranks {
+    /// `world` ranks; `label` names the case in failures.
+    pub fn new(world: usize, label: impl Into<String>) -> Self {
+        Self { world, label: label.into(), deadline: Duration::from_secs(120) }
+    }
+
+    /// How long the whole run may take before it counts as hung; two minutes by default.
+    pub fn deadline(mut self, deadline: Duration) -> Self {
+        self.deadline = deadline;
+        self
+    }
+
+    /// Runs `f` on every rank and returns the results in rank order, or the first failure with its rank.
+    ///
+    /// Ranks that are still running at the deadline are left behind and named in the error: a hang fails, never
+    /// blocks.
+    pub fn run<T, E, F>(self, f: F) -> Result<Vec<T>, WorldError>
+    where
+        T: Send + 'static,
+        E: Display,
+        F: Fn(&RankContext) -> Result<T, E> + Send + Sync + 'static,
+    {
+        let fail = |rank, message: String| WorldError { rank, message: format!("[{}] {message}", self.label) };
+        let world = World::local(self.world).timeout(self.deadline);
+        let ranks = world.into_ranks().map_err(|e| fail(0, e.to_string()))?;
+        let board = Board { results: (0..self.world).map(|_| None).collect(), ended: 0, first_failure: None };
+        let shared = Arc::new((Mutex::new(board), Condvar::new()));
+        let f = Arc::new(f);
+        for ctx in ranks {
+            let (shared, f, rank) = (shared.clone(), f.clone(), ctx.rank());
+            let work = move || {
+                let blame = |rank: usize, message: &str| {
+                    let error = WorldError { rank, message: message.to_string() };
+                    shared.0.lock().first_failure.get_or_insert(error);
+                };
+                let result = ctx.run(|ctx| f(ctx), blame);
+                let mut board = shared.0.lock();
+                board.results[rank] = result;
+                board.ended += 1;
+                shared.1.notify_all();
+            };
+            let thread = std::thread::Builder::new().name(format!("rank {rank}")).stack_size(STACK_BYTES).spawn(work);
+            thread.map_err(|e| fail(rank, format!("no thread: {e}")))?;
+        }
+        let until = Instant::now() + self.deadline;
+        let mut board = shared.0.lock();
+        while board.ended < self.world {
+            if shared.1.wait_until(&mut board, until).timed_out() && board.ended < self.world {
+                let late: Vec<usize> = (0..self.world).filter(|&r| board.results[r].is_none()).collect();
+                return Err(fail(late[0], format!("ranks {late:?} still run after {:?}", self.deadline)));
+            }
+        }
+        if let Some(failure) = board.first_failure.take() {
+            return Err(fail(failure.rank, failure.message));
+        }
+        board.results.iter_mut().enumerate().map(|(r, v)| v.take().ok_or_else(|| fail(r, "no result".into()))).collect()
+    }
+}
+
+/// Runs `f` on `world` ranks and panics with the first failure: the usual form in tests.
+///
+/// # Panics
+/// If a rank fails, panics, or the run takes more than two minutes.
+pub fn on_ranks<T, E, F>(world: usize, label: &str, f: F) -> Vec<T>
+where
+    T: Send + 'static,
+    E: Display,
+    F: Fn(&RankContext) -> Result<T, E> + Send + Sync + 'static,
+{
+    match Ranks::new(world, label).run(f) {
+        Ok(results) => results,
+        Err(error) => panic!("{error}"),
+    }
+}
