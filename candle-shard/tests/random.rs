@@ -73,8 +73,12 @@ fn boxes(cuts: &[Vec<usize>]) -> Vec<Vec<Range<usize>>> {
         boxes
             .iter()
             .flat_map(|head| {
-                cuts.windows(2)
-                    .map(move |w| [head.as_slice(), &[w[0]..w[1]]].concat())
+                cuts.windows(2).map(move |w| {
+                    head.iter()
+                        .cloned()
+                        .chain(std::iter::once(w[0]..w[1]))
+                        .collect()
+                })
             })
             .collect()
     })
