@@ -1,4 +1,9 @@
 //! The multi-rank test harness and the toy models of the candle distributed stack.
 mod harness;
+pub mod model_args;
+pub mod reference;
+pub mod reference_mlp;
+mod reference_ops;
+mod reference_params;
 
 pub use harness::{Ranks, on_ranks};

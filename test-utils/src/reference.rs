@@ -1,0 +1,253 @@
+//! The toy Transformer on one device in plain candle: the oracle that every distributed form is compared with.
+
+use candle_core::{DType, Device, Result, Tensor, Var, bail};
+use candle_shard::random::{Distribution, Stream};
+
+use crate::model_args::ModelArgs;
+use crate::reference_ops as ops;
+use crate::reference_params::{LayerNorm, Linear, Params};
+
+/// Whether dropout is at work.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mode {
+    /// No dropout.
+    Eval,
+    /// Dropout with the masks of this step.
+    Train {
+        /// The training step, which every dropout stream is folded with.
+        step: u64,
+    },
+}
+
+/// A decoder-only Transformer in the style of nanoGPT, with the structure and parameter names of PyTorch's toy model.
+///
+/// Each parameter is drawn from the stream of its own full name, such as `layers.0.attention.wq.weight`: linear layers
+/// evenly over ±1/√in, embeddings normal. Each dropout draws from the stream `<path>.dropout`, folded with the step.
+/// [`ModelArgs::checkpoint_activations`] has no effect here: recomputing would not change a number.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use test_utils::model_args::ModelArgs;
+/// use test_utils::reference::{Mode, Transformer, loss};
+///
+/// # fn main() -> candle_core::Result<()> {
+/// let model = Transformer::new(&ModelArgs::default(), DType::F32, &Device::Cpu)?;
+/// let tokens = Tensor::new(&[[1u32, 2, 3, 4]], &Device::Cpu)?;
+/// let logits = model.forward(&tokens, Mode::Train { step: 0 })?;
+/// assert_eq!(logits.dims(), [1, 4, 8]);
+/// let grads = loss(&logits, &tokens)?.backward()?;
+/// assert!(model.vars().iter().all(|(_, var)| grads.get(var).is_some()));
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug)]
+pub struct Transformer {
+    args: ModelArgs,
+    tok_embeddings: Tensor,
+    pos_embeddings: Tensor,
+    dropout: Dropout,
+    layers: Vec<TransformerBlock>,
+    norm: LayerNorm,
+    output: Linear,
+    vars: Vec<(String, Var)>,
+}
+
+impl Transformer {
+    /// The model that `args` describes, with freshly drawn parameters.
+    ///
+    /// # Errors
+    /// If `n_heads` does not divide `dim`.
+    pub fn new(args: &ModelArgs, dtype: DType, device: &Device) -> Result<Self> {
+        let &ModelArgs { dim, n_heads, .. } = args;
+        if n_heads == 0 || !dim.is_multiple_of(n_heads) {
+            bail!(
+                "a model of dim {dim} cannot have {n_heads} heads: the heads must divide it evenly"
+            );
+        }
+        let mut params = Params::new(args.seed, dtype, device);
+        let embedding = Distribution::Normal {
+            mean: 0.0,
+            stdev: args.init_stdev.unwrap_or(1.0),
+        };
+        let mut table = |name: &str, rows| params.draw(name.to_owned(), &[rows, dim], embedding);
+        let tok_embeddings = table("tok_embeddings.weight", args.vocab_size)?;
+        let pos_embeddings = table("pos_embeddings.weight", args.max_seq_len)?;
+        let layers = (0..args.n_layers)
+            .map(|i| TransformerBlock::new(&mut params, &format!("layers.{i}"), args))
+            .collect::<Result<_>>()?;
+        let norm = LayerNorm::new(&mut params, "norm", dim)?;
+        let output = if args.weight_tying {
+            Linear::tied(&tok_embeddings)
+        } else {
+            Linear::new(&mut params, "output", dim, args.vocab_size, false)?
+        };
+        Ok(Self {
+            args: args.clone(),
+            tok_embeddings,
+            pos_embeddings,
+            dropout: Dropout::new(args, "dropout"),
+            layers,
+            norm,
+            output,
+            vars: params.into_vars(),
+        })
+    }
+
+    /// The logits `[batch, sequence, vocab]` of u32 `tokens` `[batch, sequence]`, in f32 where the model is 16-bit.
+    ///
+    /// # Errors
+    /// If the sequence is longer than [`ModelArgs::max_seq_len`].
+    pub fn forward(&self, tokens: &Tensor, mode: Mode) -> Result<Tensor> {
+        let (_, seq_len) = tokens.dims2()?;
+        if seq_len > self.args.max_seq_len {
+            bail!(
+                "a sequence of {seq_len} is longer than the model's {}",
+                self.args.max_seq_len
+            );
+        }
+        let positions = self.pos_embeddings.narrow(0, 0, seq_len)?;
+        let h = ops::embedding(&self.tok_embeddings, tokens)?.broadcast_add(&positions)?;
+        let mut h = self.dropout.forward(&h, mode)?;
+        for layer in &self.layers {
+            h = layer.forward(&h, mode)?;
+        }
+        let logits = self.output.forward(&self.norm.forward(&h)?)?;
+        match logits.dtype() {
+            DType::F16 | DType::BF16 => logits.to_dtype(DType::F32),
+            _ => Ok(logits),
+        }
+    }
+
+    /// The parameters by name, in the order of the model; a tied output weight is the token embedding and not repeated.
+    pub fn vars(&self) -> &[(String, Var)] {
+        &self.vars
+    }
+}
+
+/// The mean cross entropy over all tokens, for logits `[batch, sequence, vocab]` and u32 targets `[batch, sequence]`.
+pub fn loss(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
+    ops::cross_entropy(logits, targets)
+}
+
+#[derive(Clone, Debug)]
+struct TransformerBlock {
+    attention_norm: LayerNorm,
+    attention: Attention,
+    ffn_norm: LayerNorm,
+    feed_forward: FeedForward,
+}
+
+impl TransformerBlock {
+    fn new(params: &mut Params, path: &str, args: &ModelArgs) -> Result<Self> {
+        Ok(Self {
+            attention_norm: LayerNorm::new(params, &format!("{path}.attention_norm"), args.dim)?,
+            attention: Attention::new(params, &format!("{path}.attention"), args)?,
+            ffn_norm: LayerNorm::new(params, &format!("{path}.ffn_norm"), args.dim)?,
+            feed_forward: FeedForward::new(params, &format!("{path}.feed_forward"), args)?,
+        })
+    }
+
+    fn forward(&self, x: &Tensor, mode: Mode) -> Result<Tensor> {
+        let h = (x + self
+            .attention
+            .forward(&self.attention_norm.forward(x)?, mode)?)?;
+        let out = self
+            .feed_forward
+            .forward(&self.ffn_norm.forward(&h)?, mode)?;
+        h + out
+    }
+}
+
+#[derive(Clone, Debug)]
+struct Attention {
+    n_heads: usize,
+    head_dim: usize,
+    causal: bool,
+    wq: Linear,
+    wk: Linear,
+    wv: Linear,
+    wo: Linear,
+    attn_dropout: Dropout,
+    resid_dropout: Dropout,
+}
+
+impl Attention {
+    fn new(params: &mut Params, path: &str, args: &ModelArgs) -> Result<Self> {
+        let mut square =
+            |name| Linear::new(params, &format!("{path}.{name}"), args.dim, args.dim, false);
+        Ok(Self {
+            n_heads: args.n_heads,
+            head_dim: args.head_dim(),
+            causal: args.use_attn_mask,
+            wq: square("wq")?,
+            wk: square("wk")?,
+            wv: square("wv")?,
+            wo: square("wo")?,
+            attn_dropout: Dropout::new(args, &format!("{path}.attn_dropout")),
+            resid_dropout: Dropout::new(args, &format!("{path}.resid_dropout")),
+        })
+    }
+
+    fn forward(&self, x: &Tensor, mode: Mode) -> Result<Tensor> {
+        let (batch, seq_len, dim) = x.dims3()?;
+        // [batch, sequence, dim] to [batch, heads, sequence, head_dim]
+        let heads = |projection: &Linear| {
+            projection
+                .forward(x)?
+                .reshape((batch, seq_len, self.n_heads, self.head_dim))?
+                .transpose(1, 2)?
+                .contiguous()
+        };
+        let (q, k, v) = (heads(&self.wq)?, heads(&self.wk)?, heads(&self.wv)?);
+        let scores = (q / (self.head_dim as f64).sqrt())?.matmul(&k.t()?)?;
+        let weights = ops::attention_softmax(&scores, self.causal)?;
+        let mixed = self.attn_dropout.forward(&weights, mode)?.matmul(&v)?;
+        let merged = mixed.transpose(1, 2)?.reshape((batch, seq_len, dim))?;
+        self.resid_dropout.forward(&self.wo.forward(&merged)?, mode)
+    }
+}
+
+#[derive(Clone, Debug)]
+struct FeedForward {
+    w1: Linear,
+    w2: Linear,
+    resid_dropout: Dropout,
+}
+
+impl FeedForward {
+    fn new(params: &mut Params, path: &str, args: &ModelArgs) -> Result<Self> {
+        let (dim, hidden) = (args.dim, args.hidden_dim());
+        Ok(Self {
+            w1: Linear::new(params, &format!("{path}.w1"), dim, hidden, true)?,
+            w2: Linear::new(params, &format!("{path}.w2"), hidden, dim, true)?,
+            resid_dropout: Dropout::new(args, &format!("{path}.resid_dropout")),
+        })
+    }
+
+    fn forward(&self, x: &Tensor, mode: Mode) -> Result<Tensor> {
+        let hidden = ops::gelu(&self.w1.forward(x)?)?;
+        self.resid_dropout.forward(&self.w2.forward(&hidden)?, mode)
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Dropout {
+    p: f64,
+    stream: Stream,
+}
+
+impl Dropout {
+    fn new(args: &ModelArgs, path: &str) -> Self {
+        Self {
+            p: args.dropout_p,
+            stream: Stream::new(args.seed, &format!("{path}.dropout")),
+        }
+    }
+
+    fn forward(self, x: &Tensor, mode: Mode) -> Result<Tensor> {
+        match mode {
+            Mode::Eval => Ok(x.clone()),
+            Mode::Train { step } => ops::dropout(x, self.p, self.stream.fold(step)),
+        }
+    }
+}

@@ -1,0 +1,99 @@
+//! The arithmetic of the reference models, each function composed of candle ops that have a true backward.
+//!
+//! candle-nn's fused `layer_norm`, `rms_norm` and `softmax_last_dim` drop gradients silently, so none of them is here.
+
+use candle_core::{D, Result, Tensor};
+use candle_shard::random::{Distribution, Stream, sample_full};
+
+/// `x · weightᵀ + bias` for `x` of shape `[.., in]` and `weight` of shape `[out, in]`.
+pub(crate) fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+    let (out_dim, in_dim) = weight.dims2()?;
+    let mut out_shape = x.dims().to_vec();
+    *out_shape.last_mut().unwrap_or(&mut 0) = out_dim;
+    // One two-dim product: candle's broadcast matmul is much slower.
+    let y = x
+        .reshape(((), in_dim))?
+        .matmul(&weight.t()?)?
+        .reshape(out_shape)?;
+    match bias {
+        Some(bias) => y.broadcast_add(bias),
+        None => Ok(y),
+    }
+}
+
+/// Rows of `weight` at `ids`: shape `[..ids, dim]`.
+pub(crate) fn embedding(weight: &Tensor, ids: &Tensor) -> Result<Tensor> {
+    let shape = [ids.dims(), &weight.dims()[1..]].concat();
+    weight.index_select(&ids.flatten_all()?, 0)?.reshape(shape)
+}
+
+/// Layer norm over the last dim (Ba et al., 2016).
+pub(crate) fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Result<Tensor> {
+    let centred = x.broadcast_sub(&x.mean_keepdim(D::Minus1)?)?;
+    let stdev = (centred.sqr()?.mean_keepdim(D::Minus1)? + eps)?.sqrt()?;
+    centred
+        .broadcast_div(&stdev)?
+        .broadcast_mul(weight)?
+        .broadcast_add(bias)
+}
+
+/// RMS norm over the last dim (Zhang and Sennrich, 2019).
+pub(crate) fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
+    let rms = (x.sqr()?.mean_keepdim(D::Minus1)? + eps)?.sqrt()?;
+    x.broadcast_div(&rms)?.broadcast_mul(weight)
+}
+
+/// Softmax over the last dim of `scores`, shape `[.., queries, keys]`; `causal` hides the keys after a query.
+pub(crate) fn attention_softmax(scores: &Tensor, causal: bool) -> Result<Tensor> {
+    let scores = if causal {
+        let (queries, keys) = (scores.dim(D::Minus2)?, scores.dim(D::Minus1)?);
+        let mask: Vec<f32> = (0..queries)
+            .flat_map(|query| {
+                (0..keys).map(move |key| if key > query { f32::NEG_INFINITY } else { 0.0 })
+            })
+            .collect();
+        let mask = Tensor::from_vec(mask, (queries, keys), scores.device())?;
+        scores.broadcast_add(&mask.to_dtype(scores.dtype())?)?
+    } else {
+        scores.clone()
+    };
+    // The result does not depend on the shift, so neither need its gradient be followed.
+    let shift = scores.detach().max_keepdim(D::Minus1)?;
+    let exp = scores.broadcast_sub(&shift)?.exp()?;
+    exp.broadcast_div(&exp.sum_keepdim(D::Minus1)?)
+}
+
+/// GELU in its exact form, `x · Φ(x)` with the error function.
+///
+/// Composed, because the backward of candle's `gelu_erf` has a constant of six digits (error 1e-6) and computes the error
+/// function a second time.
+pub(crate) fn gelu(x: &Tensor) -> Result<Tensor> {
+    let phi = (x * std::f64::consts::FRAC_1_SQRT_2)?
+        .erf()?
+        .affine(0.5, 0.5)?;
+    x * phi
+}
+
+/// Mean over all rows of `-log softmax(logits)[target]`, for logits `[.., classes]` and u32 targets `[..]`.
+pub(crate) fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
+    let logits = logits.reshape(((), logits.dim(D::Minus1)?))?;
+    let targets = targets.flatten_all()?.unsqueeze(1)?;
+    let shift = logits.detach().max_keepdim(1)?;
+    let log_sum = (logits.broadcast_sub(&shift)?.exp()?.sum_keepdim(1)?.log()? + shift)?;
+    (log_sum - logits.gather(&targets, 1)?)?.mean_all()
+}
+
+/// Keeps each element with probability `1 - p` and scales it by `1 / (1 - p)`; `stream` and the index decide which.
+pub(crate) fn dropout(x: &Tensor, p: f64, stream: Stream) -> Result<Tensor> {
+    if p == 0.0 {
+        return Ok(x.clone());
+    }
+    let keep = sample_full(
+        stream,
+        Distribution::Bernoulli { p: 1.0 - p },
+        x.dims(),
+        x.dtype(),
+        x.device(),
+    )?;
+    (x * keep)? / (1.0 - p)
+}

@@ -1,0 +1,119 @@
+//! How the reference models name, draw and hold their parameters.
+
+use candle_core::{DType, Device, Result, Tensor, Var};
+use candle_shard::random::{Distribution, Stream, sample_full};
+
+use crate::reference_ops as ops;
+
+/// Creates parameters, each from the random stream of its own full name, and remembers them in order.
+pub(crate) struct Params {
+    seed: u64,
+    dtype: DType,
+    device: Device,
+    vars: Vec<(String, Var)>,
+}
+
+impl Params {
+    pub(crate) fn new(seed: u64, dtype: DType, device: &Device) -> Self {
+        Self {
+            seed,
+            dtype,
+            device: device.clone(),
+            vars: Vec::new(),
+        }
+    }
+
+    pub(crate) fn into_vars(self) -> Vec<(String, Var)> {
+        self.vars
+    }
+
+    /// The parameter `name`, drawn from `dist`.
+    pub(crate) fn draw(
+        &mut self,
+        name: String,
+        shape: &[usize],
+        dist: Distribution,
+    ) -> Result<Tensor> {
+        let stream = Stream::new(self.seed, &name);
+        let init = sample_full(stream, dist, shape, self.dtype, &self.device)?;
+        self.register(name, &init)
+    }
+
+    /// The parameter `name`, full of ones.
+    pub(crate) fn ones(&mut self, name: String, size: usize) -> Result<Tensor> {
+        let init = Tensor::ones(size, self.dtype, &self.device)?;
+        self.register(name, &init)
+    }
+
+    fn zeros(&mut self, name: String, size: usize) -> Result<Tensor> {
+        let init = Tensor::zeros(size, self.dtype, &self.device)?;
+        self.register(name, &init)
+    }
+
+    fn register(&mut self, name: String, init: &Tensor) -> Result<Tensor> {
+        let var = Var::from_tensor(init)?;
+        // The tensor shares the Var's storage and id: it sees every update, and gradients reach the Var through it.
+        let tensor = var.as_tensor().clone();
+        self.vars.push((name, var));
+        Ok(tensor)
+    }
+}
+
+/// `y = x · weightᵀ + bias`, initialised evenly over ±1/√in as PyTorch's.
+#[derive(Clone, Debug)]
+pub(crate) struct Linear {
+    weight: Tensor,
+    bias: Option<Tensor>,
+}
+
+impl Linear {
+    pub(crate) fn new(
+        params: &mut Params,
+        path: &str,
+        in_dim: usize,
+        out_dim: usize,
+        bias: bool,
+    ) -> Result<Self> {
+        let bound = 1.0 / (in_dim as f64).sqrt();
+        let dist = Distribution::Uniform {
+            lo: -bound,
+            up: bound,
+        };
+        let weight = params.draw(format!("{path}.weight"), &[out_dim, in_dim], dist)?;
+        let bias = bias
+            .then(|| params.draw(format!("{path}.bias"), &[out_dim], dist))
+            .transpose()?;
+        Ok(Self { weight, bias })
+    }
+
+    /// A layer without bias that shares `weight` with another.
+    pub(crate) fn tied(weight: &Tensor) -> Self {
+        Self {
+            weight: weight.clone(),
+            bias: None,
+        }
+    }
+
+    pub(crate) fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        ops::linear(x, &self.weight, self.bias.as_ref())
+    }
+}
+
+/// Layer norm over the last dim, epsilon 1e-5.
+#[derive(Clone, Debug)]
+pub(crate) struct LayerNorm {
+    weight: Tensor,
+    bias: Tensor,
+}
+
+impl LayerNorm {
+    pub(crate) fn new(params: &mut Params, path: &str, dim: usize) -> Result<Self> {
+        let weight = params.ones(format!("{path}.weight"), dim)?;
+        let bias = params.zeros(format!("{path}.bias"), dim)?;
+        Ok(Self { weight, bias })
+    }
+
+    pub(crate) fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        ops::layer_norm(x, &self.weight, &self.bias, 1e-5)
+    }
+}
