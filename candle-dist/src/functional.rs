@@ -15,6 +15,7 @@
 //! | [`Exchange::reduce_scatter`] | reduce_scatter | all_gather | *g-bar* |
 //! | [`Exchange::all_to_all`] | all_to_all | all_to_all back | |
 //! | [`Exchange::to_partial`] | scale by 1/n | identity | |
+//! | [`Exchange::to_partial_varying`] | scale by 1/n | scale by 1/n | |
 //!
 //! *Varying* and *invariant* are the two states of a replicated value: the gradient of a varying one is a partial sum
 //! on each rank, that of an invariant one is replicated. Sources: Shoeybi et al. 2019 (arXiv:1909.08053), Korthikanti
@@ -204,6 +205,11 @@ impl Exchange {
     /// A replicated value to partial sums of it.
     pub const fn to_partial() -> Self {
         Self::pair("to_partial", Step::Mean, Step::Identity)
+    }
+
+    /// A varying replicated value to partial sums of it; every rank's share of the gradient is one n-th.
+    pub const fn to_partial_varying() -> Self {
+        Self::pair("to_partial", Step::Mean, Step::Mean)
     }
 
     /// The forward result of a value that was communicated before, with this pair's backward.

@@ -1,3 +1,23 @@
-//! placeholder
-
+//! DTensor and tensor parallelism for [candle](https://github.com/huggingface/candle): the numbers of one device on
+//! any mesh, gradients included.
+//!
+//! - [`DTensor`]: a tensor spread over a [`DeviceMesh`](candle_dist::DeviceMesh), one [`Placement`] per axis.
+//! - [`nn`]: layers built under a [`parallel::Plan`], so that a rank holds only its shard.
+//! - [`random`]: random numbers that are bit-equal on every mesh.
+//! - [`kernels`]: fused ops with a true backward, for plain tensors too.
+mod dtensor;
+mod error;
+pub mod kernels;
+pub mod nn;
+mod ops;
+pub mod parallel;
+mod placement;
 pub mod random;
+mod redistribute;
+mod rules;
+mod spec;
+
+pub use dtensor::DTensor;
+pub use error::{Error, Result};
+pub use placement::{Partial, Placement, Placements, Replicate, Shard};
+pub use spec::{Sizes, Spec, chunk_sizes};

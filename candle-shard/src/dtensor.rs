@@ -1,0 +1,270 @@
+//! A tensor that is spread over a mesh.
+use crate::placement::{Partial, Placement, Replicate, Shard};
+use crate::spec::Spec;
+use crate::{Error, Result};
+use candle_core::backprop::GradStore;
+use candle_core::{DType, Device, Shape, Tensor, Var};
+use candle_dist::{DeviceMesh, ReduceOp};
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// A set of mesh axes, as bits.
+pub(crate) type Axes = u32;
+
+/// A tensor that is spread over a mesh: this rank's local tensor and the [`Spec`] that every rank shares.
+///
+/// Ops on it give the numbers, and gradients, of one device. Cheap to clone.
+///
+/// On an axis where it is `Replicate` the gradient of a tensor is either replicated (*invariant*) or a partial sum
+/// (*varying*); the ops keep track, see ARCHITECTURE.md.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_dist::World;
+/// use candle_shard::{DTensor, Replicate, Result, Shard};
+///
+/// let sums = World::local(2).run(|ctx| -> Result<f32> {
+///     let mesh = ctx.mesh(&[("tp", 2)])?;
+///     let x = Tensor::arange(0f32, 6., &Device::Cpu)?.reshape((3, 2))?;
+///     let x = DTensor::distribute(&x, &mesh, &[Shard(0)])?; // ranks hold 2 rows and 1 row
+///     Ok(x.sum_all()?.full_tensor()?.to_scalar::<f32>()?)
+/// })?;
+/// assert_eq!(sums, [15.0, 15.0]);
+/// # Ok::<(), candle_dist::WorldError>(())
+/// ```
+#[derive(Clone)]
+pub struct DTensor {
+    local: Tensor,
+    spec: Arc<Spec>,
+    varying: Axes,
+    trail: Option<Arc<Trail>>,
+}
+
+/// What a tracked tensor remembers so that several uses share one communication.
+#[derive(Default)]
+pub(crate) struct Trail {
+    /// Views of this tensor that are varying on more axes.
+    views: Mutex<Vec<(Axes, Tensor)>>,
+    /// What this tensor was gathered from, and along which axis.
+    pub(crate) gathered: Option<(DTensor, usize)>,
+}
+
+impl DTensor {
+    pub(crate) fn assemble(local: Tensor, spec: Arc<Spec>, varying: Axes) -> Self {
+        debug_assert_eq!(local.dims(), spec.local_shape().as_slice(), "{spec}");
+        // A parameter changes in place between steps: a copy of it must not be kept.
+        let keeps_views = local.track_op() && !local.is_variable();
+        let trail = keeps_views.then(Arc::<Trail>::default);
+        Self { local, spec, varying, trail }
+    }
+
+    /// A view of this tensor that is varying on `varying`; it shares the memory of views with it.
+    pub(crate) fn viewed(&self, local: Tensor, varying: Axes) -> Self {
+        Self { local, spec: self.spec.clone(), varying, trail: self.trail.clone() }
+    }
+
+    pub(crate) fn gathered_from(mut self, source: &DTensor, axis: usize) -> Self {
+        if self.trail.is_some() {
+            self.trail = Some(Arc::new(Trail { gathered: Some((source.clone(), axis)), ..Trail::default() }));
+        }
+        self
+    }
+
+    /// This rank's tensor as a piece of the tensor that `spec` describes; nothing is communicated.
+    ///
+    /// # Errors
+    /// If the local shape or dtype is not what `spec` gives this rank.
+    pub fn from_local_with_spec(local: Tensor, spec: Spec) -> Result<Self> {
+        if local.dims() != spec.local_shape().as_slice() || local.dtype() != spec.dtype() {
+            let (got, dtype, want) = (local.dims(), local.dtype().as_str(), spec.local_shape());
+            let at = spec.mesh().coordinate();
+            return Err(Error::Layout(format!(
+                "a local tensor {dtype}{got:?} at {at:?} for {spec}, which holds {:?} there",
+                want.as_slice()
+            )));
+        }
+        Ok(Self::assemble(local, Arc::new(spec), 0))
+    }
+
+    /// This rank's tensor as a piece of a tensor of the global `shape`, cut in the default sizes.
+    pub fn from_local(
+        local: Tensor,
+        mesh: &DeviceMesh,
+        placements: &[Placement],
+        shape: impl Into<Shape>,
+    ) -> Result<Self> {
+        let spec = Spec::new(mesh, placements, shape, local.dtype())?;
+        Self::from_local_with_spec(local, spec)
+    }
+
+    /// Spreads a tensor that every rank has, alike, over the mesh; nothing is communicated.
+    ///
+    /// The result is a leaf without gradient. `Partial` placements are not possible: they are results of ops.
+    pub fn distribute(tensor: &Tensor, mesh: &DeviceMesh, placements: &[Placement]) -> Result<Self> {
+        let spec = Spec::new(mesh, placements, tensor.shape(), tensor.dtype())?;
+        if let Some(p) = placements.iter().find(|p| p.is_partial()) {
+            return Err(Error::Layout(format!("cannot distribute a tensor as {p}; use a shard or R")));
+        }
+        let mut local = tensor.detach();
+        for (dim, range) in spec.local_block().iter().enumerate() {
+            local = local.narrow(dim, range.start, range.len())?;
+        }
+        // A shard must not keep the whole tensor alive, nor alias a variable.
+        Ok(Self::assemble(local.force_contiguous()?, Arc::new(spec), 0))
+    }
+
+    /// Spreads the tensor of rank `source` of the mesh over it; the others' tensors give only shape and dtype.
+    pub fn distribute_from(
+        tensor: &Tensor,
+        source: usize,
+        mesh: &DeviceMesh,
+        placements: &[Placement],
+    ) -> Result<Self> {
+        Self::distribute(&mesh.group().broadcast(tensor, source)?, mesh, placements)
+    }
+
+    /// The same tensor as a trainable leaf: the local tensor becomes a [`Var`].
+    pub fn to_var(&self) -> Result<(Self, Var)> {
+        if let Some(p) = self.placements().iter().find(|p| p.is_partial()) {
+            return Err(Error::Layout(format!("a parameter cannot be {p}; redistribute it first")));
+        }
+        let var = Var::from_tensor(&self.local.detach())?;
+        Ok((Self::assemble(var.as_tensor().clone(), self.spec.clone(), self.varying), var))
+    }
+
+    /// This leaf with its gradient on `axis` left as a partial sum, to be reduced later with others in one call.
+    ///
+    /// The tensor must be `Replicate` on the axis. See [`nn::Parameters::reduce`](crate::nn::Parameters::reduce).
+    pub fn varying_on(mut self, axis: usize) -> Result<Self> {
+        if self.placements().get(axis) != Some(&Replicate) {
+            return Err(Error::Layout(format!("{} is not replicated on axis {axis}, so cannot vary there", self.spec)));
+        }
+        self.varying |= 1 << axis;
+        Ok(self)
+    }
+
+    /// Whether the gradient on a replicated axis is a partial sum.
+    pub fn is_varying(&self, axis: usize) -> bool {
+        self.varying & (1 << axis) != 0
+    }
+
+    pub(crate) fn varying(&self) -> Axes {
+        if self.tracked() { self.varying } else { 0 }
+    }
+
+    pub(crate) fn tracked(&self) -> bool {
+        self.local.track_op()
+    }
+
+    pub(crate) fn trail(&self) -> Option<&Trail> {
+        self.trail.as_deref()
+    }
+
+    /// A kept view that is varying on exactly these axes, or a new one.
+    pub(crate) fn view(&self, axes: Axes, make: impl FnOnce() -> Result<Tensor>) -> Result<Tensor> {
+        let Some(trail) = &self.trail else { return make() };
+        let mut views = trail.views.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((_, view)) = views.iter().find(|(a, _)| *a == axes) {
+            return Ok(view.clone());
+        }
+        let view = make()?;
+        views.push((axes, view.clone()));
+        Ok(view)
+    }
+
+    /// The layout, equal on every rank.
+    pub fn spec(&self) -> &Spec {
+        &self.spec
+    }
+
+    /// The mesh.
+    pub fn mesh(&self) -> &DeviceMesh {
+        self.spec.mesh()
+    }
+
+    /// The placement on each axis of the mesh.
+    pub fn placements(&self) -> &[Placement] {
+        self.spec.placements()
+    }
+
+    /// The global shape.
+    pub fn dims(&self) -> &[usize] {
+        self.spec.dims()
+    }
+
+    /// The number of dims.
+    pub fn rank(&self) -> usize {
+        self.dims().len()
+    }
+
+    /// The number of elements of the whole tensor.
+    pub fn elem_count(&self) -> usize {
+        self.dims().iter().product()
+    }
+
+    /// The dtype.
+    pub fn dtype(&self) -> DType {
+        self.spec.dtype()
+    }
+
+    /// The device of this rank's shard.
+    pub fn device(&self) -> &Device {
+        self.local.device()
+    }
+
+    /// This rank's shard, connected to the graph; an operand of a sum where the tensor is `Partial`.
+    pub fn to_local(&self) -> &Tensor {
+        &self.local
+    }
+
+    /// The whole tensor on every rank.
+    pub fn full_tensor(&self) -> Result<Tensor> {
+        Ok(self.redistribute(&vec![Replicate; self.mesh().ndim()])?.local)
+    }
+
+    /// The gradients of this scalar with respect to every variable, as local tensors that lie like the variables.
+    ///
+    /// The number of ranks never scales a gradient. Every rank calls it.
+    ///
+    /// # Errors
+    /// If the tensor has more than one element.
+    pub fn backward(&self) -> Result<GradStore> {
+        if self.elem_count() != 1 || self.placements().iter().any(|p| p.shard_dim().is_some()) {
+            return Error::op("backward", format!("{} is not a scalar; reduce it with sum_all or mean_all", self.spec));
+        }
+        let linear = |p: &Placement| matches!(p, Replicate | Partial(ReduceOp::Sum));
+        if !self.placements().iter().all(linear) {
+            let whole = self.redistribute(&vec![Replicate; self.mesh().ndim()])?;
+            return whole.backward();
+        }
+        // A varying loss is the same number on every rank, each standing for its share of it.
+        let shares: usize = (0..self.mesh().ndim())
+            .filter(|&axis| self.placements()[axis] == Replicate && self.is_varying(axis))
+            .map(|axis| self.mesh().shape()[axis])
+            .product();
+        let local = if shares > 1 { self.local.affine(1.0 / shares as f64, 0.0)? } else { self.local.clone() };
+        crate::nn::checkpoint::backward(&local)
+    }
+
+    /// Whether the tensor is the whole on every rank.
+    pub fn is_replicated(&self) -> bool {
+        self.placements().iter().all(|p| *p == Replicate)
+    }
+
+    /// The placements with every shard of `dim` kept and everything else replicated.
+    pub(crate) fn sharded_axes(&self, dim: usize) -> impl Iterator<Item = usize> + '_ {
+        self.placements().iter().enumerate().filter(move |(_, p)| **p == Shard(dim)).map(|(axis, _)| axis)
+    }
+}
+
+impl fmt::Display for DTensor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "DTensor {} at {:?}", self.spec, self.spec.local_block())
+    }
+}
+
+impl fmt::Debug for DTensor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{self}")
+    }
+}

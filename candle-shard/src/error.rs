@@ -1,0 +1,49 @@
+//! What can go wrong, decided from global metadata so that every rank fails alike.
+use std::sync::Arc;
+
+/// The result of everything in this crate.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// An error of a distributed tensor, an op, a layer or a plan.
+#[derive(Debug, Clone, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// Communication failed, or a mesh was used wrongly.
+    #[error(transparent)]
+    Dist(#[from] candle_dist::Error),
+    /// candle refused an operation on a local shard.
+    #[error(transparent)]
+    Candle(Arc<candle_core::Error>),
+    /// Arguments that an op cannot take.
+    #[error("{op}: {reason}")]
+    Op {
+        /// The op.
+        op: &'static str,
+        /// Which shapes or placements do not fit, and how to mend it.
+        reason: String,
+    },
+    /// Placements that do not describe a layout of the tensor on the mesh.
+    #[error("layout: {0}")]
+    Layout(String),
+    /// A parallelisation plan that does not fit the model or the mesh.
+    #[error("plan: {0}")]
+    Plan(String),
+}
+
+impl Error {
+    pub(crate) fn op<T>(op: &'static str, reason: impl Into<String>) -> Result<T> {
+        Err(Self::Op { op, reason: reason.into() })
+    }
+}
+
+impl From<candle_core::Error> for Error {
+    fn from(error: candle_core::Error) -> Self {
+        Self::Candle(Arc::new(error))
+    }
+}
+
+impl From<Error> for candle_core::Error {
+    fn from(error: Error) -> Self {
+        candle_core::Error::wrap(error)
+    }
+}

@@ -1,0 +1,98 @@
+//! Recomputing activations in the backward pass instead of keeping them.
+use crate::dtensor::Axes;
+use crate::{DTensor, Result};
+use candle_core::backprop::GradStore;
+use candle_core::{CpuStorage, CustomOp1, Layout, Shape, Tensor, TensorId, Var};
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// Computes `f(x)` and forgets what it kept for the backward pass, which computes `f` a second time (Chen et al. 2016).
+///
+/// `f` must give the same numbers when it runs again, and may use parameters: their gradients arrive in what
+/// [`DTensor::backward`] returns (candle's own `backward` on a local tensor does not see them). `x` must carry a
+/// gradient for anything to be recomputed; otherwise this is `f(x)`.
+pub fn checkpoint(
+    x: &DTensor,
+    f: impl Fn(&DTensor) -> Result<DTensor> + Send + Sync + 'static,
+) -> Result<DTensor> {
+    if !x.tracked() {
+        return f(x);
+    }
+    let out = f(&x.as_leaf()?.0)?;
+    let (spec, varying) = (Arc::new(out.spec().clone()), out.varying());
+    let fresh = candle_dist::backend::Fresh::copy_of(out.to_local())?;
+    drop(out);
+    let op = Recompute { f: Box::new(f), x: x.clone(), varying, made: Mutex::new(Some((fresh.storage, fresh.shape))) };
+    Ok(DTensor::assemble(x.to_local().apply_op1(op)?, spec, varying))
+}
+
+type Segment = Box<dyn Fn(&DTensor) -> Result<DTensor> + Send + Sync>;
+
+struct Recompute {
+    f: Segment,
+    x: DTensor,
+    varying: Axes,
+    made: Mutex<Option<(CpuStorage, Shape)>>,
+}
+
+thread_local! {
+    /// Gradients of parameters that recomputed segments found, until the outermost backward pass collects them.
+    static FOUND: RefCell<HashMap<TensorId, Tensor>> = RefCell::new(HashMap::new());
+}
+
+impl CustomOp1 for Recompute {
+    fn name(&self) -> &'static str {
+        "checkpoint"
+    }
+
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
+        let made = self.made.lock().unwrap_or_else(PoisonError::into_inner).take();
+        made.ok_or_else(|| candle_core::Error::msg("the result of a checkpoint was taken twice"))
+    }
+
+    fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
+        let (x, leaf) = self.x.as_leaf()?;
+        let out = (self.f)(&x)?;
+        debug_assert_eq!(out.varying(), self.varying);
+        // A scalar whose gradient with respect to the segment's output is the one that arrived.
+        let mut grads = (out.to_local() * grad)?.sum_all()?.backward()?;
+        let mine = grads.remove(&leaf);
+        FOUND.with_borrow_mut(|found| -> candle_core::Result<()> {
+            let ids: Vec<TensorId> = grads.get_ids().copied().collect();
+            for id in ids {
+                let Some(grad) = grads.get_id(id) else { continue };
+                let sum = match found.get(&id) {
+                    Some(before) => (before + grad)?.detach(),
+                    None => grad.clone(),
+                };
+                found.insert(id, sum);
+            }
+            Ok(())
+        })?;
+        mine.map_or_else(|| leaf.zeros_like(), Ok).map(Some)
+    }
+}
+
+impl DTensor {
+    /// The same values as a variable of their own, so that a part of a graph can be differentiated by itself.
+    fn as_leaf(&self) -> Result<(DTensor, Var)> {
+        let var = Var::from_tensor(&self.to_local().detach())?;
+        Ok((DTensor::assemble(var.as_tensor().clone(), Arc::new(self.spec().clone()), self.varying()), var))
+    }
+}
+
+/// candle's backward pass of a local scalar, with the gradients that recomputed segments found.
+pub(crate) fn backward(loss: &Tensor) -> Result<GradStore> {
+    FOUND.with_borrow_mut(HashMap::clear);
+    let mut grads = loss.backward()?;
+    let found = FOUND.with_borrow_mut(std::mem::take);
+    for (id, grad) in found {
+        let sum = match grads.get_id(id) {
+            Some(before) => (before + &grad)?.detach(),
+            None => grad,
+        };
+        grads.insert_id(id, sum);
+    }
+    Ok(grads)
+}

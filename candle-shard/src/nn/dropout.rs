@@ -1,0 +1,40 @@
+//! Dropout with a mask that is the same on every mesh.
+use crate::nn::ShardedVarBuilder;
+use crate::random::Stream;
+use crate::{DTensor, Result};
+
+/// Whether a model trains.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mode {
+    /// No dropout.
+    Eval,
+    /// Dropout with the masks of this step.
+    Train {
+        /// The training step, which every dropout stream is folded with.
+        step: u64,
+    },
+}
+
+/// Zeroes elements with probability `p` in training and divides the others by `1 - p` (Srivastava et al. 2014).
+///
+/// The mask depends on the seed, the layer's path, the step and the global element.
+#[derive(Clone, Copy, Debug)]
+pub struct Dropout {
+    p: f64,
+    stream: Stream,
+}
+
+impl Dropout {
+    /// A layer at the builder's path, whose stream is named `<path>.dropout`.
+    pub fn new(p: f64, vb: &ShardedVarBuilder) -> Self {
+        Self { p, stream: Stream::new(vb.seed(), &vb.full_name("dropout")) }
+    }
+
+    /// `x` as it is in evaluation, with elements dropped in training.
+    pub fn forward(&self, x: &DTensor, mode: Mode) -> Result<DTensor> {
+        match mode {
+            Mode::Eval => Ok(x.clone()),
+            Mode::Train { step } => x.dropout(self.p, self.stream.fold(step)),
+        }
+    }
+}

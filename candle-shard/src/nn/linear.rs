@@ -1,0 +1,70 @@
+//! The affine layer.
+use crate::nn::{Init, ShardedVarBuilder};
+use crate::parallel::{LayerKind, ModuleStyle};
+use crate::placement::Placement;
+use crate::random::Distribution;
+use crate::{DTensor, Result};
+
+/// `y = x · weightᵀ + bias`, with `weight` `[out, in]`; under a plan colwise, rowwise or replicated.
+///
+/// Fresh parameters are even over ±1/√in, as PyTorch's.
+#[derive(Debug, Clone)]
+pub struct Linear {
+    weight: DTensor,
+    bias: Option<DTensor>,
+    style: ModuleStyle,
+}
+
+impl Linear {
+    /// A layer at the builder's path with parameters `weight` and, with `bias`, `bias`.
+    pub fn new(in_dim: usize, out_dim: usize, bias: bool, vb: &ShardedVarBuilder) -> Result<Self> {
+        let style = vb.style();
+        let layout = style.layout(LayerKind::Linear)?;
+        let bound = 1.0 / (in_dim as f64).sqrt();
+        let init = Init::Random(Distribution::Uniform { lo: -bound, up: bound });
+        let weight = vb.get((out_dim, in_dim), "weight", init, layout.weight, layout.varying)?;
+        let bias = bias.then(|| vb.get(out_dim, "bias", init, layout.bias, layout.varying_bias)).transpose()?;
+        Ok(Self { weight, bias, style })
+    }
+
+    /// A layer at the builder's path that shares `weight` with another and has no bias.
+    ///
+    /// # Errors
+    /// If the weight does not lie as the plan wants it here.
+    pub fn tied(weight: &DTensor, vb: &ShardedVarBuilder) -> Result<Self> {
+        let style = vb.style();
+        style.check_tied(LayerKind::Linear, weight)?;
+        Ok(Self { weight: weight.clone(), bias: None, style })
+    }
+
+    /// The layer's output `[.., out]` for `[.., in]`.
+    pub fn forward(&self, x: &DTensor) -> Result<DTensor> {
+        let x = self.style.input(x)?;
+        let early = self.bias.as_ref().filter(|_| !self.is_rowwise());
+        let y = self.style.output(&x.linear(&self.weight, early)?)?;
+        match &self.bias {
+            // Added once, after the partial sums are added up.
+            Some(bias) if early.is_none() => y.add(bias),
+            _ => Ok(y),
+        }
+    }
+
+    fn is_rowwise(&self) -> bool {
+        self.weight.sharded_axes(1).next().is_some()
+    }
+
+    /// The weight `[out, in]`.
+    pub fn weight(&self) -> &DTensor {
+        &self.weight
+    }
+
+    /// The bias `[out]`, if there is one.
+    pub fn bias(&self) -> Option<&DTensor> {
+        self.bias.as_ref()
+    }
+
+    /// How the weight lies on the mesh.
+    pub fn placements(&self) -> &[Placement] {
+        self.weight.placements()
+    }
+}

@@ -1,0 +1,16 @@
+//! Layers built under a plan, so that a rank makes and holds only its shard.
+pub(crate) mod checkpoint;
+mod dropout;
+mod embedding;
+mod linear;
+mod norm;
+mod parameters;
+mod var_builder;
+
+pub use checkpoint::checkpoint;
+pub use dropout::{Dropout, Mode};
+pub use embedding::Embedding;
+pub use linear::Linear;
+pub use norm::{LayerNorm, RmsNorm};
+pub use parameters::{Parameter, Parameters};
+pub use var_builder::{Init, ShardedVarBuilder};

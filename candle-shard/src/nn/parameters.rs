@@ -1,0 +1,107 @@
+//! The parameters that a model holds on this rank.
+use crate::{DTensor, Error, Result};
+use candle_core::backprop::GradStore;
+use candle_core::{Tensor, Var};
+
+/// One parameter: its name, its distributed tensor, and the variable that is this rank's shard of it.
+#[derive(Debug, Clone)]
+pub struct Parameter {
+    /// The full path, such as `layers.0.attention.wq.weight`.
+    pub name: String,
+    /// The parameter as the layers use it.
+    pub tensor: DTensor,
+    /// This rank's shard, for an optimiser.
+    pub var: Var,
+}
+
+impl Parameter {
+    /// This parameter's gradient, laid out like the parameter; `None` if it took no part.
+    ///
+    /// Gradients of varying parameters are meaningful after [`Parameters::reduce`].
+    pub fn grad(&self, grads: &GradStore) -> Result<Option<DTensor>> {
+        let local = |grad: &Tensor| DTensor::from_local_with_spec(grad.clone(), self.tensor.spec().clone());
+        grads.get(&self.var).map(local).transpose()
+    }
+}
+
+/// The parameters of a model in the order in which they were built, the same on every rank.
+#[derive(Debug, Clone, Default)]
+pub struct Parameters(Vec<Parameter>);
+
+impl Parameters {
+    pub(crate) fn new(parameters: Vec<Parameter>) -> Self {
+        Self(parameters)
+    }
+
+    /// The parameters.
+    pub fn iter(&self) -> impl Iterator<Item = &Parameter> {
+        self.0.iter()
+    }
+
+    /// The number of parameters.
+    pub fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// This rank's variables, for an optimiser.
+    pub fn vars(&self) -> Vec<Var> {
+        self.iter().map(|p| p.var.clone()).collect()
+    }
+
+    /// The number of elements that this rank holds.
+    pub fn local_elem_count(&self) -> usize {
+        self.iter().map(|p| p.var.elem_count()).sum()
+    }
+
+    /// The number of elements of the whole model.
+    pub fn elem_count(&self) -> usize {
+        self.iter().map(|p| p.tensor.elem_count()).sum()
+    }
+
+    /// The gradients of `loss`, complete: the backward pass and [`reduce`](Self::reduce).
+    pub fn backward(&self, loss: &DTensor) -> Result<GradStore> {
+        let mut grads = loss.backward()?;
+        self.reduce(&mut grads)?;
+        Ok(grads)
+    }
+
+    /// Adds up the gradients of varying parameters, all of an axis and dtype in one all_reduce.
+    pub fn reduce(&self, grads: &mut GradStore) -> Result<()> {
+        let Some(first) = self.0.first() else { return Ok(()) };
+        let mesh = first.tensor.mesh().clone();
+        for axis in (0..mesh.ndim()).filter(|&axis| mesh.shape()[axis] > 1) {
+            let varying: Vec<&Parameter> = self.iter().filter(|p| p.tensor.is_varying(axis)).collect();
+            let mut rest = &varying[..];
+            while let Some(first) = rest.first() {
+                let same = rest.iter().take_while(|p| p.tensor.dtype() == first.tensor.dtype()).count();
+                reduce_bucket(&rest[..same], axis, grads)?;
+                rest = &rest[same..];
+            }
+        }
+        Ok(())
+    }
+}
+
+fn reduce_bucket(bucket: &[&Parameter], axis: usize, grads: &mut GradStore) -> Result<()> {
+    // A parameter without gradient still takes its place, so that all buckets are alike on all ranks.
+    let flat = |p: &&Parameter| match grads.get(&p.var) {
+        Some(grad) => grad.flatten_all(),
+        None => p.var.zeros_like()?.flatten_all(),
+    };
+    let flat = bucket.iter().map(flat).collect::<candle_core::Result<Vec<_>>>()?;
+    let group = bucket[0].tensor.mesh().axis_group(axis)?;
+    let sum = group.all_reduce(&Tensor::cat(&flat, 0)?, candle_dist::ReduceOp::Sum)?;
+    let mut start = 0;
+    for p in bucket {
+        let len = p.var.elem_count();
+        let grad = sum.narrow(0, start, len)?.reshape(p.var.shape())?;
+        start += len;
+        grads.insert(&p.var, grad);
+    }
+    if start == sum.elem_count() { Ok(()) } else { Error::op("reduce", "a bucket of gradients does not add up") }
+}

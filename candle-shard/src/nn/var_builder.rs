@@ -1,0 +1,175 @@
+//! Where layers get their parameters: fresh or loaded, cut as the plan says.
+use crate::nn::{Parameter, Parameters};
+use crate::parallel::{ModuleStyle, Plan};
+use crate::placement::{Placement, Placements, Replicate};
+use crate::random::{Distribution, Stream, sample};
+use crate::spec::Spec;
+use crate::{DTensor, Error, Result};
+use candle_core::{DType, Device, Shape, Tensor};
+use candle_dist::DeviceMesh;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// How a fresh parameter is filled.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Init {
+    /// With one value.
+    Const(f64),
+    /// With random numbers, a function of the seed, the parameter's path and the global element.
+    Random(Distribution),
+}
+
+enum Source {
+    Fresh,
+    Loaded(candle_nn::VarBuilder<'static>),
+}
+
+struct Shared {
+    source: Source,
+    seed: u64,
+    mesh: DeviceMesh,
+    plan: Plan,
+    dtype: DType,
+    device: Device,
+    built: Mutex<Vec<Parameter>>,
+}
+
+/// Gives layers their parameters, each rank only its shard: candle's `VarBuilder` for a mesh and a plan.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_dist::World;
+/// use candle_shard::nn::{Linear, ShardedVarBuilder};
+/// use candle_shard::parallel::{ColwiseParallel, Plan};
+/// use candle_shard::{DTensor, Replicate, Result};
+///
+/// let shapes = World::local(2).run(|ctx| -> Result<Vec<usize>> {
+///     let mesh = ctx.mesh(&[("tp", 2)])?;
+///     let plan = Plan::new("tp").with("up", ColwiseParallel::default());
+///     let vb = ShardedVarBuilder::fresh(42, &mesh, plan, DType::F32, &Device::Cpu)?;
+///     let layer = Linear::new(4, 6, true, &vb.pp("up"))?;
+///     let parameters = vb.finish()?; // an error if a pattern of the plan matched nothing
+///     let x = DTensor::distribute(&Tensor::ones((1, 4), DType::F32, &Device::Cpu)?, &mesh, &[Replicate])?;
+///     assert_eq!(layer.forward(&x)?.dims(), [1, 6]);
+///     Ok(parameters.vars()[0].dims().to_vec())
+/// })?;
+/// assert_eq!(shapes, [[3, 4], [3, 4]]);
+/// # Ok::<(), candle_dist::WorldError>(())
+/// ```
+#[derive(Clone)]
+pub struct ShardedVarBuilder {
+    shared: Arc<Shared>,
+    path: Vec<String>,
+}
+
+impl ShardedVarBuilder {
+    /// Parameters drawn from `seed`, bit-equal on every mesh.
+    ///
+    /// # Errors
+    /// If the mesh has no axis of the plan's name.
+    pub fn fresh(seed: u64, mesh: &DeviceMesh, plan: Plan, dtype: DType, device: &Device) -> Result<Self> {
+        Self::new(Source::Fresh, seed, mesh, plan, dtype, device)
+    }
+
+    /// Parameters taken from a candle `VarBuilder`, of which each rank keeps its shard; `seed` is for dropout.
+    pub fn from_candle(
+        vb: candle_nn::VarBuilder<'static>,
+        seed: u64,
+        mesh: &DeviceMesh,
+        plan: Plan,
+    ) -> Result<Self> {
+        let (dtype, device) = (vb.dtype(), vb.device().clone());
+        Self::new(Source::Loaded(vb), seed, mesh, plan, dtype, &device)
+    }
+
+    fn new(
+        source: Source,
+        seed: u64,
+        mesh: &DeviceMesh,
+        plan: Plan,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Self> {
+        plan.check_mesh(mesh)?;
+        let built = Mutex::default();
+        let shared = Shared { source, seed, mesh: mesh.clone(), plan, dtype, device: device.clone(), built };
+        Ok(Self { shared: Arc::new(shared), path: Vec::new() })
+    }
+
+    /// The builder for the child module `name`.
+    pub fn pp(&self, name: impl ToString) -> Self {
+        let mut path = self.path.clone();
+        path.push(name.to_string());
+        Self { shared: self.shared.clone(), path }
+    }
+
+    /// The seed of everything random.
+    pub fn seed(&self) -> u64 {
+        self.shared.seed
+    }
+
+    /// The mesh.
+    pub fn mesh(&self) -> &DeviceMesh {
+        &self.shared.mesh
+    }
+
+    /// The path of this module with `name` appended.
+    pub fn full_name(&self, name: &str) -> String {
+        self.path.iter().map(String::as_str).chain([name]).collect::<Vec<_>>().join(".")
+    }
+
+    /// What the plan says about this module.
+    pub fn style(&self) -> ModuleStyle {
+        self.shared.plan.style_of(&self.path, &self.shared.mesh)
+    }
+
+    /// The parameter `name` of this module: global `shape`, cut on the plan's axis as `placement` says.
+    ///
+    /// With `varying`, the gradient of a replicated parameter is left partial until [`Parameters::reduce`].
+    pub fn get(
+        &self,
+        shape: impl Into<Shape>,
+        name: &str,
+        init: Init,
+        placement: Placement,
+        varying: bool,
+    ) -> Result<DTensor> {
+        let Shared { mesh, dtype, device, .. } = &*self.shared;
+        let (shape, name) = (shape.into(), self.full_name(name));
+        let axis = self.shared.plan.axis_index(mesh)?;
+        let placements: Placements = (0..mesh.ndim()).map(|a| if a == axis { placement } else { Replicate }).collect();
+        let spec = Spec::new(mesh, &placements, &shape, *dtype)?;
+        let block = spec.local_block();
+        let local = match (&self.shared.source, init) {
+            (Source::Loaded(vb), _) => {
+                let mut whole = vb.get(&shape, &name)?;
+                for (dim, range) in block.iter().enumerate() {
+                    whole = whole.narrow(dim, range.start, range.len())?;
+                }
+                whole.force_contiguous()?
+            }
+            (Source::Fresh, Init::Const(value)) => Tensor::full(value, spec.local_shape().as_slice(), device)?.to_dtype(*dtype)?,
+            (Source::Fresh, Init::Random(dist)) => {
+                sample(Stream::new(self.seed(), &name), dist, shape.dims(), &block, *dtype, device)?
+            }
+        };
+        let (mut tensor, var) = DTensor::from_local_with_spec(local, spec)?.to_var()?;
+        if varying {
+            tensor = tensor.varying_on(axis)?;
+        }
+        let mut built = self.shared.built.lock().unwrap_or_else(PoisonError::into_inner);
+        if built.iter().any(|p| p.name == name) {
+            return Err(Error::Plan(format!("parameter {name} is built twice; share the layer instead")));
+        }
+        built.push(Parameter { name, tensor: tensor.clone(), var });
+        Ok(tensor)
+    }
+
+    /// The parameters that were built.
+    ///
+    /// # Errors
+    /// If a pattern of the plan matched no module: the model would run unlike what the plan says.
+    pub fn finish(&self) -> Result<Parameters> {
+        self.shared.plan.check_all_matched()?;
+        Ok(Parameters::new(self.shared.built.lock().unwrap_or_else(PoisonError::into_inner).clone()))
+    }
+}

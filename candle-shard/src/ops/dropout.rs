@@ -1,0 +1,26 @@
+//! Dropout whose mask depends on the global element, not on the mesh.
+use crate::random::{Distribution, Stream, sample};
+use crate::{DTensor, Error, Result};
+
+impl DTensor {
+    /// Each element zeroed with probability `p`, the others divided by `1 - p`.
+    ///
+    /// The mask is that of `stream` over the global shape, so it is the same on every mesh.
+    ///
+    /// # Errors
+    /// If `p` is not in `[0, 1)`.
+    pub fn dropout(&self, p: f64, stream: Stream) -> Result<Self> {
+        if !(0.0..1.0).contains(&p) {
+            return Error::op("dropout", format!("probability {p}: want at least 0 and less than 1"));
+        }
+        if p == 0.0 {
+            return Ok(self.clone());
+        }
+        // A mask is multiplied in, which partial sums bear as well as values do.
+        let keep = Distribution::Bernoulli { p: 1.0 - p };
+        let mask = sample(stream, keep, self.dims(), &self.spec().local_block(), self.dtype(), self.device())?;
+        let mask = mask.affine(1.0 / (1.0 - p), 0.0)?;
+        let local = (self.to_local() * mask)?;
+        Ok(DTensor::assemble(local, std::sync::Arc::new(self.spec().clone()), self.varying()))
+    }
+}

@@ -1,0 +1,27 @@
+//! Losses with means over the global batch.
+use crate::placement::{Placement, Shard};
+use crate::rules::{self, Row, Rows};
+use crate::{DTensor, Error, Result, kernels};
+
+impl DTensor {
+    /// The mean cross entropy of these logits `[.., classes]` against `targets` (u32, `[..]`), a scalar.
+    ///
+    /// Sharded leading dims give partial sums of the global mean; a sharded class dim is gathered first.
+    pub fn cross_entropy(&self, targets: &Self) -> Result<Self> {
+        let Some((&classes, leading)) = self.dims().split_last() else {
+            return Error::op("cross_entropy", format!("logits {}: want [.., classes]", self.spec()));
+        };
+        if targets.dims() != leading || targets.tracked() {
+            let reason = format!("targets {} for logits {}: want {leading:?} u32", targets.spec(), self.spec());
+            return Error::op("cross_entropy", reason);
+        }
+        let rows: Rows =
+            (0..leading.len()).map(|d| Row::new(Placement::PARTIAL_SUM, &[Shard(d), Shard(d)])).collect();
+        let count: usize = leading.iter().product();
+        rules::run("cross_entropy", &[self, targets], &rows, (&[], self.dtype()), |x, _| {
+            let n = x[1].to_local().elem_count();
+            let per_row = kernels::cross_entropy(&x[0].to_local().reshape((n, classes))?, &x[1].to_local().flatten_all()?)?;
+            Ok(per_row.sum_all()?.affine(1.0 / count as f64, 0.0)?)
+        })
+    }
+}

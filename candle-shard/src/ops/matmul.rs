@@ -1,0 +1,73 @@
+//! Matrix products: batch dims, rows or columns sharded stay so; a sharded inner dim gives partial sums.
+use super::pointwise::{broadcast, broadcast_rows};
+use crate::placement::{Placement, Replicate, Shard};
+use crate::rules::{self, Row, Rows};
+use crate::{DTensor, Error, Result};
+use candle_core::Tensor;
+
+const SUM: Placement = Placement::PARTIAL_SUM;
+
+impl DTensor {
+    /// The matrix product `[.., m, k] × [.., k, n] -> [.., m, n]`, batch dims broadcast.
+    pub fn matmul(&self, rhs: &Self) -> Result<Self> {
+        let (a, b) = (self.dims(), rhs.dims());
+        if a.len() < 2 || b.len() < 2 || a[a.len() - 1] != b[b.len() - 2] || self.dtype() != rhs.dtype() {
+            let reason = format!("{} × {}: want [.., m, k] × [.., k, n] of one dtype", self.spec(), rhs.spec());
+            return Error::op("matmul", reason);
+        }
+        let (rows_a, cols_b) = (a.len() - 2, b.len() - 1);
+        let (batch_a, batch_b) = (&a[..rows_a], &b[..b.len() - 2]);
+        let mut shape = broadcast("matmul", batch_a, batch_b)?;
+        let batch = shape.len();
+        let mut rows: Rows = broadcast_rows(&shape, &[batch_a, batch_b]);
+        rows.extend([
+            Row::new(Shard(batch), &[Shard(rows_a), Replicate]),
+            Row::new(Shard(batch + 1), &[Replicate, Shard(cols_b)]),
+            Row::new(SUM, &[Shard(rows_a + 1), Shard(cols_b - 1)]),
+            Row::new(SUM, &[SUM, Replicate]),
+            Row::new(SUM, &[Replicate, SUM]),
+        ]);
+        shape.extend([a[rows_a], b[cols_b]]);
+        rules::run("matmul", &[self, rhs], &rows, (&shape, self.dtype()), |x, _| local_matmul(x[0].to_local(), x[1].to_local()))
+    }
+
+    /// The affine map `x · weightᵀ + bias`: `[.., k]` with `[n, k]` and `[n]` gives `[.., n]`.
+    pub fn linear(&self, weight: &Self, bias: Option<&Self>) -> Result<Self> {
+        let (x, w) = (self.dims(), weight.dims());
+        let fits = |b: &DTensor| b.dims() == &w[..1] && b.dtype() == self.dtype();
+        let ok = w.len() == 2 && x.last() == w.get(1) && weight.dtype() == self.dtype() && bias.is_none_or(fits);
+        if !ok {
+            let bias = bias.map_or("no bias".to_string(), |b| format!("bias {}", b.spec()));
+            let reason = format!(
+                "input {} with weight {} and {bias}: want [.., k] with [n, k] and [n] of one dtype",
+                self.spec(),
+                weight.spec()
+            );
+            return Error::op("linear", reason);
+        }
+        let last = x.len() - 1;
+        let row = |out, x, w, b| match bias {
+            Some(_) => Row::new(out, &[x, w, b]),
+            None => Row::new(out, &[x, w]),
+        };
+        let mut rows: Rows = (0..last).map(|d| row(Shard(d), Shard(d), Replicate, Replicate)).collect();
+        rows.push(row(Shard(last), Replicate, Shard(0), Shard(0)));
+        rows.push(row(SUM, Shard(last), Shard(1), SUM));
+        rows.push(row(SUM, SUM, Replicate, SUM));
+        let mut shape = x.to_vec();
+        shape[last] = w[0];
+        let inputs: Vec<&DTensor> = [self, weight].into_iter().chain(bias).collect();
+        rules::run("linear", &inputs, &rows, (&shape, self.dtype()), |x, _| {
+            Ok(crate::kernels::linear(x[0].to_local(), x[1].to_local(), x.get(2).map(DTensor::to_local))?)
+        })
+    }
+}
+
+/// candle's matmul on any views: it takes a matrix or its transpose as it is, everything else as a dense copy.
+fn local_matmul(a: &Tensor, b: &Tensor) -> Result<Tensor> {
+    let dense = |t: &Tensor| {
+        let transposed = t.layout().transpose(t.rank() - 2, t.rank() - 1).is_ok_and(|l| l.is_contiguous());
+        if t.is_contiguous() || transposed { Ok(t.clone()) } else { t.contiguous() }
+    };
+    Ok(dense(a)?.broadcast_matmul(&dense(b)?)?)
+}

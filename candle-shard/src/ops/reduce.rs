@@ -1,0 +1,53 @@
+//! Sums and means: a sharded dim that is summed away leaves partial sums.
+use crate::placement::{Placement, Shard};
+use crate::rules::{self, Row, Rows};
+use crate::{DTensor, Result};
+use candle_core::shape::Dims;
+use candle_core::{Shape, Tensor};
+
+const SUM: Placement = Placement::PARTIAL_SUM;
+
+impl DTensor {
+    /// The sum over `dims`, which stay with size 1.
+    pub fn sum_keepdim(&self, dims: impl Dims) -> Result<Self> {
+        let dims = dims.to_indexes(&Shape::from(self.dims()), "sum_keepdim")?;
+        let mut shape = self.dims().to_vec();
+        dims.iter().for_each(|&d| shape[d] = 1);
+        let rows = rows(self.rank(), &dims, |d| d);
+        rules::run("sum_keepdim", &[self], &rows, (&shape, self.dtype()), |x, _| Ok(x[0].to_local().sum_keepdim(&dims[..])?))
+    }
+
+    /// The sum over `dims`, which go away.
+    pub fn sum(&self, dims: impl Dims) -> Result<Self> {
+        let dims = dims.to_indexes(&Shape::from(self.dims()), "sum")?;
+        let kept: Vec<usize> = (0..self.rank()).filter(|d| !dims.contains(d)).collect();
+        let shape: Vec<usize> = kept.iter().map(|&d| self.dims()[d]).collect();
+        let rows = rows(self.rank(), &dims, |d| kept.iter().filter(|&&k| k < d).count());
+        rules::run("sum", &[self], &rows, (&shape, self.dtype()), |x, _| Ok(x[0].to_local().sum(&dims[..])?))
+    }
+
+    /// The sum of all elements, a scalar.
+    pub fn sum_all(&self) -> Result<Self> {
+        let dims: Vec<usize> = (0..self.rank()).collect();
+        let rows = rows(self.rank(), &dims, |d| d);
+        rules::run("sum_all", &[self], &rows, (&[], self.dtype()), |x, _| Ok(x[0].to_local().sum_all()?))
+    }
+
+    /// The mean over `dims`, which stay with size 1; the count is the global one.
+    pub fn mean_keepdim(&self, dims: impl Dims) -> Result<Self> {
+        let dims = dims.to_indexes(&Shape::from(self.dims()), "mean_keepdim")?;
+        let count: usize = dims.iter().map(|&d| self.dims()[d]).product();
+        self.sum_keepdim(dims)?.affine(1.0 / count as f64, 0.0)
+    }
+
+    /// The mean of all elements, a scalar; the count is the global one.
+    pub fn mean_all(&self) -> Result<Self> {
+        self.sum_all()?.affine(1.0 / self.elem_count() as f64, 0.0)
+    }
+}
+
+/// Shards of kept dims stay at their new place, shards of summed dims become partial sums.
+fn rows(rank: usize, summed: &[usize], place: impl Fn(usize) -> usize) -> Rows {
+    let row = |d: usize| if summed.contains(&d) { Row::new(SUM, &[Shard(d)]) } else { Row::new(Shard(place(d)), &[Shard(d)]) };
+    (0..rank).map(row).chain([Row::new(SUM, &[SUM])]).collect()
+}

@@ -1,0 +1,96 @@
+//! Which module gets which style, by path pattern.
+use super::style::{ModuleStyle, Style};
+use crate::{Error, Result};
+use candle_dist::DeviceMesh;
+use itertools::Itertools;
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use wildmatch::WildMatch;
+
+/// Which module runs in which style on one axis of a mesh; modules that are not named are replicated.
+///
+/// A pattern is a module path whose parts may hold `*` and `?`, for example `layers.*.attention.w?`; each part matches
+/// one part of a path. Of several patterns that match, the last one counts.
+///
+/// ```
+/// use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
+///
+/// let plan = Plan::new("tp")
+///     .with("layers.*.feed_forward.w1", ColwiseParallel::default())
+///     .with("layers.*.feed_forward.w2", RowwiseParallel::default());
+/// println!("{plan}");
+/// ```
+#[derive(Clone, Debug)]
+pub struct Plan {
+    axis: String,
+    entries: Vec<Entry>,
+}
+
+#[derive(Clone, Debug)]
+struct Entry {
+    pattern: String,
+    parts: Vec<WildMatch>,
+    style: Style,
+    matched: Arc<AtomicBool>,
+}
+
+impl Plan {
+    /// A plan for the mesh axis `axis` under which every module is replicated.
+    pub fn new(axis: impl Into<String>) -> Self {
+        Self { axis: axis.into(), entries: Vec::new() }
+    }
+
+    /// The plan with a style for the modules that `pattern` matches.
+    pub fn with(mut self, pattern: impl Into<String>, style: impl Into<Style>) -> Self {
+        let pattern = pattern.into();
+        let parts = pattern.split('.').map(WildMatch::new).collect();
+        self.entries.push(Entry { pattern, parts, style: style.into(), matched: Arc::default() });
+        self
+    }
+
+    /// The name of the axis.
+    pub fn axis(&self) -> &str {
+        &self.axis
+    }
+
+    pub(crate) fn axis_index(&self, mesh: &DeviceMesh) -> Result<usize> {
+        Ok(mesh.axis_index(&self.axis)?)
+    }
+
+    pub(crate) fn check_mesh(&self, mesh: &DeviceMesh) -> Result<()> {
+        self.axis_index(mesh).map(drop)
+    }
+
+    pub(crate) fn style_of(&self, path: &[String], mesh: &DeviceMesh) -> ModuleStyle {
+        let mut style = None;
+        for entry in &self.entries {
+            if entry.parts.len() == path.len() && entry.parts.iter().zip(path).all(|(part, name)| part.matches(name)) {
+                entry.matched.store(true, Ordering::Relaxed);
+                style = Some(entry.style);
+            }
+        }
+        // The builder has checked that the axis exists.
+        ModuleStyle { path: path.join("."), style, axis: self.axis_index(mesh).unwrap_or(0) }
+    }
+
+    /// An error that names the patterns that matched no module.
+    pub(crate) fn check_all_matched(&self) -> Result<()> {
+        let unmatched = self.entries.iter().filter(|e| !e.matched.load(Ordering::Relaxed));
+        let names = unmatched.map(|e| format!("{:?}", e.pattern)).join(", ");
+        if names.is_empty() {
+            return Ok(());
+        }
+        Err(Error::Plan(format!("{names} matched no module of the model; check the paths against its parameter names")))
+    }
+}
+
+impl fmt::Display for Plan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "plan for axis {:?}", self.axis)?;
+        for entry in &self.entries {
+            write!(f, "\n  {}: {:?}", entry.pattern, entry.style)?;
+        }
+        Ok(())
+    }
+}

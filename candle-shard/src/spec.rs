@@ -1,0 +1,206 @@
+//! The whole description of a distributed tensor: mesh, placements, global shape, dtype.
+use crate::placement::{Placement, Placements, Shard};
+use crate::{Error, Result};
+use candle_core::{DType, Shape};
+use candle_dist::DeviceMesh;
+use candle_dist::backend::Dims;
+use candle_dist::functional::Cut;
+use itertools::Itertools;
+use smallvec::SmallVec;
+use std::fmt;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// Explicit piece sizes of a dim, one a rank of the axis.
+pub type Sizes = Arc<[usize]>;
+
+/// How a tensor of a global shape and dtype lies on a mesh; equal on every rank.
+///
+/// A dim of size `n` on an axis of `k` ranks is cut as `torch.chunk` does: pieces of `ceil(n / k)`, the last ones
+/// smaller or empty. Several axes may cut one dim, outer axis first. The outermost axis of a dim may have explicit
+/// sizes instead.
+#[derive(Clone, PartialEq)]
+pub struct Spec {
+    mesh: DeviceMesh,
+    placements: Placements,
+    sizes: SmallVec<[Option<Sizes>; 3]>,
+    shape: Dims,
+    dtype: DType,
+}
+
+/// The sizes of the pieces of a dim of size `n` on `k` ranks: `ceil(n / k)` until the dim is used up.
+///
+/// ```
+/// assert_eq!(candle_shard::chunk_sizes(5, 4).as_slice(), [2, 2, 1, 0]);
+/// ```
+pub fn chunk_sizes(n: usize, k: usize) -> Dims {
+    let chunk = n.div_ceil(k.max(1));
+    (0..k).map(|r| chunk.min(n.saturating_sub(chunk * r))).collect()
+}
+
+impl Spec {
+    /// A layout with pieces of the default sizes.
+    ///
+    /// # Errors
+    /// If the number of placements is not the number of axes, or a sharded dim does not exist.
+    pub fn new(mesh: &DeviceMesh, placements: &[Placement], shape: impl Into<Shape>, dtype: DType) -> Result<Self> {
+        let shape = shape.into();
+        if placements.len() != mesh.ndim() {
+            let (p, axes) = (placements.iter().join(", "), mesh.ndim());
+            return Err(Error::Layout(format!("placements [{p}] for {mesh}, which has {axes} axes; give one for each")));
+        }
+        if let Some(dim) = placements.iter().filter_map(|p| p.shard_dim()).find(|&d| d >= shape.rank()) {
+            let dims = shape.dims();
+            return Err(Error::Layout(format!("S({dim}) for a tensor of shape {dims:?}, which has no dim {dim}")));
+        }
+        Ok(Self {
+            mesh: mesh.clone(),
+            placements: Placements::from_slice(placements),
+            sizes: placements.iter().map(|_| None).collect(),
+            shape: Dims::from_slice(shape.dims()),
+            dtype,
+        })
+    }
+
+    /// The same layout with explicit piece sizes on one axis, `None` for the default ones.
+    ///
+    /// # Errors
+    /// If the axis does not shard a dim, is not the outermost one that shards it, or the sizes do not cut the dim.
+    pub fn with_sizes(mut self, axis: usize, sizes: Option<Sizes>) -> Result<Self> {
+        let Some(sizes) = sizes else {
+            self.sizes[axis] = None;
+            return Ok(self);
+        };
+        let Some(dim) = self.placements[axis].shard_dim() else {
+            let at = self.placements[axis];
+            return Err(Error::Layout(format!("sizes {sizes:?} for axis {axis} of {self}, which is {at}, not a shard")));
+        };
+        if self.placements[..axis].contains(&Shard(dim)) {
+            return Err(Error::Layout(format!(
+                "sizes {sizes:?} for axis {axis} of {self}: only the outermost axis that shards dim {dim} takes sizes"
+            )));
+        }
+        let (len, n) = (self.shape[dim], self.mesh.shape()[axis]);
+        if sizes.len() != n || sizes.iter().sum::<usize>() != len {
+            return Err(Error::Layout(format!("sizes {sizes:?} do not cut dim {dim} of size {len} into {n} pieces")));
+        }
+        self.sizes[axis] = (sizes[..] != chunk_sizes(len, n)[..]).then_some(sizes);
+        Ok(self)
+    }
+
+    /// The same mesh and dtype with other placements and another shape.
+    pub(crate) fn derive(&self, placements: &[Placement], shape: &[usize]) -> Result<Self> {
+        Self::new(&self.mesh, placements, shape, self.dtype)
+    }
+
+    pub(crate) fn with_dtype(mut self, dtype: DType) -> Self {
+        self.dtype = dtype;
+        self
+    }
+
+    /// Sets the placement of one axis, trusting the caller on the dim.
+    pub(crate) fn place(&mut self, axis: usize, placement: Placement, sizes: Option<Sizes>) {
+        self.placements[axis] = placement;
+        self.sizes[axis] = sizes;
+    }
+
+    /// The mesh.
+    pub fn mesh(&self) -> &DeviceMesh {
+        &self.mesh
+    }
+
+    /// The placement on each axis, outermost first.
+    pub fn placements(&self) -> &[Placement] {
+        &self.placements
+    }
+
+    /// The explicit sizes on an axis, if they are not the default ones.
+    pub fn sizes(&self, axis: usize) -> Option<&Sizes> {
+        self.sizes[axis].as_ref()
+    }
+
+    /// The global shape.
+    pub fn dims(&self) -> &[usize] {
+        &self.shape
+    }
+
+    /// The dtype.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// The bytes that one rank holds at most.
+    pub(crate) fn local_bytes(&self) -> usize {
+        let pieces = (0..self.mesh.ndim()).filter(|&a| self.placements[a].shard_dim().is_some());
+        let parts: usize = pieces.map(|a| self.mesh.shape()[a]).product();
+        self.shape.iter().product::<usize>().div_ceil(parts) * self.dtype.size_in_bytes()
+    }
+
+    /// The shape of this rank's shard.
+    pub fn local_shape(&self) -> Dims {
+        self.block_at(self.mesh.coordinate()).iter().map(Range::len).collect()
+    }
+
+    /// This rank's shard as one range of global indices per dim.
+    pub fn local_block(&self) -> SmallVec<[Range<usize>; 6]> {
+        self.block_at(self.mesh.coordinate())
+    }
+
+    /// The shard of the rank at `coordinate`, as one range of global indices per dim.
+    pub fn block_at(&self, coordinate: &[usize]) -> SmallVec<[Range<usize>; 6]> {
+        let mut block: SmallVec<[Range<usize>; 6]> = self.shape.iter().map(|&n| 0..n).collect();
+        for (axis, &at) in coordinate.iter().enumerate() {
+            if let Shard(dim) = self.placements[axis] {
+                let range = &mut block[dim];
+                let (start, len) = self.piece(axis, range.len(), at);
+                *range = range.start + start..range.start + start + len;
+            }
+        }
+        block
+    }
+
+    /// Start and length of piece `at` of an axis that cuts `len` elements.
+    fn piece(&self, axis: usize, len: usize, at: usize) -> (usize, usize) {
+        match &self.sizes[axis] {
+            Some(sizes) => (sizes[..at].iter().sum(), sizes[at]),
+            None => {
+                let chunk = len.div_ceil(self.mesh.shape()[axis]);
+                let start = (chunk * at).min(len);
+                (start, chunk.min(len - start))
+            }
+        }
+    }
+
+    /// How an axis that shards `dim` cuts what the axes outside of it leave to this rank.
+    pub(crate) fn cut(&self, axis: usize, dim: usize) -> Cut {
+        if let Some(sizes) = &self.sizes[axis] {
+            return Cut::new(dim, sizes);
+        }
+        let mut len = self.shape[dim];
+        for outer in (0..axis).filter(|&a| self.placements[a] == Shard(dim)) {
+            len = self.piece(outer, len, self.mesh.coordinate()[outer]).1;
+        }
+        Cut::new(dim, &chunk_sizes(len, self.mesh.shape()[axis]))
+    }
+}
+
+impl fmt::Display for Spec {
+    /// For example `f32[8, 16] (dp=S(0), tp=R)`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}{:?} (", self.dtype.as_str(), self.shape.as_slice())?;
+        let axes = self.mesh.names().iter().zip(&self.placements).zip(&self.sizes);
+        for (i, ((name, placement), sizes)) in axes.enumerate() {
+            write!(f, "{}{name}={placement}", if i > 0 { ", " } else { "" })?;
+            if let Some(sizes) = sizes {
+                write!(f, "{sizes:?}")?;
+            }
+        }
+        f.write_str(")")
+    }
+}
+
+impl fmt::Debug for Spec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{self}")
+    }
+}
