@@ -14,9 +14,9 @@ use super::{
 /// ```
 /// # fn main() -> candle_core::Result<()> {
 /// use candle_core::{Device::Cpu, Tensor};
-/// let (x, weight) = (Tensor::new(&[[1f64, 7.], [5., -5.]], &Cpu)?, Tensor::new(&[5f64, 10.], &Cpu)?);
+/// let (x, weight) = (Tensor::new(&[[2f64, -2.], [4., 4.]], &Cpu)?, Tensor::new(&[1f64, 10.], &Cpu)?);
 /// let y = candle_shard::kernels::rms_norm(&x, &weight, 0.0)?;
-/// assert_eq!(y.to_vec2::<f64>()?, [[1., 14.], [5., -10.]]);
+/// assert_eq!(y.to_vec2::<f64>()?, [[1., -10.], [1., 10.]]);
 /// # Ok(())
 /// # }
 /// ```
