@@ -1,5 +1,5 @@
 use candle_core::{
-    CpuStorage, CustomOp2, CustomOp3, D, DType, Layout, Result, Shape, Storage, Tensor, WithDType,
+    CpuStorage, CustomOp2, CustomOp3, D, DType, Layout, Result, Shape, Storage, Tensor,
     backend::BackendStorage, bail, op::BackpropOp,
 };
 
@@ -162,7 +162,7 @@ fn backward(
 }
 
 /// The gradient of the bias: the sum of the rows of `grad`.
-fn column_sums<T: Real + WithDType>(grad: &Tensor, bias: &Tensor) -> Result<Tensor> {
+fn column_sums<T: Real>(grad: &Tensor, bias: &Tensor) -> Result<Tensor> {
     let (grad, bias) = (Reading::new(grad), Reading::new(bias));
     let (gs, n) = (grad.elements::<T>()?, bias.elements::<T>()?.len());
     let mut sums = vec![T::zero(); n];

@@ -3,8 +3,8 @@
 //! candle's fused layers drop gradients silently and its composed ones walk memory once per step. The operations here
 //! are single graph nodes that return a gradient for every tracked argument. They compute f32 and f64 natively and
 //! 16-bit floats in f32, and accept any strides and tensors without elements. But for the matrix products of
-//! [`linear`], the bits do not depend on the processor or the number of threads. Off the CPU they are composed from
-//! candle's differentiable operations.
+//! [`linear`], the bits do not depend on the number of threads. Off the CPU they are composed from candle's
+//! differentiable operations.
 
 mod cross_entropy;
 mod gelu;

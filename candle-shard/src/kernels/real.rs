@@ -1,11 +1,9 @@
 //! The scalar functions that the kernels need, written so that a loop over them vectorises.
 
-use std::ops::Neg;
-
 use candle_core::{WithDType, cpu::erf::erfc_f64};
 
 /// A float type in which kernels compute.
-pub(super) trait Real: WithDType + Neg<Output = Self> {
+pub(super) trait Real: WithDType {
     fn sqrt(self) -> Self;
 
     fn ln(self) -> Self;
