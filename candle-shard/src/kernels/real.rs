@@ -19,7 +19,7 @@ pub(super) trait Real: WithDType {
 
 /// `e^x = 2^n · e^r` with `|r| ≤ ln(2)/2`, and `e^r` by its Taylor polynomial.
 ///
-/// Adding `ROUND` pushes the fraction bits of `n` out of the mantissa and leaves `n` in its lowest bits.
+/// Adding `round` pushes the fraction bits of `n` out of the mantissa and leaves `n` in its lowest bits.
 macro_rules! exp_neg {
     ($float:ty, $x:expr, $low:expr, round: $round:expr, mantissa: $mantissa:expr, bias: $bias:expr,
      ln2: $ln2_high:expr, $ln2_low:expr, lowest: $lowest:expr, factorials: [$($factorial:expr),+]) => {{
@@ -47,9 +47,9 @@ impl Real for f32 {
 
     #[inline(always)]
     fn exp_neg(self, low: Self) -> Self {
-        // The high part of ln 2 has 9 trailing zero bits, so its product with n is exact.
+        // The high part of ln 2 has 9 bits, so its product with n is exact.
         exp_neg!(f32, self, low, round: 12_582_912.0, mantissa: 23, bias: 127,
-            ln2: 0.693_359_4, -2.121_944_4e-4, lowest: -87.3,
+            ln2: 355.0 / 512.0, -2.121_944_4e-4, lowest: -87.3,
             factorials: [5040.0, 720.0, 120.0, 24.0, 6.0, 2.0, 1.0, 1.0])
     }
 
