@@ -108,16 +108,10 @@ impl Distribution {
     fn check(self) -> Result<()> {
         match self {
             Self::Uniform { lo, up } if !((up - lo).is_finite() && lo <= up) => {
-                bail!(
-                    "a uniform distribution needs finite bounds with lo <= up, got lo {lo} and up {up}"
-                )
+                bail!("a uniform distribution needs finite bounds with lo <= up, got lo {lo} and up {up}")
             }
-            Self::Normal { mean, stdev }
-                if !(mean.is_finite() && stdev.is_finite() && stdev >= 0.0) =>
-            {
-                bail!(
-                    "a normal distribution needs a finite mean and a stdev >= 0, got mean {mean} and stdev {stdev}"
-                )
+            Self::Normal { mean, stdev } if !(mean.is_finite() && stdev.is_finite() && stdev >= 0.0) => {
+                bail!("a normal distribution needs a finite mean and a stdev >= 0, got mean {mean} and stdev {stdev}")
             }
             Self::Bernoulli { p } if !(0.0..=1.0).contains(&p) => {
                 bail!("a Bernoulli distribution needs a probability in [0, 1], got {p}")
@@ -162,21 +156,12 @@ pub fn sample(
     global.check_block(block)?;
     let local_shape: Vec<usize> = block.iter().map(Range::len).collect();
     let values = match dtype {
-        DType::F64 => Tensor::from_vec(
-            draw_block::<f64>(stream, dist, &global, block),
-            local_shape,
-            &Device::Cpu,
-        )?,
-        DType::F32 | DType::F16 | DType::BF16 => Tensor::from_vec(
-            draw_block::<f32>(stream, dist, &global, block),
-            local_shape,
-            &Device::Cpu,
-        )?
-        .to_dtype(dtype)?,
-        other => bail!(
-            "random tensors are f16, bf16, f32 or f64, not {}",
-            other.as_str()
-        ),
+        DType::F64 => Tensor::from_vec(draw_block::<f64>(stream, dist, &global, block), local_shape, &Device::Cpu)?,
+        DType::F32 | DType::F16 | DType::BF16 => {
+            Tensor::from_vec(draw_block::<f32>(stream, dist, &global, block), local_shape, &Device::Cpu)?
+                .to_dtype(dtype)?
+        }
+        other => bail!("random tensors are f16, bf16, f32 or f64, not {}", other.as_str()),
     };
     values.to_device(device)
 }
@@ -196,12 +181,7 @@ pub fn sample_full(
     sample(stream, dist, shape, &block, dtype, device)
 }
 
-fn draw_block<T: Real>(
-    stream: Stream,
-    dist: Distribution,
-    global: &Grid<'_>,
-    block: &[Range<usize>],
-) -> Vec<T> {
+fn draw_block<T: Real>(stream: Stream, dist: Distribution, global: &Grid<'_>, block: &[Range<usize>]) -> Vec<T> {
     let words = T::WORDS;
     match dist {
         Distribution::Uniform { lo, up } => {
@@ -210,15 +190,11 @@ fn draw_block<T: Real>(
         }
         Distribution::Normal { mean, stdev } => {
             let (mean, stdev) = (T::from_f64(mean), T::from_f64(stdev));
-            draw_runs(stream, global, block, 2 * words, |g| {
-                mean + stdev * T::normal(g)
-            })
+            draw_runs(stream, global, block, 2 * words, |g| mean + stdev * T::normal(g))
         }
         Distribution::Bernoulli { p } => {
             let p = T::from_f64(p);
-            draw_runs(stream, global, block, words, |g| {
-                if T::unit(g) < p { T::one() } else { T::zero() }
-            })
+            draw_runs(stream, global, block, words, |g| if T::unit(g) < p { T::one() } else { T::zero() })
         }
     }
 }

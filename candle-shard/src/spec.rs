@@ -47,7 +47,9 @@ impl Spec {
         let shape = shape.into();
         if placements.len() != mesh.ndim() {
             let (p, axes) = (placements.iter().join(", "), mesh.ndim());
-            return Err(Error::Layout(format!("placements [{p}] for {mesh}, which has {axes} axes; give one for each")));
+            return Err(Error::Layout(format!(
+                "placements [{p}] for {mesh}, which has {axes} axes; give one for each"
+            )));
         }
         if let Some(dim) = placements.iter().filter_map(|p| p.shard_dim()).find(|&d| d >= shape.rank()) {
             let dims = shape.dims();
@@ -73,7 +75,9 @@ impl Spec {
         };
         let Some(dim) = self.placements[axis].shard_dim() else {
             let at = self.placements[axis];
-            return Err(Error::Layout(format!("sizes {sizes:?} for axis {axis} of {self}, which is {at}, not a shard")));
+            return Err(Error::Layout(format!(
+                "sizes {sizes:?} for axis {axis} of {self}, which is {at}, not a shard"
+            )));
         };
         if self.placements[..axis].contains(&Shard(dim)) {
             return Err(Error::Layout(format!(
@@ -91,11 +95,6 @@ impl Spec {
     /// The same mesh and dtype with other placements and another shape.
     pub(crate) fn derive(&self, placements: &[Placement], shape: &[usize]) -> Result<Self> {
         Self::new(&self.mesh, placements, shape, self.dtype)
-    }
-
-    pub(crate) fn with_dtype(mut self, dtype: DType) -> Self {
-        self.dtype = dtype;
-        self
     }
 
     /// Sets the placement of one axis, trusting the caller on the dim.

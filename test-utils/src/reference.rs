@@ -60,15 +60,10 @@ impl Transformer {
     pub fn new(args: &ModelArgs, dtype: DType, device: &Device) -> Result<Self> {
         let &ModelArgs { dim, n_heads, .. } = args;
         if n_heads == 0 || !dim.is_multiple_of(n_heads) {
-            bail!(
-                "a model of dim {dim} cannot have {n_heads} heads: the heads must divide it evenly"
-            );
+            bail!("a model of dim {dim} cannot have {n_heads} heads: the heads must divide it evenly");
         }
         let mut params = Params::new(args.seed, dtype, device);
-        let embedding = Distribution::Normal {
-            mean: 0.0,
-            stdev: args.init_stdev.unwrap_or(1.0),
-        };
+        let embedding = Distribution::Normal { mean: 0.0, stdev: args.init_stdev.unwrap_or(1.0) };
         let mut table = |name: &str, rows| params.draw(name.to_owned(), &[rows, dim], embedding);
         let tok_embeddings = table("tok_embeddings.weight", args.vocab_size)?;
         let pos_embeddings = table("pos_embeddings.weight", args.max_seq_len)?;
@@ -100,10 +95,7 @@ impl Transformer {
     pub fn forward(&self, tokens: &Tensor, mode: Mode) -> Result<Tensor> {
         let (_, seq_len) = tokens.dims2()?;
         if seq_len > self.args.max_seq_len {
-            bail!(
-                "a sequence of {seq_len} is longer than the model's {}",
-                self.args.max_seq_len
-            );
+            bail!("a sequence of {seq_len} is longer than the model's {}", self.args.max_seq_len);
         }
         let positions = self.pos_embeddings.narrow(0, 0, seq_len)?;
         let h = ops::embedding(&self.tok_embeddings, tokens)?.broadcast_add(&positions)?;
@@ -148,12 +140,8 @@ impl TransformerBlock {
     }
 
     fn forward(&self, x: &Tensor, mode: Mode) -> Result<Tensor> {
-        let h = (x + self
-            .attention
-            .forward(&self.attention_norm.forward(x)?, mode)?)?;
-        let out = self
-            .feed_forward
-            .forward(&self.ffn_norm.forward(&h)?, mode)?;
+        let h = (x + self.attention.forward(&self.attention_norm.forward(x)?, mode)?)?;
+        let out = self.feed_forward.forward(&self.ffn_norm.forward(&h)?, mode)?;
         h + out
     }
 }
@@ -173,8 +161,7 @@ struct Attention {
 
 impl Attention {
     fn new(params: &mut Params, path: &str, args: &ModelArgs) -> Result<Self> {
-        let mut square =
-            |name| Linear::new(params, &format!("{path}.{name}"), args.dim, args.dim, false);
+        let mut square = |name| Linear::new(params, &format!("{path}.{name}"), args.dim, args.dim, false);
         Ok(Self {
             n_heads: args.n_heads,
             head_dim: args.head_dim(),
@@ -192,11 +179,7 @@ impl Attention {
         let (batch, seq_len, dim) = x.dims3()?;
         // [batch, sequence, dim] to [batch, heads, sequence, head_dim]
         let heads = |projection: &Linear| {
-            projection
-                .forward(x)?
-                .reshape((batch, seq_len, self.n_heads, self.head_dim))?
-                .transpose(1, 2)?
-                .contiguous()
+            projection.forward(x)?.reshape((batch, seq_len, self.n_heads, self.head_dim))?.transpose(1, 2)?.contiguous()
         };
         let (q, k, v) = (heads(&self.wq)?, heads(&self.wk)?, heads(&self.wv)?);
         let scores = (q / (self.head_dim as f64).sqrt())?.matmul(&k.t()?)?;
@@ -238,10 +221,7 @@ struct Dropout {
 
 impl Dropout {
     fn new(args: &ModelArgs, path: &str) -> Self {
-        Self {
-            p: args.dropout_p,
-            stream: Stream::new(args.seed, &format!("{path}.dropout")),
-        }
+        Self { p: args.dropout_p, stream: Stream::new(args.seed, &format!("{path}.dropout")) }
     }
 
     fn forward(self, x: &Tensor, mode: Mode) -> Result<Tensor> {

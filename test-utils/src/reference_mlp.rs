@@ -19,11 +19,7 @@ impl RmsNorm {
         // A weight of ones takes no random numbers, whatever the seed.
         let mut params = Params::new(0, dtype, device);
         let weight = params.ones("weight".to_owned(), dim)?;
-        Ok(Self {
-            eps,
-            weight,
-            vars: params.into_vars(),
-        })
+        Ok(Self { eps, weight, vars: params.into_vars() })
     }
 
     /// The normalised input, same shape.
@@ -62,10 +58,7 @@ impl MlpModule {
     pub fn new(seed: u64, bias: bool, dtype: DType, device: &Device) -> Result<Self> {
         let mut params = Params::new(seed, dtype, device);
         let layer = MlpLayer::new(&mut params, "", bias)?;
-        Ok(Self {
-            layer,
-            vars: params.into_vars(),
-        })
+        Ok(Self { layer, vars: params.into_vars() })
     }
 
     /// From `[.., 10]` to `[.., 10]`.
@@ -90,20 +83,14 @@ impl MlpStacked {
     /// A stack of `n_layers` perceptrons with biases, each with its own random numbers.
     pub fn new(seed: u64, n_layers: usize, dtype: DType, device: &Device) -> Result<Self> {
         let mut params = Params::new(seed, dtype, device);
-        let layers = (0..n_layers)
-            .map(|i| MlpLayer::new(&mut params, &format!("layers.{i}."), true))
-            .collect::<Result<_>>()?;
-        Ok(Self {
-            layers,
-            vars: params.into_vars(),
-        })
+        let layers =
+            (0..n_layers).map(|i| MlpLayer::new(&mut params, &format!("layers.{i}."), true)).collect::<Result<_>>()?;
+        Ok(Self { layers, vars: params.into_vars() })
     }
 
     /// From `[.., 10]` to `[.., 10]`.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        self.layers
-            .iter()
-            .try_fold(x.clone(), |x, layer| layer.forward(&x))
+        self.layers.iter().try_fold(x.clone(), |x, layer| layer.forward(&x))
     }
 
     /// The parameters by name, in the order of the layers.

@@ -11,10 +11,7 @@ pub(crate) fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Resu
     let mut out_shape = x.dims().to_vec();
     *out_shape.last_mut().unwrap_or(&mut 0) = out_dim;
     // One two-dim product: candle's broadcast matmul is much slower.
-    let y = x
-        .reshape(((), in_dim))?
-        .matmul(&weight.t()?)?
-        .reshape(out_shape)?;
+    let y = x.reshape(((), in_dim))?.matmul(&weight.t()?)?.reshape(out_shape)?;
     match bias {
         Some(bias) => y.broadcast_add(bias),
         None => Ok(y),
@@ -31,10 +28,7 @@ pub(crate) fn embedding(weight: &Tensor, ids: &Tensor) -> Result<Tensor> {
 pub(crate) fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Result<Tensor> {
     let centred = x.broadcast_sub(&x.mean_keepdim(D::Minus1)?)?;
     let stdev = (centred.sqr()?.mean_keepdim(D::Minus1)? + eps)?.sqrt()?;
-    centred
-        .broadcast_div(&stdev)?
-        .broadcast_mul(weight)?
-        .broadcast_add(bias)
+    centred.broadcast_div(&stdev)?.broadcast_mul(weight)?.broadcast_add(bias)
 }
 
 /// RMS norm over the last dim (Zhang and Sennrich, 2019).
@@ -48,9 +42,7 @@ pub(crate) fn attention_softmax(scores: &Tensor, causal: bool) -> Result<Tensor>
     let scores = if causal {
         let (queries, keys) = (scores.dim(D::Minus2)?, scores.dim(D::Minus1)?);
         let mask: Vec<f32> = (0..queries)
-            .flat_map(|query| {
-                (0..keys).map(move |key| if key > query { f32::NEG_INFINITY } else { 0.0 })
-            })
+            .flat_map(|query| (0..keys).map(move |key| if key > query { f32::NEG_INFINITY } else { 0.0 }))
             .collect();
         let mask = Tensor::from_vec(mask, (queries, keys), scores.device())?;
         scores.broadcast_add(&mask.to_dtype(scores.dtype())?)?
@@ -68,9 +60,7 @@ pub(crate) fn attention_softmax(scores: &Tensor, causal: bool) -> Result<Tensor>
 /// Composed, because the backward of candle's `gelu_erf` has a constant of six digits (error 1e-6) and computes the error
 /// function a second time.
 pub(crate) fn gelu(x: &Tensor) -> Result<Tensor> {
-    let phi = (x * std::f64::consts::FRAC_1_SQRT_2)?
-        .erf()?
-        .affine(0.5, 0.5)?;
+    let phi = (x * std::f64::consts::FRAC_1_SQRT_2)?.erf()?.affine(0.5, 0.5)?;
     x * phi
 }
 
@@ -88,12 +78,6 @@ pub(crate) fn dropout(x: &Tensor, p: f64, stream: Stream) -> Result<Tensor> {
     if p == 0.0 {
         return Ok(x.clone());
     }
-    let keep = sample_full(
-        stream,
-        Distribution::Bernoulli { p: 1.0 - p },
-        x.dims(),
-        x.dtype(),
-        x.device(),
-    )?;
+    let keep = sample_full(stream, Distribution::Bernoulli { p: 1.0 - p }, x.dims(), x.dtype(), x.device())?;
     (x * keep)? / (1.0 - p)
 }

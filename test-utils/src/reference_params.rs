@@ -15,12 +15,7 @@ pub(crate) struct Params {
 
 impl Params {
     pub(crate) fn new(seed: u64, dtype: DType, device: &Device) -> Self {
-        Self {
-            seed,
-            dtype,
-            device: device.clone(),
-            vars: Vec::new(),
-        }
+        Self { seed, dtype, device: device.clone(), vars: Vec::new() }
     }
 
     pub(crate) fn into_vars(self) -> Vec<(String, Var)> {
@@ -28,12 +23,7 @@ impl Params {
     }
 
     /// The parameter `name`, drawn from `dist`.
-    pub(crate) fn draw(
-        &mut self,
-        name: String,
-        shape: &[usize],
-        dist: Distribution,
-    ) -> Result<Tensor> {
+    pub(crate) fn draw(&mut self, name: String, shape: &[usize], dist: Distribution) -> Result<Tensor> {
         let stream = Stream::new(self.seed, &name);
         let init = sample_full(stream, dist, shape, self.dtype, &self.device)?;
         self.register(name, &init)
@@ -67,31 +57,17 @@ pub(crate) struct Linear {
 }
 
 impl Linear {
-    pub(crate) fn new(
-        params: &mut Params,
-        path: &str,
-        in_dim: usize,
-        out_dim: usize,
-        bias: bool,
-    ) -> Result<Self> {
+    pub(crate) fn new(params: &mut Params, path: &str, in_dim: usize, out_dim: usize, bias: bool) -> Result<Self> {
         let bound = 1.0 / (in_dim as f64).sqrt();
-        let dist = Distribution::Uniform {
-            lo: -bound,
-            up: bound,
-        };
+        let dist = Distribution::Uniform { lo: -bound, up: bound };
         let weight = params.draw(format!("{path}.weight"), &[out_dim, in_dim], dist)?;
-        let bias = bias
-            .then(|| params.draw(format!("{path}.bias"), &[out_dim], dist))
-            .transpose()?;
+        let bias = bias.then(|| params.draw(format!("{path}.bias"), &[out_dim], dist)).transpose()?;
         Ok(Self { weight, bias })
     }
 
     /// A layer without bias that shares `weight` with another.
     pub(crate) fn tied(weight: &Tensor) -> Self {
-        Self {
-            weight: weight.clone(),
-            bias: None,
-        }
+        Self { weight: weight.clone(), bias: None }
     }
 
     pub(crate) fn forward(&self, x: &Tensor) -> Result<Tensor> {

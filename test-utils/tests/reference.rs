@@ -11,9 +11,7 @@ const CPU: &Device = &Device::Cpu;
 /// Tokens and targets `[2, seq]` over a vocabulary of 8, all ids used.
 fn batch(seq: usize) -> Result<(Tensor, Tensor)> {
     let ids = |a: usize, b: usize| {
-        let ids: Vec<u32> = (0..2 * seq)
-            .map(|i| ((a * i + b * (i / 3)) % 8) as u32)
-            .collect();
+        let ids: Vec<u32> = (0..2 * seq).map(|i| ((a * i + b * (i / 3)) % 8) as u32).collect();
         Tensor::from_vec(ids, (2, seq), CPU)
     };
     Ok((ids(3, 1)?, ids(5, 2)?))
@@ -24,42 +22,26 @@ fn names(vars: &[(String, Var)]) -> Vec<&str> {
 }
 
 fn max_abs(x: &Tensor) -> Result<f64> {
-    x.abs()?
-        .flatten_all()?
-        .max(0)?
-        .to_dtype(DType::F64)?
-        .to_scalar()
+    x.abs()?.flatten_all()?.max(0)?.to_dtype(DType::F64)?.to_scalar()
 }
 
 fn assert_all_have_gradients(vars: &[(String, Var)], loss: &Tensor) -> Result<()> {
     let grads = loss.backward()?;
     for (name, var) in vars {
-        let grad = grads
-            .get(var)
-            .unwrap_or_else(|| panic!("{name} got no gradient"));
+        let grad = grads.get(var).unwrap_or_else(|| panic!("{name} got no gradient"));
         assert_eq!(grad.dims(), var.dims(), "{name}");
         let size = max_abs(grad)?;
-        assert!(
-            size.is_finite() && size > 0.0,
-            "the gradient of {name} is at most {size}"
-        );
+        assert!(size.is_finite() && size > 0.0, "the gradient of {name} is at most {size}");
     }
     Ok(())
 }
 
 /// Compares the gradient of some elements of every parameter with the slope of `loss`, in f64.
-fn assert_gradients_are_slopes(
-    vars: &[(String, Var)],
-    loss: impl Fn() -> Result<Tensor>,
-) -> Result<()> {
+fn assert_gradients_are_slopes(vars: &[(String, Var)], loss: impl Fn() -> Result<Tensor>) -> Result<()> {
     let grads = loss()?.backward()?;
     let h = 1e-5;
     for (name, var) in vars {
-        let grad = grads
-            .get(var)
-            .expect(name)
-            .flatten_all()?
-            .to_vec1::<f64>()?;
+        let grad = grads.get(var).expect(name).flatten_all()?.to_vec1::<f64>()?;
         let start = var.flatten_all()?.to_vec1::<f64>()?;
         for i in [0, start.len() / 2, start.len() - 1] {
             let at = |delta: f64| -> Result<f64> {
@@ -71,11 +53,7 @@ fn assert_gradients_are_slopes(
             let slope = (at(h)? - at(-h)?) / (2.0 * h);
             at(0.0)?;
             let error = (slope - grad[i]).abs();
-            assert!(
-                error < 1e-8 + 1e-6 * slope.abs(),
-                "{name}[{i}]: slope {slope}, gradient {}",
-                grad[i]
-            );
+            assert!(error < 1e-8 + 1e-6 * slope.abs(), "{name}[{i}]: slope {slope}, gradient {}", grad[i]);
         }
     }
     Ok(())
@@ -83,17 +61,10 @@ fn assert_gradients_are_slopes(
 
 #[test]
 fn parameters_have_the_names_of_the_toy_model() -> Result<()> {
-    let args = ModelArgs {
-        n_layers: 1,
-        weight_tying: false,
-        ..ModelArgs::default()
-    };
+    let args = ModelArgs { n_layers: 1, weight_tying: false, ..ModelArgs::default() };
     let model = Transformer::new(&args, DType::F32, CPU)?;
     let layer = |name| format!("layers.0.{name}");
-    let mut expected = vec![
-        "tok_embeddings.weight".to_owned(),
-        "pos_embeddings.weight".to_owned(),
-    ];
+    let mut expected = vec!["tok_embeddings.weight".to_owned(), "pos_embeddings.weight".to_owned()];
     expected.extend(
         [
             "attention_norm.weight",
@@ -113,26 +84,14 @@ fn parameters_have_the_names_of_the_toy_model() -> Result<()> {
     );
     expected.extend(["norm.weight", "norm.bias", "output.weight"].map(str::to_owned));
     assert_eq!(names(model.vars()), expected);
-    let tied = Transformer::new(
-        &ModelArgs {
-            weight_tying: true,
-            ..args
-        },
-        DType::F32,
-        CPU,
-    )?;
+    let tied = Transformer::new(&ModelArgs { weight_tying: true, ..args }, DType::F32, CPU)?;
     assert_eq!(names(tied.vars()), expected[..expected.len() - 1]);
     Ok(())
 }
 
 #[test]
 fn initial_values_follow_the_documented_distributions() -> Result<()> {
-    let args = ModelArgs {
-        dim: 64,
-        vocab_size: 256,
-        init_stdev: Some(0.02),
-        ..ModelArgs::default()
-    };
+    let args = ModelArgs { dim: 64, vocab_size: 256, init_stdev: Some(0.02), ..ModelArgs::default() };
     let model = Transformer::new(&args, DType::F32, CPU)?;
     for (name, var) in model.vars() {
         let x = var.flatten_all()?;
@@ -147,10 +106,7 @@ fn initial_values_follow_the_documented_distributions() -> Result<()> {
         } else {
             let fan_in = if name.contains("w2") { 256f64 } else { 64f64 };
             let bound = 1.0 / fan_in.sqrt();
-            assert!(
-                (0.9 * bound..=bound).contains(&largest),
-                "{name} reaches {largest}, not {bound}"
-            );
+            assert!((0.9 * bound..=bound).contains(&largest), "{name} reaches {largest}, not {bound}");
         }
     }
     Ok(())
@@ -162,11 +118,7 @@ fn every_parameter_gets_a_gradient() -> Result<()> {
     for weight_tying in [true, false] {
         for use_attn_mask in [true, false] {
             for dtype in [DType::F32, DType::F64] {
-                let args = ModelArgs {
-                    weight_tying,
-                    use_attn_mask,
-                    ..ModelArgs::default()
-                };
+                let args = ModelArgs { weight_tying, use_attn_mask, ..ModelArgs::default() };
                 let model = Transformer::new(&args, dtype, CPU)?;
                 let logits = model.forward(&tokens, Mode::Train { step: 0 })?;
                 assert_all_have_gradients(model.vars(), &loss(&logits, &targets)?)?;
@@ -180,20 +132,12 @@ fn every_parameter_gets_a_gradient() -> Result<()> {
 fn gradients_are_the_slopes_of_the_loss() -> Result<()> {
     let (tokens, targets) = batch(5)?;
     for (weight_tying, use_attn_mask) in [(true, true), (false, false)] {
-        let args = ModelArgs {
-            dim: 8,
-            n_heads: 2,
-            max_seq_len: 5,
-            weight_tying,
-            use_attn_mask,
-            ..ModelArgs::default()
-        };
+        let args =
+            ModelArgs { dim: 8, n_heads: 2, max_seq_len: 5, weight_tying, use_attn_mask, ..ModelArgs::default() };
         let model = Transformer::new(&args, DType::F64, CPU)?;
         // The masks of a step are a function of the step, so even the loss with dropout is smooth.
         let mode = Mode::Train { step: 3 };
-        assert_gradients_are_slopes(model.vars(), || {
-            loss(&model.forward(&tokens, mode)?, &targets)
-        })?;
+        assert_gradients_are_slopes(model.vars(), || loss(&model.forward(&tokens, mode)?, &targets))?;
     }
     Ok(())
 }
@@ -202,10 +146,7 @@ fn gradients_are_the_slopes_of_the_loss() -> Result<()> {
 fn the_loss_falls() -> Result<()> {
     let (tokens, targets) = batch(16)?;
     let model = Transformer::new(&ModelArgs::default(), DType::F32, CPU)?;
-    let mut sgd = SGD::new(
-        model.vars().iter().map(|(_, var)| var.clone()).collect(),
-        0.05,
-    )?;
+    let mut sgd = SGD::new(model.vars().iter().map(|(_, var)| var.clone()).collect(), 0.05)?;
     let mut losses = Vec::new();
     for step in 0..20 {
         let loss = loss(&model.forward(&tokens, Mode::Train { step })?, &targets)?;
@@ -221,13 +162,9 @@ fn the_mask_hides_the_future_and_nothing_else() -> Result<()> {
     let (tokens, _) = batch(8)?;
     let flipped = Tensor::cat(&[tokens.narrow(1, 0, 6)?, tokens.narrow(1, 0, 2)?], 1)?;
     for use_attn_mask in [true, false] {
-        let args = ModelArgs {
-            use_attn_mask,
-            ..ModelArgs::default()
-        };
+        let args = ModelArgs { use_attn_mask, ..ModelArgs::default() };
         let model = Transformer::new(&args, DType::F32, CPU)?;
-        let change =
-            (model.forward(&tokens, Mode::Eval)? - model.forward(&flipped, Mode::Eval)?)?;
+        let change = (model.forward(&tokens, Mode::Eval)? - model.forward(&flipped, Mode::Eval)?)?;
         let past = max_abs(&change.narrow(1, 0, 6)?)?;
         assert_eq!(past == 0.0, use_attn_mask, "the past changed by {past}");
         assert!(max_abs(&change.narrow(1, 6, 2)?)? > 0.0);
@@ -238,31 +175,16 @@ fn the_mask_hides_the_future_and_nothing_else() -> Result<()> {
 #[test]
 fn dropout_depends_on_seed_and_step_alone_and_stops_in_eval() -> Result<()> {
     let (tokens, _) = batch(8)?;
-    let model = |seed, dropout_p| {
-        Transformer::new(
-            &ModelArgs {
-                seed,
-                dropout_p,
-                ..ModelArgs::default()
-            },
-            DType::F32,
-            CPU,
-        )
-    };
+    let model =
+        |seed, dropout_p| Transformer::new(&ModelArgs { seed, dropout_p, ..ModelArgs::default() }, DType::F32, CPU);
     let same = |a: &Tensor, b: &Tensor| Ok::<_, candle_core::Error>(max_abs(&(a - b)?)? == 0.0);
     let (dropping, plain) = (model(1, 0.5)?, model(1, 0.0)?);
     let train = |step| dropping.forward(&tokens, Mode::Train { step });
     assert!(same(&train(4)?, &train(4)?)?);
-    assert!(same(
-        &train(4)?,
-        &model(1, 0.5)?.forward(&tokens, Mode::Train { step: 4 })?
-    )?);
+    assert!(same(&train(4)?, &model(1, 0.5)?.forward(&tokens, Mode::Train { step: 4 })?)?);
     assert!(!same(&train(4)?, &train(5)?)?);
     let eval = dropping.forward(&tokens, Mode::Eval)?;
-    assert!(same(
-        &eval,
-        &plain.forward(&tokens, Mode::Train { step: 4 })?
-    )?);
+    assert!(same(&eval, &plain.forward(&tokens, Mode::Train { step: 4 })?)?);
     assert!(!same(&eval, &model(2, 0.0)?.forward(&tokens, Mode::Eval)?)?);
     Ok(())
 }
@@ -270,10 +192,7 @@ fn dropout_depends_on_seed_and_step_alone_and_stops_in_eval() -> Result<()> {
 #[test]
 fn a_16_bit_model_gives_f32_logits_near_the_exact_ones() -> Result<()> {
     let (tokens, _) = batch(8)?;
-    let args = ModelArgs {
-        init_stdev: Some(0.1),
-        ..ModelArgs::default()
-    };
+    let args = ModelArgs { init_stdev: Some(0.1), ..ModelArgs::default() };
     let logits = |dtype| Transformer::new(&args, dtype, CPU)?.forward(&tokens, Mode::Eval);
     let (half, exact) = (logits(DType::BF16)?, logits(DType::F32)?);
     assert_eq!(half.dtype(), DType::F32);
@@ -283,31 +202,18 @@ fn a_16_bit_model_gives_f32_logits_near_the_exact_ones() -> Result<()> {
 
 #[test]
 fn impossible_models_and_inputs_are_errors() -> Result<()> {
-    let args = ModelArgs {
-        n_heads: 3,
-        ..ModelArgs::default()
-    };
-    let error = Transformer::new(&args, DType::F32, CPU)
-        .unwrap_err()
-        .to_string();
+    let args = ModelArgs { n_heads: 3, ..ModelArgs::default() };
+    let error = Transformer::new(&args, DType::F32, CPU).unwrap_err().to_string();
     assert!(error.contains("dim 16 cannot have 3 heads"), "{error}");
     let model = Transformer::new(&ModelArgs::default(), DType::F32, CPU)?;
-    let error = model
-        .forward(&batch(17)?.0, Mode::Eval)
-        .unwrap_err()
-        .to_string();
-    assert!(
-        error.contains("17 is longer than the model's 16"),
-        "{error}"
-    );
+    let error = model.forward(&batch(17)?.0, Mode::Eval).unwrap_err().to_string();
+    assert!(error.contains("17 is longer than the model's 16"), "{error}");
     Ok(())
 }
 
 #[test]
 fn the_small_models_have_true_gradients() -> Result<()> {
-    let x: Vec<f64> = (0..60)
-        .map(|i| f64::from(i * 37 % 23) / 11.0 - 1.0)
-        .collect();
+    let x: Vec<f64> = (0..60).map(|i| f64::from(i * 37 % 23) / 11.0 - 1.0).collect();
     let x = Tensor::from_vec(x, (2, 3, 10), CPU)?;
     let norm = RmsNorm::new(10, 1e-6, DType::F64, CPU)?;
     let mlp = MlpModule::new(5, true, DType::F64, CPU)?;
@@ -323,16 +229,10 @@ fn the_small_models_have_true_gradients() -> Result<()> {
 
 #[test]
 fn the_small_models_have_the_promised_parameters() -> Result<()> {
-    assert_eq!(
-        names(RmsNorm::new(3, 1e-6, DType::F32, CPU)?.vars()),
-        ["weight"]
-    );
+    assert_eq!(names(RmsNorm::new(3, 1e-6, DType::F32, CPU)?.vars()), ["weight"]);
     let mlp = |bias| MlpModule::new(5, bias, DType::F32, CPU);
     assert_eq!(names(mlp(false)?.vars()), ["net1.weight", "net2.weight"]);
-    assert_eq!(
-        names(mlp(true)?.vars()),
-        ["net1.weight", "net1.bias", "net2.weight", "net2.bias"]
-    );
+    assert_eq!(names(mlp(true)?.vars()), ["net1.weight", "net1.bias", "net2.weight", "net2.bias"]);
     let stacked = MlpStacked::new(5, 2, DType::F32, CPU)?;
     assert_eq!(stacked.vars().len(), 8);
     assert_eq!(stacked.vars()[7].0, "layers.1.net2.bias");

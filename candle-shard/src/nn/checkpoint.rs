@@ -12,10 +12,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 /// `f` must give the same numbers when it runs again, and may use parameters: their gradients arrive in what
 /// [`DTensor::backward`] returns (candle's own `backward` on a local tensor does not see them). `x` must carry a
 /// gradient for anything to be recomputed; otherwise this is `f(x)`.
-pub fn checkpoint(
-    x: &DTensor,
-    f: impl Fn(&DTensor) -> Result<DTensor> + Send + Sync + 'static,
-) -> Result<DTensor> {
+pub fn checkpoint(x: &DTensor, f: impl Fn(&DTensor) -> Result<DTensor> + Send + Sync + 'static) -> Result<DTensor> {
     if !x.tracked() {
         return f(x);
     }

@@ -71,24 +71,12 @@ impl ShardedVarBuilder {
     }
 
     /// Parameters taken from a candle `VarBuilder`, of which each rank keeps its shard; `seed` is for dropout.
-    pub fn from_candle(
-        vb: candle_nn::VarBuilder<'static>,
-        seed: u64,
-        mesh: &DeviceMesh,
-        plan: Plan,
-    ) -> Result<Self> {
+    pub fn from_candle(vb: candle_nn::VarBuilder<'static>, seed: u64, mesh: &DeviceMesh, plan: Plan) -> Result<Self> {
         let (dtype, device) = (vb.dtype(), vb.device().clone());
         Self::new(Source::Loaded(vb), seed, mesh, plan, dtype, &device)
     }
 
-    fn new(
-        source: Source,
-        seed: u64,
-        mesh: &DeviceMesh,
-        plan: Plan,
-        dtype: DType,
-        device: &Device,
-    ) -> Result<Self> {
+    fn new(source: Source, seed: u64, mesh: &DeviceMesh, plan: Plan, dtype: DType, device: &Device) -> Result<Self> {
         plan.check_mesh(mesh)?;
         let built = Mutex::default();
         let shared = Shared { source, seed, mesh: mesh.clone(), plan, dtype, device: device.clone(), built };
@@ -147,7 +135,9 @@ impl ShardedVarBuilder {
                 }
                 whole.force_contiguous()?
             }
-            (Source::Fresh, Init::Const(value)) => Tensor::full(value, spec.local_shape().as_slice(), device)?.to_dtype(*dtype)?,
+            (Source::Fresh, Init::Const(value)) => {
+                Tensor::full(value, spec.local_shape().as_slice(), device)?.to_dtype(*dtype)?
+            }
             (Source::Fresh, Init::Random(dist)) => {
                 sample(Stream::new(self.seed(), &name), dist, shape.dims(), &block, *dtype, device)?
             }

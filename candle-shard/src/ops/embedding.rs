@@ -14,7 +14,7 @@ impl DTensor {
     /// # Errors
     /// If an id is not a row of the table; the ids on each rank are checked against the global number of rows.
     pub fn embedding(&self, ids: &Self) -> Result<Self> {
-        let &[vocab, width] = self.dims() else {
+        let &[_, width] = self.dims() else {
             return Error::op("embedding", format!("a table {}: want [rows, width]", self.spec()));
         };
         if ids.dtype() != DType::U32 || ids.tracked() {

@@ -15,12 +15,12 @@ impl DTensor {
             let reason = format!("targets {} for logits {}: want {leading:?} u32", targets.spec(), self.spec());
             return Error::op("cross_entropy", reason);
         }
-        let rows: Rows =
-            (0..leading.len()).map(|d| Row::new(Placement::PARTIAL_SUM, &[Shard(d), Shard(d)])).collect();
+        let rows: Rows = (0..leading.len()).map(|d| Row::new(Placement::PARTIAL_SUM, &[Shard(d), Shard(d)])).collect();
         let count: usize = leading.iter().product();
         rules::run("cross_entropy", &[self, targets], &rows, (&[], self.dtype()), |x, _| {
             let n = x[1].to_local().elem_count();
-            let per_row = kernels::cross_entropy(&x[0].to_local().reshape((n, classes))?, &x[1].to_local().flatten_all()?)?;
+            let per_row =
+                kernels::cross_entropy(&x[0].to_local().reshape((n, classes))?, &x[1].to_local().flatten_all()?)?;
             Ok(per_row.sum_all()?.affine(1.0 / count as f64, 0.0)?)
         })
     }

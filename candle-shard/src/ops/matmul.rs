@@ -28,7 +28,9 @@ impl DTensor {
             Row::new(SUM, &[Replicate, SUM]),
         ]);
         shape.extend([a[rows_a], b[cols_b]]);
-        rules::run("matmul", &[self, rhs], &rows, (&shape, self.dtype()), |x, _| local_matmul(x[0].to_local(), x[1].to_local()))
+        rules::run("matmul", &[self, rhs], &rows, (&shape, self.dtype()), |x, _| {
+            local_matmul(x[0].to_local(), x[1].to_local())
+        })
     }
 
     /// The affine map `x · weightᵀ + bias`: `[.., k]` with `[n, k]` and `[n]` gives `[.., n]`.

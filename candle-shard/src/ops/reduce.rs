@@ -2,8 +2,8 @@
 use crate::placement::{Placement, Shard};
 use crate::rules::{self, Row, Rows};
 use crate::{DTensor, Result};
+use candle_core::Shape;
 use candle_core::shape::Dims;
-use candle_core::{Shape, Tensor};
 
 const SUM: Placement = Placement::PARTIAL_SUM;
 
@@ -14,7 +14,9 @@ impl DTensor {
         let mut shape = self.dims().to_vec();
         dims.iter().for_each(|&d| shape[d] = 1);
         let rows = rows(self.rank(), &dims, |d| d);
-        rules::run("sum_keepdim", &[self], &rows, (&shape, self.dtype()), |x, _| Ok(x[0].to_local().sum_keepdim(&dims[..])?))
+        rules::run("sum_keepdim", &[self], &rows, (&shape, self.dtype()), |x, _| {
+            Ok(x[0].to_local().sum_keepdim(&dims[..])?)
+        })
     }
 
     /// The sum over `dims`, which go away.
@@ -48,6 +50,8 @@ impl DTensor {
 
 /// Shards of kept dims stay at their new place, shards of summed dims become partial sums.
 fn rows(rank: usize, summed: &[usize], place: impl Fn(usize) -> usize) -> Rows {
-    let row = |d: usize| if summed.contains(&d) { Row::new(SUM, &[Shard(d)]) } else { Row::new(Shard(place(d)), &[Shard(d)]) };
+    let row = |d: usize| {
+        if summed.contains(&d) { Row::new(SUM, &[Shard(d)]) } else { Row::new(Shard(place(d)), &[Shard(d)]) }
+    };
     (0..rank).map(row).chain([Row::new(SUM, &[SUM])]).collect()
 }

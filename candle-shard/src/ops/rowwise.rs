@@ -45,7 +45,9 @@ impl DTensor {
         self.check_norm("rms_norm", &[weight])?;
         let rows = rows(self.rank() - 1, 1);
         let out = (self.dims(), self.dtype());
-        rules::run("rms_norm", &[self, weight], &rows, out, |x, _| Ok(kernels::rms_norm(x[0].to_local(), x[1].to_local(), eps)?))
+        rules::run("rms_norm", &[self, weight], &rows, out, |x, _| {
+            Ok(kernels::rms_norm(x[0].to_local(), x[1].to_local(), eps)?)
+        })
     }
 
     fn check_rows(&self, op: &'static str, rank: usize) -> Result<()> {

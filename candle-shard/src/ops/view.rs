@@ -48,8 +48,7 @@ impl DTensor {
         }
         let mut shape = self.dims().to_vec();
         shape[dim] = len;
-        let rows: Rows =
-            (0..self.rank()).filter(|&d| d != dim).map(|d| Row::new(Shard(d), &[Shard(d)])).collect();
+        let rows: Rows = (0..self.rank()).filter(|&d| d != dim).map(|d| Row::new(Shard(d), &[Shard(d)])).collect();
         self.linear_view("narrow", rows, &shape, |x| x.narrow(dim, start, len))
     }
 
@@ -105,9 +104,10 @@ impl ReshapePlan {
             let axes: Vec<usize> = (0..n).filter(|&axis| spec.placements()[axis] == Shard(dim)).collect();
             // Several axes on a dim stay only if all pieces are equal; the outermost may stay by itself.
             let ways = [&axes[..], axes.get(..1).unwrap_or_default()];
-            let carried = ways.iter().filter(|way| !way.is_empty()).find_map(|way| {
-                carry(spec, to, dim, way).map(|carried| (way.len(), carried))
-            });
+            let carried = ways
+                .iter()
+                .filter(|way| !way.is_empty())
+                .find_map(|way| carry(spec, to, dim, way).map(|carried| (way.len(), carried)));
             let kept = carried.as_ref().map_or(0, |(kept, _)| *kept);
             for &axis in &axes[kept..] {
                 plan.targets[axis] = Replicate.into();
@@ -151,7 +151,7 @@ fn carry(spec: &Spec, to: &[usize], dim: usize, axes: &[usize]) -> Option<(usize
         });
     }
     let default = axes.iter().all(|&axis| spec.sizes(axis).is_none());
-    let even = from[dim] % parts == 0 && from[dim] / parts * in_row % out_row == 0;
+    let even = from[dim].is_multiple_of(parts) && (from[dim] / parts * in_row).is_multiple_of(out_row);
     (default && even).then_some((out_dim, None, None))
 }
 

@@ -27,10 +27,7 @@ impl<'a> Grid<'a> {
     pub(super) fn check_block(&self, block: &[Range<usize>]) -> Result<()> {
         let shape = self.shape;
         if block.len() != shape.len() {
-            bail!(
-                "a block of a tensor of shape {shape:?} needs {} ranges, got {block:?}",
-                shape.len()
-            );
+            bail!("a block of a tensor of shape {shape:?} needs {} ranges, got {block:?}", shape.len());
         }
         for (dim, (range, &size)) in block.iter().zip(shape).enumerate() {
             if range.start > range.end || range.end > size {
@@ -57,13 +54,7 @@ impl<'a> Grid<'a> {
         }
         let mut at: Vec<usize> = block.iter().map(|range| range.start).collect();
         loop {
-            run(
-                at.iter()
-                    .zip(&self.strides)
-                    .map(|(&i, &stride)| i as u64 * stride)
-                    .sum(),
-                len,
-            );
+            run(at.iter().zip(&self.strides).map(|(&i, &stride)| i as u64 * stride).sum(), len);
             // The next coordinate of the outer dims, the last of them fastest.
             let Some(dim) = (0..inner).rev().find(|&dim| at[dim] + 1 < block[dim].end) else {
                 return;

@@ -1,0 +1,193 @@
+use candle_core::{
+    CpuStorage, CustomOp2, CustomOp3, D, DType, Layout, Result, Shape, Storage, Tensor, backend::BackendStorage, bail,
+    op::BackpropOp,
+};
+
+use super::{
+    Reading, check_dtype, check_vector, compute_dtype, cpu, elements,
+    real::Real,
+    rows::{add_assign, by_blocks},
+};
+
+/// The linear map `x · weightᵀ + bias`.
+///
+/// `x` is `[.., k]`, `weight` is `[n, k]`, `bias` is `[n]`, all of one dtype; the result is `[.., n]`. Transposed
+/// weights and inputs narrowed in their last dim are read in place. Fails where shapes, dtypes or devices do not agree.
+///
+/// ```
+/// # fn main() -> candle_core::Result<()> {
+/// use candle_core::{Device::Cpu, Tensor};
+/// let (x, weight) = (Tensor::new(&[[1f32, 2.]], &Cpu)?, Tensor::new(&[[1f32, 1.], [3., 0.], [0., 5.]], &Cpu)?);
+/// let y = candle_shard::kernels::linear(&x, &weight, Some(&Tensor::new(&[0f32, 0., 1.], &Cpu)?))?;
+/// assert_eq!(y.to_vec2::<f32>()?, [[3., 3., 11.]]);
+/// # Ok(())
+/// # }
+/// ```
+pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+    let dtype = compute_dtype("linear", x)?;
+    let [n, k] = *weight.dims() else {
+        bail!("linear: expected a weight of shape [n, k], got {:?}", weight.shape());
+    };
+    if x.dim(D::Minus1)? != k {
+        bail!("linear: input {:?} does not fit the weight {:?}", x.shape(), weight.shape());
+    }
+    check_dtype("linear", x, weight)?;
+    if let Some(bias) = bias {
+        check_vector("linear", x, "bias", bias, n)?;
+    }
+    if !x.device().is_cpu() {
+        return composed(x, weight, bias);
+    }
+    let (input, weight) = (x.to_dtype(dtype)?, weight.to_dtype(dtype)?);
+    let input = if as_rows(input.layout()).is_some() { input } else { input.contiguous()? };
+    let out = match bias {
+        Some(bias) => input.apply_op3(&weight, &bias.to_dtype(dtype)?.contiguous()?, Linear)?,
+        None => input.apply_op2(&weight, Linear)?,
+    };
+    out.to_dtype(x.dtype())
+}
+
+fn composed(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+    let k = weight.dim(1)?;
+    let rows = x.dims()[..x.rank() - 1].iter().product::<usize>();
+    let y = x.reshape((rows, k))?.matmul(&weight.t()?)?.reshape(out_shape(x.layout(), weight.layout()))?;
+    match bias {
+        Some(bias) => y.broadcast_add(bias),
+        None => Ok(y),
+    }
+}
+
+struct Linear;
+
+/// A tensor of any rank seen as `[rows, last]`, where its strides allow that without a copy.
+fn as_rows(layout: &Layout) -> Option<Layout> {
+    let (&last, lead) = layout.dims().split_last()?;
+    let (&last_stride, lead_strides) = layout.stride().split_last()?;
+    let mut rows = 1;
+    let mut row_stride = None;
+    for (&dim, &stride) in lead.iter().zip(lead_strides).rev() {
+        if dim != 1 && *row_stride.get_or_insert(stride) * rows != stride {
+            return None;
+        }
+        rows *= dim;
+    }
+    let stride = vec![row_stride.unwrap_or(last), last_stride];
+    Some(Layout::new(Shape::from((rows, last)), stride, layout.start_offset()))
+}
+
+fn out_shape(x: &Layout, weight: &Layout) -> Vec<usize> {
+    [&x.dims()[..x.dims().len() - 1], &weight.dims()[..1]].concat()
+}
+
+/// The product of `a [m, k]` and `b [k, n]`, whatever their strides.
+fn product(a: &CpuStorage, a_l: &Layout, b: &CpuStorage, b_l: &Layout) -> Result<CpuStorage> {
+    let ((m, k), (_, n)) = (a_l.shape().dims2()?, b_l.shape().dims2()?);
+    if m * k * n == 0 {
+        return Ok(match a.dtype() {
+            DType::F64 => CpuStorage::F64(vec![0.0; m * n]),
+            _ => CpuStorage::F32(vec![0.0; m * n]),
+        });
+    }
+    a.matmul(b, (1, m, n, k), a_l, b_l)
+}
+
+fn forward(x: &CpuStorage, x_l: &Layout, weight: &CpuStorage, weight_l: &Layout) -> Result<(CpuStorage, Shape)> {
+    let Some(rows) = as_rows(x_l) else { bail!("linear: the rows of the input are not evenly spaced") };
+    let out = product(x, &rows, weight, &weight_l.transpose(0, 1)?)?;
+    Ok((out, Shape::from(out_shape(x_l, weight_l))))
+}
+
+fn add_bias<T: Real>(out: &mut [T], bias: &[T]) {
+    by_blocks(
+        out,
+        bias.len(),
+        bias.len(),
+        #[inline(always)]
+        |_, out| {
+            for out in out.chunks_exact_mut(bias.len()) {
+                add_assign(out, bias);
+            }
+        },
+    );
+}
+
+/// The gradients of `x` and `weight`, each only where it is asked for.
+fn backward(x: &Tensor, weight: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+    let [x_s, weight_s, grad_s] = [x, weight, grad].map(|t| t.storage_and_layout().0);
+    let (Some(x_l), Some(grad_l)) = (as_rows(x.layout()), as_rows(grad.layout())) else {
+        bail!("linear: the rows of an operand are not evenly spaced");
+    };
+    let (x_s, weight_s, grad_s) = (cpu(&x_s)?, cpu(&weight_s)?, cpu(&grad_s)?);
+    let tensor = |s, shape: &Shape| Tensor::from_storage(Storage::Cpu(s), shape, BackpropOp::none(), false);
+    let dx = x.track_op().then(|| product(grad_s, &grad_l, weight_s, weight.layout()));
+    let dw = weight.track_op().then(|| product(grad_s, &grad_l.transpose(0, 1)?, x_s, &x_l));
+    Ok((dx.transpose()?.map(|s| tensor(s, x.shape())), dw.transpose()?.map(|s| tensor(s, weight.shape()))))
+}
+
+/// The gradient of the bias: the sum of the rows of `grad`.
+fn column_sums<T: Real>(grad: &Tensor, bias: &Tensor) -> Result<Tensor> {
+    let (grad, bias) = (Reading::new(grad), Reading::new(bias));
+    let (gs, n) = (grad.elements::<T>()?, bias.elements::<T>()?.len());
+    let mut sums = vec![T::zero(); n];
+    if n > 0 {
+        for row in gs.chunks_exact(n) {
+            add_assign(&mut sums, row);
+        }
+    }
+    bias.like(sums)
+}
+
+impl CustomOp2 for Linear {
+    fn name(&self) -> &'static str {
+        "linear"
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, x_l: &Layout, w: &CpuStorage, w_l: &Layout) -> Result<(CpuStorage, Shape)> {
+        forward(x, x_l, w, w_l)
+    }
+
+    fn bwd(&self, x: &Tensor, w: &Tensor, _: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        backward(x, w, &grad.contiguous()?)
+    }
+}
+
+impl CustomOp3 for Linear {
+    fn name(&self) -> &'static str {
+        "linear"
+    }
+
+    fn cpu_fwd(
+        &self,
+        x: &CpuStorage,
+        x_l: &Layout,
+        w: &CpuStorage,
+        w_l: &Layout,
+        bias: &CpuStorage,
+        bias_l: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let (mut out, shape) = forward(x, x_l, w, w_l)?;
+        match &mut out {
+            CpuStorage::F64(out) => add_bias(out, elements(bias, bias_l)?),
+            CpuStorage::F32(out) => add_bias(out, elements(bias, bias_l)?),
+            other => bail!("linear: unexpected dtype {:?}", other.dtype()),
+        }
+        Ok((out, shape))
+    }
+
+    fn bwd(
+        &self,
+        x: &Tensor,
+        w: &Tensor,
+        bias: &Tensor,
+        _: &Tensor,
+        grad: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        let grad = grad.contiguous()?;
+        let (dx, dw) = backward(x, w, &grad)?;
+        let db = match grad.dtype() {
+            DType::F64 => column_sums::<f64>(&grad, bias)?,
+            _ => column_sums::<f32>(&grad, bias)?,
+        };
+        Ok((dx, dw, Some(db)))
+    }
+}

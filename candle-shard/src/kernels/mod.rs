@@ -1,0 +1,84 @@
+//! Fused operations on plain tensors, each with its own backward.
+//!
+//! candle's fused layers drop gradients silently and its composed ones walk memory once per step. The operations here
+//! are single graph nodes that return a gradient for every tracked argument. They compute f32 and f64 natively and
+//! 16-bit floats in f32, and accept any strides and tensors without elements. But for the matrix products of
+//! [`linear`], the bits do not depend on the number of threads. Off the CPU they are composed from candle's
+//! differentiable operations.
+
+mod cross_entropy;
+mod gelu;
+mod layer_norm;
+mod linear;
+mod real;
+mod rms_norm;
+mod rows;
+mod softmax;
+
+pub use cross_entropy::cross_entropy;
+pub use gelu::gelu;
+pub use layer_norm::layer_norm;
+pub use linear::linear;
+pub use rms_norm::rms_norm;
+pub use softmax::{causal_softmax, softmax};
+
+use candle_core::{CpuStorage, DType, Device, Error, Layout, Result, Storage, StorageRef, Tensor, WithDType, bail};
+
+/// The dtype in which `op` computes on `x`: its own, or f32 for 16-bit floats.
+fn compute_dtype(op: &'static str, x: &Tensor) -> Result<DType> {
+    match x.dtype() {
+        DType::F16 | DType::BF16 => Ok(DType::F32),
+        dtype @ (DType::F32 | DType::F64) => Ok(dtype),
+        dtype => Err(Error::UnsupportedDTypeForOp(dtype, op).bt()),
+    }
+}
+
+/// Checks that the parameter `p` of `op` has shape `[len]` and the dtype of `x`.
+fn check_vector(op: &'static str, x: &Tensor, name: &str, p: &Tensor, len: usize) -> Result<()> {
+    if p.dims() != [len] {
+        bail!("{op}: {name} has shape {:?}, expected [{len}] for an input of shape {:?}", p.shape(), x.shape());
+    }
+    check_dtype(op, x, p)
+}
+
+fn check_dtype(op: &'static str, x: &Tensor, p: &Tensor) -> Result<()> {
+    if p.dtype() != x.dtype() {
+        return Err(Error::DTypeMismatchBinaryOp { lhs: x.dtype(), rhs: p.dtype(), op }.bt());
+    }
+    Ok(())
+}
+
+/// The elements of a contiguous CPU operand.
+fn elements<'a, T: WithDType>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [T]> {
+    let (start, end) = layout.contiguous_offsets().ok_or(Error::RequiresContiguous { op: "fused kernel" })?;
+    Ok(&T::cpu_storage_as_slice(storage)?[start..end])
+}
+
+/// A contiguous CPU tensor held for reading while a backward runs over its elements.
+struct Reading<'a> {
+    storage: StorageRef<'a>,
+    layout: &'a Layout,
+}
+
+impl<'a> Reading<'a> {
+    fn new(tensor: &'a Tensor) -> Self {
+        let (storage, layout) = tensor.storage_and_layout();
+        Self { storage, layout }
+    }
+
+    fn elements<T: WithDType>(&self) -> Result<&[T]> {
+        elements(cpu(&self.storage)?, self.layout)
+    }
+
+    /// A tensor of `data` in the shape of this one.
+    fn like<T: WithDType>(&self, data: Vec<T>) -> Result<Tensor> {
+        Tensor::from_vec(data, self.layout.shape(), &Device::Cpu)
+    }
+}
+
+fn cpu(storage: &Storage) -> Result<&CpuStorage> {
+    match storage {
+        Storage::Cpu(storage) => Ok(storage),
+        _ => bail!("the backward of a fused CPU kernel met a tensor of another device"),
+    }
+}
