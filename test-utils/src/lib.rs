@@ -5,5 +5,6 @@ pub mod reference;
 pub mod reference_mlp;
 mod reference_ops;
 mod reference_params;
+pub mod toy;
 
 pub use harness::{Ranks, on_ranks};

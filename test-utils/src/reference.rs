@@ -7,17 +7,7 @@ use crate::model_args::ModelArgs;
 use crate::reference_ops as ops;
 use crate::reference_params::{LayerNorm, Linear, Params};
 
-/// Whether dropout is at work.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Mode {
-    /// No dropout.
-    Eval,
-    /// Dropout with the masks of this step.
-    Train {
-        /// The training step, which every dropout stream is folded with.
-        step: u64,
-    },
-}
+pub use candle_shard::nn::Mode;
 
 /// A decoder-only Transformer in the style of nanoGPT, with the structure and parameter names of PyTorch's toy model.
 ///

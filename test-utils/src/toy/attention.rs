@@ -1,0 +1,83 @@
+//! The two halves of a Transformer block.
+use crate::model_args::ModelArgs;
+use candle_shard::nn::{Dropout, Linear, Mode, ShardedVarBuilder};
+use candle_shard::parallel::ModuleStyle;
+use candle_shard::{DTensor, Result};
+
+/// Multi-head self-attention; under tensor parallelism each rank has its heads.
+#[derive(Debug, Clone)]
+pub(super) struct Attention {
+    n_heads: usize,
+    head_dim: usize,
+    causal: bool,
+    wq: Linear,
+    wk: Linear,
+    wv: Linear,
+    wo: Linear,
+    attn_dropout: Dropout,
+    resid_dropout: Dropout,
+    style: ModuleStyle,
+}
+
+impl Attention {
+    pub(super) fn new(args: &ModelArgs, vb: &ShardedVarBuilder) -> Result<Self> {
+        let square = |name: &str| Linear::new(args.dim, args.dim, false, &vb.pp(name));
+        Ok(Self {
+            n_heads: args.n_heads,
+            head_dim: args.head_dim(),
+            causal: args.use_attn_mask,
+            wq: square("wq")?,
+            wk: square("wk")?,
+            wv: square("wv")?,
+            wo: square("wo")?,
+            attn_dropout: Dropout::new(args.dropout_p, &vb.pp("attn_dropout")),
+            resid_dropout: Dropout::new(args.dropout_p, &vb.pp("resid_dropout")),
+            style: vb.style(),
+        })
+    }
+
+    pub(super) fn forward(&self, x: &DTensor, mode: Mode) -> Result<DTensor> {
+        let x = self.style.input(x)?;
+        let &[batch, seq_len, dim] = x.dims() else {
+            return Err(
+                candle_core::Error::msg(format!("attention input {}: want [batch, sequence, dim]", x.spec())).into()
+            );
+        };
+        // [batch, sequence, dim] to [batch, heads, sequence, head_dim]
+        let heads = |projection: &Linear| {
+            let split = projection.forward(&x)?.reshape((batch, seq_len, self.n_heads, self.head_dim))?;
+            split.transpose(1, 2)
+        };
+        let (q, k, v) = (heads(&self.wq)?, heads(&self.wk)?, heads(&self.wv)?);
+        let (scores, scale) = (q.matmul(&k.t()?)?, 1.0 / (self.head_dim as f64).sqrt());
+        let weights = match self.causal {
+            true => scores.causal_softmax(scale)?,
+            false => scores.affine(scale, 0.0)?.softmax_last_dim()?,
+        };
+        let mixed = self.attn_dropout.forward(&weights, mode)?.matmul(&v)?;
+        let merged = mixed.transpose(1, 2)?.reshape((batch, seq_len, dim))?;
+        self.resid_dropout.forward(&self.wo.forward(&merged)?, mode)
+    }
+}
+
+/// Linear dim → 4·dim, GELU, Linear back.
+#[derive(Debug, Clone)]
+pub(super) struct FeedForward {
+    w1: Linear,
+    w2: Linear,
+    resid_dropout: Dropout,
+}
+
+impl FeedForward {
+    pub(super) fn new(args: &ModelArgs, vb: &ShardedVarBuilder) -> Result<Self> {
+        Ok(Self {
+            w1: Linear::new(args.dim, args.hidden_dim(), true, &vb.pp("w1"))?,
+            w2: Linear::new(args.hidden_dim(), args.dim, true, &vb.pp("w2"))?,
+            resid_dropout: Dropout::new(args.dropout_p, &vb.pp("resid_dropout")),
+        })
+    }
+
+    pub(super) fn forward(&self, x: &DTensor, mode: Mode) -> Result<DTensor> {
+        self.resid_dropout.forward(&self.w2.forward(&self.w1.forward(x)?.gelu()?)?, mode)
+    }
+}

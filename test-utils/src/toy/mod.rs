@@ -1,0 +1,7 @@
+//! The toy models on a mesh: the same structure, parameter names and numbers as the reference models.
+mod attention;
+mod mlp;
+mod transformer;
+
+pub use mlp::{MlpModule, MlpStacked};
+pub use transformer::Transformer;

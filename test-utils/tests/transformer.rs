@@ -1,0 +1,186 @@
+//! The toy Transformer on a mesh against the same model in plain candle on one device.
+use candle_core::{DType, Device, Tensor};
+use candle_dist::{Op, comm};
+use candle_nn::{AdamW, Optimizer, ParamsAdamW};
+use candle_shard::nn::{Mode, ShardedVarBuilder};
+use candle_shard::parallel::Plan;
+use candle_shard::{DTensor, Replicate, Result};
+use test_utils::model_args::ModelArgs;
+use test_utils::on_ranks;
+use test_utils::reference;
+use test_utils::toy::Transformer;
+
+fn tokens(rows: usize, len: usize, vocab: usize, step: usize) -> candle_core::Result<Tensor> {
+    let ids: Vec<u32> = (0..rows * len).map(|i| ((i * 7 + i / 3 + step * 5) % vocab) as u32).collect();
+    Tensor::from_vec(ids, (rows, len), &Device::Cpu)
+}
+
+fn largest_difference(a: &Tensor, b: &Tensor) -> candle_core::Result<f64> {
+    (a.to_dtype(DType::F64)? - b.to_dtype(DType::F64)?)?.abs()?.flatten_all()?.max(0)?.to_scalar()
+}
+
+/// Three AdamW steps: losses, the first gradients by name, and the final parameters by name.
+struct Trace {
+    losses: Vec<f64>,
+    grads: Vec<(String, Tensor)>,
+    params: Vec<(String, Tensor)>,
+}
+
+const BATCH: usize = 3;
+const STEPS: usize = 3;
+
+fn adam() -> ParamsAdamW {
+    ParamsAdamW { lr: 0.01, ..ParamsAdamW::default() }
+}
+
+fn train_reference(args: &ModelArgs) -> candle_core::Result<Trace> {
+    let model = reference::Transformer::new(args, DType::F64, &Device::Cpu)?;
+    let vars = model.vars().to_vec();
+    let mut optimiser = AdamW::new(vars.iter().map(|(_, v)| v.clone()).collect(), adam())?;
+    let (mut losses, mut first) = (Vec::new(), Vec::new());
+    for step in 0..STEPS {
+        let x = tokens(BATCH, args.max_seq_len, args.vocab_size, step)?;
+        let logits = model.forward(&x, Mode::Train { step: step as u64 })?;
+        let loss = reference::loss(&logits, &tokens(BATCH, args.max_seq_len, args.vocab_size, step + 1)?)?;
+        let grads = loss.backward()?;
+        losses.push(loss.to_scalar()?);
+        if step == 0 {
+            first = vars.iter().map(|(n, v)| (n.clone(), grads.get(v).expect("a gradient").clone())).collect();
+        }
+        optimiser.step(&grads)?;
+    }
+    let params =
+        vars.iter().map(|(n, v)| Ok((n.clone(), v.as_tensor().copy()?))).collect::<candle_core::Result<_>>()?;
+    Ok(Trace { losses, grads: first, params })
+}
+
+fn train_on_mesh(ctx: &candle_dist::RankContext, args: &ModelArgs, plan: Plan) -> Result<Trace> {
+    let mesh = ctx.mesh(&[("tp", ctx.world_size())])?;
+    let vb = ShardedVarBuilder::fresh(args.seed, &mesh, plan, DType::F64, &Device::Cpu)?;
+    let model = Transformer::new(args, &vb)?;
+    let parameters = vb.finish()?;
+    let mut optimiser = AdamW::new(parameters.vars(), adam())?;
+    let put = |t: Tensor| DTensor::distribute(&t, &mesh, &[Replicate]);
+    let (mut losses, mut first) = (Vec::new(), Vec::new());
+    for step in 0..STEPS {
+        let x = put(tokens(BATCH, args.max_seq_len, args.vocab_size, step)?)?;
+        let y = put(tokens(BATCH, args.max_seq_len, args.vocab_size, step + 1)?)?;
+        let loss = model.forward(&x, Mode::Train { step: step as u64 })?.cross_entropy(&y)?;
+        let grads = parameters.backward(&loss)?;
+        losses.push(loss.full_tensor()?.to_scalar()?);
+        if step == 0 {
+            for p in parameters.iter() {
+                let grad = p.grad(&grads)?.unwrap_or_else(|| panic!("{} has no gradient", p.name));
+                first.push((p.name.clone(), grad.full_tensor()?));
+            }
+        }
+        optimiser.step(&grads)?;
+    }
+    let whole = |p: &candle_shard::nn::Parameter| Ok((p.name.clone(), p.tensor.full_tensor()?.detach()));
+    Ok(Trace { losses, grads: first, params: parameters.iter().map(whole).collect::<Result<_>>()? })
+}
+
+fn assert_alike(got: &Trace, want: &Trace, what: &str) {
+    for (step, (a, b)) in got.losses.iter().zip(&want.losses).enumerate() {
+        assert!((a - b).abs() < 1e-9, "{what}: loss of step {step}: {a} against {b}");
+    }
+    for (kind, got, want) in [("gradient", &got.grads, &want.grads), ("parameter", &got.params, &want.params)] {
+        assert_eq!(got.iter().map(|(n, _)| n).collect::<Vec<_>>(), want.iter().map(|(n, _)| n).collect::<Vec<_>>());
+        for ((name, a), (_, b)) in got.iter().zip(want) {
+            assert_eq!(a.dims(), b.dims(), "{what}: {kind} {name}");
+            let difference = largest_difference(a, b).unwrap();
+            assert!(difference < 1e-8, "{what}: {kind} {name} differs by {difference}");
+        }
+    }
+}
+
+fn check(args: ModelArgs, worlds: &[usize]) {
+    let want = std::sync::Arc::new(train_reference(&args).unwrap());
+    for &world in worlds {
+        for sequence in [false, true] {
+            let (args, want) = (args.clone(), want.clone());
+            let what = format!("{args:?} on {world}, sequence parallel {sequence}");
+            on_ranks(world, &what.clone(), move |ctx| -> Result<()> {
+                let got = train_on_mesh(ctx, &args, Transformer::plan("tp", sequence))?;
+                assert_alike(&got, &want, &what);
+                Ok(())
+            });
+        }
+    }
+}
+
+fn args() -> ModelArgs {
+    ModelArgs { vocab_size: 11, max_seq_len: 9, dim: 12, n_heads: 6, seed: 7, ..ModelArgs::default() }
+}
+
+#[test]
+fn training_equals_one_device_on_worlds_1_to_5() {
+    check(args(), &[1, 2, 3, 4, 5]);
+}
+
+#[test]
+fn without_mask_tying_or_dropout() {
+    check(ModelArgs { use_attn_mask: false, weight_tying: false, dropout_p: 0.0, ..args() }, &[2, 3]);
+}
+
+#[test]
+fn recomputed_activations_change_no_number() {
+    check(ModelArgs { checkpoint_activations: true, ..args() }, &[1, 2, 3]);
+}
+
+#[test]
+fn more_ranks_than_rows_of_everything() {
+    check(ModelArgs { vocab_size: 3, max_seq_len: 2, dim: 4, n_heads: 2, ..args() }, &[3, 5]);
+}
+
+#[test]
+fn a_step_communicates_the_megatron_minimum() {
+    for sequence in [false, true] {
+        on_ranks(2, "counts", move |ctx| -> Result<()> {
+            let args = ModelArgs { dropout_p: 0.0, ..ModelArgs::default() };
+            let layers = args.n_layers;
+            let mesh = ctx.mesh(&[("tp", 2)])?;
+            let vb = ShardedVarBuilder::fresh(0, &mesh, Transformer::plan("tp", sequence), DType::F32, &Device::Cpu)?;
+            let model = Transformer::new(&args, &vb)?;
+            let parameters = vb.finish()?;
+            let x = DTensor::distribute(&tokens(2, 16, 8, 0)?, &mesh, &[Replicate])?;
+            let (loss, forward) = comm::record(|| model.forward(&x, Mode::Eval)?.cross_entropy(&x));
+            let loss = loss?;
+            let (grads, backward) = comm::record(|| parameters.backward(&loss));
+            grads?;
+            let count = |counts: &comm::CommCounts| {
+                [Op::AllReduce, Op::AllGather, Op::ReduceScatter].map(|op| counts.get(op).count)
+            };
+            // Embedding and output add one each; without sequence parallelism the logits' gather is the only other.
+            let (want_forward, want_backward) = match sequence {
+                false => ([2 * layers + 1, 1, 0], [2 * layers + 1, 0, 0]),
+                true => ([0, 2 * layers + 2, 2 * layers + 1], [1, 2 * layers + 1, 2 * layers + 1]),
+            };
+            assert_eq!((count(&forward), count(&backward)), (want_forward, want_backward), "{forward}; {backward}");
+            assert_eq!(forward.total() + backward.total(), want_forward.iter().chain(&want_backward).sum::<usize>());
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn plans_that_do_not_fit_are_refused_alike() {
+    on_ranks(2, "plans", |ctx| -> Result<()> {
+        let mesh = ctx.mesh(&[("tp", 2)])?;
+        let build = |plan: Plan| -> Result<()> {
+            let vb = ShardedVarBuilder::fresh(0, &mesh, plan, DType::F32, &Device::Cpu)?;
+            Transformer::new(&ModelArgs::default(), &vb)?;
+            vb.finish().map(drop)
+        };
+        let style = candle_shard::parallel::ColwiseParallel::default();
+        let text = build(Transformer::plan("tp", false).with("layers.*.mlp", style)).unwrap_err().to_string();
+        assert!(text.contains("layers.*.mlp") && text.contains("matched no module"), "{text}");
+        let text = build(Transformer::plan("tp", false).with("norm", style)).unwrap_err().to_string();
+        assert!(text.contains("norm") && text.contains("does not apply"), "{text}");
+        let text = build(Transformer::plan("tp", false).with("tok_embeddings", style)).unwrap_err().to_string();
+        assert!(text.contains("output") && text.contains("shares a weight"), "{text}");
+        let text = build(Plan::new("model")).unwrap_err().to_string();
+        assert!(text.contains("no axis \"model\"") && text.contains("\"tp\""), "{text}");
+        Ok(())
+    });
+}
