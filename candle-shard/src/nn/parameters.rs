@@ -49,8 +49,10 @@ impl Parameters {
     }
 
     /// This rank's variables, for an optimiser.
+    ///
+    /// Empty shards are left out: there is nothing to optimise, and candle's optimisers refuse them.
     pub fn vars(&self) -> Vec<Var> {
-        self.iter().map(|p| p.var.clone()).collect()
+        self.iter().filter(|p| p.var.elem_count() > 0).map(|p| p.var.clone()).collect()
     }
 
     /// The number of elements that this rank holds.

@@ -1,2 +1,59 @@
-//! x
-fn main() {}
+//! Trains a toy Transformer on one device and tensor-parallel, and shows that they agree; see `--help`.
+
+use std::fs::File;
+use std::io::{self, Write};
+use std::process::ExitCode;
+
+use clap::Parser;
+use examples::toy::args::{Args, one_sentence};
+use examples::toy::corpus::Corpus;
+use examples::toy::report::{self, Report};
+use examples::toy::{runs, threads, validate};
+
+/// Every op of a training step allocates; mimalloc keeps the pages that glibc would hand back and fault in anew.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
+const FAILED: u8 = 1;
+const USAGE: u8 = 2;
+
+fn main() -> ExitCode {
+    let args = match Args::try_parse() {
+        Ok(args) => args,
+        Err(error) if error.use_stderr() => return fail(one_sentence(&error), USAGE),
+        Err(help) => help.exit(),
+    };
+    let corpus = match validate::validate(&args) {
+        Ok(corpus) => corpus,
+        Err(error) => return fail(error, USAGE),
+    };
+    // SAFETY: no thread has been started and no tensor made yet.
+    unsafe { threads::settle(args.threads) };
+    match run(&args, &corpus) {
+        Ok(report) if report.parity.ok => ExitCode::SUCCESS,
+        Ok(_) => ExitCode::from(FAILED),
+        Err(error) => fail(format_args!("{error:#}"), FAILED),
+    }
+}
+
+/// Makes all runs and reports on them.
+fn run(args: &Args, corpus: &Corpus) -> anyhow::Result<Report> {
+    let mut screen: Box<dyn Write> =
+        if args.json_to_stdout() { Box::new(io::stderr()) } else { Box::new(io::stdout()) };
+    writeln!(screen, "{}", report::heading(args, corpus))?;
+    let outcomes =
+        args.runs.iter().map(|&name| runs::run_one(name, args, corpus)).collect::<anyhow::Result<Vec<_>>>()?;
+    let report = Report::new(&outcomes, args.tolerance)?;
+    writeln!(screen, "{}", report::summary(args, &report, &outcomes))?;
+    if let Some(path) = &args.json {
+        let mut json: Box<dyn Write> =
+            if args.json_to_stdout() { Box::new(io::stdout()) } else { Box::new(File::create(path)?) };
+        writeln!(json, "{}", serde_json::to_string_pretty(&report)?)?;
+    }
+    Ok(report)
+}
+
+fn fail(error: impl std::fmt::Display, status: u8) -> ExitCode {
+    eprintln!("error: {error}");
+    ExitCode::from(status)
+}

@@ -1,0 +1,171 @@
+//! The command line of the toy Transformer.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+use clap::{Parser, ValueEnum};
+use test_utils::model_args::ModelArgs;
+
+/// The program reads and predicts bytes.
+pub const VOCAB_SIZE: usize = 256;
+
+const ABOUT: &str = "\
+Trains a byte-level toy Transformer on one device and tensor-parallel, and shows that they agree
+
+The same model is trained from the same seed on the same batches once per run:
+
+  single  on one device, in plain candle: the numbers to agree with
+  tp      tensor-parallel: attention heads and feed-forward columns split over the ranks
+  tp_sp   the same with sequence parallel: norms and dropout work on a slice of the sequence
+
+Ranks are threads of this process, so there is nothing to install or to start.";
+
+const EXAMPLES: &str = "\
+Examples:
+  cargo run --release
+      Compare the default runs.
+  cargo run --release -- --runs single --steps 500 --dim 256 --text moby-dick.txt
+      Learn a text of your own, longer and wider, on one device.
+  cargo run --release -- --json - 2>/dev/null | jq '.runs[] | {name, ms_per_step}'
+      Get the numbers into a script: only JSON on stdout, all else on stderr.
+
+Exit status: 0 if the runs agree, 1 if they disagree or one failed, 2 if the command line cannot work.";
+
+/// What the user asked for; the comments on the fields are the program's help.
+#[derive(Clone, Debug, Parser)]
+#[command(name = "toy-transformer", version, about = ABOUT, after_help = EXAMPLES)]
+pub struct Args {
+    /// Runs to make, in this order; all are compared with `single`, or without it with the first
+    #[arg(
+        long,
+        value_name = "NAMES",
+        value_delimiter = ',',
+        default_value = "single",
+        hide_possible_values = true,
+        help_heading = "Runs"
+    )]
+    pub runs: Vec<RunName>,
+
+    /// Ranks of each tensor-parallel run
+    #[arg(long, value_name = "N", default_value_t = 2, help_heading = "Runs")]
+    pub ranks: usize,
+
+    /// Compute threads of each rank; keep ranks × threads within the number of cores
+    #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Runs")]
+    pub threads: usize,
+
+    /// Largest difference of losses (relative) and gradients (absolute) at which runs agree; 100 times that for logits
+    #[arg(long, value_name = "X", default_value_t = 1e-4, help_heading = "Runs")]
+    pub tolerance: f64,
+
+    /// Width of the model; a multiple of --heads
+    #[arg(long, value_name = "N", default_value_t = 128, help_heading = "Model")]
+    pub dim: usize,
+
+    /// Transformer blocks
+    #[arg(long, value_name = "N", default_value_t = 2, help_heading = "Model")]
+    pub layers: usize,
+
+    /// Attention heads; a multiple of --ranks
+    #[arg(long, value_name = "N", default_value_t = 8, help_heading = "Model")]
+    pub heads: usize,
+
+    /// Probability that dropout zeroes an element, in [0, 1)
+    #[arg(long, value_name = "P", default_value_t = 0.1, help_heading = "Model")]
+    pub dropout: f64,
+
+    /// Optimiser steps
+    #[arg(long, value_name = "N", default_value_t = 150, help_heading = "Training")]
+    pub steps: usize,
+
+    /// Bytes in each sequence
+    #[arg(long, value_name = "N", default_value_t = 64, help_heading = "Training")]
+    pub seq: usize,
+
+    /// Sequences in each step
+    #[arg(long, value_name = "N", default_value_t = 8, help_heading = "Training")]
+    pub batch: usize,
+
+    /// Learning rate of AdamW
+    #[arg(long, value_name = "X", default_value_t = 1e-3, help_heading = "Training")]
+    pub lr: f64,
+
+    /// Seed of the initial parameters, the batches and dropout
+    #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Training")]
+    pub seed: u64,
+
+    /// Text to learn [default: the Rust sources of this program's workspace]
+    #[arg(long, value_name = "FILE", help_heading = "Input and output")]
+    pub text: Option<PathBuf>,
+
+    /// Also write the results as one JSON object; `-` is stdout, with nothing else on it
+    #[arg(long, value_name = "FILE", help_heading = "Input and output")]
+    pub json: Option<PathBuf>,
+}
+
+impl Args {
+    /// The model that the flags describe.
+    pub fn model_args(&self) -> ModelArgs {
+        ModelArgs {
+            n_layers: self.layers,
+            vocab_size: VOCAB_SIZE,
+            max_seq_len: self.seq,
+            dim: self.dim,
+            n_heads: self.heads,
+            dropout_p: self.dropout,
+            use_attn_mask: true,
+            weight_tying: true,
+            checkpoint_activations: false,
+            // Small embeddings start the loss at that of guessing, ln 256, since they are the output layer too.
+            init_stdev: Some(0.02),
+            seed: self.seed,
+        }
+    }
+
+    /// Whether the JSON object goes to stdout, and all else therefore to stderr.
+    pub fn json_to_stdout(&self) -> bool {
+        self.json.as_deref() == Some(Path::new("-"))
+    }
+}
+
+/// One way to train the model.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum RunName {
+    /// One device, plain candle.
+    Single,
+    /// Tensor-parallel.
+    Tp,
+    /// Tensor-parallel with sequence parallel.
+    #[value(name = "tp_sp")]
+    TpSp,
+}
+
+impl RunName {
+    /// The name on the command line and in reports.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Single => "single",
+            Self::Tp => "tp",
+            Self::TpSp => "tp_sp",
+        }
+    }
+}
+
+impl fmt::Display for RunName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+/// What clap has to say about a command line it could not parse, as one sentence without the usage text.
+pub fn one_sentence(error: &clap::Error) -> String {
+    let rendered = error.to_string();
+    let said: Vec<&str> = rendered
+        .lines()
+        .map(str::trim)
+        .take_while(|line| !line.starts_with("Usage:") && !line.starts_with("For more information"))
+        .filter(|line| !line.is_empty())
+        .map(|line| line.trim_start_matches("error: ").trim_start_matches("tip: "))
+        .collect();
+    format!("{}; see --help.", said.join("; "))
+}

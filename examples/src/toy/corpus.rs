@@ -1,0 +1,89 @@
+//! The text to learn, and the batches drawn from it.
+
+use std::path::Path;
+use std::{fs, io};
+
+use candle_core::{DType, Device, Result, Tensor};
+use candle_shard::random::{Distribution, Stream, sample_full};
+
+use super::args::Args;
+
+/// The workspace's own sources, put together when this program was built.
+static WORKSPACE_SOURCES: &str = include_str!(concat!(env!("OUT_DIR"), "/corpus.txt"));
+
+/// A text cut into a part to learn from and a tail that is held out.
+///
+/// Which batch a step gets follows from the seed and the step alone, so all runs and all ranks see the same.
+#[derive(Clone, Debug)]
+pub struct Corpus {
+    text: Vec<u8>,
+    train_len: usize,
+    batch: usize,
+    seq: usize,
+    seed: u64,
+}
+
+/// Sequences of bytes and, at the same places, the bytes that follow them.
+#[derive(Clone, Debug)]
+pub struct Batch {
+    /// The inputs, u32 of shape `[batch, sequence]`.
+    pub tokens: Tensor,
+    /// The bytes to predict, same shape.
+    pub targets: Tensor,
+}
+
+impl Corpus {
+    /// The text of `path`, or without one the workspace's sources.
+    pub fn read(path: Option<&Path>) -> io::Result<Vec<u8>> {
+        path.map_or_else(|| Ok(WORKSPACE_SOURCES.as_bytes().to_vec()), fs::read)
+    }
+
+    /// Cuts `text`, which must be longer than a sequence.
+    pub fn new(text: Vec<u8>, args: &Args) -> Self {
+        let window = args.seq + 1;
+        // A sixteenth is held out, unless too little would be left to learn from.
+        let tail = window.max(text.len() / 16);
+        let train_len = if text.len() >= window + tail { text.len() - tail } else { text.len() };
+        Self { text, train_len, batch: args.batch, seq: args.seq, seed: args.seed }
+    }
+
+    /// Length of the whole text in bytes.
+    pub fn len(&self) -> usize {
+        self.text.len()
+    }
+
+    /// Whether there is no text at all.
+    pub fn is_empty(&self) -> bool {
+        self.text.is_empty()
+    }
+
+    /// The batch of training step `step`.
+    pub fn batch(&self, step: u64) -> Result<Batch> {
+        self.draw(&self.text[..self.train_len], Stream::new(self.seed, "batch").fold(step))
+    }
+
+    /// A fixed batch that no step trains on; of a very short text, one that steps may train on.
+    pub fn held_out(&self) -> Result<Batch> {
+        let tail = match &self.text[self.train_len..] {
+            [] => &self.text,
+            tail => tail,
+        };
+        self.draw(tail, Stream::new(self.seed, "held out"))
+    }
+
+    fn draw(&self, text: &[u8], stream: Stream) -> Result<Batch> {
+        let starts = text.len() - self.seq;
+        let uniform = Distribution::Uniform { lo: 0.0, up: 1.0 };
+        let drawn = sample_full(stream, uniform, &[self.batch], DType::F64, &Device::Cpu)?.to_vec1::<f64>()?;
+        let starts: Vec<usize> = drawn.iter().map(|u| (u * starts as f64) as usize).collect();
+        let windows = |offset: usize| {
+            let ids: Vec<u32> = starts
+                .iter()
+                .flat_map(|start| &text[start + offset..start + offset + self.seq])
+                .map(|&byte| u32::from(byte))
+                .collect();
+            Tensor::from_vec(ids, (self.batch, self.seq), &Device::Cpu)
+        };
+        Ok(Batch { tokens: windows(0)?, targets: windows(1)? })
+    }
+}

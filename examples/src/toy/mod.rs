@@ -1,0 +1,13 @@
+//! The toy Transformer program: one byte-level language model, trained on one device and tensor-parallel, and compared.
+
+pub mod args;
+pub mod corpus;
+pub mod outcome;
+pub mod parity;
+pub mod progress;
+pub mod report;
+pub mod runs;
+pub mod single;
+pub mod threads;
+pub mod training;
+pub mod validate;

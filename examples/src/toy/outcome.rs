@@ -1,0 +1,40 @@
+//! What one run leaves behind, to be reported and compared with other runs.
+
+use std::collections::BTreeMap;
+
+use candle_core::Tensor;
+use serde::Serialize;
+
+use super::args::RunName;
+
+/// The result of training the model once.
+#[derive(Clone, Debug)]
+pub struct RunOutcome {
+    /// Which run this was.
+    pub name: RunName,
+    /// Number of ranks.
+    pub world: usize,
+    /// The loss of every step.
+    pub losses: Vec<f64>,
+    /// Median time of a step in milliseconds.
+    pub ms_per_step: f64,
+    /// The trained model's logits on the held-out batch, `[batch, sequence, vocab]`, without dropout.
+    pub logits: Tensor,
+    /// The gradients of the first step by parameter name, each whole and in the global shape.
+    pub first_grads: BTreeMap<String, Tensor>,
+    /// Number of parameter elements that each rank holds.
+    pub params_per_rank: Vec<usize>,
+    /// The collectives of one step.
+    pub comm_per_step: Vec<CommStat>,
+}
+
+/// How often one kind of collective runs in a step, and how much it moves.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct CommStat {
+    /// Name of the collective.
+    pub op: String,
+    /// Calls per step on one rank.
+    pub count: usize,
+    /// Bytes of the operands of these calls on one rank.
+    pub bytes: usize,
+}

@@ -1,0 +1,177 @@
+//! What the program tells about its runs: tables for people, one JSON object for programs.
+
+use std::fmt::{self, Display};
+
+use comfy_table::presets::UTF8_FULL_CONDENSED;
+use comfy_table::{Cell, CellAlignment, Table};
+use serde::Serialize;
+
+use super::args::{Args, RunName};
+use super::corpus::Corpus;
+use super::outcome::{CommStat, RunOutcome};
+use super::parity::{self, LOGIT_FACTOR, Parity};
+
+/// The JSON object.
+#[derive(Clone, Debug, Serialize)]
+pub struct Report {
+    /// The runs, in the order they were made.
+    pub runs: Vec<RunReport>,
+    /// How far apart they are.
+    pub parity: Parity,
+}
+
+/// One run in the JSON object.
+#[derive(Clone, Debug, Serialize)]
+pub struct RunReport {
+    /// `single`, `tp` or `tp_sp`.
+    pub name: &'static str,
+    /// Number of ranks.
+    pub world: usize,
+    /// Median time of a step in milliseconds.
+    pub ms_per_step: f64,
+    /// Loss of the first step.
+    pub loss_first: f64,
+    /// Loss of the last step.
+    pub loss_last: f64,
+    /// Number of parameter elements on each rank.
+    pub params_per_rank: Vec<usize>,
+    /// Collectives of one step.
+    pub comm_per_step: Vec<CommStat>,
+}
+
+impl Report {
+    /// Sums up `outcomes`.
+    ///
+    /// # Errors
+    /// If the runs cannot be compared; see [`Parity::of`].
+    pub fn new(outcomes: &[RunOutcome], tolerance: f64) -> anyhow::Result<Self> {
+        let runs = outcomes.iter().map(RunReport::from).collect();
+        Ok(Self { runs, parity: Parity::of(outcomes, tolerance)? })
+    }
+}
+
+impl From<&RunOutcome> for RunReport {
+    fn from(outcome: &RunOutcome) -> Self {
+        Self {
+            name: outcome.name.as_str(),
+            world: outcome.world,
+            ms_per_step: outcome.ms_per_step,
+            loss_first: outcome.losses.first().copied().unwrap_or(f64::NAN),
+            loss_last: outcome.losses.last().copied().unwrap_or(f64::NAN),
+            params_per_rank: outcome.params_per_rank.clone(),
+            comm_per_step: outcome.comm_per_step.clone(),
+        }
+    }
+}
+
+/// What is about to be done, in a few lines.
+pub fn heading(args: &Args, corpus: &Corpus) -> String {
+    let source = match &args.text {
+        Some(path) => path.display().to_string(),
+        None => "this workspace's Rust sources".to_owned(),
+    };
+    format!(
+        "Model     byte-level Transformer: {} layers, dim {}, {} heads, dropout {}\n\
+         Training  {} steps of AdamW at {}, batch {} × {} bytes, seed {}\n\
+         Text      {} bytes of {source}\n",
+        args.layers,
+        args.dim,
+        args.heads,
+        args.dropout,
+        args.steps,
+        args.lr,
+        args.batch,
+        args.seq,
+        args.seed,
+        grouped(corpus.len()),
+    )
+}
+
+/// The run table, the communication table and the verdict.
+pub fn summary(args: &Args, report: &Report, outcomes: &[RunOutcome]) -> String {
+    let mut parts = vec![run_table(args, &report.runs).to_string()];
+    if report.runs.iter().any(|run| !run.comm_per_step.is_empty()) {
+        parts.push(format!("Collectives per step and rank:\n{}", comm_table(&report.runs)));
+    }
+    parts.push(verdict(args, &report.parity, outcomes));
+    parts.join("\n\n")
+}
+
+fn run_table(args: &Args, runs: &[RunReport]) -> Table {
+    let mut table =
+        table(&["run"], &["ranks", "ms/step", "tokens/s", "first loss", "last loss", "parameters per rank"]);
+    let tokens_per_step = (args.batch * args.seq) as f64;
+    for run in runs {
+        table.add_row([
+            Cell::new(run.name),
+            number(run.world),
+            number(format_args!("{:.1}", run.ms_per_step)),
+            number(grouped((tokens_per_step * 1e3 / run.ms_per_step) as usize)),
+            number(format_args!("{:.4}", run.loss_first)),
+            number(format_args!("{:.4}", run.loss_last)),
+            number(PerRank(&run.params_per_rank)),
+        ]);
+    }
+    table
+}
+
+fn comm_table(runs: &[RunReport]) -> Table {
+    let mut table = table(&["run", "collective"], &["calls", "bytes"]);
+    for run in runs {
+        for comm in &run.comm_per_step {
+            table.add_row([Cell::new(run.name), Cell::new(&comm.op), number(comm.count), number(grouped(comm.bytes))]);
+        }
+    }
+    table
+}
+
+fn verdict(args: &Args, parity: &Parity, outcomes: &[RunOutcome]) -> String {
+    let Some(reference) = parity::reference(outcomes).filter(|_| outcomes.len() > 1) else {
+        return "One run only: nothing to compare it with.".to_owned();
+    };
+    let reference = match reference.name {
+        RunName::Single => "one device".to_owned(),
+        name => name.to_string(),
+    };
+    let header = format!("difference from {reference}");
+    let mut table = table(&[&header, "taken over"], &["largest", "allowed"]);
+    for (what, over, diff, allowed) in [
+        ("loss, relative", "every step", parity.max_loss_diff, args.tolerance),
+        ("gradient", "every parameter, first step", parity.max_grad_diff, args.tolerance),
+        ("logit", "held-out batch, after training", parity.max_logit_diff, args.tolerance * LOGIT_FACTOR),
+    ] {
+        let scientific = |x| number(format_args!("{x:.1e}"));
+        table.add_row([Cell::new(what), Cell::new(over), scientific(diff), scientific(allowed)]);
+    }
+    format!("{table}\nThe runs {}.", if parity.ok { "agree" } else { "DISAGREE" })
+}
+
+/// An empty table with columns of text and then columns of numbers.
+fn table(texts: &[&str], numbers: &[&str]) -> Table {
+    let mut table = Table::new();
+    let header = texts.iter().map(Cell::new).chain(numbers.iter().map(number));
+    table.load_style(UTF8_FULL_CONDENSED).set_header(header);
+    table
+}
+
+fn number(value: impl Display) -> Cell {
+    Cell::new(value).set_alignment(CellAlignment::Right)
+}
+
+/// The number of parameters on each rank, said once where they are all the same.
+struct PerRank<'a>(&'a [usize]);
+
+impl Display for PerRank<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut counts: Vec<String> = self.0.iter().copied().map(grouped).collect();
+        counts.dedup();
+        f.write_str(&counts.join(", "))
+    }
+}
+
+/// `1234567` as `1,234,567`.
+fn grouped(n: usize) -> String {
+    let digits = n.to_string();
+    let groups: Vec<_> = digits.as_bytes().rchunks(3).rev().map(String::from_utf8_lossy).collect();
+    groups.join(",")
+}

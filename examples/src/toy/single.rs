@@ -1,0 +1,47 @@
+//! Training on one device, in plain candle.
+
+use std::collections::BTreeMap;
+
+use candle_core::{DType, Device};
+use candle_nn::Optimizer;
+use test_utils::reference::{Mode, Transformer, loss};
+
+use super::args::{Args, RunName};
+use super::corpus::Corpus;
+use super::outcome::RunOutcome;
+use super::progress::Progress;
+use super::training::{Training, optimiser};
+
+/// Trains the reference model.
+pub fn train(args: &Args, corpus: &Corpus) -> anyhow::Result<RunOutcome> {
+    let model = Transformer::new(&args.model_args(), DType::F32, &Device::Cpu)?;
+    let mut optimiser = optimiser(model.vars().iter().map(|(_, var)| var.clone()).collect(), args)?;
+    let mut first_grads = BTreeMap::new();
+    let progress = Progress::new(RunName::Single, args.steps);
+    let training = Training::run(args, corpus, &progress, |step, batch| {
+        let logits = model.forward(&batch.tokens, Mode::Train { step })?;
+        let loss = loss(&logits, &batch.targets)?;
+        let grads = loss.backward()?;
+        if step == 0 {
+            for (name, var) in model.vars() {
+                if let Some(grad) = grads.get(var) {
+                    // A gradient may refer to the graph that made it; keep its values only.
+                    first_grads.insert(name.clone(), grad.detach());
+                }
+            }
+        }
+        optimiser.step(&grads)?;
+        Ok(f64::from(loss.to_scalar::<f32>()?))
+    })?;
+    progress.finish();
+    Ok(RunOutcome {
+        name: RunName::Single,
+        world: 1,
+        losses: training.losses,
+        ms_per_step: training.ms_per_step,
+        logits: model.forward(&corpus.held_out()?.tokens, Mode::Eval)?.detach(),
+        first_grads,
+        params_per_rank: vec![model.vars().iter().map(|(_, var)| var.elem_count()).sum()],
+        comm_per_step: Vec::new(),
+    })
+}

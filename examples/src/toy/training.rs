@@ -1,0 +1,60 @@
+//! The training loop that all runs share.
+
+use std::time::Instant;
+
+use candle_core::{Result, Var};
+use candle_nn::{AdamW, Optimizer, ParamsAdamW};
+
+use super::args::Args;
+use super::corpus::{Batch, Corpus};
+use super::progress::Progress;
+
+/// The losses and the speed of a training.
+#[derive(Clone, Debug)]
+pub struct Training {
+    /// The loss of every step.
+    pub losses: Vec<f64>,
+    /// Median time of a step in milliseconds.
+    pub ms_per_step: f64,
+}
+
+impl Training {
+    /// Calls `step(number, batch)`, which trains on the batch and returns the loss, for all of `args.steps`.
+    ///
+    /// Only `step` is timed, not the drawing of the batch.
+    pub fn run(
+        args: &Args,
+        corpus: &Corpus,
+        progress: &Progress,
+        mut step: impl FnMut(u64, &Batch) -> Result<f64>,
+    ) -> Result<Self> {
+        let mut losses = Vec::with_capacity(args.steps);
+        let mut times = Vec::with_capacity(args.steps);
+        for number in 0..args.steps as u64 {
+            let batch = corpus.batch(number)?;
+            let start = Instant::now();
+            let loss = step(number, &batch)?;
+            times.push(start.elapsed().as_secs_f64() * 1e3);
+            losses.push(loss);
+            progress.step(loss);
+        }
+        Ok(Self { losses, ms_per_step: median(&mut times) })
+    }
+}
+
+/// The optimiser of all runs, for the parameters that a rank holds.
+pub fn optimiser(vars: Vec<Var>, args: &Args) -> Result<AdamW> {
+    // Adam divides a gradient by its own size. Where a gradient is all but zero this would blow up its rounding error,
+    // which differs from run to run; a larger epsilon than the usual 1e-8 leaves it small.
+    AdamW::new(vars, ParamsAdamW { lr: args.lr, eps: 1e-6, ..ParamsAdamW::default() })
+}
+
+fn median(times: &mut [f64]) -> f64 {
+    times.sort_by(f64::total_cmp);
+    let middle = times.len() / 2;
+    match times.len() {
+        0 => 0.0,
+        n if n.is_multiple_of(2) => (times[middle - 1] + times[middle]) / 2.0,
+        _ => times[middle],
+    }
+}

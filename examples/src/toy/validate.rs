@@ -1,0 +1,143 @@
+//! Checks of everything that could stop the program later, made before it does any work.
+
+use std::fs::{self, OpenOptions};
+use std::path::Path;
+
+use super::args::{Args, RunName, VOCAB_SIZE};
+use super::corpus::Corpus;
+use super::runs;
+
+/// One sentence on what the user should change.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct UsageError(String);
+
+impl std::fmt::Display for UsageError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for UsageError {}
+
+type Checked<T = ()> = Result<T, UsageError>;
+
+/// Fails with the formatted sentence unless the condition holds.
+macro_rules! require {
+    ($condition:expr, $($sentence:tt)+) => {
+        if !$condition {
+            return Err(UsageError(format!($($sentence)+)));
+        }
+    };
+}
+
+/// Checks the flags and reads the text.
+///
+/// # Errors
+/// A sentence that names the flag, its value and a remedy.
+pub fn validate(args: &Args) -> Checked<Corpus> {
+    check_numbers(args)?;
+    check_heads(args)?;
+    check_runs(args)?;
+    let corpus = read_text(args)?;
+    check_json(args)?;
+    Ok(corpus)
+}
+
+fn check_numbers(args: &Args) -> Checked {
+    for (flag, value) in [
+        ("--ranks", args.ranks),
+        ("--threads", args.threads),
+        ("--dim", args.dim),
+        ("--layers", args.layers),
+        ("--heads", args.heads),
+        ("--steps", args.steps),
+        ("--seq", args.seq),
+        ("--batch", args.batch),
+    ] {
+        require!(value > 0, "{flag} is 0: give at least 1.");
+    }
+    let Args { lr, dropout, tolerance, .. } = *args;
+    require!(lr.is_finite() && lr > 0.0, "--lr {lr} is not a positive finite number: try something around 0.001.");
+    require!(
+        (0.0..1.0).contains(&dropout),
+        "--dropout {dropout} is outside [0, 1): use 0 for none, or a small probability such as 0.1."
+    );
+    require!(
+        tolerance.is_finite() && tolerance >= 0.0,
+        "--tolerance {tolerance} is not a finite number of at least 0: try 0.0001."
+    );
+    Ok(())
+}
+
+fn check_heads(args: &Args) -> Checked {
+    let Args { dim, heads, .. } = *args;
+    require!(
+        dim.is_multiple_of(heads),
+        "--dim {dim} is not divisible by --heads {heads}: use a multiple of {heads}, such as {}.",
+        next_multiple(dim, heads)
+    );
+    Ok(())
+}
+
+fn check_runs(args: &Args) -> Checked {
+    let Args { ranks, heads, .. } = *args;
+    if args.runs.iter().any(|&run| run != RunName::Single) {
+        for (rows, what) in [
+            (VOCAB_SIZE, format!("the {VOCAB_SIZE} rows of the token embedding")),
+            (args.seq, format!("the {} positions of --seq", args.seq)),
+            (args.batch, format!("the {} sequences of --batch", args.batch)),
+        ] {
+            require!(ranks <= rows, "--ranks {ranks} is more than {what}: use at most {rows} ranks.");
+        }
+        require!(
+            heads.is_multiple_of(ranks),
+            "--heads {heads} cannot be split evenly over --ranks {ranks}: use a multiple of {ranks}, such as {}.",
+            next_multiple(heads, ranks)
+        );
+    }
+    for run in &args.runs {
+        require!(runs::AVAILABLE.contains(run), "--runs {run} is not available in this build: leave it out of --runs.");
+    }
+    Ok(())
+}
+
+fn read_text(args: &Args) -> Checked<Corpus> {
+    let name = args.text.as_deref().map_or("the built-in text".to_owned(), |path| format!("--text {}", path.display()));
+    let text = Corpus::read(args.text.as_deref()).map_err(|error| {
+        UsageError(format!("{name} cannot be read ({error}): give a readable file, or no --text for the built-in one."))
+    })?;
+    require!(!text.is_empty(), "{name} is empty: give a file with some text in it.");
+    let needed = args.seq + 1;
+    require!(
+        text.len() >= needed,
+        "{name} has {} bytes, but --seq {} needs {needed}: give a longer text, or a --seq of at most {}.",
+        text.len(),
+        args.seq,
+        text.len() - 1
+    );
+    Ok(Corpus::new(text, args))
+}
+
+fn check_json(args: &Args) -> Checked {
+    let Some(path) = args.json.as_deref().filter(|_| !args.json_to_stdout()) else {
+        return Ok(());
+    };
+    can_write(path).map_err(|error| {
+        UsageError(format!(
+            "--json {} cannot be written ({error}): give a file in a folder that exists, or - for stdout.",
+            path.display()
+        ))
+    })
+}
+
+/// Tries it, leaving no trace: permissions alone do not tell.
+fn can_write(path: &Path) -> std::io::Result<()> {
+    let existed = path.exists();
+    OpenOptions::new().append(true).create(true).open(path)?;
+    if existed { Ok(()) } else { fs::remove_file(path) }
+}
+
+/// The first multiple of `of` that is at least `n`.
+fn next_multiple(n: usize, of: usize) -> usize {
+    n.div_ceil(of).saturating_mul(of)
+}

@@ -1,0 +1,152 @@
+//! The toy Transformer program as its users meet it: what it prints, where, and with which exit status.
+
+use std::fs;
+use std::path::PathBuf;
+use std::process::{Command, Output};
+
+use serde_json::Value;
+
+const TINY: [&str; 14] =
+    ["--steps", "3", "--dim", "16", "--heads", "2", "--layers", "1", "--seq", "8", "--batch", "2", "--runs", "single"];
+
+/// Runs the program with small defaults and, after them, `flags`; a flag given twice is an error of clap's.
+fn toy(flags: &[&str]) -> Output {
+    let defaults = TINY.chunks(2).filter(|pair| !flags.contains(&pair[0])).flatten();
+    Command::new(env!("CARGO_BIN_EXE_toy-transformer")).args(defaults).args(flags).output().expect("the program starts")
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8(bytes.to_vec()).expect("output is UTF-8")
+}
+
+/// A path of this test's own that does not exist yet.
+fn fresh_path(name: &str) -> PathBuf {
+    let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("{}-{name}", std::process::id()));
+    _ = fs::remove_file(&path);
+    path
+}
+
+#[test]
+fn what_cannot_work_is_one_sentence_and_status_2() {
+    let empty = fresh_path("empty.txt");
+    fs::write(&empty, "").unwrap();
+    let short = fresh_path("short.txt");
+    fs::write(&short, "12345678").unwrap();
+    let (empty, short) = (empty.to_str().unwrap(), short.to_str().unwrap());
+    let cases: &[(&[&str], &[&str])] = &[
+        (&["--frobnicate"], &["--frobnicate", "--help"]),
+        (&["--steps", "many"], &["--steps", "many"]),
+        (&["--runs", "single,triple"], &["--runs", "triple", "tp_sp"]),
+        (&["--steps", "0"], &["--steps is 0", "at least 1"]),
+        (&["--batch", "0"], &["--batch is 0"]),
+        (&["--threads", "0"], &["--threads is 0"]),
+        (&["--lr", "NaN"], &["--lr NaN", "finite"]),
+        (&["--lr", "inf"], &["--lr inf", "finite"]),
+        (&["--lr=-0.1"], &["--lr -0.1", "positive"]),
+        (&["--dropout", "1"], &["--dropout 1", "[0, 1)"]),
+        (&["--tolerance", "NaN"], &["--tolerance NaN"]),
+        (&["--dim", "100", "--heads", "8"], &["--dim 100", "--heads 8", "104"]),
+        (
+            &["--runs", "tp", "--heads", "2", "--ranks", "3", "--seq", "8", "--batch", "4"],
+            &["--heads 2", "--ranks 3", "such as 3"],
+        ),
+        (&["--runs", "tp_sp", "--ranks", "9"], &["--ranks 9", "--seq"]),
+        (&["--runs", "tp", "--ranks", "257", "--seq", "999"], &["--ranks 257", "256 rows"]),
+        (&["--runs", "tp", "--ranks", "3"], &["--ranks 3", "--batch"]),
+        (&["--text", "no-such-file.txt"], &["--text no-such-file.txt", "cannot be read"]),
+        (&["--text", empty], &[empty, "empty"]),
+        (&["--text", short], &[short, "8 bytes", "--seq 8 needs 9", "at most 7"]),
+        (&["--json", "no-such-folder/out.json"], &["--json no-such-folder/out.json", "cannot be written"]),
+    ];
+    for (flags, mentions) in cases {
+        let output = toy(flags);
+        let said = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{flags:?}: {said}");
+        assert!(output.stdout.is_empty(), "{flags:?} began to work");
+        assert!(said.starts_with("error: ") && said.lines().count() == 1, "{flags:?}: {said}");
+        for mention in *mentions {
+            assert!(said.contains(mention), "{flags:?} should mention {mention:?}: {said}");
+        }
+    }
+}
+
+#[test]
+fn help_is_on_stdout_with_examples() {
+    let output = toy(&["--help"]);
+    assert!(output.status.success());
+    let help = text(&output.stdout);
+    assert!(help.contains("Examples:") && help.contains("Exit status:") && help.contains("--tolerance"));
+}
+
+#[test]
+fn tables_are_on_stdout_and_stderr_stays_silent() {
+    let output = toy(&[]);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    assert_eq!(text(&output.stderr), "");
+    let tables = text(&output.stdout);
+    assert!(tables.contains("ms/step") && tables.contains("single"), "{tables}");
+}
+
+#[test]
+fn the_json_object_is_alone_on_stdout_and_complete() {
+    let output = toy(&["--json", "-", "--runs", "single,single"]);
+    assert!(output.status.success());
+    assert!(text(&output.stderr).contains("ms/step"));
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let keys = |value: &Value| value.as_object().unwrap().keys().cloned().collect::<Vec<_>>();
+    assert_eq!(keys(&report), ["parity", "runs"]);
+    assert_eq!(keys(&report["parity"]), ["max_grad_diff", "max_logit_diff", "max_loss_diff", "ok"]);
+    let runs = report["runs"].as_array().unwrap();
+    assert_eq!(runs.len(), 2);
+    for run in runs {
+        assert_eq!(
+            keys(run),
+            ["comm_per_step", "loss_first", "loss_last", "ms_per_step", "name", "params_per_rank", "world"]
+        );
+        assert_eq!((&run["name"], &run["world"]), (&"single".into(), &1.into()));
+        // Embeddings (256 + 8)·16, norms 6·16, attention 4·16², feed-forward 2·4·16² + 5·16.
+        assert_eq!(run["params_per_rank"], serde_json::json!([7472]));
+        // A model that knows nothing yet guesses among 256 bytes.
+        let first = run["loss_first"].as_f64().unwrap();
+        assert!((first - 256f64.ln()).abs() < 0.3, "{first}");
+        assert!(run["ms_per_step"].as_f64().unwrap() > 0.0);
+    }
+    // The same run twice is the same to the last bit.
+    assert_eq!(
+        report["parity"],
+        serde_json::json!({"max_loss_diff": 0.0, "max_logit_diff": 0.0, "max_grad_diff": 0.0, "ok": true})
+    );
+}
+
+#[test]
+fn a_json_file_is_written_and_the_seed_decides_the_numbers() {
+    let loss = |seed: &str| {
+        let path = fresh_path(&format!("seed-{seed}.json"));
+        let output = toy(&["--seed", seed, "--json", path.to_str().unwrap()]);
+        assert!(output.status.success());
+        assert!(!output.stdout.is_empty());
+        let report: Value = serde_json::from_slice(&fs::read(path).unwrap()).unwrap();
+        report["runs"][0]["loss_last"].as_f64().unwrap()
+    };
+    let (one, two) = (loss("1"), loss("2"));
+    assert_eq!(loss("1"), one);
+    assert_ne!(one, two);
+}
+
+#[test]
+fn the_loss_falls_on_a_text_as_short_as_can_be() {
+    let path = fresh_path("alphabet.txt");
+    fs::write(&path, "abcdefghi").unwrap();
+    let output = toy(&["--text", path.to_str().unwrap(), "--steps", "60", "--lr", "0.01", "--json", "-"]);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let last = report["runs"][0]["loss_last"].as_f64().unwrap();
+    assert!(last < 1.5, "{last}");
+}
+
+#[test]
+fn runs_that_blow_up_are_not_reported_as_agreeing() {
+    let output = toy(&["--lr", "1e30", "--steps", "5", "--runs", "single,single"]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(text(&output.stdout).contains("DISAGREE"));
+}
