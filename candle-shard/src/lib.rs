@@ -16,8 +16,10 @@ pub mod random;
 mod redistribute;
 mod rules;
 mod spec;
+mod visualize;
 
 pub use dtensor::DTensor;
 pub use error::{Error, Result};
 pub use placement::{Partial, Placement, Placements, Replicate, Shard};
 pub use spec::{Sizes, Spec, chunk_sizes};
+pub use visualize::visualize_sharding;

@@ -30,6 +30,7 @@ fn outcome(name: RunName, loss: f64, logit: f32, grad: f32) -> RunOutcome {
         first_grads: BTreeMap::from([("w".to_owned(), tensor(&[grad, 0.0]))]),
         params_per_rank: vec![1234, 1234],
         comm_per_step: Vec::new(),
+        pictures: Vec::new(),
     }
 }
 

@@ -5,6 +5,7 @@ use candle_shard::random::{Distribution, Stream};
 
 use crate::model_args::ModelArgs;
 use crate::reference_ops as ops;
+pub use crate::reference_ops::Arithmetic;
 use crate::reference_params::{LayerNorm, Linear, Params};
 
 pub use candle_shard::nn::Mode;
@@ -39,6 +40,7 @@ pub struct Transformer {
     layers: Vec<TransformerBlock>,
     norm: LayerNorm,
     output: Linear,
+    arithmetic: Arithmetic,
     vars: Vec<(String, Var)>,
 }
 
@@ -48,11 +50,19 @@ impl Transformer {
     /// # Errors
     /// If `n_heads` does not divide `dim`.
     pub fn new(args: &ModelArgs, dtype: DType, device: &Device) -> Result<Self> {
+        Self::computing(Arithmetic::default(), args, dtype, device)
+    }
+
+    /// The same model that computes as `arithmetic` says.
+    ///
+    /// # Errors
+    /// If `n_heads` does not divide `dim`.
+    pub fn computing(arithmetic: Arithmetic, args: &ModelArgs, dtype: DType, device: &Device) -> Result<Self> {
         let &ModelArgs { dim, n_heads, .. } = args;
         if n_heads == 0 || !dim.is_multiple_of(n_heads) {
             bail!("a model of dim {dim} cannot have {n_heads} heads: the heads must divide it evenly");
         }
-        let mut params = Params::new(args.seed, dtype, device);
+        let mut params = Params::new(args.seed, dtype, device).computing(arithmetic);
         let embedding = Distribution::Normal { mean: 0.0, stdev: args.init_stdev.unwrap_or(1.0) };
         let mut table = |name: &str, rows| params.draw(name.to_owned(), &[rows, dim], embedding);
         let tok_embeddings = table("tok_embeddings.weight", args.vocab_size)?;
@@ -62,7 +72,7 @@ impl Transformer {
             .collect::<Result<_>>()?;
         let norm = LayerNorm::new(&mut params, "norm", dim)?;
         let output = if args.weight_tying {
-            Linear::tied(&tok_embeddings)
+            Linear::tied(&params, &tok_embeddings)
         } else {
             Linear::new(&mut params, "output", dim, args.vocab_size, false)?
         };
@@ -74,6 +84,7 @@ impl Transformer {
             layers,
             norm,
             output,
+            arithmetic,
             vars: params.into_vars(),
         })
     }
@@ -98,6 +109,11 @@ impl Transformer {
             DType::F16 | DType::BF16 => logits.to_dtype(DType::F32),
             _ => Ok(logits),
         }
+    }
+
+    /// The mean cross entropy over all tokens, as [`loss`] has it, computed as the rest of the model.
+    pub fn loss(&self, logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
+        self.arithmetic.cross_entropy(logits, targets)
     }
 
     /// The parameters by name, in the order of the model; a tied output weight is the token embedding and not repeated.
@@ -141,6 +157,7 @@ struct Attention {
     n_heads: usize,
     head_dim: usize,
     causal: bool,
+    arithmetic: Arithmetic,
     wq: Linear,
     wk: Linear,
     wv: Linear,
@@ -151,11 +168,13 @@ struct Attention {
 
 impl Attention {
     fn new(params: &mut Params, path: &str, args: &ModelArgs) -> Result<Self> {
+        let arithmetic = params.arithmetic();
         let mut square = |name| Linear::new(params, &format!("{path}.{name}"), args.dim, args.dim, false);
         Ok(Self {
             n_heads: args.n_heads,
             head_dim: args.head_dim(),
             causal: args.use_attn_mask,
+            arithmetic,
             wq: square("wq")?,
             wk: square("wk")?,
             wv: square("wv")?,
@@ -172,8 +191,8 @@ impl Attention {
             projection.forward(x)?.reshape((batch, seq_len, self.n_heads, self.head_dim))?.transpose(1, 2)?.contiguous()
         };
         let (q, k, v) = (heads(&self.wq)?, heads(&self.wk)?, heads(&self.wv)?);
-        let scores = (q / (self.head_dim as f64).sqrt())?.matmul(&k.t()?)?;
-        let weights = ops::attention_softmax(&scores, self.causal)?;
+        let (scores, scale) = (q.matmul(&k.t()?)?, 1.0 / (self.head_dim as f64).sqrt());
+        let weights = self.arithmetic.attention_softmax(&scores, scale, self.causal)?;
         let mixed = self.attn_dropout.forward(&weights, mode)?.matmul(&v)?;
         let merged = mixed.transpose(1, 2)?.reshape((batch, seq_len, dim))?;
         self.resid_dropout.forward(&self.wo.forward(&merged)?, mode)
@@ -185,6 +204,7 @@ struct FeedForward {
     w1: Linear,
     w2: Linear,
     resid_dropout: Dropout,
+    arithmetic: Arithmetic,
 }
 
 impl FeedForward {
@@ -194,11 +214,12 @@ impl FeedForward {
             w1: Linear::new(params, &format!("{path}.w1"), dim, hidden, true)?,
             w2: Linear::new(params, &format!("{path}.w2"), hidden, dim, true)?,
             resid_dropout: Dropout::new(args, &format!("{path}.resid_dropout")),
+            arithmetic: params.arithmetic(),
         })
     }
 
     fn forward(&self, x: &Tensor, mode: Mode) -> Result<Tensor> {
-        let hidden = ops::gelu(&self.w1.forward(x)?)?;
+        let hidden = self.arithmetic.gelu(&self.w1.forward(x)?)?;
         self.resid_dropout.forward(&self.w2.forward(&hidden)?, mode)
     }
 }

@@ -1,12 +1,64 @@
-//! The arithmetic of the reference models, each function composed of candle ops that have a true backward.
+//! The arithmetic of the reference models, composed of candle ops that have a true backward, or fused.
 //!
-//! candle-nn's fused `layer_norm`, `rms_norm` and `softmax_last_dim` drop gradients silently, so none of them is here.
+//! candle-nn's own fused `layer_norm`, `rms_norm` and `softmax_last_dim` drop gradients silently, so none of them is here.
 
 use candle_core::{D, Result, Tensor};
+use candle_shard::kernels;
 use candle_shard::random::{Distribution, Stream, sample_full};
 
+/// What the reference models compute with.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Arithmetic {
+    /// candle's own ops, slow and beyond doubt: the oracle of the tests.
+    #[default]
+    Composed,
+    /// The fused kernels of [`candle_shard::kernels`]: one device at its best, for fair comparisons of speed.
+    Fused,
+}
+
+impl Arithmetic {
+    pub(crate) fn linear(self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+        match self {
+            Self::Composed => linear(x, weight, bias),
+            Self::Fused => kernels::linear(x, weight, bias),
+        }
+    }
+
+    pub(crate) fn layer_norm(self, x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Result<Tensor> {
+        match self {
+            Self::Composed => layer_norm(x, weight, bias, eps),
+            Self::Fused => kernels::layer_norm(x, weight, bias, eps),
+        }
+    }
+
+    pub(crate) fn attention_softmax(self, scores: &Tensor, scale: f64, causal: bool) -> Result<Tensor> {
+        match self {
+            Self::Composed => attention_softmax(&(scores * scale)?, causal),
+            Self::Fused if causal => kernels::causal_softmax(scores, scale),
+            Self::Fused => kernels::softmax(&(scores * scale)?),
+        }
+    }
+
+    pub(crate) fn cross_entropy(self, logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
+        match self {
+            Self::Composed => cross_entropy(logits, targets),
+            Self::Fused => {
+                let logits = logits.reshape(((), logits.dim(D::Minus1)?))?;
+                kernels::cross_entropy(&logits, &targets.flatten_all()?)?.mean_all()
+            }
+        }
+    }
+
+    pub(crate) fn gelu(self, x: &Tensor) -> Result<Tensor> {
+        match self {
+            Self::Composed => gelu(x),
+            Self::Fused => kernels::gelu(x),
+        }
+    }
+}
+
 /// `x · weightᵀ + bias` for `x` of shape `[.., in]` and `weight` of shape `[out, in]`.
-pub(crate) fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     let (out_dim, in_dim) = weight.dims2()?;
     let mut out_shape = x.dims().to_vec();
     *out_shape.last_mut().unwrap_or(&mut 0) = out_dim;
@@ -25,7 +77,7 @@ pub(crate) fn embedding(weight: &Tensor, ids: &Tensor) -> Result<Tensor> {
 }
 
 /// Layer norm over the last dim (Ba et al., 2016).
-pub(crate) fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Result<Tensor> {
+fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Result<Tensor> {
     let centred = x.broadcast_sub(&x.mean_keepdim(D::Minus1)?)?;
     let stdev = (centred.sqr()?.mean_keepdim(D::Minus1)? + eps)?.sqrt()?;
     centred.broadcast_div(&stdev)?.broadcast_mul(weight)?.broadcast_add(bias)
@@ -38,7 +90,7 @@ pub(crate) fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> 
 }
 
 /// Softmax over the last dim of `scores`, shape `[.., queries, keys]`; `causal` hides the keys after a query.
-pub(crate) fn attention_softmax(scores: &Tensor, causal: bool) -> Result<Tensor> {
+fn attention_softmax(scores: &Tensor, causal: bool) -> Result<Tensor> {
     let scores = if causal {
         let (queries, keys) = (scores.dim(D::Minus2)?, scores.dim(D::Minus1)?);
         let mask: Vec<f32> = (0..queries)
@@ -59,7 +111,7 @@ pub(crate) fn attention_softmax(scores: &Tensor, causal: bool) -> Result<Tensor>
 ///
 /// Composed, because the backward of candle's `gelu_erf` has a constant of six digits (error 1e-6) and computes the error
 /// function a second time.
-pub(crate) fn gelu(x: &Tensor) -> Result<Tensor> {
+fn gelu(x: &Tensor) -> Result<Tensor> {
     let phi = (x * std::f64::consts::FRAC_1_SQRT_2)?.erf()?.affine(0.5, 0.5)?;
     x * phi
 }

@@ -3,7 +3,7 @@
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_shard::random::{Distribution, Stream, sample_full};
 
-use crate::reference_ops as ops;
+use crate::reference_ops::Arithmetic;
 
 /// Creates parameters, each from the random stream of its own full name, and remembers them in order.
 pub(crate) struct Params {
@@ -11,11 +11,21 @@ pub(crate) struct Params {
     dtype: DType,
     device: Device,
     vars: Vec<(String, Var)>,
+    arithmetic: Arithmetic,
 }
 
 impl Params {
     pub(crate) fn new(seed: u64, dtype: DType, device: &Device) -> Self {
-        Self { seed, dtype, device: device.clone(), vars: Vec::new() }
+        Self { seed, dtype, device: device.clone(), vars: Vec::new(), arithmetic: Arithmetic::default() }
+    }
+
+    /// The same with layers that compute as `arithmetic` says.
+    pub(crate) fn computing(self, arithmetic: Arithmetic) -> Self {
+        Self { arithmetic, ..self }
+    }
+
+    pub(crate) fn arithmetic(&self) -> Arithmetic {
+        self.arithmetic
     }
 
     pub(crate) fn into_vars(self) -> Vec<(String, Var)> {
@@ -54,6 +64,7 @@ impl Params {
 pub(crate) struct Linear {
     weight: Tensor,
     bias: Option<Tensor>,
+    arithmetic: Arithmetic,
 }
 
 impl Linear {
@@ -62,16 +73,16 @@ impl Linear {
         let dist = Distribution::Uniform { lo: -bound, up: bound };
         let weight = params.draw(format!("{path}.weight"), &[out_dim, in_dim], dist)?;
         let bias = bias.then(|| params.draw(format!("{path}.bias"), &[out_dim], dist)).transpose()?;
-        Ok(Self { weight, bias })
+        Ok(Self { weight, bias, arithmetic: params.arithmetic })
     }
 
     /// A layer without bias that shares `weight` with another.
-    pub(crate) fn tied(weight: &Tensor) -> Self {
-        Self { weight: weight.clone(), bias: None }
+    pub(crate) fn tied(params: &Params, weight: &Tensor) -> Self {
+        Self { weight: weight.clone(), bias: None, arithmetic: params.arithmetic }
     }
 
     pub(crate) fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        ops::linear(x, &self.weight, self.bias.as_ref())
+        self.arithmetic.linear(x, &self.weight, self.bias.as_ref())
     }
 }
 
@@ -80,16 +91,17 @@ impl Linear {
 pub(crate) struct LayerNorm {
     weight: Tensor,
     bias: Tensor,
+    arithmetic: Arithmetic,
 }
 
 impl LayerNorm {
     pub(crate) fn new(params: &mut Params, path: &str, dim: usize) -> Result<Self> {
         let weight = params.ones(format!("{path}.weight"), dim)?;
         let bias = params.zeros(format!("{path}.bias"), dim)?;
-        Ok(Self { weight, bias })
+        Ok(Self { weight, bias, arithmetic: params.arithmetic })
     }
 
     pub(crate) fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        ops::layer_norm(x, &self.weight, &self.bias, 1e-5)
+        self.arithmetic.layer_norm(x, &self.weight, &self.bias, 1e-5)
     }
 }

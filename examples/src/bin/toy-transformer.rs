@@ -8,7 +8,7 @@ use clap::Parser;
 use examples::toy::args::{Args, one_sentence};
 use examples::toy::corpus::Corpus;
 use examples::toy::report::{self, Report};
-use examples::toy::{runs, threads, validate};
+use examples::toy::{runs, validate};
 
 /// Every op of a training step allocates; mimalloc keeps the pages that glibc would hand back and fault in anew.
 #[global_allocator]
@@ -27,8 +27,8 @@ fn main() -> ExitCode {
         Ok(corpus) => corpus,
         Err(error) => return fail(error, USAGE),
     };
-    // SAFETY: no thread has been started and no tensor made yet.
-    unsafe { threads::settle(args.threads) };
+    // Before the first tensor op: the run on one device comes first, and must not have more threads than a rank.
+    candle_dist::threads::settle(args.threads);
     match run(&args, &corpus) {
         Ok(report) if report.parity.ok => ExitCode::SUCCESS,
         Ok(_) => ExitCode::from(FAILED),

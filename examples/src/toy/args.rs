@@ -40,7 +40,7 @@ pub struct Args {
         long,
         value_name = "NAMES",
         value_delimiter = ',',
-        default_value = "single",
+        default_value = "single,tp,tp_sp",
         hide_possible_values = true,
         help_heading = "Runs"
     )]

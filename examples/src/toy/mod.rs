@@ -7,7 +7,7 @@ pub mod parity;
 pub mod progress;
 pub mod report;
 pub mod runs;
+pub mod sharded;
 pub mod single;
-pub mod threads;
 pub mod training;
 pub mod validate;

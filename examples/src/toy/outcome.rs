@@ -26,6 +26,17 @@ pub struct RunOutcome {
     pub params_per_rank: Vec<usize>,
     /// The collectives of one step.
     pub comm_per_step: Vec<CommStat>,
+    /// How some weights lie on the mesh.
+    pub pictures: Vec<Picture>,
+}
+
+/// How one weight lies on the mesh.
+#[derive(Clone, Debug)]
+pub struct Picture {
+    /// Which weight it is, and in which style.
+    pub title: String,
+    /// Text of some lines.
+    pub picture: String,
 }
 
 /// How often one kind of collective runs in a step, and how much it moves.

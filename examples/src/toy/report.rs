@@ -93,6 +93,10 @@ pub fn summary(args: &Args, report: &Report, outcomes: &[RunOutcome]) -> String 
     if report.runs.iter().any(|run| !run.comm_per_step.is_empty()) {
         parts.push(format!("Collectives per step and rank:\n{}", comm_table(&report.runs)));
     }
+    if let Some(run) = outcomes.iter().find(|run| !run.pictures.is_empty()) {
+        let pictures: Vec<String> = run.pictures.iter().map(|p| format!("{}: {}", p.title, p.picture)).collect();
+        parts.push(format!("How weights lie on the mesh of {}:\n\n{}", run.name, pictures.join("\n")));
+    }
     parts.push(verdict(args, &report.parity, outcomes));
     parts.join("\n\n")
 }

@@ -3,18 +3,15 @@
 use super::args::{Args, RunName};
 use super::corpus::Corpus;
 use super::outcome::RunOutcome;
-use super::single;
-
-/// The runs that [`run_one`] can make.
-pub const AVAILABLE: &[RunName] = &[RunName::Single];
+use super::{sharded, single};
 
 /// Trains the model in the way called `name`.
 ///
 /// # Errors
-/// If the run fails, or is not [`AVAILABLE`].
+/// If the run fails.
 pub fn run_one(name: RunName, args: &Args, corpus: &Corpus) -> anyhow::Result<RunOutcome> {
     match name {
         RunName::Single => single::train(args, corpus),
-        RunName::Tp | RunName::TpSp => anyhow::bail!("the run {name} is not available"),
+        RunName::Tp | RunName::TpSp => sharded::train(name, args, corpus),
     }
 }

@@ -1,10 +1,10 @@
-//! Training on one device, in plain candle.
+//! Training on one device, in plain candle with fused kernels.
 
 use std::collections::BTreeMap;
 
 use candle_core::{DType, Device};
 use candle_nn::Optimizer;
-use test_utils::reference::{Mode, Transformer, loss};
+use test_utils::reference::{Arithmetic, Mode, Transformer};
 
 use super::args::{Args, RunName};
 use super::corpus::Corpus;
@@ -14,13 +14,13 @@ use super::training::{Training, optimiser};
 
 /// Trains the reference model.
 pub fn train(args: &Args, corpus: &Corpus) -> anyhow::Result<RunOutcome> {
-    let model = Transformer::new(&args.model_args(), DType::F32, &Device::Cpu)?;
+    let model = Transformer::computing(Arithmetic::Fused, &args.model_args(), DType::F32, &Device::Cpu)?;
     let mut optimiser = optimiser(model.vars().iter().map(|(_, var)| var.clone()).collect(), args)?;
     let mut first_grads = BTreeMap::new();
     let progress = Progress::new(RunName::Single, args.steps);
     let training = Training::run(args, corpus, &progress, |step, batch| {
         let logits = model.forward(&batch.tokens, Mode::Train { step })?;
-        let loss = loss(&logits, &batch.targets)?;
+        let loss = model.loss(&logits, &batch.targets)?;
         let grads = loss.backward()?;
         if step == 0 {
             for (name, var) in model.vars() {
@@ -43,5 +43,6 @@ pub fn train(args: &Args, corpus: &Corpus) -> anyhow::Result<RunOutcome> {
         first_grads,
         params_per_rank: vec![model.vars().iter().map(|(_, var)| var.elem_count()).sum()],
         comm_per_step: Vec::new(),
+        pictures: Vec::new(),
     })
 }

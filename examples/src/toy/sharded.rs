@@ -1,0 +1,103 @@
+//! Training over the ranks of a local world, tensor-parallel.
+
+use std::collections::BTreeMap;
+
+use candle_core::{DType, Device, Tensor};
+use candle_dist::comm::{self, CommCounts};
+use candle_dist::{RankContext, World};
+use candle_nn::Optimizer;
+use candle_shard::nn::{Mode, ShardedVarBuilder};
+use candle_shard::{DTensor, Replicate, Result, visualize_sharding};
+use test_utils::toy::Transformer;
+
+use super::args::{Args, RunName};
+use super::corpus::Corpus;
+use super::outcome::{CommStat, Picture, RunOutcome};
+use super::progress::Progress;
+use super::training::{Training, optimiser};
+
+/// The weights whose layouts are shown: one for each style.
+const SHOWN: [(&str, &str); 4] = [
+    ("colwise", "layers.0.feed_forward.w1.weight"),
+    ("rowwise", "layers.0.feed_forward.w2.weight"),
+    ("rowwise embedding", "tok_embeddings.weight"),
+    ("replicated or sequence", "layers.0.ffn_norm.weight"),
+];
+
+/// Trains the model on `args.ranks` ranks.
+pub fn train(name: RunName, args: &Args, corpus: &Corpus) -> anyhow::Result<RunOutcome> {
+    let world = World::local(args.ranks).threads_per_rank(args.threads);
+    let ranks = world.run(|ctx| train_rank(ctx, name, args, corpus))?;
+    let params_per_rank = ranks.iter().map(|rank| rank.params).collect();
+    let first = ranks.into_iter().next().ok_or_else(|| anyhow::anyhow!("a world without ranks"))?;
+    Ok(RunOutcome {
+        name,
+        world: args.ranks,
+        losses: first.training.losses,
+        ms_per_step: first.training.ms_per_step,
+        logits: first.logits,
+        first_grads: first.first_grads,
+        params_per_rank,
+        comm_per_step: stats(&first.comm),
+        pictures: first.pictures,
+    })
+}
+
+/// What one rank reports.
+struct RankOutcome {
+    training: Training,
+    logits: Tensor,
+    first_grads: BTreeMap<String, Tensor>,
+    params: usize,
+    comm: CommCounts,
+    pictures: Vec<Picture>,
+}
+
+fn train_rank(ctx: &RankContext, name: RunName, args: &Args, corpus: &Corpus) -> Result<RankOutcome> {
+    let mesh = ctx.mesh(&[("tp", args.ranks)])?;
+    let plan = Transformer::plan("tp", name == RunName::TpSp);
+    let vb = ShardedVarBuilder::fresh(args.seed, &mesh, plan, DType::F32, &Device::Cpu)?;
+    let model = Transformer::new(&args.model_args(), &vb)?;
+    let parameters = vb.finish()?;
+    let mut optimiser = optimiser(parameters.vars(), args)?;
+    let everywhere = |tensor: &Tensor| DTensor::distribute(tensor, &mesh, &[Replicate]);
+    let progress = if ctx.rank() == 0 { Progress::new(name, args.steps) } else { Progress::silent() };
+
+    let mut first_grads = BTreeMap::new();
+    let mut comm = CommCounts::default();
+    let training = Training::run(args, corpus, &progress, |step, batch| {
+        let (made, counts) = comm::record(|| -> Result<_> {
+            let logits = model.forward(&everywhere(&batch.tokens)?, Mode::Train { step })?;
+            let loss = logits.cross_entropy(&everywhere(&batch.targets)?)?;
+            let grads = parameters.backward(&loss)?;
+            optimiser.step(&grads)?;
+            Ok((loss.full_tensor()?.to_scalar::<f32>()?, grads))
+        });
+        let (loss, grads) = made?;
+        comm = counts;
+        if step == 0 {
+            for p in parameters.iter() {
+                if let Some(grad) = p.grad(&grads)? {
+                    first_grads.insert(p.name.clone(), grad.full_tensor()?.detach());
+                }
+            }
+        }
+        Ok(f64::from(loss))
+    })?;
+    progress.finish();
+
+    let logits = model.forward(&everywhere(&corpus.held_out()?.tokens)?, Mode::Eval)?.full_tensor()?.detach();
+    let picture = |(style, weight): &(&str, &str)| {
+        let found = parameters.iter().find(|p| p.name == *weight)?;
+        Some(
+            visualize_sharding(found.tensor.spec())
+                .map(|picture| Picture { title: format!("{weight}, {style}"), picture }),
+        )
+    };
+    let pictures = SHOWN.iter().filter_map(picture).collect::<Result<_>>()?;
+    Ok(RankOutcome { training, logits, first_grads, params: parameters.local_elem_count(), comm, pictures })
+}
+
+fn stats(counts: &CommCounts) -> Vec<CommStat> {
+    counts.iter().map(|(op, c)| CommStat { op: op.name().to_owned(), count: c.count, bytes: c.bytes }).collect()
+}
