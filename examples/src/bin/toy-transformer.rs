@@ -5,19 +5,17 @@ use std::io::{self, Write};
 use std::process::ExitCode;
 
 use clap::Parser;
+use examples::allocator;
 use examples::toy::args::{Args, one_sentence};
 use examples::toy::corpus::Corpus;
 use examples::toy::report::{self, Report};
 use examples::toy::{runs, validate};
 
-/// Every op of a training step allocates; mimalloc keeps the pages that glibc would hand back and fault in anew.
-#[global_allocator]
-static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
-
 const FAILED: u8 = 1;
 const USAGE: u8 = 2;
 
 fn main() -> ExitCode {
+    allocator::keep_pages();
     let args = match Args::try_parse() {
         Ok(args) => args,
         Err(error) if error.use_stderr() => return fail(one_sentence(&error), USAGE),
