@@ -2,3 +2,8 @@
 
 pub mod allocator;
 pub mod toy;
+
+/// The code of the README, which is compiled and run as a test.
+#[cfg(doctest)]
+#[doc = include_str!("../../README.md")]
+pub struct Readme;

@@ -1,6 +1,6 @@
 //! The engine that is always there: ranks are threads of one process.
 //!
-//! A collective is a [`round`](rendezvous): every rank offers its operand with its [`Call`], waits until all came,
+//! A collective is a *round* (`rendezvous.rs`): every rank offers its operand with its [`Call`], waits until all came,
 //! checks that the calls agree, computes its own result straight from the peers' buffers, and leaves when all have
 //! read. Nothing is copied that is not the result. Reductions run in rank order.
 mod mailbox;
