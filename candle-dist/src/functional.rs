@@ -12,6 +12,7 @@
 //! | [`Exchange::all_gather_invariant`] | all_gather | slice | |
 //! | [`Exchange::slice`] | slice | all_gather | |
 //! | [`Exchange::slice_varying`] | slice | zero-pad | |
+//! | [`Exchange::zero_pad`] | zero-pad | slice | |
 //! | [`Exchange::reduce_scatter`] | reduce_scatter | all_gather | *g-bar* |
 //! | [`Exchange::all_to_all`] | all_to_all | all_to_all back | |
 //! | [`Exchange::to_partial`] | scale by 1/n | identity | |
@@ -189,6 +190,11 @@ impl Exchange {
     /// A varying whole to pieces.
     pub fn slice_varying(cut: Cut) -> Self {
         Self::pair("slice", Step::Slice(cut.clone()), Step::ZeroPad(cut))
+    }
+
+    /// Pieces to partial sums of the whole.
+    pub fn zero_pad(cut: Cut) -> Self {
+        Self::pair("zero_pad", Step::ZeroPad(cut.clone()), Step::Slice(cut))
     }
 
     /// Partial sums to pieces of the sum.

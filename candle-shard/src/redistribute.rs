@@ -7,6 +7,7 @@
 //! | `S(d)` | `R` invariant | all_gather | slice |
 //! | `S(d)` | `R` varying | all_gather | reduce_scatter |
 //! | `S(i)` | `S(j)` | all_to_all | all_to_all |
+//! | `S(d)` | `P(sum)` | zero-pad | slice |
 //! | `R` invariant | `S(d)` | slice | all_gather |
 //! | `R` varying | `S(d)` | slice | zero-pad |
 //! | `P(sum)` | `R` | all_reduce | identity |
@@ -62,7 +63,10 @@ impl DTensor {
             let mut target = targets[axis].clone();
             // A shard can only be made where the axes outside of it already cut the dim as they will in the end.
             let misaligned = |dim: usize| {
-                (0..axis).any(|a| (at.placements()[a] == Shard(dim)) != (targets[a].placement == Shard(dim)))
+                (0..axis).any(|a| {
+                    let (now, then) = (at.placements()[a] == Shard(dim), targets[a].placement == Shard(dim));
+                    now != then || now && targets[a].sizes.as_ref() != at.spec().sizes(a)
+                })
             };
             let resized = target.placement == now && target.sizes.as_ref() != at.spec().sizes(axis);
             if resized || target.placement.shard_dim().is_some_and(misaligned) || misaligned(dim) {
@@ -91,6 +95,10 @@ impl DTensor {
             return Ok(DTensor::assemble(self.to_local().clone(), Arc::new(spec), varying));
         }
         let sum = ReduceOp::Sum;
+        if (from, to) == (Replicate, Partial(sum)) && self.dtype().is_int() {
+            let reason = format!("no shares of {} on axis {axis}; only floats can become {to}", self.spec());
+            return Error::op("redistribute", reason);
+        }
         let exchange = match (from, to) {
             (Shard(dim), Replicate) if vary & bit != 0 => {
                 let local = self.apply(axis, Exchange::all_gather(self.spec().cut(axis, dim)))?;
@@ -101,6 +109,7 @@ impl DTensor {
                 return Ok(DTensor::assemble(local, Arc::new(spec), varying).gathered_from(self, axis));
             }
             (Shard(i), Shard(j)) if i != j => Exchange::all_to_all(spec.cut(axis, j), self.spec().cut(axis, i)),
+            (Shard(dim), Partial(ReduceOp::Sum)) => Exchange::zero_pad(self.spec().cut(axis, dim)),
             (Replicate, Shard(dim)) if self.is_varying(axis) => Exchange::slice_varying(spec.cut(axis, dim)),
             (Replicate, Shard(dim)) => Exchange::slice(spec.cut(axis, dim)),
             (Replicate, Partial(ReduceOp::Sum)) if self.is_varying(axis) => Exchange::to_partial_varying(),
@@ -149,7 +158,8 @@ impl DTensor {
         match (spec.placements()[axis], to) {
             (from, to) if from == to => Some(0),
             _ if n == 1 => Some(0),
-            (Replicate, Shard(_) | Partial(ReduceOp::Sum)) => Some(0),
+            (Replicate, Shard(_)) => Some(0),
+            (Replicate, Partial(ReduceOp::Sum)) if !spec.dtype().is_int() => Some(0),
             (Shard(_), Replicate) => Some(bytes * (n - 1)),
             (Shard(_), Shard(_)) => Some(bytes * (n - 1) / n),
             (Partial(_), Replicate) => Some(2 * bytes * (n - 1) / n),

@@ -53,8 +53,10 @@ pub(crate) fn run(
         let row = cheapest(inputs, rows, axis);
         let placement_of = |i: usize| row.map_or(Replicate, |row| row.ins[i]);
         // Inputs that are cut together must be cut alike: the first that lies as the row wants sets the sizes.
+        // An axis that cuts what another axis has left takes the default sizes.
         let sizes = (0..inputs.len())
             .find(|&i| placement_of(i).shard_dim().is_some() && inputs[i].placements()[axis] == placement_of(i))
+            .filter(|&i| targets[i].iter().all(|outer| outer.placement != placement_of(i)))
             .and_then(|i| inputs[i].spec().sizes(axis).cloned());
         for (i, targets) in targets.iter_mut().enumerate() {
             let placement = placement_of(i);
@@ -76,8 +78,22 @@ pub(crate) fn run(
     for (axis, sizes) in out_sizes.into_iter().enumerate() {
         spec = spec.with_sizes(axis, sizes)?;
     }
-    let result = local(&laid_out, &spec)?;
+    let result = if spec.local_shape().contains(&0) { nothing(&laid_out, &spec)? } else { local(&laid_out, &spec)? };
     Ok(DTensor::assemble(result, Arc::new(spec), out_varying))
+}
+
+/// The result of any op where it has no elements on this rank.
+///
+/// candle drops inputs from the graph there. They must stay in it, in their order: a rank with an empty shard takes
+/// part in the communication of their backward passes like every other rank.
+fn nothing(inputs: &[DTensor], spec: &Spec) -> Result<Tensor> {
+    let nothing_of = |x: &DTensor| x.to_local().flatten_all()?.narrow(0, 0, 0)?.to_dtype(spec.dtype());
+    let tracked = inputs.iter().filter(|x| x.tracked()).map(nothing_of).collect::<candle_core::Result<Vec<_>>>()?;
+    let shape = spec.local_shape();
+    match &tracked[..] {
+        [] => Ok(Tensor::zeros(shape.as_slice(), spec.dtype(), inputs[0].device())?),
+        parts => Ok(Tensor::cat(parts, 0)?.reshape(shape.as_slice())?),
+    }
 }
 
 /// The row that moves the fewest bytes and then changes the fewest inputs; `None` stands for all replicated.

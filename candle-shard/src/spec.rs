@@ -69,6 +69,9 @@ impl Spec {
     /// # Errors
     /// If the axis does not shard a dim, is not the outermost one that shards it, or the sizes do not cut the dim.
     pub fn with_sizes(mut self, axis: usize, sizes: Option<Sizes>) -> Result<Self> {
+        if axis >= self.placements.len() {
+            return Err(Error::Layout(format!("sizes for axis {axis} of {self}, which has no axis {axis}")));
+        }
         let Some(sizes) = sizes else {
             self.sizes[axis] = None;
             return Ok(self);

@@ -1,0 +1,12 @@
+//! Every op in every layout of its inputs, on every mesh, against one device: value and gradients.
+#![allow(clippy::unwrap_used)] // a panic is how a test fails
+#[path = "../common/mod.rs"]
+mod common;
+mod lookup;
+mod matmul;
+mod pointwise;
+mod reduce;
+mod rows;
+mod sizes;
+mod sweep;
+mod view;

@@ -1,0 +1,106 @@
+use crate::sweep::{Case, Input, Kind::Float, sweep};
+use candle_core::DType;
+
+#[test]
+fn permutations() {
+    let mut cases = Vec::new();
+    let shapes: [&[usize]; 3] = [&[4, 6], &[5, 3], &[1, 7]];
+    for shape in shapes {
+        let x: [Input; 1] = [(shape, Float)];
+        cases.push(Case::new("t", &x, |x| x[0].t(), |x| x[0].t()));
+        cases.push(Case::new("t then t", &x, |x| x[0].t()?.t(), |x| x[0].t()?.t()));
+    }
+    let x: [Input; 1] = [(&[2, 3, 5], Float)];
+    cases.push(Case::new("transpose", &x, |x| x[0].transpose(0, 2), |x| x[0].transpose(0, 2)));
+    cases.push(Case::new("permute", &x, |x| x[0].permute((2, 0, 1)), |x| x[0].permute((2, 0, 1))));
+    cases.push(Case::new("permute all same", &x, |x| x[0].permute((0, 1, 2)), |x| x[0].permute((0, 1, 2))));
+    sweep("permute", DType::F64, cases);
+}
+
+#[test]
+fn narrow() {
+    let mut cases = Vec::new();
+    let shapes: [&[usize]; 3] = [&[4, 6], &[5, 3], &[2, 7, 1]];
+    for shape in shapes {
+        for (dim, &size) in shape.iter().enumerate() {
+            for (start, len) in [(0, size), (size / 2, size - size / 2), (0, size.div_ceil(2)), (size / 3, 1)] {
+                let name = format!("narrow {dim} {start}..{}", start + len);
+                let inputs = [(shape, Float)];
+                let case = Case::new(&name, &inputs, move |x| x[0].narrow(dim, start, len), move |x| {
+                    x[0].narrow(dim, start, len)
+                });
+                cases.push(case);
+            }
+        }
+    }
+    sweep("narrow", DType::F64, cases);
+}
+
+/// From and to: heads split and merged, everything flattened and back, sizes that divide by nothing, dims of size 1.
+const RESHAPES: [[&[usize]; 2]; 30] = [
+    [&[2, 3, 8], &[2, 3, 4, 2]],
+    [&[2, 3, 4, 2], &[2, 3, 8]],
+    [&[2, 3, 6], &[2, 3, 3, 2]],
+    [&[5, 6], &[5, 2, 3]],
+    [&[5, 2, 3], &[5, 6]],
+    [&[4, 6], &[24]],
+    [&[24], &[4, 6]],
+    [&[5, 3], &[15]],
+    [&[15], &[5, 3]],
+    [&[15], &[3, 5]],
+    [&[5, 3], &[3, 5]],
+    [&[4, 6], &[6, 4]],
+    [&[8, 3], &[4, 6]],
+    [&[4, 6], &[8, 3]],
+    [&[2, 2, 6], &[4, 6]],
+    [&[4, 6], &[2, 2, 6]],
+    [&[2, 3, 5], &[6, 5]],
+    [&[6, 5], &[3, 2, 5]],
+    [&[4, 6], &[1, 4, 6]],
+    [&[4, 6], &[4, 1, 6]],
+    [&[4, 6], &[4, 6, 1]],
+    [&[1, 4, 1, 6], &[4, 6]],
+    [&[1, 6], &[6]],
+    [&[6], &[1, 6, 1]],
+    [&[1, 1], &[1]],
+    [&[1], &[]],
+    [&[], &[1, 1]],
+    [&[1, 7], &[7, 1]],
+    [&[2, 1, 3], &[3, 1, 2]],
+    [&[12], &[2, 2, 3]],
+];
+
+#[test]
+fn reshape() {
+    let case = |[from, to]: [&'static [usize]; 2]| {
+        let name = format!("reshape to {to:?} from");
+        Case::new(&name, &[(from, Float)], move |x| x[0].reshape(to), move |x| x[0].reshape(to))
+    };
+    sweep("reshape", DType::F64, RESHAPES.map(case).to_vec());
+}
+
+#[test]
+fn chains_of_reshapes_with_ops_between() {
+    let x: [Input; 1] = [(&[3, 5, 4], Float)];
+    let cases = vec![
+        Case::new(
+            "split heads, swap, merge",
+            &x,
+            |x| x[0].reshape((3, 5, 2, 2))?.transpose(1, 2)?.tanh()?.transpose(1, 2)?.reshape((3, 5, 4)),
+            |x| x[0].reshape((3, 5, 2, 2))?.transpose(1, 2)?.tanh()?.transpose(1, 2)?.reshape((3, 5, 4)),
+        ),
+        Case::new(
+            "rows of a batch",
+            &x,
+            |x| x[0].reshape((15, 4))?.sqr()?.matmul(&x[0].reshape((4, 15))?)?.reshape((3, 5, 15)),
+            |x| x[0].reshape((15, 4))?.sqr()?.matmul(&x[0].reshape((4, 15))?)?.reshape((3, 5, 15)),
+        ),
+        Case::new(
+            "flat and unlike before",
+            &x,
+            |x| x[0].reshape(60)?.add(&x[0].transpose(0, 1)?.reshape(60)?)?.reshape((12, 5)),
+            |x| x[0].reshape(60)?.add(&x[0].transpose(0, 1)?.reshape(60)?)?.reshape((12, 5)),
+        ),
+    ];
+    sweep("reshape chains", DType::F64, cases);
+}

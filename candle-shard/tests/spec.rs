@@ -1,0 +1,158 @@
+//! Layouts: every element has its place, exactly once; what is no layout is refused in words.
+#![allow(clippy::unwrap_used)] // a panic is how a test fails
+mod common;
+
+use candle_core::{DType, Device, Tensor};
+use candle_dist::DeviceMesh;
+use candle_shard::{DTensor, Placement, Replicate, Result, Shard, Spec, chunk_sizes};
+use common::{SUM, mesh, on_axes};
+use itertools::Itertools;
+use proptest::prelude::*;
+use test_utils::on_ranks;
+
+const MESHES: [&[usize]; 8] = [&[1], &[2], &[3], &[4], &[5], &[2, 2], &[2, 3], &[2, 1, 2]];
+
+#[test]
+fn chunks_are_those_of_torch() {
+    for (n, k, want) in [
+        (8, 4, &[2, 2, 2, 2][..]),
+        (5, 4, &[2, 2, 1, 0]),
+        (10, 4, &[3, 3, 3, 1]),
+        (1, 3, &[1, 0, 0]),
+        (0, 2, &[0, 0]),
+        (7, 1, &[7]),
+    ] {
+        assert_eq!(chunk_sizes(n, k).as_slice(), want, "{n} on {k}");
+    }
+}
+
+/// How often the blocks of all ranks hold each element, in row-major order.
+fn coverage(spec: &Spec) -> Vec<usize> {
+    let dims = spec.dims();
+    let mut times = vec![0; dims.iter().product()];
+    for rank in 0..spec.mesh().size() {
+        let block = spec.block_at(&spec.mesh().coordinate_of(rank));
+        for place in block.iter().cloned().multi_cartesian_product() {
+            times[place.iter().zip(dims).fold(0, |at, (i, n)| at * n + i)] += 1;
+        }
+    }
+    times
+}
+
+/// Every element must be held once per rank of the axes that do not cut.
+fn copies(spec: &Spec) -> usize {
+    let whole = spec.placements().iter().zip(spec.mesh().shape()).filter(|(p, _)| p.shard_dim().is_none());
+    whole.map(|(_, size)| size).product()
+}
+
+#[test]
+fn blocks_tile_the_tensor_on_every_mesh_and_placement() {
+    for mesh_shape in MESHES {
+        let ranks: usize = mesh_shape.iter().product();
+        on_ranks(ranks, "blocks", move |ctx| -> Result<()> {
+            let mesh = mesh(ctx, mesh_shape)?;
+            for dims in [[4, 6], [5, 3], [1, 7], [2, 1], [0, 3]] {
+                for placements in on_axes(&[Shard(0), Shard(1), Replicate, SUM], mesh.ndim()) {
+                    let spec = Spec::new(&mesh, &placements, &dims[..], DType::F32)?;
+                    assert!(coverage(&spec).iter().all(|&times| times == copies(&spec)), "{spec}");
+                    let block = spec.local_block();
+                    assert_eq!(block, spec.block_at(mesh.coordinate()), "{spec}");
+                    assert_eq!(spec.local_shape().to_vec(), block.iter().map(|r| r.len()).collect_vec(), "{spec}");
+                    if placements.contains(&SUM) {
+                        continue;
+                    }
+                    let whole = Tensor::arange(0f32, (dims[0] * dims[1]) as f32, &Device::Cpu)?.reshape(&dims[..])?;
+                    let tensor = DTensor::distribute(&whole, &mesh, &placements)?;
+                    assert_eq!(tensor.to_local().dims(), spec.local_shape().as_slice());
+                    assert_eq!(tensor.full_tensor()?.to_vec2::<f32>()?, whole.to_vec2::<f32>()?, "{spec}");
+                }
+            }
+            Ok(())
+        });
+    }
+}
+
+/// The placements of `picks` on `mesh`, and sizes for the outermost axis that cuts dim 0.
+fn drawn(mesh: &DeviceMesh, picks: &[usize], weights: &[usize], dims: &[usize]) -> Result<Spec> {
+    let choices = [Shard(0), Shard(1), Shard(2), Replicate];
+    let placements: Vec<Placement> = (0..mesh.ndim()).map(|axis| choices[picks[axis]]).collect();
+    let spec = Spec::new(mesh, &placements, dims, DType::F32)?;
+    let Some(axis) = placements.iter().position(|&p| p == Shard(0)) else { return Ok(spec) };
+    let mut sizes = vec![0; mesh.shape()[axis]];
+    (0..dims[0]).for_each(|i| sizes[weights[i % weights.len()] % mesh.shape()[axis]] += 1);
+    spec.with_sizes(axis, Some(sizes.into()))
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+    #[test]
+    fn blocks_tile_the_tensor_with_any_sizes(
+        which in 0..MESHES.len(),
+        dims in prop::collection::vec(0usize..8, 3),
+        picks in prop::collection::vec(0usize..4, 3),
+        weights in prop::collection::vec(0usize..5, 4),
+    ) {
+        let ranks: usize = MESHES[which].iter().product();
+        let complete = on_ranks(ranks, "sizes", move |ctx| -> Result<bool> {
+            let spec = drawn(&mesh(ctx, MESHES[which])?, &picks, &weights, &dims)?;
+            Ok(coverage(&spec).iter().all(|&times| times == copies(&spec)))
+        });
+        prop_assert!(complete.into_iter().all(|c| c));
+    }
+}
+
+#[test]
+fn sizes_that_are_the_default_ones_are_no_sizes() {
+    on_ranks(3, "default sizes", |ctx| -> Result<()> {
+        let spec = Spec::new(&mesh(ctx, &[3])?, &[Shard(0)], (5, 2), DType::F32)?;
+        assert!(spec.clone().with_sizes(0, Some([2, 2, 1].into()))? == spec);
+        let other = spec.clone().with_sizes(0, Some([0, 1, 4].into()))?;
+        assert_eq!(other.sizes(0).unwrap()[..], [0, 1, 4]);
+        assert_eq!(other.to_string(), "f32[5, 2] (a=S(0)[0, 1, 4])");
+        assert!(other.with_sizes(0, None)? == spec);
+        Ok(())
+    });
+}
+
+#[test]
+fn what_is_no_layout_is_refused_alike_everywhere() {
+    let texts = on_ranks(4, "refused", |ctx| -> Result<Vec<String>> {
+        let mesh = mesh(ctx, &[2, 2])?;
+        let spec = |p: &[Placement]| Spec::new(&mesh, p, (4, 6), DType::F32);
+        let sized = |p: &[Placement], axis: usize, sizes: &[usize]| spec(p)?.with_sizes(axis, Some(sizes.into()));
+        let whole = Tensor::zeros((4, 6), DType::F32, &Device::Cpu)?;
+        let leaf = DTensor::distribute(&whole, &mesh, &[Shard(0), Replicate])?;
+        Ok(vec![
+            spec(&[Shard(0)]).unwrap_err().to_string(),
+            spec(&[Replicate, Shard(2)]).unwrap_err().to_string(),
+            sized(&[Shard(0), Replicate], 0, &[1, 2]).unwrap_err().to_string(),
+            sized(&[Shard(0), Replicate], 0, &[1, 2, 1]).unwrap_err().to_string(),
+            sized(&[Shard(0), Replicate], 1, &[1, 3]).unwrap_err().to_string(),
+            sized(&[Shard(0), Shard(0)], 1, &[1, 1]).unwrap_err().to_string(),
+            sized(&[Shard(0), Replicate], 2, &[1, 3]).unwrap_err().to_string(),
+            DTensor::distribute(&whole, &mesh, &[SUM, Replicate]).unwrap_err().to_string(),
+            leaf.clone().varying_on(0).unwrap_err().to_string(),
+            leaf.clone().varying_on(2).unwrap_err().to_string(),
+            leaf.redistribute(&[Replicate]).unwrap_err().to_string(),
+            leaf.backward().unwrap_err().to_string(),
+        ])
+    });
+    assert!(texts.iter().all(|t| t == &texts[0]), "{texts:#?}");
+    let parts = [
+        "placements [S(0)] for DeviceMesh(a=2, b=2), which has 2 axes",
+        "S(2) for a tensor of shape [4, 6], which has no dim 2",
+        "sizes [1, 2] do not cut dim 0 of size 4 into 2 pieces",
+        "sizes [1, 2, 1] do not cut dim 0 of size 4 into 2 pieces",
+        "which is R, not a shard",
+        "only the outermost axis that shards dim 0 takes sizes",
+        "no axis 2",
+        "cannot distribute a tensor as P(sum)",
+        "not replicated on axis 0",
+        "not replicated on axis 2",
+        "give one for each",
+        "is not a scalar",
+    ];
+    for (text, part) in texts[0].iter().zip(parts) {
+        assert!(text.contains(part), "{text:?} lacks {part:?}");
+    }
+}
