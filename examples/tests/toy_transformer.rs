@@ -119,6 +119,33 @@ fn the_json_object_is_alone_on_stdout_and_complete() {
 }
 
 #[test]
+fn sharded_runs_agree_with_one_device_and_communicate_the_least() {
+    for ranks in ["1", "2", "3"] {
+        let heads = if ranks == "3" { "3" } else { "2" };
+        let dim = if ranks == "3" { "18" } else { "16" };
+        let flags = ["--runs", "single,tp,tp_sp", "--ranks", ranks, "--heads", heads, "--dim", dim, "--batch", "3"];
+        let output = toy(&[&flags[..], &["--json", "-"]].concat());
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+        assert!(report["parity"]["max_loss_diff"].as_f64().unwrap() < 1e-5);
+        let calls = |run: usize| -> Vec<(String, u64)> {
+            let ops = report["runs"][run]["comm_per_step"].as_array().unwrap();
+            ops.iter().map(|op| (op["op"].as_str().unwrap().to_owned(), op["count"].as_u64().unwrap())).collect()
+        };
+        // One layer: see the table in ARCHITECTURE.md.
+        let expected = |ops: &[(&str, u64)]| match ranks {
+            "1" => vec![],
+            _ => ops.iter().map(|(op, n)| ((*op).to_owned(), *n)).collect::<Vec<_>>(),
+        };
+        assert_eq!(calls(1), expected(&[("all_reduce", 6), ("all_gather", 1)]));
+        assert_eq!(calls(2), expected(&[("all_reduce", 1), ("all_gather", 7), ("reduce_scatter", 6)]));
+        let world = ranks.parse::<usize>().unwrap();
+        assert_eq!(report["runs"][1]["params_per_rank"].as_array().unwrap().len(), world);
+        assert!(text(&output.stderr).contains("The runs agree."));
+    }
+}
+
+#[test]
 fn a_json_file_is_written_and_the_seed_decides_the_numbers() {
     let loss = |seed: &str| {
         let path = fresh_path(&format!("seed-{seed}.json"));
