@@ -4,7 +4,7 @@
 //! slots say `n`. It then reads the peers' offers, sets `left = n`, and waits until all slots say so: only then may an
 //! operand change again, so results are right even if an optimiser writes to a `Var` right after the call.
 use super::state::{On, Wait, WorldState};
-use super::wait::{Event, spin};
+use super::wait::{Event, poll};
 use crate::backend::Call;
 use crate::{Cause, Result};
 use candle_core::Tensor;
@@ -138,7 +138,7 @@ impl GroupState {
     /// Waits until `on` holds, or fails with the reason why it never will.
     pub(super) fn wait(self: &Arc<Self>, me: usize, on: On) -> Result<()> {
         let world = &self.world;
-        if spin(world.crowded(), || self.is_ready(on) || world.is_failed()) && self.is_ready(on) {
+        if poll(world.crowded(), || self.is_ready(on) || world.is_failed()) && self.is_ready(on) {
             return Ok(());
         }
         let rank = self.ranks[me];

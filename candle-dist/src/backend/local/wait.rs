@@ -1,7 +1,7 @@
 //! Spinning briefly, then parking, until a condition that other threads make true.
 use parking_lot::{Condvar, Mutex};
 use std::sync::atomic::{AtomicUsize, Ordering, fence};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Where threads park until somebody changes what they wait for.
 ///
@@ -39,17 +39,23 @@ impl Event {
     }
 }
 
-/// Polls `ready` for some microseconds before it is worth a system call; `crowded` says that ranks outnumber cores,
-/// where spinning keeps the awaited thread from running.
-pub(super) fn spin(crowded: bool, ready: impl Fn() -> bool) -> bool {
-    let (spins, yields) = if crowded { (50, 4) } else { (3000, 0) };
+/// How long a rank polls before it parks: about as long as parking and waking take.
+const POLL: Duration = Duration::from_micros(100);
+
+/// Polls `ready` for a while before it is worth to sleep; tells whether it came true.
+///
+/// First with the core held, which costs least if the peer is close; then giving way in between, so that a peer that
+/// shares this core gets on. Where ranks outnumber cores (`crowded`) it is likely to share it.
+pub(super) fn poll(crowded: bool, ready: impl Fn() -> bool) -> bool {
+    let spins = if crowded { 30 } else { 300 };
     for _ in 0..spins {
         if ready() {
             return true;
         }
         std::hint::spin_loop();
     }
-    for _ in 0..yields {
+    let began = Instant::now();
+    while began.elapsed() < POLL {
         std::thread::yield_now();
         if ready() {
             return true;
