@@ -18,7 +18,13 @@ fn main() {
                     ("all_reduce", Box::new(|| g.all_reduce(&x, ReduceOp::Sum).map(drop))),
                     ("all_gather", Box::new(|| g.all_gather(&x, 0).map(drop))),
                     ("reduce_scatter", Box::new(|| g.reduce_scatter(&x, 0, ReduceOp::Sum).map(drop))),
-                    ("all_to_all", Box::new(|| { let y = x.reshape((n, ()))?; g.all_to_all(&y, 0, 1).map(drop) })),
+                    (
+                        "all_to_all",
+                        Box::new(|| {
+                            let y = x.reshape((n, ()))?;
+                            g.all_to_all(&y, 0, 1).map(drop)
+                        }),
+                    ),
                     ("broadcast", Box::new(|| g.broadcast(&x, 0).map(drop))),
                     ("barrier", Box::new(|| g.barrier())),
                 ];

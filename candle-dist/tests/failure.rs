@@ -85,7 +85,6 @@ fn a_rank_that_returns_panics_or_fails_wakes_the_others() {
             assert!(
                 matches!(&failure.cause, Cause::Panicked { rank, message } if *rank == culprit && message == "out of cheese")
             );
-            assert!(failure.to_string().contains("all_reduce(f32[4, 2], sum)"), "{failure}");
         }
     }
 }

@@ -25,7 +25,7 @@ impl GroupState {
         let from = call.peer.unwrap_or(me);
         let call = Arc::new(call);
         self.world().begin(self.ranks()[me], call.clone());
-        self.wait(me, On::Message { from, to: me })?;
+        self.wait(me, &On::Message { from, to: me })?;
         let message = self.mail.lock().get_mut(&(from, me)).and_then(|queue| queue.pop_front());
         let Some((sent, tensor)) = message else {
             return Err(self.world().fail(Cause::Deadlock));

@@ -1,7 +1,7 @@
 //! The engine that is always there: ranks are threads of one process.
 //!
-//! A collective is a *round* (`rendezvous.rs`): every rank offers its operand with its [`Call`], waits until all came,
-//! checks that the calls agree, computes its own result straight from the peers' buffers, and leaves when all have
+//! A collective is a *round* (`rendezvous.rs`): every rank offers its operands with its [`Call`], waits until all came,
+//! checks that the calls agree, computes its own results straight from the peers' buffers, and leaves when all have
 //! read. Nothing is copied that is not the result. Reductions run in rank order.
 mod mailbox;
 mod reduce;
@@ -17,14 +17,15 @@ use crate::{Error, GroupFailure, Result};
 use candle_core::{Shape, Tensor};
 use parking_lot::Mutex;
 use regions::Piece;
-use rendezvous::GroupState;
+use rendezvous::{GroupState, Offered, Tensors};
+use smallvec::smallvec;
 use std::sync::Arc;
 
 /// One rank's handle on a group of threads.
 pub(crate) struct LocalBackend {
     group: Arc<GroupState>,
     rank: usize,
-    /// The number of rounds made; held for a whole round, so that a rank's threads take turns.
+    /// The number of rounds started.
     turn: Mutex<u64>,
 }
 
@@ -45,11 +46,14 @@ impl LocalBackend {
         Self { group: GroupState::join(world, global_rank, ranks), rank, turn: Mutex::new(0) }
     }
 
-    /// Runs one round; `read` sees the members' tensors in group order.
-    fn round<R>(&self, call: Call, tensor: Option<&Tensor>, read: impl FnOnce(&[Tensor]) -> Result<R>) -> Result<R> {
-        let mut turn = self.turn.lock();
-        *turn += 1;
-        self.group.round(self.rank, *turn, call, tensor.cloned(), read)
+    /// Makes one round with `tensors`; `read` sees those of all members.
+    fn round<R>(&self, call: Call, tensors: Tensors, read: impl FnOnce(&Offered<'_>) -> Result<R>) -> Result<R> {
+        let round = {
+            let mut turn = self.turn.lock();
+            *turn += 1;
+            self.group.start(self.rank, *turn, call, tensors)?
+        };
+        self.group.finish(self.rank, &round, true, read)
     }
 
     /// The piece of dim `axis` of `call` that belongs to `rank`: its start and length.
@@ -81,22 +85,26 @@ impl Backend for LocalBackend {
 
     fn all_reduce(&self, call: Call, tensor: &Tensor) -> Result<Fresh> {
         let op = reduction(&call, self.rank)?;
-        self.round(call, Some(tensor), |all| {
-            Ok(Fresh { storage: reduce::reduce(all, op, None)?, shape: tensor.shape().clone() })
+        self.round(call, smallvec![tensor.clone()], |all| {
+            Ok(Fresh { storage: reduce::reduce(&all.nth(0), op, None)?, shape: tensor.shape().clone() })
         })
     }
 
     fn all_gather(&self, call: Call, tensor: &Tensor) -> Result<Fresh> {
         let dim = call.dims[0];
         let shape = resized(tensor, dim, call.sizes[0].iter().sum());
-        self.round(call, Some(tensor), |all| Ok(Fresh { storage: regions::concat(all, None, dim)?, shape }))
+        self.round(call, smallvec![tensor.clone()], |all| {
+            Ok(Fresh { storage: regions::concat(&all.nth(0), None, dim)?, shape })
+        })
     }
 
     fn reduce_scatter(&self, call: Call, tensor: &Tensor) -> Result<Fresh> {
         let op = reduction(&call, self.rank)?;
         let piece = Self::piece(&call, 0, self.rank);
         let shape = resized(tensor, piece.dim, piece.len);
-        self.round(call, Some(tensor), |all| Ok(Fresh { storage: reduce::reduce(all, op, Some(piece))?, shape }))
+        self.round(call, smallvec![tensor.clone()], |all| {
+            Ok(Fresh { storage: reduce::reduce(&all.nth(0), op, Some(piece))?, shape })
+        })
     }
 
     fn all_to_all(&self, call: Call, tensor: &Tensor) -> Result<Fresh> {
@@ -105,24 +113,24 @@ impl Backend for LocalBackend {
         let mut dims = tensor.dims().to_vec();
         dims[piece.dim] = piece.len;
         dims[dim] = total;
-        self.round(call, Some(tensor), |all| {
-            Ok(Fresh { storage: regions::concat(all, Some(piece), dim)?, shape: Shape::from(dims) })
+        self.round(call, smallvec![tensor.clone()], |all| {
+            Ok(Fresh { storage: regions::concat(&all.nth(0), Some(piece), dim)?, shape: Shape::from(dims) })
         })
     }
 
     fn broadcast(&self, call: Call, tensor: &Tensor) -> Result<Fresh> {
         let root = call.peer.unwrap_or(0);
-        self.round(call, Some(tensor), |all| {
-            Ok(Fresh { storage: regions::concat(&all[root..=root], None, 0)?, shape: tensor.shape().clone() })
+        self.round(call, smallvec![tensor.clone()], |all| {
+            Ok(Fresh { storage: regions::concat(&all.nth(0)[root..=root], None, 0)?, shape: tensor.shape().clone() })
         })
     }
 
     fn reduce(&self, call: Call, tensor: &Tensor) -> Result<Option<Fresh>> {
         let op = reduction(&call, self.rank)?;
         let is_root = call.peer == Some(self.rank);
-        self.round(call, Some(tensor), |all| {
+        self.round(call, smallvec![tensor.clone()], |all| {
             is_root
-                .then(|| Ok(Fresh { storage: reduce::reduce(all, op, None)?, shape: tensor.shape().clone() }))
+                .then(|| Ok(Fresh { storage: reduce::reduce(&all.nth(0), op, None)?, shape: tensor.shape().clone() }))
                 .transpose()
         })
     }
@@ -132,8 +140,8 @@ impl Backend for LocalBackend {
         let mut dims = call.shape.to_vec();
         dims[piece.dim] = piece.len;
         // Only the root offers a tensor, so it is the only one in the list.
-        self.round(call, tensor, |offered| {
-            Ok(Fresh { storage: regions::concat(offered, Some(piece), 0)?, shape: Shape::from(dims) })
+        self.round(call, tensor.cloned().into_iter().collect(), |offered| {
+            Ok(Fresh { storage: regions::concat(&offered.nth(0), Some(piece), 0)?, shape: Shape::from(dims) })
         })
     }
 
@@ -141,8 +149,8 @@ impl Backend for LocalBackend {
         let dim = call.dims[0];
         let is_root = call.peer == Some(self.rank);
         let shape = resized(tensor, dim, call.sizes[0].iter().sum());
-        self.round(call, Some(tensor), |all| {
-            is_root.then(|| Ok(Fresh { storage: regions::concat(all, None, dim)?, shape })).transpose()
+        self.round(call, smallvec![tensor.clone()], |all| {
+            is_root.then(|| Ok(Fresh { storage: regions::concat(&all.nth(0), None, dim)?, shape })).transpose()
         })
     }
 
@@ -155,7 +163,7 @@ impl Backend for LocalBackend {
     }
 
     fn barrier(&self, call: Call) -> Result<()> {
-        self.round(call, None, |_| Ok(()))
+        self.round(call, Tensors::new(), |_| Ok(()))
     }
 
     fn subgroup(&self, members: &[usize]) -> Result<Arc<dyn Backend>> {

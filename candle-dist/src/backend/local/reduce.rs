@@ -66,11 +66,11 @@ element!(int u32);
 element!(int i64);
 
 /// The reduction of all tensors, or of the same `piece` of each, as one fresh contiguous buffer.
-pub(super) fn reduce(tensors: &[Tensor], op: ReduceOp, piece: Option<Piece>) -> Result<CpuStorage> {
+pub(super) fn reduce(tensors: &[&Tensor], op: ReduceOp, piece: Option<Piece>) -> Result<CpuStorage> {
     with_element!(tensors[0].dtype(), T => Ok(T::to_cpu_storage_owned(reduce_as::<T>(tensors, op, piece)?)))
 }
 
-fn reduce_as<T: Element>(tensors: &[Tensor], op: ReduceOp, piece: Option<Piece>) -> Result<Vec<T>> {
+fn reduce_as<T: Element>(tensors: &[&Tensor], op: ReduceOp, piece: Option<Piece>) -> Result<Vec<T>> {
     if op == ReduceOp::Avg && !T::FLOAT {
         return Err(Error::Unsupported(format!(
             "avg of {} tensors, whose average is no {0}; use sum, or cast to a float dtype",

@@ -73,11 +73,11 @@ impl<'a, T: WithDType> Runs<'a, T> {
 }
 
 /// The tensors, or the same `piece` of each, joined along dim `join` as one fresh contiguous buffer.
-pub(super) fn concat(tensors: &[Tensor], piece: Option<Piece>, join: usize) -> Result<CpuStorage> {
+pub(super) fn concat(tensors: &[&Tensor], piece: Option<Piece>, join: usize) -> Result<CpuStorage> {
     with_element!(tensors[0].dtype(), T => Ok(T::to_cpu_storage_owned(concat_as::<T>(tensors, piece, join)?)))
 }
 
-fn concat_as<T: WithDType>(tensors: &[Tensor], piece: Option<Piece>, join: usize) -> Result<Vec<T>> {
+fn concat_as<T: WithDType>(tensors: &[&Tensor], piece: Option<Piece>, join: usize) -> Result<Vec<T>> {
     let guards: Vec<_> = tensors.iter().map(|t| t.storage_and_layout().0).collect();
     let sources = tensors.iter().zip(&guards).map(|(t, g)| Runs::<T>::new(t, g, piece)).collect::<Result<Vec<_>>>()?;
     let rows: usize = (0..join)

@@ -1,18 +1,20 @@
 //! The rounds in which the members of a group meet.
 //!
-//! Each member has a slot. To make round `n` it puts its offer in the slot, sets `entered = n`, and waits until all
-//! slots say `n`. It then reads the peers' offers, sets `left = n`, and waits until all slots say so: only then may an
-//! operand change again, so results are right even if an optimiser writes to a `Var` right after the call.
+//! Every member makes the same rounds in the same order; its n-th call is part of round n. To *start* a round a member
+//! puts its offer there: the call, and the tensors it gives. To *finish* it, the member waits until all offers are
+//! there, checks that the calls agree, reads the peers' tensors, and says that it has left. A blocking call then waits
+//! until all have left: only then may an operand change again, so results are right even if an optimiser writes to a
+//! `Var` right after the call. Several rounds may be open at once, which is what pending calls are.
 use super::state::{On, Wait, WorldState};
 use super::wait::{Event, poll};
 use crate::backend::Call;
 use crate::{Cause, Result};
 use candle_core::Tensor;
-use parking_lot::Mutex;
+use parking_lot::{Mutex, RwLock, RwLockReadGuard};
 use smallvec::SmallVec;
 use std::collections::{HashMap, VecDeque};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 /// How long a parked rank sleeps before it looks around again.
@@ -20,11 +22,12 @@ const TICK: Duration = Duration::from_millis(100);
 /// How long nobody may make progress before a world counts as deadlocked.
 const GRACE: Duration = Duration::from_millis(400);
 
-/// One group of ranks: its members' slots and mailboxes.
+/// One group of ranks: its open rounds and its mailboxes.
 pub(super) struct GroupState {
     world: Arc<WorldState>,
     ranks: Vec<usize>,
-    slots: Box<[Slot]>,
+    /// The rounds that not all members have left, in order.
+    rounds: Mutex<VecDeque<Arc<Round>>>,
     pub(super) mail: Mutex<Mail>,
     event: Event,
 }
@@ -32,18 +35,44 @@ pub(super) struct GroupState {
 /// Messages by sender and receiver, oldest first.
 type Mail = HashMap<(usize, usize), VecDeque<(Arc<Call>, Tensor)>>;
 
-/// Aligned so that two members do not write to one cache line.
-#[derive(Default)]
-#[repr(align(128))]
-struct Slot {
-    entered: AtomicU64,
-    left: AtomicU64,
-    offer: Mutex<Option<Offer>>,
+/// One meeting of all members.
+pub(super) struct Round {
+    number: u64,
+    offers: Box<[OnceLock<Offer>]>,
+    entered: AtomicUsize,
+    has_left: Box<[AtomicBool]>,
+    left: AtomicUsize,
 }
 
 struct Offer {
     call: Arc<Call>,
-    tensor: Option<Tensor>,
+    /// Cleared by its owner once all have left, so that a tensor is freed where it was made.
+    tensors: RwLock<Tensors>,
+}
+
+/// The tensors that one member gives to a round.
+pub(super) type Tensors = SmallVec<[Tensor; 1]>;
+
+/// The tensors of all members that gave some, in group order.
+pub(super) struct Offered<'a>(SmallVec<[RwLockReadGuard<'a, Tensors>; 8]>);
+
+impl Offered<'_> {
+    /// The `i`-th tensor of every member that gave one.
+    pub(super) fn nth(&self, i: usize) -> SmallVec<[&Tensor; 8]> {
+        self.0.iter().filter_map(|tensors| tensors.get(i)).collect()
+    }
+}
+
+impl Round {
+    fn new(number: u64, members: usize) -> Self {
+        Self {
+            number,
+            offers: (0..members).map(|_| OnceLock::new()).collect(),
+            entered: AtomicUsize::new(0),
+            has_left: (0..members).map(|_| AtomicBool::new(false)).collect(),
+            left: AtomicUsize::new(0),
+        }
+    }
 }
 
 impl GroupState {
@@ -51,7 +80,7 @@ impl GroupState {
         world.join(rank, ranks, || Self {
             world: world.clone(),
             ranks: ranks.to_vec(),
-            slots: ranks.iter().map(|_| Slot::default()).collect(),
+            rounds: Mutex::default(),
             mail: Mutex::default(),
             event: Event::default(),
         })
@@ -69,81 +98,98 @@ impl GroupState {
         self.event.notify();
     }
 
-    /// Makes one round as member `me`; `read` sees the tensors that were offered, in group order.
-    pub(super) fn round<R>(
-        self: &Arc<Self>,
-        me: usize,
-        round: u64,
-        call: Call,
-        tensor: Option<Tensor>,
-        read: impl FnOnce(&[Tensor]) -> Result<R>,
-    ) -> Result<R> {
+    /// Puts member `me`'s offer into its round `number`, without waiting.
+    pub(super) fn start(&self, me: usize, number: u64, call: Call, tensors: Tensors) -> Result<Arc<Round>> {
         self.world.check()?;
         let call = Arc::new(call);
         self.world.begin(self.ranks[me], call.clone());
-        let slot = &self.slots[me];
-        *slot.offer.lock() = Some(Offer { call: call.clone(), tensor });
-        slot.entered.store(round, Ordering::Release);
+        let round = {
+            let mut rounds = self.rounds.lock();
+            match rounds.iter().find(|round| round.number == number) {
+                Some(round) => round.clone(),
+                None => {
+                    let round = Arc::new(Round::new(number, self.ranks.len()));
+                    rounds.push_back(round.clone());
+                    round
+                }
+            }
+        };
+        // A member starts each of its rounds once.
+        let _ = round.offers[me].set(Offer { call, tensors: RwLock::new(tensors) });
+        round.entered.fetch_add(1, Ordering::AcqRel);
         self.event.notify();
-        self.wait(me, On::Entered(round))?;
-        let offers = self.agreed_offers()?;
-        let result = read(&offers);
-        drop(offers);
-        slot.left.store(round, Ordering::Release);
+        Ok(round)
+    }
+
+    /// Completes a round that member `me` has started; `read` sees the tensors that were offered.
+    ///
+    /// With `linger`, returns only when nobody reads this member's tensors any more.
+    pub(super) fn finish<R>(
+        self: &Arc<Self>,
+        me: usize,
+        round: &Arc<Round>,
+        linger: bool,
+        read: impl FnOnce(&Offered<'_>) -> Result<R>,
+    ) -> Result<R> {
+        self.wait(me, &On::Entered(round.clone()))?;
+        let result = read(&self.agreed(round)?);
+        round.has_left[me].store(true, Ordering::Release);
+        if round.left.fetch_add(1, Ordering::AcqRel) + 1 == self.ranks.len() {
+            self.rounds.lock().retain(|open| open.number != round.number);
+        }
         self.event.notify();
-        self.wait(me, On::Left(round))?;
-        *slot.offer.lock() = None;
+        if linger {
+            self.wait(me, &On::Left(round.clone()))?;
+            if let Some(mine) = round.offers[me].get() {
+                mine.tensors.write().clear();
+            }
+        }
         self.world.complete(self.ranks[me]);
         result
     }
 
-    /// The tensors of the current round, or the world's end if the members' calls differ.
-    fn agreed_offers(&self) -> Result<SmallVec<[Tensor; 8]>> {
+    /// The offers of a complete round, or the world's end if the members' calls differ.
+    fn agreed<'a>(&self, round: &'a Round) -> Result<Offered<'a>> {
+        let offers = round.offers.iter().filter_map(OnceLock::get);
+        let mut reference: Option<&Call> = None;
         let mut tensors = SmallVec::new();
-        let mut reference: Option<Arc<Call>> = None;
-        for (member, slot) in self.slots.iter().enumerate() {
-            let offer = slot.offer.lock();
-            let offer = offer.as_ref().expect("a slot keeps its offer until all members have left the round");
-            match &reference {
-                None => reference = Some(offer.call.clone()),
-                Some(first) => {
-                    if let Some(what) = first.difference(&offer.call) {
-                        let cause = Cause::Mismatch { rank: self.ranks[member], reference: self.ranks[0], what };
-                        return Err(self.world.fail(cause));
-                    }
-                }
+        for (member, offer) in offers.enumerate() {
+            let first = *reference.get_or_insert(&offer.call);
+            if let Some(what) = first.difference(&offer.call) {
+                let cause = Cause::Mismatch { rank: self.ranks[member], reference: self.ranks[0], what };
+                return Err(self.world.fail(cause));
             }
-            tensors.extend(offer.tensor.clone());
+            tensors.push(offer.tensors.read());
         }
-        Ok(tensors)
+        Ok(Offered(tensors))
     }
 
-    pub(super) fn is_ready(&self, on: On) -> bool {
+    pub(super) fn is_ready(&self, on: &On) -> bool {
         match on {
-            On::Entered(round) => self.slots.iter().all(|s| s.entered.load(Ordering::Acquire) >= round),
-            On::Left(round) => self.slots.iter().all(|s| s.left.load(Ordering::Acquire) >= round),
-            On::Message { from, to } => self.mail.lock().get(&(from, to)).is_some_and(|queue| !queue.is_empty()),
+            On::Entered(round) => round.entered.load(Ordering::Acquire) == self.ranks.len(),
+            On::Left(round) => round.left.load(Ordering::Acquire) == self.ranks.len(),
+            On::Message { from, to } => self.mail.lock().get(&(*from, *to)).is_some_and(|queue| !queue.is_empty()),
         }
     }
 
     /// Whether the condition lacks something that only this member can bring.
-    fn awaits(&self, on: On, member: usize) -> bool {
+    fn awaits(&self, on: &On, member: usize) -> bool {
         match on {
-            On::Entered(round) => self.slots[member].entered.load(Ordering::Acquire) < round,
-            On::Left(round) => self.slots[member].left.load(Ordering::Acquire) < round,
-            On::Message { from, .. } => from == member && !self.is_ready(on),
+            On::Entered(round) => round.offers[member].get().is_none(),
+            On::Left(round) => !round.has_left[member].load(Ordering::Acquire),
+            On::Message { from, .. } => *from == member && !self.is_ready(on),
         }
     }
 
     /// Waits until `on` holds, or fails with the reason why it never will.
-    pub(super) fn wait(self: &Arc<Self>, me: usize, on: On) -> Result<()> {
+    pub(super) fn wait(self: &Arc<Self>, me: usize, on: &On) -> Result<()> {
         let world = &self.world;
         if poll(world.crowded(), || self.is_ready(on) || world.is_failed()) && self.is_ready(on) {
             return Ok(());
         }
         let rank = self.ranks[me];
         let began = Instant::now();
-        world.set_wait(rank, Some(Wait { group: self.clone(), on }));
+        world.set_wait(rank, Some(Wait { group: self.clone(), on: on.clone() }));
         let result = loop {
             if self.is_ready(on) {
                 break Ok(());
@@ -160,16 +206,21 @@ impl GroupState {
         result
     }
 
-    fn deserted(&self, on: On) -> bool {
-        (0..self.ranks.len()).any(|member| self.world.has_ended(self.ranks[member]) && self.awaits(on, member))
+    /// Whether a member that the condition awaits has ended.
+    fn deserted(&self, on: &On) -> bool {
+        self.deserter(on).is_some()
+    }
+
+    fn deserter(&self, on: &On) -> Option<usize> {
+        // A member's last act before its end may be what we wait for: so first its end, then the condition.
+        let gone = |&member: &usize| self.world.has_ended(self.ranks[member]) && self.awaits(on, member);
+        (0..self.ranks.len()).find(gone).map(|member| self.ranks[member])
     }
 
     /// Why waiting on is in vain, if it is.
-    fn hopeless(&self, me: usize, on: On, waited: Duration) -> Option<Cause> {
-        // A member's last act before its end may be what we wait for: so first its end, then the condition.
-        let gone = |&member: &usize| self.world.has_ended(self.ranks[member]) && self.awaits(on, member);
-        if let Some(member) = (0..self.ranks.len()).find(gone) {
-            return Some(Cause::Returned { rank: self.ranks[member] });
+    fn hopeless(&self, me: usize, on: &On, waited: Duration) -> Option<Cause> {
+        if let Some(rank) = self.deserter(on) {
+            return Some(Cause::Returned { rank });
         }
         if waited >= self.world.timeout() {
             return Some(Cause::TimedOut { rank: self.ranks[me], after: self.world.timeout() });

@@ -1,5 +1,5 @@
 //! What the ranks of one world share: who still runs, who waits for what, and the failure that stopped them all.
-use super::rendezvous::GroupState;
+use super::rendezvous::{GroupState, Round};
 use crate::backend::Call;
 use crate::{Cause, Doing, Error, GroupFailure, RankReport, Result};
 use parking_lot::Mutex;
@@ -46,12 +46,12 @@ pub(super) struct Wait {
 }
 
 /// The conditions a rank can wait for within a group.
-#[derive(Clone, Copy)]
+#[derive(Clone)]
 pub(super) enum On {
     /// All members entered this round.
-    Entered(u64),
+    Entered(Arc<Round>),
     /// All members have read what they need of this round.
-    Left(u64),
+    Left(Arc<Round>),
     /// A message is there.
     Message { from: usize, to: usize },
 }
@@ -192,7 +192,7 @@ impl WorldState {
         !table.threaded
             && table.ends.iter().zip(&table.waits).all(|(end, wait)| match (end, wait) {
                 (Some(_), _) => true,
-                (None, Some(wait)) => !wait.group.is_ready(wait.on),
+                (None, Some(wait)) => !wait.group.is_ready(&wait.on),
                 (None, None) => false,
             })
     }
