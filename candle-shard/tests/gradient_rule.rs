@@ -170,9 +170,7 @@ fn a_weight_that_is_used_twice_gets_both_gradients() {
                 let out = rows.tanh()?.linear(&leaf.tensor, None)?;
                 let w = values(&[4, 6], 2, DType::F64);
                 let loss = out.mul(&DTensor::distribute(&w, &mesh, &[Replicate])?)?.sum_all()?;
-                let want = plain_grads(&[&table], |v| {
-                    v[0].index_select(&ids, 0)?.tanh()?.matmul(&v[0].t()?)? * &w
-                });
+                let want = plain_grads(&[&table], |v| v[0].index_select(&ids, 0)?.tanh()?.matmul(&v[0].t()?)? * &w);
                 close(leaf.gradient_error(&loss.backward()?, &want[0])?, &format!("{at}"));
                 Ok(())
             });
@@ -194,12 +192,7 @@ fn data_and_tensor_parallel_axes_together() {
                     values(&[3, 7], 4, DType::F64),
                 ];
                 let bias_at = if up_at == Shard(0) { Shard(0) } else { Replicate };
-                let lays = [
-                    [Shard(0), Replicate],
-                    [Replicate, up_at],
-                    [Replicate, bias_at],
-                    [Replicate, down_at],
-                ];
+                let lays = [[Shard(0), Replicate], [Replicate, up_at], [Replicate, bias_at], [Replicate, down_at]];
                 let leaf = |i: usize| Leaf::new(&wholes[i], &mesh, &lays[i].map(Lay::At));
                 let leaves = [leaf(0)?, leaf(1)?, leaf(2)?, leaf(3)?];
                 let hidden = leaves[0].tensor.linear(&leaves[1].tensor, Some(&leaves[2].tensor))?.gelu()?;

@@ -26,10 +26,15 @@ fn cross_entropy() {
     let case = |[logits, targets]: [&'static [usize]; 2]| {
         let classes = *logits.last().unwrap();
         let inputs: [Input; 2] = [(logits, Kind::Float), (targets, Kind::Ids(classes as u32))];
-        Case::new("cross_entropy", &inputs, |x| x[0].cross_entropy(&x[1]), move |x| {
-            let (logits, targets) = (x[0].reshape(((), classes))?, x[1].flatten_all()?.unsqueeze(1)?);
-            (logits.exp()?.sum_keepdim(1)?.log()? - logits.gather(&targets, 1)?)?.mean_all()
-        })
+        Case::new(
+            "cross_entropy",
+            &inputs,
+            |x| x[0].cross_entropy(&x[1]),
+            move |x| {
+                let (logits, targets) = (x[0].reshape(((), classes))?, x[1].flatten_all()?.unsqueeze(1)?);
+                (logits.exp()?.sum_keepdim(1)?.log()? - logits.gather(&targets, 1)?)?.mean_all()
+            },
+        )
     };
     sweep("cross_entropy", DType::F64, shapes.map(case).to_vec());
 }

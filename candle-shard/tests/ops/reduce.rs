@@ -32,9 +32,12 @@ fn sums_and_means() {
     let x: [Input; 1] = [(&[3, 2, 5], Float)];
     cases.extend([
         Case::new("sum (0, 2)", &x, |x| x[0].sum((0, 2)), |x| x[0].sum((0, 2))),
-        Case::new("mean_keepdim (1, 2)", &x, |x| x[0].mean_keepdim((1, 2)), |x| {
-            x[0].sum_keepdim((1, 2))?.affine(0.1, 0.0)
-        }),
+        Case::new(
+            "mean_keepdim (1, 2)",
+            &x,
+            |x| x[0].mean_keepdim((1, 2)),
+            |x| x[0].sum_keepdim((1, 2))?.affine(0.1, 0.0),
+        ),
         Case::new(
             "square of a sum",
             &x,

@@ -29,15 +29,25 @@ fn norms() {
     for (shape, width) in SHAPES.into_iter().zip([&[6][..], &[3], &[7], &[5], &[3]]) {
         let inputs: [Input; 3] = [(shape, Float), (width, Float), (width, Float)];
         cases.extend([
-            Case::new("layer_norm", &inputs, |x| x[0].layer_norm(&x[1], &x[2], 1e-3), |x| {
-                let centred = x[0].broadcast_sub(&x[0].mean_keepdim(D::Minus1)?)?;
-                let stdev = (centred.sqr()?.mean_keepdim(D::Minus1)? + 1e-3)?.sqrt()?;
-                centred.broadcast_div(&stdev)?.broadcast_mul(&x[1])?.broadcast_add(&x[2])
-            }),
-            Case::new("rms_norm", &inputs[..2], |x| x[0].rms_norm(&x[1], 1e-3), |x| {
-                let size = (x[0].sqr()?.mean_keepdim(D::Minus1)? + 1e-3)?.sqrt()?;
-                x[0].broadcast_div(&size)?.broadcast_mul(&x[1])
-            }),
+            Case::new(
+                "layer_norm",
+                &inputs,
+                |x| x[0].layer_norm(&x[1], &x[2], 1e-3),
+                |x| {
+                    let centred = x[0].broadcast_sub(&x[0].mean_keepdim(D::Minus1)?)?;
+                    let stdev = (centred.sqr()?.mean_keepdim(D::Minus1)? + 1e-3)?.sqrt()?;
+                    centred.broadcast_div(&stdev)?.broadcast_mul(&x[1])?.broadcast_add(&x[2])
+                },
+            ),
+            Case::new(
+                "rms_norm",
+                &inputs[..2],
+                |x| x[0].rms_norm(&x[1], 1e-3),
+                |x| {
+                    let size = (x[0].sqr()?.mean_keepdim(D::Minus1)? + 1e-3)?.sqrt()?;
+                    x[0].broadcast_div(&size)?.broadcast_mul(&x[1])
+                },
+            ),
         ]);
     }
     sweep("norms", DType::F64, cases);

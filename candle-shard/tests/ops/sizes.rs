@@ -21,16 +21,19 @@ fn specs(mesh: &candle_dist::DeviceMesh) -> Result<Vec<Spec>> {
     Ok(specs)
 }
 
-type Op = (&'static str, fn(&DTensor, &DTensor) -> Result<DTensor>, fn(&Tensor, &Tensor) -> candle_core::Result<Tensor>);
+type Op =
+    (&'static str, fn(&DTensor, &DTensor) -> Result<DTensor>, fn(&Tensor, &Tensor) -> candle_core::Result<Tensor>);
 
 const OPS: [Op; 5] = [
     ("mul", |a, b| a.mul(b), |a, b| a * b),
     ("aᵀ b", |a, b| a.t()?.matmul(b), |a, b| a.t()?.matmul(b)),
     ("linear", |a, b| a.linear(b, None), |a, b| a.matmul(&b.t()?)),
     ("flat sum", |a, b| a.reshape(20)?.add(&b.reshape(20)?), |a, b| a.reshape(20)? + b.reshape(20)?),
-    ("split", |a, b| a.reshape((5, 2, 2))?.mul(&b.sum_keepdim(0)?.reshape((2, 2))?), |a, b| {
-        a.reshape((5, 2, 2))?.broadcast_mul(&b.sum_keepdim(0)?.reshape((2, 2))?)
-    }),
+    (
+        "split",
+        |a, b| a.reshape((5, 2, 2))?.mul(&b.sum_keepdim(0)?.reshape((2, 2))?),
+        |a, b| a.reshape((5, 2, 2))?.broadcast_mul(&b.sum_keepdim(0)?.reshape((2, 2))?),
+    ),
 ];
 
 #[test]

@@ -26,9 +26,12 @@ fn narrow() {
             for (start, len) in [(0, size), (size / 2, size - size / 2), (0, size.div_ceil(2)), (size / 3, 1)] {
                 let name = format!("narrow {dim} {start}..{}", start + len);
                 let inputs = [(shape, Float)];
-                let case = Case::new(&name, &inputs, move |x| x[0].narrow(dim, start, len), move |x| {
-                    x[0].narrow(dim, start, len)
-                });
+                let case = Case::new(
+                    &name,
+                    &inputs,
+                    move |x| x[0].narrow(dim, start, len),
+                    move |x| x[0].narrow(dim, start, len),
+                );
                 cases.push(case);
             }
         }
