@@ -91,6 +91,7 @@ enum Made {
 impl Step {
     #[track_caller]
     fn run(&self, x: &Tensor, group: &ProcessGroup) -> Result<Made> {
+        self.check(x, group)?;
         let joined =
             |call: Call, cut: &Cut| Call { dims: smallvec![cut.dim], sizes: smallvec![cut.sizes.clone()], ..call };
         let call = match self {
@@ -118,25 +119,24 @@ impl Step {
                 ..Call::on(Op::AllToAll, x, &[concat.dim])
             },
         };
-        self.check(x, group)?;
         Ok(match group.exchange(call, x)? {
             Some(fresh) => Made::Fresh(fresh),
             None => Made::View(x.clone()),
         })
     }
 
-    /// Refuses pieces that do not fit the tensor, before anything is sent.
+    /// Refuses pieces that do not fit the tensor or the group, before anything is sent.
     fn check(&self, x: &Tensor, group: &ProcessGroup) -> Result<()> {
         let whole = |cut: &Cut| x.dims().get(cut.dim).copied() == Some(cut.sizes.iter().sum());
         let piece = |cut: &Cut| x.dims().get(cut.dim).copied() == cut.sizes.get(group.rank()).copied();
         let count = |cut: &Cut| cut.sizes.len() == group.size();
         let fits = match self {
-            Self::AllGather(cut) => count(cut) && piece(cut),
-            Self::ReduceScatter(cut, _) => count(cut) && whole(cut),
+            Self::AllGather(cut) | Self::ZeroPad(cut) => count(cut) && piece(cut),
+            Self::ReduceScatter(cut, _) | Self::Slice(cut) => count(cut) && whole(cut),
             Self::AllToAll(split, concat) => {
                 count(split) && count(concat) && whole(split) && piece(concat) && split.dim != concat.dim
             }
-            _ => true,
+            Self::Identity | Self::Mean | Self::AllReduce(_) => true,
         };
         if fits {
             return Ok(());
