@@ -25,7 +25,10 @@ fn coordinates_count_the_last_axis_fastest() {
         });
         for (rank, coordinate) in coordinates.iter().enumerate() {
             let place = coordinate.iter().zip(shape).fold(0, |place, (c, size)| place * size + c);
-            assert!(place == rank && coordinate.iter().zip(shape).all(|(c, size)| c < size), "{shape:?} {coordinate:?}");
+            assert!(
+                place == rank && coordinate.iter().zip(shape).all(|(c, size)| c < size),
+                "{shape:?} {coordinate:?}"
+            );
         }
     }
 }
@@ -47,7 +50,10 @@ fn an_axis_group_holds_the_ranks_that_differ_on_that_axis_only() {
                 let sum = group.all_reduce(&Tensor::new(ctx.rank() as i64, &Device::Cpu)?, ReduceOp::Sum)?;
                 assert_eq!(sum.to_scalar::<i64>()?, group.ranks().iter().sum::<usize>() as i64);
                 let line = mesh.axis(NAMES[axis])?;
-                assert_eq!((line.ndim(), line.shape(), line.coordinate()), (1, &[shape[axis]][..], &[group.rank()][..]));
+                assert_eq!(
+                    (line.ndim(), line.shape(), line.coordinate()),
+                    (1, &[shape[axis]][..], &[group.rank()][..])
+                );
                 assert_eq!(line.group().ranks(), group.ranks());
             }
             Ok(())
