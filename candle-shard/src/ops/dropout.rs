@@ -13,6 +13,7 @@ impl DTensor {
         if !(0.0..1.0).contains(&p) {
             return Error::op("dropout", format!("probability {p}: want at least 0 and less than 1"));
         }
+        self.check_float("dropout")?;
         if p == 0.0 {
             return Ok(self.clone());
         }
