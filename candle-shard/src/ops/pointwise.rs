@@ -7,7 +7,7 @@ use candle_core::{DType, Tensor};
 const SUM: Placement = Placement::PARTIAL_SUM;
 
 /// Every dim sharded, in and out.
-fn unary_rows(rank: usize, linear: bool) -> Rows {
+pub(super) fn unary_rows(rank: usize, linear: bool) -> Rows {
     let shards = (0..rank).map(|d| Row::new(Shard(d), &[Shard(d)]));
     shards.chain(linear.then(|| Row::new(SUM, &[SUM]))).collect()
 }

@@ -4,7 +4,7 @@ use candle_core::{DType, Tensor};
 use candle_shard::random::{Distribution, Stream, sample_full};
 use candle_shard::{DTensor, Result, kernels};
 
-const SHAPES: [&[usize]; 4] = [&[4, 6], &[5, 3], &[1, 7], &[2, 1, 3]];
+const SHAPES: [&[usize]; 5] = [&[4, 6], &[5, 3], &[1, 7], &[2, 1, 3], &[0, 3]];
 
 type Unary = (&'static str, Kind, fn(&DTensor) -> Result<DTensor>, fn(&Tensor) -> candle_core::Result<Tensor>);
 
@@ -67,7 +67,9 @@ fn unary_ops_in_single_precision() {
     sweep("unary f32", DType::F32, [unary(&[&[5, 3]]), vec![wider]].concat());
 }
 
-const PAIRS: [[&[usize]; 2]; 11] = [
+const PAIRS: [[&[usize]; 2]; 13] = [
+    [&[0, 3], &[3]],
+    [&[1, 3], &[0, 1]],
     [&[4, 6], &[4, 6]],
     [&[5, 3], &[5, 3]],
     [&[1, 7], &[1, 7]],
