@@ -6,6 +6,7 @@ use candle_core::{DType, Device, Tensor, Var};
 use candle_dist::{Op, comm};
 use candle_shard::{DTensor, Placement, Replicate, Result, Shard};
 use common::*;
+use itertools::Itertools;
 use test_utils::on_ranks;
 
 const WORLDS: std::ops::RangeInclusive<usize> = 1..=5;
@@ -210,4 +211,25 @@ fn data_and_tensor_parallel_axes_together() {
             });
         }
     }
+}
+
+#[test]
+fn a_gathered_tensor_is_used_differently_along_any_axis() {
+    on_ranks(6, "gathered", |ctx| -> Result<()> {
+        let mesh = mesh(ctx, &[2, 3])?;
+        let (a, b) = (values(&[5, 4], 1, DType::F64), values(&[4, 7], 2, DType::F64));
+        let wants = plain_grads(&[&a, &b], |v| v[0].matmul(&v[1])?.sqr());
+        let layouts = on_axes(&[Shard(0), Shard(1), Replicate].map(Lay::At), 2);
+        for (from, beside) in layouts.iter().cartesian_product(&layouts) {
+            let (x, w) = (Leaf::new(&a, &mesh, from)?, Leaf::new(&b, &mesh, beside)?);
+            let whole = x.tensor.redistribute(&[Replicate, Replicate])?;
+            let loss = whole.matmul(&w.tensor)?.sqr()?.sum_all()?;
+            let (grads, counts) = comm::record(|| loss.backward());
+            let grads = grads?;
+            let what = format!("{} beside {}: {counts}", x.tensor.spec(), w.tensor.spec());
+            close(x.gradient_error(&grads, &wants[0])?, &what);
+            close(w.gradient_error(&grads, &wants[1])?, &what);
+        }
+        Ok(())
+    });
 }
