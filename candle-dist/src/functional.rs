@@ -91,14 +91,17 @@ enum Made {
 impl Step {
     #[track_caller]
     fn run(&self, x: &Tensor, group: &ProcessGroup) -> Result<Made> {
+        self.check(x, group)?;
         let joined =
             |call: Call, cut: &Cut| Call { dims: smallvec![cut.dim], sizes: smallvec![cut.sizes.clone()], ..call };
         let call = match self {
             Self::Identity => return Ok(Made::View(x.clone())),
             Self::Mean => return Ok(Made::View(x.affine(1.0 / group.size() as f64, 0.0)?)),
             Self::Slice(cut) => {
-                let rank = group.rank();
-                return Ok(Made::View(x.narrow(cut.dim, cut.start(rank), cut.sizes[rank])?));
+                let (start, len) = (cut.start(group.rank()), cut.sizes[group.rank()]);
+                // candle panics on views without elements that begin behind their memory.
+                let start = if len * x.elem_count() == 0 { 0 } else { start };
+                return Ok(Made::View(x.narrow(cut.dim, start, len)?));
             }
             Self::ZeroPad(cut) => {
                 let before = cut.start(group.rank());
@@ -116,25 +119,24 @@ impl Step {
                 ..Call::on(Op::AllToAll, x, &[concat.dim])
             },
         };
-        self.check(x, group)?;
         Ok(match group.exchange(call, x)? {
             Some(fresh) => Made::Fresh(fresh),
             None => Made::View(x.clone()),
         })
     }
 
-    /// Refuses pieces that do not fit the tensor, before anything is sent.
+    /// Refuses pieces that do not fit the tensor or the group, before anything is sent.
     fn check(&self, x: &Tensor, group: &ProcessGroup) -> Result<()> {
         let whole = |cut: &Cut| x.dims().get(cut.dim).copied() == Some(cut.sizes.iter().sum());
         let piece = |cut: &Cut| x.dims().get(cut.dim).copied() == cut.sizes.get(group.rank()).copied();
         let count = |cut: &Cut| cut.sizes.len() == group.size();
         let fits = match self {
-            Self::AllGather(cut) => count(cut) && piece(cut),
-            Self::ReduceScatter(cut, _) => count(cut) && whole(cut),
+            Self::AllGather(cut) | Self::ZeroPad(cut) => count(cut) && piece(cut),
+            Self::ReduceScatter(cut, _) | Self::Slice(cut) => count(cut) && whole(cut),
             Self::AllToAll(split, concat) => {
                 count(split) && count(concat) && whole(split) && piece(concat) && split.dim != concat.dim
             }
-            _ => true,
+            Self::Identity | Self::Mean | Self::AllReduce(_) => true,
         };
         if fits {
             return Ok(());

@@ -246,6 +246,14 @@ impl DTensor {
         crate::nn::checkpoint::backward(&local)
     }
 
+    /// Refuses whole numbers, from the dtype alone: ranks without elements must refuse them too.
+    pub(crate) fn check_float(&self, op: &'static str) -> Result<()> {
+        if self.dtype().is_float() {
+            return Ok(());
+        }
+        Error::op(op, format!("{} holds no floats; convert it with to_dtype", self.spec))
+    }
+
     /// Whether the tensor is the whole on every rank.
     pub fn is_replicated(&self) -> bool {
         self.placements().iter().all(|p| *p == Replicate)

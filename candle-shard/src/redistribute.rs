@@ -15,6 +15,8 @@
 //! | `R` | `P(sum)` | divide by n | identity |
 //! | `R` invariant | `R` varying | identity | all_reduce |
 //!
+//! Reductions other than the sum become `R` first, and only without gradient.
+//!
 //! Shards are undone from the inner axis outwards and made from the outer axis inwards, so that at every step an axis
 //! cuts what the axes outside of it have left.
 use crate::dtensor::{Axes, DTensor};
@@ -87,6 +89,9 @@ impl DTensor {
         if from == to && (from.shard_dim().is_none() || target.sizes.as_ref() == self.spec().sizes(axis)) {
             let wants_view = from == Replicate && vary & bit != 0 && self.tracked() && !self.is_varying(axis);
             return if wants_view { self.varying_view(axis) } else { Ok(self.clone()) };
+        }
+        if to != Replicate && matches!(from, Partial(op) if op != ReduceOp::Sum) {
+            return self.step(axis, Replicate.into(), vary)?.step(axis, target, vary);
         }
         let mut spec = self.spec().clone();
         spec.place(axis, to, target.sizes);

@@ -6,6 +6,7 @@ use candle_core::{DType, Device, Tensor, Var};
 use candle_dist::{Op, comm};
 use candle_shard::{DTensor, Placement, Replicate, Result, Shard};
 use common::*;
+use itertools::Itertools;
 use test_utils::on_ranks;
 
 const WORLDS: std::ops::RangeInclusive<usize> = 1..=5;
@@ -74,16 +75,17 @@ fn queries_keys_and_values_share_one_backward_all_reduce() {
 
 #[test]
 fn a_view_of_a_parameter_is_not_kept_over_an_update() {
-    for (at, other) in [(Replicate, Shard(0)), (Shard(0), Shard(1)), (Shard(0), Shard(0))] {
+    // The rows of the other factor are cut, so a replicated parameter is used through a view.
+    for (at, other) in [(Replicate, Shard(0)), (Shard(1), Shard(0)), (Shard(0), Shard(1))] {
         on_ranks(3, "two steps", move |ctx| -> Result<()> {
             let mesh = mesh(ctx, &[3])?;
-            let (mut whole, fixed) = (values(&[4, 5], 1, DType::F64), values(&[4, 5], 2, DType::F64));
+            let (mut whole, fixed) = (values(&[4, 5], 1, DType::F64), values(&[3, 4], 2, DType::F64));
             let leaf = Leaf::new(&whole, &mesh, &[Lay::At(at)])?;
             let fixed_here = DTensor::distribute(&fixed, &mesh, &[other])?;
             for step in 0..3 {
-                let loss = leaf.tensor.mul(&fixed_here)?.sqr()?.sum_all()?;
-                let gradient = ((&whole * fixed.sqr()?)? * 2.0)?;
-                close(value_error(&loss, &(&whole * &fixed)?.sqr()?.sum_all()?)?, &format!("loss {step}"));
+                let loss = fixed_here.matmul(&leaf.tensor)?.sqr()?.sum_all()?;
+                let gradient = (fixed.t()?.matmul(&fixed.matmul(&whole)?)? * 2.0)?;
+                close(value_error(&loss, &fixed.matmul(&whole)?.sqr()?.sum_all()?)?, &format!("loss {step}"));
                 let grads = loss.backward()?;
                 close(leaf.gradient_error(&grads, &gradient)?, &format!("gradient {step}"));
                 let grad = grads.get(&leaf.var).unwrap();
@@ -209,4 +211,25 @@ fn data_and_tensor_parallel_axes_together() {
             });
         }
     }
+}
+
+#[test]
+fn a_gathered_tensor_is_used_differently_along_any_axis() {
+    on_ranks(6, "gathered", |ctx| -> Result<()> {
+        let mesh = mesh(ctx, &[2, 3])?;
+        let (a, b) = (values(&[5, 4], 1, DType::F64), values(&[4, 7], 2, DType::F64));
+        let wants = plain_grads(&[&a, &b], |v| v[0].matmul(&v[1])?.sqr());
+        let layouts = on_axes(&[Shard(0), Shard(1), Replicate].map(Lay::At), 2);
+        for (from, beside) in layouts.iter().cartesian_product(&layouts) {
+            let (x, w) = (Leaf::new(&a, &mesh, from)?, Leaf::new(&b, &mesh, beside)?);
+            let whole = x.tensor.redistribute(&[Replicate, Replicate])?;
+            let loss = whole.matmul(&w.tensor)?.sqr()?.sum_all()?;
+            let (grads, counts) = comm::record(|| loss.backward());
+            let grads = grads?;
+            let what = format!("{} beside {}: {counts}", x.tensor.spec(), w.tensor.spec());
+            close(x.gradient_error(&grads, &wants[0])?, &what);
+            close(w.gradient_error(&grads, &wants[1])?, &what);
+        }
+        Ok(())
+    });
 }

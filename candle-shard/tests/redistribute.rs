@@ -120,7 +120,7 @@ fn chain(shape: &'static [usize], dims: [usize; 2], picks: Vec<usize>) -> f64 {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(200))]
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(200) })]
     #[test]
     fn chains_keep_value_and_gradient(
         which in 0usize..3,
@@ -226,6 +226,45 @@ fn several_axes_communicate_no_more_than_needed() {
             assert!(counts.total() <= most, "{what}");
             assert_eq!(counts.get(Op::AllReduce).count, 0, "{what}");
             assert_eq!(value_error(&moved?, &whole)?, 0.0, "{what}");
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn other_reductions_are_resolved_before_anything_else() {
+    use candle_dist::ReduceOp::{Avg, Max, Min, Product};
+    for shape in [&[3][..], &[3, 2]] {
+        on_ranks(shape.iter().product(), "reductions", move |ctx| -> Result<()> {
+            let mesh = mesh(ctx, shape)?;
+            let pieces = (0..3).map(|rank| values(&[4, 2], rank, DType::F64)).collect_vec();
+            for (op, unit) in [(Avg, 0.0), (Max, -9.0), (Min, 9.0), (Product, 1.0)] {
+                let mut at = vec![Replicate; mesh.ndim()];
+                at[0] = candle_shard::Partial(op);
+                let local = pieces[mesh.coordinate()[0]].clone();
+                let tensor = DTensor::from_local(local, &mesh, &at, (4, 2))?;
+                let start = Tensor::full(unit, (4, 2), &Device::Cpu)?;
+                let whole = pieces.iter().try_fold(start, |so_far, piece| match op {
+                    Max => so_far.maximum(piece),
+                    Min => so_far.minimum(piece),
+                    Product => so_far * piece,
+                    _ => so_far + (piece / 3.0)?,
+                })?;
+                let what = format!("{op} on {mesh}");
+                assert!(distance(&tensor.full_tensor()?, &whole) < 1e-12, "{what}");
+                for to in on_axes(&TARGETS, mesh.ndim()) {
+                    let moved = tensor.redistribute(&to)?;
+                    assert_eq!(moved.placements(), to, "{what}");
+                    assert!(value_error(&moved, &whole)? < 1e-12, "{what} to [{}]", show(&to));
+                }
+                let stream = candle_shard::random::Stream::new(1, "mask");
+                let dropped =
+                    DTensor::distribute(&whole, &mesh, &vec![Replicate; mesh.ndim()])?.dropout(0.3, stream)?;
+                assert!(value_error(&tensor.dropout(0.3, stream)?, dropped.to_local())? < 1e-12, "{what}, dropout");
+                assert!(value_error(&tensor.neg()?, &whole.neg()?)? < 1e-12, "{what}, neg");
+                assert!(value_error(&tensor.sum_all()?, &whole.sum_all()?)? < 1e-12, "{what}, sum");
+                assert!(value_error(&tensor.reshape(8)?.sqr()?, &whole.reshape(8)?.sqr()?)? < 1e-12, "{what}, reshape");
+            }
             Ok(())
         });
     }

@@ -84,7 +84,7 @@ fn drawn(mesh: &DeviceMesh, picks: &[usize], weights: &[usize], dims: &[usize]) 
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(64))]
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(64) })]
     #[test]
     fn blocks_tile_the_tensor_with_any_sizes(
         which in 0..MESHES.len(),
@@ -99,6 +99,19 @@ proptest! {
         });
         prop_assert!(complete.into_iter().all(|c| c));
     }
+}
+
+#[test]
+fn one_rank_can_give_the_tensor_to_all() {
+    on_ranks(3, "source", |ctx| -> Result<()> {
+        let mesh = mesh(ctx, &[3])?;
+        for source in 0..3 {
+            let mine = Tensor::full(ctx.rank() as f32, (4, 2), &Device::Cpu)?;
+            let tensor = DTensor::distribute_from(&mine, source, &mesh, &[Shard(0)])?;
+            assert_eq!(tensor.full_tensor()?.to_vec2::<f32>()?, vec![vec![source as f32; 2]; 4]);
+        }
+        Ok(())
+    });
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! Dropout whose mask depends on the global element, not on the mesh.
+use super::pointwise::unary_rows;
 use crate::random::{Distribution, Stream, sample};
-use crate::{DTensor, Error, Result};
+use crate::{DTensor, Error, Result, rules};
 
 impl DTensor {
     /// Each element zeroed with probability `p`, the others divided by `1 - p`.
@@ -13,14 +14,16 @@ impl DTensor {
         if !(0.0..1.0).contains(&p) {
             return Error::op("dropout", format!("probability {p}: want at least 0 and less than 1"));
         }
+        self.check_float("dropout")?;
         if p == 0.0 {
             return Ok(self.clone());
         }
         // A mask is multiplied in, which partial sums bear as well as values do.
-        let keep = Distribution::Bernoulli { p: 1.0 - p };
-        let mask = sample(stream, keep, self.dims(), &self.spec().local_block(), self.dtype(), self.device())?;
-        let mask = mask.affine(1.0 / (1.0 - p), 0.0)?;
-        let local = (self.to_local() * mask)?;
-        Ok(DTensor::assemble(local, std::sync::Arc::new(self.spec().clone()), self.varying()))
+        let rows = unary_rows(self.rank(), true);
+        rules::run("dropout", &[self], &rows, (self.dims(), self.dtype()), |x, out| {
+            let keep = Distribution::Bernoulli { p: 1.0 - p };
+            let mask = sample(stream, keep, out.dims(), &out.local_block(), out.dtype(), self.device())?;
+            Ok((x[0].to_local() * mask.affine(1.0 / (1.0 - p), 0.0)?)?)
+        })
     }
 }

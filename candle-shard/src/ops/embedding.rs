@@ -35,7 +35,7 @@ impl DTensor {
 fn lookup(table: &DTensor, ids: &Tensor, out: &Spec) -> Result<Tensor> {
     let vocab = table.dims()[0];
     let held = table.spec().local_block()[0].clone();
-    let table = table.to_local();
+    let table = table.to_local().contiguous()?; // candle looks up in nothing else
     let flat = ids.flatten_all()?;
     let values = flat.to_vec1::<u32>()?;
     if let Some(bad) = values.iter().find(|&&id| id as usize >= vocab) {

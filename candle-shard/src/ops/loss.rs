@@ -2,17 +2,19 @@
 use crate::placement::{Placement, Shard};
 use crate::rules::{self, Row, Rows};
 use crate::{DTensor, Error, Result, kernels};
+use candle_core::DType;
 
 impl DTensor {
-    /// The mean cross entropy of these logits `[.., classes]` against `targets` (u32, `[..]`), a scalar.
+    /// The mean cross entropy of these logits `[.., classes]` against `targets` (u32 or i64, `[..]`), a scalar.
     ///
     /// Sharded leading dims give partial sums of the global mean; a sharded class dim is gathered first.
     pub fn cross_entropy(&self, targets: &Self) -> Result<Self> {
         let Some((&classes, leading)) = self.dims().split_last() else {
             return Error::op("cross_entropy", format!("logits {}: want [.., classes]", self.spec()));
         };
-        if targets.dims() != leading || targets.tracked() {
-            let reason = format!("targets {} for logits {}: want {leading:?} u32", targets.spec(), self.spec());
+        self.check_float("cross_entropy")?;
+        if targets.dims() != leading || !matches!(targets.dtype(), DType::U32 | DType::I64) {
+            let reason = format!("targets {} for logits {}: want {leading:?} u32 or i64", targets.spec(), self.spec());
             return Error::op("cross_entropy", reason);
         }
         let rows: Rows = (0..leading.len()).map(|d| Row::new(Placement::PARTIAL_SUM, &[Shard(d), Shard(d)])).collect();

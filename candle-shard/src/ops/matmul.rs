@@ -15,6 +15,7 @@ impl DTensor {
             let reason = format!("{} × {}: want [.., m, k] × [.., k, n] of one dtype", self.spec(), rhs.spec());
             return Error::op("matmul", reason);
         }
+        self.check_float("matmul")?;
         let (rows_a, cols_b) = (a.len() - 2, b.len() - 1);
         let (batch_a, batch_b) = (&a[..rows_a], &b[..b.len() - 2]);
         let mut shape = broadcast("matmul", batch_a, batch_b)?;
@@ -47,6 +48,7 @@ impl DTensor {
             );
             return Error::op("linear", reason);
         }
+        self.check_float("linear")?;
         let last = x.len() - 1;
         let row = |out, x, w, b| match bias {
             Some(_) => Row::new(out, &[x, w, b]),

@@ -7,7 +7,7 @@ use candle_core::{DType, Tensor};
 const SUM: Placement = Placement::PARTIAL_SUM;
 
 /// Every dim sharded, in and out.
-fn unary_rows(rank: usize, linear: bool) -> Rows {
+pub(super) fn unary_rows(rank: usize, linear: bool) -> Rows {
     let shards = (0..rank).map(|d| Row::new(Shard(d), &[Shard(d)]));
     shards.chain(linear.then(|| Row::new(SUM, &[SUM]))).collect()
 }
@@ -58,6 +58,7 @@ impl DTensor {
         linear: bool,
         local: impl Fn(&Tensor) -> candle_core::Result<Tensor>,
     ) -> Result<Self> {
+        self.check_float(op)?;
         let rows = unary_rows(self.rank(), linear);
         rules::run(op, &[self], &rows, (self.dims(), self.dtype()), |x, _| Ok(local(x[0].to_local())?))
     }
@@ -69,7 +70,9 @@ impl DTensor {
 
     /// `x · mul + add`; partial sums stay partial where `add` is zero.
     pub fn affine(&self, mul: f64, add: f64) -> Result<Self> {
-        self.unary("affine", add == 0.0, |x| x.affine(mul, add))
+        let rows = unary_rows(self.rank(), add == 0.0);
+        let out = (self.dims(), self.dtype());
+        rules::run("affine", &[self], &rows, out, |x, _| Ok(x[0].to_local().affine(mul, add)?))
     }
 
     /// The same values in another dtype; partial sums are added up in the present one first.

@@ -37,6 +37,7 @@ impl DTensor {
 
     /// The mean over `dims`, which stay with size 1; the count is the global one.
     pub fn mean_keepdim(&self, dims: impl Dims) -> Result<Self> {
+        self.check_float("mean_keepdim")?;
         let dims = dims.to_indexes(&Shape::from(self.dims()), "mean_keepdim")?;
         let count: usize = dims.iter().map(|&d| self.dims()[d]).product();
         self.sum_keepdim(dims)?.affine(1.0 / count as f64, 0.0)
@@ -44,6 +45,7 @@ impl DTensor {
 
     /// The mean of all elements, a scalar; the count is the global one.
     pub fn mean_all(&self) -> Result<Self> {
+        self.check_float("mean_all")?;
         self.sum_all()?.affine(1.0 / self.elem_count() as f64, 0.0)
     }
 }

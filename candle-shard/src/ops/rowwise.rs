@@ -54,7 +54,7 @@ impl DTensor {
         if self.rank() < rank {
             return Error::op(op, format!("{} has too few dims; want at least {rank}", self.spec()));
         }
-        Ok(())
+        self.check_float(op)
     }
 
     fn check_norm(&self, op: &'static str, parameters: &[&Self]) -> Result<()> {

@@ -43,8 +43,9 @@ impl DTensor {
     /// The part `start..start + len` of a dim, which must not be sharded or is gathered.
     pub fn narrow(&self, dim: impl Dim, start: usize, len: usize) -> Result<Self> {
         let dim = dim.to_index(&Shape::from(self.dims()), "narrow")?;
-        if start + len > self.dims()[dim] {
-            return Error::op("narrow", format!("{start}..{} is outside of dim {dim} of {}", start + len, self.spec()));
+        let end = start.saturating_add(len);
+        if end > self.dims()[dim] {
+            return Error::op("narrow", format!("{start}..{end} is outside of dim {dim} of {}", self.spec()));
         }
         let mut shape = self.dims().to_vec();
         shape[dim] = len;

@@ -63,8 +63,8 @@ pub(crate) fn on_axes<T: Clone>(choices: &[T], axes: usize) -> Vec<Vec<T>> {
     (0..axes).map(|_| choices.iter().cloned()).multi_cartesian_product().collect()
 }
 
-/// Shapes that divide by few ranks, by none, and that leave ranks without elements.
-pub(crate) const SHAPES: [[usize; 2]; 4] = [[4, 6], [5, 3], [1, 7], [2, 1]];
+/// Shapes that divide by few ranks, by none, that leave ranks without elements, and that have none.
+pub(crate) const SHAPES: [[usize; 2]; 5] = [[4, 6], [5, 3], [1, 7], [2, 1], [0, 3]];
 
 /// A mesh with axes `a`, `b`, .. of these sizes.
 pub(crate) fn mesh(ctx: &RankContext, shape: &[usize]) -> candle_dist::Result<DeviceMesh> {

@@ -1,7 +1,9 @@
 use crate::sweep::{Case, Input, Kind::Float, sweep};
 use candle_core::{DType, Tensor};
 
-const PRODUCTS: [[&[usize]; 2]; 10] = [
+const PRODUCTS: [[&[usize]; 2]; 12] = [
+    [&[0, 3], &[3, 2]],
+    [&[4, 0], &[0, 2]],
     [&[4, 6], &[6, 2]],
     [&[5, 3], &[3, 7]],
     [&[1, 2], &[2, 1]],
@@ -45,7 +47,8 @@ fn plain_linear(x: &[Tensor]) -> candle_core::Result<Tensor> {
 
 #[test]
 fn linear() {
-    let shapes: [[&[usize]; 3]; 5] = [
+    let shapes: [[&[usize]; 3]; 6] = [
+        [&[0, 3], &[2, 3], &[2]],
         [&[4, 6], &[2, 6], &[2]],
         [&[5, 3], &[7, 3], &[7]],
         [&[1, 2], &[5, 2], &[5]],

@@ -133,12 +133,16 @@ fn layouts(case: &Case, axes: usize, most: usize) -> Vec<Vec<Vec<Lay>>> {
     };
     let choices = case.inputs.iter().map(of_input).collect_vec();
     let count: usize = choices.iter().map(Vec::len).product();
-    // A stride without a common divisor with the count visits different layouts of every input.
-    let step = (count / most).max(1) | 1;
+    // A stride without a common divisor with the count visits every layout of every input alike.
+    let step = (count.div_ceil(most)..).find(|&step| gcd(step, count) == 1).unwrap_or(1);
     let pick = |mut index: usize| {
         choices.iter().map(|of_input| (of_input[index % of_input.len()].clone(), index /= of_input.len()).0).collect()
     };
     (0..count).step_by(step).map(pick).collect()
+}
+
+fn gcd(a: usize, b: usize) -> usize {
+    if b == 0 { a } else { gcd(b, a % b) }
 }
 
 /// The meshes of a sweep; the last two have more layouts than are tried.
@@ -151,7 +155,7 @@ pub(crate) fn sweep(family: &str, dtype: DType, cases: Vec<Case>) {
     let cases = Arc::new(cases);
     for shape in MESHES {
         let cases = cases.clone();
-        let most = if shape.len() == 1 { 400 } else { 60 };
+        let most = if shape.len() == 1 { 400 } else { 80 };
         let outcomes = on_ranks(shape.iter().product(), family, move |ctx| -> Result<Vec<(String, Outcome)>> {
             let mesh = mesh(ctx, shape)?;
             let mut outcomes = Vec::new();

@@ -40,7 +40,9 @@ fn narrow() {
 }
 
 /// From and to: heads split and merged, everything flattened and back, sizes that divide by nothing, dims of size 1.
-const RESHAPES: [[&[usize]; 2]; 30] = [
+const RESHAPES: [[&[usize]; 2]; 32] = [
+    [&[0, 6], &[0, 2, 3]],
+    [&[2, 0, 3], &[6, 0]],
     [&[2, 3, 8], &[2, 3, 4, 2]],
     [&[2, 3, 4, 2], &[2, 3, 8]],
     [&[2, 3, 6], &[2, 3, 3, 2]],

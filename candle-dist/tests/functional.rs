@@ -1,0 +1,250 @@
+//! Every pair of exchanges: the backward step is the adjoint of the forward step, and each communicates what it should.
+#![allow(clippy::unwrap_used)] // a panic is how a test fails
+use candle_core::{DType, Device, Tensor, Var};
+use candle_dist::functional::{Cut, Exchange};
+use candle_dist::{Error, Op, ProcessGroup, ReduceOp, Result, comm};
+use itertools::iproduct;
+use test_utils::on_ranks;
+
+const WORLDS: std::ops::RangeInclusive<usize> = 1..=5;
+/// The size of the dims that are not cut.
+const OTHER: usize = 3;
+
+/// What a value is to the ranks of a group; it decides how inner products are counted.
+#[derive(Clone, Copy, PartialEq)]
+enum State {
+    /// Every rank has something of its own, all of which counts.
+    Own,
+    /// Every rank has the same, which counts once.
+    Invariant,
+    /// Every rank has the same, and each copy counts.
+    Same,
+}
+use State::{Invariant, Own, Same};
+
+/// One row of the table of pairs: the states of the input, of the output and of the output's gradient.
+struct Pair {
+    name: &'static str,
+    exchange: Exchange,
+    shape: [usize; 3],
+    input: State,
+    output: State,
+    gradient: State,
+    forward: Option<Op>,
+    backward: Option<Op>,
+}
+
+/// All pairs for a dim of these pieces and another one, as seen by one rank.
+fn pairs(rank: usize, dim: usize, sizes: &[usize], other: usize, other_sizes: &[usize]) -> Vec<Pair> {
+    let cut = || Cut::new(dim, sizes);
+    let shape = |len: usize| {
+        let mut shape = [OTHER; 3];
+        shape[dim] = len;
+        shape
+    };
+    let (whole, piece) = (shape(sizes.iter().sum()), shape(sizes[rank]));
+    let mut crossed = piece;
+    crossed[other] = other_sizes.iter().sum();
+    let row = |name, exchange, shape, (input, output, gradient), (forward, backward)| Pair {
+        name,
+        exchange,
+        shape,
+        input,
+        output,
+        gradient,
+        forward,
+        backward,
+    };
+    let (reduce, gather, scatter) = (Some(Op::AllReduce), Some(Op::AllGather), Some(Op::ReduceScatter));
+    vec![
+        row("all_reduce", Exchange::all_reduce(), whole, (Own, Invariant, Invariant), (reduce, None)),
+        row("to_varying", Exchange::to_varying(), whole, (Invariant, Own, Own), (None, reduce)),
+        row("to_invariant", Exchange::to_invariant(), whole, (Same, Invariant, Invariant), (None, None)),
+        row("all_gather", Exchange::all_gather(cut()), piece, (Own, Own, Own), (gather, scatter)),
+        row(
+            "all_gather_invariant",
+            Exchange::all_gather_invariant(cut()),
+            piece,
+            (Own, Invariant, Invariant),
+            (gather, None),
+        ),
+        row("slice", Exchange::slice(cut()), whole, (Invariant, Own, Own), (None, gather)),
+        row("slice_varying", Exchange::slice_varying(cut()), whole, (Own, Own, Own), (None, None)),
+        row("zero_pad", Exchange::zero_pad(cut()), piece, (Own, Own, Own), (None, None)),
+        row("reduce_scatter", Exchange::reduce_scatter(cut()), whole, (Own, Own, Own), (scatter, gather)),
+        row("to_partial", Exchange::to_partial(), whole, (Invariant, Own, Same), (None, None)),
+        row("to_partial_varying", Exchange::to_partial_varying(), whole, (Own, Own, Own), (None, None)),
+        row(
+            "all_to_all",
+            Exchange::all_to_all(Cut::new(other, other_sizes), cut()),
+            crossed,
+            (Own, Own, Own),
+            (Some(Op::AllToAll), Some(Op::AllToAll)),
+        ),
+    ]
+}
+
+/// Numbers in ±1 that depend on the seed, and on the rank if every rank has its own.
+fn numbers(shape: &[usize], seed: usize, state: State, rank: usize) -> candle_core::Result<Tensor> {
+    let start = seed * 1000 + if state == Own { rank * 100 } else { 0 };
+    let count: usize = shape.iter().product();
+    let numbers: Vec<f64> = (start..start + count).map(|i| ((i * i) as f64 * 0.7 + 0.3).sin()).collect();
+    Tensor::from_vec(numbers, shape, &Device::Cpu)
+}
+
+/// The inner product over all ranks, where an invariant value counts once.
+fn inner(group: &ProcessGroup, a: &Tensor, b: &Tensor, state: State) -> Result<f64> {
+    let sum = group.all_reduce(&(a * b)?.sum_all()?, ReduceOp::Sum)?.to_scalar::<f64>()?;
+    Ok(if state == Invariant { sum / group.size() as f64 } else { sum })
+}
+
+fn cuts(n: usize) -> Vec<Vec<usize>> {
+    vec![vec![2; n], (0..n).map(|r| (r * 2) % 3 + 1).collect(), (0..n).collect(), (0..n).map(|r| n - 1 - r).collect()]
+}
+
+/// Runs `check` for every pair on worlds 1 to 5 and even, uneven and empty pieces of every dim.
+fn for_every_pair(check: fn(&ProcessGroup, &Pair) -> Result<()>) {
+    for n in WORLDS {
+        on_ranks(n, "pairs", move |ctx| -> Result<()> {
+            for (sizes, others, dim, step) in iproduct!(cuts(n), cuts(n), 0..3, 1..3) {
+                for pair in pairs(ctx.rank(), dim, &sizes, (dim + step) % 3, &others) {
+                    check(ctx.group(), &pair)?;
+                }
+            }
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn the_backward_step_is_the_adjoint_of_the_forward_step() {
+    for_every_pair(|group, pair| {
+        let x = Var::from_tensor(&numbers(&pair.shape, 1, pair.input, group.rank())?)?;
+        let y = pair.exchange.clone().apply(&x, group)?;
+        let g = numbers(y.dims(), 2, pair.gradient, group.rank())?;
+        let loss = (&y * &g)?.sum_all()?;
+        let grads = loss.backward()?;
+        let back = grads.get(&x).cloned().map_or_else(|| x.zeros_like(), Ok)?;
+        assert_eq!(back.dims(), x.dims(), "{}", pair.name);
+        let out = inner(group, &y, &g, pair.output)?;
+        let input = inner(group, &x, &back, pair.input)?;
+        assert!((out - input).abs() < 1e-11, "{} of {:?}: {out} forward, {input} backward", pair.name, pair.shape);
+        Ok(())
+    });
+}
+
+#[test]
+fn invariant_values_and_gradients_are_alike_on_all_ranks() {
+    for_every_pair(|group, pair| {
+        let x = Var::from_tensor(&numbers(&pair.shape, 1, pair.input, group.rank())?)?;
+        let y = pair.exchange.clone().apply(&x, group)?;
+        let alike = |t: &Tensor| -> Result<bool> {
+            let max = group.all_reduce(&t.detach(), ReduceOp::Max)?;
+            Ok(max.to_vec3::<f64>()? == t.to_vec3::<f64>()?)
+        };
+        if pair.output == Invariant {
+            assert!(alike(&y)?, "{}", pair.name);
+        }
+        if pair.input == Invariant {
+            let g = numbers(y.dims(), 2, pair.gradient, group.rank())?;
+            let grads = (&y * &g)?.sum_all()?.backward()?;
+            let back = grads.get(&x).cloned().map_or_else(|| x.zeros_like(), Ok)?;
+            assert!(alike(&back)?, "{}", pair.name);
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn each_step_communicates_what_the_table_says() {
+    for_every_pair(|group, pair| {
+        let x = Var::from_tensor(&numbers(&pair.shape, 1, pair.input, group.rank())?)?;
+        let (y, forward) = comm::record(|| pair.exchange.clone().apply(&x, group));
+        let loss = y?.sum_all()?;
+        let (grads, backward) = comm::record(|| loss.backward());
+        grads?;
+        for (counts, want) in [(forward, pair.forward), (backward, pair.backward)] {
+            let want = want.filter(|_| group.size() > 1);
+            assert_eq!(counts.total(), usize::from(want.is_some()), "{}: {counts}", pair.name);
+            assert!(want.is_none_or(|op| counts.get(op).count == 1), "{}: {counts}", pair.name);
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn what_is_not_tracked_stays_so() {
+    for_every_pair(|group, pair| {
+        let x = numbers(&pair.shape, 1, pair.input, group.rank())?;
+        let y = pair.exchange.clone().apply(&x, group)?;
+        assert!(!y.track_op(), "{}", pair.name);
+        let tracked = pair.exchange.clone().apply(Var::from_tensor(&x)?.as_tensor(), group)?;
+        assert!(tracked.track_op(), "{}", pair.name);
+        assert_eq!(y.to_vec3::<f64>()?, tracked.to_vec3::<f64>()?, "{}", pair.name);
+        Ok(())
+    });
+}
+
+#[test]
+fn a_known_result_is_not_communicated_again() {
+    on_ranks(3, "known", |ctx| -> Result<()> {
+        let (group, sizes) = (ctx.group(), [2, 0, 1]);
+        let x = Var::from_tensor(&numbers(&[sizes[ctx.rank()], 4], 1, Own, ctx.rank())?)?;
+        let pair = || Exchange::all_gather(Cut::new(0, &sizes));
+        let y = pair().apply(&x, group)?;
+        let (known, counts) = comm::record(|| pair().with_known_result(&x, &y, group));
+        let known = known?;
+        assert_eq!(counts.total(), 0);
+        assert_eq!(known.to_vec2::<f64>()?, y.to_vec2::<f64>()?);
+        let g = numbers(&[3, 4], 2, Own, ctx.rank())?;
+        let grad = |y: &Tensor| -> Result<Vec<Vec<f64>>> {
+            Ok((y * &g)?.sum_all()?.backward()?.get(&x).unwrap().to_vec2::<f64>()?)
+        };
+        assert_eq!(grad(&known)?, grad(&y)?);
+        Ok(())
+    });
+}
+
+#[test]
+fn a_result_does_not_alias_the_variable_it_came_from() {
+    on_ranks(2, "alias", |ctx| -> Result<()> {
+        let x = Var::from_tensor(&Tensor::ones((2, 2), DType::F64, &Device::Cpu)?)?;
+        let y = Exchange::to_varying().apply(&x, ctx.group())?;
+        x.set(&Tensor::zeros((2, 2), DType::F64, &Device::Cpu)?)?;
+        assert_eq!(y.to_vec2::<f64>()?, [[1.0; 2]; 2]);
+        Ok(())
+    });
+}
+
+#[test]
+fn pieces_that_do_not_fit_are_refused_before_anything_is_sent() {
+    let texts = on_ranks(2, "refused", |ctx| -> Result<Vec<String>> {
+        let x = Tensor::zeros((4, 3), DType::F32, &Device::Cpu)?;
+        let wrong = [
+            Exchange::all_gather(Cut::new(0, &[3, 3])),
+            Exchange::all_gather(Cut::new(2, &[4, 4])),
+            Exchange::all_gather(Cut::new(0, &[4])),
+            Exchange::reduce_scatter(Cut::new(0, &[1, 2])),
+            Exchange::all_to_all(Cut::new(1, &[1, 2]), Cut::new(1, &[3, 3])),
+            Exchange::all_to_all(Cut::new(1, &[2, 2]), Cut::new(0, &[4, 4])),
+            Exchange::slice(Cut::new(0, &[3, 3])),
+            Exchange::slice(Cut::new(0, &[4])),
+            Exchange::slice(Cut::new(2, &[1, 1])),
+            Exchange::zero_pad(Cut::new(0, &[3, 3])),
+            Exchange::zero_pad(Cut::new(2, &[4, 4])),
+        ];
+        let mut texts = Vec::new();
+        for exchange in wrong {
+            let (result, counts) = comm::record(|| exchange.clone().apply(&x, ctx.group()));
+            assert_eq!(counts.total(), 0);
+            match result {
+                Err(Error::InvalidArgument { reason, .. }) => texts.push(reason),
+                other => panic!("{exchange:?}: {other:?}"),
+            }
+        }
+        ctx.group().barrier()?;
+        Ok(texts)
+    });
+    assert_eq!(texts[0], texts[1]);
+    assert!(texts[0].iter().all(|t| t.contains("does not fit shape [4, 3] on 2 ranks")), "{:?}", texts[0]);
+}

@@ -1,0 +1,149 @@
+//! What an op cannot do is refused with one text on all ranks, before anything is communicated.
+#![allow(clippy::unwrap_used)] // a panic is how a test fails
+mod common;
+
+use candle_core::{DType, Device, Tensor};
+use candle_dist::comm;
+use candle_shard::random::Stream;
+use candle_shard::{DTensor, Placement, Replicate, Result, Shard};
+use common::*;
+use test_utils::on_ranks;
+
+/// Operands for ops: floats, whole numbers and operands of other shapes, all in one layout.
+struct Operands {
+    /// f64 `[2, 3]`.
+    x: DTensor,
+    /// f64 `[4, 5]`.
+    other: DTensor,
+    /// f32 `[2, 3]`.
+    single: DTensor,
+    /// u32 `[2, 3]`.
+    ids: DTensor,
+    /// f64 `[3]`.
+    row: DTensor,
+    /// f64 `[]`.
+    scalar: DTensor,
+}
+
+type Refused = (&'static str, fn(&Operands) -> Result<DTensor>);
+
+/// Ops on operands that do not fit, each with a part of its text.
+const REFUSED: [Refused; 33] = [
+    ("add: shapes [2, 3] and [4, 5] do not broadcast", |o| o.x.add(&o.other)),
+    ("mul: dtypes f64 and f32 differ", |o| o.x.mul(&o.single)),
+    ("div: shapes", |o| o.other.div(&o.row)),
+    ("sub: dtypes", |o| o.ids.sub(&o.x)),
+    ("matmul: f64[2, 3]", |o| o.x.matmul(&o.other)),
+    ("matmul:", |o| o.x.matmul(&o.row)),
+    ("matmul:", |o| o.x.t()?.matmul(&o.single)),
+    ("linear: input f64[2, 3]", |o| o.x.linear(&o.other, None)),
+    ("linear:", |o| o.x.linear(&o.x, Some(&o.row))),
+    ("linear:", |o| o.scalar.linear(&o.x, None)),
+    ("linear:", |o| o.ids.linear(&o.ids, None)),
+    ("embedding: ids f64[2, 3]", |o| o.x.embedding(&o.x)),
+    ("embedding: a table f64[3]", |o| o.row.embedding(&o.ids)),
+    ("cross_entropy: targets", |o| o.other.cross_entropy(&o.ids)),
+    ("cross_entropy: logits f64[]", |o| o.scalar.cross_entropy(&o.ids)),
+    ("cross_entropy: targets f64[]", |o| o.row.cross_entropy(&o.scalar)),
+    ("layer_norm: a parameter f64[4, 5]", |o| o.x.layer_norm(&o.other, &o.row, 1e-5)),
+    ("rms_norm: a parameter f64[3]", |o| o.other.rms_norm(&o.row, 1e-5)),
+    ("softmax_last_dim: f64[]", |o| o.scalar.softmax_last_dim()),
+    ("causal_softmax: f64[3]", |o| o.row.causal_softmax(1.0)),
+    ("softmax_last_dim:", |o| o.ids.softmax_last_dim()),
+    ("narrow: 1..4 is outside of dim 1", |o| o.x.narrow(1, 1, 3)),
+    ("narrow:", |o| o.x.narrow(1, usize::MAX, 2)),
+    ("narrow", |o| o.x.narrow(2, 0, 1)),
+    ("matmul: u32[3, 2]", |o| o.ids.t()?.matmul(&o.ids)),
+    ("reshape: [2, 3] and [4]", |o| o.x.reshape(4)),
+    ("permute", |o| o.x.permute(0)),
+    ("permute", |o| o.x.permute((0, 0))),
+    ("t: f64[3]", |o| o.row.t()),
+    ("transpose", |o| o.x.transpose(0, 2)),
+    ("sum", |o| o.x.sum(2)),
+    ("dropout: probability 1", |o| o.x.dropout(1.0, Stream::new(0, "mask"))),
+    ("dropout:", |o| o.ids.dropout(0.5, Stream::new(0, "mask"))),
+];
+
+/// Functions of real numbers on whole ones.
+const FLOATS_ONLY: [Refused; 14] = [
+    ("relu", |o| o.ids.relu()),
+    ("gelu", |o| o.ids.gelu()),
+    ("silu", |o| o.ids.silu()),
+    ("sigmoid", |o| o.ids.sigmoid()),
+    ("tanh", |o| o.ids.tanh()),
+    ("exp", |o| o.ids.exp()),
+    ("log", |o| o.ids.log()),
+    ("sqrt", |o| o.ids.sqrt()),
+    ("sin", |o| o.ids.sin()),
+    ("cos", |o| o.ids.cos()),
+    ("recip", |o| o.ids.recip()),
+    ("neg", |o| o.ids.neg()),
+    ("mean_all", |o| o.ids.mean_all()),
+    ("mean_keepdim", |o| o.ids.mean_keepdim(1)),
+];
+
+/// The layouts of all operands: pieces of unlike sizes, empty ones, none.
+fn layout(rank: usize, at: Placement) -> Placement {
+    match at {
+        Shard(dim) if dim < rank => at,
+        _ => Replicate,
+    }
+}
+
+#[test]
+fn operands_that_do_not_fit_are_refused_alike_on_all_ranks() {
+    for (world, at) in [(2, Shard(0)), (3, Shard(0)), (3, Shard(1)), (4, Shard(1)), (3, Replicate)] {
+        let texts = on_ranks(world, "refused", move |ctx| -> Result<Vec<String>> {
+            let mesh = mesh(ctx, &[world])?;
+            let on_mesh = |whole: Tensor| DTensor::distribute(&whole, &mesh, &[layout(whole.rank(), at)]);
+            let o = Operands {
+                x: on_mesh(values(&[2, 3], 1, DType::F64))?,
+                other: on_mesh(values(&[4, 5], 1, DType::F64))?,
+                single: on_mesh(values(&[2, 3], 1, DType::F32))?,
+                ids: on_mesh(Tensor::zeros((2, 3), DType::U32, &Device::Cpu)?)?,
+                row: on_mesh(values(&[3], 1, DType::F64))?,
+                scalar: on_mesh(values(&[], 1, DType::F64))?,
+            };
+            let (texts, counts) = comm::record(|| {
+                let refused = |(part, op): &Refused| match op(&o) {
+                    Ok(made) => panic!("{part:?} gave {}", made.spec()),
+                    Err(error) => (*part, error.to_string()),
+                };
+                REFUSED.iter().chain(&FLOATS_ONLY).map(refused).collect::<Vec<_>>()
+            });
+            assert_eq!(counts.total(), 0, "{counts}");
+            for (part, text) in &texts {
+                assert!(text.contains(part), "{text:?} lacks {part:?}");
+            }
+            Ok(texts.into_iter().map(|(_, text)| text).collect())
+        });
+        for (rank, other) in texts.iter().enumerate() {
+            for (text, first) in other.iter().zip(&texts[0]) {
+                assert_eq!(text, first, "rank {rank} and rank 0 on {world} ranks as {at}");
+            }
+        }
+    }
+}
+
+#[test]
+fn different_meshes_do_not_mix() {
+    let texts = on_ranks(2, "meshes", |ctx| -> Result<String> {
+        let whole = values(&[2, 3], 1, DType::F64);
+        let a = DTensor::distribute(&whole, &ctx.mesh(&[("a", 2)])?, &[Shard(0)])?;
+        let b = DTensor::distribute(&whole, &ctx.mesh(&[("b", 2)])?, &[Shard(0)])?;
+        Ok(a.add(&b).unwrap_err().to_string())
+    });
+    assert!(texts.iter().all(|t| t.contains("add: inputs lie on different meshes")), "{texts:?}");
+}
+
+#[test]
+fn a_local_tensor_that_does_not_fit_its_layout_is_refused() {
+    on_ranks(2, "local", |ctx| -> Result<()> {
+        let mesh = mesh(ctx, &[2])?;
+        let local = Tensor::zeros((2, 3), DType::F32, &Device::Cpu)?;
+        let text = DTensor::from_local(local.clone(), &mesh, &[Shard(0)], (6, 3)).unwrap_err().to_string();
+        assert!(text.contains("f32[2, 3]") && text.contains("holds [3, 3] there"), "{text}");
+        assert!(DTensor::from_local(local, &mesh, &[Shard(0)], (4, 3)).is_ok());
+        Ok(())
+    });
+}
