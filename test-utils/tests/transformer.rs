@@ -185,3 +185,23 @@ fn plans_that_do_not_fit_are_refused_alike() {
         Ok(())
     });
 }
+
+#[test]
+fn a_recomputed_step_communicates_its_forward_twice_and_its_backward_once() {
+    on_ranks(2, "checkpoint counts", |ctx| -> Result<()> {
+        let args = ModelArgs { dropout_p: 0.0, checkpoint_activations: true, ..ModelArgs::default() };
+        let mesh = ctx.mesh(&[("tp", 2)])?;
+        let vb = ShardedVarBuilder::fresh(0, &mesh, Transformer::plan("tp", false), DType::F32, &Device::Cpu)?;
+        let model = Transformer::new(&args, &vb)?;
+        let parameters = vb.finish()?;
+        let x = DTensor::distribute(&tokens(2, 16, 8, 0)?, &mesh, &[Replicate])?;
+        let (loss, forward) = comm::record(|| model.forward(&x, Mode::Eval)?.cross_entropy(&x));
+        let loss = loss?;
+        let (grads, backward) = comm::record(|| parameters.backward(&loss));
+        grads?;
+        assert_eq!(forward.get(Op::AllReduce).count, 2 * args.n_layers + 1);
+        // 2 a layer recomputed, 2 a layer and 1 for the output layer in the backward pass proper.
+        assert_eq!(backward.get(Op::AllReduce).count, 4 * args.n_layers + 1);
+        Ok(())
+    });
+}

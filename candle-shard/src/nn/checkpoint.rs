@@ -75,7 +75,9 @@ impl DTensor {
     /// The same values as a variable of their own, so that a part of a graph can be differentiated by itself.
     fn as_leaf(&self) -> Result<(DTensor, Var)> {
         let var = Var::from_tensor(&self.to_local().detach())?;
-        Ok((DTensor::assemble(var.as_tensor().clone(), Arc::new(self.spec().clone()), self.varying()), var))
+        // No variable itself, so that several uses share one view of it as they do outside of a segment.
+        let local = var.reshape(var.shape())?;
+        Ok((DTensor::assemble(local, Arc::new(self.spec().clone()), self.varying()), var))
     }
 }
 

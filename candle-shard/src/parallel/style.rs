@@ -177,7 +177,12 @@ impl ModuleStyle {
 
     /// `x` with one placement changed, all other axes as they are.
     fn lay_out(&self, x: &DTensor, to: Placement, vary: bool) -> Result<DTensor> {
-        let keep = |axis: usize| Target { placement: x.placements()[axis], sizes: x.spec().sizes(axis).cloned() };
+        // An axis inside of one that now cuts the same dim takes the default sizes.
+        let outermost = |axis: usize| axis <= self.axis || x.placements()[axis] != to;
+        let keep = |axis: usize| Target {
+            placement: x.placements()[axis],
+            sizes: x.spec().sizes(axis).filter(|_| outermost(axis)).cloned(),
+        };
         let mut targets: Targets = (0..x.mesh().ndim()).map(keep).collect();
         if targets[self.axis].placement != to {
             targets[self.axis] = to.into();
