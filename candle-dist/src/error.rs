@@ -12,11 +12,19 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The arguments of a call are wrong; nothing was communicated and the group stays usable.
+    /// The arguments of a call are wrong; no data was moved and the group stays usable.
     #[error("rank {rank}: {op}: {reason}")]
     InvalidArgument {
         /// The rank that made the call.
         rank: usize,
+        /// The call.
+        op: &'static str,
+        /// What is wrong and how to mend it.
+        reason: String,
+    },
+    /// The arguments of a call that concerns no group are wrong.
+    #[error("{op}: {reason}")]
+    Invalid {
         /// The call.
         op: &'static str,
         /// What is wrong and how to mend it.

@@ -24,11 +24,25 @@ mod error;
 pub mod functional;
 mod group;
 mod mesh;
+mod pack;
+mod state;
+mod storage;
+mod sync;
 pub mod threads;
+mod tree;
+mod verify;
 mod world;
+
+pub use candle_core;
 
 pub use backend::{Op, ReduceOp};
 pub use error::{Cause, Doing, Error, GroupFailure, RankReport, Result};
 pub use group::ProcessGroup;
 pub use mesh::DeviceMesh;
+pub use pack::{Packed, PackedKeys};
+pub use state::replace_by_prefix;
+pub use storage::FreeableTensor;
+pub use sync::{SyncOptions, named_vars, sync_module_states, sync_params};
+pub use tree::TensorTree;
+pub use verify::verify_parameter_shapes;
 pub use world::{RankContext, World, WorldError};

@@ -1,0 +1,142 @@
+//! One rank's parameters, on all ranks.
+use crate::{Error, ProcessGroup, Result, verify_parameter_shapes};
+use candle_core::{Tensor, Var};
+use candle_nn::VarMap;
+use itertools::Itertools;
+use std::collections::BTreeSet;
+
+/// How [`sync_params`] and [`sync_module_states`] move values.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SyncOptions {
+    /// The rank, counted within the group, whose values the others take; 0 by default.
+    pub source: usize,
+    /// How many bytes go into one broadcast, 250 MiB by default. A larger tensor goes by itself.
+    pub bucket_bytes: usize,
+    /// Names that every rank keeps as they are; none by default.
+    pub ignore: BTreeSet<String>,
+    /// Whether [`sync_module_states`] moves buffers too; it does by default.
+    pub buffers: bool,
+}
+
+impl Default for SyncOptions {
+    fn default() -> Self {
+        Self { source: 0, bucket_bytes: 250 << 20, ignore: BTreeSet::new(), buffers: true }
+    }
+}
+
+/// Gives every rank's variables the values of the source's, bit by bit.
+///
+/// Every rank names the same variables in the same order, which [`verify_parameter_shapes`] checks before anything
+/// moves. Variables then travel together: in the order of the list, those of one dtype fill buckets of
+/// [`bucket_bytes`](SyncOptions::bucket_bytes), and each bucket is one broadcast.
+///
+/// # Errors
+/// Those of [`verify_parameter_shapes`], and [`Error::InvalidArgument`] if the source is outside the group.
+///
+/// ```
+/// use candle_core::{Device, Var};
+/// use candle_dist::{SyncOptions, World, sync_params};
+///
+/// let values = World::local(3).run(|ctx| -> candle_dist::Result<f32> {
+///     let weight = Var::new(ctx.rank() as f32, &Device::Cpu)?;
+///     let options = SyncOptions { source: 2, ..SyncOptions::default() };
+///     sync_params(ctx.group(), &[("weight", weight.clone())], &options)?;
+///     Ok(weight.to_scalar::<f32>()?)
+/// })?;
+/// assert_eq!(values, [2.0, 2.0, 2.0]);
+/// # Ok::<(), candle_dist::WorldError>(())
+/// ```
+#[track_caller]
+pub fn sync_params<N: AsRef<str>>(group: &ProcessGroup, params: &[(N, Var)], options: &SyncOptions) -> Result<()> {
+    sync(group, params.iter().map(|(name, var)| (name.as_ref(), var)), options)
+}
+
+/// [`sync_params`] for a module's parameters and, unless the options say otherwise, its buffers, in one go.
+#[track_caller]
+pub fn sync_module_states<N: AsRef<str>, M: AsRef<str>>(
+    group: &ProcessGroup,
+    params: &[(N, Var)],
+    buffers: &[(M, Var)],
+    options: &SyncOptions,
+) -> Result<()> {
+    let buffers = if options.buffers { buffers } else { &[] };
+    let params = params.iter().map(|(name, var)| (name.as_ref(), var));
+    sync(group, params.chain(buffers.iter().map(|(name, var)| (name.as_ref(), var))), options)
+}
+
+/// The variables of a map by name, in an order on which all ranks agree.
+pub fn named_vars(map: &VarMap) -> Vec<(String, Var)> {
+    let vars = map.data().lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    vars.iter().map(|(name, var)| (name.clone(), var.clone())).sorted_by(|a, b| a.0.cmp(&b.0)).collect()
+}
+
+#[track_caller]
+fn sync<'a>(group: &ProcessGroup, vars: impl Iterator<Item = (&'a str, &'a Var)>, options: &SyncOptions) -> Result<()> {
+    let (source, n) = (options.source, group.size());
+    if source >= n {
+        let reason = format!("source {source} is outside the group; its ranks are 0 to {}", n - 1);
+        return Err(Error::InvalidArgument { rank: group.ranks()[group.rank()], op: "sync_params", reason });
+    }
+    let vars: Vec<(&str, &Var)> = vars.filter(|(name, _)| !options.ignore.contains(*name)).collect();
+    verify_parameter_shapes(group, &vars.iter().map(|(name, var)| (name, var.as_tensor())).collect_vec())?;
+    if n == 1 {
+        return Ok(());
+    }
+    let vars: Vec<&Var> = vars.into_iter().map(|(_, var)| var).filter(|var| var.elem_count() > 0).collect();
+    for bucket in buckets(&vars, options.bucket_bytes) {
+        broadcast(group, &bucket, source)?;
+    }
+    Ok(())
+}
+
+fn bytes(var: &Var) -> usize {
+    var.elem_count() * var.dtype().size_in_bytes()
+}
+
+/// Cuts the variables of each dtype, in order, into runs of at most `budget` bytes or of one variable.
+fn buckets<'a>(vars: &[&'a Var], budget: usize) -> Vec<Vec<&'a Var>> {
+    let mut buckets: Vec<Vec<&Var>> = Vec::new();
+    for dtype in vars.iter().map(|var| var.dtype()).unique() {
+        let mut room = 0;
+        for var in vars.iter().filter(|var| var.dtype() == dtype) {
+            match buckets.last_mut() {
+                Some(bucket) if bytes(var) <= room => {
+                    bucket.push(var);
+                    room -= bytes(var);
+                }
+                _ => {
+                    buckets.push(vec![var]);
+                    room = budget.saturating_sub(bytes(var));
+                }
+            }
+        }
+    }
+    buckets
+}
+
+/// Sends the source's variables as one flat tensor and writes it into the others'.
+#[track_caller]
+fn broadcast(group: &ProcessGroup, bucket: &[&Var], source: usize) -> Result<()> {
+    let sends = group.rank() == source;
+    let flat = match bucket {
+        [var] => var.flatten_all()?,
+        vars if sends => {
+            Tensor::cat(&vars.iter().map(|var| var.detach().flatten_all()).collect::<Result<Vec<_>, _>>()?, 0)?
+        }
+        vars => {
+            // Only its dtype and shape matter; untouched zeros cost no memory.
+            let elements: usize = vars.iter().map(|var| var.elem_count()).sum();
+            Tensor::zeros(elements, vars[0].dtype(), vars[0].device())?
+        }
+    };
+    let received = group.broadcast(&flat, source)?;
+    if sends {
+        return Ok(());
+    }
+    let mut start = 0;
+    for var in bucket {
+        var.set(&received.narrow(0, start, var.elem_count())?.reshape(var.shape())?)?;
+        start += var.elem_count();
+    }
+    Ok(())
+}

@@ -1,0 +1,270 @@
+//! Nested containers of tensors, walked and rebuilt as a whole.
+use crate::{Error, Result};
+use candle_core::{DType, Device, Tensor};
+use std::collections::{BTreeMap, HashMap};
+use std::hash::{BuildHasher, Hash};
+
+/// A value made of tensors in nested containers: what a forward takes and gives.
+///
+/// Tensors, `Option`, `Box`, `Vec`, arrays, tuples of up to eight, `BTreeMap` and `HashMap` are trees; numbers, `bool`,
+/// `char`, `String` and `()` are trees without tensors, kept as they are. Tensors come in a fixed order: as written,
+/// and by key in maps, so that all ranks agree on it. A struct becomes a tree by
+/// [`impl_tensor_tree!`](crate::impl_tensor_tree) or by writing the two required methods.
+///
+/// A [`Var`](candle_core::Var) is no tree: what a map makes of a parameter is a tensor, not a parameter.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_dist::{TensorTree, impl_tensor_tree};
+///
+/// struct Batch {
+///     tokens: Tensor,
+///     masks: Vec<Option<Tensor>>,
+///     epoch: usize,
+/// }
+/// impl_tensor_tree!(Batch { tokens, masks, epoch });
+///
+/// let ones = Tensor::ones(3, DType::F32, &Device::Cpu)?;
+/// let batch = Batch { tokens: ones.to_dtype(DType::U32)?, masks: vec![None, Some(ones)], epoch: 7 };
+///
+/// let doubled = batch.map_tensors(|t| t + t)?;
+/// assert_eq!(doubled.tokens.to_vec1::<u32>()?, [2, 2, 2]);
+/// assert_eq!((doubled.masks.len(), doubled.epoch), (2, 7));
+///
+/// let half = batch.cast_floats(DType::F16)?;
+/// assert_eq!(half.tensors().iter().map(|t| t.dtype()).collect::<Vec<_>>(), [DType::U32, DType::F16]);
+/// # Ok::<(), candle_dist::Error>(())
+/// ```
+pub trait TensorTree: Sized {
+    /// Shows every tensor to `f`, in the tree's order.
+    fn visit<'a>(&'a self, f: &mut dyn FnMut(&'a Tensor));
+
+    /// The same structure with every tensor replaced by what `f` makes of it, in the order of [`visit`](Self::visit).
+    ///
+    /// Stops at the first error. Callers want [`map_tensors`](Self::map_tensors); implementors write this.
+    fn rebuild<E>(&self, f: &mut dyn FnMut(&Tensor) -> Result<Tensor, E>) -> Result<Self, E>;
+
+    /// The same structure with every tensor replaced by what `f` makes of it, or the first error.
+    fn map_tensors<E>(&self, mut f: impl FnMut(&Tensor) -> Result<Tensor, E>) -> Result<Self, E> {
+        self.rebuild(&mut f)
+    }
+
+    /// Every tensor, in the tree's order.
+    fn tensors(&self) -> Vec<&Tensor> {
+        let mut tensors = Vec::new();
+        self.visit(&mut |tensor| tensors.push(tensor));
+        tensors
+    }
+
+    /// Folds over the tensors, in the tree's order.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Tensor};
+    /// use candle_dist::TensorTree;
+    ///
+    /// let x = Tensor::zeros((2, 3), DType::F32, &Device::Cpu)?;
+    /// let tree = (x.clone(), [Some(x), None]);
+    /// assert_eq!(tree.fold_tensors(0, |elements, t| elements + t.elem_count()), 12);
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
+    fn fold_tensors<A>(&self, init: A, f: impl FnMut(A, &Tensor) -> A) -> A {
+        self.tensors().into_iter().fold(init, f)
+    }
+
+    /// The tensors as one list, without copying data; [`unflatten_tensors`](Self::unflatten_tensors) undoes it.
+    fn flatten_tensors(&self) -> Vec<Tensor> {
+        self.tensors().into_iter().cloned().collect()
+    }
+
+    /// This structure holding `tensors` instead, in the tree's order.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if there are fewer or more tensors than the structure holds.
+    fn unflatten_tensors(&self, tensors: impl IntoIterator<Item = Tensor>) -> Result<Self> {
+        let (wanted, tensors) = (self.tensors().len(), Vec::from_iter(tensors));
+        let given = tensors.len();
+        let wrong_count = || {
+            let reason = format!("the structure holds {wanted} tensors, {given} were given");
+            Error::Invalid { op: "unflatten_tensors", reason }
+        };
+        if given != wanted {
+            return Err(wrong_count());
+        }
+        let mut tensors = tensors.into_iter();
+        self.rebuild(&mut |_| tensors.next().ok_or_else(wrong_count))
+    }
+
+    /// The same structure with floating tensors cast to `dtype`.
+    ///
+    /// Tensors of whole numbers, and those of this dtype already, are returned themselves and stay in the graph.
+    fn cast_floats(&self, dtype: DType) -> Result<Self> {
+        self.map_tensors(|t| {
+            let cast = t.dtype().is_float() && t.dtype() != dtype;
+            Ok(if cast { t.to_dtype(dtype)? } else { t.clone() })
+        })
+    }
+
+    /// The same structure with every tensor on `device`; those that are there already are returned themselves.
+    fn to_device(&self, device: &Device) -> Result<Self> {
+        self.map_tensors(|t| Ok(t.to_device(device)?))
+    }
+}
+
+impl TensorTree for Tensor {
+    fn visit<'a>(&'a self, f: &mut dyn FnMut(&'a Tensor)) {
+        f(self);
+    }
+
+    fn rebuild<E>(&self, f: &mut dyn FnMut(&Tensor) -> Result<Tensor, E>) -> Result<Self, E> {
+        f(self)
+    }
+}
+
+/// Values without tensors.
+macro_rules! leaf {
+    ($($leaf:ty),*) => {$(
+        impl TensorTree for $leaf {
+            fn visit<'a>(&'a self, _: &mut dyn FnMut(&'a Tensor)) {}
+
+            fn rebuild<E>(&self, _: &mut dyn FnMut(&Tensor) -> Result<Tensor, E>) -> Result<Self, E> {
+                Ok(self.clone())
+            }
+        }
+    )*};
+}
+
+leaf!((), bool, char, u8, u16, u32, u64, usize, i8, i16, i32, i64, isize, f32, f64, String);
+
+impl<T: TensorTree> TensorTree for Option<T> {
+    fn visit<'a>(&'a self, f: &mut dyn FnMut(&'a Tensor)) {
+        self.iter().for_each(|tree| tree.visit(f));
+    }
+
+    fn rebuild<E>(&self, f: &mut dyn FnMut(&Tensor) -> Result<Tensor, E>) -> Result<Self, E> {
+        self.as_ref().map(|tree| tree.rebuild(f)).transpose()
+    }
+}
+
+impl<T: TensorTree> TensorTree for Box<T> {
+    fn visit<'a>(&'a self, f: &mut dyn FnMut(&'a Tensor)) {
+        self.as_ref().visit(f);
+    }
+
+    fn rebuild<E>(&self, f: &mut dyn FnMut(&Tensor) -> Result<Tensor, E>) -> Result<Self, E> {
+        self.as_ref().rebuild(f).map(Box::new)
+    }
+}
+
+impl<T: TensorTree> TensorTree for Vec<T> {
+    fn visit<'a>(&'a self, f: &mut dyn FnMut(&'a Tensor)) {
+        self.iter().for_each(|tree| tree.visit(f));
+    }
+
+    fn rebuild<E>(&self, f: &mut dyn FnMut(&Tensor) -> Result<Tensor, E>) -> Result<Self, E> {
+        self.iter().map(|tree| tree.rebuild(f)).collect()
+    }
+}
+
+impl<T: TensorTree, const N: usize> TensorTree for [T; N] {
+    fn visit<'a>(&'a self, f: &mut dyn FnMut(&'a Tensor)) {
+        self.iter().for_each(|tree| tree.visit(f));
+    }
+
+    fn rebuild<E>(&self, f: &mut dyn FnMut(&Tensor) -> Result<Tensor, E>) -> Result<Self, E> {
+        let trees: Vec<T> = self.iter().map(|tree| tree.rebuild(f)).collect::<Result<_, E>>()?;
+        Ok(trees.try_into().unwrap_or_else(|trees: Vec<T>| unreachable!("{} trees of {N}", trees.len())))
+    }
+}
+
+macro_rules! tuple {
+    ($($t:ident . $i:tt),+) => {
+        impl<$($t: TensorTree),+> TensorTree for ($($t,)+) {
+            fn visit<'a>(&'a self, f: &mut dyn FnMut(&'a Tensor)) {
+                $(self.$i.visit(f);)+
+            }
+
+            fn rebuild<Err>(&self, f: &mut dyn FnMut(&Tensor) -> Result<Tensor, Err>) -> Result<Self, Err> {
+                Ok(($(self.$i.rebuild(f)?,)+))
+            }
+        }
+    };
+}
+
+tuple!(A.0);
+tuple!(A.0, B.1);
+tuple!(A.0, B.1, C.2);
+tuple!(A.0, B.1, C.2, D.3);
+tuple!(A.0, B.1, C.2, D.3, E.4);
+tuple!(A.0, B.1, C.2, D.3, E.4, F.5);
+tuple!(A.0, B.1, C.2, D.3, E.4, F.5, G.6);
+tuple!(A.0, B.1, C.2, D.3, E.4, F.5, G.6, H.7);
+
+impl<K: Ord + Clone, T: TensorTree> TensorTree for BTreeMap<K, T> {
+    fn visit<'a>(&'a self, f: &mut dyn FnMut(&'a Tensor)) {
+        self.values().for_each(|tree| tree.visit(f));
+    }
+
+    fn rebuild<E>(&self, f: &mut dyn FnMut(&Tensor) -> Result<Tensor, E>) -> Result<Self, E> {
+        self.iter().map(|(key, tree)| Ok((key.clone(), tree.rebuild(f)?))).collect()
+    }
+}
+
+impl<K: Ord + Hash + Clone, T: TensorTree, S: BuildHasher + Clone> TensorTree for HashMap<K, T, S> {
+    fn visit<'a>(&'a self, f: &mut dyn FnMut(&'a Tensor)) {
+        by_key(self).into_iter().for_each(|(_, tree)| tree.visit(f));
+    }
+
+    fn rebuild<E>(&self, f: &mut dyn FnMut(&Tensor) -> Result<Tensor, E>) -> Result<Self, E> {
+        let mut made = HashMap::with_capacity_and_hasher(self.len(), self.hasher().clone());
+        for (key, tree) in by_key(self) {
+            made.insert(key.clone(), tree.rebuild(f)?);
+        }
+        Ok(made)
+    }
+}
+
+/// A hash map's own order differs from process to process; that of its keys does not.
+fn by_key<K: Ord, T, S>(map: &HashMap<K, T, S>) -> Vec<(&K, &T)> {
+    let mut entries: Vec<_> = map.iter().collect();
+    entries.sort_by_key(|(key, _)| *key);
+    entries
+}
+
+/// Makes a struct a [`TensorTree`]: names all its fields, in the order in which their tensors are visited.
+///
+/// Fields after a semicolon need not be trees; they are cloned.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_dist::{TensorTree, impl_tensor_tree};
+///
+/// #[derive(Clone, Copy, PartialEq, Debug)]
+/// enum Mode { Train, Eval }
+///
+/// struct Batch { tokens: Tensor, mask: Option<Tensor>, mode: Mode }
+/// impl_tensor_tree!(Batch { tokens, mask; mode });
+///
+/// let batch = Batch { tokens: Tensor::new(&[1u32, 2], &Device::Cpu)?, mask: None, mode: Mode::Eval };
+/// assert_eq!(batch.to_device(&Device::Cpu)?.mode, Mode::Eval);
+/// # Ok::<(), candle_dist::Error>(())
+/// ```
+#[macro_export]
+macro_rules! impl_tensor_tree {
+    ($name:ident { $($tree:ident),* $(,)? $(; $($kept:ident),* $(,)?)? }) => {
+        impl $crate::TensorTree for $name {
+            fn visit<'a>(&'a self, f: &mut dyn FnMut(&'a $crate::candle_core::Tensor)) {
+                $($crate::TensorTree::visit(&self.$tree, f);)*
+            }
+
+            fn rebuild<E>(
+                &self,
+                f: &mut dyn FnMut(&$crate::candle_core::Tensor) -> ::core::result::Result<$crate::candle_core::Tensor, E>,
+            ) -> ::core::result::Result<Self, E> {
+                ::core::result::Result::Ok(Self {
+                    $($tree: $crate::TensorTree::rebuild(&self.$tree, f)?,)*
+                    $($($kept: ::core::clone::Clone::clone(&self.$kept),)*)?
+                })
+            }
+        }
+    };
+}

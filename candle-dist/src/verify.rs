@@ -1,0 +1,96 @@
+//! Whether all ranks hold the same parameters.
+use crate::{Error, ProcessGroup, Result};
+use candle_core::{Device, Tensor};
+use itertools::Itertools;
+use std::ops::Deref;
+
+/// Checks that every rank of `group` names the same parameters, in the same order, with the same shapes and dtypes.
+///
+/// Two small collectives, whatever the number of parameters; every rank calls it. Tensors are given as anything that
+/// dereferences to one: `&Tensor`, [`Var`](candle_core::Var).
+///
+/// # Errors
+/// The same [`Error::InvalidArgument`] on every rank, with the first rank that differs from the group's first one. It
+/// names the first parameter that one of the two lacks; else the first that differs, with both shapes and dtypes.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_dist::{World, verify_parameter_shapes};
+///
+/// let errors = World::local(2).run(|ctx| -> candle_dist::Result<String> {
+///     let weight = Tensor::zeros((2, 3 + ctx.rank()), DType::F32, &Device::Cpu)?;
+///     let error = verify_parameter_shapes(ctx.group(), &[("weight", &weight)]).unwrap_err();
+///     Ok(error.to_string())
+/// })?;
+/// let same = "rank 1: verify_parameter_shapes: \"weight\" is f32[2, 4] here and f32[2, 3] on rank 0";
+/// assert_eq!(errors, [same, same]);
+/// # Ok::<(), candle_dist::WorldError>(())
+/// ```
+#[track_caller]
+pub fn verify_parameter_shapes<N, T>(group: &ProcessGroup, parameters: &[(N, T)]) -> Result<()>
+where
+    N: AsRef<str>,
+    T: Deref<Target = Tensor>,
+{
+    let describe = |(name, t): &(N, T)| format!("{:?}\t{}{:?}", name.as_ref(), t.dtype().as_str(), t.dims());
+    let texts = gather_text(group, &parameters.iter().map(describe).join("\n"))?;
+    let lists: Vec<Vec<Parameter<'_>>> = texts.iter().map(|text| parse(text)).collect();
+    let ranks = group.ranks();
+    for (rank, list) in ranks.iter().zip(&lists) {
+        if let Some(reason) = difference(list, &lists[0], ranks[0]) {
+            return Err(Error::InvalidArgument { rank: *rank, op: "verify_parameter_shapes", reason });
+        }
+    }
+    Ok(())
+}
+
+/// A quoted name, and dtype and shape in words.
+type Parameter<'a> = (&'a str, &'a str);
+
+/// Quoted names hold neither tabs nor line ends.
+fn parse(text: &str) -> Vec<Parameter<'_>> {
+    text.lines().filter_map(|line| line.split_once('\t')).collect()
+}
+
+/// What is wrong with one rank's list, measured by the reference's.
+fn difference(list: &[Parameter<'_>], reference: &[Parameter<'_>], at: usize) -> Option<String> {
+    if let Some((name, _)) = list.iter().duplicates_by(|(name, _)| name).next() {
+        return Some(format!("{name} is named twice"));
+    }
+    if list == reference {
+        return None;
+    }
+    let absent = |from: &[Parameter<'_>], of: &[Parameter<'_>]| {
+        let known: std::collections::HashSet<_> = from.iter().map(|(name, _)| *name).collect();
+        of.iter().map(|(name, _)| *name).find(|name| !known.contains(name)).map(str::to_string)
+    };
+    if let Some(name) = absent(list, reference) {
+        return Some(format!("{name} is missing here; rank {at} has it"));
+    }
+    if let Some(name) = absent(reference, list) {
+        return Some(format!("{name} is extra here; rank {at} lacks it"));
+    }
+    let pairs = || list.iter().zip(reference).enumerate();
+    if let Some((i, (mine, theirs))) = pairs().find(|(_, (mine, theirs))| mine.0 != theirs.0) {
+        return Some(format!("parameter {i} is {} here and {} on rank {at}; give them in one order", mine.0, theirs.0));
+    }
+    let (_, (mine, theirs)) = pairs().find(|(_, (mine, theirs))| mine != theirs)?;
+    Some(format!("{} is {} here and {} on rank {at}", mine.0, mine.1, theirs.1))
+}
+
+/// Every rank's text, on every rank.
+#[track_caller]
+fn gather_text(group: &ProcessGroup, text: &str) -> Result<Vec<String>> {
+    let length = Tensor::new(&[text.len() as i64], &Device::Cpu)?;
+    let lengths: Vec<usize> =
+        group.all_gather(&length, 0)?.to_vec1::<i64>()?.into_iter().map(|length| length as usize).collect();
+    let bytes = Tensor::from_slice(text.as_bytes(), text.len(), &Device::Cpu)?;
+    let mut rest = group.all_gather_uneven(&bytes, 0, &lengths)?.to_vec1::<u8>()?;
+    let mut texts = Vec::with_capacity(lengths.len());
+    for length in lengths {
+        let tail = rest.split_off(length);
+        texts.push(String::from_utf8_lossy(&rest).into_owned());
+        rest = tail;
+    }
+    Ok(texts)
+}
