@@ -30,5 +30,5 @@ mod world;
 pub use backend::{Op, ReduceOp};
 pub use error::{Cause, Doing, Error, GroupFailure, RankReport, Result};
 pub use group::ProcessGroup;
-pub use mesh::DeviceMesh;
+pub use mesh::{Axis, DeviceMesh};
 pub use world::{RankContext, World, WorldError};
