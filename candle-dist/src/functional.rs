@@ -39,6 +39,7 @@ use crate::backend::{Call, Dims, Fresh, Op, ReduceOp};
 use crate::{Error, ProcessGroup, Result};
 use candle_core::{CpuStorage, CustomOp1, Layout, Shape, Tensor};
 use smallvec::smallvec;
+use std::panic::Location;
 use std::sync::Mutex;
 
 /// One movement of data within a group, without gradient.
@@ -89,8 +90,8 @@ enum Made {
 }
 
 impl Step {
-    #[track_caller]
-    fn run(&self, x: &Tensor, group: &ProcessGroup) -> Result<Made> {
+    /// Takes the step for the code at `site`.
+    fn run(&self, x: &Tensor, group: &ProcessGroup, site: &'static Location<'static>) -> Result<Made> {
         self.check(x, group)?;
         let joined =
             |call: Call, cut: &Cut| Call { dims: smallvec![cut.dim], sizes: smallvec![cut.sizes.clone()], ..call };
@@ -119,7 +120,7 @@ impl Step {
                 ..Call::on(Op::AllToAll, x, &[concat.dim])
             },
         };
-        Ok(match group.exchange(call, x)? {
+        Ok(match group.exchange(Call { site, ..call }, x)? {
             Some(fresh) => Made::Fresh(fresh),
             None => Made::View(x.clone()),
         })
@@ -223,17 +224,20 @@ impl Exchange {
     /// The forward result of a value that was communicated before, with this pair's backward.
     ///
     /// `result` must be what the forward step would give for `x`; nothing is sent.
+    #[track_caller]
     pub fn with_known_result(self, x: &Tensor, result: &Tensor, group: &ProcessGroup) -> Result<Tensor> {
         self.record(x, Made::View(result.detach()), group)
     }
 
     /// Runs the forward step on `x`; the result carries a gradient if `x` does.
+    ///
+    /// What the backward step communicates counts as made here, too.
     #[track_caller]
     pub fn apply(self, x: &Tensor, group: &ProcessGroup) -> Result<Tensor> {
         if group.size() == 1 {
             return Ok(x.clone());
         }
-        let made = self.forward.run(&x.detach(), group)?;
+        let made = self.forward.run(&x.detach(), group, Location::caller())?;
         self.record(x, made, group)
     }
 
@@ -241,6 +245,7 @@ impl Exchange {
     ///
     /// The communication has happened before candle takes its read lock on `x`, so no rank ever waits for another
     /// with a lock held; and fresh memory becomes the result's storage without a copy.
+    #[track_caller]
     fn record(self, x: &Tensor, made: Made, group: &ProcessGroup) -> Result<Tensor> {
         if !x.track_op() {
             return Ok(match made {
@@ -252,7 +257,8 @@ impl Exchange {
             Made::Fresh(fresh) => fresh,
             Made::View(view) => Fresh::copy_of(&view)?,
         };
-        let op = Recorded { exchange: self, group: group.clone(), made: Mutex::new(Some(fresh)) };
+        let op =
+            Recorded { exchange: self, group: group.clone(), site: Location::caller(), made: Mutex::new(Some(fresh)) };
         Ok(x.apply_op1(op)?)
     }
 }
@@ -261,6 +267,8 @@ impl Exchange {
 struct Recorded {
     exchange: Exchange,
     group: ProcessGroup,
+    /// Where the forward step was taken: the backward has no place in the user's code.
+    site: &'static Location<'static>,
     made: Mutex<Option<Fresh>>,
 }
 
@@ -276,7 +284,7 @@ impl CustomOp1 for Recorded {
     }
 
     fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
-        let made = self.exchange.backward.run(grad, &self.group)?;
+        let made = self.exchange.backward.run(grad, &self.group, self.site)?;
         Ok(Some(match made {
             Made::Fresh(fresh) => fresh.into_tensor(),
             Made::View(view) => view,

@@ -35,6 +35,11 @@ impl ProcessGroup {
         self.backend.ranks()
     }
 
+    /// Whether this is the same group, not merely one of the same ranks: calls on one meet calls on the other.
+    pub fn is_same(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.backend, &other.backend)
+    }
+
     /// The name of the engine, e.g. `"local"`.
     pub fn backend_name(&self) -> &'static str {
         self.backend.name()
@@ -133,8 +138,9 @@ impl ProcessGroup {
         if self.size() == 1 {
             return Ok(Some(tensor.clone()));
         }
-        comm::note(&call, tensor.elem_count());
-        Ok(self.backend.reduce(call, &tensor.detach().contiguous()?)?.map(Fresh::into_tensor))
+        let tensor = tensor.detach().contiguous()?;
+        let made = self.engage(call, tensor.elem_count(), |engine, call| engine.reduce(call, &tensor))?;
+        Ok(made.map(Fresh::into_tensor))
     }
 
     /// All ranks' tensors joined along `dim` on the root, `None` elsewhere; `sizes[r]` is rank `r`'s part of `dim`.
@@ -146,8 +152,9 @@ impl ProcessGroup {
         if self.size() == 1 {
             return Ok(Some(tensor.clone()));
         }
-        comm::note(&call, tensor.elem_count());
-        Ok(self.backend.gather(call, &tensor.detach().contiguous()?)?.map(Fresh::into_tensor))
+        let tensor = tensor.detach().contiguous()?;
+        let made = self.engage(call, tensor.elem_count(), |engine, call| engine.gather(call, &tensor))?;
+        Ok(made.map(Fresh::into_tensor))
     }
 
     /// This rank's piece of the root's tensor, cut along `dim` into `sizes`.
@@ -182,9 +189,9 @@ impl ProcessGroup {
             sizes: smallvec![Dims::from_slice(sizes)],
             ..Call::new(Op::Scatter)
         };
-        comm::note(&call, mine.map_or(0, Tensor::elem_count));
         let mine = mine.map(|t| t.detach().contiguous()).transpose()?;
-        Ok(self.backend.scatter(call, mine.as_ref())?.into_tensor())
+        let elements = mine.as_ref().map_or(0, Tensor::elem_count);
+        Ok(self.engage(call, elements, |engine, call| engine.scatter(call, mine.as_ref()))?.into_tensor())
     }
 
     /// Sends a copy of `tensor` to rank `to` without waiting for it.
@@ -200,8 +207,8 @@ impl ProcessGroup {
     pub fn send_owned(&self, tensor: Tensor, to: usize) -> Result<()> {
         self.check_peer(Op::Send, to)?;
         let call = Call { peer: Some(to), ..Call::on(Op::Send, &tensor, &[]) };
-        comm::note(&call, tensor.elem_count());
-        self.backend.send(call, tensor.detach().contiguous()?)
+        let tensor = tensor.detach().contiguous()?;
+        self.engage(call, tensor.elem_count(), |engine, call| engine.send(call, tensor))
     }
 
     /// The next tensor that rank `from` sends here, which must be of this shape and dtype.
@@ -210,8 +217,7 @@ impl ProcessGroup {
         self.check_peer(Op::Recv, from)?;
         let shape = Dims::from_slice(shape.into().dims());
         let call = Call { dtype: Some(dtype), shape, peer: Some(from), ..Call::new(Op::Recv) };
-        comm::note(&call, 0);
-        self.backend.recv(call)
+        self.engage(call, 0, |engine, call| engine.recv(call))
     }
 
     /// Returns when every rank has called it.
@@ -232,8 +238,7 @@ impl ProcessGroup {
         if self.size() == 1 {
             return Ok(());
         }
-        comm::note(&call, 0);
-        self.backend.barrier(call)
+        self.engage(call, 0, |engine, call| engine.barrier(call))
     }
 
     /// The group of `members`, ranks of this group in the order that the new group counts them; only members call it.
@@ -274,16 +279,24 @@ impl ProcessGroup {
         if self.size() == 1 {
             return Ok(None);
         }
-        comm::note(&call, tensor.elem_count());
         let tensor = &tensor.detach().contiguous()?;
-        Ok(Some(match call.op {
-            Op::AllReduce => self.backend.all_reduce(call, tensor)?,
-            Op::AllGather => self.backend.all_gather(call, tensor)?,
-            Op::ReduceScatter => self.backend.reduce_scatter(call, tensor)?,
-            Op::AllToAll => self.backend.all_to_all(call, tensor)?,
-            Op::Broadcast => self.backend.broadcast(call, tensor)?,
-            op => return Err(Error::Unsupported(format!("{op} as an exchange"))),
-        }))
+        let made = self.engage(call, tensor.elem_count(), |engine, call| match call.op {
+            Op::AllReduce => engine.all_reduce(call, tensor),
+            Op::AllGather => engine.all_gather(call, tensor),
+            Op::ReduceScatter => engine.reduce_scatter(call, tensor),
+            Op::AllToAll => engine.all_to_all(call, tensor),
+            Op::Broadcast => engine.broadcast(call, tensor),
+            op => Err(Error::Unsupported(format!("{op} as an exchange"))),
+        })?;
+        Ok(Some(made))
+    }
+
+    /// Hands a call to the engine: the one place where communication is noted and timed.
+    ///
+    /// `elements` is the size of this rank's input.
+    fn engage<R>(&self, call: Call, elements: usize, run: impl FnOnce(&dyn Backend, Call) -> Result<R>) -> Result<R> {
+        let _watched = comm::watch(&call, elements, self.ranks());
+        run(&*self.backend, call)
     }
 
     #[track_caller]

@@ -38,7 +38,7 @@ pub use candle_core;
 pub use backend::{Op, ReduceOp};
 pub use error::{Cause, Doing, Error, GroupFailure, RankReport, Result};
 pub use group::ProcessGroup;
-pub use mesh::DeviceMesh;
+pub use mesh::{Axis, DeviceMesh};
 pub use pack::{Packed, PackedKeys};
 pub use state::replace_by_prefix;
 pub use storage::FreeableTensor;

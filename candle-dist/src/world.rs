@@ -136,6 +136,7 @@ impl RankContext {
     }
 
     /// A mesh over all ranks; see [`DeviceMesh::new`].
+    #[track_caller]
     pub fn mesh(&self, axes: &[(&str, usize)]) -> Result<DeviceMesh> {
         DeviceMesh::new(&self.group, axes)
     }

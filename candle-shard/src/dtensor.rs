@@ -120,7 +120,7 @@ impl DTensor {
         mesh: &DeviceMesh,
         placements: &[Placement],
     ) -> Result<Self> {
-        Self::distribute(&mesh.group().broadcast(tensor, source)?, mesh, placements)
+        Self::distribute(&mesh.group()?.broadcast(tensor, source)?, mesh, placements)
     }
 
     /// The same tensor as a trainable leaf: the local tensor becomes a [`Var`].

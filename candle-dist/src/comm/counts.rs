@@ -1,6 +1,6 @@
 //! Counting communication, scoped to a closure.
-use crate::backend::{Call, Op, RAGGED};
-use std::cell::RefCell;
+use super::{Collect, Event, Scope};
+use crate::backend::Op;
 use std::collections::BTreeMap;
 use std::fmt;
 
@@ -14,6 +14,8 @@ pub struct Count {
 }
 
 /// The communication that one rank made, by kind.
+///
+/// Prints as one line, and with `{:#}` as a table of ops, calls and bytes.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct CommCounts(BTreeMap<Op, Count>);
 
@@ -28,20 +30,33 @@ impl CommCounts {
         self.0.values().map(|c| c.count).sum()
     }
 
+    /// The bytes of all kinds.
+    pub fn total_bytes(&self) -> usize {
+        self.0.values().map(|c| c.bytes).sum()
+    }
+
     /// The kinds that occurred with their counts, in a fixed order.
     pub fn iter(&self) -> impl Iterator<Item = (Op, Count)> + '_ {
         self.0.iter().map(|(&op, &count)| (op, count))
     }
 
-    fn add(&mut self, op: Op, bytes: usize) {
-        let entry = self.0.entry(op).or_default();
-        entry.count += 1;
-        entry.bytes += bytes;
+    fn write_table(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let total = Count { count: self.total(), bytes: self.total_bytes() };
+        let width = total.bytes.to_string().len().max("bytes".len());
+        write!(f, "{:<14} {:>7} {:>width$}", "op", "calls", "bytes")?;
+        let rows = self.iter().map(|(op, count)| (op.name(), count));
+        for (name, Count { count, bytes }) in rows.chain([("total", total)]) {
+            write!(f, "\n{name:<14} {count:>7} {bytes:>width$}")?;
+        }
+        Ok(())
     }
 }
 
 impl fmt::Display for CommCounts {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if f.alternate() {
+            return self.write_table(f);
+        }
         if self.0.is_empty() {
             return f.write_str("no communication");
         }
@@ -52,13 +67,17 @@ impl fmt::Display for CommCounts {
     }
 }
 
-thread_local! {
-    static OPEN: RefCell<Vec<CommCounts>> = const { RefCell::new(Vec::new()) };
+impl Collect for CommCounts {
+    fn add(&mut self, event: &Event) {
+        let entry = self.0.entry(event.op).or_default();
+        entry.count += 1;
+        entry.bytes += event.bytes;
+    }
 }
 
 /// Runs `f` and counts the communication that this thread makes in it, backward passes included.
 ///
-/// Scopes nest; an inner scope's communication counts in the outer one too. Groups of one rank do not communicate.
+/// Scopes nest; an inner scope's communication counts in the outer one too. Calls that fail count.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -71,41 +90,12 @@ thread_local! {
 /// })?;
 /// assert_eq!(counts[0].get(Op::AllReduce).count, 1);
 /// assert_eq!(counts[0].get(Op::AllReduce).bytes, 32);
+/// println!("{:#}", counts[0]); // a table
 /// # Ok::<(), candle_dist::WorldError>(())
 /// ```
 pub fn record<R>(f: impl FnOnce() -> R) -> (R, CommCounts) {
-    /// Closes the scope also when `f` unwinds.
-    struct Scope;
-    impl Drop for Scope {
-        fn drop(&mut self) {
-            if std::thread::panicking() {
-                OPEN.with_borrow_mut(Vec::pop);
-            }
-        }
-    }
-    OPEN.with_borrow_mut(|open| open.push(CommCounts::default()));
-    let scope = Scope;
+    let scope = Scope::<CommCounts>::open();
     let result = f();
-    drop(scope);
-    let counts = OPEN.with_borrow_mut(Vec::pop).unwrap_or_default();
-    OPEN.with_borrow_mut(|open| {
-        if let Some(outer) = open.last_mut() {
-            for (op, c) in counts.iter() {
-                let entry = outer.0.entry(op).or_default();
-                entry.count += c.count;
-                entry.bytes += c.bytes;
-            }
-        }
-    });
+    let counts = scope.0.take();
     (result, counts)
-}
-
-/// Counts one call whose input on this rank has `elements` elements.
-pub(crate) fn note(call: &Call, elements: usize) {
-    debug_assert_ne!(elements, RAGGED);
-    OPEN.with_borrow_mut(|open| {
-        if let Some(counts) = open.last_mut() {
-            counts.add(call.op, elements * call.dtype.map_or(0, |d| d.size_in_bytes()));
-        }
-    });
 }

@@ -1,0 +1,72 @@
+//! Watching what a rank communicates: counts, a log of events, and a trace for a viewer.
+//!
+//! [`record`] counts the calls in a closure; a [`Log`] keeps every call as an [`Event`]; [`trace`] writes the events of
+//! all ranks for a trace viewer. Watching is a matter of one thread: a rank watches itself. Scopes nest, and each sees
+//! all communication while it is open, backward passes included. Groups of one rank do not communicate.
+mod counts;
+mod log;
+pub mod trace;
+
+pub use counts::{CommCounts, Count, record};
+pub use log::{Event, Log};
+
+use crate::backend::{Call, Dims};
+use std::cell::RefCell;
+use std::rc::Rc;
+use std::time::{Duration, Instant};
+
+/// Something that gathers events while it is open.
+trait Collect {
+    fn add(&mut self, event: &Event);
+}
+
+thread_local! {
+    static OPEN: RefCell<Vec<Rc<RefCell<dyn Collect>>>> = const { RefCell::new(Vec::new()) };
+}
+
+/// A collection that is open on this thread until it is dropped.
+struct Scope<T: 'static>(Rc<RefCell<T>>);
+
+impl<T: Collect + Default> Scope<T> {
+    fn open() -> Self {
+        let collection = Rc::new(RefCell::new(T::default()));
+        OPEN.with_borrow_mut(|open| open.push(collection.clone()));
+        Self(collection)
+    }
+}
+
+impl<T> Drop for Scope<T> {
+    fn drop(&mut self) {
+        OPEN.with_borrow_mut(|open| open.retain(|other| !std::ptr::addr_eq(Rc::as_ptr(other), Rc::as_ptr(&self.0))));
+    }
+}
+
+/// A call in progress that somebody watches; dropping it ends the call.
+pub(crate) struct Watched(Event);
+
+/// Begins to watch a call of the group of `ranks` whose input on this rank has `elements` elements.
+///
+/// While nothing is open on this thread, this is one look at a thread-local.
+pub(crate) fn watch(call: &Call, elements: usize, ranks: &[usize]) -> Option<Watched> {
+    if OPEN.with_borrow(Vec::is_empty) {
+        return None;
+    }
+    let bytes = elements * call.dtype.map_or(0, |dtype| dtype.size_in_bytes());
+    let (ranks, start) = (Dims::from_slice(ranks), Instant::now());
+    Some(Watched(Event {
+        op: call.op,
+        ranks,
+        peer: call.peer,
+        bytes,
+        start,
+        duration: Duration::ZERO,
+        site: call.site,
+    }))
+}
+
+impl Drop for Watched {
+    fn drop(&mut self) {
+        self.0.duration = self.0.start.elapsed();
+        OPEN.with_borrow(|open| open.iter().for_each(|collection| collection.borrow_mut().add(&self.0)));
+    }
+}

@@ -1,0 +1,125 @@
+//! Meshes from meshes: some of the axes, several axes as one, one axis as several.
+use super::layout::{Axis, Layout};
+use super::{DeviceMesh, shown};
+use crate::{Error, Result};
+use std::ops::Range;
+
+impl DeviceMesh {
+    /// The one-dimensional mesh along an axis, through this rank's place. Nothing is communicated.
+    ///
+    /// # Errors
+    /// If there is no such axis.
+    pub fn axis<'a>(&self, axis: impl Into<Axis<'a>>) -> Result<Self> {
+        Ok(self.pick(&[self.axis_index(axis)?]))
+    }
+
+    /// The mesh of several axes, through this rank's place. Nothing is communicated.
+    ///
+    /// ```
+    /// use candle_dist::{Result, World};
+    ///
+    /// let ranks = World::local(8).run(|ctx| -> Result<Vec<usize>> {
+    ///     let mesh = ctx.mesh(&[("dp", 2), ("cp", 2), ("tp", 2)])?;
+    ///     Ok(mesh.axes(&["dp", "tp"])?.ranks().to_vec())
+    /// })?;
+    /// assert_eq!(ranks[0], [0, 1, 4, 5]);
+    /// assert_eq!(ranks[7], [2, 3, 6, 7]);
+    /// # Ok::<(), candle_dist::WorldError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// If a name is unknown or given twice, or the names are not in the order of the mesh, outermost first.
+    pub fn axes(&self, names: &[&str]) -> Result<Self> {
+        Ok(self.pick(&self.0.layout.indices(names)?))
+    }
+
+    /// The one-dimensional mesh that counts through several axes, the last one fastest, under a new name.
+    ///
+    /// Every rank of this mesh calls it; asking again costs nothing and makes nothing. One axis under its own name is
+    /// that axis.
+    ///
+    /// ```
+    /// use candle_dist::{Result, World};
+    ///
+    /// let ranks = World::local(8).run(|ctx| -> Result<Vec<usize>> {
+    ///     let mesh = ctx.mesh(&[("dp", 2), ("cp", 2), ("tp", 2)])?;
+    ///     Ok(mesh.flatten(&["dp", "tp"], "dp_tp")?.axis_group("dp_tp")?.ranks().to_vec())
+    /// })?;
+    /// assert_eq!(ranks[0], [0, 1, 4, 5]);
+    /// # Ok::<(), candle_dist::WorldError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// On every rank alike: if some rank flattens otherwise, for axes as [`axes`](Self::axes), and if the new name
+    /// stands for other ranks in this mesh or one that shares its groups.
+    #[track_caller]
+    pub fn flatten(&self, names: &[&str], name: &str) -> Result<Self> {
+        self.agree(&format!("flatten {names:?} to {name:?}"))?;
+        let part = self.axes(names)?;
+        let layout = Layout::new(&[(name, part.size())])?;
+        let place = part.0.layout.place(part.coordinate());
+        let mesh = Self::assemble(self.0.root.clone(), layout, part.ranks().to_vec(), vec![place]);
+        mesh.claim_names(0..1)?;
+        Ok(mesh)
+    }
+
+    /// The mesh with one axis cut into several, the last one fastest.
+    ///
+    /// Every rank of this mesh calls it; asking again costs nothing.
+    ///
+    /// ```
+    /// use candle_dist::{Result, World};
+    ///
+    /// let shapes = World::local(4).run(|ctx| -> Result<String> {
+    ///     let mesh = ctx.mesh(&[("dp", 4)])?;
+    ///     Ok(mesh.unflatten("dp", &[("replicate", 2), ("shard", 2)])?.to_string())
+    /// })?;
+    /// assert_eq!(shapes[0], "DeviceMesh(replicate=2, shard=2)");
+    /// # Ok::<(), candle_dist::WorldError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// On every rank alike: if some rank cuts otherwise, the axis is unknown, the sizes do not multiply to its size, a
+    /// name is empty or occurs twice, or stands for other ranks in this mesh or one that shares its groups.
+    #[track_caller]
+    pub fn unflatten<'a>(&self, axis: impl Into<Axis<'a>>, into: &[(&str, usize)]) -> Result<Self> {
+        let axis = axis.into();
+        let shown = shown(into);
+        self.agree(&format!("unflatten {axis:?} into {shown}"))?;
+        let axis = self.axis_index(axis)?;
+        let (name, size, places) = (&self.names()[axis], self.shape()[axis], Layout::new(into)?.size());
+        if places != size {
+            return Err(Error::Mesh(format!(
+                "axis {name:?} has {size} ranks and {shown} {places} places; the sizes must multiply to {size}"
+            )));
+        }
+        let mut axes = self.0.layout.axes();
+        axes.splice(axis..=axis, into.iter().copied());
+        let layout = Layout::new(&axes)?;
+        let coordinate = layout.coordinate(self.0.layout.place(self.coordinate()));
+        let mesh = Self::assemble(self.0.root.clone(), layout, self.ranks().to_vec(), coordinate);
+        mesh.claim_names(axis..axis + into.len())?;
+        Ok(mesh)
+    }
+
+    /// The mesh of some axes, in order.
+    fn pick(&self, axes: &[usize]) -> Self {
+        if axes.len() == self.ndim() {
+            return self.clone();
+        }
+        let coordinate = axes.iter().map(|&axis| self.coordinate()[axis]).collect();
+        Self::assemble(self.0.root.clone(), self.0.layout.pick(axes), self.ranks_along(axes), coordinate)
+    }
+
+    /// Makes the names of some axes stand for the ranks along them.
+    pub(super) fn claim_names(&self, axes: Range<usize>) -> Result<()> {
+        let lines: Vec<_> = axes.map(|axis| (self.names()[axis].as_str(), self.ranks_along(&[axis]))).collect();
+        self.0.root.claim(&lines)
+    }
+
+    /// Fails on every rank of the mesh unless all do the same with it.
+    #[track_caller]
+    fn agree(&self, what: &str) -> Result<()> {
+        self.0.root.agree(self.ranks(), format!("{self} of ranks {:?}: {what}", self.ranks()))
+    }
+}

@@ -1,0 +1,148 @@
+//! Named axes and the arithmetic of places on them: no ranks, no communication.
+use crate::{Error, Result};
+use itertools::Itertools;
+use std::fmt;
+
+/// An axis of a mesh, by index (the outermost is 0) or by name.
+///
+/// Made by `into` from `usize`, `&str` and `&String`, so that calls read `mesh.size_of("tp")` or `mesh.size_of(0)`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Axis<'a> {
+    /// The index, counted from the outermost axis.
+    Index(usize),
+    /// The name.
+    Name(&'a str),
+}
+
+impl From<usize> for Axis<'_> {
+    fn from(index: usize) -> Self {
+        Self::Index(index)
+    }
+}
+
+impl<'a> From<&'a str> for Axis<'a> {
+    fn from(name: &'a str) -> Self {
+        Self::Name(name)
+    }
+}
+
+impl<'a> From<&'a String> for Axis<'a> {
+    fn from(name: &'a String) -> Self {
+        Self::Name(name)
+    }
+}
+
+/// Names and sizes of axes, outermost first; places count the last axis fastest.
+#[derive(Clone, PartialEq, Eq, Hash)]
+pub(super) struct Layout {
+    pub(super) names: Vec<String>,
+    pub(super) shape: Vec<usize>,
+}
+
+/// The axes as people write them, e.g. `(dp=2, tp=4)`.
+pub(super) fn shown(axes: &[(&str, usize)]) -> String {
+    format!("({})", axes.iter().map(|(name, size)| format!("{name}={size}")).join(", "))
+}
+
+impl Layout {
+    /// # Errors
+    /// If there is no axis, a name is empty or occurs twice, or the places cannot be counted.
+    pub(super) fn new(axes: &[(&str, usize)]) -> Result<Self> {
+        let shown = shown(axes);
+        if axes.is_empty() {
+            return Err(Error::Mesh(
+                "a mesh needs at least one axis; for a single rank, give an axis of size 1".into(),
+            ));
+        }
+        if let Some(name) = axes.iter().map(|(name, _)| name).duplicates().next() {
+            return Err(Error::Mesh(format!("axis name {name:?} occurs twice in {shown}; name each axis once")));
+        }
+        if axes.iter().any(|(name, _)| name.is_empty()) {
+            return Err(Error::Mesh(format!("an axis of {shown} has no name; name every axis")));
+        }
+        if axes.iter().try_fold(1usize, |n, (_, size)| n.checked_mul(*size)).is_none() {
+            return Err(Error::Mesh(format!("{shown} has more places than can be counted; give the number of ranks")));
+        }
+        let (names, shape) = axes.iter().map(|(name, size)| (name.to_string(), *size)).unzip();
+        Ok(Self { names, shape })
+    }
+
+    /// The number of places.
+    pub(super) fn size(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    /// The index of an axis.
+    pub(super) fn index(&self, axis: Axis<'_>) -> Result<usize> {
+        match axis {
+            Axis::Index(index) if index < self.shape.len() => Ok(index),
+            Axis::Index(index) => {
+                let n = self.shape.len();
+                Err(Error::Mesh(format!("axis {index} of a mesh with {n} axes; count from 0")))
+            }
+            Axis::Name(name) => self.names.iter().position(|n| n == name).ok_or_else(|| {
+                let known = self.names.iter().map(|n| format!("{n:?}")).join(", ");
+                Error::Mesh(format!("no axis {name:?}; the axes are {known}"))
+            }),
+        }
+    }
+
+    /// The indices of several named axes, which must be in the order of the layout.
+    pub(super) fn indices(&self, names: &[&str]) -> Result<Vec<usize>> {
+        if names.is_empty() {
+            return Err(Error::Mesh(format!("no axes of {self} were named; name at least one")));
+        }
+        let axes: Vec<usize> = names.iter().map(|&name| self.index(name.into())).try_collect()?;
+        if let Some(name) = names.iter().duplicates().next() {
+            return Err(Error::Mesh(format!("axis {name:?} occurs twice in {names:?}; name each axis once")));
+        }
+        if !axes.is_sorted() {
+            let sorted: Vec<_> = axes.iter().sorted().map(|&axis| &self.names[axis]).collect();
+            return Err(Error::Mesh(format!(
+                "axes {names:?} are not in the order of {self}, outermost first; write {sorted:?}"
+            )));
+        }
+        Ok(axes)
+    }
+
+    /// The coordinate of a place.
+    pub(super) fn coordinate(&self, mut place: usize) -> Vec<usize> {
+        let mut coordinate = vec![0; self.shape.len()];
+        for (c, size) in coordinate.iter_mut().zip(&self.shape).rev() {
+            (*c, place) = (place % size, place / size);
+        }
+        coordinate
+    }
+
+    /// The place at a coordinate.
+    pub(super) fn place(&self, coordinate: &[usize]) -> usize {
+        coordinate.iter().zip(&self.shape).fold(0, |place, (c, size)| place * size + c)
+    }
+
+    /// The places that share `coordinate` on all other axes than `axes`, row-major.
+    pub(super) fn row(&self, coordinate: &[usize], axes: &[usize]) -> Vec<usize> {
+        let along = |axis: usize| {
+            if axes.contains(&axis) { 0..self.shape[axis] } else { coordinate[axis]..coordinate[axis] + 1 }
+        };
+        (0..self.shape.len()).map(along).multi_cartesian_product().map(|at| self.place(&at)).collect()
+    }
+
+    /// Some of the axes.
+    pub(super) fn pick(&self, axes: &[usize]) -> Self {
+        Self {
+            names: axes.iter().map(|&axis| self.names[axis].clone()).collect(),
+            shape: axes.iter().map(|&axis| self.shape[axis]).collect(),
+        }
+    }
+
+    /// The axes as pairs of name and size.
+    pub(super) fn axes(&self) -> Vec<(&str, usize)> {
+        self.names.iter().map(String::as_str).zip(self.shape.iter().copied()).collect()
+    }
+}
+
+impl fmt::Display for Layout {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "DeviceMesh{}", shown(&self.axes()))
+    }
+}
