@@ -110,7 +110,7 @@ def section(times, floors, sides, repeats):
     date = datetime.date.today().isoformat()
     cores = len(os.sched_getaffinity(0))
     busy = os.getloadavg()[2]
-    parts = [f"{date}, {cores} cores, medians of {repeats} alternating runs, load average of the last 15 minutes {busy:.1f}:"]
+    parts = [f"{date}, {cores} cores, medians over {repeats} alternating repeats, load average of the last 15 minutes {busy:.1f}:"]
     for world, rows in times.items():
         crowded = f", more than the {cores} cores" if world > cores else ""
         parts.append(f"World {world}{crowded}, microseconds:\n\n{table(rows, floors[world], sides)}")
