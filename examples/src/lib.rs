@@ -1,6 +1,9 @@
 //! The parts that the programs of this workspace are made of.
 
 pub mod allocator;
+pub mod cli;
+pub mod collectives;
+pub mod table;
 pub mod toy;
 
 /// The code of the README, which is compiled and run as a test.

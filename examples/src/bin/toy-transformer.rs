@@ -1,18 +1,15 @@
 //! Trains a toy Transformer on one device and tensor-parallel, and shows that they agree; see `--help`.
 
-use std::fs::File;
-use std::io::{self, Write};
+use std::io::Write;
 use std::process::ExitCode;
 
 use clap::Parser;
 use examples::allocator;
-use examples::toy::args::{Args, one_sentence};
+use examples::cli::{FAILED, Output, USAGE, fail, one_sentence};
+use examples::toy::args::Args;
 use examples::toy::corpus::Corpus;
 use examples::toy::report::{self, Report};
 use examples::toy::{runs, validate};
-
-const FAILED: u8 = 1;
-const USAGE: u8 = 2;
 
 fn main() -> ExitCode {
     allocator::keep_pages();
@@ -36,22 +33,13 @@ fn main() -> ExitCode {
 
 /// Makes all runs and reports on them.
 fn run(args: &Args, corpus: &Corpus) -> anyhow::Result<Report> {
-    let mut screen: Box<dyn Write> =
-        if args.json_to_stdout() { Box::new(io::stderr()) } else { Box::new(io::stdout()) };
+    let output = Output::new(args.json.as_deref());
+    let mut screen = output.screen();
     writeln!(screen, "{}", report::heading(args, corpus))?;
     let outcomes =
         args.runs.iter().map(|&name| runs::run_one(name, args, corpus)).collect::<anyhow::Result<Vec<_>>>()?;
     let report = Report::new(&outcomes, args.tolerance)?;
     writeln!(screen, "{}", report::summary(args, &report, &outcomes))?;
-    if let Some(path) = &args.json {
-        let mut json: Box<dyn Write> =
-            if args.json_to_stdout() { Box::new(io::stdout()) } else { Box::new(File::create(path)?) };
-        writeln!(json, "{}", serde_json::to_string_pretty(&report)?)?;
-    }
+    output.write_json(&report)?;
     Ok(report)
-}
-
-fn fail(error: impl std::fmt::Display, status: u8) -> ExitCode {
-    eprintln!("error: {error}");
-    ExitCode::from(status)
 }

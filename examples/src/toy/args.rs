@@ -1,7 +1,7 @@
 //! The command line of the toy Transformer.
 
 use std::fmt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use clap::{Parser, ValueEnum};
 use test_utils::model_args::ModelArgs;
@@ -121,11 +121,6 @@ impl Args {
             seed: self.seed,
         }
     }
-
-    /// Whether the JSON object goes to stdout, and all else therefore to stderr.
-    pub fn json_to_stdout(&self) -> bool {
-        self.json.as_deref() == Some(Path::new("-"))
-    }
 }
 
 /// One way to train the model.
@@ -155,17 +150,4 @@ impl fmt::Display for RunName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.as_str())
     }
-}
-
-/// What clap has to say about a command line it could not parse, as one sentence without the usage text.
-pub fn one_sentence(error: &clap::Error) -> String {
-    let rendered = error.to_string();
-    let said: Vec<&str> = rendered
-        .lines()
-        .map(str::trim)
-        .take_while(|line| !line.starts_with("Usage:") && !line.starts_with("For more information"))
-        .filter(|line| !line.is_empty())
-        .map(|line| line.trim_start_matches("error: ").trim_start_matches("tip: "))
-        .collect();
-    format!("{}; see --help.", said.join("; "))
 }

@@ -2,14 +2,14 @@
 
 use std::fmt::{self, Display};
 
-use comfy_table::presets::UTF8_FULL_CONDENSED;
-use comfy_table::{Cell, CellAlignment, Table};
+use comfy_table::{Cell, Table};
 use serde::Serialize;
 
 use super::args::{Args, RunName};
 use super::corpus::Corpus;
 use super::outcome::{CommStat, RunOutcome};
 use super::parity::{self, LOGIT_FACTOR, Parity};
+use crate::table::{grouped, number, table};
 
 /// The JSON object.
 #[derive(Clone, Debug, Serialize)]
@@ -150,18 +150,6 @@ fn verdict(args: &Args, parity: &Parity, outcomes: &[RunOutcome]) -> String {
     format!("{table}\nThe runs {}.", if parity.ok { "agree" } else { "DISAGREE" })
 }
 
-/// An empty table with columns of text and then columns of numbers.
-fn table(texts: &[&str], numbers: &[&str]) -> Table {
-    let mut table = Table::new();
-    let header = texts.iter().map(Cell::new).chain(numbers.iter().map(number));
-    table.load_style(UTF8_FULL_CONDENSED).set_header(header);
-    table
-}
-
-fn number(value: impl Display) -> Cell {
-    Cell::new(value).set_alignment(CellAlignment::Right)
-}
-
 /// The number of parameters on each rank, said once where they are all the same.
 struct PerRank<'a>(&'a [usize]);
 
@@ -171,11 +159,4 @@ impl Display for PerRank<'_> {
         counts.dedup();
         f.write_str(&counts.join(", "))
     }
-}
-
-/// `1234567` as `1,234,567`.
-fn grouped(n: usize) -> String {
-    let digits = n.to_string();
-    let groups: Vec<_> = digits.as_bytes().rchunks(3).rev().map(String::from_utf8_lossy).collect();
-    groups.join(",")
 }

@@ -1,33 +1,8 @@
 //! Checks of everything that could stop the program later, made before it does any work.
 
-use std::fs::{self, OpenOptions};
-use std::path::Path;
-
 use super::args::{Args, RunName, VOCAB_SIZE};
 use super::corpus::Corpus;
-
-/// One sentence on what the user should change.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct UsageError(String);
-
-impl std::fmt::Display for UsageError {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
-impl std::error::Error for UsageError {}
-
-type Checked<T = ()> = Result<T, UsageError>;
-
-/// Fails with the formatted sentence unless the condition holds.
-macro_rules! require {
-    ($condition:expr, $($sentence:tt)+) => {
-        if !$condition {
-            return Err(UsageError(format!($($sentence)+)));
-        }
-    };
-}
+use crate::cli::{Checked, Output, UsageError, require};
 
 /// Checks the flags and reads the text.
 ///
@@ -38,7 +13,7 @@ pub fn validate(args: &Args) -> Checked<Corpus> {
     check_heads(args)?;
     check_runs(args)?;
     let corpus = read_text(args)?;
-    check_json(args)?;
+    Output::new(args.json.as_deref()).check()?;
     Ok(corpus)
 }
 
@@ -112,25 +87,6 @@ fn read_text(args: &Args) -> Checked<Corpus> {
         text.len() - 1
     );
     Ok(Corpus::new(text, args))
-}
-
-fn check_json(args: &Args) -> Checked {
-    let Some(path) = args.json.as_deref().filter(|_| !args.json_to_stdout()) else {
-        return Ok(());
-    };
-    can_write(path).map_err(|error| {
-        UsageError(format!(
-            "--json {} cannot be written ({error}): give a file in a folder that exists, or - for stdout.",
-            path.display()
-        ))
-    })
-}
-
-/// Tries it, leaving no trace: permissions alone do not tell.
-fn can_write(path: &Path) -> std::io::Result<()> {
-    let existed = path.exists();
-    OpenOptions::new().append(true).create(true).open(path)?;
-    if existed { Ok(()) } else { fs::remove_file(path) }
 }
 
 /// The first multiple of `of` that is at least `n`.

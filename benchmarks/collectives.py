@@ -1,0 +1,148 @@
+#!/usr/bin/env python3
+"""Measures this project's collectives beside Gloo's and Open MPI's, and writes the table into BENCHMARKS.md.
+
+Usage: python3 benchmarks/collectives.py [--worlds 2 4] [--repeats 3] [--torch-python PYTHON] [--dry-run]
+
+It builds bench-collectives, then runs the three in turn, again and again; each number is the median of its runs. A
+peer that is not installed is left out, with a word on how to get it:
+
+  Gloo      python3 -m venv ~/torch-venv && ~/torch-venv/bin/pip install torch numpy
+            and --torch-python ~/torch-venv/bin/python, or TORCH_PYTHON in the environment
+  Open MPI  apt-get install openmpi-bin libopenmpi-dev
+
+Nothing else should run on the machine meanwhile.
+"""
+import argparse
+import datetime
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PEERS = ROOT / "benchmarks" / "peers"
+DOCUMENT = ROOT / "BENCHMARKS.md"
+BEGIN, END = "<!-- collectives: begin -->", "<!-- collectives: end -->"
+OURS = "candle-dist"
+
+
+def say(text):
+    print(text, file=sys.stderr, flush=True)
+
+
+def output(command):
+    """The JSON object that a measurement prints; one thread a rank, so that only ranks compete for cores."""
+    threads = {name: "1" for name in ("CANDLE_NUM_THREADS", "RAYON_NUM_THREADS", "OMP_NUM_THREADS")}
+    run = subprocess.run(command, env={**os.environ, **threads}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    if run.returncode != 0:
+        sys.exit(f"{' '.join(map(str, command))} failed:\n{run.stderr}")
+    return json.loads(run.stdout)
+
+
+def build_ours():
+    say("building bench-collectives")
+    subprocess.run(["cargo", "build", "--release", "--quiet", "--bin", "bench-collectives"], cwd=ROOT, check=True)
+    target = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
+    return lambda world: [target / "release" / "bench-collectives", "--world", str(world), "--json", "-"]
+
+
+def build_gloo(python):
+    probe = [python, "-c", "import torch.distributed as d; assert d.is_gloo_available()"]
+    if not shutil.which(python) or subprocess.run(probe, stderr=subprocess.DEVNULL).returncode != 0:
+        say(f"Gloo is left out: {python} has no torch with Gloo; see --help for how to install it.")
+        return None
+    return lambda world: [python, PEERS / "gloo.py", "--world", str(world)]
+
+
+def build_openmpi(folder):
+    if not shutil.which("mpicc") or not shutil.which("mpirun"):
+        say("Open MPI is left out: mpicc or mpirun is missing; apt-get install openmpi-bin libopenmpi-dev.")
+        return None
+    program = Path(folder) / "openmpi"
+    subprocess.run(["mpicc", "-O3", "-o", program, PEERS / "openmpi.c"], check=True)
+    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    return lambda world: ["mpirun", "--oversubscribe", *root, "-n", str(world), program]
+
+
+def measure(sides, worlds, repeats):
+    """The median microseconds by world, (op, bytes) and side, and the floors by world and (op, bytes)."""
+    runs, floors = {}, {}
+    for repeat in range(repeats):
+        for world in worlds:
+            for name, command in sides.items():
+                say(f"repeat {repeat + 1} of {repeats}, world {world}: {name}")
+                for row in output(command(world))["rows"]:
+                    key = (row["op"], row["bytes"])
+                    runs.setdefault(world, {}).setdefault(key, {}).setdefault(name, []).append(row["median_us"])
+                    if name == OURS:
+                        floors.setdefault(world, {}).setdefault(key, []).append(row["floor_us"])
+    medians = lambda series: {key: statistics.median(values) for key, values in series.items()}
+    times = {world: {key: medians(by_side) for key, by_side in rows.items()} for world, rows in runs.items()}
+    return times, {world: medians(rows) for world, rows in floors.items()}
+
+
+def number(us):
+    return f"{us:,.0f}" if us >= 100 else f"{us:.1f}"
+
+
+def size(count):
+    return f"{count >> 20} MiB" if count >= 1 << 20 else f"{count >> 10} KiB"
+
+
+def table(rows, floors, sides):
+    """One world's table; a ratio says how many times as long the peer takes."""
+    peers = [name for name in sides if name != OURS]
+    header = ["op", "input", "floor", *sides, *(f"{peer} ÷ ours" for peer in peers)]
+    lines = [f"| {' | '.join(header)} |", "|---|" + "---:|" * (len(header) - 1)]
+    for (op, count), times in rows.items():
+        ratios = (f"{times[peer] / times[OURS]:.2f}" for peer in peers)
+        cells = [op, size(count), number(floors[op, count]), *(number(times[name]) for name in sides), *ratios]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def section(times, floors, sides, repeats):
+    date = datetime.date.today().isoformat()
+    cores = len(os.sched_getaffinity(0))
+    busy = os.getloadavg()[2]
+    parts = [f"{date}, {cores} cores, medians over {repeats} alternating repeats, load average of the last 15 minutes {busy:.1f}:"]
+    for world, rows in times.items():
+        crowded = f", more than the {cores} cores" if world > cores else ""
+        parts.append(f"World {world}{crowded}, microseconds:\n\n{table(rows, floors[world], sides)}")
+    return "\n\n".join(parts)
+
+
+def rewrite(text):
+    document = DOCUMENT.read_text()
+    pattern = re.compile(f"{re.escape(BEGIN)}.*{re.escape(END)}", re.DOTALL)
+    if not pattern.search(document):
+        sys.exit(f"{DOCUMENT.name} has lost its markers {BEGIN} and {END}; put them where the table should stand.")
+    DOCUMENT.write_text(pattern.sub(lambda _: f"{BEGIN}\n{text}\n{END}", document))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4], help="numbers of ranks [2 4]")
+    parser.add_argument("--repeats", type=int, default=3, help="alternating runs of each side [3]")
+    parser.add_argument("--torch-python", default=os.environ.get("TORCH_PYTHON", sys.executable), help="a Python with torch")
+    parser.add_argument("--dry-run", action="store_true", help="print the tables and leave BENCHMARKS.md alone")
+    args = parser.parse_args()
+    if args.repeats < 1 or min(args.worlds) < 1:
+        parser.error("give at least 1 for --repeats and for each of --worlds")
+    with tempfile.TemporaryDirectory() as folder:
+        built = {OURS: build_ours(), "Gloo": build_gloo(args.torch_python), "Open MPI": build_openmpi(folder)}
+        sides = {name: command for name, command in built.items() if command}
+        times, floors = measure(sides, args.worlds, args.repeats)
+    text = section(times, floors, sides, args.repeats)
+    print(text)
+    if not args.dry_run:
+        rewrite(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+//! What the command lines of the programs have in common.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Write};
+use std::path::Path;
+use std::process::ExitCode;
+
+/// The exit status of a program that tried and failed.
+pub const FAILED: u8 = 1;
+/// The exit status of a program whose command line cannot work.
+pub const USAGE: u8 = 2;
+
+/// One sentence on what the user should change.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct UsageError(pub(crate) String);
+
+impl std::fmt::Display for UsageError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for UsageError {}
+
+/// The outcome of a check of the command line.
+pub type Checked<T = ()> = Result<T, UsageError>;
+
+/// Fails with the formatted sentence unless the condition holds.
+macro_rules! require {
+    ($condition:expr, $($sentence:tt)+) => {
+        if !$condition {
+            return Err($crate::cli::UsageError(format!($($sentence)+)));
+        }
+    };
+}
+pub(crate) use require;
+
+/// What clap has to say about a command line it could not parse, as one sentence without the usage text.
+pub fn one_sentence(error: &clap::Error) -> String {
+    let rendered = error.to_string();
+    let said: Vec<&str> = rendered
+        .lines()
+        .map(str::trim)
+        .take_while(|line| !line.starts_with("Usage:") && !line.starts_with("For more information"))
+        .filter(|line| !line.is_empty())
+        .map(|line| line.trim_start_matches("error: ").trim_start_matches("tip: "))
+        .collect();
+    format!("{}; see --help.", said.join("; "))
+}
+
+/// Says what went wrong on stderr and gives the exit status.
+pub fn fail(error: impl std::fmt::Display, status: u8) -> ExitCode {
+    eprintln!("error: {error}");
+    ExitCode::from(status)
+}
+
+/// Where the JSON object of a program goes, if anywhere, and where therefore all else.
+#[derive(Clone, Copy, Debug)]
+pub struct Output<'a>(Option<&'a Path>);
+
+impl<'a> Output<'a> {
+    /// The output for the value of `--json`; `-` is stdout.
+    pub fn new(json: Option<&'a Path>) -> Self {
+        Self(json)
+    }
+
+    fn json_to_stdout(self) -> bool {
+        self.0 == Some(Path::new("-"))
+    }
+
+    /// Where text for people goes: stdout, or stderr if JSON has stdout to itself.
+    pub fn screen(self) -> Box<dyn Write> {
+        if self.json_to_stdout() { Box::new(io::stderr()) } else { Box::new(io::stdout()) }
+    }
+
+    /// Writes the JSON object where one is asked for.
+    ///
+    /// # Errors
+    /// If the file cannot be written.
+    pub fn write_json(self, report: &impl serde::Serialize) -> anyhow::Result<()> {
+        let Some(path) = self.0 else { return Ok(()) };
+        let mut json: Box<dyn Write> =
+            if self.json_to_stdout() { Box::new(io::stdout()) } else { Box::new(File::create(path)?) };
+        writeln!(json, "{}", serde_json::to_string_pretty(report)?)?;
+        Ok(())
+    }
+
+    /// Checks that the JSON object can be written, leaving no trace: permissions alone do not tell.
+    ///
+    /// # Errors
+    /// A sentence that names the file and a remedy.
+    pub fn check(self) -> Checked {
+        let Some(path) = self.0.filter(|_| !self.json_to_stdout()) else {
+            return Ok(());
+        };
+        can_write(path).map_err(|error| {
+            UsageError(format!(
+                "--json {} cannot be written ({error}): give a file in a folder that exists, or - for stdout.",
+                path.display()
+            ))
+        })
+    }
+}
+
+fn can_write(path: &Path) -> io::Result<()> {
+    let existed = path.exists();
+    OpenOptions::new().append(true).create(true).open(path)?;
+    if existed { Ok(()) } else { fs::remove_file(path) }
+}

@@ -1,0 +1,167 @@
+//! The command line of the measurement of collectives, and its checks.
+
+use std::fmt;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use clap::{Parser, ValueEnum};
+
+use crate::cli::{Checked, Output, require};
+
+/// Bytes of an element: all tensors are f32.
+pub const ELEMENT_BYTES: usize = 4;
+/// The most ranks for which sums of the test data are exact in f32.
+const MAX_WORLD: usize = 256;
+const MAX_BYTES: usize = 1 << 30;
+
+const ABOUT: &str = "\
+Measures the collectives of a local process group, and checks the data they give
+
+Every rank times its own call after a barrier; a row is the median over the rounds of the slowest rank's time:
+
+  all_reduce, all_gather, reduce_scatter, all_to_all, broadcast
+              an input of the given size on every rank, a fresh result
+  send_recv   half a ping-pong of ranks 0 and 1, each sending a tensor that it keeps
+  send_owned  the same, each handing its tensor over; only measured when named
+
+The floor beside a row is the time of plain memory copies that move as many bytes as the op must read and write,
+shared by as many ranks as there are cores.";
+
+const EXAMPLES: &str = "\
+Examples:
+  cargo run --release --bin bench-collectives
+      Measure everything on 2 ranks.
+  cargo run --release --bin bench-collectives -- --world 4 --ops all_reduce --sizes 1MiB,16MiB
+      Measure one op at sizes of your own.
+  cargo run --release --bin bench-collectives -- --json - 2>/dev/null | jq '.rows[] | {op, bytes, median_us}'
+      Get the numbers into a script: only JSON on stdout, all else on stderr.
+
+Exit status: 0 if all went well, 1 if an op failed or gave wrong data, 2 if the command line cannot work.";
+
+/// What the user asked for; the comments on the fields are the program's help.
+#[derive(Clone, Debug, Parser)]
+#[command(name = "bench-collectives", version, about = ABOUT, after_help = EXAMPLES)]
+pub struct Args {
+    /// Ranks, each a thread
+    #[arg(long, value_name = "N", default_value_t = 2)]
+    pub world: usize,
+
+    /// Ops to measure, in this order
+    #[arg(
+        long,
+        value_name = "NAMES",
+        value_delimiter = ',',
+        default_value = "all_reduce,all_gather,reduce_scatter,all_to_all,broadcast,send_recv",
+        hide_possible_values = true
+    )]
+    pub ops: Vec<OpName>,
+
+    /// Sizes of each rank's input, in bytes, KiB, MiB or GiB
+    #[arg(long, value_name = "SIZES", value_delimiter = ',', default_value = "4KiB,256KiB,4MiB,64MiB")]
+    pub sizes: Vec<ByteSize>,
+
+    /// Rounds of each row [default: about a second's worth, 7 to 2001]
+    #[arg(long, value_name = "N")]
+    pub rounds: Option<usize>,
+
+    /// Also write the results as one JSON object; `-` is stdout, with nothing else on it
+    #[arg(long, value_name = "FILE")]
+    pub json: Option<PathBuf>,
+}
+
+impl Args {
+    /// Checks everything that could stop the program later.
+    ///
+    /// # Errors
+    /// A sentence that names the flag, its value and a remedy.
+    pub fn validate(&self) -> Checked {
+        let world = self.world;
+        require!(world > 0, "--world is 0: give at least 1.");
+        require!(world <= MAX_WORLD, "--world {world} is too many: give at most {MAX_WORLD}.");
+        require!(self.rounds != Some(0), "--rounds is 0: give at least 1.");
+        if let Some(op) = self.ops.iter().find(|op| op.is_message()) {
+            require!(world > 1, "--ops {op} needs two ranks: give a --world of at least 2, or other --ops.");
+        }
+        for &ByteSize(bytes) in &self.sizes {
+            require!(
+                bytes > 0 && bytes.is_multiple_of(ELEMENT_BYTES),
+                "--sizes {bytes} is not a whole number of f32: give a positive multiple of {ELEMENT_BYTES} bytes."
+            );
+            require!(bytes <= MAX_BYTES, "--sizes {bytes} is too much: give at most 1GiB.");
+        }
+        Output::new(self.json.as_deref()).check()
+    }
+}
+
+/// What is measured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[value(rename_all = "snake_case")]
+pub enum OpName {
+    /// The sum of all ranks' tensors, on every rank.
+    AllReduce,
+    /// All ranks' tensors joined, on every rank.
+    AllGather,
+    /// A piece of the sum on each rank.
+    ReduceScatter,
+    /// A piece of every rank's tensor on each rank.
+    AllToAll,
+    /// Rank 0's tensor on every rank.
+    Broadcast,
+    /// A message that copies.
+    SendRecv,
+    /// A message that hands its tensor over.
+    SendOwned,
+}
+
+impl OpName {
+    /// The name on the command line and in reports.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::AllReduce => "all_reduce",
+            Self::AllGather => "all_gather",
+            Self::ReduceScatter => "reduce_scatter",
+            Self::AllToAll => "all_to_all",
+            Self::Broadcast => "broadcast",
+            Self::SendRecv => "send_recv",
+            Self::SendOwned => "send_owned",
+        }
+    }
+
+    /// Whether it is a ping-pong of two ranks, whose time counts half.
+    pub fn is_message(self) -> bool {
+        matches!(self, Self::SendRecv | Self::SendOwned)
+    }
+}
+
+impl fmt::Display for OpName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+/// A number of bytes, written `4096`, `4KiB`, `4MiB` or `1GiB`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ByteSize(pub usize);
+
+const UNITS: [(&str, u32); 3] = [("GiB", 30), ("MiB", 20), ("KiB", 10)];
+
+impl FromStr for ByteSize {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (digits, shift) =
+            UNITS.iter().find_map(|&(unit, shift)| Some((text.strip_suffix(unit)?, shift))).unwrap_or((text, 0));
+        let count: usize =
+            digits.trim_end().parse().map_err(|_| "give a number such as 4096, 4KiB or 64MiB".to_owned())?;
+        count.checked_mul(1 << shift).map(Self).ok_or_else(|| "that is more than can be addressed".to_owned())
+    }
+}
+
+impl fmt::Display for ByteSize {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match UNITS.iter().find(|&&(_, shift)| self.0 > 0 && self.0.is_multiple_of(1 << shift)) {
+            Some((unit, shift)) => write!(f, "{} {unit}", self.0 >> shift),
+            None => write!(f, "{} B", self.0),
+        }
+    }
+}

@@ -1,0 +1,98 @@
+//! One op at one size: its input, the call that is timed, and what it must give.
+
+use anyhow::{Result, bail};
+use candle_core::{DType, Device, Tensor};
+use candle_dist::{ProcessGroup, ReduceOp};
+
+use super::args::{ELEMENT_BYTES, OpName};
+
+/// An op with this rank's input, ready to be called again and again.
+#[derive(Debug)]
+pub struct Case<'a> {
+    op: OpName,
+    group: &'a ProcessGroup,
+    /// One row, so that pieces of it are contiguous and an all_to_all has a second dim to join them along.
+    input: Tensor,
+    /// The elements of each rank's piece; they differ by one at most.
+    pieces: Vec<usize>,
+}
+
+impl<'a> Case<'a> {
+    /// The case of `op` with `bytes` of f32 on each rank.
+    ///
+    /// # Errors
+    /// Whatever candle reports of the input.
+    pub fn new(op: OpName, bytes: usize, group: &'a ProcessGroup) -> Result<Self> {
+        let (len, n) = (bytes / ELEMENT_BYTES, group.size());
+        let input = Tensor::from_iter((0..len).map(|i| element(group.rank(), i)), &Device::Cpu)?.reshape((1, len))?;
+        let pieces = (0..n).map(|rank| (rank + 1) * len / n - rank * len / n).collect();
+        Ok(Self { op, group, input, pieces })
+    }
+
+    /// The op itself; `None` on ranks that take no part in a message.
+    ///
+    /// # Errors
+    /// The group's.
+    pub fn call(&self) -> candle_dist::Result<Option<Tensor>> {
+        let Self { op, group, input, pieces } = self;
+        match op {
+            OpName::AllReduce => group.all_reduce(input, ReduceOp::Sum),
+            OpName::AllGather => group.all_gather(input, 0),
+            OpName::ReduceScatter => group.reduce_scatter_uneven(input, 1, pieces, ReduceOp::Sum),
+            OpName::AllToAll => group.all_to_all_uneven(input, (1, pieces), (0, &vec![1; pieces.len()])),
+            OpName::Broadcast => group.broadcast(input, 0),
+            OpName::SendRecv => return self.ping_pong(|to| group.send(input, to)),
+            OpName::SendOwned => return self.ping_pong(|to| group.send_owned(input.clone(), to)),
+        }
+        .map(Some)
+    }
+
+    /// Rank 0 sends to rank 1, which answers with a tensor of its own.
+    fn ping_pong(&self, send: impl Fn(usize) -> candle_dist::Result<()>) -> candle_dist::Result<Option<Tensor>> {
+        let recv = |from| self.group.recv(self.input.shape(), DType::F32, from);
+        match self.group.rank() {
+            0 => send(1).and_then(|()| recv(1)).map(Some),
+            1 => {
+                let ping = recv(0)?;
+                send(0).map(|()| Some(ping))
+            }
+            _ => Ok(None),
+        }
+    }
+
+    /// Compares every element of a result with the op's definition; the test data makes sums exact.
+    ///
+    /// # Errors
+    /// If one differs.
+    pub fn check(&self, result: Option<&Tensor>) -> Result<()> {
+        let (rank, n, len) = (self.group.rank(), self.group.size(), self.input.elem_count());
+        let (start, piece) = (self.pieces[..rank].iter().sum::<usize>(), self.pieces[rank]);
+        let sum = |i| (0..n).map(|rank| element(rank, i)).sum();
+        match self.op {
+            OpName::AllReduce => self.compare(result, len, sum),
+            OpName::AllGather => self.compare(result, n * len, |i| element(i / len, i % len)),
+            OpName::ReduceScatter => self.compare(result, piece, |i| sum(start + i)),
+            OpName::AllToAll => self.compare(result, n * piece, |i| element(i / piece, start + i % piece)),
+            OpName::Broadcast => self.compare(result, len, |i| element(0, i)),
+            OpName::SendRecv | OpName::SendOwned if rank < 2 => self.compare(result, len, |i| element(1 - rank, i)),
+            OpName::SendRecv | OpName::SendOwned => Ok(()),
+        }
+    }
+
+    fn compare(&self, result: Option<&Tensor>, len: usize, expected: impl Fn(usize) -> f32) -> Result<()> {
+        let got = result.map(|tensor| tensor.flatten_all()?.to_vec1::<f32>()).transpose()?.unwrap_or_default();
+        let op = self.op;
+        if got.len() != len {
+            bail!("{op} gave {} elements instead of {len}", got.len());
+        }
+        match got.iter().enumerate().find(|&(i, &value)| value != expected(i)) {
+            Some((i, value)) => bail!("{op} gave {value} instead of {} at element {i} of {len}", expected(i)),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Element `i` of `rank`'s input: a small whole number that differs between ranks and between neighbours.
+fn element(rank: usize, i: usize) -> f32 {
+    ((i % 251 + 1) * (rank + 1)) as f32
+}

@@ -1,0 +1,43 @@
+//! What memory alone would cost: plain copies that move as many bytes as an op must.
+
+use std::hint::black_box;
+use std::time::{Duration, Instant};
+
+use super::args::{ELEMENT_BYTES, OpName};
+use super::measure::median;
+
+const BUDGET: Duration = Duration::from_millis(200);
+const MIN_COPIES: usize = 7;
+const MAX_COPIES: usize = 2001;
+
+/// The median microseconds in which one thread copies `bytes` between two buffers whose pages it has touched.
+pub fn copy_us(bytes: usize) -> f64 {
+    let source = vec![1f32; bytes / ELEMENT_BYTES];
+    let mut target = vec![0f32; bytes / ELEMENT_BYTES];
+    let mut times = Vec::new();
+    let began = Instant::now();
+    while times.len() < MIN_COPIES || (times.len() < MAX_COPIES && began.elapsed() < BUDGET) {
+        let start = Instant::now();
+        black_box(&mut target).copy_from_slice(black_box(&source));
+        times.push(start.elapsed().as_secs_f64() * 1e6);
+    }
+    median(&mut times)
+}
+
+/// The floor of `op` on `world` ranks in units of [`copy_us`] of one rank's input.
+///
+/// A copy reads its bytes once and writes them once. An op must read every input that is used once and write every
+/// result once; half the sum is its number of copies, and the ranks that have a core of their own share them.
+pub fn copies(op: OpName, world: usize) -> f64 {
+    let n = world as f64;
+    let at_once = std::thread::available_parallelism().map_or(1, usize::from).min(world) as f64;
+    let (reads, writes, at_once) = match op {
+        OpName::AllReduce | OpName::AllToAll => (n, n, at_once),
+        OpName::AllGather => (n, n * n, at_once),
+        OpName::ReduceScatter => (n, 1.0, at_once),
+        OpName::Broadcast => (1.0, n, at_once),
+        OpName::SendRecv => (1.0, 1.0, 1.0),
+        OpName::SendOwned => (0.0, 0.0, 1.0),
+    };
+    (reads + writes) / 2.0 / at_once
+}

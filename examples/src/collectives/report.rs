@@ -1,0 +1,51 @@
+//! What the program tells: a table for people, one JSON object for programs.
+
+use comfy_table::Cell;
+use serde::Serialize;
+
+use super::args::ByteSize;
+use crate::table::{grouped, number, table};
+
+/// The JSON object.
+#[derive(Clone, Debug, Serialize)]
+pub struct Report {
+    /// Number of ranks.
+    pub world: usize,
+    /// One row per op and size, in the order measured.
+    pub rows: Vec<Row>,
+}
+
+/// One op at one size.
+#[derive(Clone, Debug, Serialize)]
+pub struct Row {
+    /// The name of the op.
+    pub op: &'static str,
+    /// Bytes of each rank's input.
+    pub bytes: usize,
+    /// Median over the rounds of the slowest rank's microseconds; half a ping-pong for messages.
+    pub median_us: f64,
+    /// Microseconds of plain memory copies that move as many bytes.
+    pub floor_us: f64,
+    /// Number of rounds.
+    pub rounds: usize,
+}
+
+impl Report {
+    /// The table for people.
+    pub fn table(&self) -> String {
+        let mut table = table(&["op", "input"], &["median µs", "floor µs", "of floor", "rounds"]);
+        for row in &self.rows {
+            let ratio =
+                if row.floor_us > 0.0 { format!("{:.1}", row.median_us / row.floor_us) } else { "–".to_owned() };
+            table.add_row([
+                Cell::new(row.op),
+                number(ByteSize(row.bytes)),
+                number(format_args!("{:.1}", row.median_us)),
+                number(format_args!("{:.1}", row.floor_us)),
+                number(ratio),
+                number(grouped(row.rounds)),
+            ]);
+        }
+        format!("{} ranks, each a thread:\n{table}", self.world)
+    }
+}
