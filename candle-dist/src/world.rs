@@ -145,6 +145,7 @@ impl RankContext {
     pub fn run<T, E: Display>(mut self, f: impl Fn(&Self) -> Result<T, E>, blame: impl Fn(usize, &str)) -> Option<T> {
         use crate::backend::local::End;
         let rank = self.rank();
+        self.guard.settle_thread();
         let (result, end) = match catch_unwind(AssertUnwindSafe(|| f(&self))) {
             Ok(Ok(value)) => (Some(value), End::Returned),
             Ok(Err(error)) => (None, End::Failed(error.to_string())),

@@ -4,6 +4,7 @@ use crate::spec::Spec;
 use crate::{Error, Result};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Shape, Tensor, Var};
+use candle_dist::functional::Exchange;
 use candle_dist::{DeviceMesh, ReduceOp};
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -45,6 +46,8 @@ pub struct DTensor {
 pub(crate) struct Trail {
     /// Views of this tensor that are varying on more axes.
     views: Mutex<Vec<(Axes, Tensor)>>,
+    /// What steps of redistribution made of this tensor: the axis, where it went, and on which axes that varies.
+    steps: Mutex<Vec<(usize, Placement, Axes, DTensor)>>,
     /// What this tensor was gathered from, and along which axis.
     pub(crate) gathered: Option<(DTensor, usize)>,
 }
@@ -52,10 +55,18 @@ pub(crate) struct Trail {
 impl DTensor {
     pub(crate) fn assemble(local: Tensor, spec: Arc<Spec>, varying: Axes) -> Self {
         debug_assert_eq!(local.dims(), spec.local_shape().as_slice(), "{spec}");
-        // A parameter changes in place between steps: a copy of it must not be kept.
+        // A parameter changes in place between steps: a copy of it must not be kept (see `aliasing`).
         let keeps_views = local.track_op() && !local.is_variable();
         let trail = keeps_views.then(Arc::<Trail>::default);
         Self { local, spec, varying, trail }
+    }
+
+    /// This tensor, made of `source` without a copy: if that is a parameter's memory, so is this.
+    pub(crate) fn aliasing(mut self, source: &Self) -> Self {
+        if source.tracked() && source.trail.is_none() {
+            self.trail = None;
+        }
+        self
     }
 
     /// A view of this tensor that is varying on `varying`; it shares the memory of views with it.
@@ -145,7 +156,7 @@ impl DTensor {
 
     /// Whether the gradient on a replicated axis is a partial sum.
     pub fn is_varying(&self, axis: usize) -> bool {
-        self.varying & (1 << axis) != 0
+        1u32.checked_shl(axis as u32).is_some_and(|bit| self.varying & bit != 0)
     }
 
     pub(crate) fn varying(&self) -> Axes {
@@ -170,6 +181,24 @@ impl DTensor {
         let view = make()?;
         views.push((axes, view.clone()));
         Ok(view)
+    }
+
+    /// The result of an earlier step to default sizes, or a new one that is kept.
+    ///
+    /// `make` must not give a tensor that holds on to this one by its trail: the two would keep each other alive.
+    pub(crate) fn kept_step(
+        &self,
+        (axis, to, varying): (usize, Placement, Axes),
+        make: impl FnOnce() -> Result<Self>,
+    ) -> Result<Self> {
+        let Some(trail) = &self.trail else { return make() };
+        let mut steps = trail.steps.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((.., made)) = steps.iter().find(|(a, p, v, _)| (*a, *p, *v) == (axis, to, varying)) {
+            return Ok(made.clone());
+        }
+        let made = make()?;
+        steps.push((axis, to, varying, made.clone()));
+        Ok(made)
     }
 
     /// The layout, equal on every rank.
@@ -213,13 +242,20 @@ impl DTensor {
     }
 
     /// This rank's shard, connected to the graph; an operand of a sum where the tensor is `Partial`.
+    ///
+    /// A gradient that enters through it must be that of a shard of the tensor, replicated where the tensor is
+    /// `Partial`, and on axes where it [varies](Self::is_varying) a share of the whole gradient.
     pub fn to_local(&self) -> &Tensor {
         &self.local
     }
 
-    /// The whole tensor on every rank.
+    /// The whole tensor on every rank; a gradient that enters through it must be the same on every rank.
     pub fn full_tensor(&self) -> Result<Tensor> {
-        Ok(self.redistribute(&vec![Replicate; self.mesh().ndim()])?.local)
+        let whole = self.redistribute(&vec![Replicate; self.mesh().ndim()])?;
+        let varying = (0..self.mesh().ndim()).filter(|&axis| whole.tracked() && whole.is_varying(axis));
+        varying.into_iter().try_fold(whole.local.clone(), |local, axis| {
+            Ok(Exchange::to_invariant().apply(&local, self.mesh().axis_group(axis)?)?)
+        })
     }
 
     /// The gradients of this scalar with respect to every variable, as local tensors that lie like the variables.

@@ -17,6 +17,8 @@
 //!
 //! Reductions other than the sum become `R` first, and only without gradient.
 //!
+//! Gathers for varying uses and sums of partials are kept with a tracked tensor, so that several uses share them.
+//!
 //! Shards are undone from the inner axis outwards and made from the outer axis inwards, so that at every step an axis
 //! cuts what the axes outside of it have left.
 use crate::dtensor::{Axes, DTensor};
@@ -93,11 +95,12 @@ impl DTensor {
         if to != Replicate && matches!(from, Partial(op) if op != ReduceOp::Sum) {
             return self.step(axis, Replicate.into(), vary)?.step(axis, target, vary);
         }
+        let sized = target.sizes.is_some();
         let mut spec = self.spec().clone();
         spec.place(axis, to, target.sizes);
         let varying = self.varying() & !bit;
         if self.mesh().shape()[axis] == 1 {
-            return Ok(DTensor::assemble(self.to_local().clone(), Arc::new(spec), varying));
+            return Ok(DTensor::assemble(self.to_local().clone(), Arc::new(spec), varying).aliasing(self));
         }
         let sum = ReduceOp::Sum;
         if (from, to) == (Replicate, Partial(sum)) && self.dtype().is_int() {
@@ -106,8 +109,10 @@ impl DTensor {
         }
         let exchange = match (from, to) {
             (Shard(dim), Replicate) if vary & bit != 0 => {
-                let local = self.apply(axis, Exchange::all_gather(self.spec().cut(axis, dim)))?;
-                return Ok(DTensor::assemble(local, Arc::new(spec), varying | bit));
+                return self.kept_step((axis, to, varying | bit), || {
+                    let local = self.apply(axis, Exchange::all_gather(self.spec().cut(axis, dim)))?;
+                    Ok(DTensor::assemble(local, Arc::new(spec), varying | bit))
+                });
             }
             (Shard(dim), Replicate) => {
                 let local = self.apply(axis, Exchange::all_gather_invariant(self.spec().cut(axis, dim)))?;
@@ -130,7 +135,9 @@ impl DTensor {
                 return Error::op("redistribute", reason);
             }
         };
-        let made = DTensor::assemble(self.apply(axis, exchange)?, Arc::new(spec), varying);
+        let make = || Ok(DTensor::assemble(self.apply(axis, exchange)?, Arc::new(spec), varying));
+        let adds_up = from == Partial(sum) && !sized;
+        let made = if adds_up { self.kept_step((axis, to, varying), make)? } else { make()? };
         if to == Replicate && vary & bit != 0 && made.tracked() { made.varying_view(axis) } else { Ok(made) }
     }
 

@@ -1,4 +1,5 @@
 //! The whole description of a distributed tensor: mesh, placements, global shape, dtype.
+use crate::dtensor::Axes;
 use crate::placement::{Placement, Placements, Shard};
 use crate::{Error, Result};
 use candle_core::{DType, Shape};
@@ -45,6 +46,9 @@ impl Spec {
     /// If the number of placements is not the number of axes, or a sharded dim does not exist.
     pub fn new(mesh: &DeviceMesh, placements: &[Placement], shape: impl Into<Shape>, dtype: DType) -> Result<Self> {
         let shape = shape.into();
+        if mesh.ndim() > Axes::BITS as usize {
+            return Err(Error::Layout(format!("{mesh} has {} axes; at most {} are possible", mesh.ndim(), Axes::BITS)));
+        }
         if placements.len() != mesh.ndim() {
             let (p, axes) = (placements.iter().join(", "), mesh.ndim());
             return Err(Error::Layout(format!(

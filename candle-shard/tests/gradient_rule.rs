@@ -233,3 +233,77 @@ fn a_gathered_tensor_is_used_differently_along_any_axis() {
         Ok(())
     });
 }
+
+/// A zero-copy view of a parameter sees its updates, and so must whatever is computed from the view.
+#[test]
+fn views_of_parameters_held_over_steps_are_never_stale() {
+    on_ranks(2, "held views", |ctx| -> Result<()> {
+        let mesh = ctx.mesh(&[("a", 2)])?;
+        let ones = |shape: (usize, usize)| Tensor::ones(shape, DType::F64, &Device::Cpu);
+        let (w, var) = DTensor::distribute(&ones((4, 3))?, &mesh, &[Replicate])?.to_var()?;
+        let held = [w.t()?, w.reshape((3, 4))?, w.permute((1, 0))?, w.t()?.narrow(0, 0, 3)?];
+        let x = DTensor::distribute(&ones((2, 3))?, &mesh, &[Shard(0)])?;
+        for (value, want) in [(1.0, 24.0), (0.0, 0.0), (2.0, 48.0)] {
+            var.set(&(ones((4, 3))? * value)?)?;
+            for view in &held {
+                let y = x.matmul(view)?.sum_all()?;
+                assert_eq!(y.full_tensor()?.to_scalar::<f64>()?, want);
+                assert!(y.backward()?.get(&var).is_some());
+            }
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn a_varying_tensor_leaves_the_mesh_with_its_gradient_right() {
+    on_ranks(3, "full_tensor of varying", |ctx| -> Result<()> {
+        let mesh = ctx.mesh(&[("a", 3)])?;
+        let w = DTensor::distribute(&Tensor::new(&[2f64], &Device::Cpu)?, &mesh, &[Replicate])?;
+        let (w, var) = w.to_var()?;
+        let y = w.varying_on(0)?.affine(3.0, 0.0)?;
+        let grads = y.full_tensor()?.sum_all()?.backward()?;
+        let share = grads.get(&var).expect("a gradient");
+        let whole = ctx.group().all_reduce(share, candle_dist::ReduceOp::Sum)?;
+        assert!((whole.to_vec1::<f64>()?[0] - 3.0).abs() < 1e-12);
+        Ok(())
+    });
+}
+
+#[test]
+fn gathers_and_sums_are_shared_by_several_uses() {
+    on_ranks(2, "shared steps", |ctx| -> Result<()> {
+        let mesh = ctx.mesh(&[("a", 2)])?;
+        let put = |shape: (usize, usize), p| {
+            DTensor::distribute(&Tensor::ones(shape, DType::F64, &Device::Cpu)?, &mesh, &[p])?.to_var()
+        };
+        let ((x, _), (w, _)) = (put((4, 6), Shard(0))?, put((6, 6), Shard(0))?);
+        let x = x.affine(2.0, 0.0)?;
+        let (loss, forward) = candle_dist::comm::record(|| -> Result<DTensor> {
+            let (q, k, v) = (x.linear(&w, None)?, x.linear(&w, None)?, x.linear(&w, None)?);
+            q.add(&k)?.add(&v)?.sum_all()
+        });
+        let loss = loss?;
+        let (grads, backward) = candle_dist::comm::record(|| loss.backward());
+        grads?;
+        use candle_dist::Op::{AllGather, AllReduce, ReduceScatter};
+        assert_eq!((forward.get(AllGather).count, forward.total()), (1, 1), "{forward}");
+        assert_eq!((backward.get(ReduceScatter).count, backward.get(AllReduce).count), (1, 0), "{backward}");
+        Ok(())
+    });
+}
+
+#[test]
+fn nested_checkpoints_find_every_part_of_a_gradient() {
+    on_ranks(2, "nested", |ctx| -> Result<()> {
+        let mesh = ctx.mesh(&[("a", 2)])?;
+        let (x, var) = DTensor::distribute(&Tensor::new(&[1f64, 2.0], &Device::Cpu)?, &mesh, &[Replicate])?.to_var()?;
+        let cube = candle_shard::nn::checkpoint(&x.affine(1.0, 0.0)?, |x| {
+            let captured = x.clone();
+            candle_shard::nn::checkpoint(&x.sqr()?, move |square| square.mul(&captured))
+        })?;
+        let grads = cube.sum_all()?.backward()?;
+        assert_eq!(grads.get(&var).expect("a gradient").to_vec1::<f64>()?, [3.0, 12.0]);
+        Ok(())
+    });
+}

@@ -54,7 +54,14 @@ impl CustomOp1 for Recompute {
         debug_assert_eq!(out.varying(), self.varying);
         // A scalar whose gradient with respect to the segment's output is the one that arrived.
         let mut grads = (out.to_local() * grad)?.sum_all()?.backward()?;
-        let mine = grads.remove(&leaf);
+        let mut mine = grads.remove(&leaf);
+        // A segment within this one may have captured its input, and found a part of its gradient.
+        if let Some(more) = FOUND.with_borrow_mut(|found| found.remove(&leaf.id())) {
+            mine = Some(match mine {
+                Some(grad) => (grad + more)?.detach(),
+                None => more,
+            });
+        }
         FOUND.with_borrow_mut(|found| -> candle_core::Result<()> {
             let ids: Vec<TensorId> = grads.get_ids().copied().collect();
             for id in ids {

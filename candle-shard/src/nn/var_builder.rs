@@ -7,6 +7,7 @@ use crate::spec::Spec;
 use crate::{DTensor, Error, Result};
 use candle_core::{DType, Device, Shape, Tensor};
 use candle_dist::DeviceMesh;
+use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// How a fresh parameter is filled.
@@ -31,6 +32,8 @@ struct Shared {
     dtype: DType,
     device: Device,
     built: Mutex<Vec<Parameter>>,
+    /// The entries of the plan that matched a module.
+    matched: Mutex<BTreeSet<usize>>,
 }
 
 /// Gives layers their parameters, each rank only its shard: candle's `VarBuilder` for a mesh and a plan.
@@ -78,8 +81,8 @@ impl ShardedVarBuilder {
 
     fn new(source: Source, seed: u64, mesh: &DeviceMesh, plan: Plan, dtype: DType, device: &Device) -> Result<Self> {
         plan.check_mesh(mesh)?;
-        let built = Mutex::default();
-        let shared = Shared { source, seed, mesh: mesh.clone(), plan, dtype, device: device.clone(), built };
+        let (built, matched) = (Mutex::default(), Mutex::default());
+        let shared = Shared { source, seed, mesh: mesh.clone(), plan, dtype, device: device.clone(), built, matched };
         Ok(Self { shared: Arc::new(shared), path: Vec::new() })
     }
 
@@ -107,7 +110,8 @@ impl ShardedVarBuilder {
 
     /// What the plan says about this module.
     pub fn style(&self) -> ModuleStyle {
-        self.shared.plan.style_of(&self.path, &self.shared.mesh)
+        let mut matched = self.shared.matched.lock().unwrap_or_else(PoisonError::into_inner);
+        self.shared.plan.style_of(&self.path, &self.shared.mesh, &mut matched)
     }
 
     /// The parameter `name` of this module: global `shape`, cut on the plan's axis as `placement` says.
@@ -159,7 +163,7 @@ impl ShardedVarBuilder {
     /// # Errors
     /// If a pattern of the plan matched no module: the model would run unlike what the plan says.
     pub fn finish(&self) -> Result<Parameters> {
-        self.shared.plan.check_all_matched()?;
+        self.shared.plan.check_all_matched(&self.shared.matched.lock().unwrap_or_else(PoisonError::into_inner))?;
         Ok(Parameters::new(self.shared.built.lock().unwrap_or_else(PoisonError::into_inner).clone()))
     }
 }

@@ -70,7 +70,7 @@ impl DTensor {
         }
         let laid_out = self.to_targets(&plan.targets, 0)?;
         let local = laid_out.to_local().reshape(spec.local_shape().as_slice())?;
-        Ok(DTensor::assemble(local, Arc::new(spec), laid_out.varying()))
+        Ok(DTensor::assemble(local, Arc::new(spec), laid_out.varying()).aliasing(&laid_out))
     }
 
     fn linear_view(
@@ -81,7 +81,8 @@ impl DTensor {
         local: impl Fn(&candle_core::Tensor) -> candle_core::Result<candle_core::Tensor>,
     ) -> Result<Self> {
         rows.push(Row::new(SUM, &[SUM]));
-        rules::run(op, &[self], &rows, (shape, self.dtype()), |x, _| Ok(local(x[0].to_local())?))
+        let view = rules::run(op, &[self], &rows, (shape, self.dtype()), |x, _| Ok(local(x[0].to_local())?))?;
+        Ok(view.aliasing(self))
     }
 }
 

@@ -3,9 +3,8 @@ use super::style::{ModuleStyle, Style};
 use crate::{Error, Result};
 use candle_dist::DeviceMesh;
 use itertools::Itertools;
+use std::collections::BTreeSet;
 use std::fmt;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use wildmatch::WildMatch;
 
 /// Which module runs in which style on one axis of a mesh; modules that are not named are replicated.
@@ -32,7 +31,6 @@ struct Entry {
     pattern: String,
     parts: Vec<WildMatch>,
     style: Style,
-    matched: Arc<AtomicBool>,
 }
 
 impl Plan {
@@ -45,7 +43,7 @@ impl Plan {
     pub fn with(mut self, pattern: impl Into<String>, style: impl Into<Style>) -> Self {
         let pattern = pattern.into();
         let parts = pattern.split('.').map(WildMatch::new).collect();
-        self.entries.push(Entry { pattern, parts, style: style.into(), matched: Arc::default() });
+        self.entries.push(Entry { pattern, parts, style: style.into() });
         self
     }
 
@@ -62,11 +60,12 @@ impl Plan {
         self.axis_index(mesh).map(drop)
     }
 
-    pub(crate) fn style_of(&self, path: &[String], mesh: &DeviceMesh) -> ModuleStyle {
+    /// What the plan says about the module at `path`; the patterns that match it are noted in `matched`.
+    pub(crate) fn style_of(&self, path: &[String], mesh: &DeviceMesh, matched: &mut BTreeSet<usize>) -> ModuleStyle {
         let mut style = None;
-        for entry in &self.entries {
+        for (i, entry) in self.entries.iter().enumerate() {
             if entry.parts.len() == path.len() && entry.parts.iter().zip(path).all(|(part, name)| part.matches(name)) {
-                entry.matched.store(true, Ordering::Relaxed);
+                matched.insert(i);
                 style = Some(entry.style);
             }
         }
@@ -75,9 +74,9 @@ impl Plan {
     }
 
     /// An error that names the patterns that matched no module.
-    pub(crate) fn check_all_matched(&self) -> Result<()> {
-        let unmatched = self.entries.iter().filter(|e| !e.matched.load(Ordering::Relaxed));
-        let names = unmatched.map(|e| format!("{:?}", e.pattern)).join(", ");
+    pub(crate) fn check_all_matched(&self, matched: &BTreeSet<usize>) -> Result<()> {
+        let unmatched = self.entries.iter().enumerate().filter(|(i, _)| !matched.contains(i));
+        let names = unmatched.map(|(_, e)| format!("{:?}", e.pattern)).join(", ");
         if names.is_empty() {
             return Ok(());
         }

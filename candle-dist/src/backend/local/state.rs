@@ -147,11 +147,16 @@ impl WorldState {
         }
     }
 
+    /// Makes the current thread the one that `rank` runs on: while another one waits, the rank itself may well run.
+    pub(crate) fn settle_thread(&self, rank: usize) {
+        self.activity[rank].lock().thread = Some(std::thread::current().id());
+    }
+
     /// Notes that `rank` begins a call.
     pub(super) fn begin(&self, rank: usize, call: Arc<Call>) {
         let me = std::thread::current().id();
         let mut activity = self.activity[rank].lock();
-        if activity.thread.replace(me).is_some_and(|other| other != me) {
+        if *activity.thread.get_or_insert(me) != me {
             self.table.lock().threaded = true;
         }
         activity.call = Some(call);
@@ -232,6 +237,11 @@ pub(crate) struct RankGuard {
 impl RankGuard {
     pub(crate) fn new(world: Arc<WorldState>, rank: usize) -> Self {
         Self { world, rank, end: None }
+    }
+
+    /// Makes the current thread the rank's own.
+    pub(crate) fn settle_thread(&self) {
+        self.world.settle_thread(self.rank);
     }
 
     /// Sets how the rank ends; without it, a plain return or a panic is told apart.
