@@ -54,6 +54,14 @@ pub fn fail(error: impl std::fmt::Display, status: u8) -> ExitCode {
     ExitCode::from(status)
 }
 
+/// What to do about a program that failed: nothing if nobody reads its output any more.
+pub fn failed(error: &anyhow::Error) -> ExitCode {
+    match error.downcast_ref::<io::Error>().map(io::Error::kind) {
+        Some(io::ErrorKind::BrokenPipe) => ExitCode::SUCCESS,
+        _ => fail(format_args!("{error:#}"), FAILED),
+    }
+}
+
 /// Where the JSON object of a program goes, if anywhere, and where therefore all else.
 #[derive(Clone, Copy, Debug)]
 pub struct Output<'a>(Option<&'a Path>);

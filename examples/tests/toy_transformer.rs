@@ -38,6 +38,12 @@ fn what_cannot_work_is_one_sentence_and_status_2() {
         (&["--steps", "many"], &["--steps", "many"]),
         (&["--runs", "single,triple"], &["--runs", "triple", "tp_sp"]),
         (&["--steps", "0"], &["--steps is 0", "at least 1"]),
+        (&["--steps", "18446744073709551615"], &["--steps", "too large"]),
+        (&["--seq", "18446744073709551615"], &["--seq", "GiB"]),
+        (&["--batch", "9999999999999999999"], &["--batch", "GiB"]),
+        (&["--dim", "2000000000"], &["--dim 2000000000", "smaller"]),
+        (&["--lr", "-1"], &["--lr -1", "positive"]),
+        (&["--dropout", "-0.1"], &["--dropout -0.1", "[0, 1)"]),
         (&["--batch", "0"], &["--batch is 0"]),
         (&["--threads", "0"], &["--threads is 0"]),
         (&["--lr", "NaN"], &["--lr NaN", "finite"]),
@@ -175,5 +181,6 @@ fn the_loss_falls_on_a_text_as_short_as_can_be() {
 fn runs_that_blow_up_are_not_reported_as_agreeing() {
     let output = toy(&["--lr", "1e30", "--steps", "5", "--runs", "single,single"]);
     assert_eq!(output.status.code(), Some(1));
-    assert!(text(&output.stdout).contains("DISAGREE"));
+    let said = text(&output.stdout);
+    assert!(said.contains("DISAGREE") && said.contains("Training diverged"), "{said}");
 }

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use examples::allocator;
-use examples::cli::{FAILED, Output, USAGE, fail, one_sentence};
+use examples::cli::{Output, USAGE, fail, failed, one_sentence};
 use examples::collectives::args::Args;
 use examples::collectives::measure::measure;
 use indicatif::{ProgressBar, ProgressStyle};
@@ -22,7 +22,7 @@ fn main() -> ExitCode {
     }
     match run(&args) {
         Ok(()) => ExitCode::SUCCESS,
-        Err(error) => fail(format_args!("{error:#}"), FAILED),
+        Err(error) => failed(&error),
     }
 }
 

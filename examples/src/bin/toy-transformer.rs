@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use examples::allocator;
-use examples::cli::{FAILED, Output, USAGE, fail, one_sentence};
+use examples::cli::{FAILED, Output, USAGE, fail, failed, one_sentence};
 use examples::toy::args::Args;
 use examples::toy::corpus::Corpus;
 use examples::toy::report::{self, Report};
@@ -27,7 +27,7 @@ fn main() -> ExitCode {
     match run(&args, &corpus) {
         Ok(report) if report.parity.ok => ExitCode::SUCCESS,
         Ok(_) => ExitCode::from(FAILED),
-        Err(error) => fail(format_args!("{error:#}"), FAILED),
+        Err(error) => failed(&error),
     }
 }
 

@@ -55,7 +55,7 @@ pub struct Args {
     pub threads: usize,
 
     /// Largest difference of losses (relative) and gradients (absolute) at which runs agree; 100 times that for logits
-    #[arg(long, value_name = "X", default_value_t = 1e-4, help_heading = "Runs")]
+    #[arg(long, value_name = "X", default_value_t = 1e-4, allow_negative_numbers = true, help_heading = "Runs")]
     pub tolerance: f64,
 
     /// Width of the model; a multiple of --heads
@@ -71,7 +71,7 @@ pub struct Args {
     pub heads: usize,
 
     /// Probability that dropout zeroes an element, in [0, 1)
-    #[arg(long, value_name = "P", default_value_t = 0.1, help_heading = "Model")]
+    #[arg(long, value_name = "P", default_value_t = 0.1, allow_negative_numbers = true, help_heading = "Model")]
     pub dropout: f64,
 
     /// Optimiser steps
@@ -87,7 +87,7 @@ pub struct Args {
     pub batch: usize,
 
     /// Learning rate of AdamW
-    #[arg(long, value_name = "X", default_value_t = 1e-3, help_heading = "Training")]
+    #[arg(long, value_name = "X", default_value_t = 1e-3, allow_negative_numbers = true, help_heading = "Training")]
     pub lr: f64,
 
     /// Seed of the initial parameters, the batches and dropout

@@ -147,7 +147,14 @@ fn verdict(args: &Args, parity: &Parity, outcomes: &[RunOutcome]) -> String {
         let scientific = |x| number(format_args!("{x:.1e}"));
         table.add_row([Cell::new(what), Cell::new(over), scientific(diff), scientific(allowed)]);
     }
-    format!("{table}\nThe runs {}.", if parity.ok { "agree" } else { "DISAGREE" })
+    let diverged = outcomes.iter().find_map(|run| Some((run, run.losses.iter().position(|loss| !loss.is_finite())?)));
+    let why = match diverged {
+        Some((run, step)) => {
+            format!(" Training diverged: the loss of {} is no number at step {step}; lower --lr.", run.name)
+        }
+        None => String::new(),
+    };
+    format!("{table}\nThe runs {}.{why}", if parity.ok { "agree" } else { "DISAGREE" })
 }
 
 /// The number of parameters on each rank, said once where they are all the same.

@@ -21,7 +21,7 @@ const SHOWN: [(&str, &str); 4] = [
     ("colwise", "layers.0.feed_forward.w1.weight"),
     ("rowwise", "layers.0.feed_forward.w2.weight"),
     ("rowwise embedding", "tok_embeddings.weight"),
-    ("replicated or sequence", "layers.0.ffn_norm.weight"),
+    ("norm", "layers.0.ffn_norm.weight"),
 ];
 
 /// Trains the model on `args.ranks` ranks.

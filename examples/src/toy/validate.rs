@@ -10,9 +10,13 @@ use crate::cli::{Checked, Output, UsageError, require};
 /// A sentence that names the flag, its value and a remedy.
 pub fn validate(args: &Args) -> Checked<Corpus> {
     check_numbers(args)?;
+    check_size(args)?;
     check_heads(args)?;
     check_runs(args)?;
     let corpus = read_text(args)?;
+    if let (Some(text), Some(json)) = (&args.text, &args.json) {
+        require!(text != json, "--json {} is also --text: the text would be lost, give another file.", json.display());
+    }
     Output::new(args.json.as_deref()).check()?;
     Ok(corpus)
 }
@@ -39,6 +43,32 @@ fn check_numbers(args: &Args) -> Checked {
     require!(
         tolerance.is_finite() && tolerance >= 0.0,
         "--tolerance {tolerance} is not a finite number of at least 0: try 0.0001."
+    );
+    Ok(())
+}
+
+/// The most memory that one training may take, in GiB.
+const MOST_GIB: f64 = 64.0;
+
+/// The largest numbers of steps and threads that make sense.
+const MOST_STEPS: usize = 100_000_000;
+const MOST_THREADS: usize = 1024;
+
+/// Refuses models that no machine of this kind could hold, before anything is allocated.
+fn check_size(args: &Args) -> Checked {
+    for (flag, value, most) in [("--steps", args.steps, MOST_STEPS), ("--threads", args.threads, MOST_THREADS)] {
+        require!(value <= most, "{flag} {value} is too large: use at most {most}.");
+    }
+    let [dim, layers, heads, seq, batch] =
+        [args.dim, args.layers, args.heads, args.seq, args.batch].map(|value| value as f64);
+    // A weight, its gradient and two moments; a good twenty activations a layer, and three square matrices a head.
+    let parameters = (VOCAB_SIZE as f64 + seq) * dim + layers * 12.0 * dim * dim;
+    let activations = batch * seq * (layers * (20.0 * dim + 3.0 * heads * seq) + 4.0 * VOCAB_SIZE as f64);
+    let gib = (16.0 * parameters + 8.0 * activations) / f64::from(1 << 30);
+    let fits = gib <= MOST_GIB;
+    require!(
+        fits,
+        "--dim {dim} --layers {layers} --heads {heads} --seq {seq} --batch {batch} would take about {gib:.0} GiB of memory: make some of them smaller, for at most {MOST_GIB} GiB."
     );
     Ok(())
 }
