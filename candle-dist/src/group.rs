@@ -1,5 +1,5 @@
 //! The ranks that communicate.
-use crate::backend::{Backend, Call, Dims, Fresh, Op, ReduceOp};
+use crate::backend::{Backend, Call, Dims, Fresh, Op, ReduceOp, Tensors};
 use crate::{Error, GroupFailure, Result, comm};
 use candle_core::{DType, Device, Shape, Tensor};
 use smallvec::smallvec;
@@ -138,9 +138,7 @@ impl ProcessGroup {
         if self.size() == 1 {
             return Ok(Some(tensor.clone()));
         }
-        let tensor = tensor.detach().contiguous()?;
-        let made = self.engage(call, tensor.elem_count(), |engine, call| engine.reduce(call, &tensor))?;
-        Ok(made.map(Fresh::into_tensor))
+        Ok(self.make(call, Some(tensor))?.map(Fresh::into_tensor))
     }
 
     /// All ranks' tensors joined along `dim` on the root, `None` elsewhere; `sizes[r]` is rank `r`'s part of `dim`.
@@ -152,9 +150,7 @@ impl ProcessGroup {
         if self.size() == 1 {
             return Ok(Some(tensor.clone()));
         }
-        let tensor = tensor.detach().contiguous()?;
-        let made = self.engage(call, tensor.elem_count(), |engine, call| engine.gather(call, &tensor))?;
-        Ok(made.map(Fresh::into_tensor))
+        Ok(self.make(call, Some(tensor))?.map(Fresh::into_tensor))
     }
 
     /// This rank's piece of the root's tensor, cut along `dim` into `sizes`.
@@ -189,9 +185,8 @@ impl ProcessGroup {
             sizes: smallvec![Dims::from_slice(sizes)],
             ..Call::new(Op::Scatter)
         };
-        let mine = mine.map(|t| t.detach().contiguous()).transpose()?;
-        let elements = mine.as_ref().map_or(0, Tensor::elem_count);
-        Ok(self.engage(call, elements, |engine, call| engine.scatter(call, mine.as_ref()))?.into_tensor())
+        let made = self.make(call, mine)?;
+        made.map(Fresh::into_tensor).ok_or_else(|| self.invalid(Op::Scatter, "the engine gave no result".into()))
     }
 
     /// Sends a copy of `tensor` to rank `to` without waiting for it.
@@ -238,7 +233,7 @@ impl ProcessGroup {
         if self.size() == 1 {
             return Ok(());
         }
-        self.engage(call, 0, |engine, call| engine.barrier(call))
+        self.make(call, None).map(drop)
     }
 
     /// The group of `members`, ranks of this group in the order that the new group counts them; only members call it.
@@ -279,22 +274,25 @@ impl ProcessGroup {
         if self.size() == 1 {
             return Ok(None);
         }
-        let tensor = &tensor.detach().contiguous()?;
-        let made = self.engage(call, tensor.elem_count(), |engine, call| match call.op {
-            Op::AllReduce => engine.all_reduce(call, tensor),
-            Op::AllGather => engine.all_gather(call, tensor),
-            Op::ReduceScatter => engine.reduce_scatter(call, tensor),
-            Op::AllToAll => engine.all_to_all(call, tensor),
-            Op::Broadcast => engine.broadcast(call, tensor),
-            op => Err(Error::Unsupported(format!("{op} as an exchange"))),
-        })?;
-        Ok(Some(made))
+        self.make(call, Some(tensor))
+    }
+
+    /// Makes a collective with at most one tensor; `None` where this rank gets no result.
+    fn make(&self, call: Call, tensor: Option<&Tensor>) -> Result<Option<Fresh>> {
+        let tensors: Tensors = tensor.map(|t| t.detach().contiguous()).transpose()?.into_iter().collect();
+        let elements = tensors.iter().map(Tensor::elem_count).sum();
+        Ok(self.engage(call, elements, |engine, call| engine.run(call, tensors))?.pop())
     }
 
     /// Hands a call to the engine: the one place where communication is noted and timed.
     ///
     /// `elements` is the size of this rank's input.
-    fn engage<R>(&self, call: Call, elements: usize, run: impl FnOnce(&dyn Backend, Call) -> Result<R>) -> Result<R> {
+    pub(crate) fn engage<R>(
+        &self,
+        call: Call,
+        elements: usize,
+        run: impl FnOnce(&dyn Backend, Call) -> Result<R>,
+    ) -> Result<R> {
         let _watched = comm::watch(&call, elements, self.ranks());
         run(&*self.backend, call)
     }

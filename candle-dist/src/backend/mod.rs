@@ -109,11 +109,13 @@ pub struct Call {
     pub dtype: Option<DType>,
     /// The shape that ranks must agree on; [`RAGGED`] where sizes may differ.
     pub shape: Dims,
+    /// Dtypes and shapes of the further tensors of a coalesced call.
+    pub rest: Vec<(DType, Dims)>,
     /// The reduction, for ops that reduce.
     pub reduce: Option<ReduceOp>,
     /// The root, or the other side of a point-to-point call, as a rank of the group.
     pub peer: Option<usize>,
-    /// The dims that are split and joined.
+    /// The dims that are cut or joined: one for each tensor, or for an all_to_all the split and the joined one.
     pub dims: SmallVec<[usize; 2]>,
     /// Sizes of the pieces, one a rank, for each dim in `dims`.
     pub sizes: SmallVec<[Dims; 2]>,
@@ -131,6 +133,7 @@ impl Call {
             op,
             dtype: None,
             shape: Dims::new(),
+            rest: Vec::new(),
             reduce: None,
             peer: None,
             dims: SmallVec::new(),
@@ -150,13 +153,19 @@ impl Call {
         Self { dtype: Some(tensor.dtype()), shape, ..Self::new(op) }
     }
 
+    /// The call with further tensors beside the first.
+    pub fn with_rest(mut self, rest: &[Tensor]) -> Self {
+        self.rest = rest.iter().map(|tensor| (tensor.dtype(), Dims::from_slice(tensor.dims()))).collect();
+        self
+    }
+
     /// The first thing in which two calls that belong together differ, if they do.
     pub fn difference(&self, other: &Self) -> Option<&'static str> {
         if self.op != other.op {
             Some("op")
         } else if self.dtype != other.dtype {
             Some("dtype")
-        } else if self.shape != other.shape {
+        } else if self.shape != other.shape || self.rest != other.rest {
             Some("shape")
         } else if self.reduce != other.reduce {
             Some("reduction")
@@ -181,6 +190,9 @@ impl fmt::Display for Call {
         if let Some(dtype) = self.dtype {
             let dims = self.shape.iter().map(|&d| if d == RAGGED { "?".to_string() } else { d.to_string() });
             parts.push(format!("{}[{}]", dtype.as_str(), dims.into_iter().join(", ")));
+        }
+        if !self.rest.is_empty() {
+            parts.push(format!("{} more", self.rest.len()));
         }
         parts.extend(self.reduce.map(|r| r.to_string()));
         parts.extend(self.peer.map(|p| match self.op {
@@ -226,6 +238,20 @@ impl Fresh {
     }
 }
 
+/// The tensors that one rank gives to a collective: one, unless the call is coalesced.
+pub type Tensors = SmallVec<[Tensor; 1]>;
+
+/// What one rank gets out of a collective.
+pub type Results = SmallVec<[Fresh; 1]>;
+
+/// A collective that was started; dropping it gives the result up, and lets the other ranks go on.
+pub trait Unfinished: Send {
+    /// Whether [`finish`](Self::finish) would return without waiting for another rank.
+    fn is_ready(&self) -> Result<bool>;
+    /// Waits for the other ranks and returns the results.
+    fn finish(self: Box<Self>) -> Result<Results>;
+}
+
 /// An engine that moves tensors among the ranks of one group.
 ///
 /// Ranks are counted within the group. Tensors come in contiguous, detached and validated against `call`, which names
@@ -238,28 +264,16 @@ pub trait Backend: Send + Sync + fmt::Debug {
     fn rank(&self) -> usize;
     /// The members as ranks of the world, in group order.
     fn ranks(&self) -> &[usize];
-    /// Every rank gets the reduction of all tensors.
-    fn all_reduce(&self, call: Call, tensor: &Tensor) -> Result<Fresh>;
-    /// Every rank gets all tensors joined along `call.dims[0]`.
-    fn all_gather(&self, call: Call, tensor: &Tensor) -> Result<Fresh>;
-    /// Every rank gets its piece, along `call.dims[0]`, of the reduction.
-    fn reduce_scatter(&self, call: Call, tensor: &Tensor) -> Result<Fresh>;
-    /// Splits along `call.dims[0]`, joins along `call.dims[1]`.
-    fn all_to_all(&self, call: Call, tensor: &Tensor) -> Result<Fresh>;
-    /// Every rank gets the root's tensor; the others' tensors give only dtype and shape.
-    fn broadcast(&self, call: Call, tensor: &Tensor) -> Result<Fresh>;
-    /// The root gets the reduction.
-    fn reduce(&self, call: Call, tensor: &Tensor) -> Result<Option<Fresh>>;
-    /// The root's tensor is split along `call.dims[0]`; other ranks give none.
-    fn scatter(&self, call: Call, tensor: Option<&Tensor>) -> Result<Fresh>;
-    /// The root gets all tensors joined along `call.dims[0]`.
-    fn gather(&self, call: Call, tensor: &Tensor) -> Result<Option<Fresh>>;
+    /// Makes the collective that `call` describes with this rank's `tensors`, and returns when they may change again.
+    ///
+    /// One result for each tensor; none on ranks that get none.
+    fn run(&self, call: Call, tensors: Tensors) -> Result<Results>;
+    /// Starts the collective without waiting; the tensors must not change before every rank has finished it.
+    fn start(&self, call: Call, tensors: Tensors) -> Result<Box<dyn Unfinished>>;
     /// Sends to `call.peer` without waiting for it.
     fn send(&self, call: Call, tensor: Tensor) -> Result<()>;
     /// Receives the next tensor from `call.peer`.
     fn recv(&self, call: Call) -> Result<Tensor>;
-    /// Nobody leaves before everybody came with an equal call.
-    fn barrier(&self, call: Call) -> Result<()>;
     /// A group of some members, given as ranks of this group in the new order; only they call this.
     fn subgroup(&self, members: &[usize]) -> Result<Arc<dyn Backend>>;
     /// The failure that stopped this group's world, if one did.

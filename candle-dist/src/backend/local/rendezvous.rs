@@ -7,7 +7,7 @@
 //! `Var` right after the call. Several rounds may be open at once, which is what pending calls are.
 use super::state::{On, Wait, WorldState};
 use super::wait::{Event, poll};
-use crate::backend::Call;
+use crate::backend::{Call, Tensors};
 use crate::{Cause, Result};
 use candle_core::Tensor;
 use parking_lot::{Mutex, RwLock, RwLockReadGuard};
@@ -49,9 +49,6 @@ struct Offer {
     /// Cleared by its owner once all have left, so that a tensor is freed where it was made.
     tensors: RwLock<Tensors>,
 }
-
-/// The tensors that one member gives to a round.
-pub(super) type Tensors = SmallVec<[Tensor; 1]>;
 
 /// The tensors of all members that gave some, in group order.
 pub(super) struct Offered<'a>(SmallVec<[RwLockReadGuard<'a, Tensors>; 8]>);
@@ -121,7 +118,7 @@ impl GroupState {
         Ok(round)
     }
 
-    /// Completes a round that member `me` has started; `read` sees the tensors that were offered.
+    /// Completes a round that member `me` has started; `read` sees its call and the tensors that were offered.
     ///
     /// With `linger`, returns only when nobody reads this member's tensors any more.
     pub(super) fn finish<R>(
@@ -129,23 +126,29 @@ impl GroupState {
         me: usize,
         round: &Arc<Round>,
         linger: bool,
-        read: impl FnOnce(&Offered<'_>) -> Result<R>,
+        read: impl FnOnce(&Call, &Offered<'_>) -> Result<R>,
     ) -> Result<R> {
         self.wait(me, &On::Entered(round.clone()))?;
-        let result = read(&self.agreed(round)?);
+        let offers = self.agreed(round)?;
+        let mine = round.offers[me].get().expect("a member has offered before it finishes");
+        let result = read(&mine.call, &offers);
+        drop(offers);
+        self.leave(me, round);
+        if linger {
+            self.wait(me, &On::Left(round.clone()))?;
+            mine.tensors.write().clear();
+        }
+        self.world.complete(self.ranks[me]);
+        result
+    }
+
+    /// Says that member `me` has done with a round.
+    pub(super) fn leave(&self, me: usize, round: &Round) {
         round.has_left[me].store(true, Ordering::Release);
         if round.left.fetch_add(1, Ordering::AcqRel) + 1 == self.ranks.len() {
             self.rounds.lock().retain(|open| open.number != round.number);
         }
         self.event.notify();
-        if linger {
-            self.wait(me, &On::Left(round.clone()))?;
-            if let Some(mine) = round.offers[me].get() {
-                mine.tensors.write().clear();
-            }
-        }
-        self.world.complete(self.ranks[me]);
-        result
     }
 
     /// The offers of a complete round, or the world's end if the members' calls differ.
