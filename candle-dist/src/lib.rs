@@ -37,7 +37,7 @@ pub use candle_core;
 
 pub use backend::{Op, ReduceOp};
 pub use error::{Cause, Doing, Error, GroupFailure, RankReport, Result};
-pub use group::ProcessGroup;
+pub use group::{Message, Pending, ProcessGroup};
 pub use mesh::{Axis, DeviceMesh};
 pub use pack::{Packed, PackedKeys};
 pub use state::replace_by_prefix;

@@ -119,6 +119,8 @@ pub struct Call {
     pub dims: SmallVec<[usize; 2]>,
     /// Sizes of the pieces, one a rank, for each dim in `dims`.
     pub sizes: SmallVec<[Dims; 2]>,
+    /// What tells apart messages between the same two ranks.
+    pub tag: u32,
     /// Something else that must be equal on all ranks, in words.
     pub note: Option<Arc<str>>,
     /// Where the call was made.
@@ -136,6 +138,7 @@ impl Call {
             rest: Vec::new(),
             reduce: None,
             peer: None,
+            tag: 0,
             dims: SmallVec::new(),
             sizes: SmallVec::new(),
             note: None,
@@ -202,6 +205,9 @@ impl fmt::Display for Call {
         }));
         parts.extend(self.dims.iter().zip(&self.sizes).map(|(d, s)| format!("dim {d} sizes {:?}", s.as_slice())));
         parts.extend(self.dims.iter().skip(self.sizes.len()).map(|d| format!("dim {d}")));
+        if self.tag != 0 {
+            parts.push(format!("tag {}", self.tag));
+        }
         parts.extend(self.note.iter().map(|n| n.to_string()));
         if !parts.is_empty() {
             write!(f, "({})", parts.join(", "))?;

@@ -44,14 +44,13 @@ impl<T> Drop for Scope<T> {
 /// A call in progress that somebody watches; dropping it ends the call.
 pub(crate) struct Watched(Event);
 
-/// Begins to watch a call of the group of `ranks` whose input on this rank has `elements` elements.
+/// Begins to watch a call of the group of `ranks` whose input on this rank has `bytes` bytes.
 ///
 /// While nothing is open on this thread, this is one look at a thread-local.
-pub(crate) fn watch(call: &Call, elements: usize, ranks: &[usize]) -> Option<Watched> {
+pub(crate) fn watch(call: &Call, bytes: usize, ranks: &[usize]) -> Option<Watched> {
     if OPEN.with_borrow(Vec::is_empty) {
         return None;
     }
-    let bytes = elements * call.dtype.map_or(0, |dtype| dtype.size_in_bytes());
     let (ranks, start) = (Dims::from_slice(ranks), Instant::now());
     Some(Watched(Event {
         op: call.op,

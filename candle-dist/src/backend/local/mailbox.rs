@@ -13,7 +13,8 @@ impl GroupState {
         let to = call.peer.unwrap_or(me);
         let call = Arc::new(call);
         self.world().begin(self.ranks()[me], call.clone());
-        self.mail.lock().entry((me, to)).or_default().push_back((call, tensor));
+        let tag = call.tag;
+        self.mail.lock().entry((me, to, tag)).or_default().push_back((call, tensor));
         self.notify();
         self.world().complete(self.ranks()[me]);
         Ok(())
@@ -25,8 +26,8 @@ impl GroupState {
         let from = call.peer.unwrap_or(me);
         let call = Arc::new(call);
         self.world().begin(self.ranks()[me], call.clone());
-        self.wait(me, &On::Message { from, to: me })?;
-        let message = self.mail.lock().get_mut(&(from, me)).and_then(|queue| queue.pop_front());
+        self.wait(me, &On::Message { from, to: me, tag: call.tag })?;
+        let message = self.mail.lock().get_mut(&(from, me, call.tag)).and_then(|queue| queue.pop_front());
         let Some((sent, tensor)) = message else {
             return Err(self.world().fail(Cause::Deadlock));
         };

@@ -32,8 +32,8 @@ pub(super) struct GroupState {
     event: Event,
 }
 
-/// Messages by sender and receiver, oldest first.
-type Mail = HashMap<(usize, usize), VecDeque<(Arc<Call>, Tensor)>>;
+/// Messages by sender, receiver and tag, oldest first.
+type Mail = HashMap<(usize, usize, u32), VecDeque<(Arc<Call>, Tensor)>>;
 
 /// One meeting of all members.
 pub(super) struct Round {
@@ -171,7 +171,9 @@ impl GroupState {
         match on {
             On::Entered(round) => round.entered.load(Ordering::Acquire) == self.ranks.len(),
             On::Left(round) => round.left.load(Ordering::Acquire) == self.ranks.len(),
-            On::Message { from, to } => self.mail.lock().get(&(*from, *to)).is_some_and(|queue| !queue.is_empty()),
+            On::Message { from, to, tag } => {
+                self.mail.lock().get(&(*from, *to, *tag)).is_some_and(|queue| !queue.is_empty())
+            }
         }
     }
 

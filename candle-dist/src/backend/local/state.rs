@@ -53,7 +53,7 @@ pub(super) enum On {
     /// All members have read what they need of this round.
     Left(Arc<Round>),
     /// A message is there.
-    Message { from: usize, to: usize },
+    Message { from: usize, to: usize, tag: u32 },
 }
 
 struct Table {

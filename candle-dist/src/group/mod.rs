@@ -1,6 +1,14 @@
 //! The ranks that communicate.
+mod check;
+mod coalesced;
+mod pending;
+mod point_to_point;
+
+pub use pending::Pending;
+pub use point_to_point::Message;
+
 use crate::backend::{Backend, Call, Dims, Fresh, Op, ReduceOp, Tensors};
-use crate::{Error, GroupFailure, Result, comm};
+use crate::{GroupFailure, Result, comm};
 use candle_core::{DType, Device, Shape, Tensor};
 use smallvec::smallvec;
 use std::sync::Arc;
@@ -189,32 +197,6 @@ impl ProcessGroup {
         made.map(Fresh::into_tensor).ok_or_else(|| self.invalid(Op::Scatter, "the engine gave no result".into()))
     }
 
-    /// Sends a copy of `tensor` to rank `to` without waiting for it.
-    #[track_caller]
-    pub fn send(&self, tensor: &Tensor, to: usize) -> Result<()> {
-        self.send_owned(tensor.detach().force_contiguous()?, to)
-    }
-
-    /// Hands `tensor` itself to rank `to`, in constant time where ranks share memory.
-    ///
-    /// Nobody may write to its storage afterwards: send variables with [`send`](Self::send).
-    #[track_caller]
-    pub fn send_owned(&self, tensor: Tensor, to: usize) -> Result<()> {
-        self.check_peer(Op::Send, to)?;
-        let call = Call { peer: Some(to), ..Call::on(Op::Send, &tensor, &[]) };
-        let tensor = tensor.detach().contiguous()?;
-        self.engage(call, tensor.elem_count(), |engine, call| engine.send(call, tensor))
-    }
-
-    /// The next tensor that rank `from` sends here, which must be of this shape and dtype.
-    #[track_caller]
-    pub fn recv(&self, shape: impl Into<Shape>, dtype: DType, from: usize) -> Result<Tensor> {
-        self.check_peer(Op::Recv, from)?;
-        let shape = Dims::from_slice(shape.into().dims());
-        let call = Call { dtype: Some(dtype), shape, peer: Some(from), ..Call::new(Op::Recv) };
-        self.engage(call, 0, |engine, call| engine.recv(call))
-    }
-
     /// Returns when every rank has called it.
     #[track_caller]
     pub fn barrier(&self) -> Result<()> {
@@ -280,20 +262,20 @@ impl ProcessGroup {
     /// Makes a collective with at most one tensor; `None` where this rank gets no result.
     fn make(&self, call: Call, tensor: Option<&Tensor>) -> Result<Option<Fresh>> {
         let tensors: Tensors = tensor.map(|t| t.detach().contiguous()).transpose()?.into_iter().collect();
-        let elements = tensors.iter().map(Tensor::elem_count).sum();
-        Ok(self.engage(call, elements, |engine, call| engine.run(call, tensors))?.pop())
+        let size = tensors.iter().map(bytes).sum();
+        Ok(self.engage(call, size, |engine, call| engine.run(call, tensors))?.pop())
     }
 
     /// Hands a call to the engine: the one place where communication is noted and timed.
     ///
-    /// `elements` is the size of this rank's input.
+    /// `bytes` is the size of this rank's input.
     pub(crate) fn engage<R>(
         &self,
         call: Call,
-        elements: usize,
+        bytes: usize,
         run: impl FnOnce(&dyn Backend, Call) -> Result<R>,
     ) -> Result<R> {
-        let _watched = comm::watch(&call, elements, self.ranks());
+        let _watched = comm::watch(&call, bytes, self.ranks());
         run(&*self.backend, call)
     }
 
@@ -305,73 +287,9 @@ impl ProcessGroup {
     fn repeat(&self, len: usize) -> Dims {
         smallvec![len; self.size()]
     }
+}
 
-    fn invalid(&self, op: Op, reason: String) -> Error {
-        self.invalid_named(op.name(), reason)
-    }
-
-    fn invalid_named(&self, op: &'static str, reason: String) -> Error {
-        Error::InvalidArgument { rank: self.ranks()[self.rank()], op, reason }
-    }
-
-    fn check_rank(&self, op: Op, rank: usize) -> Result<()> {
-        self.check_rank_named(op.name(), rank)
-    }
-
-    fn check_rank_named(&self, op: &'static str, rank: usize) -> Result<()> {
-        if rank < self.size() {
-            return Ok(());
-        }
-        let last = self.size() - 1;
-        Err(self.invalid_named(op, format!("rank {rank} is outside the group; its ranks are 0 to {last}")))
-    }
-
-    fn check_peer(&self, op: Op, peer: usize) -> Result<()> {
-        self.check_rank(op, peer)?;
-        if peer == self.rank() {
-            return Err(self.invalid(op, format!("rank {peer} is this rank; name another one")));
-        }
-        Ok(())
-    }
-
-    fn dim_size(&self, op: Op, tensor: &Tensor, dim: usize) -> Result<usize> {
-        tensor.dims().get(dim).copied().ok_or_else(|| {
-            let reason = format!("dim {dim} is out of range for a tensor of shape {:?}", tensor.dims());
-            self.invalid(op, reason)
-        })
-    }
-
-    fn even_sizes(&self, op: Op, tensor: &Tensor, dim: usize) -> Result<Dims> {
-        let (len, n) = (self.dim_size(op, tensor, dim)?, self.size());
-        if len % n != 0 {
-            let reason = format!("dim {dim} of shape {:?} does not divide by {n} ranks; give sizes", tensor.dims());
-            return Err(self.invalid(op, reason));
-        }
-        Ok(self.repeat(len / n))
-    }
-
-    /// Checks that the tensor is this rank's piece of `dim`.
-    fn check_piece(&self, op: Op, tensor: &Tensor, dim: usize, sizes: &[usize]) -> Result<()> {
-        let len = self.dim_size(op, tensor, dim)?;
-        if sizes.len() != self.size() || sizes[self.rank()] != len {
-            let (shape, n) = (tensor.dims(), self.size());
-            let reason = format!("sizes {sizes:?} of dim {dim} do not fit {n} ranks and a piece of shape {shape:?}");
-            return Err(self.invalid(op, reason));
-        }
-        Ok(())
-    }
-
-    /// Checks that the sizes cut the whole of `dim`.
-    fn check_cover(&self, op: Op, tensor: &Tensor, dim: usize, sizes: &[usize]) -> Result<()> {
-        self.check_sizes(op, tensor.dims(), dim, sizes)
-    }
-
-    fn check_sizes(&self, op: Op, shape: &[usize], dim: usize, sizes: &[usize]) -> Result<()> {
-        if sizes.len() != self.size() || shape.get(dim).copied() != Some(sizes.iter().sum()) {
-            let n = self.size();
-            let reason = format!("sizes {sizes:?} do not cut dim {dim} of shape {shape:?} into {n} pieces");
-            return Err(self.invalid(op, reason));
-        }
-        Ok(())
-    }
+/// The size of a tensor's elements in bytes.
+fn bytes(tensor: &Tensor) -> usize {
+    tensor.elem_count() * tensor.dtype().size_in_bytes()
 }

@@ -1,0 +1,76 @@
+//! Arguments of collectives, checked before anything is sent.
+use super::ProcessGroup;
+use crate::backend::{Dims, Op};
+use crate::{Error, Result};
+use candle_core::Tensor;
+
+impl ProcessGroup {
+    pub(super) fn invalid(&self, op: Op, reason: String) -> Error {
+        self.invalid_named(op.name(), reason)
+    }
+
+    pub(super) fn invalid_named(&self, op: &'static str, reason: String) -> Error {
+        Error::InvalidArgument { rank: self.ranks()[self.rank()], op, reason }
+    }
+
+    pub(super) fn check_rank(&self, op: Op, rank: usize) -> Result<()> {
+        self.check_rank_named(op.name(), rank)
+    }
+
+    pub(super) fn check_rank_named(&self, op: &'static str, rank: usize) -> Result<()> {
+        if rank < self.size() {
+            return Ok(());
+        }
+        let last = self.size() - 1;
+        Err(self.invalid_named(op, format!("rank {rank} is outside the group; its ranks are 0 to {last}")))
+    }
+
+    pub(super) fn check_peer(&self, op: Op, peer: usize) -> Result<()> {
+        self.check_rank(op, peer)?;
+        if peer == self.rank() {
+            return Err(self.invalid(op, format!("rank {peer} is this rank; name another one")));
+        }
+        Ok(())
+    }
+
+    pub(super) fn dim_size(&self, op: Op, tensor: &Tensor, dim: usize) -> Result<usize> {
+        tensor.dims().get(dim).copied().ok_or_else(|| {
+            let reason = format!("dim {dim} is out of range for a tensor of shape {:?}", tensor.dims());
+            self.invalid(op, reason)
+        })
+    }
+
+    pub(super) fn even_sizes(&self, op: Op, tensor: &Tensor, dim: usize) -> Result<Dims> {
+        let (len, n) = (self.dim_size(op, tensor, dim)?, self.size());
+        if len % n != 0 {
+            let reason = format!("dim {dim} of shape {:?} does not divide by {n} ranks; give sizes", tensor.dims());
+            return Err(self.invalid(op, reason));
+        }
+        Ok(self.repeat(len / n))
+    }
+
+    /// Checks that the tensor is this rank's piece of `dim`.
+    pub(super) fn check_piece(&self, op: Op, tensor: &Tensor, dim: usize, sizes: &[usize]) -> Result<()> {
+        let len = self.dim_size(op, tensor, dim)?;
+        if sizes.len() != self.size() || sizes[self.rank()] != len {
+            let (shape, n) = (tensor.dims(), self.size());
+            let reason = format!("sizes {sizes:?} of dim {dim} do not fit {n} ranks and a piece of shape {shape:?}");
+            return Err(self.invalid(op, reason));
+        }
+        Ok(())
+    }
+
+    /// Checks that the sizes cut the whole of `dim`.
+    pub(super) fn check_cover(&self, op: Op, tensor: &Tensor, dim: usize, sizes: &[usize]) -> Result<()> {
+        self.check_sizes(op, tensor.dims(), dim, sizes)
+    }
+
+    pub(super) fn check_sizes(&self, op: Op, shape: &[usize], dim: usize, sizes: &[usize]) -> Result<()> {
+        if sizes.len() != self.size() || shape.get(dim).copied() != Some(sizes.iter().sum()) {
+            let n = self.size();
+            let reason = format!("sizes {sizes:?} do not cut dim {dim} of shape {shape:?} into {n} pieces");
+            return Err(self.invalid(op, reason));
+        }
+        Ok(())
+    }
+}

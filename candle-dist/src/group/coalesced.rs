@@ -1,0 +1,70 @@
+//! Several tensors in one call.
+use super::{ProcessGroup, bytes};
+use crate::Result;
+use crate::backend::{Call, Fresh, Op, ReduceOp, Tensors};
+use candle_core::Tensor;
+
+impl ProcessGroup {
+    /// The reductions of several tensors in one call, in their order; each keeps its shape and dtype.
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor};
+    /// use candle_dist::{Op, ReduceOp, World, comm};
+    ///
+    /// World::local(2).run(|ctx| -> candle_dist::Result<()> {
+    ///     let tensors = [Tensor::new(&[1f32, 2.0], &Device::Cpu)?, Tensor::new(&[3u32], &Device::Cpu)?];
+    ///     let (sums, counts) = comm::record(|| ctx.group().all_reduce_coalesced(&tensors, ReduceOp::Sum));
+    ///     assert_eq!(sums?[1].to_vec1::<u32>()?, [6]);
+    ///     assert_eq!(counts.get(Op::AllReduce).count, 1);
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), candle_dist::WorldError>(())
+    /// ```
+    #[track_caller]
+    pub fn all_reduce_coalesced(&self, tensors: &[Tensor], op: ReduceOp) -> Result<Vec<Tensor>> {
+        let Some((first, rest)) = tensors.split_first() else { return Ok(Vec::new()) };
+        self.coalesce(Call { reduce: Some(op), ..Call::on(Op::AllReduce, first, &[]) }.with_rest(rest), tensors)
+    }
+
+    /// The root's tensors, on every rank, in one call; all ranks give tensors of the same shapes and dtypes.
+    #[track_caller]
+    pub fn broadcast_coalesced(&self, tensors: &[Tensor], root: usize) -> Result<Vec<Tensor>> {
+        self.check_rank(Op::Broadcast, root)?;
+        let Some((first, rest)) = tensors.split_first() else { return Ok(Vec::new()) };
+        self.coalesce(Call { peer: Some(root), ..Call::on(Op::Broadcast, first, &[]) }.with_rest(rest), tensors)
+    }
+
+    /// All ranks' tensors joined along `dim`, each with its counterparts, in one call; shapes must be equal.
+    #[track_caller]
+    pub fn all_gather_coalesced(&self, tensors: &[Tensor], dim: usize) -> Result<Vec<Tensor>> {
+        let Some((first, rest)) = tensors.split_first() else { return Ok(Vec::new()) };
+        let mut call = Call::on(Op::AllGather, first, &[]).with_rest(rest);
+        for tensor in tensors {
+            call.dims.push(dim);
+            call.sizes.push(self.repeat(self.dim_size(Op::AllGather, tensor, dim)?));
+        }
+        self.coalesce(call, tensors)
+    }
+
+    /// This rank's pieces of the reductions, each cut along `dim` into equal pieces, in one call.
+    #[track_caller]
+    pub fn reduce_scatter_coalesced(&self, tensors: &[Tensor], dim: usize, op: ReduceOp) -> Result<Vec<Tensor>> {
+        let Some((first, rest)) = tensors.split_first() else { return Ok(Vec::new()) };
+        let mut call = Call { reduce: Some(op), ..Call::on(Op::ReduceScatter, first, &[]) }.with_rest(rest);
+        for tensor in tensors {
+            call.dims.push(dim);
+            call.sizes.push(self.even_sizes(Op::ReduceScatter, tensor, dim)?);
+        }
+        self.coalesce(call, tensors)
+    }
+
+    fn coalesce(&self, call: Call, tensors: &[Tensor]) -> Result<Vec<Tensor>> {
+        if self.size() == 1 {
+            return Ok(tensors.to_vec());
+        }
+        let dense = tensors.iter().map(|t| t.detach().contiguous()).collect::<candle_core::Result<Tensors>>()?;
+        let size = dense.iter().map(bytes).sum();
+        let made = self.engage(call, size, |engine, call| engine.run(call, dense))?;
+        Ok(made.into_iter().map(Fresh::into_tensor).collect())
+    }
+}

@@ -1,0 +1,112 @@
+//! Calls that are started now and finished later.
+use super::{ProcessGroup, bytes};
+use crate::backend::{Call, Dims, Op, ReduceOp, Tensors, Unfinished};
+use crate::{Error, Result};
+use candle_core::Tensor;
+use smallvec::smallvec;
+
+/// A collective under way, which this rank has entered and not waited for.
+///
+/// Other ranks can read this rank's tensor from now on; the result is made when it is waited for. Every rank starts its
+/// calls in the same order; it may wait for them in any. Dropping it gives the result up and lets the others go on.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_dist::{ReduceOp, World};
+///
+/// World::local(2).run(|ctx| -> candle_dist::Result<()> {
+///     let x = Tensor::new(&[1f32], &Device::Cpu)?;
+///     let first = ctx.group().all_reduce_start(&x, ReduceOp::Sum)?;
+///     let second = ctx.group().all_gather_start(&x, 0)?;
+///     assert_eq!(second.wait()?.to_vec1::<f32>()?, [1.0, 1.0]);
+///     assert_eq!(first.wait()?.to_vec1::<f32>()?, [2.0]);
+///     Ok(())
+/// })?;
+/// # Ok::<(), candle_dist::WorldError>(())
+/// ```
+#[must_use = "the other ranks' results need this rank's tensor only, but this rank's result comes with `wait`"]
+pub struct Pending(State);
+
+enum State {
+    Done(Tensor),
+    Open(Box<dyn Unfinished>),
+}
+
+impl std::fmt::Debug for Pending {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match &self.0 {
+            State::Done(_) => "Pending(done)",
+            State::Open(_) => "Pending(open)",
+        })
+    }
+}
+
+impl Pending {
+    /// Whether [`wait`](Self::wait) would return without waiting for another rank.
+    pub fn is_ready(&self) -> Result<bool> {
+        match &self.0 {
+            State::Done(_) => Ok(true),
+            State::Open(open) => open.is_ready(),
+        }
+    }
+
+    /// The result, as soon as every rank has started the call.
+    pub fn wait(self) -> Result<Tensor> {
+        match self.0 {
+            State::Done(tensor) => Ok(tensor),
+            State::Open(open) => match open.finish()?.pop() {
+                Some(fresh) => Ok(fresh.into_tensor()),
+                None => Err(Error::Unsupported("waiting for a call without a result".to_string())),
+            },
+        }
+    }
+}
+
+impl ProcessGroup {
+    /// Starts an [`all_reduce`](Self::all_reduce).
+    ///
+    /// Nobody may write to the tensor's storage until every rank has waited; a `Var` is copied for that reason.
+    #[track_caller]
+    pub fn all_reduce_start(&self, tensor: &Tensor, op: ReduceOp) -> Result<Pending> {
+        self.begin(Call { reduce: Some(op), ..Call::on(Op::AllReduce, tensor, &[]) }, tensor)
+    }
+
+    /// Starts an [`all_gather`](Self::all_gather), with the same care for the tensor as
+    /// [`all_reduce_start`](Self::all_reduce_start).
+    #[track_caller]
+    pub fn all_gather_start(&self, tensor: &Tensor, dim: usize) -> Result<Pending> {
+        let len = self.dim_size(Op::AllGather, tensor, dim)?;
+        self.begin(Self::joined(Op::AllGather, tensor, dim, &self.repeat(len)), tensor)
+    }
+
+    /// Starts a [`reduce_scatter`](Self::reduce_scatter), with the same care for the tensor as
+    /// [`all_reduce_start`](Self::all_reduce_start).
+    #[track_caller]
+    pub fn reduce_scatter_start(&self, tensor: &Tensor, dim: usize, op: ReduceOp) -> Result<Pending> {
+        let sizes: Dims = self.even_sizes(Op::ReduceScatter, tensor, dim)?;
+        let call = Call {
+            reduce: Some(op),
+            dims: smallvec![dim],
+            sizes: smallvec![sizes],
+            ..Call::on(Op::ReduceScatter, tensor, &[])
+        };
+        self.begin(call, tensor)
+    }
+
+    /// Starts a [`broadcast`](Self::broadcast), with the same care for the tensor as
+    /// [`all_reduce_start`](Self::all_reduce_start).
+    #[track_caller]
+    pub fn broadcast_start(&self, tensor: &Tensor, root: usize) -> Result<Pending> {
+        self.check_rank(Op::Broadcast, root)?;
+        self.begin(Call { peer: Some(root), ..Call::on(Op::Broadcast, tensor, &[]) }, tensor)
+    }
+
+    fn begin(&self, call: Call, tensor: &Tensor) -> Result<Pending> {
+        if self.size() == 1 {
+            return Ok(Pending(State::Done(tensor.clone())));
+        }
+        let own = if tensor.is_variable() { tensor.force_contiguous()? } else { tensor.contiguous()? };
+        let tensors: Tensors = smallvec![own.detach()];
+        Ok(Pending(State::Open(self.engage(call, bytes(tensor), |engine, call| engine.start(call, tensors))?)))
+    }
+}

@@ -1,0 +1,171 @@
+//! Calls that are coalesced, started and finished apart, and messages with tags.
+#![allow(clippy::unwrap_used)] // a panic is how a test fails
+use candle_core::{DType, Device, Shape, Tensor, Var};
+use candle_dist::{Cause, Error, Message, Op, ReduceOp, Result, comm};
+use std::time::Duration;
+use test_utils::{Ranks, on_ranks};
+
+fn input(rank: usize, shape: &[usize], dtype: DType) -> candle_core::Result<Tensor> {
+    let values: Vec<f32> = (0..shape.iter().product()).map(|i| ((i * 7 + rank * 3) % 5 + 1) as f32).collect();
+    Tensor::from_vec(values, shape, &Device::Cpu)?.to_dtype(dtype)
+}
+
+fn assert_same(got: &Tensor, want: &Tensor) {
+    let values = |t: &Tensor| t.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1::<f64>().unwrap();
+    assert_eq!((got.dims(), got.dtype(), values(got)), (want.dims(), want.dtype(), values(want)));
+}
+
+#[test]
+fn coalesced_calls_equal_single_ones_and_count_as_one() {
+    for n in 1..=5 {
+        on_ranks(n, "coalesced", move |ctx| -> Result<()> {
+            let (g, r) = (ctx.group(), ctx.rank());
+            let list = [
+                input(r, &[n, 3], DType::F32)?,
+                input(r + 1, &[2, n, 2], DType::BF16)?.transpose(0, 1)?,
+                input(r, &[0, 4], DType::F64)?,
+                input(r + 2, &[2 * n], DType::U32)?,
+            ];
+            type Many<'a> = Box<dyn Fn(&[Tensor]) -> Result<Vec<Tensor>> + 'a>;
+            type One<'a> = Box<dyn Fn(&Tensor) -> Result<Tensor> + 'a>;
+            let pairs: Vec<(Op, Many<'_>, One<'_>)> = vec![
+                (
+                    Op::AllReduce,
+                    Box::new(|t| g.all_reduce_coalesced(t, ReduceOp::Max)),
+                    Box::new(|t| g.all_reduce(t, ReduceOp::Max)),
+                ),
+                (Op::Broadcast, Box::new(|t| g.broadcast_coalesced(t, n - 1)), Box::new(|t| g.broadcast(t, n - 1))),
+                (Op::AllGather, Box::new(|t| g.all_gather_coalesced(t, 0)), Box::new(|t| g.all_gather(t, 0))),
+                (
+                    Op::ReduceScatter,
+                    Box::new(|t| g.reduce_scatter_coalesced(t, 0, ReduceOp::Sum)),
+                    Box::new(|t| g.reduce_scatter(t, 0, ReduceOp::Sum)),
+                ),
+            ];
+            for (op, many, one) in pairs {
+                let (got, counts) = comm::record(|| many(&list));
+                let got = got?;
+                assert_eq!(counts.get(op).count, usize::from(n > 1), "{op}");
+                assert_eq!(got.len(), list.len());
+                for (got, tensor) in got.iter().zip(&list) {
+                    assert_same(got, &one(tensor)?);
+                }
+                assert!(many(&[])?.is_empty());
+            }
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn coalesced_lists_that_differ_are_a_mismatch() {
+    let outcome = Ranks::new(2, "lists").run(|ctx| -> Result<()> {
+        let shapes: &[usize] = if ctx.rank() == 0 { &[2, 3] } else { &[2, 4] };
+        let tensors: Vec<Tensor> = shapes.iter().map(|&n| input(0, &[n], DType::F32)).collect::<Result<_, _>>()?;
+        ctx.group().all_reduce_coalesced(&tensors, ReduceOp::Sum).map(drop)
+    });
+    assert!(outcome.unwrap_err().to_string().contains("shape differs"));
+}
+
+#[test]
+fn pending_calls_may_be_waited_for_in_any_order() {
+    for n in 1..=5 {
+        on_ranks(n, "pending", move |ctx| -> Result<()> {
+            let (g, r) = (ctx.group(), ctx.rank());
+            let x = input(r, &[n, 2], DType::F32)?;
+            for reverse in [false, true] {
+                let mut open = vec![
+                    (g.all_reduce_start(&x, ReduceOp::Sum)?, g.all_reduce(&x, ReduceOp::Sum)?),
+                    (g.all_gather_start(&x, 1)?, g.all_gather(&x, 1)?),
+                    (g.reduce_scatter_start(&x, 0, ReduceOp::Avg)?, g.reduce_scatter(&x, 0, ReduceOp::Avg)?),
+                    (g.broadcast_start(&x, 0)?, g.broadcast(&x, 0)?),
+                ];
+                // Each rank in an order of its own.
+                open.rotate_left(r % 4);
+                if reverse != (r % 2 == 0) {
+                    open.reverse();
+                }
+                for (pending, want) in open {
+                    assert_same(&pending.wait()?, &want);
+                }
+            }
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn a_pending_call_is_ready_when_all_have_started_it() {
+    on_ranks(2, "ready", |ctx| -> Result<()> {
+        let (g, x) = (ctx.group(), input(0, &[4], DType::F32)?);
+        if ctx.rank() == 0 {
+            let pending = g.all_reduce_start(&x, ReduceOp::Sum)?;
+            assert!(!pending.is_ready()?);
+            g.send(&x, 1)?; // only now does rank 1 start
+            assert_same(&pending.wait()?, &(x * 2.0)?);
+        } else {
+            g.recv(4, DType::F32, 0)?;
+            let pending = g.all_reduce_start(&x, ReduceOp::Sum)?;
+            assert!(pending.is_ready()?);
+            pending.wait()?;
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn a_variable_may_change_while_a_call_is_pending() {
+    on_ranks(3, "variable", |ctx| -> Result<()> {
+        let var = Var::ones(1000, DType::F32, &Device::Cpu)?;
+        let pending = ctx.group().all_reduce_start(&var, ReduceOp::Sum)?;
+        var.set(&var.zeros_like()?)?;
+        assert_same(&pending.wait()?, &(Tensor::ones(1000, DType::F32, &Device::Cpu)? * 3.0)?);
+        Ok(())
+    });
+}
+
+#[test]
+fn a_dropped_pending_call_lets_the_others_go_on() {
+    on_ranks(3, "dropped", |ctx| -> Result<()> {
+        let (g, x) = (ctx.group(), input(0, &[4], DType::F32)?);
+        if ctx.rank() == 1 {
+            drop(g.all_reduce_start(&x, ReduceOp::Sum)?);
+        } else {
+            assert_same(&g.all_reduce(&x, ReduceOp::Sum)?, &(&x * 3.0)?);
+        }
+        g.barrier()
+    });
+}
+
+#[test]
+fn waiting_for_a_rank_that_never_starts_is_an_error() {
+    let outcome = Ranks::new(2, "never").deadline(Duration::from_secs(5)).run(|ctx| -> Result<()> {
+        let x = input(0, &[4], DType::F32)?;
+        if ctx.rank() == 0 {
+            let error = ctx.group().all_reduce_start(&x, ReduceOp::Sum)?.wait().unwrap_err();
+            assert!(matches!(&error, Error::Group(f) if f.cause == Cause::Returned { rank: 1 }), "{error}");
+        }
+        Ok(())
+    });
+    assert!(outcome.is_ok(), "{outcome:?}");
+}
+
+#[test]
+fn messages_are_told_apart_by_their_tags() {
+    for n in 2..=5 {
+        on_ranks(n, "tags", move |ctx| -> Result<()> {
+            let (g, r) = (ctx.group(), ctx.rank());
+            let (next, before) = ((r + 1) % n, (r + n - 1) % n);
+            let send = |tag: u32| -> Result<Message> {
+                Ok(Message::Send { tensor: input(r + tag as usize, &[tag as usize + 1], DType::I64)?, to: next, tag })
+            };
+            let recv =
+                |tag: u32| Message::Recv { shape: Shape::from(tag as usize + 1), dtype: DType::I64, from: before, tag };
+            let got = g.batch_send_recv(&[recv(2), send(0)?, recv(0), send(1)?, send(2)?, recv(1)])?;
+            for (tensor, tag) in got.iter().zip([2usize, 0, 1]) {
+                assert_same(tensor, &input(before + tag, &[tag + 1], DType::I64)?);
+            }
+            Ok(())
+        });
+    }
+}
