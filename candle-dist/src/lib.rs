@@ -18,8 +18,11 @@
 //!
 //! Failure is a value: a mismatched call, a rank that returned early, panicked or stalled becomes the same typed
 //! [`Error::Group`] on every rank, never a hang.
+mod accumulate;
 pub mod backend;
+mod clip;
 pub mod comm;
+mod data_parallel;
 mod error;
 pub mod functional;
 mod group;
@@ -35,7 +38,10 @@ mod world;
 
 pub use candle_core;
 
+pub use accumulate::GradAccumulator;
 pub use backend::{Op, ReduceOp};
+pub use clip::ClipGradNorm;
+pub use data_parallel::{DataParallel, DataParallelOptions, Start};
 pub use error::{Cause, Doing, Error, GroupFailure, RankReport, Result};
 pub use group::{Message, Pending, ProcessGroup};
 pub use mesh::{Axis, DeviceMesh};

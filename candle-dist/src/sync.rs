@@ -1,6 +1,6 @@
 //! One rank's parameters, on all ranks.
 use crate::{Error, ProcessGroup, Result, verify_parameter_shapes};
-use candle_core::{Tensor, Var};
+use candle_core::{DType, Tensor, Var};
 use candle_nn::VarMap;
 use itertools::Itertools;
 use std::collections::BTreeSet;
@@ -83,7 +83,7 @@ fn sync<'a>(group: &ProcessGroup, vars: impl Iterator<Item = (&'a str, &'a Var)>
         return Ok(());
     }
     let vars: Vec<&Var> = vars.into_iter().map(|(_, var)| var).filter(|var| var.elem_count() > 0).collect();
-    for bucket in buckets(&vars, options.bucket_bytes) {
+    for bucket in buckets(vars, |var| var, options.bucket_bytes) {
         broadcast(group, &bucket, source)?;
     }
     Ok(())
@@ -93,20 +93,29 @@ fn bytes(var: &Var) -> usize {
     var.elem_count() * var.dtype().size_in_bytes()
 }
 
-/// Cuts the variables of each dtype, in order, into runs of at most `budget` bytes or of one variable.
-fn buckets<'a>(vars: &[&'a Var], budget: usize) -> Vec<Vec<&'a Var>> {
-    let mut buckets: Vec<Vec<&Var>> = Vec::new();
-    for dtype in vars.iter().map(|var| var.dtype()).unique() {
-        let mut room = 0;
-        for var in vars.iter().filter(|var| var.dtype() == dtype) {
-            match buckets.last_mut() {
-                Some(bucket) if bytes(var) <= room => {
-                    bucket.push(var);
-                    room -= bytes(var);
+/// Cuts the items of each dtype, in order, into runs of at most `budget` bytes or of one item.
+pub(crate) fn buckets<T>(items: Vec<T>, var: impl Fn(&T) -> &Var, budget: usize) -> Vec<Vec<T>> {
+    let mut dtypes: Vec<(DType, Vec<T>)> = Vec::new();
+    for item in items {
+        let dtype = var(&item).dtype();
+        match dtypes.iter_mut().find(|(known, _)| *known == dtype) {
+            Some((_, same)) => same.push(item),
+            None => dtypes.push((dtype, vec![item])),
+        }
+    }
+    let mut buckets: Vec<Vec<T>> = Vec::new();
+    for (_, same) in dtypes {
+        let mut room = None;
+        for item in same {
+            let bytes = bytes(var(&item));
+            match (room, buckets.last_mut()) {
+                (Some(left), Some(bucket)) if bytes <= left => {
+                    bucket.push(item);
+                    room = Some(left - bytes);
                 }
                 _ => {
-                    buckets.push(vec![var]);
-                    room = budget.saturating_sub(bytes(var));
+                    buckets.push(vec![item]);
+                    room = Some(budget.saturating_sub(bytes));
                 }
             }
         }

@@ -2,6 +2,7 @@
 use crate::{DTensor, Error, Result};
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, Var};
+use candle_dist::ClipGradNorm;
 
 /// One parameter: its name, its distributed tensor, and the variable that is this rank's shard of it.
 #[derive(Debug, Clone)]
@@ -53,6 +54,34 @@ impl Parameters {
     /// Empty shards are left out: there is nothing to optimise, and candle's optimisers refuse them.
     pub fn vars(&self) -> Vec<Var> {
         self.iter().filter(|p| p.var.elem_count() > 0).map(|p| p.var.clone()).collect()
+    }
+
+    /// This rank's variables by name, empty shards among them, for a [`DataParallel`](candle_dist::DataParallel).
+    ///
+    /// To train data-parallel beside tensor-parallel, build the model on the tensor-parallel axis of the mesh,
+    /// `mesh.axis("tp")`, give each rank its part of the batch, and average over the other axis:
+    /// `DataParallel::new(mesh.axis_group("dp")?, &parameters.named_vars(), ..)`, after [`backward`](Self::backward)
+    /// or [`reduce`](Self::reduce). Masks of dropout follow the seed; give every data-parallel rank its own, the
+    /// start of `DataParallel` makes the parameters alike.
+    pub fn named_vars(&self) -> Vec<(String, Var)> {
+        self.iter().map(|p| (p.name.clone(), p.var.clone())).collect()
+    }
+
+    /// Clipping of the complete gradients of [`named_vars`](Self::named_vars) by their norm on the whole mesh.
+    ///
+    /// One small all_reduce for each axis that shards a parameter.
+    pub fn clip_grad_norm(&self, max_norm: f64) -> Result<ClipGradNorm> {
+        let mut clip = ClipGradNorm::new(max_norm);
+        let Some(first) = self.0.first() else { return Ok(clip) };
+        let mesh = first.tensor.mesh();
+        for axis in (0..mesh.ndim()).filter(|&axis| mesh.shape()[axis] > 1) {
+            let sharded = self.iter().filter(|p| p.tensor.placements()[axis].shard_dim().is_some());
+            let names: Vec<&str> = sharded.map(|p| p.name.as_str()).collect();
+            if !names.is_empty() {
+                clip = clip.sharded(mesh.axis_group(axis)?, names);
+            }
+        }
+        Ok(clip)
     }
 
     /// The number of elements that this rank holds.

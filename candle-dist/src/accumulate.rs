@@ -1,0 +1,80 @@
+//! Gradients of several backward passes as one.
+use crate::{Error, Result};
+use candle_core::backprop::GradStore;
+
+/// Sums gradients of several backward passes on this rank, without communication.
+///
+/// [`mean`](Self::mean) is what one backward pass over all the samples would have given, and goes to
+/// [`DataParallel::reduce`](crate::DataParallel::reduce) like any other gradients; with a different number of samples
+/// on some rank, [`reduce_weighted`](crate::DataParallel::reduce_weighted) with [`weight`](Self::weight). A variable
+/// that took no part in a pass counts as zeros there. Sums are kept in the gradients' dtypes.
+///
+/// ```
+/// use candle_core::{Device, Tensor, Var};
+/// use candle_dist::GradAccumulator;
+///
+/// let weight = Var::new(1f32, &Device::Cpu)?;
+/// let mut accumulator = GradAccumulator::default();
+/// for x in [1f64, 2., 6.] {
+///     accumulator.add(&(weight.as_tensor() * x)?.backward()?)?;
+/// }
+/// let grads = accumulator.mean()?;
+/// assert_eq!(grads.get(&weight).map(Tensor::to_scalar::<f32>).transpose()?, Some(3.0));
+/// # Ok::<(), candle_dist::Error>(())
+/// ```
+#[derive(Debug, Default)]
+pub struct GradAccumulator {
+    sums: GradStore,
+    weight: f64,
+}
+
+impl GradAccumulator {
+    /// Adds the gradients of a mean over as many samples as every other pass has.
+    pub fn add(&mut self, grads: &GradStore) -> Result<()> {
+        self.add_weighted(grads, 1.0)
+    }
+
+    /// Adds the gradients of a mean over `weight` samples.
+    ///
+    /// # Errors
+    /// If the weight is not a finite number greater than 0.
+    pub fn add_weighted(&mut self, grads: &GradStore, weight: f64) -> Result<()> {
+        if !(weight.is_finite() && weight > 0.0) {
+            let reason = format!("weight {weight}: want a finite number greater than 0");
+            return Err(Error::Invalid { op: "add_weighted", reason });
+        }
+        for &id in grads.get_ids() {
+            let Some(grad) = grads.get_id(id) else { continue };
+            let grad = grad.detach();
+            let grad = if weight == 1.0 { grad } else { grad.affine(weight, 0.0)? };
+            let sum = match self.sums.get_id(id) {
+                Some(sum) => (sum + grad)?,
+                None => grad,
+            };
+            self.sums.insert_id(id, sum);
+        }
+        self.weight += weight;
+        Ok(())
+    }
+
+    /// The sum of the weights: the number of passes, if they were added without.
+    pub fn weight(&self) -> f64 {
+        self.weight
+    }
+
+    /// The sum of the gradients divided by the sum of the weights.
+    pub fn mean(self) -> Result<GradStore> {
+        let Self { sums: mut grads, weight } = self;
+        if weight == 1.0 {
+            return Ok(grads);
+        }
+        let ids: Vec<_> = grads.get_ids().copied().collect();
+        for id in ids {
+            if let Some(sum) = grads.get_id(id) {
+                let mean = sum.affine(1.0 / weight, 0.0)?;
+                grads.insert_id(id, mean);
+            }
+        }
+        Ok(grads)
+    }
+}

@@ -1,0 +1,170 @@
+//! Gradients bounded by their common norm.
+use crate::{Error, ProcessGroup, ReduceOp, Result};
+use candle_core::backprop::GradStore;
+use candle_core::{DType, Device, Tensor, Var};
+use std::collections::HashSet;
+
+/// Scales gradients so that their norm over all parameters is at most a bound.
+///
+/// The norm is that of all gradients as one vector, summed in f64. Gradients are complete when they are clipped:
+/// averaged over data-parallel ranks first. A parameter that is named as [`sharded`](Self::sharded) over a group
+/// counts with every rank's piece; any other is whole here and counts once.
+///
+/// ```
+/// use candle_core::{Device, Tensor, Var};
+/// use candle_dist::{ClipGradNorm, Result, World};
+///
+/// let clipped = World::local(2).run(|ctx| -> Result<(f64, Vec<f64>)> {
+///     let weight = Var::new(&[1f64], &Device::Cpu)?; // this rank's piece of a vector of two
+///     let mut grads = (weight.as_tensor() * [3.0, 4.0][ctx.rank()])?.sum_all()?.backward()?;
+///     let clip = ClipGradNorm::new(1.0).sharded(ctx.group(), ["weight"]);
+///     let norm = clip.clip(&[("weight", weight.clone())], &mut grads)?;
+///     Ok((norm, grads.get(&weight).expect("a gradient").to_vec1()?))
+/// })?;
+/// let (norm, grad) = &clipped[1];
+/// assert_eq!(*norm, 5.0); // √(3² + 4²)
+/// assert!((grad[0] - 0.8).abs() < 1e-6);
+/// # Ok::<(), candle_dist::WorldError>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct ClipGradNorm {
+    max_norm: f64,
+    norm_type: f64,
+    error_if_nonfinite: bool,
+    sharded: Vec<(ProcessGroup, HashSet<String>)>,
+}
+
+impl ClipGradNorm {
+    /// Bounds the 2-norm by `max_norm`.
+    pub fn new(max_norm: f64) -> Self {
+        Self { max_norm, norm_type: 2.0, error_if_nonfinite: false, sharded: Vec::new() }
+    }
+
+    /// Bounds the p-norm instead; `f64::INFINITY` stands for the largest absolute value.
+    pub fn norm_type(mut self, p: f64) -> Self {
+        self.norm_type = p;
+        self
+    }
+
+    /// Makes a norm that is infinite or not a number an error on every rank.
+    ///
+    /// Otherwise such a norm is returned and the gradients are left as they are, for the caller to skip the step.
+    pub fn error_if_nonfinite(mut self, error: bool) -> Self {
+        self.error_if_nonfinite = error;
+        self
+    }
+
+    /// Says that each rank of `group` holds a piece of these parameters.
+    ///
+    /// A parameter cut over several groups is named for each. A rank may name what only it holds, such as its stage
+    /// of a pipeline.
+    pub fn sharded<N: Into<String>>(mut self, group: &ProcessGroup, names: impl IntoIterator<Item = N>) -> Self {
+        let names = names.into_iter().map(Into::into);
+        match self.sharded.iter_mut().find(|(other, _)| other.is_same(group)) {
+            Some((_, known)) => known.extend(names),
+            None => self.sharded.push((group.clone(), names.collect())),
+        }
+        self
+    }
+
+    /// The norm of the gradients of `params`; where it exceeds the bound, they are scaled by `max_norm / (norm + 1e-6)`.
+    ///
+    /// One all_reduce of a few numbers for each group of [`sharded`](Self::sharded), whichever gradients there are;
+    /// none without. Parameters without gradient count as zeros.
+    ///
+    /// # Errors
+    /// If the bound is negative or not a number, the norm's type is not above 0, a sharded name is not among the
+    /// parameters, or as [`error_if_nonfinite`](Self::error_if_nonfinite) says.
+    #[track_caller]
+    pub fn clip<N: AsRef<str>>(&self, params: &[(N, Var)], grads: &mut GradStore) -> Result<f64> {
+        self.check(params)?;
+        let norm = self.total_norm(params, grads)?;
+        if !norm.is_finite() {
+            return match self.error_if_nonfinite {
+                true => invalid(format!("the norm of the gradients is {norm}")),
+                false => Ok(norm),
+            };
+        }
+        let scale = self.max_norm / (norm + 1e-6);
+        if scale < 1.0 {
+            for (_, var) in params {
+                if let Some(grad) = grads.remove(var) {
+                    grads.insert(var, grad.detach().affine(scale, 0.0)?);
+                }
+            }
+        }
+        Ok(norm)
+    }
+
+    /// The norm over all parameters and all pieces, the same on every rank.
+    #[track_caller]
+    fn total_norm<N: AsRef<str>>(&self, params: &[(N, Var)], grads: &GradStore) -> Result<f64> {
+        // One total for each set of groups that a parameter may be cut over, the set being the bits of the index.
+        let mut totals = vec![0.0; 1 << self.sharded.len()];
+        for (name, var) in params {
+            let Some(grad) = grads.get(var) else { continue };
+            let bits = self.sharded.iter().enumerate();
+            let set: usize = bits.map(|(bit, (_, names))| usize::from(names.contains(name.as_ref())) << bit).sum();
+            totals[set] = self.join(totals[set], self.term(grad)?);
+        }
+        let op = if self.is_max() { ReduceOp::Max } else { ReduceOp::Sum };
+        for (bit, (group, _)) in self.sharded.iter().enumerate() {
+            let cut: Vec<usize> = (0..totals.len()).filter(|set| set & (1 << bit) != 0).collect();
+            let mine: Vec<f64> = cut.iter().map(|&set| totals[set]).collect();
+            let all = group.all_reduce(&Tensor::new(&mine[..], &Device::Cpu)?, op)?.to_vec1::<f64>()?;
+            cut.into_iter().zip(all).for_each(|(set, total)| totals[set] = total);
+        }
+        let total = totals.into_iter().fold(0.0, |a, b| self.join(a, b));
+        Ok(if self.is_max() { total } else { total.powf(1.0 / self.norm_type) })
+    }
+
+    fn is_max(&self) -> bool {
+        self.norm_type == f64::INFINITY
+    }
+
+    /// What one gradient adds to the norm, before the root.
+    fn term(&self, grad: &Tensor) -> Result<f64> {
+        if grad.elem_count() == 0 {
+            return Ok(0.0);
+        }
+        let grad = grad.detach().to_dtype(DType::F64)?;
+        if self.norm_type == 2.0 {
+            return Ok(grad.sqr()?.sum_all()?.to_scalar()?);
+        }
+        let sizes = grad.abs()?;
+        if !self.is_max() {
+            return Ok(sizes.powf(self.norm_type)?.sum_all()?.to_scalar()?);
+        }
+        // candle's largest value may pass over what is not a number; a sum of sizes never does.
+        let sum: f64 = sizes.sum_all()?.to_scalar()?;
+        if sum.is_nan() { Ok(sum) } else { Ok(sizes.max_all()?.to_scalar()?) }
+    }
+
+    fn join(&self, a: f64, b: f64) -> f64 {
+        match self.is_max() {
+            true if a.is_nan() || b.is_nan() => f64::NAN,
+            true => a.max(b),
+            false => a + b,
+        }
+    }
+
+    fn check<N: AsRef<str>>(&self, params: &[(N, Var)]) -> Result<()> {
+        let Self { max_norm, norm_type, .. } = self;
+        if max_norm.is_nan() || *max_norm < 0.0 {
+            return invalid(format!("max_norm {max_norm}: want a number from 0"));
+        }
+        if norm_type.is_nan() || *norm_type <= 0.0 {
+            return invalid(format!("norm_type {norm_type}: want a number greater than 0"));
+        }
+        let known: HashSet<&str> = params.iter().map(|(name, _)| name.as_ref()).collect();
+        let mut named = self.sharded.iter().flat_map(|(_, names)| names);
+        match named.find(|name| !known.contains(name.as_str())) {
+            Some(name) => invalid(format!("{name:?} is said to be sharded but is not among the parameters")),
+            None => Ok(()),
+        }
+    }
+}
+
+fn invalid<T>(reason: String) -> Result<T> {
+    Err(Error::Invalid { op: "clip_grad_norm", reason })
+}

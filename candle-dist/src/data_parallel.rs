@@ -1,0 +1,191 @@
+//! The gradients of one model trained on different data on every rank.
+use crate::sync::buckets;
+use crate::{Error, ProcessGroup, ReduceOp, Result, SyncOptions, sync_params, verify_parameter_shapes};
+use candle_core::backprop::GradStore;
+use candle_core::{DType, Device, Tensor, Var};
+use itertools::Itertools;
+
+/// How a [`DataParallel`] starts and how it cuts gradients into buckets.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DataParallelOptions {
+    /// How many bytes of gradients go into one all_reduce, 25 MiB by default. A larger gradient goes by itself.
+    pub bucket_bytes: usize,
+    /// What is done to the parameters at the start.
+    pub start: Start,
+}
+
+/// How a [`DataParallel`] makes sure that all ranks hold the same parameters.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Start {
+    /// Shapes are compared and every rank takes the source's values, as [`sync_params`] does.
+    Sync(SyncOptions),
+    /// Shapes are compared by [`verify_parameter_shapes`]; values stay as they are.
+    Verify,
+    /// Nothing is communicated: the caller knows that the parameters are equal.
+    Trust,
+}
+
+impl Default for DataParallelOptions {
+    fn default() -> Self {
+        Self { bucket_bytes: 25 << 20, start: Start::Sync(SyncOptions::default()) }
+    }
+}
+
+/// Averages the gradients of a list of variables over the ranks of a group.
+///
+/// Every rank holds the whole model (or, beside tensor parallelism, the same shard of it) and works on its own part of
+/// the batch. With a loss that is a mean over the rank's samples, and as many samples on every rank, the average is
+/// the gradient of the mean over the whole batch; [`reduce_weighted`](Self::reduce_weighted) serves uneven parts.
+/// To accumulate over several backward passes, sum them in a [`GradAccumulator`](crate::GradAccumulator), which
+/// communicates nothing, and reduce once.
+///
+/// ```
+/// use candle_core::{Device, Tensor, Var};
+/// use candle_dist::{DataParallel, DataParallelOptions, Result, World};
+///
+/// let grads = World::local(2).run(|ctx| -> Result<f32> {
+///     let mesh = ctx.mesh(&[("dp", 2)])?;
+///     let weight = Var::new(&[1f32], &Device::Cpu)?;
+///     let dp = DataParallel::new(mesh.axis_group("dp")?, &[("weight", weight.clone())], &DataParallelOptions::default())?;
+///     let x = Tensor::new(&[ctx.rank() as f32], &Device::Cpu)?; // each rank's part of the batch
+///     let mut grads = (weight.as_tensor() * x)?.mean_all()?.backward()?;
+///     dp.reduce(&mut grads)?;
+///     Ok(grads.get(&weight).expect("a gradient").to_vec1::<f32>()?[0])
+/// })?;
+/// assert_eq!(grads, [0.5, 0.5]);
+/// # Ok::<(), candle_dist::WorldError>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct DataParallel {
+    group: ProcessGroup,
+    buckets: Vec<Vec<(String, Var)>>,
+}
+
+impl DataParallel {
+    /// The variables, which every rank names in one order, over the ranks of `group`, for example a mesh axis'.
+    ///
+    /// [`named_vars`](crate::named_vars) lists those of a `VarMap`. Best is the order in which the forward pass uses
+    /// them: buckets are filled from the end of the list, as the backward pass makes gradients. Variables of whole
+    /// numbers have no gradients and take part in the start alone; one that is named twice is reduced once.
+    ///
+    /// # Errors
+    /// Those of [`sync_params`] or [`verify_parameter_shapes`].
+    #[track_caller]
+    pub fn new<N: AsRef<str>>(
+        group: &ProcessGroup,
+        params: &[(N, Var)],
+        options: &DataParallelOptions,
+    ) -> Result<Self> {
+        match &options.start {
+            Start::Sync(sync) => sync_params(group, params, sync)?,
+            Start::Verify => {
+                let tensors: Vec<_> = params.iter().map(|(name, var)| (name, var.as_tensor())).collect();
+                verify_parameter_shapes(group, &tensors)?;
+            }
+            Start::Trust => {}
+        }
+        let differentiable = params.iter().filter(|(_, var)| var.dtype().is_float());
+        let mut reduced: Vec<_> = differentiable.unique_by(|(_, var)| var.id()).collect();
+        reduced.reverse();
+        let owned = |(name, var): &(N, Var)| (name.as_ref().to_string(), var.clone());
+        let cut = buckets(reduced, |(_, var)| var, options.bucket_bytes);
+        let buckets = cut.into_iter().map(|bucket| bucket.into_iter().map(owned).collect()).collect();
+        Ok(Self { group: group.clone(), buckets })
+    }
+
+    /// The ranks over which gradients are averaged.
+    pub fn group(&self) -> &ProcessGroup {
+        &self.group
+    }
+
+    /// The number of buckets, which is the number of collectives of a [`reduce`](Self::reduce).
+    pub fn bucket_count(&self) -> usize {
+        self.buckets.len()
+    }
+
+    /// Replaces every gradient by its average over the ranks.
+    ///
+    /// A variable that took no part on this rank counts as zeros; one that took part on no rank keeps no gradient.
+    /// That costs no collective of its own: a bucket ends in one number for each of its gradients that tells whether
+    /// there was one. So a reduction is one all_reduce for each bucket, the same on every rank whatever took part.
+    /// The results are views of the buckets and hold no graph.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if a gradient is not of its variable's shape and dtype.
+    #[track_caller]
+    pub fn reduce(&self, grads: &mut GradStore) -> Result<()> {
+        self.average(grads, 1.0)
+    }
+
+    /// Like [`reduce`](Self::reduce) with each rank counting as `weight`, for example its number of samples.
+    ///
+    /// Nothing comes from a rank of weight 0. One small all_gather more than [`reduce`](Self::reduce).
+    ///
+    /// # Errors
+    /// On every rank alike if a weight is negative or not finite, or if all are 0.
+    #[track_caller]
+    pub fn reduce_weighted(&self, grads: &mut GradStore, weight: f64) -> Result<()> {
+        let weights = self.group.all_gather(&Tensor::new(&[weight], &Device::Cpu)?, 0)?.to_vec1::<f64>()?;
+        let total: f64 = weights.iter().sum();
+        if !(total.is_finite() && total > 0.0 && weights.iter().all(|&w| w >= 0.0)) {
+            let reason = format!("weights {weights:?}: want finite numbers from 0, not all of them 0");
+            return Err(Error::Invalid { op: "reduce_weighted", reason });
+        }
+        self.average(grads, weight / total * weights.len() as f64)
+    }
+
+    #[track_caller]
+    fn average(&self, grads: &mut GradStore, scale: f64) -> Result<()> {
+        for bucket in &self.buckets {
+            self.average_bucket(bucket, grads, scale)?;
+        }
+        Ok(())
+    }
+
+    #[track_caller]
+    fn average_bucket(&self, bucket: &[(String, Var)], grads: &mut GradStore, scale: f64) -> Result<()> {
+        let alone = self.group.size() == 1;
+        let mut flat = Vec::with_capacity(bucket.len() + 1);
+        let mut present = Vec::with_capacity(bucket.len());
+        for (name, var) in bucket {
+            let grad = grads.remove(var).filter(|_| scale > 0.0);
+            present.push(f32::from(u8::from(grad.is_some())));
+            let Some(grad) = grad else {
+                flat.push(Tensor::zeros(var.elem_count(), var.dtype(), var.device())?);
+                continue;
+            };
+            self.check(name, var, &grad)?;
+            if alone {
+                grads.insert(var, grad.detach());
+                continue;
+            }
+            let grad = grad.detach().flatten_all()?;
+            flat.push(if scale == 1.0 { grad } else { grad.affine(scale, 0.0)? });
+        }
+        if alone {
+            return Ok(());
+        }
+        let (dtype, device) = (bucket[0].1.dtype(), bucket[0].1.device());
+        flat.push(Tensor::new(&present[..], device)?.to_dtype(dtype)?);
+        let flat = self.group.all_reduce(&Tensor::cat(&flat, 0)?, ReduceOp::Avg)?;
+        let ends: usize = bucket.iter().map(|(_, var)| var.elem_count()).sum();
+        let present = flat.narrow(0, ends, bucket.len())?.to_dtype(DType::F32)?.to_vec1::<f32>()?;
+        let mut start = 0;
+        for ((_, var), present) in bucket.iter().zip(present) {
+            if present > 0.0 {
+                grads.insert(var, flat.narrow(0, start, var.elem_count())?.reshape(var.shape())?);
+            }
+            start += var.elem_count();
+        }
+        Ok(())
+    }
+
+    fn check(&self, name: &str, var: &Var, grad: &Tensor) -> Result<()> {
+        if grad.dims() == var.dims() && grad.dtype() == var.dtype() {
+            return Ok(());
+        }
+        let show = |t: &Tensor| format!("{}{:?}", t.dtype().as_str(), t.dims());
+        let reason = format!("{name:?} is {} and its gradient {}", show(var), show(grad));
+        Err(Error::InvalidArgument { rank: self.group.ranks()[self.group.rank()], op: "reduce", reason })
+    }
+}

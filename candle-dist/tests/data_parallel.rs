@@ -1,0 +1,321 @@
+//! Data-parallel training of a `VarMap` against one device on the whole batch, and the reduction by itself.
+#![allow(clippy::unwrap_used)] // a panic is how a test fails
+use candle_core::backprop::GradStore;
+use candle_core::{DType, Device, Tensor, Var};
+use candle_dist::{
+    ClipGradNorm, DataParallel, DataParallelOptions, GradAccumulator, Op, Result, Start, SyncOptions, comm, named_vars,
+};
+use candle_nn::{AdamW, Linear, Module, Optimizer, ParamsAdamW, VarBuilder, VarMap};
+use test_utils::on_ranks;
+
+const STEPS: usize = 3;
+
+fn adam() -> ParamsAdamW {
+    ParamsAdamW { lr: 0.01, ..ParamsAdamW::default() }
+}
+
+fn assert_close(got: &Tensor, want: &Tensor, within: f64, what: &str) {
+    assert_eq!(got.dims(), want.dims(), "{what}");
+    let difference = (got - want).unwrap().abs().unwrap().flatten_all().unwrap().max(0).unwrap();
+    let difference = difference.to_scalar::<f64>().unwrap();
+    assert!(difference < within, "{what} differs by {difference}");
+}
+
+/// Which of `total` rows a rank of `n` works on: the first ranks have one more where they do not divide.
+fn part(total: usize, rank: usize, n: usize) -> (usize, usize) {
+    let (each, more) = (total / n, total % n);
+    (rank * each + rank.min(more), each + usize::from(rank < more))
+}
+
+// A perceptron of plain candle layers in a `VarMap`.
+
+struct Mlp {
+    map: VarMap,
+    layers: [Linear; 2],
+}
+
+impl Mlp {
+    /// Weights that depend on `seed` and the place in the model.
+    fn new(seed: usize) -> Self {
+        let map = VarMap::new();
+        let vb = VarBuilder::from_varmap(&map, DType::F64, &Device::Cpu);
+        let layer = |from, to, name| candle_nn::linear(from, to, vb.pp(name)).unwrap();
+        let layers = [layer(5, 7, "up"), layer(7, 3, "down")];
+        for (i, (_, var)) in named_vars(&map).into_iter().enumerate() {
+            var.set(&numbers(var.dims(), seed * 31 + i * 7)).unwrap();
+        }
+        Self { map, layers }
+    }
+
+    fn loss(&self, x: &Tensor) -> candle_core::Result<Tensor> {
+        self.layers[1].forward(&self.layers[0].forward(x)?.tanh()?)?.sqr()?.mean_all()
+    }
+}
+
+fn numbers(shape: &[usize], from: usize) -> Tensor {
+    let values: Vec<f64> = (0..shape.iter().product()).map(|i| (((i + from) * 37 % 29) as f64 - 14.0) / 20.0).collect();
+    Tensor::from_vec(values, shape, &Device::Cpu).unwrap()
+}
+
+fn rows(step: usize, count: usize) -> Tensor {
+    numbers(&[count, 5], step * 11)
+}
+
+/// The weights, and the gradients of the first step, of AdamW on the whole batch, clipped by `max_norm`.
+fn mlp_on_one_device(seed: usize, batch: usize, max_norm: f64) -> (Vec<Tensor>, Vec<Tensor>, f64) {
+    let model = Mlp::new(seed);
+    let vars = named_vars(&model.map);
+    let mut optimiser = AdamW::new(model.map.all_vars(), adam()).unwrap();
+    let mut first = None;
+    for step in 0..STEPS {
+        let grads = model.loss(&rows(step, batch)).unwrap().backward().unwrap();
+        let square = |v: &Var| grads.get(v).unwrap().sqr().unwrap().sum_all().unwrap().to_scalar::<f64>().unwrap();
+        let norm = vars.iter().map(|(_, v)| square(v)).sum::<f64>().sqrt();
+        let scale = if norm > max_norm { max_norm / (norm + 1e-6) } else { 1.0 };
+        let mut clipped = GradStore::default();
+        for (_, v) in &vars {
+            clipped.insert(v, (grads.get(v).unwrap() * scale).unwrap());
+        }
+        first.get_or_insert_with(|| (vars.iter().map(|(_, v)| clipped.get(v).unwrap().clone()).collect(), norm));
+        optimiser.step(&clipped).unwrap();
+    }
+    let (grads, norm) = first.unwrap();
+    (vars.iter().map(|(_, v)| v.as_tensor().copy().unwrap()).collect(), grads, norm)
+}
+
+/// How a rank makes the gradients of one step.
+#[derive(Debug, Clone, Copy)]
+enum How {
+    /// One backward pass.
+    Whole,
+    /// One a row, reduced once.
+    Accumulated,
+}
+
+fn mlp_equals_one_device(world: usize, batch: usize, max_norm: f64, how: How) {
+    let (params, first, norm) = mlp_on_one_device(0, batch, max_norm);
+    on_ranks(world, &format!("{how:?} batch {batch} max_norm {max_norm}"), move |ctx| -> Result<()> {
+        let model = Mlp::new(ctx.rank()); // the start takes rank 0's
+        let vars = named_vars(&model.map);
+        let options = DataParallelOptions { bucket_bytes: 100, ..DataParallelOptions::default() };
+        let dp = DataParallel::new(ctx.group(), &vars, &options)?;
+        let mut optimiser = AdamW::new(model.map.all_vars(), adam())?;
+        let (start, len) = part(batch, ctx.rank(), world);
+        for step in 0..STEPS {
+            let mine = rows(step, batch).narrow(0, start, len)?;
+            let mut grads = match how {
+                How::Whole => model.loss(&mine)?.backward()?,
+                How::Accumulated => {
+                    let mut accumulator = GradAccumulator::default();
+                    let (added, counts) = comm::record(|| {
+                        (0..len).try_for_each(|i| accumulator.add(&model.loss(&mine.narrow(0, i, 1)?)?.backward()?))
+                    });
+                    added?;
+                    assert_eq!((counts.total(), accumulator.weight()), (0, len as f64));
+                    accumulator.mean()?
+                }
+            };
+            match batch % world {
+                0 => dp.reduce(&mut grads)?,
+                _ => dp.reduce_weighted(&mut grads, len as f64)?,
+            }
+            let got = ClipGradNorm::new(max_norm).clip(&vars, &mut grads)?;
+            if step == 0 {
+                assert!((got - norm).abs() < 1e-12, "{got} is not {norm}");
+                for ((name, var), want) in vars.iter().zip(&first) {
+                    let grad = grads.get(var).expect("a gradient");
+                    assert!(!grad.track_op(), "{name}'s gradient holds a graph");
+                    assert_close(grad, want, 1e-12, name);
+                }
+            }
+            optimiser.step(&grads)?;
+        }
+        for ((name, var), want) in vars.iter().zip(&params) {
+            assert_close(var, want, 1e-8, name);
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn a_var_map_equals_one_device_on_worlds_1_to_5() {
+    for world in 1..=5 {
+        for how in [How::Whole, How::Accumulated] {
+            mlp_equals_one_device(world, 2 * world, 1e9, how);
+        }
+    }
+}
+
+#[test]
+fn clipping_equals_one_device() {
+    for max_norm in [0.01, 0.0] {
+        mlp_equals_one_device(3, 6, max_norm, How::Whole);
+    }
+}
+
+#[test]
+fn uneven_parts_count_by_their_samples() {
+    for how in [How::Whole, How::Accumulated] {
+        mlp_equals_one_device(3, 7, 1e9, how);
+    }
+}
+
+// Which parameters took part, and in how many collectives.
+
+fn ones(dtype: DType, len: usize) -> Var {
+    Var::ones(len, dtype, &Device::Cpu).unwrap()
+}
+
+fn trusting(bucket_bytes: usize) -> DataParallelOptions {
+    DataParallelOptions { bucket_bytes, start: Start::Trust }
+}
+
+#[test]
+fn parameters_without_gradient_count_as_zeros_or_stay_absent() {
+    for dtype in [DType::F64, DType::F32, DType::F16, DType::BF16] {
+        for bucket_bytes in [0, 1 << 20] {
+            on_ranks(4, &format!("unused {dtype:?}"), move |ctx| -> Result<()> {
+                let vars =
+                    ["all", "one", "none", "empty"].map(|name| (name, ones(dtype, 3 * usize::from(name != "empty"))));
+                let dp = DataParallel::new(ctx.group(), &vars, &trusting(bucket_bytes))?;
+                let [all, one, none, empty] = vars.each_ref().map(|(_, var)| var);
+                let mut loss = all.affine((ctx.rank() + 1) as f64, 0.0)?.sum_all()?;
+                if ctx.rank() == 2 {
+                    loss = ((loss + one.affine(8.0, 0.0)?.sum_all()?)? + empty.sum_all()?)?;
+                }
+                let mut grads = loss.backward()?;
+                let (reduced, counts) = comm::record(|| dp.reduce(&mut grads));
+                reduced?;
+                assert_eq!((counts.get(Op::AllReduce).count, counts.total()), (dp.bucket_count(), dp.bucket_count()));
+                let values = |var: &Var| grads.get(var).map(|g| g.to_dtype(DType::F32)?.to_vec1::<f32>()).transpose();
+                assert_eq!(values(all)?, Some(vec![2.5; 3]));
+                assert_eq!(values(one)?, Some(vec![2.0; 3]));
+                assert_eq!(values(none)?, None);
+                assert!(values(empty)?.is_none_or(|grad| grad.is_empty()));
+                Ok(())
+            });
+        }
+    }
+}
+
+#[test]
+fn a_rank_of_weight_0_brings_nothing() {
+    on_ranks(3, "weights", |ctx| -> Result<()> {
+        let (both, lone) = (ones(DType::F64, 1), ones(DType::F64, 1));
+        let vars = [("both", both.clone()), ("lone", lone.clone())];
+        let dp = DataParallel::new(ctx.group(), &vars, &trusting(1 << 20))?;
+        // The mean over no samples is not a number.
+        let factor = [1.0, f64::NAN, 4.0][ctx.rank()];
+        let mut loss = both.affine(factor, 0.0)?.sum_all()?;
+        if ctx.rank() == 1 {
+            loss = (loss + lone.sum_all()?)?;
+        }
+        let mut grads = loss.backward()?;
+        let (reduced, counts) = comm::record(|| dp.reduce_weighted(&mut grads, [2.0, 0.0, 1.0][ctx.rank()]));
+        reduced?;
+        assert_eq!((counts.get(Op::AllReduce).count, counts.get(Op::AllGather).count, counts.total()), (1, 1, 2));
+        assert!((grads.get(&both).expect("a gradient").to_vec1::<f64>()?[0] - 2.0).abs() < 1e-12);
+        assert!(grads.get(&lone).is_none());
+        for weights in [[0.0; 3], [1.0, -1.0, 1.0], [f64::NAN, 1.0, 1.0], [1.0, 1.0, f64::INFINITY]] {
+            let error = dp.reduce_weighted(&mut grads, weights[ctx.rank()]).unwrap_err();
+            assert!(error.to_string().starts_with("reduce_weighted: weights ["), "{error}");
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn buckets_are_cut_by_bytes_and_dtype() {
+    // Budgets in bytes for 6 variables of 100 f32 and 2 of 100 f64.
+    for (budget, buckets) in [(0, 8), (799, 8), (800, 5), (1600, 3), (25 << 20, 2)] {
+        on_ranks(2, &format!("budget {budget}"), move |ctx| -> Result<()> {
+            let dtype = |i| if i % 4 == 3 { DType::F64 } else { DType::F32 };
+            let mut vars: Vec<_> = (0..8).map(|i| (format!("{i}"), ones(dtype(i), 100))).collect();
+            let mut grads = GradStore::default();
+            for (i, (_, var)) in vars.iter().enumerate() {
+                grads.insert(var, var.affine((i * 10 + ctx.rank()) as f64, 0.0)?.detach());
+            }
+            vars.push(("tied".into(), vars[0].1.clone()));
+            vars.push(("steps".into(), ones(DType::U32, 100)));
+            let dp = DataParallel::new(ctx.group(), &vars, &trusting(budget))?;
+            let (reduced, counts) = comm::record(|| dp.reduce(&mut grads));
+            reduced?;
+            assert_eq!(
+                (dp.bucket_count(), counts.get(Op::AllReduce).count, counts.total()),
+                (buckets, buckets, buckets)
+            );
+            // One number more for each gradient.
+            assert_eq!(counts.get(Op::AllReduce).bytes, 6 * (400 + 4) + 2 * (800 + 8));
+            for (i, (name, var)) in vars[..8].iter().enumerate() {
+                let grad = grads.get(var).expect("a gradient").to_dtype(DType::F64)?;
+                assert_close(&grad, &Tensor::full(i as f64 * 10.0 + 0.5, 100, &Device::Cpu)?, 1e-12, name);
+            }
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn the_start_syncs_verifies_or_trusts() {
+    on_ranks(3, "start", |ctx| -> Result<()> {
+        let values = |start: Start| -> Result<f64> {
+            let var = Var::new(ctx.rank() as f64, &Device::Cpu)?;
+            let options = DataParallelOptions { start, ..DataParallelOptions::default() };
+            DataParallel::new(ctx.group(), &[("w", var.clone())], &options)?;
+            Ok(var.to_scalar()?)
+        };
+        let mine = ctx.rank() as f64;
+        assert_eq!(values(Start::Sync(SyncOptions { source: 2, ..SyncOptions::default() }))?, 2.0);
+        assert_eq!(values(Start::Verify)?, mine);
+        let (trusted, counts) = comm::record(|| values(Start::Trust));
+        assert_eq!((trusted?, counts.total()), (mine, 0));
+        for start in [Start::Verify, Start::Sync(SyncOptions::default())] {
+            let options = DataParallelOptions { start, ..DataParallelOptions::default() };
+            let error = DataParallel::new(ctx.group(), &[("w", ones(DType::F32, 1 + ctx.rank() / 2))], &options);
+            let text = error.unwrap_err().to_string();
+            assert!(text.starts_with("rank 2: ") && text.contains("\"w\" is f32[2]"), "{text}");
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn a_gradient_that_does_not_fit_is_refused() {
+    let errors = on_ranks(1, "unfit", |ctx| -> Result<String> {
+        let var = ones(DType::F32, 3);
+        let dp = DataParallel::new(ctx.group(), &[("w", var.clone())], &DataParallelOptions::default())?;
+        let mut grads = GradStore::default();
+        grads.insert(&var, Tensor::ones(3, DType::F64, &Device::Cpu)?);
+        Ok(dp.reduce(&mut grads).unwrap_err().to_string())
+    });
+    assert_eq!(errors[0], "rank 0: reduce: \"w\" is f32[3] and its gradient f64[3]");
+}
+
+#[test]
+fn buckets_run_from_the_end_of_the_list() {
+    on_ranks(2, "order", |ctx| -> Result<()> {
+        let vars: Vec<_> = [1, 2, 3, 4].iter().map(|&len| (format!("{len}"), ones(DType::F32, len))).collect();
+        let dp = DataParallel::new(ctx.group(), &vars, &trusting(20))?;
+        let (reduced, events) = comm::Log::of(|| dp.reduce(&mut GradStore::default()));
+        reduced?;
+        // 4; 3 and 2; 1: each with one number more for each gradient.
+        assert_eq!(events.iter().map(|event| event.bytes).collect::<Vec<_>>(), [4 * 5, 4 * 7, 4 * 2]);
+        assert!(events.iter().all(|event| event.site.file() == file!()), "{events:?}");
+        Ok(())
+    });
+}
+
+#[test]
+fn accumulation_divides_by_the_weights() {
+    let var = ones(DType::F64, 1);
+    let pass = |factor: f64| var.affine(factor, 0.0).unwrap().sum_all().unwrap().backward().unwrap();
+    let mut accumulator = GradAccumulator::default();
+    accumulator.add_weighted(&pass(1.0), 3.0).unwrap();
+    accumulator.add_weighted(&pass(5.0), 1.0).unwrap();
+    for weight in [0.0, -1.0, f64::NAN, f64::INFINITY] {
+        let error = accumulator.add_weighted(&pass(1.0), weight).unwrap_err().to_string();
+        assert!(error.starts_with("add_weighted: weight"), "{error}");
+    }
+    assert_eq!(accumulator.weight(), 4.0);
+    assert_eq!(accumulator.mean().unwrap().get(&var).unwrap().to_vec1::<f64>().unwrap(), [2.0]);
+}
