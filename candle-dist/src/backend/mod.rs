@@ -250,6 +250,11 @@ pub type Tensors = SmallVec<[Tensor; 1]>;
 /// What one rank gets out of a collective.
 pub type Results = SmallVec<[Fresh; 1]>;
 
+/// The size of a tensor's elements in bytes.
+pub(crate) fn bytes(tensor: &Tensor) -> usize {
+    tensor.elem_count() * tensor.dtype().size_in_bytes()
+}
+
 /// A collective that was started; dropping it gives the result up, and lets the other ranks go on.
 pub trait Unfinished: Send {
     /// Whether [`finish`](Self::finish) would return without waiting for another rank.
@@ -274,6 +279,8 @@ pub trait Backend: Send + Sync + fmt::Debug {
     ///
     /// One result for each tensor; none on ranks that get none.
     fn run(&self, call: Call, tensors: Tensors) -> Result<Results>;
+    /// Makes an all_reduce or a broadcast whose result takes the place of `tensor`, which must be contiguous.
+    fn run_in_place(&self, call: Call, tensor: &Tensor) -> Result<()>;
     /// Starts the collective without waiting; the tensors must not change before every rank has finished it.
     fn start(&self, call: Call, tensors: Tensors) -> Result<Box<dyn Unfinished>>;
     /// Sends to `call.peer` without waiting for it.

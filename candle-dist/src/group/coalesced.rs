@@ -1,7 +1,7 @@
 //! Several tensors in one call.
-use super::{ProcessGroup, bytes};
+use super::ProcessGroup;
 use crate::Result;
-use crate::backend::{Call, Fresh, Op, ReduceOp, Tensors};
+use crate::backend::{Call, Fresh, Op, ReduceOp, Tensors, bytes};
 use candle_core::Tensor;
 
 impl ProcessGroup {

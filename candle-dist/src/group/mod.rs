@@ -1,13 +1,14 @@
 //! The ranks that communicate.
 mod check;
 mod coalesced;
+mod in_place;
 mod pending;
 mod point_to_point;
 
 pub use pending::Pending;
 pub use point_to_point::Message;
 
-use crate::backend::{Backend, Call, Dims, Fresh, Op, ReduceOp, Tensors};
+use crate::backend::{Backend, Call, Dims, Fresh, Op, ReduceOp, Tensors, bytes};
 use crate::{GroupFailure, Result, comm};
 use candle_core::{DType, Device, Shape, Tensor};
 use smallvec::smallvec;
@@ -287,9 +288,4 @@ impl ProcessGroup {
     fn repeat(&self, len: usize) -> Dims {
         smallvec![len; self.size()]
     }
-}
-
-/// The size of a tensor's elements in bytes.
-fn bytes(tensor: &Tensor) -> usize {
-    tensor.elem_count() * tensor.dtype().size_in_bytes()
 }

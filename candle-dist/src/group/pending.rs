@@ -1,6 +1,6 @@
 //! Calls that are started now and finished later.
-use super::{ProcessGroup, bytes};
-use crate::backend::{Call, Dims, Op, ReduceOp, Tensors, Unfinished};
+use super::ProcessGroup;
+use crate::backend::{Call, Dims, Op, ReduceOp, Tensors, Unfinished, bytes};
 use crate::{Error, Result};
 use candle_core::Tensor;
 use smallvec::smallvec;

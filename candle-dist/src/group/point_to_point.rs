@@ -1,7 +1,7 @@
 //! Messages from one rank to another.
-use super::{ProcessGroup, bytes};
+use super::ProcessGroup;
 use crate::Result;
-use crate::backend::{Call, Dims, Op};
+use crate::backend::{Call, Dims, Op, bytes};
 use candle_core::{DType, Shape, Tensor};
 
 /// One message of [`ProcessGroup::batch_send_recv`].

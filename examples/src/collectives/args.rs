@@ -99,6 +99,8 @@ impl Args {
 pub enum OpName {
     /// The sum of all ranks' tensors, on every rank.
     AllReduce,
+    /// The largest of all ranks' elements, written over the input.
+    AllReduceInPlace,
     /// All ranks' tensors joined, on every rank.
     AllGather,
     /// A piece of the sum on each rank.
@@ -118,6 +120,7 @@ impl OpName {
     pub fn as_str(self) -> &'static str {
         match self {
             Self::AllReduce => "all_reduce",
+            Self::AllReduceInPlace => "all_reduce_in_place",
             Self::AllGather => "all_gather",
             Self::ReduceScatter => "reduce_scatter",
             Self::AllToAll => "all_to_all",

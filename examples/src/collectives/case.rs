@@ -1,7 +1,7 @@
 //! One op at one size: its input, the call that is timed, and what it must give.
 
 use anyhow::{Result, bail};
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device, Tensor, Var};
 use candle_dist::{ProcessGroup, ReduceOp};
 
 use super::args::{ELEMENT_BYTES, OpName};
@@ -13,6 +13,8 @@ pub struct Case<'a> {
     group: &'a ProcessGroup,
     /// One row, so that pieces of it are contiguous and an all_to_all has a second dim to join them along.
     input: Tensor,
+    /// The input of calls in place. Their reduction is one that gives the same again and again.
+    place: Var,
     /// The elements of each rank's piece; they differ by one at most.
     pieces: Vec<usize>,
 }
@@ -26,7 +28,8 @@ impl<'a> Case<'a> {
         let (len, n) = (bytes / ELEMENT_BYTES, group.size());
         let input = Tensor::from_iter((0..len).map(|i| element(group.rank(), i)), &Device::Cpu)?.reshape((1, len))?;
         let pieces = (0..n).map(|rank| (rank + 1) * len / n - rank * len / n).collect();
-        Ok(Self { op, group, input, pieces })
+        let place = Var::from_tensor(&input)?;
+        Ok(Self { op, group, input, place, pieces })
     }
 
     /// The op itself; `None` on ranks that take no part in a message.
@@ -34,9 +37,12 @@ impl<'a> Case<'a> {
     /// # Errors
     /// The group's.
     pub fn call(&self) -> candle_dist::Result<Option<Tensor>> {
-        let Self { op, group, input, pieces } = self;
+        let Self { op, group, input, pieces, .. } = self;
         match op {
             OpName::AllReduce => group.all_reduce(input, ReduceOp::Sum),
+            OpName::AllReduceInPlace => {
+                group.all_reduce_in_place(&self.place, ReduceOp::Max).map(|()| self.place.as_detached_tensor())
+            }
             OpName::AllGather => group.all_gather(input, 0),
             OpName::ReduceScatter => group.reduce_scatter_uneven(input, 1, pieces, ReduceOp::Sum),
             OpName::AllToAll => group.all_to_all_uneven(input, (1, pieces), (0, &vec![1; pieces.len()])),
@@ -70,6 +76,7 @@ impl<'a> Case<'a> {
         let sum = |i| (0..n).map(|rank| element(rank, i)).sum();
         match self.op {
             OpName::AllReduce => self.compare(result, len, sum),
+            OpName::AllReduceInPlace => self.compare(result, len, |i| element(n - 1, i)),
             OpName::AllGather => self.compare(result, n * len, |i| element(i / len, i % len)),
             OpName::ReduceScatter => self.compare(result, piece, |i| sum(start + i)),
             OpName::AllToAll => self.compare(result, n * piece, |i| element(i / piece, start + i % piece)),

@@ -4,6 +4,7 @@
 //! checks that the calls agree, computes its own results straight from the peers' buffers, and leaves when all have
 //! read. Nothing is copied that is not the result. Reductions run in rank order.
 mod collective;
+mod in_place;
 mod mailbox;
 mod reduce;
 mod regions;
@@ -13,12 +14,14 @@ mod wait;
 
 pub(crate) use state::{End, RankGuard, WorldState};
 
-use super::{Backend, Call, Results, Tensors, Unfinished};
+use super::{Backend, Call, Fresh, Op, Results, Tensors, Unfinished, bytes};
 use crate::{Error, GroupFailure, Result};
 use candle_core::Tensor;
 use collective::compute;
 use parking_lot::Mutex;
+use regions::Piece;
 use rendezvous::{GroupState, Round};
+use smallvec::smallvec;
 use state::On;
 use std::sync::Arc;
 
@@ -86,6 +89,32 @@ impl Drop for Started {
     }
 }
 
+/// From this many bytes on, ranks reduce a piece each and share the pieces, instead of each reducing the whole.
+const PIECEWISE: usize = 256 << 10;
+
+impl LocalBackend {
+    /// An all_reduce in two rounds: every rank reduces one piece, then `read` sees the pieces of all.
+    ///
+    /// Each input is read once by all ranks together, where one round has every rank read all of it.
+    fn reduce_piecewise<R>(
+        &self,
+        call: Call,
+        tensor: &Tensor,
+        read: impl FnOnce(&[&Tensor]) -> Result<R>,
+    ) -> Result<R> {
+        let (flat, n) = (tensor.flatten_all()?, self.group.ranks().len());
+        let chunk = flat.elem_count().div_ceil(n);
+        let start = (chunk * self.rank).min(flat.elem_count());
+        let piece = Piece { dim: 0, start, len: chunk.min(flat.elem_count() - start) };
+        let op = call.reduce.ok_or_else(|| Error::Unsupported(format!("{} without a reduction", call.op)))?;
+        let round = self.enter(call.clone(), smallvec![flat])?;
+        let mine = self.group.finish(self.rank, &round, true, |_, all| reduce::reduce(&all.nth(0), op, Some(piece)))?;
+        let mine = Fresh { storage: mine, shape: piece.len.into() }.into_tensor();
+        let round = self.enter(call, smallvec![mine])?;
+        self.group.finish(self.rank, &round, true, |_, all| read(&all.nth(0)))
+    }
+}
+
 impl Backend for LocalBackend {
     fn name(&self) -> &'static str {
         "local"
@@ -100,8 +129,36 @@ impl Backend for LocalBackend {
     }
 
     fn run(&self, call: Call, tensors: Tensors) -> Result<Results> {
+        // Two ranks read as much in one round as in two.
+        if let (Op::AllReduce, [tensor], 3..) = (call.op, &tensors[..], self.group.ranks().len())
+            && bytes(tensor) >= PIECEWISE
+        {
+            let storage = self.reduce_piecewise(call, tensor, |pieces| regions::concat(pieces, None, 0))?;
+            return Ok(smallvec![Fresh { storage, shape: tensor.shape().clone() }]);
+        }
         let round = self.enter(call, tensors)?;
         self.group.finish(self.rank, &round, true, |call, all| compute(call, self.rank, all))
+    }
+
+    fn run_in_place(&self, call: Call, tensor: &Tensor) -> Result<()> {
+        match call.op {
+            Op::AllReduce if bytes(tensor) >= PIECEWISE => {
+                self.reduce_piecewise(call, tensor, |pieces| in_place::overwrite(tensor, pieces))
+            }
+            Op::Broadcast if call.peer == Some(self.rank) => {
+                let round = self.enter(call, smallvec![tensor.clone()])?;
+                self.group.finish(self.rank, &round, true, |_, _| Ok(()))
+            }
+            // Only the root's tensor is read, so the others' may be written meanwhile.
+            Op::Broadcast => {
+                let round = self.enter(call, Tensors::new())?;
+                self.group.finish(self.rank, &round, true, |_, all| in_place::overwrite(tensor, &all.nth(0)))
+            }
+            _ => {
+                let made = self.run(call, smallvec![tensor.clone()])?;
+                made.into_iter().try_for_each(|made| in_place::overwrite(tensor, &[&made.into_tensor()]))
+            }
+        }
     }
 
     fn start(&self, call: Call, tensors: Tensors) -> Result<Box<dyn Unfinished>> {

@@ -1,0 +1,42 @@
+//! Collectives whose result takes the place of their input.
+use super::ProcessGroup;
+use crate::Result;
+use crate::backend::{Call, Op, ReduceOp, bytes};
+use candle_core::Var;
+
+impl ProcessGroup {
+    /// Replaces `var` on every rank by the elementwise reduction of all ranks'; shapes must be equal.
+    ///
+    /// Like an [`all_reduce`](Self::all_reduce), without memory for a second tensor.
+    ///
+    /// ```
+    /// use candle_core::{Device, Var};
+    /// use candle_dist::{ReduceOp, World};
+    ///
+    /// World::local(2).run(|ctx| -> candle_dist::Result<()> {
+    ///     let var = Var::new(&[1f32, 2.0], &Device::Cpu)?;
+    ///     ctx.group().all_reduce_in_place(&var, ReduceOp::Sum)?;
+    ///     assert_eq!(var.to_vec1::<f32>()?, [2.0, 4.0]);
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), candle_dist::WorldError>(())
+    /// ```
+    #[track_caller]
+    pub fn all_reduce_in_place(&self, var: &Var, op: ReduceOp) -> Result<()> {
+        self.replace(Call { reduce: Some(op), ..Call::on(Op::AllReduce, var, &[]) }, var)
+    }
+
+    /// Replaces `var` on every rank by the root's; shapes and dtypes must be equal.
+    #[track_caller]
+    pub fn broadcast_in_place(&self, var: &Var, root: usize) -> Result<()> {
+        self.check_rank(Op::Broadcast, root)?;
+        self.replace(Call { peer: Some(root), ..Call::on(Op::Broadcast, var, &[]) }, var)
+    }
+
+    fn replace(&self, call: Call, var: &Var) -> Result<()> {
+        if self.size() == 1 {
+            return Ok(());
+        }
+        self.engage(call, bytes(var), |engine, call| engine.run_in_place(call, &var.as_detached_tensor()))
+    }
+}

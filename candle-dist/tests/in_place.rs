@@ -1,0 +1,79 @@
+//! In-place collectives equal those that make a new tensor; large ones go piece by piece.
+use candle_core::{DType, Device, Tensor, Var};
+use candle_dist::{Op, ReduceOp, Result, comm};
+use test_utils::{Ranks, on_ranks};
+
+/// Small and empty tensors, and large ones that do not divide among the ranks.
+const SHAPES: [&[usize]; 5] = [&[7, 3], &[], &[0, 4], &[333, 331], &[70_001]];
+
+fn input(rank: usize, shape: &[usize], dtype: DType) -> candle_core::Result<Tensor> {
+    let values: Vec<f32> = (0..shape.iter().product()).map(|i| ((i * 7 + rank * 3) % 5 + 1) as f32).collect();
+    Tensor::from_vec(values, shape, &Device::Cpu)?.to_dtype(dtype)
+}
+
+fn assert_same(got: &Tensor, want: &Tensor, what: &str) -> candle_core::Result<()> {
+    let values = |t: &Tensor| t.to_dtype(DType::F64)?.flatten_all()?.to_vec1::<f64>();
+    assert_eq!((got.dims(), got.dtype()), (want.dims(), want.dtype()), "{what}");
+    assert!(values(got)? == values(want)?, "{what}");
+    Ok(())
+}
+
+#[test]
+fn results_take_the_place_of_inputs() {
+    for n in 1..=5 {
+        on_ranks(n, "in place", move |ctx| -> Result<()> {
+            let (g, r) = (ctx.group(), ctx.rank());
+            for dtype in [DType::U8, DType::U32, DType::I64, DType::F16, DType::BF16, DType::F32, DType::F64] {
+                for shape in SHAPES {
+                    let x = input(r, shape, dtype)?;
+                    for op in [ReduceOp::Sum, ReduceOp::Max] {
+                        let var = Var::from_tensor(&x)?;
+                        let (done, counts) = comm::record(|| g.all_reduce_in_place(&var, op));
+                        done?;
+                        assert_eq!(counts.get(Op::AllReduce).count, usize::from(n > 1));
+                        // In rank order, from the definition.
+                        let mut want = input(0, shape, DType::F64)?;
+                        for other in 1..n {
+                            let x = input(other, shape, DType::F64)?;
+                            want = if op == ReduceOp::Sum { (want + x)? } else { want.maximum(&x)? };
+                        }
+                        let what = format!("{op} {dtype:?} {shape:?} on {n}");
+                        assert_same(&var, &want.to_dtype(dtype)?, &what)?;
+                        assert_same(&g.all_reduce(&x, op)?, &want.to_dtype(dtype)?, &what)?;
+                        assert_same(&x, &input(r, shape, dtype)?, "the input of a call that makes a new tensor")?;
+                    }
+                    let var = Var::from_tensor(&x)?;
+                    g.broadcast_in_place(&var, n - 1)?;
+                    assert_same(&var, &input(n - 1, shape, dtype)?, "broadcast")?;
+                }
+            }
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn piecewise_sums_are_bit_identical_on_all_ranks_and_to_the_whole() {
+    let bits = on_ranks(4, "bits", |ctx| -> Result<Vec<u32>> {
+        let x: Vec<f32> = (0..100_003).map(|i| ((i * 37 + ctx.rank() * 101) as f32).sin() * 1e3).collect();
+        let x = Tensor::new(x, &Device::Cpu)?;
+        let large = ctx.group().all_reduce(&x, ReduceOp::Avg)?.to_vec1::<f32>()?;
+        // Below the size from which ranks share the work.
+        let small = ctx.group().all_reduce(&x.narrow(0, 500, 1000)?, ReduceOp::Avg)?.to_vec1::<f32>()?;
+        assert_eq!(large[500..1500], small);
+        Ok(large.iter().map(|v| v.to_bits()).collect())
+    });
+    assert!(bits.iter().all(|other| other == &bits[0]));
+}
+
+#[test]
+fn a_mismatch_leaves_the_variable_as_it_was() {
+    let error = Ranks::new(2, "mismatch").run(|ctx| -> Result<()> {
+        let len = 100_000 + ctx.rank();
+        let var = Var::from_tensor(&input(ctx.rank(), &[len], DType::F32)?)?;
+        let outcome = ctx.group().all_reduce_in_place(&var, ReduceOp::Sum);
+        assert_same(&var, &input(ctx.rank(), &[len], DType::F32)?, "the variable")?;
+        outcome
+    });
+    assert!(error.is_err_and(|e| e.to_string().contains("shape differs")));
+}
