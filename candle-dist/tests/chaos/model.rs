@@ -8,7 +8,7 @@
 //! - a rank failed or panicked: that, at once, whatever the others do;
 //! - a rank has returned while another waits for it: `Returned`. After a skipped or an extra call this may be the rank
 //!   that did nothing wrong but finish;
-//! - nobody can go on: `Deadlock`, when those that wait do so for one another.
+//! - nobody can go on, and none of the above: `Deadlock`.
 //!
 //! Calls are compared, data are not: a skipped call that is followed by an equal one is noticed where calls next
 //! differ, or at the end, or never where nobody waits for what is missing. Without a cause, every rank finishes.
@@ -182,11 +182,9 @@ impl Model {
         let blocked: Vec<usize> =
             (0..scripts.len()).filter(|&rank| self.ranks[rank].status == Status::Running).collect();
         let awaited: Vec<Vec<usize>> = blocked.iter().map(|&rank| self.awaits(rank, &scripts[rank])).collect();
-        let gone = |awaited: &Vec<usize>| awaited.iter().any(|&r| self.ranks[r].status == Status::Returned);
-        // Ranks that wait for each other may have done so for long when another one returns.
-        let deadlock = !failed && awaited.iter().any(|awaited| !gone(awaited));
         let mut returned: Vec<usize> = awaited.into_iter().flatten().collect();
         returned.retain(|&rank| self.ranks[rank].status == Status::Returned);
+        let deadlock = !failed && !blocked.is_empty() && returned.is_empty();
         self.causes.extend(returned.into_iter().map(|rank| Cause::Returned { rank }));
         self.causes.extend(deadlock.then_some(Cause::Deadlock));
     }
