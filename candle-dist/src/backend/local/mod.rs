@@ -10,6 +10,7 @@ mod reduce;
 mod regions;
 mod rendezvous;
 mod state;
+mod sync;
 mod wait;
 
 pub(crate) use state::{End, RankGuard, WorldState};

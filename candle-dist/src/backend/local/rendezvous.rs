@@ -205,20 +205,21 @@ impl GroupState {
             if let Some(cause) = self.hopeless(me, on, began.elapsed()) {
                 break Err(world.fail(cause));
             }
-            self.event.sleep(TICK.min(world.timeout()), || self.is_ready(on) || world.is_failed() || self.deserted(on));
+            self.event
+                .sleep(TICK.min(world.timeout()), || self.is_ready(on) || world.is_failed() || self.is_deserted(on));
         };
         world.set_wait(rank, None);
         result
     }
 
-    /// Whether a member that the condition awaits has ended.
-    fn deserted(&self, on: &On) -> bool {
+    /// Whether a member that the condition awaits has returned.
+    pub(super) fn is_deserted(&self, on: &On) -> bool {
         self.deserter(on).is_some()
     }
 
     fn deserter(&self, on: &On) -> Option<usize> {
         // A member's last act before its end may be what we wait for: so first its end, then the condition.
-        let gone = |&member: &usize| self.world.has_ended(self.ranks[member]) && self.awaits(on, member);
+        let gone = |&member: &usize| self.world.has_returned(self.ranks[member]) && self.awaits(on, member);
         (0..self.ranks.len()).find(gone).map(|member| self.ranks[member])
     }
 

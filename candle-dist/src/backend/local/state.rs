@@ -16,7 +16,7 @@ pub(crate) struct WorldState {
     crowded: bool,
     failed: AtomicBool,
     failure: OnceLock<Arc<GroupFailure>>,
-    ended: Box<[AtomicBool]>,
+    returned: Box<[AtomicBool]>,
     activity: Box<[Mutex<Activity>]>,
     table: Mutex<Table>,
     registry: Mutex<Registry>,
@@ -80,7 +80,7 @@ impl WorldState {
             crowded: size > cores,
             failed: AtomicBool::new(false),
             failure: OnceLock::new(),
-            ended: (0..size).map(|_| AtomicBool::new(false)).collect(),
+            returned: (0..size).map(|_| AtomicBool::new(false)).collect(),
             activity: (0..size).map(|_| Mutex::default()).collect(),
             table: Mutex::new(Table { ends: vec![None; size], waits: vec![None; size], threaded: false }),
             registry: Mutex::default(),
@@ -88,7 +88,7 @@ impl WorldState {
     }
 
     pub(crate) fn size(&self) -> usize {
-        self.ended.len()
+        self.returned.len()
     }
 
     pub(super) fn timeout(&self) -> Duration {
@@ -175,30 +175,40 @@ impl WorldState {
             End::Failed(message) => Some(Cause::Failed { rank, message: message.clone() }),
             End::Panicked(message) => Some(Cause::Panicked { rank, message: message.clone() }),
         };
-        self.table.lock().ends[rank] = Some(end);
-        self.ended[rank].store(true, Ordering::Release);
+        let mut table = self.table.lock();
+        table.ends[rank] = Some(end);
         match cause {
-            Some(cause) => drop(self.fail(cause)),
-            None => self.notify_all(),
+            Some(cause) => {
+                drop(table);
+                self.fail(cause);
+            }
+            None => {
+                self.returned[rank].store(true, Ordering::Release);
+                drop(table);
+                self.notify_all();
+            }
         }
     }
 
-    pub(super) fn has_ended(&self, rank: usize) -> bool {
-        self.ended[rank].load(Ordering::Acquire)
+    /// Whether the rank ended without an error. (One that failed has stopped the world itself, with its own cause.)
+    pub(super) fn has_returned(&self, rank: usize) -> bool {
+        self.returned[rank].load(Ordering::Acquire)
     }
 
     pub(super) fn set_wait(&self, rank: usize, wait: Option<Wait>) {
         self.table.lock().waits[rank] = wait;
     }
 
-    /// Whether every rank has ended or waits for something that no running rank will bring about.
+    /// Whether every rank has returned or waits for something that no running rank will bring about.
+    ///
+    /// Not if a rank failed, or returned while another waits for it: that is the cause, and somebody is about to say it.
     pub(super) fn is_stuck(&self) -> bool {
         let table = self.table.lock();
         !table.threaded
             && table.ends.iter().zip(&table.waits).all(|(end, wait)| match (end, wait) {
-                (Some(_), _) => true,
-                (None, Some(wait)) => !wait.group.is_ready(&wait.on),
-                (None, None) => false,
+                (Some(End::Returned), _) => true,
+                (None, Some(wait)) => !wait.group.is_ready(&wait.on) && !wait.group.is_deserted(&wait.on),
+                (Some(_), _) | (None, None) => false,
             })
     }
 

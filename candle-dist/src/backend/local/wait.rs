@@ -1,6 +1,5 @@
 //! Spinning briefly, then parking, until a condition that other threads make true.
-use parking_lot::{Condvar, Mutex};
-use std::sync::atomic::{AtomicUsize, Ordering, fence};
+use super::sync::{AtomicUsize, Condvar, Mutex, Ordering, fence};
 use std::time::{Duration, Instant};
 
 /// Where threads park until somebody changes what they wait for.

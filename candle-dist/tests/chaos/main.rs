@@ -1,0 +1,192 @@
+//! Chaos: random programs of communication calls in which one rank goes wrong, or none.
+//!
+//! Every rank must get right results up to where the program stops, and then one and the same error, soon; the world
+//! must stay closed. What may be said is worked out by `model`.
+#![allow(clippy::unwrap_used)] // a panic is how a test fails
+mod model;
+mod program;
+
+use candle_core::{DType, Tensor};
+use candle_dist::{Cause, Error, GroupFailure, ProcessGroup, RankContext, Result};
+use model::Model;
+use program::{Act, Case, Fault, Step};
+use proptest::strategy::{Strategy, ValueTree};
+use proptest::test_runner::{Config, RngSeed, TestRunner};
+use std::cell::RefCell;
+use std::collections::{BTreeMap, HashMap};
+use std::sync::{Arc, Once, mpsc};
+use std::time::Duration;
+use test_utils::Ranks;
+
+/// How long a program may take, its failure included.
+const DEADLINE: Duration = Duration::from_secs(2);
+
+/// What one rank saw.
+struct Seen {
+    rank: usize,
+    results: Vec<Option<Tensor>>,
+    failure: Option<Arc<GroupFailure>>,
+}
+
+/// Makes the calls of the script until one fails; the error that the script itself asks for comes out.
+fn follow(ctx: &RankContext, script: &[Act], seen: &mut Seen) -> Result<()> {
+    let mut groups: HashMap<usize, ProcessGroup> = HashMap::from([(0, ctx.group().clone())]);
+    for act in script {
+        let (step, makes) = match act {
+            Act::Call(step, makes) => (step, makes),
+            Act::Pause => {
+                std::thread::sleep(Duration::from_millis(3));
+                continue;
+            }
+            Act::Return => break,
+            Act::Panic => panic!("chaos"),
+            Act::Fail => return Err(Error::Unsupported("chaos".to_string())),
+        };
+        let Some(group) = groups.get(&step.slot) else { continue };
+        let mut made = None;
+        match step.perform(group, &mut made) {
+            Ok(result) => seen.results.push(result),
+            Err(Error::Group(failure)) => {
+                assert_closed(&groups, &failure);
+                seen.failure = Some(failure);
+                break;
+            }
+            Err(other) => panic!("not the failure of a group: {other}"),
+        }
+        if let (Some(slot), Some(group)) = (makes, made) {
+            groups.insert(*slot, group);
+        }
+    }
+    Ok(())
+}
+
+/// Every later call on any group of the world says the same. (A group of one rank has nobody to ask.)
+fn assert_closed(groups: &HashMap<usize, ProcessGroup>, failure: &GroupFailure) {
+    let want = failure.to_string();
+    for group in groups.values().filter(|g| g.size() > 1) {
+        assert_eq!(group.barrier().unwrap_err().to_string(), want);
+        let next = (group.rank() + 1) % group.size();
+        assert_eq!(group.recv(1, DType::F32, next).unwrap_err().to_string(), want);
+        assert_eq!(group.subgroup(&[group.rank()]).unwrap_err().to_string(), want);
+        assert_eq!(group.failure().unwrap().to_string(), want);
+    }
+}
+
+fn values(t: &Tensor) -> (Vec<usize>, DType, Vec<f64>) {
+    let flat = t.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1().unwrap();
+    (t.dims().to_vec(), t.dtype(), flat)
+}
+
+/// Runs the case and holds it against the model; returns the failure, if there was one.
+fn check(case: &Case) -> Option<Arc<GroupFailure>> {
+    let model = Model::of(case);
+    let (send, seen) = mpsc::channel();
+    let scripts: Vec<_> = (0..case.world).map(|rank| case.script(rank)).collect();
+    let outcome = Ranks::new(case.world, "program").deadline(DEADLINE).run(move |ctx| {
+        let mut seen = Seen { rank: ctx.rank(), results: Vec::new(), failure: None };
+        let ended = follow(ctx, &scripts[ctx.rank()], &mut seen);
+        send.send(seen).expect("the test listens");
+        ended
+    });
+    let culprit = match &case.fault {
+        Some((rank, _, Fault::Panic | Fault::Fail)) => Some(*rank),
+        _ => None,
+    };
+    match &outcome {
+        // Neither a rank that hangs nor an assertion on another rank.
+        Err(error) => assert!(Some(error.rank) == culprit && error.message.contains("chaos"), "{error}"),
+        Ok(_) => assert_eq!(culprit, None),
+    }
+    let seen: Vec<Seen> = seen.iter().collect();
+    for Seen { rank, results, failure } in &seen {
+        let fate = &model.ranks[*rank];
+        for (i, (got, (step, want))) in results.iter().zip(&fate.results).enumerate() {
+            let want = want.as_ref().map(|want| values(&step.as_tensor(want).unwrap()));
+            assert_eq!(got.as_ref().map(values), want, "rank {rank}, call {i}: {step:?}");
+        }
+        assert!(results.len() <= fate.results.len(), "rank {rank} got past where it cannot");
+        match failure {
+            None if Some(*rank) != culprit => {
+                assert!(fate.finishes() && results.len() == fate.results.len(), "rank {rank} stopped without a reason");
+            }
+            None => {}
+            Some(failure) => {
+                assert!(model.causes.contains(&failure.cause), "{failure}\nbut the model says {:?}", model.causes);
+            }
+        }
+    }
+    let texts: Vec<String> = seen.iter().filter_map(|s| s.failure.as_ref()).map(|f| f.to_string()).collect();
+    assert!(texts.windows(2).all(|pair| pair[0] == pair[1]), "ranks disagree: {texts:#?}");
+    seen.into_iter().find_map(|s| s.failure)
+}
+
+/// The kind of a failure, for the tally.
+fn kind(failure: Option<&GroupFailure>) -> &'static str {
+    match failure.map(|f| &f.cause) {
+        None => "none",
+        Some(Cause::Mismatch { what, .. }) => what,
+        Some(Cause::Returned { .. }) => "returned",
+        Some(Cause::Failed { .. }) => "failed",
+        Some(Cause::Panicked { .. }) => "panicked",
+        Some(Cause::Deadlock) => "deadlock",
+        Some(_) => "other",
+    }
+}
+
+/// Panics that the test asks for are not printed.
+fn hush() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        let print = std::panic::take_hook();
+        std::panic::set_hook(Box::new(move |info| {
+            if info.payload_as_str() != Some("chaos") {
+                print(info);
+            }
+        }));
+    });
+}
+
+fn runner(cases: u32, seed: u64) -> TestRunner {
+    let config = Config {
+        cases,
+        rng_seed: RngSeed::Fixed(seed),
+        failure_persistence: None,
+        max_shrink_iters: 200,
+        ..Config::default()
+    };
+    TestRunner::new(config)
+}
+
+#[test]
+fn one_rank_goes_wrong_and_all_ranks_hear_the_same() {
+    hush();
+    let tally = RefCell::new(BTreeMap::<_, usize>::new());
+    runner(300, 1)
+        .run(&program::cases(), |case| {
+            let failure = check(&case);
+            *tally.borrow_mut().entry(kind(failure.as_deref())).or_default() += 1;
+            Ok(())
+        })
+        .unwrap();
+    let tally = tally.into_inner();
+    for reached in ["none", "op", "dtype", "shape", "returned", "failed", "panicked", "deadlock"] {
+        assert!(tally.contains_key(reached), "no case ended with {reached}: {tally:?}");
+    }
+    assert!(!tally.contains_key("other"), "{tally:?}");
+}
+
+#[test]
+fn every_rank_may_end_at_every_call() {
+    hush();
+    for world in 2..=5 {
+        let mut runner = runner(1, world as u64);
+        let steps: Vec<Step> = program::programs(12..=12).new_tree(&mut runner).unwrap().current();
+        for culprit in 0..world {
+            for at in 0..steps.len() {
+                for fault in [Fault::Return, Fault::Panic, Fault::Fail] {
+                    check(&Case { world, steps: steps.clone(), fault: Some((culprit, at, fault)) });
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,52 @@
+//! Calls, groups and worlds leave nothing behind: resident memory stays flat.
+#![cfg(target_os = "linux")]
+#![allow(clippy::unwrap_used)] // a panic is how a test fails
+use candle_core::{DType, Device, Tensor};
+use candle_dist::{ReduceOp, Result};
+use test_utils::on_ranks;
+
+/// How much the process may grow in a measured part, in KiB: three bytes for each of 100 000 calls.
+const BOUND: usize = 256;
+
+/// The memory of this process that is in RAM, in KiB.
+fn resident() -> usize {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
+    line.trim().trim_end_matches("kB").trim().parse().unwrap()
+}
+
+/// Does `work` some times to warm up, then `times` times, in which the process must not grow.
+fn stays_flat(what: &str, times: usize, mut work: impl FnMut() -> Result<()>) -> Result<()> {
+    (0..times / 5).try_for_each(|_| work())?;
+    let before = resident();
+    (0..times).try_for_each(|_| work())?;
+    let grown = resident().saturating_sub(before);
+    assert!(grown < BOUND, "{times} {what} left {grown} KiB");
+    Ok(())
+}
+
+// One test, since memory is the process's.
+#[test]
+fn resident_memory_stays_flat() {
+    on_ranks(2, "calls", |ctx| {
+        let (g, x) = (ctx.group(), Tensor::ones(16, DType::F32, &Device::Cpu)?);
+        let peer = 1 - g.rank();
+        stays_flat("all_reduces", 100_000, || g.all_reduce(&x, ReduceOp::Sum).map(drop))?;
+        stays_flat("messages", 20_000, || {
+            g.send(&x, peer)?;
+            g.recv(16, DType::F32, peer).map(drop)
+        })
+    });
+    on_ranks(4, "groups", |ctx| {
+        let g = ctx.group();
+        let pair = (g.rank() / 2) as u32;
+        stays_flat("groups", 5_000, || g.split(Some(pair), 0)?.expect("a color").barrier())?;
+        // Nobody uses these, and members drop them at different times.
+        stays_flat("unused groups", 5_000, || g.subgroup(&[0, 1, 2, 3]).and_then(|_unused| g.barrier()))
+    });
+    stays_flat("worlds", 1_000, || {
+        on_ranks(3, "worlds", |ctx| ctx.group().barrier());
+        Ok(())
+    })
+    .unwrap();
+}
