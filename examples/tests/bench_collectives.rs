@@ -79,7 +79,7 @@ fn the_json_object_is_alone_on_stdout_with_a_row_per_op_and_size() {
 
 #[test]
 fn the_table_is_on_stdout_and_stderr_stays_silent() {
-    let output = bench(&["--sizes", "4KiB", "--ops", "all_to_all,send_owned"]);
+    let output = bench(&["--sizes", "4KiB", "--ops", "all_to_all,send_owned,all_reduce_in_place"]);
     assert!(output.status.success());
     assert_eq!(text(&output.stderr), "");
     let table = text(&output.stdout);

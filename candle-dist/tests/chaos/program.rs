@@ -80,7 +80,7 @@ impl Step {
     }
 
     fn is_even(&self) -> bool {
-        self.form % 5 == 0
+        self.form.is_multiple_of(5)
     }
 
     /// The dim that is cut, and for all_to_all the dim that is joined.
@@ -123,7 +123,7 @@ impl Step {
     /// What member `r` of `n` gives; some of the time as a view that is not contiguous.
     fn input(&self, r: usize, n: usize) -> Result<Tensor> {
         let [a, b, c] = self.given(r, n);
-        if self.data % 2 == 0 {
+        if self.data.is_multiple_of(2) {
             return Ok(tensor(values([a, b, c], |at| self.element(r, at)), self.dtype)?);
         }
         let turned = values([c, b, a], |[k, j, i]| self.element(r, [i, j, k]));
@@ -141,7 +141,7 @@ impl Step {
     }
 
     fn key(&self, r: usize) -> i64 {
-        if self.form / 12 % 2 == 0 { 0 } else { -(r as i64) }
+        if (self.form / 12).is_multiple_of(2) { 0 } else { -(r as i64) }
     }
 
     /// What a split gives member `r` of `n`: the members of its group as ranks of the old one.

@@ -23,6 +23,8 @@ Every rank times its own call after a barrier; a row is the median over the roun
               an input of the given size on every rank, a fresh result
   send_recv   half a ping-pong of ranks 0 and 1, each sending a tensor that it keeps
   send_owned  the same, each handing its tensor over; only measured when named
+  all_reduce_in_place
+              the largest elements, written over the input; only measured when named
 
 The floor beside a row is the time of plain memory copies that move as many bytes as the op must read and write,
 shared by as many ranks as there are cores.";
