@@ -161,7 +161,7 @@ fn runner(cases: u32, seed: u64) -> TestRunner {
 fn one_rank_goes_wrong_and_all_ranks_hear_the_same() {
     hush();
     let tally = RefCell::new(BTreeMap::<_, usize>::new());
-    runner(300, 1)
+    runner(240, 1)
         .run(&program::cases(), |case| {
             let failure = check(&case);
             *tally.borrow_mut().entry(kind(failure.as_deref())).or_default() += 1;
@@ -180,7 +180,7 @@ fn every_rank_may_end_at_every_call() {
     hush();
     for world in 2..=5 {
         let mut runner = runner(1, world as u64);
-        let steps: Vec<Step> = program::programs(12..=12).new_tree(&mut runner).unwrap().current();
+        let steps: Vec<Step> = program::programs(10..=10).new_tree(&mut runner).unwrap().current();
         for culprit in 0..world {
             for at in 0..steps.len() {
                 for fault in [Fault::Return, Fault::Panic, Fault::Fail] {
