@@ -5,17 +5,19 @@
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 mod model;
 mod program;
+mod step;
 
 use candle_core::{DType, Tensor};
 use candle_dist::{Cause, Error, GroupFailure, ProcessGroup, RankContext, Result};
 use model::Model;
-use program::{Act, Case, Fault, Step};
+use program::{Act, Case, Fault};
 use proptest::strategy::{Strategy, ValueTree};
 use proptest::test_runner::{Config, RngSeed, TestRunner};
 use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Once, mpsc};
 use std::time::Duration;
+use step::Step;
 use test_utils::Ranks;
 
 /// How long a program may take, its failure included.
@@ -139,7 +141,7 @@ fn hush() {
     ONCE.call_once(|| {
         let print = std::panic::take_hook();
         std::panic::set_hook(Box::new(move |info| {
-            if info.payload_as_str() != Some("chaos") {
+            if info.payload().downcast_ref() != Some(&"chaos") {
                 print(info);
             }
         }));
