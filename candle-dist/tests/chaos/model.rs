@@ -12,7 +12,8 @@
 //!
 //! Calls are compared, data are not: a skipped call that is followed by an equal one is noticed where calls next
 //! differ, or at the end, or never where nobody waits for what is missing. Without a cause, every rank finishes.
-use crate::program::{Act, Case, Step, Values, What};
+use crate::program::{Act, Case};
+use crate::step::{Step, Values, What};
 use candle_dist::Cause;
 use std::collections::HashMap;
 
