@@ -278,6 +278,9 @@ fn wrong_arguments_are_refused_before_anything_is_sent() {
     refused("same dim", &["two different dims"], |g| g.all_to_all_uneven(&x(), (0, &[2, 1]), (0, &[3, 3])));
     refused("self", &["recv", "this rank"], |g| g.recv(1, DType::F32, g.rank()));
     refused("split", &["all_to_all", "does not divide"], |g| g.all_to_all(&x(), 0, 1));
+    refused("average", &["reduce", "avg of u32", "cast to a float"], |g| {
+        g.reduce(&x().to_dtype(DType::U32)?, 0, ReduceOp::Avg).map(|_| x())
+    });
     refused("twice", &["subgroup", "twice"], |g| g.subgroup(&[0, 0]).map(|_| x()));
 }
 

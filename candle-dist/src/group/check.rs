@@ -1,6 +1,6 @@
 //! Arguments of collectives, checked before anything is sent.
 use super::ProcessGroup;
-use crate::backend::{Dims, Op};
+use crate::backend::{Call, Dims, Op, ReduceOp};
 use crate::{Error, Result};
 use candle_core::Tensor;
 
@@ -72,5 +72,20 @@ impl ProcessGroup {
             return Err(self.invalid(op, reason));
         }
         Ok(())
+    }
+
+    /// Refuses averages of whole numbers, which are none.
+    pub(super) fn check_reduction(&self, call: &Call) -> Result<()> {
+        let dtypes = call.dtype.iter().chain(call.rest.iter().map(|(dtype, _)| dtype));
+        match dtypes.filter(|dtype| dtype.is_int()).find(|_| call.reduce == Some(ReduceOp::Avg)) {
+            Some(dtype) => {
+                let dtype = dtype.as_str();
+                Err(self.invalid(
+                    call.op,
+                    format!("avg of {dtype} tensors is no {dtype}; use sum, or cast to a float dtype"),
+                ))
+            }
+            None => Ok(()),
+        }
     }
 }

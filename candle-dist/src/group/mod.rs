@@ -276,6 +276,7 @@ impl ProcessGroup {
         bytes: usize,
         run: impl FnOnce(&dyn Backend, Call) -> Result<R>,
     ) -> Result<R> {
+        self.check_reduction(&call)?;
         let _watched = comm::watch(&call, bytes, self.ranks());
         run(&*self.backend, call)
     }

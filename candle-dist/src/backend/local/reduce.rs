@@ -1,7 +1,7 @@
 //! Elementwise reductions over the ranks' buffers, in rank order.
 use super::regions::{Piece, Runs, with_element};
+use crate::Result;
 use crate::backend::ReduceOp;
-use crate::{Error, Result};
 use candle_core::{CpuStorage, Tensor, WithDType};
 use half::{bf16, f16};
 
@@ -11,8 +11,6 @@ const BLOCK: usize = 2048;
 /// An element type with the wider type that its sums and products accumulate in.
 trait Element: WithDType {
     type Acc: Copy + PartialOrd + std::ops::Add<Output = Self::Acc> + std::ops::Mul<Output = Self::Acc>;
-    /// Whether an average is a value of the type.
-    const FLOAT: bool;
     fn widen(self) -> Self::Acc;
     fn narrow(acc: Self::Acc) -> Self;
     fn divide(acc: Self::Acc, by: usize) -> Self::Acc;
@@ -23,7 +21,6 @@ macro_rules! element {
     (float $t:ty, $acc:ty, $widen:expr, $narrow:expr) => {
         impl Element for $t {
             type Acc = $acc;
-            const FLOAT: bool = true;
             fn widen(self) -> $acc {
                 $widen(self)
             }
@@ -41,7 +38,6 @@ macro_rules! element {
     (int $t:ty) => {
         impl Element for $t {
             type Acc = std::num::Wrapping<$t>;
-            const FLOAT: bool = false;
             fn widen(self) -> Self::Acc {
                 std::num::Wrapping(self)
             }
@@ -71,12 +67,6 @@ pub(super) fn reduce(tensors: &[&Tensor], op: ReduceOp, piece: Option<Piece>) ->
 }
 
 fn reduce_as<T: Element>(tensors: &[&Tensor], op: ReduceOp, piece: Option<Piece>) -> Result<Vec<T>> {
-    if op == ReduceOp::Avg && !T::FLOAT {
-        return Err(Error::Unsupported(format!(
-            "avg of {} tensors, whose average is no {0}; use sum, or cast to a float dtype",
-            T::DTYPE.as_str()
-        )));
-    }
     let guards: Vec<_> = tensors.iter().map(|t| t.storage_and_layout().0).collect();
     let sources = tensors.iter().zip(&guards).map(|(t, g)| Runs::<T>::new(t, g, piece)).collect::<Result<Vec<_>>>()?;
     match op {
