@@ -1,5 +1,5 @@
 //! The parameters that a model holds on this rank.
-use crate::{DTensor, Error, Result};
+use crate::{DTensor, Result};
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, Var};
 use candle_dist::ClipGradNorm;
@@ -101,38 +101,20 @@ impl Parameters {
         Ok(grads)
     }
 
-    /// Adds up the gradients of varying parameters, all of an axis and dtype in one all_reduce.
+    /// Adds up the gradients of varying parameters, all of an axis in one all_reduce.
     pub fn reduce(&self, grads: &mut GradStore) -> Result<()> {
         let Some(first) = self.0.first() else { return Ok(()) };
         let mesh = first.tensor.mesh().clone();
         for axis in (0..mesh.ndim()).filter(|&axis| mesh.shape()[axis] > 1) {
             let varying: Vec<&Parameter> = self.iter().filter(|p| p.tensor.is_varying(axis)).collect();
-            let mut rest = &varying[..];
-            while let Some(first) = rest.first() {
-                let same = rest.iter().take_while(|p| p.tensor.dtype() == first.tensor.dtype()).count();
-                reduce_bucket(&rest[..same], axis, grads)?;
-                rest = &rest[same..];
+            // A parameter without gradient still takes its place, so that the lists are alike on all ranks.
+            let grad = |p: &&Parameter| grads.get(&p.var).cloned().map_or_else(|| p.var.zeros_like(), Ok);
+            let partial = varying.iter().map(grad).collect::<candle_core::Result<Vec<_>>>()?;
+            let sums = mesh.axis_group(axis)?.all_reduce_coalesced(&partial, candle_dist::ReduceOp::Sum)?;
+            for (p, sum) in varying.iter().zip(sums) {
+                grads.insert(&p.var, sum);
             }
         }
         Ok(())
     }
-}
-
-fn reduce_bucket(bucket: &[&Parameter], axis: usize, grads: &mut GradStore) -> Result<()> {
-    // A parameter without gradient still takes its place, so that all buckets are alike on all ranks.
-    let flat = |p: &&Parameter| match grads.get(&p.var) {
-        Some(grad) => grad.flatten_all(),
-        None => p.var.zeros_like()?.flatten_all(),
-    };
-    let flat = bucket.iter().map(flat).collect::<candle_core::Result<Vec<_>>>()?;
-    let group = bucket[0].tensor.mesh().axis_group(axis)?;
-    let sum = group.all_reduce(&Tensor::cat(&flat, 0)?, candle_dist::ReduceOp::Sum)?;
-    let mut start = 0;
-    for p in bucket {
-        let len = p.var.elem_count();
-        let grad = sum.narrow(0, start, len)?.reshape(p.var.shape())?;
-        start += len;
-        grads.insert(&p.var, grad);
-    }
-    if start == sum.elem_count() { Ok(()) } else { Error::op("reduce", "a bucket of gradients does not add up") }
 }
