@@ -17,11 +17,13 @@ fn provoke(world: usize, culprit: usize, wrong: fn(&ProcessGroup) -> Result<()>)
     let outcome = Ranks::new(world, "provoke").deadline(Duration::from_secs(20)).run(move |ctx| -> Result<()> {
         let g = ctx.group();
         g.all_reduce(&x(&[3]), ReduceOp::Sum)?; // a good round first
+        let alone = g.subgroup(&[g.rank()])?;
         let error = if g.rank() == culprit { wrong(g) } else { g.all_reduce(&x(&[4, 2]), ReduceOp::Sum).map(drop) };
         let Err(error) = error else { return Ok(()) };
         // Poisoned: every later call on any group of the world says the same at once.
-        let again = g.barrier().expect_err("the group is closed");
-        assert_eq!(again.to_string(), error.to_string());
+        for again in [g.barrier(), alone.all_reduce(&x(&[3]), ReduceOp::Sum).map(drop)] {
+            assert_eq!(again.expect_err("the group is closed").to_string(), error.to_string());
+        }
         assert_eq!(g.failure().expect("a failure").to_string(), error.to_string());
         send.send((g.rank(), error)).expect("the test listens");
         Ok(())

@@ -59,7 +59,7 @@ impl ProcessGroup {
     }
 
     fn coalesce(&self, call: Call, tensors: &[Tensor]) -> Result<Vec<Tensor>> {
-        if self.size() == 1 {
+        if self.is_alone(&call)? {
             return Ok(tensors.to_vec());
         }
         let dense = tensors.iter().map(|t| t.detach().contiguous()).collect::<candle_core::Result<Tensors>>()?;

@@ -34,7 +34,7 @@ impl ProcessGroup {
     }
 
     fn replace(&self, call: Call, var: &Var) -> Result<()> {
-        if self.size() == 1 {
+        if self.is_alone(&call)? {
             return Ok(());
         }
         self.engage(call, bytes(var), |engine, call| engine.run_in_place(call, &var.as_detached_tensor()))

@@ -9,7 +9,7 @@ pub use pending::Pending;
 pub use point_to_point::Message;
 
 use crate::backend::{Backend, Call, Dims, Fresh, Op, ReduceOp, Tensors, bytes};
-use crate::{GroupFailure, Result, comm};
+use crate::{Error, GroupFailure, Result, comm};
 use candle_core::{DType, Device, Shape, Tensor};
 use smallvec::smallvec;
 use std::sync::Arc;
@@ -144,7 +144,7 @@ impl ProcessGroup {
     pub fn reduce(&self, tensor: &Tensor, root: usize, op: ReduceOp) -> Result<Option<Tensor>> {
         self.check_rank(Op::Reduce, root)?;
         let call = Call { peer: Some(root), reduce: Some(op), ..Call::on(Op::Reduce, tensor, &[]) };
-        if self.size() == 1 {
+        if self.is_alone(&call)? {
             return Ok(Some(tensor.clone()));
         }
         Ok(self.make(call, Some(tensor))?.map(Fresh::into_tensor))
@@ -156,7 +156,7 @@ impl ProcessGroup {
         self.check_rank(Op::Gather, root)?;
         self.check_piece(Op::Gather, tensor, dim, sizes)?;
         let call = Call { peer: Some(root), ..Self::joined(Op::Gather, tensor, dim, sizes) };
-        if self.size() == 1 {
+        if self.is_alone(&call)? {
             return Ok(Some(tensor.clone()));
         }
         Ok(self.make(call, Some(tensor))?.map(Fresh::into_tensor))
@@ -183,9 +183,6 @@ impl ProcessGroup {
             let reason = format!("the root must give a tensor of {:?} {}, got {got}", shape.dims(), dtype.as_str());
             return Err(self.invalid(Op::Scatter, reason));
         }
-        if let (1, Some(tensor)) = (self.size(), mine) {
-            return Ok(tensor.clone());
-        }
         let call = Call {
             dtype: Some(dtype),
             shape: Dims::from_slice(shape.dims()),
@@ -194,6 +191,9 @@ impl ProcessGroup {
             sizes: smallvec![Dims::from_slice(sizes)],
             ..Call::new(Op::Scatter)
         };
+        if let (true, Some(tensor)) = (self.is_alone(&call)?, mine) {
+            return Ok(tensor.clone());
+        }
         let made = self.make(call, mine)?;
         made.map(Fresh::into_tensor).ok_or_else(|| self.invalid(Op::Scatter, "the engine gave no result".into()))
     }
@@ -213,7 +213,7 @@ impl ProcessGroup {
     }
 
     fn meet(&self, call: Call) -> Result<()> {
-        if self.size() == 1 {
+        if self.is_alone(&call)? {
             return Ok(());
         }
         self.make(call, None).map(drop)
@@ -254,10 +254,19 @@ impl ProcessGroup {
 
     /// Like `collect`, with the result still unwrapped; `None` means the input itself.
     pub(crate) fn exchange(&self, call: Call, tensor: &Tensor) -> Result<Option<Fresh>> {
-        if self.size() == 1 {
+        if self.is_alone(&call)? {
             return Ok(None);
         }
         self.make(call, Some(tensor))
+    }
+
+    /// Whether the group has one rank, which needs no engine: its call fails as it would in a larger group.
+    fn is_alone(&self, call: &Call) -> Result<bool> {
+        if self.size() > 1 {
+            return Ok(false);
+        }
+        self.check_reduction(call)?;
+        self.failure().map_or(Ok(true), |failure| Err(Error::Group(failure)))
     }
 
     /// Makes a collective with at most one tensor; `None` where this rank gets no result.

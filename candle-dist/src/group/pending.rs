@@ -102,7 +102,7 @@ impl ProcessGroup {
     }
 
     fn begin(&self, call: Call, tensor: &Tensor) -> Result<Pending> {
-        if self.size() == 1 {
+        if self.is_alone(&call)? {
             return Ok(Pending(State::Done(tensor.clone())));
         }
         let own = if tensor.is_variable() { tensor.force_contiguous()? } else { tensor.contiguous()? };

@@ -23,7 +23,6 @@ use parking_lot::Mutex;
 use regions::Piece;
 use rendezvous::{GroupState, Round};
 use smallvec::smallvec;
-use state::On;
 use std::sync::Arc;
 
 /// One rank's handle on a group of threads.
@@ -69,7 +68,7 @@ struct Started {
 impl Unfinished for Started {
     fn is_ready(&self) -> Result<bool> {
         self.group.world().check()?;
-        Ok(self.round.as_ref().is_none_or(|round| self.group.is_ready(&On::Entered(round.clone()))))
+        Ok(self.round.as_ref().is_none_or(|round| round.is_complete()))
     }
 
     fn finish(mut self: Box<Self>) -> Result<Results> {
@@ -92,6 +91,9 @@ impl Drop for Started {
 
 /// From this many bytes on, ranks reduce a piece each and share the pieces, instead of each reducing the whole.
 const PIECEWISE: usize = 256 << 10;
+
+/// The bytes that an all_reduce in place works on at a time.
+const TILE: usize = 2 << 20;
 
 impl LocalBackend {
     /// An all_reduce in two rounds: every rank reduces one piece, then `read` sees the pieces of all.
@@ -143,8 +145,14 @@ impl Backend for LocalBackend {
 
     fn run_in_place(&self, call: Call, tensor: &Tensor) -> Result<()> {
         match call.op {
+            // Tile by tile: what one round read is still in a cache when the next one writes.
             Op::AllReduce if bytes(tensor) >= PIECEWISE => {
-                self.reduce_piecewise(call, tensor, |pieces| in_place::overwrite(tensor, pieces))
+                let (flat, tile) = (tensor.flatten_all()?, TILE / tensor.dtype().size_in_bytes());
+                for start in (0..flat.elem_count()).step_by(tile) {
+                    let tile = flat.narrow(0, start, tile.min(flat.elem_count() - start))?;
+                    self.reduce_piecewise(call.clone(), &tile, |pieces| in_place::overwrite(&tile, pieces))?;
+                }
+                Ok(())
             }
             Op::Broadcast if call.peer == Some(self.rank) => {
                 let round = self.enter(call, smallvec![tensor.clone()])?;

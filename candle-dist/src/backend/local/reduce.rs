@@ -76,8 +76,8 @@ fn reduce_as<T: Element>(tensors: &[&Tensor], op: ReduceOp, piece: Option<Piece>
             Ok(fold(&sources, |a, b| a + b, |a| T::divide(a, n)))
         }
         ReduceOp::Product => Ok(fold(&sources, |a, b| a * b, |a| a)),
-        ReduceOp::Min => Ok(fold(&sources, |a, b| if b < a || T::is_nan(b) { b } else { a }, |a| a)),
-        ReduceOp::Max => Ok(fold(&sources, |a, b| if b > a || T::is_nan(b) { b } else { a }, |a| a)),
+        ReduceOp::Min => Ok(fold(&sources, |a, b| if (b < a) | T::is_nan(b) { b } else { a }, |a| a)),
+        ReduceOp::Max => Ok(fold(&sources, |a, b| if (b > a) | T::is_nan(b) { b } else { a }, |a| a)),
     }
 }
 

@@ -10,6 +10,7 @@ use super::wait::{Event, poll};
 use crate::backend::{Call, Tensors};
 use crate::{Cause, Result};
 use candle_core::Tensor;
+use crossbeam_utils::CachePadded;
 use parking_lot::{Mutex, RwLock, RwLockReadGuard};
 use smallvec::SmallVec;
 use std::collections::{HashMap, VecDeque};
@@ -32,16 +33,28 @@ pub(super) struct GroupState {
     event: Event,
 }
 
-/// Messages by sender, receiver and tag, oldest first.
-type Mail = HashMap<(usize, usize, u32), VecDeque<(Arc<Call>, Tensor)>>;
+/// Messages that nobody has taken yet, oldest first; no queue is empty.
+type Mail = HashMap<Address, VecDeque<(Arc<Call>, Tensor)>>;
+
+/// Sender, receiver and tag.
+pub(super) type Address = (usize, usize, u32);
 
 /// One meeting of all members.
+///
+/// What different members write lies on different cache lines: each line that wanders between cores costs a tenth of a
+/// small call.
 pub(super) struct Round {
     number: u64,
-    offers: Box<[OnceLock<Offer>]>,
-    entered: AtomicUsize,
-    has_left: Box<[AtomicBool]>,
-    left: AtomicUsize,
+    members: Box<[CachePadded<Member>]>,
+    entered: CachePadded<AtomicUsize>,
+    left: CachePadded<AtomicUsize>,
+}
+
+/// What one member brings to a round.
+#[derive(Default)]
+struct Member {
+    offer: OnceLock<Offer>,
+    has_left: AtomicBool,
 }
 
 struct Offer {
@@ -64,11 +77,20 @@ impl Round {
     fn new(number: u64, members: usize) -> Self {
         Self {
             number,
-            offers: (0..members).map(|_| OnceLock::new()).collect(),
-            entered: AtomicUsize::new(0),
-            has_left: (0..members).map(|_| AtomicBool::new(false)).collect(),
-            left: AtomicUsize::new(0),
+            members: (0..members).map(|_| CachePadded::default()).collect(),
+            entered: CachePadded::default(),
+            left: CachePadded::default(),
         }
+    }
+
+    /// Whether all members have made their offers.
+    pub(super) fn is_complete(&self) -> bool {
+        self.entered.load(Ordering::Acquire) == self.members.len()
+    }
+
+    /// Whether all members have read what they need.
+    fn is_over(&self) -> bool {
+        self.left.load(Ordering::Acquire) == self.members.len()
     }
 }
 
@@ -112,7 +134,7 @@ impl GroupState {
             }
         };
         // A member starts each of its rounds once.
-        let _ = round.offers[me].set(Offer { call, tensors: RwLock::new(tensors) });
+        let _ = round.members[me].offer.set(Offer { call, tensors: RwLock::new(tensors) });
         round.entered.fetch_add(1, Ordering::AcqRel);
         self.event.notify();
         Ok(round)
@@ -128,14 +150,14 @@ impl GroupState {
         linger: bool,
         read: impl FnOnce(&Call, &Offered<'_>) -> Result<R>,
     ) -> Result<R> {
-        self.wait(me, &On::Entered(round.clone()))?;
+        self.wait(me, || round.is_complete(), || On::Entered(round.clone()))?;
         let offers = self.agreed(round)?;
-        let mine = round.offers[me].get().expect("a member has offered before it finishes");
+        let mine = round.members[me].offer.get().expect("a member has offered before it finishes");
         let result = read(&mine.call, &offers);
         drop(offers);
         self.leave(me, round);
         if linger {
-            self.wait(me, &On::Left(round.clone()))?;
+            self.wait(me, || round.is_over(), || On::Left(round.clone()))?;
             mine.tensors.write().clear();
         }
         self.world.complete(self.ranks[me]);
@@ -144,7 +166,7 @@ impl GroupState {
 
     /// Says that member `me` has done with a round.
     pub(super) fn leave(&self, me: usize, round: &Round) {
-        round.has_left[me].store(true, Ordering::Release);
+        round.members[me].has_left.store(true, Ordering::Release);
         if round.left.fetch_add(1, Ordering::AcqRel) + 1 == self.ranks.len() {
             self.rounds.lock().retain(|open| open.number != round.number);
         }
@@ -153,7 +175,7 @@ impl GroupState {
 
     /// The offers of a complete round, or the world's end if the members' calls differ.
     fn agreed<'a>(&self, round: &'a Round) -> Result<Offered<'a>> {
-        let offers = round.offers.iter().filter_map(OnceLock::get);
+        let offers = round.members.iter().filter_map(|member| member.offer.get());
         let mut reference: Option<&Call> = None;
         let mut tensors = SmallVec::new();
         for (member, offer) in offers.enumerate() {
@@ -169,29 +191,31 @@ impl GroupState {
 
     pub(super) fn is_ready(&self, on: &On) -> bool {
         match on {
-            On::Entered(round) => round.entered.load(Ordering::Acquire) == self.ranks.len(),
-            On::Left(round) => round.left.load(Ordering::Acquire) == self.ranks.len(),
-            On::Message { from, to, tag } => {
-                self.mail.lock().get(&(*from, *to, *tag)).is_some_and(|queue| !queue.is_empty())
-            }
+            On::Entered(round) => round.is_complete(),
+            On::Left(round) => round.is_over(),
+            On::Message { from, to, tag } => self.has_mail(&(*from, *to, *tag)),
         }
     }
 
     /// Whether the condition lacks something that only this member can bring.
     fn awaits(&self, on: &On, member: usize) -> bool {
         match on {
-            On::Entered(round) => round.offers[member].get().is_none(),
-            On::Left(round) => !round.has_left[member].load(Ordering::Acquire),
+            On::Entered(round) => round.members[member].offer.get().is_none(),
+            On::Left(round) => !round.members[member].has_left.load(Ordering::Acquire),
             On::Message { from, .. } => *from == member && !self.is_ready(on),
         }
     }
 
-    /// Waits until `on` holds, or fails with the reason why it never will.
-    pub(super) fn wait(self: &Arc<Self>, me: usize, on: &On) -> Result<()> {
-        let world = &self.world;
-        if poll(world.crowded(), || self.is_ready(on) || world.is_failed()) && self.is_ready(on) {
+    /// Waits until the condition `on` is `ready`, or fails with the reason why it never will be.
+    pub(super) fn wait(self: &Arc<Self>, me: usize, ready: impl Fn() -> bool, on: impl FnOnce() -> On) -> Result<()> {
+        if poll(self.world.crowded(), || ready() || self.world.is_failed()) && ready() {
             return Ok(());
         }
+        self.park(me, &on())
+    }
+
+    fn park(self: &Arc<Self>, me: usize, on: &On) -> Result<()> {
+        let world = &self.world;
         let rank = self.ranks[me];
         let began = Instant::now();
         world.set_wait(rank, Some(Wait { group: self.clone(), on: on.clone() }));

@@ -2,6 +2,7 @@
 use super::rendezvous::{GroupState, Round};
 use crate::backend::Call;
 use crate::{Cause, Doing, Error, GroupFailure, RankReport, Result};
+use crossbeam_utils::CachePadded;
 use parking_lot::Mutex;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -17,7 +18,7 @@ pub(crate) struct WorldState {
     failed: AtomicBool,
     failure: OnceLock<Arc<GroupFailure>>,
     returned: Box<[AtomicBool]>,
-    activity: Box<[Mutex<Activity>]>,
+    activity: Box<[CachePadded<Mutex<Activity>>]>,
     table: Mutex<Table>,
     registry: Mutex<Registry>,
 }
@@ -81,7 +82,7 @@ impl WorldState {
             failed: AtomicBool::new(false),
             failure: OnceLock::new(),
             returned: (0..size).map(|_| AtomicBool::new(false)).collect(),
-            activity: (0..size).map(|_| Mutex::default()).collect(),
+            activity: (0..size).map(|_| CachePadded::default()).collect(),
             table: Mutex::new(Table { ends: vec![None; size], waits: vec![None; size], threaded: false }),
             registry: Mutex::default(),
         })
