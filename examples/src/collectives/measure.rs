@@ -1,7 +1,7 @@
 //! The timing of one row.
 
 use std::collections::BTreeMap;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use candle_core::{Device, Tensor};
@@ -12,6 +12,7 @@ use super::case::Case;
 use super::floor;
 use super::report::{Report, Row};
 
+const SETTLE: Duration = Duration::from_millis(300);
 const WARM_UP: usize = 5;
 const BUDGET_US: f64 = 1e6;
 const MIN_ROUNDS: f64 = 7.0;
@@ -30,6 +31,7 @@ pub fn measure(args: &Args, begin: impl Fn(OpName, ByteSize) + Sync) -> Result<R
             }
             times(ctx.group(), op, size, args.rounds)
         };
+        settle(ctx.group()).map_err(|error| format!("{error:#}"))?;
         plan.iter().map(row).collect::<Result<Vec<_>>>().map_err(|error| format!("{error:#}"))
     })?;
     let copies_us: BTreeMap<usize, f64> = args.sizes.iter().map(|size| (size.0, floor::copy_us(size.0))).collect();
@@ -47,6 +49,17 @@ pub fn measure(args: &Args, begin: impl Fn(OpName, ByteSize) + Sync) -> Result<R
         }
     });
     Ok(Report { world: args.world, rows: rows.collect() })
+}
+
+/// Communicates until the system has spread the ranks over the cores: threads often start on one.
+fn settle(group: &ProcessGroup) -> Result<()> {
+    let began = Instant::now();
+    loop {
+        let go_on = Tensor::new(u32::from(began.elapsed() < SETTLE), &Device::Cpu)?;
+        if group.broadcast(&go_on, 0)?.to_scalar::<u32>()? == 0 {
+            return Ok(());
+        }
+    }
 }
 
 /// This rank's microseconds in each round, after a first one whose data is checked.
