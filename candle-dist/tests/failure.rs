@@ -16,8 +16,8 @@ fn provoke(world: usize, culprit: usize, wrong: fn(&ProcessGroup) -> Result<()>)
     let began = Instant::now();
     let outcome = Ranks::new(world, "provoke").deadline(Duration::from_secs(20)).run(move |ctx| -> Result<()> {
         let g = ctx.group();
-        g.all_reduce(&x(&[3]), ReduceOp::Sum)?; // a good round first
         let alone = g.subgroup(&[g.rank()])?;
+        g.all_reduce(&x(&[3]), ReduceOp::Sum)?; // a good round first
         let error = if g.rank() == culprit { wrong(g) } else { g.all_reduce(&x(&[4, 2]), ReduceOp::Sum).map(drop) };
         let Err(error) = error else { return Ok(()) };
         // Poisoned: every later call on any group of the world says the same at once.

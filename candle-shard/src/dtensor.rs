@@ -94,7 +94,7 @@ impl DTensor {
                 want.as_slice()
             )));
         }
-        Ok(Self::assemble(local, Arc::new(spec), 0))
+        Ok(Self::assemble(local, spec.shared(), 0))
     }
 
     /// This rank's tensor as a piece of a tensor of the global `shape`, cut in the default sizes.
@@ -121,7 +121,7 @@ impl DTensor {
             local = local.narrow(dim, range.start, range.len())?;
         }
         // A shard must not keep the whole tensor alive, nor alias a variable.
-        Ok(Self::assemble(local.force_contiguous()?, Arc::new(spec), 0))
+        Ok(Self::assemble(local.force_contiguous()?, spec.shared(), 0))
     }
 
     /// Spreads the tensor of rank `source` of the mesh over it; the others' tensors give only shape and dtype.
@@ -199,6 +199,11 @@ impl DTensor {
         let made = make()?;
         steps.push((axis, to, varying, made.clone()));
         Ok(made)
+    }
+
+    /// The spec in the memory that identifies it on this thread.
+    pub(crate) fn shared_spec(&self) -> &Arc<Spec> {
+        &self.spec
     }
 
     /// The layout, equal on every rank.

@@ -7,6 +7,7 @@
 //! - [`kernels`]: fused ops with a true backward, for plain tensors too.
 mod dtensor;
 mod error;
+mod explain;
 pub mod kernels;
 pub mod nn;
 mod ops;
@@ -20,6 +21,8 @@ mod visualize;
 
 pub use dtensor::DTensor;
 pub use error::{Error, Result};
+pub use explain::{Conversion, Explanation, Step, explain};
+pub use ops::fallback::strict;
 pub use placement::{Partial, Placement, Placements, Replicate, Shard};
 pub use spec::{Sizes, Spec, chunk_sizes};
 pub use visualize::visualize_sharding;

@@ -29,7 +29,6 @@ use candle_core::Tensor;
 use candle_dist::ReduceOp;
 use candle_dist::functional::Exchange;
 use smallvec::SmallVec;
-use std::sync::Arc;
 
 /// Where one axis should go: a placement, with explicit sizes where they are not the default ones.
 #[derive(Debug, Clone, PartialEq)]
@@ -58,8 +57,22 @@ impl DTensor {
         self.to_targets(&placements.iter().map(|&p| Target::from(p)).collect::<Targets>(), 0)
     }
 
+    /// Whether [`to_targets`](Self::to_targets) has nothing to do.
+    pub(crate) fn lies_as(&self, targets: &[Target], vary: Axes) -> bool {
+        let lies = |(axis, target): (usize, &Target)| {
+            let here = target.placement == self.placements()[axis];
+            let sized = target.placement.shard_dim().is_none() || target.sizes.as_ref() == self.spec().sizes(axis);
+            let view = target.placement == Replicate && vary & (1 << axis) != 0 && self.tracked();
+            here && sized && (!view || self.is_varying(axis))
+        };
+        targets.iter().enumerate().all(lies)
+    }
+
     /// Like [`redistribute`](Self::redistribute), with the result's gradient left partial on the axes `vary`.
     pub(crate) fn to_targets(&self, targets: &[Target], vary: Axes) -> Result<Self> {
+        if self.lies_as(targets, vary) {
+            return Ok(self.clone());
+        }
         let mut at = self.clone();
         for axis in (0..targets.len()).rev() {
             let now = at.placements()[axis];
@@ -100,7 +113,7 @@ impl DTensor {
         spec.place(axis, to, target.sizes);
         let varying = self.varying() & !bit;
         if self.mesh().shape()[axis] == 1 {
-            return Ok(DTensor::assemble(self.to_local().clone(), Arc::new(spec), varying).aliasing(self));
+            return Ok(DTensor::assemble(self.to_local().clone(), spec.shared(), varying).aliasing(self));
         }
         let sum = ReduceOp::Sum;
         if (from, to) == (Replicate, Partial(sum)) && self.dtype().is_int() {
@@ -111,12 +124,12 @@ impl DTensor {
             (Shard(dim), Replicate) if vary & bit != 0 => {
                 return self.kept_step((axis, to, varying | bit), || {
                     let local = self.apply(axis, Exchange::all_gather(self.spec().cut(axis, dim)))?;
-                    Ok(DTensor::assemble(local, Arc::new(spec), varying | bit))
+                    Ok(DTensor::assemble(local, spec.shared(), varying | bit))
                 });
             }
             (Shard(dim), Replicate) => {
                 let local = self.apply(axis, Exchange::all_gather_invariant(self.spec().cut(axis, dim)))?;
-                return Ok(DTensor::assemble(local, Arc::new(spec), varying).gathered_from(self, axis));
+                return Ok(DTensor::assemble(local, spec.shared(), varying).gathered_from(self, axis));
             }
             (Shard(i), Shard(j)) if i != j => Exchange::all_to_all(spec.cut(axis, j), self.spec().cut(axis, i)),
             (Shard(dim), Partial(ReduceOp::Sum)) => Exchange::zero_pad(self.spec().cut(axis, dim)),
@@ -128,14 +141,14 @@ impl DTensor {
             (Partial(op), Shard(dim)) if op == sum => Exchange::reduce_scatter(spec.cut(axis, dim)),
             (Partial(op), Replicate) if !self.tracked() => {
                 let local = self.mesh().axis_group(axis)?.all_reduce(self.to_local(), op)?;
-                return Ok(DTensor::assemble(local, Arc::new(spec), varying));
+                return Ok(DTensor::assemble(local, spec.shared(), varying));
             }
             (from, to) => {
                 let reason = format!("no way from {from} to {to} on axis {axis} of {}", self.spec());
                 return Error::op("redistribute", reason);
             }
         };
-        let make = || Ok(DTensor::assemble(self.apply(axis, exchange)?, Arc::new(spec), varying));
+        let make = || Ok(DTensor::assemble(self.apply(axis, exchange)?, spec.shared(), varying));
         let adds_up = from == Partial(sum) && !sized;
         let made = if adds_up { self.kept_step((axis, to, varying), make)? } else { make()? };
         if to == Replicate && vary & bit != 0 && made.tracked() { made.varying_view(axis) } else { Ok(made) }
@@ -163,20 +176,20 @@ impl DTensor {
         })?;
         Ok(self.viewed(local, varying))
     }
+}
 
-    /// The bytes that one rank must receive to bring an axis to `to`.
-    pub(crate) fn conversion_cost(spec: &Spec, axis: usize, to: Placement) -> Option<usize> {
-        let (n, bytes) = (spec.mesh().shape()[axis], spec.local_bytes());
-        match (spec.placements()[axis], to) {
-            (from, to) if from == to => Some(0),
-            _ if n == 1 => Some(0),
-            (Replicate, Shard(_)) => Some(0),
-            (Replicate, Partial(ReduceOp::Sum)) if !spec.dtype().is_int() => Some(0),
-            (Shard(_), Replicate) => Some(bytes * (n - 1)),
-            (Shard(_), Shard(_)) => Some(bytes * (n - 1) / n),
-            (Partial(_), Replicate) => Some(2 * bytes * (n - 1) / n),
-            (Partial(ReduceOp::Sum), Shard(_)) => Some(bytes * (n - 1) / n),
-            _ => None,
-        }
+/// The bytes that one rank must receive to bring an axis to `to`.
+pub(crate) fn conversion_cost(spec: &Spec, axis: usize, to: Placement) -> Option<usize> {
+    let (n, bytes) = (spec.mesh().shape()[axis], spec.local_bytes());
+    match (spec.placements()[axis], to) {
+        (from, to) if from == to => Some(0),
+        _ if n == 1 => Some(0),
+        (Replicate, Shard(_)) => Some(0),
+        (Replicate, Partial(ReduceOp::Sum)) if !spec.dtype().is_int() => Some(0),
+        (Shard(_), Replicate) => Some(bytes * (n - 1)),
+        (Shard(_), Shard(_)) => Some(bytes * (n - 1) / n),
+        (Partial(_), Replicate) => Some(2 * bytes * (n - 1) / n),
+        (Partial(ReduceOp::Sum), Shard(_)) => Some(bytes * (n - 1) / n),
+        _ => None,
     }
 }

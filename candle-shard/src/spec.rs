@@ -7,8 +7,11 @@ use candle_dist::DeviceMesh;
 use candle_dist::backend::Dims;
 use candle_dist::functional::Cut;
 use itertools::Itertools;
+use rustc_hash::FxHashSet;
 use smallvec::SmallVec;
+use std::cell::RefCell;
 use std::fmt;
+use std::hash::{Hash, Hasher};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -99,6 +102,27 @@ impl Spec {
         Ok(self)
     }
 
+    /// This spec in memory that all equal specs of this thread share, so that they can be told by their address.
+    pub(crate) fn shared(self) -> Arc<Self> {
+        /// Specs kept; beyond that, equal ones are no longer found.
+        const MOST: usize = 4096;
+        thread_local! {
+            static KNOWN: RefCell<FxHashSet<Known>> = RefCell::default();
+        }
+        KNOWN.with_borrow_mut(|known| {
+            let spec = Known(Arc::new(self));
+            if let Some(known) = known.get(&spec) {
+                return known.0.clone();
+            }
+            if known.len() >= MOST {
+                known.clear();
+            }
+            let shared = spec.0.clone();
+            known.insert(spec);
+            shared
+        })
+    }
+
     /// The same mesh and dtype with other placements and another shape.
     pub(crate) fn derive(&self, placements: &[Placement], shape: &[usize]) -> Result<Self> {
         Self::new(&self.mesh, placements, shape, self.dtype)
@@ -187,6 +211,24 @@ impl Spec {
             len = self.piece(outer, len, self.mesh.coordinate()[outer]).1;
         }
         Cut::new(dim, &chunk_sizes(len, self.mesh.shape()[axis]))
+    }
+}
+
+/// A spec that is looked up by its contents. A mesh counts as equal only if it is the very same: the groups of another
+/// world may be gone.
+struct Known(Arc<Spec>);
+
+impl PartialEq for Known {
+    fn eq(&self, other: &Self) -> bool {
+        self.0.mesh.is_same(&other.0.mesh) && self.0 == other.0
+    }
+}
+
+impl Eq for Known {}
+
+impl Hash for Known {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        (&self.0.placements, &self.0.sizes, &self.0.shape, self.0.dtype).hash(state);
     }
 }
 

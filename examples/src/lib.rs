@@ -3,6 +3,7 @@
 pub mod allocator;
 pub mod cli;
 pub mod collectives;
+pub mod dispatch;
 pub mod table;
 pub mod toy;
 

@@ -1,5 +1,6 @@
 //! The contract between a [`ProcessGroup`](crate::ProcessGroup) and the engine that moves its bytes.
 pub mod local;
+pub(crate) mod simulated;
 
 use crate::{Error, Result};
 use candle_core::backend::{BackendDevice, BackendStorage};
@@ -160,6 +161,29 @@ impl Call {
     pub fn with_rest(mut self, rest: &[Tensor]) -> Self {
         self.rest = rest.iter().map(|tensor| (tensor.dtype(), Dims::from_slice(tensor.dims()))).collect();
         self
+    }
+
+    /// Whether `rank` of the group gets no result.
+    pub(crate) fn gives_nothing(&self, rank: usize) -> bool {
+        match self.op {
+            Op::Reduce | Op::Gather => self.peer != Some(rank),
+            op => op == Op::Barrier,
+        }
+    }
+
+    /// The shape of what `rank` gets for its `i`-th tensor of shape `mine`; for a scatter that is the root's.
+    pub(crate) fn result_shape(&self, rank: usize, i: usize, mine: &[usize]) -> Dims {
+        let mut shape = Dims::from_slice(mine);
+        match self.op {
+            Op::AllGather | Op::Gather => shape[self.dims[i]] = self.sizes[i].iter().sum(),
+            Op::ReduceScatter | Op::Scatter => shape[self.dims[i]] = self.sizes[i][rank],
+            Op::AllToAll => {
+                shape[self.dims[0]] = self.sizes[0][rank];
+                shape[self.dims[1]] = self.sizes[1].iter().sum();
+            }
+            _ => {}
+        }
+        shape
     }
 
     /// The first thing in which two calls that belong together differ, if they do.

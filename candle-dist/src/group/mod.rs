@@ -8,6 +8,7 @@ mod point_to_point;
 pub use pending::Pending;
 pub use point_to_point::Message;
 
+use crate::backend::simulated::Simulated;
 use crate::backend::{Backend, Call, Dims, Fresh, Op, ReduceOp, Tensors, bytes};
 use crate::{Error, GroupFailure, Result, comm};
 use candle_core::{DType, Device, Shape, Tensor};
@@ -27,6 +28,28 @@ pub struct ProcessGroup {
 impl ProcessGroup {
     pub(crate) fn new(backend: Arc<dyn Backend>) -> Self {
         Self { backend }
+    }
+
+    /// Rank `rank` of a group of `size` ranks that are not there: for shapes and counts of worlds of any size.
+    ///
+    /// Every call returns at once. Results have the shapes that they would have, and values without meaning: this rank's
+    /// own where the shape stays, zeros elsewhere.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Tensor};
+    /// use candle_dist::{DeviceMesh, ProcessGroup};
+    ///
+    /// let group = ProcessGroup::simulated(200, 256)?;
+    /// let mesh = DeviceMesh::new(&group, &[("dp", 32), ("tp", 8)])?;
+    /// let x = Tensor::zeros((2, 3), DType::F32, &Device::Cpu)?;
+    /// assert_eq!(mesh.axis_group("dp")?.all_gather(&x, 0)?.dims(), [64, 3]);
+    /// # Ok::<(), candle_dist::Error>(())
+    /// ```
+    pub fn simulated(rank: usize, size: usize) -> Result<Self> {
+        if rank >= size {
+            return Err(Error::Unsupported(format!("rank {rank} of a simulated world of {size}; use a smaller rank")));
+        }
+        Ok(Self::new(Arc::new(Simulated::new(rank, (0..size).collect()))))
     }
 
     /// This rank within the group.

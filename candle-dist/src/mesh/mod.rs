@@ -60,6 +60,11 @@ impl DeviceMesh {
         &self.0.layout.names
     }
 
+    /// Whether this is the same mesh in memory, not merely an equal one, which another world may have.
+    pub fn is_same(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+
     /// The number of ranks.
     pub fn size(&self) -> usize {
         self.0.ranks.len()

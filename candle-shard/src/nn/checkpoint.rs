@@ -5,7 +5,7 @@ use candle_core::backprop::GradStore;
 use candle_core::{CpuStorage, CustomOp1, Layout, Shape, Tensor, TensorId, Var};
 use std::cell::RefCell;
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Mutex, PoisonError};
 
 /// Computes `f(x)` and forgets what it kept for the backward pass, which computes `f` a second time (Chen et al. 2016).
 ///
@@ -17,7 +17,7 @@ pub fn checkpoint(x: &DTensor, f: impl Fn(&DTensor) -> Result<DTensor> + Send + 
         return f(x);
     }
     let out = f(&x.as_leaf()?.0)?;
-    let (spec, varying) = (Arc::new(out.spec().clone()), out.varying());
+    let (spec, varying) = (out.shared_spec().clone(), out.varying());
     let fresh = candle_dist::backend::Fresh::copy_of(out.to_local())?;
     drop(out);
     let op = Recompute { f: Box::new(f), x: x.clone(), varying, made: Mutex::new(Some((fresh.storage, fresh.shape))) };
@@ -84,7 +84,7 @@ impl DTensor {
         let var = Var::from_tensor(&self.to_local().detach())?;
         // No variable itself, so that several uses share one view of it as they do outside of a segment.
         let local = var.reshape(var.shape())?;
-        Ok((DTensor::assemble(local, Arc::new(self.spec().clone()), self.varying()), var))
+        Ok((DTensor::assemble(local, self.shared_spec().clone(), self.varying()), var))
     }
 }
 

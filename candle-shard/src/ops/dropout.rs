@@ -1,7 +1,8 @@
 //! Dropout whose mask depends on the global element, not on the mesh.
 use super::pointwise::unary_rows;
 use crate::random::{Distribution, Stream, sample};
-use crate::{DTensor, Error, Result, rules};
+use crate::rules::{self, Signature};
+use crate::{DTensor, Error, Result};
 
 impl DTensor {
     /// Each element zeroed with probability `p`, the others divided by `1 - p`.
@@ -14,13 +15,15 @@ impl DTensor {
         if !(0.0..1.0).contains(&p) {
             return Error::op("dropout", format!("probability {p}: want at least 0 and less than 1"));
         }
-        self.check_float("dropout")?;
+        let signature = || {
+            self.check_float("dropout")?;
+            // A mask is multiplied in, which partial sums bear as well as values do.
+            Ok(Signature::new(unary_rows(self.rank(), true), self.dims(), self.dtype()))
+        };
         if p == 0.0 {
             return Ok(self.clone());
         }
-        // A mask is multiplied in, which partial sums bear as well as values do.
-        let rows = unary_rows(self.rank(), true);
-        rules::run("dropout", &[self], &rows, (self.dims(), self.dtype()), |x, out| {
+        rules::run("dropout", &[], &[self], signature, |x, out| {
             let keep = Distribution::Bernoulli { p: 1.0 - p };
             let mask = sample(stream, keep, out.dims(), &out.local_block(), out.dtype(), self.device())?;
             Ok((x[0].to_local() * mask.affine(1.0 / (1.0 - p), 0.0)?)?)

@@ -1,6 +1,6 @@
 //! Lookup of rows in a table that may be sharded by rows or by columns.
 use crate::placement::{Placement, Replicate, Shard};
-use crate::rules::{self, Row, Rows};
+use crate::rules::{self, Row, Rows, Signature};
 use crate::spec::Spec;
 use crate::{DTensor, Error, Result};
 use candle_core::{DType, Tensor};
@@ -14,6 +14,11 @@ impl DTensor {
     /// # Errors
     /// If an id is not a row of the table; the ids on each rank are checked against the global number of rows.
     pub fn embedding(&self, ids: &Self) -> Result<Self> {
+        let signature = || self.embedding_signature(ids);
+        rules::run("embedding", &[], &[self, ids], signature, |x, out| lookup(&x[0], x[1].to_local(), out))
+    }
+
+    fn embedding_signature(&self, ids: &Self) -> Result<Signature> {
         let &[_, width] = self.dims() else {
             return Error::op("embedding", format!("a table {}: want [rows, width]", self.spec()));
         };
@@ -26,9 +31,7 @@ impl DTensor {
         rows.push(Row::new(Placement::PARTIAL_SUM, &[Shard(0), Replicate]));
         let mut shape = ids.dims().to_vec();
         shape.push(width);
-        rules::run("embedding", &[self, ids], &rows, (&shape, self.dtype()), |x, out| {
-            lookup(&x[0], x[1].to_local(), out)
-        })
+        Ok(Signature::new(rows, &shape, self.dtype()))
     }
 }
 

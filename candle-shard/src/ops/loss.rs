@@ -1,6 +1,6 @@
 //! Losses with means over the global batch.
 use crate::placement::{Placement, Shard};
-use crate::rules::{self, Row, Rows};
+use crate::rules::{self, Row, Rows, Signature};
 use crate::{DTensor, Error, Result, kernels};
 use candle_core::DType;
 
@@ -9,7 +9,18 @@ impl DTensor {
     ///
     /// Sharded leading dims give partial sums of the global mean; a sharded class dim is gathered first.
     pub fn cross_entropy(&self, targets: &Self) -> Result<Self> {
-        let Some((&classes, leading)) = self.dims().split_last() else {
+        let signature = || self.cross_entropy_signature(targets);
+        rules::run("cross_entropy", &[], &[self, targets], signature, |x, _| {
+            let (n, classes) = (x[1].to_local().elem_count(), self.dims()[self.rank() - 1]);
+            let count = x[1].elem_count();
+            let per_row =
+                kernels::cross_entropy(&x[0].to_local().reshape((n, classes))?, &x[1].to_local().flatten_all()?)?;
+            Ok(per_row.sum_all()?.affine(1.0 / count as f64, 0.0)?)
+        })
+    }
+
+    fn cross_entropy_signature(&self, targets: &Self) -> Result<Signature> {
+        let Some((_, leading)) = self.dims().split_last() else {
             return Error::op("cross_entropy", format!("logits {}: want [.., classes]", self.spec()));
         };
         self.check_float("cross_entropy")?;
@@ -18,12 +29,6 @@ impl DTensor {
             return Error::op("cross_entropy", reason);
         }
         let rows: Rows = (0..leading.len()).map(|d| Row::new(Placement::PARTIAL_SUM, &[Shard(d), Shard(d)])).collect();
-        let count: usize = leading.iter().product();
-        rules::run("cross_entropy", &[self, targets], &rows, (&[], self.dtype()), |x, _| {
-            let n = x[1].to_local().elem_count();
-            let per_row =
-                kernels::cross_entropy(&x[0].to_local().reshape((n, classes))?, &x[1].to_local().flatten_all()?)?;
-            Ok(per_row.sum_all()?.affine(1.0 / count as f64, 0.0)?)
-        })
+        Ok(Signature::new(rows, &[], self.dtype()))
     }
 }

@@ -1,15 +1,26 @@
 //! Matrix products: batch dims, rows or columns sharded stay so; a sharded inner dim gives partial sums.
 use super::pointwise::{broadcast, broadcast_rows};
 use crate::placement::{Placement, Replicate, Shard};
-use crate::rules::{self, Row, Rows};
+use crate::rules::{self, Row, Rows, Signature};
 use crate::{DTensor, Error, Result};
 use candle_core::Tensor;
+use smallvec::SmallVec;
 
 const SUM: Placement = Placement::PARTIAL_SUM;
 
 impl DTensor {
     /// The matrix product `[.., m, k] × [.., k, n] -> [.., m, n]`, batch dims broadcast.
     pub fn matmul(&self, rhs: &Self) -> Result<Self> {
+        rules::run(
+            "matmul",
+            &[],
+            &[self, rhs],
+            || self.matmul_signature(rhs),
+            |x, _| local_matmul(x[0].to_local(), x[1].to_local()),
+        )
+    }
+
+    fn matmul_signature(&self, rhs: &Self) -> Result<Signature> {
         let (a, b) = (self.dims(), rhs.dims());
         if a.len() < 2 || b.len() < 2 || a[a.len() - 1] != b[b.len() - 2] || self.dtype() != rhs.dtype() {
             let reason = format!("{} × {}: want [.., m, k] × [.., k, n] of one dtype", self.spec(), rhs.spec());
@@ -29,13 +40,22 @@ impl DTensor {
             Row::new(SUM, &[Replicate, SUM]),
         ]);
         shape.extend([a[rows_a], b[cols_b]]);
-        rules::run("matmul", &[self, rhs], &rows, (&shape, self.dtype()), |x, _| {
-            local_matmul(x[0].to_local(), x[1].to_local())
-        })
+        Ok(Signature::new(rows, &shape, self.dtype()))
     }
 
     /// The affine map `x · weightᵀ + bias`: `[.., k]` with `[n, k]` and `[n]` gives `[.., n]`.
     pub fn linear(&self, weight: &Self, bias: Option<&Self>) -> Result<Self> {
+        let inputs: SmallVec<[&Self; 3]> = [self, weight].into_iter().chain(bias).collect();
+        rules::run(
+            "linear",
+            &[],
+            &inputs,
+            || self.linear_signature(weight, bias),
+            |x, _| Ok(crate::kernels::linear(x[0].to_local(), x[1].to_local(), x.get(2).map(DTensor::to_local))?),
+        )
+    }
+
+    fn linear_signature(&self, weight: &Self, bias: Option<&Self>) -> Result<Signature> {
         let (x, w) = (self.dims(), weight.dims());
         let fits = |b: &DTensor| b.dims() == &w[..1] && b.dtype() == self.dtype();
         let ok = w.len() == 2 && x.last() == w.get(1) && weight.dtype() == self.dtype() && bias.is_none_or(fits);
@@ -60,10 +80,7 @@ impl DTensor {
         rows.push(row(SUM, SUM, Replicate, SUM));
         let mut shape = x.to_vec();
         shape[last] = w[0];
-        let inputs: Vec<&DTensor> = [self, weight].into_iter().chain(bias).collect();
-        rules::run("linear", &inputs, &rows, (&shape, self.dtype()), |x, _| {
-            Ok(crate::kernels::linear(x[0].to_local(), x[1].to_local(), x.get(2).map(DTensor::to_local))?)
-        })
+        Ok(Signature::new(rows, &shape, self.dtype()))
     }
 }
 

@@ -1,6 +1,6 @@
 //! Elementwise ops: any dim may be sharded, and linear ones pass partial sums through.
 use crate::placement::{Placement, Replicate, Shard};
-use crate::rules::{self, Row, Rows};
+use crate::rules::{self, Row, Rows, Signature};
 use crate::{DTensor, Error, Result};
 use candle_core::{DType, Tensor};
 
@@ -58,9 +58,11 @@ impl DTensor {
         linear: bool,
         local: impl Fn(&Tensor) -> candle_core::Result<Tensor>,
     ) -> Result<Self> {
-        self.check_float(op)?;
-        let rows = unary_rows(self.rank(), linear);
-        rules::run(op, &[self], &rows, (self.dims(), self.dtype()), |x, _| Ok(local(x[0].to_local())?))
+        let signature = || {
+            self.check_float(op)?;
+            Ok(Signature::new(unary_rows(self.rank(), linear), self.dims(), self.dtype()))
+        };
+        rules::run(op, &[], &[self], signature, |x, _| Ok(local(x[0].to_local())?))
     }
 
     /// Each element with its sign changed.
@@ -70,9 +72,9 @@ impl DTensor {
 
     /// `x · mul + add`; partial sums stay partial where `add` is zero.
     pub fn affine(&self, mul: f64, add: f64) -> Result<Self> {
-        let rows = unary_rows(self.rank(), add == 0.0);
-        let out = (self.dims(), self.dtype());
-        rules::run("affine", &[self], &rows, out, |x, _| Ok(x[0].to_local().affine(mul, add)?))
+        let linear = add == 0.0;
+        let signature = || Ok(Signature::new(unary_rows(self.rank(), linear), self.dims(), self.dtype()));
+        rules::run("affine", &[usize::from(linear)], &[self], signature, |x, _| Ok(x[0].to_local().affine(mul, add)?))
     }
 
     /// The same values in another dtype; partial sums are added up in the present one first.
@@ -80,13 +82,13 @@ impl DTensor {
         if dtype == self.dtype() {
             return Ok(self.clone());
         }
-        let rows = unary_rows(self.rank(), false);
-        rules::run("to_dtype", &[self], &rows, (self.dims(), dtype), |x, _| Ok(x[0].to_local().to_dtype(dtype)?))
+        let signature = || Ok(Signature::new(unary_rows(self.rank(), false), self.dims(), dtype));
+        rules::run("to_dtype", &[dtype as usize], &[self], signature, |x, _| Ok(x[0].to_local().to_dtype(dtype)?))
     }
 
     /// The tensor cut off from the graph.
     pub fn detach(&self) -> Self {
-        DTensor::assemble(self.to_local().detach(), std::sync::Arc::new(self.spec().clone()), 0)
+        DTensor::assemble(self.to_local().detach(), self.shared_spec().clone(), 0)
     }
 
     /// The elementwise sum, shapes broadcast as NumPy's.
@@ -117,14 +119,17 @@ impl DTensor {
         linear: &[Row],
         local: impl Fn(&Tensor, &Tensor) -> candle_core::Result<Tensor>,
     ) -> Result<Self> {
-        if self.dtype() != rhs.dtype() {
-            let (a, b) = (self.dtype().as_str(), rhs.dtype().as_str());
-            return Error::op(op, format!("dtypes {a} and {b} differ; convert one with to_dtype"));
-        }
-        let shape = broadcast(op, self.dims(), rhs.dims())?;
-        let mut rows = broadcast_rows(&shape, &[self.dims(), rhs.dims()]);
-        rows.extend(linear.iter().cloned());
-        rules::run(op, &[self, rhs], &rows, (&shape, self.dtype()), |x, _| Ok(local(x[0].to_local(), x[1].to_local())?))
+        let signature = || {
+            if self.dtype() != rhs.dtype() {
+                let (a, b) = (self.dtype().as_str(), rhs.dtype().as_str());
+                return Error::op(op, format!("dtypes {a} and {b} differ; convert one with to_dtype"));
+            }
+            let shape = broadcast(op, self.dims(), rhs.dims())?;
+            let mut rows = broadcast_rows(&shape, &[self.dims(), rhs.dims()]);
+            rows.extend(linear.iter().cloned());
+            Ok(Signature::new(rows, &shape, self.dtype()))
+        };
+        rules::run(op, &[], &[self, rhs], signature, |x, _| Ok(local(x[0].to_local(), x[1].to_local())?))
     }
 }
 

@@ -1,6 +1,6 @@
 //! Sums and means: a sharded dim that is summed away leaves partial sums.
 use crate::placement::{Placement, Shard};
-use crate::rules::{self, Row, Rows};
+use crate::rules::{self, Row, Rows, Signature};
 use crate::{DTensor, Result};
 use candle_core::Shape;
 use candle_core::shape::Dims;
@@ -11,28 +11,33 @@ impl DTensor {
     /// The sum over `dims`, which stay with size 1.
     pub fn sum_keepdim(&self, dims: impl Dims) -> Result<Self> {
         let dims = dims.to_indexes(&Shape::from(self.dims()), "sum_keepdim")?;
-        let mut shape = self.dims().to_vec();
-        dims.iter().for_each(|&d| shape[d] = 1);
-        let rows = rows(self.rank(), &dims, |d| d);
-        rules::run("sum_keepdim", &[self], &rows, (&shape, self.dtype()), |x, _| {
-            Ok(x[0].to_local().sum_keepdim(&dims[..])?)
-        })
+        let signature = || {
+            let mut shape = self.dims().to_vec();
+            dims.iter().for_each(|&d| shape[d] = 1);
+            Ok(Signature::new(rows(self.rank(), &dims, |d| d), &shape, self.dtype()))
+        };
+        rules::run("sum_keepdim", &dims, &[self], signature, |x, _| Ok(x[0].to_local().sum_keepdim(&dims[..])?))
     }
 
     /// The sum over `dims`, which go away.
     pub fn sum(&self, dims: impl Dims) -> Result<Self> {
         let dims = dims.to_indexes(&Shape::from(self.dims()), "sum")?;
-        let kept: Vec<usize> = (0..self.rank()).filter(|d| !dims.contains(d)).collect();
-        let shape: Vec<usize> = kept.iter().map(|&d| self.dims()[d]).collect();
-        let rows = rows(self.rank(), &dims, |d| kept.iter().filter(|&&k| k < d).count());
-        rules::run("sum", &[self], &rows, (&shape, self.dtype()), |x, _| Ok(x[0].to_local().sum(&dims[..])?))
+        let signature = || {
+            let kept: Vec<usize> = (0..self.rank()).filter(|d| !dims.contains(d)).collect();
+            let shape: Vec<usize> = kept.iter().map(|&d| self.dims()[d]).collect();
+            let rows = rows(self.rank(), &dims, |d| kept.iter().filter(|&&k| k < d).count());
+            Ok(Signature::new(rows, &shape, self.dtype()))
+        };
+        rules::run("sum", &dims, &[self], signature, |x, _| Ok(x[0].to_local().sum(&dims[..])?))
     }
 
     /// The sum of all elements, a scalar.
     pub fn sum_all(&self) -> Result<Self> {
-        let dims: Vec<usize> = (0..self.rank()).collect();
-        let rows = rows(self.rank(), &dims, |d| d);
-        rules::run("sum_all", &[self], &rows, (&[], self.dtype()), |x, _| Ok(x[0].to_local().sum_all()?))
+        let signature = || {
+            let dims: Vec<usize> = (0..self.rank()).collect();
+            Ok(Signature::new(rows(self.rank(), &dims, |d| d), &[], self.dtype()))
+        };
+        rules::run("sum_all", &[], &[self], signature, |x, _| Ok(x[0].to_local().sum_all()?))
     }
 
     /// The mean over `dims`, which stay with size 1; the count is the global one.

@@ -1,6 +1,6 @@
 //! Ops that need the whole last dim of a row: softmax and the norms. Leading dims may be sharded.
 use crate::placement::{Replicate, Shard};
-use crate::rules::{self, Row, Rows};
+use crate::rules::{self, Row, Rows, Signature};
 use crate::{DTensor, Error, Result, kernels};
 
 /// Leading dims of the first input sharded, further inputs whole.
@@ -13,39 +13,39 @@ fn rows(leading: usize, others: usize) -> Rows {
 impl DTensor {
     /// The softmax over the last dim.
     pub fn softmax_last_dim(&self) -> Result<Self> {
-        self.check_rows("softmax_last_dim", 1)?;
-        let rows = rows(self.rank() - 1, 0);
-        let out = (self.dims(), self.dtype());
-        rules::run("softmax_last_dim", &[self], &rows, out, |x, _| Ok(kernels::softmax(x[0].to_local())?))
+        let signature = || {
+            self.check_rows("softmax_last_dim", 1)?;
+            Ok(Signature::new(rows(self.rank() - 1, 0), self.dims(), self.dtype()))
+        };
+        rules::run("softmax_last_dim", &[], &[self], signature, |x, _| Ok(kernels::softmax(x[0].to_local())?))
     }
 
     /// The softmax over the keys of scaled attention scores `[.., queries, keys]`, later keys masked out.
     ///
     /// Query `i` sees key `j` if `j <= i + keys - queries`.
     pub fn causal_softmax(&self, scale: f64) -> Result<Self> {
-        self.check_rows("causal_softmax", 2)?;
-        // A query's place decides what it sees, so the query dim stays whole too.
-        let rows = rows(self.rank() - 2, 0);
-        let out = (self.dims(), self.dtype());
-        rules::run("causal_softmax", &[self], &rows, out, |x, _| Ok(kernels::causal_softmax(x[0].to_local(), scale)?))
+        let signature = || {
+            self.check_rows("causal_softmax", 2)?;
+            // A query's place decides what it sees, so the query dim stays whole too.
+            Ok(Signature::new(rows(self.rank() - 2, 0), self.dims(), self.dtype()))
+        };
+        rules::run("causal_softmax", &[], &[self], signature, |x, _| {
+            Ok(kernels::causal_softmax(x[0].to_local(), scale)?)
+        })
     }
 
     /// Layer norm over the last dim: `(x - mean) / sqrt(var + eps) · weight + bias` (Ba et al. 2016).
     pub fn layer_norm(&self, weight: &Self, bias: &Self, eps: f64) -> Result<Self> {
-        self.check_norm("layer_norm", &[weight, bias])?;
-        let rows = rows(self.rank() - 1, 2);
-        let out = (self.dims(), self.dtype());
-        rules::run("layer_norm", &[self, weight, bias], &rows, out, |x, _| {
+        let signature = || self.norm_signature("layer_norm", &[weight, bias]);
+        rules::run("layer_norm", &[], &[self, weight, bias], signature, |x, _| {
             Ok(kernels::layer_norm(x[0].to_local(), x[1].to_local(), x[2].to_local(), eps)?)
         })
     }
 
     /// RMS norm over the last dim: `x / sqrt(mean(x²) + eps) · weight` (Zhang & Sennrich 2019).
     pub fn rms_norm(&self, weight: &Self, eps: f64) -> Result<Self> {
-        self.check_norm("rms_norm", &[weight])?;
-        let rows = rows(self.rank() - 1, 1);
-        let out = (self.dims(), self.dtype());
-        rules::run("rms_norm", &[self, weight], &rows, out, |x, _| {
+        let signature = || self.norm_signature("rms_norm", &[weight]);
+        rules::run("rms_norm", &[], &[self, weight], signature, |x, _| {
             Ok(kernels::rms_norm(x[0].to_local(), x[1].to_local(), eps)?)
         })
     }
@@ -57,13 +57,13 @@ impl DTensor {
         self.check_float(op)
     }
 
-    fn check_norm(&self, op: &'static str, parameters: &[&Self]) -> Result<()> {
+    fn norm_signature(&self, op: &'static str, parameters: &[&Self]) -> Result<Signature> {
         self.check_rows(op, 1)?;
         let width = &self.dims()[self.rank() - 1..];
         if let Some(p) = parameters.iter().find(|p| p.dims() != width || p.dtype() != self.dtype()) {
             let reason = format!("a parameter {} for an input {}: want {width:?} of its dtype", p.spec(), self.spec());
             return Error::op(op, reason);
         }
-        Ok(())
+        Ok(Signature::new(rows(self.rank() - 1, parameters.len()), self.dims(), self.dtype()))
     }
 }

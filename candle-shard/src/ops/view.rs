@@ -1,26 +1,29 @@
 //! Ops that only rename or rearrange dims: shards and partial sums move along.
 use crate::placement::{Placement, Placements, Replicate, Shard};
 use crate::redistribute::{Target, Targets};
-use crate::rules::{self, Row, Rows};
+use crate::rules::{self, Lay, Plan, Row, Rows, Signature};
 use crate::spec::{Sizes, Spec, chunk_sizes};
 use crate::{DTensor, Error, Result};
-use candle_core::Shape;
-use candle_core::shape::{Dim, Dims};
+use candle_core::shape::{Dim, Dims as DimList};
+use candle_core::{Shape, Tensor};
+use candle_dist::backend::Dims;
+use smallvec::smallvec;
 use std::ops::Range;
-use std::sync::Arc;
 
 const SUM: Placement = Placement::PARTIAL_SUM;
 
 impl DTensor {
     /// The dims in another order: dim `i` of the result is dim `dims[i]`.
-    pub fn permute(&self, dims: impl Dims) -> Result<Self> {
+    pub fn permute(&self, dims: impl DimList) -> Result<Self> {
         let dims = dims.to_indexes(&Shape::from(self.dims()), "permute")?;
         if dims.len() != self.rank() {
             return Error::op("permute", format!("dims {dims:?} for {}: name each dim once", self.spec()));
         }
-        let shape: Vec<usize> = dims.iter().map(|&d| self.dims()[d]).collect();
-        let rows: Rows = dims.iter().enumerate().map(|(to, &from)| Row::new(Shard(to), &[Shard(from)])).collect();
-        self.linear_view("permute", rows, &shape, |x| x.permute(&dims[..]))
+        let signature = || {
+            let shape: Dims = dims.iter().map(|&d| self.dims()[d]).collect();
+            (dims.iter().enumerate().map(|(to, &from)| Row::new(Shard(to), &[Shard(from)])).collect(), shape)
+        };
+        self.linear_view("permute", &dims, signature, |x| x.permute(&dims[..]))
     }
 
     /// Two dims swapped.
@@ -47,10 +50,12 @@ impl DTensor {
         if end > self.dims()[dim] {
             return Error::op("narrow", format!("{start}..{end} is outside of dim {dim} of {}", self.spec()));
         }
-        let mut shape = self.dims().to_vec();
-        shape[dim] = len;
-        let rows: Rows = (0..self.rank()).filter(|&d| d != dim).map(|d| Row::new(Shard(d), &[Shard(d)])).collect();
-        self.linear_view("narrow", rows, &shape, |x| x.narrow(dim, start, len))
+        let signature = || {
+            let mut shape = Dims::from_slice(self.dims());
+            shape[dim] = len;
+            ((0..self.rank()).filter(|&d| d != dim).map(|d| Row::new(Shard(d), &[Shard(d)])).collect(), shape)
+        };
+        self.linear_view("narrow", &[dim, start, len], signature, |x| x.narrow(dim, start, len))
     }
 
     /// The elements in row-major order in another shape of the same size.
@@ -59,8 +64,19 @@ impl DTensor {
     /// pieces are resized, or gathered where no sizes fit.
     pub fn reshape(&self, shape: impl Into<Shape>) -> Result<Self> {
         let shape = shape.into();
-        let (from, to) = (self.dims(), shape.dims());
-        if self.elem_count() != shape.elem_count() {
+        let mut made = rules::run_planned(
+            "reshape",
+            shape.dims(),
+            &[self],
+            || self.reshape_plan(shape.dims()),
+            |x, out| Ok(smallvec![x[0].to_local().reshape(out[0].local_shape().as_slice())?]),
+        )?;
+        Ok(made.remove(0).aliasing(self))
+    }
+
+    fn reshape_plan(&self, to: &[usize]) -> Result<Plan> {
+        let from = self.dims();
+        if self.elem_count() != to.iter().product::<usize>() {
             return Error::op("reshape", format!("{from:?} and {to:?} do not have the same number of elements"));
         }
         let plan = ReshapePlan::new(self.spec(), to);
@@ -68,20 +84,29 @@ impl DTensor {
         for (axis, sizes) in plan.out_sizes.into_iter().enumerate() {
             spec = spec.with_sizes(axis, sizes)?;
         }
-        let laid_out = self.to_targets(&plan.targets, 0)?;
-        let local = laid_out.to_local().reshape(spec.local_shape().as_slice())?;
-        Ok(DTensor::assemble(local, Arc::new(spec), laid_out.varying()).aliasing(&laid_out))
+        let ready = self.lies_as(&plan.targets, 0);
+        Ok(Plan {
+            inputs: smallvec![Lay { targets: plan.targets, ready }],
+            vary: 0,
+            outs: smallvec![spec.shared()],
+            varying: self.varying(),
+            nothing: false,
+        })
     }
 
     fn linear_view(
         &self,
         op: &'static str,
-        mut rows: Rows,
-        shape: &[usize],
-        local: impl Fn(&candle_core::Tensor) -> candle_core::Result<candle_core::Tensor>,
+        attributes: &[usize],
+        rows_and_shape: impl FnOnce() -> (Rows, Dims),
+        local: impl Fn(&Tensor) -> candle_core::Result<Tensor>,
     ) -> Result<Self> {
-        rows.push(Row::new(SUM, &[SUM]));
-        let view = rules::run(op, &[self], &rows, (shape, self.dtype()), |x, _| Ok(local(x[0].to_local())?))?;
+        let signature = || {
+            let (mut rows, shape) = rows_and_shape();
+            rows.push(Row::new(SUM, &[SUM]));
+            Ok(Signature::new(rows, &shape, self.dtype()))
+        };
+        let view = rules::run(op, attributes, &[self], signature, |x, _| Ok(local(x[0].to_local())?))?;
         Ok(view.aliasing(self))
     }
 }

@@ -8,12 +8,7 @@ use candle_core::{Shape, Tensor};
 
 /// The results of member `me` of the collective that `call` describes.
 pub(super) fn compute(call: &Call, me: usize, offered: &Offered<'_>) -> Result<Results> {
-    let for_me = match call.op {
-        Op::Reduce | Op::Gather => call.peer == Some(me),
-        Op::Barrier => false,
-        _ => true,
-    };
-    let tensors = if for_me { 1 + call.rest.len() } else { 0 };
+    let tensors = if call.gives_nothing(me) { 0 } else { 1 + call.rest.len() };
     (0..tensors).map(|i| compute_one(call, me, i, &offered.nth(i))).collect()
 }
 
@@ -24,42 +19,22 @@ fn compute_one(call: &Call, me: usize, i: usize, all: &[&Tensor]) -> Result<Fres
         call.reduce.ok_or_else(missing)
     };
     let root = call.peer.unwrap_or(0);
-    let (storage, dims) = match call.op {
-        Op::AllReduce | Op::Reduce => (reduce(all, reduction()?, None)?, all[me].dims().to_vec()),
-        Op::Broadcast => (concat(&all[root..=root], None, 0)?, all[root].dims().to_vec()),
-        Op::AllGather | Op::Gather => {
-            let (dim, sizes) = (call.dims[i], &call.sizes[i]);
-            (concat(all, None, dim)?, resized(all[me], dim, sizes.iter().sum()))
-        }
-        Op::ReduceScatter => {
-            let piece = piece(call, i, me);
-            (reduce(all, reduction()?, Some(piece))?, resized(all[me], piece.dim, piece.len))
-        }
-        // Only the root offers something to scatter.
-        Op::Scatter => {
-            let piece = piece(call, i, me);
-            (concat(all, Some(piece), 0)?, resized(all[0], piece.dim, piece.len))
-        }
-        Op::AllToAll => {
-            let (piece, join) = (piece(call, 0, me), call.dims[1]);
-            let mut dims = resized(all[me], piece.dim, piece.len);
-            dims[join] = call.sizes[1].iter().sum();
-            (concat(all, Some(piece), join)?, dims)
-        }
+    let storage = match call.op {
+        Op::AllReduce | Op::Reduce => reduce(all, reduction()?, None)?,
+        Op::Broadcast => concat(&all[root..=root], None, 0)?,
+        Op::AllGather | Op::Gather => concat(all, None, call.dims[i])?,
+        Op::ReduceScatter => reduce(all, reduction()?, Some(piece(call, i, me)))?,
+        Op::Scatter => concat(all, Some(piece(call, i, me)), 0)?,
+        Op::AllToAll => concat(all, Some(piece(call, 0, me)), call.dims[1])?,
         op @ (Op::Send | Op::Recv | Op::Barrier) => return Err(Error::Unsupported(format!("{op} as a collective"))),
     };
-    Ok(Fresh { storage, shape: Shape::from(dims) })
+    // Only the root offers something to scatter; otherwise everybody does.
+    let mine = if call.op == Op::Scatter { all[0] } else { all[me] };
+    Ok(Fresh { storage, shape: Shape::from(call.result_shape(me, i, mine.dims()).as_slice()) })
 }
 
 /// The piece of the `i`-th cut of `call` that belongs to `rank`.
 fn piece(call: &Call, i: usize, rank: usize) -> Piece {
     let sizes = &call.sizes[i];
     Piece { dim: call.dims[i], start: sizes[..rank].iter().sum(), len: sizes[rank] }
-}
-
-/// The shape of `tensor` with `len` in place of the size of `dim`.
-fn resized(tensor: &Tensor, dim: usize, len: usize) -> Vec<usize> {
-    let mut dims = tensor.dims().to_vec();
-    dims[dim] = len;
-    dims
 }

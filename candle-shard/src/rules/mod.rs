@@ -1,0 +1,124 @@
+//! From an op's table of rows to local tensors and the layout of the result.
+//!
+//! A [`Row`] says, for *one* axis, which placements of the inputs give which placement of the output without
+//! communication. An op lists its rows; each axis takes the row that costs the fewest bytes, independently of the
+//! other axes (`plan.rs`). All replicated is always possible and need not be listed. A plan is made once for inputs
+//! that lie alike and kept (`cache.rs`).
+//!
+//! The gradient rule: on an axis where the output is not replicated, every replicated input is used through its
+//! varying view, because each rank computes only a share of that input's gradient. Where the output is replicated and
+//! an input is varying, the output is varying too, and the other inputs go through their views.
+mod cache;
+mod plan;
+
+use crate::explain;
+use crate::placement::Placement;
+use crate::spec::Spec;
+use crate::{DTensor, Result};
+use candle_core::{DType, Tensor};
+use candle_dist::backend::Dims;
+pub(crate) use plan::{Lay, Plan};
+use smallvec::{SmallVec, smallvec};
+use std::sync::Arc;
+
+/// One way to run an op on one axis.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Row {
+    pub(crate) out: Placement,
+    pub(crate) ins: SmallVec<[Placement; 3]>,
+}
+
+/// The rows of an op, best first among equals.
+pub(crate) type Rows = SmallVec<[Row; 8]>;
+
+impl Row {
+    pub(crate) fn new(out: Placement, ins: &[Placement]) -> Self {
+        Self { out, ins: SmallVec::from_slice(ins) }
+    }
+}
+
+/// What an op may do with its inputs, and what it makes of them.
+pub(crate) struct Signature {
+    rows: Rows,
+    /// Global shape and dtype of each output; all lie as the row says.
+    outs: SmallVec<[(Dims, DType); 1]>,
+}
+
+impl Signature {
+    pub(crate) fn new(rows: Rows, shape: &[usize], dtype: DType) -> Self {
+        Self { rows, outs: smallvec![(Dims::from_slice(shape), dtype)] }
+    }
+
+    /// With a further output.
+    #[allow(dead_code)] // until an op with several outputs is here
+    pub(crate) fn and(mut self, shape: &[usize], dtype: DType) -> Self {
+        self.outs.push((Dims::from_slice(shape), dtype));
+        self
+    }
+}
+
+/// Runs an op: lays out the inputs by the cheapest rows, runs `local` on them, and wraps what it made.
+///
+/// `signature` checks the arguments and is asked only where the answer is not known yet: it may depend on nothing but
+/// `op`, `attributes` and the specs of the inputs. `local` is not called where a rank has no elements of the output,
+/// but is called with empty inputs.
+pub(crate) fn run(
+    op: &'static str,
+    attributes: &[usize],
+    inputs: &[&DTensor],
+    signature: impl FnOnce() -> Result<Signature>,
+    local: impl FnOnce(&[DTensor], &Spec) -> Result<Tensor>,
+) -> Result<DTensor> {
+    let mut made = run_all(op, attributes, inputs, signature, |x, outs| Ok(smallvec![local(x, &outs[0])?]))?;
+    Ok(made.remove(0))
+}
+
+/// Like [`run`] with as many outputs as the signature has.
+pub(crate) fn run_all(
+    op: &'static str,
+    attributes: &[usize],
+    inputs: &[&DTensor],
+    signature: impl FnOnce() -> Result<Signature>,
+    local: impl FnOnce(&[DTensor], &[Arc<Spec>]) -> Result<SmallVec<[Tensor; 1]>>,
+) -> Result<SmallVec<[DTensor; 1]>> {
+    run_planned(op, attributes, inputs, || Plan::new(op, inputs, signature()?), local)
+}
+
+/// Like [`run_all`] for ops that make their own plans.
+pub(crate) fn run_planned(
+    op: &'static str,
+    attributes: &[usize],
+    inputs: &[&DTensor],
+    plan: impl FnOnce() -> Result<Plan>,
+    local: impl FnOnce(&[DTensor], &[Arc<Spec>]) -> Result<SmallVec<[Tensor; 1]>>,
+) -> Result<SmallVec<[DTensor; 1]>> {
+    let plan = cache::plan(op, attributes, inputs, plan)?;
+    explain::note(op, inputs, &plan);
+    let laid_out: SmallVec<[DTensor; 3]> = inputs
+        .iter()
+        .zip(&plan.inputs)
+        .map(|(&input, lay)| if lay.ready { Ok(input.clone()) } else { input.to_targets(&lay.targets, plan.vary) })
+        .collect::<Result<_>>()?;
+    let made = if plan.nothing {
+        plan.outs.iter().map(|out| nothing(&laid_out, out)).collect::<Result<_>>()?
+    } else {
+        local(&laid_out, &plan.outs)?
+    };
+    let wrap = |(local, spec): (Tensor, &Arc<Spec>)| DTensor::assemble(local, spec.clone(), plan.varying);
+    Ok(made.into_iter().zip(&plan.outs).map(wrap).collect())
+}
+
+/// The result of any op where it has no elements on this rank.
+///
+/// candle drops inputs from the graph there. They must stay in it, in their order: a rank with an empty shard takes
+/// part in the communication of their backward passes like every other rank.
+fn nothing(inputs: &[DTensor], spec: &Spec) -> Result<Tensor> {
+    let nothing_of = |x: &DTensor| x.to_local().flatten_all()?.narrow(0, 0, 0)?.to_dtype(spec.dtype());
+    let tracked = inputs.iter().filter(|x| x.tracked() && spec.dtype().is_float());
+    let tracked = tracked.map(nothing_of).collect::<candle_core::Result<Vec<_>>>()?;
+    let shape = spec.local_shape();
+    match &tracked[..] {
+        [] => Ok(Tensor::zeros(shape.as_slice(), spec.dtype(), inputs[0].device())?),
+        parts => Ok(Tensor::cat(parts, 0)?.reshape(shape.as_slice())?),
+    }
+}

@@ -1,0 +1,6 @@
+//! Measures what a distributed op costs over the plain one, without communication.
+
+pub mod args;
+pub mod case;
+pub mod measure;
+pub mod report;
