@@ -14,9 +14,7 @@ Nothing else should run on the machine meanwhile.
 """
 import argparse
 import datetime
-import json
 import os
-import re
 import shutil
 import statistics
 import subprocess
@@ -24,36 +22,18 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-PEERS = ROOT / "benchmarks" / "peers"
-DOCUMENT = ROOT / "BENCHMARKS.md"
-BEGIN, END = "<!-- collectives: begin -->", "<!-- collectives: end -->"
+from side_by_side import PEERS, build, has, output, rewrite, say
+
 OURS = "candle-dist"
 
 
-def say(text):
-    print(text, file=sys.stderr, flush=True)
-
-
-def output(command):
-    """The JSON object that a measurement prints; one thread a rank, so that only ranks compete for cores."""
-    threads = {name: "1" for name in ("CANDLE_NUM_THREADS", "RAYON_NUM_THREADS", "OMP_NUM_THREADS")}
-    run = subprocess.run(command, env={**os.environ, **threads}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    if run.returncode != 0:
-        sys.exit(f"{' '.join(map(str, command))} failed:\n{run.stderr}")
-    return json.loads(run.stdout)
-
-
 def build_ours():
-    say("building bench-collectives")
-    subprocess.run(["cargo", "build", "--release", "--quiet", "--bin", "bench-collectives"], cwd=ROOT, check=True)
-    target = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
-    return lambda world: [target / "release" / "bench-collectives", "--world", str(world), "--json", "-"]
+    program = build("bench-collectives")
+    return lambda world: [program, "--world", str(world), "--json", "-"]
 
 
 def build_gloo(python):
-    probe = [python, "-c", "import torch.distributed as d; assert d.is_gloo_available()"]
-    if not shutil.which(python) or subprocess.run(probe, stderr=subprocess.DEVNULL).returncode != 0:
+    if not has(python, "import torch.distributed as d; assert d.is_gloo_available()"):
         say(f"Gloo is left out: {python} has no torch with Gloo; see --help for how to install it.")
         return None
     return lambda world: [python, PEERS / "gloo.py", "--world", str(world)]
@@ -117,14 +97,6 @@ def section(times, floors, sides, repeats):
     return "\n\n".join(parts)
 
 
-def rewrite(text):
-    document = DOCUMENT.read_text()
-    pattern = re.compile(f"{re.escape(BEGIN)}.*{re.escape(END)}", re.DOTALL)
-    if not pattern.search(document):
-        sys.exit(f"{DOCUMENT.name} has lost its markers {BEGIN} and {END}; put them where the table should stand.")
-    DOCUMENT.write_text(pattern.sub(lambda _: f"{BEGIN}\n{text}\n{END}", document))
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4], help="numbers of ranks [2 4]")
@@ -141,7 +113,7 @@ def main():
     text = section(times, floors, sides, args.repeats)
     print(text)
     if not args.dry_run:
-        rewrite(text)
+        rewrite("collectives", text)
 
 
 if __name__ == "__main__":

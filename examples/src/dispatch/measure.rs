@@ -23,6 +23,7 @@ const MESHES: [&[(&str, usize)]; 2] = [&[("tp", 2)], &[("dp", 2), ("tp", 2)]];
 /// # Errors
 /// Whatever an op reports.
 pub fn measure(args: &Args, begin: impl Fn(&str, usize)) -> Result<Report> {
+    candle_dist::threads::settle(1);
     let mut rows = Vec::new();
     for axes in MESHES {
         let world = ProcessGroup::simulated(0, axes.iter().map(|(_, size)| size).product())?;
