@@ -4,11 +4,15 @@ use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
 use std::collections::HashSet;
 
+/// Every set of groups has a total of its own.
+const MOST_GROUPS: usize = 12;
+
 /// Scales gradients so that their norm over all parameters is at most a bound.
 ///
 /// The norm is that of all gradients as one vector, summed in f64. Gradients are complete when they are clipped:
 /// averaged over data-parallel ranks first. A parameter that is named as [`sharded`](Self::sharded) over a group
-/// counts with every rank's piece; any other is whole here and counts once.
+/// counts with every rank's piece; any other is whole here and counts once. A variable of several names counts once,
+/// as what its first name says.
 ///
 /// ```
 /// use candle_core::{Device, Tensor, Var};
@@ -87,8 +91,11 @@ impl ClipGradNorm {
         }
         let scale = self.max_norm / (norm + 1e-6);
         if scale < 1.0 {
+            let mut scaled = HashSet::new();
             for (_, var) in params {
-                if let Some(grad) = grads.remove(var) {
+                if scaled.insert(var.id())
+                    && let Some(grad) = grads.remove(var)
+                {
                     grads.insert(var, grad.detach().affine(scale, 0.0)?);
                 }
             }
@@ -101,8 +108,9 @@ impl ClipGradNorm {
     fn total_norm<N: AsRef<str>>(&self, params: &[(N, Var)], grads: &GradStore) -> Result<f64> {
         // One total for each set of groups that a parameter may be cut over, the set being the bits of the index.
         let mut totals = vec![0.0; 1 << self.sharded.len()];
+        let mut counted = HashSet::new();
         for (name, var) in params {
-            let Some(grad) = grads.get(var) else { continue };
+            let Some(grad) = grads.get(var).filter(|_| counted.insert(var.id())) else { continue };
             let bits = self.sharded.iter().enumerate();
             let set: usize = bits.map(|(bit, (_, names))| usize::from(names.contains(name.as_ref())) << bit).sum();
             totals[set] = self.join(totals[set], self.term(grad)?);
@@ -155,6 +163,10 @@ impl ClipGradNorm {
         }
         if norm_type.is_nan() || *norm_type <= 0.0 {
             return invalid(format!("norm_type {norm_type}: want a number greater than 0"));
+        }
+        if self.sharded.len() > MOST_GROUPS {
+            let groups = self.sharded.len();
+            return invalid(format!("parameters sharded over {groups} groups; at most {MOST_GROUPS} are possible"));
         }
         let known: HashSet<&str> = params.iter().map(|(name, _)| name.as_ref()).collect();
         let mut named = self.sharded.iter().flat_map(|(_, names)| names);

@@ -114,7 +114,7 @@ impl DataParallel {
     /// [`Error::InvalidArgument`] if a gradient is not of its variable's shape and dtype.
     #[track_caller]
     pub fn reduce(&self, grads: &mut GradStore) -> Result<()> {
-        self.average(grads, 1.0)
+        self.add_up(grads, 1.0, ReduceOp::Avg)
     }
 
     /// Like [`reduce`](Self::reduce) with each rank counting as `weight`, for example its number of samples.
@@ -131,19 +131,20 @@ impl DataParallel {
             let reason = format!("weights {weights:?}: want finite numbers from 0, not all of them 0");
             return Err(Error::Invalid { op: "reduce_weighted", reason });
         }
-        self.average(grads, weight / total * weights.len() as f64)
+        // Shares of one and then a sum: no number on the way is larger than the gradients.
+        self.add_up(grads, weight / total, ReduceOp::Sum)
     }
 
     #[track_caller]
-    fn average(&self, grads: &mut GradStore, scale: f64) -> Result<()> {
+    fn add_up(&self, grads: &mut GradStore, scale: f64, op: ReduceOp) -> Result<()> {
         for bucket in &self.buckets {
-            self.average_bucket(bucket, grads, scale)?;
+            self.add_up_bucket(bucket, grads, scale, op)?;
         }
         Ok(())
     }
 
     #[track_caller]
-    fn average_bucket(&self, bucket: &[(String, Var)], grads: &mut GradStore, scale: f64) -> Result<()> {
+    fn add_up_bucket(&self, bucket: &[(String, Var)], grads: &mut GradStore, scale: f64, op: ReduceOp) -> Result<()> {
         let alone = self.group.size() == 1;
         let mut flat = Vec::with_capacity(bucket.len() + 1);
         let mut present = Vec::with_capacity(bucket.len());
@@ -167,7 +168,7 @@ impl DataParallel {
         }
         let (dtype, device) = (bucket[0].1.dtype(), bucket[0].1.device());
         flat.push(Tensor::new(&present[..], device)?.to_dtype(dtype)?);
-        let flat = self.group.all_reduce(&Tensor::cat(&flat, 0)?, ReduceOp::Avg)?;
+        let flat = self.group.all_reduce(&Tensor::cat(&flat, 0)?, op)?;
         let ends: usize = bucket.iter().map(|(_, var)| var.elem_count()).sum();
         let present = flat.narrow(0, ends, bucket.len())?.to_dtype(DType::F32)?.to_vec1::<f32>()?;
         let mut start = 0;

@@ -128,7 +128,7 @@ impl Step {
 
     /// Refuses pieces that do not fit the tensor or the group, before anything is sent.
     fn check(&self, x: &Tensor, group: &ProcessGroup) -> Result<()> {
-        let whole = |cut: &Cut| x.dims().get(cut.dim).copied() == Some(cut.sizes.iter().sum());
+        let whole = |cut: &Cut| x.dims().get(cut.dim).copied() == crate::group::check::total(&cut.sizes);
         let piece = |cut: &Cut| x.dims().get(cut.dim).copied() == cut.sizes.get(group.rank()).copied();
         let count = |cut: &Cut| cut.sizes.len() == group.size();
         let fits = match self {

@@ -1,6 +1,6 @@
 //! A world of ranks in this process.
 use crate::backend::local::{LocalBackend, RankGuard, WorldState};
-use crate::{DeviceMesh, ProcessGroup, Result, threads};
+use crate::{Cause, DeviceMesh, ProcessGroup, Result, threads};
 use std::any::Any;
 use std::fmt::Display;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -58,7 +58,7 @@ impl World {
     /// Runs `f` once per rank, each on its own thread, and returns the results in rank order.
     ///
     /// If a rank fails or panics, every rank that communicates gets an error, and the error returned here names the
-    /// first rank that went wrong.
+    /// rank that is to blame.
     pub fn run<T, E, F>(self, f: F) -> Result<Vec<T>, WorldError>
     where
         T: Send,
@@ -99,7 +99,7 @@ impl World {
 #[derive(Debug, Clone, thiserror::Error)]
 #[error("rank {rank}: {message}")]
 pub struct WorldError {
-    /// The rank that went wrong first.
+    /// The rank that failed, panicked, returned too early or made another call; otherwise the first that reported.
     pub rank: usize,
     /// What it reported.
     pub message: String,
@@ -153,11 +153,21 @@ impl RankContext {
         };
         match &end {
             End::Returned => {}
-            End::Failed(message) => blame(rank, message),
+            // The first to notice is not always the one to blame.
+            End::Failed(message) => blame(self.culprit().unwrap_or(rank), message),
             End::Panicked(message) => blame(rank, &format!("panicked: {message}")),
         }
         self.guard.finish(end);
         result
+    }
+
+    /// The rank whose doing stopped the world, if one did and the failure tells.
+    fn culprit(&self) -> Option<usize> {
+        match self.group.failure()?.cause {
+            Cause::Mismatch { rank, .. } | Cause::Returned { rank } => Some(rank),
+            Cause::Failed { rank, .. } | Cause::Panicked { rank, .. } => Some(rank),
+            Cause::Deadlock | Cause::TimedOut { .. } => None,
+        }
     }
 }
 

@@ -281,6 +281,10 @@ fn wrong_arguments_are_refused_before_anything_is_sent() {
     refused("average", &["reduce", "avg of u32", "cast to a float"], |g| {
         g.reduce(&x().to_dtype(DType::U32)?, 0, ReduceOp::Avg).map(|_| x())
     });
+    refused("dtype", &["reduce", "i32", "cast to one of"], |g| {
+        g.reduce(&x().to_dtype(DType::I32)?, 0, ReduceOp::Sum).map(|_| x())
+    });
+    refused("overflow", &["do not cut dim 0"], |g| g.reduce_scatter_uneven(&x(), 0, &[usize::MAX, 4], ReduceOp::Sum));
     refused("twice", &["subgroup", "twice"], |g| g.subgroup(&[0, 0]).map(|_| x()));
 }
 
@@ -306,4 +310,13 @@ fn communication_is_counted_and_a_group_of_one_has_none() {
             Ok(())
         });
     }
+}
+
+#[test]
+fn an_empty_view_may_begin_behind_its_memory() {
+    on_ranks(2, "behind", |ctx| -> Result<()> {
+        let x = Tensor::ones((3, 2), DType::F32, &Device::Cpu)?.narrow(0, 3, 0)?.narrow(1, 2, 0)?;
+        assert_eq!(ctx.group().all_reduce(&x, ReduceOp::Sum)?.dims(), [0, 0]);
+        Ok(())
+    });
 }

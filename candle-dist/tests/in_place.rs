@@ -1,10 +1,11 @@
 //! In-place collectives equal those that make a new tensor; large ones go piece by piece.
+#![allow(clippy::unwrap_used)] // a panic is how a test fails
 use candle_core::{DType, Device, Tensor, Var};
 use candle_dist::{Op, ReduceOp, Result, comm};
 use test_utils::{Ranks, on_ranks};
 
 /// Small and empty tensors, and large ones of one tile and more that do not divide among the ranks.
-const SHAPES: [&[usize]; 5] = [&[7, 3], &[], &[0, 4], &[731, 719], &[70_001]];
+const SHAPES: [&[usize]; 6] = [&[7, 3], &[], &[0, 4], &[3, 0], &[731, 719], &[70_001]];
 
 fn input(rank: usize, shape: &[usize], dtype: DType) -> candle_core::Result<Tensor> {
     let values: Vec<f32> = (0..shape.iter().product()).map(|i| ((i * 7 + rank * 3) % 5 + 1) as f32).collect();
@@ -76,4 +77,30 @@ fn a_mismatch_leaves_the_variable_as_it_was() {
         outcome
     });
     assert!(error.is_err_and(|e| e.to_string().contains("shape differs")));
+}
+
+#[test]
+fn ranks_that_share_a_variable_broadcast_it_at_no_cost() {
+    let shared = Var::new(&[1f32, 2.0], &Device::Cpu).unwrap();
+    let values = on_ranks(3, "shared", move |ctx| -> Result<Vec<f32>> {
+        ctx.group().broadcast_in_place(&shared, 1)?;
+        Ok(shared.to_vec1()?)
+    });
+    assert_eq!(values, [[1.0, 2.0], [1.0, 2.0], [1.0, 2.0]]);
+}
+
+#[test]
+fn forms_that_differ_are_a_mismatch_at_any_size() {
+    for len in [1, 200_000] {
+        let outcome = Ranks::new(3, "forms").run(move |ctx| -> Result<()> {
+            let (g, x) = (ctx.group(), Tensor::ones(len, DType::F32, &Device::Cpu)?);
+            match ctx.rank() {
+                0 => g.all_reduce_in_place(&Var::from_tensor(&x)?, ReduceOp::Sum),
+                1 => g.all_reduce_start(&x, ReduceOp::Sum)?.wait().map(drop),
+                _ => g.all_reduce(&x, ReduceOp::Sum).map(drop),
+            }
+        });
+        let text = outcome.unwrap_err().to_string();
+        assert!(text.contains("form (into new memory, in place, or started) differs"), "{text}");
+    }
 }

@@ -2,7 +2,7 @@
 #![cfg(target_os = "linux")]
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 use candle_core::{DType, Device, Tensor};
-use candle_dist::{ReduceOp, Result};
+use candle_dist::{Error, ReduceOp, Result, World};
 use test_utils::on_ranks;
 
 /// How much the process may grow in a measured part, in KiB: three bytes for each of 100 000 calls.
@@ -50,6 +50,20 @@ fn resident_memory_stays_flat() {
         // Nobody uses these, and members drop them at different times.
         stays_flat("unused groups", 5_000, || g.subgroup(&[0, 1, 2, 3]).and_then(|_unused| g.barrier()))
     });
+    // A world that fails while a group lacks a member, with a message in it.
+    stays_flat("failed worlds", 40, || {
+        let outcome = World::local(2).run(|ctx| match ctx.rank() {
+            0 => {
+                let group = ctx.group().subgroup(&[0, 1])?;
+                group.send_owned(Tensor::ones(100_000, DType::F32, &Device::Cpu)?, 1)?;
+                ctx.group().barrier()
+            }
+            _ => Err(Error::Unsupported("on purpose".to_string())),
+        });
+        assert_eq!(outcome.unwrap_err().rank, 1);
+        Ok(())
+    })
+    .unwrap();
     stays_flat("worlds", 1_000, || {
         on_ranks(3, "worlds", |ctx| ctx.group().barrier());
         Ok(())

@@ -95,6 +95,18 @@ impl fmt::Display for Op {
     }
 }
 
+/// How a collective is made; all ranks make it in the same form.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Form {
+    /// Into new memory, and the caller waits.
+    #[default]
+    New,
+    /// Over the input.
+    InPlace,
+    /// Into new memory, and the caller waits later.
+    Started,
+}
+
 /// A short list of sizes.
 pub type Dims = SmallVec<[usize; 6]>;
 
@@ -122,6 +134,8 @@ pub struct Call {
     pub sizes: SmallVec<[Dims; 2]>,
     /// What tells apart messages between the same two ranks.
     pub tag: u32,
+    /// How the call is made.
+    pub form: Form,
     /// Something else that must be equal on all ranks, in words.
     pub note: Option<Arc<str>>,
     /// Where the call was made.
@@ -142,6 +156,7 @@ impl Call {
             tag: 0,
             dims: SmallVec::new(),
             sizes: SmallVec::new(),
+            form: Form::default(),
             note: None,
             site: Location::caller(),
         }
@@ -202,6 +217,8 @@ impl Call {
             Some("dim")
         } else if self.sizes != other.sizes {
             Some("sizes")
+        } else if self.form != other.form {
+            Some("form (into new memory, in place, or started)")
         } else if self.note != other.note {
             Some("description")
         } else {

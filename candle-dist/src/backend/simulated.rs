@@ -16,11 +16,24 @@ impl Simulated {
         Self { rank, ranks }
     }
 
-    /// What the `i`-th tensor of a call becomes: itself where the shape stays, zeros elsewhere.
+    /// What the `i`-th tensor of a call becomes if all ranks have this one's: joined copies of it, or itself where the
+    /// shape stays; zeros elsewhere.
     fn result(&self, call: &Call, i: usize, mine: Option<&Tensor>) -> Result<Fresh> {
         let shape = call.result_shape(self.rank, i, mine.map_or(&call.shape, |tensor| tensor.dims()));
         match mine {
             Some(tensor) if tensor.dims() == shape.as_slice() => Fresh::copy_of(tensor),
+            Some(tensor) if matches!(call.op, Op::AllGather | Op::Gather) => {
+                let dim = call.dims[i];
+                let pieces = call.sizes[i].iter().map(|&len| match len == tensor.dims()[dim] {
+                    true => Ok(tensor.clone()),
+                    false => {
+                        let mut dims = tensor.dims().to_vec();
+                        dims[dim] = len;
+                        Tensor::zeros(dims, tensor.dtype(), tensor.device())
+                    }
+                });
+                Fresh::copy_of(&Tensor::cat(&pieces.collect::<candle_core::Result<Vec<_>>>()?, dim)?)
+            }
             _ => {
                 let dtype = mine.map(Tensor::dtype).or(call.dtype).unwrap_or(DType::F32);
                 Fresh::copy_of(&Tensor::zeros(shape.as_slice(), dtype, &Device::Cpu)?)

@@ -2,7 +2,15 @@
 use super::ProcessGroup;
 use crate::backend::{Call, Dims, Op, ReduceOp};
 use crate::{Error, Result};
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
+
+/// The dtypes that every engine moves and reduces.
+const CARRIED: [DType; 7] = [DType::U8, DType::U32, DType::I64, DType::BF16, DType::F16, DType::F32, DType::F64];
+
+/// The sum of sizes, unless it is more than can be counted.
+pub(crate) fn total(sizes: &[usize]) -> Option<usize> {
+    sizes.iter().try_fold(0usize, |sum, &size| sum.checked_add(size))
+}
 
 impl ProcessGroup {
     pub(super) fn invalid(&self, op: Op, reason: String) -> Error {
@@ -52,7 +60,7 @@ impl ProcessGroup {
     /// Checks that the tensor is this rank's piece of `dim`.
     pub(super) fn check_piece(&self, op: Op, tensor: &Tensor, dim: usize, sizes: &[usize]) -> Result<()> {
         let len = self.dim_size(op, tensor, dim)?;
-        if sizes.len() != self.size() || sizes[self.rank()] != len {
+        if sizes.len() != self.size() || sizes[self.rank()] != len || total(sizes).is_none() {
             let (shape, n) = (tensor.dims(), self.size());
             let reason = format!("sizes {sizes:?} of dim {dim} do not fit {n} ranks and a piece of shape {shape:?}");
             return Err(self.invalid(op, reason));
@@ -66,7 +74,7 @@ impl ProcessGroup {
     }
 
     pub(super) fn check_sizes(&self, op: Op, shape: &[usize], dim: usize, sizes: &[usize]) -> Result<()> {
-        if sizes.len() != self.size() || shape.get(dim).copied() != Some(sizes.iter().sum()) {
+        if sizes.len() != self.size() || shape.get(dim).copied() != total(sizes) {
             let n = self.size();
             let reason = format!("sizes {sizes:?} do not cut dim {dim} of shape {shape:?} into {n} pieces");
             return Err(self.invalid(op, reason));
@@ -74,18 +82,19 @@ impl ProcessGroup {
         Ok(())
     }
 
-    /// Refuses averages of whole numbers, which are none.
-    pub(super) fn check_reduction(&self, call: &Call) -> Result<()> {
-        let dtypes = call.dtype.iter().chain(call.rest.iter().map(|(dtype, _)| dtype));
-        match dtypes.filter(|dtype| dtype.is_int()).find(|_| call.reduce == Some(ReduceOp::Avg)) {
-            Some(dtype) => {
-                let dtype = dtype.as_str();
-                Err(self.invalid(
-                    call.op,
-                    format!("avg of {dtype} tensors is no {dtype}; use sum, or cast to a float dtype"),
-                ))
+    /// Refuses dtypes that no engine carries, and averages of whole numbers, which are none.
+    pub(super) fn check_dtypes(&self, call: &Call) -> Result<()> {
+        for dtype in call.dtype.iter().chain(call.rest.iter().map(|(dtype, _)| dtype)) {
+            let name = dtype.as_str();
+            if !CARRIED.contains(dtype) {
+                let carried = CARRIED.map(|dtype| dtype.as_str()).join(", ");
+                return Err(self.invalid(call.op, format!("{name} tensors are not carried; cast to one of {carried}")));
             }
-            None => Ok(()),
+            if dtype.is_int() && call.reduce == Some(ReduceOp::Avg) {
+                let reason = format!("avg of {name} tensors is no {name}; use sum, or cast to a float dtype");
+                return Err(self.invalid(call.op, reason));
+            }
         }
+        Ok(())
     }
 }

@@ -1,7 +1,7 @@
 //! Collectives whose result takes the place of their input.
 use super::ProcessGroup;
 use crate::Result;
-use crate::backend::{Call, Op, ReduceOp, bytes};
+use crate::backend::{Call, Form, Op, ReduceOp, bytes};
 use candle_core::Var;
 
 impl ProcessGroup {
@@ -37,6 +37,7 @@ impl ProcessGroup {
         if self.is_alone(&call)? {
             return Ok(());
         }
+        let call = Call { form: Form::InPlace, ..call };
         self.engage(call, bytes(var), |engine, call| engine.run_in_place(call, &var.as_detached_tensor()))
     }
 }

@@ -1,5 +1,5 @@
 //! The ranks that communicate.
-mod check;
+pub(crate) mod check;
 mod coalesced;
 mod in_place;
 mod pending;
@@ -17,9 +17,13 @@ use std::sync::Arc;
 
 /// A set of ranks that communicate: cheap to clone, `Send + Sync`, never a global.
 ///
-/// Every rank of the group must make the same calls in the same order. Ranks are counted within the group. At size 1
-/// every call returns its input. Inputs may be any view; results are contiguous fresh memory without gradient (see
-/// [`functional`](crate::functional) for the differentiable forms).
+/// Every rank of the group must make the same calls, in the same form and order. Ranks are counted within the group.
+/// Inputs may be any view; results are contiguous fresh memory without gradient (see
+/// [`functional`](crate::functional) for the differentiable forms). At size 1 the result *is* the input, with its memory
+/// and its gradient.
+///
+/// A rank may communicate from several threads, one group each. A thread counts from its first call: until then a world
+/// whose other ranks all wait for it is taken for a deadlock, so let it make a first call early.
 #[derive(Clone, Debug)]
 pub struct ProcessGroup {
     backend: Arc<dyn Backend>,
@@ -32,8 +36,8 @@ impl ProcessGroup {
 
     /// Rank `rank` of a group of `size` ranks that are not there: for shapes and counts of worlds of any size.
     ///
-    /// Every call returns at once. Results have the shapes that they would have, and values without meaning: this rank's
-    /// own where the shape stays, zeros elsewhere.
+    /// Every call returns at once. Results have the shapes that they would have, and values of little meaning: gathers
+    /// join copies of this rank's tensor where its size fits, reductions leave it as it is, other results are zeros.
     ///
     /// ```
     /// use candle_core::{DType, Device, Tensor};
@@ -288,7 +292,7 @@ impl ProcessGroup {
         if self.size() > 1 {
             return Ok(false);
         }
-        self.check_reduction(call)?;
+        self.check_dtypes(call)?;
         self.failure().map_or(Ok(true), |failure| Err(Error::Group(failure)))
     }
 
@@ -308,7 +312,7 @@ impl ProcessGroup {
         bytes: usize,
         run: impl FnOnce(&dyn Backend, Call) -> Result<R>,
     ) -> Result<R> {
-        self.check_reduction(&call)?;
+        self.check_dtypes(&call)?;
         let _watched = comm::watch(&call, bytes, self.ranks());
         run(&*self.backend, call)
     }

@@ -1,6 +1,6 @@
 //! Calls that are started now and finished later.
 use super::ProcessGroup;
-use crate::backend::{Call, Dims, Op, ReduceOp, Tensors, Unfinished, bytes};
+use crate::backend::{Call, Dims, Form, Op, ReduceOp, Tensors, Unfinished, bytes};
 use crate::{Error, Result};
 use candle_core::Tensor;
 use smallvec::smallvec;
@@ -105,6 +105,7 @@ impl ProcessGroup {
         if self.is_alone(&call)? {
             return Ok(Pending(State::Done(tensor.clone())));
         }
+        let call = Call { form: Form::Started, ..call };
         let own = if tensor.is_variable() { tensor.force_contiguous()? } else { tensor.contiguous()? };
         let tensors: Tensors = smallvec![own.detach()];
         Ok(Pending(State::Open(self.engage(call, bytes(tensor), |engine, call| engine.start(call, tensors))?)))

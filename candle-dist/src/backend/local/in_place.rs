@@ -7,7 +7,16 @@ use candle_core::{CpuStorage, InplaceOp1, Layout, Tensor, WithDType};
 ///
 /// Nobody else may be reading the tensor's storage: candle's lock on it is held for the whole write.
 pub(super) fn overwrite(tensor: &Tensor, parts: &[&Tensor]) -> Result<()> {
+    if tensor.elem_count() == 0 {
+        return Ok(()); // candle refuses some of these
+    }
     Ok(tensor.inplace_op1(&Overwrite(parts))?)
+}
+
+/// Whether two tensors lie in the same memory.
+pub(super) fn share_memory(a: &Tensor, b: &Tensor) -> bool {
+    let address = |tensor: &Tensor| std::ptr::from_ref(&*tensor.storage_and_layout().0).addr();
+    address(a) == address(b)
 }
 
 struct Overwrite<'a>(&'a [&'a Tensor]);

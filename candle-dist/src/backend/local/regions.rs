@@ -53,8 +53,9 @@ impl<'a, T: WithDType> Runs<'a, T> {
                 "the local backend moves host tensors only; move the tensor to Device::Cpu first".to_string(),
             ));
         };
-        let start = tensor.layout().start_offset();
-        let all = &cpu.as_slice::<T>()?[start..start + tensor.elem_count()];
+        let (start, len) = (tensor.layout().start_offset(), tensor.elem_count());
+        // A view without elements may start behind its memory.
+        let all = if len == 0 { &[] } else { &cpu.as_slice::<T>()?[start..start + len] };
         let Some(Piece { dim, start, len }) = piece else {
             return Ok(Self { data: all, stride: all.len(), run: all.len(), total: all.len() });
         };

@@ -166,7 +166,9 @@ impl GroupState {
 
     /// Says that member `me` has done with a round.
     pub(super) fn leave(&self, me: usize, round: &Round) {
-        round.members[me].has_left.store(true, Ordering::Release);
+        if round.members[me].has_left.swap(true, Ordering::AcqRel) {
+            return; // a call that failed after it left
+        }
         if round.left.fetch_add(1, Ordering::AcqRel) + 1 == self.ranks.len() {
             self.rounds.lock().retain(|open| open.number != round.number);
         }

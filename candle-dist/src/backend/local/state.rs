@@ -178,6 +178,10 @@ impl WorldState {
         };
         let mut table = self.table.lock();
         table.ends[rank] = Some(end);
+        if table.ends.iter().all(Option::is_some) {
+            // Groups that not all members came to join hold on to the world, as it does to them.
+            self.registry.lock().open.clear();
+        }
         match cause {
             Some(cause) => {
                 drop(table);
