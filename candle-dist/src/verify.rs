@@ -1,12 +1,12 @@
 //! Whether all ranks hold the same parameters.
 use crate::{Error, ProcessGroup, Result};
-use candle_core::{Device, Tensor};
+use candle_core::Tensor;
 use itertools::Itertools;
 use std::ops::Deref;
 
 /// Checks that every rank of `group` names the same parameters, in the same order, with the same shapes and dtypes.
 ///
-/// Two small collectives, whatever the number of parameters; every rank calls it. Tensors are given as anything that
+/// Two small collectives, however many parameters there are; every rank calls it. Tensors are given as anything that
 /// dereferences to one: `&Tensor`, [`Var`](candle_core::Var).
 ///
 /// # Errors
@@ -33,7 +33,7 @@ where
     T: Deref<Target = Tensor>,
 {
     let describe = |(name, t): &(N, T)| format!("{:?}\t{}{:?}", name.as_ref(), t.dtype().as_str(), t.dims());
-    let texts = gather_text(group, &parameters.iter().map(describe).join("\n"))?;
+    let texts = group.all_gather_text(&parameters.iter().map(describe).join("\n"))?;
     let lists: Vec<Vec<Parameter<'_>>> = texts.iter().map(|text| parse(text)).collect();
     let ranks = group.ranks();
     for (rank, list) in ranks.iter().zip(&lists) {
@@ -76,21 +76,4 @@ fn difference(list: &[Parameter<'_>], reference: &[Parameter<'_>], at: usize) ->
     }
     let (_, (mine, theirs)) = pairs().find(|(_, (mine, theirs))| mine != theirs)?;
     Some(format!("{} is {} here and {} on rank {at}", mine.0, mine.1, theirs.1))
-}
-
-/// Every rank's text, on every rank.
-#[track_caller]
-fn gather_text(group: &ProcessGroup, text: &str) -> Result<Vec<String>> {
-    let length = Tensor::new(&[text.len() as i64], &Device::Cpu)?;
-    let lengths: Vec<usize> =
-        group.all_gather(&length, 0)?.to_vec1::<i64>()?.into_iter().map(|length| length as usize).collect();
-    let bytes = Tensor::from_slice(text.as_bytes(), text.len(), &Device::Cpu)?;
-    let mut rest = group.all_gather_uneven(&bytes, 0, &lengths)?.to_vec1::<u8>()?;
-    let mut texts = Vec::with_capacity(lengths.len());
-    for length in lengths {
-        let tail = rest.split_off(length);
-        texts.push(String::from_utf8_lossy(&rest).into_owned());
-        rest = tail;
-    }
-    Ok(texts)
 }

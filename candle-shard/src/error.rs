@@ -1,4 +1,5 @@
 //! What can go wrong, decided from global metadata so that every rank fails alike.
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// The result of everything in this crate.
@@ -28,11 +29,23 @@ pub enum Error {
     /// A parallelisation plan that does not fit the model or the mesh.
     #[error("plan: {0}")]
     Plan(String),
+    /// A file that is missing, damaged, or not what is wanted of it.
+    #[error("{}: {reason}", path.display())]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// Which tensor does not fit and how to mend it.
+        reason: String,
+    },
 }
 
 impl Error {
     pub(crate) fn op<T>(op: &'static str, reason: impl Into<String>) -> Result<T> {
         Err(Self::Op { op, reason: reason.into() })
+    }
+
+    pub(crate) fn file(path: impl AsRef<Path>, reason: impl Into<String>) -> Self {
+        Self::File { path: path.as_ref().into(), reason: reason.into() }
     }
 }
 

@@ -4,7 +4,9 @@
 //! - [`DTensor`]: a tensor spread over a [`DeviceMesh`](candle_dist::DeviceMesh), one [`Placement`] per axis.
 //! - [`nn`]: layers built under a [`parallel::Plan`], so that a rank holds only its shard.
 //! - [`random`]: random numbers that are bit-equal on every mesh.
+//! - [`Weights`] and [`checkpoint`]: files, of which a rank reads and writes its own blocks.
 //! - [`kernels`]: fused ops with a true backward, for plain tensors too.
+pub mod checkpoint;
 mod dtensor;
 mod error;
 mod explain;
@@ -18,6 +20,7 @@ mod redistribute;
 mod rules;
 mod spec;
 mod visualize;
+mod weights;
 
 pub use dtensor::DTensor;
 pub use error::{Error, Result};
@@ -26,3 +29,4 @@ pub use ops::fallback::strict;
 pub use placement::{Partial, Placement, Placements, Replicate, Shard};
 pub use spec::{Sizes, Spec, chunk_sizes};
 pub use visualize::visualize_sharding;
+pub use weights::Weights;

@@ -5,6 +5,8 @@ pub mod reference;
 pub mod reference_mlp;
 mod reference_ops;
 mod reference_params;
+mod scratch;
 pub mod toy;
 
 pub use harness::{Ranks, on_ranks};
+pub use scratch::Scratch;

@@ -4,10 +4,11 @@ use candle_core::{DType, Device, Tensor, Var};
 use candle_dist::RankContext;
 use candle_shard::nn::{Parameters, RmsNorm, ShardedVarBuilder};
 use candle_shard::parallel::{Plan, SequenceParallel};
-use candle_shard::{DTensor, Replicate, Result, Shard};
+use candle_shard::{DTensor, Replicate, Result, Shard, Weights};
 use std::collections::HashMap;
+use std::sync::Arc;
 use test_utils::toy::{MlpModule, MlpStacked};
-use test_utils::{on_ranks, reference_mlp};
+use test_utils::{Scratch, on_ranks, reference_mlp};
 
 const SEED: u64 = 5;
 
@@ -97,4 +98,32 @@ fn weights_from_a_candle_var_builder_are_cut_as_the_plan_says() {
         let x = DTensor::distribute(&input(&[3, 10]), &mesh, &[Replicate])?;
         compare(&model.forward(&x)?, &vb.finish()?, &plain.forward(&input(&[3, 10]))?, plain.vars())
     });
+}
+
+#[test]
+fn weights_from_files_are_cut_as_the_plan_says_and_read_where_they_belong() {
+    let folder = Scratch::new("mlp");
+    let path = folder.path("model.safetensors");
+    let plain = reference_mlp::MlpModule::new(SEED, true, DType::F64, &Device::Cpu).unwrap();
+    let tensors: HashMap<String, Tensor> =
+        plain.vars().iter().map(|(n, v)| (n.clone(), v.as_detached_tensor())).collect();
+    candle_core::safetensors::save(&tensors, &path).unwrap();
+    for world in 1..=5 {
+        let path = path.clone();
+        let read = on_ranks(world, "from_weights", move |ctx| -> Result<u64> {
+            let plain = reference_mlp::MlpModule::new(SEED, true, DType::F64, &Device::Cpu)?;
+            let mesh = ctx.mesh(&[("tp", ctx.world_size())])?;
+            let weights = Arc::new(Weights::open(&path)?);
+            let (plan, cpu) = (MlpModule::plan("tp", ""), Device::Cpu);
+            let vb = ShardedVarBuilder::from_weights(weights.clone(), SEED, &mesh, plan, DType::F64, &cpu)?;
+            let model = MlpModule::new(true, &vb)?;
+            let x = DTensor::distribute(&input(&[3, 10]), &mesh, &[Replicate])?;
+            compare(&model.forward(&x)?, &vb.finish()?, &plain.forward(&input(&[3, 10]))?, plain.vars())?;
+            Ok(weights.bytes_read())
+        });
+        let whole: usize = plain.vars().iter().map(|(_, v)| v.elem_count() * 8).sum();
+        assert!(world > 1 || read[0] == whole as u64, "{read:?} of {whole} bytes");
+        // The rows of the second weight are short and read together; of the first, rows are whole.
+        assert!(world == 1 || read.iter().all(|&bytes| bytes < whole as u64), "{read:?} of {whole} bytes");
+    }
 }

@@ -4,6 +4,7 @@ mod coalesced;
 mod in_place;
 mod pending;
 mod point_to_point;
+mod text;
 
 pub use pending::Pending;
 pub use point_to_point::Message;

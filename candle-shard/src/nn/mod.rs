@@ -1,4 +1,5 @@
 //! Layers built under a plan, so that a rank makes and holds only its shard.
+mod adam_w;
 pub(crate) mod checkpoint;
 mod dropout;
 mod embedding;
@@ -7,6 +8,7 @@ mod norm;
 mod parameters;
 mod var_builder;
 
+pub use adam_w::AdamW;
 pub use checkpoint::checkpoint;
 pub use dropout::{Dropout, Mode};
 pub use embedding::Embedding;

@@ -1,8 +1,9 @@
 //! The parameters that a model holds on this rank.
-use crate::{DTensor, Result};
+use crate::{DTensor, Result, checkpoint};
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, Var};
 use candle_dist::ClipGradNorm;
+use std::path::Path;
 
 /// One parameter: its name, its distributed tensor, and the variable that is this rank's shard of it.
 #[derive(Debug, Clone)]
@@ -65,6 +66,24 @@ impl Parameters {
     /// start of `DataParallel` makes the parameters alike.
     pub fn named_vars(&self) -> Vec<(String, Var)> {
         self.iter().map(|p| (p.name.clone(), p.var.clone())).collect()
+    }
+
+    /// The parameters by name, for [`checkpoint::save`].
+    pub fn named_tensors(&self) -> Vec<(String, DTensor)> {
+        self.iter().map(|p| (p.name.clone(), p.tensor.clone())).collect()
+    }
+
+    /// Gives every parameter its value of a checkpoint, or of other [`Weights`](crate::Weights), on whatever mesh they
+    /// were saved. Every rank calls it.
+    ///
+    /// # Errors
+    /// On every rank alike, without a change to any parameter, if one of them is not there, has another shape or cannot
+    /// be read.
+    pub fn load(&self, path: impl AsRef<Path>) -> Result<()> {
+        let Some(first) = self.0.first() else { return Ok(()) };
+        let wanted = self.iter().map(|p| (p.name.as_str(), p.tensor.spec()));
+        let read = checkpoint::read(path.as_ref(), first.tensor.mesh(), wanted, first.tensor.device())?;
+        self.iter().zip(read).try_for_each(|(p, value)| checkpoint::set(&p.var, &value))
     }
 
     /// Clipping of the complete gradients of [`named_vars`](Self::named_vars) by their norm on the whole mesh.

@@ -4,7 +4,7 @@ use crate::parallel::{ModuleStyle, Plan};
 use crate::placement::{Placement, Placements, Replicate};
 use crate::random::{Distribution, Stream, sample};
 use crate::spec::Spec;
-use crate::{DTensor, Error, Result};
+use crate::{DTensor, Error, Result, Weights};
 use candle_core::{DType, Device, Shape, Tensor};
 use candle_dist::DeviceMesh;
 use std::collections::BTreeSet;
@@ -22,6 +22,7 @@ pub enum Init {
 enum Source {
     Fresh,
     Loaded(candle_nn::VarBuilder<'static>),
+    Stored(Arc<Weights>),
 }
 
 struct Shared {
@@ -77,6 +78,43 @@ impl ShardedVarBuilder {
     pub fn from_candle(vb: candle_nn::VarBuilder<'static>, seed: u64, mesh: &DeviceMesh, plan: Plan) -> Result<Self> {
         let (dtype, device) = (vb.dtype(), vb.device().clone());
         Self::new(Source::Loaded(vb), seed, mesh, plan, dtype, &device)
+    }
+
+    /// Parameters read from files, of each no more than this rank's shard, cast to `dtype`; `seed` is for dropout.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Tensor};
+    /// use candle_dist::World;
+    /// use candle_shard::nn::{Linear, ShardedVarBuilder};
+    /// use candle_shard::parallel::{ColwiseParallel, Plan};
+    /// use candle_shard::{Result, Weights};
+    ///
+    /// let path = std::env::temp_dir().join(format!("from-weights-doc-{}.safetensors", std::process::id()));
+    /// Tensor::ones((6, 4), DType::F16, &Device::Cpu)?.save_safetensors("up.weight", &path)?;
+    /// let read = World::local(2).run(|ctx| -> Result<u64> {
+    ///     let mesh = ctx.mesh(&[("tp", 2)])?;
+    ///     let plan = Plan::new("tp").with("up", ColwiseParallel::default());
+    ///     let weights = std::sync::Arc::new(Weights::open(&path)?);
+    ///     let vb = ShardedVarBuilder::from_weights(weights.clone(), 0, &mesh, plan, DType::F32, &Device::Cpu)?;
+    ///     Linear::new(4, 6, false, &vb.pp("up"))?;
+    ///     Ok(weights.bytes_read())
+    /// })?;
+    /// assert_eq!(read, [3 * 4 * 2, 3 * 4 * 2]); // half of the rows each
+    /// std::fs::remove_file(path)?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// If the mesh has no axis of the plan's name. [`get`](Self::get) gives those of [`Weights::read`].
+    pub fn from_weights(
+        weights: impl Into<Arc<Weights>>,
+        seed: u64,
+        mesh: &DeviceMesh,
+        plan: Plan,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Self> {
+        Self::new(Source::Stored(weights.into()), seed, mesh, plan, dtype, device)
     }
 
     fn new(source: Source, seed: u64, mesh: &DeviceMesh, plan: Plan, dtype: DType, device: &Device) -> Result<Self> {
@@ -139,6 +177,7 @@ impl ShardedVarBuilder {
                 }
                 whole.force_contiguous()?
             }
+            (Source::Stored(weights), _) => weights.read(&name, &spec, device)?.to_local().clone(),
             (Source::Fresh, Init::Const(value)) => {
                 Tensor::full(value, spec.local_shape().as_slice(), device)?.to_dtype(*dtype)?
             }

@@ -1,0 +1,31 @@
+//! The dtypes of safetensors files.
+use candle_core::DType;
+use itertools::Itertools;
+
+/// What files call the dtypes that can be loaded and saved.
+const DTYPES: [(&str, DType); 9] = [
+    ("U8", DType::U8),
+    ("U32", DType::U32),
+    ("I16", DType::I16),
+    ("I32", DType::I32),
+    ("I64", DType::I64),
+    ("BF16", DType::BF16),
+    ("F16", DType::F16),
+    ("F32", DType::F32),
+    ("F64", DType::F64),
+];
+
+/// The dtype of this name.
+pub(super) fn named(name: &str) -> Option<DType> {
+    DTYPES.iter().find(|(known, _)| *known == name).map(|&(_, dtype)| dtype)
+}
+
+/// The name of a dtype; `None` if it cannot be saved.
+pub(crate) fn name_of(dtype: DType) -> Option<&'static str> {
+    DTYPES.iter().find(|(_, known)| *known == dtype).map(|&(name, _)| name)
+}
+
+/// All names, for messages.
+pub(super) fn known() -> String {
+    DTYPES.iter().map(|(name, _)| name).join(", ")
+}

@@ -1,0 +1,100 @@
+//! One safetensors file: its header, and reading at a place.
+use super::dtypes;
+use crate::{Error, Result};
+use serde::Deserialize;
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{self, Read, Seek, SeekFrom};
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+
+/// The longest header that is believed, as other readers of the format have it.
+const LONGEST_HEADER: u64 = 100_000_000;
+
+/// An open file and what its header says.
+pub(super) struct WeightFile {
+    pub(super) path: PathBuf,
+    pub(super) entries: BTreeMap<String, Entry>,
+    file: Mutex<File>,
+}
+
+/// One tensor of a file.
+pub(super) struct Entry {
+    pub(super) dtype: String,
+    pub(super) shape: Vec<usize>,
+    /// Where its bytes begin in the file.
+    pub(super) at: u64,
+}
+
+/// A tensor as the header describes it; offsets count from the end of the header.
+#[derive(Deserialize)]
+struct Described {
+    dtype: String,
+    shape: Vec<usize>,
+    data_offsets: (u64, u64),
+}
+
+impl WeightFile {
+    /// Reads the header and checks all of it against the file's length, so that a file cut short is noticed here.
+    pub(super) fn open(path: &Path) -> Result<Self> {
+        let failed = |error: io::Error| Error::file(path, format!("cannot be read ({error})"));
+        let wrong = |reason: String| Error::file(path, format!("{reason}; is it a complete safetensors file?"));
+        let mut file = File::open(path).map_err(failed)?;
+        let length = file.metadata().map_err(failed)?.len();
+        let mut first = [0; 8];
+        if length < 8 {
+            return Err(wrong(format!("has {length} bytes, which is no header")));
+        }
+        file.read_exact(&mut first).map_err(failed)?;
+        let header_length = u64::from_le_bytes(first);
+        if header_length > LONGEST_HEADER || header_length > length - 8 {
+            return Err(wrong(format!("announces a header of {header_length} bytes and has {length}")));
+        }
+        let mut header = vec![0; header_length as usize];
+        file.read_exact(&mut header).map_err(failed)?;
+        let described: BTreeMap<String, serde_json::Value> =
+            serde_json::from_slice(&header).map_err(|error| wrong(format!("has a damaged header ({error})")))?;
+        let mut entries = BTreeMap::new();
+        for (name, value) in described.into_iter().filter(|(name, _)| name != "__metadata__") {
+            let described = Described::deserialize(value)
+                .map_err(|error| wrong(format!("describes {name:?} in a form that is unknown ({error})")))?;
+            let entry = described.check(header_length + 8, length).map_err(|why| wrong(format!("{name:?} {why}")))?;
+            entries.insert(name, entry);
+        }
+        Ok(Self { path: path.into(), entries, file: Mutex::new(file) })
+    }
+
+    /// Fills `bytes` with what lies at `at`.
+    pub(super) fn read_at(&self, at: u64, bytes: &mut [u8]) -> Result<()> {
+        let mut file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
+        let read = file.seek(SeekFrom::Start(at)).and_then(|_| file.read_exact(bytes));
+        let n = bytes.len();
+        read.map_err(|error| Error::file(&self.path, format!("{n} bytes at {at} cannot be read ({error})")))
+    }
+}
+
+impl Described {
+    /// The entry, if its bytes are in a file of this length and as many as shape and dtype say.
+    fn check(self, data_at: u64, length: u64) -> Result<Entry, String> {
+        let (start, end) = self.data_offsets;
+        if start > end || end > length - data_at {
+            let has = length - data_at;
+            return Err(format!("lies at bytes {start} to {end} of the data, of which there are {has}"));
+        }
+        // The size of an unknown dtype is unknown too; it matters only if the tensor is asked for.
+        if let Some(dtype) = dtypes::named(&self.dtype) {
+            let bytes = elements(&self.shape).and_then(|n| n.checked_mul(dtype.size_in_bytes()));
+            if bytes != Some((end - start) as usize) {
+                let (dtype, shape, has) = (&self.dtype, &self.shape, end - start);
+                return Err(format!("is {dtype}{shape:?} and has {has} bytes"));
+            }
+        }
+        Ok(Entry { dtype: self.dtype, shape: self.shape, at: data_at + start })
+    }
+}
+
+/// The number of elements of a shape; `None` if the sizes of some dims multiply to more than can be addressed.
+pub(super) fn elements(shape: &[usize]) -> Option<usize> {
+    let most = shape.iter().try_fold(1, |n: usize, &size| n.checked_mul(size.max(1)))?;
+    Some(if shape.contains(&0) { 0 } else { most })
+}

@@ -1,0 +1,131 @@
+//! Tensors that an index file finds in several files.
+use super::file::{Entry, WeightFile, elements};
+use super::{Piece, Stored, Weights};
+use crate::checkpoint::index::{INDEX, Index, Indexed};
+use crate::{Error, Result};
+use itertools::Itertools;
+use serde::Deserialize;
+use std::collections::BTreeMap;
+use std::path::Path;
+
+/// What a folder of weights may hold, in the order in which it is looked for.
+const KNOWN: [&str; 3] = [INDEX, "model.safetensors.index.json", "model.safetensors"];
+
+/// Either kind of index.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum AnyIndex {
+    Checkpoint(Index),
+    /// Hugging Face's: the file of each tensor.
+    Whole {
+        weight_map: BTreeMap<String, String>,
+    },
+}
+
+pub(super) fn open_folder(folder: &Path) -> Result<Weights> {
+    match KNOWN.iter().map(|name| folder.join(name)).find(|path| path.exists()) {
+        Some(path) => Weights::open(path),
+        None => Err(Error::file(folder, format!("holds none of {}; name the files themselves", KNOWN.join(", ")))),
+    }
+}
+
+pub(super) fn open(path: &Path) -> Result<Weights> {
+    let failed = |error: &dyn std::fmt::Display| Error::file(path, format!("cannot be read as an index ({error})"));
+    let text = std::fs::read_to_string(path).map_err(|error| failed(&error))?;
+    let index: AnyIndex = serde_json::from_str(&text).map_err(|error| failed(&error))?;
+    let tensors = match index {
+        AnyIndex::Checkpoint(index) => index.tensors,
+        AnyIndex::Whole { weight_map } => return open_whole(path, weight_map),
+    };
+    let mut files = Files::new(path);
+    for (name, indexed) in tensors {
+        let stored = files.pieces_of(&name, indexed)?;
+        files.weights.tensors.insert(name, stored);
+    }
+    Ok(files.weights)
+}
+
+fn open_whole(path: &Path, weight_map: BTreeMap<String, String>) -> Result<Weights> {
+    let mut files = Files::new(path);
+    for (name, file) in weight_map {
+        let at = files.open(&file)?;
+        let stored = Stored::whole(at, files.entry(&name, at)?);
+        files.weights.tensors.insert(name, stored);
+    }
+    Ok(files.weights)
+}
+
+/// The files that an index names, each opened once.
+struct Files<'a> {
+    index: &'a Path,
+    opened: BTreeMap<String, usize>,
+    weights: Weights,
+}
+
+impl<'a> Files<'a> {
+    fn new(index: &'a Path) -> Self {
+        Self { index, opened: BTreeMap::new(), weights: Weights::empty(index) }
+    }
+
+    fn open(&mut self, name: &str) -> Result<usize> {
+        if let Some(&at) = self.opened.get(name) {
+            return Ok(at);
+        }
+        // An index from elsewhere must not lead out of its folder.
+        if Path::new(name).file_name() != Some(name.as_ref()) {
+            return Err(Error::file(self.index, format!("names {name:?}, which is no file of its folder")));
+        }
+        self.weights.files.push(WeightFile::open(&self.index.with_file_name(name))?);
+        let at = self.weights.files.len() - 1;
+        self.opened.insert(name.into(), at);
+        Ok(at)
+    }
+
+    fn entry(&self, name: &str, file: usize) -> Result<&Entry> {
+        let file = &self.weights.files[file];
+        file.entries.get(name).ok_or_else(|| {
+            let index = self.index.display();
+            Error::file(&file.path, format!("{name:?} is not there, though {index} says so; get both from one source"))
+        })
+    }
+
+    /// The pieces of one tensor, checked: each is in its file as described, and together they are the tensor.
+    fn pieces_of(&mut self, name: &str, indexed: Indexed) -> Result<Stored> {
+        let Indexed { shape, dtype, pieces } = indexed;
+        let mut stored = Stored { shape, dtype, pieces: Vec::new() };
+        for piece in pieces {
+            let file = self.open(&piece.file)?;
+            let entry = self.entry(name, file)?;
+            if entry.shape != piece.shape || entry.dtype != stored.dtype || piece.start.len() != stored.shape.len() {
+                let (has, want) = (&entry.shape, &piece.shape);
+                let reason = format!("{name:?} is {}{has:?}, and the index has {}{want:?}", entry.dtype, stored.dtype);
+                return Err(Error::file(&self.weights.files[file].path, reason));
+            }
+            let block = piece.start.iter().zip(&piece.shape).map(|(&at, &n)| at..at.saturating_add(n)).collect();
+            stored.pieces.push(Piece { file, block, at: entry.at });
+        }
+        match stored.covered() {
+            true => Ok(stored),
+            false => {
+                let shape = &stored.shape;
+                Err(Error::file(
+                    self.index,
+                    format!("the pieces of {name:?} are not exactly a tensor of shape {shape:?}"),
+                ))
+            }
+        }
+    }
+}
+
+impl Stored {
+    /// Whether each element is in exactly one piece: as many elements, inside, none twice.
+    fn covered(&self) -> bool {
+        let volume = |piece: &Piece| piece.block.iter().map(|range| range.len()).product::<usize>();
+        let inside = |piece: &Piece| piece.block.iter().zip(&self.shape).all(|(range, &n)| range.end <= n);
+        let apart =
+            |[a, b]: [&Piece; 2]| a.block.iter().zip(&b.block).any(|(a, b)| a.start.max(b.start) >= a.end.min(b.end));
+        self.pieces.iter().all(inside)
+            && elements(&self.shape) == Some(self.pieces.iter().map(volume).sum())
+            && self.pieces.iter().array_combinations().all(apart)
+    }
+}

@@ -1,0 +1,220 @@
+//! Tensors in safetensors files, of which a rank reads its own block and no more.
+mod dtypes;
+mod file;
+mod index;
+mod read;
+mod runs;
+mod write;
+
+pub(crate) use dtypes::name_of;
+pub(crate) use write::WeightWriter;
+
+use crate::spec::Spec;
+use crate::{DTensor, Error, Result};
+use candle_core::{DType, Device, Tensor};
+use file::WeightFile;
+use std::collections::BTreeMap;
+use std::fmt;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Named tensors in safetensors files: one file, several, a model with a Hugging Face index, or a
+/// [`checkpoint`](crate::checkpoint).
+///
+/// Opening reads the headers alone. Each rank opens the files itself and reads what it holds: whatever the dim, the
+/// number of axes that cut it and the sizes, the bytes of its block come off the disk and few others.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_dist::World;
+/// use candle_shard::{Result, Shard, Spec, Weights};
+///
+/// let path = std::env::temp_dir().join(format!("weights-doc-{}.safetensors", std::process::id()));
+/// Tensor::arange(0f32, 4096., &Device::Cpu)?.reshape((2, 2048))?.save_safetensors("w", &path)?;
+/// let bytes = World::local(2).run(|ctx| -> Result<u64> {
+///     let mesh = ctx.mesh(&[("tp", 2)])?;
+///     let weights = Weights::open(&path)?;
+///     let w = weights.read("w", &Spec::new(&mesh, &[Shard(1)], (2, 2048), DType::F32)?, &Device::Cpu)?;
+///     assert_eq!(w.to_local().to_vec2::<f32>()?[1][0], 2048. + 1024. * ctx.rank() as f32);
+///     Ok(weights.bytes_read())
+/// })?;
+/// assert_eq!(bytes, [2 * 1024 * 4, 2 * 1024 * 4]);
+/// std::fs::remove_file(path)?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub struct Weights {
+    /// What was opened, for messages.
+    source: PathBuf,
+    files: Vec<WeightFile>,
+    tensors: BTreeMap<String, Stored>,
+    bytes_read: AtomicU64,
+}
+
+/// A tensor as it lies in files.
+struct Stored {
+    shape: Vec<usize>,
+    /// The dtype as the file names it.
+    dtype: String,
+    pieces: Vec<Piece>,
+}
+
+/// A block of a tensor that lies in one file, row-major.
+struct Piece {
+    file: usize,
+    block: Vec<Range<usize>>,
+    /// Where its bytes begin in the file.
+    at: u64,
+}
+
+impl Weights {
+    /// Opens a safetensors file, an index of several (`model.safetensors.index.json`), or a folder with either or with
+    /// a [`checkpoint`](crate::checkpoint).
+    ///
+    /// # Errors
+    /// [`Error::File`] if a file is missing, cut short or damaged, or if an index and the files disagree.
+    pub fn open(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref();
+        if path.is_dir() {
+            return index::open_folder(path);
+        }
+        match path.extension().is_some_and(|extension| extension == "json") {
+            true => index::open(path),
+            false => Self::open_files(&[path]),
+        }
+    }
+
+    /// Opens several safetensors files, whose names must differ.
+    ///
+    /// # Errors
+    /// Those of [`open`](Self::open), and if two files hold a tensor of one name.
+    pub fn open_files<P: AsRef<Path>>(paths: &[P]) -> Result<Self> {
+        let Some(first) = paths.first() else {
+            return Err(Error::file("", "no files were named; name at least one"));
+        };
+        let mut weights = Self::empty(first.as_ref());
+        for path in paths {
+            let file = WeightFile::open(path.as_ref())?;
+            let at = weights.files.len();
+            for (name, entry) in &file.entries {
+                if let Some(known) = weights.tensors.insert(name.clone(), Stored::whole(at, entry)) {
+                    let other = weights.files[known.pieces[0].file].path.display();
+                    let reason = format!("{name:?} is in {other} too; name files without tensors in common");
+                    return Err(Error::file(path, reason));
+                }
+            }
+            weights.files.push(file);
+        }
+        Ok(weights)
+    }
+
+    fn empty(source: &Path) -> Self {
+        Self { source: source.into(), files: Vec::new(), tensors: BTreeMap::new(), bytes_read: AtomicU64::new(0) }
+    }
+
+    /// The names of the tensors, sorted.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.tensors.keys().map(String::as_str)
+    }
+
+    /// The global shape of a tensor.
+    ///
+    /// # Errors
+    /// If there is no tensor of this name.
+    pub fn shape(&self, name: &str) -> Result<&[usize]> {
+        Ok(&self.stored(name)?.shape)
+    }
+
+    /// The dtype in which a tensor is stored.
+    ///
+    /// # Errors
+    /// If there is no tensor of this name, or candle does not know its dtype.
+    pub fn dtype(&self, name: &str) -> Result<DType> {
+        let stored = self.stored(name)?;
+        dtypes::named(&stored.dtype).ok_or_else(|| {
+            let (known, dtype) = (dtypes::known(), &stored.dtype);
+            self.error(name, format!("has the dtype {dtype}, which cannot be loaded; convert it to one of {known}"))
+        })
+    }
+
+    /// This rank's block of a tensor in the layout `spec`, cast to its dtype.
+    ///
+    /// # Errors
+    /// If there is no tensor of this name, its shape is not the spec's, or its dtype does not become the spec's: floats
+    /// are cast to floats, all else must be equal. These are alike on all ranks. If the file cannot be read, on this rank.
+    pub fn read(&self, name: &str, spec: &Spec, device: &Device) -> Result<DTensor> {
+        let (shape, dtype) = (self.shape(name)?, self.dtype(name)?);
+        if shape != spec.dims() {
+            let want = spec.dims();
+            return Err(
+                self.error(name, format!("has shape {shape:?}, and {want:?} is wanted; check the model's sizes"))
+            );
+        }
+        if dtype != spec.dtype() && !(dtype.is_float() && spec.dtype().is_float()) {
+            let (has, want) = (dtype.as_str(), spec.dtype().as_str());
+            return Err(self.error(name, format!("holds {has}, and {want} is wanted; only floats are cast, to floats")));
+        }
+        let local = self.read_block(name, &spec.local_block(), device)?.to_dtype(spec.dtype())?;
+        DTensor::from_local_with_spec(local, spec.clone())
+    }
+
+    /// A block of a tensor, one range of global indices per dim, in the stored dtype.
+    ///
+    /// # Errors
+    /// If there is no tensor of this name, the block is outside of it, or the file cannot be read.
+    pub fn read_block(&self, name: &str, block: &[Range<usize>], device: &Device) -> Result<Tensor> {
+        let (stored, dtype) = (self.stored(name)?, self.dtype(name)?);
+        let inside = |(range, &n): (&Range<usize>, &usize)| range.start <= range.end && range.end <= n;
+        if block.len() != stored.shape.len() || !block.iter().zip(&stored.shape).all(inside) {
+            let shape = &stored.shape;
+            return Err(self.error(name, format!("has shape {shape:?}, and the block {block:?} is outside of it")));
+        }
+        read::filled(dtype, block, device, |bytes| {
+            for piece in &stored.pieces {
+                let runs = runs::Runs::new(&piece.block, block, dtype.size_in_bytes());
+                let read = read::read(&self.files[piece.file], piece.at, runs, bytes)?;
+                self.bytes_read.fetch_add(read, Ordering::Relaxed);
+            }
+            Ok(())
+        })
+    }
+
+    /// The bytes of tensors that were read so far, headers and indices aside.
+    ///
+    /// Those of the blocks asked for, and gaps between rows where skipping would take longer than reading.
+    pub fn bytes_read(&self) -> u64 {
+        self.bytes_read.load(Ordering::Relaxed)
+    }
+
+    fn stored(&self, name: &str) -> Result<&Stored> {
+        self.tensors.get(name).ok_or_else(|| {
+            let last = name.rsplit('.').next().unwrap_or(name);
+            let like = self.names().find(|known| known.rsplit('.').next() == Some(last));
+            let like = like.map(|known| format!(", such as {known:?}")).unwrap_or_default();
+            let n = self.tensors.len();
+            self.error(name, format!("is not there; check the prefix against the {n} names that are{like}"))
+        })
+    }
+
+    fn error(&self, name: &str, reason: impl fmt::Display) -> Error {
+        let piece = self.tensors.get(name).and_then(|stored| stored.pieces.first());
+        let path = piece.map_or(&self.source, |piece| &self.files[piece.file].path);
+        Error::file(path, format!("{name:?} {reason}"))
+    }
+}
+
+impl Stored {
+    /// A tensor that lies in one file as a whole.
+    fn whole(file: usize, entry: &file::Entry) -> Self {
+        let block = entry.shape.iter().map(|&n| 0..n).collect();
+        let pieces = vec![Piece { file, block, at: entry.at }];
+        Self { shape: entry.shape.clone(), dtype: entry.dtype.clone(), pieces }
+    }
+}
+
+impl fmt::Debug for Weights {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (source, n, read) = (self.source.display(), self.tensors.len(), self.bytes_read());
+        write!(f, "Weights({source}, {n} tensors, {read} bytes read)")
+    }
+}

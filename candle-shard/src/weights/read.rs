@@ -1,0 +1,78 @@
+//! Runs of a file into the memory of a tensor.
+use super::file::WeightFile;
+use super::runs::{Run, Runs};
+use crate::Result;
+use bytemuck::Pod;
+use candle_core::{DType, Device, Tensor, WithDType};
+use half::{bf16, f16};
+use std::ops::Range;
+
+/// Runs that begin less than this many bytes after each other are read together, with the gaps between them: below
+/// it, a call for each run takes longer than the bytes in between and copying the run out of them.
+const TOGETHER: usize = 4096;
+/// The most bytes that are read together.
+const AT_ONCE: usize = 256 << 10;
+
+/// A tensor of a block's shape whose bytes `fill` writes.
+pub(super) fn filled(
+    dtype: DType,
+    block: &[Range<usize>],
+    device: &Device,
+    fill: impl FnOnce(&mut [u8]) -> Result<()>,
+) -> Result<Tensor> {
+    let shape: Vec<usize> = block.iter().map(Range::len).collect();
+    match dtype {
+        DType::U8 => typed::<u8>(shape, device, fill),
+        DType::U32 => typed::<u32>(shape, device, fill),
+        DType::I16 => typed::<i16>(shape, device, fill),
+        DType::I32 => typed::<i32>(shape, device, fill),
+        DType::I64 => typed::<i64>(shape, device, fill),
+        DType::BF16 => typed::<bf16>(shape, device, fill),
+        DType::F16 => typed::<f16>(shape, device, fill),
+        DType::F32 => typed::<f32>(shape, device, fill),
+        DType::F64 => typed::<f64>(shape, device, fill),
+        dtype => Err(candle_core::Error::UnsupportedDTypeForOp(dtype, "read").into()),
+    }
+}
+
+fn typed<T: Pod + WithDType>(
+    shape: Vec<usize>,
+    device: &Device,
+    fill: impl FnOnce(&mut [u8]) -> Result<()>,
+) -> Result<Tensor> {
+    let mut values = vec![T::zeroed(); shape.iter().product()];
+    fill(bytemuck::cast_slice_mut(&mut values))?;
+    Ok(Tensor::from_vec(values, shape, device)?)
+}
+
+/// Reads the runs of the stored block that begins at `at` to their places in `bytes`; gives the number of bytes read.
+pub(super) fn read(file: &WeightFile, at: u64, runs: Runs, bytes: &mut [u8]) -> Result<u64> {
+    let (mut pending, mut scratch, mut read): (Vec<Run>, Vec<u8>, u64) = (Vec::new(), Vec::new(), 0);
+    for run in runs {
+        if let (Some(first), Some(last)) = (pending.first(), pending.last())
+            && (run.from - last.from >= TOGETHER || run.from + run.len - first.from > AT_ONCE)
+        {
+            read += flush(file, at, &pending, &mut scratch, bytes)?;
+            pending.clear();
+        }
+        pending.push(run);
+    }
+    Ok(read + flush(file, at, &pending, &mut scratch, bytes)?)
+}
+
+/// Reads these runs by one call; gives the number of bytes read.
+fn flush(file: &WeightFile, at: u64, runs: &[Run], scratch: &mut Vec<u8>, bytes: &mut [u8]) -> Result<u64> {
+    let (Some(first), Some(last)) = (runs.first(), runs.last()) else { return Ok(0) };
+    let (start, len) = (at + first.from as u64, last.from + last.len - first.from);
+    if runs.len() == 1 {
+        file.read_at(start, &mut bytes[first.to..first.to + first.len])?;
+    } else {
+        scratch.resize(len, 0);
+        file.read_at(start, scratch)?;
+        for run in runs {
+            let from = run.from - first.from;
+            bytes[run.to..run.to + run.len].copy_from_slice(&scratch[from..from + run.len]);
+        }
+    }
+    Ok(len as u64)
+}

@@ -1,0 +1,117 @@
+//! Which bytes of a stored block are those of another block.
+use std::ops::Range;
+
+/// Consecutive bytes that lie together in the file and in the tensor that is made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Run {
+    /// Where they are, counted from the beginning of the stored block.
+    pub(super) from: usize,
+    /// Where they go, counted from the beginning of the wanted block.
+    pub(super) to: usize,
+    pub(super) len: usize,
+}
+
+/// The runs in which a stored and a wanted block overlap, in the order of the file.
+pub(super) struct Runs {
+    /// The overlap's sizes of the dims that separate runs, with the steps in bytes from one index to the next.
+    outer: Vec<(usize, usize, usize)>,
+    first: Run,
+    next: usize,
+    count: usize,
+}
+
+impl Runs {
+    /// Both blocks are ranges of global indices, row-major, with elements of `size` bytes.
+    pub(super) fn new(stored: &[Range<usize>], wanted: &[Range<usize>], size: usize) -> Self {
+        let mut first = Run { from: 0, to: 0, len: size };
+        let (mut outer, mut count, mut together) = (Vec::new(), 1, true);
+        let (mut from_step, mut to_step) = (size, size);
+        for (stored, wanted) in stored.iter().zip(wanted).rev() {
+            let start = stored.start.max(wanted.start);
+            let len = stored.end.min(wanted.end).saturating_sub(start);
+            if len == 0 {
+                return Self { outer: Vec::new(), first, next: 0, count: 0 };
+            }
+            first.from += (start - stored.start) * from_step;
+            first.to += (start - wanted.start) * to_step;
+            match together {
+                true => first.len *= len,
+                false => {
+                    count *= len;
+                    outer.push((len, from_step, to_step));
+                }
+            }
+            // Indices of the next dim out follow each other without a gap only if this one is whole in both.
+            together &= len == stored.len() && len == wanted.len();
+            from_step *= stored.len();
+            to_step *= wanted.len();
+        }
+        Self { outer, first, next: 0, count }
+    }
+}
+
+impl Iterator for Runs {
+    type Item = Run;
+
+    fn next(&mut self) -> Option<Run> {
+        if self.next == self.count {
+            return None;
+        }
+        let (mut run, mut index) = (self.first, self.next);
+        for &(len, from_step, to_step) in &self.outer {
+            run.from += index % len * from_step;
+            run.to += index % len * to_step;
+            index /= len;
+        }
+        self.next += 1;
+        Some(run)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use itertools::Itertools;
+    use proptest::prelude::*;
+
+    fn run(from: usize, to: usize, len: usize) -> Run {
+        Run { from, to, len }
+    }
+
+    #[test]
+    fn rows_are_one_run_and_columns_one_a_row() {
+        let rows: Vec<_> = Runs::new(&[0..4, 0..6], &[1..3, 0..6], 4).collect();
+        assert_eq!(rows, [run(24, 0, 48)]);
+        let columns: Vec<_> = Runs::new(&[0..3, 0..6], &[0..3, 4..6], 4).collect();
+        assert_eq!(columns, [run(16, 0, 8), run(40, 8, 8), run(64, 16, 8)]);
+        assert_eq!(Runs::new(&[], &[], 8).collect::<Vec<_>>(), [run(0, 0, 8)]);
+        assert_eq!(Runs::new(&[0..2, 0..3], &[2..4, 0..3], 4).count(), 0);
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(256) })]
+        #[test]
+        fn every_byte_of_the_overlap_goes_to_its_place_once(
+            bounds in prop::collection::vec((0usize..4, 0usize..5, 0usize..4, 0usize..5), 0..4),
+        ) {
+            let stored: Vec<_> = bounds.iter().map(|b| b.0..b.0 + b.1).collect();
+            let wanted: Vec<_> = bounds.iter().map(|b| b.2..b.2 + b.3).collect();
+            let place = |block: &[Range<usize>], at: &[usize]| {
+                block.iter().zip(at).fold(0, |n, (range, i)| n * range.len() + i - range.start)
+            };
+            let mut want = Vec::new();
+            let both = stored.iter().zip(&wanted).map(|(s, w)| s.start.max(w.start)..s.end.min(w.end));
+            let mut places: Vec<Vec<usize>> = both.multi_cartesian_product().collect();
+            if bounds.is_empty() {
+                places = vec![vec![]];
+            }
+            for at in places {
+                want.push((place(&stored, &at) * 2, place(&wanted, &at) * 2));
+                want.push((place(&stored, &at) * 2 + 1, place(&wanted, &at) * 2 + 1));
+            }
+            let got: Vec<_> =
+                Runs::new(&stored, &wanted, 2).flat_map(|r| (0..r.len).map(move |i| (r.from + i, r.to + i))).collect();
+            prop_assert_eq!(got, want);
+        }
+    }
+}
