@@ -8,7 +8,9 @@
 mod dtensor;
 mod error;
 mod explain;
+mod factory;
 pub mod kernels;
+mod local;
 pub mod nn;
 mod ops;
 pub mod parallel;
