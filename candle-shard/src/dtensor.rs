@@ -1,4 +1,5 @@
 //! A tensor that is spread over a mesh.
+use crate::factory::placed;
 use crate::placement::{Partial, Placement, Replicate, Shard};
 use crate::spec::Spec;
 use crate::{Error, Result};
@@ -98,6 +99,12 @@ impl DTensor {
     }
 
     /// This rank's tensor as a piece of a tensor of the global `shape`, cut in the default sizes.
+    ///
+    /// Nothing is communicated. For pieces of other sizes there is [`from_local_ragged`](Self::from_local_ragged).
+    ///
+    /// # Errors
+    /// If the local shape or dtype is not this rank's piece. Only a rank that gave a wrong one sees that; where its
+    /// error ends its part of the world, all other ranks get a group failure that quotes it.
     pub fn from_local(
         local: Tensor,
         mesh: &DeviceMesh,
@@ -112,10 +119,7 @@ impl DTensor {
     ///
     /// The result is a leaf without gradient. `Partial` placements are not possible: they are results of ops.
     pub fn distribute(tensor: &Tensor, mesh: &DeviceMesh, placements: &[Placement]) -> Result<Self> {
-        let spec = Spec::new(mesh, placements, tensor.shape(), tensor.dtype())?;
-        if let Some(p) = placements.iter().find(|p| p.is_partial()) {
-            return Err(Error::Layout(format!("cannot distribute a tensor as {p}; use a shard or R")));
-        }
+        let spec = placed(mesh, placements, tensor.shape(), tensor.dtype())?;
         let mut local = tensor.detach();
         for (dim, range) in spec.local_block().iter().enumerate() {
             local = local.narrow(dim, range.start, range.len())?;

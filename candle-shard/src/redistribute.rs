@@ -23,7 +23,7 @@
 //! cuts what the axes outside of it have left.
 use crate::dtensor::{Axes, DTensor};
 use crate::placement::{Partial, Placement, Replicate, Shard};
-use crate::spec::{Sizes, Spec};
+use crate::spec::{Sizes, Spec, chunk_sizes};
 use crate::{Error, Result};
 use candle_core::Tensor;
 use candle_dist::ReduceOp;
@@ -38,6 +38,14 @@ pub(crate) struct Target {
 }
 
 pub(crate) type Targets = SmallVec<[Target; 3]>;
+
+impl Target {
+    /// This shard in explicit sizes, or in the default ones if these are.
+    pub(crate) fn shard(dim: usize, sizes: &[usize]) -> Self {
+        let default = chunk_sizes(sizes.iter().sum(), sizes.len());
+        Self { placement: Shard(dim), sizes: (sizes[..] != default[..]).then(|| sizes.into()) }
+    }
+}
 
 impl From<Placement> for Target {
     fn from(placement: Placement) -> Self {
@@ -55,6 +63,12 @@ impl DTensor {
     pub fn redistribute(&self, placements: &[Placement]) -> Result<Self> {
         self.spec().derive(placements, self.dims())?;
         self.to_targets(&placements.iter().map(|&p| Target::from(p)).collect::<Targets>(), 0)
+    }
+
+    /// Where each axis is now.
+    pub(crate) fn targets(&self) -> Targets {
+        let here = |(axis, &placement)| Target { placement, sizes: self.spec().sizes(axis).cloned() };
+        self.placements().iter().enumerate().map(here).collect()
     }
 
     /// Whether [`to_targets`](Self::to_targets) has nothing to do.

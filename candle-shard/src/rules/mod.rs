@@ -17,7 +17,7 @@ use crate::spec::Spec;
 use crate::{DTensor, Result};
 use candle_core::{DType, Tensor};
 use candle_dist::backend::Dims;
-pub(crate) use plan::{Lay, Plan};
+pub(crate) use plan::{Lay, Plan, check_meshes};
 use smallvec::{SmallVec, smallvec};
 use std::sync::Arc;
 

@@ -3,8 +3,10 @@ use super::{Row, Signature};
 use crate::dtensor::{Axes, DTensor};
 use crate::placement::{Placement, Placements, Replicate};
 use crate::redistribute::{Target, Targets, conversion_cost};
-use crate::spec::{Sizes, Spec};
+use crate::spec::Spec;
 use crate::{Error, Result};
+use candle_core::DType;
+use candle_dist::backend::Dims;
 use smallvec::SmallVec;
 use std::sync::Arc;
 
@@ -29,54 +31,68 @@ pub(crate) struct Lay {
 
 impl Plan {
     pub(super) fn new(op: &'static str, inputs: &[&DTensor], signature: Signature) -> Result<Self> {
-        let mesh = inputs[0].mesh();
-        if let Some(other) = inputs.iter().find(|x| x.mesh() != mesh) {
-            let other = other.mesh();
-            let reason = format!("inputs lie on different meshes, {mesh} and {other}; redistribute one of them");
-            return Error::op(op, reason);
-        }
-        let mut out = Placements::new();
-        let mut out_sizes: SmallVec<[Option<Sizes>; 3]> = SmallVec::new();
-        let mut lays: SmallVec<[Lay; 3]> =
-            inputs.iter().map(|_| Lay { targets: Targets::new(), ready: false }).collect();
-        let (mut vary, mut varying): (Axes, Axes) = (0, 0);
-        for axis in 0..mesh.ndim() {
+        check_meshes(op, inputs)?;
+        let mut out = Targets::new();
+        let mut lays: SmallVec<[Targets; 3]> = inputs.iter().map(|_| Targets::new()).collect();
+        for axis in 0..inputs[0].mesh().ndim() {
             let row = cheapest(inputs, &signature.rows, axis);
             let placement_of = |i: usize| row.map_or(Replicate, |row| row.ins[i]);
             // Inputs that are cut together must be cut alike: the first that lies as the row wants sets the sizes.
             // An axis that cuts what another axis has left takes the default sizes.
             let sizes = (0..inputs.len())
                 .find(|&i| placement_of(i).shard_dim().is_some() && inputs[i].placements()[axis] == placement_of(i))
-                .filter(|&i| lays[i].targets.iter().all(|outer| outer.placement != placement_of(i)))
+                .filter(|&i| lays[i].iter().all(|outer| outer.placement != placement_of(i)))
                 .and_then(|i| inputs[i].spec().sizes(axis).cloned());
             for (i, lay) in lays.iter_mut().enumerate() {
                 let placement = placement_of(i);
                 let sizes = placement.shard_dim().and(sizes.clone());
-                lay.targets.push(Target { placement, sizes });
+                lay.push(Target { placement, sizes });
             }
-            let to = row.map_or(Replicate, |row| row.out);
-            let differs = to != Replicate;
+            let placement = row.map_or(Replicate, |row| row.out);
+            out.push(Target { placement, sizes: placement.shard_dim().and(sizes) });
+        }
+        Self::laid(inputs, lays, &out, &signature.outs)
+    }
+
+    /// The plan that brings each input to its targets, for outputs of these shapes and dtypes that lie as `out`.
+    ///
+    /// On each axis the targets and `out` must be what one row could say.
+    pub(crate) fn laid(
+        inputs: &[&DTensor],
+        targets: impl IntoIterator<Item = Targets>,
+        out: &[Target],
+        outs: &[(Dims, DType)],
+    ) -> Result<Self> {
+        let (mut vary, mut varying): (Axes, Axes) = (0, 0);
+        for (axis, to) in out.iter().enumerate() {
+            let differs = to.placement != Replicate;
             if differs || inputs.iter().any(|x| x.varying() & (1 << axis) != 0) {
                 vary |= 1 << axis;
                 varying |= Axes::from(!differs) << axis;
             }
-            out_sizes.push(to.shard_dim().and(sizes));
-            out.push(to);
         }
-        for (lay, input) in lays.iter_mut().zip(inputs) {
-            lay.ready = input.lies_as(&lay.targets, vary);
-        }
-        let mut outs: SmallVec<[Arc<Spec>; 1]> = SmallVec::new();
-        for (shape, dtype) in &signature.outs {
-            let mut spec = Spec::new(mesh, &out, shape.as_slice(), *dtype)?;
-            for (axis, sizes) in out_sizes.iter().enumerate() {
-                spec = spec.with_sizes(axis, sizes.clone())?;
+        let lay = |(targets, input): (Targets, &&DTensor)| Lay { ready: input.lies_as(&targets, vary), targets };
+        let lays = targets.into_iter().zip(inputs).map(lay).collect();
+        let placements: Placements = out.iter().map(|to| to.placement).collect();
+        let spec = |(shape, dtype): &(Dims, DType)| {
+            let mut spec = Spec::new(inputs[0].mesh(), &placements, shape.as_slice(), *dtype)?;
+            for (axis, to) in out.iter().enumerate() {
+                spec = spec.with_sizes(axis, to.sizes.clone())?;
             }
-            outs.push(spec.shared());
-        }
+            Ok(spec.shared())
+        };
+        let outs: SmallVec<[Arc<Spec>; 1]> = outs.iter().map(spec).collect::<Result<_>>()?;
         let nothing = outs.iter().all(|out| out.local_shape().contains(&0));
         Ok(Self { inputs: lays, vary, outs, varying, nothing })
     }
+}
+
+/// Refuses inputs that lie on different meshes.
+pub(crate) fn check_meshes(op: &'static str, inputs: &[&DTensor]) -> Result<()> {
+    let mesh = inputs[0].mesh();
+    let Some(other) = inputs.iter().find(|x| x.mesh() != mesh) else { return Ok(()) };
+    let other = other.mesh();
+    Error::op(op, format!("inputs lie on different meshes, {mesh} and {other}; redistribute one of them"))
 }
 
 /// The row that moves the fewest bytes and then changes the fewest inputs; `None` stands for all replicated.

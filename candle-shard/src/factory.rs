@@ -1,0 +1,180 @@
+//! Tensors made where they lie: each rank builds its own shard, and nothing is communicated.
+use crate::placement::{Placement, Placements, Replicate};
+use crate::random::{Distribution, Stream, sample};
+use crate::spec::Spec;
+use crate::{DTensor, Error, Result};
+use candle_core::{DType, Device, FloatDType, Shape, Tensor, WithDType};
+use candle_dist::DeviceMesh;
+
+impl DTensor {
+    /// Zeros.
+    ///
+    /// This and the other factories take candle's arguments and then say how the tensor lies.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device};
+    /// use candle_dist::World;
+    /// use candle_shard::random::Stream;
+    /// use candle_shard::{DTensor, Result, Shard};
+    ///
+    /// let held = World::local(2).run(|ctx| -> Result<usize> {
+    ///     let (mesh, cpu) = (ctx.mesh(&[("tp", 2)])?, Device::Cpu);
+    ///     let ids = DTensor::arange(0u32, 5, &cpu, &mesh, &[Shard(0)])?; // 0, 1, 2 and 3, 4
+    ///     let noise = DTensor::randn(0f32, 1., (5, 2), &cpu, &mesh, &[Shard(0)], Stream::new(42, "noise"))?;
+    ///     assert_eq!(noise.add(&DTensor::zeros((5, 2), DType::F32, &cpu, &mesh, &[Shard(0)])?)?.dims(), [5, 2]);
+    ///     Ok(ids.to_local().elem_count())
+    /// })?;
+    /// assert_eq!(held, [3, 2]);
+    /// # Ok::<(), candle_dist::WorldError>(())
+    /// ```
+    pub fn zeros(
+        shape: impl Into<Shape>,
+        dtype: DType,
+        device: &Device,
+        mesh: &DeviceMesh,
+        placements: &[Placement],
+    ) -> Result<Self> {
+        made(placed(mesh, placements, shape, dtype)?, |spec| Tensor::zeros(spec.local_shape().as_slice(), dtype, device))
+    }
+
+    /// Ones.
+    pub fn ones(
+        shape: impl Into<Shape>,
+        dtype: DType,
+        device: &Device,
+        mesh: &DeviceMesh,
+        placements: &[Placement],
+    ) -> Result<Self> {
+        made(placed(mesh, placements, shape, dtype)?, |spec| Tensor::ones(spec.local_shape().as_slice(), dtype, device))
+    }
+
+    /// The same value everywhere.
+    pub fn full<T: WithDType>(
+        value: T,
+        shape: impl Into<Shape>,
+        device: &Device,
+        mesh: &DeviceMesh,
+        placements: &[Placement],
+    ) -> Result<Self> {
+        let spec = placed(mesh, placements, shape, T::DTYPE)?;
+        made(spec, |spec| Tensor::full(value, spec.local_shape().as_slice(), device))
+    }
+
+    /// `start`, `start + 1`, and so on below `end`, in one dim.
+    pub fn arange<T: WithDType>(
+        start: T,
+        end: T,
+        device: &Device,
+        mesh: &DeviceMesh,
+        placements: &[Placement],
+    ) -> Result<Self> {
+        let len = end.to_f64() - start.to_f64();
+        if !len.is_finite() {
+            return Error::op("arange", format!("{start}..{end}: want finite numbers"));
+        }
+        let spec = placed(mesh, placements, len.ceil().max(0.0) as usize, T::DTYPE)?;
+        made(spec, |spec| {
+            let held = spec.local_block()[0].clone();
+            let len = held.len();
+            Tensor::from_vec(held.map(|i| start + T::from_f64(i as f64)).collect::<Vec<T>>(), len, device)
+        })
+    }
+
+    /// The identity matrix `[n, n]`.
+    pub fn eye(n: usize, dtype: DType, device: &Device, mesh: &DeviceMesh, placements: &[Placement]) -> Result<Self> {
+        made(placed(mesh, placements, (n, n), dtype)?, |spec| {
+            let (block, shape) = (spec.local_block(), spec.local_shape());
+            let row = |i| block[1].clone().map(move |j| u8::from(i == j));
+            let ones: Vec<u8> = block[0].clone().flat_map(row).collect();
+            Tensor::from_vec(ones, shape.as_slice(), device)?.to_dtype(dtype)
+        })
+    }
+
+    /// Random numbers of `stream`, even over `[lo, up)` and bit-equal on every mesh.
+    pub fn rand<T: FloatDType>(
+        lo: T,
+        up: T,
+        shape: impl Into<Shape>,
+        device: &Device,
+        mesh: &DeviceMesh,
+        placements: &[Placement],
+        stream: Stream,
+    ) -> Result<Self> {
+        let even = Distribution::Uniform { lo: lo.to_f64(), up: up.to_f64() };
+        sampled(placed(mesh, placements, shape, T::DTYPE)?, even, device, stream)
+    }
+
+    /// Random numbers of `stream`, normally distributed and bit-equal on every mesh.
+    pub fn randn<T: FloatDType>(
+        mean: T,
+        stdev: T,
+        shape: impl Into<Shape>,
+        device: &Device,
+        mesh: &DeviceMesh,
+        placements: &[Placement],
+        stream: Stream,
+    ) -> Result<Self> {
+        let normal = Distribution::Normal { mean: mean.to_f64(), stdev: stdev.to_f64() };
+        sampled(placed(mesh, placements, shape, T::DTYPE)?, normal, device, stream)
+    }
+
+    /// Zeros that lie as this tensor does, replicated where it is partial.
+    pub fn zeros_like(&self) -> Result<Self> {
+        made(self.spec_like()?, |spec| Tensor::zeros(spec.local_shape().as_slice(), spec.dtype(), self.device()))
+    }
+
+    /// Ones that lie as this tensor does, replicated where it is partial.
+    pub fn ones_like(&self) -> Result<Self> {
+        made(self.spec_like()?, |spec| Tensor::ones(spec.local_shape().as_slice(), spec.dtype(), self.device()))
+    }
+
+    /// One value everywhere, rounded to the dtype of this tensor, lying as it does, replicated where it is partial.
+    pub fn full_like(&self, value: f64) -> Result<Self> {
+        made(self.spec_like()?, |spec| {
+            Tensor::full(value, spec.local_shape().as_slice(), self.device())?.to_dtype(spec.dtype())
+        })
+    }
+
+    /// Random numbers as of [`rand`](Self::rand) that lie as this tensor does, replicated where it is partial.
+    pub fn rand_like(&self, lo: f64, up: f64, stream: Stream) -> Result<Self> {
+        sampled(self.spec_like()?, Distribution::Uniform { lo, up }, self.device(), stream)
+    }
+
+    /// Random numbers as of [`randn`](Self::randn) that lie as this tensor does, replicated where it is partial.
+    pub fn randn_like(&self, mean: f64, stdev: f64, stream: Stream) -> Result<Self> {
+        sampled(self.spec_like()?, Distribution::Normal { mean, stdev }, self.device(), stream)
+    }
+
+    /// The layout of this tensor without partial sums.
+    fn spec_like(&self) -> Result<Spec> {
+        let resolved = self.placements().iter().map(|&p| if p.is_partial() { Replicate } else { p });
+        let mut spec = self.spec().derive(&resolved.collect::<Placements>(), self.dims())?;
+        for (axis, target) in self.targets().into_iter().enumerate() {
+            spec = spec.with_sizes(axis, target.sizes)?;
+        }
+        Ok(spec)
+    }
+}
+
+/// A layout that a tensor can be made in: partial placements are results of ops.
+pub(crate) fn placed(
+    mesh: &DeviceMesh,
+    placements: &[Placement],
+    shape: impl Into<Shape>,
+    dtype: DType,
+) -> Result<Spec> {
+    let spec = Spec::new(mesh, placements, shape, dtype)?;
+    match placements.iter().find(|p| p.is_partial()) {
+        Some(p) => Err(Error::Layout(format!("cannot make or distribute a tensor as {p}; use a shard or R"))),
+        None => Ok(spec),
+    }
+}
+
+fn made(spec: Spec, local: impl FnOnce(&Spec) -> candle_core::Result<Tensor>) -> Result<DTensor> {
+    let local = local(&spec)?;
+    Ok(DTensor::assemble(local, spec.shared(), 0))
+}
+
+fn sampled(spec: Spec, dist: Distribution, device: &Device, stream: Stream) -> Result<DTensor> {
+    made(spec, |spec| sample(stream, dist, spec.dims(), &spec.local_block(), spec.dtype(), device))
+}

@@ -1,0 +1,120 @@
+//! Elements looked up by index, of dims that may be sharded.
+//!
+//! A rank that holds a part of the indexed dim finds those elements that it holds, and zeros for the others: partial
+//! sums of the result.
+use crate::placement::{Placement, Replicate, Shard};
+use crate::rules::{self, Row, Rows, Signature};
+use crate::{DTensor, Error, Result};
+use candle_core::shape::Dim;
+use candle_core::{DType, Shape, Tensor};
+use std::ops::Range;
+
+const SUM: Placement = Placement::PARTIAL_SUM;
+
+impl DTensor {
+    /// The rows of this table `[rows, width]` at `ids` (u8, u32 or i64, any shape): `[.., width]`.
+    ///
+    /// A table sharded by columns is looked up where it lies; one sharded by rows gives partial sums, in which each
+    /// rank has the rows that it holds and zeros elsewhere.
+    ///
+    /// # Errors
+    /// If an id is not a row of the table; the ids on each rank are checked against the global number of rows, so
+    /// sharded ids may be refused on one rank, whose message then stops the others.
+    pub fn embedding(&self, ids: &Self) -> Result<Self> {
+        if self.rank() != 2 {
+            return Error::op("embedding", format!("a table {}: want [rows, width]", self.spec()));
+        }
+        self.take("embedding", ids, 0)
+    }
+
+    /// The elements of a dim at `indexes` (u8, u32 or i64, `[n]`): the dim has size `n` then.
+    ///
+    /// # Errors
+    /// As for [`embedding`](Self::embedding).
+    pub fn index_select(&self, indexes: &Self, dim: impl Dim) -> Result<Self> {
+        let dim = dim.to_index(&Shape::from(self.dims()), "index_select")?;
+        if indexes.rank() != 1 {
+            return Error::op("index_select", format!("indexes {}: want [n]", indexes.spec()));
+        }
+        self.take("index_select", indexes, dim)
+    }
+
+    /// Dim `dim` replaced by the dims of `ids`.
+    fn take(&self, op: &'static str, ids: &Self, dim: usize) -> Result<Self> {
+        let signature = || {
+            check_indexes(op, ids)?;
+            let mut rows: Rows = (0..ids.rank()).map(|d| Row::new(Shard(dim + d), &[Replicate, Shard(d)])).collect();
+            let place = |d: usize| if d < dim { d } else { d + ids.rank() - 1 };
+            let others = (0..self.rank()).filter(|&d| d != dim);
+            rows.extend(others.map(|d| Row::new(Shard(place(d)), &[Shard(d), Replicate])));
+            rows.extend([Row::new(SUM, &[Shard(dim), Replicate]), Row::new(SUM, &[SUM, Replicate])]);
+            let shape = [&self.dims()[..dim], ids.dims(), &self.dims()[dim + 1..]].concat();
+            Ok(Signature::new(rows, &shape, self.dtype()))
+        };
+        rules::run(op, &[dim], &[self, ids], signature, |x, out| {
+            let held = held(op, &x[1], &x[0], dim)?.flatten_all()?;
+            let found = x[0].to_local().contiguous()?.index_select(&held, dim)?; // candle takes nothing else
+            Ok(found.reshape(out.local_shape().as_slice())?)
+        })
+    }
+
+    /// The elements of a dim at `indexes` (u8, u32 or i64), which have the shape of the result.
+    ///
+    /// Element `[i, j, k]` is that at `[i, indexes[i, j, k], k]` for dim 1. In the other dims the indexes may be smaller
+    /// than the tensor.
+    ///
+    /// # Errors
+    /// As for [`embedding`](Self::embedding).
+    pub fn gather(&self, indexes: &Self, dim: impl Dim) -> Result<Self> {
+        let dim = dim.to_index(&Shape::from(self.dims()), "gather")?;
+        let others = |d: &usize| *d != dim;
+        let fits = |d: usize| indexes.dims()[d] <= self.dims()[d];
+        if indexes.rank() != self.rank() || !(0..self.rank()).filter(others).all(fits) {
+            let reason = format!("indexes {} for dim {dim} of {}", indexes.spec(), self.spec());
+            return Error::op("gather", format!("{reason}: want as many dims, the others no larger"));
+        }
+        let cut = |x: Self, d: usize| x.narrow(d, 0, indexes.dims()[d]);
+        let source = (0..self.rank()).filter(others).try_fold(self.clone(), cut)?;
+        let signature = || {
+            check_indexes("gather", indexes)?;
+            let alike = (0..self.rank()).filter(others).map(|d| Row::new(Shard(d), &[Shard(d), Shard(d)]));
+            let rows = alike.chain([
+                Row::new(Shard(dim), &[Replicate, Shard(dim)]),
+                Row::new(SUM, &[Shard(dim), Replicate]),
+                Row::new(SUM, &[SUM, Replicate]),
+            ]);
+            Ok(Signature::new(rows.collect(), indexes.dims(), self.dtype()))
+        };
+        rules::run("gather", &[dim], &[&source, indexes], signature, |x, _| {
+            let held = held("gather", &x[1], &x[0], dim)?;
+            Ok(x[0].to_local().contiguous()?.gather(&held, dim)?)
+        })
+    }
+}
+
+/// Refuses what cannot be indexes.
+pub(super) fn check_indexes(op: &'static str, indexes: &DTensor) -> Result<()> {
+    if matches!(indexes.dtype(), DType::U8 | DType::U32 | DType::I64) {
+        return Ok(());
+    }
+    Error::op(op, format!("ids {}: want u8, u32 or i64", indexes.spec()))
+}
+
+/// The local `indexes` of a dim of `x` as places in the part of it that this rank holds.
+///
+/// Elements held elsewhere get candle's mark for no element: it is read as zero, and nothing is written to it.
+pub(super) fn held(op: &'static str, indexes: &DTensor, x: &DTensor, dim: usize) -> Result<Tensor> {
+    const NOWHERE: u32 = u32::MAX;
+    let size = x.dims()[dim];
+    let part: Range<usize> = x.spec().local_block()[dim].clone();
+    let indexes = indexes.to_local();
+    let place = |&index: &i64| {
+        let index = usize::try_from(index).ok().filter(|&index| index < size).ok_or(index)?;
+        Ok(if part.contains(&index) { (index - part.start) as u32 } else { NOWHERE })
+    };
+    let values = indexes.flatten_all()?.to_dtype(DType::I64)?.to_vec1::<i64>()?;
+    match values.iter().map(place).collect::<std::result::Result<Vec<u32>, i64>>() {
+        Ok(places) => Ok(Tensor::from_vec(places, indexes.shape(), x.device())?),
+        Err(bad) => Error::op(op, format!("index {bad} is outside of dim {dim} of size {size}")),
+    }
+}

@@ -1,0 +1,112 @@
+//! Elements put or added to places that indexes name, in dims that may be sharded.
+//!
+//! A rank that holds a part of the indexed dim takes what belongs there and leaves the rest to the others.
+use super::lookup::{check_indexes, held};
+use crate::placement::{Placement, Replicate, Shard};
+use crate::rules::{self, Row, Rows, Signature};
+use crate::{DTensor, Error, Result};
+use candle_core::shape::Dim;
+use candle_core::{DType, Shape, Tensor};
+
+const SUM: Placement = Placement::PARTIAL_SUM;
+
+impl DTensor {
+    /// A copy with each element of `source` added at its index of a dim.
+    ///
+    /// `indexes` (u8, u32 or i64) has the shape of `source`, which is that of the tensor but for the dim: for dim 1,
+    /// `source[i, j, k]` goes to `[i, indexes[i, j, k], k]`. Both gradients are whole; candle's own `scatter_add` gives
+    /// none to elements that were added to.
+    ///
+    /// # Errors
+    /// As for [`embedding`](Self::embedding).
+    pub fn scatter_add(&self, indexes: &Self, source: &Self, dim: impl Dim) -> Result<Self> {
+        let dim = dim.to_index(&Shape::from(self.dims()), "scatter_add")?;
+        let signature = || {
+            let mut rows = self.scatter_rows("scatter_add", indexes, source, dim)?;
+            rows.push(Row::new(SUM, &[SUM, Shard(dim), Shard(dim)]));
+            Ok(Signature::new(rows, self.dims(), self.dtype()))
+        };
+        rules::run("scatter_add", &[dim], &[self, indexes, source], signature, |x, _| {
+            let (base, source) = (x[0].to_local(), x[2].to_local().contiguous()?);
+            let added = base.zeros_like()?.scatter_add(&held("scatter_add", &x[1], &x[0], dim)?, &source, dim)?;
+            Ok((base + added)?)
+        })
+    }
+
+    /// A copy with each element of `source` in place of the one at its index of a dim.
+    ///
+    /// Shapes are those of [`scatter_add`](Self::scatter_add). Where several elements go to one place the last stands,
+    /// and all of them get its gradient.
+    ///
+    /// # Errors
+    /// As for [`embedding`](Self::embedding).
+    pub fn scatter(&self, indexes: &Self, source: &Self, dim: impl Dim) -> Result<Self> {
+        let dim = dim.to_index(&Shape::from(self.dims()), "scatter")?;
+        let signature = || {
+            Ok(Signature::new(self.scatter_rows("scatter", indexes, source, dim)?, self.dims(), self.dtype()))
+        };
+        rules::run("scatter", &[dim], &[self, indexes, source], signature, |x, _| {
+            let (base, source) = (x[0].to_local(), x[2].to_local().contiguous()?);
+            let held = held("scatter", &x[1], &x[0], dim)?;
+            let marks = Tensor::ones(source.shape(), DType::U8, base.device())?;
+            let hit = Tensor::zeros(base.shape(), DType::U8, base.device())?.scatter(&held, &marks, dim)?;
+            let put = base.zeros_like()?.scatter(&held, &source, dim)?;
+            Ok(hit.where_cond(&put, base)?)
+        })
+    }
+
+    /// A copy with slice `i` of `source` along a dim added to slice `indexes[i]` (u8, u32 or i64).
+    ///
+    /// # Errors
+    /// As for [`embedding`](Self::embedding).
+    pub fn index_add(&self, indexes: &Self, source: &Self, dim: impl Dim) -> Result<Self> {
+        let dim = dim.to_index(&Shape::from(self.dims()), "index_add")?;
+        let signature = || {
+            self.check_source("index_add", source, dim)?;
+            check_indexes("index_add", indexes)?;
+            if indexes.dims() != &source.dims()[dim..=dim] {
+                let reason = format!("indexes {} for dim {dim} of {}", indexes.spec(), source.spec());
+                return Error::op("index_add", format!("{reason}: want one for each slice"));
+            }
+            let others = (0..self.rank()).filter(|&d| d != dim);
+            let mut rows: Rows = others.map(|d| Row::new(Shard(d), &[Shard(d), Replicate, Shard(d)])).collect();
+            rows.extend([
+                Row::new(Shard(dim), &[Shard(dim), Replicate, Replicate]),
+                Row::new(SUM, &[SUM, Replicate, SUM]),
+                Row::new(SUM, &[SUM, Shard(0), Shard(dim)]),
+            ]);
+            Ok(Signature::new(rows, self.dims(), self.dtype()))
+        };
+        rules::run("index_add", &[dim], &[self, indexes, source], signature, |x, _| {
+            let source = x[2].to_local().contiguous()?;
+            Ok(x[0].to_local().index_add(&held("index_add", &x[1], &x[0], dim)?, &source, dim)?)
+        })
+    }
+
+    /// The rows of an op that puts `source` at `indexes` of the same shape.
+    fn scatter_rows(&self, op: &'static str, indexes: &Self, source: &Self, dim: usize) -> Result<Rows> {
+        self.check_source(op, source, dim)?;
+        check_indexes(op, indexes)?;
+        if indexes.dims() != source.dims() {
+            let reason = format!("indexes {} for {}: want one for each element", indexes.spec(), source.spec());
+            return Error::op(op, reason);
+        }
+        let others = (0..self.rank()).filter(|&d| d != dim);
+        let mut rows: Rows = others.map(|d| Row::new(Shard(d), &[Shard(d), Shard(d), Shard(d)])).collect();
+        rows.extend([
+            Row::new(Shard(dim), &[Shard(dim), Replicate, Replicate]),
+            Row::new(SUM, &[SUM, Replicate, SUM]),
+        ]);
+        Ok(rows)
+    }
+
+    fn check_source(&self, op: &'static str, source: &Self, dim: usize) -> Result<()> {
+        let alike = |d: usize| d == dim || source.dims()[d] == self.dims()[d];
+        let fits = source.rank() == self.rank() && (0..self.rank()).all(alike);
+        if fits && source.dtype() == self.dtype() {
+            return Ok(());
+        }
+        let reason = format!("{} for {}: want its dtype and its dims but for dim {dim}", source.spec(), self.spec());
+        Error::op(op, reason)
+    }
+}

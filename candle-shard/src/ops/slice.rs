@@ -1,0 +1,251 @@
+//! Parts of a dim: each rank keeps the rows that it holds, and nothing is communicated.
+//!
+//! A part of a sharded dim has explicit sizes, and where several axes shard the dim, the inner ones are gathered.
+use crate::placement::{Partial, Replicate, Shard};
+use crate::redistribute::{Target, Targets};
+use crate::rules::{self, Plan, check_meshes};
+use crate::spec::Spec;
+use crate::{DTensor, Error, Result};
+use candle_core::shape::Dim;
+use candle_core::{Shape, Tensor};
+use candle_dist::ReduceOp;
+use candle_dist::backend::Dims;
+use smallvec::smallvec;
+use std::ops::{Bound, Range, RangeBounds};
+
+impl DTensor {
+    /// The part `start..start + len` of a dim.
+    ///
+    /// Nothing is communicated where one axis shards the dim: the ranks keep those of their rows that are in the part,
+    /// so some may have none. [`redistribute`](Self::redistribute) evens it out.
+    pub fn narrow(&self, dim: impl Dim, start: usize, len: usize) -> Result<Self> {
+        let dim = dim.to_index(&Shape::from(self.dims()), "narrow")?;
+        let part = self.check_part("narrow", dim, start, len)?;
+        if len == self.dims()[dim] {
+            return Ok(self.clone());
+        }
+        self.resized("narrow", [dim, start, len], |sizes| overlaps(sizes, &part), |x, _| {
+            let held = &x.spec().local_block()[dim];
+            Ok(local_part(x.to_local(), dim, &within(held, &part))?)
+        })
+    }
+
+    /// `left` zeros before and `right` zeros after the elements of a dim.
+    ///
+    /// Nothing is communicated where one axis shards the dim: its first and last rank hold the zeros.
+    pub fn pad_with_zeros(&self, dim: impl Dim, left: usize, right: usize) -> Result<Self> {
+        let dim = dim.to_index(&Shape::from(self.dims()), "pad_with_zeros")?;
+        if left == 0 && right == 0 {
+            return Ok(self.clone());
+        }
+        let pad = |sizes: &[usize]| {
+            let mut sizes = Dims::from_slice(sizes);
+            let last = sizes.len() - 1;
+            sizes[0] += left;
+            sizes[last] += right;
+            sizes
+        };
+        self.resized("pad_with_zeros", [dim, left, right], pad, |x, out| {
+            let to = &out.local_block()[dim];
+            let left = if to.start == 0 { left } else { 0 };
+            let right = to.len() - left - x.to_local().dim(dim)?;
+            Ok(x.to_local().pad_with_zeros(dim, left, right)?)
+        })
+    }
+
+    /// At most `chunks` parts of a dim, the first ones larger by one where it does not divide.
+    pub fn chunk(&self, chunks: usize, dim: impl Dim) -> Result<Vec<Self>> {
+        let dim = dim.to_index(&Shape::from(self.dims()), "chunk")?;
+        let size = self.dims()[dim];
+        if chunks == 0 {
+            return Error::op("chunk", format!("no chunks of dim {dim} of {}; ask for at least 1", self.spec()));
+        }
+        let count = chunks.min(size.max(1));
+        let start = |i: usize| i * (size / count) + i.min(size % count);
+        (0..count).map(|i| self.narrow(dim, start(i), start(i + 1) - start(i))).collect()
+    }
+
+    /// The elements at `index` of the first dim, which goes away.
+    pub fn get(&self, index: usize) -> Result<Self> {
+        if self.rank() == 0 { Ok(self.clone()) } else { self.get_on_dim(0, index) }
+    }
+
+    /// The elements at `index` of a dim, which goes away; where it is sharded, they are gathered from their rank.
+    pub fn get_on_dim(&self, dim: impl Dim, index: usize) -> Result<Self> {
+        let dim = dim.to_index(&Shape::from(self.dims()), "get_on_dim")?;
+        self.check_part("get_on_dim", dim, index, 1)?;
+        self.narrow(dim, index, 1)?.squeeze(dim)
+    }
+
+    /// A copy in which `src` stands in the place of the part of a dim that begins at `start`.
+    ///
+    /// The shard of the dim stays. A replicated `src` is cut without communication; a sharded one is brought to the
+    /// ranks that hold the part.
+    pub fn slice_scatter(&self, src: &Self, dim: impl Dim, start: usize) -> Result<Self> {
+        let dim = dim.to_index(&Shape::from(self.dims()), "slice_scatter")?;
+        let len = src.dims().get(dim).copied().unwrap_or(0);
+        let part = start..start.saturating_add(len);
+        let plan = || self.slice_scatter_plan(src, dim, &part);
+        let mut made = rules::run_planned("slice_scatter", &[dim, start], &[self, src], plan, |x, _| {
+            let held = &x[0].spec().local_block()[dim];
+            let (base, src) = (x[0].to_local(), x[1].to_local());
+            let own = within(held, &part);
+            let before = local_part(base, dim, &(0..own.start))?;
+            let after = local_part(base, dim, &(own.end..held.len()))?;
+            Ok(smallvec![Tensor::cat(&[&before, src, &after], dim)?])
+        })?;
+        Ok(made.remove(0))
+    }
+
+    /// A copy in which `src` stands in the place of `ranges`, one range for each dim: the form of `x[ranges] = src`.
+    ///
+    /// Costs what [`slice_scatter`](Self::slice_scatter) costs, for each range that is not the whole dim.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Tensor};
+    /// use candle_dist::World;
+    /// use candle_shard::{DTensor, Replicate, Result, Shard};
+    ///
+    /// let sums = World::local(2).run(|ctx| -> Result<f32> {
+    ///     let mesh = ctx.mesh(&[("tp", 2)])?;
+    ///     let x = DTensor::zeros((4, 3), DType::F32, &Device::Cpu, &mesh, &[Shard(0)])?;
+    ///     let row = DTensor::ones((1, 3), DType::F32, &Device::Cpu, &mesh, &[Replicate])?;
+    ///     let x = x.slice_assign(&[0..1, 0..3], &row)?; // x[0] = 1
+    ///     Ok(x.sum_all()?.full_tensor()?.to_scalar::<f32>()?)
+    /// })?;
+    /// assert_eq!(sums, [3.0, 3.0]);
+    /// # Ok::<(), candle_dist::WorldError>(())
+    /// ```
+    pub fn slice_assign(&self, ranges: &[impl RangeBounds<usize>], src: &Self) -> Result<Self> {
+        if ranges.len() != self.rank() || src.rank() != self.rank() {
+            let reason = format!("{} ranges of {} for {}: name every dim once", ranges.len(), self.spec(), src.spec());
+            return Error::op("slice_assign", reason);
+        }
+        let mut starts = Dims::new();
+        for (dim, range) in ranges.iter().enumerate() {
+            let (start, end) = bounds(range, self.dims()[dim]);
+            self.check_part("slice_assign", dim, start, end.saturating_sub(start))?;
+            if end.saturating_sub(start) != src.dims()[dim] {
+                let reason = format!("{start}..{end} of dim {dim} of {} for {}", self.spec(), src.spec());
+                return Error::op("slice_assign", format!("{reason}; the range must have the size of the source"));
+            }
+            starts.push(start);
+        }
+        self.assign_from(0, &starts, src)
+    }
+
+    /// Assigns from dim `dim` on; the dims before are whole.
+    fn assign_from(&self, dim: usize, starts: &[usize], src: &Self) -> Result<Self> {
+        let mut partial = (dim..self.rank()).filter(|&d| src.dims()[d] != self.dims()[d]);
+        let Some(dim) = partial.next() else {
+            return if self.rank() == 0 { Ok(src.clone()) } else { self.slice_scatter(src, 0, 0) };
+        };
+        if partial.next().is_none() {
+            return self.slice_scatter(src, dim, starts[dim]);
+        }
+        let part = self.narrow(dim, starts[dim], src.dims()[dim])?.assign_from(dim + 1, starts, src)?;
+        self.slice_scatter(&part, dim, starts[dim])
+    }
+
+    fn slice_scatter_plan(&self, src: &Self, dim: usize, part: &Range<usize>) -> Result<Plan> {
+        check_meshes("slice_scatter", &[self, src])?;
+        let same = |d: usize| d == dim || src.dims()[d] == self.dims()[d];
+        let fits = src.rank() == self.rank() && (0..self.rank()).all(same) && part.end <= self.dims()[dim];
+        if !fits || src.dtype() != self.dtype() {
+            let reason = format!("{} at {} of dim {dim} of {}", src.spec(), part.start, self.spec());
+            return Error::op("slice_scatter", format!("{reason}: want it inside, other dims and dtype alike"));
+        }
+        let outermost = self.sharded_axes(dim).next();
+        let mut base = self.targets();
+        let mut piece = Targets::new();
+        for (axis, target) in base.iter_mut().enumerate() {
+            piece.push(match target.placement {
+                Shard(d) if d == dim && Some(axis) == outermost => {
+                    Target::shard(dim, &overlaps(&self.spec().cut(axis, dim).sizes, part))
+                }
+                Shard(d) if d != dim => target.clone(),
+                Partial(ReduceOp::Sum) if self.dtype().is_float() => target.clone(),
+                _ => {
+                    *target = Replicate.into();
+                    Replicate.into()
+                }
+            });
+        }
+        let out = base.clone();
+        Plan::laid(&[self, src], [base, piece], &out, &[(Dims::from_slice(self.dims()), self.dtype())])
+    }
+
+    /// An op that changes the size of dim `attributes[0]`, each piece of it where it is.
+    ///
+    /// `sizes` gives the new sizes of the pieces of the dim, whatever their number.
+    fn resized(
+        &self,
+        op: &'static str,
+        attributes: [usize; 3],
+        sizes: impl Fn(&[usize]) -> Dims,
+        local: impl FnOnce(&DTensor, &Spec) -> Result<Tensor>,
+    ) -> Result<Self> {
+        let dim = attributes[0];
+        let plan = || {
+            let mut targets = self.targets();
+            let mut out = self.targets();
+            for (i, axis) in self.sharded_axes(dim).enumerate() {
+                if i == 0 {
+                    out[axis] = Target::shard(dim, &sizes(&self.spec().cut(axis, dim).sizes));
+                } else {
+                    (targets[axis], out[axis]) = (Replicate.into(), Replicate.into());
+                }
+            }
+            let mut shape = Dims::from_slice(self.dims());
+            shape[dim] = sizes(&[self.dims()[dim]])[0];
+            Plan::laid(&[self], [targets], &out, &[(shape, self.dtype())])
+        };
+        let mut made =
+            rules::run_planned(op, &attributes, &[self], plan, |x, outs| Ok(smallvec![local(&x[0], &outs[0])?]))?;
+        // Some ranks give their shard as it is, others a part of it: what is kept with it must be alike.
+        Ok(made.remove(0).aliasing(self))
+    }
+
+    fn check_part(&self, op: &'static str, dim: usize, start: usize, len: usize) -> Result<Range<usize>> {
+        let end = start.saturating_add(len);
+        if end > self.dims()[dim] {
+            return Error::op(op, format!("{start}..{end} is outside of dim {dim} of {}", self.spec()));
+        }
+        Ok(start..end)
+    }
+}
+
+/// How many elements of `part` lie in each of the pieces of a dim.
+fn overlaps(sizes: &[usize], part: &Range<usize>) -> Dims {
+    let piece = |start: &mut usize, size: &usize| {
+        *start += size;
+        Some(within(&(*start - size..*start), part).len())
+    };
+    sizes.iter().scan(0, piece).collect()
+}
+
+/// The elements of `part` that lie in `held`, counted from the start of it.
+fn within(held: &Range<usize>, part: &Range<usize>) -> Range<usize> {
+    let inside = |at: usize| at.clamp(held.start, held.end) - held.start;
+    inside(part.start)..inside(part.end)
+}
+
+/// A part of a local dim. candle panics on views without elements that begin behind their memory.
+fn local_part(x: &Tensor, dim: usize, part: &Range<usize>) -> candle_core::Result<Tensor> {
+    x.narrow(dim, if part.is_empty() { 0 } else { part.start }, part.len())
+}
+
+/// Start and end of a range of indices below `size`.
+fn bounds(range: &impl RangeBounds<usize>, size: usize) -> (usize, usize) {
+    let start = match range.start_bound() {
+        Bound::Included(&at) => at,
+        Bound::Excluded(&at) => at.saturating_add(1),
+        Bound::Unbounded => 0,
+    };
+    let end = match range.end_bound() {
+        Bound::Included(&at) => at.saturating_add(1),
+        Bound::Excluded(&at) => at,
+        Bound::Unbounded => size,
+    };
+    (start, end)
+}
