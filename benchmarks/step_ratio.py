@@ -1,33 +1,55 @@
 #!/usr/bin/env python3
-"""Step times of the toy Transformer, tensor-parallel against one device, in one alternating run.
+"""Step times of the toy Transformer on one device and tensor-parallel, here and in PyTorch, the sides alternating.
 
-Usage: benchmarks/step_ratio.py [ROUNDS]      (after cargo build --release)
+Usage: python3 benchmarks/step_ratio.py [--rounds 7] [--torch-python PYTHON]
+
+Without a Python that has torch and expecttest (--torch-python, or TORCH_PYTHON in the environment) only ours is measured.
 """
-import json
+import argparse
 import os
 import statistics
-import subprocess
 import sys
 
+from side_by_side import PEERS, build, has, output, say
+
 SETTINGS = {
-    "small: dim 64, sequence 32, batch 4": "--dim 64 --seq 32 --batch 4 --steps 40",
-    "large: dim 256, sequence 128, batch 8": "--dim 256 --seq 128 --batch 8 --steps 6",
+    "small: dim 64, sequence 32, batch 4": ({"dim": 64, "seq": 32, "batch": 4}, 40),
+    "large: dim 256, sequence 128, batch 8": ({"dim": 256, "seq": 128, "batch": 8}, 6),
 }
-BINARY = os.path.join(os.environ.get("CARGO_TARGET_DIR", "target"), "release", "toy-transformer")
+RUNS = ("single", "tp", "tp_sp")
+
+
+def flags(size, steps):
+    return [word for name, value in {**size, "steps": steps}.items() for word in (f"--{name}", str(value))]
 
 
 def main():
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 7
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7, help="alternating runs of each side [7]")
+    parser.add_argument("--torch-python", default=os.environ.get("TORCH_PYTHON", sys.executable), help="a Python with torch")
+    args = parser.parse_args()
+    if args.rounds < 1:
+        parser.error("give at least 1 for --rounds")
+    program = build("toy-transformer")
+    peer = has(args.torch_python, "import torch.testing._internal.distributed._tensor.common_dtensor")
+    if not peer:
+        say(f"PyTorch is left out: {args.torch_python} has no torch with its test models (torch, numpy, expecttest).")
     print("| setting | run | ms/step | of one device | spread of the ratio |")
     print("|---|---|---|---|---|")
-    for label, flags in SETTINGS.items():
-        runs = ",".join(["single,tp,tp_sp"] * rounds)
-        command = [BINARY, *flags.split(), "--heads", "8", "--layers", "2", "--dropout", "0", "--runs", runs, "--json", "-"]
-        report = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL).stdout)
-        times = {name: [r["ms_per_step"] for r in report["runs"] if r["name"] == name] for name in ("single", "tp", "tp_sp")}
+    for label, (size, steps) in SETTINGS.items():
+        times = {}
+        for _ in range(args.rounds):
+            ours = [program, *flags(size, steps), "--heads", "8", "--layers", "2", "--dropout", "0"]
+            for run in output([*ours, "--runs", ",".join(RUNS), "--json", "-"])["runs"]:
+                times.setdefault(run["name"], []).append(run["ms_per_step"])
+            if peer:
+                runs = output([args.torch_python, PEERS / "toy_transformer.py", *flags(size, steps)])["runs"]
+                for name, ms in runs.items():
+                    times.setdefault(f"PyTorch {name}", []).append(ms)
         for name, series in times.items():
             ratios = [a / b for a, b in zip(series, times["single"])]
-            print(f"| {label} | {name} | {statistics.median(series):.2f} | {statistics.median(ratios):.2f} | {min(ratios):.2f} to {max(ratios):.2f} |")
+            spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
+            print(f"| {label} | {name} | {statistics.median(series):.2f} | {statistics.median(ratios):.2f} | {spread} |")
 
 
 if __name__ == "__main__":

@@ -159,7 +159,7 @@ fn what_is_no_layout_is_refused_alike_everywhere() {
         "which is R, not a shard",
         "only the outermost axis that shards dim 0 takes sizes",
         "no axis 2",
-        "cannot distribute a tensor as P(sum)",
+        "distribute a tensor as P(sum)",
         "not replicated on axis 0",
         "not replicated on axis 2",
         "give one for each",

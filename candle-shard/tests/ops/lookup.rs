@@ -50,6 +50,6 @@ fn ids_that_are_no_rows_are_refused() {
             let ids = DTensor::distribute(&ids, &mesh, &[Replicate])?;
             Ok(table.embedding(&ids).unwrap_err().to_string())
         });
-        assert!(texts.iter().all(|t| t == "embedding: id 4 is not a row of a table of 4 rows"), "{texts:?}");
+        assert!(texts.iter().all(|t| t == "embedding: index 4 is outside of dim 0 of size 4"), "{texts:?}");
     }
 }
