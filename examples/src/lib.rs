@@ -4,6 +4,7 @@ pub mod allocator;
 pub mod cli;
 pub mod collectives;
 pub mod dispatch;
+pub mod loading;
 pub mod table;
 pub mod toy;
 

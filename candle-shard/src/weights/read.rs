@@ -9,7 +9,7 @@ use std::ops::Range;
 
 /// Runs that begin less than this many bytes after each other are read together, with the gaps between them: below
 /// it, a call for each run takes longer than the bytes in between and copying the run out of them.
-const TOGETHER: usize = 4096;
+const TOGETHER: usize = 8192;
 /// The most bytes that are read together.
 const AT_ONCE: usize = 256 << 10;
 
