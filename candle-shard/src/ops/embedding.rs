@@ -1,4 +1,5 @@
 //! Lookup of rows in a table that may be sharded by rows or by columns.
+use super::neutral;
 use crate::placement::{Placement, Replicate, Shard};
 use crate::rules::{self, Row, Rows, Signature};
 use crate::spec::Spec;
@@ -38,19 +39,18 @@ impl DTensor {
 fn lookup(table: &DTensor, ids: &Tensor, out: &Spec) -> Result<Tensor> {
     let vocab = table.dims()[0];
     let held = table.spec().local_block()[0].clone();
-    let table = table.to_local().contiguous()?; // candle looks up in nothing else
     let flat = ids.flatten_all()?;
     let values = flat.to_vec1::<u32>()?;
     if let Some(bad) = values.iter().find(|&&id| id as usize >= vocab) {
         return Error::op("embedding", format!("id {bad} is not a row of a table of {vocab} rows"));
     }
     let shape = out.local_shape();
+    if held.is_empty() && vocab > 0 {
+        return neutral(std::slice::from_ref(table), &shape, out.dtype());
+    }
+    let table = table.to_local().contiguous()?; // candle looks up in nothing else
     if held.len() == vocab {
         return Ok(table.index_select(&flat, 0)?.reshape(shape.as_slice())?);
-    }
-    if held.is_empty() {
-        // Zeros that stay connected to the table, so that every rank's graph has the same communication.
-        return Ok(table.sum_all()?.broadcast_as(shape.as_slice())?.contiguous()?);
     }
     // Rows held elsewhere are looked up as row 0 and replaced by zero, which also stops their gradient.
     let own = |&id: &u32| held.contains(&(id as usize));
