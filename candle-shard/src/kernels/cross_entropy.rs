@@ -1,9 +1,10 @@
-use candle_core::{CpuStorage, CustomOp1, DType, Error, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CpuStorage, CustomOp1, DType, Device, Error, Layout, Result, Shape, Tensor, bail};
+use candle_dist::ReduceOp;
 
 use super::{
     Reading, compute_dtype, elements,
     real::Real,
-    rows::{by_blocks, max, sum},
+    rows::{by_blocks, max, sum, sum_zip},
 };
 
 /// The negative log likelihood of each row's target under the softmax of its logits.
@@ -22,7 +23,7 @@ use super::{
 /// # }
 /// ```
 pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
-    let dtype = compute_dtype("cross_entropy", logits)?;
+    compute_dtype("cross_entropy", logits)?;
     let [rows, classes] = *logits.dims() else {
         bail!("cross_entropy: expected logits of shape [n, c], got {:?}", logits.shape());
     };
@@ -36,51 +37,151 @@ pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
         let (lhs, rhs) = (logits.device().location(), targets.device().location());
         return Err(Error::DeviceMismatchBinaryOp { lhs, rhs, op: "cross_entropy" }.bt());
     }
-    let checked = checked_targets(targets, classes)?;
-    if !logits.device().is_cpu() {
-        return candle_nn::ops::log_softmax(logits, 1)?.gather(&targets.unsqueeze(1)?, 1)?.squeeze(1)?.neg();
-    }
-    logits.to_dtype(dtype)?.contiguous()?.apply_op1(CrossEntropy { targets: checked })?.to_dtype(logits.dtype())
-}
-
-fn checked_targets(targets: &Tensor, classes: usize) -> Result<Vec<usize>> {
-    let check = |(row, target): (usize, i64)| match usize::try_from(target) {
-        Ok(class) if class < classes => Ok(class),
+    let goal = |(row, target): (usize, i64)| match usize::try_from(target) {
+        Ok(class) if class < classes => Ok(Goal { class: Some(class), peak: 1.0, spread: 0.0 }),
         _ => bail!("cross_entropy: row {row} has target {target}, outside the {classes} classes 0..{classes}"),
     };
-    targets.to_dtype(DType::I64)?.to_vec1()?.into_iter().enumerate().map(check).collect()
+    let rows = targets.to_dtype(DType::I64)?.to_vec1()?.into_iter().enumerate().map(goal).collect::<Result<_>>()?;
+    let goals = Goals { rows, spread: Vec::new(), spread_total: 0.0 };
+    weighted_cross_entropy(logits, goals, |t, _| Ok(t.clone()))?.to_dtype(logits.dtype())
+}
+
+/// What the loss of one row weighs.
+pub(crate) struct Goal {
+    /// The target among the classes that are here, if it is.
+    pub(crate) class: Option<usize>,
+    /// The weight of the target's negative log likelihood, wherever its class is.
+    pub(crate) peak: f64,
+    /// The factor of the weights that all classes have, 0 for none.
+    pub(crate) spread: f64,
+}
+
+/// What the losses of all rows weigh.
+pub(crate) struct Goals {
+    pub(crate) rows: Vec<Goal>,
+    /// A weight for each class that is here, or nothing where all are 0.
+    pub(crate) spread: Vec<f64>,
+    /// The sum of these weights over all classes, here or not.
+    pub(crate) spread_total: f64,
+}
+
+/// The sum of the negative log likelihoods of the classes that are here, weighted as `goals` say, for each row.
+///
+/// `logits` is `[n, c]` with a piece of the classes, the result is `[n]`, in f32 or f64; over all pieces it adds up to
+/// the loss. `join` reduces `[n]` over the pieces. The gradient is that of the sum over the pieces.
+pub(crate) fn weighted_cross_entropy(
+    logits: &Tensor,
+    goals: Goals,
+    join: impl Fn(&Tensor, ReduceOp) -> Result<Tensor>,
+) -> Result<Tensor> {
+    let x = logits.to_dtype(compute_dtype("cross_entropy", logits)?)?.contiguous()?;
+    if !x.device().is_cpu() {
+        return composed(&x, &goals, join);
+    }
+    let (here, partial) = match x.dtype() {
+        DType::F64 => normaliser::<f64>(&x)?,
+        _ => normaliser::<f32>(&x)?,
+    };
+    let top = join(&here, ReduceOp::Max)?;
+    let norm = join(&(partial * (here - &top)?.exp()?)?, ReduceOp::Sum)?;
+    x.apply_op1(CrossEntropy { goals, top, norm })
+}
+
+/// The largest logit of each row, and the sum of the exponentials of all differences to it.
+///
+/// A row without a finite logit has the sum 0 here, so that it counts for nothing beside pieces that have one.
+fn normaliser<T: Real>(x: &Tensor) -> Result<(Tensor, Tensor)> {
+    let (rows, classes) = x.dims2()?;
+    let x = Reading::new(x);
+    let xs = x.elements::<T>()?;
+    let none = T::from_f64(f64::NEG_INFINITY);
+    let mut out = vec![(none, T::zero()); rows];
+    by_blocks(
+        &mut out,
+        1,
+        classes,
+        #[inline(always)]
+        |first, out| {
+            for (i, out) in out.iter_mut().enumerate() {
+                let x = &xs[(first + i) * classes..][..classes];
+                let top = if x.is_empty() { none } else { max(x) };
+                if top != none {
+                    *out = (top, sum(x, |v| (v - top).exp_neg(T::zero())));
+                }
+            }
+        },
+    );
+    let (top, norm): (Vec<T>, Vec<T>) = out.into_iter().unzip();
+    Ok((Tensor::from_vec(top, rows, &Device::Cpu)?, Tensor::from_vec(norm, rows, &Device::Cpu)?))
+}
+
+fn composed(x: &Tensor, goals: &Goals, join: impl Fn(&Tensor, ReduceOp) -> Result<Tensor>) -> Result<Tensor> {
+    let (rows, classes) = x.dims2()?;
+    if classes == 0 {
+        return x.sum(1);
+    }
+    let top = join(&x.max(1)?.detach(), ReduceOp::Max)?.unsqueeze(1)?;
+    let shifted = x.broadcast_sub(&top)?;
+    let norm = join(&shifted.exp()?.sum(1)?, ReduceOp::Sum)?.unsqueeze(1)?;
+    let mut weights = Vec::with_capacity(rows * classes);
+    for goal in &goals.rows {
+        let first = weights.len();
+        weights.extend((0..classes).map(|c| goals.spread.get(c).map_or(0.0, |w| goal.spread * w)));
+        if let Some(class) = goal.class {
+            weights[first + class] += goal.peak;
+        }
+    }
+    let weights = Tensor::from_vec(weights, (rows, classes), x.device())?.to_dtype(x.dtype())?;
+    let terms = norm.log()?.broadcast_sub(&shifted)?;
+    // An infinite logit that has no weight must not make a NaN.
+    let terms = weights.ne(0.0)?.where_cond(&terms, &terms.zeros_like()?)?;
+    (terms * weights)?.sum(1)
 }
 
 struct CrossEntropy {
-    /// The class of each row, below the number of classes.
-    targets: Vec<usize>,
+    goals: Goals,
+    /// The largest logit of each row, and the sum of the exponentials of the differences to it, over all classes.
+    top: Tensor,
+    norm: Tensor,
 }
 
 impl CrossEntropy {
     fn forward<T: Real>(&self, s: &CpuStorage, l: &Layout) -> Result<(CpuStorage, Shape)> {
-        let (x, (_, classes)) = (elements::<T>(s, l)?, l.shape().dims2()?);
-        let mut out = vec![T::zero(); self.targets.len()];
+        let (x, (rows, classes)) = (elements::<T>(s, l)?, l.shape().dims2()?);
+        let (top, norm) = (Reading::new(&self.top), Reading::new(&self.norm));
+        let (tops, norms) = (top.elements::<T>()?, norm.elements::<T>()?);
+        let spread: Vec<T> = self.goals.spread.iter().map(|&w| T::from_f64(w)).collect();
+        let mut out = vec![T::zero(); rows];
         by_blocks(
             &mut out,
             1,
-            classes,
+            spread.len(),
             #[inline(always)]
             |first, out| {
-                let inputs = x[first * classes..].chunks_exact(classes).zip(&self.targets[first..]);
-                for (out, (x, &target)) in out.iter_mut().zip(inputs) {
-                    let top = max(x);
-                    *out = sum(x, |v| (v - top).exp_neg(T::zero())).ln() - (x[target] - top);
+                for (i, out) in out.iter_mut().enumerate() {
+                    let (row, goal) = (first + i, &self.goals.rows[first + i]);
+                    let x = &x[row * classes..][..classes];
+                    let (top, log_norm) = (tops[row], norms[row].ln());
+                    if let Some(class) = goal.class {
+                        *out = T::from_f64(goal.peak) * (log_norm - (x[class] - top));
+                    }
+                    if goal.spread != 0.0 {
+                        let terms = sum_zip(x, &spread, |x, weight| weight * (log_norm - (x - top)));
+                        *out += T::from_f64(goal.spread) * terms;
+                    }
                 }
             },
         );
-        let rows = out.len();
         Ok((T::to_cpu_storage_owned(out), Shape::from(rows)))
     }
 
     fn backward<T: Real>(&self, x: &Tensor, grad: &Tensor) -> Result<Tensor> {
         let (_, classes) = x.dims2()?;
-        let (x, grad) = (Reading::new(x), Reading::new(grad));
+        let [x, grad, top, norm] = [x, grad, &self.top, &self.norm].map(Reading::new);
         let (xs, gs) = (x.elements::<T>()?, grad.elements::<T>()?);
+        let (tops, norms) = (top.elements::<T>()?, norm.elements::<T>()?);
+        let Goals { rows, spread, spread_total } = &self.goals;
+        let spread: Vec<T> = spread.iter().map(|&w| T::from_f64(w)).collect();
         let mut out = vec![T::zero(); xs.len()];
         by_blocks(
             &mut out,
@@ -88,17 +189,24 @@ impl CrossEntropy {
             classes,
             #[inline(always)]
             |first, out| {
-                let rows = out.chunks_exact_mut(classes).zip(xs[first * classes..].chunks_exact(classes));
-                for ((out, x), (&grad, &target)) in rows.zip(gs[first..].iter().zip(&self.targets[first..])) {
-                    let top = max(x);
-                    for (out, &x) in out.iter_mut().zip(x) {
-                        *out = (x - top).exp_neg(T::zero());
+                for (i, out) in out.chunks_exact_mut(classes).enumerate() {
+                    let (row, goal) = (first + i, &rows[first + i]);
+                    let total = goal.peak + goal.spread * spread_total;
+                    if total == 0.0 {
+                        continue; // the row is ignored, whatever its logits are
                     }
-                    let scale = grad / sum(out, |v| v);
-                    for out in out.iter_mut() {
-                        *out *= scale;
+                    let (grad, top) = (gs[row], tops[row]);
+                    let scale = grad * T::from_f64(total) / norms[row];
+                    for (out, &x) in out.iter_mut().zip(&xs[row * classes..]) {
+                        *out = (x - top).exp_neg(T::zero()) * scale;
                     }
-                    out[target] -= grad;
+                    let share = grad * T::from_f64(goal.spread);
+                    for (out, &weight) in out.iter_mut().zip(&spread) {
+                        *out -= share * weight;
+                    }
+                    if let Some(class) = goal.class {
+                        out[class] -= grad * T::from_f64(goal.peak);
+                    }
                 }
             },
         );
@@ -125,5 +233,31 @@ impl CustomOp1 for CrossEntropy {
             _ => self.backward::<f32>(x, &grad),
         }
         .map(Some)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::{Device::Cpu, Var};
+
+    #[test]
+    fn the_composed_loss_equals_the_fused_one() -> Result<()> {
+        let x = Var::from_tensor(&Tensor::randn(0f64, 3.0, (4, 3), &Cpu)?)?;
+        let goals = || {
+            let row = |class, peak, spread| Goal { class, peak, spread };
+            let rows =
+                vec![row(Some(2), 0.7, 1.0), row(None, 0.0, 0.0), row(Some(0), 1.3, 1.0), row(Some(1), 1.0, 0.0)];
+            Goals { rows, spread: vec![0.1, 0.0, 0.3], spread_total: 0.4 }
+        };
+        let weights = Tensor::new(&[1.5f64, -2.0, 0.3, 1.0], &Cpu)?;
+        let alone = |t: &Tensor, _: ReduceOp| Ok(t.clone());
+        let pair = [weighted_cross_entropy(&x, goals(), alone)?, composed(&x, &goals(), alone)?];
+        let largest = |a: &Tensor, b: &Tensor| (a - b)?.abs()?.max_all()?.to_scalar::<f64>();
+        assert!(largest(&pair[0], &pair[1])? < 1e-14);
+        let grads = [(&pair[0] * &weights)?.backward()?, (&pair[1] * &weights)?.backward()?];
+        let [a, b] = grads.each_ref().map(|g| g.get(&x).unwrap());
+        assert!(largest(a, b)? < 1e-14);
+        Ok(())
     }
 }

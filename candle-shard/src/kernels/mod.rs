@@ -10,16 +10,23 @@ mod cross_entropy;
 mod gelu;
 mod layer_norm;
 mod linear;
+mod masked_softmax;
 mod real;
 mod rms_norm;
+mod rope;
 mod rows;
+mod silu_gate;
 mod softmax;
 
 pub use cross_entropy::cross_entropy;
+pub(crate) use cross_entropy::{Goal, Goals, weighted_cross_entropy};
 pub use gelu::gelu;
 pub use layer_norm::layer_norm;
 pub use linear::linear;
+pub use masked_softmax::masked_softmax;
 pub use rms_norm::rms_norm;
+pub use rope::{RopePairs, rope};
+pub use silu_gate::silu_gate;
 pub use softmax::{causal_softmax, softmax};
 
 use candle_core::{CpuStorage, DType, Device, Error, Layout, Result, Storage, StorageRef, Tensor, WithDType, bail};

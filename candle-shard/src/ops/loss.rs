@@ -1,34 +1,87 @@
-//! Losses with means over the global batch.
+//! Losses between two tensors of one shape, with means over all their elements on all ranks.
+use super::neutral;
 use crate::placement::{Placement, Shard};
 use crate::rules::{self, Row, Rows, Signature};
-use crate::{DTensor, Error, Result, kernels};
-use candle_core::DType;
+use crate::{DTensor, Error, Result};
+use candle_core::Tensor;
+
+/// How the losses of many elements become one number.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Reduction {
+    /// The mean over all elements that count, wherever they are.
+    #[default]
+    Mean,
+    /// The sum.
+    Sum,
+}
 
 impl DTensor {
-    /// The mean cross entropy of these logits `[.., classes]` against `targets` (u32 or i64, `[..]`), a scalar.
-    ///
-    /// Sharded leading dims give partial sums of the global mean; a sharded class dim is gathered first.
-    pub fn cross_entropy(&self, targets: &Self) -> Result<Self> {
-        let signature = || self.cross_entropy_signature(targets);
-        rules::run("cross_entropy", &[], &[self, targets], signature, |x, _| {
-            let (n, classes) = (x[1].to_local().elem_count(), self.dims()[self.rank() - 1]);
-            let count = x[1].elem_count();
-            let per_row =
-                kernels::cross_entropy(&x[0].to_local().reshape((n, classes))?, &x[1].to_local().flatten_all()?)?;
-            Ok(per_row.sum_all()?.affine(1.0 / count as f64, 0.0)?)
+    /// The squared error `(x - target)²`, reduced to a scalar.
+    pub fn mse_loss(&self, target: &Self, reduction: Reduction) -> Result<Self> {
+        self.elementwise_loss("mse_loss", target, reduction, |x, target| (x - target)?.sqr())
+    }
+
+    /// The absolute error `|x - target|`, reduced to a scalar; its slope is 0 where the two are equal.
+    pub fn l1_loss(&self, target: &Self, reduction: Reduction) -> Result<Self> {
+        self.elementwise_loss("l1_loss", target, reduction, |x, target| {
+            let error = (x - target)?;
+            let sign = error.sign()?.detach();
+            error * sign
         })
     }
 
-    fn cross_entropy_signature(&self, targets: &Self) -> Result<Signature> {
-        let Some((_, leading)) = self.dims().split_last() else {
-            return Error::op("cross_entropy", format!("logits {}: want [.., classes]", self.spec()));
-        };
-        self.check_float("cross_entropy")?;
-        if targets.dims() != leading || !matches!(targets.dtype(), DType::U32 | DType::I64) {
-            let reason = format!("targets {} for logits {}: want {leading:?} u32 or i64", targets.spec(), self.spec());
-            return Error::op("cross_entropy", reason);
+    /// Half the squared error up to `delta` and linear beyond, reduced to a scalar (Huber 1964).
+    ///
+    /// # Errors
+    /// If `delta` is not positive.
+    pub fn huber_loss(&self, target: &Self, delta: f64, reduction: Reduction) -> Result<Self> {
+        if delta.is_nan() || delta <= 0.0 {
+            return Error::op("huber_loss", format!("delta {delta}: want a positive number"));
         }
-        let rows: Rows = (0..leading.len()).map(|d| Row::new(Placement::PARTIAL_SUM, &[Shard(d), Shard(d)])).collect();
-        Ok(Signature::new(rows, &[], self.dtype()))
+        self.elementwise_loss("huber_loss", target, reduction, |x, target| {
+            // With c the error cut to ±delta the loss is c·error - c²/2, and c is its slope.
+            let error = (x - target)?;
+            let slope = error.clamp(-delta, delta)?.detach();
+            (&error * &slope)? - (slope.sqr()? * 0.5)?
+        })
+    }
+
+    /// The binary cross entropy of these logits against probabilities `target`, reduced to a scalar.
+    pub fn bce_with_logits_loss(&self, target: &Self, reduction: Reduction) -> Result<Self> {
+        self.elementwise_loss("bce_with_logits_loss", target, reduction, |x, target| {
+            // ln(1 + eˣ) = top + ln(e^-top + e^(x - top)) for any top, whose slope is therefore 0.
+            let top = x.relu()?.detach();
+            let log_norm = ((x - &top)?.exp()? + top.neg()?.exp()?)?.log()?;
+            (log_norm + top)? - (x * target)?
+        })
+    }
+
+    /// The reduction of `loss`, which is elementwise.
+    fn elementwise_loss(
+        &self,
+        op: &'static str,
+        target: &Self,
+        reduction: Reduction,
+        loss: impl Fn(&Tensor, &Tensor) -> candle_core::Result<Tensor>,
+    ) -> Result<Self> {
+        let signature = || {
+            self.check_float(op)?;
+            if self.dims() != target.dims() || self.dtype() != target.dtype() {
+                let reason = format!("{} against {}: want one shape and dtype", self.spec(), target.spec());
+                return Error::op(op, reason);
+            }
+            let row = |d| Row::new(Placement::PARTIAL_SUM, &[Shard(d), Shard(d)]);
+            Ok(Signature::new((0..self.rank()).map(row).collect::<Rows>(), &[], self.dtype()))
+        };
+        let sum = rules::run(op, &[], &[self, target], signature, |x, out| {
+            if x[0].to_local().elem_count() == 0 {
+                return neutral(x, &[], out.dtype());
+            }
+            Ok(loss(x[0].to_local(), x[1].to_local())?.sum_all()?)
+        })?;
+        match reduction {
+            Reduction::Sum => Ok(sum),
+            Reduction::Mean => sum.affine(1.0 / self.elem_count() as f64, 0.0),
+        }
     }
 }

@@ -1,9 +1,11 @@
 //! The ops of a [`DTensor`](crate::DTensor), one family a file, each a table of rows and a local computation.
+pub(crate) mod attention;
+pub(crate) mod cross_entropy;
 pub(crate) mod dropout;
 pub(crate) mod fallback;
 mod join;
 mod lookup;
-mod loss;
+pub(crate) mod loss;
 mod matmul;
 mod pointwise;
 mod reduce;
@@ -12,3 +14,18 @@ mod rowwise;
 mod scatter;
 mod slice;
 mod view;
+
+use crate::{DTensor, Result};
+use candle_core::{DType, Tensor};
+
+/// Zeros in the place of a sum over `inputs` without elements on this rank.
+///
+/// They stay connected to the inputs, so that every rank's backward pass has the same communication.
+fn neutral(inputs: &[DTensor], shape: &[usize], dtype: DType) -> Result<Tensor> {
+    let mut zero = Tensor::zeros((), dtype, inputs[0].device())?;
+    for input in inputs.iter().filter(|input| input.tracked()) {
+        let nothing = input.to_local().flatten_all()?.narrow(0, 0, 0)?.sum_all()?;
+        zero = (zero + nothing.to_dtype(dtype)?)?;
+    }
+    Ok(zero.broadcast_as(shape)?.contiguous()?)
+}

@@ -112,6 +112,16 @@ impl DTensor {
         self.binary("div", rhs, &[Row::new(SUM, &[SUM, Replicate])], |a, b| a.broadcast_div(b))
     }
 
+    /// The gated SiLU `x · sigmoid(x) · gate` of two tensors of one shape, the activation of SwiGLU.
+    pub fn silu_gate(&self, gate: &Self) -> Result<Self> {
+        self.check_float("silu_gate")?;
+        if self.dims() != gate.dims() {
+            let reason = format!("{} with a gate {}: want one shape", self.spec(), gate.spec());
+            return Error::op("silu_gate", reason);
+        }
+        self.binary("silu_gate", gate, &[Row::new(SUM, &[Replicate, SUM])], crate::kernels::silu_gate)
+    }
+
     fn binary(
         &self,
         op: &'static str,

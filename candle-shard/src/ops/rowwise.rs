@@ -1,4 +1,5 @@
 //! Ops that need the whole last dim of a row: softmax and the norms. Leading dims may be sharded.
+use super::pointwise::broadcast_rows;
 use crate::placement::{Replicate, Shard};
 use crate::rules::{self, Row, Rows, Signature};
 use crate::{DTensor, Error, Result, kernels};
@@ -31,6 +32,29 @@ impl DTensor {
         };
         rules::run("causal_softmax", &[], &[self], signature, |x, _| {
             Ok(kernels::causal_softmax(x[0].to_local(), scale)?)
+        })
+    }
+
+    /// The softmax over the last dim of `x · scale + mask`, the mask's dims broadcast but for the last.
+    ///
+    /// A row that the mask hides whole is zeros.
+    pub fn masked_softmax(&self, mask: &Self, scale: f64) -> Result<Self> {
+        let signature = || {
+            self.check_rows("masked_softmax", 1)?;
+            let (x, m) = (self.dims(), mask.dims());
+            let lead = x.len().checked_sub(m.len());
+            let fits = lead.is_some_and(|lead| m.iter().zip(&x[lead..]).all(|(m, x)| m == x || *m == 1));
+            if !fits || m.last() != x.last() || mask.dtype() != self.dtype() {
+                let reason =
+                    format!("a mask {} for scores {}: want its dtype, and its shape", mask.spec(), self.spec());
+                return Error::op("masked_softmax", format!("{reason} or 1 in all dims but the last"));
+            }
+            let mut rows = broadcast_rows(x, &[x, m]);
+            rows.truncate(self.rank() - 1);
+            Ok(Signature::new(rows, x, self.dtype()))
+        };
+        rules::run("masked_softmax", &[], &[self, mask], signature, |x, _| {
+            Ok(kernels::masked_softmax(x[0].to_local(), x[1].to_local(), scale)?)
         })
     }
 

@@ -7,6 +7,8 @@ mod gelu;
 mod harness;
 mod linear;
 mod norms;
+mod rope;
+mod silu_gate;
 mod softmax;
 
 use candle_core::{DType, Device::Cpu, Result, Tensor};
@@ -18,6 +20,7 @@ use gelu::*;
 use harness::*;
 use linear::*;
 use norms::*;
+use silu_gate::*;
 use softmax::*;
 
 #[test]
@@ -25,12 +28,14 @@ fn tensors_without_elements_stay_in_the_graph() {
     for dims in [&[0, 8][..], &[2, 0, 8], &[3, 0]] {
         let k = *dims.last().unwrap();
         let (x, row) = (randn(dims), randn(&[k]));
-        let cases: [(Op<'_>, Vec<Tensor>); 7] = [
+        let cases: [(Op<'_>, Vec<Tensor>); 9] = [
             (&fused_layer_norm, vec![x.clone(), row.clone(), row.clone()]),
             (&fused_rms_norm, vec![x.clone(), row]),
             (&fused_softmax, vec![x.clone()]),
             (&fused_causal, vec![x.clone()]),
             (&fused_gelu, vec![x.clone()]),
+            (&fused_silu_gate, vec![x.clone(), x.clone()]),
+            (&fused_masked, vec![x.clone(), randn(&[k])]),
             (&fused_linear, vec![x.clone(), randn(&[3, k]), randn(&[3])]),
             (&fused_linear, vec![x.clone(), randn(&[0, k])]),
         ];
@@ -38,7 +43,7 @@ fn tensors_without_elements_stay_in_the_graph() {
             for dtype in [DType::F64, DType::F32, DType::BF16] {
                 let inputs = inputs.iter().map(|t| t.to_dtype(dtype).unwrap()).collect::<Vec<_>>();
                 let results = run(*op, &inputs, View::Plain).unwrap();
-                let last = if i < 5 { k } else { inputs[1].dims()[0] };
+                let last = if i < 7 { k } else { inputs[1].dims()[0] };
                 assert_eq!(results[0].dims(), [&dims[..dims.len() - 1], &[last]].concat());
                 // The bias of [3, 0] · [0, 3] is all that can have a gradient.
                 let gradients = if k == 0 { &results[1..results.len().min(3)] } else { &results[1..] };
@@ -94,6 +99,14 @@ fn misuse_is_an_error_that_names_it() {
         (kernels::softmax(&scalar), &["dim"]),
         (kernels::causal_softmax(&vector(3), 1.0), &["causal_softmax", "[3]"]),
         (kernels::gelu(&ints), &["gelu", "U32"]),
+        (kernels::silu_gate(&x, &vector(3)), &["silu_gate", "[2, 3]", "[3]"]),
+        (kernels::silu_gate(&ints, &ints), &["silu_gate", "U32"]),
+        (kernels::silu_gate(&vector(3), &f64_3), &["silu_gate", "dtype"]),
+        (kernels::masked_softmax(&x, &vector(2), 1.0), &["masked_softmax", "[2]", "[2, 3]"]),
+        (kernels::masked_softmax(&x, &f64_3, 1.0), &["masked_softmax", "dtype"]),
+        (kernels::masked_softmax(&scalar, &scalar, 1.0), &["masked_softmax", "[]"]),
+        (kernels::rope(&x, &x, &x, 0, kernels::RopePairs::Halves), &["rope", "[2, 3]", "position 0"]),
+        (kernels::rope(&scalar, &x, &x, 0, kernels::RopePairs::Halves), &["rope", "[]"]),
         (kernels::cross_entropy(&vector(3), &target(vec![0])), &["cross_entropy", "[3]"]),
         (kernels::cross_entropy(&x, &target(vec![0])), &["cross_entropy", "[2]", "[1]"]),
         (kernels::cross_entropy(&x, &vector(2)), &["cross_entropy", "F32"]),
@@ -125,6 +138,8 @@ proptest! {
         compare(&fused_rms_norm, &composed_rms_norm, &[x.clone(), row]);
         compare(&fused_softmax, &composed_softmax, std::slice::from_ref(&x));
         compare(&fused_gelu, &composed_gelu, std::slice::from_ref(&x));
+        compare(&fused_silu_gate, &composed_silu_gate, &[x.clone(), x.clone()]);
+        compare(&fused_masked, &composed_masked, &[x.clone(), randn(&[k])]);
         compare(&fused_linear, &composed_linear, &[x, randn(&[n, k]), randn(&[n])]);
         let queries = n.min(k);
         compare(&fused_causal, &composed_causal, &[randn(&[lead[0], queries, k])]);

@@ -1,8 +1,10 @@
 //! Every op in every layout of its inputs, on every mesh, against one device: value and gradients.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
+mod attention;
 #[path = "../common/mod.rs"]
 mod common;
 mod lookup;
+mod losses;
 mod matmul;
 mod pointwise;
 mod reduce;

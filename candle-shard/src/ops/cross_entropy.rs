@@ -1,0 +1,244 @@
+//! Cross entropy over classes that may be sharded, with means over the global batch.
+use super::neutral;
+use crate::ops::loss::Reduction;
+use crate::placement::{Placement, Replicate, Shard};
+use crate::rules::{self, Row, Rows, Signature};
+use crate::{DTensor, Error, Result, kernels};
+use candle_core::{DType, Tensor};
+use candle_dist::functional::Exchange;
+use candle_dist::{DeviceMesh, ReduceOp};
+use smallvec::SmallVec;
+use std::ops::Range;
+
+const SUM: Placement = Placement::PARTIAL_SUM;
+
+/// The cross entropy with its options, as PyTorch's `cross_entropy` and `nll_loss` define them.
+///
+/// The loss of a row with target `y` is `-(1 - ε)·w[y]·ln p[y] - ε/C·Σ w[c]·ln p[c]` with class weights `w` and label
+/// smoothing `ε`; the mean divides by the sum of `w[y]` over all rows that count, on all ranks.
+///
+/// A sharded class dim stays where it is (Shoeybi et al. 2019): the ranks exchange the largest logit and the sum of the
+/// exponentials of each row, and nothing in the backward pass.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_dist::World;
+/// use candle_shard::{CrossEntropy, DTensor, Replicate, Result, Shard};
+///
+/// let losses = World::local(2).run(|ctx| -> Result<f64> {
+///     let mesh = ctx.mesh(&[("tp", 2)])?;
+///     let logits = Tensor::new(&[[0f64, 0., 0., 0.], [1., 2., 3., 4.]], &Device::Cpu)?;
+///     let logits = DTensor::distribute(&logits, &mesh, &[Shard(1)])?;
+///     let targets = DTensor::distribute(&Tensor::new(&[1i64, -100], &Device::Cpu)?, &mesh, &[Replicate])?;
+///     let loss = CrossEntropy { ignore_index: Some(-100), ..Default::default() };
+///     Ok(loss.of_logits(&logits, &targets)?.full_tensor()?.to_scalar()?)
+/// })?;
+/// assert_eq!(losses, [4f64.ln(); 2]);
+/// # Ok::<(), candle_dist::WorldError>(())
+/// ```
+#[derive(Debug, Clone, Default)]
+pub struct CrossEntropy {
+    /// The target of rows that do not count.
+    pub ignore_index: Option<i64>,
+    /// A weight for each class, `[classes]`; it gets no gradient. All 1 where there is none.
+    pub class_weights: Option<DTensor>,
+    /// The share of the loss that is spread evenly over all classes, in `[0, 1]`.
+    pub label_smoothing: f64,
+    /// How the losses of the rows become one number.
+    pub reduction: Reduction,
+}
+
+impl DTensor {
+    /// The mean cross entropy of these logits `[.., classes]` against `targets` (u32 or i64, `[..]`), a scalar.
+    ///
+    /// All dims may be sharded; see [`CrossEntropy`] for options.
+    pub fn cross_entropy(&self, targets: &Self) -> Result<Self> {
+        CrossEntropy::default().of_logits(self, targets)
+    }
+}
+
+impl CrossEntropy {
+    /// The loss of logits `[.., classes]` against `targets` (u32 or i64, `[..]`), a scalar.
+    ///
+    /// # Errors
+    /// If shapes or dtypes do not agree, the label smoothing is not in `[0, 1]`, or a target that this rank sees is
+    /// neither a class nor the ignored one.
+    pub fn of_logits(&self, logits: &DTensor, targets: &DTensor) -> Result<DTensor> {
+        if !(0.0..=1.0).contains(&self.label_smoothing) {
+            let reason = format!("label smoothing {}: want at least 0 and at most 1", self.label_smoothing);
+            return Error::op("cross_entropy", reason);
+        }
+        self.run("cross_entropy", logits, targets, |x, goals| {
+            let (logits, class_dim) = (&x[0], x[0].rank() - 1);
+            let flat = logits.to_local().reshape((goals.rows.len(), logits.to_local().dims()[class_dim]))?;
+            let axes: SmallVec<[usize; 2]> = logits.sharded_axes(class_dim).collect();
+            let join = |values: &Tensor, op| join(values, op, logits.mesh(), &axes).map_err(Into::into);
+            Ok(kernels::weighted_cross_entropy(&flat, goals, join)?.sum_all()?)
+        })
+    }
+
+    /// The loss of log probabilities `[.., classes]` against `targets` (u32 or i64, `[..]`), a scalar.
+    ///
+    /// # Errors
+    /// As [`of_logits`](Self::of_logits), and if there is label smoothing.
+    pub fn of_log_probabilities(&self, log_probabilities: &DTensor, targets: &DTensor) -> Result<DTensor> {
+        if self.label_smoothing != 0.0 {
+            let reason = format!("label smoothing {}: only of_logits takes it", self.label_smoothing);
+            return Error::op("nll_loss", reason);
+        }
+        self.run("nll_loss", log_probabilities, targets, |x, goals| {
+            let local = x[0].to_local();
+            let (rows, classes) = (goals.rows.len(), local.dims()[x[0].rank() - 1]);
+            if rows * classes == 0 {
+                return neutral(&x[..1], &[], loss_dtype(x[0].dtype()));
+            }
+            let index = goals.rows.iter().map(|goal| goal.class.unwrap_or(0) as u32);
+            let index = Tensor::from_iter(index, local.device())?.unsqueeze(1)?;
+            let picked = local.reshape((rows, classes))?.contiguous()?.gather(&index, 1)?.squeeze(1)?;
+            let picked = picked.to_dtype(loss_dtype(x[0].dtype()))?;
+            // Rows whose class is elsewhere, or ignored, count for nothing even where they are infinite.
+            let here = Tensor::from_iter(goals.rows.iter().map(|goal| u8::from(goal.class.is_some())), local.device())?;
+            let weights = Tensor::from_iter(goals.rows.iter().map(|goal| -goal.peak), local.device())?;
+            let picked = here.where_cond(&picked, &picked.zeros_like()?)?;
+            Ok((picked * weights.to_dtype(loss_dtype(x[0].dtype()))?)?.sum_all()?)
+        })
+    }
+
+    /// The reduced loss whose sum over the rows and classes of this rank is `local`.
+    fn run(
+        &self,
+        op: &'static str,
+        scores: &DTensor,
+        targets: &DTensor,
+        local: impl FnOnce(&[DTensor], kernels::Goals) -> Result<Tensor>,
+    ) -> Result<DTensor> {
+        let weights = self.class_weights.as_ref().map(DTensor::detach);
+        let inputs: SmallVec<[&DTensor; 3]> = [scores, targets].into_iter().chain(&weights).collect();
+        let signature = || signature(op, scores, targets, weights.as_ref());
+        let sum = rules::run(op, &[], &inputs, signature, |x, _| {
+            let goals = self.goals(op, &x[0], x[1].to_local(), x.get(2))?;
+            local(x, goals)
+        })?;
+        let loss = match self.reduction {
+            Reduction::Sum => sum,
+            Reduction::Mean if self.ignore_index.is_none() && weights.is_none() => {
+                sum.affine(1.0 / targets.elem_count() as f64, 0.0)?
+            }
+            Reduction::Mean => sum.div(&self.total_weight(op, scores, targets, weights.as_ref())?)?,
+        };
+        loss.to_dtype(scores.dtype())
+    }
+
+    /// The sum of the weights of all targets that count.
+    fn total_weight(
+        &self,
+        op: &'static str,
+        scores: &DTensor,
+        targets: &DTensor,
+        weights: Option<&DTensor>,
+    ) -> Result<DTensor> {
+        let inputs: SmallVec<[&DTensor; 2]> = [targets].into_iter().chain(weights).collect();
+        let dtype = loss_dtype(scores.dtype());
+        let signature = || {
+            let row = |d| Row { out: SUM, ins: [Shard(d)].into_iter().chain(weights.map(|_| Replicate)).collect() };
+            Ok(Signature::new((0..targets.rank()).map(row).collect(), &[], dtype))
+        };
+        rules::run("total weight of targets", &[dtype as usize], &inputs, signature, |x, _| {
+            let Targets { classes, weights } =
+                self.read(op, x[0].to_local(), scores.dims()[scores.rank() - 1], x.get(1))?;
+            let total: f64 = classes.iter().flatten().map(|&class| weight_of(&weights, class)).sum();
+            Ok(Tensor::new(total, x[0].device())?.to_dtype(dtype)?)
+        })
+    }
+
+    /// What the loss weighs on this rank, which has the classes of its shard of `scores`.
+    fn goals(
+        &self,
+        op: &'static str,
+        scores: &DTensor,
+        targets: &Tensor,
+        weights: Option<&DTensor>,
+    ) -> Result<kernels::Goals> {
+        let class_dim = scores.rank() - 1;
+        let classes = scores.dims()[class_dim];
+        let held: Range<usize> = scores.spec().local_block()[class_dim].clone();
+        let targets = self.read(op, targets, classes, weights)?;
+        let (smooth, weights) = (self.label_smoothing, targets.weights);
+        let goal = |class: Option<usize>| match class {
+            Some(class) => kernels::Goal {
+                class: held.contains(&class).then(|| class - held.start),
+                peak: (1.0 - smooth) * weight_of(&weights, class),
+                spread: if smooth == 0.0 { 0.0 } else { 1.0 },
+            },
+            None => kernels::Goal { class: None, peak: 0.0, spread: 0.0 },
+        };
+        let spread = |class| smooth / classes as f64 * weight_of(&weights, class);
+        let (here, everywhere) = if smooth == 0.0 { (0..0, 0..0) } else { (held.clone(), 0..classes) };
+        Ok(kernels::Goals {
+            rows: targets.classes.into_iter().map(goal).collect(),
+            spread: here.map(spread).collect(),
+            spread_total: everywhere.map(spread).sum(),
+        })
+    }
+
+    /// The targets and weights that are here.
+    fn read(&self, op: &'static str, targets: &Tensor, classes: usize, weights: Option<&DTensor>) -> Result<Targets> {
+        let class_of = |target: i64| match usize::try_from(target) {
+            _ if Some(target) == self.ignore_index => Ok(None),
+            Ok(class) if class < classes => Ok(Some(class)),
+            _ => {
+                Error::op(op, format!("target {target} is outside the {classes} classes 0..{classes}, and not ignored"))
+            }
+        };
+        let targets: Vec<i64> = targets.to_dtype(DType::I64)?.flatten_all()?.to_vec1()?;
+        let weights = weights.map(|w| w.to_local().to_dtype(DType::F64)?.to_vec1()).transpose()?;
+        Ok(Targets { classes: targets.into_iter().map(class_of).collect::<Result<_>>()?, weights })
+    }
+}
+
+struct Targets {
+    /// The class of each row, `None` for one that is ignored.
+    classes: Vec<Option<usize>>,
+    /// The weight of each class, if they differ.
+    weights: Option<Vec<f64>>,
+}
+
+fn weight_of(weights: &Option<Vec<f64>>, class: usize) -> f64 {
+    weights.as_ref().map_or(1.0, |weights| weights[class])
+}
+
+/// The dtype in which losses are added up.
+fn loss_dtype(dtype: DType) -> DType {
+    if dtype == DType::F64 { DType::F64 } else { DType::F32 }
+}
+
+fn signature(op: &'static str, scores: &DTensor, targets: &DTensor, weights: Option<&DTensor>) -> Result<Signature> {
+    let Some((&classes, leading)) = scores.dims().split_last() else {
+        return Error::op(op, format!("logits {}: want [.., classes]", scores.spec()));
+    };
+    scores.check_float(op)?;
+    if targets.dims() != leading || !matches!(targets.dtype(), DType::U32 | DType::I64) {
+        let reason = format!("targets {} for logits {}: want {leading:?} u32 or i64", targets.spec(), scores.spec());
+        return Error::op(op, reason);
+    }
+    if let Some(weights) = weights.filter(|w| w.dims() != [classes] || !w.dtype().is_float()) {
+        let reason = format!("class weights {} for logits {}: want floats [{classes}]", weights.spec(), scores.spec());
+        return Error::op(op, reason);
+    }
+    let row =
+        |score, target| Row { out: SUM, ins: [score, target].into_iter().chain(weights.map(|_| Replicate)).collect() };
+    let mut rows: Rows = (0..leading.len()).map(|d| row(Shard(d), Shard(d))).collect();
+    rows.push(row(Shard(leading.len()), Replicate));
+    Ok(Signature::new(rows, &[], loss_dtype(scores.dtype())))
+}
+
+/// `values` reduced over the ranks that have the other classes; a sum's gradient is that of all of them.
+fn join(values: &Tensor, op: ReduceOp, mesh: &DeviceMesh, axes: &[usize]) -> Result<Tensor> {
+    axes.iter().try_fold(values.clone(), |values, &axis| {
+        let group = mesh.axis_group(axis)?;
+        Ok(match op {
+            ReduceOp::Sum => Exchange::to_varying().apply(&Exchange::all_reduce().apply(&values, group)?, group)?,
+            _ => group.all_reduce(&values, op)?,
+        })
+    })
+}
