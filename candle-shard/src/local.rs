@@ -56,7 +56,10 @@ impl DTensor {
                 Replicate | Partial(ReduceOp::Sum) if share => Some(Exchange::to_varying()),
                 _ => {
                     let reason = format!("no gradient {gradient} on axis {axis} for {}", self.spec());
-                    return Error::op("to_local_with_grad", format!("{reason}; a shard's is a shard, else R or P(sum)"));
+                    return Error::op(
+                        "to_local_with_grad",
+                        format!("{reason}; a shard's is a shard, else R or P(sum)"),
+                    );
                 }
             })
         };

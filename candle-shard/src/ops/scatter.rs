@@ -42,9 +42,8 @@ impl DTensor {
     /// As for [`embedding`](Self::embedding).
     pub fn scatter(&self, indexes: &Self, source: &Self, dim: impl Dim) -> Result<Self> {
         let dim = dim.to_index(&Shape::from(self.dims()), "scatter")?;
-        let signature = || {
-            Ok(Signature::new(self.scatter_rows("scatter", indexes, source, dim)?, self.dims(), self.dtype()))
-        };
+        let signature =
+            || Ok(Signature::new(self.scatter_rows("scatter", indexes, source, dim)?, self.dims(), self.dtype()));
         rules::run("scatter", &[dim], &[self, indexes, source], signature, |x, _| {
             let (base, source) = (x[0].to_local(), x[2].to_local().contiguous()?);
             let held = held("scatter", &x[1], &x[0], dim)?;
@@ -93,10 +92,7 @@ impl DTensor {
         }
         let others = (0..self.rank()).filter(|&d| d != dim);
         let mut rows: Rows = others.map(|d| Row::new(Shard(d), &[Shard(d), Shard(d), Shard(d)])).collect();
-        rows.extend([
-            Row::new(Shard(dim), &[Shard(dim), Replicate, Replicate]),
-            Row::new(SUM, &[SUM, Replicate, SUM]),
-        ]);
+        rows.extend([Row::new(Shard(dim), &[Shard(dim), Replicate, Replicate]), Row::new(SUM, &[SUM, Replicate, SUM])]);
         Ok(rows)
     }
 
