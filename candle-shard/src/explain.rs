@@ -124,7 +124,7 @@ impl fmt::Display for Explanation {
 }
 
 impl fmt::Display for Step {
-    /// For example `matmul -> f32[4, 4] (tp=P(sum))`, and a line for each input.
+    /// For example `matmul -> f32[4, 4] P(sum)@tp`, and a line for each input.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} -> {}", self.op, self.outputs.join(", "))?;
         for input in &self.inputs {

@@ -7,6 +7,7 @@
 //! - [`Weights`] and [`checkpoint`]: files, of which a rank reads and writes its own blocks.
 //! - [`kernels`]: fused ops with a true backward, for plain tensors too.
 pub mod checkpoint;
+mod description;
 mod dtensor;
 mod error;
 mod explain;
@@ -24,6 +25,7 @@ mod spec;
 mod visualize;
 mod weights;
 
+pub use description::SpecDescription;
 pub use dtensor::DTensor;
 pub use error::{Error, Result};
 pub use explain::{Conversion, Explanation, Step, explain};
@@ -33,5 +35,5 @@ pub use ops::fallback::strict;
 pub use ops::loss::Reduction;
 pub use placement::{Partial, Placement, Placements, Replicate, Shard};
 pub use spec::{Sizes, Spec, chunk_sizes};
-pub use visualize::visualize_sharding;
+pub use visualize::{visualize_sharding, visualize_sharding_svg};
 pub use weights::Weights;

@@ -233,17 +233,23 @@ impl Hash for Known {
 }
 
 impl fmt::Display for Spec {
-    /// For example `f32[8, 16] (dp=S(0), tp=R)`.
+    /// For example `f32[8@dp, 16@tp]`: each dim names the axes that cut it, outermost first; axes that do not occur
+    /// replicate. Explicit sizes follow their axis, `8@dp(3+5)`, and partial axes the shape, `f32[8, 16] P(sum)@tp`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}{:?} (", self.dtype.as_str(), self.shape.as_slice())?;
-        let axes = self.mesh.names().iter().zip(&self.placements).zip(&self.sizes);
-        for (i, ((name, placement), sizes)) in axes.enumerate() {
-            write!(f, "{}{name}={placement}", if i > 0 { ", " } else { "" })?;
-            if let Some(sizes) = sizes {
-                write!(f, "{sizes:?}")?;
+        let axes = || self.mesh.names().iter().zip(&self.placements).zip(&self.sizes);
+        write!(f, "{}[", self.dtype.as_str())?;
+        for (dim, n) in self.shape.iter().enumerate() {
+            write!(f, "{}{n}", if dim > 0 { ", " } else { "" })?;
+            for ((name, _), sizes) in axes().filter(|((_, placement), _)| **placement == Shard(dim)) {
+                write!(f, "@{name}")?;
+                if let Some(sizes) = sizes {
+                    write!(f, "({})", sizes.iter().join("+"))?;
+                }
             }
         }
-        f.write_str(")")
+        f.write_str("]")?;
+        let mut partial = axes().filter(|((_, placement), _)| placement.is_partial());
+        partial.try_for_each(|((name, placement), _)| write!(f, " {placement}@{name}"))
     }
 }
 

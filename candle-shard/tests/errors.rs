@@ -113,7 +113,8 @@ fn operands_that_do_not_fit_are_refused_alike_on_all_ranks() {
             });
             assert_eq!(counts.total(), 0, "{counts}");
             for (part, text) in &texts {
-                assert!(text.contains(part), "{text:?} lacks {part:?}");
+                // The texts name the axis where it cuts, which differs from layout to layout.
+                assert!(text.replace("@a", "").contains(part), "{text:?} lacks {part:?}");
             }
             Ok(texts.into_iter().map(|(_, text)| text).collect())
         });

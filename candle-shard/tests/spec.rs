@@ -3,8 +3,8 @@
 mod common;
 
 use candle_core::{DType, Device, Tensor};
-use candle_dist::DeviceMesh;
-use candle_shard::{DTensor, Placement, Replicate, Result, Shard, Spec, chunk_sizes};
+use candle_dist::{DeviceMesh, ReduceOp};
+use candle_shard::{DTensor, Placement, Replicate, Result, Shard, Spec, SpecDescription, chunk_sizes};
 use common::{SUM, mesh, on_axes};
 use itertools::Itertools;
 use proptest::prelude::*;
@@ -121,10 +121,93 @@ fn sizes_that_are_the_default_ones_are_no_sizes() {
         assert!(spec.clone().with_sizes(0, Some([2, 2, 1].into()))? == spec);
         let other = spec.clone().with_sizes(0, Some([0, 1, 4].into()))?;
         assert_eq!(other.sizes(0).unwrap()[..], [0, 1, 4]);
-        assert_eq!(other.to_string(), "f32[5, 2] (a=S(0)[0, 1, 4])");
+        assert_eq!(other.to_string(), "f32[5@a(0+1+4), 2]");
         assert!(other.with_sizes(0, None)? == spec);
         Ok(())
     });
+}
+
+#[test]
+fn layouts_name_the_axes_where_they_cut() {
+    on_ranks(8, "display", |ctx| -> Result<()> {
+        let mesh = ctx.mesh(&[("dp", 2), ("cp", 2), ("tp", 2)])?;
+        let max = Placement::Partial(ReduceOp::Max);
+        for (placements, want) in [
+            ([Shard(0), Replicate, Shard(1)], "f32[8@dp, 16@tp]"),
+            ([Shard(1), Shard(0), Shard(1)], "f32[8@cp, 16@dp@tp]"),
+            ([Replicate, Replicate, Replicate], "f32[8, 16]"),
+            ([SUM, Shard(0), max], "f32[8@cp, 16] P(sum)@dp P(max)@tp"),
+        ] {
+            assert_eq!(Spec::new(&mesh, &placements, (8, 16), DType::F32)?.to_string(), want);
+        }
+        assert_eq!(Spec::new(&mesh, &[SUM, Replicate, Replicate], (), DType::I64)?.to_string(), "i64[] P(sum)@dp");
+        Ok(())
+    });
+}
+
+#[test]
+fn placements_are_read_as_they_are_shown() {
+    const REDUCTIONS: [ReduceOp; 5] = [ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Min, ReduceOp::Max, ReduceOp::Product];
+    let partial = REDUCTIONS.map(Placement::Partial);
+    for placement in partial.into_iter().chain([Replicate, Shard(0), Shard(12)]) {
+        let text = placement.to_string();
+        assert_eq!(text.parse::<Placement>().unwrap(), placement);
+        let json = serde_json::to_string(&placement).unwrap();
+        assert_eq!(json, format!("\"{text}\""));
+        assert_eq!(serde_json::from_str::<Placement>(&json).unwrap(), placement);
+    }
+    for text in
+        ["", "r", "S", "S()", "S(-1)", "S(+1)", "S(0", "S(0) ", "P", "P(mean)", "P(sum)x", "S(99999999999999999999)"]
+    {
+        let error = text.parse::<Placement>().unwrap_err().to_string();
+        assert!(error.contains(&format!("{text:?} is no placement; write R, S(dim)")), "{error}");
+        assert!(serde_json::from_value::<Placement>(text.into()).unwrap_err().to_string().contains("is no placement"));
+    }
+}
+
+#[test]
+fn a_description_is_the_spec_again_on_a_mesh_of_the_same_axes() {
+    let texts = on_ranks(4, "description", |ctx| -> Result<Vec<String>> {
+        let mesh = ctx.mesh(&[("dp", 2), ("tp", 2)])?;
+        let uneven =
+            Spec::new(&mesh, &[Shard(0), Shard(1)], (5, 3), DType::BF16)?.with_sizes(0, Some([1, 4].into()))?;
+        let partial = Spec::new(&mesh, &[SUM, Replicate], (), DType::F32)?;
+        for spec in [&uneven, &partial] {
+            let json = serde_json::to_string(&SpecDescription::from(spec)).unwrap();
+            let read: SpecDescription = serde_json::from_str(&json).unwrap();
+            assert!(read.on(&mesh)? == *spec, "{json}");
+        }
+        let described = SpecDescription::from(&uneven);
+        assert_eq!(
+            serde_json::to_value(&described).unwrap(),
+            serde_json::json!({
+                "axes": [["dp", 2], ["tp", 2]], "placements": ["S(0)", "S(1)"], "sizes": [[1, 4], null],
+                "shape": [5, 3], "dtype": "bf16",
+            })
+        );
+        let other = ctx.mesh(&[("dp", 4), ("tp", 1)])?;
+        let refused = [
+            described.on(&other),
+            SpecDescription { dtype: "f31".into(), ..described.clone() }.on(&mesh),
+            SpecDescription { shape: vec![5], ..described.clone() }.on(&mesh),
+            SpecDescription { placements: vec![Replicate], ..described.clone() }.on(&mesh),
+            SpecDescription { sizes: vec![None; 3], ..described }.on(&mesh),
+        ];
+        Ok(refused.map(|spec| spec.unwrap_err().to_string()).to_vec())
+    });
+    let parts = [
+        "described on (dp=2, tp=2) for DeviceMesh(dp=4, tp=1)",
+        "\"f31\" is no dtype",
+        "no dim 1",
+        "which has 2 axes",
+        "3 entries of sizes for DeviceMesh(dp=2, tp=2)",
+    ];
+    for text in &texts {
+        assert_eq!(text, &texts[0]);
+        for (text, part) in text.iter().zip(parts) {
+            assert!(text.contains(part), "{text:?} lacks {part:?}");
+        }
+    }
 }
 
 #[test]

@@ -163,7 +163,10 @@ fn several_files_and_an_index_are_one_source() {
     for (weights, names) in sources {
         assert_eq!(weights.names().collect_vec(), names);
         assert_eq!(weights.shape("a").unwrap(), [3, 2]);
-        assert_eq!(bits(&weights.read_block("b", &[1..3], &Device::Cpu).unwrap()), bits(&b.narrow(0, 1, 2).unwrap()));
+        assert_eq!(
+            bits(&weights.read_block("b", std::slice::from_ref(&(1..3)), &Device::Cpu).unwrap()),
+            bits(&b.narrow(0, 1, 2).unwrap())
+        );
         assert_eq!(weights.bytes_read(), 8);
     }
 }
@@ -245,7 +248,7 @@ fn tensors_that_are_not_what_is_wanted_are_refused_alike_on_all_ranks() {
             read("up.weight", &[2, 3], DType::I64),
             read("mask", &[3], DType::U8),
             block(&[0..2, 2..4]),
-            block(&[0..2]),
+            block(std::slice::from_ref(&(0..2))),
         ];
         Ok(errors.map(|error| error.unwrap_err().to_string()).to_vec())
     });

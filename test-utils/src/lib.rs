@@ -1,4 +1,5 @@
 //! The multi-rank test harness and the toy models of the candle distributed stack.
+mod converter;
 mod harness;
 pub mod model_args;
 pub mod reference;
@@ -6,7 +7,10 @@ pub mod reference_mlp;
 mod reference_ops;
 mod reference_params;
 mod scratch;
+mod subtests;
 pub mod toy;
 
+pub use converter::DTensorConverter;
 pub use harness::{Ranks, on_ranks};
 pub use scratch::Scratch;
+pub use subtests::{on_mesh, run_subtests, skip_unless_gpus};

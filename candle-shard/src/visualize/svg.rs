@@ -1,0 +1,92 @@
+//! Pictures for a browser.
+use super::{Bounds, Grid, named, shown};
+use crate::Result;
+use crate::spec::Spec;
+use itertools::Itertools;
+
+/// The longer side of a slice, the least length of the shorter one, and the room around them, in pixels.
+const LONG: f64 = 320.0;
+const SHORT: f64 = 48.0;
+const MARGIN: f64 = 56.0;
+
+/// An SVG picture of which rank holds what of a tensor of one to three dims, complete in itself.
+///
+/// Each block is drawn to scale in the colours of the ranks that hold it, with a text for the pointer that rests on it;
+/// slices of the first of three dims stand side by side, and ranks that hold nothing are named below.
+///
+/// # Errors
+/// If the tensor has no dim or more than three.
+///
+/// ```
+/// use candle_core::DType;
+/// use candle_dist::World;
+/// use candle_shard::{Result, Shard, Spec, visualize_sharding_svg};
+///
+/// let pictures = World::local(2).run(|ctx| -> Result<String> {
+///     let mesh = ctx.mesh(&[("tp", 2)])?;
+///     visualize_sharding_svg(&Spec::new(&mesh, &[Shard(1)], (5, 4), DType::F32)?)
+/// })?;
+/// assert!(pictures[0].starts_with("<svg ") && pictures[0].contains("<title>[0..5, 2..4]: rank 1</title>"));
+/// # Ok::<(), candle_dist::WorldError>(())
+/// ```
+pub fn visualize_sharding_svg(spec: &Spec) -> Result<String> {
+    let grid = Grid::new("visualize_sharding_svg", spec)?;
+    let end = |bounds: &[Bounds]| bounds.iter().map(|&(_, end)| end).max().unwrap_or(1) as f64;
+    let (rows, columns) = (end(&grid.rows), end(&grid.columns));
+    let longest = rows.max(columns);
+    let scaled = |n: f64| (n / longest * LONG).max(SHORT);
+    let scale = Scale { x: scaled(columns) / columns, y: scaled(rows) / rows };
+    let step = scaled(columns) + MARGIN;
+    let (width, height) = (MARGIN + step * grid.slices.len().max(1) as f64, scaled(rows) + 2.0 * MARGIN);
+    let mut body = text(MARGIN, 20.0, &spec.to_string());
+    for (i, &slice) in grid.slices.iter().enumerate() {
+        let left = MARGIN + step * i as f64;
+        if spec.dims().len() == 3 {
+            body += &text(left, 36.0, &format!("[{}]", shown(slice)));
+        }
+        for (&row, &column) in grid.rows.iter().cartesian_product(&grid.columns) {
+            body += &block(spec, &grid, [slice, row, column], left, scale);
+        }
+    }
+    if !grid.empty.is_empty() {
+        body += &text(MARGIN, height - 12.0, &format!("nothing on {}", named(&grid.empty)));
+    }
+    Ok(format!(
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{width}\" height=\"{height}\" \
+         viewBox=\"0 0 {width} {height}\" font-family=\"sans-serif\" font-size=\"12\">\n{body}</svg>\n"
+    ))
+}
+
+/// Pixels of an element.
+#[derive(Clone, Copy)]
+struct Scale {
+    x: f64,
+    y: f64,
+}
+
+/// A block as one upright band for each of its ranks, with a frame, a label and a title.
+fn block(spec: &Spec, grid: &Grid, place: [Bounds; 3], left: f64, scale: Scale) -> String {
+    let [slice, row, column] = place;
+    let ranks = grid.held(slice, row, column);
+    let (x, y) = (left + column.0 as f64 * scale.x, MARGIN + row.0 as f64 * scale.y);
+    let (width, height) = ((column.1 - column.0) as f64 * scale.x, (row.1 - row.0) as f64 * scale.y);
+    let band = width / ranks.len().max(1) as f64;
+    let bands = ranks.iter().enumerate().map(|(i, &rank)| {
+        let (x, hue) = (x + band * i as f64, 360 * rank / spec.mesh().size());
+        format!(
+            "<rect class=\"rank-{rank}\" x=\"{x:.1}\" y=\"{y:.1}\" width=\"{band:.1}\" height=\"{height:.1}\" \
+             fill=\"hsl({hue}, 70%, 78%)\"/>\n"
+        )
+    });
+    let ranges = place[3 - spec.dims().len()..].iter().map(|&bounds| shown(bounds)).join(", ");
+    let frame = format!(
+        "<rect x=\"{x:.1}\" y=\"{y:.1}\" width=\"{width:.1}\" height=\"{height:.1}\" fill=\"none\" stroke=\"#444\"/>\n"
+    );
+    let label = text(x + 4.0, y + 15.0, &named(ranks));
+    format!("<g><title>[{ranges}]: {}</title>\n{}{frame}{label}</g>\n", named(ranks), bands.collect::<String>())
+}
+
+fn text(x: f64, y: f64, words: &str) -> String {
+    let escaped = words.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;");
+    format!("<text x=\"{x:.1}\" y=\"{y:.1}\">{escaped}</text>\n")
+}
