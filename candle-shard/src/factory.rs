@@ -34,7 +34,9 @@ impl DTensor {
         mesh: &DeviceMesh,
         placements: &[Placement],
     ) -> Result<Self> {
-        made(placed(mesh, placements, shape, dtype)?, |spec| Tensor::zeros(spec.local_shape().as_slice(), dtype, device))
+        made(placed(mesh, placements, shape, dtype)?, |spec| {
+            Tensor::zeros(spec.local_shape().as_slice(), dtype, device)
+        })
     }
 
     /// Ones.

@@ -27,7 +27,8 @@ impl DTensor {
         let dim = dim.to_index(&Shape::from(first.dims()), "cat")?;
         let signature = || {
             let alike = |x: &&Self| {
-                let dims = x.rank() == first.rank() && (0..x.rank()).all(|d| d == dim || x.dims()[d] == first.dims()[d]);
+                let dims =
+                    x.rank() == first.rank() && (0..x.rank()).all(|d| d == dim || x.dims()[d] == first.dims()[d]);
                 dims && x.dtype() == first.dtype()
             };
             if let Some(other) = tensors.iter().find(|&x| !alike(x)) {
@@ -111,9 +112,8 @@ impl DTensor {
             }
             Ok(Signature::new(rows(self.rank(), 1, |d| dims.contains(&d)), self.dims(), self.dtype()))
         };
-        let flipped = rules::run("flip", dims, &[self], signature, |x, _| {
-            Ok(x[0].to_local().contiguous()?.flip(dims)?)
-        })?;
+        let flipped =
+            rules::run("flip", dims, &[self], signature, |x, _| Ok(x[0].to_local().contiguous()?.flip(dims)?))?;
         Ok(flipped.aliasing(self))
     }
 }

@@ -24,10 +24,15 @@ impl DTensor {
         if len == self.dims()[dim] {
             return Ok(self.clone());
         }
-        self.resized("narrow", [dim, start, len], |sizes| overlaps(sizes, &part), |x, _| {
-            let held = &x.spec().local_block()[dim];
-            Ok(local_part(x.to_local(), dim, &within(held, &part))?)
-        })
+        self.resized(
+            "narrow",
+            [dim, start, len],
+            |sizes| overlaps(sizes, &part),
+            |x, _| {
+                let held = &x.spec().local_block()[dim];
+                Ok(local_part(x.to_local(), dim, &within(held, &part))?)
+            },
+        )
     }
 
     /// `left` zeros before and `right` zeros after the elements of a dim.

@@ -2,11 +2,13 @@
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 #[path = "../common/mod.rs"]
 mod common;
+mod join;
 mod lookup;
 mod matmul;
 mod pointwise;
 mod reduce;
 mod rows;
 mod sizes;
+mod slice;
 mod sweep;
 mod view;
