@@ -117,6 +117,14 @@ struct Piece {
     dims: Vec<usize>,
 }
 
+impl Piece {
+    fn text(&self) -> String {
+        let known = [DType::U8, DType::U32, DType::I64, DType::BF16, DType::F16, DType::F32, DType::F64];
+        let name = known.into_iter().find(|&dtype| dtype as i64 == self.dtype).map_or("other", |dtype| dtype.as_str());
+        format!("{name}{:?}", self.dims)
+    }
+}
+
 /// The pieces of all ranks of the mesh, in row-major order.
 fn exchange_shapes(local: &Tensor, mesh: &DeviceMesh) -> Result<Vec<Piece>> {
     if local.rank() > MOST_DIMS {
@@ -140,9 +148,9 @@ fn ragged_spec(pieces: &[Piece], mesh: &DeviceMesh, placements: &[Placement], dt
     let (first, at) = (&pieces[0], |rank: usize| mesh.coordinate_of(rank));
     let refuse = |reason: String| Error::op("from_local_ragged", reason);
     if let Some(rank) = pieces.iter().position(|p| p.dtype != first.dtype || p.dims.len() != first.dims.len()) {
-        let (a, b) = (first.dims.len(), pieces[rank].dims.len());
-        let reason = format!("the ranks at {:?} and {:?} give other dtypes or numbers of dims", at(0), at(rank));
-        return refuse(format!("{reason} ({a} and {b} dims); give tensors alike"));
+        let (a, b) = (first.text(), pieces[rank].text());
+        let reason = format!("{a} at {:?} and {b} at {:?}: want one dtype and number of dims", at(0), at(rank));
+        return refuse(reason);
     }
     let axes_of = |dim: usize| (0..placements.len()).filter(move |&axis| placements[axis] == Shard(dim));
     let mut shape = first.dims.clone();

@@ -100,21 +100,23 @@ pub(super) fn check_indexes(op: &'static str, indexes: &DTensor) -> Result<()> {
     Error::op(op, format!("ids {}: want u8, u32 or i64", indexes.spec()))
 }
 
-/// The local `indexes` of a dim of `x` as places in the part of it that this rank holds.
-///
-/// Elements held elsewhere get candle's mark for no element: it is read as zero, and nothing is written to it.
+/// candle's mark for no element: it is read as zero, and nothing is written to it.
+pub(super) const NOWHERE: u32 = u32::MAX;
+
+/// The local `indexes` of a dim of `x` as places in the part of it that this rank holds, or [`NOWHERE`].
 pub(super) fn held(op: &'static str, indexes: &DTensor, x: &DTensor, dim: usize) -> Result<Tensor> {
-    const NOWHERE: u32 = u32::MAX;
+    Ok(Tensor::from_vec(places(op, indexes, x, dim)?, indexes.to_local().shape(), x.device())?)
+}
+
+/// Like [`held`], as a list in row-major order.
+pub(super) fn places(op: &'static str, indexes: &DTensor, x: &DTensor, dim: usize) -> Result<Vec<u32>> {
     let size = x.dims()[dim];
     let part: Range<usize> = x.spec().local_block()[dim].clone();
-    let indexes = indexes.to_local();
-    let place = |&index: &i64| {
-        let index = usize::try_from(index).ok().filter(|&index| index < size).ok_or(index)?;
-        Ok(if part.contains(&index) { (index - part.start) as u32 } else { NOWHERE })
+    let place = |index: i64| {
+        let inside = usize::try_from(index).ok().filter(|&index| index < size).ok_or(index)?;
+        Ok(if part.contains(&inside) { (inside - part.start) as u32 } else { NOWHERE })
     };
-    let values = indexes.flatten_all()?.to_dtype(DType::I64)?.to_vec1::<i64>()?;
-    match values.iter().map(place).collect::<std::result::Result<Vec<u32>, i64>>() {
-        Ok(places) => Ok(Tensor::from_vec(places, indexes.shape(), x.device())?),
-        Err(bad) => Error::op(op, format!("index {bad} is outside of dim {dim} of size {size}")),
-    }
+    let values = indexes.to_local().flatten_all()?.to_dtype(DType::I64)?.to_vec1::<i64>()?;
+    let places: std::result::Result<Vec<u32>, i64> = values.into_iter().map(place).collect();
+    places.or_else(|bad| Error::op(op, format!("index {bad} is outside of dim {dim} of size {size}")))
 }

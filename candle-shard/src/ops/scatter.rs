@@ -1,7 +1,7 @@
 //! Elements put or added to places that indexes name, in dims that may be sharded.
 //!
 //! A rank that holds a part of the indexed dim takes what belongs there and leaves the rest to the others.
-use super::lookup::{check_indexes, held};
+use super::lookup::{NOWHERE, check_indexes, held, places};
 use crate::placement::{Placement, Replicate, Shard};
 use crate::rules::{self, Row, Rows, Signature};
 use crate::{DTensor, Error, Result};
@@ -14,8 +14,8 @@ impl DTensor {
     /// A copy with each element of `source` added at its index of a dim.
     ///
     /// `indexes` (u8, u32 or i64) has the shape of `source`, which is that of the tensor but for the dim: for dim 1,
-    /// `source[i, j, k]` goes to `[i, indexes[i, j, k], k]`. Both gradients are whole; candle's own `scatter_add` gives
-    /// none to elements that were added to.
+    /// `source[i, j, k]` goes to `[i, indexes[i, j, k], k]`. Both gradients are true ones, which candle's own `scatter_add`
+    /// does not have.
     ///
     /// # Errors
     /// As for [`embedding`](Self::embedding).
@@ -27,9 +27,10 @@ impl DTensor {
             Ok(Signature::new(rows, self.dims(), self.dtype()))
         };
         rules::run("scatter_add", &[dim], &[self, indexes, source], signature, |x, _| {
-            let (base, source) = (x[0].to_local(), x[2].to_local().contiguous()?);
-            let added = base.zeros_like()?.scatter_add(&held("scatter_add", &x[1], &x[0], dim)?, &source, dim)?;
-            Ok((base + added)?)
+            let (base, source) = (x[0].to_local(), x[2].to_local().flatten_all()?);
+            let places = flat(&places("scatter_add", &x[1], &x[0], dim)?, base.dims(), dim);
+            let places = Tensor::from_vec(places, source.dims(), base.device())?;
+            Ok(base.flatten_all()?.index_add(&places, &source, 0)?.reshape(base.shape())?)
         })
     }
 
@@ -105,4 +106,17 @@ impl DTensor {
         let reason = format!("{} for {}: want its dtype and its dims but for dim {dim}", source.spec(), self.spec());
         Error::op(op, reason)
     }
+}
+
+/// Places in dim `dim` of a tensor of the shape `dims` as places in the flat tensor.
+///
+/// There is one for each element of a tensor of that shape but for the size of the dim.
+fn flat(places: &[u32], dims: &[usize], dim: usize) -> Vec<i64> {
+    let (outer, inner): (usize, usize) = (dims[..dim].iter().product(), dims[dim + 1..].iter().product());
+    let block = places.len() / outer.max(1);
+    let at = |(i, &place): (usize, &u32)| match place {
+        NOWHERE => i64::MAX,
+        place => ((i / block * dims[dim] + place as usize) * inner + i % inner) as i64,
+    };
+    places.iter().enumerate().map(at).collect()
 }

@@ -3,6 +3,7 @@
 mod attention;
 #[path = "../common/mod.rs"]
 mod common;
+mod join;
 mod lookup;
 mod losses;
 mod matmul;
@@ -10,5 +11,6 @@ mod pointwise;
 mod reduce;
 mod rows;
 mod sizes;
+mod slice;
 mod sweep;
 mod view;

@@ -1,5 +1,5 @@
 use crate::sweep::{Case, Input, Kind::Float, sweep};
-use candle_core::DType;
+use candle_core::{D, DType};
 
 #[test]
 fn permutations() {
@@ -18,25 +18,45 @@ fn permutations() {
 }
 
 #[test]
-fn narrow() {
-    let mut cases = Vec::new();
-    let shapes: [&[usize]; 3] = [&[4, 6], &[5, 3], &[2, 7, 1]];
-    for shape in shapes {
-        for (dim, &size) in shape.iter().enumerate() {
-            for (start, len) in [(0, size), (size / 2, size - size / 2), (0, size.div_ceil(2)), (size / 3, 1)] {
-                let name = format!("narrow {dim} {start}..{}", start + len);
-                let inputs = [(shape, Float)];
-                let case = Case::new(
-                    &name,
-                    &inputs,
-                    move |x| x[0].narrow(dim, start, len),
-                    move |x| x[0].narrow(dim, start, len),
-                );
-                cases.push(case);
-            }
-        }
-    }
-    sweep("narrow", DType::F64, cases);
+fn dims_of_size_one_and_flat_dims() {
+    let x: [Input; 1] = [(&[3, 1, 5], Float)];
+    let flat: [Input; 1] = [(&[5, 2, 3], Float)];
+    let cases = vec![
+        Case::new("squeeze", &x, |x| x[0].squeeze(1), |x| x[0].squeeze(1)),
+        Case::new("squeeze nothing", &x, |x| x[0].squeeze(0), |x| x[0].squeeze(0)),
+        Case::new("unsqueeze", &x, |x| x[0].unsqueeze(0), |x| x[0].unsqueeze(0)),
+        Case::new("unsqueeze the last", &x, |x| x[0].unsqueeze(D::Minus1), |x| x[0].unsqueeze(D::Minus1)),
+        Case::new("flatten", &flat, |x| x[0].flatten(1, 2), |x| x[0].flatten(1, 2)),
+        Case::new("flatten_to", &flat, |x| x[0].flatten_to(1), |x| x[0].flatten_to(1)),
+        Case::new("flatten_from", &flat, |x| x[0].flatten_from(D::Minus2), |x| x[0].flatten_from(D::Minus2)),
+        Case::new("flatten_all", &flat, |x| x[0].flatten_all(), |x| x[0].flatten_all()),
+        Case::new("flatten_all", &[(&[], Float)], |x| x[0].flatten_all(), |x| x[0].flatten_all()),
+        Case::new("a hole", &flat, |x| x[0].reshape((5, ())), |x| x[0].reshape((5, ()))),
+        Case::new("transpose", &flat, |x| x[0].transpose(D::Minus1, 0), |x| x[0].transpose(D::Minus1, 0)),
+        Case::new("contiguous", &flat, |x| x[0].transpose(0, 1)?.contiguous(), |x| x[0].transpose(0, 1)?.contiguous()),
+    ];
+    sweep("small views", DType::F64, cases);
+}
+
+#[test]
+fn repeated_views() {
+    let case = |(from, to): (&'static [usize], &'static [usize])| {
+        let name = format!("broadcast_as {to:?} of");
+        Case::new(&name, &[(from, Float)], move |x| x[0].broadcast_as(to), move |x| x[0].broadcast_as(to))
+    };
+    let shapes: [(&[usize], &[usize]); 7] = [
+        (&[5, 1], &[5, 3]),
+        (&[1, 3], &[4, 3]),
+        (&[3], &[2, 5, 3]),
+        (&[1, 1], &[1, 5]),
+        (&[], &[2, 3]),
+        (&[1, 3], &[0, 3]),
+        (&[5, 3], &[5, 3]),
+    ];
+    let mut cases = shapes.map(case).to_vec();
+    let left = Case::new("left", &[(&[5, 3], Float)], |x| x[0].broadcast_left(2), |x| x[0].broadcast_left(2));
+    cases.push(left);
+    sweep("broadcast_as", DType::F64, cases);
 }
 
 /// From and to: heads split and merged, everything flattened and back, sizes that divide by nothing, dims of size 1.
