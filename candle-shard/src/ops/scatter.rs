@@ -48,10 +48,10 @@ impl DTensor {
         rules::run("scatter", &[dim], &[self, indexes, source], signature, |x, _| {
             let (base, source) = (x[0].to_local(), x[2].to_local().contiguous()?);
             let held = held("scatter", &x[1], &x[0], dim)?;
-            let marks = Tensor::ones(source.shape(), DType::U8, base.device())?;
-            let hit = Tensor::zeros(base.shape(), DType::U8, base.device())?.scatter(&held, &marks, dim)?;
+            let marks = Tensor::zeros(source.shape(), DType::U8, base.device())?;
+            let kept = Tensor::ones(base.shape(), DType::U8, base.device())?.scatter(&held, &marks, dim)?;
             let put = base.zeros_like()?.scatter(&held, &source, dim)?;
-            Ok(hit.where_cond(&put, base)?)
+            Ok(kept.where_cond(base, &put)?) // the order of the inputs: that of the backward passes on all ranks
         })
     }
 
