@@ -1,12 +1,15 @@
 //! The ops of a [`DTensor`](crate::DTensor), one family a file, each a table of rows and a local computation.
 pub(crate) mod attention;
+pub(crate) mod conv;
 pub(crate) mod cross_entropy;
 pub(crate) mod dropout;
 mod embedding;
 pub(crate) mod fallback;
+mod group_norm;
 pub(crate) mod loss;
 mod matmul;
 mod pointwise;
+mod pool;
 mod reduce;
 mod rowwise;
 mod view;
