@@ -30,6 +30,7 @@ pub use dtensor::DTensor;
 pub use error::{Error, Result};
 pub use explain::{Conversion, Explanation, Step, explain};
 pub use ops::attention::AttentionMask;
+pub use ops::conv::Conv;
 pub use ops::cross_entropy::CrossEntropy;
 pub use ops::fallback::strict;
 pub use ops::loss::Reduction;

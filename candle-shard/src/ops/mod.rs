@@ -1,13 +1,16 @@
 //! The ops of a [`DTensor`](crate::DTensor), one family a file, each a table of rows and a local computation.
 pub(crate) mod attention;
+pub(crate) mod conv;
 pub(crate) mod cross_entropy;
 pub(crate) mod dropout;
 pub(crate) mod fallback;
+mod group_norm;
 mod join;
 mod lookup;
 pub(crate) mod loss;
 mod matmul;
 mod pointwise;
+mod pool;
 mod reduce;
 mod reshape;
 mod rowwise;

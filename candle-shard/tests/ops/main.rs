@@ -3,6 +3,7 @@
 mod attention;
 #[path = "../common/mod.rs"]
 mod common;
+mod images;
 mod join;
 mod lookup;
 mod losses;

@@ -1,0 +1,196 @@
+//! Convolutions: batch or channels may be sharded, images are whole.
+use super::neutral;
+use crate::placement::{Placement, Replicate, Shard};
+use crate::rules::{self, Row, Rows, Signature};
+use crate::{DTensor, Error, Result};
+use candle_core::Tensor;
+
+const SUM: Placement = Placement::PARTIAL_SUM;
+
+/// How a convolution walks over its input; the same in both dims of an image.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Conv {
+    /// Zeros at each end.
+    pub padding: usize,
+    /// How far the kernel moves.
+    pub stride: usize,
+    /// The distance of neighbours in the kernel.
+    pub dilation: usize,
+    /// Groups of channels that do not see each other.
+    pub groups: usize,
+}
+
+impl Default for Conv {
+    /// No padding, stride, dilation and groups 1.
+    fn default() -> Self {
+        Self { padding: 0, stride: 1, dilation: 1, groups: 1 }
+    }
+}
+
+impl Conv {
+    fn attributes(&self) -> [usize; 4] {
+        [self.padding, self.stride, self.dilation, self.groups]
+    }
+
+    /// How often the kernel fits, and what is left at the end of the input; `None` if it does not fit once.
+    fn places(&self, len: usize, kernel: usize) -> Option<(usize, usize)> {
+        (self.stride > 0 && self.dilation > 0).then_some(())?;
+        let reach = self.dilation.checked_mul(kernel.checked_sub(1)?)?.checked_add(1)?;
+        let room = len.checked_add(self.padding.checked_mul(2)?)?.checked_sub(reach)?;
+        Some((room / self.stride + 1, room % self.stride))
+    }
+}
+
+impl DTensor {
+    /// The convolution of `[b, c, l]` with a kernel `[o, c / groups, k]` and a bias `[o]`: `[b, o, l']`.
+    ///
+    /// The batch or the output channels (through the kernel) may be sharded; sharded input channels of both give
+    /// partial sums. With groups only channels that are groups of their own stay sharded.
+    ///
+    /// # Errors
+    /// If shapes or dtypes do not agree, or the kernel does not fit into the padded input.
+    pub fn conv1d(&self, kernel: &Self, bias: Option<&Self>, conv: Conv) -> Result<Self> {
+        let Conv { padding, stride, dilation, .. } = conv;
+        self.convolved("conv1d", 1, kernel, conv, |x, w, groups| x.conv1d(w, padding, stride, dilation, groups))?
+            .with_bias("conv1d", bias)
+    }
+
+    /// The convolution of `[b, c, h, w]` with a kernel `[o, c / groups, kh, kw]` and a bias `[o]`: `[b, o, h', w']`.
+    ///
+    /// See [`conv1d`](Self::conv1d) for what may be sharded.
+    ///
+    /// # Errors
+    /// If shapes or dtypes do not agree, or the kernel does not fit into the padded input.
+    pub fn conv2d(&self, kernel: &Self, bias: Option<&Self>, conv: Conv) -> Result<Self> {
+        let Conv { padding, stride, dilation, .. } = conv;
+        self.convolved("conv2d", 2, kernel, conv, |x, w, groups| x.conv2d(w, padding, stride, dilation, groups))?
+            .with_bias("conv2d", bias)
+    }
+
+    fn convolved(
+        &self,
+        op: &'static str,
+        spatial: usize,
+        kernel: &Self,
+        conv: Conv,
+        local: impl FnOnce(&Tensor, &Tensor, usize) -> candle_core::Result<Tensor>,
+    ) -> Result<Self> {
+        let signature = || self.conv_signature(op, spatial, kernel, conv);
+        rules::run(op, &conv.attributes(), &[self, kernel], signature, |x, out| {
+            let (input, kernel) = (x[0].to_local(), x[1].to_local());
+            if input.elem_count() * kernel.elem_count() == 0 {
+                return neutral(x, &out.local_shape(), out.dtype());
+            }
+            // Of several groups only such of a single channel are ever cut.
+            let groups = if conv.groups == 1 { 1 } else { conv.groups.min(input.dims()[1]) };
+            Ok(local(&input.contiguous()?, &kernel.contiguous()?, groups)?)
+        })
+    }
+
+    fn conv_signature(&self, op: &'static str, spatial: usize, kernel: &Self, conv: Conv) -> Result<Signature> {
+        self.check_float(op)?;
+        let refuse =
+            |why: &str| Error::op(op, format!("{} with a kernel {}, {conv:?}: {why}", self.spec(), kernel.spec()));
+        let (x, k) = (self.dims(), kernel.dims());
+        if x.len() != spatial + 2 || k.len() != spatial + 2 || kernel.dtype() != self.dtype() {
+            return refuse("want [batch, in, ..] and [out, in / groups, ..] of one dtype");
+        }
+        let groups = conv.groups;
+        if groups == 0 || k[1].checked_mul(groups) != Some(x[1]) || !k[0].is_multiple_of(groups) {
+            return refuse("want kernels for in / groups channels, and groups that divide in and out");
+        }
+        let mut shape = vec![x[0], k[0]];
+        for (&len, &size) in x[2..].iter().zip(&k[2..]) {
+            let Some((places, left)) = conv.places(len, size) else {
+                return refuse("the kernel does not fit into the padded input, or stride or dilation is 0");
+            };
+            if left > len && (self.tracked() || kernel.tracked()) {
+                return refuse("the stride leaves out all of the input, which candle cannot differentiate; pad less");
+            }
+            shape.push(places);
+        }
+        let mut rows: Rows = Rows::from_iter([Row::new(Shard(0), &[Shard(0), Replicate])]);
+        if groups == 1 {
+            rows.push(Row::new(Shard(1), &[Replicate, Shard(0)]));
+            rows.push(Row::new(SUM, &[Shard(1), Shard(1)]));
+        } else if groups == x[1] && x[1] == k[0] {
+            rows.push(Row::new(Shard(1), &[Shard(1), Shard(0)]));
+        }
+        rows.extend([Row::new(SUM, &[SUM, Replicate]), Row::new(SUM, &[Replicate, SUM])]);
+        Ok(Signature::new(rows, &shape, self.dtype()))
+    }
+
+    /// The transposed convolution of `[b, c, h, w]` with a kernel `[c, o, kh, kw]` and a bias `[o]`: `[b, o, h', w']`.
+    ///
+    /// `output_padding` rows and columns are added at the end. The batch or the output channels may be sharded; sharded
+    /// input channels of both give partial sums.
+    ///
+    /// # Errors
+    /// If shapes or dtypes do not agree, there are groups, or nothing is left of the output.
+    pub fn conv_transpose2d(
+        &self,
+        kernel: &Self,
+        bias: Option<&Self>,
+        output_padding: usize,
+        conv: Conv,
+    ) -> Result<Self> {
+        let op = "conv_transpose2d";
+        let Conv { padding, stride, dilation, .. } = conv;
+        let attributes: Vec<usize> = conv.attributes().into_iter().chain([output_padding]).collect();
+        let signature = || self.conv_transpose_signature(kernel, output_padding, conv);
+        let y = rules::run(op, &attributes, &[self, kernel], signature, |x, out| {
+            let (input, kernel) = (x[0].to_local(), x[1].to_local());
+            if input.elem_count() * kernel.elem_count() == 0 {
+                return neutral(x, &out.local_shape(), out.dtype());
+            }
+            let (input, kernel) = (input.contiguous()?, kernel.contiguous()?);
+            Ok(input.conv_transpose2d(&kernel, padding, output_padding, stride, dilation)?)
+        })?;
+        y.with_bias(op, bias)
+    }
+
+    fn conv_transpose_signature(&self, kernel: &Self, output_padding: usize, conv: Conv) -> Result<Signature> {
+        let op = "conv_transpose2d";
+        self.check_float(op)?;
+        let refuse = |why: &str| {
+            let what = format!("{} with a kernel {}, {conv:?}", self.spec(), kernel.spec());
+            Error::op(op, format!("{what}, output padding {output_padding}: {why}"))
+        };
+        let (&[b, c, h, w], &[kc, out, kh, kw]) = (self.dims(), kernel.dims()) else {
+            return refuse("want [batch, in, h, w] and [in, out, kh, kw]");
+        };
+        if c != kc || conv.groups != 1 || kernel.dtype() != self.dtype() {
+            return refuse("want one group, a kernel for each input channel, and one dtype");
+        }
+        if output_padding >= conv.stride.max(conv.dilation) {
+            return refuse("want an output padding less than the stride or the dilation");
+        }
+        let size = |len: usize, k: usize| {
+            let grown = len.checked_sub(1)? * conv.stride + conv.dilation * k.checked_sub(1)? + output_padding + 1;
+            grown.checked_sub(2 * conv.padding).filter(|&size| size > 0 && conv.stride > 0)
+        };
+        let (Some(h), Some(w)) = (size(h, kh), size(w, kw)) else {
+            return refuse("the padding leaves nothing of the output, or the stride is 0");
+        };
+        let rows = Rows::from_iter([
+            Row::new(Shard(0), &[Shard(0), Replicate]),
+            Row::new(Shard(1), &[Replicate, Shard(1)]),
+            Row::new(SUM, &[Shard(1), Shard(0)]),
+            Row::new(SUM, &[SUM, Replicate]),
+            Row::new(SUM, &[Replicate, SUM]),
+        ]);
+        Ok(Signature::new(rows, &[b, out, h, w], self.dtype()))
+    }
+
+    /// `[b, c, ..]` plus a bias `[c]`.
+    fn with_bias(self, op: &'static str, bias: Option<&Self>) -> Result<Self> {
+        let Some(bias) = bias else { return Ok(self) };
+        if bias.dims() != &self.dims()[1..2] || bias.dtype() != self.dtype() {
+            let reason = format!("bias {} for an output {}: want [{}]", bias.spec(), self.spec(), self.dims()[1]);
+            return Error::op(op, format!("{reason} of its dtype"));
+        }
+        let per_channel: Vec<usize> =
+            self.dims()[1..].iter().enumerate().map(|(i, &n)| if i == 0 { n } else { 1 }).collect();
+        self.add(&bias.reshape(&per_channel[..])?)
+    }
+}

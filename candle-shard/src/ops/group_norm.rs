@@ -1,0 +1,38 @@
+//! Group norm.
+use crate::placement::Replicate;
+use crate::{DTensor, Error, Result};
+use candle_core::Tensor;
+
+impl DTensor {
+    /// Group norm of `[batch, channels, ..]`: each group of consecutive channels of an element of the batch is brought
+    /// to mean 0 and variance 1, then channels are scaled by `weight` and moved by `bias`, both `[channels]`
+    /// (Wu & He 2018).
+    ///
+    /// The batch may be sharded, and the channels; pieces that cut through a group are resized first.
+    ///
+    /// # Errors
+    /// If the groups do not divide the channels, or shapes or dtypes do not agree.
+    pub fn group_norm(&self, groups: usize, weight: &Self, bias: &Self, eps: f64) -> Result<Self> {
+        let op = "group_norm";
+        self.check_float(op)?;
+        let &[batch, channels, ref spatial @ ..] = self.dims() else {
+            return Error::op(op, format!("{}: want [batch, channels, ..]", self.spec()));
+        };
+        if groups == 0 || !channels.is_multiple_of(groups) {
+            return Error::op(op, format!("{groups} groups do not divide the {channels} channels of {}", self.spec()));
+        }
+        if let Some(p) = [weight, bias].into_iter().find(|p| p.dims() != [channels] || p.dtype() != self.dtype()) {
+            let reason = format!("a parameter {} for an input {}: want [{channels}]", p.spec(), self.spec());
+            return Error::op(op, format!("{reason} of its dtype"));
+        }
+        let width = channels / groups * spatial.iter().product::<usize>();
+        let constant = |value: f64| {
+            let whole = Tensor::full(value, width, self.device())?.to_dtype(self.dtype())?;
+            Self::distribute(&whole, self.mesh(), &vec![Replicate; self.mesh().ndim()])
+        };
+        let rows = self.reshape((batch, groups, width))?;
+        let normal = rows.layer_norm(&constant(1.0)?, &constant(0.0)?, eps)?.reshape(self.dims())?;
+        let per_channel: Vec<usize> = [channels].into_iter().chain(spatial.iter().map(|_| 1)).collect();
+        normal.mul(&weight.reshape(&per_channel[..])?)?.add(&bias.reshape(&per_channel[..])?)
+    }
+}

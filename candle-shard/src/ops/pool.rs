@@ -1,0 +1,62 @@
+//! Pools and changes of size of images: batch and channels may be sharded.
+use crate::kernels::{self, Pool};
+use crate::placement::{Placement, Shard};
+use crate::rules::{self, Row, Rows, Signature};
+use crate::{DTensor, Error, Result};
+use candle_core::Tensor;
+
+impl DTensor {
+    /// The largest element of each window: `[b, c, h, w]` to `[b, c, oh, ow]`, see [`kernels::max_pool2d`].
+    ///
+    /// # Errors
+    /// If no window fits into the global shape.
+    pub fn max_pool2d(&self, pool: Pool) -> Result<Self> {
+        self.pooled("max_pool2d", pool, false, kernels::max_pool2d)
+    }
+
+    /// The mean of each window: `[b, c, h, w]` to `[b, c, oh, ow]`, see [`kernels::avg_pool2d`].
+    ///
+    /// # Errors
+    /// If no window fits into the global shape.
+    pub fn avg_pool2d(&self, pool: Pool) -> Result<Self> {
+        self.pooled("avg_pool2d", pool, true, kernels::avg_pool2d)
+    }
+
+    fn pooled(
+        &self,
+        op: &'static str,
+        pool: Pool,
+        linear: bool,
+        local: impl FnOnce(&Tensor, Pool) -> candle_core::Result<Tensor>,
+    ) -> Result<Self> {
+        let attributes = [pool.size, pool.stride].concat();
+        let signature = || {
+            self.check_float(op)?;
+            let Some(shape) = pool.out_shape(self.dims()) else {
+                let want = "want [b, c, h, w] with room for a window";
+                return Error::op(op, format!("{} with {pool:?}: {want}", self.spec()));
+            };
+            Ok(Signature::new(image_rows(linear), &shape, self.dtype()))
+        };
+        rules::run(op, &attributes, &[self], signature, |x, _| Ok(local(x[0].to_local(), pool)?))
+    }
+
+    /// The nearest element for each element of an image of `size`: `[b, c, h, w]` to `[b, c, size[0], size[1]]`.
+    ///
+    /// # Errors
+    /// Unless there are four dims and the image has an element.
+    pub fn upsample_nearest2d(&self, size: [usize; 2]) -> Result<Self> {
+        let op = "upsample_nearest2d";
+        let signature = || match *self.dims() {
+            [b, c, h, w] if h * w > 0 => Ok(Signature::new(image_rows(true), &[b, c, size[0], size[1]], self.dtype())),
+            _ => Error::op(op, format!("{}: want [b, c, h, w] with an element in each image", self.spec())),
+        };
+        rules::run(op, &size, &[self], signature, |x, _| Ok(kernels::upsample_nearest2d(x[0].to_local(), size)?))
+    }
+}
+
+/// Batch or channels sharded.
+fn image_rows(linear: bool) -> Rows {
+    let sums = linear.then(|| Row::new(Placement::PARTIAL_SUM, &[Placement::PARTIAL_SUM]));
+    [0, 1].map(|d| Row::new(Shard(d), &[Shard(d)])).into_iter().chain(sums).collect()
+}
