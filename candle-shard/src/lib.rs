@@ -23,6 +23,7 @@ pub use dtensor::DTensor;
 pub use error::{Error, Result};
 pub use explain::{Conversion, Explanation, Step, explain};
 pub use ops::fallback::strict;
+pub use ops::operand::{Operand, Side};
 pub use placement::{Partial, Placement, Placements, Replicate, Shard};
 pub use spec::{Sizes, Spec, chunk_sizes};
 pub use visualize::visualize_sharding;

@@ -79,6 +79,19 @@ impl Plan {
     }
 }
 
+impl Plan {
+    /// The inputs stay as they lie, and the outputs vary where the first input does.
+    pub(crate) fn in_place(inputs: &[&DTensor], outs: SmallVec<[Arc<Spec>; 1]>) -> Self {
+        let stays = |x: &&DTensor| {
+            let (spec, axes) = (x.spec(), 0..x.mesh().ndim());
+            let target = |axis| Target { placement: spec.placements()[axis], sizes: spec.sizes(axis).cloned() };
+            Lay { targets: axes.map(target).collect(), ready: true }
+        };
+        let nothing = outs.iter().all(|out| out.local_shape().contains(&0));
+        Self { inputs: inputs.iter().map(stays).collect(), vary: 0, outs, varying: inputs[0].varying(), nothing }
+    }
+}
+
 /// The row that moves the fewest bytes and then changes the fewest inputs; `None` stands for all replicated.
 fn cheapest<'r>(inputs: &[&DTensor], rows: &'r [Row], axis: usize) -> Option<&'r Row> {
     let cost = |placement: &dyn Fn(usize) -> Placement| {

@@ -2,11 +2,15 @@
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 #[path = "../common/mod.rs"]
 mod common;
+mod exchanges;
+mod extreme;
 mod lookup;
 mod matmul;
+mod order;
 mod pointwise;
 mod reduce;
 mod rows;
 mod sizes;
 mod sweep;
+mod unary;
 mod view;
