@@ -4,7 +4,7 @@ use crate::placement::{Partial, Placement, Replicate, Shard};
 use crate::spec::Spec;
 use crate::{Error, Result};
 use candle_core::backprop::GradStore;
-use candle_core::{DType, Device, Shape, Tensor, Var};
+use candle_core::{DType, Device, Shape, Tensor, Var, WithDType};
 use candle_dist::functional::Exchange;
 use candle_dist::{DeviceMesh, ReduceOp};
 use std::fmt;
@@ -265,6 +265,18 @@ impl DTensor {
         varying.into_iter().try_fold(whole.local.clone(), |local, axis| {
             Ok(Exchange::to_invariant().apply(&local, self.mesh().axis_group(axis)?)?)
         })
+    }
+
+    /// The only element, the same on every rank: pieces are gathered and partial results reduced first.
+    ///
+    /// # Errors
+    /// If the tensor has not exactly one element, or another dtype than `S`.
+    pub fn to_scalar<S: WithDType>(&self) -> Result<S> {
+        if self.elem_count() != 1 || self.dtype() != S::DTYPE {
+            let want = S::DTYPE.as_str();
+            return Error::op("to_scalar", format!("{} is no single {want}; reduce or convert it first", self.spec()));
+        }
+        Ok(self.detach().full_tensor()?.reshape(())?.to_scalar()?)
     }
 
     /// The gradients of this scalar with respect to every variable, as local tensors that lie like the variables.

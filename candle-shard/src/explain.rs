@@ -63,9 +63,9 @@ thread_local! {
 ///     let mesh = ctx.mesh(&[("tp", 2)])?;
 ///     let x = Tensor::ones((4, 6), DType::F32, &Device::Cpu)?;
 ///     let x = DTensor::distribute(&x, &mesh, &[Shard(1)])?;
-///     let (out, explanation) = explain(|| x.softmax_last_dim());
+///     let (out, explanation) = explain(|| x.causal_softmax(1.0));
 ///     out?;
-///     assert_eq!(explanation.steps[0].op, "softmax_last_dim");
+///     assert_eq!(explanation.steps[0].op, "causal_softmax");
 ///     assert!(explanation.bytes() > 0, "{explanation}");
 ///     Ok(())
 /// })?;

@@ -34,6 +34,7 @@ pub use ops::conv::Conv;
 pub use ops::cross_entropy::CrossEntropy;
 pub use ops::fallback::strict;
 pub use ops::loss::Reduction;
+pub use ops::operand::{Operand, Side};
 pub use placement::{Partial, Placement, Placements, Replicate, Shard};
 pub use spec::{Sizes, Spec, chunk_sizes};
 pub use visualize::{visualize_sharding, visualize_sharding_svg};

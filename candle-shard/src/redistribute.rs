@@ -71,6 +71,16 @@ impl DTensor {
         self.placements().iter().enumerate().map(here).collect()
     }
 
+    /// The same tensor with each axis where `place` puts it, and sizes kept on those that stay.
+    pub(crate) fn placed(&self, place: impl Fn(usize, Placement) -> Placement) -> Result<Self> {
+        let target = |(axis, &now): (usize, &Placement)| {
+            let placement = place(axis, now);
+            let sizes = (placement == now).then(|| self.spec().sizes(axis).cloned()).flatten();
+            Target { placement, sizes }
+        };
+        self.to_targets(&self.placements().iter().enumerate().map(target).collect::<Targets>(), 0)
+    }
+
     /// Whether [`to_targets`](Self::to_targets) has nothing to do.
     pub(crate) fn lies_as(&self, targets: &[Target], vary: Axes) -> bool {
         let lies = |(axis, target): (usize, &Target)| {

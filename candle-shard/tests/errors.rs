@@ -28,11 +28,29 @@ struct Operands {
 type Refused = (&'static str, fn(&Operands) -> Result<DTensor>);
 
 /// Ops on operands that do not fit, each with a part of its text.
-const REFUSED: [Refused; 33] = [
+const REFUSED: [Refused; 51] = [
     ("add: shapes [2, 3] and [4, 5] do not broadcast", |o| o.x.add(&o.other)),
     ("mul: dtypes f64 and f32 differ", |o| o.x.mul(&o.single)),
     ("div: shapes", |o| o.other.div(&o.row)),
     ("sub: dtypes", |o| o.ids.sub(&o.x)),
+    ("maximum: shapes [2, 3] and [4, 5] do not broadcast", |o| o.x.maximum(&o.other)),
+    ("minimum: dtypes f64 and f32 differ", |o| o.x.minimum(&o.single)),
+    ("gt: dtypes f64 and f32 differ", |o| o.x.gt(&o.single)),
+    ("eq: shapes", |o| o.x.eq(&o.other)),
+    ("where_cond: a condition f64[2, 3]", |o| o.x.where_cond(&o.x, &o.x)),
+    ("where_cond: two numbers", |o| o.ids.where_cond(1.0, 0.0)),
+    ("where_cond: dtypes f64 and f32 differ", |o| o.ids.where_cond(&o.x, &o.single)),
+    ("where_cond: shapes [2, 3] and [4, 5]", |o| o.ids.where_cond(&o.other, 0.0)),
+    ("sub: shapes [2, 3] and [4, 5]", |o| o.x.add(o.x.sub(&o.other))),
+    ("max", |o| o.x.max(2)),
+    ("max: dim 1 of f64[2, 0]", |o| o.x.narrow(1, 0, 0)?.max_all()),
+    ("argmin: dim 1 of f64[2, 0]", |o| o.x.narrow(1, 0, 0)?.argmin(1)),
+    ("max: dim 1 of f64[2, 0]", |o| o.x.narrow(1, 0, 0)?.log_sum_exp(1)),
+    ("topk: 4 elements of the last dim of f64[2, 3]", |o| Ok(o.x.topk(4)?.0)),
+    ("topk: f64[] has no dims", |o| Ok(o.scalar.topk(1)?.0)),
+    ("sort_last_dim: f64[] has no dims", |o| Ok(o.scalar.sort_last_dim(true)?.0)),
+    ("softmax", |o| o.x.softmax(2)),
+    ("cumsum", |o| o.scalar.cumsum(0)),
     ("matmul: f64[2, 3]", |o| o.x.matmul(&o.other)),
     ("matmul:", |o| o.x.matmul(&o.row)),
     ("matmul:", |o| o.x.t()?.matmul(&o.single)),
@@ -65,7 +83,7 @@ const REFUSED: [Refused; 33] = [
 ];
 
 /// Functions of real numbers on whole ones.
-const FLOATS_ONLY: [Refused; 14] = [
+const FLOATS_ONLY: [Refused; 29] = [
     ("relu", |o| o.ids.relu()),
     ("gelu", |o| o.ids.gelu()),
     ("silu", |o| o.ids.silu()),
@@ -78,6 +96,21 @@ const FLOATS_ONLY: [Refused; 14] = [
     ("cos", |o| o.ids.cos()),
     ("recip", |o| o.ids.recip()),
     ("neg", |o| o.ids.neg()),
+    ("relu6", |o| o.ids.relu6()),
+    ("gelu_tanh", |o| o.ids.gelu_tanh()),
+    ("mish", |o| o.ids.mish()),
+    ("erf", |o| o.ids.erf()),
+    ("rsqrt", |o| o.ids.rsqrt()),
+    ("elu", |o| o.ids.elu(1.0)),
+    ("leaky_relu", |o| o.ids.leaky_relu(0.1)),
+    ("powf", |o| o.ids.powf(2.0)),
+    ("floor", |o| o.ids.floor()),
+    ("log", |o| o.ids.pow(&o.ids)),
+    ("var_keepdim", |o| o.ids.var(0)),
+    ("softmax", |o| o.ids.softmax(0)),
+    ("log_softmax", |o| o.ids.log_softmax(1)),
+    ("log_sum_exp", |o| o.ids.log_sum_exp(1)),
+    ("cumsum", |o| o.ids.cumsum(0)),
     ("mean_all", |o| o.ids.mean_all()),
     ("mean_keepdim", |o| o.ids.mean_keepdim(1)),
 ];

@@ -80,7 +80,7 @@ impl Program {
         let (x, y) = (self.values[i].clone(), self.values[j].clone());
         let (a, b) = (x.here.dims().to_vec(), y.here.dims().to_vec());
         let dim = self.dice.below(a.len().max(1));
-        let made = match self.dice.below(13) {
+        let made = match self.dice.below(15) {
             0 => Some(("tanh", x.here.tanh()?, x.plain.tanh()?)),
             1 => Some(("affine", x.here.affine(-0.7, 0.0)?, x.plain.affine(-0.7, 0.0)?)),
             2 | 3 => {
@@ -128,6 +128,15 @@ impl Program {
                 let here = y.here.embedding(&DTensor::distribute(&ids, &self.mesh, &at)?)?;
                 Some(("embedding of the second", here, y.plain.contiguous()?.index_select(&ids, 0)?))
             }
+            13 if !a.is_empty() => {
+                let plain = x.plain.log_sum_exp(dim)?;
+                Some((
+                    "softmax and more",
+                    x.here.softmax(dim)?.mul(&x.here)?.add(x.here.log_sum_exp(dim)?.sum_all()?)?,
+                    (candle_nn::ops::softmax(&x.plain, dim)? * &x.plain)?.broadcast_add(&plain.sum_all()?)?,
+                ))
+            }
+            14 if !a.is_empty() => Some(("cumsum", x.here.cumsum(dim)?.tanh()?, x.plain.cumsum(dim)?.tanh()?)),
             _ => None,
         };
         if let Some((name, here, plain)) = made {

@@ -1,5 +1,5 @@
 //! Dropout whose mask depends on the global element, not on the mesh.
-use super::pointwise::unary_rows;
+use super::unary::unary_rows;
 use crate::random::{Distribution, Stream, sample};
 use crate::rules::{self, Signature};
 use crate::{DTensor, Error, Result};

@@ -1,21 +1,29 @@
 //! The ops of a [`DTensor`](crate::DTensor), one family a file, each a table of rows and a local computation.
 pub(crate) mod attention;
+mod compare;
 pub(crate) mod conv;
 pub(crate) mod cross_entropy;
 pub(crate) mod dropout;
+mod extreme;
 pub(crate) mod fallback;
 mod group_norm;
 mod join;
 mod lookup;
 pub(crate) mod loss;
 mod matmul;
+pub(crate) mod operand;
+mod operators;
+mod order;
 mod pointwise;
 mod pool;
 mod reduce;
 mod reshape;
 mod rowwise;
+mod scan;
 mod scatter;
 mod slice;
+mod softmax;
+mod unary;
 mod view;
 
 use crate::{DTensor, Result};

@@ -1,115 +1,92 @@
-//! Elementwise ops: any dim may be sharded, and linear ones pass partial sums through.
-use crate::placement::{Placement, Replicate, Shard};
+//! Elementwise arithmetic of two tensors, with broadcasting.
+use super::operand::{Operand, Side};
+use super::unary::Order::{self, Falling, Neither, Rising};
+use super::unary::extreme_rows;
+use crate::placement::{Partial, Placement, Replicate, Shard};
 use crate::rules::{self, Row, Rows, Signature};
 use crate::{DTensor, Error, Result};
-use candle_core::{DType, Tensor};
+use candle_core::Tensor;
+use candle_dist::ReduceOp;
 
 const SUM: Placement = Placement::PARTIAL_SUM;
+const MAX: Placement = Partial(ReduceOp::Max);
+const MIN: Placement = Partial(ReduceOp::Min);
 
-/// Every dim sharded, in and out.
-pub(super) fn unary_rows(rank: usize, linear: bool) -> Rows {
-    let shards = (0..rank).map(|d| Row::new(Shard(d), &[Shard(d)]));
-    shards.chain(linear.then(|| Row::new(SUM, &[SUM]))).collect()
+/// Two inputs and the output, which may be partial together.
+type Joint = [Placement; 3];
+
+/// What an op keeps of reductions of its inputs.
+struct Passes {
+    /// Placements of both inputs that give that of the output.
+    joint: &'static [Joint],
+    /// The order in each input.
+    order: [Order; 2],
 }
 
-macro_rules! unary_ops {
-    ($($(#[$doc:meta])* $name:ident, $local:expr;)*) => {
-        impl DTensor {
-            $($(#[$doc])* pub fn $name(&self) -> Result<Self> {
-                self.unary(stringify!($name), false, $local)
-            })*
-        }
-    };
-}
-
-unary_ops! {
-    /// The larger of each element and zero.
-    relu, Tensor::relu;
-    /// The exact Gaussian error linear unit, `x · Φ(x)`.
-    gelu, crate::kernels::gelu;
-    /// `x · sigmoid(x)`.
-    silu, Tensor::silu;
-    /// The logistic function.
-    sigmoid, candle_nn::ops::sigmoid;
-    /// The hyperbolic tangent.
-    tanh, Tensor::tanh;
-    /// The exponential.
-    exp, Tensor::exp;
-    /// The natural logarithm.
-    log, Tensor::log;
-    /// The square root.
-    sqrt, Tensor::sqrt;
-    /// The square.
-    sqr, Tensor::sqr;
-    /// The absolute value.
-    abs, Tensor::abs;
-    /// The sine.
-    sin, Tensor::sin;
-    /// The cosine.
-    cos, Tensor::cos;
-    /// One divided by each element.
-    recip, Tensor::recip;
-}
+const ADD: Passes = Passes { joint: &[[SUM, SUM, SUM]], order: [Rising, Rising] };
+const SUB: Passes = Passes { joint: &[[SUM, SUM, SUM]], order: [Rising, Falling] };
+const MUL: Passes = Passes { joint: &[[SUM, Replicate, SUM], [Replicate, SUM, SUM]], order: [Neither, Neither] };
+const DIV: Passes = Passes { joint: &[[SUM, Replicate, SUM]], order: [Neither, Neither] };
+const LINEAR_IN_SECOND: Passes = Passes { joint: &[[Replicate, SUM, SUM]], order: [Neither, Neither] };
+const MAXIMUM: Passes = Passes { joint: &[[MAX, MAX, MAX]], order: [Rising, Rising] };
+const MINIMUM: Passes = Passes { joint: &[[MIN, MIN, MIN]], order: [Rising, Rising] };
 
 impl DTensor {
-    fn unary(
-        &self,
-        op: &'static str,
-        linear: bool,
-        local: impl Fn(&Tensor) -> candle_core::Result<Tensor>,
-    ) -> Result<Self> {
-        let signature = || {
-            self.check_float(op)?;
-            Ok(Signature::new(unary_rows(self.rank(), linear), self.dims(), self.dtype()))
-        };
-        rules::run(op, &[], &[self], signature, |x, _| Ok(local(x[0].to_local())?))
-    }
-
-    /// Each element with its sign changed.
-    pub fn neg(&self) -> Result<Self> {
-        self.unary("neg", true, Tensor::neg)
-    }
-
-    /// `x · mul + add`; partial sums stay partial where `add` is zero.
-    pub fn affine(&self, mul: f64, add: f64) -> Result<Self> {
-        let linear = add == 0.0;
-        let signature = || Ok(Signature::new(unary_rows(self.rank(), linear), self.dims(), self.dtype()));
-        rules::run("affine", &[usize::from(linear)], &[self], signature, |x, _| Ok(x[0].to_local().affine(mul, add)?))
-    }
-
-    /// The same values in another dtype; partial sums are added up in the present one first.
-    pub fn to_dtype(&self, dtype: DType) -> Result<Self> {
-        if dtype == self.dtype() {
-            return Ok(self.clone());
-        }
-        let signature = || Ok(Signature::new(unary_rows(self.rank(), false), self.dims(), dtype));
-        rules::run("to_dtype", &[dtype as usize], &[self], signature, |x, _| Ok(x[0].to_local().to_dtype(dtype)?))
-    }
-
-    /// The tensor cut off from the graph.
-    pub fn detach(&self) -> Self {
-        DTensor::assemble(self.to_local().detach(), self.shared_spec().clone(), 0)
-    }
-
     /// The elementwise sum, shapes broadcast as NumPy's.
-    pub fn add(&self, rhs: &Self) -> Result<Self> {
-        self.binary("add", rhs, &[Row::new(SUM, &[SUM, SUM])], |a, b| a.broadcast_add(b))
+    pub fn add(&self, rhs: impl Operand) -> Result<Self> {
+        match rhs.side()? {
+            Side::Number(rhs) => self.affine(1.0, rhs),
+            rhs => self.binary("add", rhs, &ADD, Tensor::broadcast_add),
+        }
     }
 
     /// The elementwise difference, shapes broadcast as NumPy's.
-    pub fn sub(&self, rhs: &Self) -> Result<Self> {
-        self.binary("sub", rhs, &[Row::new(SUM, &[SUM, SUM])], |a, b| a.broadcast_sub(b))
+    pub fn sub(&self, rhs: impl Operand) -> Result<Self> {
+        match rhs.side()? {
+            Side::Number(rhs) => self.affine(1.0, -rhs),
+            rhs => self.binary("sub", rhs, &SUB, Tensor::broadcast_sub),
+        }
     }
 
     /// The elementwise product, shapes broadcast as NumPy's.
-    pub fn mul(&self, rhs: &Self) -> Result<Self> {
-        let linear = [Row::new(SUM, &[SUM, Replicate]), Row::new(SUM, &[Replicate, SUM])];
-        self.binary("mul", rhs, &linear, |a, b| a.broadcast_mul(b))
+    pub fn mul(&self, rhs: impl Operand) -> Result<Self> {
+        match rhs.side()? {
+            Side::Number(rhs) => self.affine(rhs, 0.0),
+            rhs => self.binary("mul", rhs, &MUL, Tensor::broadcast_mul),
+        }
     }
 
     /// The elementwise quotient, shapes broadcast as NumPy's.
-    pub fn div(&self, rhs: &Self) -> Result<Self> {
-        self.binary("div", rhs, &[Row::new(SUM, &[SUM, Replicate])], |a, b| a.broadcast_div(b))
+    pub fn div(&self, rhs: impl Operand) -> Result<Self> {
+        match rhs.side()? {
+            Side::Number(rhs) => self.affine(1.0 / rhs, 0.0),
+            rhs => self.binary("div", rhs, &DIV, Tensor::broadcast_div),
+        }
+    }
+
+    /// The larger of two elements, shapes broadcast as NumPy's; equal ones get half of the gradient each.
+    pub fn maximum(&self, rhs: impl Operand) -> Result<Self> {
+        self.binary("maximum", rhs.side()?, &MAXIMUM, Tensor::broadcast_maximum)
+    }
+
+    /// The smaller of two elements, shapes broadcast as NumPy's; equal ones get half of the gradient each.
+    pub fn minimum(&self, rhs: impl Operand) -> Result<Self> {
+        self.binary("minimum", rhs.side()?, &MINIMUM, Tensor::broadcast_minimum)
+    }
+
+    /// Each element held between `min` and `max`.
+    pub fn clamp(&self, min: impl Operand, max: impl Operand) -> Result<Self> {
+        self.maximum(min)?.minimum(max)
+    }
+
+    /// Each element, which must be positive, to the power of the other, shapes broadcast as NumPy's.
+    ///
+    /// A number as power is that of [`powf`](Self::powf), for elements of any sign.
+    pub fn pow(&self, rhs: impl Operand) -> Result<Self> {
+        match rhs.side()? {
+            Side::Number(rhs) => self.powf(rhs),
+            rhs => self.log()?.mul(&self.beside(rhs, self.dtype())?)?.exp(),
+        }
     }
 
     /// The gated SiLU `x · sigmoid(x) · gate` of two tensors of one shape, the activation of SwiGLU.
@@ -119,27 +96,38 @@ impl DTensor {
             let reason = format!("{} with a gate {}: want one shape", self.spec(), gate.spec());
             return Error::op("silu_gate", reason);
         }
-        self.binary("silu_gate", gate, &[Row::new(SUM, &[Replicate, SUM])], crate::kernels::silu_gate)
+        self.binary("silu_gate", Side::Spread(gate), &LINEAR_IN_SECOND, crate::kernels::silu_gate)
     }
 
     fn binary(
         &self,
         op: &'static str,
-        rhs: &Self,
-        linear: &[Row],
+        rhs: Side<'_>,
+        passes: &Passes,
         local: impl Fn(&Tensor, &Tensor) -> candle_core::Result<Tensor>,
     ) -> Result<Self> {
+        let rhs = &self.beside(rhs, self.dtype())?;
         let signature = || {
-            if self.dtype() != rhs.dtype() {
-                let (a, b) = (self.dtype().as_str(), rhs.dtype().as_str());
-                return Error::op(op, format!("dtypes {a} and {b} differ; convert one with to_dtype"));
-            }
-            let shape = broadcast(op, self.dims(), rhs.dims())?;
+            let shape = self.check_pair(op, rhs)?;
             let mut rows = broadcast_rows(&shape, &[self.dims(), rhs.dims()]);
-            rows.extend(linear.iter().cloned());
+            // Extremes pass without gradient only, see `extreme_rows`.
+            let passing = |row: &&Joint| row[2] == SUM || !self.tracked() && !rhs.tracked();
+            rows.extend(passes.joint.iter().filter(passing).map(|&[a, b, out]| Row::new(out, &[a, b])));
+            for (at, &order) in passes.order.iter().enumerate() {
+                rows.extend(extreme_rows(order, at, &[self, rhs]));
+            }
             Ok(Signature::new(rows, &shape, self.dtype()))
         };
         rules::run(op, &[], &[self, rhs], signature, |x, _| Ok(local(x[0].to_local(), x[1].to_local())?))
+    }
+
+    /// The shape that two operands of one dtype broadcast to.
+    pub(super) fn check_pair(&self, op: &'static str, rhs: &Self) -> Result<Vec<usize>> {
+        if self.dtype() != rhs.dtype() {
+            let (a, b) = (self.dtype().as_str(), rhs.dtype().as_str());
+            return Error::op(op, format!("dtypes {a} and {b} differ; convert one with to_dtype"));
+        }
+        broadcast(op, self.dims(), rhs.dims())
     }
 }
 
@@ -163,33 +151,4 @@ pub(super) fn broadcast_rows(shape: &[usize], inputs: &[&[usize]]) -> Rows {
         _ => Replicate,
     };
     (0..shape.len()).map(|d| Row { out: Shard(d), ins: inputs.iter().map(|dims| lies(dims, d)).collect() }).collect()
-}
-
-macro_rules! operator {
-    ($trait:ident, $method:ident) => {
-        impl std::ops::$trait<&DTensor> for &DTensor {
-            type Output = Result<DTensor>;
-            fn $method(self, rhs: &DTensor) -> Result<DTensor> {
-                DTensor::$method(self, rhs)
-            }
-        }
-    };
-}
-operator!(Add, add);
-operator!(Sub, sub);
-operator!(Mul, mul);
-operator!(Div, div);
-
-impl std::ops::Mul<f64> for &DTensor {
-    type Output = Result<DTensor>;
-    fn mul(self, rhs: f64) -> Result<DTensor> {
-        self.affine(rhs, 0.0)
-    }
-}
-
-impl std::ops::Add<f64> for &DTensor {
-    type Output = Result<DTensor>;
-    fn add(self, rhs: f64) -> Result<DTensor> {
-        self.affine(1.0, rhs)
-    }
 }

@@ -1,9 +1,9 @@
-//! Sums and means: a sharded dim that is summed away leaves partial sums.
+//! Sums, means and variances: a sharded dim that is summed away leaves partial sums.
 use crate::placement::{Placement, Shard};
 use crate::rules::{self, Row, Rows, Signature};
 use crate::{DTensor, Result};
 use candle_core::Shape;
-use candle_core::shape::Dims;
+use candle_core::shape::{Dim, Dims};
 
 const SUM: Placement = Placement::PARTIAL_SUM;
 
@@ -23,10 +23,8 @@ impl DTensor {
     pub fn sum(&self, dims: impl Dims) -> Result<Self> {
         let dims = dims.to_indexes(&Shape::from(self.dims()), "sum")?;
         let signature = || {
-            let kept: Vec<usize> = (0..self.rank()).filter(|d| !dims.contains(d)).collect();
-            let shape: Vec<usize> = kept.iter().map(|&d| self.dims()[d]).collect();
-            let rows = rows(self.rank(), &dims, |d| kept.iter().filter(|&&k| k < d).count());
-            Ok(Signature::new(rows, &shape, self.dtype()))
+            let rows = rows(self.rank(), &dims, |d| (0..d).filter(|k| !dims.contains(k)).count());
+            Ok(Signature::new(rows, &without(self.dims(), &dims), self.dtype()))
         };
         rules::run("sum", &dims, &[self], signature, |x, _| Ok(x[0].to_local().sum(&dims[..])?))
     }
@@ -48,11 +46,46 @@ impl DTensor {
         self.sum_keepdim(dims)?.affine(1.0 / count as f64, 0.0)
     }
 
+    /// The mean over `dims`, which go away; the count is the global one.
+    pub fn mean(&self, dims: impl Dims) -> Result<Self> {
+        let dims = dims.to_indexes(&Shape::from(self.dims()), "mean")?;
+        self.mean_keepdim(&dims[..])?.reshape(without(self.dims(), &dims))
+    }
+
     /// The mean of all elements, a scalar; the count is the global one.
     pub fn mean_all(&self) -> Result<Self> {
         self.check_float("mean_all")?;
         self.sum_all()?.affine(1.0 / self.elem_count() as f64, 0.0)
     }
+
+    /// The unbiased variance over a dim, which stays with size 1; mean and count are the global ones.
+    ///
+    /// A sharded dim costs one all_reduce of the sums, and leaves partial sums.
+    pub fn var_keepdim(&self, dim: impl Dim) -> Result<Self> {
+        self.check_float("var_keepdim")?;
+        let dim = dim.to_index(&Shape::from(self.dims()), "var_keepdim")?;
+        let x = self.settled(&[dim])?;
+        // The squares' sum is least at the mean, so the mean has no part in the gradient.
+        let squares = x.sub(x.detach().mean_keepdim(dim)?)?.sqr()?;
+        let freedom = (self.dims()[dim] as f64 - 1.0).max(0.0);
+        squares.sum_keepdim(dim)?.affine(1.0 / freedom, 0.0)
+    }
+
+    /// The unbiased variance over a dim, which goes away; mean and count are the global ones.
+    pub fn var(&self, dim: impl Dim) -> Result<Self> {
+        let dim = dim.to_index(&Shape::from(self.dims()), "var")?;
+        self.var_keepdim(dim)?.reshape(without(self.dims(), &[dim]))
+    }
+
+    /// The root of the sum of all squares, a scalar.
+    pub fn norm(&self) -> Result<Self> {
+        self.sqr()?.sum_all()?.sqrt()
+    }
+}
+
+/// A shape without some of its dims.
+pub(super) fn without(shape: &[usize], dims: &[usize]) -> Vec<usize> {
+    shape.iter().enumerate().filter(|(d, _)| !dims.contains(d)).map(|(_, &size)| size).collect()
 }
 
 /// Shards of kept dims stay at their new place, shards of summed dims become partial sums.

@@ -1,23 +1,20 @@
-//! Ops that need the whole last dim of a row: softmax and the norms. Leading dims may be sharded.
+//! Fused ops on whole rows, which are the last dim: softmax and the norms. Leading dims may be sharded.
 use super::pointwise::broadcast_rows;
 use crate::placement::{Replicate, Shard};
 use crate::rules::{self, Row, Rows, Signature};
 use crate::{DTensor, Error, Result, kernels};
 
 /// Leading dims of the first input sharded, further inputs whole.
-fn rows(leading: usize, others: usize) -> Rows {
+pub(super) fn rows(leading: usize, others: usize) -> Rows {
     (0..leading)
         .map(|d| Row { out: Shard(d), ins: std::iter::once(Shard(d)).chain((0..others).map(|_| Replicate)).collect() })
         .collect()
 }
 
 impl DTensor {
-    /// The softmax over the last dim.
-    pub fn softmax_last_dim(&self) -> Result<Self> {
-        let signature = || {
-            self.check_rows("softmax_last_dim", 1)?;
-            Ok(Signature::new(rows(self.rank() - 1, 0), self.dims(), self.dtype()))
-        };
+    /// The softmax over a last dim that is whole.
+    pub(super) fn softmax_of_rows(&self) -> Result<Self> {
+        let signature = || Ok(Signature::new(rows(self.rank() - 1, 0), self.dims(), self.dtype()));
         rules::run("softmax_last_dim", &[], &[self], signature, |x, _| Ok(kernels::softmax(x[0].to_local())?))
     }
 
@@ -74,7 +71,7 @@ impl DTensor {
         })
     }
 
-    fn check_rows(&self, op: &'static str, rank: usize) -> Result<()> {
+    pub(super) fn check_rows(&self, op: &'static str, rank: usize) -> Result<()> {
         if self.rank() < rank {
             return Error::op(op, format!("{} has too few dims; want at least {rank}", self.spec()));
         }

@@ -50,7 +50,6 @@ impl Signature {
     }
 
     /// With a further output.
-    #[allow(dead_code)] // until an op with several outputs is here
     pub(crate) fn and(mut self, shape: &[usize], dtype: DType) -> Self {
         self.outs.push((Dims::from_slice(shape), dtype));
         self

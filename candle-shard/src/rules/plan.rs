@@ -95,6 +95,15 @@ pub(crate) fn check_meshes(op: &'static str, inputs: &[&DTensor]) -> Result<()> 
     Error::op(op, format!("inputs lie on different meshes, {mesh} and {other}; redistribute one of them"))
 }
 
+impl Plan {
+    /// The inputs stay as they lie, and the outputs vary where the first input does.
+    pub(crate) fn in_place(inputs: &[&DTensor], outs: SmallVec<[Arc<Spec>; 1]>) -> Self {
+        let stays = |x: &&DTensor| Lay { targets: x.targets(), ready: true };
+        let nothing = outs.iter().all(|out| out.local_shape().contains(&0));
+        Self { inputs: inputs.iter().map(stays).collect(), vary: 0, outs, varying: inputs[0].varying(), nothing }
+    }
+}
+
 /// The row that moves the fewest bytes and then changes the fewest inputs; `None` stands for all replicated.
 fn cheapest<'r>(inputs: &[&DTensor], rows: &'r [Row], axis: usize) -> Option<&'r Row> {
     let cost = |placement: &dyn Fn(usize) -> Placement| {

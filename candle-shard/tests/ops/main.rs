@@ -3,15 +3,19 @@
 mod attention;
 #[path = "../common/mod.rs"]
 mod common;
+mod exchanges;
+mod extreme;
 mod images;
 mod join;
 mod lookup;
 mod losses;
 mod matmul;
+mod order;
 mod pointwise;
 mod reduce;
 mod rows;
 mod sizes;
 mod slice;
 mod sweep;
+mod unary;
 mod view;

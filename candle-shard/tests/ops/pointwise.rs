@@ -1,71 +1,7 @@
 use crate::sweep::{Case, Input, Kind, sweep};
-use Kind::{Float, Positive};
+use Kind::{Float, Ids, Positive, Whole};
 use candle_core::{DType, Tensor};
-use candle_shard::random::{Distribution, Stream, sample_full};
-use candle_shard::{DTensor, Result, kernels};
-
-const SHAPES: [&[usize]; 5] = [&[4, 6], &[5, 3], &[1, 7], &[2, 1, 3], &[0, 3]];
-
-type Unary = (&'static str, Kind, fn(&DTensor) -> Result<DTensor>, fn(&Tensor) -> candle_core::Result<Tensor>);
-
-const UNARY: [Unary; 19] = [
-    ("neg", Float, |x| x.neg(), |x| x.neg()),
-    ("affine", Float, |x| x.affine(1.7, 0.3), |x| x.affine(1.7, 0.3)),
-    ("scale", Float, |x| x.affine(-0.4, 0.0), |x| x.affine(-0.4, 0.0)),
-    ("operator scale", Float, |x| x * 3.0, |x| x * 3.0),
-    ("operator shift", Float, |x| x + 0.5, |x| x + 0.5),
-    ("relu", Float, DTensor::relu, |x| x.relu()),
-    ("gelu", Float, DTensor::gelu, kernels::gelu),
-    ("silu", Float, DTensor::silu, |x| x.silu()),
-    ("sigmoid", Float, DTensor::sigmoid, |x| (x.neg()?.exp()? + 1.0)?.recip()),
-    ("tanh", Float, DTensor::tanh, |x| x.tanh()),
-    ("exp", Float, DTensor::exp, |x| x.exp()),
-    ("log", Positive, DTensor::log, |x| x.log()),
-    ("sqrt", Positive, DTensor::sqrt, |x| x.sqrt()),
-    ("sqr", Float, DTensor::sqr, |x| x.sqr()),
-    ("abs", Float, DTensor::abs, |x| x.abs()),
-    ("sin", Float, DTensor::sin, |x| x.sin()),
-    ("cos", Float, DTensor::cos, |x| x.cos()),
-    ("recip", Positive, DTensor::recip, |x| x.recip()),
-    (
-        "dropout",
-        Float,
-        |x| x.dropout(0.4, Stream::new(3, "mask")),
-        |x| {
-            let keep = sample_full(
-                Stream::new(3, "mask"),
-                Distribution::Bernoulli { p: 0.6 },
-                x.dims(),
-                x.dtype(),
-                x.device(),
-            )?;
-            x * keep.affine(1.0 / (1.0 - 0.4), 0.0)?
-        },
-    ),
-];
-
-fn unary(shapes: &[&'static [usize]]) -> Vec<Case> {
-    let case = |&(name, kind, distributed, plain): &Unary, shape: &'static [usize]| {
-        Case::new(name, &[(shape, kind)], move |x| distributed(&x[0]), move |x| plain(&x[0]))
-    };
-    UNARY.iter().flat_map(|op| shapes.iter().map(move |shape| case(op, shape))).collect()
-}
-
-#[test]
-fn unary_ops() {
-    sweep("unary", DType::F64, unary(&SHAPES));
-}
-
-#[test]
-fn unary_ops_in_single_precision() {
-    let wider = Case::new(
-        "wider and back",
-        &[(&[5, 3], Float)],
-        |x| x[0].to_dtype(DType::F64)?.sin()?.to_dtype(DType::F32),
-        |x| x[0].to_dtype(DType::F64)?.sin()?.to_dtype(DType::F32),
-    );
-    sweep("unary f32", DType::F32, [unary(&[&[5, 3]]), vec![wider]].concat());
-}
+use candle_shard::DTensor;
 
 const PAIRS: [[&[usize]; 2]; 13] = [
     [&[0, 3], &[3]],
@@ -113,4 +49,127 @@ fn operators_and_shared_inputs() {
         Case::new("detached", &inputs, |x| x[0].mul(&x[0].detach())?.add(&x[1]), |x| (&x[0] * x[0].detach())? + &x[1]),
     ];
     sweep("operators", DType::F64, cases);
+}
+
+#[test]
+fn extremes_of_two_and_powers() {
+    let mut cases = Vec::new();
+    for [a, b] in PAIRS {
+        // Whole numbers are often equal, and equal ones share the gradient.
+        let whole: [Input; 2] = [(a, Whole), (b, Whole)];
+        let positive: [Input; 2] = [(a, Positive), (b, Float)];
+        cases.extend([
+            Case::new("maximum", &whole, |x| x[0].maximum(&x[1]), |x| x[0].broadcast_maximum(&x[1])),
+            Case::new("minimum", &whole, |x| x[0].minimum(&x[1]), |x| x[0].broadcast_minimum(&x[1])),
+            Case::new("pow", &positive, |x| x[0].pow(&x[1]), |x| x[0].broadcast_pow(&x[1])),
+        ]);
+    }
+    cases.push(Case::new("maximum of 0", &[(&[5, 3], Whole)], |x| x[0].maximum(0u32), |x| x[0].maximum(0f64)));
+    sweep("extremes of two", DType::F64, cases);
+}
+
+type Compare = (
+    &'static str,
+    fn(&DTensor, &DTensor) -> candle_shard::Result<DTensor>,
+    fn(&Tensor, &Tensor) -> candle_core::Result<Tensor>,
+);
+
+const COMPARE: [Compare; 6] = [
+    ("eq", |a, b| a.eq(b), |a, b| a.broadcast_eq(b)),
+    ("ne", |a, b| a.ne(b), |a, b| a.broadcast_ne(b)),
+    ("lt", |a, b| a.lt(b), |a, b| a.broadcast_lt(b)),
+    ("le", |a, b| a.le(b), |a, b| a.broadcast_le(b)),
+    ("gt", |a, b| a.gt(b), |a, b| a.broadcast_gt(b)),
+    ("ge", |a, b| a.ge(b), |a, b| a.broadcast_ge(b)),
+];
+
+#[test]
+fn comparisons() {
+    let mut cases = Vec::new();
+    for [a, b] in [PAIRS[0], PAIRS[3], PAIRS[6], PAIRS[9], PAIRS[10]] {
+        for (name, distributed, plain) in COMPARE {
+            cases.push(Case::new(
+                name,
+                &[(a, Whole), (b, Whole)],
+                move |x| distributed(&x[0], &x[1])?.to_dtype(DType::F64)?.mul(&x[0]),
+                move |x| plain(&x[0], &x[1])?.to_dtype(DType::F64)?.broadcast_mul(&x[0]),
+            ));
+        }
+    }
+    cases.push(Case::new(
+        "of ids and a number",
+        &[(&[5, 3], Ids(4))],
+        |x| x[0].gt(1u32)?.to_dtype(DType::F64),
+        |x| x[0].gt(1u32)?.to_dtype(DType::F64),
+    ));
+    sweep("compare", DType::F64, cases);
+}
+
+#[test]
+fn choices() {
+    let shapes: [[&[usize]; 3]; 5] = [
+        [&[5, 3], &[5, 3], &[5, 3]],
+        [&[4, 1], &[4, 6], &[6]],
+        [&[1, 7], &[], &[3, 1]],
+        [&[2], &[0, 2], &[1, 1]],
+        [&[2, 3], &[1, 3], &[2, 1]],
+    ];
+    let case = |[cond, a, b]: [&'static [usize]; 3]| {
+        let plain = |x: &[Tensor]| {
+            let mask = x[0].ne(0u32)?.to_dtype(DType::F64)?;
+            mask.broadcast_mul(&x[1])?.broadcast_add(&(1.0 - &mask)?.broadcast_mul(&x[2])?)
+        };
+        Case::new("where_cond", &[(cond, Ids(2)), (a, Float), (b, Float)], |x| x[0].where_cond(&x[1], &x[2]), plain)
+    };
+    let masked = Case::new(
+        "masked",
+        &[(&[5, 3], Ids(2)), (&[5, 3], Float)],
+        |x| x[0].where_cond(0.0, &x[1]),
+        |x| x[0].where_cond(&x[1].zeros_like()?, &x[1]),
+    );
+    let clipped = Case::new(
+        "clipped",
+        &[(&[5, 3], Float)],
+        |x| x[0].gt(0.0)?.where_cond(&x[0], x[0].sqr()),
+        |x| x[0].gt(0f64)?.where_cond(&x[0], &x[0].sqr()?),
+    );
+    let mut cases = shapes.map(case).to_vec();
+    cases.extend([masked, clipped]);
+    sweep("choices", DType::F64, cases);
+}
+
+/// The operators in all forms in which candle has them, and with plain tensors and results beside.
+#[test]
+fn every_form_of_the_operators() {
+    fn plain() -> Tensor {
+        crate::common::values(&[3], 77, DType::F64)
+    }
+    let x: [Input; 2] = [(&[5, 3], Float), (&[5, 3], Positive)];
+    let cases = vec![
+        Case::new(
+            "values and results",
+            &x,
+            |x| (x[0].clone() + x[1].clone()) - (&x[0] * x[1].sqr() / &(x[1].clone() * 2.0)?)?,
+            |x| (x[0].clone() + x[1].clone()) - (&x[0] * x[1].sqr()? / (x[1].clone() * 2.0)?)?,
+        ),
+        Case::new(
+            "numbers",
+            &x,
+            |x| (1.0 + &x[0])? + (2.0 * x[1].clone()) - ((x[0].clone() - 0.5)? / 4.0)?,
+            |x| (1.0 + &x[0])? + (2.0 * x[1].clone()) - ((x[0].clone() - 0.5)? / 4.0)?,
+        ),
+        Case::new(
+            "plain tensors",
+            &x,
+            |x| ((&plain() * &x[0])? + plain())? / (plain() - x[1].clone())?,
+            |x| plain().broadcast_mul(&x[0])?.broadcast_add(&plain())?.broadcast_div(&plain().broadcast_sub(&x[1])?),
+        ),
+        Case::new(
+            "plain tensors as operands",
+            &x,
+            |x| x[0].maximum(&plain())?.mul(plain().sqr()?),
+            |x| x[0].broadcast_maximum(&plain())?.broadcast_mul(&plain().sqr()?),
+        ),
+    ];
+    sweep("operator forms", DType::F64, cases);
 }

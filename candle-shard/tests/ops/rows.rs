@@ -14,6 +14,45 @@ fn softmax_over_the_last_dim() {
 }
 
 #[test]
+fn softmax_and_its_kin_over_any_dim() {
+    let mut cases = Vec::new();
+    let shapes: [&[usize]; 4] = [&[4, 6], &[5, 3], &[1, 7], &[2, 3, 5]];
+    for shape in shapes {
+        let x: [Input; 1] = [(shape, Float)];
+        for dim in 0..shape.len() {
+            cases.extend([
+                Case::new(
+                    &format!("softmax {dim}"),
+                    &x,
+                    move |x| x[0].softmax(dim),
+                    move |x| candle_nn::ops::softmax(&x[0], dim),
+                ),
+                Case::new(
+                    &format!("log_softmax {dim}"),
+                    &x,
+                    move |x| x[0].log_softmax(dim),
+                    move |x| candle_nn::ops::log_softmax(&x[0], dim),
+                ),
+                Case::new(
+                    &format!("log_sum_exp {dim}"),
+                    &x,
+                    move |x| x[0].log_sum_exp(dim),
+                    move |x| x[0].log_sum_exp(dim),
+                ),
+            ]);
+        }
+    }
+    let x: [Input; 1] = [(&[3, 2, 5], Float)];
+    cases.extend([
+        Case::new("log_sum_exp (0, 2)", &x, |x| x[0].log_sum_exp((0, 2)), |x| x[0].log_sum_exp((0, 2))),
+        Case::new("large", &x, |x| (&x[0] * 1e3)?.softmax(1), |x| candle_nn::ops::softmax(&(&x[0] * 1e3)?, 1)),
+        Case::new("softmax of none", &[(&[0, 3], Float)], |x| x[0].softmax(1), |x| x[0].sqr()?.sqrt()),
+        Case::new("log_softmax of none", &[(&[0, 3], Float)], |x| x[0].log_softmax(0), |x| x[0].sqr()?.sqrt()),
+    ]);
+    sweep("softmax of any dim", DType::F64, cases);
+}
+
+#[test]
 fn causal_softmax_over_keys() {
     let shapes: [&[usize]; 5] = [&[4, 4], &[3, 5], &[5, 2], &[2, 3, 4], &[1, 2, 3, 3]];
     let case = |shape| {

@@ -24,11 +24,21 @@ fn specs(mesh: &candle_dist::DeviceMesh) -> Result<Vec<Spec>> {
 type Op =
     (&'static str, fn(&DTensor, &DTensor) -> Result<DTensor>, fn(&Tensor, &Tensor) -> candle_core::Result<Tensor>);
 
-const OPS: [Op; 5] = [
+const OPS: [Op; 11] = [
     ("mul", |a, b| a.mul(b), |a, b| a * b),
     ("aᵀ b", |a, b| a.t()?.matmul(b), |a, b| a.t()?.matmul(b)),
     ("linear", |a, b| a.linear(b, None), |a, b| a.matmul(&b.t()?)),
     ("flat sum", |a, b| a.reshape(20)?.add(&b.reshape(20)?), |a, b| a.reshape(20)? + b.reshape(20)?),
+    ("max", |a, b| a.max(0)?.mul(b.min(0)?), |a, b| a.max(0)? * b.min(0)?),
+    ("softmax", |a, b| a.softmax(0)?.mul(b), |a, b| candle_nn::ops::softmax(a, 0)? * b),
+    ("cumsum", |a, b| a.cumsum(0)?.mul(b), |a, b| a.cumsum(0)? * b),
+    ("var", |a, b| a.var_keepdim(0)?.mul(b), |a, b| a.var_keepdim(0)?.broadcast_mul(b)),
+    (
+        "argmax",
+        |a, b| a.argmax_keepdim(0)?.to_dtype(DType::F64)?.mul(b)?.add(a),
+        |a, b| a.argmax_keepdim(0)?.to_dtype(DType::F64)?.broadcast_mul(b)? + a,
+    ),
+    ("topk", |a, b| a.t()?.topk(1)?.0.mul(b.t()?), |a, b| a.t()?.max_keepdim(1)?.broadcast_mul(&b.t()?)),
     (
         "split",
         |a, b| a.reshape((5, 2, 2))?.mul(&b.sum_keepdim(0)?.reshape((2, 2))?),

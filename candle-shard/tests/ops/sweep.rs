@@ -14,6 +14,8 @@ pub(crate) enum Kind {
     Float,
     /// Numbers in 0.5..2.5, with a gradient.
     Positive,
+    /// -1, 0 and 1, with a gradient.
+    Whole,
     /// u32 below this bound, without gradient.
     Ids(u32),
 }
@@ -61,6 +63,7 @@ impl Reference {
             match *kind {
                 Kind::Float => even.to_dtype(dtype),
                 Kind::Positive => ((even / 1.5)? + 1.5)?.to_dtype(dtype),
+                Kind::Whole => even.round()?.clamp(-1f64, 1f64)?.to_dtype(dtype),
                 Kind::Ids(bound) => {
                     let unit = even.affine(1.0 / 3.0, 0.5)?;
                     (unit * f64::from(bound))?.to_dtype(DType::U32)?.clamp(0u32, bound - 1)

@@ -1,0 +1,208 @@
+//! Maxima and minima, and where they are.
+//!
+//! A sharded dim that is reduced leaves the extremes of the pieces, of which one all_reduce makes those of the whole.
+//! With a gradient, a second op without communication puts the whole extreme into each rank's graph: an element that
+//! equals it gets the gradient, on whichever rank it lies, and all equal ones do, as with candle.
+use super::reduce::without;
+use crate::placement::{Partial, Placement, Replicate, Shard};
+use crate::rules::{self, Row, Rows, Signature};
+use crate::{DTensor, Error, Result};
+use candle_core::shape::Dim;
+use candle_core::{DType, Device, Shape, Tensor};
+use candle_dist::ReduceOp;
+
+/// The index of elements that are not there, larger than every other.
+const NOWHERE: u32 = u32::MAX;
+
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) enum Extreme {
+    Max,
+    Min,
+}
+
+use Extreme::{Max, Min};
+
+impl Extreme {
+    fn op(self) -> &'static str {
+        if self == Max { "max" } else { "min" }
+    }
+
+    fn partial(self) -> Placement {
+        Partial(if self == Max { ReduceOp::Max } else { ReduceOp::Min })
+    }
+
+    /// The extreme over dims of a tensor with elements; the dims stay with size 1.
+    fn over(self, x: &Tensor, dims: &[usize]) -> candle_core::Result<Tensor> {
+        let one = |x: Tensor, &d: &usize| if self == Max { x.max_keepdim(d) } else { x.min_keepdim(d) };
+        dims.iter().try_fold(x.clone(), one)
+    }
+
+    /// What loses against every element.
+    fn neutral(self, shape: &[usize], dtype: DType, device: &Device) -> candle_core::Result<Tensor> {
+        let range = match dtype {
+            DType::U8 => (0, u8::MAX.into()),
+            DType::U32 => (0, u32::MAX.into()),
+            DType::I16 => (i16::MIN.into(), i16::MAX.into()),
+            DType::I32 => (i32::MIN.into(), i32::MAX.into()),
+            DType::I64 => (i64::MIN, i64::MAX),
+            _ => {
+                let lost = if self == Max { f64::NEG_INFINITY } else { f64::INFINITY };
+                return Tensor::full(lost, shape, device)?.to_dtype(dtype);
+            }
+        };
+        Tensor::full(if self == Max { range.0 } else { range.1 }, shape, device)?.to_dtype(dtype)
+    }
+}
+
+macro_rules! extremes {
+    ($($which:ident, $name:ident, $keepdim:ident, $all:ident, $arg:ident, $arg_keepdim:ident, $text:literal;)*) => {
+        impl DTensor {
+            $(#[doc = concat!("The ", $text, " over a dim, which stays with size 1; all equal ones get the gradient.")]
+            pub fn $keepdim(&self, dim: impl Dim) -> Result<Self> {
+                let dim = dim.to_index(&Shape::from(self.dims()), stringify!($keepdim))?;
+                self.extreme($which, &[dim])
+            }
+
+            #[doc = concat!("The ", $text, " over a dim, which goes away; all equal ones get the gradient.")]
+            pub fn $name(&self, dim: impl Dim) -> Result<Self> {
+                let dim = dim.to_index(&Shape::from(self.dims()), stringify!($name))?;
+                self.extreme($which, &[dim])?.reshape(without(self.dims(), &[dim]))
+            }
+
+            #[doc = concat!("The ", $text, " of all elements, a scalar; all equal ones get the gradient.")]
+            pub fn $all(&self) -> Result<Self> {
+                let dims: Vec<usize> = (0..self.rank()).collect();
+                self.extreme($which, &dims)?.reshape(())
+            }
+
+            #[doc = concat!("Where the ", $text, " over a dim is, the first of equal ones: u32, the dim with size 1.")]
+            pub fn $arg_keepdim(&self, dim: impl Dim) -> Result<Self> {
+                let dim = dim.to_index(&Shape::from(self.dims()), stringify!($arg_keepdim))?;
+                self.place_of_extreme($which, stringify!($arg), dim)
+            }
+
+            #[doc = concat!("Where the ", $text, " over a dim is, the first of equal ones: u32, without the dim.")]
+            pub fn $arg(&self, dim: impl Dim) -> Result<Self> {
+                let dim = dim.to_index(&Shape::from(self.dims()), stringify!($arg))?;
+                self.place_of_extreme($which, stringify!($arg), dim)?.reshape(without(self.dims(), &[dim]))
+            })*
+        }
+    };
+}
+
+extremes! {
+    Max, max, max_keepdim, max_all, argmax, argmax_keepdim, "largest element";
+    Min, min, min_keepdim, min_all, argmin, argmin_keepdim, "smallest element";
+}
+
+impl DTensor {
+    /// The extreme over `dims`, which stay with size 1; without gradient it may be left partial.
+    pub(super) fn extreme(&self, which: Extreme, dims: &[usize]) -> Result<Self> {
+        self.check_elements(which.op(), dims)?;
+        if !self.tracked() {
+            return self.extreme_of_pieces(which, dims);
+        }
+        let x = self.settled(dims)?;
+        if dims.iter().all(|&d| x.sharded_axes(d).next().is_none()) {
+            return x.extreme_of_pieces(which, dims);
+        }
+        let whole = x.detach().extreme_of_pieces(which, dims)?.resolved()?;
+        let signature = || {
+            let lies = |d: usize| if dims.contains(&d) { Replicate } else { Shard(d) };
+            let rows = (0..x.rank()).map(|d| Row::new(lies(d), &[Shard(d), lies(d)])).collect();
+            Ok(Signature::new(rows, whole.dims(), x.dtype()))
+        };
+        rules::run("extreme", dims, &[&x, &whole], signature, |x, _| {
+            let (x, whole) = (x[0].to_local(), x[1].to_local());
+            if x.elem_count() == 0 {
+                // Connected to the graph, so that every rank's graph has the same communication.
+                let none = whole.zeros_like()?.to_dtype(DType::U8)?;
+                return Ok(none.where_cond(&x.sum_keepdim(dims)?, whole)?);
+            }
+            let own = which.over(x, dims)?;
+            Ok(own.detach().eq(whole)?.where_cond(&own, whole)?)
+        })
+    }
+
+    fn extreme_of_pieces(&self, which: Extreme, dims: &[usize]) -> Result<Self> {
+        let signature = || {
+            let mut shape = self.dims().to_vec();
+            dims.iter().for_each(|&d| shape[d] = 1);
+            let mut rows = self.kept_rows(dims);
+            if !self.tracked() {
+                rows.extend(dims.iter().map(|&d| Row::new(which.partial(), &[Shard(d)])));
+                rows.push(Row::new(which.partial(), &[which.partial()]));
+            }
+            Ok(Signature::new(rows, &shape, self.dtype()))
+        };
+        rules::run(which.op(), dims, &[self], signature, |x, out| {
+            let x = x[0].to_local();
+            if x.elem_count() == 0 {
+                return Ok(which.neutral(&out.local_shape(), x.dtype(), x.device())?);
+            }
+            Ok(which.over(x, dims)?)
+        })
+    }
+
+    /// The index of the extreme over a dim, which stays with size 1.
+    ///
+    /// On a sharded dim the whole extreme is found first; then the ranks that have it tell where, and the first wins.
+    fn place_of_extreme(&self, which: Extreme, op: &'static str, dim: usize) -> Result<Self> {
+        self.check_elements(op, &[dim])?;
+        let x = self.detach().settled(&[dim])?;
+        let place = |x: &Tensor| if which == Max { x.argmax_keepdim(dim) } else { x.argmin_keepdim(dim) };
+        let mut shape = self.dims().to_vec();
+        shape[dim] = 1;
+        if x.sharded_axes(dim).next().is_none() {
+            let signature = || Ok(Signature::new(x.kept_rows(&[dim]), &shape, DType::U32));
+            return rules::run(op, &[dim], &[&x], signature, |x, _| Ok(place(x[0].to_local())?));
+        }
+        let whole = x.extreme_of_pieces(which, &[dim])?.resolved()?;
+        let signature = || {
+            let first = Row::new(Partial(ReduceOp::Min), &[Shard(dim), Replicate]);
+            let kept = (0..x.rank()).filter(|&d| d != dim).map(|d| Row::new(Shard(d), &[Shard(d), Shard(d)]));
+            Ok(Signature::new(kept.chain([first]).collect(), &shape, DType::U32))
+        };
+        let found = rules::run(op, &[dim], &[&x, &whole], signature, |x, out| {
+            let (start, x, whole) = (x[0].spec().local_block()[dim].start, x[0].to_local(), x[1].to_local());
+            let nowhere = Tensor::full(NOWHERE, out.local_shape().as_slice(), x.device())?;
+            if x.elem_count() == 0 {
+                return Ok(nowhere);
+            }
+            let own = which.over(x, &[dim])?;
+            // Not `eq`: of extremes that are no numbers, too, there is a first one.
+            let elsewhere = if which == Max { own.lt(whole)? } else { own.gt(whole)? };
+            Ok(elsewhere.where_cond(&nowhere, &place(x)?.affine(1.0, start as f64)?)?)
+        })?;
+        found.resolved()
+    }
+
+    fn check_elements(&self, op: &'static str, dims: &[usize]) -> Result<()> {
+        match dims.iter().find(|&&d| self.dims()[d] == 0) {
+            Some(d) => Error::op(op, format!("dim {d} of {} has no elements, so no extreme", self.spec())),
+            None => Ok(()),
+        }
+    }
+
+    /// Every dim but `dims` sharded, in and out.
+    pub(super) fn kept_rows(&self, dims: &[usize]) -> Rows {
+        (0..self.rank()).filter(|d| !dims.contains(d)).map(|d| Row::new(Shard(d), &[Shard(d)])).collect()
+    }
+
+    /// This tensor with nothing partial: what was is cut in a dim other than `dims`, or replicated where none is left.
+    pub(super) fn settled(&self, dims: &[usize]) -> Result<Self> {
+        if !self.placements().iter().any(|p| p.is_partial()) {
+            return Ok(self.clone());
+        }
+        let signature = || {
+            let others = dims.iter().map(|&d| Row::new(Shard(d), &[Shard(d)]));
+            Ok(Signature::new(self.kept_rows(dims).into_iter().chain(others).collect(), self.dims(), self.dtype()))
+        };
+        rules::run("settle", dims, &[self], signature, |x, _| Ok(x[0].to_local().clone()))
+    }
+
+    /// This tensor with everything partial replicated.
+    pub(super) fn resolved(&self) -> Result<Self> {
+        self.placed(|_, p| if p.is_partial() { Replicate } else { p })
+    }
+}

@@ -1,0 +1,70 @@
+//! Running sums: pieces of a sharded dim are summed where they lie, and begin where the pieces before them end.
+use crate::placement::{Partial, Placement, Replicate, Shard};
+use crate::rules::{self, Plan, Row, Rows, Signature};
+use crate::{DTensor, Result};
+use candle_core::shape::Dim;
+use candle_core::{Shape, Tensor};
+use candle_dist::ReduceOp;
+use smallvec::smallvec;
+
+const SUM: Placement = Placement::PARTIAL_SUM;
+
+impl DTensor {
+    /// The running sum along a dim: each element is the sum of those up to it.
+    ///
+    /// A sharded dim costs one reduce_scatter of one number for each rank and row, and an all_gather of them in the
+    /// backward pass.
+    pub fn cumsum(&self, dim: impl Dim) -> Result<Self> {
+        self.check_float("cumsum")?;
+        let dim = dim.to_index(&Shape::from(self.dims()), "cumsum")?;
+        if self.sharded_axes(dim).next().is_none() {
+            let signature = || {
+                let mut rows = self.kept_rows(&[dim]);
+                rows.push(Row::new(SUM, &[SUM]));
+                Ok(Signature::new(rows, self.dims(), self.dtype()))
+            };
+            return rules::run("cumsum", &[dim], &[self], signature, |x, _| Ok(running_sum(x[0].to_local(), dim)?));
+        }
+        let linear = |_, p| if matches!(p, Partial(op) if op != ReduceOp::Sum) { Replicate } else { p };
+        let x = self.placed(linear)?;
+        let starts = x.sums_before(dim)?;
+        // All is linear, so every axis stays as it is.
+        let plan = || Ok(Plan::in_place(&[&x, &starts], smallvec![x.shared_spec().clone()]));
+        let mut made = rules::run_planned("cumsum", &[dim], &[&x, &starts], plan, |x, _| {
+            Ok(smallvec![running_sum(x[0].to_local(), dim)?.broadcast_add(x[1].to_local())?])
+        })?;
+        Ok(made.remove(0))
+    }
+
+    /// For each piece of a sharded dim the sum of the pieces before it, as a tensor with one element a piece.
+    fn sums_before(&self, dim: usize) -> Result<Self> {
+        let (mesh, axes) = (self.mesh(), self.sharded_axes(dim).collect::<Vec<_>>());
+        let place = |(pieces, at): (usize, usize), &axis: &usize| {
+            let n = mesh.shape()[axis];
+            (pieces * n, at * n + mesh.coordinate()[axis])
+        };
+        let (pieces, at) = axes.iter().fold((1, 0), place);
+        let signature = || {
+            let mut shape = self.dims().to_vec();
+            shape[dim] = pieces;
+            let mut rows: Rows = self.kept_rows(&[dim]);
+            rows.extend([Row::new(SUM, &[Shard(dim)]), Row::new(SUM, &[SUM])]);
+            Ok(Signature::new(rows, &shape, self.dtype()))
+        };
+        // Each rank adds its own sum to all pieces that come after it.
+        let sums = rules::run("sums_before", &[dim], &[self], signature, |x, out| {
+            let own = x[0].to_local().sum_keepdim(dim)?.broadcast_as(out.local_shape().as_slice())?;
+            let mut column = vec![1; out.dims().len()];
+            column[dim] = pieces;
+            let after = Tensor::from_iter((0..pieces).map(|piece| u8::from(piece > at)), own.device())?;
+            let after = after.reshape(column)?.broadcast_as(own.shape())?;
+            Ok(after.where_cond(&own, &own.zeros_like()?)?)
+        })?;
+        sums.placed(|axis, p| if axes.contains(&axis) { Shard(dim) } else { p })
+    }
+}
+
+fn running_sum(x: &Tensor, dim: usize) -> candle_core::Result<Tensor> {
+    let last = x.rank() - 1;
+    x.transpose(dim, last)?.contiguous()?.cumsum(last)?.transpose(dim, last)
+}

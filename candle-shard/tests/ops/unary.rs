@@ -1,0 +1,93 @@
+use crate::sweep::{Case, Input, Kind, sweep};
+use Kind::{Float, Positive};
+use candle_core::{DType, Tensor};
+use candle_nn::{Activation, Module, ops};
+use candle_shard::random::{Distribution, Stream, sample_full};
+use candle_shard::{DTensor, Result, kernels};
+
+type Unary = (&'static str, Kind, fn(&DTensor) -> Result<DTensor>, fn(&Tensor) -> candle_core::Result<Tensor>);
+
+const UNARY: [Unary; 37] = [
+    ("neg", Float, |x| x.neg(), |x| x.neg()),
+    ("affine", Float, |x| x.affine(1.7, 0.3), |x| x.affine(1.7, 0.3)),
+    ("scale", Float, |x| x.affine(-0.4, 0.0), |x| x.affine(-0.4, 0.0)),
+    ("nothing of it", Float, |x| x.affine(0.0, 2.0)?.mul(x), |x| x.affine(0.0, 2.0)? * x),
+    ("relu", Float, DTensor::relu, |x| x.relu()),
+    ("relu6", Float, |x| x.affine(6.0, 0.0)?.relu6(), |x| Activation::Relu6.forward(&(x * 6.0)?)),
+    ("gelu", Float, DTensor::gelu, kernels::gelu),
+    ("gelu_tanh", Float, DTensor::gelu_tanh, |x| x.gelu()),
+    ("silu", Float, DTensor::silu, |x| x.silu()),
+    ("mish", Float, DTensor::mish, ops::mish),
+    ("sigmoid", Float, DTensor::sigmoid, |x| (x.neg()?.exp()? + 1.0)?.recip()),
+    ("hard_sigmoid", Float, |x| x.affine(4.0, 0.0)?.hard_sigmoid(), |x| ops::hard_sigmoid(&(x * 4.0)?)),
+    ("hard_swish", Float, |x| x.affine(4.0, 0.0)?.hard_swish(), |x| Activation::HardSwish.forward(&(x * 4.0)?)),
+    ("elu", Float, |x| x.elu(0.7), |x| x.elu(0.7)),
+    ("leaky_relu", Float, |x| x.leaky_relu(0.1), |x| ops::leaky_relu(x, 0.1)),
+    ("tanh", Float, DTensor::tanh, |x| x.tanh()),
+    ("erf", Float, DTensor::erf, |x| x.erf()),
+    ("exp", Float, DTensor::exp, |x| x.exp()),
+    ("log", Positive, DTensor::log, |x| x.log()),
+    ("sqrt", Positive, DTensor::sqrt, |x| x.sqrt()),
+    ("rsqrt", Positive, DTensor::rsqrt, |x| x.sqrt()?.recip()),
+    ("sqr", Float, DTensor::sqr, |x| x.sqr()),
+    ("powf", Positive, |x| x.powf(1.7), |x| x.powf(1.7)),
+    ("abs", Float, DTensor::abs, |x| x.abs()),
+    ("sin", Float, DTensor::sin, |x| x.sin()),
+    ("cos", Float, DTensor::cos, |x| x.cos()),
+    ("recip", Positive, DTensor::recip, |x| x.recip()),
+    ("floor", Float, |x| x.floor()?.mul(x), |x| x.floor()? * x),
+    ("ceil", Float, |x| x.ceil()?.mul(x), |x| x.ceil()? * x),
+    ("round", Float, |x| x.round()?.mul(x), |x| x.round()? * x),
+    ("round_to", Float, |x| x.round_to(1)?.mul(x), |x| x.round_to(1)? * x),
+    ("sign", Float, |x| x.sign()?.mul(x), |x| x.sign()? * x),
+    ("only a floor", Float, DTensor::floor, |x| x.floor()),
+    ("clamp", Float, |x| x.clamp(-0.5, 0.7), |x| x.clamp(-0.5, 0.7)),
+    ("number minus x", Float, |x| 2.0 - x, |x| 2.0 - x),
+    ("number by x", Positive, |x| 2.0 / x, |x| 2.0 / x),
+    (
+        "dropout",
+        Float,
+        |x| x.dropout(0.4, Stream::new(3, "mask")),
+        |x| {
+            let keep = sample_full(
+                Stream::new(3, "mask"),
+                Distribution::Bernoulli { p: 0.6 },
+                x.dims(),
+                x.dtype(),
+                x.device(),
+            )?;
+            x * keep.affine(1.0 / (1.0 - 0.4), 0.0)?
+        },
+    ),
+];
+
+fn unary(shapes: &[&'static [usize]]) -> Vec<Case> {
+    let case = |&(name, kind, distributed, plain): &Unary, shape: &'static [usize]| {
+        Case::new(name, &[(shape, kind)], move |x| distributed(&x[0]), move |x| plain(&x[0]))
+    };
+    UNARY.iter().flat_map(|op| shapes.iter().map(move |shape| case(op, shape))).collect()
+}
+
+#[test]
+fn unary_ops() {
+    sweep("unary", DType::F64, unary(&[&[5, 3], &[1, 7], &[0, 3]]));
+}
+
+#[test]
+fn unary_ops_in_single_precision() {
+    let wider = Case::new(
+        "wider and back",
+        &[(&[5, 3], Float)],
+        |x| x[0].to_dtype(DType::F64)?.sin()?.to_dtype(DType::F32),
+        |x| x[0].to_dtype(DType::F64)?.sin()?.to_dtype(DType::F32),
+    );
+    // Whole numbers end the graph, on ranks without elements too.
+    let whole: [Input; 2] = [(&[1, 3], Float), (&[1, 3], Float)];
+    let whole = Case::new(
+        "whole and back",
+        &whole,
+        |x| x[0].to_dtype(DType::I64)?.to_dtype(DType::F32)?.mul(&x[1]),
+        |x| x[0].to_dtype(DType::I64)?.to_dtype(DType::F32)? * &x[1],
+    );
+    sweep("unary f32", DType::F32, [unary(&[&[5, 3]]), vec![wider, whole]].concat());
+}
