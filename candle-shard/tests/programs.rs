@@ -136,7 +136,7 @@ impl Program {
                     (candle_nn::ops::softmax(&x.plain, dim)? * &x.plain)?.broadcast_add(&plain.sum_all()?)?,
                 ))
             }
-            14 if !a.is_empty() => Some(("cumsum", x.here.cumsum(dim)?.tanh()?, x.plain.cumsum(dim)?.tanh()?)),
+            14 if !a.is_empty() => Some(("cumsum", x.here.cumsum(dim)?.tanh()?, running_sum(&x.plain, dim)?.tanh()?)),
             _ => None,
         };
         if let Some((name, here, plain)) = made {
@@ -202,4 +202,10 @@ fn random_programs_equal_one_device() {
             Ok(())
         });
     }
+}
+
+/// The running sum along a dim; candle's own refuses strided dims before the last.
+fn running_sum(x: &Tensor, dim: usize) -> candle_core::Result<Tensor> {
+    let last = x.rank() - 1;
+    x.transpose(dim, last)?.contiguous()?.cumsum(last)?.transpose(dim, last)
 }

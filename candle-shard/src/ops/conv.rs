@@ -39,6 +39,32 @@ impl Conv {
         let room = len.checked_add(self.padding.checked_mul(2)?)?.checked_sub(reach)?;
         Some((room / self.stride + 1, room % self.stride))
     }
+
+    /// An input padded here instead of by candle, without what the stride leaves out at its end.
+    fn trimmed(&self, x: &Tensor, dim: usize, kernel: &Tensor) -> candle_core::Result<Tensor> {
+        let (_, left) = self.places(x.dims()[dim], kernel.dims()[dim]).unwrap_or_default();
+        let padded = x.pad_with_zeros(dim, self.padding, self.padding)?;
+        padded.narrow(dim, 0, padded.dims()[dim] - left)
+    }
+
+    /// Images with kernels.
+    ///
+    /// candle's backward pass takes it that a stride leaves out as many columns as rows.
+    fn image(&self, x: &Tensor, kernel: &Tensor) -> candle_core::Result<Tensor> {
+        let left = |dim: usize| self.places(x.dims()[dim], kernel.dims()[dim]).map(|(_, left)| left);
+        let Self { padding, stride, dilation, groups } = *self;
+        if left(2) == left(3) {
+            return x.conv2d(kernel, padding, stride, dilation, groups);
+        }
+        let x = self.trimmed(&self.trimmed(x, 2, kernel)?, 3, kernel)?.contiguous()?;
+        x.conv2d(kernel, 0, stride, dilation, groups)
+    }
+
+    /// Lines with kernels, as images of one row: the gradient of candle's `conv1d` is wrong without padding.
+    fn line(&self, x: &Tensor, kernel: &Tensor) -> candle_core::Result<Tensor> {
+        let x = self.trimmed(x, 2, kernel)?.unsqueeze(2)?.contiguous()?;
+        x.conv2d(&kernel.unsqueeze(2)?, 0, self.stride, self.dilation, self.groups)?.squeeze(2)
+    }
 }
 
 impl DTensor {
@@ -50,9 +76,7 @@ impl DTensor {
     /// # Errors
     /// If shapes or dtypes do not agree, or the kernel does not fit into the padded input.
     pub fn conv1d(&self, kernel: &Self, bias: Option<&Self>, conv: Conv) -> Result<Self> {
-        let Conv { padding, stride, dilation, .. } = conv;
-        self.convolved("conv1d", 1, kernel, conv, |x, w, groups| x.conv1d(w, padding, stride, dilation, groups))?
-            .with_bias("conv1d", bias)
+        self.convolved("conv1d", 1, kernel, conv)?.with_bias("conv1d", bias)
     }
 
     /// The convolution of `[b, c, h, w]` with a kernel `[o, c / groups, kh, kw]` and a bias `[o]`: `[b, o, h', w']`.
@@ -62,19 +86,10 @@ impl DTensor {
     /// # Errors
     /// If shapes or dtypes do not agree, or the kernel does not fit into the padded input.
     pub fn conv2d(&self, kernel: &Self, bias: Option<&Self>, conv: Conv) -> Result<Self> {
-        let Conv { padding, stride, dilation, .. } = conv;
-        self.convolved("conv2d", 2, kernel, conv, |x, w, groups| x.conv2d(w, padding, stride, dilation, groups))?
-            .with_bias("conv2d", bias)
+        self.convolved("conv2d", 2, kernel, conv)?.with_bias("conv2d", bias)
     }
 
-    fn convolved(
-        &self,
-        op: &'static str,
-        spatial: usize,
-        kernel: &Self,
-        conv: Conv,
-        local: impl FnOnce(&Tensor, &Tensor, usize) -> candle_core::Result<Tensor>,
-    ) -> Result<Self> {
+    fn convolved(&self, op: &'static str, spatial: usize, kernel: &Self, conv: Conv) -> Result<Self> {
         let signature = || self.conv_signature(op, spatial, kernel, conv);
         rules::run(op, &conv.attributes(), &[self, kernel], signature, |x, out| {
             let (input, kernel) = (x[0].to_local(), x[1].to_local());
@@ -83,7 +98,8 @@ impl DTensor {
             }
             // Of several groups only such of a single channel are ever cut.
             let groups = if conv.groups == 1 { 1 } else { conv.groups.min(input.dims()[1]) };
-            Ok(local(&input.contiguous()?, &kernel.contiguous()?, groups)?)
+            let (input, kernel, conv) = (input.contiguous()?, kernel.contiguous()?, Conv { groups, ..conv });
+            Ok(if spatial == 1 { conv.line(&input, &kernel)? } else { conv.image(&input, &kernel)? })
         })
     }
 
@@ -101,12 +117,9 @@ impl DTensor {
         }
         let mut shape = vec![x[0], k[0]];
         for (&len, &size) in x[2..].iter().zip(&k[2..]) {
-            let Some((places, left)) = conv.places(len, size) else {
+            let Some((places, _)) = conv.places(len, size) else {
                 return refuse("the kernel does not fit into the padded input, or stride or dilation is 0");
             };
-            if left > len && (self.tracked() || kernel.tracked()) {
-                return refuse("the stride leaves out all of the input, which candle cannot differentiate; pad less");
-            }
             shape.push(places);
         }
         let mut rows: Rows = Rows::from_iter([Row::new(Shard(0), &[Shard(0), Replicate])]);

@@ -67,8 +67,11 @@ fn conv1d() {
 
 #[test]
 fn conv2d() {
-    let shapes: [(&[usize], &[usize], Conv); 6] = [
+    let shapes: [(&[usize], &[usize], Conv); 9] = [
         (&[2, 2, 4, 3], &[4, 2, 3, 2], DENSE),
+        (&[2, 2, 5, 6], &[2, 2, 3, 3], Conv { padding: 1, stride: 2, ..DENSE }),
+        (&[2, 2, 6, 5], &[2, 2, 3, 3], Conv { stride: 3, ..DENSE }),
+        (&[2, 1, 1, 3], &[3, 1, 2, 1], Conv { padding: 1, stride: 3, dilation: 2, ..DENSE }),
         (&[3, 3, 5, 4], &[5, 3, 2, 3], Conv { padding: 1, stride: 2, ..DENSE }),
         (&[1, 2, 5, 5], &[3, 2, 2, 2], Conv { dilation: 2, ..DENSE }),
         (&[2, 3, 3, 4], &[3, 1, 2, 2], Conv { groups: 3, padding: 1, ..DENSE }),
