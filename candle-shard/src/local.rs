@@ -155,7 +155,7 @@ fn ragged_spec(pieces: &[Piece], mesh: &DeviceMesh, placements: &[Placement], dt
     let axes_of = |dim: usize| (0..placements.len()).filter(move |&axis| placements[axis] == Shard(dim));
     let mut shape = first.dims.clone();
     let mut sizes: Vec<Option<Sizes>> = vec![None; placements.len()];
-    for dim in 0..shape.len() {
+    for (dim, size) in shape.iter_mut().enumerate() {
         let Some(outermost) = axes_of(dim).next().filter(|&axis| axis < mesh.ndim()) else { continue };
         // All pieces of the dim are seen along the axes that shard it, from the first rank of the others.
         let mut along = vec![0; mesh.shape()[outermost]];
@@ -165,7 +165,7 @@ fn ragged_spec(pieces: &[Piece], mesh: &DeviceMesh, placements: &[Placement], dt
                 along[place[outermost]] += piece.dims[dim];
             }
         }
-        shape[dim] = along.iter().sum();
+        *size = along.iter().sum();
         sizes[outermost] = Some(along.into());
     }
     let mut spec = Spec::new(mesh, placements, shape, dtype)?;
@@ -173,9 +173,10 @@ fn ragged_spec(pieces: &[Piece], mesh: &DeviceMesh, placements: &[Placement], dt
         spec = spec.with_sizes(axis, sizes)?;
     }
     for (rank, piece) in pieces.iter().enumerate() {
-        for (dim, range) in spec.block_at(&at(rank)).iter().enumerate().filter(|(d, r)| r.len() != piece.dims[*d]) {
+        let (place, block) = (at(rank), spec.block_at(&at(rank)));
+        if let Some(dim) = (0..block.len()).find(|&dim| block[dim].len() != piece.dims[dim]) {
             let axes: Vec<&str> = axes_of(dim).map(|axis| mesh.names()[axis].as_str()).collect();
-            let (size, want, place) = (piece.dims[dim], range.len(), at(rank));
+            let (size, want) = (piece.dims[dim], block[dim].len());
             let by = if axes.is_empty() { "no axis".to_string() } else { format!("axis {}", axes.join(", ")) };
             return refuse(format!(
                 "dim {dim} has size {size} at {place:?} where {want} goes with {spec}; {by} shards it, and only the \

@@ -46,7 +46,7 @@ fn operators_and_shared_inputs() {
         ),
         Case::new("square of itself", &inputs[..1], |x| &x[0] * &x[0], |x| &x[0] * &x[0]),
         Case::new("twice itself", &inputs[..1], |x| &x[0] + &x[0], |x| &x[0] + &x[0]),
-        Case::new("detached", &inputs, |x| x[0].mul(&x[0].detach())?.add(&x[1]), |x| (&x[0] * x[0].detach())? + &x[1]),
+        Case::new("detached", &inputs, |x| x[0].mul(x[0].detach())?.add(&x[1]), |x| (&x[0] * x[0].detach())? + &x[1]),
     ];
     sweep("operators", DType::F64, cases);
 }
@@ -167,8 +167,8 @@ fn every_form_of_the_operators() {
         Case::new(
             "plain tensors as operands",
             &x,
-            |x| x[0].maximum(&plain())?.mul(plain().sqr()?),
-            |x| x[0].broadcast_maximum(&plain())?.broadcast_mul(&plain().sqr()?),
+            |x| x[0].maximum(plain())?.mul(plain().sqr()?),
+            |x| x[0].broadcast_maximum(plain())?.broadcast_mul(&plain().sqr()?),
         ),
     ];
     sweep("operator forms", DType::F64, cases);
