@@ -168,7 +168,7 @@ fn every_form_of_the_operators() {
             "plain tensors as operands",
             &x,
             |x| x[0].maximum(plain())?.mul(plain().sqr()?),
-            |x| x[0].broadcast_maximum(plain())?.broadcast_mul(&plain().sqr()?),
+            |x| x[0].broadcast_maximum(&plain())?.broadcast_mul(&plain().sqr()?),
         ),
     ];
     sweep("operator forms", DType::F64, cases);
