@@ -43,20 +43,27 @@ impl Attention {
                 candle_core::Error::msg(format!("attention input {}: want [batch, sequence, dim]", x.spec())).into()
             );
         };
-        // [batch, sequence, dim] to [batch, heads, sequence, head_dim]
-        let heads = |projection: &Linear| {
-            let split = projection.forward(&x)?.reshape((batch, seq_len, self.n_heads, self.head_dim))?;
-            split.transpose(1, 2)
-        };
+        let heads =
+            |projection: &Linear| projection.forward(&x)?.reshape((batch, seq_len, self.n_heads, self.head_dim));
         let (q, k, v) = (heads(&self.wq)?, heads(&self.wk)?, heads(&self.wv)?);
-        let (scores, scale) = (q.matmul(&k.t()?)?, 1.0 / (self.head_dim as f64).sqrt());
+        let scale = 1.0 / (self.head_dim as f64).sqrt();
+        let mixed = match self.attn_dropout.is_identity(mode) {
+            true => q.flash_attn(&k, &v, scale, self.causal)?,
+            false => self.with_dropout(&q, &k, &v, scale, mode)?,
+        };
+        let merged = mixed.reshape((batch, seq_len, dim))?;
+        self.resid_dropout.forward(&self.wo.forward(&merged)?, mode)
+    }
+
+    /// Attention whose weights are dropped at random, which needs them in memory.
+    fn with_dropout(&self, q: &DTensor, k: &DTensor, v: &DTensor, scale: f64, mode: Mode) -> Result<DTensor> {
+        let (q, k, v) = (q.transpose(1, 2)?, k.transpose(1, 2)?, v.transpose(1, 2)?);
+        let scores = q.matmul(&k.t()?)?;
         let weights = match self.causal {
             true => scores.causal_softmax(scale)?,
             false => scores.affine(scale, 0.0)?.softmax_last_dim()?,
         };
-        let mixed = self.attn_dropout.forward(&weights, mode)?.matmul(&v)?;
-        let merged = mixed.transpose(1, 2)?.reshape((batch, seq_len, dim))?;
-        self.resid_dropout.forward(&self.wo.forward(&merged)?, mode)
+        self.attn_dropout.forward(&weights, mode)?.matmul(&v)?.transpose(1, 2)
     }
 }
 
