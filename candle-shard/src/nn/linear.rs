@@ -39,9 +39,9 @@ impl Linear {
 
     /// The layer's output `[.., out]` for `[.., in]`.
     pub fn forward(&self, x: &DTensor) -> Result<DTensor> {
-        let x = self.style.input(x)?;
+        let [x] = self.style.inputs([x])?;
         let early = self.bias.as_ref().filter(|_| !self.is_rowwise());
-        let y = self.style.output(&x.linear(&self.weight, early)?)?;
+        let [y] = self.style.outputs([&x.linear(&self.weight, early)?])?;
         match &self.bias {
             // Added once, after the partial sums are added up.
             Some(bias) if early.is_none() => y.add(bias),

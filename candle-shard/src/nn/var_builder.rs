@@ -118,7 +118,7 @@ impl ShardedVarBuilder {
     }
 
     fn new(source: Source, seed: u64, mesh: &DeviceMesh, plan: Plan, dtype: DType, device: &Device) -> Result<Self> {
-        plan.check_mesh(mesh)?;
+        plan.check(mesh)?;
         let (built, matched) = (Mutex::default(), Mutex::default());
         let shared = Shared { source, seed, mesh: mesh.clone(), plan, dtype, device: device.clone(), built, matched };
         Ok(Self { shared: Arc::new(shared), path: Vec::new() })

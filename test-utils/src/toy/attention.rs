@@ -37,7 +37,7 @@ impl Attention {
     }
 
     pub(super) fn forward(&self, x: &DTensor, mode: Mode) -> Result<DTensor> {
-        let x = self.style.input(x)?;
+        let [x] = self.style.inputs([x])?;
         let &[batch, seq_len, dim] = x.dims() else {
             return Err(
                 candle_core::Error::msg(format!("attention input {}: want [batch, sequence, dim]", x.spec())).into()
@@ -56,7 +56,8 @@ impl Attention {
         };
         let mixed = self.attn_dropout.forward(&weights, mode)?.matmul(&v)?;
         let merged = mixed.transpose(1, 2)?.reshape((batch, seq_len, dim))?;
-        self.resid_dropout.forward(&self.wo.forward(&merged)?, mode)
+        let [y] = self.style.outputs([&self.resid_dropout.forward(&self.wo.forward(&merged)?, mode)?])?;
+        Ok(y)
     }
 }
 

@@ -60,7 +60,7 @@ impl Transformer {
             return plan;
         }
         plan.with("pos_embeddings", SequenceParallel { dim: 0 })
-            .with("layers.*.attention", PrepareModuleInput { desired: Replicate })
+            .with("layers.*.attention", PrepareModuleInput::new([Replicate]))
             .with("layers.*.attention_norm", SequenceParallel::default())
             .with("layers.*.ffn_norm", SequenceParallel::default())
             .with("norm", SequenceParallel::default())
