@@ -1,5 +1,5 @@
 //! Where layers get their parameters: fresh or loaded, cut as the plan says.
-use crate::nn::{Parameter, Parameters};
+use crate::nn::{Parameter, Parameters, Width};
 use crate::parallel::{ModuleStyle, Plan};
 use crate::placement::{Placement, Placements, Replicate};
 use crate::random::{Distribution, Stream, sample};
@@ -7,6 +7,8 @@ use crate::spec::Spec;
 use crate::{DTensor, Error, Result, Weights};
 use candle_core::{DType, Device, Shape, Tensor};
 use candle_dist::DeviceMesh;
+use candle_dist::backend::Dims;
+use smallvec::SmallVec;
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -17,6 +19,18 @@ pub enum Init {
     Const(f64),
     /// With random numbers, a function of the seed, the parameter's path and the global element.
     Random(Distribution),
+}
+
+/// The name of a parameter, and the stored tensor that it is a part of: its name, its rows, and the first of the part.
+pub(super) struct Part<'a> {
+    pub(super) name: String,
+    pub(super) within: Option<(&'a str, usize, usize)>,
+}
+
+impl From<&str> for Part<'_> {
+    fn from(name: &str) -> Self {
+        Self { name: name.into(), within: None }
+    }
 }
 
 enum Source {
@@ -163,26 +177,51 @@ impl ShardedVarBuilder {
         placement: Placement,
         varying: bool,
     ) -> Result<DTensor> {
+        let dims: SmallVec<[Width; 4]> = shape.into().dims().iter().map(|&size| size.into()).collect();
+        self.part(&dims, name.into(), init, placement, varying)
+    }
+
+    /// Like [`get`](Self::get), cut between units, and perhaps some rows of a stored tensor.
+    pub(super) fn part(
+        &self,
+        dims: &[Width],
+        part: Part<'_>,
+        init: Init,
+        placement: Placement,
+        varying: bool,
+    ) -> Result<DTensor> {
         let Shared { mesh, dtype, device, .. } = &*self.shared;
-        let (shape, name) = (shape.into(), self.full_name(name));
+        let name = self.full_name(&part.name);
         let axis = self.shared.plan.axis_index(mesh)?;
         let placements: Placements = (0..mesh.ndim()).map(|a| if a == axis { placement } else { Replicate }).collect();
-        let spec = Spec::new(mesh, &placements, &shape, *dtype)?;
-        let block = spec.local_block();
+        let shape: Dims = dims.iter().map(|width| width.size()).collect();
+        let sizes = placement.shard_dim().and_then(|dim| dims.get(dim)).map(|width| width.cut(mesh.shape()[axis]));
+        let spec = Spec::new(mesh, &placements, shape.as_slice(), *dtype)?;
+        let spec = spec.with_sizes(axis, sizes.map(|sizes| sizes.as_slice().into()))?;
+        // The tensor of files that the parameter is, or is a part of, and where it begins there.
+        let (of, rows, start) = match part.within.filter(|_| !self.has(&name)) {
+            Some((of, rows, start)) => (self.full_name(of), Some(rows), start),
+            None => (name.clone(), None, 0),
+        };
+        let (mut whole, mut block) = (shape, spec.local_block());
+        if let (Some(rows), Some(size), Some(range)) = (rows, whole.first_mut(), block.first_mut()) {
+            *size = rows;
+            *range = range.start + start..range.end + start;
+        }
         let local = match (&self.shared.source, init) {
             (Source::Loaded(vb), _) => {
-                let mut whole = vb.get(&shape, &name)?;
+                let mut whole = vb.get(whole.as_slice(), &of)?;
                 for (dim, range) in block.iter().enumerate() {
                     whole = whole.narrow(dim, range.start, range.len())?;
                 }
                 whole.force_contiguous()?
             }
-            (Source::Stored(weights), _) => weights.read(&name, &spec, device)?.to_local().clone(),
+            (Source::Stored(weights), _) => weights.read_part(&of, &whole, &block, *dtype, device)?,
             (Source::Fresh, Init::Const(value)) => {
                 Tensor::full(value, spec.local_shape().as_slice(), device)?.to_dtype(*dtype)?
             }
             (Source::Fresh, Init::Random(dist)) => {
-                sample(Stream::new(self.seed(), &name), dist, shape.dims(), &block, *dtype, device)?
+                sample(Stream::new(self.seed(), &of), dist, &whole, &block, *dtype, device)?
             }
         };
         let (mut tensor, var) = DTensor::from_local_with_spec(local, spec)?.to_var()?;
@@ -195,6 +234,15 @@ impl ShardedVarBuilder {
         }
         built.push(Parameter { name, tensor: tensor.clone(), var });
         Ok(tensor)
+    }
+
+    /// Whether the source has a tensor of this full name.
+    fn has(&self, name: &str) -> bool {
+        match &self.shared.source {
+            Source::Fresh => false,
+            Source::Loaded(vb) => vb.contains_tensor(name),
+            Source::Stored(weights) => weights.shape(name).is_ok(),
+        }
     }
 
     /// The parameters that were built.

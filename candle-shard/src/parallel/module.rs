@@ -10,8 +10,8 @@ use crate::{DTensor, Error, Result};
 pub enum LayerKind {
     /// `weight` `[out, in]`, `bias` `[out]`.
     Linear,
-    /// Several linear layers of one input, their weights below each other.
-    FusedLinear,
+    /// Three linear layers of one input, their weights below each other.
+    FusedQkv,
     /// `weight` `[rows, width]`.
     Embedding,
     /// `weight` `[width]`, `bias` `[width]`.
@@ -46,13 +46,14 @@ impl ModuleStyle {
     /// # Errors
     /// If the style does not apply to the kind.
     pub fn layout(&self, kind: LayerKind) -> Result<Layout> {
-        use LayerKind::{Embedding, FusedLinear, Linear, Norm};
+        use LayerKind::{Embedding, FusedQkv, Linear, Norm};
         let fixed = |weight, bias| Layout { weight, bias, varying: false, varying_bias: false };
         let whole = fixed(Replicate, Replicate);
         match (&self.style, kind) {
-            (None | Some(Style::PrepareOutput(_)), _) => Ok(whole),
-            (Some(Style::PrepareInput(_) | Style::PrepareInputOutput(_)), Linear | FusedLinear | Norm) => Ok(whole),
-            (Some(Style::Colwise(_)), Linear | FusedLinear) => Ok(fixed(Shard(0), Shard(0))),
+            (None, _) | (Some(Style::PrepareInput(_)), Linear | FusedQkv | Norm) => Ok(whole),
+            (Some(Style::PrepareOutput(_)), Linear | Embedding | Norm) => Ok(whole),
+            (Some(Style::PrepareInputOutput(_)), Linear | Norm) => Ok(whole),
+            (Some(Style::Colwise(_)), Linear | FusedQkv) => Ok(fixed(Shard(0), Shard(0))),
             (Some(Style::Colwise(_)), Embedding) => Ok(fixed(Shard(1), Replicate)),
             (Some(Style::Rowwise(style)), Linear) => {
                 // Added to pieces of the output, the bias gets a share of its gradient on each rank.
@@ -64,7 +65,7 @@ impl ModuleStyle {
             (Some(style), kind) => {
                 let fit = match kind {
                     Linear => "ColwiseParallel or RowwiseParallel",
-                    FusedLinear => "ColwiseParallel",
+                    FusedQkv => "ColwiseParallel",
                     Embedding => "ColwiseParallel, RowwiseParallel or SequenceParallel",
                     Norm => "SequenceParallel",
                 };

@@ -46,7 +46,7 @@ pub struct PrepareModuleInput {
     pub desired: Vec<Option<Placement>>,
 }
 
-/// A module, of any kind, whose outputs are laid out.
+/// A module, of any kind but a [`FusedQkv`](crate::nn::FusedQkv), whose outputs are laid out.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PrepareModuleOutput {
     /// How each output is laid out; `None` leaves it as it is.
