@@ -49,7 +49,7 @@ fn several_inputs_and_outputs_are_laid_out_and_others_left_alone() {
             let (whole, want, wants) = (whole.clone(), want.clone(), wants.clone());
             on_ranks(world, "mix", move |ctx| -> Result<()> {
                 let vb = builder(ctx, "mix", style.clone())?;
-                let style = vb.pp("mix").style();
+                let style = vb.pp("mix").module_style()?;
                 vb.finish()?;
                 let lays = [Shard(0), Shard(1), Replicate];
                 let leaf = |i: usize| Leaf::new(&whole[i], vb.mesh(), &[Lay::At(lays[i])]);
@@ -79,7 +79,7 @@ fn an_input_is_gathered_once_for_all_layers_of_a_module() {
     on_ranks(3, "gathered", |ctx| -> Result<()> {
         let vb = builder(ctx, "", PrepareModuleInput::new([Replicate]))?;
         let layers: Vec<Linear> = (0..3).map(|i| Linear::new(6, 4, true, &vb.pp(i))).collect::<Result<_>>()?;
-        let style = vb.style(); // of the model itself
+        let style = vb.module_style()?; // of the model itself
         vb.finish()?;
         let leaf = Leaf::new(&values(&[5, 6], 1, DType::F64), vb.mesh(), &[Lay::At(Shard(0))])?;
         let (outs, counts) = comm::record(|| {
@@ -115,7 +115,7 @@ fn arguments_that_do_not_fit_a_style_are_refused_alike_before_anything_is_sent()
         let style = |desired: &[Option<Placement>]| -> Result<ModuleStyle> {
             let input = PrepareModuleInput::new(desired.iter().copied());
             let output = PrepareModuleOutput::new(desired.iter().copied());
-            Ok(builder(ctx, "a.mix", PrepareModuleInputOutput { input, output })?.pp("a").pp("mix").style())
+            Ok(builder(ctx, "a.mix", PrepareModuleInputOutput { input, output })?.pp("a").pp("mix").module_style()?)
         };
         let (one, far) = (style(&[Some(Replicate)])?, style(&[Some(Replicate), Some(Shard(2))])?);
         let x = DTensor::distribute(

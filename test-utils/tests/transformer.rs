@@ -155,8 +155,12 @@ fn losses_of_logits_that_stay_sharded_by_class_equal_one_device() {
 type Counts = [[usize; 3]; 3];
 
 fn counts_of_a_step(world: usize, plan: Plan) -> Counts {
+    counts_of(ModelArgs::default(), world, plan)
+}
+
+fn counts_of(args: ModelArgs, world: usize, plan: Plan) -> Counts {
     let of_ranks = on_ranks(world, "counts", move |ctx| -> Result<Counts> {
-        let args = ModelArgs { dropout_p: 0.0, ..ModelArgs::default() };
+        let args = ModelArgs { dropout_p: 0.0, ..args.clone() };
         let mesh = ctx.mesh(&[("tp", world)])?;
         let vb = ShardedVarBuilder::fresh(0, &mesh, plan.clone(), DType::F32, &Device::Cpu)?;
         let model = Transformer::new(&args, &vb)?;
@@ -190,6 +194,16 @@ fn a_step_communicates_the_megatron_minimum() {
     for world in [2, 4] {
         assert_eq!(counts_of_a_step(world, Transformer::plan("tp", false)), tensor, "{world}");
         assert_eq!(counts_of_a_step(world, Transformer::plan("tp", true)), sequence, "{world}");
+    }
+}
+
+#[test]
+fn heads_that_do_not_divide_communicate_no_more() {
+    for sequence in [false, true] {
+        let [even, uneven] = [4, 6].map(|n_heads| {
+            counts_of(ModelArgs { dim: 12, n_heads, ..ModelArgs::default() }, 4, Transformer::plan("tp", sequence))
+        });
+        assert_eq!(even, uneven);
     }
 }
 
@@ -227,23 +241,12 @@ fn a_loss_on_shards_gathers_no_logits() {
 }
 
 #[test]
-fn plans_that_do_not_fit_are_refused_alike() {
-    on_ranks(2, "plans", |ctx| -> Result<()> {
-        let mesh = ctx.mesh(&[("tp", 2)])?;
-        let build = |plan: Plan| -> Result<()> {
-            let vb = ShardedVarBuilder::fresh(0, &mesh, plan, DType::F32, &Device::Cpu)?;
-            Transformer::new(&ModelArgs::default(), &vb)?;
-            vb.finish().map(drop)
-        };
-        let style = candle_shard::parallel::ColwiseParallel::default();
-        let text = build(Transformer::plan("tp", false).with("layers.*.mlp", style)).unwrap_err().to_string();
-        assert!(text.contains("layers.*.mlp") && text.contains("matched no module"), "{text}");
-        let text = build(Transformer::plan("tp", false).with("norm", style)).unwrap_err().to_string();
-        assert!(text.contains("norm") && text.contains("does not apply"), "{text}");
-        let text = build(Transformer::plan("tp", false).with("tok_embeddings", style)).unwrap_err().to_string();
-        assert!(text.contains("output") && text.contains("shares a weight"), "{text}");
-        let text = build(Plan::new("model")).unwrap_err().to_string();
-        assert!(text.contains("no axis \"model\"") && text.contains("\"tp\""), "{text}");
+fn heads_that_do_not_divide_the_model_are_refused() {
+    on_ranks(2, "heads", |ctx| -> Result<()> {
+        let (mesh, plan) = (ctx.mesh(&[("tp", 2)])?, Transformer::plan("tp", false));
+        let vb = ShardedVarBuilder::fresh(0, &mesh, plan, DType::F32, &Device::Cpu)?;
+        let text = Transformer::new(&ModelArgs { n_heads: 5, ..args() }, &vb).unwrap_err().to_string();
+        assert_eq!(text, "plan: 5 heads do not divide a model of dim 12; choose a number that does");
         Ok(())
     });
 }

@@ -1,6 +1,6 @@
 //! Where layers get their parameters: fresh or loaded, cut as the plan says.
 use crate::nn::{Parameter, Parameters, Width};
-use crate::parallel::{ModuleStyle, Plan};
+use crate::parallel::{LayerKind, ModuleStyle, Plan};
 use crate::placement::{Placement, Placements, Replicate};
 use crate::random::{Distribution, Stream, sample};
 use crate::spec::Spec;
@@ -160,7 +160,18 @@ impl ShardedVarBuilder {
         self.path.iter().map(String::as_str).chain([name]).collect::<Vec<_>>().join(".")
     }
 
-    /// What the plan says about this module.
+    /// What the plan says about this module of other layers, which lays out its
+    /// [inputs](ModuleStyle::inputs) and [outputs](ModuleStyle::outputs) so.
+    ///
+    /// # Errors
+    /// If the plan gives it a style of layers with parameters.
+    pub fn module_style(&self) -> Result<ModuleStyle> {
+        let style = self.style();
+        style.layout(LayerKind::Module)?;
+        Ok(style)
+    }
+
+    /// What the plan says about the layer here.
     pub fn style(&self) -> ModuleStyle {
         let mut matched = self.shared.matched.lock().unwrap_or_else(PoisonError::into_inner);
         self.shared.plan.style_of(&self.path, &self.shared.mesh, &mut matched)

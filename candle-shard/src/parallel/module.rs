@@ -16,6 +16,8 @@ pub enum LayerKind {
     Embedding,
     /// `weight` `[width]`, `bias` `[width]`.
     Norm,
+    /// A module of other layers, without parameters of its own.
+    Module,
 }
 
 /// How the parameters of a layer lie on the plan's axis.
@@ -46,13 +48,13 @@ impl ModuleStyle {
     /// # Errors
     /// If the style does not apply to the kind.
     pub fn layout(&self, kind: LayerKind) -> Result<Layout> {
-        use LayerKind::{Embedding, FusedQkv, Linear, Norm};
+        use LayerKind::{Embedding, FusedQkv, Linear, Module, Norm};
         let fixed = |weight, bias| Layout { weight, bias, varying: false, varying_bias: false };
         let whole = fixed(Replicate, Replicate);
         match (&self.style, kind) {
-            (None, _) | (Some(Style::PrepareInput(_)), Linear | FusedQkv | Norm) => Ok(whole),
-            (Some(Style::PrepareOutput(_)), Linear | Embedding | Norm) => Ok(whole),
-            (Some(Style::PrepareInputOutput(_)), Linear | Norm) => Ok(whole),
+            (None, _) | (Some(Style::PrepareInput(_)), Linear | FusedQkv | Norm | Module) => Ok(whole),
+            (Some(Style::PrepareOutput(_)), Linear | Embedding | Norm | Module) => Ok(whole),
+            (Some(Style::PrepareInputOutput(_)), Linear | Norm | Module) => Ok(whole),
             (Some(Style::Colwise(_)), Linear | FusedQkv) => Ok(fixed(Shard(0), Shard(0))),
             (Some(Style::Colwise(_)), Embedding) => Ok(fixed(Shard(1), Replicate)),
             (Some(Style::Rowwise(style)), Linear) => {
@@ -68,8 +70,10 @@ impl ModuleStyle {
                     FusedQkv => "ColwiseParallel",
                     Embedding => "ColwiseParallel, RowwiseParallel or SequenceParallel",
                     Norm => "SequenceParallel",
+                    Module => "a PrepareModule style, or name its layers",
                 };
-                Err(self.error(format_args!("{style:?} does not apply to a {kind:?} layer; give it {fit}")))
+                Err(self
+                    .error(format_args!("has the style {style:?}, which does not apply to a {kind:?}; give it {fit}")))
             }
         }
     }

@@ -83,7 +83,10 @@ impl Plan {
         if names.is_empty() {
             return Ok(());
         }
-        Err(Error::Plan(format!("{names} matched no module of the model; check the paths against its parameter names")))
+        let axis = &self.axis;
+        Err(Error::Plan(format!(
+            "{names} on axis {axis:?} matched no module of the model; check the paths against its parameter names"
+        )))
     }
 }
 

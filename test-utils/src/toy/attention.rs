@@ -34,7 +34,7 @@ impl Attention {
             wo: Linear::new(heads, args.dim, false, &vb.pp("wo"))?,
             attn_dropout: Dropout::new(args.dropout_p, &vb.pp("attn_dropout")),
             resid_dropout: Dropout::new(args.dropout_p, &vb.pp("resid_dropout")),
-            style: vb.style(),
+            style: vb.module_style()?,
         })
     }
 
