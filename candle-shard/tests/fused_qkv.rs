@@ -183,9 +183,11 @@ fn whole_weights_are_read_by_segments() {
                 let from_vars = ShardedVarBuilder::from_candle(vars, 0, &mesh, plan())?;
                 let from_file =
                     ShardedVarBuilder::from_weights(Weights::open(&path)?, 0, &mesh, plan(), DType::F64, &cpu)?;
-                for vb in [from_vars, from_file] {
-                    let model = Attention::new(heads(h), &vb)?;
-                    compare(&model, &vb.finish()?, &vb, &[Lay::At(Replicate)], &step)?;
+                let other = ShardedVarBuilder::fresh(SEED + 1, &mesh, plan(), DType::F64, &cpu)?;
+                for (vb, loaded) in [(from_vars, None), (from_file, None), (other, Some(&path))] {
+                    let (model, parameters) = (Attention::new(heads(h), &vb)?, vb.finish()?);
+                    loaded.map_or(Ok(()), |path| parameters.load(path))?;
+                    compare(&model, &parameters, &vb, &[Lay::At(Replicate)], &step)?;
                 }
                 Ok(())
             });

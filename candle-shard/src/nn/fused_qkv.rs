@@ -1,6 +1,6 @@
 //! Query, key and value projections whose weights lie in one tensor.
 use super::linear::init;
-use crate::nn::var_builder::Part;
+use crate::nn::part::{Part, Within};
 use crate::nn::{ShardedVarBuilder, Width};
 use crate::parallel::{LayerKind, Layout, ModuleStyle};
 use crate::placement::{Placement, Replicate, Shard};
@@ -101,7 +101,8 @@ impl FusedQkv {
         let projection = |name: &str, start: usize, width: Width| {
             let whole = shared && name != "q";
             let at = if whole { Replicate } else { at };
-            let part = |of: &'static str| Part { name: format!("{of}.{name}"), within: Some((of, rows, start)) };
+            let part =
+                |of: &str| Part { name: format!("{of}.{name}"), within: Some(Within { of: of.into(), rows, start }) };
             let weight = vb.part(&[width, in_dim.into()], part("weight"), init(in_dim), at, whole)?;
             let bias = bias.then(|| vb.part(&[width], part("bias"), init(in_dim), at, whole)).transpose()?;
             Ok::<_, Error>(Projection { weight, bias })

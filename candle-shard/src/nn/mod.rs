@@ -7,6 +7,7 @@ mod fused_qkv;
 mod linear;
 mod norm;
 mod parameters;
+pub(crate) mod part;
 mod var_builder;
 mod width;
 

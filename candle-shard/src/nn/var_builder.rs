@@ -1,4 +1,5 @@
 //! Where layers get their parameters: fresh or loaded, cut as the plan says.
+use crate::nn::part::{Part, Within};
 use crate::nn::{Parameter, Parameters, Width};
 use crate::parallel::{LayerKind, ModuleStyle, Plan};
 use crate::placement::{Placement, Placements, Replicate};
@@ -19,18 +20,6 @@ pub enum Init {
     Const(f64),
     /// With random numbers, a function of the seed, the parameter's path and the global element.
     Random(Distribution),
-}
-
-/// The name of a parameter, and the stored tensor that it is a part of: its name, its rows, and the first of the part.
-pub(super) struct Part<'a> {
-    pub(super) name: String,
-    pub(super) within: Option<(&'a str, usize, usize)>,
-}
-
-impl From<&str> for Part<'_> {
-    fn from(name: &str) -> Self {
-        Self { name: name.into(), within: None }
-    }
 }
 
 enum Source {
@@ -196,7 +185,7 @@ impl ShardedVarBuilder {
     pub(super) fn part(
         &self,
         dims: &[Width],
-        part: Part<'_>,
+        part: Part,
         init: Init,
         placement: Placement,
         varying: bool,
@@ -209,30 +198,27 @@ impl ShardedVarBuilder {
         let sizes = placement.shard_dim().and_then(|dim| dims.get(dim)).map(|width| width.cut(mesh.shape()[axis]));
         let spec = Spec::new(mesh, &placements, shape.as_slice(), *dtype)?;
         let spec = spec.with_sizes(axis, sizes.map(|sizes| sizes.as_slice().into()))?;
-        // The tensor of files that the parameter is, or is a part of, and where it begins there.
-        let (of, rows, start) = match part.within.filter(|_| !self.has(&name)) {
-            Some((of, rows, start)) => (self.full_name(of), Some(rows), start),
-            None => (name.clone(), None, 0),
+        let within = part.within.map(|within| Within { of: self.full_name(&within.of), ..within });
+        let (of, whole, block) = match within.as_ref().filter(|_| !self.has(&name)) {
+            Some(within) => (within.of.as_str(), within.whole(&spec), within.block(&spec)),
+            None => (name.as_str(), shape, spec.local_block()),
         };
-        let (mut whole, mut block) = (shape, spec.local_block());
-        if let (Some(rows), Some(size), Some(range)) = (rows, whole.first_mut(), block.first_mut()) {
-            *size = rows;
-            *range = range.start + start..range.end + start;
-        }
         let local = match (&self.shared.source, init) {
             (Source::Loaded(vb), _) => {
-                let mut whole = vb.get(whole.as_slice(), &of)?;
+                let mut whole = vb.get(whole.as_slice(), of)?;
                 for (dim, range) in block.iter().enumerate() {
                     whole = whole.narrow(dim, range.start, range.len())?;
                 }
                 whole.force_contiguous()?
             }
-            (Source::Stored(weights), _) => weights.read_part(&of, &whole, &block, *dtype, device)?,
+            (Source::Stored(weights), _) => {
+                weights.read_part(&name, within.as_ref(), &spec, device)?.to_local().clone()
+            }
             (Source::Fresh, Init::Const(value)) => {
                 Tensor::full(value, spec.local_shape().as_slice(), device)?.to_dtype(*dtype)?
             }
             (Source::Fresh, Init::Random(dist)) => {
-                sample(Stream::new(self.seed(), &of), dist, &whole, &block, *dtype, device)?
+                sample(Stream::new(self.seed(), of), dist, &whole, &block, *dtype, device)?
             }
         };
         let (mut tensor, var) = DTensor::from_local_with_spec(local, spec)?.to_var()?;
@@ -243,7 +229,7 @@ impl ShardedVarBuilder {
         if built.iter().any(|p| p.name == name) {
             return Err(Error::Plan(format!("parameter {name} is built twice; share the layer instead")));
         }
-        built.push(Parameter { name, tensor: tensor.clone(), var });
+        built.push(Parameter { name, tensor: tensor.clone(), var, within });
         Ok(tensor)
     }
 

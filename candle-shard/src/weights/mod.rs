@@ -9,6 +9,7 @@ mod write;
 pub(crate) use dtypes::name_of;
 pub(crate) use write::WeightWriter;
 
+use crate::nn::part::Within;
 use crate::spec::Spec;
 use crate::{DTensor, Error, Result};
 use candle_core::{DType, Device, Tensor};
@@ -143,12 +144,26 @@ impl Weights {
     /// If there is no tensor of this name, its shape is not the spec's, or its dtype does not become the spec's: floats
     /// are cast to floats, all else must be equal. These are alike on all ranks. If the file cannot be read, on this rank.
     pub fn read(&self, name: &str, spec: &Spec, device: &Device) -> Result<DTensor> {
-        let local = self.read_part(name, spec.dims(), &spec.local_block(), spec.dtype(), device)?;
+        self.read_part(name, None, spec, device)
+    }
+
+    /// Like [`read`](Self::read), from the tensor that this one is a part of where there is none of its name.
+    pub(crate) fn read_part(
+        &self,
+        name: &str,
+        within: Option<&Within>,
+        spec: &Spec,
+        device: &Device,
+    ) -> Result<DTensor> {
+        let local = match within.filter(|_| !self.tensors.contains_key(name)) {
+            Some(within) => self.read_as(&within.of, &within.whole(spec), &within.block(spec), spec.dtype(), device)?,
+            None => self.read_as(name, spec.dims(), &spec.local_block(), spec.dtype(), device)?,
+        };
         DTensor::from_local_with_spec(local, spec.clone())
     }
 
     /// A block of a tensor that must have the shape `want`, cast to `to`.
-    pub(crate) fn read_part(
+    fn read_as(
         &self,
         name: &str,
         want: &[usize],
