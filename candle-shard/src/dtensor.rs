@@ -4,6 +4,7 @@ use crate::placement::{Partial, Placement, Replicate, Shard};
 use crate::spec::Spec;
 use crate::{Error, Result};
 use candle_core::backprop::GradStore;
+use candle_core::shape::Dim;
 use candle_core::{DType, Device, Shape, Tensor, Var, WithDType};
 use candle_dist::functional::Exchange;
 use candle_dist::{DeviceMesh, ReduceOp};
@@ -228,6 +229,16 @@ impl DTensor {
     /// The global shape.
     pub fn dims(&self) -> &[usize] {
         self.spec.dims()
+    }
+
+    /// The global shape as candle's, for its `dims2`, `dims3` and so on.
+    pub fn shape(&self) -> Shape {
+        Shape::from(self.dims())
+    }
+
+    /// The global size of a dim.
+    pub fn dim(&self, dim: impl Dim) -> Result<usize> {
+        Ok(self.dims()[dim.to_index(&self.shape(), "dim")?])
     }
 
     /// The number of dims.

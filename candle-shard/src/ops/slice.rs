@@ -241,7 +241,7 @@ fn local_part(x: &Tensor, dim: usize, part: &Range<usize>) -> candle_core::Resul
 }
 
 /// Start and end of a range of indices below `size`.
-fn bounds(range: &impl RangeBounds<usize>, size: usize) -> (usize, usize) {
+pub(super) fn bounds(range: &impl RangeBounds<usize>, size: usize) -> (usize, usize) {
     let start = match range.start_bound() {
         Bound::Included(&at) => at,
         Bound::Excluded(&at) => at.saturating_add(1),
