@@ -62,7 +62,7 @@ fn conv1d() {
         let without = move |x: &[DTensor]| x[0].conv1d(&x[1], None, conv);
         cases.push(Case::new(&format!("{conv:?}"), &inputs[..2], without, move |x| plain_conv(x, conv)));
     }
-    sweep("conv1d", DType::F64, cases);
+    sweep("conv1d", cases);
 }
 
 #[test]
@@ -84,7 +84,7 @@ fn conv2d() {
         let with_bias = move |x: &[DTensor]| x[0].conv2d(&x[1], Some(&x[2]), conv);
         cases.push(Case::new(&format!("{conv:?}"), &inputs, with_bias, move |x| plain_conv(x, conv)));
     }
-    sweep("conv2d", DType::F64, cases);
+    sweep("conv2d", cases);
 }
 
 /// A transposed convolution: the convolution of the input with zeros between its elements and the kernel turned over.
@@ -122,7 +122,7 @@ fn conv_transpose2d() {
         let transposed = move |x: &[DTensor]| x[0].conv_transpose2d(&x[1], None, output_padding, conv);
         Case::new(&format!("{conv:?}"), &inputs, transposed, move |x| plain_transposed(x, output_padding, conv))
     };
-    sweep("conv_transpose2d", DType::F64, shapes.map(case).to_vec());
+    sweep("conv_transpose2d", shapes.map(case).to_vec());
 }
 
 /// Every window of a pool, stacked in a last dim.
@@ -167,7 +167,7 @@ fn pools_and_sizes_of_images() {
         |x| x[0].avg_pool2d(POOLS[0]),
         |x| windows(&x[0], POOLS[0])?.mean(4),
     ));
-    sweep("images", DType::F64, cases);
+    sweep("images", cases);
 }
 
 #[test]
@@ -197,5 +197,5 @@ fn group_norm() {
             normal.broadcast_mul(&x[1].reshape(&per_channel[..])?)?.broadcast_add(&x[2].reshape(&per_channel[..])?)
         })
     };
-    sweep("group_norm", DType::F64, shapes.map(case).to_vec());
+    sweep("group_norm", shapes.map(case).to_vec());
 }

@@ -24,7 +24,7 @@ fn narrow() {
             }
         }
     }
-    sweep("narrow", DType::F64, cases);
+    sweep("narrow", cases);
 }
 
 #[test]
@@ -58,7 +58,7 @@ fn parts_of_parts_and_their_uses() {
         Case::new("get", &x, |x| x[0].get(4), |x| x[0].get(4)),
         Case::new("get_on_dim", &x, |x| x[0].get_on_dim(D::Minus1, 2), |x| x[0].get_on_dim(D::Minus1, 2)),
     ];
-    sweep("parts", DType::F64, cases);
+    sweep("parts", cases);
 }
 
 #[test]
@@ -85,7 +85,7 @@ fn zeros_around() {
         move |x| back(&x[0]),
     );
     cases.push(case);
-    sweep("pad_with_zeros", DType::F64, cases);
+    sweep("pad_with_zeros", cases);
 }
 
 #[test]
@@ -121,7 +121,7 @@ fn slices_in_place() {
             |x| x[0].slice_assign(&[.., ..], &x[1]),
         ),
     ]);
-    sweep("slice_scatter", DType::F64, cases);
+    sweep("slice_scatter", cases);
 }
 
 #[test]

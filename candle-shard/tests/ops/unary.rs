@@ -1,4 +1,4 @@
-use crate::sweep::{Case, Input, Kind, sweep};
+use crate::sweep::{Case, Kind, sweep};
 use Kind::{Float, Positive};
 use candle_core::{DType, Tensor};
 use candle_nn::{Activation, Module, ops};
@@ -70,24 +70,25 @@ fn unary(shapes: &[&'static [usize]]) -> Vec<Case> {
 
 #[test]
 fn unary_ops() {
-    sweep("unary", DType::F64, unary(&[&[5, 3], &[1, 7], &[0, 3]]));
+    sweep("unary", unary(&[&[4, 6], &[5, 3], &[1, 7], &[0, 3]]));
 }
 
 #[test]
-fn unary_ops_in_single_precision() {
+fn other_dtypes_between() {
     let wider = Case::new(
-        "wider and back",
+        "through f64",
         &[(&[5, 3], Float)],
-        |x| x[0].to_dtype(DType::F64)?.sin()?.to_dtype(DType::F32),
-        |x| x[0].to_dtype(DType::F64)?.sin()?.to_dtype(DType::F32),
+        |x| x[0].to_dtype(DType::F64)?.sin()?.to_dtype(x[0].dtype()),
+        |x| x[0].to_dtype(DType::F64)?.sin()?.to_dtype(x[0].dtype()),
     );
     // Whole numbers end the graph, on ranks without elements too.
-    let whole: [Input; 2] = [(&[1, 3], Float), (&[1, 3], Float)];
-    let whole = Case::new(
-        "whole and back",
-        &whole,
-        |x| x[0].to_dtype(DType::I64)?.to_dtype(DType::F32)?.mul(&x[1]),
-        |x| x[0].to_dtype(DType::I64)?.to_dtype(DType::F32)? * &x[1],
-    );
-    sweep("unary f32", DType::F32, [unary(&[&[5, 3]]), vec![wider, whole]].concat());
+    let whole = |shape| {
+        Case::new(
+            "through i64",
+            &[(shape, Float), (shape, Float)],
+            |x| x[0].to_dtype(DType::I64)?.to_dtype(x[1].dtype())?.mul(&x[1]),
+            |x| x[0].to_dtype(DType::I64)?.to_dtype(x[1].dtype())? * &x[1],
+        )
+    };
+    sweep("dtypes", vec![wider, whole(&[1, 3]), whole(&[4, 6])]);
 }
