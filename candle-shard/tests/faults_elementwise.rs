@@ -150,6 +150,34 @@ fn ranks_without_elements_end_the_graph_where_the_others_do() {
 }
 
 #[test]
+fn whole_numbers_keep_no_order_and_no_shares_of_quotients() {
+    on_ranks(2, "whole numbers", |ctx| -> Result<()> {
+        let mesh = mesh(ctx, &[2])?;
+        let put = |own: [[i64; 2]; 2], at| {
+            DTensor::from_local(Tensor::new(&own[ctx.rank()], &Device::Cpu)?, &mesh, &[at], 2)
+        };
+        let two = Tensor::new(&[2i64, 2], &Device::Cpu)?;
+        // 3 + 5 by 2 is 4, though 3 by 2 and 5 by 2 are 1 and 2.
+        let sums = put([[3, 1], [5, 1]], SUM)?;
+        assert_eq!(sums.div(&two)?.full_tensor()?.to_vec1::<i64>()?, [4, 1]);
+        assert_eq!(sums.mul(&two)?.placements(), [SUM]);
+        assert_eq!(sums.mul(&two)?.full_tensor()?.to_vec1::<i64>()?, [16, 4]);
+        // The larger of two numbers need not be the larger behind the end of the numbers.
+        let largest = put([[7, -9], [1, -3]], MAX)?;
+        for out in [largest.add(&two)?, largest.sub(&two)?, two_less(&two, &largest)?] {
+            assert_eq!(out.placements(), [Replicate]);
+        }
+        assert_eq!(two_less(&two, &largest)?.full_tensor()?.to_vec1::<i64>()?, [-5, 5]);
+        assert_eq!(largest.maximum(&two)?.placements(), [MAX]);
+        Ok(())
+    });
+}
+
+fn two_less(two: &Tensor, x: &DTensor) -> Result<DTensor> {
+    two - x
+}
+
+#[test]
 fn a_plain_tensor_beside_shards_gets_its_whole_gradient_on_every_rank() {
     for at in [Shard(0), Shard(1), Replicate] {
         on_ranks(3, "plain", move |ctx| -> Result<()> {

@@ -53,6 +53,7 @@ fn places_of_extremes_with_equal_elements() {
                     move |x| x[0].argmin_keepdim(dim),
                     move |x| x[0].argmin_keepdim(dim),
                 ),
+                Case::new(&format!("argmin without {dim}"), &x, move |x| x[0].argmin(dim), move |x| x[0].argmin(dim)),
             ]);
         }
     }

@@ -40,6 +40,19 @@ fn matmul_of_transposed_views() {
     sweep("matmul of views", cases);
 }
 
+#[test]
+fn products_of_vectors() {
+    let mut cases = Vec::new();
+    let shapes: [[&[usize]; 2]; 4] = [[&[4, 6], &[6]], [&[5, 3], &[3]], [&[1, 7], &[7]], [&[3, 1], &[1]]];
+    for [matrix, vector] in shapes {
+        cases.extend([
+            Case::new("mv", &[(matrix, Float), (vector, Float)], |x| x[0].mv(&x[1]), |x| x[0].mv(&x[1])),
+            Case::new("dot", &[(vector, Float), (vector, Float)], |x| x[0].dot(&x[1]), |x| x[0].dot(&x[1])),
+        ]);
+    }
+    sweep("vectors", cases);
+}
+
 fn plain_linear(x: &[Tensor]) -> candle_core::Result<Tensor> {
     let y = x[0].broadcast_matmul(&x[1].t()?)?;
     x.get(2).map_or(Ok(y.clone()), |bias| y.broadcast_add(bias))

@@ -54,6 +54,7 @@ fn repeated_views() {
         (&[5, 3], &[5, 3]),
     ];
     let mut cases = shapes.map(case).to_vec();
+    cases.push(Case::new("expand", &[(&[5, 1], Float)], |x| x[0].expand((2, 5, 4)), |x| x[0].expand((2, 5, 4))));
     let left = Case::new("left", &[(&[5, 3], Float)], |x| x[0].broadcast_left(2), |x| x[0].broadcast_left(2));
     cases.push(left);
     sweep("broadcast_as", cases);
