@@ -58,7 +58,12 @@ fn gathered(ctx: &RankContext, axes: &[usize], shape: &[usize], at: &[Placement]
 /// What ranks do that do not agree, and what the error says.
 const DIFFERING: [Differing; 7] = [
     ("meshes", 4, |c| gathered(c, [&[2, 2], &[4, 1]][c.rank() / 2], &[4, 4], &[Shard(0); 2]), &["rank"]),
-    ("sizes of meshes", 4, |c| gathered(c, [&[2, 2][..], &[4]][c.rank() / 2], &[4, 4], &[Shard(0); 2][c.rank() / 2..]), &["rank"]),
+    (
+        "sizes of meshes",
+        4,
+        |c| gathered(c, [&[2, 2][..], &[4]][c.rank() / 2], &[4, 4], &[Shard(0); 2][c.rank() / 2..]),
+        &["rank"],
+    ),
     ("dims", 2, |c| gathered(c, &[2], &[4, 4], &[Shard(c.rank())]), &["rank 1 and rank 0 made different calls"]),
     ("placements", 3, |c| gathered(c, &[3], &[4, 4], &[[Shard(0), Replicate][c.rank() / 2]]), &["rank 2"]),
     ("shapes", 3, |c| gathered(c, &[3], &[6 + c.rank() / 2 * 3, 4], &[Shard(0)]), &["made different calls"]),

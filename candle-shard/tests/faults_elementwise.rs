@@ -153,9 +153,8 @@ fn ranks_without_elements_end_the_graph_where_the_others_do() {
 fn whole_numbers_keep_no_order_and_no_shares_of_quotients() {
     on_ranks(2, "whole numbers", |ctx| -> Result<()> {
         let mesh = mesh(ctx, &[2])?;
-        let put = |own: [[i64; 2]; 2], at| {
-            DTensor::from_local(Tensor::new(&own[ctx.rank()], &Device::Cpu)?, &mesh, &[at], 2)
-        };
+        let put =
+            |own: [[i64; 2]; 2], at| DTensor::from_local(Tensor::new(&own[ctx.rank()], &Device::Cpu)?, &mesh, &[at], 2);
         let two = Tensor::new(&[2i64, 2], &Device::Cpu)?;
         // 3 + 5 by 2 is 4, though 3 by 2 and 5 by 2 are 1 and 2.
         let sums = put([[3, 1], [5, 1]], SUM)?;

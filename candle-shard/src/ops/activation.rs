@@ -15,7 +15,10 @@ impl DTensor {
             }
             _ => {
                 let reason = format!("a weight {} for {}", weight.spec(), self.spec());
-                return Error::op("prelu", format!("{reason}: want one element, or one for each channel, or its shape"));
+                return Error::op(
+                    "prelu",
+                    format!("{reason}: want one element, or one for each channel, or its shape"),
+                );
             }
         };
         self.maximum(0.0)?.add(self.minimum(0.0)?.mul(weight))

@@ -58,7 +58,9 @@ impl DTensor {
     pub fn upsample_nearest1d(&self, size: usize) -> Result<Self> {
         match *self.dims() {
             [_, _, l] if l > 0 => self.unsqueeze(2)?.upsample_nearest2d([1, size])?.squeeze(2),
-            _ => Error::op("upsample_nearest1d", format!("{}: want [b, c, l] with an element in each line", self.spec())),
+            _ => {
+                Error::op("upsample_nearest1d", format!("{}: want [b, c, l] with an element in each line", self.spec()))
+            }
         }
     }
 

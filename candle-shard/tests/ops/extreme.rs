@@ -41,12 +41,7 @@ fn places_of_extremes_with_equal_elements() {
         let x: [Input; 1] = [(shape, Whole)];
         for dim in 0..shape.len() {
             cases.extend([
-                Case::new(
-                    &format!("argmax {dim}"),
-                    &x,
-                    move |x| x[0].argmax(dim),
-                    move |x| x[0].argmax(dim),
-                ),
+                Case::new(&format!("argmax {dim}"), &x, move |x| x[0].argmax(dim), move |x| x[0].argmax(dim)),
                 Case::new(
                     &format!("argmin {dim}"),
                     &x,

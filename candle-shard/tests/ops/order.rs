@@ -19,12 +19,7 @@ fn sorting() {
         cases.extend([
             Case::new("sort up", &x, |x| Ok(x[0].sort_last_dim(true)?.0), |x| Ok(x[0].sort_last_dim(true)?.0)),
             Case::new("sort down", &x, |x| Ok(x[0].sort_last_dim(false)?.0), |x| Ok(x[0].sort_last_dim(false)?.0)),
-            Case::new(
-                "indices",
-                &whole,
-                |x| x[0].arg_sort_last_dim(false),
-                |x| x[0].arg_sort_last_dim(false),
-            ),
+            Case::new("indices", &whole, |x| x[0].arg_sort_last_dim(false), |x| x[0].arg_sort_last_dim(false)),
         ]);
     }
     cases.push(Case::new("of none", &[(&[3, 0], Float)], |x| Ok(x[0].sort_last_dim(true)?.0), |x| Ok(x[0].clone())));

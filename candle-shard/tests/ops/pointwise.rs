@@ -96,12 +96,7 @@ fn comparisons() {
             ));
         }
     }
-    cases.push(Case::new(
-        "of ids and a number",
-        &[(&[5, 3], Ids(4))],
-        |x| x[0].gt(1u32),
-        |x| x[0].gt(1u32),
-    ));
+    cases.push(Case::new("of ids and a number", &[(&[5, 3], Ids(4))], |x| x[0].gt(1u32), |x| x[0].gt(1u32)));
     sweep("compare", cases);
 }
 

@@ -124,10 +124,15 @@ fn activations_by_name() {
     }
     for shape in shapes {
         cases.push(Case::new("swiglu", &[(shape, Float)], |x| x[0].swiglu(), |x| ops::swiglu(&x[0])));
-        cases.push(Case::new("selu", &[(shape, Float)], |x| x[0].selu(1.6, 1.1), |x| {
-            let below = (x[0].minimum(0f64)?.exp()? - 1.0)?; // candle's own is of single precision
-            (x[0].relu()? + (below * f64::from(1.6f32))?)? * f64::from(1.1f32)
-        }));
+        cases.push(Case::new(
+            "selu",
+            &[(shape, Float)],
+            |x| x[0].selu(1.6, 1.1),
+            |x| {
+                let below = (x[0].minimum(0f64)?.exp()? - 1.0)?; // candle's own is of single precision
+                (x[0].relu()? + (below * f64::from(1.6f32))?)? * f64::from(1.1f32)
+            },
+        ));
     }
     let weighted: [[&[usize]; 2]; 5] =
         [[&[4, 6], &[6]], [&[5, 3], &[1]], [&[5, 3], &[5, 3]], [&[2, 3, 2], &[3]], [&[1, 7], &[]]];
