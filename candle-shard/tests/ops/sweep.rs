@@ -15,7 +15,7 @@ pub(crate) enum Kind {
     Float,
     /// Numbers in 0.5..2.5, with a gradient.
     Positive,
-    /// -1, 0 and 1, with a gradient.
+    /// -12, 0 and 12, whose shares add up exactly on all meshes, with a gradient.
     Whole,
     /// u32 below this bound, without gradient.
     Ids(u32),
@@ -64,7 +64,7 @@ impl Reference {
             match *kind {
                 Kind::Float => even.to_dtype(dtype),
                 Kind::Positive => ((even / 1.5)? + 1.5)?.to_dtype(dtype),
-                Kind::Whole => even.round()?.clamp(-1f64, 1f64)?.to_dtype(dtype),
+                Kind::Whole => even.round()?.clamp(-1f64, 1f64)?.affine(12.0, 0.0)?.to_dtype(dtype),
                 Kind::Ids(bound) => {
                     let unit = even.affine(1.0 / 3.0, 0.5)?;
                     (unit * f64::from(bound))?.to_dtype(DType::U32)?.clamp(0u32, bound - 1)
@@ -211,9 +211,9 @@ const MESHES: [&[usize]; 5] = [&[4], &[3], &[2], &[2, 2], &[3, 2]];
 /// How many layouts of a case are tried on a mesh at most.
 fn most(dtype: DType, axes: usize) -> usize {
     match (dtype, axes) {
-        (DType::F64, 1) => 400,
-        (DType::F64, _) => 80,
-        _ => 24,
+        (DType::F64, 1) => 250,
+        (DType::F64, _) => 50,
+        _ => 16,
     }
 }
 
