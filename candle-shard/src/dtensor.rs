@@ -23,7 +23,7 @@ pub(crate) type Axes = u32;
 ///
 /// # Ops, and what stays sharded
 ///
-/// Every layout of every input is accepted; what a row does not keep is moved first, as [`explain`](crate::explain)
+/// Every layout of every input is accepted; what a row does not keep is moved first, as [`explain`](crate::explain())
 /// tells. Names are candle's, and ops of two tensors broadcast without another name.
 ///
 /// | Ops | What stays where it is |

@@ -40,7 +40,7 @@ fn an_op_without_a_rule_may_have_the_name_of_one_that_has() {
         let x = DTensor::distribute(&whole, &mesh, &[Shard(0)])?;
         for dtype in [DType::U8, DType::U32, DType::I64] {
             let sum = x.sum(dtype as usize % 2)?;
-            assert_eq!(value_error(&sum, &whole.sum(dtype as usize % 2)?)? < 1e-12, true);
+            assert!(value_error(&sum, &whole.sum(dtype as usize % 2)?)? < 1e-12);
             let count = |x: &[Tensor]| x[0].gt(0f64)?.to_dtype(DType::U32)?.sum_all()?.to_dtype(dtype);
             let count_here = DTensor::on_whole("sum", &[&x], (&[], dtype), count)?;
             assert_eq!(value_error(&count_here, &count(std::slice::from_ref(&whole))?)?, 0.0);

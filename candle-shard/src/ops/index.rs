@@ -68,11 +68,9 @@ impl DTensor {
         }
         let (mut x, mut dim) = (self.clone(), 0);
         for indexer in indexers {
+            let gone = matches!(indexer, TensorIndexer::Select(_));
             x = match indexer {
-                TensorIndexer::Select(at) => {
-                    x = x.get_on_dim(dim, at)?;
-                    continue;
-                }
+                TensorIndexer::Select(at) => x.get_on_dim(dim, at)?,
                 TensorIndexer::Narrow(start, end) => {
                     let (start, end) = bounds(&(start, end), x.dims()[dim]);
                     x.narrow(dim, start, end.saturating_sub(start))?
@@ -83,7 +81,7 @@ impl DTensor {
                 }
                 TensorIndexer::Err(error) => return Err(error.into()),
             };
-            dim += 1;
+            dim += usize::from(!gone);
         }
         Ok(x)
     }
