@@ -2,7 +2,7 @@
 use crate::{Error, Result};
 use candle_core::backprop::GradStore;
 
-/// Sums gradients of several backward passes on this rank, without communication.
+/// Sums gradients of several backward passes on this rank, without communication: what PyTorch has `no_sync` for.
 ///
 /// [`mean`](Self::mean) is what one backward pass over all the samples would have given, and goes to
 /// [`DataParallel::reduce`](crate::DataParallel::reduce) like any other gradients; with a different number of samples

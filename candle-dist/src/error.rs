@@ -45,14 +45,40 @@ pub enum Error {
 }
 
 impl From<candle_core::Error> for Error {
+    /// An error of this crate that went through candle, as in a backward pass, comes out as what it was.
     fn from(error: candle_core::Error) -> Self {
-        Self::Candle(Arc::new(error))
+        carried(&error).unwrap_or_else(|| Self::Candle(Arc::new(error)))
     }
 }
 
 impl From<Error> for candle_core::Error {
     fn from(error: Error) -> Self {
-        candle_core::Error::wrap(error)
+        match error {
+            Error::Candle(error) => Self::wrap(error),
+            error => Self::WrappedContext { wrapped: Box::new(Carried(error)), context: "in candle-dist".into() },
+        }
+    }
+}
+
+/// An error on its way through candle, which prints the `Debug` form.
+#[derive(thiserror::Error)]
+#[error("{0}")]
+struct Carried(Error);
+
+impl fmt::Debug for Carried {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+/// The error of this crate that a candle error carries, if it does.
+fn carried(error: &candle_core::Error) -> Option<Error> {
+    match error {
+        candle_core::Error::WithBacktrace { inner, .. }
+        | candle_core::Error::Context { inner, .. }
+        | candle_core::Error::WithPath { inner, .. } => carried(inner),
+        candle_core::Error::WrappedContext { wrapped, .. } => Some(wrapped.downcast_ref::<Carried>()?.0.clone()),
+        _ => None,
     }
 }
 

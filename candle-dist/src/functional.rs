@@ -126,6 +126,21 @@ impl Step {
         })
     }
 
+    /// The shape that `rank` gets for its tensor of shape `mine`, which the step fits.
+    fn result_shape(&self, mine: &[usize], rank: usize) -> Dims {
+        let mut shape = Dims::from_slice(mine);
+        match self {
+            Self::Identity | Self::Mean | Self::AllReduce(_) => {}
+            Self::AllGather(cut) | Self::ZeroPad(cut) => shape[cut.dim] = cut.sizes.iter().sum(),
+            Self::Slice(cut) | Self::ReduceScatter(cut, _) => shape[cut.dim] = cut.sizes[rank],
+            Self::AllToAll(split, concat) => {
+                shape[split.dim] = split.sizes[rank];
+                shape[concat.dim] = concat.sizes.iter().sum();
+            }
+        }
+        shape
+    }
+
     /// Refuses pieces that do not fit the tensor or the group, before anything is sent.
     fn check(&self, x: &Tensor, group: &ProcessGroup) -> Result<()> {
         let whole = |cut: &Cut| x.dims().get(cut.dim).copied() == crate::group::check::total(&cut.sizes);
@@ -224,8 +239,20 @@ impl Exchange {
     /// The forward result of a value that was communicated before, with this pair's backward.
     ///
     /// `result` must be what the forward step would give for `x`; nothing is sent.
+    ///
+    /// # Errors
+    /// If the shape or the dtype is another.
     #[track_caller]
     pub fn with_known_result(self, x: &Tensor, result: &Tensor, group: &ProcessGroup) -> Result<Tensor> {
+        self.forward.check(x, group)?;
+        let shape = self.forward.result_shape(x.dims(), group.rank());
+        if result.dims() != &shape[..] || result.dtype() != x.dtype() {
+            let (got, want, dtype) = (result.dims(), shape.as_slice(), x.dtype().as_str());
+            let reason =
+                format!("a result {} {got:?} where {want:?} {dtype} is known to come", result.dtype().as_str());
+            let rank = group.ranks()[group.rank()];
+            return Err(Error::InvalidArgument { rank, op: self.name, reason });
+        }
         self.record(x, Made::View(result.detach()), group)
     }
 

@@ -16,8 +16,47 @@
 //! # Ok::<(), candle_dist::WorldError>(())
 //! ```
 //!
-//! Failure is a value: a mismatched call, a rank that returned early, panicked or stalled becomes the same typed
-//! [`Error::Group`] on every rank, never a hang.
+//! # What is here
+//!
+//! | to | there is |
+//! |---|---|
+//! | start ranks, and end them with one error | [`World`], [`RankContext`], [`WorldError`] |
+//! | send and reduce tensors: collectives, coalesced, in place, started and [`Pending`], tagged messages | [`ProcessGroup`] |
+//! | try shapes and counts of a world that is not there | [`ProcessGroup::simulated`] |
+//! | arrange ranks on named axes: sub-meshes, flatten, unflatten, explicit ranks, meshes from groups | [`DeviceMesh`] |
+//! | differentiate through communication | [`functional`] |
+//! | train one model on different data: buckets, averages, uneven batches | [`DataParallel`] |
+//! | add up several backward passes before communicating (PyTorch's `no_sync`) | [`GradAccumulator`] |
+//! | clip gradients of a model that is cut along any axes by one norm | [`ClipGradNorm`] |
+//! | bring parameters in step, and see that they are | [`sync_params`], [`sync_module_states`], [`verify_parameter_shapes`], [`replace_by_prefix`] |
+//! | treat all tensors of a structure alike: cast, move, flatten, pack named arguments | [`TensorTree`], [`Packed`] |
+//! | free a tensor's memory and have it back | [`FreeableTensor`] |
+//! | count, log and draw communication | [`comm`] |
+//! | settle how many threads candle's CPU kernels use | [`threads`] |
+//! | write another engine | [`backend`] |
+//!
+//! # Failure is a value
+//!
+//! A mismatched call, a rank that returned early, panicked or stalled becomes the same typed [`Error::Group`] on every
+//! rank, never a hang; also where it passed through candle, as in a backward pass:
+//!
+//! ```
+//! use candle_core::{Device, Var};
+//! use candle_dist::{Cause, Error, World, functional::Exchange};
+//!
+//! let causes = World::local(2).run(|ctx| -> candle_dist::Result<Option<Cause>> {
+//!     let weight = Var::new(&[1f32], &Device::Cpu)?;
+//!     let loss = Exchange::to_varying().apply(&weight, ctx.group())?.sum_all()?;
+//!     if ctx.rank() == 1 {
+//!         return Ok(None); // and leaves rank 0 alone with its backward pass
+//!     }
+//!     let error = loss.backward().map(drop).unwrap_err();
+//!     let Error::Group(failure) = error.into() else { unreachable!() };
+//!     Ok(Some(failure.cause.clone()))
+//! })?;
+//! assert_eq!(causes[0], Some(Cause::Returned { rank: 1 }));
+//! # Ok::<(), candle_dist::WorldError>(())
+//! ```
 mod accumulate;
 pub mod backend;
 mod clip;

@@ -55,7 +55,7 @@ fn any_ranks_in_any_order_form_a_mesh() {
             let (Some(mesh), Some(place)) = (mesh, place) else { return Ok(()) };
             let shape: Vec<usize> = axes.iter().map(|(_, size)| *size).collect();
             assert_eq!((mesh.ranks(), mesh.shape(), mesh.size()), (ranks, &shape[..], ranks.len()));
-            assert_eq!(mesh.coordinate(), mesh.coordinate_of(place));
+            assert_eq!(mesh.coordinate(), mesh.coordinate_of(place)?);
             assert_group(mesh.group()?, ctx, ranks)?;
             for (axis, (name, size)) in axes.iter().enumerate() {
                 assert_eq!((mesh.axis_index(*name)?, mesh.size_of(*name)?, mesh.size_of(axis)?), (axis, *size, *size));
@@ -370,4 +370,27 @@ fn a_mesh_that_one_rank_describes_differently_is_one_error_on_all_ranks() {
             assert!(texts[0].contains("description differs"), "{texts:#?}");
         }
     }
+}
+
+#[test]
+fn a_name_that_some_ranks_used_otherwise_is_refused_by_all() {
+    let texts = Ranks::new(4, "names").run(|ctx| -> Result<()> {
+        let mesh = ctx.mesh(&[("dp", 2), ("cp", 2), ("tp", 1)])?;
+        if ctx.rank() < 2 {
+            mesh.axes(&["cp", "tp"])?.flatten(&["cp", "tp"], "x")?; // ranks 0 and 1 among themselves
+        }
+        mesh.flatten(&["dp", "cp"], "x").map(drop)
+    });
+    assert!(texts.unwrap_err().to_string().contains("a name in use for other ranks"));
+}
+
+#[test]
+fn ranks_outside_a_mesh_have_no_coordinate() {
+    on_ranks(2, "outside", |ctx| -> Result<()> {
+        let mesh = ctx.mesh(&[("dp", 2)])?;
+        assert_eq!(mesh.coordinates().collect::<Vec<_>>(), [[0], [1]]);
+        let text = mesh.coordinate_of(2).unwrap_err().to_string();
+        assert!(text.ends_with("no rank 2 in DeviceMesh(dp=2); its ranks are counted from 0 to 1"), "{text}");
+        Ok(())
+    });
 }

@@ -1,6 +1,7 @@
 //! One rank goes wrong: every rank gets the same error, soon, and the group stays closed.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device, Tensor, Var};
+use candle_dist::functional::Exchange;
 use candle_dist::{Cause, Error, ProcessGroup, ReduceOp, Result};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
@@ -179,4 +180,41 @@ fn a_hang_outside_of_calls_fails_at_the_deadline_and_names_the_ranks() {
         })
         .unwrap_err();
     assert!(error.to_string().contains("[sleepy] ranks [1] still run"), "{error}");
+}
+
+#[test]
+fn a_failure_inside_a_backward_pass_is_the_typed_one() {
+    let (send, errors) = mpsc::channel();
+    let outcome = Ranks::new(2, "backward").run(move |ctx| -> Result<()> {
+        let v = Var::from_tensor(&x(&[2]))?;
+        let loss = Exchange::to_varying().apply(&v, ctx.group())?.sum_all()?;
+        if ctx.rank() == 1 {
+            return Ok(()); // the other one's backward pass waits for this one's
+        }
+        let error = loss.backward().map(drop).unwrap_err();
+        send.send(Error::from(error.context("while training"))).unwrap();
+        Ok(())
+    });
+    assert!(outcome.is_ok());
+    let Error::Group(failure) = errors.recv().unwrap() else { panic!("not the failure of a group") };
+    assert_eq!(failure.cause, Cause::Returned { rank: 1 });
+}
+
+#[test]
+fn a_rank_with_an_open_call_is_told_from_one_that_waits_for_it() {
+    for waits in [false, true] {
+        let (send, errors) = mpsc::channel();
+        let _ = Ranks::new(2, "open").run(move |ctx| -> Result<()> {
+            if ctx.rank() == 1 {
+                return ctx.group().recv(1, DType::F32, 0).map(drop); // which never comes
+            }
+            let pending = ctx.group().all_reduce_start(&x(&[1]), ReduceOp::Sum)?;
+            let error = if waits { pending.wait().map(drop) } else { ctx.group().recv(1, DType::F32, 1).map(drop) };
+            send.send(error.unwrap_err()).unwrap();
+            Ok(())
+        });
+        let Error::Group(failure) = errors.recv().unwrap() else { panic!("not the failure of a group") };
+        let text = failure.ranks[0].to_string();
+        assert!(text.starts_with(if waits { "rank 0: in all_reduce" } else { "rank 0: in recv" }), "{text}");
+    }
 }

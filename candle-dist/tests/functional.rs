@@ -248,3 +248,18 @@ fn pieces_that_do_not_fit_are_refused_before_anything_is_sent() {
     assert_eq!(texts[0], texts[1]);
     assert!(texts[0].iter().all(|t| t.contains("does not fit shape [4, 3] on 2 ranks")), "{:?}", texts[0]);
 }
+
+#[test]
+fn a_known_result_of_another_shape_is_refused() {
+    on_ranks(2, "known result", |ctx| -> Result<()> {
+        let x = Tensor::zeros((2, 3), DType::F32, &Device::Cpu)?;
+        let gather = || Exchange::all_gather(Cut::new(0, &[2, 2]));
+        let whole = Tensor::zeros((4, 3), DType::F32, &Device::Cpu)?;
+        assert_eq!(gather().with_known_result(&x, &whole, ctx.group())?.dims(), [4, 3]);
+        for wrong in [whole.narrow(0, 0, 3)?, whole.to_dtype(DType::F64)?] {
+            let text = gather().with_known_result(&x, &wrong, ctx.group()).unwrap_err().to_string();
+            assert!(text.contains("where [4, 3] f32 is known to come"), "{text}");
+        }
+        Ok(())
+    });
+}

@@ -78,6 +78,7 @@ fn pending_calls_may_be_waited_for_in_any_order() {
                     (g.all_reduce_start(&x, ReduceOp::Sum)?, g.all_reduce(&x, ReduceOp::Sum)?),
                     (g.all_gather_start(&x, 1)?, g.all_gather(&x, 1)?),
                     (g.reduce_scatter_start(&x, 0, ReduceOp::Avg)?, g.reduce_scatter(&x, 0, ReduceOp::Avg)?),
+                    (g.all_to_all_start(&x, 0, 1)?, g.all_to_all(&x, 0, 1)?),
                     (g.broadcast_start(&x, 0)?, g.broadcast(&x, 0)?),
                 ];
                 // Each rank in an order of its own.

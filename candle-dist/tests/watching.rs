@@ -1,7 +1,7 @@
 //! What a rank can see of its own communication: counts, events, traces.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 use candle_core::{DType, Device, Tensor, Var};
-use candle_dist::comm::{self, CommCounts, Count, Event, Log, trace};
+use candle_dist::comm::{self, CommCounts, Count, Event, Log, Part, trace};
 use candle_dist::functional::{Cut, Exchange};
 use candle_dist::{Op, RankContext, ReduceOp, Result};
 use serde_json::Value;
@@ -78,6 +78,34 @@ fn the_events_of_a_collective_overlap() {
     // Nobody leaves before the last one came, whoever that was.
     let (last_begin, first_end) = (spans[0].0.max(spans[1].0), spans[0].1.min(spans[1].1));
     assert!(first_end >= last_begin, "{spans:?}");
+}
+
+#[test]
+fn a_call_that_is_started_shows_its_start_and_its_wait() {
+    let waits = on_ranks(2, "start and wait", |ctx| -> Result<_> {
+        let (made, counts) = comm::record(|| {
+            Log::of(|| {
+                let pending = ctx.group().all_reduce_start(&x(), ReduceOp::Sum)?;
+                if ctx.rank() == 0 {
+                    ctx.group().send(&x(), 1)?; // the other rank starts after it
+                }
+                pending.wait()
+            })
+        });
+        let (sum, events) = made;
+        sum?;
+        let parts: Vec<_> = events.iter().filter(|e| e.op == Op::AllReduce).map(|e| (e.part, e.bytes)).collect();
+        assert_eq!(parts, [(Part::Start, 24), (Part::Wait, 0)]);
+        assert_eq!(counts.get(Op::AllReduce), Count { count: 1, bytes: 24 });
+        if ctx.rank() == 1 {
+            ctx.group().recv((2, 3), DType::F32, 0)?;
+        }
+        let mut json = Vec::new();
+        trace::write_chrome(&mut json, &[(ctx.rank(), events)]).unwrap();
+        let text = String::from_utf8(json).unwrap();
+        Ok((text.contains("all_reduce start"), text.contains("all_reduce wait")))
+    });
+    assert_eq!(waits, [(true, true); 2]);
 }
 
 #[test]

@@ -50,13 +50,20 @@ impl Error {
 }
 
 impl From<candle_core::Error> for Error {
+    /// A failure of communication that went through candle, as in a backward pass, comes out as what it was.
     fn from(error: candle_core::Error) -> Self {
-        Self::Candle(Arc::new(error))
+        match candle_dist::Error::from(error) {
+            candle_dist::Error::Candle(error) => Self::Candle(error),
+            error => Self::Dist(error),
+        }
     }
 }
 
 impl From<Error> for candle_core::Error {
     fn from(error: Error) -> Self {
-        candle_core::Error::wrap(error)
+        match error {
+            Error::Dist(error) => error.into(),
+            error => Self::wrap(error),
+        }
     }
 }

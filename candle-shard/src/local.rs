@@ -145,7 +145,8 @@ fn exchange_shapes(local: &Tensor, mesh: &DeviceMesh) -> Result<Vec<Piece>> {
 
 /// The layout in which every rank holds its piece.
 fn ragged_spec(pieces: &[Piece], mesh: &DeviceMesh, placements: &[Placement], dtype: DType) -> Result<Spec> {
-    let (first, at) = (&pieces[0], |rank: usize| mesh.coordinate_of(rank));
+    let (first, places): (_, Vec<_>) = (&pieces[0], mesh.coordinates().collect());
+    let at = |rank: usize| &places[rank];
     let refuse = |reason: String| Error::op("from_local_ragged", reason);
     if let Some(rank) = pieces.iter().position(|p| p.dtype != first.dtype || p.dims.len() != first.dims.len()) {
         let (a, b) = (first.text(), pieces[rank].text());
@@ -173,7 +174,7 @@ fn ragged_spec(pieces: &[Piece], mesh: &DeviceMesh, placements: &[Placement], dt
         spec = spec.with_sizes(axis, sizes)?;
     }
     for (rank, piece) in pieces.iter().enumerate() {
-        let (place, block) = (at(rank), spec.block_at(&at(rank)));
+        let (place, block) = (at(rank), spec.block_at(at(rank)));
         if let Some(dim) = (0..block.len()).find(|&dim| block[dim].len() != piece.dims[dim]) {
             let axes: Vec<&str> = axes_of(dim).map(|axis| mesh.names()[axis].as_str()).collect();
             let (size, want) = (piece.dims[dim], block[dim].len());

@@ -31,7 +31,7 @@ fn coverage(spec: &Spec) -> Vec<usize> {
     let dims = spec.dims();
     let mut times = vec![0; dims.iter().product()];
     for rank in 0..spec.mesh().size() {
-        let block = spec.block_at(&spec.mesh().coordinate_of(rank));
+        let block = spec.block_at(&spec.mesh().coordinate_of(rank).unwrap());
         for place in block.iter().cloned().multi_cartesian_product() {
             times[place.iter().zip(dims).fold(0, |at, (i, n)| at * n + i)] += 1;
         }

@@ -60,7 +60,7 @@ fn svg_has_a_group_for_each_block_and_a_band_for_each_of_its_ranks() {
                 for placements in on_axes(&choices, mesh.ndim()) {
                     let spec = Spec::new(&mesh, &placements, dims, DType::F32)?;
                     let svg = visualize_sharding_svg(&spec)?;
-                    let blocks = |rank: &usize| spec.block_at(&mesh.coordinate_of(*rank));
+                    let blocks = |rank: &usize| spec.block_at(&mesh.coordinate_of(*rank).unwrap());
                     let holders: Vec<usize> =
                         (0..mesh.size()).filter(|r| blocks(r).iter().all(|range| !range.is_empty())).collect();
                     let titles = between(&svg, "<title>", "</title>");

@@ -1,6 +1,7 @@
 //! The toy Transformer on one device in plain candle: the oracle that every distributed form is compared with.
 
 use candle_core::{DType, Device, Result, Tensor, Var, bail};
+use candle_shard::kernels;
 use candle_shard::random::{Distribution, Stream};
 
 use crate::model_args::ModelArgs;
@@ -186,16 +187,25 @@ impl Attention {
 
     fn forward(&self, x: &Tensor, mode: Mode) -> Result<Tensor> {
         let (batch, seq_len, dim) = x.dims3()?;
-        // [batch, sequence, dim] to [batch, heads, sequence, head_dim]
-        let heads = |projection: &Linear| {
-            projection.forward(x)?.reshape((batch, seq_len, self.n_heads, self.head_dim))?.transpose(1, 2)?.contiguous()
-        };
+        let heads = |projection: &Linear| projection.forward(x)?.reshape((batch, seq_len, self.n_heads, self.head_dim));
         let (q, k, v) = (heads(&self.wq)?, heads(&self.wk)?, heads(&self.wv)?);
-        let (scores, scale) = (q.matmul(&k.t()?)?, 1.0 / (self.head_dim as f64).sqrt());
-        let weights = self.arithmetic.attention_softmax(&scores, scale, self.causal)?;
-        let mixed = self.attn_dropout.forward(&weights, mode)?.matmul(&v)?;
-        let merged = mixed.transpose(1, 2)?.reshape((batch, seq_len, dim))?;
+        let scale = 1.0 / (self.head_dim as f64).sqrt();
+        let mixed = match self.arithmetic {
+            Arithmetic::Fused if self.attn_dropout.is_identity(mode) => {
+                kernels::flash_attn(&q, &k, &v, scale, self.causal)?
+            }
+            _ => self.composed(&q, &k, &v, scale, mode)?,
+        };
+        let merged = mixed.reshape((batch, seq_len, dim))?;
         self.resid_dropout.forward(&self.wo.forward(&merged)?, mode)
+    }
+
+    /// Attention step by step.
+    fn composed(&self, q: &Tensor, k: &Tensor, v: &Tensor, scale: f64, mode: Mode) -> Result<Tensor> {
+        let heads_first = |x: &Tensor| x.transpose(1, 2)?.contiguous();
+        let scores = heads_first(q)?.matmul(&heads_first(k)?.t()?)?;
+        let weights = self.arithmetic.attention_softmax(&scores, scale, self.causal)?;
+        self.attn_dropout.forward(&weights, mode)?.matmul(&heads_first(v)?)?.transpose(1, 2)
     }
 }
 
@@ -233,6 +243,10 @@ struct Dropout {
 impl Dropout {
     fn new(args: &ModelArgs, path: &str) -> Self {
         Self { p: args.dropout_p, stream: Stream::new(args.seed, &format!("{path}.dropout")) }
+    }
+
+    fn is_identity(self, mode: Mode) -> bool {
+        mode == Mode::Eval || self.p == 0.0
     }
 
     fn forward(self, x: &Tensor, mode: Mode) -> Result<Tensor> {

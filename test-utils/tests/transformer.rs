@@ -2,9 +2,9 @@
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 use candle_core::{DType, Device, Tensor};
 use candle_dist::{Op, comm};
-use candle_nn::{AdamW, Optimizer, ParamsAdamW};
-use candle_shard::nn::{Mode, ShardedVarBuilder};
-use candle_shard::parallel::Plan;
+use candle_nn::{Optimizer, ParamsAdamW};
+use candle_shard::nn::{AdamW, Mode, ShardedVarBuilder};
+use candle_shard::parallel::{ColwiseParallel, Plan};
 use candle_shard::{DTensor, Replicate, Result};
 use test_utils::model_args::ModelArgs;
 use test_utils::on_ranks;
@@ -37,7 +37,7 @@ fn adam() -> ParamsAdamW {
 fn train_reference(args: &ModelArgs) -> candle_core::Result<Trace> {
     let model = reference::Transformer::new(args, DType::F64, &Device::Cpu)?;
     let vars = model.vars().to_vec();
-    let mut optimiser = AdamW::new(vars.iter().map(|(_, v)| v.clone()).collect(), adam())?;
+    let mut optimiser = candle_nn::AdamW::new(vars.iter().map(|(_, v)| v.clone()).collect(), adam())?;
     let (mut losses, mut first) = (Vec::new(), Vec::new());
     for step in 0..STEPS {
         let x = tokens(BATCH, args.max_seq_len, args.vocab_size, step)?;
@@ -60,7 +60,7 @@ fn train_on_mesh(ctx: &candle_dist::RankContext, args: &ModelArgs, plan: Plan) -
     let vb = ShardedVarBuilder::fresh(args.seed, &mesh, plan, DType::F64, &Device::Cpu)?;
     let model = Transformer::new(args, &vb)?;
     let parameters = vb.finish()?;
-    let mut optimiser = AdamW::new(parameters.vars(), adam())?;
+    let mut optimiser = AdamW::new(&parameters, adam())?;
     let put = |t: Tensor| DTensor::distribute(&t, &mesh, &[Replicate]);
     let (mut losses, mut first) = (Vec::new(), Vec::new());
     for step in 0..STEPS {
@@ -95,14 +95,23 @@ fn assert_alike(got: &Trace, want: &Trace, what: &str) {
     }
 }
 
+/// The plan whose logits stay sharded by class, so that the loss is computed on the shards.
+fn loss_parallel(plan: Plan) -> Plan {
+    plan.with("output", ColwiseParallel::default())
+}
+
 fn check(args: ModelArgs, worlds: &[usize]) {
+    check_with(args, worlds, |plan| plan);
+}
+
+fn check_with(args: ModelArgs, worlds: &[usize], change: fn(Plan) -> Plan) {
     let want = std::sync::Arc::new(train_reference(&args).unwrap());
     for &world in worlds {
         for sequence in [false, true] {
             let (args, want) = (args.clone(), want.clone());
             let what = format!("{args:?} on {world}, sequence parallel {sequence}");
             on_ranks(world, &what.clone(), move |ctx| -> Result<()> {
-                let got = train_on_mesh(ctx, &args, Transformer::plan("tp", sequence))?;
+                let got = train_on_mesh(ctx, &args, change(Transformer::plan("tp", sequence)))?;
                 assert_alike(&got, &want, &what);
                 Ok(())
             });
@@ -135,53 +144,109 @@ fn more_ranks_than_rows_of_everything() {
 }
 
 #[test]
+fn losses_of_logits_that_stay_sharded_by_class_equal_one_device() {
+    check_with(args(), &[1, 2, 3, 4, 5], loss_parallel);
+    // Fewer classes than ranks, and a head of its own.
+    check_with(ModelArgs { vocab_size: 3, weight_tying: false, ..args() }, &[4], loss_parallel);
+}
+
+/// The all_reduces, all_gathers and reduce_scatters of a forward pass with its loss, of a backward pass, and of a step
+/// of the optimiser; there is nothing else.
+type Counts = [[usize; 3]; 3];
+
+fn counts_of_a_step(world: usize, plan: Plan) -> Counts {
+    counts_of(ModelArgs::default(), world, plan)
+}
+
+fn counts_of(args: ModelArgs, world: usize, plan: Plan) -> Counts {
+    let of_ranks = on_ranks(world, "counts", move |ctx| -> Result<Counts> {
+        let args = ModelArgs { dropout_p: 0.0, ..args.clone() };
+        let mesh = ctx.mesh(&[("tp", world)])?;
+        let vb = ShardedVarBuilder::fresh(0, &mesh, plan.clone(), DType::F32, &Device::Cpu)?;
+        let model = Transformer::new(&args, &vb)?;
+        let parameters = vb.finish()?;
+        let mut optimiser = AdamW::new(&parameters, adam())?;
+        let x = DTensor::distribute(&tokens(8, 8, 8, 0)?, &mesh, &[Replicate])?;
+        let (loss, forward) = comm::record(|| model.forward(&x, Mode::Eval)?.cross_entropy(&x));
+        let loss = loss?;
+        let (grads, backward) = comm::record(|| parameters.backward(&loss));
+        let grads = grads?;
+        let (stepped, step) = comm::record(|| optimiser.step(&grads));
+        stepped?;
+        let count = |counts: &comm::CommCounts| {
+            let kinds = [Op::AllReduce, Op::AllGather, Op::ReduceScatter].map(|op| counts.get(op).count);
+            assert_eq!(kinds.iter().sum::<usize>(), counts.total(), "{counts}");
+            kinds
+        };
+        Ok([&forward, &backward, &step].map(count))
+    });
+    assert!(of_ranks.iter().all(|counts| *counts == of_ranks[0]), "{of_ranks:?}");
+    of_ranks[0]
+}
+
+#[test]
 fn a_step_communicates_the_megatron_minimum() {
-    for sequence in [false, true] {
-        on_ranks(2, "counts", move |ctx| -> Result<()> {
-            let args = ModelArgs { dropout_p: 0.0, ..ModelArgs::default() };
-            let layers = args.n_layers;
-            let mesh = ctx.mesh(&[("tp", 2)])?;
-            let vb = ShardedVarBuilder::fresh(0, &mesh, Transformer::plan("tp", sequence), DType::F32, &Device::Cpu)?;
-            let model = Transformer::new(&args, &vb)?;
-            let parameters = vb.finish()?;
-            let x = DTensor::distribute(&tokens(2, 16, 8, 0)?, &mesh, &[Replicate])?;
-            let (loss, forward) = comm::record(|| model.forward(&x, Mode::Eval)?.cross_entropy(&x));
-            let loss = loss?;
-            let (grads, backward) = comm::record(|| parameters.backward(&loss));
-            grads?;
-            let count = |counts: &comm::CommCounts| {
-                [Op::AllReduce, Op::AllGather, Op::ReduceScatter].map(|op| counts.get(op).count)
-            };
-            // Embedding and output add one each; without sequence parallelism the logits' gather is the only other.
-            let (want_forward, want_backward) = match sequence {
-                false => ([2 * layers + 1, 1, 0], [2 * layers + 1, 0, 0]),
-                true => ([0, 2 * layers + 2, 2 * layers + 1], [1, 2 * layers + 1, 2 * layers + 1]),
-            };
-            assert_eq!((count(&forward), count(&backward)), (want_forward, want_backward), "{forward}; {backward}");
-            assert_eq!(forward.total() + backward.total(), want_forward.iter().chain(&want_backward).sum::<usize>());
-            Ok(())
-        });
+    let layers = ModelArgs::default().n_layers;
+    // Embedding and output add one each; without sequence parallelism the logits' gather is the only other. The
+    // gradients of all norms of a sequence-parallel model are added up in one call.
+    let tensor: Counts = [[2 * layers + 1, 1, 0], [2 * layers + 1, 0, 0], [0; 3]];
+    let sequence: Counts = [[0, 2 * layers + 2, 2 * layers + 1], [1, 2 * layers + 1, 2 * layers + 1], [0; 3]];
+    for world in [2, 4] {
+        assert_eq!(counts_of_a_step(world, Transformer::plan("tp", false)), tensor, "{world}");
+        assert_eq!(counts_of_a_step(world, Transformer::plan("tp", true)), sequence, "{world}");
     }
 }
 
 #[test]
-fn plans_that_do_not_fit_are_refused_alike() {
-    on_ranks(2, "plans", |ctx| -> Result<()> {
-        let mesh = ctx.mesh(&[("tp", 2)])?;
-        let build = |plan: Plan| -> Result<()> {
-            let vb = ShardedVarBuilder::fresh(0, &mesh, plan, DType::F32, &Device::Cpu)?;
-            Transformer::new(&ModelArgs::default(), &vb)?;
-            vb.finish().map(drop)
-        };
-        let style = candle_shard::parallel::ColwiseParallel::default();
-        let text = build(Transformer::plan("tp", false).with("layers.*.mlp", style)).unwrap_err().to_string();
-        assert!(text.contains("layers.*.mlp") && text.contains("matched no module"), "{text}");
-        let text = build(Transformer::plan("tp", false).with("norm", style)).unwrap_err().to_string();
-        assert!(text.contains("norm") && text.contains("does not apply"), "{text}");
-        let text = build(Transformer::plan("tp", false).with("tok_embeddings", style)).unwrap_err().to_string();
-        assert!(text.contains("output") && text.contains("shares a weight"), "{text}");
-        let text = build(Plan::new("model")).unwrap_err().to_string();
-        assert!(text.contains("no axis \"model\"") && text.contains("\"tp\""), "{text}");
+fn heads_that_do_not_divide_communicate_no_more() {
+    for sequence in [false, true] {
+        let [even, uneven] = [4, 6].map(|n_heads| {
+            counts_of(ModelArgs { dim: 12, n_heads, ..ModelArgs::default() }, 4, Transformer::plan("tp", sequence))
+        });
+        assert_eq!(even, uneven);
+    }
+}
+
+/// What PyTorch's model of the same name communicates on 4 ranks with 2 layers (its own test of this counts so).
+#[test]
+fn no_pass_communicates_more_than_the_model_elsewhere() {
+    let elsewhere: [(bool, Counts); 2] =
+        [(false, [[6, 1, 0], [9, 0, 0], [0; 3]]), (true, [[0, 6, 6], [0, 6, 5], [30, 0, 0]])];
+    for (sequence, most) in elsewhere {
+        let counts = counts_of_a_step(4, Transformer::plan("tp", sequence));
+        for (pass, (counts, most)) in counts.iter().zip(&most).enumerate() {
+            // The one all_reduce of norm gradients replaces those of the optimiser.
+            let norms = usize::from(sequence && pass == 1);
+            assert!(
+                counts[0] <= most[0] + norms && counts[1] <= most[1] && counts[2] <= most[2],
+                "{counts:?} {most:?}"
+            );
+        }
+        let all = |counts: &Counts| counts.iter().flatten().sum::<usize>();
+        assert!(all(&counts) < all(&most), "{counts:?} {most:?}");
+    }
+}
+
+#[test]
+fn a_loss_on_shards_gathers_no_logits() {
+    for sequence in [false, true] {
+        let whole = counts_of_a_step(4, Transformer::plan("tp", sequence));
+        let sharded = counts_of_a_step(4, loss_parallel(Transformer::plan("tp", sequence)));
+        // Instead of the gather the largest logit of each row and the sum of the exponentials; backward nothing.
+        let mut want = whole;
+        want[0][1] -= 1;
+        want[0][0] += 2;
+        assert_eq!(sharded, want);
+    }
+}
+
+#[test]
+fn heads_that_do_not_divide_the_model_are_refused() {
+    on_ranks(2, "heads", |ctx| -> Result<()> {
+        let (mesh, plan) = (ctx.mesh(&[("tp", 2)])?, Transformer::plan("tp", false));
+        let vb = ShardedVarBuilder::fresh(0, &mesh, plan, DType::F32, &Device::Cpu)?;
+        let text = Transformer::new(&ModelArgs { n_heads: 5, ..args() }, &vb).unwrap_err().to_string();
+        assert_eq!(text, "plan: 5 heads do not divide a model of dim 12; choose a number that does");
         Ok(())
     });
 }

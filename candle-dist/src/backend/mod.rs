@@ -5,7 +5,7 @@ pub(crate) mod simulated;
 use crate::{Error, Result};
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::cpu_backend::CpuDevice;
-use candle_core::{CpuStorage, DType, Shape, Storage, Tensor};
+use candle_core::{CpuStorage, DType, DeviceLocation, Shape, Storage, Tensor};
 use itertools::Itertools;
 use smallvec::SmallVec;
 use std::fmt;
@@ -120,6 +120,8 @@ pub struct Call {
     pub op: Op,
     /// The dtype of the data, if there is any.
     pub dtype: Option<DType>,
+    /// Where the data is.
+    pub device: DeviceLocation,
     /// The shape that ranks must agree on; [`RAGGED`] where sizes may differ.
     pub shape: Dims,
     /// Dtypes and shapes of the further tensors of a coalesced call.
@@ -149,6 +151,7 @@ impl Call {
         Self {
             op,
             dtype: None,
+            device: DeviceLocation::Cpu,
             shape: Dims::new(),
             rest: Vec::new(),
             reduce: None,
@@ -169,7 +172,8 @@ impl Call {
         for &dim in ragged {
             shape[dim] = RAGGED;
         }
-        Self { dtype: Some(tensor.dtype()), shape, ..Self::new(op) }
+        let device = tensor.device().location();
+        Self { dtype: Some(tensor.dtype()), device, shape, ..Self::new(op) }
     }
 
     /// The call with further tensors beside the first.
@@ -207,6 +211,8 @@ impl Call {
             Some("op")
         } else if self.dtype != other.dtype {
             Some("dtype")
+        } else if self.device != other.device {
+            Some("device")
         } else if self.shape != other.shape || self.rest != other.rest {
             Some("shape")
         } else if self.reduce != other.reduce {
@@ -234,6 +240,9 @@ impl fmt::Display for Call {
         if let Some(dtype) = self.dtype {
             let dims = self.shape.iter().map(|&d| if d == RAGGED { "?".to_string() } else { d.to_string() });
             parts.push(format!("{}[{}]", dtype.as_str(), dims.into_iter().join(", ")));
+        }
+        if self.device != DeviceLocation::Cpu {
+            parts.push(format!("on {:?}", self.device));
         }
         if !self.rest.is_empty() {
             parts.push(format!("{} more", self.rest.len()));

@@ -1,5 +1,5 @@
 //! Counting communication, scoped to a closure.
-use super::{Collect, Event, Scope};
+use super::{Collect, Event, Part, Scope};
 use crate::backend::Op;
 use std::collections::BTreeMap;
 use std::fmt;
@@ -69,6 +69,9 @@ impl fmt::Display for CommCounts {
 
 impl Collect for CommCounts {
     fn add(&mut self, event: &Event) {
+        if event.part == Part::Wait {
+            return; // counted when it was started
+        }
         let entry = self.0.entry(event.op).or_default();
         entry.count += 1;
         entry.bytes += event.bytes;

@@ -8,9 +8,9 @@ mod log;
 pub mod trace;
 
 pub use counts::{CommCounts, Count, record};
-pub use log::{Event, Log};
+pub use log::{Event, Log, Part};
 
-use crate::backend::{Call, Dims};
+use crate::backend::{Call, Dims, Form};
 use std::cell::RefCell;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
@@ -48,12 +48,23 @@ pub(crate) struct Watched(Event);
 ///
 /// While nothing is open on this thread, this is one look at a thread-local.
 pub(crate) fn watch(call: &Call, bytes: usize, ranks: &[usize]) -> Option<Watched> {
+    let part = if call.form == Form::Started { Part::Start } else { Part::Whole };
+    watch_part(call, part, bytes, ranks)
+}
+
+/// Begins to watch the wait for a call that was started.
+pub(crate) fn watch_wait(call: &Call, ranks: &[usize]) -> Option<Watched> {
+    watch_part(call, Part::Wait, 0, ranks)
+}
+
+fn watch_part(call: &Call, part: Part, bytes: usize, ranks: &[usize]) -> Option<Watched> {
     if OPEN.with_borrow(Vec::is_empty) {
         return None;
     }
     let (ranks, start) = (Dims::from_slice(ranks), Instant::now());
     Some(Watched(Event {
         op: call.op,
+        part,
         ranks,
         peer: call.peer,
         bytes,

@@ -62,7 +62,7 @@ fn call(rank: usize, event: &Event, since_us: f64) -> Value {
         args["peer"] = json!(peer);
     }
     json!({
-        "name": event.op.name(),
+        "name": event.name(),
         "cat": "communication",
         "ph": "X",
         "pid": rank,

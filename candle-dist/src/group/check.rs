@@ -98,3 +98,35 @@ impl ProcessGroup {
         Ok(())
     }
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)] // a panic is how a test fails
+mod tests {
+    use crate::backend::{Call, Op, ReduceOp};
+    use crate::{Result, World};
+    use candle_core::{DType, Device, DeviceLocation, Tensor};
+    use smallvec::smallvec;
+
+    /// A call as it would be for tensors on these devices, one a rank; no such device is needed to refuse it.
+    fn error_on(devices: [DeviceLocation; 2]) -> [String; 2] {
+        let texts = World::local(2).run(|ctx| -> Result<String> {
+            let x = Tensor::zeros(3, DType::F32, &Device::Cpu)?;
+            let call = Call { reduce: Some(ReduceOp::Sum), ..Call::on(Op::AllReduce, &x, &[]) };
+            let call = Call { device: devices[ctx.rank()], ..call };
+            let made = ctx.group().engage(call, 12, |engine, call| engine.run(call, smallvec![x]));
+            Ok(made.unwrap_err().to_string())
+        });
+        texts.unwrap().try_into().unwrap()
+    }
+
+    #[test]
+    fn tensors_on_other_devices_are_refused_by_all_ranks() {
+        let gpu = DeviceLocation::Cuda { gpu_id: 1 };
+        for text in error_on([gpu, gpu]) {
+            assert!(text.contains("all_reduce of tensors on Cuda") && text.contains("Device::Cpu"), "{text}");
+        }
+        for text in error_on([DeviceLocation::Cpu, gpu]) {
+            assert!(text.contains("(device differs)"), "{text}");
+        }
+    }
+}

@@ -132,9 +132,7 @@ impl ProcessGroup {
     /// A tensor sharded on `concat_dim` becomes one sharded on `split_dim`.
     #[track_caller]
     pub fn all_to_all(&self, tensor: &Tensor, split_dim: usize, concat_dim: usize) -> Result<Tensor> {
-        let split = self.even_sizes(Op::AllToAll, tensor, split_dim)?;
-        let concat = self.dim_size(Op::AllToAll, tensor, concat_dim)?;
-        self.all_to_all_uneven(tensor, (split_dim, &split), (concat_dim, &self.repeat(concat)))
+        self.collect(self.even_exchange(tensor, split_dim, concat_dim)?, tensor)
     }
 
     /// Like [`all_to_all`](Self::all_to_all) with explicit sizes for each of the two different dims.
@@ -147,17 +145,7 @@ impl ProcessGroup {
         split: (usize, &[usize]),
         concat: (usize, &[usize]),
     ) -> Result<Tensor> {
-        self.check_cover(Op::AllToAll, tensor, split.0, split.1)?;
-        self.check_piece(Op::AllToAll, tensor, concat.0, concat.1)?;
-        if split.0 == concat.0 {
-            return Err(self.invalid(Op::AllToAll, "split and concat dims are equal; name two different dims".into()));
-        }
-        let call = Call {
-            dims: smallvec![split.0, concat.0],
-            sizes: smallvec![Dims::from_slice(split.1), Dims::from_slice(concat.1)],
-            ..Call::on(Op::AllToAll, tensor, &[concat.0])
-        };
-        self.collect(call, tensor)
+        self.collect(self.exchanged(tensor, split, concat)?, tensor)
     }
 
     /// The root's tensor, on every rank; all ranks give a tensor of the same shape and dtype.
@@ -316,6 +304,29 @@ impl ProcessGroup {
         self.check_dtypes(&call)?;
         let _watched = comm::watch(&call, bytes, self.ranks());
         run(&*self.backend, call)
+    }
+
+    /// The call of an all_to_all in equal pieces.
+    #[track_caller]
+    fn even_exchange(&self, tensor: &Tensor, split_dim: usize, concat_dim: usize) -> Result<Call> {
+        let split = self.even_sizes(Op::AllToAll, tensor, split_dim)?;
+        let concat = self.dim_size(Op::AllToAll, tensor, concat_dim)?;
+        self.exchanged(tensor, (split_dim, &split), (concat_dim, &self.repeat(concat)))
+    }
+
+    /// The call of an all_to_all.
+    #[track_caller]
+    fn exchanged(&self, tensor: &Tensor, split: (usize, &[usize]), concat: (usize, &[usize])) -> Result<Call> {
+        self.check_cover(Op::AllToAll, tensor, split.0, split.1)?;
+        self.check_piece(Op::AllToAll, tensor, concat.0, concat.1)?;
+        if split.0 == concat.0 {
+            return Err(self.invalid(Op::AllToAll, "split and concat dims are equal; name two different dims".into()));
+        }
+        Ok(Call {
+            dims: smallvec![split.0, concat.0],
+            sizes: smallvec![Dims::from_slice(split.1), Dims::from_slice(concat.1)],
+            ..Call::on(Op::AllToAll, tensor, &[concat.0])
+        })
     }
 
     #[track_caller]

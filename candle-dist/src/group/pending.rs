@@ -1,7 +1,7 @@
 //! Calls that are started now and finished later.
 use super::ProcessGroup;
-use crate::backend::{Call, Dims, Form, Op, ReduceOp, Tensors, Unfinished, bytes};
-use crate::{Error, Result};
+use crate::backend::{Call, Dims, Form, Fresh, Op, ReduceOp, Tensors, Unfinished, bytes};
+use crate::{Error, Result, comm};
 use candle_core::Tensor;
 use smallvec::smallvec;
 
@@ -29,14 +29,14 @@ pub struct Pending(State);
 
 enum State {
     Done(Tensor),
-    Open(Box<dyn Unfinished>),
+    Open { open: Box<dyn Unfinished>, call: Call, group: ProcessGroup },
 }
 
 impl std::fmt::Debug for Pending {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(match &self.0 {
             State::Done(_) => "Pending(done)",
-            State::Open(_) => "Pending(open)",
+            State::Open { .. } => "Pending(open)",
         })
     }
 }
@@ -46,7 +46,7 @@ impl Pending {
     pub fn is_ready(&self) -> Result<bool> {
         match &self.0 {
             State::Done(_) => Ok(true),
-            State::Open(open) => open.is_ready(),
+            State::Open { open, .. } => open.is_ready(),
         }
     }
 
@@ -54,10 +54,11 @@ impl Pending {
     pub fn wait(self) -> Result<Tensor> {
         match self.0 {
             State::Done(tensor) => Ok(tensor),
-            State::Open(open) => match open.finish()?.pop() {
-                Some(fresh) => Ok(fresh.into_tensor()),
-                None => Err(Error::Unsupported("waiting for a call without a result".to_string())),
-            },
+            State::Open { open, call, group } => {
+                let _watched = comm::watch_wait(&call, group.ranks());
+                let made = open.finish()?.pop().map(Fresh::into_tensor);
+                made.ok_or_else(|| Error::Unsupported("waiting for a call without a result".to_string()))
+            }
         }
     }
 }
@@ -93,6 +94,13 @@ impl ProcessGroup {
         self.begin(call, tensor)
     }
 
+    /// Starts an [`all_to_all`](Self::all_to_all), with the same care for the tensor as
+    /// [`all_reduce_start`](Self::all_reduce_start).
+    #[track_caller]
+    pub fn all_to_all_start(&self, tensor: &Tensor, split_dim: usize, concat_dim: usize) -> Result<Pending> {
+        self.begin(self.even_exchange(tensor, split_dim, concat_dim)?, tensor)
+    }
+
     /// Starts a [`broadcast`](Self::broadcast), with the same care for the tensor as
     /// [`all_reduce_start`](Self::all_reduce_start).
     #[track_caller]
@@ -108,6 +116,7 @@ impl ProcessGroup {
         let call = Call { form: Form::Started, ..call };
         let own = if tensor.is_variable() { tensor.force_contiguous()? } else { tensor.contiguous()? };
         let tensors: Tensors = smallvec![own.detach()];
-        Ok(Pending(State::Open(self.engage(call, bytes(tensor), |engine, call| engine.start(call, tensors))?)))
+        let open = self.engage(call.clone(), bytes(tensor), |engine, call| engine.start(call, tensors))?;
+        Ok(Pending(State::Open { open, call, group: self.clone() }))
     }
 }

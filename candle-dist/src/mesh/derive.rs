@@ -54,13 +54,13 @@ impl DeviceMesh {
     /// stands for other ranks in this mesh or one that shares its groups.
     #[track_caller]
     pub fn flatten(&self, names: &[&str], name: &str) -> Result<Self> {
-        self.agree(&format!("flatten {names:?} to {name:?}"))?;
-        let part = self.axes(names)?;
-        let layout = Layout::new(&[(name, part.size())])?;
-        let place = part.0.layout.place(part.coordinate());
-        let mesh = Self::assemble(self.0.root.clone(), layout, part.ranks().to_vec(), vec![place]);
-        mesh.claim_names(0..1)?;
-        Ok(mesh)
+        let flat = || {
+            let part = self.axes(names)?;
+            let layout = Layout::new(&[(name, part.size())])?;
+            let place = part.0.layout.place(part.coordinate());
+            Ok(Self::assemble(self.0.root.clone(), layout, part.ranks().to_vec(), vec![place]))
+        };
+        self.derive(&format!("flatten {names:?} to {name:?}"), flat(), 0..1)
     }
 
     /// The mesh with one axis cut into several, the last one fastest.
@@ -84,21 +84,33 @@ impl DeviceMesh {
     #[track_caller]
     pub fn unflatten<'a>(&self, axis: impl Into<Axis<'a>>, into: &[(&str, usize)]) -> Result<Self> {
         let axis = axis.into();
-        let shown = shown(into);
-        self.agree(&format!("unflatten {axis:?} into {shown}"))?;
-        let axis = self.axis_index(axis)?;
-        let (name, size, places) = (&self.names()[axis], self.shape()[axis], Layout::new(into)?.size());
-        if places != size {
-            return Err(Error::Mesh(format!(
-                "axis {name:?} has {size} ranks and {shown} {places} places; the sizes must multiply to {size}"
-            )));
-        }
-        let mut axes = self.0.layout.axes();
-        axes.splice(axis..=axis, into.iter().copied());
-        let layout = Layout::new(&axes)?;
-        let coordinate = layout.coordinate(self.0.layout.place(self.coordinate()));
-        let mesh = Self::assemble(self.0.root.clone(), layout, self.ranks().to_vec(), coordinate);
-        mesh.claim_names(axis..axis + into.len())?;
+        let (shown, at) = (shown(into), self.axis_index(axis));
+        let cut = || {
+            let axis = at.clone()?;
+            let (name, size, places) = (&self.names()[axis], self.shape()[axis], Layout::new(into)?.size());
+            if places != size {
+                return Err(Error::Mesh(format!(
+                    "axis {name:?} has {size} ranks and {shown} {places} places; the sizes must multiply to {size}"
+                )));
+            }
+            let mut axes = self.0.layout.axes();
+            axes.splice(axis..=axis, into.iter().copied());
+            let layout = Layout::new(&axes)?;
+            let coordinate = layout.coordinate(self.0.layout.place(self.coordinate()));
+            Ok(Self::assemble(self.0.root.clone(), layout, self.ranks().to_vec(), coordinate))
+        };
+        let first = at.clone().unwrap_or_default();
+        self.derive(&format!("unflatten {axis:?} into {shown}"), cut(), first..first + into.len())
+    }
+
+    /// Names the `new` axes of a mesh made from this one, if all ranks make it alike and can name them so.
+    #[track_caller]
+    fn derive(&self, what: &str, made: Result<Self>, new: Range<usize>) -> Result<Self> {
+        // Some ranks may have used a name among themselves: all must hear of it.
+        let taken = made.as_ref().is_ok_and(|mesh| mesh.check_names(new.clone()).is_err());
+        self.agree(&format!("{what}{}", if taken { ", a name in use for other ranks" } else { "" }))?;
+        let mesh = made?;
+        mesh.claim_names(new)?;
         Ok(mesh)
     }
 
@@ -113,8 +125,17 @@ impl DeviceMesh {
 
     /// Makes the names of some axes stand for the ranks along them.
     pub(super) fn claim_names(&self, axes: Range<usize>) -> Result<()> {
-        let lines: Vec<_> = axes.map(|axis| (self.names()[axis].as_str(), self.ranks_along(&[axis]))).collect();
-        self.0.root.claim(&lines)
+        self.0.root.claim(&self.lines(axes))
+    }
+
+    /// Fails where a name of some axes stands for other ranks.
+    fn check_names(&self, axes: Range<usize>) -> Result<()> {
+        self.0.root.check(&self.lines(axes))
+    }
+
+    /// The names of some axes with the ranks along them.
+    fn lines(&self, axes: Range<usize>) -> Vec<(&str, Vec<usize>)> {
+        axes.map(|axis| (self.names()[axis].as_str(), self.ranks_along(&[axis]))).collect()
     }
 
     /// Fails on every rank of the mesh unless all do the same with it.

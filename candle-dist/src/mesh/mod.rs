@@ -4,7 +4,7 @@ mod derive;
 mod layout;
 mod root;
 
-use crate::{ProcessGroup, Result};
+use crate::{Error, ProcessGroup, Result};
 pub use layout::Axis;
 use layout::{Layout, shown};
 use root::Root;
@@ -81,8 +81,20 @@ impl DeviceMesh {
     }
 
     /// The coordinate of a rank of [`group`](Self::group).
-    pub fn coordinate_of(&self, rank: usize) -> Vec<usize> {
-        self.0.layout.coordinate(rank)
+    ///
+    /// # Errors
+    /// If the mesh has fewer ranks.
+    pub fn coordinate_of(&self, rank: usize) -> Result<Vec<usize>> {
+        if rank >= self.size() {
+            let last = self.size() - 1;
+            return Err(Error::Mesh(format!("no rank {rank} in {self}; its ranks are counted from 0 to {last}")));
+        }
+        Ok(self.0.layout.coordinate(rank))
+    }
+
+    /// The coordinates of all ranks of [`group`](Self::group), in their order.
+    pub fn coordinates(&self) -> impl ExactSizeIterator<Item = Vec<usize>> + '_ {
+        (0..self.size()).map(|rank| self.0.layout.coordinate(rank))
     }
 
     /// The index of an axis; for a number, that it exists.

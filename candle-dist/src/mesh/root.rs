@@ -43,14 +43,20 @@ impl Root {
 
     /// Makes axis names stand for the given ranks, or none of them if one stands for other ranks already.
     pub(super) fn claim(&self, axes: &[(&str, Vec<usize>)]) -> Result<()> {
-        let mut lines = self.lines.lock();
+        self.check(axes)?;
+        self.lines.lock().extend(axes.iter().map(|(name, ranks)| (name.to_string(), ranks.clone())));
+        Ok(())
+    }
+
+    /// Fails if a name stands for other ranks already.
+    pub(super) fn check(&self, axes: &[(&str, Vec<usize>)]) -> Result<()> {
+        let lines = self.lines.lock();
         // The text names no ranks: they differ from rank to rank, and an error should not.
         if let Some((name, _)) = axes.iter().find(|(name, ranks)| lines.get(*name).is_some_and(|line| line != ranks)) {
             return Err(Error::Mesh(format!(
                 "the name {name:?} already stands for other ranks in this mesh or one it was made from; choose another"
             )));
         }
-        lines.extend(axes.iter().map(|(name, ranks)| (name.to_string(), ranks.clone())));
         Ok(())
     }
 

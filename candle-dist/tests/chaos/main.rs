@@ -163,7 +163,7 @@ fn runner(cases: u32, seed: u64) -> TestRunner {
 fn one_rank_goes_wrong_and_all_ranks_hear_the_same() {
     hush();
     let tally = RefCell::new(BTreeMap::<_, usize>::new());
-    runner(240, 1)
+    runner(320, 1)
         .run(&program::cases(), |case| {
             let failure = check(&case);
             *tally.borrow_mut().entry(kind(failure.as_deref())).or_default() += 1;
@@ -171,7 +171,7 @@ fn one_rank_goes_wrong_and_all_ranks_hear_the_same() {
         })
         .unwrap();
     let tally = tally.into_inner();
-    for reached in ["none", "op", "dtype", "shape", "returned", "failed", "panicked", "deadlock"] {
+    for reached in ["none", "op", "dtype", "shape", step::FORM, "returned", "failed", "panicked", "deadlock"] {
         assert!(tally.contains_key(reached), "no case ended with {reached}: {tally:?}");
     }
     assert!(!tally.contains_key("other"), "{tally:?}");

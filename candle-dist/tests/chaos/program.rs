@@ -31,7 +31,7 @@ pub(crate) struct Case {
 }
 
 fn raw() -> impl Strategy<Value = Raw> {
-    (0..KINDS, 0..6usize, 0..35usize, 0..120usize, 0..9usize)
+    (0..KINDS, 0..6usize, 0..35usize, 0..14_400usize, 0..9usize)
 }
 
 /// The steps of a program: a split makes groups for the steps that follow.
@@ -54,7 +54,7 @@ pub(crate) fn programs(lengths: std::ops::RangeInclusive<usize>) -> impl Strateg
 /// Programs of 5 to 30 steps with at most one fault, on worlds 2 to 5.
 pub(crate) fn cases() -> impl Strategy<Value = Case> {
     let culprit = (any::<prop::sample::Index>(), any::<prop::sample::Index>());
-    (2..=5usize, programs(5..=30), 0..9usize, culprit, raw()).prop_map(|(world, steps, kind, (rank, at), raw)| {
+    (2..=5usize, programs(5..=30), 0..10usize, culprit, raw()).prop_map(|(world, steps, kind, (rank, at), raw)| {
         let at = at.index(steps.len());
         // Groups are made by all of their members alike: another group, or none, is no call that could be compared.
         let here = &steps[at];
@@ -71,6 +71,10 @@ pub(crate) fn cases() -> impl Strategy<Value = Case> {
             // The same op with one thing changed.
             7 if foreign => Some(Fault::Divert(Step { what: here.what, data: here.data, form: here.form, ..other })),
             8 if foreign => Some(Fault::Divert(Step { form: other.form, ..here.clone() })),
+            9 if foreign => {
+                let way = other.form / 120 % 4;
+                Some(Fault::Divert(Step { form: here.form % 120 + way * 120, ..here.clone() }))
+            }
             _ => Some(Fault::Delay),
         };
         let fault = fault.map(|fault| (rank.index(world), at, fault));

@@ -1,5 +1,5 @@
 //! One communication call: what ranks must agree on, how a rank makes it, and what it must give.
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device, Tensor, Var};
 use candle_dist::{ProcessGroup, ReduceOp, Result};
 
 /// The kinds of steps.
@@ -40,6 +40,23 @@ pub(crate) const KINDS: usize = WHAT.len();
 const DTYPES: [DType; 7] = [DType::U8, DType::U32, DType::I64, DType::F16, DType::BF16, DType::F32, DType::F64];
 const REDUCE: [ReduceOp; 5] = [ReduceOp::Sum, ReduceOp::Min, ReduceOp::Max, ReduceOp::Product, ReduceOp::Avg];
 
+/// How a step is made; not every kind knows every way.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Way {
+    New,
+    InPlace,
+    /// Started, and waited for at once.
+    Started,
+    /// Two tensors in one call.
+    Coalesced,
+}
+
+/// What an error calls the way.
+pub(crate) const FORM: &str = "form (into new memory, in place, or started)";
+
+/// A size that makes tensors too large for the eager ways of an engine.
+const LARGE: usize = 22_000;
+
 /// The numbers that decide a step: kind, slot, dtype and reduction, form, data.
 pub(crate) type Raw = (usize, usize, usize, usize, usize);
 
@@ -51,7 +68,7 @@ pub(crate) struct Step {
     pub(crate) slot: usize,
     pub(crate) dtype: DType,
     pub(crate) reduce: ReduceOp,
-    /// Decides the shape, the dims, the sizes and the root.
+    /// Decides the shape, the dims, the sizes, the root and the way.
     pub(crate) form: usize,
     /// Decides the elements and the view.
     pub(crate) data: usize,
@@ -97,10 +114,22 @@ impl Step {
         self.form / 15 % n
     }
 
+    fn way(&self) -> Way {
+        let way = [Way::New, Way::InPlace, Way::Started, Way::Coalesced][self.form / 120 % 4];
+        match (self.what, way) {
+            (What::AllReduce | What::Broadcast, way) => way,
+            (What::AllGather | What::ReduceScatter, Way::Started | Way::Coalesced) if self.is_even() => way,
+            _ => Way::New,
+        }
+    }
+
     /// The shape of the whole: all pieces together.
     fn whole(&self, n: usize) -> [usize; 3] {
         let (total, (cut, join)) = (self.sizes(n).iter().sum(), self.dims());
         let mut shape = [2 + self.form / 60 % 2, 2, 3];
+        if self.form / 480 == 29 {
+            shape[(join + 1) % 3] = LARGE;
+        }
         shape[cut] = total;
         if self.what == What::AllToAll {
             shape[join] = total;
@@ -157,17 +186,21 @@ impl Step {
     }
 
     /// What the ranks of a group must agree on, in the order in which differences are named.
-    pub(crate) fn signature(&self, n: usize) -> [(&'static str, String); 8] {
+    pub(crate) fn signature(&self, n: usize) -> [(&'static str, String); 9] {
         use What::*;
-        let what = self.what;
+        let (what, way) = (self.what, self.way());
         let ((cut, join), sizes) = (self.dims(), self.sizes(n));
         let mut shape = self.whole(n).map(|d| d.to_string()).to_vec();
         match what {
+            AllGather if way == Way::Coalesced => shape[cut] = sizes[0].to_string(),
             AllGather | Gather => shape[cut] = "?".into(),
             AllToAll => shape[join] = "?".into(),
             Barrier | Agree => shape.clear(),
             Split => shape = vec!["?".into(), "2".into()],
             _ => {}
+        }
+        if way == Way::Coalesced {
+            shape.extend(self.given(0, n).map(|d| format!("then {d}")));
         }
         let op = match what {
             Split => AllGather,
@@ -182,6 +215,7 @@ impl Step {
         let reduce = matches!(what, AllReduce | ReduceScatter | Reduce).then_some(self.reduce);
         let root = matches!(what, Broadcast | Reduce | Gather | Scatter).then(|| self.root(n));
         let (dims, cuts) = match what {
+            AllGather | ReduceScatter if way == Way::Coalesced => (vec![cut; 2], vec![sizes.clone(), sizes]),
             AllGather | Gather | ReduceScatter | Scatter => (vec![cut], vec![sizes]),
             AllToAll => (vec![cut, join], vec![sizes.clone(), sizes]),
             Split => (vec![0], vec![vec![1; n]]),
@@ -196,8 +230,41 @@ impl Step {
             ("root", format!("{root:?}")),
             ("dim", format!("{dims:?}")),
             ("sizes", format!("{cuts:?}")),
+            (FORM, format!("{:?}", if way == Way::Coalesced { Way::New } else { way })),
             ("description", format!("{note:?}")),
         ]
+    }
+
+    /// Makes a call in another way than the plain one.
+    fn perform_in_a_way(&self, way: Way, g: &ProcessGroup) -> Result<Tensor> {
+        let (r, n) = (g.rank(), g.size());
+        let (x, cut, root) = (self.input(r, n)?, self.dims().0, self.root(n));
+        if way == Way::InPlace {
+            let var = Var::from_tensor(&x)?;
+            match self.what {
+                What::Broadcast => g.broadcast_in_place(&var, root)?,
+                _ => g.all_reduce_in_place(&var, self.reduce)?,
+            }
+            return Ok(var.as_detached_tensor());
+        }
+        if way == Way::Started {
+            let pending = match self.what {
+                What::Broadcast => g.broadcast_start(&x, root)?,
+                What::AllGather => g.all_gather_start(&x, cut)?,
+                What::ReduceScatter => g.reduce_scatter_start(&x, cut, self.reduce)?,
+                _ => g.all_reduce_start(&x, self.reduce)?,
+            };
+            pending.is_ready()?;
+            return pending.wait();
+        }
+        let both = [x.clone(), x];
+        let mut made = match self.what {
+            What::Broadcast => g.broadcast_coalesced(&both, root)?,
+            What::AllGather => g.all_gather_coalesced(&both, cut)?,
+            What::ReduceScatter => g.reduce_scatter_coalesced(&both, cut, self.reduce)?,
+            _ => g.all_reduce_coalesced(&both, self.reduce)?,
+        };
+        Ok(made.swap_remove(1))
     }
 
     fn note(&self) -> String {
@@ -209,6 +276,9 @@ impl Step {
         let (r, n) = (g.rank(), g.size());
         let ((cut, join), sizes, root) = (self.dims(), self.sizes(n), self.root(n));
         let x = || self.input(r, n);
+        if self.way() != Way::New {
+            return self.perform_in_a_way(self.way(), g).map(Some);
+        }
         match self.what {
             What::AllReduce => g.all_reduce(&x()?, self.reduce).map(Some),
             What::AllGather if self.is_even() => g.all_gather(&x()?, cut).map(Some),

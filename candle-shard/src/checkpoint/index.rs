@@ -39,8 +39,8 @@ pub(super) fn file_of(rank: usize) -> String {
 /// tensor to tensor; none for blocks without elements.
 pub(super) fn writers(nth: usize, spec: &Spec) -> Vec<usize> {
     let mut holders: BTreeMap<Vec<usize>, Vec<usize>> = BTreeMap::new();
-    for rank in 0..spec.mesh().size() {
-        let block = spec.block_at(&spec.mesh().coordinate_of(rank));
+    for (rank, coordinate) in spec.mesh().coordinates().enumerate() {
+        let block = spec.block_at(&coordinate);
         if block.iter().all(|range| !range.is_empty()) {
             // Blocks that begin at one place are the same.
             holders.entry(block.iter().map(|range| range.start).collect()).or_default().push(rank);
@@ -52,8 +52,9 @@ pub(super) fn writers(nth: usize, spec: &Spec) -> Vec<usize> {
 impl Index {
     pub(super) fn of(tensors: &[Named<'_>]) -> Self {
         let indexed = |(nth, (name, spec)): (usize, &Named<'_>)| {
+            let places: Vec<_> = spec.mesh().coordinates().collect();
             let piece = |rank: usize| {
-                let block = spec.block_at(&spec.mesh().coordinate_of(rank));
+                let block = spec.block_at(&places[rank]);
                 let (start, shape) = block.iter().map(|range| (range.start, range.len())).unzip();
                 IndexedPiece { file: file_of(rank), start, shape }
             };

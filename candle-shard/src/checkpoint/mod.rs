@@ -14,6 +14,7 @@ mod save;
 pub use export::export;
 pub use save::save;
 
+use crate::nn::part::Within;
 use crate::placement::Placement;
 use crate::spec::Spec;
 use crate::{DTensor, Error, Result, Weights};
@@ -25,6 +26,9 @@ use std::path::{Path, PathBuf};
 
 /// A tensor to be saved.
 type Named<'a> = (&'a str, &'a Spec);
+
+/// A tensor to be read, with what it is a part of where it is not there by its name.
+type Wanted<'a> = (&'a str, Option<&'a Within>, &'a Spec);
 
 /// Tensors of a checkpoint, or of other [`Weights`], laid out as the placements say, in the dtypes in which they are
 /// stored.
@@ -77,12 +81,12 @@ pub fn load<N: AsRef<str>, P: AsRef<[Placement]>>(
 pub(crate) fn read<'a>(
     path: &Path,
     mesh: &DeviceMesh,
-    wanted: impl Iterator<Item = Named<'a>>,
+    wanted: impl Iterator<Item = Wanted<'a>>,
     device: &Device,
 ) -> Result<Vec<DTensor>> {
     let read = || {
         let weights = Weights::open(path)?;
-        wanted.map(|(name, spec)| weights.read(name, spec, device)).collect()
+        wanted.map(|(name, within, spec)| weights.read_part(name, within, spec, device)).collect()
     };
     agreed(mesh.group()?, "checkpoint::load", read())
 }

@@ -80,7 +80,7 @@ fn out_shape(x: &Layout, weight: &Layout) -> Vec<usize> {
 }
 
 /// The product of `a [m, k]` and `b [k, n]`, whatever their strides.
-fn product(a: &CpuStorage, a_l: &Layout, b: &CpuStorage, b_l: &Layout) -> Result<CpuStorage> {
+pub(super) fn product(a: &CpuStorage, a_l: &Layout, b: &CpuStorage, b_l: &Layout) -> Result<CpuStorage> {
     let ((m, k), (_, n)) = (a_l.shape().dims2()?, b_l.shape().dims2()?);
     if m * k * n == 0 {
         return Ok(match a.dtype() {

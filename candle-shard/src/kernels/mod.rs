@@ -3,10 +3,11 @@
 //! candle's fused layers drop gradients silently and its composed ones walk memory once per step. The operations here
 //! are single graph nodes that return a gradient for every tracked argument. They compute f32 and f64 natively and
 //! 16-bit floats in f32, and accept any strides and tensors without elements. But for the matrix products of
-//! [`linear`], the bits do not depend on the number of threads. Off the CPU they are composed from candle's
+//! [`linear`] and [`flash_attn`], the bits do not depend on the number of threads. Off the CPU they are composed from candle's
 //! differentiable operations.
 
 mod cross_entropy;
+mod flash_attn;
 mod gelu;
 mod layer_norm;
 mod linear;
@@ -21,6 +22,7 @@ mod softmax;
 
 pub use cross_entropy::cross_entropy;
 pub(crate) use cross_entropy::{Goal, Goals, weighted_cross_entropy};
+pub use flash_attn::flash_attn;
 pub use gelu::gelu;
 pub use layer_norm::layer_norm;
 pub use linear::linear;

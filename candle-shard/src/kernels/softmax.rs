@@ -64,6 +64,23 @@ fn composed_causal(x: &Tensor, scale: f64) -> Result<Tensor> {
     mask.where_cond(&y, &y.zeros_like()?)
 }
 
+/// Puts the softmax of `row · scale` in the place of a row.
+#[inline(always)]
+pub(super) fn soften<T: Real>(row: &mut [T], scale: T) {
+    if row.is_empty() {
+        return;
+    }
+    // Scaled after the difference, which keeps the small differences of large scores.
+    let top = if scale < T::zero() { min(row) } else { max(row) };
+    for v in row.iter_mut() {
+        *v = ((*v - top) * scale).exp_neg(T::zero());
+    }
+    let norm = T::one() / sum(row, |v| v);
+    for v in row.iter_mut() {
+        *v *= norm;
+    }
+}
+
 struct Softmax {
     scale: f64,
     /// Rows of one score matrix where the softmax is causal.
@@ -93,19 +110,8 @@ impl Softmax {
                 let rows = out.chunks_exact_mut(keys).zip(x[first * keys..].chunks_exact(keys));
                 for (i, (out, x)) in rows.enumerate() {
                     let out = &mut out[..self.visible(first + i, keys)];
-                    if out.is_empty() {
-                        continue;
-                    }
-                    let x = &x[..out.len()];
-                    // Scaled after the difference, which keeps the small differences of large scores.
-                    let top = if scale < T::zero() { min(x) } else { max(x) };
-                    for (out, &x) in out.iter_mut().zip(x) {
-                        *out = ((x - top) * scale).exp_neg(T::zero());
-                    }
-                    let norm = T::one() / sum(out, |v| v);
-                    for out in out.iter_mut() {
-                        *out *= norm;
-                    }
+                    out.copy_from_slice(&x[..out.len()]);
+                    soften(out, scale);
                 }
             },
         );

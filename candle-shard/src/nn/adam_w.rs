@@ -111,7 +111,7 @@ impl AdamW {
     pub fn load(&mut self, path: impl AsRef<Path>) -> Result<()> {
         let Some(layouts) = self.layouts()? else { return Ok(()) };
         let (mesh, device) = (self.moments[0].of.tensor.mesh(), self.moments[0].of.var.device());
-        let wanted = layouts.iter().map(|(name, spec)| (name.as_str(), spec));
+        let wanted = layouts.iter().map(|(name, spec)| (name.as_str(), None, spec));
         let read = checkpoint::read(path.as_ref(), mesh, wanted, device)?;
         self.vars().zip(&read).try_for_each(|(var, value)| checkpoint::set(var, value))?;
         if let Some(steps) = read.last() {

@@ -30,6 +30,11 @@ impl Dropout {
         Self { p, stream: Stream::new(vb.seed(), &vb.full_name("dropout")) }
     }
 
+    /// Whether nothing is dropped.
+    pub fn is_identity(&self, mode: Mode) -> bool {
+        mode == Mode::Eval || self.p == 0.0
+    }
+
     /// `x` as it is in evaluation, with elements dropped in training.
     pub fn forward(&self, x: &DTensor, mode: Mode) -> Result<DTensor> {
         match mode {

@@ -23,7 +23,8 @@ impl Embedding {
 
     /// The rows `[.., width]` at `ids` (u32, `[..]`).
     pub fn forward(&self, ids: &DTensor) -> Result<DTensor> {
-        self.style.output(&self.weight.embedding(ids)?)
+        let [y] = self.style.outputs([&self.weight.embedding(ids)?])?;
+        Ok(y)
     }
 
     /// The table.

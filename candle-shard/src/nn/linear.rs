@@ -1,5 +1,5 @@
 //! The affine layer.
-use crate::nn::{Init, ShardedVarBuilder};
+use crate::nn::{Init, ShardedVarBuilder, Width};
 use crate::parallel::{LayerKind, ModuleStyle};
 use crate::placement::Placement;
 use crate::random::Distribution;
@@ -17,14 +17,22 @@ pub struct Linear {
 
 impl Linear {
     /// A layer at the builder's path with parameters `weight` and, with `bias`, `bias`.
-    pub fn new(in_dim: usize, out_dim: usize, bias: bool, vb: &ShardedVarBuilder) -> Result<Self> {
+    ///
+    /// Sizes are numbers, or a [`Width`] where a plan may cut between units only: with whole heads on each rank,
+    /// attention needs no communication.
+    pub fn new(
+        in_dim: impl Into<Width>,
+        out_dim: impl Into<Width>,
+        bias: bool,
+        vb: &ShardedVarBuilder,
+    ) -> Result<Self> {
+        let (in_dim, out_dim) = (in_dim.into(), out_dim.into());
         let style = vb.style();
         let layout = style.layout(LayerKind::Linear)?;
-        let bound = 1.0 / (in_dim as f64).sqrt();
-        let init = Init::Random(Distribution::Uniform { lo: -bound, up: bound });
-        let weight = vb.get((out_dim, in_dim), "weight", init, layout.weight, layout.varying)?;
-        let bias = bias.then(|| vb.get(out_dim, "bias", init, layout.bias, layout.varying_bias)).transpose()?;
-        Ok(Self { weight, bias, style })
+        let init = init(in_dim.size());
+        let weight = vb.part(&[out_dim, in_dim], "weight".into(), init, layout.weight, layout.varying)?;
+        let bias = bias.then(|| vb.part(&[out_dim], "bias".into(), init, layout.bias, layout.varying_bias));
+        Ok(Self { weight, bias: bias.transpose()?, style })
     }
 
     /// A layer at the builder's path that shares `weight` with another and has no bias.
@@ -39,9 +47,9 @@ impl Linear {
 
     /// The layer's output `[.., out]` for `[.., in]`.
     pub fn forward(&self, x: &DTensor) -> Result<DTensor> {
-        let x = self.style.input(x)?;
+        let [x] = self.style.inputs([x])?;
         let early = self.bias.as_ref().filter(|_| !self.is_rowwise());
-        let y = self.style.output(&x.linear(&self.weight, early)?)?;
+        let [y] = self.style.outputs([&x.linear(&self.weight, early)?])?;
         match &self.bias {
             // Added once, after the partial sums are added up.
             Some(bias) if early.is_none() => y.add(bias),
@@ -67,4 +75,10 @@ impl Linear {
     pub fn placements(&self) -> &[Placement] {
         self.weight.placements()
     }
+}
+
+/// Even over ±1/√in.
+pub(super) fn init(in_dim: usize) -> Init {
+    let bound = 1.0 / (in_dim as f64).sqrt();
+    Init::Random(Distribution::Uniform { lo: -bound, up: bound })
 }

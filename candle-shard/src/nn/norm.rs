@@ -24,7 +24,9 @@ impl LayerNorm {
 
     /// The normalised rows, in the shape of `x`.
     pub fn forward(&self, x: &DTensor) -> Result<DTensor> {
-        self.style.output(&self.style.input(x)?.layer_norm(&self.weight, &self.bias, self.eps)?)
+        let [x] = self.style.inputs([x])?;
+        let [y] = self.style.outputs([&x.layer_norm(&self.weight, &self.bias, self.eps)?])?;
+        Ok(y)
     }
 }
 
@@ -47,6 +49,8 @@ impl RmsNorm {
 
     /// The normalised rows, in the shape of `x`.
     pub fn forward(&self, x: &DTensor) -> Result<DTensor> {
-        self.style.output(&self.style.input(x)?.rms_norm(&self.weight, self.eps)?)
+        let [x] = self.style.inputs([x])?;
+        let [y] = self.style.outputs([&x.rms_norm(&self.weight, self.eps)?])?;
+        Ok(y)
     }
 }

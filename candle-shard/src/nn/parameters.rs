@@ -1,4 +1,5 @@
 //! The parameters that a model holds on this rank.
+use crate::nn::part::Within;
 use crate::{DTensor, Result, checkpoint};
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, Var};
@@ -14,6 +15,8 @@ pub struct Parameter {
     pub tensor: DTensor,
     /// This rank's shard, for an optimiser.
     pub var: Var,
+    /// The tensor of files that it is a part of, where files do not have it by its name.
+    pub(crate) within: Option<Within>,
 }
 
 impl Parameter {
@@ -81,7 +84,7 @@ impl Parameters {
     /// be read.
     pub fn load(&self, path: impl AsRef<Path>) -> Result<()> {
         let Some(first) = self.0.first() else { return Ok(()) };
-        let wanted = self.iter().map(|p| (p.name.as_str(), p.tensor.spec()));
+        let wanted = self.iter().map(|p| (p.name.as_str(), p.within.as_ref(), p.tensor.spec()));
         let read = checkpoint::read(path.as_ref(), first.tensor.mesh(), wanted, first.tensor.device())?;
         self.iter().zip(read).try_for_each(|(p, value)| checkpoint::set(&p.var, &value))
     }

@@ -1,12 +1,15 @@
 //! Where layers get their parameters: fresh or loaded, cut as the plan says.
-use crate::nn::{Parameter, Parameters};
-use crate::parallel::{ModuleStyle, Plan};
+use crate::nn::part::{Part, Within};
+use crate::nn::{Parameter, Parameters, Width};
+use crate::parallel::{LayerKind, ModuleStyle, Plan};
 use crate::placement::{Placement, Placements, Replicate};
 use crate::random::{Distribution, Stream, sample};
 use crate::spec::Spec;
 use crate::{DTensor, Error, Result, Weights};
 use candle_core::{DType, Device, Shape, Tensor};
 use candle_dist::DeviceMesh;
+use candle_dist::backend::Dims;
+use smallvec::SmallVec;
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -118,7 +121,7 @@ impl ShardedVarBuilder {
     }
 
     fn new(source: Source, seed: u64, mesh: &DeviceMesh, plan: Plan, dtype: DType, device: &Device) -> Result<Self> {
-        plan.check_mesh(mesh)?;
+        plan.check(mesh)?;
         let (built, matched) = (Mutex::default(), Mutex::default());
         let shared = Shared { source, seed, mesh: mesh.clone(), plan, dtype, device: device.clone(), built, matched };
         Ok(Self { shared: Arc::new(shared), path: Vec::new() })
@@ -146,7 +149,18 @@ impl ShardedVarBuilder {
         self.path.iter().map(String::as_str).chain([name]).collect::<Vec<_>>().join(".")
     }
 
-    /// What the plan says about this module.
+    /// What the plan says about this module of other layers, which lays out its
+    /// [inputs](ModuleStyle::inputs) and [outputs](ModuleStyle::outputs) so.
+    ///
+    /// # Errors
+    /// If the plan gives it a style of layers with parameters.
+    pub fn module_style(&self) -> Result<ModuleStyle> {
+        let style = self.style();
+        style.layout(LayerKind::Module)?;
+        Ok(style)
+    }
+
+    /// What the plan says about the layer here.
     pub fn style(&self) -> ModuleStyle {
         let mut matched = self.shared.matched.lock().unwrap_or_else(PoisonError::into_inner);
         self.shared.plan.style_of(&self.path, &self.shared.mesh, &mut matched)
@@ -163,26 +177,48 @@ impl ShardedVarBuilder {
         placement: Placement,
         varying: bool,
     ) -> Result<DTensor> {
+        let dims: SmallVec<[Width; 4]> = shape.into().dims().iter().map(|&size| size.into()).collect();
+        self.part(&dims, name.into(), init, placement, varying)
+    }
+
+    /// Like [`get`](Self::get), cut between units, and perhaps some rows of a stored tensor.
+    pub(super) fn part(
+        &self,
+        dims: &[Width],
+        part: Part,
+        init: Init,
+        placement: Placement,
+        varying: bool,
+    ) -> Result<DTensor> {
         let Shared { mesh, dtype, device, .. } = &*self.shared;
-        let (shape, name) = (shape.into(), self.full_name(name));
+        let name = self.full_name(&part.name);
         let axis = self.shared.plan.axis_index(mesh)?;
         let placements: Placements = (0..mesh.ndim()).map(|a| if a == axis { placement } else { Replicate }).collect();
-        let spec = Spec::new(mesh, &placements, &shape, *dtype)?;
-        let block = spec.local_block();
+        let shape: Dims = dims.iter().map(|width| width.size()).collect();
+        let sizes = placement.shard_dim().and_then(|dim| dims.get(dim)).map(|width| width.cut(mesh.shape()[axis]));
+        let spec = Spec::new(mesh, &placements, shape.as_slice(), *dtype)?;
+        let spec = spec.with_sizes(axis, sizes.map(|sizes| sizes.as_slice().into()))?;
+        let within = part.within.map(|within| Within { of: self.full_name(&within.of), ..within });
+        let (of, whole, block) = match within.as_ref().filter(|_| !self.has(&name)) {
+            Some(within) => (within.of.as_str(), within.whole(&spec), within.block(&spec)),
+            None => (name.as_str(), shape, spec.local_block()),
+        };
         let local = match (&self.shared.source, init) {
             (Source::Loaded(vb), _) => {
-                let mut whole = vb.get(&shape, &name)?;
+                let mut whole = vb.get(whole.as_slice(), of)?;
                 for (dim, range) in block.iter().enumerate() {
                     whole = whole.narrow(dim, range.start, range.len())?;
                 }
                 whole.force_contiguous()?
             }
-            (Source::Stored(weights), _) => weights.read(&name, &spec, device)?.to_local().clone(),
+            (Source::Stored(weights), _) => {
+                weights.read_part(&name, within.as_ref(), &spec, device)?.to_local().clone()
+            }
             (Source::Fresh, Init::Const(value)) => {
                 Tensor::full(value, spec.local_shape().as_slice(), device)?.to_dtype(*dtype)?
             }
             (Source::Fresh, Init::Random(dist)) => {
-                sample(Stream::new(self.seed(), &name), dist, shape.dims(), &block, *dtype, device)?
+                sample(Stream::new(self.seed(), of), dist, &whole, &block, *dtype, device)?
             }
         };
         let (mut tensor, var) = DTensor::from_local_with_spec(local, spec)?.to_var()?;
@@ -193,8 +229,17 @@ impl ShardedVarBuilder {
         if built.iter().any(|p| p.name == name) {
             return Err(Error::Plan(format!("parameter {name} is built twice; share the layer instead")));
         }
-        built.push(Parameter { name, tensor: tensor.clone(), var });
+        built.push(Parameter { name, tensor: tensor.clone(), var, within });
         Ok(tensor)
+    }
+
+    /// Whether the source has a tensor of this full name.
+    fn has(&self, name: &str) -> bool {
+        match &self.shared.source {
+            Source::Fresh => false,
+            Source::Loaded(vb) => vb.contains_tensor(name),
+            Source::Stored(weights) => weights.shape(name).is_ok(),
+        }
     }
 
     /// The parameters that were built.

@@ -52,13 +52,73 @@ impl DTensor {
         Ok(Signature::new(rows, self.dims(), self.dtype()))
     }
 
-    /// Attention: `softmax(query · keyᵀ · scale + mask) · value`, with the scale `1/√dim` where none is given.
+    /// Attention: `softmax(query · keyᵀ · scale) · value`, without the matrix of scores in memory.
+    ///
+    /// The query is `[batch, q, heads, dim]`, the key `[batch, k, kv_heads, dim]` and the value
+    /// `[batch, k, kv_heads, v]`; the result is `[batch, q, heads, v]`. `kv_heads` divides `heads`: each key head serves
+    /// a group of consecutive query heads (Ainslie et al. 2023). With `causal`, query `i` sees key `j` if
+    /// `j <= i + k - q`. Batch and heads stay sharded, in pieces of any sizes; where the pieces of the query heads cut
+    /// through a group, each rank uses copies of the key heads. Queries stay sharded unless `causal`. The kernel is
+    /// [`kernels::flash_attn`].
+    ///
+    /// # Errors
+    /// If shapes or dtypes do not agree.
+    pub fn flash_attn(&self, key: &Self, value: &Self, scale: f64, causal: bool) -> Result<Self> {
+        let sizes = match (self.dims(), key.dims(), value.dims()) {
+            (&[b, q, h, d], &[kb, k, g, kd], &[vb, vk, vg, v]) => {
+                (groups(h, g).is_some() && (b, b, d, g, k) == (kb, vb, kd, vg, vk)).then_some((b, q, h, d, g, v))
+            }
+            _ => None,
+        };
+        let dtypes = key.dtype() == self.dtype() && value.dtype() == self.dtype();
+        let Some((batch, queries, heads, dim, kv_heads, width)) = sizes.filter(|_| dtypes) else {
+            let (q, k, v) = (self.spec(), key.spec(), value.spec());
+            let want = "want [b, q, h, d], [b, k, g, d] and [b, k, g, v] of one dtype with h a multiple of g";
+            return Error::op("flash_attn", format!("query {q}, key {k}, value {v}: {want}"));
+        };
+        self.check_float("flash_attn")?;
+        let group = groups(heads, kv_heads).unwrap_or(1);
+        if group == 1 || kv_heads == 1 {
+            return self.flash_attn_of_groups(key, value, scale, causal);
+        }
+        if !self.is_cut_by_groups(group, kv_heads) {
+            let (key, value) = (key.repeat_heads(group, 2)?, value.repeat_heads(group, 2)?);
+            return self.flash_attn_of_groups(&key, &value, scale, causal);
+        }
+        let of_groups = self.reshape((batch, queries, kv_heads, group, dim))?;
+        of_groups.flash_attn_of_groups(key, value, scale, causal)?.reshape((batch, queries, heads, width))
+    }
+
+    /// Attention with as many heads of queries as of keys, or one of keys, or a dim for the queries of each key head.
+    fn flash_attn_of_groups(&self, key: &Self, value: &Self, scale: f64, causal: bool) -> Result<Self> {
+        let signature = || {
+            let mut shape = self.dims().to_vec();
+            shape[self.rank() - 1] = value.dims()[3];
+            // One key head serves all heads of queries.
+            let of_keys = if key.dims()[2] < self.dims()[2] { Replicate } else { Shard(2) };
+            let mut rows = Rows::from_iter([
+                Row::new(Shard(0), &[Shard(0); 3]),
+                Row::new(Shard(2), &[Shard(2), of_keys, of_keys]),
+                Row::new(SUM, &[Replicate, Replicate, SUM]),
+            ]);
+            if !causal {
+                rows.push(Row::new(Shard(1), &[Shard(1), Replicate, Replicate]));
+            }
+            Ok(Signature::new(rows, &shape, self.dtype()))
+        };
+        rules::run("flash_attn", &[usize::from(causal)], &[self, key, value], signature, |x, out| {
+            let (query, key, value) = (x[0].to_local(), x[1].to_local(), x[2].to_local());
+            let query = if query.rank() == 5 { query.flatten(2, 3)? } else { query.clone() };
+            let mixed = kernels::flash_attn(&query, key, value, scale, causal)?;
+            Ok(mixed.reshape(out.local_shape().as_slice())?)
+        })
+    }
+
+    /// Attention with a mask: `softmax(query · keyᵀ · scale + mask) · value`, with the scale `1/√dim` where none is given.
     ///
     /// The query is `[batch, heads, q, dim]`, the key `[batch, kv_heads, k, dim]`, the value `[batch, kv_heads, k, v]`;
-    /// the result is `[batch, heads, q, v]`. `kv_heads` divides `heads`: each key head serves a group of consecutive
-    /// query heads (Ainslie et al. 2023). Batch and heads stay sharded, in pieces of any sizes; where the pieces of the
-    /// query heads cut through a group, each rank uses copies of the key heads. Queries stay sharded but for a causal
-    /// mask.
+    /// the result is `[batch, heads, q, v]`. Without additive mask this is [`flash_attn`](Self::flash_attn), with heads
+    /// and rows swapped.
     ///
     /// # Errors
     /// If shapes or dtypes do not agree.
@@ -69,52 +129,34 @@ impl DTensor {
         mask: AttentionMask<'_>,
         scale: Option<f64>,
     ) -> Result<Self> {
-        let [batch, heads, queries, dim, kv_heads, keys, width] = self.attention_sizes(key, value)?;
-        let group = heads / kv_heads.max(1);
-        let merged = group > 1 && self.cut_by_groups(group, kv_heads);
-        let (key, value) = match group > 1 && !merged {
-            true => (key.repeat_heads(group)?, value.repeat_heads(group)?),
-            false => (key.clone(), value.clone()),
-        };
-        // The query heads of a group become more queries of their key head.
-        let merge = |x: &Self, last: usize| match merged {
-            true => x.reshape((batch, kv_heads, group * queries, last)),
-            false => Ok(x.clone()),
-        };
-        let split = |x: Self, last: usize| if merged { x.reshape((batch, heads, queries, last)) } else { Ok(x) };
-        let scores = split(merge(self, dim)?.matmul(&key.t()?)?, keys)?;
-        let scale = scale.unwrap_or(1.0 / (dim as f64).sqrt());
-        let weights = match mask {
-            AttentionMask::None => scores.affine(scale, 0.0)?.softmax_last_dim()?,
-            AttentionMask::Causal => scores.causal_softmax(scale)?,
-            AttentionMask::Additive(mask) => scores.masked_softmax(mask, scale)?,
-        };
-        split(merge(&weights, keys)?.matmul(&value)?, width)
-    }
-
-    fn attention_sizes(&self, key: &Self, value: &Self) -> Result<[usize; 7]> {
-        if let (&[b, h, q, d], &[kb, kh, k, kd], &[vb, vh, vk, v]) = (self.dims(), key.dims(), value.dims()) {
-            let groups = if kh == 0 { h == 0 } else { h.is_multiple_of(kh) };
-            let dtypes = key.dtype() == self.dtype() && value.dtype() == self.dtype();
-            if (b, b, d, kh, k) == (kb, vb, kd, vh, vk) && groups && dtypes {
-                return Ok([b, h, q, d, kh, k, v]);
+        let sizes = match (self.dims(), key.dims(), value.dims()) {
+            (&[b, h, _, d], &[kb, g, k, kd], &[vb, vg, vk, _]) => {
+                ((b, b, d, g, k) == (kb, vb, kd, vg, vk)).then_some(d).zip(groups(h, g))
             }
+            _ => None,
+        };
+        let dtypes = key.dtype() == self.dtype() && value.dtype() == self.dtype();
+        let Some((dim, group)) = sizes.filter(|_| dtypes) else {
+            let (q, k, v) = (self.spec(), key.spec(), value.spec());
+            let want = "want [b, h, q, d], [b, g, k, d] and [b, g, k, v] of one dtype with h a multiple of g";
+            return Error::op("scaled_dot_product_attention", format!("query {q}, key {k}, value {v}: {want}"));
+        };
+        let scale = scale.unwrap_or(1.0 / (dim as f64).sqrt());
+        if let AttentionMask::Additive(mask) = mask {
+            let (key, value) = (key.repeat_heads(group, 1)?, value.repeat_heads(group, 1)?);
+            return self.matmul(&key.t()?)?.masked_softmax(mask, scale)?.matmul(&value);
         }
-        let (q, k, v) = (self.spec(), key.spec(), value.spec());
-        let want = "want [b, h, q, d], [b, g, k, d] and [b, g, k, v] of one dtype with h a multiple of g";
-        Error::op("scaled_dot_product_attention", format!("query {q}, key {k}, value {v}: {want}"))
+        let rows_first = |x: &Self| x.transpose(1, 2);
+        let (query, key, value) = (rows_first(self)?, rows_first(key)?, rows_first(value)?);
+        query.flash_attn(&key, &value, scale, matches!(mask, AttentionMask::Causal))?.transpose(1, 2)
     }
 
-    /// Whether the pieces of the heads of this query consist of whole groups, and the queries are not cut.
-    fn cut_by_groups(&self, group: usize, kv_heads: usize) -> bool {
-        if self.sharded_axes(2).next().is_some() {
-            return false;
-        }
-        let axes: Vec<usize> = self.sharded_axes(1).collect();
+    /// Whether the pieces of the heads of this query `[batch, q, heads, dim]` consist of whole groups.
+    fn is_cut_by_groups(&self, group: usize, kv_heads: usize) -> bool {
+        let axes: Vec<usize> = self.sharded_axes(2).collect();
         match axes[..] {
-            _ if kv_heads == 1 => axes.len() < 2,
             [] => true,
-            [axis] => self.spec().cut(axis, 1).sizes.iter().all(|size| size.is_multiple_of(group)),
+            [axis] => self.spec().cut(axis, 2).sizes.iter().all(|size| size.is_multiple_of(group)),
             _ => {
                 let parts: usize = axes.iter().map(|&axis| self.mesh().shape()[axis]).product();
                 kv_heads.is_multiple_of(parts) && axes.iter().all(|&axis| self.spec().sizes(axis).is_none())
@@ -122,20 +164,33 @@ impl DTensor {
         }
     }
 
-    /// Each head of `[batch, heads, ..]` `times` times in a row.
-    fn repeat_heads(&self, times: usize) -> Result<Self> {
+    /// Each head, along `dim` of four, `times` times in a row.
+    fn repeat_heads(&self, times: usize, dim: usize) -> Result<Self> {
+        if times == 1 {
+            return Ok(self.clone());
+        }
         let dims = self.dims();
         let signature = || {
             let mut shape = dims.to_vec();
-            shape[1] *= times;
-            let mut rows: Rows = [0, 2, 3].into_iter().map(|d| Row::new(Shard(d), &[Shard(d)])).collect();
+            shape[dim] *= times;
+            let others = (0..4).filter(|&d| d != dim);
+            let mut rows: Rows = others.map(|d| Row::new(Shard(d), &[Shard(d)])).collect();
             rows.push(Row::new(SUM, &[SUM]));
             Ok(Signature::new(rows, &shape, self.dtype()))
         };
-        rules::run("repeat_heads", &[times], &[self], signature, |x, out| {
-            let (b, h, k, d) = x[0].to_local().dims4()?;
-            let repeated = x[0].to_local().unsqueeze(2)?.broadcast_as((b, h, times, k, d))?;
+        rules::run("repeat_heads", &[times, dim], &[self], signature, |x, out| {
+            let mut each = x[0].to_local().dims().to_vec();
+            each.insert(dim + 1, times);
+            let repeated = x[0].to_local().unsqueeze(dim + 1)?.broadcast_as(each)?;
             Ok(repeated.reshape(out.local_shape().as_slice())?)
         })
+    }
+}
+
+/// How many of `heads` share one of `kv_heads`.
+fn groups(heads: usize, kv_heads: usize) -> Option<usize> {
+    match kv_heads {
+        0 => (heads == 0).then_some(1),
+        n => heads.is_multiple_of(n).then(|| heads / n),
     }
 }

@@ -1,8 +1,11 @@
 //! Tensor parallelism: which module is cut how, as data.
+mod module;
 mod plan;
 mod style;
 
+pub use module::{LayerKind, Layout, ModuleStyle};
 pub use plan::Plan;
 pub use style::{
-    ColwiseParallel, LayerKind, Layout, ModuleStyle, PrepareModuleInput, RowwiseParallel, SequenceParallel, Style,
+    ColwiseParallel, PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput, RowwiseParallel,
+    SequenceParallel, Style,
 };

@@ -1,5 +1,6 @@
 //! Which module gets which style, by path pattern.
-use super::style::{ModuleStyle, Style};
+use super::module::ModuleStyle;
+use super::style::Style;
 use crate::{Error, Result};
 use candle_dist::DeviceMesh;
 use itertools::Itertools;
@@ -10,7 +11,7 @@ use wildmatch::WildMatch;
 /// Which module runs in which style on one axis of a mesh; modules that are not named are replicated.
 ///
 /// A pattern is a module path whose parts may hold `*` and `?`, for example `layers.*.attention.w?`; each part matches
-/// one part of a path. Of several patterns that match, the last one counts.
+/// one part of a path, and the empty pattern the model itself. Of several patterns that match, the last one counts.
 ///
 /// ```
 /// use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
@@ -42,7 +43,7 @@ impl Plan {
     /// The plan with a style for the modules that `pattern` matches.
     pub fn with(mut self, pattern: impl Into<String>, style: impl Into<Style>) -> Self {
         let pattern = pattern.into();
-        let parts = pattern.split('.').map(WildMatch::new).collect();
+        let parts = pattern.split('.').filter(|_| !pattern.is_empty()).map(WildMatch::new).collect();
         self.entries.push(Entry { pattern, parts, style: style.into() });
         self
     }
@@ -56,8 +57,10 @@ impl Plan {
         Ok(mesh.axis_index(&self.axis)?)
     }
 
-    pub(crate) fn check_mesh(&self, mesh: &DeviceMesh) -> Result<()> {
-        self.axis_index(mesh).map(drop)
+    /// Checks what can be known without the model.
+    pub(crate) fn check(&self, mesh: &DeviceMesh) -> Result<()> {
+        self.axis_index(mesh)?;
+        self.entries.iter().try_for_each(|entry| entry.style.check(&entry.pattern))
     }
 
     /// What the plan says about the module at `path`; the patterns that match it are noted in `matched`.
@@ -66,11 +69,11 @@ impl Plan {
         for (i, entry) in self.entries.iter().enumerate() {
             if entry.parts.len() == path.len() && entry.parts.iter().zip(path).all(|(part, name)| part.matches(name)) {
                 matched.insert(i);
-                style = Some(entry.style);
+                style = Some(&entry.style);
             }
         }
         // The builder has checked that the axis exists.
-        ModuleStyle { path: path.join("."), style, axis: self.axis_index(mesh).unwrap_or(0) }
+        ModuleStyle { path: path.join("."), style: style.cloned(), axis: self.axis_index(mesh).unwrap_or(0) }
     }
 
     /// An error that names the patterns that matched no module.
@@ -80,7 +83,10 @@ impl Plan {
         if names.is_empty() {
             return Ok(());
         }
-        Err(Error::Plan(format!("{names} matched no module of the model; check the paths against its parameter names")))
+        let axis = &self.axis;
+        Err(Error::Plan(format!(
+            "{names} on axis {axis:?} matched no module of the model; check the paths against its parameter names"
+        )))
     }
 }
 

@@ -1,8 +1,7 @@
-//! How one module runs on an axis: how its parameters lie, how its input comes and its output goes.
-use crate::dtensor::Axes;
-use crate::placement::{Placement, Replicate, Shard};
-use crate::redistribute::{Target, Targets};
-use crate::{DTensor, Error, Result};
+//! The styles that a plan can give a module: how its parameters lie, how its inputs come and its outputs go.
+use crate::placement::{Partial, Placement, Replicate};
+use crate::{Error, Result};
+use candle_dist::ReduceOp;
 
 /// A module cut by output columns: `weight` `[out, in]` of a linear layer by rows, an embedding's table by columns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -30,11 +29,37 @@ pub struct SequenceParallel {
     pub dim: usize,
 }
 
-/// A module, of any kind, whose input is brought to a layout once for all layers in it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// A module, of any kind but an embedding, whose inputs are laid out once for all layers in it.
+///
+/// ```
+/// use candle_shard::parallel::{Plan, PrepareModuleInput};
+/// use candle_shard::{Replicate, Shard};
+///
+/// // Of query, key and mask the first two are gathered; the mask stays as it comes.
+/// let gather = PrepareModuleInput::new([Some(Replicate), Some(Replicate), None]);
+/// let plan = Plan::new("tp").with("layers.*.attention", gather);
+/// # assert_eq!(PrepareModuleInput::new([Shard(1)]).desired, [Some(Shard(1))]);
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PrepareModuleInput {
-    /// How the input is laid out.
-    pub desired: Placement,
+    /// How each input is laid out; `None` leaves it as it comes.
+    pub desired: Vec<Option<Placement>>,
+}
+
+/// A module, of any kind but a [`FusedQkv`](crate::nn::FusedQkv), whose outputs are laid out.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PrepareModuleOutput {
+    /// How each output is laid out; `None` leaves it as it is.
+    pub desired: Vec<Option<Placement>>,
+}
+
+/// A module whose inputs and outputs are laid out.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PrepareModuleInputOutput {
+    /// The inputs.
+    pub input: PrepareModuleInput,
+    /// The outputs.
+    pub output: PrepareModuleOutput,
 }
 
 impl Default for ColwiseParallel {
@@ -58,8 +83,22 @@ impl Default for SequenceParallel {
     }
 }
 
+impl PrepareModuleInput {
+    /// A layout for each input: placements, or options of them where some inputs are left alone.
+    pub fn new(desired: impl IntoIterator<Item = impl Into<Option<Placement>>>) -> Self {
+        Self { desired: desired.into_iter().map(Into::into).collect() }
+    }
+}
+
+impl PrepareModuleOutput {
+    /// A layout for each output: placements, or options of them where some outputs are left alone.
+    pub fn new(desired: impl IntoIterator<Item = impl Into<Option<Placement>>>) -> Self {
+        Self { desired: desired.into_iter().map(Into::into).collect() }
+    }
+}
+
 /// What a plan can say about a module.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Style {
     /// See [`ColwiseParallel`].
     Colwise(ColwiseParallel),
@@ -69,10 +108,14 @@ pub enum Style {
     Sequence(SequenceParallel),
     /// See [`PrepareModuleInput`].
     PrepareInput(PrepareModuleInput),
+    /// See [`PrepareModuleOutput`].
+    PrepareOutput(PrepareModuleOutput),
+    /// See [`PrepareModuleInputOutput`].
+    PrepareInputOutput(PrepareModuleInputOutput),
 }
 
 macro_rules! into_style {
-    ($($from:ty => $variant:ident),*) => {
+    ($($from:ty => $variant:ident),* $(,)?) => {
         $(impl From<$from> for Style {
             fn from(style: $from) -> Self {
                 Self::$variant(style)
@@ -80,117 +123,51 @@ macro_rules! into_style {
         })*
     };
 }
-into_style!(ColwiseParallel => Colwise, RowwiseParallel => Rowwise, SequenceParallel => Sequence, PrepareModuleInput => PrepareInput);
+into_style!(
+    ColwiseParallel => Colwise,
+    RowwiseParallel => Rowwise,
+    SequenceParallel => Sequence,
+    PrepareModuleInput => PrepareInput,
+    PrepareModuleOutput => PrepareOutput,
+    PrepareModuleInputOutput => PrepareInputOutput,
+);
 
-/// The kinds of layers that a style can be applied to.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum LayerKind {
-    /// `weight` `[out, in]`, `bias` `[out]`.
-    Linear,
-    /// `weight` `[rows, width]`.
-    Embedding,
-    /// `weight` `[width]`, `bias` `[width]`.
-    Norm,
-}
-
-/// How the parameters of a layer lie on the plan's axis.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Layout {
-    /// The weight.
-    pub weight: Placement,
-    /// The bias.
-    pub bias: Placement,
-    /// Whether the weight's gradient is left partial.
-    pub varying: bool,
-    /// Whether the bias's gradient is left partial.
-    pub varying_bias: bool,
-}
-
-/// What a plan says about one module of a model.
-#[derive(Debug, Clone)]
-pub struct ModuleStyle {
-    pub(super) path: String,
-    pub(super) style: Option<Style>,
-    pub(super) axis: usize,
-}
-
-impl ModuleStyle {
-    /// How the parameters of a layer of this kind lie.
-    ///
-    /// # Errors
-    /// If the style does not apply to the kind.
-    pub fn layout(&self, kind: LayerKind) -> Result<Layout> {
-        let fixed = |weight, bias| Layout { weight, bias, varying: false, varying_bias: false };
-        match (self.style, kind) {
-            (None, _) => Ok(fixed(Replicate, Replicate)),
-            (Some(Style::Colwise(_)), LayerKind::Linear) => Ok(fixed(Shard(0), Shard(0))),
-            (Some(Style::Colwise(_)), LayerKind::Embedding) => Ok(fixed(Shard(1), Replicate)),
-            (Some(Style::Rowwise(style)), LayerKind::Linear) => {
-                // Added to pieces of the output, the bias gets a share of its gradient on each rank.
-                let varying_bias = style.output.shard_dim().is_some();
-                Ok(Layout { varying_bias, ..fixed(Shard(1), Replicate) })
+impl Style {
+    /// The layouts of all inputs, if the style lists them.
+    pub(super) fn listed_inputs(&self) -> Option<&[Option<Placement>]> {
+        match self {
+            Self::PrepareInput(input) | Self::PrepareInputOutput(PrepareModuleInputOutput { input, .. }) => {
+                Some(&input.desired)
             }
-            (Some(Style::Rowwise(_)), LayerKind::Embedding) => Ok(fixed(Shard(0), Replicate)),
-            (Some(Style::Sequence(_)), LayerKind::Norm | LayerKind::Embedding) => {
-                Ok(Layout { varying: true, varying_bias: true, ..fixed(Replicate, Replicate) })
+            _ => None,
+        }
+    }
+
+    /// The layouts of all outputs, if the style lists them.
+    pub(super) fn listed_outputs(&self) -> Option<&[Option<Placement>]> {
+        match self {
+            Self::PrepareOutput(output) | Self::PrepareInputOutput(PrepareModuleInputOutput { output, .. }) => {
+                Some(&output.desired)
             }
-            (Some(style), kind) => {
-                Err(Error::Plan(format!("{style:?} for module {:?}: it does not apply to a {kind:?} layer", self.path)))
-            }
+            _ => None,
         }
     }
 
-    /// Checks that a weight shared from elsewhere lies as this module's own would.
-    pub(crate) fn check_tied(&self, kind: LayerKind, weight: &DTensor) -> Result<()> {
-        let (want, has) = (self.layout(kind)?.weight, weight.placements()[self.axis]);
-        if want == has {
-            return Ok(());
-        }
-        Err(Error::Plan(format!(
-            "module {:?} shares a weight that lies as {has}, but its style wants {want}; choose styles that agree",
-            self.path
-        )))
-    }
-
-    /// The module's input in the layout that the style wants.
-    pub fn input(&self, x: &DTensor) -> Result<DTensor> {
-        let last = || Shard(x.rank().saturating_sub(1));
-        match self.style {
-            None => Ok(x.clone()),
-            // A column-cut layer uses its input differently on each rank: gathered for that right away.
-            Some(Style::Colwise(_)) => self.lay_out(x, Replicate, true),
-            Some(Style::Rowwise(_)) => self.lay_out(x, last(), false),
-            Some(Style::Sequence(style)) => self.lay_out(x, Shard(style.dim), false),
-            Some(Style::PrepareInput(style)) => self.lay_out(x, style.desired, false),
-        }
-    }
-
-    /// The module's output in the layout that the style leaves.
-    pub fn output(&self, y: &DTensor) -> Result<DTensor> {
-        match self.style {
-            Some(Style::Colwise(ColwiseParallel { output: Some(output) })) => self.lay_out(y, output, false),
-            Some(Style::Rowwise(style)) => self.lay_out(y, style.output, false),
-            Some(Style::Sequence(style)) => self.lay_out(y, Shard(style.dim), false),
-            _ => Ok(y.clone()),
-        }
-    }
-
-    /// `x` with one placement changed, all other axes as they are.
-    fn lay_out(&self, x: &DTensor, to: Placement, vary: bool) -> Result<DTensor> {
-        // An axis inside of one that now cuts the same dim takes the default sizes.
-        let outermost = |axis: usize| axis <= self.axis || x.placements()[axis] != to;
-        let keep = |axis: usize| Target {
-            placement: x.placements()[axis],
-            sizes: x.spec().sizes(axis).filter(|_| outermost(axis)).cloned(),
+    /// Refuses layouts that nothing can be brought to.
+    pub(super) fn check(&self, pattern: &str) -> Result<()> {
+        let fixed = match self {
+            Self::Colwise(style) => style.output,
+            Self::Rowwise(style) => Some(style.output),
+            _ => None,
         };
-        let mut targets: Targets = (0..x.mesh().ndim()).map(keep).collect();
-        if targets[self.axis].placement != to {
-            targets[self.axis] = to.into();
+        let listed = [self.listed_inputs(), self.listed_outputs()].into_iter().flatten().flatten().copied();
+        let made_by_ops = |p: &Placement| matches!(p, Partial(op) if *op != ReduceOp::Sum);
+        match listed.chain([fixed]).flatten().find(made_by_ops) {
+            None => Ok(()),
+            Some(p) => Err(Error::Plan(format!(
+                "{self:?} for {pattern:?} asks for {p}, which only ops make; ask for S(dim), R or {}",
+                Placement::PARTIAL_SUM
+            ))),
         }
-        if to.shard_dim().is_some_and(|dim| dim >= x.rank()) {
-            let reason = format!("module {:?} wants {to}, but gets {}", self.path, x.spec());
-            return Err(Error::Plan(reason));
-        }
-        x.to_targets(&targets, Axes::from(vary) << self.axis)
     }
 }

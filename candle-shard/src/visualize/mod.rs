@@ -31,8 +31,8 @@ impl Grid {
             return Error::op(op, format!("{spec} has {} dims; want 1, 2 or 3", spec.dims().len()));
         }
         let (mut holders, mut empty): (BTreeMap<_, Vec<usize>>, _) = (BTreeMap::new(), Vec::new());
-        for rank in 0..spec.mesh().size() {
-            let block = spec.block_at(&spec.mesh().coordinate_of(rank));
+        for (rank, coordinate) in spec.mesh().coordinates().enumerate() {
+            let block = spec.block_at(&coordinate);
             let mut place = [(0, 1); 3];
             for (bounds, range) in place.iter_mut().rev().zip(block.iter().rev()) {
                 *bounds = (range.start, range.end);

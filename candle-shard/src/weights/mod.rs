@@ -9,6 +9,7 @@ mod write;
 pub(crate) use dtypes::name_of;
 pub(crate) use write::WeightWriter;
 
+use crate::nn::part::Within;
 use crate::spec::Spec;
 use crate::{DTensor, Error, Result};
 use candle_core::{DType, Device, Tensor};
@@ -143,19 +144,44 @@ impl Weights {
     /// If there is no tensor of this name, its shape is not the spec's, or its dtype does not become the spec's: floats
     /// are cast to floats, all else must be equal. These are alike on all ranks. If the file cannot be read, on this rank.
     pub fn read(&self, name: &str, spec: &Spec, device: &Device) -> Result<DTensor> {
+        self.read_part(name, None, spec, device)
+    }
+
+    /// Like [`read`](Self::read), from the tensor that this one is a part of where there is none of its name.
+    pub(crate) fn read_part(
+        &self,
+        name: &str,
+        within: Option<&Within>,
+        spec: &Spec,
+        device: &Device,
+    ) -> Result<DTensor> {
+        let local = match within.filter(|_| !self.tensors.contains_key(name)) {
+            Some(within) => self.read_as(&within.of, &within.whole(spec), &within.block(spec), spec.dtype(), device)?,
+            None => self.read_as(name, spec.dims(), &spec.local_block(), spec.dtype(), device)?,
+        };
+        DTensor::from_local_with_spec(local, spec.clone())
+    }
+
+    /// A block of a tensor that must have the shape `want`, cast to `to`.
+    fn read_as(
+        &self,
+        name: &str,
+        want: &[usize],
+        block: &[Range<usize>],
+        to: DType,
+        device: &Device,
+    ) -> Result<Tensor> {
         let (shape, dtype) = (self.shape(name)?, self.dtype(name)?);
-        if shape != spec.dims() {
-            let want = spec.dims();
+        if shape != want {
             return Err(
                 self.error(name, format!("has shape {shape:?}, and {want:?} is wanted; check the model's sizes"))
             );
         }
-        if dtype != spec.dtype() && !(dtype.is_float() && spec.dtype().is_float()) {
-            let (has, want) = (dtype.as_str(), spec.dtype().as_str());
+        if dtype != to && !(dtype.is_float() && to.is_float()) {
+            let (has, want) = (dtype.as_str(), to.as_str());
             return Err(self.error(name, format!("holds {has}, and {want} is wanted; only floats are cast, to floats")));
         }
-        let local = self.read_block(name, &spec.local_block(), device)?.to_dtype(spec.dtype())?;
-        DTensor::from_local_with_spec(local, spec.clone())
+        Ok(self.read_block(name, block, device)?.to_dtype(to)?)
     }
 
     /// A block of a tensor, one range of global indices per dim, in the stored dtype.

@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used)]
 
 mod cross_entropy;
+mod flash_attn;
 mod gelu;
 mod harness;
 mod linear;
@@ -16,6 +17,7 @@ use candle_shard::kernels;
 use proptest::prelude::*;
 
 use cross_entropy::*;
+use flash_attn::*;
 use gelu::*;
 use harness::*;
 use linear::*;
@@ -53,6 +55,11 @@ fn tensors_without_elements_stay_in_the_graph() {
                 }
             }
         }
+    }
+    for [b, q, k, h, d] in [[0, 2, 2, 2, 2], [1, 0, 2, 2, 2], [1, 2, 0, 2, 2], [1, 2, 2, 0, 2], [1, 2, 2, 2, 0]] {
+        let inputs = [randn(&[b, q, h, d]), randn(&[b, k, h, d]), randn(&[b, k, h, 3])];
+        let results = run(&fused_flash, &inputs, View::Plain).unwrap();
+        assert_eq!(results[0].dims(), [b, q, h, 3]);
     }
     let logits = randn(&[0, 5]);
     let results = run(&fused_cross_entropy, &[logits], View::Plain).unwrap();
@@ -113,6 +120,7 @@ fn misuse_is_an_error_that_names_it() {
         (kernels::cross_entropy(&x, &target(vec![0, 17])), &["row 1", "17", "3 classes"]),
         (kernels::cross_entropy(&x, &target(vec![-1, 0])), &["row 0", "-1", "3 classes"]),
         (kernels::cross_entropy(&x, &Tensor::new(&[3u32, 0], &Cpu).unwrap()), &["row 0", "target 3", "3 classes"]),
+        (kernels::flash_attn(&x, &x, &x, 1.0, true), &["flash_attn", "[2, 3]", "g | h"]),
         (kernels::linear(&x, &vector(3), None), &["linear", "[3]"]),
         (kernels::linear(&x, &x.t().unwrap(), None), &["linear", "[2, 3]", "[3, 2]"]),
         (kernels::linear(&x, &x, Some(&vector(3))), &["linear", "bias", "[3]", "[2]"]),

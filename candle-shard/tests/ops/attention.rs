@@ -88,6 +88,32 @@ fn attention() {
 }
 
 #[test]
+fn attention_of_rows() {
+    let mut cases = Vec::new();
+    for shapes in SHAPES {
+        let rows_first = |shape: &'static [usize]| -> &'static [usize] {
+            let &[b, h, s, d] = shape else { unreachable!() };
+            Box::leak(Box::new([b, s, h, d]))
+        };
+        let inputs: [Input; 3] = shapes.map(|shape| (rows_first(shape), Float));
+        let swapped = |x: &[Tensor]| x.iter().map(|x| x.transpose(1, 2)?.contiguous()).collect::<Result<Vec<_>, _>>();
+        cases.push(Case::new(
+            "flash_attn",
+            &inputs,
+            |x| x[0].flash_attn(&x[1], &x[2], 1.0 / 2f64.sqrt(), false),
+            move |x| plain(&swapped(x)?, |scores| candle_nn::ops::softmax(scores, D::Minus1))?.transpose(1, 2),
+        ));
+        cases.push(Case::new(
+            "causal flash_attn",
+            &inputs,
+            |x| x[0].flash_attn(&x[1], &x[2], 1.0 / 2f64.sqrt(), true),
+            move |x| plain(&swapped(x)?, |scores| kernels::causal_softmax(scores, 1.0))?.transpose(1, 2),
+        ));
+    }
+    sweep("flash_attn", cases);
+}
+
+#[test]
 fn attention_with_an_additive_mask() {
     let shapes: [[&[usize]; 4]; 3] = [
         [&[2, 4, 3, 2], &[2, 4, 3, 2], &[2, 4, 3, 2], &[3, 3]],

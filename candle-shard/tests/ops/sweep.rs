@@ -104,7 +104,7 @@ impl Covered {
     fn count(&mut self, inputs: &[DTensor], strided: bool) {
         let of_input = |x: &DTensor| {
             let mesh = x.mesh();
-            let block = |rank: usize| x.spec().block_at(&mesh.coordinate_of(rank));
+            let block = |rank: usize| x.spec().block_at(&mesh.coordinate_of(rank).unwrap());
             let sizes = (0..mesh.size()).map(|rank| block(rank).iter().map(|range| range.len()).collect_vec());
             let (sizes, cut) = (sizes.collect_vec(), x.placements().iter().any(|p| p.shard_dim().is_some()));
             let empty = x.elem_count() > 0 && sizes.iter().any(|size| size.contains(&0));
@@ -211,9 +211,9 @@ const MESHES: [&[usize]; 5] = [&[4], &[3], &[2], &[2, 2], &[3, 2]];
 /// How many layouts of a case are tried on a mesh at most.
 fn most(dtype: DType, axes: usize) -> usize {
     match (dtype, axes) {
-        (DType::F64, 1) => 250,
-        (DType::F64, _) => 50,
-        _ => 16,
+        (DType::F64, 1) => 200,
+        (DType::F64, _) => 40,
+        _ => 12,
     }
 }
 

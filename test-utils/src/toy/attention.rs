@@ -1,6 +1,6 @@
 //! The two halves of a Transformer block.
 use crate::model_args::ModelArgs;
-use candle_shard::nn::{Dropout, Linear, Mode, ShardedVarBuilder};
+use candle_shard::nn::{Dropout, Linear, Mode, ShardedVarBuilder, Width};
 use candle_shard::parallel::ModuleStyle;
 use candle_shard::{DTensor, Result};
 
@@ -21,42 +21,52 @@ pub(super) struct Attention {
 
 impl Attention {
     pub(super) fn new(args: &ModelArgs, vb: &ShardedVarBuilder) -> Result<Self> {
-        let square = |name: &str| Linear::new(args.dim, args.dim, false, &vb.pp(name));
+        // Cut between heads, so that attention needs no communication where they do not divide.
+        let heads = Width::new(args.n_heads, args.head_dim());
+        let to_heads = |name: &str| Linear::new(args.dim, heads, false, &vb.pp(name));
         Ok(Self {
             n_heads: args.n_heads,
             head_dim: args.head_dim(),
             causal: args.use_attn_mask,
-            wq: square("wq")?,
-            wk: square("wk")?,
-            wv: square("wv")?,
-            wo: square("wo")?,
+            wq: to_heads("wq")?,
+            wk: to_heads("wk")?,
+            wv: to_heads("wv")?,
+            wo: Linear::new(heads, args.dim, false, &vb.pp("wo"))?,
             attn_dropout: Dropout::new(args.dropout_p, &vb.pp("attn_dropout")),
             resid_dropout: Dropout::new(args.dropout_p, &vb.pp("resid_dropout")),
-            style: vb.style(),
+            style: vb.module_style()?,
         })
     }
 
     pub(super) fn forward(&self, x: &DTensor, mode: Mode) -> Result<DTensor> {
-        let x = self.style.input(x)?;
+        let [x] = self.style.inputs([x])?;
         let &[batch, seq_len, dim] = x.dims() else {
             return Err(
                 candle_core::Error::msg(format!("attention input {}: want [batch, sequence, dim]", x.spec())).into()
             );
         };
-        // [batch, sequence, dim] to [batch, heads, sequence, head_dim]
-        let heads = |projection: &Linear| {
-            let split = projection.forward(&x)?.reshape((batch, seq_len, self.n_heads, self.head_dim))?;
-            split.transpose(1, 2)
-        };
+        let heads =
+            |projection: &Linear| projection.forward(&x)?.reshape((batch, seq_len, self.n_heads, self.head_dim));
         let (q, k, v) = (heads(&self.wq)?, heads(&self.wk)?, heads(&self.wv)?);
-        let (scores, scale) = (q.matmul(&k.t()?)?, 1.0 / (self.head_dim as f64).sqrt());
+        let scale = 1.0 / (self.head_dim as f64).sqrt();
+        let mixed = match self.attn_dropout.is_identity(mode) {
+            true => q.flash_attn(&k, &v, scale, self.causal)?,
+            false => self.with_dropout(&q, &k, &v, scale, mode)?,
+        };
+        let merged = mixed.reshape((batch, seq_len, dim))?;
+        let [y] = self.style.outputs([&self.resid_dropout.forward(&self.wo.forward(&merged)?, mode)?])?;
+        Ok(y)
+    }
+
+    /// Attention whose weights are dropped at random, which needs them in memory.
+    fn with_dropout(&self, q: &DTensor, k: &DTensor, v: &DTensor, scale: f64, mode: Mode) -> Result<DTensor> {
+        let (q, k, v) = (q.transpose(1, 2)?, k.transpose(1, 2)?, v.transpose(1, 2)?);
+        let scores = q.matmul(&k.t()?)?;
         let weights = match self.causal {
             true => scores.causal_softmax(scale)?,
             false => scores.affine(scale, 0.0)?.softmax_last_dim()?,
         };
-        let mixed = self.attn_dropout.forward(&weights, mode)?.matmul(&v)?;
-        let merged = mixed.transpose(1, 2)?.reshape((batch, seq_len, dim))?;
-        self.resid_dropout.forward(&self.wo.forward(&merged)?, mode)
+        self.attn_dropout.forward(&weights, mode)?.matmul(&v)?.transpose(1, 2)
     }
 }
 

@@ -30,7 +30,9 @@ impl Transformer {
     pub fn new(args: &ModelArgs, vb: &ShardedVarBuilder) -> Result<Self> {
         let &ModelArgs { dim, n_heads, vocab_size, max_seq_len, .. } = args;
         if n_heads == 0 || !dim.is_multiple_of(n_heads) {
-            return Err(Error::Plan(format!("{n_heads} heads do not divide a model of dim {dim}")));
+            return Err(Error::Plan(format!(
+                "{n_heads} heads do not divide a model of dim {dim}; choose a number that does"
+            )));
         }
         let stdev = args.init_stdev.unwrap_or(1.0);
         let tok_embeddings = Embedding::new(vocab_size, dim, stdev, &vb.pp("tok_embeddings"))?;
@@ -60,7 +62,7 @@ impl Transformer {
             return plan;
         }
         plan.with("pos_embeddings", SequenceParallel { dim: 0 })
-            .with("layers.*.attention", PrepareModuleInput { desired: Replicate })
+            .with("layers.*.attention", PrepareModuleInput::new([Replicate]))
             .with("layers.*.attention_norm", SequenceParallel::default())
             .with("layers.*.ffn_norm", SequenceParallel::default())
             .with("norm", SequenceParallel::default())

@@ -1,5 +1,5 @@
 //! Point-to-point messages: the sender leaves a tensor, the receiver takes it.
-use super::rendezvous::{Address, GroupState};
+use super::rendezvous::{Address, GroupState, check_device};
 use super::state::On;
 use crate::backend::Call;
 use crate::{Cause, Result};
@@ -26,6 +26,7 @@ impl GroupState {
     /// Leaves `tensor` for `call.peer`; never waits.
     pub(super) fn send(self: &Arc<Self>, me: usize, call: Call, tensor: Tensor) -> Result<()> {
         self.world().check()?;
+        check_device(&call)?;
         let to = call.peer.unwrap_or(me);
         let call = Arc::new(call);
         self.world().begin(self.ranks()[me], call.clone());

@@ -73,6 +73,7 @@ impl Unfinished for Started {
 
     fn finish(mut self: Box<Self>) -> Result<Results> {
         let Some(round) = self.round.take() else { return Ok(Results::new()) };
+        self.group.resume(self.rank, &round);
         let result = self.group.finish(self.rank, &round, false, |call, all| compute(call, self.rank, all));
         if result.is_err() {
             self.round = Some(round); // to be left on drop
@@ -176,6 +177,7 @@ impl Backend for LocalBackend {
 
     fn start(&self, call: Call, tensors: Tensors) -> Result<Box<dyn Unfinished>> {
         let round = Some(self.enter(call, tensors)?);
+        self.group.pause(self.rank);
         Ok(Box::new(Started { group: self.group.clone(), rank: self.rank, round }))
     }
 

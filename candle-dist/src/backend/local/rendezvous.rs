@@ -8,8 +8,8 @@
 use super::state::{On, Wait, WorldState};
 use super::wait::{Event, poll};
 use crate::backend::{Call, Tensors};
-use crate::{Cause, Result};
-use candle_core::Tensor;
+use crate::{Cause, Error, Result};
+use candle_core::{DeviceLocation, Tensor};
 use crossbeam_utils::CachePadded;
 use parking_lot::{Mutex, RwLock, RwLockReadGuard};
 use smallvec::SmallVec;
@@ -140,6 +140,18 @@ impl GroupState {
         Ok(round)
     }
 
+    /// Notes that member `me` goes on to other things before it finishes what it has started.
+    pub(super) fn pause(&self, me: usize) {
+        self.world.complete(self.ranks[me]);
+    }
+
+    /// Notes that member `me` comes back to a round.
+    pub(super) fn resume(&self, me: usize, round: &Round) {
+        if let Some(offer) = round.members[me].offer.get() {
+            self.world.begin(self.ranks[me], offer.call.clone());
+        }
+    }
+
     /// Completes a round that member `me` has started; `read` sees its call and the tensors that were offered.
     ///
     /// With `linger`, returns only when nobody reads this member's tensors any more.
@@ -153,7 +165,8 @@ impl GroupState {
         self.wait(me, || round.is_complete(), || On::Entered(round.clone()))?;
         let offers = self.agreed(round)?;
         let mine = round.members[me].offer.get().expect("a member has offered before it finishes");
-        let result = read(&mine.call, &offers);
+        // Refused here, where all calls are known to be alike, so that all members refuse.
+        let result = check_device(&mine.call).and_then(|()| read(&mine.call, &offers));
         drop(offers);
         self.leave(me, round);
         if linger {
@@ -259,4 +272,13 @@ impl GroupState {
         }
         (waited >= GRACE && self.world.is_stuck()).then_some(Cause::Deadlock)
     }
+}
+
+/// Refuses tensors that threads cannot read.
+pub(super) fn check_device(call: &Call) -> Result<()> {
+    if call.device == DeviceLocation::Cpu {
+        return Ok(());
+    }
+    let (op, device) = (call.op, call.device);
+    Err(Error::Unsupported(format!("{op} of tensors on {device:?} among threads; move them to Device::Cpu first")))
 }

@@ -1,0 +1,190 @@
+//! Query, key and value projections whose weights lie in one tensor.
+use super::linear::init;
+use crate::nn::part::{Part, Within};
+use crate::nn::{ShardedVarBuilder, Width};
+use crate::parallel::{LayerKind, Layout, ModuleStyle};
+use crate::placement::{Placement, Replicate, Shard};
+use crate::redistribute::Target;
+use crate::rules::{self, Plan};
+use crate::{DTensor, Error, Result, kernels};
+use candle_core::Tensor;
+use candle_dist::backend::Dims;
+use smallvec::{SmallVec, smallvec};
+
+/// The heads of an attention layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Heads {
+    /// The number of query heads.
+    pub query: usize,
+    /// The number of key heads, which is that of the value heads; each serves a group of consecutive query heads.
+    pub key_value: usize,
+    /// The width of a head.
+    pub dim: usize,
+}
+
+/// Query, key and value projections with one weight `[q | k | v]` by rows, as many files have it, and a bias alike.
+///
+/// Under [`ColwiseParallel`](crate::parallel::ColwiseParallel) each rank has whole heads of each of the three, so that
+/// attention needs no communication, however the heads divide. Where there are fewer key heads than ranks and a group
+/// is cut, all ranks hold the keys' and values' weights, and each uses the heads that its queries need; gradients are
+/// then added up by [`Parameters::reduce`](crate::nn::Parameters::reduce).
+///
+/// The parameters are `weight.q`, `weight.k` and `weight.v` (and `bias.q`, ..), by these names in checkpoints too.
+/// From weights that have no such names they are read as the rows of `weight` (and `bias`), and fresh ones are those
+/// that the rows of `weight` would be.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_dist::World;
+/// use candle_shard::nn::{FusedQkv, Heads, Linear, ShardedVarBuilder};
+/// use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
+/// use candle_shard::{AttentionMask, DTensor, Replicate, Result};
+///
+/// World::local(2).run(|ctx| -> Result<()> {
+///     let mesh = ctx.mesh(&[("tp", 2)])?;
+///     let plan = Plan::new("tp").with("qkv", ColwiseParallel::default()).with("out", RowwiseParallel::default());
+///     let vb = ShardedVarBuilder::fresh(42, &mesh, plan, DType::F32, &Device::Cpu)?;
+///     let heads = Heads { query: 6, key_value: 3, dim: 4 };
+///     let qkv = FusedQkv::new(8, heads, true, &vb.pp("qkv"))?;
+///     let out = Linear::new(qkv.width(), 8, false, &vb.pp("out"))?;
+///     vb.finish()?;
+///     let x = DTensor::distribute(&Tensor::ones((1, 5, 8), DType::F32, &Device::Cpu)?, &mesh, &[Replicate])?;
+///     let [q, k, v] = qkv.forward(&x)?;
+///     let mixed = q.scaled_dot_product_attention(&k, &v, AttentionMask::Causal, None)?;
+///     let y = out.forward(&mixed.transpose(1, 2)?.flatten_from(2)?)?; // the only communication
+///     assert_eq!(y.dims(), [1, 5, 8]);
+///     Ok(())
+/// })?;
+/// # Ok::<(), candle_dist::WorldError>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct FusedQkv {
+    heads: Heads,
+    width: Width,
+    projections: [Projection; 3],
+    /// On how many ranks the queries are cut through groups.
+    shared_by: Option<usize>,
+    style: ModuleStyle,
+}
+
+#[derive(Debug, Clone)]
+struct Projection {
+    weight: DTensor,
+    bias: Option<DTensor>,
+}
+
+impl FusedQkv {
+    /// A layer at the builder's path for `[batch, sequence, in_dim]`.
+    ///
+    /// # Errors
+    /// If a number of heads or their width is 0, the key heads do not divide the query heads, or the plan cuts the layer
+    /// otherwise than by columns.
+    pub fn new(in_dim: usize, heads: Heads, bias: bool, vb: &ShardedVarBuilder) -> Result<Self> {
+        let style = vb.style();
+        let Heads { query, key_value, dim } = heads;
+        let Layout { weight: at, .. } = style.layout(LayerKind::FusedQkv)?;
+        let ranks = if at == Replicate { 1 } else { vb.mesh().shape()[style.axis] };
+        if query == 0 || dim == 0 || key_value == 0 || !query.is_multiple_of(key_value) {
+            return Err(style.error(format_args!(
+                "has {query} query heads and {key_value} key heads of {dim} on axis {:?} of {ranks} ranks; want positive \
+                 numbers, and query heads a multiple of the key heads",
+                vb.mesh().names()[style.axis]
+            )));
+        }
+        let group = query / key_value;
+        // With a key head for every rank, its queries stay with it.
+        let together = if key_value >= ranks { group } else { 1 };
+        let width = Width::new(query / together, together * dim);
+        let shared = width.cut(ranks).iter().any(|piece| !piece.is_multiple_of(group * dim));
+        let keys = Width::new(key_value, dim);
+        let rows = width.size() + 2 * keys.size();
+        let projection = |name: &str, start: usize, width: Width| {
+            let whole = shared && name != "q";
+            let at = if whole { Replicate } else { at };
+            let part =
+                |of: &str| Part { name: format!("{of}.{name}"), within: Some(Within { of: of.into(), rows, start }) };
+            let weight = vb.part(&[width, in_dim.into()], part("weight"), init(in_dim), at, whole)?;
+            let bias = bias.then(|| vb.part(&[width], part("bias"), init(in_dim), at, whole)).transpose()?;
+            Ok::<_, Error>(Projection { weight, bias })
+        };
+        let projections = [
+            projection("q", 0, width)?,
+            projection("k", width.size(), keys)?,
+            projection("v", width.size() + keys.size(), keys)?,
+        ];
+        Ok(Self { heads, width, projections, shared_by: shared.then_some(ranks), style })
+    }
+
+    /// Query `[batch, heads, sequence, dim]`, key and value of `x` `[batch, sequence, in_dim]`.
+    ///
+    /// Key and value have the key heads, or, where ranks share these, a copy for each query head.
+    pub fn forward(&self, x: &DTensor) -> Result<[DTensor; 3]> {
+        let &[batch, seq, _] = x.dims() else {
+            return Err(self.style.error(format_args!("gets {}; want [batch, sequence, width]", x.spec())));
+        };
+        let [x] = self.style.inputs([x])?;
+        let [q, k, v] = &self.projections;
+        let project = |p: &Projection| x.linear(&p.weight, p.bias.as_ref());
+        let shared = |p: &Projection| match self.shared_by {
+            Some(ranks) => self.project_shared(&x, p, ranks),
+            None => project(p),
+        };
+        let heads = |y: DTensor| {
+            let [y] = self.style.outputs([&y])?;
+            y.reshape((batch, seq, (), self.heads.dim))?.transpose(1, 2)
+        };
+        Ok([heads(project(q)?)?, heads(shared(k)?)?, heads(shared(v)?)?])
+    }
+
+    /// The width of all query heads, cut as they are: the input of the layer that mixes them.
+    pub fn width(&self) -> Width {
+        self.width
+    }
+
+    /// The weights `[q | k | v]` in one tensor, as files of other programs have it.
+    pub fn fused_weight(&self) -> Result<DTensor> {
+        DTensor::cat(&self.projections.each_ref().map(|p| &p.weight), 0)
+    }
+
+    /// The biases `[q | k | v]` in one tensor, if there are any.
+    pub fn fused_bias(&self) -> Result<Option<DTensor>> {
+        let biases: Option<Vec<&DTensor>> = self.projections.iter().map(|p| p.bias.as_ref()).collect();
+        biases.map(|biases| DTensor::cat(&biases, 0)).transpose()
+    }
+
+    /// Key heads of weights that all ranks hold, a copy for each query head, cut like the query.
+    fn project_shared(&self, x: &DTensor, Projection { weight, bias }: &Projection, ranks: usize) -> Result<DTensor> {
+        let Heads { query, key_value, dim } = self.heads;
+        let (axis, group) = (self.style.axis, query / key_value);
+        let inputs: SmallVec<[&DTensor; 3]> = [x, weight].into_iter().chain(bias).collect();
+        let plan = || {
+            rules::check_meshes("project_shared", &inputs)?;
+            let rows = |placement: Placement| matches!(placement, Shard(0 | 1));
+            let mut out = x.targets();
+            for (a, target) in out.iter_mut().enumerate().filter(|(a, target)| *a == axis || !rows(target.placement)) {
+                *target = if a == axis { Target::shard(2, &self.width.cut(ranks)) } else { Replicate.into() };
+            }
+            let mut input = out.clone();
+            input[axis] = Replicate.into();
+            let whole = out.iter().map(|_| Target::from(Replicate)).collect();
+            let targets = [input].into_iter().chain(vec![whole; inputs.len() - 1]);
+            let shape = Dims::from_slice(&[x.dims()[0], x.dims()[1], query * dim]);
+            Plan::laid(&inputs, targets, &out, &[(shape, x.dtype())])
+        };
+        let attributes = [axis, query, key_value, dim];
+        let mut made = rules::run_planned("project_shared", &attributes, &inputs, plan, |x, out| {
+            let held = &out[0].local_block()[2];
+            let heads = held.start / dim..held.end / dim;
+            let keys = heads.start / group..heads.end.div_ceil(group);
+            let rows = |t: &DTensor| t.to_local().narrow(0, keys.start * dim, keys.len() * dim);
+            let bias = x.get(2).map(rows).transpose()?;
+            let y = kernels::linear(x[0].to_local(), &rows(&x[1])?, bias.as_ref())?;
+            let (batch, seq, _) = y.dims3()?;
+            let copies = heads.map(|head| (head / group - keys.start) as u32);
+            let copies = Tensor::from_iter(copies, y.device())?;
+            let y = y.reshape((batch, seq, keys.len(), dim))?.index_select(&copies, 2)?;
+            Ok(smallvec![y.reshape((batch, seq, held.len()))?])
+        })?;
+        Ok(made.remove(0))
+    }
+}

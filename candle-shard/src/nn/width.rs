@@ -1,0 +1,45 @@
+//! Sizes of what is cut between units only.
+use crate::spec::chunk_sizes;
+use candle_dist::backend::Dims;
+
+/// The size of a dim made of units that stay together where it is cut, such as attention heads.
+///
+/// A number is a width of that many units of 1.
+///
+/// ```
+/// use candle_shard::nn::Width;
+///
+/// let heads = Width::new(6, 4);
+/// assert_eq!(heads.size(), 24);
+/// assert_eq!(heads.cut(4).as_slice(), [8, 8, 8, 0]); // 2, 2, 2 and no heads
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Width {
+    /// How many units there are.
+    pub units: usize,
+    /// The size of one.
+    pub unit: usize,
+}
+
+impl Width {
+    /// This many units of this size.
+    pub const fn new(units: usize, unit: usize) -> Self {
+        Self { units, unit }
+    }
+
+    /// The size of the dim.
+    pub const fn size(self) -> usize {
+        self.units.saturating_mul(self.unit)
+    }
+
+    /// The sizes of the pieces on `ranks` ranks: the units cut as [`chunk_sizes`] cuts them.
+    pub fn cut(self, ranks: usize) -> Dims {
+        chunk_sizes(self.units, ranks).iter().map(|units| units * self.unit).collect()
+    }
+}
+
+impl From<usize> for Width {
+    fn from(size: usize) -> Self {
+        Self::new(size, 1)
+    }
+}

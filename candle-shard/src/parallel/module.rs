@@ -1,0 +1,181 @@
+//! What a plan says about one module of a model, and how the module follows it.
+use super::style::{ColwiseParallel, Style};
+use crate::dtensor::Axes;
+use crate::placement::{Placement, Replicate, Shard};
+use crate::redistribute::{Target, Targets};
+use crate::{DTensor, Error, Result};
+
+/// The kinds of layers that a style can be applied to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LayerKind {
+    /// `weight` `[out, in]`, `bias` `[out]`.
+    Linear,
+    /// Three linear layers of one input, their weights below each other.
+    FusedQkv,
+    /// `weight` `[rows, width]`.
+    Embedding,
+    /// `weight` `[width]`, `bias` `[width]`.
+    Norm,
+    /// A module of other layers, without parameters of its own.
+    Module,
+}
+
+/// How the parameters of a layer lie on the plan's axis.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Layout {
+    /// The weight.
+    pub weight: Placement,
+    /// The bias.
+    pub bias: Placement,
+    /// Whether the weight's gradient is left partial.
+    pub varying: bool,
+    /// Whether the bias's gradient is left partial.
+    pub varying_bias: bool,
+}
+
+/// What a plan says about one module of a model.
+#[derive(Debug, Clone)]
+pub struct ModuleStyle {
+    pub(super) path: String,
+    pub(super) style: Option<Style>,
+    /// The axis of the mesh that the plan is for.
+    pub(crate) axis: usize,
+}
+
+impl ModuleStyle {
+    /// How the parameters of a layer of this kind lie.
+    ///
+    /// # Errors
+    /// If the style does not apply to the kind.
+    pub fn layout(&self, kind: LayerKind) -> Result<Layout> {
+        use LayerKind::{Embedding, FusedQkv, Linear, Module, Norm};
+        let fixed = |weight, bias| Layout { weight, bias, varying: false, varying_bias: false };
+        let whole = fixed(Replicate, Replicate);
+        match (&self.style, kind) {
+            (None, _) | (Some(Style::PrepareInput(_)), Linear | FusedQkv | Norm | Module) => Ok(whole),
+            (Some(Style::PrepareOutput(_)), Linear | Embedding | Norm | Module) => Ok(whole),
+            (Some(Style::PrepareInputOutput(_)), Linear | Norm | Module) => Ok(whole),
+            (Some(Style::Colwise(_)), Linear | FusedQkv) => Ok(fixed(Shard(0), Shard(0))),
+            (Some(Style::Colwise(_)), Embedding) => Ok(fixed(Shard(1), Replicate)),
+            (Some(Style::Rowwise(style)), Linear) => {
+                // Added to pieces of the output, the bias gets a share of its gradient on each rank.
+                let varying_bias = style.output.shard_dim().is_some();
+                Ok(Layout { varying_bias, ..fixed(Shard(1), Replicate) })
+            }
+            (Some(Style::Rowwise(_)), Embedding) => Ok(fixed(Shard(0), Replicate)),
+            (Some(Style::Sequence(_)), Norm | Embedding) => Ok(Layout { varying: true, varying_bias: true, ..whole }),
+            (Some(style), kind) => {
+                let fit = match kind {
+                    Linear => "ColwiseParallel or RowwiseParallel",
+                    FusedQkv => "ColwiseParallel",
+                    Embedding => "ColwiseParallel, RowwiseParallel or SequenceParallel",
+                    Norm => "SequenceParallel",
+                    Module => "a PrepareModule style, or name its layers",
+                };
+                Err(self
+                    .error(format_args!("has the style {style:?}, which does not apply to a {kind:?}; give it {fit}")))
+            }
+        }
+    }
+
+    /// Checks that a weight shared from elsewhere lies as this module's own would.
+    pub(crate) fn check_tied(&self, kind: LayerKind, weight: &DTensor) -> Result<()> {
+        let (want, has) = (self.layout(kind)?.weight, weight.placements()[self.axis]);
+        if want == has {
+            return Ok(());
+        }
+        let axis = &weight.mesh().names()[self.axis];
+        let reason = format_args!("shares a weight {}, {has} on axis {axis:?}", weight.spec());
+        Err(self.error(format_args!("{reason}, but its style wants {want}; choose styles that agree")))
+    }
+
+    /// The module's inputs as the style wants them; that of a layer is the first.
+    ///
+    /// # Errors
+    /// If the style lists another number of inputs, or an input has no such dim; before anything is communicated.
+    pub fn inputs<const N: usize>(&self, x: [&DTensor; N]) -> Result<[DTensor; N]> {
+        let Some(style) = &self.style else { return Ok(x.map(DTensor::clone)) };
+        if let Some(listed) = style.listed_inputs() {
+            return self.lay_out_all("inputs", x, listed, false);
+        }
+        let first = match style {
+            // A column-cut layer uses its input differently on each rank: gathered for that right away.
+            Style::Colwise(_) => Some(Replicate),
+            Style::Rowwise(_) => x.first().map(|x| Shard(x.rank().saturating_sub(1))),
+            Style::Sequence(style) => Some(Shard(style.dim)),
+            _ => None,
+        };
+        self.lay_out_all("inputs", x, &first_of::<N>(first), matches!(style, Style::Colwise(_)))
+    }
+
+    /// The module's outputs as the style leaves them; that of a layer is the first.
+    ///
+    /// # Errors
+    /// If the style lists another number of outputs, or an output has no such dim.
+    pub fn outputs<const N: usize>(&self, y: [&DTensor; N]) -> Result<[DTensor; N]> {
+        let Some(style) = &self.style else { return Ok(y.map(DTensor::clone)) };
+        if let Some(listed) = style.listed_outputs() {
+            return self.lay_out_all("outputs", y, listed, false);
+        }
+        let first = match style {
+            Style::Colwise(ColwiseParallel { output }) => *output,
+            Style::Rowwise(style) => Some(style.output),
+            Style::Sequence(style) => Some(Shard(style.dim)),
+            _ => None,
+        };
+        self.lay_out_all("outputs", y, &first_of::<N>(first), false)
+    }
+
+    /// Each tensor with its placement on the plan's axis changed, all other axes as they are.
+    fn lay_out_all<const N: usize>(
+        &self,
+        what: &str,
+        x: [&DTensor; N],
+        desired: &[Option<Placement>],
+        vary: bool,
+    ) -> Result<[DTensor; N]> {
+        if desired.len() != N {
+            let n = desired.len();
+            return Err(self
+                .error(format_args!("has {N} {what}, but its style lays out {n}; give a layout, or None, for each")));
+        }
+        for (i, (x, to)) in x.iter().zip(desired).enumerate() {
+            if let Some(Shard(dim)) = to.filter(|to| to.shard_dim().is_some_and(|dim| dim >= x.rank())) {
+                let (spec, axis) = (x.spec(), &x.mesh().names()[self.axis]);
+                let reason = format_args!("wants S({dim}) on axis {axis:?} of number {i} of its {what}, {spec}");
+                return Err(self.error(format_args!("{reason}, which has no dim {dim}; choose one below {}", x.rank())));
+            }
+        }
+        let mut laid_out = x.map(DTensor::clone);
+        for (x, to) in laid_out.iter_mut().zip(desired) {
+            if let Some(to) = to {
+                *x = self.lay_out(x, *to, vary)?;
+            }
+        }
+        Ok(laid_out)
+    }
+
+    fn lay_out(&self, x: &DTensor, to: Placement, vary: bool) -> Result<DTensor> {
+        // An axis inside of one that now cuts the same dim takes the default sizes.
+        let outermost = |axis: usize| axis <= self.axis || x.placements()[axis] != to;
+        let keep = |axis: usize| Target {
+            placement: x.placements()[axis],
+            sizes: x.spec().sizes(axis).filter(|_| outermost(axis)).cloned(),
+        };
+        let mut targets: Targets = (0..x.mesh().ndim()).map(keep).collect();
+        if targets[self.axis].placement != to {
+            targets[self.axis] = to.into();
+        }
+        x.to_targets(&targets, Axes::from(vary) << self.axis)
+    }
+
+    /// An error of the plan at this module.
+    pub(crate) fn error(&self, reason: impl std::fmt::Display) -> Error {
+        Error::Plan(format!("module {:?} {reason}", self.path))
+    }
+}
+
+/// A layout for the first of `N` tensors.
+fn first_of<const N: usize>(first: Option<Placement>) -> [Option<Placement>; N] {
+    std::array::from_fn(|i| first.filter(|_| i == 0))
+}

@@ -1,0 +1,166 @@
+//! Plans that do not fit the mesh or the model are refused while it is built, with one text on all ranks.
+#![allow(clippy::unwrap_used)] // a panic is how a test fails
+use candle_core::{DType, Device};
+use candle_dist::{DeviceMesh, ReduceOp, comm};
+use candle_shard::nn::{Embedding, FusedQkv, Heads, LayerNorm, Linear, ShardedVarBuilder};
+use candle_shard::parallel::{
+    ColwiseParallel, Plan, PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput, RowwiseParallel,
+    SequenceParallel, Style,
+};
+use candle_shard::{Partial, Replicate, Result, Shard};
+use test_utils::on_ranks;
+
+const COLWISE: ColwiseParallel = ColwiseParallel { output: None };
+const ROWWISE: RowwiseParallel = RowwiseParallel { output: Replicate };
+const SEQUENCE: SequenceParallel = SequenceParallel { dim: 1 };
+
+/// A model with a layer of each kind: a table that the head shares, a block, and a head.
+fn build(mesh: &DeviceMesh, plan: Plan, heads: Heads) -> Result<()> {
+    let vb = ShardedVarBuilder::fresh(1, mesh, plan, DType::F32, &Device::Cpu)?;
+    let table = Embedding::new(7, 6, 1.0, &vb.pp("table"))?;
+    let block = vb.pp("blocks").pp(0);
+    block.module_style()?;
+    LayerNorm::new(6, 1e-5, &block.pp("norm"))?;
+    let qkv = FusedQkv::new(6, heads, true, &block.pp("qkv"))?;
+    Linear::new(qkv.width(), 6, true, &block.pp("out"))?;
+    Linear::tied(table.weight(), &vb.pp("head"))?;
+    vb.finish().map(drop)
+}
+
+const HEADS: Heads = Heads { query: 6, key_value: 3, dim: 2 };
+
+/// A plan that fits the model.
+fn fits(axis: &str) -> Plan {
+    Plan::new(axis)
+        .with("table", ROWWISE)
+        .with("blocks.*", PrepareModuleInput::new([Replicate]))
+        .with("blocks.*.norm", SEQUENCE)
+        .with("blocks.*.qkv", COLWISE)
+        .with("blocks.*.out", ROWWISE)
+        .with("head", COLWISE)
+}
+
+/// The text of an error, and nothing communicated for it.
+fn refused(world: usize, plan: Plan, heads: Heads) -> String {
+    let texts = on_ranks(world, "refused", move |ctx| -> Result<String> {
+        let mesh = ctx.mesh(&[("dp", 1), ("tp", world)])?;
+        let (built, counts) = comm::record(|| build(&mesh, plan.clone(), heads));
+        assert_eq!(counts.total(), 0, "{counts}");
+        Ok(built.unwrap_err().to_string())
+    });
+    assert!(texts.iter().all(|text| *text == texts[0]), "{texts:?}");
+    texts[0].clone()
+}
+
+#[test]
+fn a_plan_that_fits_is_taken() {
+    for world in 1..=4 {
+        on_ranks(world, "fits", move |ctx| -> Result<()> {
+            let mesh = ctx.mesh(&[("dp", 1), ("tp", world)])?;
+            let (built, counts) = comm::record(|| build(&mesh, fits("tp"), HEADS));
+            built?;
+            assert_eq!(counts.total(), 0, "{counts}");
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn an_axis_that_is_not_there() {
+    let text = refused(2, fits("model"), HEADS);
+    assert!(text.contains("no axis \"model\"") && text.contains("\"dp\"") && text.contains("\"tp\""), "{text}");
+}
+
+#[test]
+fn patterns_that_match_nothing() {
+    let plan = fits("tp").with("blocks.*.mlp", COLWISE).with("blocks", COLWISE).with("", COLWISE);
+    assert_eq!(
+        refused(2, plan, HEADS),
+        "plan: \"blocks.*.mlp\", \"blocks\", \"\" on axis \"tp\" matched no module of the model; check the paths \
+         against its parameter names"
+    );
+}
+
+#[test]
+fn styles_that_do_not_apply_to_a_layer() {
+    let both = || PrepareModuleInputOutput {
+        input: PrepareModuleInput::new([Replicate]),
+        output: PrepareModuleOutput::new([Replicate]),
+    };
+    let cases: [(&str, Style, &str); 9] = [
+        ("table", PrepareModuleInput::new([Replicate]).into(), "ColwiseParallel, RowwiseParallel or SequenceParallel"),
+        ("table", both().into(), "ColwiseParallel, RowwiseParallel or SequenceParallel"),
+        ("blocks.0.norm", COLWISE.into(), "SequenceParallel"),
+        ("blocks.0.norm", ROWWISE.into(), "SequenceParallel"),
+        ("blocks.0.qkv", ROWWISE.into(), "ColwiseParallel"),
+        ("blocks.0.qkv", both().into(), "ColwiseParallel"),
+        ("blocks.0.out", SEQUENCE.into(), "ColwiseParallel or RowwiseParallel"),
+        ("blocks.0", COLWISE.into(), "a PrepareModule style, or name its layers"),
+        ("blocks.0", SEQUENCE.into(), "a PrepareModule style, or name its layers"),
+    ];
+    for (path, style, fix) in cases {
+        let text = refused(2, fits("tp").with(path, style.clone()), HEADS);
+        assert!(text.starts_with(&format!("plan: module {path:?} has the style {style:?}, which ")), "{text}");
+        assert!(text.contains("does not apply to a ") && text.ends_with(&format!("; give it {fix}")), "{text}");
+    }
+}
+
+#[test]
+fn layouts_that_only_ops_make() {
+    let max = Partial(ReduceOp::Max);
+    let styles: [Style; 5] = [
+        ColwiseParallel { output: Some(max) }.into(),
+        RowwiseParallel { output: max }.into(),
+        PrepareModuleInput::new([None, Some(max)]).into(),
+        PrepareModuleOutput::new([max]).into(),
+        PrepareModuleInputOutput {
+            input: PrepareModuleInput::new([Shard(0)]),
+            output: PrepareModuleOutput::new([max]),
+        }
+        .into(),
+    ];
+    for style in styles {
+        let text = refused(2, fits("tp").with("blocks.?.out", style), HEADS);
+        assert!(
+            text.ends_with("for \"blocks.?.out\" asks for P(max), which only ops make; ask for S(dim), R or P(sum)"),
+            "{text}"
+        );
+    }
+}
+
+#[test]
+fn heads_that_cannot_be_cut() {
+    assert_eq!(
+        refused(3, fits("tp"), Heads { query: 6, key_value: 4, dim: 2 }),
+        "plan: module \"blocks.0.qkv\" has 6 query heads and 4 key heads of 2 on axis \"tp\" of 3 ranks; want positive \
+         numbers, and query heads a multiple of the key heads"
+    );
+    let text = refused(2, fits("tp"), Heads { dim: 0, ..HEADS });
+    assert!(text.contains("\"blocks.0.qkv\"") && text.contains("6 query heads and 3 key heads of 0"), "{text}");
+}
+
+#[test]
+fn styles_of_a_shared_weight_that_disagree() {
+    for (plan, has, want) in [
+        (fits("tp").with("table", COLWISE), "f32[7, 6@tp], S(1)", "S(0)"),
+        (fits("tp").with("head", ROWWISE), "f32[7@tp, 6], S(0)", "S(1)"),
+        (Plan::new("tp").with("head", COLWISE), "f32[7, 6], R", "S(0)"),
+    ] {
+        let text = refused(2, plan, HEADS);
+        let start = format!("plan: module \"head\" shares a weight {has} on axis \"tp\", ");
+        assert!(text.starts_with(&start), "{text}");
+        assert!(text.ends_with(&format!("but its style wants {want}; choose styles that agree")), "{text}");
+    }
+}
+
+#[test]
+fn a_parameter_that_is_built_twice() {
+    on_ranks(2, "twice", |ctx| -> Result<()> {
+        let mesh = ctx.mesh(&[("tp", 2)])?;
+        let vb = ShardedVarBuilder::fresh(1, &mesh, Plan::new("tp"), DType::F32, &Device::Cpu)?;
+        Linear::new(2, 2, false, &vb.pp("up"))?;
+        let text = Linear::new(2, 2, false, &vb.pp("up")).unwrap_err().to_string();
+        assert_eq!(text, "plan: parameter up.weight is built twice; share the layer instead");
+        Ok(())
+    });
+}
