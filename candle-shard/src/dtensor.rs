@@ -4,6 +4,7 @@ use crate::placement::{Partial, Placement, Replicate, Shard};
 use crate::spec::Spec;
 use crate::{Error, Result};
 use candle_core::backprop::GradStore;
+use candle_core::shape::Dim;
 use candle_core::{DType, Device, Shape, Tensor, Var, WithDType};
 use candle_dist::functional::Exchange;
 use candle_dist::{DeviceMesh, ReduceOp};
@@ -19,6 +20,37 @@ pub(crate) type Axes = u32;
 ///
 /// On an axis where it is `Replicate` the gradient of a tensor is either replicated (*invariant*) or a partial sum
 /// (*varying*); the ops keep track, see ARCHITECTURE.md.
+///
+/// # Ops, and what stays sharded
+///
+/// Every layout of every input is accepted; what a row does not keep is moved first, as [`explain`](crate::explain())
+/// tells. Names are candle's, and ops of two tensors broadcast without another name.
+///
+/// | Ops | What stays where it is |
+/// |---|---|
+/// | `relu`, `gelu`, `exp`, `abs`, `powf`, .., `activation`, `selu`, `dropout`, `to_dtype` | all dims; partial maxima and minima where the function keeps their order |
+/// | `+ - * /`, `maximum`, `minimum`, `clamp`, `pow`, `prelu`, `silu_gate`, `where_cond` | all dims of the result; partial sums in what is linear |
+/// | `eq`, `ne`, `lt`, `le`, `gt`, `ge` | all dims |
+/// | `sum`, `mean`, `var`, `norm`, `dot`, `max`, `min` (`_all`, `_keepdim`) | all dims; reduced ones leave partial results |
+/// | `argmax`, `argmin`, `softmax`, `log_softmax`, `log_sum_exp`, `cumsum`, `topk` | all dims; over a sharded one some numbers a row are exchanged |
+/// | `sort_last_dim`, `arg_sort_last_dim`, `causal_softmax`, `masked_softmax`, `layer_norm`, `rms_norm`, `swiglu` | leading dims |
+/// | `matmul`, `mv`, `linear` | batch, rows or columns; a sharded inner dim gives partial sums |
+/// | `scaled_dot_product_attention`, `flash_attn`, `rope` | batch and heads; queries without a causal mask; positions of `rope` |
+/// | `embedding`, `index_select`, `gather`, `i`, `unfold` | other dims and those of the indexes; a sharded indexed dim gives partial sums |
+/// | `scatter`, `scatter_add`, `index_add` | all dims |
+/// | `narrow`, `chunk`, `get`, `pad_with_zeros`, `slice_scatter`, `slice_assign` | all dims, the cut one in pieces of unlike sizes |
+/// | `permute`, `transpose`, `broadcast_as`, `unsqueeze`, `squeeze` | all dims |
+/// | `reshape`, `flatten`, `pixel_shuffle`, `pixel_unshuffle` | dims whose pieces end on rows of the new shape |
+/// | `cat`, `stack`, `repeat`, `roll`, `flip`, `pad_with_same`, `replication_pad2d` | other dims than the one that changes |
+/// | `conv1d`, `conv2d`, `conv_transpose1d`, `conv_transpose2d` | batch or output channels; sharded input channels give partial sums |
+/// | `max_pool2d`, `avg_pool2d`, `upsample_nearest1d`, `upsample_nearest2d`, `upsample_bilinear2d` | batch and channels |
+/// | `group_norm` | batch, and whole groups of channels |
+/// | `cross_entropy`, `mse_loss`, `l1_loss`, `huber_loss`, `bce_with_logits_loss` | all dims, the classes too |
+/// | [`on_whole`](Self::on_whole), for any other op | nothing: the inputs are gathered, and it says so |
+///
+/// Not here: changes in place (`slice_set`, `zero_set`, ..), for which there are copies; ops whose shape depends on the
+/// elements; `meshgrid`, which is `reshape` and `broadcast_as`; `to_vec1` and the like, which
+/// [`full_tensor`](Self::full_tensor) gives; and `to_device`, as a shard stays on its rank's device.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -47,8 +79,8 @@ pub struct DTensor {
 pub(crate) struct Trail {
     /// Views of this tensor that are varying on more axes.
     views: Mutex<Vec<(Axes, Tensor)>>,
-    /// What steps of redistribution made of this tensor: the axis, where it went, and on which axes that varies.
-    steps: Mutex<Vec<(usize, Placement, Axes, DTensor)>>,
+    /// What steps of redistribution made of this tensor: the axes, where they went, and on which axes that varies.
+    steps: Mutex<Vec<(Axes, Placement, Axes, DTensor)>>,
     /// What this tensor was gathered from, and along which axis.
     pub(crate) gathered: Option<(DTensor, usize)>,
 }
@@ -91,7 +123,8 @@ impl DTensor {
             let (got, dtype, want) = (local.dims(), local.dtype().as_str(), spec.local_shape());
             let at = spec.mesh().coordinate();
             return Err(Error::Layout(format!(
-                "a local tensor {dtype}{got:?} at {at:?} for {spec}, which holds {:?} there",
+                "a local tensor {dtype}{got:?} at {at:?} for {spec}, which holds {:?} there; give that piece, or have the \
+                 sizes exchanged by from_local_ragged",
                 want.as_slice()
             )));
         }
@@ -152,7 +185,10 @@ impl DTensor {
     /// The tensor must be `Replicate` on the axis. See [`nn::Parameters::reduce`](crate::nn::Parameters::reduce).
     pub fn varying_on(mut self, axis: usize) -> Result<Self> {
         if self.placements().get(axis) != Some(&Replicate) {
-            return Err(Error::Layout(format!("{} is not replicated on axis {axis}, so cannot vary there", self.spec)));
+            return Err(Error::Layout(format!(
+                "{} is not replicated on axis {axis}, so cannot vary there; redistribute it first",
+                self.spec
+            )));
         }
         self.varying |= 1 << axis;
         Ok(self)
@@ -192,16 +228,16 @@ impl DTensor {
     /// `make` must not give a tensor that holds on to this one by its trail: the two would keep each other alive.
     pub(crate) fn kept_step(
         &self,
-        (axis, to, varying): (usize, Placement, Axes),
+        (axes, to, varying): (Axes, Placement, Axes),
         make: impl FnOnce() -> Result<Self>,
     ) -> Result<Self> {
         let Some(trail) = &self.trail else { return make() };
         let mut steps = trail.steps.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((.., made)) = steps.iter().find(|(a, p, v, _)| (*a, *p, *v) == (axis, to, varying)) {
+        if let Some((.., made)) = steps.iter().find(|(a, p, v, _)| (*a, *p, *v) == (axes, to, varying)) {
             return Ok(made.clone());
         }
         let made = make()?;
-        steps.push((axis, to, varying, made.clone()));
+        steps.push((axes, to, varying, made.clone()));
         Ok(made)
     }
 
@@ -228,6 +264,16 @@ impl DTensor {
     /// The global shape.
     pub fn dims(&self) -> &[usize] {
         self.spec.dims()
+    }
+
+    /// The global shape as candle's, for its `dims2`, `dims3` and so on.
+    pub fn shape(&self) -> Shape {
+        Shape::from(self.dims())
+    }
+
+    /// The global size of a dim.
+    pub fn dim(&self, dim: impl Dim) -> Result<usize> {
+        Ok(self.dims()[dim.to_index(&self.shape(), "dim")?])
     }
 
     /// The number of dims.

@@ -84,12 +84,17 @@ impl DTensor {
 
     /// The identity matrix `[n, n]`.
     pub fn eye(n: usize, dtype: DType, device: &Device, mesh: &DeviceMesh, placements: &[Placement]) -> Result<Self> {
-        made(placed(mesh, placements, (n, n), dtype)?, |spec| {
-            let (block, shape) = (spec.local_block(), spec.local_shape());
-            let row = |i| block[1].clone().map(move |j| u8::from(i == j));
-            let ones: Vec<u8> = block[0].clone().flat_map(row).collect();
-            Tensor::from_vec(ones, shape.as_slice(), device)?.to_dtype(dtype)
-        })
+        square(placed(mesh, placements, (n, n), dtype)?, device, |i, j| i == j)
+    }
+
+    /// The matrix `[n, n]` of ones on and below the diagonal, zeros above.
+    pub fn tril2(n: usize, dtype: DType, device: &Device, mesh: &DeviceMesh, placements: &[Placement]) -> Result<Self> {
+        square(placed(mesh, placements, (n, n), dtype)?, device, |i, j| i >= j)
+    }
+
+    /// The matrix `[n, n]` of ones on and above the diagonal, zeros below.
+    pub fn triu2(n: usize, dtype: DType, device: &Device, mesh: &DeviceMesh, placements: &[Placement]) -> Result<Self> {
+        square(placed(mesh, placements, (n, n), dtype)?, device, |i, j| i <= j)
     }
 
     /// Random numbers of `stream`, even over `[lo, up)` and bit-equal on every mesh.
@@ -175,6 +180,16 @@ pub(crate) fn placed(
 fn made(spec: Spec, local: impl FnOnce(&Spec) -> candle_core::Result<Tensor>) -> Result<DTensor> {
     let local = local(&spec)?;
     Ok(DTensor::assemble(local, spec.shared(), 0))
+}
+
+/// A matrix of ones where `is_one` says so of row and column, and zeros.
+fn square(spec: Spec, device: &Device, is_one: impl Fn(usize, usize) -> bool) -> Result<DTensor> {
+    made(spec, |spec| {
+        let (block, shape, is_one) = (spec.local_block(), spec.local_shape(), &is_one);
+        let row = |i| block[1].clone().map(move |j| u8::from(is_one(i, j)));
+        let ones: Vec<u8> = block[0].clone().flat_map(row).collect();
+        Tensor::from_vec(ones, shape.as_slice(), device)?.to_dtype(spec.dtype())
+    })
 }
 
 fn sampled(spec: Spec, dist: Distribution, device: &Device, stream: Stream) -> Result<DTensor> {

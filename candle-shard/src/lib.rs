@@ -33,6 +33,7 @@ pub use ops::attention::AttentionMask;
 pub use ops::conv::Conv;
 pub use ops::cross_entropy::CrossEntropy;
 pub use ops::fallback::strict;
+pub use ops::index::Index;
 pub use ops::loss::Reduction;
 pub use ops::operand::{Operand, Side};
 pub use placement::{Partial, Placement, Placements, Replicate, Shard};

@@ -20,7 +20,9 @@
 //! Gathers for varying uses and sums of partials are kept with a tracked tensor, so that several uses share them.
 //!
 //! Shards are undone from the inner axis outwards and made from the outer axis inwards, so that at every step an axis
-//! cuts what the axes outside of it have left.
+//! cuts what the axes outside of it have left. Several axes that change alike do so in one step (`joint.rs`).
+mod joint;
+
 use crate::dtensor::{Axes, DTensor};
 use crate::placement::{Partial, Placement, Replicate, Shard};
 use crate::spec::{Sizes, Spec, chunk_sizes};
@@ -97,7 +99,7 @@ impl DTensor {
         if self.lies_as(targets, vary) {
             return Ok(self.clone());
         }
-        let mut at = self.clone();
+        let mut at = self.gathered_jointly(targets, vary)?;
         for axis in (0..targets.len()).rev() {
             let now = at.placements()[axis];
             let Some(dim) = now.shard_dim() else { continue };
@@ -115,6 +117,7 @@ impl DTensor {
             }
             at = at.step(axis, target, vary)?;
         }
+        at = at.reduced_jointly(targets)?;
         for (axis, target) in targets.iter().enumerate() {
             at = at.step(axis, target.clone(), vary)?;
         }
@@ -146,7 +149,7 @@ impl DTensor {
         }
         let exchange = match (from, to) {
             (Shard(dim), Replicate) if vary & bit != 0 => {
-                return self.kept_step((axis, to, varying | bit), || {
+                return self.kept_step((bit, to, varying | bit), || {
                     let local = self.apply(axis, Exchange::all_gather(self.spec().cut(axis, dim)))?;
                     Ok(DTensor::assemble(local, spec.shared(), varying | bit))
                 });
@@ -168,13 +171,14 @@ impl DTensor {
                 return Ok(DTensor::assemble(local, spec.shared(), varying));
             }
             (from, to) => {
-                let reason = format!("no way from {from} to {to} on axis {axis} of {}", self.spec());
+                let fix = "partial placements are results of ops, and only sums of them carry a gradient on";
+                let reason = format!("no way from {from} to {to} on axis {axis} of {}: {fix}", self.spec());
                 return Error::op("redistribute", reason);
             }
         };
         let make = || Ok(DTensor::assemble(self.apply(axis, exchange)?, spec.shared(), varying));
         let adds_up = from == Partial(sum) && !sized;
-        let made = if adds_up { self.kept_step((axis, to, varying), make)? } else { make()? };
+        let made = if adds_up { self.kept_step((bit, to, varying), make)? } else { make()? };
         if to == Replicate && vary & bit != 0 && made.tracked() { made.varying_view(axis) } else { Ok(made) }
     }
 

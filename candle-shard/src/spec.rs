@@ -60,7 +60,10 @@ impl Spec {
         }
         if let Some(dim) = placements.iter().filter_map(|p| p.shard_dim()).find(|&d| d >= shape.rank()) {
             let dims = shape.dims();
-            return Err(Error::Layout(format!("S({dim}) for a tensor of shape {dims:?}, which has no dim {dim}")));
+            return Err(Error::Layout(format!(
+                "S({dim}) for a tensor of shape {dims:?}, which has no dim {dim}; shard a dim below {}",
+                dims.len()
+            )));
         }
         Ok(Self {
             mesh: mesh.clone(),
@@ -77,7 +80,10 @@ impl Spec {
     /// If the axis does not shard a dim, is not the outermost one that shards it, or the sizes do not cut the dim.
     pub fn with_sizes(mut self, axis: usize, sizes: Option<Sizes>) -> Result<Self> {
         if axis >= self.placements.len() {
-            return Err(Error::Layout(format!("sizes for axis {axis} of {self}, which has no axis {axis}")));
+            let axes = self.mesh.ndim();
+            return Err(Error::Layout(format!(
+                "sizes for axis {axis} of {self}, which has no axis {axis}; name one below {axes}"
+            )));
         }
         let Some(sizes) = sizes else {
             self.sizes[axis] = None;
@@ -86,7 +92,7 @@ impl Spec {
         let Some(dim) = self.placements[axis].shard_dim() else {
             let at = self.placements[axis];
             return Err(Error::Layout(format!(
-                "sizes {sizes:?} for axis {axis} of {self}, which is {at}, not a shard"
+                "sizes {sizes:?} for axis {axis} of {self}, which is {at}, not a shard; give sizes to shards only"
             )));
         };
         if self.placements[..axis].contains(&Shard(dim)) {
@@ -96,7 +102,9 @@ impl Spec {
         }
         let (len, n) = (self.shape[dim], self.mesh.shape()[axis]);
         if sizes.len() != n || sizes.iter().sum::<usize>() != len {
-            return Err(Error::Layout(format!("sizes {sizes:?} do not cut dim {dim} of size {len} into {n} pieces")));
+            return Err(Error::Layout(format!(
+                "sizes {sizes:?} do not cut dim {dim} of size {len} into {n} pieces; give {n} that add up to {len}"
+            )));
         }
         self.sizes[axis] = (sizes[..] != chunk_sizes(len, n)[..]).then_some(sizes);
         Ok(self)
@@ -211,6 +219,17 @@ impl Spec {
             len = self.piece(outer, len, self.mesh.coordinate()[outer]).1;
         }
         Cut::new(dim, &chunk_sizes(len, self.mesh.shape()[axis]))
+    }
+
+    /// How several axes that shard `dim`, the innermost ones of it, together cut what the others leave to this rank.
+    pub(crate) fn joint_cut(&self, axes: &[usize], dim: usize) -> Cut {
+        let mut at = self.mesh.coordinate().to_vec();
+        let places = axes.iter().map(|&axis| 0..self.mesh.shape()[axis]).multi_cartesian_product();
+        let size = |place: Vec<usize>| {
+            axes.iter().zip(place).for_each(|(&axis, i)| at[axis] = i);
+            self.block_at(&at)[dim].len()
+        };
+        Cut::new(dim, &places.map(size).collect::<Dims>())
     }
 }
 

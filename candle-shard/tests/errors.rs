@@ -5,7 +5,7 @@ mod common;
 use candle_core::{DType, Device, Tensor};
 use candle_dist::comm;
 use candle_shard::random::Stream;
-use candle_shard::{DTensor, Placement, Replicate, Result, Shard};
+use candle_shard::{Conv, DTensor, Placement, Replicate, Result, Shard};
 use common::*;
 use test_utils::on_ranks;
 
@@ -28,7 +28,7 @@ struct Operands {
 type Refused = (&'static str, fn(&Operands) -> Result<DTensor>);
 
 /// Ops on operands that do not fit, each with a part of its text.
-const REFUSED: [Refused; 51] = [
+const REFUSED: [Refused; 67] = [
     ("add: shapes [2, 3] and [4, 5] do not broadcast", |o| o.x.add(&o.other)),
     ("mul: dtypes f64 and f32 differ", |o| o.x.mul(&o.single)),
     ("div: shapes", |o| o.other.div(&o.row)),
@@ -78,6 +78,22 @@ const REFUSED: [Refused; 51] = [
     ("t: f64[3]", |o| o.row.t()),
     ("transpose", |o| o.x.transpose(0, 2)),
     ("sum", |o| o.x.sum(2)),
+    ("dot: f64[2, 3] · f64[2, 3]: want two [n]", |o| o.x.dot(&o.x)),
+    ("mv: f64[2, 3] × f64[2, 3]: want [m, n] × [n]", |o| o.x.mv(&o.x)),
+    ("i: 3 indexes for f64[2, 3]: give at most 2", |o| o.x.i((0, 1, ..))),
+    ("get_on_dim: 4..5 is outside of dim 0 of f64[2, 3]; want an end up to 2", |o| o.x.i(4)),
+    ("narrow: 5..5 is outside of dim 1", |o| o.x.i((.., 5..5))),
+    ("index_select: indexes u32[1, 1]: want [n]", |o| o.x.i(&Tensor::new(&[[0u32]], &Device::Cpu)?)),
+    ("unfold: windows of 4 each 1 on in dim 1 of f64[2, 3]: want sizes", |o| o.x.unfold(1, 4, 1)),
+    ("unfold: windows of 1 each 0 on", |o| o.x.unfold(1, 1, 0)),
+    ("prelu: a weight f64[4, 5] for f64[2, 3]: want one element", |o| o.x.prelu(&o.other)),
+    ("swiglu: f64[2, 3]: want a last dim that divides by 2", |o| o.x.swiglu()),
+    ("pixel_shuffle: f64[2, 3] by 2: want [b, c, h, w]", |o| o.x.pixel_shuffle(2)),
+    ("pixel_unshuffle: f64[1, 1, 2, 3] by 2: want", |o| o.x.reshape((1, 1, 2, 3))?.pixel_unshuffle(2)),
+    ("replication_pad2d: f64[2, 3]: want [b, c, h, w]", |o| o.x.replication_pad2d(1)),
+    ("upsample_nearest1d: f64[2, 3]: want [b, c, l]", |o| o.x.upsample_nearest1d(4)),
+    ("upsample_bilinear2d: f64[2, 3]: want [b, c, h, w]", |o| o.x.upsample_bilinear2d([4, 4], false)),
+    ("conv_transpose1d: f64[2, 3] with a kernel", |o| o.x.conv_transpose1d(&o.x, None, 0, Conv::default())),
     ("dropout: probability 1", |o| o.x.dropout(1.0, Stream::new(0, "mask"))),
     ("dropout:", |o| o.ids.dropout(0.5, Stream::new(0, "mask"))),
 ];
@@ -176,7 +192,7 @@ fn a_local_tensor_that_does_not_fit_its_layout_is_refused() {
         let mesh = mesh(ctx, &[2])?;
         let local = Tensor::zeros((2, 3), DType::F32, &Device::Cpu)?;
         let text = DTensor::from_local(local.clone(), &mesh, &[Shard(0)], (6, 3)).unwrap_err().to_string();
-        assert!(text.contains("f32[2, 3]") && text.contains("holds [3, 3] there"), "{text}");
+        assert!(text.contains("f32[2, 3]") && text.contains("holds [3, 3] there; give that piece"), "{text}");
         assert!(DTensor::from_local(local, &mesh, &[Shard(0)], (4, 3)).is_ok());
         Ok(())
     });

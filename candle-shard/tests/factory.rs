@@ -58,6 +58,8 @@ fn every_factory_makes_the_shards_of_one_device() {
                             ),
                             (DTensor::full(7i64, shape, &cpu, &mesh, &at)?, Tensor::full(7i64, shape, &cpu)?),
                             (DTensor::eye(4, DType::F32, &cpu, &mesh, &at)?, Tensor::eye(4, DType::F32, &cpu)?),
+                            (DTensor::tril2(5, DType::U8, &cpu, &mesh, &at)?, Tensor::tril2(5, DType::U8, &cpu)?),
+                            (DTensor::triu2(3, DType::F64, &cpu, &mesh, &at)?, Tensor::triu2(3, DType::F64, &cpu)?),
                         ])
                     });
                     assert_eq!(counts.total(), 0, "{counts}");

@@ -14,6 +14,7 @@ fn close(error: f64, what: &str) {
     assert!(error <= 1e-11, "{what}: error {error:e}");
 }
 
+/// Fault 1: a number read from partial sums was this rank's addend.
 #[test]
 fn a_number_read_from_partial_sums_is_the_whole_sum() {
     on_ranks(4, "to_scalar", |ctx| -> Result<()> {
@@ -38,6 +39,7 @@ fn a_number_read_from_partial_sums_is_the_whole_sum() {
     });
 }
 
+/// Fault 4: means over uneven shards were means of local means, and not a number where a shard was empty.
 #[test]
 fn means_over_uneven_shards_divide_by_the_global_count() {
     for n in [5, 6, 7, 10] {
@@ -56,6 +58,7 @@ fn means_over_uneven_shards_divide_by_the_global_count() {
     }
 }
 
+/// Fault 5: the gradient of a maximum was not a number on ranks that do not have it.
 #[test]
 fn ranks_without_the_maximum_get_a_gradient_of_zero() {
     on_ranks(4, "amax", |ctx| -> Result<()> {
@@ -72,6 +75,7 @@ fn ranks_without_the_maximum_get_a_gradient_of_zero() {
     });
 }
 
+/// Fault 6: a norm of partial maxima was the maximum of the norms.
 #[test]
 fn a_norm_of_partial_maxima_takes_the_maxima_first() {
     on_ranks(2, "norm of maxima", |ctx| -> Result<()> {
@@ -85,6 +89,7 @@ fn a_norm_of_partial_maxima_takes_the_maxima_first() {
     });
 }
 
+/// Fault 8: a function that is not monotone let partial maxima pass.
 #[test]
 fn only_functions_that_keep_the_order_pass_partial_maxima() {
     on_ranks(2, "order", |ctx| -> Result<()> {
@@ -102,6 +107,7 @@ fn only_functions_that_keep_the_order_pass_partial_maxima() {
     });
 }
 
+/// Fault 14: extremes failed on ranks without elements alone, and the others waited for them.
 #[test]
 fn ranks_without_elements_take_part_in_extremes() {
     on_ranks(4, "empty", |ctx| -> Result<()> {
@@ -147,6 +153,33 @@ fn ranks_without_elements_end_the_graph_where_the_others_do() {
         }
         Ok(())
     });
+}
+
+#[test]
+fn whole_numbers_keep_no_order_and_no_shares_of_quotients() {
+    on_ranks(2, "whole numbers", |ctx| -> Result<()> {
+        let mesh = mesh(ctx, &[2])?;
+        let put =
+            |own: [[i64; 2]; 2], at| DTensor::from_local(Tensor::new(&own[ctx.rank()], &Device::Cpu)?, &mesh, &[at], 2);
+        let two = Tensor::new(&[2i64, 2], &Device::Cpu)?;
+        // 3 + 5 by 2 is 4, though 3 by 2 and 5 by 2 are 1 and 2.
+        let sums = put([[3, 1], [5, 1]], SUM)?;
+        assert_eq!(sums.div(&two)?.full_tensor()?.to_vec1::<i64>()?, [4, 1]);
+        assert_eq!(sums.mul(&two)?.placements(), [SUM]);
+        assert_eq!(sums.mul(&two)?.full_tensor()?.to_vec1::<i64>()?, [16, 4]);
+        // The larger of two numbers need not be the larger behind the end of the numbers.
+        let largest = put([[7, -9], [1, -3]], MAX)?;
+        for out in [largest.add(&two)?, largest.sub(&two)?, two_less(&two, &largest)?] {
+            assert_eq!(out.placements(), [Replicate]);
+        }
+        assert_eq!(two_less(&two, &largest)?.full_tensor()?.to_vec1::<i64>()?, [-5, 5]);
+        assert_eq!(largest.maximum(&two)?.placements(), [MAX]);
+        Ok(())
+    });
+}
+
+fn two_less(two: &Tensor, x: &DTensor) -> Result<DTensor> {
+    two - x
 }
 
 #[test]

@@ -211,6 +211,16 @@ fn a_description_is_the_spec_again_on_a_mesh_of_the_same_axes() {
 }
 
 #[test]
+fn a_mesh_of_too_many_axes_is_refused() {
+    let texts = on_ranks(1, "axes", |ctx| -> Result<String> {
+        let names: Vec<String> = (0..33).map(|i| format!("a{i}")).collect();
+        let mesh = ctx.mesh(&names.iter().map(|name| (name.as_str(), 1)).collect_vec())?;
+        Ok(Spec::new(&mesh, &[Replicate; 33], (4, 6), DType::F32).unwrap_err().to_string())
+    });
+    assert!(texts[0].contains("has 33 axes; at most 32 are possible"), "{}", texts[0]);
+}
+
+#[test]
 fn what_is_no_layout_is_refused_alike_everywhere() {
     let texts = on_ranks(4, "refused", |ctx| -> Result<Vec<String>> {
         let mesh = mesh(ctx, &[2, 2])?;
@@ -230,6 +240,8 @@ fn what_is_no_layout_is_refused_alike_everywhere() {
             leaf.clone().varying_on(0).unwrap_err().to_string(),
             leaf.clone().varying_on(2).unwrap_err().to_string(),
             leaf.redistribute(&[Replicate]).unwrap_err().to_string(),
+            leaf.redistribute(&[Shard(2), Replicate]).unwrap_err().to_string(),
+            leaf.redistribute(&[Placement::Partial(ReduceOp::Max), Replicate]).unwrap_err().to_string(),
             leaf.backward().unwrap_err().to_string(),
         ])
     });
@@ -237,16 +249,18 @@ fn what_is_no_layout_is_refused_alike_everywhere() {
     let parts = [
         "placements [S(0)] for DeviceMesh(a=2, b=2), which has 2 axes",
         "S(2) for a tensor of shape [4, 6], which has no dim 2",
-        "sizes [1, 2] do not cut dim 0 of size 4 into 2 pieces",
+        "sizes [1, 2] do not cut dim 0 of size 4 into 2 pieces; give 2 that add up to 4",
         "sizes [1, 2, 1] do not cut dim 0 of size 4 into 2 pieces",
-        "which is R, not a shard",
+        "which is R, not a shard; give sizes to shards only",
         "only the outermost axis that shards dim 0 takes sizes",
-        "no axis 2",
-        "distribute a tensor as P(sum)",
-        "not replicated on axis 0",
+        "no axis 2; name one below 2",
+        "distribute a tensor as P(sum); use a shard or R",
+        "not replicated on axis 0, so cannot vary there; redistribute it first",
         "not replicated on axis 2",
         "give one for each",
-        "is not a scalar",
+        "which has no dim 2; shard a dim below 2",
+        "no way from S(0) to P(max) on axis 0 of f32[4@a, 6]: partial placements are results of ops",
+        "is not a scalar; reduce it with sum_all or mean_all",
     ];
     for (text, part) in texts[0].iter().zip(parts) {
         assert!(text.contains(part), "{text:?} lacks {part:?}");

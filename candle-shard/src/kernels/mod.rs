@@ -27,7 +27,7 @@ pub use gelu::gelu;
 pub use layer_norm::layer_norm;
 pub use linear::linear;
 pub use masked_softmax::masked_softmax;
-pub use pool::{Pool, avg_pool2d, max_pool2d, upsample_nearest2d};
+pub use pool::{Pool, avg_pool2d, max_pool2d, upsample_bilinear2d, upsample_nearest2d};
 pub use rms_norm::rms_norm;
 pub use rope::{RopePairs, rope};
 pub use silu_gate::silu_gate;

@@ -103,3 +103,36 @@ pub fn upsample_nearest2d(x: &Tensor, [oh, ow]: [usize; 2]) -> Result<Tensor> {
     };
     nearest(&nearest(x, 2, h, oh)?, 3, w, ow)
 }
+
+/// Images of another size, bilinear between pixels: `[b, c, h, w]` to `[b, c, oh, ow]`, as candle's and PyTorch's.
+///
+/// With `align_corners` the outermost pixels keep their places, otherwise the outer edges of them do. It can be
+/// differentiated, unlike candle's. Fails unless there are four dims and an element to take.
+pub fn upsample_bilinear2d(x: &Tensor, [oh, ow]: [usize; 2], align_corners: bool) -> Result<Tensor> {
+    let (_, _, h, w) = x.dims4()?;
+    if h * w == 0 {
+        bail!("upsample_bilinear2d: input {:?} has no elements to take", x.shape());
+    }
+    let between = |x: &Tensor, dim: usize, from: usize, to: usize| {
+        if from == to {
+            return Ok(x.clone());
+        }
+        // Where each new pixel lies among the old ones.
+        let place = |i: usize| match align_corners {
+            true => i as f64 * (from - 1) as f64 / (to.max(2) - 1) as f64,
+            false => ((i as f64 + 0.5) * from as f64 / to as f64 - 0.5).max(0.0),
+        };
+        let before = |i: usize| (place(i) as usize).min(from - 1);
+        let at = |further: usize| {
+            let at = (0..to).map(|i| (before(i) + further).min(from - 1) as u32);
+            x.contiguous()?.index_select(&Tensor::from_iter(at, x.device())?, dim)
+        };
+        let mut column = [1; 4];
+        column[dim] = to;
+        let share = Tensor::from_iter((0..to).map(|i| place(i) - before(i) as f64), x.device())?;
+        let share = share.reshape(&column)?.to_dtype(x.dtype())?;
+        let (first, second) = (at(0)?, at(1)?);
+        &first + (second - &first)?.broadcast_mul(&share)?
+    };
+    between(&between(x, 2, h, oh)?, 3, w, ow)
+}

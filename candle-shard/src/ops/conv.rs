@@ -162,6 +162,35 @@ impl DTensor {
         y.with_bias(op, bias)
     }
 
+    /// The transposed convolution of `[b, c, l]` with a kernel `[c, o, k]` and a bias `[o]`: `[b, o, l']`.
+    ///
+    /// See [`conv_transpose2d`](Self::conv_transpose2d).
+    ///
+    /// # Errors
+    /// As there.
+    pub fn conv_transpose1d(
+        &self,
+        kernel: &Self,
+        bias: Option<&Self>,
+        output_padding: usize,
+        conv: Conv,
+    ) -> Result<Self> {
+        let op = "conv_transpose1d";
+        if self.rank() != 3 || kernel.rank() != 3 || output_padding >= conv.stride.max(conv.dilation) {
+            let what = format!("{} with a kernel {}, {conv:?}", self.spec(), kernel.spec());
+            let want = "want [batch, in, l] and [in, out, k], and less output padding than stride or dilation";
+            return Error::op(op, format!("{what}, output padding {output_padding}: {want}"));
+        }
+        // A line is an image of one row, which takes no padding.
+        let whole = Conv { padding: 0, ..conv };
+        let y = self.unsqueeze(2)?.conv_transpose2d(&kernel.unsqueeze(2)?, None, 0, whole)?.squeeze(2)?;
+        let y = y.pad_with_zeros(2, 0, output_padding)?;
+        let Some(len) = y.dims()[2].checked_sub(2 * conv.padding).filter(|&len| len > 0) else {
+            return Error::op(op, format!("padding {} leaves nothing of {}", conv.padding, y.spec()));
+        };
+        y.narrow(2, conv.padding, len)?.with_bias(op, bias)
+    }
+
     fn conv_transpose_signature(&self, kernel: &Self, output_padding: usize, conv: Conv) -> Result<Signature> {
         let op = "conv_transpose2d";
         self.check_float(op)?;

@@ -179,7 +179,10 @@ impl DTensor {
 
     fn check_elements(&self, op: &'static str, dims: &[usize]) -> Result<()> {
         match dims.iter().find(|&&d| self.dims()[d] == 0) {
-            Some(d) => Error::op(op, format!("dim {d} of {} has no elements, so no extreme", self.spec())),
+            Some(d) => Error::op(
+                op,
+                format!("dim {d} of {} has no elements, so no extreme; leave empty tensors out", self.spec()),
+            ),
             None => Ok(()),
         }
     }

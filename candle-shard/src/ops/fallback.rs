@@ -62,14 +62,17 @@ impl DTensor {
                 log::warn!("{what}");
             }
         }
-        let attributes: Vec<usize> = shape.iter().copied().chain([dtype as usize]).collect();
+        // The name is the caller's: the first attribute keeps its plans apart from those of an op of the same name.
+        let attributes: Vec<usize> = [usize::MAX, dtype as usize].into_iter().chain(shape.iter().copied()).collect();
         let signature = || Ok(Signature::new(Rows::new(), shape, dtype));
         rules::run(op, &attributes, inputs, signature, |x, _| {
             let wholes: Vec<Tensor> = x.iter().map(|x| x.to_local().clone()).collect();
             let out = f(&wholes)?;
             if out.dims() != shape || out.dtype() != dtype {
                 let (got, kind) = (out.dims(), out.dtype().as_str());
-                return Error::op(op, format!("gave {kind}{got:?} where {}{shape:?} was announced", dtype.as_str()));
+                let announced = dtype.as_str();
+                let fix = "announce what it gives; a shape that depends on the elements cannot be announced";
+                return Error::op(op, format!("gave {kind}{got:?} where {announced}{shape:?} was announced: {fix}"));
             }
             Ok(out)
         })

@@ -108,7 +108,7 @@ impl DTensor {
     pub fn flip(&self, dims: &[usize]) -> Result<Self> {
         let signature = || {
             if let Some(dim) = dims.iter().find(|&&dim| dim >= self.rank()) {
-                return Error::op("flip", format!("{} has no dim {dim}", self.spec()));
+                return Error::op("flip", format!("{} has no dim {dim}; name dims below {}", self.spec(), self.rank()));
             }
             Ok(Signature::new(rows(self.rank(), 1, |d| dims.contains(&d)), self.dims(), self.dtype()))
         };

@@ -20,6 +20,22 @@ impl DTensor {
         )
     }
 
+    /// The sum of the products of the elements of two vectors `[n]`, a scalar.
+    pub fn dot(&self, rhs: &Self) -> Result<Self> {
+        if self.rank() != 1 || self.dims() != rhs.dims() {
+            return Error::op("dot", format!("{} · {}: want two [n]", self.spec(), rhs.spec()));
+        }
+        self.mul(rhs)?.sum_all()
+    }
+
+    /// The product of a matrix and a vector: `[m, n]` with `[n]` gives `[m]`.
+    pub fn mv(&self, rhs: &Self) -> Result<Self> {
+        if self.rank() != 2 || rhs.dims() != &self.dims()[1..] {
+            return Error::op("mv", format!("{} × {}: want [m, n] × [n]", self.spec(), rhs.spec()));
+        }
+        self.matmul(&rhs.unsqueeze(1)?)?.squeeze(1)
+    }
+
     fn matmul_signature(&self, rhs: &Self) -> Result<Signature> {
         let (a, b) = (self.dims(), rhs.dims());
         if a.len() < 2 || b.len() < 2 || a[a.len() - 1] != b[b.len() - 2] || self.dtype() != rhs.dtype() {

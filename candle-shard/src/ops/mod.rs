@@ -1,4 +1,5 @@
 //! The ops of a [`DTensor`](crate::DTensor), one family a file, each a table of rows and a local computation.
+mod activation;
 pub(crate) mod attention;
 mod compare;
 pub(crate) mod conv;
@@ -7,6 +8,7 @@ pub(crate) mod dropout;
 mod extreme;
 pub(crate) mod fallback;
 mod group_norm;
+pub(crate) mod index;
 mod join;
 mod lookup;
 pub(crate) mod loss;
@@ -14,6 +16,7 @@ mod matmul;
 pub(crate) mod operand;
 mod operators;
 mod order;
+mod pixels;
 mod pointwise;
 mod pool;
 mod reduce;

@@ -101,7 +101,7 @@ impl DTensor {
 
     fn check_last_dim(&self, op: &'static str) -> Result<()> {
         match self.rank() {
-            0 => Error::op(op, format!("{} has no dims", self.spec())),
+            0 => Error::op(op, format!("{} has no dims; want at least one", self.spec())),
             _ => Ok(()),
         }
     }

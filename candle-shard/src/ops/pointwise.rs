@@ -31,12 +31,16 @@ const LINEAR_IN_SECOND: Passes = Passes { joint: &[[Replicate, SUM, SUM]], order
 const MAXIMUM: Passes = Passes { joint: &[[MAX, MAX, MAX]], order: [Rising, Rising] };
 const MINIMUM: Passes = Passes { joint: &[[MIN, MIN, MIN]], order: [Rising, Rising] };
 
+/// Whole numbers wrap around, so sums and differences keep no order of them, and a share of a quotient is none.
+const WRAPPING: Passes = Passes { joint: &[[SUM, SUM, SUM]], order: [Neither, Neither] };
+const NOTHING: Passes = Passes { joint: &[], order: [Neither, Neither] };
+
 impl DTensor {
     /// The elementwise sum, shapes broadcast as NumPy's.
     pub fn add(&self, rhs: impl Operand) -> Result<Self> {
         match rhs.side()? {
             Side::Number(rhs) => self.affine(1.0, rhs),
-            rhs => self.binary("add", rhs, &ADD, Tensor::broadcast_add),
+            rhs => self.binary("add", rhs, self.passes(&ADD, &WRAPPING), Tensor::broadcast_add),
         }
     }
 
@@ -44,7 +48,7 @@ impl DTensor {
     pub fn sub(&self, rhs: impl Operand) -> Result<Self> {
         match rhs.side()? {
             Side::Number(rhs) => self.affine(1.0, -rhs),
-            rhs => self.binary("sub", rhs, &SUB, Tensor::broadcast_sub),
+            rhs => self.binary("sub", rhs, self.passes(&SUB, &WRAPPING), Tensor::broadcast_sub),
         }
     }
 
@@ -60,7 +64,7 @@ impl DTensor {
     pub fn div(&self, rhs: impl Operand) -> Result<Self> {
         match rhs.side()? {
             Side::Number(rhs) => self.affine(1.0 / rhs, 0.0),
-            rhs => self.binary("div", rhs, &DIV, Tensor::broadcast_div),
+            rhs => self.binary("div", rhs, self.passes(&DIV, &NOTHING), Tensor::broadcast_div),
         }
     }
 
@@ -97,6 +101,11 @@ impl DTensor {
             return Error::op("silu_gate", reason);
         }
         self.binary("silu_gate", Side::Spread(gate), &LINEAR_IN_SECOND, crate::kernels::silu_gate)
+    }
+
+    /// What passes for the numbers that this tensor holds.
+    fn passes(&self, of_floats: &'static Passes, of_whole: &'static Passes) -> &'static Passes {
+        if self.dtype().is_int() { of_whole } else { of_floats }
     }
 
     fn binary(

@@ -47,11 +47,44 @@ impl DTensor {
     /// Unless there are four dims and the image has an element.
     pub fn upsample_nearest2d(&self, size: [usize; 2]) -> Result<Self> {
         let op = "upsample_nearest2d";
-        let signature = || match *self.dims() {
+        let signature = || self.resized_images(op, size);
+        rules::run(op, &size, &[self], signature, |x, _| Ok(kernels::upsample_nearest2d(x[0].to_local(), size)?))
+    }
+
+    /// The nearest element for each of `size` elements of a line: `[b, c, l]` to `[b, c, size]`.
+    ///
+    /// # Errors
+    /// Unless there are three dims and the line has an element.
+    pub fn upsample_nearest1d(&self, size: usize) -> Result<Self> {
+        match *self.dims() {
+            [_, _, l] if l > 0 => self.unsqueeze(2)?.upsample_nearest2d([1, size])?.squeeze(2),
+            _ => {
+                Error::op("upsample_nearest1d", format!("{}: want [b, c, l] with an element in each line", self.spec()))
+            }
+        }
+    }
+
+    /// Images of `size`, bilinear between pixels: `[b, c, h, w]` to `[b, c, size[0], size[1]]`, see
+    /// [`kernels::upsample_bilinear2d`].
+    ///
+    /// # Errors
+    /// Unless there are four dims and the image has an element.
+    pub fn upsample_bilinear2d(&self, size: [usize; 2], align_corners: bool) -> Result<Self> {
+        let op = "upsample_bilinear2d";
+        let signature = || {
+            self.check_float(op)?;
+            self.resized_images(op, size)
+        };
+        rules::run(op, &size, &[self], signature, |x, _| {
+            Ok(kernels::upsample_bilinear2d(x[0].to_local(), size, align_corners)?)
+        })
+    }
+
+    fn resized_images(&self, op: &'static str, size: [usize; 2]) -> Result<Signature> {
+        match *self.dims() {
             [b, c, h, w] if h * w > 0 => Ok(Signature::new(image_rows(true), &[b, c, size[0], size[1]], self.dtype())),
             _ => Error::op(op, format!("{}: want [b, c, h, w] with an element in each image", self.spec())),
-        };
-        rules::run(op, &size, &[self], signature, |x, _| Ok(kernels::upsample_nearest2d(x[0].to_local(), size)?))
+        }
     }
 }
 

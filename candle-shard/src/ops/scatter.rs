@@ -27,7 +27,7 @@ impl DTensor {
             Ok(Signature::new(rows, self.dims(), self.dtype()))
         };
         rules::run("scatter_add", &[dim], &[self, indexes, source], signature, |x, _| {
-            let (base, source) = (x[0].to_local(), x[2].to_local().flatten_all()?);
+            let (base, source) = (x[0].to_local(), x[2].to_local().flatten_all()?.contiguous()?);
             let places = flat(&places("scatter_add", &x[1], &x[0], dim)?, base.dims(), dim);
             let places = Tensor::from_vec(places, source.dims(), base.device())?;
             Ok(base.flatten_all()?.index_add(&places, &source, 0)?.reshape(base.shape())?)

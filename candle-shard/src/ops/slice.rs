@@ -212,9 +212,12 @@ impl DTensor {
     }
 
     fn check_part(&self, op: &'static str, dim: usize, start: usize, len: usize) -> Result<Range<usize>> {
-        let end = start.saturating_add(len);
-        if end > self.dims()[dim] {
-            return Error::op(op, format!("{start}..{end} is outside of dim {dim} of {}", self.spec()));
+        let (end, size) = (start.saturating_add(len), self.dims()[dim]);
+        if end > size {
+            return Error::op(
+                op,
+                format!("{start}..{end} is outside of dim {dim} of {}; want an end up to {size}", self.spec()),
+            );
         }
         Ok(start..end)
     }
@@ -241,7 +244,7 @@ fn local_part(x: &Tensor, dim: usize, part: &Range<usize>) -> candle_core::Resul
 }
 
 /// Start and end of a range of indices below `size`.
-fn bounds(range: &impl RangeBounds<usize>, size: usize) -> (usize, usize) {
+pub(super) fn bounds(range: &impl RangeBounds<usize>, size: usize) -> (usize, usize) {
     let start = match range.start_bound() {
         Bound::Included(&at) => at,
         Bound::Excluded(&at) => at.saturating_add(1),

@@ -55,9 +55,9 @@ unary_ops! {
     relu, Rising, Tensor::relu;
     /// Each element held in `0..=6`.
     relu6, Rising, |x| x.clamp(0f64, 6f64);
-    /// The exact Gaussian error linear unit, `x · Φ(x)`.
+    /// The exact Gaussian error linear unit, `x · Φ(x)`: candle's `gelu_erf`.
     gelu, Neither, crate::kernels::gelu;
-    /// The Gaussian error linear unit by its approximation with tanh.
+    /// The Gaussian error linear unit by its approximation with tanh: candle's `gelu`.
     gelu_tanh, Neither, Tensor::gelu;
     /// `x · sigmoid(x)`.
     silu, Neither, Tensor::silu;

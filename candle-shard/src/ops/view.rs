@@ -36,7 +36,7 @@ impl DTensor {
     /// The last two dims swapped.
     pub fn t(&self) -> Result<Self> {
         if self.rank() < 2 {
-            return Error::op("t", format!("{} has fewer than 2 dims", self.spec()));
+            return Error::op("t", format!("{} has fewer than 2 dims; want [.., m, n]", self.spec()));
         }
         self.transpose(self.rank() - 2, self.rank() - 1)
     }

@@ -12,7 +12,7 @@ fn silu_gate() {
         let plain = |x: &[Tensor]| x[0].silu()? * &x[1];
         Case::new("silu_gate", &[(shape, Float), (shape, Float)], |x| x[0].silu_gate(&x[1]), plain)
     };
-    sweep("silu_gate", DType::F64, shapes.map(case).to_vec());
+    sweep("silu_gate", shapes.map(case).to_vec());
 }
 
 #[test]
@@ -31,7 +31,7 @@ fn rotary_positions() {
             ));
         }
     }
-    sweep("rope", DType::F64, cases);
+    sweep("rope", cases);
 }
 
 #[test]
@@ -42,7 +42,7 @@ fn softmax_of_masked_scores() {
         let plain = |x: &[Tensor]| candle_nn::ops::softmax(&(&x[0] * 0.7)?.broadcast_add(&x[1])?, D::Minus1);
         Case::new("masked_softmax", &[(x, Float), (mask, Float)], |x| x[0].masked_softmax(&x[1], 0.7), plain)
     };
-    sweep("masked_softmax", DType::F64, shapes.map(case).to_vec());
+    sweep("masked_softmax", shapes.map(case).to_vec());
 }
 
 /// Attention on one device, every key head copied for its group.
@@ -84,7 +84,7 @@ fn attention() {
             |x| plain(x, |scores| kernels::causal_softmax(scores, 1.0)),
         ));
     }
-    sweep("attention", DType::F64, cases);
+    sweep("attention", cases);
 }
 
 #[test]
@@ -110,7 +110,7 @@ fn attention_of_rows() {
             move |x| plain(&swapped(x)?, |scores| kernels::causal_softmax(scores, 1.0))?.transpose(1, 2),
         ));
     }
-    sweep("flash_attn", DType::F64, cases);
+    sweep("flash_attn", cases);
 }
 
 #[test]
@@ -129,7 +129,7 @@ fn attention_with_an_additive_mask() {
             |x| plain(x, |scores| candle_nn::ops::softmax(&scores.broadcast_add(&x[3])?, D::Minus1)),
         )
     };
-    sweep("masked attention", DType::F64, shapes.map(case).to_vec());
+    sweep("masked attention", shapes.map(case).to_vec());
 }
 
 #[test]

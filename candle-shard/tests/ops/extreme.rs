@@ -3,7 +3,6 @@ use crate::sweep::{
     Kind::{Float, Ids, Whole},
     sweep,
 };
-use candle_core::DType;
 
 /// Shapes that divide, that do not, and that leave ranks without elements.
 const SHAPES: [&[usize]; 4] = [&[4, 6], &[5, 3], &[1, 7], &[2, 1, 5]];
@@ -29,10 +28,10 @@ fn maxima_and_minima_with_equal_elements() {
         Case::new("min beside x", &x, |x| x[0].min_keepdim(1)? * &x[0], |x| x[0].min_keepdim(1)?.broadcast_mul(&x[0])),
         Case::new("max of none", &[(&[0, 3], Float)], |x| x[0].max(1), |x| x[0].sum(1)),
         Case::new("max of one", &[(&[], Float)], |x| x[0].max_all(), |x| x[0].max_all()),
-        Case::new("max of ids", &ids, |x| x[0].max(0)?.to_dtype(DType::F64), |x| x[0].max(0)?.to_dtype(DType::F64)),
-        Case::new("min of ids", &ids, |x| x[0].min(0)?.to_dtype(DType::F64), |x| x[0].min(0)?.to_dtype(DType::F64)),
+        Case::new("max of ids", &ids, |x| x[0].max(0), |x| x[0].max(0)),
+        Case::new("min of ids", &ids, |x| x[0].min(0), |x| x[0].min(0)),
     ]);
-    sweep("extremes", DType::F64, cases);
+    sweep("extremes", cases);
 }
 
 #[test]
@@ -42,22 +41,18 @@ fn places_of_extremes_with_equal_elements() {
         let x: [Input; 1] = [(shape, Whole)];
         for dim in 0..shape.len() {
             cases.extend([
-                Case::new(
-                    &format!("argmax {dim}"),
-                    &x,
-                    move |x| x[0].argmax(dim)?.to_dtype(DType::F64),
-                    move |x| x[0].argmax(dim)?.to_dtype(DType::F64),
-                ),
+                Case::new(&format!("argmax {dim}"), &x, move |x| x[0].argmax(dim), move |x| x[0].argmax(dim)),
                 Case::new(
                     &format!("argmin {dim}"),
                     &x,
-                    move |x| x[0].argmin_keepdim(dim)?.to_dtype(DType::F64),
-                    move |x| x[0].argmin_keepdim(dim)?.to_dtype(DType::F64),
+                    move |x| x[0].argmin_keepdim(dim),
+                    move |x| x[0].argmin_keepdim(dim),
                 ),
+                Case::new(&format!("argmin without {dim}"), &x, move |x| x[0].argmin(dim), move |x| x[0].argmin(dim)),
             ]);
         }
     }
-    sweep("places of extremes", DType::F64, cases);
+    sweep("places of extremes", cases);
 }
 
 #[test]
@@ -66,8 +61,8 @@ fn extremes_that_are_infinite() {
         Case::new(
             "argmax",
             &[(&[5, 3], Whole)],
-            |x| x[0].sqr()?.recip()?.argmax(0)?.to_dtype(DType::F64),
-            |x| x[0].sqr()?.recip()?.argmax(0)?.to_dtype(DType::F64),
+            |x| x[0].sqr()?.recip()?.argmax(0),
+            |x| x[0].sqr()?.recip()?.argmax(0),
         ),
         Case::new(
             "max of minus infinities",
@@ -78,9 +73,9 @@ fn extremes_that_are_infinite() {
         Case::new(
             "argmax of minus infinities",
             &[(&[5, 3], Float)],
-            |x| x[0].sqr()?.affine(f64::NEG_INFINITY, 0.0)?.argmax(0)?.to_dtype(DType::F64),
-            |x| x[0].sqr()?.affine(f64::NEG_INFINITY, 0.0)?.argmax(0)?.to_dtype(DType::F64),
+            |x| x[0].sqr()?.affine(f64::NEG_INFINITY, 0.0)?.argmax(0),
+            |x| x[0].sqr()?.affine(f64::NEG_INFINITY, 0.0)?.argmax(0),
         ),
     ];
-    sweep("infinite extremes", DType::F64, cases);
+    sweep("infinite extremes", cases);
 }

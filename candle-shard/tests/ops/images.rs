@@ -62,7 +62,7 @@ fn conv1d() {
         let without = move |x: &[DTensor]| x[0].conv1d(&x[1], None, conv);
         cases.push(Case::new(&format!("{conv:?}"), &inputs[..2], without, move |x| plain_conv(x, conv)));
     }
-    sweep("conv1d", DType::F64, cases);
+    sweep("conv1d", cases);
 }
 
 #[test]
@@ -84,7 +84,7 @@ fn conv2d() {
         let with_bias = move |x: &[DTensor]| x[0].conv2d(&x[1], Some(&x[2]), conv);
         cases.push(Case::new(&format!("{conv:?}"), &inputs, with_bias, move |x| plain_conv(x, conv)));
     }
-    sweep("conv2d", DType::F64, cases);
+    sweep("conv2d", cases);
 }
 
 /// A transposed convolution: the convolution of the input with zeros between its elements and the kernel turned over.
@@ -122,7 +122,36 @@ fn conv_transpose2d() {
         let transposed = move |x: &[DTensor]| x[0].conv_transpose2d(&x[1], None, output_padding, conv);
         Case::new(&format!("{conv:?}"), &inputs, transposed, move |x| plain_transposed(x, output_padding, conv))
     };
-    sweep("conv_transpose2d", DType::F64, shapes.map(case).to_vec());
+    sweep("conv_transpose2d", shapes.map(case).to_vec());
+}
+
+#[test]
+fn conv_transpose1d() {
+    let shapes: [(&[usize], &[usize], usize, Conv); 5] = [
+        (&[4, 2, 3], &[2, 4, 2], 0, DENSE),
+        (&[3, 3, 4], &[3, 5, 3], 1, Conv { padding: 1, stride: 2, ..DENSE }),
+        (&[1, 2, 3], &[2, 3, 2], 0, Conv { dilation: 2, ..DENSE }),
+        (&[2, 5, 2], &[5, 1, 2], 2, Conv { stride: 3, padding: 1, ..DENSE }),
+        (&[2, 3, 2], &[3, 2, 1], 1, Conv { stride: 2, ..DENSE }),
+    ];
+    let case = |(x, w, output_padding, conv): (&'static [usize], &'static [usize], usize, Conv)| {
+        let inputs: [Input; 3] = [(x, Float), (w, Float), (&w[1..2], Float)];
+        let distributed = move |x: &[DTensor]| x[0].conv_transpose1d(&x[1], Some(&x[2]), output_padding, conv);
+        Case::new(&format!("{output_padding} {conv:?}"), &inputs, distributed, move |x| {
+            // By definition: element i of the input, times element j of the kernel, goes to place i·s + j·d - p.
+            let (&[b, _, l], &[_, o, k]) = (x[0].dims(), x[1].dims()) else { unreachable!("lines") };
+            let Conv { padding, stride, dilation, .. } = conv;
+            let len = (l - 1) * stride + dilation * (k - 1) + 1 + output_padding;
+            let mut sum = Tensor::zeros((b, o, len), x[0].dtype(), &Cpu)?;
+            for (i, j) in (0..l).flat_map(|i| (0..k).map(move |j| (i, j))) {
+                let term = x[0].narrow(2, i, 1)?.squeeze(2)?.matmul(&x[1].narrow(2, j, 1)?.squeeze(2)?)?;
+                let at = i * stride + j * dilation;
+                sum = (sum + term.unsqueeze(2)?.pad_with_zeros(2, at, len - at - 1)?)?;
+            }
+            sum.narrow(2, padding, len - 2 * padding)?.broadcast_add(&x[2].reshape((o, 1))?)
+        })
+    };
+    sweep("conv_transpose1d", shapes.map(case).to_vec());
 }
 
 /// Every window of a pool, stacked in a last dim.
@@ -167,7 +196,63 @@ fn pools_and_sizes_of_images() {
         |x| x[0].avg_pool2d(POOLS[0]),
         |x| windows(&x[0], POOLS[0])?.mean(4),
     ));
-    sweep("images", DType::F64, cases);
+    sweep("images", cases);
+}
+
+/// candle's own have no gradient: the matrices that they are, found by asking for the images of single pixels.
+fn plain_bilinear(x: &Tensor, size: [usize; 2], align: bool) -> candle_core::Result<Tensor> {
+    let (b, c, h, w) = x.dims4()?;
+    let pixels = Tensor::eye(h * w, x.dtype(), &Cpu)?.reshape((h * w, 1, h, w))?;
+    let images = pixels.upsample_bilinear2d(size[0], size[1], align)?.reshape((h * w, size[0] * size[1]))?;
+    x.reshape((b * c, h * w))?.matmul(&images)?.reshape((b, c, size[0], size[1]))
+}
+
+#[test]
+fn images_of_other_sizes_and_borders() {
+    let shapes: [&[usize]; 3] = [&[2, 4, 4, 4], &[3, 5, 4, 2], &[1, 9, 2, 6]];
+    let mut cases = Vec::new();
+    for shape in shapes {
+        let x: [Input; 1] = [(shape, Float)];
+        for (size, align) in [([8, 6], false), ([3, 1], false), ([5, 7], true), ([1, 3], true), ([4, 4], false)] {
+            cases.push(Case::new(
+                &format!("bilinear {size:?} {align}"),
+                &x,
+                move |x| x[0].upsample_bilinear2d(size, align),
+                move |x| plain_bilinear(&x[0], size, align),
+            ));
+        }
+        cases.push(Case::new(
+            "border",
+            &x,
+            |x| x[0].replication_pad2d(1),
+            |x| candle_nn::ops::replication_pad2d(&x[0], 1),
+        ));
+        cases.push(Case::new(
+            "pixel_unshuffle",
+            &x,
+            |x| x[0].pixel_unshuffle(2),
+            |x| candle_nn::ops::pixel_unshuffle(&x[0], 2),
+        ));
+        cases.push(Case::new(
+            "nearest of lines",
+            &x,
+            |x| x[0].flatten(1, 2)?.upsample_nearest1d(9),
+            |x| {
+                let lines = x[0].flatten(1, 2)?.contiguous()?;
+                let n = lines.dim(2)?;
+                lines.index_select(&Tensor::from_iter((0..9).map(|i| (i * n / 9) as u32), &Cpu)?, 2)
+            },
+        ));
+    }
+    for (shape, factor) in [(&[2, 4, 2, 3][..], 2), (&[3, 9, 1, 2], 3), (&[1, 12, 1, 1], 2)] {
+        cases.push(Case::new(
+            "pixel_shuffle",
+            &[(shape, Float)],
+            move |x| x[0].pixel_shuffle(factor),
+            move |x| candle_nn::ops::pixel_shuffle(&x[0], factor),
+        ));
+    }
+    sweep("resized images", cases);
 }
 
 #[test]
@@ -197,5 +282,5 @@ fn group_norm() {
             normal.broadcast_mul(&x[1].reshape(&per_channel[..])?)?.broadcast_add(&x[2].reshape(&per_channel[..])?)
         })
     };
-    sweep("group_norm", DType::F64, shapes.map(case).to_vec());
+    sweep("group_norm", shapes.map(case).to_vec());
 }

@@ -1,5 +1,5 @@
 use crate::sweep::{Case, Input, Kind::Float, sweep};
-use candle_core::{DType, Tensor};
+use candle_core::Tensor;
 use candle_shard::DTensor;
 
 #[test]
@@ -36,7 +36,7 @@ fn cat_and_stack() {
         let name = format!("stack {dim}");
         cases.push(Case::new(&name, &pair, move |x| DTensor::stack(x, dim), move |x| Tensor::stack(x, dim)));
     }
-    sweep("cat", DType::F64, cases);
+    sweep("cat", cases);
 }
 
 #[test]
@@ -57,5 +57,5 @@ fn repeated_and_moved_elements() {
             Case::new("pad_with_same 1", &x, |x| x[0].pad_with_same(1, 0, 1), |x| x[0].pad_with_same(1, 0, 1)),
         ]);
     }
-    sweep("moved", DType::F64, cases);
+    sweep("moved", cases);
 }

@@ -3,6 +3,7 @@
 mod attention;
 #[path = "../common/mod.rs"]
 mod common;
+mod complete;
 mod exchanges;
 mod extreme;
 mod images;
@@ -19,3 +20,4 @@ mod slice;
 mod sweep;
 mod unary;
 mod view;
+mod whole;

@@ -1,5 +1,5 @@
 use crate::sweep::{Case, Input, Kind::Float, sweep};
-use candle_core::{DType, Tensor};
+use candle_core::Tensor;
 
 const PRODUCTS: [[&[usize]; 2]; 12] = [
     [&[0, 3], &[3, 2]],
@@ -21,7 +21,7 @@ fn matmul() {
     let product = |[a, b]: [&'static [usize]; 2]| {
         Case::new("matmul", &[(a, Float), (b, Float)], |x| x[0].matmul(&x[1]), |x| x[0].broadcast_matmul(&x[1]))
     };
-    sweep("matmul", DType::F64, PRODUCTS.map(product).to_vec());
+    sweep("matmul", PRODUCTS.map(product).to_vec());
 }
 
 #[test]
@@ -37,7 +37,20 @@ fn matmul_of_transposed_views() {
             |x| x[0].transpose(1, 2)?.contiguous()?.matmul(&x[0].permute((0, 2, 3, 1))?.contiguous()?),
         ),
     ];
-    sweep("matmul of views", DType::F64, cases);
+    sweep("matmul of views", cases);
+}
+
+#[test]
+fn products_of_vectors() {
+    let mut cases = Vec::new();
+    let shapes: [[&[usize]; 2]; 4] = [[&[4, 6], &[6]], [&[5, 3], &[3]], [&[1, 7], &[7]], [&[3, 1], &[1]]];
+    for [matrix, vector] in shapes {
+        cases.extend([
+            Case::new("mv", &[(matrix, Float), (vector, Float)], |x| x[0].mv(&x[1]), |x| x[0].mv(&x[1])),
+            Case::new("dot", &[(vector, Float), (vector, Float)], |x| x[0].dot(&x[1]), |x| x[0].dot(&x[1])),
+        ]);
+    }
+    sweep("vectors", cases);
 }
 
 fn plain_linear(x: &[Tensor]) -> candle_core::Result<Tensor> {
@@ -62,12 +75,5 @@ fn linear() {
     let without = |[x, w, _]: [&'static [usize]; 3]| {
         Case::new("linear", &[(x, Float), (w, Float)], |x| x[0].linear(&x[1], None), plain_linear)
     };
-    sweep("linear", DType::F64, shapes.map(with_bias).into_iter().chain(shapes.map(without)).collect());
-}
-
-#[test]
-fn linear_in_single_precision() {
-    let inputs: [Input; 3] = [(&[5, 3], Float), (&[7, 3], Float), (&[7], Float)];
-    let case = Case::new("linear", &inputs, |x| x[0].linear(&x[1], Some(&x[2])), plain_linear);
-    sweep("linear f32", DType::F32, vec![case]);
+    sweep("linear", shapes.map(with_bias).into_iter().chain(shapes.map(without)).collect());
 }

@@ -31,7 +31,7 @@ fn binary_ops_with_broadcasting() {
             Case::new("div", &inputs, |x| x[0].div(&x[1]), |x| x[0].broadcast_div(&x[1])),
         ]);
     }
-    sweep("binary", DType::F64, cases);
+    sweep("binary", cases);
 }
 
 #[test]
@@ -48,7 +48,7 @@ fn operators_and_shared_inputs() {
         Case::new("twice itself", &inputs[..1], |x| &x[0] + &x[0], |x| &x[0] + &x[0]),
         Case::new("detached", &inputs, |x| x[0].mul(x[0].detach())?.add(&x[1]), |x| (&x[0] * x[0].detach())? + &x[1]),
     ];
-    sweep("operators", DType::F64, cases);
+    sweep("operators", cases);
 }
 
 #[test]
@@ -65,7 +65,7 @@ fn extremes_of_two_and_powers() {
         ]);
     }
     cases.push(Case::new("maximum of 0", &[(&[5, 3], Whole)], |x| x[0].maximum(0u32), |x| x[0].maximum(0f64)));
-    sweep("extremes of two", DType::F64, cases);
+    sweep("extremes of two", cases);
 }
 
 type Compare = (
@@ -91,18 +91,13 @@ fn comparisons() {
             cases.push(Case::new(
                 name,
                 &[(a, Whole), (b, Whole)],
-                move |x| distributed(&x[0], &x[1])?.to_dtype(DType::F64)?.mul(&x[0]),
-                move |x| plain(&x[0], &x[1])?.to_dtype(DType::F64)?.broadcast_mul(&x[0]),
+                move |x| distributed(&x[0], &x[1])?.to_dtype(x[0].dtype())?.mul(&x[0]),
+                move |x| plain(&x[0], &x[1])?.to_dtype(x[0].dtype())?.broadcast_mul(&x[0]),
             ));
         }
     }
-    cases.push(Case::new(
-        "of ids and a number",
-        &[(&[5, 3], Ids(4))],
-        |x| x[0].gt(1u32)?.to_dtype(DType::F64),
-        |x| x[0].gt(1u32)?.to_dtype(DType::F64),
-    ));
-    sweep("compare", DType::F64, cases);
+    cases.push(Case::new("of ids and a number", &[(&[5, 3], Ids(4))], |x| x[0].gt(1u32), |x| x[0].gt(1u32)));
+    sweep("compare", cases);
 }
 
 #[test]
@@ -116,7 +111,7 @@ fn choices() {
     ];
     let case = |[cond, a, b]: [&'static [usize]; 3]| {
         let plain = |x: &[Tensor]| {
-            let mask = x[0].ne(0u32)?.to_dtype(DType::F64)?;
+            let mask = x[0].ne(0u32)?.to_dtype(x[1].dtype())?;
             mask.broadcast_mul(&x[1])?.broadcast_add(&(1.0 - &mask)?.broadcast_mul(&x[2])?)
         };
         Case::new("where_cond", &[(cond, Ids(2)), (a, Float), (b, Float)], |x| x[0].where_cond(&x[1], &x[2]), plain)
@@ -135,14 +130,14 @@ fn choices() {
     );
     let mut cases = shapes.map(case).to_vec();
     cases.extend([masked, clipped]);
-    sweep("choices", DType::F64, cases);
+    sweep("choices", cases);
 }
 
 /// The operators in all forms in which candle has them, and with plain tensors and results beside.
 #[test]
 fn every_form_of_the_operators() {
-    fn plain() -> Tensor {
-        crate::common::values(&[3], 77, DType::F64)
+    fn plain(dtype: DType) -> Tensor {
+        crate::common::values(&[3], 77, dtype)
     }
     let x: [Input; 2] = [(&[5, 3], Float), (&[5, 3], Positive)];
     let cases = vec![
@@ -161,15 +156,21 @@ fn every_form_of_the_operators() {
         Case::new(
             "plain tensors",
             &x,
-            |x| ((&plain() * &x[0])? + plain())? / (plain() - x[1].clone())?,
-            |x| plain().broadcast_mul(&x[0])?.broadcast_add(&plain())?.broadcast_div(&plain().broadcast_sub(&x[1])?),
+            |x| {
+                let plain = plain(x[0].dtype());
+                ((&plain * &x[0])? + plain.clone())? / (plain - x[1].clone())?
+            },
+            |x| {
+                let plain = plain(x[0].dtype());
+                plain.broadcast_mul(&x[0])?.broadcast_add(&plain)?.broadcast_div(&plain.broadcast_sub(&x[1])?)
+            },
         ),
         Case::new(
             "plain tensors as operands",
             &x,
-            |x| x[0].maximum(plain())?.mul(plain().sqr()?),
-            |x| x[0].broadcast_maximum(&plain())?.broadcast_mul(&plain().sqr()?),
+            |x| x[0].maximum(plain(x[0].dtype()))?.mul(plain(x[0].dtype()).sqr()?),
+            |x| x[0].broadcast_maximum(&plain(x[0].dtype()))?.broadcast_mul(&plain(x[0].dtype()).sqr()?),
         ),
     ];
-    sweep("operator forms", DType::F64, cases);
+    sweep("operator forms", cases);
 }

@@ -1,8 +1,9 @@
 use crate::common::*;
 use crate::sweep::{Case, Input, Kind::Float, sweep};
-use candle_core::{D, DType, Tensor};
+use candle_core::{D, DType, IndexOp, Tensor};
 use candle_dist::comm;
 use candle_shard::{DTensor, Replicate, Result, Shard};
+use itertools::Itertools;
 use test_utils::on_ranks;
 
 #[test]
@@ -24,7 +25,7 @@ fn narrow() {
             }
         }
     }
-    sweep("narrow", DType::F64, cases);
+    sweep("narrow", cases);
 }
 
 #[test]
@@ -58,7 +59,53 @@ fn parts_of_parts_and_their_uses() {
         Case::new("get", &x, |x| x[0].get(4), |x| x[0].get(4)),
         Case::new("get_on_dim", &x, |x| x[0].get_on_dim(D::Minus1, 2), |x| x[0].get_on_dim(D::Minus1, 2)),
     ];
-    sweep("parts", DType::F64, cases);
+    sweep("parts", cases);
+}
+
+#[test]
+fn indexes_as_of_candle() {
+    type Indexed = (&'static str, fn(&DTensor) -> Result<DTensor>, fn(&Tensor) -> candle_core::Result<Tensor>);
+    const INDEXES: [Indexed; 9] = [
+        ("a number", |x| x.i(1), |x| x.i(1)),
+        ("a range", |x| x.i(1..), |x| x.i(1..)),
+        ("an end", |x| x.i(..=1), |x| x.i(..=1)),
+        ("all", |x| x.i(..), |x| x.i(..)),
+        ("a number and a range", |x| x.i((1, 1..3)), |x| x.i((1, 1..3))),
+        ("two numbers", |x| x.i((0, 2)), |x| x.i((0, 2))),
+        ("a number behind a range", |x| x.i((.., 2)), |x| x.i((.., 2))),
+        ("places", |x| x.i(&[1u32, 0, 1][..]), |x| x.i(&[1u32, 0, 1][..])),
+        ("places behind a number", |x| x.i((1, vec![2u32, 0])), |x| x.i((1, vec![2u32, 0]))),
+    ];
+    let mut cases = Vec::new();
+    let shapes: [&[usize]; 3] = [&[4, 6], &[5, 3], &[2, 3, 5]];
+    for (shape, (name, distributed, plain)) in shapes.into_iter().cartesian_product(INDEXES) {
+        cases.push(Case::new(name, &[(shape, Float)], move |x| distributed(&x[0]), move |x| plain(&x[0])));
+    }
+    sweep("i", cases);
+}
+
+fn plain_unfold(x: &Tensor, dim: usize, size: usize, step: usize) -> candle_core::Result<Tensor> {
+    let order = (0..x.rank()).filter(|&d| d != dim).chain([dim]).collect_vec();
+    let window = |start| x.narrow(dim, start, size)?.permute(&order[..]);
+    let windows = (0..=x.dim(dim)? - size).step_by(step).map(window);
+    Tensor::stack(&windows.collect::<candle_core::Result<Vec<_>>>()?, dim)
+}
+
+#[test]
+fn windows_of_a_dim() {
+    let mut cases = Vec::new();
+    let windows: [(&[usize], usize, usize); 4] = [(&[4, 6], 2, 2), (&[5, 7], 3, 1), (&[2, 3, 5], 2, 3), (&[9], 2, 3)];
+    for (shape, size, step) in windows {
+        for dim in 0..shape.len() {
+            cases.push(Case::new(
+                &format!("unfold {dim} by {size}, {step}"),
+                &[(shape, Float)],
+                move |x| x[0].unfold(dim, size, step),
+                move |x| plain_unfold(&x[0], dim, size, step),
+            ));
+        }
+    }
+    sweep("unfold", cases);
 }
 
 #[test]
@@ -85,7 +132,7 @@ fn zeros_around() {
         move |x| back(&x[0]),
     );
     cases.push(case);
-    sweep("pad_with_zeros", DType::F64, cases);
+    sweep("pad_with_zeros", cases);
 }
 
 #[test]
@@ -121,7 +168,7 @@ fn slices_in_place() {
             |x| x[0].slice_assign(&[.., ..], &x[1]),
         ),
     ]);
-    sweep("slice_scatter", DType::F64, cases);
+    sweep("slice_scatter", cases);
 }
 
 #[test]

@@ -4,6 +4,7 @@ use candle_core::{DType, Tensor, Var};
 use candle_dist::DeviceMesh;
 use candle_shard::{DTensor, Error, Replicate, Result, Shard};
 use itertools::Itertools;
+use std::io::Write;
 use std::sync::Arc;
 use test_utils::on_ranks;
 
@@ -14,7 +15,7 @@ pub(crate) enum Kind {
     Float,
     /// Numbers in 0.5..2.5, with a gradient.
     Positive,
-    /// -1, 0 and 1, with a gradient.
+    /// -12, 0 and 12, whose shares add up exactly on all meshes, with a gradient.
     Whole,
     /// u32 below this bound, without gradient.
     Ids(u32),
@@ -63,7 +64,7 @@ impl Reference {
             match *kind {
                 Kind::Float => even.to_dtype(dtype),
                 Kind::Positive => ((even / 1.5)? + 1.5)?.to_dtype(dtype),
-                Kind::Whole => even.round()?.clamp(-1f64, 1f64)?.to_dtype(dtype),
+                Kind::Whole => even.round()?.clamp(-1f64, 1f64)?.affine(12.0, 0.0)?.to_dtype(dtype),
                 Kind::Ids(bound) => {
                     let unit = even.affine(1.0 / 3.0, 0.5)?;
                     (unit * f64::from(bound))?.to_dtype(DType::U32)?.clamp(0u32, bound - 1)
@@ -74,7 +75,7 @@ impl Reference {
         let vars: Vec<Option<Var>> =
             inputs.iter().map(|x| x.dtype().is_float().then(|| Var::from_tensor(x)).transpose()).try_collect()?;
         let with_vars = inputs.iter().zip(&vars).map(|(x, v)| v.as_ref().map_or(x, |v| v.as_tensor()).clone());
-        let value = (case.plain)(&with_vars.collect_vec())?;
+        let value = (case.plain)(&with_vars.collect_vec())?.to_dtype(dtype)?;
         let weights = values(value.dims(), 99, dtype);
         let grads = (&value * &weights)?.sum_all()?.backward()?;
         let gradients = vars.iter().map(|v| v.as_ref().and_then(|v| grads.get(v).cloned())).collect();
@@ -90,24 +91,80 @@ enum Outcome {
     Wrong(String),
 }
 
+/// How many cases have an input in pieces of one size, of unlike ones, with empty ones, in memory with gaps.
+#[derive(Clone, Copy, Default)]
+struct Covered {
+    even: usize,
+    uneven: usize,
+    empty: usize,
+    strided: usize,
+}
+
+impl Covered {
+    fn count(&mut self, inputs: &[DTensor], strided: bool) {
+        let of_input = |x: &DTensor| {
+            let mesh = x.mesh();
+            let block = |rank: usize| x.spec().block_at(&mesh.coordinate_of(rank).unwrap());
+            let sizes = (0..mesh.size()).map(|rank| block(rank).iter().map(|range| range.len()).collect_vec());
+            let (sizes, cut) = (sizes.collect_vec(), x.placements().iter().any(|p| p.shard_dim().is_some()));
+            let empty = x.elem_count() > 0 && sizes.iter().any(|size| size.contains(&0));
+            (cut, sizes.iter().all_equal(), empty)
+        };
+        let pieces = inputs.iter().map(of_input).filter(|(cut, ..)| *cut).collect_vec();
+        self.even += usize::from(pieces.iter().any(|(_, equal, _)| *equal));
+        self.uneven += usize::from(pieces.iter().any(|(_, equal, empty)| !equal && !empty));
+        self.empty += usize::from(pieces.iter().any(|(.., empty)| *empty));
+        self.strided += usize::from(strided);
+    }
+
+    fn add(&mut self, other: Self) {
+        self.even += other.even;
+        self.uneven += other.uneven;
+        self.empty += other.empty;
+        self.strided += other.strided;
+    }
+}
+
+/// The same tensor in other memory: every second element of a transposed one.
+fn strided(x: &DTensor) -> Result<DTensor> {
+    let local = x.to_local();
+    let (rank, last) = (local.rank(), local.rank().saturating_sub(1));
+    let swap = |x: &Tensor| if rank > 1 { x.transpose(0, last) } else { Ok(x.clone()) };
+    let view = if local.elem_count() == 0 {
+        local.unsqueeze(0)?.squeeze(0)? // nothing lies nowhere
+    } else {
+        let turned = swap(local)?;
+        swap(&Tensor::stack(&[&turned.detach(), &turned], rank)?.narrow(rank, 1, 1)?.squeeze(rank)?)?
+    };
+    let view = DTensor::from_local_with_spec(view, x.spec().clone())?;
+    (0..x.mesh().ndim()).filter(|&axis| x.is_varying(axis)).try_fold(view, |view, axis| view.varying_on(axis))
+}
+
 /// One op with its inputs in these layouts: value and all gradients.
-fn run(case: &Case, reference: &Reference, mesh: &DeviceMesh, lays: &[Vec<Lay>]) -> Result<Outcome> {
+fn run(
+    case: &Case,
+    reference: &Reference,
+    mesh: &DeviceMesh,
+    lays: &[Vec<Lay>],
+    (gaps, covered): (bool, &mut Covered),
+) -> Result<Outcome> {
     let dtype = reference.weights.dtype();
     let mut leaves = Vec::new();
     let mut inputs = Vec::new();
     for (whole, lays) in reference.inputs.iter().zip(lays) {
-        if whole.dtype().is_float() {
+        let (input, leaf) = if whole.dtype().is_float() {
             let leaf = Leaf::new(whole, mesh, lays)?;
-            inputs.push(leaf.tensor.clone());
-            leaves.push(Some(leaf));
+            (leaf.tensor.clone(), Some(leaf))
         } else {
             let placements = lays.iter().map(|lay| lay.placement()).collect_vec();
-            inputs.push(DTensor::distribute(whole, mesh, &placements)?);
-            leaves.push(None);
-        }
+            (DTensor::distribute(whole, mesh, &placements)?, None)
+        };
+        inputs.push(if gaps { strided(&input)? } else { input });
+        leaves.push(leaf);
     }
+    covered.count(&inputs, gaps);
     let out = match (case.distributed)(&inputs) {
-        Ok(out) => out,
+        Ok(out) => out.to_dtype(dtype)?,
         Err(error @ Error::Dist(_)) => return Err(error), // the world is over
         Err(error) => return Ok(Outcome::Refused(error.to_string())),
     };
@@ -148,45 +205,79 @@ fn gcd(a: usize, b: usize) -> usize {
     if b == 0 { a } else { gcd(b, a % b) }
 }
 
-/// The meshes of a sweep; the last two have more layouts than are tried.
-const MESHES: [&[usize]; 5] = [&[2], &[3], &[4], &[2, 2], &[3, 2]];
+/// The meshes of a sweep; those of two axes have more layouts than are tried.
+const MESHES: [&[usize]; 5] = [&[4], &[3], &[2], &[2, 2], &[3, 2]];
 
-/// Runs all cases in all layouts on all meshes and panics on the first that is neither equal nor refused alike.
-pub(crate) fn sweep(family: &str, dtype: DType, cases: Vec<Case>) {
-    let (mut equal, mut refused) = (0, 0);
-    let ops = cases.len();
+/// How many layouts of a case are tried on a mesh at most.
+fn most(dtype: DType, axes: usize) -> usize {
+    match (dtype, axes) {
+        (DType::F64, 1) => 200,
+        (DType::F64, _) => 40,
+        _ => 12,
+    }
+}
+
+/// Runs all cases in f64 and in fewer layouts in f32, on all meshes, and panics on the first that is not equal.
+///
+/// Every other layout is tried with inputs in memory with gaps. Prints what was tried, past the capture of tests.
+pub(crate) fn sweep(family: &str, cases: Vec<Case>) {
+    sweep_in(&[DType::F64, DType::F32], family, cases);
+}
+
+/// Like [`sweep`] in these dtypes.
+pub(crate) fn sweep_in(dtypes: &[DType], family: &str, cases: Vec<Case>) {
     let cases = Arc::new(cases);
-    for shape in MESHES {
-        let cases = cases.clone();
-        let most = if shape.len() == 1 { 400 } else { 80 };
-        let outcomes = on_ranks(shape.iter().product(), family, move |ctx| -> Result<Vec<(String, Outcome)>> {
-            let mesh = mesh(ctx, shape)?;
-            let mut outcomes = Vec::new();
-            for case in cases.iter() {
-                let reference = Reference::new(case, dtype)?;
-                for lays in layouts(case, mesh.ndim(), most) {
-                    let shown = lays.iter().map(|lays| format!("({})", lays.iter().join(", "))).join(" ");
-                    let label = format!("{} as {shown} on {mesh}", case.name);
-                    let outcome = run(case, &reference, &mesh, &lays);
-                    let outcome = outcome.map_err(|e| candle_core::Error::Msg(format!("{label}: {e}")))?;
-                    outcomes.push((label, outcome));
-                }
-            }
-            Ok(outcomes)
-        });
-        for (i, (label, outcome)) in outcomes[0].iter().enumerate() {
-            let all = outcomes.iter().map(|rank| &rank[i].1).collect_vec();
-            assert!(all.iter().all(|o| *o == outcome || matches!(o, Outcome::Wrong(_))), "{label}: {all:?}");
-            match all.iter().find(|o| matches!(o, Outcome::Wrong(_))).unwrap_or(&outcome) {
-                Outcome::Equal => equal += 1,
-                Outcome::Refused(text) => {
-                    println!("{label}: {text}");
-                    refused += 1;
-                }
-                Outcome::Wrong(text) => panic!("{label}: {text}"),
+    for &dtype in dtypes {
+        let (mut equal, mut covered) = (0, Covered::default());
+        for (nth, shape) in MESHES.into_iter().enumerate() {
+            let (tried, of_mesh) = sweep_mesh((family, dtype), &cases, (nth, shape));
+            equal += tried;
+            covered.add(of_mesh);
+        }
+        let Covered { even, uneven, empty, strided } = covered;
+        assert!(
+            [even, uneven, empty, strided].iter().all(|&n| n > 0),
+            "{family} lacks some: even {even}, uneven {uneven}, empty {empty}, strided {strided}"
+        );
+        let (n, dtype) = (cases.len(), dtype.as_str());
+        let of = format!("even {even:5}  uneven {uneven:5}  empty {empty:5}  strided {strided:5}");
+        let line = format!("sweep {family:26} {dtype} {n:4} ops {equal:6} equal, of which {of}\n");
+        std::io::stdout().write_all(line.as_bytes()).unwrap(); // tests capture what `println` writes
+    }
+}
+
+/// All cases on one mesh: how many were equal, and what they cover.
+fn sweep_mesh(
+    (family, dtype): (&str, DType),
+    cases: &Arc<Vec<Case>>,
+    (nth, shape): (usize, &'static [usize]),
+) -> (usize, Covered) {
+    let cases = cases.clone();
+    let ranks = on_ranks(shape.iter().product(), family, move |ctx| -> Result<(Vec<(String, Outcome)>, Covered)> {
+        let mesh = mesh(ctx, shape)?;
+        let (mut outcomes, mut covered) = (Vec::new(), Covered::default());
+        for case in cases.iter() {
+            let reference = Reference::new(case, dtype)?;
+            for (i, lays) in layouts(case, mesh.ndim(), most(dtype, shape.len())).into_iter().enumerate() {
+                let gaps = (i + nth) % 2 == 1;
+                let shown = lays.iter().map(|lays| format!("({})", lays.iter().join(", "))).join(" ");
+                let memory = if gaps { ", strided" } else { "" };
+                let label = format!("{} {} as {shown}{memory} on {mesh}", case.name, dtype.as_str());
+                let outcome = run(case, &reference, &mesh, &lays, (gaps, &mut covered));
+                let outcome = outcome.map_err(|e| candle_core::Error::Msg(format!("{label}: {e}")))?;
+                outcomes.push((label, outcome));
             }
         }
+        Ok((outcomes, covered))
+    });
+    for (i, (label, first)) in ranks[0].0.iter().enumerate() {
+        let all = ranks.iter().map(|(outcomes, _)| &outcomes[i].1).collect_vec();
+        let wrong = all.iter().find(|outcome| matches!(outcome, Outcome::Wrong(_)));
+        assert!(wrong.is_some() || all.iter().all(|outcome| *outcome == first), "{label}: {all:?}");
+        match wrong.unwrap_or(&first) {
+            Outcome::Equal => {}
+            Outcome::Refused(text) | Outcome::Wrong(text) => panic!("{label}: {text}"),
+        }
     }
-    println!("sweep {family}: {ops} ops, {} cases, {equal} equal, {refused} refused alike", equal + refused);
-    assert_eq!(refused, 0, "every op of this sweep can be run in every layout");
+    (ranks[0].0.len(), ranks[0].1)
 }

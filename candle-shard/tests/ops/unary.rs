@@ -1,9 +1,10 @@
-use crate::sweep::{Case, Input, Kind, sweep};
+use crate::sweep::{Case, Kind, sweep};
 use Kind::{Float, Positive};
 use candle_core::{DType, Tensor};
-use candle_nn::{Activation, Module, ops};
+use candle_nn::{Activation, Module, PReLU, ops};
 use candle_shard::random::{Distribution, Stream, sample_full};
 use candle_shard::{DTensor, Result, kernels};
+use itertools::Itertools;
 
 type Unary = (&'static str, Kind, fn(&DTensor) -> Result<DTensor>, fn(&Tensor) -> candle_core::Result<Tensor>);
 
@@ -70,24 +71,78 @@ fn unary(shapes: &[&'static [usize]]) -> Vec<Case> {
 
 #[test]
 fn unary_ops() {
-    sweep("unary", DType::F64, unary(&[&[5, 3], &[1, 7], &[0, 3]]));
+    sweep("unary", unary(&[&[4, 6], &[5, 3], &[1, 7], &[0, 3]]));
 }
 
 #[test]
-fn unary_ops_in_single_precision() {
+fn other_dtypes_between() {
     let wider = Case::new(
-        "wider and back",
+        "through f64",
         &[(&[5, 3], Float)],
-        |x| x[0].to_dtype(DType::F64)?.sin()?.to_dtype(DType::F32),
-        |x| x[0].to_dtype(DType::F64)?.sin()?.to_dtype(DType::F32),
+        |x| x[0].to_dtype(DType::F64)?.sin()?.to_dtype(x[0].dtype()),
+        |x| x[0].to_dtype(DType::F64)?.sin()?.to_dtype(x[0].dtype()),
     );
     // Whole numbers end the graph, on ranks without elements too.
-    let whole: [Input; 2] = [(&[1, 3], Float), (&[1, 3], Float)];
-    let whole = Case::new(
-        "whole and back",
-        &whole,
-        |x| x[0].to_dtype(DType::I64)?.to_dtype(DType::F32)?.mul(&x[1]),
-        |x| x[0].to_dtype(DType::I64)?.to_dtype(DType::F32)? * &x[1],
-    );
-    sweep("unary f32", DType::F32, [unary(&[&[5, 3]]), vec![wider, whole]].concat());
+    let whole = |shape| {
+        Case::new(
+            "through i64",
+            &[(shape, Float), (shape, Float)],
+            |x| x[0].to_dtype(DType::I64)?.to_dtype(x[1].dtype())?.mul(&x[1]),
+            |x| x[0].to_dtype(DType::I64)?.to_dtype(x[1].dtype())? * &x[1],
+        )
+    };
+    sweep("dtypes", vec![wider, whole(&[1, 3]), whole(&[4, 6])]);
+}
+
+#[test]
+fn activations_by_name() {
+    const NAMED: [Activation; 15] = [
+        Activation::Gelu,
+        Activation::NewGelu,
+        Activation::Relu,
+        Activation::Relu2,
+        Activation::Relu6,
+        Activation::Silu,
+        Activation::Sigmoid,
+        Activation::HardSigmoid,
+        Activation::Swiglu,
+        Activation::Swish,
+        Activation::Mish,
+        Activation::HardSwish,
+        Activation::Elu(0.7),
+        Activation::LeakyRelu(0.1),
+        Activation::GeluPytorchTanh,
+    ];
+    let shapes: [&[usize]; 3] = [&[4, 6], &[5, 2], &[1, 4]];
+    let mut cases = Vec::new();
+    for (name, shape) in NAMED.into_iter().cartesian_product(shapes) {
+        let plain = move |x: &[Tensor]| match name {
+            Activation::Gelu => kernels::gelu(&x[0]), // candle's has a gradient of 0 at x = 0
+            name => name.forward(&x[0]),
+        };
+        cases.push(Case::new(&format!("{name:?}"), &[(shape, Float)], move |x| x[0].activation(name), plain));
+    }
+    for shape in shapes {
+        cases.push(Case::new("swiglu", &[(shape, Float)], |x| x[0].swiglu(), |x| ops::swiglu(&x[0])));
+        cases.push(Case::new(
+            "selu",
+            &[(shape, Float)],
+            |x| x[0].selu(1.6, 1.1),
+            |x| {
+                let below = (x[0].minimum(0f64)?.exp()? - 1.0)?; // candle's own is of single precision
+                (x[0].relu()? + (below * f64::from(1.6f32))?)? * f64::from(1.1f32)
+            },
+        ));
+    }
+    let weighted: [[&[usize]; 2]; 5] =
+        [[&[4, 6], &[6]], [&[5, 3], &[1]], [&[5, 3], &[5, 3]], [&[2, 3, 2], &[3]], [&[1, 7], &[]]];
+    for [shape, weight] in weighted {
+        cases.push(Case::new(
+            "prelu",
+            &[(shape, Float), (weight, Float)],
+            |x| x[0].prelu(&x[1]),
+            |x| PReLU::new(x[1].clone(), x[1].elem_count() == 1).forward(&x[0]),
+        ));
+    }
+    sweep("activations", cases);
 }

@@ -1,5 +1,5 @@
 use crate::sweep::{Case, Input, Kind::Float, sweep};
-use candle_core::{D, DType};
+use candle_core::D;
 
 #[test]
 fn permutations() {
@@ -14,7 +14,7 @@ fn permutations() {
     cases.push(Case::new("transpose", &x, |x| x[0].transpose(0, 2), |x| x[0].transpose(0, 2)));
     cases.push(Case::new("permute", &x, |x| x[0].permute((2, 0, 1)), |x| x[0].permute((2, 0, 1))));
     cases.push(Case::new("permute all same", &x, |x| x[0].permute((0, 1, 2)), |x| x[0].permute((0, 1, 2))));
-    sweep("permute", DType::F64, cases);
+    sweep("permute", cases);
 }
 
 #[test]
@@ -35,7 +35,7 @@ fn dims_of_size_one_and_flat_dims() {
         Case::new("transpose", &flat, |x| x[0].transpose(D::Minus1, 0), |x| x[0].transpose(D::Minus1, 0)),
         Case::new("contiguous", &flat, |x| x[0].transpose(0, 1)?.contiguous(), |x| x[0].transpose(0, 1)?.contiguous()),
     ];
-    sweep("small views", DType::F64, cases);
+    sweep("small views", cases);
 }
 
 #[test]
@@ -54,9 +54,10 @@ fn repeated_views() {
         (&[5, 3], &[5, 3]),
     ];
     let mut cases = shapes.map(case).to_vec();
+    cases.push(Case::new("expand", &[(&[5, 1], Float)], |x| x[0].expand((2, 5, 4)), |x| x[0].expand((2, 5, 4))));
     let left = Case::new("left", &[(&[5, 3], Float)], |x| x[0].broadcast_left(2), |x| x[0].broadcast_left(2));
     cases.push(left);
-    sweep("broadcast_as", DType::F64, cases);
+    sweep("broadcast_as", cases);
 }
 
 /// From and to: heads split and merged, everything flattened and back, sizes that divide by nothing, dims of size 1.
@@ -101,7 +102,7 @@ fn reshape() {
         let name = format!("reshape to {to:?} from");
         Case::new(&name, &[(from, Float)], move |x| x[0].reshape(to), move |x| x[0].reshape(to))
     };
-    sweep("reshape", DType::F64, RESHAPES.map(case).to_vec());
+    sweep("reshape", RESHAPES.map(case).to_vec());
 }
 
 #[test]
@@ -127,5 +128,5 @@ fn chains_of_reshapes_with_ops_between() {
             |x| x[0].reshape(60)?.add(&x[0].transpose(0, 1)?.reshape(60)?)?.reshape((12, 5)),
         ),
     ];
-    sweep("reshape chains", DType::F64, cases);
+    sweep("reshape chains", cases);
 }

@@ -1,0 +1,51 @@
+//! Pixels moved between channels and images, and images with a border: batch and channels may be sharded.
+use crate::{DTensor, Error, Result};
+
+impl DTensor {
+    /// Channels spread over larger images: `[b, c · f², h, w]` to `[b, c, h · f, w · f]` (Shi et al. 2016).
+    ///
+    /// # Errors
+    /// Unless there are four dims and the channels divide by `f²`.
+    pub fn pixel_shuffle(&self, factor: usize) -> Result<Self> {
+        match *self.dims() {
+            [b, c, h, w] if factor > 0 && c.is_multiple_of(factor * factor) => {
+                let c = c / (factor * factor);
+                let apart = self.reshape((b, c, factor, factor, h, w))?;
+                apart.permute((0, 1, 4, 2, 5, 3))?.reshape((b, c, h * factor, w * factor))
+            }
+            _ => {
+                let reason = format!("{} by {factor}: want [b, c, h, w] with channels that divide by", self.spec());
+                Error::op("pixel_shuffle", format!("{reason} the square of a factor above 0"))
+            }
+        }
+    }
+
+    /// The inverse of [`pixel_shuffle`](Self::pixel_shuffle): `[b, c, h · f, w · f]` to `[b, c · f², h, w]`.
+    ///
+    /// # Errors
+    /// Unless there are four dims and the images divide by `f`.
+    pub fn pixel_unshuffle(&self, factor: usize) -> Result<Self> {
+        match *self.dims() {
+            [b, c, h, w] if factor > 0 && h.is_multiple_of(factor) && w.is_multiple_of(factor) => {
+                let (h, w) = (h / factor, w / factor);
+                let apart = self.reshape((b, c, h, factor, w, factor))?;
+                apart.permute((0, 1, 3, 5, 2, 4))?.reshape((b, c * factor * factor, h, w))
+            }
+            _ => {
+                let reason = format!("{} by {factor}: want [b, c, h, w] with images that divide by", self.spec());
+                Error::op("pixel_unshuffle", format!("{reason} a factor above 0"))
+            }
+        }
+    }
+
+    /// The images of `[b, c, h, w]` with a border of `pad` copies of their outermost pixels.
+    ///
+    /// # Errors
+    /// Unless there are four dims and the images have pixels.
+    pub fn replication_pad2d(&self, pad: usize) -> Result<Self> {
+        if self.rank() != 4 {
+            return Error::op("replication_pad2d", format!("{}: want [b, c, h, w]", self.spec()));
+        }
+        self.pad_with_same(2, pad, pad)?.pad_with_same(3, pad, pad)
+    }
+}
