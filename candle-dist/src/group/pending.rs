@@ -29,14 +29,21 @@ pub struct Pending(State);
 
 enum State {
     Done(Tensor),
-    Open { open: Box<dyn Unfinished>, call: Call, group: ProcessGroup },
+    Open(Box<Open>),
+}
+
+/// A call that was started, for its wait.
+struct Open {
+    started: Box<dyn Unfinished>,
+    call: Call,
+    group: ProcessGroup,
 }
 
 impl std::fmt::Debug for Pending {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(match &self.0 {
             State::Done(_) => "Pending(done)",
-            State::Open { .. } => "Pending(open)",
+            State::Open(_) => "Pending(open)",
         })
     }
 }
@@ -46,7 +53,7 @@ impl Pending {
     pub fn is_ready(&self) -> Result<bool> {
         match &self.0 {
             State::Done(_) => Ok(true),
-            State::Open { open, .. } => open.is_ready(),
+            State::Open(open) => open.started.is_ready(),
         }
     }
 
@@ -54,9 +61,10 @@ impl Pending {
     pub fn wait(self) -> Result<Tensor> {
         match self.0 {
             State::Done(tensor) => Ok(tensor),
-            State::Open { open, call, group } => {
+            State::Open(open) => {
+                let Open { started, call, group } = *open;
                 let _watched = comm::watch_wait(&call, group.ranks());
-                let made = open.finish()?.pop().map(Fresh::into_tensor);
+                let made = started.finish()?.pop().map(Fresh::into_tensor);
                 made.ok_or_else(|| Error::Unsupported("waiting for a call without a result".to_string()))
             }
         }
@@ -116,7 +124,7 @@ impl ProcessGroup {
         let call = Call { form: Form::Started, ..call };
         let own = if tensor.is_variable() { tensor.force_contiguous()? } else { tensor.contiguous()? };
         let tensors: Tensors = smallvec![own.detach()];
-        let open = self.engage(call.clone(), bytes(tensor), |engine, call| engine.start(call, tensors))?;
-        Ok(Pending(State::Open { open, call, group: self.clone() }))
+        let started = self.engage(call.clone(), bytes(tensor), |engine, call| engine.start(call, tensors))?;
+        Ok(Pending(State::Open(Box::new(Open { started, call, group: self.clone() }))))
     }
 }
