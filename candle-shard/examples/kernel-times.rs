@@ -56,6 +56,18 @@ fn main() -> Result<()> {
         &|| kernels::causal_softmax(&scores, 0.125),
     )?;
 
+    let [q, k, v] = [(); 3].map(|()| randn(&[8, 128, 8, 32]));
+    let (q, k, v) = (q?, k?, v?);
+    let heads_first = |x: &Var| x.transpose(1, 2)?.contiguous();
+    row(
+        "flash_attn 8x128x8x32, causal",
+        &|| {
+            let scores = (heads_first(&q)?.matmul(&heads_first(&k)?.t()?)? * 0.125)?.broadcast_add(&mask)?;
+            candle_nn::ops::softmax(&scores, D::Minus1)?.matmul(&heads_first(&v)?)?.transpose(1, 2)
+        },
+        &|| kernels::flash_attn(&q, &k, &v, 0.125, true),
+    )?;
+
     let hidden = randn(&[1024, 1024])?;
     row("gelu 1024x1024", &|| hidden.gelu_erf(), &|| kernels::gelu(&hidden))?;
 

@@ -6,6 +6,7 @@
 //! [`linear`] and [`flash_attn`], the bits do not depend on the number of threads. Off the CPU they are composed from candle's
 //! differentiable operations.
 
+mod adam_w;
 mod cross_entropy;
 mod flash_attn;
 mod gelu;
@@ -20,6 +21,7 @@ mod rows;
 mod silu_gate;
 mod softmax;
 
+pub use adam_w::AdamW;
 pub use cross_entropy::cross_entropy;
 pub(crate) use cross_entropy::{Goal, Goals, weighted_cross_entropy};
 pub use flash_attn::flash_attn;

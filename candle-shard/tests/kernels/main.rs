@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used)]
 
+mod adam_w;
 mod cross_entropy;
 mod flash_attn;
 mod gelu;

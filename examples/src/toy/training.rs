@@ -3,7 +3,8 @@
 use std::time::Instant;
 
 use candle_core::{Result, Var};
-use candle_nn::{AdamW, Optimizer, ParamsAdamW};
+use candle_nn::{Optimizer, ParamsAdamW};
+use candle_shard::kernels::AdamW;
 
 use super::args::Args;
 use super::corpus::{Batch, Corpus};

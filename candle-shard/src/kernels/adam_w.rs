@@ -1,0 +1,200 @@
+use candle_core::backend::BackendStorage;
+use candle_core::backprop::GradStore;
+use candle_core::{CpuStorage, DType, InplaceOp2, InplaceOp3, Layout, Result, Tensor, Var, bail};
+use candle_nn::{Optimizer, ParamsAdamW};
+
+use super::{elements, real::Real, rows::by_blocks};
+
+/// AdamW (Loshchilov and Hutter, 2019) in place: the numbers of `candle_nn::AdamW` without its temporary tensors.
+///
+/// ```
+/// # fn main() -> candle_core::Result<()> {
+/// use candle_core::{Device::Cpu, Var};
+/// use candle_nn::{Optimizer, ParamsAdamW};
+/// let weight = Var::new(&[1f32, -1.], &Cpu)?;
+/// let config = ParamsAdamW { lr: 0.1, weight_decay: 0.0, ..Default::default() };
+/// let mut optimiser = candle_shard::kernels::AdamW::new(vec![weight.clone()], config)?;
+/// optimiser.backward_step(&weight.sum_all()?)?;
+/// assert_eq!(weight.to_vec1::<f32>()?, [0.9, -1.1]);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug)]
+pub struct AdamW {
+    params: ParamsAdamW,
+    pub(crate) steps: u32,
+    moments: Vec<Moments>,
+}
+
+/// A variable and the running means of its gradient and of the gradient's square.
+#[derive(Debug)]
+struct Moments {
+    var: Var,
+    first: Var,
+    second: Var,
+}
+
+impl AdamW {
+    /// The first and second moment of each variable.
+    pub(crate) fn moments(&self) -> impl Iterator<Item = [&Var; 2]> {
+        self.moments.iter().map(|moments| [&moments.first, &moments.second])
+    }
+}
+
+impl Optimizer for AdamW {
+    type Config = ParamsAdamW;
+
+    /// An optimiser of those variables that are floats.
+    fn new(vars: Vec<Var>, params: ParamsAdamW) -> Result<Self> {
+        let moments = |var: Var| {
+            let zeros = || Var::from_tensor(&var.zeros_like()?);
+            Ok(Moments { first: zeros()?, second: zeros()?, var })
+        };
+        let floats = vars.into_iter().filter(|var| var.dtype().is_float());
+        Ok(Self { params, steps: 0, moments: floats.map(moments).collect::<Result<_>>()? })
+    }
+
+    fn learning_rate(&self) -> f64 {
+        self.params.lr
+    }
+
+    fn set_learning_rate(&mut self, lr: f64) {
+        self.params.lr = lr;
+    }
+
+    /// Changes every variable that has a gradient.
+    fn step(&mut self, grads: &GradStore) -> Result<()> {
+        self.steps += 1;
+        let ParamsAdamW { lr, beta1, beta2, eps, weight_decay } = self.params;
+        let unbiased = |beta: f64| 1.0 / (1.0 - beta.powi(self.steps as i32));
+        let update = Update { scales: [unbiased(beta1), unbiased(beta2)], eps, lr, keep: 1.0 - lr * weight_decay };
+        for Moments { var, first, second } in &self.moments {
+            let Some(grad) = grads.get(var).filter(|grad| grad.elem_count() > 0) else { continue };
+            // Detached from the graph: what is kept would keep it.
+            let (grad, [var_now, first_now, second_now]) =
+                (grad.detach().contiguous()?, [var, first, second].map(Var::as_detached_tensor));
+            if grad.shape() != var.shape() || grad.dtype() != var.dtype() {
+                let (want, got) = (var_now.shape(), grad.shape());
+                bail!("AdamW: a gradient {got:?} {:?} of a variable {want:?} {:?}", grad.dtype(), var.dtype());
+            }
+            let in_place = var_now.is_contiguous() && matches!(var.dtype(), DType::F32 | DType::F64);
+            if in_place && var.device().is_cpu() && !share_memory(&grad, &var_now) {
+                first_now.inplace_op2(&grad, &Mean { keep: beta1, squared: false })?;
+                second_now.inplace_op2(&grad, &Mean { keep: beta2, squared: true })?;
+                var_now.inplace_op3(&first_now, &second_now, &update)?;
+                continue;
+            }
+            let next_first = ((first_now * beta1)? + (&grad * (1.0 - beta1))?)?;
+            let next_second = ((second_now * beta2)? + (grad.sqr()? * (1.0 - beta2))?)?;
+            let [scale_first, scale_second] = update.scales;
+            let change = ((&next_first * scale_first)? / ((&next_second * scale_second)?.sqrt()? + eps)?)?;
+            var.set(&((var_now * update.keep)? - (change * lr)?)?)?;
+            first.set(&next_first)?;
+            second.set(&next_second)?;
+        }
+        Ok(())
+    }
+}
+
+/// Whether two tensors lie in the same memory, where one cannot be read while the other is written.
+fn share_memory(a: &Tensor, b: &Tensor) -> bool {
+    let address = |tensor: &Tensor| std::ptr::from_ref(&*tensor.storage_and_layout().0).addr();
+    address(a) == address(b)
+}
+
+/// Moves a running mean towards a tensor, or its square.
+struct Mean {
+    keep: f64,
+    squared: bool,
+}
+
+impl Mean {
+    fn run<T: Real>(&self, mean: &mut [T], of: &[T]) {
+        let (keep, part, squared) = (T::from_f64(self.keep), T::from_f64(1.0 - self.keep), self.squared);
+        by_blocks(
+            mean,
+            1,
+            1,
+            #[inline(always)]
+            |first, mean| {
+                for (mean, &x) in mean.iter_mut().zip(&of[first..]) {
+                    let x = if squared { x * x } else { x };
+                    *mean = *mean * keep + x * part;
+                }
+            },
+        );
+    }
+}
+
+impl InplaceOp2 for Mean {
+    fn name(&self) -> &'static str {
+        "running_mean"
+    }
+
+    fn cpu_fwd(&self, mean: &mut CpuStorage, mean_l: &Layout, of: &CpuStorage, of_l: &Layout) -> Result<()> {
+        let (start, len) = (mean_l.start_offset(), mean_l.shape().elem_count());
+        match mean {
+            CpuStorage::F32(mean) => self.run(&mut mean[start..start + len], elements(of, of_l)?),
+            CpuStorage::F64(mean) => self.run(&mut mean[start..start + len], elements(of, of_l)?),
+            other => bail!("a running mean of {:?} in place", other.dtype()),
+        }
+        Ok(())
+    }
+}
+
+/// Moves a variable by its moments.
+struct Update {
+    /// What makes the moments unbiased.
+    scales: [f64; 2],
+    eps: f64,
+    lr: f64,
+    /// What weight decay leaves.
+    keep: f64,
+}
+
+impl Update {
+    fn run<T: Real>(&self, var: &mut [T], first: &[T], second: &[T]) {
+        let [scale_first, scale_second] = self.scales.map(T::from_f64);
+        let [eps, lr, keep] = [self.eps, self.lr, self.keep].map(T::from_f64);
+        by_blocks(
+            var,
+            1,
+            1,
+            #[inline(always)]
+            |at, var| {
+                for ((var, &first), &second) in var.iter_mut().zip(&first[at..]).zip(&second[at..]) {
+                    let change = first * scale_first / ((second * scale_second).sqrt() + eps);
+                    *var = *var * keep - change * lr;
+                }
+            },
+        );
+    }
+}
+
+impl InplaceOp3 for Update {
+    fn name(&self) -> &'static str {
+        "adam_w"
+    }
+
+    fn cpu_fwd(
+        &self,
+        var: &mut CpuStorage,
+        var_l: &Layout,
+        first: &CpuStorage,
+        first_l: &Layout,
+        second: &CpuStorage,
+        second_l: &Layout,
+    ) -> Result<()> {
+        let (start, len) = (var_l.start_offset(), var_l.shape().elem_count());
+        match var {
+            CpuStorage::F32(var) => {
+                self.run(&mut var[start..start + len], elements(first, first_l)?, elements(second, second_l)?);
+            }
+            CpuStorage::F64(var) => {
+                self.run(&mut var[start..start + len], elements(first, first_l)?, elements(second, second_l)?);
+            }
+            other => bail!("AdamW of {:?} in place", other.dtype()),
+        }
+        Ok(())
+    }
+}
