@@ -28,7 +28,7 @@ struct Operands {
 type Refused = (&'static str, fn(&Operands) -> Result<DTensor>);
 
 /// Ops on operands that do not fit, each with a part of its text.
-const REFUSED: [Refused; 67] = [
+const REFUSED: [Refused; 70] = [
     ("add: shapes [2, 3] and [4, 5] do not broadcast", |o| o.x.add(&o.other)),
     ("mul: dtypes f64 and f32 differ", |o| o.x.mul(&o.single)),
     ("div: shapes", |o| o.other.div(&o.row)),
@@ -89,6 +89,15 @@ const REFUSED: [Refused; 67] = [
     ("prelu: a weight f64[4, 5] for f64[2, 3]: want one element", |o| o.x.prelu(&o.other)),
     ("swiglu: f64[2, 3]: want a last dim that divides by 2", |o| o.x.swiglu()),
     ("pixel_shuffle: f64[2, 3] by 2: want [b, c, h, w]", |o| o.x.pixel_shuffle(2)),
+    ("pixel_shuffle: f64[1, 1, 2, 3] by", |o| o.x.reshape((1, 1, 2, 3))?.pixel_shuffle(usize::MAX)),
+    ("conv_transpose2d: f64[1, 1, 2, 3] with a kernel", |o| {
+        let (x, conv) = (o.x.reshape((1, 1, 2, 3))?, Conv { stride: usize::MAX, ..Conv::default() });
+        x.conv_transpose2d(&x, None, 0, conv)
+    }),
+    ("conv_transpose1d: f64[1, 1, 3] with a kernel", |o| {
+        let (x, conv) = (o.row.reshape((1, 1, 3))?, Conv { padding: usize::MAX, ..Conv::default() });
+        x.conv_transpose1d(&x, None, 0, conv)
+    }),
     ("pixel_unshuffle: f64[1, 1, 2, 3] by 2: want", |o| o.x.reshape((1, 1, 2, 3))?.pixel_unshuffle(2)),
     ("replication_pad2d: f64[2, 3]: want [b, c, h, w]", |o| o.x.replication_pad2d(1)),
     ("upsample_nearest1d: f64[2, 3]: want [b, c, l]", |o| o.x.upsample_nearest1d(4)),
