@@ -3,9 +3,9 @@
 mod common;
 
 use candle_core::{DType, Device, Tensor};
-use candle_dist::comm;
+use candle_dist::{ReduceOp, comm};
 use candle_shard::random::Stream;
-use candle_shard::{Conv, DTensor, Placement, Replicate, Result, Shard};
+use candle_shard::{Conv, DTensor, Partial, Placement, Replicate, Result, Shard};
 use common::*;
 use test_utils::on_ranks;
 
@@ -203,6 +203,26 @@ fn a_local_tensor_that_does_not_fit_its_layout_is_refused() {
         let text = DTensor::from_local(local.clone(), &mesh, &[Shard(0)], (6, 3)).unwrap_err().to_string();
         assert!(text.contains("f32[2, 3]") && text.contains("holds [3, 3] there; give that piece"), "{text}");
         assert!(DTensor::from_local(local, &mesh, &[Shard(0)], (4, 3)).is_ok());
+        Ok(())
+    });
+}
+
+/// The maximum of sums is not the sum of maxima, and nothing says which is meant.
+#[test]
+fn a_local_tensor_has_no_reductions_whose_order_matters() {
+    on_ranks(4, "mixed", |ctx| -> Result<()> {
+        let mesh = mesh(ctx, &[2, 2])?;
+        let [sum, max, avg] = [ReduceOp::Sum, ReduceOp::Max, ReduceOp::Avg].map(Partial);
+        let from_local =
+            |at: [Placement; 2]| DTensor::from_local(Tensor::zeros(3, DType::F32, &Device::Cpu)?, &mesh, &at, 3);
+        for at in [[sum, max], [max, sum], [avg, max]] {
+            let text = from_local(at).unwrap_err().to_string();
+            let part = format!("the order of {} and {} would matter; reduce over one axis first", at[0], at[1]);
+            assert!(text.contains(&part), "{text}");
+        }
+        for at in [[sum, sum], [max, max], [sum, avg], [max, Replicate]] {
+            assert!(from_local(at).is_ok(), "{at:?}");
+        }
         Ok(())
     });
 }
