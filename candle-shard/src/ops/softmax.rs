@@ -2,8 +2,8 @@
 use super::extreme::Extreme::Max;
 use super::reduce::without;
 use crate::{DTensor, Result};
+use candle_core::Shape;
 use candle_core::shape::{Dim, Dims};
-use candle_core::{DType, Shape};
 
 impl DTensor {
     /// The softmax over a dim.
@@ -56,14 +56,6 @@ impl DTensor {
             let sum = x.exp()?.sum_keepdim(&dims[..])?.resolved()?;
             sum.log()?.add(top)?.reshape(without(self.dims(), &dims))
         })
-    }
-
-    /// What `f` makes of this tensor, of 16-bit floats in f32: a long sum of them in their own dtype stops growing.
-    fn in_full_precision(&self, f: impl FnOnce(&Self) -> Result<Self>) -> Result<Self> {
-        match self.dtype() {
-            DType::F16 | DType::BF16 => f(&self.to_dtype(DType::F32)?)?.to_dtype(self.dtype()),
-            _ => f(self),
-        }
     }
 
     /// This tensor less its maximum over `dims`, and that maximum, which counts as a constant: it cancels out.

@@ -117,6 +117,10 @@ fn long_rows_of_16_bits_add_up() {
             assert_eq!(one(zeros.t()?.softmax(0))? * 8192.0, 1.0, "{what}");
             assert!((one(zeros.log_softmax(1))? + log_n).abs() < 0.05, "{what}");
             assert!((one(zeros.log_sum_exp(1))? - log_n).abs() < 0.05, "{what}");
+            let ones = zeros.ones_like()?;
+            assert_eq!(one(ones.sum(1))?, 8192.0, "{what}");
+            assert_eq!(one(ones.affine(16.0, 0.0)?.mean_all())?, 16.0, "{what}"); // the sum is no f16
+            assert!((one(ones.norm())? / 8192f32.sqrt() - 1.0).abs() < 0.01, "{what}");
             assert_eq!(one(zeros.mse_loss(&zeros.ones_like()?, Reduction::Mean))?, 1.0, "{what}");
             Ok(())
         });
