@@ -1,7 +1,6 @@
 use crate::sweep::{Case, Input, Kind, sweep};
 use candle_core::{DType, Tensor};
 use candle_shard::DTensor;
-use itertools::Itertools;
 use test_utils::on_ranks;
 
 fn plain_embedding(x: &[Tensor]) -> candle_core::Result<Tensor> {
