@@ -117,8 +117,9 @@ impl DTensor {
     /// This rank's tensor as a piece of the tensor that `spec` describes; nothing is communicated.
     ///
     /// # Errors
-    /// If the local shape or dtype is not what `spec` gives this rank.
+    /// If the local shape or dtype is not what `spec` gives this rank, or `spec` mixes reductions whose order matters.
     pub fn from_local_with_spec(local: Tensor, spec: Spec) -> Result<Self> {
+        check_reductions(&spec)?;
         if local.dims() != spec.local_shape().as_slice() || local.dtype() != spec.dtype() {
             let (got, dtype, want) = (local.dims(), local.dtype().as_str(), spec.local_shape());
             let at = spec.mesh().coordinate();
@@ -365,6 +366,20 @@ impl DTensor {
     /// The placements with every shard of `dim` kept and everything else replicated.
     pub(crate) fn sharded_axes(&self, dim: usize) -> impl Iterator<Item = usize> + '_ {
         self.placements().iter().enumerate().filter(move |(_, p)| **p == Shard(dim)).map(|(axis, _)| axis)
+    }
+}
+
+/// Refuses different reductions on several axes, such as maxima of sums, which are not sums of maxima; sums and averages
+/// alone may be done in any order.
+fn check_reductions(spec: &Spec) -> Result<()> {
+    let linear = |p: &Placement| matches!(p, Partial(ReduceOp::Sum | ReduceOp::Avg));
+    let mut partial = spec.placements().iter().filter(|p| p.is_partial());
+    let Some(first) = partial.next() else { return Ok(()) };
+    match partial.find(|p| *p != first && !(linear(p) && linear(first))) {
+        None => Ok(()),
+        Some(other) => Err(Error::Layout(format!(
+            "a local tensor for {spec}: the order of {first} and {other} would matter; reduce over one axis first"
+        ))),
     }
 }
 

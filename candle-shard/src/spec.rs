@@ -101,7 +101,8 @@ impl Spec {
             )));
         }
         let (len, n) = (self.shape[dim], self.mesh.shape()[axis]);
-        if sizes.len() != n || sizes.iter().sum::<usize>() != len {
+        let sum = sizes.iter().try_fold(0, |sum: usize, &size| sum.checked_add(size));
+        if sizes.len() != n || sum != Some(len) {
             return Err(Error::Layout(format!(
                 "sizes {sizes:?} do not cut dim {dim} of size {len} into {n} pieces; give {n} that add up to {len}"
             )));

@@ -3,9 +3,9 @@
 mod common;
 
 use candle_core::{DType, Device, Tensor};
-use candle_dist::comm;
+use candle_dist::{ReduceOp, comm};
 use candle_shard::random::Stream;
-use candle_shard::{Conv, DTensor, Placement, Replicate, Result, Shard};
+use candle_shard::{Conv, DTensor, Partial, Placement, Replicate, Result, Shard};
 use common::*;
 use test_utils::on_ranks;
 
@@ -28,7 +28,7 @@ struct Operands {
 type Refused = (&'static str, fn(&Operands) -> Result<DTensor>);
 
 /// Ops on operands that do not fit, each with a part of its text.
-const REFUSED: [Refused; 67] = [
+const REFUSED: [Refused; 70] = [
     ("add: shapes [2, 3] and [4, 5] do not broadcast", |o| o.x.add(&o.other)),
     ("mul: dtypes f64 and f32 differ", |o| o.x.mul(&o.single)),
     ("div: shapes", |o| o.other.div(&o.row)),
@@ -89,6 +89,15 @@ const REFUSED: [Refused; 67] = [
     ("prelu: a weight f64[4, 5] for f64[2, 3]: want one element", |o| o.x.prelu(&o.other)),
     ("swiglu: f64[2, 3]: want a last dim that divides by 2", |o| o.x.swiglu()),
     ("pixel_shuffle: f64[2, 3] by 2: want [b, c, h, w]", |o| o.x.pixel_shuffle(2)),
+    ("pixel_shuffle: f64[1, 1, 2, 3] by", |o| o.x.reshape((1, 1, 2, 3))?.pixel_shuffle(usize::MAX)),
+    ("conv_transpose2d: f64[1, 1, 2, 3] with a kernel", |o| {
+        let (x, conv) = (o.x.reshape((1, 1, 2, 3))?, Conv { stride: usize::MAX, ..Conv::default() });
+        x.conv_transpose2d(&x, None, 0, conv)
+    }),
+    ("conv_transpose1d: f64[1, 1, 3] with a kernel", |o| {
+        let (x, conv) = (o.row.reshape((1, 1, 3))?, Conv { padding: usize::MAX, ..Conv::default() });
+        x.conv_transpose1d(&x, None, 0, conv)
+    }),
     ("pixel_unshuffle: f64[1, 1, 2, 3] by 2: want", |o| o.x.reshape((1, 1, 2, 3))?.pixel_unshuffle(2)),
     ("replication_pad2d: f64[2, 3]: want [b, c, h, w]", |o| o.x.replication_pad2d(1)),
     ("upsample_nearest1d: f64[2, 3]: want [b, c, l]", |o| o.x.upsample_nearest1d(4)),
@@ -194,6 +203,26 @@ fn a_local_tensor_that_does_not_fit_its_layout_is_refused() {
         let text = DTensor::from_local(local.clone(), &mesh, &[Shard(0)], (6, 3)).unwrap_err().to_string();
         assert!(text.contains("f32[2, 3]") && text.contains("holds [3, 3] there; give that piece"), "{text}");
         assert!(DTensor::from_local(local, &mesh, &[Shard(0)], (4, 3)).is_ok());
+        Ok(())
+    });
+}
+
+/// The maximum of sums is not the sum of maxima, and nothing says which is meant.
+#[test]
+fn a_local_tensor_has_no_reductions_whose_order_matters() {
+    on_ranks(4, "mixed", |ctx| -> Result<()> {
+        let mesh = mesh(ctx, &[2, 2])?;
+        let [sum, max, avg] = [ReduceOp::Sum, ReduceOp::Max, ReduceOp::Avg].map(Partial);
+        let from_local =
+            |at: [Placement; 2]| DTensor::from_local(Tensor::zeros(3, DType::F32, &Device::Cpu)?, &mesh, &at, 3);
+        for at in [[sum, max], [max, sum], [avg, max]] {
+            let text = from_local(at).unwrap_err().to_string();
+            let part = format!("the order of {} and {} would matter; reduce over one axis first", at[0], at[1]);
+            assert!(text.contains(&part), "{text}");
+        }
+        for at in [[sum, sum], [max, max], [sum, avg], [max, Replicate]] {
+            assert!(from_local(at).is_ok(), "{at:?}");
+        }
         Ok(())
     });
 }

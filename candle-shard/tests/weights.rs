@@ -196,10 +196,18 @@ fn files_that_are_not_what_they_should_be_are_refused_in_words() {
     raw(&at("backwards.safetensors"), &entry("F32", "[1]", "[8,4]"), 12);
     raw(&at("good.safetensors"), &entry("F32", "[2]", "[0,8]"), 8);
     raw(&at("same.safetensors"), &entry("F32", "[2]", "[0,8]"), 8);
+    let pieces = |dtype: &str, shape: &str, piece: &str, file: &str| {
+        let piece = format!(r#"{{"file":"{file}.safetensors","start":[0,0],"shape":{piece}}}"#);
+        format!(r#"{{"tensors":{{"w":{{"shape":{shape},"dtype":"{dtype}","pieces":[{piece}]}}}}}}"#)
+    };
+    raw(&at("deep.safetensors"), &entry("F32", "[2,1,3]", "[0,24]"), 24);
+    fs::write(at("deep.json"), pieces("F32", "[2,1]", "[2,1,3]", "deep")).unwrap();
+    raw(&at("vast.safetensors"), &entry("F4", "[4294967296,4294967296]", "[0,8]"), 8);
+    fs::write(at("vast.json"), pieces("F4", "[4294967296,4294967296]", "[4294967296,4294967296]", "vast")).unwrap();
     fs::write(at("out.json"), r#"{"weight_map": {"w": "../good.safetensors"}}"#).unwrap();
     fs::write(at("lost.json"), r#"{"weight_map": {"v": "good.safetensors"}}"#).unwrap();
     fs::write(at("odd.json"), r#"{"weights": 1}"#).unwrap();
-    let opened: [(&str, &str); 13] = [
+    let opened: [(&str, &str); 15] = [
         ("absent.safetensors", "cannot be read"),
         ("absent.json", "cannot be read as an index"),
         ("short.safetensors", "has 3 bytes"),
@@ -213,6 +221,8 @@ fn files_that_are_not_what_they_should_be_are_refused_in_words() {
         ("out.json", "\"../good.safetensors\", which is no file of its folder"),
         ("lost.json", "\"v\" is not there"),
         ("odd.json", "cannot be read as an index"),
+        ("deep.json", "\"w\" is F32[2, 1, 3], and the index has F32[2, 1, 3] at [0, 0] of [2, 1]"),
+        ("vast.json", "the pieces of \"w\" are not exactly a tensor of shape [4294967296, 4294967296]"),
     ];
     for (name, part) in opened {
         let error = Weights::open(at(name)).unwrap_err();

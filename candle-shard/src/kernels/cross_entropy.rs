@@ -118,7 +118,11 @@ fn normaliser<T: Real>(x: &Tensor) -> Result<(Tensor, Tensor)> {
 fn composed(x: &Tensor, goals: &Goals, join: impl Fn(&Tensor, ReduceOp) -> Result<Tensor>) -> Result<Tensor> {
     let (rows, classes) = x.dims2()?;
     if classes == 0 {
-        return x.sum(1);
+        // Other pieces have classes and wait for this one, in the backward pass too.
+        let none = x.sum(1)?;
+        join(&(none.zeros_like()? + f64::NEG_INFINITY)?, ReduceOp::Max)?;
+        let norm = join(&none, ReduceOp::Sum)?;
+        return none.zeros_like()?.to_dtype(DType::U8)?.where_cond(&norm, &none);
     }
     let top = join(&x.max(1)?.detach(), ReduceOp::Max)?.unsqueeze(1)?;
     let shifted = x.broadcast_sub(&top)?;
@@ -258,6 +262,26 @@ mod tests {
         let grads = [(&pair[0] * &weights)?.backward()?, (&pair[1] * &weights)?.backward()?];
         let [a, b] = grads.each_ref().map(|g| g.get(&x).unwrap());
         assert!(largest(a, b)? < 1e-14);
+        Ok(())
+    }
+
+    #[test]
+    fn a_piece_without_classes_joins_like_the_others() -> Result<()> {
+        let elsewhere = Var::from_tensor(&Tensor::new(&[2f64, 3.0], &Cpu)?)?;
+        let x = Var::from_tensor(&Tensor::zeros((2, 0), DType::F64, &Cpu)?)?;
+        let rows = (0..2).map(|_| Goal { class: None, peak: 1.0, spread: 0.0 }).collect();
+        let goals = Goals { rows, spread: Vec::new(), spread_total: 0.0 };
+        let joined = std::cell::RefCell::new(Vec::new());
+        let join = |t: &Tensor, op| {
+            joined.borrow_mut().push(op);
+            if op == ReduceOp::Sum { t + elsewhere.as_tensor() } else { Ok(t.clone()) }
+        };
+        let y = composed(&x, &goals, join)?;
+        assert_eq!(y.to_vec1::<f64>()?, [0.0, 0.0]);
+        assert_eq!(joined.take(), [ReduceOp::Max, ReduceOp::Sum]);
+        let grads = y.backward()?;
+        assert_eq!(grads.get(&elsewhere).unwrap().to_vec1::<f64>()?, [0.0, 0.0]);
+        assert_eq!(grads.get(&x).unwrap().dims(), [2, 0]);
         Ok(())
     }
 }

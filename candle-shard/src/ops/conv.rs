@@ -40,6 +40,14 @@ impl Conv {
         Some((room / self.stride + 1, room % self.stride))
     }
 
+    /// What a transposed convolution makes of a size; `None` if that is nothing or too large.
+    fn transposed(&self, len: usize, kernel: usize, output_padding: usize) -> Option<usize> {
+        let steps = len.checked_sub(1)?.checked_mul(self.stride)?;
+        let reach = kernel.checked_sub(1)?.checked_mul(self.dilation)?.checked_add(output_padding)?;
+        let grown = steps.checked_add(reach)?.checked_add(1)?;
+        grown.checked_sub(self.padding.checked_mul(2)?).filter(|&size| size > 0 && self.stride > 0)
+    }
+
     /// An input padded here instead of by candle, without what the stride leaves out at its end.
     fn trimmed(&self, x: &Tensor, dim: usize, kernel: &Tensor) -> candle_core::Result<Tensor> {
         let (_, left) = self.places(x.dims()[dim], kernel.dims()[dim]).unwrap_or_default();
@@ -181,13 +189,14 @@ impl DTensor {
             let want = "want [batch, in, l] and [in, out, k], and less output padding than stride or dilation";
             return Error::op(op, format!("{what}, output padding {output_padding}: {want}"));
         }
+        let Some(len) = conv.transposed(self.dims()[2], kernel.dims()[2], output_padding) else {
+            let what = format!("{} with a kernel {}, {conv:?}", self.spec(), kernel.spec());
+            return Error::op(op, format!("{what}: the output has no element or too many, or the stride is 0"));
+        };
         // A line is an image of one row, which takes no padding.
         let whole = Conv { padding: 0, ..conv };
         let y = self.unsqueeze(2)?.conv_transpose2d(&kernel.unsqueeze(2)?, None, 0, whole)?.squeeze(2)?;
         let y = y.pad_with_zeros(2, 0, output_padding)?;
-        let Some(len) = y.dims()[2].checked_sub(2 * conv.padding).filter(|&len| len > 0) else {
-            return Error::op(op, format!("padding {} leaves nothing of {}", conv.padding, y.spec()));
-        };
         y.narrow(2, conv.padding, len)?.with_bias(op, bias)
     }
 
@@ -207,12 +216,9 @@ impl DTensor {
         if output_padding >= conv.stride.max(conv.dilation) {
             return refuse("want an output padding less than the stride or the dilation");
         }
-        let size = |len: usize, k: usize| {
-            let grown = len.checked_sub(1)? * conv.stride + conv.dilation * k.checked_sub(1)? + output_padding + 1;
-            grown.checked_sub(2 * conv.padding).filter(|&size| size > 0 && conv.stride > 0)
-        };
+        let size = |len, k| conv.transposed(len, k, output_padding);
         let (Some(h), Some(w)) = (size(h, kh), size(w, kw)) else {
-            return refuse("the padding leaves nothing of the output, or the stride is 0");
+            return refuse("the output has no element or too many, or the stride is 0");
         };
         let rows = Rows::from_iter([
             Row::new(Shard(0), &[Shard(0), Replicate]),

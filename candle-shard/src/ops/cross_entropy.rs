@@ -1,6 +1,6 @@
 //! Cross entropy over classes that may be sharded, with means over the global batch.
 use super::neutral;
-use crate::ops::loss::Reduction;
+use crate::ops::loss::{Reduction, loss_dtype};
 use crate::placement::{Placement, Replicate, Shard};
 use crate::rules::{self, Row, Rows, Signature};
 use crate::{DTensor, Error, Result, kernels};
@@ -205,11 +205,6 @@ struct Targets {
 
 fn weight_of(weights: &Option<Vec<f64>>, class: usize) -> f64 {
     weights.as_ref().map_or(1.0, |weights| weights[class])
-}
-
-/// The dtype in which losses are added up.
-fn loss_dtype(dtype: DType) -> DType {
-    if dtype == DType::F64 { DType::F64 } else { DType::F32 }
 }
 
 fn signature(op: &'static str, scores: &DTensor, targets: &DTensor, weights: Option<&DTensor>) -> Result<Signature> {

@@ -51,11 +51,12 @@ impl DTensor {
             let shape = [&self.dims()[..dim], ids.dims(), &self.dims()[dim + 1..]].concat();
             Ok(Signature::new(rows, &shape, self.dtype()))
         };
-        rules::run(op, &[dim], &[self, ids], signature, |x, out| {
+        let found = rules::run(op, &[dim], &[self, ids], signature, |x, out| {
             let held = held(op, &x[1], &x[0], dim)?.flatten_all()?;
             let found = x[0].to_local().contiguous()?.index_select(&held, dim)?; // candle takes nothing else
             Ok(found.reshape(out.local_shape().as_slice())?)
-        })
+        })?;
+        checked(op, found, ids, self, dim)
     }
 
     /// The elements of a dim at `indexes` (u8, u32 or i64), which have the shape of the result.
@@ -85,10 +86,11 @@ impl DTensor {
             ]);
             Ok(Signature::new(rows.collect(), indexes.dims(), self.dtype()))
         };
-        rules::run("gather", &[dim], &[&source, indexes], signature, |x, _| {
+        let found = rules::run("gather", &[dim], &[&source, indexes], signature, |x, _| {
             let held = held("gather", &x[1], &x[0], dim)?;
             Ok(x[0].to_local().contiguous()?.gather(&held, dim)?)
-        })
+        })?;
+        checked("gather", found, indexes, self, dim)
     }
 }
 
@@ -98,6 +100,15 @@ pub(super) fn check_indexes(op: &'static str, indexes: &DTensor) -> Result<()> {
         return Ok(());
     }
     Error::op(op, format!("ids {}: want u8, u32 or i64", indexes.spec()))
+}
+
+/// The result of an op with `indexes` of a dim of `x`, which are checked where a rank has no elements of it, too.
+pub(super) fn checked(op: &'static str, made: DTensor, indexes: &DTensor, x: &DTensor, dim: usize) -> Result<DTensor> {
+    let read = made.to_local().elem_count() > 0 || indexes.placements().iter().any(|p| p.is_partial());
+    if !read {
+        places(op, indexes, x, dim)?;
+    }
+    Ok(made)
 }
 
 /// candle's mark for no element: it is read as zero, and nothing is written to it.

@@ -3,7 +3,7 @@ use super::neutral;
 use crate::placement::{Placement, Shard};
 use crate::rules::{self, Row, Rows, Signature};
 use crate::{DTensor, Error, Result};
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 
 /// How the losses of many elements become one number.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -71,17 +71,24 @@ impl DTensor {
                 return Error::op(op, reason);
             }
             let row = |d| Row::new(Placement::PARTIAL_SUM, &[Shard(d), Shard(d)]);
-            Ok(Signature::new((0..self.rank()).map(row).collect::<Rows>(), &[], self.dtype()))
+            Ok(Signature::new((0..self.rank()).map(row).collect::<Rows>(), &[], loss_dtype(self.dtype())))
         };
         let sum = rules::run(op, &[], &[self, target], signature, |x, out| {
             if x[0].to_local().elem_count() == 0 {
                 return neutral(x, &[], out.dtype());
             }
-            Ok(loss(x[0].to_local(), x[1].to_local())?.sum_all()?)
+            let [x, target] = [&x[0], &x[1]].map(|x| x.to_local().to_dtype(out.dtype()));
+            Ok(loss(&x?, &target?)?.sum_all()?)
         })?;
-        match reduction {
-            Reduction::Sum => Ok(sum),
-            Reduction::Mean => sum.affine(1.0 / self.elem_count() as f64, 0.0),
-        }
+        let loss = match reduction {
+            Reduction::Sum => sum,
+            Reduction::Mean => sum.affine(1.0 / self.elem_count() as f64, 0.0)?,
+        };
+        loss.to_dtype(self.dtype())
     }
+}
+
+/// The dtype in which losses are added up.
+pub(super) fn loss_dtype(dtype: DType) -> DType {
+    if dtype == DType::F64 { DType::F64 } else { DType::F32 }
 }

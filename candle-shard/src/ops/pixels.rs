@@ -7,9 +7,10 @@ impl DTensor {
     /// # Errors
     /// Unless there are four dims and the channels divide by `f²`.
     pub fn pixel_shuffle(&self, factor: usize) -> Result<Self> {
-        match *self.dims() {
-            [b, c, h, w] if factor > 0 && c.is_multiple_of(factor * factor) => {
-                let c = c / (factor * factor);
+        let square = factor.checked_mul(factor).filter(|&square| square > 0);
+        match (self.dims(), square) {
+            (&[b, c, h, w], Some(square)) if c.is_multiple_of(square) => {
+                let c = c / square;
                 let apart = self.reshape((b, c, factor, factor, h, w))?;
                 apart.permute((0, 1, 4, 2, 5, 3))?.reshape((b, c, h * factor, w * factor))
             }

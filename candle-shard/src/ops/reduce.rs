@@ -1,9 +1,9 @@
-//! Sums, means and variances: a sharded dim that is summed away leaves partial sums.
+//! Sums, means and variances: a sharded dim that is summed away leaves partial sums. 16-bit floats add up in f32.
 use crate::placement::{Placement, Shard};
 use crate::rules::{self, Row, Rows, Signature};
 use crate::{DTensor, Result};
-use candle_core::Shape;
 use candle_core::shape::{Dim, Dims};
+use candle_core::{DType, Shape, Tensor};
 
 const SUM: Placement = Placement::PARTIAL_SUM;
 
@@ -16,7 +16,7 @@ impl DTensor {
             dims.iter().for_each(|&d| shape[d] = 1);
             Ok(Signature::new(rows(self.rank(), &dims, |d| d), &shape, self.dtype()))
         };
-        rules::run("sum_keepdim", &dims, &[self], signature, |x, _| Ok(x[0].to_local().sum_keepdim(&dims[..])?))
+        rules::run("sum_keepdim", &dims, &[self], signature, |x, _| summed(&x[0], |x| x.sum_keepdim(&dims[..])))
     }
 
     /// The sum over `dims`, which go away.
@@ -26,7 +26,7 @@ impl DTensor {
             let rows = rows(self.rank(), &dims, |d| (0..d).filter(|k| !dims.contains(k)).count());
             Ok(Signature::new(rows, &without(self.dims(), &dims), self.dtype()))
         };
-        rules::run("sum", &dims, &[self], signature, |x, _| Ok(x[0].to_local().sum(&dims[..])?))
+        rules::run("sum", &dims, &[self], signature, |x, _| summed(&x[0], |x| x.sum(&dims[..])))
     }
 
     /// The sum of all elements, a scalar.
@@ -35,7 +35,7 @@ impl DTensor {
             let dims: Vec<usize> = (0..self.rank()).collect();
             Ok(Signature::new(rows(self.rank(), &dims, |d| d), &[], self.dtype()))
         };
-        rules::run("sum_all", &[], &[self], signature, |x, _| Ok(x[0].to_local().sum_all()?))
+        rules::run("sum_all", &[], &[self], signature, |x, _| summed(&x[0], Tensor::sum_all))
     }
 
     /// The mean over `dims`, which stay with size 1; the count is the global one.
@@ -43,7 +43,7 @@ impl DTensor {
         self.check_float("mean_keepdim")?;
         let dims = dims.to_indexes(&Shape::from(self.dims()), "mean_keepdim")?;
         let count: usize = dims.iter().map(|&d| self.dims()[d]).product();
-        self.sum_keepdim(dims)?.affine(1.0 / count as f64, 0.0)
+        self.in_full_precision(|x| x.sum_keepdim(&dims[..])?.affine(1.0 / count as f64, 0.0))
     }
 
     /// The mean over `dims`, which go away; the count is the global one.
@@ -55,7 +55,7 @@ impl DTensor {
     /// The mean of all elements, a scalar; the count is the global one.
     pub fn mean_all(&self) -> Result<Self> {
         self.check_float("mean_all")?;
-        self.sum_all()?.affine(1.0 / self.elem_count() as f64, 0.0)
+        self.in_full_precision(|x| x.sum_all()?.affine(1.0 / x.elem_count() as f64, 0.0))
     }
 
     /// The unbiased variance over a dim, which stays with size 1; mean and count are the global ones.
@@ -64,11 +64,12 @@ impl DTensor {
     pub fn var_keepdim(&self, dim: impl Dim) -> Result<Self> {
         self.check_float("var_keepdim")?;
         let dim = dim.to_index(&Shape::from(self.dims()), "var_keepdim")?;
-        let x = self.settled(&[dim])?;
-        // The squares' sum is least at the mean, so the mean has no part in the gradient.
-        let squares = x.sub(x.detach().mean_keepdim(dim)?)?.sqr()?;
         let freedom = (self.dims()[dim] as f64 - 1.0).max(0.0);
-        squares.sum_keepdim(dim)?.affine(1.0 / freedom, 0.0)
+        self.settled(&[dim])?.in_full_precision(|x| {
+            // The squares' sum is least at the mean, so the mean has no part in the gradient.
+            let squares = x.sub(x.detach().mean_keepdim(dim)?)?.sqr()?;
+            squares.sum_keepdim(dim)?.affine(1.0 / freedom, 0.0)
+        })
     }
 
     /// The unbiased variance over a dim, which goes away; mean and count are the global ones.
@@ -79,8 +80,25 @@ impl DTensor {
 
     /// The root of the sum of all squares, a scalar.
     pub fn norm(&self) -> Result<Self> {
-        self.sqr()?.sum_all()?.sqrt()
+        self.in_full_precision(|x| x.sqr()?.sum_all()?.sqrt())
     }
+
+    /// What `f` makes of this tensor, of 16-bit floats in f32: a long sum of them in their own dtype stops growing.
+    pub(super) fn in_full_precision(&self, f: impl FnOnce(&Self) -> Result<Self>) -> Result<Self> {
+        match self.dtype() {
+            DType::F16 | DType::BF16 => f(&self.to_dtype(DType::F32)?)?.to_dtype(self.dtype()),
+            _ => f(self),
+        }
+    }
+}
+
+/// The sum that `f` makes of a local tensor.
+fn summed(x: &DTensor, f: impl Fn(&Tensor) -> candle_core::Result<Tensor>) -> Result<Tensor> {
+    let x = x.to_local();
+    Ok(match x.dtype() {
+        DType::F16 | DType::BF16 => f(&x.to_dtype(DType::F32)?)?.to_dtype(x.dtype())?,
+        _ => f(x)?,
+    })
 }
 
 /// A shape without some of its dims.

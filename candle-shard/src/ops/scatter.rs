@@ -1,7 +1,7 @@
 //! Elements put or added to places that indexes name, in dims that may be sharded.
 //!
 //! A rank that holds a part of the indexed dim takes what belongs there and leaves the rest to the others.
-use super::lookup::{NOWHERE, check_indexes, held, places};
+use super::lookup::{NOWHERE, check_indexes, checked, held, places};
 use crate::placement::{Placement, Replicate, Shard};
 use crate::rules::{self, Row, Rows, Signature};
 use crate::{DTensor, Error, Result};
@@ -26,12 +26,13 @@ impl DTensor {
             rows.push(Row::new(SUM, &[SUM, Shard(dim), Shard(dim)]));
             Ok(Signature::new(rows, self.dims(), self.dtype()))
         };
-        rules::run("scatter_add", &[dim], &[self, indexes, source], signature, |x, _| {
+        let made = rules::run("scatter_add", &[dim], &[self, indexes, source], signature, |x, _| {
             let (base, source) = (x[0].to_local(), x[2].to_local().flatten_all()?.contiguous()?);
             let places = flat(&places("scatter_add", &x[1], &x[0], dim)?, base.dims(), dim);
             let places = Tensor::from_vec(places, source.dims(), base.device())?;
             Ok(base.flatten_all()?.index_add(&places, &source, 0)?.reshape(base.shape())?)
-        })
+        })?;
+        checked("scatter_add", made, indexes, self, dim)
     }
 
     /// A copy with each element of `source` in place of the one at its index of a dim.
@@ -45,14 +46,15 @@ impl DTensor {
         let dim = dim.to_index(&Shape::from(self.dims()), "scatter")?;
         let signature =
             || Ok(Signature::new(self.scatter_rows("scatter", indexes, source, dim)?, self.dims(), self.dtype()));
-        rules::run("scatter", &[dim], &[self, indexes, source], signature, |x, _| {
+        let made = rules::run("scatter", &[dim], &[self, indexes, source], signature, |x, _| {
             let (base, source) = (x[0].to_local(), x[2].to_local().contiguous()?);
             let held = held("scatter", &x[1], &x[0], dim)?;
             let marks = Tensor::zeros(source.shape(), DType::U8, base.device())?;
             let kept = Tensor::ones(base.shape(), DType::U8, base.device())?.scatter(&held, &marks, dim)?;
             let put = base.zeros_like()?.scatter(&held, &source, dim)?;
             Ok(kept.where_cond(base, &put)?) // the order of the inputs: that of the backward passes on all ranks
-        })
+        })?;
+        checked("scatter", made, indexes, self, dim)
     }
 
     /// A copy with slice `i` of `source` along a dim added to slice `indexes[i]` (u8, u32 or i64).
@@ -77,10 +79,11 @@ impl DTensor {
             ]);
             Ok(Signature::new(rows, self.dims(), self.dtype()))
         };
-        rules::run("index_add", &[dim], &[self, indexes, source], signature, |x, _| {
+        let made = rules::run("index_add", &[dim], &[self, indexes, source], signature, |x, _| {
             let source = x[2].to_local().contiguous()?;
             Ok(x[0].to_local().index_add(&held("index_add", &x[1], &x[0], dim)?, &source, dim)?)
-        })
+        })?;
+        checked("index_add", made, indexes, self, dim)
     }
 
     /// The rows of an op that puts `source` at `indexes` of the same shape.

@@ -18,8 +18,10 @@ impl DTensor {
         if self.elem_count() == 0 {
             return Ok(self.clone());
         }
-        let powers = self.settled(&[dim])?.below_maximum(&[dim])?.0.exp()?;
-        powers.div(powers.sum_keepdim(dim)?)
+        self.settled(&[dim])?.in_full_precision(|x| {
+            let powers = x.below_maximum(&[dim])?.0.exp()?;
+            powers.div(powers.sum_keepdim(dim)?)
+        })
     }
 
     /// The softmax over the last dim; see [`softmax`](Self::softmax).
@@ -37,8 +39,10 @@ impl DTensor {
         if self.elem_count() == 0 {
             return Ok(self.clone());
         }
-        let x = self.settled(&[dim])?.below_maximum(&[dim])?.0;
-        x.sub(x.exp()?.sum_keepdim(dim)?.resolved()?.log()?)
+        self.settled(&[dim])?.in_full_precision(|x| {
+            let x = x.below_maximum(&[dim])?.0;
+            x.sub(x.exp()?.sum_keepdim(dim)?.resolved()?.log()?)
+        })
     }
 
     /// The logarithm of the sum of the exponentials over `dims`, which go away.
@@ -47,9 +51,11 @@ impl DTensor {
     pub fn log_sum_exp(&self, dims: impl Dims) -> Result<Self> {
         self.check_float("log_sum_exp")?;
         let dims = dims.to_indexes(&Shape::from(self.dims()), "log_sum_exp")?;
-        let (x, top) = self.settled(&dims)?.below_maximum(&dims)?;
-        let sum = x.exp()?.sum_keepdim(&dims[..])?.resolved()?;
-        sum.log()?.add(top)?.reshape(without(self.dims(), &dims))
+        self.settled(&dims)?.in_full_precision(|x| {
+            let (x, top) = x.below_maximum(&dims)?;
+            let sum = x.exp()?.sum_keepdim(&dims[..])?.resolved()?;
+            sum.log()?.add(top)?.reshape(without(self.dims(), &dims))
+        })
     }
 
     /// This tensor less its maximum over `dims`, and that maximum, which counts as a constant: it cancels out.

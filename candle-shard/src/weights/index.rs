@@ -6,6 +6,7 @@ use crate::{Error, Result};
 use itertools::Itertools;
 use serde::Deserialize;
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::path::Path;
 
 /// What a folder of weights may hold, in the order in which it is looked for.
@@ -96,9 +97,12 @@ impl<'a> Files<'a> {
         for piece in pieces {
             let file = self.open(&piece.file)?;
             let entry = self.entry(name, file)?;
-            if entry.shape != piece.shape || entry.dtype != stored.dtype || piece.start.len() != stored.shape.len() {
-                let (has, want) = (&entry.shape, &piece.shape);
+            let dims = stored.shape.len();
+            let lies = entry.shape == piece.shape && piece.shape.len() == dims && piece.start.len() == dims;
+            if !lies || entry.dtype != stored.dtype {
+                let (has, want, start, whole) = (&entry.shape, &piece.shape, &piece.start, &stored.shape);
                 let reason = format!("{name:?} is {}{has:?}, and the index has {}{want:?}", entry.dtype, stored.dtype);
+                let reason = format!("{reason} at {start:?} of {whole:?}");
                 return Err(Error::file(&self.weights.files[file].path, reason));
             }
             let block = piece.start.iter().zip(&piece.shape).map(|(&at, &n)| at..at.saturating_add(n)).collect();
@@ -120,12 +124,14 @@ impl<'a> Files<'a> {
 impl Stored {
     /// Whether each element is in exactly one piece: as many elements, inside, none twice.
     fn covered(&self) -> bool {
-        let volume = |piece: &Piece| piece.block.iter().map(|range| range.len()).product::<usize>();
+        let volume = |piece: &Piece| elements(&piece.block.iter().map(Range::len).collect::<Vec<_>>());
+        let volumes = self.pieces.iter().try_fold(0, |sum: usize, piece| sum.checked_add(volume(piece)?));
         let inside = |piece: &Piece| piece.block.iter().zip(&self.shape).all(|(range, &n)| range.end <= n);
         let apart =
             |[a, b]: [&Piece; 2]| a.block.iter().zip(&b.block).any(|(a, b)| a.start.max(b.start) >= a.end.min(b.end));
         self.pieces.iter().all(inside)
-            && elements(&self.shape) == Some(self.pieces.iter().map(volume).sum())
+            && volumes.is_some()
+            && volumes == elements(&self.shape)
             && self.pieces.iter().array_combinations().all(apart)
     }
 }

@@ -45,12 +45,23 @@ fn ids_that_are_no_rows_are_refused() {
     for at in [Replicate, Shard(0), Shard(1)] {
         let texts = on_ranks(3, "bad ids", move |ctx| -> candle_shard::Result<String> {
             let mesh = ctx.mesh(&[("a", 3)])?;
-            let table = DTensor::distribute(&crate::common::values(&[4, 5], 1, DType::F64), &mesh, &[at])?;
+            // Some ranks hold nothing of the table, or of its two columns.
+            let table = DTensor::distribute(&crate::common::values(&[4, 2], 1, DType::F64), &mesh, &[at])?;
             let ids = Tensor::new(&[1u32, 4], &candle_core::Device::Cpu)?;
             let ids = DTensor::distribute(&ids, &mesh, &[Replicate])?;
-            Ok(table.embedding(&ids).unwrap_err().to_string())
+            let (source, places) = (table.narrow(0, 0, 2)?, ids.unsqueeze(1)?.broadcast_as((2, 2))?);
+            let made = [
+                table.embedding(&ids),
+                table.gather(&places, 0),
+                table.scatter(&places, &source, 0),
+                table.scatter_add(&places, &source, 0),
+                table.index_add(&ids, &source, 0),
+            ];
+            Ok(made.map(|made| made.unwrap_err().to_string()).join("\n"))
         });
-        assert!(texts.iter().all(|t| t == "embedding: index 4 is outside of dim 0 of size 4"), "{texts:?}");
+        let ops = ["embedding", "gather", "scatter", "scatter_add", "index_add"];
+        let want = ops.map(|op| format!("{op}: index 4 is outside of dim 0 of size 4")).join("\n");
+        assert!(texts.iter().all(|text| *text == want), "{texts:?}");
     }
 }
 

@@ -1,6 +1,7 @@
 use crate::sweep::{Case, Input, Kind::Float, sweep, sweep_in};
-use candle_core::{D, DType, Tensor};
+use candle_core::{D, DType, Device, Tensor};
 use candle_shard::kernels;
+use itertools::Itertools;
 
 const SHAPES: [&[usize]; 5] = [&[4, 6], &[5, 3], &[1, 7], &[2, 3, 5], &[3]];
 
@@ -100,4 +101,28 @@ fn norms() {
         ]);
     }
     sweep("norms", cases);
+}
+
+/// A sum of 16-bit floats in their own dtype stops growing after some hundred elements.
+#[test]
+fn long_rows_of_16_bits_add_up() {
+    use candle_shard::{DTensor, Reduction, Replicate, Result, Shard};
+    for (dtype, at) in [DType::BF16, DType::F16].into_iter().cartesian_product([Shard(1), Replicate]) {
+        test_utils::on_ranks(2, "16 bits", move |ctx| -> Result<()> {
+            let mesh = crate::common::mesh(ctx, &[2])?;
+            let zeros = DTensor::zeros((1, 8192), dtype, &Device::Cpu, &mesh, &[at])?;
+            let one = |x: Result<DTensor>| x?.to_dtype(DType::F32)?.max_all()?.to_scalar::<f32>();
+            let (log_n, what) = (8192f32.ln(), format!("{} as {at}", dtype.as_str()));
+            assert_eq!(one(zeros.softmax(1))? * 8192.0, 1.0, "{what}");
+            assert_eq!(one(zeros.t()?.softmax(0))? * 8192.0, 1.0, "{what}");
+            assert!((one(zeros.log_softmax(1))? + log_n).abs() < 0.05, "{what}");
+            assert!((one(zeros.log_sum_exp(1))? - log_n).abs() < 0.05, "{what}");
+            let ones = zeros.ones_like()?;
+            assert_eq!(one(ones.sum(1))?, 8192.0, "{what}");
+            assert_eq!(one(ones.affine(16.0, 0.0)?.mean_all())?, 16.0, "{what}"); // the sum is no f16
+            assert!((one(ones.norm())? / 8192f32.sqrt() - 1.0).abs() < 0.01, "{what}");
+            assert_eq!(one(zeros.mse_loss(&zeros.ones_like()?, Reduction::Mean))?, 1.0, "{what}");
+            Ok(())
+        });
+    }
 }
