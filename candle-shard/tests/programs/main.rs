@@ -1,6 +1,8 @@
 //! Random programs of ops and changes of layout against one device: the loss and the gradient of every leaf.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
+#[path = "../common/mod.rs"]
 mod common;
+mod moves;
 
 use candle_core::{D, DType, Device, Tensor, Var};
 use candle_dist::DeviceMesh;
@@ -80,7 +82,7 @@ impl Program {
         let (x, y) = (self.values[i].clone(), self.values[j].clone());
         let (a, b) = (x.here.dims().to_vec(), y.here.dims().to_vec());
         let dim = self.dice.below(a.len().max(1));
-        let made = match self.dice.below(15) {
+        let made = match self.dice.below(15 + moves::KINDS) {
             0 => Some(("tanh", x.here.tanh()?, x.plain.tanh()?)),
             1 => Some(("affine", x.here.affine(-0.7, 0.0)?, x.plain.affine(-0.7, 0.0)?)),
             2 | 3 => {
@@ -137,7 +139,10 @@ impl Program {
                 ))
             }
             14 if !a.is_empty() => Some(("cumsum", x.here.cumsum(dim)?.tanh()?, running_sum(&x.plain, dim)?.tanh()?)),
-            _ => None,
+            kind => match kind.checked_sub(15) {
+                Some(kind) => self.moved(kind, &x, &y, dim)?,
+                None => None,
+            },
         };
         if let Some((name, here, plain)) = made {
             let of = [&x.here, &y.here].map(|x| x.spec().to_string()).join(" and ");
@@ -189,12 +194,12 @@ const PROGRAMS: u64 = 300;
 
 #[test]
 fn random_programs_equal_one_device() {
-    for shape in [&[2][..], &[3], &[4], &[2, 2], &[3, 2], &[2, 1, 2]] {
+    for shape in [&[2][..], &[3], &[4], &[2, 2], &[3, 2], &[2, 1, 2], &[2, 2, 2]] {
         on_ranks(shape.iter().product(), "programs", move |ctx| -> Result<()> {
             let mesh = mesh(ctx, shape)?;
             for seed in 0..PROGRAMS {
                 let mut program = Program::new(seed, &mesh)?;
-                let ran = (0..20).try_for_each(|_| program.step()).and_then(|()| program.check());
+                let ran = (0..28).try_for_each(|_| program.step()).and_then(|()| program.check());
                 let show = || format!("program {seed}:\n{}", program.text.join("\n"));
                 let error = ran.map_err(|e| candle_core::Error::Msg(format!("{}\n{e}", show())))?;
                 assert!(error <= 1e-10, "{}", show());
@@ -208,4 +213,9 @@ fn random_programs_equal_one_device() {
 fn running_sum(x: &Tensor, dim: usize) -> candle_core::Result<Tensor> {
     let last = x.rank() - 1;
     x.transpose(dim, last)?.contiguous()?.cumsum(last)?.transpose(dim, last)
+}
+
+/// Some of a dim; candle panics on empty parts that begin behind the last element.
+fn narrow(x: &Tensor, dim: usize, start: usize, len: usize) -> candle_core::Result<Tensor> {
+    x.narrow(dim, if len == 0 { 0 } else { start }, len)
 }
