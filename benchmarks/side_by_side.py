@@ -21,12 +21,14 @@ def one_thread():
     return {**os.environ, **{name: "1" for name in ("CANDLE_NUM_THREADS", "RAYON_NUM_THREADS", "OMP_NUM_THREADS")}}
 
 
-def output(command):
-    """The JSON object that a measurement prints."""
-    run = subprocess.run(command, env=one_thread(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    if run.returncode != 0:
-        sys.exit(f"{' '.join(map(str, command))} failed:\n{run.stderr}")
-    return json.loads(run.stdout)
+def output(command, tries=1):
+    """The JSON object that a measurement prints; a peer may abort now and then, and gets another try."""
+    for _ in range(tries):
+        run = subprocess.run(command, env=one_thread(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        if run.returncode == 0:
+            return json.loads(run.stdout)
+        say(f"{' '.join(map(str, command))} failed:\n{run.stderr}")
+    sys.exit(1)
 
 
 def build(binary):

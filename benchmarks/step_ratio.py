@@ -43,7 +43,7 @@ def main():
             for run in output([*ours, "--runs", ",".join(RUNS), "--json", "-"])["runs"]:
                 times.setdefault(run["name"], []).append(run["ms_per_step"])
             if peer:
-                runs = output([args.torch_python, PEERS / "toy_transformer.py", *flags(size, steps)])["runs"]
+                runs = output([args.torch_python, PEERS / "toy_transformer.py", *flags(size, steps)], tries=3)["runs"]
                 for name, ms in runs.items():
                     times.setdefault(f"PyTorch {name}", []).append(ms)
         for name, series in times.items():
