@@ -5,10 +5,13 @@ use std::io::{self, Write};
 use std::path::Path;
 use std::process::ExitCode;
 
+use clap::Parser;
+use indicatif::{ProgressBar, ProgressStyle};
+
 /// The exit status of a program that tried and failed.
 pub const FAILED: u8 = 1;
 /// The exit status of a program whose command line cannot work.
-pub const USAGE: u8 = 2;
+const USAGE: u8 = 2;
 
 /// One sentence on what the user should change.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -36,7 +39,7 @@ macro_rules! require {
 pub(crate) use require;
 
 /// What clap has to say about a command line it could not parse, as one sentence without the usage text.
-pub fn one_sentence(error: &clap::Error) -> String {
+fn one_sentence(error: &clap::Error) -> String {
     let rendered = error.to_string();
     let said: Vec<&str> = rendered
         .lines()
@@ -48,8 +51,52 @@ pub fn one_sentence(error: &clap::Error) -> String {
     format!("{}; see --help.", said.join("; "))
 }
 
+/// The arguments of a program with what `validate` made of them; else what is wrong is said, and the exit status given.
+pub fn arguments<A: Parser, V>(validate: impl FnOnce(&A) -> Checked<V>) -> Result<(A, V), ExitCode> {
+    let args = match A::try_parse() {
+        Ok(args) => args,
+        Err(error) if error.use_stderr() => return Err(fail(one_sentence(&error), USAGE)),
+        Err(help) => help.exit(),
+    };
+    match validate(&args) {
+        Ok(made) => Ok((args, made)),
+        Err(error) => Err(fail(error, USAGE)),
+    }
+}
+
+/// A program that measures: checks its arguments and runs.
+pub fn run<A: Parser>(validate: impl FnOnce(&A) -> Checked, run: impl FnOnce(&A) -> anyhow::Result<()>) -> ExitCode {
+    match arguments(validate).map(|(args, ())| run(&args)) {
+        Ok(Ok(())) => ExitCode::SUCCESS,
+        Ok(Err(error)) => failed(&error),
+        Err(status) => status,
+    }
+}
+
+/// Measures under a progress bar of so many rows, and writes the report as a table and as JSON.
+///
+/// `measure` gets what it calls with a text before each row.
+pub fn report<R: serde::Serialize, T: std::fmt::Display>(
+    rows: usize,
+    json: Option<&Path>,
+    measure: impl FnOnce(&(dyn Fn(String) + Sync)) -> anyhow::Result<R>,
+    table: impl FnOnce(&R) -> T,
+) -> anyhow::Result<()> {
+    let style = ProgressStyle::with_template("{bar:32} {pos}/{len} rows, {msg} [{elapsed}]")?;
+    // Drawn on stderr, and only where that is a terminal.
+    let bar = ProgressBar::new(rows as u64).with_style(style);
+    let report = measure(&|row| {
+        bar.set_message(row);
+        bar.inc(1);
+    });
+    bar.finish_and_clear();
+    let (report, output) = (report?, Output::new(json));
+    writeln!(output.screen(), "{}", table(&report))?;
+    output.write_json(&report)
+}
+
 /// Says what went wrong on stderr and gives the exit status.
-pub fn fail(error: impl std::fmt::Display, status: u8) -> ExitCode {
+fn fail(error: impl std::fmt::Display, status: u8) -> ExitCode {
     eprintln!("error: {error}");
     ExitCode::from(status)
 }

@@ -1,9 +1,12 @@
 //! The measurement of collectives as its users meet it: what it prints, where, and with which exit status.
 
+mod common;
+
 use std::process::{Command, Output};
 
 use candle_core::{Device, Tensor};
 use candle_dist::World;
+use common::{refuses, text};
 use examples::collectives::args::{ByteSize, OpName};
 use examples::collectives::case::Case;
 use examples::collectives::floor;
@@ -23,10 +26,6 @@ fn bench(flags: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_bench-collectives")).args(flags).output().expect("the program starts")
 }
 
-fn text(bytes: &[u8]) -> String {
-    String::from_utf8(bytes.to_vec()).expect("output is UTF-8")
-}
-
 #[test]
 fn what_cannot_work_is_one_sentence_and_status_2() {
     let cases: &[(&[&str], &[&str])] = &[
@@ -44,16 +43,7 @@ fn what_cannot_work_is_one_sentence_and_status_2() {
         (&["--sizes", "99999999999999GiB"], &["--sizes", "more than can be addressed"]),
         (&["--json", "no-such-folder/out.json"], &["--json no-such-folder/out.json", "cannot be written"]),
     ];
-    for (flags, mentions) in cases {
-        let output = bench(flags);
-        let said = text(&output.stderr);
-        assert_eq!(output.status.code(), Some(2), "{flags:?}: {said}");
-        assert!(output.stdout.is_empty(), "{flags:?} began to work");
-        assert!(said.starts_with("error: ") && said.lines().count() == 1, "{flags:?}: {said}");
-        for mention in *mentions {
-            assert!(said.contains(mention), "{flags:?} should mention {mention:?}: {said}");
-        }
-    }
+    refuses(bench, cases);
 }
 
 #[test]

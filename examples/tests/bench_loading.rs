@@ -1,15 +1,14 @@
 //! The measurement of loading as its users meet it: what it prints, where, and with which exit status.
 
+mod common;
+
 use std::process::{Command, Output};
 
+use common::{refuses, text};
 use serde_json::Value;
 
 fn bench(flags: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_bench-loading")).args(flags).output().expect("the program starts")
-}
-
-fn text(bytes: &[u8]) -> String {
-    String::from_utf8(bytes.to_vec()).expect("output is UTF-8")
 }
 
 #[test]
@@ -23,16 +22,7 @@ fn what_cannot_work_is_one_sentence_and_status_2() {
         (&["--shapes", "1048576x1048576"], &["at most 4 GiB"]),
         (&["--json", "no-such-folder/out.json"], &["--json no-such-folder/out.json", "cannot be written"]),
     ];
-    for (flags, mentions) in cases {
-        let output = bench(flags);
-        let said = text(&output.stderr);
-        assert_eq!(output.status.code(), Some(2), "{flags:?}: {said}");
-        assert!(output.stdout.is_empty(), "{flags:?} began to work");
-        assert!(said.starts_with("error: ") && said.lines().count() == 1, "{flags:?}: {said}");
-        for mention in *mentions {
-            assert!(said.contains(mention), "{flags:?} should mention {mention:?}: {said}");
-        }
-    }
+    refuses(bench, cases);
 }
 
 #[test]

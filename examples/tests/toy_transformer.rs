@@ -1,9 +1,12 @@
 //! The toy Transformer program as its users meet it: what it prints, where, and with which exit status.
 
+mod common;
+
 use std::fs;
 use std::path::PathBuf;
 use std::process::{Command, Output};
 
+use common::{refuses, text};
 use serde_json::Value;
 
 const TINY: [&str; 14] =
@@ -13,10 +16,6 @@ const TINY: [&str; 14] =
 fn toy(flags: &[&str]) -> Output {
     let defaults = TINY.chunks(2).filter(|pair| !flags.contains(&pair[0])).flatten();
     Command::new(env!("CARGO_BIN_EXE_toy-transformer")).args(defaults).args(flags).output().expect("the program starts")
-}
-
-fn text(bytes: &[u8]) -> String {
-    String::from_utf8(bytes.to_vec()).expect("output is UTF-8")
 }
 
 /// A path of this test's own that does not exist yet.
@@ -64,16 +63,7 @@ fn what_cannot_work_is_one_sentence_and_status_2() {
         (&["--text", short], &[short, "8 bytes", "--seq 8 needs 9", "at most 7"]),
         (&["--json", "no-such-folder/out.json"], &["--json no-such-folder/out.json", "cannot be written"]),
     ];
-    for (flags, mentions) in cases {
-        let output = toy(flags);
-        let said = text(&output.stderr);
-        assert_eq!(output.status.code(), Some(2), "{flags:?}: {said}");
-        assert!(output.stdout.is_empty(), "{flags:?} began to work");
-        assert!(said.starts_with("error: ") && said.lines().count() == 1, "{flags:?}: {said}");
-        for mention in *mentions {
-            assert!(said.contains(mention), "{flags:?} should mention {mention:?}: {said}");
-        }
-    }
+    refuses(toy, cases);
 }
 
 #[test]

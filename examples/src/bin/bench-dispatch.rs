@@ -1,42 +1,22 @@
 //! Measures what a distributed op costs over the plain one; see `--help`.
 
-use std::io::Write;
 use std::process::ExitCode;
 
-use clap::Parser;
-use examples::allocator;
-use examples::cli::{Output, USAGE, fail, failed, one_sentence};
 use examples::dispatch::args::Args;
 use examples::dispatch::measure::{measure, rows};
-use indicatif::{ProgressBar, ProgressStyle};
+use examples::{allocator, cli};
 
 fn main() -> ExitCode {
     allocator::keep_pages();
-    let args = match Args::try_parse() {
-        Ok(args) => args,
-        Err(error) if error.use_stderr() => return fail(one_sentence(&error), USAGE),
-        Err(help) => help.exit(),
-    };
-    if let Err(error) = args.validate() {
-        return fail(error, USAGE);
-    }
-    match run(&args) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => failed(&error),
-    }
+    cli::run(Args::validate, run)
 }
 
 /// Measures and reports.
 fn run(args: &Args) -> anyhow::Result<()> {
-    let style = ProgressStyle::with_template("{bar:32} {pos}/{len} rows, {msg} [{elapsed}]")?;
-    // Drawn on stderr, and only where that is a terminal.
-    let bar = ProgressBar::new(rows() as u64).with_style(style);
-    let report = measure(args, |op, axes| {
-        bar.set_message(format!("{op} on {axes} axes"));
-        bar.inc(1);
-    });
-    bar.finish_and_clear();
-    let (report, output) = (report?, Output::new(args.json.as_deref()));
-    writeln!(output.screen(), "{}", report.table())?;
-    output.write_json(&report)
+    cli::report(
+        rows(),
+        args.json.as_deref(),
+        |row| measure(args, |op, axes| row(format!("{op} on {axes} axes"))),
+        |report| report.table(),
+    )
 }

@@ -3,9 +3,8 @@
 use std::io::Write;
 use std::process::ExitCode;
 
-use clap::Parser;
 use examples::allocator;
-use examples::cli::{FAILED, Output, USAGE, fail, failed, one_sentence};
+use examples::cli::{self, FAILED, Output, failed};
 use examples::toy::args::Args;
 use examples::toy::corpus::Corpus;
 use examples::toy::report::{self, Report};
@@ -13,14 +12,9 @@ use examples::toy::{runs, validate};
 
 fn main() -> ExitCode {
     allocator::keep_pages();
-    let args = match Args::try_parse() {
-        Ok(args) => args,
-        Err(error) if error.use_stderr() => return fail(one_sentence(&error), USAGE),
-        Err(help) => help.exit(),
-    };
-    let corpus = match validate::validate(&args) {
-        Ok(corpus) => corpus,
-        Err(error) => return fail(error, USAGE),
+    let (args, corpus) = match cli::arguments(validate::validate) {
+        Ok(checked) => checked,
+        Err(status) => return status,
     };
     // Before the first tensor op: the run on one device comes first, and must not have more threads than a rank.
     candle_dist::threads::settle(args.threads);
