@@ -7,8 +7,8 @@ use super::{
     Reading, check_dtype, compute_dtype, cpu,
     linear::product,
     real::Real,
-    rows::{add_assign, by_blocks, sum_zip},
-    softmax::soften,
+    rows::{add_assign, by_blocks},
+    softmax::{soften, soften_backward},
 };
 
 /// Attention: `softmax(query · keyᵀ · scale) · value` for each head, without the matrix of scores in memory.
@@ -242,10 +242,7 @@ impl FlashAttn {
                             let pairs = scores.chunks_exact_mut(keys).zip(weights[first * keys..].chunks_exact(keys));
                             for (i, (scores, weights)) in pairs.enumerate() {
                                 let seen = self.visible(rows.start + first + i, &sizes);
-                                let mean = sum_zip(&scores[..seen], &weights[..seen], |grad, weight| grad * weight);
-                                for (score, &weight) in scores[..seen].iter_mut().zip(weights) {
-                                    *score = scale * weight * (*score - mean);
-                                }
+                                soften_backward(&mut scores[..seen], &weights[..seen], scale);
                                 scores[seen..].fill(T::zero());
                             }
                         },

@@ -3,7 +3,8 @@ use candle_core::{CpuStorage, CustomOp2, D, DType, Layout, Result, Shape, Tensor
 use super::{
     Reading, check_dtype, compute_dtype, elements,
     real::Real,
-    rows::{by_blocks, max, sum, sum_zip},
+    rows::{by_blocks, max},
+    softmax::{soften_backward, soften_from},
 };
 
 /// The softmax over the last dim of `x · scale + mask`.
@@ -83,13 +84,7 @@ impl MaskedSoftmax {
                         out.fill(T::zero());
                         continue;
                     }
-                    for out in out.iter_mut() {
-                        *out = (*out - top).exp_neg(T::zero());
-                    }
-                    let norm = T::one() / sum(out, |v| v);
-                    for out in out.iter_mut() {
-                        *out *= norm;
-                    }
+                    soften_from(out, top, T::one());
                 }
             },
         );
@@ -110,10 +105,8 @@ impl MaskedSoftmax {
             |first, out| {
                 let inputs = ys[first * keys..].chunks_exact(keys).zip(gs[first * keys..].chunks_exact(keys));
                 for (out, (y, grad)) in out.chunks_exact_mut(keys).zip(inputs) {
-                    let mean = sum_zip(y, grad, |y, grad| y * grad);
-                    for ((out, &y), &grad) in out.iter_mut().zip(y).zip(grad) {
-                        *out = y * (grad - mean);
-                    }
+                    out.copy_from_slice(grad);
+                    soften_backward(out, y, T::one());
                 }
             },
         );

@@ -72,12 +72,27 @@ pub(super) fn soften<T: Real>(row: &mut [T], scale: T) {
     }
     // Scaled after the difference, which keeps the small differences of large scores.
     let top = if scale < T::zero() { min(row) } else { max(row) };
+    soften_from(row, top, scale);
+}
+
+/// Like [`soften`] for a row that is not empty and whose largest scaled element is `top · scale`.
+#[inline(always)]
+pub(super) fn soften_from<T: Real>(row: &mut [T], top: T, scale: T) {
     for v in row.iter_mut() {
         *v = ((*v - top) * scale).exp_neg(T::zero());
     }
     let norm = T::one() / sum(row, |v| v);
     for v in row.iter_mut() {
         *v *= norm;
+    }
+}
+
+/// Puts the gradient of `row · scale` in the place of that of its softmax `y`.
+#[inline(always)]
+pub(super) fn soften_backward<T: Real>(grad: &mut [T], y: &[T], scale: T) {
+    let mean = sum_zip(y, grad, |y, grad| y * grad);
+    for (grad, &y) in grad.iter_mut().zip(y) {
+        *grad = scale * y * (*grad - mean);
     }
 }
 
@@ -133,11 +148,8 @@ impl Softmax {
                 let inputs = ys[first * keys..].chunks_exact(keys).zip(gs[first * keys..].chunks_exact(keys));
                 for (i, (out, (y, grad))) in out.chunks_exact_mut(keys).zip(inputs).enumerate() {
                     let visible = self.visible(first + i, keys);
-                    let (out, y, grad) = (&mut out[..visible], &y[..visible], &grad[..visible]);
-                    let mean = sum_zip(y, grad, |y, grad| y * grad);
-                    for ((out, &y), &grad) in out.iter_mut().zip(y).zip(grad) {
-                        *out = scale * y * (grad - mean);
-                    }
+                    out[..visible].copy_from_slice(&grad[..visible]);
+                    soften_backward(&mut out[..visible], &y[..visible], scale);
                 }
             },
         );
