@@ -15,6 +15,7 @@
 //! | [`Exchange::zero_pad`] | zero-pad | slice | |
 //! | [`Exchange::reduce_scatter`] | reduce_scatter | all_gather | *g-bar* |
 //! | [`Exchange::all_to_all`] | all_to_all | all_to_all back | |
+//! | [`Exchange::all_to_all_single`] | all_to_all_single | all_to_all_single back | |
 //! | [`Exchange::to_partial`] | scale by 1/n | identity | |
 //! | [`Exchange::to_partial_varying`] | scale by 1/n | scale by 1/n | |
 //!
@@ -61,6 +62,8 @@ pub enum Step {
     ReduceScatter(Cut, ReduceOp),
     /// Pieces of the first cut sent, pieces of the second joined.
     AllToAll(Cut, Cut),
+    /// Rows of dim 0 sent: from each rank, to each rank, so many.
+    AllToAllSingle(Vec<Dims>),
 }
 
 /// A dim cut into one piece a rank.
@@ -119,6 +122,7 @@ impl Step {
                 sizes: smallvec![split.sizes.clone(), concat.sizes.clone()],
                 ..Call::on(Op::AllToAll, x, &[concat.dim])
             },
+            Self::AllToAllSingle(counts) => ProcessGroup::routed(x, counts),
         };
         Ok(match group.exchange(Call { site, ..call }, x)? {
             Some(fresh) => Made::Fresh(fresh),
@@ -137,6 +141,7 @@ impl Step {
                 shape[split.dim] = split.sizes[rank];
                 shape[concat.dim] = concat.sizes.iter().sum();
             }
+            Self::AllToAllSingle(counts) => shape[0] = counts.iter().map(|counts| counts[rank]).sum(),
         }
         shape
     }
@@ -152,6 +157,7 @@ impl Step {
             Self::AllToAll(split, concat) => {
                 count(split) && count(concat) && whole(split) && piece(concat) && split.dim != concat.dim
             }
+            Self::AllToAllSingle(counts) => return group.check_routes(x, counts),
             Self::Identity | Self::Mean | Self::AllReduce(_) => true,
         };
         if fits {
@@ -224,6 +230,14 @@ impl Exchange {
     pub fn all_to_all(split: Cut, concat: Cut) -> Self {
         let back = Step::AllToAll(concat.clone(), split.clone());
         Self::pair("all_to_all", Step::AllToAll(split, concat), back)
+    }
+
+    /// Rows of dim 0 to the ranks that need them: `counts[s][r]` go from rank `s` to rank `r`.
+    pub fn all_to_all_single<C: AsRef<[usize]>>(counts: &[C]) -> Self {
+        let there: Vec<Dims> = counts.iter().map(|row| Dims::from_slice(row.as_ref())).collect();
+        let column = |r: usize| there.iter().map(|row| row.get(r).copied().unwrap_or(0)).collect();
+        let back = (0..there.len()).map(column).collect();
+        Self::pair("all_to_all_single", Step::AllToAllSingle(there), Step::AllToAllSingle(back))
     }
 
     /// A replicated value to partial sums of it.

@@ -144,6 +144,25 @@ fn all_to_all_moves_the_sharded_dim() {
 }
 
 #[test]
+fn all_to_all_single_sends_each_pair_its_rows() {
+    for n in WORLDS {
+        on_ranks(n, "all_to_all_single", move |ctx| -> Result<()> {
+            let (g, r) = (ctx.group(), ctx.rank());
+            for (dtype, seed) in itertools::iproduct!(DTYPES, 0..4) {
+                let counts: Vec<Vec<usize>> =
+                    (0..n).map(|s| (0..n).map(|to| (seed * 3 + s * 5 + to * to) % 4).collect()).collect();
+                let sent = |s: usize| input(s, &[counts[s].iter().sum(), 2, 3], dtype);
+                let from = |s: usize| sent(s)?.narrow(0, start(&counts[s], r), counts[s][r]);
+                let pieces = (0..n).map(from).collect::<candle_core::Result<Vec<_>>>()?;
+                let got = g.all_to_all_single(&sent(r)?, &counts)?;
+                assert_same(&got, &Tensor::cat(&pieces, 0)?.contiguous()?, &format!("{dtype:?} {counts:?}"));
+            }
+            Ok(())
+        });
+    }
+}
+
+#[test]
 fn any_view_goes_in() {
     on_ranks(3, "views", |ctx| -> Result<()> {
         let g = ctx.group();
@@ -276,6 +295,8 @@ fn wrong_arguments_are_refused_before_anything_is_sent() {
     refused("sizes", &["[1, 1]", "dim 0"], |g| g.reduce_scatter_uneven(&x(), 0, &[1, 1], ReduceOp::Sum));
     refused("count", &["[3]", "2 ranks"], |g| g.all_gather_uneven(&x(), 0, &[3]));
     refused("same dim", &["two different dims"], |g| g.all_to_all_uneven(&x(), (0, &[2, 1]), (0, &[3, 3])));
+    refused("routes", &["do not cut dim 0", "[1, 1]"], |g| g.all_to_all_single(&x(), &[[1, 1], [1, 1]]));
+    refused("no table", &["want 2 counts for each of 2 ranks"], |g| g.all_to_all_single(&x(), &[[3]]));
     refused("self", &["recv", "this rank"], |g| g.recv(1, DType::F32, g.rank()));
     refused("split", &["all_to_all", "does not divide"], |g| g.all_to_all(&x(), 0, 1));
     refused("average", &["reduce", "avg of u32", "cast to a float"], |g| {

@@ -45,6 +45,9 @@ fn pairs(rank: usize, dim: usize, sizes: &[usize], other: usize, other_sizes: &[
     let (whole, piece) = (shape(sizes.iter().sum()), shape(sizes[rank]));
     let mut crossed = piece;
     crossed[other] = other_sizes.iter().sum();
+    // Unlike counts for each pair of ranks, some of them zero.
+    let routes: Vec<Vec<usize>> = sizes.iter().map(|a| other_sizes.iter().map(|b| (a * 2 + b) % 4).collect()).collect();
+    let routed = [routes[rank].iter().sum(), OTHER, OTHER];
     let row = |name, exchange, shape, (input, output, gradient), (forward, backward)| Pair {
         name,
         exchange,
@@ -78,6 +81,13 @@ fn pairs(rank: usize, dim: usize, sizes: &[usize], other: usize, other_sizes: &[
             "all_to_all",
             Exchange::all_to_all(Cut::new(other, other_sizes), cut()),
             crossed,
+            (Own, Own, Own),
+            (Some(Op::AllToAll), Some(Op::AllToAll)),
+        ),
+        row(
+            "all_to_all_single",
+            Exchange::all_to_all_single(&routes),
+            routed,
             (Own, Own, Own),
             (Some(Op::AllToAll), Some(Op::AllToAll)),
         ),

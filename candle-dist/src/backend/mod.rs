@@ -130,9 +130,10 @@ pub struct Call {
     pub reduce: Option<ReduceOp>,
     /// The root, or the other side of a point-to-point call, as a rank of the group.
     pub peer: Option<usize>,
-    /// The dims that are cut or joined: one for each tensor, or for an all_to_all the split and the joined one.
+    /// The dims that are cut or joined: one for each tensor, or for an all_to_all the split and the joined one; dim 0
+    /// alone for one that is [routed](Self::is_routed).
     pub dims: SmallVec<[usize; 2]>,
-    /// Sizes of the pieces, one a rank, for each dim in `dims`.
+    /// Sizes of the pieces, one a rank, for each dim in `dims`; for a routed all_to_all those that each rank sends.
     pub sizes: SmallVec<[Dims; 2]>,
     /// What tells apart messages between the same two ranks.
     pub tag: u32,
@@ -182,6 +183,11 @@ impl Call {
         self
     }
 
+    /// Whether this is an all_to_all of rows, as many as `sizes[sender][receiver]` from each rank to each.
+    pub fn is_routed(&self) -> bool {
+        self.op == Op::AllToAll && self.dims.len() == 1
+    }
+
     /// Whether `rank` of the group gets no result.
     pub(crate) fn gives_nothing(&self, rank: usize) -> bool {
         match self.op {
@@ -196,6 +202,7 @@ impl Call {
         match self.op {
             Op::AllGather | Op::Gather => shape[self.dims[i]] = self.sizes[i].iter().sum(),
             Op::ReduceScatter | Op::Scatter => shape[self.dims[i]] = self.sizes[i][rank],
+            Op::AllToAll if self.is_routed() => shape[0] = self.sizes.iter().map(|counts| counts[rank]).sum(),
             Op::AllToAll => {
                 shape[self.dims[0]] = self.sizes[0][rank];
                 shape[self.dims[1]] = self.sizes[1].iter().sum();
@@ -253,7 +260,11 @@ impl fmt::Display for Call {
             Op::Recv => format!("from {p}"),
             _ => format!("root {p}"),
         }));
-        parts.extend(self.dims.iter().zip(&self.sizes).map(|(d, s)| format!("dim {d} sizes {:?}", s.as_slice())));
+        if self.is_routed() {
+            parts.push(format!("counts {:?}", self.sizes.as_slice()));
+        }
+        let cuts = self.dims.iter().zip(&self.sizes).filter(|_| !self.is_routed());
+        parts.extend(cuts.map(|(d, s)| format!("dim {d} sizes {:?}", s.as_slice())));
         parts.extend(self.dims.iter().skip(self.sizes.len()).map(|d| format!("dim {d}")));
         if self.tag != 0 {
             parts.push(format!("tag {}", self.tag));

@@ -4,6 +4,7 @@ mod coalesced;
 mod in_place;
 mod pending;
 mod point_to_point;
+mod routed;
 mod text;
 
 pub use pending::Pending;

@@ -1,8 +1,8 @@
 //! What each collective computes from the tensors that the members offered.
 use super::reduce::reduce;
-use super::regions::{Piece, concat};
+use super::regions::{Piece, concat, concat_pieces};
 use super::rendezvous::Offered;
-use crate::backend::{Call, Fresh, Op, Results};
+use crate::backend::{Call, Dims, Fresh, Op, Results};
 use crate::{Error, Result};
 use candle_core::{Shape, Tensor};
 
@@ -25,6 +25,10 @@ fn compute_one(call: &Call, me: usize, i: usize, all: &[&Tensor]) -> Result<Fres
         Op::AllGather | Op::Gather => concat(all, None, call.dims[i])?,
         Op::ReduceScatter => reduce(all, reduction()?, Some(piece(call, i, me)))?,
         Op::Scatter => concat(all, Some(piece(call, i, me)), 0)?,
+        Op::AllToAll if call.is_routed() => {
+            let rows = |counts: &Dims| Piece { dim: 0, start: counts[..me].iter().sum(), len: counts[me] };
+            concat_pieces(all, &call.sizes.iter().map(|counts| Some(rows(counts))).collect::<Vec<_>>(), 0)?
+        }
         Op::AllToAll => concat(all, Some(piece(call, 0, me)), call.dims[1])?,
         op @ (Op::Send | Op::Recv | Op::Barrier) => return Err(Error::Unsupported(format!("{op} as a collective"))),
     };

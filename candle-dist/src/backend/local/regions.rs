@@ -1,6 +1,7 @@
 //! Copies of tensor regions into one fresh buffer.
 use crate::{Error, Result};
 use candle_core::{CpuStorage, Storage, StorageRef, Tensor, WithDType};
+use smallvec::SmallVec;
 
 /// A part of a tensor along one dim.
 #[derive(Debug, Clone, Copy)]
@@ -75,14 +76,20 @@ impl<'a, T: WithDType> Runs<'a, T> {
 
 /// The tensors, or the same `piece` of each, joined along dim `join` as one fresh contiguous buffer.
 pub(super) fn concat(tensors: &[&Tensor], piece: Option<Piece>, join: usize) -> Result<CpuStorage> {
-    with_element!(tensors[0].dtype(), T => Ok(T::to_cpu_storage_owned(concat_as::<T>(tensors, piece, join)?)))
+    concat_pieces(tensors, &SmallVec::<[_; 8]>::from_elem(piece, tensors.len()), join)
 }
 
-fn concat_as<T: WithDType>(tensors: &[&Tensor], piece: Option<Piece>, join: usize) -> Result<Vec<T>> {
+/// Like [`concat`] with a piece for each tensor; dims outside of `join` have one size in all of them.
+pub(super) fn concat_pieces(tensors: &[&Tensor], pieces: &[Option<Piece>], join: usize) -> Result<CpuStorage> {
+    with_element!(tensors[0].dtype(), T => Ok(T::to_cpu_storage_owned(concat_as::<T>(tensors, pieces, join)?)))
+}
+
+fn concat_as<T: WithDType>(tensors: &[&Tensor], pieces: &[Option<Piece>], join: usize) -> Result<Vec<T>> {
     let guards: Vec<_> = tensors.iter().map(|t| t.storage_and_layout().0).collect();
-    let sources = tensors.iter().zip(&guards).map(|(t, g)| Runs::<T>::new(t, g, piece)).collect::<Result<Vec<_>>>()?;
+    let sources = tensors.iter().zip(&guards).zip(pieces);
+    let sources = sources.map(|((t, g), &piece)| Runs::<T>::new(t, g, piece)).collect::<Result<Vec<_>>>()?;
     let rows: usize = (0..join)
-        .map(|d| match piece {
+        .map(|d| match pieces[0] {
             Some(p) if p.dim == d => p.len,
             _ => tensors[0].dims()[d],
         })
