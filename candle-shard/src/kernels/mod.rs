@@ -8,6 +8,8 @@
 
 mod adam_w;
 mod cross_entropy;
+mod embedding;
+mod embedding_bag;
 mod flash_attn;
 mod gelu;
 mod layer_norm;
@@ -24,6 +26,9 @@ mod softmax;
 pub use adam_w::AdamW;
 pub use cross_entropy::cross_entropy;
 pub(crate) use cross_entropy::{Goal, Goals, weighted_cross_entropy};
+pub(crate) use embedding::NOWHERE;
+pub use embedding::embedding;
+pub use embedding_bag::{BagMode, Bags, embedding_bag};
 pub use flash_attn::flash_attn;
 pub use gelu::gelu;
 pub use layer_norm::layer_norm;

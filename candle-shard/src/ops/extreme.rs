@@ -4,15 +4,13 @@
 //! With a gradient, a second op without communication puts the whole extreme into each rank's graph: an element that
 //! equals it gets the gradient, on whichever rank it lies, and all equal ones do, as with candle.
 use super::reduce::without;
+use crate::kernels::NOWHERE;
 use crate::placement::{Partial, Placement, Replicate, Shard};
 use crate::rules::{self, Row, Rows, Signature};
 use crate::{DTensor, Error, Result};
 use candle_core::shape::Dim;
 use candle_core::{DType, Device, Shape, Tensor};
 use candle_dist::ReduceOp;
-
-/// The index of elements that are not there, larger than every other.
-const NOWHERE: u32 = u32::MAX;
 
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Extreme {

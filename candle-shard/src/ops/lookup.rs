@@ -2,6 +2,7 @@
 //!
 //! A rank that holds a part of the indexed dim finds those elements that it holds, and zeros for the others: partial
 //! sums of the result.
+use crate::kernels::NOWHERE;
 use crate::placement::{Placement, Replicate, Shard};
 use crate::rules::{self, Row, Rows, Signature};
 use crate::{DTensor, Error, Result};
@@ -110,9 +111,6 @@ pub(super) fn checked(op: &'static str, made: DTensor, indexes: &DTensor, x: &DT
     }
     Ok(made)
 }
-
-/// candle's mark for no element: it is read as zero, and nothing is written to it.
-pub(super) const NOWHERE: u32 = u32::MAX;
 
 /// The local `indexes` of a dim of `x` as places in the part of it that this rank holds, or [`NOWHERE`].
 pub(super) fn held(op: &'static str, indexes: &DTensor, x: &DTensor, dim: usize) -> Result<Tensor> {

@@ -1,7 +1,8 @@
 //! Elements put or added to places that indexes name, in dims that may be sharded.
 //!
 //! A rank that holds a part of the indexed dim takes what belongs there and leaves the rest to the others.
-use super::lookup::{NOWHERE, check_indexes, checked, held, places};
+use super::lookup::{check_indexes, checked, held, places};
+use crate::kernels::NOWHERE;
 use crate::placement::{Placement, Replicate, Shard};
 use crate::rules::{self, Row, Rows, Signature};
 use crate::{DTensor, Error, Result};
