@@ -71,8 +71,9 @@ def main():
     parser.add_argument("--torch-python", default=os.environ.get("TORCH_PYTHON", sys.executable), help="a Python with torch")
     parser.add_argument("--dry-run", action="store_true", help="print the table and leave BENCHMARKS.md alone")
     args = parser.parse_args()
-    if args.repeats < 1 or min(args.vocabs) < 2 or args.dim < 2 or args.ids < 1:
-        parser.error("give at least 1 for --repeats and --ids, and at least 2, for 2 ranks, for --dim and each of --vocabs")
+    sizes = [args.dim, *args.vocabs]
+    if min(args.repeats, args.ids, *sizes) < 1 or any(size % 2 for size in sizes):
+        parser.error("give at least 1 for each number, and even ones, for 2 ranks, for --dim and each of --vocabs")
     sides = {OURS: [build("bench-embedding"), "--json", "-"]}
     if has(args.torch_python, "import torch.distributed._shard.sharded_tensor"):
         sides[PEER] = [args.torch_python, PEERS / "sharded_embedding.py"]

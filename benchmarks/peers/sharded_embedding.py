@@ -22,7 +22,7 @@ from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 
 WARM_UP, BUDGET_MS, MIN_ROUNDS, MAX_ROUNDS = 3, 2e3, 7, 501
 SHARDINGS = {"row": 0, "column": 1}
-REPLACED = "the op puts another tensor in the place of the optimiser's parameter, so that steps no longer reach the table"
+REPLACED = "the op puts a tensor with a graph in the place of the optimiser's parameter, and a second step fails"
 
 
 class Table:
@@ -118,8 +118,8 @@ def main():
     for name, default in (("vocab", 10_000), ("dim", 64), ("ids", 4096), ("world", 2)):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{helps[name]} [{default}]")
     args = parser.parse_args()
-    if min(args.world, args.ids) < 1 or args.vocab < args.world or args.dim < args.world:
-        parser.error("give at least 1 process, 1 id, and a row and a column of the table for each process")
+    if min(vars(args).values()) < 1 or args.vocab % args.world or args.dim % args.world:
+        parser.error("give at least 1 of each, and a --vocab and a --dim that divide by --world")
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(run, (args, f"{folder}/rendezvous"), nprocs=args.world, start_method="spawn")
 
