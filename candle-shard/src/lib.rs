@@ -5,7 +5,9 @@
 //! - [`nn`]: layers built under a [`parallel::Plan`], so that a rank holds only its shard.
 //! - [`random`]: random numbers that are bit-equal on every mesh.
 //! - [`Weights`] and [`checkpoint`]: files, of which a rank reads and writes its own blocks.
+//! - [`ShardedTensor`]: a tensor cut as a [`sharding_spec`] says, which names ranks instead of axes.
 //! - [`kernels`]: fused ops with a true backward, for plain tensors too.
+mod agreement;
 pub mod checkpoint;
 mod description;
 mod dtensor;
@@ -21,6 +23,8 @@ mod placement;
 pub mod random;
 mod redistribute;
 mod rules;
+pub mod sharded_tensor;
+pub mod sharding_spec;
 mod spec;
 mod visualize;
 mod weights;
@@ -37,6 +41,8 @@ pub use ops::index::Index;
 pub use ops::loss::Reduction;
 pub use ops::operand::{Operand, Side};
 pub use placement::{Partial, Placement, Placements, Replicate, Shard};
+pub use sharded_tensor::ShardedTensor;
+pub use sharding_spec::{ChunkShardingSpec, EnumerableShardingSpec};
 pub use spec::{Sizes, Spec, chunk_sizes};
 pub use visualize::{visualize_sharding, visualize_sharding_svg};
 pub use weights::Weights;

@@ -1,18 +1,8 @@
-//! What ranks must agree on before they go on.
+//! What ranks must name alike before they go on.
 use super::Named;
 use crate::{Error, Result};
-use candle_dist::{DeviceMesh, ProcessGroup};
+use candle_dist::DeviceMesh;
 use itertools::{EitherOrBoth, Itertools};
-
-/// This rank's result if all ranks have one; otherwise the first rank's error that has none, on all of them.
-pub(super) fn agreed<T>(group: &ProcessGroup, op: &'static str, result: Result<T>) -> Result<T> {
-    let text = result.as_ref().err().map(Error::to_string).unwrap_or_default();
-    let texts = group.all_gather_text(&text)?;
-    match group.ranks().iter().zip(&texts).find(|(_, text)| !text.is_empty()) {
-        Some((rank, text)) => Error::op(op, format!("rank {rank}: {text}")),
-        None => result,
-    }
-}
 
 /// Checks that all ranks name the same tensors in the same layouts, which can be saved.
 pub(super) fn check_alike(op: &'static str, mesh: &DeviceMesh, tensors: &[Named<'_>]) -> Result<()> {

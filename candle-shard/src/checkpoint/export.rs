@@ -1,5 +1,6 @@
 //! One ordinary file, for programs that know no meshes.
-use super::{Named, agreed, beside, check_alike};
+use super::{Named, beside, check_alike};
+use crate::agreement::agreed;
 use crate::weights::WeightWriter;
 use crate::{DTensor, Error, Result};
 use candle_dist::DeviceMesh;

@@ -14,11 +14,12 @@ mod save;
 pub use export::export;
 pub use save::save;
 
+use crate::agreement::agreed;
 use crate::nn::part::Within;
 use crate::placement::Placement;
 use crate::spec::Spec;
 use crate::{DTensor, Error, Result, Weights};
-use agreement::{agreed, check_alike};
+use agreement::check_alike;
 use candle_core::{Device, Var};
 use candle_dist::DeviceMesh;
 use std::collections::BTreeMap;

@@ -1,6 +1,7 @@
 //! Every rank writes its blocks; rank 0 makes the checkpoint of it.
 use super::index::{INDEX, Index, file_of, writers};
-use super::{Named, agreed, beside, check_alike};
+use super::{Named, beside, check_alike};
+use crate::agreement::agreed;
 use crate::weights::WeightWriter;
 use crate::{DTensor, Error, Result};
 use candle_dist::DeviceMesh;

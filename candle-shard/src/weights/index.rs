@@ -2,11 +2,10 @@
 use super::file::{Entry, WeightFile, elements};
 use super::{Piece, Stored, Weights};
 use crate::checkpoint::index::{INDEX, Index, Indexed};
+use crate::sharding_spec::block::{first_overlap, volume};
 use crate::{Error, Result};
-use itertools::Itertools;
 use serde::Deserialize;
 use std::collections::BTreeMap;
-use std::ops::Range;
 use std::path::Path;
 
 /// What a folder of weights may hold, in the order in which it is looked for.
@@ -124,14 +123,12 @@ impl<'a> Files<'a> {
 impl Stored {
     /// Whether each element is in exactly one piece: as many elements, inside, none twice.
     fn covered(&self) -> bool {
-        let volume = |piece: &Piece| elements(&piece.block.iter().map(Range::len).collect::<Vec<_>>());
-        let volumes = self.pieces.iter().try_fold(0, |sum: usize, piece| sum.checked_add(volume(piece)?));
+        let volumes = self.pieces.iter().try_fold(0, |sum: usize, piece| sum.checked_add(volume(&piece.block)?));
         let inside = |piece: &Piece| piece.block.iter().zip(&self.shape).all(|(range, &n)| range.end <= n);
-        let apart =
-            |[a, b]: [&Piece; 2]| a.block.iter().zip(&b.block).any(|(a, b)| a.start.max(b.start) >= a.end.min(b.end));
+        let blocks: Vec<_> = self.pieces.iter().map(|piece| &piece.block).collect();
         self.pieces.iter().all(inside)
             && volumes.is_some()
             && volumes == elements(&self.shape)
-            && self.pieces.iter().array_combinations().all(apart)
+            && first_overlap(&blocks).is_none()
     }
 }

@@ -1,0 +1,197 @@
+//! Tensors made where they lie: each rank builds its own shards, and nothing is communicated.
+use super::ShardedTensor;
+use super::metadata::Layout;
+use crate::Result;
+use crate::random::{Distribution, Stream, sample};
+use crate::sharding_spec::{ShardMetadata, ShardingSpec};
+use candle_core::{DType, Device, FloatDType, Shape, Tensor, WithDType};
+use candle_dist::ProcessGroup;
+use std::sync::Arc;
+
+const OP: &str = "ShardedTensor::new";
+
+impl ShardedTensor {
+    /// Zeros.
+    ///
+    /// This and the other factories make this rank's shards on `device`, which has to be the one that the placements
+    /// name.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device};
+    /// use candle_dist::World;
+    /// use candle_shard::random::Stream;
+    /// use candle_shard::{ChunkShardingSpec, Result, ShardedTensor};
+    ///
+    /// let rows = World::local(2).run(|ctx| -> Result<usize> {
+    ///     let (spec, cpu) = (ChunkShardingSpec::on_ranks(0, [1, 0])?, Device::Cpu);
+    ///     let bias = ShardedTensor::zeros(&spec, (5, 2), DType::F32, &cpu, ctx.group())?;
+    ///     let noise = ShardedTensor::randn(0f32, 1., &spec, (5, 2), &cpu, ctx.group(), Stream::new(42, "noise"))?;
+    ///     assert_eq!(noise.metadata(), bias.metadata());
+    ///     Ok(bias.local_tensor()?.dim(0)?)
+    /// })?;
+    /// assert_eq!(rows, [2, 3]);
+    /// # Ok::<(), candle_dist::WorldError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// On every rank alike, if the spec does not fit the shape or the group; on the rank alone, if the device is another
+    /// one than its placement names.
+    pub fn zeros(
+        spec: impl Into<ShardingSpec>,
+        shape: impl Into<Shape>,
+        dtype: DType,
+        device: &Device,
+        group: &ProcessGroup,
+    ) -> Result<Self> {
+        made(layout(spec, shape, dtype, group)?, device, |shard| Tensor::zeros(&shard.sizes[..], dtype, device))
+    }
+
+    /// Ones.
+    pub fn ones(
+        spec: impl Into<ShardingSpec>,
+        shape: impl Into<Shape>,
+        dtype: DType,
+        device: &Device,
+        group: &ProcessGroup,
+    ) -> Result<Self> {
+        made(layout(spec, shape, dtype, group)?, device, |shard| Tensor::ones(&shard.sizes[..], dtype, device))
+    }
+
+    /// The same value everywhere.
+    pub fn full<T: WithDType>(
+        value: T,
+        spec: impl Into<ShardingSpec>,
+        shape: impl Into<Shape>,
+        device: &Device,
+        group: &ProcessGroup,
+    ) -> Result<Self> {
+        made(layout(spec, shape, T::DTYPE, group)?, device, |shard| Tensor::full(value, &shard.sizes[..], device))
+    }
+
+    /// Random numbers of `stream`, even over `[lo, up)` and bit-equal under every spec.
+    pub fn rand<T: FloatDType>(
+        lo: T,
+        up: T,
+        spec: impl Into<ShardingSpec>,
+        shape: impl Into<Shape>,
+        device: &Device,
+        group: &ProcessGroup,
+        stream: Stream,
+    ) -> Result<Self> {
+        let even = Distribution::Uniform { lo: lo.to_f64(), up: up.to_f64() };
+        sampled(layout(spec, shape, T::DTYPE, group)?, even, device, stream)
+    }
+
+    /// Random numbers of `stream`, normally distributed and bit-equal under every spec.
+    pub fn randn<T: FloatDType>(
+        mean: T,
+        stdev: T,
+        spec: impl Into<ShardingSpec>,
+        shape: impl Into<Shape>,
+        device: &Device,
+        group: &ProcessGroup,
+        stream: Stream,
+    ) -> Result<Self> {
+        let normal = Distribution::Normal { mean: mean.to_f64(), stdev: stdev.to_f64() };
+        sampled(layout(spec, shape, T::DTYPE, group)?, normal, device, stream)
+    }
+
+    /// Zeros that lie as this tensor does; a dtype or a group that is given takes the place of its own.
+    ///
+    /// ```
+    /// # use candle_core::{DType, Device};
+    /// # use candle_dist::World;
+    /// # use candle_shard::{ChunkShardingSpec, Result, ShardedTensor};
+    /// World::local(2).run(|ctx| -> Result<()> {
+    ///     let spec = ChunkShardingSpec::on_ranks(0, [0, 1])?;
+    ///     let x = ShardedTensor::ones(&spec, 4, DType::F32, &Device::Cpu, ctx.group())?;
+    ///     assert_eq!(x.zeros_like(None, None)?.dtype(), DType::F32);
+    ///     assert_eq!(x.zeros_like(DType::I64, ctx.group())?.dtype(), DType::I64);
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), candle_dist::WorldError>(())
+    /// ```
+    pub fn zeros_like<'a>(
+        &self,
+        dtype: impl Into<Option<DType>>,
+        group: impl Into<Option<&'a ProcessGroup>>,
+    ) -> Result<Self> {
+        self.full_like(0.0, dtype, group)
+    }
+
+    /// Ones that lie as this tensor does; a dtype or a group that is given takes the place of its own.
+    pub fn ones_like<'a>(
+        &self,
+        dtype: impl Into<Option<DType>>,
+        group: impl Into<Option<&'a ProcessGroup>>,
+    ) -> Result<Self> {
+        self.full_like(1.0, dtype, group)
+    }
+
+    /// One value everywhere, rounded to the dtype, lying as this tensor does; a dtype or a group that is given takes the
+    /// place of its own.
+    pub fn full_like<'a>(
+        &self,
+        value: f64,
+        dtype: impl Into<Option<DType>>,
+        group: impl Into<Option<&'a ProcessGroup>>,
+    ) -> Result<Self> {
+        let layout = self.layout_like(dtype.into(), group.into())?;
+        let dtype = layout.metadata.dtype;
+        made(layout, self.device(), |shard| Tensor::full(value, &shard.sizes[..], self.device())?.to_dtype(dtype))
+    }
+
+    /// Random numbers as of [`rand`](Self::rand) that lie as this tensor does; a dtype or a group that is given takes the
+    /// place of its own.
+    pub fn rand_like<'a>(
+        &self,
+        (lo, up): (f64, f64),
+        dtype: impl Into<Option<DType>>,
+        group: impl Into<Option<&'a ProcessGroup>>,
+        stream: Stream,
+    ) -> Result<Self> {
+        let layout = self.layout_like(dtype.into(), group.into())?;
+        sampled(layout, Distribution::Uniform { lo, up }, self.device(), stream)
+    }
+
+    /// Random numbers as of [`randn`](Self::randn) that lie as this tensor does; a dtype or a group that is given takes
+    /// the place of its own.
+    pub fn randn_like<'a>(
+        &self,
+        (mean, stdev): (f64, f64),
+        dtype: impl Into<Option<DType>>,
+        group: impl Into<Option<&'a ProcessGroup>>,
+        stream: Stream,
+    ) -> Result<Self> {
+        let layout = self.layout_like(dtype.into(), group.into())?;
+        sampled(layout, Distribution::Normal { mean, stdev }, self.device(), stream)
+    }
+
+    fn layout_like(&self, dtype: Option<DType>, group: Option<&ProcessGroup>) -> Result<Arc<Layout>> {
+        let (dtype, group) = (dtype.unwrap_or(self.dtype()), group.unwrap_or(self.group()));
+        Layout::new(self.sharding_spec().clone(), self.dims(), dtype, group)
+    }
+}
+
+fn layout(
+    spec: impl Into<ShardingSpec>,
+    shape: impl Into<Shape>,
+    dtype: DType,
+    group: &ProcessGroup,
+) -> Result<Arc<Layout>> {
+    Layout::new(spec.into(), shape.into().dims(), dtype, group)
+}
+
+fn made(
+    layout: Arc<Layout>,
+    device: &Device,
+    make: impl Fn(&ShardMetadata) -> candle_core::Result<Tensor>,
+) -> Result<ShardedTensor> {
+    layout.check_device(OP, device)?;
+    ShardedTensor::build(layout, device, |shard| Ok(make(shard)?))
+}
+
+fn sampled(layout: Arc<Layout>, dist: Distribution, device: &Device, stream: Stream) -> Result<ShardedTensor> {
+    let (dims, dtype) = (layout.metadata.dims.clone(), layout.metadata.dtype);
+    made(layout, device, |shard| sample(stream, dist, &dims, &shard.block(), dtype, device))
+}

@@ -1,0 +1,70 @@
+//! What every rank knows of a sharded tensor.
+use crate::sharding_spec::{ShardMetadata, ShardingSpec};
+use crate::{Error, Result};
+use candle_core::{DType, Device};
+use candle_dist::ProcessGroup;
+use itertools::Itertools;
+use std::fmt;
+use std::sync::Arc;
+
+/// A tensor's shards on all ranks, its global shape and its dtype; equal on every rank.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ShardedTensorMetadata {
+    /// The shards of all ranks, in the order of the spec.
+    pub shards: Vec<ShardMetadata>,
+    /// The global shape.
+    pub dims: Vec<usize>,
+    /// The dtype.
+    pub dtype: DType,
+}
+
+/// Metadata bound to a group: every shard has a rank of it, and the shards are the tensor.
+#[derive(Debug)]
+pub(crate) struct Layout {
+    pub(super) metadata: ShardedTensorMetadata,
+    pub(super) spec: ShardingSpec,
+    pub(super) group: ProcessGroup,
+}
+
+impl Layout {
+    pub(super) fn new(spec: ShardingSpec, dims: &[usize], dtype: DType, group: &ProcessGroup) -> Result<Arc<Self>> {
+        spec.check(group.size())?;
+        let shards = spec.build_metadata(dims)?;
+        let metadata = ShardedTensorMetadata { shards, dims: dims.to_vec(), dtype };
+        Ok(Arc::new(Self { metadata, spec, group: group.clone() }))
+    }
+
+    /// The same shards of elements of another dtype.
+    pub(super) fn with_dtype(&self, dtype: DType) -> Result<Arc<Self>> {
+        Self::new(self.spec.clone(), &self.metadata.dims, dtype, &self.group)
+    }
+
+    /// The shards of a rank of the group, in the order of the spec.
+    pub(super) fn shards_of(&self, rank: usize) -> impl Iterator<Item = &ShardMetadata> {
+        self.metadata.shards.iter().filter(move |shard| shard.rank() == Some(rank))
+    }
+
+    /// The shards of this rank.
+    pub(super) fn mine(&self) -> impl Iterator<Item = &ShardMetadata> {
+        self.shards_of(self.group.rank())
+    }
+
+    /// Checks that this rank's shards are said to lie on `device`.
+    pub(super) fn check_device(&self, op: &'static str, device: &Device) -> Result<()> {
+        let elsewhere = |shard: &&ShardMetadata| shard.placement.as_ref().is_some_and(|p| !p.device().names(device));
+        match self.mine().find(elsewhere) {
+            Some(shard) => {
+                let at = device.location();
+                Error::op(op, format!("shard {shard} on {at:?}; move the tensor, or name this device in the placement"))
+            }
+            None => Ok(()),
+        }
+    }
+}
+
+impl fmt::Display for Layout {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let ShardedTensorMetadata { dims, dtype, .. } = &self.metadata;
+        write!(f, "{}[{}] in {}", dtype.as_str(), dims.iter().join(", "), self.spec)
+    }
+}

@@ -1,0 +1,126 @@
+//! Tensors that lie in pieces on the ranks of a group, as a [sharding spec](crate::sharding_spec) says.
+mod factory;
+mod local_shard;
+mod metadata;
+mod pieces;
+mod shard;
+mod transform;
+
+pub use local_shard::LocalShard;
+pub use metadata::ShardedTensorMetadata;
+
+use crate::sharding_spec::{ShardMetadata, ShardingSpec};
+use crate::{Error, Result};
+use candle_core::{DType, Device, Tensor};
+use candle_dist::ProcessGroup;
+use itertools::Itertools;
+use metadata::Layout;
+use std::fmt;
+use std::sync::Arc;
+
+/// A tensor in pieces on the ranks of a group, as a [`ShardingSpec`] says; cheap to clone.
+///
+/// Ranks in placements are ranks of the group, whichever ranks of the world these are. A rank may hold no shard, one or
+/// several. Every rank of the group makes the same calls in the same order, as with the group itself.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_dist::World;
+/// use candle_shard::{ChunkShardingSpec, Result, ShardedTensor};
+///
+/// let held = World::local(2).run(|ctx| -> Result<Vec<f32>> {
+///     let x = Tensor::arange(0f32, 5., &Device::Cpu)?;
+///     let spec = ChunkShardingSpec::new(0, ["rank:1/cpu", "rank:0/cpu"])?;
+///     // Only rank 0 needs the whole.
+///     let x = ShardedTensor::shard((ctx.rank() == 0).then_some(&x), &spec, 0, ctx.group())?;
+///     Ok(x.local_tensor()?.to_vec1()?)
+/// })?;
+/// assert_eq!(held, [vec![3., 4.], vec![0., 1., 2.]]);
+/// # Ok::<(), candle_dist::WorldError>(())
+/// ```
+#[derive(Clone)]
+pub struct ShardedTensor {
+    shards: Vec<LocalShard>,
+    layout: Arc<Layout>,
+    device: Device,
+}
+
+impl ShardedTensor {
+    /// The shards of this rank, made by `make` in the order of the spec.
+    fn build(
+        layout: Arc<Layout>,
+        device: &Device,
+        mut make: impl FnMut(&ShardMetadata) -> Result<Tensor>,
+    ) -> Result<Self> {
+        let shard = |metadata: &crate::sharding_spec::ShardMetadata| {
+            let tensor = make(metadata)?;
+            debug_assert_eq!(tensor.dims(), metadata.sizes, "{layout}");
+            Ok(LocalShard { tensor, metadata: metadata.clone() })
+        };
+        let shards = layout.mine().map(shard).collect::<Result<_>>()?;
+        Ok(Self { shards, layout, device: device.clone() })
+    }
+
+    /// The ranks that the tensor lies on.
+    pub fn group(&self) -> &ProcessGroup {
+        &self.layout.group
+    }
+
+    /// How the tensor is cut.
+    pub fn sharding_spec(&self) -> &ShardingSpec {
+        &self.layout.spec
+    }
+
+    /// The shards of all ranks, the shape and the dtype.
+    pub fn metadata(&self) -> &ShardedTensorMetadata {
+        &self.layout.metadata
+    }
+
+    /// The shards of this rank, in the order of the spec.
+    pub fn local_shards(&self) -> &[LocalShard] {
+        &self.shards
+    }
+
+    /// The elements of the only shard of this rank, connected to the graph.
+    ///
+    /// # Errors
+    /// If this rank holds no shard, or several: [`local_shards`](Self::local_shards) has them all.
+    pub fn local_tensor(&self) -> Result<&Tensor> {
+        match &self.shards[..] {
+            [shard] => Ok(&shard.tensor),
+            shards => {
+                let (n, rank, layout) = (shards.len(), self.group().rank(), &self.layout);
+                let reason = format!("rank {rank} of the group holds {n} shards of {layout}; use local_shards");
+                Error::op("ShardedTensor::local_tensor", reason)
+            }
+        }
+    }
+
+    /// The global shape.
+    pub fn dims(&self) -> &[usize] {
+        &self.layout.metadata.dims
+    }
+
+    /// The dtype.
+    pub fn dtype(&self) -> DType {
+        self.layout.metadata.dtype
+    }
+
+    /// The device of this rank's shards.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+}
+
+impl fmt::Display for ShardedTensor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let here = self.shards.iter().map(|shard| &shard.metadata).join(", ");
+        write!(f, "ShardedTensor {}, here [{here}]", self.layout)
+    }
+}
+
+impl fmt::Debug for ShardedTensor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{self}")
+    }
+}

@@ -1,0 +1,47 @@
+//! Cutting blocks out of tensors and putting them together.
+use crate::Result;
+use crate::sharding_spec::block::Block;
+use candle_core::{DType, Device, Tensor};
+use std::ops::Range;
+
+/// A copy of `block` of a tensor whose first element has the global index `origin`.
+pub(super) fn cut(tensor: &Tensor, origin: &[usize], block: &[Range<usize>]) -> Result<Tensor> {
+    Ok(view(tensor, origin, block)?.force_contiguous()?)
+}
+
+/// The memory of `block` of a tensor whose first element has the global index `origin`.
+pub(super) fn view(tensor: &Tensor, origin: &[usize], block: &[Range<usize>]) -> candle_core::Result<Tensor> {
+    let dims = origin.iter().zip(block).enumerate();
+    dims.fold(Ok(tensor.detach()), |part, (dim, (&at, range))| part?.narrow(dim, range.start - at, range.len()))
+}
+
+/// The tensor of `want` that is made of these blocks, in memory of its own; together they cover it.
+pub(super) fn joined(
+    want: &Block,
+    dtype: DType,
+    device: &Device,
+    blocks: impl IntoIterator<Item = (Block, Tensor)>,
+) -> Result<Tensor> {
+    let shape: Vec<usize> = want.iter().map(Range::len).collect();
+    let whole = Tensor::zeros(shape, dtype, device)?;
+    for (block, tensor) in blocks {
+        let starts: Vec<usize> = block.iter().zip(want).map(|(range, want)| range.start - want.start).collect();
+        write(&whole, &tensor.detach().contiguous()?, &starts)?;
+    }
+    Ok(whole)
+}
+
+/// Writes `part` over the elements of `whole` that begin at `starts`; both are contiguous.
+pub(super) fn write(whole: &Tensor, part: &Tensor, starts: &[usize]) -> candle_core::Result<()> {
+    if part.elem_count() == 0 {
+        return Ok(());
+    }
+    let cut: Vec<usize> = (0..starts.len()).filter(|&dim| whole.dims()[dim] != part.dims()[dim]).collect();
+    match cut[..] {
+        // candle writes a range of one dim at once.
+        [] => whole.flatten_all()?.slice_set(&part.flatten_all()?, 0, 0),
+        [dim] => whole.slice_set(part, dim, starts[dim]),
+        // Of several dims, row by row of the first one.
+        _ => (0..part.dims()[0]).try_for_each(|row| write(&whole.get(starts[0] + row)?, &part.get(row)?, &starts[1..])),
+    }
+}

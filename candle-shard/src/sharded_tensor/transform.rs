@@ -1,0 +1,94 @@
+//! The same tensor as a variable, a copy, in another dtype or on another device.
+use super::{LocalShard, ShardedTensor, pieces};
+use crate::sharding_spec::DeviceName;
+use crate::{Error, Result};
+use candle_core::{DType, Device, Tensor, Var};
+use std::sync::Arc;
+
+impl ShardedTensor {
+    /// The same tensor as a trainable leaf: each local shard becomes a [`Var`], in the order of the shards.
+    pub fn to_var(&self) -> Result<(Self, Vec<Var>)> {
+        let mut vars = Vec::with_capacity(self.shards.len());
+        let leaf = self.map(|tensor| {
+            let var = Var::from_tensor(&tensor.detach())?;
+            vars.push(var.clone());
+            Ok(var.into_inner())
+        })?;
+        Ok((leaf, vars))
+    }
+
+    /// Whether gradients reach a shard of this rank: it is a variable, or made of one.
+    pub fn requires_grad(&self) -> bool {
+        self.shards.iter().any(|shard| shard.tensor.track_op())
+    }
+
+    /// The same tensor without gradient, in the same memory.
+    pub fn detach(&self) -> Self {
+        let detached = |shard: &LocalShard| LocalShard { tensor: shard.tensor.detach(), ..shard.clone() };
+        Self { shards: self.shards.iter().map(detached).collect(), ..self.clone() }
+    }
+
+    /// The same values in memory of their own, without gradient; `clone` shares memory.
+    pub fn copy(&self) -> Result<Self> {
+        self.map(|tensor| Ok(tensor.detach().force_contiguous()?))
+    }
+
+    /// The values in another dtype, connected to the graph.
+    pub fn to_dtype(&self, dtype: DType) -> Result<Self> {
+        Ok(Self { layout: self.layout.with_dtype(dtype)?, ..self.map(|tensor| Ok(tensor.to_dtype(dtype)?))? })
+    }
+
+    /// The tensor on another device of each rank, connected to the graph; every rank names one of the same kind.
+    ///
+    /// The placements then name the kind alone, such as `rank:0/cuda`, unless they named such devices before.
+    pub fn to_device(&self, device: &Device) -> Result<Self> {
+        let kind = DeviceName::kind_of(device);
+        if DeviceName::kind_of(&self.device) == kind {
+            let moved = self.map(|tensor| Ok(tensor.to_device(device)?))?;
+            return Ok(Self { device: device.clone(), ..moved });
+        }
+        let spec = self.sharding_spec().on(kind)?;
+        let layout = super::Layout::new(spec, self.dims(), self.dtype(), self.group())?;
+        let mut tensors = self.shards.iter();
+        Self::build(layout, device, |shard| match tensors.next() {
+            Some(LocalShard { tensor, .. }) => Ok(tensor.to_device(device)?),
+            None => Error::op("ShardedTensor::to_device", format!("shard {shard} is not here")),
+        })
+    }
+
+    /// Writes the values of `other`, which lies alike, over this tensor's, also where it is a variable.
+    ///
+    /// Clones of this tensor share its memory and change with it. Nothing is communicated.
+    ///
+    /// # Errors
+    /// On every rank alike, if the tensors differ in shape, dtype, shards or the ranks of their groups.
+    pub fn copy_from(&self, other: &Self) -> Result<()> {
+        if !self.lies_like(other) {
+            return Error::op(
+                "ShardedTensor::copy_from",
+                format!("{} from {}; reshard and convert the other one first", self.layout, other.layout),
+            );
+        }
+        self.shards.iter().zip(&other.shards).try_for_each(|(to, from)| overwrite(&to.tensor, &from.tensor))
+    }
+
+    /// Whether both have the same shape, dtype and shards on the same ranks; the same on every rank.
+    pub(super) fn lies_like(&self, other: &Self) -> bool {
+        let layouts = (&self.layout, &other.layout);
+        Arc::ptr_eq(layouts.0, layouts.1)
+            || (self.group().ranks() == other.group().ranks() && self.metadata() == other.metadata())
+    }
+
+    /// The same layout with other tensors of the same shapes.
+    pub(super) fn map(&self, mut f: impl FnMut(&Tensor) -> Result<Tensor>) -> Result<Self> {
+        let mapped = |shard: &LocalShard| Ok(LocalShard { tensor: f(&shard.tensor)?, ..shard.clone() });
+        let shards = self.shards.iter().map(mapped).collect::<Result<_>>()?;
+        Ok(Self { shards, ..self.clone() })
+    }
+}
+
+/// Writes `from` over the memory of `to`, which has its shape and dtype and may be a variable.
+pub(super) fn overwrite(to: &Tensor, from: &Tensor) -> Result<()> {
+    // A copy, as the two may be the same memory.
+    Ok(pieces::write(&to.detach(), &from.detach().force_contiguous()?, &vec![0; to.rank()])?)
+}

@@ -1,0 +1,102 @@
+//! Any blocks at any places.
+use super::block::{first_overlap, volume, whole};
+use super::shard_metadata::ShardMetadata;
+use crate::{Error, Result};
+use itertools::Itertools;
+use std::fmt;
+
+const OP: &str = "EnumerableShardingSpec";
+
+/// A tensor in blocks that are listed one by one; a rank may hold several, or none.
+///
+/// ```
+/// use candle_shard::sharding_spec::{EnumerableShardingSpec, ShardMetadata};
+///
+/// let top = ShardMetadata::new([0, 0], [1, 4], "rank:0/cpu".parse()?)?;
+/// let rest = ShardMetadata::new([1, 0], [2, 4], "rank:1/cpu".parse()?)?;
+/// let spec = EnumerableShardingSpec::new(vec![top, rest])?;
+/// spec.check_tensor(&[3, 4])?;
+/// assert!(spec.check_tensor(&[4, 4]).is_err());
+/// # Ok::<(), candle_shard::Error>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct EnumerableShardingSpec {
+    shards: Vec<ShardMetadata>,
+}
+
+impl EnumerableShardingSpec {
+    /// These shards, which have no element in common.
+    ///
+    /// # Errors
+    /// If there are none, if they have different numbers of dims, or if two overlap.
+    pub fn new(shards: Vec<ShardMetadata>) -> Result<Self> {
+        let Some(first) = shards.first() else {
+            return Error::op(OP, "no shards; give at least one");
+        };
+        shards.iter().try_for_each(ShardMetadata::check)?;
+        if let Some(other) = shards.iter().find(|shard| shard.sizes.len() != first.sizes.len()) {
+            return Error::op(
+                OP,
+                format!("shards with different numbers of dims: {first} and {other}; give blocks of one tensor"),
+            );
+        }
+        if let Some((a, b)) = first_overlap(&shards.iter().map(ShardMetadata::block).collect_vec()) {
+            return Error::op(
+                OP,
+                format!(
+                    "shards {a} and {b} overlap: {} and {}; give blocks without common elements",
+                    shards[a], shards[b]
+                ),
+            );
+        }
+        Ok(Self { shards })
+    }
+
+    /// The shards.
+    pub fn shards(&self) -> &[ShardMetadata] {
+        &self.shards
+    }
+
+    /// Checks that the shards are exactly the elements of a tensor of this shape.
+    ///
+    /// # Errors
+    /// If the shards have another number of dims, one lies beyond the tensor, or elements are in none.
+    pub fn check_tensor(&self, dims: &[usize]) -> Result<()> {
+        let n = self.shards[0].sizes.len();
+        if n != dims.len() {
+            return Error::op(
+                OP,
+                format!("shards with {n} dims for a tensor of shape {dims:?}; give {} dims", dims.len()),
+            );
+        }
+        let beyond = |shard: &&ShardMetadata| shard.block().iter().zip(dims).any(|(range, &n)| range.end > n);
+        if let Some(shard) = self.shards.iter().find(beyond) {
+            return Error::op(OP, format!("shard {shard} ends beyond a tensor of shape {dims:?}; give blocks inside"));
+        }
+        let held = self.shards.iter().try_fold(0, |sum: usize, shard| sum.checked_add(volume(&shard.block())?));
+        let want = volume(&whole(dims));
+        if held != want || want.is_none() {
+            let count = |n: Option<usize>| n.map_or("uncountably many".into(), |n| n.to_string());
+            let (held, want) = (count(held), count(want));
+            return Error::op(
+                OP,
+                format!("shards of {held} elements for a tensor of shape {dims:?}, which has {want}; cover all of it"),
+            );
+        }
+        Ok(())
+    }
+
+    /// Checks that every shard is at a rank of a group of `group_size` ranks.
+    ///
+    /// # Errors
+    /// If a placement is missing, names no rank, or a rank outside the group.
+    pub fn check(&self, group_size: usize) -> Result<()> {
+        super::check_ranks(OP, self.shards.iter().map(|shard| shard.placement.as_ref()), group_size)
+    }
+}
+
+impl fmt::Display for EnumerableShardingSpec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "shards [{}]", self.shards.iter().join(", "))
+    }
+}

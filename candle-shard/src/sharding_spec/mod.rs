@@ -1,0 +1,132 @@
+//! Which ranks hold which blocks of a tensor: in chunks of a dim, or block by block.
+//!
+//! These are PyTorch's sharding specs. They name ranks rather than axes of a mesh, so that chunks may lie in any order,
+//! on some ranks of a group only, or several blocks on one. A [`ShardedTensor`](crate::ShardedTensor) lies as one says.
+pub(crate) mod block;
+mod chunk;
+mod enumerable;
+mod infer;
+mod remote_device;
+mod shard_metadata;
+
+pub use chunk::{ChunkShardingSpec, get_chunk_sharding_params, get_chunked_dim_size, get_split_size};
+pub use enumerable::EnumerableShardingSpec;
+pub use infer::infer_sharding_spec_from_shards_metadata;
+pub use remote_device::{DeviceName, RemoteDevice};
+pub use shard_metadata::ShardMetadata;
+
+use crate::{Error, Result};
+use std::fmt;
+
+/// How a tensor is cut, and who holds the pieces.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub enum ShardingSpec {
+    /// One dim in chunks of `ceil(n / k)`.
+    Chunk(ChunkShardingSpec),
+    /// Any blocks.
+    Enumerable(EnumerableShardingSpec),
+}
+
+impl ShardingSpec {
+    /// The shards of a tensor of this shape.
+    ///
+    /// # Errors
+    /// If the spec does not cut tensors of this shape.
+    pub fn build_metadata(&self, dims: &[usize]) -> Result<Vec<ShardMetadata>> {
+        match self {
+            Self::Chunk(spec) => spec.build_metadata(dims),
+            Self::Enumerable(spec) => {
+                spec.check_tensor(dims)?;
+                Ok(spec.shards().to_vec())
+            }
+        }
+    }
+
+    /// Checks that all shards are at ranks of a group of `group_size` ranks, chunks at different ones.
+    ///
+    /// # Errors
+    /// If a placement names no rank or one outside the group, or a rank would hold two chunks.
+    pub fn check(&self, group_size: usize) -> Result<()> {
+        match self {
+            Self::Chunk(spec) => spec.check(group_size),
+            Self::Enumerable(spec) => spec.check(group_size),
+        }
+    }
+
+    /// The same shards on other devices of the same ranks.
+    pub(crate) fn on(&self, device: DeviceName) -> Result<Self> {
+        Ok(match self {
+            Self::Chunk(spec) => {
+                let placements = spec.placements().iter().map(|placement| placement.clone().on(device)).collect();
+                ChunkShardingSpec::with_placements(spec.dim(), placements)?.into()
+            }
+            Self::Enumerable(spec) => {
+                let mut shards = spec.shards().to_vec();
+                for shard in &mut shards {
+                    shard.placement = shard.placement.take().map(|placement| placement.on(device));
+                }
+                EnumerableShardingSpec::new(shards)?.into()
+            }
+        })
+    }
+}
+
+/// Checks that placements name ranks of a group.
+fn check_ranks<'a>(
+    op: &'static str,
+    placements: impl Iterator<Item = Option<&'a RemoteDevice>>,
+    group_size: usize,
+) -> Result<()> {
+    for (i, placement) in placements.enumerate() {
+        let Some(placement) = placement else {
+            return Error::op(op, format!("shard {i} has no placement; give one like rank:0/cpu"));
+        };
+        let last = group_size.saturating_sub(1);
+        match placement.rank() {
+            None => {
+                let reason = format!("the placement {placement} of shard {i} names no rank; write rank:N/device");
+                return Error::op(op, reason);
+            }
+            Some(rank) if rank >= group_size => {
+                let reason = format!("the placement {placement} of shard {i} is outside the group");
+                return Error::op(op, format!("{reason}; its ranks are 0 to {last}"));
+            }
+            Some(_) => {}
+        }
+    }
+    Ok(())
+}
+
+impl fmt::Display for ShardingSpec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Chunk(spec) => spec.fmt(f),
+            Self::Enumerable(spec) => spec.fmt(f),
+        }
+    }
+}
+
+/// Specs of either kind, owned or borrowed, where one of them is wanted.
+macro_rules! from {
+    ($($kind:ident($spec:ty)),+) => {$(
+        impl From<$spec> for ShardingSpec {
+            fn from(spec: $spec) -> Self {
+                Self::$kind(spec)
+            }
+        }
+
+        impl From<&$spec> for ShardingSpec {
+            fn from(spec: &$spec) -> Self {
+                Self::$kind(spec.clone())
+            }
+        }
+    )+};
+}
+
+from!(Chunk(ChunkShardingSpec), Enumerable(EnumerableShardingSpec));
+
+impl From<&ShardingSpec> for ShardingSpec {
+    fn from(spec: &ShardingSpec) -> Self {
+        spec.clone()
+    }
+}
