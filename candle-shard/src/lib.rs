@@ -5,6 +5,7 @@
 //! - [`nn`]: layers built under a [`parallel::Plan`], so that a rank holds only its shard.
 //! - [`random`]: random numbers that are bit-equal on every mesh.
 //! - [`Weights`] and [`checkpoint`]: files, of which a rank reads and writes its own blocks.
+//! - [`sparse`]: large tables whose gradients and optimisers cost by the rows that are looked up.
 //! - [`kernels`]: fused ops with a true backward, for plain tensors too.
 pub mod checkpoint;
 mod description;
@@ -21,6 +22,7 @@ mod placement;
 pub mod random;
 mod redistribute;
 mod rules;
+pub mod sparse;
 mod spec;
 mod visualize;
 mod weights;
