@@ -6,11 +6,13 @@
 //! - [`random`]: random numbers that are bit-equal on every mesh.
 //! - [`Weights`] and [`checkpoint`]: files, of which a rank reads and writes its own blocks.
 //! - [`ShardedTensor`]: a tensor cut as a [`sharding_spec`] says, which names ranks instead of axes.
+//! - [`sparse`]: large tables whose gradients and optimisers cost by the rows that are looked up.
 //! - [`kernels`]: fused ops with a true backward, for plain tensors too.
 mod agreement;
 pub mod checkpoint;
 mod description;
 mod dtensor;
+mod embedding;
 mod error;
 mod explain;
 mod factory;
@@ -25,12 +27,14 @@ mod redistribute;
 mod rules;
 pub mod sharded_tensor;
 pub mod sharding_spec;
+pub mod sparse;
 mod spec;
 mod visualize;
 mod weights;
 
 pub use description::SpecDescription;
 pub use dtensor::DTensor;
+pub use embedding::options::{EmbeddingBagOptions, EmbeddingOptions};
 pub use error::{Error, Result};
 pub use explain::{Conversion, Explanation, Step, explain};
 pub use ops::attention::AttentionMask;

@@ -1,9 +1,9 @@
 use candle_core::backend::BackendStorage;
 use candle_core::backprop::GradStore;
-use candle_core::{CpuStorage, DType, InplaceOp2, InplaceOp3, Layout, Result, Tensor, Var, bail};
+use candle_core::{CpuStorage, DType, InplaceOp2, InplaceOp3, Layout, Result, Var, bail};
 use candle_nn::{Optimizer, ParamsAdamW};
 
-use super::{elements, real::Real, rows::by_blocks};
+use super::{elements, real::Real, rows::by_blocks, share_memory};
 
 /// AdamW (Loshchilov and Hutter, 2019) in place: the numbers of `candle_nn::AdamW` without its temporary tensors.
 ///
@@ -94,12 +94,6 @@ impl Optimizer for AdamW {
         }
         Ok(())
     }
-}
-
-/// Whether two tensors lie in the same memory, where one cannot be read while the other is written.
-fn share_memory(a: &Tensor, b: &Tensor) -> bool {
-    let address = |tensor: &Tensor| std::ptr::from_ref(&*tensor.storage_and_layout().0).addr();
-    address(a) == address(b)
 }
 
 /// Moves a running mean towards a tensor, or its square.

@@ -1,16 +1,19 @@
-use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Result, Shape, Tensor, bail};
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CustomOp1, Device, Layout, Result, Shape, Tensor, bail};
 use std::sync::Arc;
 
-use super::{Reading, compute_dtype, elements, real::Real, rows::add_assign};
+use super::element::{Element, with_element};
+use super::{Reading, compute_dtype, elements};
 
-/// candle's mark for no element, too: it is read as zero, nothing is written to it, and a bag leaves it out.
+/// candle's mark for no element: it is read as zero, and nothing is written to it.
 pub(crate) const NOWHERE: u32 = u32::MAX;
 
 /// The rows of `table` at `ids`, `[n, width]`; the row `still` gets no gradient.
 ///
-/// `table` is `[rows, width]`. candle's `index_select` has no row without gradient, and sums 16-bit gradients in 16
-/// bits. Fails on ids that are no rows, and on dtypes that are no floats. Source of the row without gradient: the
-/// `padding_idx` of <https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.embedding.html>.
+/// `table` is `[rows, width]`; the id `u32::MAX` gives zeros, and is no row. candle's `index_select` has no row without
+/// gradient, and sums 16-bit gradients in 16 bits. Fails on other ids that are no rows, and on dtypes that are no
+/// floats. Source of the row without gradient: the `padding_idx` of
+/// <https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.embedding.html>.
 ///
 /// ```
 /// # fn main() -> candle_core::Result<()> {
@@ -25,25 +28,37 @@ pub(crate) const NOWHERE: u32 = u32::MAX;
 /// ```
 pub fn embedding(table: &Tensor, ids: impl Into<Arc<[u32]>>, still: Option<u32>) -> Result<Tensor> {
     let ids: Arc<[u32]> = ids.into();
-    let (dtype, (rows, _)) = (compute_dtype("embedding", table)?, table.dims2()?);
-    check_ids("embedding", rows, ids.iter().copied())?;
+    let (rows, _) = table.dims2()?;
+    compute_dtype("embedding", table)?;
+    check_ids("embedding", rows, &ids)?;
     if !table.device().is_cpu() {
-        let find =
-            |table: &Tensor, ids: &[u32]| table.index_select(&Tensor::from_slice(ids, ids.len(), table.device())?, 0);
-        let Some(still) = still.filter(|still| ids.contains(still)) else { return find(&table.contiguous()?, &ids) };
-        // What is detached has no gradient: each id is found in one of two tables.
-        let both = Tensor::cat(&[table, &table.detach()], 0)?;
-        let ids: Vec<u32> = ids.iter().map(|&id| if id == still { id + rows as u32 } else { id }).collect();
-        return find(&both, &ids);
+        return composed(table, &ids, still);
     }
-    table.to_dtype(dtype)?.contiguous()?.apply_op1(Embedding { ids, still })?.to_dtype(table.dtype())
+    table.contiguous()?.apply_op1(Embedding { ids, still })
 }
 
-pub(super) fn check_ids(op: &'static str, rows: usize, mut ids: impl Iterator<Item = u32>) -> Result<()> {
-    match ids.find(|&id| id as usize >= rows) {
+/// Refuses ids that are no rows of a table of so many.
+pub(super) fn check_ids(op: &'static str, rows: usize, ids: &[u32]) -> Result<()> {
+    match ids.iter().find(|&&id| id as usize >= rows && id != NOWHERE) {
         Some(id) => bail!("{op}: id {id} is no row of a table of {rows} rows"),
         None => Ok(()),
     }
+}
+
+/// Rows by candle's own operations.
+fn composed(table: &Tensor, ids: &[u32], still: Option<u32>) -> Result<Tensor> {
+    let (rows, width) = table.dims2()?;
+    // Behind the table a copy without gradient, for the row that gets none, and a row of zeros.
+    let zeros = Tensor::zeros((1, width), table.dtype(), table.device())?;
+    let parts = if still.is_some() { vec![table.clone(), table.detach(), zeros] } else { vec![table.clone(), zeros] };
+    let last = ((parts.len() - 1) * rows) as u32;
+    let place = |&id: &u32| match id {
+        NOWHERE => last,
+        id if Some(id) == still => id + rows as u32,
+        id => id,
+    };
+    let places = Tensor::from_iter(ids.iter().map(place), table.device())?;
+    Tensor::cat(&parts, 0)?.index_select(&places, 0)
 }
 
 struct Embedding {
@@ -58,20 +73,28 @@ pub(super) fn row<T>(matrix: &[T], id: u32, width: usize) -> &[T] {
 }
 
 impl Embedding {
-    fn forward<T: Real>(&self, table: &[T], width: usize) -> CpuStorage {
+    fn forward<E: Element>(&self, table: &[E], width: usize) -> CpuStorage {
         let mut out = Vec::with_capacity(self.ids.len() * width);
-        self.ids.iter().for_each(|&id| out.extend_from_slice(row(table, id, width)));
-        T::to_cpu_storage_owned(out)
+        for &id in self.ids.iter() {
+            match id {
+                NOWHERE => out.resize(out.len() + width, E::zero()),
+                id => out.extend_from_slice(row(table, id, width)),
+            }
+        }
+        E::to_cpu_storage_owned(out)
     }
 
-    fn backward<T: Real>(&self, table: &Tensor, grad: &Tensor) -> Result<Tensor> {
+    fn backward<E: Element>(&self, table: &Tensor, grad: &Tensor) -> Result<Tensor> {
         let ((rows, width), grad) = (table.dims2()?, Reading::new(grad));
-        let grads = grad.elements::<T>()?;
-        let mut sums = vec![T::zero(); rows * width];
-        for (i, &id) in self.ids.iter().enumerate().filter(|(_, id)| Some(**id) != self.still) {
-            add_assign(&mut sums[id as usize * width..][..width], &grads[i * width..][..width]);
+        let grads = grad.elements::<E>()?;
+        let mut sums = vec![E::zero().load(); rows * width];
+        let moves = |id: u32| id != NOWHERE && Some(id) != self.still;
+        for (i, &id) in self.ids.iter().enumerate().filter(|&(_, &id)| moves(id)) {
+            for (sum, &grad) in sums[id as usize * width..][..width].iter_mut().zip(row(grads, i as u32, width)) {
+                *sum += grad.load();
+            }
         }
-        Tensor::from_vec(sums, (rows, width), &Device::Cpu)
+        Tensor::from_vec(sums, (rows, width), &Device::Cpu)?.to_dtype(table.dtype())
     }
 }
 
@@ -82,18 +105,36 @@ impl CustomOp1 for Embedding {
 
     fn cpu_fwd(&self, table: &CpuStorage, table_l: &Layout) -> Result<(CpuStorage, Shape)> {
         let width = table_l.dims()[1];
-        let found = match table {
-            CpuStorage::F64(_) => self.forward::<f64>(elements(table, table_l)?, width),
-            _ => self.forward::<f32>(elements(table, table_l)?, width),
-        };
-        Ok((found, (self.ids.len(), width).into()))
+        let found =
+            with_element!("embedding", table.dtype(), E => Ok(self.forward::<E>(elements(table, table_l)?, width)));
+        Ok((found?, (self.ids.len(), width).into()))
     }
 
     fn bwd(&self, table: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
         let grad = grad.contiguous()?;
-        Ok(Some(match table.dtype() {
-            DType::F64 => self.backward::<f64>(table, &grad)?,
-            _ => self.backward::<f32>(table, &grad)?,
-        }))
+        with_element!("embedding", table.dtype(), E => self.backward::<E>(table, &grad)).map(Some)
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)] // a panic is how a test fails
+mod tests {
+    use super::{NOWHERE, composed, embedding};
+    use candle_core::{DType, Device, Tensor, Var};
+
+    #[test]
+    fn candles_own_operations_give_the_same_in_every_dtype() {
+        for (dtype, still) in itertools::iproduct!([DType::F64, DType::F32, DType::F16, DType::BF16], [None, Some(3)]) {
+            let table = Tensor::arange(0f64, 20., &Device::Cpu).unwrap().reshape((5, 4)).unwrap().to_dtype(dtype);
+            let table = Var::from_tensor(&table.unwrap()).unwrap();
+            let ids = [3, 1, NOWHERE, 3, 1, 0];
+            let [fused, plain] = [embedding(&table, ids, still), composed(&table, &ids, still)].map(|found| {
+                let found = found.unwrap();
+                let grads = (&found * &found).unwrap().sum_all().unwrap().backward().unwrap();
+                [found, grads.get(&table).unwrap().clone()]
+                    .map(|x| x.to_dtype(DType::F64).unwrap().to_vec2::<f64>().unwrap())
+            });
+            assert_eq!(fused, plain, "{dtype:?} {still:?}");
+        }
     }
 }

@@ -69,7 +69,7 @@ impl Bags {
 pub fn embedding_bag(table: &Tensor, bags: &Bags, mode: BagMode, weights: Option<&Tensor>) -> Result<Tensor> {
     const OP: &str = "embedding_bag";
     let (dtype, (rows, _)) = (compute_dtype(OP, table)?, table.dims2()?);
-    check_ids(OP, rows, bags.ids.iter().copied().filter(|&id| id != NOWHERE))?;
+    check_ids(OP, rows, &bags.ids)?;
     if let Some(weights) = weights {
         check_dtype(OP, table, weights)?;
         if weights.dims() != [bags.ids.len()] || mode != BagMode::Sum {

@@ -8,6 +8,7 @@
 
 mod adam_w;
 mod cross_entropy;
+mod element;
 mod embedding;
 mod embedding_bag;
 mod flash_attn;
@@ -17,8 +18,13 @@ mod linear;
 mod masked_softmax;
 mod pool;
 mod real;
+mod renorm;
 mod rms_norm;
 mod rope;
+mod row_order;
+mod row_sum;
+mod row_take;
+mod row_update;
 mod rows;
 mod silu_gate;
 mod softmax;
@@ -35,8 +41,13 @@ pub use layer_norm::layer_norm;
 pub use linear::linear;
 pub use masked_softmax::masked_softmax;
 pub use pool::{Pool, avg_pool2d, max_pool2d, upsample_bilinear2d, upsample_nearest2d};
+pub(crate) use renorm::{combine, finish, power_sums, scale_rows};
 pub use rms_norm::rms_norm;
 pub use rope::{RopePairs, rope};
+pub(crate) use row_order::{unique_rows, unique_rows_and_places};
+pub(crate) use row_sum::sum_rows;
+pub(crate) use row_take::take_rows;
+pub(crate) use row_update::{AdagradRule, AdamWRule, Rule, SgdRule, update_rows};
 pub use silu_gate::silu_gate;
 pub use softmax::{causal_softmax, softmax};
 
@@ -64,6 +75,21 @@ fn check_dtype(op: &'static str, x: &Tensor, p: &Tensor) -> Result<()> {
         return Err(Error::DTypeMismatchBinaryOp { lhs: x.dtype(), rhs: p.dtype(), op }.bt());
     }
     Ok(())
+}
+
+/// The number of columns of a table `[rows, width]` that has all of `rows`.
+fn check_rows(op: &'static str, table: &Tensor, rows: &[u32]) -> Result<usize> {
+    let (len, width) = table.dims2()?;
+    if let Some(row) = rows.iter().find(|&&row| row as usize >= len) {
+        bail!("{op}: row {row} is outside of a table {:?}", table.shape());
+    }
+    Ok(width)
+}
+
+/// Whether two tensors lie in the same memory, where one cannot be read while the other is written.
+fn share_memory(a: &Tensor, b: &Tensor) -> bool {
+    let address = |tensor: &Tensor| std::ptr::from_ref(&*tensor.storage_and_layout().0).addr();
+    address(a) == address(b)
 }
 
 /// The elements of a contiguous CPU operand.

@@ -3,7 +3,7 @@
 use candle_core::{WithDType, cpu::erf::erfc_f64};
 
 /// A float type in which kernels compute.
-pub(super) trait Real: WithDType {
+pub(crate) trait Real: WithDType {
     fn sqrt(self) -> Self;
 
     fn ln(self) -> Self;

@@ -55,11 +55,28 @@ impl<T, R, F: Fn(usize, &mut [T]) -> R> NullaryFnOnce for Block<'_, T, F> {
     }
 }
 
+/// Runs `work` with the widest vectors the processor has; it must be marked to be inlined, with all that it calls.
+pub(super) fn vectorised<R>(work: impl FnOnce() -> R) -> R {
+    Arch::new().dispatch(Inlined(work))
+}
+
+struct Inlined<F>(F);
+
+impl<R, F: FnOnce() -> R> NullaryFnOnce for Inlined<F> {
+    type Output = R;
+
+    #[inline(always)]
+    fn call(self) -> R {
+        (self.0)()
+    }
+}
+
 /// Independent partial results of a reduction, enough to fill vector registers and hide the latency of an addition.
 const LANES: usize = 16;
 
+/// A row taken in by several partial results, which all begin at `start` and are joined at the end.
 #[inline(always)]
-fn reduce<T: Real>(row: &[T], start: T, step: impl Fn(T, T) -> T, join: impl Fn(T, T) -> T) -> T {
+pub(super) fn reduce<T: Copy, A: Copy>(row: &[T], start: A, step: impl Fn(A, T) -> A, join: impl Fn(A, A) -> A) -> A {
     let mut lanes = [start; LANES];
     let (chunks, rest) = row.as_chunks::<LANES>();
     for chunk in chunks {
@@ -72,7 +89,7 @@ fn reduce<T: Real>(row: &[T], start: T, step: impl Fn(T, T) -> T, join: impl Fn(
 }
 
 #[inline(always)]
-fn halve<T: Real>(mut lanes: [T; LANES], join: impl Fn(T, T) -> T) -> T {
+fn halve<A: Copy>(mut lanes: [A; LANES], join: impl Fn(A, A) -> A) -> A {
     let mut half = LANES / 2;
     while half > 0 {
         for i in 0..half {

@@ -10,6 +10,7 @@ pub use local_shard::LocalShard;
 pub use metadata::ShardedTensorMetadata;
 
 use crate::sharding_spec::{ShardMetadata, ShardingSpec};
+use crate::sparse::RowVar;
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
 use candle_dist::ProcessGroup;
@@ -43,6 +44,8 @@ pub struct ShardedTensor {
     shards: Vec<LocalShard>,
     layout: Arc<Layout>,
     device: Device,
+    /// The local shard as a variable whose gradient is collected by rows.
+    rows: Option<RowVar>,
 }
 
 impl ShardedTensor {
@@ -58,7 +61,7 @@ impl ShardedTensor {
             Ok(LocalShard { tensor, metadata: metadata.clone() })
         };
         let shards = layout.mine().map(shard).collect::<Result<_>>()?;
-        Ok(Self { shards, layout, device: device.clone() })
+        Ok(Self { shards, layout, device: device.clone(), rows: None })
     }
 
     /// The ranks that the tensor lies on.

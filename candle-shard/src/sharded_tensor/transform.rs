@@ -1,6 +1,7 @@
 //! The same tensor as a variable, a copy, in another dtype or on another device.
 use super::{LocalShard, ShardedTensor, pieces};
 use crate::sharding_spec::DeviceName;
+use crate::sparse::RowVar;
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor, Var};
 use std::sync::Arc;
@@ -15,6 +16,25 @@ impl ShardedTensor {
             Ok(var.into_inner())
         })?;
         Ok((leaf, vars))
+    }
+
+    /// The same table `[rows, width]` as a trainable leaf whose gradient is collected by rows: training costs by the ids
+    /// that [`embedding`](Self::embedding) looks up, not by the size of the table.
+    ///
+    /// The optimisers of [`sparse`](crate::sparse) step it.
+    ///
+    /// # Errors
+    /// If the tensor is no table of floats on the CPU, or this rank does not hold exactly one shard.
+    pub fn to_row_var(&self) -> Result<(Self, RowVar)> {
+        let rows = RowVar::new(Var::from_tensor(&self.local_tensor()?.detach())?)?;
+        let leaf = self.map(|_| Ok(rows.var().as_tensor().clone()))?;
+        Ok((Self { rows: Some(rows.clone()), ..leaf }, rows))
+    }
+
+    /// The variable of [`to_row_var`](Self::to_row_var), if this tensor still is it.
+    pub fn row_var(&self) -> Option<&RowVar> {
+        let is_shard = |rows: &&RowVar| self.shards.iter().any(|shard| shard.tensor.id() == rows.var().id());
+        self.rows.as_ref().filter(is_shard)
     }
 
     /// Whether gradients reach a shard of this rank: it is a variable, or made of one.

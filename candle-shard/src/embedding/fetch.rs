@@ -1,0 +1,68 @@
+//! Steps 2 to 4: mask and shift, the local op, and its results distributed, with columns rearranged.
+use super::inputs::Wanted;
+use super::table::Table;
+use crate::Result;
+use candle_core::Tensor;
+use candle_dist::functional::{Cut, Exchange};
+
+/// The part of the `wanted` rows that lie in `range`, as places in it.
+pub(crate) fn mask_and_shift(
+    wanted: &[u32],
+    range: &std::ops::Range<usize>,
+) -> impl ExactSizeIterator<Item = u32> + Clone {
+    // Ids rise, so those of a range follow each other.
+    let place = |bound: usize| wanted.partition_point(|&id| (id as usize) < bound);
+    let start = range.start as u32;
+    wanted[place(range.start)..place(range.end)].iter().map(move |id| id - start)
+}
+
+/// Rows that a rank wants, and where.
+pub(crate) struct Fetched {
+    /// `[n, width]`, which can be differentiated: gradients go back to the ranks that hold the rows.
+    pub(crate) rows: Tensor,
+    /// For each row that this rank wants, its place in `rows`.
+    pub(crate) order: Vec<u32>,
+}
+
+/// Brings every rank the rows that it wants: one collective.
+pub(crate) fn fetch(table: &Table, wanted: &[Wanted]) -> Result<Fetched> {
+    if table.by_columns() { fetch_columns(table, wanted) } else { fetch_rows(table, wanted) }
+}
+
+/// Every rank looks up what it holds, and sends each rank what that wants of it.
+fn fetch_rows(table: &Table, wanted: &[Wanted]) -> Result<Fetched> {
+    let (ranks, me) = (table.parts.len(), table.group.rank());
+    let held = |by: usize, wanted: &'_ Wanted| mask_and_shift(wanted, &table.own_rows(by)).len();
+    let counts: Vec<Vec<usize>> = (0..ranks).map(|by| wanted.iter().map(|wanted| held(by, wanted)).collect()).collect();
+    let mine = table.own_rows(me);
+    let found = table.local.lookup(wanted.iter().flat_map(|wanted| mask_and_shift(wanted, &mine)).collect())?;
+    let rows = Exchange::all_to_all_single(&counts).apply(&found, &table.group)?;
+    // What comes from one rank are rows that follow each other in what was wanted.
+    let mut starts = vec![0; ranks];
+    for rank in 1..ranks {
+        starts[rank] = starts[rank - 1] + counts[rank - 1][me] as u32;
+    }
+    let order = table.order().into_iter().flat_map(|rank| (starts[rank]..).take(counts[rank][me])).collect();
+    Ok(Fetched { rows, order })
+}
+
+/// Every rank looks up its columns of all rows, and sends each rank those of its rows.
+fn fetch_columns(table: &Table, wanted: &[Wanted]) -> Result<Fetched> {
+    let counts: Vec<usize> = wanted.iter().map(Vec::len).collect();
+    let found = table.local.lookup(wanted.concat())?;
+    let exchange = Exchange::all_to_all(Cut::new(0, &counts), Cut::new(1, &table.sizes()));
+    let joined = exchange.apply(&found, &table.group)?;
+    let order = (0..counts[table.group.rank()] as u32).collect();
+    Ok(Fetched { rows: rearrange_columns(joined, table)?, order })
+}
+
+/// Columns in the order of the ranks to columns in the order of the table.
+fn rearrange_columns(joined: Tensor, table: &Table) -> Result<Tensor> {
+    let (order, sizes) = (table.order(), table.sizes());
+    if order.iter().filter(|&&rank| sizes[rank] > 0).is_sorted() {
+        return Ok(joined);
+    }
+    let columns = |&rank: &usize| joined.narrow(1, sizes[..rank].iter().sum(), sizes[rank]);
+    let pieces = order.iter().filter(|&&rank| sizes[rank] > 0).map(columns);
+    Ok(Tensor::cat(&pieces.collect::<candle_core::Result<Vec<_>>>()?, 1)?)
+}

@@ -1,0 +1,71 @@
+//! How rows are looked up.
+use crate::kernels::BagMode;
+
+/// How [`ShardedTensor::embedding`](crate::ShardedTensor::embedding) looks rows up; PyTorch's arguments.
+///
+/// ```
+/// use candle_shard::EmbeddingOptions;
+///
+/// let options = EmbeddingOptions { max_norm: Some(1.0), ..Default::default() };
+/// assert_eq!((options.padding_idx, options.norm_type), (None, 2.0));
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct EmbeddingOptions {
+    /// A row without gradient, counted from the end if negative; a bag leaves it out.
+    pub padding_idx: Option<i64>,
+    /// The norm to which rows with a larger one are scaled *in the table*, before they are looked up.
+    pub max_norm: Option<f64>,
+    /// The p of the norm: any number, or an infinity for the largest or smallest absolute value.
+    pub norm_type: f64,
+}
+
+impl Default for EmbeddingOptions {
+    fn default() -> Self {
+        Self { padding_idx: None, max_norm: None, norm_type: 2.0 }
+    }
+}
+
+/// How [`ShardedTensor::embedding_bag`](crate::ShardedTensor::embedding_bag) looks bags of rows up; PyTorch's arguments.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub struct EmbeddingBagOptions {
+    /// How the rows of a bag become one.
+    pub mode: BagMode,
+    /// Whether the last offset is where the last bag ends, and no bag begins there.
+    pub include_last_offset: bool,
+    /// How the rows are looked up.
+    pub lookup: EmbeddingOptions,
+}
+
+/// Options that fit a table.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Lookup {
+    pub(crate) padding: Option<u32>,
+    pub(crate) renorm: Option<Renorm>,
+}
+
+/// Which rows are too long.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Renorm {
+    pub(crate) max_norm: f64,
+    pub(crate) norm_type: f64,
+}
+
+impl EmbeddingOptions {
+    /// The options for a table of so many rows, or what is wrong with them.
+    pub(crate) fn checked(&self, rows: usize) -> Result<Lookup, String> {
+        let place = |idx: i64| {
+            let counted = if idx < 0 { idx.checked_add_unsigned(rows as u64) } else { Some(idx) };
+            counted.and_then(|idx| u32::try_from(idx).ok()).filter(|&idx| (idx as usize) < rows).ok_or_else(|| {
+                format!("padding_idx {idx} is no row of a table of {rows} rows; give one from -{rows} to {}", rows - 1)
+            })
+        };
+        if self.norm_type.is_nan() {
+            return Err("norm_type is not a number; give 2 for the usual length".into());
+        }
+        let renorm = |max_norm: f64| match max_norm > 0.0 {
+            true => Ok(Renorm { max_norm, norm_type: self.norm_type }),
+            false => Err(format!("max_norm {max_norm} must be larger than zero; give None for no limit")),
+        };
+        Ok(Lookup { padding: self.padding_idx.map(place).transpose()?, renorm: self.max_norm.map(renorm).transpose()? })
+    }
+}

@@ -1,0 +1,121 @@
+//! A table `[rows, width]` that is cut by rows or by columns.
+use super::inputs::Wrong;
+use crate::sparse::RowVar;
+use crate::{Result, ShardedTensor};
+use candle_core::{Device, Tensor};
+use candle_dist::ProcessGroup;
+use itertools::Itertools;
+use std::fmt;
+use std::ops::Range;
+
+/// A rank's view of a table.
+pub(crate) struct Table {
+    pub(crate) local: Local,
+    pub(crate) group: ProcessGroup,
+    pub(crate) rows: usize,
+    /// The dim that is cut.
+    dim: usize,
+    /// Each rank's part of that dim, which may be empty.
+    pub(crate) parts: Vec<Range<usize>>,
+}
+
+/// What a rank holds of a table.
+pub(crate) enum Local {
+    /// A tensor; the gradient of a variable is dense.
+    Dense(Tensor),
+    /// A variable whose gradient has the rows that were looked up.
+    ByRows(RowVar),
+}
+
+impl Local {
+    pub(crate) fn tensor(&self) -> &Tensor {
+        match self {
+            Self::Dense(tensor) => tensor,
+            Self::ByRows(rows) => rows.var(),
+        }
+    }
+
+    /// The local rows, which can be differentiated.
+    pub(crate) fn lookup(&self, rows: Vec<u32>) -> Result<Tensor> {
+        match self {
+            Self::Dense(tensor) => {
+                let rows = Tensor::from_slice(&rows, rows.len(), tensor.device())?;
+                Ok(tensor.contiguous()?.index_select(&rows, 0)?)
+            }
+            Self::ByRows(table) => Ok(table.lookup(rows)?),
+        }
+    }
+}
+
+impl Table {
+    /// The sharded tensor as a table, or why it is none.
+    pub(crate) fn of(tensor: &ShardedTensor) -> Result<Self, Wrong> {
+        let &[rows, width] = tensor.dims() else {
+            return Err(format!("a table has 2 dims, [rows, width]; got {:?}", tensor.dims()));
+        };
+        if !tensor.dtype().is_float() {
+            return Err(format!("a table of {} has no gradient; cast it to a float dtype", tensor.dtype().as_str()));
+        }
+        if rows > u32::MAX as usize {
+            return Err(format!("a table of {rows} rows is not supported; use no more than {}", u32::MAX));
+        }
+        let shards = &tensor.metadata().shards;
+        let is_cut = |dim: usize| shards.iter().any(|shard| shard.sizes[dim] != tensor.dims()[dim]);
+        let dim = match [is_cut(0), is_cut(1)] {
+            [true, true] => {
+                return Err(format!("a table {:?} cut in both dims; reshard it by rows or columns", tensor.dims()));
+            }
+            [_, columns] => usize::from(columns),
+        };
+        let mut parts = vec![0..0; tensor.group().size()];
+        for shard in shards {
+            let part = shard.offsets[dim]..shard.offsets[dim] + shard.sizes[dim];
+            let rank = shard.placement.as_ref().and_then(|placement| placement.rank());
+            let Some(held) = rank.and_then(|rank| parts.get_mut(rank)) else {
+                return Err(format!("a shard {shard:?} of no rank of the group; reshard the table"));
+            };
+            if held.start < held.end && part.start < part.end {
+                return Err("a table with several shards on a rank; reshard it to one shard each".into());
+            }
+            if held.start >= held.end {
+                *held = part;
+            }
+        }
+        let empty = || {
+            let dims = if dim == 0 { (0, width) } else { (rows, 0) };
+            Tensor::zeros(dims, tensor.dtype(), &Device::Cpu).map_err(|error| error.to_string())
+        };
+        let local = match (tensor.row_var(), tensor.local_shards()) {
+            (Some(rows), _) => Local::ByRows(rows.clone()),
+            (None, [shard, ..]) => Local::Dense(shard.tensor.clone()),
+            (None, []) => Local::Dense(empty()?),
+        };
+        Ok(Self { local, group: tensor.group().clone(), rows, dim, parts })
+    }
+
+    pub(crate) fn by_columns(&self) -> bool {
+        self.dim == 1
+    }
+
+    /// The rows of which this rank holds something.
+    pub(crate) fn own_rows(&self, rank: usize) -> Range<usize> {
+        if self.by_columns() { 0..self.rows } else { self.parts[rank].clone() }
+    }
+
+    /// The sizes of the parts in rank order.
+    pub(crate) fn sizes(&self) -> Vec<usize> {
+        self.parts.iter().map(Range::len).collect()
+    }
+
+    /// The ranks in the order in which their parts make the whole.
+    pub(crate) fn order(&self) -> Vec<usize> {
+        (0..self.parts.len()).sorted_by_key(|&rank| self.parts[rank].start).collect()
+    }
+}
+
+impl fmt::Display for Table {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (dtype, cut) = (self.local.tensor().dtype().as_str(), if self.by_columns() { "columns" } else { "rows" });
+        write!(f, "a {dtype} table of {} rows by {cut} {:?}", self.rows, self.parts)
+    }
+}

@@ -1,0 +1,116 @@
+//! Elements as they lie in memory, beside the numbers that are computed with, and how they are changed in place.
+
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, Error, InplaceOp1, Layout, Result, Tensor, WithDType, bail};
+use half::{bf16, f16};
+use std::cell::Cell;
+
+use super::real::Real;
+
+/// A float as it lies in memory.
+pub(super) trait Element: WithDType {
+    /// The type to compute in: f32 for 16-bit floats.
+    type Real: Real + Element<Real = Self::Real>;
+
+    fn load(self) -> Self::Real;
+
+    fn store(value: Self::Real) -> Self;
+
+    fn slice_mut(storage: &mut CpuStorage) -> Result<&mut [Self]>;
+}
+
+macro_rules! element {
+    ($float:ty, $dtype:ident, $real:ty, $load:expr, $store:expr) => {
+        impl Element for $float {
+            type Real = $real;
+
+            #[inline(always)]
+            fn load(self) -> $real {
+                $load(self)
+            }
+
+            #[inline(always)]
+            fn store(value: $real) -> Self {
+                $store(value)
+            }
+
+            fn slice_mut(storage: &mut CpuStorage) -> Result<&mut [Self]> {
+                match storage {
+                    CpuStorage::$dtype(data) => Ok(data),
+                    other => bail!("{:?} where {} is changed in place", other.dtype(), stringify!($dtype)),
+                }
+            }
+        }
+    };
+}
+
+element!(f32, F32, f32, |x| x, |x| x);
+element!(f64, F64, f64, |x| x, |x| x);
+element!(f16, F16, f32, f16::to_f32, f16::from_f32);
+element!(bf16, BF16, f32, bf16::to_f32, bf16::from_f32);
+
+/// Evaluates an expression with a name for the element type of a float dtype; an error of `op` for other dtypes.
+macro_rules! with_element {
+    ($op:expr, $dtype:expr, $element:ident => $body:expr) => {
+        match $dtype {
+            candle_core::DType::F32 => {
+                type $element = f32;
+                $body
+            }
+            candle_core::DType::F64 => {
+                type $element = f64;
+                $body
+            }
+            candle_core::DType::F16 => {
+                type $element = half::f16;
+                $body
+            }
+            candle_core::DType::BF16 => {
+                type $element = half::bf16;
+                $body
+            }
+            dtype => Err(candle_core::Error::UnsupportedDTypeForOp(dtype, $op).bt()),
+        }
+    };
+}
+pub(super) use with_element;
+
+/// Runs `f` on the elements of a contiguous CPU tensor, which it may change, also where they are those of a variable.
+pub(super) fn change<E: Element>(tensor: &Tensor, f: impl FnOnce(&mut [E]) -> Result<()>) -> Result<()> {
+    if tensor.elem_count() == 0 {
+        return f(&mut []); // candle takes the strides of no elements for repeated ones
+    }
+    let on_elements = |storage: &mut CpuStorage, layout: &Layout| {
+        let (start, end) = layout.contiguous_offsets().ok_or(Error::RequiresContiguous { op: "change in place" })?;
+        f(&mut E::slice_mut(storage)?[start..end])
+    };
+    tensor.inplace_op1(&Change(Cell::new(Some(on_elements))))
+}
+
+/// Like [`change`] for several tensors, each with memory of its own.
+pub(super) fn change_all<E: Element>(
+    tensors: &[&Tensor],
+    held: Vec<&mut [E]>,
+    f: &mut dyn FnMut(Vec<&mut [E]>) -> Result<()>,
+) -> Result<()> {
+    match tensors {
+        [] => f(held),
+        [first, rest @ ..] => change(first, |elements| {
+            let mut held: Vec<&mut [E]> = held; // no longer than `elements`
+            held.push(elements);
+            change_all(rest, held, f)
+        }),
+    }
+}
+
+struct Change<F>(Cell<Option<F>>);
+
+impl<F: FnOnce(&mut CpuStorage, &Layout) -> Result<()>> InplaceOp1 for Change<F> {
+    fn name(&self) -> &'static str {
+        "change"
+    }
+
+    fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> Result<()> {
+        self.0.take().map_or(Ok(()), |f| f(storage, layout))
+    }
+}

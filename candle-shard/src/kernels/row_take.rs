@@ -1,0 +1,21 @@
+use candle_core::{CpuStorage, Result, Shape, Tensor, WithDType};
+
+use super::element::with_element;
+use super::{Reading, check_rows};
+
+/// The storage of the `rows` of a table `[.., width]`, and its shape.
+pub(crate) fn take_rows(table: &Tensor, rows: &[u32]) -> Result<(CpuStorage, Shape)> {
+    let width = check_rows("lookup", table, rows)?;
+    let table = table.contiguous()?;
+    let reading = Reading::new(&table);
+    let taken = with_element!("lookup", table.dtype(), E => Ok(E::to_cpu_storage_owned(take(reading.elements::<E>()?, width, rows))));
+    Ok((taken?, Shape::from((rows.len(), width))))
+}
+
+fn take<E: Copy>(table: &[E], width: usize, rows: &[u32]) -> Vec<E> {
+    let mut taken = Vec::with_capacity(rows.len() * width);
+    for &row in rows {
+        taken.extend_from_slice(&table[row as usize * width..][..width]);
+    }
+    taken
+}

@@ -1,0 +1,67 @@
+//! AdamW by rows.
+use super::RowVar;
+use super::slots::{Slots, check, next};
+use crate::Result;
+use crate::kernels::AdamWRule;
+use candle_core::{Device, Var};
+use candle_nn::ParamsAdamW;
+
+/// Lazy AdamW: [`kernels::AdamW`](crate::kernels::AdamW) for the rows that have a gradient, nothing for the others.
+///
+/// A row without a gradient neither moves nor decays, and its moments stay, as in PyTorch's `SparseAdam`; what makes
+/// the moments unbiased counts all steps. Where every row has a gradient in each step, this is the dense AdamW. The
+/// moments of 16-bit tables are in f32.
+#[derive(Debug)]
+pub struct AdamW {
+    slots: Slots<2>,
+    steps: Var,
+    params: ParamsAdamW,
+}
+
+impl AdamW {
+    /// An optimiser of `vars`.
+    ///
+    /// # Errors
+    /// If a parameter is negative or no finite number, or if a beta is not below 1.
+    pub fn new(vars: Vec<RowVar>, params: ParamsAdamW) -> Result<Self> {
+        let ParamsAdamW { lr, beta1, beta2, eps, weight_decay } = params;
+        for (name, value) in [("lr", lr), ("eps", eps), ("weight_decay", weight_decay)] {
+            check("AdamW", name, value, f64::INFINITY)?;
+        }
+        check("AdamW", "beta1", beta1, 1.0)?;
+        check("AdamW", "beta2", beta2, 1.0)?;
+        Ok(Self { slots: Slots::new(vars, 0.0)?, steps: Var::new(0u32, &Device::Cpu)?, params })
+    }
+
+    /// The learning rate.
+    pub fn learning_rate(&self) -> f64 {
+        self.params.lr
+    }
+
+    /// Another learning rate for the steps to come.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn set_learning_rate(&mut self, lr: f64) -> Result<()> {
+        check("AdamW", "lr", lr, f64::INFINITY)?;
+        self.params.lr = lr;
+        Ok(())
+    }
+
+    /// Takes the gradients of all variables and moves the rows that have one.
+    pub fn step(&mut self) -> Result<()> {
+        let steps = next(&self.steps)?;
+        let ParamsAdamW { lr, beta1, beta2, eps, weight_decay } = self.params;
+        let betas = [beta1, beta2];
+        let scales = betas.map(|beta| 1.0 / (1.0 - beta.powi(steps as i32)));
+        self.slots.step(&AdamWRule { lr, betas, scales, eps, keep: 1.0 - lr * weight_decay })
+    }
+
+    /// The variables of the state, by name: to save them, read them; to load them, `set` them.
+    ///
+    /// `adam_w.first_moment.i` and `adam_w.second_moment.i` for variable `i`, and `adam_w.steps`.
+    pub fn state(&self) -> Vec<(String, Var)> {
+        let steps = ("adam_w.steps".to_string(), self.steps.clone());
+        self.slots.named(["adam_w.first_moment", "adam_w.second_moment"]).chain([steps]).collect()
+    }
+}

@@ -1,0 +1,39 @@
+//! Large tables whose gradients and optimisers cost by the rows that are looked up, not by the table.
+//!
+//! candle's gradient of `index_select` has the size of the table: 256 MB a step for a million rows of 64, of which a
+//! batch touches a few thousand. A [`RowVar`] collects its gradient by rows instead, and [`Sgd`], [`Adagrad`] and
+//! [`AdamW`] read and write those rows alone, in place. All other rows stay bit-identical.
+//!
+//! | optimiser | beside the dense one |
+//! |---|---|
+//! | [`Sgd`] | the same numbers |
+//! | [`Adagrad`] | the same numbers |
+//! | [`AdamW`] | lazy: a row without a gradient neither moves nor decays, nor do its moments |
+//!
+//! Everything here is local to one CPU device: nothing is sent.
+//!
+//! ```
+//! # fn main() -> candle_shard::Result<()> {
+//! use candle_core::{Device::Cpu, Var};
+//! use candle_shard::sparse::{ParamsSgd, RowVar, Sgd};
+//! let table = RowVar::new(Var::new(&[[1f32, 1.], [2., 2.], [3., 3.]], &Cpu)?)?;
+//! let mut optimiser = Sgd::new(vec![table.clone()], ParamsSgd { lr: 0.5 })?;
+//! let found = table.lookup([2, 0, 2])?;
+//! found.sum_all()?.backward()?;
+//! optimiser.step()?;
+//! assert_eq!(table.var().to_vec2::<f32>()?, [[0.5, 0.5], [2., 2.], [2., 2.]]);
+//! # Ok(())
+//! # }
+//! ```
+mod adagrad;
+mod adam_w;
+mod row_grad;
+mod row_var;
+mod sgd;
+mod slots;
+
+pub use adagrad::{Adagrad, ParamsAdagrad};
+pub use adam_w::AdamW;
+pub use row_grad::RowGrad;
+pub use row_var::RowVar;
+pub use sgd::{ParamsSgd, Sgd};

@@ -1,0 +1,103 @@
+//! A gradient that names its rows.
+use crate::{Error, Result, kernels};
+use candle_core::Tensor;
+use std::sync::Arc;
+
+/// The gradient of a table `[rows, width]` by rows; all others are zero.
+///
+/// Clones share memory.
+#[derive(Debug, Clone)]
+pub struct RowGrad {
+    rows: Arc<[u32]>,
+    values: Tensor,
+}
+
+impl RowGrad {
+    /// The sums of those rows of `values`, `[rows.len(), width]` of floats, that are listed with the same row.
+    ///
+    /// They are added in the order of the list, so the bits do not depend on threads; 16-bit floats are added in f32
+    /// and rounded once. The cost grows with the list alone.
+    ///
+    /// # Errors
+    /// If there are more or fewer rows than values, and off the CPU.
+    pub fn new(rows: impl Into<Arc<[u32]>>, values: &Tensor) -> Result<Self> {
+        let rows = rows.into();
+        check(&rows, values)?;
+        let (rows, values) = kernels::sum_rows(&rows, &values.detach())?;
+        Ok(Self { rows: rows.into(), values })
+    }
+
+    /// The rows, each once, in ascending order.
+    pub fn rows(&self) -> &[u32] {
+        &self.rows
+    }
+
+    /// Their gradients: `[rows().len(), width]`.
+    pub fn values(&self) -> &Tensor {
+        &self.values
+    }
+
+    /// The same gradient of a table of `rows` rows with all its zeros.
+    ///
+    /// # Errors
+    /// If the table has fewer rows than this gradient names.
+    pub fn to_dense(&self, rows: usize) -> Result<Tensor> {
+        if let Some(&last) = self.rows.last().filter(|&&last| last as usize >= rows) {
+            return Error::op("to_dense", format!("a gradient of row {last} has no place in a table of {rows} rows"));
+        }
+        let zeros = Tensor::zeros((rows, self.values.dim(1)?), self.values.dtype(), self.values.device())?;
+        if self.values.elem_count() == 0 {
+            return Ok(zeros);
+        }
+        let rows = Tensor::from_slice(&self.rows[..], self.rows.len(), self.values.device())?;
+        Ok(zeros.index_add(&rows, &self.values, 0)?)
+    }
+
+    /// The Euclidean norm of all its values, in f64: what clipping compares, of this device's part of a table.
+    pub fn norm(&self) -> Result<f64> {
+        let all: Vec<u32> = (0..self.rows.len() as u32).collect();
+        Ok(kernels::power_sums(&self.values, &all, 2.0)?.iter().sum::<f64>().sqrt())
+    }
+
+    /// All values times `factor`.
+    pub fn scale(&self, factor: f64) -> Result<Self> {
+        Ok(Self { rows: self.rows.clone(), values: self.values.affine(factor, 0.0)? })
+    }
+
+    pub(super) fn into_part(self) -> Part {
+        Part { rows: self.rows, grad: self.values }
+    }
+}
+
+/// Refuses what is no list of rows with a gradient for each.
+fn check(rows: &[u32], values: &Tensor) -> Result<()> {
+    let (shape, dtype) = (values.shape(), values.dtype());
+    if values.rank() != 2 || values.dims()[0] != rows.len() || !dtype.is_float() {
+        let len = rows.len();
+        return Error::op("RowGrad", format!("values {shape:?} {dtype:?} for {len} rows: want floats [{len}, width]"));
+    }
+    if !values.device().is_cpu() {
+        return Error::op("RowGrad", format!("values on {:?}: want the CPU", values.device()));
+    }
+    Ok(())
+}
+
+/// What one lookup adds to a gradient: `grad` is `[rows.len(), width]`, and rows may repeat.
+#[derive(Debug, Clone)]
+pub(super) struct Part {
+    pub(super) rows: Arc<[u32]>,
+    pub(super) grad: Tensor,
+}
+
+impl Part {
+    /// All parts as one, in their order; `None` without parts.
+    pub(super) fn joined(parts: &[Self]) -> Result<Option<Self>> {
+        let [first, others @ ..] = parts else { return Ok(None) };
+        if others.is_empty() {
+            return Ok(Some(first.clone()));
+        }
+        let rows = parts.iter().flat_map(|part| part.rows.iter().copied()).collect();
+        let grads: Vec<&Tensor> = parts.iter().map(|part| &part.grad).collect();
+        Ok(Some(Self { rows, grad: Tensor::cat(&grads, 0)? }))
+    }
+}

@@ -1,0 +1,148 @@
+//! A variable whose gradient is collected by rows.
+use super::row_grad::{Part, RowGrad};
+use crate::{Error, Result, kernels};
+use candle_core::{CpuStorage, CustomOp1, DType, Layout, Shape, Tensor, Var};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// A table `[rows, width]` (f32, f64, f16 or bf16) from which rows are looked up, and whose gradient names its rows.
+///
+/// The gradient behaves as `.grad` does in PyTorch: backward passes add to it until
+/// [`zero_grad`](Self::zero_grad), [`take_grad`](Self::take_grad) or an optimiser's step takes it. So it does not
+/// appear in the `GradStore` that candle's backward pass returns. Where a part of the graph is recomputed
+/// ([`nn::checkpoint`](crate::nn::checkpoint)), it arrives just so. Until it is taken, the gradients of all lookups are kept as
+/// they came.
+///
+/// A clone is the same variable, with the same gradient.
+#[derive(Debug, Clone)]
+pub struct RowVar {
+    var: Var,
+    /// What stands for the table in candle's graph: a gradient of this one costs nothing.
+    handle: Var,
+    pending: Pending,
+}
+
+type Pending = Arc<Mutex<Vec<Part>>>;
+
+fn lock(pending: &Pending) -> MutexGuard<'_, Vec<Part>> {
+    pending.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl RowVar {
+    /// The same variable with a gradient by rows.
+    ///
+    /// # Errors
+    /// If `var` is no table of floats on the CPU.
+    pub fn new(var: Var) -> Result<Self> {
+        let (shape, dtype, device) = (var.shape(), var.dtype(), var.device());
+        let float = matches!(dtype, DType::F32 | DType::F64 | DType::F16 | DType::BF16);
+        if var.rank() != 2 || !float || !device.is_cpu() {
+            let got = format!("a variable {shape:?} {dtype:?} on {device:?}");
+            return Error::op("RowVar", format!("{got}: want [rows, width] of f32, f64, f16 or bf16 on the CPU"));
+        }
+        Ok(Self { handle: Var::zeros((), dtype, device)?, var, pending: Pending::default() })
+    }
+
+    /// The table itself: the same memory always, which optimisers and [`renorm`](Self::renorm) change in place.
+    ///
+    /// Used in a graph by itself, it gets candle's dense gradient, of which nothing here knows.
+    pub fn var(&self) -> &Var {
+        &self.var
+    }
+
+    /// The table's `rows` in the order of the list, which may repeat some: `[rows.len(), width]`.
+    ///
+    /// The result always carries a gradient, also without rows; without a backward pass it costs no more than the copy.
+    ///
+    /// # Errors
+    /// If the table does not have one of the rows.
+    pub fn lookup(&self, rows: impl Into<Arc<[u32]>>) -> Result<Tensor> {
+        let rows = rows.into();
+        let made = Mutex::new(Some(kernels::take_rows(&self.var, &rows)?));
+        Ok(self.handle.apply_op1(Lookup { rows, pending: self.pending.clone(), made })?)
+    }
+
+    /// The gradient so far; `None` if no backward pass has reached the table.
+    ///
+    /// Rows are merged in the order of the backward passes and then of the list. A row that was looked up stays even
+    /// if its gradient is zero.
+    pub fn grad(&self) -> Result<Option<RowGrad>> {
+        let joined = Part::joined(&lock(&self.pending))?;
+        joined.map(|part| RowGrad::new(part.rows, &part.grad)).transpose()
+    }
+
+    /// Like [`grad`](Self::grad), and leaves none.
+    pub fn take_grad(&self) -> Result<Option<RowGrad>> {
+        self.take_part()?.map(|part| RowGrad::new(part.rows, &part.grad)).transpose()
+    }
+
+    /// Leaves no gradient.
+    pub fn zero_grad(&self) {
+        lock(&self.pending).clear();
+    }
+
+    /// Adds to the gradient, as a backward pass does: after [`take_grad`](Self::take_grad), what was clipped.
+    ///
+    /// # Errors
+    /// If the gradient has another width or dtype, or a row that the table does not have.
+    pub fn add_grad(&self, grad: RowGrad) -> Result<()> {
+        let (values, [rows, width]) = (grad.values(), [self.var.dims()[0], self.var.dims()[1]]);
+        let inside = grad.rows().last().is_none_or(|&last| (last as usize) < rows);
+        if values.dims()[1] != width || values.dtype() != self.var.dtype() || !inside {
+            let (shape, dtype, last) = (values.shape(), values.dtype(), grad.rows().last().unwrap_or(&0));
+            let got = format!("a gradient {shape:?} {dtype:?} up to row {last}");
+            return Error::op("add_grad", format!("{got} of a table [{rows}, {width}] {:?}", self.var.dtype()));
+        }
+        lock(&self.pending).push(grad.into_part());
+        Ok(())
+    }
+
+    /// Shortens those of the `rows` whose `norm_type`-norm is above `max_norm` to it, in place and without a gradient.
+    ///
+    /// What `max_norm` does in PyTorch's embedding before a lookup of `rows`: the norm is rounded to the table's dtype,
+    /// and a row with a larger one is multiplied by `max_norm / (norm + 1e-7)`. All other rows stay bit-identical, so
+    /// do rows whose norm is NaN. `norm_type` may be ±∞, 0 (the number of elements that are not 0) or negative.
+    ///
+    /// # Errors
+    /// If the table does not have one of the rows, if `max_norm` is not above 0, or if `norm_type` is NaN.
+    pub fn renorm(&self, rows: &[u32], max_norm: f64, norm_type: f64) -> Result<()> {
+        if max_norm.is_nan() || max_norm <= 0.0 || norm_type.is_nan() {
+            let reason = format!("max_norm {max_norm} of norm_type {norm_type}: want one above 0 of a number");
+            return Error::op("renorm", reason);
+        }
+        let rows = kernels::unique_rows(rows);
+        let sums = kernels::power_sums(&self.var, &rows, norm_type)?.into_iter();
+        let norms: Vec<f64> = sums.map(|sum| kernels::finish(sum, norm_type, self.var.dtype())).collect();
+        Ok(kernels::scale_rows(&self.var, &rows, &norms, max_norm)?)
+    }
+
+    /// The gradient as the lookups left it, taken.
+    pub(super) fn take_part(&self) -> Result<Option<Part>> {
+        let mut pending = lock(&self.pending);
+        let joined = Part::joined(&pending)?;
+        pending.clear();
+        Ok(joined)
+    }
+}
+
+/// The graph node of rows that were looked up.
+struct Lookup {
+    rows: Arc<[u32]>,
+    pending: Pending,
+    made: Mutex<Option<(CpuStorage, Shape)>>,
+}
+
+impl CustomOp1 for Lookup {
+    fn name(&self) -> &'static str {
+        "lookup"
+    }
+
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
+        let made = self.made.lock().unwrap_or_else(PoisonError::into_inner).take();
+        made.ok_or_else(|| candle_core::Error::msg("the result of a lookup was taken twice"))
+    }
+
+    fn bwd(&self, handle: &Tensor, _: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
+        lock(&self.pending).push(Part { rows: self.rows.clone(), grad: grad.detach() });
+        handle.zeros_like().map(Some)
+    }
+}

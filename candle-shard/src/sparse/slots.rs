@@ -1,0 +1,70 @@
+//! What the optimisers have in common.
+use super::RowVar;
+use crate::kernels::{Rule, update_rows};
+use crate::{Error, Result};
+use candle_core::{DType, Device, Tensor, Var};
+
+/// Variables, each with `N` tensors of state of its shape.
+#[derive(Debug)]
+pub(super) struct Slots<const N: usize>(Vec<(RowVar, [Var; N])>);
+
+impl<const N: usize> Slots<N> {
+    /// State whose elements all begin at `start`.
+    pub(super) fn new(vars: Vec<RowVar>, start: f64) -> Result<Self> {
+        let slot = |var: RowVar| -> Result<(RowVar, [Var; N])> {
+            let mut states = Vec::with_capacity(N);
+            for _ in 0..N {
+                states.push(state_of(var.var(), start)?);
+            }
+            let Ok(states) = states.try_into() else { return Error::op("optimiser", "states were lost") };
+            Ok((var, states))
+        };
+        Ok(Self(vars.into_iter().map(slot).collect::<Result<_>>()?))
+    }
+
+    /// Takes the gradients and moves the rows that have one.
+    pub(super) fn step(&self, rule: &impl Rule<N>) -> Result<()> {
+        for (var, states) in &self.0 {
+            if let Some(part) = var.take_part()? {
+                update_rows(var.var(), states, &part.rows, &part.grad, rule)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The state as `name.index`, variable by variable.
+    pub(super) fn named(&self, names: [&str; N]) -> impl Iterator<Item = (String, Var)> {
+        let of = move |(i, (_, states)): (usize, &(RowVar, [Var; N]))| {
+            names.map(|name| format!("{name}.{i}")).into_iter().zip(states.clone()).collect::<Vec<_>>()
+        };
+        self.0.iter().enumerate().flat_map(of)
+    }
+}
+
+/// A tensor of state of the variable's shape, in f32 for 16-bit floats.
+///
+/// Its elements are written one by one: cleared pages that the system hands out only when they are touched would make
+/// the first steps slow.
+fn state_of(var: &Var, start: f64) -> Result<Var> {
+    let (len, shape) = (var.elem_count(), var.shape());
+    let state = match var.dtype() {
+        DType::F64 => Tensor::from_iter(std::iter::repeat_n(start, len), &Device::Cpu)?,
+        _ => Tensor::from_iter(std::iter::repeat_n(start as f32, len), &Device::Cpu)?,
+    };
+    Ok(Var::from_tensor(&state.reshape(shape)?)?)
+}
+
+/// The steps taken, with the one that begins.
+pub(super) fn next(steps: &Var) -> Result<u32> {
+    let next = steps.to_scalar::<u32>()?.saturating_add(1);
+    steps.set(&Tensor::new(next, &Device::Cpu)?)?;
+    Ok(next)
+}
+
+/// Refuses a parameter of `op` that is not within `0..end`.
+pub(super) fn check(op: &'static str, name: &str, value: f64, end: f64) -> Result<()> {
+    if (0.0..end).contains(&value) {
+        return Ok(());
+    }
+    Error::op(op, format!("{name} is {value}: want a number from 0 to below {end}"))
+}

@@ -1,0 +1,7 @@
+//! Sharded embeddings: the numbers, tables and gradients of one device.
+#![allow(clippy::unwrap_used)] // a panic is how a test fails
+mod cases;
+mod check;
+mod facts;
+mod lists;
+mod oracle;
