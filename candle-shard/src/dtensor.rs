@@ -36,7 +36,7 @@ pub(crate) type Axes = u32;
 /// | `sort_last_dim`, `arg_sort_last_dim`, `causal_softmax`, `masked_softmax`, `layer_norm`, `rms_norm`, `swiglu` | leading dims |
 /// | `matmul`, `mv`, `linear` | batch, rows or columns; a sharded inner dim gives partial sums |
 /// | `scaled_dot_product_attention`, `flash_attn`, `rope` | batch and heads; queries without a causal mask; positions of `rope` |
-/// | `embedding`, `index_select`, `gather`, `i`, `unfold` | other dims and those of the indexes; a sharded indexed dim gives partial sums |
+/// | `embedding`, `embedding_bag`, `index_select`, `gather`, `i`, `unfold` | other dims and those of the indexes; a sharded indexed dim gives partial sums |
 /// | `scatter`, `scatter_add`, `index_add` | all dims |
 /// | `narrow`, `chunk`, `get`, `pad_with_zeros`, `slice_scatter`, `slice_assign` | all dims, the cut one in pieces of unlike sizes |
 /// | `permute`, `transpose`, `broadcast_as`, `unsqueeze`, `squeeze` | all dims |
@@ -48,7 +48,8 @@ pub(crate) type Axes = u32;
 /// | `cross_entropy`, `mse_loss`, `l1_loss`, `huber_loss`, `bce_with_logits_loss` | all dims, the classes too |
 /// | [`on_whole`](Self::on_whole), for any other op | nothing: the inputs are gathered, and it says so |
 ///
-/// Not here: changes in place (`slice_set`, `zero_set`, ..), for which there are copies; ops whose shape depends on the
+/// Not here: changes in place (`slice_set`, `zero_set`, ..), for which there are copies, but for
+/// [`embedding_renorm`](Self::embedding_renorm); ops whose shape depends on the
 /// elements; `meshgrid`, which is `reshape` and `broadcast_as`; `to_vec1` and the like, which
 /// [`full_tensor`](Self::full_tensor) gives; and `to_device`, as a shard stays on its rank's device.
 ///

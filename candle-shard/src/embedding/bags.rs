@@ -7,23 +7,47 @@ use candle_core::{DType, Tensor};
 pub(crate) struct Bounds(pub(crate) Vec<usize>);
 
 impl Bounds {
-    /// The bounds that ids and offsets give, or what is wrong with them.
-    pub(crate) fn of(ids: &Tensor, offsets: Option<&Tensor>, include_last_offset: bool) -> Result<Self, Wrong> {
-        match (ids.dims(), offsets) {
-            (&[bags, len], None) if !include_last_offset => Ok(Self((0..=bags).map(|bag| bag * len).collect())),
-            ([_], Some(offsets)) => Self::between(offsets, ids.elem_count(), include_last_offset),
-            ([_], None) => Err("ids [n] need offsets, which say where bags begin".into()),
+    /// The number of bags that ids and offsets of these shapes make, or why they make none.
+    pub(crate) fn count(
+        ids: &[usize],
+        offsets: Option<(&[usize], DType)>,
+        include_last_offset: bool,
+    ) -> Result<usize, Wrong> {
+        match (ids, offsets) {
+            (&[bags, _], None) if !include_last_offset => Ok(bags),
             (_, None) if include_last_offset => Err("include_last_offset needs offsets".into()),
-            ([_, _], Some(_)) => Err(format!("ids {:?} are bags already; give no offsets, or ids [n]", ids.dims())),
+            ([_], None) => Err("ids [n] need offsets, which say where bags begin".into()),
+            ([_], Some((&[n], DType::U8 | DType::U32 | DType::I64))) => match n
+                .checked_sub(usize::from(include_last_offset))
+            {
+                Some(bags) => Ok(bags),
+                None => Err("offsets without elements; with include_last_offset the last is the number of ids".into()),
+            },
+            ([_], Some((dims, dtype))) => {
+                Err(format!("offsets {}{dims:?}: want [bags] of u8, u32 or i64", dtype.as_str()))
+            }
+            ([_, _], Some(_)) => Err(format!("ids {ids:?} are bags already; give no offsets, or ids [n]")),
             (dims, _) => Err(format!("ids {dims:?}: want [bags, n], or [n] and offsets")),
         }
     }
 
-    fn between(offsets: &Tensor, ids: usize, include_last_offset: bool) -> Result<Self, Wrong> {
-        if !matches!(offsets.dtype(), DType::U8 | DType::U32 | DType::I64) || offsets.rank() != 1 {
-            let (dtype, dims) = (offsets.dtype().as_str(), offsets.dims());
-            return Err(format!("offsets {dtype}{dims:?}: want [bags] of u8, u32 or i64"));
+    /// The bounds that ids and offsets give, or what is wrong with them.
+    pub(crate) fn of(ids: &Tensor, offsets: Option<&Tensor>, include_last_offset: bool) -> Result<Self, Wrong> {
+        let shape = offsets.map(|offsets| (offsets.dims(), offsets.dtype()));
+        Self::count(ids.dims(), shape, include_last_offset)?;
+        match offsets {
+            Some(offsets) => Self::between(offsets, ids.elem_count(), include_last_offset),
+            None => Ok(Self::even(ids.dims())),
         }
+    }
+
+    /// The bounds of the bags `[bags, n]`.
+    pub(crate) fn even(dims: &[usize]) -> Self {
+        Self((0..=dims[0]).map(|bag| bag * dims[1]).collect())
+    }
+
+    /// The bounds that offsets of a right shape give to so many ids.
+    pub(crate) fn between(offsets: &Tensor, ids: usize, include_last_offset: bool) -> Result<Self, Wrong> {
         let read = offsets.to_dtype(DType::I64).and_then(|offsets| offsets.to_vec1::<i64>());
         let mut bounds = read.map_err(|error| error.to_string())?;
         if include_last_offset && bounds.last() != Some(&(ids as i64)) {
@@ -47,18 +71,18 @@ impl Bounds {
 }
 
 /// Refuses weights that do not fit the ids, the mode or the table's dtype.
-pub(crate) fn check_weights(ids: &Tensor, weights: Option<&Tensor>, mode: BagMode, dtype: DType) -> Result<(), Wrong> {
-    let Some(weights) = weights else { return Ok(()) };
+pub(crate) fn check_weights(
+    (ids, dtype): (&[usize], DType),
+    weights: Option<(&[usize], DType)>,
+    mode: BagMode,
+) -> Result<(), Wrong> {
+    let Some((dims, got)) = weights else { return Ok(()) };
     if mode != BagMode::Sum {
         return Err(format!("per_sample_weights in mode {mode:?}; they are for BagMode::Sum"));
     }
-    if weights.dims() != ids.dims() || weights.dtype() != dtype {
-        let (got, want) = (weights.dtype().as_str(), dtype.as_str());
-        return Err(format!(
-            "per_sample_weights {got}{:?}: want {want}{:?}, one for each id",
-            weights.dims(),
-            ids.dims()
-        ));
+    if dims != ids || got != dtype {
+        let (got, want) = (got.as_str(), dtype.as_str());
+        return Err(format!("per_sample_weights {got}{dims:?}: want {want}{ids:?}, one for each id"));
     }
     Ok(())
 }

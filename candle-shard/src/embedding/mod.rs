@@ -4,7 +4,7 @@
 //! (`renorm.rs`); and one collective brings each rank its rows (`fetch.rs`), each one once however often it is looked
 //! up. The rest is the plain op on one device, so the numbers are those of one device. Costs follow the ids, and never
 //! the size of the table.
-mod bags;
+pub(crate) mod bags;
 pub(crate) mod fetch;
 pub(crate) mod inputs;
 pub(crate) mod options;
@@ -74,7 +74,7 @@ impl ShardedTensor {
     /// options do not fit it or differ among ranks, or if an id of any rank is no row.
     pub fn embedding(&self, ids: &Tensor, options: &EmbeddingOptions) -> Result<Tensor> {
         const OP: &str = "embedding";
-        let prepare = || self.prepare(ids, options, |_| Ok(()));
+        let prepare = || self.prepare(ids, options, || Ok(()));
         let call = self.call(&format!("{options:?}"));
         let (call, wanted) = gather_inputs(OP, self.group(), &call, prepare(), |call| &call.ids.wanted)?;
         let Fetched { rows, order } = call.fetch(&wanted)?;
@@ -119,8 +119,9 @@ impl ShardedTensor {
         options: &EmbeddingBagOptions,
     ) -> Result<Tensor> {
         const OP: &str = "embedding_bag";
-        let more = |table: &Table| {
-            bags::check_weights(ids, per_sample_weights, options.mode, table.local.tensor().dtype())?;
+        let more = || {
+            let weights = per_sample_weights.map(|weights| (weights.dims(), weights.dtype()));
+            bags::check_weights((ids.dims(), self.dtype()), weights, options.mode)?;
             Bounds::of(ids, offsets, options.include_last_offset)
         };
         let weighted = if per_sample_weights.is_some() { ", weighted" } else { "" };
@@ -144,11 +145,11 @@ impl ShardedTensor {
         &self,
         ids: &Tensor,
         options: &EmbeddingOptions,
-        more: impl FnOnce(&Table) -> Result<T, Wrong>,
+        more: impl FnOnce() -> Result<T, Wrong>,
     ) -> Result<Prepared<T>, Wrong> {
         let table = Table::of(self)?;
         let (lookup, ids) = (options.checked(table.rows)?, Ids::read(ids, table.rows)?);
-        let more = more(&table)?;
+        let more = more()?;
         Ok(Prepared { table, lookup, ids, more })
     }
 }

@@ -1,29 +1,63 @@
-//! The lookup layer.
+//! The lookup layers.
 use crate::nn::{Init, ShardedVarBuilder};
 use crate::parallel::{LayerKind, ModuleStyle};
 use crate::random::Distribution;
-use crate::{DTensor, Result};
+use crate::{DTensor, EmbeddingBagOptions, EmbeddingOptions, Error, Result};
+use candle_core::Tensor;
 
 /// A table `[rows, width]` whose rows are looked up by id; under a plan cut by rows, by columns, or replicated.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_dist::World;
+/// use candle_shard::nn::{Embedding, ShardedVarBuilder};
+/// use candle_shard::parallel::{ColwiseParallel, Plan};
+/// use candle_shard::{DTensor, EmbeddingOptions, Replicate, Result};
+///
+/// World::local(2).run(|ctx| -> Result<()> {
+///     let mesh = ctx.mesh(&[("tp", 2)])?;
+///     let plan = Plan::new("tp").with("words", ColwiseParallel::default());
+///     let vb = ShardedVarBuilder::fresh(1, &mesh, plan, DType::F64, &Device::Cpu)?;
+///     let options = EmbeddingOptions { max_norm: Some(1.0), ..Default::default() };
+///     let words = Embedding::with_options(10, 4, 5.0, options, &vb.pp("words"))?;
+///     let ids = DTensor::distribute(&Tensor::new(&[7u32], &Device::Cpu)?, &mesh, &[Replicate])?;
+///     let length: f64 = words.forward(&ids)?.sqr()?.sum_all()?.sqrt()?.to_scalar()?;
+///     assert!((length - 1.0).abs() < 1e-6);
+///     Ok(())
+/// })?;
+/// # Ok::<(), candle_dist::WorldError>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct Embedding {
     weight: DTensor,
     style: ModuleStyle,
+    options: EmbeddingOptions,
 }
 
 impl Embedding {
     /// A layer at the builder's path with the parameter `weight`, normal with this standard deviation where fresh.
     pub fn new(rows: usize, width: usize, stdev: f64, vb: &ShardedVarBuilder) -> Result<Self> {
-        let style = vb.style();
-        let layout = style.layout(LayerKind::Embedding)?;
-        let init = Init::Random(Distribution::Normal { mean: 0.0, stdev });
-        let weight = vb.get((rows, width), "weight", init, layout.weight, layout.varying)?;
-        Ok(Self { weight, style })
+        Self::with_options(rows, width, stdev, EmbeddingOptions::default(), vb)
+    }
+
+    /// Like [`new`](Self::new) with a padding row, which is zeros where fresh, or rows that are kept short in place.
+    ///
+    /// # Errors
+    /// If the options do not fit the table.
+    pub fn with_options(
+        rows: usize,
+        width: usize,
+        stdev: f64,
+        options: EmbeddingOptions,
+        vb: &ShardedVarBuilder,
+    ) -> Result<Self> {
+        let (weight, style) = table("nn::Embedding", [rows, width], stdev, &options, vb)?;
+        Ok(Self { weight, style, options })
     }
 
     /// The rows `[.., width]` at `ids` (u32, `[..]`).
     pub fn forward(&self, ids: &DTensor) -> Result<DTensor> {
-        let [y] = self.style.outputs([&self.weight.embedding(ids)?])?;
+        let [y] = self.style.outputs([&self.weight.embedding_with(ids, &self.options)?])?;
         Ok(y)
     }
 
@@ -31,4 +65,70 @@ impl Embedding {
     pub fn weight(&self) -> &DTensor {
         &self.weight
     }
+}
+
+/// A table `[rows, width]` of whose rows bags are made; under a plan cut by rows, by columns, or replicated.
+#[derive(Debug, Clone)]
+pub struct EmbeddingBag {
+    weight: DTensor,
+    style: ModuleStyle,
+    options: EmbeddingBagOptions,
+}
+
+impl EmbeddingBag {
+    /// A layer at the builder's path with the parameter `weight`, normal with this standard deviation where fresh.
+    ///
+    /// # Errors
+    /// If the options do not fit the table.
+    pub fn new(
+        rows: usize,
+        width: usize,
+        stdev: f64,
+        options: EmbeddingBagOptions,
+        vb: &ShardedVarBuilder,
+    ) -> Result<Self> {
+        let (weight, style) = table("nn::EmbeddingBag", [rows, width], stdev, &options.lookup, vb)?;
+        Ok(Self { weight, style, options })
+    }
+
+    /// One row for each bag, `[bags, width]`: see [`DTensor::embedding_bag`].
+    pub fn forward(
+        &self,
+        ids: &DTensor,
+        offsets: Option<&DTensor>,
+        per_sample_weights: Option<&DTensor>,
+    ) -> Result<DTensor> {
+        let bags = self.weight.embedding_bag(ids, offsets, per_sample_weights, &self.options)?;
+        let [y] = self.style.outputs([&bags])?;
+        Ok(y)
+    }
+
+    /// The table.
+    pub fn weight(&self) -> &DTensor {
+        &self.weight
+    }
+}
+
+/// The parameter `weight` of a lookup layer, and its style.
+fn table(
+    op: &'static str,
+    shape: [usize; 2],
+    stdev: f64,
+    options: &EmbeddingOptions,
+    vb: &ShardedVarBuilder,
+) -> Result<(DTensor, ModuleStyle)> {
+    let padding = options.checked(shape[0]).or_else(|reason| Error::op(op, reason))?.padding;
+    let style = vb.style();
+    let layout = style.layout(LayerKind::Embedding)?;
+    let init = Init::Random(Distribution::Normal { mean: 0.0, stdev });
+    let weight = vb.get((shape[0], shape[1]), "weight", init, layout.weight, layout.varying)?;
+    if let Some(padding) = padding.filter(|_| vb.is_fresh()) {
+        let (rows, local) = (weight.spec().local_block()[0].clone(), weight.to_local());
+        let padding = padding as usize;
+        if rows.contains(&padding) && local.elem_count() > 0 {
+            let zeros = Tensor::zeros((1, local.dims()[1]), local.dtype(), local.device())?;
+            local.slice_set(&zeros, 0, padding - rows.start)?;
+        }
+    }
+    Ok((weight, style))
 }

@@ -14,7 +14,7 @@ mod width;
 pub use adam_w::AdamW;
 pub use checkpoint::checkpoint;
 pub use dropout::{Dropout, Mode};
-pub use embedding::Embedding;
+pub use embedding::{Embedding, EmbeddingBag};
 pub use fused_qkv::{FusedQkv, Heads};
 pub use linear::Linear;
 pub use norm::{LayerNorm, RmsNorm};

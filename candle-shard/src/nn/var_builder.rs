@@ -233,6 +233,11 @@ impl ShardedVarBuilder {
         Ok(tensor)
     }
 
+    /// Whether parameters are drawn, not read.
+    pub(super) fn is_fresh(&self) -> bool {
+        matches!(self.shared.source, Source::Fresh)
+    }
+
     /// Whether the source has a tensor of this full name.
     fn has(&self, name: &str) -> bool {
         match &self.shared.source {

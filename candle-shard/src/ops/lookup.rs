@@ -2,7 +2,7 @@
 //!
 //! A rank that holds a part of the indexed dim finds those elements that it holds, and zeros for the others: partial
 //! sums of the result.
-use crate::kernels::NOWHERE;
+use crate::kernels::{self, NOWHERE};
 use crate::placement::{Placement, Replicate, Shard};
 use crate::rules::{self, Row, Rows, Signature};
 use crate::{DTensor, Error, Result};
@@ -13,35 +13,21 @@ use std::ops::Range;
 const SUM: Placement = Placement::PARTIAL_SUM;
 
 impl DTensor {
-    /// The rows of this table `[rows, width]` at `ids` (u8, u32 or i64, any shape): `[.., width]`.
-    ///
-    /// A table sharded by columns is looked up where it lies; one sharded by rows gives partial sums, in which each
-    /// rank has the rows that it holds and zeros elsewhere.
-    ///
-    /// # Errors
-    /// If an id is not a row of the table; the ids on each rank are checked against the global number of rows, so
-    /// sharded ids may be refused on one rank, whose message then stops the others.
-    pub fn embedding(&self, ids: &Self) -> Result<Self> {
-        if self.rank() != 2 {
-            return Error::op("embedding", format!("a table {}: want [rows, width]", self.spec()));
-        }
-        self.take("embedding", ids, 0)
-    }
-
     /// The elements of a dim at `indexes` (u8, u32 or i64, `[n]`): the dim has size `n` then.
     ///
     /// # Errors
-    /// As for [`embedding`](Self::embedding).
+    /// If an index is outside of the dim; the indexes on each rank are checked against its global size, so sharded ones
+    /// may be refused on one rank, whose message then stops the others.
     pub fn index_select(&self, indexes: &Self, dim: impl Dim) -> Result<Self> {
         let dim = dim.to_index(&Shape::from(self.dims()), "index_select")?;
         if indexes.rank() != 1 {
             return Error::op("index_select", format!("indexes {}: want [n]", indexes.spec()));
         }
-        self.take("index_select", indexes, dim)
+        self.take("index_select", indexes, dim, None)
     }
 
-    /// Dim `dim` replaced by the dims of `ids`.
-    fn take(&self, op: &'static str, ids: &Self, dim: usize) -> Result<Self> {
+    /// Dim `dim` replaced by the dims of `ids`; the row `still` of a table gets no gradient.
+    pub(super) fn take(&self, op: &'static str, ids: &Self, dim: usize, still: Option<u32>) -> Result<Self> {
         let signature = || {
             check_indexes(op, ids)?;
             let mut rows: Rows = (0..ids.rank()).map(|d| Row::new(Shard(dim + d), &[Replicate, Shard(d)])).collect();
@@ -53,8 +39,15 @@ impl DTensor {
             Ok(Signature::new(rows, &shape, self.dtype()))
         };
         let found = rules::run(op, &[dim], &[self, ids], signature, |x, out| {
-            let held = held(op, &x[1], &x[0], dim)?.flatten_all()?;
-            let found = x[0].to_local().contiguous()?.index_select(&held, dim)?; // candle takes nothing else
+            let (table, part) = (x[0].to_local(), &x[0].spec().local_block()[dim]);
+            let places = places(op, &x[1], &x[0], dim)?;
+            let found = if self.rank() == 2 && dim == 0 && self.dtype().is_float() {
+                let still = still.filter(|&row| part.contains(&(row as usize))).map(|row| row - part.start as u32);
+                kernels::embedding(table, places, still)?
+            } else {
+                let places = Tensor::from_slice(&places, places.len(), x[0].device())?;
+                table.contiguous()?.index_select(&places, dim)? // candle takes nothing else
+            };
             Ok(found.reshape(out.local_shape().as_slice())?)
         })?;
         checked(op, found, ids, self, dim)
@@ -66,7 +59,7 @@ impl DTensor {
     /// than the tensor.
     ///
     /// # Errors
-    /// As for [`embedding`](Self::embedding).
+    /// As for [`index_select`](Self::index_select).
     pub fn gather(&self, indexes: &Self, dim: impl Dim) -> Result<Self> {
         let dim = dim.to_index(&Shape::from(self.dims()), "gather")?;
         let others = |d: &usize| *d != dim;

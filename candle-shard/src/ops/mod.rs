@@ -5,6 +5,7 @@ mod compare;
 pub(crate) mod conv;
 pub(crate) mod cross_entropy;
 pub(crate) mod dropout;
+mod embedding;
 mod extreme;
 pub(crate) mod fallback;
 mod group_norm;

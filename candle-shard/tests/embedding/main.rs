@@ -3,5 +3,6 @@
 mod cases;
 mod check;
 mod facts;
+mod layers;
 mod lists;
 mod oracle;

@@ -4,6 +4,7 @@ mod attention;
 #[path = "../common/mod.rs"]
 mod common;
 mod complete;
+mod embedding;
 mod exchanges;
 mod extreme;
 mod images;

@@ -1,0 +1,247 @@
+//! Rows of a table, one by one or in bags, and rows made shorter in place.
+use super::lookup::{check_indexes, checked};
+use crate::embedding::bags::{Bounds, check_weights};
+use crate::embedding::options::{EmbeddingBagOptions, EmbeddingOptions, Renorm};
+use crate::kernels::{self, BagMode, Bags, NOWHERE};
+use crate::placement::{Placement, Replicate, Shard};
+use crate::rules::{self, Row, Rows, Signature};
+use crate::{DTensor, Error, Result};
+use candle_core::{DType, Tensor};
+
+const SUM: Placement = Placement::PARTIAL_SUM;
+
+impl DTensor {
+    /// The rows of this table `[rows, width]` at `ids` (u8, u32 or i64, any shape): `[.., width]`.
+    ///
+    /// A table sharded by columns is looked up where it lies; one sharded by rows gives partial sums, in which each
+    /// rank has the rows that it holds and zeros elsewhere.
+    ///
+    /// # Errors
+    /// If an id is not a row of the table; the ids on each rank are checked against the global number of rows, so
+    /// sharded ids may be refused on one rank, whose message then stops the others.
+    pub fn embedding(&self, ids: &Self) -> Result<Self> {
+        self.embedding_with(ids, &EmbeddingOptions::default())
+    }
+
+    /// Like [`embedding`](Self::embedding) with a row without gradient, or rows made shorter in place before.
+    ///
+    /// With `max_norm` the table must be a parameter; see [`embedding_renorm`](Self::embedding_renorm), which also has
+    /// all ranks refuse wrong ids.
+    pub fn embedding_with(&self, ids: &Self, options: &EmbeddingOptions) -> Result<Self> {
+        const OP: &str = "embedding";
+        self.check_table(OP)?;
+        let lookup = options.checked(self.dims()[0]).or_else(|reason| Error::op(OP, reason))?;
+        if let Some(limit) = &lookup.renorm {
+            self.limit_norms(OP, ids, limit)?;
+        }
+        self.take(OP, ids, 0, lookup.padding)
+    }
+
+    /// One row for each bag of rows of this table `[rows, width]`: `[bags, width]`.
+    ///
+    /// `ids` (u8, u32 or i64) are `[bags, n]`, or `[n]` with the `offsets` `[bags]` at which bags begin.
+    /// `per_sample_weights`, of the shape of the ids and the dtype of the table, multiply the rows of a sum. A bag without
+    /// rows, or with nothing but padding, gives zeros. Bags `[bags, n]` may be sharded; a table sharded by rows gives
+    /// partial sums, and for maxima the rows that are looked up are brought together first.
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor};
+    /// use candle_dist::World;
+    /// use candle_shard::{DTensor, EmbeddingBagOptions, Replicate, Result, Shard};
+    ///
+    /// let means = World::local(2).run(|ctx| -> Result<Vec<Vec<f32>>> {
+    ///     let mesh = ctx.mesh(&[("tp", 2)])?;
+    ///     let table = Tensor::new(&[[0f32, 1.], [10., 11.], [20., 21.]], &Device::Cpu)?;
+    ///     let table = DTensor::distribute(&table, &mesh, &[Shard(0)])?;
+    ///     let ids = Tensor::new(&[[0u32, 2], [1, 1]], &Device::Cpu)?;
+    ///     let ids = DTensor::distribute(&ids, &mesh, &[Replicate])?;
+    ///     Ok(table.embedding_bag(&ids, None, None, &EmbeddingBagOptions::default())?.full_tensor()?.to_vec2()?)
+    /// })?;
+    /// assert_eq!(means[0], [[10., 11.], [10., 11.]]);
+    /// # Ok::<(), candle_dist::WorldError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As for [`embedding_with`](Self::embedding_with); and if offsets do not rise from 0 to at most the number of ids,
+    /// or weights do not fit the ids or the mode.
+    pub fn embedding_bag(
+        &self,
+        ids: &Self,
+        offsets: Option<&Self>,
+        per_sample_weights: Option<&Self>,
+        options: &EmbeddingBagOptions,
+    ) -> Result<Self> {
+        const OP: &str = "embedding_bag";
+        self.check_table(OP)?;
+        let lookup = options.lookup.checked(self.dims()[0]).or_else(|reason| Error::op(OP, reason))?;
+        if let Some(limit) = &lookup.renorm {
+            self.limit_norms(OP, ids, limit)?;
+        }
+        if options.mode == BagMode::Max && self.sharded_axes(0).next().is_some() {
+            let (rows, ids, padding) = self.rows_apart(OP, ids, lookup.padding)?;
+            return rows.bags(&ids, offsets, per_sample_weights, options, padding);
+        }
+        self.bags(ids, offsets, per_sample_weights, options, lookup.padding)
+    }
+
+    /// Multiplies the rows at `ids` whose `norm_type`-norm is above `max_norm` by `max_norm / (norm + 1e-7)`, in place
+    /// and without a gradient: PyTorch's `embedding_renorm_`.
+    ///
+    /// The table must be a parameter, or have no gradient. Only the rows at the ids of all ranks are read, and only those
+    /// too long are written. Sharded ids are gathered; a table sharded by columns needs one small all_reduce.
+    ///
+    /// # Errors
+    /// On all ranks alike, before anything has changed, if an id is not a row, or if the numbers make no sense.
+    pub fn embedding_renorm(&self, ids: &Self, max_norm: f64, norm_type: f64) -> Result<()> {
+        const OP: &str = "embedding_renorm";
+        self.check_table(OP)?;
+        let options = EmbeddingOptions { max_norm: Some(max_norm), norm_type, ..Default::default() };
+        let lookup = options.checked(self.dims()[0]).or_else(|reason| Error::op(OP, reason))?;
+        lookup.renorm.iter().try_for_each(|limit| self.limit_norms(OP, ids, limit))
+    }
+
+    fn check_table(&self, op: &'static str) -> Result<()> {
+        if self.rank() != 2 {
+            return Error::op(op, format!("a table {}: want [rows, width]", self.spec()));
+        }
+        Ok(())
+    }
+
+    fn limit_norms(&self, op: &'static str, ids: &Self, limit: &Renorm) -> Result<()> {
+        self.check_float(op)?;
+        rules::check_meshes(op, &[self, ids])?;
+        if self.placements().iter().any(|p| p.is_partial()) || self.tracked() && !self.to_local().is_variable() {
+            let reason = format!("max_norm changes a table in place, and {} is a result of ops", self.spec());
+            return Error::op(op, format!("{reason}; give a parameter"));
+        }
+        let wanted = kernels::unique_rows(&self.all_ids(op, ids)?);
+        let [part, _] = self.parts();
+        let mine = wanted.into_iter().filter(|&id| part.contains(&(id as usize)));
+        let rows: Vec<u32> = mine.map(|id| id - part.start as u32).collect();
+        let mut sums = kernels::power_sums(self.to_local(), &rows, limit.norm_type)?;
+        for axis in self.sharded_axes(1) {
+            let parts = Tensor::from_vec(sums, rows.len(), &candle_core::Device::Cpu)?;
+            let group = self.mesh().axis_group(axis)?;
+            sums = group.all_reduce(&parts, kernels::combine(limit.norm_type))?.to_vec1()?;
+        }
+        let norm = |sum: f64| kernels::finish(sum, limit.norm_type, self.dtype());
+        let norms: Vec<f64> = sums.into_iter().map(norm).collect();
+        Ok(kernels::scale_rows(self.to_local(), &rows, &norms, limit.max_norm)?)
+    }
+
+    /// The part of each dim of a table that this rank holds.
+    fn parts(&self) -> [std::ops::Range<usize>; 2] {
+        let block = self.spec().local_block();
+        [block[0].clone(), block[1].clone()]
+    }
+
+    /// The ids of all ranks, which must be rows of this table.
+    fn all_ids(&self, op: &'static str, ids: &Self) -> Result<Vec<u32>> {
+        check_indexes(op, ids)?;
+        let ids = ids.placed(|_, _| Replicate)?;
+        read_ids(op, ids.to_local(), self.dims()[0])
+    }
+
+    /// The rows that are looked up, whole on every rank but for columns, and the ids and the padding among them.
+    fn rows_apart(&self, op: &'static str, ids: &Self, padding: Option<u32>) -> Result<(Self, Self, Option<u32>)> {
+        let wanted = kernels::unique_rows(&self.all_ids(op, ids)?);
+        let signature = || {
+            let rows = (0..ids.rank()).map(|d| Row::new(Shard(d), &[Shard(d)])).collect();
+            Ok(Signature::new(rows, ids.dims(), DType::U32))
+        };
+        let places = rules::run("rows_apart", &[], &[ids], signature, |x, out| {
+            let local = read_ids(op, x[0].to_local(), self.dims()[0])?;
+            let places = local.into_iter().map(|id| wanted.binary_search(&id).unwrap_or_default() as u32);
+            Ok(Tensor::from_vec(places.collect(), out.local_shape().as_slice(), ids.device())?)
+        })?;
+        let padding = padding.and_then(|padding| wanted.binary_search(&padding).ok()).map(|place| place as u32);
+        let wanted = Tensor::from_slice(&wanted, wanted.len(), self.device())?;
+        let wanted = Self::distribute(&wanted, self.mesh(), &vec![Replicate; self.mesh().ndim()])?;
+        let rows = self.embedding(&wanted)?.placed(resolved)?;
+        Ok((rows, places, padding))
+    }
+
+    fn bags(
+        &self,
+        ids: &Self,
+        offsets: Option<&Self>,
+        weights: Option<&Self>,
+        options: &EmbeddingBagOptions,
+        padding: Option<u32>,
+    ) -> Result<Self> {
+        const OP: &str = "embedding_bag";
+        check_indexes(OP, ids)?;
+        let (mode, last) = (options.mode, options.include_last_offset);
+        let count = bag_count(ids, offsets, weights, options, self.dtype()).or_else(|reason| Error::op(OP, reason))?;
+        // Read by all ranks, also by those that have no elements of the result.
+        let bounds = |offsets: &Self| {
+            let offsets = offsets.placed(|_, _| Replicate)?;
+            Bounds::between(offsets.to_local(), ids.elem_count(), last).or_else(|reason| Error::op(OP, reason))
+        };
+        let bounds = offsets.map(bounds).transpose()?;
+        let inputs: Vec<&Self> = [Some(self), Some(ids), weights].into_iter().flatten().collect();
+        let attributes = [mode as usize, count, usize::from(bounds.is_some()), weights.map_or(0, |_| 1)];
+        let signature = || {
+            self.check_float(OP)?;
+            // Ids and weights are whole, or cut alike.
+            let row = |out: Placement, table: Placement, others: Placement| {
+                let ins: Vec<Placement> = std::iter::once(table).chain(inputs[1..].iter().map(|_| others)).collect();
+                Row::new(out, &ins)
+            };
+            let mut rows: Rows = [row(Shard(1), Shard(1), Replicate)].into_iter().collect();
+            rows.extend(offsets.is_none().then(|| row(Shard(0), Replicate, Shard(0))));
+            if mode != BagMode::Max {
+                rows.extend([row(SUM, Shard(0), Replicate), row(SUM, SUM, Replicate)]);
+            }
+            Ok(Signature::new(rows, &[count, self.dims()[1]], self.dtype()))
+        };
+        let made = rules::run(OP, &attributes, &inputs, signature, |x, _| {
+            let bounds = bounds.map_or_else(|| Bounds::even(x[1].to_local().dims()), |bounds| bounds).0;
+            let ids = read_ids(OP, x[1].to_local(), self.dims()[0])?;
+            let [part, _] = x[0].parts();
+            let counts = |id: u32| Some(id) != padding;
+            let place = |&id: &u32| match counts(id) && part.contains(&(id as usize)) {
+                true => id - part.start as u32,
+                false => NOWHERE,
+            };
+            let bags = Bags::new(ids.iter().map(place).collect::<Vec<_>>(), &bounds[..])?;
+            let weights = weights.map(|_| x[2].to_local().flatten_all()).transpose()?;
+            let (table, weights) = (x[0].to_local(), weights.as_ref());
+            if mode != BagMode::Mean {
+                return Ok(kernels::embedding_bag(table, &bags, mode, weights)?);
+            }
+            // Each rank has its part of the sum, and the count of all.
+            let sums = kernels::embedding_bag(table, &bags, BagMode::Sum, None)?;
+            let counted = |pair: &[usize]| ids[pair[0]..pair[1]].iter().filter(|&&id| counts(id)).count().max(1) as f64;
+            let divisors: Vec<f64> = bounds.windows(2).map(counted).collect();
+            let divisors = Tensor::from_vec(divisors, (bounds.len() - 1, 1), sums.device())?.to_dtype(sums.dtype())?;
+            Ok(sums.broadcast_div(&divisors)?)
+        })?;
+        checked(OP, made, ids, self, 0)
+    }
+}
+
+/// Partial sums are added up; other placements stay.
+fn resolved(_: usize, placement: Placement) -> Placement {
+    if placement.is_partial() { Replicate } else { placement }
+}
+
+/// Ids in row-major order, which must be rows of a table of so many.
+fn read_ids(op: &'static str, ids: &Tensor, rows: usize) -> Result<Vec<u32>> {
+    let ids = ids.flatten_all()?.to_dtype(DType::I64)?.to_vec1::<i64>()?;
+    let row = |id: i64| u32::try_from(id).ok().filter(|&row| (row as usize) < rows).ok_or(id);
+    let read: std::result::Result<Vec<u32>, i64> = ids.into_iter().map(row).collect();
+    read.or_else(|bad| Error::op(op, format!("index {bad} is outside of dim 0 of size {rows}")))
+}
+
+/// The number of bags, or what is wrong with what makes them.
+fn bag_count(
+    ids: &DTensor,
+    offsets: Option<&DTensor>,
+    weights: Option<&DTensor>,
+    options: &EmbeddingBagOptions,
+    dtype: DType,
+) -> std::result::Result<usize, String> {
+    check_weights((ids.dims(), dtype), weights.map(|weights| (weights.dims(), weights.dtype())), options.mode)?;
+    Bounds::count(ids.dims(), offsets.map(|offsets| (offsets.dims(), offsets.dtype())), options.include_last_offset)
+}
