@@ -1,8 +1,8 @@
 //! Steps 2 to 4: mask and shift, the local op, and its results distributed, with columns rearranged.
-use super::inputs::Wanted;
+use super::inputs::{Inputs, Wanted};
 use super::table::Table;
 use crate::Result;
-use candle_core::Tensor;
+use candle_core::{Tensor, Var};
 use candle_dist::functional::{Cut, Exchange};
 
 /// The part of the `wanted` rows that lie in `range`, as places in it.
@@ -25,17 +25,24 @@ pub(crate) struct Fetched {
 }
 
 /// Brings every rank the rows that it wants: one collective.
-pub(crate) fn fetch(table: &Table, wanted: &[Wanted]) -> Result<Fetched> {
-    if table.by_columns() { fetch_columns(table, wanted) } else { fetch_rows(table, wanted) }
+pub(crate) fn fetch(table: &Table, inputs: &Inputs) -> Result<Fetched> {
+    if table.by_columns() { fetch_columns(table, inputs) } else { fetch_rows(table, inputs) }
+}
+
+/// The local rows; they take part in the backward pass of the other ranks even where nothing of the table is.
+fn look_up(table: &Table, rows: Vec<u32>, tracked: bool) -> Result<Tensor> {
+    let found = table.local.lookup(rows)?;
+    Ok(if tracked && !found.track_op() { Var::from_tensor(&found)?.into_inner() } else { found })
 }
 
 /// Every rank looks up what it holds, and sends each rank what that wants of it.
-fn fetch_rows(table: &Table, wanted: &[Wanted]) -> Result<Fetched> {
+fn fetch_rows(table: &Table, Inputs { wanted, tracked }: &Inputs) -> Result<Fetched> {
     let (ranks, me) = (table.parts.len(), table.group.rank());
     let held = |by: usize, wanted: &'_ Wanted| mask_and_shift(wanted, &table.own_rows(by)).len();
     let counts: Vec<Vec<usize>> = (0..ranks).map(|by| wanted.iter().map(|wanted| held(by, wanted)).collect()).collect();
     let mine = table.own_rows(me);
-    let found = table.local.lookup(wanted.iter().flat_map(|wanted| mask_and_shift(wanted, &mine)).collect())?;
+    let rows = wanted.iter().flat_map(|wanted| mask_and_shift(wanted, &mine)).collect();
+    let found = look_up(table, rows, *tracked)?;
     let rows = Exchange::all_to_all_single(&counts).apply(&found, &table.group)?;
     // What comes from one rank are rows that follow each other in what was wanted.
     let mut starts = vec![0; ranks];
@@ -47,9 +54,9 @@ fn fetch_rows(table: &Table, wanted: &[Wanted]) -> Result<Fetched> {
 }
 
 /// Every rank looks up its columns of all rows, and sends each rank those of its rows.
-fn fetch_columns(table: &Table, wanted: &[Wanted]) -> Result<Fetched> {
+fn fetch_columns(table: &Table, Inputs { wanted, tracked }: &Inputs) -> Result<Fetched> {
     let counts: Vec<usize> = wanted.iter().map(Vec::len).collect();
-    let found = table.local.lookup(wanted.concat())?;
+    let found = look_up(table, wanted.concat(), *tracked)?;
     let exchange = Exchange::all_to_all(Cut::new(0, &counts), Cut::new(1, &table.sizes()));
     let joined = exchange.apply(&found, &table.group)?;
     let order = (0..counts[table.group.rank()] as u32).collect();

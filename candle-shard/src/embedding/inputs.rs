@@ -35,52 +35,67 @@ impl Ids {
     }
 }
 
-/// Every rank's ids, in rank order.
+/// What the ranks look up.
+pub(crate) struct Inputs {
+    /// Every rank's ids, in rank order.
+    pub(crate) wanted: Vec<Wanted>,
+    /// Whether the rows have a gradient, also on ranks that hold nothing of the table.
+    pub(crate) tracked: bool,
+}
+
+/// A rank's arguments, as far as the others must know them.
+pub(crate) trait Tell {
+    fn wanted(&self) -> &Wanted;
+
+    /// Whether the part of the table here has a gradient; `None` if there is no part.
+    fn tracked(&self) -> Option<bool>;
+}
+
+/// Tells all ranks what each of them looks up.
 ///
 /// `call` describes what must be alike on all ranks. Two small collectives.
 ///
 /// # Errors
-/// On all ranks alike, if a rank's arguments were wrong or the calls differ; nothing has happened then.
-pub(crate) fn gather_inputs<T>(
+/// On all ranks alike, if the arguments of some were wrong or their calls differ; nothing has happened then.
+pub(crate) fn gather_inputs<T: Tell>(
     op: &'static str,
     group: &ProcessGroup,
     call: &str,
     mine: Result<T, Wrong>,
-    wanted: impl Fn(&T) -> &Wanted,
-) -> Result<(T, Vec<Wanted>)> {
+) -> Result<(T, Inputs)> {
     let mut hash = DefaultHasher::new();
     (op, call).hash(&mut hash);
-    let count = mine.as_ref().map_or(-1, |mine| wanted(mine).len() as i64);
-    let header = Tensor::new(&[count, hash.finish() as i64], &Device::Cpu)?;
+    let said = mine.as_ref().ok();
+    let count = said.map_or(-1, |mine| mine.wanted().len() as i64);
+    let tracked = said.and_then(Tell::tracked).map_or(-1, i64::from);
+    let header = Tensor::new(&[count, hash.finish() as i64, tracked], &Device::Cpu)?;
     let headers = group.all_gather(&header, 0)?.to_vec1::<i64>()?;
-    let headers = || headers.iter().tuples::<(_, _)>();
-    let wrong = headers().any(|(&count, _)| count < 0);
-    if wrong || !headers().map(|(_, hash)| hash).all_equal() {
-        let words = if wrong { mine.err().unwrap_or_default() } else { format!("{op} {call}") };
+    let headers = || headers.iter().copied().tuples::<(_, _, _)>();
+    let known = || headers().map(|(.., tracked)| tracked).filter(|&tracked| tracked >= 0);
+    let wrong = headers().any(|(count, ..)| count < 0);
+    if wrong || !headers().map(|(_, hash, _)| hash).all_equal() || !known().all_equal() {
+        let gradient = if tracked == 1 { "with" } else { "without" };
+        let words = if wrong { mine.err().unwrap_or_default() } else { format!("{op} {call} {gradient} gradient") };
         let words = group.all_gather_text(&words)?;
         return Err(Error::Op { op, reason: reason(group.ranks(), &words, wrong) });
     }
     let mine = mine.or_else(|reason| Error::op(op, reason))?;
-    let counts: Vec<usize> = headers().map(|(&count, _)| count as usize).collect();
-    let ids = Tensor::from_slice(wanted(&mine), counts[group.rank()], &Device::Cpu)?;
+    let counts: Vec<usize> = headers().map(|(count, ..)| count as usize).collect();
+    let ids = Tensor::from_slice(mine.wanted(), counts[group.rank()], &Device::Cpu)?;
     let mut rest = group.all_gather_uneven(&ids, 0, &counts)?.to_vec1::<u32>()?;
-    let mut all: Vec<Wanted> = counts.iter().rev().map(|&count| rest.split_off(rest.len() - count)).collect();
-    all.reverse();
-    Ok((mine, all))
+    let mut wanted: Vec<Wanted> = counts.iter().rev().map(|&count| rest.split_off(rest.len() - count)).collect();
+    wanted.reverse();
+    Ok((mine, Inputs { wanted, tracked: known().next() == Some(1) }))
 }
 
 /// Why a call cannot be made, of what the ranks say.
 fn reason(ranks: &[usize], words: &[String], wrong: bool) -> String {
-    let mut said = ranks.iter().zip(words);
-    let first = said.clone().next();
-    let worth = |(_, words): &(&usize, &String)| {
-        if wrong { !words.is_empty() } else { Some(*words) != first.map(|(_, words)| words) }
-    };
-    match (said.find(worth), first) {
-        (Some((rank, words)), _) if wrong => format!("rank {rank}: {words}"),
-        (Some((rank, words)), Some((other, others))) => {
-            format!("rank {rank} calls {words}, and rank {other} calls {others}; call the same on all ranks")
+    let others = if wrong { "" } else { words[0].as_str() };
+    match ranks.iter().zip(words).find(|(_, words)| *words != others) {
+        Some((rank, words)) if wrong => format!("rank {rank}: {words}"),
+        Some((rank, words)) => {
+            format!("rank {rank} calls {words}, and rank {} calls {others}; call the same on all ranks", ranks[0])
         }
-        _ => "calls of the ranks differ".into(),
+        None => "a rank holds nothing of the table, and its call differs; call the same on all ranks".into(),
     }
 }

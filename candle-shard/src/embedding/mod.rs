@@ -16,7 +16,7 @@ use crate::{Result, ShardedTensor};
 use bags::Bounds;
 use candle_core::Tensor;
 use fetch::{Fetched, fetch};
-use inputs::{Ids, Wanted, Wrong, gather_inputs};
+use inputs::{Ids, Inputs, Tell, Wanted, Wrong, gather_inputs};
 use options::{EmbeddingBagOptions, EmbeddingOptions, Lookup};
 use table::Table;
 
@@ -30,16 +30,26 @@ struct Prepared<T> {
 
 impl<T> Prepared<T> {
     /// The rows that all ranks want go to them; first those too long are scaled.
-    fn fetch(&self, wanted: &[Wanted]) -> Result<Fetched> {
+    fn fetch(&self, inputs: &Inputs) -> Result<Fetched> {
         if let Some(limit) = &self.lookup.renorm {
-            renorm::limit_norms(&self.table, wanted, limit)?;
+            renorm::limit_norms(&self.table, &inputs.wanted, limit)?;
         }
-        fetch(&self.table, wanted)
+        fetch(&self.table, inputs)
     }
 
     /// The place of the padding row among those that this rank wants.
     fn padding(&self) -> Option<usize> {
         self.ids.wanted.binary_search(&self.lookup.padding?).ok()
+    }
+}
+
+impl<T> Tell for Prepared<T> {
+    fn wanted(&self) -> &Wanted {
+        &self.ids.wanted
+    }
+
+    fn tracked(&self) -> Option<bool> {
+        self.table.tracked()
     }
 }
 
@@ -76,8 +86,8 @@ impl ShardedTensor {
         const OP: &str = "embedding";
         let prepare = || self.prepare(ids, options, || Ok(()));
         let call = self.call(&format!("{options:?}"));
-        let (call, wanted) = gather_inputs(OP, self.group(), &call, prepare(), |call| &call.ids.wanted)?;
-        let Fetched { rows, order } = call.fetch(&wanted)?;
+        let (call, inputs) = gather_inputs(OP, self.group(), &call, prepare())?;
+        let Fetched { rows, order } = call.fetch(&inputs)?;
         let places: Vec<u32> = call.ids.places.iter().map(|&place| order[place as usize]).collect();
         let still = call.padding().map(|padding| order[padding]);
         let found = kernels::embedding(&rows, places, still)?;
@@ -127,8 +137,8 @@ impl ShardedTensor {
         let weighted = if per_sample_weights.is_some() { ", weighted" } else { "" };
         let call = self.call(&format!("{options:?}{weighted}"));
         let prepared = self.prepare(ids, &options.lookup, more);
-        let (call, wanted) = gather_inputs(OP, self.group(), &call, prepared, |call| &call.ids.wanted)?;
-        let Fetched { rows, order } = call.fetch(&wanted)?;
+        let (call, inputs) = gather_inputs(OP, self.group(), &call, prepared)?;
+        let Fetched { rows, order } = call.fetch(&inputs)?;
         let padding = call.padding();
         let place = |&place: &u32| if Some(place as usize) == padding { NOWHERE } else { order[place as usize] };
         let bags = Bags::new(call.ids.places.iter().map(place).collect::<Vec<u32>>(), call.more.0)?;

@@ -11,6 +11,8 @@ use std::ops::Range;
 /// A rank's view of a table.
 pub(crate) struct Table {
     pub(crate) local: Local,
+    /// Whether a shard is here, be it empty.
+    holds: bool,
     pub(crate) group: ProcessGroup,
     pub(crate) rows: usize,
     /// The dim that is cut.
@@ -85,12 +87,20 @@ impl Table {
             let dims = if dim == 0 { (0, width) } else { (rows, 0) };
             Tensor::zeros(dims, tensor.dtype(), &Device::Cpu).map_err(|error| error.to_string())
         };
-        let local = match (tensor.row_var(), tensor.local_shards()) {
+        // Beside the shard with elements there may be empty ones.
+        let held = tensor.local_shards().iter().position(|shard| !shard.metadata.is_empty()).unwrap_or(0);
+        let local = match (tensor.row_vars().get(held), tensor.local_shards().get(held)) {
             (Some(rows), _) => Local::ByRows(rows.clone()),
-            (None, [shard, ..]) => Local::Dense(shard.tensor.clone()),
-            (None, []) => Local::Dense(empty()?),
+            (None, Some(shard)) => Local::Dense(shard.tensor.clone()),
+            (None, None) => Local::Dense(empty()?),
         };
-        Ok(Self { local, group: tensor.group().clone(), rows, dim, parts })
+        let holds = !tensor.local_shards().is_empty();
+        Ok(Self { local, holds, group: tensor.group().clone(), rows, dim, parts })
+    }
+
+    /// Whether what is here has a gradient; `None` if nothing is.
+    pub(crate) fn tracked(&self) -> Option<bool> {
+        self.holds.then(|| self.local.tensor().track_op())
     }
 
     pub(crate) fn by_columns(&self) -> bool {

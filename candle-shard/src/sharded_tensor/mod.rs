@@ -44,8 +44,8 @@ pub struct ShardedTensor {
     shards: Vec<LocalShard>,
     layout: Arc<Layout>,
     device: Device,
-    /// The local shard as a variable whose gradient is collected by rows.
-    rows: Option<RowVar>,
+    /// The shards as variables whose gradients are collected by rows, if they are such.
+    rows: Vec<RowVar>,
 }
 
 impl ShardedTensor {
@@ -61,7 +61,7 @@ impl ShardedTensor {
             Ok(LocalShard { tensor, metadata: metadata.clone() })
         };
         let shards = layout.mine().map(shard).collect::<Result<_>>()?;
-        Ok(Self { shards, layout, device: device.clone(), rows: None })
+        Ok(Self { shards, layout, device: device.clone(), rows: Vec::new() })
     }
 
     /// The ranks that the tensor lies on.

@@ -21,20 +21,22 @@ impl ShardedTensor {
     /// The same table `[rows, width]` as a trainable leaf whose gradient is collected by rows: training costs by the ids
     /// that [`embedding`](Self::embedding) looks up, not by the size of the table.
     ///
-    /// The optimisers of [`sparse`](crate::sparse) step it.
+    /// Each local shard becomes a [`RowVar`], in the order of the shards; the optimisers of [`sparse`](crate::sparse)
+    /// step them.
     ///
     /// # Errors
-    /// If the tensor is no table of floats on the CPU, or this rank does not hold exactly one shard.
-    pub fn to_row_var(&self) -> Result<(Self, RowVar)> {
-        let rows = RowVar::new(Var::from_tensor(&self.local_tensor()?.detach())?)?;
-        let leaf = self.map(|_| Ok(rows.var().as_tensor().clone()))?;
-        Ok((Self { rows: Some(rows.clone()), ..leaf }, rows))
+    /// If the tensor is no table of floats on the CPU.
+    pub fn to_row_vars(&self) -> Result<(Self, Vec<RowVar>)> {
+        let (leaf, vars) = self.to_var()?;
+        let rows: Vec<RowVar> = vars.into_iter().map(RowVar::new).collect::<Result<_>>()?;
+        Ok((Self { rows: rows.clone(), ..leaf }, rows))
     }
 
-    /// The variable of [`to_row_var`](Self::to_row_var), if this tensor still is it.
-    pub fn row_var(&self) -> Option<&RowVar> {
-        let is_shard = |rows: &&RowVar| self.shards.iter().any(|shard| shard.tensor.id() == rows.var().id());
-        self.rows.as_ref().filter(is_shard)
+    /// The variables of [`to_row_vars`](Self::to_row_vars), if this tensor still is made of them.
+    pub fn row_vars(&self) -> &[RowVar] {
+        let is_leaf = self.rows.len() == self.shards.len()
+            && self.rows.iter().zip(&self.shards).all(|(rows, shard)| rows.var().id() == shard.tensor.id());
+        if is_leaf { &self.rows } else { &[] }
     }
 
     /// Whether gradients reach a shard of this rank: it is a variable, or made of one.

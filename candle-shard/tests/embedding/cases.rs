@@ -18,12 +18,12 @@ impl Numbers {
         (self.0 >> 11) as usize % n
     }
 
-    fn ids(&mut self, n: usize, rows: usize) -> Vec<i64> {
+    pub(crate) fn ids(&mut self, n: usize, rows: usize) -> Vec<i64> {
         (0..n).map(|_| self.below(rows) as i64).collect()
     }
 
     /// A number between -3 and 3.
-    fn real(&mut self) -> f64 {
+    pub(crate) fn real(&mut self) -> f64 {
         self.below(6001) as f64 / 1000.0 - 3.0
     }
 }

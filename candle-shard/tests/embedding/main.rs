@@ -6,3 +6,4 @@ mod facts;
 mod layers;
 mod lists;
 mod oracle;
+mod random;
