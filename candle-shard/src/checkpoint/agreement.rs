@@ -1,13 +1,16 @@
 //! What ranks must name alike before they go on.
 use super::Named;
 use crate::{Error, Result};
-use candle_dist::DeviceMesh;
+use candle_dist::{DeviceMesh, ProcessGroup};
 use itertools::{EitherOrBoth, Itertools};
 
-/// Checks that all ranks name the same tensors in the same layouts, which can be saved.
-pub(super) fn check_alike(op: &'static str, mesh: &DeviceMesh, tensors: &[Named<'_>]) -> Result<()> {
-    let group = mesh.group()?;
-    let describe = |(name, spec): &Named<'_>| format!("{name:?} as {spec} on {}", spec.mesh());
+/// Checks that all ranks of `group` name the same tensors with the same descriptions, and that files can have the names.
+pub(crate) fn check_named<N: AsRef<str>>(
+    op: &'static str,
+    group: &ProcessGroup,
+    tensors: &[(N, String)],
+) -> Result<()> {
+    let describe = |(name, description): &(N, String)| format!("{:?} as {description}", name.as_ref());
     let texts = group.all_gather_text(&tensors.iter().map(describe).join("\n"))?;
     for (rank, text) in group.ranks().iter().zip(&texts) {
         let differs = text.lines().zip_longest(texts[0].lines()).find(|pair| match pair {
@@ -20,13 +23,20 @@ pub(super) fn check_alike(op: &'static str, mesh: &DeviceMesh, tensors: &[Named<
             return Error::op(op, format!("rank {rank} names {here}, and rank {first} names {there}; name the same"));
         }
     }
-    if let Some(name) = tensors.iter().map(|(name, _)| name).duplicates().next() {
+    if let Some(name) = tensors.iter().map(|(name, _)| name.as_ref()).duplicates().next() {
         return Error::op(op, format!("{name:?} is named twice; give each tensor a name of its own"));
     }
+    match tensors.iter().map(|(name, _)| name.as_ref()).find(|name| *name == "__metadata__") {
+        Some(name) => Error::op(op, format!("{name:?} is no name for a tensor in a safetensors file; choose another")),
+        None => Ok(()),
+    }
+}
+
+/// Checks that all ranks name the same tensors in the same layouts, which can be saved.
+pub(super) fn check_alike(op: &'static str, mesh: &DeviceMesh, tensors: &[Named<'_>]) -> Result<()> {
+    let described = tensors.iter().map(|&(name, spec)| (name, format!("{spec} on {}", spec.mesh())));
+    check_named(op, mesh.group()?, &described.collect_vec())?;
     for (name, spec) in tensors {
-        if *name == "__metadata__" {
-            return Error::op(op, format!("{name:?} is no name for a tensor in a safetensors file; choose another"));
-        }
         if spec.mesh() != mesh {
             return Error::op(op, format!("{name:?} lies on {}, and {mesh} is saved; save it by itself", spec.mesh()));
         }

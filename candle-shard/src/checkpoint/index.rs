@@ -1,7 +1,8 @@
 //! Which file of a checkpoint holds which block of which tensor.
-use super::Named;
+use crate::sharding_spec::block::Block;
 use crate::spec::Spec;
 use crate::weights::name_of;
+use candle_core::DType;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -30,38 +31,60 @@ pub(crate) struct IndexedPiece {
     pub(crate) shape: Vec<usize>,
 }
 
-/// The file that a rank of the mesh writes.
-pub(super) fn file_of(rank: usize) -> String {
-    format!("rank-{rank:05}.safetensors")
+/// A tensor to be saved: what the index says of it, and who writes which block.
+pub(crate) struct Saved<'a> {
+    pub(crate) name: &'a str,
+    pub(crate) shape: &'a [usize],
+    pub(crate) dtype: DType,
+    pub(crate) pieces: Vec<Written>,
 }
 
-/// The ranks that write the `nth` tensor of a checkpoint: of those that hold the same block one, a different one from
-/// tensor to tensor; none for blocks without elements.
-pub(super) fn writers(nth: usize, spec: &Spec) -> Vec<usize> {
-    let mut holders: BTreeMap<Vec<usize>, Vec<usize>> = BTreeMap::new();
-    for (rank, coordinate) in spec.mesh().coordinates().enumerate() {
-        let block = spec.block_at(&coordinate);
-        if block.iter().all(|range| !range.is_empty()) {
-            // Blocks that begin at one place are the same.
-            holders.entry(block.iter().map(|range| range.start).collect()).or_default().push(rank);
-        }
+/// A block that a rank of the group writes: the `part`-th of those that it holds of the tensor.
+pub(crate) struct Written {
+    pub(crate) rank: usize,
+    pub(crate) part: usize,
+    pub(crate) block: Block,
+}
+
+/// The file of one block of each tensor that a rank of the group writes.
+pub(super) fn file_of(rank: usize, part: usize) -> String {
+    match part {
+        0 => format!("rank-{rank:05}.safetensors"),
+        part => format!("rank-{rank:05}-{part}.safetensors"),
     }
-    holders.into_values().map(|ranks| ranks[nth % ranks.len()]).collect()
+}
+
+impl<'a> Saved<'a> {
+    /// The `nth` tensor of a checkpoint in this layout.
+    ///
+    /// Of the ranks that hold the same block one writes it, a different one from tensor to tensor; none does for blocks
+    /// without elements.
+    pub(super) fn of_spec(nth: usize, name: &'a str, spec: &'a Spec) -> Self {
+        let mut holders: BTreeMap<Vec<usize>, Vec<Written>> = BTreeMap::new();
+        for (rank, coordinate) in spec.mesh().coordinates().enumerate() {
+            let block = spec.block_at(&coordinate);
+            if block.iter().all(|range| !range.is_empty()) {
+                // Blocks that begin at one place are the same.
+                let start = block.iter().map(|range| range.start).collect();
+                holders.entry(start).or_default().push(Written { rank, part: 0, block });
+            }
+        }
+        let chosen = |mut held: Vec<Written>| held.swap_remove(nth % held.len());
+        Self { name, shape: spec.dims(), dtype: spec.dtype(), pieces: holders.into_values().map(chosen).collect() }
+    }
 }
 
 impl Index {
-    pub(super) fn of(tensors: &[Named<'_>]) -> Self {
-        let indexed = |(nth, (name, spec)): (usize, &Named<'_>)| {
-            let places: Vec<_> = spec.mesh().coordinates().collect();
-            let piece = |rank: usize| {
-                let block = spec.block_at(&places[rank]);
-                let (start, shape) = block.iter().map(|range| (range.start, range.len())).unzip();
-                IndexedPiece { file: file_of(rank), start, shape }
-            };
-            let pieces = writers(nth, spec).into_iter().map(piece).collect();
-            let dtype = name_of(spec.dtype()).unwrap_or_default().into();
-            (name.to_string(), Indexed { shape: spec.dims().to_vec(), dtype, pieces })
+    pub(super) fn of(tensors: &[Saved<'_>]) -> Self {
+        let piece = |written: &Written| {
+            let (start, shape) = written.block.iter().map(|range| (range.start, range.len())).unzip();
+            IndexedPiece { file: file_of(written.rank, written.part), start, shape }
         };
-        Self { tensors: tensors.iter().enumerate().map(indexed).collect() }
+        let indexed = |saved: &Saved<'_>| {
+            let dtype = name_of(saved.dtype).unwrap_or_default().into();
+            let pieces = saved.pieces.iter().map(piece).collect();
+            (saved.name.to_string(), Indexed { shape: saved.shape.to_vec(), dtype, pieces })
+        };
+        Self { tensors: tensors.iter().map(indexed).collect() }
     }
 }

@@ -1,15 +1,19 @@
 //! Saving distributed tensors, and loading them on any other mesh.
 //!
-//! A checkpoint is a folder: one safetensors file for each rank that holds something, with the blocks that it holds,
-//! and `checkpoint.json`, which says where each block belongs. What several ranks hold is written once. The folder
+//! [`ShardedTensor`](crate::ShardedTensor)s are saved and loaded by
+//! [`save_state`](crate::sharded_tensor::save_state) and [`load_state`](crate::sharded_tensor::load_state), in the same
+//! format: what one saves the other loads.
+//!
+//! A checkpoint is a folder: one safetensors file for each rank that holds something, with the blocks that it holds (more
+//! files for a rank that holds several blocks of one tensor), and `checkpoint.json`, which says where each block belongs. What several ranks hold is written once. The folder
 //! comes into being as a whole: until everything is on the disk it is called `NAME.partial`.
 //!
 //! Every rank calls these functions, with a path to a file system that all ranks share; what goes wrong on one rank is
 //! the same error on all of them.
-mod agreement;
+pub(crate) mod agreement;
 mod export;
 pub(crate) mod index;
-mod save;
+pub(crate) mod save;
 
 pub use export::export;
 pub use save::save;

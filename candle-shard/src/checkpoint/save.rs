@@ -1,11 +1,13 @@
 //! Every rank writes its blocks; rank 0 makes the checkpoint of it.
-use super::index::{INDEX, Index, file_of, writers};
+use super::index::{INDEX, Index, Saved, file_of};
 use super::{Named, beside, check_alike};
 use crate::agreement::agreed;
 use crate::weights::WeightWriter;
 use crate::{DTensor, Error, Result};
-use candle_dist::DeviceMesh;
+use candle_core::Tensor;
+use candle_dist::{DeviceMesh, ProcessGroup};
 use itertools::Itertools;
+use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::Path;
@@ -24,13 +26,25 @@ const OP: &str = "checkpoint::save";
 pub fn save<N: AsRef<str>>(path: impl AsRef<Path>, mesh: &DeviceMesh, tensors: &[(N, DTensor)]) -> Result<()> {
     let named: Vec<Named<'_>> = tensors.iter().map(|(name, tensor)| (name.as_ref(), tensor.spec())).collect();
     check_alike(OP, mesh, &named)?;
-    let (group, path) = (mesh.group()?, path.as_ref());
+    let saved = named.iter().enumerate().map(|(nth, (name, spec))| Saved::of_spec(nth, name, spec));
+    write(OP, path.as_ref(), mesh.group()?, &saved.collect_vec(), |nth, _| tensors[nth].1.to_local())
+}
+
+/// Writes a checkpoint of tensors that all ranks of `group` name alike; `local` is this rank's `part`-th block of the
+/// `nth` tensor.
+pub(crate) fn write<'a>(
+    op: &'static str,
+    path: &Path,
+    group: &ProcessGroup,
+    tensors: &[Saved<'_>],
+    local: impl Fn(usize, usize) -> &'a Tensor,
+) -> Result<()> {
     let leads = group.rank() == 0;
-    let partial = agreed(group, OP, beside(path, "partial"))?;
-    agreed(group, OP, if leads { prepare(path, &partial) } else { Ok(()) })?;
-    let saved = agreed(group, OP, write_blocks(&partial, group.rank(), tensors)).and_then(|()| {
-        let committed = if leads { commit(path, &partial, &Index::of(&named)) } else { Ok(()) };
-        agreed(group, OP, committed)
+    let partial = agreed(group, op, beside(path, "partial"))?;
+    agreed(group, op, if leads { prepare(path, &partial) } else { Ok(()) })?;
+    let saved = agreed(group, op, write_blocks(&partial, group.rank(), tensors, local)).and_then(|()| {
+        let committed = if leads { commit(path, &partial, &Index::of(tensors)) } else { Ok(()) };
+        agreed(group, op, committed)
     });
     if saved.is_err() && leads {
         // The error matters, not whether its traces can be removed.
@@ -49,18 +63,27 @@ fn prepare(path: &Path, partial: &Path) -> Result<()> {
     fs::create_dir_all(partial).map_err(|error| failed(partial, &error))
 }
 
-/// Writes the blocks that are this rank's to write.
-fn write_blocks<N: AsRef<str>>(folder: &Path, rank: usize, tensors: &[(N, DTensor)]) -> Result<()> {
-    let mine = tensors.iter().enumerate().filter(|(nth, (_, tensor))| writers(*nth, tensor.spec()).contains(&rank));
-    let mine = mine.map(|(_, (name, tensor))| (name.as_ref(), tensor.to_local()));
-    let mine: Vec<_> = mine.sorted_by_key(|(name, local)| WeightWriter::order(local.dtype(), name)).collect();
-    if mine.is_empty() {
-        return Ok(());
+/// Writes the blocks that are this rank's to write, one of each tensor to a file.
+fn write_blocks<'a>(
+    folder: &Path,
+    rank: usize,
+    tensors: &[Saved<'_>],
+    local: impl Fn(usize, usize) -> &'a Tensor,
+) -> Result<()> {
+    let mut parts: BTreeMap<usize, Vec<(&str, &Tensor)>> = BTreeMap::new();
+    for (nth, saved) in tensors.iter().enumerate() {
+        for piece in saved.pieces.iter().filter(|piece| piece.rank == rank) {
+            parts.entry(piece.part).or_default().push((saved.name, local(nth, piece.part)));
+        }
     }
-    let announced = mine.iter().map(|(name, local)| (*name, local.dtype(), local.dims()));
-    let mut writer = WeightWriter::create(&folder.join(file_of(rank)), announced)?;
-    mine.iter().try_for_each(|(_, local)| writer.write(local))?;
-    writer.finish()
+    for (part, mut mine) in parts {
+        mine.sort_by_key(|(name, local)| WeightWriter::order(local.dtype(), name));
+        let announced = mine.iter().map(|(name, local)| (*name, local.dtype(), local.dims()));
+        let mut writer = WeightWriter::create(&folder.join(file_of(rank, part)), announced)?;
+        mine.iter().try_for_each(|(_, local)| writer.write(local))?;
+        writer.finish()?;
+    }
+    Ok(())
 }
 
 /// Writes the index and gives the folder its name.

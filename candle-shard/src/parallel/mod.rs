@@ -1,5 +1,6 @@
 //! Tensor parallelism: which module is cut how, as data.
 mod module;
+pub(crate) mod pattern;
 mod plan;
 mod style;
 

@@ -1,12 +1,12 @@
 //! Which module gets which style, by path pattern.
 use super::module::ModuleStyle;
+use super::pattern::Pattern;
 use super::style::Style;
 use crate::{Error, Result};
 use candle_dist::DeviceMesh;
 use itertools::Itertools;
 use std::collections::BTreeSet;
 use std::fmt;
-use wildmatch::WildMatch;
 
 /// Which module runs in which style on one axis of a mesh; modules that are not named are replicated.
 ///
@@ -29,8 +29,7 @@ pub struct Plan {
 
 #[derive(Clone, Debug)]
 struct Entry {
-    pattern: String,
-    parts: Vec<WildMatch>,
+    pattern: Pattern,
     style: Style,
 }
 
@@ -42,9 +41,7 @@ impl Plan {
 
     /// The plan with a style for the modules that `pattern` matches.
     pub fn with(mut self, pattern: impl Into<String>, style: impl Into<Style>) -> Self {
-        let pattern = pattern.into();
-        let parts = pattern.split('.').filter(|_| !pattern.is_empty()).map(WildMatch::new).collect();
-        self.entries.push(Entry { pattern, parts, style: style.into() });
+        self.entries.push(Entry { pattern: Pattern::new(pattern), style: style.into() });
         self
     }
 
@@ -60,14 +57,14 @@ impl Plan {
     /// Checks what can be known without the model.
     pub(crate) fn check(&self, mesh: &DeviceMesh) -> Result<()> {
         self.axis_index(mesh)?;
-        self.entries.iter().try_for_each(|entry| entry.style.check(&entry.pattern))
+        self.entries.iter().try_for_each(|entry| entry.style.check(entry.pattern.text()))
     }
 
     /// What the plan says about the module at `path`; the patterns that match it are noted in `matched`.
     pub(crate) fn style_of(&self, path: &[String], mesh: &DeviceMesh, matched: &mut BTreeSet<usize>) -> ModuleStyle {
         let mut style = None;
         for (i, entry) in self.entries.iter().enumerate() {
-            if entry.parts.len() == path.len() && entry.parts.iter().zip(path).all(|(part, name)| part.matches(name)) {
+            if entry.pattern.matches(path) {
                 matched.insert(i);
                 style = Some(&entry.style);
             }
@@ -79,7 +76,7 @@ impl Plan {
     /// An error that names the patterns that matched no module.
     pub(crate) fn check_all_matched(&self, matched: &BTreeSet<usize>) -> Result<()> {
         let unmatched = self.entries.iter().enumerate().filter(|(i, _)| !matched.contains(i));
-        let names = unmatched.map(|(_, e)| format!("{:?}", e.pattern)).join(", ");
+        let names = unmatched.map(|(_, e)| format!("{:?}", e.pattern.text())).join(", ");
         if names.is_empty() {
             return Ok(());
         }

@@ -191,7 +191,14 @@ fn made(
     ShardedTensor::build(layout, device, |shard| Ok(make(shard)?))
 }
 
-fn sampled(layout: Arc<Layout>, dist: Distribution, device: &Device, stream: Stream) -> Result<ShardedTensor> {
+/// Random numbers in this layout; what is wrong with the distribution is so on every rank, also without shards.
+pub(super) fn sampled(
+    layout: Arc<Layout>,
+    dist: Distribution,
+    device: &Device,
+    stream: Stream,
+) -> Result<ShardedTensor> {
     let (dims, dtype) = (layout.metadata.dims.clone(), layout.metadata.dtype);
+    sample(stream, dist, &[0], &[0..0], dtype, device)?;
     made(layout, device, |shard| sample(stream, dist, &dims, &shard.block(), dtype, device))
 }

@@ -1,5 +1,5 @@
 //! What every rank knows of a sharded tensor.
-use crate::sharding_spec::{ShardMetadata, ShardingSpec};
+use crate::sharding_spec::{DeviceName, RemoteDevice, ShardMetadata, ShardingSpec};
 use crate::{Error, Result};
 use candle_core::{DType, Device};
 use candle_dist::ProcessGroup;
@@ -49,10 +49,14 @@ impl Layout {
         self.shards_of(self.group.rank())
     }
 
-    /// Checks that this rank's shards are said to lie on `device`.
+    /// Checks that all shards are said to lie on devices of this kind, and this rank's on this one.
     pub(super) fn check_device(&self, op: &'static str, device: &Device) -> Result<()> {
-        let elsewhere = |shard: &&ShardMetadata| shard.placement.as_ref().is_some_and(|p| !p.device().names(device));
-        match self.mine().find(elsewhere) {
+        let elsewhere = |shard: &&ShardMetadata| {
+            let named = shard.placement.as_ref().map(RemoteDevice::device).unwrap_or_default();
+            let mine = shard.rank() == Some(self.group.rank());
+            named.kind() != DeviceName::kind_of(device) || (mine && !named.names(device))
+        };
+        match self.metadata.shards.iter().find(elsewhere) {
             Some(shard) => {
                 let at = device.location();
                 Error::op(op, format!("shard {shard} on {at:?}; move the tensor, or name this device in the placement"))

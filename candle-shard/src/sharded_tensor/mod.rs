@@ -1,13 +1,25 @@
 //! Tensors that lie in pieces on the ranks of a group, as a [sharding spec](crate::sharding_spec) says.
+mod compare;
+mod convert;
 mod factory;
+mod from_local;
+mod gather;
+pub mod init;
+mod local_op;
 mod local_shard;
 mod metadata;
 mod pieces;
+mod plan;
+mod reshard;
 mod shard;
+mod state;
 mod transform;
 
+pub use local_op::LocalOp;
 pub use local_shard::LocalShard;
 pub use metadata::ShardedTensorMetadata;
+pub use plan::{ShardedModule, ShardingPlan, shard_module};
+pub use state::{load_state, save_state};
 
 use crate::sharding_spec::{ShardMetadata, ShardingSpec};
 use crate::sparse::RowVar;

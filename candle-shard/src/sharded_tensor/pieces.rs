@@ -16,15 +16,15 @@ pub(super) fn view(tensor: &Tensor, origin: &[usize], block: &[Range<usize>]) ->
 }
 
 /// The tensor of `want` that is made of these blocks, in memory of its own; together they cover it.
-pub(super) fn joined(
-    want: &Block,
-    dtype: DType,
-    device: &Device,
-    blocks: impl IntoIterator<Item = (Block, Tensor)>,
-) -> Result<Tensor> {
+pub(super) fn joined(want: &Block, dtype: DType, device: &Device, blocks: &[(Tensor, Block)]) -> Result<Tensor> {
+    if let [(only, block)] = blocks
+        && block == want
+    {
+        return Ok(only.detach().force_contiguous()?);
+    }
     let shape: Vec<usize> = want.iter().map(Range::len).collect();
     let whole = Tensor::zeros(shape, dtype, device)?;
-    for (block, tensor) in blocks {
+    for (tensor, block) in blocks {
         let starts: Vec<usize> = block.iter().zip(want).map(|(range, want)| range.start - want.start).collect();
         write(&whole, &tensor.detach().contiguous()?, &starts)?;
     }

@@ -94,6 +94,15 @@ impl DeviceName {
         }
     }
 
+    /// The kind alone.
+    pub fn kind(self) -> Self {
+        match self {
+            Self::Cpu => Self::Cpu,
+            Self::Cuda(_) => Self::Cuda(None),
+            Self::Metal(_) => Self::Metal(None),
+        }
+    }
+
     /// Whether the name is one of this device.
     pub fn names(self, device: &Device) -> bool {
         match (self, device.location()) {

@@ -1,0 +1,116 @@
+//! To distributed tensors on a mesh, and from them, where both lie alike.
+use super::ShardedTensor;
+use super::metadata::Layout;
+use crate::sharding_spec::{
+    ChunkShardingSpec, DeviceName, RemoteDevice, ShardMetadata, infer_sharding_spec_from_shards_metadata,
+};
+use crate::{DTensor, Error, Placement, Result, Shard, Sizes, Spec};
+use candle_core::Tensor;
+use candle_dist::DeviceMesh;
+
+impl ShardedTensor {
+    /// The same tensor on a mesh of one axis, whose ranks hold the pieces of one dim in order; nothing is communicated
+    /// or copied.
+    ///
+    /// Pieces of other sizes than the default ones become explicit sizes, ranks without a shard have an empty one.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device};
+    /// use candle_dist::World;
+    /// use candle_shard::{ChunkShardingSpec, Result, Shard, ShardedTensor};
+    ///
+    /// World::local(2).run(|ctx| -> Result<()> {
+    ///     let spec = ChunkShardingSpec::on_ranks(1, [0, 1])?;
+    ///     let x = ShardedTensor::zeros(&spec, (2, 3), DType::F32, &Device::Cpu, ctx.group())?;
+    ///     let x = x.to_dtensor(&ctx.mesh(&[("tp", 2)])?)?;
+    ///     assert_eq!((x.placements(), x.dims()), (&[Shard(1)][..], &[2, 3][..]));
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), candle_dist::WorldError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// On every rank alike, if the mesh has several axes or other ranks, or its ranks do not hold the pieces of one dim
+    /// in order.
+    pub fn to_dtensor(&self, mesh: &DeviceMesh) -> Result<DTensor> {
+        let pieces = self.holders(mesh).and_then(|held| (0..self.dims().len()).find_map(|dim| self.cut_of(dim, &held)));
+        let Some((dim, sizes)) = pieces else {
+            let chunks = ChunkShardingSpec::on_ranks(0, 0..self.group().size())?;
+            return Error::op(
+                "ShardedTensor::to_dtensor",
+                format!(
+                    "{} on ranks {:?} does not lie on {mesh} of ranks {:?} as pieces of one dim in order; reshard it, to \
+                     {chunks} for example, and give a mesh of one axis with the ranks of the group",
+                    self.layout,
+                    self.group().ranks(),
+                    mesh.ranks()
+                ),
+            );
+        };
+        let spec = Spec::new(mesh, &[Shard(dim)], self.dims(), self.dtype())?.with_sizes(0, Some(sizes))?;
+        let local = match &self.shards[..] {
+            [shard] => shard.tensor.clone(),
+            _ => Tensor::zeros(spec.local_shape().as_slice(), self.dtype(), self.device())?,
+        };
+        DTensor::from_local_with_spec(local, spec)
+    }
+
+    /// The shard of each rank of a mesh of one axis, if no rank has several.
+    fn holders(&self, mesh: &DeviceMesh) -> Option<Vec<Option<&ShardMetadata>>> {
+        let ranks = self.group().ranks();
+        if mesh.ndim() != 1 || mesh.size() != ranks.len() {
+            return None;
+        }
+        let held = |rank: &usize| {
+            let mut shards = self.layout.shards_of(ranks.iter().position(|member| member == rank)?);
+            let first = shards.next();
+            shards.next().is_none().then_some(first)
+        };
+        mesh.ranks().iter().map(held).collect()
+    }
+
+    /// The sizes of the shards along `dim`, if they are its pieces one after the other and whole in all other dims.
+    fn cut_of(&self, dim: usize, held: &[Option<&ShardMetadata>]) -> Option<(usize, Sizes)> {
+        let (mut sizes, mut end) = (Vec::with_capacity(held.len()), 0);
+        for shard in held {
+            let size = shard.map_or(0, |shard| shard.sizes[dim]);
+            let fits = |shard: &ShardMetadata| {
+                let whole = |d: usize| shard.offsets[d] == 0 && shard.sizes[d] == self.dims()[d];
+                (0..self.dims().len()).all(|d| d == dim || whole(d)) && (size == 0 || shard.offsets[dim] == end)
+            };
+            if !shard.is_none_or(fits) {
+                return None;
+            }
+            sizes.push(size);
+            end += size;
+        }
+        Some((dim, sizes.into()))
+    }
+
+    /// A distributed tensor of which each rank holds a piece of its own, on the group of its mesh; nothing is
+    /// communicated or copied.
+    ///
+    /// # Errors
+    /// On every rank alike, if the tensor is replicated or partial on an axis of several ranks.
+    pub fn from_dtensor(tensor: &DTensor) -> Result<Self> {
+        let (spec, mesh) = (tensor.spec(), tensor.mesh());
+        let shared = |&(placement, &n): &(&Placement, &usize)| {
+            placement.is_partial() || (placement.shard_dim().is_none() && n > 1)
+        };
+        if let Some((placement, _)) = spec.placements().iter().zip(mesh.shape()).find(shared) {
+            return Error::op(
+                "ShardedTensor::from_dtensor",
+                format!(
+                    "{spec} on {mesh} is {placement} on an axis, so its pieces are not one rank's each; shard it there"
+                ),
+            );
+        }
+        let device = DeviceName::kind_of(tensor.device());
+        let shards = mesh.coordinates().enumerate().map(|(rank, coordinate)| {
+            ShardMetadata::of_block(&spec.block_at(&coordinate), RemoteDevice::at_rank(rank, device))
+        });
+        let inferred = infer_sharding_spec_from_shards_metadata(&shards.collect::<Vec<_>>())?;
+        let layout = Layout::new(inferred, tensor.dims(), tensor.dtype(), mesh.group()?)?;
+        Self::build(layout, tensor.device(), |_| Ok(tensor.to_local().contiguous()?))
+    }
+}

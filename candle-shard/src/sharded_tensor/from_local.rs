@@ -1,0 +1,198 @@
+//! From the ranks' own tensors to sharded ones.
+use super::metadata::{Layout, ShardedTensorMetadata};
+use super::{LocalShard, ShardedTensor};
+use crate::sharding_spec::{
+    EnumerableShardingSpec, RemoteDevice, ShardMetadata, ShardingSpec, infer_sharding_spec_from_shards_metadata,
+};
+use crate::{Error, Result};
+use candle_core::{DType, Device, Shape, Tensor};
+use candle_dist::ProcessGroup;
+use itertools::Itertools;
+use serde::{Deserialize, Serialize};
+use std::sync::Arc;
+
+const OP: &str = "ShardedTensor::from_local_shards";
+
+/// What a rank says of its shards.
+#[derive(Serialize, Deserialize)]
+struct Told {
+    dims: Vec<usize>,
+    shards: Vec<ToldShard>,
+    /// What is wrong with a shard by itself.
+    complaint: Option<String>,
+}
+
+#[derive(Serialize, Deserialize)]
+struct ToldShard {
+    offsets: Vec<usize>,
+    sizes: Vec<usize>,
+    placement: Option<RemoteDevice>,
+    dtype: String,
+}
+
+impl ShardedTensor {
+    /// The tensor of this shape that the ranks' shards make; the ranks tell each other what they hold.
+    ///
+    /// Shards stay connected to the graph and keep their memory where it is contiguous. The spec is inferred. Every rank
+    /// calls it, also with no shards.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Tensor};
+    /// use candle_dist::World;
+    /// use candle_shard::sharded_tensor::{LocalShard, ShardedTensor};
+    /// use candle_shard::Result;
+    ///
+    /// World::local(2).run(|ctx| -> Result<()> {
+    ///     let rank = ctx.rank(); // 1 row and 3 rows
+    ///     let rows = Tensor::zeros((1 + 2 * rank, 4), DType::F32, &Device::Cpu)?;
+    ///     let shard = LocalShard::from_tensor_and_offsets(rows, [rank, 0], rank)?;
+    ///     let x = ShardedTensor::from_local_shards(vec![shard], (4, 4), ctx.group())?;
+    ///     assert_eq!(x.metadata().shards[1].sizes, [3, 4]);
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), candle_dist::WorldError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// On every rank alike: if a tensor does not have its shard's sizes, device or this rank as placement, if shapes or
+    /// dtypes differ, if shards overlap, or are not the whole tensor.
+    pub fn from_local_shards(shards: Vec<LocalShard>, shape: impl Into<Shape>, group: &ProcessGroup) -> Result<Self> {
+        let shape = shape.into();
+        let complaint = shards.iter().find_map(|shard| fault(shard, group.rank()));
+        let told = shards.iter().map(|LocalShard { tensor, metadata }| ToldShard {
+            offsets: metadata.offsets.clone(),
+            sizes: metadata.sizes.clone(),
+            placement: metadata.placement.clone(),
+            dtype: tensor.dtype().as_str().into(),
+        });
+        let told = Told { dims: shape.dims().to_vec(), shards: told.collect(), complaint };
+        let layout = agreed_layout(&told, group)?;
+        let device = shards.first().map_or(Device::Cpu, |shard| shard.tensor.device().clone());
+        Self::holding(layout, shards, &device)
+    }
+
+    /// This rank's tensor as its only shard of a tensor of the global shape; nothing is communicated.
+    ///
+    /// It stays connected to the graph and keeps its memory if it is contiguous.
+    ///
+    /// # Errors
+    /// On every rank alike, if the spec does not fit the shape or the group; on the rank alone, if the tensor is not its
+    /// only shard.
+    pub fn from_local_tensor(
+        local: Tensor,
+        spec: impl Into<ShardingSpec>,
+        shape: impl Into<Shape>,
+        group: &ProcessGroup,
+    ) -> Result<Self> {
+        const OP: &str = "ShardedTensor::from_local_tensor";
+        let layout = Layout::new(spec.into(), shape.into().dims(), local.dtype(), group)?;
+        layout.check_device(OP, local.device())?;
+        let (got, device) = (local.dims().to_vec(), local.device().clone());
+        match &layout.mine().collect_vec()[..] {
+            [shard] if shard.sizes == got => Self::build(layout.clone(), &device, |_| Ok(local.contiguous()?)),
+            held => Error::op(
+                OP,
+                format!(
+                    "a local tensor of shape {got:?} on rank {} of the group, which holds [{}] of {layout}; give the one \
+                     shard, or use from_local_shards",
+                    group.rank(),
+                    held.iter().join(", ")
+                ),
+            ),
+        }
+    }
+
+    /// This rank's shards of a tensor whose metadata every rank knows; nothing is communicated.
+    ///
+    /// # Errors
+    /// On every rank alike, if the metadata is not that of a tensor on the group; on the rank alone, if the shards are
+    /// not this rank's, in its order.
+    pub fn from_local_shards_and_global_metadata(
+        shards: Vec<LocalShard>,
+        metadata: &ShardedTensorMetadata,
+        group: &ProcessGroup,
+    ) -> Result<Self> {
+        const OP: &str = "ShardedTensor::from_local_shards_and_global_metadata";
+        let spec = listed(&metadata.shards, &metadata.dims, group)?;
+        let layout = Layout::new(spec, &metadata.dims, metadata.dtype, group)?;
+        if let Some(complaint) = shards.iter().find_map(|shard| fault(shard, group.rank())) {
+            return Error::op(OP, complaint);
+        }
+        if !shards.iter().map(|shard| &shard.metadata).eq(layout.mine()) {
+            let (given, held) = (shards.iter().map(|shard| &shard.metadata).join(", "), layout.mine().join(", "));
+            return Error::op(OP, format!("shards [{given}] on a rank that holds [{held}] of {layout}; give these"));
+        }
+        if let Some(shard) = shards.iter().find(|shard| shard.tensor.dtype() != metadata.dtype) {
+            let (has, at) = (shard.tensor.dtype().as_str(), &shard.metadata);
+            return Error::op(OP, format!("{has} in shard {at} of {layout}; convert it with to_dtype"));
+        }
+        let device = shards.first().map_or(Device::Cpu, |shard| shard.tensor.device().clone());
+        Self::holding(layout, shards, &device)
+    }
+
+    /// The tensor whose shards here are these, which are those of the layout in its order.
+    fn holding(layout: Arc<Layout>, shards: Vec<LocalShard>, device: &Device) -> Result<Self> {
+        let contiguous = |shard: LocalShard| Ok(LocalShard { tensor: shard.tensor.contiguous()?, ..shard });
+        let shards = shards.into_iter().map(contiguous).collect::<Result<_>>()?;
+        Ok(Self { shards, layout, device: device.clone() })
+    }
+}
+
+/// What is wrong with a shard by itself, on this rank of the group.
+fn fault(shard: &LocalShard, rank: usize) -> Option<String> {
+    let LocalShard { tensor, metadata } = shard;
+    if tensor.dims() != metadata.sizes {
+        return Some(format!("a tensor of shape {:?} for shard {metadata}; give that piece", tensor.dims()));
+    }
+    let Some(placement) = &metadata.placement else {
+        return Some(format!("shard {metadata} has no placement; give rank:{rank} with its device"));
+    };
+    if placement.rank() != Some(rank) {
+        return Some(format!("shard {metadata} is not placed on rank:{rank}, which holds it; name that rank"));
+    }
+    let at = tensor.device();
+    (!placement.device().names(at)).then(|| {
+        format!("shard {metadata} on {:?}; move the tensor, or name this device in the placement", at.location())
+    })
+}
+
+/// The layout of what all ranks hold, checked by all alike.
+fn agreed_layout(told: &Told, group: &ProcessGroup) -> Result<Arc<Layout>> {
+    let text = serde_json::to_string(told).map_err(|error| Error::Op { op: OP, reason: error.to_string() })?;
+    let mut all = Vec::with_capacity(group.size());
+    for text in group.all_gather_text(&text)? {
+        let told: Told =
+            serde_json::from_str(&text).map_err(|error| Error::Op { op: OP, reason: error.to_string() })?;
+        all.push(told);
+    }
+    let complaints = all.iter().enumerate().find_map(|(rank, told)| Some((rank, told.complaint.as_ref()?)));
+    if let Some((rank, complaint)) = complaints {
+        return Error::op(OP, format!("rank {rank} of the group: {complaint}"));
+    }
+    let dims = &all[0].dims;
+    if let Some(rank) = all.iter().position(|told| told.dims != *dims) {
+        let other = &all[rank].dims;
+        let reason = format!("rank {rank} of the group names the shape {other:?}, and rank 0 {dims:?}; name the same");
+        return Error::op(OP, reason);
+    }
+    let told = || all.iter().enumerate().flat_map(|(rank, told)| told.shards.iter().map(move |shard| (rank, shard)));
+    let dtype = told().next().map_or("f32", |(_, shard)| shard.dtype.as_str());
+    if let Some((rank, shard)) = told().find(|(_, shard)| shard.dtype != dtype) {
+        let reason = format!("rank {rank} of the group gives {}, and the first shard is {dtype}", shard.dtype);
+        return Error::op(OP, format!("{reason}; convert one with to_dtype"));
+    }
+    let parsed: DType = dtype.parse().map_err(|_| Error::Op { op: OP, reason: format!("{dtype} is not known") })?;
+    let metadata = |(_, shard): (usize, &ToldShard)| {
+        ShardMetadata::new(shard.offsets.clone(), shard.sizes.clone(), shard.placement.clone())
+    };
+    let shards: Vec<_> = told().map(metadata).collect::<Result<_>>()?;
+    Layout::new(listed(&shards, dims, group)?, dims, parsed, group)
+}
+
+/// The spec of shards that are a tensor of this shape.
+fn listed(shards: &[ShardMetadata], dims: &[usize], group: &ProcessGroup) -> Result<ShardingSpec> {
+    let listed = EnumerableShardingSpec::new(shards.to_vec())?;
+    listed.check(group.size())?;
+    listed.check_tensor(dims)?;
+    infer_sharding_spec_from_shards_metadata(shards)
+}

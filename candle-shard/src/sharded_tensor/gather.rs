@@ -1,0 +1,57 @@
+//! From sharded tensors to whole ones.
+use super::{ShardedTensor, pieces};
+use crate::Result;
+use crate::sharding_spec::ShardMetadata;
+use crate::sharding_spec::block::{volume, whole};
+use candle_core::Tensor;
+
+impl ShardedTensor {
+    /// The whole tensor on rank `dst` of the group, `None` elsewhere; without gradient, in memory of its own.
+    ///
+    /// One collective.
+    ///
+    /// # Errors
+    /// If the group has no rank `dst`.
+    pub fn gather(&self, dst: usize) -> Result<Option<Tensor>> {
+        let packed = self.packed()?;
+        let gathered = self.group().gather(&packed, 0, &self.packed_sizes(), dst)?;
+        gathered.map(|packed| self.unpacked(&packed)).transpose()
+    }
+
+    /// The whole tensor on every rank; without gradient, in memory of its own.
+    ///
+    /// One collective.
+    pub fn gather_all(&self) -> Result<Tensor> {
+        self.unpacked(&self.group().all_gather_uneven(&self.packed()?, 0, &self.packed_sizes())?)
+    }
+
+    /// The elements of this rank's shards, one after the other.
+    fn packed(&self) -> Result<Tensor> {
+        let with_elements = self.shards.iter().filter(|shard| !shard.metadata.is_empty());
+        let flat = with_elements.map(|shard| shard.tensor.detach().flatten_all());
+        let flat = flat.collect::<candle_core::Result<Vec<_>>>()?;
+        Ok(match &flat[..] {
+            [] => Tensor::zeros(0, self.dtype(), self.device())?,
+            [only] => only.clone(),
+            several => Tensor::cat(several, 0)?,
+        })
+    }
+
+    /// How many elements each rank holds.
+    fn packed_sizes(&self) -> Vec<usize> {
+        let elements = |shard: &ShardMetadata| volume(&shard.block()).unwrap_or(0);
+        (0..self.group().size()).map(|rank| self.layout.shards_of(rank).map(elements).sum()).collect()
+    }
+
+    /// The tensor from the elements of all ranks, one after the other.
+    fn unpacked(&self, packed: &Tensor) -> Result<Tensor> {
+        let shards = (0..self.group().size()).flat_map(|rank| self.layout.shards_of(rank));
+        let (mut blocks, mut start) = (Vec::new(), 0);
+        for shard in shards.filter(|shard| !shard.is_empty()) {
+            let (block, len) = (shard.block(), shard.sizes.iter().product());
+            blocks.push((packed.narrow(0, start, len)?.reshape(&shard.sizes[..])?, block));
+            start += len;
+        }
+        pieces::joined(&whole(self.dims()), self.dtype(), packed.device(), &blocks)
+    }
+}

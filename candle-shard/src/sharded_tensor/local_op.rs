@@ -1,0 +1,130 @@
+//! Ops of one's own on the local tensor of a sharded one.
+use super::ShardedTensor;
+use super::metadata::Layout;
+use crate::sharding_spec::ShardingSpec;
+use crate::{Error, Result};
+use candle_core::Tensor;
+use std::fmt;
+
+/// An op that every rank does on its only shard, without communication.
+///
+/// By default the result has the shape of the shard, and takes its place. What changes the layout, or communicates, is
+/// [`customized`](Self::customized).
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_dist::World;
+/// use candle_shard::sharded_tensor::LocalOp;
+/// use candle_shard::{ChunkShardingSpec, Error, Result, ShardedTensor};
+///
+/// let clamp = LocalOp::new("my_clamp", |x: &Tensor, most: &f64| Ok(x.minimum(*most)?))
+///     .early_stop(|_, most| *most == f64::INFINITY)
+///     .extra_check(|x, most| match most.is_nan() {
+///         true => Err(Error::Op { op: "my_clamp", reason: format!("{x}: the bound is NaN") }),
+///         false => Ok(()),
+///     });
+/// let largest = World::local(2).run(|ctx| -> Result<f32> {
+///     let x = Tensor::arange(0f32, 5., &Device::Cpu)?;
+///     let x = ShardedTensor::distribute(&x, ChunkShardingSpec::on_ranks(0, [0, 1])?, ctx.group())?;
+///     Ok(clamp.apply(&x, &2.5)?.local_tensor()?.max(0)?.to_scalar()?)
+/// })?;
+/// assert_eq!(largest, [2., 2.5]);
+/// # Ok::<(), candle_dist::WorldError>(())
+/// ```
+pub struct LocalOp<A: ?Sized> {
+    name: &'static str,
+    op: Box<dyn Fn(&Tensor, &A) -> Result<Tensor> + Send + Sync>,
+    early_stop: Option<Box<dyn Fn(&ShardedTensor, &A) -> bool + Send + Sync>>,
+    extra_check: Option<Box<dyn Fn(&ShardedTensor, &A) -> Result<()> + Send + Sync>>,
+    customized: Option<Box<Customized<A>>>,
+}
+
+/// Makes the new local tensor, the spec and the global shape of the result.
+type Customized<A> = dyn Fn(&ShardedTensor, &A) -> Result<(Tensor, ShardingSpec, Vec<usize>)> + Send + Sync;
+
+impl<A: ?Sized> LocalOp<A> {
+    /// An op on the local tensor that keeps its shape; `name` is what errors call it.
+    pub fn new(name: &'static str, op: impl Fn(&Tensor, &A) -> Result<Tensor> + Send + Sync + 'static) -> Self {
+        Self { name, op: Box::new(op), early_stop: None, extra_check: None, customized: None }
+    }
+
+    /// Returns the tensor as it is where `stop` says so.
+    pub fn early_stop(mut self, stop: impl Fn(&ShardedTensor, &A) -> bool + Send + Sync + 'static) -> Self {
+        self.early_stop = Some(Box::new(stop));
+        self
+    }
+
+    /// Checks something before everything else; from what every rank knows, so that all fail alike.
+    pub fn extra_check(mut self, check: impl Fn(&ShardedTensor, &A) -> Result<()> + Send + Sync + 'static) -> Self {
+        self.extra_check = Some(Box::new(check));
+        self
+    }
+
+    /// In place of the op, makes the new local tensor, and says how the result is cut and its global shape.
+    ///
+    /// ```
+    /// # use candle_core::{Device, Tensor};
+    /// # use candle_dist::World;
+    /// # use candle_shard::sharded_tensor::LocalOp;
+    /// # use candle_shard::{ChunkShardingSpec, Result, ShardedTensor};
+    /// let transpose = LocalOp::new("transpose", |x: &Tensor, _: &()| Ok(x.t()?)).customized(|x, _| {
+    ///     let spec = ChunkShardingSpec::on_ranks(1, [0, 1])?;
+    ///     Ok((x.local_tensor()?.t()?, spec.into(), x.dims().iter().rev().copied().collect()))
+    /// });
+    /// let dims = World::local(2).run(|ctx| -> Result<Vec<usize>> {
+    ///     let x = Tensor::arange(0f32, 6., &Device::Cpu)?.reshape((2, 3))?;
+    ///     let x = ShardedTensor::distribute(&x, ChunkShardingSpec::on_ranks(0, [0, 1])?, ctx.group())?;
+    ///     Ok(transpose.apply(&x, &())?.dims().to_vec())
+    /// })?;
+    /// assert_eq!(dims, [[3, 2], [3, 2]]);
+    /// # Ok::<(), candle_dist::WorldError>(())
+    /// ```
+    pub fn customized(
+        mut self,
+        make: impl Fn(&ShardedTensor, &A) -> Result<(Tensor, ShardingSpec, Vec<usize>)> + Send + Sync + 'static,
+    ) -> Self {
+        self.customized = Some(Box::new(make));
+        self
+    }
+
+    /// The op on a tensor of which every rank holds one shard.
+    ///
+    /// # Errors
+    /// On every rank alike, if a rank holds no shard or several; what the op's own parts return; and if the result does
+    /// not have the shape that it should.
+    pub fn apply(&self, x: &ShardedTensor, args: &A) -> Result<ShardedTensor> {
+        if let Some(check) = &self.extra_check {
+            check(x, args)?;
+        }
+        if self.early_stop.as_ref().is_some_and(|stop| stop(x, args)) {
+            return Ok(x.clone());
+        }
+        for rank in 0..x.group().size() {
+            let n = x.layout.shards_of(rank).count();
+            if n != 1 {
+                let reason =
+                    format!("rank {rank} of the group holds {n} shards of {}; reshard to one a rank", x.layout);
+                return Error::op(self.name, reason);
+            }
+        }
+        if let Some(make) = &self.customized {
+            let (local, spec, dims) = make(x, args)?;
+            return ShardedTensor::from_local_tensor(local, spec, dims, x.group());
+        }
+        let local = x.local_tensor()?;
+        let made = (self.op)(local, args)?;
+        if made.dims() != local.dims() {
+            let (from, to) = (local.dims(), made.dims());
+            let reason = format!("makes {to:?} of a local tensor of shape {from:?}; say how it lies with customized");
+            return Error::op(self.name, reason);
+        }
+        let layout = Layout::new(x.sharding_spec().clone(), x.dims(), made.dtype(), x.group())?;
+        ShardedTensor::build(layout, x.device(), |_| Ok(made.contiguous()?))
+    }
+}
+
+impl<A: ?Sized> fmt::Debug for LocalOp<A> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "LocalOp({})", self.name)
+    }
+}

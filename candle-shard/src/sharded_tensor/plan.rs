@@ -1,0 +1,150 @@
+//! Which parameters of a model are sharded, and how.
+use super::ShardedTensor;
+use crate::parallel::pattern::Pattern;
+use crate::sharding_spec::ShardingSpec;
+use crate::{Error, Result};
+use candle_core::Tensor;
+use candle_dist::{ProcessGroup, verify_parameter_shapes};
+use itertools::Itertools;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::sync::Arc;
+
+/// What a user's sharder gets: the parameter's name, this rank's tensor, the rank that has the values, and the group.
+type Sharder = dyn Fn(&str, &Tensor, usize, &ProcessGroup) -> Result<ShardedTensor> + Send + Sync;
+
+/// Which parameters are sharded how; those that are not named stay as they are.
+///
+/// A pattern is a parameter's name whose parts may hold `*` and `?`, for example `tables.*.weight`; each part matches one
+/// part of a name. Of several patterns that match, the last one counts.
+#[derive(Clone, Default)]
+pub struct ShardingPlan {
+    entries: Vec<(Pattern, How)>,
+}
+
+#[derive(Clone)]
+enum How {
+    Spec(ShardingSpec),
+    Sharder(Arc<Sharder>),
+}
+
+/// The parameters of a model, each under its own name.
+#[derive(Debug, Clone)]
+pub struct ShardedModule {
+    /// The parameters that the plan names.
+    pub sharded: BTreeMap<String, ShardedTensor>,
+    /// The others, as they were.
+    pub rest: BTreeMap<String, Tensor>,
+}
+
+impl ShardingPlan {
+    /// A plan that shards nothing.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// The plan with a spec for the parameters that `pattern` matches.
+    pub fn with(mut self, pattern: impl Into<String>, spec: impl Into<ShardingSpec>) -> Self {
+        self.entries.push((Pattern::new(pattern), How::Spec(spec.into())));
+        self
+    }
+
+    /// The plan with a function that shards the parameters that `pattern` matches.
+    ///
+    /// It is called on every rank, in the order of the names, with the parameter's name, this rank's tensor, the rank
+    /// that has the values, and the group.
+    pub fn with_sharder(
+        mut self,
+        pattern: impl Into<String>,
+        sharder: impl Fn(&str, &Tensor, usize, &ProcessGroup) -> Result<ShardedTensor> + Send + Sync + 'static,
+    ) -> Self {
+        self.entries.push((Pattern::new(pattern), How::Sharder(Arc::new(sharder))));
+        self
+    }
+
+    /// What is done to each parameter that the plan names.
+    fn matched<'a>(&'a self, parameters: &'a BTreeMap<String, Tensor>) -> Result<BTreeMap<&'a str, &'a How>> {
+        let (mut matched, mut used) = (BTreeMap::new(), BTreeSet::new());
+        for name in parameters.keys() {
+            let path: Vec<&str> = name.split('.').collect();
+            for (i, (_, how)) in self.entries.iter().enumerate().filter(|(_, (pattern, _))| pattern.matches(&path)) {
+                matched.insert(name.as_str(), how);
+                used.insert(i);
+            }
+        }
+        let unmatched = self.entries.iter().enumerate().filter(|(i, _)| !used.contains(i));
+        let names = unmatched.map(|(_, (pattern, _))| format!("{:?}", pattern.text())).join(", ");
+        if !names.is_empty() {
+            let known = parameters.keys().take(3).join(", ");
+            return Err(Error::Plan(format!("{names} matched no parameter; the names are like {known}")));
+        }
+        Ok(matched)
+    }
+}
+
+/// The parameters of a model sharded as a plan says, with the values of rank `src_rank` of the group.
+///
+/// Every rank gives the same names and shapes, which the ranks compare; values are read on `src_rank` alone.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_dist::World;
+/// use candle_shard::sharded_tensor::{ShardingPlan, shard_module};
+/// use candle_shard::{ChunkShardingSpec, Result};
+///
+/// World::local(2).run(|ctx| -> Result<()> {
+///     let zeros = |rows: usize| Tensor::zeros((rows, 4), DType::F32, &Device::Cpu);
+///     let model = [("table.weight".into(), zeros(6)?), ("top.weight".into(), zeros(1)?)].into();
+///     let plan = ShardingPlan::new().with("table.weight", ChunkShardingSpec::on_ranks(0, [0, 1])?);
+///     let model = shard_module(&model, &plan, 0, ctx.group())?;
+///     assert_eq!(model.sharded["table.weight"].local_tensor()?.dims(), [3, 4]);
+///     assert_eq!(model.rest["top.weight"].dims(), [1, 4]);
+///     Ok(())
+/// })?;
+/// # Ok::<(), candle_dist::WorldError>(())
+/// ```
+///
+/// # Errors
+/// Before anything is communicated, if a pattern matches no parameter, or a spec does not fit its parameter or the group;
+/// on every rank alike, if the ranks give different names or shapes; what a sharder returns, and a [`Error::Plan`] if it
+/// makes a tensor of another shape.
+pub fn shard_module(
+    parameters: &BTreeMap<String, Tensor>,
+    plan: &ShardingPlan,
+    src_rank: usize,
+    group: &ProcessGroup,
+) -> Result<ShardedModule> {
+    let matched = plan.matched(parameters)?;
+    let named = || matched.iter().map(|(name, how)| (*name, *how, &parameters[*name]));
+    for (name, how, tensor) in named() {
+        if let How::Spec(spec) = how {
+            let fits = spec.check(group.size()).and_then(|()| spec.build_metadata(tensor.dims()));
+            fits.map_err(|error| Error::Plan(format!("{name}: {error}")))?;
+        }
+    }
+    verify_parameter_shapes(group, &parameters.iter().collect_vec())?;
+    let mut sharded = BTreeMap::new();
+    for (name, how, tensor) in named() {
+        let made = match how {
+            How::Spec(spec) => ShardedTensor::shard(tensor, spec, src_rank, group)?,
+            How::Sharder(sharder) => sharder(name, tensor, src_rank, group)?,
+        };
+        if made.dims() != tensor.dims() {
+            let (made, dims) = (made.dims(), tensor.dims());
+            return Err(Error::Plan(format!("{name}: its sharder makes {made:?} of {dims:?}; keep the shape")));
+        }
+        sharded.insert(name.to_string(), made);
+    }
+    let rest = parameters.iter().filter(|(name, _)| !matched.contains_key(name.as_str()));
+    Ok(ShardedModule { rest: rest.map(|(name, tensor)| (name.clone(), tensor.clone())).collect(), sharded })
+}
+
+impl fmt::Debug for ShardingPlan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let show = |(pattern, how): &(Pattern, How)| match how {
+            How::Spec(spec) => format!("{pattern}: {spec}"),
+            How::Sharder(_) => format!("{pattern}: a sharder"),
+        };
+        write!(f, "ShardingPlan {{ {} }}", self.entries.iter().map(show).join("; "))
+    }
+}

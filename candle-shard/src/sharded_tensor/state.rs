@@ -1,0 +1,99 @@
+//! Maps of sharded tensors in files, to be loaded under any spec.
+use super::ShardedTensor;
+use super::metadata::Layout;
+use crate::agreement::agreed;
+use crate::checkpoint::agreement::check_named;
+use crate::checkpoint::index::{Saved, Written};
+use crate::checkpoint::save::write;
+use crate::sharding_spec::ShardingSpec;
+use crate::{Error, Result, Weights};
+use candle_core::Device;
+use candle_dist::ProcessGroup;
+use std::collections::BTreeMap;
+use std::path::Path;
+
+/// Saves named tensors of `group` to the folder `path`, in place of a checkpoint that may be there.
+///
+/// Every rank writes the shards that it holds. The folder is a [`checkpoint`](crate::checkpoint), which
+/// [`load_state`] reads under any spec on any group, and [`checkpoint::load`](crate::checkpoint::load) on any mesh.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_dist::World;
+/// use candle_shard::sharded_tensor::{load_state, save_state};
+/// use candle_shard::{ChunkShardingSpec, Result, ShardedTensor};
+///
+/// let folder = std::env::temp_dir().join(format!("state-doc-{}", std::process::id()));
+/// World::local(2).run(|ctx| -> Result<()> {
+///     let (x, group) = (Tensor::arange(0f32, 6., &Device::Cpu)?.reshape((3, 2))?, ctx.group());
+///     let rows = ShardedTensor::distribute(&x, ChunkShardingSpec::on_ranks(0, [0, 1])?, group)?;
+///     save_state(&folder, group, &[("x".into(), rows)].into())?;
+///     let columns = ChunkShardingSpec::on_ranks(1, [1, 0])?;
+///     let loaded = load_state(&folder, group, &[("x", &columns)], &Device::Cpu)?;
+///     assert_eq!(loaded["x"].local_tensor()?.dims(), [3, 1]);
+///     Ok(())
+/// })?;
+/// std::fs::remove_dir_all(folder)?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
+/// # Errors
+/// On every rank alike: if ranks name different tensors, if a tensor lies on another group, if the folder holds
+/// something else than a checkpoint, or if a file cannot be written. What was there before then stays.
+pub fn save_state(
+    path: impl AsRef<Path>,
+    group: &ProcessGroup,
+    tensors: &BTreeMap<String, ShardedTensor>,
+) -> Result<()> {
+    const OP: &str = "sharded_tensor::save_state";
+    let ranks = |tensor: &ShardedTensor| format!("{} on ranks {:?}", tensor.layout, tensor.group().ranks());
+    let described: Vec<_> = tensors.iter().map(|(name, tensor)| (name, ranks(tensor))).collect();
+    check_named(OP, group, &described)?;
+    if let Some((name, tensor)) = tensors.iter().find(|(_, tensor)| tensor.group().ranks() != group.ranks()) {
+        let (at, ranks) = (tensor.group().ranks(), group.ranks());
+        let reason = format!("{name:?} lies on ranks {at:?}, and those of {ranks:?} are saved; save it by itself");
+        return Error::op(OP, reason);
+    }
+    let held: Vec<&ShardedTensor> = tensors.values().collect();
+    let saved: Vec<Saved<'_>> = tensors.iter().map(|(name, tensor)| saved(name, tensor)).collect();
+    write(OP, path.as_ref(), group, &saved, |nth, part| &held[nth].shards[part].tensor)
+}
+
+/// Who writes the shards of a tensor: those that hold them; nobody does shards without elements.
+fn saved<'a>(name: &'a str, tensor: &'a ShardedTensor) -> Saved<'a> {
+    let held = (0..tensor.group().size()).flat_map(|rank| {
+        let shards = tensor.layout.shards_of(rank).enumerate();
+        shards.filter(|(_, shard)| !shard.is_empty()).map(move |(part, shard)| (rank, part, shard))
+    });
+    let pieces = held.map(|(rank, part, shard)| Written { rank, part, block: shard.block() }).collect();
+    Saved { name, shape: tensor.dims(), dtype: tensor.dtype(), pieces }
+}
+
+/// Tensors of a checkpoint, or of other [`Weights`], cut as the specs say, in the dtypes in which they are stored.
+///
+/// A rank reads what it will hold and no more. One collective.
+///
+/// # Errors
+/// On every rank alike: if a tensor is not there, if a spec does not fit it or the group, or if a file is missing,
+/// damaged or cannot be read.
+pub fn load_state<N: AsRef<str>, S: Clone + Into<ShardingSpec>>(
+    path: impl AsRef<Path>,
+    group: &ProcessGroup,
+    wanted: &[(N, S)],
+    device: &Device,
+) -> Result<BTreeMap<String, ShardedTensor>> {
+    const OP: &str = "sharded_tensor::load_state";
+    let read = || -> Result<_> {
+        let weights = Weights::open(path)?;
+        let read = |(name, spec): &(N, S)| {
+            let (name, spec) = (name.as_ref(), spec.clone().into());
+            let layout = Layout::new(spec, weights.shape(name)?, weights.dtype(name)?, group)?;
+            layout.check_device(OP, device)?;
+            let tensor =
+                ShardedTensor::build(layout, device, |shard| weights.read_block(name, &shard.block(), device))?;
+            Ok((name.to_string(), tensor))
+        };
+        wanted.iter().map(read).collect()
+    };
+    agreed(group, OP, read())
+}
