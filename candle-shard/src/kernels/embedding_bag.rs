@@ -181,7 +181,7 @@ impl EmbeddingBag {
                     }
                     let count = if self.mode == BagMode::Mean { bags.bag(bag).count() } else { 1 };
                     let count = T::from_f64(count.max(1) as f64);
-                    out.iter_mut().for_each(|out| *out = *out / count);
+                    out.iter_mut().for_each(|out| *out /= count);
                 }
             },
         );

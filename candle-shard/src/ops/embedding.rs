@@ -196,7 +196,7 @@ impl DTensor {
             Ok(Signature::new(rows, &[count, self.dims()[1]], self.dtype()))
         };
         let made = rules::run(OP, &attributes, &inputs, signature, |x, _| {
-            let bounds = bounds.map_or_else(|| Bounds::even(x[1].to_local().dims()), |bounds| bounds).0;
+            let bounds = bounds.unwrap_or_else(|| Bounds::even(x[1].to_local().dims())).0;
             let ids = read_ids(OP, x[1].to_local(), self.dims()[0])?;
             let [part, _] = x[0].parts();
             let counts = |id: u32| Some(id) != padding;
