@@ -1,0 +1,48 @@
+//! What can go wrong, decided from what every rank knows, so that all ranks fail alike.
+use std::sync::Arc;
+
+/// The result of everything in this crate.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// An error of a pipeline.
+#[derive(Debug, Clone, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// Communication failed.
+    #[error(transparent)]
+    Dist(#[from] candle_dist::Error),
+    /// A sharded layer or tensor in a stage failed.
+    #[error(transparent)]
+    Shard(#[from] candle_shard::Error),
+    /// candle refused an operation.
+    #[error(transparent)]
+    Candle(Arc<candle_core::Error>),
+    /// Values that cannot be cut into microbatches or joined again.
+    #[error("microbatches: {0}")]
+    Microbatches(String),
+    /// A model that is no pipeline, or is cut where it cannot be.
+    #[error("pipe: {0}")]
+    Pipe(String),
+    /// A schedule that does not fit, or is none.
+    #[error("schedule: {0}")]
+    Schedule(String),
+}
+
+impl From<candle_core::Error> for Error {
+    /// A failure of communication that went through candle comes out as what it was.
+    fn from(error: candle_core::Error) -> Self {
+        match candle_dist::Error::from(error) {
+            candle_dist::Error::Candle(error) => Self::Candle(error),
+            error => Self::Dist(error),
+        }
+    }
+}
+
+impl From<Error> for candle_core::Error {
+    fn from(error: Error) -> Self {
+        match error {
+            Error::Dist(error) => error.into(),
+            error => Self::wrap(error),
+        }
+    }
+}
