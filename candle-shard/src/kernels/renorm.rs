@@ -22,7 +22,14 @@ pub(crate) fn power_sums(table: &Tensor, rows: &[u32], p: f64) -> Result<Vec<f64
         let elements = reading.elements::<E>()?;
         Ok(rows::vectorised(
             #[inline(always)]
-            || rows.iter().map(|&row| power_sum(&elements[row as usize * width..][..width], p)).collect(),
+            || {
+                let mut sums = Vec::with_capacity(rows.len());
+                for burst in rows.chunks(rows::BURST) {
+                    rows::touch(elements, burst.iter().map(|&row| row as usize), width);
+                    sums.extend(burst.iter().map(|&row| power_sum(&elements[row as usize * width..][..width], p)));
+                }
+                sums
+            },
         ))
     })
 }
