@@ -73,10 +73,10 @@ impl Rule<2> for AdamWRule {
 
 /// Moves the rows of `table` that are listed in `rows`, by the sum of their rows in `grad`: `[rows.len(), width]`.
 ///
-/// Each of `states` has the shape of the table, and its dtype or f32 for 16-bit floats.
+/// Each of the `N` states has the shape of the table, and its dtype or f32 for 16-bit floats.
 pub(crate) fn update_rows<const N: usize>(
     table: &Var,
-    states: &[Var; N],
+    states: &[Var],
     listed: &[u32],
     grad: &Tensor,
     rule: &impl Rule<N>,
@@ -92,12 +92,12 @@ pub(crate) fn update_rows<const N: usize>(
     let grad = if lies_in_both { grad.copy()? } else { grad };
     let order = RowOrder::of(listed);
     let reading = Reading::new(&grad);
-    let states = states.each_ref().map(|state| state.as_tensor());
+    let states: Vec<&Tensor> = states.iter().map(|state| state.as_tensor()).collect();
     with_element!("step", table.dtype(), E => {
         let grad = reading.elements::<E>()?;
         change(table, |table| {
             change_all(&states, Vec::new(), &mut |states| {
-                let Ok(states) = <[_; N]>::try_from(states) else { bail!("step: states were lost") };
+                let states = states.try_into().or_else(|given: Vec<_>| bail!("step: {} states, not {N}", given.len()))?;
                 move_rows(table, states, &order, GroupSum::<E>::new(grad, width), width, rule.of());
                 Ok(())
             })
@@ -116,13 +116,13 @@ fn move_rows<R: Real, E: Element<Real = R>, const N: usize>(
     rows::vectorised(
         #[inline(always)]
         || {
-            let (mut touched, mut done) = (0, 0);
+            let (mut done, mut touched) = (0, 0);
             for (row, group) in order.groups() {
                 if done >= touched {
-                    let burst = &order.entries()[touched..order.entries().len().min(touched + rows::BURST)];
-                    touch(table, burst, width);
-                    states.iter().for_each(|state| touch(state, burst, width));
-                    touched += burst.len();
+                    let burst = order.entries()[done..].iter().take(rows::BURST).map(|entry| (entry >> 32) as usize);
+                    rows::touch(table, burst.clone(), width);
+                    states.iter().for_each(|state| rows::touch(state, burst.clone(), width));
+                    touched = done + rows::BURST;
                 }
                 done += group.len();
                 let at = row as usize * width;
@@ -139,9 +139,4 @@ fn move_rows<R: Real, E: Element<Real = R>, const N: usize>(
             }
         },
     );
-}
-
-#[inline(always)]
-fn touch<T: Copy>(table: &[T], entries: &[u64], width: usize) {
-    rows::touch(table, entries.iter().map(|&entry| (entry >> 32) as usize), width);
 }

@@ -72,10 +72,12 @@ impl<R, F: FnOnce() -> R> NullaryFnOnce for Inlined<F> {
     }
 }
 
-/// Rows of which [`touch`] takes notice at once.
-pub(super) const BURST: usize = 32;
+/// Rows to [`touch`] before the first of them is used: more would push each other out of the first cache.
+pub(super) const BURST: usize = 16;
 
-/// Brings rows of a large table into the cache, so that the processor waits for many of them at a time.
+/// Brings rows of a large table into the cache, one read a line.
+///
+/// Reads that nothing depends on are on their way together, where those of a computation would wait in turn.
 #[inline(always)]
 pub(super) fn touch<T: Copy>(table: &[T], rows: impl Iterator<Item = usize>, width: usize) {
     let line = 64 / size_of::<T>();

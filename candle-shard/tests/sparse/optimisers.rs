@@ -48,9 +48,9 @@ fn sgd_and_adagrad_take_the_steps_of_dense_ones() -> Result<()> {
                     dense[i].set(&(dense[i].as_detached_tensor() - change)?)?;
                 }
                 if adagrad {
-                    ada.step()?
+                    ada.step()?;
                 } else {
-                    sgd.step()?
+                    sgd.step()?;
                 }
                 assert!(tables.iter().all(|table| table.grad().unwrap().is_none()), "a step takes the gradient");
             }

@@ -71,7 +71,7 @@ fn a_norm_at_the_bound_stays() -> Result<()> {
 fn infinite_and_missing_numbers_go_where_pytorch_sends_them() -> Result<()> {
     let (inf, nan) = (f32::INFINITY, f32::NAN);
     let start = [[nan, 1., 2.], [inf, 1., 2.], [0., 0., 0.]];
-    let third = 0.666_666_63;
+    let third = 0.666_666_6;
     for p in NORM_TYPES {
         let table = RowVar::new(Var::new(&start, &Cpu)?)?;
         table.renorm(&[0, 1, 2], 2.0, p)?;
