@@ -78,7 +78,7 @@ pub(super) use with_element;
 /// Runs `f` on the elements of a contiguous CPU tensor, which it may change, also where they are those of a variable.
 pub(super) fn change<E: Element>(tensor: &Tensor, f: impl FnOnce(&mut [E]) -> Result<()>) -> Result<()> {
     if tensor.elem_count() == 0 {
-        return f(&mut []); // candle takes the strides of no elements for repeated ones
+        return f(&mut []); // candle takes it for one whose elements repeat
     }
     let on_elements = |storage: &mut CpuStorage, layout: &Layout| {
         let (start, end) = layout.contiguous_offsets().ok_or(Error::RequiresContiguous { op: "change in place" })?;

@@ -10,19 +10,25 @@ use half::{bf16, f16};
 use super::element::{Element, change, with_element};
 use super::{Reading, check_rows, rows};
 
-/// `Σ|w|^p` over each of the `rows` of a piece `[.., width]` of a table, in f64.
+/// `Σ|w|^p` over each of the `rows` of a contiguous piece `[.., width]` of a table, in f64.
 ///
 /// For `p = ∞` it is the largest `|w|`, for `-∞` the smallest, and for 0 the number of elements that are not 0. NaN
 /// makes it NaN, but for `p = 0`. A piece without columns gives what [`combine`] leaves as it is.
 pub(crate) fn power_sums(table: &Tensor, rows: &[u32], p: f64) -> Result<Vec<f64>> {
     let width = check_rows("max_norm", table, rows)?;
-    let table = table.contiguous()?;
-    let reading = Reading::new(&table);
+    let reading = Reading::new(table);
     with_element!("max_norm", table.dtype(), E => {
         let elements = reading.elements::<E>()?;
         Ok(rows::vectorised(
             #[inline(always)]
-            || rows.iter().map(|&row| power_sum(&elements[row as usize * width..][..width], p)).collect(),
+            || {
+                let mut sums = Vec::with_capacity(rows.len());
+                for burst in rows.chunks(rows::BURST) {
+                    rows::touch(elements, burst.iter().map(|&row| row as usize), width);
+                    sums.extend(burst.iter().map(|&row| power_sum(&elements[row as usize * width..][..width], p)));
+                }
+                sums
+            },
         ))
     })
 }
@@ -73,9 +79,9 @@ pub(crate) fn finish(sum: f64, p: f64, dtype: DType) -> f64 {
     }
 }
 
-/// Multiplies each of the `rows` of a table whose norm is above `max_norm` by `max_norm / (norm + 1e-7)`, in place.
+/// Multiplies each of the `rows` of a contiguous table whose norm is above `max_norm` by `max_norm / (norm + 1e-7)`, in place.
 ///
-/// The other rows are not written, nor those whose norm is NaN. `rows` must be unique: each is multiplied as often as
+/// The factor is rounded to the table's dtype, as PyTorch does. The other rows are not written, nor those whose norm is NaN. `rows` must be unique: each is multiplied as often as
 /// it is listed.
 pub(crate) fn scale_rows(table: &Tensor, rows: &[u32], norms: &[f64], max_norm: f64) -> Result<()> {
     let width = check_rows("max_norm", table, rows)?;
@@ -85,11 +91,65 @@ pub(crate) fn scale_rows(table: &Tensor, rows: &[u32], norms: &[f64], max_norm: 
     let long = rows.iter().zip(norms).filter(|&(_, &norm)| norm > max_norm);
     with_element!("max_norm", table.dtype(), E => change::<E>(table, |table| {
         for (&row, norm) in long {
-            let scale = <E as Element>::Real::from_f64(max_norm / (norm + 1e-7));
+            let scale = E::from_f64(max_norm / (norm + 1e-7)).load();
             for x in &mut table[row as usize * width..][..width] {
                 *x = E::store(x.load() * scale);
             }
         }
         Ok(())
     }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::{Device::Cpu, Var};
+
+    #[test]
+    fn pieces_of_columns_combine_to_the_norms_of_whole_rows() -> Result<()> {
+        let table = Tensor::from_iter((0..60).map(|i| (i * 37 % 23) as f64 / 7.0 - 1.0), &Cpu)?.reshape((5, 12))?;
+        let rows = [4, 0, 3];
+        for p in [0.0, 0.5, 1.0, 2.0, 3.0, f64::INFINITY, f64::NEG_INFINITY, -1.0] {
+            let whole = power_sums(&table, &rows, p)?;
+            let mut pieces = Vec::new();
+            for (start, len) in [(0, 5), (5, 0), (5, 7)] {
+                pieces.push(power_sums(&table.narrow(1, start, len)?.contiguous()?, &rows, p)?);
+            }
+            for (i, &whole) in whole.iter().enumerate() {
+                let parts = pieces.iter().map(|piece| piece[i]);
+                let joined = match combine(p) {
+                    ReduceOp::Max => parts.fold(f64::NEG_INFINITY, f64::max),
+                    ReduceOp::Min => parts.fold(f64::INFINITY, f64::min),
+                    _ => parts.sum(),
+                };
+                assert!(
+                    joined == whole || (joined / whole - 1.0).abs() < 1e-14,
+                    "p {p}, row {i}: {joined} for {whole}"
+                );
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn norms_are_rounded_to_the_dtype() {
+        let third = finish(1.0 / 9.0, 2.0, DType::F64);
+        assert_eq!(third, (1.0f64 / 9.0).sqrt());
+        assert_eq!(finish(1.0 / 9.0, 2.0, DType::F32), third as f32 as f64);
+        assert_eq!(finish(1e10, 2.0, DType::F16), f64::INFINITY);
+        assert_eq!(finish(8.0, 3.0, DType::BF16), 2.0);
+        assert_eq!(finish(4.0, -1.0, DType::F64), 0.25);
+    }
+
+    #[test]
+    fn a_view_of_a_variable_is_scaled_in_its_memory() -> Result<()> {
+        let var = Var::new(&[[1f32, 1.], [2., 2.], [3., 3.]], &Cpu)?;
+        let view = var.narrow(0, 1, 2)?;
+        scale_rows(&view, &[1, 0], &[2.0 - 1e-7, 1.0], 1.0)?;
+        assert_eq!(var.to_vec2::<f32>()?, [[1., 1.], [2., 2.], [1.5, 1.5]]);
+        assert!(scale_rows(&view, &[2], &[9.0], 1.0).is_err(), "no row of the view");
+        assert!(scale_rows(&view, &[0], &[], 1.0).is_err(), "no norm");
+        assert!(scale_rows(&var.t()?, &[0], &[9.0], 1.0).is_err(), "not contiguous");
+        Ok(())
+    }
 }

@@ -35,6 +35,11 @@ impl RowOrder {
         Self(keys)
     }
 
+    /// All entries.
+    pub(super) fn entries(&self) -> &[u64] {
+        &self.0
+    }
+
     /// Each row that occurs, with its entries.
     #[inline(always)]
     pub(super) fn groups(&self) -> impl Iterator<Item = (u32, &[u64])> {

@@ -3,11 +3,10 @@ use candle_core::{CpuStorage, Result, Shape, Tensor, WithDType};
 use super::element::with_element;
 use super::{Reading, check_rows};
 
-/// The storage of the `rows` of a table `[.., width]`, and its shape.
+/// The storage of the `rows` of a contiguous table `[.., width]`, and its shape.
 pub(crate) fn take_rows(table: &Tensor, rows: &[u32]) -> Result<(CpuStorage, Shape)> {
     let width = check_rows("lookup", table, rows)?;
-    let table = table.contiguous()?;
-    let reading = Reading::new(&table);
+    let reading = Reading::new(table);
     let taken = with_element!("lookup", table.dtype(), E => Ok(E::to_cpu_storage_owned(take(reading.elements::<E>()?, width, rows))));
     Ok((taken?, Shape::from((rows.len(), width))))
 }

@@ -5,13 +5,13 @@ use candle_core::{Result, Tensor, Var, bail};
 use super::element::{Element, change, change_all, with_element};
 use super::real::Real;
 use super::row_order::RowOrder;
-use super::row_sum::RowSums;
+use super::row_sum::GroupSum;
 use super::{Reading, check_rows, rows, share_memory};
 
-/// How one number moves, which has `N` numbers of state.
-pub(crate) trait Rule<const N: usize>: Sync {
-    /// The number `x` and its state after the gradient `grad`.
-    fn moved<T: Real>(&self, x: T, state: [T; N], grad: T) -> (T, [T; N]);
+/// How numbers move, each of which has `N` numbers of state.
+pub(crate) trait Rule<const N: usize> {
+    /// Gives the moved number and its state for the number, its state and its gradient.
+    fn of<T: Real>(&self) -> impl Fn(T, [T; N], T) -> (T, [T; N]);
 }
 
 /// Gradient descent.
@@ -20,9 +20,10 @@ pub(crate) struct SgdRule {
 }
 
 impl Rule<0> for SgdRule {
-    #[inline(always)]
-    fn moved<T: Real>(&self, x: T, []: [T; 0], grad: T) -> (T, [T; 0]) {
-        (x - grad * T::from_f64(self.lr), [])
+    fn of<T: Real>(&self) -> impl Fn(T, [T; 0], T) -> (T, [T; 0]) {
+        let lr = T::from_f64(self.lr);
+        #[inline(always)]
+        move |x, [], grad| (x - grad * lr, [])
     }
 }
 
@@ -33,10 +34,13 @@ pub(crate) struct AdagradRule {
 }
 
 impl Rule<1> for AdagradRule {
-    #[inline(always)]
-    fn moved<T: Real>(&self, x: T, [sum]: [T; 1], grad: T) -> (T, [T; 1]) {
-        let sum = sum + grad * grad;
-        (x - grad / (sum.sqrt() + T::from_f64(self.eps)) * T::from_f64(self.lr), [sum])
+    fn of<T: Real>(&self) -> impl Fn(T, [T; 1], T) -> (T, [T; 1]) {
+        let [lr, eps] = [self.lr, self.eps].map(T::from_f64);
+        #[inline(always)]
+        move |x, [sum], grad| {
+            let sum = sum + grad * grad;
+            (x - grad / (sum.sqrt() + eps) * lr, [sum])
+        }
     }
 }
 
@@ -52,25 +56,27 @@ pub(crate) struct AdamWRule {
 }
 
 impl Rule<2> for AdamWRule {
-    #[inline(always)]
-    fn moved<T: Real>(&self, x: T, [first, second]: [T; 2], grad: T) -> (T, [T; 2]) {
-        let [[keep_first, part_first], [keep_second, part_second]] =
-            self.betas.map(|beta| [beta, 1.0 - beta].map(T::from_f64));
+    fn of<T: Real>(&self) -> impl Fn(T, [T; 2], T) -> (T, [T; 2]) {
+        let [keep_first, keep_second] = self.betas.map(T::from_f64);
+        let [part_first, part_second] = self.betas.map(|beta| T::from_f64(1.0 - beta));
         let [scale_first, scale_second] = self.scales.map(T::from_f64);
         let [lr, eps, keep] = [self.lr, self.eps, self.keep].map(T::from_f64);
-        let first = first * keep_first + grad * part_first;
-        let second = second * keep_second + grad * grad * part_second;
-        let change = first * scale_first / ((second * scale_second).sqrt() + eps);
-        (x * keep - change * lr, [first, second])
+        #[inline(always)]
+        move |x, [first, second], grad| {
+            let first = first * keep_first + grad * part_first;
+            let second = second * keep_second + grad * grad * part_second;
+            let change = first * scale_first / ((second * scale_second).sqrt() + eps);
+            (x * keep - change * lr, [first, second])
+        }
     }
 }
 
 /// Moves the rows of `table` that are listed in `rows`, by the sum of their rows in `grad`: `[rows.len(), width]`.
 ///
-/// Each of `states` has the shape of the table, and its dtype or f32 for 16-bit floats.
+/// Each of the `N` states has the shape of the table, and its dtype or f32 for 16-bit floats.
 pub(crate) fn update_rows<const N: usize>(
     table: &Var,
-    states: &[Var; N],
+    states: &[Var],
     listed: &[u32],
     grad: &Tensor,
     rule: &impl Rule<N>,
@@ -86,46 +92,51 @@ pub(crate) fn update_rows<const N: usize>(
     let grad = if lies_in_both { grad.copy()? } else { grad };
     let order = RowOrder::of(listed);
     let reading = Reading::new(&grad);
-    let states = states.each_ref().map(|state| state.as_tensor());
+    let states: Vec<&Tensor> = states.iter().map(|state| state.as_tensor()).collect();
     with_element!("step", table.dtype(), E => {
         let grad = reading.elements::<E>()?;
         change(table, |table| {
             change_all(&states, Vec::new(), &mut |states| {
-                let Ok(states) = <[_; N]>::try_from(states) else { bail!("step: states were lost") };
-                move_rows(table, states, RowSums::<E>::new(&order, grad, width), width, rule);
+                let states = states.try_into().or_else(|given: Vec<_>| bail!("step: {} states, not {N}", given.len()))?;
+                move_rows(table, states, &order, GroupSum::<E>::new(grad, width), width, rule.of());
                 Ok(())
             })
         })
     })
 }
 
-fn move_rows<E: Element, const N: usize>(
+fn move_rows<R: Real, E: Element<Real = R>, const N: usize>(
     table: &mut [E],
-    mut states: [&mut [E::Real]; N],
-    grads: RowSums<'_, E>,
+    mut states: [&mut [R]; N],
+    order: &RowOrder,
+    mut sums: GroupSum<'_, E>,
     width: usize,
-    rule: &impl Rule<N>,
+    moved: impl Fn(R, [R; N], R) -> (R, [R; N]),
 ) {
     rows::vectorised(
         #[inline(always)]
         || {
-            grads.for_each(
-                #[inline(always)]
-                |row, grad| {
-                    let at = row as usize * width;
-                    let row = &mut table[at..][..width];
-                    let mut states = states.each_mut().map(|state| &mut state[at..][..width]);
-                    let grad = &grad[..width];
-                    for i in 0..width {
-                        let state = states.each_ref().map(|state| state[i]);
-                        let (x, state) = rule.moved(row[i].load(), state, grad[i].load());
-                        row[i] = E::store(x);
-                        for (old, new) in states.iter_mut().zip(state) {
-                            old[i] = new;
-                        }
+            let (mut done, mut touched) = (0, 0);
+            for (row, group) in order.groups() {
+                if done >= touched {
+                    let burst = order.entries()[done..].iter().take(rows::BURST).map(|entry| (entry >> 32) as usize);
+                    rows::touch(table, burst.clone(), width);
+                    states.iter().for_each(|state| rows::touch(state, burst.clone(), width));
+                    touched = done + rows::BURST;
+                }
+                done += group.len();
+                let at = row as usize * width;
+                let (row, grad) = (&mut table[at..][..width], &sums.of(group)[..width]);
+                let mut states = states.each_mut().map(|state| &mut state[at..][..width]);
+                for i in 0..width {
+                    let state = states.each_ref().map(|state| state[i]);
+                    let (x, state) = moved(row[i].load(), state, grad[i].load());
+                    row[i] = E::store(x);
+                    for (old, new) in states.iter_mut().zip(state) {
+                        old[i] = new;
                     }
-                },
-            );
+                }
+            }
         },
     );
 }

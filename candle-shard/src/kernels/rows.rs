@@ -3,6 +3,7 @@
 use candle_core::utils::{get_num_threads, with_threadpool};
 use pulp::{Arch, NullaryFnOnce};
 use rayon::prelude::*;
+use std::hint::black_box;
 
 use super::real::Real;
 
@@ -68,6 +69,20 @@ impl<R, F: FnOnce() -> R> NullaryFnOnce for Inlined<F> {
     #[inline(always)]
     fn call(self) -> R {
         (self.0)()
+    }
+}
+
+/// Rows to [`touch`] before the first of them is used: more would push each other out of the first cache.
+pub(super) const BURST: usize = 16;
+
+/// Brings rows of a large table into the cache, one read a line.
+///
+/// Reads that nothing depends on are on their way together, where those of a computation would wait in turn.
+#[inline(always)]
+pub(super) fn touch<T: Copy>(table: &[T], rows: impl Iterator<Item = usize>, width: usize) {
+    let line = 64 / size_of::<T>();
+    for row in rows {
+        table[row * width..][..width].iter().step_by(line).for_each(|x| _ = black_box(*x));
     }
 }
 

@@ -29,7 +29,7 @@ impl Default for ParamsAdagrad {
 /// The sums of squared gradients of 16-bit tables are in f32.
 #[derive(Debug)]
 pub struct Adagrad {
-    slots: Slots<1>,
+    slots: Slots,
     steps: Var,
     params: ParamsAdagrad,
 }
@@ -44,7 +44,7 @@ impl Adagrad {
         for (name, value) in [("lr", lr), ("lr_decay", lr_decay), ("initial_accumulator_value", start), ("eps", eps)] {
             check("Adagrad", name, value, f64::INFINITY)?;
         }
-        Ok(Self { slots: Slots::new(vars, start)?, steps: Var::new(0u32, &Device::Cpu)?, params })
+        Ok(Self { slots: Slots::new(vars, 1, start)?, steps: Var::new(0u32, &Device::Cpu)?, params })
     }
 
     /// The learning rate of the first step.
@@ -74,6 +74,6 @@ impl Adagrad {
     /// `adagrad.sum.i` for variable `i`, and `adagrad.steps`.
     pub fn state(&self) -> Vec<(String, Var)> {
         let steps = ("adagrad.steps".to_string(), self.steps.clone());
-        self.slots.named(["adagrad.sum"]).chain([steps]).collect()
+        self.slots.named(&["adagrad.sum"]).chain([steps]).collect()
     }
 }

@@ -13,7 +13,7 @@ use candle_nn::ParamsAdamW;
 /// moments of 16-bit tables are in f32.
 #[derive(Debug)]
 pub struct AdamW {
-    slots: Slots<2>,
+    slots: Slots,
     steps: Var,
     params: ParamsAdamW,
 }
@@ -30,7 +30,7 @@ impl AdamW {
         }
         check("AdamW", "beta1", beta1, 1.0)?;
         check("AdamW", "beta2", beta2, 1.0)?;
-        Ok(Self { slots: Slots::new(vars, 0.0)?, steps: Var::new(0u32, &Device::Cpu)?, params })
+        Ok(Self { slots: Slots::new(vars, 2, 0.0)?, steps: Var::new(0u32, &Device::Cpu)?, params })
     }
 
     /// The learning rate.
@@ -62,6 +62,6 @@ impl AdamW {
     /// `adam_w.first_moment.i` and `adam_w.second_moment.i` for variable `i`, and `adam_w.steps`.
     pub fn state(&self) -> Vec<(String, Var)> {
         let steps = ("adam_w.steps".to_string(), self.steps.clone());
-        self.slots.named(["adam_w.first_moment", "adam_w.second_moment"]).chain([steps]).collect()
+        self.slots.named(&["adam_w.first_moment", "adam_w.second_moment"]).chain([steps]).collect()
     }
 }

@@ -99,7 +99,7 @@ impl RowVar {
     /// Shortens those of the `rows` whose `norm_type`-norm is above `max_norm` to it, in place and without a gradient.
     ///
     /// What `max_norm` does in PyTorch's embedding before a lookup of `rows`: the norm is rounded to the table's dtype,
-    /// and a row with a larger one is multiplied by `max_norm / (norm + 1e-7)`. All other rows stay bit-identical, so
+    /// and a row with a larger one is multiplied by `max_norm / (norm + 1e-7)`, rounded alike. All other rows stay bit-identical, so
     /// do rows whose norm is NaN. `norm_type` may be ±∞, 0 (the number of elements that are not 0) or negative.
     ///
     /// # Errors

@@ -20,7 +20,7 @@ impl Default for ParamsSgd {
 /// Stochastic gradient descent: `w - lr · grad`, the same numbers as with a dense gradient.
 #[derive(Debug)]
 pub struct Sgd {
-    slots: Slots<0>,
+    slots: Slots,
     params: ParamsSgd,
 }
 
@@ -31,7 +31,7 @@ impl Sgd {
     /// If the learning rate is negative or no finite number.
     pub fn new(vars: Vec<RowVar>, params: ParamsSgd) -> Result<Self> {
         check("Sgd", "lr", params.lr, f64::INFINITY)?;
-        Ok(Self { slots: Slots::new(vars, 0.0)?, params })
+        Ok(Self { slots: Slots::new(vars, 0, 0.0)?, params })
     }
 
     /// The learning rate.

@@ -4,26 +4,22 @@ use crate::kernels::{Rule, update_rows};
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor, Var};
 
-/// Variables, each with `N` tensors of state of its shape.
+/// Variables, each with tensors of state of its shape.
 #[derive(Debug)]
-pub(super) struct Slots<const N: usize>(Vec<(RowVar, [Var; N])>);
+pub(super) struct Slots(Vec<(RowVar, Vec<Var>)>);
 
-impl<const N: usize> Slots<N> {
-    /// State whose elements all begin at `start`.
-    pub(super) fn new(vars: Vec<RowVar>, start: f64) -> Result<Self> {
-        let slot = |var: RowVar| -> Result<(RowVar, [Var; N])> {
-            let mut states = Vec::with_capacity(N);
-            for _ in 0..N {
-                states.push(state_of(var.var(), start)?);
-            }
-            let Ok(states) = states.try_into() else { return Error::op("optimiser", "states were lost") };
-            Ok((var, states))
+impl Slots {
+    /// `count` tensors of state a variable, whose elements all begin at `start`.
+    pub(super) fn new(vars: Vec<RowVar>, count: usize, start: f64) -> Result<Self> {
+        let slot = |var: RowVar| {
+            let states = (0..count).map(|_| state_of(var.var(), start)).collect::<Result<_>>();
+            Ok((var, states?))
         };
         Ok(Self(vars.into_iter().map(slot).collect::<Result<_>>()?))
     }
 
     /// Takes the gradients and moves the rows that have one.
-    pub(super) fn step(&self, rule: &impl Rule<N>) -> Result<()> {
+    pub(super) fn step<const N: usize>(&self, rule: &impl Rule<N>) -> Result<()> {
         for (var, states) in &self.0 {
             if let Some(part) = var.take_part()? {
                 update_rows(var.var(), states, &part.rows, &part.grad, rule)?;
@@ -33,9 +29,10 @@ impl<const N: usize> Slots<N> {
     }
 
     /// The state as `name.index`, variable by variable.
-    pub(super) fn named(&self, names: [&str; N]) -> impl Iterator<Item = (String, Var)> {
-        let of = move |(i, (_, states)): (usize, &(RowVar, [Var; N]))| {
-            names.map(|name| format!("{name}.{i}")).into_iter().zip(states.clone()).collect::<Vec<_>>()
+    pub(super) fn named(&self, names: &[&str]) -> impl Iterator<Item = (String, Var)> {
+        let of = |(i, (_, states)): (usize, &(RowVar, Vec<Var>))| {
+            let named = |(name, state): (&&str, &Var)| (format!("{name}.{i}"), state.clone());
+            names.iter().zip(states).map(named).collect::<Vec<_>>()
         };
         self.0.iter().enumerate().flat_map(of)
     }
