@@ -5,14 +5,13 @@ use crate::sharding_spec::{
     ChunkShardingSpec, DeviceName, RemoteDevice, ShardMetadata, infer_sharding_spec_from_shards_metadata,
 };
 use crate::{DTensor, Error, Placement, Result, Shard, Sizes, Spec};
-use candle_core::Tensor;
 use candle_dist::DeviceMesh;
 
 impl ShardedTensor {
-    /// The same tensor on a mesh of one axis, whose ranks hold the pieces of one dim in order; nothing is communicated
+    /// The same tensor on a mesh of one axis, whose ranks hold one piece each of a dim, in order; nothing is communicated
     /// or copied.
     ///
-    /// Pieces of other sizes than the default ones become explicit sizes, ranks without a shard have an empty one.
+    /// Pieces of other sizes than the default ones become explicit sizes.
     ///
     /// ```
     /// use candle_core::{DType, Device};
@@ -30,8 +29,8 @@ impl ShardedTensor {
     /// ```
     ///
     /// # Errors
-    /// On every rank alike, if the mesh has several axes or other ranks, or its ranks do not hold the pieces of one dim
-    /// in order.
+    /// On every rank alike, if the mesh has several axes or other ranks, or its ranks do not hold one piece each of a
+    /// dim, in order.
     pub fn to_dtensor(&self, mesh: &DeviceMesh) -> Result<DTensor> {
         let pieces = self.holders(mesh).and_then(|held| (0..self.dims().len()).find_map(|dim| self.cut_of(dim, &held)));
         let Some((dim, sizes)) = pieces else {
@@ -48,37 +47,29 @@ impl ShardedTensor {
             );
         };
         let spec = Spec::new(mesh, &[Shard(dim)], self.dims(), self.dtype())?.with_sizes(0, Some(sizes))?;
-        let local = match &self.shards[..] {
-            [shard] => shard.tensor.clone(),
-            _ => Tensor::zeros(spec.local_shape().as_slice(), self.dtype(), self.device())?,
-        };
-        DTensor::from_local_with_spec(local, spec)
+        DTensor::from_local_with_spec(self.local_tensor()?.clone(), spec)
     }
 
-    /// The shard of each rank of a mesh of one axis, if no rank has several.
-    fn holders(&self, mesh: &DeviceMesh) -> Option<Vec<Option<&ShardMetadata>>> {
+    /// The shard of each rank of a mesh of one axis, if each has one.
+    fn holders(&self, mesh: &DeviceMesh) -> Option<Vec<&ShardMetadata>> {
         let ranks = self.group().ranks();
         if mesh.ndim() != 1 || mesh.size() != ranks.len() {
             return None;
         }
         let held = |rank: &usize| {
             let mut shards = self.layout.shards_of(ranks.iter().position(|member| member == rank)?);
-            let first = shards.next();
-            shards.next().is_none().then_some(first)
+            shards.next().filter(|_| shards.next().is_none())
         };
         mesh.ranks().iter().map(held).collect()
     }
 
-    /// The sizes of the shards along `dim`, if they are its pieces one after the other and whole in all other dims.
-    fn cut_of(&self, dim: usize, held: &[Option<&ShardMetadata>]) -> Option<(usize, Sizes)> {
+    /// The sizes of the shards along `dim`, if they are its pieces one after the other, whole in all other dims.
+    fn cut_of(&self, dim: usize, held: &[&ShardMetadata]) -> Option<(usize, Sizes)> {
         let (mut sizes, mut end) = (Vec::with_capacity(held.len()), 0);
         for shard in held {
-            let size = shard.map_or(0, |shard| shard.sizes[dim]);
-            let fits = |shard: &ShardMetadata| {
-                let whole = |d: usize| shard.offsets[d] == 0 && shard.sizes[d] == self.dims()[d];
-                (0..self.dims().len()).all(|d| d == dim || whole(d)) && (size == 0 || shard.offsets[dim] == end)
-            };
-            if !shard.is_none_or(fits) {
+            let whole = |d: usize| d == dim || (shard.offsets[d] == 0 && shard.sizes[d] == self.dims()[d]);
+            let size = shard.sizes[dim];
+            if !(0..self.dims().len()).all(whole) || (size > 0 && shard.offsets[dim] != end) {
                 return None;
             }
             sizes.push(size);

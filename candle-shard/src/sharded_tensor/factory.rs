@@ -199,6 +199,6 @@ pub(super) fn sampled(
     stream: Stream,
 ) -> Result<ShardedTensor> {
     let (dims, dtype) = (layout.metadata.dims.clone(), layout.metadata.dtype);
-    sample(stream, dist, &[0], &[0..0], dtype, device)?;
+    sample(stream, dist, &[0, 0], &[0..0, 0..0], dtype, device)?;
     made(layout, device, |shard| sample(stream, dist, &dims, &shard.block(), dtype, device))
 }

@@ -1,6 +1,7 @@
 //! From the ranks' own tensors to sharded ones.
 use super::metadata::{Layout, ShardedTensorMetadata};
 use super::{LocalShard, ShardedTensor};
+use crate::agreement;
 use crate::sharding_spec::{
     EnumerableShardingSpec, RemoteDevice, ShardMetadata, ShardingSpec, infer_sharding_spec_from_shards_metadata,
 };
@@ -158,13 +159,7 @@ fn fault(shard: &LocalShard, rank: usize) -> Option<String> {
 
 /// The layout of what all ranks hold, checked by all alike.
 fn agreed_layout(told: &Told, group: &ProcessGroup) -> Result<Arc<Layout>> {
-    let text = serde_json::to_string(told).map_err(|error| Error::Op { op: OP, reason: error.to_string() })?;
-    let mut all = Vec::with_capacity(group.size());
-    for text in group.all_gather_text(&text)? {
-        let told: Told =
-            serde_json::from_str(&text).map_err(|error| Error::Op { op: OP, reason: error.to_string() })?;
-        all.push(told);
-    }
+    let all = agreement::told(OP, group, told)?;
     let complaints = all.iter().enumerate().find_map(|(rank, told)| Some((rank, told.complaint.as_ref()?)));
     if let Some((rank, complaint)) = complaints {
         return Error::op(OP, format!("rank {rank} of the group: {complaint}"));

@@ -1,8 +1,8 @@
 //! From sharded tensors to whole ones.
 use super::{ShardedTensor, pieces};
-use crate::Result;
 use crate::sharding_spec::ShardMetadata;
 use crate::sharding_spec::block::{volume, whole};
+use crate::{Error, Result};
 use candle_core::Tensor;
 
 impl ShardedTensor {
@@ -11,10 +11,14 @@ impl ShardedTensor {
     /// One collective.
     ///
     /// # Errors
-    /// If the group has no rank `dst`.
+    /// On every rank alike, if the group has no rank `dst`.
     pub fn gather(&self, dst: usize) -> Result<Option<Tensor>> {
-        let packed = self.packed()?;
-        let gathered = self.group().gather(&packed, 0, &self.packed_sizes(), dst)?;
+        if dst >= self.group().size() {
+            let last = self.group().size() - 1;
+            let reason = format!("rank {dst} is outside the group of {}; its ranks are 0 to {last}", self.layout);
+            return Error::op("ShardedTensor::gather", reason);
+        }
+        let gathered = self.group().gather(&self.packed()?, 0, &self.packed_sizes(), dst)?;
         gathered.map(|packed| self.unpacked(&packed)).transpose()
     }
 

@@ -1,6 +1,5 @@
 //! Ops of one's own on the local tensor of a sharded one.
 use super::ShardedTensor;
-use super::metadata::Layout;
 use crate::sharding_spec::ShardingSpec;
 use crate::{Error, Result};
 use candle_core::Tensor;
@@ -33,14 +32,17 @@ use std::fmt;
 /// ```
 pub struct LocalOp<A: ?Sized> {
     name: &'static str,
-    op: Box<dyn Fn(&Tensor, &A) -> Result<Tensor> + Send + Sync>,
-    early_stop: Option<Box<dyn Fn(&ShardedTensor, &A) -> bool + Send + Sync>>,
-    extra_check: Option<Box<dyn Fn(&ShardedTensor, &A) -> Result<()> + Send + Sync>>,
-    customized: Option<Box<Customized<A>>>,
+    op: Box<Of<Tensor, A, Result<Tensor>>>,
+    early_stop: Option<Box<Of<ShardedTensor, A, bool>>>,
+    extra_check: Option<Box<Of<ShardedTensor, A, Result<()>>>>,
+    customized: Option<Box<Of<ShardedTensor, A, Result<Made>>>>,
 }
 
-/// Makes the new local tensor, the spec and the global shape of the result.
-type Customized<A> = dyn Fn(&ShardedTensor, &A) -> Result<(Tensor, ShardingSpec, Vec<usize>)> + Send + Sync;
+/// A part of an op: a function of a tensor and the op's arguments.
+type Of<X, A, R> = dyn Fn(&X, &A) -> R + Send + Sync;
+
+/// A new local tensor, and the spec and the global shape of the result.
+type Made = (Tensor, ShardingSpec, Vec<usize>);
 
 impl<A: ?Sized> LocalOp<A> {
     /// An op on the local tensor that keeps its shape; `name` is what errors call it.
@@ -118,8 +120,7 @@ impl<A: ?Sized> LocalOp<A> {
             let reason = format!("makes {to:?} of a local tensor of shape {from:?}; say how it lies with customized");
             return Error::op(self.name, reason);
         }
-        let layout = Layout::new(x.sharding_spec().clone(), x.dims(), made.dtype(), x.group())?;
-        ShardedTensor::build(layout, x.device(), |_| Ok(made.contiguous()?))
+        ShardedTensor::build(x.layout.with_dtype(made.dtype()), x.device(), |_| Ok(made.contiguous()?))
     }
 }
 

@@ -35,8 +35,9 @@ impl Layout {
     }
 
     /// The same shards of elements of another dtype.
-    pub(super) fn with_dtype(&self, dtype: DType) -> Result<Arc<Self>> {
-        Self::new(self.spec.clone(), &self.metadata.dims, dtype, &self.group)
+    pub(super) fn with_dtype(&self, dtype: DType) -> Arc<Self> {
+        let metadata = ShardedTensorMetadata { dtype, ..self.metadata.clone() };
+        Arc::new(Self { metadata, spec: self.spec.clone(), group: self.group.clone() })
     }
 
     /// The shards of a rank of the group, in the order of the spec.

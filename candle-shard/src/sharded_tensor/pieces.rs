@@ -11,8 +11,8 @@ pub(super) fn cut(tensor: &Tensor, origin: &[usize], block: &[Range<usize>]) -> 
 
 /// The memory of `block` of a tensor whose first element has the global index `origin`.
 pub(super) fn view(tensor: &Tensor, origin: &[usize], block: &[Range<usize>]) -> candle_core::Result<Tensor> {
-    let dims = origin.iter().zip(block).enumerate();
-    dims.fold(Ok(tensor.detach()), |part, (dim, (&at, range))| part?.narrow(dim, range.start - at, range.len()))
+    let mut dims = origin.iter().zip(block).enumerate();
+    dims.try_fold(tensor.detach(), |part, (dim, (&at, range))| part.narrow(dim, range.start - at, range.len()))
 }
 
 /// The tensor of `want` that is made of these blocks, in memory of its own; together they cover it.

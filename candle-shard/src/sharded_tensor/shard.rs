@@ -1,6 +1,7 @@
 //! From whole tensors to sharded ones.
 use super::metadata::Layout;
 use super::{ShardedTensor, pieces};
+use crate::agreement;
 use crate::sharding_spec::ShardingSpec;
 use crate::{Error, Result};
 use candle_core::{DType, Device, Shape, Tensor};
@@ -64,13 +65,7 @@ impl ShardedTensor {
 
 /// Shape and dtype of the source's tensor, if all ranks speak of the same.
 fn source(told: &Told, group: &ProcessGroup) -> Result<(Vec<usize>, DType)> {
-    let told = serde_json::to_string(told).map_err(|error| Error::Op { op: OP, reason: error.to_string() })?;
-    let mut all = Vec::with_capacity(group.size());
-    for text in group.all_gather_text(&told)? {
-        let told: Told =
-            serde_json::from_str(&text).map_err(|error| Error::Op { op: OP, reason: error.to_string() })?;
-        all.push(told);
-    }
+    let all = agreement::told(OP, group, told)?;
     let first = &all[0];
     let differs = all.iter().position(|told| (&told.spec, told.src_rank) != (&first.spec, first.src_rank));
     if let Some(rank) = differs {

@@ -1,4 +1,5 @@
 //! The same tensor as a variable, a copy, in another dtype or on another device.
+use super::metadata::Layout;
 use super::{LocalShard, ShardedTensor, pieces};
 use crate::sharding_spec::DeviceName;
 use crate::sparse::RowVar;
@@ -57,25 +58,19 @@ impl ShardedTensor {
 
     /// The values in another dtype, connected to the graph.
     pub fn to_dtype(&self, dtype: DType) -> Result<Self> {
-        Ok(Self { layout: self.layout.with_dtype(dtype)?, ..self.map(|tensor| Ok(tensor.to_dtype(dtype)?))? })
+        Ok(Self { layout: self.layout.with_dtype(dtype), ..self.map(|tensor| Ok(tensor.to_dtype(dtype)?))? })
     }
 
     /// The tensor on another device of each rank, connected to the graph; every rank names one of the same kind.
     ///
-    /// The placements then name the kind alone, such as `rank:0/cuda`, unless they named such devices before.
+    /// The placements then name the kind alone, such as `rank:0/cuda`.
     pub fn to_device(&self, device: &Device) -> Result<Self> {
-        let kind = DeviceName::kind_of(device);
-        if DeviceName::kind_of(&self.device) == kind {
-            let moved = self.map(|tensor| Ok(tensor.to_device(device)?))?;
-            return Ok(Self { device: device.clone(), ..moved });
-        }
-        let spec = self.sharding_spec().on(kind)?;
-        let layout = super::Layout::new(spec, self.dims(), self.dtype(), self.group())?;
-        let mut tensors = self.shards.iter();
-        Self::build(layout, device, |shard| match tensors.next() {
-            Some(LocalShard { tensor, .. }) => Ok(tensor.to_device(device)?),
-            None => Error::op("ShardedTensor::to_device", format!("shard {shard} is not here")),
-        })
+        let spec = self.sharding_spec().on(DeviceName::kind_of(device))?;
+        let layout = Layout::new(spec, self.dims(), self.dtype(), self.group())?;
+        let moved = layout.mine().zip(&self.shards).map(|(metadata, shard)| {
+            Ok(LocalShard { tensor: shard.tensor.to_device(device)?, metadata: metadata.clone() })
+        });
+        Ok(Self { shards: moved.collect::<Result<_>>()?, layout, device: device.clone() })
     }
 
     /// Writes the values of `other`, which lies alike, over this tensor's, also where it is a variable.

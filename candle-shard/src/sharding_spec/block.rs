@@ -118,7 +118,7 @@ mod tests {
             let meet = |a: usize, b: usize| intersection(&blocks[a], &blocks[b]).is_some();
             match first_overlap(&blocks) {
                 Some((a, b)) => prop_assert!(a < b && meet(a, b)),
-                None => prop_assert!((0..blocks.len()).tuple_combinations().all(|(a, b)| !meet(a, b))),
+                None => prop_assert!((0..blocks.len()).array_combinations().all(|[a, b]| !meet(a, b))),
             }
         }
     }

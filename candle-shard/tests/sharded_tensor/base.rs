@@ -91,8 +91,8 @@ fn a_device_that_the_placement_does_not_name_is_refused() {
 fn the_local_tensor_is_the_only_one() {
     on_ranks(3, "local tensor", |ctx| -> Result<()> {
         let whole = values(&[4, 6], 1, DType::F32);
-        let few = ShardedTensor::distribute(&whole, &chunks(1, &[2, 0]), ctx.group())?;
-        let many = ShardedTensor::distribute(&whole, &grid(&[4, 6], &[vec![2], vec![3]], &[1, 1, 0]), ctx.group())?;
+        let few = ShardedTensor::distribute(&whole, chunks(1, &[2, 0]), ctx.group())?;
+        let many = ShardedTensor::distribute(&whole, grid(&[4, 6], &[vec![2], vec![3]], &[1, 1, 0]), ctx.group())?;
         let columns = |tensor: &ShardedTensor| tensor.local_tensor().map(|local| local.dims()[1]);
         match ctx.rank() {
             1 => {

@@ -92,7 +92,7 @@ fn what_is_wrong_with_the_shards_is_one_error_on_all_ranks() {
         let rows = |change: &dyn Fn(&mut LocalShard)| {
             wrong(&[2 * rank, 0], &[2, 4], rank, DType::F32, |shard| {
                 if rank == 1 {
-                    change(shard)
+                    change(shard);
                 }
             })
         };
