@@ -70,7 +70,7 @@ impl ShardedTensor {
         let moved = layout.mine().zip(&self.shards).map(|(metadata, shard)| {
             Ok(LocalShard { tensor: shard.tensor.to_device(device)?, metadata: metadata.clone() })
         });
-        Ok(Self { shards: moved.collect::<Result<_>>()?, layout, device: device.clone() })
+        Ok(Self { shards: moved.collect::<Result<_>>()?, layout, device: device.clone(), rows: Vec::new() })
     }
 
     /// Writes the values of `other`, which lies alike, over this tensor's, also where it is a variable.
