@@ -17,6 +17,9 @@ pub enum Error {
     /// candle refused an operation.
     #[error(transparent)]
     Candle(Arc<candle_core::Error>),
+    /// A value that is something else than what is asked of it.
+    #[error("value: {0}")]
+    Value(String),
     /// Values that cannot be cut into microbatches or joined again.
     #[error("microbatches: {0}")]
     Microbatches(String),

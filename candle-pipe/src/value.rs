@@ -1,0 +1,192 @@
+//! What flows through a pipeline: tensors and small plain values in nested containers.
+mod convert;
+mod path;
+mod walk;
+
+pub use path::Path;
+
+use crate::{Error, Result};
+use candle_core::{DType, Tensor};
+use itertools::Itertools;
+use std::collections::BTreeMap;
+use std::fmt;
+
+/// Arguments by name.
+pub type Kwargs = BTreeMap<String, Value>;
+
+/// A tensor, a plain value, or a container of values: what a model takes and gives.
+///
+/// Made by `into()` from tensors, `i64`, `f64`, `bool`, text, `()` and `Option`, and from tuples, vectors, arrays and
+/// maps of those. It is a [`TensorTree`](candle_dist::TensorTree): it can be cast, moved and flattened as a whole.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_pipe::Value;
+///
+/// let x = Tensor::zeros((2, 3), DType::F32, &Device::Cpu)?;
+/// let value = Value::from((x, vec![Some(1), None], "train"));
+/// assert_eq!(value.to_string(), r#"(f32[2, 3], [1, none], "train")"#);
+/// assert_eq!(value.at(0)?.tensor()?.dims(), [2, 3]);
+/// assert_eq!(value.at(2)?.int().unwrap_err().to_string(), r#"value: wanted an int, this is a text: "train""#);
+/// # Ok::<(), candle_pipe::Error>(())
+/// ```
+#[derive(Debug, Clone)]
+pub enum Value {
+    /// A tensor, with its graph.
+    Tensor(Tensor),
+    /// A whole number.
+    Int(i64),
+    /// A number.
+    Float(f64),
+    /// True or false.
+    Bool(bool),
+    /// A text.
+    Text(String),
+    /// Nothing, where there might be something.
+    None,
+    /// Values of one meaning, however many.
+    List(Vec<Value>),
+    /// Values of different meanings, each in its place.
+    Tuple(Vec<Value>),
+    /// Values by name, in the names' order.
+    Map(Kwargs),
+}
+
+/// An accessor: the content of one variant, or an error that says what is there instead.
+macro_rules! content {
+    ($($doc:literal $name:ident: $variant:ident($pattern:pat => $content:expr) -> $type:ty, $wanted:literal;)*) => {$(
+        #[doc = concat!($doc, ", or an [`Error::Value`] that says what is there instead.")]
+        pub fn $name(&self) -> Result<$type> {
+            match self {
+                Self::$variant($pattern) => Ok($content),
+                _ => Err(self.other_than($wanted)),
+            }
+        }
+    )*};
+}
+
+impl Value {
+    content! {
+        "The tensor" tensor: Tensor(t => t) -> &Tensor, "a tensor";
+        "The whole number" int: Int(n => *n) -> i64, "an int";
+        "The number" float: Float(x => *x) -> f64, "a float";
+        "The truth" bool: Bool(b => *b) -> bool, "a bool";
+        "The text" text: Text(text => text) -> &str, "a text";
+        "The values by name" map: Map(map => map) -> &Kwargs, "a map";
+    }
+
+    /// The values of a list or tuple, or an [`Error::Value`] that says what is there instead.
+    pub fn items(&self) -> Result<&[Self]> {
+        match self {
+            Self::List(items) | Self::Tuple(items) => Ok(items),
+            _ => Err(self.other_than("a list or tuple")),
+        }
+    }
+
+    /// The value at a place of a list or tuple.
+    ///
+    /// # Errors
+    /// [`Error::Value`] if this is neither, or is shorter.
+    pub fn at(&self, index: usize) -> Result<&Self> {
+        let items = self.items()?;
+        let outside = || Error::Value(format!("no place {index} in {self}, which has {} values", items.len()));
+        items.get(index).ok_or_else(outside)
+    }
+
+    /// The value of a name of a map.
+    ///
+    /// # Errors
+    /// [`Error::Value`] if this is no map, or has no such name.
+    pub fn get(&self, key: &str) -> Result<&Self> {
+        let map = self.map()?;
+        map.get(key).ok_or_else(|| Error::Value(format!("no {key:?} among [{}]", map.keys().join(", "))))
+    }
+
+    /// What this is, in words: `a tensor`, `an int`, `a list`.
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Self::Tensor(_) => "a tensor",
+            Self::Int(_) => "an int",
+            Self::Float(_) => "a float",
+            Self::Bool(_) => "a bool",
+            Self::Text(_) => "a text",
+            Self::None => "none",
+            Self::List(_) => "a list",
+            Self::Tuple(_) => "a tuple",
+            Self::Map(_) => "a map",
+        }
+    }
+
+    /// Whether two values have the same structure and the same bits in every place; a NaN is itself.
+    ///
+    /// Tensors need the same shape and dtype, and may be on different devices. The same tensor is not read at all.
+    ///
+    /// # Errors
+    /// If candle cannot read a tensor.
+    pub fn same(&self, other: &Self) -> Result<bool> {
+        Ok(match (self, other) {
+            (Self::Tensor(a), Self::Tensor(b)) => same_bits(a, b)?,
+            (Self::Int(a), Self::Int(b)) => a == b,
+            (Self::Float(a), Self::Float(b)) => a.to_bits() == b.to_bits(),
+            (Self::Bool(a), Self::Bool(b)) => a == b,
+            (Self::Text(a), Self::Text(b)) => a == b,
+            (Self::None, Self::None) => true,
+            (Self::List(a), Self::List(b)) | (Self::Tuple(a), Self::Tuple(b)) => {
+                a.len() == b.len() && all_same(a.iter().zip(b))?
+            }
+            (Self::Map(a), Self::Map(b)) => a.keys().eq(b.keys()) && all_same(a.values().zip(b.values()))?,
+            _ => false,
+        })
+    }
+
+    fn other_than(&self, wanted: &str) -> Error {
+        Error::Value(format!("wanted {wanted}, this is {}: {self}", self.kind()))
+    }
+}
+
+fn all_same<'a>(mut pairs: impl Iterator<Item = (&'a Value, &'a Value)>) -> Result<bool> {
+    pairs.try_fold(true, |same, (a, b)| Ok(same && a.same(b)?))
+}
+
+fn same_bits(a: &Tensor, b: &Tensor) -> Result<bool> {
+    if a.id() == b.id() {
+        return Ok(true);
+    }
+    Ok(a.dtype() == b.dtype() && a.dims() == b.dims() && bits(a)? == bits(b)?)
+}
+
+/// The elements widened to 64 bits, which tells apart whatever differs.
+fn bits(tensor: &Tensor) -> Result<Vec<i64>> {
+    if tensor.elem_count() == 0 {
+        return Ok(Vec::new()); // candle cannot list an empty view
+    }
+    let flat = tensor.detach().flatten_all()?;
+    if tensor.dtype().is_int() {
+        return Ok(flat.to_dtype(DType::I64)?.to_vec1()?);
+    }
+    let wide = flat.to_dtype(DType::F64)?.to_vec1::<f64>()?;
+    Ok(wide.into_iter().map(|x| x.to_bits().cast_signed()).collect())
+}
+
+impl fmt::Display for Value {
+    /// A listing on one line; tensors as dtype and shape.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Tensor(t) => write!(f, "{}{:?}", t.dtype().as_str(), t.dims()),
+            Self::Int(n) => write!(f, "{n}"),
+            Self::Float(x) => write!(f, "{x:?}"),
+            Self::Bool(b) => write!(f, "{b}"),
+            Self::Text(text) => write!(f, "{text:?}"),
+            Self::None => f.write_str("none"),
+            Self::List(items) => write!(f, "[{}]", items.iter().format(", ")),
+            Self::Tuple(items) => match items.as_slice() {
+                [only] => write!(f, "({only},)"),
+                items => write!(f, "({})", items.iter().format(", ")),
+            },
+            Self::Map(map) => {
+                let entries = map.iter().format_with(", ", |(key, value), f| f(&format_args!("{key}: {value}")));
+                write!(f, "{{{entries}}}")
+            }
+        }
+    }
+}
