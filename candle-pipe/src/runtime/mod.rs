@@ -1,0 +1,2 @@
+//! Stages run on the ranks of a group.
+pub(crate) mod wire;
