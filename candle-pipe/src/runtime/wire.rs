@@ -3,43 +3,16 @@
 //! A message is a fixed head (what it is, for which stage and microbatch), an outline of the values where it differs from
 //! the last one on the same way, and the tensors. So shapes may change from microbatch to microbatch, nothing is
 //! probed, and in the common case an action costs one small message more than its tensors.
+use crate::schedule::{Action, Flow, Message};
 use crate::{Error, Result, Value};
 use candle_core::{DType, Device, Shape, Tensor};
 use candle_dist::ProcessGroup;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, HashMap};
-use std::fmt;
 
-/// What a message carries.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum Cargo {
-    /// Values that a stage made.
-    Values,
-    /// Gradients of values that a stage took.
-    Gradients,
-}
-
-/// Which message: the stage and microbatch of the action that made it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Label {
-    pub(crate) cargo: Cargo,
-    pub(crate) stage: usize,
-    pub(crate) microbatch: usize,
-}
-
-impl Label {
-    const LEN: usize = 3;
-
-    fn numbers(self) -> [i64; Self::LEN] {
-        [i64::from(self.cargo == Cargo::Gradients), self.stage as i64, self.microbatch as i64]
-    }
-}
-
-impl fmt::Display for Label {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let what = if self.cargo == Cargo::Values { "values" } else { "gradients" };
-        write!(f, "{what} of stage {} for microbatch {}", self.stage, self.microbatch)
-    }
+/// What identifies a message, in numbers.
+fn numbers(Message { flow, from, to, microbatch }: Message) -> [i64; 4] {
+    [i64::from(flow == Flow::Gradient), from as i64, to as i64, microbatch as i64]
 }
 
 /// A value without the elements of its tensors.
@@ -102,34 +75,34 @@ impl Outline {
     }
 }
 
-/// A way between two ranks: messages of one kind from one stage's actions.
-type Way = (usize, Cargo, usize);
+/// A way between two stages: messages that are likely to be alike.
+type Way = (Flow, usize, usize);
 
 /// One rank's end of all ways.
 #[derive(Debug)]
-pub(crate) struct Wire {
-    group: ProcessGroup,
+pub(super) struct Wire<'a> {
+    group: &'a ProcessGroup,
     sent: HashMap<Way, Vec<Outline>>,
     received: HashMap<Way, Vec<Outline>>,
 }
 
-impl Wire {
-    pub(crate) fn new(group: &ProcessGroup) -> Self {
-        Self { group: group.clone(), sent: HashMap::new(), received: HashMap::new() }
+impl<'a> Wire<'a> {
+    pub(super) fn new(group: &'a ProcessGroup) -> Self {
+        Self { group, sent: HashMap::new(), received: HashMap::new() }
     }
 
     /// Hands values to a rank, without waiting for it and without copying those that are contiguous.
     ///
     /// Nobody may write to the tensors' memory afterwards.
     #[track_caller]
-    pub(crate) fn send(&mut self, to: usize, label: Label, values: &[Value]) -> Result<()> {
+    pub(super) fn send(&mut self, to: usize, message: Message, values: &[Value]) -> Result<()> {
         let mut tensors = Vec::new();
         let outlines: Vec<Outline> = values.iter().map(|value| Outline::of(value, &mut tensors)).collect();
-        let way = (to, label.cargo, label.stage);
+        let way = (message.flow, message.from, message.to);
         let known = self.sent.get(&way) == Some(&outlines);
         let text = if known { Vec::new() } else { serde_json::to_vec(&outlines).map_err(unreadable)? };
-        let [cargo, stage, microbatch] = label.numbers();
-        let head = Tensor::new(&[cargo, stage, microbatch, text.len() as i64], &Device::Cpu)?;
+        let [flow, first, second, microbatch] = numbers(message);
+        let head = Tensor::new(&[flow, first, second, microbatch, text.len() as i64], &Device::Cpu)?;
         self.group.send_owned(head, to)?;
         if !known {
             self.group.send_owned(Tensor::from_vec(text.clone(), text.len(), &Device::Cpu)?, to)?;
@@ -140,19 +113,19 @@ impl Wire {
 
     /// The next message of a rank, which must be this one.
     #[track_caller]
-    pub(crate) fn receive(&mut self, from: usize, label: Label) -> Result<Vec<Value>> {
-        let head = self.group.recv(Label::LEN + 1, DType::I64, from)?.to_vec1::<i64>()?;
-        if head[..Label::LEN] != label.numbers() {
-            let got = &head[..Label::LEN];
-            let reason = format!("rank {from} sent {got:?} (gradients?, stage, microbatch) where {label} was to come");
-            return Err(Error::Schedule(format!("{reason}; run the same schedule on all ranks")));
+    pub(super) fn receive(&mut self, from: usize, message: Message) -> Result<Vec<Value>> {
+        let head = self.group.recv(5, DType::I64, from)?.to_vec1::<i64>()?;
+        if head[..4] != numbers(message) {
+            let (got, want) = (&head[..4], Action::Recv(message));
+            let reason = format!("rank {from} sent {got:?} (gradients?, from stage, to stage, microbatch) where {want}");
+            return Err(Error::Schedule(format!("{reason} was to come; run the same schedule on all ranks")));
         }
-        let way = (from, label.cargo, label.stage);
-        if head[Label::LEN] > 0 {
-            let text = self.group.recv(head[Label::LEN] as usize, DType::U8, from)?.to_vec1::<u8>()?;
+        let way = (message.flow, message.from, message.to);
+        if head[4] > 0 {
+            let text = self.group.recv(head[4] as usize, DType::U8, from)?.to_vec1::<u8>()?;
             self.received.insert(way, serde_json::from_slice(&text).map_err(unreadable)?);
         }
-        let unknown = || Error::Pipe(format!("{label}: rank {from} refers to a message that did not come"));
+        let unknown = || Error::Pipe(format!("rank {from} refers to a message that did not come"));
         let outlines = self.received.get(&way).ok_or_else(unknown)?;
         let mut next = |dims: &[usize], dtype| Ok(self.group.recv(Shape::from(dims), dtype, from)?);
         outlines.iter().map(|outline| outline.value(&mut next)).collect()
@@ -166,7 +139,8 @@ fn unreadable(error: serde_json::Error) -> Error {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)] // a panic is how a test fails
 mod tests {
-    use super::{Cargo, Label, Wire};
+    use super::Wire;
+    use crate::schedule::{Flow, Message};
     use crate::{Result, Value};
     use candle_core::{DType, Device, Tensor};
     use candle_dist::{World, comm};
@@ -185,7 +159,7 @@ mod tests {
             .run(|ctx| -> Result<()> {
                 let mut wire = Wire::new(ctx.group());
                 for (microbatch, rows) in [3, 3, 0, 2].into_iter().enumerate() {
-                    let label = Label { cargo: Cargo::Values, stage: 1, microbatch };
+                    let label = Message { flow: Flow::Activation, from: 1, to: 2, microbatch };
                     if ctx.rank() == 0 {
                         let (sent, counts) = comm::record(|| wire.send(1, label, &message(rows)));
                         sent?;
@@ -207,13 +181,13 @@ mod tests {
     fn another_message_than_the_expected_one_is_an_error() {
         let texts = World::local(2).run(|ctx| -> Result<String> {
             let mut wire = Wire::new(ctx.group());
-            let label = |microbatch| Label { cargo: Cargo::Gradients, stage: 2, microbatch };
+            let label = |microbatch| Message { flow: Flow::Gradient, from: 2, to: 1, microbatch };
             if ctx.rank() == 0 {
                 wire.send(1, label(1), &message(1))?;
                 return Ok(String::new());
             }
             Ok(wire.receive(0, label(0)).unwrap_err().to_string())
         });
-        assert!(texts.unwrap()[1].contains("gradients of stage 2 for microbatch 0 was to come"));
+        assert!(texts.unwrap()[1].contains("1RECV_B0 was to come"));
     }
 }

@@ -1,0 +1,274 @@
+//! One rank's run of a program: what it holds between actions, and what each action does with it.
+use super::post::{Post, aliases};
+use super::reduce::Reductions;
+use super::{Batch, Runtime};
+use crate::graph::{Ctx, StageDef, ValueId};
+use crate::schedule::{Action, Compute, Flow, Message, Pass, Program, Span};
+use crate::tape::{Activation, Gradient, Tape, WeightTape};
+use crate::{Error, Result, Value};
+use candle_core::backprop::GradStore;
+use itertools::Itertools;
+use std::collections::{BTreeMap, HashMap};
+use std::time::Instant;
+
+/// A stage and a microbatch.
+type At = (usize, usize);
+
+/// What is between the passes of a microbatch on a stage.
+#[derive(Default)]
+struct Held {
+    /// The values that the stage takes, as far as they are there.
+    values: HashMap<ValueId, Activation>,
+    /// The gradients of the values that the stage makes, by the stages that found them.
+    gradients: HashMap<ValueId, BTreeMap<usize, Gradient>>,
+    loss: Option<Value>,
+    tape: Option<Tape>,
+    weights: Option<WeightTape>,
+}
+
+/// What a rank has when its program is through.
+#[derive(Default)]
+pub(super) struct Made {
+    /// The results of each microbatch, by value.
+    pub(super) results: Vec<HashMap<ValueId, Value>>,
+    pub(super) grads: GradStore,
+    pub(super) spans: Vec<Span>,
+    /// The most microbatches of stages whose backward passes were outstanding.
+    pub(super) peak: usize,
+}
+
+/// A run of a program.
+pub(super) struct Execution<'a> {
+    runtime: &'a Runtime,
+    program: &'a Program,
+    batch: &'a Batch,
+    training: bool,
+    post: Post<'a>,
+    reductions: Reductions<'a>,
+    held: HashMap<At, Held>,
+    outgoing: HashMap<Message, Vec<Value>>,
+    made: Made,
+    /// How many backward passes are outstanding.
+    open: usize,
+    began: Instant,
+}
+
+impl<'a> Execution<'a> {
+    pub(super) fn new(runtime: &'a Runtime, program: &'a Program, batch: &'a Batch, training: bool) -> Self {
+        Self {
+            runtime,
+            program,
+            batch,
+            training,
+            post: Post::new(&runtime.group),
+            reductions: Reductions::new(runtime),
+            held: HashMap::new(),
+            outgoing: HashMap::new(),
+            made: Made { results: vec![HashMap::new(); batch.len()], ..Made::default() },
+            open: 0,
+            began: Instant::now(),
+        }
+    }
+
+    /// Does everything that this rank has to do.
+    pub(super) fn run(mut self) -> Result<Made> {
+        let rank = self.runtime.group.rank();
+        for action in &self.program.ranks()[rank] {
+            self.act(action).map_err(|error| error.in_action(self.runtime.group.ranks()[rank], action))?;
+        }
+        let left = self.held.values().any(|held| held.tape.is_some() || held.weights.is_some());
+        if left || !self.outgoing.is_empty() {
+            return Err(Error::Schedule(format!("the program of rank {rank} ends with work left over")));
+        }
+        Ok(self.made)
+    }
+
+    fn act(&mut self, action: &Action) -> Result<()> {
+        match *action {
+            Action::Compute(compute) => self.timed(compute),
+            Action::Overlap(pair) => pair.into_iter().try_for_each(|compute| self.timed(compute)),
+            Action::Send(message) => self.send(message),
+            Action::Recv(message) => self.receive(message),
+            // What is sent is handed over, and nobody waits for it.
+            Action::WaitSend(_) => Ok(()),
+            Action::SharedReduce(group) => self.reductions.shared(group, &mut self.made.grads),
+            Action::ReduceGrad(stage) => self.reductions.start(stage, &self.made.grads),
+            Action::WaitReduceGrad(stage) => self.reductions.finish(stage, &mut self.made.grads),
+            Action::Unshard(_) | Action::Reshard(_) => {
+                Err(Error::Schedule(format!("{action} of parameters that are not sharded; leave it out")))
+            }
+        }
+    }
+
+    fn timed(&mut self, compute: Compute) -> Result<()> {
+        let start = self.began.elapsed().as_secs_f64();
+        match compute.pass {
+            Pass::Forward => self.forward(compute)?,
+            Pass::Backward | Pass::Input => self.backward(compute)?,
+            Pass::Weight => self.weight(compute)?,
+        }
+        let end = self.began.elapsed().as_secs_f64();
+        self.made.spans.push(Span { action: Action::Compute(compute), start, end });
+        Ok(())
+    }
+
+    fn forward(&mut self, Compute { stage, microbatch, .. }: Compute) -> Result<()> {
+        let module = self.runtime.stage(stage)?;
+        let def = module.def();
+        let mut values = std::mem::take(&mut self.held.entry((stage, microbatch)).or_default().values);
+        let take = |input: &crate::graph::StageInput| match input.from {
+            None => self.batch.input(microbatch, input.value).and_then(Activation::constant),
+            Some(from) => values.remove(&input.value).ok_or_else(|| {
+                Error::Schedule(format!("{} of stage {from} has not come", self.runtime.info.graph.value_name(input.value)))
+            }),
+        };
+        let inputs: Vec<Activation> = def.inputs.iter().map(take).collect::<Result<_>>()?;
+        let rows = self.batch.rows(microbatch);
+        let ctx = Ctx { microbatch, rows, step: self.runtime.steps, training: self.training, ..module.ctx(0) };
+        let outputs = if self.training {
+            let (outputs, tape) = module.forward(inputs, &ctx, self.runtime.keep)?;
+            self.held.entry((stage, microbatch)).or_default().tape = Some(tape);
+            self.open += 1;
+            self.made.peak = self.made.peak.max(self.open);
+            outputs
+        } else {
+            let inputs = inputs.into_iter().map(|input| input.value).collect();
+            module.evaluate(inputs, &ctx)?.into_iter().map(Activation::constant).collect::<Result<_>>()?
+        };
+        if let Some(place) = module.loss_output() {
+            self.held.entry((stage, microbatch)).or_default().loss = Some(outputs[place].value.clone());
+        }
+        self.pass_on(def, microbatch, outputs)
+    }
+
+    /// Puts the outputs of a stage where they are used.
+    fn pass_on(&mut self, def: &StageDef, microbatch: usize, outputs: Vec<Activation>) -> Result<()> {
+        let me = self.runtime.group.rank();
+        for (output, activation) in def.outputs.iter().zip(outputs) {
+            if self.runtime.results.contains(&output.value) {
+                self.made.results[microbatch].insert(output.value, activation.value.clone());
+            }
+            for (rank, stages) in self.runtime.by_rank(&output.consumers) {
+                if rank == me {
+                    for stage in stages {
+                        let held = self.held.entry((stage, microbatch)).or_default();
+                        held.values.insert(output.value, activation.clone());
+                    }
+                } else {
+                    let message = Message { flow: Flow::Activation, from: def.index, to: stages[0], microbatch };
+                    self.outgoing.entry(self.first_of(message)).or_default().push(Post::pack(&activation));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The message that carries what `message` would: that to the first stage of its rank which takes values.
+    fn first_of(&self, message: Message) -> Message {
+        let consumers = self.program.edges().consumers(message.from).iter().copied();
+        let rank = self.runtime.rank_of(message.to);
+        let to = consumers.into_iter().find(|&to| self.runtime.rank_of(to) == rank).unwrap_or(message.to);
+        Message { to, ..message }
+    }
+
+    fn backward(&mut self, Compute { stage, pass, microbatch }: Compute) -> Result<()> {
+        let module = self.runtime.stage(stage)?;
+        let def = module.def();
+        let held = self.held.entry((stage, microbatch)).or_default();
+        let (found, loss) = (std::mem::take(&mut held.gradients), held.loss.take());
+        let tape = held.tape.take().ok_or_else(|| Error::Schedule("a backward pass without a forward pass".into()))?;
+        let mut gradients = Vec::with_capacity(def.outputs.len());
+        for (place, output) in def.outputs.iter().enumerate() {
+            // In the order of the stages, whenever they came.
+            let mut sum = Gradient::sum(found.get(&output.value).into_iter().flat_map(BTreeMap::values))?;
+            if let Some(loss) = loss.as_ref().filter(|_| module.loss_output() == Some(place)) {
+                sum = Gradient::sum([&sum, &Gradient::of_loss(loss, self.runtime.weight(self.batch, microbatch))?])?;
+            }
+            gradients.push(sum);
+        }
+        let (backward, weights) = match pass {
+            Pass::Input => tape.backward_inputs(&gradients).map(|(backward, weights)| (backward, Some(weights)))?,
+            _ => (tape.backward(&gradients)?, None),
+        };
+        self.open -= usize::from(weights.is_none());
+        self.held.entry((stage, microbatch)).or_default().weights = weights;
+        add(&mut self.made.grads, &backward.parameters, module.parameters().values())?;
+        for (input, gradient) in def.inputs.iter().zip(backward.inputs) {
+            let Some(from) = input.from else { continue };
+            if self.runtime.rank_of(from) == self.runtime.group.rank() {
+                let held = self.held.entry((from, microbatch)).or_default();
+                held.gradients.entry(input.value).or_default().insert(stage, gradient);
+            } else {
+                let message = Message { flow: Flow::Gradient, from: stage, to: from, microbatch };
+                self.outgoing.entry(message).or_default().push(Post::pack_gradient(gradient));
+            }
+        }
+        Ok(())
+    }
+
+    fn weight(&mut self, Compute { stage, microbatch, .. }: Compute) -> Result<()> {
+        let weights = self.held.get_mut(&(stage, microbatch)).and_then(|held| held.weights.take());
+        let weights = weights.ok_or_else(|| Error::Schedule("weight gradients without input gradients".into()))?;
+        self.open -= 1;
+        let grads = weights.backward()?;
+        add(&mut self.made.grads, &grads, self.runtime.stage(stage)?.parameters().values())
+    }
+
+    fn send(&mut self, message: Message) -> Result<()> {
+        let nothing = || Error::Schedule("there is nothing to send".into());
+        let values = self.outgoing.remove(&message).ok_or_else(nothing)?;
+        let values = values.iter().map(|value| aliases(value, &self.runtime.parameters)).collect::<Result<Vec<_>>>()?;
+        self.post.send(self.runtime.rank_of(message.to), message, &values)
+    }
+
+    fn receive(&mut self, message: Message) -> Result<()> {
+        let Message { flow, from, to, microbatch } = message;
+        let values = self.post.receive(self.runtime.rank_of(from), message)?;
+        let wanted: Vec<(ValueId, Vec<usize>)> = match flow {
+            Flow::Activation => {
+                let me = self.runtime.group.rank();
+                let outputs = self.runtime.info.stage(from)?.outputs.iter();
+                let here = |stages: &[usize]| {
+                    stages.iter().copied().filter(|&stage| self.runtime.rank_of(stage) == me).collect_vec()
+                };
+                outputs.map(|output| (output.value, here(&output.consumers))).filter(|(_, here)| !here.is_empty()).collect()
+            }
+            Flow::Gradient => {
+                let inputs = self.runtime.info.stage(from)?.inputs.iter().filter(|input| input.from == Some(to));
+                inputs.map(|input| (input.value, vec![to])).collect()
+            }
+        };
+        if values.len() != wanted.len() {
+            return Err(Error::Schedule(format!("{} values came, {} were expected", values.len(), wanted.len())));
+        }
+        for ((value, stages), packed) in wanted.into_iter().zip(values) {
+            for stage in stages {
+                let held = self.held.entry((stage, microbatch)).or_default();
+                match flow {
+                    Flow::Activation => _ = held.values.insert(value, Post::unpack(&packed)?),
+                    Flow::Gradient => {
+                        held.gradients.entry(value).or_default().insert(from, Post::unpack_gradient(&packed)?);
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Adds the gradients of a stage's parameters to the sums over the microbatches.
+fn add<'a>(
+    sums: &mut GradStore,
+    grads: &GradStore,
+    parameters: impl Iterator<Item = &'a candle_core::Tensor>,
+) -> Result<()> {
+    for parameter in parameters {
+        let Some(grad) = grads.get(parameter) else { continue };
+        let sum = match sums.get(parameter) {
+            Some(sum) => (sum + grad)?,
+            None => grad.clone(),
+        };
+        sums.insert(parameter, sum);
+    }
+    Ok(())
+}
