@@ -71,9 +71,10 @@ impl Microbatches {
             let (given, chunks) = (outputs.len(), self.len());
             return Err(Error::Microbatches(format!("{given} outputs for {chunks} chunks; give one for each")));
         }
+        let weights = self.weights();
         let merge = match self.masked {
             true => Merge { weights: None, masked: Some(&self.rows) },
-            false => Merge { weights: Some(&self.weights()), masked: None },
+            false => Merge { weights: Some(&weights), masked: None },
         };
         merge.all(outputs, spec)
     }

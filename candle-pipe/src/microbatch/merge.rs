@@ -8,7 +8,8 @@ use candle_core::Tensor;
 ///
 /// Values under [`Replicate`](ChunkSpec::Replicate), and plain values where no spec is given, must be the same in every
 /// chunk, tensors in every bit. Without a spec, tensors are joined along
-/// [`DEFAULT_CHUNK_DIM`](super::DEFAULT_CHUNK_DIM). The structure is that of chunk 0.
+/// [`DEFAULT_CHUNK_DIM`](super::DEFAULT_CHUNK_DIM). The structure is that of chunk 0, and so is the graph of what all
+/// chunks have alike; gradients of what is joined or summed flow to every chunk.
 ///
 /// # Errors
 /// [`Error::Microbatches`], naming paths like `output[1].loss`, if

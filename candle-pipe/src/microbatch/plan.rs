@@ -1,6 +1,6 @@
 //! Which dim every tensor is cut along, found and checked before anything is cut.
 use super::sizes::chunk_range;
-use super::{ChunkSpec, KwargsSpec};
+use super::{ChunkSpec, KwargsSpec, TensorChunkSpec};
 use crate::value::{Children, entries, items};
 use crate::{Error, Kwargs, Path, Result, Value};
 use candle_core::Tensor;
@@ -26,8 +26,8 @@ impl Plan {
         kwargs_spec: Option<&KwargsSpec>,
     ) -> Result<Self> {
         let mut plan = Self::default();
-        plan.all(&Path::new("args"), items(args), args_spec.map(items))?;
-        plan.all(&Path::new("kwargs"), entries(kwargs), kwargs_spec.map(entries))?;
+        plan.all(&Path::new("args"), &items(args), args_spec.map(items), &ChunkSpec::DEFAULT)?;
+        plan.all(&Path::new("kwargs"), &entries(kwargs), kwargs_spec.map(entries), &ChunkSpec::DEFAULT)?;
         Ok(plan)
     }
 
@@ -55,28 +55,28 @@ impl Plan {
         }
     }
 
-    fn all(&mut self, path: &Path, values: Children<'_, Value>, specs: Option<Children<'_, ChunkSpec>>) -> Result<()> {
-        match specs {
-            Some(specs) => {
-                check_steps(path, &values, &specs)?;
-                let pairs = values.iter().zip(&specs);
-                pairs
-                    .into_iter()
-                    .try_for_each(|((step, value), (_, spec))| self.one(&path.step(*step), value, spec, false))
-            }
-            None => values
-                .iter()
-                .try_for_each(|(step, value)| self.one(&path.step(*step), value, &ChunkSpec::DEFAULT, true)),
+    /// What a container holds: each under its own spec, or all under the container's.
+    fn all(
+        &mut self,
+        path: &Path,
+        values: &Children<'_, Value>,
+        specs: Option<Children<'_, ChunkSpec>>,
+        container: &ChunkSpec,
+    ) -> Result<()> {
+        if let Some(specs) = &specs {
+            check_steps(path, values, specs)?;
         }
+        for (k, (step, value)) in values.iter().enumerate() {
+            let (spec, covered) = specs.as_ref().map_or((container, true), |specs| (specs[k].1, false));
+            self.one(&path.step(*step), value, spec, covered)?;
+        }
+        Ok(())
     }
 
-    /// `covered`: the spec is that of a container around the value, or the default.
+    /// `covered`: the spec is that of a container around the value.
     fn one(&mut self, path: &Path, value: &Value, spec: &ChunkSpec, covered: bool) -> Result<()> {
         match (value.children(), spec.children()) {
-            (Some(values), Some(specs)) => self.all(path, values, Some(specs)),
-            (Some(values), None) => {
-                values.iter().try_for_each(|(step, value)| self.one(&path.step(*step), value, spec, true))
-            }
+            (Some(values), specs) => self.all(path, &values, specs, spec),
             (None, Some(_)) => Err(unlike(path, value, spec)),
             (None, None) => self.leaf(path, value, spec, covered),
         }
@@ -121,7 +121,7 @@ impl Cut {
 }
 
 /// The dim that a spec names in a tensor, or an error with the path.
-pub(super) fn dim_of(path: &Path, tensor: &Tensor, spec: super::TensorChunkSpec) -> Result<usize> {
+pub(super) fn dim_of(path: &Path, tensor: &Tensor, spec: TensorChunkSpec) -> Result<usize> {
     spec.resolve(tensor.rank()).ok_or_else(|| {
         let value = Value::from(tensor);
         Error::Microbatches(match tensor.rank() {

@@ -78,18 +78,16 @@ impl LossReducer {
 
     /// One loss of several; `weights` are the chunks' shares of the rows, if those are known.
     pub(super) fn reduce(&self, path: &Path, chunks: &[&Value], weights: Option<&[f64]>) -> Result<Value> {
-        if let Kind::Custom(reducer) = &self.0 {
-            return reducer.reduce(chunks);
-        }
         let weights = match (&self.0, weights) {
+            (Kind::Custom(reducer), _) => return reducer.reduce(chunks),
+            (Kind::Sum, _) => None,
+            (Kind::Mean, Some(weights)) => Some(weights),
             (Kind::Mean, None) => {
                 return Err(Error::Microbatches(format!(
                     "{path}: a mean of losses is weighted by the chunks' rows, which are not known here; join with \
                      Microbatches::merge, and not in masked mode, where losses are of more rows than the chunk's"
                 )));
             }
-            (Kind::Mean, weights) => weights,
-            (Kind::Sum | Kind::Custom(_), _) => None,
         };
         check_losses(path, chunks)?;
         let weighted = chunks.iter().enumerate().map(|(chunk, loss)| match weights {

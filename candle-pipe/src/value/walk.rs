@@ -28,7 +28,8 @@ impl Value {
     /// use candle_pipe::{Path, Result, Value};
     ///
     /// let value = Value::from((1, vec![2, 3]));
-    /// let doubled = value.map_leaves(&Path::new("args"), &mut |_, leaf| -> Result<Value> { Ok((2 * leaf.int()?).into()) })?;
+    /// let mut double = |_: &Path, leaf: &Value| -> Result<Value> { Ok((2 * leaf.int()?).into()) };
+    /// let doubled = value.map_leaves(&Path::new("args"), &mut double)?;
     /// assert_eq!(doubled.to_string(), "(2, [4, 6])");
     /// # Ok::<(), candle_pipe::Error>(())
     /// ```

@@ -6,6 +6,9 @@ use candle_pipe::microbatch::{
 };
 use candle_pipe::{Error, Kwargs, Value};
 
+/// Arguments, chunks, specs, and why they are refused.
+type Refused<'a> = (&'a [Value], usize, Option<&'a [ChunkSpec]>, &'a str);
+
 fn reason(error: Error) -> String {
     let Error::Microbatches(reason) = error else { panic!("{error}") };
     reason
@@ -14,7 +17,7 @@ fn reason(error: Error) -> String {
 #[test]
 fn of_splitting() {
     let dim = |dim| ChunkSpec::from(TensorChunkSpec(dim));
-    let table: [(&[Value], usize, Option<&[ChunkSpec]>, &str); 12] = [
+    let table: [Refused<'_>; 12] = [
         (&[of(&[4])], 0, None, "a batch cannot be cut into 0 chunks; ask for 1 or more"),
         (
             &[of(&[])],

@@ -1,4 +1,5 @@
 //! Batches cut into microbatches and joined again.
+#![allow(clippy::unwrap_used)] // a panic is how a test fails
 mod errors;
 mod gradients;
 mod masked;
