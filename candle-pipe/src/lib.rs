@@ -1,6 +1,7 @@
 //! Pipeline parallelism for [candle](https://github.com/huggingface/candle): models cut into stages, batches into
 //! microbatches, and schedules that keep the stages busy.
 mod error;
+pub mod microbatch;
 mod runtime;
 mod value;
 

@@ -10,10 +10,10 @@ const OP: &str = "EnumerableShardingSpec";
 /// A tensor in blocks that are listed one by one; a rank may hold several, or none.
 ///
 /// ```
-/// use candle_shard::sharding_spec::{EnumerableShardingSpec, ShardMetadata};
+/// use candle_shard::sharding_spec::{DeviceName, EnumerableShardingSpec, RemoteDevice, ShardMetadata};
 ///
-/// let top = ShardMetadata::new([0, 0], [1, 4], "rank:0/cpu".parse()?)?;
-/// let rest = ShardMetadata::new([1, 0], [2, 4], "rank:1/cpu".parse()?)?;
+/// let top = ShardMetadata::new([0, 0], [1, 4], RemoteDevice::at_rank(0, DeviceName::Cpu))?;
+/// let rest = ShardMetadata::new([1, 0], [2, 4], RemoteDevice::at_rank(1, DeviceName::Cpu))?;
 /// let spec = EnumerableShardingSpec::new(vec![top, rest])?;
 /// spec.check_tensor(&[3, 4])?;
 /// assert!(spec.check_tensor(&[4, 4]).is_err());

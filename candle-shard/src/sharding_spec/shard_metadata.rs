@@ -20,9 +20,9 @@ impl ShardMetadata {
     /// A shard with as many offsets as sizes.
     ///
     /// ```
-    /// use candle_shard::sharding_spec::ShardMetadata;
+    /// use candle_shard::sharding_spec::{DeviceName, RemoteDevice, ShardMetadata};
     ///
-    /// let right_half = ShardMetadata::new([0, 2], [4, 2], "rank:1/cpu".parse()?)?;
+    /// let right_half = ShardMetadata::new([0, 2], [4, 2], RemoteDevice::at_rank(1, DeviceName::Cpu))?;
     /// assert_eq!(right_half.rank(), Some(1));
     /// # Ok::<(), candle_shard::Error>(())
     /// ```
