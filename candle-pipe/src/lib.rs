@@ -2,7 +2,9 @@
 //! microbatches, and schedules that keep the stages busy.
 mod error;
 pub mod microbatch;
+mod nearest;
 mod runtime;
+pub mod schedule;
 mod value;
 
 pub use error::{Error, Result};

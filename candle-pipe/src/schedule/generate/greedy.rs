@@ -1,0 +1,169 @@
+//! A schedule for any costs, made as it goes.
+use crate::schedule::routes::{Need, Routes};
+use crate::schedule::{Action, Compute, Costs, Edges, Flow, Pass, Schedule};
+use crate::{Error, Result};
+use itertools::Itertools;
+use std::cmp::Reverse;
+use std::collections::{HashMap, VecDeque};
+
+/// A schedule that gives each free rank the most urgent thing that it can do without holding more than `cap`
+/// microbatches: an `I`, else an `F`, else a `W`; of these the oldest microbatch.
+///
+/// Stages are placed as `stage_ranks` says, exchange values along `edges`, and cost what `costs` says. A microbatch on
+/// one of `v` stages of a rank counts `1/v`, as in [`Timeline::peak_activations`](super::super::Timeline). A rank always
+/// has room left for the oldest microbatch that it is not through with, which therefore can always go on.
+///
+/// ```
+/// use candle_pipe::schedule::{Costs, Edges, greedy};
+///
+/// // The last stage takes twice as long, and no rank may hold more than three microbatches.
+/// let costs = Costs { forward: vec![1.0, 1.0, 2.0], ..Costs::per_rank(&[0, 1, 2], 1.0, 1.0, 1.0) };
+/// let schedule = greedy(&[0, 1, 2], 6, &Edges::chain(3), &costs, 3.0)?;
+/// let timeline = schedule.simulate(&Edges::chain(3), &costs)?;
+/// assert!(timeline.peak_activations().iter().all(|&peak| peak <= 3.0));
+/// # Ok::<(), candle_pipe::Error>(())
+/// ```
+///
+/// # Errors
+/// If there is no stage or no microbatch, if the edges or costs are of another number of stages, if the cap is less than
+/// one microbatch, or as [`Schedule::new`] for stages that leave a rank without any.
+pub fn greedy(stage_ranks: &[usize], microbatches: usize, edges: &Edges, costs: &Costs, cap: f64) -> Result<Schedule> {
+    edges.fit(stage_ranks.len())?;
+    costs.fit(stage_ranks.len())?;
+    // Not `cap < 1`, which a NaN is not.
+    if !(cap >= 1.0) {
+        return Err(Error::Schedule(format!(
+            "a rank that holds at most {cap} microbatches cannot work: give 1 or more"
+        )));
+    }
+    let count = stage_ranks.iter().max().map_or(0, |rank| rank + 1);
+    let stages = |rank| stage_ranks.iter().positions(|&other| other == rank).collect_vec();
+    let mut plan = Plan {
+        routes: Routes { edges, stage_ranks },
+        costs,
+        microbatches,
+        ends: HashMap::new(),
+        ranks: (0..count).map(|rank| Rank::new(stages(rank), cap)).collect(),
+    };
+    let mut now = Some(0.0);
+    while let Some(time) = now {
+        // A computation that takes no time can make others ready at once.
+        while (0..count).any(|rank| plan.give(rank, time)) {}
+        now = plan.next(time);
+    }
+    let orders = plan.ranks.into_iter().map(|rank| rank.order.into_iter().map(|c| Some(Action::Compute(c))).collect());
+    Schedule::new(orders.collect())
+}
+
+struct Plan<'a> {
+    routes: Routes<'a>,
+    costs: &'a Costs,
+    microbatches: usize,
+    /// When each stage has values and gradients of each microbatch.
+    ends: HashMap<(Flow, usize, usize), f64>,
+    ranks: Vec<Rank>,
+}
+
+struct Rank {
+    stages: Vec<Stage>,
+    order: Vec<Compute>,
+    /// When it is free.
+    free: f64,
+    /// What has an `I` and no `W` yet.
+    weights: VecDeque<Compute>,
+    /// The most microbatches of one stage that it may hold.
+    cap: f64,
+}
+
+/// How many microbatches of a stage have which pass, in order.
+struct Stage {
+    stage: usize,
+    forwards: usize,
+    inputs: usize,
+    weights: usize,
+}
+
+impl Plan<'_> {
+    /// Begins the most urgent computation of a rank, if it is free and there is one.
+    fn give(&mut self, rank: usize, now: f64) -> bool {
+        let state = &self.ranks[rank];
+        if state.free > now {
+            return false;
+        }
+        let ready = self.open(rank).filter(|&compute| self.ready(compute).is_some_and(|ready| ready <= now));
+        let urgency = |compute: &Compute| (compute.pass != Pass::Input, compute.microbatch, Reverse(compute.stage));
+        let Some(compute) = ready.min_by_key(urgency).or(state.weights.front().copied()) else { return false };
+        let end = now + self.costs.of(compute);
+        if let Some(flow) = compute.makes() {
+            self.ends.insert((flow, compute.stage, compute.microbatch), end);
+        }
+        self.ranks[rank].add(compute, end);
+        true
+    }
+
+    /// The time of the next change, if there is any to come.
+    fn next(&self, now: f64) -> Option<f64> {
+        let ends = self.ranks.iter().map(|rank| rank.free);
+        let arrivals = (0..self.ranks.len()).flat_map(|rank| self.open(rank)).filter_map(|compute| self.ready(compute));
+        ends.chain(arrivals).filter(|&time| time > now).min_by(f64::total_cmp)
+    }
+
+    /// The next `I` and `F` of each stage of a rank, as far as it may hold them.
+    fn open(&self, rank: usize) -> impl Iterator<Item = Compute> {
+        let rank = &self.ranks[rank];
+        let some = |stage, pass, microbatch| Some(Compute { stage, pass, microbatch });
+        rank.stages.iter().flat_map(move |stage| {
+            let input = if stage.inputs < stage.forwards { some(stage.stage, Pass::Input, stage.inputs) } else { None };
+            let room = stage.forwards < self.microbatches && rank.has_room(stage.forwards);
+            let forward = if room { some(stage.stage, Pass::Forward, stage.forwards) } else { None };
+            [input, forward].into_iter().flatten()
+        })
+    }
+
+    /// When all is there that a computation needs of other stages, if that is known yet.
+    fn ready(&self, compute: Compute) -> Option<f64> {
+        let end = |flow, stage| self.ends.get(&(flow, stage, compute.microbatch)).copied();
+        let mut times = self.routes.before(compute).into_iter().map(|need| match need {
+            Need::Local { flow, stage } => end(flow, stage),
+            Need::Message(message) => {
+                let end = end(message.flow, message.from)?;
+                Some(end + self.costs.occupies(message) + self.costs.latency)
+            }
+        });
+        times.fold_options(0.0, f64::max)
+    }
+}
+
+impl Rank {
+    fn new(stages: Vec<usize>, cap: f64) -> Self {
+        let cap = cap * stages.len() as f64;
+        let stages = stages.into_iter().map(|stage| Stage { stage, forwards: 0, inputs: 0, weights: 0 }).collect();
+        Self { stages, order: vec![], free: 0.0, weights: VecDeque::new(), cap }
+    }
+
+    fn add(&mut self, compute: Compute, end: f64) {
+        self.order.push(compute);
+        self.free = end;
+        let Some(stage) = self.stages.iter_mut().find(|stage| stage.stage == compute.stage) else { return };
+        match compute.pass {
+            Pass::Forward => stage.forwards += 1,
+            Pass::Input => {
+                stage.inputs += 1;
+                self.weights.push_back(Compute { pass: Pass::Weight, ..compute });
+            }
+            Pass::Weight | Pass::Backward => {
+                stage.weights += 1;
+                self.weights.pop_front();
+            }
+        }
+    }
+
+    /// Whether a forward of this microbatch leaves room for the rest of the oldest one.
+    fn has_room(&self, microbatch: usize) -> bool {
+        let held: usize = self.stages.iter().map(|stage| stage.forwards - stage.weights).sum();
+        let oldest = self.stages.iter().map(|stage| stage.weights).min().unwrap_or(0);
+        let rest = self.stages.iter().filter(|stage| stage.forwards <= oldest).count();
+        let others = usize::from(microbatch != oldest);
+        (held + rest + others) as f64 <= self.cap
+    }
+}
