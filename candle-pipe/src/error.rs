@@ -26,9 +26,27 @@ pub enum Error {
     /// A model that is no pipeline, or is cut where it cannot be.
     #[error("pipe: {0}")]
     Pipe(String),
+    /// A node of a model failed.
+    #[error("node {node:?}: {error}")]
+    Node {
+        /// The node's full name.
+        node: String,
+        /// What went wrong in it.
+        error: Box<Error>,
+    },
     /// A schedule that does not fit, or is none.
     #[error("schedule: {0}")]
     Schedule(String),
+}
+
+impl Error {
+    /// The error with the name of the node that it arose in; failures of communication stay what they are.
+    pub(crate) fn at_node(self, node: &str) -> Self {
+        match self {
+            Self::Dist(error) => Self::Dist(error),
+            error => Self::Node { node: node.to_owned(), error: Box::new(error) },
+        }
+    }
 }
 
 impl From<candle_core::Error> for Error {
