@@ -2,6 +2,8 @@
 //! microbatches, and schedules that keep the stages busy.
 mod error;
 mod graph;
+mod local_pipe;
+pub mod microbatch;
 mod nearest;
 pub mod nn;
 mod tape;
@@ -13,5 +15,6 @@ pub use graph::{
     Output, Pipe, PipeBuilder, PipeInfo, PipeModule, Reduction, Scope, Share, ShareGroup, SizeThreshold, SplitPoint,
     SplitPolicy, SplitSpec, StageDef, StageInput, StageOp, StageOutput, ValueId, shapes_only, stage_op,
 };
+pub use local_pipe::{LocalPipe, NodeProfile, Step, StepOptions};
 pub use tape::{Activation, Backward, Gradient, Keep, StageModule, Tape, WeightTape};
 pub use value::{Kwargs, Path, Value};

@@ -3,7 +3,9 @@ mod convert;
 mod path;
 mod walk;
 
+pub(crate) use convert::containers;
 pub use path::Path;
+pub(crate) use path::{Children, entries, items};
 
 use crate::{Error, Result};
 use candle_core::{DType, Tensor};

@@ -1,4 +1,5 @@
 //! Values: what they are made of, walked, compared and listed.
+#![allow(clippy::unwrap_used)] // a panic is how a test fails
 use candle_core::{DType, Device, Result, Tensor};
 use candle_dist::TensorTree;
 use candle_pipe::{Path, Value};

@@ -1,6 +1,6 @@
 //! Arguments put to the inputs that they are for.
+use super::suggest::suggestion;
 use super::{In, Input, ValueId};
-use crate::nearest::suggestion;
 use crate::{Error, Kwargs, Result, Value};
 use std::collections::BTreeMap;
 

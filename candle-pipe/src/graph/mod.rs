@@ -14,6 +14,7 @@ mod policy;
 mod scope;
 mod split;
 mod stages;
+mod suggest;
 
 pub use bind::Inputs;
 pub(crate) use bind::Signature;

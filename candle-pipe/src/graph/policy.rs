@@ -1,7 +1,7 @@
 //! Rules that cut a model into stages.
 use super::partition::Costs;
+use super::suggest::suggestion;
 use super::{Graph, Layout, SplitPolicy};
-use crate::nearest::suggestion;
 use crate::{Error, Result};
 use std::collections::BTreeMap;
 

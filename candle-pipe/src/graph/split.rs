@@ -1,6 +1,6 @@
 //! Where a model is cut.
 use super::Graph;
-use crate::nearest::suggestion;
+use super::suggest::suggestion;
 use crate::{Error, Result};
 use std::collections::BTreeSet;
 use std::fmt;

@@ -67,11 +67,14 @@ impl Gradient {
     /// # Errors
     /// [`Error::Pipe`] if the value is no scalar of floats.
     pub fn of_loss(loss: &Value, weight: f64) -> Result<Self> {
-        match loss {
-            Value::Tensor(tensor) if tensor.rank() == 0 && tensor.dtype().is_float() => {
-                Ok(Self(vec![Some(tensor.ones_like()?.affine(weight, 0.0)?)]))
-            }
-            other => Err(Error::Pipe(format!("the loss is {other}: want a scalar of floats; reduce it in a function"))),
-        }
+        Ok(Self(vec![Some(scalar(loss)?.ones_like()?.affine(weight, 0.0)?)]))
+    }
+}
+
+/// The tensor of a loss.
+pub(crate) fn scalar(loss: &Value) -> Result<&Tensor> {
+    match loss {
+        Value::Tensor(tensor) if tensor.rank() == 0 && tensor.dtype().is_float() => Ok(tensor),
+        other => Err(Error::Pipe(format!("the loss is {other}: want a scalar of floats; reduce it in a function"))),
     }
 }

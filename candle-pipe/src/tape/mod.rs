@@ -10,6 +10,7 @@ pub use activation::{Activation, Gradient};
 pub use record::{Backward, Tape, WeightTape};
 pub use stage::{Keep, StageModule};
 
+pub(crate) use activation::scalar;
 pub(crate) use queue::{WeightProduct, WeightQueue};
 pub(crate) use seed::vjp;
 pub(crate) use stage::StageNode;

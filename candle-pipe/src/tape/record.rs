@@ -123,7 +123,7 @@ impl Recorded {
             leaves.push(own);
         }
         let queue = WeightQueue::new(leaves.iter().flatten().flatten().map(|leaf| leaf.id()).collect());
-        let outputs = queue.during(|| stage.run(values, ctx, Ok))?;
+        let outputs = queue.during(|| stage.run(values, |node, values| node.run(values, ctx)))?;
         Ok(Self { leaves, outputs, queue })
     }
 

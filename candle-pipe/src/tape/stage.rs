@@ -9,6 +9,7 @@ use candle_dist::TensorTree;
 use itertools::Itertools;
 use std::collections::{BTreeMap, HashMap};
 use std::rc::Rc;
+use std::time::Instant;
 
 /// What a stage keeps of a forward pass for the backward pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -50,7 +51,7 @@ impl StageNode {
         Self { name: node.name.clone(), op, inputs: node.inputs.clone(), outputs: node.outputs.clone() }
     }
 
-    fn run(&self, values: &HashMap<ValueId, Value>, ctx: &Ctx) -> Result<Vec<Value>> {
+    pub(super) fn run(&self, values: &HashMap<ValueId, Value>, ctx: &Ctx) -> Result<Vec<Value>> {
         let inputs = self.inputs.iter().map(|id| values.get(id).cloned().unwrap_or(Value::None)).collect_vec();
         let outputs = self.op.forward(&inputs, ctx).map_err(|error| error.at_node(&self.name))?;
         if outputs.len() == self.outputs.len() {
@@ -131,16 +132,32 @@ impl StageModule {
     /// # Errors
     /// Those of the nodes, with the node's name.
     pub fn evaluate(&self, inputs: Vec<Value>, ctx: &Ctx) -> Result<Vec<Value>> {
-        let inputs = inputs.iter().map(|value| value.to_device(self.device()));
-        self.run(inputs.collect::<Result<Vec<_>, _>>()?, ctx, |value| detached(&value))
+        let here = inputs.iter().map(|value| value.to_device(self.device())).collect::<Result<Vec<_>, _>>()?;
+        self.run(here, |node, values| node.run(values, ctx)?.iter().map(detached).collect())
     }
 
-    /// Runs the nodes; `made` is asked for a stand-in for every value that a node makes.
-    pub(super) fn run(
+    /// [`evaluate`](Self::evaluate), showing `observe` each node's name, its seconds and its outputs.
+    pub(crate) fn observe(
         &self,
         inputs: Vec<Value>,
         ctx: &Ctx,
-        made: impl Fn(Value) -> Result<Value>,
+        mut observe: impl FnMut(&str, f64, &[Value]),
+    ) -> Result<Vec<Value>> {
+        self.run(inputs, |node, values| {
+            self.device().synchronize()?;
+            let start = Instant::now();
+            let outputs = node.run(values, ctx)?;
+            self.device().synchronize()?;
+            observe(&node.name, start.elapsed().as_secs_f64(), &outputs);
+            outputs.iter().map(detached).collect()
+        })
+    }
+
+    /// Puts the values through the nodes, each of which `run` runs.
+    pub(super) fn run(
+        &self,
+        inputs: Vec<Value>,
+        mut run: impl FnMut(&StageNode, &HashMap<ValueId, Value>) -> Result<Vec<Value>>,
     ) -> Result<Vec<Value>> {
         let def = self.def();
         if inputs.len() != def.inputs.len() {
@@ -149,10 +166,8 @@ impl StageModule {
         }
         let mut values: HashMap<ValueId, Value> = def.inputs.iter().map(|input| input.value).zip(inputs).collect();
         for (node, unused) in self.0.nodes.iter().zip(&self.0.unused_after) {
-            let outputs = node.run(&values, ctx)?;
-            for (&id, output) in node.outputs.iter().zip(outputs) {
-                values.insert(id, made(output)?);
-            }
+            let outputs = run(node, &values)?;
+            values.extend(node.outputs.iter().copied().zip(outputs));
             unused.iter().for_each(|value| _ = values.remove(value));
         }
         Ok(def.outputs.iter().map(|output| values.get(&output.value).cloned().unwrap_or(Value::None)).collect())

@@ -1,7 +1,6 @@
 //! Values from the types of Rust.
-use super::{Kwargs, Value};
+use super::Value;
 use candle_core::Tensor;
-use std::collections::BTreeMap;
 
 macro_rules! leaf {
     ($($type:ty: $value:ident => $made:expr;)*) => {$(
@@ -30,27 +29,38 @@ impl<T: Into<Value>> From<Option<T>> for Value {
     }
 }
 
-impl<T: Into<Value>> From<Vec<T>> for Value {
-    fn from(items: Vec<T>) -> Self {
-        Self::List(items.into_iter().map(Into::into).collect())
-    }
-}
+/// Conversions from Rust's containers into a tree with lists, tuples and maps.
+macro_rules! containers {
+    ($tree:ident) => {
+        impl<T: Into<$tree>> From<Vec<T>> for $tree {
+            fn from(items: Vec<T>) -> Self {
+                Self::List(items.into_iter().map(Into::into).collect())
+            }
+        }
 
-impl<T: Into<Value>, const N: usize> From<[T; N]> for Value {
-    fn from(items: [T; N]) -> Self {
-        Self::List(items.into_iter().map(Into::into).collect())
-    }
-}
+        impl<T: Into<$tree>, const N: usize> From<[T; N]> for $tree {
+            fn from(items: [T; N]) -> Self {
+                Self::List(items.into_iter().map(Into::into).collect())
+            }
+        }
 
-impl<K: Into<String>, T: Into<Value>> From<BTreeMap<K, T>> for Value {
-    fn from(map: BTreeMap<K, T>) -> Self {
-        Self::Map(map.into_iter().map(|(key, value)| (key.into(), value.into())).collect::<Kwargs>())
-    }
-}
+        impl<K: Into<String>, T: Into<$tree>> From<std::collections::BTreeMap<K, T>> for $tree {
+            fn from(map: std::collections::BTreeMap<K, T>) -> Self {
+                Self::Map(map.into_iter().map(|(key, value)| (key.into(), value.into())).collect())
+            }
+        }
 
-macro_rules! tuple {
-    ($($t:ident . $i:tt),+) => {
-        impl<$($t: Into<Value>),+> From<($($t,)+)> for Value {
+        $crate::value::containers!($tree: A.0);
+        $crate::value::containers!($tree: A.0, B.1);
+        $crate::value::containers!($tree: A.0, B.1, C.2);
+        $crate::value::containers!($tree: A.0, B.1, C.2, D.3);
+        $crate::value::containers!($tree: A.0, B.1, C.2, D.3, E.4);
+        $crate::value::containers!($tree: A.0, B.1, C.2, D.3, E.4, F.5);
+        $crate::value::containers!($tree: A.0, B.1, C.2, D.3, E.4, F.5, G.6);
+        $crate::value::containers!($tree: A.0, B.1, C.2, D.3, E.4, F.5, G.6, H.7);
+    };
+    ($tree:ident: $($t:ident . $i:tt),+) => {
+        impl<$($t: Into<$tree>),+> From<($($t,)+)> for $tree {
             fn from(tuple: ($($t,)+)) -> Self {
                 Self::Tuple(vec![$(tuple.$i.into()),+])
             }
@@ -58,11 +68,6 @@ macro_rules! tuple {
     };
 }
 
-tuple!(A.0);
-tuple!(A.0, B.1);
-tuple!(A.0, B.1, C.2);
-tuple!(A.0, B.1, C.2, D.3);
-tuple!(A.0, B.1, C.2, D.3, E.4);
-tuple!(A.0, B.1, C.2, D.3, E.4, F.5);
-tuple!(A.0, B.1, C.2, D.3, E.4, F.5, G.6);
-tuple!(A.0, B.1, C.2, D.3, E.4, F.5, G.6, H.7);
+pub(crate) use containers;
+
+containers!(Value);

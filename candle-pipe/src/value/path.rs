@@ -1,5 +1,24 @@
 //! Where in a tree of values something is.
+use std::collections::BTreeMap;
 use std::fmt;
+
+/// One step down a tree.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Step<'a> {
+    Index(usize),
+    Key(&'a str),
+}
+
+/// What a container holds, each with the step that leads there.
+pub(crate) type Children<'a, T> = Vec<(Step<'a>, &'a T)>;
+
+pub(crate) fn items<T>(items: &[T]) -> Children<'_, T> {
+    items.iter().enumerate().map(|(i, item)| (Step::Index(i), item)).collect()
+}
+
+pub(crate) fn entries<T>(map: &BTreeMap<String, T>) -> Children<'_, T> {
+    map.iter().map(|(key, value)| (Step::Key(key), value)).collect()
+}
 
 /// The place of a value in a tree, for messages: `args[1].mask[0]`.
 ///
@@ -30,6 +49,13 @@ impl Path {
     pub fn key(&self, key: &str) -> Self {
         let is_name = !key.is_empty() && key.chars().all(|c| c.is_alphanumeric() || c == '_');
         Self(if is_name { format!("{self}.{key}") } else { format!("{self}[{key:?}]") })
+    }
+
+    pub(crate) fn step(&self, step: Step<'_>) -> Self {
+        match step {
+            Step::Index(index) => self.index(index),
+            Step::Key(key) => self.key(key),
+        }
     }
 }
 

@@ -1,4 +1,5 @@
 //! Trees of values, walked and rebuilt.
+use super::path::{Children, entries, items};
 use super::{Path, Value};
 use candle_core::Tensor;
 use candle_dist::TensorTree;
@@ -15,12 +16,9 @@ impl Value {
     /// assert_eq!(listed, ["args[0] = 1", "args[1][0] = true"]);
     /// ```
     pub fn leaves(&self, root: &Path) -> Vec<(Path, &Self)> {
-        match self {
-            Self::List(items) | Self::Tuple(items) => {
-                items.iter().enumerate().flat_map(|(i, item)| item.leaves(&root.index(i))).collect()
-            }
-            Self::Map(map) => map.iter().flat_map(|(key, value)| value.leaves(&root.key(key))).collect(),
-            leaf => vec![(root.clone(), leaf)],
+        match self.children() {
+            Some(children) => children.iter().flat_map(|(step, child)| child.leaves(&root.step(*step))).collect(),
+            None => vec![(root.clone(), self)],
         }
     }
 
@@ -30,23 +28,34 @@ impl Value {
     /// use candle_pipe::{Path, Result, Value};
     ///
     /// let value = Value::from((1, vec![2, 3]));
-    /// let doubled = value.map_leaves(&Path::new("args"), &mut |_, leaf| -> Result<Value> { Ok((2 * leaf.int()?).into()) })?;
+    /// let mut double = |_: &Path, leaf: &Value| -> Result<Value> { Ok((2 * leaf.int()?).into()) };
+    /// let doubled = value.map_leaves(&Path::new("args"), &mut double)?;
     /// assert_eq!(doubled.to_string(), "(2, [4, 6])");
     /// # Ok::<(), candle_pipe::Error>(())
     /// ```
     pub fn map_leaves<E>(&self, root: &Path, f: &mut dyn FnMut(&Path, &Self) -> Result<Self, E>) -> Result<Self, E> {
-        let mut all = |items: &[Self]| -> Result<Vec<Self>, E> {
-            items.iter().enumerate().map(|(i, item)| item.map_leaves(&root.index(i), f)).collect()
-        };
-        Ok(match self {
-            Self::List(items) => Self::List(all(items)?),
-            Self::Tuple(items) => Self::Tuple(all(items)?),
-            Self::Map(map) => {
-                let made = map.iter().map(|(key, value)| Ok((key.clone(), value.map_leaves(&root.key(key), f)?)));
-                Self::Map(made.collect::<Result<_, E>>()?)
-            }
-            leaf => f(root, leaf)?,
-        })
+        let Some(children) = self.children() else { return f(root, self) };
+        let made = children.iter().map(|(step, child)| child.map_leaves(&root.step(*step), f));
+        Ok(self.with_children(made.collect::<Result<_, E>>()?))
+    }
+
+    /// What this container holds; none for a leaf.
+    pub(crate) fn children(&self) -> Option<Children<'_, Self>> {
+        match self {
+            Self::List(list) | Self::Tuple(list) => Some(items(list)),
+            Self::Map(map) => Some(entries(map)),
+            _ => None,
+        }
+    }
+
+    /// This container holding others instead, in the order of its children.
+    pub(crate) fn with_children(&self, children: Vec<Self>) -> Self {
+        match self {
+            Self::List(_) => Self::List(children),
+            Self::Tuple(_) => Self::Tuple(children),
+            Self::Map(map) => Self::Map(map.keys().cloned().zip(children).collect()),
+            leaf => leaf.clone(),
+        }
     }
 }
 

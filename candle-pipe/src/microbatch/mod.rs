@@ -1,0 +1,45 @@
+//! Batches cut into microbatches, and what comes out of them joined again.
+//!
+//! | to | there is |
+//! |---|---|
+//! | cut arguments | [`split_args_kwargs_into_chunks`], [`Splitter`] with options, giving [`Microbatches`] |
+//! | join outputs | [`merge_chunks`], [`Microbatches::merge`] where rows count |
+//! | say how | a tree of [`ChunkSpec`]: [`TensorChunkSpec`], [`Replicate`], [`CustomReducer`], [`LossReducer`] |
+//!
+//! ```
+//! use candle_core::{DType, Device, Tensor};
+//! use candle_pipe::microbatch::{ChunkSpec, LossReducer, TensorChunkSpec, split_args_kwargs_into_chunks};
+//! use candle_pipe::{Kwargs, Value};
+//!
+//! let x = Tensor::arange(0f32, 10., &Device::Cpu)?.reshape((10, 1))?;
+//! let kwargs = Kwargs::from([("scale".into(), 2.0.into())]);
+//! let batch = split_args_kwargs_into_chunks(&[x.into()], &kwargs, 4, None, None)?;
+//! assert_eq!((batch.rows(), batch.weights()), ([3, 3, 2, 2].as_slice(), vec![0.3, 0.3, 0.2, 0.2]));
+//!
+//! let outputs = batch.iter().map(|(args, kwargs)| -> candle_pipe::Result<Value> {
+//!     let y = (args[0].tensor()? * kwargs["scale"].float()?)?;
+//!     Ok((&y, y.mean_all()?).into())
+//! });
+//! let spec = ChunkSpec::from((TensorChunkSpec(0), LossReducer::mean_reducer()));
+//! let whole = batch.merge(&outputs.collect::<Result<Vec<_>, _>>()?, Some(&spec))?;
+//! assert_eq!(whole.at(0)?.tensor()?.dims(), [10, 1]);
+//! assert_eq!(whole.at(1)?.tensor()?.to_scalar::<f32>()?, 9.0); // of all rows, though the chunks are uneven
+//! # Ok::<(), candle_pipe::Error>(())
+//! ```
+mod batch;
+mod merge;
+mod plan;
+mod reduce;
+mod sizes;
+mod spec;
+mod split;
+
+pub use batch::Microbatches;
+pub use merge::merge_chunks;
+pub use reduce::{CustomReducer, LossReducer};
+pub use sizes::microbatch_sizes;
+pub use spec::{ChunkSpec, KwargsSpec, Replicate, TensorChunkSpec};
+pub use split::{Splitter, split_args_kwargs_into_chunks};
+
+/// The dim along which tensors are cut and joined where no spec is given.
+pub const DEFAULT_CHUNK_DIM: i64 = 0;

@@ -1,0 +1,154 @@
+//! Which dim every tensor is cut along, found and checked before anything is cut.
+use super::sizes::chunk_range;
+use super::{ChunkSpec, KwargsSpec, TensorChunkSpec};
+use crate::value::{Children, entries, items};
+use crate::{Error, Kwargs, Path, Result, Value};
+use candle_core::Tensor;
+
+/// How one tensor is cut.
+#[derive(Debug)]
+pub(super) struct Cut {
+    path: Path,
+    dim: usize,
+    /// The size of the dim: how many chunks there can be at most.
+    pub(super) rows: usize,
+}
+
+/// How the tensors are cut, in the tree's order; none for one that all chunks have whole.
+#[derive(Debug, Default)]
+pub(super) struct Plan(Vec<Option<Cut>>);
+
+impl Plan {
+    pub(super) fn new(
+        args: &[Value],
+        kwargs: &Kwargs,
+        args_spec: Option<&[ChunkSpec]>,
+        kwargs_spec: Option<&KwargsSpec>,
+    ) -> Result<Self> {
+        let mut plan = Self::default();
+        plan.all(&Path::new("args"), &items(args), args_spec.map(items), &ChunkSpec::DEFAULT)?;
+        plan.all(&Path::new("kwargs"), &entries(kwargs), kwargs_spec.map(entries), &ChunkSpec::DEFAULT)?;
+        Ok(plan)
+    }
+
+    /// The tensors that are cut.
+    pub(super) fn cuts(&self) -> impl Iterator<Item = &Cut> {
+        self.0.iter().flatten()
+    }
+
+    /// Every tensor, in the tree's order.
+    pub(super) fn tensors(&self) -> impl Iterator<Item = Option<&Cut>> {
+        self.0.iter().map(Option::as_ref)
+    }
+
+    /// An error naming the first two tensors that disagree in the size of the batch.
+    pub(super) fn check_one_batch_size(&self) -> Result<()> {
+        let mut cuts = self.cuts();
+        let Some(first) = cuts.next() else { return Ok(()) };
+        match cuts.find(|cut| cut.rows != first.rows) {
+            None => Ok(()),
+            Some(other) => Err(Error::Microbatches(format!(
+                "{} has {} rows along dim {}, {} has {} along dim {}; give both the same batch size, Replicate one of \
+                 them, or allow it with Splitter::unequal_batches",
+                first.path, first.rows, first.dim, other.path, other.rows, other.dim
+            ))),
+        }
+    }
+
+    /// What a container holds: each under its own spec, or all under the container's.
+    fn all(
+        &mut self,
+        path: &Path,
+        values: &Children<'_, Value>,
+        specs: Option<Children<'_, ChunkSpec>>,
+        container: &ChunkSpec,
+    ) -> Result<()> {
+        if let Some(specs) = &specs {
+            check_steps(path, values, specs)?;
+        }
+        for (k, (step, value)) in values.iter().enumerate() {
+            let (spec, covered) = specs.as_ref().map_or((container, true), |specs| (specs[k].1, false));
+            self.one(&path.step(*step), value, spec, covered)?;
+        }
+        Ok(())
+    }
+
+    /// `covered`: the spec is that of a container around the value.
+    fn one(&mut self, path: &Path, value: &Value, spec: &ChunkSpec, covered: bool) -> Result<()> {
+        match (value.children(), spec.children()) {
+            (Some(values), specs) => self.all(path, &values, specs, spec),
+            (None, Some(_)) => Err(unlike(path, value, spec)),
+            (None, None) => self.leaf(path, value, spec, covered),
+        }
+    }
+
+    fn leaf(&mut self, path: &Path, value: &Value, spec: &ChunkSpec, covered: bool) -> Result<()> {
+        match (value, spec) {
+            (Value::Tensor(tensor), ChunkSpec::Split(split)) => {
+                let dim = dim_of(path, tensor, *split)?;
+                let rows = tensor.dims()[dim];
+                if rows == 0 {
+                    let reason = format!("{path}: {value} has no rows along dim {dim} to cut into chunks");
+                    return Err(Error::Microbatches(reason));
+                }
+                self.0.push(Some(Cut { path: path.clone(), dim, rows }));
+            }
+            (Value::Tensor(_), ChunkSpec::Replicate) => self.0.push(None),
+            (_, ChunkSpec::Replicate) => {}
+            (_, ChunkSpec::Split(_)) if covered => {}
+            (_, ChunkSpec::Split(_)) => {
+                let kind = value.kind();
+                return Err(Error::Microbatches(format!(
+                    "{path} is {kind} and cannot be cut by {spec}; use Replicate"
+                )));
+            }
+            _ => {
+                let reason = format!("{path}: {spec} joins outputs and cannot cut; use TensorChunkSpec or Replicate");
+                return Err(Error::Microbatches(reason));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Cut {
+    /// One of `chunks` pieces: a view of its rows, or if `masked` the whole tensor with zeros in all other rows.
+    pub(super) fn piece(&self, tensor: &Tensor, chunks: usize, chunk: usize, masked: bool) -> Result<Tensor> {
+        let rows = chunk_range(self.rows, chunks, chunk);
+        let piece = tensor.narrow(self.dim, rows.start, rows.len())?;
+        Ok(if masked { piece.pad_with_zeros(self.dim, rows.start, self.rows - rows.end)? } else { piece })
+    }
+}
+
+/// The dim that a spec names in a tensor, or an error with the path.
+pub(super) fn dim_of(path: &Path, tensor: &Tensor, spec: TensorChunkSpec) -> Result<usize> {
+    spec.resolve(tensor.rank()).ok_or_else(|| {
+        let value = Value::from(tensor);
+        Error::Microbatches(match tensor.rank() {
+            0 => {
+                format!("{path}: {value} has no dims, so {spec} does not fit; use Replicate, or a reducer for outputs")
+            }
+            rank => format!("{path}: {spec} is outside {value}, whose dims are -{rank} to {}", rank - 1),
+        })
+    })
+}
+
+/// An error unless there is a spec for each value and a value for each spec.
+pub(super) fn check_steps(path: &Path, values: &Children<'_, Value>, specs: &Children<'_, ChunkSpec>) -> Result<()> {
+    if let Some((step, _)) = values.iter().find(|(step, _)| specs.iter().all(|(other, _)| other != step)) {
+        let path = path.step(*step);
+        return Err(Error::Microbatches(format!("{path} has no chunk spec; give it one, or Replicate")));
+    }
+    match specs.iter().find(|(step, _)| values.iter().all(|(other, _)| other != step)) {
+        Some((step, spec)) => {
+            let path = path.step(*step);
+            Err(Error::Microbatches(format!("there is a chunk spec {spec} for {path}, but no such value")))
+        }
+        None => Ok(()),
+    }
+}
+
+/// The error for a leaf whose spec is a container.
+pub(super) fn unlike(path: &Path, value: &Value, spec: &ChunkSpec) -> Error {
+    Error::Microbatches(format!("{path} is {}, but its chunk spec is {spec}; give one spec", value.kind()))
+}

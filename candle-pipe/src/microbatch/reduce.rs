@@ -1,0 +1,148 @@
+//! Many values made one, where chunks are joined.
+use crate::{Error, Path, Result, Value};
+use std::fmt;
+use std::sync::Arc;
+
+/// What a reducer does with the value so far and that of the next chunk.
+type Fold = dyn Fn(Value, &Value) -> Result<Value> + Send + Sync;
+
+/// Folds what the chunks gave, in their order, from a first value.
+///
+/// ```
+/// use candle_pipe::Value;
+/// use candle_pipe::microbatch::{ChunkSpec, CustomReducer, merge_chunks};
+///
+/// let largest = CustomReducer::new(i64::MIN, |a, b| Ok(a.int()?.max(b.int()?).into()));
+/// let chunks = [4, 7, 5].map(Value::from);
+/// assert_eq!(merge_chunks(&chunks, Some(&largest.into()))?.int()?, 7);
+/// # Ok::<(), candle_pipe::Error>(())
+/// ```
+#[derive(Clone)]
+pub struct CustomReducer {
+    init: Value,
+    fold: Arc<Fold>,
+}
+
+impl CustomReducer {
+    /// A reducer that starts from `init` and makes `fold(value so far, value of the chunk)` for each chunk.
+    ///
+    /// The chunk's value is all that stands in the spec's place, which may be a container.
+    pub fn new(init: impl Into<Value>, fold: impl Fn(Value, &Value) -> Result<Value> + Send + Sync + 'static) -> Self {
+        Self { init: init.into(), fold: Arc::new(fold) }
+    }
+
+    pub(super) fn reduce(&self, chunks: &[&Value]) -> Result<Value> {
+        chunks.iter().try_fold(self.init.clone(), |so_far, chunk| (self.fold)(so_far, chunk))
+    }
+}
+
+/// Makes the batch's loss from those of its chunks, and marks which output is the loss.
+///
+/// ```
+/// use candle_pipe::Value;
+/// use candle_pipe::microbatch::{LossReducer, merge_chunks};
+///
+/// let losses = [0.5, 0.25].map(Value::from);
+/// assert_eq!(merge_chunks(&losses, Some(&LossReducer::sum_reducer().into()))?.float()?, 0.75);
+/// # Ok::<(), candle_pipe::Error>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct LossReducer(Kind);
+
+#[derive(Debug, Clone)]
+enum Kind {
+    Sum,
+    Mean,
+    Custom(CustomReducer),
+}
+
+impl LossReducer {
+    /// For losses that are sums: they are added. Tensors of one element, or floats.
+    pub const fn sum_reducer() -> Self {
+        Self(Kind::Sum)
+    }
+
+    /// For losses that are means over rows: weighted by the chunks' rows, so that the mean is over all rows of the
+    /// batch, also if chunks are uneven. Tensors of one element, or floats.
+    ///
+    /// The rows are known to [`Microbatches::merge`](super::Microbatches::merge);
+    /// [`merge_chunks`](super::merge_chunks) refuses it.
+    pub const fn mean_reducer() -> Self {
+        Self(Kind::Mean)
+    }
+
+    /// For other losses: as a [`CustomReducer`].
+    pub const fn custom(reducer: CustomReducer) -> Self {
+        Self(Kind::Custom(reducer))
+    }
+
+    /// One loss of several; `weights` are the chunks' shares of the rows, if those are known.
+    pub(super) fn reduce(&self, path: &Path, chunks: &[&Value], weights: Option<&[f64]>) -> Result<Value> {
+        let weights = match (&self.0, weights) {
+            (Kind::Custom(reducer), _) => return reducer.reduce(chunks),
+            (Kind::Sum, _) => None,
+            (Kind::Mean, Some(weights)) => Some(weights),
+            (Kind::Mean, None) => {
+                return Err(Error::Microbatches(format!(
+                    "{path}: a mean of losses is weighted by the chunks' rows, which are not known here; join with \
+                     Microbatches::merge, and not in masked mode, where losses are of more rows than the chunk's"
+                )));
+            }
+        };
+        check_losses(path, chunks)?;
+        let weighted = chunks.iter().enumerate().map(|(chunk, loss)| match weights {
+            Some(weights) => times(loss, weights[chunk]),
+            None => Ok((*loss).clone()),
+        });
+        let sum = weighted.reduce(|sum, loss| plus(&sum?, &loss?));
+        sum.unwrap_or(Ok(Value::None))
+    }
+}
+
+/// Losses are floating numbers, all of one form.
+fn check_losses(path: &Path, chunks: &[&Value]) -> Result<()> {
+    for (chunk, loss) in chunks.iter().enumerate() {
+        let fault = match (loss, chunks[0]) {
+            (Value::Tensor(t), _) if t.elem_count() != 1 => "which is not one number; TensorChunkSpec(0) joins rows",
+            (Value::Tensor(t), _) if !t.dtype().is_float() => "which is not floating",
+            (Value::Tensor(t), Value::Tensor(first)) if t.dtype() == first.dtype() && t.dims() == first.dims() => {
+                continue;
+            }
+            (Value::Float(_), Value::Float(_)) => continue,
+            (Value::Tensor(_) | Value::Float(_), _) => "unlike chunk 0's",
+            _ => "which is neither a tensor nor a float",
+        };
+        return Err(Error::Microbatches(format!("{path}: the loss of chunk {chunk} is {loss}, {fault}")));
+    }
+    Ok(())
+}
+
+fn times(loss: &Value, weight: f64) -> Result<Value> {
+    Ok(match loss {
+        Value::Tensor(loss) => loss.affine(weight, 0.0)?.into(),
+        loss => (loss.float()? * weight).into(),
+    })
+}
+
+fn plus(sum: &Value, loss: &Value) -> Result<Value> {
+    Ok(match sum {
+        Value::Tensor(sum) => (sum + loss.tensor()?)?.into(),
+        sum => (sum.float()? + loss.float()?).into(),
+    })
+}
+
+impl fmt::Debug for CustomReducer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CustomReducer").field("init", &self.init).finish_non_exhaustive()
+    }
+}
+
+impl fmt::Display for LossReducer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self.0 {
+            Kind::Sum => "LossReducer(sum)",
+            Kind::Mean => "LossReducer(mean)",
+            Kind::Custom(_) => "LossReducer(custom)",
+        })
+    }
+}

@@ -1,0 +1,178 @@
+//! How values are cut and joined.
+use super::{CustomReducer, DEFAULT_CHUNK_DIM, LossReducer};
+use crate::value::{Children, containers, entries, items};
+use crate::{Error, Path, Result, Value};
+use itertools::Itertools;
+use std::collections::BTreeMap;
+use std::fmt;
+
+/// Cuts a tensor into chunks along a dim, and joins them along it; negative dims count from the end.
+///
+/// ```
+/// use candle_pipe::microbatch::TensorChunkSpec;
+///
+/// assert_eq!(TensorChunkSpec(-1).to_string(), "TensorChunkSpec(-1)");
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct TensorChunkSpec(pub i64);
+
+/// How a value is cut into microbatches, or joined from what they gave: one spec for each value, in the same structure.
+///
+/// A spec in the place of a container holds for all that is in it; there, a [`TensorChunkSpec`] cuts the tensors and
+/// gives the plain values to every chunk. Specs are made by `into()` from those of leaves and from tuples, vectors,
+/// arrays and maps of them.
+///
+/// ```
+/// use candle_pipe::microbatch::{ChunkSpec, LossReducer, Replicate, TensorChunkSpec};
+///
+/// let spec = ChunkSpec::from((TensorChunkSpec(0), [Replicate, Replicate], LossReducer::sum_reducer()));
+/// assert_eq!(spec.to_string(), "(TensorChunkSpec(0), [Replicate, Replicate], LossReducer(sum))");
+/// ```
+#[derive(Debug, Clone)]
+pub enum ChunkSpec {
+    /// Tensors are cut and joined along a dim.
+    Split(TensorChunkSpec),
+    /// Every chunk has the same, and must still have the same where chunks are joined.
+    Replicate,
+    /// What the chunks gave is folded; only for joining.
+    Reduce(CustomReducer),
+    /// The chunks' losses become that of the batch; only for joining.
+    Loss(LossReducer),
+    /// One spec for each value of a list or tuple.
+    List(Vec<ChunkSpec>),
+    /// One spec for each value of a tuple or list.
+    Tuple(Vec<ChunkSpec>),
+    /// One spec for each name of a map.
+    Map(KwargsSpec),
+}
+
+pub use ChunkSpec::Replicate;
+
+/// One spec for each argument by name.
+pub type KwargsSpec = BTreeMap<String, ChunkSpec>;
+
+containers!(ChunkSpec);
+
+impl TensorChunkSpec {
+    /// Specs of positional arguments from dims, nested as the arguments are.
+    ///
+    /// # Errors
+    /// [`Error::Microbatches`] if something in it is no whole number.
+    ///
+    /// ```
+    /// use candle_pipe::microbatch::{ChunkSpec, TensorChunkSpec};
+    ///
+    /// let specs = TensorChunkSpec::from_tuple((0, (1, 2), [0]))?;
+    /// let text = "[TensorChunkSpec(0), (TensorChunkSpec(1), TensorChunkSpec(2)), [TensorChunkSpec(0)]]";
+    /// assert_eq!(ChunkSpec::List(specs).to_string(), text);
+    /// # Ok::<(), candle_pipe::Error>(())
+    /// ```
+    pub fn from_tuple(dims: impl Into<Value>) -> Result<Vec<ChunkSpec>> {
+        match of_dims(&Path::new("from_tuple"), &dims.into())? {
+            ChunkSpec::List(specs) | ChunkSpec::Tuple(specs) => Ok(specs),
+            other => Err(Error::Microbatches(format!("from_tuple wants a tuple of dims, not {other}"))),
+        }
+    }
+
+    /// Specs of arguments by name from dims, nested as the arguments are.
+    ///
+    /// # Errors
+    /// [`Error::Microbatches`] if something in it is no whole number.
+    ///
+    /// ```
+    /// use candle_pipe::microbatch::TensorChunkSpec;
+    /// use std::collections::BTreeMap;
+    ///
+    /// let specs = TensorChunkSpec::from_dict(BTreeMap::from([("ids", 0), ("mask", 1)]))?;
+    /// assert_eq!(specs["mask"].to_string(), "TensorChunkSpec(1)");
+    /// # Ok::<(), candle_pipe::Error>(())
+    /// ```
+    pub fn from_dict(dims: impl Into<Value>) -> Result<KwargsSpec> {
+        match of_dims(&Path::new("from_dict"), &dims.into())? {
+            ChunkSpec::Map(specs) => Ok(specs),
+            other => Err(Error::Microbatches(format!("from_dict wants a map of dims, not {other}"))),
+        }
+    }
+
+    /// The dim counted from the front, for a tensor of so many dims; none if it has no such dim.
+    pub(super) fn resolve(self, rank: usize) -> Option<usize> {
+        let dim = if self.0 < 0 { i64::try_from(rank).ok()?.checked_add(self.0)? } else { self.0 };
+        usize::try_from(dim).ok().filter(|&dim| dim < rank)
+    }
+}
+
+fn of_dims(path: &Path, dims: &Value) -> Result<ChunkSpec> {
+    Ok(match dims {
+        Value::Int(dim) => TensorChunkSpec(*dim).into(),
+        Value::List(list) | Value::Tuple(list) => {
+            let specs =
+                list.iter().enumerate().map(|(i, dims)| of_dims(&path.index(i), dims)).collect::<Result<_>>()?;
+            if matches!(dims, Value::List(_)) { ChunkSpec::List(specs) } else { ChunkSpec::Tuple(specs) }
+        }
+        Value::Map(map) => {
+            let specs = map.iter().map(|(key, dims)| Ok((key.clone(), of_dims(&path.key(key), dims)?)));
+            ChunkSpec::Map(specs.collect::<Result<_>>()?)
+        }
+        other => {
+            return Err(Error::Microbatches(format!("{path}: dims are whole numbers, this is {}", other.kind())));
+        }
+    })
+}
+
+impl ChunkSpec {
+    /// What holds where no spec is given.
+    pub(super) const DEFAULT: Self = Self::Split(TensorChunkSpec(DEFAULT_CHUNK_DIM));
+
+    /// The specs in this container; none for that of a leaf.
+    pub(super) fn children(&self) -> Option<Children<'_, Self>> {
+        match self {
+            Self::List(specs) | Self::Tuple(specs) => Some(items(specs)),
+            Self::Map(specs) => Some(entries(specs)),
+            _ => None,
+        }
+    }
+}
+
+impl From<TensorChunkSpec> for ChunkSpec {
+    fn from(spec: TensorChunkSpec) -> Self {
+        Self::Split(spec)
+    }
+}
+
+impl From<CustomReducer> for ChunkSpec {
+    fn from(reducer: CustomReducer) -> Self {
+        Self::Reduce(reducer)
+    }
+}
+
+impl From<LossReducer> for ChunkSpec {
+    fn from(reducer: LossReducer) -> Self {
+        Self::Loss(reducer)
+    }
+}
+
+impl fmt::Display for TensorChunkSpec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "TensorChunkSpec({})", self.0)
+    }
+}
+
+impl fmt::Display for ChunkSpec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Split(spec) => write!(f, "{spec}"),
+            Self::Replicate => f.write_str("Replicate"),
+            Self::Reduce(_) => f.write_str("CustomReducer"),
+            Self::Loss(reducer) => write!(f, "{reducer}"),
+            Self::List(specs) => write!(f, "[{}]", specs.iter().format(", ")),
+            Self::Tuple(specs) => match specs.as_slice() {
+                [only] => write!(f, "({only},)"),
+                specs => write!(f, "({})", specs.iter().format(", ")),
+            },
+            Self::Map(specs) => {
+                let entries = specs.iter().format_with(", ", |(key, spec), f| f(&format_args!("{key}: {spec}")));
+                write!(f, "{{{entries}}}")
+            }
+        }
+    }
+}
