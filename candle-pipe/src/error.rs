@@ -1,4 +1,5 @@
 //! What can go wrong, decided from what every rank knows, so that all ranks fail alike.
+use crate::schedule::{Action, Compute, Pass};
 use std::sync::Arc;
 
 /// The result of everything in this crate.
@@ -26,9 +27,55 @@ pub enum Error {
     /// A model that is no pipeline, or is cut where it cannot be.
     #[error("pipe: {0}")]
     Pipe(String),
+    /// A node of a model failed.
+    #[error("node {node:?}: {error}")]
+    Node {
+        /// The node's full name.
+        node: String,
+        /// What went wrong in it.
+        error: Box<Error>,
+    },
+    /// What a rank was told to do failed.
+    #[error("rank {rank}: {action}: {error}")]
+    Action {
+        /// The rank of the world.
+        rank: usize,
+        /// The action, with stage and microbatch.
+        action: String,
+        /// What went wrong in it.
+        error: Box<Error>,
+    },
     /// A schedule that does not fit, or is none.
     #[error("schedule: {0}")]
     Schedule(String),
+}
+
+impl Error {
+    /// The error with the rank and the action that it arose in; failures of communication name theirs already.
+    pub(crate) fn in_action(self, rank: usize, action: &Action) -> Self {
+        let what = action.computes().iter().map(|compute| {
+            let Compute { stage, pass, microbatch } = compute;
+            let pass = match pass {
+                Pass::Forward => "forward",
+                Pass::Backward => "backward",
+                Pass::Input => "backward for inputs",
+                Pass::Weight => "backward for weights",
+            };
+            format!(" (stage {stage}, {pass} of microbatch {microbatch})")
+        });
+        match self {
+            Self::Dist(error) => Self::Dist(error),
+            error => Self::Action { rank, action: format!("{action}{}", what.collect::<String>()), error: Box::new(error) },
+        }
+    }
+
+    /// The error with the name of the node that it arose in; failures of communication stay what they are.
+    pub(crate) fn at_node(self, node: &str) -> Self {
+        match self {
+            Self::Dist(error) => Self::Dist(error),
+            error => Self::Node { node: node.to_owned(), error: Box::new(error) },
+        }
+    }
 }
 
 impl From<candle_core::Error> for Error {

@@ -348,7 +348,7 @@ impl DTensor {
             .map(|axis| self.mesh().shape()[axis])
             .product();
         let local = if shares > 1 { self.local.affine(1.0 / shares as f64, 0.0)? } else { self.local.clone() };
-        crate::nn::checkpoint::backward(&local)
+        crate::nn::backward(&local)
     }
 
     /// Refuses whole numbers, from the dtype alone: ranks without elements must refuse them too.

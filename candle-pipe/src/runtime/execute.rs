@@ -5,7 +5,7 @@ use super::{Batch, Runtime};
 use crate::graph::{Ctx, StageDef, ValueId};
 use crate::schedule::{Action, Compute, Flow, Message, Pass, Program, Span};
 use crate::tape::{Activation, Gradient, Tape, WeightTape};
-use crate::{Error, Result, Value};
+use crate::{Error, Result, StepOptions, Value};
 use candle_core::backprop::GradStore;
 use itertools::Itertools;
 use std::collections::{BTreeMap, HashMap};
@@ -41,8 +41,9 @@ pub(super) struct Made {
 pub(super) struct Execution<'a> {
     runtime: &'a Runtime,
     program: &'a Program,
-    batch: &'a Batch,
-    training: bool,
+    batch: &'a Batch<'a>,
+    /// Whether there are backward passes.
+    backward: bool,
     post: Post<'a>,
     reductions: Reductions<'a>,
     held: HashMap<At, Held>,
@@ -54,12 +55,12 @@ pub(super) struct Execution<'a> {
 }
 
 impl<'a> Execution<'a> {
-    pub(super) fn new(runtime: &'a Runtime, program: &'a Program, batch: &'a Batch, training: bool) -> Self {
+    pub(super) fn new(runtime: &'a Runtime, program: &'a Program, batch: &'a Batch<'a>, backward: bool) -> Self {
         Self {
             runtime,
             program,
             batch,
-            training,
+            backward,
             post: Post::new(&runtime.group),
             reductions: Reductions::new(runtime),
             held: HashMap::new(),
@@ -123,10 +124,11 @@ impl<'a> Execution<'a> {
             }),
         };
         let inputs: Vec<Activation> = def.inputs.iter().map(take).collect::<Result<_>>()?;
-        let rows = self.batch.rows(microbatch);
-        let ctx = Ctx { microbatch, rows, step: self.runtime.steps, training: self.training, ..module.ctx(0) };
-        let outputs = if self.training {
-            let (outputs, tape) = module.forward(inputs, &ctx, self.runtime.keep)?;
+        let rows = self.batch.rows[microbatch].clone();
+        let StepOptions { step, training, keep, .. } = *self.batch.options;
+        let ctx = Ctx { microbatch, rows, step, training, ..module.ctx(0) };
+        let outputs = if self.backward {
+            let (outputs, tape) = module.forward(inputs, &ctx, keep)?;
             self.held.entry((stage, microbatch)).or_default().tape = Some(tape);
             self.open += 1;
             self.made.peak = self.made.peak.max(self.open);
@@ -182,7 +184,7 @@ impl<'a> Execution<'a> {
             // In the order of the stages, whenever they came.
             let mut sum = Gradient::sum(found.get(&output.value).into_iter().flat_map(BTreeMap::values))?;
             if let Some(loss) = loss.as_ref().filter(|_| module.loss_output() == Some(place)) {
-                sum = Gradient::sum([&sum, &Gradient::of_loss(loss, self.runtime.weight(self.batch, microbatch))?])?;
+                sum = Gradient::sum([&sum, &Gradient::of_loss(loss, self.batch.weights[microbatch])?])?;
             }
             gradients.push(sum);
         }

@@ -9,17 +9,16 @@ mod post;
 mod reduce;
 mod wire;
 
-use crate::graph::{Inputs, Pipe, PipeInfo, Reduction, Scope, Share, Signature, ValueId};
-use crate::microbatch::{ChunkSpec, Microbatches, Splitter};
+use crate::graph::{Inputs, Pipe, PipeInfo, Scope, Share, Signature, ValueId};
+use crate::microbatch::Microbatches;
 use crate::schedule::{Edges, Lowering, Program, Schedule, Span};
-use crate::tape::{Keep, StageModule};
-use crate::{Error, Kwargs, Result, Value};
-use candle_core::backprop::GradStore;
+use crate::tape::StageModule;
+use crate::{Error, Result, Step, StepOptions, Value};
 use candle_core::{Device, Tensor};
 use candle_dist::ProcessGroup;
 use execute::{Execution, Made};
 use itertools::Itertools;
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, HashSet};
 use std::ops::Range;
 
 /// This rank's stages of a pipe, ready to train and to evaluate.
@@ -28,15 +27,28 @@ use std::ops::Range;
 /// use candle_core::{DType, Device, Tensor};
 /// use candle_dist::World;
 /// use candle_nn::{VarBuilder, VarMap};
-/// use candle_pipe::graph::{In, PipeBuilder, SplitSpec};
+/// use candle_pipe::microbatch::split_args_kwargs_into_chunks;
 /// use candle_pipe::schedule::ScheduleKind;
-/// use candle_pipe::{Kwargs, Result, Runtime};
-/// # fn main() -> Result<(), candle_dist::WorldError> {
+/// use candle_pipe::{EqualCount, In, Kwargs, PipeBuilder, Reduction, Result, Runtime, StepOptions, nn};
+///
 /// let losses = World::local(2).run(|ctx| -> Result<Option<f32>> {
-///     # todo!()
+///     let mut g = PipeBuilder::<VarBuilder<'static>>::new();
+///     let (x, target) = (g.input("x", In::Arg), g.input("target", In::Arg));
+///     let h = g.module("up", |vb| Ok(nn::linear(1, 4, vb.clone())?), [x]);
+///     let y = g.module("down", |vb| Ok(nn::linear(4, 1, vb.clone())?), [h]);
+///     g.loss_fn(|xs, _| Ok(candle_nn::loss::mse(xs[0].tensor()?, xs[1].tensor()?)?), [y, target], Reduction::Mean);
+///     let pipe = g.finish(EqualCount(2))?;
+///
+///     let schedule = ScheduleKind::OneFOneB.schedule(2, 3, 1)?; // 2 ranks, 3 microbatches, 1 stage a rank
+///     let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
+///     let runtime = Runtime::new(&pipe, &schedule, ctx.group(), &vb, &Device::Cpu)?;
+///     let x = Tensor::ones((7, 1), DType::F32, &Device::Cpu)?;
+///     let batch = split_args_kwargs_into_chunks(&[(&x).into(), (&x).into()], &Kwargs::new(), 3, None, None)?;
+///     let made = runtime.forward_backward(&batch, &StepOptions::default())?.step;
+///     Ok(made.loss().ok().map(|loss| loss.to_scalar::<f32>()).transpose()?)
 /// })?;
-/// # Ok(())
-/// # }
+/// assert!(losses[0].is_none() && losses[1].is_some()); // rank 1 has the last stage
+/// # Ok::<(), candle_dist::WorldError>(())
 /// ```
 pub struct Runtime {
     info: PipeInfo,
@@ -51,9 +63,6 @@ pub struct Runtime {
     parameters: HashSet<usize>,
     /// The values that the caller gets.
     results: HashSet<ValueId>,
-    splitter: Splitter,
-    keep: Keep,
-    steps: u64,
 }
 
 /// A replicated parameter on the ranks that have copies of it.
@@ -66,41 +75,35 @@ struct Shared {
 
 /// What a step gives on one rank.
 #[derive(Debug, Default)]
-pub struct Step {
-    /// The loss of the batch, on the rank of the stage that makes it.
-    pub loss: Option<Tensor>,
-    /// The model's outputs by name, on the ranks of the stages that make them.
-    pub outputs: BTreeMap<String, Value>,
-    /// The gradients of this rank's parameters; none after an evaluation.
-    pub grads: GradStore,
-    /// What this rank computed, in seconds since the step began.
+pub struct RankStep {
+    /// Losses and outputs on the ranks of the stages that make them, and the gradients of this rank's parameters.
+    pub step: Step,
+    /// What this rank computed, in seconds since its step began.
     pub spans: Vec<Span>,
     /// The most passes of stages over microbatches that were open at once: forward done, backward not yet.
     pub peak_activations: usize,
 }
 
-/// The inputs of every microbatch.
-struct Batch {
+/// The inputs, rows and weight of every microbatch, and how they are run.
+struct Batch<'a> {
     inputs: Vec<Inputs>,
     rows: Vec<Range<usize>>,
+    weights: Vec<f64>,
+    options: &'a StepOptions,
 }
 
-impl Batch {
-    fn new(signature: &Signature, cut: &Microbatches) -> Result<Self> {
-        let inputs = cut.iter().map(|(args, kwargs)| signature.bind(args, kwargs)).collect::<Result<_>>()?;
-        let ends = cut.rows().iter().scan(0, |end, rows| {
+impl<'a> Batch<'a> {
+    fn new(runtime: &Runtime, cut: &Microbatches, options: &'a StepOptions) -> Result<Self> {
+        let inputs = cut.iter().map(|(args, kwargs)| runtime.signature.bind(args, kwargs)).collect::<Result<_>>()?;
+        let ranges = cut.rows().iter().scan(0, |end, rows| {
             *end += rows;
             Some(*end - rows..*end)
         });
-        Ok(Self { inputs, rows: ends.collect() })
+        Ok(Self { inputs, rows: ranges.collect(), weights: options.weights(cut, runtime.info.graph.loss)?, options })
     }
 
     fn len(&self) -> usize {
         self.rows.len()
-    }
-
-    fn rows(&self, microbatch: usize) -> Range<usize> {
-        self.rows[microbatch].clone()
     }
 
     fn input(&self, microbatch: usize, value: ValueId) -> Result<Value> {
@@ -153,11 +156,8 @@ impl Runtime {
         Ok(Self {
             results: results.collect(),
             signature: pipe.signature().clone(),
-            splitter: Splitter::default(),
             group: group.clone(),
             replicas: None,
-            keep: Keep::default(),
-            steps: 0,
             info,
             stages,
             training,
@@ -173,16 +173,6 @@ impl Runtime {
         Self { replicas: Some(replicas.clone()), ..self }
     }
 
-    /// The same stages, which keep no more than `keep` says between the passes of a microbatch.
-    pub fn with_keep(self, keep: Keep) -> Self {
-        Self { keep, ..self }
-    }
-
-    /// The same stages, with batches cut so.
-    pub fn with_splitter(self, splitter: Splitter) -> Self {
-        Self { splitter, ..self }
-    }
-
     /// This rank's stages.
     pub fn stages(&self) -> impl Iterator<Item = &StageModule> {
         self.stages.values()
@@ -193,54 +183,44 @@ impl Runtime {
         &self.training
     }
 
-    /// Loss, outputs and gradients of a batch, the whole of which every rank gives.
+    /// One training step without the optimiser, of a batch the whole of which every rank gives.
     ///
     /// # Errors
-    /// If the batch cannot be cut into the schedule's microbatches; those of nodes and of communication, which name rank,
-    /// stage, microbatch and action. Then all ranks fail.
-    pub fn step(&mut self, args: &[Value], kwargs: &Kwargs) -> Result<Step> {
-        let step = self.run(args, kwargs, true)?;
-        self.steps += 1;
-        Ok(step)
-    }
-
-    /// Loss and outputs of a batch, without anything random and without gradients.
-    ///
-    /// # Errors
-    /// As [`step`](Self::step).
-    pub fn evaluate(&self, args: &[Value], kwargs: &Kwargs) -> Result<Step> {
-        self.run(args, kwargs, false)
-    }
-
-    fn run(&self, args: &[Value], kwargs: &Kwargs, training: bool) -> Result<Step> {
-        let program = if training { &self.training } else { &self.evaluation };
-        let microbatches = program.schedule().microbatches();
-        let cut = self.splitter.split(args, kwargs, microbatches)?;
-        if cut.len() != microbatches {
-            let reason = format!("{} rows are too few for the {microbatches} microbatches of the schedule", cut.len());
-            return Err(Error::Microbatches(reason));
+    /// If the batch is not cut into the schedule's microbatches; those of nodes, which name rank, stage, microbatch and
+    /// action, and of communication. Then all ranks fail.
+    pub fn forward_backward(&self, batch: &Microbatches, options: &StepOptions) -> Result<RankStep> {
+        if self.info.graph.loss.is_none() {
+            return Err(Error::Pipe("the model has no loss to differentiate; declare it with loss or loss_fn".into()));
         }
-        let batch = Batch::new(&self.signature, &cut)?;
-        let made = Execution::new(self, program, &batch, training).run()?;
-        self.finish(&batch, &cut, made)
+        self.run(&self.training, batch, options, true)
     }
 
-    /// Joins what the microbatches gave.
-    fn finish(&self, batch: &Batch, cut: &Microbatches, made: Made) -> Result<Step> {
-        let Made { results, grads, spans, peak } = made;
-        let all = |value: ValueId| results.iter().map(|made| made.get(&value).cloned()).collect::<Option<Vec<_>>>();
-        let mut outputs = BTreeMap::new();
-        for output in &self.info.graph.outputs {
-            if let Some(values) = all(output.value) {
-                outputs.insert(output.name.clone(), cut.merge(&values, None::<&ChunkSpec>)?);
+    /// The outputs and losses of all microbatches in evaluation mode, without gradients.
+    ///
+    /// # Errors
+    /// As [`forward_backward`](Self::forward_backward).
+    pub fn evaluate(&self, batch: &Microbatches) -> Result<RankStep> {
+        self.run(&self.evaluation, batch, &StepOptions { training: false, ..StepOptions::default() }, false)
+    }
+
+    fn run(&self, program: &Program, cut: &Microbatches, options: &StepOptions, backward: bool) -> Result<RankStep> {
+        let microbatches = program.schedule().microbatches();
+        if cut.len() != microbatches {
+            let reason = format!("{} microbatches for a schedule of {microbatches}", cut.len());
+            return Err(Error::Microbatches(format!("{reason}; cut the batch so, or make another schedule")));
+        }
+        let batch = Batch::new(self, cut, options)?;
+        let Made { results, grads, spans, peak } = Execution::new(self, program, &batch, backward).run()?;
+        let mut step = Step { grads, ..Step::default() };
+        for (made, &weight) in results.iter().zip(&batch.weights) {
+            let outputs = self.info.graph.outputs.iter();
+            let outputs = outputs.filter_map(|output| Some((output.name.clone(), made.get(&output.value)?.clone())));
+            step.outputs.push(Value::Map(outputs.collect()));
+            if let Some(loss) = self.info.graph.loss.and_then(|loss| made.get(&loss.value)) {
+                step.add_loss(loss, weight)?;
             }
         }
-        let losses = self.info.graph.loss.and_then(|loss| all(loss.value)).unwrap_or_default();
-        let weighted = losses.iter().enumerate().map(|(microbatch, loss)| {
-            Ok((loss.tensor()?.detach() * self.weight(batch, microbatch))?)
-        });
-        let loss = weighted.reduce(|sum: Result<Tensor>, part| Ok((sum? + part?)?)).transpose()?;
-        Ok(Step { loss, outputs, grads, spans, peak_activations: peak })
+        Ok(RankStep { step, spans, peak_activations: peak })
     }
 
     fn stage(&self, stage: usize) -> Result<&StageModule> {
@@ -255,13 +235,6 @@ impl Runtime {
     /// Stages by their ranks.
     fn by_rank(&self, stages: &[usize]) -> BTreeMap<usize, Vec<usize>> {
         stages.iter().map(|&stage| (self.rank_of(stage), stage)).into_group_map().into_iter().collect()
-    }
-
-    /// What the loss of a microbatch counts in that of the batch.
-    fn weight(&self, batch: &Batch, microbatch: usize) -> f64 {
-        let mean = self.info.graph.loss.is_some_and(|loss| loss.reduction == Reduction::Mean);
-        let rows = batch.rows.last().map_or(0, |rows| rows.end);
-        if mean { batch.rows[microbatch].len() as f64 / rows as f64 } else { 1.0 }
     }
 }
 

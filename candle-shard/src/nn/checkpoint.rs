@@ -88,8 +88,10 @@ impl DTensor {
     }
 }
 
-/// candle's backward pass of a local scalar, with the gradients that recomputed segments found.
-pub(crate) fn backward(loss: &Tensor) -> Result<GradStore> {
+/// candle's backward pass of a local scalar, with the gradients that segments recomputed by [`checkpoint`] found.
+///
+/// [`DTensor::backward`] for what is a scalar on every rank by itself, such as the seed of one stage of a pipeline.
+pub fn backward(loss: &Tensor) -> Result<GradStore> {
     FOUND.with_borrow_mut(HashMap::clear);
     let mut grads = loss.backward()?;
     let found = FOUND.with_borrow_mut(std::mem::take);

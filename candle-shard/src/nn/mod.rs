@@ -1,6 +1,6 @@
 //! Layers built under a plan, so that a rank makes and holds only its shard.
 mod adam_w;
-pub(crate) mod checkpoint;
+mod checkpoint;
 mod dropout;
 mod embedding;
 mod fused_qkv;
@@ -12,7 +12,7 @@ mod var_builder;
 mod width;
 
 pub use adam_w::AdamW;
-pub use checkpoint::checkpoint;
+pub use checkpoint::{backward, checkpoint};
 pub use dropout::{Dropout, Mode};
 pub use embedding::{Embedding, EmbeddingBag};
 pub use fused_qkv::{FusedQkv, Heads};

@@ -139,6 +139,16 @@ impl ShardedVarBuilder {
         self.shared.seed
     }
 
+    /// The dtype of the parameters.
+    pub fn dtype(&self) -> DType {
+        self.shared.dtype
+    }
+
+    /// The device of the parameters.
+    pub fn device(&self) -> &Device {
+        &self.shared.device
+    }
+
     /// The mesh.
     pub fn mesh(&self) -> &DeviceMesh {
         &self.shared.mesh
@@ -253,6 +263,11 @@ impl ShardedVarBuilder {
     /// If a pattern of the plan matched no module: the model would run unlike what the plan says.
     pub fn finish(&self) -> Result<Parameters> {
         self.shared.plan.check_all_matched(&self.shared.matched.lock().unwrap_or_else(PoisonError::into_inner))?;
-        Ok(Parameters::new(self.shared.built.lock().unwrap_or_else(PoisonError::into_inner).clone()))
+        Ok(self.built())
+    }
+
+    /// The parameters that were built so far, of which [`finish`](Self::finish) would ask that they are all.
+    pub fn built(&self) -> Parameters {
+        Parameters::new(self.shared.built.lock().unwrap_or_else(PoisonError::into_inner).clone())
     }
 }

@@ -1,0 +1,52 @@
+//! Arguments put to the inputs that they are for.
+use super::suggest::suggestion;
+use super::{In, Input, ValueId};
+use crate::{Error, Kwargs, Result, Value};
+use std::collections::BTreeMap;
+
+/// The values of a model's inputs.
+pub type Inputs = BTreeMap<ValueId, Value>;
+
+/// What a model takes.
+#[derive(Debug, Clone)]
+pub(crate) struct Signature {
+    inputs: Vec<Input>,
+    defaults: BTreeMap<ValueId, Value>,
+}
+
+impl Signature {
+    pub(super) fn new(inputs: &[Input], defaults: BTreeMap<ValueId, Value>) -> Self {
+        Self { inputs: inputs.to_vec(), defaults }
+    }
+
+    /// `args` by place, `kwargs` by name, the others by default.
+    pub(crate) fn bind(&self, args: &[Value], kwargs: &Kwargs) -> Result<Inputs> {
+        let wrong = |reason: String| Err(Error::Pipe(reason));
+        let named = |name: &str| self.inputs.iter().find(|input| input.name == name);
+        let by_place: Vec<&Input> = self.inputs.iter().filter(|input| input.kind == In::Arg).collect();
+        if args.len() > by_place.len() {
+            return wrong(format!("{} arguments by place, the model takes {}", args.len(), by_place.len()));
+        }
+        let mut inputs: Inputs = by_place.iter().zip(args).map(|(input, value)| (input.value, value.clone())).collect();
+        for (name, value) in kwargs {
+            let Some(input) = named(name) else {
+                let known = self.inputs.iter().map(|input| input.name.as_str());
+                return wrong(format!("the model has no input {name:?}{}", suggestion(name, known)));
+            };
+            if inputs.insert(input.value, value.clone()).is_some() {
+                return wrong(format!("input {name:?} is given by place and by name"));
+            }
+        }
+        for input in &self.inputs {
+            if inputs.contains_key(&input.value) {
+                continue;
+            }
+            let Some(default) = self.defaults.get(&input.value) else {
+                let how = if input.kind == In::Arg { "by place or by name" } else { "by name" };
+                return wrong(format!("input {:?} is missing; give it {how}", input.name));
+            };
+            inputs.insert(input.value, default.clone());
+        }
+        Ok(inputs)
+    }
+}

@@ -1,0 +1,146 @@
+//! Whether a graph is one: every value made once and before it is used, every name one thing's.
+use super::{Graph, Node, NodeKind, ValueId};
+use crate::{Error, Result};
+use itertools::Itertools;
+use std::collections::{BTreeMap, BTreeSet};
+
+impl Graph {
+    /// Checks that the graph can run.
+    ///
+    /// # Errors
+    /// [`Error::Pipe`] for the first of: no nodes, a name given twice, a parameter that takes a value, a value made twice or by nothing, nodes in a
+    /// cycle or out of order, an input that nothing uses, an output or a loss that is no node's result.
+    pub fn check(&self) -> Result<()> {
+        if self.placed().next().is_none() {
+            return Err(Error::Pipe("the model has no nodes".into()));
+        }
+        self.check_names()?;
+        self.check_parameters()?;
+        let makers = self.makers()?;
+        self.check_order(&makers)?;
+        self.check_uses()?;
+        self.check_results(&makers)
+    }
+
+    /// The values that nothing uses, not even the caller. They cost time for nothing.
+    pub fn dead_values(&self) -> Vec<ValueId> {
+        let used = self.used();
+        self.nodes.iter().flat_map(|node| &node.outputs).copied().filter(|value| !used.contains(value)).collect()
+    }
+
+    fn check_names(&self) -> Result<()> {
+        let inputs = self.inputs.iter().map(|input| ("input", &input.name));
+        let nodes = self.nodes.iter().map(|node| ("node", &node.name));
+        let outputs = self.outputs.iter().map(|output| ("output", &output.name));
+        let mut seen = BTreeSet::new();
+        for (what, name) in inputs.chain(nodes).chain(outputs) {
+            if name.is_empty() {
+                return Err(Error::Pipe(format!("a {what} without a name")));
+            }
+            if !seen.insert((what, name)) {
+                return Err(Error::Pipe(format!("two {what}s are named {name:?}; names are unique")));
+            }
+        }
+        Ok(())
+    }
+
+    fn check_parameters(&self) -> Result<()> {
+        let is_wrong = |node: &&Node| {
+            matches!(node.kind, NodeKind::Parameter(_)) && (!node.inputs.is_empty() || node.outputs.len() != 1)
+        };
+        match self.nodes.iter().find(is_wrong) {
+            Some(node) => Err(Error::Pipe(format!("parameter {:?} takes nothing and makes one value", node.name))),
+            None => Ok(()),
+        }
+    }
+
+    /// The node that makes each value; `None` for an input.
+    fn makers(&self) -> Result<BTreeMap<ValueId, Option<usize>>> {
+        let inputs = self.inputs.iter().map(|input| (input.value, None));
+        let nodes = self.nodes.iter().enumerate();
+        let made = nodes.flat_map(|(i, node)| node.outputs.iter().map(move |&value| (value, Some(i))));
+        let mut makers = BTreeMap::new();
+        for (value, maker) in inputs.chain(made) {
+            if makers.insert(value, maker).is_some() {
+                return Err(Error::Pipe(format!("value {} is made twice", self.value_name(value))));
+            }
+        }
+        Ok(makers)
+    }
+
+    fn check_order(&self, makers: &BTreeMap<ValueId, Option<usize>>) -> Result<()> {
+        for (i, node) in self.nodes.iter().enumerate() {
+            for value in &node.inputs {
+                let reason = match makers.get(value) {
+                    None => format!("node {:?} uses value {value}, which nothing makes", node.name),
+                    Some(&Some(maker)) if maker >= i => match self.cycle(makers) {
+                        Some(cycle) => {
+                            format!("nodes in a cycle: {}", cycle.iter().map(|node| &node.name).join(" -> "))
+                        }
+                        None => {
+                            let maker = &self.nodes[maker].name;
+                            format!("node {:?} uses what node {maker:?} after it makes; put it behind", node.name)
+                        }
+                    },
+                    Some(_) => continue,
+                };
+                return Err(Error::Pipe(reason));
+            }
+        }
+        Ok(())
+    }
+
+    /// Nodes of which each uses what the one before it makes, the first and the last being the same.
+    fn cycle(&self, makers: &BTreeMap<ValueId, Option<usize>>) -> Option<Vec<&Node>> {
+        let before = |node: usize| self.nodes[node].inputs.iter().filter_map(|value| *makers.get(value)?);
+        // Whatever remains when nodes that wait for none of the others are taken away lies on or behind a cycle.
+        let mut waiting: BTreeSet<usize> = (0..self.nodes.len()).collect();
+        while let Some(ready) = waiting.iter().copied().find(|&node| before(node).all(|b| !waiting.contains(&b))) {
+            waiting.remove(&ready);
+        }
+        let mut path = vec![*waiting.first()?];
+        loop {
+            let next = before(*path.last()?).find(|node| waiting.contains(node))?;
+            if let Some(start) = path.iter().position(|&node| node == next) {
+                let mut cycle: Vec<&Node> = path[start..].iter().rev().map(|&node| &self.nodes[node]).collect();
+                cycle.push(cycle[0]);
+                return Some(cycle);
+            }
+            path.push(next);
+        }
+    }
+
+    fn check_uses(&self) -> Result<()> {
+        let used = self.used();
+        match self.inputs.iter().find(|input| !used.contains(&input.value)) {
+            Some(input) => Err(Error::Pipe(format!("nothing uses input {:?}; leave it out", input.name))),
+            None => Ok(()),
+        }
+    }
+
+    fn check_results(&self, makers: &BTreeMap<ValueId, Option<usize>>) -> Result<()> {
+        let loss = self.loss.map(|loss| ("loss".to_owned(), loss.value));
+        let outputs = self.outputs.iter().map(|output| (format!("output {:?}", output.name), output.value));
+        for (what, value) in outputs.chain(loss) {
+            let reason = match makers.get(&value) {
+                None => format!("the {what} is value {value}, which nothing makes"),
+                Some(None) => format!("the {what} is the input {:?}", self.value_name(value)),
+                Some(&Some(node)) if self.nodes[node].is_replicated() => {
+                    format!("the {what} is the replicated parameter {:?}", self.nodes[node].name)
+                }
+                Some(_) => continue,
+            };
+            return Err(Error::Pipe(format!("{reason}; make it the result of a node, if only of a function")));
+        }
+        if self.outputs.is_empty() && self.loss.is_none() {
+            return Err(Error::Pipe("the model has neither an output nor a loss".into()));
+        }
+        Ok(())
+    }
+
+    fn used(&self) -> BTreeSet<ValueId> {
+        let nodes = self.nodes.iter().flat_map(|node| &node.inputs);
+        let results = self.outputs.iter().map(|output| &output.value).chain(self.loss.as_ref().map(|loss| &loss.value));
+        nodes.chain(results).copied().collect()
+    }
+}

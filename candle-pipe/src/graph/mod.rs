@@ -1,0 +1,30 @@
+//! The model as a declared graph: built by name, cut into stages, listed, checked.
+mod bind;
+mod build;
+mod builder;
+mod check;
+mod data;
+mod info;
+mod layout;
+mod op;
+mod partition;
+mod pick;
+mod pipe;
+mod policy;
+mod scope;
+mod split;
+mod stages;
+mod suggest;
+
+pub use bind::Inputs;
+pub(crate) use bind::Signature;
+pub use builder::{Layer, PipeBuilder, PipeModule};
+pub use data::{Graph, In, Input, Loss, Node, NodeKind, Output, Reduction, Share, ValueId};
+pub use info::PipeInfo;
+pub use layout::Layout;
+pub use op::{Ctx, StageOp, stage_op};
+pub use pipe::Pipe;
+pub use policy::{Balanced, EqualCount, EqualParams, SizeThreshold};
+pub use scope::{Named, Scope, shapes_only};
+pub use split::{SplitPoint, SplitPolicy, SplitSpec};
+pub use stages::{Edge, ShareGroup, StageDef, StageInput, StageOutput};

@@ -1,0 +1,101 @@
+//! What a node computes.
+use crate::{Result, Value};
+use candle_core::{DType, Device, Tensor};
+use candle_nn::ModuleT;
+use candle_shard::random::{Distribution, Stream, sample};
+use std::ops::Range;
+
+/// The circumstances of one run of a node: for which microbatch, where, and what for.
+#[derive(Debug, Clone)]
+pub struct Ctx {
+    /// The stage's device, for tensors that a node makes from nothing.
+    pub device: Device,
+    /// The dtype of the stage's parameters.
+    pub dtype: DType,
+    /// The microbatch.
+    pub microbatch: usize,
+    /// The rows of the batch that the microbatch holds.
+    pub rows: Range<usize>,
+    /// The training step, which random streams are folded with.
+    pub step: u64,
+    /// Whether the model trains: dropout drops.
+    pub training: bool,
+}
+
+impl Ctx {
+    /// Random numbers for a tensor of shape `dims` whose first dim goes along the rows of the batch.
+    ///
+    /// They are those that the rows have in the whole batch, so that no cut into microbatches changes them. The first
+    /// dim may have several entries for each row, such as the tokens of a sequence.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device};
+    /// use candle_pipe::Ctx;
+    /// use candle_shard::random::{Distribution, Stream};
+    ///
+    /// let ctx = |microbatch, rows| Ctx {
+    ///     device: Device::Cpu, dtype: DType::F32, microbatch, rows, step: 0, training: true,
+    /// };
+    /// let (stream, even) = (Stream::new(42, "noise"), Distribution::Uniform { lo: 0.0, up: 1.0 });
+    /// let whole = ctx(0, 0..5).random(stream, even, &[5, 2], DType::F32)?;
+    /// let last = ctx(1, 3..5).random(stream, even, &[2, 2], DType::F32)?;
+    /// assert_eq!(last.to_vec2::<f32>()?, whole.narrow(0, 3, 2)?.to_vec2::<f32>()?);
+    /// # Ok::<(), candle_pipe::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// If the first dim is no multiple of the number of rows.
+    pub fn random(&self, stream: Stream, dist: Distribution, dims: &[usize], dtype: DType) -> Result<Tensor> {
+        let rows = self.rows.len();
+        let Some((&first, rest)) = dims.split_first().filter(|(first, _)| rows > 0 && *first % rows == 0) else {
+            let reason =
+                format!("random numbers of shape {dims:?} for {rows} rows: the first dim is no multiple of them");
+            return Err(crate::Error::Pipe(reason));
+        };
+        let each = first / rows;
+        let whole: Vec<usize> = [&[self.rows.end * each], rest].concat();
+        let mut block: Vec<Range<usize>> = whole.iter().map(|&size| 0..size).collect();
+        block[0] = self.rows.start * each..self.rows.end * each;
+        Ok(sample(stream.fold(self.step), dist, &whole, &block, dtype, &self.device)?)
+    }
+}
+
+/// What a node computes of its inputs.
+///
+/// candle's modules are such, with one tensor in and one out; [`stage_op`] makes one of a closure.
+pub trait StageOp {
+    /// The node's outputs.
+    ///
+    /// # Errors
+    /// If the inputs are not what the node takes.
+    fn forward(&self, inputs: &[Value], ctx: &Ctx) -> Result<Vec<Value>>;
+}
+
+impl<M: ModuleT> StageOp for M {
+    fn forward(&self, inputs: &[Value], ctx: &Ctx) -> Result<Vec<Value>> {
+        let [x] = inputs else {
+            return Err(crate::Error::Pipe(format!("a module takes one tensor, {} values were given", inputs.len())));
+        };
+        Ok(vec![self.forward_t(x.tensor()?, ctx.training)?.into()])
+    }
+}
+
+/// A closure as a node's computation, for modules that take or give other than one tensor.
+///
+/// ```
+/// use candle_pipe::{Result, StageOp, Value, stage_op};
+///
+/// let swap = stage_op(|xs, _ctx| Ok(vec![xs[1].clone(), xs[0].clone()]));
+/// # let _ = swap;
+/// ```
+pub fn stage_op<F: Fn(&[Value], &Ctx) -> Result<Vec<Value>>>(f: F) -> impl StageOp {
+    Closure(f)
+}
+
+struct Closure<F>(F);
+
+impl<F: Fn(&[Value], &Ctx) -> Result<Vec<Value>>> StageOp for Closure<F> {
+    fn forward(&self, inputs: &[Value], ctx: &Ctx) -> Result<Vec<Value>> {
+        (self.0)(inputs, ctx)
+    }
+}

@@ -1,0 +1,74 @@
+//! A row of items cut into runs, the dearest of which is as cheap as can be.
+use super::Graph;
+use crate::{Error, Result};
+use std::collections::BTreeMap;
+
+/// Costs of a graph's nodes in order, of which a run pays each replicated parameter that it uses once.
+pub(super) struct Costs {
+    /// The nodes with a place of their own.
+    pub(super) nodes: Vec<usize>,
+    /// Their own costs.
+    own: Vec<f64>,
+    /// The replicated parameters that each uses.
+    uses: Vec<Vec<usize>>,
+    /// The costs of the replicated parameters.
+    shared: BTreeMap<usize, f64>,
+}
+
+impl Costs {
+    pub(super) fn new(graph: &Graph, cost: impl Fn(usize) -> Result<f64>) -> Result<Self> {
+        let nodes: Vec<usize> = graph.placed().collect();
+        let own = nodes.iter().map(|&node| cost(node)).collect::<Result<Vec<f64>>>()?;
+        let replicated = (0..graph.nodes.len()).filter(|&node| graph.nodes[node].is_replicated());
+        let shared = replicated.map(|node| Ok((node, cost(node)?))).collect::<Result<BTreeMap<usize, f64>>>()?;
+        let made_by = |value| shared.keys().copied().find(|&node| graph.nodes[node].outputs.contains(value));
+        let uses = nodes.iter().map(|&node| graph.nodes[node].inputs.iter().filter_map(made_by).collect()).collect();
+        Ok(Self { nodes, own, uses, shared })
+    }
+
+    /// What the runs that begin with item `start` cost, the shortest one first.
+    pub(super) fn runs(&self, start: usize) -> impl Iterator<Item = f64> + '_ {
+        let mut seen = Vec::new();
+        (start..self.nodes.len()).scan(0.0, move |total, item| {
+            *total += self.own[item];
+            for node in &self.uses[item] {
+                if !seen.contains(node) {
+                    seen.push(*node);
+                    *total += self.shared[node];
+                }
+            }
+            Some(*total)
+        })
+    }
+
+    /// The nodes that `stages` runs begin with, but for the first, so that the dearest run is as cheap as can be.
+    ///
+    /// Exact, by dynamic programming over where the last run begins; of equal cuts the earliest.
+    pub(super) fn cut(&self, stages: usize) -> Result<Vec<usize>> {
+        let items = self.nodes.len();
+        if stages == 0 || stages > items {
+            return Err(Error::Pipe(format!(
+                "{stages} stages of {items} nodes: want at least 1 and no more than nodes"
+            )));
+        }
+        // best[i]: the dearest run and where the later runs begin, when the items from i on make the runs so far.
+        let mut best: Vec<Option<(f64, Vec<usize>)>> = vec![None; items + 1];
+        best[items] = Some((0.0, Vec::new()));
+        for _ in 0..stages {
+            let mut next = vec![None; items + 1];
+            for start in 0..items {
+                for (end, run) in (start + 1..).zip(self.runs(start)) {
+                    let Some((rest, cuts)) = &best[end] else { continue };
+                    let worst = run.max(*rest);
+                    if next[start].as_ref().is_none_or(|(least, _)| worst < *least) {
+                        let cuts = if end < items { [&[end], cuts.as_slice()].concat() } else { Vec::new() };
+                        next[start] = Some((worst, cuts));
+                    }
+                }
+            }
+            best = next;
+        }
+        let (_, cuts) = best[0].take().ok_or_else(|| Error::Pipe("costs that are no numbers".into()))?;
+        Ok(cuts.into_iter().map(|item| self.nodes[item]).collect())
+    }
+}

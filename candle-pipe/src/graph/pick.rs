@@ -1,0 +1,43 @@
+//! A place in a value, written as text.
+use crate::{Error, Result, Value};
+
+/// The way from a value to a value in it: `.losses[0]`.
+pub(super) struct Steps(Vec<Step>);
+
+enum Step {
+    Index(usize),
+    Key(String),
+}
+
+impl Steps {
+    /// Reads `[1]` for places of lists and tuples and `.key` for entries of maps; the first dot may be left out.
+    pub(super) fn parse(text: &str) -> Result<Self> {
+        let wrong = || Error::Pipe(format!("the path {text:?} is none: want places and keys, as in .losses[0]"));
+        let mut steps = Vec::new();
+        let mut rest = text;
+        while !rest.is_empty() {
+            let (step, after) = match rest.strip_prefix('[') {
+                Some(inner) => {
+                    let (index, after) = inner.split_once(']').ok_or_else(wrong)?;
+                    (Step::Index(index.parse().map_err(|_| wrong())?), after)
+                }
+                None => {
+                    let named =
+                        rest.strip_prefix('.').or_else(|| steps.is_empty().then_some(rest)).ok_or_else(wrong)?;
+                    let (key, after) = named.split_at(named.find(['.', '[']).unwrap_or(named.len()));
+                    (Step::Key((!key.is_empty()).then(|| key.to_owned()).ok_or_else(wrong)?), after)
+                }
+            };
+            steps.push(step);
+            rest = after;
+        }
+        Ok(Self(steps))
+    }
+
+    pub(super) fn pick<'a>(&self, value: &'a Value) -> Result<&'a Value> {
+        self.0.iter().try_fold(value, |value, step| match step {
+            Step::Index(index) => value.at(*index),
+            Step::Key(key) => value.get(key),
+        })
+    }
+}

@@ -1,0 +1,135 @@
+//! A model cut into stages.
+use super::bind::{Inputs, Signature};
+use super::build::build;
+use super::builder::Factory;
+use super::{Edge, Graph, NodeKind, PipeInfo, Scope, Share, ShareGroup, SplitSpec, StageDef, ValueId};
+use crate::tape::{StageModule, StageNode};
+use crate::{Kwargs, Result, Value};
+use candle_core::{Device, Tensor};
+use std::collections::BTreeMap;
+use std::fmt;
+
+/// A model cut into stages, of which each rank builds its own.
+///
+/// It holds no parameters: those are made by [`build_stage`](Self::build_stage). Displayed, it is a readable listing.
+pub struct Pipe<B> {
+    info: PipeInfo,
+    factories: Vec<Factory<B>>,
+    signature: Signature,
+}
+
+impl<B: Scope> Pipe<B> {
+    pub(super) fn new(
+        graph: Graph,
+        factories: Vec<Factory<B>>,
+        defaults: BTreeMap<ValueId, Value>,
+        split: &SplitSpec,
+    ) -> Result<Self> {
+        graph.check()?;
+        let cuts = split.cuts(&graph)?;
+        let signature = Signature::new(&graph.inputs, defaults);
+        Ok(Self { info: PipeInfo::new(graph, &cuts)?, factories, signature })
+    }
+
+    /// The model and its stages as plain data.
+    pub fn info(&self) -> &PipeInfo {
+        &self.info
+    }
+
+    /// The number of stages.
+    pub fn num_stages(&self) -> usize {
+        self.info.num_stages()
+    }
+
+    /// What a stage runs, takes and gives.
+    ///
+    /// # Errors
+    /// [`Error::Pipe`](crate::Error::Pipe) if there are not so many.
+    pub fn stage(&self, index: usize) -> Result<&StageDef> {
+        self.info.stage(index)
+    }
+
+    /// The values that go from stage to stage, each with all stages that use it.
+    pub fn edges(&self) -> &[Edge] {
+        &self.info.edges
+    }
+
+    /// The parameters that several stages use.
+    pub fn shares(&self) -> &[ShareGroup] {
+        &self.info.shares
+    }
+
+    /// The values of the model's inputs: `args` by place, `kwargs` by name, the others by default.
+    ///
+    /// # Errors
+    /// [`Error::Pipe`](crate::Error::Pipe) naming an input that is missing, unknown or given twice.
+    pub fn bind(&self, args: &[Value], kwargs: &Kwargs) -> Result<Inputs> {
+        self.signature.bind(args, kwargs)
+    }
+
+    pub(crate) fn signature(&self) -> &Signature {
+        &self.signature
+    }
+
+    /// Builds one stage on `device`; no node of another stage is built.
+    ///
+    /// # Errors
+    /// If there is no such stage, or a constructor fails.
+    pub fn build_stage(&self, index: usize, scope: &B, device: &Device) -> Result<StageModule> {
+        self.stage(index)?;
+        self.build(&[index], scope, device).map(|mut stages| stages.swap_remove(0))
+    }
+
+    /// Builds several stages on one device, which have one copy of the replicated parameters that they share.
+    ///
+    /// # Errors
+    /// If there is no such stage, or a constructor fails.
+    pub fn build_stages(
+        &self,
+        indices: impl IntoIterator<Item = usize>,
+        scope: &B,
+        device: &Device,
+    ) -> Result<Vec<StageModule>> {
+        let indices = Vec::from_iter(indices);
+        indices.iter().try_for_each(|&index| self.stage(index).map(drop))?;
+        self.build(&indices, scope, device)
+    }
+
+    fn build(&self, indices: &[usize], scope: &B, device: &Device) -> Result<Vec<StageModule>> {
+        let scope = scope.on(device)?;
+        let mut replicated = BTreeMap::new();
+        let stage = |&index: &usize| {
+            let def = self.stage(index)?;
+            let mut parameters: BTreeMap<String, Tensor> = BTreeMap::new();
+            let mut nodes = Vec::new();
+            for &number in &def.nodes {
+                let node = &self.info.graph.nodes[number];
+                let make = || build(node, &self.factories[number], &scope);
+                let (op, named) = match node.kind {
+                    NodeKind::Parameter(Share::Replicate) => match replicated.get(&number) {
+                        Some(made) => Clone::clone(made),
+                        None => replicated.entry(number).or_insert(make()?).clone(),
+                    },
+                    _ => make()?,
+                };
+                parameters.extend(named);
+                nodes.push(StageNode::new(node, op));
+            }
+            let loss = self.info.graph.loss.map(|loss| loss.value);
+            Ok(StageModule::new(def.clone(), nodes, parameters, loss, device.clone(), scope.dtype()))
+        };
+        indices.iter().map(stage).collect()
+    }
+}
+
+impl<B> fmt::Display for Pipe<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.info.fmt(f)
+    }
+}
+
+impl<B> fmt::Debug for Pipe<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Pipe").field(&self.info).finish()
+    }
+}

@@ -1,0 +1,110 @@
+//! Rules that cut a model into stages.
+use super::partition::Costs;
+use super::suggest::suggestion;
+use super::{Graph, Layout, SplitPolicy};
+use crate::{Error, Result};
+use std::collections::BTreeMap;
+
+/// Cuts into so many stages with as equal numbers of nodes as can be.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct EqualCount(pub usize);
+
+/// Cuts into so many stages so that the largest has as few parameters as can be.
+///
+/// A replicated parameter counts in every stage that uses it. Needs
+/// [`PipeBuilder::measure`](crate::PipeBuilder::measure) before.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct EqualParams(pub usize);
+
+/// Begins a new stage where one more node would make the stage's parameters more than so many elements.
+///
+/// A node that is larger by itself makes a stage of its own; a parameter that is used several times in a stage counts
+/// once. Needs [`PipeBuilder::measure`](crate::PipeBuilder::measure) before.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SizeThreshold(pub usize);
+
+/// Cuts into stages so that the dearest costs as little as can be, by measured costs such as times.
+///
+/// ```
+/// use candle_pipe::{Balanced, Graph, NodeKind, Node, Output, SplitPolicy, ValueId};
+/// # let node = |i: usize| Node {
+/// #     name: format!("layers.{i}"),
+/// #     kind: NodeKind::Function,
+/// #     inputs: (i > 0).then(|| ValueId(i - 1)).into_iter().collect(),
+/// #     outputs: vec![ValueId(i)],
+/// #     weight: None,
+/// # };
+/// # let graph = Graph { nodes: (0..4).map(node).collect(), ..Graph::default() };
+///
+/// let costs = [("layers.0", 1.0), ("layers.1", 1.0), ("layers.2", 1.0), ("layers.3", 3.0)];
+/// assert_eq!(Balanced::new(2, costs).cuts(&graph)?, [3]); // the last layer alone
+/// # Ok::<(), candle_pipe::Error>(())
+/// ```
+#[derive(Debug, Clone, PartialEq)]
+pub struct Balanced {
+    /// The number of stages.
+    pub stages: usize,
+    /// What nodes cost, by name; those that are not named cost nothing.
+    pub costs: BTreeMap<String, f64>,
+}
+
+impl Balanced {
+    /// Cuts into `stages` stages by the costs of the nodes named.
+    pub fn new<N: Into<String>>(stages: usize, costs: impl IntoIterator<Item = (N, f64)>) -> Self {
+        Self { stages, costs: costs.into_iter().map(|(name, cost)| (name.into(), cost)).collect() }
+    }
+}
+
+impl SplitPolicy for EqualCount {
+    fn cuts(&self, graph: &Graph) -> Result<Vec<usize>> {
+        let one = |node: usize| Ok(if graph.nodes[node].is_replicated() { 0.0 } else { 1.0 });
+        Costs::new(graph, one)?.cut(self.0)
+    }
+}
+
+impl SplitPolicy for EqualParams {
+    fn cuts(&self, graph: &Graph) -> Result<Vec<usize>> {
+        Costs::new(graph, |node| weight(graph, node))?.cut(self.0)
+    }
+}
+
+impl SplitPolicy for SizeThreshold {
+    fn cuts(&self, graph: &Graph) -> Result<Vec<usize>> {
+        let costs = Costs::new(graph, |node| weight(graph, node))?;
+        let (mut cuts, mut start) = (Vec::new(), 0);
+        // The run that begins a stage is as long as fits, and never empty.
+        while let Some(more) = costs.runs(start).skip(1).position(|run| run > self.0 as f64) {
+            start += more + 1;
+            cuts.push(costs.nodes[start]);
+        }
+        Ok(cuts)
+    }
+}
+
+impl SplitPolicy for Balanced {
+    fn cuts(&self, graph: &Graph) -> Result<Vec<usize>> {
+        let names = || graph.nodes.iter().map(|node| node.name.as_str());
+        if let Some(name) = self.costs.keys().find(|name| !names().any(|known| known == *name)) {
+            return Err(Error::Pipe(format!(
+                "a cost for node {name:?}, which is not there{}",
+                suggestion(name, names())
+            )));
+        }
+        if let Some((name, cost)) = self.costs.iter().find(|(_, cost)| !(cost.is_finite() && **cost >= 0.0)) {
+            return Err(Error::Pipe(format!("node {name:?} costs {cost}: want a finite number of at least 0")));
+        }
+        Costs::new(graph, |node| Ok(self.costs.get(&graph.nodes[node].name).copied().unwrap_or(0.0)))?.cut(self.stages)
+    }
+}
+
+impl SplitPolicy for Layout {
+    fn cuts(&self, graph: &Graph) -> Result<Vec<usize>> {
+        self.place(graph)
+    }
+}
+
+fn weight(graph: &Graph, node: usize) -> Result<f64> {
+    let node = &graph.nodes[node];
+    let unknown = || Error::Pipe(format!("the size of node {:?} is not known; measure the model first", node.name));
+    node.weight.map(|elements| elements as f64).ok_or_else(unknown)
+}

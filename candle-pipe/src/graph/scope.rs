@@ -1,0 +1,161 @@
+//! What parameters come from.
+use crate::{Error, Result};
+use candle_core::{DType, Device, Shape, Tensor};
+use candle_nn::var_builder::SimpleBackend;
+use candle_nn::{Init, VarBuilder};
+use candle_shard::nn::ShardedVarBuilder;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// Parameters by name: their full names, and the tensors as the model uses them.
+pub type Named = Vec<(String, Tensor)>;
+
+/// What a model's parameters come from, which a module of the model gets with the module's own name as prefix.
+///
+/// candle's `VarBuilder`, the `ShardedVarBuilder` of tensor-parallel models, or `()` for models that bring their own.
+pub trait Scope: Clone + 'static {
+    /// The scope of the child module `name`, one part of a path.
+    fn child(&self, name: &str) -> Self;
+
+    /// The same scope with parameters on `device`.
+    ///
+    /// # Errors
+    /// If it is bound to another device.
+    fn on(&self, device: &Device) -> Result<Self>;
+
+    /// The dtype of the parameters.
+    fn dtype(&self) -> DType;
+
+    /// What `build` makes of the scope, and the parameters that it asked for.
+    fn watch<T>(&self, build: impl FnOnce(&Self) -> Result<T>) -> Result<(T, Named)>;
+
+    /// The scope of the module with this dotted path.
+    fn at(&self, path: &str) -> Self {
+        path.split('.').filter(|part| !part.is_empty()).fold(self.clone(), |scope, part| scope.child(part))
+    }
+}
+
+impl Scope for () {
+    fn child(&self, _: &str) -> Self {}
+
+    fn on(&self, _: &Device) -> Result<Self> {
+        Ok(())
+    }
+
+    fn dtype(&self) -> DType {
+        DType::F32
+    }
+
+    fn watch<T>(&self, build: impl FnOnce(&Self) -> Result<T>) -> Result<(T, Named)> {
+        Ok((build(self)?, Vec::new()))
+    }
+}
+
+impl Scope for VarBuilder<'static> {
+    fn child(&self, name: &str) -> Self {
+        self.pp(name)
+    }
+
+    fn on(&self, device: &Device) -> Result<Self> {
+        Ok(self.clone().set_device(device.clone()))
+    }
+
+    fn dtype(&self) -> DType {
+        VarBuilder::dtype(self)
+    }
+
+    fn watch<T>(&self, build: impl FnOnce(&Self) -> Result<T>) -> Result<(T, Named)> {
+        let seen = Arc::<Mutex<Named>>::default();
+        let watched = Watched { source: self.root(), seen: seen.clone() };
+        let root = VarBuilder::from_backend(Box::new(watched), self.dtype(), self.device().clone());
+        let prefix = self.prefix();
+        let built = build(&if prefix.is_empty() { root } else { root.pp(prefix) })?;
+        let named = std::mem::take(&mut *seen.lock().unwrap_or_else(PoisonError::into_inner));
+        Ok((built, named))
+    }
+}
+
+impl Scope for ShardedVarBuilder {
+    fn child(&self, name: &str) -> Self {
+        self.pp(name)
+    }
+
+    fn on(&self, device: &Device) -> Result<Self> {
+        if self.device().same_device(device) {
+            return Ok(self.clone());
+        }
+        let (bound, wanted) = (self.device().location(), device.location());
+        Err(Error::Pipe(format!("a stage on {wanted:?} of a builder whose parameters are on {bound:?}")))
+    }
+
+    fn dtype(&self) -> DType {
+        ShardedVarBuilder::dtype(self)
+    }
+
+    fn watch<T>(&self, build: impl FnOnce(&Self) -> Result<T>) -> Result<(T, Named)> {
+        let before = self.built().len();
+        let built = build(self)?;
+        let named = self.built().iter().skip(before).map(|p| (p.name.clone(), p.var.as_tensor().clone())).collect();
+        Ok((built, named))
+    }
+}
+
+/// A source of parameters that remembers which it gave.
+struct Watched {
+    source: VarBuilder<'static>,
+    seen: Arc<Mutex<Named>>,
+}
+
+impl Watched {
+    fn remember(&self, name: &str, tensor: Tensor) -> Tensor {
+        let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        if seen.iter().all(|(known, _)| known != name) {
+            seen.push((name.to_owned(), tensor.clone()));
+        }
+        tensor
+    }
+}
+
+impl SimpleBackend for Watched {
+    fn get(&self, shape: Shape, name: &str, init: Init, dtype: DType, device: &Device) -> candle_core::Result<Tensor> {
+        let source = self.source.clone().set_device(device.clone());
+        Ok(self.remember(name, source.get_with_hints_dtype(shape, name, init, dtype)?))
+    }
+
+    fn get_unchecked(&self, name: &str, dtype: DType, device: &Device) -> candle_core::Result<Tensor> {
+        let source = self.source.clone().set_device(device.clone());
+        Ok(self.remember(name, source.get_unchecked_dtype(name, dtype)?))
+    }
+
+    fn contains_tensor(&self, name: &str) -> bool {
+        self.source.contains_tensor(name)
+    }
+}
+
+/// A source of parameters that have shapes and take no memory, to [measure](crate::PipeBuilder::measure) a model with.
+///
+/// ```
+/// use candle_core::DType;
+///
+/// let huge = candle_pipe::shapes_only(DType::F32).get((1 << 20, 1 << 20), "weight")?;
+/// assert_eq!(huge.elem_count(), 1 << 40);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+pub fn shapes_only(dtype: DType) -> VarBuilder<'static> {
+    VarBuilder::from_backend(Box::new(ShapesOnly), dtype, Device::Cpu)
+}
+
+struct ShapesOnly;
+
+impl SimpleBackend for ShapesOnly {
+    fn get(&self, shape: Shape, _: &str, _: Init, dtype: DType, device: &Device) -> candle_core::Result<Tensor> {
+        Tensor::zeros((), dtype, device)?.broadcast_as(shape)
+    }
+
+    fn get_unchecked(&self, name: &str, _: DType, _: &Device) -> candle_core::Result<Tensor> {
+        candle_core::bail!("parameter {name} is asked for without its shape")
+    }
+
+    fn contains_tensor(&self, _: &str) -> bool {
+        true
+    }
+}

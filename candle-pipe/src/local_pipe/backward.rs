@@ -1,0 +1,89 @@
+//! Backward passes through all stages.
+use super::forward::Pass;
+use super::{LocalPipe, Step, StepOptions};
+use crate::graph::ValueId;
+use crate::microbatch::Microbatches;
+use crate::tape::{Gradient, WeightTape, vjp};
+use crate::{Error, Result};
+use candle_core::Tensor;
+use candle_core::backprop::GradStore;
+use candle_dist::TensorTree;
+use std::collections::BTreeMap;
+
+/// The gradients of a step so far.
+struct Gradients {
+    /// Those of each stage's parameters.
+    stages: Vec<GradStore>,
+    /// What is left of the stages' backward passes, in the order in which it was left.
+    late: Vec<(usize, WeightTape)>,
+    /// Those of the variables that the inputs were computed from.
+    outside: GradStore,
+}
+
+impl LocalPipe {
+    /// One training step without the optimiser: all forwards, then all backwards, in GPipe's order.
+    ///
+    /// # Errors
+    /// [`Error::Pipe`] if the model has no loss, or it is no scalar of floats; as of [`forward`](Self::forward).
+    pub fn forward_backward(&self, batch: &Microbatches, options: &StepOptions) -> Result<Step> {
+        let (Some(loss), Some(stage)) = (self.info.graph.loss, self.info.loss_stage()) else {
+            return Err(Error::Pipe("the model has no loss to differentiate; declare it with loss or loss_fn".into()));
+        };
+        let (mut step, mut passes) = (Step::default(), Vec::new());
+        for (inputs, ctx, weight) in self.microbatches(batch, options)? {
+            let pass = self.record(inputs?, &ctx, options.keep, weight, &mut step)?;
+            passes.push((pass, weight));
+        }
+        let stages = self.stages.iter().map(|_| GradStore::default()).collect();
+        let mut gradients = Gradients { stages, late: Vec::new(), outside: GradStore::default() };
+        for ((pass, weight), value) in passes.into_iter().zip(&step.losses) {
+            let seed = Gradient::of_loss(&value.into(), weight)?;
+            self.backward(pass, (loss.value, stage, seed), options.split_backward, &mut gradients)?;
+        }
+        for (stage, tape) in gradients.late {
+            gradients.stages[stage].extend(tape.backward()?)?;
+        }
+        step.grads = gradients.outside;
+        // In the stages' order, which is that of the members of a share.
+        gradients.stages.into_iter().try_for_each(|grads| step.grads.extend(grads))?;
+        Ok(step)
+    }
+
+    /// The backward pass of one microbatch, from the gradient of a value that a stage makes.
+    fn backward(
+        &self,
+        pass: Pass,
+        (loss, stage, seed): (ValueId, usize, Gradient),
+        is_split: bool,
+        gradients: &mut Gradients,
+    ) -> Result<()> {
+        // What the users of each value found, by their stage.
+        let mut found: BTreeMap<ValueId, BTreeMap<usize, Gradient>> = BTreeMap::new();
+        found.entry(loss).or_default().insert(stage, seed);
+        for (index, (stage, tape)) in self.stages.iter().zip(pass.tapes).enumerate().rev() {
+            let of = |value: &ValueId| Gradient::sum(found.get(value).into_iter().flat_map(BTreeMap::values));
+            let outputs = stage.def().outputs.iter().map(|output| of(&output.value)).collect::<Result<Vec<_>>>()?;
+            if outputs.iter().all(Gradient::is_none) {
+                continue;
+            }
+            let backward = if is_split {
+                let (backward, late) = tape.backward_inputs(&outputs)?;
+                gradients.late.push((index, late));
+                backward
+            } else {
+                tape.backward(&outputs)?
+            };
+            gradients.stages[index].extend(backward.parameters)?;
+            for (input, gradient) in stage.def().inputs.iter().zip(backward.inputs) {
+                found.entry(input.value).or_default().insert(index, gradient);
+            }
+        }
+        let mut seeds: Vec<(Tensor, Tensor)> = Vec::new();
+        for (value, input) in &pass.inputs {
+            let gradient = Gradient::sum(found.get(value).into_iter().flat_map(BTreeMap::values))?;
+            let parts = input.tensors().into_iter().cloned().zip(gradient.0);
+            seeds.extend(parts.filter_map(|(tensor, part)| Some((tensor, part?))));
+        }
+        Ok(gradients.outside.extend(vjp(&seeds, &[])?)?)
+    }
+}

@@ -1,0 +1,110 @@
+//! Forward passes through all stages.
+use super::{LocalPipe, Step, StepOptions};
+use crate::graph::{Ctx, Inputs, ValueId};
+use crate::microbatch::Microbatches;
+use crate::tape::{Activation, Keep, StageModule, Tape};
+use crate::{Kwargs, Result, Value};
+use candle_dist::TensorTree;
+use std::collections::BTreeMap;
+
+/// Values by number.
+type Values<V> = BTreeMap<ValueId, V>;
+
+/// What the forward pass of a microbatch leaves for the backward pass.
+pub(super) struct Pass {
+    /// One for each stage.
+    pub(super) tapes: Vec<Tape>,
+    /// The inputs with their graphs, for callers that want gradients beyond them.
+    pub(super) inputs: Inputs,
+}
+
+impl LocalPipe {
+    /// The model's outputs by name, in evaluation mode, of arguments that are one batch.
+    ///
+    /// # Errors
+    /// An input that is missing or unknown; what the nodes do not take.
+    pub fn forward(&self, args: &[Value], kwargs: &Kwargs) -> Result<Kwargs> {
+        let inputs = self.signature.bind(args, kwargs)?;
+        let ctx = Ctx { training: false, ..self.stages[0].ctx(batch_size(&inputs)) };
+        let values = self.through(inputs, |stage, inputs| stage.evaluate(inputs, &ctx))?;
+        Ok(self.outputs(|value| values.get(&value).cloned()))
+    }
+
+    /// The outputs and losses of all microbatches in evaluation mode, without gradients.
+    ///
+    /// # Errors
+    /// As of [`forward`](Self::forward); if the loss is no scalar of floats.
+    pub fn evaluate(&self, batch: &Microbatches) -> Result<Step> {
+        let options = StepOptions { training: false, ..StepOptions::default() };
+        let mut step = Step::default();
+        for (inputs, ctx, weight) in self.microbatches(batch, &options)? {
+            let values = self.through(inputs?, |stage, inputs| stage.evaluate(inputs, &ctx))?;
+            self.add_to(&mut step, weight, |value| values.get(&value).cloned())?;
+        }
+        Ok(step)
+    }
+
+    /// The forward pass of one microbatch, whose results go into `step`.
+    pub(super) fn record(&self, inputs: Inputs, ctx: &Ctx, keep: Keep, weight: f64, step: &mut Step) -> Result<Pass> {
+        let mut tapes = Vec::new();
+        let leaves = inputs.iter().map(|(&value, input)| Ok((value, Activation::of(input)?)));
+        let values = self.through(leaves.collect::<Result<_>>()?, |stage, inputs| {
+            let (outputs, tape) = stage.forward(inputs, ctx, keep)?;
+            tapes.push(tape);
+            Ok(outputs)
+        })?;
+        self.add_to(step, weight, |value| Some(values.get(&value)?.value.clone()))?;
+        Ok(Pass { tapes, inputs })
+    }
+
+    /// The inputs, circumstances and weight of each microbatch.
+    pub(super) fn microbatches(
+        &self,
+        batch: &Microbatches,
+        options: &StepOptions,
+    ) -> Result<impl Iterator<Item = (Result<Inputs>, Ctx, f64)>> {
+        let weights = options.weights(batch, self.info.graph.loss)?;
+        let mut end = 0;
+        let each = batch.iter().zip(batch.rows()).zip(weights).enumerate();
+        Ok(each.map(move |(microbatch, (((args, kwargs), rows), weight))| {
+            let start = end;
+            end += rows;
+            let StepOptions { step, training, .. } = *options;
+            let ctx = Ctx { microbatch, rows: start..end, step, training, ..self.stages[0].ctx(*rows) };
+            (self.signature.bind(args, kwargs), ctx, weight)
+        }))
+    }
+
+    /// Puts values through all stages, each of which `run` runs.
+    pub(super) fn through<V: Clone>(
+        &self,
+        mut values: Values<V>,
+        mut run: impl FnMut(&StageModule, Vec<V>) -> Result<Vec<V>>,
+    ) -> Result<Values<V>> {
+        for stage in &self.stages {
+            let inputs = stage.def().inputs.iter().filter_map(|input| values.get(&input.value).cloned()).collect();
+            let outputs = run(stage, inputs)?;
+            values.extend(stage.def().outputs.iter().map(|output| output.value).zip(outputs));
+        }
+        Ok(values)
+    }
+
+    fn outputs(&self, get: impl Fn(ValueId) -> Option<Value>) -> Kwargs {
+        let named = self.info.graph.outputs.iter();
+        named.filter_map(|output| Some((output.name.clone(), get(output.value)?))).collect()
+    }
+
+    fn add_to(&self, step: &mut Step, weight: f64, get: impl Fn(ValueId) -> Option<Value>) -> Result<()> {
+        step.outputs.push(Value::Map(self.outputs(&get)));
+        match self.info.graph.loss.and_then(|loss| get(loss.value)) {
+            Some(loss) => step.add_loss(&loss, weight),
+            None => Ok(()),
+        }
+    }
+}
+
+/// The first size of the first tensor that has one.
+pub(super) fn batch_size(inputs: &Inputs) -> usize {
+    let mut tensors = inputs.values().flat_map(TensorTree::tensors);
+    tensors.find_map(|tensor| tensor.dims().first().copied()).unwrap_or(1)
+}

@@ -1,0 +1,90 @@
+//! All stages of a model in one process.
+mod backward;
+mod forward;
+mod profile;
+mod step;
+
+pub use profile::NodeProfile;
+pub use step::{Step, StepOptions};
+
+use crate::Result;
+use crate::graph::{Pipe, PipeInfo, Scope, Signature};
+use crate::tape::StageModule;
+use candle_core::{Device, Tensor, Var};
+use std::collections::BTreeMap;
+
+/// A cut model that runs in one process, stage after stage, each with a graph of its own: what a pipeline on many ranks
+/// has to agree with, and a way to try a cut on one device.
+///
+/// Gradients cross stages as they do between ranks: those of the users of a value are added in the users' order.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_nn::{Optimizer, SGD, VarBuilder, VarMap};
+/// use candle_pipe::microbatch::split_args_kwargs_into_chunks;
+/// use candle_pipe::{EqualCount, In, Kwargs, LocalPipe, PipeBuilder, Reduction, StepOptions, nn};
+///
+/// let mut g = PipeBuilder::<VarBuilder<'static>>::new();
+/// let (x, target) = (g.input("x", In::Arg), g.input("target", In::Arg));
+/// let h = g.module("up", |vb| Ok(nn::linear(1, 4, vb.clone())?), [x]);
+/// let y = g.module("down", |vb| Ok(nn::linear(4, 1, vb.clone())?), [h]);
+/// g.loss_fn(|xs, _| Ok(candle_nn::loss::mse(xs[0].tensor()?, xs[1].tensor()?)?), [y, target], Reduction::Mean);
+/// let pipe = g.finish(EqualCount(3))?;
+///
+/// let parameters = VarMap::new();
+/// let vb = VarBuilder::from_varmap(&parameters, DType::F32, &Device::Cpu);
+/// let local = LocalPipe::new(&pipe, &vb, &Device::Cpu)?;
+/// let mut optimiser = SGD::new(parameters.all_vars(), 0.01)?;
+///
+/// let x = Tensor::new(&[[1f32], [2.], [3.], [4.], [5.]], &Device::Cpu)?;
+/// let batch = split_args_kwargs_into_chunks(&[(&x).into(), (&x).into()], &Kwargs::new(), 2, None, None)?;
+/// let mut losses = Vec::new();
+/// for step in 0..2 {
+///     let result = local.forward_backward(&batch, &StepOptions { step, ..StepOptions::default() })?;
+///     losses.push(result.loss()?.to_scalar::<f32>()?);
+///     optimiser.step(&result.grads)?;
+/// }
+/// assert!(losses[1] < losses[0]);
+/// # Ok::<(), candle_pipe::Error>(())
+/// ```
+pub struct LocalPipe {
+    info: PipeInfo,
+    signature: Signature,
+    stages: Vec<StageModule>,
+}
+
+impl LocalPipe {
+    /// Builds all stages on one device. They have one copy of each replicated parameter.
+    ///
+    /// # Errors
+    /// Those of the constructors.
+    pub fn new<B: Scope>(pipe: &Pipe<B>, scope: &B, device: &Device) -> Result<Self> {
+        let stages = pipe.build_stages(0..pipe.num_stages(), scope, device)?;
+        Ok(Self { info: pipe.info().clone(), signature: pipe.signature().clone(), stages })
+    }
+
+    /// The model and its stages as plain data.
+    pub fn info(&self) -> &PipeInfo {
+        &self.info
+    }
+
+    /// The stages.
+    pub fn stages(&self) -> &[StageModule] {
+        &self.stages
+    }
+
+    /// The parameters of all stages by full name, as the model uses them.
+    pub fn parameters(&self) -> BTreeMap<&str, &Tensor> {
+        let all = self.stages.iter().flat_map(StageModule::parameters);
+        all.map(|(name, tensor)| (name.as_str(), tensor)).collect()
+    }
+
+    /// The parameters that are variables, by full name, for an optimiser.
+    ///
+    /// # Errors
+    /// Those of candle.
+    pub fn named_vars(&self) -> Result<Vec<(String, Var)>> {
+        let parameters = self.parameters().into_iter().filter(|(_, tensor)| tensor.is_variable());
+        parameters.map(|(name, tensor)| Ok((name.to_owned(), Var::from_tensor(tensor)?))).collect()
+    }
+}

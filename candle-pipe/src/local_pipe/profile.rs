@@ -1,0 +1,77 @@
+//! What nodes cost.
+use super::LocalPipe;
+use crate::graph::Ctx;
+use crate::{Error, Kwargs, Result, Value};
+use candle_dist::TensorTree;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+
+/// What one node took and gave.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct NodeProfile {
+    /// The node's full name.
+    pub node: String,
+    /// The seconds of its forward pass.
+    pub seconds: f64,
+    /// Its outputs as dtypes and shapes.
+    pub outputs: Vec<String>,
+    /// The bytes of its outputs, which go to other stages if the model is cut behind the node.
+    pub bytes: usize,
+}
+
+impl LocalPipe {
+    /// What each node costs in evaluation mode, the least of `runs` runs, in the order in which nodes run.
+    ///
+    /// The seconds are what [`Balanced`](crate::Balanced) takes.
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor};
+    /// use candle_pipe::{Balanced, In, Kwargs, LocalPipe, PipeBuilder, SplitSpec};
+    ///
+    /// let mut g = PipeBuilder::<()>::new();
+    /// let x = g.input("x", In::Arg);
+    /// let y = g.func("square", |xs, _| Ok(xs[0].tensor()?.sqr()?.into()), [x]);
+    /// let z = g.func("add", |xs, _| Ok((xs[0].tensor()? + 1.0)?.into()), [y]);
+    /// g.output("z", z);
+    /// let local = LocalPipe::new(&g.finish(SplitSpec::declared())?, &(), &Device::Cpu)?;
+    ///
+    /// let x = Tensor::new(&[1f32, 2.], &Device::Cpu)?;
+    /// let profile = local.profile(&[x.into()], &Kwargs::new(), 3)?;
+    /// assert_eq!((profile[0].node.as_str(), profile[0].bytes, profile[0].outputs[0].as_str()), ("square", 8, "f32[2]"));
+    /// let policy = Balanced::new(2, profile.into_iter().map(|node| (node.node, node.seconds)));
+    /// # let _ = policy;
+    /// # Ok::<(), candle_pipe::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Pipe`] for no runs; as of [`forward`](Self::forward).
+    pub fn profile(&self, args: &[Value], kwargs: &Kwargs, runs: usize) -> Result<Vec<NodeProfile>> {
+        if runs == 0 {
+            return Err(Error::Pipe("a profile of 0 runs; ask for 1 or more".into()));
+        }
+        let inputs = self.signature.bind(args, kwargs)?;
+        let ctx = Ctx { training: false, ..self.stages[0].ctx(super::forward::batch_size(&inputs)) };
+        let (mut order, mut profiles) = (Vec::new(), BTreeMap::<String, NodeProfile>::new());
+        for _ in 0..runs {
+            self.through(inputs.clone(), |stage, inputs| {
+                stage.observe(inputs, &ctx, |node, seconds, outputs| {
+                    let profile = profiles.entry(node.to_owned()).or_insert_with(|| {
+                        order.push(node.to_owned());
+                        NodeProfile {
+                            node: node.to_owned(),
+                            seconds,
+                            outputs: outputs.iter().map(Value::to_string).collect(),
+                            bytes: outputs.iter().map(bytes).sum(),
+                        }
+                    });
+                    profile.seconds = profile.seconds.min(seconds);
+                })
+            })?;
+        }
+        Ok(order.iter().filter_map(|node| profiles.remove(node)).collect())
+    }
+}
+
+fn bytes(value: &Value) -> usize {
+    value.fold_tensors(0, |sum, tensor| sum + tensor.elem_count() * tensor.dtype().size_in_bytes())
+}

@@ -1,0 +1,49 @@
+//! Dropout that does not depend on how a batch is cut.
+use crate::graph::{Ctx, StageOp};
+use crate::{Error, Result, Value};
+use candle_core::Tensor;
+use candle_shard::random::{Distribution, Stream};
+
+/// Zeroes elements with probability `p` in training and divides the others by `1 - p` (Srivastava et al. 2014).
+///
+/// The mask follows the seed, the layer's name, the step and the row in the batch, so it is the same for any cut of the
+/// batch into microbatches and of the model into stages. The first dim of the input goes along the rows.
+#[derive(Debug, Clone, Copy)]
+pub struct Dropout {
+    p: f64,
+    stream: Stream,
+}
+
+impl Dropout {
+    /// A layer whose random numbers are those of `name`, usually its full name.
+    ///
+    /// # Errors
+    /// If `p` is not in `[0, 1)`.
+    pub fn new(p: f64, seed: u64, name: &str) -> Result<Self> {
+        if !(0.0..1.0).contains(&p) {
+            return Err(Error::Pipe(format!("dropout with probability {p}: want at least 0 and less than 1")));
+        }
+        Ok(Self { p, stream: Stream::new(seed, name) })
+    }
+
+    /// `x`, in training with elements dropped.
+    ///
+    /// # Errors
+    /// If the first dim of `x` does not go along the rows.
+    pub fn forward(&self, x: &Tensor, ctx: &Ctx) -> Result<Tensor> {
+        if !ctx.training || self.p == 0.0 {
+            return Ok(x.clone());
+        }
+        let mask = ctx.random(self.stream, Distribution::Bernoulli { p: 1.0 - self.p }, x.dims(), x.dtype())?;
+        Ok((x * mask.affine(1.0 / (1.0 - self.p), 0.0)?)?)
+    }
+}
+
+impl StageOp for Dropout {
+    fn forward(&self, inputs: &[Value], ctx: &Ctx) -> Result<Vec<Value>> {
+        let [x] = inputs else {
+            return Err(Error::Pipe(format!("dropout takes one tensor, {} values were given", inputs.len())));
+        };
+        Ok(vec![self.forward(x.tensor()?, ctx)?.into()])
+    }
+}

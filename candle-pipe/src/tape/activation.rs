@@ -1,0 +1,80 @@
+//! What goes from stage to stage: values forward, gradients back.
+use crate::{Error, Result, Value};
+use candle_core::Tensor;
+use candle_dist::TensorTree;
+
+/// A value on its way between stages: without a graph, and with a note of which of its tensors want a gradient.
+#[derive(Debug, Clone)]
+pub struct Activation {
+    /// The value.
+    pub value: Value,
+    /// For each tensor of the value, in the tree's order, whether it has a gradient.
+    pub tracked: Vec<bool>,
+}
+
+impl Activation {
+    /// A value none of whose tensors wants a gradient, such as an input.
+    pub fn constant(value: Value) -> Result<Self> {
+        let mut activation = Self::of(&value)?;
+        activation.tracked.fill(false);
+        Ok(activation)
+    }
+
+    /// A value whose tensors want a gradient if they are variables or computed from some.
+    pub fn of(value: &Value) -> Result<Self> {
+        let tracked = value.tensors().into_iter().map(|tensor| tensor.dtype().is_float() && tensor.track_op());
+        Ok(Self { tracked: tracked.collect(), value: detached(value)? })
+    }
+}
+
+/// The same value without graphs.
+pub(crate) fn detached(value: &Value) -> Result<Value> {
+    value.map_tensors(|tensor| -> Result<Tensor> { Ok(tensor.detach()) })
+}
+
+/// The gradient of a value: for each of its tensors, in the tree's order, a tensor like it, or nothing.
+#[derive(Debug, Clone, Default)]
+pub struct Gradient(pub Vec<Option<Tensor>>);
+
+impl Gradient {
+    /// Whether there is nothing at all, which is also what a stage after which nothing reaches the loss gives.
+    pub fn is_none(&self) -> bool {
+        self.0.iter().all(Option::is_none)
+    }
+
+    /// The sum of the gradients that the users of one value found, in their order; what is missing adds nothing.
+    ///
+    /// # Errors
+    /// If they are not of one value.
+    pub fn sum<'a>(contributions: impl IntoIterator<Item = &'a Self>) -> Result<Self> {
+        let mut sum = Self::default();
+        for contribution in contributions {
+            if sum.0.len() < contribution.0.len() {
+                sum.0.resize(contribution.0.len(), None);
+            }
+            for (sum, part) in sum.0.iter_mut().zip(&contribution.0) {
+                *sum = match (sum.take(), part) {
+                    (Some(sum), Some(part)) => Some((sum + part)?),
+                    (sum, part) => sum.or_else(|| part.clone()),
+                };
+            }
+        }
+        Ok(sum)
+    }
+
+    /// The gradient `weight` of a loss.
+    ///
+    /// # Errors
+    /// [`Error::Pipe`] if the value is no scalar of floats.
+    pub fn of_loss(loss: &Value, weight: f64) -> Result<Self> {
+        Ok(Self(vec![Some(scalar(loss)?.ones_like()?.affine(weight, 0.0)?)]))
+    }
+}
+
+/// The tensor of a loss.
+pub(crate) fn scalar(loss: &Value) -> Result<&Tensor> {
+    match loss {
+        Value::Tensor(tensor) if tensor.rank() == 0 && tensor.dtype().is_float() => Ok(tensor),
+        other => Err(Error::Pipe(format!("the loss is {other}: want a scalar of floats; reduce it in a function"))),
+    }
+}

@@ -1,0 +1,161 @@
+//! What a stage keeps between the passes of one microbatch.
+use super::{Activation, Gradient, StageModule, WeightQueue, vjp};
+use crate::graph::Ctx;
+use crate::{Error, Result, Value};
+use candle_core::backprop::GradStore;
+use candle_core::{Tensor, Var};
+use candle_dist::TensorTree;
+use std::sync::Arc;
+
+/// One stage's run of one microbatch, of which the backward pass can be taken once, whole or in two parts.
+pub struct Tape {
+    stage: StageModule,
+    kept: Kept,
+}
+
+enum Kept {
+    Recorded(Recorded),
+    Inputs(Vec<Activation>, Ctx),
+}
+
+/// The graph of one run.
+pub(super) struct Recorded {
+    /// For each input, for each of its tensors, the variable that stands for it where it wants a gradient.
+    leaves: Vec<Vec<Option<Var>>>,
+    /// The outputs with their graph.
+    outputs: Vec<Value>,
+    queue: Arc<WeightQueue>,
+}
+
+/// What a backward pass finds.
+#[derive(Debug, Default)]
+pub struct Backward {
+    /// The gradients of the stage's inputs, in their order.
+    pub inputs: Vec<Gradient>,
+    /// The gradients of the stage's parameters.
+    pub parameters: GradStore,
+}
+
+/// The second part of a backward pass: weight gradients that are still to be computed.
+///
+/// It holds the inputs of the layers concerned and the gradients of their outputs, nothing else.
+#[derive(Debug)]
+pub struct WeightTape {
+    queue: Arc<WeightQueue>,
+    /// What other uses of the same weights have added.
+    grads: GradStore,
+}
+
+impl Tape {
+    pub(super) fn recorded(stage: StageModule, recorded: Recorded) -> Self {
+        Self { stage, kept: Kept::Recorded(recorded) }
+    }
+
+    pub(super) fn inputs(stage: StageModule, inputs: Vec<Activation>, ctx: Ctx) -> Self {
+        Self { stage, kept: Kept::Inputs(inputs, ctx) }
+    }
+
+    /// The whole backward pass, from the gradients of the stage's outputs in their order.
+    ///
+    /// An output without gradient is [none](Gradient::is_none); if all are, so is all that comes out.
+    ///
+    /// # Errors
+    /// [`Error::Pipe`] if the gradients do not fit the outputs; those of nodes that run again.
+    pub fn backward(self, gradients: &[Gradient]) -> Result<Backward> {
+        self.run(gradients, false).map(|(backward, _)| backward)
+    }
+
+    /// The backward pass but for the weights of [`nn::Linear`](crate::nn::Linear) layers, whose gradients come from the
+    /// tape that is left: bit by bit those that [`backward`](Self::backward) gives.
+    ///
+    /// Every parameter's gradient comes whole from one of the two.
+    ///
+    /// # Errors
+    /// Those of [`backward`](Self::backward).
+    pub fn backward_inputs(self, gradients: &[Gradient]) -> Result<(Backward, WeightTape)> {
+        let (mut backward, queue) = self.run(gradients, true)?;
+        let mut grads = GradStore::default();
+        for weight in queue.weights() {
+            if let Some(grad) = backward.parameters.remove(&weight) {
+                grads.insert(&weight, grad);
+            }
+        }
+        Ok((backward, WeightTape { queue, grads }))
+    }
+
+    fn run(self, gradients: &[Gradient], is_deferring: bool) -> Result<(Backward, Arc<WeightQueue>)> {
+        let recorded = match self.kept {
+            Kept::Recorded(recorded) => recorded,
+            Kept::Inputs(inputs, ctx) => Recorded::new(&self.stage, &inputs, &ctx)?,
+        };
+        recorded.queue.defer(is_deferring);
+        let named: Vec<&Tensor> = self.stage.parameters().values().collect();
+        let mut grads = vjp(&recorded.seeds(&self.stage, gradients)?, &named)?;
+        let mut leaf = |leaf: &Option<Var>| leaf.as_ref().and_then(|leaf| grads.remove(leaf));
+        let inputs = recorded.leaves.iter().map(|leaves| Gradient(leaves.iter().map(&mut leaf).collect())).collect();
+        Ok((Backward { inputs, parameters: grads }, recorded.queue))
+    }
+}
+
+impl WeightTape {
+    /// The gradients of the weights that were put off.
+    ///
+    /// # Errors
+    /// Those of candle.
+    pub fn backward(self) -> Result<GradStore> {
+        let mut grads = self.grads;
+        self.queue.drain(&mut grads)?;
+        Ok(grads)
+    }
+}
+
+impl Recorded {
+    pub(super) fn new(stage: &StageModule, inputs: &[Activation], ctx: &Ctx) -> Result<Self> {
+        let (mut leaves, mut values) = (Vec::new(), Vec::new());
+        for input in inputs {
+            let variable = |(tensor, &tracked): (&Tensor, &bool)| tracked.then(|| Var::from_tensor(tensor)).transpose();
+            let own = input.value.tensors().into_iter().zip(&input.tracked).map(variable);
+            let own = own.collect::<candle_core::Result<Vec<_>>>()?;
+            let mut stand_ins = own.iter();
+            values.push(input.value.map_tensors(|tensor| -> Result<Tensor> {
+                Ok(stand_ins.next().cloned().flatten().map_or_else(|| tensor.clone(), Var::into_inner))
+            })?);
+            leaves.push(own);
+        }
+        let queue = WeightQueue::new(leaves.iter().flatten().flatten().map(|leaf| leaf.id()).collect());
+        let outputs = queue.during(|| stage.run(values, |node, values| node.run(values, ctx)))?;
+        Ok(Self { leaves, outputs, queue })
+    }
+
+    pub(super) fn outputs(&self) -> Result<Vec<Activation>> {
+        self.outputs.iter().map(Activation::of).collect()
+    }
+
+    /// The tensors of the outputs that have a gradient, with it.
+    fn seeds(&self, stage: &StageModule, gradients: &[Gradient]) -> Result<Vec<(Tensor, Tensor)>> {
+        let index = stage.def().index;
+        let (given, outputs) = (gradients.len(), self.outputs.len());
+        if given != outputs {
+            return Err(Error::Pipe(format!("{given} gradients for the {outputs} outputs of stage {index}")));
+        }
+        let mut seeds = Vec::new();
+        for (place, (output, gradient)) in self.outputs.iter().zip(gradients).enumerate() {
+            let tensors = output.tensors();
+            let fits = |(tensor, part): (&&Tensor, &Option<Tensor>)| {
+                part.as_ref().is_none_or(|part| part.dims() == tensor.dims() && part.dtype() == tensor.dtype())
+            };
+            if gradient.0.len() > tensors.len() || !tensors.iter().zip(&gradient.0).all(fits) {
+                let parts: Vec<String> = gradient.0.iter().map(|part| Value::from(part.clone()).to_string()).collect();
+                let parts = parts.join(", ");
+                return Err(Error::Pipe(format!("gradient ({parts}) for output {place} of stage {index}, {output}")));
+            }
+            let parts = tensors.into_iter().zip(&gradient.0);
+            for (tensor, part) in parts {
+                if let Some(part) = part {
+                    seeds.push((tensor.clone(), part.to_device(tensor.device())?));
+                }
+            }
+        }
+        Ok(seeds)
+    }
+}

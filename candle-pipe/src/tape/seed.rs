@@ -1,0 +1,66 @@
+//! Gradients of tensors whose own gradients are given.
+use crate::Result;
+use candle_core::backend::{BackendDevice, BackendStorage};
+use candle_core::backprop::GradStore;
+use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Layout, MetalStorage, Shape, Tensor};
+
+/// The gradients of all variables that `outputs` were computed from, when the outputs' own are those beside them.
+///
+/// Nothing that comes out holds a graph. `extra` names more tensors whose gradients are wanted, such as variables that
+/// only a recomputed part of the graph sees.
+pub(crate) fn vjp(outputs: &[(Tensor, Tensor)], extra: &[&Tensor]) -> Result<GradStore> {
+    let mut found = GradStore::default();
+    let mut total: Option<Tensor> = None;
+    for (output, gradient) in outputs.iter().filter(|(output, _)| output.track_op()) {
+        let seed = output.apply_op1(Seed(gradient.detach()))?;
+        total = Some(match total {
+            Some(total) => (total + seed)?,
+            None => seed,
+        });
+    }
+    let Some(total) = total else { return Ok(found) };
+    let mut grads = candle_shard::nn::backward(&total)?;
+    let reached = total.sorted_nodes().into_iter().filter(|node| node.is_variable());
+    for tensor in reached.chain(extra.iter().copied()) {
+        if let Some(grad) = grads.remove(tensor) {
+            found.insert(tensor, grad.detach());
+        }
+    }
+    Ok(found)
+}
+
+/// A scalar whose gradient with respect to the argument is the tensor that it holds, whatever its own is.
+///
+/// Unlike the sum of a product it neither reads the argument nor computes anything.
+struct Seed(Tensor);
+
+fn scalar<S>(storage: &S) -> candle_core::Result<(S, Shape)>
+where
+    S: BackendStorage,
+    S::Device: BackendDevice<Storage = S>,
+{
+    let shape = Shape::from(());
+    Ok((storage.device().zeros_impl(&shape, DType::F32)?, shape))
+}
+
+impl CustomOp1 for Seed {
+    fn name(&self) -> &'static str {
+        "seed"
+    }
+
+    fn cpu_fwd(&self, storage: &CpuStorage, _: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
+        scalar(storage)
+    }
+
+    fn cuda_fwd(&self, storage: &CudaStorage, _: &Layout) -> candle_core::Result<(CudaStorage, Shape)> {
+        scalar(storage)
+    }
+
+    fn metal_fwd(&self, storage: &MetalStorage, _: &Layout) -> candle_core::Result<(MetalStorage, Shape)> {
+        scalar(storage)
+    }
+
+    fn bwd(&self, _: &Tensor, _: &Tensor, _: &Tensor) -> candle_core::Result<Option<Tensor>> {
+        Ok(Some(self.0.clone()))
+    }
+}

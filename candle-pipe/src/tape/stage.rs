@@ -1,0 +1,175 @@
+//! A built stage.
+use super::activation::detached;
+use super::record::Recorded;
+use super::{Activation, Tape};
+use crate::graph::{Ctx, Node, StageDef, StageOp, ValueId};
+use crate::{Error, Result, Value};
+use candle_core::{DType, Device, Tensor};
+use candle_dist::TensorTree;
+use itertools::Itertools;
+use std::collections::{BTreeMap, HashMap};
+use std::rc::Rc;
+use std::time::Instant;
+
+/// What a stage keeps of a forward pass for the backward pass.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Keep {
+    /// All activations.
+    #[default]
+    Activations,
+    /// The stage's inputs, from which the backward pass computes the rest a second time (Chen et al. 2016).
+    Inputs,
+}
+
+/// A stage with its parameters, on its device.
+///
+/// It knows nothing of the other stages; what it takes and gives is in its [`StageDef`].
+#[derive(Clone)]
+pub struct StageModule(Rc<Inner>);
+
+struct Inner {
+    def: StageDef,
+    nodes: Vec<StageNode>,
+    parameters: BTreeMap<String, Tensor>,
+    loss: Option<ValueId>,
+    /// For each node, the values that no later node and no one else uses.
+    unused_after: Vec<Vec<ValueId>>,
+    device: Device,
+    dtype: DType,
+}
+
+/// A built node.
+pub(crate) struct StageNode {
+    name: String,
+    op: Rc<dyn StageOp>,
+    inputs: Vec<ValueId>,
+    outputs: Vec<ValueId>,
+}
+
+impl StageNode {
+    pub(crate) fn new(node: &Node, op: Rc<dyn StageOp>) -> Self {
+        Self { name: node.name.clone(), op, inputs: node.inputs.clone(), outputs: node.outputs.clone() }
+    }
+
+    pub(super) fn run(&self, values: &HashMap<ValueId, Value>, ctx: &Ctx) -> Result<Vec<Value>> {
+        let inputs = self.inputs.iter().map(|id| values.get(id).cloned().unwrap_or(Value::None)).collect_vec();
+        let outputs = self.op.forward(&inputs, ctx).map_err(|error| error.at_node(&self.name))?;
+        if outputs.len() == self.outputs.len() {
+            return Ok(outputs);
+        }
+        let (made, declared) = (outputs.len(), self.outputs.len());
+        Err(Error::Pipe(format!("{made} values instead of the {declared} declared")).at_node(&self.name))
+    }
+}
+
+impl StageModule {
+    pub(crate) fn new(
+        def: StageDef,
+        nodes: Vec<StageNode>,
+        parameters: BTreeMap<String, Tensor>,
+        loss: Option<ValueId>,
+        device: Device,
+        dtype: DType,
+    ) -> Self {
+        let mut last_use: HashMap<ValueId, usize> = HashMap::new();
+        for (i, node) in nodes.iter().enumerate() {
+            last_use.extend(node.inputs.iter().chain(&node.outputs).map(|&value| (value, i)));
+        }
+        def.outputs.iter().for_each(|output| _ = last_use.remove(&output.value));
+        let mut unused_after = vec![Vec::new(); nodes.len()];
+        last_use.into_iter().for_each(|(value, node)| unused_after[node].push(value));
+        Self(Rc::new(Inner { def, nodes, parameters, loss, unused_after, device, dtype }))
+    }
+
+    /// What the stage runs, takes and gives.
+    pub fn def(&self) -> &StageDef {
+        &self.0.def
+    }
+
+    /// The parameters that the stage's modules asked their scopes for, by full name.
+    pub fn parameters(&self) -> &BTreeMap<String, Tensor> {
+        &self.0.parameters
+    }
+
+    /// The stage's device.
+    pub fn device(&self) -> &Device {
+        &self.0.device
+    }
+
+    /// The place of the loss among the stage's outputs, if the loss is one of them.
+    pub fn loss_output(&self) -> Option<usize> {
+        self.def().outputs.iter().position(|output| Some(output.value) == self.0.loss)
+    }
+
+    /// The circumstances of the first step's only microbatch, of `rows` rows; change what is different.
+    pub fn ctx(&self, rows: usize) -> Ctx {
+        let (device, dtype) = (self.0.device.clone(), self.0.dtype);
+        Ctx { device, dtype, microbatch: 0, rows: 0..rows, step: 0, training: true }
+    }
+
+    /// The stage's outputs for its `inputs`, each in the order of its [`StageDef`], and what a backward pass needs.
+    ///
+    /// Inputs are moved to the stage's device. Those that want gradients are copied: each stage has a graph of its own.
+    ///
+    /// # Errors
+    /// Those of the nodes, with the node's name.
+    pub fn forward(&self, inputs: Vec<Activation>, ctx: &Ctx, keep: Keep) -> Result<(Vec<Activation>, Tape)> {
+        let inputs = inputs
+            .into_iter()
+            .map(|input| Ok(Activation { value: input.value.to_device(self.device())?, tracked: input.tracked }));
+        let inputs = inputs.collect::<Result<Vec<_>>>()?;
+        let recorded = Recorded::new(self, &inputs, ctx)?;
+        let outputs = recorded.outputs()?;
+        let tape = match keep {
+            Keep::Activations => Tape::recorded(self.clone(), recorded),
+            Keep::Inputs => Tape::inputs(self.clone(), inputs, ctx.clone()),
+        };
+        Ok((outputs, tape))
+    }
+
+    /// The stage's outputs, without anything for a backward pass: activations are freed on the way.
+    ///
+    /// # Errors
+    /// Those of the nodes, with the node's name.
+    pub fn evaluate(&self, inputs: Vec<Value>, ctx: &Ctx) -> Result<Vec<Value>> {
+        let here = inputs.iter().map(|value| value.to_device(self.device())).collect::<Result<Vec<_>, _>>()?;
+        self.run(here, |node, values| node.run(values, ctx)?.iter().map(detached).collect())
+    }
+
+    /// [`evaluate`](Self::evaluate), showing `observe` each node's name, its seconds and its outputs.
+    pub(crate) fn observe(
+        &self,
+        inputs: Vec<Value>,
+        ctx: &Ctx,
+        mut observe: impl FnMut(&str, f64, &[Value]),
+    ) -> Result<Vec<Value>> {
+        self.run(inputs, |node, values| {
+            self.device().synchronize()?;
+            let start = Instant::now();
+            let outputs = node.run(values, ctx)?;
+            self.device().synchronize()?;
+            observe(&node.name, start.elapsed().as_secs_f64(), &outputs);
+            outputs.iter().map(detached).collect()
+        })
+    }
+
+    /// Puts the values through the nodes, each of which `run` runs.
+    pub(super) fn run(
+        &self,
+        inputs: Vec<Value>,
+        mut run: impl FnMut(&StageNode, &HashMap<ValueId, Value>) -> Result<Vec<Value>>,
+    ) -> Result<Vec<Value>> {
+        let def = self.def();
+        if inputs.len() != def.inputs.len() {
+            let (given, takes) = (inputs.len(), def.inputs.len());
+            return Err(Error::Pipe(format!("{given} values for stage {}, which takes {takes}", def.index)));
+        }
+        let mut values: HashMap<ValueId, Value> = def.inputs.iter().map(|input| input.value).zip(inputs).collect();
+        for (node, unused) in self.0.nodes.iter().zip(&self.0.unused_after) {
+            let outputs = run(node, &values)?;
+            values.extend(node.outputs.iter().copied().zip(outputs));
+            unused.iter().for_each(|value| _ = values.remove(value));
+        }
+        Ok(def.outputs.iter().map(|output| values.get(&output.value).cloned().unwrap_or(Value::None)).collect())
+    }
+}
