@@ -6,11 +6,6 @@ pub(crate) fn nearest<'a>(name: &str, names: impl IntoIterator<Item = &'a str>) 
     (2 * distance < found.len().max(name.len())).then_some(found)
 }
 
-/// ` (did you mean "..."?)` with the [`nearest`] of the known names, or nothing where none is near.
-pub(crate) fn suggestion<'a>(wanted: &str, known: impl IntoIterator<Item = &'a str>) -> String {
-    nearest(wanted, known).map_or_else(String::new, |name| format!(" (did you mean {name:?}?)"))
-}
-
 /// How many letters must be put in, taken out or replaced to make `b` of `a`, whatever their case.
 fn distance(a: &str, b: &str) -> usize {
     let (a, b) = (a.to_lowercase(), b.to_lowercase());

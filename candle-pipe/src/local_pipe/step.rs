@@ -55,6 +55,10 @@ pub struct Step {
 }
 
 impl Step {
+    pub(crate) fn with_grads(grads: GradStore) -> Self {
+        Self { grads, ..Self::default() }
+    }
+
     /// The loss of the batch.
     ///
     /// # Errors

@@ -211,7 +211,7 @@ impl Runtime {
         }
         let batch = Batch::new(self, cut, options)?;
         let Made { results, grads, spans, peak } = Execution::new(self, program, &batch, backward).run()?;
-        let mut step = Step { grads, ..Step::default() };
+        let mut step = Step::with_grads(grads);
         for (made, &weight) in results.iter().zip(&batch.weights) {
             let outputs = self.info.graph.outputs.iter();
             let outputs = outputs.filter_map(|output| Some((output.name.clone(), made.get(&output.value)?.clone())));

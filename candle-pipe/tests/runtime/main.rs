@@ -1,0 +1,4 @@
+//! Pipelines on ranks: every schedule computes what one device computes.
+#![allow(clippy::unwrap_used)] // a panic is how a test fails
+mod model;
+mod parity;
