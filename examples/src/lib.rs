@@ -4,8 +4,10 @@ pub mod allocator;
 pub mod cli;
 pub mod collectives;
 pub mod dispatch;
+pub mod embedding;
 pub mod loading;
 pub mod table;
+pub mod timing;
 pub mod toy;
 
 /// The code of the README, which is compiled and run as a test.
