@@ -92,7 +92,10 @@ impl ShardedTensor {
         let places: Vec<u32> = call.ids.places.iter().map(|&place| order[place as usize]).collect();
         let still = call.padding().map(|padding| order[padding]);
         let found = kernels::embedding(&rows, places, still)?;
-        Ok(found.reshape([ids.dims(), &[self.dims()[1]]].concat())?)
+        match ids.rank() {
+            1 => Ok(found), // a node less in the graph
+            _ => Ok(found.reshape([ids.dims(), &[self.dims()[1]]].concat())?),
+        }
     }
 
     /// One row for each of this rank's bags of rows of this table `[rows, width]`: `[bags, width]`.
