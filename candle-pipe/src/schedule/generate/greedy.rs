@@ -10,8 +10,8 @@ use std::collections::{HashMap, VecDeque};
 /// microbatches: an `I`, else an `F`, else a `W`; of these the oldest microbatch.
 ///
 /// Stages are placed as `stage_ranks` says, exchange values along `edges`, and cost what `costs` says. A microbatch on
-/// one of `v` stages of a rank counts `1/v`, as in [`Timeline::peak_activations`](super::super::Timeline). A rank always
-/// has room left for the oldest microbatch that it is not through with, which therefore can always go on.
+/// one of `v` stages of a rank counts `1/v`, as in [`Timeline::peak_activations`](super::super::Timeline). A rank begins
+/// nothing that could keep an older microbatch from its end.
 ///
 /// ```
 /// use candle_pipe::schedule::{Costs, Edges, greedy};
@@ -72,7 +72,7 @@ struct Rank {
     /// What has an `I` and no `W` yet.
     weights: VecDeque<Compute>,
     /// The most microbatches of one stage that it may hold.
-    cap: f64,
+    cap: usize,
 }
 
 /// How many microbatches of a stage have which pass, in order.
@@ -112,9 +112,9 @@ impl Plan<'_> {
     fn open(&self, rank: usize) -> impl Iterator<Item = Compute> {
         let rank = &self.ranks[rank];
         let some = |stage, pass, microbatch| Some(Compute { stage, pass, microbatch });
-        rank.stages.iter().flat_map(move |stage| {
+        rank.stages.iter().enumerate().flat_map(move |(i, stage)| {
             let input = if stage.inputs < stage.forwards { some(stage.stage, Pass::Input, stage.inputs) } else { None };
-            let room = stage.forwards < self.microbatches && rank.has_room(stage.forwards);
+            let room = stage.forwards < self.microbatches && rank.has_room(i);
             let forward = if room { some(stage.stage, Pass::Forward, stage.forwards) } else { None };
             [input, forward].into_iter().flatten()
         })
@@ -136,7 +136,8 @@ impl Plan<'_> {
 
 impl Rank {
     fn new(stages: Vec<usize>, cap: f64) -> Self {
-        let cap = cap * stages.len() as f64;
+        // A cap that is a sum of parts of a microbatch is not to fall short of it by rounding; the cast saturates.
+        let cap = (cap * stages.len() as f64 + 1e-6) as usize;
         let stages = stages.into_iter().map(|stage| Stage { stage, forwards: 0, inputs: 0, weights: 0 }).collect();
         Self { stages, order: vec![], free: 0.0, weights: VecDeque::new(), cap }
     }
@@ -158,12 +159,20 @@ impl Rank {
         }
     }
 
-    /// Whether a forward of this microbatch leaves room for the rest of the oldest one.
-    fn has_room(&self, microbatch: usize) -> bool {
-        let held: usize = self.stages.iter().map(|stage| stage.forwards - stage.weights).sum();
-        let oldest = self.stages.iter().map(|stage| stage.weights).min().unwrap_or(0);
-        let rest = self.stages.iter().filter(|stage| stage.forwards <= oldest).count();
-        let others = usize::from(microbatch != oldest);
-        (held + rest + others) as f64 <= self.cap
+    /// Whether the next forward of a stage leaves room for all that was begun: for the oldest microbatch, then, with what
+    /// that frees, for the one after it, and so on.
+    fn has_room(&self, next: usize) -> bool {
+        let forwards = |i: usize| self.stages[i].forwards + usize::from(i == next);
+        let all = || 0..self.stages.len();
+        let held: usize = all().map(|i| forwards(i) - self.stages[i].weights).sum();
+        let Some(mut free) = self.cap.checked_sub(held) else { return false };
+        let oldest = all().map(|i| self.stages[i].weights).min().unwrap_or(0);
+        let newest = all().map(forwards).max().unwrap_or(0);
+        (oldest..newest).all(|microbatch| {
+            let wanted = all().filter(|&i| forwards(i) <= microbatch).count();
+            let fits = wanted <= free;
+            free += all().filter(|&i| (self.stages[i].weights..forwards(i)).contains(&microbatch)).count();
+            fits
+        })
     }
 }
