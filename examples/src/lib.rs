@@ -5,6 +5,7 @@ pub mod cli;
 pub mod collectives;
 pub mod dispatch;
 pub mod loading;
+pub mod schedules;
 pub mod table;
 pub mod toy;
 

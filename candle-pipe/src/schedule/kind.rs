@@ -147,15 +147,23 @@ impl ScheduleKind {
     /// The schedule of this kind for so many ranks, microbatches and stages a rank.
     ///
     /// # Errors
-    /// If one of them is 0 or they are too many together, or the kind cannot order them.
+    /// As [`check`](Self::check).
     pub fn schedule(self, ranks: usize, microbatches: usize, stages_per_rank: usize) -> Result<Schedule> {
-        let size = Size { ranks, microbatches, stages_per_rank };
-        self.check(&size).map_err(|said| Error::Schedule(format!("{self}: {said}")))?;
-        let orders = (self.rule().orders)(&size);
+        self.check(ranks, microbatches, stages_per_rank)?;
+        let orders = (self.rule().orders)(&Size { ranks, microbatches, stages_per_rank });
         Schedule::new(orders.into_iter().map(|order| order.into_iter().map(Some).collect()).collect())
     }
 
-    fn check(self, size: &Size) -> Result<(), String> {
+    /// Whether this kind can order so much.
+    ///
+    /// # Errors
+    /// If a number is 0 or they are too many together, or the kind cannot order them.
+    pub fn check(self, ranks: usize, microbatches: usize, stages_per_rank: usize) -> Result<()> {
+        let size = Size { ranks, microbatches, stages_per_rank };
+        self.fits(&size).map_err(|said| Error::Schedule(format!("{self}: {said}")))
+    }
+
+    fn fits(self, size: &Size) -> Result<(), String> {
         let Size { ranks, microbatches, stages_per_rank } = *size;
         let rule = self.rule();
         for (what, n) in [("ranks", ranks), ("microbatches", microbatches), ("stages a rank", stages_per_rank)] {
