@@ -7,7 +7,10 @@ use std::cmp::Reverse;
 use std::collections::{HashMap, VecDeque};
 
 /// A schedule that gives each free rank the most urgent thing that it can do without holding more than `cap`
-/// microbatches: an `I`, else an `F`, else a `W`; of these the oldest microbatch.
+/// microbatches.
+///
+/// This is an `F` as long as the later stages have less to do than it takes until the next gradient comes back, else an
+/// `I`, else any `F`, else a `W`; of these the oldest microbatch.
 ///
 /// Stages are placed as `stage_ranks` says, exchange values along `edges`, and cost what `costs` says. A microbatch on
 /// one of `v` stages of a rank counts `1/v`, as in [`Timeline::peak_activations`](super::super::Timeline). A rank begins
@@ -30,8 +33,7 @@ use std::collections::{HashMap, VecDeque};
 pub fn greedy(stage_ranks: &[usize], microbatches: usize, edges: &Edges, costs: &Costs, cap: f64) -> Result<Schedule> {
     edges.fit(stage_ranks.len())?;
     costs.fit(stage_ranks.len())?;
-    // Not `cap < 1`, which a NaN is not.
-    if !(cap >= 1.0) {
+    if cap.is_nan() || cap < 1.0 {
         return Err(Error::Schedule(format!(
             "a rank that holds at most {cap} microbatches cannot work: give 1 or more"
         )));
@@ -42,6 +44,7 @@ pub fn greedy(stage_ranks: &[usize], microbatches: usize, edges: &Edges, costs: 
         routes: Routes { edges, stage_ranks },
         costs,
         microbatches,
+        trips: trips(stage_ranks, costs),
         ends: HashMap::new(),
         ranks: (0..count).map(|rank| Rank::new(stages(rank), cap)).collect(),
     };
@@ -55,10 +58,25 @@ pub fn greedy(stage_ranks: &[usize], microbatches: usize, edges: &Edges, costs: 
     Schedule::new(orders.collect())
 }
 
+/// The time from the start of `F` of each stage to the start of its `I`, if nothing is in the way.
+fn trips(stage_ranks: &[usize], costs: &Costs) -> Vec<f64> {
+    let mut trips = vec![0.0; stage_ranks.len()];
+    let mut later = 0.0;
+    for stage in (0..stage_ranks.len()).rev() {
+        let travels = stage_ranks.get(stage + 1).is_some_and(|&next| next != stage_ranks[stage]);
+        let travel = if travels { costs.latency + costs.bytes[stage] * costs.per_byte } else { 0.0 };
+        trips[stage] = costs.forward[stage] + 2.0 * travel + later;
+        later = trips[stage] + costs.input[stage];
+    }
+    trips
+}
+
 struct Plan<'a> {
     routes: Routes<'a>,
     costs: &'a Costs,
     microbatches: usize,
+    /// How long it takes from each stage to the last and back.
+    trips: Vec<f64>,
     /// When each stage has values and gradients of each microbatch.
     ends: HashMap<(Flow, usize, usize), f64>,
     ranks: Vec<Rank>,
@@ -91,7 +109,14 @@ impl Plan<'_> {
             return false;
         }
         let ready = self.open(rank).filter(|&compute| self.ready(compute).is_some_and(|ready| ready <= now));
-        let urgency = |compute: &Compute| (compute.pass != Pass::Input, compute.microbatch, Reverse(compute.stage));
+        let urgency = |compute: &Compute| {
+            let class = match compute.pass {
+                Pass::Forward if self.feeds(&state.stages, compute.stage) => 0,
+                Pass::Forward => 2,
+                _ => 1,
+            };
+            (class, compute.microbatch, Reverse(compute.stage))
+        };
         let Some(compute) = ready.min_by_key(urgency).or(state.weights.front().copied()) else { return false };
         let end = now + self.costs.of(compute);
         if let Some(flow) = compute.makes() {
@@ -99,6 +124,12 @@ impl Plan<'_> {
         }
         self.ranks[rank].add(compute, end);
         true
+    }
+
+    /// Whether a stage has given the later ones less to do than they need to be busy until it gets a gradient back.
+    fn feeds(&self, stages: &[Stage], stage: usize) -> bool {
+        let under_way = stages.iter().find(|other| other.stage == stage).map_or(0, |own| own.forwards - own.inputs);
+        under_way as f64 * (self.costs.forward[stage] + self.costs.input[stage]) < self.trips[stage]
     }
 
     /// The time of the next change, if there is any to come.
