@@ -24,12 +24,13 @@ fn numbers(flags: &[&str]) -> Value {
 fn what_cannot_work_is_one_sentence_and_status_2() {
     let cases: &[(&[&str], &[&str])] = &[
         (&["--schedule", "1f1"], &["--schedule", "1f1", "did you mean 1f1b?"]),
-        (&["--ranks", "0"], &["1f1b", "0 ranks"]),
-        (&["--microbatches", "0"], &["1f1b", "0 microbatches"]),
-        (&["--schedule", "all", "--microbatches", "0"], &["0 microbatches"]),
-        (&["--schedule", "greedy", "--microbatches", "0"], &["0 microbatches"]),
+        (&["--ranks", "0"], &["--ranks is 0", "at least 1"]),
+        (&["--schedule", "all", "--microbatches", "0"], &["--microbatches is 0"]),
+        (&["--virtual-stages", "0"], &["--virtual-stages is 0"]),
         (&["--schedule", "greedy", "--memory", "0.5"], &["0.5 microbatches"]),
-        (&["--microbatches", "1000000000000"], &["too much"]),
+        (&["--microbatches", "1000000000000"], &["--microbatches 1000000000000 is too much"]),
+        (&["--microbatches", "1000000", "--ranks", "1000"], &["1f1b", "too much"]),
+        (&["--microbatches", "1000000", "--schedule", "greedy", "--ranks", "8"], &["together at most"]),
         (&["--schedule", "zbv", "--virtual-stages", "1"], &["zbv", "2 stages, not 1"]),
         (&["--schedule", "dualpipev", "--microbatches", "7"], &["dualpipev", "7 microbatches", "8 stages"]),
         (&["--schedule", "interleaved-1f1b", "--microbatches", "9"], &["9 microbatches", "rounds"]),

@@ -33,6 +33,9 @@ Examples:
 
 Exit status: 0 if all went well, 1 if a file could not be written, 2 if the command line cannot work.";
 
+/// The most ranks, microbatches and stages of a rank.
+const MOST: usize = 1 << 20;
+
 /// What the user asked for; the comments on the fields are the program's help.
 #[derive(Clone, Debug, Parser)]
 #[command(name = "schedules", version, about = ABOUT, after_help = EXAMPLES)]
@@ -127,6 +130,12 @@ impl Args {
     /// # Errors
     /// A sentence that names the flag, its value and a remedy.
     pub(super) fn validate(&self) -> Checked {
+        let stages = self.virtual_stages.unwrap_or(1);
+        for (flag, n) in [("--ranks", self.ranks), ("--microbatches", self.microbatches), ("--virtual-stages", stages)]
+        {
+            require!(n > 0, "{flag} is 0: give at least 1.");
+            require!(n <= MOST, "{flag} {n} is too much: give at most {MOST}.");
+        }
         let costs = [
             ("--forward-cost", self.forward_cost),
             ("--input-cost", self.input_cost),

@@ -1,4 +1,5 @@
 //! A schedule for any costs, made as it goes.
+use super::LARGEST;
 use crate::schedule::routes::{Need, Routes};
 use crate::schedule::{Action, Compute, Costs, Edges, Flow, Pass, Schedule};
 use crate::{Error, Result};
@@ -13,7 +14,7 @@ use std::collections::{HashMap, VecDeque};
 /// `I`, else any `F`, else a `W`; of these the oldest microbatch.
 ///
 /// Stages are placed as `stage_ranks` says, exchange values along `edges`, and cost what `costs` says. A microbatch on
-/// one of `v` stages of a rank counts `1/v`, as in [`Timeline::peak_activations`](super::super::Timeline). A rank begins
+/// one of `v` stages of a rank counts `1/v`, as in [`Timeline::peak_activations`](crate::schedule::Timeline::peak_activations). A rank begins
 /// nothing that could keep an older microbatch from its end.
 ///
 /// ```
@@ -28,25 +29,35 @@ use std::collections::{HashMap, VecDeque};
 /// ```
 ///
 /// # Errors
-/// If there is no stage or no microbatch, if the edges or costs are of another number of stages, if the cap is less than
-/// one microbatch, or as [`Schedule::new`] for stages that leave a rank without any.
+/// If there is no stage or no microbatch, or too many together; if the edges or costs are of another number of stages;
+/// if the cap is less than one microbatch; if a rank has no stage.
 pub fn greedy(stage_ranks: &[usize], microbatches: usize, edges: &Edges, costs: &Costs, cap: f64) -> Result<Schedule> {
     edges.fit(stage_ranks.len())?;
     costs.fit(stage_ranks.len())?;
     if cap.is_nan() || cap < 1.0 {
-        return Err(Error::Schedule(format!(
-            "a rank that holds at most {cap} microbatches cannot work: give 1 or more"
-        )));
+        let said = format!("a rank that holds at most {cap} microbatches cannot work: give 1 or more");
+        return Err(Error::Schedule(said));
+    }
+    let stages = stage_ranks.len();
+    if stages.checked_mul(microbatches).is_none_or(|forwards| forwards == 0 || forwards > LARGEST) {
+        let said = format!(
+            "{stages} stages for {microbatches} microbatches: give one of each, and {LARGEST} together at most"
+        );
+        return Err(Error::Schedule(said));
+    }
+    if let Some(rank) = stage_ranks.iter().find(|&&rank| rank >= stages) {
+        let said = format!("rank {rank} has a stage, and {stages} stages are not enough for as many ranks");
+        return Err(Error::Schedule(said));
     }
     let count = stage_ranks.iter().max().map_or(0, |rank| rank + 1);
-    let stages = |rank| stage_ranks.iter().positions(|&other| other == rank).collect_vec();
+    let stages_of = |rank| stage_ranks.iter().positions(|&other| other == rank).collect_vec();
     let mut plan = Plan {
         routes: Routes { edges, stage_ranks },
         costs,
         microbatches,
         trips: trips(stage_ranks, costs),
         ends: HashMap::new(),
-        ranks: (0..count).map(|rank| Rank::new(stages(rank), cap)).collect(),
+        ranks: (0..count).map(|rank| Rank::new(stages_of(rank), cap)).collect(),
     };
     let mut now = Some(0.0);
     while let Some(time) = now {
