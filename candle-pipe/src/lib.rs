@@ -2,6 +2,8 @@
 //! microbatches, and schedules that keep the stages busy.
 mod error;
 pub mod microbatch;
+mod nearest;
+pub mod schedule;
 mod value;
 
 pub use error::{Error, Result};

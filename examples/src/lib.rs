@@ -9,6 +9,7 @@ pub mod dispatch;
 pub mod embedding;
 pub mod loading;
 pub mod progress;
+pub mod schedules;
 pub mod table;
 pub mod timing;
 pub mod toy;

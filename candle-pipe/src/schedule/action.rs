@@ -1,0 +1,195 @@
+//! What a rank can be told to do.
+use std::fmt;
+use std::slice;
+
+/// What a stage computes for a microbatch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Pass {
+    /// The outputs: `F`.
+    Forward,
+    /// The gradients of the inputs and of the parameters at once: `B`.
+    Backward,
+    /// The gradients of the inputs alone: `I`.
+    Input,
+    /// The gradients of the parameters, after `I`: `W`.
+    Weight,
+}
+
+/// A pass of a stage over a microbatch, such as `2F0`: stage 2, forward, microbatch 0.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Compute {
+    /// The stage, counted along the model.
+    pub stage: usize,
+    /// What is computed.
+    pub pass: Pass,
+    /// The microbatch.
+    pub microbatch: usize,
+}
+
+/// What travels between stages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Flow {
+    /// Values, to a later stage: `F`.
+    Activation,
+    /// Gradients of values, back to the stage that made them: `B`.
+    Gradient,
+}
+
+/// What one stage has for another on a different rank.
+///
+/// Stages of one rank that take values of one stage share one message, which names the first of them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Message {
+    /// What travels.
+    pub flow: Flow,
+    /// The stage that computed it.
+    pub from: usize,
+    /// The stage that needs it.
+    pub to: usize,
+    /// The microbatch that it belongs to.
+    pub microbatch: usize,
+}
+
+/// One entry of the list of a rank.
+///
+/// The text of an action is PyTorch's, which it is written as ([`Display`](fmt::Display)) and read from
+/// ([`FromStr`](std::str::FromStr)) in full. A message between stages that are not neighbours has the other end behind
+/// it: `0SEND_F3>2` goes from stage 0 to stage 2, which has `2RECV_F3<0`.
+///
+/// | text | action |
+/// |---|---|
+/// | `2F0` `2B0` `2I0` `2W0` | [`Compute`](Self::Compute) of stage 2 and microbatch 0 |
+/// | `(0F3;7B0)OVERLAP_F_B` | [`Overlap`](Self::Overlap) |
+/// | `1SEND_F3` `2RECV_F3` `2SEND_B3` `1RECV_B3` | [`Send`](Self::Send) and [`Recv`](Self::Recv) of stages 1 and 2 |
+/// | `1WAIT_SEND_F3` | [`WaitSend`](Self::WaitSend) |
+/// | `1UNSHARD` `1RESHARD` `1REDUCE_GRAD` `1WAIT_REDUCE_GRAD` | of the parameters of stage 1 |
+/// | `0SHARED_REDUCE` | [`SharedReduce`](Self::SharedReduce) of group 0 |
+///
+/// ```
+/// use candle_pipe::schedule::{Action, Compute, Pass};
+///
+/// let action: Action = "2F0".parse()?;
+/// assert_eq!(action, Action::Compute(Compute { stage: 2, pass: Pass::Forward, microbatch: 0 }));
+/// assert!("2F0xyz".parse::<Action>().is_err());
+/// # Ok::<(), candle_pipe::Error>(())
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize, serde::Deserialize)]
+#[serde(into = "String", try_from = "String")]
+pub enum Action {
+    /// One computation.
+    Compute(Compute),
+    /// A forward and a backward, neither of which needs the other, so that they may run at the same time.
+    Overlap([Compute; 2]),
+    /// Begins to send.
+    Send(Message),
+    /// Begins to receive.
+    Recv(Message),
+    /// Waits until what was sent has left.
+    WaitSend(Message),
+    /// Gathers the sharded parameters of a stage.
+    Unshard(usize),
+    /// Frees what was gathered for a stage.
+    Reshard(usize),
+    /// Begins to reduce the gradients of a stage over the replicas of the model.
+    ReduceGrad(usize),
+    /// Waits until the gradients of a stage are reduced.
+    WaitReduceGrad(usize),
+    /// Sums the gradients of a group of parameters that several stages share.
+    SharedReduce(usize),
+}
+
+impl Action {
+    /// What it computes: nothing, one or two passes.
+    pub fn computes(&self) -> &[Compute] {
+        match self {
+            Self::Compute(compute) => slice::from_ref(compute),
+            Self::Overlap(pair) => pair,
+            _ => &[],
+        }
+    }
+}
+
+impl Compute {
+    /// What it makes for other stages, if anything.
+    pub(super) fn makes(self) -> Option<Flow> {
+        match self.pass {
+            Pass::Forward => Some(Flow::Activation),
+            Pass::Backward | Pass::Input => Some(Flow::Gradient),
+            Pass::Weight => None,
+        }
+    }
+
+    /// Whether the stage needs nothing of the microbatch any more afterwards.
+    pub(super) fn is_last(self) -> bool {
+        matches!(self.pass, Pass::Backward | Pass::Weight)
+    }
+}
+
+impl Message {
+    /// Whether it goes to the next stage, or back to the one before.
+    fn between_neighbours(self) -> bool {
+        match self.flow {
+            Flow::Activation => self.from.checked_add(1) == Some(self.to),
+            Flow::Gradient => self.to.checked_add(1) == Some(self.from),
+        }
+    }
+}
+
+impl fmt::Display for Pass {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Forward => "F",
+            Self::Backward => "B",
+            Self::Input => "I",
+            Self::Weight => "W",
+        })
+    }
+}
+
+impl fmt::Display for Flow {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Activation => "F",
+            Self::Gradient => "B",
+        })
+    }
+}
+
+impl fmt::Display for Compute {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}{}{}", self.stage, self.pass, self.microbatch)
+    }
+}
+
+impl fmt::Display for Action {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match *self {
+            Self::Compute(compute) => compute.fmt(f),
+            Self::Overlap([forward, backward]) => write!(f, "({forward};{backward})OVERLAP_F_B"),
+            Self::Send(message) => sent(f, "SEND", message),
+            Self::WaitSend(message) => sent(f, "WAIT_SEND", message),
+            Self::Recv(message) => {
+                let Message { flow, from, to, microbatch } = message;
+                write!(f, "{to}RECV_{flow}{microbatch}")?;
+                if message.between_neighbours() { Ok(()) } else { write!(f, "<{from}") }
+            }
+            Self::Unshard(stage) => write!(f, "{stage}UNSHARD"),
+            Self::Reshard(stage) => write!(f, "{stage}RESHARD"),
+            Self::ReduceGrad(stage) => write!(f, "{stage}REDUCE_GRAD"),
+            Self::WaitReduceGrad(stage) => write!(f, "{stage}WAIT_REDUCE_GRAD"),
+            Self::SharedReduce(group) => write!(f, "{group}SHARED_REDUCE"),
+        }
+    }
+}
+
+fn sent(f: &mut fmt::Formatter<'_>, name: &str, message: Message) -> fmt::Result {
+    let Message { flow, from, to, microbatch } = message;
+    write!(f, "{from}{name}_{flow}{microbatch}")?;
+    if message.between_neighbours() { Ok(()) } else { write!(f, ">{to}") }
+}
+
+impl From<Action> for String {
+    fn from(action: Action) -> Self {
+        action.to_string()
+    }
+}

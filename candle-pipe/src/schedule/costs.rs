@@ -1,0 +1,72 @@
+//! What the parts of a pipeline cost.
+use super::{Compute, Flow, Message, Pass};
+use crate::{Error, Result};
+
+/// How long the stages compute and their messages travel, in any one unit of time.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Costs {
+    /// The time of each stage for `F` of a microbatch.
+    pub forward: Vec<f64>,
+    /// The time of each stage for `I`; `B` takes this and that of `W`.
+    pub input: Vec<f64>,
+    /// The time of each stage for `W`.
+    pub weight: Vec<f64>,
+    /// The time from the end of a transfer until what was sent is there.
+    pub latency: f64,
+    /// The time for which a byte occupies the way from one rank to another.
+    pub per_byte: f64,
+    /// The bytes that each stage gives to a later one for a microbatch; their gradients have as many.
+    pub bytes: Vec<f64>,
+}
+
+impl Costs {
+    /// Free communication between stages that cost all ranks alike: the times are those of a rank, for a microbatch and
+    /// all of its stages together.
+    pub fn per_rank(stage_ranks: &[usize], forward: f64, input: f64, weight: f64) -> Self {
+        let share = |rank: &usize| stage_ranks.iter().filter(|&other| other == rank).count() as f64;
+        let split = |time: f64| stage_ranks.iter().map(|rank| time / share(rank)).collect();
+        let bytes = vec![0.0; stage_ranks.len()];
+        Self { forward: split(forward), input: split(input), weight: split(weight), latency: 0.0, per_byte: 0.0, bytes }
+    }
+
+    /// The time of a computation; the costs must [`fit`](Self::fit).
+    pub(super) fn of(&self, compute: Compute) -> f64 {
+        let stage = compute.stage;
+        match compute.pass {
+            Pass::Forward => self.forward[stage],
+            Pass::Backward => self.input[stage] + self.weight[stage],
+            Pass::Input => self.input[stage],
+            Pass::Weight => self.weight[stage],
+        }
+    }
+
+    /// For how long a message occupies the way between its ranks; the costs must [`fit`](Self::fit).
+    pub(super) fn occupies(&self, message: Message) -> f64 {
+        let producer = match message.flow {
+            Flow::Activation => message.from,
+            Flow::Gradient => message.to,
+        };
+        self.bytes[producer] * self.per_byte
+    }
+
+    /// Refuses costs of another number of stages, and times that are none.
+    pub(super) fn fit(&self, stages: usize) -> Result<()> {
+        let lists =
+            [("forward", &self.forward), ("input", &self.input), ("weight", &self.weight), ("bytes", &self.bytes)];
+        for (name, list) in lists {
+            if list.len() != stages {
+                let said = format!("{} {name} costs do not fit {stages} stages: give one a stage", list.len());
+                return Err(Error::Schedule(said));
+            }
+        }
+        let each = lists.iter().flat_map(|(name, list)| list.iter().map(move |&cost| (*name, cost)));
+        for (name, cost) in each.chain([("latency", self.latency), ("per_byte", self.per_byte)]) {
+            if !(cost.is_finite() && cost >= 0.0) {
+                return Err(Error::Schedule(format!(
+                    "a {name} cost is {cost}: give a finite one that is not negative"
+                )));
+            }
+        }
+        Ok(())
+    }
+}

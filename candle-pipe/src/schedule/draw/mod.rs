@@ -1,0 +1,8 @@
+//! Pictures of timelines: of one, or of several to compare, such as a prediction and a measurement.
+mod chrome;
+mod svg;
+mod text;
+
+pub use chrome::{save_chrome, write_chrome};
+pub use svg::svg;
+pub use text::text;

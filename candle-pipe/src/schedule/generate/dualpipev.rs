@@ -1,0 +1,47 @@
+//! The schedule of two stages a rank in a V whose forwards and backwards overlap.
+use super::{Order, Orders, Size};
+
+/// On rank `r` stage `a` is on the way there and `z` on the way back; there is a microbatch for each stage at least.
+pub(crate) fn dualpipev(size: &Size) -> Orders {
+    size.each_rank(|rank| {
+        let (a, z) = (rank, 2 * size.ranks - 1 - rank);
+        // The ranks behind this one, and those up to it.
+        let (behind, upto) = (size.ranks - 1 - rank, rank + 1);
+        let mut order = Order::default();
+        (0..2 * behind).for_each(|_| order.forward(a));
+        for _ in 0..upto {
+            order.forward(a);
+            order.forward(z);
+        }
+        for _ in 0..behind {
+            order.input(z);
+            order.weight();
+            order.forward(z);
+        }
+        for i in 0..size.microbatches + upto - 2 * size.ranks {
+            if i == 0 && behind == 0 {
+                // The last rank has nothing yet to overlap with.
+                order.forward(a);
+                order.backward(z);
+            } else {
+                order.overlap(a, z);
+            }
+            order.overlap(z, a);
+        }
+        for _ in 0..behind {
+            order.backward(z);
+            order.overlap(z, a);
+        }
+        // From the middle on, the weights are left for the gaps of the end.
+        for i in 0..2 * upto {
+            let stage = if i % 2 == 0 { z } else { a };
+            if i < upto { order.backward(stage) } else { order.input(stage) }
+        }
+        for _ in 0..behind {
+            order.weight();
+            order.input(a);
+        }
+        order.weights();
+        order
+    })
+}

@@ -1,0 +1,43 @@
+//! The orders of the known schedules, one function a kind.
+mod building_block;
+mod dualpipev;
+mod greedy;
+mod interleaved;
+mod order;
+mod single;
+mod zbv;
+
+pub(super) use building_block::{v_half, v_min};
+pub(super) use dualpipev::dualpipev;
+pub use greedy::greedy;
+pub(super) use interleaved::{interleaved_1f1b, interleaved_zb, looped_bfs};
+pub(super) use single::{gpipe, one_f_one_b, zb_h1, zb_h2};
+pub(super) use zbv::zbv;
+
+use super::Action;
+use order::Order;
+
+/// The most forwards of a step.
+pub(super) const LARGEST: usize = 1 << 20;
+
+/// What each rank computes.
+pub(super) type Orders = Vec<Vec<Action>>;
+
+/// The size of a pipeline and its step; nothing is 0.
+pub(super) struct Size {
+    pub(super) ranks: usize,
+    pub(super) microbatches: usize,
+    pub(super) stages_per_rank: usize,
+}
+
+impl Size {
+    /// Rounds of at least as many microbatches as there are ranks, if there are so many.
+    pub(super) fn rounds(&self) -> usize {
+        (self.microbatches / self.ranks).max(1)
+    }
+
+    /// The orders of all ranks, each made by itself.
+    fn each_rank(&self, order: impl Fn(usize) -> Order) -> Orders {
+        (0..self.ranks).map(|rank| order(rank).actions).collect()
+    }
+}

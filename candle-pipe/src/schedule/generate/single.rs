@@ -1,0 +1,58 @@
+//! Schedules of one stage a rank.
+use super::{Order, Orders, Size};
+
+/// All forwards, then all backwards.
+pub(crate) fn gpipe(size: &Size) -> Orders {
+    size.each_rank(|rank| {
+        let mut order = Order::default();
+        (0..size.microbatches).for_each(|_| order.forward(rank));
+        (0..size.microbatches).for_each(|_| order.backward(rank));
+        order
+    })
+}
+
+/// As many forwards as it takes until the first backward is here, then one of each in turn.
+pub(crate) fn one_f_one_b(size: &Size) -> Orders {
+    size.each_rank(|rank| {
+        let warm_up = (size.ranks - 1 - rank).min(size.microbatches);
+        let mut order = Order::default();
+        (0..warm_up).for_each(|_| order.forward(rank));
+        for _ in warm_up..size.microbatches {
+            order.forward(rank);
+            order.backward(rank);
+        }
+        (0..warm_up).for_each(|_| order.backward(rank));
+        order
+    })
+}
+
+/// 1F1B where a rank puts off as many `W` as it holds forwards less than the first rank.
+pub(crate) fn zb_h1(size: &Size) -> Orders {
+    zero_bubble(size, |rank| size.ranks - 1 - rank, |rank| rank)
+}
+
+/// The same with twice the forwards before the first backward, and twice the `W` put off.
+pub(crate) fn zb_h2(size: &Size) -> Orders {
+    zero_bubble(size, |rank| 2 * (size.ranks - 1 - rank), |rank| 2 * rank)
+}
+
+/// 1F1B in its order, with `I` for `B`, and `W` once more than `put_off` are left; in the end one after each `I`.
+fn zero_bubble(size: &Size, warm_up: impl Fn(usize) -> usize, put_off: impl Fn(usize) -> usize) -> Orders {
+    size.each_rank(|rank| {
+        let warm_up = warm_up(rank).min(size.microbatches);
+        let mut order = Order::default();
+        (0..warm_up).for_each(|_| order.forward(rank));
+        for i in 0..size.microbatches {
+            let steady = i + warm_up < size.microbatches;
+            if steady {
+                order.forward(rank);
+            }
+            order.input(rank);
+            if i >= put_off(rank) || !steady {
+                order.weight();
+            }
+        }
+        order.weights();
+        order
+    })
+}

@@ -1,0 +1,146 @@
+//! From what is computed to what is executed.
+use super::routes::Routes;
+use super::walk::walk;
+use super::{Action, Edges, Program, Schedule};
+use crate::{Error, Result};
+use itertools::Itertools;
+
+/// What the stages of a model exchange.
+///
+/// ```
+/// use candle_pipe::schedule::{Action, Edges, Lowering, ScheduleKind};
+///
+/// let schedule = ScheduleKind::GPipe.schedule(2, 1, 1)?;
+/// let program = schedule.lower(&Lowering::new(Edges::chain(2)).shared([vec![0, 1]]).reduced())?;
+/// let text = "0F0,0SEND_F0,0RECV_B0,0B0,0SHARED_REDUCE,0REDUCE_GRAD,0WAIT_REDUCE_GRAD\n\
+///             1RECV_F0,1F0,1B0,1SEND_B0,0SHARED_REDUCE,1REDUCE_GRAD,1WAIT_REDUCE_GRAD\n";
+/// assert_eq!(program.to_csv(), text);
+/// # Ok::<(), candle_pipe::Error>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct Lowering {
+    edges: Edges,
+    groups: Vec<Vec<usize>>,
+    reduced: bool,
+}
+
+impl Lowering {
+    /// Values and their gradients along these edges, nothing else.
+    pub fn new(edges: Edges) -> Self {
+        Self { edges, groups: vec![], reduced: false }
+    }
+
+    /// The same, with the gradients of shared parameters summed: for each group the stages that have them.
+    pub fn shared(self, groups: impl IntoIterator<Item = Vec<usize>>) -> Self {
+        Self { groups: groups.into_iter().collect(), ..self }
+    }
+
+    /// The same, with the gradients of each stage reduced over the replicas of the model.
+    pub fn reduced(self) -> Self {
+        Self { reduced: true, ..self }
+    }
+}
+
+impl Schedule {
+    /// The schedule with its communication.
+    ///
+    /// After a computation come its sends, and at the same moment their receives on the other ranks. A shared group is
+    /// reduced on all of its ranks when the last of its stages is through, and a stage over the replicas when it and its
+    /// groups are; at most one of those reductions runs at a time on a rank. So the list of each rank is a part of one
+    /// common order, and no ranks can wait for each other in a circle. Stages of one rank need no message.
+    ///
+    /// # Errors
+    /// If the edges are of another number of stages, or a group names a stage that there is not.
+    pub fn lower(&self, lowering: &Lowering) -> Result<Program> {
+        let edges = &lowering.edges;
+        edges.fit(self.stages())?;
+        if let Some(stage) = lowering.groups.iter().flatten().find(|&&stage| stage >= self.stages()) {
+            let said = format!("a shared group has stage {stage}, there are only {}", self.stages());
+            return Err(Error::Schedule(said));
+        }
+        let routes = Routes { edges, stage_ranks: self.stage_ranks() };
+        let mut lists = vec![vec![]; self.ranks().len()];
+        let mut reductions = Reductions::new(self, lowering);
+        // A schedule is one of a chain, whose order holds along all edges; so this cannot get stuck.
+        let walked = walk(self.ranks(), edges, self.microbatches(), |rank, action| {
+            lists[rank].push(*action);
+            for &compute in action.computes() {
+                for message in routes.after(compute) {
+                    lists[rank].push(Action::Send(message));
+                    lists[self.stage_ranks()[message.to]].push(Action::Recv(message));
+                }
+            }
+            for compute in action.computes().iter().filter(|compute| compute.is_last()) {
+                reductions.finish(compute.stage, &mut lists);
+            }
+        });
+        debug_assert!(walked.is_ok(), "a schedule holds along all edges");
+        reductions.wait(&mut lists);
+        Program::new(lists, edges.clone())
+    }
+}
+
+/// The reductions of gradients that are still to come.
+struct Reductions<'a> {
+    stage_ranks: &'a [usize],
+    groups: &'a [Vec<usize>],
+    replicas: bool,
+    /// The backwards that each stage has to do.
+    left: Vec<usize>,
+    /// The stages and groups that are through.
+    reduced: Vec<bool>,
+    summed: Vec<bool>,
+    /// The stage whose reduction runs on each rank.
+    pending: Vec<Option<usize>>,
+}
+
+impl<'a> Reductions<'a> {
+    fn new(schedule: &'a Schedule, lowering: &'a Lowering) -> Self {
+        Self {
+            stage_ranks: schedule.stage_ranks(),
+            groups: &lowering.groups,
+            replicas: lowering.reduced,
+            left: vec![schedule.microbatches(); schedule.stages()],
+            reduced: vec![false; schedule.stages()],
+            summed: vec![false; lowering.groups.len()],
+            pending: vec![None; schedule.ranks().len()],
+        }
+    }
+
+    /// Takes note of a backward, and adds the reductions that it was the last to be waited for.
+    fn finish(&mut self, stage: usize, lists: &mut [Vec<Action>]) {
+        self.left[stage] -= 1;
+        if self.left[stage] > 0 {
+            return;
+        }
+        for (group, members) in self.groups.iter().enumerate() {
+            let whole = members.contains(&stage) && members.iter().all(|&stage| self.left[stage] == 0);
+            if whole && !self.summed[group] {
+                self.summed[group] = true;
+                let ranks = members.iter().map(|&stage| self.stage_ranks[stage]).sorted().dedup();
+                ranks.for_each(|rank| lists[rank].push(Action::SharedReduce(group)));
+            }
+        }
+        for stage in 0..self.left.len() {
+            if self.replicas && !self.reduced[stage] && self.whole(stage) {
+                self.reduced[stage] = true;
+                let rank = self.stage_ranks[stage];
+                lists[rank].extend(self.pending[rank].replace(stage).map(Action::WaitReduceGrad));
+                lists[rank].push(Action::ReduceGrad(stage));
+            }
+        }
+    }
+
+    /// Whether the gradients of a stage are all there, summed with those of its groups.
+    fn whole(&self, stage: usize) -> bool {
+        let mut groups = self.groups.iter().zip(&self.summed);
+        self.left[stage] == 0 && groups.all(|(members, &summed)| summed || !members.contains(&stage))
+    }
+
+    /// Adds the waits for what runs at the end.
+    fn wait(self, lists: &mut [Vec<Action>]) {
+        for (list, stage) in lists.iter_mut().zip(self.pending) {
+            list.extend(stage.map(Action::WaitReduceGrad));
+        }
+    }
+}

@@ -1,0 +1,82 @@
+//! When everything happens.
+use super::routes::{Need, Routes};
+use super::walk::walk;
+use super::{Action, Compute, Costs, Edges, Flow, Message, Schedule, Span, Timeline};
+use crate::Result;
+use std::collections::HashMap;
+
+impl Schedule {
+    /// What would happen if every rank did its computations as early as it can, in order.
+    ///
+    /// A computation waits for the one before it on its rank and for what it needs to arrive. A message leaves as soon as
+    /// it is computed and the way from its rank to the other is free, and costs neither rank time. The computations of an
+    /// overlapped pair run one after the other.
+    ///
+    /// # Errors
+    /// If the edges or the costs are of another number of stages, or a cost is negative or not finite.
+    pub fn simulate(&self, edges: &Edges, costs: &Costs) -> Result<Timeline> {
+        edges.fit(self.stages())?;
+        costs.fit(self.stages())?;
+        let mut clock = Clock {
+            routes: Routes { edges, stage_ranks: self.stage_ranks() },
+            costs,
+            free: vec![0.0; self.ranks().len()],
+            way_free: HashMap::new(),
+            made: HashMap::new(),
+            arrived: HashMap::new(),
+            timeline: Timeline::empty(self.ranks().len()),
+        };
+        // A schedule is one of a chain, whose order holds along all edges; so this cannot get stuck.
+        let walked = walk(self.ranks(), edges, self.microbatches(), |rank, action| clock.run(rank, action));
+        debug_assert!(walked.is_ok(), "a schedule holds along all edges");
+        Ok(clock.timeline)
+    }
+}
+
+/// Until when everything is taken, and since when everything is there.
+struct Clock<'a> {
+    routes: Routes<'a>,
+    costs: &'a Costs,
+    /// When each rank can go on.
+    free: Vec<f64>,
+    /// When a message can leave from one rank to another.
+    way_free: HashMap<(usize, usize), f64>,
+    made: HashMap<(Flow, usize, usize), f64>,
+    arrived: HashMap<Message, f64>,
+    timeline: Timeline,
+}
+
+impl Clock<'_> {
+    fn run(&mut self, rank: usize, action: &Action) {
+        for &compute in action.computes() {
+            let start = self.free[rank].max(self.ready(compute));
+            let end = start + self.costs.of(compute);
+            self.free[rank] = end;
+            self.timeline.ranks[rank].push(Span { action: Action::Compute(compute), start, end });
+            if let Some(flow) = compute.makes() {
+                self.made.insert((flow, compute.stage, compute.microbatch), end);
+            }
+            self.routes.after(compute).into_iter().for_each(|message| self.send(message, end));
+        }
+    }
+
+    /// When all is there that a computation needs of other stages.
+    fn ready(&self, compute: Compute) -> f64 {
+        let times = self.routes.before(compute).into_iter().map(|need| match need {
+            Need::Local { flow, stage } => self.made.get(&(flow, stage, compute.microbatch)),
+            Need::Message(message) => self.arrived.get(&message),
+        });
+        times.flatten().copied().fold(0.0, f64::max)
+    }
+
+    fn send(&mut self, message: Message, computed: f64) {
+        let rank = |stage: usize| self.routes.stage_ranks[stage];
+        let (from, to) = (rank(message.from), rank(message.to));
+        let free = self.way_free.entry((from, to)).or_default();
+        let start = computed.max(*free);
+        *free = start + self.costs.occupies(message);
+        let end = *free + self.costs.latency;
+        self.arrived.insert(message, end);
+        self.timeline.transfers[from].push(Span { action: Action::Send(message), start, end });
+    }
+}
