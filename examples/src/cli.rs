@@ -145,16 +145,23 @@ impl<'a> Output<'a> {
     /// # Errors
     /// A sentence that names the file and a remedy.
     pub fn check(self) -> Checked {
-        let Some(path) = self.0.filter(|_| !self.json_to_stdout()) else {
-            return Ok(());
-        };
-        can_write(path).map_err(|error| {
-            UsageError(format!(
-                "--json {} cannot be written ({error}): give a file in a folder that exists, or - for stdout.",
-                path.display()
-            ))
-        })
+        match self.0.filter(|_| !self.json_to_stdout()) {
+            Some(path) => check_file("--json", path, ", or - for stdout"),
+            None => Ok(()),
+        }
     }
+}
+
+/// Checks that the file of a flag can be written, leaving no trace; `otherwise` is what else the flag takes.
+///
+/// # Errors
+/// A sentence that names the flag, the file and a remedy.
+pub fn check_file(flag: &str, path: &Path, otherwise: &str) -> Checked {
+    can_write(path).map_err(|error| {
+        let path = path.display();
+        let remedy = format!("give a file in a folder that exists{otherwise}");
+        UsageError(format!("{flag} {path} cannot be written ({error}): {remedy}."))
+    })
 }
 
 fn can_write(path: &Path) -> io::Result<()> {

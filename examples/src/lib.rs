@@ -2,10 +2,16 @@
 
 pub mod allocator;
 pub mod cli;
+pub mod clicks;
 pub mod collectives;
+pub mod comm;
 pub mod dispatch;
+pub mod embedding;
 pub mod loading;
+pub mod progress;
+pub mod schedules;
 pub mod table;
+pub mod timing;
 pub mod toy;
 
 /// The code of the README, which is compiled and run as a test.

@@ -4,9 +4,10 @@ use std::collections::BTreeMap;
 
 use candle_core::{Device, Tensor};
 use clap::Parser;
+use examples::comm::CommStat;
 use examples::toy::args::{Args, RunName};
 use examples::toy::corpus::Corpus;
-use examples::toy::outcome::{CommStat, RunOutcome};
+use examples::toy::outcome::RunOutcome;
 use examples::toy::parity::{LOGIT_FACTOR, Parity};
 use examples::toy::report::{self, Report};
 

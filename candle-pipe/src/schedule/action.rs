@@ -78,7 +78,7 @@ pub struct Message {
 pub enum Action {
     /// One computation.
     Compute(Compute),
-    /// A forward and a backward that may run at the same time; both wait for what either of them needs.
+    /// A forward and a backward, neither of which needs the other, so that they may run at the same time.
     Overlap([Compute; 2]),
     /// Begins to send.
     Send(Message),

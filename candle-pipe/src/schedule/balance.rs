@@ -11,7 +11,7 @@ use std::ops::Range;
 /// use candle_pipe::schedule::balance;
 ///
 /// assert_eq!(balance(&[1.0, 1.0, 1.0, 1.0, 2.0], &[0.0, 0.0])?, [0..3, 3..5]);
-/// assert_eq!(balance(&[1.0, 1.0, 1.0, 1.0, 2.0], &[0.0, 1.0])?, [0..4, 4..5]);
+/// assert_eq!(balance(&[1.0, 1.0, 1.0, 1.0, 2.0], &[0.0, 2.0])?, [0..4, 4..5]);
 /// # Ok::<(), candle_pipe::Error>(())
 /// ```
 ///

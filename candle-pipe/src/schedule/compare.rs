@@ -29,7 +29,9 @@ pub fn candidates(ranks: usize, microbatches: usize, edges: &Edges, costs: &Cost
     let known =
         ScheduleKind::all().filter_map(|kind| Some((kind.name(), kind.schedule(ranks, microbatches, turns).ok()?)));
     let mut all: Vec<_> = known.collect();
-    for (name, placement) in [("greedy", Placement::Loop), ("greedy-v", Placement::V)] {
+    // With one stage a rank there is nothing to place.
+    let placements = [("greedy", Placement::Loop), ("greedy-v", Placement::V)].into_iter().take(turns);
+    for (name, placement) in placements {
         all.push((name, greedy(&placement.stage_ranks(ranks, turns), microbatches, edges, costs, cap)?));
     }
     let mut found = Vec::new();

@@ -1,5 +1,5 @@
 //! The known schedules by name.
-use super::generate::{self, Orders, Size};
+use super::generate::{self, LARGEST, Orders, Size};
 use super::{Placement, Schedule};
 use crate::nearest::nearest;
 use crate::{Error, Result};
@@ -87,9 +87,6 @@ enum Microbatches {
     Stages,
 }
 
-/// The most computations of one pass of a step.
-const LARGEST: usize = 1 << 22;
-
 static RULES: [Rule; 11] = {
     use Microbatches as M;
     use Placement::{Loop, V};
@@ -147,7 +144,7 @@ impl ScheduleKind {
     /// The schedule of this kind for so many ranks, microbatches and stages a rank.
     ///
     /// # Errors
-    /// If one of them is 0 or they are too many together, or the kind cannot order them.
+    /// If a number is 0 or they are too many together, or the kind cannot order them.
     pub fn schedule(self, ranks: usize, microbatches: usize, stages_per_rank: usize) -> Result<Schedule> {
         let size = Size { ranks, microbatches, stages_per_rank };
         self.check(&size).map_err(|said| Error::Schedule(format!("{self}: {said}")))?;
@@ -178,9 +175,8 @@ impl ScheduleKind {
         match rule.microbatches {
             Microbatches::EqualRounds if microbatches % size.rounds() != 0 => {
                 let rounds = size.rounds();
-                Err(format!(
-                    "{microbatches} microbatches cannot be cut into {rounds} equal rounds (of {ranks} or more)"
-                ))
+                let remedy = format!("a multiple of {ranks} always can");
+                Err(format!("{microbatches} microbatches cannot be cut into {rounds} equal rounds: {remedy}"))
             }
             Microbatches::Stages if microbatches < stages => {
                 Err(format!("{microbatches} microbatches are less than the {stages} stages: give at least as many"))

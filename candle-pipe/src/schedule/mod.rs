@@ -24,6 +24,7 @@ mod balance;
 mod compare;
 mod costs;
 mod csv;
+mod data;
 pub mod draw;
 mod edges;
 mod generate;
@@ -37,8 +38,6 @@ mod simulate;
 mod timeline;
 mod validate;
 mod walk;
-
-mod data;
 
 pub use action::{Action, Compute, Flow, Message, Pass};
 pub use balance::balance;

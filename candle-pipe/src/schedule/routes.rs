@@ -63,8 +63,8 @@ impl Routes<'_> {
 
     /// The first stage on the rank of `stage` that takes values of `producer`.
     fn first_consumer(self, producer: usize, stage: usize) -> usize {
-        let consumers = self.edges.consumers(producer).iter().copied();
-        consumers.into_iter().find(|&to| self.together(to, stage)).unwrap_or(stage)
+        let mut consumers = self.edges.consumers(producer).iter().copied();
+        consumers.find(|&to| self.together(to, stage)).unwrap_or(stage)
     }
 
     fn together(self, a: usize, b: usize) -> bool {

@@ -10,7 +10,7 @@ impl Schedule {
     ///
     /// A computation waits for the one before it on its rank and for what it needs to arrive. A message leaves as soon as
     /// it is computed and the way from its rank to the other is free, and costs neither rank time. The computations of an
-    /// overlapped pair run one after the other, once what both need is there.
+    /// overlapped pair run one after the other.
     ///
     /// # Errors
     /// If the edges or the costs are of another number of stages, or a cost is negative or not finite.
@@ -48,18 +48,16 @@ struct Clock<'a> {
 
 impl Clock<'_> {
     fn run(&mut self, rank: usize, action: &Action) {
-        let ready = action.computes().iter().map(|&compute| self.ready(compute)).fold(0.0, f64::max);
-        let mut start = self.free[rank].max(ready);
         for &compute in action.computes() {
+            let start = self.free[rank].max(self.ready(compute));
             let end = start + self.costs.of(compute);
+            self.free[rank] = end;
             self.timeline.ranks[rank].push(Span { action: Action::Compute(compute), start, end });
             if let Some(flow) = compute.makes() {
                 self.made.insert((flow, compute.stage, compute.microbatch), end);
             }
             self.routes.after(compute).into_iter().for_each(|message| self.send(message, end));
-            start = end;
         }
-        self.free[rank] = start;
     }
 
     /// When all is there that a computation needs of other stages.

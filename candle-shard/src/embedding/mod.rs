@@ -81,7 +81,8 @@ impl ShardedTensor {
     ///
     /// # Errors
     /// The same one on all ranks, before anything has changed: if this is no table of floats cut by rows or columns, if
-    /// options do not fit it or differ among ranks, or if an id of any rank is no row.
+    /// options do not fit it or differ among ranks, if `max_norm` would change a result of ops, or if an id of any rank
+    /// is no row.
     pub fn embedding(&self, ids: &Tensor, options: &EmbeddingOptions) -> Result<Tensor> {
         const OP: &str = "embedding";
         let prepare = || self.prepare(ids, options, || Ok(()));
@@ -91,7 +92,10 @@ impl ShardedTensor {
         let places: Vec<u32> = call.ids.places.iter().map(|&place| order[place as usize]).collect();
         let still = call.padding().map(|padding| order[padding]);
         let found = kernels::embedding(&rows, places, still)?;
-        Ok(found.reshape([ids.dims(), &[self.dims()[1]]].concat())?)
+        match ids.rank() {
+            1 => Ok(found), // a node less in the graph
+            _ => Ok(found.reshape([ids.dims(), &[self.dims()[1]]].concat())?),
+        }
     }
 
     /// One row for each of this rank's bags of rows of this table `[rows, width]`: `[bags, width]`.
@@ -159,6 +163,9 @@ impl ShardedTensor {
     ) -> Result<Prepared<T>, Wrong> {
         let table = Table::of(self)?;
         let (lookup, ids) = (options.checked(table.rows)?, Ids::read(ids, table.rows)?);
+        if lookup.renorm.is_some() && table.is_result() {
+            return Err("max_norm changes a table in place, and this one is a result of ops; give a parameter".into());
+        }
         let more = more()?;
         Ok(Prepared { table, lookup, ids, more })
     }

@@ -55,8 +55,13 @@ impl EmbeddingOptions {
     pub(crate) fn checked(&self, rows: usize) -> Result<Lookup, String> {
         let place = |idx: i64| {
             let counted = if idx < 0 { idx.checked_add_unsigned(rows as u64) } else { Some(idx) };
-            counted.and_then(|idx| u32::try_from(idx).ok()).filter(|&idx| (idx as usize) < rows).ok_or_else(|| {
-                format!("padding_idx {idx} is no row of a table of {rows} rows; give one from -{rows} to {}", rows - 1)
+            let place = counted.and_then(|idx| u32::try_from(idx).ok()).filter(|&idx| (idx as usize) < rows);
+            place.ok_or_else(|| {
+                let mend = match rows.checked_sub(1) {
+                    Some(last) => format!("give one from -{rows} to {last}"),
+                    None => "give None".into(),
+                };
+                format!("padding_idx {idx} is no row of a table of {rows} rows; {mend}")
             })
         };
         if self.norm_type.is_nan() {

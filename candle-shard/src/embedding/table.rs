@@ -103,6 +103,12 @@ impl Table {
         self.holds.then(|| self.local.tensor().track_op())
     }
 
+    /// Whether what is here was made by ops whose gradients may need it as it is.
+    pub(crate) fn is_result(&self) -> bool {
+        let local = self.local.tensor();
+        local.track_op() && !local.is_variable()
+    }
+
     pub(crate) fn by_columns(&self) -> bool {
         self.dim == 1
     }

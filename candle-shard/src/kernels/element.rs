@@ -80,11 +80,19 @@ pub(super) fn change<E: Element>(tensor: &Tensor, f: impl FnOnce(&mut [E]) -> Re
     if tensor.elem_count() == 0 {
         return f(&mut []); // candle takes it for one whose elements repeat
     }
-    let on_elements = |storage: &mut CpuStorage, layout: &Layout| {
+    change_memory(tensor, |memory, layout| {
         let (start, end) = layout.contiguous_offsets().ok_or(Error::RequiresContiguous { op: "change in place" })?;
-        f(&mut E::slice_mut(storage)?[start..end])
-    };
-    tensor.inplace_op1(&Change(Cell::new(Some(on_elements))))
+        f(&mut memory[start..end])
+    })
+}
+
+/// Like [`change`] for a CPU tensor of any strides, with all of its memory.
+pub(super) fn change_memory<E: Element>(
+    tensor: &Tensor,
+    f: impl FnOnce(&mut [E], &Layout) -> Result<()>,
+) -> Result<()> {
+    let on_memory = |storage: &mut CpuStorage, layout: &Layout| f(E::slice_mut(storage)?, layout);
+    tensor.inplace_op1(&Change(Cell::new(Some(on_memory))))
 }
 
 /// Like [`change`] for several tensors, each with memory of its own.

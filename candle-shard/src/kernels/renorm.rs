@@ -7,16 +7,17 @@ use candle_core::{DType, Result, Tensor, WithDType, bail};
 use candle_dist::ReduceOp;
 use half::{bf16, f16};
 
-use super::element::{Element, change, with_element};
+use super::element::{Element, change_memory, with_element};
 use super::{Reading, check_rows, rows};
 
-/// `Σ|w|^p` over each of the `rows` of a contiguous piece `[.., width]` of a table, in f64.
+/// `Σ|w|^p` over each of the `rows` of a piece `[.., width]` of a table, in f64.
 ///
 /// For `p = ∞` it is the largest `|w|`, for `-∞` the smallest, and for 0 the number of elements that are not 0. NaN
 /// makes it NaN, but for `p = 0`. A piece without columns gives what [`combine`] leaves as it is.
 pub(crate) fn power_sums(table: &Tensor, rows: &[u32], p: f64) -> Result<Vec<f64>> {
     let width = check_rows("max_norm", table, rows)?;
-    let reading = Reading::new(table);
+    let table = table.contiguous()?;
+    let reading = Reading::new(&table);
     with_element!("max_norm", table.dtype(), E => {
         let elements = reading.elements::<E>()?;
         Ok(rows::vectorised(
@@ -79,20 +80,24 @@ pub(crate) fn finish(sum: f64, p: f64, dtype: DType) -> f64 {
     }
 }
 
-/// Multiplies each of the `rows` of a contiguous table whose norm is above `max_norm` by `max_norm / (norm + 1e-7)`, in place.
+/// Multiplies each of the `rows` of a table whose norm is above `max_norm` by `max_norm / (norm + 1e-7)`, in place.
 ///
 /// The factor is rounded to the table's dtype, as PyTorch does. The other rows are not written, nor those whose norm is NaN. `rows` must be unique: each is multiplied as often as
-/// it is listed.
+/// it is listed. Fails on a view that repeats elements.
 pub(crate) fn scale_rows(table: &Tensor, rows: &[u32], norms: &[f64], max_norm: f64) -> Result<()> {
     let width = check_rows("max_norm", table, rows)?;
     if norms.len() != rows.len() {
         bail!("max_norm: {} norms of {} rows", norms.len(), rows.len());
     }
+    if table.elem_count() == 0 {
+        return Ok(()); // candle takes it for one whose elements repeat
+    }
     let long = rows.iter().zip(norms).filter(|&(_, &norm)| norm > max_norm);
-    with_element!("max_norm", table.dtype(), E => change::<E>(table, |table| {
+    with_element!("max_norm", table.dtype(), E => change_memory::<E>(table, |memory, layout| {
+        let (start, strides) = (layout.start_offset(), layout.stride());
         for (&row, norm) in long {
             let scale = E::from_f64(max_norm / (norm + 1e-7)).load();
-            for x in &mut table[row as usize * width..][..width] {
+            for x in memory[start + row as usize * strides[0]..].iter_mut().step_by(strides[1].max(1)).take(width) {
                 *x = E::store(x.load() * scale);
             }
         }
@@ -149,7 +154,13 @@ mod tests {
         assert_eq!(var.to_vec2::<f32>()?, [[1., 1.], [2., 2.], [1.5, 1.5]]);
         assert!(scale_rows(&view, &[2], &[9.0], 1.0).is_err(), "no row of the view");
         assert!(scale_rows(&view, &[0], &[], 1.0).is_err(), "no norm");
-        assert!(scale_rows(&var.t()?, &[0], &[9.0], 1.0).is_err(), "not contiguous");
+        let (columns, before) = (var.t()?, var.to_vec2::<f32>()?);
+        scale_rows(&columns, &[1], &power_sums(&columns, &[1], 1.0)?, 4.5)?;
+        assert_eq!(before.iter().map(|row| row[1]).sum::<f32>(), 4.5);
+        assert_eq!(columns.to_vec2::<f32>()?, Tensor::new(before, &Cpu)?.t()?.to_vec2::<f32>()?, "none is too long");
+        scale_rows(&columns, &[1], &[9.0 - 1e-7], 4.5)?;
+        assert_eq!(var.to_vec2::<f32>()?, [[1., 0.5], [2., 1.], [1.5, 0.75]]);
+        assert!(scale_rows(&var.get(0)?.unsqueeze(0)?.expand((3, 2))?, &[0], &[9.0], 1.0).is_err(), "one row thrice");
         Ok(())
     }
 }

@@ -210,12 +210,12 @@ impl DTensor {
             if mode != BagMode::Mean {
                 return Ok(kernels::embedding_bag(table, &bags, mode, weights)?);
             }
-            // Each rank has its part of the sum, and the count of all.
-            let sums = kernels::embedding_bag(table, &bags, BagMode::Sum, None)?;
+            // Each rank has its part of the sum, and the count of all. A sum may be too large for 16 bits.
+            let sums = kernels::embedding_bag(&table.to_dtype(wide(table.dtype()))?, &bags, BagMode::Sum, None)?;
             let counted = |pair: &[usize]| ids[pair[0]..pair[1]].iter().filter(|&&id| counts(id)).count().max(1) as f64;
             let divisors: Vec<f64> = bounds.windows(2).map(counted).collect();
             let divisors = Tensor::from_vec(divisors, (bounds.len() - 1, 1), sums.device())?.to_dtype(sums.dtype())?;
-            Ok(sums.broadcast_div(&divisors)?)
+            Ok(sums.broadcast_div(&divisors)?.to_dtype(table.dtype())?)
         })?;
         checked(OP, made, ids, self, 0)
     }
@@ -224,6 +224,14 @@ impl DTensor {
 /// Partial sums are added up; other placements stay.
 fn resolved(_: usize, placement: Placement) -> Placement {
     if placement.is_partial() { Replicate } else { placement }
+}
+
+/// The dtype in which numbers of a dtype are added up.
+fn wide(dtype: DType) -> DType {
+    match dtype {
+        DType::F16 | DType::BF16 => DType::F32,
+        dtype => dtype,
+    }
 }
 
 /// Ids in row-major order, which must be rows of a table of so many.

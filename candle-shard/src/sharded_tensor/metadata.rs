@@ -1,4 +1,5 @@
 //! What every rank knows of a sharded tensor.
+use crate::sharding_spec::block::{volume, whole};
 use crate::sharding_spec::{DeviceName, RemoteDevice, ShardMetadata, ShardingSpec};
 use crate::{Error, Result};
 use candle_core::{DType, Device};
@@ -29,6 +30,11 @@ pub(crate) struct Layout {
 impl Layout {
     pub(super) fn new(spec: ShardingSpec, dims: &[usize], dtype: DType, group: &ProcessGroup) -> Result<Arc<Self>> {
         spec.check(group.size())?;
+        if volume(&whole(dims)).is_none() {
+            let reason =
+                format!("a tensor of shape {dims:?} has more elements than can be counted; give a smaller shape");
+            return Error::op("ShardedTensor", reason);
+        }
         let shards = spec.build_metadata(dims)?;
         let metadata = ShardedTensorMetadata { shards, dims: dims.to_vec(), dtype };
         Ok(Arc::new(Self { metadata, spec, group: group.clone() }))

@@ -83,6 +83,14 @@ impl EnumerableShardingSpec {
                 format!("shards of {held} elements for a tensor of shape {dims:?}, which has {want}; cover all of it"),
             );
         }
+        // Of a tensor without elements the volume says nothing.
+        let reached = |(dim, &n): (usize, &usize)| self.shards.iter().any(|shard| shard.block()[dim].end == n);
+        if !dims.iter().enumerate().all(reached) {
+            return Error::op(
+                OP,
+                format!("{self} end before a tensor of shape {dims:?} does; give its last ones, too"),
+            );
+        }
         Ok(())
     }
 

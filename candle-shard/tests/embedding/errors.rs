@@ -2,6 +2,7 @@
 use crate::check::vector;
 use candle_core::{DType, Device, Tensor};
 use candle_shard::kernels::BagMode;
+use candle_shard::sharded_tensor::LocalOp;
 use candle_shard::{ChunkShardingSpec, EmbeddingBagOptions, EmbeddingOptions, Result, ShardedTensor};
 use test_utils::on_ranks;
 
@@ -121,6 +122,33 @@ fn calls_that_differ() {
     assert!(errors.iter().all(|error| error == &errors[0]), "{errors:?}");
     let parts = ["rank 2 calls", "Some(0.5)", "rank 0 calls", "None", "same on all ranks"];
     assert!(parts.iter().all(|part| errors[0].contains(part)), "{}", errors[0]);
+}
+
+#[test]
+fn a_table_without_rows_has_no_padding() {
+    let errors = on_ranks(2, "no rows", |ctx| -> Result<String> {
+        let spec = ChunkShardingSpec::on_ranks(0, 0..2)?;
+        let none = Tensor::zeros((0, 4), DType::F64, &Device::Cpu)?;
+        let options = EmbeddingOptions { padding_idx: Some(0), ..Default::default() };
+        let table = ShardedTensor::distribute(&none, spec, ctx.group())?;
+        Ok(table.embedding(&Tensor::zeros(0, DType::U32, &Device::Cpu)?, &options).unwrap_err().to_string())
+    });
+    assert!(errors[0] == errors[1] && errors[0].contains("0 rows; give None"), "{errors:?}");
+}
+
+#[test]
+fn results_of_ops_are_not_limited() {
+    let errors = on_ranks(2, "results", |ctx| -> Result<String> {
+        let spec = ChunkShardingSpec::on_ranks(0, 0..2)?;
+        let whole = Tensor::ones((6, 4), DType::F64, &Device::Cpu)?;
+        let (table, _) = ShardedTensor::distribute(&whole, spec, ctx.group())?.to_var()?;
+        // The gradient of exp is made of its result.
+        let exp = LocalOp::new("exp", |x: &Tensor, _: &()| Ok(x.exp()?)).apply(&table, &())?;
+        let error = exp.embedding(&vector(&[1u32])?, &right().options.lookup).unwrap_err().to_string();
+        assert_eq!(exp.gather_all()?.to_vec2::<f64>()?, whole.exp()?.to_vec2::<f64>()?);
+        Ok(error)
+    });
+    assert!(errors[0] == errors[1] && errors[0].contains("give a parameter"), "{errors:?}");
 }
 
 #[test]

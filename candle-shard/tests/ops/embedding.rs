@@ -138,6 +138,41 @@ fn rows_are_limited_in_place_as_on_one_device() {
 }
 
 #[test]
+fn a_table_of_any_strides_is_limited_in_its_memory() {
+    on_ranks(2, "strides", |ctx| -> Result<()> {
+        let mesh = ctx.mesh(&[("tp", 2)])?;
+        let ids = DTensor::distribute(&Tensor::new(&[0u32, 2], &Device::Cpu)?, &mesh, &[Replicate])?;
+        let whole = values(&[4, 4], 3, DType::F64);
+        let plain = candle_shard::sparse::RowVar::new(candle_core::Var::from_tensor(&whole)?)?;
+        plain.renorm(&[0, 2], 0.5, 2.0)?;
+        let local = whole.narrow(1, 2 * ctx.rank(), 2)?;
+        // Only rank 0 holds a view that is not contiguous.
+        let local = if ctx.rank() == 0 { local.t()?.force_contiguous()?.t()? } else { local.force_contiguous()? };
+        let table = DTensor::from_local(local.clone(), &mesh, &[Shard(1)], (4, 4))?;
+        table.embedding_renorm(&ids, 0.5, 2.0)?;
+        let off = (table.full_tensor()? - plain.var().as_tensor())?.abs()?.max_all()?.to_scalar::<f64>()?;
+        assert!(off < 1e-15, "by {off}");
+        assert_eq!(local.to_vec2::<f64>()?, table.to_local().to_vec2::<f64>()?); // the same memory
+        Ok(())
+    });
+}
+
+#[test]
+fn means_of_large_16_bit_numbers_are_finite() {
+    on_ranks(2, "means", |ctx| -> Result<()> {
+        let mesh = ctx.mesh(&[("tp", 2)])?;
+        let whole = Tensor::full(40_000f32, (4, 2), &Device::Cpu)?.to_dtype(DType::F16)?;
+        let ids = DTensor::distribute(&Tensor::new(&[[0u32, 1], [3, 2]], &Device::Cpu)?, &mesh, &[Replicate])?;
+        for at in [Replicate, Shard(0), Shard(1)] {
+            let table = DTensor::distribute(&whole, &mesh, &[at])?;
+            let means = table.embedding_bag(&ids, None, None, &EmbeddingBagOptions::default())?.full_tensor()?;
+            assert_eq!(means.to_dtype(DType::F32)?.to_vec2::<f32>()?, [[40_000.; 2]; 2], "{at}");
+        }
+        Ok(())
+    });
+}
+
+#[test]
 fn what_is_communicated() {
     on_ranks(4, "counts", |ctx| -> Result<()> {
         let mesh = ctx.mesh(&[("dp", 2), ("tp", 2)])?;

@@ -76,6 +76,10 @@ fn what_cannot_be_made_is_refused_on_all_ranks_also_those_without_shards() {
             (ShardedTensor::zeros(chunks(1, &[0]), 4, DType::F32, cpu, ctx.group()), "dim 1 of a tensor of shape [4]"),
             (ShardedTensor::ones(chunks(0, &[3]), 4, DType::F32, cpu, ctx.group()), "outside the group"),
             (ShardedTensor::zeros(ChunkShardingSpec::new(0, ["a"])?, 4, DType::F32, cpu, ctx.group()), "names no rank"),
+            (
+                ShardedTensor::ones(&few, (usize::MAX, 2), DType::F32, cpu, ctx.group()),
+                "more elements than can be counted",
+            ),
             (ShardedTensor::rand(2f32, 1., &few, 4, cpu, ctx.group(), stream), "lo 2 and up 1"),
             (floats.randn_like((0., -1.), None, None, stream), "stdev -1"),
             (ints.rand_like((0., 1.), None, None, stream), "not i64"),

@@ -77,6 +77,15 @@ fn wrong(
 }
 
 #[test]
+fn shards_without_elements_end_where_the_tensor_does() {
+    let texts = on_ranks(2, "no elements", |ctx| -> Result<String> {
+        let held = if ctx.rank() == 0 { wrong(&[0, 0], &[0, 3], 0, DType::F32, |_| ()) } else { vec![] };
+        Ok(ShardedTensor::from_local_shards(held, (0, 5), ctx.group()).unwrap_err().to_string())
+    });
+    assert!(texts[0] == texts[1] && texts[0].contains("end before a tensor of shape [0, 5]"), "{texts:?}");
+}
+
+#[test]
 fn what_is_wrong_with_the_shards_is_one_error_on_all_ranks() {
     let texts = on_ranks(3, "wrong", |ctx| -> Result<Vec<String>> {
         let rank = ctx.rank();

@@ -4,7 +4,7 @@ use std::hint::black_box;
 use std::time::{Duration, Instant};
 
 use super::args::{ELEMENT_BYTES, OpName};
-use super::measure::median;
+use crate::timing::median;
 
 const BUDGET: Duration = Duration::from_millis(200);
 const MIN_COPIES: usize = 7;

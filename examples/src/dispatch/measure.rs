@@ -11,6 +11,7 @@ use candle_shard::{DTensor, Placement, Replicate};
 use super::args::Args;
 use super::case::{CASES, Case};
 use super::report::{Report, Row};
+use crate::timing::median;
 
 /// The global size of both dims.
 const SIZE: usize = 8;
@@ -103,9 +104,4 @@ fn mean_ns<T>(calls: usize, mut call: impl FnMut() -> candle_shard::Result<T>) -
         black_box(call()?);
     }
     Ok(start.elapsed().as_secs_f64() * 1e9 / calls as f64)
-}
-
-fn median(times: &mut [f64]) -> f64 {
-    times.sort_by(f64::total_cmp);
-    times[times.len() / 2]
 }

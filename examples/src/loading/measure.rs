@@ -12,6 +12,7 @@ use candle_shard::{Placement, Spec, Weights};
 
 use super::args::{Args, ELEMENT_BYTES, Size};
 use super::report::{Report, Row};
+use crate::timing::median;
 
 const NAME: &str = "weight";
 /// The rank that loads: one whose shard is not at the beginning.
@@ -82,11 +83,6 @@ fn time_ms(load: impl Fn() -> Result<Tensor>) -> Result<f64> {
     let elapsed = start.elapsed();
     drop(loaded);
     Ok(elapsed.as_secs_f64() * 1e3)
-}
-
-fn median(times: &mut [f64]) -> f64 {
-    times.sort_by(f64::total_cmp);
-    times[times.len() / 2]
 }
 
 /// A file that is removed with this value.

@@ -3,9 +3,9 @@
 use std::collections::BTreeMap;
 
 use candle_core::Tensor;
-use serde::Serialize;
 
 use super::args::RunName;
+use crate::comm::CommStat;
 
 /// The result of training the model once.
 #[derive(Clone, Debug)]
@@ -37,15 +37,4 @@ pub struct Picture {
     pub title: String,
     /// Text of some lines.
     pub picture: String,
-}
-
-/// How often one kind of collective runs in a step, and how much it moves.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct CommStat {
-    /// Name of the collective.
-    pub op: String,
-    /// Calls per step on one rank.
-    pub count: usize,
-    /// Bytes of the operands of these calls on one rank.
-    pub bytes: usize,
 }

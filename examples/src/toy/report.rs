@@ -7,8 +7,9 @@ use serde::Serialize;
 
 use super::args::{Args, RunName};
 use super::corpus::Corpus;
-use super::outcome::{CommStat, RunOutcome};
+use super::outcome::RunOutcome;
 use super::parity::{self, LOGIT_FACTOR, Parity};
+use crate::comm::CommStat;
 use crate::table::{grouped, number, table};
 
 /// The JSON object.

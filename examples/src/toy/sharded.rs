@@ -12,9 +12,10 @@ use test_utils::toy::Transformer;
 
 use super::args::{Args, RunName};
 use super::corpus::Corpus;
-use super::outcome::{CommStat, Picture, RunOutcome};
-use super::progress::Progress;
+use super::outcome::{Picture, RunOutcome};
 use super::training::{Training, optimiser};
+use crate::comm::CommStat;
+use crate::progress::Progress;
 
 /// The weights whose layouts are shown: one for each style.
 const SHOWN: [(&str, &str); 4] = [
@@ -38,7 +39,7 @@ pub fn train(name: RunName, args: &Args, corpus: &Corpus) -> anyhow::Result<RunO
         logits: first.logits,
         first_grads: first.first_grads,
         params_per_rank,
-        comm_per_step: stats(&first.comm),
+        comm_per_step: CommStat::all(&first.comm),
         pictures: first.pictures,
     })
 }
@@ -61,7 +62,7 @@ fn train_rank(ctx: &RankContext, name: RunName, args: &Args, corpus: &Corpus) ->
     let parameters = vb.finish()?;
     let mut optimiser = optimiser(parameters.vars(), args)?;
     let everywhere = |tensor: &Tensor| DTensor::distribute(tensor, &mesh, &[Replicate]);
-    let progress = if ctx.rank() == 0 { Progress::new(name, args.steps) } else { Progress::silent() };
+    let progress = if ctx.rank() == 0 { Progress::new(name.as_str(), args.steps) } else { Progress::silent() };
 
     let mut first_grads = BTreeMap::new();
     let mut comm = CommCounts::default();
@@ -96,8 +97,4 @@ fn train_rank(ctx: &RankContext, name: RunName, args: &Args, corpus: &Corpus) ->
     };
     let pictures = SHOWN.iter().filter_map(picture).collect::<Result<_>>()?;
     Ok(RankOutcome { training, logits, first_grads, params: parameters.local_elem_count(), comm, pictures })
-}
-
-fn stats(counts: &CommCounts) -> Vec<CommStat> {
-    counts.iter().map(|(op, c)| CommStat { op: op.name().to_owned(), count: c.count, bytes: c.bytes }).collect()
 }

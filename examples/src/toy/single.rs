@@ -9,15 +9,15 @@ use test_utils::reference::{Arithmetic, Mode, Transformer};
 use super::args::{Args, RunName};
 use super::corpus::Corpus;
 use super::outcome::RunOutcome;
-use super::progress::Progress;
 use super::training::{Training, optimiser};
+use crate::progress::Progress;
 
 /// Trains the reference model.
 pub fn train(args: &Args, corpus: &Corpus) -> anyhow::Result<RunOutcome> {
     let model = Transformer::computing(Arithmetic::Fused, &args.model_args(), DType::F32, &Device::Cpu)?;
     let mut optimiser = optimiser(model.vars().iter().map(|(_, var)| var.clone()).collect(), args)?;
     let mut first_grads = BTreeMap::new();
-    let progress = Progress::new(RunName::Single, args.steps);
+    let progress = Progress::new(RunName::Single.as_str(), args.steps);
     let training = Training::run(args, corpus, &progress, |step, batch| {
         let logits = model.forward(&batch.tokens, Mode::Train { step })?;
         let loss = model.loss(&logits, &batch.targets)?;

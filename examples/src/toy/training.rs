@@ -8,7 +8,7 @@ use candle_shard::kernels::AdamW;
 
 use super::args::Args;
 use super::corpus::{Batch, Corpus};
-use super::progress::Progress;
+use crate::progress::Progress;
 
 /// The losses and the speed of a training.
 #[derive(Clone, Debug)]

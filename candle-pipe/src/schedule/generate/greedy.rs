@@ -1,4 +1,5 @@
 //! A schedule for any costs, made as it goes.
+use super::LARGEST;
 use crate::schedule::routes::{Need, Routes};
 use crate::schedule::{Action, Compute, Costs, Edges, Flow, Pass, Schedule};
 use crate::{Error, Result};
@@ -7,11 +8,14 @@ use std::cmp::Reverse;
 use std::collections::{HashMap, VecDeque};
 
 /// A schedule that gives each free rank the most urgent thing that it can do without holding more than `cap`
-/// microbatches: an `I`, else an `F`, else a `W`; of these the oldest microbatch.
+/// microbatches.
+///
+/// This is an `F` as long as the later stages have less to do than it takes until the next gradient comes back, else an
+/// `I`, else any `F`, else a `W`; of these the oldest microbatch.
 ///
 /// Stages are placed as `stage_ranks` says, exchange values along `edges`, and cost what `costs` says. A microbatch on
-/// one of `v` stages of a rank counts `1/v`, as in [`Timeline::peak_activations`](super::super::Timeline). A rank always
-/// has room left for the oldest microbatch that it is not through with, which therefore can always go on.
+/// one of `v` stages of a rank counts `1/v`, as in [`Timeline::peak_activations`](crate::schedule::Timeline::peak_activations). A rank begins
+/// nothing that could keep an older microbatch from its end.
 ///
 /// ```
 /// use candle_pipe::schedule::{Costs, Edges, greedy};
@@ -25,25 +29,35 @@ use std::collections::{HashMap, VecDeque};
 /// ```
 ///
 /// # Errors
-/// If there is no stage or no microbatch, if the edges or costs are of another number of stages, if the cap is less than
-/// one microbatch, or as [`Schedule::new`] for stages that leave a rank without any.
+/// If there is no stage or no microbatch, or too many together; if the edges or costs are of another number of stages;
+/// if the cap is less than one microbatch; if a rank has no stage.
 pub fn greedy(stage_ranks: &[usize], microbatches: usize, edges: &Edges, costs: &Costs, cap: f64) -> Result<Schedule> {
     edges.fit(stage_ranks.len())?;
     costs.fit(stage_ranks.len())?;
-    // Not `cap < 1`, which a NaN is not.
-    if !(cap >= 1.0) {
-        return Err(Error::Schedule(format!(
-            "a rank that holds at most {cap} microbatches cannot work: give 1 or more"
-        )));
+    if cap.is_nan() || cap < 1.0 {
+        let said = format!("a rank that holds at most {cap} microbatches cannot work: give 1 or more");
+        return Err(Error::Schedule(said));
+    }
+    let stages = stage_ranks.len();
+    if stages.checked_mul(microbatches).is_none_or(|forwards| forwards == 0 || forwards > LARGEST) {
+        let said = format!(
+            "{stages} stages for {microbatches} microbatches: give one of each, and {LARGEST} together at most"
+        );
+        return Err(Error::Schedule(said));
+    }
+    if let Some(rank) = stage_ranks.iter().find(|&&rank| rank >= stages) {
+        let said = format!("rank {rank} has a stage, and {stages} stages are not enough for as many ranks");
+        return Err(Error::Schedule(said));
     }
     let count = stage_ranks.iter().max().map_or(0, |rank| rank + 1);
-    let stages = |rank| stage_ranks.iter().positions(|&other| other == rank).collect_vec();
+    let stages_of = |rank| stage_ranks.iter().positions(|&other| other == rank).collect_vec();
     let mut plan = Plan {
         routes: Routes { edges, stage_ranks },
         costs,
         microbatches,
+        trips: trips(stage_ranks, costs),
         ends: HashMap::new(),
-        ranks: (0..count).map(|rank| Rank::new(stages(rank), cap)).collect(),
+        ranks: (0..count).map(|rank| Rank::new(stages_of(rank), cap)).collect(),
     };
     let mut now = Some(0.0);
     while let Some(time) = now {
@@ -55,10 +69,25 @@ pub fn greedy(stage_ranks: &[usize], microbatches: usize, edges: &Edges, costs: 
     Schedule::new(orders.collect())
 }
 
+/// The time from the start of `F` of each stage to the start of its `I`, if nothing is in the way.
+fn trips(stage_ranks: &[usize], costs: &Costs) -> Vec<f64> {
+    let mut trips = vec![0.0; stage_ranks.len()];
+    let mut later = 0.0;
+    for stage in (0..stage_ranks.len()).rev() {
+        let travels = stage_ranks.get(stage + 1).is_some_and(|&next| next != stage_ranks[stage]);
+        let travel = if travels { costs.latency + costs.bytes[stage] * costs.per_byte } else { 0.0 };
+        trips[stage] = costs.forward[stage] + 2.0 * travel + later;
+        later = trips[stage] + costs.input[stage];
+    }
+    trips
+}
+
 struct Plan<'a> {
     routes: Routes<'a>,
     costs: &'a Costs,
     microbatches: usize,
+    /// How long it takes from each stage to the last and back.
+    trips: Vec<f64>,
     /// When each stage has values and gradients of each microbatch.
     ends: HashMap<(Flow, usize, usize), f64>,
     ranks: Vec<Rank>,
@@ -72,7 +101,7 @@ struct Rank {
     /// What has an `I` and no `W` yet.
     weights: VecDeque<Compute>,
     /// The most microbatches of one stage that it may hold.
-    cap: f64,
+    cap: usize,
 }
 
 /// How many microbatches of a stage have which pass, in order.
@@ -91,7 +120,14 @@ impl Plan<'_> {
             return false;
         }
         let ready = self.open(rank).filter(|&compute| self.ready(compute).is_some_and(|ready| ready <= now));
-        let urgency = |compute: &Compute| (compute.pass != Pass::Input, compute.microbatch, Reverse(compute.stage));
+        let urgency = |compute: &Compute| {
+            let class = match compute.pass {
+                Pass::Forward if self.feeds(&state.stages, compute.stage) => 0,
+                Pass::Forward => 2,
+                _ => 1,
+            };
+            (class, compute.microbatch, Reverse(compute.stage))
+        };
         let Some(compute) = ready.min_by_key(urgency).or(state.weights.front().copied()) else { return false };
         let end = now + self.costs.of(compute);
         if let Some(flow) = compute.makes() {
@@ -99,6 +135,12 @@ impl Plan<'_> {
         }
         self.ranks[rank].add(compute, end);
         true
+    }
+
+    /// Whether a stage has given the later ones less to do than they need to be busy until it gets a gradient back.
+    fn feeds(&self, stages: &[Stage], stage: usize) -> bool {
+        let under_way = stages.iter().find(|other| other.stage == stage).map_or(0, |own| own.forwards - own.inputs);
+        under_way as f64 * (self.costs.forward[stage] + self.costs.input[stage]) < self.trips[stage]
     }
 
     /// The time of the next change, if there is any to come.
@@ -112,9 +154,9 @@ impl Plan<'_> {
     fn open(&self, rank: usize) -> impl Iterator<Item = Compute> {
         let rank = &self.ranks[rank];
         let some = |stage, pass, microbatch| Some(Compute { stage, pass, microbatch });
-        rank.stages.iter().flat_map(move |stage| {
+        rank.stages.iter().enumerate().flat_map(move |(i, stage)| {
             let input = if stage.inputs < stage.forwards { some(stage.stage, Pass::Input, stage.inputs) } else { None };
-            let room = stage.forwards < self.microbatches && rank.has_room(stage.forwards);
+            let room = stage.forwards < self.microbatches && rank.has_room(i);
             let forward = if room { some(stage.stage, Pass::Forward, stage.forwards) } else { None };
             [input, forward].into_iter().flatten()
         })
@@ -136,7 +178,8 @@ impl Plan<'_> {
 
 impl Rank {
     fn new(stages: Vec<usize>, cap: f64) -> Self {
-        let cap = cap * stages.len() as f64;
+        // A cap that is a sum of parts of a microbatch is not to fall short of it by rounding; the cast saturates.
+        let cap = (cap * stages.len() as f64 + 1e-6) as usize;
         let stages = stages.into_iter().map(|stage| Stage { stage, forwards: 0, inputs: 0, weights: 0 }).collect();
         Self { stages, order: vec![], free: 0.0, weights: VecDeque::new(), cap }
     }
@@ -158,12 +201,20 @@ impl Rank {
         }
     }
 
-    /// Whether a forward of this microbatch leaves room for the rest of the oldest one.
-    fn has_room(&self, microbatch: usize) -> bool {
-        let held: usize = self.stages.iter().map(|stage| stage.forwards - stage.weights).sum();
-        let oldest = self.stages.iter().map(|stage| stage.weights).min().unwrap_or(0);
-        let rest = self.stages.iter().filter(|stage| stage.forwards <= oldest).count();
-        let others = usize::from(microbatch != oldest);
-        (held + rest + others) as f64 <= self.cap
+    /// Whether the next forward of a stage leaves room for all that was begun: for the oldest microbatch, then, with what
+    /// that frees, for the one after it, and so on.
+    fn has_room(&self, next: usize) -> bool {
+        let forwards = |i: usize| self.stages[i].forwards + usize::from(i == next);
+        let all = || 0..self.stages.len();
+        let held: usize = all().map(|i| forwards(i) - self.stages[i].weights).sum();
+        let Some(mut free) = self.cap.checked_sub(held) else { return false };
+        let oldest = all().map(|i| self.stages[i].weights).min().unwrap_or(0);
+        let newest = all().map(forwards).max().unwrap_or(0);
+        (oldest..newest).all(|microbatch| {
+            let wanted = all().filter(|&i| forwards(i) <= microbatch).count();
+            let fits = wanted <= free;
+            free += all().filter(|&i| (self.stages[i].weights..forwards(i)).contains(&microbatch)).count();
+            fits
+        })
     }
 }

@@ -17,6 +17,9 @@ pub(super) use zbv::zbv;
 use super::Action;
 use order::Order;
 
+/// The most forwards of a step.
+pub(super) const LARGEST: usize = 1 << 20;
+
 /// What each rank computes.
 pub(super) type Orders = Vec<Vec<Action>>;
 

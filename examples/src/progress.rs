@@ -2,19 +2,17 @@
 
 use indicatif::{ProgressBar, ProgressStyle};
 
-use super::args::RunName;
-
 /// The progress of one run; nothing is drawn where stderr is not a terminal.
 #[derive(Clone, Debug)]
 pub struct Progress(ProgressBar);
 
 impl Progress {
     /// A bar for `steps` steps of the run `name`.
-    pub fn new(name: RunName, steps: usize) -> Self {
+    pub fn new(name: &'static str, steps: usize) -> Self {
         let style =
-            ProgressStyle::with_template("{prefix:6} {bar:32} {pos}/{len} steps, {msg} [{elapsed}, {eta} left]")
+            ProgressStyle::with_template("{prefix:11} {bar:32} {pos}/{len} steps, {msg} [{elapsed}, {eta} left]")
                 .unwrap_or_else(|_| ProgressStyle::default_bar());
-        let bar = ProgressBar::new(steps as u64).with_style(style).with_prefix(name.as_str());
+        let bar = ProgressBar::new(steps as u64).with_style(style).with_prefix(name);
         bar.set_message("starting");
         Self(bar)
     }

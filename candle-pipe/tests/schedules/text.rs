@@ -1,0 +1,117 @@
+//! Actions, schedules and programs as text.
+use super::schedule;
+use candle_pipe::schedule::{Action, Edges, Lowering, Program, Schedule, ScheduleKind, parse_csv};
+
+#[test]
+fn actions_are_read_and_written_alike() {
+    let texts = [
+        "0F0",
+        "12B345",
+        "2I1",
+        "3W7",
+        "(0F3;7B0)OVERLAP_F_B",
+        "(1F0;2I0)OVERLAP_F_B",
+        "1SEND_F3",
+        "2RECV_F3",
+        "2SEND_B3",
+        "1RECV_B3",
+        "0SEND_F3>2",
+        "2RECV_F3<0",
+        "2SEND_B3>0",
+        "0RECV_B3<2",
+        "1WAIT_SEND_F3",
+        "1WAIT_SEND_B3",
+        "0WAIT_SEND_F1>4",
+        "1UNSHARD",
+        "1RESHARD",
+        "1REDUCE_GRAD",
+        "1WAIT_REDUCE_GRAD",
+        "0SHARED_REDUCE",
+    ];
+    for text in texts {
+        let action: Action = text.parse().unwrap();
+        assert_eq!(action.to_string(), text);
+        assert_eq!(format!("  {text} ").parse::<Action>().unwrap(), action);
+        let json = serde_json::to_string(&action).unwrap();
+        assert_eq!(json, format!("\"{text}\""));
+        assert_eq!(serde_json::from_str::<Action>(&json).unwrap(), action);
+    }
+    // A neighbour need not be named.
+    assert_eq!("1SEND_F3>2".parse::<Action>().unwrap(), "1SEND_F3".parse().unwrap());
+}
+
+#[test]
+fn what_is_no_action_is_refused_whole() {
+    let texts = [
+        "",
+        "F0",
+        "2F",
+        "2",
+        "2F0xyz",
+        "2X0",
+        "2f0",
+        "-1F0",
+        "+1F0",
+        "2F+1",
+        "2F-1",
+        "2F0 1",
+        "1SEND_F",
+        "1SEND_F3>",
+        "1SEND_F3<2",
+        "1RECV_F3>0",
+        "1SEND_F3>1",
+        "1SEND_F3>0",
+        "0SEND_B3",
+        "0RECV_F0",
+        "1UNSHARD0",
+        "1UNSHARD>2",
+        "2F0>1",
+        "(0F0)OVERLAP_F_B",
+        "(0F0;1B0;2B0)OVERLAP_F_B",
+        "(1B0;0F0)OVERLAP_F_B",
+        "(0F0;1W0)OVERLAP_F_B",
+        "(0F0;1SEND_F0)OVERLAP_F_B",
+        "(0F0;1B0)",
+        "(0F0;1B0)F",
+        "0F99999999999999999999",
+        "99999999999999999999F0",
+        "0OVERLAP_F_B",
+        "²F0",
+    ];
+    for text in texts {
+        let error = text.parse::<Action>().unwrap_err().to_string();
+        assert!(error.contains(&format!("{text:?} is no action")), "{error}");
+    }
+    let error = parse_csv("0F0,0B0\n1F0,junk\n").unwrap_err().to_string();
+    assert!(error.contains("rank 1, position 1") && error.contains("\"junk\""), "{error}");
+}
+
+#[test]
+fn every_kind_comes_back_from_text_and_json() {
+    for kind in ScheduleKind::all() {
+        assert_eq!(kind.to_string().to_uppercase().parse::<ScheduleKind>().unwrap(), kind);
+        let schedule = kind.schedule(3, 6, kind.stages_per_rank()).unwrap();
+        assert_eq!(Schedule::from_csv(&schedule.to_csv()).unwrap(), schedule, "{kind}");
+        let json = serde_json::to_string(&schedule).unwrap();
+        assert_eq!(serde_json::from_str::<Schedule>(&json).unwrap(), schedule, "{kind}");
+
+        let lowering =
+            Lowering::new(Edges::chain(schedule.stages())).shared([vec![0, schedule.stages() - 1]]).reduced();
+        let program = schedule.lower(&lowering).unwrap();
+        assert_eq!(Program::from_csv(&program.to_csv()).unwrap(), program, "{kind}");
+        let json = serde_json::to_string(&program).unwrap();
+        assert_eq!(serde_json::from_str::<Program>(&json).unwrap(), program, "{kind}");
+        assert_eq!(*program.schedule(), schedule, "{kind}");
+    }
+}
+
+#[test]
+fn what_is_loaded_is_checked() {
+    assert!(serde_json::from_str::<Schedule>(r#"[["0F0"],["1F0","1B0"]]"#).is_err());
+    assert!(serde_json::from_str::<Program>(r#"{"edges":[[1],[]],"ranks":[["0F0"],["1F0"]]}"#).is_err());
+    assert!(serde_json::from_str::<Edges>("[[1],[0]]").is_err());
+    assert_eq!(serde_json::from_str::<Edges>("[[1,2],[2],[]]").unwrap().producers(2), [0, 1]);
+    let evaluation: Schedule = serde_json::from_str(r#"[["0F0",null,"0F1"],[null,"1F0","1F1"]]"#).unwrap();
+    assert_eq!(evaluation.computes(0).count(), 2);
+    assert_eq!(schedule("gpipe", 2, 2, 1).forward_only().to_csv(), "0F0,0F1\n1F0,1F1\n");
+}

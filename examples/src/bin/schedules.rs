@@ -1,0 +1,28 @@
+//! Draws pipeline schedules and tells what they cost; see `--help`.
+
+use std::io::Write;
+use std::process::ExitCode;
+
+use examples::cli::{self, Output, failed};
+use examples::schedules::args::Args;
+use examples::schedules::plan::Plan;
+use examples::schedules::write;
+
+fn main() -> ExitCode {
+    let (args, plan) = match cli::arguments(Plan::new) {
+        Ok(checked) => checked,
+        Err(status) => return status,
+    };
+    match run(&args, &plan) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => failed(&error),
+    }
+}
+
+/// Writes all that is asked for.
+fn run(args: &Args, plan: &Plan) -> anyhow::Result<()> {
+    let output = Output::new(args.json.as_deref());
+    write::files(args, plan)?;
+    writeln!(output.screen(), "{}", plan.text())?;
+    output.write_json(&plan.report())
+}

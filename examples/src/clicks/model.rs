@@ -1,0 +1,101 @@
+//! The model: a row for each feature beside the dense features, and a perceptron over all of them.
+
+use candle_core::{DType, Device, Tensor, Var};
+use candle_dist::ProcessGroup;
+use candle_nn::{Linear, Module};
+use candle_shard::random::{Distribution, Stream, sample_full};
+use candle_shard::sparse::RowVar;
+use candle_shard::{ChunkShardingSpec, EmbeddingBagOptions, EmbeddingOptions, Result, ShardedTensor};
+
+use super::args::Args;
+use super::features::{DENSE, FEATURES, Feature};
+use super::log::{Batch, Values};
+use super::outcome::RunName;
+
+/// The width of the hidden layer.
+const HIDDEN: usize = 64;
+
+/// The tables on the ranks of a group, and the perceptron, of which every rank has a copy.
+pub struct Model {
+    tables: Vec<ShardedTensor>,
+    layers: [Linear; 2],
+    /// The parameters of the perceptron.
+    pub dense: Vec<Var>,
+    /// This rank's part of the tables.
+    pub rows: Vec<RowVar>,
+}
+
+/// Whether rows that are too long are shortened first: in training, and not where others look on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mode {
+    /// They are.
+    Train,
+    /// They are not; nothing changes.
+    Eval,
+}
+
+impl Model {
+    /// The model of a seed, the same under every sharding.
+    ///
+    /// # Errors
+    /// Those of the tables.
+    pub fn new(run: RunName, args: &Args, group: &ProcessGroup) -> Result<Self> {
+        let spec = ChunkShardingSpec::on_ranks(run.sharded_dim(), 0..group.size())?;
+        let (mut tables, mut rows) = (Vec::new(), Vec::new());
+        for Feature { name, vocab, .. } in FEATURES {
+            let stream = Stream::new(args.seed, &format!("table of {name}"));
+            let start = ShardedTensor::randn(0f32, 0.05, &spec, (vocab, args.dim), &Device::Cpu, group, stream)?;
+            let (table, vars) = start.to_row_vars()?;
+            tables.push(table);
+            rows.extend(vars);
+        }
+        let (first, mut dense) = layer(args.seed, "hidden", FEATURES.len() * args.dim + DENSE, HIDDEN)?;
+        let (second, vars) = layer(args.seed, "output", HIDDEN, 1)?;
+        dense.extend(vars);
+        Ok(Self { tables, layers: [first, second], dense, rows })
+    }
+
+    /// The logits of a click, `[samples]`, of this rank's samples.
+    ///
+    /// # Errors
+    /// Those of the lookups.
+    pub fn forward(&self, batch: &Batch, mode: Mode) -> Result<Tensor> {
+        let mut inputs = vec![batch.dense.clone()];
+        for ((feature, table), values) in FEATURES.iter().zip(&self.tables).zip(&batch.features) {
+            inputs.push(look_up(feature, table, values, mode)?);
+        }
+        let [hidden, output] = &self.layers;
+        // Smooth, unlike relu: at a kink a rounding error would become another gradient.
+        let hidden = hidden.forward(&Tensor::cat(&inputs, 1)?)?.silu()?;
+        Ok(output.forward(&hidden)?.squeeze(1)?)
+    }
+
+    /// All tables, each whole, on every rank.
+    ///
+    /// # Errors
+    /// The group's.
+    pub fn whole_tables(&self) -> Result<Vec<Tensor>> {
+        self.tables.iter().map(ShardedTensor::gather_all).collect()
+    }
+}
+
+/// A row `[samples, dim]` for each sample.
+fn look_up(feature: &Feature, table: &ShardedTensor, values: &Values, mode: Mode) -> Result<Tensor> {
+    let max_norm = feature.max_norm.filter(|_| mode == Mode::Train);
+    let lookup = EmbeddingOptions { max_norm, ..EmbeddingOptions::default() };
+    match feature.bag {
+        None => table.embedding(&values.ids, &lookup),
+        Some(bag) => {
+            let options = EmbeddingBagOptions { mode: bag.mode, lookup, ..EmbeddingBagOptions::default() };
+            table.embedding_bag(&values.ids, values.offsets.as_ref(), values.weights.as_ref(), &options)
+        }
+    }
+}
+
+/// A linear layer with its parameters.
+fn layer(seed: u64, name: &str, inputs: usize, outputs: usize) -> Result<(Linear, Vec<Var>)> {
+    let normal = Distribution::Normal { mean: 0.0, stdev: (2.0 / inputs as f64).sqrt() };
+    let weight = sample_full(Stream::new(seed, name), normal, &[outputs, inputs], DType::F32, &Device::Cpu)?;
+    let vars = vec![Var::from_tensor(&weight)?, Var::zeros(outputs, DType::F32, &Device::Cpu)?];
+    Ok((Linear::new(vars[0].as_tensor().clone(), Some(vars[1].as_tensor().clone())), vars))
+}

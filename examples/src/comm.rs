@@ -1,0 +1,31 @@
+//! What a training communicates.
+
+use candle_dist::comm::CommCounts;
+use serde::Serialize;
+
+/// How often one kind of collective runs in a step, and how much it moves.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct CommStat {
+    /// Name of the collective.
+    pub op: String,
+    /// Calls per step on one rank.
+    pub count: usize,
+    /// Bytes of the operands of these calls on one rank.
+    pub bytes: usize,
+}
+
+impl CommStat {
+    /// The kinds that occurred in a step.
+    pub fn all(counts: &CommCounts) -> Vec<Self> {
+        Self::per_step(counts, 1)
+    }
+
+    /// The kinds that occurred in so many steps, as means over these.
+    pub fn per_step(counts: &CommCounts, steps: usize) -> Vec<Self> {
+        let mean = |total: usize| total / steps.max(1);
+        counts
+            .iter()
+            .map(|(op, c)| Self { op: op.name().to_owned(), count: mean(c.count), bytes: mean(c.bytes) })
+            .collect()
+    }
+}

@@ -1,0 +1,162 @@
+//! The command line of the schedules, and its checks.
+
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use candle_pipe::schedule::ScheduleKind;
+use clap::Parser;
+
+use crate::cli::{Checked, Output, UsageError, check_file, require};
+
+const ABOUT: &str = "\
+Draws a pipeline schedule as text, SVG or trace, and tells what it costs
+
+Ranks compute in the order of the schedule as early as they can. The times are those of a rank for one microbatch, in
+any unit; communication costs the ranks nothing but the time until a message arrives. A picture has a column a rank, and
+in it the stage, what it computes (F forward, I input gradients, W weight gradients, B both) and the microbatch.
+
+  bubble (step)    the share of the time from the first to the last computation of all ranks in which they are idle
+  bubble (span)    the same for the worst rank, between its own first and last computation
+  peak             the most microbatches that each rank holds
+
+Names: gpipe, 1f1b, interleaved-1f1b, looped-bfs, zb-h1, zb-h2, interleaved-zb, zbv, v-half, v-min, dualpipev; greedy for
+one that is made for the costs, and all for a table of them.";
+
+const EXAMPLES: &str = "\
+Examples:
+  cargo run --release --bin schedules -- --schedule all --ranks 8 --microbatches 32
+      Compare all schedules.
+  cargo run --release --bin schedules -- --schedule zbv --svg zbv.svg --trace zbv.json
+      Draw one for a browser and for ui.perfetto.dev.
+  cargo run --release --bin schedules -- --load mine.csv --weight-cost 0.5 --json - 2>/dev/null
+      Get the numbers of a schedule of your own, one line a rank, in a script.
+
+Exit status: 0 if all went well, 1 if a file could not be written, 2 if the command line cannot work.";
+
+/// The most ranks, microbatches and stages of a rank.
+const MOST: usize = 1 << 20;
+
+/// What the user asked for; the comments on the fields are the program's help.
+#[derive(Clone, Debug, Parser)]
+#[command(name = "schedules", version, about = ABOUT, after_help = EXAMPLES)]
+pub struct Args {
+    /// The schedule, `greedy`, or `all`
+    #[arg(long, value_name = "NAME", default_value = "1f1b")]
+    pub schedule: Choice,
+
+    /// Ranks of the pipeline
+    #[arg(long, value_name = "P", default_value_t = 4)]
+    pub ranks: usize,
+
+    /// Microbatches of a step
+    #[arg(long, value_name = "M", default_value_t = 8)]
+    pub microbatches: usize,
+
+    /// Stages of each rank, if not as many as the schedule needs
+    #[arg(long, value_name = "V")]
+    pub virtual_stages: Option<usize>,
+
+    /// A schedule of your own instead, as CSV with a line a rank and an action a cell
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["schedule", "ranks", "microbatches", "virtual_stages"])]
+    pub load: Option<PathBuf>,
+
+    /// Time of a rank for the forward of a microbatch
+    #[arg(long, value_name = "TIME", default_value_t = 1.0, allow_negative_numbers = true, help_heading = "Costs")]
+    pub forward_cost: f64,
+
+    /// Time for the gradients of its inputs
+    #[arg(long, value_name = "TIME", default_value_t = 1.0, allow_negative_numbers = true, help_heading = "Costs")]
+    pub input_cost: f64,
+
+    /// Time for the gradients of its weights
+    #[arg(long, value_name = "TIME", default_value_t = 1.0, allow_negative_numbers = true, help_heading = "Costs")]
+    pub weight_cost: f64,
+
+    /// Time until a message arrives
+    #[arg(long, value_name = "TIME", default_value_t = 0.0, allow_negative_numbers = true, help_heading = "Costs")]
+    pub latency: f64,
+
+    /// Microbatches that a rank may hold under `greedy`, as many as ranks if not said
+    #[arg(long, value_name = "N", help_heading = "Costs")]
+    pub memory: Option<f64>,
+
+    /// Draw for a browser
+    #[arg(long, value_name = "FILE", help_heading = "Output")]
+    pub svg: Option<PathBuf>,
+
+    /// Write the times for a trace viewer, as seconds
+    #[arg(long, value_name = "FILE", help_heading = "Output")]
+    pub trace: Option<PathBuf>,
+
+    /// Write the schedule as CSV
+    #[arg(long, value_name = "FILE", help_heading = "Output")]
+    pub csv: Option<PathBuf>,
+
+    /// A measured timeline as JSON, to draw and tell beside what is predicted
+    #[arg(long, value_name = "FILE", help_heading = "Output")]
+    pub measured: Option<PathBuf>,
+
+    /// Also write the numbers as one JSON object; `-` is stdout, with nothing else on it
+    #[arg(long, value_name = "FILE", help_heading = "Output")]
+    pub json: Option<PathBuf>,
+}
+
+/// Which schedule.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Choice {
+    /// Every one that fits.
+    All,
+    /// The one made for the costs.
+    Greedy,
+    /// A known one.
+    Kind(ScheduleKind),
+}
+
+impl FromStr for Choice {
+    type Err = candle_pipe::Error;
+
+    fn from_str(name: &str) -> Result<Self, Self::Err> {
+        match name {
+            "all" => Ok(Self::All),
+            "greedy" => Ok(Self::Greedy),
+            _ => name.parse().map(Self::Kind),
+        }
+    }
+}
+
+impl Args {
+    /// Checks everything that does not depend on the schedule.
+    ///
+    /// # Errors
+    /// A sentence that names the flag, its value and a remedy.
+    pub(super) fn validate(&self) -> Checked {
+        let stages = self.virtual_stages.unwrap_or(1);
+        for (flag, n) in [("--ranks", self.ranks), ("--microbatches", self.microbatches), ("--virtual-stages", stages)]
+        {
+            require!(n > 0, "{flag} is 0: give at least 1.");
+            require!(n <= MOST, "{flag} {n} is too much: give at most {MOST}.");
+        }
+        let costs = [
+            ("--forward-cost", self.forward_cost),
+            ("--input-cost", self.input_cost),
+            ("--weight-cost", self.weight_cost),
+            ("--latency", self.latency),
+        ];
+        for (flag, cost) in costs {
+            require!(cost.is_finite() && cost >= 0.0, "{flag} {cost} is no time: give 0 or more.");
+        }
+        let all = self.load.is_none() && self.schedule == Choice::All;
+        require!(!all || self.csv.is_none(), "--csv holds one schedule: name it by --schedule.");
+        for (flag, path) in [("--svg", &self.svg), ("--trace", &self.trace), ("--csv", &self.csv)] {
+            if let Some(path) = path {
+                check_file(flag, path, "")?;
+            }
+        }
+        Output::new(self.json.as_deref()).check()
+    }
+}
+
+/// What is wrong with the file of a flag.
+pub(super) fn unreadable(flag: &str, path: &std::path::Path, said: impl std::fmt::Display) -> UsageError {
+    UsageError(format!("{flag} {}: {said}.", path.display()))
+}

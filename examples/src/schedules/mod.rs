@@ -1,0 +1,6 @@
+//! Pictures and numbers of pipeline schedules.
+
+pub mod args;
+pub mod plan;
+pub mod report;
+pub mod write;

@@ -1,0 +1,119 @@
+//! The schedules that are asked for, and what would happen by them.
+
+use std::fs;
+use std::path::Path;
+
+use candle_pipe::schedule::{
+    Action, Costs, Edges, Placement, Program, Schedule, ScheduleKind, Timeline, greedy, parse_csv,
+};
+
+use super::args::{Args, Choice, unreadable};
+use crate::cli::{Checked, UsageError};
+
+/// All that is asked for.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    /// The schedules, at least one.
+    pub entries: Vec<Entry>,
+    /// Why others of all were left out.
+    pub left_out: Vec<String>,
+    /// What was measured, if that is given.
+    pub measured: Option<Timeline>,
+}
+
+/// A schedule and its simulation.
+#[derive(Clone, Debug)]
+pub struct Entry {
+    /// What it is called.
+    pub name: &'static str,
+    /// The schedule.
+    pub schedule: Schedule,
+    /// What would happen.
+    pub timeline: Timeline,
+}
+
+impl Plan {
+    /// Checks everything that could stop the program later, and makes the schedules.
+    ///
+    /// # Errors
+    /// A sentence on what the user should change.
+    pub fn new(args: &Args) -> Checked<Self> {
+        args.validate()?;
+        let measured = args.measured.as_deref().map(measured).transpose()?;
+        let entry = |name, schedule| Entry::new(args, name, schedule);
+        let (entries, left_out) = match (&args.load, args.schedule) {
+            (Some(path), _) => (vec![entry("loaded", load(path)?)?], vec![]),
+            (None, Choice::Kind(kind)) => (vec![entry(kind.name(), known(args, kind)?)?], vec![]),
+            (None, Choice::Greedy) => (vec![entry("greedy", made(args)?)?], vec![]),
+            (None, Choice::All) => {
+                let named = |kind: ScheduleKind| (kind.name(), known(args, kind));
+                let all = ScheduleKind::all().map(named).chain([("greedy", made(args))]);
+                let (mut entries, mut left_out) = (vec![], vec![]);
+                for (name, schedule) in all {
+                    match schedule {
+                        Ok(schedule) => entries.push(entry(name, schedule)?),
+                        Err(UsageError(said)) => left_out.push(said),
+                    }
+                }
+                match (entries.is_empty(), left_out.first()) {
+                    (true, Some(said)) => return Err(UsageError(said.clone())),
+                    _ => (entries, left_out),
+                }
+            }
+        };
+        Ok(Self { entries, left_out, measured })
+    }
+
+    /// The timelines with their titles, what was measured last.
+    pub fn timelines(&self) -> Vec<(&str, &Timeline)> {
+        let predicted = self.entries.iter().map(|entry| (entry.name, &entry.timeline));
+        predicted.chain(self.measured.as_ref().map(|timeline| ("measured", timeline))).collect()
+    }
+}
+
+impl Entry {
+    fn new(args: &Args, name: &'static str, schedule: Schedule) -> Checked<Self> {
+        let edges = Edges::chain(schedule.stages());
+        let timeline = schedule.simulate(&edges, &costs(args, schedule.stage_ranks())).map_err(wrong)?;
+        Ok(Self { name, schedule, timeline })
+    }
+}
+
+fn costs(args: &Args, stage_ranks: &[usize]) -> Costs {
+    let costs = Costs::per_rank(stage_ranks, args.forward_cost, args.input_cost, args.weight_cost);
+    Costs { latency: args.latency, ..costs }
+}
+
+fn known(args: &Args, kind: ScheduleKind) -> Checked<Schedule> {
+    let stages = args.virtual_stages.unwrap_or(kind.stages_per_rank());
+    kind.schedule(args.ranks, args.microbatches, stages).map_err(wrong)
+}
+
+/// The schedule made for the costs.
+fn made(args: &Args) -> Checked<Schedule> {
+    let stages = args.virtual_stages.unwrap_or(1);
+    let stage_ranks = Placement::Loop.stage_ranks(args.ranks, stages);
+    let memory = args.memory.unwrap_or(args.ranks as f64);
+    let edges = Edges::chain(stage_ranks.len());
+    greedy(&stage_ranks, args.microbatches, &edges, &costs(args, &stage_ranks), memory).map_err(wrong)
+}
+
+/// A schedule of the user, with or without its communication.
+fn load(path: &Path) -> Checked<Schedule> {
+    let text = fs::read_to_string(path).map_err(|error| unreadable("--load", path, error))?;
+    let communicates = |action: &Action| action.computes().is_empty();
+    let schedule = parse_csv(&text).and_then(|ranks| match ranks.iter().flatten().flatten().any(communicates) {
+        true => Program::from_csv(&text).map(|program| program.schedule().clone()),
+        false => Schedule::new(ranks),
+    });
+    schedule.map_err(|error| unreadable("--load", path, error))
+}
+
+fn measured(path: &Path) -> Checked<Timeline> {
+    let text = fs::read_to_string(path).map_err(|error| unreadable("--measured", path, error))?;
+    serde_json::from_str(&text).map_err(|error| unreadable("--measured", path, error))
+}
+
+fn wrong(error: candle_pipe::Error) -> UsageError {
+    UsageError(format!("{error}."))
+}

@@ -1,0 +1,90 @@
+//! What the program tells: a picture and a table for people, one JSON object for programs.
+
+use std::collections::BTreeMap;
+
+use candle_pipe::schedule::{Timeline, draw};
+use comfy_table::Cell;
+use serde::Serialize;
+
+use super::plan::Plan;
+use crate::table::{number, table};
+
+/// The JSON object: the numbers of one schedule, or of several by their names.
+#[derive(Clone, Debug, Serialize)]
+#[serde(untagged)]
+pub enum Report {
+    /// Of the one that is asked for.
+    One(Numbers),
+    /// Of all.
+    All(BTreeMap<&'static str, Numbers>),
+}
+
+/// What a schedule costs.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Numbers {
+    /// The share of the step in which the ranks are idle.
+    pub bubble_step: f64,
+    /// The largest share of its own span that a rank is idle.
+    pub bubble_span: f64,
+    /// The most microbatches that each rank holds.
+    pub peak_activations: Vec<f64>,
+    /// The time of the step.
+    pub makespan: f64,
+    /// The computations of all ranks; an overlapped pair counts as two.
+    pub actions: usize,
+}
+
+impl Numbers {
+    fn new(timeline: &Timeline) -> Self {
+        Self {
+            bubble_step: timeline.bubble_step(),
+            bubble_span: timeline.bubble_span(),
+            peak_activations: timeline.peak_activations(),
+            makespan: timeline.makespan(),
+            actions: timeline.ranks.iter().map(Vec::len).sum(),
+        }
+    }
+
+    /// The most and the least of the ranks.
+    fn peaks(&self) -> String {
+        let most = self.peak_activations.iter().copied().fold(0.0, f64::max);
+        let least = self.peak_activations.iter().copied().fold(most, f64::min);
+        if least < most { format!("{most:.2} to {least:.2}") } else { format!("{most:.2}") }
+    }
+}
+
+impl Plan {
+    /// The JSON object.
+    pub fn report(&self) -> Report {
+        let mut numbers = self.entries.iter().map(|entry| (entry.name, Numbers::new(&entry.timeline)));
+        match (numbers.next(), self.entries.len()) {
+            (Some((_, numbers)), 1) => Report::One(numbers),
+            (first, _) => Report::All(first.into_iter().chain(numbers).collect()),
+        }
+    }
+
+    /// The picture of one schedule, and the table of all.
+    pub fn text(&self) -> String {
+        let mut rows =
+            table(&["schedule"], &["stages", "bubble (step)", "bubble (span)", "peak", "makespan", "actions"]);
+        let stages = self.entries.iter().map(|entry| entry.schedule.stages().to_string()).chain([String::new()]);
+        for ((name, timeline), stages) in self.timelines().into_iter().zip(stages) {
+            let numbers = Numbers::new(timeline);
+            rows.add_row([
+                Cell::new(name),
+                number(stages),
+                number(format_args!("{:.2} %", 100.0 * numbers.bubble_step)),
+                number(format_args!("{:.2} %", 100.0 * numbers.bubble_span)),
+                number(numbers.peaks()),
+                number(format_args!("{:.3}", numbers.makespan)),
+                number(numbers.actions),
+            ]);
+        }
+        let picture = match &self.entries[..] {
+            [entry] => draw::text(&entry.timeline) + "\n",
+            _ => String::new(),
+        };
+        let left_out: String = self.left_out.iter().map(|said| format!("\nleft out: {said}")).collect();
+        format!("{picture}{rows}{left_out}")
+    }
+}
