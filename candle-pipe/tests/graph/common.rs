@@ -6,39 +6,39 @@ use candle_pipe::{Kwargs, LocalPipe, Pipe, Result, Step, StepOptions, Value};
 use candle_shard::random::{Distribution, Stream, sample_full};
 use std::collections::BTreeMap;
 
-pub type Vb = VarBuilder<'static>;
-pub type Builder = candle_pipe::PipeBuilder<Vb>;
+pub(crate) type Vb = VarBuilder<'static>;
+pub(crate) type Builder = candle_pipe::PipeBuilder<Vb>;
 
 /// What a model gives, written down plainly: outputs by name, and the loss.
-pub type Plain = (BTreeMap<String, Tensor>, Tensor);
+pub(crate) type Plain = (BTreeMap<String, Tensor>, Tensor);
 
 /// Normal numbers that follow from a name.
-pub fn numbers(name: &str, dims: &[usize]) -> Tensor {
+pub(crate) fn numbers(name: &str, dims: &[usize]) -> Tensor {
     let normal = Distribution::Normal { mean: 0.0, stdev: 0.7 };
     sample_full(Stream::new(7, name), normal, dims, DType::F64, &Device::Cpu).unwrap()
 }
 
 /// The arguments of a batch.
 #[derive(Default, Clone)]
-pub struct Args {
-    pub args: Vec<Value>,
-    pub kwargs: Kwargs,
+pub(crate) struct Args {
+    pub(crate) args: Vec<Value>,
+    pub(crate) kwargs: Kwargs,
 }
 
 impl Args {
-    pub fn split(&self, chunks: usize) -> Microbatches {
+    pub(crate) fn split(&self, chunks: usize) -> Microbatches {
         split_args_kwargs_into_chunks(&self.args, &self.kwargs, chunks, None, None).unwrap()
     }
 }
 
 /// A built pipe with parameters that follow from their names.
-pub struct Built {
-    pub local: LocalPipe,
-    pub parameters: VarMap,
-    pub vb: Vb,
+pub(crate) struct Built {
+    pub(crate) local: LocalPipe,
+    pub(crate) parameters: VarMap,
+    pub(crate) vb: Vb,
 }
 
-pub fn build(pipe: &Pipe<Vb>) -> Built {
+pub(crate) fn build(pipe: &Pipe<Vb>) -> Built {
     let parameters = VarMap::new();
     let vb = VarBuilder::from_varmap(&parameters, DType::F64, &Device::Cpu);
     let local = LocalPipe::new(pipe, &vb, &Device::Cpu).unwrap();
@@ -49,7 +49,7 @@ pub fn build(pipe: &Pipe<Vb>) -> Built {
 }
 
 /// The largest difference between the elements of two tensors of one shape.
-pub fn difference(a: &Tensor, b: &Tensor) -> f64 {
+pub(crate) fn difference(a: &Tensor, b: &Tensor) -> f64 {
     assert_eq!((a.dims(), a.dtype()), (b.dims(), b.dtype()));
     if a.elem_count() == 0 {
         return 0.0;
@@ -59,19 +59,19 @@ pub fn difference(a: &Tensor, b: &Tensor) -> f64 {
     most.to_scalar::<f64>().unwrap()
 }
 
-pub fn assert_close(what: &str, a: &Tensor, b: &Tensor) {
+pub(crate) fn assert_close(what: &str, a: &Tensor, b: &Tensor) {
     let size = 1.0 + difference(b, &b.zeros_like().unwrap());
     let difference = difference(a, b) / size;
     assert!(difference < 1e-12, "{what}: differs by {difference:e} of its size");
 }
 
 impl Built {
-    pub fn step(&self, args: &Args, chunks: usize, options: &StepOptions) -> Step {
+    pub(crate) fn step(&self, args: &Args, chunks: usize, options: &StepOptions) -> Step {
         self.local.forward_backward(&args.split(chunks), options).unwrap()
     }
 
     /// Loss, outputs and every gradient of a step against the plain model.
-    pub fn check(&self, args: &Args, plain: impl Fn(&Vb, &Args) -> candle_core::Result<Plain>) {
+    pub(crate) fn check(&self, args: &Args, plain: impl Fn(&Vb, &Args) -> candle_core::Result<Plain>) {
         let (outputs, loss) = plain(&self.vb, args).unwrap();
         let grads = loss.backward().unwrap();
         let whole = self.local.forward(&args.args, &args.kwargs).unwrap();
@@ -106,7 +106,7 @@ impl Built {
     }
 
     /// Every gradient of a step, bit by bit.
-    pub fn bits(&self, step: &Step) -> BTreeMap<String, Option<Vec<u64>>> {
+    pub(crate) fn bits(&self, step: &Step) -> BTreeMap<String, Option<Vec<u64>>> {
         let bits = |t: &Tensor| -> Vec<u64> {
             let flat = t.flatten_all().unwrap().to_vec1::<f64>().unwrap();
             flat.into_iter().map(f64::to_bits).collect()
@@ -117,13 +117,13 @@ impl Built {
 }
 
 /// The error of declaring a model, as text.
-pub fn fault(declare: impl FnOnce(&mut Builder) -> candle_pipe::SplitSpec) -> String {
+pub(crate) fn fault(declare: impl FnOnce(&mut Builder) -> candle_pipe::SplitSpec) -> String {
     let mut g = Builder::new();
     let split = declare(&mut g);
     g.finish(split).unwrap_err().to_string()
 }
 
 /// A function that is the identity.
-pub fn same(xs: &[Value], _: &candle_pipe::Ctx) -> Result<Value> {
+pub(crate) fn same(xs: &[Value], _: &candle_pipe::Ctx) -> Result<Value> {
     Ok(xs[0].clone())
 }

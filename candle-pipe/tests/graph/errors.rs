@@ -91,7 +91,7 @@ fn declarations() {
             }),
             "two outputs are named \"y\"; names are unique",
         ),
-        (with(|g| _ = g.input("", In::Arg)), "a input without a name"),
+        (with(|g| _ = g.input("", In::Arg)), "input names must not be empty"),
         (with(|g| _ = g.input("mask", In::Kwarg)), "nothing uses input \"mask\"; leave it out"),
         (
             with(|g| {
@@ -206,7 +206,8 @@ fn nodes_fail_by_name() {
     let forward = |dims: &[usize]| local.forward(&[numbers("x", dims).into()], &Kwargs::new()).unwrap_err();
     let wrong_width = forward(&[2, 2]);
     assert!(matches!(&wrong_width, Error::Node { node, error } if node == "up" && matches!(**error, Error::Candle(_))));
-    assert_eq!(wrong_width.to_string(), "node \"up\": linear: f64[2, 2] does not fit a weight f64[4, 3]");
+    let text = wrong_width.to_string();
+    assert!(text.starts_with("node \"up\": linear: f64[2, 2] does not fit a weight f64[4, 3]"), "{text}");
     assert_eq!(forward(&[2, 3]).to_string(), "node \"pair\": pipe: 2 values instead of the 1 declared");
 
     let mut g = Builder::new();

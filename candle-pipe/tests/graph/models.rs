@@ -20,7 +20,7 @@ fn mse(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     (a - b)?.sqr()?.mean_all()
 }
 
-pub fn skips_args(rows: usize) -> Args {
+pub(crate) fn skips_args(rows: usize) -> Args {
     let kwargs = [
         ("labels", Value::from(numbers("labels", &[rows, WIDTH]))),
         ("mask", Value::from(numbers("mask", &[rows, WIDTH]).ge(0.0).unwrap())),
@@ -33,7 +33,7 @@ pub fn skips_args(rows: usize) -> Args {
 
 /// Skips over several layers with several users, a module with two results, arguments that late layers use, and a
 /// default.
-pub fn skips() -> Builder {
+pub(crate) fn skips() -> Builder {
     let mut g = Builder::new();
     let x = g.input("x", In::Arg);
     let (labels, mask) = (g.input("labels", In::Kwarg), g.input("mask", In::Kwarg));
@@ -70,7 +70,7 @@ pub fn skips() -> Builder {
     g
 }
 
-pub fn plain_skips(vb: &Vb, args: &Args) -> Result<Plain> {
+pub(crate) fn plain_skips(vb: &Vb, args: &Args) -> Result<Plain> {
     let tensor = |value: &Value| value.tensor().unwrap().clone();
     let (x, labels, mask) = (tensor(&args.args[0]), tensor(&args.kwargs["labels"]), tensor(&args.kwargs["mask"]));
     let h0 = plain_linear(vb, "layers.0", &x)?;
@@ -86,7 +86,7 @@ pub fn plain_skips(vb: &Vb, args: &Args) -> Result<Plain> {
 
 const WORDS: usize = 6;
 
-pub fn tied_args(rows: usize) -> Args {
+pub(crate) fn tied_args(rows: usize) -> Args {
     let ids = |shift: usize| -> Value {
         let ids: Vec<u32> = (0..rows * 3).map(|i| ((i * 5 + shift) % WORDS) as u32).collect();
         Tensor::from_vec(ids, (rows, 3), &Device::Cpu).unwrap().into()
@@ -95,7 +95,7 @@ pub fn tied_args(rows: usize) -> Args {
 }
 
 /// A weight that the first, a middle and the last layer use.
-pub fn tied(share: Share) -> Builder {
+pub(crate) fn tied(share: Share) -> Builder {
     let mut g = Builder::new();
     let (ids, targets) = (g.input("ids", In::Arg), g.input("targets", In::Arg));
     let weight = g.parameter("tok.weight", share, |vb| Ok(vb.get((WORDS, WIDTH), "weight")?));
@@ -121,7 +121,7 @@ pub fn tied(share: Share) -> Builder {
     g
 }
 
-pub fn plain_tied(vb: &Vb, args: &Args) -> Result<Plain> {
+pub(crate) fn plain_tied(vb: &Vb, args: &Args) -> Result<Plain> {
     let (ids, targets) = (args.args[0].tensor().unwrap(), args.args[1].tensor().unwrap());
     let weight = vb.pp("tok").get((WORDS, WIDTH), "weight")?;
     let h = weight.index_select(&ids.flatten_all()?, 0)?.reshape((ids.dim(0)?, ids.dim(1)?, WIDTH))?;
@@ -133,7 +133,7 @@ pub fn plain_tied(vb: &Vb, args: &Args) -> Result<Plain> {
 }
 
 /// Values of all kinds between layers: whole numbers, text, nothing, trees; the loss is a place in one.
-pub fn kinds() -> Builder {
+pub(crate) fn kinds() -> Builder {
     let mut g = Builder::new();
     let x = g.input("x", In::Arg);
     let h = layer(&mut g, "layers.0", x);
@@ -167,11 +167,11 @@ pub fn kinds() -> Builder {
     g
 }
 
-pub fn kinds_args(rows: usize) -> Args {
+pub(crate) fn kinds_args(rows: usize) -> Args {
     Args { args: vec![numbers("x", &[rows, WIDTH]).into()], ..Args::default() }
 }
 
-pub fn plain_kinds(vb: &Vb, args: &Args) -> Result<Plain> {
+pub(crate) fn plain_kinds(vb: &Vb, args: &Args) -> Result<Plain> {
     let h = plain_linear(vb, "layers.0", args.args[0].tensor().unwrap())?;
     let best = (h.argmax(1)?.to_dtype(DType::F64)? * 3.0)?;
     let half = (&h * 0.5)?;
@@ -182,7 +182,7 @@ pub fn plain_kinds(vb: &Vb, args: &Args) -> Result<Plain> {
 }
 
 /// A residual block of two layers, which a model can be cut between.
-pub struct Block;
+pub(crate) struct Block;
 
 impl PipeModule<Vb> for Block {
     fn build(&self, g: &mut PipeBuilder<Vb>, inputs: &[ValueId]) -> Vec<ValueId> {
@@ -193,7 +193,7 @@ impl PipeModule<Vb> for Block {
     }
 }
 
-pub fn blocks(count: usize) -> Builder {
+pub(crate) fn blocks(count: usize) -> Builder {
     let mut g = Builder::new();
     let mut h = g.input("x", In::Arg);
     for i in 0..count {
@@ -204,7 +204,7 @@ pub fn blocks(count: usize) -> Builder {
     g
 }
 
-pub fn plain_blocks(count: usize) -> impl Fn(&Vb, &Args) -> Result<Plain> {
+pub(crate) fn plain_blocks(count: usize) -> impl Fn(&Vb, &Args) -> Result<Plain> {
     move |vb, args| {
         let mut h = args.args[0].tensor().unwrap().clone();
         for i in 0..count {

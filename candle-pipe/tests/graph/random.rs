@@ -167,7 +167,7 @@ impl SplitPolicy for Places {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(60))]
+    #![proptest_config(ProptestConfig::with_cases(150))]
 
     #[test]
     fn random_graphs_and_cuts(model in model()) {
