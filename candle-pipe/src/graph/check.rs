@@ -35,7 +35,7 @@ impl Graph {
         let mut seen = BTreeSet::new();
         for (what, name) in inputs.chain(nodes).chain(outputs) {
             if name.is_empty() {
-                return Err(Error::Pipe(format!("a {what} without a name")));
+                return Err(Error::Pipe(format!("{what} names must not be empty")));
             }
             if !seen.insert((what, name)) {
                 return Err(Error::Pipe(format!("two {what}s are named {name:?}; names are unique")));

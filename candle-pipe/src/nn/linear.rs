@@ -134,11 +134,11 @@ impl CustomOp2 for Product {
         if !w.track_op() {
             return Ok((dx.transpose()?, None));
         }
-        let late = WeightProduct { weight: w.clone(), x: x.detach(), grad };
-        let now = match &self.0 {
-            Some(queue) => queue.push(late),
-            None => Some(late),
+        let product = WeightProduct { weight: w.clone(), x: x.detach(), grad };
+        let dw = match &self.0 {
+            Some(queue) => queue.take(product)?,
+            None => Some(product.compute()?),
         };
-        Ok((dx.transpose()?, now.map(|product| product.compute()).transpose()?))
+        Ok((dx.transpose()?, dw))
     }
 }

@@ -6,13 +6,23 @@ use std::cell::RefCell;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// The weight gradients of one run of one stage that are still to be computed.
+/// The weight gradients of one run of one stage, put off or not.
+///
+/// Those of one weight are added to each other before they are added to what other uses of the weight found, so that
+/// the sum is bit by bit the same whether they wait or not.
 #[derive(Debug, Default)]
 pub(crate) struct WeightQueue {
     /// Variables that stand for values of other stages, whose gradients nobody may wait for.
     inputs: Vec<TensorId>,
     is_deferring: AtomicBool,
-    entries: Mutex<Vec<WeightProduct>>,
+    weights: Mutex<Weights>,
+}
+
+#[derive(Debug, Default)]
+struct Weights {
+    waiting: Vec<WeightProduct>,
+    /// Weights with the sums of what is computed.
+    sums: Vec<(Tensor, Tensor)>,
 }
 
 /// A weight's gradient as the two factors of its product.
@@ -72,36 +82,49 @@ impl WeightQueue {
         self.is_deferring.store(is_deferring, Ordering::Relaxed);
     }
 
-    /// Keeps the entry, if gradients are put off and the weight is this stage's own variable; else gives it back.
-    pub(crate) fn push(&self, entry: WeightProduct) -> Option<WeightProduct> {
-        let is_own = entry.weight.is_variable() && !self.inputs.contains(&entry.weight.id());
-        if !(is_own && self.is_deferring.load(Ordering::Relaxed)) {
-            return Some(entry);
+    /// The gradient, unless it is one of this stage's own variables: then the queue has it, now or later.
+    pub(crate) fn take(&self, product: WeightProduct) -> candle_core::Result<Option<Tensor>> {
+        if !product.weight.is_variable() || self.inputs.contains(&product.weight.id()) {
+            return product.compute().map(Some);
         }
-        self.lock().push(entry);
-        None
+        if self.is_deferring.load(Ordering::Relaxed) {
+            self.lock().waiting.push(product);
+        } else {
+            self.add(&product)?;
+        }
+        Ok(None)
     }
 
-    /// The weights whose gradients are put off; one stands for each entry.
-    pub(crate) fn weights(&self) -> Vec<Tensor> {
-        self.lock().iter().map(|entry| entry.weight.clone()).collect()
+    /// The weights whose gradients wait; one stands for each use.
+    pub(crate) fn waiting(&self) -> Vec<Tensor> {
+        self.lock().waiting.iter().map(|product| product.weight.clone()).collect()
     }
 
-    /// Computes what was put off, in that order, and adds it to `grads`.
-    pub(crate) fn drain(&self, grads: &mut GradStore) -> Result<()> {
-        let entries = std::mem::take(&mut *self.lock());
-        for entry in entries {
-            let grad = entry.compute()?;
-            let sum = match grads.get(&entry.weight) {
-                Some(sum) => (sum + grad)?,
-                None => grad,
+    /// Computes what waits, in the order in which it came, and adds all that the queue has to `grads`.
+    pub(crate) fn finish(&self, grads: &mut GradStore) -> Result<()> {
+        let waiting = std::mem::take(&mut self.lock().waiting);
+        waiting.iter().try_for_each(|product| self.add(product))?;
+        for (weight, sum) in std::mem::take(&mut self.lock().sums) {
+            let whole = match grads.get(&weight) {
+                Some(other) => (other + sum)?,
+                None => sum,
             };
-            grads.insert(&entry.weight, sum);
+            grads.insert(&weight, whole);
         }
         Ok(())
     }
 
-    fn lock(&self) -> MutexGuard<'_, Vec<WeightProduct>> {
-        self.entries.lock().unwrap_or_else(PoisonError::into_inner)
+    fn add(&self, product: &WeightProduct) -> candle_core::Result<()> {
+        let grad = product.compute()?;
+        let mut weights = self.lock();
+        match weights.sums.iter_mut().find(|(weight, _)| weight.id() == product.weight.id()) {
+            Some((_, sum)) => *sum = (&*sum + grad)?,
+            None => weights.sums.push((product.weight.clone(), grad)),
+        }
+        Ok(())
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Weights> {
+        self.weights.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -62,7 +62,9 @@ impl Tape {
     /// # Errors
     /// [`Error::Pipe`] if the gradients do not fit the outputs; those of nodes that run again.
     pub fn backward(self, gradients: &[Gradient]) -> Result<Backward> {
-        self.run(gradients, false).map(|(backward, _)| backward)
+        let (mut backward, queue) = self.run(gradients, false)?;
+        queue.finish(&mut backward.parameters)?;
+        Ok(backward)
     }
 
     /// The backward pass but for the weights of [`nn::Linear`](crate::nn::Linear) layers, whose gradients come from the
@@ -75,7 +77,7 @@ impl Tape {
     pub fn backward_inputs(self, gradients: &[Gradient]) -> Result<(Backward, WeightTape)> {
         let (mut backward, queue) = self.run(gradients, true)?;
         let mut grads = GradStore::default();
-        for weight in queue.weights() {
+        for weight in queue.waiting() {
             if let Some(grad) = backward.parameters.remove(&weight) {
                 grads.insert(&weight, grad);
             }
@@ -104,7 +106,7 @@ impl WeightTape {
     /// Those of candle.
     pub fn backward(self) -> Result<GradStore> {
         let mut grads = self.grads;
-        self.queue.drain(&mut grads)?;
+        self.queue.finish(&mut grads)?;
         Ok(grads)
     }
 }

@@ -1,0 +1,74 @@
+//! Tensor-parallel modules inside stages.
+use crate::common::numbers;
+use candle_core::{DType, Device, Tensor};
+use candle_dist::World;
+use candle_pipe::microbatch::split_args_kwargs_into_chunks;
+use candle_pipe::{EqualCount, In, Keep, Kwargs, LocalPipe, PipeBuilder, Reduction, Result, StepOptions, stage_op};
+use candle_shard::nn::{Linear, ShardedVarBuilder, checkpoint};
+use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
+use candle_shard::{DTensor, Replicate};
+
+type Builder = PipeBuilder<ShardedVarBuilder>;
+
+/// Two blocks, each of a column-wise and a row-wise layer, the second one recomputed.
+fn declare() -> Builder {
+    let mut g = Builder::new();
+    let mut h = g.input("x", In::Arg);
+    for name in ["first", "second"] {
+        let build = move |vb: &ShardedVarBuilder| {
+            let (up, down) = (Linear::new(4, 6, true, &vb.pp("up"))?, Linear::new(6, 4, true, &vb.pp("down"))?);
+            let mesh = vb.mesh().clone();
+            Ok(stage_op(move |xs, _| {
+                let x = xs[0].tensor()?;
+                let x = DTensor::from_local(x.clone(), &mesh, &[Replicate], x.shape())?;
+                let (up, down) = (up.clone(), down.clone());
+                let block = move |x: &DTensor| down.forward(&up.forward(x)?.tanh()?);
+                let y = if name == "second" { checkpoint(&x, block)? } else { block(&x)? };
+                Ok(vec![y.full_tensor()?.into()])
+            }))
+        };
+        h = g.module(name, build, [h]);
+    }
+    g.output("y", h);
+    g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.mean_all()?), [h], Reduction::Mean);
+    g
+}
+
+/// The loss and the whole gradients by name.
+fn step(ranks: usize, stages: usize, keep: Keep) -> Vec<(String, Tensor)> {
+    let run = World::local(ranks).run(move |ctx| -> Result<Vec<(String, Tensor)>> {
+        let mesh = ctx.mesh(&[("tp", ranks)])?;
+        let plan = Plan::new("tp").with("*.up", ColwiseParallel::default()).with("*.down", RowwiseParallel::default());
+        let vb = ShardedVarBuilder::fresh(5, &mesh, plan, DType::F64, &Device::Cpu)?;
+        let local = LocalPipe::new(&declare().finish(EqualCount(stages))?, &vb, &Device::Cpu)?;
+        let parameters = vb.finish()?;
+        let named: Vec<String> = local.parameters().into_keys().map(str::to_owned).collect();
+        let mut built: Vec<String> = parameters.iter().map(|p| p.name.clone()).collect();
+        built.sort();
+        assert_eq!(named, built);
+        let x = numbers("x", &[5, 4]);
+        let batch = split_args_kwargs_into_chunks(&[x.into()], &Kwargs::new(), 2, None, None)?;
+        let mut step = local.forward_backward(&batch, &StepOptions { keep, ..StepOptions::default() })?;
+        parameters.reduce(&mut step.grads)?;
+        let mut all = vec![("loss".to_owned(), step.loss()?.clone())];
+        for p in parameters.iter() {
+            let grad =
+                p.grad(&step.grads)?.ok_or_else(|| candle_pipe::Error::Pipe(format!("no gradient of {}", p.name)))?;
+            all.push((p.name.clone(), grad.full_tensor()?));
+        }
+        Ok(all)
+    });
+    run.unwrap().swap_remove(0)
+}
+
+#[test]
+fn stages_of_sharded_layers() {
+    let want = step(1, 1, Keep::Activations);
+    for (ranks, stages, keep) in
+        [(1, 3, Keep::Inputs), (2, 1, Keep::Activations), (2, 2, Keep::Activations), (2, 3, Keep::Inputs)]
+    {
+        for ((name, got), (_, want)) in step(ranks, stages, keep).iter().zip(&want) {
+            crate::common::assert_close(&format!("{name} on {ranks} ranks in {stages} stages"), got, want);
+        }
+    }
+}
