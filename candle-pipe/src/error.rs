@@ -65,7 +65,9 @@ impl Error {
         });
         match self {
             Self::Dist(error) => Self::Dist(error),
-            error => Self::Action { rank, action: format!("{action}{}", what.collect::<String>()), error: Box::new(error) },
+            error => {
+                Self::Action { rank, action: format!("{action}{}", what.collect::<String>()), error: Box::new(error) }
+            }
         }
     }
 

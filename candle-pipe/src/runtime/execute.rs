@@ -120,7 +120,10 @@ impl<'a> Execution<'a> {
         let take = |input: &crate::graph::StageInput| match input.from {
             None => self.batch.input(microbatch, input.value).and_then(Activation::constant),
             Some(from) => values.remove(&input.value).ok_or_else(|| {
-                Error::Schedule(format!("{} of stage {from} has not come", self.runtime.info.graph.value_name(input.value)))
+                Error::Schedule(format!(
+                    "{} of stage {from} has not come",
+                    self.runtime.info.graph.value_name(input.value)
+                ))
             }),
         };
         let inputs: Vec<Activation> = def.inputs.iter().map(take).collect::<Result<_>>()?;
@@ -233,7 +236,10 @@ impl<'a> Execution<'a> {
                 let here = |stages: &[usize]| {
                     stages.iter().copied().filter(|&stage| self.runtime.rank_of(stage) == me).collect_vec()
                 };
-                outputs.map(|output| (output.value, here(&output.consumers))).filter(|(_, here)| !here.is_empty()).collect()
+                outputs
+                    .map(|output| (output.value, here(&output.consumers)))
+                    .filter(|(_, here)| !here.is_empty())
+                    .collect()
             }
             Flow::Gradient => {
                 let inputs = self.runtime.info.stage(from)?.inputs.iter().filter(|input| input.from == Some(to));

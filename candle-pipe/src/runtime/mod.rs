@@ -133,7 +133,8 @@ impl Runtime {
         // Neighbours without a value between them still are in order.
         let edges = Edges::new(info.num_stages(), edges)?;
         let replicated = info.shares.iter().filter(|share| share.share == Share::Replicate).collect_vec();
-        let lowering = Lowering::new(edges.clone()).shared(replicated.iter().map(|share| share.stages.clone())).reduced();
+        let lowering =
+            Lowering::new(edges.clone()).shared(replicated.iter().map(|share| share.stages.clone())).reduced();
         let training = schedule.lower(&lowering)?;
         let evaluation = schedule.forward_only().lower(&Lowering::new(edges))?;
         group.agree(&format!("a pipeline of\n{info}\nby\n{}", training.to_csv()))?;
@@ -152,7 +153,8 @@ impl Runtime {
         });
         let shared = shared.collect::<Result<_>>()?;
         let parameters = stages.values().flat_map(|stage| stage.parameters().values()).map(post::address).collect();
-        let results = info.graph.outputs.iter().map(|output| output.value).chain(info.graph.loss.map(|loss| loss.value));
+        let results =
+            info.graph.outputs.iter().map(|output| output.value).chain(info.graph.loss.map(|loss| loss.value));
         Ok(Self {
             results: results.collect(),
             signature: pipe.signature().clone(),

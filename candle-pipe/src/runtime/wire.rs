@@ -117,7 +117,8 @@ impl<'a> Wire<'a> {
         let head = self.group.recv(5, DType::I64, from)?.to_vec1::<i64>()?;
         if head[..4] != numbers(message) {
             let (got, want) = (&head[..4], Action::Recv(message));
-            let reason = format!("rank {from} sent {got:?} (gradients?, from stage, to stage, microbatch) where {want}");
+            let reason =
+                format!("rank {from} sent {got:?} (gradients?, from stage, to stage, microbatch) where {want}");
             return Err(Error::Schedule(format!("{reason} was to come; run the same schedule on all ranks")));
         }
         let way = (message.flow, message.from, message.to);
@@ -149,7 +150,8 @@ mod tests {
     fn message(rows: usize) -> Vec<Value> {
         let x = Tensor::arange(0f64, rows as f64, &Device::Cpu).unwrap();
         let map = BTreeMap::from([("a".to_string(), Value::Float(f64::NAN)), ("b".into(), Value::Text("é".into()))]);
-        let nested = Value::List(vec![Value::Map(map), Value::Tuple(vec![Value::Int(-7), Value::Bool(true), Value::None])]);
+        let nested =
+            Value::List(vec![Value::Map(map), Value::Tuple(vec![Value::Int(-7), Value::Bool(true), Value::None])]);
         vec![Value::Tensor(x.clone()), nested, Value::Tensor(x.to_dtype(DType::BF16).unwrap())]
     }
 

@@ -4,8 +4,8 @@ use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
 use candle_pipe::microbatch::{Microbatches, split_args_kwargs_into_chunks};
 use candle_pipe::nn::{Dropout, Linear, linear};
-use candle_pipe::{EqualCount, In, Kwargs, LocalPipe, Pipe, PipeBuilder, Reduction, Result, Share, StepOptions, Value};
 use candle_pipe::{Ctx, stage_op};
+use candle_pipe::{EqualCount, In, Kwargs, LocalPipe, Pipe, PipeBuilder, Reduction, Result, Share, StepOptions, Value};
 use std::collections::HashMap;
 
 pub(crate) type Vb = VarBuilder<'static>;
@@ -133,7 +133,7 @@ pub(crate) fn uncut(values: &Values, rows: usize, dtype: DType, drop: bool) -> R
     let whole = LocalPipe::new(&pipe(1, drop)?, &builder(values, dtype)?, &Device::Cpu)?;
     let batch = batch(rows, 1, dtype)?;
     let step = whole.forward_backward(&batch, &StepOptions { step: 3, ..StepOptions::default() })?;
-    let output = |name: &'static str| Ok((name, numbers(step.outputs[0].get(name)?.tensor()?)?));
+    let output = |name: &'static str| -> Result<_> { Ok((name, numbers(step.outputs[0].get(name)?.tensor()?)?)) };
     let grads = whole.parameters().into_iter().map(|(name, parameter)| {
         Ok((name.to_string(), numbers(step.grads.get(parameter).expect("every parameter has a gradient"))?))
     });

@@ -34,8 +34,7 @@ fn check(label: &str, case: Case, values: &Arc<Values>) {
     let names = on_ranks(ranks, label, move |ctx| -> Result<Vec<String>> {
         let Expected { loss, outputs, grads } = &*expected;
         let pipe = pipe(case.schedule.stages(), case.drop)?;
-        let runtime =
-            Runtime::new(&pipe, &case.schedule, ctx.group(), &builder(&values, case.dtype)?, &Device::Cpu)?;
+        let runtime = Runtime::new(&pipe, &case.schedule, ctx.group(), &builder(&values, case.dtype)?, &Device::Cpu)?;
         let batch = batch(case.rows, case.schedule.microbatches(), case.dtype)?;
         let options = StepOptions { step: 3, keep: case.keep, ..StepOptions::default() };
         let mut found = Vec::new();
@@ -50,7 +49,12 @@ fn check(label: &str, case: Case, values: &Arc<Values>) {
             for (name, want) in outputs {
                 let parts = made.outputs.iter().filter_map(|output| output.get(name).ok().cloned()).collect_vec();
                 if !parts.is_empty() {
-                    close(&numbers(batch.merge(&parts, None)?.tensor()?)?, want, tolerance, &format!("{shown}: {name}"));
+                    close(
+                        &numbers(batch.merge(&parts, None)?.tensor()?)?,
+                        want,
+                        tolerance,
+                        &format!("{shown}: {name}"),
+                    );
                     found.push((*name).to_string());
                 }
             }
