@@ -76,7 +76,7 @@ fn declarations() {
             "the model declares cuts of its own; cut it by those or by a policy, not by both",
         ),
         (Box::new(|_| SplitSpec::declared()), "the model has no nodes"),
-        (with(|g| two(g)), "two inputs are named \"x\"; names are unique"),
+        (with(two), "two inputs are named \"x\"; names are unique"),
         (
             with(|g| {
                 let value = g.graph().nodes[0].outputs[0];
@@ -141,26 +141,23 @@ fn arguments() {
     let local = build(&skips().finish(EqualCount(2)).unwrap()).local;
     let args = skips_args(3);
     let fault = |args: &[Value], kwargs: &Kwargs| local.forward(args, kwargs).unwrap_err().to_string();
-    let x = args.args[0].clone();
+    let (x, one) = (args.args[0].clone(), args.args.as_slice());
     assert_eq!(fault(&[], &args.kwargs), "pipe: input \"x\" is missing; give it by place or by name");
-    assert_eq!(fault(&[x.clone()], &Kwargs::new()), "pipe: input \"labels\" is missing; give it by name");
+    assert_eq!(fault(one, &Kwargs::new()), "pipe: input \"labels\" is missing; give it by name");
     assert_eq!(fault(&[x.clone(), x.clone()], &args.kwargs), "pipe: 2 arguments by place, the model takes 1");
     let with = |name: &str| {
         let mut kwargs = args.kwargs.clone();
         kwargs.insert(name.into(), x.clone());
         kwargs
     };
-    assert_eq!(fault(&[x.clone()], &with("x")), "pipe: input \"x\" is given by place and by name");
-    assert_eq!(
-        fault(&[x.clone()], &with("labls")),
-        "pipe: the model has no input \"labls\" (did you mean \"labels\"?)"
-    );
+    assert_eq!(fault(one, &with("x")), "pipe: input \"x\" is given by place and by name");
+    assert_eq!(fault(one, &with("labls")), "pipe: the model has no input \"labls\" (did you mean \"labels\"?)");
     // A positional input may be given by name, and a default left out or not.
     let by_name = local.forward(&[], &with("x")).unwrap();
-    assert!(by_name["y"].same(&local.forward(&[x.clone()], &args.kwargs).unwrap()["y"]).unwrap());
+    assert!(by_name["y"].same(&local.forward(one, &args.kwargs).unwrap()["y"]).unwrap());
     let mut scaled = args.kwargs.clone();
     scaled.insert("scale".into(), 2.0.into());
-    assert!(!by_name["y"].same(&local.forward(&[x], &scaled).unwrap()["y"]).unwrap());
+    assert!(!by_name["y"].same(&local.forward(one, &scaled).unwrap()["y"]).unwrap());
 }
 
 #[test]

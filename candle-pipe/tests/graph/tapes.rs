@@ -1,10 +1,13 @@
 //! One stage's tape: the two parts of a backward pass, what is kept, and what is freed.
-use crate::common::{Builder, build, numbers};
+use crate::common::{Builder, assert_close, build, numbers};
 use crate::models::{kinds_args, skips, skips_args, tied, tied_args};
-use candle_core::{CpuStorage, CustomOp1, Layout, Shape, Tensor};
+use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Shape, Tensor};
+use candle_nn::{VarBuilder, VarMap};
 use candle_pipe::{
-    Activation, EqualCount, Gradient, In, Keep, Reduction, Share, SplitPoint, SplitSpec, StepOptions, nn,
+    Activation, EqualCount, Gradient, In, Keep, Reduction, Share, SplitPoint, SplitSpec, StageModule, StepOptions,
+    ValueId, nn,
 };
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 #[test]
@@ -89,6 +92,61 @@ fn replicated_parameters_of_one_process_are_one_variable() {
     let built = build(&pipe);
     let [first, last] = built.local.stages() else { panic!() };
     assert_eq!(first.parameters()["tok.weight"].id(), last.parameters()["tok.weight"].id());
+}
+
+/// Every stage with variables of its own, as on a rank of its own: the gradients of the members of a share add up to
+/// that of the uncut model's parameter.
+#[test]
+fn stages_built_apart() {
+    let pipe = tied(Share::Replicate).finish(EqualCount(3)).unwrap();
+    let whole = build(&pipe);
+    let args = tied_args(4);
+    let want = whole.step(&args, 1, &StepOptions::default());
+    let stages: Vec<StageModule> = (0..3)
+        .map(|index| {
+            let parameters = VarMap::new();
+            let vb = VarBuilder::from_varmap(&parameters, DType::F64, &Device::Cpu);
+            let stage = pipe.build_stage(index, &vb, &Device::Cpu).unwrap();
+            for (name, var) in parameters.data().lock().unwrap().iter() {
+                var.set(&numbers(name, var.dims())).unwrap();
+            }
+            stage
+        })
+        .collect();
+    let mut values: BTreeMap<ValueId, Activation> = pipe
+        .bind(&args.args, &args.kwargs)
+        .unwrap()
+        .into_iter()
+        .map(|(value, input)| (value, Activation::constant(input).unwrap()))
+        .collect();
+    let mut tapes = Vec::new();
+    for stage in &stages {
+        let inputs = stage.def().inputs.iter().map(|input| values[&input.value].clone()).collect();
+        let (outputs, tape) = stage.forward(inputs, &stage.ctx(4), Keep::Activations).unwrap();
+        values.extend(stage.def().outputs.iter().map(|output| output.value).zip(outputs));
+        tapes.push(tape);
+    }
+    let loss = pipe.info().graph.loss.unwrap().value;
+    let mut found = BTreeMap::from([(loss, vec![Gradient::of_loss(&values[&loss].value, 1.0).unwrap()])]);
+    let mut sums: BTreeMap<&str, Tensor> = BTreeMap::new();
+    for (stage, tape) in stages.iter().zip(tapes).rev() {
+        let of = |value: &ValueId| Gradient::sum(found.get(value).into_iter().flatten()).unwrap();
+        let seeds: Vec<Gradient> = stage.def().outputs.iter().map(|output| of(&output.value)).collect();
+        let backward = tape.backward(&seeds).unwrap();
+        for (input, gradient) in stage.def().inputs.iter().zip(backward.inputs) {
+            found.entry(input.value).or_default().push(gradient);
+        }
+        for (name, parameter) in stage.parameters() {
+            let grad = backward.parameters.get(parameter).unwrap();
+            let sum = sums.get(name.as_str()).map_or_else(|| grad.clone(), |sum| (sum + grad).unwrap());
+            sums.insert(name, sum);
+        }
+    }
+    let parameters = whole.local.parameters();
+    assert_eq!(sums.keys().collect::<Vec<_>>(), parameters.keys().collect::<Vec<_>>());
+    for (name, sum) in sums {
+        assert_close(name, &sum, want.grads.get(parameters[name]).unwrap());
+    }
 }
 
 /// An op that shares a token with whoever counts how many graphs it is in.
