@@ -223,13 +223,13 @@ fn gradients_that_do_not_fit() {
     let built = build(&pipe);
     let stage = &built.local.stages()[0];
     let x = Activation::constant(numbers("x", &[2, 4]).into());
-    let tape = || stage.forward(vec![x.clone().unwrap()], &stage.ctx(2), Keep::Activations).unwrap().1;
+    let tape = || stage.forward(vec![x.clone().unwrap()], &stage.ctx(0..2), Keep::Activations).unwrap().1;
     let error = tape().backward(&[]).unwrap_err().to_string();
     assert_eq!(error, format!("pipe: 0 gradients for the {} outputs of stage 0", stage.def().outputs.len()));
     let wrong = vec![Gradient(vec![Some(numbers("g", &[3, 4]))]); stage.def().outputs.len()];
     let error = tape().backward(&wrong).unwrap_err().to_string();
     assert!(error.starts_with("pipe: gradient (f64[3, 4]) for output 0 of stage 0, "), "{error}");
-    let error = stage.evaluate(vec![], &stage.ctx(2)).unwrap_err().to_string();
+    let error = stage.evaluate(vec![], &stage.ctx(0..2)).unwrap_err().to_string();
     assert_eq!(error, "pipe: 0 values for stage 0, which takes 1");
     let none = tape().backward(&vec![Gradient::default(); stage.def().outputs.len()]).unwrap();
     assert!(none.inputs.iter().all(Gradient::is_none) && none.parameters.get_ids().next().is_none());
@@ -241,6 +241,6 @@ fn dropout_probabilities_and_rows() {
     assert!(nn::Dropout::new(1.0, 0, "d").is_err() && nn::Dropout::new(f64::NAN, 0, "d").is_err());
     let stage = &build(&blocks(1).finish(EqualCount(1)).unwrap()).local.stages()[0].clone();
     let dropout = nn::Dropout::new(0.5, 0, "d").unwrap();
-    let error = dropout.forward(&numbers("x", &[5]), &stage.ctx(2)).unwrap_err().to_string();
+    let error = dropout.forward(&numbers("x", &[5]), &stage.ctx(0..2)).unwrap_err().to_string();
     assert_eq!(error, "pipe: random numbers of shape [5] for 2 rows: the first dim is no multiple of them");
 }

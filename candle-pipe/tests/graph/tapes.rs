@@ -1,11 +1,11 @@
 //! One stage's tape: the two parts of a backward pass, what is kept, and what is freed.
 use crate::common::{Builder, assert_close, build, numbers};
-use crate::models::{kinds_args, skips, skips_args, tied, tied_args};
+use crate::models::{blocks, kinds_args, skips, skips_args, tied, tied_args};
 use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Shape, Tensor};
 use candle_nn::{VarBuilder, VarMap};
 use candle_pipe::{
-    Activation, EqualCount, Gradient, In, Keep, Reduction, Share, SplitPoint, SplitSpec, StageModule, StepOptions,
-    ValueId, nn,
+    Activation, EqualCount, Gradient, In, Keep, LocalPipe, Reduction, Share, SplitPoint, SplitSpec, StageModule,
+    StepOptions, ValueId, nn,
 };
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -42,7 +42,7 @@ fn weights_wait_and_the_rest_does_not() {
     let built = build(&g.finish(SplitSpec::declared()).unwrap());
     let stage = &built.local.stages()[0];
     let input = Activation { value: numbers("x", &[3, 4]).into(), tracked: vec![true] };
-    let run = || stage.forward(vec![input.clone()], &stage.ctx(3), Keep::Activations).unwrap();
+    let run = || stage.forward(vec![input.clone()], &stage.ctx(0..3), Keep::Activations).unwrap();
     let (outputs, tape) = run();
     let mut seeds = vec![Gradient::default(); outputs.len()];
     let loss = stage.loss_output().unwrap();
@@ -122,7 +122,7 @@ fn stages_built_apart() {
     let mut tapes = Vec::new();
     for stage in &stages {
         let inputs = stage.def().inputs.iter().map(|input| values[&input.value].clone()).collect();
-        let (outputs, tape) = stage.forward(inputs, &stage.ctx(4), Keep::Activations).unwrap();
+        let (outputs, tape) = stage.forward(inputs, &stage.ctx(0..4), Keep::Activations).unwrap();
         values.extend(stage.def().outputs.iter().map(|output| output.value).zip(outputs));
         tapes.push(tape);
     }
@@ -209,7 +209,7 @@ fn stages_keep_what_they_are_told_to() {
     let stage = &built.local.stages()[0];
     let input = Activation { value: numbers("x", &[2, 4]).into(), tracked: vec![true] };
     for (keep, graphs) in [(Keep::Activations, 3), (Keep::Inputs, 0)] {
-        let (outputs, tape) = stage.forward(vec![input.clone()], &stage.ctx(2), keep).unwrap();
+        let (outputs, tape) = stage.forward(vec![input.clone()], &stage.ctx(0..2), keep).unwrap();
         assert_eq!(Arc::strong_count(&token), 1 + graphs, "{keep:?}");
         let mut seeds = vec![Gradient::default(); outputs.len()];
         let loss = stage.loss_output().unwrap();
@@ -230,4 +230,14 @@ fn empty_inputs_give_zeros() {
     let grads = y.sum_all().unwrap().backward().unwrap();
     assert_eq!(grads.get(&weight).unwrap().to_vec1_or_2(), [0.0; 12]);
     assert_eq!(grads.get(&x).unwrap().dims(), [0, 4]);
+}
+
+#[test]
+fn frozen_parameters_have_no_gradients() {
+    let pipe = blocks(2).finish(EqualCount(3)).unwrap();
+    let local = LocalPipe::new(&pipe, &VarBuilder::zeros(DType::F64, &Device::Cpu), &Device::Cpu).unwrap();
+    let step = local.forward_backward(&kinds_args(4).split(2), &StepOptions::default()).unwrap();
+    assert_eq!((step.grads.get_ids().count(), local.parameters().len()), (0, 8));
+    assert!(local.named_vars().unwrap().is_empty());
+    assert!(step.loss().unwrap().to_scalar::<f64>().unwrap() > 0.0);
 }
