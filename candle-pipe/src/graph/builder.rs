@@ -220,7 +220,8 @@ impl<B: Scope> PipeBuilder<B> {
 
     /// Builds every node once, and drops it, to learn the number of its parameters' elements.
     ///
-    /// For the policies that cut by them. With [`shapes_only`](crate::shapes_only), nothing is read or allocated.
+    /// For the policies that cut by them. With [`shapes_only`](crate::shapes_only), nothing is read or allocated. A
+    /// `ShardedVarBuilder` gives each parameter once; measure with one of its own.
     ///
     /// # Errors
     /// Those of the constructors.

@@ -56,13 +56,13 @@ impl Costs {
         best[items] = Some((0.0, Vec::new()));
         for _ in 0..stages {
             let mut next = vec![None; items + 1];
-            for start in 0..items {
+            for (start, least) in next.iter_mut().enumerate() {
                 for (end, run) in (start + 1..).zip(self.runs(start)) {
                     let Some((rest, cuts)) = &best[end] else { continue };
                     let worst = run.max(*rest);
-                    if next[start].as_ref().is_none_or(|(least, _)| worst < *least) {
+                    if least.as_ref().is_none_or(|(least, _)| worst < *least) {
                         let cuts = if end < items { [&[end], cuts.as_slice()].concat() } else { Vec::new() };
-                        next[start] = Some((worst, cuts));
+                        *least = Some((worst, cuts));
                     }
                 }
             }

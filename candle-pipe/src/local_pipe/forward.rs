@@ -25,7 +25,7 @@ impl LocalPipe {
     /// An input that is missing or unknown; what the nodes do not take.
     pub fn forward(&self, args: &[Value], kwargs: &Kwargs) -> Result<Kwargs> {
         let inputs = self.signature.bind(args, kwargs)?;
-        let ctx = Ctx { training: false, ..self.stages[0].ctx(batch_size(&inputs)) };
+        let ctx = Ctx { training: false, ..self.stages[0].ctx(0..batch_size(&inputs)) };
         let values = self.through(inputs, |stage, inputs| stage.evaluate(inputs, &ctx))?;
         Ok(self.outputs(|value| values.get(&value).cloned()))
     }
@@ -64,13 +64,14 @@ impl LocalPipe {
         options: &StepOptions,
     ) -> Result<impl Iterator<Item = (Result<Inputs>, Ctx, f64)>> {
         let weights = options.weights(batch, self.info.graph.loss)?;
-        let mut end = 0;
+        let (mut end, total) = (0, batch.rows().iter().sum::<usize>());
         let each = batch.iter().zip(batch.rows()).zip(weights).enumerate();
         Ok(each.map(move |(microbatch, (((args, kwargs), rows), weight))| {
             let start = end;
             end += rows;
             let StepOptions { step, training, .. } = *options;
-            let ctx = Ctx { microbatch, rows: start..end, step, training, ..self.stages[0].ctx(*rows) };
+            let rows = if batch.is_masked() { 0..total } else { start..end };
+            let ctx = Ctx { microbatch, step, training, ..self.stages[0].ctx(rows) };
             (self.signature.bind(args, kwargs), ctx, weight)
         }))
     }

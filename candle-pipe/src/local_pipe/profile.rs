@@ -50,7 +50,7 @@ impl LocalPipe {
             return Err(Error::Pipe("a profile of 0 runs; ask for 1 or more".into()));
         }
         let inputs = self.signature.bind(args, kwargs)?;
-        let ctx = Ctx { training: false, ..self.stages[0].ctx(super::forward::batch_size(&inputs)) };
+        let ctx = Ctx { training: false, ..self.stages[0].ctx(0..super::forward::batch_size(&inputs)) };
         let (mut order, mut profiles) = (Vec::new(), BTreeMap::<String, NodeProfile>::new());
         for _ in 0..runs {
             self.through(inputs.clone(), |stage, inputs| {

@@ -37,6 +37,10 @@ impl StepOptions {
                 Err(Error::Pipe(reason))
             }
             (None, Some(Reduction::Sum)) => Ok(vec![1.0; batch.len()]),
+            (None, Some(Reduction::Mean)) if batch.is_masked() => {
+                let reason = "a mean over masked microbatches counts rows of zeros; use a sum, or give weights";
+                Err(Error::Pipe(reason.into()))
+            }
             (None, _) => Ok(batch.weights()),
         }
     }

@@ -29,6 +29,11 @@ impl Microbatches {
         self.rows.is_empty()
     }
 
+    /// Whether each chunk is of the whole batch's shape, with zeros in the others' rows.
+    pub fn is_masked(&self) -> bool {
+        self.masked
+    }
+
     /// The arguments of one chunk after the other.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = (&[Value], &Kwargs)> {
         self.args.iter().map(Vec::as_slice).zip(&self.kwargs)

@@ -91,7 +91,7 @@ impl Tape {
             Kept::Inputs(inputs, ctx) => Recorded::new(&self.stage, &inputs, &ctx)?,
         };
         recorded.queue.defer(is_deferring);
-        let named: Vec<&Tensor> = self.stage.parameters().values().collect();
+        let named: Vec<&Tensor> = self.stage.parameters().values().filter(|tensor| tensor.is_variable()).collect();
         let mut grads = vjp(&recorded.seeds(&self.stage, gradients)?, &named)?;
         let mut leaf = |leaf: &Option<Var>| leaf.as_ref().and_then(|leaf| grads.remove(leaf));
         let inputs = recorded.leaves.iter().map(|leaves| Gradient(leaves.iter().map(&mut leaf).collect())).collect();

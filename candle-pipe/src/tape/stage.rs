@@ -8,6 +8,7 @@ use candle_core::{DType, Device, Tensor};
 use candle_dist::TensorTree;
 use itertools::Itertools;
 use std::collections::{BTreeMap, HashMap};
+use std::ops::Range;
 use std::rc::Rc;
 use std::time::Instant;
 
@@ -101,10 +102,10 @@ impl StageModule {
         self.def().outputs.iter().position(|output| Some(output.value) == self.0.loss)
     }
 
-    /// The circumstances of the first step's only microbatch, of `rows` rows; change what is different.
-    pub fn ctx(&self, rows: usize) -> Ctx {
+    /// The circumstances of a microbatch of these rows, the first one of the first training step; change what differs.
+    pub fn ctx(&self, rows: Range<usize>) -> Ctx {
         let (device, dtype) = (self.0.device.clone(), self.0.dtype);
-        Ctx { device, dtype, microbatch: 0, rows: 0..rows, step: 0, training: true }
+        Ctx { device, dtype, microbatch: 0, rows, step: 0, training: true }
     }
 
     /// The stage's outputs for its `inputs`, each in the order of its [`StageDef`], and what a backward pass needs.

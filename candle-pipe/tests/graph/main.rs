@@ -1,4 +1,5 @@
 //! Declared models, cut anywhere, against the same models written down plainly.
+#![allow(clippy::unwrap_used)] // a panic is how a test fails
 mod common;
 mod errors;
 mod models;

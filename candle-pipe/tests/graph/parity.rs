@@ -1,10 +1,10 @@
 //! Loss, outputs and all gradients of cut models equal those of the uncut ones.
-use crate::common::{Builder, Vb, build, numbers};
+use crate::common::{Args, Builder, Vb, build, numbers};
 use crate::models::{
     blocks, kinds, kinds_args, plain_blocks, plain_kinds, plain_skips, plain_tied, skips, skips_args, tied, tied_args,
 };
 use candle_core::{DType, Device, Tensor, Var};
-use candle_pipe::microbatch::split_args_kwargs_into_chunks;
+use candle_pipe::microbatch::{Splitter, split_args_kwargs_into_chunks};
 use candle_pipe::{
     Ctx, EqualCount, In, Keep, Kwargs, Pipe, Reduction, Share, SplitPoint, SplitSpec, StepOptions, Value, nn,
 };
@@ -96,14 +96,17 @@ fn dropout_is_that_of_the_uncut_model() -> candle_pipe::Result<()> {
         let mask = sample_full(Stream::new(11, name).fold(9), keep, &[7, 2, 3], DType::F64, &Device::Cpu)?;
         want = (want.broadcast_mul(&numbers(&format!("{name}.scale"), &[3]))? * mask.affine(1.0 / 0.6, 0.0)?)?;
     }
+    let options = StepOptions { step: 9, ..StepOptions::default() };
+    let masked = Splitter::new(3).masked().split(&[(&x).into()], &Kwargs::new(), None, None)?;
+    let step = built.local.forward_backward(&masked, &options)?;
+    assert!(masked.merge(&step.outputs, None)?.get("y")?.same(&(&want).into())?);
     for chunks in 1..=5 {
         let batch = split_args_kwargs_into_chunks(&[(&x).into()], &Kwargs::new(), chunks, None, None)?;
-        let options = StepOptions { step: 9, ..StepOptions::default() };
         let step = built.local.forward_backward(&batch, &options)?;
         assert!(batch.merge(&step.outputs, None)?.get("y")?.same(&(&want).into())?, "{chunks} chunks");
         let again = built.local.forward_backward(&batch, &StepOptions { keep: Keep::Inputs, ..options.clone() })?;
         assert_eq!(built.bits(&step), built.bits(&again));
-        let other = built.local.forward_backward(&batch, &StepOptions { step: 8, ..options })?;
+        let other = built.local.forward_backward(&batch, &StepOptions { step: 8, ..options.clone() })?;
         assert_ne!(built.bits(&step), built.bits(&other));
         let evaluated = built.local.evaluate(&batch)?;
         assert!(!batch.merge(&evaluated.outputs, None)?.get("y")?.same(&(&want).into())?);
@@ -121,5 +124,10 @@ fn weights_may_be_given() -> candle_pipe::Result<()> {
     let wrong = StepOptions { weights: Some(vec![1.0]), ..StepOptions::default() };
     let error = built.local.forward_backward(&args.split(2), &wrong).unwrap_err().to_string();
     assert_eq!(error, "pipe: 1 weights for 2 microbatches; give one for each");
+    let means = build(&skips().finish(EqualCount(2))?).local;
+    let Args { args, kwargs } = skips_args(3);
+    let masked = Splitter::new(2).masked().split(&args, &kwargs, None, None)?;
+    let error = means.evaluate(&masked).unwrap_err().to_string();
+    assert_eq!(error, "pipe: a mean over masked microbatches counts rows of zeros; use a sum, or give weights");
     Ok(())
 }

@@ -1,10 +1,13 @@
 //! One stage's tape: the two parts of a backward pass, what is kept, and what is freed.
-use crate::common::{Builder, build, numbers};
-use crate::models::{kinds_args, skips, skips_args, tied, tied_args};
-use candle_core::{CpuStorage, CustomOp1, Layout, Shape, Tensor};
+use crate::common::{Builder, assert_close, build, numbers};
+use crate::models::{blocks, kinds_args, skips, skips_args, tied, tied_args};
+use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Shape, Tensor};
+use candle_nn::{VarBuilder, VarMap};
 use candle_pipe::{
-    Activation, EqualCount, Gradient, In, Keep, Reduction, Share, SplitPoint, SplitSpec, StepOptions, nn,
+    Activation, EqualCount, Gradient, In, Keep, LocalPipe, Reduction, Share, SplitPoint, SplitSpec, StageModule,
+    StepOptions, ValueId, nn,
 };
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 #[test]
@@ -39,7 +42,7 @@ fn weights_wait_and_the_rest_does_not() {
     let built = build(&g.finish(SplitSpec::declared()).unwrap());
     let stage = &built.local.stages()[0];
     let input = Activation { value: numbers("x", &[3, 4]).into(), tracked: vec![true] };
-    let run = || stage.forward(vec![input.clone()], &stage.ctx(3), Keep::Activations).unwrap();
+    let run = || stage.forward(vec![input.clone()], &stage.ctx(0..3), Keep::Activations).unwrap();
     let (outputs, tape) = run();
     let mut seeds = vec![Gradient::default(); outputs.len()];
     let loss = stage.loss_output().unwrap();
@@ -89,6 +92,61 @@ fn replicated_parameters_of_one_process_are_one_variable() {
     let built = build(&pipe);
     let [first, last] = built.local.stages() else { panic!() };
     assert_eq!(first.parameters()["tok.weight"].id(), last.parameters()["tok.weight"].id());
+}
+
+/// Every stage with variables of its own, as on a rank of its own: the gradients of the members of a share add up to
+/// that of the uncut model's parameter.
+#[test]
+fn stages_built_apart() {
+    let pipe = tied(Share::Replicate).finish(EqualCount(3)).unwrap();
+    let whole = build(&pipe);
+    let args = tied_args(4);
+    let want = whole.step(&args, 1, &StepOptions::default());
+    let stages: Vec<StageModule> = (0..3)
+        .map(|index| {
+            let parameters = VarMap::new();
+            let vb = VarBuilder::from_varmap(&parameters, DType::F64, &Device::Cpu);
+            let stage = pipe.build_stage(index, &vb, &Device::Cpu).unwrap();
+            for (name, var) in parameters.data().lock().unwrap().iter() {
+                var.set(&numbers(name, var.dims())).unwrap();
+            }
+            stage
+        })
+        .collect();
+    let mut values: BTreeMap<ValueId, Activation> = pipe
+        .bind(&args.args, &args.kwargs)
+        .unwrap()
+        .into_iter()
+        .map(|(value, input)| (value, Activation::constant(input).unwrap()))
+        .collect();
+    let mut tapes = Vec::new();
+    for stage in &stages {
+        let inputs = stage.def().inputs.iter().map(|input| values[&input.value].clone()).collect();
+        let (outputs, tape) = stage.forward(inputs, &stage.ctx(0..4), Keep::Activations).unwrap();
+        values.extend(stage.def().outputs.iter().map(|output| output.value).zip(outputs));
+        tapes.push(tape);
+    }
+    let loss = pipe.info().graph.loss.unwrap().value;
+    let mut found = BTreeMap::from([(loss, vec![Gradient::of_loss(&values[&loss].value, 1.0).unwrap()])]);
+    let mut sums: BTreeMap<&str, Tensor> = BTreeMap::new();
+    for (stage, tape) in stages.iter().zip(tapes).rev() {
+        let of = |value: &ValueId| Gradient::sum(found.get(value).into_iter().flatten()).unwrap();
+        let seeds: Vec<Gradient> = stage.def().outputs.iter().map(|output| of(&output.value)).collect();
+        let backward = tape.backward(&seeds).unwrap();
+        for (input, gradient) in stage.def().inputs.iter().zip(backward.inputs) {
+            found.entry(input.value).or_default().push(gradient);
+        }
+        for (name, parameter) in stage.parameters() {
+            let grad = backward.parameters.get(parameter).unwrap();
+            let sum = sums.get(name.as_str()).map_or_else(|| grad.clone(), |sum| (sum + grad).unwrap());
+            sums.insert(name, sum);
+        }
+    }
+    let parameters = whole.local.parameters();
+    assert_eq!(sums.keys().collect::<Vec<_>>(), parameters.keys().collect::<Vec<_>>());
+    for (name, sum) in sums {
+        assert_close(name, &sum, want.grads.get(parameters[name]).unwrap());
+    }
 }
 
 /// An op that shares a token with whoever counts how many graphs it is in.
@@ -151,7 +209,7 @@ fn stages_keep_what_they_are_told_to() {
     let stage = &built.local.stages()[0];
     let input = Activation { value: numbers("x", &[2, 4]).into(), tracked: vec![true] };
     for (keep, graphs) in [(Keep::Activations, 3), (Keep::Inputs, 0)] {
-        let (outputs, tape) = stage.forward(vec![input.clone()], &stage.ctx(2), keep).unwrap();
+        let (outputs, tape) = stage.forward(vec![input.clone()], &stage.ctx(0..2), keep).unwrap();
         assert_eq!(Arc::strong_count(&token), 1 + graphs, "{keep:?}");
         let mut seeds = vec![Gradient::default(); outputs.len()];
         let loss = stage.loss_output().unwrap();
@@ -172,4 +230,14 @@ fn empty_inputs_give_zeros() {
     let grads = y.sum_all().unwrap().backward().unwrap();
     assert_eq!(grads.get(&weight).unwrap().to_vec1_or_2(), [0.0; 12]);
     assert_eq!(grads.get(&x).unwrap().dims(), [0, 4]);
+}
+
+#[test]
+fn frozen_parameters_have_no_gradients() {
+    let pipe = blocks(2).finish(EqualCount(3)).unwrap();
+    let local = LocalPipe::new(&pipe, &VarBuilder::zeros(DType::F64, &Device::Cpu), &Device::Cpu).unwrap();
+    let step = local.forward_backward(&kinds_args(4).split(2), &StepOptions::default()).unwrap();
+    assert_eq!((step.grads.get_ids().count(), local.parameters().len()), (0, 8));
+    assert!(local.named_vars().unwrap().is_empty());
+    assert!(step.loss().unwrap().to_scalar::<f64>().unwrap() > 0.0);
 }
