@@ -24,25 +24,26 @@ pub(crate) struct Fetched {
     pub(crate) order: Vec<u32>,
 }
 
-/// Brings every rank the rows that it wants: one collective.
-pub(crate) fn fetch(table: &Table, inputs: &Inputs) -> Result<Fetched> {
-    if table.by_columns() { fetch_columns(table, inputs) } else { fetch_rows(table, inputs) }
+/// Brings every rank the rows that it wants: one collective. Nobody uses the gradient of the row `still`.
+pub(crate) fn fetch(table: &Table, inputs: &Inputs, still: Option<u32>) -> Result<Fetched> {
+    if table.by_columns() { fetch_columns(table, inputs, still) } else { fetch_rows(table, inputs, still) }
 }
 
 /// The local rows; they take part in the backward pass of the other ranks even where nothing of the table is.
-fn look_up(table: &Table, rows: Vec<u32>, tracked: bool) -> Result<Tensor> {
-    let found = table.local.lookup(rows)?;
+fn look_up(table: &Table, rows: Vec<u32>, still: Option<u32>, tracked: bool) -> Result<Tensor> {
+    let found = table.local.lookup(rows, still)?;
     Ok(if tracked && !found.track_op() { Var::from_tensor(&found)?.into_inner() } else { found })
 }
 
 /// Every rank looks up what it holds, and sends each rank what that wants of it.
-fn fetch_rows(table: &Table, Inputs { wanted, tracked }: &Inputs) -> Result<Fetched> {
+fn fetch_rows(table: &Table, Inputs { wanted, tracked }: &Inputs, still: Option<u32>) -> Result<Fetched> {
     let (ranks, me) = (table.parts.len(), table.group.rank());
     let held = |by: usize, wanted: &'_ Wanted| mask_and_shift(wanted, &table.own_rows(by)).len();
     let counts: Vec<Vec<usize>> = (0..ranks).map(|by| wanted.iter().map(|wanted| held(by, wanted)).collect()).collect();
     let mine = table.own_rows(me);
     let rows = wanted.iter().flat_map(|wanted| mask_and_shift(wanted, &mine)).collect();
-    let found = look_up(table, rows, *tracked)?;
+    let still = still.filter(|&row| mine.contains(&(row as usize))).map(|row| row - mine.start as u32);
+    let found = look_up(table, rows, still, *tracked)?;
     let rows = Exchange::all_to_all_single(&counts).apply(&found, &table.group)?;
     // What comes from one rank are rows that follow each other in what was wanted.
     let mut starts = vec![0; ranks];
@@ -54,9 +55,9 @@ fn fetch_rows(table: &Table, Inputs { wanted, tracked }: &Inputs) -> Result<Fetc
 }
 
 /// Every rank looks up its columns of all rows, and sends each rank those of its rows.
-fn fetch_columns(table: &Table, Inputs { wanted, tracked }: &Inputs) -> Result<Fetched> {
+fn fetch_columns(table: &Table, Inputs { wanted, tracked }: &Inputs, still: Option<u32>) -> Result<Fetched> {
     let counts: Vec<usize> = wanted.iter().map(Vec::len).collect();
-    let found = look_up(table, wanted.concat(), *tracked)?;
+    let found = look_up(table, wanted.concat(), still, *tracked)?;
     let exchange = Exchange::all_to_all(Cut::new(0, &counts), Cut::new(1, &table.sizes()));
     let joined = exchange.apply(&found, &table.group)?;
     let order = (0..counts[table.group.rank()] as u32).collect();

@@ -34,7 +34,7 @@ impl<T> Prepared<T> {
         if let Some(limit) = &self.lookup.renorm {
             renorm::limit_norms(&self.table, &inputs.wanted, limit)?;
         }
-        fetch(&self.table, inputs)
+        fetch(&self.table, inputs, self.lookup.padding)
     }
 
     /// The place of the padding row among those that this rank wants.

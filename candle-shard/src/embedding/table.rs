@@ -2,7 +2,7 @@
 use super::inputs::Wrong;
 use crate::sparse::RowVar;
 use crate::{Result, ShardedTensor};
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 use candle_dist::ProcessGroup;
 use itertools::Itertools;
 use std::fmt;
@@ -37,14 +37,14 @@ impl Local {
         }
     }
 
-    /// The local rows, which can be differentiated.
-    pub(crate) fn lookup(&self, rows: Vec<u32>) -> Result<Tensor> {
+    /// The local rows, which can be differentiated; nobody uses the gradient of the row `still`.
+    pub(crate) fn lookup(&self, rows: Vec<u32>, still: Option<u32>) -> Result<Tensor> {
         match self {
             Self::Dense(tensor) => {
                 let rows = Tensor::from_slice(&rows, rows.len(), tensor.device())?;
                 Ok(tensor.contiguous()?.index_select(&rows, 0)?)
             }
-            Self::ByRows(table) => Ok(table.lookup(rows)?),
+            Self::ByRows(table) => table.lookup_but(rows, still),
         }
     }
 }
@@ -55,8 +55,9 @@ impl Table {
         let &[rows, width] = tensor.dims() else {
             return Err(format!("a table has 2 dims, [rows, width]; got {:?}", tensor.dims()));
         };
-        if !tensor.dtype().is_float() {
-            return Err(format!("a table of {} has no gradient; cast it to a float dtype", tensor.dtype().as_str()));
+        if !matches!(tensor.dtype(), DType::F16 | DType::BF16 | DType::F32 | DType::F64) {
+            let dtype = tensor.dtype().as_str();
+            return Err(format!("a table of {dtype} has no gradient; cast it to a float dtype of 16 bits or more"));
         }
         if rows > u32::MAX as usize {
             return Err(format!("a table of {rows} rows is not supported; use no more than {}", u32::MAX));

@@ -56,9 +56,15 @@ impl RowVar {
     /// # Errors
     /// If the table does not have one of the rows.
     pub fn lookup(&self, rows: impl Into<Arc<[u32]>>) -> Result<Tensor> {
+        self.lookup_but(rows, None)
+    }
+
+    /// Like [`lookup`](Self::lookup), with a row `still` whose gradient is dropped: PyTorch's `padding_idx`.
+    pub fn lookup_but(&self, rows: impl Into<Arc<[u32]>>, still: Option<u32>) -> Result<Tensor> {
         let rows = rows.into();
         let made = Mutex::new(Some(kernels::take_rows(&self.var, &rows)?));
-        Ok(self.handle.apply_op1(Lookup { rows, pending: self.pending.clone(), made })?)
+        let still = still.filter(|still| rows.contains(still));
+        Ok(self.handle.apply_op1(Lookup { rows, still, pending: self.pending.clone(), made })?)
     }
 
     /// The gradient so far; `None` if no backward pass has reached the table.
@@ -127,6 +133,8 @@ impl RowVar {
 /// The graph node of rows that were looked up.
 struct Lookup {
     rows: Arc<[u32]>,
+    /// One of the rows, which gets no gradient.
+    still: Option<u32>,
     pending: Pending,
     made: Mutex<Option<(CpuStorage, Shape)>>,
 }
@@ -142,7 +150,13 @@ impl CustomOp1 for Lookup {
     }
 
     fn bwd(&self, handle: &Tensor, _: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
-        lock(&self.pending).push(Part { rows: self.rows.clone(), grad: grad.detach() });
+        let (mut rows, mut grad) = (self.rows.clone(), grad.detach());
+        if let Some(still) = self.still {
+            let kept: Vec<u32> = (0..rows.len() as u32).filter(|&i| rows[i as usize] != still).collect();
+            rows = kept.iter().map(|&i| rows[i as usize]).collect();
+            grad = grad.contiguous()?.index_select(&Tensor::from_vec(kept, rows.len(), grad.device())?, 0)?;
+        }
+        lock(&self.pending).push(Part { rows, grad });
         handle.zeros_like().map(Some)
     }
 }

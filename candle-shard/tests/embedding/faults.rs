@@ -195,3 +195,26 @@ fn a_norm_that_equals_the_limit_and_a_row_of_zeros_stay() {
         });
     }
 }
+
+#[test]
+fn a_padding_row_is_no_part_of_a_gradient_by_rows() {
+    for dim in [0, 1] {
+        on_ranks(2, "padding", move |ctx| -> Result<()> {
+            let whole = Tensor::ones((6, 4), DType::F64, &Device::Cpu)?;
+            let (table, vars) = sharded(&whole, dim, ctx.group())?.to_row_vars()?;
+            let bags = EmbeddingBagOptions { lookup: padding(-2), ..Default::default() };
+            let ids = vector(&[4u32, 1, 4, 5])?;
+            let rows = table.embedding(&ids, &padding(-2))?;
+            let bag = table.embedding_bag(&ids.reshape((2, 2))?, None, None, &bags)?;
+            (rows.sum_all()? + bag.sum_all()?)?.backward()?;
+            let grad = vars[0].take_grad()?.unwrap();
+            let want: &[u32] = match (dim, ctx.rank()) {
+                (0, 0) => &[1],
+                (0, _) => &[2], // row 5
+                _ => &[1, 5],
+            };
+            assert_eq!(grad.rows(), want, "lazy optimisers decay what is in a gradient");
+            Ok(())
+        });
+    }
+}
