@@ -129,7 +129,7 @@ impl<'a> Execution<'a> {
         let inputs: Vec<Activation> = def.inputs.iter().map(take).collect::<Result<_>>()?;
         let rows = self.batch.rows[microbatch].clone();
         let StepOptions { step, training, keep, .. } = *self.batch.options;
-        let ctx = Ctx { microbatch, rows, step, training, ..module.ctx(0) };
+        let ctx = Ctx { microbatch, step, training, ..module.ctx(rows) };
         let outputs = if self.backward {
             let (outputs, tape) = module.forward(inputs, &ctx, keep)?;
             self.held.entry((stage, microbatch)).or_default().tape = Some(tape);
