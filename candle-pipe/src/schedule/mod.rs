@@ -20,7 +20,6 @@
 //! # Ok::<(), candle_pipe::Error>(())
 //! ```
 mod action;
-mod balance;
 mod compare;
 mod costs;
 mod csv;
@@ -40,7 +39,6 @@ mod validate;
 mod walk;
 
 pub use action::{Action, Compute, Flow, Message, Pass};
-pub use balance::balance;
 pub use compare::{Candidate, candidates, fastest};
 pub use costs::Costs;
 pub use csv::parse_csv;

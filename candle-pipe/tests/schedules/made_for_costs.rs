@@ -1,6 +1,6 @@
 //! Schedules and cuts that are made for the costs that there are.
 use super::simulated;
-use candle_pipe::schedule::{Costs, Edges, Placement, Schedule, balance, candidates, fastest, greedy};
+use candle_pipe::schedule::{Costs, Edges, Placement, Schedule, candidates, fastest, greedy};
 use proptest::prelude::*;
 
 fn peak(schedule: &Schedule) -> f64 {
@@ -76,48 +76,4 @@ proptest! {
         prop_assert_eq!(schedule.microbatches(), microbatches);
         prop_assert!(peak(&schedule) <= cap);
     }
-
-    /// No cut into ranges has a most costly stage that costs less.
-    #[test]
-    fn balance_is_the_best_of_all_cuts(costs in proptest::collection::vec(0u8..9, 1..9), extra in proptest::collection::vec(0u8..9, 1..5)) {
-        prop_assume!(extra.len() <= costs.len());
-        let costs: Vec<_> = costs.into_iter().map(f64::from).collect();
-        let extra: Vec<_> = extra.into_iter().map(f64::from).collect();
-        let ranges = balance(&costs, &extra).unwrap();
-        prop_assert_eq!(ranges.len(), extra.len());
-        prop_assert!(ranges.iter().all(|range| !range.is_empty()));
-        prop_assert!(ranges.iter().cloned().flatten().eq(0..costs.len()));
-        let worst = ranges.iter().zip(&extra).map(|(range, extra)| costs[range.clone()].iter().sum::<f64>() + extra);
-        prop_assert_eq!(worst.fold(0.0, f64::max), least(&costs, &extra));
-    }
-}
-
-/// The least that the most costly stage of any cut costs.
-fn least(costs: &[f64], extra: &[f64]) -> f64 {
-    let Some((first, rest)) = extra.split_first() else {
-        return if costs.is_empty() { 0.0 } else { f64::INFINITY };
-    };
-    let cuts = 1..=costs.len();
-    let worst = cuts.map(|cut| (costs[..cut].iter().sum::<f64>() + first).max(least(&costs[cut..], rest)));
-    worst.fold(f64::INFINITY, f64::min)
-}
-
-#[test]
-fn a_cut_that_counts_the_head_is_faster() {
-    // Eight layers alike and a head that costs as much as two of them.
-    let layers = [1.0; 8];
-    let time = |cuts: Vec<std::ops::Range<usize>>| {
-        let mut times: Vec<_> = cuts.iter().map(|range| layers[range.clone()].iter().sum::<f64>()).collect();
-        times[3] += 2.0;
-        let costs = Costs {
-            forward: times.clone(),
-            input: times.clone(),
-            weight: times,
-            ..Costs::per_rank(&[0, 1, 2, 3], 1.0, 1.0, 1.0)
-        };
-        super::schedule("1f1b", 4, 16, 1).simulate(&Edges::chain(4), &costs).unwrap().makespan()
-    };
-    let even = time(balance(&layers, &[0.0; 4]).unwrap());
-    let aware = time(balance(&layers, &[0.0, 0.0, 0.0, 2.0]).unwrap());
-    assert!(aware < 0.85 * even, "{aware} against {even}");
 }
