@@ -2,3 +2,4 @@
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 mod model;
 mod parity;
+mod replicas;
