@@ -33,10 +33,10 @@ pub fn train(name: RunName, args: &Args, corpus: &Corpus) -> anyhow::Result<RunO
     let world = World::local(pipeline.world()).threads_per_rank(args.threads);
     let ranks = world.run(|ctx| plan.train_rank(ctx))?;
 
-    // The ranks with the last stage of a replica know its loss; one of them has all that the others of its stage have.
-    let last: Vec<&RankOutcome> = ranks.iter().filter(|rank| rank.is_first_of_stage && rank.logits.is_some()).collect();
-    let mean = |step: usize| last.iter().map(|rank| rank.training.losses[step]).sum::<f64>() / last.len() as f64;
-    let logits = last.first().and_then(|rank| rank.logits.clone());
+    // The tensor-parallel ranks of a stage know the same loss of their replica.
+    let losses: Vec<&[f64]> = ranks.iter().filter(|rank| rank.has_loss).map(|rank| &rank.training.losses[..]).collect();
+    let mean = |step: usize| losses.iter().map(|losses| losses[step]).sum::<f64>() / losses.len() as f64;
+    let logits = ranks.iter().find_map(|rank| rank.logits.clone());
     let first_pipeline: Vec<&RankOutcome> = pipeline.first_pipeline().map(|rank| &ranks[rank]).collect();
     let measured: Vec<_> = first_pipeline.iter().map(|rank| (rank.spans.clone(), rank.peak)).collect();
     Ok(RunOutcome {
@@ -44,7 +44,7 @@ pub fn train(name: RunName, args: &Args, corpus: &Corpus) -> anyhow::Result<RunO
         world: pipeline.world(),
         losses: (0..args.steps).map(mean).collect(),
         ms_per_step: ranks.iter().map(|rank| rank.training.ms_per_step).fold(0.0, f64::max),
-        logits: logits.context("no rank has the last stage")?,
+        logits: logits.context("no rank has the output layer")?,
         first_grads: first_pipeline.iter().flat_map(|rank| rank.first_grads.clone()).collect(),
         params_per_rank: ranks.iter().map(|rank| rank.params).collect(),
         comm_per_step: CommStat::all(&ranks[0].comm),
@@ -66,9 +66,10 @@ struct Plan<'a> {
 
 /// What one rank reports.
 struct RankOutcome {
-    /// Its losses are those of its replica, where it has the last stage.
+    /// Its losses are those of its replica, where it has the loss.
     training: Training,
-    /// Where it has the last stage.
+    has_loss: bool,
+    /// Where it has the output layer.
     logits: Option<Tensor>,
     first_grads: BTreeMap<String, Tensor>,
     params: usize,
@@ -76,14 +77,13 @@ struct RankOutcome {
     /// What it computed in each of the last steps.
     spans: Vec<Vec<Span>>,
     peak: usize,
-    is_first_of_stage: bool,
 }
 
 impl Plan<'_> {
     fn train_rank(&self, ctx: &RankContext) -> Result<RankOutcome> {
         let (args, Pipeline { pp, dp, tp, .. }) = (self.args, self.pipeline);
         let mesh = ctx.mesh(&[("pp", pp), ("dp", dp), ("tp", tp)])?;
-        let (replica, is_first_of_stage) = (mesh.local_rank("dp")?, mesh.local_rank("tp")? == 0);
+        let replica = mesh.local_rank("dp")?;
         let is_sequence_parallel = self.name.is_sequence_parallel();
         let plan = Transformer::plan("tp", is_sequence_parallel);
         let vb = ShardedVarBuilder::fresh(args.seed, &mesh.axis("tp")?, plan, DType::F32, &Device::Cpu)?;
@@ -97,7 +97,8 @@ impl Plan<'_> {
         };
         let named = parameters.named_vars();
         let mut optimiser = optimiser(parameters.vars(), args)?;
-        let is_shown = replica == 0 && is_first_of_stage && runtime.stages().any(|stage| stage.loss_output().is_some());
+        let has_loss = runtime.stages().any(|stage| stage.loss_output().is_some());
+        let is_shown = has_loss && replica == 0 && mesh.local_rank("tp")? == 0;
         let progress = if is_shown { Progress::new(self.name.as_str(), args.steps) } else { Progress::silent() };
 
         let (mut first_grads, mut comm) = (BTreeMap::new(), CommCounts::default());
@@ -140,7 +141,7 @@ impl Plan<'_> {
             false => Some(held_out.merge(&parts, None)?.tensor()?.clone()),
         };
         let params = parameters.local_elem_count();
-        Ok(RankOutcome { training, logits, first_grads, params, comm, spans, peak, is_first_of_stage })
+        Ok(RankOutcome { training, has_loss, logits, first_grads, params, comm, spans, peak })
     }
 
     /// The part of the batch that a replica trains on, and how its losses count in the mean over all replicas.
