@@ -36,12 +36,14 @@ pub struct ClipGradNorm {
     norm_type: f64,
     error_if_nonfinite: bool,
     sharded: Vec<(ProcessGroup, HashSet<String>)>,
+    /// Parameters that another rank counts.
+    elsewhere: HashSet<String>,
 }
 
 impl ClipGradNorm {
     /// Bounds the 2-norm by `max_norm`.
     pub fn new(max_norm: f64) -> Self {
-        Self { max_norm, norm_type: 2.0, error_if_nonfinite: false, sharded: Vec::new() }
+        Self { max_norm, norm_type: 2.0, error_if_nonfinite: false, sharded: Vec::new(), elsewhere: HashSet::new() }
     }
 
     /// Bounds the p-norm instead; `f64::INFINITY` stands for the largest absolute value.
@@ -61,13 +63,21 @@ impl ClipGradNorm {
     /// Says that each rank of `group` holds a piece of these parameters.
     ///
     /// A parameter cut over several groups is named for each. A rank may name what only it holds, such as its stage
-    /// of a pipeline.
+    /// of a pipeline. The norm is added up group by group, in the order in which they are first named; the ranks of a
+    /// group may have named other groups before it, but the same after it.
     pub fn sharded<N: Into<String>>(mut self, group: &ProcessGroup, names: impl IntoIterator<Item = N>) -> Self {
         let names = names.into_iter().map(Into::into);
         match self.sharded.iter_mut().find(|(other, _)| other.is_same(group)) {
             Some((_, known)) => known.extend(names),
             None => self.sharded.push((group.clone(), names.collect())),
         }
+        self
+    }
+
+    /// Says that other ranks count these parameters, of which this one has copies, such as one that stages of a pipeline
+    /// share. They are scaled as all are.
+    pub fn elsewhere<N: Into<String>>(mut self, names: impl IntoIterator<Item = N>) -> Self {
+        self.elsewhere.extend(names.into_iter().map(Into::into));
         self
     }
 
@@ -110,19 +120,24 @@ impl ClipGradNorm {
         let mut totals = vec![0.0; 1 << self.sharded.len()];
         let mut counted = HashSet::new();
         for (name, var) in params {
-            let Some(grad) = grads.get(var).filter(|_| counted.insert(var.id())) else { continue };
+            let is_counted = !self.elsewhere.contains(name.as_ref()) && counted.insert(var.id());
+            let Some(grad) = grads.get(var).filter(|_| is_counted) else { continue };
             let bits = self.sharded.iter().enumerate();
             let set: usize = bits.map(|(bit, (_, names))| usize::from(names.contains(name.as_ref())) << bit).sum();
             totals[set] = self.join(totals[set], self.term(grad)?);
         }
         let op = if self.is_max() { ReduceOp::Max } else { ReduceOp::Sum };
         for (bit, (group, _)) in self.sharded.iter().enumerate() {
-            let cut: Vec<usize> = (0..totals.len()).filter(|set| set & (1 << bit) != 0).collect();
+            // What is cut over an earlier group as well is whole there by now, and counts with what is not.
+            let cut: Vec<usize> = (0..totals.len()).filter(|set| set % (2 << bit) == 1 << bit).collect();
             let mine: Vec<f64> = cut.iter().map(|&set| totals[set]).collect();
             let all = group.all_reduce(&Tensor::new(&mine[..], &Device::Cpu)?, op)?.to_vec1::<f64>()?;
-            cut.into_iter().zip(all).for_each(|(set, total)| totals[set] = total);
+            for (set, total) in cut.into_iter().zip(all) {
+                let whole = set & !(1 << bit);
+                totals[whole] = self.join(totals[whole], total);
+            }
         }
-        let total = totals.into_iter().fold(0.0, |a, b| self.join(a, b));
+        let total = totals[0];
         Ok(if self.is_max() { total } else { total.powf(1.0 / self.norm_type) })
     }
 
@@ -169,9 +184,11 @@ impl ClipGradNorm {
             return invalid(format!("parameters sharded over {groups} groups; at most {MOST_GROUPS} are possible"));
         }
         let known: HashSet<&str> = params.iter().map(|(name, _)| name.as_ref()).collect();
-        let mut named = self.sharded.iter().flat_map(|(_, names)| names);
+        let mut named = self.sharded.iter().flat_map(|(_, names)| names).chain(&self.elsewhere);
         match named.find(|name| !known.contains(name.as_str())) {
-            Some(name) => invalid(format!("{name:?} is said to be sharded but is not among the parameters")),
+            Some(name) => {
+                invalid(format!("{name:?} is said to be sharded or counted elsewhere but is not among the parameters"))
+            }
             None => Ok(()),
         }
     }

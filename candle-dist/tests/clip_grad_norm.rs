@@ -56,6 +56,31 @@ fn the_norm_counts_every_piece_once_in_one_collective_a_group() {
     }
 }
 
+/// Stages of a pipeline, of which only the first is cut over columns, and that share one parameter.
+#[test]
+fn ranks_of_a_group_may_have_named_others_before_it_and_hold_copies() {
+    on_ranks(4, "stages", |ctx| -> Result<()> {
+        let mesh = ctx.mesh(&[("stage", 2), ("column", 2)])?;
+        let (stage, column) = (mesh.coordinate()[0], mesh.coordinate()[1]);
+        let (own, shared) = (ones(DType::F64, 1), ones(DType::F64, 1));
+        let mut grads = GradStore::default();
+        grads.insert(&own, Tensor::new(&[[3.0 + column as f64, 5.0][stage]], &Device::Cpu)?);
+        grads.insert(&shared, Tensor::new(&[7.0], &Device::Cpu)?);
+        let (columns, stages) = (mesh.axis_group("column")?, mesh.axis_group("stage")?);
+        let clip = ClipGradNorm::new(1.0);
+        let clip = match stage {
+            0 => clip.sharded(columns, ["own"]).sharded(stages, ["own", "shared"]),
+            _ => clip.sharded(stages, ["own"]).elsewhere(["shared"]),
+        };
+        let norm = clip.clip(&[("own", own), ("shared", shared.clone())], &mut grads)?;
+        let want = (3.0f64.powi(2) + 4.0f64.powi(2) + 5.0f64.powi(2) + 7.0f64.powi(2)).sqrt();
+        assert!((norm - want).abs() < 1e-12, "{norm} is not {want}");
+        let scaled = grads.get(&shared).unwrap().to_vec1::<f64>()?[0];
+        assert!((scaled - 7.0 / (want + 1e-6)).abs() < 1e-12, "{scaled}");
+        Ok(())
+    });
+}
+
 #[test]
 fn a_norm_that_is_not_finite_is_returned_or_an_error() {
     for (bad, p) in [(f64::NAN, 2.0), (f64::NAN, f64::INFINITY), (f64::INFINITY, 2.0), (f64::NEG_INFINITY, 1.0)] {

@@ -44,6 +44,8 @@ use self::grid::Grid;
 pub struct Stream {
     seed: u64,
     id: u64,
+    /// The element that counts as the first.
+    first: u64,
 }
 
 impl Stream {
@@ -52,7 +54,7 @@ impl Stream {
         let id = name.bytes().fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| {
             (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
         });
-        Self { seed, id }
+        Self { seed, id, first: 0 }
     }
 
     /// The `n`-th stream derived from this one, for example the one of training step `n`.
@@ -62,6 +64,22 @@ impl Stream {
         const GOLDEN_GAMMA: u64 = 0x9e37_79b9_7f4a_7c15;
         let id = mix64(mix64(self.id).wrapping_add(n.wrapping_add(1).wrapping_mul(GOLDEN_GAMMA)));
         Self { id, ..self }
+    }
+
+    /// This stream without its first `elements` elements: the numbers of a tensor that begins there in a larger one.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device};
+    /// use candle_shard::random::{Distribution, Stream, sample_full};
+    ///
+    /// let (stream, even) = (Stream::new(0, "noise"), Distribution::Uniform { lo: 0.0, up: 1.0 });
+    /// let whole = sample_full(stream, even, &[5, 2], DType::F32, &Device::Cpu)?;
+    /// let last = sample_full(stream.skip(3 * 2), even, &[2, 2], DType::F32, &Device::Cpu)?;
+    /// assert_eq!(last.to_vec2::<f32>()?, whole.narrow(0, 3, 2)?.to_vec2::<f32>()?);
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
+    pub fn skip(self, elements: u64) -> Self {
+        Self { first: self.first.saturating_add(elements), ..self }
     }
 
     fn generator(self) -> ChaCha8Rng {
@@ -211,13 +229,15 @@ fn draw_runs<T>(
     const SEEK_WORDS: u64 = 64;
     let mut values = Vec::with_capacity(block.iter().map(Range::len).product());
     let mut generator = stream.generator();
+    let begin = u128::from(stream.first) * u128::from(words);
+    generator.set_word_pos(begin);
     let mut next = 0;
     global.for_each_run(block, |first, len| {
         let gap = (first - next) * words;
         if gap < SEEK_WORDS {
             (0..gap).for_each(|_| _ = generator.next_u32());
         } else {
-            generator.set_word_pos(u128::from(first) * u128::from(words));
+            generator.set_word_pos(begin + u128::from(first) * u128::from(words));
         }
         values.extend((0..len).map(|_| draw(&mut generator)));
         next = first + len as u64;

@@ -32,6 +32,7 @@ fn outcome(name: RunName, loss: f64, logit: f32, grad: f32) -> RunOutcome {
         params_per_rank: vec![1234, 1234],
         comm_per_step: Vec::new(),
         pictures: Vec::new(),
+        pipeline: None,
     }
 }
 

@@ -58,6 +58,8 @@ fn what_cannot_work_is_one_sentence_and_status_2() {
         (&["--runs", "tp_sp", "--ranks", "9"], &["--ranks 9", "--seq"]),
         (&["--runs", "tp", "--ranks", "257", "--seq", "999"], &["--ranks 257", "256 rows"]),
         (&["--runs", "tp", "--ranks", "3"], &["--ranks 3", "--batch"]),
+        (&["--schedule", "zb-h3"], &["--schedule", "zb-h1"]),
+        (&["--clip-norm", "0"], &["--clip-norm 0", "positive"]),
         (&["--text", "no-such-file.txt"], &["--text no-such-file.txt", "cannot be read"]),
         (&["--text", empty], &[empty, "empty"]),
         (&["--text", short], &[short, "8 bytes", "--seq 8 needs 9", "at most 7"]),
@@ -173,4 +175,65 @@ fn runs_that_blow_up_are_not_reported_as_agreeing() {
     assert_eq!(output.status.code(), Some(1));
     let said = text(&output.stdout);
     assert!(said.contains("DISAGREE") && said.contains("Training diverged"), "{said}");
+}
+
+#[test]
+fn pipelines_that_do_not_fit_are_one_sentence_and_status_2() {
+    let pipeline = |flags: &[&str]| toy(&[&["--runs", "single,pp"], flags].concat());
+    let cases: &[(&[&str], &[&str])] = &[
+        (&["--pp", "0"], &["--pp is 0", "at least 1"]),
+        (&["--dp", "0"], &["--dp is 0"]),
+        (&["--tp", "0"], &["--tp is 0"]),
+        (&["--microbatches", "0"], &["--microbatches is 0"]),
+        (&["--pp", "4294967296", "--dp", "4294967296"], &["--pp 4294967296", "too many ranks", "at most"]),
+        (&["--tp", "3"], &["--heads 2", "--tp 3", "such as 3"]),
+        (
+            &["--dp", "2", "--microbatches", "4", "--batch", "7"],
+            &["--batch 7", "--dp 2", "--microbatches 4", "least 8"],
+        ),
+        (&["--pp", "8", "--batch", "4"], &["--pp 8", "8 stages", "--layers 1", "7 at most", "--layers 2"]),
+        (&["--pp", "4", "--schedule", "zbv", "--batch", "4"], &["--schedule zbv", "8 stages", "--layers 2"]),
+        (
+            &["--pp", "2", "--schedule", "dualpipev", "--microbatches", "3", "--batch", "3"],
+            &["--pp 2", "--microbatches 3", "--schedule dualpipev", "4 stages", "at least as many"],
+        ),
+        (
+            &["--pp", "2", "--schedule", "interleaved-1f1b", "--microbatches", "5", "--batch", "5"],
+            &["--microbatches 5", "--schedule interleaved-1f1b", "a multiple of 2"],
+        ),
+    ];
+    refuses(pipeline, cases);
+    let sequence = |flags: &[&str]| toy(&[&["--runs", "pp_sp", "--batch", "4"], flags].concat());
+    refuses(sequence, &[(&["--tp", "16", "--heads", "16"], &["--tp 16", "8 positions", "--seq"])]);
+}
+
+#[test]
+fn a_mesh_of_eight_ranks_agrees_with_one_device_and_tells_how_busy_it_was() {
+    let flags = ["--pp", "2", "--dp", "2", "--tp", "2", "--schedule", "1f1b", "--microbatches", "4", "--batch", "8"];
+    let defaults = ["--steps", "3", "--dim", "16", "--heads", "2", "--layers", "2", "--seq", "8", "--json", "-"];
+    let program = env!("CARGO_BIN_EXE_toy-transformer");
+    let output = Command::new(program).args(flags).args(defaults).output().expect("the program starts");
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let said = text(&output.stderr);
+    for expected in ["2 × 2 × 2", "1f1b", "bubble predicted", "bubble measured", "peak activations", "The runs agree."]
+    {
+        assert!(said.contains(expected), "{expected} is missing:\n{said}");
+    }
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert!(report["parity"]["max_loss_diff"].as_f64().unwrap() < 1e-5);
+    assert!(report["parity"]["max_grad_diff"].as_f64().unwrap() < 1e-5);
+    assert_eq!(report["runs"][0].get("pipeline"), None);
+    let run = &report["runs"][1];
+    assert_eq!((&run["name"], &run["world"]), (&"pp".into(), &8.into()));
+    assert_eq!(run["params_per_rank"].as_array().unwrap().len(), 8);
+    let pipeline = &run["pipeline"];
+    assert_eq!(pipeline["peak_activations"], serde_json::json!([2.0, 1.0]));
+    for (key, want) in [("pp", 2), ("dp", 2), ("tp", 2), ("stages", 2), ("microbatches", 4)] {
+        assert_eq!(pipeline[key], want, "{key}");
+    }
+    for key in ["bubble_predicted", "bubble_measured"] {
+        let share = pipeline[key].as_f64().unwrap();
+        // The second rank has nothing to do before the first microbatch reaches it.
+        assert!(share > 0.0 && share < 1.0, "{key} {share}");
+    }
 }

@@ -250,9 +250,9 @@ impl Dropout {
     }
 
     fn forward(self, x: &Tensor, mode: Mode) -> Result<Tensor> {
-        match mode {
-            Mode::Eval => Ok(x.clone()),
-            Mode::Train { step } => ops::dropout(x, self.p, self.stream.fold(step)),
+        match mode.stream(self.stream, x.dims()) {
+            Some(stream) => ops::dropout(x, self.p, stream),
+            None => Ok(x.clone()),
         }
     }
 }

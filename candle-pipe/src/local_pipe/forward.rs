@@ -64,13 +64,10 @@ impl LocalPipe {
         options: &StepOptions,
     ) -> Result<impl Iterator<Item = (Result<Inputs>, Ctx, f64)>> {
         let weights = options.weights(batch, self.info.graph.loss)?;
-        let (mut end, total) = (0, batch.rows().iter().sum::<usize>());
-        let each = batch.iter().zip(batch.rows()).zip(weights).enumerate();
+        let rows = batch.row_ranges(options.first_row);
+        let each = batch.iter().zip(rows).zip(weights).enumerate();
         Ok(each.map(move |(microbatch, (((args, kwargs), rows), weight))| {
-            let start = end;
-            end += rows;
             let StepOptions { step, training, .. } = *options;
-            let rows = if batch.is_masked() { 0..total } else { start..end };
             let ctx = Ctx { microbatch, step, training, ..self.stages[0].ctx(rows) };
             (self.signature.bind(args, kwargs), ctx, weight)
         }))

@@ -11,6 +11,9 @@ use candle_core::backprop::GradStore;
 pub struct StepOptions {
     /// The number of the step, which random streams are folded with.
     pub step: u64,
+    /// The place of the batch's first row in a larger batch that is trained on at once, of which replicas of the model
+    /// have the other rows: random numbers are those of the larger one.
+    pub first_row: usize,
     /// Whether dropout drops.
     pub training: bool,
     /// What stages keep for the backward pass.
@@ -23,7 +26,8 @@ pub struct StepOptions {
 
 impl Default for StepOptions {
     fn default() -> Self {
-        Self { step: 0, training: true, keep: Keep::Activations, split_backward: false, weights: None }
+        let (keep, split_backward) = (Keep::Activations, false);
+        Self { step: 0, first_row: 0, training: true, keep, split_backward, weights: None }
     }
 }
 

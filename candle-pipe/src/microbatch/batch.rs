@@ -2,6 +2,7 @@
 use super::ChunkSpec;
 use super::merge::Merge;
 use crate::{Error, Kwargs, Result, Value};
+use std::ops::Range;
 
 /// The arguments of every microbatch of a batch, and how many rows each has.
 #[derive(Debug, Clone)]
@@ -42,6 +43,16 @@ impl Microbatches {
     /// The rows of each chunk, in masked mode those that are not zeroed; one each if no tensor was cut.
     pub fn rows(&self) -> &[usize] {
         &self.rows
+    }
+
+    /// The rows that the tensors of each chunk have in a batch of which this one begins with row `first`.
+    pub(crate) fn row_ranges(&self, first: usize) -> Vec<Range<usize>> {
+        let (mut end, all) = (first, first..first + self.rows.iter().sum::<usize>());
+        let range = |rows: &usize| {
+            end += rows;
+            if self.masked { all.clone() } else { end - rows..end }
+        };
+        self.rows.iter().map(range).collect()
     }
 
     /// The share that each chunk has in the rows of the batch: what a mean over the chunk's rows counts in that over

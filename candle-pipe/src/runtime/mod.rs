@@ -15,7 +15,7 @@ use crate::schedule::{Edges, Lowering, Program, Schedule, Span};
 use crate::tape::StageModule;
 use crate::{Error, Result, Step, StepOptions, Value};
 use candle_core::{Device, Tensor};
-use candle_dist::ProcessGroup;
+use candle_dist::{ClipGradNorm, ProcessGroup};
 use execute::{Execution, Made};
 use itertools::Itertools;
 use std::collections::{BTreeMap, HashSet};
@@ -95,11 +95,8 @@ struct Batch<'a> {
 impl<'a> Batch<'a> {
     fn new(runtime: &Runtime, cut: &Microbatches, options: &'a StepOptions) -> Result<Self> {
         let inputs = cut.iter().map(|(args, kwargs)| runtime.signature.bind(args, kwargs)).collect::<Result<_>>()?;
-        let ranges = cut.rows().iter().scan(0, |end, rows| {
-            *end += rows;
-            Some(*end - rows..*end)
-        });
-        Ok(Self { inputs, rows: ranges.collect(), weights: options.weights(cut, runtime.info.graph.loss)?, options })
+        let (rows, weights) = (cut.row_ranges(options.first_row), options.weights(cut, runtime.info.graph.loss)?);
+        Ok(Self { inputs, rows, weights, options })
     }
 
     fn len(&self) -> usize {
@@ -178,6 +175,19 @@ impl Runtime {
     /// This rank's stages.
     pub fn stages(&self) -> impl Iterator<Item = &StageModule> {
         self.stages.values()
+    }
+
+    /// `clip` over all stages: each parameter of the pipe counts once, on however many ranks it is shared.
+    ///
+    /// The groups that parameters are sharded over within a stage come before, as
+    /// [`Parameters::clip_grad_norm`](candle_shard::nn::Parameters::clip_grad_norm) has them.
+    pub fn clip_grad_norm(&self, clip: ClipGradNorm) -> ClipGradNorm {
+        let shares = self.info.shares.iter().filter(|share| share.share == Share::Replicate);
+        let first_elsewhere = shares.filter(|share| self.rank_of(share.stages[0]) != self.group.rank());
+        let copies: HashSet<&str> = first_elsewhere.map(|share| share.name.as_str()).collect();
+        let names = self.stages().flat_map(|stage| stage.parameters().keys()).unique();
+        let (copies, own): (Vec<&String>, Vec<&String>) = names.partition(|name| copies.contains(name.as_str()));
+        clip.sharded(&self.group, own).elsewhere(copies)
     }
 
     /// What all ranks do in a training step.

@@ -8,7 +8,7 @@ use std::collections::HashSet;
 use std::sync::Arc;
 use test_utils::on_ranks;
 
-fn close(got: &[f64], want: &[f64], tolerance: f64, what: &str) {
+pub(crate) fn close(got: &[f64], want: &[f64], tolerance: f64, what: &str) {
     assert_eq!(got.len(), want.len(), "{what}");
     for (i, (got, want)) in got.iter().zip(want).enumerate() {
         let off = (got - want).abs();

@@ -13,6 +13,27 @@ pub enum Mode {
         /// The training step, which every dropout stream is folded with.
         step: u64,
     },
+    /// Dropout with the masks that some rows of a larger batch have in it, such as a microbatch.
+    TrainRows {
+        /// The training step.
+        step: u64,
+        /// The place in the larger batch of the first row, along dim 0.
+        first_row: usize,
+    },
+}
+
+impl Mode {
+    /// The stream of a dropout mask of shape `dims`, from the one of its layer; `None` in evaluation.
+    pub fn stream(self, layer: Stream, dims: &[usize]) -> Option<Stream> {
+        match self {
+            Self::Eval => None,
+            Self::Train { step } => Some(layer.fold(step)),
+            Self::TrainRows { step, first_row } => {
+                let row: usize = dims.iter().skip(1).product();
+                Some(layer.fold(step).skip(first_row as u64 * row as u64))
+            }
+        }
+    }
 }
 
 /// Zeroes elements with probability `p` in training and divides the others by `1 - p` (Srivastava et al. 2014).
@@ -37,9 +58,9 @@ impl Dropout {
 
     /// `x` as it is in evaluation, with elements dropped in training.
     pub fn forward(&self, x: &DTensor, mode: Mode) -> Result<DTensor> {
-        match mode {
-            Mode::Eval => Ok(x.clone()),
-            Mode::Train { step } => x.dropout(self.p, self.stream.fold(step)),
+        match mode.stream(self.stream, x.dims()) {
+            Some(stream) => x.dropout(self.p, stream),
+            None => Ok(x.clone()),
         }
     }
 }

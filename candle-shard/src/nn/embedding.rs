@@ -55,6 +55,16 @@ impl Embedding {
         Ok(Self { weight, style, options })
     }
 
+    /// A layer at the builder's path that shares its table `weight` with another, such as an output layer.
+    ///
+    /// # Errors
+    /// If the table does not lie as the plan wants it here.
+    pub fn tied(weight: &DTensor, vb: &ShardedVarBuilder) -> Result<Self> {
+        let style = vb.style();
+        style.check_tied(LayerKind::Embedding, weight)?;
+        Ok(Self { weight: weight.clone(), style, options: EmbeddingOptions::default() })
+    }
+
     /// The rows `[.., width]` at `ids` (u32, `[..]`).
     pub fn forward(&self, ids: &DTensor) -> Result<DTensor> {
         let [y] = self.style.outputs([&self.weight.embedding_with(ids, &self.options)?])?;

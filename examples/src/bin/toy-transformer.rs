@@ -1,4 +1,4 @@
-//! Trains a toy Transformer on one device and tensor-parallel, and shows that they agree; see `--help`.
+//! Trains a toy Transformer on one device and in parallel, and shows that they agree; see `--help`.
 
 use std::io::Write;
 use std::process::ExitCode;
@@ -31,7 +31,7 @@ fn run(args: &Args, corpus: &Corpus) -> anyhow::Result<Report> {
     let mut screen = output.screen();
     writeln!(screen, "{}", report::heading(args, corpus))?;
     let outcomes =
-        args.runs.iter().map(|&name| runs::run_one(name, args, corpus)).collect::<anyhow::Result<Vec<_>>>()?;
+        args.runs().into_iter().map(|name| runs::run_one(name, args, corpus)).collect::<anyhow::Result<Vec<_>>>()?;
     let report = Report::new(&outcomes, args.tolerance)?;
     writeln!(screen, "{}", report::summary(args, &report, &outcomes))?;
     output.write_json(&report)?;

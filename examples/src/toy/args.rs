@@ -3,20 +3,26 @@
 use std::fmt;
 use std::path::PathBuf;
 
+use candle_pipe::schedule::ScheduleKind;
 use clap::{Parser, ValueEnum};
 use test_utils::model_args::ModelArgs;
+
+use super::pipeline::Pipeline;
 
 /// The program reads and predicts bytes.
 pub const VOCAB_SIZE: usize = 256;
 
 const ABOUT: &str = "\
-Trains a byte-level toy Transformer on one device and tensor-parallel, and shows that they agree
+Trains a byte-level toy Transformer on one device and in parallel, and shows that the runs agree
 
 The same model is trained from the same seed on the same batches once per run:
 
   single  on one device, in plain candle: the numbers to agree with
   tp      tensor-parallel: attention heads and feed-forward columns split over the ranks
   tp_sp   the same with sequence parallel: norms and dropout work on a slice of the sequence
+  pp      pipeline, data and tensor-parallel on one mesh of ranks, pp × dp × tp: the model is cut into stages that are
+          scheduled over microbatches, and each replica has its own part of the batch
+  pp_sp   the same with sequence parallel
 
 Ranks are threads of this process, so there is nothing to install or to start.";
 
@@ -26,6 +32,8 @@ Examples:
       Compare the default runs.
   cargo run --release -- --runs single --steps 500 --dim 256 --text moby-dick.txt
       Learn a text of your own, longer and wider, on one device.
+  cargo run --release -- --pp 2 --dp 2 --tp 2 --schedule 1f1b --microbatches 4
+      Compare one device with a pipeline of two stages, two replicas and two tensor-parallel ranks each.
   cargo run --release -- --json - 2>/dev/null | jq '.runs[] | {name, ms_per_step}'
       Get the numbers into a script: only JSON on stdout, all else on stderr.
 
@@ -35,24 +43,39 @@ Exit status: 0 if the runs agree, 1 if they disagree or one failed, 2 if the com
 #[derive(Clone, Debug, Parser)]
 #[command(name = "toy-transformer", version, about = ABOUT, after_help = EXAMPLES)]
 pub struct Args {
-    /// Runs to make, in this order; all are compared with `single`, or without it with the first
-    #[arg(
-        long,
-        value_name = "NAMES",
-        value_delimiter = ',',
-        default_value = "single,tp,tp_sp",
-        hide_possible_values = true,
-        help_heading = "Runs"
-    )]
+    /// Runs to make, in this order; all are compared with `single`, or without it with the first [default:
+    /// single,tp,tp_sp, or single,pp where an option of pipelines is given]
+    #[arg(long, value_name = "NAMES", value_delimiter = ',', hide_possible_values = true, help_heading = "Runs")]
     pub runs: Vec<RunName>,
 
-    /// Ranks of each tensor-parallel run
+    /// Ranks of the runs `tp` and `tp_sp`
     #[arg(long, value_name = "N", default_value_t = 2, help_heading = "Runs")]
     pub ranks: usize,
 
     /// Compute threads of each rank; keep ranks × threads within the number of cores
     #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Runs")]
     pub threads: usize,
+
+    /// Pipeline ranks of the runs `pp` and `pp_sp`, each with one or two stages, as the schedule wants it [default: 2, or 1
+    /// with --dp or --tp]
+    #[arg(long, value_name = "N", help_heading = "Pipelines")]
+    pub pp: Option<usize>,
+
+    /// Replicas of the model, each with its part of the batch [default: 1]
+    #[arg(long, value_name = "N", help_heading = "Pipelines")]
+    pub dp: Option<usize>,
+
+    /// Tensor-parallel ranks of each stage [default: 1]
+    #[arg(long, value_name = "N", help_heading = "Pipelines")]
+    pub tp: Option<usize>,
+
+    /// The order in which ranks compute: one of those that `--bin schedules` draws [default: 1f1b]
+    #[arg(long, value_name = "NAME", help_heading = "Pipelines")]
+    pub schedule: Option<ScheduleKind>,
+
+    /// Parts that each replica cuts its part of the batch into [default: 4]
+    #[arg(long, value_name = "N", help_heading = "Pipelines")]
+    pub microbatches: Option<usize>,
 
     /// Largest difference of losses (relative) and gradients (absolute) at which runs agree; 100 times that for logits
     #[arg(long, value_name = "X", default_value_t = 1e-4, allow_negative_numbers = true, help_heading = "Runs")]
@@ -66,7 +89,7 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = 2, help_heading = "Model")]
     pub layers: usize,
 
-    /// Attention heads; a multiple of --ranks
+    /// Attention heads; a multiple of --ranks and of --tp
     #[arg(long, value_name = "N", default_value_t = 8, help_heading = "Model")]
     pub heads: usize,
 
@@ -90,6 +113,10 @@ pub struct Args {
     #[arg(long, value_name = "X", default_value_t = 1e-3, allow_negative_numbers = true, help_heading = "Training")]
     pub lr: f64,
 
+    /// Largest norm of the gradients of a step, which are scaled down to it [default: none]
+    #[arg(long, value_name = "X", allow_negative_numbers = true, help_heading = "Training")]
+    pub clip_norm: Option<f64>,
+
     /// Seed of the initial parameters, the batches and dropout
     #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Training")]
     pub seed: u64,
@@ -104,6 +131,30 @@ pub struct Args {
 }
 
 impl Args {
+    /// The runs to make.
+    pub fn runs(&self) -> Vec<RunName> {
+        use RunName::{Pp, Single, Tp, TpSp};
+        let counts = [self.pp, self.dp, self.tp, self.microbatches];
+        let has_pipeline = self.schedule.is_some() || counts.iter().any(Option::is_some);
+        match &self.runs[..] {
+            [] if has_pipeline => vec![Single, Pp],
+            [] => vec![Single, Tp, TpSp],
+            runs => runs.to_vec(),
+        }
+    }
+
+    /// The ranks and microbatches of pipelines.
+    pub fn pipeline(&self) -> Pipeline {
+        let pp = if self.dp.is_some() || self.tp.is_some() { 1 } else { 2 };
+        Pipeline {
+            pp: self.pp.unwrap_or(pp),
+            dp: self.dp.unwrap_or(1),
+            tp: self.tp.unwrap_or(1),
+            kind: self.schedule.unwrap_or(ScheduleKind::OneFOneB),
+            microbatches: self.microbatches.unwrap_or(4),
+        }
+    }
+
     /// The model that the flags describe.
     pub fn model_args(&self) -> ModelArgs {
         ModelArgs {
@@ -133,6 +184,11 @@ pub enum RunName {
     /// Tensor-parallel with sequence parallel.
     #[value(name = "tp_sp")]
     TpSp,
+    /// Pipeline, data and tensor-parallel.
+    Pp,
+    /// Pipeline, data and tensor-parallel with sequence parallel.
+    #[value(name = "pp_sp")]
+    PpSp,
 }
 
 impl RunName {
@@ -142,7 +198,14 @@ impl RunName {
             Self::Single => "single",
             Self::Tp => "tp",
             Self::TpSp => "tp_sp",
+            Self::Pp => "pp",
+            Self::PpSp => "pp_sp",
         }
+    }
+
+    /// Whether sequences are cut over the tensor-parallel ranks.
+    pub fn is_sequence_parallel(self) -> bool {
+        matches!(self, Self::TpSp | Self::PpSp)
     }
 }
 

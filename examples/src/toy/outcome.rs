@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use candle_core::Tensor;
 
 use super::args::RunName;
+use super::pipeline::PipelineStat;
 use crate::comm::CommStat;
 
 /// The result of training the model once.
@@ -28,6 +29,8 @@ pub struct RunOutcome {
     pub comm_per_step: Vec<CommStat>,
     /// How some weights lie on the mesh.
     pub pictures: Vec<Picture>,
+    /// How the ranks were kept busy, in a pipeline.
+    pub pipeline: Option<PipelineStat>,
 }
 
 /// How one weight lies on the mesh.

@@ -9,6 +9,7 @@ use super::args::{Args, RunName};
 use super::corpus::Corpus;
 use super::outcome::RunOutcome;
 use super::parity::{self, LOGIT_FACTOR, Parity};
+use super::pipeline::PipelineStat;
 use crate::comm::CommStat;
 use crate::table::{grouped, number, table};
 
@@ -24,7 +25,7 @@ pub struct Report {
 /// One run in the JSON object.
 #[derive(Clone, Debug, Serialize)]
 pub struct RunReport {
-    /// `single`, `tp` or `tp_sp`.
+    /// `single`, `tp`, `tp_sp`, `pp` or `pp_sp`.
     pub name: &'static str,
     /// Number of ranks.
     pub world: usize,
@@ -38,6 +39,9 @@ pub struct RunReport {
     pub params_per_rank: Vec<usize>,
     /// Collectives of one step.
     pub comm_per_step: Vec<CommStat>,
+    /// How the ranks were kept busy; only of pipelines.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pipeline: Option<PipelineStat>,
 }
 
 impl Report {
@@ -61,6 +65,7 @@ impl From<&RunOutcome> for RunReport {
             loss_last: outcome.losses.last().copied().unwrap_or(f64::NAN),
             params_per_rank: outcome.params_per_rank.clone(),
             comm_per_step: outcome.comm_per_step.clone(),
+            pipeline: outcome.pipeline.clone(),
         }
     }
 }
@@ -91,6 +96,12 @@ pub fn heading(args: &Args, corpus: &Corpus) -> String {
 /// The run table, the communication table and the verdict.
 pub fn summary(args: &Args, report: &Report, outcomes: &[RunOutcome]) -> String {
     let mut parts = vec![run_table(args, &report.runs).to_string()];
+    if report.runs.iter().any(|run| run.pipeline.is_some()) {
+        parts.push(format!(
+            "Pipelines, with the bubble as a share of the ranks' time:\n{}",
+            pipeline_table(&report.runs)
+        ));
+    }
     if report.runs.iter().any(|run| !run.comm_per_step.is_empty()) {
         parts.push(format!("Collectives per step and rank:\n{}", comm_table(&report.runs)));
     }
@@ -115,6 +126,28 @@ fn run_table(args: &Args, runs: &[RunReport]) -> Table {
             number(format_args!("{:.4}", run.loss_first)),
             number(format_args!("{:.4}", run.loss_last)),
             number(PerRank(&run.params_per_rank)),
+        ]);
+    }
+    table
+}
+
+fn pipeline_table(runs: &[RunReport]) -> Table {
+    let mut table = table(
+        &["run", "schedule"],
+        &["pp × dp × tp", "stages", "microbatches", "bubble predicted", "bubble measured", "peak activations"],
+    );
+    for (run, pipeline) in runs.iter().filter_map(|run| Some((run, run.pipeline.as_ref()?))) {
+        let percent = |share: f64| number(format_args!("{:.1} %", 100.0 * share));
+        let peaks: Vec<String> = pipeline.peak_activations.iter().map(f64::to_string).collect();
+        table.add_row([
+            Cell::new(run.name),
+            Cell::new(pipeline.schedule),
+            number(format_args!("{} × {} × {}", pipeline.pp, pipeline.dp, pipeline.tp)),
+            number(pipeline.stages),
+            number(pipeline.microbatches),
+            percent(pipeline.bubble_predicted),
+            percent(pipeline.bubble_measured),
+            number(peaks.join(", ")),
         ]);
     }
     table

@@ -3,7 +3,7 @@
 use super::args::{Args, RunName};
 use super::corpus::Corpus;
 use super::outcome::RunOutcome;
-use super::{sharded, single};
+use super::{sharded, single, staged};
 
 /// Trains the model in the way called `name`.
 ///
@@ -13,5 +13,6 @@ pub fn run_one(name: RunName, args: &Args, corpus: &Corpus) -> anyhow::Result<Ru
     match name {
         RunName::Single => single::train(args, corpus),
         RunName::Tp | RunName::TpSp => sharded::train(name, args, corpus),
+        RunName::Pp | RunName::PpSp => staged::train(name, args, corpus),
     }
 }

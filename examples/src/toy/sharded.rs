@@ -2,11 +2,12 @@
 
 use std::collections::BTreeMap;
 
+use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor};
 use candle_dist::comm::{self, CommCounts};
 use candle_dist::{RankContext, World};
 use candle_nn::Optimizer;
-use candle_shard::nn::{Mode, ShardedVarBuilder};
+use candle_shard::nn::{Mode, Parameters, ShardedVarBuilder};
 use candle_shard::{DTensor, Replicate, Result, visualize_sharding};
 use test_utils::toy::Transformer;
 
@@ -41,6 +42,7 @@ pub fn train(name: RunName, args: &Args, corpus: &Corpus) -> anyhow::Result<RunO
         params_per_rank,
         comm_per_step: CommStat::all(&first.comm),
         pictures: first.pictures,
+        pipeline: None,
     })
 }
 
@@ -56,7 +58,7 @@ struct RankOutcome {
 
 fn train_rank(ctx: &RankContext, name: RunName, args: &Args, corpus: &Corpus) -> Result<RankOutcome> {
     let mesh = ctx.mesh(&[("tp", args.ranks)])?;
-    let plan = Transformer::plan("tp", name == RunName::TpSp);
+    let plan = Transformer::plan("tp", name.is_sequence_parallel());
     let vb = ShardedVarBuilder::fresh(args.seed, &mesh, plan, DType::F32, &Device::Cpu)?;
     let model = Transformer::new(&args.model_args(), &vb)?;
     let parameters = vb.finish()?;
@@ -70,19 +72,17 @@ fn train_rank(ctx: &RankContext, name: RunName, args: &Args, corpus: &Corpus) ->
         let (made, counts) = comm::record(|| -> Result<_> {
             let logits = model.forward(&everywhere(&batch.tokens)?, Mode::Train { step })?;
             let loss = logits.cross_entropy(&everywhere(&batch.targets)?)?;
-            let grads = parameters.backward(&loss)?;
-            optimiser.step(&grads)?;
-            Ok((loss.full_tensor()?.to_scalar::<f32>()?, grads))
-        });
-        let (loss, grads) = made?;
-        comm = counts;
-        if step == 0 {
-            for p in parameters.iter() {
-                if let Some(grad) = p.grad(&grads)? {
-                    first_grads.insert(p.name.clone(), grad.full_tensor()?.detach());
-                }
+            let mut grads = parameters.backward(&loss)?;
+            let first = if step == 0 { whole_grads(&parameters, &grads)? } else { BTreeMap::new() };
+            if let Some(norm) = args.clip_norm {
+                parameters.clip_grad_norm(norm)?.clip(&parameters.named_vars(), &mut grads)?;
             }
-        }
+            optimiser.step(&grads)?;
+            Ok((loss.full_tensor()?.to_scalar::<f32>()?, first))
+        });
+        let (loss, first) = made?;
+        comm = counts;
+        first_grads.extend(first);
         Ok(f64::from(loss))
     })?;
     progress.finish();
@@ -97,4 +97,16 @@ fn train_rank(ctx: &RankContext, name: RunName, args: &Args, corpus: &Corpus) ->
     };
     let pictures = SHOWN.iter().filter_map(picture).collect::<Result<_>>()?;
     Ok(RankOutcome { training, logits, first_grads, params: parameters.local_elem_count(), comm, pictures })
+}
+
+/// The gradients by parameter name, each whole and in the global shape.
+pub(super) fn whole_grads(parameters: &Parameters, grads: &GradStore) -> Result<BTreeMap<String, Tensor>> {
+    let mut whole = BTreeMap::new();
+    for p in parameters.iter() {
+        if let Some(grad) = p.grad(grads)? {
+            // A gradient may refer to the graph that made it; keep its values only.
+            whole.insert(p.name.clone(), grad.full_tensor()?.detach());
+        }
+    }
+    Ok(whole)
 }

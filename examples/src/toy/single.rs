@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use candle_core::{DType, Device};
+use candle_dist::ClipGradNorm;
 use candle_nn::Optimizer;
 use test_utils::reference::{Arithmetic, Mode, Transformer};
 
@@ -21,7 +22,7 @@ pub fn train(args: &Args, corpus: &Corpus) -> anyhow::Result<RunOutcome> {
     let training = Training::run(args, corpus, &progress, |step, batch| {
         let logits = model.forward(&batch.tokens, Mode::Train { step })?;
         let loss = model.loss(&logits, &batch.targets)?;
-        let grads = loss.backward()?;
+        let mut grads = loss.backward()?;
         if step == 0 {
             for (name, var) in model.vars() {
                 if let Some(grad) = grads.get(var) {
@@ -29,6 +30,9 @@ pub fn train(args: &Args, corpus: &Corpus) -> anyhow::Result<RunOutcome> {
                     first_grads.insert(name.clone(), grad.detach());
                 }
             }
+        }
+        if let Some(norm) = args.clip_norm {
+            ClipGradNorm::new(norm).clip(model.vars(), &mut grads)?;
         }
         optimiser.step(&grads)?;
         Ok(f64::from(loss.to_scalar::<f32>()?))
@@ -44,5 +48,6 @@ pub fn train(args: &Args, corpus: &Corpus) -> anyhow::Result<RunOutcome> {
         params_per_rank: vec![model.vars().iter().map(|(_, var)| var.elem_count()).sum()],
         comm_per_step: Vec::new(),
         pictures: Vec::new(),
+        pipeline: None,
     })
 }

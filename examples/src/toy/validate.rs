@@ -2,6 +2,7 @@
 
 use super::args::{Args, RunName, VOCAB_SIZE};
 use super::corpus::Corpus;
+use super::pipeline::Pipeline;
 use crate::cli::{Checked, Output, UsageError, require};
 
 /// Checks the flags and reads the text.
@@ -13,6 +14,7 @@ pub fn validate(args: &Args) -> Checked<Corpus> {
     check_size(args)?;
     check_heads(args)?;
     check_runs(args)?;
+    check_pipeline(args)?;
     let corpus = read_text(args)?;
     if let (Some(text), Some(json)) = (&args.text, &args.json) {
         require!(text != json, "--json {} is also --text: the text would be lost, give another file.", json.display());
@@ -34,6 +36,9 @@ fn check_numbers(args: &Args) -> Checked {
     ] {
         require!(value > 0, "{flag} is 0: give at least 1.");
     }
+    if let Some(norm) = args.clip_norm {
+        require!(norm.is_finite() && norm > 0.0, "--clip-norm {norm} is not a positive finite number: try 1.");
+    }
     let Args { lr, dropout, tolerance, .. } = *args;
     require!(lr.is_finite() && lr > 0.0, "--lr {lr} is not a positive finite number: try something around 0.001.");
     require!(
@@ -53,6 +58,9 @@ const MOST_GIB: f64 = 64.0;
 /// The largest numbers of steps and threads that make sense.
 const MOST_STEPS: usize = 100_000_000;
 const MOST_THREADS: usize = 1024;
+
+/// The most ranks of a pipeline.
+const MOST_RANKS: usize = 1024;
 
 /// Refuses models that no machine of this kind could hold, before anything is allocated.
 fn check_size(args: &Args) -> Checked {
@@ -85,7 +93,7 @@ fn check_heads(args: &Args) -> Checked {
 
 fn check_runs(args: &Args) -> Checked {
     let Args { ranks, heads, .. } = *args;
-    if args.runs.iter().any(|&run| run != RunName::Single) {
+    if args.runs().iter().any(|run| matches!(run, RunName::Tp | RunName::TpSp)) {
         for (rows, what) in [
             (VOCAB_SIZE, format!("the {VOCAB_SIZE} rows of the token embedding")),
             (args.seq, format!("the {} positions of --seq", args.seq)),
@@ -100,6 +108,52 @@ fn check_runs(args: &Args) -> Checked {
         );
     }
     Ok(())
+}
+
+fn check_pipeline(args: &Args) -> Checked {
+    let runs = args.runs();
+    if !runs.iter().any(|run| matches!(run, RunName::Pp | RunName::PpSp)) {
+        return Ok(());
+    }
+    let pipeline = args.pipeline();
+    let Pipeline { pp, dp, tp, microbatches, .. } = pipeline;
+    for (flag, value) in [("--pp", pp), ("--dp", dp), ("--tp", tp), ("--microbatches", microbatches)] {
+        require!(value > 0, "{flag} is 0: give at least 1.");
+    }
+    let ranks = pp.checked_mul(dp).and_then(|n| n.checked_mul(tp)).filter(|&ranks| ranks <= MOST_RANKS);
+    require!(
+        ranks.is_some(),
+        "--pp {pp} × --dp {dp} × --tp {tp} are too many ranks for one process: use at most {MOST_RANKS}."
+    );
+    let Args { heads, batch, layers, seq, .. } = *args;
+    require!(
+        heads.is_multiple_of(tp),
+        "--heads {heads} cannot be split evenly over --tp {tp}: use a multiple of {tp}, such as {}.",
+        next_multiple(heads, tp)
+    );
+    require!(
+        tp <= VOCAB_SIZE,
+        "--tp {tp} is more than the {VOCAB_SIZE} rows of the token embedding: use at most {VOCAB_SIZE}."
+    );
+    require!(
+        tp <= seq || !runs.contains(&RunName::PpSp),
+        "--tp {tp} is more than the {seq} positions of --seq: use at most {seq} ranks."
+    );
+    let parts = dp.saturating_mul(microbatches);
+    require!(
+        parts <= batch,
+        "--batch {batch} has too few sequences for --dp {dp} × --microbatches {microbatches}: use a batch of at least {parts}."
+    );
+    let (stages, most) = (pipeline.stages(), pipeline.model(args, false).most_stages());
+    let name = pipeline.kind;
+    require!(
+        stages <= most,
+        "--pp {pp} with --schedule {name} takes {stages} stages, but --layers {layers} can be cut into {most} at most: use --layers {} or more, or fewer ranks.",
+        layers + stages - most
+    );
+    pipeline.schedule().map(drop).map_err(|error| {
+        UsageError(format!("--pp {pp} --microbatches {microbatches} do not fit --schedule {name}: {error}."))
+    })
 }
 
 fn read_text(args: &Args) -> Checked<Corpus> {

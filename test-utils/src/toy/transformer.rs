@@ -83,13 +83,7 @@ impl Transformer {
         let h = self.tok_embeddings.forward(tokens)?.add(&self.pos_embeddings.forward(&positions)?)?;
         let mut h = self.dropout.forward(&h, mode)?;
         for layer in &self.layers {
-            h = match self.args.checkpoint_activations {
-                true => {
-                    let layer = layer.clone();
-                    checkpoint(&h, move |h| layer.forward(h, mode))?
-                }
-                false => layer.forward(&h, mode)?,
-            };
+            h = layer.run(&h, mode, self.args.checkpoint_activations)?;
         }
         let logits = self.output.forward(&self.norm.forward(&h)?)?;
         match logits.dtype() {
@@ -100,7 +94,7 @@ impl Transformer {
 }
 
 #[derive(Debug, Clone)]
-struct TransformerBlock {
+pub(super) struct TransformerBlock {
     attention_norm: LayerNorm,
     attention: Attention,
     ffn_norm: LayerNorm,
@@ -108,13 +102,22 @@ struct TransformerBlock {
 }
 
 impl TransformerBlock {
-    fn new(args: &ModelArgs, vb: &ShardedVarBuilder) -> Result<Self> {
+    pub(super) fn new(args: &ModelArgs, vb: &ShardedVarBuilder) -> Result<Self> {
         Ok(Self {
             attention_norm: LayerNorm::new(args.dim, 1e-5, &vb.pp("attention_norm"))?,
             attention: Attention::new(args, &vb.pp("attention"))?,
             ffn_norm: LayerNorm::new(args.dim, 1e-5, &vb.pp("ffn_norm"))?,
             feed_forward: FeedForward::new(args, &vb.pp("feed_forward"))?,
         })
+    }
+
+    /// The block's output, perhaps computed a second time in the backward pass instead of kept.
+    pub(super) fn run(self: &Arc<Self>, x: &DTensor, mode: Mode, is_recomputed: bool) -> Result<DTensor> {
+        if !is_recomputed {
+            return self.forward(x, mode);
+        }
+        let block = self.clone();
+        checkpoint(x, move |x| block.forward(x, mode))
     }
 
     fn forward(&self, x: &DTensor, mode: Mode) -> Result<DTensor> {

@@ -1,0 +1,129 @@
+//! The shape of a pipeline, and how busy it keeps its ranks.
+
+use candle_pipe::schedule::{Action, Costs, Edges, Pass, Schedule, ScheduleKind, Span, Timeline};
+use serde::Serialize;
+use test_utils::toy::TransformerPipe;
+
+use super::args::Args;
+use crate::timing::median;
+
+/// Ranks on the axes of the mesh, and the schedule of its pipelines.
+#[derive(Clone, Copy, Debug)]
+pub struct Pipeline {
+    /// Ranks of a pipeline.
+    pub pp: usize,
+    /// Replicas of the model.
+    pub dp: usize,
+    /// Tensor-parallel ranks of a stage.
+    pub tp: usize,
+    /// How the computations of a rank are ordered.
+    pub kind: ScheduleKind,
+    /// Parts of a replica's batch.
+    pub microbatches: usize,
+}
+
+/// How the ranks of a pipeline were kept busy.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct PipelineStat {
+    /// Name of the schedule.
+    pub schedule: &'static str,
+    /// Ranks of a pipeline.
+    pub pp: usize,
+    /// Replicas of the model.
+    pub dp: usize,
+    /// Tensor-parallel ranks of a stage.
+    pub tp: usize,
+    /// Stages of all ranks.
+    pub stages: usize,
+    /// Microbatches of a replica.
+    pub microbatches: usize,
+    /// The share of a step in which the ranks would be idle if all computations took their median times.
+    pub bubble_predicted: f64,
+    /// The share of a step in which they were, the median over the last steps.
+    pub bubble_measured: f64,
+    /// The most microbatches that each rank held; one on one of several stages of a rank is that part of one.
+    pub peak_activations: Vec<f64>,
+}
+
+impl Pipeline {
+    /// The number of ranks.
+    pub fn world(&self) -> usize {
+        self.pp * self.dp * self.tp
+    }
+
+    /// The number of stages.
+    pub fn stages(&self) -> usize {
+        self.pp.saturating_mul(self.kind.stages_per_rank())
+    }
+
+    /// The order of all computations.
+    ///
+    /// # Errors
+    /// If the kind has none for so many ranks and microbatches.
+    pub fn schedule(&self) -> candle_pipe::Result<Schedule> {
+        self.kind.schedule(self.pp, self.microbatches, self.kind.stages_per_rank())
+    }
+
+    /// The model to be cut.
+    pub fn model(&self, args: &Args, is_sequence_parallel: bool) -> TransformerPipe {
+        TransformerPipe::new(&args.model_args(), is_sequence_parallel)
+    }
+
+    /// What was measured in some steps, and what the schedule predicts from it.
+    ///
+    /// `ranks` has for each rank of one pipeline what it computed in each of these steps, in one measure of time, and
+    /// the most passes of its stages that were open at once.
+    ///
+    /// # Errors
+    /// Those of the simulation.
+    pub fn stat(&self, ranks: &[(Vec<Vec<Span>>, usize)]) -> candle_pipe::Result<PipelineStat> {
+        let (schedule, stages) = (self.schedule()?, self.stages());
+        let steps = ranks.iter().map(|(steps, _)| steps.len()).min().unwrap_or(0);
+        let timeline = |step: usize| Timeline {
+            ranks: ranks.iter().map(|(steps, _)| steps[step].clone()).collect(),
+            transfers: vec![vec![]; ranks.len()],
+        };
+        let mut bubbles: Vec<f64> = (0..steps).map(|step| timeline(step).bubble_step()).collect();
+        let spans: Vec<&Span> = ranks.iter().flat_map(|(steps, _)| steps.iter().flatten()).collect();
+        let costs = costs(&spans, stages);
+        let predicted = schedule.simulate(&Edges::chain(stages), &costs)?.bubble_step();
+        let per_rank = self.kind.stages_per_rank() as f64;
+        Ok(PipelineStat {
+            schedule: self.kind.name(),
+            pp: self.pp,
+            dp: self.dp,
+            tp: self.tp,
+            stages,
+            microbatches: self.microbatches,
+            bubble_predicted: predicted,
+            bubble_measured: if bubbles.is_empty() { 0.0 } else { median(&mut bubbles) },
+            peak_activations: ranks.iter().map(|(_, peak)| *peak as f64 / per_rank).collect(),
+        })
+    }
+
+    /// The ranks of the first pipeline: those without a place on the other axes of the mesh, `pp` being the outermost.
+    pub fn first_pipeline(&self) -> impl Iterator<Item = usize> {
+        (0..self.world()).step_by(self.dp * self.tp)
+    }
+}
+
+/// The median time of each kind of computation on each stage; a backward that was not split counts as input gradients.
+fn costs(spans: &[&Span], stages: usize) -> Costs {
+    let time = |stage: usize, passes: &[Pass]| {
+        let of = |span: &&&Span| match span.action {
+            Action::Compute(compute) => compute.stage == stage && passes.contains(&compute.pass),
+            _ => false,
+        };
+        let mut times: Vec<f64> = spans.iter().filter(of).map(|span| span.end - span.start).collect();
+        if times.is_empty() { 0.0 } else { median(&mut times) }
+    };
+    let each = |passes: &[Pass]| (0..stages).map(|stage| time(stage, passes)).collect();
+    Costs {
+        forward: each(&[Pass::Forward]),
+        input: each(&[Pass::Backward, Pass::Input]),
+        weight: each(&[Pass::Weight]),
+        latency: 0.0,
+        per_byte: 0.0,
+        bytes: vec![0.0; stages],
+    }
+}

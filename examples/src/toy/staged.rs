@@ -1,0 +1,164 @@
+//! Training over the ranks of a local world, pipeline, data and tensor-parallel.
+
+use std::collections::BTreeMap;
+use std::time::Instant;
+
+use anyhow::Context;
+use candle_core::{DType, Device, Tensor};
+use candle_dist::comm::{self, CommCounts};
+use candle_dist::{RankContext, World};
+use candle_nn::Optimizer;
+use candle_pipe::microbatch::{Microbatches, microbatch_sizes, split_args_kwargs_into_chunks};
+use candle_pipe::schedule::{Schedule, Span};
+use candle_pipe::{Kwargs, Result, Runtime, StepOptions, Value};
+use candle_shard::nn::ShardedVarBuilder;
+use test_utils::toy::Transformer;
+
+use super::args::{Args, RunName};
+use super::corpus::{Batch, Corpus};
+use super::outcome::RunOutcome;
+use super::pipeline::Pipeline;
+use super::sharded::whole_grads;
+use super::training::{Training, optimiser};
+use crate::comm::CommStat;
+use crate::progress::Progress;
+
+/// The last steps whose times are kept.
+const MEASURED_STEPS: usize = 50;
+
+/// Trains the model on the mesh of `args`, pipelines outermost and tensor-parallel ranks next to each other.
+pub fn train(name: RunName, args: &Args, corpus: &Corpus) -> anyhow::Result<RunOutcome> {
+    let pipeline = args.pipeline();
+    let plan = Plan { name, args, corpus, pipeline, schedule: pipeline.schedule()?, began: Instant::now() };
+    let world = World::local(pipeline.world()).threads_per_rank(args.threads);
+    let ranks = world.run(|ctx| plan.train_rank(ctx))?;
+
+    // The tensor-parallel ranks of a stage know the same loss of their replica.
+    let losses: Vec<&[f64]> = ranks.iter().filter(|rank| rank.has_loss).map(|rank| &rank.training.losses[..]).collect();
+    let mean = |step: usize| losses.iter().map(|losses| losses[step]).sum::<f64>() / losses.len() as f64;
+    let logits = ranks.iter().find_map(|rank| rank.logits.clone());
+    let first_pipeline: Vec<&RankOutcome> = pipeline.first_pipeline().map(|rank| &ranks[rank]).collect();
+    let measured: Vec<_> = first_pipeline.iter().map(|rank| (rank.spans.clone(), rank.peak)).collect();
+    Ok(RunOutcome {
+        name,
+        world: pipeline.world(),
+        losses: (0..args.steps).map(mean).collect(),
+        ms_per_step: ranks.iter().map(|rank| rank.training.ms_per_step).fold(0.0, f64::max),
+        logits: logits.context("no rank has the output layer")?,
+        first_grads: first_pipeline.iter().flat_map(|rank| rank.first_grads.clone()).collect(),
+        params_per_rank: ranks.iter().map(|rank| rank.params).collect(),
+        comm_per_step: CommStat::all(&ranks[0].comm),
+        pictures: Vec::new(),
+        pipeline: Some(pipeline.stat(&measured)?),
+    })
+}
+
+/// What every rank knows.
+struct Plan<'a> {
+    name: RunName,
+    args: &'a Args,
+    corpus: &'a Corpus,
+    pipeline: Pipeline,
+    schedule: Schedule,
+    /// The zero of all ranks' times.
+    began: Instant,
+}
+
+/// What one rank reports.
+struct RankOutcome {
+    /// Its losses are those of its replica, where it has the loss.
+    training: Training,
+    has_loss: bool,
+    /// Where it has the output layer.
+    logits: Option<Tensor>,
+    first_grads: BTreeMap<String, Tensor>,
+    params: usize,
+    comm: CommCounts,
+    /// What it computed in each of the last steps.
+    spans: Vec<Vec<Span>>,
+    peak: usize,
+}
+
+impl Plan<'_> {
+    fn train_rank(&self, ctx: &RankContext) -> Result<RankOutcome> {
+        let (args, Pipeline { pp, dp, tp, .. }) = (self.args, self.pipeline);
+        let mesh = ctx.mesh(&[("pp", pp), ("dp", dp), ("tp", tp)])?;
+        let replica = mesh.local_rank("dp")?;
+        let is_sequence_parallel = self.name.is_sequence_parallel();
+        let plan = Transformer::plan("tp", is_sequence_parallel);
+        let vb = ShardedVarBuilder::fresh(args.seed, &mesh.axis("tp")?, plan, DType::F32, &Device::Cpu)?;
+        let pipe = self.pipeline.model(args, is_sequence_parallel).cut(self.pipeline.stages())?;
+        let runtime = Runtime::new(&pipe, &self.schedule, mesh.axis_group("pp")?, &vb, &Device::Cpu)?;
+        let runtime = runtime.with_replicas(mesh.axis_group("dp")?);
+        let parameters = vb.built();
+        let clip = match args.clip_norm {
+            Some(norm) => Some(runtime.clip_grad_norm(parameters.clip_grad_norm(norm)?)),
+            None => None,
+        };
+        let named = parameters.named_vars();
+        let mut optimiser = optimiser(parameters.vars(), args)?;
+        let has_loss = runtime.stages().any(|stage| stage.loss_output().is_some());
+        let is_shown = has_loss && replica == 0 && mesh.local_rank("tp")? == 0;
+        let progress = if is_shown { Progress::new(self.name.as_str(), args.steps) } else { Progress::silent() };
+
+        let (mut first_grads, mut comm) = (BTreeMap::new(), CommCounts::default());
+        let (mut spans, mut peak) = (Vec::new(), 0);
+        let training = Training::run(args, self.corpus, &progress, |step, batch| {
+            let (made, counts) = comm::record(|| -> Result<_> {
+                let (batch, options) = self.part(batch, replica, step)?;
+                let start = self.began.elapsed().as_secs_f64();
+                let mut made = runtime.forward_backward(&batch, &options)?;
+                made.spans.iter_mut().for_each(|span| (span.start, span.end) = (span.start + start, span.end + start));
+                let grads = &mut made.step.grads;
+                parameters.reduce(grads)?;
+                if step == 0 {
+                    first_grads = whole_grads(&parameters, grads)?;
+                }
+                if let Some(clip) = &clip {
+                    clip.clip(&named, grads)?;
+                }
+                optimiser.step(grads)?;
+                Ok(made)
+            });
+            let made = made?;
+            comm = counts;
+            peak = peak.max(made.peak_activations);
+            if step as usize + MEASURED_STEPS >= args.steps {
+                spans.push(made.spans);
+            }
+            match made.step.loss() {
+                Ok(loss) => Ok(f64::from(loss.to_scalar::<f32>()?)),
+                Err(_) => Ok(f64::NAN),
+            }
+        })?;
+        progress.finish();
+
+        let held_out = self.cut(&self.corpus.held_out()?)?;
+        let outputs = runtime.evaluate(&held_out)?.step.outputs;
+        let parts: Vec<Value> = outputs.iter().filter_map(|output| output.get("logits").ok().cloned()).collect();
+        let logits = match parts.is_empty() {
+            true => None,
+            false => Some(held_out.merge(&parts, None)?.tensor()?.clone()),
+        };
+        let params = parameters.local_elem_count();
+        Ok(RankOutcome { training, has_loss, logits, first_grads, params, comm, spans, peak })
+    }
+
+    /// The part of the batch that a replica trains on, and how its losses count in the mean over all replicas.
+    fn part(&self, batch: &Batch, replica: usize, step: u64) -> Result<(Microbatches, StepOptions)> {
+        let (rows, replicas) = (batch.tokens.dim(0)?, self.pipeline.dp);
+        let sizes = microbatch_sizes(rows, replicas);
+        let (first_row, mine) = (sizes[..replica].iter().sum(), sizes[replica]);
+        let narrow = |tensor: &Tensor| tensor.narrow(0, first_row, mine);
+        let cut = self.cut(&Batch { tokens: narrow(&batch.tokens)?, targets: narrow(&batch.targets)? })?;
+        // Replicas are averaged as if they had equally many rows each.
+        let share = (mine * replicas) as f64 / rows as f64;
+        let weights = cut.weights().into_iter().map(|weight| weight * share).collect();
+        Ok((cut, StepOptions { step, first_row, weights: Some(weights), ..StepOptions::default() }))
+    }
+
+    fn cut(&self, batch: &Batch) -> Result<Microbatches> {
+        let inputs = [&batch.tokens, &batch.targets].map(Value::from);
+        split_args_kwargs_into_chunks(&inputs, &Kwargs::new(), self.pipeline.microbatches, None, None)
+    }
+}
