@@ -90,4 +90,4 @@ pub use storage::FreeableTensor;
 pub use sync::{SyncOptions, named_vars, sync_module_states, sync_params};
 pub use tree::TensorTree;
 pub use verify::verify_parameter_shapes;
-pub use world::{RankContext, World, WorldError};
+pub use world::{RankContext, World, WorldError, panic_message};

@@ -171,7 +171,8 @@ impl RankContext {
     }
 }
 
-fn panic_message(panic: &(dyn Any + Send)) -> String {
+/// What a caught panic said.
+pub fn panic_message(panic: &(dyn Any + Send)) -> String {
     match (panic.downcast_ref::<&str>(), panic.downcast_ref::<String>()) {
         (Some(text), _) => (*text).to_string(),
         (_, Some(text)) => text.clone(),

@@ -51,7 +51,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// The error with the rank and the action that it arose in; failures of communication name theirs already.
+    /// The error with the rank and the action that it arose in; failures of the whole group name theirs already.
     pub(crate) fn in_action(self, rank: usize, action: &Action) -> Self {
         let what = action.computes().iter().map(|compute| {
             let Compute { stage, pass, microbatch } = compute;
@@ -64,17 +64,17 @@ impl Error {
             format!(" (stage {stage}, {pass} of microbatch {microbatch})")
         });
         match self {
-            Self::Dist(error) => Self::Dist(error),
+            Self::Dist(error @ candle_dist::Error::Group(_)) => Self::Dist(error),
             error => {
                 Self::Action { rank, action: format!("{action}{}", what.collect::<String>()), error: Box::new(error) }
             }
         }
     }
 
-    /// The error with the name of the node that it arose in; failures of communication stay what they are.
+    /// The error with the name of the node that it arose in; failures of the whole group stay what they are.
     pub(crate) fn at_node(self, node: &str) -> Self {
         match self {
-            Self::Dist(error) => Self::Dist(error),
+            Self::Dist(error @ candle_dist::Error::Group(_)) => Self::Dist(error),
             error => Self::Node { node: node.to_owned(), error: Box::new(error) },
         }
     }

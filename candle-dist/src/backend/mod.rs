@@ -350,6 +350,8 @@ pub trait Backend: Send + Sync + fmt::Debug {
     fn recv(&self, call: Call) -> Result<Tensor>;
     /// A group of some members, given as ranks of this group in the new order; only they call this.
     fn subgroup(&self, members: &[usize]) -> Result<Arc<dyn Backend>>;
+    /// Stops this group's world, unless it has stopped: every rank's failure is that of this one.
+    fn fail(&self, message: &str);
     /// The failure that stopped this group's world, if one did.
     fn failure(&self) -> Option<Arc<crate::GroupFailure>>;
 }

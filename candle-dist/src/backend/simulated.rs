@@ -87,6 +87,8 @@ impl Backend for Simulated {
         Ok(Arc::new(Self::new(rank, members.iter().map(|&member| self.ranks[member]).collect())))
     }
 
+    fn fail(&self, _: &str) {}
+
     fn failure(&self) -> Option<Arc<GroupFailure>> {
         None
     }

@@ -88,6 +88,27 @@ impl ProcessGroup {
         self.backend.failure()
     }
 
+    /// Tells all ranks of the world that this one has failed: their calls, those they are in too, return `message`.
+    ///
+    /// For failures between calls after which the others would wait in vain. The first failure of a world counts.
+    ///
+    /// ```
+    /// use candle_dist::World;
+    ///
+    /// let heard = World::local(2).run(|ctx| -> candle_dist::Result<String> {
+    ///     match ctx.rank() {
+    ///         0 => ctx.group().fail("no such file"),
+    ///         _ => return Ok(ctx.group().barrier().unwrap_err().to_string()),
+    ///     }
+    ///     Ok(String::new())
+    /// })?;
+    /// assert!(heard[1].starts_with("rank 0 failed: no such file"));
+    /// # Ok::<(), candle_dist::WorldError>(())
+    /// ```
+    pub fn fail(&self, message: &str) {
+        self.backend.fail(message);
+    }
+
     /// The elementwise reduction of all ranks' tensors, on every rank; shapes must be equal.
     #[track_caller]
     pub fn all_reduce(&self, tensor: &Tensor, op: ReduceOp) -> Result<Tensor> {

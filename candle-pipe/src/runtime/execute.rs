@@ -7,8 +7,10 @@ use crate::schedule::{Action, Compute, Flow, Message, Pass, Program, Span};
 use crate::tape::{Activation, Gradient, Tape, WeightTape};
 use crate::{Error, Result, StepOptions, Value};
 use candle_core::backprop::GradStore;
+use candle_dist::panic_message;
 use itertools::Itertools;
 use std::collections::{BTreeMap, HashMap};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Instant;
 
 /// A stage and a microbatch.
@@ -61,7 +63,7 @@ impl<'a> Execution<'a> {
             program,
             batch,
             backward,
-            post: Post::new(&runtime.group),
+            post: Post::new(&runtime.group, batch.options.step, &batch.rows),
             reductions: Reductions::new(runtime),
             held: HashMap::new(),
             outgoing: HashMap::new(),
@@ -75,7 +77,14 @@ impl<'a> Execution<'a> {
     pub(super) fn run(mut self) -> Result<Made> {
         let rank = self.runtime.group.rank();
         for action in &self.program.ranks()[rank] {
-            self.act(action).map_err(|error| error.in_action(self.runtime.group.ranks()[rank], action))?;
+            let done = catch_unwind(AssertUnwindSafe(|| self.act(action)));
+            let done = done.unwrap_or_else(|panic| Err(Error::Pipe(format!("panicked: {}", panic_message(&*panic)))));
+            if let Err(error) = done {
+                let error = error.in_action(self.runtime.group.ranks()[rank], action);
+                // What the others wait for will not come.
+                self.runtime.group.fail(&error.to_string());
+                return Err(error);
+            }
         }
         let left = self.held.values().any(|held| held.tape.is_some() || held.weights.is_some());
         if left || !self.outgoing.is_empty() {

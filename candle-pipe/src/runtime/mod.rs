@@ -3,7 +3,7 @@
 //! Every rank lowers the same schedule to the same program and runs its list of it (`execute.rs`). Tensors are handed over
 //! (`wire.rs`); gradients of what stages share, and of replicas of the model, are reduced where the program says
 //! (`reduce.rs`). Nothing is probed or agreed upon while it runs: the program, whose sends and receives are in one common
-//! order, decides everything.
+//! order, decides everything. A rank that fails says so to the others, and the step ends for all of them or for none.
 mod execute;
 mod post;
 mod reduce;
@@ -223,6 +223,8 @@ impl Runtime {
         }
         let batch = Batch::new(self, cut, options)?;
         let Made { results, grads, spans, peak } = Execution::new(self, program, &batch, backward).run()?;
+        // A rank that is through has not succeeded while another can still fail.
+        self.group.barrier()?;
         let mut step = Step::with_grads(grads);
         for (made, &weight) in results.iter().zip(&batch.weights) {
             let outputs = self.info.graph.outputs.iter();

@@ -1,5 +1,9 @@
 //! Pipelines on ranks: every schedule computes what one device computes.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
+mod chain;
+mod failure;
+mod handover;
+mod memory;
 mod model;
 mod parity;
 mod replicas;

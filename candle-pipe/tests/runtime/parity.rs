@@ -89,7 +89,7 @@ const KINDS: [(ScheduleKind, &[usize]); 11] = [
 ];
 
 /// All schedules of a number of ranks that there are, with a name each.
-fn schedules(ranks: usize) -> Vec<(String, Schedule)> {
+pub(crate) fn schedules(ranks: usize) -> Vec<(String, Schedule)> {
     let mut all = Vec::new();
     for (kind, stages) in KINDS {
         for (&v, microbatches) in itertools::iproduct!(stages, [1, 4, 6, 8]) {

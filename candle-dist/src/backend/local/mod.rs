@@ -16,7 +16,7 @@ mod wait;
 pub(crate) use state::{End, RankGuard, WorldState};
 
 use super::{Backend, Call, Fresh, Op, Results, Tensors, Unfinished, bytes};
-use crate::{Error, GroupFailure, Result};
+use crate::{Cause, Error, GroupFailure, Result};
 use candle_core::Tensor;
 use collective::compute;
 use parking_lot::Mutex;
@@ -199,6 +199,11 @@ impl Backend for LocalBackend {
         })?;
         self.group.world().check()?;
         Ok(Arc::new(Self::join(self.group.world(), me, &ranks, rank)))
+    }
+
+    fn fail(&self, message: &str) {
+        let rank = self.group.ranks()[self.rank];
+        self.group.world().fail(Cause::Failed { rank, message: message.to_string() });
     }
 
     fn failure(&self) -> Option<Arc<GroupFailure>> {
