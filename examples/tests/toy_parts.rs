@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use candle_core::{Device, Tensor};
+use candle_pipe::schedule::{Costs, Edges};
 use clap::Parser;
 use examples::comm::CommStat;
 use examples::toy::args::{Args, RunName};
@@ -96,6 +97,40 @@ fn the_summary_shows_communication_where_there_is_some() -> anyhow::Result<()> {
         assert!(both.contains(expected), "{expected} is missing:\n{both}");
     }
     assert!(!summary(&[single])?.contains("collective"));
+    Ok(())
+}
+
+#[test]
+fn options_of_pipelines_choose_the_runs_and_the_mesh() {
+    use RunName::{Pp, PpSp, Single, Tp, TpSp};
+    let shape = |flags: &[&str]| {
+        let args = args(flags);
+        let pipeline = args.pipeline();
+        (args.runs(), [pipeline.pp, pipeline.dp, pipeline.tp, pipeline.microbatches])
+    };
+    assert_eq!(shape(&[]), (vec![Single, Tp, TpSp], [2, 1, 1, 4]));
+    assert_eq!(shape(&["--dp", "3"]), (vec![Single, Pp], [1, 3, 1, 4]));
+    assert_eq!(shape(&["--pp", "3", "--tp", "2", "--microbatches", "5"]), (vec![Single, Pp], [3, 1, 2, 5]));
+    assert_eq!(shape(&["--runs", "pp_sp", "--schedule", "zbv"]), (vec![PpSp], [2, 1, 1, 4]));
+}
+
+/// A step that went just as its schedule says is predicted, and has the bubble of the closed form.
+#[test]
+fn a_prediction_is_the_schedule_at_the_measured_costs() -> anyhow::Result<()> {
+    let (p, m) = (3, 5);
+    let args = args(&["--pp", "3", "--microbatches", "5"]);
+    let pipeline = args.pipeline();
+    let schedule = pipeline.schedule()?;
+    let costs = Costs::per_rank(schedule.stage_ranks(), 1.0, 2.0, 0.0);
+    let timeline = schedule.simulate(&Edges::chain(p), &costs)?;
+    let ranks: Vec<_> = timeline.ranks.into_iter().map(|spans| (vec![spans.clone(), spans], 2)).collect();
+    let stat = pipeline.stat(&ranks)?;
+    let bubble = (p - 1) as f64 / (m + p - 1) as f64;
+    assert!(
+        (stat.bubble_predicted - bubble).abs() < 1e-12 && (stat.bubble_measured - bubble).abs() < 1e-12,
+        "{stat:?}"
+    );
+    assert_eq!((stat.schedule, stat.peak_activations), ("1f1b", vec![2.0; 3]));
     Ok(())
 }
 
