@@ -2,7 +2,7 @@
 use crate::Result;
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, TensorId};
-use std::cell::RefCell;
+use candle_shard::kernels::{WeightProduct, WeightSink, with_weight_sink};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -25,74 +25,20 @@ struct Weights {
     sums: Vec<(Tensor, Tensor)>,
 }
 
-/// A weight's gradient as the two factors of its product.
-#[derive(Debug)]
-pub(crate) struct WeightProduct {
-    /// The weight `[n, k]`.
-    pub(crate) weight: Tensor,
-    /// The layer's input `[rows, k]`.
-    pub(crate) x: Tensor,
-    /// The gradient of the layer's output `[rows, n]`.
-    pub(crate) grad: Tensor,
-}
-
-impl WeightProduct {
-    /// The gradient `[n, k]`.
-    pub(crate) fn compute(&self) -> candle_core::Result<Tensor> {
-        if self.x.elem_count() == 0 || self.grad.elem_count() == 0 {
-            return self.weight.zeros_like();
-        }
-        self.grad.t()?.matmul(&self.x)
-    }
-}
-
-thread_local! {
-    /// The queue of the stage that this thread runs.
-    static CURRENT: RefCell<Option<Arc<WeightQueue>>> = const { RefCell::new(None) };
-}
-
 impl WeightQueue {
     /// A queue for a run whose inputs from other stages are the variables `inputs`.
     pub(crate) fn new(inputs: Vec<TensorId>) -> Arc<Self> {
         Arc::new(Self { inputs, ..Self::default() })
     }
 
-    /// The queue of the stage that this thread runs, if it runs one.
-    pub(crate) fn current() -> Option<Arc<Self>> {
-        CURRENT.with_borrow(Clone::clone)
-    }
-
     /// What `f` gives when the layers that it runs use this queue.
     pub(crate) fn during<R>(self: &Arc<Self>, f: impl FnOnce() -> R) -> R {
-        /// Puts back the queue of before, also when a layer panics.
-        struct Restore(Option<Arc<WeightQueue>>);
-
-        impl Drop for Restore {
-            fn drop(&mut self) {
-                CURRENT.set(self.0.take());
-            }
-        }
-
-        let _restore = Restore(CURRENT.replace(Some(self.clone())));
-        f()
+        with_weight_sink(self.clone(), f)
     }
 
     /// Sets whether weight gradients are put off from now on, or computed on the way.
     pub(crate) fn defer(&self, is_deferring: bool) {
         self.is_deferring.store(is_deferring, Ordering::Relaxed);
-    }
-
-    /// The gradient, unless it is one of this stage's own variables: then the queue has it, now or later.
-    pub(crate) fn take(&self, product: WeightProduct) -> candle_core::Result<Option<Tensor>> {
-        if !product.weight.is_variable() || self.inputs.contains(&product.weight.id()) {
-            return product.compute().map(Some);
-        }
-        if self.is_deferring.load(Ordering::Relaxed) {
-            self.lock().waiting.push(product);
-        } else {
-            self.add(&product)?;
-        }
-        Ok(None)
     }
 
     /// The weights whose gradients wait; one stands for each use.
@@ -126,5 +72,20 @@ impl WeightQueue {
 
     fn lock(&self) -> MutexGuard<'_, Weights> {
         self.weights.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl WeightSink for WeightQueue {
+    /// The gradient, unless it is one of this stage's own variables: then the queue has it, now or later.
+    fn take(&self, product: WeightProduct) -> candle_core::Result<Option<Tensor>> {
+        if !product.weight.is_variable() || self.inputs.contains(&product.weight.id()) {
+            return product.compute().map(Some);
+        }
+        if self.is_deferring.load(Ordering::Relaxed) {
+            self.lock().waiting.push(product);
+        } else {
+            self.add(&product)?;
+        }
+        Ok(None)
     }
 }

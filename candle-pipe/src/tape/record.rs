@@ -67,8 +67,11 @@ impl Tape {
         Ok(backward)
     }
 
-    /// The backward pass but for the weights of [`nn::Linear`](crate::nn::Linear) layers, whose gradients come from the
-    /// tape that is left: bit by bit those that [`backward`](Self::backward) gives.
+    /// The backward pass but for the weights of linear layers, whose gradients come from the tape that is left: bit by
+    /// bit those that [`backward`](Self::backward) gives.
+    ///
+    /// Those of [`nn::Linear`](crate::nn::Linear), and on a CPU of `candle_shard` where nothing need be communicated for
+    /// them.
     ///
     /// Every parameter's gradient comes whole from one of the two.
     ///

@@ -3,7 +3,10 @@ use crate::common::numbers;
 use candle_core::{DType, Device, Tensor};
 use candle_dist::World;
 use candle_pipe::microbatch::split_args_kwargs_into_chunks;
-use candle_pipe::{EqualCount, In, Keep, Kwargs, LocalPipe, PipeBuilder, Reduction, Result, StepOptions, stage_op};
+use candle_pipe::{
+    Activation, EqualCount, Gradient, In, Keep, Kwargs, LocalPipe, PipeBuilder, Reduction, Result, StepOptions,
+    stage_op,
+};
 use candle_shard::nn::{Linear, ShardedVarBuilder, checkpoint};
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
 use candle_shard::{DTensor, Replicate};
@@ -35,7 +38,7 @@ fn declare() -> Builder {
 }
 
 /// The loss and the whole gradients by name.
-fn step(ranks: usize, stages: usize, keep: Keep) -> Vec<(String, Tensor)> {
+fn step(ranks: usize, stages: usize, keep: Keep, split_backward: bool) -> Vec<(String, Tensor)> {
     let run = World::local(ranks).run(move |ctx| -> Result<Vec<(String, Tensor)>> {
         let mesh = ctx.mesh(&[("tp", ranks)])?;
         let plan = Plan::new("tp").with("*.up", ColwiseParallel::default()).with("*.down", RowwiseParallel::default());
@@ -48,7 +51,8 @@ fn step(ranks: usize, stages: usize, keep: Keep) -> Vec<(String, Tensor)> {
         assert_eq!(named, built);
         let x = numbers("x", &[5, 4]);
         let batch = split_args_kwargs_into_chunks(&[x.into()], &Kwargs::new(), 2, None, None)?;
-        let mut step = local.forward_backward(&batch, &StepOptions { keep, ..StepOptions::default() })?;
+        let mut step =
+            local.forward_backward(&batch, &StepOptions { keep, split_backward, ..StepOptions::default() })?;
         parameters.reduce(&mut step.grads)?;
         let mut all = vec![("loss".to_owned(), step.loss()?.clone())];
         for p in parameters.iter() {
@@ -63,12 +67,38 @@ fn step(ranks: usize, stages: usize, keep: Keep) -> Vec<(String, Tensor)> {
 
 #[test]
 fn stages_of_sharded_layers() {
-    let want = step(1, 1, Keep::Activations);
+    let want = step(1, 1, Keep::Activations, false);
     for (ranks, stages, keep) in
         [(1, 3, Keep::Inputs), (2, 1, Keep::Activations), (2, 2, Keep::Activations), (2, 3, Keep::Inputs)]
     {
-        for ((name, got), (_, want)) in step(ranks, stages, keep).iter().zip(&want) {
-            crate::common::assert_close(&format!("{name} on {ranks} ranks in {stages} stages"), got, want);
+        for split in [false, true] {
+            for ((name, got), (_, want)) in step(ranks, stages, keep, split).iter().zip(&want) {
+                crate::common::assert_close(&format!("{name} on {ranks} ranks in {stages} stages"), got, want);
+            }
         }
     }
+}
+
+#[test]
+fn weights_of_sharded_layers_wait() {
+    let run = World::local(2).run(|ctx| -> Result<()> {
+        let plan = Plan::new("tp").with("*.up", ColwiseParallel::default()).with("*.down", RowwiseParallel::default());
+        let vb = ShardedVarBuilder::fresh(5, &ctx.mesh(&[("tp", 2)])?, plan, DType::F64, &Device::Cpu)?;
+        let stage = declare().finish(EqualCount(1))?.build_stage(0, &vb, &Device::Cpu)?;
+        let input = Activation { value: numbers("x", &[5, 4]).into(), tracked: vec![true] };
+        let (outputs, tape) = stage.forward(vec![input], &stage.ctx(0..5), Keep::Activations)?;
+        let mut seeds = vec![Gradient::default(); outputs.len()];
+        let loss = stage.loss_output().expect("the stage has the loss");
+        seeds[loss] = Gradient::of_loss(&outputs[loss].value, 1.0)?;
+        let (first, late) = tape.backward_inputs(&seeds)?;
+        let late = late.backward()?;
+        // What is recomputed in the backward pass does not wait.
+        for (name, waits) in [("first.up.weight", true), ("first.down.weight", true), ("first.up.bias", false)] {
+            let parameter = &stage.parameters()[name];
+            let found = (first.parameters.get(parameter).is_some(), late.get(parameter).is_some());
+            assert_eq!(found, (!waits, waits), "{name}");
+        }
+        Ok(())
+    });
+    run.unwrap();
 }

@@ -1,12 +1,15 @@
+use std::sync::Arc;
+
 use candle_core::{
     CpuStorage, CustomOp2, CustomOp3, D, DType, Layout, Result, Shape, Storage, Tensor, backend::BackendStorage, bail,
     op::BackpropOp,
 };
 
 use super::{
-    Reading, check_dtype, check_vector, compute_dtype, cpu, elements,
+    Reading, WeightProduct, WeightSink, check_dtype, check_vector, compute_dtype, cpu, elements,
     real::Real,
     rows::{add_assign, by_blocks},
+    weight_sink,
 };
 
 /// The linear map `x · weightᵀ + bias`.
@@ -41,8 +44,8 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
     let (input, weight) = (x.to_dtype(dtype)?, weight.to_dtype(dtype)?);
     let input = if as_rows(input.layout()).is_some() { input } else { input.contiguous()? };
     let out = match bias {
-        Some(bias) => input.apply_op3(&weight, &bias.to_dtype(dtype)?.contiguous()?, Linear)?,
-        None => input.apply_op2(&weight, Linear)?,
+        Some(bias) => input.apply_op3(&weight, &bias.to_dtype(dtype)?.contiguous()?, Linear(weight_sink()))?,
+        None => input.apply_op2(&weight, Linear(weight_sink()))?,
     };
     out.to_dtype(x.dtype())
 }
@@ -57,7 +60,8 @@ fn composed(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor
     }
 }
 
-struct Linear;
+/// The map, and who takes the gradient of the weight.
+struct Linear(Option<Arc<dyn WeightSink>>);
 
 /// A tensor of any rank seen as `[rows, last]`, where its strides allow that without a copy.
 fn as_rows(layout: &Layout) -> Option<Layout> {
@@ -111,8 +115,21 @@ fn add_bias<T: Real>(out: &mut [T], bias: &[T]) {
     );
 }
 
-/// The gradients of `x` and `weight`, each only where it is asked for.
-fn backward(x: &Tensor, weight: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+impl Linear {
+    /// The gradients of `x` and `weight`, each only where it is asked for and not left to the sink.
+    fn backward(&self, x: &Tensor, weight: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        match self.0.as_ref().filter(|_| weight.track_op()) {
+            None => backward(x, weight, grad, weight.track_op()),
+            Some(sink) => {
+                let (dx, _) = backward(x, weight, grad, false)?;
+                Ok((dx, sink.take(WeightProduct::new(weight, x, grad)?)?))
+            }
+        }
+    }
+}
+
+/// The gradients of `x`, where it is asked for, and of `weight`.
+fn backward(x: &Tensor, weight: &Tensor, grad: &Tensor, of_weight: bool) -> Result<(Option<Tensor>, Option<Tensor>)> {
     let [x_s, weight_s, grad_s] = [x, weight, grad].map(|t| t.storage_and_layout().0);
     let (Some(x_l), Some(grad_l)) = (as_rows(x.layout()), as_rows(grad.layout())) else {
         bail!("linear: the rows of an operand are not evenly spaced");
@@ -120,7 +137,7 @@ fn backward(x: &Tensor, weight: &Tensor, grad: &Tensor) -> Result<(Option<Tensor
     let (x_s, weight_s, grad_s) = (cpu(&x_s)?, cpu(&weight_s)?, cpu(&grad_s)?);
     let tensor = |s, shape: &Shape| Tensor::from_storage(Storage::Cpu(s), shape, BackpropOp::none(), false);
     let dx = x.track_op().then(|| product(grad_s, &grad_l, weight_s, weight.layout()));
-    let dw = weight.track_op().then(|| product(grad_s, &grad_l.transpose(0, 1)?, x_s, &x_l));
+    let dw = of_weight.then(|| product(grad_s, &grad_l.transpose(0, 1)?, x_s, &x_l));
     Ok((dx.transpose()?.map(|s| tensor(s, x.shape())), dw.transpose()?.map(|s| tensor(s, weight.shape()))))
 }
 
@@ -147,7 +164,7 @@ impl CustomOp2 for Linear {
     }
 
     fn bwd(&self, x: &Tensor, w: &Tensor, _: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        backward(x, w, &grad.contiguous()?)
+        self.backward(x, w, &grad.contiguous()?)
     }
 }
 
@@ -183,7 +200,7 @@ impl CustomOp3 for Linear {
         grad: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
         let grad = grad.contiguous()?;
-        let (dx, dw) = backward(x, w, &grad)?;
+        let (dx, dw) = self.backward(x, w, &grad)?;
         let db = match grad.dtype() {
             DType::F64 => column_sums::<f64>(&grad, bias)?,
             _ => column_sums::<f32>(&grad, bias)?,
