@@ -11,6 +11,6 @@ pub use record::{Backward, Tape, WeightTape};
 pub use stage::{Keep, StageModule};
 
 pub(crate) use activation::scalar;
-pub(crate) use queue::{WeightProduct, WeightQueue};
+pub(crate) use queue::WeightQueue;
 pub(crate) use seed::vjp;
 pub(crate) use stage::StageNode;

@@ -3,6 +3,7 @@ use crate::Result;
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, TensorId};
 use std::cell::RefCell;
+use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -20,29 +21,20 @@ pub(crate) struct WeightQueue {
 
 #[derive(Debug, Default)]
 struct Weights {
-    waiting: Vec<WeightProduct>,
+    waiting: Vec<Late>,
     /// Weights with the sums of what is computed.
     sums: Vec<(Tensor, Tensor)>,
 }
 
-/// A weight's gradient as the two factors of its product.
-#[derive(Debug)]
-pub(crate) struct WeightProduct {
-    /// The weight `[n, k]`.
-    pub(crate) weight: Tensor,
-    /// The layer's input `[rows, k]`.
-    pub(crate) x: Tensor,
-    /// The gradient of the layer's output `[rows, n]`.
-    pub(crate) grad: Tensor,
+/// A weight's gradient, still to be computed.
+struct Late {
+    weight: Tensor,
+    compute: Box<dyn FnOnce() -> candle_core::Result<Tensor> + Send>,
 }
 
-impl WeightProduct {
-    /// The gradient `[n, k]`.
-    pub(crate) fn compute(&self) -> candle_core::Result<Tensor> {
-        if self.x.elem_count() == 0 || self.grad.elem_count() == 0 {
-            return self.weight.zeros_like();
-        }
-        self.grad.t()?.matmul(&self.x)
+impl fmt::Debug for Late {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Late({:?})", self.weight.shape())
     }
 }
 
@@ -82,28 +74,32 @@ impl WeightQueue {
         self.is_deferring.store(is_deferring, Ordering::Relaxed);
     }
 
-    /// The gradient, unless it is one of this stage's own variables: then the queue has it, now or later.
-    pub(crate) fn take(&self, product: WeightProduct) -> candle_core::Result<Option<Tensor>> {
-        if !product.weight.is_variable() || self.inputs.contains(&product.weight.id()) {
-            return product.compute().map(Some);
+    /// The gradient of `weight`, unless that is one of this stage's own variables: then the queue has it, now or later.
+    pub(crate) fn take(
+        &self,
+        weight: &Tensor,
+        compute: impl FnOnce() -> candle_core::Result<Tensor> + Send + 'static,
+    ) -> candle_core::Result<Option<Tensor>> {
+        if !weight.is_variable() || self.inputs.contains(&weight.id()) {
+            return compute().map(Some);
         }
         if self.is_deferring.load(Ordering::Relaxed) {
-            self.lock().waiting.push(product);
+            self.lock().waiting.push(Late { weight: weight.clone(), compute: Box::new(compute) });
         } else {
-            self.add(&product)?;
+            self.add(weight, compute()?)?;
         }
         Ok(None)
     }
 
     /// The weights whose gradients wait; one stands for each use.
     pub(crate) fn waiting(&self) -> Vec<Tensor> {
-        self.lock().waiting.iter().map(|product| product.weight.clone()).collect()
+        self.lock().waiting.iter().map(|late| late.weight.clone()).collect()
     }
 
     /// Computes what waits, in the order in which it came, and adds all that the queue has to `grads`.
     pub(crate) fn finish(&self, grads: &mut GradStore) -> Result<()> {
         let waiting = std::mem::take(&mut self.lock().waiting);
-        waiting.iter().try_for_each(|product| self.add(product))?;
+        waiting.into_iter().try_for_each(|late| self.add(&late.weight, (late.compute)()?))?;
         for (weight, sum) in std::mem::take(&mut self.lock().sums) {
             let whole = match grads.get(&weight) {
                 Some(other) => (other + sum)?,
@@ -114,12 +110,11 @@ impl WeightQueue {
         Ok(())
     }
 
-    fn add(&self, product: &WeightProduct) -> candle_core::Result<()> {
-        let grad = product.compute()?;
+    fn add(&self, weight: &Tensor, grad: Tensor) -> candle_core::Result<()> {
         let mut weights = self.lock();
-        match weights.sums.iter_mut().find(|(weight, _)| weight.id() == product.weight.id()) {
+        match weights.sums.iter_mut().find(|(other, _)| other.id() == weight.id()) {
             Some((_, sum)) => *sum = (&*sum + grad)?,
-            None => weights.sums.push((product.weight.clone(), grad)),
+            None => weights.sums.push((weight.clone(), grad)),
         }
         Ok(())
     }
