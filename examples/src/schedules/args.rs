@@ -156,7 +156,7 @@ impl Args {
             require!(cost.is_finite() && cost >= 0.0, "{flag} {cost} is no time: give 0 or more.");
         }
         if let Some(unit) = self.measure {
-            require!(unit.is_finite() && unit >= 0.0, "--measure {unit} is no time: give seconds, 0 or more.");
+            require!(unit.is_finite() && unit > 0.0, "--measure {unit} is no time: give seconds, more than 0.");
             require!(self.latency == 0.0, "--measure has no latency: leave out --latency.");
         }
         let all = self.load.is_none() && self.schedule == Choice::All;

@@ -76,8 +76,11 @@ impl Plan {
     pub fn measure(&mut self, unit: f64) -> anyhow::Result<()> {
         for entry in &mut self.entries {
             let timeline = measure(&entry.schedule, &entry.costs, unit)?;
-            let off = 100.0 * (timeline.makespan() / entry.timeline.makespan() - 1.0);
-            entry.measured = Some((format!("measured ({off:+.2} %)"), timeline));
+            let title = match entry.timeline.makespan() {
+                0.0 => "measured".to_string(),
+                predicted => format!("measured ({:+.2} %)", 100.0 * (timeline.makespan() / predicted - 1.0)),
+            };
+            entry.measured = Some((title, timeline));
         }
         Ok(())
     }
