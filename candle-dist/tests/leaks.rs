@@ -2,34 +2,8 @@
 #![cfg(target_os = "linux")]
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 use candle_core::{DType, Device, Tensor};
-use candle_dist::{Error, ReduceOp, Result, World};
-use test_utils::on_ranks;
-
-/// How much the process may grow in a measured part, in KiB: three bytes for each of 100 000 calls.
-const BOUND: usize = 256;
-
-/// The memory of this process that is in RAM, in KiB.
-fn resident() -> usize {
-    let status = std::fs::read_to_string("/proc/self/status").unwrap();
-    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
-    line.trim().trim_end_matches("kB").trim().parse().unwrap()
-}
-
-/// Does `work` some times to warm up, then `times` times, in which the process must not grow.
-///
-/// What the system's allocator keeps may grow once; a leak grows every time.
-fn stays_flat(what: &str, times: usize, mut work: impl FnMut() -> Result<()>) -> Result<()> {
-    (0..times / 5).try_for_each(|_| work())?;
-    let mut grown = Vec::new();
-    // Always as often: ranks must do the same work.
-    for _ in 0..3 {
-        let before = resident();
-        (0..times).try_for_each(|_| work())?;
-        grown.push(resident().saturating_sub(before));
-    }
-    assert!(grown.iter().any(|&kib| kib < BOUND), "{times} {what} left {grown:?} KiB");
-    Ok(())
-}
+use candle_dist::{Error, ReduceOp, World};
+use test_utils::{on_ranks, stays_flat};
 
 // One test, since memory is the process's.
 #[test]
@@ -61,12 +35,12 @@ fn resident_memory_stays_flat() {
             _ => Err(Error::Unsupported("on purpose".to_string())),
         });
         assert_eq!(outcome.unwrap_err().rank, 1);
-        Ok(())
+        Ok::<_, Error>(())
     })
     .unwrap();
     stays_flat("worlds", 1_000, || {
         on_ranks(3, "worlds", |ctx| ctx.group().barrier());
-        Ok(())
+        Ok::<_, Error>(())
     })
     .unwrap();
 }

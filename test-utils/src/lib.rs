@@ -1,6 +1,7 @@
 //! The multi-rank test harness and the toy models of the candle distributed stack.
 mod converter;
 mod harness;
+mod memory;
 pub mod model_args;
 pub mod reference;
 pub mod reference_mlp;
@@ -12,5 +13,6 @@ pub mod toy;
 
 pub use converter::DTensorConverter;
 pub use harness::{Ranks, on_ranks};
+pub use memory::stays_flat;
 pub use scratch::Scratch;
 pub use subtests::{on_mesh, run_subtests, skip_unless_gpus};

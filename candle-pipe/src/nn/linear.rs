@@ -1,9 +1,8 @@
 //! The affine layer whose weight gradient can be put off.
+use super::LateGradients;
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::{CpuStorage, CudaStorage, CustomOp2, D, Layout, MetalStorage, Result, Shape, Tensor, bail};
 use candle_nn::{Module, VarBuilder};
-use candle_shard::kernels::{WeightProduct, WeightSink, weight_sink};
-use std::sync::Arc;
 
 /// `y = x · weightᵀ + bias`, as candle's layer with the same parameters, but in a stage with a weight gradient that
 /// [`Tape::backward_inputs`](crate::Tape::backward_inputs) leaves for later.
@@ -77,7 +76,7 @@ pub fn deferred_linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Re
     }
     let lead = &x.dims()[..x.rank() - 1];
     let rows = x.reshape((lead.iter().product::<usize>(), k))?.contiguous()?;
-    let y = rows.apply_op2(&weight.contiguous()?, Product(weight_sink()))?;
+    let y = rows.apply_op2(&weight.contiguous()?, Product(LateGradients::of_stage()))?;
     let y = y.reshape([lead, &[n]].concat())?;
     match bias {
         Some(bias) => y.broadcast_add(bias),
@@ -85,8 +84,8 @@ pub fn deferred_linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Re
     }
 }
 
-/// The product of `x [rows, k]` and the transpose of `weight [n, k]`, with who takes the gradient of the weight.
-struct Product(Option<Arc<dyn WeightSink>>);
+/// The product of `x [rows, k]` and the transpose of `weight [n, k]`, of a stage with this queue.
+struct Product(LateGradients);
 
 fn product<S>(x: &S, x_l: &Layout, w: &S, w_l: &Layout) -> Result<(S, Shape)>
 where
@@ -134,11 +133,11 @@ impl CustomOp2 for Product {
         if !w.track_op() {
             return Ok((dx.transpose()?, None));
         }
-        let product = WeightProduct { weight: w.clone(), x: x.detach(), grad };
-        let dw = match &self.0 {
-            Some(sink) => sink.take(product)?,
-            None => Some(product.compute()?),
-        };
+        let (like, x) = (w.detach(), x.detach());
+        let dw = self.0.give(w, move || match x.elem_count() * grad.elem_count() {
+            0 => like.zeros_like(),
+            _ => grad.t()?.matmul(&x),
+        })?;
         Ok((dx.transpose()?, dw))
     }
 }

@@ -9,7 +9,7 @@ use crate::{Error, Result, StepOptions, Value};
 use candle_core::backprop::GradStore;
 use candle_dist::panic_message;
 use itertools::Itertools;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Instant;
 
@@ -50,6 +50,8 @@ pub(super) struct Execution<'a> {
     reductions: Reductions<'a>,
     held: HashMap<At, Held>,
     outgoing: HashMap<Message, Vec<Value>>,
+    /// What is still to come from each rank, in order: taken when it is needed, so that nobody waits before.
+    awaited: HashMap<usize, VecDeque<Message>>,
     made: Made,
     /// How many backward passes are outstanding.
     open: usize,
@@ -67,6 +69,7 @@ impl<'a> Execution<'a> {
             reductions: Reductions::new(runtime),
             held: HashMap::new(),
             outgoing: HashMap::new(),
+            awaited: HashMap::new(),
             made: Made { results: vec![HashMap::new(); batch.len()], ..Made::default() },
             open: 0,
             began: Instant::now(),
@@ -87,7 +90,7 @@ impl<'a> Execution<'a> {
             }
         }
         let left = self.held.values().any(|held| held.tape.is_some() || held.weights.is_some());
-        if left || !self.outgoing.is_empty() {
+        if left || !self.outgoing.is_empty() || self.awaited.values().any(|messages| !messages.is_empty()) {
             return Err(Error::Schedule(format!("the program of rank {rank} ends with work left over")));
         }
         Ok(self.made)
@@ -98,7 +101,10 @@ impl<'a> Execution<'a> {
             Action::Compute(compute) => self.timed(compute),
             Action::Overlap(pair) => pair.into_iter().try_for_each(|compute| self.timed(compute)),
             Action::Send(message) => self.send(message),
-            Action::Recv(message) => self.receive(message),
+            Action::Recv(message) => {
+                self.awaited.entry(self.runtime.rank_of(message.from)).or_default().push_back(message);
+                Ok(())
+            }
             // What is sent is handed over, and nobody waits for it.
             Action::WaitSend(_) => Ok(()),
             Action::SharedReduce(group) => self.reductions.shared(group, &mut self.made.grads),
@@ -111,6 +117,7 @@ impl<'a> Execution<'a> {
     }
 
     fn timed(&mut self, compute: Compute) -> Result<()> {
+        self.fetch(compute)?;
         let start = self.began.elapsed().as_secs_f64();
         match compute.pass {
             Pass::Forward => self.forward(compute)?,
@@ -233,6 +240,41 @@ impl<'a> Execution<'a> {
         let values = self.outgoing.remove(&message).ok_or_else(nothing)?;
         let values = values.iter().map(|value| aliases(value, &self.runtime.parameters)).collect::<Result<Vec<_>>>()?;
         self.post.send(self.runtime.rank_of(message.to), message, &values)
+    }
+
+    /// Waits for what a computation takes from other ranks.
+    fn fetch(&mut self, Compute { stage, pass, microbatch }: Compute) -> Result<()> {
+        let (def, me) = (self.runtime.stage(stage)?.def(), self.runtime.group.rank());
+        let at = (stage, microbatch);
+        match pass {
+            Pass::Forward => {
+                let froms =
+                    def.inputs.iter().filter_map(|input| Some((input.value, self.runtime.rank_of(input.from?))));
+                for (value, rank) in froms.filter(|&(_, rank)| rank != me) {
+                    while !self.held.get(&at).is_some_and(|held| held.values.contains_key(&value)) {
+                        self.next_from(rank)?;
+                    }
+                }
+            }
+            Pass::Backward | Pass::Input => {
+                let pairs = def.outputs.iter().flat_map(|output| output.consumers.iter().map(|&to| (output.value, to)));
+                for (value, to) in pairs.filter(|&(_, to)| self.runtime.rank_of(to) != me) {
+                    let has = |held: &Held| held.gradients.get(&value).is_some_and(|found| found.contains_key(&to));
+                    while !self.held.get(&at).is_some_and(has) {
+                        self.next_from(self.runtime.rank_of(to))?;
+                    }
+                }
+            }
+            Pass::Weight => {}
+        }
+        Ok(())
+    }
+
+    /// Takes the next message of a rank.
+    fn next_from(&mut self, rank: usize) -> Result<()> {
+        let nothing = || Error::Schedule(format!("nothing more is to come from rank {rank}"));
+        let message = self.awaited.get_mut(&rank).and_then(VecDeque::pop_front).ok_or_else(nothing)?;
+        self.receive(message)
     }
 
     fn receive(&mut self, message: Message) -> Result<()> {

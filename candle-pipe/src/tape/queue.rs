@@ -3,6 +3,8 @@ use crate::Result;
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, TensorId};
 use candle_shard::kernels::{WeightProduct, WeightSink, with_weight_sink};
+use std::cell::RefCell;
+use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -20,9 +22,26 @@ pub(crate) struct WeightQueue {
 
 #[derive(Debug, Default)]
 struct Weights {
-    waiting: Vec<WeightProduct>,
+    waiting: Vec<Late>,
     /// Weights with the sums of what is computed.
     sums: Vec<(Tensor, Tensor)>,
+}
+
+/// A weight's gradient, still to be computed.
+struct Late {
+    weight: Tensor,
+    compute: Box<dyn FnOnce() -> candle_core::Result<Tensor> + Send>,
+}
+
+impl fmt::Debug for Late {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Late({:?})", self.weight.shape())
+    }
+}
+
+thread_local! {
+    /// The queue of the stage that this thread runs.
+    static CURRENT: RefCell<Option<Arc<WeightQueue>>> = const { RefCell::new(None) };
 }
 
 impl WeightQueue {
@@ -31,8 +50,24 @@ impl WeightQueue {
         Arc::new(Self { inputs, ..Self::default() })
     }
 
+    /// The queue of the stage that this thread runs, if it runs one.
+    pub(crate) fn current() -> Option<Arc<Self>> {
+        CURRENT.with_borrow(Clone::clone)
+    }
+
     /// What `f` gives when the layers that it runs use this queue.
     pub(crate) fn during<R>(self: &Arc<Self>, f: impl FnOnce() -> R) -> R {
+        /// Puts back the queue of before, also when a layer panics.
+        struct Restore(Option<Arc<WeightQueue>>);
+
+        impl Drop for Restore {
+            fn drop(&mut self) {
+                CURRENT.set(self.0.take());
+            }
+        }
+
+        let _restore = Restore(CURRENT.replace(Some(self.clone())));
+        // The linear layers of candle-shard know the queue by another name.
         with_weight_sink(self.clone(), f)
     }
 
@@ -41,15 +76,32 @@ impl WeightQueue {
         self.is_deferring.store(is_deferring, Ordering::Relaxed);
     }
 
+    /// The gradient of `weight`, unless that is one of this stage's own variables: then the queue has it, now or later.
+    pub(crate) fn take(
+        &self,
+        weight: &Tensor,
+        compute: impl FnOnce() -> candle_core::Result<Tensor> + Send + 'static,
+    ) -> candle_core::Result<Option<Tensor>> {
+        if !weight.is_variable() || self.inputs.contains(&weight.id()) {
+            return compute().map(Some);
+        }
+        if self.is_deferring.load(Ordering::Relaxed) {
+            self.lock().waiting.push(Late { weight: weight.clone(), compute: Box::new(compute) });
+        } else {
+            self.add(weight, compute()?)?;
+        }
+        Ok(None)
+    }
+
     /// The weights whose gradients wait; one stands for each use.
     pub(crate) fn waiting(&self) -> Vec<Tensor> {
-        self.lock().waiting.iter().map(|product| product.weight.clone()).collect()
+        self.lock().waiting.iter().map(|late| late.weight.clone()).collect()
     }
 
     /// Computes what waits, in the order in which it came, and adds all that the queue has to `grads`.
     pub(crate) fn finish(&self, grads: &mut GradStore) -> Result<()> {
         let waiting = std::mem::take(&mut self.lock().waiting);
-        waiting.iter().try_for_each(|product| self.add(product))?;
+        waiting.into_iter().try_for_each(|late| self.add(&late.weight, (late.compute)()?))?;
         for (weight, sum) in std::mem::take(&mut self.lock().sums) {
             let whole = match grads.get(&weight) {
                 Some(other) => (other + sum)?,
@@ -60,12 +112,11 @@ impl WeightQueue {
         Ok(())
     }
 
-    fn add(&self, product: &WeightProduct) -> candle_core::Result<()> {
-        let grad = product.compute()?;
+    fn add(&self, weight: &Tensor, grad: Tensor) -> candle_core::Result<()> {
         let mut weights = self.lock();
-        match weights.sums.iter_mut().find(|(weight, _)| weight.id() == product.weight.id()) {
+        match weights.sums.iter_mut().find(|(other, _)| other.id() == weight.id()) {
             Some((_, sum)) => *sum = (&*sum + grad)?,
-            None => weights.sums.push((product.weight.clone(), grad)),
+            None => weights.sums.push((weight.clone(), grad)),
         }
         Ok(())
     }
@@ -76,16 +127,8 @@ impl WeightQueue {
 }
 
 impl WeightSink for WeightQueue {
-    /// The gradient, unless it is one of this stage's own variables: then the queue has it, now or later.
     fn take(&self, product: WeightProduct) -> candle_core::Result<Option<Tensor>> {
-        if !product.weight.is_variable() || self.inputs.contains(&product.weight.id()) {
-            return product.compute().map(Some);
-        }
-        if self.is_deferring.load(Ordering::Relaxed) {
-            self.lock().waiting.push(product);
-        } else {
-            self.add(&product)?;
-        }
-        Ok(None)
+        let weight = product.weight.clone();
+        WeightQueue::take(self, &weight, move || product.compute())
     }
 }

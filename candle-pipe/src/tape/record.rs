@@ -38,7 +38,7 @@ pub struct Backward {
 
 /// The second part of a backward pass: weight gradients that are still to be computed.
 ///
-/// It holds the inputs of the layers concerned and the gradients of their outputs, nothing else.
+/// It holds what those need, such as the inputs of linear layers and the gradients of their outputs, nothing else.
 #[derive(Debug)]
 pub struct WeightTape {
     queue: Arc<WeightQueue>,

@@ -6,6 +6,8 @@ mod models;
 mod parity;
 mod policies;
 mod random;
+#[path = "../common/random_model.rs"]
+mod random_model;
 mod sharded;
 mod splits;
 mod tapes;

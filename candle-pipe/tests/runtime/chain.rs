@@ -16,7 +16,9 @@ pub(crate) type Tail = Arc<dyn Fn(usize, &Tensor, &Tensor, &Ctx) -> Result<Tenso
 /// The chain of so many stages.
 pub(crate) fn pipe(stages: usize, tail: &Tail) -> Result<Pipe<Vb>> {
     let mut g = PipeBuilder::<Vb>::new();
-    let mut h = g.input("x", In::Arg);
+    let x = g.input("x", In::Arg);
+    // Microbatches are views of one batch; each gets memory of its own.
+    let mut h = g.func("own", |xs, _| Ok(xs[0].tensor()?.force_contiguous()?.into()), [x]);
     for stage in 0..stages {
         let x = h;
         let y = g.module(&format!("layers.{stage}"), |vb| Ok(nn::linear(WIDTH, WIDTH, vb.clone())?), [x]);

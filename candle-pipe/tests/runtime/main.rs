@@ -6,4 +6,7 @@ mod handover;
 mod memory;
 mod model;
 mod parity;
+mod random;
+#[path = "../common/random_model.rs"]
+mod random_model;
 mod replicas;

@@ -74,7 +74,7 @@ fn values_count() -> usize {
     values(DType::F64).unwrap().len()
 }
 
-const KINDS: [(ScheduleKind, &[usize]); 11] = [
+pub(crate) const KINDS: [(ScheduleKind, &[usize]); 11] = [
     (ScheduleKind::GPipe, &[1]),
     (ScheduleKind::OneFOneB, &[1]),
     (ScheduleKind::Interleaved1F1B, &[1, 2, 3]),

@@ -9,18 +9,19 @@ use examples::schedules::plan::Plan;
 use examples::schedules::write;
 
 fn main() -> ExitCode {
-    let (args, plan) = match cli::arguments(Plan::new) {
+    let (args, mut plan) = match cli::arguments(Plan::new) {
         Ok(checked) => checked,
         Err(status) => return status,
     };
-    match run(&args, &plan) {
+    match run(&args, &mut plan) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => failed(&error),
     }
 }
 
 /// Writes all that is asked for.
-fn run(args: &Args, plan: &Plan) -> anyhow::Result<()> {
+fn run(args: &Args, plan: &mut Plan) -> anyhow::Result<()> {
+    args.measure.map_or(Ok(()), |unit| plan.measure(unit))?;
     let output = Output::new(args.json.as_deref());
     write::files(args, plan)?;
     writeln!(output.screen(), "{}", plan.text())?;

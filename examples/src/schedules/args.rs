@@ -96,6 +96,16 @@ pub struct Args {
     #[arg(long, value_name = "FILE", help_heading = "Output")]
     pub measured: Option<PathBuf>,
 
+    /// Run it on threads whose stages sleep, so many seconds for a time of 1, and tell that beside what is predicted
+    #[arg(
+        long,
+        value_name = "SECONDS",
+        conflicts_with = "measured",
+        allow_negative_numbers = true,
+        help_heading = "Output"
+    )]
+    pub measure: Option<f64>,
+
     /// Also write the numbers as one JSON object; `-` is stdout, with nothing else on it
     #[arg(long, value_name = "FILE", help_heading = "Output")]
     pub json: Option<PathBuf>,
@@ -144,6 +154,10 @@ impl Args {
         ];
         for (flag, cost) in costs {
             require!(cost.is_finite() && cost >= 0.0, "{flag} {cost} is no time: give 0 or more.");
+        }
+        if let Some(unit) = self.measure {
+            require!(unit.is_finite() && unit > 0.0, "--measure {unit} is no time: give seconds, more than 0.");
+            require!(self.latency == 0.0, "--measure has no latency: leave out --latency.");
         }
         let all = self.load.is_none() && self.schedule == Choice::All;
         require!(!all || self.csv.is_none(), "--csv holds one schedule: name it by --schedule.");

@@ -8,6 +8,7 @@ use candle_pipe::schedule::{
 };
 
 use super::args::{Args, Choice, unreadable};
+use super::measure::measure;
 use crate::cli::{Checked, UsageError};
 
 /// All that is asked for.
@@ -17,7 +18,7 @@ pub struct Plan {
     pub entries: Vec<Entry>,
     /// Why others of all were left out.
     pub left_out: Vec<String>,
-    /// What was measured, if that is given.
+    /// What was measured elsewhere, if that is given.
     pub measured: Option<Timeline>,
 }
 
@@ -28,8 +29,12 @@ pub struct Entry {
     pub name: &'static str,
     /// The schedule.
     pub schedule: Schedule,
+    /// What its parts cost.
+    costs: Costs,
     /// What would happen.
     pub timeline: Timeline,
+    /// What did, and its title.
+    pub measured: Option<(String, Timeline)>,
 }
 
 impl Plan {
@@ -64,18 +69,38 @@ impl Plan {
         Ok(Self { entries, left_out, measured })
     }
 
-    /// The timelines with their titles, what was measured last.
+    /// Runs all schedules, where a time of 1 is `unit` seconds.
+    ///
+    /// # Errors
+    /// Those of [`measure`].
+    pub fn measure(&mut self, unit: f64) -> anyhow::Result<()> {
+        for entry in &mut self.entries {
+            let timeline = measure(&entry.schedule, &entry.costs, unit)?;
+            let title = match entry.timeline.makespan() {
+                0.0 => "measured".to_string(),
+                predicted => format!("measured ({:+.2} %)", 100.0 * (timeline.makespan() / predicted - 1.0)),
+            };
+            entry.measured = Some((title, timeline));
+        }
+        Ok(())
+    }
+
+    /// The timelines with their titles, each with what was measured behind it.
     pub fn timelines(&self) -> Vec<(&str, &Timeline)> {
-        let predicted = self.entries.iter().map(|entry| (entry.name, &entry.timeline));
-        predicted.chain(self.measured.as_ref().map(|timeline| ("measured", timeline))).collect()
+        let each = self.entries.iter().flat_map(|entry| {
+            let measured = entry.measured.as_ref().map(|(title, timeline)| (title.as_str(), timeline));
+            [(entry.name, &entry.timeline)].into_iter().chain(measured)
+        });
+        each.chain(self.measured.as_ref().map(|timeline| ("measured", timeline))).collect()
     }
 }
 
 impl Entry {
     fn new(args: &Args, name: &'static str, schedule: Schedule) -> Checked<Self> {
         let edges = Edges::chain(schedule.stages());
-        let timeline = schedule.simulate(&edges, &costs(args, schedule.stage_ranks())).map_err(wrong)?;
-        Ok(Self { name, schedule, timeline })
+        let costs = costs(args, schedule.stage_ranks());
+        let timeline = schedule.simulate(&edges, &costs).map_err(wrong)?;
+        Ok(Self { name, schedule, costs, timeline, measured: None })
     }
 }
 

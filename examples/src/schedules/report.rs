@@ -32,6 +32,9 @@ pub struct Numbers {
     pub makespan: f64,
     /// The computations of all ranks; an overlapped pair counts as two.
     pub actions: usize,
+    /// The measured time of the step, if it was measured.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub measured_makespan: Option<f64>,
 }
 
 impl Numbers {
@@ -42,6 +45,7 @@ impl Numbers {
             peak_activations: timeline.peak_activations(),
             makespan: timeline.makespan(),
             actions: timeline.ranks.iter().map(Vec::len).sum(),
+            measured_makespan: None,
         }
     }
 
@@ -56,7 +60,10 @@ impl Numbers {
 impl Plan {
     /// The JSON object.
     pub fn report(&self) -> Report {
-        let mut numbers = self.entries.iter().map(|entry| (entry.name, Numbers::new(&entry.timeline)));
+        let mut numbers = self.entries.iter().map(|entry| {
+            let measured_makespan = entry.measured.as_ref().map(|(_, timeline)| timeline.makespan());
+            (entry.name, Numbers { measured_makespan, ..Numbers::new(&entry.timeline) })
+        });
         match (numbers.next(), self.entries.len()) {
             (Some((_, numbers)), 1) => Report::One(numbers),
             (first, _) => Report::All(first.into_iter().chain(numbers).collect()),
@@ -67,9 +74,10 @@ impl Plan {
     pub fn text(&self) -> String {
         let mut rows =
             table(&["schedule"], &["stages", "bubble (step)", "bubble (span)", "peak", "makespan", "actions"]);
-        let stages = self.entries.iter().map(|entry| entry.schedule.stages().to_string()).chain([String::new()]);
-        for ((name, timeline), stages) in self.timelines().into_iter().zip(stages) {
+        for (name, timeline) in self.timelines() {
             let numbers = Numbers::new(timeline);
+            let computes = timeline.ranks.iter().flatten().flat_map(|span| span.action.computes());
+            let stages = computes.map(|compute| compute.stage + 1).max().unwrap_or(0);
             rows.add_row([
                 Cell::new(name),
                 number(stages),
