@@ -5,5 +5,6 @@ mod failure;
 mod handover;
 mod memory;
 mod model;
+mod parameters;
 mod parity;
 mod replicas;
