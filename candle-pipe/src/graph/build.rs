@@ -1,9 +1,11 @@
 //! Building the nodes of a stage, and of no other.
 use super::builder::Factory;
-use super::op::StageOp;
+use super::op::{Ctx, StageOp};
 use super::scope::{Named, Scope};
 use super::{Node, NodeKind};
 use crate::{Error, Result};
+use candle_core::Device;
+use candle_dist::TensorTree;
 use std::rc::Rc;
 
 /// A node's computation, and the parameters that it asked for.
@@ -13,9 +15,25 @@ pub(super) fn build<B: Scope>(node: &Node, factory: &Factory<B>, scope: &B) -> R
         NodeKind::Module => (node.name.as_str(), false),
         NodeKind::Parameter(_) => (node.name.rsplit_once('.').map_or("", |(module, _)| module), true),
     };
-    let (op, named) = scope.at(module).watch(|scope| factory(scope)).map_err(|error| error.at_node(&node.name))?;
-    match named.iter().find(|(name, _)| is_parameter && !name.ends_with(&node.name)) {
+    let (op, mut named) = scope.at(module).watch(|scope| factory(scope)).map_err(|error| error.at_node(&node.name))?;
+    if !is_parameter {
+        return Ok((op, named));
+    }
+    if named.is_empty() {
+        // A model that brings its parameters along asks no scope for them.
+        let (device, dtype) = (Device::Cpu, scope.dtype());
+        let ctx = Ctx { device, dtype, microbatch: 0, rows: 0..0, step: 0, training: false };
+        let made = op.forward(&[], &ctx)?;
+        let variables = made.tensors().into_iter().filter(|tensor| tensor.is_variable());
+        named.extend(variables.map(|tensor| (node.name.clone(), tensor.clone())));
+    }
+    match named.iter().find(|(name, _)| !ends_with(name, &node.name)) {
         Some((name, _)) => Err(Error::Pipe(format!("parameter {:?} is built from {name:?}", node.name))),
         None => Ok((op, named)),
     }
+}
+
+/// Whether a full name is `name`, behind the prefix of a builder at most.
+fn ends_with(full: &str, name: &str) -> bool {
+    full.strip_suffix(name).is_some_and(|prefix| prefix.is_empty() || prefix.ends_with('.'))
 }

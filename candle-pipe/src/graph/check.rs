@@ -8,7 +8,7 @@ impl Graph {
     /// Checks that the graph can run.
     ///
     /// # Errors
-    /// [`Error::Pipe`] for the first of: no nodes, a name given twice, a parameter that takes a value, a value made twice or by nothing, nodes in a
+    /// [`Error::Pipe`] for the first of: no nodes, a name given twice or with an empty part, a parameter that takes a value, a value made twice or by nothing, nodes in a
     /// cycle or out of order, an input that nothing uses, an output or a loss that is no node's result.
     pub fn check(&self) -> Result<()> {
         if self.placed().next().is_none() {
@@ -36,6 +36,10 @@ impl Graph {
         for (what, name) in inputs.chain(nodes).chain(outputs) {
             if name.is_empty() {
                 return Err(Error::Pipe(format!("{what} names must not be empty")));
+            }
+            if what == "node" && name.split('.').any(str::is_empty) {
+                let reason = format!("the node name {name:?} has an empty part between dots; name it, or leave it out");
+                return Err(Error::Pipe(reason));
             }
             if !seen.insert((what, name)) {
                 return Err(Error::Pipe(format!("two {what}s are named {name:?}; names are unique")));

@@ -75,7 +75,7 @@ impl fmt::Display for PipeInfo {
                 let from = input.from.map_or("the caller".into(), |stage| format!("stage {stage}"));
                 writeln!(f, "  {} <- {from}", self.graph.value_name(input.value))?;
             }
-            for node in stage.nodes.iter().map(|&node| &self.graph.nodes[node]) {
+            for node in stage.nodes.iter().filter_map(|&node| self.graph.nodes.get(node)) {
                 let kind = match node.kind {
                     NodeKind::Module => "",
                     NodeKind::Function => " (function)",

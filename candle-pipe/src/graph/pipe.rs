@@ -101,7 +101,7 @@ impl<B: Scope> Pipe<B> {
         let stage = |&index: &usize| {
             let def = self.stage(index)?;
             let mut parameters: BTreeMap<String, Tensor> = BTreeMap::new();
-            let mut nodes = Vec::new();
+            let (mut nodes, mut copies) = (Vec::new(), BTreeMap::new());
             for &number in &def.nodes {
                 let node = &self.info.graph.nodes[number];
                 let make = || build(node, &self.factories[number], &scope);
@@ -112,11 +112,14 @@ impl<B: Scope> Pipe<B> {
                     },
                     _ => make()?,
                 };
+                if node.is_replicated() {
+                    copies.insert(node.name.clone(), named.clone());
+                }
                 parameters.extend(named);
                 nodes.push(StageNode::new(node, op));
             }
             let loss = self.info.graph.loss.map(|loss| loss.value);
-            Ok(StageModule::new(def.clone(), nodes, parameters, loss, device.clone(), scope.dtype()))
+            Ok(StageModule::new(def.clone(), nodes, parameters, copies, loss, device.clone(), scope.dtype()))
         };
         indices.iter().map(stage).collect()
     }

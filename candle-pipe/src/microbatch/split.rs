@@ -14,7 +14,7 @@ use candle_dist::TensorTree;
 ///
 /// # Errors
 /// [`Error::Microbatches`], naming paths like `args[1].mask`, if
-/// - `chunks` is 0, or a tensor that is cut has no rows,
+/// - `chunks` is 0, or there would be more than 2²⁰, or a tensor that is cut has no rows,
 /// - two tensors that are cut have different numbers of rows,
 /// - a spec names a dim that a tensor does not have, or stands for a plain value,
 /// - specs and values differ in structure.
@@ -42,6 +42,9 @@ pub fn split_args_kwargs_into_chunks(
 ) -> Result<Microbatches> {
     Splitter::new(chunks).split(args, kwargs, args_spec, kwargs_spec)
 }
+
+/// The most chunks of a batch.
+const MOST_CHUNKS: usize = 1 << 20;
 
 /// How arguments are cut into microbatches.
 #[derive(Debug, Clone, Copy)]
@@ -106,6 +109,9 @@ impl Splitter {
             plan.check_one_batch_size()?;
         }
         let chunks = plan.cuts().map(|cut| cut.rows).fold(self.chunks, usize::min);
+        if chunks > MOST_CHUNKS {
+            return Err(Error::Microbatches(format!("{chunks} chunks are too many; ask for {MOST_CHUNKS} at most")));
+        }
         let rows = plan.cuts().next().map_or(chunks, |cut| cut.rows);
         let mut batch = Microbatches::new(microbatch_sizes(rows, chunks), self.masked);
         for chunk in 0..chunks {

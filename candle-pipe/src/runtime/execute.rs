@@ -4,7 +4,7 @@ use super::reduce::Reductions;
 use super::{Batch, Runtime};
 use crate::graph::{Ctx, StageDef, ValueId};
 use crate::schedule::{Action, Compute, Flow, Message, Pass, Program, Span};
-use crate::tape::{Activation, Gradient, Tape, WeightTape};
+use crate::tape::{Activation, Gradient, Tape, WeightTape, scalar};
 use crate::{Error, Result, StepOptions, Value};
 use candle_core::backprop::GradStore;
 use candle_dist::panic_message;
@@ -157,6 +157,8 @@ impl<'a> Execution<'a> {
             module.evaluate(inputs, &ctx)?.into_iter().map(Activation::constant).collect::<Result<_>>()?
         };
         if let Some(place) = module.loss_output() {
+            // Here, where the other ranks learn of it.
+            scalar(&outputs[place].value)?;
             self.held.entry((stage, microbatch)).or_default().loss = Some(outputs[place].value.clone());
         }
         self.pass_on(def, microbatch, outputs)
@@ -213,7 +215,7 @@ impl<'a> Execution<'a> {
         };
         self.open -= usize::from(weights.is_none());
         self.held.entry((stage, microbatch)).or_default().weights = weights;
-        add(&mut self.made.grads, &backward.parameters, module.parameters().values())?;
+        self.made.grads.extend(backward.parameters)?;
         for (input, gradient) in def.inputs.iter().zip(backward.inputs) {
             let Some(from) = input.from else { continue };
             if self.runtime.rank_of(from) == self.runtime.group.rank() {
@@ -231,8 +233,7 @@ impl<'a> Execution<'a> {
         let weights = self.held.get_mut(&(stage, microbatch)).and_then(|held| held.weights.take());
         let weights = weights.ok_or_else(|| Error::Schedule("weight gradients without input gradients".into()))?;
         self.open -= 1;
-        let grads = weights.backward()?;
-        add(&mut self.made.grads, &grads, self.runtime.stage(stage)?.parameters().values())
+        Ok(self.made.grads.extend(weights.backward()?)?)
     }
 
     fn send(&mut self, message: Message) -> Result<()> {
@@ -313,21 +314,4 @@ impl<'a> Execution<'a> {
         }
         Ok(())
     }
-}
-
-/// Adds the gradients of a stage's parameters to the sums over the microbatches.
-fn add<'a>(
-    sums: &mut GradStore,
-    grads: &GradStore,
-    parameters: impl Iterator<Item = &'a candle_core::Tensor>,
-) -> Result<()> {
-    for parameter in parameters {
-        let Some(grad) = grads.get(parameter) else { continue };
-        let sum = match sums.get(parameter) {
-            Some(sum) => (sum + grad)?,
-            None => grad.clone(),
-        };
-        sums.insert(parameter, sum);
-    }
-    Ok(())
 }

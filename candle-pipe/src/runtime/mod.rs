@@ -5,13 +5,14 @@
 //! (`reduce.rs`). Nothing is probed or agreed upon while it runs: the program, whose sends and receives are in one common
 //! order, decides everything. A rank that fails says so to the others, and the step ends for all of them or for none.
 mod execute;
+mod names;
 mod post;
 mod reduce;
 mod wire;
 
 use crate::graph::{Inputs, Pipe, PipeInfo, Scope, Share, Signature, ValueId};
 use crate::microbatch::Microbatches;
-use crate::schedule::{Edges, Lowering, Program, Schedule, Span};
+use crate::schedule::{Edges, Lowering, Pass, Program, Schedule, Span};
 use crate::tape::StageModule;
 use crate::{Error, Result, Step, StepOptions, Value};
 use candle_core::{Device, Tensor};
@@ -139,13 +140,15 @@ impl Runtime {
         let mine = (0..info.num_stages()).filter(|&stage| schedule.stage_ranks()[stage] == group.rank());
         let built = pipe.build_stages(mine, scope, device)?;
         let stages: BTreeMap<usize, StageModule> = built.into_iter().map(|stage| (stage.def().index, stage)).collect();
+        names::check(group, &replicated, &stages)?;
         let shared = replicated.iter().map(|share| {
             let ranks = share.stages.iter().map(|&stage| schedule.stage_ranks()[stage]).sorted().dedup().collect_vec();
             let is_member = ranks.len() > 1 && ranks.contains(&group.rank());
-            let copies = share.stages.iter().filter_map(|stage| stages.get(stage)?.parameters().get(&share.name));
+            let here = share.stages.iter().filter_map(|stage| stages.get(stage));
+            let copies = here.flat_map(|stage| stage.copy_of(&share.name)).map(|(_, copy)| copy);
             Ok(Shared {
                 ranks: is_member.then(|| group.subgroup(&ranks)).transpose()?,
-                parameters: copies.unique_by(|copy| copy.id()).cloned().collect(),
+                parameters: copies.filter(|copy| copy.is_variable()).unique_by(|copy| copy.id()).cloned().collect(),
             })
         });
         let shared = shared.collect::<Result<_>>()?;
@@ -168,6 +171,10 @@ impl Runtime {
 
     /// The same stages, whose gradients are averaged over `replicas`: the ranks that have the same stages of other copies
     /// of the model, which train on other rows.
+    ///
+    /// The mean counts every replica alike. For losses that are sums, or means over unlike numbers of rows,
+    /// [`weights`](StepOptions::weights) that are as many times larger as there are replicas, and shares of all rows,
+    /// make it the gradient of the whole batch. Variables that no scope gave are not averaged.
     pub fn with_replicas(self, replicas: &ProcessGroup) -> Self {
         Self { replicas: Some(replicas.clone()), ..self }
     }
@@ -184,7 +191,8 @@ impl Runtime {
     pub fn clip_grad_norm(&self, clip: ClipGradNorm) -> ClipGradNorm {
         let shares = self.info.shares.iter().filter(|share| share.share == Share::Replicate);
         let first_elsewhere = shares.filter(|share| self.rank_of(share.stages[0]) != self.group.rank());
-        let copies: HashSet<&str> = first_elsewhere.map(|share| share.name.as_str()).collect();
+        let copies = first_elsewhere.flat_map(|share| self.stages().flat_map(|stage| stage.copy_of(&share.name)));
+        let copies: HashSet<&str> = copies.map(|(name, _)| name.as_str()).collect();
         let names = self.stages().flat_map(|stage| stage.parameters().keys()).unique();
         let (copies, own): (Vec<&String>, Vec<&String>) = names.partition(|name| copies.contains(name.as_str()));
         clip.sharded(&self.group, own).elsewhere(copies)
@@ -197,12 +205,18 @@ impl Runtime {
 
     /// One training step without the optimiser, of a batch the whole of which every rank gives.
     ///
+    /// Parameters have gradients, inputs have none.
+    ///
     /// # Errors
-    /// If the batch is not cut into the schedule's microbatches; those of nodes, which name rank, stage, microbatch and
+    /// If there is no loss, or the schedule has no backward passes; if the batch is not cut into the schedule's microbatches; those of nodes, which name rank, stage, microbatch and
     /// action, and of communication. Then all ranks fail.
     pub fn forward_backward(&self, batch: &Microbatches, options: &StepOptions) -> Result<RankStep> {
         if self.info.graph.loss.is_none() {
             return Err(Error::Pipe("the model has no loss to differentiate; declare it with loss or loss_fn".into()));
+        }
+        if self.training.schedule().computes(0).all(|compute| compute.pass == Pass::Forward) {
+            let reason = "it has no backward passes to train with; evaluate, or take one with them";
+            return Err(Error::Schedule(reason.into()));
         }
         self.run(&self.training, batch, options, true)
     }

@@ -33,7 +33,8 @@ impl<'a> Reductions<'a> {
     pub(super) fn start(&mut self, stage: usize, grads: &GradStore) -> Result<()> {
         let Some(replicas) = &self.runtime.replicas else { return Ok(()) };
         let mut started = Vec::new();
-        for parameter in self.runtime.stage(stage)?.parameters().values() {
+        let parameters = self.runtime.stage(stage)?.parameters().values();
+        for parameter in parameters.filter(|parameter| parameter.is_variable()) {
             let mean = replicas.all_reduce_start(&gradient(parameter, grads)?, ReduceOp::Avg)?;
             started.push((parameter.clone(), mean));
         }

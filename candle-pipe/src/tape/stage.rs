@@ -2,7 +2,7 @@
 use super::activation::detached;
 use super::record::Recorded;
 use super::{Activation, Tape};
-use crate::graph::{Ctx, Node, StageDef, StageOp, ValueId};
+use crate::graph::{Ctx, Named, Node, StageDef, StageOp, ValueId};
 use crate::{Error, Result, Value};
 use candle_core::{DType, Device, Tensor};
 use candle_dist::TensorTree;
@@ -32,6 +32,8 @@ struct Inner {
     def: StageDef,
     nodes: Vec<StageNode>,
     parameters: BTreeMap<String, Tensor>,
+    /// What the replicated parameters are built from, by their names in the model.
+    copies: BTreeMap<String, Named>,
     loss: Option<ValueId>,
     /// For each node, the values that no later node and no one else uses.
     unused_after: Vec<Vec<ValueId>>,
@@ -68,6 +70,7 @@ impl StageModule {
         def: StageDef,
         nodes: Vec<StageNode>,
         parameters: BTreeMap<String, Tensor>,
+        copies: BTreeMap<String, Named>,
         loss: Option<ValueId>,
         device: Device,
         dtype: DType,
@@ -79,7 +82,7 @@ impl StageModule {
         def.outputs.iter().for_each(|output| _ = last_use.remove(&output.value));
         let mut unused_after = vec![Vec::new(); nodes.len()];
         last_use.into_iter().for_each(|(value, node)| unused_after[node].push(value));
-        Self(Rc::new(Inner { def, nodes, parameters, loss, unused_after, device, dtype }))
+        Self(Rc::new(Inner { def, nodes, parameters, copies, loss, unused_after, device, dtype }))
     }
 
     /// What the stage runs, takes and gives.
@@ -90,6 +93,11 @@ impl StageModule {
     /// The parameters that the stage's modules asked their scopes for, by full name.
     pub fn parameters(&self) -> &BTreeMap<String, Tensor> {
         &self.0.parameters
+    }
+
+    /// This stage's copy of a replicated parameter, which has the name `name` in the model and perhaps another in full.
+    pub(crate) fn copy_of(&self, name: &str) -> &[(String, Tensor)] {
+        self.0.copies.get(name).map_or(&[], Vec::as_slice)
     }
 
     /// The stage's device.

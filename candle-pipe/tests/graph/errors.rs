@@ -92,6 +92,14 @@ fn declarations() {
             "two outputs are named \"y\"; names are unique",
         ),
         (with(|g| _ = g.input("", In::Arg)), "input names must not be empty"),
+        (
+            with(|g| {
+                let value = g.graph().nodes[0].outputs[0];
+                // Its parameters would be those of a node named "part.b".
+                g.scope("", |g| g.func("part.b", same, [value]));
+            }),
+            "the node name \".part.b\" has an empty part between dots; name it, or leave it out",
+        ),
         (with(|g| _ = g.input("mask", In::Kwarg)), "nothing uses input \"mask\"; leave it out"),
         (
             with(|g| {

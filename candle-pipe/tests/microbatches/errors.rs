@@ -17,7 +17,8 @@ fn reason(error: Error) -> String {
 #[test]
 fn of_splitting() {
     let dim = |dim| ChunkSpec::from(TensorChunkSpec(dim));
-    let table: [Refused<'_>; 12] = [
+    let table: [Refused<'_>; 13] = [
+        (&[1.into()], usize::MAX, None, "18446744073709551615 chunks are too many; ask for 1048576 at most"),
         (&[of(&[4])], 0, None, "a batch cannot be cut into 0 chunks; ask for 1 or more"),
         (
             &[of(&[])],

@@ -5,6 +5,7 @@ mod failure;
 mod handover;
 mod memory;
 mod model;
+mod parameters;
 mod parity;
 mod random;
 #[path = "../common/random_model.rs"]

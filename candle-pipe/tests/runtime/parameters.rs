@@ -1,0 +1,159 @@
+//! Parameters by whatever name and from wherever: none is left without its gradient, or with a part of it.
+use crate::model::{Vb, builder, numbers};
+use candle_core::{DType, Device, Tensor, Var};
+use candle_pipe::microbatch::{Microbatches, split_args_kwargs_into_chunks};
+use candle_pipe::nn::linear_no_bias;
+use candle_pipe::schedule::ScheduleKind;
+use candle_pipe::{
+    In, Kwargs, LocalPipe, Pipe, PipeBuilder, Reduction, Result, Runtime, Scope, Share, SplitSpec, StepOptions, Value,
+};
+use std::collections::HashMap;
+use test_utils::on_ranks;
+
+fn product(xs: &[Value], _: &candle_pipe::Ctx) -> Result<Value> {
+    Ok(xs[0].tensor()?.matmul(xs[1].tensor()?)?.tanh()?.into())
+}
+
+fn mean_square(xs: &[Value], _: &candle_pipe::Ctx) -> Result<Tensor> {
+    Ok(xs[0].tensor()?.sqr()?.mean_all()?)
+}
+
+/// Two stages that both use one replicated parameter.
+fn tied<B: Scope>(build: impl Fn(&B) -> Result<Tensor> + Send + Sync + 'static) -> Result<Pipe<B>> {
+    let mut g = PipeBuilder::<B>::new();
+    let x = g.input("x", In::Arg);
+    let tied = g.parameter("part.tied", Share::Replicate, build);
+    let h = g.func("in", product, [x, tied]);
+    g.split();
+    let y = g.func("out", product, [h, tied]);
+    g.loss_fn(mean_square, [y], Reduction::Mean);
+    g.finish(SplitSpec::declared())
+}
+
+fn weight() -> Result<Tensor> {
+    Ok(Tensor::arange(0f64, 9., &Device::Cpu)?.affine(0.1, -0.3)?.reshape((3, 3))?)
+}
+
+fn rows() -> Result<Microbatches> {
+    let x = Tensor::arange(0f64, 15., &Device::Cpu)?.sin()?.reshape((5, 3))?;
+    split_args_kwargs_into_chunks(&[x.into()], &Kwargs::new(), 2, None, None)
+}
+
+/// The gradient of each parameter on each of two ranks, beside that of one process.
+fn against_one_process<B: Scope>(label: &str, pipe: fn() -> Result<Pipe<B>>, scope: fn() -> Result<B>) {
+    on_ranks(2, label, move |ctx| -> Result<()> {
+        let options = StepOptions::default();
+        let local = LocalPipe::new(&pipe()?, &scope()?, &Device::Cpu)?;
+        let want = local.forward_backward(&rows()?, &options)?.grads;
+        let schedule = ScheduleKind::OneFOneB.schedule(2, 2, 1)?;
+        let runtime = Runtime::new(&pipe()?, &schedule, ctx.group(), &scope()?, &Device::Cpu)?;
+        let got = runtime.forward_backward(&rows()?, &options)?.step.grads;
+        let stage = runtime.stages().next().unwrap();
+        assert!(!stage.parameters().is_empty());
+        for (name, parameter) in stage.parameters() {
+            let want = numbers(want.get(local.parameters()[name.as_str()]).unwrap())?;
+            let got = numbers(got.get(parameter).unwrap())?;
+            let off = got.iter().zip(&want).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+            assert!(off < 1e-12, "gradient of {name} is off by {off}");
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn copies_of_a_parameter_are_summed_whatever_the_builder_puts_before_its_name() {
+    let pipe = || tied::<Vb>(|vb| Ok(vb.get((3, 3), "tied")?));
+    let scope = || Ok(builder(&HashMap::from([("model.part.tied".into(), weight()?)]), DType::F64)?.pp("model"));
+    against_one_process("under a prefix", pipe, scope);
+}
+
+#[test]
+fn so_are_copies_that_a_model_brings_itself() {
+    let pipe = || {
+        let own = Var::from_tensor(&weight()?)?;
+        tied::<()>(move |()| Ok(own.as_tensor().clone()))
+    };
+    against_one_process("brought along", pipe, || Ok(()));
+}
+
+#[test]
+fn a_parameter_is_not_built_from_another_whose_name_only_ends_alike() {
+    let pipe = tied::<Vb>(|vb| Ok(vb.pp("apart").get((3, 3), "tied")?)).unwrap();
+    let scope = builder(&HashMap::new(), DType::F64).unwrap();
+    let error = LocalPipe::new(&pipe, &scope, &Device::Cpu).map(drop).unwrap_err().to_string();
+    assert_eq!(error, r#"pipe: parameter "part.tied" is built from "part.apart.tied""#);
+}
+
+#[test]
+fn variables_that_no_scope_knows_have_gradients() {
+    on_ranks(2, "captured", |ctx| -> Result<()> {
+        let own = Var::from_tensor(&weight()?)?;
+        let mut g = PipeBuilder::<()>::new();
+        let x = g.input("x", In::Arg);
+        let captured = own.as_tensor().clone();
+        let h = g.func("in", move |xs, _| Ok(xs[0].tensor()?.matmul(&captured)?.into()), [x]);
+        g.split();
+        g.loss_fn(mean_square, [h], Reduction::Mean);
+        let pipe = g.finish(SplitSpec::declared())?;
+        let want = LocalPipe::new(&pipe, &(), &Device::Cpu)?.forward_backward(&rows()?, &StepOptions::default())?;
+        let schedule = ScheduleKind::ZbH1.schedule(2, 2, 1)?;
+        let runtime = Runtime::new(&pipe, &schedule, ctx.group(), &(), &Device::Cpu)?;
+        let got = runtime.forward_backward(&rows()?, &StepOptions::default())?.step;
+        match (ctx.rank(), got.grads.get(&own)) {
+            (0, Some(got)) => assert_eq!(numbers(got)?, numbers(want.grads.get(&own).unwrap())?),
+            (0, None) => panic!("no gradient"),
+            _ => {}
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn one_name_on_two_ranks_that_is_not_declared_as_shared_is_refused() {
+    on_ranks(2, "collision", |ctx| -> Result<()> {
+        let mut g = PipeBuilder::<Vb>::new();
+        let x = g.input("x", In::Arg);
+        let h = g.module("a", |vb| Ok(linear_no_bias(3, 3, vb.pp("b"))?), [x]);
+        g.split();
+        let y = g.module("a.b", |vb| Ok(linear_no_bias(3, 3, vb.clone())?), [h]);
+        g.loss_fn(mean_square, [y], Reduction::Mean);
+        let pipe = g.finish(SplitSpec::declared())?;
+        let schedule = ScheduleKind::OneFOneB.schedule(2, 2, 1)?;
+        let scope = builder(&HashMap::from([("a.b.weight".into(), weight()?)]), DType::F64)?;
+        let error = Runtime::new(&pipe, &schedule, ctx.group(), &scope, &Device::Cpu).map(drop).unwrap_err();
+        let error = error.to_string();
+        assert!(error.contains("\"a.b.weight\"") && error.contains("Share::"), "{error}");
+        Ok(())
+    });
+}
+
+#[test]
+fn a_loss_that_is_no_scalar_fails_on_all_ranks_in_evaluation_too() {
+    on_ranks(2, "loss", |ctx| -> Result<()> {
+        let mut g = PipeBuilder::<()>::new();
+        let x = g.input("x", In::Arg);
+        let h = g.func("in", |xs, _| Ok(xs[0].clone()), [x]);
+        g.split();
+        let loss = g.func("out", |xs, _| Ok(xs[0].clone()), [h]);
+        g.loss(loss, Reduction::Mean);
+        let pipe = g.finish(SplitSpec::declared())?;
+        let schedule = ScheduleKind::OneFOneB.schedule(2, 2, 1)?;
+        let runtime = Runtime::new(&pipe, &schedule, ctx.group(), &(), &Device::Cpu)?;
+        let error = runtime.evaluate(&rows()?).map(drop).unwrap_err().to_string();
+        assert!(error.contains("want a scalar of floats"), "{error}");
+        Ok(())
+    });
+}
+
+#[test]
+fn training_by_a_schedule_without_backwards_is_refused_before_anything_runs() {
+    on_ranks(1, "forward only", |ctx| -> Result<()> {
+        let pipe = tied::<()>(|()| weight())?;
+        let schedule = ScheduleKind::LoopedBfs.schedule(1, 2, 2)?.forward_only();
+        let runtime = Runtime::new(&pipe, &schedule, ctx.group(), &(), &Device::Cpu)?;
+        runtime.evaluate(&rows()?)?;
+        let error = runtime.forward_backward(&rows()?, &StepOptions::default()).map(drop).unwrap_err().to_string();
+        assert!(error.contains("no backward passes"), "{error}");
+        Ok(())
+    });
+}
