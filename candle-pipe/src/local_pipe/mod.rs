@@ -34,7 +34,7 @@ use std::collections::BTreeMap;
 /// let parameters = VarMap::new();
 /// let vb = VarBuilder::from_varmap(&parameters, DType::F32, &Device::Cpu);
 /// let local = LocalPipe::new(&pipe, &vb, &Device::Cpu)?;
-/// let mut optimiser = SGD::new(parameters.all_vars(), 0.01)?;
+/// let mut optimiser = SGD::new(parameters.all_vars(), 1e-4)?;
 ///
 /// let x = Tensor::new(&[[1f32], [2.], [3.], [4.], [5.]], &Device::Cpu)?;
 /// let batch = split_args_kwargs_into_chunks(&[(&x).into(), (&x).into()], &Kwargs::new(), 2, None, None)?;

@@ -173,7 +173,7 @@ impl Runtime {
     /// of the model, which train on other rows.
     ///
     /// The mean counts every replica alike. For losses that are sums, or means over unlike numbers of rows,
-    /// [`weights`](StepOptions::weights) that are as many times larger as there are replicas, and shares of all rows,
+    /// [`weights`](field@StepOptions::weights) that are as many times larger as there are replicas, and shares of all rows,
     /// make it the gradient of the whole batch. Variables that no scope gave are not averaged.
     pub fn with_replicas(self, replicas: &ProcessGroup) -> Self {
         Self { replicas: Some(replicas.clone()), ..self }

@@ -6,6 +6,7 @@ use candle_pipe::microbatch::{Microbatches, split_args_kwargs_into_chunks};
 use candle_pipe::nn::{Dropout, Linear, linear};
 use candle_pipe::{Ctx, stage_op};
 use candle_pipe::{EqualCount, In, Kwargs, LocalPipe, Pipe, PipeBuilder, Reduction, Result, Share, StepOptions, Value};
+use candle_shard::random::{Distribution, Stream, sample_full};
 use std::collections::HashMap;
 
 pub(crate) type Vb = VarBuilder<'static>;
@@ -87,7 +88,11 @@ pub(crate) fn values(dtype: DType) -> Result<Values> {
     let map = VarMap::new();
     LocalPipe::new(&pipe(1, false)?, &VarBuilder::from_varmap(&map, dtype, &Device::Cpu), &Device::Cpu)?;
     let data = map.data().lock().unwrap();
-    Ok(data.iter().map(|(name, var)| (name.clone(), var.as_detached_tensor().copy().unwrap())).collect())
+    let normal = Distribution::Normal { mean: 0.0, stdev: 0.4 };
+    let value = |(name, var): (&String, &Var)| {
+        Ok((name.clone(), sample_full(Stream::new(7, name), normal, var.dims(), dtype, &Device::Cpu)?))
+    };
+    data.iter().map(value).collect()
 }
 
 /// A builder that gives variables with these values, copies of its own.

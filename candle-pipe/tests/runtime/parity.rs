@@ -10,9 +10,10 @@ use test_utils::on_ranks;
 
 pub(crate) fn close(got: &[f64], want: &[f64], tolerance: f64, what: &str) {
     assert_eq!(got.len(), want.len(), "{what}");
+    let size = want.iter().fold(1.0, |size: f64, want| size.max(want.abs()));
     for (i, (got, want)) in got.iter().zip(want).enumerate() {
         let off = (got - want).abs();
-        assert!(off <= tolerance * want.abs().max(1.0), "{what} at {i}: {got}, one device {want}, off by {off:e}");
+        assert!(off <= tolerance * size, "{what} at {i}: {got}, one device {want}, off by {off:e}");
     }
 }
 
