@@ -24,7 +24,7 @@ use std::path::Path;
 ///
 /// # Errors
 /// If `out` cannot be written to.
-pub fn write_chrome(mut out: impl Write, ranks: &[(usize, Vec<Event>)]) -> io::Result<()> {
+pub fn write_chrome(out: impl Write, ranks: &[(usize, Vec<Event>)]) -> io::Result<()> {
     let origin = ranks.iter().flat_map(|(_, events)| events).map(|event| event.start).min();
     let rows = ranks.iter().flat_map(|(rank, events)| {
         let title = json!({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": format!("rank {rank}")}});
@@ -35,8 +35,16 @@ pub fn write_chrome(mut out: impl Write, ranks: &[(usize, Vec<Event>)]) -> io::R
         });
         [title, place].into_iter().chain(calls)
     });
+    write_rows(out, rows)
+}
+
+/// Writes rows of any kind to `out` in the format's JSON object form.
+///
+/// # Errors
+/// If `out` cannot be written to.
+pub fn write_rows(mut out: impl Write, rows: impl IntoIterator<Item = Value>) -> io::Result<()> {
     out.write_all(b"{\"displayTimeUnit\": \"ms\", \"traceEvents\": [")?;
-    for (i, row) in rows.enumerate() {
+    for (i, row) in rows.into_iter().enumerate() {
         out.write_all(if i == 0 { b"\n" } else { b",\n" })?;
         serde_json::to_writer(&mut out, &row)?;
     }

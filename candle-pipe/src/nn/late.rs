@@ -1,6 +1,7 @@
 //! Weight gradients that can be put off, for ops of one's own.
-use crate::tape::WeightQueue;
 use candle_core::{Result, Tensor};
+use candle_shard::kernels::{WeightSink, weight_sink};
+use std::fmt;
 use std::sync::Arc;
 
 /// Where the gradients of a stage's weights wait when its input gradients leave first.
@@ -18,13 +19,13 @@ use std::sync::Arc;
 /// assert_eq!(gradient.unwrap().to_scalar::<f32>()?, 3.0);
 /// # Ok::<(), candle_core::Error>(())
 /// ```
-#[derive(Debug, Clone)]
-pub struct LateGradients(Option<Arc<WeightQueue>>);
+#[derive(Clone)]
+pub struct LateGradients(Option<Arc<dyn WeightSink>>);
 
 impl LateGradients {
     /// Those of the stage that this thread runs, if it runs one.
     pub fn of_stage() -> Self {
-        Self(WeightQueue::current())
+        Self(weight_sink())
     }
 
     /// What the op's `bwd` returns for `weight`: nothing where a stage takes the gradient, to compute it now or later.
@@ -37,8 +38,14 @@ impl LateGradients {
         compute: impl FnOnce() -> Result<Tensor> + Send + 'static,
     ) -> Result<Option<Tensor>> {
         match &self.0 {
-            Some(queue) => queue.take(weight, compute),
+            Some(sink) => sink.take(weight, Box::new(compute)),
             None => compute().map(Some),
         }
+    }
+}
+
+impl fmt::Debug for LateGradients {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(if self.0.is_some() { "LateGradients(of a stage)" } else { "LateGradients(none)" })
     }
 }

@@ -2,8 +2,7 @@
 use crate::Result;
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, TensorId};
-use candle_shard::kernels::{WeightProduct, WeightSink, with_weight_sink};
-use std::cell::RefCell;
+use candle_shard::kernels::{LateGradient, WeightSink, with_weight_sink};
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -30,7 +29,7 @@ struct Weights {
 /// A weight's gradient, still to be computed.
 struct Late {
     weight: Tensor,
-    compute: Box<dyn FnOnce() -> candle_core::Result<Tensor> + Send>,
+    gradient: LateGradient,
 }
 
 impl fmt::Debug for Late {
@@ -39,58 +38,20 @@ impl fmt::Debug for Late {
     }
 }
 
-thread_local! {
-    /// The queue of the stage that this thread runs.
-    static CURRENT: RefCell<Option<Arc<WeightQueue>>> = const { RefCell::new(None) };
-}
-
 impl WeightQueue {
     /// A queue for a run whose inputs from other stages are the variables `inputs`.
     pub(crate) fn new(inputs: Vec<TensorId>) -> Arc<Self> {
         Arc::new(Self { inputs, ..Self::default() })
     }
 
-    /// The queue of the stage that this thread runs, if it runs one.
-    pub(crate) fn current() -> Option<Arc<Self>> {
-        CURRENT.with_borrow(Clone::clone)
-    }
-
     /// What `f` gives when the layers that it runs use this queue.
     pub(crate) fn during<R>(self: &Arc<Self>, f: impl FnOnce() -> R) -> R {
-        /// Puts back the queue of before, also when a layer panics.
-        struct Restore(Option<Arc<WeightQueue>>);
-
-        impl Drop for Restore {
-            fn drop(&mut self) {
-                CURRENT.set(self.0.take());
-            }
-        }
-
-        let _restore = Restore(CURRENT.replace(Some(self.clone())));
-        // The linear layers of candle-shard know the queue by another name.
         with_weight_sink(self.clone(), f)
     }
 
     /// Sets whether weight gradients are put off from now on, or computed on the way.
     pub(crate) fn defer(&self, is_deferring: bool) {
         self.is_deferring.store(is_deferring, Ordering::Relaxed);
-    }
-
-    /// The gradient of `weight`, unless that is one of this stage's own variables: then the queue has it, now or later.
-    pub(crate) fn take(
-        &self,
-        weight: &Tensor,
-        compute: impl FnOnce() -> candle_core::Result<Tensor> + Send + 'static,
-    ) -> candle_core::Result<Option<Tensor>> {
-        if !weight.is_variable() || self.inputs.contains(&weight.id()) {
-            return compute().map(Some);
-        }
-        if self.is_deferring.load(Ordering::Relaxed) {
-            self.lock().waiting.push(Late { weight: weight.clone(), compute: Box::new(compute) });
-        } else {
-            self.add(weight, compute()?)?;
-        }
-        Ok(None)
     }
 
     /// The weights whose gradients wait; one stands for each use.
@@ -101,7 +62,7 @@ impl WeightQueue {
     /// Computes what waits, in the order in which it came, and adds all that the queue has to `grads`.
     pub(crate) fn finish(&self, grads: &mut GradStore) -> Result<()> {
         let waiting = std::mem::take(&mut self.lock().waiting);
-        waiting.into_iter().try_for_each(|late| self.add(&late.weight, (late.compute)()?))?;
+        waiting.into_iter().try_for_each(|late| self.add(&late.weight, (late.gradient)()?))?;
         for (weight, sum) in std::mem::take(&mut self.lock().sums) {
             let whole = match grads.get(&weight) {
                 Some(other) => (other + sum)?,
@@ -127,8 +88,16 @@ impl WeightQueue {
 }
 
 impl WeightSink for WeightQueue {
-    fn take(&self, product: WeightProduct) -> candle_core::Result<Option<Tensor>> {
-        let weight = product.weight.clone();
-        WeightQueue::take(self, &weight, move || product.compute())
+    /// The gradient of `weight`, unless that is one of this stage's own variables: then the queue has it, now or later.
+    fn take(&self, weight: &Tensor, gradient: LateGradient) -> candle_core::Result<Option<Tensor>> {
+        if !weight.is_variable() || self.inputs.contains(&weight.id()) {
+            return gradient().map(Some);
+        }
+        if self.is_deferring.load(Ordering::Relaxed) {
+            self.lock().waiting.push(Late { weight: weight.clone(), gradient });
+        } else {
+            self.add(weight, gradient()?)?;
+        }
+        Ok(None)
     }
 }

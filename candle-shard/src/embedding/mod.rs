@@ -8,7 +8,7 @@ pub(crate) mod bags;
 pub(crate) mod fetch;
 pub(crate) mod inputs;
 pub(crate) mod options;
-mod renorm;
+pub(crate) mod renorm;
 mod table;
 
 use crate::kernels::{self, Bags, NOWHERE};

@@ -6,6 +6,7 @@ use super::table::Table;
 use crate::Result;
 use crate::kernels;
 use candle_core::{Device, Tensor};
+use candle_dist::ProcessGroup;
 
 /// Scales the rows that any rank wants to `max_norm` where they are longer, in the table itself.
 ///
@@ -16,11 +17,23 @@ pub(crate) fn limit_norms(table: &Table, wanted: &[Wanted], limit: &Renorm) -> R
     let mine = table.own_rows(table.group.rank());
     let rows: Vec<u32> = wanted.iter().flat_map(|wanted| mask_and_shift(wanted, &mine)).collect();
     let rows = kernels::unique_rows(&rows);
-    let mut sums = kernels::power_sums(local, &rows, limit.norm_type)?;
-    if table.by_columns() {
+    limit_rows(local, &rows, limit, table.by_columns().then_some(&table.group))
+}
+
+/// Scales those of the `rows` of a table, each listed once, that are longer than `max_norm`.
+///
+/// `groups` have the other columns of the same rows, and each rank of them calls this: one small collective each.
+pub(crate) fn limit_rows<'a>(
+    table: &Tensor,
+    rows: &[u32],
+    limit: &Renorm,
+    groups: impl IntoIterator<Item = &'a ProcessGroup>,
+) -> Result<()> {
+    let mut sums = kernels::power_sums(table, rows, limit.norm_type)?;
+    for group in groups {
         let parts = Tensor::from_vec(sums, rows.len(), &Device::Cpu)?;
-        sums = table.group.all_reduce(&parts, kernels::combine(limit.norm_type))?.to_vec1()?;
+        sums = group.all_reduce(&parts, kernels::combine(limit.norm_type))?.to_vec1()?;
     }
-    let norms: Vec<f64> = sums.into_iter().map(|sum| kernels::finish(sum, limit.norm_type, local.dtype())).collect();
-    Ok(kernels::scale_rows(local, &rows, &norms, limit.max_norm)?)
+    let norms: Vec<f64> = sums.into_iter().map(|sum| kernels::finish(sum, limit.norm_type, table.dtype())).collect();
+    Ok(kernels::scale_rows(table, rows, &norms, limit.max_norm)?)
 }

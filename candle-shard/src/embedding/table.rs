@@ -5,7 +5,6 @@ use crate::{Result, ShardedTensor};
 use candle_core::{DType, Device, Tensor};
 use candle_dist::ProcessGroup;
 use itertools::Itertools;
-use std::fmt;
 use std::ops::Range;
 
 /// A rank's view of a table.
@@ -127,12 +126,5 @@ impl Table {
     /// The ranks in the order in which their parts make the whole.
     pub(crate) fn order(&self) -> Vec<usize> {
         (0..self.parts.len()).sorted_by_key(|&rank| self.parts[rank].start).collect()
-    }
-}
-
-impl fmt::Display for Table {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (dtype, cut) = (self.local.tensor().dtype().as_str(), if self.by_columns() { "columns" } else { "rows" });
-        write!(f, "a {dtype} table of {} rows by {cut} {:?}", self.rows, self.parts)
     }
 }

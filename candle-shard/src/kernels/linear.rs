@@ -6,7 +6,7 @@ use candle_core::{
 };
 
 use super::{
-    Reading, WeightProduct, WeightSink, check_dtype, check_vector, compute_dtype, cpu, elements,
+    LateGradient, Reading, WeightSink, check_dtype, check_vector, compute_dtype, cpu, elements,
     real::Real,
     rows::{add_assign, by_blocks},
     weight_sink,
@@ -122,10 +122,21 @@ impl Linear {
             None => backward(x, weight, grad, weight.track_op()),
             Some(sink) => {
                 let (dx, _) = backward(x, weight, grad, false)?;
-                Ok((dx, sink.take(WeightProduct::new(weight, x, grad)?)?))
+                Ok((dx, sink.take(weight, late_product(weight, x, grad)?)?))
             }
         }
     }
+}
+
+/// The gradient `[n, k]` of a weight, of an input `[.., k]` and the gradient `[.., n]` of the output.
+fn late_product(weight: &Tensor, x: &Tensor, grad: &Tensor) -> Result<LateGradient> {
+    let (n, k) = weight.dims2()?;
+    let rows = x.dims()[..x.rank() - 1].iter().product::<usize>();
+    let (x, grad, weight) = (x.detach().reshape((rows, k))?, grad.detach().reshape((rows, n))?, weight.detach());
+    Ok(Box::new(move || match x.elem_count() * grad.elem_count() {
+        0 => weight.zeros_like(),
+        _ => grad.t()?.matmul(&x),
+    }))
 }
 
 /// The gradients of `x`, where it is asked for, and of `weight`.

@@ -51,7 +51,7 @@ pub(crate) use row_take::take_rows;
 pub(crate) use row_update::{AdagradRule, AdamWRule, Rule, SgdRule, update_rows};
 pub use silu_gate::silu_gate;
 pub use softmax::{causal_softmax, softmax};
-pub use weight_sink::{WeightProduct, WeightSink, weight_sink, with_weight_sink};
+pub use weight_sink::{LateGradient, WeightSink, weight_sink, with_weight_sink};
 
 use candle_core::{CpuStorage, DType, Device, Error, Layout, Result, Storage, StorageRef, Tensor, WithDType, bail};
 

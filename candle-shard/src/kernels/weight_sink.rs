@@ -5,45 +5,16 @@ use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
 
-/// The gradient of a linear layer's weight as the two factors of its product.
-#[derive(Debug, Clone)]
-pub struct WeightProduct {
-    /// The weight `[n, k]`.
-    pub weight: Tensor,
-    /// The layer's input `[rows, k]`.
-    pub x: Tensor,
-    /// The gradient of the layer's output `[rows, n]`.
-    pub grad: Tensor,
-}
+/// A gradient that is still to be computed, of tensors that hold no graph.
+pub type LateGradient = Box<dyn FnOnce() -> Result<Tensor> + Send>;
 
-impl WeightProduct {
-    /// The product for a layer with inputs `[.., k]` and outputs `[.., n]`, none of which holds a graph.
-    pub(super) fn new(weight: &Tensor, x: &Tensor, grad: &Tensor) -> Result<Self> {
-        let (n, k) = weight.dims2()?;
-        let rows = x.dims()[..x.rank() - 1].iter().product::<usize>();
-        let (x, grad) = (x.detach().reshape((rows, k))?, grad.detach().reshape((rows, n))?);
-        Ok(Self { weight: weight.clone(), x, grad })
-    }
-
-    /// The gradient `[n, k]`.
-    ///
-    /// # Errors
-    /// Those of candle.
-    pub fn compute(&self) -> Result<Tensor> {
-        if self.x.elem_count() == 0 || self.grad.elem_count() == 0 {
-            return self.weight.zeros_like();
-        }
-        self.grad.t()?.matmul(&self.x)
-    }
-}
-
-/// Who takes the gradients of weights from linear layers in their backward pass.
+/// Who takes the gradients of weights in the backward pass of the layers that know it.
 pub trait WeightSink: Send + Sync {
-    /// The gradient of a weight, or nothing if the sink keeps the product: then the weight gets none from this use.
+    /// The gradient of a weight, or nothing if the sink has it, now or later: then the weight gets none from this use.
     ///
     /// # Errors
     /// Those of candle.
-    fn take(&self, product: WeightProduct) -> Result<Option<Tensor>>;
+    fn take(&self, weight: &Tensor, gradient: LateGradient) -> Result<Option<Tensor>>;
 }
 
 thread_local! {
@@ -58,14 +29,14 @@ thread_local! {
 ///
 /// ```
 /// use candle_core::{Device::Cpu, Result, Tensor, Var};
-/// use candle_shard::kernels::{WeightProduct, WeightSink, linear, with_weight_sink};
+/// use candle_shard::kernels::{LateGradient, WeightSink, linear, with_weight_sink};
 /// use std::sync::{Arc, Mutex};
 ///
 /// #[derive(Default)]
-/// struct Later(Mutex<Vec<WeightProduct>>);
+/// struct Later(Mutex<Vec<LateGradient>>);
 /// impl WeightSink for Later {
-///     fn take(&self, product: WeightProduct) -> Result<Option<Tensor>> {
-///         self.0.lock().unwrap().push(product);
+///     fn take(&self, _weight: &Tensor, gradient: LateGradient) -> Result<Option<Tensor>> {
+///         self.0.lock().unwrap().push(gradient);
 ///         Ok(None)
 ///     }
 /// }
@@ -75,7 +46,8 @@ thread_local! {
 /// let y = with_weight_sink(later.clone(), || linear(&x, &weight, None))?;
 /// let grads = y.sum_all()?.backward()?;
 /// assert!(grads.get(&x).is_some() && grads.get(&weight).is_none());
-/// assert_eq!(later.0.lock().unwrap()[0].compute()?.to_vec2::<f32>()?, [[1., 2.]]);
+/// let gradient = later.0.lock().unwrap().remove(0);
+/// assert_eq!(gradient()?.to_vec2::<f32>()?, [[1., 2.]]);
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 pub fn with_weight_sink<R>(sink: Arc<dyn WeightSink>, f: impl FnOnce() -> R) -> R {

@@ -2,6 +2,7 @@
 use super::lookup::{check_indexes, checked};
 use crate::embedding::bags::{Bounds, check_weights};
 use crate::embedding::options::{EmbeddingBagOptions, EmbeddingOptions, Renorm};
+use crate::embedding::renorm::limit_rows;
 use crate::kernels::{self, BagMode, Bags, NOWHERE};
 use crate::placement::{Placement, Replicate, Shard};
 use crate::rules::{self, Row, Rows, Signature};
@@ -118,15 +119,8 @@ impl DTensor {
         let [part, _] = self.parts();
         let mine = wanted.into_iter().filter(|&id| part.contains(&(id as usize)));
         let rows: Vec<u32> = mine.map(|id| id - part.start as u32).collect();
-        let mut sums = kernels::power_sums(self.to_local(), &rows, limit.norm_type)?;
-        for axis in self.sharded_axes(1) {
-            let parts = Tensor::from_vec(sums, rows.len(), &candle_core::Device::Cpu)?;
-            let group = self.mesh().axis_group(axis)?;
-            sums = group.all_reduce(&parts, kernels::combine(limit.norm_type))?.to_vec1()?;
-        }
-        let norm = |sum: f64| kernels::finish(sum, limit.norm_type, self.dtype());
-        let norms: Vec<f64> = sums.into_iter().map(norm).collect();
-        Ok(kernels::scale_rows(self.to_local(), &rows, &norms, limit.max_norm)?)
+        let groups = self.sharded_axes(1).map(|axis| Ok(self.mesh().axis_group(axis)?)).collect::<Result<Vec<_>>>()?;
+        limit_rows(self.to_local(), &rows, limit, groups)
     }
 
     /// The part of each dim of a table that this rank holds.

@@ -1,5 +1,7 @@
 //! A variable whose gradient is collected by rows.
 use super::row_grad::{Part, RowGrad};
+use crate::embedding::options::Renorm;
+use crate::embedding::renorm::limit_rows;
 use crate::{Error, Result, kernels};
 use candle_core::{CpuStorage, CustomOp1, DType, Layout, Shape, Tensor, Var};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -115,10 +117,7 @@ impl RowVar {
             let reason = format!("max_norm {max_norm} of norm_type {norm_type}: want one above 0 of a number");
             return Error::op("renorm", reason);
         }
-        let rows = kernels::unique_rows(rows);
-        let sums = kernels::power_sums(&self.var, &rows, norm_type)?.into_iter();
-        let norms: Vec<f64> = sums.map(|sum| kernels::finish(sum, norm_type, self.var.dtype())).collect();
-        Ok(kernels::scale_rows(&self.var, &rows, &norms, max_norm)?)
+        limit_rows(&self.var, &kernels::unique_rows(rows), &Renorm { max_norm, norm_type }, None)
     }
 
     /// The gradient as the lookups left it, taken.

@@ -1,5 +1,6 @@
 //! Timelines as a file for a trace viewer, such as `ui.perfetto.dev` or `chrome://tracing`.
 use crate::schedule::{Span, Timeline};
+use candle_dist::comm::trace;
 use serde_json::{Value, json};
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
@@ -23,15 +24,9 @@ use std::path::Path;
 ///
 /// # Errors
 /// If `out` cannot be written to.
-pub fn write_chrome(mut out: impl Write, timelines: &[(&str, &Timeline)]) -> io::Result<()> {
+pub fn write_chrome(out: impl Write, timelines: &[(&str, &Timeline)]) -> io::Result<()> {
     let rows = timelines.iter().enumerate().flat_map(|(process, &(name, timeline))| rows(process, name, timeline));
-    out.write_all(b"{\"displayTimeUnit\": \"ms\", \"traceEvents\": [")?;
-    for (i, row) in rows.enumerate() {
-        out.write_all(if i == 0 { b"\n" } else { b",\n" })?;
-        serde_json::to_writer(&mut out, &row)?;
-    }
-    out.write_all(b"\n]}\n")?;
-    out.flush()
+    trace::write_rows(out, rows)
 }
 
 /// Like [`write_chrome`], to a new file.
