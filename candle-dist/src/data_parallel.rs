@@ -1,6 +1,6 @@
 //! The gradients of one model trained on different data on every rank.
 use crate::sync::buckets;
-use crate::{Error, ProcessGroup, ReduceOp, Result, SyncOptions, sync_params, verify_parameter_shapes};
+use crate::{Error, Pending, ProcessGroup, ReduceOp, Result, SyncOptions, sync_params, verify_parameter_shapes};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
 use itertools::Itertools;
@@ -135,16 +135,52 @@ impl DataParallel {
         self.add_up(grads, weight / total, ReduceOp::Sum)
     }
 
+    /// Starts a [`reduce`](Self::reduce), whose gradients [`PendingGrads::wait`] brings.
+    ///
+    /// Other gradients may be computed meanwhile. They may not be of these variables: their gradients leave `grads`.
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor, Var};
+    /// use candle_dist::{DataParallel, DataParallelOptions, Result, World};
+    ///
+    /// let grads = World::local(2).run(|ctx| -> Result<f32> {
+    ///     let weight = Var::new(&[1f32], &Device::Cpu)?;
+    ///     let dp = DataParallel::new(ctx.group(), &[("weight", weight.clone())], &DataParallelOptions::default())?;
+    ///     let x = Tensor::new(&[ctx.rank() as f32], &Device::Cpu)?;
+    ///     let mut grads = (weight.as_tensor() * x)?.backward()?;
+    ///     let pending = dp.reduce_start(&mut grads)?;
+    ///     pending.wait(&mut grads)?;
+    ///     Ok(grads.get(&weight).expect("a gradient").to_vec1::<f32>()?[0])
+    /// })?;
+    /// assert_eq!(grads, [0.5, 0.5]);
+    /// # Ok::<(), candle_dist::WorldError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Those of [`reduce`](Self::reduce).
+    #[track_caller]
+    pub fn reduce_start(&self, grads: &mut GradStore) -> Result<PendingGrads> {
+        let mut started = Vec::new();
+        for bucket in &self.buckets {
+            if let Some(flat) = self.flatten(bucket, grads, 1.0)? {
+                started.push((bucket.clone(), self.group.all_reduce_start(&flat, ReduceOp::Avg)?));
+            }
+        }
+        Ok(PendingGrads { started })
+    }
+
     #[track_caller]
     fn add_up(&self, grads: &mut GradStore, scale: f64, op: ReduceOp) -> Result<()> {
         for bucket in &self.buckets {
-            self.add_up_bucket(bucket, grads, scale, op)?;
+            if let Some(flat) = self.flatten(bucket, grads, scale)? {
+                spread(bucket, &self.group.all_reduce(&flat, op)?, grads)?;
+            }
         }
         Ok(())
     }
 
-    #[track_caller]
-    fn add_up_bucket(&self, bucket: &[(String, Var)], grads: &mut GradStore, scale: f64, op: ReduceOp) -> Result<()> {
+    /// The gradients of a bucket, scaled, end to end, and behind them which there are; nothing if this rank is alone.
+    fn flatten(&self, bucket: &[(String, Var)], grads: &mut GradStore, scale: f64) -> Result<Option<Tensor>> {
         let alone = self.group.size() == 1;
         let mut flat = Vec::with_capacity(bucket.len() + 1);
         let mut present = Vec::with_capacity(bucket.len());
@@ -164,21 +200,11 @@ impl DataParallel {
             flat.push(if scale == 1.0 { grad } else { grad.affine(scale, 0.0)? });
         }
         if alone {
-            return Ok(());
+            return Ok(None);
         }
         let (dtype, device) = (bucket[0].1.dtype(), bucket[0].1.device());
         flat.push(Tensor::new(&present[..], device)?.to_dtype(dtype)?);
-        let flat = self.group.all_reduce(&Tensor::cat(&flat, 0)?, op)?;
-        let ends: usize = bucket.iter().map(|(_, var)| var.elem_count()).sum();
-        let present = flat.narrow(0, ends, bucket.len())?.to_dtype(DType::F32)?.to_vec1::<f32>()?;
-        let mut start = 0;
-        for ((_, var), present) in bucket.iter().zip(present) {
-            if present > 0.0 {
-                grads.insert(var, flat.narrow(0, start, var.elem_count())?.reshape(var.shape())?);
-            }
-            start += var.elem_count();
-        }
-        Ok(())
+        Ok(Some(Tensor::cat(&flat, 0)?))
     }
 
     fn check(&self, name: &str, var: &Var, grad: &Tensor) -> Result<()> {
@@ -189,4 +215,35 @@ impl DataParallel {
         let reason = format!("{name:?} is {} and its gradient {}", show(var), show(grad));
         Err(Error::InvalidArgument { rank: self.group.ranks()[self.group.rank()], op: "reduce", reason })
     }
+}
+
+/// Gradients on their way to all ranks.
+#[must_use = "the gradients come with `wait`"]
+#[derive(Debug)]
+pub struct PendingGrads {
+    started: Vec<(Vec<(String, Var)>, Pending)>,
+}
+
+impl PendingGrads {
+    /// Puts the averages into `grads`.
+    ///
+    /// # Errors
+    /// Those of communication.
+    pub fn wait(self, grads: &mut GradStore) -> Result<()> {
+        self.started.into_iter().try_for_each(|(bucket, pending)| spread(&bucket, &pending.wait()?, grads))
+    }
+}
+
+/// Puts the parts of a bucket that some rank had into `grads`.
+fn spread(bucket: &[(String, Var)], flat: &Tensor, grads: &mut GradStore) -> Result<()> {
+    let ends: usize = bucket.iter().map(|(_, var)| var.elem_count()).sum();
+    let present = flat.narrow(0, ends, bucket.len())?.to_dtype(DType::F32)?.to_vec1::<f32>()?;
+    let mut start = 0;
+    for ((_, var), present) in bucket.iter().zip(present) {
+        if present > 0.0 {
+            grads.insert(var, flat.narrow(0, start, var.elem_count())?.reshape(var.shape())?);
+        }
+        start += var.elem_count();
+    }
+    Ok(())
 }

@@ -80,7 +80,7 @@ pub use candle_core;
 pub use accumulate::GradAccumulator;
 pub use backend::{Op, ReduceOp};
 pub use clip::ClipGradNorm;
-pub use data_parallel::{DataParallel, DataParallelOptions, Start};
+pub use data_parallel::{DataParallel, DataParallelOptions, PendingGrads, Start};
 pub use error::{Cause, Doing, Error, GroupFailure, RankReport, Result};
 pub use group::{Message, Pending, ProcessGroup};
 pub use mesh::{Axis, DeviceMesh};

@@ -44,6 +44,9 @@ fn what_cannot_work_is_one_sentence_and_status_2() {
         (&["--load", "Cargo.toml"], &["--load Cargo.toml", "rank 0, position 0", "is no action"]),
         (&["--load", "x.csv", "--ranks", "2"], &["--load", "--ranks"]),
         (&["--measured", "Cargo.toml"], &["--measured Cargo.toml"]),
+        (&["--measure", "0"], &["--measure 0", "more than 0"]),
+        (&["--measure", "-1"], &["--measure -1", "more than 0"]),
+        (&["--measure", "0.01", "--measured", "x.json"], &["--measure", "--measured"]),
     ];
     refuses(program, cases);
 }
@@ -117,4 +120,18 @@ fn one_is_drawn_written_and_loaded_again() {
     fs::write(&csv, lowered.to_csv()).expect("a file");
     assert_eq!(numbers(&["--load", &csv]), numbers(&flags[..6]));
     fs::remove_dir_all(&folder).expect("the folder is ours");
+}
+
+#[test]
+fn what_sleeping_stages_take_is_told_beside_what_is_predicted() {
+    let flags = ["--ranks", "2", "--microbatches", "3", "--measure", "0.002"];
+    let one = numbers(&[&flags[..], &["--schedule", "zb-h1"]].concat());
+    // Sleep is never short; half, since the ranks' clocks do not begin at one moment.
+    let is_whole = |one: &Value| one["measured_makespan"].as_f64() > one["makespan"].as_f64().map(|time| 0.5 * time);
+    assert!(is_whole(&one), "{one}");
+    let all = numbers(&[&flags[..], &["--schedule", "all"]].concat());
+    let all = all.as_object().expect("an object of schedules");
+    assert!(all.len() > 5 && all.values().all(is_whole), "{all:?}");
+    let said = program(&[&flags[..], &["--schedule", "all"]].concat());
+    assert!(text(&said.stdout).contains("measured"), "{}", text(&said.stdout));
 }

@@ -1,4 +1,5 @@
 //! One rank's run of a program: what it holds between actions, and what each action does with it.
+use super::apart::apart;
 use super::post::{Post, aliases};
 use super::reduce::Reductions;
 use super::{Batch, Runtime};
@@ -79,7 +80,7 @@ impl<'a> Execution<'a> {
     /// Does everything that this rank has to do.
     pub(super) fn run(mut self) -> Result<Made> {
         let rank = self.runtime.group.rank();
-        for action in &self.program.ranks()[rank] {
+        for action in &apart(&self.program.ranks()[rank]) {
             let done = catch_unwind(AssertUnwindSafe(|| self.act(action)));
             let done = done.unwrap_or_else(|panic| Err(Error::Pipe(format!("panicked: {}", panic_message(&*panic)))));
             if let Err(error) = done {
@@ -108,7 +109,7 @@ impl<'a> Execution<'a> {
             // What is sent is handed over, and nobody waits for it.
             Action::WaitSend(_) => Ok(()),
             Action::SharedReduce(group) => self.reductions.shared(group, &mut self.made.grads),
-            Action::ReduceGrad(stage) => self.reductions.start(stage, &self.made.grads),
+            Action::ReduceGrad(stage) => self.reductions.start(stage, &mut self.made.grads),
             Action::WaitReduceGrad(stage) => self.reductions.finish(stage, &mut self.made.grads),
             Action::Unshard(_) | Action::Reshard(_) => {
                 Err(Error::Schedule(format!("{action} of parameters that are not sharded; leave it out")))
@@ -169,7 +170,9 @@ impl<'a> Execution<'a> {
         let me = self.runtime.group.rank();
         for (output, activation) in def.outputs.iter().zip(outputs) {
             if self.runtime.results.contains(&output.value) {
-                self.made.results[microbatch].insert(output.value, activation.value.clone());
+                // What the caller gets stays as it is when an optimiser changes a parameter that was passed on.
+                let result = aliases(&activation.value, &self.runtime.parameters)?;
+                self.made.results[microbatch].insert(output.value, result);
             }
             for (rank, stages) in self.runtime.by_rank(&output.consumers) {
                 if rank == me {

@@ -4,6 +4,7 @@
 //! (`wire.rs`); gradients of what stages share, and of replicas of the model, are reduced where the program says
 //! (`reduce.rs`). Nothing is probed or agreed upon while it runs: the program, whose sends and receives are in one common
 //! order, decides everything. A rank that fails says so to the others, and the step ends for all of them or for none.
+mod apart;
 mod execute;
 mod names;
 mod post;
@@ -15,8 +16,8 @@ use crate::microbatch::Microbatches;
 use crate::schedule::{Edges, Lowering, Pass, Program, Schedule, Span};
 use crate::tape::StageModule;
 use crate::{Error, Result, Step, StepOptions, Value};
-use candle_core::{Device, Tensor};
-use candle_dist::{ClipGradNorm, ProcessGroup};
+use candle_core::{Device, Tensor, Var};
+use candle_dist::{ClipGradNorm, DataParallel, DataParallelOptions, ProcessGroup, TensorTree};
 use execute::{Execution, Made};
 use itertools::Itertools;
 use std::collections::{BTreeMap, HashSet};
@@ -58,7 +59,8 @@ pub struct Runtime {
     training: Program,
     evaluation: Program,
     group: ProcessGroup,
-    replicas: Option<ProcessGroup>,
+    /// For each stage the averages over the replicas of the model, if there are any.
+    replicas: BTreeMap<usize, DataParallel>,
     shared: Vec<Shared>,
     /// Where the parameters lie.
     parameters: HashSet<usize>,
@@ -94,8 +96,16 @@ struct Batch<'a> {
 }
 
 impl<'a> Batch<'a> {
-    fn new(runtime: &Runtime, cut: &Microbatches, options: &'a StepOptions) -> Result<Self> {
-        let inputs = cut.iter().map(|(args, kwargs)| runtime.signature.bind(args, kwargs)).collect::<Result<_>>()?;
+    fn new(runtime: &Runtime, cut: &Microbatches, options: &'a StepOptions, backward: bool) -> Result<Self> {
+        let bind = |(args, kwargs)| runtime.signature.bind(args, kwargs);
+        let inputs: Vec<Inputs> = cut.iter().map(bind).collect::<Result<_>>()?;
+        let mut values = inputs.iter().flatten();
+        let tracked = values.find(|(_, input)| backward && input.tensors().into_iter().any(Tensor::track_op));
+        if let Some((&value, _)) = tracked {
+            let name = runtime.info.graph.value_name(value);
+            let reason = format!("input {name:?} wants a gradient, and ranks give none to inputs");
+            return Err(Error::Pipe(format!("{reason}; detach it, or make it a parameter of a node")));
+        }
         let (rows, weights) = (cut.row_ranges(options.first_row), options.weights(cut, runtime.info.graph.loss)?);
         Ok(Self { inputs, rows, weights, options })
     }
@@ -135,7 +145,7 @@ impl Runtime {
             Lowering::new(edges.clone()).shared(replicated.iter().map(|share| share.stages.clone())).reduced();
         let training = schedule.lower(&lowering)?;
         let evaluation = schedule.forward_only().lower(&Lowering::new(edges))?;
-        group.agree(&format!("a pipeline of\n{info}\nby\n{}", training.to_csv()))?;
+        group.agree(&description(&info, &training))?;
 
         let mine = (0..info.num_stages()).filter(|&stage| schedule.stage_ranks()[stage] == group.rank());
         let built = pipe.build_stages(mine, scope, device)?;
@@ -159,7 +169,7 @@ impl Runtime {
             results: results.collect(),
             signature: pipe.signature().clone(),
             group: group.clone(),
-            replicas: None,
+            replicas: BTreeMap::new(),
             info,
             stages,
             training,
@@ -170,13 +180,34 @@ impl Runtime {
     }
 
     /// The same stages, whose gradients are averaged over `replicas`: the ranks that have the same stages of other copies
-    /// of the model, which train on other rows.
+    /// of the model, which train on other rows. Every rank calls it.
+    ///
+    /// The averages of a stage are made in buckets, beside the backward passes of the stages before it.
     ///
     /// The mean counts every replica alike. For losses that are sums, or means over unlike numbers of rows,
     /// [`weights`](field@StepOptions::weights) that are as many times larger as there are replicas, and shares of all rows,
     /// make it the gradient of the whole batch. Variables that no scope gave are not averaged.
-    pub fn with_replicas(self, replicas: &ProcessGroup) -> Self {
-        Self { replicas: Some(replicas.clone()), ..self }
+    ///
+    /// # Errors
+    /// If a replica is a rank of this pipeline; on all replicas alike if their pipelines differ, or the ranks that they
+    /// have in them; those of [`DataParallel::new`].
+    pub fn with_replicas(self, replicas: &ProcessGroup, options: &DataParallelOptions) -> Result<Self> {
+        let own: HashSet<usize> = self.group.ranks().iter().copied().collect();
+        let twice = replicas.ranks().iter().filter(|rank| own.contains(rank)).copied().collect_vec();
+        if twice != [self.group.ranks()[self.group.rank()]] {
+            let (own, given) = (self.group.ranks(), replicas.ranks());
+            let reason = format!("ranks {given:?} are no replicas of one rank of the pipeline on ranks {own:?}");
+            return Err(Error::Pipe(format!("{reason}; give the group of those that have its stages in other copies")));
+        }
+        let pipeline = description(&self.info, &self.training);
+        replicas.agree(&format!("rank {} of {pipeline}", self.group.rank()))?;
+        let averages = self.stages.iter().map(|(&index, stage)| {
+            let variables = stage.parameters().iter().filter(|(_, parameter)| parameter.is_variable());
+            let variables = variables.map(|(name, parameter)| Ok((name, Var::from_tensor(parameter)?)));
+            let variables = variables.collect::<Result<Vec<_>>>()?;
+            Ok((index, DataParallel::new(replicas, &variables, options)?))
+        });
+        Ok(Self { replicas: averages.collect::<Result<_>>()?, ..self })
     }
 
     /// This rank's stages.
@@ -205,7 +236,7 @@ impl Runtime {
 
     /// One training step without the optimiser, of a batch the whole of which every rank gives.
     ///
-    /// Parameters have gradients, inputs have none.
+    /// Parameters have gradients, inputs have none, and may want none.
     ///
     /// # Errors
     /// If there is no loss, or the schedule has no backward passes; if the batch is not cut into the schedule's microbatches; those of nodes, which name rank, stage, microbatch and
@@ -235,7 +266,7 @@ impl Runtime {
             let reason = format!("{} microbatches for a schedule of {microbatches}", cut.len());
             return Err(Error::Microbatches(format!("{reason}; cut the batch so, or make another schedule")));
         }
-        let batch = Batch::new(self, cut, options)?;
+        let batch = Batch::new(self, cut, options, backward)?;
         let Made { results, grads, spans, peak } = Execution::new(self, program, &batch, backward).run()?;
         // A rank that is through has not succeeded while another can still fail.
         self.group.barrier()?;
@@ -264,6 +295,11 @@ impl Runtime {
     fn by_rank(&self, stages: &[usize]) -> BTreeMap<usize, Vec<usize>> {
         stages.iter().map(|&stage| (self.rank_of(stage), stage)).into_group_map().into_iter().collect()
     }
+}
+
+/// What ranks must have in common.
+fn description(info: &PipeInfo, program: &Program) -> String {
+    format!("a pipeline of\n{info}\nby\n{}", program.to_csv())
 }
 
 /// Refuses a schedule that is not one of the pipe on the group.

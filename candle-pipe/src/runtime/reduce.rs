@@ -1,15 +1,14 @@
 //! Gradients of one parameter on several ranks: shared by stages, or of replicas of the model.
 use super::Runtime;
 use crate::Result;
-use candle_core::Tensor;
 use candle_core::backprop::GradStore;
-use candle_dist::{Pending, ReduceOp};
+use candle_dist::{PendingGrads, ReduceOp};
 use std::collections::HashMap;
 
 /// The reductions of one step.
 pub(super) struct Reductions<'a> {
     runtime: &'a Runtime,
-    started: HashMap<usize, Vec<(Tensor, Pending)>>,
+    started: HashMap<usize, PendingGrads>,
 }
 
 impl<'a> Reductions<'a> {
@@ -17,41 +16,31 @@ impl<'a> Reductions<'a> {
         Self { runtime, started: HashMap::new() }
     }
 
-    /// Sums the gradients of a parameter that stages on several ranks have copies of.
+    /// Sums the gradients of a parameter that stages on several ranks have copies of; one without counts as zeros.
     pub(super) fn shared(&self, group: usize, grads: &mut GradStore) -> Result<()> {
         let shared = &self.runtime.shared[group];
         // Stages of one rank have one copy, whose gradients are summed already.
         let Some(ranks) = &shared.ranks else { return Ok(()) };
         for parameter in &shared.parameters {
-            let sum = ranks.all_reduce(&gradient(parameter, grads)?, ReduceOp::Sum)?;
-            grads.insert(parameter, sum);
+            let grad = grads.get(parameter).cloned().map_or_else(|| parameter.zeros_like(), Ok)?;
+            grads.insert(parameter, ranks.all_reduce(&grad.detach(), ReduceOp::Sum)?);
         }
         Ok(())
     }
 
     /// Begins to average the gradients of a stage over the replicas of the model.
-    pub(super) fn start(&mut self, stage: usize, grads: &GradStore) -> Result<()> {
-        let Some(replicas) = &self.runtime.replicas else { return Ok(()) };
-        let mut started = Vec::new();
-        let parameters = self.runtime.stage(stage)?.parameters().values();
-        for parameter in parameters.filter(|parameter| parameter.is_variable()) {
-            let mean = replicas.all_reduce_start(&gradient(parameter, grads)?, ReduceOp::Avg)?;
-            started.push((parameter.clone(), mean));
+    pub(super) fn start(&mut self, stage: usize, grads: &mut GradStore) -> Result<()> {
+        if let Some(replicas) = self.runtime.replicas.get(&stage) {
+            self.started.insert(stage, replicas.reduce_start(grads)?);
         }
-        self.started.insert(stage, started);
         Ok(())
     }
 
-    /// Waits for what [`start`](Self::start) began.
+    /// Waits for what [`start`](Self::start) began, and adds it to what later stages found for the same parameters.
     pub(super) fn finish(&mut self, stage: usize, grads: &mut GradStore) -> Result<()> {
-        for (parameter, mean) in self.started.remove(&stage).unwrap_or_default() {
-            grads.insert(&parameter, mean.wait()?);
-        }
-        Ok(())
+        let Some(started) = self.started.remove(&stage) else { return Ok(()) };
+        let mut means = GradStore::default();
+        started.wait(&mut means)?;
+        Ok(grads.extend(means)?)
     }
-}
-
-/// The gradient of a parameter; zeros if nothing reached it.
-fn gradient(parameter: &Tensor, grads: &GradStore) -> Result<Tensor> {
-    Ok(grads.get(parameter).cloned().map_or_else(|| parameter.zeros_like(), Ok)?.detach())
 }

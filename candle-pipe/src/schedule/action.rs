@@ -50,6 +50,13 @@ pub struct Message {
     pub microbatch: usize,
 }
 
+impl Message {
+    /// Whether it carries what `compute` makes.
+    pub(crate) fn is_made_by(&self, compute: Compute) -> bool {
+        (self.from, self.microbatch, Some(self.flow)) == (compute.stage, compute.microbatch, compute.makes())
+    }
+}
+
 /// One entry of the list of a rank.
 ///
 /// The text of an action is PyTorch's, which it is written as ([`Display`](fmt::Display)) and read from

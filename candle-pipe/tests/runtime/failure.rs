@@ -2,7 +2,7 @@
 use crate::chain::{Tail, batch, pipe, runtime};
 use crate::model;
 use candle_core::{CpuStorage, CustomOp1, InplaceOp1, Layout, Shape, Tensor, bail};
-use candle_core::{DType, Device};
+use candle_core::{DType, Device, Var};
 use candle_dist::RankContext;
 use candle_pipe::microbatch::split_args_kwargs_into_chunks;
 use candle_pipe::schedule::{Compute, Pass, ScheduleKind};
@@ -143,6 +143,14 @@ fn ranks_that_differ_hear_of_it() {
         said(3, "schedules", move |ctx| runtime(if ctx.rank() == 1 { &a } else { &b }, ctx, &plain()).map(drop));
     schedules.iter().for_each(|said| assert!(said.contains("description differs"), "{said}"));
 
+    let plan = steady.clone();
+    let pipes = said(3, "pipes", move |ctx| {
+        let vb = model::builder(&model::Values::new(), DType::F64)?;
+        let pipe = if ctx.rank() == 1 { model::pipe(3, false)? } else { pipe(3, &plain())? };
+        Runtime::new(&pipe, &plan, ctx.group(), &vb, &Device::Cpu).map(drop)
+    });
+    pipes.iter().for_each(|said| assert!(said.contains("description differs"), "{said}"));
+
     for odd in 0..3 {
         let plan = steady.clone();
         let rows =
@@ -183,6 +191,10 @@ fn what_is_wrong_on_all_ranks_is_refused_before_anything_is_sent() {
         let nothing = Tensor::zeros((8, 2), DType::F64, &Device::Cpu)?;
         let kwargs = Kwargs::from([("y".to_string(), nothing.into())]);
         refused(split_args_kwargs_into_chunks(&[], &kwargs, 4, None, None)?, "no input \"y\"");
+        let tracked = Var::zeros((8, 2), DType::F64, &Device::Cpu)?.as_tensor().clone();
+        let tracked = split_args_kwargs_into_chunks(&[tracked.into()], &Kwargs::new(), 4, None, None)?;
+        assert!(runtime.evaluate(&tracked).is_ok());
+        refused(tracked, "input \"x\" wants a gradient, and ranks give none to inputs; detach it");
         // Nobody has failed, so all can go on.
         runtime.forward_backward(&batch(8, 4)?, &StepOptions::default()).map(drop)
     });

@@ -1,6 +1,7 @@
 //! Parameters by whatever name and from wherever: none is left without its gradient, or with a part of it.
 use crate::model::{Vb, builder, numbers};
 use candle_core::{DType, Device, Tensor, Var};
+use candle_dist::DataParallelOptions;
 use candle_pipe::microbatch::{Microbatches, split_args_kwargs_into_chunks};
 use candle_pipe::nn::linear_no_bias;
 use candle_pipe::schedule::ScheduleKind;
@@ -154,6 +155,66 @@ fn training_by_a_schedule_without_backwards_is_refused_before_anything_runs() {
         runtime.evaluate(&rows()?)?;
         let error = runtime.forward_backward(&rows()?, &StepOptions::default()).map(drop).unwrap_err().to_string();
         assert!(error.contains("no backward passes"), "{error}");
+        Ok(())
+    });
+}
+
+/// Two stages of one rank that nobody told of the variable that they both use.
+#[test]
+fn a_variable_of_two_stages_is_averaged_over_replicas_with_all_of_its_gradient() {
+    let gradients = on_ranks(2, "captured twice", |ctx| -> Result<Vec<f64>> {
+        let mesh = ctx.mesh(&[("pp", 1), ("dp", 2)])?;
+        let mut g = PipeBuilder::<Vb>::new();
+        let mut h = g.input("x", In::Arg);
+        for stage in 0..2 {
+            h = g.module(&format!("layers.{stage}"), |vb| Ok(linear_no_bias(3, 3, vb.root())?), [h]);
+            if stage == 0 {
+                g.split();
+            }
+        }
+        g.loss_fn(mean_square, [h], Reduction::Mean);
+        let pipe = g.finish(SplitSpec::declared())?;
+        let scope = || builder(&HashMap::from([("weight".into(), weight()?)]), DType::F64);
+        let local = LocalPipe::new(&pipe, &scope()?, &Device::Cpu)?;
+        let want = local.forward_backward(&rows()?, &StepOptions::default())?.grads;
+        let want = numbers(want.get(local.parameters()["weight"]).unwrap())?;
+
+        let schedule = ScheduleKind::LoopedBfs.schedule(1, 2, 2)?;
+        let runtime = Runtime::new(&pipe, &schedule, mesh.axis_group("pp")?, &scope()?, &Device::Cpu)?;
+        let runtime = runtime.with_replicas(mesh.axis_group("dp")?, &DataParallelOptions::default())?;
+        let got = runtime.forward_backward(&rows()?, &StepOptions::default())?.step.grads;
+        let parameter = runtime.stages().next().unwrap().parameters()["weight"].clone();
+        let got = numbers(got.get(&parameter).unwrap())?;
+        Ok(got.iter().zip(&want).map(|(a, b)| (a - b).abs()).collect())
+    });
+    assert!(gradients.concat().into_iter().all(|off| off < 1e-12), "{gradients:?}");
+}
+
+#[test]
+fn an_output_that_is_a_parameter_stays_as_it_is_when_the_parameter_changes() {
+    on_ranks(2, "aliases", |ctx| -> Result<()> {
+        let mut g = PipeBuilder::<Vb>::new();
+        let x = g.input("x", In::Arg);
+        let gate = g.parameter("gate", Share::Transmit, |vb| Ok(vb.get((3, 3), "gate")?));
+        let h = g.func("in", product, [x, gate]);
+        g.split();
+        let y = g.func("out", product, [h, gate]);
+        g.output("gate", gate);
+        g.loss_fn(mean_square, [y], Reduction::Mean);
+        let pipe = g.finish(SplitSpec::declared())?;
+        let scope = builder(&HashMap::from([("gate".into(), weight()?)]), DType::F64)?;
+        let schedule = ScheduleKind::OneFOneB.schedule(2, 2, 1)?;
+        let runtime = Runtime::new(&pipe, &schedule, ctx.group(), &scope, &Device::Cpu)?;
+        let made = runtime.forward_backward(&rows()?, &StepOptions::default())?.step;
+        for parameter in runtime.stages().flat_map(|stage| stage.parameters().values()) {
+            Var::from_tensor(parameter)?.set(&parameter.zeros_like()?)?;
+        }
+        ctx.group().barrier()?;
+        for output in &made.outputs {
+            if let Ok(gate) = output.get("gate") {
+                assert_eq!(numbers(gate.tensor()?)?, numbers(&weight()?)?);
+            }
+        }
         Ok(())
     });
 }

@@ -2,12 +2,17 @@
 use crate::model::{Expected, arguments, batch, builder, numbers, pipe, uncut, values};
 use crate::parity::close;
 use candle_core::{DType, Device, Var};
-use candle_dist::{ClipGradNorm, DeviceMesh};
+use candle_dist::{ClipGradNorm, DataParallelOptions, DeviceMesh, Op, comm};
 use candle_pipe::microbatch::split_args_kwargs_into_chunks;
 use candle_pipe::schedule::ScheduleKind;
 use candle_pipe::{Kwargs, LocalPipe, Result, Runtime, StepOptions, Value};
 use std::sync::Arc;
 use test_utils::on_ranks;
+
+/// Small buckets, so that stages have several.
+fn options() -> DataParallelOptions {
+    DataParallelOptions { bucket_bytes: 256, ..DataParallelOptions::default() }
+}
 
 /// Rows `start..start + len` of all tensors.
 fn rows(args: &[Value], kwargs: &Kwargs, start: usize, len: usize) -> Result<(Vec<Value>, Kwargs)> {
@@ -34,7 +39,7 @@ fn replicas_average_their_gradients_to_those_of_the_whole_batch() {
             let pipe = pipe(schedule.stages(), false)?;
             let builder = builder(&values, dtype)?;
             let runtime = Runtime::new(&pipe, &schedule, mesh.axis_group("pp")?, &builder, &Device::Cpu)?
-                .with_replicas(mesh.axis_group("dp")?);
+                .with_replicas(mesh.axis_group("dp")?, &options())?;
             let (args, kwargs) = arguments(total, dtype)?;
             let (replica, each) = (mesh.local_rank("dp")?, total / dp);
             let (args, kwargs) = rows(&args, &kwargs, replica * each, each)?;
@@ -67,7 +72,7 @@ fn replicas_with_unlike_parts_have_the_gradients_and_norm_of_the_whole_batch() {
             let pipe = pipe(schedule.stages(), true)?;
             let group = mesh.axis_group("pp")?;
             let runtime = Runtime::new(&pipe, &schedule, group, &builder(&values, DType::F64)?, &Device::Cpu)?;
-            let runtime = runtime.with_replicas(mesh.axis_group("dp")?);
+            let runtime = runtime.with_replicas(mesh.axis_group("dp")?, &options())?;
 
             let parts = batch(ROWS, dp, DType::F64)?;
             let replica = mesh.local_rank("dp")?;
@@ -135,5 +140,53 @@ fn evaluation_is_that_of_one_process_and_leaves_no_gradients() {
             }
             Ok(())
         });
+    }
+}
+
+#[test]
+fn a_stage_is_averaged_in_buckets_each_of_them_once() {
+    let values = Arc::new(values(DType::F64).unwrap());
+    for (bucket_bytes, per_stage) in [(1 << 20, 1), (0, 0)] {
+        let values = values.clone();
+        on_ranks(4, "buckets", move |ctx| -> Result<()> {
+            let mesh = ctx.mesh(&[("pp", 2), ("dp", 2)])?;
+            let schedule = ScheduleKind::OneFOneB.schedule(2, 3, 1)?;
+            let pipe = pipe(2, false)?;
+            let group = mesh.axis_group("pp")?;
+            let runtime = Runtime::new(&pipe, &schedule, group, &builder(&values, DType::F64)?, &Device::Cpu)?;
+            let options = DataParallelOptions { bucket_bytes, ..DataParallelOptions::default() };
+            let runtime = runtime.with_replicas(mesh.axis_group("dp")?, &options)?;
+            let batch = batch(12, 3, DType::F64)?;
+            let (made, counts) = comm::record(|| runtime.forward_backward(&batch, &StepOptions::default()));
+            made?;
+            let parameters = runtime.stages().map(|stage| stage.parameters().len()).sum::<usize>();
+            let averages = if per_stage == 0 { parameters } else { per_stage };
+            // One more for the weight that both stages have.
+            assert_eq!(counts.get(Op::AllReduce).count, averages + 1, "{parameters} parameters");
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn replicas_that_are_none_are_refused_by_all() {
+    let of = |schedules: [ScheduleKind; 2], axes: [&'static str; 2]| {
+        let values = Arc::new(values(DType::F64).unwrap());
+        on_ranks(4, "no replicas", move |ctx| -> Result<String> {
+            let mesh = ctx.mesh(&[("pp", 2), ("dp", 2)])?;
+            let schedule = schedules[mesh.local_rank("dp")?].schedule(2, 3, 1)?;
+            let group = mesh.axis_group(axes[0])?;
+            let builder = builder(&values, DType::F64)?;
+            // The failure of a world may find other ranks still at the first of the two.
+            let refused = Runtime::new(&pipe(2, false)?, &schedule, group, &builder, &Device::Cpu)
+                .and_then(|runtime| runtime.with_replicas(mesh.axis_group(axes[1])?, &options()));
+            Ok(refused.err().map_or_else(String::new, |error| error.to_string()))
+        })
+    };
+    for said in of([ScheduleKind::GPipe, ScheduleKind::OneFOneB], ["pp", "dp"]) {
+        assert!(said.contains("description differs"), "{said}");
+    }
+    for said in of([ScheduleKind::GPipe; 2], ["pp", "pp"]) {
+        assert!(said.contains("are no replicas of one rank of the pipeline on ranks"), "{said}");
     }
 }

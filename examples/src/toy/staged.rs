@@ -6,7 +6,7 @@ use std::time::Instant;
 use anyhow::Context;
 use candle_core::{DType, Device, Tensor};
 use candle_dist::comm::{self, CommCounts};
-use candle_dist::{RankContext, World};
+use candle_dist::{DataParallelOptions, RankContext, World};
 use candle_nn::Optimizer;
 use candle_pipe::microbatch::{Microbatches, microbatch_sizes, split_args_kwargs_into_chunks};
 use candle_pipe::schedule::{Schedule, Span};
@@ -89,7 +89,7 @@ impl Plan<'_> {
         let vb = ShardedVarBuilder::fresh(args.seed, &mesh.axis("tp")?, plan, DType::F32, &Device::Cpu)?;
         let pipe = self.pipeline.model(args, is_sequence_parallel).cut(self.pipeline.stages())?;
         let runtime = Runtime::new(&pipe, &self.schedule, mesh.axis_group("pp")?, &vb, &Device::Cpu)?;
-        let runtime = runtime.with_replicas(mesh.axis_group("dp")?);
+        let runtime = runtime.with_replicas(mesh.axis_group("dp")?, &DataParallelOptions::default())?;
         let parameters = vb.built();
         let clip = match args.clip_norm {
             Some(norm) => Some(runtime.clip_grad_norm(parameters.clip_grad_norm(norm)?)),
