@@ -7,6 +7,7 @@ pub mod collectives;
 pub mod comm;
 pub mod dispatch;
 pub mod embedding;
+pub mod llama;
 pub mod loading;
 pub mod progress;
 pub mod schedules;

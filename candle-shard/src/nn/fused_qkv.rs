@@ -80,6 +80,42 @@ impl FusedQkv {
     /// If a number of heads or their width is 0, the key heads do not divide the query heads, or the plan cuts the layer
     /// otherwise than by columns.
     pub fn new(in_dim: usize, heads: Heads, bias: bool, vb: &ShardedVarBuilder) -> Result<Self> {
+        let part = |parameter: &str, projection: usize, within: [usize; 2]| {
+            let [rows, start] = within;
+            let name = format!("{parameter}.{}", ["q", "k", "v"][projection]);
+            Part { name, within: Some(Within { of: parameter.into(), rows, start }) }
+        };
+        Self::build(in_dim, heads, bias, vb, part)
+    }
+
+    /// Like [`new`](Self::new) with the parameters of three layers of these names: `q_proj.weight` and so on, as Llama's
+    /// files have them.
+    ///
+    /// # Errors
+    /// Those of [`new`](Self::new).
+    pub fn with_names(
+        in_dim: usize,
+        heads: Heads,
+        bias: bool,
+        names: [&str; 3],
+        vb: &ShardedVarBuilder,
+    ) -> Result<Self> {
+        let part = |parameter: &str, projection: usize, _| Part {
+            name: format!("{}.{parameter}", names[projection]),
+            within: None,
+        };
+        Self::build(in_dim, heads, bias, vb, part)
+    }
+
+    /// A layer whose parameter of a name (`weight` or `bias`) and projection is `part`; that gets the rows of all
+    /// three and those before this one, too.
+    fn build(
+        in_dim: usize,
+        heads: Heads,
+        bias: bool,
+        vb: &ShardedVarBuilder,
+        part: impl Fn(&str, usize, [usize; 2]) -> Part,
+    ) -> Result<Self> {
         let style = vb.style();
         let Heads { query, key_value, dim } = heads;
         let Layout { weight: at, .. } = style.layout(LayerKind::FusedQkv)?;
@@ -98,19 +134,17 @@ impl FusedQkv {
         let shared = width.cut(ranks).iter().any(|piece| !piece.is_multiple_of(group * dim));
         let keys = Width::new(key_value, dim);
         let rows = width.size() + 2 * keys.size();
-        let projection = |name: &str, start: usize, width: Width| {
-            let whole = shared && name != "q";
+        let projection = |i: usize, start: usize, width: Width| {
+            let whole = shared && i > 0;
             let at = if whole { Replicate } else { at };
-            let part =
-                |of: &str| Part { name: format!("{of}.{name}"), within: Some(Within { of: of.into(), rows, start }) };
-            let weight = vb.part(&[width, in_dim.into()], part("weight"), init(in_dim), at, whole)?;
-            let bias = bias.then(|| vb.part(&[width], part("bias"), init(in_dim), at, whole)).transpose()?;
-            Ok::<_, Error>(Projection { weight, bias })
+            let weight = vb.part(&[width, in_dim.into()], part("weight", i, [rows, start]), init(in_dim), at, whole)?;
+            let bias = bias.then(|| vb.part(&[width], part("bias", i, [rows, start]), init(in_dim), at, whole));
+            Ok::<_, Error>(Projection { weight, bias: bias.transpose()? })
         };
         let projections = [
-            projection("q", 0, width)?,
-            projection("k", width.size(), keys)?,
-            projection("v", width.size() + keys.size(), keys)?,
+            projection(0, 0, width)?,
+            projection(1, width.size(), keys)?,
+            projection(2, width.size() + keys.size(), keys)?,
         ];
         Ok(Self { heads, width, projections, shared_by: shared.then_some(ranks), style })
     }

@@ -66,6 +66,8 @@ struct Shared {
 pub struct ShardedVarBuilder {
     shared: Arc<Shared>,
     path: Vec<String>,
+    /// Whether layers get parameters without gradients.
+    frozen: bool,
 }
 
 impl ShardedVarBuilder {
@@ -124,14 +126,41 @@ impl ShardedVarBuilder {
         plan.check(mesh)?;
         let (built, matched) = (Mutex::default(), Mutex::default());
         let shared = Shared { source, seed, mesh: mesh.clone(), plan, dtype, device: device.clone(), built, matched };
-        Ok(Self { shared: Arc::new(shared), path: Vec::new() })
+        Ok(Self { shared: Arc::new(shared), path: Vec::new(), frozen: false })
+    }
+
+    /// The same builder, of whose parameters none gets a gradient: for inference, which then keeps no activations, and for
+    /// the parts of a model that are not trained.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Tensor};
+    /// use candle_dist::World;
+    /// use candle_shard::nn::{Linear, ShardedVarBuilder};
+    /// use candle_shard::parallel::Plan;
+    /// use candle_shard::{DTensor, Replicate, Result};
+    ///
+    /// World::local(2).run(|ctx| -> Result<()> {
+    ///     let mesh = ctx.mesh(&[("tp", 2)])?;
+    ///     let vb = ShardedVarBuilder::fresh(42, &mesh, Plan::new("tp"), DType::F32, &Device::Cpu)?;
+    ///     let (base, head) = (vb.frozen().pp("base"), vb.pp("head"));
+    ///     let (base, head) = (Linear::new(4, 4, true, &base)?, Linear::new(4, 1, true, &head)?);
+    ///     let x = DTensor::distribute(&Tensor::ones((1, 4), DType::F32, &Device::Cpu)?, &mesh, &[Replicate])?;
+    ///     let grads = head.forward(&base.forward(&x)?)?.sum_all()?.backward()?;
+    ///     let trained = vb.finish()?.iter().filter(|parameter| grads.get(&parameter.var).is_some()).count();
+    ///     assert_eq!(trained, 2); // the head's weight and bias
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), candle_dist::WorldError>(())
+    /// ```
+    pub fn frozen(&self) -> Self {
+        Self { frozen: true, ..self.clone() }
     }
 
     /// The builder for the child module `name`.
     pub fn pp(&self, name: impl ToString) -> Self {
         let mut path = self.path.clone();
         path.push(name.to_string());
-        Self { shared: self.shared.clone(), path }
+        Self { path, ..self.clone() }
     }
 
     /// The seed of everything random.
@@ -232,7 +261,9 @@ impl ShardedVarBuilder {
             }
         };
         let (mut tensor, var) = DTensor::from_local_with_spec(local, spec)?.to_var()?;
-        if varying {
+        if self.frozen {
+            tensor = tensor.detach();
+        } else if varying {
             tensor = tensor.varying_on(axis)?;
         }
         let mut built = self.shared.built.lock().unwrap_or_else(PoisonError::into_inner);

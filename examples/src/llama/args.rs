@@ -1,0 +1,157 @@
+//! The command line of the Llama program.
+
+use std::io::{self, IsTerminal, Read};
+use std::path::PathBuf;
+
+use candle_core::DType;
+use clap::{Parser, ValueEnum};
+
+use super::sample::Sampling;
+use crate::cli::{Checked, Output, UsageError, require};
+
+const ABOUT: &str = "\
+Writes on from a prompt with a Llama that is cut over ranks
+
+Takes a folder as the Hub has it: config.json, tokenizer.json and model.safetensors, in one file or several with an index.
+Each rank reads its own part of the weights and no more. Without a folder a small random model is made, which shows
+that everything works and writes nonsense.
+
+The text is the same on any number of ranks for a seed, as far as rounding goes.";
+
+const EXAMPLES: &str = "\
+Examples:
+  cargo run --release --bin llama -- --tp 2 --prompt \"Once\"
+      Nonsense of a small random model, from two ranks.
+  cargo run --release --bin llama -- --model ./Llama-3.2-1B --tp 2 --prompt \"The capital of France is\" --temperature 0
+      A model of your own.
+  git log -1 --format=%B | cargo run --release --bin llama -- --model ./Llama-3.2-1B
+      The prompt from a pipe.
+
+Exit status: 0 if all went well, 1 if the model could not be read or run, 2 if the command line cannot work.";
+
+const PROMPT: &str = "Once upon a time";
+
+/// What the user asked for; the comments on the fields are the program's help.
+#[derive(Clone, Debug, Parser)]
+#[command(name = "llama", version, about = ABOUT, after_help = EXAMPLES)]
+pub struct Args {
+    /// Folder of the model [default: a small random one]
+    #[arg(long, value_name = "FOLDER", help_heading = "Model")]
+    pub model: Option<PathBuf>,
+
+    /// What the parameters are held and computed in
+    #[arg(long, value_name = "NAME", default_value = "f32", help_heading = "Model")]
+    pub dtype: DTypeName,
+
+    /// Ranks that each layer is cut over
+    #[arg(long, value_name = "N", default_value_t = 2, help_heading = "Ranks")]
+    pub tp: usize,
+
+    /// Stages that the layers are cut into, each on --tp ranks
+    #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Ranks")]
+    pub pp: usize,
+
+    /// Compute threads of each rank; keep ranks × threads within the number of cores
+    #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Ranks")]
+    pub threads: usize,
+
+    /// The text to go on from [default: stdin if that is no terminal, else "Once upon a time"]
+    #[arg(long, value_name = "TEXT", help_heading = "Text")]
+    pub prompt: Option<String>,
+
+    /// The most tokens to write
+    #[arg(long, value_name = "N", default_value_t = 100, help_heading = "Text")]
+    pub max_tokens: usize,
+
+    /// How bold the choice is; 0 takes the most likely token
+    #[arg(long, value_name = "X", default_value_t = 0.8, allow_negative_numbers = true, help_heading = "Text")]
+    pub temperature: f64,
+
+    /// The share of the probability that tokens are drawn from
+    #[arg(long, value_name = "P", default_value_t = 0.95, allow_negative_numbers = true, help_heading = "Text")]
+    pub top_p: f64,
+
+    /// Seed of the draws, and of the random model
+    #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Text")]
+    pub seed: u64,
+
+    /// Also write the results as one JSON object; `-` is stdout, with nothing else on it
+    #[arg(long, value_name = "FILE", help_heading = "Output")]
+    pub json: Option<PathBuf>,
+}
+
+/// A dtype of parameters.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum DTypeName {
+    /// 32-bit floats.
+    F32,
+    /// Brain floats.
+    Bf16,
+    /// 16-bit floats.
+    F16,
+}
+
+impl From<DTypeName> for DType {
+    fn from(name: DTypeName) -> Self {
+        match name {
+            DTypeName::F32 => Self::F32,
+            DTypeName::Bf16 => Self::BF16,
+            DTypeName::F16 => Self::F16,
+        }
+    }
+}
+
+const MAX_RANKS: usize = 256;
+const MAX_TOKENS: usize = 1 << 24;
+
+impl Args {
+    /// Checks everything that does not depend on the model.
+    ///
+    /// # Errors
+    /// A sentence that names the flag, its value and a remedy.
+    pub fn validate(&self) -> Checked {
+        let Self { tp, pp, threads, max_tokens, temperature, top_p, .. } = *self;
+        for (flag, value, most) in [
+            ("--tp", tp, MAX_RANKS),
+            ("--pp", pp, MAX_RANKS),
+            ("--threads", threads, 1024),
+            ("--max-tokens", max_tokens, MAX_TOKENS),
+        ] {
+            require!(value > 0, "{flag} is 0: give at least 1.");
+            require!(value <= most, "{flag} {value} is too large: give at most {most}.");
+        }
+        require!(
+            temperature.is_finite() && temperature >= 0.0,
+            "--temperature {temperature} is no finite number of at least 0: try 0.8."
+        );
+        require!(top_p > 0.0 && top_p <= 1.0, "--top-p {top_p} is no share: give more than 0 and at most 1.");
+        if let Some(model) = &self.model {
+            require!(model.is_dir(), "--model {} is no folder: give one with config.json in it.", model.display());
+        }
+        Output::new(self.json.as_deref()).check()
+    }
+
+    /// The text to go on from.
+    ///
+    /// # Errors
+    /// If it is empty, or stdin cannot be read.
+    pub fn prompt(&self) -> Checked<String> {
+        let prompt = match &self.prompt {
+            Some(prompt) => prompt.clone(),
+            None if io::stdin().is_terminal() => PROMPT.into(),
+            None => {
+                let mut read = String::new();
+                let got = io::stdin().read_to_string(&mut read);
+                got.map_err(|error| UsageError(format!("the prompt on stdin cannot be read: {error}.")))?;
+                if read.is_empty() { PROMPT.into() } else { read }
+            }
+        };
+        require!(!prompt.is_empty(), "--prompt is empty: give some text to go on from.");
+        Ok(prompt)
+    }
+
+    /// How tokens are chosen.
+    pub fn sampling(&self) -> Sampling {
+        Sampling { temperature: self.temperature, top_p: self.top_p, seed: self.seed }
+    }
+}

@@ -1,0 +1,158 @@
+//! Writing on from a prompt.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Instant;
+
+use anyhow::{Result, ensure};
+use candle_core::{DType, Device, Tensor};
+use candle_dist::RankContext;
+use candle_shard::Weights;
+use candle_shard::nn::ShardedVarBuilder;
+
+use super::cache::Cache;
+use super::config::Config;
+use super::model::Llama;
+use super::sample::{Sampler, Sampling};
+use super::staged::StagedLlama;
+
+/// A model's files, found to be whole.
+#[derive(Clone, Debug)]
+pub struct Files {
+    /// The sizes.
+    pub config: Config,
+    weights: Arc<Weights>,
+}
+
+impl Files {
+    /// Opens the files in `folder`, of which no weights are read yet.
+    ///
+    /// # Errors
+    /// If the config cannot be run, or the weights are not those of the config: the file and the tensor are named.
+    pub fn open(folder: &Path) -> Result<Self> {
+        let config = Config::read(folder)?;
+        let weights = Weights::open(folder)?;
+        for (name, want) in config.tensors() {
+            let (has, dtype) = (weights.shape(&name)?, weights.dtype(&name)?);
+            ensure!(
+                has == want && dtype.is_float(),
+                "{}: {name:?} is {}{has:?}, and config.json says floats of {want:?}",
+                folder.display(),
+                dtype.as_str()
+            );
+        }
+        Ok(Self { config, weights: Arc::new(weights) })
+    }
+}
+
+/// What to write, and how.
+#[derive(Clone, Debug)]
+pub struct Task {
+    /// The tokens to go on from.
+    pub prompt: Vec<u32>,
+    /// The most tokens to write.
+    pub most: usize,
+    /// How they are chosen.
+    pub sampling: Sampling,
+    /// What parameters are held and computed in.
+    pub dtype: DType,
+}
+
+impl Task {
+    /// Checks that a model of this config can do it.
+    ///
+    /// # Errors
+    /// If the prompt is empty, longer than the model's longest sequence, or has tokens that the model does not know.
+    pub fn check(&self, config: &Config) -> Result<()> {
+        let (tokens, longest) = (self.prompt.len(), config.max_position_embeddings);
+        ensure!(tokens > 0, "the prompt has no tokens; give some text to go on from");
+        ensure!(tokens < longest, "the prompt has {tokens} tokens, and the model takes {longest}; shorten it");
+        let unknown = self.prompt.iter().find(|&&token| token as usize >= config.vocab_size);
+        if let Some(token) = unknown {
+            let known = config.vocab_size;
+            anyhow::bail!(
+                "tokenizer.json has the token {token}, and the model {known} tokens; they do not fit together"
+            );
+        }
+        Ok(())
+    }
+}
+
+/// What a rank did.
+#[derive(Clone, Debug)]
+pub struct Written {
+    /// The tokens.
+    pub tokens: Vec<u32>,
+    /// The seconds until the first of them.
+    pub first: f64,
+    /// The seconds from there to the last.
+    pub rest: f64,
+    /// The parameters that this rank holds.
+    pub parameters: usize,
+}
+
+/// A model that goes on from what it was given.
+enum Model {
+    /// All layers on each rank.
+    Whole(Llama, Cache),
+    /// Some of them.
+    Staged(StagedLlama),
+}
+
+impl Model {
+    /// The logits `[vocabulary]` of what follows these tokens.
+    fn next(&mut self, tokens: &[u32]) -> Result<Tensor> {
+        let tokens = Tensor::from_slice(tokens, (1, tokens.len()), &Device::Cpu)?;
+        let logits = match self {
+            Self::Whole(model, cache) => model.next(&tokens, cache)?,
+            Self::Staged(model) => model.next(&tokens)?,
+        };
+        Ok(logits.squeeze(0)?)
+    }
+}
+
+/// Writes on from the prompt, showing each token to `show`, on all ranks in `stages` stages.
+///
+/// Every rank calls it.
+///
+/// # Errors
+/// If the stages do not divide the ranks, or there are more than the model can be cut into; those of the model.
+pub fn generate(
+    ctx: &RankContext,
+    stages: usize,
+    files: &Files,
+    task: &Task,
+    mut show: impl FnMut(u32),
+) -> Result<Written> {
+    let Files { config, weights } = files;
+    let ranks = ctx.world_size();
+    ensure!(stages > 0 && ranks.is_multiple_of(stages), "{stages} stages do not divide {ranks} ranks");
+    let mesh = ctx.mesh(&[("pp", stages), ("tp", ranks / stages)])?;
+    let (plan, device) = (Llama::plan("tp"), Device::Cpu);
+    let vb = ShardedVarBuilder::from_weights(weights.clone(), 0, &mesh.axis("tp")?, plan, task.dtype, &device)?;
+    let room = (task.prompt.len() + task.most).min(config.max_position_embeddings);
+    let mut model = match stages {
+        1 => Model::Whole(Llama::new(config, room, &vb.frozen())?, Cache::new(config.num_hidden_layers, room)),
+        _ => Model::Staged(StagedLlama::new(config, room, &mesh, &vb.frozen())?),
+    };
+    let parameters = vb.built().iter().map(|parameter| parameter.var.elem_count()).sum();
+
+    let mut sampler = Sampler::new(task.sampling);
+    let mut tokens: Vec<u32> = Vec::new();
+    let began = Instant::now();
+    let mut first = 0.0;
+    let mut input = task.prompt.clone();
+    while task.prompt.len() + tokens.len() <= room && tokens.len() < task.most {
+        let token = sampler.next(&model.next(&input)?)?;
+        if tokens.is_empty() {
+            first = began.elapsed().as_secs_f64();
+        }
+        if config.ends().contains(&token) {
+            break;
+        }
+        show(token);
+        tokens.push(token);
+        input = vec![token];
+    }
+    Ok(Written { tokens, first, rest: began.elapsed().as_secs_f64() - first, parameters })
+}

@@ -1,0 +1,14 @@
+//! The Llama program: a model from the Hub's files, cut over ranks, that writes on from a prompt.
+
+pub mod args;
+pub mod cache;
+pub mod config;
+pub mod generate;
+mod layer;
+pub mod model;
+pub mod random_model;
+pub mod report;
+mod rope;
+pub mod sample;
+pub mod staged;
+pub mod tokens;

@@ -1,0 +1,55 @@
+//! What the Llama program tells when the text is written.
+
+use itertools::Itertools;
+use serde::Serialize;
+
+use super::generate::{Task, Written};
+use crate::table::grouped;
+
+/// The numbers of a run.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Report {
+    /// The prompt and what was written.
+    pub text: String,
+    /// The tokens of the prompt.
+    pub prompt_tokens: usize,
+    /// The tokens that were written.
+    pub new_tokens: usize,
+    /// Tokens of the prompt a second, until the first new token.
+    pub prompt_tokens_per_second: f64,
+    /// New tokens a second, after the first.
+    pub tokens_per_second: f64,
+    /// The parameters that each rank holds.
+    pub parameters: Vec<usize>,
+}
+
+impl Report {
+    /// The numbers of what the ranks did.
+    pub fn new(text: String, task: &Task, ranks: &[Written]) -> Self {
+        let per_second = |count: usize, seconds: f64| if seconds > 0.0 { count as f64 / seconds } else { 0.0 };
+        let first = &ranks[0];
+        Self {
+            text,
+            prompt_tokens: task.prompt.len(),
+            new_tokens: first.tokens.len(),
+            prompt_tokens_per_second: per_second(task.prompt.len(), first.first),
+            tokens_per_second: per_second(first.tokens.len().saturating_sub(1), first.rest),
+            parameters: ranks.iter().map(|rank| rank.parameters).collect(),
+        }
+    }
+}
+
+impl std::fmt::Display for Report {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let parameters = self.parameters.iter().map(|&count| grouped(count)).dedup().join(", ");
+        write!(
+            f,
+            "{} ranks, {parameters} parameters each: {} tokens of prompt at {:.1} a second, {} new ones at {:.1} a second",
+            self.parameters.len(),
+            self.prompt_tokens,
+            self.prompt_tokens_per_second,
+            self.new_tokens,
+            self.tokens_per_second
+        )
+    }
+}

@@ -1,0 +1,95 @@
+//! Which token comes next.
+
+use candle_core::{DType, Result, Tensor};
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{RngCore, SeedableRng};
+
+/// How tokens are chosen.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Sampling {
+    /// What logits are divided by; 0 takes the most likely token.
+    pub temperature: f64,
+    /// The share of the probability that tokens are drawn from: the fewest tokens that have it together.
+    pub top_p: f64,
+    /// The seed of the draws.
+    pub seed: u64,
+}
+
+/// Chooses tokens: the same ones on all ranks, which have the same logits.
+#[derive(Debug)]
+pub struct Sampler {
+    sampling: Sampling,
+    rng: ChaCha8Rng,
+}
+
+impl Sampler {
+    /// A sampler at the start of its draws.
+    pub fn new(sampling: Sampling) -> Self {
+        Self { sampling, rng: ChaCha8Rng::seed_from_u64(sampling.seed) }
+    }
+
+    /// A token by its logits `[vocabulary]`.
+    ///
+    /// # Errors
+    /// Those of candle.
+    pub fn next(&mut self, logits: &Tensor) -> Result<u32> {
+        let logits = logits.to_dtype(DType::F32)?.to_vec1::<f32>()?;
+        let best = || (0..logits.len()).max_by(|&a, &b| logits[a].total_cmp(&logits[b]).then(b.cmp(&a)));
+        if self.sampling.temperature <= 0.0 {
+            return Ok(best().unwrap_or(0) as u32);
+        }
+        let most = best().map_or(0.0, |token| f64::from(logits[token]));
+        let weight = |&logit: &f32| ((f64::from(logit) - most) / self.sampling.temperature).exp();
+        let mut weights: Vec<(u32, f64)> = (0..).zip(logits.iter().map(weight)).collect();
+        let total: f64 = weights.iter().map(|(_, weight)| weight).sum();
+        if self.sampling.top_p < 1.0 {
+            weights.sort_by(|(a, x), (b, y)| y.total_cmp(x).then(a.cmp(b)));
+            weights.truncate(1 + within(&weights, self.sampling.top_p * total));
+        }
+        let kept: f64 = weights.iter().map(|(_, weight)| weight).sum();
+        // 53 random bits: a number in [0, 1).
+        let draw = (self.rng.next_u64() >> 11) as f64 / (1u64 << 53) as f64 * kept;
+        Ok(weights.get(within(&weights, draw)).or(weights.last()).map_or(0, |&(token, _)| token))
+    }
+}
+
+/// The place of the weight within which the sum of them passes `sum`.
+fn within(weights: &[(u32, f64)], sum: f64) -> usize {
+    let sums = weights.iter().scan(0.0, |so_far, (_, weight)| {
+        *so_far += weight;
+        Some(*so_far)
+    });
+    sums.take_while(|&so_far| so_far <= sum).count()
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)] // a panic is how a test fails
+mod tests {
+    use super::{Sampler, Sampling};
+    use candle_core::{Device, Tensor};
+
+    fn drawn(temperature: f64, top_p: f64) -> Vec<u32> {
+        let logits = Tensor::new(&[0f32, 2.0, 1.0, f32::NEG_INFINITY], &Device::Cpu).unwrap();
+        let mut sampler = Sampler::new(Sampling { temperature, top_p, seed: 1 });
+        (0..2000).map(|_| sampler.next(&logits).unwrap()).collect()
+    }
+
+    #[test]
+    fn without_temperature_the_most_likely_token_is_taken() {
+        assert!(drawn(0.0, 1.0).iter().all(|&token| token == 1));
+        assert!(drawn(1.0, 0.0).iter().all(|&token| token == 1));
+    }
+
+    #[test]
+    fn tokens_come_as_often_as_they_are_likely() {
+        let share = |tokens: &[u32], of: u32| tokens.iter().filter(|&&token| token == of).count() as f64 / 2000.0;
+        let all = drawn(1.0, 1.0);
+        for (token, probability) in [(0, 0.090), (1, 0.665), (2, 0.245), (3, 0.0)] {
+            assert!((share(&all, token) - probability).abs() < 0.04, "{token}");
+        }
+        // The two most likely have nine tenths.
+        let most = drawn(1.0, 0.9);
+        assert_eq!(share(&most, 0), 0.0);
+        assert!((share(&most, 2) - 0.269).abs() < 0.04);
+    }
+}
