@@ -36,6 +36,9 @@ Exit status: 0 if all went well, 1 if a file could not be written, 2 if the comm
 /// The most ranks, microbatches and stages of a rank.
 const MOST: usize = 1 << 20;
 
+/// The longest time, of which no sum is infinite.
+const LONGEST: f64 = 1e100;
+
 /// What the user asked for; the comments on the fields are the program's help.
 #[derive(Clone, Debug, Parser)]
 #[command(name = "schedules", version, about = ABOUT, after_help = EXAMPLES)]
@@ -154,6 +157,7 @@ impl Args {
         ];
         for (flag, cost) in costs {
             require!(cost.is_finite() && cost >= 0.0, "{flag} {cost} is no time: give 0 or more.");
+            require!(cost <= LONGEST, "{flag} {cost:e} is too long: give at most {LONGEST:e}.");
         }
         if let Some(unit) = self.measure {
             require!(unit.is_finite() && unit > 0.0, "--measure {unit} is no time: give seconds, more than 0.");
