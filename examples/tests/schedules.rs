@@ -31,6 +31,8 @@ fn what_cannot_work_is_one_sentence_and_status_2() {
         (&["--microbatches", "1000000000000"], &["--microbatches 1000000000000 is too much"]),
         (&["--microbatches", "1000000", "--ranks", "1000"], &["1f1b", "too much"]),
         (&["--microbatches", "1000000", "--schedule", "greedy", "--ranks", "8"], &["together at most"]),
+        (&["--schedule", "greedy", "--ranks", "1000000"], &["--ranks 1000000", "at most 4096 stages"]),
+        (&["--ranks", "1000000", "--virtual-stages", "1000000"], &["--ranks 1000000", "at most 4096 stages"]),
         (&["--schedule", "zbv", "--virtual-stages", "1"], &["zbv", "2 stages, not 1"]),
         (&["--schedule", "dualpipev", "--microbatches", "7"], &["dualpipev", "7 microbatches", "8 stages"]),
         (&["--schedule", "interleaved-1f1b", "--microbatches", "9"], &["9 microbatches", "rounds"]),

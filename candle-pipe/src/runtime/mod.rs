@@ -72,7 +72,7 @@ pub struct Runtime {
 
 /// A replicated parameter on the ranks that have copies of it.
 struct Shared {
-    /// Those ranks, if they are several and this is one of them.
+    /// Those ranks in the order of their stages, if they are several and this is one of them.
     ranks: Option<ProcessGroup>,
     /// The copy here.
     parameters: Vec<Tensor>,
@@ -166,7 +166,7 @@ impl Runtime {
         let mine = (0..info.num_stages()).filter(|&stage| schedule.stage_ranks()[stage] == group.rank());
         let stages = names::check(group, &replicated, pipe.build_stages(mine, scope, device))?;
         let shared = replicated.iter().map(|share| {
-            let ranks = share.stages.iter().map(|&stage| schedule.stage_ranks()[stage]).sorted().dedup().collect_vec();
+            let ranks = share.stages.iter().map(|&stage| schedule.stage_ranks()[stage]).unique().collect_vec();
             let is_member = ranks.len() > 1 && ranks.contains(&group.rank());
             let here = share.stages.iter().filter_map(|stage| stages.get(stage));
             let copies = here.flat_map(|stage| stage.copy_of(&share.name)).map(|(_, copy)| copy);

@@ -4,7 +4,7 @@ use candle_core::{DType, Device, Tensor, Var};
 use candle_dist::DataParallelOptions;
 use candle_pipe::microbatch::{Microbatches, split_args_kwargs_into_chunks};
 use candle_pipe::nn::linear_no_bias;
-use candle_pipe::schedule::ScheduleKind;
+use candle_pipe::schedule::{Schedule, ScheduleKind};
 use candle_pipe::{
     In, Kwargs, LocalPipe, Pipe, PipeBuilder, Reduction, Result, Runtime, Scope, Share, SplitSpec, StepOptions, Value,
 };
@@ -88,16 +88,18 @@ fn so_are_copies_that_are_made_of_a_variable() {
 
 #[test]
 fn copies_start_with_the_values_of_the_first_stage() {
-    on_ranks(2, "unlike copies", |ctx| -> Result<()> {
-        let own = (weight()? + ctx.rank() as f64)?;
-        let pipe = tied::<Vb>(|vb| Ok(vb.get((3, 3), "tied")?))?;
-        let scope = builder(&HashMap::from([("part.tied".into(), own)]), DType::F64)?;
-        let schedule = ScheduleKind::OneFOneB.schedule(2, 2, 1)?;
-        let runtime = Runtime::new(&pipe, &schedule, ctx.group(), &scope, &Device::Cpu)?;
-        let stage = runtime.stages().next().unwrap();
-        assert_eq!(numbers(&stage.parameters()["part.tied"])?, numbers(&weight()?)?);
-        Ok(())
-    });
+    // The first stage is on the first rank, and on the last.
+    for (first, csv) in [(0, "0F0,0B0\n1F0,1B0\n"), (1, "1F0,1B0\n0F0,0B0\n")] {
+        on_ranks(2, "unlike copies", move |ctx| -> Result<()> {
+            let own = (weight()? + ctx.rank() as f64)?;
+            let pipe = tied::<Vb>(|vb| Ok(vb.get((3, 3), "tied")?))?;
+            let scope = builder(&HashMap::from([("part.tied".into(), own)]), DType::F64)?;
+            let runtime = Runtime::new(&pipe, &Schedule::from_csv(csv)?, ctx.group(), &scope, &Device::Cpu)?;
+            let stage = runtime.stages().next().unwrap();
+            assert_eq!(numbers(&stage.parameters()["part.tied"])?, numbers(&(weight()? + f64::from(first))?)?);
+            Ok(())
+        });
+    }
 }
 
 #[test]
@@ -209,7 +211,7 @@ fn a_model_without_loss_takes_a_schedule_of_forwards_with_gaps() {
         let y = g.func("out", |xs, _| Ok(xs[0].clone()), [h]);
         g.output("y", y);
         let pipe = g.finish(SplitSpec::declared())?;
-        let schedule = candle_pipe::schedule::Schedule::from_csv("0F0,0F1,\n,1F0,1F1\n")?;
+        let schedule = Schedule::from_csv("0F0,0F1,\n,1F0,1F1\n")?;
         let runtime = Runtime::new(&pipe, &schedule, ctx.group(), &(), &Device::Cpu)?;
         assert_eq!(runtime.evaluate(&rows()?)?.step.outputs.len(), 2);
         Ok(())

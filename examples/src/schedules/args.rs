@@ -36,6 +36,9 @@ Exit status: 0 if all went well, 1 if a file could not be written, 2 if the comm
 /// The most ranks, microbatches and stages of a rank.
 const MOST: usize = 1 << 20;
 
+/// The most stages of all ranks.
+const MOST_STAGES: usize = 1 << 12;
+
 /// The longest time, of which no sum is infinite.
 const LONGEST: f64 = 1e100;
 
@@ -149,6 +152,11 @@ impl Args {
             require!(n > 0, "{flag} is 0: give at least 1.");
             require!(n <= MOST, "{flag} {n} is too much: give at most {MOST}.");
         }
+        require!(
+            self.ranks.saturating_mul(stages) <= MOST_STAGES,
+            "--ranks {} with {stages} stages each are too many: give at most {MOST_STAGES} stages.",
+            self.ranks
+        );
         let costs = [
             ("--forward-cost", self.forward_cost),
             ("--input-cost", self.input_cost),
