@@ -31,11 +31,14 @@ fn what_cannot_work_is_one_sentence_and_status_2() {
         (&["--microbatches", "1000000000000"], &["--microbatches 1000000000000 is too much"]),
         (&["--microbatches", "1000000", "--ranks", "1000"], &["1f1b", "too much"]),
         (&["--microbatches", "1000000", "--schedule", "greedy", "--ranks", "8"], &["together at most"]),
+        (&["--schedule", "greedy", "--ranks", "1000000"], &["--ranks 1000000", "at most 4096 stages"]),
+        (&["--ranks", "1000000", "--virtual-stages", "1000000"], &["--ranks 1000000", "at most 4096 stages"]),
         (&["--schedule", "zbv", "--virtual-stages", "1"], &["zbv", "2 stages, not 1"]),
         (&["--schedule", "dualpipev", "--microbatches", "7"], &["dualpipev", "7 microbatches", "8 stages"]),
         (&["--schedule", "interleaved-1f1b", "--microbatches", "9"], &["9 microbatches", "rounds"]),
         (&["--forward-cost", "-1"], &["--forward-cost -1", "0 or more"]),
         (&["--latency", "nan"], &["--latency NaN", "0 or more"]),
+        (&["--forward-cost", "1e308"], &["--forward-cost 1e308", "at most 1e100"]),
         (&["--schedule", "all", "--csv", "x.csv"], &["--csv", "--schedule"]),
         (&["--svg", "no-such-folder/x.svg"], &["--svg no-such-folder/x.svg", "cannot be written"]),
         (&["--trace", "no-such-folder/x.json"], &["--trace no-such-folder/x.json", "cannot be written"]),
@@ -46,6 +49,8 @@ fn what_cannot_work_is_one_sentence_and_status_2() {
         (&["--measured", "Cargo.toml"], &["--measured Cargo.toml"]),
         (&["--measure", "0"], &["--measure 0", "more than 0"]),
         (&["--measure", "-1"], &["--measure -1", "more than 0"]),
+        (&["--measure", "1e20"], &["--measure 100000000000000000000", "60 at most"]),
+        (&["--measure", "1e-9", "--ranks", "2000"], &["a thread a rank", "at most 1024 ranks, not 2000"]),
         (&["--measure", "0.01", "--measured", "x.json"], &["--measure", "--measured"]),
     ];
     refuses(program, cases);

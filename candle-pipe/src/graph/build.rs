@@ -4,7 +4,7 @@ use super::op::{Ctx, StageOp};
 use super::scope::{Named, Scope};
 use super::{Node, NodeKind};
 use crate::{Error, Result};
-use candle_core::Device;
+use candle_core::{Device, Tensor};
 use candle_dist::TensorTree;
 use std::rc::Rc;
 
@@ -24,7 +24,8 @@ pub(super) fn build<B: Scope>(node: &Node, factory: &Factory<B>, scope: &B) -> R
         let (device, dtype) = (Device::Cpu, scope.dtype());
         let ctx = Ctx { device, dtype, microbatch: 0, rows: 0..0, step: 0, training: false };
         let made = op.forward(&[], &ctx)?;
-        let variables = made.tensors().into_iter().filter(|tensor| tensor.is_variable());
+        let behind = made.tensors().into_iter().flat_map(Tensor::sorted_nodes);
+        let variables = behind.filter(|tensor| tensor.is_variable());
         named.extend(variables.map(|tensor| (node.name.clone(), tensor.clone())));
     }
     match named.iter().find(|(name, _)| !ends_with(name, &node.name)) {

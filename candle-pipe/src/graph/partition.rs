@@ -46,11 +46,7 @@ impl Costs {
     /// Exact, by dynamic programming over where the last run begins; of equal cuts the earliest.
     pub(super) fn cut(&self, stages: usize) -> Result<Vec<usize>> {
         let items = self.nodes.len();
-        if stages == 0 || stages > items {
-            return Err(Error::Pipe(format!(
-                "{stages} stages of {items} nodes: want at least 1 and no more than nodes"
-            )));
-        }
+        check_stages(stages, items)?;
         // best[i]: the dearest run and where the later runs begin, when the items from i on make the runs so far.
         let mut best: Vec<Option<(f64, Vec<usize>)>> = vec![None; items + 1];
         best[items] = Some((0.0, Vec::new()));
@@ -71,4 +67,12 @@ impl Costs {
         let (_, cuts) = best[0].take().ok_or_else(|| Error::Pipe("costs that are no numbers".into()))?;
         Ok(cuts.into_iter().map(|item| self.nodes[item]).collect())
     }
+}
+
+/// Refuses a number of stages that so many nodes cannot make.
+pub(super) fn check_stages(stages: usize, nodes: usize) -> Result<()> {
+    if stages == 0 || stages > nodes {
+        return Err(Error::Pipe(format!("{stages} stages of {nodes} nodes: want at least 1 and no more than nodes")));
+    }
+    Ok(())
 }

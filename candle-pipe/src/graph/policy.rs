@@ -1,11 +1,12 @@
 //! Rules that cut a model into stages.
-use super::partition::Costs;
+use super::partition::{Costs, check_stages};
 use super::suggest::suggestion;
 use super::{Graph, Layout, SplitPolicy};
+use crate::microbatch::microbatch_sizes;
 use crate::{Error, Result};
 use std::collections::BTreeMap;
 
-/// Cuts into so many stages with as equal numbers of nodes as can be.
+/// Cuts into so many stages with as equal numbers of nodes as can be, the first of which have one more.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EqualCount(pub usize);
 
@@ -57,8 +58,13 @@ impl Balanced {
 
 impl SplitPolicy for EqualCount {
     fn cuts(&self, graph: &Graph) -> Result<Vec<usize>> {
-        let one = |node: usize| Ok(if graph.nodes[node].is_replicated() { 0.0 } else { 1.0 });
-        Costs::new(graph, one)?.cut(self.0)
+        let nodes: Vec<usize> = graph.placed().collect();
+        check_stages(self.0, nodes.len())?;
+        let ends = microbatch_sizes(nodes.len(), self.0).into_iter().scan(0, |end, size| {
+            *end += size;
+            Some(*end)
+        });
+        Ok(ends.take(self.0 - 1).map(|end| nodes[end]).collect())
     }
 }
 

@@ -42,7 +42,7 @@ impl StepOptions {
             }
             (None, Some(Reduction::Sum)) => Ok(vec![1.0; batch.len()]),
             (None, Some(Reduction::Mean)) if batch.is_masked() => {
-                let reason = "a mean over masked microbatches counts rows of zeros; use a sum, or give weights";
+                let reason = "a mean over masked microbatches counts rows of zeros; use a sum, or train with weights of your own";
                 Err(Error::Pipe(reason.into()))
             }
             (None, _) => Ok(batch.weights()),

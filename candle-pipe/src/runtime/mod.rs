@@ -13,11 +13,13 @@ mod wire;
 
 use crate::graph::{Inputs, Pipe, PipeInfo, Scope, Share, Signature, ValueId};
 use crate::microbatch::Microbatches;
-use crate::schedule::{Edges, Lowering, Pass, Program, Schedule, Span};
+use crate::schedule::{Edges, Lowering, Program, Schedule, Span};
 use crate::tape::StageModule;
 use crate::{Error, Result, Step, StepOptions, Value};
 use candle_core::{Device, Tensor, Var};
-use candle_dist::{ClipGradNorm, DataParallel, DataParallelOptions, ProcessGroup, TensorTree};
+use candle_dist::{
+    ClipGradNorm, DataParallel, DataParallelOptions, ProcessGroup, SyncOptions, TensorTree, sync_params,
+};
 use execute::{Execution, Made};
 use itertools::Itertools;
 use std::collections::{BTreeMap, HashSet};
@@ -70,10 +72,23 @@ pub struct Runtime {
 
 /// A replicated parameter on the ranks that have copies of it.
 struct Shared {
-    /// Those ranks, if they are several and this is one of them.
+    /// Those ranks in the order of their stages, if they are several and this is one of them.
     ranks: Option<ProcessGroup>,
     /// The copy here.
     parameters: Vec<Tensor>,
+}
+
+impl Shared {
+    /// Gives the copies of all ranks the values that the first has. Every one of those ranks calls it.
+    fn start(self, name: &str) -> Result<Self> {
+        if let Some(ranks) = &self.ranks {
+            let copies = self.parameters.iter().enumerate();
+            let copies = copies.map(|(i, copy)| Ok((format!("{name}[{i}]"), Var::from_tensor(copy)?)));
+            let copies = copies.collect::<Result<Vec<_>>>()?;
+            sync_params(ranks, &copies, &SyncOptions::default())?;
+        }
+        Ok(self)
+    }
 }
 
 /// What a step gives on one rank.
@@ -123,11 +138,12 @@ impl<'a> Batch<'a> {
 impl Runtime {
     /// Builds this rank's stages of `pipe` for `schedule`, whose ranks are those of `group`, on `device`.
     ///
-    /// Every rank calls it, with the same pipe and schedule, which the ranks compare.
+    /// Every rank calls it, with the same pipe and schedule, which the ranks compare. Copies of a replicated parameter
+    /// start with the values that the first of its stages has.
     ///
     /// # Errors
     /// Before anything is sent if the schedule has other ranks than the group or other stages than the pipe, or there is
-    /// no loss; on all ranks alike if theirs differ; those of the constructors of nodes.
+    /// no loss; on all ranks alike if theirs differ, or a constructor of a node fails on one.
     pub fn new<B: Scope>(
         pipe: &Pipe<B>,
         schedule: &Schedule,
@@ -148,18 +164,15 @@ impl Runtime {
         group.agree(&description(&info, &training))?;
 
         let mine = (0..info.num_stages()).filter(|&stage| schedule.stage_ranks()[stage] == group.rank());
-        let built = pipe.build_stages(mine, scope, device)?;
-        let stages: BTreeMap<usize, StageModule> = built.into_iter().map(|stage| (stage.def().index, stage)).collect();
-        names::check(group, &replicated, &stages)?;
+        let stages = names::check(group, &replicated, pipe.build_stages(mine, scope, device))?;
         let shared = replicated.iter().map(|share| {
-            let ranks = share.stages.iter().map(|&stage| schedule.stage_ranks()[stage]).sorted().dedup().collect_vec();
+            let ranks = share.stages.iter().map(|&stage| schedule.stage_ranks()[stage]).unique().collect_vec();
             let is_member = ranks.len() > 1 && ranks.contains(&group.rank());
             let here = share.stages.iter().filter_map(|stage| stages.get(stage));
             let copies = here.flat_map(|stage| stage.copy_of(&share.name)).map(|(_, copy)| copy);
-            Ok(Shared {
-                ranks: is_member.then(|| group.subgroup(&ranks)).transpose()?,
-                parameters: copies.filter(|copy| copy.is_variable()).unique_by(|copy| copy.id()).cloned().collect(),
-            })
+            let parameters = copies.filter(|copy| copy.is_variable()).unique_by(|copy| copy.id()).cloned().collect();
+            let ranks = is_member.then(|| group.subgroup(&ranks)).transpose()?;
+            Shared { ranks, parameters }.start(&share.name)
         });
         let shared = shared.collect::<Result<_>>()?;
         let parameters = stages.values().flat_map(|stage| stage.parameters().values()).map(post::address).collect();
@@ -245,7 +258,7 @@ impl Runtime {
         if self.info.graph.loss.is_none() {
             return Err(Error::Pipe("the model has no loss to differentiate; declare it with loss or loss_fn".into()));
         }
-        if self.training.schedule().computes(0).all(|compute| compute.pass == Pass::Forward) {
+        if !self.training.schedule().has_backward() {
             let reason = "it has no backward passes to train with; evaluate, or take one with them";
             return Err(Error::Schedule(reason.into()));
         }
@@ -312,7 +325,7 @@ fn check(info: &PipeInfo, schedule: &Schedule, group: &ProcessGroup) -> Result<(
     if stages != info.num_stages() {
         return refuse(format!("it has {stages} stages, the pipe has {}; cut the pipe so", info.num_stages()));
     }
-    if info.graph.loss.is_none() && schedule != &schedule.forward_only() {
+    if info.graph.loss.is_none() && schedule.has_backward() {
         return refuse("it has backward passes, and the pipe no loss; declare one, or take its forward_only()".into());
     }
     Ok(())

@@ -1,31 +1,30 @@
-//! Names of parameters on all ranks.
+//! Names of parameters on all ranks, once they are there.
 use crate::graph::ShareGroup;
 use crate::tape::StageModule;
 use crate::{Error, Result};
 use candle_dist::ProcessGroup;
 use std::collections::BTreeMap;
 
+/// Names of variables, each with that of the replicated parameter that it is a copy of.
+type Names = BTreeMap<String, Option<String>>;
+
+/// The stages that this rank has built, by number; an error on all ranks if one could not build its own.
+///
 /// Refuses variables that stages of several ranks ask for and that are no replicated parameter: each rank would have a
 /// copy with a part of the gradient. Every rank calls it.
 pub(super) fn check(
     group: &ProcessGroup,
     replicated: &[&ShareGroup],
-    stages: &BTreeMap<usize, StageModule>,
-) -> Result<()> {
-    let mut mine: BTreeMap<&str, Option<&str>> = BTreeMap::new();
-    for stage in stages.values() {
-        let variables = stage.parameters().iter().filter(|(_, tensor)| tensor.is_variable());
-        variables.for_each(|(name, _)| _ = mine.entry(name).or_default());
-    }
-    for share in replicated {
-        let copies = stages.values().flat_map(|stage| stage.copy_of(&share.name));
-        copies.for_each(|(name, _)| _ = mine.insert(name, Some(&share.name)));
-    }
+    built: Result<Vec<StageModule>>,
+) -> Result<BTreeMap<usize, StageModule>> {
+    let mine = built.as_ref().map(|stages| names(replicated, stages)).map_err(Error::to_string);
     let unreadable = |error: serde_json::Error| Error::Pipe(format!("the names of parameters: {error}"));
     let texts = group.all_gather_text(&serde_json::to_string(&mine).map_err(unreadable)?)?;
+    let stages = built?;
     let mut seen: BTreeMap<String, (usize, Option<String>)> = BTreeMap::new();
     for (rank, text) in texts.iter().enumerate() {
-        let names: BTreeMap<String, Option<String>> = serde_json::from_str(text).map_err(unreadable)?;
+        let names: Result<Names, String> = serde_json::from_str(text).map_err(unreadable)?;
+        let names = names.map_err(|said| Error::Pipe(format!("rank {rank} cannot build its stages: {said}")))?;
         for (name, share) in names {
             match seen.get(&name) {
                 Some((_, other)) if share.is_some() && *other == share => {}
@@ -39,5 +38,19 @@ pub(super) fn check(
             }
         }
     }
-    Ok(())
+    Ok(stages.into_iter().map(|stage| (stage.def().index, stage)).collect())
+}
+
+/// Those of some stages.
+fn names(replicated: &[&ShareGroup], stages: &[StageModule]) -> Names {
+    let mut names = Names::new();
+    for stage in stages {
+        let variables = stage.parameters().iter().filter(|(_, tensor)| tensor.is_variable());
+        variables.for_each(|(name, _)| _ = names.entry(name.clone()).or_default());
+    }
+    for share in replicated {
+        let copies = stages.iter().flat_map(|stage| stage.copy_of(&share.name));
+        copies.for_each(|(name, _)| _ = names.insert(name.clone(), Some(share.name.clone())));
+    }
+    names
 }

@@ -49,6 +49,12 @@ impl Schedule {
         self.microbatches
     }
 
+    /// Whether there are backward passes, as in training.
+    pub fn has_backward(&self) -> bool {
+        // Either all stages have them or none has.
+        self.computes(0).any(|compute| compute.pass != Pass::Forward)
+    }
+
     /// What a rank computes, in order; nothing for a rank that there is not.
     pub fn computes(&self, rank: usize) -> impl Iterator<Item = Compute> {
         self.ranks.get(rank).into_iter().flatten().flatten().flat_map(Action::computes).copied()

@@ -1,5 +1,5 @@
 //! The known schedules by name.
-use super::generate::{self, LARGEST, Orders, Size};
+use super::generate::{self, LARGEST, MOST_STAGES, Orders, Size};
 use super::{Placement, Schedule};
 use crate::nearest::nearest;
 use crate::{Error, Result};
@@ -164,6 +164,10 @@ impl ScheduleKind {
         if computations.is_none_or(|n| n > LARGEST) {
             let asked = format!("{ranks} ranks with {stages_per_rank} stages each for {microbatches} microbatches");
             return Err(format!("{asked} are too much: give at most {LARGEST} together"));
+        }
+        if ranks * stages_per_rank > MOST_STAGES {
+            let asked = format!("{ranks} ranks with {stages_per_rank} stages each");
+            return Err(format!("{asked} are too many: give at most {MOST_STAGES} stages"));
         }
         match rule.stages {
             Stages::Exactly(n) if n != stages_per_rank => {

@@ -141,8 +141,7 @@ impl StageModule {
     /// # Errors
     /// Those of the nodes, with the node's name.
     pub fn evaluate(&self, inputs: Vec<Value>, ctx: &Ctx) -> Result<Vec<Value>> {
-        let here = inputs.iter().map(|value| value.to_device(self.device())).collect::<Result<Vec<_>, _>>()?;
-        self.run(here, |node, values| node.run(values, ctx)?.iter().map(detached).collect())
+        self.run(self.here(inputs)?, |node, values| node.run(values, ctx)?.iter().map(detached).collect())
     }
 
     /// [`evaluate`](Self::evaluate), showing `observe` each node's name, its seconds and its outputs.
@@ -152,7 +151,7 @@ impl StageModule {
         ctx: &Ctx,
         mut observe: impl FnMut(&str, f64, &[Value]),
     ) -> Result<Vec<Value>> {
-        self.run(inputs, |node, values| {
+        self.run(self.here(inputs)?, |node, values| {
             self.device().synchronize()?;
             let start = Instant::now();
             let outputs = node.run(values, ctx)?;
@@ -160,6 +159,11 @@ impl StageModule {
             observe(&node.name, start.elapsed().as_secs_f64(), &outputs);
             outputs.iter().map(detached).collect()
         })
+    }
+
+    /// The values on the stage's device.
+    fn here(&self, values: Vec<Value>) -> Result<Vec<Value>> {
+        values.iter().map(|value| Ok(value.to_device(self.device())?)).collect()
     }
 
     /// Puts the values through the nodes, each of which `run` runs.

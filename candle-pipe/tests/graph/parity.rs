@@ -128,6 +128,9 @@ fn weights_may_be_given() -> candle_pipe::Result<()> {
     let Args { args, kwargs } = skips_args(3);
     let masked = Splitter::new(2).masked().split(&args, &kwargs, None, None)?;
     let error = means.evaluate(&masked).unwrap_err().to_string();
-    assert_eq!(error, "pipe: a mean over masked microbatches counts rows of zeros; use a sum, or give weights");
+    assert_eq!(
+        error,
+        "pipe: a mean over masked microbatches counts rows of zeros; use a sum, or train with weights of your own"
+    );
     Ok(())
 }

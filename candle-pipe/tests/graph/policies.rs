@@ -47,7 +47,15 @@ fn equal_counts_and_parameters() {
     let g = layers(&[1; 7], &[]);
     assert_eq!(begins(&g, &EqualCount(1)), [0; 0]);
     assert_eq!(begins(&g, &EqualCount(7)), [1, 2, 3, 4, 5, 6]);
-    assert_eq!(begins(&g, &EqualCount(3)), [1, 4]);
+    assert_eq!(begins(&g, &EqualCount(3)), [3, 5]);
+    for nodes in 1..=16 {
+        let g = layers(&vec![1; nodes], &[0]);
+        for stages in 1..=nodes {
+            let ends = [&[0][..], &begins(&g, &EqualCount(stages)), &[nodes]].concat();
+            let sizes = ends.windows(2).map(|run| run[1] - run[0]);
+            assert!(sizes.clone().max().unwrap() <= sizes.min().unwrap() + 1, "{nodes} in {stages}: {ends:?}");
+        }
+    }
     for sizes in [&[5, 1, 1, 1, 5, 9, 1][..], &[1, 2, 3, 4, 5, 6, 7, 8], &[9, 9], &[0, 0, 0, 1]] {
         for stages in 1..=sizes.len() {
             let begins = begins(&layers(sizes, &[]), &EqualParams(stages));
@@ -125,6 +133,7 @@ fn layouts() {
         ("1t", "`1` is no letter"),
         ("((t*999)*999)*999", "more than 4096 letters"),
         (&"(".repeat(9999), "longer than 4096 bytes"),
+        (&"(".repeat(4096), "a `(` that nothing closes"),
     ];
     for (layout, want) in faults {
         let error = names(layout).unwrap_err().to_string();

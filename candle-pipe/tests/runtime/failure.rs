@@ -212,3 +212,30 @@ fn what_is_wrong_on_all_ranks_is_refused_before_anything_is_sent() {
     });
     stages.iter().for_each(|said| assert!(said.contains("it has 2 stages, the pipe has 3"), "{said}"));
 }
+
+#[test]
+fn a_stage_that_cannot_be_built_is_named_by_all_ranks() {
+    let plan = ScheduleKind::OneFOneB.schedule(3, 4, 1).unwrap();
+    let all = said(3, "constructors", move |ctx| {
+        // The parameters of one layer are missing, on the rank that has it.
+        let vb = candle_nn::VarBuilder::from_tensors(
+            (0..3)
+                .filter(|layer| *layer != 1)
+                .flat_map(|layer| {
+                    let zeros = |dims: &[usize]| Tensor::zeros(dims, DType::F64, &Device::Cpu).unwrap();
+                    [(format!("layers.{layer}.weight"), zeros(&[2, 2])), (format!("layers.{layer}.bias"), zeros(&[2]))]
+                })
+                .collect(),
+            DType::F64,
+            &Device::Cpu,
+        );
+        let refused = Runtime::new(&pipe(3, &plain())?, &plan, ctx.group(), &vb, &Device::Cpu).map(drop);
+        // Nobody has failed on the way.
+        ctx.group().barrier()?;
+        refused
+    });
+    for (rank, said) in all.iter().enumerate() {
+        assert!(said.contains("node \"layers.1\": ") && said.contains("layers.1.weight"), "{said}");
+        assert_eq!(said.contains("rank 1 cannot build its stages: "), rank != 1, "{said}");
+    }
+}

@@ -5,6 +5,7 @@ mod failure;
 mod handover;
 mod memory;
 mod model;
+mod odd;
 mod parameters;
 mod parity;
 mod random;

@@ -4,7 +4,7 @@ use candle_core::{DType, Device, Tensor, Var};
 use candle_dist::DataParallelOptions;
 use candle_pipe::microbatch::{Microbatches, split_args_kwargs_into_chunks};
 use candle_pipe::nn::linear_no_bias;
-use candle_pipe::schedule::ScheduleKind;
+use candle_pipe::schedule::{Schedule, ScheduleKind};
 use candle_pipe::{
     In, Kwargs, LocalPipe, Pipe, PipeBuilder, Reduction, Result, Runtime, Scope, Share, SplitSpec, StepOptions, Value,
 };
@@ -75,6 +75,47 @@ fn so_are_copies_that_a_model_brings_itself() {
         tied::<()>(move |()| Ok(own.as_tensor().clone()))
     };
     against_one_process("brought along", pipe, || Ok(()));
+}
+
+#[test]
+fn so_are_copies_that_are_made_of_a_variable() {
+    let pipe = || {
+        let own = Var::from_tensor(&weight()?)?;
+        tied::<()>(move |()| Ok(own.t()?))
+    };
+    against_one_process("made of a variable", pipe, || Ok(()));
+}
+
+#[test]
+fn copies_start_with_the_values_of_the_first_stage() {
+    // The first stage is on the first rank, and on the last.
+    for (first, csv) in [(0, "0F0,0B0\n1F0,1B0\n"), (1, "1F0,1B0\n0F0,0B0\n")] {
+        on_ranks(2, "unlike copies", move |ctx| -> Result<()> {
+            let own = (weight()? + ctx.rank() as f64)?;
+            let pipe = tied::<Vb>(|vb| Ok(vb.get((3, 3), "tied")?))?;
+            let scope = builder(&HashMap::from([("part.tied".into(), own)]), DType::F64)?;
+            let runtime = Runtime::new(&pipe, &Schedule::from_csv(csv)?, ctx.group(), &scope, &Device::Cpu)?;
+            let stage = runtime.stages().next().unwrap();
+            assert_eq!(numbers(&stage.parameters()["part.tied"])?, numbers(&(weight()? + f64::from(first))?)?);
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn copies_of_which_some_are_frozen_are_refused_by_all() {
+    let texts = on_ranks(2, "frozen copies", |ctx| -> Result<String> {
+        let tensors = HashMap::from([("part.tied".to_string(), weight()?)]);
+        let scope = match ctx.rank() {
+            0 => builder(&tensors, DType::F64)?,
+            _ => Vb::from_tensors(tensors, DType::F64, &Device::Cpu),
+        };
+        let pipe = tied::<Vb>(|vb| Ok(vb.get((3, 3), "tied")?))?;
+        let schedule = ScheduleKind::OneFOneB.schedule(2, 2, 1)?;
+        let refused = Runtime::new(&pipe, &schedule, ctx.group(), &scope, &Device::Cpu).map(drop);
+        Ok(refused.unwrap_err().to_string())
+    });
+    texts.iter().for_each(|text| assert!(text.contains("part.tied"), "{text}"));
 }
 
 #[test]
@@ -155,6 +196,24 @@ fn training_by_a_schedule_without_backwards_is_refused_before_anything_runs() {
         runtime.evaluate(&rows()?)?;
         let error = runtime.forward_backward(&rows()?, &StepOptions::default()).map(drop).unwrap_err().to_string();
         assert!(error.contains("no backward passes"), "{error}");
+        Ok(())
+    });
+}
+
+/// Idle steps are no backward passes.
+#[test]
+fn a_model_without_loss_takes_a_schedule_of_forwards_with_gaps() {
+    on_ranks(2, "gaps", |ctx| -> Result<()> {
+        let mut g = PipeBuilder::<()>::new();
+        let x = g.input("x", In::Arg);
+        let h = g.func("in", |xs, _| Ok(xs[0].clone()), [x]);
+        g.split();
+        let y = g.func("out", |xs, _| Ok(xs[0].clone()), [h]);
+        g.output("y", y);
+        let pipe = g.finish(SplitSpec::declared())?;
+        let schedule = Schedule::from_csv("0F0,0F1,\n,1F0,1F1\n")?;
+        let runtime = Runtime::new(&pipe, &schedule, ctx.group(), &(), &Device::Cpu)?;
+        assert_eq!(runtime.evaluate(&rows()?)?.step.outputs.len(), 2);
         Ok(())
     });
 }

@@ -1,11 +1,13 @@
 //! Evaluation, and replicas of a pipeline that train on rows of their own.
-use crate::model::{Expected, arguments, batch, builder, numbers, pipe, uncut, values};
+use crate::model::{Expected, Vb, arguments, batch, builder, numbers, pipe, uncut, values};
 use crate::parity::close;
-use candle_core::{DType, Device, Var};
+use candle_core::{DType, Device, Tensor, Var};
 use candle_dist::{ClipGradNorm, DataParallelOptions, DeviceMesh, Op, comm};
 use candle_pipe::microbatch::split_args_kwargs_into_chunks;
 use candle_pipe::schedule::ScheduleKind;
-use candle_pipe::{Kwargs, LocalPipe, Result, Runtime, StepOptions, Value};
+use candle_pipe::{
+    In, Kwargs, LocalPipe, PipeBuilder, Reduction, Result, Runtime, SplitSpec, StepOptions, Value, stage_op,
+};
 use std::sync::Arc;
 use test_utils::on_ranks;
 
@@ -189,4 +191,42 @@ fn replicas_that_are_none_are_refused_by_all() {
     for said in of([ScheduleKind::GPipe; 2], ["pp", "pp"]) {
         assert!(said.contains("are no replicas of one rank of the pipeline on ranks"), "{said}");
     }
+}
+
+/// The first stage has no parameters, the second one that nothing reaches.
+#[test]
+fn replicas_of_stages_without_gradients() {
+    on_ranks(4, "no gradients", |ctx| -> Result<()> {
+        let mesh = ctx.mesh(&[("pp", 2), ("dp", 2)])?;
+        let mut g = PipeBuilder::<Vb>::new();
+        let x = g.input("x", In::Arg);
+        let h = g.func("in", |xs, _| Ok(xs[0].clone()), [x]);
+        g.split();
+        let apart = |vb: &Vb| {
+            let unused = vb.get(2, "unused")?;
+            Ok(stage_op(move |xs, _| Ok(vec![xs[0].tensor()?.broadcast_add(&unused.detach())?.into()])))
+        };
+        let y = g.module("apart", apart, [h]);
+        g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.mean_all()?), [y], Reduction::Mean);
+        let pipe = g.finish(SplitSpec::declared())?;
+        let schedule = ScheduleKind::ZbH1.schedule(2, 3, 1)?;
+        let ones = Tensor::ones(2, DType::F64, &Device::Cpu)?;
+        let builder = builder(&[("apart.unused".to_string(), ones)].into(), DType::F64)?;
+        let runtime = Runtime::new(&pipe, &schedule, mesh.axis_group("pp")?, &builder, &Device::Cpu)?
+            .with_replicas(mesh.axis_group("dp")?, &options())?;
+        let x = Tensor::ones((3, 2), DType::F64, &Device::Cpu)?;
+        let batch = split_args_kwargs_into_chunks(&[x.into()], &Kwargs::new(), 3, None, None)?;
+        let mut made = runtime.forward_backward(&batch, &StepOptions::default())?.step;
+        assert_eq!(made.grads.get_ids().count(), 0);
+        let named: Vec<(String, Var)> = runtime
+            .stages()
+            .flat_map(|stage| stage.parameters())
+            .map(|(name, parameter)| Ok((name.clone(), Var::from_tensor(parameter)?)))
+            .collect::<Result<_>>()?;
+        assert_eq!(runtime.clip_grad_norm(ClipGradNorm::new(1.0)).clip(&named, &mut made.grads)?, 0.0);
+        if let Ok(loss) = made.loss() {
+            assert_eq!(numbers(loss)?, [4.0]);
+        }
+        Ok(())
+    });
 }

@@ -58,6 +58,7 @@ fn kinds_that_do_not_fit() {
         ("dualpipev", [4, 7, 2], &["dualpipev", "7 microbatches", "8 stages"]),
         ("looped-bfs", [1 << 20, 1 << 20, 1 << 40], &["too much"]),
         ("gpipe", [1 << 20, 1 << 20, 1], &["too much"]),
+        ("gpipe", [1 << 13, 1, 1], &["8192 ranks", "at most 4096 stages"]),
     ];
     for (name, [ranks, microbatches, turns], mentions) in cases {
         refused(name.parse::<ScheduleKind>().unwrap().schedule(*ranks, *microbatches, *turns), mentions);

@@ -36,6 +36,12 @@ Exit status: 0 if all went well, 1 if a file could not be written, 2 if the comm
 /// The most ranks, microbatches and stages of a rank.
 const MOST: usize = 1 << 20;
 
+/// The most stages of all ranks.
+const MOST_STAGES: usize = 1 << 12;
+
+/// The longest time, of which no sum is infinite.
+const LONGEST: f64 = 1e100;
+
 /// What the user asked for; the comments on the fields are the program's help.
 #[derive(Clone, Debug, Parser)]
 #[command(name = "schedules", version, about = ABOUT, after_help = EXAMPLES)]
@@ -146,6 +152,11 @@ impl Args {
             require!(n > 0, "{flag} is 0: give at least 1.");
             require!(n <= MOST, "{flag} {n} is too much: give at most {MOST}.");
         }
+        require!(
+            self.ranks.saturating_mul(stages) <= MOST_STAGES,
+            "--ranks {} with {stages} stages each are too many: give at most {MOST_STAGES} stages.",
+            self.ranks
+        );
         let costs = [
             ("--forward-cost", self.forward_cost),
             ("--input-cost", self.input_cost),
@@ -154,6 +165,7 @@ impl Args {
         ];
         for (flag, cost) in costs {
             require!(cost.is_finite() && cost >= 0.0, "{flag} {cost} is no time: give 0 or more.");
+            require!(cost <= LONGEST, "{flag} {cost:e} is too long: give at most {LONGEST:e}.");
         }
         if let Some(unit) = self.measure {
             require!(unit.is_finite() && unit > 0.0, "--measure {unit} is no time: give seconds, more than 0.");

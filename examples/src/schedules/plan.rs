@@ -9,7 +9,11 @@ use candle_pipe::schedule::{
 
 use super::args::{Args, Choice, unreadable};
 use super::measure::measure;
-use crate::cli::{Checked, UsageError};
+use crate::cli::{Checked, UsageError, require};
+
+/// The most ranks that run as threads, and the longest step that they run.
+const MOST_THREADS: usize = 1024;
+const MOST_SECONDS: f64 = 60.0;
 
 /// All that is asked for.
 #[derive(Clone, Debug)]
@@ -66,6 +70,8 @@ impl Plan {
                 }
             }
         };
+        let runs = |entry: &Entry| args.measure.map_or(Ok(()), |unit| entry.check_run(unit));
+        entries.iter().try_for_each(runs)?;
         Ok(Self { entries, left_out, measured })
     }
 
@@ -101,6 +107,20 @@ impl Entry {
         let costs = costs(args, schedule.stage_ranks());
         let timeline = schedule.simulate(&edges, &costs).map_err(wrong)?;
         Ok(Self { name, schedule, costs, timeline, measured: None })
+    }
+
+    /// Refuses what would not come to its end on threads.
+    fn check_run(&self, unit: f64) -> Checked {
+        let (ranks, seconds) = (self.schedule.ranks().len(), self.timeline.makespan() * unit);
+        require!(
+            ranks <= MOST_THREADS,
+            "--measure has a thread a rank: give at most {MOST_THREADS} ranks, not {ranks}."
+        );
+        require!(
+            seconds <= MOST_SECONDS,
+            "--measure {unit} makes a step of {seconds:.0} seconds: give less, for {MOST_SECONDS} at most."
+        );
+        Ok(())
     }
 }
 

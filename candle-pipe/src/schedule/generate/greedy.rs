@@ -1,5 +1,5 @@
 //! A schedule for any costs, made as it goes.
-use super::LARGEST;
+use super::{LARGEST, MOST_STAGES};
 use crate::schedule::routes::{Need, Routes};
 use crate::schedule::{Action, Compute, Costs, Edges, Flow, Pass, Schedule};
 use crate::{Error, Result};
@@ -44,6 +44,9 @@ pub fn greedy(stage_ranks: &[usize], microbatches: usize, edges: &Edges, costs: 
             "{stages} stages for {microbatches} microbatches: give one of each, and {LARGEST} together at most"
         );
         return Err(Error::Schedule(said));
+    }
+    if stages > MOST_STAGES {
+        return Err(Error::Schedule(format!("{stages} stages are too many: give at most {MOST_STAGES}")));
     }
     if let Some(rank) = stage_ranks.iter().find(|&&rank| rank >= stages) {
         let said = format!("rank {rank} has a stage, and {stages} stages are not enough for as many ranks");

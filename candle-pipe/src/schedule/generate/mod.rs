@@ -20,6 +20,9 @@ use order::Order;
 /// The most forwards of a step.
 pub(super) const LARGEST: usize = 1 << 20;
 
+/// The most stages: the time to make and to check a schedule grows with their square.
+pub(super) const MOST_STAGES: usize = 1 << 12;
+
 /// What each rank computes.
 pub(super) type Orders = Vec<Vec<Action>>;
 
