@@ -1,6 +1,10 @@
 //! A world of ranks in this process.
+use crate::backend::Backend;
 use crate::backend::local::{LocalBackend, RankGuard, WorldState};
+#[cfg(feature = "nccl")]
+use crate::backend::nccl::{NcclBackend, Values, Watch};
 use crate::{Cause, DeviceMesh, ProcessGroup, Result, threads};
+use candle_core::Device;
 use std::any::Any;
 use std::fmt::Display;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -16,12 +20,59 @@ pub struct World {
     size: usize,
     timeout: Duration,
     threads_per_rank: Option<usize>,
+    devices: Vec<Device>,
+    #[cfg(feature = "nccl")]
+    over_nccl: bool,
 }
 
 impl World {
     /// A world of `size` ranks, each a thread.
     pub fn local(size: usize) -> Self {
-        Self { size, timeout: Duration::from_secs(600), threads_per_rank: None }
+        Self {
+            size,
+            timeout: Duration::from_secs(600),
+            threads_per_rank: None,
+            devices: vec![Device::Cpu],
+            #[cfg(feature = "nccl")]
+            over_nccl: false,
+        }
+    }
+
+    /// A world whose ranks are threads with a GPU each, over NCCL: one rank for each of `devices`.
+    ///
+    /// Several ranks on one GPU need `NCCL_MULTI_RANK_GPU_ENABLE=1` and NCCL 2.30 or later, or [`local`](Self::local).
+    ///
+    /// # Errors
+    /// Devices other than CUDA's and an NCCL library that is too old are refused when the ranks start.
+    #[cfg(feature = "nccl")]
+    pub fn nccl(devices: Vec<Device>) -> Self {
+        Self { over_nccl: true, devices: devices.clone(), ..Self::local(devices.len()) }
+    }
+
+    /// The devices that the ranks find in [`RankContext::device`], in turn; otherwise the host.
+    ///
+    /// Ranks that share a GPU share its `Device`, which must have a stream of its own: make it with
+    /// [`Device::new_cuda_with_stream`]. What one rank computes is then there for all others, in the order in which they
+    /// asked; tensors on any other `Device` of the GPU are refused by all ranks.
+    ///
+    /// ```
+    /// use candle_core::Device;
+    /// use candle_dist::{ReduceOp, World};
+    ///
+    /// let gpu = match candle_core::utils::cuda_is_available() {
+    ///     true => Device::new_cuda_with_stream(0)?,
+    ///     false => Device::Cpu,
+    /// };
+    /// World::local(2).devices(&[gpu]).run(|ctx| -> candle_dist::Result<()> {
+    ///     let ones = candle_core::Tensor::ones(3, candle_core::DType::F32, ctx.device())?;
+    ///     assert_eq!(ctx.group().all_reduce(&ones, ReduceOp::Sum)?.to_vec1::<f32>()?, [2.0; 3]);
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn devices(mut self, devices: &[Device]) -> Self {
+        self.devices = devices.to_vec();
+        self
     }
 
     /// How long a rank may wait in one call before the world counts as failed; ten minutes by default.
@@ -47,12 +98,27 @@ impl World {
         }
         threads::settle(self.threads_per_rank.unwrap_or_else(|| threads::default_per_rank(self.size)));
         let world = WorldState::new(self.size, self.timeout);
-        (0..self.size)
-            .map(|rank| {
-                let group = ProcessGroup::new(Arc::new(LocalBackend::world(&world, rank)?));
-                Ok(RankContext { group, guard: RankGuard::new(world.clone(), rank) })
-            })
-            .collect()
+        let engines = self.engines(&world)?;
+        let devices = self.devices.iter().cycle().cloned().chain(std::iter::repeat(Device::Cpu));
+        let ranks = engines.into_iter().zip(devices).enumerate();
+        let context = |(rank, (engine, device))| RankContext {
+            group: ProcessGroup::new(engine),
+            device,
+            guard: RankGuard::new(world.clone(), rank),
+        };
+        Ok(ranks.map(context).collect())
+    }
+
+    /// Every rank's engine.
+    fn engines(&self, world: &Arc<WorldState>) -> Result<Vec<Arc<dyn Backend>>> {
+        #[cfg(feature = "nccl")]
+        if self.over_nccl {
+            let values = Arc::new(Values::default());
+            let watch = |rank| Watch::Thread { world: world.clone(), values: values.clone(), rank };
+            let engine = |(rank, device)| Ok(Arc::new(NcclBackend::world(watch(rank), device, self.size)?) as Arc<_>);
+            return self.devices.iter().enumerate().map(engine).collect();
+        }
+        (0..self.size).map(|rank| Ok(Arc::new(LocalBackend::world(world, rank)?) as Arc<_>)).collect()
     }
 
     /// Runs `f` once per rank, each on its own thread, and returns the results in rank order.
@@ -105,11 +171,12 @@ pub struct WorldError {
     pub message: String,
 }
 
-/// What a rank knows about itself: its rank, and the group of all ranks.
+/// What a rank knows about itself: its rank, its device, and the group of all ranks.
 ///
 /// Dropping it tells the other ranks that this one has ended.
 pub struct RankContext {
     group: ProcessGroup,
+    device: Device,
     guard: RankGuard,
 }
 
@@ -128,6 +195,11 @@ impl RankContext {
     /// The number of ranks in the world.
     pub fn world_size(&self) -> usize {
         self.group.size()
+    }
+
+    /// The device that this rank computes on: the host, unless [`World::devices`] gives it another.
+    pub fn device(&self) -> &Device {
+        &self.device
     }
 
     /// The group of all ranks.

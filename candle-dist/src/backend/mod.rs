@@ -1,11 +1,16 @@
 //! The contract between a [`ProcessGroup`](crate::ProcessGroup) and the engine that moves its bytes.
+mod device;
 pub mod local;
+#[cfg(any(feature = "nccl", test))]
+pub mod nccl;
+mod overwrite;
+mod reduce;
+mod regions;
 pub(crate) mod simulated;
 
-use crate::{Error, Result};
+use crate::Result;
 use candle_core::backend::{BackendDevice, BackendStorage};
-use candle_core::cpu_backend::CpuDevice;
-use candle_core::{CpuStorage, DType, DeviceLocation, Shape, Storage, Tensor};
+use candle_core::{CpuStorage, CudaStorage, DType, DeviceLocation, Layout, Shape, Storage, Tensor};
 use itertools::Itertools;
 use smallvec::SmallVec;
 use std::fmt;
@@ -280,29 +285,59 @@ impl fmt::Display for Call {
 /// Freshly made data that a backend returns: owned, contiguous, aliasing nothing.
 #[derive(Debug)]
 pub struct Fresh {
-    /// The elements.
-    pub storage: CpuStorage,
+    /// The elements, on the host or a device.
+    pub storage: Storage,
     /// Their shape.
     pub shape: Shape,
 }
 
 impl Fresh {
-    /// A contiguous copy of any view of a host tensor.
+    /// Data on the host.
+    pub fn host(storage: CpuStorage, shape: impl Into<Shape>) -> Self {
+        Self { storage: Storage::Cpu(storage), shape: shape.into() }
+    }
+
+    /// A contiguous copy of any view of a tensor, on its device.
     pub fn copy_of(tensor: &Tensor) -> Result<Self> {
         let (storage, layout) = tensor.storage_and_layout();
-        let Storage::Cpu(source) = &*storage else {
-            return Err(Error::Unsupported("copies of device tensors; move the tensor to Device::Cpu first".into()));
+        let storage = match &*storage {
+            Storage::Cpu(source) => Storage::Cpu(dense(source, layout)?),
+            Storage::Cuda(source) => Storage::Cuda(dense(source, layout)?),
+            Storage::Metal(source) => Storage::Metal(dense(source, layout)?),
         };
-        let shape = layout.shape().clone();
-        let mut storage = CpuDevice.zeros_impl(&shape, tensor.dtype())?;
-        source.copy_strided_src(&mut storage, 0, layout)?;
-        Ok(Self { storage, shape })
+        Ok(Self { storage, shape: layout.shape().clone() })
+    }
+
+    /// The data as what an op on host tensors returns.
+    pub fn into_cpu(self) -> candle_core::Result<(CpuStorage, Shape)> {
+        match self.storage {
+            Storage::Cpu(storage) => Ok((storage, self.shape)),
+            other => candle_core::bail!("an op on host tensors made one on {:?}", other.device().location()),
+        }
+    }
+
+    /// The data as what an op on CUDA tensors returns.
+    pub fn into_cuda(self) -> candle_core::Result<(CudaStorage, Shape)> {
+        match self.storage {
+            Storage::Cuda(storage) => Ok((storage, self.shape)),
+            other => candle_core::bail!("an op on CUDA tensors made one on {:?}", other.device().location()),
+        }
     }
 
     /// The data as an untracked tensor, without a copy.
     pub fn into_tensor(self) -> Tensor {
-        Tensor::from_storage(Storage::Cpu(self.storage), self.shape, candle_core::op::BackpropOp::none(), false)
+        Tensor::from_storage(self.storage, self.shape, candle_core::op::BackpropOp::none(), false)
     }
+}
+
+/// A contiguous copy of what `layout` shows of `source`.
+fn dense<S>(source: &S, layout: &Layout) -> Result<S>
+where
+    S: BackendStorage<Device: BackendDevice<Storage = S>>,
+{
+    let mut made = source.device().zeros_impl(layout.shape(), source.dtype())?;
+    source.copy_strided_src(&mut made, 0, layout)?;
+    Ok(made)
 }
 
 /// The tensors that one rank gives to a collective: one, unless the call is coalesced.

@@ -92,7 +92,7 @@ impl WorldState {
         self.returned.len()
     }
 
-    pub(super) fn timeout(&self) -> Duration {
+    pub(crate) fn timeout(&self) -> Duration {
         self.timeout
     }
 
@@ -109,7 +109,7 @@ impl WorldState {
     }
 
     /// An error if the world has stopped.
-    pub(super) fn check(&self) -> Result<()> {
+    pub(crate) fn check(&self) -> Result<()> {
         match self.failure.get() {
             Some(failure) => Err(Error::Group(failure.clone())),
             None => Ok(()),
@@ -117,7 +117,7 @@ impl WorldState {
     }
 
     /// Stops the world; the first cause wins and is what every rank gets.
-    pub(super) fn fail(&self, cause: Cause) -> Error {
+    pub(crate) fn fail(&self, cause: Cause) -> Error {
         let failure = self.failure.get_or_init(|| Arc::new(GroupFailure { cause, ranks: self.reports() })).clone();
         self.failed.store(true, Ordering::Release);
         self.notify_all();
@@ -154,7 +154,7 @@ impl WorldState {
     }
 
     /// Notes that `rank` begins a call.
-    pub(super) fn begin(&self, rank: usize, call: Arc<Call>) {
+    pub(crate) fn begin(&self, rank: usize, call: Arc<Call>) {
         let me = std::thread::current().id();
         let mut activity = self.activity[rank].lock();
         if *activity.thread.get_or_insert(me) != me {
@@ -165,7 +165,7 @@ impl WorldState {
     }
 
     /// Notes that `rank` completed its call.
-    pub(super) fn complete(&self, rank: usize) {
+    pub(crate) fn complete(&self, rank: usize) {
         self.activity[rank].lock().inside = false;
     }
 
@@ -196,7 +196,7 @@ impl WorldState {
     }
 
     /// Whether the rank ended without an error. (One that failed has stopped the world itself, with its own cause.)
-    pub(super) fn has_returned(&self, rank: usize) -> bool {
+    pub(crate) fn has_returned(&self, rank: usize) -> bool {
         self.returned[rank].load(Ordering::Acquire)
     }
 
