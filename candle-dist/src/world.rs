@@ -2,7 +2,7 @@
 use crate::backend::Backend;
 use crate::backend::local::{LocalBackend, RankGuard, WorldState};
 #[cfg(feature = "nccl")]
-use crate::backend::nccl::{NcclBackend, Values, Watch};
+use crate::backend::nccl::{NcclBackend, Values, Watch, check_devices};
 use crate::{Cause, DeviceMesh, ProcessGroup, Result, threads};
 use candle_core::Device;
 use std::any::Any;
@@ -40,10 +40,11 @@ impl World {
 
     /// A world whose ranks are threads with a GPU each, over NCCL: one rank for each of `devices`.
     ///
-    /// Several ranks on one GPU need `NCCL_MULTI_RANK_GPU_ENABLE=1` and NCCL 2.30 or later, or [`local`](Self::local).
+    /// Several ranks on one GPU need `NCCL_MULTI_RANK_GPU_ENABLE=1` and NCCL 2.30 or later, a `Device` each, and code that
+    /// has run on each of them before: CUDA may wait for the ranks' calls to load it. Or take [`local`](Self::local).
     ///
     /// # Errors
-    /// Devices other than CUDA's and an NCCL library that is too old are refused when the ranks start.
+    /// When the ranks start: devices that are no GPUs or the same twice, and an NCCL library that is too old.
     #[cfg(feature = "nccl")]
     pub fn nccl(devices: Vec<Device>) -> Self {
         Self { over_nccl: true, devices: devices.clone(), ..Self::local(devices.len()) }
@@ -113,6 +114,7 @@ impl World {
     fn engines(&self, world: &Arc<WorldState>) -> Result<Vec<Arc<dyn Backend>>> {
         #[cfg(feature = "nccl")]
         if self.over_nccl {
+            check_devices(&self.devices)?;
             let values = Arc::new(Values::default());
             let watch = |rank| Watch::Thread { world: world.clone(), values: values.clone(), rank };
             let engine = |(rank, device)| Ok(Arc::new(NcclBackend::world(watch(rank), device, self.size)?) as Arc<_>);

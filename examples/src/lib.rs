@@ -7,6 +7,8 @@ pub mod collectives;
 pub mod comm;
 pub mod dispatch;
 pub mod embedding;
+#[cfg(feature = "nccl")]
+pub mod gpu;
 pub mod loading;
 pub mod progress;
 pub mod schedules;

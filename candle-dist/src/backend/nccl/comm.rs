@@ -35,8 +35,11 @@ impl UniqueId {
     }
 }
 
-/// The library's version, e.g. 23007 for 2.30.7.
-pub(super) fn library_version() -> Result<i32> {
+/// The version of the NCCL library that was found, e.g. 23007 for 2.30.7.
+///
+/// # Errors
+/// What the library reports.
+pub fn library_version() -> Result<i32> {
     let mut version = 0;
     // SAFETY: NCCL writes an integer to valid memory.
     let code = unsafe { sys::ncclGetVersion(&mut version) };

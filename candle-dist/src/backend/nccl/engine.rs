@@ -1,5 +1,6 @@
 //! NCCL as an engine of process groups.
 use super::comm::{Comm, library_version};
+use super::devices;
 use super::lane::Outbox;
 use super::rank::{Rank, cuda};
 use super::text::check_version;
@@ -46,10 +47,7 @@ impl NcclBackend {
     /// The handle of a rank of the world of `size` ranks, which has the GPU of `device`.
     pub(crate) fn world(watch: Watch, device: &Device, size: usize) -> Result<Self> {
         check_version(library_version()?).map_err(Error::Unsupported)?;
-        if !device.is_cuda() {
-            let found = device.location();
-            return Err(Error::Unsupported(format!("NCCL on {found:?}; give each rank a CUDA device, one a GPU")));
-        }
+        devices::check(std::slice::from_ref(device))?;
         let me = watch.rank();
         Ok(Self::join(Rank::new(watch, device)?, (0..size).collect(), me))
     }

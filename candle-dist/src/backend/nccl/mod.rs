@@ -20,6 +20,7 @@ mod plan;
 
 #[cfg(feature = "nccl")]
 mod comm;
+mod devices;
 #[cfg(feature = "nccl")]
 mod engine;
 #[cfg(feature = "nccl")]
@@ -32,6 +33,10 @@ mod transfer;
 #[cfg(feature = "nccl")]
 mod watch;
 
+#[cfg(feature = "nccl")]
+pub use comm::library_version;
+#[cfg(feature = "nccl")]
+pub(crate) use devices::check as check_devices;
 #[cfg(feature = "nccl")]
 pub(crate) use engine::NcclBackend;
 #[cfg(feature = "nccl")]
