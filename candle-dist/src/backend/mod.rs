@@ -1,5 +1,10 @@
 //! The contract between a [`ProcessGroup`](crate::ProcessGroup) and the engine that moves its bytes.
 pub mod local;
+#[cfg(feature = "mpi")]
+pub(crate) mod mpi;
+mod overwrite;
+mod reduce;
+mod regions;
 pub(crate) mod simulated;
 
 use crate::{Error, Result};

@@ -1,6 +1,6 @@
 //! What each collective computes from the tensors that the members offered.
-use super::reduce::reduce;
-use super::regions::{Piece, concat, concat_pieces};
+use crate::backend::reduce::reduce;
+use crate::backend::regions::{Piece, concat, concat_pieces};
 use super::rendezvous::Offered;
 use crate::backend::{Call, Dims, Fresh, Op, Results};
 use crate::{Error, Result};

@@ -4,10 +4,7 @@
 //! checks that the calls agree, computes its own results straight from the peers' buffers, and leaves when all have
 //! read. Nothing is copied that is not the result. Reductions run in rank order.
 mod collective;
-mod in_place;
 mod mailbox;
-mod reduce;
-mod regions;
 mod rendezvous;
 mod state;
 mod sync;
@@ -15,12 +12,13 @@ mod wait;
 
 pub(crate) use state::{End, RankGuard, WorldState};
 
-use super::{Backend, Call, Fresh, Op, Results, Tensors, Unfinished, bytes};
+use super::regions::{self, Piece};
+use super::{Backend, Call, Fresh, Op, Results, Tensors, Unfinished, bytes, overwrite, reduce};
 use crate::{Cause, Error, GroupFailure, Result};
 use candle_core::Tensor;
 use collective::compute;
 use parking_lot::Mutex;
-use regions::Piece;
+
 use rendezvous::{GroupState, Round};
 use smallvec::smallvec;
 use std::sync::Arc;
@@ -151,7 +149,7 @@ impl Backend for LocalBackend {
                 let (flat, tile) = (tensor.flatten_all()?, TILE / tensor.dtype().size_in_bytes());
                 for start in (0..flat.elem_count()).step_by(tile) {
                     let tile = flat.narrow(0, start, tile.min(flat.elem_count() - start))?;
-                    self.reduce_piecewise(call.clone(), &tile, |pieces| in_place::overwrite(&tile, pieces))?;
+                    self.reduce_piecewise(call.clone(), &tile, |pieces| overwrite::overwrite(&tile, pieces))?;
                 }
                 Ok(())
             }
@@ -164,13 +162,13 @@ impl Backend for LocalBackend {
                 let round = self.enter(call, Tensors::new())?;
                 self.group.finish(self.rank, &round, true, |_, all| match &all.nth(0)[..] {
                     // Ranks that are threads may share a variable.
-                    [root] if in_place::share_memory(root, tensor) => Ok(()),
-                    parts => in_place::overwrite(tensor, parts),
+                    [root] if overwrite::share_memory(root, tensor) => Ok(()),
+                    parts => overwrite::overwrite(tensor, parts),
                 })
             }
             _ => {
                 let made = self.run(call, smallvec![tensor.clone()])?;
-                made.into_iter().try_for_each(|made| in_place::overwrite(tensor, &[&made.into_tensor()]))
+                made.into_iter().try_for_each(|made| overwrite::overwrite(tensor, &[&made.into_tensor()]))
             }
         }
     }
