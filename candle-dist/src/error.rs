@@ -36,6 +36,9 @@ pub enum Error {
     /// A mesh was described or used wrongly; decided from arguments alone, so alike on every rank.
     #[error("device mesh: {0}")]
     Mesh(String),
+    /// The processes of a world did not come together.
+    #[error("init: {0}")]
+    Init(String),
     /// This build or backend cannot do what was asked.
     #[error("unsupported: {0}")]
     Unsupported(String),
