@@ -1,7 +1,7 @@
 //! The contract between a [`ProcessGroup`](crate::ProcessGroup) and the engine that moves its bytes.
 pub mod local;
 #[cfg(feature = "mpi")]
-pub(crate) mod mpi;
+pub mod mpi;
 mod overwrite;
 mod reduce;
 mod regions;

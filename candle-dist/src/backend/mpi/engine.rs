@@ -8,14 +8,13 @@ use super::operation::{Circle, Operation};
 use super::patience::Patience;
 use super::wire::Wire;
 use crate::backend::{Call, Fresh, Results, Tensors};
-use crate::control::{Control, channel};
+use crate::control::{Control, Entered, channel};
 use crate::{Cause, Error, Result};
-use candle_core::{DType, Shape, Tensor};
+use candle_core::{Shape, Tensor};
 use parking_lot::Mutex;
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Duration;
 
 /// One process's end of an MPI world.
 pub(super) struct Engine {
@@ -27,8 +26,9 @@ pub(super) struct Engine {
     crowded: bool,
 }
 
-#[derive(Default)]
 struct State {
+    /// This rank of the world.
+    me: usize,
     /// `None` after the end.
     wire: Option<Wire>,
     mail: Mail,
@@ -52,19 +52,21 @@ struct Open {
 pub(super) struct Ticket(u64);
 
 impl State {
-    fn wire(&mut self) -> Result<&mut Wire, Cause> {
-        self.wire.as_mut().ok_or(Cause::Deadlock)
+    /// The wire and the mail, until the end.
+    fn wired(&mut self) -> Result<(&mut Wire, &mut Mail), Cause> {
+        let Self { me, wire, mail, .. } = self;
+        wire.as_mut().map(|wire| (wire, mail)).ok_or(Cause::Returned { rank: *me })
     }
 
     /// Lets MPI go on, and every collective that can; tells whether anything moved.
-    fn turn(&mut self, me: usize) -> Result<bool, Cause> {
-        let Self { wire: Some(wire), mail, open, .. } = self else { return Ok(false) };
+    fn turn(&mut self) -> Result<bool, Cause> {
+        let Self { me, wire: Some(wire), mail, open, .. } = self else { return Ok(false) };
         let mut came = false;
         let moved = wire.poll(|from, header, data| {
             mail.put(from, header, data);
             came = true;
         });
-        let moved = moved.map_err(|error| Cause::Failed { rank: me, message: format!("MPI: {error}") })?;
+        let moved = moved.map_err(|error| Cause::Failed { rank: *me, message: format!("MPI: {error}") })?;
         if came {
             for open in open.values_mut().filter(|open| !open.done) {
                 open.done = open.operation.advance(wire, mail)?;
@@ -82,7 +84,14 @@ impl State {
 
 impl Engine {
     pub(super) fn new(control: Arc<Control>, wire: Wire, crowded: bool) -> Self {
-        let state = State { wire: Some(wire), ..State::default() };
+        let state = State {
+            me: control.rank(),
+            wire: Some(wire),
+            mail: Mail::default(),
+            open: HashMap::new(),
+            started: 0,
+            messages: HashMap::new(),
+        };
         Self { control, state: Mutex::new(state), waiting: AtomicUsize::new(0), crowded }
     }
 
@@ -109,7 +118,7 @@ impl Engine {
         loop {
             self.check()?;
             let found = self.with(|state| {
-                state.turn(me)?;
+                state.turn()?;
                 look(state)
             })?;
             if let Some(found) = found {
@@ -126,9 +135,8 @@ impl Engine {
     pub(super) fn start(&self, circle: &Arc<Circle>, number: u64, call: Call, tensors: Tensors) -> Result<Ticket> {
         self.check()?;
         self.with(|state| {
-            let mut operation = Operation::start(circle, number, call, tensors, state.wire()?)?;
-            let Self { .. } = self;
-            let State { wire: Some(wire), mail, .. } = state else { return Err(Cause::Deadlock) };
+            let (wire, mail) = state.wired()?;
+            let mut operation = Operation::start(circle, number, call, tensors, wire)?;
             let done = operation.advance(wire, mail)?;
             state.started += 1;
             state.open.insert(state.started, Open { operation, done, given_up: false });
@@ -140,7 +148,7 @@ impl Engine {
     pub(super) fn is_ready(&self, ticket: Ticket) -> Result<bool> {
         self.check()?;
         self.with(|state| {
-            state.turn(self.control.rank())?;
+            state.turn()?;
             Ok(state.open.get(&ticket.0).is_none_or(|open| open.done))
         })
     }
@@ -170,11 +178,13 @@ impl Engine {
         let header = Header {
             group: circle.id,
             slot: Slot::Tag(call.tag),
-            signature: Signature::of(call),
+            signature: Signature::of_message(call),
             dtype: tensor.dtype(),
             len: tensor.elem_count(),
         };
-        self.with(|state| state.wire()?.post(&[circle.ranks[to]], header, data).map_err(|error| circle.failed(error)))
+        self.with(|state| {
+            state.wired()?.0.post(&[circle.ranks[to]], header, data).map_err(|error| circle.failed(error))
+        })
     }
 
     /// Waits for the next tensor of `call.peer`.
@@ -185,19 +195,15 @@ impl Engine {
         let slot = Slot::Tag(call.tag);
         let (header, storage) = self.until(|state| Ok(state.mail.take(circle.id, circle.ranks[from], slot)))?;
         let shape = Shape::from(call.shape.as_slice());
-        let expected = call.dtype.unwrap_or(DType::U8);
-        let differs = (header.dtype != expected, header.signature.difference(&Signature::of(call)).is_some());
-        let what = match differs {
-            (false, false) => return Ok(Fresh { storage, shape }.into_tensor()),
-            (true, _) => "dtype",
-            (false, true) => "shape",
+        let Some(what) = header.signature.difference(&Signature::of_message(call)) else {
+            return Ok(Fresh { storage, shape }.into_tensor());
         };
         let (rank, reference) = (circle.my_rank(), circle.ranks[from]);
         Err(self.control.fail(Cause::Mismatch { rank, reference, what }))
     }
 
     /// Tells the world that this rank is in the next message from one member to another.
-    fn enter_message(&self, circle: &Circle, from: usize, to: usize, call: &Call) -> Result<crate::control::Entered<'_>> {
+    fn enter_message(&self, circle: &Circle, from: usize, to: usize, call: &Call) -> Result<Entered<'_>> {
         let channel = channel(circle.id, from, to, call.tag);
         let mut state = self.state.lock();
         let count = state.messages.entry(channel).or_default();
@@ -211,15 +217,12 @@ impl Engine {
         if self.waiting.load(Ordering::Relaxed) > 0 {
             return Ok(true);
         }
-        self.with(|state| Ok(state.turn(self.control.rank())? || state.is_busy()))
+        self.with(|state| Ok(state.turn()? || state.is_busy()))
     }
 
-    /// Waits until everything that this process sent is on its way, but not for ever.
-    pub(super) fn flush(&self, limit: Duration) {
-        let patience = Patience::new(self.crowded);
-        while patience.waited() < limit && self.control.failure().is_none() && self.state.lock().is_busy() {
-            std::thread::sleep(Duration::from_micros(100));
-        }
+    /// Whether others may wait for something that this process has yet to do.
+    pub(super) fn is_busy(&self) -> bool {
+        self.state.lock().is_busy()
     }
 
     /// Takes the wire away, for the end.

@@ -4,8 +4,8 @@ use crate::group::check::CARRIED;
 use candle_core::DType;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
-/// The words of an encoded header.
-const WORDS: usize = 6;
+/// The words of an encoded header: the group, round and place, the data's size, and a signature.
+const WORDS: usize = 4 + ITEMS.len() / 2;
 /// The bytes of an encoded header.
 pub(super) const HEADER_BYTES: usize = WORDS * size_of::<u64>();
 /// Takes the place of a round's number in a message from one rank to another.
@@ -20,34 +20,42 @@ pub(super) enum Slot {
     Tag(u32),
 }
 
-/// What two calls that belong together have in common.
+/// What calls that belong together have in common, in the order in which differences are named.
+const ITEMS: [(&str, fn(&Call, &mut DefaultHasher)); 10] = [
+    ("op", |call, hasher| call.op.hash(hasher)),
+    ("dtype", |call, hasher| call.dtype.map(|dtype| dtype.as_str()).hash(hasher)),
+    ("shape", |call, hasher| call.shape.hash(hasher)),
+    ("shape", |call, hasher| call.rest.iter().for_each(|(dtype, shape)| (dtype.as_str(), shape).hash(hasher))),
+    ("reduction", |call, hasher| call.reduce.hash(hasher)),
+    ("root", |call, hasher| call.peer.hash(hasher)),
+    ("dim", |call, hasher| call.dims.hash(hasher)),
+    ("sizes", |call, hasher| call.sizes.hash(hasher)),
+    ("form (into new memory, in place, or started)", |call, hasher| (call.form as u8).hash(hasher)),
+    ("description", |call, hasher| call.note.hash(hasher)),
+];
+
+/// A call as the other ranks compare it with theirs: a hash of each item.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Signature {
-    op: u64,
-    /// Of everything else that [`Call::difference`] looks at.
-    hash: u64,
-}
+pub(super) struct Signature([u32; ITEMS.len()]);
 
 impl Signature {
     pub(super) fn of(call: &Call) -> Self {
-        let mut hasher = DefaultHasher::new();
-        let rest: Vec<_> = call.rest.iter().map(|(dtype, shape)| (dtype.as_str(), shape)).collect();
-        (call.dtype.map(|dtype| dtype.as_str()), &call.shape, rest).hash(&mut hasher);
-        if !matches!(call.op, Op::Send | Op::Recv) {
-            (call.peer, call.reduce, &call.dims, &call.sizes, call.form as u8, &call.note).hash(&mut hasher);
-        }
-        // A send and its receive are two halves of one call.
-        let op = if call.op == Op::Recv { Op::Send } else { call.op };
-        Self { op: op as u64, hash: hasher.finish() }
+        Self(ITEMS.map(|(_, item)| {
+            let mut hasher = DefaultHasher::new();
+            item(call, &mut hasher);
+            hasher.finish() as u32
+        }))
+    }
+
+    /// Of a message: a send and its receive are two halves of one call.
+    pub(super) fn of_message(call: &Call) -> Self {
+        Self::of(&Call { op: Op::Send, peer: None, ..call.clone() })
     }
 
     /// What differs, if something does.
     pub(super) fn difference(&self, other: &Self) -> Option<&'static str> {
-        if self.op != other.op {
-            Some("op")
-        } else {
-            (self.hash != other.hash).then_some("dtype, shape, dims, sizes, root, reduction or form")
-        }
+        let differs = |&nth: &usize| self.0[nth] != other.0[nth];
+        (0..ITEMS.len()).find(differs).map(|nth| ITEMS[nth].0)
     }
 }
 
@@ -73,21 +81,25 @@ impl Header {
             Slot::Tag(tag) => (NO_ROUND, u64::from(tag)),
         };
         let dtype = CARRIED.iter().position(|&dtype| dtype == self.dtype).unwrap_or(CARRIED.len());
-        let about = self.signature.op << 8 | dtype as u64;
-        let words: [u64; WORDS] = [self.group, round, place, about, self.signature.hash, self.len as u64];
+        let mut words = [0; WORDS];
+        words[..4].copy_from_slice(&[self.group, round, place, (self.len as u64) << 8 | dtype as u64]);
+        bytemuck::cast_slice_mut(&mut words[4..]).copy_from_slice(&self.signature.0);
         bytemuck::cast_slice(&words).to_vec()
     }
 
     /// The header that `message` begins with, if it does.
     pub(super) fn decode(message: &[u8]) -> Option<Self> {
-        let words: Vec<u64> = bytemuck::pod_collect_to_vec(message.get(..HEADER_BYTES)?);
-        let [group, round, place, about, hash, len] = words[..] else { return None };
+        let mut words = [0u64; WORDS];
+        bytemuck::bytes_of_mut(&mut words).copy_from_slice(message.get(..HEADER_BYTES)?);
+        let [group, round, place, data, ..] = words;
         let slot = match round {
             NO_ROUND => Slot::Tag(place as u32),
             number => Slot::Round { number, stage: (place >> 32) as u32, tensor: place as u32 },
         };
-        let dtype = *CARRIED.get((about & 0xff) as usize)?;
-        Some(Self { group, slot, signature: Signature { op: about >> 8, hash }, dtype, len: usize::try_from(len).ok()? })
+        let mut signature = Signature([0; ITEMS.len()]);
+        signature.0.copy_from_slice(bytemuck::cast_slice(&words[4..]));
+        let dtype = *CARRIED.get((data & 0xff) as usize)?;
+        Some(Self { group, slot, signature, dtype, len: usize::try_from(data >> 8).ok()? })
     }
 }
 
@@ -121,12 +133,11 @@ mod tests {
     fn signatures_tell_calls_apart() {
         let same = Signature::of(&call(&[2, 3]));
         assert_eq!(same.difference(&Signature::of(&call(&[2, 3]))), None);
-        assert!(same.difference(&Signature::of(&call(&[3, 2]))).is_some_and(|what| what.contains("shape")));
-        let other = Call { op: Op::Reduce, ..call(&[2, 3]) };
-        assert_eq!(same.difference(&Signature::of(&other)), Some("op"));
+        assert_eq!(same.difference(&Signature::of(&call(&[3, 2]))), Some("shape"));
+        assert_eq!(same.difference(&Signature::of(&Call { op: Op::Reduce, ..call(&[2, 3]) })), Some("op"));
         let max = Call { reduce: Some(ReduceOp::Max), ..call(&[2, 3]) };
-        assert!(same.difference(&Signature::of(&max)).is_some());
-        let half = |op, peer| Signature::of(&Call { op, peer: Some(peer), ..call(&[2]) });
+        assert_eq!(same.difference(&Signature::of(&max)), Some("reduction"));
+        let half = |op, peer| Signature::of_message(&Call { op, peer: Some(peer), ..call(&[2]) });
         assert_eq!(half(Op::Send, 1).difference(&half(Op::Recv, 0)), None);
     }
 }

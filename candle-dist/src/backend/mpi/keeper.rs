@@ -4,21 +4,24 @@ use super::wire::{MOST_BYTES, Wire};
 use crate::control::Control;
 use crate::{Error, Result};
 use ferrompi::{Communicator, Mpi, ThreadLevel};
-use parking_lot::Mutex;
-use std::sync::{Arc, mpsc};
+use std::sync::Arc;
+use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// How long the thread sleeps between two looks while messages are under way.
 const SHORT: Duration = Duration::from_micros(50);
 /// How long it sleeps at most, when nothing is.
 const LONG: Duration = Duration::from_millis(1);
 
-/// MPI, from its start to its end.
+/// How long the end waits for ranks to take what was sent to them; only messages that nobody receives take long.
+const FAREWELL: Duration = Duration::from_secs(10);
+
+/// MPI, from its start to its end, which is when this is dropped.
 pub(super) struct Keeper {
     engine: Arc<Engine>,
-    /// Told whether the world ended well; gone after that.
-    end: Mutex<Option<(mpsc::Sender<bool>, JoinHandle<()>)>>,
+    /// The thread, and what it ends with; gone at the end.
+    thread: Option<(mpsc::Sender<()>, JoinHandle<()>)>,
 }
 
 impl Keeper {
@@ -37,24 +40,25 @@ impl Keeper {
                     Err(error) => return drop(started.send(Err(error))),
                 };
                 if started.send(Ok(engine.clone())).is_ok() {
-                    let well = tend(&engine, &end);
-                    finish(&engine, well, mpi, ours);
+                    tend(&engine, &end);
+                    finish(&engine, mpi, ours);
                 }
             })
             .map_err(|error| Error::Unsupported(format!("a thread for MPI could not be started: {error}")))?;
         let engine = start.recv().map_err(|_| Error::Unsupported("the thread for MPI is gone".into()))??;
-        Ok(Self { engine, end: Mutex::new(Some((ended, thread))) })
+        Ok(Self { engine, thread: Some((ended, thread)) })
     }
 
     pub(super) fn engine(&self) -> &Arc<Engine> {
         &self.engine
     }
+}
 
-    /// Ends MPI; after a failure it is only let go.
-    pub(super) fn end(&self, well: bool) {
-        if let Some((end, thread)) = self.end.lock().take() {
-            // The thread is there until it hears this; a panic of its own has been printed.
-            let _ = end.send(well);
+impl Drop for Keeper {
+    fn drop(&mut self) {
+        if let Some((end, thread)) = self.thread.take() {
+            drop(end);
+            // If it panicked, that has been printed.
             let _ = thread.join();
         }
     }
@@ -96,27 +100,31 @@ fn refused(error: ferrompi::Error) -> Error {
     Error::Unsupported(format!("MPI: {error}"))
 }
 
-/// Looks after the engine until the end, and tells whether that is a good one.
-fn tend(engine: &Engine, end: &mpsc::Receiver<bool>) -> bool {
-    let mut nap = SHORT;
+/// Looks after the engine until the end, which comes when this rank has said goodbye; what others still need of it is
+/// sent first.
+fn tend(engine: &Engine, end: &mpsc::Receiver<()>) {
+    let (mut nap, mut deadline) = (SHORT, None);
     loop {
         nap = match engine.check().and_then(|()| engine.tend()) {
             Ok(true) => SHORT,
             Ok(false) => LONG.min(nap * 2),
             Err(_) => LONG,
         };
-        match end.recv_timeout(nap) {
-            Ok(well) => return well,
-            Err(mpsc::RecvTimeoutError::Timeout) => {}
-            Err(mpsc::RecvTimeoutError::Disconnected) => return false,
+        match deadline {
+            Some(deadline) if engine.check().is_err() || !engine.is_busy() || Instant::now() >= deadline => return,
+            Some(_) => std::thread::sleep(SHORT),
+            None if end.recv_timeout(nap) == Err(RecvTimeoutError::Disconnected) => {
+                deadline = Some(Instant::now() + FAREWELL);
+            }
+            None => {}
         }
     }
 }
 
-/// Ends MPI if all is well and it is ours.
-fn finish(engine: &Engine, well: bool, mpi: Option<Mpi>, ours: bool) {
+/// Ends MPI if it is ours and all is well.
+fn finish(engine: &Engine, mpi: Option<Mpi>, ours: bool) {
     let Some(wire) = engine.take_wire() else { return };
-    if !well {
+    if engine.check().is_err() || engine.is_busy() {
         // MPI may still use memory of ours, and its end would wait for ranks that are gone.
         wire.abandon();
         std::mem::forget(mpi);

@@ -15,10 +15,12 @@ mod request;
 mod stage;
 mod wire;
 
-use super::{Backend, Call, Op, Results, Tensors, Unfinished, overwrite};
+use super::{Backend, Call, Results, Tensors, Unfinished, overwrite};
 use crate::control::{Control, group_id};
+use crate::init::LaunchInfo;
 use crate::{Cause, Error, GroupFailure, Result};
 use candle_core::{DeviceLocation, Tensor};
+use ferrompi::Communicator;
 use engine::{Engine, Ticket};
 use keeper::Keeper;
 use operation::Circle;
@@ -26,7 +28,28 @@ use parking_lot::Mutex;
 use smallvec::smallvec;
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::time::Duration;
+
+/// Starts MPI, for the group of all its ranks; ends it when the last group is gone.
+///
+/// MPI can be started once in a process.
+pub fn start(info: &LaunchInfo, control: &Arc<Control>) -> Result<Arc<dyn Backend>> {
+    world(info, control, None)
+}
+
+/// The engine in a program that has started MPI itself with this binding, and ends it: over a copy of `comm`.
+///
+/// The program must have asked for `ThreadLevel::Multiple`, and end MPI only when all groups are gone. Give this to
+/// [`init_process_group_with`](crate::init::init_process_group_with).
+pub fn start_on(comm: &Communicator, info: &LaunchInfo, control: &Arc<Control>) -> Result<Arc<dyn Backend>> {
+    world(info, control, Some(comm))
+}
+
+fn world(info: &LaunchInfo, control: &Arc<Control>, given: Option<&Communicator>) -> Result<Arc<dyn Backend>> {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let keeper = Keeper::start(control.clone(), info.local_size > cores, given)?;
+    let shared = Arc::new(Shared { keeper, made: Mutex::default() });
+    Ok(Arc::new(MpiBackend::join(&shared, (0..control.size()).collect(), control.rank())))
+}
 
 /// What the groups of one process have in common.
 struct Shared {
@@ -36,7 +59,7 @@ struct Shared {
 }
 
 /// One rank's handle on a group of processes.
-pub(crate) struct MpiBackend {
+struct MpiBackend {
     shared: Arc<Shared>,
     circle: Arc<Circle>,
     /// The number of collectives started.
@@ -50,26 +73,6 @@ impl std::fmt::Debug for MpiBackend {
 }
 
 impl MpiBackend {
-    /// Starts MPI, and is the group of all its ranks; with `given`, a program's own MPI is used and not ended.
-    ///
-    /// `crowded`: this host has more ranks than cores.
-    pub(crate) fn world(control: Arc<Control>, crowded: bool, given: Option<&ferrompi::Communicator>) -> Result<Self> {
-        let ranks: Vec<usize> = (0..control.size()).collect();
-        let me = control.rank();
-        let shared = Shared { keeper: Keeper::start(control, crowded, given)?, made: Mutex::default() };
-        Ok(Self::join(&Arc::new(shared), ranks, me))
-    }
-
-    /// Waits until what this rank has sent is on its way, at most for `limit`; comes before the goodbye.
-    pub(crate) fn flush(&self, limit: Duration) {
-        self.engine().flush(limit);
-    }
-
-    /// Ends MPI after the goodbye; `well` if all ranks came there.
-    pub(crate) fn end(&self, well: bool) {
-        self.shared.keeper.end(well);
-    }
-
     fn join(shared: &Arc<Shared>, ranks: Vec<usize>, me: usize) -> Self {
         let mut made = shared.made.lock();
         let count = made.entry(ranks.clone()).or_default();

@@ -2,9 +2,11 @@
 use super::header::{Header, Signature, Slot};
 use super::mail::Mail;
 use super::stage::{Exchange, Member, Next, Stage};
+use super::request;
 use super::wire::Wire;
 use crate::backend::{Call, Fresh, Results, Tensors};
 use crate::{Cause, Error};
+use candle_core::backend::BackendStorage;
 use candle_core::{DType, Shape, Tensor};
 use std::sync::Arc;
 
@@ -93,7 +95,7 @@ impl Operation {
                 slot: Slot::Round { number: self.number, stage: self.parts[nth].number, tensor: nth as u32 },
                 signature: self.signature,
                 dtype: data.dtype(),
-                len: data.len(),
+                len: request::len(&data).map_err(|error| circle.failed(error))?,
             };
             wire.post(&to, header, data).map_err(|error| circle.failed(error))?;
         }

@@ -4,6 +4,8 @@
 //! requests of one start each are for here: they are the only ones of the binding that own their memory.
 use crate::Result;
 use crate::backend::regions::with_element;
+use bytemuck::Zeroable;
+use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, DType, WithDType};
 use ferrompi::{Communicator, PersistentRequest, Result as MpiResult};
 use half::{bf16, f16};
@@ -94,7 +96,18 @@ pub(super) fn into_bytes(data: CpuStorage) -> Vec<u8> {
 
 /// The elements that `bytes` are.
 pub(super) fn from_bytes(bytes: &[u8], dtype: DType) -> Result<CpuStorage> {
-    with_element!(dtype, T => Ok(T::to_cpu_storage_owned(bytemuck::pod_collect_to_vec::<u8, T>(bytes))))
+    with_element!(dtype, T => {
+        let mut data = vec![T::zeroed(); bytes.len() / size_of::<T>()];
+        let room = bytemuck::cast_slice_mut(&mut data);
+        let len = room.len();
+        room.copy_from_slice(&bytes[..len]);
+        Ok(T::to_cpu_storage_owned(data))
+    })
+}
+
+/// The number of elements.
+pub(super) fn len(data: &CpuStorage) -> Result<usize> {
+    with_element!(data.dtype(), T => Ok(data.as_slice::<T>()?.len()))
 }
 
 /// The data in parts of at most `limit` bytes each; itself if it fits.

@@ -184,11 +184,13 @@ impl Wire {
 
     /// Ends this process's part, when nothing is to be sent or received any more.
     pub(super) fn close(mut self) -> WireResult<()> {
-        // The open receive ends with a message to oneself.
+        // The open receive ends with a message to oneself; one that comes before it is for nobody.
         let me = self.comm.rank();
         let mut last = self.comm.send_init(vec![0u8], me, HEADERS)?;
         last.start()?;
-        self.inbox.wait()?;
+        while self.inbox.wait()?.source != Source::Rank(me) {
+            self.inbox.start()?;
+        }
         last.wait()?;
         Ok(())
     }
