@@ -7,7 +7,6 @@ use crate::{Error, Result};
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::op::{Add, CmpOp, Div, Mul};
 use candle_core::{CpuStorage, CudaStorage, DType, Device, Layout, Shape, Storage, StorageRef, Tensor};
-use smallvec::SmallVec;
 
 /// The storage of one kind of device.
 pub(super) trait Held: BackendStorage<Device: BackendDevice<Storage = Self>> {
@@ -48,7 +47,10 @@ pub(super) fn reduce(tensors: &[&Tensor], op: ReduceOp, piece: Option<Piece>) ->
 
 /// The tensors, or the same `piece` of each, joined along dim `join` as fresh contiguous memory on their device.
 pub(super) fn concat(tensors: &[&Tensor], piece: Option<Piece>, join: usize) -> Result<Storage> {
-    concat_pieces(tensors, &SmallVec::<[_; 8]>::from_elem(piece, tensors.len()), join)
+    match tensors[0].device() {
+        Device::Cpu => Ok(Storage::Cpu(regions::concat(tensors, piece, join)?)),
+        _ => concat_pieces(tensors, &vec![piece; tensors.len()], join),
+    }
 }
 
 /// Like [`concat`] with a piece for each tensor; dims outside of `join` have one size in all of them.

@@ -1,6 +1,8 @@
 //! The contract between a [`ProcessGroup`](crate::ProcessGroup) and the engine that moves its bytes.
 mod device;
 pub mod local;
+#[cfg(feature = "mpi")]
+pub mod mpi;
 #[cfg(any(feature = "nccl", test))]
 pub mod nccl;
 mod overwrite;

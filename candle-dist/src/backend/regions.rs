@@ -1,6 +1,7 @@
 //! Copies of tensor regions into one fresh buffer.
 use crate::{Error, Result};
 use candle_core::{CpuStorage, Storage, StorageRef, Tensor, WithDType};
+use smallvec::SmallVec;
 
 /// A part of a tensor along one dim.
 #[derive(Debug, Clone, Copy)]
@@ -50,7 +51,7 @@ impl<'a, T: WithDType> Runs<'a, T> {
     pub(super) fn new(tensor: &Tensor, storage: &'a StorageRef<'_>, piece: Option<Piece>) -> Result<Self> {
         let Storage::Cpu(cpu) = &**storage else {
             return Err(Error::Unsupported(
-                "the local backend moves host tensors only; move the tensor to Device::Cpu first".to_string(),
+                "only host tensors are moved; move the tensor to Device::Cpu first".to_string(),
             ));
         };
         let (start, len) = (tensor.layout().start_offset(), tensor.elem_count());
@@ -73,8 +74,12 @@ impl<'a, T: WithDType> Runs<'a, T> {
     }
 }
 
-/// The tensors, or a piece of each, joined along dim `join` as one fresh contiguous buffer; dims outside of `join` have one
-/// size in all of them.
+/// The tensors, or the same `piece` of each, joined along dim `join` as one fresh contiguous buffer.
+pub(super) fn concat(tensors: &[&Tensor], piece: Option<Piece>, join: usize) -> Result<CpuStorage> {
+    concat_pieces(tensors, &SmallVec::<[_; 8]>::from_elem(piece, tensors.len()), join)
+}
+
+/// Like [`concat`] with a piece for each tensor; dims outside of `join` have one size in all of them.
 pub(super) fn concat_pieces(tensors: &[&Tensor], pieces: &[Option<Piece>], join: usize) -> Result<CpuStorage> {
     with_element!(tensors[0].dtype(), T => Ok(T::to_cpu_storage_owned(concat_as::<T>(tensors, pieces, join)?)))
 }
