@@ -177,9 +177,10 @@ pub struct WorldError {
 ///
 /// Dropping it tells the other ranks that this one has ended.
 pub struct RankContext {
+    /// Dropped first: an engine that ends waits for calls under way, which will not come to an end if this rank failed.
+    guard: RankGuard,
     group: ProcessGroup,
     device: Device,
-    guard: RankGuard,
 }
 
 impl std::fmt::Debug for RankContext {

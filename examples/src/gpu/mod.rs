@@ -64,6 +64,9 @@ impl Ranks {
     }
 }
 
+/// What tells what it found, or why it failed.
+type Check = fn(&Ranks) -> Result<String>;
+
 /// Runs all checks, prints a line for each, and tells whether all passed.
 ///
 /// # Errors
@@ -80,7 +83,7 @@ pub fn check(args: &Args) -> Result<bool> {
     for device in &ranks.devices {
         transformer::warm_up(device)?;
     }
-    let checks: [(&str, fn(&Ranks) -> Result<String>); 5] = [
+    let checks: [(&str, Check); 5] = [
         ("collectives", collectives::check),
         ("transformer f32", transformer::check_f32),
         ("transformer bf16", transformer::check_bf16),

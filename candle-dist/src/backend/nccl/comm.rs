@@ -10,7 +10,7 @@ use std::ffi::{CStr, c_char};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// How long a healthy communicator may take to finish when it is dropped.
+/// How long NCCL may take to let go of a communicator that has nothing more to do.
 const FAREWELL: Duration = Duration::from_secs(10);
 
 /// What the members of a communicator recognise each other by.
@@ -111,11 +111,8 @@ impl Comm {
         self.settle(&mut handle, op, if is_fine(code) { ended } else { code })?;
         drop(handle);
         let done = stream.record_event(None).map_err(cuda)?;
-        let mut issued = self.issued.lock();
-        while issued.front().is_some_and(|issued| issued.done.is_complete()) {
-            issued.pop_front();
-        }
-        issued.push_back(Issued { done, since: Instant::now() });
+        self.oldest(); // forgets what is done
+        self.issued.lock().push_back(Issued { done, since: Instant::now() });
         Ok(())
     }
 
@@ -165,7 +162,7 @@ impl Comm {
     pub(super) fn inspect(&self) {
         // Whoever holds the lock polls for itself.
         let Some(mut handle) = self.handle.try_lock() else { return };
-        if handle.is_none() {
+        if handle.is_none() || self.rank.bind().is_err() {
             return;
         }
         let state = async_state(&handle);
@@ -181,32 +178,57 @@ impl Comm {
     }
 
     fn is_overdue(&self) -> bool {
+        self.oldest().is_some_and(|since| since.elapsed() >= self.rank.watch.timeout())
+    }
+
+    /// Since when the GPU owes a call, if it does.
+    fn oldest(&self) -> Option<Instant> {
         let mut issued = self.issued.lock();
         while issued.front().is_some_and(|issued| issued.done.is_complete()) {
             issued.pop_front();
         }
-        issued.front().is_some_and(|issued| issued.since.elapsed() >= self.rank.watch.timeout())
+        issued.front().map(|issued| issued.since)
+    }
+}
+
+impl Comm {
+    /// Waits for the calls that other ranks may still need, and then for NCCL to let go; whether that went well.
+    fn say_goodbye(&self, handle: &Option<Handle>) -> bool {
+        let Some(Handle(raw)) = *handle else { return false };
+        if std::thread::panicking() || self.rank.bind().is_err() {
+            return false;
+        }
+        let mut patience = Patience::default();
+        while self.oldest().is_some() {
+            if self.rank.watch.failure().is_some() || self.is_overdue() {
+                return false;
+            }
+            patience.pause();
+        }
+        // SAFETY: the handle is alive, and nobody else has it any more.
+        let mut state = unsafe { sys::ncclCommFinalize(raw) };
+        let began = Instant::now();
+        while state == sys::ncclResult_t::ncclInProgress {
+            if self.rank.watch.failure().is_some() || began.elapsed() >= FAREWELL {
+                return false;
+            }
+            patience.pause();
+            state = async_state(handle);
+        }
+        state == sys::ncclResult_t::ncclSuccess
     }
 }
 
 impl Drop for Comm {
     fn drop(&mut self) {
-        let handle = self.handle.get_mut();
-        let Some(Handle(raw)) = *handle else { return };
-        let healthy = self.rank.watch.failure().is_none() && !std::thread::panicking() && self.rank.bind().is_ok();
-        // SAFETY: the handle is alive, and nobody else has it any more.
-        if !healthy || !is_fine(unsafe { sys::ncclCommFinalize(raw) }) {
-            return abort(handle);
+        let mut handle = self.handle.get_mut().take();
+        if !self.say_goodbye(&handle) {
+            return abort(&mut handle);
         }
-        let (began, mut patience) = (Instant::now(), Patience::default());
-        while async_state(handle) == sys::ncclResult_t::ncclInProgress {
-            if began.elapsed() >= FAREWELL || self.rank.watch.failure().is_some() {
-                return abort(handle);
-            }
-            patience.pause();
+        if let Some(Handle(raw)) = handle {
+            // SAFETY: the handle is alive and finalized, and nobody else has it. An error now is of no use to anybody.
+            let _ = unsafe { sys::ncclCommDestroy(raw) };
         }
-        // SAFETY: as above, and it is finalized. An error now is of no use to anybody.
-        let _ = unsafe { sys::ncclCommDestroy(raw) };
     }
 }
 
