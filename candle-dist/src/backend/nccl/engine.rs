@@ -62,7 +62,7 @@ impl NcclBackend {
         let mut comm = self.comm.lock();
         match &*comm {
             Some(comm) => Ok(comm.clone()),
-            None => Ok(comm.insert(self.rank.connect(&self.id.to_string(), &self.ranks, self.me)?).clone()),
+            None => Ok(comm.insert(self.rank.connect(self.id, &self.ranks, self.me)?).clone()),
         }
     }
 
@@ -276,7 +276,7 @@ impl Backend for NcclBackend {
         let inbox = match inboxes.entry((from, call.tag)) {
             Entry::Occupied(inbox) => inbox.into_mut(),
             Entry::Vacant(vacant) => {
-                let comm = self.rank.connect(&id.to_string(), &ends, 1)?;
+                let comm = self.rank.connect(id, &ends, 1)?;
                 vacant.insert(Inbox { comm, received: 0 })
             }
         };

@@ -2,6 +2,7 @@
 //!
 //! NCCL's send ends when the receiver takes it, and its calls on one communicator follow each other. On a communicator
 //! and a stream of its own a message holds up nothing else, and two ranks that send to each other do not wait in a ring.
+use super::comm::UniqueId;
 use super::rank::{Rank, cuda};
 use super::transfer::issue_send;
 use crate::{Error, Result};
@@ -35,9 +36,11 @@ impl Outbox {
     /// The channel `id` between two ranks of the world, the sender first.
     pub(super) fn open(rank: &Arc<Rank>, id: u64, ends: [usize; 2]) -> Result<Self> {
         let (queue, incoming) = channel();
+        // Now, so that the receiver finds it also if this rank has ended meanwhile.
+        let announced = rank.announce(id)?;
         let (rank, name) = (rank.clone(), format!("nccl {} to {}", ends[0], ends[1]));
         let courier = std::thread::Builder::new().name(name).spawn(move || {
-            if let Err(error) = deliver(&rank, id, ends, &incoming) {
+            if let Err(error) = deliver(&rank, announced, &incoming) {
                 rank.watch.fail_with(error.to_string());
             }
         });
@@ -68,9 +71,9 @@ impl Drop for Outbox {
 }
 
 /// Delivers what comes until the queue is closed.
-fn deliver(rank: &Arc<Rank>, id: u64, ends: [usize; 2], incoming: &Receiver<Outgoing>) -> Result<()> {
+fn deliver(rank: &Arc<Rank>, id: UniqueId, incoming: &Receiver<Outgoing>) -> Result<()> {
     rank.bind()?;
-    let comm = rank.connect(&id.to_string(), &ends, 0)?;
+    let comm = rank.join(id, 2, 0)?;
     let stream = rank.device.cuda_stream().context().new_stream().map_err(cuda)?;
     let mut under_way: VecDeque<(Tensor, CudaEvent)> = VecDeque::new();
     loop {

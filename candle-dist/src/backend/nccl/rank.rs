@@ -23,6 +23,11 @@ pub(super) struct Rank {
     groups: Mutex<HashMap<Vec<usize>, u64>>,
 }
 
+/// The name under which ranks tell each other the id of a communicator.
+fn key(name: u64) -> String {
+    format!("nccl/{name:016x}")
+}
+
 /// An error of the CUDA driver.
 pub(super) fn cuda(error: DriverError) -> Error {
     candle_core::Error::wrap(error).into()
@@ -91,18 +96,28 @@ impl Rank {
     }
 
     /// The communicator of `ranks` (of the world), of which this is the `me`-th, named alike on all of them.
-    pub(super) fn connect(self: &Arc<Self>, name: &str, ranks: &[usize], me: usize) -> Result<Arc<Comm>> {
-        let key = format!("nccl/{name}");
-        let id = if me == 0 {
-            let id = UniqueId::new().map_err(|message| self.watch.fail_with(message))?;
-            self.watch.set(&key, &id.to_bytes())?;
-            id
-        } else {
-            let bytes = self.watch.get(&key, ranks[0])?;
-            let bad = || self.watch.fail_with(format!("{key} has {} bytes, which is no NCCL id", bytes.len()));
-            UniqueId::from_bytes(&bytes).ok_or_else(bad)?
-        };
-        let comm = Arc::new(Comm::connect(self, id, ranks.len(), me)?);
+    pub(super) fn connect(self: &Arc<Self>, name: u64, ranks: &[usize], me: usize) -> Result<Arc<Comm>> {
+        let id = if me == 0 { self.announce(name)? } else { self.learn(name, ranks[0])? };
+        self.join(id, ranks.len(), me)
+    }
+
+    /// Makes the id of the communicator `name` and tells the others, without waiting for them.
+    pub(super) fn announce(&self, name: u64) -> Result<UniqueId> {
+        let id = UniqueId::new().map_err(|message| self.watch.fail_with(message))?;
+        self.watch.set(&key(name), &id.to_bytes())?;
+        Ok(id)
+    }
+
+    /// The id of the communicator `name`, which rank `from` of the world makes.
+    fn learn(&self, name: u64, from: usize) -> Result<UniqueId> {
+        let bytes = self.watch.get(&key(name), from)?;
+        let bad = || self.watch.fail_with(format!("{} bytes from rank {from}, which are no NCCL id", bytes.len()));
+        UniqueId::from_bytes(&bytes).ok_or_else(bad)
+    }
+
+    /// Joins a communicator of `size` members as the `me`-th; returns when all have come.
+    pub(super) fn join(self: &Arc<Self>, id: UniqueId, size: usize, me: usize) -> Result<Arc<Comm>> {
+        let comm = Arc::new(Comm::connect(self, id, size, me)?);
         self.comms.lock().push(Arc::downgrade(&comm));
         Ok(comm)
     }
