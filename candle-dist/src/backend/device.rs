@@ -2,7 +2,7 @@
 //!
 //! The device's results are those of the host to the last bit: sums in rank order, 16-bit floats in f32, NaN passed on.
 use super::regions::{self, Piece};
-use super::{ReduceOp, dense, reduce};
+use super::{Op, ReduceOp, dense, reduce};
 use crate::{Error, Result};
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::op::{Add, CmpOp, Div, Mul};
@@ -152,19 +152,17 @@ fn concat_on<S: Held>(tensors: &[&Tensor], pieces: &[Option<Piece>], join: usize
 /// Tensors that several ranks can read: on the host, or on one device whose work is done in the order it was asked for.
 ///
 /// Decided from the tensors of all ranks, so alike on all of them.
-pub(super) fn check_shared(op: super::Op, tensors: &[&Tensor]) -> Result<()> {
-    let Some(first) = tensors.first() else { return Ok(()) };
-    let refuse = |why: &str| {
-        let fix = "make one `Device::new_cuda_with_stream(ordinal)` and give every rank of that GPU a clone of it";
-        Err(Error::Unsupported(format!("{op} among threads of CUDA tensors {why}; {fix}")))
+pub(super) fn check_shared<'a>(op: Op, tensors: impl Iterator<Item = &'a Tensor> + Clone) -> Result<()> {
+    let Some(first) = tensors.clone().next() else { return Ok(()) };
+    let why = if tensors.clone().any(|tensor| !tensor.device().same_device(first.device())) {
+        "of different `Device`s, whose streams do not wait for each other"
+    } else if is_per_thread(first.device()) {
+        "on the calling thread's own stream, for which other threads do not wait"
+    } else {
+        return Ok(());
     };
-    if tensors.iter().any(|tensor| !tensor.device().same_device(first.device())) {
-        return refuse("of different `Device`s, whose streams do not wait for each other");
-    }
-    if tensors.iter().any(|tensor| is_per_thread(tensor.device())) {
-        return refuse("on the calling thread's own stream, for which other threads do not wait");
-    }
-    Ok(())
+    let fix = "make one `Device::new_cuda_with_stream(ordinal)` and give every rank of that GPU a clone of it";
+    Err(Error::Unsupported(format!("{op} among threads of CUDA tensors {why}; {fix}")))
 }
 
 /// Whether work for the device goes to a stream of whatever thread asks for it, as for one of `Device::new_cuda`.

@@ -122,9 +122,9 @@ mod tests {
 
     #[test]
     fn tensors_on_other_devices_are_refused_by_all_ranks() {
-        let gpu = DeviceLocation::Cuda { gpu_id: 1 };
+        let gpu = DeviceLocation::Metal { gpu_id: 1 };
         for text in error_on([gpu, gpu]) {
-            assert!(text.contains("all_reduce of tensors on Cuda") && text.contains("Device::Cpu"), "{text}");
+            assert!(text.contains("all_reduce of tensors on Metal") && text.contains("Device::Cpu"), "{text}");
         }
         for text in error_on([DeviceLocation::Cpu, gpu]) {
             assert!(text.contains("(device differs)"), "{text}");

@@ -69,8 +69,8 @@ pub(super) struct Offered<'a>(SmallVec<[RwLockReadGuard<'a, Tensors>; 8]>);
 
 impl Offered<'_> {
     /// The tensors of all members.
-    fn all(&self) -> SmallVec<[&Tensor; 8]> {
-        self.0.iter().flat_map(|tensors| tensors.iter()).collect()
+    fn all(&self) -> impl Iterator<Item = &Tensor> + Clone {
+        self.0.iter().flat_map(|tensors| tensors.iter())
     }
 
     /// The `i`-th tensor of every member that gave one.
@@ -172,7 +172,7 @@ impl GroupState {
         let offers = self.agreed(round)?;
         let mine = round.members[me].offer.get().expect("a member has offered before it finishes");
         // Refused here, where all calls are known to be alike, so that all members refuse.
-        let result = check_device(&mine.call, &offers.all()).and_then(|()| read(&mine.call, &offers));
+        let result = check_device(&mine.call, offers.all()).and_then(|()| read(&mine.call, &offers));
         drop(offers);
         self.leave(me, round);
         if linger {
@@ -281,10 +281,10 @@ impl GroupState {
 }
 
 /// Refuses tensors that threads cannot read.
-pub(super) fn check_device(call: &Call, tensors: &[&Tensor]) -> Result<()> {
+pub(super) fn check_device<'a>(call: &Call, tensors: impl Iterator<Item = &'a Tensor> + Clone) -> Result<()> {
     let device = call.device;
     match device {
-        DeviceLocation::Cpu if tensors.iter().all(|tensor| tensor.device().is_cpu()) => Ok(()),
+        DeviceLocation::Cpu if tensors.clone().all(|tensor| tensor.device().is_cpu()) => Ok(()),
         DeviceLocation::Cpu | DeviceLocation::Cuda { .. } if cfg!(feature = "cuda") => check_shared(call.op, tensors),
         _ => {
             let op = call.op;

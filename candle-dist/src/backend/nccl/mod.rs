@@ -30,6 +30,7 @@ mod rank;
 mod text;
 #[cfg(feature = "nccl")]
 mod transfer;
+mod values;
 #[cfg(feature = "nccl")]
 mod watch;
 
@@ -40,7 +41,9 @@ pub(crate) use devices::check as check_devices;
 #[cfg(feature = "nccl")]
 pub(crate) use engine::NcclBackend;
 #[cfg(feature = "nccl")]
-pub(crate) use watch::{Values, Watch};
+pub(crate) use values::Values;
+#[cfg(feature = "nccl")]
+pub(crate) use watch::Watch;
 
 /// The group of all processes that `control` knows, over NCCL: each calls this with its own GPU's device.
 ///

@@ -1,15 +1,11 @@
 //! What a rank knows of its world beside the data: failures, what the others are in, and small values.
+use super::values::Values;
 use crate::backend::Call;
 use crate::backend::local::WorldState;
 use crate::control::{Control, Entered};
 use crate::{Cause, Error, GroupFailure, Result};
-use parking_lot::{Condvar, Mutex};
-use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-
-/// How often somebody who waits looks whether the world has failed.
-const TICK: Duration = Duration::from_millis(20);
 
 /// One rank's view of its world: threads of this process, or processes.
 pub(crate) enum Watch {
@@ -24,13 +20,6 @@ pub(crate) enum Watch {
     },
     /// The rank is this process.
     Process(Arc<Control>),
-}
-
-/// Values that threads give each other by name.
-#[derive(Debug, Default)]
-pub(crate) struct Values {
-    known: Mutex<HashMap<String, Vec<u8>>>,
-    changed: Condvar,
 }
 
 /// A rank is in a call until this is dropped.
@@ -111,8 +100,7 @@ impl Watch {
     pub(super) fn set(&self, key: &str, value: &[u8]) -> Result<()> {
         match self {
             Self::Thread { values, .. } => {
-                values.known.lock().insert(key.to_string(), value.to_vec());
-                values.changed.notify_all();
+                values.set(key, value);
                 Ok(())
             }
             Self::Process(control) => control.set(key, value),
@@ -126,23 +114,16 @@ impl Watch {
             Self::Process(control) => return control.get(key),
         };
         let began = Instant::now();
-        let mut known = values.known.lock();
-        loop {
-            // A rank's last act before its end may be to set it: so first its end, then the value.
-            let gone = world.has_returned(from);
-            if let Some(value) = known.get(key) {
-                return Ok(value.clone());
+        let in_vain = || {
+            if let Some(failure) = self.failure() {
+                return Some(failure.cause.clone());
             }
-            self.check()?;
-            if gone {
-                drop(known);
-                return Err(self.fail(Cause::Returned { rank: from }));
+            if world.has_returned(from) {
+                return Some(Cause::Returned { rank: from });
             }
-            if began.elapsed() >= self.timeout() {
-                drop(known);
-                return Err(self.time_out());
-            }
-            values.changed.wait_for(&mut known, TICK);
-        }
+            let late = began.elapsed() >= self.timeout();
+            late.then(|| Cause::TimedOut { rank: self.rank(), after: self.timeout() })
+        };
+        values.get(key, in_vain).map_err(|cause| self.fail(cause))
     }
 }
