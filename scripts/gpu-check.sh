@@ -24,6 +24,7 @@ chmod +x "$work/gpu-check"
 wheels="$(python3 -c 'import nvidia; print(list(nvidia.__path__)[0])' 2>/dev/null || true)"
 export LD_LIBRARY_PATH="$work:${wheels:+$wheels/cu13/lib:}${CUDA_HOME:-/usr/local/cuda}/lib64:${LD_LIBRARY_PATH:-}"
 missing="$(ldd "$work/gpu-check" | grep 'not found' || true)"
+# shellcheck disable=SC2086 # one line of them
 [ -z "$missing" ] || skip "libraries of CUDA 13 are missing:" $missing
 
 # One card, so nothing that needs two or a network.

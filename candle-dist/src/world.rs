@@ -32,7 +32,7 @@ impl World {
             size,
             timeout: Duration::from_secs(600),
             threads_per_rank: None,
-            devices: vec![Device::Cpu],
+            devices: Vec::new(),
             #[cfg(feature = "nccl")]
             over_nccl: false,
         }
@@ -99,15 +99,12 @@ impl World {
         }
         threads::settle(self.threads_per_rank.unwrap_or_else(|| threads::default_per_rank(self.size)));
         let world = WorldState::new(self.size, self.timeout);
-        let engines = self.engines(&world)?;
-        let devices = self.devices.iter().cycle().cloned().chain(std::iter::repeat(Device::Cpu));
-        let ranks = engines.into_iter().zip(devices).enumerate();
-        let context = |(rank, (engine, device))| RankContext {
-            group: ProcessGroup::new(engine),
-            device,
+        let engines = self.engines(&world)?.into_iter().enumerate();
+        let context = |(rank, engine)| RankContext {
             guard: RankGuard::new(world.clone(), rank),
+            group: ProcessGroup::new(engine),
         };
-        Ok(ranks.map(context).collect())
+        Ok(engines.map(context).collect())
     }
 
     /// Every rank's engine.
@@ -120,7 +117,11 @@ impl World {
             let engine = |(rank, device)| Ok(Arc::new(NcclBackend::world(watch(rank), device, self.size)?) as Arc<_>);
             return self.devices.iter().enumerate().map(engine).collect();
         }
-        (0..self.size).map(|rank| Ok(Arc::new(LocalBackend::world(world, rank)?) as Arc<_>)).collect()
+        let device = |rank: usize| match &self.devices[..] {
+            [] => Device::Cpu,
+            devices => devices[rank % devices.len()].clone(),
+        };
+        Ok((0..self.size).map(|rank| Arc::new(LocalBackend::world(world, rank, device(rank))) as Arc<_>).collect())
     }
 
     /// Runs `f` once per rank, each on its own thread, and returns the results in rank order.
@@ -180,7 +181,6 @@ pub struct RankContext {
     /// Dropped first: an engine that ends waits for calls under way, which will not come to an end if this rank failed.
     guard: RankGuard,
     group: ProcessGroup,
-    device: Device,
 }
 
 impl std::fmt::Debug for RankContext {
@@ -202,7 +202,7 @@ impl RankContext {
 
     /// The device that this rank computes on: the host, unless [`World::devices`] gives it another.
     pub fn device(&self) -> &Device {
-        &self.device
+        self.group.device()
     }
 
     /// The group of all ranks.

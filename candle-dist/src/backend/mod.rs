@@ -12,7 +12,7 @@ pub(crate) mod simulated;
 
 use crate::Result;
 use candle_core::backend::{BackendDevice, BackendStorage};
-use candle_core::{CpuStorage, CudaStorage, DType, DeviceLocation, Layout, Shape, Storage, Tensor};
+use candle_core::{CpuStorage, CudaStorage, DType, Device, DeviceLocation, Layout, Shape, Storage, Tensor};
 use itertools::Itertools;
 use smallvec::SmallVec;
 use std::fmt;
@@ -373,6 +373,11 @@ pub trait Backend: Send + Sync + fmt::Debug {
     fn rank(&self) -> usize;
     /// The members as ranks of the world, in group order.
     fn ranks(&self) -> &[usize];
+    /// The device that this rank computes on, unless its program chooses another.
+    fn device(&self) -> &Device {
+        static HOST: Device = Device::Cpu;
+        &HOST
+    }
     /// Makes the collective that `call` describes with this rank's `tensors`, and returns when they may change again.
     ///
     /// One result for each tensor; none on ranks that get none.

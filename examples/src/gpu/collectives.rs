@@ -27,6 +27,12 @@ pub(super) fn check(ranks: &Ranks) -> Result<String> {
     Ok(format!("{} calls alike on {n} ranks", found[0].len()))
 }
 
+/// All calls on two threads that share the device: what they need is loaded afterwards.
+pub(super) fn warm_up(device: &Device) -> Result<()> {
+    World::local(2).devices(std::slice::from_ref(device)).run(|ctx| all(ctx.group(), device))?;
+    Ok(())
+}
+
 /// Small whole numbers, exact in every dtype, also when they are added, averaged over few ranks or multiplied.
 fn input(rank: usize, dims: &[usize], dtype: DType, device: &Device) -> candle_core::Result<Tensor> {
     let count: usize = dims.iter().product();

@@ -82,6 +82,7 @@ pub fn check(args: &Args) -> Result<bool> {
     // Each device loads its code alone, before NCCL's calls can be in the way.
     for device in &ranks.devices {
         transformer::warm_up(device)?;
+        collectives::warm_up(device)?;
     }
     let checks: [(&str, Check); 5] = [
         ("collectives", collectives::check),

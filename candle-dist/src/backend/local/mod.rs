@@ -15,7 +15,7 @@ pub(crate) use state::{End, RankGuard, WorldState};
 use super::regions::Piece;
 use super::{Backend, Call, Fresh, Op, Results, Tensors, Unfinished, bytes, device, overwrite};
 use crate::{Cause, Error, GroupFailure, Result};
-use candle_core::Tensor;
+use candle_core::{Device, Tensor};
 use collective::compute;
 use parking_lot::Mutex;
 use rendezvous::{GroupState, Round};
@@ -26,6 +26,7 @@ use std::sync::Arc;
 pub(crate) struct LocalBackend {
     group: Arc<GroupState>,
     rank: usize,
+    device: Device,
     /// The number of rounds started.
     turn: Mutex<u64>,
 }
@@ -37,14 +38,14 @@ impl std::fmt::Debug for LocalBackend {
 }
 
 impl LocalBackend {
-    /// The handle of `rank` (in the group) on the group of all ranks of `world`.
-    pub(crate) fn world(world: &Arc<WorldState>, rank: usize) -> Result<Self> {
+    /// The handle of `rank` (in the group), which computes on `device`, on the group of all ranks of `world`.
+    pub(crate) fn world(world: &Arc<WorldState>, rank: usize, device: Device) -> Self {
         let ranks: Vec<usize> = (0..world.size()).collect();
-        Ok(Self::join(world, rank, &ranks, rank))
+        Self::join(world, rank, &ranks, rank, device)
     }
 
-    fn join(world: &Arc<WorldState>, global_rank: usize, ranks: &[usize], rank: usize) -> Self {
-        Self { group: GroupState::join(world, global_rank, ranks), rank, turn: Mutex::new(0) }
+    fn join(world: &Arc<WorldState>, global_rank: usize, ranks: &[usize], rank: usize, device: Device) -> Self {
+        Self { group: GroupState::join(world, global_rank, ranks), rank, device, turn: Mutex::new(0) }
     }
 
     fn enter(&self, call: Call, tensors: Tensors) -> Result<Arc<Round>> {
@@ -129,6 +130,10 @@ impl Backend for LocalBackend {
         self.group.ranks()
     }
 
+    fn device(&self) -> &Device {
+        &self.device
+    }
+
     fn run(&self, call: Call, tensors: Tensors) -> Result<Results> {
         // Two ranks read as much in one round as in two.
         if let (Op::AllReduce, [tensor], 3..) = (call.op, &tensors[..], self.group.ranks().len())
@@ -195,7 +200,7 @@ impl Backend for LocalBackend {
             reason: format!("only members create a group, and this rank is not in {ranks:?}"),
         })?;
         self.group.world().check()?;
-        Ok(Arc::new(Self::join(self.group.world(), me, &ranks, rank)))
+        Ok(Arc::new(Self::join(self.group.world(), me, &ranks, rank, self.device.clone())))
     }
 
     fn fail(&self, message: &str) {

@@ -93,7 +93,8 @@ impl Comm {
 
     /// Enqueues on `stream` what `enqueue` asks of NCCL as one group, and returns while it runs.
     ///
-    /// The memory that it names must stay as it is until the stream has come past it.
+    /// The memory that it names must stay as it is until the stream has come past it. Threads that call this at once, each
+    /// on its rank's communicators, need no common lock: NCCL keeps a group for each thread.
     pub(super) fn issue(
         &self,
         op: &str,

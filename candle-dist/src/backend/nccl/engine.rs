@@ -21,6 +21,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// One rank's handle on a group whose members have a GPU each.
 pub(crate) struct NcclBackend {
     rank: Arc<Rank>,
+    device: Device,
     ranks: Vec<usize>,
     me: usize,
     id: u64,
@@ -49,13 +50,13 @@ impl NcclBackend {
         check_version(library_version()?).map_err(Error::Unsupported)?;
         devices::check(std::slice::from_ref(device))?;
         let me = watch.rank();
-        Ok(Self::join(Rank::new(watch, device)?, (0..size).collect(), me))
+        Ok(Self::join(Rank::new(watch, device)?, (0..size).collect(), me, device.clone()))
     }
 
-    fn join(rank: Arc<Rank>, ranks: Vec<usize>, me: usize) -> Self {
+    fn join(rank: Arc<Rank>, ranks: Vec<usize>, me: usize, device: Device) -> Self {
         let id = rank.next_group(&ranks);
         let (comm, rounds) = (Mutex::default(), AtomicU64::new(0));
-        Self { rank, ranks, me, id, comm, rounds, outboxes: Mutex::default(), inboxes: Mutex::default() }
+        Self { rank, device, ranks, me, id, comm, rounds, outboxes: Mutex::default(), inboxes: Mutex::default() }
     }
 
     fn comm(&self) -> Result<Arc<Comm>> {
@@ -71,14 +72,10 @@ impl NcclBackend {
         self.rank.watch.enter(self.id, &self.ranks, round, call)
     }
 
-    fn own(&self) -> Device {
-        Device::Cuda(self.rank.device.clone())
-    }
-
     /// The tensors in this rank's GPU memory, where host tensors are copied to.
     fn on_gpu(&self, op: Op, tensors: Tensors) -> Result<Tensors> {
         let place = |tensor: Tensor| match tensor.device().location() {
-            DeviceLocation::Cpu => Ok(tensor.to_device(&self.own())?),
+            DeviceLocation::Cpu => Ok(tensor.to_device(&self.device)?),
             DeviceLocation::Cuda { gpu_id } if gpu_id == self.rank.gpu() => Ok(tensor),
             other => {
                 let reason = format!("a tensor on {other:?}; this rank has GPU {}: move it there", self.rank.gpu());
@@ -220,6 +217,10 @@ impl Backend for NcclBackend {
         &self.ranks
     }
 
+    fn device(&self) -> &Device {
+        &self.device
+    }
+
     fn run(&self, call: Call, tensors: Tensors) -> Result<Results> {
         let call = Arc::new(call);
         let _inside = self.enter(&call)?;
@@ -292,7 +293,7 @@ impl Backend for NcclBackend {
             reason: format!("only members create a group, and this rank is not in {ranks:?}"),
         })?;
         self.rank.watch.check()?;
-        Ok(Arc::new(Self::join(self.rank.clone(), ranks, me)))
+        Ok(Arc::new(Self::join(self.rank.clone(), ranks, me, self.device.clone())))
     }
 
     fn fail(&self, message: &str) {

@@ -35,6 +35,13 @@ mod values;
 mod watch;
 
 #[cfg(feature = "nccl")]
+use crate::{Result, backend::Backend, control::Control, launch::LaunchInfo};
+#[cfg(feature = "nccl")]
+use candle_core::Device;
+#[cfg(feature = "nccl")]
+use std::sync::Arc;
+
+#[cfg(feature = "nccl")]
 pub use comm::library_version;
 #[cfg(feature = "nccl")]
 pub(crate) use devices::check as check_devices;
@@ -45,15 +52,13 @@ pub(crate) use values::Values;
 #[cfg(feature = "nccl")]
 pub(crate) use watch::Watch;
 
-/// The group of all processes that `control` knows, over NCCL: each calls this with its own GPU's device.
+/// The engine of this process, which has met the others: on the GPU of its local rank.
 ///
 /// # Errors
-/// For a device other than CUDA's, and an NCCL library that is too old.
+/// If the host has fewer GPUs than ranks (see [`LaunchInfo::device_ordinal`]), and for an NCCL library that is too old.
 #[cfg(feature = "nccl")]
-pub fn process_group(
-    control: &std::sync::Arc<crate::control::Control>,
-    device: &candle_core::Device,
-) -> crate::Result<crate::ProcessGroup> {
-    let engine = NcclBackend::world(Watch::Process(control.clone()), device, control.size())?;
-    Ok(crate::ProcessGroup::new(std::sync::Arc::new(engine)))
+pub fn start(info: &LaunchInfo, control: &Arc<Control>) -> Result<Arc<dyn Backend>> {
+    let gpus = cudarc::driver::CudaContext::device_count().map_err(rank::cuda)?;
+    let device = Device::new_cuda_with_stream(info.device_ordinal(gpus as usize)?)?;
+    Ok(Arc::new(NcclBackend::world(Watch::Process(control.clone()), &device, control.size())?))
 }
