@@ -93,21 +93,21 @@ impl NcclBackend {
             _ => self.rank.device.clone(),
         };
         let main = device.cuda_stream();
-        // Tensors of one GPU may have been made for different `Device`s of it, each with its stream.
-        for stream in other_streams(&tensors, &main) {
-            follow(&main, &stream)?;
-        }
         let count = 1 + call.rest.len();
         let prepare = |i: usize| Prepared::new(&device, &call, i, self.me, tensors.get(i));
         let prepared = (0..count).map(prepare).collect::<Result<Vec<_>>>()?;
         let comm = self.comm()?;
+        // Tensors of one GPU may have been made, and packed, for different `Device`s of it, each with its stream.
+        for stream in other_streams(&tensors, &main) {
+            follow(&main, &stream)?;
+        }
         if let Some(side) = &side {
             follow(side, &main)?;
         }
         let stream = side.as_ref().unwrap_or(&main);
         issue(&comm, stream, &call, &prepared)?;
         for other in other_streams(&tensors, &main) {
-            follow(&other, stream)?;
+            follow(&other, stream)?; // before what was packed is freed there
         }
         let done = side.map(|side| side.record_event(None)).transpose().map_err(cuda)?;
         Ok(Flight { call, main, done, prepared, kept: tensors })
