@@ -79,7 +79,7 @@ fn reduce_on<S: Held>(tensors: &[&Tensor], op: ReduceOp, piece: Option<Piece>) -
     let parts = parts.collect::<Result<Vec<_>>>()?;
     let (dtype, shape) = (parts[0].0.dtype(), parts[0].1.shape());
     if shape.elem_count() == 0 {
-        return dense(parts[0].0, &parts[0].1);
+        return Ok(parts[0].0.device().zeros_impl(shape, dtype)?);
     }
     let wide = if matches!(dtype, DType::F16 | DType::BF16) { DType::F32 } else { dtype };
     let whole = Layout::contiguous(shape);
