@@ -13,7 +13,7 @@ mod state;
 mod sync;
 mod wait;
 
-pub(crate) use state::{End, RankGuard, WorldState};
+pub(crate) use state::{RankGuard, WorldState};
 
 use super::{Backend, Call, Fresh, Op, Results, Tensors, Unfinished, bytes};
 use crate::{Cause, Error, GroupFailure, Result};
