@@ -42,9 +42,12 @@ pub(crate) fn read<M: DeserializeOwned>(from: &mut impl Read) -> io::Result<Opti
             continue;
         }
         let [a, b, c, d, e, f, g, h] = lengths;
-        let header = part(from, u32::from_le_bytes([a, b, c, d]), MAX_HEADER)?;
-        let payload = part(from, u32::from_le_bytes([e, f, g, h]), MAX_VALUE)?;
-        return Ok(Some((serde_json::from_slice(&header)?, payload)));
+        let header = bounded(u32::from_le_bytes([a, b, c, d]), MAX_HEADER)?;
+        let payload = bounded(u32::from_le_bytes([e, f, g, h]), MAX_VALUE)?;
+        let header = part(from, header)?;
+        let payload = part(from, payload)?;
+        let message = serde_json::from_slice(&header).map_err(|error| Error::new(ErrorKind::InvalidData, error))?;
+        return Ok(Some((message, payload)));
     }
 }
 
@@ -63,13 +66,14 @@ fn fill(from: &mut impl Read, buffer: &mut [u8]) -> io::Result<bool> {
     Ok(true)
 }
 
-fn part(from: &mut impl Read, len: u32, limit: usize) -> io::Result<Vec<u8>> {
-    if len as usize > limit {
-        return Err(Error::new(
-            ErrorKind::InvalidData,
-            format!("a length of {len} bytes is above the limit of {limit}"),
-        ));
+fn bounded(len: u32, limit: usize) -> io::Result<u32> {
+    if len as usize <= limit {
+        return Ok(len);
     }
+    Err(Error::new(ErrorKind::InvalidData, format!("a length of {len} bytes is above the limit of {limit}")))
+}
+
+fn part(from: &mut impl Read, len: u32) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     match from.take(u64::from(len)).read_to_end(&mut bytes)? {
         read if read == len as usize => Ok(bytes),
@@ -97,8 +101,7 @@ mod tests {
     #[test]
     fn lengths_above_the_limits_are_refused_unread() {
         for lengths in [[u32::MAX, 0], [0, u32::MAX], [1 << 23, 0], [2, 1 << 25]] {
-            let mut bytes = lengths.map(u32::to_le_bytes).concat();
-            bytes.extend_from_slice(b"\"\"");
+            let bytes = lengths.map(u32::to_le_bytes).concat();
             assert_eq!(read::<String>(&mut &bytes[..]).unwrap_err().kind(), ErrorKind::InvalidData, "{lengths:?}");
         }
         assert!(write(&mut Vec::new(), &"", &vec![0; MAX_VALUE + 1]).is_err());
