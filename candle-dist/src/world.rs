@@ -1,6 +1,9 @@
-//! A world of ranks in this process.
+//! A world of ranks: threads of this process, or processes.
 use crate::backend::local::{LocalBackend, RankGuard, WorldState};
+use crate::control::Control;
+use crate::init::{self, Backend, InitOptions, LaunchInfo};
 use crate::{Cause, DeviceMesh, ProcessGroup, Result, threads};
+use serde::{Deserialize, Serialize};
 use std::any::Any;
 use std::fmt::Display;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -10,18 +13,38 @@ use std::time::Duration;
 /// The stack of a rank's thread: candle walks a graph by recursion, and pages are only touched when needed.
 const STACK_BYTES: usize = 256 << 20;
 
-/// The description of a world whose ranks are threads of this process.
+/// The description of a world, and which of its ranks live in this process: all of them as threads, or one.
 #[derive(Debug, Clone)]
 pub struct World {
-    size: usize,
+    ranks: Ranks,
     timeout: Duration,
     threads_per_rank: Option<usize>,
 }
 
+/// Where the ranks of a world are.
+#[derive(Debug, Clone)]
+enum Ranks {
+    Threads(usize),
+    Processes(Backend, InitOptions),
+}
+
 impl World {
-    /// A world of `size` ranks, each a thread.
+    /// A world of `size` ranks, each a thread of this process.
     pub fn local(size: usize) -> Self {
-        Self { size, timeout: Duration::from_secs(600), threads_per_rank: None }
+        Self { ranks: Ranks::Threads(size), timeout: Duration::from_secs(600), threads_per_rank: None }
+    }
+
+    /// A world of processes of which this is one; see [`init_process_group`](crate::init_process_group).
+    ///
+    /// [`run`](Self::run) calls its closure once, as this process's rank, and returns one result.
+    pub fn processes(backend: Backend, options: InitOptions) -> Self {
+        let (timeout, threads_per_rank) = (options.timeout, options.threads_per_rank);
+        Self { ranks: Ranks::Processes(backend, options), timeout, threads_per_rank }
+    }
+
+    /// The world of processes that torchrun, mpirun or srun has started, over the best engine of this build.
+    pub fn from_env() -> Self {
+        Self::processes(Backend::Auto, InitOptions::new())
     }
 
     /// How long a rank may wait in one call before the world counts as failed; ten minutes by default.
@@ -40,22 +63,38 @@ impl World {
         self
     }
 
-    /// The contexts of all ranks, to be moved to threads of your own; most programs want [`run`](Self::run).
+    /// The contexts of the ranks of this process, to be moved to threads of your own; most programs want
+    /// [`run`](Self::run).
     pub fn into_ranks(self) -> Result<Vec<RankContext>> {
-        if self.size == 0 {
+        let size = match self.ranks {
+            Ranks::Threads(size) => size,
+            Ranks::Processes(backend, options) => {
+                let options = InitOptions { threads_per_rank: self.threads_per_rank, ..options.timeout(self.timeout) };
+                return Ok(vec![init::init_process_group(backend, options)?]);
+            }
+        };
+        if size == 0 {
             return Err(crate::Error::Unsupported("a world of 0 ranks; use at least 1".to_string()));
         }
-        threads::settle(self.threads_per_rank.unwrap_or_else(|| threads::default_per_rank(self.size)));
-        let world = WorldState::new(self.size, self.timeout);
-        (0..self.size)
+        threads::settle(self.threads_per_rank.unwrap_or_else(|| threads::default_per_rank(size)));
+        let world = WorldState::new(size, self.timeout);
+        (0..size)
             .map(|rank| {
                 let group = ProcessGroup::new(Arc::new(LocalBackend::world(&world, rank)?));
-                Ok(RankContext { group, guard: RankGuard::new(world.clone(), rank) })
+                Ok(RankContext { guard: Guard::Thread(RankGuard::new(world.clone(), rank)), group })
             })
             .collect()
     }
 
-    /// Runs `f` once per rank, each on its own thread, and returns the results in rank order.
+    /// The first rank that lives in this process, as far as that is known before it meets the others.
+    fn first_rank(&self) -> usize {
+        match &self.ranks {
+            Ranks::Threads(_) => 0,
+            Ranks::Processes(_, options) => LaunchInfo::from_env(options).map_or(0, |info| info.rank),
+        }
+    }
+
+    /// Runs `f` once for each rank of this process, on a thread of its own, and returns the results in rank order.
     ///
     /// If a rank fails or panics, every rank that communicates gets an error, and the error returned here names the
     /// rank that is to blame.
@@ -65,7 +104,8 @@ impl World {
         E: Display + Send,
         F: Fn(&RankContext) -> Result<T, E> + Sync,
     {
-        let ranks = self.into_ranks().map_err(|error| WorldError { rank: 0, message: error.to_string() })?;
+        let first = self.first_rank();
+        let ranks = self.into_ranks().map_err(|error| WorldError { rank: first, message: error.to_string() })?;
         let failed = std::sync::Mutex::new(None::<WorldError>);
         let blame = |rank: usize, message: &str| {
             let mut failed = failed.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -90,7 +130,7 @@ impl World {
         match (results, failed.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner)) {
             (Some(results), None) => Ok(results),
             (_, Some(error)) => Err(error),
-            (None, None) => Err(WorldError { rank: 0, message: "a thread for a rank could not be started".into() }),
+            (None, None) => Err(WorldError { rank: first, message: "a thread for a rank could not be started".into() }),
         }
     }
 }
@@ -109,8 +149,51 @@ pub struct WorldError {
 ///
 /// Dropping it tells the other ranks that this one has ended.
 pub struct RankContext {
+    /// Goes before the group: an engine ends when the others know.
+    guard: Guard,
     group: ProcessGroup,
-    guard: RankGuard,
+}
+
+/// Tells the world how its rank ended, also when the rank's thread unwinds.
+enum Guard {
+    Thread(RankGuard),
+    Process(ProcessGuard),
+}
+
+/// The guard of a rank that is a process.
+struct ProcessGuard {
+    control: Arc<Control>,
+    end: Option<End>,
+}
+
+impl Drop for ProcessGuard {
+    fn drop(&mut self) {
+        self.control.leave(self.end.take().unwrap_or_else(End::of_thread));
+    }
+}
+
+/// How a rank ended.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(crate) enum End {
+    Returned,
+    Failed(String),
+    Panicked(String),
+}
+
+impl End {
+    /// How a rank ends whose thread says nothing of it.
+    pub(crate) fn of_thread() -> Self {
+        if std::thread::panicking() { Self::Panicked("(see the panic above)".to_string()) } else { Self::Returned }
+    }
+
+    /// Why the world stops, if this stops it at once; a plain return only stops those who wait for the rank.
+    pub(crate) fn cause(&self, rank: usize) -> Option<Cause> {
+        match self {
+            Self::Returned => None,
+            Self::Failed(message) => Some(Cause::Failed { rank, message: message.clone() }),
+            Self::Panicked(message) => Some(Cause::Panicked { rank, message: message.clone() }),
+        }
+    }
 }
 
 impl std::fmt::Debug for RankContext {
@@ -120,6 +203,11 @@ impl std::fmt::Debug for RankContext {
 }
 
 impl RankContext {
+    /// The context of a process that has met the others.
+    pub(crate) fn of_process(control: Arc<Control>, group: ProcessGroup) -> Self {
+        Self { guard: Guard::Process(ProcessGuard { control, end: None }), group }
+    }
+
     /// This rank in the world.
     pub fn rank(&self) -> usize {
         self.group.rank()
@@ -143,9 +231,10 @@ impl RankContext {
 
     /// Runs `f` as this rank and tells the world how it ended; `blame` is told of a failure before the others wake.
     pub fn run<T, E: Display>(mut self, f: impl Fn(&Self) -> Result<T, E>, blame: impl Fn(usize, &str)) -> Option<T> {
-        use crate::backend::local::End;
         let rank = self.rank();
-        self.guard.settle_thread();
+        if let Guard::Thread(guard) = &self.guard {
+            guard.settle_thread();
+        }
         let (result, end) = match catch_unwind(AssertUnwindSafe(|| f(&self))) {
             Ok(Ok(value)) => (Some(value), End::Returned),
             Ok(Err(error)) => (None, End::Failed(error.to_string())),
@@ -157,7 +246,10 @@ impl RankContext {
             End::Failed(message) => blame(self.culprit().unwrap_or(rank), message),
             End::Panicked(message) => blame(rank, &format!("panicked: {message}")),
         }
-        self.guard.finish(end);
+        match &mut self.guard {
+            Guard::Thread(guard) => guard.finish(end),
+            Guard::Process(guard) => guard.end = Some(end),
+        }
         result
     }
 
@@ -165,7 +257,7 @@ impl RankContext {
     fn culprit(&self) -> Option<usize> {
         match self.group.failure()?.cause {
             Cause::Mismatch { rank, .. } | Cause::Returned { rank } => Some(rank),
-            Cause::Failed { rank, .. } | Cause::Panicked { rank, .. } => Some(rank),
+            Cause::Failed { rank, .. } | Cause::Panicked { rank, .. } | Cause::Lost { rank, .. } => Some(rank),
             Cause::Deadlock | Cause::TimedOut { .. } => None,
         }
     }
