@@ -14,6 +14,7 @@ use crate::Result;
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::{CpuStorage, CudaStorage, DType, Device, DeviceLocation, Layout, Shape, Storage, Tensor};
 use itertools::Itertools;
+use serde::{Deserialize, Serialize};
 use smallvec::SmallVec;
 use std::fmt;
 use std::mem::discriminant;
@@ -24,7 +25,7 @@ use std::sync::Arc;
 ///
 /// Sums run in rank order, so results are bit-identical on all ranks and from run to run; 16-bit floats accumulate in
 /// f32. `Min` and `Max` propagate NaN.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum ReduceOp {
     /// The sum.
     Sum,
@@ -51,7 +52,7 @@ impl fmt::Display for ReduceOp {
 }
 
 /// The kinds of communication.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Op {
     /// Every rank gets the reduction of all inputs.
@@ -104,7 +105,7 @@ impl fmt::Display for Op {
 }
 
 /// How a collective is made; all ranks make it in the same form.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub enum Form {
     /// Into new memory, and the caller waits.
     #[default]
@@ -222,31 +223,24 @@ impl Call {
 
     /// The first thing in which two calls that belong together differ, if they do.
     pub fn difference(&self, other: &Self) -> Option<&'static str> {
-        if self.op != other.op {
-            Some("op")
-        } else if self.dtype != other.dtype {
-            Some("dtype")
-        } else if discriminant(&self.device) != discriminant(&other.device) {
-            Some("device") // which GPU is each rank's own affair
-        } else if self.shape != other.shape || self.rest != other.rest {
-            Some("shape")
-        } else if self.reduce != other.reduce {
-            Some("reduction")
-        } else if self.peer != other.peer {
-            Some("root")
-        } else if self.dims != other.dims {
-            Some("dim")
-        } else if self.sizes != other.sizes {
-            Some("sizes")
-        } else if self.form != other.form {
-            Some("form (into new memory, in place, or started)")
-        } else if self.note != other.note {
-            Some("description")
-        } else {
-            None
-        }
+        DIFFERENCES.iter().find(|(_, differs)| differs(self, other)).map(|(what, _)| *what)
     }
 }
+
+/// What two calls that belong together may differ in, in the order in which it is named.
+pub(crate) const DIFFERENCES: [(&str, fn(&Call, &Call) -> bool); 10] = [
+    ("op", |a, b| a.op != b.op),
+    ("dtype", |a, b| a.dtype != b.dtype),
+    // Which GPU is each rank's own affair.
+    ("device", |a, b| discriminant(&a.device) != discriminant(&b.device)),
+    ("shape", |a, b| a.shape != b.shape || a.rest != b.rest),
+    ("reduction", |a, b| a.reduce != b.reduce),
+    ("root", |a, b| a.peer != b.peer),
+    ("dim", |a, b| a.dims != b.dims),
+    ("sizes", |a, b| a.sizes != b.sizes),
+    ("form (into new memory, in place, or started)", |a, b| a.form != b.form),
+    ("description", |a, b| a.note != b.note),
+];
 
 impl fmt::Display for Call {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

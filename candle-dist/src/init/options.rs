@@ -81,7 +81,7 @@ impl InitOptions {
     /// After how long without a sign of life a process counts as lost; ten seconds by default.
     ///
     /// Processes give one at least five times in that time, whatever they compute. One that ends or crashes is noticed
-    /// at once, without this, which is for hosts that freeze and networks that are cut.
+    /// at once, without this, which is for hosts that freeze and networks that are cut. Give all ranks the same.
     pub fn lost_after(mut self, silence: Duration) -> Self {
         self.lost_after = silence;
         self

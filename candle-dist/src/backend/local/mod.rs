@@ -10,7 +10,7 @@ mod state;
 mod sync;
 mod wait;
 
-pub(crate) use state::{End, RankGuard, WorldState};
+pub(crate) use state::{RankGuard, WorldState};
 
 use super::regions::Piece;
 use super::{Backend, Call, Fresh, Op, Results, Tensors, Unfinished, bytes, device, overwrite};

@@ -1,6 +1,7 @@
 //! What the ranks of one world share: who still runs, who waits for what, and the failure that stopped them all.
 use super::rendezvous::{GroupState, Round};
 use crate::backend::Call;
+use crate::world::End;
 use crate::{Cause, Doing, Error, GroupFailure, RankReport, Result};
 use crossbeam_utils::CachePadded;
 use parking_lot::Mutex;
@@ -29,14 +30,6 @@ struct Activity {
     call: Option<Arc<Call>>,
     inside: bool,
     thread: Option<ThreadId>,
-}
-
-/// How a rank ended.
-#[derive(Clone)]
-pub(crate) enum End {
-    Returned,
-    Failed(String),
-    Panicked(String),
 }
 
 /// What a parked rank waits for.
@@ -171,11 +164,7 @@ impl WorldState {
 
     /// Notes how `rank` ended; errors and panics stop the world at once, a plain return only those who wait for it.
     pub(crate) fn end(&self, rank: usize, end: End) {
-        let cause = match &end {
-            End::Returned => None,
-            End::Failed(message) => Some(Cause::Failed { rank, message: message.clone() }),
-            End::Panicked(message) => Some(Cause::Panicked { rank, message: message.clone() }),
-        };
+        let cause = end.cause(rank);
         let mut table = self.table.lock();
         table.ends[rank] = Some(end);
         if table.ends.iter().all(Option::is_some) {
@@ -267,9 +256,6 @@ impl RankGuard {
 
 impl Drop for RankGuard {
     fn drop(&mut self) {
-        let end = self.end.take().unwrap_or_else(|| {
-            if std::thread::panicking() { End::Panicked("(see the panic above)".to_string()) } else { End::Returned }
-        });
-        self.world.end(self.rank, end);
+        self.world.end(self.rank, self.end.take().unwrap_or_else(End::of_thread));
     }
 }
