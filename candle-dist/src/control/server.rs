@@ -11,7 +11,7 @@ use std::io::ErrorKind;
 use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::thread;
+use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 /// How long a connection has to introduce itself.
@@ -29,6 +29,7 @@ pub(super) struct Server {
     hub: Arc<Hub>,
     address: SocketAddr,
     is_over: Arc<AtomicBool>,
+    door: Option<JoinHandle<()>>,
 }
 
 impl Server {
@@ -45,8 +46,8 @@ impl Server {
         let door = Door { hub: hub.clone(), silence: options.lost_after, strangers: Mutex::default() };
         let (door, closed) = (Arc::new(door), is_over.clone());
         let acceptor = thread::Builder::new().name("candle-dist door".into());
-        acceptor.spawn(move || door.keep(&listener, &closed)).map_err(failed)?;
-        Ok(Self { hub, address, is_over })
+        let door = acceptor.spawn(move || door.keep(&listener, &closed)).map_err(failed)?;
+        Ok(Self { hub, address, is_over, door: Some(door) })
     }
 
     /// Where this process reaches it.
@@ -68,8 +69,11 @@ impl Drop for Server {
     fn drop(&mut self) {
         self.hub.finish(Duration::ZERO, Duration::ZERO);
         self.is_over.store(true, Ordering::Release);
-        // Wakes the thread that accepts.
-        let _ = TcpStream::connect_timeout(&self.address(), Duration::from_secs(1));
+        // Wakes the thread that accepts; when it has ended, the port is free again.
+        let woken = TcpStream::connect_timeout(&self.address(), Duration::from_secs(1)).is_ok();
+        if let (true, Some(door)) = (woken, self.door.take()) {
+            let _ = door.join();
+        }
     }
 }
 
