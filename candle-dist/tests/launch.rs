@@ -1,9 +1,11 @@
 //! Who a process is, by what each launcher sets, and what is said where that does not fit together.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
-use candle_dist::Result;
-use candle_dist::init::{InitOptions, LaunchInfo};
+use candle_dist::init::{Backend, InitOptions, LaunchInfo};
+use candle_dist::{Result, World, init_process_group};
 
 type Vars<'a> = &'a [(&'a str, &'a str)];
+/// What is wrong, the variables, and what the error says.
+type Wrong<'a> = (&'a str, Vec<(&'a str, &'a str)>, &'a [&'a str]);
 
 fn resolve(options: &InitOptions, vars: Vars<'_>) -> Result<LaunchInfo> {
     LaunchInfo::resolve(options, |name| vars.iter().rfind(|(n, _)| *n == name).map(|(_, value)| value.to_string()))
@@ -92,7 +94,7 @@ fn launchers_inside_others_count() {
 
 #[test]
 fn what_does_not_fit_together_is_said() {
-    let cases: [(&str, Vec<(&str, &str)>, &[&str]); 15] = [
+    let cases: [Wrong<'_>; 15] = [
         ("nothing", vec![], &["no launcher's variables are set", "RANK", "SLURM_PROCID", "InitOptions::explicit"]),
         ("empty", vec![("RANK", ""), ("WORLD_SIZE", "2")], &["no launcher's variables are set"]),
         ("no number", with(TORCHRUN, &[("RANK", "three")]), &["RANK=\"three\"", "not a number"]),
@@ -173,4 +175,15 @@ fn a_local_rank_has_a_gpu_of_its_own_unless_sharing_is_allowed() {
     let sharing = resolve(&InitOptions::new(), &with(TORCHRUN, &[("CANDLE_DIST_SHARE_GPUS", "1")])).unwrap();
     assert_eq!(sharing.device_ordinal(1).unwrap(), 0);
     assert!(sharing.device_ordinal(0).is_err());
+}
+
+#[cfg(not(feature = "nccl"))]
+#[test]
+fn an_engine_that_is_not_built_in_names_its_feature() {
+    let error = init_process_group(Backend::Nccl, InitOptions::new()).unwrap_err();
+    assert!(error.to_string().ends_with("build with the cargo feature nccl"), "{error}");
+    let run = World::processes(Backend::Nccl, InitOptions::explicit("127.0.0.1:1", 3, 4)).run(|_| Ok::<_, String>(()));
+    let error = run.unwrap_err();
+    assert_eq!(error.rank, 3, "the rank of this process");
+    assert!(error.message.contains("cargo feature nccl"), "{error}");
 }

@@ -227,8 +227,11 @@ impl Call {
     }
 }
 
+/// The name of something that calls have, and whether two differ in it.
+type Difference = (&'static str, fn(&Call, &Call) -> bool);
+
 /// What two calls that belong together may differ in, in the order in which it is named.
-pub(crate) const DIFFERENCES: [(&str, fn(&Call, &Call) -> bool); 10] = [
+pub(crate) const DIFFERENCES: [Difference; 10] = [
     ("op", |a, b| a.op != b.op),
     ("dtype", |a, b| a.dtype != b.dtype),
     // Which GPU is each rank's own affair.

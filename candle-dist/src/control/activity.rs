@@ -43,6 +43,12 @@ pub(super) struct Meeting {
     pub(super) ranks: SmallVec<[usize; 8]>,
 }
 
+impl Meeting {
+    pub(super) fn new(group: u64, ranks: &[usize], round: u64) -> Self {
+        Self { group, round, ranks: SmallVec::from_slice(ranks) }
+    }
+}
+
 impl Activity {
     /// Notes a round; tells whether it is entered for the first time.
     pub(super) fn count(&mut self, group: u64, round: u64) -> bool {

@@ -1,5 +1,5 @@
 //! Rank 0's side: who is there, what they wait for, and the verdict when something goes wrong.
-use super::message::{Fault, Notice, Request, State};
+use super::message::{Fault, MAX_STATE, Notice, Request, State};
 use super::rounds::Rounds;
 use crate::Cause;
 use crate::store::hello::{self, Hello};
@@ -69,7 +69,7 @@ impl Seat {
 
     fn state(&self) -> State {
         match (&self.end, &self.lost, &self.says) {
-            (Some(end), ..) => State::Ended(end.clone()),
+            (Some(end), ..) => State::Ended(end.clone().clipped(MAX_STATE)),
             (_, Some(how), _) => State::Lost(how.clone()),
             (.., Some(text)) => State::Says(text.clone()),
             _ => State::Silent,
@@ -247,7 +247,7 @@ impl Table {
             }
             Request::Enter(signature) => {
                 let (group, round) = (signature.group, signature.round);
-                let Some(calls) = self.rounds.enter(rank, signature) else { return };
+                let Some(calls) = self.rounds.enter(rank, *signature) else { return };
                 match calls.mismatch() {
                     None => {
                         let agreed = Notice::Agreed { group, round };

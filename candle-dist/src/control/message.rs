@@ -14,7 +14,7 @@ pub(super) enum Request {
     /// Asks for a value, once it is there.
     Get { id: u64, key: String },
     /// This rank has entered a call, whose description is to be compared.
-    Enter(Signature),
+    Enter(Box<Signature>),
     /// Something went wrong.
     Fail(Fault),
     /// The answer to [`Notice::Ask`].
@@ -56,20 +56,33 @@ pub(super) enum Fault {
     TimedOut { rank: usize, after: Duration },
 }
 
-/// The longest text that a process says of itself, in bytes.
-const MAX_TEXT: usize = 16 << 10;
+/// The longest message of an error, in bytes.
+pub(super) const MAX_MESSAGE: usize = 16 << 10;
+/// The longest text of what a rank is doing, in bytes: those of thousands of ranks go into one message.
+pub(super) const MAX_STATE: usize = 1 << 10;
 
 /// What differs when members of a group do not even agree on who they are.
 pub(super) const MEMBERS: &str = "list of members";
 
-/// A text short enough for a message.
-pub(super) fn clipped(mut text: String) -> String {
-    if text.len() > MAX_TEXT {
-        let end = (0..=MAX_TEXT).rev().find(|&end| text.is_char_boundary(end)).unwrap_or(0);
+/// A text of at most `limit` bytes and a mark that it was longer.
+pub(super) fn clipped(mut text: String, limit: usize) -> String {
+    if text.len() > limit {
+        let end = (0..=limit).rev().find(|&end| text.is_char_boundary(end)).unwrap_or(0);
         text.truncate(end);
         text.push('…');
     }
     text
+}
+
+impl End {
+    /// The end with a message of at most `limit` bytes.
+    pub(super) fn clipped(self, limit: usize) -> Self {
+        match self {
+            Self::Returned => Self::Returned,
+            Self::Failed(message) => Self::Failed(clipped(message, limit)),
+            Self::Panicked(message) => Self::Panicked(clipped(message, limit)),
+        }
+    }
 }
 
 impl From<Cause> for Fault {
@@ -77,8 +90,8 @@ impl From<Cause> for Fault {
         match cause {
             Cause::Mismatch { rank, reference, what } => Self::Mismatch { rank, reference, what: what.to_string() },
             Cause::Returned { rank } => Self::Returned { rank },
-            Cause::Failed { rank, message } => Self::Failed { rank, message: clipped(message) },
-            Cause::Panicked { rank, message } => Self::Panicked { rank, message: clipped(message) },
+            Cause::Failed { rank, message } => Self::Failed { rank, message: clipped(message, MAX_MESSAGE) },
+            Cause::Panicked { rank, message } => Self::Panicked { rank, message: clipped(message, MAX_MESSAGE) },
             Cause::Lost { rank, how } => Self::Lost { rank, how },
             Cause::Deadlock => Self::Deadlock,
             Cause::TimedOut { rank, after } => Self::TimedOut { rank, after },

@@ -10,8 +10,8 @@ use std::collections::VecDeque;
 use std::io::ErrorKind;
 use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::thread;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 /// How long a connection has to introduce itself.
@@ -29,6 +29,7 @@ pub(super) struct Server {
     hub: Arc<Hub>,
     address: SocketAddr,
     is_over: Arc<AtomicBool>,
+    door: Option<JoinHandle<()>>,
 }
 
 impl Server {
@@ -45,8 +46,8 @@ impl Server {
         let door = Door { hub: hub.clone(), silence: options.lost_after, strangers: Mutex::default() };
         let (door, closed) = (Arc::new(door), is_over.clone());
         let acceptor = thread::Builder::new().name("candle-dist door".into());
-        acceptor.spawn(move || door.keep(&listener, &closed)).map_err(failed)?;
-        Ok(Self { hub, address, is_over })
+        let door = acceptor.spawn(move || door.keep(&listener, &closed)).map_err(failed)?;
+        Ok(Self { hub, address, is_over, door: Some(door) })
     }
 
     /// Where this process reaches it.
@@ -68,8 +69,11 @@ impl Drop for Server {
     fn drop(&mut self) {
         self.hub.finish(Duration::ZERO, Duration::ZERO);
         self.is_over.store(true, Ordering::Release);
-        // Wakes the thread that accepts.
-        let _ = TcpStream::connect_timeout(&self.address(), Duration::from_secs(1));
+        // Wakes the thread that accepts; when it has ended, the port is free again.
+        let woken = TcpStream::connect_timeout(&self.address(), Duration::from_secs(1)).is_ok();
+        if let (true, Some(door)) = (woken, self.door.take()) {
+            let _ = door.join();
+        }
     }
 }
 
@@ -108,15 +112,16 @@ struct Door {
 
 impl Door {
     fn keep(self: Arc<Self>, listener: &TcpListener, is_over: &AtomicBool) {
-        let number = AtomicU64::new(0);
-        while let accepted = listener.accept()
-            && !is_over.load(Ordering::Acquire)
-        {
-            let Ok((stream, _)) = accepted else {
+        let mut id = 0u64;
+        for accepted in listener.incoming() {
+            if is_over.load(Ordering::Acquire) {
+                return;
+            }
+            let Ok(stream) = accepted else {
                 thread::sleep(EXHAUSTED);
                 continue;
             };
-            let id = number.fetch_add(1, Ordering::Relaxed);
+            id += 1;
             let Ok(held) = stream.try_clone() else { continue };
             let mut strangers = self.strangers.lock();
             strangers.push_back((id, held));
@@ -128,14 +133,20 @@ impl Door {
             drop(strangers);
             let door = self.clone();
             let greeter = thread::Builder::new().name("candle-dist greeter".into()).stack_size(STACK_BYTES);
-            // Without a thread for it, the connection closes; a process of ours tries again.
-            let _ = greeter.spawn(move || door.greet(id, stream));
+            if greeter.spawn(move || door.greet(id, stream)).is_err() {
+                // The connection closes; a process of ours tries again.
+                self.forget(id);
+            }
         }
+    }
+
+    fn forget(&self, id: u64) {
+        self.strangers.lock().retain(|(other, _)| *other != id);
     }
 
     fn greet(&self, id: u64, stream: TcpStream) {
         let hello = Hello::read(&mut Before { stream: &stream, deadline: within(GREETING) });
-        self.strangers.lock().retain(|(other, _)| *other != id);
+        self.forget(id);
         // If the answer does not get through, the other side tries again.
         let _ = stream.set_write_timeout(Some(GREETING));
         let _ = match hello {

@@ -1,5 +1,5 @@
 //! A call in a form that can be sent and compared at rank 0.
-use super::message::{MEMBERS, clipped};
+use super::message::{MAX_STATE, MEMBERS, clipped};
 use crate::backend::{Call, Dims, Form, Op, ReduceOp};
 use candle_core::{DType, DeviceLocation};
 use serde::{Deserialize, Serialize};
@@ -62,7 +62,7 @@ impl Signature {
             form: call.form,
             note: call.note.as_deref().map(str::to_string),
         };
-        Self { group, round, ranks: ranks.to_vec(), text: clipped(call.to_string()), what }
+        Self { group, round, ranks: ranks.to_vec(), text: clipped(call.to_string(), MAX_STATE), what }
     }
 
     /// What two members' calls of the same round differ in, if they do.

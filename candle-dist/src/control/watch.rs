@@ -1,6 +1,6 @@
 //! A process's side of the connection: what it has heard, and who waits for it.
 use super::activity::{Activity, Meeting, Waiting};
-use super::message::{Fault, Notice, Request, State, clipped};
+use super::message::{Fault, MAX_MESSAGE, MAX_STATE, Notice, Request, State, clipped};
 use super::signature::Signature;
 use crate::backend::{Call, Form, Op};
 use crate::store::link::{Event, Outbox};
@@ -8,7 +8,6 @@ use crate::store::within;
 use crate::world::End;
 use crate::{Cause, Error, GroupFailure, RankReport, Result};
 use parking_lot::{Condvar, Mutex, MutexGuard};
-use smallvec::SmallVec;
 use std::collections::HashMap;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
@@ -91,7 +90,7 @@ impl Watch {
                 }
             }
             Event::Message(Notice::Ask, _) => {
-                self.send(Request::Report(clipped(heard.activity.to_string())), &[]);
+                self.send(Request::Report(clipped(heard.activity.to_string(), MAX_STATE)), &[]);
             }
             Event::Message(Notice::Stopped { fault, ranks }, _) => self.settle(fault.into(), ranks),
             Event::Message(Notice::Bye, _) => heard.bye = true,
@@ -181,7 +180,7 @@ impl Watch {
         let mut heard = self.heard.lock();
         heard.questions += 1;
         let id = heard.questions;
-        let doing = heard.activity.begin(Waiting::Value(clipped(key.to_string())));
+        let doing = heard.activity.begin(Waiting::Value(clipped(key.to_string(), MAX_STATE)));
         self.send(Request::Get { id, key: key.to_string() }, &[]);
         let value = self.wait(heard, timeout, |heard| heard.values.remove(&id));
         self.leave(doing);
@@ -199,7 +198,7 @@ impl Watch {
             if call.op != Op::Send {
                 heard.compared.insert(key, false);
             }
-            self.send(Request::Enter(Signature::new(key.0, &meeting.ranks, key.1, call)), &[]);
+            self.send(Request::Enter(Box::new(Signature::new(key.0, &meeting.ranks, key.1, call))), &[]);
         }
         let doing = heard.activity.begin(Waiting::Call(Arc::new(call.clone()), waits.then_some(meeting)));
         if let Some(rank) = heard.activity.deserter() {
@@ -230,27 +229,10 @@ impl Watch {
     pub(super) fn part(&self, end: End, limit: Duration) {
         let deadline = within(limit);
         let mut heard = self.heard.lock();
-        self.send(Request::Goodbye { end: end.clipped(), rounds: heard.activity.rounds() }, &[]);
+        self.send(Request::Goodbye { end: end.clipped(MAX_MESSAGE), rounds: heard.activity.rounds() }, &[]);
         let is_free = |heard: &Heard| heard.bye || heard.ended || heard.missing.is_some();
         while !is_free(&heard) && !self.changed.wait_until(&mut heard, deadline).timed_out() {}
         // A connection that ends from now on has not been lost.
         heard.bye = true;
-    }
-}
-
-impl End {
-    /// The end in a text short enough for a message.
-    fn clipped(self) -> Self {
-        match self {
-            Self::Returned => Self::Returned,
-            Self::Failed(message) => Self::Failed(clipped(message)),
-            Self::Panicked(message) => Self::Panicked(clipped(message)),
-        }
-    }
-}
-
-impl Meeting {
-    pub(super) fn new(group: u64, ranks: &[usize], round: u64) -> Self {
-        Self { group, round, ranks: SmallVec::from_slice(ranks) }
     }
 }

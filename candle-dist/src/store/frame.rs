@@ -4,7 +4,7 @@ use serde::de::DeserializeOwned;
 use std::io::{self, Error, ErrorKind, Read, Write};
 
 /// The longest header; the reports of all ranks are one.
-const MAX_HEADER: usize = 4 << 20;
+const MAX_HEADER: usize = 16 << 20;
 /// The longest value.
 pub(crate) const MAX_VALUE: usize = 16 << 20;
 /// The longest key.
@@ -100,7 +100,7 @@ mod tests {
 
     #[test]
     fn lengths_above_the_limits_are_refused_unread() {
-        for lengths in [[u32::MAX, 0], [0, u32::MAX], [1 << 23, 0], [2, 1 << 25]] {
+        for lengths in [[u32::MAX, 0], [0, u32::MAX], [1 << 25, 0], [2, 1 << 25]] {
             let bytes = lengths.map(u32::to_le_bytes).concat();
             assert_eq!(read::<String>(&mut &bytes[..]).unwrap_err().kind(), ErrorKind::InvalidData, "{lengths:?}");
         }

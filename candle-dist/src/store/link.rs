@@ -28,7 +28,10 @@ pub(crate) enum Event<M> {
 
 /// Where messages are put to be sent; never waits.
 #[derive(Debug)]
-pub(crate) struct Outbox<M>(Sender<Option<(M, Arc<[u8]>)>>);
+pub(crate) struct Outbox<M>(Sender<Outgoing<M>>);
+
+/// A message with its bytes, or the end of the connection.
+type Outgoing<M> = Option<(M, Arc<[u8]>)>;
 
 impl<M> Clone for Outbox<M> {
     fn clone(&self) -> Self {
@@ -101,7 +104,7 @@ impl<M: Serialize + Send + 'static> Link<M> {
 
 fn write_all<M: Serialize>(
     mut stream: &TcpStream,
-    inbox: &Receiver<Option<(M, Arc<[u8]>)>>,
+    inbox: &Receiver<Outgoing<M>>,
     interval: Duration,
 ) -> io::Result<()> {
     loop {

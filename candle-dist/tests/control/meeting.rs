@@ -108,3 +108,23 @@ fn rank_0_listens_at_its_own_addresses_only() {
     let text = connect(&options).unwrap_err().to_string();
     assert!(text.contains("rank 0 cannot listen at 203.0.113.1, which is no address of its host"), "{text}");
 }
+
+#[test]
+fn an_address_may_be_used_again() {
+    let address = free_address();
+    for _ in 0..5 {
+        drop(connect(&options(&address, 0, 1)).unwrap());
+    }
+}
+
+#[test]
+fn limits_of_any_length_are_limits() {
+    let forever =
+        |options: InitOptions| options.timeout(Duration::MAX).init_timeout(Duration::MAX).lost_after(Duration::MAX);
+    world_with(2, forever, |control| {
+        control.set("key", &[]).unwrap();
+        assert!(control.get("key").unwrap().is_empty());
+    });
+    let options = options(&free_address(), 1, 2).init_timeout(Duration::ZERO);
+    assert!(connect(&options).is_err());
+}
