@@ -185,14 +185,13 @@ impl Comm {
     /// Since when the GPU owes a call, if it does.
     fn oldest(&self) -> Option<Instant> {
         let mut issued = self.issued.lock();
-        while issued.front().is_some_and(|issued| issued.done.is_complete()) {
+        // A GPU that reports an error owes nothing any more.
+        while issued.front().is_some_and(|issued| !matches!(issued.done.try_is_complete(), Ok(false))) {
             issued.pop_front();
         }
         issued.front().map(|issued| issued.since)
     }
-}
 
-impl Comm {
     /// Waits for the calls that other ranks may still need, and then for NCCL to let go; whether that went well.
     fn say_goodbye(&self, handle: &Option<Handle>) -> bool {
         let Some(Handle(raw)) = *handle else { return false };
