@@ -1,6 +1,6 @@
 //! How a process finds rank 0.
 use crate::init::LaunchInfo;
-use crate::store::hello::{self, Hello, MAX_TOKEN};
+use crate::store::hello::{Answer, Hello, MAX_TOKEN};
 use crate::store::{Before, within};
 use crate::{Error, Result};
 use std::io::{self, ErrorKind};
@@ -20,8 +20,9 @@ pub(super) fn dial(info: &LaunchInfo, own: Option<SocketAddr>, limit: Duration) 
     let mut pause = PAUSE.0;
     loop {
         let last = match attempt(info, own, &hello, end) {
-            Ok((stream, None)) => return Ok(stream),
-            Ok((_, Some(refusal))) => return Err(Error::Init(refusal)),
+            Ok((stream, Answer::Welcome)) => return Ok(stream),
+            Ok((_, Answer::Never(why))) => return Err(Error::Init(why)),
+            Ok((_, Answer::Later(why))) => io::Error::other(why),
             Err(error) if error.kind() == ErrorKind::InvalidData => {
                 return Err(Error::Init(format!(
                     "what answers at {} is another program; set MASTER_PORT to a free port, alike for all ranks",
@@ -51,13 +52,8 @@ fn hello(info: &LaunchInfo) -> Result<Hello> {
     Ok(Hello { rank: number(info.rank)?, size: number(info.world_size)?, token: info.token.as_bytes().to_vec() })
 }
 
-/// Greets rank 0; the text is a refusal.
-fn attempt(
-    info: &LaunchInfo,
-    own: Option<SocketAddr>,
-    hello: &Hello,
-    end: Instant,
-) -> io::Result<(TcpStream, Option<String>)> {
+/// Greets rank 0.
+fn attempt(info: &LaunchInfo, own: Option<SocketAddr>, hello: &Hello, end: Instant) -> io::Result<(TcpStream, Answer)> {
     let addresses = own.map_or_else(|| info.address.to_socket_addrs().map(Vec::from_iter), |own| Ok(vec![own]))?;
     let mut last = io::Error::new(ErrorKind::NotFound, "the host has no address");
     for address in addresses {
@@ -65,7 +61,7 @@ fn attempt(
         let connected = TcpStream::connect_timeout(&address, left).and_then(|stream| {
             stream.set_write_timeout(Some(left))?;
             hello.write(&mut &stream)?;
-            let answer = hello::read_answer(&mut Before { stream: &stream, deadline: within(left) })?;
+            let answer = Answer::read(&mut Before { stream: &stream, deadline: within(left) })?;
             Ok((stream, answer))
         });
         match connected {

@@ -2,7 +2,7 @@
 use super::message::{Fault, MAX_STATE, Notice, Request, State};
 use super::rounds::Rounds;
 use crate::Cause;
-use crate::store::hello::{self, Hello};
+use crate::store::hello::{Answer, Hello};
 use crate::store::link::{Event, Link};
 use crate::store::values::Values;
 use crate::store::within;
@@ -98,27 +98,28 @@ impl Table {
         }
     }
 
-    fn refusal(&self, hello: &Hello) -> Option<String> {
+    /// Whether a process of this job may come in.
+    fn answer(&self, hello: &Hello) -> Answer {
         let (rank, size) = (hello.rank as usize, self.seats.len());
         if hello.size as usize != size {
             let theirs = hello.size;
-            return Some(format!(
-                "this process counts {theirs} ranks and rank 0 counts {size}; start all with one size"
-            ));
+            let fix = "start all with one size";
+            return Answer::Never(format!("this process counts {theirs} ranks and rank 0 counts {size}; {fix}"));
         }
         let Some(seat) = self.seats.get(rank) else {
-            return Some(format!("this process has rank {rank} of {size}; ranks go from 0 to {}", size - 1));
+            return Answer::Never(format!("this process has rank {rank} of {size}; ranks go from 0 to {}", size - 1));
         };
-        match (&self.phase, &seat.link) {
-            (Phase::Meeting, None) => None,
-            (Phase::Meeting | Phase::Running, Some(_)) if !seat.has_ended() => {
-                Some(format!("rank {rank} is here already; give every process a rank of its own"))
+        let is_over = matches!(self.phase, Phase::Stopping(_) | Phase::Stopped | Phase::Over);
+        match (&seat.link, &seat.end) {
+            (None, _) if matches!(self.phase, Phase::Meeting) => Answer::Welcome,
+            (_, Some(End::Returned)) if !is_over => Answer::Later(format!(
+                "rank {rank} was here and has left; a world that has begun takes nobody in, so start the whole job again"
+            )),
+            (Some(_), _) if !is_over => {
+                Answer::Never(format!("rank {rank} is here already; give every process a rank of its own"))
             }
-            (Phase::Meeting | Phase::Running, _) => {
-                Some(format!("rank {rank} was here and has left, and nobody can come back; start the whole job again"))
-            }
-            (Phase::Stopping(_) | Phase::Stopped | Phase::Over, _) => {
-                Some(format!("the world that rank {rank} wants to join has ended; start the whole job again"))
+            _ => {
+                Answer::Later(format!("the world that rank {rank} wants to join is ending; start the whole job again"))
             }
         }
     }
@@ -146,15 +147,14 @@ impl Hub {
     /// Answers a greeting: lets the process in, or tells it why not.
     pub(super) fn admit(self: &Arc<Self>, hello: &Hello, stream: TcpStream, silence: Duration) -> io::Result<()> {
         let mut table = self.table.lock();
-        let refusal = if hello.knows(&self.token) {
-            table.refusal(hello)
+        let answer = if hello.knows(&self.token) {
+            table.answer(hello)
         } else {
-            Some(
-                "this process has another token than rank 0; it is of another job, or CANDLE_DIST_TOKEN differs".into(),
-            )
+            let fix = "it is of another job, or CANDLE_DIST_TOKEN differs";
+            Answer::Never(format!("this process has another token than rank 0; {fix}"))
         };
-        hello::answer(&mut &stream, refusal.as_deref())?;
-        if refusal.is_some() {
+        answer.write(&mut &stream)?;
+        if answer != Answer::Welcome {
             return Ok(());
         }
         let (hub, rank) = (self.clone(), hello.rank as usize);

@@ -2,7 +2,7 @@
 use super::hub::Hub;
 use crate::init::{InitOptions, LaunchInfo};
 use crate::launch::is_loopback;
-use crate::store::hello::{self, Hello};
+use crate::store::hello::Hello;
 use crate::store::{Before, within};
 use crate::{Error, Result};
 use parking_lot::Mutex;
@@ -152,7 +152,7 @@ impl Door {
         let _ = match hello {
             Ok(hello) => self.hub.admit(&hello, stream, self.silence),
             Err(stranger) => match stranger.answer() {
-                Some(text) => hello::answer(&mut &stream, Some(&text)),
+                Some(answer) => answer.write(&mut &stream),
                 None => Ok(()),
             },
         };

@@ -6,7 +6,6 @@ use crate::init::InitOptions;
 use crate::{Error, Result, hash};
 use itertools::Itertools;
 use launchers::{LAUNCHERS, Launcher};
-use std::fmt::Display;
 use std::ops::Range;
 
 /// Where rank 0 listens if nothing names a port: one of these by the job's id, below the ports that systems give out.
@@ -136,20 +135,20 @@ impl Vars<'_> {
                 LAUNCHERS.iter().map(|row| row.rank).format(", ")
             )));
         };
-        let others = found.iter().filter(|row| !row.outer && row.name != first.name);
-        for (other, (mine, theirs)) in
-            others.cartesian_product([0, 1]).map(|(row, i)| (row, [(first.rank, row.rank), (first.size, row.size)][i]))
-        {
-            let (a, b) = (self.number(mine)?, self.number(theirs)?);
-            if b.is_some() && a != b {
-                return Err(Error::Init(format!(
-                    "{mine}={} of {} contradicts {theirs}={} of {}; unset those of the launcher that did not start this \
-                     process",
-                    shown(a),
-                    first.name,
-                    shown(b),
-                    other.name
-                )));
+        for other in found.iter().filter(|row| !row.outer && row.name != first.name) {
+            for (mine, theirs) in [(first.rank, other.rank), (first.size, other.size)] {
+                let (a, b) = (self.number(mine)?, self.number(theirs)?);
+                if b.is_some() && a != b {
+                    let shown = |value: Option<usize>| value.map_or("(unset)".to_string(), |value| value.to_string());
+                    return Err(Error::Init(format!(
+                        "{mine}={} of {} contradicts {theirs}={} of {}; unset those of the launcher that did not start \
+                         this process",
+                        shown(a),
+                        first.name,
+                        shown(b),
+                        other.name
+                    )));
+                }
             }
         }
         Ok(first)
@@ -230,10 +229,6 @@ impl Vars<'_> {
         let (address, token) = (address.to_string(), String::new());
         Ok(LaunchInfo { rank, world_size: size, local_rank, local_size, address, token, share_gpus: false })
     }
-}
-
-fn shown(value: Option<impl Display>) -> String {
-    value.map_or("(unset)".to_string(), |value| value.to_string())
 }
 
 /// Whether `host` means this host and nothing else.

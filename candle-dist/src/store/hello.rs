@@ -69,37 +69,55 @@ impl Hello {
 
 impl Stranger {
     /// What to tell it, if anything.
-    pub(crate) fn answer(&self) -> Option<String> {
+    pub(crate) fn answer(&self) -> Option<Answer> {
         match self {
             Self::Unknown => None,
-            Self::Version(theirs) => Some(format!(
+            Self::Version(theirs) => Some(Answer::Never(format!(
                 "this process speaks version {theirs} of the protocol and rank 0 version {VERSION}; run the same build \
                  on all hosts"
-            )),
+            ))),
         }
     }
 }
 
-/// Writes the answer to a greeting: welcome, or why not.
-pub(crate) fn answer(to: &mut impl Write, refusal: Option<&str>) -> io::Result<()> {
-    let text = refusal.unwrap_or_default().as_bytes();
-    let text = &text[..text.len().min(usize::from(u16::MAX))];
-    let mut bytes = MAGIC.to_vec();
-    bytes.push(u8::from(refusal.is_some()));
-    bytes.extend_from_slice(&u16::try_from(text.len()).map_err(io::Error::other)?.to_le_bytes());
-    bytes.extend_from_slice(text);
-    to.write_all(&bytes)
+/// The answer to a greeting.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Answer {
+    Welcome,
+    /// Not into this world, but perhaps into the next one at the same address.
+    Later(String),
+    Never(String),
 }
 
-/// Reads the answer to a greeting: `Ok(None)` is a welcome, `InvalidData` comes from a program of another kind.
-pub(crate) fn read_answer(from: &mut impl Read) -> io::Result<Option<String>> {
-    if bytes::<8>(from)? != MAGIC {
-        return Err(ErrorKind::InvalidData.into());
+impl Answer {
+    pub(crate) fn write(&self, to: &mut impl Write) -> io::Result<()> {
+        let (code, text) = match self {
+            Self::Welcome => (0, ""),
+            Self::Later(text) => (1, text.as_str()),
+            Self::Never(text) => (2, text.as_str()),
+        };
+        let mut bytes = MAGIC.to_vec();
+        bytes.push(code);
+        bytes.extend_from_slice(&u16::try_from(text.len()).map_err(io::Error::other)?.to_le_bytes());
+        bytes.extend_from_slice(text.as_bytes());
+        to.write_all(&bytes)
     }
-    let [refused] = bytes(from)?;
-    let mut text = vec![0; usize::from(u16::from_le_bytes(bytes(from)?))];
-    from.read_exact(&mut text)?;
-    Ok((refused != 0).then(|| String::from_utf8_lossy(&text).into_owned()))
+
+    /// Reads an answer; `InvalidData` comes from a program of another kind.
+    pub(crate) fn read(from: &mut impl Read) -> io::Result<Self> {
+        if bytes::<8>(from)? != MAGIC {
+            return Err(ErrorKind::InvalidData.into());
+        }
+        let [code] = bytes(from)?;
+        let mut text = vec![0; usize::from(u16::from_le_bytes(bytes(from)?))];
+        from.read_exact(&mut text)?;
+        let text = String::from_utf8_lossy(&text).into_owned();
+        Ok(match code {
+            0 => Self::Welcome,
+            1 => Self::Later(text),
+            _ => Self::Never(text),
+        })
+    }
 }
 
 fn bytes<const N: usize>(from: &mut impl Read) -> io::Result<[u8; N]> {
@@ -119,7 +137,7 @@ mod tests {
         Hello { rank: 0, size: 1, token: Vec::new() }.write(&mut bytes).unwrap();
         bytes[MAGIC.len()] = 9;
         let stranger = Hello::read(&mut &bytes[..]).unwrap_err();
-        assert!(stranger.answer().unwrap().contains("version 9"), "{stranger:?}");
+        assert!(matches!(stranger.answer(), Some(Answer::Never(text)) if text.contains("version 9")));
     }
 
     #[test]
@@ -141,17 +159,19 @@ mod tests {
         }
 
         #[test]
-        fn answers_come_out_as_they_went_in(refusal: Option<String>) {
-            let mut bytes = Vec::new();
-            answer(&mut bytes, refusal.as_deref()).unwrap();
-            prop_assert_eq!(read_answer(&mut &bytes[..]).unwrap(), refusal);
+        fn answers_come_out_as_they_went_in(text in ".{0,2000}") {
+            for answer in [Answer::Welcome, Answer::Later(text.clone()), Answer::Never(text)] {
+                let mut bytes = Vec::new();
+                answer.write(&mut bytes).unwrap();
+                prop_assert_eq!(Answer::read(&mut &bytes[..]).unwrap(), answer);
+            }
         }
 
         #[test]
         fn any_bytes_are_a_stranger(bytes: Vec<u8>) {
             prop_assume!(!bytes.starts_with(&MAGIC));
             prop_assert!(matches!(Hello::read(&mut &bytes[..]), Err(Stranger::Unknown)));
-            prop_assert!(read_answer(&mut &bytes[..]).is_err());
+            prop_assert!(Answer::read(&mut &bytes[..]).is_err());
         }
     }
 }

@@ -110,11 +110,23 @@ fn rank_0_listens_at_its_own_addresses_only() {
 }
 
 #[test]
-fn an_address_may_be_used_again() {
+fn worlds_may_follow_each_other_at_one_address() {
     let address = free_address();
-    for _ in 0..5 {
-        drop(connect(&options(&address, 0, 1)).unwrap());
-    }
+    let address = &address;
+    thread::scope(|scope| {
+        for rank in 0..3 {
+            scope.spawn(move || {
+                for world in 0..5u8 {
+                    let control = connect(&options(address, rank, 3)).unwrap();
+                    control.set(&format!("of {rank}"), &[world]).unwrap();
+                    // Rank 2 leaves first, and is at the door again while the others are still inside.
+                    for other in 0..3 - rank {
+                        assert_eq!(control.get(&format!("of {other}")).unwrap(), [world]);
+                    }
+                }
+            });
+        }
+    });
 }
 
 #[test]

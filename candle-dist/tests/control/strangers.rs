@@ -133,8 +133,8 @@ fn refusals_are_errors_of_the_refused() {
         assert!(refused(options(address, 2, 3)).contains("counts 3 ranks and rank 0 counts 2"));
         assert!(refused(options(address, 1, 2).token(&"x".repeat(1025))).contains("at most 1024"));
         drop(second);
-        let text = refused(options(address, 1, 2));
-        assert!(text.contains("rank 1 was here and has left"), "{text}");
+        let text = refused(options(address, 1, 2).init_timeout(Duration::from_millis(300)));
+        assert!(text.contains("within 300ms (rank 1 was here and has left; "), "{text}");
         drop(first);
     });
 }
