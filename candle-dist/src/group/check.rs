@@ -5,7 +5,8 @@ use crate::{Error, Result};
 use candle_core::{DType, Tensor};
 
 /// The dtypes that every engine moves and reduces.
-pub(crate) const CARRIED: [DType; 7] = [DType::U8, DType::U32, DType::I64, DType::BF16, DType::F16, DType::F32, DType::F64];
+pub(crate) const CARRIED: [DType; 7] =
+    [DType::U8, DType::U32, DType::I64, DType::BF16, DType::F16, DType::F32, DType::F64];
 
 /// The sum of sizes, unless it is more than can be counted.
 pub(crate) fn total(sizes: &[usize]) -> Option<usize> {

@@ -119,7 +119,8 @@ mod tests {
     fn a_header_comes_out_as_it_went_in() {
         for slot in [Slot::Tag(u32::MAX), Slot::Round { number: 7, stage: 1, tensor: u32::MAX }] {
             for dtype in CARRIED {
-                let header = Header { group: u64::MAX, slot, signature: Signature::of(&call(&[2])), dtype, len: 1 << 40 };
+                let header =
+                    Header { group: u64::MAX, slot, signature: Signature::of(&call(&[2])), dtype, len: 1 << 40 };
                 let mut message = header.encode();
                 assert_eq!(message.len(), HEADER_BYTES);
                 message.push(3);

@@ -20,8 +20,8 @@ use crate::control::{Control, group_id};
 use crate::init::LaunchInfo;
 use crate::{Cause, Error, GroupFailure, Result};
 use candle_core::{DeviceLocation, Tensor};
-use ferrompi::Communicator;
 use engine::{Engine, Ticket};
+use ferrompi::Communicator;
 use keeper::Keeper;
 use operation::Circle;
 use parking_lot::Mutex;
@@ -94,7 +94,9 @@ impl MpiBackend {
     fn enter<R>(&self, call: Call, tensors: Tensors, then: impl FnOnce(Started) -> Result<R>) -> Result<R> {
         if call.device != DeviceLocation::Cpu {
             let (op, device) = (call.op, call.device);
-            return Err(Error::Unsupported(format!("{op} of tensors on {device:?} over MPI; move them to Device::Cpu first")));
+            return Err(Error::Unsupported(format!(
+                "{op} of tensors on {device:?} over MPI; move them to Device::Cpu first"
+            )));
         }
         // Numbers are given in the order of calls, and the call is made before the next one gets its number.
         let mut turn = self.turn.lock();

@@ -1,8 +1,8 @@
 //! A collective under way, which goes on whenever a message has come.
 use super::header::{Header, Signature, Slot};
 use super::mail::Mail;
-use super::stage::{Exchange, Member, Next, Stage};
 use super::request;
+use super::stage::{Exchange, Member, Next, Stage};
 use super::wire::Wire;
 use crate::backend::{Call, Fresh, Results, Tensors};
 use crate::{Cause, Error};

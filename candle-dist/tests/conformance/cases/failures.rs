@@ -14,28 +14,53 @@ pub struct Failure {
 
 /// Every way for a rank to go wrong that is no crash of its process.
 pub const FAILURES: &[Failure] = &[
-    Failure { name: "op", text: "(op differs)", silent: false, run: |ctx| differ(ctx, |ctx| {
-        ctx.group().all_gather(&x(4)?, 0).map(drop)
-    }) },
-    Failure { name: "shape", text: "(shape differs)", silent: false, run: |ctx| differ(ctx, |ctx| {
-        ctx.group().all_reduce(&x(5)?, ReduceOp::Sum).map(drop)
-    }) },
-    Failure { name: "dtype", text: "(dtype differs)", silent: false, run: |ctx| differ(ctx, |ctx| {
-        ctx.group().all_reduce(&x(4)?.to_dtype(DType::F64)?, ReduceOp::Sum).map(drop)
-    }) },
-    Failure { name: "reduction", text: "(reduction differs)", silent: false, run: |ctx| differ(ctx, |ctx| {
-        ctx.group().all_reduce(&x(4)?, ReduceOp::Max).map(drop)
-    }) },
-    Failure { name: "form", text: "(form (into new memory, in place, or started) differs)", silent: false, run: |ctx| {
-        differ(ctx, |ctx| ctx.group().all_reduce_start(&x(4)?, ReduceOp::Sum)?.wait().map(drop))
-    } },
-    Failure { name: "told", text: "failed: no such file", silent: false, run: |ctx| differ(ctx, |ctx| {
-        ctx.group().fail("no such file");
-        ctx.group().barrier()
-    }) },
-    Failure { name: "panic", text: "panicked: out of cheese", silent: true, run: |ctx| {
-        differ(ctx, |_| panic!("out of cheese"))
-    } },
+    Failure {
+        name: "op",
+        text: "(op differs)",
+        silent: false,
+        run: |ctx| differ(ctx, |ctx| ctx.group().all_gather(&x(4)?, 0).map(drop)),
+    },
+    Failure {
+        name: "shape",
+        text: "(shape differs)",
+        silent: false,
+        run: |ctx| differ(ctx, |ctx| ctx.group().all_reduce(&x(5)?, ReduceOp::Sum).map(drop)),
+    },
+    Failure {
+        name: "dtype",
+        text: "(dtype differs)",
+        silent: false,
+        run: |ctx| differ(ctx, |ctx| ctx.group().all_reduce(&x(4)?.to_dtype(DType::F64)?, ReduceOp::Sum).map(drop)),
+    },
+    Failure {
+        name: "reduction",
+        text: "(reduction differs)",
+        silent: false,
+        run: |ctx| differ(ctx, |ctx| ctx.group().all_reduce(&x(4)?, ReduceOp::Max).map(drop)),
+    },
+    Failure {
+        name: "form",
+        text: "(form (into new memory, in place, or started) differs)",
+        silent: false,
+        run: |ctx| differ(ctx, |ctx| ctx.group().all_reduce_start(&x(4)?, ReduceOp::Sum)?.wait().map(drop)),
+    },
+    Failure {
+        name: "told",
+        text: "failed: no such file",
+        silent: false,
+        run: |ctx| {
+            differ(ctx, |ctx| {
+                ctx.group().fail("no such file");
+                ctx.group().barrier()
+            })
+        },
+    },
+    Failure {
+        name: "panic",
+        text: "panicked: out of cheese",
+        silent: true,
+        run: |ctx| differ(ctx, |_| panic!("out of cheese")),
+    },
 ];
 
 fn x(len: usize) -> Result<Tensor> {

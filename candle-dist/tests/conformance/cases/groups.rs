@@ -49,8 +49,7 @@ fn overlapping(ctx: &RankContext) -> Result<()> {
     if r % 2 == 1 {
         starts.reverse();
     }
-    let pairs: Vec<_> =
-        starts.into_iter().map(|s| Ok((s, g.subgroup(&[s, (s + 1) % n])?))).collect::<Result<_>>()?;
+    let pairs: Vec<_> = starts.into_iter().map(|s| Ok((s, g.subgroup(&[s, (s + 1) % n])?))).collect::<Result<_>>()?;
     for len in [3, 40_000] {
         let mine = input(r, &[len], DType::F32)?;
         let open = pairs.iter().map(|(s, pair)| Ok((s, pair.all_reduce_start(&mine, ReduceOp::Sum)?)));

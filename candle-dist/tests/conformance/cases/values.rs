@@ -3,8 +3,7 @@ use candle_core::{DType, Device, Tensor};
 use candle_dist::{ReduceOp, Result};
 
 /// The dtypes that groups carry.
-pub const DTYPES: [DType; 7] =
-    [DType::U8, DType::U32, DType::I64, DType::F16, DType::BF16, DType::F32, DType::F64];
+pub const DTYPES: [DType; 7] = [DType::U8, DType::U32, DType::I64, DType::F16, DType::BF16, DType::F32, DType::F64];
 
 /// Rank `rank`'s tensor: small whole numbers, so that every dtype is exact.
 pub fn input(rank: usize, shape: &[usize], dtype: DType) -> Result<Tensor> {
