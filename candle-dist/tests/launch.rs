@@ -1,7 +1,7 @@
 //! Who a process is, by what each launcher sets, and what is said where that does not fit together.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
-use candle_dist::init::{Backend, InitOptions, LaunchInfo};
-use candle_dist::{Result, World, init_process_group};
+use candle_dist::Result;
+use candle_dist::init::{InitOptions, LaunchInfo};
 
 type Vars<'a> = &'a [(&'a str, &'a str)];
 /// What is wrong, the variables, and what the error says.
@@ -180,6 +180,7 @@ fn a_local_rank_has_a_gpu_of_its_own_unless_sharing_is_allowed() {
 #[cfg(not(feature = "nccl"))]
 #[test]
 fn an_engine_that_is_not_built_in_names_its_feature() {
+    use candle_dist::{World, init::Backend, init_process_group};
     let error = init_process_group(Backend::Nccl, InitOptions::new()).unwrap_err();
     assert!(error.to_string().ends_with("build with the cargo feature nccl"), "{error}");
     let run = World::processes(Backend::Nccl, InitOptions::explicit("127.0.0.1:1", 3, 4)).run(|_| Ok::<_, String>(()));

@@ -55,8 +55,13 @@ const NCCL: Option<Start> = None;
 /// The engines, best first.
 const ENGINES: [Engine; 2] = [
     Engine { backend: Backend::Nccl, feature: "nccl", start: NCCL },
-    Engine { backend: Backend::Mpi, feature: "mpi", start: None },
+    Engine { backend: Backend::Mpi, feature: "mpi", start: MPI },
 ];
+
+#[cfg(feature = "mpi")]
+const MPI: Option<Start> = Some(backend::mpi::start);
+#[cfg(not(feature = "mpi"))]
+const MPI: Option<Start> = None;
 
 /// Joins the world of processes that a launcher has started, as one of its ranks.
 ///

@@ -215,7 +215,7 @@ impl Engine {
     /// Lets MPI go on if nobody else does; tells whether to look again soon.
     pub(super) fn tend(&self) -> Result<bool> {
         if self.waiting.load(Ordering::Relaxed) > 0 {
-            return Ok(true);
+            return Ok(false);
         }
         self.with(|state| Ok(state.turn()? || state.is_busy()))
     }
