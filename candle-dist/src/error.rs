@@ -36,6 +36,9 @@ pub enum Error {
     /// A mesh was described or used wrongly; decided from arguments alone, so alike on every rank.
     #[error("device mesh: {0}")]
     Mesh(String),
+    /// The processes of a world did not come together.
+    #[error("init: {0}")]
+    Init(String),
     /// This build or backend cannot do what was asked.
     #[error("unsupported: {0}")]
     Unsupported(String),
@@ -123,6 +126,13 @@ pub enum Cause {
         /// The panic's message.
         message: String,
     },
+    /// A rank's process is gone, or can no longer be reached.
+    Lost {
+        /// The rank whose process it was.
+        rank: usize,
+        /// How that showed.
+        how: String,
+    },
     /// Every rank that still runs waits for another: no call can ever complete.
     Deadlock,
     /// A rank waited longer than the world's timeout.
@@ -157,6 +167,12 @@ pub enum Doing {
     Failed(String),
     /// It panicked.
     Panicked(String),
+    /// Where ranks are processes: what it says of itself, in the words of the states above.
+    Says(String),
+    /// Its process is gone, or can no longer be reached.
+    Lost(String),
+    /// Its process did not answer in time.
+    Silent,
 }
 
 impl fmt::Display for Cause {
@@ -169,6 +185,7 @@ impl fmt::Display for Cause {
             Self::Returned { rank } => write!(f, "rank {rank} returned while other ranks wait for it"),
             Self::Failed { rank, message } => write!(f, "rank {rank} failed: {message}"),
             Self::Panicked { rank, message } => write!(f, "rank {rank} panicked: {message}"),
+            Self::Lost { rank, how } => write!(f, "rank {rank} was lost: {how}"),
             Self::Deadlock => write!(f, "every running rank waits for another one; no call can complete"),
             Self::TimedOut { rank, after } => write!(f, "rank {rank} waited longer than the timeout of {after:?}"),
         }
@@ -185,6 +202,9 @@ impl fmt::Display for RankReport {
             Doing::Returned => write!(f, "returned"),
             Doing::Failed(message) => write!(f, "returned an error: {}", message.lines().next().unwrap_or("")),
             Doing::Panicked(message) => write!(f, "panicked: {}", message.lines().next().unwrap_or("")),
+            Doing::Says(state) => f.write_str(state),
+            Doing::Lost(how) => write!(f, "lost: {how}"),
+            Doing::Silent => write!(f, "no answer"),
         }
     }
 }

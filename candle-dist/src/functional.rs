@@ -38,7 +38,7 @@
 //! ```
 use crate::backend::{Call, Dims, Fresh, Op, ReduceOp};
 use crate::{Error, ProcessGroup, Result};
-use candle_core::{CpuStorage, CustomOp1, Layout, Shape, Tensor};
+use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Shape, Tensor};
 use smallvec::smallvec;
 use std::panic::Location;
 use std::sync::Mutex;
@@ -313,15 +313,24 @@ struct Recorded {
     made: Mutex<Option<Fresh>>,
 }
 
+impl Recorded {
+    fn take(&self) -> candle_core::Result<Fresh> {
+        let made = self.made.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
+        made.ok_or_else(|| candle_core::Error::msg("the result of an exchange was taken twice"))
+    }
+}
+
 impl CustomOp1 for Recorded {
     fn name(&self) -> &'static str {
         self.exchange.name
     }
 
     fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
-        let made = self.made.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
-        let fresh = made.ok_or_else(|| candle_core::Error::msg("the result of an exchange was taken twice"))?;
-        Ok((fresh.storage, fresh.shape))
+        self.take()?.into_cpu()
+    }
+
+    fn cuda_fwd(&self, _: &CudaStorage, _: &Layout) -> candle_core::Result<(CudaStorage, Shape)> {
+        self.take()?.into_cuda()
     }
 
     fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {

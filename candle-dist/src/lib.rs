@@ -1,7 +1,8 @@
 //! Process groups, collectives, device meshes and differentiable communication for [candle](https://github.com/huggingface/candle).
 //!
 //! A *rank* is one participant of a *world*; a [`ProcessGroup`] is a set of ranks that communicate; a [`DeviceMesh`]
-//! arranges the ranks in an n-dimensional grid with named axes. Ranks are threads of this process ([`World::local`]).
+//! arranges the ranks in an n-dimensional grid with named axes. Ranks are threads of this process ([`World::local`]), or
+//! processes on one or many hosts ([`World::from_env`], [`init_process_group`]).
 //!
 //! ```
 //! use candle_core::{Device, Tensor};
@@ -21,6 +22,7 @@
 //! | to | there is |
 //! |---|---|
 //! | start ranks, and end them with one error | [`World`], [`RankContext`], [`WorldError`] |
+//! | be one of many processes that torchrun, mpirun or srun started | [`init`], [`init_process_group`] |
 //! | send and reduce tensors: collectives, coalesced, in place, started and [`Pending`], tagged messages | [`ProcessGroup`] |
 //! | try shapes and counts of a world that is not there | [`ProcessGroup::simulated`] |
 //! | arrange ranks on named axes: sub-meshes, flatten, unflatten, explicit ranks, meshes from groups | [`DeviceMesh`] |
@@ -33,7 +35,7 @@
 //! | free a tensor's memory and have it back | [`FreeableTensor`] |
 //! | count, log and draw communication | [`comm`] |
 //! | settle how many threads candle's CPU kernels use | [`threads`] |
-//! | write another engine | [`backend`] |
+//! | write another engine | [`backend`], and for processes [`control`] |
 //!
 //! # Failure is a value
 //!
@@ -61,14 +63,19 @@ mod accumulate;
 pub mod backend;
 mod clip;
 pub mod comm;
+pub mod control;
 mod data_parallel;
 mod error;
 pub mod functional;
 mod group;
+mod hash;
+pub mod init;
+mod launch;
 mod mesh;
 mod pack;
 mod state;
 mod storage;
+mod store;
 mod sync;
 pub mod threads;
 mod tree;
@@ -83,6 +90,7 @@ pub use clip::ClipGradNorm;
 pub use data_parallel::{DataParallel, DataParallelOptions, PendingGrads, Start};
 pub use error::{Cause, Doing, Error, GroupFailure, RankReport, Result};
 pub use group::{Message, Pending, ProcessGroup};
+pub use init::init_process_group;
 pub use mesh::{Axis, DeviceMesh};
 pub use pack::{Packed, PackedKeys};
 pub use state::replace_by_prefix;

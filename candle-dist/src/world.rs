@@ -1,6 +1,12 @@
-//! A world of ranks in this process.
+//! A world of ranks: threads of this process, or processes.
 use crate::backend::local::{LocalBackend, RankGuard, WorldState};
-use crate::{Cause, DeviceMesh, ProcessGroup, Result, threads};
+#[cfg(feature = "nccl")]
+use crate::backend::nccl::{NcclBackend, Values, Watch, check_devices};
+use crate::control::Control;
+use crate::init::{self, Backend, InitOptions, LaunchInfo};
+use crate::{Cause, DeviceMesh, ProcessGroup, Result, backend, threads};
+use candle_core::Device;
+use serde::{Deserialize, Serialize};
 use std::any::Any;
 use std::fmt::Display;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -10,18 +16,84 @@ use std::time::Duration;
 /// The stack of a rank's thread: candle walks a graph by recursion, and pages are only touched when needed.
 const STACK_BYTES: usize = 256 << 20;
 
-/// The description of a world whose ranks are threads of this process.
+/// The description of a world, and which of its ranks live in this process: all of them as threads, or one.
 #[derive(Debug, Clone)]
 pub struct World {
-    size: usize,
+    ranks: Ranks,
     timeout: Duration,
     threads_per_rank: Option<usize>,
+    devices: Vec<Device>,
+}
+
+/// Where the ranks of a world are.
+#[derive(Debug, Clone)]
+enum Ranks {
+    Threads(usize),
+    /// Threads over NCCL, one for each device.
+    #[cfg(feature = "nccl")]
+    Gpus,
+    Processes(Backend, InitOptions),
 }
 
 impl World {
-    /// A world of `size` ranks, each a thread.
+    /// A world of `size` ranks, each a thread of this process.
     pub fn local(size: usize) -> Self {
-        Self { size, timeout: Duration::from_secs(600), threads_per_rank: None }
+        Self::of(Ranks::Threads(size), Duration::from_secs(600), None)
+    }
+
+    fn of(ranks: Ranks, timeout: Duration, threads_per_rank: Option<usize>) -> Self {
+        Self { ranks, timeout, threads_per_rank, devices: Vec::new() }
+    }
+
+    /// A world whose ranks are threads with a GPU each, over NCCL: one rank for each of `devices`.
+    ///
+    /// Several ranks on one GPU need `NCCL_MULTI_RANK_GPU_ENABLE=1` and NCCL 2.30 or later, a `Device` each, and code that
+    /// has run on each of them before: CUDA may wait for the ranks' calls to load it. Or take [`local`](Self::local).
+    ///
+    /// # Errors
+    /// When the ranks start: devices that are no GPUs or the same twice, and an NCCL library that is too old.
+    #[cfg(feature = "nccl")]
+    pub fn nccl(devices: Vec<Device>) -> Self {
+        Self { ranks: Ranks::Gpus, ..Self::local(devices.len()).devices(&devices) }
+    }
+
+    /// A world of processes of which this is one; see [`init_process_group`](crate::init_process_group).
+    ///
+    /// [`run`](Self::run) calls its closure once, as this process's rank, and returns one result.
+    pub fn processes(backend: Backend, options: InitOptions) -> Self {
+        let (timeout, threads_per_rank) = (options.timeout, options.threads_per_rank);
+        Self::of(Ranks::Processes(backend, options), timeout, threads_per_rank)
+    }
+
+    /// The world of processes that torchrun, mpirun or srun has started, over the best engine of this build.
+    pub fn from_env() -> Self {
+        Self::processes(Backend::Auto, InitOptions::new())
+    }
+
+    /// The devices that ranks which are threads find in [`RankContext::device`], in turn; otherwise the host.
+    ///
+    /// Ranks that share a GPU share its `Device`, which must have a stream of its own: make it with
+    /// [`Device::new_cuda_with_stream`]. What one rank computes is then there for all others, in the order in which they
+    /// asked; tensors on any other `Device` of the GPU are refused by all ranks.
+    ///
+    /// ```
+    /// use candle_core::Device;
+    /// use candle_dist::{ReduceOp, World};
+    ///
+    /// let gpu = match candle_core::utils::cuda_is_available() {
+    ///     true => Device::new_cuda_with_stream(0)?,
+    ///     false => Device::Cpu,
+    /// };
+    /// World::local(2).devices(&[gpu]).run(|ctx| -> candle_dist::Result<()> {
+    ///     let ones = candle_core::Tensor::ones(3, candle_core::DType::F32, ctx.device())?;
+    ///     assert_eq!(ctx.group().all_reduce(&ones, ReduceOp::Sum)?.to_vec1::<f32>()?, [2.0; 3]);
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn devices(mut self, devices: &[Device]) -> Self {
+        self.devices = devices.to_vec();
+        self
     }
 
     /// How long a rank may wait in one call before the world counts as failed; ten minutes by default.
@@ -40,22 +112,44 @@ impl World {
         self
     }
 
-    /// The contexts of all ranks, to be moved to threads of your own; most programs want [`run`](Self::run).
+    /// The contexts of the ranks of this process, to be moved to threads of your own; most programs want
+    /// [`run`](Self::run).
     pub fn into_ranks(self) -> Result<Vec<RankContext>> {
-        if self.size == 0 {
+        let size = match self.ranks {
+            Ranks::Threads(size) => size,
+            #[cfg(feature = "nccl")]
+            Ranks::Gpus => self.devices.len(),
+            Ranks::Processes(backend, options) => {
+                let options = InitOptions { threads_per_rank: self.threads_per_rank, ..options.timeout(self.timeout) };
+                return Ok(vec![init::init_process_group(backend, options)?]);
+            }
+        };
+        if size == 0 {
             return Err(crate::Error::Unsupported("a world of 0 ranks; use at least 1".to_string()));
         }
-        threads::settle(self.threads_per_rank.unwrap_or_else(|| threads::default_per_rank(self.size)));
-        let world = WorldState::new(self.size, self.timeout);
-        (0..self.size)
-            .map(|rank| {
-                let group = ProcessGroup::new(Arc::new(LocalBackend::world(&world, rank)?));
-                Ok(RankContext { group, guard: RankGuard::new(world.clone(), rank) })
-            })
-            .collect()
+        threads::settle(self.threads_per_rank.unwrap_or_else(|| threads::default_per_rank(size)));
+        let world = WorldState::new(size, self.timeout);
+        let engines = match self.ranks {
+            #[cfg(feature = "nccl")]
+            Ranks::Gpus => over_nccl(&world, &self.devices)?,
+            _ => locally(&world, &self.devices),
+        };
+        let context = |(rank, engine)| RankContext {
+            guard: Guard::Thread(RankGuard::new(world.clone(), rank)),
+            group: ProcessGroup::new(engine),
+        };
+        Ok(engines.into_iter().enumerate().map(context).collect())
     }
 
-    /// Runs `f` once per rank, each on its own thread, and returns the results in rank order.
+    /// The first rank that lives in this process, as far as that is known before it meets the others.
+    fn first_rank(&self) -> usize {
+        match &self.ranks {
+            Ranks::Processes(_, options) => LaunchInfo::from_env(options).map_or(0, |info| info.rank),
+            _ => 0,
+        }
+    }
+
+    /// Runs `f` once for each rank of this process, on a thread of its own, and returns the results in rank order.
     ///
     /// If a rank fails or panics, every rank that communicates gets an error, and the error returned here names the
     /// rank that is to blame.
@@ -65,7 +159,8 @@ impl World {
         E: Display + Send,
         F: Fn(&RankContext) -> Result<T, E> + Sync,
     {
-        let ranks = self.into_ranks().map_err(|error| WorldError { rank: 0, message: error.to_string() })?;
+        let first = self.first_rank();
+        let ranks = self.into_ranks().map_err(|error| WorldError { rank: first, message: error.to_string() })?;
         let failed = std::sync::Mutex::new(None::<WorldError>);
         let blame = |rank: usize, message: &str| {
             let mut failed = failed.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -90,9 +185,28 @@ impl World {
         match (results, failed.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner)) {
             (Some(results), None) => Ok(results),
             (_, Some(error)) => Err(error),
-            (None, None) => Err(WorldError { rank: 0, message: "a thread for a rank could not be started".into() }),
+            (None, None) => Err(WorldError { rank: first, message: "a thread for a rank could not be started".into() }),
         }
     }
+}
+
+/// The engines of threads that read each other's tensors.
+fn locally(world: &Arc<WorldState>, devices: &[Device]) -> Vec<Arc<dyn backend::Backend>> {
+    let device = |rank: usize| match devices {
+        [] => Device::Cpu,
+        devices => devices[rank % devices.len()].clone(),
+    };
+    (0..world.size()).map(|rank| Arc::new(LocalBackend::world(world, rank, device(rank))) as Arc<_>).collect()
+}
+
+/// The engines of threads with a GPU each.
+#[cfg(feature = "nccl")]
+fn over_nccl(world: &Arc<WorldState>, devices: &[Device]) -> Result<Vec<Arc<dyn backend::Backend>>> {
+    check_devices(devices)?;
+    let values = Arc::new(Values::default());
+    let watch = |rank| Watch::Thread { world: world.clone(), values: values.clone(), rank };
+    let engine = |(rank, device)| Ok(Arc::new(NcclBackend::world(watch(rank), device, devices.len())?) as Arc<_>);
+    devices.iter().enumerate().map(engine).collect()
 }
 
 /// The first failure of a [`World::run`].
@@ -105,12 +219,55 @@ pub struct WorldError {
     pub message: String,
 }
 
-/// What a rank knows about itself: its rank, and the group of all ranks.
+/// What a rank knows about itself: its rank, its device, and the group of all ranks.
 ///
 /// Dropping it tells the other ranks that this one has ended.
 pub struct RankContext {
+    /// Goes before the group: an engine ends when the others know.
+    guard: Guard,
     group: ProcessGroup,
-    guard: RankGuard,
+}
+
+/// Tells the world how its rank ended, also when the rank's thread unwinds.
+enum Guard {
+    Thread(RankGuard),
+    Process(ProcessGuard),
+}
+
+/// The guard of a rank that is a process.
+struct ProcessGuard {
+    control: Arc<Control>,
+    end: Option<End>,
+}
+
+impl Drop for ProcessGuard {
+    fn drop(&mut self) {
+        self.control.leave(self.end.take().unwrap_or_else(End::of_thread));
+    }
+}
+
+/// How a rank ended.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(crate) enum End {
+    Returned,
+    Failed(String),
+    Panicked(String),
+}
+
+impl End {
+    /// How a rank ends whose thread says nothing of it.
+    pub(crate) fn of_thread() -> Self {
+        if std::thread::panicking() { Self::Panicked("(see the panic above)".to_string()) } else { Self::Returned }
+    }
+
+    /// Why the world stops, if this stops it at once; a plain return only stops those who wait for the rank.
+    pub(crate) fn cause(&self, rank: usize) -> Option<Cause> {
+        match self {
+            Self::Returned => None,
+            Self::Failed(message) => Some(Cause::Failed { rank, message: message.clone() }),
+            Self::Panicked(message) => Some(Cause::Panicked { rank, message: message.clone() }),
+        }
+    }
 }
 
 impl std::fmt::Debug for RankContext {
@@ -120,6 +277,11 @@ impl std::fmt::Debug for RankContext {
 }
 
 impl RankContext {
+    /// The context of a process that has met the others.
+    pub(crate) fn of_process(control: Arc<Control>, group: ProcessGroup) -> Self {
+        Self { guard: Guard::Process(ProcessGuard { control, end: None }), group }
+    }
+
     /// This rank in the world.
     pub fn rank(&self) -> usize {
         self.group.rank()
@@ -128,6 +290,11 @@ impl RankContext {
     /// The number of ranks in the world.
     pub fn world_size(&self) -> usize {
         self.group.size()
+    }
+
+    /// The device that this rank computes on: the host, unless [`World::devices`] gives it another.
+    pub fn device(&self) -> &Device {
+        self.group.device()
     }
 
     /// The group of all ranks.
@@ -143,9 +310,10 @@ impl RankContext {
 
     /// Runs `f` as this rank and tells the world how it ended; `blame` is told of a failure before the others wake.
     pub fn run<T, E: Display>(mut self, f: impl Fn(&Self) -> Result<T, E>, blame: impl Fn(usize, &str)) -> Option<T> {
-        use crate::backend::local::End;
         let rank = self.rank();
-        self.guard.settle_thread();
+        if let Guard::Thread(guard) = &self.guard {
+            guard.settle_thread();
+        }
         let (result, end) = match catch_unwind(AssertUnwindSafe(|| f(&self))) {
             Ok(Ok(value)) => (Some(value), End::Returned),
             Ok(Err(error)) => (None, End::Failed(error.to_string())),
@@ -157,7 +325,10 @@ impl RankContext {
             End::Failed(message) => blame(self.culprit().unwrap_or(rank), message),
             End::Panicked(message) => blame(rank, &format!("panicked: {message}")),
         }
-        self.guard.finish(end);
+        match &mut self.guard {
+            Guard::Thread(guard) => guard.finish(end),
+            Guard::Process(guard) => guard.end = Some(end),
+        }
         result
     }
 
@@ -165,7 +336,7 @@ impl RankContext {
     fn culprit(&self) -> Option<usize> {
         match self.group.failure()?.cause {
             Cause::Mismatch { rank, .. } | Cause::Returned { rank } => Some(rank),
-            Cause::Failed { rank, .. } | Cause::Panicked { rank, .. } => Some(rank),
+            Cause::Failed { rank, .. } | Cause::Panicked { rank, .. } | Cause::Lost { rank, .. } => Some(rank),
             Cause::Deadlock | Cause::TimedOut { .. } => None,
         }
     }

@@ -1,14 +1,23 @@
 //! The contract between a [`ProcessGroup`](crate::ProcessGroup) and the engine that moves its bytes.
+mod device;
 pub mod local;
+#[cfg(feature = "mpi")]
+pub mod mpi;
+#[cfg(any(feature = "nccl", test))]
+pub mod nccl;
+mod overwrite;
+mod reduce;
+mod regions;
 pub(crate) mod simulated;
 
-use crate::{Error, Result};
+use crate::Result;
 use candle_core::backend::{BackendDevice, BackendStorage};
-use candle_core::cpu_backend::CpuDevice;
-use candle_core::{CpuStorage, DType, DeviceLocation, Shape, Storage, Tensor};
+use candle_core::{CpuStorage, CudaStorage, DType, Device, DeviceLocation, Layout, Shape, Storage, Tensor};
 use itertools::Itertools;
+use serde::{Deserialize, Serialize};
 use smallvec::SmallVec;
 use std::fmt;
+use std::mem::discriminant;
 use std::panic::Location;
 use std::sync::Arc;
 
@@ -16,7 +25,7 @@ use std::sync::Arc;
 ///
 /// Sums run in rank order, so results are bit-identical on all ranks and from run to run; 16-bit floats accumulate in
 /// f32. `Min` and `Max` propagate NaN.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum ReduceOp {
     /// The sum.
     Sum,
@@ -43,7 +52,7 @@ impl fmt::Display for ReduceOp {
 }
 
 /// The kinds of communication.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Op {
     /// Every rank gets the reduction of all inputs.
@@ -96,7 +105,7 @@ impl fmt::Display for Op {
 }
 
 /// How a collective is made; all ranks make it in the same form.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub enum Form {
     /// Into new memory, and the caller waits.
     #[default]
@@ -214,31 +223,27 @@ impl Call {
 
     /// The first thing in which two calls that belong together differ, if they do.
     pub fn difference(&self, other: &Self) -> Option<&'static str> {
-        if self.op != other.op {
-            Some("op")
-        } else if self.dtype != other.dtype {
-            Some("dtype")
-        } else if self.device != other.device {
-            Some("device")
-        } else if self.shape != other.shape || self.rest != other.rest {
-            Some("shape")
-        } else if self.reduce != other.reduce {
-            Some("reduction")
-        } else if self.peer != other.peer {
-            Some("root")
-        } else if self.dims != other.dims {
-            Some("dim")
-        } else if self.sizes != other.sizes {
-            Some("sizes")
-        } else if self.form != other.form {
-            Some("form (into new memory, in place, or started)")
-        } else if self.note != other.note {
-            Some("description")
-        } else {
-            None
-        }
+        DIFFERENCES.iter().find(|(_, differs)| differs(self, other)).map(|(what, _)| *what)
     }
 }
+
+/// The name of something that calls have, and whether two differ in it.
+type Difference = (&'static str, fn(&Call, &Call) -> bool);
+
+/// What two calls that belong together may differ in, in the order in which it is named.
+pub(crate) const DIFFERENCES: [Difference; 10] = [
+    ("op", |a, b| a.op != b.op),
+    ("dtype", |a, b| a.dtype != b.dtype),
+    // Which GPU is each rank's own affair.
+    ("device", |a, b| discriminant(&a.device) != discriminant(&b.device)),
+    ("shape", |a, b| a.shape != b.shape || a.rest != b.rest),
+    ("reduction", |a, b| a.reduce != b.reduce),
+    ("root", |a, b| a.peer != b.peer),
+    ("dim", |a, b| a.dims != b.dims),
+    ("sizes", |a, b| a.sizes != b.sizes),
+    ("form (into new memory, in place, or started)", |a, b| a.form != b.form),
+    ("description", |a, b| a.note != b.note),
+];
 
 impl fmt::Display for Call {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -280,29 +285,59 @@ impl fmt::Display for Call {
 /// Freshly made data that a backend returns: owned, contiguous, aliasing nothing.
 #[derive(Debug)]
 pub struct Fresh {
-    /// The elements.
-    pub storage: CpuStorage,
+    /// The elements, on the host or a device.
+    pub storage: Storage,
     /// Their shape.
     pub shape: Shape,
 }
 
 impl Fresh {
-    /// A contiguous copy of any view of a host tensor.
+    /// Data on the host.
+    pub fn host(storage: CpuStorage, shape: impl Into<Shape>) -> Self {
+        Self { storage: Storage::Cpu(storage), shape: shape.into() }
+    }
+
+    /// A contiguous copy of any view of a tensor, on its device.
     pub fn copy_of(tensor: &Tensor) -> Result<Self> {
         let (storage, layout) = tensor.storage_and_layout();
-        let Storage::Cpu(source) = &*storage else {
-            return Err(Error::Unsupported("copies of device tensors; move the tensor to Device::Cpu first".into()));
+        let storage = match &*storage {
+            Storage::Cpu(source) => Storage::Cpu(dense(source, layout)?),
+            Storage::Cuda(source) => Storage::Cuda(dense(source, layout)?),
+            Storage::Metal(source) => Storage::Metal(dense(source, layout)?),
         };
-        let shape = layout.shape().clone();
-        let mut storage = CpuDevice.zeros_impl(&shape, tensor.dtype())?;
-        source.copy_strided_src(&mut storage, 0, layout)?;
-        Ok(Self { storage, shape })
+        Ok(Self { storage, shape: layout.shape().clone() })
+    }
+
+    /// The data as what an op on host tensors returns.
+    pub fn into_cpu(self) -> candle_core::Result<(CpuStorage, Shape)> {
+        match self.storage {
+            Storage::Cpu(storage) => Ok((storage, self.shape)),
+            other => candle_core::bail!("an op on host tensors made one on {:?}", other.device().location()),
+        }
+    }
+
+    /// The data as what an op on CUDA tensors returns.
+    pub fn into_cuda(self) -> candle_core::Result<(CudaStorage, Shape)> {
+        match self.storage {
+            Storage::Cuda(storage) => Ok((storage, self.shape)),
+            other => candle_core::bail!("an op on CUDA tensors made one on {:?}", other.device().location()),
+        }
     }
 
     /// The data as an untracked tensor, without a copy.
     pub fn into_tensor(self) -> Tensor {
-        Tensor::from_storage(Storage::Cpu(self.storage), self.shape, candle_core::op::BackpropOp::none(), false)
+        Tensor::from_storage(self.storage, self.shape, candle_core::op::BackpropOp::none(), false)
     }
+}
+
+/// A contiguous copy of what `layout` shows of `source`.
+fn dense<S>(source: &S, layout: &Layout) -> Result<S>
+where
+    S: BackendStorage<Device: BackendDevice<Storage = S>>,
+{
+    let mut made = source.device().zeros_impl(layout.shape(), source.dtype())?;
+    source.copy_strided_src(&mut made, 0, layout)?;
+    Ok(made)
 }
 
 /// The tensors that one rank gives to a collective: one, unless the call is coalesced.
@@ -336,6 +371,11 @@ pub trait Backend: Send + Sync + fmt::Debug {
     fn rank(&self) -> usize;
     /// The members as ranks of the world, in group order.
     fn ranks(&self) -> &[usize];
+    /// The device that this rank computes on, unless its program chooses another.
+    fn device(&self) -> &Device {
+        static HOST: Device = Device::Cpu;
+        &HOST
+    }
     /// Makes the collective that `call` describes with this rank's `tensors`, and returns when they may change again.
     ///
     /// One result for each tensor; none on ranks that get none.

@@ -36,7 +36,8 @@ impl Simulated {
             }
             _ => {
                 let dtype = mine.map(Tensor::dtype).or(call.dtype).unwrap_or(DType::F32);
-                Fresh::copy_of(&Tensor::zeros(shape.as_slice(), dtype, &Device::Cpu)?)
+                let device = mine.map_or(&Device::Cpu, Tensor::device);
+                Fresh::copy_of(&Tensor::zeros(shape.as_slice(), dtype, device)?)
             }
         }
     }

@@ -5,7 +5,8 @@ use crate::{Error, Result};
 use candle_core::{DType, Tensor};
 
 /// The dtypes that every engine moves and reduces.
-const CARRIED: [DType; 7] = [DType::U8, DType::U32, DType::I64, DType::BF16, DType::F16, DType::F32, DType::F64];
+pub(crate) const CARRIED: [DType; 7] =
+    [DType::U8, DType::U32, DType::I64, DType::BF16, DType::F16, DType::F32, DType::F64];
 
 /// The sum of sizes, unless it is more than can be counted.
 pub(crate) fn total(sizes: &[usize]) -> Option<usize> {
@@ -121,9 +122,9 @@ mod tests {
 
     #[test]
     fn tensors_on_other_devices_are_refused_by_all_ranks() {
-        let gpu = DeviceLocation::Cuda { gpu_id: 1 };
+        let gpu = DeviceLocation::Metal { gpu_id: 1 };
         for text in error_on([gpu, gpu]) {
-            assert!(text.contains("all_reduce of tensors on Cuda") && text.contains("Device::Cpu"), "{text}");
+            assert!(text.contains("all_reduce of tensors on Metal") && text.contains("Device::Cpu"), "{text}");
         }
         for text in error_on([DeviceLocation::Cpu, gpu]) {
             assert!(text.contains("(device differs)"), "{text}");

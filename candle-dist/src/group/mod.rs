@@ -78,6 +78,16 @@ impl ProcessGroup {
         Arc::ptr_eq(&self.backend, &other.backend)
     }
 
+    /// The device that this rank computes on: the host, unless the world gave it another.
+    pub fn device(&self) -> &Device {
+        self.backend.device()
+    }
+
+    /// The engine itself, which checks nothing and is asked also at size 1: for tests of engines.
+    pub fn engine(&self) -> &dyn Backend {
+        &*self.backend
+    }
+
     /// The name of the engine, e.g. `"local"`.
     pub fn backend_name(&self) -> &'static str {
         self.backend.name()

@@ -2,7 +2,7 @@
 use super::inputs::Wrong;
 use crate::sparse::RowVar;
 use crate::{Result, ShardedTensor};
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Tensor};
 use candle_dist::ProcessGroup;
 use itertools::Itertools;
 use std::ops::Range;
@@ -85,7 +85,7 @@ impl Table {
         }
         let empty = || {
             let dims = if dim == 0 { (0, width) } else { (rows, 0) };
-            Tensor::zeros(dims, tensor.dtype(), &Device::Cpu).map_err(|error| error.to_string())
+            Tensor::zeros(dims, tensor.dtype(), tensor.device()).map_err(|error| error.to_string())
         };
         // Beside the shard with elements there may be empty ones.
         let held = tensor.local_shards().iter().position(|shard| !shard.metadata.is_empty()).unwrap_or(0);

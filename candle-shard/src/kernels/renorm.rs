@@ -3,7 +3,7 @@
 //! A row may lie in pieces on several ranks: each takes the [`power_sums`] of its piece, these are [`combine`]d,
 //! [`finish`]ed to the norm of the whole row, and each rank [`scale_rows`] its piece.
 
-use candle_core::{DType, Result, Tensor, WithDType, bail};
+use candle_core::{DType, Device, Result, Tensor, WithDType, bail};
 use candle_dist::ReduceOp;
 use half::{bf16, f16};
 
@@ -16,6 +16,12 @@ use super::{Reading, check_rows, rows};
 /// makes it NaN, but for `p = 0`. A piece without columns gives what [`combine`] leaves as it is.
 pub(crate) fn power_sums(table: &Tensor, rows: &[u32], p: f64) -> Result<Vec<f64>> {
     let width = check_rows("max_norm", table, rows)?;
+    if !table.device().is_cpu() {
+        // Only the rows that are asked for come to the host.
+        let wanted = Tensor::from_slice(rows, rows.len(), table.device())?;
+        let taken = table.detach().contiguous()?.index_select(&wanted, 0)?.to_device(&Device::Cpu)?;
+        return power_sums(&taken, &(0..rows.len() as u32).collect::<Vec<_>>(), p);
+    }
     let table = table.contiguous()?;
     let reading = Reading::new(&table);
     with_element!("max_norm", table.dtype(), E => {
@@ -93,6 +99,10 @@ pub(crate) fn scale_rows(table: &Tensor, rows: &[u32], norms: &[f64], max_norm: 
         return Ok(()); // candle takes it for one whose elements repeat
     }
     let long = rows.iter().zip(norms).filter(|&(_, &norm)| norm > max_norm);
+    if !table.device().is_cpu() {
+        let (rows, norms): (Vec<u32>, Vec<f64>) = long.unzip();
+        return composed(table, rows, norms.iter().map(|norm| max_norm / (norm + 1e-7)).collect());
+    }
     with_element!("max_norm", table.dtype(), E => change_memory::<E>(table, |memory, layout| {
         let (start, strides) = (layout.start_offset(), layout.stride());
         for (&row, norm) in long {
@@ -105,10 +115,35 @@ pub(crate) fn scale_rows(table: &Tensor, rows: &[u32], norms: &[f64], max_norm: 
     }))
 }
 
+/// Rows multiplied by their factors in place, by candle's own operations; the table must be contiguous.
+fn composed(table: &Tensor, rows: Vec<u32>, factors: Vec<f64>) -> Result<()> {
+    let (count, width) = (rows.len(), table.dim(1)?);
+    if count == 0 {
+        return Ok(());
+    }
+    let rows = Tensor::from_vec(rows, count, table.device())?;
+    let factors = Tensor::from_vec(factors, (count, 1), &Device::Cpu)?.to_dtype(table.dtype())?;
+    let scaled = table.detach().index_select(&rows, 0)?.broadcast_mul(&factors.to_device(table.device())?)?;
+    table.scatter_set(&rows.unsqueeze(1)?.broadcast_as((count, width))?.contiguous()?, &scaled, 0)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use candle_core::{Device::Cpu, Var};
+
+    #[test]
+    fn candles_own_operations_scale_alike_in_every_dtype() -> Result<()> {
+        for dtype in [DType::F64, DType::F32, DType::F16, DType::BF16] {
+            let table = Tensor::arange(1f64, 13., &Cpu)?.reshape((4, 3))?.to_dtype(dtype)?;
+            let [fused, plain] = [Var::from_tensor(&table)?, Var::from_tensor(&table)?];
+            scale_rows(&fused, &[2, 0], &[3.0, 7.0], 1.3)?;
+            composed(&plain, vec![2, 0], vec![1.3 / (3.0 + 1e-7), 1.3 / (7.0 + 1e-7)])?;
+            let [fused, plain] = [fused, plain].map(|var| var.to_dtype(DType::F64)?.to_vec2::<f64>());
+            assert_eq!(fused?, plain?, "{dtype:?}");
+        }
+        Ok(())
+    }
 
     #[test]
     fn pieces_of_columns_combine_to_the_norms_of_whole_rows() -> Result<()> {

@@ -2,7 +2,8 @@
 use crate::dtensor::Axes;
 use crate::{DTensor, Result};
 use candle_core::backprop::GradStore;
-use candle_core::{CpuStorage, CustomOp1, Layout, Shape, Tensor, TensorId, Var};
+use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Shape, Tensor, TensorId, Var};
+use candle_dist::backend::Fresh;
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
@@ -18,9 +19,9 @@ pub fn checkpoint(x: &DTensor, f: impl Fn(&DTensor) -> Result<DTensor> + Send + 
     }
     let out = f(&x.as_leaf()?.0)?;
     let (spec, varying) = (out.shared_spec().clone(), out.varying());
-    let fresh = candle_dist::backend::Fresh::copy_of(out.to_local())?;
+    let made = Mutex::new(Some(Fresh::copy_of(out.to_local())?));
     drop(out);
-    let op = Recompute { f: Box::new(f), x: x.clone(), varying, made: Mutex::new(Some((fresh.storage, fresh.shape))) };
+    let op = Recompute { f: Box::new(f), x: x.clone(), varying, made };
     Ok(DTensor::assemble(x.to_local().apply_op1(op)?, spec, varying))
 }
 
@@ -30,12 +31,19 @@ struct Recompute {
     f: Segment,
     x: DTensor,
     varying: Axes,
-    made: Mutex<Option<(CpuStorage, Shape)>>,
+    made: Mutex<Option<Fresh>>,
 }
 
 thread_local! {
     /// Gradients of parameters that recomputed segments found, until the outermost backward pass collects them.
     static FOUND: RefCell<HashMap<TensorId, Tensor>> = RefCell::new(HashMap::new());
+}
+
+impl Recompute {
+    fn take(&self) -> candle_core::Result<Fresh> {
+        let made = self.made.lock().unwrap_or_else(PoisonError::into_inner).take();
+        made.ok_or_else(|| candle_core::Error::msg("the result of a checkpoint was taken twice"))
+    }
 }
 
 impl CustomOp1 for Recompute {
@@ -44,8 +52,11 @@ impl CustomOp1 for Recompute {
     }
 
     fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
-        let made = self.made.lock().unwrap_or_else(PoisonError::into_inner).take();
-        made.ok_or_else(|| candle_core::Error::msg("the result of a checkpoint was taken twice"))
+        self.take()?.into_cpu()
+    }
+
+    fn cuda_fwd(&self, _: &CudaStorage, _: &Layout) -> candle_core::Result<(CudaStorage, Shape)> {
+        self.take()?.into_cuda()
     }
 
     fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {

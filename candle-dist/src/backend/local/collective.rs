@@ -1,7 +1,7 @@
 //! What each collective computes from the tensors that the members offered.
-use super::reduce::reduce;
-use super::regions::{Piece, concat, concat_pieces};
 use super::rendezvous::Offered;
+use crate::backend::device::{concat, concat_pieces, reduce};
+use crate::backend::regions::Piece;
 use crate::backend::{Call, Dims, Fresh, Op, Results};
 use crate::{Error, Result};
 use candle_core::{Shape, Tensor};

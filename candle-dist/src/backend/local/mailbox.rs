@@ -26,7 +26,7 @@ impl GroupState {
     /// Leaves `tensor` for `call.peer`; never waits.
     pub(super) fn send(self: &Arc<Self>, me: usize, call: Call, tensor: Tensor) -> Result<()> {
         self.world().check()?;
-        check_device(&call)?;
+        check_device(&call, std::iter::once(&tensor))?;
         let to = call.peer.unwrap_or(me);
         let call = Arc::new(call);
         self.world().begin(self.ranks()[me], call.clone());

@@ -4,23 +4,20 @@
 //! checks that the calls agree, computes its own results straight from the peers' buffers, and leaves when all have
 //! read. Nothing is copied that is not the result. Reductions run in rank order.
 mod collective;
-mod in_place;
 mod mailbox;
-mod reduce;
-mod regions;
 mod rendezvous;
 mod state;
 mod sync;
 mod wait;
 
-pub(crate) use state::{End, RankGuard, WorldState};
+pub(crate) use state::{RankGuard, WorldState};
 
-use super::{Backend, Call, Fresh, Op, Results, Tensors, Unfinished, bytes};
+use super::regions::Piece;
+use super::{Backend, Call, Fresh, Op, Results, Tensors, Unfinished, bytes, device, overwrite};
 use crate::{Cause, Error, GroupFailure, Result};
-use candle_core::Tensor;
+use candle_core::{Device, Tensor};
 use collective::compute;
 use parking_lot::Mutex;
-use regions::Piece;
 use rendezvous::{GroupState, Round};
 use smallvec::smallvec;
 use std::sync::Arc;
@@ -29,6 +26,7 @@ use std::sync::Arc;
 pub(crate) struct LocalBackend {
     group: Arc<GroupState>,
     rank: usize,
+    device: Device,
     /// The number of rounds started.
     turn: Mutex<u64>,
 }
@@ -40,14 +38,14 @@ impl std::fmt::Debug for LocalBackend {
 }
 
 impl LocalBackend {
-    /// The handle of `rank` (in the group) on the group of all ranks of `world`.
-    pub(crate) fn world(world: &Arc<WorldState>, rank: usize) -> Result<Self> {
+    /// The handle of `rank` (in the group), which computes on `device`, on the group of all ranks of `world`.
+    pub(crate) fn world(world: &Arc<WorldState>, rank: usize, device: Device) -> Self {
         let ranks: Vec<usize> = (0..world.size()).collect();
-        Ok(Self::join(world, rank, &ranks, rank))
+        Self::join(world, rank, &ranks, rank, device)
     }
 
-    fn join(world: &Arc<WorldState>, global_rank: usize, ranks: &[usize], rank: usize) -> Self {
-        Self { group: GroupState::join(world, global_rank, ranks), rank, turn: Mutex::new(0) }
+    fn join(world: &Arc<WorldState>, global_rank: usize, ranks: &[usize], rank: usize, device: Device) -> Self {
+        Self { group: GroupState::join(world, global_rank, ranks), rank, device, turn: Mutex::new(0) }
     }
 
     fn enter(&self, call: Call, tensors: Tensors) -> Result<Arc<Round>> {
@@ -112,7 +110,7 @@ impl LocalBackend {
         let piece = Piece { dim: 0, start, len: chunk.min(flat.elem_count() - start) };
         let op = call.reduce.ok_or_else(|| Error::Unsupported(format!("{} without a reduction", call.op)))?;
         let round = self.enter(call.clone(), smallvec![flat])?;
-        let mine = self.group.finish(self.rank, &round, true, |_, all| reduce::reduce(&all.nth(0), op, Some(piece)))?;
+        let mine = self.group.finish(self.rank, &round, true, |_, all| device::reduce(&all.nth(0), op, Some(piece)))?;
         let mine = Fresh { storage: mine, shape: piece.len.into() }.into_tensor();
         let round = self.enter(call, smallvec![mine])?;
         self.group.finish(self.rank, &round, true, |_, all| read(&all.nth(0)))
@@ -132,12 +130,16 @@ impl Backend for LocalBackend {
         self.group.ranks()
     }
 
+    fn device(&self) -> &Device {
+        &self.device
+    }
+
     fn run(&self, call: Call, tensors: Tensors) -> Result<Results> {
         // Two ranks read as much in one round as in two.
         if let (Op::AllReduce, [tensor], 3..) = (call.op, &tensors[..], self.group.ranks().len())
             && bytes(tensor) >= PIECEWISE
         {
-            let storage = self.reduce_piecewise(call, tensor, |pieces| regions::concat(pieces, None, 0))?;
+            let storage = self.reduce_piecewise(call, tensor, |pieces| device::concat(pieces, None, 0))?;
             return Ok(smallvec![Fresh { storage, shape: tensor.shape().clone() }]);
         }
         let round = self.enter(call, tensors)?;
@@ -151,7 +153,7 @@ impl Backend for LocalBackend {
                 let (flat, tile) = (tensor.flatten_all()?, TILE / tensor.dtype().size_in_bytes());
                 for start in (0..flat.elem_count()).step_by(tile) {
                     let tile = flat.narrow(0, start, tile.min(flat.elem_count() - start))?;
-                    self.reduce_piecewise(call.clone(), &tile, |pieces| in_place::overwrite(&tile, pieces))?;
+                    self.reduce_piecewise(call.clone(), &tile, |pieces| overwrite::overwrite(&tile, pieces))?;
                 }
                 Ok(())
             }
@@ -164,13 +166,13 @@ impl Backend for LocalBackend {
                 let round = self.enter(call, Tensors::new())?;
                 self.group.finish(self.rank, &round, true, |_, all| match &all.nth(0)[..] {
                     // Ranks that are threads may share a variable.
-                    [root] if in_place::share_memory(root, tensor) => Ok(()),
-                    parts => in_place::overwrite(tensor, parts),
+                    [root] if overwrite::share_memory(root, tensor) => Ok(()),
+                    parts => overwrite::overwrite(tensor, parts),
                 })
             }
             _ => {
                 let made = self.run(call, smallvec![tensor.clone()])?;
-                made.into_iter().try_for_each(|made| in_place::overwrite(tensor, &[&made.into_tensor()]))
+                made.into_iter().try_for_each(|made| overwrite::overwrite(tensor, &[&made.into_tensor()]))
             }
         }
     }
@@ -198,7 +200,7 @@ impl Backend for LocalBackend {
             reason: format!("only members create a group, and this rank is not in {ranks:?}"),
         })?;
         self.group.world().check()?;
-        Ok(Arc::new(Self::join(self.group.world(), me, &ranks, rank)))
+        Ok(Arc::new(Self::join(self.group.world(), me, &ranks, rank, self.device.clone())))
     }
 
     fn fail(&self, message: &str) {

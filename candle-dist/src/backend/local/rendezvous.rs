@@ -7,6 +7,7 @@
 //! `Var` right after the call. Several rounds may be open at once, which is what pending calls are.
 use super::state::{On, Wait, WorldState};
 use super::wait::{Event, poll};
+use crate::backend::device::check_shared;
 use crate::backend::{Call, Tensors};
 use crate::{Cause, Error, Result};
 use candle_core::{DeviceLocation, Tensor};
@@ -67,6 +68,11 @@ struct Offer {
 pub(super) struct Offered<'a>(SmallVec<[RwLockReadGuard<'a, Tensors>; 8]>);
 
 impl Offered<'_> {
+    /// The tensors of all members.
+    fn all(&self) -> impl Iterator<Item = &Tensor> + Clone {
+        self.0.iter().flat_map(|tensors| tensors.iter())
+    }
+
     /// The `i`-th tensor of every member that gave one.
     pub(super) fn nth(&self, i: usize) -> SmallVec<[&Tensor; 8]> {
         self.0.iter().filter_map(|tensors| tensors.get(i)).collect()
@@ -166,7 +172,7 @@ impl GroupState {
         let offers = self.agreed(round)?;
         let mine = round.members[me].offer.get().expect("a member has offered before it finishes");
         // Refused here, where all calls are known to be alike, so that all members refuse.
-        let result = check_device(&mine.call).and_then(|()| read(&mine.call, &offers));
+        let result = check_device(&mine.call, offers.all()).and_then(|()| read(&mine.call, &offers));
         drop(offers);
         self.leave(me, round);
         if linger {
@@ -275,10 +281,15 @@ impl GroupState {
 }
 
 /// Refuses tensors that threads cannot read.
-pub(super) fn check_device(call: &Call) -> Result<()> {
-    if call.device == DeviceLocation::Cpu {
-        return Ok(());
+pub(super) fn check_device<'a>(call: &Call, tensors: impl Iterator<Item = &'a Tensor> + Clone) -> Result<()> {
+    let device = call.device;
+    match device {
+        DeviceLocation::Cpu if tensors.clone().all(|tensor| tensor.device().is_cpu()) => Ok(()),
+        DeviceLocation::Cpu | DeviceLocation::Cuda { .. } if cfg!(feature = "cuda") => check_shared(call.op, tensors),
+        _ => {
+            let op = call.op;
+            let fix = "move them to Device::Cpu first";
+            Err(Error::Unsupported(format!("{op} of tensors on {device:?} among threads; {fix}")))
+        }
     }
-    let (op, device) = (call.op, call.device);
-    Err(Error::Unsupported(format!("{op} of tensors on {device:?} among threads; move them to Device::Cpu first")))
 }

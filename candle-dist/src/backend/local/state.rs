@@ -1,6 +1,7 @@
 //! What the ranks of one world share: who still runs, who waits for what, and the failure that stopped them all.
 use super::rendezvous::{GroupState, Round};
 use crate::backend::Call;
+use crate::world::End;
 use crate::{Cause, Doing, Error, GroupFailure, RankReport, Result};
 use crossbeam_utils::CachePadded;
 use parking_lot::Mutex;
@@ -29,14 +30,6 @@ struct Activity {
     call: Option<Arc<Call>>,
     inside: bool,
     thread: Option<ThreadId>,
-}
-
-/// How a rank ended.
-#[derive(Clone)]
-pub(crate) enum End {
-    Returned,
-    Failed(String),
-    Panicked(String),
 }
 
 /// What a parked rank waits for.
@@ -92,7 +85,7 @@ impl WorldState {
         self.returned.len()
     }
 
-    pub(super) fn timeout(&self) -> Duration {
+    pub(crate) fn timeout(&self) -> Duration {
         self.timeout
     }
 
@@ -109,7 +102,7 @@ impl WorldState {
     }
 
     /// An error if the world has stopped.
-    pub(super) fn check(&self) -> Result<()> {
+    pub(crate) fn check(&self) -> Result<()> {
         match self.failure.get() {
             Some(failure) => Err(Error::Group(failure.clone())),
             None => Ok(()),
@@ -117,7 +110,7 @@ impl WorldState {
     }
 
     /// Stops the world; the first cause wins and is what every rank gets.
-    pub(super) fn fail(&self, cause: Cause) -> Error {
+    pub(crate) fn fail(&self, cause: Cause) -> Error {
         let failure = self.failure.get_or_init(|| Arc::new(GroupFailure { cause, ranks: self.reports() })).clone();
         self.failed.store(true, Ordering::Release);
         self.notify_all();
@@ -154,7 +147,7 @@ impl WorldState {
     }
 
     /// Notes that `rank` begins a call.
-    pub(super) fn begin(&self, rank: usize, call: Arc<Call>) {
+    pub(crate) fn begin(&self, rank: usize, call: Arc<Call>) {
         let me = std::thread::current().id();
         let mut activity = self.activity[rank].lock();
         if *activity.thread.get_or_insert(me) != me {
@@ -165,17 +158,13 @@ impl WorldState {
     }
 
     /// Notes that `rank` completed its call.
-    pub(super) fn complete(&self, rank: usize) {
+    pub(crate) fn complete(&self, rank: usize) {
         self.activity[rank].lock().inside = false;
     }
 
     /// Notes how `rank` ended; errors and panics stop the world at once, a plain return only those who wait for it.
     pub(crate) fn end(&self, rank: usize, end: End) {
-        let cause = match &end {
-            End::Returned => None,
-            End::Failed(message) => Some(Cause::Failed { rank, message: message.clone() }),
-            End::Panicked(message) => Some(Cause::Panicked { rank, message: message.clone() }),
-        };
+        let cause = end.cause(rank);
         let mut table = self.table.lock();
         table.ends[rank] = Some(end);
         if table.ends.iter().all(Option::is_some) {
@@ -196,7 +185,7 @@ impl WorldState {
     }
 
     /// Whether the rank ended without an error. (One that failed has stopped the world itself, with its own cause.)
-    pub(super) fn has_returned(&self, rank: usize) -> bool {
+    pub(crate) fn has_returned(&self, rank: usize) -> bool {
         self.returned[rank].load(Ordering::Acquire)
     }
 
@@ -267,9 +256,6 @@ impl RankGuard {
 
 impl Drop for RankGuard {
     fn drop(&mut self) {
-        let end = self.end.take().unwrap_or_else(|| {
-            if std::thread::panicking() { End::Panicked("(see the panic above)".to_string()) } else { End::Returned }
-        });
-        self.world.end(self.rank, end);
+        self.world.end(self.rank, self.end.take().unwrap_or_else(End::of_thread));
     }
 }

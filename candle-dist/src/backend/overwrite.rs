@@ -1,7 +1,8 @@
 //! Writing results into tensors that exist.
+use super::device::Held;
 use super::regions::Runs;
 use crate::Result;
-use candle_core::{CpuStorage, InplaceOp1, Layout, Tensor, WithDType};
+use candle_core::{CpuStorage, CudaStorage, InplaceOp1, Layout, Tensor, WithDType};
 
 /// Fills a contiguous tensor with the elements of `parts`, one after the other.
 ///
@@ -41,9 +42,29 @@ impl InplaceOp1 for Overwrite<'_> {
             _ => candle_core::bail!("an in-place collective of a dtype that groups do not carry"),
         }
     }
+
+    fn cuda_fwd(&self, storage: &mut CudaStorage, layout: &Layout) -> candle_core::Result<()> {
+        self.copy_on_device(storage, layout)
+    }
 }
 
 impl Overwrite<'_> {
+    fn copy_on_device<S: Held>(&self, to: &mut S, layout: &Layout) -> candle_core::Result<()> {
+        let Some((mut at, end)) = layout.contiguous_offsets() else {
+            candle_core::bail!("an in-place collective needs a contiguous tensor")
+        };
+        for part in self.0 {
+            let (storage, layout) = part.storage_and_layout();
+            let len = part.elem_count();
+            if at + len > end {
+                candle_core::bail!("parts of {} elements too many for an in-place collective", at + len - end)
+            }
+            S::of(&storage)?.copy_strided_src(to, at, layout)?;
+            at += len;
+        }
+        Ok(())
+    }
+
     fn copy<T: WithDType>(&self, to: &mut [T]) -> candle_core::Result<()> {
         let mut at = 0;
         for part in self.0.iter().filter(|part| part.elem_count() > 0) {
@@ -57,5 +78,22 @@ impl Overwrite<'_> {
             at += len;
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)] // a panic is how a test fails
+mod tests {
+    use super::*;
+    use candle_core::Device;
+
+    #[test]
+    fn on_a_device_too_the_parts_come_one_after_the_other() {
+        let parts = [Tensor::new(&[1f32, 2.0], &Device::Cpu).unwrap(), Tensor::new(&[3f32], &Device::Cpu).unwrap()];
+        let (mut storage, layout) = (CpuStorage::F32(vec![0.0; 5]), Layout::contiguous_with_offset(3, 1));
+        Overwrite(&[&parts[0], &parts[1]]).copy_on_device(&mut storage, &layout).unwrap();
+        assert_eq!(storage.as_slice::<f32>().unwrap(), [0.0, 1.0, 2.0, 3.0, 0.0]);
+        let text = Overwrite(&[&parts[0], &parts[0]]).copy_on_device(&mut storage, &layout).unwrap_err().to_string();
+        assert!(text.contains("1 elements too many"), "{text}");
     }
 }

@@ -51,7 +51,7 @@ impl<'a, T: WithDType> Runs<'a, T> {
     pub(super) fn new(tensor: &Tensor, storage: &'a StorageRef<'_>, piece: Option<Piece>) -> Result<Self> {
         let Storage::Cpu(cpu) = &**storage else {
             return Err(Error::Unsupported(
-                "the local backend moves host tensors only; move the tensor to Device::Cpu first".to_string(),
+                "only host tensors are moved; move the tensor to Device::Cpu first".to_string(),
             ));
         };
         let (start, len) = (tensor.layout().start_offset(), tensor.elem_count());

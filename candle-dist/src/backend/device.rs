@@ -1,0 +1,256 @@
+//! What collectives compute from the ranks' tensors: on the host by code of this crate, on a device by candle's kernels.
+//!
+//! The device's results are those of the host to the last bit: sums in rank order, 16-bit floats in f32, NaN passed on.
+use super::regions::{self, Piece};
+use super::{Op, ReduceOp, dense, reduce};
+use crate::{Error, Result};
+use candle_core::backend::{BackendDevice, BackendStorage};
+use candle_core::op::{Add, CmpOp, Div, Mul};
+use candle_core::{CpuStorage, CudaStorage, DType, Device, Layout, Shape, Storage, StorageRef, Tensor};
+
+/// The storage of one kind of device.
+pub(super) trait Held: BackendStorage<Device: BackendDevice<Storage = Self>> {
+    /// The storage, if it is of this kind.
+    fn of(storage: &Storage) -> Result<&Self>;
+}
+
+impl Held for CpuStorage {
+    fn of(storage: &Storage) -> Result<&Self> {
+        match storage {
+            Storage::Cpu(storage) => Ok(storage),
+            _ => Err(mixed()),
+        }
+    }
+}
+
+impl Held for CudaStorage {
+    fn of(storage: &Storage) -> Result<&Self> {
+        match storage {
+            Storage::Cuda(storage) => Ok(storage),
+            _ => Err(mixed()),
+        }
+    }
+}
+
+fn mixed() -> Error {
+    Error::Unsupported("a collective of tensors on different kinds of devices; move them to one".to_string())
+}
+
+/// The reduction of all tensors, or of the same `piece` of each, as fresh contiguous memory on their device.
+pub(super) fn reduce(tensors: &[&Tensor], op: ReduceOp, piece: Option<Piece>) -> Result<Storage> {
+    match tensors[0].device() {
+        Device::Cpu => Ok(Storage::Cpu(reduce::reduce(tensors, op, piece)?)),
+        Device::Cuda(_) => Ok(Storage::Cuda(reduce_on::<CudaStorage>(tensors, op, piece)?)),
+        Device::Metal(_) => Err(mixed()),
+    }
+}
+
+/// The tensors, or the same `piece` of each, joined along dim `join` as fresh contiguous memory on their device.
+pub(super) fn concat(tensors: &[&Tensor], piece: Option<Piece>, join: usize) -> Result<Storage> {
+    match tensors[0].device() {
+        Device::Cpu => Ok(Storage::Cpu(regions::concat(tensors, piece, join)?)),
+        _ => concat_pieces(tensors, &vec![piece; tensors.len()], join),
+    }
+}
+
+/// Like [`concat`] with a piece for each tensor; dims outside of `join` have one size in all of them.
+pub(super) fn concat_pieces(tensors: &[&Tensor], pieces: &[Option<Piece>], join: usize) -> Result<Storage> {
+    match tensors[0].device() {
+        Device::Cpu => Ok(Storage::Cpu(regions::concat_pieces(tensors, pieces, join)?)),
+        Device::Cuda(_) => Ok(Storage::Cuda(concat_on::<CudaStorage>(tensors, pieces, join)?)),
+        Device::Metal(_) => Err(mixed()),
+    }
+}
+
+/// A tensor's storage with the layout of a piece of it.
+type Part<'a, S> = (&'a S, Layout);
+
+fn part<'a, S: Held>(tensor: &Tensor, storage: &'a StorageRef<'_>, piece: Option<Piece>) -> Result<Part<'a, S>> {
+    let layout = match piece {
+        Some(Piece { dim, start, len }) => tensor.layout().narrow(dim, start, len)?,
+        None => tensor.layout().clone(),
+    };
+    Ok((S::of(storage)?, layout))
+}
+
+fn reduce_on<S: Held>(tensors: &[&Tensor], op: ReduceOp, piece: Option<Piece>) -> Result<S> {
+    let guards: Vec<_> = tensors.iter().map(|tensor| tensor.storage_and_layout().0).collect();
+    let parts = tensors.iter().zip(&guards).map(|(tensor, guard)| part::<S>(tensor, guard, piece));
+    let parts = parts.collect::<Result<Vec<_>>>()?;
+    let (dtype, shape) = (parts[0].0.dtype(), parts[0].1.shape());
+    if shape.elem_count() == 0 {
+        return Ok(parts[0].0.device().zeros_impl(shape, dtype)?);
+    }
+    let wide = if matches!(dtype, DType::F16 | DType::BF16) { DType::F32 } else { dtype };
+    let whole = Layout::contiguous(shape);
+    let mut sum: Option<S> = None;
+    for (part, layout) in &parts {
+        let widened = if wide == dtype { None } else { Some(part.to_dtype(layout, wide)?) };
+        sum = Some(match (sum, widened) {
+            (None, Some(part)) => part,
+            (None, None) => dense(*part, layout)?,
+            (Some(sum), Some(part)) => combine(op, &sum, &whole, &part, &whole)?,
+            (Some(sum), None) => combine(op, &sum, &whole, part, layout)?,
+        });
+    }
+    let Some(mut sum) = sum else { return Err(mixed()) };
+    if op == ReduceOp::Avg {
+        sum = divide(&sum, shape.elem_count(), tensors.len())?;
+    }
+    if wide == dtype { Ok(sum) } else { Ok(sum.to_dtype(&whole, dtype)?) }
+}
+
+fn combine<S: Held>(op: ReduceOp, a: &S, a_l: &Layout, b: &S, b_l: &Layout) -> Result<S> {
+    let replaces = match op {
+        ReduceOp::Sum | ReduceOp::Avg => return Ok(a.binary_impl::<Add>(b, a_l, b_l)?),
+        ReduceOp::Product => return Ok(a.binary_impl::<Mul>(b, a_l, b_l)?),
+        ReduceOp::Min => CmpOp::Lt,
+        ReduceOp::Max => CmpOp::Gt,
+    };
+    // Comparisons with NaN are false: it stays once it is there, and only a second question lets it in.
+    let better = b.cmp(replaces, a, b_l, a_l)?.where_cond(a_l, b, b_l, a, a_l)?;
+    Ok(b.cmp(CmpOp::Ne, b, b_l, b_l)?.where_cond(a_l, b, b_l, &better, a_l)?)
+}
+
+/// Each of `count` floats divided by `n`: a product with 1/n would round twice.
+fn divide<S: Held>(sum: &S, count: usize, n: usize) -> Result<S> {
+    let divisor = match sum.dtype() {
+        DType::F64 => sum.device().storage_from_slice(&[n as f64])?,
+        _ => sum.device().storage_from_slice(&[n as f32])?,
+    };
+    let everywhere = Layout::contiguous(1).broadcast_as(count)?;
+    Ok(sum.binary_impl::<Div>(&divisor, &Layout::contiguous(count), &everywhere)?)
+}
+
+fn concat_on<S: Held>(tensors: &[&Tensor], pieces: &[Option<Piece>], join: usize) -> Result<S> {
+    let guards: Vec<_> = tensors.iter().map(|tensor| tensor.storage_and_layout().0).collect();
+    let parts =
+        tensors.iter().zip(&guards).zip(pieces).map(|((tensor, guard), &piece)| part::<S>(tensor, guard, piece));
+    let parts = parts.collect::<Result<Vec<_>>>()?;
+    let total: usize = parts.iter().map(|(_, layout)| layout.shape().elem_count()).sum();
+    let (first, layout) = &parts[0];
+    let mut out = first.device().zeros_impl(&Shape::from(total), first.dtype())?;
+    let rows: usize = layout.dims()[..join].iter().product();
+    if total == 0 {
+        return Ok(out);
+    }
+    let (row, mut at) = (total / rows, 0);
+    for (part, layout) in parts.iter().filter(|(_, layout)| layout.shape().elem_count() > 0) {
+        let block = layout.shape().elem_count() / rows;
+        if rows == 1 {
+            part.copy_strided_src(&mut out, at, layout)?;
+        } else if let Some((start, _)) = layout.contiguous_offsets() {
+            part.copy2d(&mut out, rows, block, block, row, start, at)?;
+        } else {
+            dense(*part, layout)?.copy2d(&mut out, rows, block, block, row, 0, at)?;
+        }
+        at += block;
+    }
+    Ok(out)
+}
+
+/// Tensors that several ranks can read: on the host, or on one device whose work is done in the order it was asked for.
+///
+/// Decided from the tensors of all ranks, so alike on all of them.
+pub(super) fn check_shared<'a>(op: Op, tensors: impl Iterator<Item = &'a Tensor> + Clone) -> Result<()> {
+    let Some(first) = tensors.clone().next() else { return Ok(()) };
+    let why = if tensors.clone().any(|tensor| !tensor.device().same_device(first.device())) {
+        "of different `Device`s, whose streams do not wait for each other"
+    } else if is_per_thread(first.device()) {
+        "on the calling thread's own stream, for which other threads do not wait"
+    } else {
+        return Ok(());
+    };
+    let fix = "make one `Device::new_cuda_with_stream(ordinal)` and give every rank of that GPU a clone of it";
+    Err(Error::Unsupported(format!("{op} among threads of CUDA tensors {why}; {fix}")))
+}
+
+/// Whether work for the device goes to a stream of whatever thread asks for it, as for one of `Device::new_cuda`.
+#[cfg(feature = "cuda")]
+fn is_per_thread(device: &Device) -> bool {
+    const PER_THREAD: usize = 2; // CU_STREAM_PER_THREAD
+    matches!(device, Device::Cuda(device) if device.cuda_stream().cu_stream().addr() == PER_THREAD)
+}
+
+#[cfg(not(feature = "cuda"))]
+fn is_per_thread(_: &Device) -> bool {
+    false
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)] // a panic is how a test fails
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const DTYPES: [DType; 7] = [DType::U8, DType::U32, DType::I64, DType::BF16, DType::F16, DType::F32, DType::F64];
+    const OPS: [ReduceOp; 5] = [ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Min, ReduceOp::Max, ReduceOp::Product];
+
+    /// Small whole numbers and thirds, some NaN among the floats; small enough for a product of three to fit u8.
+    fn tensors(seed: usize, n: usize, dims: &[usize], dtype: DType) -> Vec<Tensor> {
+        let count: usize = dims.iter().product();
+        let value = |rank: usize, i: usize| match (seed + 7 * rank + 3 * i) % 11 {
+            10 if dtype.is_float() => f64::NAN,
+            k if dtype.is_float() => k as f64 / 3.0 - 1.0,
+            k => (k % 6) as f64,
+        };
+        let of = |rank| Tensor::from_vec((0..count).map(|i| value(rank, i)).collect::<Vec<_>>(), dims, &Device::Cpu);
+        (0..n).map(|rank| of(rank).unwrap().to_dtype(dtype).unwrap()).collect()
+    }
+
+    /// The bits of what both ways made, for NaN differs from itself.
+    fn bits(storage: CpuStorage) -> Vec<u64> {
+        let count = match &storage {
+            CpuStorage::U8(v) => v.len(),
+            CpuStorage::U32(v) => v.len(),
+            CpuStorage::I64(v) => v.len(),
+            CpuStorage::BF16(v) => v.len(),
+            CpuStorage::F16(v) => v.len(),
+            CpuStorage::F32(v) => v.len(),
+            CpuStorage::F64(v) => v.len(),
+            _ => unreachable!(),
+        };
+        let tensor = super::super::Fresh::host(storage, count).into_tensor().to_dtype(DType::F64).unwrap();
+        let canonical = |x: f64| if x.is_nan() { u64::MAX } else { x.to_bits() };
+        tensor.to_vec1::<f64>().unwrap().into_iter().map(canonical).collect()
+    }
+
+    proptest! {
+        // The kernels' way, taken on the host, gives what the host's own way gives.
+        #[test]
+        fn both_ways_reduce_alike(
+            seed in 0usize..100, n in 1usize..4, a in 0usize..4, b in 1usize..4, dtype in 0usize..7, op in 0usize..5,
+            cut in proptest::option::of((0usize..2, 0usize..3, 0usize..3)),
+        ) {
+            let (dtype, op) = (DTYPES[dtype], OPS[op]);
+            prop_assume!(!(dtype.is_int() && op == ReduceOp::Avg));
+            let dims = [a, b, 2];
+            let all = tensors(seed, n, &dims, dtype);
+            let all: Vec<&Tensor> = all.iter().collect();
+            let piece = cut.map(|(dim, start, len)| {
+                let start = start.min(dims[dim]);
+                Piece { dim, start, len: len.min(dims[dim] - start) }
+            });
+            let (host, device) = (reduce::reduce(&all, op, piece).unwrap(), reduce_on(&all, op, piece).unwrap());
+            prop_assert_eq!(bits(host), bits(device));
+        }
+
+        #[test]
+        fn both_ways_join_alike(
+            seed in 0usize..100, n in 1usize..4, a in 0usize..4, b in 1usize..4, join in 0usize..3,
+            cut in proptest::option::of((0usize..3, 0usize..3, 0usize..3)),
+        ) {
+            let dims = [a, b, 3];
+            let all = tensors(seed, n, &dims, DType::F32);
+            let all: Vec<&Tensor> = all.iter().collect();
+            let pieces: Vec<_> = (0..n).map(|rank| cut.map(|(dim, start, len)| {
+                let start = start.min(dims[dim]);
+                // Only the joined dim may differ from piece to piece.
+                let len = if dim == join { len + rank } else { len };
+                Piece { dim, start, len: len.min(dims[dim] - start) }
+            })).collect();
+            let host = regions::concat_pieces(&all, &pieces, join).unwrap();
+            prop_assert_eq!(bits(host), bits(concat_on(&all, &pieces, join).unwrap()));
+        }
+    }
+}

@@ -1,0 +1,144 @@
+//! What goes before the data of every message: where it belongs, and what call its sender made.
+use crate::backend::{Call, Op};
+use crate::group::check::CARRIED;
+use candle_core::DType;
+use std::hash::{DefaultHasher, Hash, Hasher};
+
+/// The words of an encoded header: the group, round and place, the data's size, and a signature.
+const WORDS: usize = 4 + ITEMS.len() / 2;
+/// The bytes of an encoded header.
+pub(super) const HEADER_BYTES: usize = WORDS * size_of::<u64>();
+/// Takes the place of a round's number in a message from one rank to another.
+const NO_ROUND: u64 = u64::MAX;
+
+/// What a message of a group is part of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) enum Slot {
+    /// A collective: the group's n-th, a stage of it, and one of its tensors.
+    Round { number: u64, stage: u32, tensor: u32 },
+    /// A message from one rank to another, with its tag.
+    Tag(u32),
+}
+
+/// What calls that belong together have in common, in the order in which differences are named.
+const ITEMS: [(&str, fn(&Call, &mut DefaultHasher)); 10] = [
+    ("op", |call, hasher| call.op.hash(hasher)),
+    ("dtype", |call, hasher| call.dtype.map(|dtype| dtype.as_str()).hash(hasher)),
+    ("shape", |call, hasher| call.shape.hash(hasher)),
+    ("shape", |call, hasher| call.rest.iter().for_each(|(dtype, shape)| (dtype.as_str(), shape).hash(hasher))),
+    ("reduction", |call, hasher| call.reduce.hash(hasher)),
+    ("root", |call, hasher| call.peer.hash(hasher)),
+    ("dim", |call, hasher| call.dims.hash(hasher)),
+    ("sizes", |call, hasher| call.sizes.hash(hasher)),
+    ("form (into new memory, in place, or started)", |call, hasher| (call.form as u8).hash(hasher)),
+    ("description", |call, hasher| call.note.hash(hasher)),
+];
+
+/// A call as the other ranks compare it with theirs: a hash of each item.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Signature([u32; ITEMS.len()]);
+
+impl Signature {
+    pub(super) fn of(call: &Call) -> Self {
+        Self(ITEMS.map(|(_, item)| {
+            let mut hasher = DefaultHasher::new();
+            item(call, &mut hasher);
+            hasher.finish() as u32
+        }))
+    }
+
+    /// Of a message: a send and its receive are two halves of one call.
+    pub(super) fn of_message(call: &Call) -> Self {
+        Self::of(&Call { op: Op::Send, peer: None, ..call.clone() })
+    }
+
+    /// What differs, if something does.
+    pub(super) fn difference(&self, other: &Self) -> Option<&'static str> {
+        let differs = |&nth: &usize| self.0[nth] != other.0[nth];
+        (0..ITEMS.len()).find(differs).map(|nth| ITEMS[nth].0)
+    }
+}
+
+/// Everything that a receiver knows of a message before its data.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Header {
+    pub(super) group: u64,
+    pub(super) slot: Slot,
+    pub(super) signature: Signature,
+    pub(super) dtype: DType,
+    /// The number of elements.
+    pub(super) len: usize,
+}
+
+impl Header {
+    pub(super) fn bytes(&self) -> usize {
+        self.len * self.dtype.size_in_bytes()
+    }
+
+    pub(super) fn encode(&self) -> Vec<u8> {
+        let (round, place) = match self.slot {
+            Slot::Round { number, stage, tensor } => (number, u64::from(stage) << 32 | u64::from(tensor)),
+            Slot::Tag(tag) => (NO_ROUND, u64::from(tag)),
+        };
+        let dtype = CARRIED.iter().position(|&dtype| dtype == self.dtype).unwrap_or(CARRIED.len());
+        let mut words = [0; WORDS];
+        words[..4].copy_from_slice(&[self.group, round, place, (self.len as u64) << 8 | dtype as u64]);
+        bytemuck::cast_slice_mut(&mut words[4..]).copy_from_slice(&self.signature.0);
+        bytemuck::cast_slice(&words).to_vec()
+    }
+
+    /// The header that `message` begins with, if it does.
+    pub(super) fn decode(message: &[u8]) -> Option<Self> {
+        let mut words = [0u64; WORDS];
+        bytemuck::bytes_of_mut(&mut words).copy_from_slice(message.get(..HEADER_BYTES)?);
+        let [group, round, place, data, ..] = words;
+        let slot = match round {
+            NO_ROUND => Slot::Tag(place as u32),
+            number => Slot::Round { number, stage: (place >> 32) as u32, tensor: place as u32 },
+        };
+        let mut signature = Signature([0; ITEMS.len()]);
+        signature.0.copy_from_slice(bytemuck::cast_slice(&words[4..]));
+        let dtype = *CARRIED.get((data & 0xff) as usize)?;
+        Some(Self { group, slot, signature, dtype, len: usize::try_from(data >> 8).ok()? })
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)] // a panic is how a test fails
+mod tests {
+    use super::*;
+    use crate::ReduceOp;
+    use candle_core::{Device, Tensor};
+
+    fn call(shape: &[usize]) -> Call {
+        let tensor = Tensor::zeros(shape, DType::F32, &Device::Cpu).unwrap();
+        Call { reduce: Some(ReduceOp::Sum), ..Call::on(Op::AllReduce, &tensor, &[]) }
+    }
+
+    #[test]
+    fn a_header_comes_out_as_it_went_in() {
+        for slot in [Slot::Tag(u32::MAX), Slot::Round { number: 7, stage: 1, tensor: u32::MAX }] {
+            for dtype in CARRIED {
+                let header =
+                    Header { group: u64::MAX, slot, signature: Signature::of(&call(&[2])), dtype, len: 1 << 40 };
+                let mut message = header.encode();
+                assert_eq!(message.len(), HEADER_BYTES);
+                message.push(3);
+                assert_eq!(Header::decode(&message), Some(header));
+                assert_eq!(Header::decode(&message[..HEADER_BYTES - 1]), None);
+            }
+        }
+    }
+
+    #[test]
+    fn signatures_tell_calls_apart() {
+        let same = Signature::of(&call(&[2, 3]));
+        assert_eq!(same.difference(&Signature::of(&call(&[2, 3]))), None);
+        assert_eq!(same.difference(&Signature::of(&call(&[3, 2]))), Some("shape"));
+        assert_eq!(same.difference(&Signature::of(&Call { op: Op::Reduce, ..call(&[2, 3]) })), Some("op"));
+        let max = Call { reduce: Some(ReduceOp::Max), ..call(&[2, 3]) };
+        assert_eq!(same.difference(&Signature::of(&max)), Some("reduction"));
+        let half = |op, peer| Signature::of_message(&Call { op, peer: Some(peer), ..call(&[2]) });
+        assert_eq!(half(Op::Send, 1).difference(&half(Op::Recv, 0)), None);
+    }
+}

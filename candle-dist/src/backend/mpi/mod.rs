@@ -1,0 +1,205 @@
+//! The engine over an MPI that is there already: ranks are processes, on one host or many.
+//!
+//! MPI only moves bytes. Every collective is made of messages (`stage.rs`), reductions are made by the arithmetic of
+//! the local engine in rank order (`reduce.rs`), so results are bit-identical to its, on all ranks and from run to run,
+//! for every dtype. A message says where it belongs (`header.rs`), so groups need no communicator: making one costs
+//! nothing, there may be any number, and none of it can block. Whoever waits polls (`engine.rs`) for what has come, for
+//! a failure of the world and for the deadline, so that no call waits for ever.
+mod engine;
+mod header;
+mod keeper;
+mod mail;
+mod operation;
+mod patience;
+mod request;
+mod stage;
+mod wire;
+
+use super::{Backend, Call, Results, Tensors, Unfinished, overwrite};
+use crate::control::{Control, group_id};
+use crate::init::LaunchInfo;
+use crate::{Cause, Error, GroupFailure, Result};
+use candle_core::{DeviceLocation, Tensor};
+use engine::{Engine, Ticket};
+use ferrompi::Communicator;
+use keeper::Keeper;
+use operation::Circle;
+use parking_lot::Mutex;
+use smallvec::smallvec;
+use std::collections::HashMap;
+use std::sync::Arc;
+
+/// Starts MPI, for the group of all its ranks; ends it when the last group is gone.
+///
+/// MPI can be started once in a process.
+pub fn start(info: &LaunchInfo, control: &Arc<Control>) -> Result<Arc<dyn Backend>> {
+    world(info, control, None)
+}
+
+/// The engine in a program that has started MPI itself with this binding, and ends it: over a copy of `comm`.
+///
+/// The program must have asked for `ThreadLevel::Multiple`, and end MPI only when all groups are gone. Give this to
+/// [`init_process_group_with`](crate::init::init_process_group_with).
+pub fn start_on(comm: &Communicator, info: &LaunchInfo, control: &Arc<Control>) -> Result<Arc<dyn Backend>> {
+    world(info, control, Some(comm))
+}
+
+fn world(info: &LaunchInfo, control: &Arc<Control>, given: Option<&Communicator>) -> Result<Arc<dyn Backend>> {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let keeper = Keeper::start(control.clone(), info.local_size > cores, given)?;
+    let shared = Arc::new(Shared { keeper, made: Mutex::default() });
+    Ok(Arc::new(MpiBackend::join(&shared, (0..control.size()).collect(), control.rank())))
+}
+
+/// What the groups of one process have in common.
+struct Shared {
+    keeper: Keeper,
+    /// How often this rank has made a group of these members.
+    made: Mutex<HashMap<Vec<usize>, u64>>,
+}
+
+/// One rank's handle on a group of processes.
+struct MpiBackend {
+    shared: Arc<Shared>,
+    circle: Arc<Circle>,
+    /// The number of collectives started.
+    turn: Mutex<u64>,
+}
+
+impl std::fmt::Debug for MpiBackend {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "MpiBackend(rank {} of {:?})", self.circle.me, self.circle.ranks)
+    }
+}
+
+impl MpiBackend {
+    fn join(shared: &Arc<Shared>, ranks: Vec<usize>, me: usize) -> Self {
+        let mut made = shared.made.lock();
+        let count = made.entry(ranks.clone()).or_default();
+        let id = group_id(&ranks, *count);
+        *count += 1;
+        drop(made);
+        Self { shared: shared.clone(), circle: Arc::new(Circle { id, ranks, me }), turn: Mutex::default() }
+    }
+
+    fn engine(&self) -> &Arc<Engine> {
+        self.shared.keeper.engine()
+    }
+
+    fn control(&self) -> &Control {
+        self.engine().control()
+    }
+
+    /// Starts the next collective of this group, and `then` does what is left of the call.
+    fn enter<R>(&self, call: Call, tensors: Tensors, then: impl FnOnce(Started) -> Result<R>) -> Result<R> {
+        if call.device != DeviceLocation::Cpu {
+            let (op, device) = (call.op, call.device);
+            return Err(Error::Unsupported(format!(
+                "{op} of tensors on {device:?} over MPI; move them to Device::Cpu first"
+            )));
+        }
+        // Numbers are given in the order of calls, and the call is made before the next one gets its number.
+        let mut turn = self.turn.lock();
+        let number = *turn;
+        *turn += 1;
+        let entered = self.control().enter(self.circle.id, &self.circle.ranks, number, &call)?;
+        let ticket = self.engine().start(&self.circle, number, call.clone(), tensors)?;
+        drop(turn);
+        let engine = self.engine().clone();
+        let made = then(Started { engine, circle: self.circle.clone(), number, call, ticket: Some(ticket) });
+        drop(entered);
+        made
+    }
+}
+
+/// A collective that this member has started and not finished.
+struct Started {
+    engine: Arc<Engine>,
+    circle: Arc<Circle>,
+    number: u64,
+    call: Call,
+    /// `None` once it is finished.
+    ticket: Option<Ticket>,
+}
+
+impl Started {
+    fn results(mut self) -> Result<Results> {
+        self.ticket.take().map_or_else(|| Ok(Results::new()), |ticket| self.engine.finish(ticket))
+    }
+}
+
+impl Unfinished for Started {
+    fn is_ready(&self) -> Result<bool> {
+        self.ticket.map_or(Ok(true), |ticket| self.engine.is_ready(ticket))
+    }
+
+    fn finish(self: Box<Self>) -> Result<Results> {
+        let engine = self.engine.clone();
+        let circle = self.circle.clone();
+        let _entered = engine.control().enter(circle.id, &circle.ranks, self.number, &self.call)?;
+        self.results()
+    }
+}
+
+impl Drop for Started {
+    fn drop(&mut self) {
+        if let Some(ticket) = self.ticket.take() {
+            self.engine.give_up(ticket);
+        }
+    }
+}
+
+impl Backend for MpiBackend {
+    fn name(&self) -> &'static str {
+        "mpi"
+    }
+
+    fn rank(&self) -> usize {
+        self.circle.me
+    }
+
+    fn ranks(&self) -> &[usize] {
+        &self.circle.ranks
+    }
+
+    fn run(&self, call: Call, tensors: Tensors) -> Result<Results> {
+        self.enter(call, tensors, Started::results)
+    }
+
+    fn run_in_place(&self, call: Call, tensor: &Tensor) -> Result<()> {
+        let made = self.run(call, smallvec![tensor.clone()])?;
+        made.into_iter().try_for_each(|made| overwrite::overwrite(tensor, &[&made.into_tensor()]))
+    }
+
+    fn start(&self, call: Call, tensors: Tensors) -> Result<Box<dyn Unfinished>> {
+        self.enter(call, tensors, |started| Ok(Box::new(started) as Box<dyn Unfinished>))
+    }
+
+    fn send(&self, call: Call, tensor: Tensor) -> Result<()> {
+        self.engine().send(&self.circle, &call, &tensor)
+    }
+
+    fn recv(&self, call: Call) -> Result<Tensor> {
+        self.engine().receive(&self.circle, &call)
+    }
+
+    fn subgroup(&self, members: &[usize]) -> Result<Arc<dyn Backend>> {
+        let ranks: Vec<usize> = members.iter().map(|&member| self.circle.ranks[member]).collect();
+        let rank = self.circle.my_rank();
+        let me = ranks.iter().position(|&member| member == rank).ok_or_else(|| Error::InvalidArgument {
+            rank,
+            op: "subgroup",
+            reason: format!("only members create a group, and this rank is not in {ranks:?}"),
+        })?;
+        self.engine().check()?;
+        Ok(Arc::new(Self::join(&self.shared, ranks, me)))
+    }
+
+    fn fail(&self, message: &str) {
+        self.control().fail(Cause::Failed { rank: self.circle.my_rank(), message: message.to_string() });
+    }
+
+    fn failure(&self) -> Option<Arc<GroupFailure>> {
+        self.control().failure()
+    }
+}

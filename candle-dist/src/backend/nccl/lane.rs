@@ -1,0 +1,94 @@
+//! Messages to one rank with one tag: a communicator of two, a stream, and a thread that waits for the receiver.
+//!
+//! NCCL's send ends when the receiver takes it, and its calls on one communicator follow each other. On a communicator
+//! and a stream of its own a message holds up nothing else, and two ranks that send to each other do not wait in a ring.
+use super::comm::UniqueId;
+use super::rank::{Rank, cuda};
+use super::transfer::issue_send;
+use crate::{Error, Result};
+use candle_core::{Device, Tensor};
+use cudarc::driver::CudaEvent;
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+/// How soon memory is given back after its message has arrived.
+const TIDY: Duration = Duration::from_millis(20);
+
+/// The sending end.
+pub(super) struct Outbox {
+    pub(super) id: u64,
+    pub(super) sent: u64,
+    /// `None` once it is closed.
+    queue: Option<Sender<Outgoing>>,
+    courier: Option<JoinHandle<()>>,
+}
+
+struct Outgoing {
+    tensor: Tensor,
+    /// When its data is there.
+    ready: CudaEvent,
+}
+
+impl Outbox {
+    /// The channel `id` between two ranks of the world, the sender first.
+    pub(super) fn open(rank: &Arc<Rank>, id: u64, ends: [usize; 2]) -> Result<Self> {
+        let (queue, incoming) = channel();
+        // Now, so that the receiver finds it also if this rank has ended meanwhile.
+        let announced = rank.announce(id)?;
+        let (rank, name) = (rank.clone(), format!("nccl {} to {}", ends[0], ends[1]));
+        let courier = std::thread::Builder::new().name(name).spawn(move || {
+            if let Err(error) = deliver(&rank, announced, &incoming) {
+                rank.watch.fail_with(error.to_string());
+            }
+        });
+        let courier = courier.map_err(|error| Error::Unsupported(format!("no thread for messages: {error}")))?;
+        Ok(Self { id, sent: 0, queue: Some(queue), courier: Some(courier) })
+    }
+
+    /// Leaves a tensor on this rank's GPU to the courier.
+    pub(super) fn push(&mut self, rank: &Rank, tensor: Tensor) -> Result<()> {
+        let Device::Cuda(device) = tensor.device() else {
+            return Err(Error::Unsupported("sending a host tensor over NCCL".to_string()));
+        };
+        let ready = device.cuda_stream().record_event(None).map_err(cuda)?;
+        self.sent += 1;
+        let taken = self.queue.as_ref().is_some_and(|queue| queue.send(Outgoing { tensor, ready }).is_ok());
+        if taken { Ok(()) } else { Err(rank.watch.fail_with("the courier of messages has stopped".to_string())) }
+    }
+}
+
+impl Drop for Outbox {
+    fn drop(&mut self) {
+        // Closed, it delivers what is left; it stops when the world has failed.
+        self.queue = None;
+        if let Some(courier) = self.courier.take() {
+            let _ = courier.join();
+        }
+    }
+}
+
+/// Delivers what comes until the queue is closed.
+fn deliver(rank: &Arc<Rank>, id: UniqueId, incoming: &Receiver<Outgoing>) -> Result<()> {
+    rank.bind()?;
+    let comm = rank.join(id, 2, 0)?;
+    let stream = rank.device.cuda_stream().context().new_stream().map_err(cuda)?;
+    let mut under_way: VecDeque<(Tensor, CudaEvent)> = VecDeque::new();
+    loop {
+        match incoming.recv_timeout(TIDY) {
+            Ok(Outgoing { tensor, ready }) => {
+                stream.wait(&ready).map_err(cuda)?;
+                issue_send(&comm, &stream, &tensor, 1)?;
+                under_way.push_back((tensor, stream.record_event(None).map_err(cuda)?));
+            }
+            Err(RecvTimeoutError::Timeout) => rank.watch.check()?,
+            Err(RecvTimeoutError::Disconnected) => break,
+        }
+        while under_way.front().is_some_and(|(_, arrived)| arrived.is_complete()) {
+            under_way.pop_front();
+        }
+    }
+    under_way.iter().try_for_each(|(_, arrived)| rank.wait(arrived))
+}

@@ -1,0 +1,148 @@
+//! What one rank has: its GPU, its view of the world, and the communicators that its watchdog looks after.
+use super::comm::{Comm, UniqueId};
+use super::watch::Watch;
+use crate::{Error, Result};
+use candle_core::{CudaDevice, Device};
+use cudarc::driver::{CudaEvent, CudaStream, DriverError};
+use parking_lot::Mutex;
+use std::collections::HashMap;
+use std::sync::{Arc, OnceLock, Weak};
+use std::time::{Duration, Instant};
+
+/// How often the watchdog looks.
+const PATROL: Duration = Duration::from_millis(200);
+
+/// The state of one rank.
+pub(super) struct Rank {
+    pub(super) watch: Watch,
+    pub(super) device: CudaDevice,
+    /// Where calls run that are only started.
+    side: OnceLock<Arc<CudaStream>>,
+    comms: Mutex<Vec<Weak<Comm>>>,
+    /// How many groups of these members this rank has made.
+    groups: Mutex<HashMap<Vec<usize>, u64>>,
+}
+
+/// The name under which ranks tell each other the id of a communicator.
+fn key(name: u64) -> String {
+    format!("nccl/{name:016x}")
+}
+
+/// An error of the CUDA driver.
+pub(super) fn cuda(error: DriverError) -> Error {
+    candle_core::Error::wrap(error).into()
+}
+
+/// Waits for what happens soon, then gives way to those that it depends on.
+#[derive(Default)]
+pub(super) struct Patience(u32);
+
+impl Patience {
+    pub(super) fn pause(&mut self) {
+        self.0 += 1;
+        match self.0 {
+            ..1000 => std::thread::yield_now(),
+            _ => std::thread::sleep(Duration::from_micros(200)),
+        }
+    }
+}
+
+impl Rank {
+    /// The state of the rank on `device`, with its watchdog.
+    pub(super) fn new(watch: Watch, device: &Device) -> Result<Arc<Self>> {
+        let device = device.as_cuda_device()?.clone();
+        let rank =
+            Arc::new(Self { watch, device, side: OnceLock::new(), comms: Mutex::default(), groups: Mutex::default() });
+        let (patrolled, name) = (Arc::downgrade(&rank), format!("nccl watchdog {}", rank.watch.rank()));
+        let patrol = move || {
+            while let Some(rank) = patrolled.upgrade() {
+                rank.patrol();
+                drop(rank);
+                std::thread::sleep(PATROL);
+            }
+        };
+        let started = std::thread::Builder::new().name(name).spawn(patrol);
+        started.map_err(|error| Error::Unsupported(format!("no thread for the watchdog of NCCL: {error}")))?;
+        Ok(rank)
+    }
+
+    /// The GPU's number.
+    pub(super) fn gpu(&self) -> usize {
+        self.device.cuda_stream().context().ordinal()
+    }
+
+    /// Makes the calling thread work on this rank's GPU.
+    pub(super) fn bind(&self) -> Result<()> {
+        self.device.cuda_stream().context().bind_to_thread().map_err(cuda)
+    }
+
+    /// The stream of calls that are only started.
+    pub(super) fn side_stream(&self) -> Result<Arc<CudaStream>> {
+        match self.side.get() {
+            Some(stream) => Ok(stream.clone()),
+            None => {
+                let stream = self.device.cuda_stream().context().new_stream().map_err(cuda)?;
+                Ok(self.side.get_or_init(|| stream).clone())
+            }
+        }
+    }
+
+    /// The id of the group that this rank makes of `ranks` now: its n-th of these members is every member's n-th.
+    pub(super) fn next_group(&self, ranks: &[usize]) -> u64 {
+        let mut groups = self.groups.lock();
+        let nth = groups.entry(ranks.to_vec()).or_default();
+        *nth += 1;
+        crate::control::group_id(ranks, *nth)
+    }
+
+    /// The communicator of `ranks` (of the world), of which this is the `me`-th, named alike on all of them.
+    pub(super) fn connect(self: &Arc<Self>, name: u64, ranks: &[usize], me: usize) -> Result<Arc<Comm>> {
+        let id = if me == 0 { self.announce(name)? } else { self.learn(name, ranks[0])? };
+        self.join(id, ranks.len(), me)
+    }
+
+    /// Makes the id of the communicator `name` and tells the others, without waiting for them.
+    pub(super) fn announce(&self, name: u64) -> Result<UniqueId> {
+        let id = UniqueId::new().map_err(|message| self.watch.fail_with(message))?;
+        self.watch.set(&key(name), &id.to_bytes())?;
+        Ok(id)
+    }
+
+    /// The id of the communicator `name`, which rank `from` of the world makes.
+    fn learn(&self, name: u64, from: usize) -> Result<UniqueId> {
+        let bytes = self.watch.get(&key(name), from)?;
+        let bad = || self.watch.fail_with(format!("{} bytes from rank {from}, which are no NCCL id", bytes.len()));
+        UniqueId::from_bytes(&bytes).ok_or_else(bad)
+    }
+
+    /// Joins a communicator of `size` members as the `me`-th; returns when all have come.
+    pub(super) fn join(self: &Arc<Self>, id: UniqueId, size: usize, me: usize) -> Result<Arc<Comm>> {
+        let comm = Arc::new(Comm::connect(self, id, size, me)?);
+        self.comms.lock().push(Arc::downgrade(&comm));
+        Ok(comm)
+    }
+
+    /// Waits on the host until the GPU has come to `event`.
+    pub(super) fn wait(&self, event: &CudaEvent) -> Result<()> {
+        let (began, mut patience) = (Instant::now(), Patience::default());
+        while !event.try_is_complete().map_err(cuda)? {
+            self.watch.check()?;
+            if began.elapsed() >= self.watch.timeout() {
+                return Err(self.watch.time_out());
+            }
+            patience.pause();
+        }
+        self.watch.check()
+    }
+
+    fn patrol(&self) {
+        let comms: Vec<_> = {
+            let mut comms = self.comms.lock();
+            comms.retain(|comm| comm.strong_count() > 0);
+            comms.iter().filter_map(Weak::upgrade).collect()
+        };
+        for comm in comms {
+            comm.inspect();
+        }
+    }
+}

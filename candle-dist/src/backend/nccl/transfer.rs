@@ -1,0 +1,224 @@
+//! A collective's tensors in a rank's GPU memory, and what NCCL is asked to do with them.
+use super::comm::Comm;
+use super::plan::{Plan, Span, Transfer};
+use super::rank::cuda;
+use crate::backend::device::Held;
+use crate::backend::{Call, Fresh, ReduceOp};
+use crate::{Error, Result};
+use candle_core::backend::BackendDevice;
+use candle_core::cuda_backend::CudaStorageSlice;
+use candle_core::{CudaDevice, CudaStorage, DType, Shape, Storage, Tensor};
+use cudarc::driver::{CudaSlice, CudaStream, DevicePtr};
+use cudarc::nccl::sys;
+use std::ffi::c_void;
+
+/// One tensor of a collective: planned, packed, and with memory for what comes.
+pub(super) struct Prepared {
+    plan: Plan,
+    /// What is sent, alive until the result is taken.
+    sent: Sent,
+    received: Option<CudaStorage>,
+    dtype: DType,
+}
+
+enum Sent {
+    Nothing,
+    Tensor(Tensor),
+    Packed(CudaStorage),
+}
+
+impl Prepared {
+    /// Rank `me`'s part in the `i`-th tensors of `call`; packing is enqueued on the stream of `device`.
+    pub(super) fn new(device: &CudaDevice, call: &Call, i: usize, me: usize, tensor: Option<&Tensor>) -> Result<Self> {
+        let none = || Error::Unsupported(format!("{} without a dtype", call.op));
+        let dtype = tensor.map(Tensor::dtype).or(call.dtype).ok_or_else(none)?;
+        let plan = Plan::new(call, i, me, tensor.map_or(&call.shape, |tensor| tensor.dims()))?;
+        let sent = match (tensor, &plan.pack) {
+            (None, _) => Sent::Nothing,
+            (Some(tensor), None) => Sent::Tensor(tensor.clone()),
+            (Some(tensor), Some(moves)) => {
+                let (storage, layout) = tensor.storage_and_layout();
+                Sent::Packed(moves.apply(CudaStorage::of(&storage)?, layout.start_offset())?)
+            }
+        };
+        let received = plan.shape.is_some().then(|| memory(device, plan.received, dtype)).transpose()?;
+        Ok(Self { plan, sent, received, dtype })
+    }
+
+    /// Asks NCCL to move the data on `stream`.
+    fn enqueue(&self, reduce: Option<ReduceOp>, comm: sys::ncclComm_t, stream: sys::cudaStream_t) -> sys::ncclResult_t {
+        let from = match &self.sent {
+            Sent::Nothing => 0,
+            Sent::Tensor(tensor) => address_of(tensor),
+            Sent::Packed(storage) => address(storage, 0),
+        };
+        let to = self.received.as_ref().map_or(0, |storage| address(storage, 0));
+        enqueue(&self.plan.transfer, (from, to), self.dtype, reduce, comm, stream)
+    }
+
+    /// The result; unpacking is enqueued on the stream of the tensor's device.
+    pub(super) fn land(self) -> Result<Option<Fresh>> {
+        let (Some(received), Some(shape)) = (self.received, self.plan.shape) else { return Ok(None) };
+        let storage = match &self.plan.unpack {
+            Some(moves) => moves.apply(&received, 0)?,
+            None => received,
+        };
+        Ok(Some(Fresh { storage: Storage::Cuda(storage), shape: Shape::from(shape.as_slice()) }))
+    }
+}
+
+/// Asks NCCL for all of `prepared` as one group on `stream`.
+pub(super) fn issue(comm: &Comm, stream: &CudaStream, call: &Call, prepared: &[Prepared]) -> Result<()> {
+    comm.issue(call.op.name(), stream, |comm, stream| {
+        let codes = prepared.iter().map(|prepared| prepared.enqueue(call.reduce, comm, stream));
+        first_error(codes)
+    })
+}
+
+/// Asks NCCL to put the result of an all_reduce or a broadcast into the place of `tensor`, which is contiguous.
+pub(super) fn issue_in_place(comm: &Comm, stream: &CudaStream, call: &Call, tensor: &Tensor) -> Result<()> {
+    let plan = Plan::new(call, 0, 0, tensor.dims())?;
+    let place = address_of(tensor);
+    comm.issue(call.op.name(), stream, |comm, stream| {
+        enqueue(&plan.transfer, (place, place), tensor.dtype(), call.reduce, comm, stream)
+    })
+}
+
+/// Asks NCCL to send `tensor` to the member `peer`.
+pub(super) fn issue_send(comm: &Comm, stream: &CudaStream, tensor: &Tensor, peer: usize) -> Result<()> {
+    let sends = vec![Span { peer, start: 0, len: tensor.elem_count() }];
+    let (transfer, place) = (Transfer::Exchange { sends, receives: Vec::new() }, address_of(tensor));
+    comm.issue("send", stream, |comm, stream| enqueue(&transfer, (place, 0), tensor.dtype(), None, comm, stream))
+}
+
+/// Asks NCCL for a tensor of `call`'s shape and dtype from the member `peer`, in new memory of `device`.
+pub(super) fn issue_receive(comm: &Comm, device: &CudaDevice, call: &Call, peer: usize) -> Result<Fresh> {
+    let (shape, dtype) = (Shape::from(call.shape.as_slice()), call.dtype.unwrap_or(DType::U8));
+    let storage = memory(device, shape.elem_count(), dtype)?;
+    let receives = vec![Span { peer, start: 0, len: shape.elem_count() }];
+    let (transfer, place) = (Transfer::Exchange { sends: Vec::new(), receives }, address(&storage, 0));
+    let stream = device.cuda_stream();
+    comm.issue("recv", &stream, |comm, stream| enqueue(&transfer, (0, place), dtype, None, comm, stream))?;
+    Ok(Fresh { storage: Storage::Cuda(storage), shape })
+}
+
+fn first_error(codes: impl Iterator<Item = sys::ncclResult_t>) -> sys::ncclResult_t {
+    let fine = [sys::ncclResult_t::ncclSuccess, sys::ncclResult_t::ncclInProgress];
+    codes.into_iter().find(|code| !fine.contains(code)).unwrap_or(sys::ncclResult_t::ncclSuccess)
+}
+
+/// One transfer as NCCL's calls, from the address of what is sent to that of what is received.
+fn enqueue(
+    transfer: &Transfer,
+    (from, to): (u64, u64),
+    dtype: DType,
+    reduce: Option<ReduceOp>,
+    comm: sys::ncclComm_t,
+    stream: sys::cudaStream_t,
+) -> sys::ncclResult_t {
+    let Some(kind) = kind(dtype) else { return sys::ncclResult_t::ncclInvalidArgument };
+    let size = dtype.size_in_bytes() as u64;
+    let at = |base: u64, start: usize| (base + start as u64 * size) as *mut c_void;
+    let (send, receive, op) = (at(from, 0), at(to, 0), operation(reduce));
+    // SAFETY (for every call below): the communicator is alive and locked by the caller. The addresses are those of
+    // device memory of this rank's GPU with at least as many elements as the plan counts, which `Prepared`, or the
+    // caller's tensor, keeps until the stream on which its memory is freed has come past the call. NCCL only enqueues.
+    match transfer {
+        Transfer::AllReduce { len: 0 } | Transfer::Broadcast { len: 0, .. } | Transfer::Reduce { len: 0, .. } => {
+            sys::ncclResult_t::ncclSuccess
+        }
+        Transfer::AllGather { len: 0 } | Transfer::ReduceScatter { len: 0 } => sys::ncclResult_t::ncclSuccess,
+        // SAFETY: see above.
+        Transfer::AllReduce { len } => unsafe { sys::ncclAllReduce(send, receive, *len, kind, op, comm, stream) },
+        Transfer::Broadcast { root, len } => {
+            // SAFETY: see above.
+            unsafe { sys::ncclBroadcast(send, receive, *len, kind, *root as i32, comm, stream) }
+        }
+        Transfer::Reduce { root, len } => {
+            // SAFETY: see above.
+            unsafe { sys::ncclReduce(send, receive, *len, kind, op, *root as i32, comm, stream) }
+        }
+        // SAFETY: see above.
+        Transfer::AllGather { len } => unsafe { sys::ncclAllGather(send, receive, *len, kind, comm, stream) },
+        // SAFETY: see above.
+        Transfer::ReduceScatter { len } => unsafe {
+            sys::ncclReduceScatter(send, receive, *len, kind, op, comm, stream)
+        },
+        Transfer::Reduces(spans) => first_error(spans.iter().map(|span| {
+            let root = span.peer as i32;
+            // SAFETY: see above.
+            unsafe { sys::ncclReduce(at(from, span.start), receive, span.len, kind, op, root, comm, stream) }
+        })),
+        Transfer::Exchange { sends, receives } => {
+            let send = |span: &Span| {
+                // SAFETY: see above.
+                unsafe { sys::ncclSend(at(from, span.start), span.len, kind, span.peer as i32, comm, stream) }
+            };
+            let receive = |span: &Span| {
+                // SAFETY: see above.
+                unsafe { sys::ncclRecv(at(to, span.start), span.len, kind, span.peer as i32, comm, stream) }
+            };
+            first_error(sends.iter().map(send).chain(receives.iter().map(receive)))
+        }
+    }
+}
+
+fn kind(dtype: DType) -> Option<sys::ncclDataType_t> {
+    Some(match dtype {
+        DType::U8 => sys::ncclDataType_t::ncclUint8,
+        DType::U32 => sys::ncclDataType_t::ncclUint32,
+        DType::I64 => sys::ncclDataType_t::ncclInt64,
+        DType::BF16 => sys::ncclDataType_t::ncclBfloat16,
+        DType::F16 => sys::ncclDataType_t::ncclFloat16,
+        DType::F32 => sys::ncclDataType_t::ncclFloat32,
+        DType::F64 => sys::ncclDataType_t::ncclFloat64,
+        _ => return None,
+    })
+}
+
+/// NCCL's reduction; calls that reduce nothing ignore it.
+fn operation(reduce: Option<ReduceOp>) -> sys::ncclRedOp_t {
+    match reduce {
+        Some(ReduceOp::Sum) | None => sys::ncclRedOp_t::ncclSum,
+        Some(ReduceOp::Avg) => sys::ncclRedOp_t::ncclAvg,
+        Some(ReduceOp::Min) => sys::ncclRedOp_t::ncclMin,
+        Some(ReduceOp::Max) => sys::ncclRedOp_t::ncclMax,
+        Some(ReduceOp::Product) => sys::ncclRedOp_t::ncclProd,
+    }
+}
+
+/// Memory for `len` elements that NCCL will write.
+fn memory(device: &CudaDevice, len: usize, dtype: DType) -> Result<CudaStorage> {
+    // SAFETY: a transfer fills what is received before anything reads it, for both are enqueued in that order.
+    Ok(unsafe { device.alloc_uninit(&Shape::from(len), dtype)? })
+}
+
+/// The address of a contiguous CUDA tensor's first element; 0 for a tensor elsewhere, which the engine has refused.
+fn address_of(tensor: &Tensor) -> u64 {
+    let (storage, layout) = tensor.storage_and_layout();
+    CudaStorage::of(&storage).map_or(0, |storage| address(storage, layout.start_offset()))
+}
+
+/// The address of the `start`-th element.
+fn address(storage: &CudaStorage, start: usize) -> u64 {
+    fn first<T>(slice: &CudaSlice<T>) -> u64 {
+        // Nothing is read or written through this guard: streams are made to wait by the caller.
+        slice.device_ptr(slice.stream()).0
+    }
+    let base = match &storage.slice {
+        CudaStorageSlice::U8(slice) => first(slice),
+        CudaStorageSlice::U32(slice) => first(slice),
+        CudaStorageSlice::I64(slice) => first(slice),
+        CudaStorageSlice::BF16(slice) => first(slice),
+        CudaStorageSlice::F16(slice) => first(slice),
+        CudaStorageSlice::F32(slice) => first(slice),
+        CudaStorageSlice::F64(slice) => first(slice),
+        _ => 0,
+    };
+    base + (start * candle_core::backend::BackendStorage::dtype(storage).size_in_bytes()) as u64
+}
+
+/// Makes `waiter` wait for what `stream` has been asked so far.
+pub(super) fn follow(waiter: &CudaStream, stream: &CudaStream) -> Result<()> {
+    waiter.join(stream).map_err(cuda)
+}

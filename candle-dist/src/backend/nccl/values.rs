@@ -1,0 +1,64 @@
+//! Values that threads give each other by name.
+use crate::Cause;
+use parking_lot::{Condvar, Mutex};
+use std::collections::HashMap;
+use std::time::Duration;
+
+/// How often somebody who waits looks whether it is in vain.
+const TICK: Duration = Duration::from_millis(20);
+
+/// What the threads of a world tell each other.
+#[derive(Debug, Default)]
+pub(crate) struct Values {
+    known: Mutex<HashMap<String, Vec<u8>>>,
+    changed: Condvar,
+}
+
+impl Values {
+    /// Gives everybody the `value` of `key`.
+    pub(super) fn set(&self, key: &str, value: &[u8]) {
+        self.known.lock().insert(key.to_string(), value.to_vec());
+        self.changed.notify_all();
+    }
+
+    /// The value of `key`, as soon as somebody sets it or `in_vain` says why nobody will.
+    pub(super) fn get(&self, key: &str, in_vain: impl Fn() -> Option<Cause>) -> Result<Vec<u8>, Cause> {
+        let mut known = self.known.lock();
+        loop {
+            // A rank's last act before its end may be to set it: so first its end, then the value.
+            let why = in_vain();
+            if let Some(value) = known.get(key) {
+                return Ok(value.clone());
+            }
+            if let Some(cause) = why {
+                return Err(cause);
+            }
+            self.changed.wait_for(&mut known, TICK);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_value_comes_to_who_waits_for_it() {
+        let values = Values::default();
+        let found = std::thread::scope(|scope| {
+            let waiting = scope.spawn(|| values.get("id", || None));
+            values.set("other", &[0]);
+            values.set("id", &[1, 2]);
+            waiting.join().expect("no panic")
+        });
+        assert_eq!(found, Ok(vec![1, 2]));
+    }
+
+    #[test]
+    fn waiting_ends_when_it_is_in_vain_and_not_before_the_value_was_looked_at() {
+        let (values, gone) = (Values::default(), || Some(Cause::Returned { rank: 3 }));
+        assert_eq!(values.get("id", gone), Err(Cause::Returned { rank: 3 }));
+        values.set("id", &[7]);
+        assert_eq!(values.get("id", gone), Ok(vec![7]));
+    }
+}

@@ -1,0 +1,129 @@
+//! What a rank knows of its world beside the data: failures, what the others are in, and small values.
+use super::values::Values;
+use crate::backend::Call;
+use crate::backend::local::WorldState;
+use crate::control::{Control, Entered};
+use crate::{Cause, Error, GroupFailure, Result};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// One rank's view of its world: threads of this process, or processes.
+pub(crate) enum Watch {
+    /// The rank is a thread.
+    Thread {
+        /// What the threads share.
+        world: Arc<WorldState>,
+        /// What they tell each other.
+        values: Arc<Values>,
+        /// This one.
+        rank: usize,
+    },
+    /// The rank is this process.
+    Process(Arc<Control>),
+}
+
+/// A rank is in a call until this is dropped.
+pub(super) enum Inside<'a> {
+    Thread(&'a WorldState, usize),
+    Process(#[expect(dead_code, reason = "held for its drop")] Entered<'a>),
+}
+
+impl Drop for Inside<'_> {
+    fn drop(&mut self) {
+        if let Self::Thread(world, rank) = self {
+            world.complete(*rank);
+        }
+    }
+}
+
+impl Watch {
+    /// This rank in the world.
+    pub(super) fn rank(&self) -> usize {
+        match self {
+            Self::Thread { rank, .. } => *rank,
+            Self::Process(control) => control.rank(),
+        }
+    }
+
+    /// How long a rank may wait in one call.
+    pub(super) fn timeout(&self) -> Duration {
+        match self {
+            Self::Thread { world, .. } => world.timeout(),
+            Self::Process(control) => control.timeout(),
+        }
+    }
+
+    /// The failure that stopped the world, if one did.
+    pub(super) fn failure(&self) -> Option<Arc<GroupFailure>> {
+        match self {
+            Self::Thread { world, .. } => world.failure(),
+            Self::Process(control) => control.failure(),
+        }
+    }
+
+    /// An error if the world has stopped.
+    pub(super) fn check(&self) -> Result<()> {
+        self.failure().map_or(Ok(()), |failure| Err(Error::Group(failure)))
+    }
+
+    /// Stops the world; the first cause wins and is what every rank gets.
+    pub(super) fn fail(&self, cause: Cause) -> Error {
+        match self {
+            Self::Thread { world, .. } => world.fail(cause),
+            Self::Process(control) => control.fail(cause),
+        }
+    }
+
+    /// Stops the world because this rank cannot go on.
+    pub(super) fn fail_with(&self, message: String) -> Error {
+        self.fail(Cause::Failed { rank: self.rank(), message })
+    }
+
+    /// Stops the world because this rank has waited too long.
+    pub(super) fn time_out(&self) -> Error {
+        self.fail(Cause::TimedOut { rank: self.rank(), after: self.timeout() })
+    }
+
+    /// Notes that this rank is in a call, until the guard is dropped.
+    pub(super) fn enter(&self, group: u64, ranks: &[usize], round: u64, call: &Arc<Call>) -> Result<Inside<'_>> {
+        match self {
+            Self::Thread { world, rank, .. } => {
+                world.check()?;
+                world.begin(*rank, call.clone());
+                Ok(Inside::Thread(world, *rank))
+            }
+            Self::Process(control) => Ok(Inside::Process(control.enter(group, ranks, round, call)?)),
+        }
+    }
+
+    /// Gives all ranks the `value` of `key`.
+    pub(super) fn set(&self, key: &str, value: &[u8]) -> Result<()> {
+        match self {
+            Self::Thread { values, .. } => {
+                values.set(key, value);
+                Ok(())
+            }
+            Self::Process(control) => control.set(key, value),
+        }
+    }
+
+    /// The value of `key`, which rank `from` sets: waits for it, or for the reason why it will not come.
+    pub(super) fn get(&self, key: &str, from: usize) -> Result<Vec<u8>> {
+        let (world, values) = match self {
+            Self::Thread { world, values, .. } => (world, values),
+            Self::Process(control) => return control.get(key),
+        };
+        let began = Instant::now();
+        let in_vain = || {
+            if let Some(failure) = self.failure() {
+                return Some(failure.cause.clone());
+            }
+            if world.has_returned(from) {
+                return Some(Cause::Returned { rank: from });
+            }
+            let late = began.elapsed() >= self.timeout();
+            late.then(|| Cause::TimedOut { rank: self.rank(), after: self.timeout() })
+        };
+        values.get(key, in_vain).map_err(|cause| self.fail(cause))
+    }
+}

@@ -1,0 +1,170 @@
+//! What a rank is in, and whether what it waits for can still come.
+use crate::backend::Call;
+use smallvec::SmallVec;
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::Arc;
+use std::time::Instant;
+
+/// The communication of one process, and what it knows of ranks that have ended.
+#[derive(Debug, Default)]
+pub(super) struct Activity {
+    /// What the rank's threads are in, oldest first.
+    active: Vec<Active>,
+    next: u64,
+    last: Option<Arc<Call>>,
+    /// How many rounds were entered, on each group.
+    rounds: HashMap<u64, u64>,
+    /// Of each rank that has ended: how many rounds it had entered, on each group.
+    left: HashMap<usize, HashMap<u64, u64>>,
+}
+
+#[derive(Debug)]
+struct Active {
+    id: u64,
+    what: Waiting,
+    since: Instant,
+}
+
+/// What a rank can be in.
+#[derive(Debug)]
+pub(super) enum Waiting {
+    /// A call, and the meeting that it waits for, unless it waits for nobody.
+    Call(Arc<Call>, Option<Meeting>),
+    /// The value of a key.
+    Value(String),
+}
+
+/// A round of a group.
+#[derive(Debug)]
+pub(super) struct Meeting {
+    pub(super) group: u64,
+    pub(super) round: u64,
+    pub(super) ranks: SmallVec<[usize; 8]>,
+}
+
+impl Meeting {
+    pub(super) fn new(group: u64, ranks: &[usize], round: u64) -> Self {
+        Self { group, round, ranks: SmallVec::from_slice(ranks) }
+    }
+}
+
+impl Activity {
+    /// Notes a round; tells whether it is entered for the first time.
+    pub(super) fn count(&mut self, group: u64, round: u64) -> bool {
+        let entered = self.rounds.entry(group).or_default();
+        let is_new = round >= *entered;
+        *entered = (*entered).max(round + 1);
+        is_new
+    }
+
+    /// Notes that the rank is in something, until [`end`](Self::end) with the number returned.
+    pub(super) fn begin(&mut self, what: Waiting) -> u64 {
+        self.next += 1;
+        self.active.push(Active { id: self.next, what, since: Instant::now() });
+        self.next
+    }
+
+    /// Notes that the rank has done with it.
+    pub(super) fn end(&mut self, id: u64) {
+        if let Some(at) = self.active.iter().position(|active| active.id == id)
+            && let Waiting::Call(call, _) = self.active.remove(at).what
+        {
+            self.last = Some(call);
+        }
+    }
+
+    /// Notes that `rank` has ended after these rounds.
+    pub(super) fn ended(&mut self, rank: usize, rounds: Vec<(u64, u64)>) {
+        self.left.insert(rank, rounds.into_iter().collect());
+    }
+
+    /// A rank that has ended and never entered a round that this rank waits in, if there is one.
+    pub(super) fn deserter(&self) -> Option<usize> {
+        if self.left.is_empty() {
+            return None;
+        }
+        self.active.iter().find_map(|active| match &active.what {
+            Waiting::Call(_, Some(meeting)) => meeting.ranks.iter().copied().find(|rank| self.lacks(*rank, meeting)),
+            Waiting::Call(_, None) | Waiting::Value(_) => None,
+        })
+    }
+
+    fn lacks(&self, rank: usize, meeting: &Meeting) -> bool {
+        let rounds = |left: &HashMap<u64, u64>| left.get(&meeting.group).copied().unwrap_or(0);
+        self.left.get(&rank).is_some_and(|left| rounds(left) <= meeting.round)
+    }
+
+    /// How many rounds were entered, on each group.
+    pub(super) fn rounds(&self) -> Vec<(u64, u64)> {
+        self.rounds.iter().map(|(&group, &rounds)| (group, rounds)).collect()
+    }
+}
+
+impl fmt::Display for Activity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // A value may be what a call waits for.
+        let is_call = |active: &&Active| matches!(active.what, Waiting::Call(..));
+        match (self.active.iter().rfind(is_call).or(self.active.last()), &self.last) {
+            (Some(Active { what, since, .. }), _) => write!(f, "{what} for {:.1?}", since.elapsed()),
+            (None, Some(call)) => write!(f, "running, last completed {call}"),
+            (None, None) => write!(f, "running, no call yet"),
+        }
+    }
+}
+
+impl fmt::Display for Waiting {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Call(call, _) => write!(f, "in {call}"),
+            Self::Value(key) => write!(f, "waiting for the value of {key:?}"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backend::Op;
+
+    fn wait(activity: &mut Activity, group: u64, round: u64) -> u64 {
+        activity.count(group, round);
+        let meeting = Meeting { group, round, ranks: SmallVec::from_slice(&[0, 1, 2]) };
+        activity.begin(Waiting::Call(Arc::new(Call::new(Op::Barrier)), Some(meeting)))
+    }
+
+    #[test]
+    fn a_rank_that_ended_is_missed_only_in_rounds_that_it_never_entered() {
+        let mut me = Activity::default();
+        let id = wait(&mut me, 7, 2);
+        me.ended(1, vec![(7, 3), (8, 1)]);
+        assert_eq!(me.deserter(), None, "it has entered rounds 0, 1 and 2");
+        me.end(id);
+        for (group, round) in [(7, 3), (8, 1), (9, 0)] {
+            let id = wait(&mut me, group, round);
+            assert_eq!(me.deserter(), Some(1), "{group} {round}");
+            me.end(id);
+        }
+        assert_eq!(me.deserter(), None, "it waits for nobody");
+    }
+
+    #[test]
+    fn rounds_are_new_once() {
+        let mut me = Activity::default();
+        let seen: Vec<_> = [0, 1, 0, 1, 2].map(|round| me.count(4, round)).to_vec();
+        assert_eq!(seen, [true, true, false, false, true]);
+        assert_eq!(me.rounds(), [(4, 3)]);
+    }
+
+    #[test]
+    fn says_what_it_does() {
+        let mut me = Activity::default();
+        assert_eq!(me.to_string(), "running, no call yet");
+        let id = wait(&mut me, 1, 0);
+        assert!(me.to_string().starts_with("in barrier at "), "{me}");
+        me.end(id);
+        assert!(me.to_string().starts_with("running, last completed barrier at "), "{me}");
+        me.begin(Waiting::Value("key".into()));
+        assert!(me.to_string().starts_with("waiting for the value of \"key\" for "), "{me}");
+    }
+}

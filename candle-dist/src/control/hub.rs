@@ -1,0 +1,294 @@
+//! Rank 0's side: who is there, what they wait for, and the verdict when something goes wrong.
+use super::message::{Fault, MAX_STATE, Notice, Request, State};
+use super::rounds::Rounds;
+use crate::Cause;
+use crate::store::hello::{Answer, Hello};
+use crate::store::link::{Event, Link};
+use crate::store::values::Values;
+use crate::store::within;
+use crate::world::End;
+use itertools::Itertools;
+use parking_lot::{Condvar, Mutex};
+use std::io;
+use std::net::TcpStream;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// How long the ranks have to say what they are doing when the world stops.
+const ANSWER: Duration = Duration::from_millis(300);
+
+/// What rank 0 knows of all processes.
+#[derive(Debug)]
+pub(super) struct Hub {
+    token: Vec<u8>,
+    debug: bool,
+    table: Mutex<Table>,
+    changed: Condvar,
+}
+
+#[derive(Debug)]
+struct Table {
+    phase: Phase,
+    seats: Vec<Seat>,
+    values: Values<(usize, u64)>,
+    rounds: Rounds,
+}
+
+/// Where a world is in its life; it only goes on.
+#[derive(Debug)]
+enum Phase {
+    Meeting,
+    Running,
+    /// Something went wrong, and ranks are asked what they are doing.
+    Stopping(Fault),
+    Stopped,
+    /// The ranks did not all come, or rank 0 ends.
+    Over,
+}
+
+/// The place of one rank.
+#[derive(Debug, Default)]
+struct Seat {
+    link: Option<Link<Notice>>,
+    is_open: bool,
+    end: Option<End>,
+    lost: Option<String>,
+    says: Option<String>,
+}
+
+impl Seat {
+    fn send(&self, notice: &Notice) {
+        if let (Some(link), true) = (&self.link, self.is_open) {
+            link.outbox.send(notice.clone());
+        }
+    }
+
+    fn has_ended(&self) -> bool {
+        self.end.is_some() || !self.is_open
+    }
+
+    fn state(&self) -> State {
+        match (&self.end, &self.lost, &self.says) {
+            (Some(end), ..) => State::Ended(end.clone().clipped(MAX_STATE)),
+            (_, Some(how), _) => State::Lost(how.clone()),
+            (.., Some(text)) => State::Says(text.clone()),
+            _ => State::Silent,
+        }
+    }
+}
+
+impl Table {
+    fn tell(&self, notice: &Notice) {
+        self.seats.iter().for_each(|seat| seat.send(notice));
+    }
+
+    /// Stops the world unless it has stopped: the first cause counts.
+    fn stop(&mut self, cause: Cause) {
+        if let Phase::Meeting | Phase::Running = self.phase {
+            self.phase = Phase::Stopping(cause.into());
+            self.tell(&Notice::Ask);
+        }
+    }
+
+    /// After a failure, processes are kept until all have heard of it and ended.
+    fn release(&self) {
+        let came = |seat: &&Seat| seat.link.is_some();
+        if matches!(self.phase, Phase::Stopped) && self.seats.iter().filter(came).all(Seat::has_ended) {
+            self.tell(&Notice::Bye);
+        }
+    }
+
+    /// Whether a process of this job may come in.
+    fn answer(&self, hello: &Hello) -> Answer {
+        let (rank, size) = (hello.rank as usize, self.seats.len());
+        if hello.size as usize != size {
+            let theirs = hello.size;
+            let fix = "start all with one size";
+            return Answer::Never(format!("this process counts {theirs} ranks and rank 0 counts {size}; {fix}"));
+        }
+        let Some(seat) = self.seats.get(rank) else {
+            return Answer::Never(format!("this process has rank {rank} of {size}; ranks go from 0 to {}", size - 1));
+        };
+        let is_over = matches!(self.phase, Phase::Stopping(_) | Phase::Stopped | Phase::Over);
+        match (&seat.link, &seat.end) {
+            (None, _) if matches!(self.phase, Phase::Meeting) => Answer::Welcome,
+            (_, Some(End::Returned)) if !is_over => Answer::Later(format!(
+                "rank {rank} was here and has left; a world that has begun takes nobody in, so start the whole job again"
+            )),
+            (Some(_), _) if !is_over => {
+                Answer::Never(format!("rank {rank} is here already; give every process a rank of its own"))
+            }
+            _ => {
+                Answer::Later(format!("the world that rank {rank} wants to join is ending; start the whole job again"))
+            }
+        }
+    }
+
+    /// What to tell everybody if some ranks do not come.
+    fn missing(&self, limit: Duration) -> String {
+        let missing = self.seats.iter().positions(|seat| seat.link.is_none()).collect_vec();
+        let ranks = if missing.len() == 1 { "rank" } else { "ranks" };
+        format!(
+            "{ranks} {} of {} did not come within {limit:?}; see whether they were started, and reach rank 0 under the \
+             same address and with the same token",
+            missing.iter().format(", "),
+            self.seats.len()
+        )
+    }
+}
+
+impl Hub {
+    pub(super) fn new(size: usize, token: &str, debug: bool) -> Self {
+        let seats = (0..size).map(|_| Seat::default()).collect();
+        let table = Table { phase: Phase::Meeting, seats, values: Values::default(), rounds: Rounds::default() };
+        Self { token: token.as_bytes().to_vec(), debug, table: Mutex::new(table), changed: Condvar::new() }
+    }
+
+    /// Answers a greeting: lets the process in, or tells it why not.
+    pub(super) fn admit(self: &Arc<Self>, hello: &Hello, stream: TcpStream, silence: Duration) -> io::Result<()> {
+        let mut table = self.table.lock();
+        let answer = if hello.knows(&self.token) {
+            table.answer(hello)
+        } else {
+            let fix = "it is of another job, or CANDLE_DIST_TOKEN differs";
+            Answer::Never(format!("this process has another token than rank 0; {fix}"))
+        };
+        answer.write(&mut &stream)?;
+        if answer != Answer::Welcome {
+            return Ok(());
+        }
+        let (hub, rank) = (self.clone(), hello.rank as usize);
+        let link = Link::start(stream, silence, move |event| hub.on(rank, event))?;
+        table.seats[rank] = Seat { link: Some(link), is_open: true, ..Seat::default() };
+        if table.seats.iter().all(|seat| seat.link.is_some()) {
+            table.phase = Phase::Running;
+            table.tell(&Notice::Ready { debug: self.debug });
+        }
+        self.changed.notify_all();
+        Ok(())
+    }
+
+    /// Takes in what comes from a rank.
+    fn on(&self, rank: usize, event: Event<Request>) {
+        let mut table = self.table.lock();
+        match event {
+            Event::Message(request, payload) => table.request(rank, request, payload),
+            Event::Ended(how) => {
+                table.seats[rank].is_open = false;
+                if table.seats[rank].end.is_none() {
+                    table.seats[rank].lost = Some(how.clone());
+                    table.stop(Cause::Lost { rank, how });
+                }
+                table.release();
+            }
+        }
+        self.changed.notify_all();
+    }
+
+    /// Waits for what befalls the world as a whole: the end of the meeting, and a failure.
+    pub(super) fn supervise(&self, limit: Duration) {
+        let mut table = self.table.lock();
+        let deadline = within(limit);
+        while matches!(table.phase, Phase::Meeting) {
+            if self.changed.wait_until(&mut table, deadline).timed_out() && matches!(table.phase, Phase::Meeting) {
+                table.phase = Phase::Over;
+                table.tell(&Notice::Missing(table.missing(limit)));
+            }
+        }
+        while matches!(table.phase, Phase::Running) {
+            self.changed.wait(&mut table);
+        }
+        let Phase::Stopping(fault) = &table.phase else { return };
+        let fault = fault.clone();
+        let deadline = within(ANSWER);
+        let owes = |seat: &Seat| !seat.has_ended() && seat.says.is_none();
+        while table.seats.iter().any(owes) && !self.changed.wait_until(&mut table, deadline).timed_out() {}
+        let ranks = table.seats.iter().map(Seat::state).collect();
+        table.tell(&Notice::Stopped { fault, ranks });
+        table.phase = Phase::Stopped;
+        table.release();
+        self.changed.notify_all();
+    }
+
+    /// Waits until all processes have ended: at most `timeout` while all is well, and then `farewell`.
+    pub(super) fn finish(&self, timeout: Duration, farewell: Duration) {
+        let mut table = self.table.lock();
+        let is_busy = |table: &Table| table.seats.iter().any(|seat| seat.is_open);
+        let deadline = within(timeout);
+        while matches!(table.phase, Phase::Running) && is_busy(&table) {
+            if self.changed.wait_until(&mut table, deadline).timed_out() && is_busy(&table) {
+                table.stop(Cause::TimedOut { rank: 0, after: timeout });
+                self.changed.notify_all();
+            }
+        }
+        let deadline = within(farewell);
+        while is_busy(&table) && !self.changed.wait_until(&mut table, deadline).timed_out() {}
+        table.phase = Phase::Over;
+        self.changed.notify_all();
+        let links = table.seats.iter_mut().filter_map(|seat| seat.link.take()).collect_vec();
+        drop(table);
+        links.into_iter().for_each(Link::finish);
+    }
+}
+
+impl Table {
+    fn request(&mut self, rank: usize, request: Request, payload: Vec<u8>) {
+        match request {
+            Request::Set { key } => {
+                let value: Arc<[u8]> = payload.into();
+                for (waiting, id) in self.values.set(key, value.clone()) {
+                    self.give(waiting, id, value.clone());
+                }
+            }
+            Request::Get { id, key } => {
+                if let Some(value) = self.values.get(key, (rank, id)) {
+                    self.give(rank, id, value);
+                }
+            }
+            Request::Enter(signature) => {
+                let (group, round) = (signature.group, signature.round);
+                let Some(calls) = self.rounds.enter(rank, *signature) else { return };
+                match calls.mismatch() {
+                    None => {
+                        let agreed = Notice::Agreed { group, round };
+                        calls
+                            .ranks()
+                            .iter()
+                            .filter_map(|&rank| self.seats.get(rank))
+                            .for_each(|seat| seat.send(&agreed));
+                    }
+                    Some(mismatch) => {
+                        // A rank that did not have to wait may be elsewhere by now: what counts is what it called.
+                        for (rank, text) in mismatch.calls {
+                            self.seats[rank].says = Some(format!("in {text}"));
+                        }
+                        self.stop(mismatch.cause);
+                    }
+                }
+            }
+            Request::Fail(fault) => self.stop(fault.into()),
+            Request::Report(text) => {
+                self.seats[rank].says.get_or_insert(text);
+            }
+            Request::Goodbye { end, rounds } => {
+                let cause = end.cause(rank);
+                self.seats[rank].end = Some(end);
+                match (&self.phase, cause) {
+                    (Phase::Meeting | Phase::Running, None) => {
+                        self.tell(&Notice::Left { rank, rounds });
+                        self.seats[rank].send(&Notice::Bye);
+                    }
+                    (_, Some(cause)) => self.stop(cause),
+                    (_, None) => {}
+                }
+                self.release();
+            }
+        }
+    }
+
+    fn give(&self, rank: usize, id: u64, value: Arc<[u8]>) {
+        if let Some(link) = &self.seats[rank].link {
+            link.outbox.send_with(Notice::Value { id }, value);
+        }
+    }
+}

@@ -1,0 +1,139 @@
+//! What goes over the connections between processes and rank 0.
+use super::signature::Signature;
+use crate::backend::DIFFERENCES;
+use crate::world::End;
+use crate::{Cause, Doing};
+use serde::{Deserialize, Serialize};
+use std::time::Duration;
+
+/// From a process to rank 0.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) enum Request {
+    /// The bytes are the value of a key.
+    Set { key: String },
+    /// Asks for a value, once it is there.
+    Get { id: u64, key: String },
+    /// This rank has entered a call, whose description is to be compared.
+    Enter(Box<Signature>),
+    /// Something went wrong.
+    Fail(Fault),
+    /// The answer to [`Notice::Ask`].
+    Report(String),
+    /// This rank ends, after so many rounds on each group.
+    Goodbye { end: End, rounds: Vec<(u64, u64)> },
+}
+
+/// From rank 0 to a process.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(super) enum Notice {
+    /// All processes are there.
+    Ready { debug: bool },
+    /// They did not all come.
+    Missing(String),
+    /// The bytes are the value that was asked for.
+    Value { id: u64 },
+    /// All members of the group made the same call.
+    Agreed { group: u64, round: u64 },
+    /// A rank has ended, after so many rounds on each group.
+    Left { rank: usize, rounds: Vec<(u64, u64)> },
+    /// The world stops: what is this rank doing?
+    Ask,
+    /// The world has stopped.
+    Stopped { fault: Fault, ranks: Vec<State> },
+    /// The answer to a goodbye: nobody needs this process any more.
+    Bye,
+}
+
+/// A [`Cause`] that can be sent.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(super) enum Fault {
+    Mismatch { rank: usize, reference: usize, what: String },
+    Returned { rank: usize },
+    Failed { rank: usize, message: String },
+    Panicked { rank: usize, message: String },
+    Lost { rank: usize, how: String },
+    Deadlock,
+    TimedOut { rank: usize, after: Duration },
+}
+
+/// The longest message of an error, in bytes.
+pub(super) const MAX_MESSAGE: usize = 16 << 10;
+/// The longest text of what a rank is doing, in bytes: those of thousands of ranks go into one message.
+pub(super) const MAX_STATE: usize = 1 << 10;
+
+/// What differs when members of a group do not even agree on who they are.
+pub(super) const MEMBERS: &str = "list of members";
+
+/// A text of at most `limit` bytes and a mark that it was longer.
+pub(super) fn clipped(mut text: String, limit: usize) -> String {
+    if text.len() > limit {
+        let end = (0..=limit).rev().find(|&end| text.is_char_boundary(end)).unwrap_or(0);
+        text.truncate(end);
+        text.push('…');
+    }
+    text
+}
+
+impl End {
+    /// The end with a message of at most `limit` bytes.
+    pub(super) fn clipped(self, limit: usize) -> Self {
+        match self {
+            Self::Returned => Self::Returned,
+            Self::Failed(message) => Self::Failed(clipped(message, limit)),
+            Self::Panicked(message) => Self::Panicked(clipped(message, limit)),
+        }
+    }
+}
+
+impl From<Cause> for Fault {
+    fn from(cause: Cause) -> Self {
+        match cause {
+            Cause::Mismatch { rank, reference, what } => Self::Mismatch { rank, reference, what: what.to_string() },
+            Cause::Returned { rank } => Self::Returned { rank },
+            Cause::Failed { rank, message } => Self::Failed { rank, message: clipped(message, MAX_MESSAGE) },
+            Cause::Panicked { rank, message } => Self::Panicked { rank, message: clipped(message, MAX_MESSAGE) },
+            Cause::Lost { rank, how } => Self::Lost { rank, how },
+            Cause::Deadlock => Self::Deadlock,
+            Cause::TimedOut { rank, after } => Self::TimedOut { rank, after },
+        }
+    }
+}
+
+impl From<Fault> for Cause {
+    fn from(fault: Fault) -> Self {
+        match fault {
+            Fault::Mismatch { rank, reference, what } => {
+                let known = DIFFERENCES.iter().map(|(known, _)| *known).chain([MEMBERS]).find(|known| *known == what);
+                Self::Mismatch { rank, reference, what: known.unwrap_or("call") }
+            }
+            Fault::Returned { rank } => Self::Returned { rank },
+            Fault::Failed { rank, message } => Self::Failed { rank, message },
+            Fault::Panicked { rank, message } => Self::Panicked { rank, message },
+            Fault::Lost { rank, how } => Self::Lost { rank, how },
+            Fault::Deadlock => Self::Deadlock,
+            Fault::TimedOut { rank, after } => Self::TimedOut { rank, after },
+        }
+    }
+}
+
+/// A [`Doing`] that can be sent.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(super) enum State {
+    Says(String),
+    Ended(End),
+    Lost(String),
+    Silent,
+}
+
+impl From<State> for Doing {
+    fn from(state: State) -> Self {
+        match state {
+            State::Says(text) => Self::Says(text),
+            State::Ended(End::Returned) => Self::Returned,
+            State::Ended(End::Failed(message)) => Self::Failed(message),
+            State::Ended(End::Panicked(message)) => Self::Panicked(message),
+            State::Lost(how) => Self::Lost(how),
+            State::Silent => Self::Silent,
+        }
+    }
+}

@@ -1,0 +1,160 @@
+//! Where rank 0 listens: lets processes of the job in, and drops everybody else.
+use super::hub::Hub;
+use crate::init::{InitOptions, LaunchInfo};
+use crate::launch::is_loopback;
+use crate::store::hello::Hello;
+use crate::store::{Before, within};
+use crate::{Error, Result};
+use parking_lot::Mutex;
+use std::collections::VecDeque;
+use std::io::ErrorKind;
+use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+/// How long a connection has to introduce itself.
+const GREETING: Duration = Duration::from_secs(2);
+/// How many connections may be about to introduce themselves; the oldest then makes place.
+const STRANGERS: usize = 64;
+/// The stack of a thread that reads a greeting.
+const STACK_BYTES: usize = 128 << 10;
+/// How long to wait when the system has no more connections to give.
+const EXHAUSTED: Duration = Duration::from_millis(50);
+
+/// The listening side of rank 0.
+#[derive(Debug)]
+pub(super) struct Server {
+    hub: Arc<Hub>,
+    address: SocketAddr,
+    is_over: Arc<AtomicBool>,
+    door: Option<JoinHandle<()>>,
+}
+
+impl Server {
+    /// Listens at the world's address, on that interface alone.
+    pub(super) fn start(info: &LaunchInfo, options: &InitOptions) -> Result<Self> {
+        let failed = |error: std::io::Error| Error::Init(format!("rank 0 cannot start its threads: {error}"));
+        let listener = listen(info)?;
+        let address = listener.local_addr().map_err(failed)?;
+        let hub = Arc::new(Hub::new(info.world_size, &info.token, options.is_debug()));
+        let is_over = Arc::new(AtomicBool::new(false));
+        let (watched, limit) = (hub.clone(), options.init_timeout);
+        let supervisor = thread::Builder::new().name("candle-dist supervisor".into());
+        supervisor.spawn(move || watched.supervise(limit)).map_err(failed)?;
+        let door = Door { hub: hub.clone(), silence: options.lost_after, strangers: Mutex::default() };
+        let (door, closed) = (Arc::new(door), is_over.clone());
+        let acceptor = thread::Builder::new().name("candle-dist door".into());
+        let door = acceptor.spawn(move || door.keep(&listener, &closed)).map_err(failed)?;
+        Ok(Self { hub, address, is_over, door: Some(door) })
+    }
+
+    /// Where this process reaches it.
+    pub(super) fn address(&self) -> SocketAddr {
+        let mut address = self.address;
+        if address.ip().is_unspecified() {
+            address.set_ip(Ipv4Addr::LOCALHOST.into());
+        }
+        address
+    }
+
+    /// Waits until all processes have ended; see [`Hub::finish`].
+    pub(super) fn finish(&self, timeout: Duration, farewell: Duration) {
+        self.hub.finish(timeout, farewell);
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.hub.finish(Duration::ZERO, Duration::ZERO);
+        self.is_over.store(true, Ordering::Release);
+        // Wakes the thread that accepts; when it has ended, the port is free again.
+        let woken = TcpStream::connect_timeout(&self.address(), Duration::from_secs(1)).is_ok();
+        if let (true, Some(door)) = (woken, self.door.take()) {
+            let _ = door.join();
+        }
+    }
+}
+
+/// Binds the address that the launcher names.
+fn listen(info: &LaunchInfo) -> Result<TcpListener> {
+    let (host, port) = info.address.rsplit_once(':').unwrap_or((&info.address, ""));
+    let failed = |error: std::io::Error| {
+        Error::Init(match error.kind() {
+            ErrorKind::AddrInUse => format!(
+                "port {port} of {host} is taken by another program or job; set MASTER_PORT to another one, alike for all \
+                 ranks"
+            ),
+            ErrorKind::AddrNotAvailable => format!(
+                "rank 0 cannot listen at {host}, which is no address of its host; set MASTER_ADDR to an address of the \
+                 host that rank 0 runs on"
+            ),
+            _ => format!("rank 0 cannot listen at {}: {error}; mend MASTER_ADDR and MASTER_PORT", info.address),
+        })
+    };
+    let mut addresses: Vec<SocketAddr> = info.address.to_socket_addrs().map_err(failed)?.collect();
+    // Many a host knows its own name as a loopback address, where others would not find it.
+    let spans_hosts = info.local_size < info.world_size;
+    if spans_hosts && !is_loopback(host) && addresses.iter().all(|address| address.ip().is_loopback()) {
+        addresses.iter_mut().for_each(|address| address.set_ip(Ipv4Addr::UNSPECIFIED.into()));
+    }
+    TcpListener::bind(&addresses[..]).map_err(failed)
+}
+
+/// Where connections come in.
+struct Door {
+    hub: Arc<Hub>,
+    silence: Duration,
+    /// Connections that have not introduced themselves yet, oldest first.
+    strangers: Mutex<VecDeque<(u64, TcpStream)>>,
+}
+
+impl Door {
+    fn keep(self: Arc<Self>, listener: &TcpListener, is_over: &AtomicBool) {
+        let mut id = 0u64;
+        for accepted in listener.incoming() {
+            if is_over.load(Ordering::Acquire) {
+                return;
+            }
+            let Ok(stream) = accepted else {
+                thread::sleep(EXHAUSTED);
+                continue;
+            };
+            id += 1;
+            let Ok(held) = stream.try_clone() else { continue };
+            let mut strangers = self.strangers.lock();
+            strangers.push_back((id, held));
+            if strangers.len() > STRANGERS
+                && let Some((_, oldest)) = strangers.pop_front()
+            {
+                let _ = oldest.shutdown(Shutdown::Both);
+            }
+            drop(strangers);
+            let door = self.clone();
+            let greeter = thread::Builder::new().name("candle-dist greeter".into()).stack_size(STACK_BYTES);
+            if greeter.spawn(move || door.greet(id, stream)).is_err() {
+                // The connection closes; a process of ours tries again.
+                self.forget(id);
+            }
+        }
+    }
+
+    fn forget(&self, id: u64) {
+        self.strangers.lock().retain(|(other, _)| *other != id);
+    }
+
+    fn greet(&self, id: u64, stream: TcpStream) {
+        let hello = Hello::read(&mut Before { stream: &stream, deadline: within(GREETING) });
+        self.forget(id);
+        // If the answer does not get through, the other side tries again.
+        let _ = stream.set_write_timeout(Some(GREETING));
+        let _ = match hello {
+            Ok(hello) => self.hub.admit(&hello, stream, self.silence),
+            Err(stranger) => match stranger.answer() {
+                Some(answer) => answer.write(&mut &stream),
+                None => Ok(()),
+            },
+        };
+    }
+}

@@ -1,0 +1,173 @@
+//! A call in a form that can be sent and compared at rank 0.
+use super::message::{MAX_STATE, MEMBERS, clipped};
+use crate::backend::{Call, Dims, Form, Op, ReduceOp};
+use candle_core::{DType, DeviceLocation};
+use serde::{Deserialize, Serialize};
+use smallvec::SmallVec;
+use std::str::FromStr;
+
+/// One member's entry into a round.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(super) struct Signature {
+    pub(super) group: u64,
+    pub(super) round: u64,
+    /// The members, as ranks of the world.
+    pub(super) ranks: Vec<usize>,
+    /// The call with its call site, for people.
+    pub(super) text: String,
+    what: What,
+}
+
+/// All that [`Call::difference`] looks at.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+struct What {
+    op: Op,
+    dtype: Option<String>,
+    device: Kind,
+    shape: Dims,
+    rest: Vec<(String, Dims)>,
+    reduce: Option<ReduceOp>,
+    peer: Option<usize>,
+    dims: SmallVec<[usize; 2]>,
+    sizes: SmallVec<[Dims; 2]>,
+    form: Form,
+    note: Option<String>,
+}
+
+/// A kind of device: processes count their devices each for itself.
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
+enum Kind {
+    Cpu,
+    Cuda,
+    Metal,
+}
+
+impl Signature {
+    pub(super) fn new(group: u64, ranks: &[usize], round: u64, call: &Call) -> Self {
+        let named = |(dtype, dims): &(DType, Dims)| (dtype.as_str().to_string(), dims.clone());
+        let what = What {
+            op: call.op,
+            dtype: call.dtype.map(|dtype| dtype.as_str().to_string()),
+            device: match call.device {
+                DeviceLocation::Cpu => Kind::Cpu,
+                DeviceLocation::Cuda { .. } => Kind::Cuda,
+                DeviceLocation::Metal { .. } => Kind::Metal,
+            },
+            shape: call.shape.clone(),
+            rest: call.rest.iter().map(named).collect(),
+            reduce: call.reduce,
+            peer: call.peer,
+            dims: call.dims.clone(),
+            sizes: call.sizes.clone(),
+            form: call.form,
+            note: call.note.as_deref().map(str::to_string),
+        };
+        Self { group, round, ranks: ranks.to_vec(), text: clipped(call.to_string(), MAX_STATE), what }
+    }
+
+    /// What two members' calls of the same round differ in, if they do.
+    pub(super) fn difference(&self, other: &Self) -> Option<&'static str> {
+        if self.ranks != other.ranks {
+            return Some(MEMBERS);
+        }
+        let (mut mine, theirs) = (self.what.call(), other.what.call());
+        if (mine.op, theirs.op) == (Op::Send, Op::Recv) {
+            // The two sides of one message: each names the other one.
+            (mine.op, mine.peer, mine.form) = (theirs.op, theirs.peer, theirs.form);
+        }
+        mine.difference(&theirs)
+    }
+}
+
+impl What {
+    fn call(&self) -> Call {
+        // Equal builds know equal dtypes: the greeting compares versions.
+        let dtype = |name: &String| DType::from_str(name).ok();
+        Call {
+            dtype: self.dtype.as_ref().and_then(dtype),
+            device: match self.device {
+                Kind::Cpu => DeviceLocation::Cpu,
+                Kind::Cuda => DeviceLocation::Cuda { gpu_id: 0 },
+                Kind::Metal => DeviceLocation::Metal { gpu_id: 0 },
+            },
+            shape: self.shape.clone(),
+            rest: self.rest.iter().filter_map(|(name, dims)| Some((dtype(name)?, dims.clone()))).collect(),
+            reduce: self.reduce,
+            peer: self.peer,
+            dims: self.dims.clone(),
+            sizes: self.sizes.clone(),
+            form: self.form,
+            note: self.note.as_deref().map(Into::into),
+            ..Call::new(self.op)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::{Device, Tensor};
+    use smallvec::smallvec;
+
+    fn sent(call: &Call) -> Signature {
+        let json = serde_json::to_string(&Signature::new(7, &[0, 1], 3, call)).unwrap();
+        serde_json::from_str(&json).unwrap()
+    }
+
+    fn call() -> Call {
+        let x = Tensor::zeros((2, 3), DType::F32, &Device::Cpu).unwrap();
+        Call {
+            reduce: Some(ReduceOp::Sum),
+            dims: smallvec![0],
+            sizes: smallvec![smallvec![1, 2]],
+            note: Some("n".into()),
+            ..Call::on(Op::AllReduce, &x, &[1]).with_rest(std::slice::from_ref(&x))
+        }
+    }
+
+    #[test]
+    fn all_that_calls_may_differ_in_is_sent() {
+        type Change = fn(&mut Call);
+        let changes: [(&str, Change); 11] = [
+            ("op", |c| c.op = Op::Broadcast),
+            ("dtype", |c| c.dtype = Some(DType::BF16)),
+            ("device", |c| c.device = DeviceLocation::Cuda { gpu_id: 0 }),
+            ("shape", |c| c.shape = smallvec![2, 4]),
+            ("shape", |c| c.rest = vec![(DType::I64, smallvec![2, 3])]),
+            ("reduction", |c| c.reduce = Some(ReduceOp::Max)),
+            ("root", |c| c.peer = Some(1)),
+            ("dim", |c| c.dims = smallvec![1]),
+            ("sizes", |c| c.sizes = smallvec![smallvec![2, 1]]),
+            ("form (into new memory, in place, or started)", |c| c.form = Form::Started),
+            ("description", |c| c.note = Some("m".into())),
+        ];
+        assert_eq!(sent(&call()).difference(&sent(&call())), None);
+        for (what, change) in changes {
+            let mut other = call();
+            change(&mut other);
+            assert_eq!(sent(&call()).difference(&sent(&other)), Some(what));
+            assert_eq!(call().difference(&other), Some(what), "as in the world of threads");
+        }
+    }
+
+    #[test]
+    fn processes_may_have_different_devices_of_one_kind() {
+        let on = |gpu_id| sent(&Call { device: DeviceLocation::Cuda { gpu_id }, ..call() });
+        assert_eq!(on(0).difference(&on(1)), None);
+    }
+
+    #[test]
+    fn a_message_is_compared_with_what_is_expected() {
+        let x = Tensor::zeros(3, DType::F32, &Device::Cpu).unwrap();
+        let send = sent(&Call { peer: Some(1), ..Call::on(Op::Send, &x, &[]) });
+        let recv = Call { peer: Some(0), ..Call::on(Op::Recv, &x, &[]) };
+        assert_eq!(send.difference(&sent(&recv)), None);
+        assert_eq!(send.difference(&sent(&Call { shape: smallvec![4], ..recv })), Some("shape"));
+    }
+
+    #[test]
+    fn members_are_compared() {
+        let other = Signature { ranks: vec![0, 2], ..sent(&call()) };
+        assert_eq!(sent(&call()).difference(&other), Some(MEMBERS));
+    }
+}

@@ -1,0 +1,111 @@
+//! Worlds whose ranks are processes, on one host or on many.
+//!
+//! A launcher (torchrun, mpirun, srun) starts the same program once for each rank and tells it who it is
+//! ([`LaunchInfo`]). The processes meet at an address of rank 0's, and then communicate over an engine ([`Backend`]).
+//! From there on the program is the one that runs on threads: the same groups, meshes and errors.
+//!
+//! A rank that fails, panics, ends too early, hangs or dies becomes the same [`Error::Group`] on every other rank, with
+//! what each rank was doing. [`InitOptions::debug`] also compares the calls of all ranks before they move data.
+//!
+//! | variable | says |
+//! |---|---|
+//! | `MASTER_ADDR`, `MASTER_PORT` | where rank 0 listens; see [`LaunchInfo`] for what holds without them |
+//! | `CANDLE_DIST_TOKEN` | what only the processes of this job know; otherwise the launcher's job id |
+//! | `CANDLE_DIST_DEBUG=1` | compare calls |
+//! | `CANDLE_DIST_SHARE_GPUS=1` | more ranks than GPUs may be on a host |
+mod options;
+
+pub use crate::launch::LaunchInfo;
+pub use options::InitOptions;
+
+use crate::control::Control;
+use crate::{Cause, Error, ProcessGroup, RankContext, Result, backend, threads};
+use itertools::Itertools;
+use std::sync::Arc;
+
+/// The engine that moves tensors between processes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+#[non_exhaustive]
+pub enum Backend {
+    /// The best one of this build: NCCL, else MPI.
+    #[default]
+    Auto,
+    /// NCCL, between GPUs; needs the cargo feature `nccl`.
+    Nccl,
+    /// MPI, between CPUs; needs the cargo feature `mpi`.
+    Mpi,
+}
+
+/// Starts an engine in a process that has met the others.
+type Start = fn(&LaunchInfo, &Arc<Control>) -> Result<Arc<dyn backend::Backend>>;
+
+/// An engine between processes.
+struct Engine {
+    backend: Backend,
+    feature: &'static str,
+    /// `None` where the feature is off.
+    start: Option<Start>,
+}
+
+#[cfg(feature = "nccl")]
+const NCCL: Option<Start> = Some(backend::nccl::start);
+#[cfg(not(feature = "nccl"))]
+const NCCL: Option<Start> = None;
+
+/// The engines, best first.
+const ENGINES: [Engine; 2] = [
+    Engine { backend: Backend::Nccl, feature: "nccl", start: NCCL },
+    Engine { backend: Backend::Mpi, feature: "mpi", start: MPI },
+];
+
+#[cfg(feature = "mpi")]
+const MPI: Option<Start> = Some(backend::mpi::start);
+#[cfg(not(feature = "mpi"))]
+const MPI: Option<Start> = None;
+
+/// Joins the world of processes that a launcher has started, as one of its ranks.
+///
+/// Returns when all processes are there. Dropping the context says goodbye; see [`World::processes`] for a world that
+/// also says how its rank ended.
+///
+/// ```no_run
+/// use candle_dist::init::{Backend, InitOptions};
+/// use candle_dist::{ReduceOp, init_process_group};
+/// # use candle_core::{Device, Tensor};
+///
+/// let ctx = init_process_group(Backend::Auto, InitOptions::new())?;
+/// let ranks = ctx.group().all_reduce(&Tensor::new(&[1f32], &Device::Cpu)?, ReduceOp::Sum)?;
+/// # Ok::<(), candle_dist::Error>(())
+/// ```
+///
+/// [`World::processes`]: crate::World::processes
+pub fn init_process_group(backend: Backend, options: InitOptions) -> Result<RankContext> {
+    init_process_group_with(options, engine(backend)?)
+}
+
+/// Like [`init_process_group`] with an engine of your own, which `start` makes once the processes have met.
+pub fn init_process_group_with(
+    options: InitOptions,
+    start: impl FnOnce(&LaunchInfo, &Arc<Control>) -> Result<Arc<dyn backend::Backend>>,
+) -> Result<RankContext> {
+    let info = LaunchInfo::from_env(&options)?;
+    threads::settle(options.threads_per_rank.unwrap_or_else(|| threads::default_per_rank(info.local_size)));
+    let control = Control::connect(&info, &options)?;
+    match start(&info, &control) {
+        Ok(engine) => Ok(RankContext::of_process(control, ProcessGroup::new(engine))),
+        Err(Error::Group(failure)) => Err(Error::Group(failure)),
+        // The others may be about to wait for this rank's engine.
+        Err(error) => Err(control.fail(Cause::Failed { rank: info.rank, message: error.to_string() })),
+    }
+}
+
+/// How to start the engine that was asked for.
+fn engine(backend: Backend) -> Result<Start> {
+    let fits = |engine: &&Engine| backend == Backend::Auto || engine.backend == backend;
+    ENGINES.iter().filter(fits).find_map(|engine| engine.start).ok_or_else(|| {
+        let features = ENGINES.iter().filter(fits).map(|engine| engine.feature).join(" or ");
+        Error::Unsupported(format!(
+            "this build has no engine between processes; build with the cargo feature {features}"
+        ))
+    })
+}

@@ -1,0 +1,74 @@
+//! What each launcher tells a process, one row a launcher.
+
+/// The variables of one launcher.
+pub(super) struct Launcher {
+    pub(super) name: &'static str,
+    /// A variable that tells this launcher from others that also set `rank`.
+    pub(super) mark: &'static str,
+    pub(super) rank: &'static str,
+    pub(super) size: &'static str,
+    pub(super) local_rank: &'static str,
+    /// The first one set counts.
+    pub(super) local_size: &'static [&'static str],
+    /// The node's number, where `local_size` lists all nodes.
+    pub(super) node: Option<&'static str>,
+    /// The list of hosts, in rank order.
+    pub(super) hosts: Option<&'static str>,
+    /// What tells this job from others; several are joined.
+    pub(super) job: &'static [&'static str],
+    /// Whether other launchers run inside it: its variables then count for nothing.
+    pub(super) outer: bool,
+}
+
+/// The launchers, in the order in which they are looked for.
+pub(super) const LAUNCHERS: [Launcher; 4] = [
+    Launcher {
+        name: "torchrun",
+        mark: "RANK",
+        rank: "RANK",
+        size: "WORLD_SIZE",
+        local_rank: "LOCAL_RANK",
+        local_size: &["LOCAL_WORLD_SIZE"],
+        node: None,
+        hosts: None,
+        job: &["TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"],
+        outer: false,
+    },
+    Launcher {
+        name: "Open MPI",
+        mark: "OMPI_COMM_WORLD_RANK",
+        rank: "OMPI_COMM_WORLD_RANK",
+        size: "OMPI_COMM_WORLD_SIZE",
+        local_rank: "OMPI_COMM_WORLD_LOCAL_RANK",
+        local_size: &["OMPI_COMM_WORLD_LOCAL_SIZE"],
+        node: None,
+        hosts: None,
+        job: &["PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"],
+        outer: false,
+    },
+    Launcher {
+        name: "MPICH",
+        // srun may set PMI_RANK as well; only Hydra sets this one.
+        mark: "MPI_LOCALRANKID",
+        rank: "PMI_RANK",
+        size: "PMI_SIZE",
+        local_rank: "MPI_LOCALRANKID",
+        local_size: &["MPI_LOCALNRANKS"],
+        node: None,
+        hosts: None,
+        job: &["PMI_JOBID"],
+        outer: false,
+    },
+    Launcher {
+        name: "Slurm",
+        mark: "SLURM_PROCID",
+        rank: "SLURM_PROCID",
+        size: "SLURM_NTASKS",
+        local_rank: "SLURM_LOCALID",
+        local_size: &["SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"],
+        node: Some("SLURM_NODEID"),
+        hosts: Some("SLURM_STEP_NODELIST"),
+        job: &["SLURM_JOB_ID", "SLURM_STEP_ID"],
+        outer: true,
+    },
+];

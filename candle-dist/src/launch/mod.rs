@@ -1,0 +1,238 @@
+//! Who a process is: its rank, the world's size, and where rank 0 is found.
+mod launchers;
+mod slurm;
+
+use crate::init::InitOptions;
+use crate::{Error, Result, hash};
+use itertools::Itertools;
+use launchers::{LAUNCHERS, Launcher};
+use std::ops::Range;
+
+/// Where rank 0 listens if nothing names a port: one of these by the job's id, below the ports that systems give out.
+const PORTS: Range<u16> = 20_000..32_768;
+
+/// What a process knows of itself before it has met the others.
+///
+/// It comes from [`InitOptions::explicit`], or from the variables of torchrun, Open MPI, MPICH (Hydra) or Slurm.
+/// `MASTER_ADDR` and `MASTER_PORT` say where rank 0 listens, under every launcher. Without them it is `127.0.0.1` if all
+/// ranks are on one host, under Slurm otherwise the first host; and a port between 20000 and 32767 that a hash of the
+/// job's id chooses. (MPICH gives no job id: two of its jobs at once on a host need different `MASTER_PORT`s.)
+///
+/// torchrun's agent may listen at `MASTER_PORT` itself (`TORCHELASTIC_USE_AGENT_STORE`): rank 0 then takes the next one.
+///
+/// ```
+/// use candle_dist::init::{InitOptions, LaunchInfo};
+///
+/// let variables = [("OMPI_COMM_WORLD_RANK", "1"), ("OMPI_COMM_WORLD_SIZE", "2"), ("MASTER_PORT", "29500")];
+/// let local = [("OMPI_COMM_WORLD_LOCAL_RANK", "1"), ("OMPI_COMM_WORLD_LOCAL_SIZE", "2")];
+/// let lookup = |name: &str| variables.iter().chain(&local).find(|v| v.0 == name).map(|v| v.1.to_string());
+/// let me = LaunchInfo::resolve(&InitOptions::new(), lookup)?;
+/// assert_eq!((me.rank, me.world_size, me.address.as_str()), (1, 2, "127.0.0.1:29500"));
+/// # Ok::<(), candle_dist::Error>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LaunchInfo {
+    /// This process among all.
+    pub rank: usize,
+    /// The number of processes.
+    pub world_size: usize,
+    /// This process among those of its host.
+    pub local_rank: usize,
+    /// The number of processes on this host.
+    pub local_size: usize,
+    /// Where rank 0 listens, as `host:port`.
+    pub address: String,
+    /// What all processes of the job know and others do not; it keeps jobs apart, and is no encryption.
+    pub token: String,
+    /// Whether several ranks may use one GPU.
+    pub share_gpus: bool,
+}
+
+impl LaunchInfo {
+    /// Reads the environment of this process.
+    pub fn from_env(options: &InitOptions) -> Result<Self> {
+        Self::resolve(options, |name| std::env::var(name).ok())
+    }
+
+    /// Like [`from_env`](Self::from_env) with any source of variables; an empty variable counts as unset.
+    pub fn resolve(options: &InitOptions, lookup: impl Fn(&str) -> Option<String>) -> Result<Self> {
+        let vars = Vars { lookup: &|name| lookup(name).filter(|value| !value.trim().is_empty()) };
+        let mut info = match &options.explicit {
+            Some((address, rank, size)) => vars.explicit(address, *rank, *size, options.local)?,
+            None => vars.launched(vars.launcher()?)?,
+        };
+        if let Some(token) = options.token.clone().or_else(|| vars.get("CANDLE_DIST_TOKEN")) {
+            info.token = token;
+        }
+        info.share_gpus = vars.get("CANDLE_DIST_SHARE_GPUS").is_some_and(|value| value.trim() == "1");
+        info.check()
+    }
+
+    /// Which of this host's `gpus` the rank uses: that of its local rank.
+    ///
+    /// Fails if there are more local ranks than GPUs, unless `CANDLE_DIST_SHARE_GPUS=1` lets ranks take turns.
+    pub fn device_ordinal(&self, gpus: usize) -> Result<usize> {
+        match (self.local_rank, gpus) {
+            (_, 0) => Err(Error::Init("this host shows no GPU; use the CPU, or see CUDA_VISIBLE_DEVICES".into())),
+            (rank, gpus) if self.local_size <= gpus => Ok(rank),
+            (rank, gpus) if self.share_gpus => Ok(rank % gpus),
+            (_, gpus) => Err(Error::Init(format!(
+                "{} ranks of this host see {gpus} GPU(s); start fewer ranks a host, or set CANDLE_DIST_SHARE_GPUS=1 if \
+                 ranks may share GPUs or each sees only its own",
+                self.local_size
+            ))),
+        }
+    }
+
+    /// Refuses numbers that do not fit together.
+    fn check(self) -> Result<Self> {
+        let Self { rank, world_size, local_rank, local_size, .. } = self;
+        let wrong = |text: String| Err(Error::Init(text));
+        if world_size == 0 || local_size == 0 {
+            return wrong("a world of 0 ranks; start at least 1 process".into());
+        }
+        if rank >= world_size {
+            return wrong(format!("rank {rank} of a world of {world_size}; ranks go from 0 to {}", world_size - 1));
+        }
+        if local_rank >= local_size || local_size > world_size {
+            return wrong(format!(
+                "local rank {local_rank} of {local_size} ranks on this host, in a world of {world_size}; local ranks are \
+                 below their number, which is at most the world's size"
+            ));
+        }
+        Ok(self)
+    }
+}
+
+/// The variables that are set.
+struct Vars<'a> {
+    lookup: &'a dyn Fn(&str) -> Option<String>,
+}
+
+impl Vars<'_> {
+    fn get(&self, name: &str) -> Option<String> {
+        (self.lookup)(name)
+    }
+
+    fn number(&self, name: &str) -> Result<Option<usize>> {
+        let Some(text) = self.get(name) else { return Ok(None) };
+        let wrong = |_| Error::Init(format!("{name}={text:?} is not a number; set it to one, or unset it"));
+        text.trim().parse().map(Some).map_err(wrong)
+    }
+
+    fn required(&self, name: &str, because: &str) -> Result<usize> {
+        self.number(name)?.ok_or_else(|| Error::Init(format!("{name} is not set, though {because} is; set it as well")))
+    }
+
+    /// The launcher that started this process.
+    fn launcher(&self) -> Result<&'static Launcher> {
+        let is_set = |row: &&Launcher| self.get(row.mark).is_some() && self.get(row.rank).is_some();
+        let found: Vec<&Launcher> = LAUNCHERS.iter().filter(is_set).collect();
+        let Some(&first) = found.first() else {
+            return Err(Error::Init(format!(
+                "no launcher's variables are set ({}); start the program with torchrun, mpirun or srun, or give \
+                 InitOptions::explicit(address, rank, size)",
+                LAUNCHERS.iter().map(|row| row.rank).format(", ")
+            )));
+        };
+        for other in found.iter().filter(|row| !row.outer && row.name != first.name) {
+            for (mine, theirs) in [(first.rank, other.rank), (first.size, other.size)] {
+                let (a, b) = (self.number(mine)?, self.number(theirs)?);
+                if b.is_some() && a != b {
+                    let shown = |value: Option<usize>| value.map_or("(unset)".to_string(), |value| value.to_string());
+                    return Err(Error::Init(format!(
+                        "{mine}={} of {} contradicts {theirs}={} of {}; unset those of the launcher that did not start \
+                         this process",
+                        shown(a),
+                        first.name,
+                        shown(b),
+                        other.name
+                    )));
+                }
+            }
+        }
+        Ok(first)
+    }
+
+    /// What a launcher says.
+    fn launched(&self, row: &'static Launcher) -> Result<LaunchInfo> {
+        let rank = self.required(row.rank, row.mark)?;
+        let world_size = self.required(row.size, row.rank)?;
+        let master = self.get("MASTER_ADDR");
+        let (local_rank, local_size) = match (self.number(row.local_rank)?, self.local_size(row)?) {
+            (Some(rank), Some(size)) => (rank, size),
+            _ if master.as_deref().is_some_and(is_loopback) => (rank, world_size),
+            (local_rank, _) => {
+                let unset = if local_rank.is_some() { row.local_size[0] } else { row.local_rank };
+                let fix = "set it, or MASTER_ADDR=127.0.0.1 if all ranks are on one host";
+                return Err(Error::Init(format!("{unset} is not set, though {} is; {fix}", row.rank)));
+            }
+        };
+        let job = row.job.iter().filter_map(|name| self.get(name)).join(".");
+        let host = match master {
+            Some(host) => host.trim().to_string(),
+            None if local_size == world_size => "127.0.0.1".to_string(),
+            None => self.first_host(row)?,
+        };
+        let port = self.port(&job)?;
+        let host = if host.contains(':') && !host.starts_with('[') { format!("[{host}]") } else { host };
+        let address = format!("{host}:{port}");
+        Ok(LaunchInfo { rank, world_size, local_rank, local_size, address, token: job, share_gpus: false })
+    }
+
+    fn local_size(&self, row: &Launcher) -> Result<Option<usize>> {
+        let Some(name) = row.local_size.iter().find(|name| self.get(name).is_some()) else { return Ok(None) };
+        let Some(node) = row.node else { return self.number(name) };
+        let node = self.number(node)?.unwrap_or(0);
+        let list = self.get(name).unwrap_or_default();
+        let wrong = || Error::Init(format!("{name}={list:?} has no task count for node {node}; unset it or mend it"));
+        slurm::tasks_on_node(&list, node).map(Some).ok_or_else(wrong)
+    }
+
+    fn first_host(&self, row: &Launcher) -> Result<String> {
+        const FIX: &str = "set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there";
+        match row.hosts.and_then(|name| Some((name, self.get(name)?))) {
+            Some((name, list)) => slurm::first_host(&list)
+                .ok_or_else(|| Error::Init(format!("{name}={list:?} is not a list of hosts; {FIX}"))),
+            None => {
+                Err(Error::Init(format!("{} runs the ranks on several hosts and does not say where; {FIX}", row.name)))
+            }
+        }
+    }
+
+    fn port(&self, job: &str) -> Result<u16> {
+        const NAME: &str = "MASTER_PORT";
+        let Some(text) = self.get(NAME) else {
+            let spread = u64::from(PORTS.end - PORTS.start);
+            return Ok(PORTS.start + u16::try_from(hash::stable(job.as_bytes()) % spread).unwrap_or(0));
+        };
+        let taken = self.get("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|value| value.eq_ignore_ascii_case("true"));
+        match text.trim().parse::<u16>() {
+            Ok(port) if port > 0 => Ok(if taken { port.checked_add(1).unwrap_or(PORTS.start) } else { port }),
+            _ => Err(Error::Init(format!("{NAME}={text:?} is not a port; set it to a number from 1 to 65535"))),
+        }
+    }
+
+    fn explicit(&self, address: &str, rank: usize, size: usize, local: Option<(usize, usize)>) -> Result<LaunchInfo> {
+        let parts = address.rsplit_once(':').map(|(host, port)| (host, port.parse::<u16>()));
+        let Some((host, Ok(1..))) = parts.filter(|(host, _)| !host.is_empty()) else {
+            return Err(Error::Init(format!("{address:?} is no address; give host:port, as in \"10.0.0.1:29500\"")));
+        };
+        let (local_rank, local_size) = match local {
+            Some(local) => local,
+            None if is_loopback(host) => (rank, size),
+            None => {
+                let fix = "give InitOptions::local(rank, size) as well";
+                return Err(Error::Init(format!("{address:?} does not tell which ranks share this host; {fix}")));
+            }
+        };
+        let (address, token) = (address.to_string(), String::new());
+        Ok(LaunchInfo { rank, world_size: size, local_rank, local_size, address, token, share_gpus: false })
+    }
+}
+
+/// Whether `host` means this host and nothing else.
+pub(crate) fn is_loopback(host: &str) -> bool {
+    let host = host.trim().trim_start_matches('[').trim_end_matches(']');
+    host == "localhost" || host.parse::<std::net::IpAddr>().is_ok_and(|ip| ip.is_loopback())
+}

@@ -1,0 +1,34 @@
+//! The connection between a process and rank 0: greeting, messages of bounded length, signs of life, and named values.
+pub(crate) mod frame;
+pub(crate) mod hello;
+pub(crate) mod link;
+pub(crate) mod values;
+
+use std::io::{self, Read};
+use std::net::TcpStream;
+use std::time::{Duration, Instant};
+
+/// Longer than anybody waits, and short enough to be added to any time.
+const FOREVER: Duration = Duration::from_secs(100 * 365 * 24 * 60 * 60);
+
+/// The time at which `limit` from now is over.
+pub(crate) fn within(limit: Duration) -> Instant {
+    Instant::now() + limit.min(FOREVER)
+}
+
+/// Reads from a stream until a deadline, however slowly bytes come.
+pub(crate) struct Before<'a> {
+    pub(crate) stream: &'a TcpStream,
+    pub(crate) deadline: Instant,
+}
+
+impl Read for Before<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let left = self.deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        self.stream.set_read_timeout(Some(left))?;
+        (&mut &*self.stream).read(buffer)
+    }
+}

@@ -1,0 +1,43 @@
+//! Wrong arguments: refused before anything is sent, and the group stays usable.
+use super::Case;
+use candle_core::{DType, Device, Tensor};
+use candle_dist::{Error, ProcessGroup, RankContext, ReduceOp, Result};
+
+pub const CASES: &[Case] = &[Case { name: "wrong arguments are refused by every rank", least: 2, run: refusals }];
+
+type Wrong = (&'static [&'static str], fn(&ProcessGroup) -> Result<()>);
+
+fn x(dtype: DType) -> Result<Tensor> {
+    Ok(Tensor::zeros((7, 11), dtype, &Device::Cpu)?)
+}
+
+/// What errors must say, and calls with wrong arguments; 7 and 11 divide by no size of world that is tested.
+const WRONG: [Wrong; 12] = [
+    (&["broadcast", "is outside"], |g| g.broadcast(&x(DType::F32)?, g.size()).map(drop)),
+    (&["all_gather", "dim 2", "[7, 11]"], |g| g.all_gather(&x(DType::F32)?, 2).map(drop)),
+    (&["reduce_scatter", "does not divide by"], |g| g.reduce_scatter(&x(DType::F32)?, 0, ReduceOp::Sum).map(drop)),
+    (&["dim 0"], |g| g.reduce_scatter_uneven(&x(DType::F32)?, 0, &vec![1; g.size()], ReduceOp::Sum).map(drop)),
+    (&["[7]", "ranks"], |g| g.all_gather_uneven(&x(DType::F32)?, 0, &[7]).map(drop)),
+    (&["want", "counts for each of"], |g| g.all_to_all_single(&x(DType::F32)?, &[[7]]).map(drop)),
+    (&["recv", "this rank"], |g| g.recv(1, DType::F32, g.rank()).map(drop)),
+    (&["all_to_all", "does not divide"], |g| g.all_to_all(&x(DType::F32)?, 0, 1).map(drop)),
+    (&["reduce", "avg of u32", "cast to a float"], |g| g.reduce(&x(DType::U32)?, 0, ReduceOp::Avg).map(drop)),
+    (&["reduce", "i32", "cast to one of"], |g| g.reduce(&x(DType::I32)?, 0, ReduceOp::Sum).map(drop)),
+    (&["subgroup", "twice"], |g| g.subgroup(&[0, 0]).map(drop)),
+    (&["the root must give"], |g| {
+        // Only the root can tell; so it is the root on every rank that is asked.
+        g.scatter(None, ((7, 11), DType::F32), 0, &vec![7, 0, 0, 0, 0][..g.size()], g.rank()).map(drop)
+    }),
+];
+
+fn refusals(ctx: &RankContext) -> Result<()> {
+    for (parts, call) in WRONG {
+        let error = call(ctx.group()).expect_err("the arguments are wrong");
+        assert!(matches!(error, Error::InvalidArgument { .. }), "{error}");
+        let text = error.to_string();
+        let named = text.contains(&format!("rank {}", ctx.rank()));
+        assert!(named && parts.iter().all(|part| text.contains(part)), "{text}");
+        ctx.group().barrier()?;
+    }
+    Ok(())
+}

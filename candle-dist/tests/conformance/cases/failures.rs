@@ -1,0 +1,80 @@
+//! Calls that do not belong together: the same error on every rank.
+use candle_core::{DType, Device, Tensor};
+use candle_dist::{RankContext, ReduceOp, Result};
+
+/// One rank goes wrong.
+pub struct Failure {
+    pub name: &'static str,
+    /// What the error says.
+    pub text: &'static str,
+    /// The rank that goes wrong ends the process of its rank, or panics, and reports no error.
+    pub silent: bool,
+    pub run: fn(&RankContext) -> Result<()>,
+}
+
+/// Every way for a rank to go wrong that is no crash of its process.
+pub const FAILURES: &[Failure] = &[
+    Failure {
+        name: "op",
+        text: "(op differs)",
+        silent: false,
+        run: |ctx| differ(ctx, |ctx| ctx.group().all_gather(&x(4)?, 0).map(drop)),
+    },
+    Failure {
+        name: "shape",
+        text: "(shape differs)",
+        silent: false,
+        run: |ctx| differ(ctx, |ctx| ctx.group().all_reduce(&x(5)?, ReduceOp::Sum).map(drop)),
+    },
+    Failure {
+        name: "dtype",
+        text: "(dtype differs)",
+        silent: false,
+        run: |ctx| differ(ctx, |ctx| ctx.group().all_reduce(&x(4)?.to_dtype(DType::F64)?, ReduceOp::Sum).map(drop)),
+    },
+    Failure {
+        name: "reduction",
+        text: "(reduction differs)",
+        silent: false,
+        run: |ctx| differ(ctx, |ctx| ctx.group().all_reduce(&x(4)?, ReduceOp::Max).map(drop)),
+    },
+    Failure {
+        name: "form",
+        text: "(form (into new memory, in place, or started) differs)",
+        silent: false,
+        run: |ctx| differ(ctx, |ctx| ctx.group().all_reduce_start(&x(4)?, ReduceOp::Sum)?.wait().map(drop)),
+    },
+    Failure {
+        name: "told",
+        text: "failed: no such file",
+        silent: false,
+        run: |ctx| {
+            differ(ctx, |ctx| {
+                ctx.group().fail("no such file");
+                ctx.group().barrier()
+            })
+        },
+    },
+    Failure {
+        name: "panic",
+        text: "panicked: out of cheese",
+        silent: true,
+        run: |ctx| differ(ctx, |_| panic!("out of cheese")),
+    },
+];
+
+fn x(len: usize) -> Result<Tensor> {
+    Ok(Tensor::ones(len, DType::F32, &Device::Cpu)?)
+}
+
+/// A good round, then one in which the last rank does something else.
+fn differ(ctx: &RankContext, wrong: fn(&RankContext) -> Result<()>) -> Result<()> {
+    ctx.group().all_reduce(&x(3)?, ReduceOp::Sum)?;
+    if ctx.rank() + 1 == ctx.world_size() {
+        wrong(ctx)?;
+    } else {
+        ctx.group().all_reduce(&x(4)?, ReduceOp::Sum)?;
+    }
+    // Where the wrong call needs nobody, the next one does.
+    ctx.group().barrier()
+}

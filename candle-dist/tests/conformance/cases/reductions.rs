@@ -1,0 +1,146 @@
+//! all_reduce, reduce and reduce_scatter.
+use super::Case;
+use super::values::{DTYPES, LENGTHS, assert_same, cuts, fractions, input, reduced, start, values};
+use candle_core::{DType, Device, Tensor};
+use candle_dist::{RankContext, ReduceOp, Result};
+
+pub const CASES: &[Case] = &[
+    Case { name: "reductions of every dtype and op", least: 1, run: every_dtype_and_op },
+    Case { name: "sums in rank order, the same bits on all ranks", least: 1, run: rank_order },
+    Case { name: "reductions of every length", least: 1, run: every_length },
+    Case { name: "16-bit sums accumulate in f32", least: 1, run: wide_sums },
+    Case { name: "min and max propagate NaN", least: 1, run: nan },
+    Case { name: "reduce_scatter of uneven pieces of every dim", least: 1, run: scattered },
+    Case { name: "any view goes in", least: 1, run: views },
+];
+
+const OPS: [ReduceOp; 5] = [ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Min, ReduceOp::Max, ReduceOp::Product];
+
+fn every_dtype_and_op(ctx: &RankContext) -> Result<()> {
+    let (g, n) = (ctx.group(), ctx.world_size());
+    for dtype in DTYPES {
+        for op in OPS {
+            if op == ReduceOp::Product && dtype == DType::U8 && n > 3 {
+                continue; // 5^4 does not fit
+            }
+            for shape in [&[6usize, 5][..], &[4099], &[], &[0, 3]] {
+                let x = input(g.rank(), shape, dtype)?;
+                let got = g.all_reduce(&x, op);
+                if op == ReduceOp::Avg && dtype.is_int() {
+                    let text = got.expect_err("an average of whole numbers").to_string();
+                    assert!(text.contains("cast to a float"), "{text}");
+                    continue;
+                }
+                let what = format!("{op} {dtype:?} {shape:?}");
+                assert_same(&got?, &reduced(n, shape, dtype, op)?, &what)?;
+                for root in [0, n - 1] {
+                    let at_root = g.reduce(&x, root, op)?;
+                    assert_eq!(at_root.is_some(), g.rank() == root);
+                    if let Some(got) = at_root {
+                        assert_same(&got, &reduced(n, shape, dtype, op)?, &format!("reduce: {what}"))?;
+                    }
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The sum that rounds after each rank, as f32 does.
+fn summed(n: usize, len: usize) -> Result<Tensor> {
+    let mut sum = fractions(0, len)?;
+    for rank in 1..n {
+        sum = (sum + fractions(rank, len)?)?;
+    }
+    Ok(sum)
+}
+
+fn rank_order(ctx: &RankContext) -> Result<()> {
+    let (g, n) = (ctx.group(), ctx.world_size());
+    for len in LENGTHS {
+        let (x, want) = (fractions(g.rank(), len)?, summed(n, len)?);
+        for _ in 0..2 {
+            assert_same(&g.all_reduce(&x, ReduceOp::Sum)?, &want, &format!("{len} elements"))?;
+        }
+        if let Some(got) = g.reduce(&x, n / 2, ReduceOp::Sum)? {
+            assert_same(&got, &want, &format!("reduce of {len} elements"))?;
+        }
+        let whole = len / n * n;
+        let piece = g.reduce_scatter(&x.narrow(0, 0, whole)?, 0, ReduceOp::Sum)?;
+        let want = want.narrow(0, whole / n * g.rank(), whole / n)?.contiguous()?;
+        assert_same(&piece, &want, &format!("reduce_scatter of {whole} elements"))?;
+    }
+    Ok(())
+}
+
+fn every_length(ctx: &RankContext) -> Result<()> {
+    let (g, n) = (ctx.group(), ctx.world_size());
+    for dtype in DTYPES {
+        for len in LENGTHS {
+            for op in [ReduceOp::Sum, ReduceOp::Max] {
+                let (x, want) = (input(g.rank(), &[len], dtype)?, reduced(n, &[len], dtype, op)?);
+                assert_same(&g.all_reduce(&x, op)?, &want, &format!("{op} of {len} {dtype:?}"))?;
+                if let Some(got) = g.reduce(&x, n - 1, op)? {
+                    assert_same(&got, &want, &format!("reduce {op} of {len} {dtype:?}"))?;
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+fn wide_sums(ctx: &RankContext) -> Result<()> {
+    // In f16 steps of 1 vanish beside 2048; in f32 they add up.
+    let x = if ctx.rank() == 0 { 2048.0 } else { 1.0 };
+    for dtype in [DType::F16, DType::BF16] {
+        let x = Tensor::new(&[x as f32], &Device::Cpu)?.to_dtype(dtype)?;
+        let want = Tensor::new(&[2047.0 + ctx.world_size() as f32], &Device::Cpu)?.to_dtype(dtype)?;
+        assert_same(&ctx.group().all_reduce(&x, ReduceOp::Sum)?, &want, "2048 and ones")?;
+    }
+    Ok(())
+}
+
+fn nan(ctx: &RankContext) -> Result<()> {
+    for who in 0..ctx.world_size() {
+        let x = Tensor::new(&[if ctx.rank() == who { f32::NAN } else { 1.0 }], &Device::Cpu)?;
+        for op in [ReduceOp::Min, ReduceOp::Max] {
+            assert!(values(&ctx.group().all_reduce(&x, op)?)?[0].is_nan(), "{op} {who}");
+        }
+    }
+    Ok(())
+}
+
+fn scattered(ctx: &RankContext) -> Result<()> {
+    let (g, r, n) = (ctx.group(), ctx.rank(), ctx.world_size());
+    for dtype in DTYPES {
+        for sizes in cuts(n) {
+            for dim in 0..3 {
+                let mut shape = [3, 2, 4];
+                shape[dim] = sizes.iter().sum();
+                let sum = reduced(n, &shape, dtype, ReduceOp::Sum)?;
+                let want = sum.narrow(dim, start(&sizes, r), sizes[r])?.contiguous()?;
+                let got = g.reduce_scatter_uneven(&input(r, &shape, dtype)?, dim, &sizes, ReduceOp::Sum)?;
+                assert_same(&got, &want, &format!("dim {dim} sizes {sizes:?} {dtype:?}"))?;
+            }
+        }
+    }
+    Ok(())
+}
+
+fn views(ctx: &RankContext) -> Result<()> {
+    let g = ctx.group();
+    let base = input(ctx.rank(), &[5, 7, 6], DType::F32)?;
+    for view in [base.transpose(0, 2)?, base.narrow(1, 2, 3)?, base.narrow(2, 1, 4)?.permute((1, 2, 0))?] {
+        let dense = view.force_contiguous()?;
+        let same = |a: Tensor, b: Tensor| assert_same(&a.contiguous()?, &b.contiguous()?, "a view");
+        same(g.all_reduce(&view, ReduceOp::Sum)?, g.all_reduce(&dense, ReduceOp::Sum)?)?;
+        for dim in 0..3 {
+            same(g.all_gather(&view, dim)?, g.all_gather(&dense, dim)?)?;
+        }
+        same(g.broadcast(&view, 0)?, g.broadcast(&dense, 0)?)?;
+    }
+    // A view without elements may begin behind its memory.
+    let behind = Tensor::ones((3, 2), DType::F32, &Device::Cpu)?.narrow(0, 3, 0)?.narrow(1, 2, 0)?;
+    assert_eq!(g.all_reduce(&behind, ReduceOp::Sum)?.dims(), [0, 0]);
+    Ok(())
+}

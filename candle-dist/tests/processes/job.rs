@@ -1,0 +1,85 @@
+//! Starts this test program once for each rank, and collects what the ranks say.
+use std::io::{BufRead, BufReader};
+use std::net::TcpListener;
+use std::process::{Child, Command, Stdio};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+/// How long a job may take.
+const LIMIT: Duration = Duration::from_secs(60);
+/// The name of the test that is a rank.
+const RANK_TEST: &str = "one_rank";
+
+/// A process and the lines that it prints.
+pub(crate) struct Rank {
+    pub(crate) child: Child,
+    lines: JoinHandle<Vec<String>>,
+}
+
+/// How a rank ended.
+#[derive(Debug)]
+pub(crate) struct Outcome {
+    /// What it said last.
+    pub(crate) said: Option<String>,
+    pub(crate) is_success: bool,
+}
+
+/// The variables of torchrun for one host.
+pub(crate) fn torchrun(size: usize) -> impl Fn(usize) -> Vec<(&'static str, String)> {
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    move |rank| {
+        vec![
+            ("RANK", rank.to_string()),
+            ("WORLD_SIZE", size.to_string()),
+            ("MASTER_ADDR", "127.0.0.1".to_string()),
+            ("MASTER_PORT", port.to_string()),
+        ]
+    }
+}
+
+/// Starts `scenario` on `size` processes with the variables that `vars` gives each.
+pub(crate) fn start(scenario: &str, size: usize, vars: impl Fn(usize) -> Vec<(&'static str, String)>) -> Vec<Rank> {
+    let rank = |rank| {
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args([RANK_TEST, "--exact", "--nocapture", "--test-threads", "1"])
+            .env("SCENARIO", scenario)
+            .envs(vars(rank))
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        let out = BufReader::new(child.stdout.take().unwrap());
+        let said = |line: String| Some(line.split_once("SAYS ")?.1.to_string());
+        let lines = thread::spawn(move || out.lines().map_while(Result::ok).filter_map(said).collect());
+        Rank { child, lines }
+    };
+    (0..size).map(rank).collect()
+}
+
+/// Says something to the process that started this one; one line.
+pub(crate) fn say(text: &str) {
+    println!("SAYS {}", serde_json::to_string(text).unwrap());
+}
+
+/// Waits for all ranks, or kills them after the limit.
+pub(crate) fn finish(ranks: Vec<Rank>) -> Vec<Outcome> {
+    let deadline = Instant::now() + LIMIT;
+    let wait = |mut rank: Rank| {
+        let status = loop {
+            match rank.child.try_wait().unwrap() {
+                Some(status) => break Some(status),
+                None if Instant::now() < deadline => thread::sleep(Duration::from_millis(5)),
+                None => {
+                    rank.child.kill().unwrap();
+                    rank.child.wait().unwrap();
+                    break None;
+                }
+            }
+        };
+        let status = status.expect("no rank hangs");
+        let lines = rank.lines.join().unwrap();
+        let said = lines.last().map(|line| serde_json::from_str(line).unwrap());
+        Outcome { said, is_success: status.success() }
+    };
+    ranks.into_iter().map(wait).collect()
+}

@@ -1,0 +1,206 @@
+//! Worlds of real processes: one goes wrong, and all others hear the same.
+#![allow(clippy::unwrap_used)] // a panic is how a test fails
+#![cfg(unix)]
+mod engine;
+mod job;
+
+use candle_core::{Device, Tensor};
+use candle_dist::init::{InitOptions, init_process_group_with};
+use candle_dist::{RankContext, ReduceOp, Result};
+use engine::StoreEngine;
+use job::{Outcome, finish, say, start, torchrun};
+use std::process::Command;
+use std::sync::Mutex;
+use std::thread::sleep;
+use std::time::Duration;
+
+/// Longer than any test.
+const FOREVER: Duration = Duration::from_secs(50);
+
+/// What the rank that goes wrong does, while the others wait for it; the options of all, and the cause they hear of it.
+struct Scenario {
+    name: &'static str,
+    options: fn(InitOptions) -> InitOptions,
+    wrong: fn(&RankContext) -> Result<()>,
+    cause: &'static str,
+}
+
+fn signal(name: &str) {
+    let done = Command::new("kill").args([name, &std::process::id().to_string()]).status().unwrap();
+    assert!(done.success());
+    sleep(FOREVER);
+}
+
+fn sum(ctx: &RankContext, len: usize) -> Result<Vec<f32>> {
+    let mine = Tensor::full(1f32 + ctx.rank() as f32, len, &Device::Cpu)?;
+    Ok(ctx.group().all_reduce(&mine, ReduceOp::Sum)?.to_vec1()?)
+}
+
+/// `{r}` is the rank that goes wrong.
+const SCENARIOS: [Scenario; 10] = [
+    Scenario {
+        name: "killed",
+        options: |options| options,
+        wrong: |_| {
+            signal("-KILL");
+            Ok(())
+        },
+        cause: "rank {r} was lost: its connection closed without a goodbye",
+    },
+    Scenario {
+        name: "frozen",
+        options: |options| options.lost_after(Duration::from_secs(1)),
+        wrong: |_| {
+            signal("-STOP");
+            Ok(())
+        },
+        cause: "rank {r} was lost: no sign of life for 1s",
+    },
+    Scenario {
+        name: "exits",
+        options: |options| options,
+        wrong: |_| std::process::exit(3),
+        cause: "rank {r} was lost: its connection closed without a goodbye",
+    },
+    Scenario {
+        name: "panics",
+        options: |options| options,
+        wrong: |_| panic!("out of cheese"),
+        cause: "rank {r} panicked: out of cheese",
+    },
+    Scenario {
+        name: "fails",
+        options: |options| options,
+        wrong: |_| Err(candle_dist::Error::Unsupported("cheese".into())),
+        cause: "rank {r} failed: unsupported: cheese",
+    },
+    Scenario {
+        name: "says that it fails",
+        options: |options| options,
+        wrong: |ctx| {
+            ctx.group().fail("no cheese");
+            Ok(())
+        },
+        cause: "rank {r} failed: no cheese",
+    },
+    Scenario {
+        name: "returns",
+        options: |options| options,
+        wrong: |_| Ok(()),
+        cause: "rank {r} returned while other ranks wait for it",
+    },
+    Scenario {
+        name: "hangs",
+        options: |options| options.timeout(Duration::from_secs(1)),
+        wrong: |ctx| {
+            while ctx.group().failure().is_none() {
+                sleep(Duration::from_millis(10));
+            }
+            Ok(())
+        },
+        cause: "waited longer than the timeout of 1s",
+    },
+    Scenario {
+        name: "calls another",
+        options: |options| options.debug(true),
+        wrong: |ctx| ctx.group().barrier(),
+        cause: "made different calls (op differs)",
+    },
+    Scenario {
+        name: "has another mesh",
+        options: |options| options.debug(true),
+        wrong: |ctx| ctx.group().agree("another mesh"),
+        cause: "made different calls (op differs)",
+    },
+];
+
+/// One rank of a scenario; nothing unless this program was started as one.
+#[test]
+fn one_rank() {
+    let Ok(scenario) = std::env::var("SCENARIO") else { return };
+    let (name, culprit) = scenario.split_once('/').unwrap();
+    let found = SCENARIOS.iter().find(|scenario| scenario.name == name);
+    let options = InitOptions::new().timeout(Duration::from_secs(120)).init_timeout(Duration::from_secs(30));
+    let options = found.map_or(options.clone(), |scenario| (scenario.options)(options));
+    let started = init_process_group_with(options, |_, control| match name {
+        "cannot start" if control.rank().to_string() == culprit => {
+            Err(candle_dist::Error::Unsupported("no engine here".into()))
+        }
+        _ => Ok(StoreEngine::start(control)),
+    });
+    let ctx = match started {
+        Ok(ctx) => ctx,
+        Err(error) => return say(&error.to_string()),
+    };
+    let blamed = Mutex::new(None);
+    let program = |ctx: &RankContext| -> Result<String> {
+        let total = (1..=ctx.world_size()).sum::<usize>() as f32;
+        assert_eq!(sum(ctx, 3)?, [total; 3], "a good round first");
+        match found {
+            Some(scenario) if ctx.rank().to_string() == culprit => (scenario.wrong)(ctx)?,
+            Some(_) => drop(sum(ctx, 2)?),
+            None => drop(ctx.mesh(&[("dp", ctx.world_size())])?),
+        }
+        Ok("fine".to_string())
+    };
+    let result = ctx.run(program, |rank, message| *blamed.lock().unwrap() = Some((rank, message.to_string())));
+    match (result, blamed.into_inner().unwrap()) {
+        (Some(text), None) => say(&text),
+        (None, Some((rank, message))) => {
+            say(&format!("{rank}|{message}"));
+            std::process::exit(1);
+        }
+        other => panic!("{other:?}"),
+    }
+}
+
+/// Runs a scenario and returns how its ranks ended; a stopped process is killed when the others have ended.
+fn outcomes(name: &str, culprit: usize, size: usize) -> Vec<Outcome> {
+    let mut ranks = start(&format!("{name}/{culprit}"), size, torchrun(size));
+    if name != "frozen" {
+        return finish(ranks);
+    }
+    let mut frozen = ranks.remove(culprit);
+    let mut outcomes = finish(ranks);
+    frozen.child.kill().unwrap();
+    outcomes.insert(culprit, finish(vec![frozen]).remove(0));
+    outcomes
+}
+
+#[test]
+fn one_process_goes_wrong_and_all_others_hear_the_same() {
+    for scenario in &SCENARIOS {
+        for culprit in [0, 2] {
+            let outcomes = outcomes(scenario.name, culprit, 3);
+            let name = scenario.name;
+            let others: Vec<_> = (0..3).filter(|&rank| rank != culprit).map(|rank| &outcomes[rank]).collect();
+            let heard = |other: &Outcome| Some(other.said.as_deref()?.split_once('|')?.1.to_string());
+            let text = heard(others[0]).unwrap_or_else(|| panic!("{name} {culprit}: {outcomes:#?}"));
+            assert!(others.iter().all(|other| heard(other) == Some(text.clone())), "{name} {culprit}: {outcomes:#?}");
+            assert!(others.iter().all(|other| !other.is_success), "{name} {culprit}");
+            let cause = scenario.cause.replace("{r}", &culprit.to_string());
+            assert!(text.contains(&cause), "{name} {culprit}: {text}");
+            assert!((0..3).all(|rank| text.contains(&format!("\n  rank {rank}: "))), "{name} {culprit}: {text}");
+            // Rank 0's death leaves nobody who gathers reports.
+            let is_reported = !(culprit == 0 && text.contains("rank 0 was lost"));
+            let sites = text.matches("tests/processes/main.rs:").count();
+            assert!(!is_reported || sites >= 2, "{name} {culprit}: what the others were in is told: {text}");
+        }
+    }
+}
+
+#[test]
+fn processes_that_do_the_same_are_fine() {
+    for size in [1, 2, 4] {
+        let outcomes = outcomes("fine", 0, size);
+        assert!(outcomes.iter().all(|o| o.is_success && o.said.as_deref() == Some("fine")), "{outcomes:?}");
+    }
+}
+
+#[test]
+fn an_engine_that_does_not_start_on_one_rank_fails_on_all() {
+    let outcomes = outcomes("cannot start", 1, 3);
+    let said: Vec<_> = outcomes.iter().map(|o| o.said.clone().unwrap()).collect();
+    assert!(said[1].starts_with("rank 1 failed: unsupported: no engine here"), "{said:?}");
+    assert!([0, 2].iter().all(|&rank| said[rank].ends_with(&said[1])), "{said:#?}");
+}

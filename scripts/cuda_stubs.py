@@ -1,0 +1,45 @@
+#!/usr/bin/env python3
+"""Makes empty libraries with the names of NVIDIA's and all functions that cudarc calls, to link against without a GPU.
+
+usage: cuda_stubs.py FOLDER, in the workspace. Needs a C compiler. What is linked against them runs with the real ones.
+"""
+import json
+import pathlib
+import re
+import subprocess
+import sys
+
+# cudarc's module, the library's name for the linker, and the name that the loader looks for.
+LIBRARIES = [
+    ("driver", "cuda", "libcuda.so.1"),
+    ("nccl", "nccl", "libnccl.so.2"),
+    ("nvrtc", "nvrtc", "libnvrtc.so.13"),
+    ("cublas", "cublas", "libcublas.so.13"),
+    ("cublaslt", "cublasLt", "libcublasLt.so.13"),
+]
+
+
+def cudarc() -> pathlib.Path:
+    metadata = subprocess.check_output(["cargo", "metadata", "--format-version", "1", "--locked", "--all-features"])
+    packages = json.loads(metadata)["packages"]
+    return next(pathlib.Path(p["manifest_path"]).parent for p in packages if p["name"] == "cudarc")
+
+
+def functions(source: str) -> list[str]:
+    blocks = re.findall(r'extern "C" \{(.*?)\n\s*\}', source, re.S)
+    return sorted({name for block in blocks for name in re.findall(r"\bfn (\w+)\s*\(", block)})
+
+
+def main() -> None:
+    folder = pathlib.Path(sys.argv[1])
+    folder.mkdir(parents=True, exist_ok=True)
+    root = cudarc()
+    for module, library, soname in LIBRARIES:
+        names = functions((root / "src" / module / "sys" / "mod.rs").read_text())
+        code = "".join(f"void {name}(void) {{}}\n" for name in names)
+        command = ["cc", "-w", "-fno-builtin", "-shared", "-fPIC", "-nostdlib", f"-Wl,-soname,{soname}", "-x", "c", "-"]
+        subprocess.run([*command, "-o", folder / f"lib{library}.so"], input=code, text=True, check=True)
+        print(f"{soname}: {len(names)} functions")
+
+
+main()

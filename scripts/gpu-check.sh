@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# Checks on a machine with an NVIDIA GPU what gpu-build.sh has built; builds nothing.
+#
+# usage: gpu-check.sh [FOLDER], the folder that gpu-build.sh made: this script's own, or target/gpu-check
+#
+# Prints a line for each check: PASSED, FAILED or SKIPPED with the reason. Status 0 unless one failed.
+set -uo pipefail
+here="$(cd "$(dirname "$0")" && pwd)"
+if [ -e "$here/gpu-check.xz" ]; then folder="${1:-$here}"; else folder="${1:-$here/../target/gpu-check}"; fi
+
+skip() { echo "SKIPPED all: $*"; exit 0; }
+[ -e "$folder/gpu-check.xz" ] || skip "no program in $folder; run scripts/gpu-build.sh first"
+nvidia-smi -L || skip "no NVIDIA GPU here"
+
+work="$(mktemp -d)"
+trap 'rm -rf "$work"' EXIT
+for name in gpu-check libnccl.so.2; do
+  python3 -c 'import lzma, shutil, sys; shutil.copyfileobj(lzma.open(sys.argv[1]), open(sys.argv[2], "wb"))' \
+    "$folder/$name.xz" "$work/$name" || exit 1
+done
+chmod +x "$work/gpu-check"
+
+# CUDA's libraries: those of NVIDIA's Python wheels where they are installed, else the system's.
+wheels="$(python3 -c 'import nvidia; print(list(nvidia.__path__)[0])' 2>/dev/null || true)"
+export LD_LIBRARY_PATH="$work:${wheels:+$wheels/cu13/lib:}${CUDA_HOME:-/usr/local/cuda}/lib64:${LD_LIBRARY_PATH:-}"
+missing="$(ldd "$work/gpu-check" | grep 'not found' || true)"
+# shellcheck disable=SC2086 # one line of them
+[ -z "$missing" ] || skip "libraries of CUDA 13 are missing:" $missing
+
+# One card, so nothing that needs two or a network.
+export NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_NVLS_ENABLE=0 NCCL_SOCKET_IFNAME=lo CUDA_MODULE_LOADING=EAGER
+failed=0
+for run in "nccl 1" "local 2" "local 4" "nccl 2" "nccl 4"; do
+  read -r engine ranks <<<"$run"
+  timeout --kill-after=10 "${GPU_CHECK_SECONDS:-120}" "$work/gpu-check" --engine "$engine" --ranks "$ranks"
+  status=$?
+  [ "$status" -ne 124 ] && [ "$status" -ne 137 ] || echo "FAILED $engine, $ranks ranks: no end within ${GPU_CHECK_SECONDS:-120} s"
+  [ "$status" -eq 0 ] || failed=1
+done
+exit "$failed"
