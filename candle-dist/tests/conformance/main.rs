@@ -11,7 +11,7 @@ use test_utils::{Ranks, on_ranks};
 fn check(list: &'static [Case]) {
     for case in list {
         for n in case.least..=5 {
-            on_ranks(n, format!("{} on {n}", case.name), case.run);
+            on_ranks(n, &format!("{} on {n}", case.name), case.run);
         }
     }
 }
