@@ -3,6 +3,7 @@
 //! Without arguments all cases run; with `differ NAME` or `end NAME` the last rank goes wrong, and every rank that hears
 //! of it says so.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
+#[allow(dead_code)] // what errors say is judged by the script
 #[path = "conformance/cases/mod.rs"]
 mod cases;
 
