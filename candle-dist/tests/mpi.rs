@@ -13,8 +13,10 @@ use cases::{FAILURES, GROUPS};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
+type End = fn() -> Result<()>;
+
 /// How the last rank ends while the others wait for it.
-const ENDS: [(&str, fn() -> Result<()>); 5] = [
+const ENDS: [(&str, End); 5] = [
     ("error", || Err(Error::Unsupported("cheese".to_string()))),
     ("panic", || panic!("out of cheese")),
     ("early", || Ok(())),
