@@ -105,9 +105,10 @@ impl Wire {
         let Some(to) = rest.pop() else { return Ok(()) };
         self.send_letter(header.encode(), to)?;
         let mut parts = Vec::new();
-        let sent = request::split(data, header.dtype, self.most_bytes)?
-            .into_iter()
-            .try_for_each(|part| Ok(parts.push(Request::send(&self.comm, part, to, DATA)?)));
+        let sent = request::split(data, header.dtype, self.most_bytes)?.into_iter().try_for_each(|part| {
+            parts.push(Request::send(&self.comm, part, to, DATA)?);
+            Ok(())
+        });
         self.relays.push(Relay { header, parts, rest });
         sent
     }
@@ -153,10 +154,10 @@ impl Wire {
     fn await_rest(&mut self, from: usize, header: Header, data: Option<CpuStorage>) -> WireResult<()> {
         let mut parts = Vec::new();
         let lens = data.is_none().then(|| request::part_lens(header.len, header.dtype, self.most_bytes));
-        let posted = lens
-            .into_iter()
-            .flatten()
-            .try_for_each(|len| Ok(parts.push(Request::receive(&self.comm, header.dtype, len, from, DATA)?)));
+        let posted = lens.into_iter().flatten().try_for_each(|len| {
+            parts.push(Request::receive(&self.comm, header.dtype, len, from, DATA)?);
+            Ok(())
+        });
         self.arrivals.push(Arrival { from, header, parts, data });
         posted
     }
