@@ -3,6 +3,7 @@
 //! Without arguments all cases run; with `differ NAME` or `end NAME` the last rank goes wrong, and every rank that hears
 //! of it says so.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
+#[allow(dead_code)] // what errors say is judged by the script
 #[path = "conformance/cases/mod.rs"]
 mod cases;
 
@@ -12,8 +13,10 @@ use cases::{FAILURES, GROUPS};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
+type End = fn() -> Result<()>;
+
 /// How the last rank ends while the others wait for it.
-const ENDS: [(&str, fn() -> Result<()>); 5] = [
+const ENDS: [(&str, End); 5] = [
     ("error", || Err(Error::Unsupported("cheese".to_string()))),
     ("panic", || panic!("out of cheese")),
     ("early", || Ok(())),

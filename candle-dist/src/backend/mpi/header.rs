@@ -20,8 +20,11 @@ pub(super) enum Slot {
     Tag(u32),
 }
 
+/// Adds what a signature tells of one item of a call.
+type Item = fn(&Call, &mut DefaultHasher);
+
 /// What calls that belong together have in common, in the order in which differences are named.
-const ITEMS: [(&str, fn(&Call, &mut DefaultHasher)); 10] = [
+const ITEMS: [(&str, Item); 10] = [
     ("op", |call, hasher| call.op.hash(hasher)),
     ("dtype", |call, hasher| call.dtype.map(|dtype| dtype.as_str()).hash(hasher)),
     ("shape", |call, hasher| call.shape.hash(hasher)),

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 /// How often to look again before giving way to other threads.
 const SPINS: u32 = 200;
 /// How long to look again and again before sleeping in between.
-const AWAKE: Duration = Duration::from_millis(2);
+const AWAKE: Duration = Duration::from_micros(200);
 /// How long to sleep then.
 const NAP: Duration = Duration::from_micros(50);
 

@@ -3,7 +3,8 @@ use super::Case;
 use candle_core::{DType, Device, Tensor};
 use candle_dist::{Error, ProcessGroup, RankContext, ReduceOp, Result};
 
-pub const CASES: &[Case] = &[Case { name: "wrong arguments are refused by every rank", least: 2, run: refusals }];
+pub(crate) const CASES: &[Case] =
+    &[Case { name: "wrong arguments are refused by every rank", least: 2, run: refusals }];
 
 type Wrong = (&'static [&'static str], fn(&ProcessGroup) -> Result<()>);
 

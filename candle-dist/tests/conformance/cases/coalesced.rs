@@ -4,7 +4,8 @@ use super::values::{assert_same, input};
 use candle_core::{DType, Tensor};
 use candle_dist::{Op, RankContext, ReduceOp, Result, comm};
 
-pub const CASES: &[Case] = &[Case { name: "coalesced calls equal single ones and count as one", least: 1, run: equal }];
+pub(crate) const CASES: &[Case] =
+    &[Case { name: "coalesced calls equal single ones and count as one", least: 1, run: equal }];
 
 type Many<'a> = Box<dyn Fn(&[Tensor]) -> Result<Vec<Tensor>> + 'a>;
 type One<'a> = Box<dyn Fn(&Tensor) -> Result<Tensor> + 'a>;

@@ -5,7 +5,7 @@ use candle_core::{DType, Tensor};
 use candle_dist::{RankContext, Result};
 use itertools::iproduct;
 
-pub const CASES: &[Case] = &[
+pub(crate) const CASES: &[Case] = &[
     Case { name: "all_to_all moves the sharded dim", least: 1, run: moves },
     Case { name: "all_to_all of large pieces", least: 1, run: large },
     Case { name: "all_to_all_single sends each pair its rows", least: 1, run: routed },

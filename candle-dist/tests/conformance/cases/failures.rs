@@ -3,17 +3,17 @@ use candle_core::{DType, Device, Tensor};
 use candle_dist::{RankContext, ReduceOp, Result};
 
 /// One rank goes wrong.
-pub struct Failure {
-    pub name: &'static str,
+pub(crate) struct Failure {
+    pub(crate) name: &'static str,
     /// What the error says.
-    pub text: &'static str,
+    pub(crate) text: &'static str,
     /// The rank that goes wrong ends the process of its rank, or panics, and reports no error.
-    pub silent: bool,
-    pub run: fn(&RankContext) -> Result<()>,
+    pub(crate) silent: bool,
+    pub(crate) run: fn(&RankContext) -> Result<()>,
 }
 
 /// Every way for a rank to go wrong that is no crash of its process.
-pub const FAILURES: &[Failure] = &[
+pub(crate) const FAILURES: &[Failure] = &[
     Failure {
         name: "op",
         text: "(op differs)",

@@ -4,7 +4,7 @@ use super::values::{assert_same, input};
 use candle_core::{DType, Device, Tensor};
 use candle_dist::{RankContext, ReduceOp, Result};
 
-pub const CASES: &[Case] = &[
+pub(crate) const CASES: &[Case] = &[
     Case { name: "split counts ranks in the order of keys", least: 1, run: split },
     Case { name: "only members make a group, as often as they like", least: 2, run: members },
     Case { name: "groups that overlap do not meet", least: 2, run: overlapping },

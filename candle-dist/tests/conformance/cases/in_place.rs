@@ -4,7 +4,7 @@ use super::values::{DTYPES, assert_same, fractions, input, reduced};
 use candle_core::{Tensor, Var};
 use candle_dist::{Op, RankContext, ReduceOp, Result, comm};
 
-pub const CASES: &[Case] = &[
+pub(crate) const CASES: &[Case] = &[
     Case { name: "results take the place of inputs", least: 1, run: replaced },
     Case { name: "large sums have the bits of small ones", least: 1, run: bits },
 ];

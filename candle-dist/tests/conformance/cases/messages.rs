@@ -4,7 +4,7 @@ use super::values::{DTYPES, LENGTHS, assert_same, input};
 use candle_core::{DType, Shape};
 use candle_dist::{Message, RankContext, Result};
 
-pub const CASES: &[Case] = &[
+pub(crate) const CASES: &[Case] = &[
     Case { name: "a ring: sends do not wait, and order is kept", least: 2, run: ring },
     Case { name: "messages of every dtype and length in order", least: 2, run: lengths },
     Case { name: "messages are told apart by their tags", least: 2, run: tags },

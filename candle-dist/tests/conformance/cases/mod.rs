@@ -1,31 +1,31 @@
 //! What every engine must do: cases that run on each rank of a world of any size, and compare with what follows from
 //! the inputs of all ranks, which every rank can make.
-pub mod arguments;
-pub mod coalesced;
-pub mod exchanges;
+pub(crate) mod arguments;
+pub(crate) mod coalesced;
+pub(crate) mod exchanges;
 mod failures;
-pub mod groups;
-pub mod in_place;
-pub mod messages;
-pub mod pieces;
-pub mod reductions;
-pub mod started;
+pub(crate) mod groups;
+pub(crate) mod in_place;
+pub(crate) mod messages;
+pub(crate) mod pieces;
+pub(crate) mod reductions;
+pub(crate) mod started;
 mod values;
 
-pub use failures::FAILURES;
+pub(crate) use failures::FAILURES;
 
 use candle_dist::{RankContext, Result};
 
 /// One thing that every engine must do.
-pub struct Case {
-    pub name: &'static str,
+pub(crate) struct Case {
+    pub(crate) name: &'static str,
     /// The smallest world that it makes sense on.
-    pub least: usize,
-    pub run: fn(&RankContext) -> Result<()>,
+    pub(crate) least: usize,
+    pub(crate) run: fn(&RankContext) -> Result<()>,
 }
 
 /// The cases, in groups.
-pub const GROUPS: [(&str, &[Case]); 9] = [
+pub(crate) const GROUPS: [(&str, &[Case]); 9] = [
     ("reductions", reductions::CASES),
     ("pieces", pieces::CASES),
     ("exchanges", exchanges::CASES),

@@ -4,7 +4,7 @@ use super::values::{DTYPES, LENGTHS, assert_same, cuts, input, start};
 use candle_core::DType;
 use candle_dist::{RankContext, Result};
 
-pub const CASES: &[Case] = &[
+pub(crate) const CASES: &[Case] = &[
     Case { name: "gathers and scatters of uneven pieces of every dim", least: 1, run: uneven },
     Case { name: "all_gather of every length", least: 1, run: lengths },
     Case { name: "broadcast from every root", least: 1, run: broadcasts },

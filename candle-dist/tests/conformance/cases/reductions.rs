@@ -4,7 +4,7 @@ use super::values::{DTYPES, LENGTHS, assert_same, cuts, fractions, input, reduce
 use candle_core::{DType, Device, Tensor};
 use candle_dist::{RankContext, ReduceOp, Result};
 
-pub const CASES: &[Case] = &[
+pub(crate) const CASES: &[Case] = &[
     Case { name: "reductions of every dtype and op", least: 1, run: every_dtype_and_op },
     Case { name: "sums in rank order, the same bits on all ranks", least: 1, run: rank_order },
     Case { name: "reductions of every length", least: 1, run: every_length },

@@ -4,7 +4,7 @@ use super::values::{LENGTHS, assert_same, input};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_dist::{RankContext, ReduceOp, Result};
 
-pub const CASES: &[Case] = &[
+pub(crate) const CASES: &[Case] = &[
     Case { name: "started calls may be waited for in any order", least: 1, run: any_order },
     Case { name: "a started call is ready when all have started it", least: 2, run: ready },
     Case { name: "a variable may change while a call is pending", least: 1, run: variable },

@@ -3,28 +3,29 @@ use candle_core::{DType, Device, Tensor};
 use candle_dist::{ReduceOp, Result};
 
 /// The dtypes that groups carry.
-pub const DTYPES: [DType; 7] = [DType::U8, DType::U32, DType::I64, DType::F16, DType::BF16, DType::F32, DType::F64];
+pub(crate) const DTYPES: [DType; 7] =
+    [DType::U8, DType::U32, DType::I64, DType::F16, DType::BF16, DType::F32, DType::F64];
 
 /// Rank `rank`'s tensor: small whole numbers, so that every dtype is exact.
-pub fn input(rank: usize, shape: &[usize], dtype: DType) -> Result<Tensor> {
+pub(crate) fn input(rank: usize, shape: &[usize], dtype: DType) -> Result<Tensor> {
     let n: usize = shape.iter().product();
     let values: Vec<f32> = (0..n).map(|i| ((i * 7 + rank * 3) % 5 + 1) as f32).collect();
     Ok(Tensor::from_vec(values, shape, &Device::Cpu)?.to_dtype(dtype)?)
 }
 
 /// Rank `rank`'s tensor with fractions, whose sums depend on their order.
-pub fn fractions(rank: usize, len: usize) -> Result<Tensor> {
+pub(crate) fn fractions(rank: usize, len: usize) -> Result<Tensor> {
     let values: Vec<f32> = (0..len).map(|i| ((i * 37 + rank * 101) as f32).sin() * 1e3).collect();
     Ok(Tensor::new(values, &Device::Cpu)?)
 }
 
 /// All elements; exact for the values that are used here.
-pub fn values(t: &Tensor) -> Result<Vec<f64>> {
+pub(crate) fn values(t: &Tensor) -> Result<Vec<f64>> {
     Ok(t.to_dtype(DType::F64)?.flatten_all()?.to_vec1()?)
 }
 
 /// Checks shape, dtype, layout and every bit.
-pub fn assert_same(got: &Tensor, want: &Tensor, what: &str) -> Result<()> {
+pub(crate) fn assert_same(got: &Tensor, want: &Tensor, what: &str) -> Result<()> {
     assert_eq!((got.dims(), got.dtype()), (want.dims(), want.dtype()), "{what}");
     let (got_values, want_values) = (values(got)?, values(want)?);
     let equal = got_values.iter().zip(&want_values).all(|(got, want)| got.to_bits() == want.to_bits());
@@ -34,7 +35,7 @@ pub fn assert_same(got: &Tensor, want: &Tensor, what: &str) -> Result<()> {
 }
 
 /// The reduction of the ranks' tensors in rank order, elementwise in f64: exact for whole numbers.
-pub fn reduced(n: usize, shape: &[usize], dtype: DType, op: ReduceOp) -> Result<Tensor> {
+pub(crate) fn reduced(n: usize, shape: &[usize], dtype: DType, op: ReduceOp) -> Result<Tensor> {
     let all = (0..n).map(|r| values(&input(r, shape, dtype)?)).collect::<Result<Vec<_>>>()?;
     let out: Vec<f64> = (0..all[0].len())
         .map(|i| {
@@ -52,16 +53,16 @@ pub fn reduced(n: usize, shape: &[usize], dtype: DType, op: ReduceOp) -> Result<
 }
 
 /// Sizes of a dim for `n` ranks: even, uneven, with empty pieces.
-pub fn cuts(n: usize) -> Vec<Vec<usize>> {
+pub(crate) fn cuts(n: usize) -> Vec<Vec<usize>> {
     let empty_tail = (0..n).map(|r| if r == 0 { 3 } else { 0 }).collect();
     vec![vec![2; n], (0..n).map(|r| (r * 2) % 3 + 1).collect(), (0..n).collect(), empty_tail]
 }
 
 /// Where rank `rank`'s piece begins.
-pub fn start(sizes: &[usize], rank: usize) -> usize {
+pub(crate) fn start(sizes: &[usize], rank: usize) -> usize {
     sizes[..rank].iter().sum()
 }
 
 /// Lengths of f32 tensors that engines may treat differently: sent at once, in several messages, in pieces; most do not
 /// divide among ranks.
-pub const LENGTHS: [usize; 5] = [1, 1023, 5_003, 20_011, 100_003];
+pub(crate) const LENGTHS: [usize; 5] = [1, 1023, 5_003, 20_011, 100_003];
