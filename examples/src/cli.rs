@@ -31,7 +31,8 @@ pub type Checked<T = ()> = Result<T, UsageError>;
 /// Fails with the formatted sentence unless the condition holds.
 macro_rules! require {
     ($condition:expr, $($sentence:tt)+) => {
-        if !$condition {
+        if $condition {
+        } else {
             return Err($crate::cli::UsageError(format!($($sentence)+)));
         }
     };

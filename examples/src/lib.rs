@@ -9,3 +9,15 @@ pub mod dispatch;
 pub mod embedding;
 #[cfg(feature = "nccl")]
 pub mod gpu;
+pub mod llama;
+pub mod loading;
+pub mod progress;
+pub mod schedules;
+pub mod table;
+pub mod timing;
+pub mod toy;
+
+/// The code of the README, which is compiled and run as a test.
+#[cfg(doctest)]
+#[doc = include_str!("../../README.md")]
+pub struct Readme;
