@@ -39,8 +39,18 @@ pub(crate) fn torchrun(size: usize) -> impl Fn(usize) -> Vec<(&'static str, Stri
 
 /// Starts `scenario` on `size` processes with the variables that `vars` gives each.
 pub(crate) fn start(scenario: &str, size: usize, vars: impl Fn(usize) -> Vec<(&'static str, String)>) -> Vec<Rank> {
+    start_by(|_| Command::new(std::env::current_exe().unwrap()), scenario, size, vars)
+}
+
+/// Like [`start`] by a command of each rank that runs this program.
+pub(crate) fn start_by(
+    command: impl Fn(usize) -> Command,
+    scenario: &str,
+    size: usize,
+    vars: impl Fn(usize) -> Vec<(&'static str, String)>,
+) -> Vec<Rank> {
     let rank = |rank| {
-        let mut child = Command::new(std::env::current_exe().unwrap())
+        let mut child = command(rank)
             .args([RANK_TEST, "--exact", "--nocapture", "--test-threads", "1"])
             .env("SCENARIO", scenario)
             .envs(vars(rank))

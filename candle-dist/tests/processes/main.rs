@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 #![cfg(unix)]
 mod engine;
+mod hosts;
 mod job;
 
 use candle_core::{Device, Tensor};
@@ -121,7 +122,10 @@ fn one_rank() {
     let (name, culprit) = scenario.split_once('/').unwrap();
     let found = SCENARIOS.iter().find(|scenario| scenario.name == name);
     let options = InitOptions::new().timeout(Duration::from_secs(120)).init_timeout(Duration::from_secs(30));
-    let options = found.map_or(options.clone(), |scenario| (scenario.options)(options));
+    let options = match name {
+        hosts::TRAINS => options.lost_after(hosts::LOST_AFTER),
+        _ => found.map_or(options.clone(), |scenario| (scenario.options)(options)),
+    };
     let started = init_process_group_with(options, |_, control| match name {
         "cannot start" if control.rank().to_string() == culprit => {
             Err(candle_dist::Error::Unsupported("no engine here".into()))
@@ -137,6 +141,7 @@ fn one_rank() {
         let total = (1..=ctx.world_size()).sum::<usize>() as f32;
         assert_eq!(sum(ctx, 3)?, [total; 3], "a good round first");
         match found {
+            None if name == hosts::TRAINS => hosts::train(ctx)?,
             Some(scenario) if ctx.rank().to_string() == culprit => (scenario.wrong)(ctx)?,
             Some(_) => drop(sum(ctx, 2)?),
             None => drop(ctx.mesh(&[("dp", ctx.world_size())])?),

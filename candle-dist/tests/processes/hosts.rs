@@ -1,0 +1,131 @@
+//! Two hosts, which are network namespaces of this machine, and a link between them that is cut while they train.
+use crate::job::{finish, start_by};
+use crate::sum;
+use candle_dist::{RankContext, Result};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+/// The scenario in which all ranks train until something fails.
+pub(crate) const TRAINS: &str = "trains";
+/// After how much silence a rank counts as lost.
+pub(crate) const LOST_AFTER: Duration = Duration::from_secs(2);
+
+/// The variable with the folder in which a rank leaves a mark once it trains.
+const MARKS: &str = "MARKS";
+/// Addresses that are nobody's but the hosts'.
+const ADDRESSES: [&str; 2] = ["10.211.7.1", "10.211.7.2"];
+
+/// Steps without end.
+pub(crate) fn train(ctx: &RankContext) -> Result<()> {
+    for step in 0u64.. {
+        sum(ctx, 1000)?;
+        if step == 20 {
+            let marks = std::env::var(MARKS).unwrap();
+            fs::write(Path::new(&marks).join(ctx.rank().to_string()), "").unwrap();
+        }
+    }
+    Ok(())
+}
+
+/// Two namespaces with a link.
+struct Hosts {
+    names: [String; 2],
+    links: [String; 2],
+}
+
+impl Hosts {
+    /// Nothing, but the reason, where this user may not make any.
+    fn new() -> std::result::Result<Self, String> {
+        let id = std::process::id();
+        let hosts = Self {
+            names: ["a", "b"].map(|host| format!("candle-{host}-{id}")),
+            links: ["a", "b"].map(|host| format!("c{host}{id}")),
+        };
+        let [a, b] = &hosts.names;
+        let [la, lb] = &hosts.links;
+        ip(&["netns", "add", a])?;
+        ip(&["netns", "add", b])?;
+        ip(&["link", "add", la, "netns", a, "type", "veth", "peer", "name", lb, "netns", b])?;
+        for ((name, link), address) in hosts.names.iter().zip(&hosts.links).zip(ADDRESSES) {
+            ip(&["-n", name, "addr", "add", &format!("{address}/24"), "dev", link])?;
+            ip(&["-n", name, "link", "set", link, "up"])?;
+            ip(&["-n", name, "link", "set", "lo", "up"])?;
+        }
+        Ok(hosts)
+    }
+
+    fn cut(&self) {
+        ip(&["-n", &self.names[0], "link", "set", &self.links[0], "down"]).unwrap();
+    }
+}
+
+impl Drop for Hosts {
+    fn drop(&mut self) {
+        // One that was never made cannot be deleted.
+        self.names.iter().for_each(|name| _ = ip(&["netns", "del", name]));
+    }
+}
+
+fn ip(args: &[&str]) -> std::result::Result<(), String> {
+    let made = Command::new("ip").args(args).output().map_err(|error| format!("ip: {error}"))?;
+    match made.status.success() {
+        true => Ok(()),
+        false => Err(format!("ip {}: {}", args.join(" "), String::from_utf8_lossy(&made.stderr).trim())),
+    }
+}
+
+/// A folder of its own.
+fn marks() -> PathBuf {
+    let folder = std::env::temp_dir().join(format!("two-hosts-{}", std::process::id()));
+    fs::create_dir_all(&folder).unwrap();
+    folder
+}
+
+#[test]
+fn a_cut_link_between_hosts_is_an_error_on_all_ranks() {
+    let hosts = match Hosts::new() {
+        Ok(hosts) => hosts,
+        Err(reason) => return println!("SKIPPED: two hosts need network namespaces, and {reason}"),
+    };
+    let marks = marks();
+    let host = |rank: usize| &hosts.names[rank / 2];
+    let command = |rank| {
+        let mut command = Command::new("ip");
+        command.args(["netns", "exec", host(rank)]).arg(std::env::current_exe().unwrap());
+        command
+    };
+    let vars = |rank: usize| {
+        vec![
+            ("RANK", rank.to_string()),
+            ("WORLD_SIZE", "4".to_string()),
+            ("LOCAL_RANK", (rank % 2).to_string()),
+            ("LOCAL_WORLD_SIZE", "2".to_string()),
+            ("MASTER_ADDR", ADDRESSES[0].to_string()),
+            ("MASTER_PORT", "29500".to_string()),
+            (MARKS, marks.display().to_string()),
+        ]
+    };
+    let ranks = start_by(command, &format!("{TRAINS}/none"), 4, vars);
+    let began = Instant::now();
+    let all_train = || (0..4).all(|rank| marks.join(rank.to_string()).exists());
+    while !all_train() && began.elapsed() < Duration::from_secs(20) {
+        sleep(Duration::from_millis(20));
+    }
+    let is_trained = all_train();
+    hosts.cut();
+    let outcomes = finish(ranks);
+    assert!(is_trained, "all ranks train: {outcomes:#?}");
+    fs::remove_dir_all(&marks).unwrap();
+    for (rank, outcome) in outcomes.iter().enumerate() {
+        let said = outcome.said.as_deref().unwrap_or_default();
+        // Those beside rank 0 miss one of the others; the others miss rank 0.
+        let lost = if rank < 2 { ["rank 2 was lost", "rank 3 was lost"] } else { ["rank 0 was lost"; 2] };
+        assert!(!outcome.is_success && lost.iter().any(|lost| said.contains(lost)), "rank {rank}: {outcomes:#?}");
+        assert!(said.contains("no sign of life for 2s"), "rank {rank}: {outcomes:#?}");
+        // Where rank 0 is, it gathers what ranks are in.
+        assert!(rank >= 2 || said.matches("in all_reduce(f32[1000], sum) at").count() == 2, "{outcomes:#?}");
+    }
+}
