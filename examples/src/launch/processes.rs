@@ -15,6 +15,9 @@ use crate::launch::ranks::Refusal;
 /// at once.
 const PATIENCE: Duration = Duration::from_secs(24 * 60 * 60);
 
+/// How long the others leave rank 0 to speak before they have met: a launcher may end all when one ends.
+const PAUSE: Duration = Duration::from_secs(1);
+
 /// The stack of a rank: candle walks a graph by recursion, and pages are only touched when needed.
 const STACK_BYTES: usize = 256 << 20;
 
@@ -28,13 +31,20 @@ pub(super) fn check(name: BackendName) -> Checked<LaunchInfo> {
         "--backend nccl is not supported: it moves tensors of GPUs, and this program keeps its own on the CPU; use local or mpi."
     );
     require!(cfg!(feature = "mpi"), "--backend mpi is not in this build: build with --features mpi, or use local.");
-    LaunchInfo::from_env(&InitOptions::new()).map_err(|error| UsageError(format!("--backend mpi: {error}.")))
+    LaunchInfo::from_env(&InitOptions::new()).map_err(|error| match error {
+        Error::Init(sentence) => UsageError(format!("--backend mpi: {sentence}.")),
+        error => UsageError(format!("--backend mpi: {error}.")),
+    })
 }
 
 /// Says what is wrong with the command line; where processes share it, only rank 0 does.
 pub(super) fn refuse(error: &UsageError, is_shared: bool) -> ExitCode {
     let is_other = || LaunchInfo::from_env(&InitOptions::new()).is_ok_and(|info| info.rank > 0);
-    if is_shared && is_other() { ExitCode::from(USAGE) } else { cli::fail(error, USAGE) }
+    if is_shared && is_other() {
+        thread::sleep(PAUSE);
+        return ExitCode::from(USAGE);
+    }
+    cli::fail(error, USAGE)
 }
 
 /// Meets the other processes and runs as one of them. They meet once, since MPI cannot be started again.
@@ -73,6 +83,8 @@ fn end(ranks: &Ranks<'_>, run: impl Fn(&Ranks<'_>) -> anyhow::Result<bool>) -> a
                 if ranks.is_first() {
                     cli::failed(&error);
                 }
+                // The others go on to their ends when rank 0 has spoken.
+                ranks.of_first("")?;
                 Ok(refusal.status)
             }
             None => {
