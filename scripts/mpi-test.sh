@@ -81,9 +81,9 @@ done
 # agree: the program found its runs to agree, and said so once, as it says all else.
 agree() { passed && [ "$(echo "$out" | grep -c "The runs agree.")" -eq 1 ]; }
 # refused TEXT: status 2, and one sentence from one rank, which contains the text.
-refused() { [ "$status" -eq 2 ] && [ "$(echo "$out" | grep -c "^error: ")" -eq 1 ] && echo "$out" | grep -qF "$1"; }
+refused() { [ "$status" -eq 2 ] && [ "$(echo "$out" | grep -c "^error: ")" -eq 1 ] && echo "$out" | grep -qF -- "$1"; }
 # same TEXT: all went well, and the text is there.
-same() { passed && echo "$out" | grep -qF "$1"; }
+same() { passed && [ -n "$1" ] && echo "$out" | grep -qF -- "$1"; }
 
 program=$(built toy-transformer)
 on 2 --backend mpi --steps 10

@@ -7,9 +7,9 @@ use std::time::Duration;
 use candle_dist::init::{Backend, InitOptions, LaunchInfo};
 use candle_dist::{Cause, Error, GroupFailure, init_process_group};
 
-use super::{BackendName, Ranks};
+use super::BackendName;
+use super::ranks::{Ranks, Refusal};
 use crate::cli::{self, Checked, FAILED, USAGE, UsageError, require};
-use crate::launch::ranks::Refusal;
 
 /// How long a rank may wait for others: as long as rank 0 may train alone on one device. A process that is gone is noticed
 /// at once.
