@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the conformance suite and the failure scenarios over MPI, oversubscribed on this host.
+# Runs the conformance suite, the failure scenarios and the programs over MPI, oversubscribed on this host.
 # Status 0: all passed, or MPI is missing and a line says so. Installs nothing.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -12,8 +12,12 @@ for tool in mpirun mpicc; do
 done
 
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 RUST_BACKTRACE=0
-program=$(cargo test --workspace --features candle-dist/mpi --test mpi --no-run --message-format json |
-    grep -o '"executable":"[^"]*/mpi-[^"]*"' | cut -d'"' -f4) || exit 1
+# The test of a program has all programs built.
+built=$(cargo test --workspace --features mpi --test mpi --test launched --no-run --message-format json |
+    grep -o '"executable":"[^"]*"' | cut -d'"' -f4) || exit 1
+# built NAME: the path of what was built under this name.
+built() { echo "$built" | grep -E "/$1(-[0-9a-f]{16})?$"; }
+program=$(built mpi)
 oversubscribe=()
 if mpirun --version | grep -q "Open MPI"; then oversubscribe=(--oversubscribe); fi
 failed=0
@@ -73,5 +77,41 @@ for ranks in 2 4; do
     on "$ranks" end killed
     verdict "a killed rank on $ranks ranks" ended
 done
+
+# agree: the program found its runs to agree, and said so once, as it says all else.
+agree() { passed && [ "$(echo "$out" | grep -c "The runs agree.")" -eq 1 ]; }
+# refused TEXT: status 2, and one sentence from one rank, which contains the text.
+refused() { [ "$status" -eq 2 ] && [ "$(echo "$out" | grep -c "^error: ")" -eq 1 ] && echo "$out" | grep -qF -- "$1"; }
+# same TEXT: all went well, and the text is there.
+same() { passed && [ -n "$1" ] && echo "$out" | grep -qF -- "$1"; }
+
+program=$(built toy-transformer)
+on 2 --backend mpi --steps 10
+verdict "toy-transformer on 2 ranks" agree
+on 4 --backend mpi --steps 10 --pp 2 --tp 2
+verdict "toy-transformer --pp 2 --tp 2 on 4 ranks" agree
+on 3 --backend mpi --steps 10
+verdict "toy-transformer on 3 ranks, where 2 are wanted" refused "--ranks 2 takes 2 ranks, but the launcher started 3"
+on 2 --backend mpi --steps 0
+verdict "toy-transformer without steps" refused "--steps is 0"
+on 2 --backend mpi --steps 10 --json /dev/full
+verdict "toy-transformer that cannot write its results" ended
+out=$(for rank in 0 1; do
+    RANK=$rank WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=$((20000 + $$ % 10000)) \
+        timeout 60 "$program" --backend mpi --steps 10 || echo "status $?" &
+done 2>&1; wait)
+status=$(echo "$out" | grep -c "^status 1$")
+verdict "toy-transformer without mpirun" [ "$status" -eq 2 ]
+program=$(built sharded-embedding)
+on 2 --backend mpi --steps 10
+verdict "sharded-embedding on 2 ranks" agree
+program=$(built llama)
+text=$("$program" --tp 2 --max-tokens 8 --json - 2>/dev/null </dev/null | grep '"text"')
+on 2 --backend mpi --tp 2 --max-tokens 8 --json -
+verdict "llama --tp 2 on 2 ranks" same "$text"
+text=$(echo "From a pipe" | "$program" --pp 2 --tp 1 --max-tokens 8 --json - 2>/dev/null | grep '"text"')
+on 2 --backend mpi --pp 2 --tp 1 --max-tokens 8 --json - <<<"From a pipe"
+verdict "llama --pp 2 on 2 ranks" same "$text"
+
 [ "$failed" -eq 0 ] && echo "all passed" || echo "$failed failed"
 exit $((failed > 0))

@@ -11,7 +11,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 /// The exit status of a program that tried and failed.
 pub const FAILED: u8 = 1;
 /// The exit status of a program whose command line cannot work.
-const USAGE: u8 = 2;
+pub(crate) const USAGE: u8 = 2;
 
 /// One sentence on what the user should change.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -52,17 +52,18 @@ fn one_sentence(error: &clap::Error) -> String {
     format!("{}; see --help.", said.join("; "))
 }
 
+/// The arguments of a program, which ends here if it is asked for help.
+///
+/// # Errors
+/// What clap has to say.
+pub fn parse<A: Parser>() -> Checked<A> {
+    A::try_parse().map_err(|error| if error.use_stderr() { UsageError(one_sentence(&error)) } else { error.exit() })
+}
+
 /// The arguments of a program with what `validate` made of them; else what is wrong is said, and the exit status given.
 pub fn arguments<A: Parser, V>(validate: impl FnOnce(&A) -> Checked<V>) -> Result<(A, V), ExitCode> {
-    let args = match A::try_parse() {
-        Ok(args) => args,
-        Err(error) if error.use_stderr() => return Err(fail(one_sentence(&error), USAGE)),
-        Err(help) => help.exit(),
-    };
-    match validate(&args) {
-        Ok(made) => Ok((args, made)),
-        Err(error) => Err(fail(error, USAGE)),
-    }
+    let checked = parse().and_then(|args| validate(&args).map(|made| (args, made)));
+    checked.map_err(|error| fail(error, USAGE))
 }
 
 /// A program that measures: checks its arguments and runs.
@@ -97,7 +98,7 @@ pub fn report<R: serde::Serialize, T: std::fmt::Display>(
 }
 
 /// Says what went wrong on stderr and gives the exit status.
-fn fail(error: impl std::fmt::Display, status: u8) -> ExitCode {
+pub(crate) fn fail(error: impl std::fmt::Display, status: u8) -> ExitCode {
     eprintln!("error: {error}");
     ExitCode::from(status)
 }
@@ -106,7 +107,17 @@ fn fail(error: impl std::fmt::Display, status: u8) -> ExitCode {
 pub fn failed(error: &anyhow::Error) -> ExitCode {
     match error.downcast_ref::<io::Error>().map(io::Error::kind) {
         Some(io::ErrorKind::BrokenPipe) => ExitCode::SUCCESS,
+        _ if error.is::<UsageError>() => fail(error, USAGE),
         _ => fail(format_args!("{error:#}"), FAILED),
+    }
+}
+
+/// The exit status of a program that did its work, and found it good or not.
+pub fn status(done: anyhow::Result<bool>) -> ExitCode {
+    match done {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::from(FAILED),
+        Err(error) => failed(&error),
     }
 }
 
@@ -168,5 +179,12 @@ pub fn check_file(flag: &str, path: &Path, otherwise: &str) -> Checked {
 fn can_write(path: &Path) -> io::Result<()> {
     let existed = path.exists();
     OpenOptions::new().append(true).create(true).open(path)?;
-    if existed { Ok(()) } else { fs::remove_file(path) }
+    if existed {
+        return Ok(());
+    }
+    match fs::remove_file(path) {
+        // Another rank may have been faster.
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        done => done,
+    }
 }

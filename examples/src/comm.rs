@@ -1,10 +1,10 @@
 //! What a training communicates.
 
 use candle_dist::comm::CommCounts;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// How often one kind of collective runs in a step, and how much it moves.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CommStat {
     /// Name of the collective.
     pub op: String,

@@ -9,6 +9,7 @@ pub mod dispatch;
 pub mod embedding;
 #[cfg(feature = "nccl")]
 pub mod gpu;
+pub mod launch;
 pub mod llama;
 pub mod loading;
 pub mod progress;

@@ -1,8 +1,9 @@
 //! Every way to spread the toy Transformer over a mesh of pipeline, data and tensor-parallel ranks trains the model of one
 //! device.
 
-use anyhow::ensure;
+use anyhow::{Context, ensure};
 use clap::Parser;
+use examples::launch::Ranks;
 use examples::toy::args::{Args, RunName};
 use examples::toy::corpus::Corpus;
 use examples::toy::outcome::RunOutcome;
@@ -18,7 +19,8 @@ const TINY: &str = "--steps 4 --dim 16 --heads 4 --layers 2 --seq 8";
 fn trained(name: RunName, flags: &str) -> anyhow::Result<[RunOutcome; 2]> {
     let args = Args::parse_from(["toy-transformer"].into_iter().chain(TINY.split(' ')).chain(flags.split(' ')));
     let corpus = Corpus::new(Corpus::read(None)?, &args);
-    let runs = [run_one(RunName::Single, &args, &corpus)?, run_one(name, &args, &corpus)?];
+    let run = |name| run_one(name, &args, &corpus, &Ranks::Threads)?.context("rank 0 is here");
+    let runs = [run(RunName::Single)?, run(name)?];
     let parity = Parity::of(&runs, TOLERANCE)?;
     ensure!(parity.ok, "{name} {flags}: {parity:?}");
     Ok(runs)

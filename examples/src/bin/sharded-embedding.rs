@@ -4,38 +4,36 @@ use std::io::Write;
 use std::process::ExitCode;
 
 use examples::allocator;
-use examples::cli::{self, FAILED, Output, failed};
+use examples::cli::Output;
 use examples::clicks::args::Args;
 use examples::clicks::log::Log;
 use examples::clicks::metrics::trivial_log_loss;
 use examples::clicks::outcome::RunName;
 use examples::clicks::report::{self, Report};
 use examples::clicks::training::{held_out_clicks, train};
+use examples::launch::{self, Ranks};
 
 fn main() -> ExitCode {
     allocator::keep_pages();
-    let args = match cli::arguments(Args::validate) {
-        Ok((args, ())) => args,
-        Err(status) => return status,
-    };
-    match run(&args) {
-        Ok(report) if report.parity.ok => ExitCode::SUCCESS,
-        Ok(_) => ExitCode::from(FAILED),
-        Err(error) => failed(&error),
-    }
+    launch::start(Args::validate, |args, (), ranks| run(args, ranks))
 }
 
-/// Makes all runs and reports on them.
-fn run(args: &Args) -> anyhow::Result<Report> {
-    // Before the first tensor op: the log is made first, and must not have more threads than a rank.
-    candle_dist::threads::settle(1);
+/// Makes all runs and reports on them; tells whether they agree.
+fn run(args: &Args, ranks: &Ranks<'_>) -> anyhow::Result<bool> {
     let output = Output::new(args.json.as_deref());
-    let mut screen = output.screen();
-    writeln!(screen, "{}", report::heading(args))?;
+    if ranks.is_first() {
+        writeln!(output.screen(), "{}", report::heading(args))?;
+    }
     let log = Log::new(args.seed)?;
-    let outcomes = RunName::ALL.iter().map(|&name| train(name, args, &log)).collect::<anyhow::Result<Vec<_>>>()?;
+    let mut outcomes = Vec::new();
+    for name in RunName::ALL {
+        outcomes.extend(train(name, args, &log, ranks)?);
+    }
+    if !ranks.is_first() {
+        return Ok(true);
+    }
     let report = Report::new(args, &outcomes, trivial_log_loss(&held_out_clicks(&log)?))?;
-    writeln!(screen, "{}", report::summary(args, &report))?;
+    writeln!(output.screen(), "{}", report::summary(args, &report))?;
     output.write_json(&report)?;
-    Ok(report)
+    Ok(report.parity.ok)
 }

@@ -6,6 +6,7 @@ use clap::{Parser, ValueEnum};
 
 use super::features::FEATURES;
 use crate::cli::{Checked, Output, require};
+use crate::launch::{BackendName, Launched};
 
 const ABOUT: &str = "\
 Trains a click-through model with large embedding tables, sharded and on one device, and shows that they agree
@@ -18,7 +19,8 @@ three times:
   row-wise     each rank has some rows of every table, and its own part of the batch
   column-wise  each rank has some columns of every table, and its own part of the batch
 
-Ranks are threads of this process, so there is nothing to install or to start.";
+Ranks are threads of this process, so there is nothing to install or to start, unless --backend says otherwise: then they
+are processes, and the first of them shows the results.";
 
 const EXAMPLES: &str = "\
 Examples:
@@ -28,6 +30,8 @@ Examples:
       Wider tables on more ranks, for longer.
   cargo run --release --bin sharded-embedding -- --json - 2>/dev/null | jq '.runs[] | {name, samples_per_s}'
       Get the numbers into a script: only JSON on stdout, all else on stderr.
+  cargo build --release --features mpi && mpirun -n 2 target/release/sharded-embedding --backend mpi
+      Compare the three runs on 2 processes.
 
 Exit status: 0 if the runs agree, 1 if they disagree or one failed, 2 if the command line cannot work.";
 
@@ -38,6 +42,10 @@ pub struct Args {
     /// Ranks of the sharded runs
     #[arg(long, value_name = "N", default_value_t = 2)]
     pub ranks: usize,
+
+    /// What moves tensors between ranks; for processes, start one for each rank with mpirun
+    #[arg(long, value_name = "NAME", default_value = "local")]
+    pub backend: BackendName,
 
     /// Optimiser steps
     #[arg(long, value_name = "N", default_value_t = 200)]
@@ -107,6 +115,20 @@ const MAX_RANKS: usize = 64;
 const MAX_STEPS: usize = 100_000_000;
 const MAX_BATCH: usize = 1 << 24;
 const MAX_DIM: usize = 1024;
+
+impl Launched for Args {
+    fn backend(&self) -> BackendName {
+        self.backend
+    }
+
+    fn threads(&self) -> usize {
+        1
+    }
+
+    fn ranks(&self) -> Vec<(String, usize)> {
+        vec![(format!("--ranks {}", self.ranks), self.ranks)]
+    }
+}
 
 impl Args {
     /// The learning rate of the tables.

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use candle_core::{DType, Tensor};
 use candle_dist::comm::{self, CommCounts};
-use candle_dist::{ProcessGroup, RankContext, ReduceOp, World};
+use candle_dist::{ProcessGroup, RankContext, ReduceOp};
 use candle_nn::{Optimizer, SGD};
 use candle_shard::Result;
 
@@ -16,6 +16,7 @@ use super::model::{Mode, Model};
 use super::optimiser::Optimiser;
 use super::outcome::{RunName, RunOutcome};
 use crate::comm::CommStat;
+use crate::launch::{Launched, Ranks};
 use crate::progress::Progress;
 use crate::timing::median;
 
@@ -26,14 +27,13 @@ pub const HELD_OUT_SAMPLES: usize = 20_000;
 /// The learning rate of the perceptron.
 const DENSE_LR: f64 = 0.1;
 
-/// Trains the model in the way called `name`.
+/// Trains the model in the way called `name`; the outcome is where rank 0 is, which makes the run on one device alone.
 ///
 /// # Errors
 /// The first rank's that fails.
-pub fn train(name: RunName, args: &Args, log: &Log) -> anyhow::Result<RunOutcome> {
+pub fn train(name: RunName, args: &Args, log: &Log, ranks: &Ranks<'_>) -> anyhow::Result<Option<RunOutcome>> {
     let world = if name == RunName::OneDevice { 1 } else { args.ranks };
-    let ranks = World::local(world).threads_per_rank(1).run(|ctx| train_rank(ctx, name, args, log))?;
-    ranks.into_iter().next().ok_or_else(|| anyhow::anyhow!("a world without ranks"))
+    ranks.run(world, args.threads(), |ctx| train_rank(ctx, name, args, log))
 }
 
 /// The samples of the held-out batch, each whether it was clicked.

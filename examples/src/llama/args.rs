@@ -8,6 +8,7 @@ use clap::{Parser, ValueEnum};
 
 use super::sample::Sampling;
 use crate::cli::{Checked, Output, UsageError, require};
+use crate::launch::{BackendName, Launched};
 
 const ABOUT: &str = "\
 Writes on from a prompt with a Llama that is cut over ranks
@@ -26,6 +27,8 @@ Examples:
       A model of your own.
   git log -1 --format=%B | cargo run --release --bin llama -- --model ./Llama-3.2-1B
       The prompt from a pipe.
+  cargo build --release --features mpi && mpirun -n 2 target/release/llama --tp 2 --backend mpi
+      On 2 processes, of which the first shows the text.
 
 Exit status: 0 if all went well, 1 if the model could not be read or run, 2 if the command line cannot work.";
 
@@ -54,6 +57,10 @@ pub struct Args {
     /// Compute threads of each rank; keep ranks × threads within the number of cores
     #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Ranks")]
     pub threads: usize,
+
+    /// What moves tensors between ranks; for processes, start one for each rank with mpirun
+    #[arg(long, value_name = "NAME", default_value = "local", help_heading = "Ranks")]
+    pub backend: BackendName,
 
     /// The text to go on from [default: stdin if that is no terminal, else "Once upon a time"]
     #[arg(long, value_name = "TEXT", help_heading = "Text")]
@@ -103,6 +110,20 @@ impl From<DTypeName> for DType {
 
 const MAX_RANKS: usize = 256;
 const MAX_TOKENS: usize = 1 << 24;
+
+impl Launched for Args {
+    fn backend(&self) -> BackendName {
+        self.backend
+    }
+
+    fn threads(&self) -> usize {
+        self.threads
+    }
+
+    fn ranks(&self) -> Vec<(String, usize)> {
+        vec![(format!("--pp {} × --tp {}", self.pp, self.tp), self.pp * self.tp)]
+    }
+}
 
 impl Args {
     /// Checks everything that does not depend on the model.

@@ -10,6 +10,8 @@ use candle_dist::RankContext;
 use candle_shard::Weights;
 use candle_shard::nn::ShardedVarBuilder;
 
+use serde::{Deserialize, Serialize};
+
 use super::cache::Cache;
 use super::config::Config;
 use super::model::Llama;
@@ -79,7 +81,7 @@ impl Task {
 }
 
 /// What a rank did.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Written {
     /// The tokens.
     pub tokens: Vec<u32>,

@@ -8,6 +8,7 @@ use clap::{Parser, ValueEnum};
 use test_utils::model_args::ModelArgs;
 
 use super::pipeline::Pipeline;
+use crate::launch::{BackendName, Launched};
 
 /// The program reads and predicts bytes.
 pub const VOCAB_SIZE: usize = 256;
@@ -24,7 +25,8 @@ The same model is trained from the same seed on the same batches once per run:
           scheduled over microbatches, and each replica has its own part of the batch
   pp_sp   the same with sequence parallel
 
-Ranks are threads of this process, so there is nothing to install or to start.";
+Ranks are threads of this process, so there is nothing to install or to start, unless --backend says otherwise: then they
+are processes, as many as the runs have ranks, and the first of them shows the results.";
 
 const EXAMPLES: &str = "\
 Examples:
@@ -36,6 +38,8 @@ Examples:
       Compare one device with a pipeline of two stages, two replicas and two tensor-parallel ranks each.
   cargo run --release -- --json - 2>/dev/null | jq '.runs[] | {name, ms_per_step}'
       Get the numbers into a script: only JSON on stdout, all else on stderr.
+  cargo build --release --features mpi && mpirun -n 2 target/release/toy-transformer --backend mpi
+      Compare the default runs on 2 processes.
 
 Exit status: 0 if the runs agree, 1 if they disagree or one failed, 2 if the command line cannot work.";
 
@@ -76,6 +80,10 @@ pub struct Args {
     /// Parts that each replica cuts its part of the batch into [default: 4]
     #[arg(long, value_name = "N", help_heading = "Pipelines")]
     pub microbatches: Option<usize>,
+
+    /// What moves tensors between ranks; for processes, start one for each rank with mpirun
+    #[arg(long, value_name = "NAME", default_value = "local", help_heading = "Runs")]
+    pub backend: BackendName,
 
     /// Largest difference of losses (relative) and gradients (absolute) at which runs agree; 100 times that for logits
     #[arg(long, value_name = "X", default_value_t = 1e-4, allow_negative_numbers = true, help_heading = "Runs")]
@@ -171,6 +179,29 @@ impl Args {
             init_stdev: Some(0.02),
             seed: self.seed,
         }
+    }
+}
+
+impl Launched for Args {
+    fn backend(&self) -> BackendName {
+        self.backend
+    }
+
+    fn threads(&self) -> usize {
+        self.threads
+    }
+
+    fn ranks(&self) -> Vec<(String, usize)> {
+        let of = |run| match run {
+            RunName::Single => None,
+            RunName::Tp | RunName::TpSp => Some((format!("--ranks {}", self.ranks), self.ranks)),
+            RunName::Pp | RunName::PpSp => {
+                let pipeline = self.pipeline();
+                let Pipeline { pp, dp, tp, .. } = pipeline;
+                Some((format!("--pp {pp} × --dp {dp} × --tp {tp}"), pipeline.world()))
+            }
+        };
+        self.runs().into_iter().filter_map(of).collect()
     }
 }
 

@@ -4,15 +4,16 @@ use super::args::{Args, RunName};
 use super::corpus::Corpus;
 use super::outcome::RunOutcome;
 use super::{sharded, single, staged};
+use crate::launch::Ranks;
 
-/// Trains the model in the way called `name`.
+/// Trains the model in the way called `name`; the outcome is where rank 0 is, which makes the run on one device alone.
 ///
 /// # Errors
 /// If the run fails.
-pub fn run_one(name: RunName, args: &Args, corpus: &Corpus) -> anyhow::Result<RunOutcome> {
+pub fn run_one(name: RunName, args: &Args, corpus: &Corpus, ranks: &Ranks<'_>) -> anyhow::Result<Option<RunOutcome>> {
     match name {
-        RunName::Single => single::train(args, corpus),
-        RunName::Tp | RunName::TpSp => sharded::train(name, args, corpus),
-        RunName::Pp | RunName::PpSp => staged::train(name, args, corpus),
+        RunName::Single => ranks.on_first(|| single::train(args, corpus)),
+        RunName::Tp | RunName::TpSp => sharded::train(name, args, corpus, ranks),
+        RunName::Pp | RunName::PpSp => staged::train(name, args, corpus, ranks),
     }
 }

@@ -1,11 +1,11 @@
-//! Training over the ranks of a local world, tensor-parallel.
+//! Training over ranks, tensor-parallel.
 
 use std::collections::BTreeMap;
 
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor};
+use candle_dist::RankContext;
 use candle_dist::comm::{self, CommCounts};
-use candle_dist::{RankContext, World};
 use candle_nn::Optimizer;
 use candle_shard::nn::{Mode, Parameters, ShardedVarBuilder};
 use candle_shard::{DTensor, Replicate, Result, visualize_sharding};
@@ -16,6 +16,7 @@ use super::corpus::Corpus;
 use super::outcome::{Picture, RunOutcome};
 use super::training::{Training, optimiser};
 use crate::comm::CommStat;
+use crate::launch::{Ranks, gather};
 use crate::progress::Progress;
 
 /// The weights whose layouts are shown: one for each style.
@@ -26,37 +27,18 @@ const SHOWN: [(&str, &str); 4] = [
     ("norm", "layers.0.ffn_norm.weight"),
 ];
 
-/// Trains the model on `args.ranks` ranks.
-pub fn train(name: RunName, args: &Args, corpus: &Corpus) -> anyhow::Result<RunOutcome> {
-    let world = World::local(args.ranks).threads_per_rank(args.threads);
-    let ranks = world.run(|ctx| train_rank(ctx, name, args, corpus))?;
-    let params_per_rank = ranks.iter().map(|rank| rank.params).collect();
-    let first = ranks.into_iter().next().ok_or_else(|| anyhow::anyhow!("a world without ranks"))?;
-    Ok(RunOutcome {
-        name,
-        world: args.ranks,
-        losses: first.training.losses,
-        ms_per_step: first.training.ms_per_step,
-        logits: first.logits,
-        first_grads: first.first_grads,
-        params_per_rank,
-        comm_per_step: CommStat::all(&first.comm),
-        pictures: first.pictures,
-        pipeline: None,
-    })
+/// Trains the model on `args.ranks` ranks; the outcome is where rank 0 is.
+pub fn train(name: RunName, args: &Args, corpus: &Corpus, ranks: &Ranks<'_>) -> anyhow::Result<Option<RunOutcome>> {
+    let outcome = ranks.run(args.ranks, args.threads, |ctx| -> anyhow::Result<_> {
+        let mine = train_rank(ctx, name, args, corpus)?;
+        let all = gather(ctx.group(), mine.params_per_rank.clone())?;
+        Ok(all.map(|all| RunOutcome { params_per_rank: all.concat(), ..mine }))
+    })?;
+    Ok(outcome.flatten())
 }
 
-/// What one rank reports.
-struct RankOutcome {
-    training: Training,
-    logits: Tensor,
-    first_grads: BTreeMap<String, Tensor>,
-    params: usize,
-    comm: CommCounts,
-    pictures: Vec<Picture>,
-}
-
-fn train_rank(ctx: &RankContext, name: RunName, args: &Args, corpus: &Corpus) -> Result<RankOutcome> {
+/// The outcome as one rank sees it, which knows its own number of parameters only.
+fn train_rank(ctx: &RankContext, name: RunName, args: &Args, corpus: &Corpus) -> Result<RunOutcome> {
     let mesh = ctx.mesh(&[("tp", args.ranks)])?;
     let plan = Transformer::plan("tp", name.is_sequence_parallel());
     let vb = ShardedVarBuilder::fresh(args.seed, &mesh, plan, DType::F32, &Device::Cpu)?;
@@ -96,7 +78,18 @@ fn train_rank(ctx: &RankContext, name: RunName, args: &Args, corpus: &Corpus) ->
         )
     };
     let pictures = SHOWN.iter().filter_map(picture).collect::<Result<_>>()?;
-    Ok(RankOutcome { training, logits, first_grads, params: parameters.local_elem_count(), comm, pictures })
+    Ok(RunOutcome {
+        name,
+        world: args.ranks,
+        losses: training.losses,
+        ms_per_step: training.ms_per_step,
+        logits,
+        first_grads,
+        params_per_rank: vec![parameters.local_elem_count()],
+        comm_per_step: CommStat::all(&comm),
+        pictures,
+        pipeline: None,
+    })
 }
 
 /// The gradients by parameter name, each whole and in the global shape.

@@ -1,17 +1,18 @@
-//! Training over the ranks of a local world, pipeline, data and tensor-parallel.
+//! Training over ranks, pipeline, data and tensor-parallel.
 
 use std::collections::BTreeMap;
-use std::time::Instant;
+use std::time::{Duration, SystemTime};
 
 use anyhow::Context;
 use candle_core::{DType, Device, Tensor};
 use candle_dist::comm::{self, CommCounts};
-use candle_dist::{DataParallelOptions, RankContext, World};
+use candle_dist::{DataParallelOptions, RankContext};
 use candle_nn::Optimizer;
 use candle_pipe::microbatch::{Microbatches, microbatch_sizes, split_args_kwargs_into_chunks};
 use candle_pipe::schedule::{Schedule, Span};
 use candle_pipe::{Kwargs, Result, Runtime, StepOptions, Value};
 use candle_shard::nn::ShardedVarBuilder;
+use serde::{Deserialize, Serialize};
 use test_utils::toy::Transformer;
 
 use super::args::{Args, RunName};
@@ -21,36 +22,21 @@ use super::pipeline::Pipeline;
 use super::sharded::whole_grads;
 use super::training::{Training, optimiser};
 use crate::comm::CommStat;
+use crate::launch::{Bits, Ranks, gather};
 use crate::progress::Progress;
 
 /// The last steps whose times are kept.
 const MEASURED_STEPS: usize = 50;
 
-/// Trains the model on the mesh of `args`, pipelines outermost and tensor-parallel ranks next to each other.
-pub fn train(name: RunName, args: &Args, corpus: &Corpus) -> anyhow::Result<RunOutcome> {
+/// Trains the model on the mesh of `args`, pipelines outermost and tensor-parallel ranks next to each other; the outcome is
+/// where rank 0 is.
+pub fn train(name: RunName, args: &Args, corpus: &Corpus, ranks: &Ranks<'_>) -> anyhow::Result<Option<RunOutcome>> {
     let pipeline = args.pipeline();
-    let plan = Plan { name, args, corpus, pipeline, schedule: pipeline.schedule()?, began: Instant::now() };
-    let world = World::local(pipeline.world()).threads_per_rank(args.threads);
-    let ranks = world.run(|ctx| plan.train_rank(ctx))?;
-
-    // The tensor-parallel ranks of a stage know the same loss of their replica.
-    let losses: Vec<&[f64]> = ranks.iter().filter(|rank| rank.has_loss).map(|rank| &rank.training.losses[..]).collect();
-    let mean = |step: usize| losses.iter().map(|losses| losses[step]).sum::<f64>() / losses.len() as f64;
-    let logits = ranks.iter().find_map(|rank| rank.logits.clone());
-    let first_pipeline: Vec<&RankOutcome> = pipeline.first_pipeline().map(|rank| &ranks[rank]).collect();
-    let measured: Vec<_> = first_pipeline.iter().map(|rank| (rank.spans.clone(), rank.peak)).collect();
-    Ok(RunOutcome {
-        name,
-        world: pipeline.world(),
-        losses: (0..args.steps).map(mean).collect(),
-        ms_per_step: ranks.iter().map(|rank| rank.training.ms_per_step).fold(0.0, f64::max),
-        logits: logits.context("no rank has the output layer")?,
-        first_grads: first_pipeline.iter().flat_map(|rank| rank.first_grads.clone()).collect(),
-        params_per_rank: ranks.iter().map(|rank| rank.params).collect(),
-        comm_per_step: CommStat::all(&ranks[0].comm),
-        pictures: Vec::new(),
-        pipeline: Some(pipeline.stat(&measured)?),
-    })
+    let nanos = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH)?.as_nanos();
+    let began = SystemTime::UNIX_EPOCH + Duration::from_nanos(ranks.of_first(&nanos.to_string())?.parse()?);
+    let plan = Plan { name, args, corpus, pipeline, schedule: pipeline.schedule()?, began };
+    let train = |ctx: &RankContext| gather(ctx.group(), plan.train_rank(ctx)?);
+    ranks.run(pipeline.world(), args.threads, train)?.flatten().map(|all| plan.outcome(&all)).transpose()
 }
 
 /// What every rank knows.
@@ -60,26 +46,55 @@ struct Plan<'a> {
     corpus: &'a Corpus,
     pipeline: Pipeline,
     schedule: Schedule,
-    /// The zero of all ranks' times.
-    began: Instant,
+    /// The zero of all ranks' times, on a clock that processes share.
+    began: SystemTime,
 }
 
 /// What one rank reports.
+#[derive(Serialize, Deserialize)]
 struct RankOutcome {
-    /// Its losses are those of its replica, where it has the loss.
-    training: Training,
-    has_loss: bool,
-    /// Where it has the output layer.
-    logits: Option<Tensor>,
-    first_grads: BTreeMap<String, Tensor>,
+    /// The bits of the losses of its replica, where it has the loss.
+    losses: Option<Vec<u64>>,
+    ms_per_step: f64,
+    /// Where it has the output layer, in the first pipeline.
+    logits: Option<Bits>,
+    /// In the first pipeline.
+    first_grads: BTreeMap<String, Bits>,
     params: usize,
-    comm: CommCounts,
+    comm: Vec<CommStat>,
     /// What it computed in each of the last steps.
     spans: Vec<Vec<Span>>,
     peak: usize,
 }
 
 impl Plan<'_> {
+    /// What the ranks made together.
+    fn outcome(&self, ranks: &[RankOutcome]) -> anyhow::Result<RunOutcome> {
+        // The tensor-parallel ranks of a stage know the same loss of their replica.
+        let losses: Vec<&[u64]> = ranks.iter().filter_map(|rank| rank.losses.as_deref()).collect();
+        let loss = |losses: &&[u64], step: usize| f64::from_bits(losses[step]);
+        let mean = |step: usize| losses.iter().map(|losses| loss(losses, step)).sum::<f64>() / losses.len() as f64;
+        let logits = ranks.iter().find_map(|rank| rank.logits.as_ref()).context("no rank has the output layer")?;
+        let first_pipeline: Vec<&RankOutcome> = self.pipeline.first_pipeline().map(|rank| &ranks[rank]).collect();
+        let measured: Vec<_> = first_pipeline.iter().map(|rank| (rank.spans.clone(), rank.peak)).collect();
+        let mut first_grads = BTreeMap::new();
+        for (name, grad) in first_pipeline.iter().flat_map(|rank| &rank.first_grads) {
+            first_grads.insert(name.clone(), grad.tensor()?);
+        }
+        Ok(RunOutcome {
+            name: self.name,
+            world: ranks.len(),
+            losses: (0..self.args.steps).map(mean).collect(),
+            ms_per_step: ranks.iter().map(|rank| rank.ms_per_step).fold(0.0, f64::max),
+            logits: logits.tensor()?,
+            first_grads,
+            params_per_rank: ranks.iter().map(|rank| rank.params).collect(),
+            comm_per_step: ranks[0].comm.clone(),
+            pictures: Vec::new(),
+            pipeline: Some(self.pipeline.stat(&measured)?),
+        })
+    }
+
     fn train_rank(&self, ctx: &RankContext) -> Result<RankOutcome> {
         let (args, Pipeline { pp, dp, tp, .. }) = (self.args, self.pipeline);
         let mesh = ctx.mesh(&[("pp", pp), ("dp", dp), ("tp", tp)])?;
@@ -98,15 +113,19 @@ impl Plan<'_> {
         let named = parameters.named_vars();
         let mut optimiser = optimiser(parameters.vars(), args)?;
         let has_loss = runtime.stages().any(|stage| stage.loss_output().is_some());
-        let is_shown = has_loss && replica == 0 && mesh.local_rank("tp")? == 0;
-        let progress = if is_shown { Progress::new(self.name.as_str(), args.steps) } else { Progress::silent() };
+        let is_first_pipeline = replica == 0 && mesh.local_rank("tp")? == 0;
+        let progress = if has_loss && is_first_pipeline {
+            Progress::new(self.name.as_str(), args.steps)
+        } else {
+            Progress::silent()
+        };
 
         let (mut first_grads, mut comm) = (BTreeMap::new(), CommCounts::default());
         let (mut spans, mut peak) = (Vec::new(), 0);
         let training = Training::run(args, self.corpus, &progress, |step, batch| {
             let (made, counts) = comm::record(|| -> Result<_> {
                 let (batch, options) = self.part(batch, replica, step)?;
-                let start = self.began.elapsed().as_secs_f64();
+                let start = self.began.elapsed().map_or(0.0, |time| time.as_secs_f64());
                 let mut made = runtime.forward_backward(&batch, &options)?;
                 made.spans.iter_mut().for_each(|span| (span.start, span.end) = (span.start + start, span.end + start));
                 let grads = &mut made.step.grads;
@@ -136,12 +155,22 @@ impl Plan<'_> {
         let held_out = self.cut(&self.corpus.held_out()?)?;
         let outputs = runtime.evaluate(&held_out)?.step.outputs;
         let parts: Vec<Value> = outputs.iter().filter_map(|output| output.get("logits").ok().cloned()).collect();
-        let logits = match parts.is_empty() {
+        let logits = match parts.is_empty() || !is_first_pipeline {
             true => None,
-            false => Some(held_out.merge(&parts, None)?.tensor()?.clone()),
+            false => Some(Bits::of(held_out.merge(&parts, None)?.tensor()?)?),
         };
-        let params = parameters.local_elem_count();
-        Ok(RankOutcome { training, has_loss, logits, first_grads, params, comm, spans, peak })
+        // Every rank has helped to make these whole.
+        let grads = first_grads.into_iter().filter(|_| is_first_pipeline);
+        Ok(RankOutcome {
+            losses: has_loss.then(|| training.losses.into_iter().map(f64::to_bits).collect()),
+            ms_per_step: training.ms_per_step,
+            logits,
+            first_grads: grads.map(|(name, grad)| Ok((name, Bits::of(&grad)?))).collect::<Result<_>>()?,
+            params: parameters.local_elem_count(),
+            comm: CommStat::all(&comm),
+            spans,
+            peak,
+        })
     }
 
     /// The part of the batch that a replica trains on, and how its losses count in the mean over all replicas.

@@ -1,0 +1,107 @@
+//! Joining the processes that a launcher started, and ending as they do.
+
+use std::process::ExitCode;
+use std::thread;
+use std::time::Duration;
+
+use candle_dist::init::{Backend, InitOptions, LaunchInfo};
+use candle_dist::{Cause, Error, GroupFailure, init_process_group};
+
+use super::BackendName;
+use super::ranks::{Ranks, Refusal};
+use crate::cli::{self, Checked, FAILED, USAGE, UsageError, require};
+
+/// How long a rank may wait for others: as long as rank 0 may train alone on one device. A process that is gone is noticed
+/// at once.
+const PATIENCE: Duration = Duration::from_secs(24 * 60 * 60);
+
+/// How long the others leave rank 0 to speak before they have met: a launcher may end all when one ends.
+const PAUSE: Duration = Duration::from_secs(1);
+
+/// The stack of a rank: candle walks a graph by recursion, and pages are only touched when needed.
+const STACK_BYTES: usize = 256 << 20;
+
+/// Checks that ranks can be processes over an engine, and tells which one this is.
+///
+/// # Errors
+/// If the engine is not there, or no launcher started this process.
+pub(super) fn check(name: BackendName) -> Checked<LaunchInfo> {
+    require!(
+        name != BackendName::Nccl,
+        "--backend nccl is not supported: it moves tensors of GPUs, and this program keeps its own on the CPU; use local or mpi."
+    );
+    require!(cfg!(feature = "mpi"), "--backend mpi is not in this build: build with --features mpi, or use local.");
+    LaunchInfo::from_env(&InitOptions::new()).map_err(|error| match error {
+        Error::Init(sentence) => UsageError(format!("--backend mpi: {sentence}.")),
+        error => UsageError(format!("--backend mpi: {error}.")),
+    })
+}
+
+/// Says what is wrong with the command line; where processes share it, only rank 0 does.
+pub(super) fn refuse(error: &UsageError, is_shared: bool) -> ExitCode {
+    let is_other = || LaunchInfo::from_env(&InitOptions::new()).is_ok_and(|info| info.rank > 0);
+    if is_shared && is_other() {
+        thread::sleep(PAUSE);
+        return ExitCode::from(USAGE);
+    }
+    cli::fail(error, USAGE)
+}
+
+/// Meets the other processes and runs as one of them. They meet once, since MPI cannot be started again.
+pub(super) fn join(
+    info: &LaunchInfo,
+    threads: usize,
+    run: impl Fn(&Ranks<'_>) -> anyhow::Result<bool> + Sync,
+) -> ExitCode {
+    let options = InitOptions::new().timeout(PATIENCE).threads_per_rank(threads);
+    let ctx = match init_process_group(Backend::Mpi, options) {
+        Ok(ctx) => ctx,
+        Err(Error::Group(failure)) if !speaks(info.rank, &failure) => return ExitCode::from(FAILED),
+        Err(error) => return cli::fail(error, FAILED),
+    };
+    let as_rank = || ctx.run(|ctx| end(&Ranks::Process(ctx), &run), |_, _| ());
+    let status = thread::scope(|scope| {
+        let rank = thread::Builder::new().name(format!("rank {}", info.rank)).stack_size(STACK_BYTES);
+        rank.spawn_scoped(scope, as_rank).map(|rank| rank.join().ok().flatten())
+    });
+    match status {
+        Ok(status) => ExitCode::from(status.unwrap_or(FAILED)),
+        Err(error) => cli::fail(format_args!("a thread for the rank could not be started: {error}"), FAILED),
+    }
+}
+
+/// The status of all ranks after the run, of which rank 0 knows how it went.
+///
+/// # Errors
+/// If this rank or another one failed, which is said by one of them.
+fn end(ranks: &Ranks<'_>, run: impl Fn(&Ranks<'_>) -> anyhow::Result<bool>) -> anyhow::Result<u8> {
+    let ended = run(ranks).and_then(|ok| ranks.of_first(&if ok { 0 } else { FAILED }.to_string()));
+    match ended {
+        Ok(status) => Ok(status.parse()?),
+        Err(error) => match error.downcast_ref::<Refusal>() {
+            Some(refusal) => {
+                if ranks.is_first() {
+                    cli::failed(&error);
+                }
+                // The others go on to their ends when rank 0 has spoken.
+                ranks.of_first("")?;
+                Ok(refusal.status)
+            }
+            None => {
+                if ranks.failure().is_none_or(|(rank, failure)| speaks(rank, &failure)) {
+                    cli::failed(&error);
+                }
+                Err(error)
+            }
+        },
+    }
+}
+
+/// Whether a rank is the one to tell of a failure that all know of: the one that failed, or the first that is left.
+fn speaks(rank: usize, failure: &GroupFailure) -> bool {
+    match failure.cause {
+        Cause::Failed { rank: failed, .. } | Cause::Panicked { rank: failed, .. } => rank == failed,
+        Cause::Lost { rank: lost, .. } => rank == usize::from(lost == 0),
+        _ => rank == 0,
+    }
+}

@@ -1,0 +1,127 @@
+//! Where the ranks of a program are, and what they do together.
+
+use std::fmt::Display;
+use std::sync::Arc;
+
+use candle_dist::{GroupFailure, RankContext, World};
+use serde::{Deserialize, Serialize};
+
+use crate::cli::{Checked, FAILED, USAGE, UsageError, require};
+
+/// The ranks that a program makes its runs on.
+pub enum Ranks<'a> {
+    /// Threads of this process, made for each run.
+    Threads,
+    /// Processes, of which this is one.
+    Process(&'a RankContext),
+}
+
+/// What all processes refuse alike.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Refusal {
+    pub(super) status: u8,
+    sentence: String,
+}
+
+impl Display for Refusal {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.sentence)
+    }
+}
+
+impl std::error::Error for Refusal {}
+
+impl Ranks<'_> {
+    /// Whether this process speaks for the program; of several it is that of rank 0.
+    pub fn is_first(&self) -> bool {
+        match self {
+            Self::Threads => true,
+            Self::Process(ctx) => ctx.rank() == 0,
+        }
+    }
+
+    /// Runs `f` on each of `size` ranks with so many threads, and gives rank 0's result, to the process that it is in.
+    ///
+    /// Processes run on all ranks there are, or, for a size of 1, on rank 0 alone.
+    ///
+    /// # Errors
+    /// That of the rank to blame; among processes each one's own.
+    pub fn run<T, E, F>(&self, size: usize, threads: usize, f: F) -> anyhow::Result<Option<T>>
+    where
+        T: Send,
+        E: Display + Send,
+        F: Fn(&RankContext) -> Result<T, E> + Sync,
+    {
+        match self {
+            Self::Threads => Ok(World::local(size).threads_per_rank(threads).run(f)?.into_iter().next()),
+            Self::Process(ctx) if size == 1 && ctx.world_size() > 1 => {
+                Ok(self.on_first(|| Self::Threads.run(size, threads, f))?.flatten())
+            }
+            Self::Process(ctx) => {
+                let made = f(ctx).map_err(|error| anyhow::anyhow!("rank {}: {error}", ctx.rank()))?;
+                Ok(self.is_first().then_some(made))
+            }
+        }
+    }
+
+    /// Calls `f` where rank 0 is; other processes go on.
+    ///
+    /// # Errors
+    /// Those of `f`.
+    pub fn on_first<T>(&self, f: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Result<Option<T>> {
+        self.is_first().then(f).transpose()
+    }
+
+    /// What this process found, if all processes found what they need; else all get the error of the first that did not.
+    ///
+    /// # Errors
+    /// That one, and those of the group.
+    pub fn agree<T, E: Into<anyhow::Error>>(&self, mine: Result<T, E>) -> anyhow::Result<T> {
+        let mine = mine.map_err(Into::into);
+        let Self::Process(ctx) = self else { return mine };
+        let refusal = mine.as_ref().err().map(|error| Refusal {
+            status: if error.is::<UsageError>() { USAGE } else { FAILED },
+            sentence: format!("{error:#}"),
+        });
+        for text in ctx.group().all_gather_text(&serde_json::to_string(&refusal)?)? {
+            if let Some(refusal) = serde_json::from_str::<Option<Refusal>>(&text)? {
+                return Err(refusal.into());
+            }
+        }
+        mine
+    }
+
+    /// The text that rank 0 has, on all processes.
+    ///
+    /// # Errors
+    /// Those of the group.
+    pub fn of_first(&self, text: &str) -> anyhow::Result<String> {
+        let Self::Process(ctx) = self else { return Ok(text.to_owned()) };
+        let mine = if self.is_first() { text } else { "" };
+        Ok(ctx.group().all_gather_text(mine)?.swap_remove(0))
+    }
+
+    /// Checks that runs take as many ranks as there are processes; each comes with the flags that say so.
+    ///
+    /// # Errors
+    /// A sentence with the flags, both numbers and a remedy.
+    pub(super) fn check(&self, runs: &[(String, usize)]) -> Checked {
+        let Self::Process(ctx) = self else { return Ok(()) };
+        let started = ctx.world_size();
+        for (flags, size) in runs {
+            require!(
+                *size == started,
+                "{flags} takes {size} ranks, but the launcher started {started}: start {size}, or change the flags."
+            );
+        }
+        Ok(())
+    }
+
+    /// Which rank this is, and why the processes stopped, if they did.
+    pub(super) fn failure(&self) -> Option<(usize, Arc<GroupFailure>)> {
+        match self {
+            Self::Threads => None,
+            Self::Process(ctx) => Some((ctx.rank(), ctx.group().failure()?)),
+        }
+    }
+}

@@ -1,0 +1,66 @@
+//! Programs whose ranks are processes: every rank calls all of it, and rank 0 has the results.
+
+use std::fmt::Display;
+
+use anyhow::ensure;
+use candle_dist::{RankContext, World};
+use clap::Parser;
+use examples::cli::UsageError;
+use examples::launch::{Ranks, gather};
+use examples::toy::args::Args;
+use examples::toy::corpus::Corpus;
+use examples::toy::parity::Parity;
+use examples::toy::runs::run_one;
+
+/// What each rank makes of it. The ranks are threads here, which have what processes have: a context each.
+fn on<T: Send, E: Display + Send>(size: usize, f: impl Fn(&RankContext, &Ranks<'_>) -> Result<T, E> + Sync) -> Vec<T> {
+    World::local(size).threads_per_rank(1).run(|ctx| f(ctx, &Ranks::Process(ctx))).expect("no rank fails")
+}
+
+#[test]
+fn every_run_agrees_with_one_device_and_its_outcome_is_on_rank_0() {
+    for (ranks, flags) in [(2, "--runs single,tp,tp_sp,pp"), (4, "--runs single,pp,pp_sp --pp 2 --tp 2")] {
+        let tiny = "--steps 3 --dim 16 --heads 2 --layers 2 --seq 8 --batch 4 --microbatches 2";
+        let args = Args::parse_from(["toy-transformer"].into_iter().chain(tiny.split(' ')).chain(flags.split(' ')));
+        let made = on(ranks, |_, ranks| -> anyhow::Result<usize> {
+            let corpus = Corpus::new(Corpus::read(None)?, &args);
+            let mut outcomes = Vec::new();
+            for name in args.runs() {
+                outcomes.extend(run_one(name, &args, &corpus, ranks)?);
+            }
+            let parity = Parity::of(&outcomes, 1e-5)?;
+            ensure!(parity.ok, "{parity:?}");
+            Ok(outcomes.len())
+        });
+        assert_eq!(made[0], args.runs().len());
+        assert!(made[1..].iter().all(|&outcomes| outcomes == 0), "{made:?}");
+    }
+}
+
+#[test]
+fn a_run_of_one_rank_is_made_by_rank_0_alone() {
+    let sizes = on(3, |_, ranks| ranks.run(1, 1, |ctx| Ok::<_, UsageError>(ctx.world_size())));
+    assert_eq!(sizes, [Some(1), None, None]);
+}
+
+#[test]
+fn what_one_rank_lacks_all_refuse_with_the_first_ones_words() {
+    let words = on(3, |ctx, ranks| {
+        let mine = match ctx.rank() {
+            0 => Ok(()),
+            rank => Err(anyhow::anyhow!("no file on rank {rank}")),
+        };
+        Ok::<_, UsageError>(ranks.agree(mine).map_err(|error| error.to_string()))
+    });
+    assert_eq!(words, vec![Err("no file on rank 1".to_owned()); 3]);
+    let ranks = on(3, |ctx, ranks| ranks.agree(Ok::<_, UsageError>(ctx.rank())));
+    assert_eq!(ranks, [0, 1, 2]);
+}
+
+#[test]
+fn rank_0_gets_what_each_has_and_gives_all_its_text() {
+    let gathered = on(3, |ctx, _| gather(ctx.group(), vec![ctx.rank(); ctx.rank()]));
+    assert_eq!(gathered, [Some(vec![vec![], vec![1], vec![2, 2]]), None, None]);
+    let texts = on(3, |ctx, ranks| ranks.of_first(&format!("rank {}", ctx.rank())));
+    assert_eq!(texts, ["rank 0"; 3]);
+}
