@@ -363,7 +363,7 @@ pub trait Unfinished: Send {
 ///
 /// Ranks are counted within the group. Tensors come in contiguous, detached and validated against `call`, which names
 /// the dims and the piece sizes; every result is fresh memory. Implementations turn each failure into the same
-/// [`Error::Group`] on every rank.
+/// [`Error::Group`](crate::Error::Group) on every rank.
 pub trait Backend: Send + Sync + fmt::Debug {
     /// The engine's name, e.g. `"local"`.
     fn name(&self) -> &'static str;
