@@ -1,7 +1,7 @@
-//! Calls that are coalesced, started and finished apart, and messages with tags.
+//! Calls that are started and finished apart, coalesced ones that differ, and messages with tags.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 use candle_core::{DType, Device, Shape, Tensor, Var};
-use candle_dist::{Cause, Error, Message, Op, ReduceOp, Result, comm};
+use candle_dist::{Cause, Error, Message, ReduceOp, Result};
 use std::time::Duration;
 use test_utils::{Ranks, on_ranks};
 
@@ -13,48 +13,6 @@ fn input(rank: usize, shape: &[usize], dtype: DType) -> candle_core::Result<Tens
 fn assert_same(got: &Tensor, want: &Tensor) {
     let values = |t: &Tensor| t.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1::<f64>().unwrap();
     assert_eq!((got.dims(), got.dtype(), values(got)), (want.dims(), want.dtype(), values(want)));
-}
-
-#[test]
-fn coalesced_calls_equal_single_ones_and_count_as_one() {
-    for n in 1..=5 {
-        on_ranks(n, "coalesced", move |ctx| -> Result<()> {
-            let (g, r) = (ctx.group(), ctx.rank());
-            let list = [
-                input(r, &[n, 3], DType::F32)?,
-                input(r + 1, &[2, n, 2], DType::BF16)?.transpose(0, 1)?,
-                input(r, &[0, 4], DType::F64)?,
-                input(r + 2, &[2 * n], DType::U32)?,
-            ];
-            type Many<'a> = Box<dyn Fn(&[Tensor]) -> Result<Vec<Tensor>> + 'a>;
-            type One<'a> = Box<dyn Fn(&Tensor) -> Result<Tensor> + 'a>;
-            let pairs: Vec<(Op, Many<'_>, One<'_>)> = vec![
-                (
-                    Op::AllReduce,
-                    Box::new(|t| g.all_reduce_coalesced(t, ReduceOp::Max)),
-                    Box::new(|t| g.all_reduce(t, ReduceOp::Max)),
-                ),
-                (Op::Broadcast, Box::new(|t| g.broadcast_coalesced(t, n - 1)), Box::new(|t| g.broadcast(t, n - 1))),
-                (Op::AllGather, Box::new(|t| g.all_gather_coalesced(t, 0)), Box::new(|t| g.all_gather(t, 0))),
-                (
-                    Op::ReduceScatter,
-                    Box::new(|t| g.reduce_scatter_coalesced(t, 0, ReduceOp::Sum)),
-                    Box::new(|t| g.reduce_scatter(t, 0, ReduceOp::Sum)),
-                ),
-            ];
-            for (op, many, one) in pairs {
-                let (got, counts) = comm::record(|| many(&list));
-                let got = got?;
-                assert_eq!(counts.get(op).count, usize::from(n > 1), "{op}");
-                assert_eq!(got.len(), list.len());
-                for (got, tensor) in got.iter().zip(&list) {
-                    assert_same(got, &one(tensor)?);
-                }
-                assert!(many(&[])?.is_empty());
-            }
-            Ok(())
-        });
-    }
 }
 
 #[test]

@@ -7,7 +7,7 @@ use candle_core::{DType, Tensor};
 use candle_dist::{DeviceMesh, ProcessGroup};
 use candle_pipe::microbatch::split_args_kwargs_into_chunks;
 use candle_pipe::schedule::ScheduleKind;
-use candle_pipe::{Balanced, Error, In, Kwargs, PipeBuilder, Result, Runtime, Share, StageOp, Value, stage_op};
+use candle_pipe::{Balanced, In, Kwargs, PipeBuilder, Result, Runtime, Share, StageOp, Value, stage_op};
 use candle_shard::nn::{Embedding, Linear, RmsNorm, ShardedVarBuilder};
 use candle_shard::{DTensor, Placement, Replicate, Shard};
 
@@ -133,7 +133,7 @@ where
     let mesh = vb.mesh().clone();
     stage_op(move |xs, _| {
         let h = f(&DTensor::distribute(xs[0].tensor()?, &mesh, &WHOLE)?)?;
-        Ok(vec![h.full_tensor().map_err(Error::from)?.into()])
+        Ok(vec![h.full_tensor()?.into()])
     })
 }
 
