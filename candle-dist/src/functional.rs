@@ -36,12 +36,11 @@
 //! assert_eq!(grads, [[3.0], [3.0]]);
 //! # Ok::<(), candle_dist::WorldError>(())
 //! ```
-use crate::backend::{Call, Dims, Fresh, Op, ReduceOp};
+use crate::backend::{Call, Dims, Fresh, Op, Ready, ReduceOp};
 use crate::{Error, ProcessGroup, Result};
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Shape, Tensor};
 use smallvec::smallvec;
 use std::panic::Location;
-use std::sync::Mutex;
 
 /// One movement of data within a group, without gradient.
 #[derive(Debug, Clone, PartialEq)]
@@ -298,8 +297,7 @@ impl Exchange {
             Made::Fresh(fresh) => fresh,
             Made::View(view) => Fresh::copy_of(&view)?,
         };
-        let op =
-            Recorded { exchange: self, group: group.clone(), site: Location::caller(), made: Mutex::new(Some(fresh)) };
+        let op = Recorded { exchange: self, group: group.clone(), site: Location::caller(), made: Ready::new(fresh) };
         Ok(x.apply_op1(op)?)
     }
 }
@@ -310,14 +308,7 @@ struct Recorded {
     group: ProcessGroup,
     /// Where the forward step was taken: the backward has no place in the user's code.
     site: &'static Location<'static>,
-    made: Mutex<Option<Fresh>>,
-}
-
-impl Recorded {
-    fn take(&self) -> candle_core::Result<Fresh> {
-        let made = self.made.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
-        made.ok_or_else(|| candle_core::Error::msg("the result of an exchange was taken twice"))
-    }
+    made: Ready,
 }
 
 impl CustomOp1 for Recorded {
@@ -326,11 +317,11 @@ impl CustomOp1 for Recorded {
     }
 
     fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
-        self.take()?.into_cpu()
+        self.made.cpu()
     }
 
     fn cuda_fwd(&self, _: &CudaStorage, _: &Layout) -> candle_core::Result<(CudaStorage, Shape)> {
-        self.take()?.into_cuda()
+        self.made.cuda()
     }
 
     fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {

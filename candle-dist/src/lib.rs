@@ -89,7 +89,7 @@ pub use backend::{Op, ReduceOp};
 pub use clip::ClipGradNorm;
 pub use data_parallel::{DataParallel, DataParallelOptions, PendingGrads, Start};
 pub use error::{Cause, Doing, Error, GroupFailure, RankReport, Result};
-pub use group::{Message, Pending, ProcessGroup};
+pub use group::{Message, Pending, PendingTensors, ProcessGroup};
 pub use init::init_process_group;
 pub use mesh::{Axis, DeviceMesh};
 pub use pack::{Packed, PackedKeys};

@@ -103,6 +103,11 @@ impl DTensor {
         self
     }
 
+    /// A parameter in memory that changes between uses, so that no copy of it may be kept.
+    pub(crate) fn parameter(local: Tensor, spec: Spec) -> Self {
+        Self { trail: None, ..Self::assemble(local, spec.shared(), 0) }
+    }
+
     /// A view of this tensor that is varying on `varying`; it shares the memory of views with it.
     pub(crate) fn viewed(&self, local: Tensor, varying: Axes) -> Self {
         Self { local, spec: self.spec.clone(), varying, trail: self.trail.clone() }

@@ -3,6 +3,7 @@
 //!
 //! - [`DTensor`]: a tensor spread over a [`DeviceMesh`](candle_dist::DeviceMesh), one [`Placement`] per axis.
 //! - [`nn`]: layers built under a [`parallel::Plan`], so that a rank holds only its shard.
+//! - [`fsdp`]: parameters, gradients and optimisers spread over the ranks that share a batch.
 //! - [`random`]: random numbers that are bit-equal on every mesh.
 //! - [`Weights`] and [`checkpoint`]: files, of which a rank reads and writes its own blocks.
 //! - [`ShardedTensor`]: a tensor cut as a [`sharding_spec`] says, which names ranks instead of axes.
@@ -16,6 +17,7 @@ mod embedding;
 mod error;
 mod explain;
 mod factory;
+pub mod fsdp;
 pub mod kernels;
 mod local;
 pub mod nn;

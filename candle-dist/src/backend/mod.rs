@@ -6,9 +6,12 @@ pub mod mpi;
 #[cfg(any(feature = "nccl", test))]
 pub mod nccl;
 mod overwrite;
+mod ready;
 mod reduce;
 mod regions;
 pub(crate) mod simulated;
+
+pub use ready::Ready;
 
 use crate::Result;
 use candle_core::backend::{BackendDevice, BackendStorage};

@@ -1,7 +1,8 @@
 //! Several tensors in one call.
-use super::ProcessGroup;
+use super::{PendingTensors, ProcessGroup};
 use crate::Result;
-use crate::backend::{Call, Fresh, Op, ReduceOp, Tensors, bytes};
+use crate::backend::{Call, Fresh, Op, RAGGED, ReduceOp, Tensors, bytes};
+use crate::functional::Cut;
 use candle_core::Tensor;
 
 impl ProcessGroup {
@@ -56,6 +57,57 @@ impl ProcessGroup {
             call.sizes.push(self.even_sizes(Op::ReduceScatter, tensor, dim)?);
         }
         self.coalesce(call, tensors)
+    }
+
+    /// Starts an [`all_gather_coalesced`](Self::all_gather_coalesced) of pieces that may be uneven, each with its cut.
+    ///
+    /// The tensors must not change before every rank has waited; a `Var` is copied for that reason.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Tensor};
+    /// use candle_dist::World;
+    /// use candle_dist::functional::Cut;
+    ///
+    /// World::local(2).run(|ctx| -> candle_dist::Result<()> {
+    ///     let mine = Tensor::ones((2 - ctx.rank(), 4), DType::F32, &Device::Cpu)?; // 2 rows and 1 row
+    ///     let pending = ctx.group().all_gather_coalesced_start(&[(mine, Cut::new(0, &[2, 1]))])?;
+    ///     assert_eq!(pending.wait()?[0].dims(), [3, 4]);
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), candle_dist::WorldError>(())
+    /// ```
+    #[track_caller]
+    pub fn all_gather_coalesced_start(&self, pieces: &[(Tensor, Cut)]) -> Result<PendingTensors> {
+        for (piece, cut) in pieces {
+            self.check_piece(Op::AllGather, piece, cut.dim, &cut.sizes)?;
+        }
+        self.start_cut(Op::AllGather, pieces, None)
+    }
+
+    /// Starts a [`reduce_scatter_coalesced`](Self::reduce_scatter_coalesced) to pieces that may be uneven, with the same
+    /// care for the tensors.
+    #[track_caller]
+    pub fn reduce_scatter_coalesced_start(&self, wholes: &[(Tensor, Cut)], op: ReduceOp) -> Result<PendingTensors> {
+        for (whole, cut) in wholes {
+            self.check_cover(Op::ReduceScatter, whole, cut.dim, &cut.sizes)?;
+        }
+        self.start_cut(Op::ReduceScatter, wholes, Some(op))
+    }
+
+    #[track_caller]
+    fn start_cut(&self, op: Op, cuts: &[(Tensor, Cut)], reduce: Option<ReduceOp>) -> Result<PendingTensors> {
+        let tensors: Vec<Tensor> = cuts.iter().map(|(tensor, _)| tensor.clone()).collect();
+        let Some((first, rest)) = tensors.split_first() else { return Ok(PendingTensors::none()) };
+        let mut call = Call { reduce, ..Call::on(op, first, &[]) }.with_rest(rest);
+        for (i, (_, cut)) in cuts.iter().enumerate() {
+            if op == Op::AllGather {
+                let shape = if i == 0 { &mut call.shape } else { &mut call.rest[i - 1].1 };
+                shape[cut.dim] = RAGGED;
+            }
+            call.dims.push(cut.dim);
+            call.sizes.push(cut.sizes.clone());
+        }
+        self.begin_all(call, &tensors)
     }
 
     fn coalesce(&self, call: Call, tensors: &[Tensor]) -> Result<Vec<Tensor>> {

@@ -7,7 +7,7 @@ mod point_to_point;
 mod routed;
 mod text;
 
-pub use pending::Pending;
+pub use pending::{Pending, PendingTensors};
 pub use point_to_point::Message;
 
 use crate::backend::simulated::Simulated;

@@ -4,6 +4,7 @@ use crate::backend::{Call, Dims, Form, Fresh, Op, ReduceOp, Tensors, Unfinished,
 use crate::{Error, Result, comm};
 use candle_core::Tensor;
 use smallvec::smallvec;
+use std::fmt;
 
 /// A collective under way, which this rank has entered and not waited for.
 ///
@@ -25,10 +26,14 @@ use smallvec::smallvec;
 /// # Ok::<(), candle_dist::WorldError>(())
 /// ```
 #[must_use = "the other ranks' results need this rank's tensor only, but this rank's result comes with `wait`"]
-pub struct Pending(State);
+pub struct Pending(PendingTensors);
+
+/// A [`Pending`] of several tensors.
+#[must_use = "the other ranks' results need this rank's tensors only, but this rank's results come with `wait`"]
+pub struct PendingTensors(State);
 
 enum State {
-    Done(Tensor),
+    Done(Vec<Tensor>),
     Open(Box<Open>),
 }
 
@@ -39,16 +44,46 @@ struct Open {
     group: ProcessGroup,
 }
 
-impl std::fmt::Debug for Pending {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match &self.0 {
-            State::Done(_) => "Pending(done)",
-            State::Open(_) => "Pending(open)",
-        })
+impl fmt::Debug for Pending {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Pending({})", self.0.0.name())
+    }
+}
+
+impl fmt::Debug for PendingTensors {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "PendingTensors({})", self.0.name())
+    }
+}
+
+impl State {
+    const fn name(&self) -> &'static str {
+        match self {
+            Self::Done(_) => "done",
+            Self::Open(_) => "open",
+        }
     }
 }
 
 impl Pending {
+    /// Whether [`wait`](Self::wait) would return without waiting for another rank.
+    pub fn is_ready(&self) -> Result<bool> {
+        self.0.is_ready()
+    }
+
+    /// The result, as soon as every rank has started the call.
+    pub fn wait(self) -> Result<Tensor> {
+        let made = self.0.wait()?.pop();
+        made.ok_or_else(|| Error::Unsupported("waiting for a call without a result".to_string()))
+    }
+}
+
+impl PendingTensors {
+    /// Of no tensors, for which there is nothing to wait.
+    pub(super) const fn none() -> Self {
+        Self(State::Done(Vec::new()))
+    }
+
     /// Whether [`wait`](Self::wait) would return without waiting for another rank.
     pub fn is_ready(&self) -> Result<bool> {
         match &self.0 {
@@ -57,15 +92,14 @@ impl Pending {
         }
     }
 
-    /// The result, as soon as every rank has started the call.
-    pub fn wait(self) -> Result<Tensor> {
+    /// The results in the order of the tensors, as soon as every rank has started the call.
+    pub fn wait(self) -> Result<Vec<Tensor>> {
         match self.0 {
-            State::Done(tensor) => Ok(tensor),
+            State::Done(tensors) => Ok(tensors),
             State::Open(open) => {
                 let Open { started, call, group } = *open;
                 let _watched = comm::watch_wait(&call, group.ranks());
-                let made = started.finish()?.pop().map(Fresh::into_tensor);
-                made.ok_or_else(|| Error::Unsupported("waiting for a call without a result".to_string()))
+                Ok(started.finish()?.into_iter().map(Fresh::into_tensor).collect())
             }
         }
     }
@@ -118,13 +152,18 @@ impl ProcessGroup {
     }
 
     fn begin(&self, call: Call, tensor: &Tensor) -> Result<Pending> {
+        self.begin_all(call, std::slice::from_ref(tensor)).map(Pending)
+    }
+
+    pub(super) fn begin_all(&self, call: Call, tensors: &[Tensor]) -> Result<PendingTensors> {
         if self.is_alone(&call)? {
-            return Ok(Pending(State::Done(tensor.clone())));
+            return Ok(PendingTensors(State::Done(tensors.to_vec())));
         }
         let call = Call { form: Form::Started, ..call };
-        let own = if tensor.is_variable() { tensor.force_contiguous()? } else { tensor.contiguous()? };
-        let tensors: Tensors = smallvec![own.detach()];
-        let started = self.engage(call.clone(), bytes(tensor), |engine, call| engine.start(call, tensors))?;
-        Ok(Pending(State::Open(Box::new(Open { started, call, group: self.clone() }))))
+        let own = |t: &Tensor| if t.is_variable() { t.force_contiguous() } else { t.contiguous() };
+        let dense = tensors.iter().map(|t| Ok(own(t)?.detach())).collect::<candle_core::Result<Tensors>>()?;
+        let size = tensors.iter().map(bytes).sum();
+        let started = self.engage(call.clone(), size, |engine, call| engine.start(call, dense))?;
+        Ok(PendingTensors(State::Open(Box::new(Open { started, call, group: self.clone() }))))
     }
 }

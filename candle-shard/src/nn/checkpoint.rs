@@ -1,12 +1,9 @@
 //! Recomputing activations in the backward pass instead of keeping them.
 use crate::dtensor::Axes;
+use crate::nn::found;
 use crate::{DTensor, Result};
-use candle_core::backprop::GradStore;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Shape, Tensor, TensorId, Var};
-use candle_dist::backend::Fresh;
-use std::cell::RefCell;
-use std::collections::HashMap;
-use std::sync::{Mutex, PoisonError};
+use candle_dist::backend::{Fresh, Ready};
 
 /// Computes `f(x)` and forgets what it kept for the backward pass, which computes `f` a second time (Chen et al. 2016).
 ///
@@ -19,7 +16,7 @@ pub fn checkpoint(x: &DTensor, f: impl Fn(&DTensor) -> Result<DTensor> + Send + 
     }
     let out = f(&x.as_leaf()?.0)?;
     let (spec, varying) = (out.shared_spec().clone(), out.varying());
-    let made = Mutex::new(Some(Fresh::copy_of(out.to_local())?));
+    let made = Ready::new(Fresh::copy_of(out.to_local())?);
     drop(out);
     let op = Recompute { f: Box::new(f), x: x.clone(), varying, made };
     Ok(DTensor::assemble(x.to_local().apply_op1(op)?, spec, varying))
@@ -31,19 +28,7 @@ struct Recompute {
     f: Segment,
     x: DTensor,
     varying: Axes,
-    made: Mutex<Option<Fresh>>,
-}
-
-thread_local! {
-    /// Gradients of parameters that recomputed segments found, until the outermost backward pass collects them.
-    static FOUND: RefCell<HashMap<TensorId, Tensor>> = RefCell::new(HashMap::new());
-}
-
-impl Recompute {
-    fn take(&self) -> candle_core::Result<Fresh> {
-        let made = self.made.lock().unwrap_or_else(PoisonError::into_inner).take();
-        made.ok_or_else(|| candle_core::Error::msg("the result of a checkpoint was taken twice"))
-    }
+    made: Ready,
 }
 
 impl CustomOp1 for Recompute {
@@ -52,39 +37,33 @@ impl CustomOp1 for Recompute {
     }
 
     fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
-        self.take()?.into_cpu()
+        self.made.cpu()
     }
 
     fn cuda_fwd(&self, _: &CudaStorage, _: &Layout) -> candle_core::Result<(CudaStorage, Shape)> {
-        self.take()?.into_cuda()
+        self.made.cuda()
     }
 
     fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
         let (x, leaf) = self.x.as_leaf()?;
-        let out = (self.f)(&x)?;
+        let out = found::recomputing(|| (self.f)(&x))?;
         debug_assert_eq!(out.varying(), self.varying);
         // A scalar whose gradient with respect to the segment's output is the one that arrived.
         let mut grads = (out.to_local() * grad)?.sum_all()?.backward()?;
         let mut mine = grads.remove(&leaf);
         // A segment within this one may have captured its input, and found a part of its gradient.
-        if let Some(more) = FOUND.with_borrow_mut(|found| found.remove(&leaf.id())) {
+        if let Some(more) = found::take(leaf.id()) {
             mine = Some(match mine {
                 Some(grad) => (grad + more)?.detach(),
                 None => more,
             });
         }
-        FOUND.with_borrow_mut(|found| -> candle_core::Result<()> {
-            let ids: Vec<TensorId> = grads.get_ids().copied().collect();
-            for id in ids {
-                let Some(grad) = grads.get_id(id) else { continue };
-                let sum = match found.get(&id) {
-                    Some(before) => (before + grad)?.detach(),
-                    None => grad.clone(),
-                };
-                found.insert(id, sum);
+        let ids: Vec<TensorId> = grads.get_ids().copied().collect();
+        for id in ids {
+            if let Some(grad) = grads.get_id(id) {
+                found::add(id, grad)?;
             }
-            Ok(())
-        })?;
+        }
         mine.map_or_else(|| leaf.zeros_like(), Ok).map(Some)
     }
 }
@@ -97,21 +76,4 @@ impl DTensor {
         let local = var.reshape(var.shape())?;
         Ok((DTensor::assemble(local, self.shared_spec().clone(), self.varying()), var))
     }
-}
-
-/// candle's backward pass of a local scalar, with the gradients that segments recomputed by [`checkpoint`] found.
-///
-/// [`DTensor::backward`] for what is a scalar on every rank by itself, such as the seed of one stage of a pipeline.
-pub fn backward(loss: &Tensor) -> Result<GradStore> {
-    FOUND.with_borrow_mut(HashMap::clear);
-    let mut grads = loss.backward()?;
-    let found = FOUND.with_borrow_mut(std::mem::take);
-    for (id, grad) in found {
-        let sum = match grads.get_id(id) {
-            Some(before) => (before + &grad)?.detach(),
-            None => grad,
-        };
-        grads.insert_id(id, sum);
-    }
-    Ok(grads)
 }

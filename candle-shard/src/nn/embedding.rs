@@ -62,6 +62,7 @@ impl Embedding {
     pub fn tied(weight: &DTensor, vb: &ShardedVarBuilder) -> Result<Self> {
         let style = vb.style();
         style.check_tied(LayerKind::Embedding, weight)?;
+        vb.check_shared(weight)?;
         Ok(Self { weight: weight.clone(), style, options: EmbeddingOptions::default() })
     }
 

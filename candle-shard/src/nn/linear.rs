@@ -42,6 +42,7 @@ impl Linear {
     pub fn tied(weight: &DTensor, vb: &ShardedVarBuilder) -> Result<Self> {
         let style = vb.style();
         style.check_tied(LayerKind::Linear, weight)?;
+        vb.check_shared(weight)?;
         Ok(Self { weight: weight.clone(), bias: None, style })
     }
 

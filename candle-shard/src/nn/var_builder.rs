@@ -1,4 +1,5 @@
 //! Where layers get their parameters: fresh or loaded, cut as the plan says.
+use crate::fsdp::{FullyShardOptions, Sharder, Unit};
 use crate::nn::part::{Part, Within};
 use crate::nn::{Parameter, Parameters, Width};
 use crate::parallel::{LayerKind, ModuleStyle, Plan};
@@ -68,6 +69,10 @@ pub struct ShardedVarBuilder {
     path: Vec<String>,
     /// Whether layers get parameters without gradients.
     frozen: bool,
+    /// How parameters of units are sharded beyond what the plan says.
+    sharder: Option<Arc<Sharder>>,
+    /// The unit that is being built.
+    unit: Option<Arc<Unit>>,
 }
 
 impl ShardedVarBuilder {
@@ -126,7 +131,7 @@ impl ShardedVarBuilder {
         plan.check(mesh)?;
         let (built, matched) = (Mutex::default(), Mutex::default());
         let shared = Shared { source, seed, mesh: mesh.clone(), plan, dtype, device: device.clone(), built, matched };
-        Ok(Self { shared: Arc::new(shared), path: Vec::new(), frozen: false })
+        Ok(Self { shared: Arc::new(shared), path: Vec::new(), frozen: false, sharder: None, unit: None })
     }
 
     /// The same builder, of whose parameters none gets a gradient: for inference, which then keeps no activations, and for
@@ -154,6 +159,54 @@ impl ShardedVarBuilder {
     /// ```
     pub fn frozen(&self) -> Self {
         Self { frozen: true, ..self.clone() }
+    }
+
+    /// The same builder, which shards the parameters of [`FullyShard`](crate::fsdp::FullyShard) units over the mesh axis
+    /// `axis`, too: each along its first dim that no axis after this one cuts.
+    ///
+    /// Parameters outside of units stay whole there, and so do those of units without such a dim, like a bias that is cut by
+    /// columns where `axis` comes first; [`Parameters::reduce`] sums their gradients. Inputs of the model are cut by rows on
+    /// the axis.
+    ///
+    /// # Errors
+    /// If the mesh has no such axis, or it is the plan's, or the dtypes of the options are no floats.
+    pub fn fully_shard(&self, axis: &str, options: FullyShardOptions) -> Result<Self> {
+        let mesh = &self.shared.mesh;
+        let at = mesh.axis_index(axis)?;
+        if at == self.shared.plan.axis_index(mesh)? {
+            let of = format!("axis {axis:?} of {mesh} is the plan's");
+            return Err(Error::Plan(format!("{of}; shard fully over another, of size 1 for one of them if need be")));
+        }
+        if let Some(dtype) = [options.param_dtype, options.reduce_dtype].into_iter().flatten().find(|d| !d.is_float()) {
+            let name = dtype.as_str();
+            return Err(Error::Plan(format!(
+                "fully_shard computes in {name}, which is no float; use bf16, f16 or f32"
+            )));
+        }
+        let sharder = Arc::new(Sharder::new(at, mesh.axis_group(at)?, options));
+        Ok(Self { sharder: Some(sharder), unit: None, ..self.clone() })
+    }
+
+    /// The same builder for the parameters of a new unit, if it has anything to do.
+    pub(crate) fn unit(&self) -> (Self, Option<Arc<Unit>>) {
+        let has_to = |sharder: &&Arc<Sharder>| {
+            self.mesh().shape()[sharder.axis] > 1 || sharder.options.param_dtype.is_some_and(|d| d != self.dtype())
+        };
+        let unit = self.sharder.as_ref().filter(has_to).map(Sharder::unit);
+        (Self { unit: unit.clone(), ..self.clone() }, unit)
+    }
+
+    /// Checks that a weight of another layer is there when this one runs.
+    pub(super) fn check_shared(&self, weight: &DTensor) -> Result<()> {
+        let owner = self.sharder.as_ref().and_then(|sharder| sharder.owner(weight));
+        match (owner, &self.unit) {
+            (None, _) => Ok(()),
+            (Some(owner), Some(unit)) if Arc::ptr_eq(&owner, unit) => Ok(()),
+            _ => Err(Error::Plan(format!(
+                "{} shares a weight of another fully sharded unit; build both in one, or the weight outside of all",
+                self.path.join(".")
+            ))),
+        }
     }
 
     /// The builder for the child module `name`.
@@ -232,9 +285,16 @@ impl ShardedVarBuilder {
         let Shared { mesh, dtype, device, .. } = &*self.shared;
         let name = self.full_name(&part.name);
         let axis = self.shared.plan.axis_index(mesh)?;
-        let placements: Placements = (0..mesh.ndim()).map(|a| if a == axis { placement } else { Replicate }).collect();
+        let mut placements: Placements =
+            (0..mesh.ndim()).map(|a| if a == axis { placement } else { Replicate }).collect();
+        let sharder = self.sharder.as_ref();
+        let unit = sharder.zip(self.unit.as_ref()).and_then(|(sharder, unit)| {
+            placements[sharder.axis] = sharder.placement(mesh, &placements, dims.len())?;
+            Some(unit)
+        });
         let shape: Dims = dims.iter().map(|width| width.size()).collect();
-        let sizes = placement.shard_dim().and_then(|dim| dims.get(dim)).map(|width| width.cut(mesh.shape()[axis]));
+        let width = placement.shard_dim().and_then(|dim| dims.get(dim)).filter(|_| mesh.shape()[axis] > 1);
+        let sizes = width.map(|width| width.cut(mesh.shape()[axis]));
         let spec = Spec::new(mesh, &placements, shape.as_slice(), *dtype)?;
         let spec = spec.with_sizes(axis, sizes.map(|sizes| sizes.as_slice().into()))?;
         let within = part.within.map(|within| Within { of: self.full_name(&within.of), ..within });
@@ -261,17 +321,24 @@ impl ShardedVarBuilder {
             }
         };
         let (mut tensor, var) = DTensor::from_local_with_spec(local, spec)?.to_var()?;
+        let mut whole = unit.map(|unit| unit.add(&tensor, &var, self.frozen)).transpose()?;
         if self.frozen {
             tensor = tensor.detach();
-        } else if varying {
-            tensor = tensor.varying_on(axis)?;
+        } else {
+            if let Some(sharder) = sharder.filter(|_| unit.is_none()) {
+                tensor = tensor.varying_on(sharder.axis)?;
+            }
+            if varying {
+                tensor = tensor.varying_on(axis)?;
+                whole = whole.map(|whole| whole.varying_on(axis)).transpose()?;
+            }
         }
         let mut built = self.shared.built.lock().unwrap_or_else(PoisonError::into_inner);
         if built.iter().any(|p| p.name == name) {
             return Err(Error::Plan(format!("parameter {name} is built twice; share the layer instead")));
         }
         built.push(Parameter { name, tensor: tensor.clone(), var, within });
-        Ok(tensor)
+        Ok(whole.unwrap_or(tensor))
     }
 
     /// Whether parameters are drawn, not read.

@@ -2,10 +2,13 @@
 use super::Case;
 use super::values::{assert_same, input};
 use candle_core::{DType, Tensor};
+use candle_dist::functional::Cut;
 use candle_dist::{Op, RankContext, ReduceOp, Result, comm};
 
-pub(crate) const CASES: &[Case] =
-    &[Case { name: "coalesced calls equal single ones and count as one", least: 1, run: equal }];
+pub(crate) const CASES: &[Case] = &[
+    Case { name: "coalesced calls equal single ones and count as one", least: 1, run: equal },
+    Case { name: "started coalesced calls cut unevenly, each tensor its own way", least: 1, run: uneven },
+];
 
 type Many<'a> = Box<dyn Fn(&[Tensor]) -> Result<Vec<Tensor>> + 'a>;
 type One<'a> = Box<dyn Fn(&Tensor) -> Result<Tensor> + 'a>;
@@ -43,5 +46,41 @@ fn equal(ctx: &RankContext) -> Result<()> {
         }
         assert!(many(&[])?.is_empty());
     }
+    Ok(())
+}
+
+fn uneven(ctx: &RankContext) -> Result<()> {
+    let (g, r, n) = (ctx.group(), ctx.rank(), ctx.world_size());
+    let growing: Vec<usize> = (0..n).collect(); // rank 0 has nothing
+    let falling: Vec<usize> = (0..n).map(|rank| 1000 * (n - rank)).collect();
+    let pieces = [
+        (input(r, &[r, 3], DType::F32)?, Cut::new(0, &growing)),
+        (input(r + 1, &[5, falling[r]], DType::BF16)?, Cut::new(1, &falling)),
+        (input(r, &[2, 0], DType::F64)?, Cut::new(0, &vec![2; n])),
+    ];
+    let (pending, counts) = comm::record(|| g.all_gather_coalesced_start(&pieces));
+    let first = pending?;
+    assert_eq!(counts.get(Op::AllGather).count, usize::from(n > 1));
+    let second = g.all_gather_coalesced_start(&pieces[..1])?;
+    let joined = |(piece, cut): &(Tensor, Cut)| g.all_gather_uneven(piece, cut.dim, &cut.sizes);
+    let whole: Vec<Tensor> = pieces.iter().map(joined).collect::<Result<_>>()?;
+    assert_same(&second.wait()?[0], &whole[0], "the second of two")?;
+    let got = first.wait()?;
+    assert_eq!(got.len(), whole.len());
+    for (got, want) in got.iter().zip(&whole) {
+        assert_same(&got.contiguous()?, &want.contiguous()?, "all_gather")?;
+    }
+
+    let wholes: Vec<_> = whole.into_iter().zip(pieces).map(|(whole, (_, cut))| (whole, cut)).collect();
+    let got = g.reduce_scatter_coalesced_start(&wholes, ReduceOp::Sum)?.wait()?;
+    for (got, (whole, cut)) in got.iter().zip(&wholes) {
+        let want = g.reduce_scatter_uneven(whole, cut.dim, &cut.sizes, ReduceOp::Sum)?;
+        assert_same(&got.contiguous()?, &want.contiguous()?, "reduce_scatter")?;
+    }
+    assert!(g.all_gather_coalesced_start(&[])?.wait()?.is_empty());
+
+    let wrong = [(input(r, &[3], DType::F32)?, Cut::new(0, &vec![2; n]))];
+    assert!(g.all_gather_coalesced_start(&wrong).unwrap_err().to_string().contains("do not fit"));
+    assert!(g.reduce_scatter_coalesced_start(&wrong, ReduceOp::Sum).is_err());
     Ok(())
 }

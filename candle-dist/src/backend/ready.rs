@@ -1,0 +1,28 @@
+//! Results that are there before their graph nodes.
+use super::Fresh;
+use candle_core::{CpuStorage, CudaStorage, Shape};
+use parking_lot::Mutex;
+
+/// Data that a custom op hands over as its forward result, once: without a copy, and made before candle locks the input.
+pub struct Ready(Mutex<Option<Fresh>>);
+
+impl Ready {
+    /// Data that waits to be handed over.
+    pub const fn new(fresh: Fresh) -> Self {
+        Self(Mutex::new(Some(fresh)))
+    }
+
+    /// The data, for an op's `cpu_fwd`.
+    pub fn cpu(&self) -> candle_core::Result<(CpuStorage, Shape)> {
+        self.take()?.into_cpu()
+    }
+
+    /// The data, for an op's `cuda_fwd`.
+    pub fn cuda(&self) -> candle_core::Result<(CudaStorage, Shape)> {
+        self.take()?.into_cuda()
+    }
+
+    fn take(&self) -> candle_core::Result<Fresh> {
+        self.0.lock().take().ok_or_else(|| candle_core::Error::msg("the result of an op was taken twice"))
+    }
+}

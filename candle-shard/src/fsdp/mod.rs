@@ -1,0 +1,94 @@
+//! Fully sharded data parallelism: parameters that are whole only while they are in use.
+//!
+//! Each rank of a mesh axis holds a piece of every parameter, of its gradient and of its optimiser's state, and computes on
+//! rows of its own. A model is made of units, [`FullyShard`]: one gathers its parameters when it runs, drops them when it
+//! has run, gathers them again for its backward pass and leaves each rank its piece of the summed gradients
+//! (Rajbhandari et al. 2020, "ZeRO", stage 3; Zhao et al. 2023, PyTorch FSDP). Each of these is one collective a unit.
+//!
+//! It is the gradient rule with another lifetime: an all_gather whose backward is a reduce_scatter. So the numbers are
+//! those of one device on the whole batch, and tensor parallelism works on another axis of the same mesh.
+//!
+//! ```
+//! use candle_core::{DType, Device, Tensor};
+//! use candle_dist::World;
+//! use candle_shard::fsdp::{FullyShard, FullyShardOptions};
+//! use candle_shard::nn::{AdamW, Linear, ShardedVarBuilder};
+//! use candle_shard::parallel::Plan;
+//! use candle_shard::{DTensor, Replicate, Result, Shard};
+//!
+//! World::local(4).run(|ctx| -> Result<()> {
+//!     let mesh = ctx.mesh(&[("dp", 2), ("tp", 2)])?;
+//!     let vb = ShardedVarBuilder::fresh(42, &mesh, Plan::new("tp"), DType::F32, &Device::Cpu)?;
+//!     let vb = vb.fully_shard("dp", FullyShardOptions::default())?;
+//!     let layer = |i: usize| FullyShard::new(&vb.pp(i), |vb| Linear::new(8, 8, true, vb));
+//!     let layers = (0..3).map(layer).collect::<Result<Vec<_>>>()?;
+//!     let parameters = vb.finish()?; // half of each, by rows
+//!     let mut optimiser = AdamW::new(&parameters, candle_nn::ParamsAdamW::default())?;
+//!
+//!     let batch = Tensor::ones((6, 8), DType::F32, &Device::Cpu)?;
+//!     let mut x = DTensor::distribute(&batch, &mesh, &[Shard(0), Replicate])?; // 3 rows each
+//!     for layer in &layers {
+//!         x = layer.run(|layer| layer.forward(&x)?.gelu())?;
+//!     }
+//!     optimiser.step(&parameters.backward(&x.mean_all()?)?)?;
+//!     Ok(())
+//! })?;
+//! # Ok::<(), candle_dist::WorldError>(())
+//! ```
+mod nodes;
+mod options;
+mod sharder;
+mod storage;
+mod unit;
+
+pub use options::FullyShardOptions;
+pub(crate) use sharder::Sharder;
+pub(crate) use unit::{Unit, abandon, finish};
+
+use crate::nn::ShardedVarBuilder;
+use crate::{DTensor, Result};
+use std::fmt;
+use std::sync::Arc;
+
+/// A part of a model whose parameters come and go together; see the [module](self).
+///
+/// Under a builder that does not [shard fully](ShardedVarBuilder::fully_shard) it is the part itself.
+pub struct FullyShard<M> {
+    module: M,
+    unit: Option<Arc<Unit>>,
+}
+
+impl<M> FullyShard<M> {
+    /// A unit of all parameters that `build` makes with the builder that it is given.
+    ///
+    /// Units may lie within each other: a parameter belongs to the innermost. What is built outside of all units stays
+    /// whole on the axis.
+    ///
+    /// # Errors
+    /// Those of `build`.
+    pub fn new(vb: &ShardedVarBuilder, build: impl FnOnce(&ShardedVarBuilder) -> Result<M>) -> Result<Self> {
+        let (vb, unit) = vb.unit();
+        Ok(Self { module: build(&vb)?, unit })
+    }
+
+    /// What `f` makes of the part while its parameters are there. Every rank of the axis calls it.
+    ///
+    /// All that depends on the parameters must leave `f` as its result: the backward pass knows by that one when the
+    /// parameters are needed again. Gradients come from [`DTensor::backward`] or [`nn::backward`](crate::nn::backward);
+    /// candle's own does not see them.
+    ///
+    /// # Errors
+    /// Those of `f` and of the communication.
+    pub fn run(&self, f: impl FnOnce(&M) -> Result<DTensor>) -> Result<DTensor> {
+        match &self.unit {
+            Some(unit) => Unit::run(unit, || f(&self.module)),
+            None => f(&self.module),
+        }
+    }
+}
+
+impl<M: fmt::Debug> fmt::Debug for FullyShard<M> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("FullyShard").field(&self.module).finish()
+    }
+}

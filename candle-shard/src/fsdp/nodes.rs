@@ -1,0 +1,69 @@
+//! The two nodes of a graph by which a unit hears of the backward pass.
+use super::storage::nothing;
+use super::unit::Unit;
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Layout, Shape, Tensor};
+use candle_dist::backend::Ready;
+use std::sync::{Arc, Weak};
+
+/// From this rank's piece of a parameter to the whole of it, which has memory while its unit is whole.
+///
+/// Made once, with the parameter: the unit fills it for each run.
+pub(super) struct Whole {
+    /// Not owned: the unit holds the tensor that holds this.
+    pub(super) unit: Weak<Unit>,
+    /// Which of the unit's parameters.
+    pub(super) which: usize,
+    pub(super) shape: Shape,
+    pub(super) dtype: DType,
+}
+
+impl CustomOp1 for Whole {
+    fn name(&self) -> &'static str {
+        "fully_shard-whole"
+    }
+
+    fn cpu_fwd(&self, piece: &CpuStorage, _: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
+        Ok((nothing(piece.device(), self.dtype)?, self.shape.clone()))
+    }
+
+    fn cuda_fwd(&self, piece: &CudaStorage, _: &Layout) -> candle_core::Result<(CudaStorage, Shape)> {
+        Ok((nothing(piece.device(), self.dtype)?, self.shape.clone()))
+    }
+
+    /// Takes the whole gradient; the piece's comes with those of the unit's other parameters.
+    fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
+        let Some(unit) = self.unit.upgrade() else {
+            candle_core::bail!(
+                "a backward pass through a fully sharded unit that was dropped; keep the model until then"
+            )
+        };
+        Unit::take_grad(&unit, self.which, grad)?;
+        Ok(None)
+    }
+}
+
+/// The identity at the end of a unit.
+pub(super) struct End {
+    pub(super) unit: Arc<Unit>,
+    pub(super) made: Ready,
+}
+
+impl CustomOp1 for End {
+    fn name(&self) -> &'static str {
+        "fully_shard-end"
+    }
+
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
+        self.made.cpu()
+    }
+
+    fn cuda_fwd(&self, _: &CudaStorage, _: &Layout) -> candle_core::Result<(CudaStorage, Shape)> {
+        self.made.cuda()
+    }
+
+    fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
+        Unit::before_backward(&self.unit)?;
+        Ok(Some(grad.clone()))
+    }
+}

@@ -1,0 +1,64 @@
+//! The backward pass, with the gradients that nodes of a graph find for variables that are not their inputs.
+use crate::{Result, fsdp};
+use candle_core::backprop::GradStore;
+use candle_core::{Tensor, TensorId};
+use std::cell::{Cell, RefCell};
+use std::collections::HashMap;
+
+thread_local! {
+    /// Gradients found, until the outermost backward pass collects them.
+    static FOUND: RefCell<HashMap<TensorId, Tensor>> = RefCell::new(HashMap::new());
+    static RECOMPUTING: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Adds to the gradient of the variable `id`.
+pub(crate) fn add(id: TensorId, grad: &Tensor) -> candle_core::Result<()> {
+    let sum = match take(id) {
+        Some(before) => (before + grad)?.detach(),
+        None => grad.clone(),
+    };
+    FOUND.with_borrow_mut(|found| found.insert(id, sum));
+    Ok(())
+}
+
+/// The gradient of `id` that was found so far, which is forgotten.
+pub(crate) fn take(id: TensorId) -> Option<Tensor> {
+    FOUND.with_borrow_mut(|found| found.remove(&id))
+}
+
+/// Runs a forward pass within the backward pass, which goes on with it.
+pub(crate) fn recomputing<T>(f: impl FnOnce() -> T) -> T {
+    let before = RECOMPUTING.replace(true);
+    let made = f();
+    RECOMPUTING.set(before);
+    made
+}
+
+/// Whether this is a forward pass within the backward pass.
+pub(crate) fn is_recomputing() -> bool {
+    RECOMPUTING.get()
+}
+
+/// candle's backward pass of a local scalar, with the gradients of [`checkpoint`](crate::nn::checkpoint)ed segments and
+/// [fully sharded](crate::fsdp) parameters.
+///
+/// [`DTensor::backward`](crate::DTensor::backward) for what is a scalar on every rank by itself, such as the seed of one
+/// stage of a pipeline.
+pub fn backward(loss: &Tensor) -> Result<GradStore> {
+    FOUND.with_borrow_mut(HashMap::clear);
+    RECOMPUTING.set(false);
+    fsdp::abandon();
+    let made = loss.backward().map_err(Into::into).and_then(|grads| fsdp::finish().map(|()| grads));
+    if made.is_err() {
+        fsdp::abandon();
+    }
+    let mut grads = made?;
+    for (id, grad) in FOUND.take() {
+        let sum = match grads.get_id(id) {
+            Some(before) => (before + &grad)?.detach(),
+            None => grad,
+        };
+        grads.insert_id(id, sum);
+    }
+    Ok(grads)
+}
