@@ -15,7 +15,7 @@ pub(crate) const USAGE: u8 = 2;
 
 /// One sentence on what the user should change.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct UsageError(pub(crate) String);
+pub struct UsageError(pub String);
 
 impl std::fmt::Display for UsageError {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {

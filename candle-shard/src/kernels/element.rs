@@ -46,8 +46,21 @@ macro_rules! element {
 
 element!(f32, F32, f32, |x| x, |x| x);
 element!(f64, F64, f64, |x| x, |x| x);
-element!(f16, F16, f32, f16::to_f32, f16::from_f32);
-element!(bf16, BF16, f32, bf16::to_f32, bf16::from_f32);
+element!(f16, F16, f32, widen_f16, f16::from_f32);
+element!(bf16, BF16, f32, |x: bf16| f32::from_bits(u32::from(x.to_bits()) << 16), bf16::from_f32);
+
+/// The same number, in steps that a loop takes for a vector at once; half's own asks for the processor's help each time.
+#[inline(always)]
+fn widen_f16(x: f16) -> f32 {
+    const INFINITE: u32 = 0x7c00;
+    /// 2¹¹², by which exponents of 5 bits, moved to where 8 bits have theirs, are too small.
+    const SCALE: f32 = f32::from_bits((127 + 112) << 23);
+    let bits = u32::from(x.to_bits());
+    let (sign, rest) = (bits & 0x8000, bits & 0x7fff);
+    let finite = (f32::from_bits(rest << 13) * SCALE).to_bits();
+    let magnitude = if rest >= INFINITE { 0x7f80_0000 | (rest & 0x3ff) << 13 } else { finite };
+    f32::from_bits(magnitude | sign << 16)
+}
 
 /// Evaluates an expression with a name for the element type of a float dtype; an error of `op` for other dtypes.
 macro_rules! with_element {
@@ -120,5 +133,22 @@ impl<F: FnOnce(&mut CpuStorage, &Layout) -> Result<()>> InplaceOp1 for Change<F>
 
     fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> Result<()> {
         self.0.take().map_or(Ok(()), |f| f(storage, layout))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sixteen_bits_are_widened_exactly() {
+        for bits in 0..=u16::MAX {
+            let (half, brain) = (f16::from_bits(bits), bf16::from_bits(bits));
+            assert!(
+                half.is_nan() && half.load().is_nan() || half.load().to_bits() == half.to_f32().to_bits(),
+                "{half:?}"
+            );
+            assert!(brain.is_nan() && brain.load().is_nan() || brain.load() == brain.to_f32(), "{brain:?}");
+        }
     }
 }

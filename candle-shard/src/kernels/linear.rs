@@ -7,6 +7,7 @@ use candle_core::{
 
 use super::{
     LateGradient, Reading, WeightSink, check_dtype, check_vector, compute_dtype, cpu, elements,
+    few_rows::{self, FEW, has_rows},
     real::Real,
     rows::{add_assign, by_blocks},
     weight_sink,
@@ -40,6 +41,15 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
     }
     if !x.device().is_cpu() {
         return composed(x, weight, bias);
+    }
+    let is_tracked = [Some(x), Some(weight), bias].into_iter().flatten().any(Tensor::track_op);
+    let rows = x.dims()[..x.rank() - 1].iter().product::<usize>();
+    if dtype != x.dtype() && !is_tracked && rows <= FEW && has_rows(weight.layout()) {
+        let out = few_rows::widening(rows, &x.to_dtype(dtype)?, weight)?;
+        let shape = Shape::from(out_shape(x.layout(), weight.layout()));
+        let out = Tensor::from_storage(Storage::Cpu(out), shape, BackpropOp::none(), false);
+        let out = bias.map_or_else(|| Ok(out.clone()), |bias| out.broadcast_add(&bias.to_dtype(dtype)?))?;
+        return out.to_dtype(x.dtype());
     }
     let (input, weight) = (x.to_dtype(dtype)?, weight.to_dtype(dtype)?);
     let input = if as_rows(input.layout()).is_some() { input } else { input.contiguous()? };
@@ -97,7 +107,18 @@ pub(super) fn product(a: &CpuStorage, a_l: &Layout, b: &CpuStorage, b_l: &Layout
 
 fn forward(x: &CpuStorage, x_l: &Layout, weight: &CpuStorage, weight_l: &Layout) -> Result<(CpuStorage, Shape)> {
     let Some(rows) = as_rows(x_l) else { bail!("linear: the rows of the input are not evenly spaced") };
-    let out = product(x, &rows, weight, &weight_l.transpose(0, 1)?)?;
+    let m = rows.dims()[0];
+    let is_dense = rows.is_contiguous() && has_rows(weight_l);
+    let out = match (x, weight) {
+        _ if !is_dense || m > FEW => product(x, &rows, weight, &weight_l.transpose(0, 1)?)?,
+        (CpuStorage::F32(_), CpuStorage::F32(weight)) => {
+            CpuStorage::F32(few_rows::product(m, elements(x, &rows)?, weight, weight_l)?)
+        }
+        (CpuStorage::F64(_), CpuStorage::F64(weight)) => {
+            CpuStorage::F64(few_rows::product(m, elements(x, &rows)?, weight, weight_l)?)
+        }
+        _ => bail!("linear: unexpected dtypes {:?} and {:?}", x.dtype(), weight.dtype()),
+    };
     Ok((out, Shape::from(out_shape(x_l, weight_l))))
 }
 

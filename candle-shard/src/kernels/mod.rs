@@ -11,6 +11,7 @@ mod cross_entropy;
 mod element;
 mod embedding;
 mod embedding_bag;
+mod few_rows;
 mod flash_attn;
 mod gelu;
 mod layer_norm;

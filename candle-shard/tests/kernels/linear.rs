@@ -46,3 +46,29 @@ fn linear_takes_untracked_and_repeated_operands() -> Result<()> {
     compare(&square, &|t| t[0].matmul(&t[0].t()?), &[randn(&[4, 4])]);
     Ok(())
 }
+
+#[test]
+fn few_rows_in_16_bits_are_computed_as_in_32() -> Result<()> {
+    for (m, n, k) in [(1, 1, 1), (1, 7, 33), (1, 300, 700), (2, 5, 64), (4, 70, 100), (3, 0, 5), (2, 3, 0), (0, 3, 4)] {
+        for dtype in [DType::BF16, DType::F16] {
+            let [x, weight, bias] = [&[m, k][..], &[n, k], &[n]].map(|dims| randn(dims).to_dtype(dtype).unwrap());
+            let wide = |t: &Tensor| t.to_dtype(DType::F32);
+            let want = linear(&wide(&x)?, &wide(&weight)?, Some(&wide(&bias)?))?.to_dtype(dtype)?;
+            let got = linear(&x, &weight, Some(&bias))?;
+            assert_eq!((got.dims(), got.dtype()), (&[m, n][..], dtype));
+            let [got, want] = [got, want].map(|t| t.to_dtype(DType::F64).unwrap());
+            assert!(m * n == 0 || distance(&got, &want) < 1e-12, "{m} {n} {k}");
+            if n > 2 && k > 3 && m > 0 {
+                // Rows of a larger weight, and columns, which lie apart.
+                let part = |t: &Tensor| t.narrow(0, 1, n - 1)?.narrow(1, 2, k - 2);
+                let (x, part) = (x.narrow(1, 1, k - 2)?, part(&weight)?);
+                let want = linear(&wide(&x)?, &wide(&part.contiguous()?)?, None)?.to_dtype(dtype)?;
+                assert_eq!(
+                    linear(&x, &part, None)?.to_dtype(DType::F32)?.to_vec2::<f32>()?,
+                    wide(&want)?.to_vec2::<f32>()?
+                );
+            }
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,99 @@
+//! Products of few rows with a matrix, which cost one reading of the matrix as it lies in memory.
+//!
+//! A row of a weight meets all inputs while it is in the cache. Weights in 16 bits are widened on the way, so that they
+//! cost half of the reading that the same weights in 32 bits do; the products are summed in f32.
+
+use candle_core::{CpuStorage, DType, Layout, Result, Tensor, bail};
+use half::{bf16, f16};
+use std::hint::black_box;
+
+use super::cpu;
+use super::element::Element;
+use super::real::Real;
+use super::rows::by_blocks;
+
+/// Inputs that are few: with more, blocks of the weight that are used several times cost less.
+pub(super) const FEW: usize = 4;
+
+/// Rows of the weight that are read at once, each in a part of its own: the processor fetches several streams ahead, and
+/// more of them than of one.
+const STREAMS: usize = 4;
+
+/// Sums of a row that are under way at once, two vectors of f32.
+const LANES: usize = 16;
+
+/// Whether each row of a weight of this layout lies in one piece.
+pub(super) fn has_rows(weight: &Layout) -> bool {
+    matches!((weight.dims(), weight.stride()), ([_, k], [row, 1]) if row >= k)
+}
+
+/// `x · weightᵀ` for `x` `[m, k]` and `weight` `[n, k]`, whose rows lie in one piece each, as `[m, n]` elements of what
+/// is computed in.
+pub(super) fn product<T: Real, E: Element<Real = T>>(
+    m: usize,
+    x: &[T],
+    weight: &[E],
+    layout: &Layout,
+) -> Result<Vec<T>> {
+    let (n, k) = layout.shape().dims2()?;
+    let (start, stride) = (layout.start_offset(), layout.stride()[0]);
+    if m * n * k == 0 {
+        return Ok(vec![T::zero(); m * n]);
+    }
+    let part = n.div_ceil(STREAMS);
+    let mut sums = vec![T::zero(); part * STREAMS * m];
+    by_blocks(
+        &mut sums,
+        STREAMS * m,
+        STREAMS * k,
+        #[inline(always)]
+        |first, sums| {
+            for (j, sums) in sums.chunks_exact_mut(STREAMS * m).enumerate() {
+                // Where the last part is short, its sums are of no use.
+                let row = |s: usize| &weight[start + (first + j + s * part).min(n - 1) * stride..][..k];
+                let rows = [row(0), row(1), row(2), row(3)];
+                for (sums, x) in sums.chunks_exact_mut(STREAMS).zip(x.chunks_exact(k)) {
+                    sums.copy_from_slice(&dots(x, rows));
+                }
+            }
+        },
+    );
+    let at = |i: usize, j: usize| sums[((j % part) * m + i) * STREAMS + j / part];
+    Ok((0..m).flat_map(|i| (0..n).map(move |j| (i, j))).map(|(i, j)| at(i, j)).collect())
+}
+
+/// The products of `x` with several rows.
+#[inline(always)]
+fn dots<T: Real, E: Element<Real = T>>(x: &[T], rows: [&[E]; STREAMS]) -> [T; STREAMS] {
+    let mut lanes = [[T::zero(); LANES]; STREAMS];
+    let [(a, _), (b, _), (c, _), (d, _)] = rows.map(|row| row.as_chunks::<LANES>());
+    let (xs, rest) = x.as_chunks::<LANES>();
+    for ((((x, a), b), c), d) in xs.iter().zip(a).zip(b).zip(c).zip(d) {
+        for (lanes, row) in lanes.iter_mut().zip([a, b, c, d]) {
+            for ((lane, &x), &w) in lanes.iter_mut().zip(x).zip(row) {
+                *lane += x * w.load();
+            }
+        }
+    }
+    // Seen together with the loop, these sums would have the compiler keep lanes in pairs instead of whole vectors.
+    let lanes = black_box(lanes);
+    let whole = xs.len() * LANES;
+    std::array::from_fn(|s| {
+        let sum = lanes[s].iter().fold(T::zero(), |sum, &lane| sum + lane);
+        rest.iter().zip(&rows[s][whole..]).fold(sum, |sum, (&x, &w)| sum + x * w.load())
+    })
+}
+
+/// The product of an input in f32 `[.., k]` of `m` rows and a weight in 16 bits, in f32.
+pub(super) fn widening(m: usize, x: &Tensor, weight: &Tensor) -> Result<CpuStorage> {
+    fn of<E: Element<Real = f32>>(m: usize, x: &[f32], weight: &CpuStorage, layout: &Layout) -> Result<CpuStorage> {
+        Ok(CpuStorage::F32(product(m, x, E::cpu_storage_as_slice(weight)?, layout)?))
+    }
+    let x = x.flatten_all()?.to_vec1::<f32>()?;
+    let (storage, layout) = weight.storage_and_layout();
+    match weight.dtype() {
+        DType::BF16 => of::<bf16>(m, &x, cpu(&storage)?, layout),
+        DType::F16 => of::<f16>(m, &x, cpu(&storage)?, layout),
+        dtype => bail!("linear: a weight of {} is not widened", dtype.as_str()),
+    }
+}
