@@ -1,6 +1,8 @@
 //! DTensor and tensor parallelism for [candle](https://github.com/huggingface/candle): the numbers of one device on
 //! any mesh, gradients included.
 //!
+//! Start with the [`guide`]; who knows PyTorch, or has a model in candle, with [`porting`].
+//!
 //! - [`DTensor`]: a tensor spread over a [`DeviceMesh`](candle_dist::DeviceMesh), one [`Placement`] per axis.
 //! - [`nn`]: layers built under a [`parallel::Plan`], so that a rank holds only its shard.
 //! - [`fsdp`]: parameters, gradients and optimisers spread over the ranks that share a batch.
@@ -18,12 +20,14 @@ mod error;
 mod explain;
 mod factory;
 pub mod fsdp;
+pub mod guide;
 pub mod kernels;
 mod local;
 pub mod nn;
 mod ops;
 pub mod parallel;
 mod placement;
+pub mod porting;
 pub mod random;
 mod redistribute;
 mod rules;
