@@ -3,10 +3,12 @@
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
 use std::path::Path;
-use std::process::ExitCode;
+use std::process::{self, ExitCode};
 
 use clap::Parser;
 use indicatif::{ProgressBar, ProgressStyle};
+
+use crate::launch;
 
 /// The exit status of a program that tried and failed.
 pub const FAILED: u8 = 1;
@@ -52,12 +54,16 @@ fn one_sentence(error: &clap::Error) -> String {
     format!("{}; see --help.", said.join("; "))
 }
 
-/// The arguments of a program, which ends here if it is asked for help.
+/// The arguments of a program, which ends here if it is asked for help; of processes with a launcher the first one helps.
 ///
 /// # Errors
 /// What clap has to say.
 pub fn parse<A: Parser>() -> Checked<A> {
-    A::try_parse().map_err(|error| if error.use_stderr() { UsageError(one_sentence(&error)) } else { error.exit() })
+    A::try_parse().map_err(|error| match error.use_stderr() {
+        true => UsageError(one_sentence(&error)),
+        false if launch::is_first() => error.exit(),
+        false => process::exit(0),
+    })
 }
 
 /// The arguments of a program with what `validate` made of them; else what is wrong is said, and the exit status given.

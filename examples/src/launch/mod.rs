@@ -9,6 +9,7 @@ use std::process::ExitCode;
 use clap::{Parser, ValueEnum};
 
 pub use gather::{Bits, gather};
+pub(crate) use processes::is_first;
 pub use ranks::Ranks;
 
 use crate::cli::{self, Checked};
@@ -20,12 +21,15 @@ pub enum BackendName {
     Local,
     /// Ranks are processes that mpirun starts: one for each rank; needs --features mpi
     Mpi,
-    /// Ranks are processes with a GPU each; not supported yet, for the programs keep their tensors on the CPU
+    /// Ranks are processes with a GPU each, that torchrun or mpirun starts; needs --features nccl
     Nccl,
 }
 
 /// A command line of a program that runs on any engine.
 pub trait Launched: Parser + Sync {
+    /// What of the program only the CPU can do, if something is.
+    const CPU_ONLY: Option<&'static str> = None;
+
     /// What moves tensors between ranks.
     fn backend(&self) -> BackendName;
 
@@ -58,8 +62,8 @@ pub fn start<A: Launched, V>(
             candle_dist::threads::settle(args.threads());
             cli::status(run(&Ranks::Threads))
         }
-        name => match processes::check(name) {
-            Ok(info) => processes::join(&info, args.threads(), run),
+        name => match processes::check(name, A::CPU_ONLY) {
+            Ok(launched) => processes::join(&launched, args.threads(), run),
             Err(error) => processes::refuse(&error, true),
         },
     }
