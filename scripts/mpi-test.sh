@@ -58,7 +58,13 @@ for ranks in 2 4; do
     echo "$out" | grep " cases on "
     verdict "all cases on $ranks ranks" passed
 done
+on 3 parts
+verdict "all cases in messages of few bytes on 3 ranks" passed
+on 2 given
+verdict "all cases on an MPI that the program started" passed
 for ranks in 2 4; do
+    on "$ranks" device
+    verdict "a tensor on a GPU on $ranks ranks" heard_by "$ranks" "on Cuda { gpu_id: 0 } over MPI; move them"
     for failure in op shape dtype reduction form; do
         on "$ranks" differ "$failure"
         verdict "another $failure on $ranks ranks" heard_by "$ranks" "($failure"
@@ -105,7 +111,8 @@ out=$(for rank in 0 1; do
         timeout 60 "$program" --backend mpi --steps 10 || echo "status $?" &
 done 2>&1; wait)
 status=$(echo "$out" | grep -c "^status 2$")
-verdict "toy-transformer without mpirun" [ "$status" -eq 2 ]
+alone() { [ "$status" -eq 2 ] && [ "$(echo "$out" | grep -c "^error: ")" -eq 1 ] && echo "$out" | grep -qF "use mpirun"; }
+verdict "toy-transformer without mpirun" alone
 program=$(built sharded-embedding)
 on 2 --backend mpi --steps 10
 verdict "sharded-embedding on 2 ranks" agree

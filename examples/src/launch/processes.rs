@@ -42,7 +42,9 @@ pub(super) fn check(name: BackendName, cpu_only: Option<&str>) -> Checked<Starte
         )));
     }
     require!(is_built, "--backend {name} is not in this build: build with --features {name}, or use local.");
-    let info = LaunchInfo::from_env(&InitOptions::new()).map_err(|error| match error {
+    let info = LaunchInfo::from_env(&InitOptions::new());
+    let info = info.and_then(|info| if engine == Backend::Mpi { info.check_mpi().map(|()| info) } else { Ok(info) });
+    let info = info.map_err(|error| match error {
         Error::Init(sentence) => UsageError(format!("--backend {name}: {sentence}.")),
         error => UsageError(format!("--backend {name}: {error}.")),
     })?;

@@ -143,3 +143,48 @@ pub(super) fn join(mut parts: Vec<CpuStorage>, dtype: DType) -> Result<CpuStorag
         Ok(T::to_cpu_storage_owned(parts.concat()))
     })
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)] // a panic is how a test fails
+mod tests {
+    use super::*;
+    use crate::group::check::CARRIED;
+    use candle_core::{Device, Tensor};
+
+    /// The numbers from 0 on.
+    fn numbers(len: usize, dtype: DType) -> CpuStorage {
+        let numbers = Tensor::arange(0u32, len as u32, &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
+        let (storage, _) = numbers.storage_and_layout();
+        match &*storage {
+            candle_core::Storage::Cpu(storage) => storage.clone(),
+            _ => unreachable!("made on the host"),
+        }
+    }
+
+    #[test]
+    fn parts_are_as_long_as_the_receiver_expects_and_join_to_the_whole() {
+        for dtype in CARRIED {
+            // A limit below an element's bytes still lets one element through.
+            for (len, limit) in [(1, 1), (7, 1), (24, 64), (25, 64), (100, 64), (100, 100), (100, 1 << 30)] {
+                let what = format!("{len} {dtype:?} in parts of {limit} bytes");
+                let parts = split(numbers(len, dtype), dtype, limit).unwrap();
+                let lens: Vec<usize> = parts.iter().map(|part| super::len(part).unwrap()).collect();
+                assert_eq!(lens, part_lens(len, dtype, limit).collect::<Vec<_>>(), "{what}");
+                let most = limit.max(dtype.size_in_bytes()) / dtype.size_in_bytes();
+                assert_eq!((lens.len(), lens[0]), (len.div_ceil(most), len.min(most)), "{what}");
+                let joined = join(parts, dtype).unwrap();
+                assert_eq!(into_bytes(joined), into_bytes(numbers(len, dtype)), "{what}");
+            }
+        }
+    }
+
+    #[test]
+    fn bytes_are_elements_again() {
+        for dtype in CARRIED {
+            let bytes = into_bytes(numbers(100, dtype));
+            assert_eq!(bytes.len(), 100 * dtype.size_in_bytes());
+            let back = from_bytes(&bytes, dtype).unwrap();
+            assert_eq!((back.dtype(), into_bytes(back)), (dtype, bytes));
+        }
+    }
+}
