@@ -113,6 +113,11 @@ done 2>&1; wait)
 status=$(echo "$out" | grep -c "^status 2$")
 alone() { [ "$status" -eq 2 ] && [ "$(echo "$out" | grep -c "^error: ")" -eq 1 ] && echo "$out" | grep -qF "use mpirun"; }
 verdict "toy-transformer without mpirun" alone
+program=$(built bench-collectives)
+for ranks in 2 3; do
+    on "$ranks" --backend mpi --world "$ranks" --sizes 28,4KiB,1MiB --rounds 3
+    verdict "bench-collectives on $ranks ranks" said_once "$ranks ranks, each a process"
+done
 program=$(built sharded-embedding)
 on 2 --backend mpi --steps 10
 verdict "sharded-embedding on 2 ranks" agree

@@ -90,17 +90,41 @@ pub fn report<R: serde::Serialize, T: std::fmt::Display>(
     measure: impl FnOnce(&(dyn Fn(String) + Sync)) -> anyhow::Result<R>,
     table: impl FnOnce(&R) -> T,
 ) -> anyhow::Result<()> {
+    let report = watched(rows, measure)?;
+    show(json, &report, table)
+}
+
+/// Measures under a progress bar; see [`report`].
+///
+/// # Errors
+/// Those of `measure`.
+pub fn watched<R>(
+    rows: usize,
+    measure: impl FnOnce(&(dyn Fn(String) + Sync)) -> anyhow::Result<R>,
+) -> anyhow::Result<R> {
     let style = ProgressStyle::with_template("{bar:32} {pos}/{len} rows, {msg} [{elapsed}]")?;
     // Drawn on stderr, and only where that is a terminal.
     let bar = ProgressBar::new(rows as u64).with_style(style);
-    let report = measure(&|row| {
+    let measured = measure(&|row| {
         bar.set_message(row);
         bar.inc(1);
     });
     bar.finish_and_clear();
-    let (report, output) = (report?, Output::new(json));
-    writeln!(output.screen(), "{}", table(&report))?;
-    output.write_json(&report)
+    measured
+}
+
+/// Writes a report as a table and as JSON.
+///
+/// # Errors
+/// If it cannot be written.
+pub fn show<R: serde::Serialize, T: std::fmt::Display>(
+    json: Option<&Path>,
+    report: &R,
+    table: impl FnOnce(&R) -> T,
+) -> anyhow::Result<()> {
+    let output = Output::new(json);
+    writeln!(output.screen(), "{}", table(report))?;
+    output.write_json(report)
 }
 
 /// Says what went wrong on stderr and gives the exit status.

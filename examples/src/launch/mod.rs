@@ -7,6 +7,7 @@ mod ranks;
 use std::process::ExitCode;
 
 use clap::{Parser, ValueEnum};
+use serde::Serialize;
 
 pub use gather::{Bits, gather};
 pub(crate) use processes::is_first;
@@ -15,7 +16,8 @@ pub use ranks::Ranks;
 use crate::cli::{self, Checked};
 
 /// What moves tensors between ranks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
 pub enum BackendName {
     /// Ranks are threads of this process
     Local,
