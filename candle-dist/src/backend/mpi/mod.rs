@@ -12,6 +12,7 @@ mod mail;
 mod operation;
 mod patience;
 mod request;
+mod spare;
 mod stage;
 mod wire;
 

@@ -2,6 +2,7 @@
 //!
 //! MPI reads or writes the memory of a request until it is done, so the request owns it. That is what persistent
 //! requests of one start each are for here: they are the only ones of the binding that own their memory.
+use super::spare::Spares;
 use crate::Result;
 use crate::backend::regions::with_element;
 use bytemuck::Zeroable;
@@ -45,15 +46,21 @@ impl Request {
         })
     }
 
-    /// Starts to receive `len` elements.
-    pub(super) fn receive(comm: &Communicator, dtype: DType, len: usize, from: usize, tag: i32) -> MpiResult<Self> {
+    /// Starts to receive `len` elements, into a spare buffer if one fits.
+    pub(super) fn receive(
+        comm: &Communicator,
+        (dtype, len): (DType, usize),
+        from: usize,
+        tag: i32,
+        spares: &mut Spares,
+    ) -> MpiResult<Self> {
         let from = from as i32;
         Self::started(match dtype {
-            DType::U32 => Self::U32(comm.recv_init(vec![0; len], from, tag)?),
-            DType::I64 => Self::I64(comm.recv_init(vec![0; len], from, tag)?),
-            DType::F32 => Self::F32(comm.recv_init(vec![0.0; len], from, tag)?),
-            DType::F64 => Self::F64(comm.recv_init(vec![0.0; len], from, tag)?),
-            dtype => Self::U8(comm.recv_init(vec![0; len * dtype.size_in_bytes()], from, tag)?),
+            DType::U32 => Self::U32(comm.recv_init(spares.take(len), from, tag)?),
+            DType::I64 => Self::I64(comm.recv_init(spares.take(len), from, tag)?),
+            DType::F32 => Self::F32(comm.recv_init(spares.take(len), from, tag)?),
+            DType::F64 => Self::F64(comm.recv_init(spares.take(len), from, tag)?),
+            dtype => Self::U8(comm.recv_init(spares.take(len * dtype.size_in_bytes()), from, tag)?),
         })
     }
 
@@ -69,8 +76,16 @@ impl Request {
 
     /// The data of a message that MPI is done with.
     pub(super) fn into_data(self, dtype: DType) -> Result<CpuStorage, Box<dyn std::error::Error>> {
+        Ok(match self.into_sent()? {
+            CpuStorage::U8(bytes) if dtype != DType::U8 => from_bytes(&bytes, dtype)?,
+            data => data,
+        })
+    }
+
+    /// What MPI is done with, as it was sent: 16-bit floats as bytes.
+    pub(super) fn into_sent(self) -> MpiResult<CpuStorage> {
         Ok(match self {
-            Self::U8(request) => from_bytes(&request.into_buffer()?, dtype)?,
+            Self::U8(request) => CpuStorage::U8(request.into_buffer()?),
             Self::U32(request) => CpuStorage::U32(request.into_buffer()?),
             Self::I64(request) => CpuStorage::I64(request.into_buffer()?),
             Self::F32(request) => CpuStorage::F32(request.into_buffer()?),
