@@ -5,7 +5,7 @@
 use super::request;
 use bytemuck::Zeroable;
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, DType, WithDType};
+use candle_core::{CpuStorage, WithDType};
 use std::collections::VecDeque;
 
 /// The most bytes that are kept.

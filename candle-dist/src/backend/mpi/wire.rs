@@ -18,8 +18,9 @@ pub(super) type WireResult<T> = Result<T, Box<dyn Error>>;
 const HEADERS: i32 = 0;
 /// The tag of data that follows a header.
 const DATA: i32 = 1;
-/// Up to this many bytes data goes with its header, for a copy costs less than a second message.
-const TOGETHER: usize = 16 << 10;
+/// Up to this many bytes data goes with its header, for a copy costs less than a second message; libraries send about as
+/// much of their own accord.
+const TOGETHER: usize = 4 << 10;
 /// MPI counts the elements of a message in 32 bits; more than this many bytes go in several messages.
 pub(super) const MOST_BYTES: usize = 1 << 30;
 
