@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """Measures this project's collectives beside Gloo's and Open MPI's, and writes the table into BENCHMARKS.md.
 
-Usage: python3 benchmarks/collectives.py [--worlds 2 4] [--repeats 3] [--torch-python PYTHON] [--dry-run]
+Usage: python3 benchmarks/collectives.py [--backend mpi] [--worlds 2 4] [--repeats 3] [--torch-python PYTHON] [--dry-run]
 
-It builds bench-collectives, then runs the three in turn, again and again; each number is the median of its runs. A
-peer that is not installed is left out, with a word on how to get it:
+It builds bench-collectives, then runs the three in turn, again and again; each number is the median of its runs. With
+--backend mpi our ranks are processes over Open MPI's messages, and Open MPI is the one peer. A peer that is not
+installed is left out, with a word on how to get it:
 
   Gloo      python3 -m venv ~/torch-venv && ~/torch-venv/bin/pip install torch numpy
             and --torch-python ~/torch-venv/bin/python, or TORCH_PYTHON in the environment
@@ -27,9 +28,16 @@ from side_by_side import PEERS, build, has, output, rewrite, say
 OURS = "candle-dist"
 
 
-def build_ours():
-    program = build("bench-collectives")
-    return lambda world: [program, "--world", str(world), "--json", "-"]
+def mpirun(world):
+    """The command that starts what follows on so many processes."""
+    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    return ["mpirun", "--oversubscribe", *root, "-n", str(world)]
+
+
+def build_ours(backend):
+    program = build("bench-collectives", *([backend] if backend == "mpi" else []))
+    launch = mpirun if backend == "mpi" else lambda world: []
+    return lambda world: [*launch(world), program, "--backend", backend, "--world", str(world), "--json", "-"]
 
 
 def build_gloo(python):
@@ -45,8 +53,7 @@ def build_openmpi(folder):
         return None
     program = Path(folder) / "openmpi"
     subprocess.run(["mpicc", "-O3", "-o", program, PEERS / "openmpi.c"], check=True)
-    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-    return lambda world: ["mpirun", "--oversubscribe", *root, "-n", str(world), program]
+    return lambda world: [*mpirun(world), program]
 
 
 def measure(sides, worlds, repeats):
@@ -99,6 +106,7 @@ def section(times, floors, sides, repeats):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backend", choices=["local", "mpi"], default="local", help="what moves our tensors [local]")
     parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4], help="numbers of ranks [2 4]")
     parser.add_argument("--repeats", type=int, default=3, help="alternating runs of each side [3]")
     parser.add_argument("--torch-python", default=os.environ.get("TORCH_PYTHON", sys.executable), help="a Python with torch")
@@ -107,13 +115,15 @@ def main():
     if args.repeats < 1 or min(args.worlds) < 1:
         parser.error("give at least 1 for --repeats and for each of --worlds")
     with tempfile.TemporaryDirectory() as folder:
-        built = {OURS: build_ours(), "Gloo": build_gloo(args.torch_python), "Open MPI": build_openmpi(folder)}
+        built = {OURS: build_ours(args.backend), "Open MPI": build_openmpi(folder)}
+        if args.backend == "local":
+            built = {OURS: built[OURS], "Gloo": build_gloo(args.torch_python), **built}
         sides = {name: command for name, command in built.items() if command}
         times, floors = measure(sides, args.worlds, args.repeats)
     text = section(times, floors, sides, args.repeats)
     print(text)
     if not args.dry_run:
-        rewrite("collectives", text)
+        rewrite({"local": "collectives", "mpi": "collectives over MPI"}[args.backend], text)
 
 
 if __name__ == "__main__":

@@ -31,10 +31,11 @@ def output(command, tries=1):
     sys.exit(1)
 
 
-def build(binary):
+def build(binary, *features):
     """Builds a program of this project and returns its path."""
     say(f"building {binary}")
-    subprocess.run(["cargo", "build", "--release", "--quiet", "--workspace", "--bin", binary], cwd=ROOT, check=True)
+    flags = ["--features", ",".join(features)] if features else []
+    subprocess.run(["cargo", "build", "--release", "--quiet", "--workspace", "--bin", binary, *flags], cwd=ROOT, check=True)
     return Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "release" / binary
 
 

@@ -30,11 +30,23 @@ missing="$(ldd "$work/gpu-check" | grep 'not found' || true)"
 # One card, so nothing that needs two or a network.
 export NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_NVLS_ENABLE=0 NCCL_SOCKET_IFNAME=lo CUDA_MODULE_LOADING=EAGER
 failed=0
+check() { timeout --kill-after=10 "${GPU_CHECK_SECONDS:-120}" "$work/gpu-check" "$@"; }
+# ended RUN STATUS: notes how a run ended.
+ended() {
+  [ "$2" -ne 124 ] && [ "$2" -ne 137 ] || echo "FAILED $1: no end within ${GPU_CHECK_SECONDS:-120} s"
+  [ "$2" -eq 0 ] || failed=1
+}
 for run in "nccl 1" "local 2" "local 4" "nccl 2" "nccl 4"; do
   read -r engine ranks <<<"$run"
-  timeout --kill-after=10 "${GPU_CHECK_SECONDS:-120}" "$work/gpu-check" --engine "$engine" --ranks "$ranks"
-  status=$?
-  [ "$status" -ne 124 ] && [ "$status" -ne 137 ] || echo "FAILED $engine, $ranks ranks: no end within ${GPU_CHECK_SECONDS:-120} s"
-  [ "$status" -eq 0 ] || failed=1
+  check --engine "$engine" --ranks "$ranks"
+  ended "$engine, $ranks ranks" $?
 done
+
+# Two processes that share the card, as a launcher would start them.
+export WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=$((20000 + $$ % 10000)) CANDLE_DIST_SHARE_GPUS=1
+RANK=1 check --engine nccl-process &
+RANK=0 check --engine nccl-process
+ended "nccl-process, rank 0" $?
+wait $!
+ended "nccl-process, rank 1" $?
 exit "$failed"

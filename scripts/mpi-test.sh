@@ -58,7 +58,13 @@ for ranks in 2 4; do
     echo "$out" | grep " cases on "
     verdict "all cases on $ranks ranks" passed
 done
+on 3 parts
+verdict "all cases in messages of few bytes on 3 ranks" passed
+on 2 given
+verdict "all cases on an MPI that the program started" passed
 for ranks in 2 4; do
+    on "$ranks" device
+    verdict "a tensor on a GPU on $ranks ranks" heard_by "$ranks" "on Cuda { gpu_id: 0 } over MPI; move them"
     for failure in op shape dtype reduction form; do
         on "$ranks" differ "$failure"
         verdict "another $failure on $ranks ranks" heard_by "$ranks" "($failure"
@@ -80,6 +86,8 @@ done
 
 # agree: the program found its runs to agree, and said so once, as it says all else.
 agree() { passed && [ "$(echo "$out" | grep -c "The runs agree.")" -eq 1 ]; }
+# said_once TEXT: all went well, and the text is there once.
+said_once() { passed && [ "$(echo "$out" | grep -cF -- "$1")" -eq 1 ]; }
 # refused TEXT: status 2, and one sentence from one rank, which contains the text.
 refused() { [ "$status" -eq 2 ] && [ "$(echo "$out" | grep -c "^error: ")" -eq 1 ] && echo "$out" | grep -qF -- "$1"; }
 # same TEXT: all went well, and the text is there.
@@ -94,14 +102,22 @@ on 3 --backend mpi --steps 10
 verdict "toy-transformer on 3 ranks, where 2 are wanted" refused "--ranks 2 takes 2 ranks, but the launcher started 3"
 on 2 --backend mpi --steps 0
 verdict "toy-transformer without steps" refused "--steps is 0"
+on 2 --help
+verdict "toy-transformer --help, once" said_once "Exit status: 0"
 on 2 --backend mpi --steps 10 --json /dev/full
 verdict "toy-transformer that cannot write its results" ended
 out=$(for rank in 0 1; do
     RANK=$rank WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=$((20000 + $$ % 10000)) \
         timeout 60 "$program" --backend mpi --steps 10 || echo "status $?" &
 done 2>&1; wait)
-status=$(echo "$out" | grep -c "^status 1$")
-verdict "toy-transformer without mpirun" [ "$status" -eq 2 ]
+status=$(echo "$out" | grep -c "^status 2$")
+alone() { [ "$status" -eq 2 ] && [ "$(echo "$out" | grep -c "^error: ")" -eq 1 ] && echo "$out" | grep -qF "use mpirun"; }
+verdict "toy-transformer without mpirun" alone
+program=$(built bench-collectives)
+for ranks in 2 3; do
+    on "$ranks" --backend mpi --world "$ranks" --sizes 28,4KiB,1MiB --rounds 3
+    verdict "bench-collectives on $ranks ranks" said_once "$ranks ranks, each a process"
+done
 program=$(built sharded-embedding)
 on 2 --backend mpi --steps 10
 verdict "sharded-embedding on 2 ranks" agree

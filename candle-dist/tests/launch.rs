@@ -177,6 +177,21 @@ fn a_local_rank_has_a_gpu_of_its_own_unless_sharing_is_allowed() {
     assert!(sharing.device_ordinal(0).is_err());
 }
 
+#[test]
+fn mpi_wants_a_launcher_of_its_own() {
+    let check = |options: InitOptions, vars: &[(&str, &str)]| resolve(&options, vars).unwrap().check_mpi();
+    let text = check(InitOptions::new(), TORCHRUN).unwrap_err().to_string();
+    assert!(text.contains("use mpirun, or srun with --mpi=pmix"), "{text}");
+    assert!(check(InitOptions::new(), SLURM).is_err());
+    let alone = [("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "localhost")];
+    for vars in [OPEN_MPI, HYDRA, &with(SLURM, &[("PMIX_RANK", "4")]), &with(SLURM, &[("PMI_FD", "7")]), &alone] {
+        check(InitOptions::new(), vars).unwrap();
+    }
+    // Scripts that hand Open MPI's rank on in torchrun's variables; programs that say all themselves.
+    check(InitOptions::new(), &with(OPEN_MPI, &alone[2..])).unwrap();
+    check(InitOptions::explicit("127.0.0.1:5000", 1, 2), &[]).unwrap();
+}
+
 #[cfg(not(feature = "nccl"))]
 #[test]
 fn an_engine_that_is_not_built_in_names_its_feature() {

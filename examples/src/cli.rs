@@ -3,10 +3,12 @@
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
 use std::path::Path;
-use std::process::ExitCode;
+use std::process::{self, ExitCode};
 
 use clap::Parser;
 use indicatif::{ProgressBar, ProgressStyle};
+
+use crate::launch;
 
 /// The exit status of a program that tried and failed.
 pub const FAILED: u8 = 1;
@@ -52,12 +54,16 @@ fn one_sentence(error: &clap::Error) -> String {
     format!("{}; see --help.", said.join("; "))
 }
 
-/// The arguments of a program, which ends here if it is asked for help.
+/// The arguments of a program, which ends here if it is asked for help; of processes with a launcher the first one helps.
 ///
 /// # Errors
 /// What clap has to say.
 pub fn parse<A: Parser>() -> Checked<A> {
-    A::try_parse().map_err(|error| if error.use_stderr() { UsageError(one_sentence(&error)) } else { error.exit() })
+    A::try_parse().map_err(|error| match error.use_stderr() {
+        true => UsageError(one_sentence(&error)),
+        false if launch::is_first() => error.exit(),
+        false => process::exit(0),
+    })
 }
 
 /// The arguments of a program with what `validate` made of them; else what is wrong is said, and the exit status given.
@@ -84,17 +90,41 @@ pub fn report<R: serde::Serialize, T: std::fmt::Display>(
     measure: impl FnOnce(&(dyn Fn(String) + Sync)) -> anyhow::Result<R>,
     table: impl FnOnce(&R) -> T,
 ) -> anyhow::Result<()> {
+    let report = watched(rows, measure)?;
+    show(json, &report, table)
+}
+
+/// Measures under a progress bar; see [`report`].
+///
+/// # Errors
+/// Those of `measure`.
+pub fn watched<R>(
+    rows: usize,
+    measure: impl FnOnce(&(dyn Fn(String) + Sync)) -> anyhow::Result<R>,
+) -> anyhow::Result<R> {
     let style = ProgressStyle::with_template("{bar:32} {pos}/{len} rows, {msg} [{elapsed}]")?;
     // Drawn on stderr, and only where that is a terminal.
     let bar = ProgressBar::new(rows as u64).with_style(style);
-    let report = measure(&|row| {
+    let measured = measure(&|row| {
         bar.set_message(row);
         bar.inc(1);
     });
     bar.finish_and_clear();
-    let (report, output) = (report?, Output::new(json));
-    writeln!(output.screen(), "{}", table(&report))?;
-    output.write_json(&report)
+    measured
+}
+
+/// Writes a report as a table and as JSON.
+///
+/// # Errors
+/// If it cannot be written.
+pub fn show<R: serde::Serialize, T: std::fmt::Display>(
+    json: Option<&Path>,
+    report: &R,
+    table: impl FnOnce(&R) -> T,
+) -> anyhow::Result<()> {
+    let output = Output::new(json);
+    writeln!(output.screen(), "{}", table(report))?;
+    output.write_json(report)
 }
 
 /// Says what went wrong on stderr and gives the exit status.

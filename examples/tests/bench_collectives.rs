@@ -41,6 +41,7 @@ fn what_cannot_work_is_one_sentence_and_status_2() {
         (&["--sizes", "2GiB"], &["--sizes", "1GiB"]),
         (&["--sizes", "4 parsecs"], &["--sizes", "4 parsecs", "64MiB"]),
         (&["--sizes", "99999999999999GiB"], &["--sizes", "more than can be addressed"]),
+        (&["--backend", "nccl"], &["--backend nccl", "floors", "use local or mpi"]),
         (&["--json", "no-such-folder/out.json"], &["--json no-such-folder/out.json", "cannot be written"]),
     ];
     refuses(bench, cases);
@@ -53,7 +54,7 @@ fn the_json_object_is_alone_on_stdout_with_a_row_per_op_and_size() {
         assert!(output.status.success(), "{}", text(&output.stderr));
         assert!(text(&output.stderr).contains("median µs"));
         let report: Value = serde_json::from_slice(&output.stdout).unwrap();
-        assert_eq!(report["world"], world);
+        assert_eq!((&report["world"], &report["backend"]), (&world.into(), &"local".into()));
         let rows = report["rows"].as_array().unwrap();
         let measured: Vec<_> =
             rows.iter().map(|row| (row["op"].as_str().unwrap(), row["bytes"].as_u64().unwrap())).collect();

@@ -141,7 +141,7 @@ fn batches_are_windows_of_the_text_and_leave_the_held_out_tail_alone() -> anyhow
     let corpus = Corpus::new(text, &args(&["--seq", "7", "--batch", "64"]));
     let mut seen = [false; 256];
     for step in 0..20 {
-        let batch = corpus.batch(step)?;
+        let batch = corpus.batch(step, &Device::Cpu)?;
         let (tokens, targets) = (batch.tokens.to_vec2::<u32>()?, batch.targets.to_vec2::<u32>()?);
         assert_eq!((tokens.len(), tokens[0].len()), (64, 7));
         for (tokens, targets) in tokens.iter().zip(&targets) {
@@ -151,7 +151,7 @@ fn batches_are_windows_of_the_text_and_leave_the_held_out_tail_alone() -> anyhow
     }
     assert!(seen[..240].iter().all(|&seen| seen), "the first fifteen sixteenths are all learnt from");
     assert!(!seen[240..].iter().any(|&seen| seen), "the last sixteenth is not");
-    let held_out = corpus.held_out()?.tokens.to_vec2::<u32>()?;
+    let held_out = corpus.held_out(&Device::Cpu)?.tokens.to_vec2::<u32>()?;
     assert!(held_out.iter().flatten().all(|&byte| byte >= 240));
     Ok(())
 }
@@ -160,7 +160,11 @@ fn batches_are_windows_of_the_text_and_leave_the_held_out_tail_alone() -> anyhow
 fn a_step_has_its_own_batch_and_the_seed_another() -> anyhow::Result<()> {
     let batch = |seed: &str, step| {
         let args = args(&["--seed", seed]);
-        Corpus::new(Corpus::read(None)?, &args).batch(step)?.tokens.to_vec2::<u32>().map_err(anyhow::Error::from)
+        Corpus::new(Corpus::read(None)?, &args)
+            .batch(step, &Device::Cpu)?
+            .tokens
+            .to_vec2::<u32>()
+            .map_err(anyhow::Error::from)
     };
     assert_eq!(batch("0", 3)?, batch("0", 3)?);
     assert_ne!(batch("0", 3)?, batch("0", 4)?);

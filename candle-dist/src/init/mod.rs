@@ -80,7 +80,11 @@ const MPI: Option<Start> = None;
 ///
 /// [`World::processes`]: crate::World::processes
 pub fn init_process_group(backend: Backend, options: InitOptions) -> Result<RankContext> {
-    init_process_group_with(options, engine(backend)?)
+    let (found, start) = engine(backend)?;
+    if found == Backend::Mpi {
+        LaunchInfo::from_env(&options)?.check_mpi()?;
+    }
+    init_process_group_with(options, start)
 }
 
 /// Like [`init_process_group`] with an engine of your own, which `start` makes once the processes have met.
@@ -99,10 +103,10 @@ pub fn init_process_group_with(
     }
 }
 
-/// How to start the engine that was asked for.
-fn engine(backend: Backend) -> Result<Start> {
+/// The engine that was asked for, and how to start it.
+fn engine(backend: Backend) -> Result<(Backend, Start)> {
     let fits = |engine: &&Engine| backend == Backend::Auto || engine.backend == backend;
-    ENGINES.iter().filter(fits).find_map(|engine| engine.start).ok_or_else(|| {
+    ENGINES.iter().filter(fits).find_map(|engine| Some((engine.backend, engine.start?))).ok_or_else(|| {
         let features = ENGINES.iter().filter(fits).map(|engine| engine.feature).join(" or ");
         Error::Unsupported(format!(
             "this build has no engine between processes; build with the cargo feature {features}"

@@ -46,7 +46,12 @@ pub struct LaunchInfo {
     pub token: String,
     /// Whether several ranks may use one GPU.
     pub share_gpus: bool,
+    /// Whether MPI can find the other processes: a launcher of its own started this one.
+    pub has_mpi: bool,
 }
+
+/// What MPI libraries read to find each other, whatever the launcher.
+const MPI_MARKS: [&str; 4] = ["OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_FD"];
 
 impl LaunchInfo {
     /// Reads the environment of this process.
@@ -65,7 +70,21 @@ impl LaunchInfo {
             info.token = token;
         }
         info.share_gpus = vars.get("CANDLE_DIST_SHARE_GPUS").is_some_and(|value| value.trim() == "1");
+        info.has_mpi = options.explicit.is_some() || MPI_MARKS.iter().any(|name| vars.get(name).is_some());
         info.check()
+    }
+
+    /// Refuses MPI under a launcher that is none of MPI's, such as torchrun: each process would be alone in its MPI.
+    ///
+    /// # Errors
+    /// A sentence that says so.
+    pub fn check_mpi(&self) -> Result<()> {
+        match self.world_size > 1 && !self.has_mpi {
+            true => Err(Error::Init(
+                "MPI's own launcher must start the ranks, and has not; use mpirun, or srun with --mpi=pmix or --mpi=pmi2".into(),
+            )),
+            false => Ok(()),
+        }
     }
 
     /// Which of this host's `gpus` the rank uses: that of its local rank.
@@ -177,7 +196,16 @@ impl Vars<'_> {
         let port = self.port(&job)?;
         let host = if host.contains(':') && !host.starts_with('[') { format!("[{host}]") } else { host };
         let address = format!("{host}:{port}");
-        Ok(LaunchInfo { rank, world_size, local_rank, local_size, address, token: job, share_gpus: false })
+        Ok(LaunchInfo {
+            rank,
+            world_size,
+            local_rank,
+            local_size,
+            address,
+            token: job,
+            share_gpus: false,
+            has_mpi: false,
+        })
     }
 
     fn local_size(&self, row: &Launcher) -> Result<Option<usize>> {
@@ -227,7 +255,16 @@ impl Vars<'_> {
             }
         };
         let (address, token) = (address.to_string(), String::new());
-        Ok(LaunchInfo { rank, world_size: size, local_rank, local_size, address, token, share_gpus: false })
+        Ok(LaunchInfo {
+            rank,
+            world_size: size,
+            local_rank,
+            local_size,
+            address,
+            token,
+            share_gpus: false,
+            has_mpi: false,
+        })
     }
 }
 

@@ -1,22 +1,23 @@
-//! Measures the collectives of a local process group against what memory alone would cost; see `--help`.
+//! Measures the collectives of a process group against what memory alone would cost; see `--help`.
 
 use std::process::ExitCode;
 
 use examples::collectives::args::Args;
 use examples::collectives::measure::measure;
+use examples::launch::{self, Ranks};
 use examples::{allocator, cli};
 
 fn main() -> ExitCode {
     allocator::keep_pages();
-    cli::run(Args::validate, run)
+    launch::start(Args::validate, |args, (), ranks| run(args, ranks))
 }
 
 /// Measures and reports.
-fn run(args: &Args) -> anyhow::Result<()> {
-    cli::report(
-        args.ops.len() * args.sizes.len(),
-        args.json.as_deref(),
-        |row| measure(args, |op, size| row(format!("{op} of {size}"))),
-        |report| report.table(),
-    )
+fn run(args: &Args, ranks: &Ranks<'_>) -> anyhow::Result<bool> {
+    let rows = args.ops.len() * args.sizes.len();
+    let measured = cli::watched(rows, |row| measure(args, ranks, |op, size| row(format!("{op} of {size}"))))?;
+    if let Some(report) = measured {
+        cli::show(args.json.as_deref(), &report, |report| report.table())?;
+    }
+    Ok(true)
 }

@@ -4,9 +4,11 @@ use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
 
+use candle_dist::threads;
 use clap::{Parser, ValueEnum};
 
 use crate::cli::{Checked, Output, require};
+use crate::launch::{BackendName, Launched};
 
 /// Bytes of an element: all tensors are f32.
 pub const ELEMENT_BYTES: usize = 4;
@@ -15,7 +17,7 @@ const MAX_WORLD: usize = 256;
 const MAX_BYTES: usize = 1 << 30;
 
 const ABOUT: &str = "\
-Measures the collectives of a local process group, and checks the data they give
+Measures the collectives of a process group, and checks the data they give
 
 Every rank times its own call after a barrier; a row is the median over the rounds of the slowest rank's time:
 
@@ -27,7 +29,10 @@ Every rank times its own call after a barrier; a row is the median over the roun
               the largest elements, written over the input; only measured when named
 
 The floor beside a row is the time of plain memory copies that move as many bytes as the op must read and write,
-shared by as many ranks as there are cores.";
+shared by as many ranks as there are cores.
+
+Ranks are threads of this process, unless --backend says otherwise: then they are processes, and the first of them shows
+the results.";
 
 const EXAMPLES: &str = "\
 Examples:
@@ -37,6 +42,8 @@ Examples:
       Measure one op at sizes of your own.
   cargo run --release --bin bench-collectives -- --json - 2>/dev/null | jq '.rows[] | {op, bytes, median_us}'
       Get the numbers into a script: only JSON on stdout, all else on stderr.
+  cargo build --release --features mpi && mpirun -n 2 target/release/bench-collectives --backend mpi
+      Measure on 2 processes.
 
 Exit status: 0 if all went well, 1 if an op failed or gave wrong data, 2 if the command line cannot work.";
 
@@ -44,9 +51,13 @@ Exit status: 0 if all went well, 1 if an op failed or gave wrong data, 2 if the 
 #[derive(Clone, Debug, Parser)]
 #[command(name = "bench-collectives", version, about = ABOUT, after_help = EXAMPLES)]
 pub struct Args {
-    /// Ranks, each a thread
+    /// Ranks
     #[arg(long, value_name = "N", default_value_t = 2)]
     pub world: usize,
+
+    /// What moves tensors between ranks; for processes, start one for each rank with mpirun
+    #[arg(long, value_name = "NAME", default_value = "local")]
+    pub backend: BackendName,
 
     /// Ops to measure, in this order
     #[arg(
@@ -69,6 +80,22 @@ pub struct Args {
     /// Also write the results as one JSON object; `-` is stdout, with nothing else on it
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,
+}
+
+impl Launched for Args {
+    const CPU_ONLY: Option<&'static str> = Some("floors that are copies of memory");
+
+    fn backend(&self) -> BackendName {
+        self.backend
+    }
+
+    fn threads(&self) -> usize {
+        threads::default_per_rank(self.world)
+    }
+
+    fn ranks(&self) -> Vec<(String, usize)> {
+        vec![(format!("--world {}", self.world), self.world)]
+    }
 }
 
 impl Args {

@@ -4,32 +4,34 @@ use std::collections::BTreeMap;
 use std::time::Instant;
 
 use anyhow::Result;
-use candle_dist::{ProcessGroup, World};
+use candle_dist::ProcessGroup;
 
 use super::args::{Args, ByteSize, OpName};
 use super::case::Case;
 use super::floor;
 use super::report::{Report, Row};
+use crate::launch::{Launched, Ranks, gather};
 use crate::timing::{Budget, median, settle, slowest};
 
 const BUDGET_US: Budget = Budget { warm_up: 5, time: 1e6, least: 7, most: 2001 };
 
-/// Measures every op at every size; `begin` is told of each row.
+/// Measures every op at every size; `begin` is told of each row. The report is where rank 0 is.
 ///
 /// # Errors
 /// The first rank's that fails, or whose data is wrong.
-pub fn measure(args: &Args, begin: impl Fn(OpName, ByteSize) + Sync) -> Result<Report> {
+pub fn measure(args: &Args, ranks: &Ranks<'_>, begin: impl Fn(OpName, ByteSize) + Sync) -> Result<Option<Report>> {
     let plan: Vec<_> = args.ops.iter().flat_map(|&op| args.sizes.iter().map(move |&size| (op, size))).collect();
-    let ranks = World::local(args.world).run(|ctx| {
+    let measured = ranks.run(args.world, args.threads(), |ctx| {
         let row = |&(op, size): &(OpName, ByteSize)| {
             if ctx.rank() == 0 {
                 begin(op, size);
             }
             times(ctx.group(), op, size, args.rounds)
         };
-        settle(ctx.group()).map_err(|error| format!("{error:#}"))?;
-        plan.iter().map(row).collect::<Result<Vec<_>>>().map_err(|error| format!("{error:#}"))
+        let rows = || settle(ctx.group()).and_then(|()| plan.iter().map(row).collect::<Result<Vec<_>>>());
+        rows().and_then(|rows| gather(ctx.group(), rows)).map_err(|error| format!("{error:#}"))
     })?;
+    let Some(ranks) = measured.flatten() else { return Ok(None) };
     let copies_us: BTreeMap<usize, f64> = args.sizes.iter().map(|size| (size.0, floor::copy_us(size.0))).collect();
     let rows = plan.iter().enumerate().map(|(i, &(op, size))| {
         let of_ranks: Vec<&[f64]> = ranks.iter().map(|rows| &rows[i][..]).collect();
@@ -43,7 +45,7 @@ pub fn measure(args: &Args, begin: impl Fn(OpName, ByteSize) + Sync) -> Result<R
             rounds: times.len(),
         }
     });
-    Ok(Report { world: args.world, rows: rows.collect() })
+    Ok(Some(Report { world: args.world, backend: args.backend, rows: rows.collect() }))
 }
 
 /// This rank's microseconds in each round, after a first one whose data is checked.

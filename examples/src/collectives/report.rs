@@ -4,6 +4,7 @@ use comfy_table::Cell;
 use serde::Serialize;
 
 use super::args::ByteSize;
+use crate::launch::BackendName;
 use crate::table::{grouped, number, table};
 
 /// The JSON object.
@@ -11,6 +12,8 @@ use crate::table::{grouped, number, table};
 pub struct Report {
     /// Number of ranks.
     pub world: usize,
+    /// What moves tensors between them.
+    pub backend: BackendName,
     /// One row per op and size, in the order measured.
     pub rows: Vec<Row>,
 }
@@ -46,6 +49,7 @@ impl Report {
                 number(grouped(row.rounds)),
             ]);
         }
-        format!("{} ranks, each a thread:\n{table}", self.world)
+        let each = if self.backend == BackendName::Local { "a thread" } else { "a process" };
+        format!("{} ranks, each {each}:\n{table}", self.world)
     }
 }

@@ -15,16 +15,16 @@ type Found = (String, Vec<usize>, Vec<f64>);
 
 /// Compares all calls on the ranks with those on as many ranks of the host.
 pub(super) fn check(ranks: &Ranks) -> Result<String> {
-    let n = ranks.devices.len();
+    let n = ranks.world_size();
     let expected = World::local(n).run(|ctx| all(ctx.group(), &Device::Cpu))?;
     let found = ranks.run(|ctx| Ok(all(ctx.group(), ctx.device())?))?;
-    for (rank, (expected, found)) in expected.iter().zip(&found).enumerate() {
+    for ((rank, expected), found) in expected.iter().enumerate().skip(ranks.first()).zip(&found) {
         ensure!(expected.len() == found.len(), "rank {rank} made {} calls, not {}", found.len(), expected.len());
         for (expected, found) in expected.iter().zip(found) {
             ensure!(expected == found, "rank {rank} found {found:?}, the host {expected:?}");
         }
     }
-    Ok(format!("{} calls alike on {n} ranks", found[0].len()))
+    Ok(format!("{} calls alike on {} of {n} ranks", found[0].len(), found.len()))
 }
 
 /// All calls on two threads that share the device: what they need is loaded afterwards.

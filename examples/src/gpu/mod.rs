@@ -7,7 +7,8 @@ mod transformer;
 
 use anyhow::{Context, Result};
 use candle_core::Device;
-use candle_dist::{RankContext, World, backend::nccl};
+use candle_dist::init::{Backend, InitOptions};
+use candle_dist::{RankContext, World, backend::nccl, init_process_group};
 use clap::{Parser, ValueEnum};
 
 /// NCCL takes several ranks on one GPU from this version on.
@@ -21,7 +22,7 @@ pub struct Args {
     #[arg(long, value_enum, default_value_t = Engine::Local)]
     pub engine: Engine,
 
-    /// Ranks, each a thread
+    /// Ranks that are threads
     #[arg(long, value_name = "N", default_value_t = 2)]
     pub ranks: usize,
 
@@ -37,28 +38,59 @@ pub enum Engine {
     Local,
     /// NCCL, with a `Device` for each rank.
     Nccl,
+    /// NCCL among processes, of which this is one: the environment tells which, as torchrun or mpirun do.
+    NcclProcess,
 }
 
-/// The ranks' devices, made once: what they have loaded stays loaded.
-struct Ranks {
-    engine: Engine,
-    devices: Vec<Device>,
+/// The ranks that are here.
+enum Ranks {
+    /// Threads and their devices, made once: what they have loaded stays loaded.
+    Threads(Engine, Vec<Device>),
+    /// One of several processes.
+    Process(RankContext),
 }
 
 impl Ranks {
     fn new(args: &Args) -> Result<Self> {
+        if args.engine == Engine::NcclProcess {
+            return Ok(Self::Process(init_process_group(Backend::Nccl, InitOptions::new())?));
+        }
         let distinct = if args.engine == Engine::Local { 1 } else { args.ranks };
         let device = |_| Device::new_cuda_with_stream(args.gpu);
         let devices = (0..distinct).map(device).collect::<candle_core::Result<Vec<_>>>().context("opening the GPU")?;
-        let devices = devices.iter().cycle().take(args.ranks).cloned().collect();
-        Ok(Self { engine: args.engine, devices })
+        Ok(Self::Threads(args.engine, devices.iter().cycle().take(args.ranks).cloned().collect()))
     }
 
-    /// Runs `f` on every rank with its device in the context.
+    /// The ranks of the world.
+    fn world_size(&self) -> usize {
+        match self {
+            Self::Threads(_, devices) => devices.len(),
+            Self::Process(ctx) => ctx.world_size(),
+        }
+    }
+
+    /// The first rank that is here.
+    fn first(&self) -> usize {
+        match self {
+            Self::Threads(..) => 0,
+            Self::Process(ctx) => ctx.rank(),
+        }
+    }
+
+    /// The devices of those that are here.
+    fn devices(&self) -> &[Device] {
+        match self {
+            Self::Threads(_, devices) => devices,
+            Self::Process(ctx) => std::slice::from_ref(ctx.device()),
+        }
+    }
+
+    /// Runs `f` on every rank that is here, with its device in the context.
     fn run<T: Send>(&self, f: impl Fn(&RankContext) -> Result<T> + Sync) -> Result<Vec<T>> {
-        let world = match self.engine {
-            Engine::Local => World::local(self.devices.len()).devices(&self.devices),
-            Engine::Nccl => World::nccl(self.devices.clone()),
+        let world = match self {
+            Self::Threads(Engine::Local, devices) => World::local(devices.len()).devices(devices),
+            Self::Threads(_, devices) => World::nccl(devices.clone()),
+            Self::Process(ctx) => return Ok(vec![f(ctx)?]),
         };
         Ok(world.run(|ctx| f(ctx).map_err(|error| format!("{error:#}")))?)
     }
@@ -70,17 +102,18 @@ type Check = fn(&Ranks) -> Result<String>;
 /// Runs all checks, prints a line for each, and tells whether all passed.
 ///
 /// # Errors
-/// If there is no such GPU.
+/// If there is no such GPU, or the processes do not meet.
 pub fn check(args: &Args) -> Result<bool> {
-    let title = format!("{:?}, {} ranks on GPU {}", args.engine, args.ranks, args.gpu);
+    let engine = args.engine;
     let version = nccl::library_version()?;
-    if args.engine == Engine::Nccl && args.ranks > 1 && version < SHARED_GPU {
-        println!("SKIPPED {title}: NCCL {version} takes one rank a GPU, {SHARED_GPU} and later take several");
+    if engine != Engine::Local && version < SHARED_GPU && (args.ranks > 1 || engine == Engine::NcclProcess) {
+        println!("SKIPPED {engine:?}: NCCL {version} takes one rank a GPU, {SHARED_GPU} and later take several");
         return Ok(true);
     }
     let ranks = Ranks::new(args)?;
+    let title = format!("{engine:?}, {} ranks, from rank {} on", ranks.world_size(), ranks.first());
     // Each device loads its code alone, before NCCL's calls can be in the way.
-    for device in &ranks.devices {
+    for device in ranks.devices() {
         transformer::warm_up(device)?;
         collectives::warm_up(device)?;
     }
@@ -98,6 +131,10 @@ pub fn check(args: &Args) -> Result<bool> {
             Err(error) => {
                 all_passed = false;
                 println!("FAILED {title}, {name}: {error:#}");
+                // The other processes go on from where this one is, or not at all.
+                if engine == Engine::NcclProcess {
+                    break;
+                }
             }
         }
     }

@@ -7,25 +7,31 @@ mod ranks;
 use std::process::ExitCode;
 
 use clap::{Parser, ValueEnum};
+use serde::Serialize;
 
 pub use gather::{Bits, gather};
+pub(crate) use processes::is_first;
 pub use ranks::Ranks;
 
 use crate::cli::{self, Checked};
 
 /// What moves tensors between ranks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
 pub enum BackendName {
     /// Ranks are threads of this process
     Local,
     /// Ranks are processes that mpirun starts: one for each rank; needs --features mpi
     Mpi,
-    /// Ranks are processes with a GPU each; not supported yet, for the programs keep their tensors on the CPU
+    /// Ranks are processes with a GPU each, that torchrun or mpirun starts; needs --features nccl
     Nccl,
 }
 
 /// A command line of a program that runs on any engine.
 pub trait Launched: Parser + Sync {
+    /// What of the program only the CPU can do, if something is.
+    const CPU_ONLY: Option<&'static str> = None;
+
     /// What moves tensors between ranks.
     fn backend(&self) -> BackendName;
 
@@ -58,8 +64,8 @@ pub fn start<A: Launched, V>(
             candle_dist::threads::settle(args.threads());
             cli::status(run(&Ranks::Threads))
         }
-        name => match processes::check(name) {
-            Ok(info) => processes::join(&info, args.threads(), run),
+        name => match processes::check(name, A::CPU_ONLY) {
+            Ok(launched) => processes::join(&launched, args.threads(), run),
             Err(error) => processes::refuse(&error, true),
         },
     }

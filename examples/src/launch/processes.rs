@@ -21,26 +21,44 @@ const PAUSE: Duration = Duration::from_secs(1);
 /// The stack of a rank: candle walks a graph by recursion, and pages are only touched when needed.
 const STACK_BYTES: usize = 256 << 20;
 
+/// A process that a launcher started, and the engine to be.
+pub(super) struct Started {
+    engine: Backend,
+    info: LaunchInfo,
+}
+
 /// Checks that ranks can be processes over an engine, and tells which one this is.
 ///
 /// # Errors
-/// If the engine is not there, or no launcher started this process.
-pub(super) fn check(name: BackendName) -> Checked<LaunchInfo> {
-    require!(
-        name != BackendName::Nccl,
-        "--backend nccl is not supported: it moves tensors of GPUs, and this program keeps its own on the CPU; use local or mpi."
-    );
-    require!(cfg!(feature = "mpi"), "--backend mpi is not in this build: build with --features mpi, or use local.");
-    LaunchInfo::from_env(&InitOptions::new()).map_err(|error| match error {
-        Error::Init(sentence) => UsageError(format!("--backend mpi: {sentence}.")),
-        error => UsageError(format!("--backend mpi: {error}.")),
-    })
+/// If the engine is not there or cannot do what is `cpu_only`, or no launcher started this process.
+pub(super) fn check(name: BackendName, cpu_only: Option<&str>) -> Checked<Started> {
+    let (engine, name, is_built) = match name {
+        BackendName::Nccl => (Backend::Nccl, "nccl", cfg!(feature = "nccl")),
+        _ => (Backend::Mpi, "mpi", cfg!(feature = "mpi")),
+    };
+    if let (Backend::Nccl, Some(what)) = (engine, cpu_only) {
+        return Err(UsageError(format!(
+            "--backend nccl is not for this program: it has {what}, which only the CPU has; use local or mpi."
+        )));
+    }
+    require!(is_built, "--backend {name} is not in this build: build with --features {name}, or use local.");
+    let info = LaunchInfo::from_env(&InitOptions::new());
+    let info = info.and_then(|info| if engine == Backend::Mpi { info.check_mpi().map(|()| info) } else { Ok(info) });
+    let info = info.map_err(|error| match error {
+        Error::Init(sentence) => UsageError(format!("--backend {name}: {sentence}.")),
+        error => UsageError(format!("--backend {name}: {error}.")),
+    })?;
+    Ok(Started { engine, info })
+}
+
+/// Whether this is rank 0 of the processes that a launcher started, or not one of several.
+pub(crate) fn is_first() -> bool {
+    LaunchInfo::from_env(&InitOptions::new()).map_or(true, |info| info.rank == 0)
 }
 
 /// Says what is wrong with the command line; where processes share it, only rank 0 does.
 pub(super) fn refuse(error: &UsageError, is_shared: bool) -> ExitCode {
-    let is_other = || LaunchInfo::from_env(&InitOptions::new()).is_ok_and(|info| info.rank > 0);
-    if is_shared && is_other() {
+    if is_shared && !is_first() {
         thread::sleep(PAUSE);
         return ExitCode::from(USAGE);
     }
@@ -49,15 +67,15 @@ pub(super) fn refuse(error: &UsageError, is_shared: bool) -> ExitCode {
 
 /// Meets the other processes and runs as one of them. They meet once, since MPI cannot be started again.
 pub(super) fn join(
-    info: &LaunchInfo,
+    Started { engine, info }: &Started,
     threads: usize,
     run: impl Fn(&Ranks<'_>) -> anyhow::Result<bool> + Sync,
 ) -> ExitCode {
     let options = InitOptions::new().timeout(PATIENCE).threads_per_rank(threads);
-    let ctx = match init_process_group(Backend::Mpi, options) {
+    let ctx = match init_process_group(*engine, options) {
         Ok(ctx) => ctx,
-        Err(Error::Group(failure)) if !speaks(info.rank, &failure) => return ExitCode::from(FAILED),
-        Err(error) => return cli::fail(error, FAILED),
+        Err(Error::Group(failure)) if !speaks(info.rank, &failure) => return ExitCode::from(USAGE),
+        Err(error) => return cli::fail(error, USAGE),
     };
     let as_rank = || ctx.run(|ctx| end(&Ranks::Process(ctx), &run), |_, _| ());
     let status = thread::scope(|scope| {

@@ -3,6 +3,7 @@
 use std::fmt::Display;
 use std::sync::Arc;
 
+use candle_core::Device;
 use candle_dist::{GroupFailure, RankContext, World};
 use serde::{Deserialize, Serialize};
 
@@ -37,6 +38,14 @@ impl Ranks<'_> {
         match self {
             Self::Threads => true,
             Self::Process(ctx) => ctx.rank() == 0,
+        }
+    }
+
+    /// The device of what this process computes outside of ranks: that of its own rank, if it is one.
+    pub fn device(&self) -> &Device {
+        match self {
+            Self::Threads => &Device::Cpu,
+            Self::Process(ctx) => ctx.device(),
         }
     }
 

@@ -102,9 +102,9 @@ enum Model {
 }
 
 impl Model {
-    /// The logits `[vocabulary]` of what follows these tokens.
-    fn next(&mut self, tokens: &[u32]) -> Result<Tensor> {
-        let tokens = Tensor::from_slice(tokens, (1, tokens.len()), &Device::Cpu)?;
+    /// The logits `[vocabulary]` of what follows these tokens, on the device that has the parameters.
+    fn next(&mut self, tokens: &[u32], device: &Device) -> Result<Tensor> {
+        let tokens = Tensor::from_slice(tokens, (1, tokens.len()), device)?;
         let logits = match self {
             Self::Whole(model, cache) => model.next(&tokens, cache)?,
             Self::Staged(model) => model.next(&tokens)?,
@@ -130,8 +130,8 @@ pub fn generate(
     let ranks = ctx.world_size();
     ensure!(stages > 0 && ranks.is_multiple_of(stages), "{stages} stages do not divide {ranks} ranks");
     let mesh = ctx.mesh(&[("pp", stages), ("tp", ranks / stages)])?;
-    let (plan, device) = (Llama::plan("tp"), Device::Cpu);
-    let vb = ShardedVarBuilder::from_weights(weights.clone(), 0, &mesh.axis("tp")?, plan, task.dtype, &device)?;
+    let (plan, device) = (Llama::plan("tp"), ctx.device());
+    let vb = ShardedVarBuilder::from_weights(weights.clone(), 0, &mesh.axis("tp")?, plan, task.dtype, device)?;
     let room = (task.prompt.len() + task.most).min(config.max_position_embeddings);
     let mut model = match stages {
         1 => Model::Whole(Llama::new(config, room, &vb.frozen())?, Cache::new(config.num_hidden_layers, room)),
@@ -145,7 +145,7 @@ pub fn generate(
     let mut first = 0.0;
     let mut input = task.prompt.clone();
     while task.prompt.len() + tokens.len() <= room && tokens.len() < task.most {
-        let token = sampler.next(&model.next(&input)?)?;
+        let token = sampler.next(&model.next(&input, device)?)?;
         if tokens.is_empty() {
             first = began.elapsed().as_secs_f64();
         }

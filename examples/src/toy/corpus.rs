@@ -57,21 +57,21 @@ impl Corpus {
         self.text.is_empty()
     }
 
-    /// The batch of training step `step`.
-    pub fn batch(&self, step: u64) -> Result<Batch> {
-        self.draw(&self.text[..self.train_len], Stream::new(self.seed, "batch").fold(step))
+    /// The batch of training step `step`, on a device.
+    pub fn batch(&self, step: u64, device: &Device) -> Result<Batch> {
+        self.draw(&self.text[..self.train_len], Stream::new(self.seed, "batch").fold(step), device)
     }
 
-    /// A fixed batch that no step trains on; of a very short text, one that steps may train on.
-    pub fn held_out(&self) -> Result<Batch> {
+    /// A fixed batch that no step trains on, on a device; of a very short text, one that steps may train on.
+    pub fn held_out(&self, device: &Device) -> Result<Batch> {
         let tail = match &self.text[self.train_len..] {
             [] => &self.text,
             tail => tail,
         };
-        self.draw(tail, Stream::new(self.seed, "held out"))
+        self.draw(tail, Stream::new(self.seed, "held out"), device)
     }
 
-    fn draw(&self, text: &[u8], stream: Stream) -> Result<Batch> {
+    fn draw(&self, text: &[u8], stream: Stream, device: &Device) -> Result<Batch> {
         let starts = text.len() - self.seq;
         let uniform = Distribution::Uniform { lo: 0.0, up: 1.0 };
         let drawn = sample_full(stream, uniform, &[self.batch], DType::F64, &Device::Cpu)?.to_vec1::<f64>()?;
@@ -82,7 +82,7 @@ impl Corpus {
                 .flat_map(|start| &text[start + offset..start + offset + self.seq])
                 .map(|&byte| u32::from(byte))
                 .collect();
-            Tensor::from_vec(ids, (self.batch, self.seq), &Device::Cpu)
+            Tensor::from_vec(ids, (self.batch, self.seq), device)
         };
         Ok(Batch { tokens: windows(0)?, targets: windows(1)? })
     }

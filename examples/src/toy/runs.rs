@@ -12,7 +12,7 @@ use crate::launch::Ranks;
 /// If the run fails.
 pub fn run_one(name: RunName, args: &Args, corpus: &Corpus, ranks: &Ranks<'_>) -> anyhow::Result<Option<RunOutcome>> {
     match name {
-        RunName::Single => ranks.on_first(|| single::train(args, corpus)),
+        RunName::Single => ranks.on_first(|| single::train(args, corpus, ranks.device())),
         RunName::Tp | RunName::TpSp => sharded::train(name, args, corpus, ranks),
         RunName::Pp | RunName::PpSp => staged::train(name, args, corpus, ranks),
     }

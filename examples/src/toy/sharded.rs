@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use candle_core::backprop::GradStore;
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Tensor};
 use candle_dist::RankContext;
 use candle_dist::comm::{self, CommCounts};
 use candle_nn::Optimizer;
@@ -41,7 +41,7 @@ pub fn train(name: RunName, args: &Args, corpus: &Corpus, ranks: &Ranks<'_>) -> 
 fn train_rank(ctx: &RankContext, name: RunName, args: &Args, corpus: &Corpus) -> Result<RunOutcome> {
     let mesh = ctx.mesh(&[("tp", args.ranks)])?;
     let plan = Transformer::plan("tp", name.is_sequence_parallel());
-    let vb = ShardedVarBuilder::fresh(args.seed, &mesh, plan, DType::F32, &Device::Cpu)?;
+    let vb = ShardedVarBuilder::fresh(args.seed, &mesh, plan, DType::F32, ctx.device())?;
     let model = Transformer::new(&args.model_args(), &vb)?;
     let parameters = vb.finish()?;
     let mut optimiser = optimiser(parameters.vars(), args)?;
@@ -50,7 +50,7 @@ fn train_rank(ctx: &RankContext, name: RunName, args: &Args, corpus: &Corpus) ->
 
     let mut first_grads = BTreeMap::new();
     let mut comm = CommCounts::default();
-    let training = Training::run(args, corpus, &progress, |step, batch| {
+    let training = Training::run(args, corpus, ctx.device(), &progress, |step, batch| {
         let (made, counts) = comm::record(|| -> Result<_> {
             let logits = model.forward(&everywhere(&batch.tokens)?, Mode::Train { step })?;
             let loss = logits.cross_entropy(&everywhere(&batch.targets)?)?;
@@ -69,7 +69,8 @@ fn train_rank(ctx: &RankContext, name: RunName, args: &Args, corpus: &Corpus) ->
     })?;
     progress.finish();
 
-    let logits = model.forward(&everywhere(&corpus.held_out()?.tokens)?, Mode::Eval)?.full_tensor()?.detach();
+    let logits =
+        model.forward(&everywhere(&corpus.held_out(ctx.device())?.tokens)?, Mode::Eval)?.full_tensor()?.detach();
     let picture = |(style, weight): &(&str, &str)| {
         let found = parameters.iter().find(|p| p.name == *weight)?;
         Some(

@@ -13,13 +13,13 @@ use super::outcome::RunOutcome;
 use super::training::{Training, optimiser};
 use crate::progress::Progress;
 
-/// Trains the reference model.
-pub fn train(args: &Args, corpus: &Corpus) -> anyhow::Result<RunOutcome> {
-    let model = Transformer::computing(Arithmetic::Fused, &args.model_args(), DType::F32, &Device::Cpu)?;
+/// Trains the reference model on a device.
+pub fn train(args: &Args, corpus: &Corpus, device: &Device) -> anyhow::Result<RunOutcome> {
+    let model = Transformer::computing(Arithmetic::Fused, &args.model_args(), DType::F32, device)?;
     let mut optimiser = optimiser(model.vars().iter().map(|(_, var)| var.clone()).collect(), args)?;
     let mut first_grads = BTreeMap::new();
     let progress = Progress::new(RunName::Single.as_str(), args.steps);
-    let training = Training::run(args, corpus, &progress, |step, batch| {
+    let training = Training::run(args, corpus, device, &progress, |step, batch| {
         let logits = model.forward(&batch.tokens, Mode::Train { step })?;
         let loss = model.loss(&logits, &batch.targets)?;
         let mut grads = loss.backward()?;
@@ -43,7 +43,7 @@ pub fn train(args: &Args, corpus: &Corpus) -> anyhow::Result<RunOutcome> {
         world: 1,
         losses: training.losses,
         ms_per_step: training.ms_per_step,
-        logits: model.forward(&corpus.held_out()?.tokens, Mode::Eval)?.detach(),
+        logits: model.forward(&corpus.held_out(device)?.tokens, Mode::Eval)?.detach(),
         first_grads,
         params_per_rank: vec![model.vars().iter().map(|(_, var)| var.elem_count()).sum()],
         comm_per_step: Vec::new(),

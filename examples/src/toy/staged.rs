@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::time::{Duration, SystemTime};
 
 use anyhow::Context;
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Tensor};
 use candle_dist::comm::{self, CommCounts};
 use candle_dist::{DataParallelOptions, RankContext};
 use candle_nn::Optimizer;
@@ -96,14 +96,14 @@ impl Plan<'_> {
     }
 
     fn train_rank(&self, ctx: &RankContext) -> Result<RankOutcome> {
-        let (args, Pipeline { pp, dp, tp, .. }) = (self.args, self.pipeline);
+        let (args, Pipeline { pp, dp, tp, .. }, device) = (self.args, self.pipeline, ctx.device());
         let mesh = ctx.mesh(&[("pp", pp), ("dp", dp), ("tp", tp)])?;
         let replica = mesh.local_rank("dp")?;
         let is_sequence_parallel = self.name.is_sequence_parallel();
         let plan = Transformer::plan("tp", is_sequence_parallel);
-        let vb = ShardedVarBuilder::fresh(args.seed, &mesh.axis("tp")?, plan, DType::F32, &Device::Cpu)?;
+        let vb = ShardedVarBuilder::fresh(args.seed, &mesh.axis("tp")?, plan, DType::F32, device)?;
         let pipe = self.pipeline.model(args, is_sequence_parallel).cut(self.pipeline.stages())?;
-        let runtime = Runtime::new(&pipe, &self.schedule, mesh.axis_group("pp")?, &vb, &Device::Cpu)?;
+        let runtime = Runtime::new(&pipe, &self.schedule, mesh.axis_group("pp")?, &vb, device)?;
         let runtime = runtime.with_replicas(mesh.axis_group("dp")?, &DataParallelOptions::default())?;
         let parameters = vb.built();
         let clip = match args.clip_norm {
@@ -122,7 +122,7 @@ impl Plan<'_> {
 
         let (mut first_grads, mut comm) = (BTreeMap::new(), CommCounts::default());
         let (mut spans, mut peak) = (Vec::new(), 0);
-        let training = Training::run(args, self.corpus, &progress, |step, batch| {
+        let training = Training::run(args, self.corpus, device, &progress, |step, batch| {
             let (made, counts) = comm::record(|| -> Result<_> {
                 let (batch, options) = self.part(batch, replica, step)?;
                 let start = self.began.elapsed().map_or(0.0, |time| time.as_secs_f64());
@@ -152,7 +152,7 @@ impl Plan<'_> {
         })?;
         progress.finish();
 
-        let held_out = self.cut(&self.corpus.held_out()?)?;
+        let held_out = self.cut(&self.corpus.held_out(device)?)?;
         let outputs = runtime.evaluate(&held_out)?.step.outputs;
         let parts: Vec<Value> = outputs.iter().filter_map(|output| output.get("logits").ok().cloned()).collect();
         let logits = match parts.is_empty() || !is_first_pipeline {

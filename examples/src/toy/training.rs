@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use candle_core::{Result, Var};
+use candle_core::{Device, Result, Var};
 use candle_nn::{Optimizer, ParamsAdamW};
 use candle_shard::kernels::AdamW;
 
@@ -20,19 +20,20 @@ pub struct Training {
 }
 
 impl Training {
-    /// Calls `step(number, batch)`, which trains on the batch and returns the loss, for all of `args.steps`.
+    /// Calls `step(number, batch)`, which trains on the batch of a device and returns the loss, for all of `args.steps`.
     ///
     /// Only `step` is timed, not the drawing of the batch.
     pub fn run(
         args: &Args,
         corpus: &Corpus,
+        device: &Device,
         progress: &Progress,
         mut step: impl FnMut(u64, &Batch) -> Result<f64>,
     ) -> Result<Self> {
         let mut losses = Vec::with_capacity(args.steps);
         let mut times = Vec::with_capacity(args.steps);
         for number in 0..args.steps as u64 {
-            let batch = corpus.batch(number)?;
+            let batch = corpus.batch(number, device)?;
             let start = Instant::now();
             let loss = step(number, &batch)?;
             times.push(start.elapsed().as_secs_f64() * 1e3);

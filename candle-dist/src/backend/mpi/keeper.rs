@@ -1,6 +1,7 @@
 //! The thread that MPI is started and ended on, and that looks after it in between.
+use super::Settings;
 use super::engine::Engine;
-use super::wire::{MOST_BYTES, Wire};
+use super::wire::Wire;
 use crate::control::Control;
 use crate::{Error, Result};
 use ferrompi::{Communicator, Mpi, ThreadLevel};
@@ -26,15 +27,20 @@ pub(super) struct Keeper {
 
 impl Keeper {
     /// Starts MPI, or uses the communicator of a program that has done so.
-    pub(super) fn start(control: Arc<Control>, crowded: bool, given: Option<&Communicator>) -> Result<Self> {
-        let given = given.map(Communicator::duplicate).transpose().map_err(refused)?;
+    pub(super) fn start(control: Arc<Control>, crowded: bool, settings: Settings<'_>) -> Result<Self> {
+        let Settings { comm, most_bytes } = settings;
+        let given = comm.map(Communicator::duplicate).transpose().map_err(refused)?;
         let (ended, end) = mpsc::channel();
         let (started, start) = mpsc::channel();
         let thread = std::thread::Builder::new()
             .name("mpi".to_string())
             .spawn(move || {
                 let ours = given.is_none();
-                let made = connect(control, crowded, given).map(|(mpi, engine)| (mpi, Arc::new(engine)));
+                let made = connect(&control, given).and_then(|(mpi, comm)| {
+                    let wire = Wire::new(comm, most_bytes);
+                    let wire = wire.map_err(|error| Error::Unsupported(format!("MPI: {error}")))?;
+                    Ok((mpi, Arc::new(Engine::new(control, wire, crowded))))
+                });
                 let (mpi, engine) = match made {
                     Ok(made) => made,
                     Err(error) => return drop(started.send(Err(error))),
@@ -64,14 +70,15 @@ impl Drop for Keeper {
     }
 }
 
-/// MPI, if it is ours, and the engine over it.
-fn connect(control: Arc<Control>, crowded: bool, given: Option<Communicator>) -> Result<(Option<Mpi>, Engine)> {
+/// MPI, if it is ours, and the communicator of all ranks.
+fn connect(control: &Control, given: Option<Communicator>) -> Result<(Option<Mpi>, Communicator)> {
     let (mpi, comm) = match given {
         Some(comm) => (None, comm),
         None => {
             if Mpi::is_initialized() {
                 return Err(Error::Unsupported(
-                    "this program has started MPI itself; give its communicator to the engine".to_string(),
+                    "this program has started MPI itself; give its communicator to the engine (backend::mpi::Settings)"
+                        .to_string(),
                 ));
             }
             let mpi = Mpi::init_thread(ThreadLevel::Serialized).map_err(refused)?;
@@ -92,8 +99,7 @@ fn connect(control: Arc<Control>, crowded: bool, given: Option<Communicator>) ->
             control.size()
         )));
     }
-    let wire = Wire::new(comm, MOST_BYTES).map_err(|error| Error::Unsupported(format!("MPI: {error}")))?;
-    Ok((mpi, Engine::new(control, wire, crowded)))
+    Ok((mpi, comm))
 }
 
 fn refused(error: ferrompi::Error) -> Error {

@@ -12,6 +12,7 @@ mod mail;
 mod operation;
 mod patience;
 mod request;
+mod spare;
 mod stage;
 mod wire;
 
@@ -28,27 +29,43 @@ use parking_lot::Mutex;
 use smallvec::smallvec;
 use std::collections::HashMap;
 use std::sync::Arc;
+use wire::MOST_BYTES;
 
 /// Starts MPI, for the group of all its ranks; ends it when the last group is gone.
 ///
 /// MPI can be started once in a process.
 pub fn start(info: &LaunchInfo, control: &Arc<Control>) -> Result<Arc<dyn Backend>> {
-    world(info, control, None)
+    Settings::default().start(info, control)
 }
 
-/// The engine in a program that has started MPI itself with this binding, and ends it: over a copy of `comm`.
-///
-/// The program must have asked for `ThreadLevel::Multiple`, and end MPI only when all groups are gone. Give this to
-/// [`init_process_group_with`](crate::init::init_process_group_with).
-pub fn start_on(comm: &Communicator, info: &LaunchInfo, control: &Arc<Control>) -> Result<Arc<dyn Backend>> {
-    world(info, control, Some(comm))
+/// What a program wants otherwise than it is by default; alike on all ranks.
+#[derive(Clone, Copy)]
+pub struct Settings<'a> {
+    /// Of a program that has started MPI itself, with this binding: the communicator that the engine takes a copy of.
+    ///
+    /// The program must have asked for `ThreadLevel::Multiple`, and end MPI only when all groups are gone.
+    pub comm: Option<&'a Communicator>,
+    /// The most bytes of a message of MPI's, 2^30 by default; larger tensors go in several.
+    pub most_bytes: usize,
 }
 
-fn world(info: &LaunchInfo, control: &Arc<Control>, given: Option<&Communicator>) -> Result<Arc<dyn Backend>> {
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    let keeper = Keeper::start(control.clone(), info.local_size > cores, given)?;
-    let shared = Arc::new(Shared { keeper, made: Mutex::default() });
-    Ok(Arc::new(MpiBackend::join(&shared, (0..control.size()).collect(), control.rank())))
+impl Default for Settings<'_> {
+    fn default() -> Self {
+        Self { comm: None, most_bytes: MOST_BYTES }
+    }
+}
+
+impl Settings<'_> {
+    /// Like [`start`], for [`init_process_group_with`](crate::init::init_process_group_with).
+    ///
+    /// # Errors
+    /// If MPI does not start, or knows of other ranks than the launcher.
+    pub fn start(self, info: &LaunchInfo, control: &Arc<Control>) -> Result<Arc<dyn Backend>> {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let keeper = Keeper::start(control.clone(), info.local_size > cores, self)?;
+        let shared = Arc::new(Shared { keeper, made: Mutex::default() });
+        Ok(Arc::new(MpiBackend::join(&shared, (0..control.size()).collect(), control.rank())))
+    }
 }
 
 /// What the groups of one process have in common.
@@ -90,19 +107,22 @@ impl MpiBackend {
         self.engine().control()
     }
 
+    /// Stops the world over tensors that are not on the host: other ranks may have none that tells them.
+    fn check_host(&self, call: &Call, tensors: &[Tensor]) -> Result<()> {
+        let mut devices = tensors.iter().map(|tensor| tensor.device().location()).chain([call.device]);
+        let Some(device) = devices.find(|&device| device != DeviceLocation::Cpu) else { return Ok(()) };
+        self.fail(&format!("{} of tensors on {device:?} over MPI; move them to Device::Cpu first", call.op));
+        self.engine().check()
+    }
+
     /// Starts the next collective of this group, and `then` does what is left of the call.
     fn enter<R>(&self, call: Call, tensors: Tensors, then: impl FnOnce(Started) -> Result<R>) -> Result<R> {
-        if call.device != DeviceLocation::Cpu {
-            let (op, device) = (call.op, call.device);
-            return Err(Error::Unsupported(format!(
-                "{op} of tensors on {device:?} over MPI; move them to Device::Cpu first"
-            )));
-        }
         // Numbers are given in the order of calls, and the call is made before the next one gets its number.
         let mut turn = self.turn.lock();
         let number = *turn;
         *turn += 1;
         let entered = self.control().enter(self.circle.id, &self.circle.ranks, number, &call)?;
+        self.check_host(&call, &tensors)?;
         let ticket = self.engine().start(&self.circle, number, call.clone(), tensors)?;
         drop(turn);
         let engine = self.engine().clone();
@@ -176,6 +196,7 @@ impl Backend for MpiBackend {
     }
 
     fn send(&self, call: Call, tensor: Tensor) -> Result<()> {
+        self.check_host(&call, std::slice::from_ref(&tensor))?;
         self.engine().send(&self.circle, &call, &tensor)
     }
 

@@ -2,6 +2,7 @@
 //!
 //! MPI reads or writes the memory of a request until it is done, so the request owns it. That is what persistent
 //! requests of one start each are for here: they are the only ones of the binding that own their memory.
+use super::spare::Spares;
 use crate::Result;
 use crate::backend::regions::with_element;
 use bytemuck::Zeroable;
@@ -45,15 +46,21 @@ impl Request {
         })
     }
 
-    /// Starts to receive `len` elements.
-    pub(super) fn receive(comm: &Communicator, dtype: DType, len: usize, from: usize, tag: i32) -> MpiResult<Self> {
+    /// Starts to receive `len` elements, into a spare buffer if one fits.
+    pub(super) fn receive(
+        comm: &Communicator,
+        (dtype, len): (DType, usize),
+        from: usize,
+        tag: i32,
+        spares: &mut Spares,
+    ) -> MpiResult<Self> {
         let from = from as i32;
         Self::started(match dtype {
-            DType::U32 => Self::U32(comm.recv_init(vec![0; len], from, tag)?),
-            DType::I64 => Self::I64(comm.recv_init(vec![0; len], from, tag)?),
-            DType::F32 => Self::F32(comm.recv_init(vec![0.0; len], from, tag)?),
-            DType::F64 => Self::F64(comm.recv_init(vec![0.0; len], from, tag)?),
-            dtype => Self::U8(comm.recv_init(vec![0; len * dtype.size_in_bytes()], from, tag)?),
+            DType::U32 => Self::U32(comm.recv_init(spares.take(len), from, tag)?),
+            DType::I64 => Self::I64(comm.recv_init(spares.take(len), from, tag)?),
+            DType::F32 => Self::F32(comm.recv_init(spares.take(len), from, tag)?),
+            DType::F64 => Self::F64(comm.recv_init(spares.take(len), from, tag)?),
+            dtype => Self::U8(comm.recv_init(spares.take(len * dtype.size_in_bytes()), from, tag)?),
         })
     }
 
@@ -69,8 +76,16 @@ impl Request {
 
     /// The data of a message that MPI is done with.
     pub(super) fn into_data(self, dtype: DType) -> Result<CpuStorage, Box<dyn std::error::Error>> {
+        Ok(match self.into_sent()? {
+            CpuStorage::U8(bytes) if dtype != DType::U8 => from_bytes(&bytes, dtype)?,
+            data => data,
+        })
+    }
+
+    /// What MPI is done with, as it was sent: 16-bit floats as bytes.
+    pub(super) fn into_sent(self) -> MpiResult<CpuStorage> {
         Ok(match self {
-            Self::U8(request) => from_bytes(&request.into_buffer()?, dtype)?,
+            Self::U8(request) => CpuStorage::U8(request.into_buffer()?),
             Self::U32(request) => CpuStorage::U32(request.into_buffer()?),
             Self::I64(request) => CpuStorage::I64(request.into_buffer()?),
             Self::F32(request) => CpuStorage::F32(request.into_buffer()?),
@@ -142,4 +157,49 @@ pub(super) fn join(mut parts: Vec<CpuStorage>, dtype: DType) -> Result<CpuStorag
         let parts = parts.iter().map(|part| part.as_slice::<T>()).collect::<candle_core::Result<Vec<_>>>()?;
         Ok(T::to_cpu_storage_owned(parts.concat()))
     })
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)] // a panic is how a test fails
+mod tests {
+    use super::*;
+    use crate::group::check::CARRIED;
+    use candle_core::{Device, Tensor};
+
+    /// The numbers from 0 on.
+    fn numbers(len: usize, dtype: DType) -> CpuStorage {
+        let numbers = Tensor::arange(0u32, len as u32, &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
+        let (storage, _) = numbers.storage_and_layout();
+        match &*storage {
+            candle_core::Storage::Cpu(storage) => storage.clone(),
+            _ => unreachable!("made on the host"),
+        }
+    }
+
+    #[test]
+    fn parts_are_as_long_as_the_receiver_expects_and_join_to_the_whole() {
+        for dtype in CARRIED {
+            // A limit below an element's bytes still lets one element through.
+            for (len, limit) in [(1, 1), (7, 1), (24, 64), (25, 64), (100, 64), (100, 100), (100, 1 << 30)] {
+                let what = format!("{len} {dtype:?} in parts of {limit} bytes");
+                let parts = split(numbers(len, dtype), dtype, limit).unwrap();
+                let lens: Vec<usize> = parts.iter().map(|part| super::len(part).unwrap()).collect();
+                assert_eq!(lens, part_lens(len, dtype, limit).collect::<Vec<_>>(), "{what}");
+                let most = limit.max(dtype.size_in_bytes()) / dtype.size_in_bytes();
+                assert_eq!((lens.len(), lens[0]), (len.div_ceil(most), len.min(most)), "{what}");
+                let joined = join(parts, dtype).unwrap();
+                assert_eq!(into_bytes(joined), into_bytes(numbers(len, dtype)), "{what}");
+            }
+        }
+    }
+
+    #[test]
+    fn bytes_are_elements_again() {
+        for dtype in CARRIED {
+            let bytes = into_bytes(numbers(100, dtype));
+            assert_eq!(bytes.len(), 100 * dtype.size_in_bytes());
+            let back = from_bytes(&bytes, dtype).unwrap();
+            assert_eq!((back.dtype(), into_bytes(back)), (dtype, bytes));
+        }
+    }
 }

@@ -10,9 +10,9 @@ use crate::{Error, Result};
 use candle_core::{CpuStorage, DType, Device, Shape, Tensor};
 use smallvec::smallvec;
 
-/// From this many bytes on, reductions and broadcasts go in two stages: the second costs a message's latency, and saves
-/// each rank from sending and reducing all of it.
-const PIECEWISE: usize = 64 << 10;
+/// Reductions and broadcasts go in two stages if a rank would have to send this many bytes in one: the second costs a
+/// message's latency, and saves each rank from sending it all to everybody and from reducing all of it.
+const PIECEWISE: usize = 1 << 20;
 
 /// A member of a group.
 #[derive(Debug, Clone, Copy)]
@@ -189,7 +189,7 @@ impl Exchange<'_> {
 
     /// Whether the tensor is worth two stages.
     fn is_piecewise(&self) -> Result<bool> {
-        Ok(bytes(self.input()?) >= PIECEWISE)
+        Ok(bytes(self.input()?).saturating_mul(self.me.size - 1) >= PIECEWISE)
     }
 
     /// The sizes of equal pieces of the flat tensor, but for the last ones.

@@ -5,6 +5,7 @@
 //! tag, so data meets the header it follows, and no receiver needs to have asked: a sender never waits for it.
 use super::header::{HEADER_BYTES, Header};
 use super::request::{self, Request};
+use super::spare::Spares;
 use candle_core::CpuStorage;
 use ferrompi::{Communicator, PersistentRequest, Source};
 use std::error::Error;
@@ -17,8 +18,9 @@ pub(super) type WireResult<T> = Result<T, Box<dyn Error>>;
 const HEADERS: i32 = 0;
 /// The tag of data that follows a header.
 const DATA: i32 = 1;
-/// Up to this many bytes data goes with its header, for a copy costs less than a second message.
-const TOGETHER: usize = 16 << 10;
+/// Up to this many bytes data goes with its header, for a copy costs less than a second message; libraries send about as
+/// much of their own accord.
+const TOGETHER: usize = 4 << 10;
 /// MPI counts the elements of a message in 32 bits; more than this many bytes go in several messages.
 pub(super) const MOST_BYTES: usize = 1 << 30;
 
@@ -57,6 +59,7 @@ pub(super) struct Wire {
     relays: Vec<Relay>,
     /// In the order of their headers.
     arrivals: Vec<Arrival>,
+    spares: Spares,
     most_bytes: usize,
 }
 
@@ -66,7 +69,7 @@ impl Wire {
         let mut inbox = comm.recv_init(vec![0; HEADER_BYTES + TOGETHER], Source::Any, HEADERS)?;
         inbox.start()?;
         let (letters, relays, arrivals) = (Vec::new(), Vec::new(), Vec::new());
-        Ok(Self { comm, inbox, letters, relays, arrivals, most_bytes })
+        Ok(Self { comm, inbox, letters, relays, arrivals, spares: Spares::default(), most_bytes })
     }
 
     /// Whether MPI still needs to be called for messages that were posted here.
@@ -155,7 +158,7 @@ impl Wire {
         let mut parts = Vec::new();
         let lens = data.is_none().then(|| request::part_lens(header.len, header.dtype, self.most_bytes));
         let posted = lens.into_iter().flatten().try_for_each(|len| {
-            parts.push(Request::receive(&self.comm, header.dtype, len, from, DATA)?);
+            parts.push(Request::receive(&self.comm, (header.dtype, len), from, DATA, &mut self.spares)?);
             Ok(())
         });
         self.arrivals.push(Arrival { from, header, parts, data });
@@ -172,7 +175,9 @@ impl Wire {
         for at in (0..self.relays.len()).rev() {
             if are_done(&mut self.relays[at].parts)? {
                 let Relay { header, parts, rest } = self.relays.swap_remove(at);
-                if !rest.is_empty() {
+                if rest.is_empty() {
+                    parts.into_iter().try_for_each(|part| part.into_sent().map(|sent| self.spares.keep(sent)))?;
+                } else {
                     self.relay(header, take(parts, &header)?, rest)?;
                 }
             }

@@ -65,4 +65,4 @@ pub(crate) fn start(sizes: &[usize], rank: usize) -> usize {
 
 /// Lengths of f32 tensors that engines may treat differently: sent at once, in several messages, in pieces; most do not
 /// divide among ranks.
-pub(crate) const LENGTHS: [usize; 5] = [1, 1023, 5_003, 20_011, 100_003];
+pub(crate) const LENGTHS: [usize; 6] = [1, 1023, 5_003, 20_011, 100_003, 300_007];
