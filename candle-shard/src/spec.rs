@@ -137,6 +137,11 @@ impl Spec {
         Self::new(&self.mesh, placements, shape, self.dtype)
     }
 
+    /// The same layout of elements of another dtype.
+    pub(crate) fn with_dtype(self, dtype: DType) -> Self {
+        Self { dtype, ..self }
+    }
+
     /// Sets the placement of one axis, trusting the caller on the dim.
     pub(crate) fn place(&mut self, axis: usize, placement: Placement, sizes: Option<Sizes>) {
         self.placements[axis] = placement;

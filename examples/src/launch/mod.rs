@@ -8,7 +8,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, ValueEnum};
 
-pub use gather::{Bits, gather};
+pub use gather::{Bits, agreed, gather};
 pub use ranks::Ranks;
 
 use crate::cli::{self, Checked};
