@@ -65,7 +65,9 @@ impl CustomOp1 for Recompute {
         debug_assert_eq!(out.varying(), self.varying);
         // A scalar whose gradient with respect to the segment's output is the one that arrived.
         let mut grads = (out.to_local() * grad)?.sum_all()?.backward()?;
-        let mut mine = grads.remove(&leaf);
+        // Of the gradient that arrived nobody asks one.
+        grads.remove(grad);
+        let mut mine = grads.remove(&leaf).map(|grad| grad.detach());
         // A segment within this one may have captured its input, and found a part of its gradient.
         if let Some(more) = FOUND.with_borrow_mut(|found| found.remove(&leaf.id())) {
             mine = Some(match mine {
@@ -77,9 +79,10 @@ impl CustomOp1 for Recompute {
             let ids: Vec<TensorId> = grads.get_ids().copied().collect();
             for id in ids {
                 let Some(grad) = grads.get_id(id) else { continue };
+                // Detached: a product with an activation would keep the graph of this segment until the last one is done.
                 let sum = match found.get(&id) {
                     Some(before) => (before + grad)?.detach(),
-                    None => grad.clone(),
+                    None => grad.detach(),
                 };
                 found.insert(id, sum);
             }
