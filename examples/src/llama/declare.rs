@@ -45,7 +45,7 @@ pub fn writer(config: &Config, longest: usize, stages: usize) -> Result<LlamaPip
     });
     // Only what follows the last token is asked for.
     let h = model.norm(h, |h| h.narrow(1, h.dims()[1] - 1, 1));
-    let logits = model.head(h, None, |logits, _| logits.squeeze(1));
+    let logits = model.head(h, &[], |logits, _| logits.squeeze(1));
     model.g.output("logits", logits);
     model.cut(stages)
 }
@@ -72,10 +72,7 @@ pub fn learner(config: &Config, longest: usize, recompute: bool, stages: usize) 
         }
     });
     let h = model.norm(h, |h| Ok(h.clone()));
-    let loss = model.head(h, Some(targets), |logits, targets| match targets {
-        Some(targets) => logits.cross_entropy(targets),
-        None => Ok(logits.clone()),
-    });
+    let loss = model.head(h, &[targets], |logits, others| logits.cross_entropy(&others[0]));
     model.g.loss(loss, Reduction::Mean);
     model.cut(stages)
 }
@@ -154,9 +151,9 @@ impl Declaration {
         self.g.module("model.norm", build, [h])
     }
 
-    /// What `end` makes of the logits, in f32, and the targets, if there are any.
-    fn head(&mut self, h: ValueId, targets: Option<ValueId>, end: End) -> ValueId {
-        let (config, is_tied, has_targets) = (self.config.clone(), self.tied.is_some(), targets.is_some());
+    /// What `end` makes of the logits, in f32, and of `others`.
+    fn head(&mut self, h: ValueId, others: &[ValueId], end: End) -> ValueId {
+        let (config, is_tied, last) = (self.config.clone(), self.tied.is_some(), others.len());
         let build = move |vb: &ShardedVarBuilder| {
             let own = (!is_tied).then(|| Linear::new(config.hidden_size, config.vocab_size, false, vb)).transpose()?;
             let (config, vb) = (config.clone(), vb.clone());
@@ -166,11 +163,11 @@ impl Declaration {
                     Some(own) => own.forward(&h)?,
                     None => Linear::tied(&shared(xs, &config, &vb)?, &vb)?.forward(&h)?,
                 };
-                let targets = has_targets.then(|| enter(&xs[1], vb.mesh())).transpose()?;
-                Ok(vec![leave(&end(&logits.to_dtype(DType::F32)?, targets.as_ref())?)?])
+                let others: Vec<DTensor> = xs[1..=last].iter().map(|x| enter(x, vb.mesh())).collect::<Result<_>>()?;
+                Ok(vec![leave(&end(&logits.to_dtype(DType::F32)?, &others)?)?])
             }))
         };
-        self.g.module("lm_head", build, [h].into_iter().chain(targets).chain(self.tied))
+        self.g.module("lm_head", build, [h].into_iter().chain(others.iter().copied()).chain(self.tied))
     }
 
     /// The model in stages that compute about equally much.
@@ -179,8 +176,8 @@ impl Declaration {
     }
 }
 
-/// What the last node makes of logits and targets.
-type End = fn(&DTensor, Option<&DTensor>) -> candle_shard::Result<DTensor>;
+/// What the last node makes of logits and other inputs.
+type End = fn(&DTensor, &[DTensor]) -> candle_shard::Result<DTensor>;
 
 /// The table of the input.
 fn table(config: &Config, vb: &ShardedVarBuilder) -> candle_shard::Result<Embedding> {
