@@ -1,7 +1,7 @@
 //! The decoder declared as a pipeline whose stages are cut over another mesh axis.
 //!
 //! It has a node for the table, for each layer, for the last norm and for the output layer. Between nodes are whole
-//! tensors: what is done to them on the way into a mesh and out of it is in [`enter`] and [`leave`] alone.
+//! tensors: what is done to them on the way into a mesh and out of it is in `enter` and `leave` alone.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
