@@ -138,8 +138,8 @@ impl Spec {
     }
 
     /// The same layout of elements of another dtype.
-    pub(crate) fn with_dtype(&self, dtype: DType) -> Self {
-        Self { dtype, ..self.clone() }
+    pub(crate) fn with_dtype(self, dtype: DType) -> Self {
+        Self { dtype, ..self }
     }
 
     /// Sets the placement of one axis, trusting the caller on the dim.

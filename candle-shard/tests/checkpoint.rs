@@ -3,10 +3,7 @@
 mod common;
 
 use candle_core::{DType, Device, Tensor};
-use candle_dist::{DeviceMesh, RankContext, comm};
-use candle_nn::{Optimizer, ParamsAdamW};
-use candle_shard::nn::{AdamW, Linear, Parameters, ShardedVarBuilder};
-use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
+use candle_dist::{DeviceMesh, comm};
 use candle_shard::{DTensor, Placement, Replicate, Result, Shard, Spec, Weights, checkpoint};
 use common::*;
 use itertools::Itertools;
@@ -228,98 +225,4 @@ fn an_index_and_files_that_disagree_are_refused() {
     fs::write(&index, text).unwrap();
     fs::remove_file(path.join("rank-00001.safetensors")).unwrap();
     assert!(Weights::open(&path).unwrap_err().to_string().contains("rank-00001.safetensors: cannot be read"));
-}
-
-/// A model of two layers, `up` by columns and `down` by rows, where a rank may hold nothing of 3 hidden units.
-struct Model {
-    up: Linear,
-    down: Linear,
-    parameters: Parameters,
-}
-
-impl Model {
-    fn new(ctx: &RankContext, shape: &[usize], seed: u64) -> Result<Self> {
-        let mesh = mesh(ctx, shape)?;
-        let plan = Plan::new(mesh.names().last().unwrap()).with("up", ColwiseParallel::default());
-        let plan = plan.with("down", RowwiseParallel::default());
-        let vb = ShardedVarBuilder::fresh(seed, &mesh, plan, DType::F32, &Device::Cpu)?;
-        let (up, down) = (Linear::new(4, 3, true, &vb.pp("up"))?, Linear::new(3, 2, true, &vb.pp("down"))?);
-        Ok(Self { up, down, parameters: vb.finish()? })
-    }
-
-    fn mesh(&self) -> &DeviceMesh {
-        self.parameters.iter().next().unwrap().tensor.mesh()
-    }
-
-    /// One step on the data of this step.
-    fn train(&self, optimiser: &mut AdamW, step: u64) -> Result<()> {
-        let x = values(&[5, 4], step, DType::F32);
-        let x = DTensor::distribute(&x, self.mesh(), &vec![Replicate; self.mesh().ndim()])?;
-        let loss = self.down.forward(&self.up.forward(&x)?.relu()?)?.sqr()?.mean_all()?;
-        optimiser.step(&self.parameters.backward(&loss)?)
-    }
-
-    fn values(&self) -> Result<Vec<Vec<u64>>> {
-        self.parameters.iter().map(|p| Ok(bits(&p.tensor.full_tensor()?.detach()))).collect()
-    }
-}
-
-#[test]
-fn steps_are_those_of_candle() {
-    on_ranks(1, "candle", |ctx| -> Result<()> {
-        let (ours, theirs) = (Model::new(ctx, &[1], 7)?, Model::new(ctx, &[1], 7)?);
-        let mut optimiser = AdamW::new(&ours.parameters, ParamsAdamW::default())?;
-        let mut plain = candle_nn::AdamW::new(theirs.parameters.vars(), ParamsAdamW::default())?;
-        for step in 0..3 {
-            optimiser.set_learning_rate(0.1 / (1 + step) as f64);
-            plain.set_learning_rate(optimiser.learning_rate());
-            ours.train(&mut optimiser, step)?;
-            let x = DTensor::distribute(&values(&[5, 4], step, DType::F32), theirs.mesh(), &[Replicate])?;
-            let loss = theirs.down.forward(&theirs.up.forward(&x)?.relu()?)?.sqr()?.mean_all()?;
-            plain.step(&theirs.parameters.backward(&loss)?)?;
-            assert_eq!(ours.values()?, theirs.values()?);
-        }
-        Ok(())
-    });
-}
-
-#[test]
-fn a_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped() {
-    for shape in MESHES {
-        let folder = Scratch::new("training");
-        let path = folder.path("step-3");
-        let at = path.clone();
-        let ended = on_ranks(shape.iter().product(), "train", move |ctx| -> Result<_> {
-            let model = Model::new(ctx, shape, 7)?;
-            let mut optimiser = AdamW::new(&model.parameters, ParamsAdamW { lr: 0.1, ..ParamsAdamW::default() })?;
-            (0..3).try_for_each(|step| model.train(&mut optimiser, step))?;
-            checkpoint::save(&at, model.mesh(), &[model.parameters.named_tensors(), optimiser.state()?].concat())?;
-            let saved = model.values()?;
-            (3..5).try_for_each(|step| model.train(&mut optimiser, step))?;
-            Ok((saved, model.values()?))
-        });
-        for other in MESHES {
-            let (path, ended) = (path.clone(), ended[0].clone());
-            on_ranks(other.iter().product(), "resume", move |ctx| -> Result<()> {
-                let model = Model::new(ctx, other, 8)?;
-                let mut optimiser = AdamW::new(&model.parameters, ParamsAdamW { lr: 0.1, ..ParamsAdamW::default() })?;
-                model.parameters.load(&path)?;
-                optimiser.load(&path)?;
-                assert_eq!(model.values()?, ended.0, "values as they were saved");
-                (3..5).try_for_each(|step| model.train(&mut optimiser, step))?;
-                if other == shape {
-                    assert_eq!(model.values()?, ended.1, "the same mesh gives the same bits");
-                }
-                let number = |bits: &u64| f64::from_bits(*bits);
-                for (got, want) in model.values()?.iter().flatten().zip(ended.1.iter().flatten()) {
-                    assert!((number(got) - number(want)).abs() < 1e-4, "{} {}", number(got), number(want));
-                }
-                let before = model.values()?;
-                let missing = model.parameters.load(path.with_file_name("none")).unwrap_err().to_string();
-                assert!(missing.contains("checkpoint::load: rank 0: "), "{missing}");
-                assert_eq!(model.values()?, before);
-                Ok(())
-            });
-        }
-    }
 }

@@ -2,11 +2,13 @@
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 mod common;
 
-use candle_core::{DType, Device, Tensor, Var};
+use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Shape, Tensor, Var};
 use candle_dist::{Op, comm};
 use candle_shard::{DTensor, Placement, Replicate, Result, Shard};
 use common::*;
 use itertools::Itertools;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use test_utils::on_ranks;
 
 const WORLDS: std::ops::RangeInclusive<usize> = 1..=5;
@@ -306,4 +308,67 @@ fn nested_checkpoints_find_every_part_of_a_gradient() {
         assert_eq!(grads.get(&var).expect("a gradient").to_vec1::<f64>()?, [3.0, 12.0]);
         Ok(())
     });
+}
+
+/// How many graphs hold a probe, and how many did at most.
+#[derive(Default)]
+struct Held {
+    now: AtomicUsize,
+    most: AtomicUsize,
+}
+
+/// An op that changes nothing and tells how long graphs hold it.
+struct Probe(Arc<Held>);
+
+impl Probe {
+    fn new(held: &Arc<Held>) -> Self {
+        let now = held.now.fetch_add(1, Ordering::Relaxed) + 1;
+        held.most.fetch_max(now, Ordering::Relaxed);
+        Self(held.clone())
+    }
+}
+
+impl Drop for Probe {
+    fn drop(&mut self) {
+        self.0.now.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+impl CustomOp1 for Probe {
+    fn name(&self) -> &'static str {
+        "probe"
+    }
+
+    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
+        Ok((storage.clone(), layout.shape().clone()))
+    }
+
+    fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
+        Ok(Some(grad.clone()))
+    }
+}
+
+#[test]
+fn of_checkpoints_in_a_row_one_at_a_time_has_its_graph() {
+    for (is_recomputed, most) in [(false, 4), (true, 1)] {
+        on_ranks(1, "in a row", move |ctx| -> Result<()> {
+            let mesh = ctx.mesh(&[("a", 1)])?;
+            let whole = |seed| DTensor::distribute(&values(&[2, 3], seed, DType::F64), &mesh, &[Replicate])?.to_var();
+            let ((mut x, _), held) = (whole(1)?, Arc::<Held>::default());
+            for seed in 2..6 {
+                // The weight's gradient is a product with what the probe gives.
+                let ((weight, _), held) = (whole(seed)?, held.clone());
+                let segment = move |x: &DTensor| {
+                    let probed = x.to_local().apply_op1(Probe::new(&held))?;
+                    DTensor::from_local_with_spec(probed, x.spec().clone())?.mul(&weight)
+                };
+                x = if is_recomputed { candle_shard::nn::checkpoint(&x, segment)? } else { segment(&x)? };
+            }
+            let grads = x.sum_all()?.backward()?;
+            assert_eq!(held.most.load(Ordering::Relaxed), most, "recomputed: {is_recomputed}");
+            drop((x, grads));
+            assert_eq!(held.now.load(Ordering::Relaxed), 0);
+            Ok(())
+        });
+    }
 }

@@ -1,6 +1,7 @@
 //! The parts that the programs of this workspace are made of.
 
 pub mod allocator;
+pub mod batch;
 pub mod cli;
 pub mod clicks;
 pub mod collectives;
@@ -12,6 +13,8 @@ pub mod gpu;
 pub mod launch;
 pub mod llama;
 pub mod loading;
+pub mod memory;
+pub mod pipeline;
 pub mod progress;
 pub mod schedules;
 pub mod table;

@@ -60,7 +60,7 @@ impl Unit {
     pub(crate) fn add(self: &Arc<Self>, piece: &DTensor, var: &Var, is_frozen: bool) -> Result<DTensor> {
         let Sharder { axis, group, options, .. } = &*self.sharder;
         let dtype = options.param_dtype.filter(|_| piece.dtype().is_float()).unwrap_or_else(|| piece.dtype());
-        let mut spec = piece.spec().with_dtype(dtype);
+        let mut spec = piece.spec().clone().with_dtype(dtype);
         let dim = spec.placements()[*axis].shard_dim().unwrap_or(0);
         spec.place(*axis, Replicate, None);
         let shape = spec.local_shape();

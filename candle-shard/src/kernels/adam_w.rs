@@ -1,6 +1,6 @@
 use candle_core::backend::BackendStorage;
 use candle_core::backprop::GradStore;
-use candle_core::{CpuStorage, DType, InplaceOp2, InplaceOp3, Layout, Result, Var, bail};
+use candle_core::{CpuStorage, DType, InplaceOp2, InplaceOp3, Layout, Result, Tensor, Var, bail};
 use candle_nn::{Optimizer, ParamsAdamW};
 
 use super::{elements, real::Real, rows::by_blocks, share_memory};
@@ -30,14 +30,56 @@ pub struct AdamW {
 #[derive(Debug)]
 struct Moments {
     var: Var,
+    /// What is stepped where the variable is too coarse for it.
+    master: Option<Var>,
     first: Var,
     second: Var,
 }
 
 impl AdamW {
-    /// The first and second moment of each variable.
-    pub(crate) fn moments(&self) -> impl Iterator<Item = [&Var; 2]> {
-        self.moments.iter().map(|moments| [&moments.first, &moments.second])
+    /// An optimiser of those variables that are floats, which steps 32-bit copies of those of 16 bits (Micikevicius et al.
+    /// 2018): each is its copy, rounded, so that steps too small for 16 bits add up. Moments have the copies' dtype.
+    ///
+    /// ```
+    /// # fn main() -> candle_core::Result<()> {
+    /// use candle_core::{DType, Device::Cpu, Var};
+    /// use candle_nn::{Optimizer, ParamsAdamW};
+    /// use candle_shard::kernels::AdamW;
+    /// let small = ParamsAdamW { lr: 1e-3, weight_decay: 0.0, ..Default::default() };
+    /// let moved = |make: fn(Vec<Var>, ParamsAdamW) -> candle_core::Result<AdamW>| {
+    ///     let weight = Var::ones(1, DType::BF16, &Cpu)?;
+    ///     let mut optimiser = make(vec![weight.clone()], small.clone())?;
+    ///     (0..100).try_for_each(|_| optimiser.backward_step(&weight.sum_all()?))?;
+    ///     Ok::<_, candle_core::Error>(weight.to_dtype(DType::F32)?.to_vec1::<f32>()?[0])
+    /// };
+    /// assert_eq!(moved(AdamW::new)?, 1.0); // each step is less than half of the gap between two numbers
+    /// assert!((moved(AdamW::with_master_weights)? - 0.9).abs() < 4e-3);
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn with_master_weights(vars: Vec<Var>, params: ParamsAdamW) -> Result<Self> {
+        Self::build(vars, params, |var| match var.dtype() {
+            DType::F16 | DType::BF16 => Ok(Some(Var::from_tensor(&var.as_detached_tensor().to_dtype(DType::F32)?)?)),
+            _ => Ok(None),
+        })
+    }
+
+    fn build(vars: Vec<Var>, params: ParamsAdamW, master: impl Fn(&Var) -> Result<Option<Var>>) -> Result<Self> {
+        let moments = |var: Var| {
+            let master = master(&var)?;
+            let zeros = || Var::from_tensor(&master.as_ref().unwrap_or(&var).zeros_like()?);
+            Ok(Moments { first: zeros()?, second: zeros()?, master, var })
+        };
+        let floats = vars.into_iter().filter(|var| var.dtype().is_float());
+        Ok(Self { params, steps: 0, moments: floats.map(moments).collect::<Result<_>>()? })
+    }
+
+    /// For each variable what is kept beside it, by name: two moments, and the master weight if there is one.
+    pub(crate) fn state(&self) -> impl Iterator<Item = impl Iterator<Item = (&'static str, &Var)>> {
+        self.moments.iter().map(|Moments { master, first, second, .. }| {
+            let moments = [("first_moment", first), ("second_moment", second)];
+            moments.into_iter().chain(master.as_ref().map(|master| ("master_weight", master)))
+        })
     }
 }
 
@@ -46,12 +88,7 @@ impl Optimizer for AdamW {
 
     /// An optimiser of those variables that are floats.
     fn new(vars: Vec<Var>, params: ParamsAdamW) -> Result<Self> {
-        let moments = |var: Var| {
-            let zeros = || Var::from_tensor(&var.zeros_like()?);
-            Ok(Moments { first: zeros()?, second: zeros()?, var })
-        };
-        let floats = vars.into_iter().filter(|var| var.dtype().is_float());
-        Ok(Self { params, steps: 0, moments: floats.map(moments).collect::<Result<_>>()? })
+        Self::build(vars, params, |_| Ok(None))
     }
 
     fn learning_rate(&self) -> f64 {
@@ -68,29 +105,19 @@ impl Optimizer for AdamW {
         let ParamsAdamW { lr, beta1, beta2, eps, weight_decay } = self.params;
         let unbiased = |beta: f64| 1.0 / (1.0 - beta.powi(self.steps as i32));
         let update = Update { scales: [unbiased(beta1), unbiased(beta2)], eps, lr, keep: 1.0 - lr * weight_decay };
-        for Moments { var, first, second } in &self.moments {
+        for Moments { var, master, first, second } in &self.moments {
             let Some(grad) = grads.get(var).filter(|grad| grad.elem_count() > 0) else { continue };
-            // Detached from the graph: what is kept would keep it.
-            let (grad, [var_now, first_now, second_now]) =
-                (grad.detach().contiguous()?, [var, first, second].map(Var::as_detached_tensor));
-            if grad.shape() != var.shape() || grad.dtype() != var.dtype() {
-                let (want, got) = (var_now.shape(), grad.shape());
+            let stepped = master.as_ref().unwrap_or(var);
+            if grad.shape() != var.shape() || (grad.dtype() != var.dtype() && grad.dtype() != stepped.dtype()) {
+                let (want, got) = (var.shape(), grad.shape());
                 bail!("AdamW: a gradient {got:?} {:?} of a variable {want:?} {:?}", grad.dtype(), var.dtype());
             }
-            let in_place = var_now.is_contiguous() && matches!(var.dtype(), DType::F32 | DType::F64);
-            if in_place && var.device().is_cpu() && !share_memory(&grad, &var_now) {
-                first_now.inplace_op2(&grad, &Mean { keep: beta1, squared: false })?;
-                second_now.inplace_op2(&grad, &Mean { keep: beta2, squared: true })?;
-                var_now.inplace_op3(&first_now, &second_now, &update)?;
-                continue;
+            // Detached from the graph: what is kept would keep it.
+            let grad = grad.detach().to_dtype(stepped.dtype())?.contiguous()?;
+            update.step([stepped, first, second], &grad, [beta1, beta2])?;
+            if master.is_some() {
+                var.set(&stepped.as_detached_tensor().to_dtype(var.dtype())?)?;
             }
-            let next_first = ((first_now * beta1)? + (&grad * (1.0 - beta1))?)?;
-            let next_second = ((second_now * beta2)? + (grad.sqr()? * (1.0 - beta2))?)?;
-            let [scale_first, scale_second] = update.scales;
-            let change = ((&next_first * scale_first)? / ((&next_second * scale_second)?.sqrt()? + eps)?)?;
-            var.set(&((var_now * update.keep)? - (change * lr)?)?)?;
-            first.set(&next_first)?;
-            second.set(&next_second)?;
         }
         Ok(())
     }
@@ -147,6 +174,25 @@ struct Update {
 }
 
 impl Update {
+    /// Moves the moments towards the gradient, and the variable by them; in place where that is possible.
+    fn step(&self, vars: [&Var; 3], grad: &Tensor, [beta1, beta2]: [f64; 2]) -> Result<()> {
+        let [var, first, second] = vars;
+        let [var_now, first_now, second_now] = vars.map(Var::as_detached_tensor);
+        let in_place = var_now.is_contiguous() && matches!(var.dtype(), DType::F32 | DType::F64);
+        if in_place && var.device().is_cpu() && !share_memory(grad, &var_now) {
+            first_now.inplace_op2(grad, &Mean { keep: beta1, squared: false })?;
+            second_now.inplace_op2(grad, &Mean { keep: beta2, squared: true })?;
+            return var_now.inplace_op3(&first_now, &second_now, self);
+        }
+        let next_first = ((first_now * beta1)? + (grad * (1.0 - beta1))?)?;
+        let next_second = ((second_now * beta2)? + (grad.sqr()? * (1.0 - beta2))?)?;
+        let [scale_first, scale_second] = self.scales;
+        let change = ((&next_first * scale_first)? / ((&next_second * scale_second)?.sqrt()? + self.eps)?)?;
+        var.set(&((var_now * self.keep)? - (change * self.lr)?)?)?;
+        first.set(&next_first)?;
+        second.set(&next_second)
+    }
+
     fn run<T: Real>(&self, var: &mut [T], first: &[T], second: &[T]) {
         let [scale_first, scale_second] = self.scales.map(T::from_f64);
         let [eps, lr, keep] = [self.eps, self.lr, self.keep].map(T::from_f64);

@@ -42,8 +42,44 @@ const STEPS: &str = "adam_w.steps";
 impl AdamW {
     /// An optimiser of all floating parameters.
     pub fn new(parameters: &Parameters, params: ParamsAdamW) -> Result<Self> {
+        Self::build(parameters, |vars| kernels::AdamW::new(vars, params))
+    }
+
+    /// Like [`new`](Self::new) with a 32-bit copy of each 16-bit shard, which takes the steps; the parameter is the copy,
+    /// rounded. See [`kernels::AdamW::with_master_weights`].
+    ///
+    /// The copies are part of the [`state`](Self::state), as `adam_w.master_weight.NAME`.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device};
+    /// use candle_dist::World;
+    /// use candle_shard::Result;
+    /// use candle_shard::nn::{AdamW, Linear, ShardedVarBuilder};
+    /// use candle_shard::parallel::{ColwiseParallel, Plan};
+    ///
+    /// World::local(2).run(|ctx| -> Result<()> {
+    ///     let mesh = ctx.mesh(&[("tp", 2)])?;
+    ///     let plan = Plan::new("tp").with("out", ColwiseParallel::default());
+    ///     let vb = ShardedVarBuilder::fresh(1, &mesh, plan, DType::BF16, &Device::Cpu)?;
+    ///     Linear::new(4, 6, false, &vb.pp("out"))?;
+    ///     let optimiser = AdamW::with_master_weights(&vb.finish()?, candle_nn::ParamsAdamW::default())?;
+    ///     let (name, master) = &optimiser.state()?[2];
+    ///     assert_eq!((name.as_str(), master.dtype()), ("adam_w.master_weight.out.weight", DType::F32));
+    ///     assert_eq!(master.to_local().dims(), [3, 4]); // this rank's shard
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), candle_dist::WorldError>(())
+    /// ```
+    pub fn with_master_weights(parameters: &Parameters, params: ParamsAdamW) -> Result<Self> {
+        Self::build(parameters, |vars| kernels::AdamW::with_master_weights(vars, params))
+    }
+
+    fn build(
+        parameters: &Parameters,
+        kernel: impl FnOnce(Vec<Var>) -> candle_core::Result<kernels::AdamW>,
+    ) -> Result<Self> {
         let of: Vec<Parameter> = parameters.iter().filter(|p| p.var.dtype().is_float()).cloned().collect();
-        let kernel = kernels::AdamW::new(of.iter().map(|of| of.var.clone()).collect(), params)?;
+        let kernel = kernel(of.iter().map(|of| of.var.clone()).collect())?;
         Ok(Self { of, kernel })
     }
 
@@ -62,7 +98,8 @@ impl AdamW {
         Ok(self.kernel.step(grads)?)
     }
 
-    /// The moments, which lie like their parameters, and the number of steps, for [`checkpoint::save`].
+    /// The moments and master weights, which lie like their parameters, and the number of steps, for
+    /// [`checkpoint::save`].
     ///
     /// Empty if there are no parameters.
     pub fn state(&self) -> Result<Vec<(String, DTensor)>> {
@@ -92,18 +129,21 @@ impl AdamW {
         Ok(())
     }
 
-    /// The moments' variables, in the order of [`layouts`](Self::layouts).
+    /// What is kept beside the parameters, in the order of [`layouts`](Self::layouts).
     fn vars(&self) -> impl Iterator<Item = &Var> {
-        self.kernel.moments().flatten()
+        self.kernel.state().flatten().map(|(_, var)| var)
     }
 
     /// Name and layout of every part of the state, the number of steps last; `None` without parameters.
     fn layouts(&self) -> Result<Option<Vec<(String, Spec)>>> {
         let Some(mesh) = self.of.first().map(|of| of.tensor.mesh()) else { return Ok(None) };
-        let both = |Parameter { name, tensor, .. }: &Parameter| {
-            ["first", "second"].map(|which| (format!("adam_w.{which}_moment.{name}"), tensor.spec().clone()))
-        };
+        let kept = self.of.iter().zip(self.kernel.state()).flat_map(|(of, state)| {
+            let layout = |(which, var): (_, &Var)| {
+                (format!("adam_w.{which}.{}", of.name), of.tensor.spec().clone().with_dtype(var.dtype()))
+            };
+            state.map(layout)
+        });
         let steps = Spec::new(mesh, &vec![Replicate; mesh.ndim()], (), DType::U32)?;
-        Ok(Some(self.of.iter().flat_map(both).chain([(STEPS.to_string(), steps)]).collect()))
+        Ok(Some(kept.chain([(STEPS.to_string(), steps)]).collect()))
     }
 }

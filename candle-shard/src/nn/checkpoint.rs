@@ -50,7 +50,9 @@ impl CustomOp1 for Recompute {
         debug_assert_eq!(out.varying(), self.varying);
         // A scalar whose gradient with respect to the segment's output is the one that arrived.
         let mut grads = (out.to_local() * grad)?.sum_all()?.backward()?;
-        let mut mine = grads.remove(&leaf);
+        // Of the gradient that arrived nobody asks one.
+        grads.remove(grad);
+        let mut mine = grads.remove(&leaf).map(|grad| grad.detach());
         // A segment within this one may have captured its input, and found a part of its gradient.
         if let Some(more) = found::take(leaf.id()) {
             mine = Some(match mine {

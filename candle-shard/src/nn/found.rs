@@ -15,7 +15,8 @@ thread_local! {
 pub(crate) fn add(id: TensorId, grad: &Tensor) -> candle_core::Result<()> {
     let sum = match take(id) {
         Some(before) => (before + grad)?.detach(),
-        None => grad.clone(),
+        // A product with an activation would keep the graph of its segment until the last one is done.
+        None => grad.detach(),
     };
     FOUND.with_borrow_mut(|found| found.insert(id, sum));
     Ok(())

@@ -59,3 +59,29 @@ fn adam_w_takes_any_gradient_that_fits() -> Result<()> {
     }
     Ok(())
 }
+
+#[test]
+fn master_weights_take_the_steps_of_32_bits() -> Result<()> {
+    let params = ParamsAdamW { lr: 1e-3, weight_decay: 0.03, ..Default::default() };
+    for dtype in [DType::BF16, DType::F16, DType::F32] {
+        for dims in [&[][..], &[7], &[3, 0], &[130, 131]] {
+            let start = randn(dims).to_dtype(dtype)?;
+            let (coarse, fine) = (Var::from_tensor(&start)?, Var::from_tensor(&start.to_dtype(DType::F32)?)?);
+            let mut ours = AdamW::with_master_weights(vec![coarse.clone()], params.clone())?;
+            let mut theirs = AdamW::new(vec![fine.clone()], params.clone())?;
+            for step in 0..20 {
+                let grad = (randn(dims) * (step as f64 + 0.5))?.to_dtype(dtype)?;
+                // Gradients may come in either dtype.
+                let mut grads = coarse.as_tensor().sum_all()?.backward()?;
+                let mut grads_of_fine = fine.as_tensor().sum_all()?.backward()?;
+                grads.insert(&coarse, if step % 2 == 0 { grad.clone() } else { grad.to_dtype(DType::F32)? });
+                grads_of_fine.insert(&fine, grad.to_dtype(DType::F32)?);
+                ours.step(&grads)?;
+                theirs.step(&grads_of_fine)?;
+                let rounded = fine.as_detached_tensor().to_dtype(dtype)?;
+                assert_eq!(distance(&coarse, &rounded.to_dtype(DType::F64)?), 0.0, "{dtype:?} {dims:?} {step}");
+            }
+        }
+    }
+    Ok(())
+}

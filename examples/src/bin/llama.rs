@@ -1,4 +1,4 @@
-//! Writes on from a prompt with a Llama that is cut over ranks; see `--help`.
+//! Writes on from a prompt with a Llama that is cut over ranks, or trains it; see `--help`.
 
 use std::io::{self, Write};
 use std::path::Path;
@@ -8,14 +8,18 @@ use examples::allocator;
 use examples::cli::Output;
 use examples::launch::{self, Ranks, gather};
 use examples::llama::args::Args;
-use examples::llama::generate::{Files, Task, generate};
+use examples::llama::files::Files;
+use examples::llama::generate::{Task, generate};
 use examples::llama::report::Report;
-use examples::llama::{random_model, tokens};
+use examples::llama::{random_model, tokens, train};
 use tokenizers::Tokenizer;
 
 fn main() -> ExitCode {
     allocator::keep_pages();
-    launch::start(Args::validate, |args, (), ranks| run(args, ranks))
+    launch::start(Args::validate, |args, (), ranks| match &args.training.train {
+        Some(text) => train::run::run(args, text, ranks),
+        None => run(args, ranks),
+    })
 }
 
 /// Writes the text and tells how fast.
@@ -53,7 +57,7 @@ fn run(args: &Args, ranks: &Ranks<'_>) -> anyhow::Result<bool> {
 fn open(args: &Args, prompt: &str, scratch: &Path) -> anyhow::Result<(Files, Tokenizer, Task)> {
     let folder = args.model.as_deref().unwrap_or(scratch);
     if args.model.is_none() {
-        random_model::write(folder, &random_model::config(), args.seed, args.dtype.into())?;
+        random_model::write(folder, &random_model::config(), args.seed(), args.dtype())?;
     }
     let files = Files::open(folder)?;
     let tokenizer = tokens::read(folder)?;
@@ -61,7 +65,7 @@ fn open(args: &Args, prompt: &str, scratch: &Path) -> anyhow::Result<(Files, Tok
         prompt: tokens::encode(&tokenizer, prompt)?,
         most: args.max_tokens,
         sampling: args.sampling(),
-        dtype: args.dtype.into(),
+        dtype: args.dtype(),
     };
     task.check(&files.config)?;
     Ok((files, tokenizer, task))

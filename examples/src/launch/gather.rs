@@ -25,6 +25,21 @@ pub fn gather<T: Serialize + DeserializeOwned>(group: &ProcessGroup, mine: T) ->
     Ok(Some(all))
 }
 
+/// What this rank made, if every rank made its own; otherwise the first rank's error that did not, on all of them.
+///
+/// Every rank calls it.
+///
+/// # Errors
+/// That one, with its rank, and those of the group.
+pub fn agreed<T>(group: &ProcessGroup, mine: anyhow::Result<T>) -> anyhow::Result<T> {
+    let text = mine.as_ref().err().map(|error| format!("{error:#}")).unwrap_or_default();
+    let texts = group.all_gather_text(&text)?;
+    match texts.iter().position(|text| !text.is_empty()) {
+        Some(rank) => anyhow::bail!("rank {rank}: {}", texts[rank]),
+        None => mine,
+    }
+}
+
 /// A tensor of 32-bit floats as JSON keeps it exactly.
 ///
 /// ```

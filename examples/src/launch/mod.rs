@@ -9,7 +9,7 @@ use std::process::ExitCode;
 use clap::{Parser, ValueEnum};
 use serde::Serialize;
 
-pub use gather::{Bits, gather};
+pub use gather::{Bits, agreed, gather};
 pub(crate) use processes::is_first;
 pub use ranks::Ranks;
 

@@ -6,18 +6,22 @@ use std::path::PathBuf;
 use candle_core::DType;
 use clap::{Parser, ValueEnum};
 
+use serde::{Deserialize, Serialize};
+
 use super::sample::Sampling;
+use super::train::args::TrainArgs;
 use crate::cli::{Checked, Output, UsageError, require};
 use crate::launch::{BackendName, Launched};
 
 const ABOUT: &str = "\
-Writes on from a prompt with a Llama that is cut over ranks
+Writes on from a prompt with a Llama that is cut over ranks, or trains it on a text
 
 Takes a folder as the Hub has it: config.json, tokenizer.json and model.safetensors, in one file or several with an index.
 Each rank reads its own part of the weights and no more. Without a folder a small random model is made, which shows
 that everything works and writes nonsense.
 
-The text is the same on any number of ranks for a seed, as far as rounding goes.";
+The text is the same on any number of ranks for a seed, as far as rounding goes; so are the losses of a training, which
+may stop and go on on other ranks.";
 
 const EXAMPLES: &str = "\
 Examples:
@@ -29,6 +33,12 @@ Examples:
       The prompt from a pipe.
   cargo build --release --features mpi && mpirun -n 2 target/release/llama --tp 2 --backend mpi
       On 2 processes, of which the first shows the text.
+  cargo run --release --bin llama -- --train book.txt --dp 2 --tp 1 --save ./learned
+      Train the small random model on a text of your own, on two replicas.
+  cargo run --release --bin llama -- --train book.txt --resume ./learned --save ./learned --steps 200 --pp 2 --tp 1
+      Go on with that, on a pipeline of two stages.
+  cargo run --release --bin llama -- --model ./learned/step-00000200 --prompt \"Once\"
+      Write with what was learned.
 
 Exit status: 0 if all went well, 1 if the model could not be read or run, 2 if the command line cannot work.";
 
@@ -42,9 +52,9 @@ pub struct Args {
     #[arg(long, value_name = "FOLDER", help_heading = "Model")]
     pub model: Option<PathBuf>,
 
-    /// What the parameters are held and computed in
-    #[arg(long, value_name = "NAME", default_value = "f32", help_heading = "Model")]
-    pub dtype: DTypeName,
+    /// What the parameters are held and computed in; bf16 is trained with 32-bit master weights [default: f32]
+    #[arg(long, value_name = "NAME", help_heading = "Model")]
+    pub dtype: Option<DTypeName>,
 
     /// Ranks that each layer is cut over
     #[arg(long, value_name = "N", default_value_t = 2, help_heading = "Ranks")]
@@ -78,9 +88,13 @@ pub struct Args {
     #[arg(long, value_name = "P", default_value_t = 0.95, allow_negative_numbers = true, help_heading = "Text")]
     pub top_p: f64,
 
-    /// Seed of the draws, and of the random model
-    #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Text")]
-    pub seed: u64,
+    /// Seed of the draws and batches, and of the random model [default: 0]
+    #[arg(long, value_name = "N", help_heading = "Model")]
+    pub seed: Option<u64>,
+
+    /// How to train.
+    #[command(flatten)]
+    pub training: TrainArgs,
 
     /// Also write the results as one JSON object; `-` is stdout, with nothing else on it
     #[arg(long, value_name = "FILE", help_heading = "Output")]
@@ -88,7 +102,8 @@ pub struct Args {
 }
 
 /// A dtype of parameters.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum DTypeName {
     /// 32-bit floats.
     F32,
@@ -96,6 +111,12 @@ pub enum DTypeName {
     Bf16,
     /// 16-bit floats.
     F16,
+}
+
+impl std::fmt::Display for DTypeName {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(DType::from(*self).as_str())
+    }
 }
 
 impl From<DTypeName> for DType {
@@ -121,7 +142,11 @@ impl Launched for Args {
     }
 
     fn ranks(&self) -> Vec<(String, usize)> {
-        vec![(format!("--pp {} × --tp {}", self.pp, self.tp), self.pp * self.tp)]
+        let Self { pp, tp, .. } = *self;
+        match &self.training {
+            TrainArgs { train: Some(_), dp, .. } => vec![(format!("--pp {pp} × --dp {dp} × --tp {tp}"), pp * dp * tp)],
+            _ => vec![(format!("--pp {pp} × --tp {tp}"), pp * tp)],
+        }
     }
 }
 
@@ -149,7 +174,18 @@ impl Args {
         if let Some(model) = &self.model {
             require!(model.is_dir(), "--model {} is no folder: give one with config.json in it.", model.display());
         }
+        self.training.validate(self.dtype, pp, tp)?;
         Output::new(self.json.as_deref()).check()
+    }
+
+    /// What parameters are held and computed in.
+    pub fn dtype(&self) -> DType {
+        self.dtype.unwrap_or(DTypeName::F32).into()
+    }
+
+    /// The seed of everything random.
+    pub fn seed(&self) -> u64 {
+        self.seed.unwrap_or_default()
     }
 
     /// The text to go on from.
@@ -173,6 +209,6 @@ impl Args {
 
     /// How tokens are chosen.
     pub fn sampling(&self) -> Sampling {
-        Sampling { temperature: self.temperature, top_p: self.top_p, seed: self.seed }
+        Sampling { temperature: self.temperature, top_p: self.top_p, seed: self.seed() }
     }
 }

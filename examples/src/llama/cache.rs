@@ -11,6 +11,27 @@ pub struct Cache {
     len: usize,
 }
 
+/// The part of a cache that is one layer's.
+pub(super) struct Past<'a> {
+    cache: &'a mut Cache,
+    layer: usize,
+}
+
+impl Past<'_> {
+    /// The tokens that were there before.
+    pub(super) fn len(&self) -> usize {
+        self.cache.len
+    }
+
+    /// The keys and values `[batch, heads, tokens, dim]` from the first token on, with these behind them.
+    ///
+    /// # Errors
+    /// Those of candle; the caller sees to it that there is room.
+    pub(super) fn extend(self, new: [&DTensor; 2]) -> Result<[DTensor; 2]> {
+        self.cache.extend(self.layer, new)
+    }
+}
+
 impl Cache {
     /// A cache for so many layers and tokens; its memory is taken with the first tokens.
     pub fn new(layers: usize, room: usize) -> Self {
@@ -49,11 +70,12 @@ impl Cache {
         self.len += tokens;
     }
 
-    /// The keys and values `[batch, heads, tokens, dim]` of a layer, from the first token on, with these behind them.
-    ///
-    /// # Errors
-    /// Those of candle; the caller sees to it that there is room.
-    pub(super) fn extend(&mut self, layer: usize, new: [&DTensor; 2]) -> Result<[DTensor; 2]> {
+    /// What the cache has of a layer.
+    pub(super) fn past(&mut self, layer: usize) -> Past<'_> {
+        Past { cache: self, layer }
+    }
+
+    fn extend(&mut self, layer: usize, new: [&DTensor; 2]) -> Result<[DTensor; 2]> {
         let (room, start) = (self.room, self.len);
         let fresh = |new: &DTensor| {
             let mut shape = new.to_local().dims().to_vec();

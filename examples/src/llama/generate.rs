@@ -1,51 +1,21 @@
 //! Writing on from a prompt.
 
-use std::path::Path;
-use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::{Result, ensure};
 use candle_core::{DType, Device, Tensor};
 use candle_dist::RankContext;
-use candle_shard::Weights;
 use candle_shard::nn::ShardedVarBuilder;
 
 use serde::{Deserialize, Serialize};
 
 use super::cache::Cache;
 use super::config::Config;
+use super::files::Files;
 use super::model::Llama;
 use super::sample::{Sampler, Sampling};
 use super::staged::StagedLlama;
-
-/// A model's files, found to be whole.
-#[derive(Clone, Debug)]
-pub struct Files {
-    /// The sizes.
-    pub config: Config,
-    weights: Arc<Weights>,
-}
-
-impl Files {
-    /// Opens the files in `folder`, of which no weights are read yet.
-    ///
-    /// # Errors
-    /// If the config cannot be run, or the weights are not those of the config: the file and the tensor are named.
-    pub fn open(folder: &Path) -> Result<Self> {
-        let config = Config::read(folder)?;
-        let weights = Weights::open(folder)?;
-        for (name, want) in config.tensors() {
-            let (has, dtype) = (weights.shape(&name)?, weights.dtype(&name)?);
-            ensure!(
-                has == want && dtype.is_float(),
-                "{}: {name:?} is {}{has:?}, and config.json says floats of {want:?}",
-                folder.display(),
-                dtype.as_str()
-            );
-        }
-        Ok(Self { config, weights: Arc::new(weights) })
-    }
-}
+use super::tokens;
 
 /// What to write, and how.
 #[derive(Clone, Debug)]
@@ -69,14 +39,7 @@ impl Task {
         let (tokens, longest) = (self.prompt.len(), config.max_position_embeddings);
         ensure!(tokens > 0, "the prompt has no tokens; give some text to go on from");
         ensure!(tokens < longest, "the prompt has {tokens} tokens, and the model takes {longest}; shorten it");
-        let unknown = self.prompt.iter().find(|&&token| token as usize >= config.vocab_size);
-        if let Some(token) = unknown {
-            let known = config.vocab_size;
-            anyhow::bail!(
-                "tokenizer.json has the token {token}, and the model {known} tokens; they do not fit together"
-            );
-        }
-        Ok(())
+        tokens::check(&self.prompt, config.vocab_size)
     }
 }
 

@@ -3,7 +3,7 @@
 use candle_shard::nn::{FusedQkv, Linear, RmsNorm, ShardedVarBuilder};
 use candle_shard::{DTensor, Result};
 
-use super::cache::Cache;
+use super::cache::Past;
 use super::config::Config;
 use super::rope::Angles;
 
@@ -38,18 +38,22 @@ impl Layer {
         })
     }
 
-    /// The states `[batch, tokens, hidden]` after this layer, which is the `layer`-th of those in the cache.
-    pub(super) fn forward(&self, x: &DTensor, angles: &Angles, layer: usize, cache: &mut Cache) -> Result<DTensor> {
-        let x = x.add(&self.attention(&self.input_layernorm.forward(x)?, angles, layer, cache)?)?;
+    /// The states `[batch, tokens, hidden]` after this layer, whose tokens follow those of the past, if there is one.
+    pub(super) fn forward(&self, x: &DTensor, angles: &Angles, past: Option<Past<'_>>) -> Result<DTensor> {
+        let x = x.add(&self.attention(&self.input_layernorm.forward(x)?, angles, past)?)?;
         let h = self.post_attention_layernorm.forward(&x)?;
         let gated = self.gate_proj.forward(&h)?.silu_gate(&self.up_proj.forward(&h)?)?;
         x.add(&self.down_proj.forward(&gated)?)
     }
 
-    fn attention(&self, x: &DTensor, angles: &Angles, layer: usize, cache: &mut Cache) -> Result<DTensor> {
+    fn attention(&self, x: &DTensor, angles: &Angles, past: Option<Past<'_>>) -> Result<DTensor> {
         let [q, k, v] = self.qkv.forward(x)?;
-        let (q, k) = (angles.turn(&q, cache.len())?, angles.turn(&k, cache.len())?);
-        let [k, v] = cache.extend(layer, [&k, &v])?;
+        let start = past.as_ref().map_or(0, Past::len);
+        let (q, k) = (angles.turn(&q, start)?, angles.turn(&k, start)?);
+        let [k, v] = match past {
+            Some(past) => past.extend([&k, &v])?,
+            None => [k, v],
+        };
         let tokens_first = |x: &DTensor| x.transpose(1, 2);
         let mixed = tokens_first(&q)?.flash_attn(&tokens_first(&k)?, &tokens_first(&v)?, self.scale, true)?;
         self.o_proj.forward(&mixed.flatten_from(2)?)

@@ -53,6 +53,11 @@ impl Llama {
             .with("lm_head", ColwiseParallel { output: Some(Replicate) })
     }
 
+    /// The same [plan](Self::plan) for training, in which no rank has the logits of the whole vocabulary.
+    pub fn training_plan(axis: &str) -> Plan {
+        Self::plan(axis).with("lm_head", ColwiseParallel::default())
+    }
+
     /// The logits `[batch, vocabulary]` of what follows the last of `tokens` `[batch, tokens]`, which follow those in the
     /// cache.
     ///
@@ -79,7 +84,7 @@ impl Llama {
         let everywhere = Placements::from_elem(Replicate, mesh.ndim());
         let mut h = self.embed_tokens.forward(&DTensor::distribute(tokens, mesh, &everywhere)?)?;
         for (i, layer) in self.layers.iter().enumerate() {
-            h = layer.forward(&h, &self.angles, i, cache)?;
+            h = layer.forward(&h, &self.angles, Some(cache.past(i)))?;
         }
         cache.advance(count);
         Ok(h)

@@ -29,6 +29,11 @@ impl Angles {
         Ok(Self([whole(angles.cos()?)?, whole(angles.sin()?)?]))
     }
 
+    /// How many positions these are.
+    pub(super) fn positions(&self) -> usize {
+        self.0[0].dims()[0]
+    }
+
     /// Queries or keys `[batch, heads, tokens, dim]`, turned by their positions, the first of which is `start`.
     pub(super) fn turn(&self, x: &DTensor, start: usize) -> Result<DTensor> {
         x.rope(&self.0[0], &self.0[1], start, RopePairs::Halves)

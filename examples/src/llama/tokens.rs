@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result, anyhow, bail};
 use tokenizers::Tokenizer;
 use tokenizers::decoders::byte_level::ByteLevel;
 use tokenizers::models::bpe::{BPE, Vocab};
@@ -21,8 +21,21 @@ pub fn read(folder: &Path) -> Result<Tokenizer> {
 /// # Errors
 /// Those of the tokenizer.
 pub fn encode(tokenizer: &Tokenizer, text: &str) -> Result<Vec<u32>> {
-    let encoding = tokenizer.encode(text, true).map_err(|error| anyhow!("the prompt: {error}"))?;
+    let encoding = tokenizer.encode(text, true).map_err(|error| anyhow!("the text: {error}"))?;
     Ok(encoding.get_ids().to_vec())
+}
+
+/// Checks that a model of so many tokens knows these.
+///
+/// # Errors
+/// If it does not know one of them, which is named.
+pub fn check(tokens: &[u32], known: usize) -> Result<()> {
+    match tokens.iter().find(|&&token| token as usize >= known) {
+        Some(token) => {
+            bail!("tokenizer.json has the token {token}, and the model {known} tokens; they do not fit together")
+        }
+        None => Ok(()),
+    }
 }
 
 /// A tokenizer with a token for each byte.

@@ -6,9 +6,10 @@ use std::path::PathBuf;
 use candle_pipe::schedule::ScheduleKind;
 use clap::{Parser, ValueEnum};
 use test_utils::model_args::ModelArgs;
+use test_utils::toy::TransformerPipe;
 
-use super::pipeline::Pipeline;
 use crate::launch::{BackendName, Launched};
+use crate::pipeline::Pipeline;
 
 /// The program reads and predicts bytes.
 pub const VOCAB_SIZE: usize = 256;
@@ -179,6 +180,11 @@ impl Args {
             init_stdev: Some(0.02),
             seed: self.seed,
         }
+    }
+
+    /// The model as a pipeline.
+    pub fn pipe(&self, is_sequence_parallel: bool) -> TransformerPipe {
+        TransformerPipe::new(&self.model_args(), is_sequence_parallel)
     }
 }
 

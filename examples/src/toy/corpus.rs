@@ -3,10 +3,11 @@
 use std::path::Path;
 use std::{fs, io};
 
-use candle_core::{DType, Device, Result, Tensor};
-use candle_shard::random::{Distribution, Stream, sample_full};
+use candle_core::{Device, Result};
+use candle_shard::random::Stream;
 
 use super::args::Args;
+use crate::batch::Batch;
 
 /// The workspace's own sources, put together when this program was built.
 static WORKSPACE_SOURCES: &str = include_str!(concat!(env!("OUT_DIR"), "/corpus.txt"));
@@ -21,15 +22,6 @@ pub struct Corpus {
     batch: usize,
     seq: usize,
     seed: u64,
-}
-
-/// Sequences of bytes and, at the same places, the bytes that follow them.
-#[derive(Clone, Debug)]
-pub struct Batch {
-    /// The inputs, u32 of shape `[batch, sequence]`.
-    pub tokens: Tensor,
-    /// The bytes to predict, same shape.
-    pub targets: Tensor,
 }
 
 impl Corpus {
@@ -72,18 +64,6 @@ impl Corpus {
     }
 
     fn draw(&self, text: &[u8], stream: Stream, device: &Device) -> Result<Batch> {
-        let starts = text.len() - self.seq;
-        let uniform = Distribution::Uniform { lo: 0.0, up: 1.0 };
-        let drawn = sample_full(stream, uniform, &[self.batch], DType::F64, &Device::Cpu)?.to_vec1::<f64>()?;
-        let starts: Vec<usize> = drawn.iter().map(|u| (u * starts as f64) as usize).collect();
-        let windows = |offset: usize| {
-            let ids: Vec<u32> = starts
-                .iter()
-                .flat_map(|start| &text[start + offset..start + offset + self.seq])
-                .map(|&byte| u32::from(byte))
-                .collect();
-            Tensor::from_vec(ids, (self.batch, self.seq), device)
-        };
-        Ok(Batch { tokens: windows(0)?, targets: windows(1)? })
+        Batch::draw(text, stream, self.batch, self.seq, device)
     }
 }

@@ -4,7 +4,6 @@ pub mod args;
 pub mod corpus;
 pub mod outcome;
 pub mod parity;
-pub mod pipeline;
 pub mod report;
 pub mod runs;
 pub mod sharded;

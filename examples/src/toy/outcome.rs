@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 use candle_core::Tensor;
 
 use super::args::RunName;
-use super::pipeline::PipelineStat;
 use crate::comm::CommStat;
+use crate::pipeline::PipelineStat;
 
 /// The result of training the model once.
 #[derive(Clone, Debug)]

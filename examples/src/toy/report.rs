@@ -9,8 +9,8 @@ use super::args::{Args, RunName};
 use super::corpus::Corpus;
 use super::outcome::RunOutcome;
 use super::parity::{self, LOGIT_FACTOR, Parity};
-use super::pipeline::PipelineStat;
 use crate::comm::CommStat;
+use crate::pipeline::PipelineStat;
 use crate::table::{grouped, number, table};
 
 /// The JSON object.

@@ -4,25 +4,24 @@ use std::collections::BTreeMap;
 use std::time::{Duration, SystemTime};
 
 use anyhow::Context;
-use candle_core::{DType, Tensor};
+use candle_core::DType;
 use candle_dist::comm::{self, CommCounts};
 use candle_dist::{DataParallelOptions, RankContext};
 use candle_nn::Optimizer;
-use candle_pipe::microbatch::{Microbatches, microbatch_sizes, split_args_kwargs_into_chunks};
 use candle_pipe::schedule::{Schedule, Span};
-use candle_pipe::{Kwargs, Result, Runtime, StepOptions, Value};
+use candle_pipe::{Result, Runtime, Value};
 use candle_shard::nn::ShardedVarBuilder;
 use serde::{Deserialize, Serialize};
 use test_utils::toy::Transformer;
 
 use super::args::{Args, RunName};
-use super::corpus::{Batch, Corpus};
+use super::corpus::Corpus;
 use super::outcome::RunOutcome;
-use super::pipeline::Pipeline;
 use super::sharded::whole_grads;
 use super::training::{Training, optimiser};
 use crate::comm::CommStat;
 use crate::launch::{Bits, Ranks, gather};
+use crate::pipeline::Pipeline;
 use crate::progress::Progress;
 
 /// The last steps whose times are kept.
@@ -102,7 +101,7 @@ impl Plan<'_> {
         let is_sequence_parallel = self.name.is_sequence_parallel();
         let plan = Transformer::plan("tp", is_sequence_parallel);
         let vb = ShardedVarBuilder::fresh(args.seed, &mesh.axis("tp")?, plan, DType::F32, device)?;
-        let pipe = self.pipeline.model(args, is_sequence_parallel).cut(self.pipeline.stages())?;
+        let pipe = args.pipe(is_sequence_parallel).cut(self.pipeline.stages())?;
         let runtime = Runtime::new(&pipe, &self.schedule, mesh.axis_group("pp")?, &vb, device)?;
         let runtime = runtime.with_replicas(mesh.axis_group("dp")?, &DataParallelOptions::default())?;
         let parameters = vb.built();
@@ -124,7 +123,7 @@ impl Plan<'_> {
         let (mut spans, mut peak) = (Vec::new(), 0);
         let training = Training::run(args, self.corpus, device, &progress, |step, batch| {
             let (made, counts) = comm::record(|| -> Result<_> {
-                let (batch, options) = self.part(batch, replica, step)?;
+                let (batch, options) = batch.part(replica, dp, self.pipeline.microbatches, step)?;
                 let start = self.began.elapsed().map_or(0.0, |time| time.as_secs_f64());
                 let mut made = runtime.forward_backward(&batch, &options)?;
                 made.spans.iter_mut().for_each(|span| (span.start, span.end) = (span.start + start, span.end + start));
@@ -152,7 +151,7 @@ impl Plan<'_> {
         })?;
         progress.finish();
 
-        let held_out = self.cut(&self.corpus.held_out(device)?)?;
+        let held_out = self.corpus.held_out(device)?.cut(self.pipeline.microbatches)?;
         let outputs = runtime.evaluate(&held_out)?.step.outputs;
         let parts: Vec<Value> = outputs.iter().filter_map(|output| output.get("logits").ok().cloned()).collect();
         let logits = match parts.is_empty() || !is_first_pipeline {
@@ -171,23 +170,5 @@ impl Plan<'_> {
             spans,
             peak,
         })
-    }
-
-    /// The part of the batch that a replica trains on, and how its losses count in the mean over all replicas.
-    fn part(&self, batch: &Batch, replica: usize, step: u64) -> Result<(Microbatches, StepOptions)> {
-        let (rows, replicas) = (batch.tokens.dim(0)?, self.pipeline.dp);
-        let sizes = microbatch_sizes(rows, replicas);
-        let (first_row, mine) = (sizes[..replica].iter().sum(), sizes[replica]);
-        let narrow = |tensor: &Tensor| tensor.narrow(0, first_row, mine);
-        let cut = self.cut(&Batch { tokens: narrow(&batch.tokens)?, targets: narrow(&batch.targets)? })?;
-        // Replicas are averaged as if they had equally many rows each.
-        let share = (mine * replicas) as f64 / rows as f64;
-        let weights = cut.weights().into_iter().map(|weight| weight * share).collect();
-        Ok((cut, StepOptions { step, first_row, weights: Some(weights), ..StepOptions::default() }))
-    }
-
-    fn cut(&self, batch: &Batch) -> Result<Microbatches> {
-        let inputs = [&batch.tokens, &batch.targets].map(Value::from);
-        split_args_kwargs_into_chunks(&inputs, &Kwargs::new(), self.pipeline.microbatches, None, None)
     }
 }

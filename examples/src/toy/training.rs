@@ -7,7 +7,8 @@ use candle_nn::{Optimizer, ParamsAdamW};
 use candle_shard::kernels::AdamW;
 
 use super::args::Args;
-use super::corpus::{Batch, Corpus};
+use super::corpus::Corpus;
+use crate::batch::Batch;
 use crate::progress::Progress;
 
 /// The losses and the speed of a training.

@@ -2,8 +2,8 @@
 
 use super::args::{Args, RunName, VOCAB_SIZE};
 use super::corpus::Corpus;
-use super::pipeline::Pipeline;
 use crate::cli::{Checked, Output, UsageError, require};
+use crate::pipeline::Pipeline;
 
 /// Checks the flags and reads the text.
 ///
@@ -144,7 +144,7 @@ fn check_pipeline(args: &Args) -> Checked {
         parts <= batch,
         "--batch {batch} has too few sequences for --dp {dp} × --microbatches {microbatches}: use a batch of at least {parts}."
     );
-    let (stages, most) = (pipeline.stages(), pipeline.model(args, false).most_stages());
+    let (stages, most) = (pipeline.stages(), args.pipe(false).most_stages());
     let name = pipeline.kind;
     require!(
         stages <= most,

@@ -2,9 +2,7 @@
 
 use candle_pipe::schedule::{Action, Costs, Edges, Pass, Schedule, ScheduleKind, Span, Timeline};
 use serde::Serialize;
-use test_utils::toy::TransformerPipe;
 
-use super::args::Args;
 use crate::timing::median;
 
 /// Ranks on the axes of the mesh, and the schedule of its pipelines.
@@ -62,11 +60,6 @@ impl Pipeline {
     /// If the kind has none for so many ranks and microbatches.
     pub fn schedule(&self) -> candle_pipe::Result<Schedule> {
         self.kind.schedule(self.pp, self.microbatches, self.kind.stages_per_rank())
-    }
-
-    /// The model to be cut.
-    pub fn model(&self, args: &Args, is_sequence_parallel: bool) -> TransformerPipe {
-        TransformerPipe::new(&args.model_args(), is_sequence_parallel)
     }
 
     /// What was measured in some steps, and what the schedule predicts from it.

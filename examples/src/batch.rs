@@ -1,0 +1,93 @@
+//! What a step trains on, and the parts of it that replicas and microbatches have.
+
+use std::ops::Range;
+
+use candle_core::{DType, Device, Result, Tensor};
+use candle_pipe::microbatch::{Microbatches, microbatch_sizes, split_args_kwargs_into_chunks};
+use candle_pipe::{Kwargs, StepOptions, Value};
+use candle_shard::random::{Distribution, Stream, sample_full};
+
+/// Sequences of tokens and, at the same places, the tokens that follow them.
+#[derive(Clone, Debug)]
+pub struct Batch {
+    /// The inputs, u32 of shape `[batch, sequence]`.
+    pub tokens: Tensor,
+    /// The tokens to predict, same shape.
+    pub targets: Tensor,
+}
+
+impl Batch {
+    /// So many sequences from random places of `text`, which is longer than one.
+    ///
+    /// ```
+    /// use candle_core::Device;
+    /// use candle_shard::random::Stream;
+    /// use examples::batch::Batch;
+    ///
+    /// let batch = Batch::draw(b"abcdefgh", Stream::new(7, "batch").fold(0), 3, 4, &Device::Cpu)?;
+    /// let (tokens, targets) = (batch.tokens.to_vec2::<u32>()?, batch.targets.to_vec2::<u32>()?);
+    /// assert_eq!(tokens.len(), 3);
+    /// assert_eq!(tokens[0][1..], targets[0][..3]);
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Those of candle.
+    pub fn draw<T: Copy + Into<u32>>(
+        text: &[T],
+        stream: Stream,
+        rows: usize,
+        length: usize,
+        device: &Device,
+    ) -> Result<Self> {
+        let starts = text.len().saturating_sub(length);
+        let uniform = Distribution::Uniform { lo: 0.0, up: 1.0 };
+        let drawn = sample_full(stream, uniform, &[rows], DType::F64, &Device::Cpu)?.to_vec1::<f64>()?;
+        let starts: Vec<usize> = drawn.iter().map(|u| (u * starts as f64) as usize).collect();
+        let windows = |offset: usize| {
+            let windows = starts.iter().flat_map(|start| &text[start + offset..start + offset + length]);
+            let ids: Vec<u32> = windows.map(|&token| token.into()).collect();
+            Tensor::from_vec(ids, (rows, length), device)
+        };
+        Ok(Self { tokens: windows(0)?, targets: windows(1)? })
+    }
+
+    /// Some of the sequences.
+    ///
+    /// # Errors
+    /// If there are fewer.
+    pub fn rows(&self, rows: Range<usize>) -> Result<Self> {
+        let narrow = |tensor: &Tensor| tensor.narrow(0, rows.start, rows.len());
+        Ok(Self { tokens: narrow(&self.tokens)?, targets: narrow(&self.targets)? })
+    }
+
+    /// All of it in microbatches.
+    ///
+    /// # Errors
+    /// If there are fewer sequences.
+    pub fn cut(&self, microbatches: usize) -> candle_pipe::Result<Microbatches> {
+        let inputs = [&self.tokens, &self.targets].map(Value::from);
+        split_args_kwargs_into_chunks(&inputs, &Kwargs::new(), microbatches, None, None)
+    }
+
+    /// What one of several replicas trains on in a step, and how its losses count in the mean over all of them.
+    ///
+    /// # Errors
+    /// If there are fewer sequences than microbatches of all replicas.
+    pub fn part(
+        &self,
+        replica: usize,
+        replicas: usize,
+        microbatches: usize,
+        step: u64,
+    ) -> candle_pipe::Result<(Microbatches, StepOptions)> {
+        let rows = self.tokens.dim(0)?;
+        let sizes = microbatch_sizes(rows, replicas);
+        let (first_row, mine) = (sizes[..replica].iter().sum(), sizes[replica]);
+        let cut = self.rows(first_row..first_row + mine)?.cut(microbatches)?;
+        // Replicas are averaged as if they had equally many rows each.
+        let share = (mine * replicas) as f64 / rows as f64;
+        let weights = cut.weights().into_iter().map(|weight| weight * share).collect();
+        Ok((cut, StepOptions { step, first_row, weights: Some(weights), ..StepOptions::default() }))
+    }
+}

@@ -1,0 +1,175 @@
+//! The part of the command line that is about training.
+
+use std::path::PathBuf;
+
+use candle_pipe::schedule::ScheduleKind;
+use clap::Args;
+
+use super::rate::{Decay, Rate};
+use super::recipe::Recipe;
+use crate::cli::{Checked, UsageError, require};
+use crate::llama::args::DTypeName;
+use crate::pipeline::Pipeline;
+
+/// How to train; the comments on the fields are the program's help.
+#[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Training")]
+pub struct TrainArgs {
+    /// Learn this text, instead of writing one
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["prompt", "max_tokens", "temperature", "top_p"])]
+    pub train: Option<PathBuf>,
+
+    /// Steps of the optimiser, those before --resume among them [default: 100]
+    #[arg(long, value_name = "N", requires = "train")]
+    pub steps: Option<usize>,
+
+    /// Sequences in each step, on all ranks together [default: 8]
+    #[arg(long, value_name = "N", requires = "train")]
+    pub batch: Option<usize>,
+
+    /// Tokens in each sequence [default: 128]
+    #[arg(long, value_name = "N", requires = "train")]
+    pub seq_len: Option<usize>,
+
+    /// Learning rate of AdamW after the warm-up [default: 0.0003]
+    #[arg(long, value_name = "X", allow_negative_numbers = true, requires = "train")]
+    pub lr: Option<f64>,
+
+    /// Steps in which the learning rate rises [default: 10]
+    #[arg(long, value_name = "N", requires = "train")]
+    pub warmup: Option<usize>,
+
+    /// How the learning rate falls until the last step [default: cosine]
+    #[arg(long, value_name = "NAME", requires = "train")]
+    pub decay: Option<Decay>,
+
+    /// The share of the learning rate by which each step makes parameters smaller [default: 0.1]
+    #[arg(long, value_name = "X", allow_negative_numbers = true, requires = "train")]
+    pub weight_decay: Option<f64>,
+
+    /// Largest norm of the gradients of a step, which are scaled down to it; 0 for any [default: 1]
+    #[arg(long, value_name = "X", allow_negative_numbers = true, requires = "train")]
+    pub clip_norm: Option<f64>,
+
+    /// Replicas of the model, each with its part of the batch
+    #[arg(long, value_name = "N", default_value_t = 1, requires = "train")]
+    pub dp: usize,
+
+    /// The order in which stages compute: one of those that `--bin schedules` draws
+    #[arg(long, value_name = "NAME", default_value = "1f1b", requires = "train")]
+    pub schedule: ScheduleKind,
+
+    /// Parts that a replica sends through its stages one after the other [default: --pp]
+    #[arg(long, value_name = "N", requires = "train")]
+    pub microbatches: Option<usize>,
+
+    /// Parts of the batch whose gradients are added up, for less memory
+    #[arg(long, value_name = "N", default_value_t = 1, requires = "train")]
+    pub accumulate: usize,
+
+    /// Keep the inputs of layers alone and compute the rest again in the backward pass, for less memory
+    #[arg(long, requires = "train")]
+    pub recompute: bool,
+
+    /// Folder for checkpoints; each is also a model for --model
+    #[arg(long, value_name = "FOLDER", requires = "train")]
+    pub save: Option<PathBuf>,
+
+    /// Save each time that so many steps are made, and at the end [default: at the end]
+    #[arg(long, value_name = "N", requires = "save")]
+    pub save_every: Option<usize>,
+
+    /// Go on from the last checkpoint of this folder, on any mesh; what is not said stays as it was
+    #[arg(long, value_name = "FOLDER", requires = "train", conflicts_with = "model")]
+    pub resume: Option<PathBuf>,
+
+    /// Steps between the lines that tell the loss, where stderr is no terminal
+    #[arg(long, value_name = "N", default_value_t = 10, requires = "train")]
+    pub log_every: usize,
+}
+
+const MAX_RANKS: usize = 256;
+
+impl TrainArgs {
+    /// The recipe that the flags describe, where they say nothing that of the checkpoint.
+    ///
+    /// # Errors
+    /// A sentence that names a flag, its value and a remedy.
+    pub fn recipe(&self, dtype: Option<DTypeName>, seed: Option<u64>, saved: Option<&Recipe>) -> Checked<Recipe> {
+        let base = saved.cloned().unwrap_or_default();
+        let recipe = Recipe {
+            rate: Rate {
+                peak: self.lr.unwrap_or(base.rate.peak),
+                warmup: self.warmup.unwrap_or(base.rate.warmup),
+                decay: self.decay.unwrap_or(base.rate.decay),
+                steps: self.steps.unwrap_or(base.rate.steps),
+            },
+            batch: self.batch.unwrap_or(base.batch),
+            seq_len: self.seq_len.unwrap_or(base.seq_len),
+            weight_decay: self.weight_decay.unwrap_or(base.weight_decay),
+            clip_norm: self.clip_norm.unwrap_or(base.clip_norm),
+            dtype: dtype.unwrap_or(base.dtype),
+            seed: seed.unwrap_or(base.seed),
+        };
+        recipe.check()?;
+        match saved {
+            Some(saved) => recipe.check_follows(saved).map(|()| recipe),
+            None => Ok(recipe),
+        }
+    }
+
+    /// The mesh and the schedule, for so many pipeline and tensor-parallel ranks.
+    pub fn pipeline(&self, pp: usize, tp: usize) -> Pipeline {
+        Pipeline { pp, dp: self.dp, tp, kind: self.schedule, microbatches: self.microbatches.unwrap_or(pp) }
+    }
+
+    /// Checks what depends on no files.
+    ///
+    /// # Errors
+    /// A sentence that names a flag, its value and a remedy.
+    pub fn validate(&self, dtype: Option<DTypeName>, pp: usize, tp: usize) -> Checked {
+        if self.train.is_none() {
+            return Ok(());
+        }
+        let pipeline = self.pipeline(pp, tp);
+        let Pipeline { dp, kind, microbatches, .. } = pipeline;
+        for (flag, value) in [
+            ("--dp", dp),
+            ("--microbatches", microbatches),
+            ("--accumulate", self.accumulate),
+            ("--save-every", self.save_every.unwrap_or(1)),
+            ("--log-every", self.log_every),
+        ] {
+            require!(value > 0, "{flag} is 0: give at least 1.");
+        }
+        let ranks = dp.checked_mul(pp * tp).filter(|&ranks| ranks <= MAX_RANKS);
+        require!(ranks.is_some(), "--pp {pp} × --dp {dp} × --tp {tp} are too many ranks: give at most {MAX_RANKS}.");
+        if let Some(folder) = &self.resume {
+            require!(folder.is_dir(), "--resume {} is no folder: give that of an earlier --save.", folder.display());
+        }
+        pipeline.schedule().map_err(|error| {
+            UsageError(format!("--pp {pp} --microbatches {microbatches} do not fit --schedule {kind}: {error}."))
+        })?;
+        // What a checkpoint may still say is checked with it.
+        if self.resume.is_none() {
+            self.check_batch(&self.recipe(dtype, None, None)?, pp, tp)?;
+        }
+        Ok(())
+    }
+
+    /// Checks that there are sequences for all parts of the batch.
+    ///
+    /// # Errors
+    /// A sentence that names the flags, their values and a remedy.
+    pub fn check_batch(&self, recipe: &Recipe, pp: usize, tp: usize) -> Checked {
+        let Pipeline { dp, microbatches, .. } = self.pipeline(pp, tp);
+        let (batch, accumulate) = (recipe.batch, self.accumulate);
+        let parts = dp.checked_mul(microbatches).and_then(|parts| parts.checked_mul(accumulate));
+        let parts = parts.unwrap_or(usize::MAX);
+        require!(
+            batch >= parts,
+            "--batch {batch} has too few sequences for --dp {dp} × --microbatches {microbatches} × --accumulate {accumulate}: give at least {parts}."
+        );
+        Ok(())
+    }
+}

@@ -1,0 +1,14 @@
+//! Training a Llama on a text: on a mesh of pipelines, replicas and tensor-parallel ranks, and on another one after a stop.
+
+pub mod args;
+pub mod data;
+pub mod folder;
+pub mod job;
+pub mod rate;
+pub mod recipe;
+pub mod report;
+pub mod resume;
+pub mod run;
+mod screen;
+mod stage_files;
+pub mod trainer;

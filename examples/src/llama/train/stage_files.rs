@@ -1,0 +1,72 @@
+//! Tensors of all stages as files in the Hub's layout: one, or one for each rank of a pipeline and an index.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use anyhow::Result;
+use candle_dist::{DeviceMesh, ProcessGroup};
+use candle_shard::{DTensor, checkpoint};
+use serde_json::json;
+
+use super::folder;
+use crate::launch::agreed;
+
+/// Writes the tensors that each rank of the mesh `("pp", "dp", "tp")` has a part of, each to one place.
+///
+/// Every rank of `world` calls it, and rank 0 makes the index.
+///
+/// # Errors
+/// On every rank alike, if a file cannot be written.
+pub(super) fn write(
+    at: &Path,
+    name: &str,
+    world: &ProcessGroup,
+    mesh: &DeviceMesh,
+    tensors: &[(String, DTensor)],
+) -> Result<()> {
+    let stages = mesh.axis_group("pp")?;
+    let bytes = |tensor: &DTensor| tensor.elem_count() * tensor.dtype().size_in_bytes();
+    let mine: Vec<(&str, usize)> = tensors.iter().map(|(name, tensor)| (name.as_str(), bytes(tensor))).collect();
+    let texts = stages.all_gather_text(&serde_json::to_string(&mine)?)?;
+    // What several stages share is the first one's.
+    let mut owners = BTreeMap::<String, (usize, usize)>::new();
+    for (stage, text) in texts.iter().enumerate() {
+        for (name, bytes) in serde_json::from_str::<Vec<(String, usize)>>(text)? {
+            owners.entry(name).or_insert((stage, bytes));
+        }
+    }
+    let own = tensors.iter().filter(|(name, _)| owners.get(name).is_some_and(|(stage, _)| *stage == stages.rank()));
+    let own: Vec<(&str, DTensor)> = own.map(|(name, tensor)| (name.as_str(), tensor.clone())).collect();
+    let write = || -> Result<()> {
+        // Replicas have the same.
+        if mesh.local_rank("dp")? == 0 {
+            checkpoint::export(at.join(file(name, stages.rank(), stages.size())), &mesh.axis("tp")?, &own)?;
+        }
+        if world.rank() == 0 && stages.size() > 1 {
+            let total: usize = owners.values().map(|(_, bytes)| bytes).sum();
+            let files = owners.iter().map(|(tensor, (stage, _))| (tensor, file(name, *stage, stages.size())));
+            let files: BTreeMap<_, _> = files.collect();
+            let index = json!({ "metadata": { "total_size": total }, "weight_map": files });
+            folder::write(&index_of(at, name), &serde_json::to_vec_pretty(&index)?)?;
+        }
+        Ok(())
+    };
+    agreed(world, write())
+}
+
+/// The file to open for the tensors that were written under this name.
+pub(super) fn source(at: &Path, name: &str) -> PathBuf {
+    let index = index_of(at, name);
+    if index.exists() { index } else { at.join(file(name, 0, 1)) }
+}
+
+fn index_of(at: &Path, name: &str) -> PathBuf {
+    at.join(format!("{name}.safetensors.index.json"))
+}
+
+fn file(name: &str, stage: usize, stages: usize) -> String {
+    match stages {
+        1 => format!("{name}.safetensors"),
+        _ => format!("{name}-{:05}-of-{stages:05}.safetensors", stage + 1),
+    }
+}

@@ -1,0 +1,194 @@
+//! The training loop of one rank.
+
+use std::path::Path;
+use std::time::Instant;
+
+use anyhow::{Context, Result, bail};
+use candle_core::Tensor;
+use candle_core::backprop::GradStore;
+use candle_dist::{
+    ClipGradNorm, DataParallelOptions, DeviceMesh, GradAccumulator, ProcessGroup, RankContext, ReduceOp, Start,
+};
+use candle_nn::ParamsAdamW;
+use candle_pipe::Runtime;
+use candle_pipe::microbatch::microbatch_sizes;
+use candle_shard::nn::{AdamW, Parameters, ShardedVarBuilder};
+use serde::{Deserialize, Serialize};
+
+use super::job::Job;
+use super::resume::{OPTIMISER, STATE};
+use super::{folder, stage_files};
+use crate::launch::agreed;
+use crate::llama::args::DTypeName;
+use crate::llama::declare;
+use crate::llama::model::Llama;
+use crate::memory;
+
+/// One step, as all ranks know it.
+#[derive(Clone, Copy, Debug)]
+pub struct Made {
+    /// Its number, the first being 0.
+    pub step: usize,
+    /// The mean loss of all tokens of the batch, before the step.
+    pub loss: f64,
+    /// The learning rate.
+    pub rate: f64,
+    /// The seconds it took.
+    pub seconds: f64,
+}
+
+/// What a rank did.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Trained {
+    /// The loss of each step, the same on all ranks.
+    pub losses: Vec<f64>,
+    /// The seconds of all steps, without saving.
+    pub seconds: f64,
+    /// The parameters that this rank holds.
+    pub parameters: usize,
+    /// The most bytes that its process had in memory, where the system tells.
+    pub peak_memory: Option<usize>,
+}
+
+/// Makes all steps of the job, showing each to `show`, and saves when it is due.
+///
+/// Every rank calls it.
+///
+/// # Errors
+/// On every rank: if the loss or the gradients are no numbers any more, or a checkpoint cannot be written; those of the
+/// model.
+pub fn train(ctx: &RankContext, job: &Job, mut show: impl FnMut(Made)) -> Result<Trained> {
+    let mut trainer = Trainer::new(ctx, job)?;
+    let (mut losses, mut seconds) = (Vec::new(), 0.0);
+    for step in job.steps() {
+        let made = trainer.step(step)?;
+        losses.push(made.loss);
+        seconds += made.seconds;
+        show(made);
+        if let Some(folder) = job.saves_after(step + 1) {
+            trainer.save(folder, step + 1)?;
+        }
+    }
+    let parameters = trainer.parameters.local_elem_count();
+    Ok(Trained { losses, seconds, parameters, peak_memory: memory::peak() })
+}
+
+/// One rank's part of a model that learns.
+pub struct Trainer<'a> {
+    job: &'a Job,
+    world: ProcessGroup,
+    mesh: DeviceMesh,
+    runtime: Runtime,
+    parameters: Parameters,
+    clip: ClipGradNorm,
+    optimiser: AdamW,
+}
+
+impl<'a> Trainer<'a> {
+    /// Builds this rank's part on the mesh of the job, and takes up what a checkpoint has.
+    ///
+    /// # Errors
+    /// Those of the model and its files.
+    pub fn new(ctx: &RankContext, job: &'a Job) -> Result<Self> {
+        let (recipe, pipeline) = (&job.recipe, job.pipeline);
+        let mesh = ctx.mesh(&[("pp", pipeline.pp), ("dp", pipeline.dp), ("tp", pipeline.tp)])?;
+        let (weights, plan, device) = (job.files.weights.clone(), Llama::training_plan("tp"), ctx.device());
+        let (seed, dtype) = (recipe.seed, recipe.dtype.into());
+        let vb = ShardedVarBuilder::from_weights(weights, seed, &mesh.axis("tp")?, plan, dtype, device)?;
+        let pipe = declare::learner(&job.files.config, recipe.seq_len, job.recompute, pipeline.stages())?;
+        let runtime = Runtime::new(&pipe, &pipeline.schedule()?, mesh.axis_group("pp")?, &vb, device)?;
+        // Replicas have read the same files.
+        let options = DataParallelOptions { start: Start::Verify, ..DataParallelOptions::default() };
+        let runtime = runtime.with_replicas(mesh.axis_group("dp")?, &options)?;
+        let parameters = vb.built();
+        let clip = |norm| -> Result<_> {
+            Ok(runtime.clip_grad_norm(parameters.clip_grad_norm(norm)?.error_if_nonfinite(true)))
+        };
+        // Without a bound the norm still tells whether the gradients are numbers.
+        let clip = clip(if recipe.clip_norm > 0.0 { recipe.clip_norm } else { f64::MAX })?;
+        // As Llama 2 was trained.
+        let weight_decay = recipe.weight_decay;
+        let params = ParamsAdamW { lr: recipe.rate.peak, beta1: 0.9, beta2: 0.95, eps: 1e-5, weight_decay };
+        let mut optimiser = match recipe.dtype {
+            DTypeName::F32 => AdamW::new(&parameters, params)?,
+            DTypeName::Bf16 | DTypeName::F16 => AdamW::with_master_weights(&parameters, params)?,
+        };
+        if let Some(state) = &job.optimiser {
+            optimiser.load(state)?;
+        }
+        Ok(Self { job, world: ctx.group().clone(), mesh, runtime, parameters, clip, optimiser })
+    }
+
+    /// What this rank holds.
+    pub fn parameters(&self) -> &Parameters {
+        &self.parameters
+    }
+
+    /// The mean loss of the whole batch of a step, and the gradients of what this rank holds, which are complete.
+    ///
+    /// # Errors
+    /// Those of the runtime.
+    pub fn gradients(&self, step: usize) -> Result<(f64, GradStore)> {
+        let (Job { recipe, accumulate, .. }, pipeline) = (self.job, self.job.pipeline);
+        let (replica, replicas) = (self.mesh.local_rank("dp")?, pipeline.dp);
+        let batch = self.job.text.batch(recipe, step, self.world.device())?;
+        let (mut accumulator, mut loss, mut first) = (GradAccumulator::default(), 0.0, 0);
+        for rows in microbatch_sizes(recipe.batch, *accumulate) {
+            let share = rows as f64 / recipe.batch as f64;
+            let part = batch.rows(first..first + rows)?;
+            let (cut, mut options) = part.part(replica, replicas, pipeline.microbatches, step as u64)?;
+            options.first_row += first;
+            first += rows;
+            let made = self.runtime.forward_backward(&cut, &options)?.step;
+            if let Ok(part) = made.loss() {
+                loss += share * f64::from(part.to_scalar::<f32>()?);
+            }
+            accumulator.add_weighted(&made.grads, share)?;
+        }
+        let mut grads = accumulator.mean()?;
+        self.parameters.reduce(&mut grads)?;
+        // One rank of each pipeline's tensor-parallel ranks has the loss, and knows its replica's share of the mean.
+        let losses = self.world.all_reduce(&Tensor::new(loss, self.world.device())?, ReduceOp::Sum)?;
+        Ok((losses.to_scalar::<f64>()? / (replicas * pipeline.tp) as f64, grads))
+    }
+
+    /// Makes a step.
+    ///
+    /// # Errors
+    /// If the loss or a gradient is no number, before anything is changed; those of the runtime.
+    pub fn step(&mut self, step: usize) -> Result<Made> {
+        let began = Instant::now();
+        let (loss, mut grads) = self.gradients(step)?;
+        let advice = "lower --lr, or raise --warmup";
+        if !loss.is_finite() {
+            bail!("training diverged: the loss of step {step} is {loss}; {advice}");
+        }
+        let clipped = self.clip.clip(&self.parameters.named_vars(), &mut grads);
+        clipped.with_context(|| format!("training diverged at step {step}; {advice}"))?;
+        let rate = self.job.recipe.rate.at(step);
+        self.optimiser.set_learning_rate(rate);
+        self.optimiser.step(&grads)?;
+        Ok(Made { step, loss, rate, seconds: began.elapsed().as_secs_f64() })
+    }
+
+    /// Saves the model and the optimiser's state after so many steps to a folder of its own in `at`.
+    ///
+    /// # Errors
+    /// On every rank alike, if it cannot be written. What was saved before stays.
+    pub fn save(&self, at: &Path, steps: usize) -> Result<()> {
+        let leads = self.world.rank() == 0;
+        let begun = if leads { folder::begin(at, steps) } else { Ok(folder::partial(at, steps)) };
+        let what = || format!("{}", folder::partial(at, steps).display());
+        let partial = agreed(&self.world, begun.with_context(what))?;
+        stage_files::write(&partial, "model", &self.world, &self.mesh, &self.parameters.named_tensors())?;
+        stage_files::write(&partial, OPTIMISER, &self.world, &self.mesh, &self.optimiser.state()?)?;
+        let finish = || -> Result<()> {
+            for name in ["config.json", "tokenizer.json"] {
+                folder::write(&partial.join(name), &std::fs::read(self.job.folder.join(name))?)?;
+            }
+            folder::write(&partial.join(STATE), &serde_json::to_vec_pretty(&self.job.state(steps))?)?;
+            Ok(folder::commit(at, steps, &partial)?)
+        };
+        agreed(&self.world, if leads { finish().with_context(what) } else { Ok(()) })
+    }
+}

@@ -1,0 +1,13 @@
+//! A Llama that learns: the numbers of plain candle on every mesh, before and after a stop.
+#![allow(clippy::unwrap_used)] // a panic is how a test fails
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod broken;
+mod crash;
+mod parity;
+mod plain;
+mod program;
+mod resume;
+mod support;

@@ -1,0 +1,58 @@
+//! Losses and gradients of every mesh against one device in plain candle.
+
+use examples::llama::config::Config;
+
+use crate::plain::Plain;
+use crate::support::{Place, assert_close, config};
+
+/// What f32 allows.
+const TOLERANCE: f64 = 1e-5;
+
+/// Trains on each of these meshes and compares losses and first gradients with plain candle's.
+fn agrees(case: &str, config: &Config, meshes: &[&str]) {
+    let place = Place::new(config);
+    let model = place.path("model");
+    let job = place.open("").unwrap();
+    let losses = Plain::new(config, &model).losses(&job).unwrap();
+    assert!(losses[5] < losses[0] - 0.1, "{case}: nothing was learned: {losses:?}");
+    let gradients = Plain::new(config, &model).first_gradients(&job);
+    for mesh in meshes {
+        let what = format!("{case} on {mesh}");
+        assert_close(&place.losses(mesh), &losses, TOLERANCE, &what);
+        let got = place.first_gradients(mesh);
+        assert!(got.keys().eq(gradients.keys()), "{what}: {:?}", got.keys());
+        for (name, want) in &gradients {
+            let wide = |values: &[f32]| values.iter().map(|&x| f64::from(x)).collect::<Vec<_>>();
+            assert_close(&wide(&got[name]), &wide(want), TOLERANCE, &format!("{what}: the gradient of {name}"));
+        }
+    }
+}
+
+#[test]
+fn tensor_and_data_parallel_ranks_learn_as_one_device() {
+    let meshes = [
+        "--tp 1",
+        "--tp 1 --accumulate 2 --microbatches 2",
+        "--tp 2 --recompute",
+        "--tp 3",
+        "--tp 1 --dp 3",
+        "--tp 2 --dp 2 --accumulate 2",
+    ];
+    agrees("grouped heads", &config(4, 2), &meshes);
+    agrees("one key head", &config(6, 1), &["--tp 1", "--tp 4", "--tp 2 --dp 2 --recompute"]);
+}
+
+#[test]
+fn stages_learn_as_one_device() {
+    let meshes = [
+        "--pp 2 --tp 1",
+        "--pp 2 --tp 2 --recompute",
+        "--pp 2 --tp 1 --dp 2 --schedule gpipe",
+        "--pp 3 --tp 1 --microbatches 5",
+        "--pp 2 --tp 1 --schedule interleaved-1f1b --microbatches 4",
+        "--pp 2 --tp 1 --schedule zbv --microbatches 2 --accumulate 2",
+    ];
+    agrees("grouped heads", &config(4, 2), &meshes);
+    let tied = Config { tie_word_embeddings: true, ..config(4, 2) };
+    agrees("a tied table", &tied, &["--tp 2", "--pp 2 --tp 1", "--pp 2 --tp 2", "--pp 2 --dp 2 --tp 1 --recompute"]);
+}

@@ -1,0 +1,98 @@
+//! A training that stops and goes on elsewhere.
+
+use std::collections::BTreeSet;
+use std::fs;
+
+use candle_core::{Device, safetensors};
+use candle_shard::Weights;
+use examples::llama::config::Config;
+use examples::llama::files::Files;
+
+use crate::support::{Place, assert_close, config};
+
+#[test]
+fn losses_go_on_on_another_mesh_as_if_nothing_had_happened() {
+    let tied = Config { tie_word_embeddings: true, ..config(4, 2) };
+    let cases = [
+        (&config(4, 2), "--dp 2 --tp 2", vec!["--tp 1", "--pp 2 --tp 1", "--tp 3 --recompute"]),
+        (&config(4, 2), "--pp 2 --tp 2", vec!["--tp 1 --dp 3", "--pp 3 --tp 1 --microbatches 2"]),
+        (&tied, "--pp 2 --tp 1", vec!["--tp 2", "--pp 2 --tp 2"]),
+    ];
+    for (config, from, onto) in cases {
+        let place = Place::new(config);
+        let want = place.losses("--tp 1");
+        // Stopped before its end: it saves each two steps, and the last checkpoint goes.
+        assert_close(&place.losses(&format!("{from} --save @saved --save-every 4")), &want, 1e-5, from);
+        fs::remove_dir_all(place.path("saved/step-00000006")).unwrap();
+        for mesh in onto {
+            let what = format!("{from}, then {mesh}");
+            assert_close(&place.losses(&format!("{mesh} --resume @saved")), &want[4..], 1e-5, &what);
+        }
+    }
+}
+
+#[test]
+fn sixteen_bits_go_on_bit_for_bit_and_learn_as_32_bits_do() {
+    let place = Place::new(&config(4, 2));
+    let f32 = place.losses("--tp 1");
+    let mesh = "--dp 2 --tp 2 --dtype bf16";
+    let whole = place.losses(&format!("{mesh} --save @saved --save-every 3"));
+    assert_close(&whole, &f32, 0.02, "bf16 beside f32");
+    let resumed = |mesh: &str| place.losses(&format!("{mesh} --resume @saved/step-00000003"));
+    assert_eq!(resumed("--dp 2 --tp 2"), whole[3..], "the same mesh, the same bits");
+    assert_close(&resumed("--pp 2 --tp 1"), &f32[3..], 0.02, "another mesh");
+}
+
+#[test]
+fn a_checkpoint_is_a_model_in_the_layout_of_the_hub() {
+    let config = config(4, 2);
+    let place = Place::new(&config);
+    let names: BTreeSet<String> = config.tensors().into_iter().map(|(name, _)| name).collect();
+    place.losses("--tp 2 --steps 1 --save @one");
+    let file = place.path("one/step-00000001/model.safetensors");
+    assert!(safetensors::load(file, &Device::Cpu).unwrap().into_keys().collect::<BTreeSet<_>>() == names);
+    place.losses("--pp 2 --tp 2 --steps 1 --save @two");
+    for file in ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"] {
+        let held = safetensors::load(place.path("two/step-00000001").join(file), &Device::Cpu).unwrap();
+        assert!(!held.is_empty() && held.keys().all(|name| names.contains(name)), "{file}: {:?}", held.keys());
+    }
+    for saved in ["one/step-00000001", "two/step-00000001"] {
+        let folder = place.path(saved);
+        assert_eq!(Files::open(&folder).unwrap().config, config);
+        let weights = Weights::open(&folder).unwrap();
+        assert!(weights.names().eq(names.iter()), "{saved}");
+        // It learns on as any model does, from the first step.
+        assert_eq!(place.losses(&format!("--tp 1 --model @{saved} --steps 1")).len(), 1);
+    }
+}
+
+#[test]
+fn what_does_not_go_on_where_it_stopped_is_refused() {
+    let place = Place::new(&config(4, 2));
+    place.losses("--tp 1 --save @saved --save-every 3");
+    let refused = |flags: &str| format!("{:#}", place.open(flags).unwrap_err());
+    let cases = [
+        ("--resume @saved", vec!["--steps 6", "nothing left"]),
+        ("--resume @saved --steps 9 --batch 6", vec!["--batch 6", "5"]),
+        ("--resume @saved --steps 9 --seq-len 8", vec!["--seq-len 8", "7"]),
+        ("--resume @saved --steps 9 --seed 1", vec!["--seed 1"]),
+        ("--resume @saved --steps 9 --dtype bf16", vec!["--dtype bf16", "f32"]),
+        ("--resume @saved --steps 9 --dp 3 --microbatches 2 --tp 1", vec!["--batch 5", "6"]),
+        ("--resume @saved --steps 9 --pp 6 --tp 1 --microbatches 5", vec!["--pp 6", "stages"]),
+        ("--resume @saved/step-00000003 --save @saved", vec!["step 6", "another folder"]),
+        ("--resume @model", vec!["model", "holds no checkpoint"]),
+        ("--tp 1 --save @saved", vec!["step 6", "--resume"]),
+        ("--tp 1 --seq-len 33", vec!["--seq-len 33", "32"]),
+    ];
+    for (flags, wanted) in cases {
+        let said = refused(flags);
+        assert!(wanted.iter().all(|want| said.contains(want)), "{flags}: {said}, want {wanted:?}");
+    }
+    fs::write(place.path("text"), "Another text, which is as long as it has to be.").unwrap();
+    assert!(refused("--resume @saved --steps 9").contains("--train is another text"));
+    // More steps on the same text are fine, and so are other numbers of what may change.
+    let place = Place::new(&config(4, 2));
+    place.losses("--tp 1 --save @saved");
+    assert_eq!(place.losses("--tp 1 --resume @saved --steps 8 --lr 0.001 --save @saved").len(), 2);
+    assert!(place.path("saved/step-00000008/training.json").exists());
+}
