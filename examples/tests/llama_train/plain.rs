@@ -24,7 +24,7 @@ impl Plain {
 
     /// The mean loss of a step's batch.
     fn loss(&self, job: &Job, step: usize) -> Result<Tensor> {
-        let batch = job.text.batch(&job.recipe, step)?;
+        let batch = job.text.batch(&job.recipe, step, &Device::Cpu)?;
         let logits = self.logits(&batch.tokens)?.flatten_to(1)?;
         candle_nn::loss::cross_entropy(&logits, &batch.targets.flatten_all()?)
     }
