@@ -25,8 +25,3 @@ pub mod toy;
 #[cfg(doctest)]
 #[doc = include_str!("../../README.md")]
 pub struct Readme;
-
-/// What the README says compiles and runs.
-#[cfg(doctest)]
-#[doc = include_str!("../../README.md")]
-struct Readme;
