@@ -1,6 +1,9 @@
 //! Losses and gradients of every mesh against one device in plain candle.
 
+use candle_dist::{Op, comm};
 use examples::llama::config::Config;
+use examples::llama::train::trainer::Trainer;
+use test_utils::on_ranks;
 
 use crate::plain::Plain;
 use crate::support::{Place, assert_close, config};
@@ -84,4 +87,23 @@ fn fully_sharded_ranks_learn_as_one_device() {
     let tied = Config { tie_word_embeddings: true, ..config(4, 2) };
     let meshes = ["--dp 2 --tp 2", "--pp 2 --dp 2 --tp 1", "--pp 2 --dp 2 --tp 1 --schedule zb-h1"];
     agrees("a tied table", &tied, &meshes);
+}
+
+#[test]
+fn a_unit_is_gathered_once_on_each_way_also_where_it_is_recomputed() {
+    let config = config(4, 2);
+    let place = Place::new(&config);
+    // The layers, the table and the output layer.
+    let units = config.num_hidden_layers + 2;
+    for flags in ["", " --recompute"] {
+        let mesh = format!("--dp 2 --tp 1 --batch 4 --fsdp{flags}");
+        let job = place.open(&mesh).unwrap();
+        let counts = on_ranks(job.pipeline.world(), &mesh, move |ctx| -> anyhow::Result<_> {
+            let trainer = Trainer::new(ctx, &job)?;
+            let (made, record) = comm::record(|| trainer.gradients(0));
+            made?;
+            Ok([Op::AllGather, Op::ReduceScatter].map(|op| record.get(op).count))
+        });
+        assert!(counts.iter().all(|&counts| counts == [2 * units, units]), "{mesh}: {counts:?}");
+    }
 }
