@@ -1,7 +1,10 @@
-//! The decoder declared as a pipeline whose stages are cut over another mesh axis.
+//! The decoder declared as a pipeline whose stages are cut over other mesh axes.
 //!
-//! It has a node for the table, for each layer, for the last norm and for the output layer. Between nodes are whole
-//! tensors: what is done to them on the way into a mesh and out of it is in `enter` and `leave` alone.
+//! It has a node for the table, for each layer, for the last norm and for the output layer. Between nodes are tensors that
+//! are whole on all axes but "dp", if the mesh has one, on which each rank has its rows: what is done to them on the way
+//! into a mesh and out of it is in `enter` and `leave` alone.
+//!
+//! Layers, the table and the output layer are units, whose parameters a builder may shard fully over "dp".
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -10,6 +13,7 @@ use std::sync::Arc;
 use candle_core::{DType, Tensor};
 use candle_dist::DeviceMesh;
 use candle_pipe::{Balanced, In, Pipe, PipeBuilder, Reduction, Result, Share, StageOp, Value, ValueId, stage_op};
+use candle_shard::fsdp::FullyShard;
 use candle_shard::nn::{Embedding, Linear, RmsNorm, ShardedVarBuilder, checkpoint};
 use candle_shard::{DTensor, Placements, Replicate, Shard};
 
@@ -23,6 +27,9 @@ pub type LlamaPipe = Pipe<ShardedVarBuilder>;
 
 /// The name of the table, which a tied output layer has in common with the input.
 const TABLE: &str = "model.embed_tokens.weight";
+
+/// The mesh axis whose ranks have rows of their own.
+const ROWS: &str = "dp";
 
 /// The model that writes: `logits` `[1, vocabulary]` of what follows the last of `tokens` `[1, tokens]`, which follow
 /// those before; up to `longest` of them together.
@@ -38,7 +45,7 @@ pub fn writer(config: &Config, longest: usize, stages: usize) -> Result<LlamaPip
         move |h: &DTensor| {
             let mut cache = cache.borrow_mut();
             cache.check(h.dims()[1])?;
-            let y = layer.forward(h, &angles, Some(cache.past(0)))?;
+            let y = layer.run(|layer| layer.forward(h, &angles, Some(cache.past(0))))?;
             cache.advance(h.dims()[1]);
             Ok(y)
         }
@@ -62,13 +69,15 @@ pub fn learner(config: &Config, longest: usize, recompute: bool, stages: usize) 
     let (tokens, targets) = (model.g.input("tokens", In::Arg), model.g.input("targets", In::Arg));
     let h = model.embed(tokens);
     let h = model.layers(h, longest, move |layer, angles| {
-        let layer = Arc::new(layer);
-        move |h: &DTensor| match recompute {
-            true => {
-                let (layer, angles) = (layer.clone(), angles.clone());
-                checkpoint(h, move |h| layer.forward(h, &angles, None))
-            }
-            false => layer.forward(h, &angles, None),
+        // A unit around what is recomputed gathers once in the backward pass.
+        move |h: &DTensor| {
+            layer.run(|layer| match recompute {
+                true => {
+                    let (layer, angles) = (layer.clone(), angles.clone());
+                    checkpoint(h, move |h| layer.forward(h, &angles, None))
+                }
+                false => layer.forward(h, &angles, None),
+            })
         }
     });
     let h = model.norm(h, |h| Ok(h.clone()));
@@ -77,16 +86,25 @@ pub fn learner(config: &Config, longest: usize, recompute: bool, stages: usize) 
     model.cut(stages)
 }
 
-/// A tensor that every rank of a stage has, on the mesh of the stage.
+/// How tensors with so many dims lie between nodes: cut by rows on the axis of rows, whole on all others.
+fn between(mesh: &DeviceMesh, dims: usize) -> Placements {
+    mesh.names().iter().map(|name| if name == ROWS && dims > 0 { Shard(0) } else { Replicate }).collect()
+}
+
+/// A tensor between nodes on the mesh of its stage, of which each rank has as many rows as any other.
 fn enter(value: &Value, mesh: &DeviceMesh) -> Result<DTensor> {
-    let whole = value.tensor()?;
-    let everywhere = Placements::from_elem(Replicate, mesh.ndim());
-    Ok(DTensor::from_local(whole.clone(), mesh, &everywhere, whole.shape())?)
+    let local = value.tensor()?;
+    let mut dims = local.dims().to_vec();
+    if let (Some(rows), Ok(ranks)) = (dims.first_mut(), mesh.size_of(ROWS)) {
+        *rows *= ranks;
+    }
+    Ok(DTensor::from_local(local.clone(), mesh, &between(mesh, dims.len()), dims)?)
 }
 
 /// What [`enter`] takes, of a tensor of the mesh.
 fn leave(tensor: &DTensor) -> Result<Value> {
-    Ok(tensor.full_tensor()?.into())
+    let placements = between(tensor.mesh(), tensor.rank());
+    Ok(tensor.redistribute(&placements)?.to_local_with_grad(&placements)?.into())
 }
 
 /// A model that is being declared.
@@ -110,12 +128,12 @@ impl Declaration {
     fn embed(&mut self, tokens: ValueId) -> ValueId {
         let (config, is_tied) = (self.config.clone(), self.tied.is_some());
         let build = move |vb: &ShardedVarBuilder| {
-            let own = (!is_tied).then(|| table(&config, vb)).transpose()?;
+            let own = (!is_tied).then(|| FullyShard::new(vb, |vb| table(&config, vb))).transpose()?;
             let (config, vb) = (config.clone(), vb.clone());
             Ok(stage_op(move |xs, _| {
                 let tokens = enter(&xs[0], vb.mesh())?;
                 let h = match &own {
-                    Some(own) => own.forward(&tokens)?,
+                    Some(own) => own.run(|own| own.forward(&tokens))?,
                     None => Embedding::tied(&shared(xs, &config, &vb)?, &vb)?.forward(&tokens)?,
                 };
                 Ok(vec![leave(&h)?])
@@ -127,14 +145,14 @@ impl Declaration {
     /// All layers, each of which `run` makes a function of hidden states.
     fn layers<F, R>(&mut self, mut h: ValueId, longest: usize, run: F) -> ValueId
     where
-        F: Fn(Layer, Angles) -> R + Clone + Send + Sync + 'static,
+        F: Fn(FullyShard<Arc<Layer>>, Angles) -> R + Clone + Send + Sync + 'static,
         R: Fn(&DTensor) -> candle_shard::Result<DTensor> + 'static,
     {
         for i in 0..self.config.num_hidden_layers {
             let (config, run) = (self.config.clone(), run.clone());
             let build = move |vb: &ShardedVarBuilder| {
-                let (layer, angles) = (Layer::new(&config, vb)?, Angles::new(&config, longest, vb)?);
-                Ok(hidden(vb, run(layer, angles)))
+                let layer = FullyShard::new(vb, |vb| Ok(Arc::new(Layer::new(&config, vb)?)))?;
+                Ok(hidden(vb, run(layer, Angles::new(&config, longest, vb)?)))
             };
             h = self.g.module(&format!("model.layers.{i}"), build, [h]);
         }
@@ -155,16 +173,18 @@ impl Declaration {
     fn head(&mut self, h: ValueId, others: &[ValueId], end: End) -> ValueId {
         let (config, is_tied, last) = (self.config.clone(), self.tied.is_some(), others.len());
         let build = move |vb: &ShardedVarBuilder| {
-            let own = (!is_tied).then(|| Linear::new(config.hidden_size, config.vocab_size, false, vb)).transpose()?;
+            let own = |vb: &_| Linear::new(config.hidden_size, config.vocab_size, false, vb);
+            let own = (!is_tied).then(|| FullyShard::new(vb, own)).transpose()?;
             let (config, vb) = (config.clone(), vb.clone());
             Ok(stage_op(move |xs, _| {
                 let h = enter(&xs[0], vb.mesh())?;
-                let logits = match &own {
-                    Some(own) => own.forward(&h)?,
-                    None => Linear::tied(&shared(xs, &config, &vb)?, &vb)?.forward(&h)?,
-                };
                 let others: Vec<DTensor> = xs[1..=last].iter().map(|x| enter(x, vb.mesh())).collect::<Result<_>>()?;
-                Ok(vec![leave(&end(&logits.to_dtype(DType::F32)?, &others)?)?])
+                let end = |head: &Linear| end(&head.forward(&h)?.to_dtype(DType::F32)?, &others);
+                let made = match &own {
+                    Some(own) => own.run(end)?,
+                    None => end(&Linear::tied(&shared(xs, &config, &vb)?, &vb)?)?,
+                };
+                Ok(vec![leave(&made)?])
             }))
         };
         self.g.module("lm_head", build, [h].into_iter().chain(others.iter().copied()).chain(self.tied))
@@ -186,8 +206,14 @@ fn table(config: &Config, vb: &ShardedVarBuilder) -> candle_shard::Result<Embedd
 
 /// The tied table, from this rank's shard of it, which is a node's last input.
 fn shared(xs: &[Value], config: &Config, vb: &ShardedVarBuilder) -> Result<DTensor> {
-    let shard: &Tensor = xs[xs.len() - 1].tensor()?;
-    Ok(DTensor::from_local(shard.clone(), vb.mesh(), &[Shard(0)], (config.vocab_size, config.hidden_size))?)
+    let (shard, mesh): (&Tensor, _) = (xs[xs.len() - 1].tensor()?, vb.mesh());
+    let cut: Placements = mesh.names().iter().map(|name| if name == ROWS { Replicate } else { Shard(0) }).collect();
+    let table = DTensor::from_local(shard.clone(), mesh, &cut, (config.vocab_size, config.hidden_size))?;
+    // Of its gradient each rank finds the share of its rows, as of all parameters outside of units.
+    match mesh.axis_index(ROWS) {
+        Ok(axis) => Ok(table.varying_on(axis)?),
+        Err(_) => Ok(table),
+    }
 }
 
 /// A node from hidden states to hidden states.

@@ -81,6 +81,21 @@ fn recomputing_takes_less_memory_for_the_same_losses() {
 }
 
 #[test]
+fn fully_sharded_ranks_hold_pieces() {
+    let place = Place::new(&config(4, 2));
+    let held = |flags: &str| -> Vec<u64> {
+        let report = trained(&place, &format!("--tp 1 --steps 1 --batch 4 --seq-len 16 {flags}"));
+        report["parameters"].as_array().unwrap().iter().map(|count| count.as_u64().unwrap()).collect()
+    };
+    let (whole, pieces) = (held("--dp 4"), held("--dp 4 --fsdp"));
+    // All but the last norm is cut.
+    let norm = config(4, 2).hidden_size as u64;
+    assert!(whole.iter().all(|&count| count == whole[0]), "{whole:?}");
+    assert_eq!(pieces.iter().sum::<u64>(), whole[0] + 3 * norm);
+    assert!(pieces.iter().all(|&count| count * 3 < whole[0]), "{pieces:?} of {whole:?}");
+}
+
+#[test]
 fn flags_that_cannot_work_are_refused_in_one_sentence() {
     let place = Place::new(&config(4, 2));
     let book = place.path("text");
@@ -103,6 +118,10 @@ fn flags_that_cannot_work_are_refused_in_one_sentence() {
             (&["--decay", "square"], &["square", "cosine"]),
             (&["--schedule", "zb"], &["zb"]),
             (&["--batch", "5", "--dp", "3", "--accumulate", "2"], &["--batch 5", "--dp 3", "--accumulate 2", "6"]),
+            (
+                &["--batch", "6", "--dp", "2", "--accumulate", "2", "--fsdp"],
+                &["--batch 6", "--dp 2", "--accumulate 2", "--fsdp", "4"],
+            ),
             (&["--dp", "200", "--pp", "2"], &["--dp 200", "256"]),
             (&["--save-every", "2"], &["--save"]),
             (&["--prompt", "Once"], &["--prompt", "--train"]),
@@ -115,7 +134,11 @@ fn flags_that_cannot_work_are_refused_in_one_sentence() {
     );
     refuses(
         llama,
-        &[(&["--steps", "3"], &["--train"]), (&["--train", "nowhere"], &["--train nowhere", "cannot be read"])],
+        &[
+            (&["--steps", "3"], &["--train"]),
+            (&["--fsdp"], &["--train"]),
+            (&["--train", "nowhere"], &["--train nowhere", "cannot be read"]),
+        ],
     );
     fs::write(place.path("text"), "short").unwrap();
     refuses(train, &[(&[], &["5 tokens", "129"])]);

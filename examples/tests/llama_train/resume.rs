@@ -19,15 +19,33 @@ fn losses_go_on_on_another_mesh_as_if_nothing_had_happened() {
         (&tied, "--pp 2 --tp 1", vec!["--tp 2", "--pp 2 --tp 2"]),
     ];
     for (config, from, onto) in cases {
-        let place = Place::new(config);
-        let want = place.losses("--tp 1");
-        // Stopped before its end: it saves each two steps, and the last checkpoint goes.
-        assert_close(&place.losses(&format!("{from} --save @saved --save-every 4")), &want, 1e-5, from);
-        fs::remove_dir_all(place.path("saved/step-00000006")).unwrap();
-        for mesh in onto {
-            let what = format!("{from}, then {mesh}");
-            assert_close(&place.losses(&format!("{mesh} --resume @saved")), &want[4..], 1e-5, &what);
-        }
+        goes_on(config, "", from, &onto);
+    }
+}
+
+/// Stops on one mesh and goes on on others.
+fn goes_on(config: &Config, batch: &str, from: &str, onto: &[&str]) {
+    let place = Place::new(config);
+    let want = place.losses(&format!("--tp 1 {batch}"));
+    // Stopped before its end: it saves after four steps, and the last checkpoint goes.
+    assert_close(&place.losses(&format!("{from} {batch} --save @saved --save-every 4")), &want, 1e-5, from);
+    fs::remove_dir_all(place.path("saved/step-00000006")).unwrap();
+    for mesh in onto {
+        let what = format!("{from}, then {mesh}");
+        assert_close(&place.losses(&format!("{mesh} --resume @saved")), &want[4..], 1e-5, &what);
+    }
+}
+
+#[test]
+fn what_was_fully_sharded_goes_on_whole_and_what_was_whole_fully_sharded() {
+    let tied = Config { tie_word_embeddings: true, ..config(4, 2) };
+    let cases = [
+        (&config(4, 2), "--dp 4 --tp 1 --fsdp", vec!["--tp 2", "--pp 2 --dp 2 --tp 1 --fsdp"]),
+        (&config(4, 2), "--tp 2", vec!["--dp 4 --tp 1 --fsdp", "--dp 2 --tp 2 --fsdp --recompute"]),
+        (&tied, "--pp 2 --dp 2 --tp 1 --fsdp", vec!["--tp 1", "--dp 2 --tp 2 --fsdp"]),
+    ];
+    for (config, from, onto) in cases {
+        goes_on(config, "--batch 4", from, &onto);
     }
 }
 
@@ -41,6 +59,15 @@ fn sixteen_bits_go_on_bit_for_bit_and_learn_as_32_bits_do() {
     let resumed = |mesh: &str| place.losses(&format!("{mesh} --resume @saved/step-00000003"));
     assert_eq!(resumed("--dp 2 --tp 2"), whole[3..], "the same mesh, the same bits");
     assert_close(&resumed("--pp 2 --tp 1"), &f32[3..], 0.02, "another mesh");
+
+    let place = Place::new(&config(4, 2));
+    let f32 = place.losses("--tp 1 --batch 4");
+    let mesh = "--dp 2 --tp 2 --fsdp";
+    let whole = place.losses(&format!("{mesh} --batch 4 --dtype bf16 --save @saved --save-every 3"));
+    assert_close(&whole, &f32, 0.02, "fully sharded bf16 beside f32");
+    let resumed = |mesh: &str| place.losses(&format!("{mesh} --resume @saved/step-00000003"));
+    assert_eq!(resumed(mesh), whole[3..], "fully sharded, the same mesh, the same bits");
+    assert_close(&resumed("--pp 2 --tp 1"), &f32[3..], 0.02, "another mesh, whole");
 }
 
 #[test]
@@ -78,6 +105,7 @@ fn what_does_not_go_on_where_it_stopped_is_refused() {
         ("--resume @saved --steps 9 --seed 1", vec!["--seed 1"]),
         ("--resume @saved --steps 9 --dtype bf16", vec!["--dtype bf16", "f32"]),
         ("--resume @saved --steps 9 --dp 3 --microbatches 2 --tp 1", vec!["--batch 5", "6"]),
+        ("--resume @saved --steps 9 --dp 2 --tp 1 --fsdp", vec!["--batch 5", "--dp 2", "--fsdp", "2."]),
         ("--resume @saved --steps 9 --pp 6 --tp 1 --microbatches 5", vec!["--pp 6", "stages"]),
         ("--resume @saved/step-00000003 --save @saved", vec!["step 6", "another folder"]),
         ("--resume @model", vec!["model", "holds no checkpoint"]),

@@ -55,6 +55,10 @@ pub struct TrainArgs {
     #[arg(long, value_name = "N", default_value_t = 1, requires = "train")]
     pub dp: usize,
 
+    /// Cut parameters, gradients and the optimiser's state over --dp, where each layer is whole only while it runs
+    #[arg(long, requires = "train")]
+    pub fsdp: bool,
+
     /// The order in which stages compute: one of those that `--bin schedules` draws
     #[arg(long, value_name = "NAME", default_value = "1f1b", requires = "train")]
     pub schedule: ScheduleKind,
@@ -157,7 +161,7 @@ impl TrainArgs {
         Ok(())
     }
 
-    /// Checks that there are sequences for all parts of the batch.
+    /// Checks that there are sequences for all parts of the batch, equally many where replicas compute together.
     ///
     /// # Errors
     /// A sentence that names the flags, their values and a remedy.
@@ -169,6 +173,11 @@ impl TrainArgs {
         require!(
             batch >= parts,
             "--batch {batch} has too few sequences for --dp {dp} × --microbatches {microbatches} × --accumulate {accumulate}: give at least {parts}."
+        );
+        require!(
+            !self.fsdp || dp == 1 || batch.is_multiple_of(dp * accumulate),
+            "--batch {batch} does not divide evenly over --dp {dp} × --accumulate {accumulate}, as it must with --fsdp: give a multiple of {}.",
+            dp * accumulate
         );
         Ok(())
     }

@@ -27,6 +27,8 @@ pub struct Job {
     pub text: Text,
     /// The mesh and the schedule.
     pub pipeline: Pipeline,
+    /// Whether parameters are cut over the replicas.
+    pub fsdp: bool,
     /// Parts of the batch that are run one after the other.
     pub accumulate: usize,
     /// Whether layers compute again instead of keeping.
@@ -78,8 +80,8 @@ impl Job {
             folder::check(save, start)?;
         }
         let save = flags.save.clone().map(|save| (save, flags.save_every.unwrap_or(recipe.rate.steps)));
-        let (accumulate, recompute) = (flags.accumulate, flags.recompute);
-        Ok(Self { files, folder, recipe, text, pipeline, accumulate, recompute, save, start, optimiser })
+        let (fsdp, accumulate, recompute) = (flags.fsdp, flags.accumulate, flags.recompute);
+        Ok(Self { files, folder, recipe, text, pipeline, fsdp, accumulate, recompute, save, start, optimiser })
     }
 
     /// The steps to make.

@@ -11,7 +11,8 @@ use serde_json::json;
 use super::folder;
 use crate::launch::agreed;
 
-/// Writes the tensors that each rank of the mesh `("pp", "dp", "tp")` has a part of, each to one place.
+/// Writes the tensors that each rank of the mesh `("pp", "dp", "tp")` has a part of, each to one place; they lie on its axes
+/// of the mesh `model`.
 ///
 /// Every rank of `world` calls it, and rank 0 makes the index.
 ///
@@ -21,7 +22,7 @@ pub(super) fn write(
     at: &Path,
     name: &str,
     world: &ProcessGroup,
-    mesh: &DeviceMesh,
+    [mesh, model]: [&DeviceMesh; 2],
     tensors: &[(String, DTensor)],
 ) -> Result<()> {
     let stages = mesh.axis_group("pp")?;
@@ -38,9 +39,9 @@ pub(super) fn write(
     let own = tensors.iter().filter(|(name, _)| owners.get(name).is_some_and(|(stage, _)| *stage == stages.rank()));
     let own: Vec<(&str, DTensor)> = own.map(|(name, tensor)| (name.as_str(), tensor.clone())).collect();
     let write = || -> Result<()> {
-        // Replicas have the same.
-        if mesh.local_rank("dp")? == 0 {
-            checkpoint::export(at.join(file(name, stages.rank(), stages.size())), &mesh.axis("tp")?, &own)?;
+        // Replicas have the same, unless the tensors are cut over them.
+        if mesh.local_rank("dp")? == 0 || model.axis_index("dp").is_ok() {
+            checkpoint::export(at.join(file(name, stages.rank(), stages.size())), model, &own)?;
         }
         if world.rank() == 0 && stages.size() > 1 {
             let total: usize = owners.values().map(|(_, bytes)| bytes).sum();

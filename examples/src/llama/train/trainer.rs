@@ -4,14 +4,15 @@ use std::path::Path;
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
-use candle_core::Tensor;
 use candle_core::backprop::GradStore;
+use candle_core::{DType, Tensor};
 use candle_dist::{
     ClipGradNorm, DataParallelOptions, DeviceMesh, GradAccumulator, ProcessGroup, RankContext, ReduceOp, Start,
 };
 use candle_nn::ParamsAdamW;
 use candle_pipe::Runtime;
 use candle_pipe::microbatch::microbatch_sizes;
+use candle_shard::fsdp::FullyShardOptions;
 use candle_shard::nn::{AdamW, Parameters, ShardedVarBuilder};
 use serde::{Deserialize, Serialize};
 
@@ -78,6 +79,8 @@ pub struct Trainer<'a> {
     job: &'a Job,
     world: ProcessGroup,
     mesh: DeviceMesh,
+    /// The axes of it that parameters lie on.
+    model: DeviceMesh,
     runtime: Runtime,
     parameters: Parameters,
     clip: ClipGradNorm,
@@ -94,12 +97,20 @@ impl<'a> Trainer<'a> {
         let mesh = ctx.mesh(&[("pp", pipeline.pp), ("dp", pipeline.dp), ("tp", pipeline.tp)])?;
         let (weights, plan, device) = (job.files.weights.clone(), Llama::training_plan("tp"), ctx.device());
         let (seed, dtype) = (recipe.seed, recipe.dtype.into());
-        let vb = ShardedVarBuilder::from_weights(weights, seed, &mesh.axis("tp")?, plan, dtype, device)?;
+        let model = mesh.axes(if job.fsdp { &["dp", "tp"] } else { &["tp"] })?;
+        let mut vb = ShardedVarBuilder::from_weights(weights, seed, &model, plan, dtype, device)?;
+        if job.fsdp {
+            let options = FullyShardOptions { reduce_dtype: Some(DType::F32), ..FullyShardOptions::default() };
+            vb = vb.fully_shard("dp", options)?;
+        }
         let pipe = declare::learner(&job.files.config, recipe.seq_len, job.recompute, pipeline.stages())?;
-        let runtime = Runtime::new(&pipe, &pipeline.schedule()?, mesh.axis_group("pp")?, &vb, device)?;
-        // Replicas have read the same files.
-        let options = DataParallelOptions { start: Start::Verify, ..DataParallelOptions::default() };
-        let runtime = runtime.with_replicas(mesh.axis_group("dp")?, &options)?;
+        let mut runtime = Runtime::new(&pipe, &pipeline.schedule()?, mesh.axis_group("pp")?, &vb, device)?;
+        // Where parameters are cut over the replicas, gradients are those of the whole batch.
+        if !job.fsdp {
+            // Replicas have read the same files.
+            let options = DataParallelOptions { start: Start::Verify, ..DataParallelOptions::default() };
+            runtime = runtime.with_replicas(mesh.axis_group("dp")?, &options)?;
+        }
         let parameters = vb.built();
         let clip = |norm| -> Result<_> {
             Ok(runtime.clip_grad_norm(parameters.clip_grad_norm(norm)?.error_if_nonfinite(true)))
@@ -116,7 +127,7 @@ impl<'a> Trainer<'a> {
         if let Some(state) = &job.optimiser {
             optimiser.load(state)?;
         }
-        Ok(Self { job, world: ctx.group().clone(), mesh, runtime, parameters, clip, optimiser })
+        Ok(Self { job, world: ctx.group().clone(), mesh, model, runtime, parameters, clip, optimiser })
     }
 
     /// What this rank holds.
@@ -147,7 +158,7 @@ impl<'a> Trainer<'a> {
         }
         let mut grads = accumulator.mean()?;
         self.parameters.reduce(&mut grads)?;
-        // One rank of each pipeline's tensor-parallel ranks has the loss, and knows its replica's share of the mean.
+        // All ranks of the last stages have a loss: their replica's share of the mean, or the mean if they compute together.
         let losses = self.world.all_reduce(&Tensor::new(loss, self.world.device())?, ReduceOp::Sum)?;
         Ok((losses.to_scalar::<f64>()? / (replicas * pipeline.tp) as f64, grads))
     }
@@ -180,8 +191,11 @@ impl<'a> Trainer<'a> {
         let begun = if leads { folder::begin(at, steps) } else { Ok(folder::partial(at, steps)) };
         let what = || format!("{}", folder::partial(at, steps).display());
         let partial = agreed(&self.world, begun.with_context(what))?;
-        stage_files::write(&partial, "model", &self.world, &self.mesh, &self.parameters.named_tensors())?;
-        stage_files::write(&partial, OPTIMISER, &self.world, &self.mesh, &self.optimiser.state()?)?;
+        let write = |name, tensors: Vec<_>| {
+            stage_files::write(&partial, name, &self.world, [&self.mesh, &self.model], &tensors)
+        };
+        write("model", self.parameters.named_tensors())?;
+        write(OPTIMISER, self.optimiser.state()?)?;
         let finish = || -> Result<()> {
             for name in ["config.json", "tokenizer.json"] {
                 folder::write(&partial.join(name), &std::fs::read(self.job.folder.join(name))?)?;
