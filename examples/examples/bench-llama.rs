@@ -2,10 +2,11 @@
 //!
 //! candle settles its threads once for a process, so each measurement is a process of its own.
 
+use std::hint::black_box;
 use std::path::Path;
 use std::process::{Command, ExitCode};
 use std::time::Instant;
-use std::{env, fs};
+use std::{env, fs, thread};
 
 use anyhow::{Context, ensure};
 use candle_core::{DType, Device, Tensor};
@@ -117,8 +118,14 @@ fn run(args: &Args) -> anyhow::Result<()> {
     let parameters = config.tensors().iter().map(|(_, shape)| shape.iter().product::<usize>()).sum::<usize>();
     println!("{} layers of {}, {} M parameters, {:?}", args.layers, args.hidden, parameters / 1_000_000, args.dtype);
 
+    let bytes = parameters * DType::from(args.dtype).size_in_bytes();
+    let weights = vec![1u64; bytes / size_of::<u64>()];
+    let mut reading = [1, 2].map(|threads| (threads, Vec::new()));
     let mut times = Side::ALL.map(|_| (Vec::new(), Vec::new()));
     for _ in 0..args.rounds {
+        for (threads, seconds) in &mut reading {
+            seconds.push(read(&weights, *threads));
+        }
         for ((side, _), (first, each)) in Side::ALL.iter().zip(&mut times) {
             let made = child(*side, scratch.path())?;
             first.push(made.first);
@@ -127,16 +134,39 @@ fn run(args: &Args) -> anyhow::Result<()> {
     }
     let times = times.map(|(mut first, mut each)| Times { first: median(&mut first), each: median(&mut each) });
     let mut rows = table(&["side"], &["prompt, ms", "tokens/s", "of 1 rank"]);
+    let alone = times[0].each;
     for ((_, name), made) in Side::ALL.iter().zip(&times) {
         rows.add_row(vec![
             (*name).into(),
             number(format!("{:.1}", made.first * 1e3)),
             number(format!("{:.1}", 1.0 / made.each)),
-            number(format!("{:.2}", times[0].each / made.each)),
+            number(format!("{:.2}", alone / made.each)),
+        ]);
+    }
+    // What no program can beat: a token needs all weights once.
+    for (threads, mut seconds) in reading {
+        let each = median(&mut seconds);
+        let name = format!("reading as many bytes, {threads} thread(s)");
+        rows.add_row(vec![
+            name.into(),
+            number(""),
+            number(format!("{:.1}", 1.0 / each)),
+            number(format!("{:.2}", alone / each)),
         ]);
     }
     println!("{rows}");
     Ok(())
+}
+
+/// The seconds that so many threads take to read all of `weights`.
+fn read(weights: &[u64], threads: usize) -> f64 {
+    let began = Instant::now();
+    thread::scope(|scope| {
+        for part in weights.chunks(weights.len().div_ceil(threads).max(1)) {
+            scope.spawn(move || black_box(part.iter().fold(0u64, |sum, x| sum.wrapping_add(*x))));
+        }
+    });
+    began.elapsed().as_secs_f64()
 }
 
 /// Runs this program for one side.
