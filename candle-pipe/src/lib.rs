@@ -10,7 +10,7 @@
 //! // What a step costs is known before it runs: here 4 ranks, 8 microbatches, 2 stages a rank.
 //! let schedule = ScheduleKind::Zbv.schedule(4, 8, 2)?;
 //! let timeline = schedule.simulate(&Edges::chain(8), &Costs::per_rank(schedule.stage_ranks(), 1.0, 1.0, 1.0))?;
-//! assert_eq!((timeline.makespan(), timeline.bubble_span()), (25.5, 0.0)); // no rank waits in its own step
+//! assert_eq!((timeline.makespan(), timeline.bubble_span()), (25.5, 0.0)); // no rank idle once it has begun
 //! # Ok::<(), candle_pipe::Error>(())
 //! ```
 //!

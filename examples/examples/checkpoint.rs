@@ -1,5 +1,7 @@
 //! A checkpoint of four ranks, with which two ranks of another layout and one rank train on as if nothing had happened.
 
+use std::path::Path;
+
 use anyhow::{Result, ensure};
 use candle_core::{DType, Device};
 use candle_dist::World;
@@ -8,7 +10,6 @@ use candle_shard::nn::{AdamW, Linear, ShardedVarBuilder};
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
 use candle_shard::random::{Distribution, Stream, sample_full};
 use candle_shard::{DTensor, Replicate, checkpoint};
-use std::path::Path;
 
 /// Steps before the checkpoint, and as many after it.
 const STEPS: usize = 3;

@@ -1,6 +1,6 @@
 //! Data parallelism: each of two ranks has the whole model and half of the batch; they train as one device on all of it.
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_dist::{DataParallel, DataParallelOptions, World, comm};
@@ -25,7 +25,7 @@ fn numbers(seed: u64, name: &str, dims: &[usize]) -> Result<Tensor> {
 
 impl Mlp {
     fn new(seed: u64) -> Result<Self> {
-        let var = |name: &str, dims: &[usize]| Var::from_tensor(&numbers(seed, name, dims)?).context("a variable");
+        let var = |name: &str, dims: &[usize]| -> Result<Var> { Ok(Var::from_tensor(&numbers(seed, name, dims)?)?) };
         let (up, up_bias) = (var("up.weight", &[32, 4])?, var("up.bias", &[32])?);
         let (down, down_bias) = (var("down.weight", &[1, 32])?, var("down.bias", &[1])?);
         let layer = |weight: &Var, bias: &Var| Linear::new(weight.as_tensor().clone(), Some(bias.as_tensor().clone()));

@@ -1,5 +1,7 @@
 //! A schedule of one's own from text: checked when it is read, simulated, drawn, and run against one device.
 
+use std::collections::HashMap;
+
 use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_dist::{RankContext, World};
@@ -7,9 +9,8 @@ use candle_nn::VarBuilder;
 use candle_pipe::microbatch::split_args_kwargs_into_chunks;
 use candle_pipe::schedule::{Costs, Edges, Schedule, ScheduleKind, draw};
 use candle_pipe::{In, Kwargs, LocalPipe, Pipe, PipeBuilder, Reduction, Runtime, SplitSpec, Step, StepOptions, nn};
-use std::collections::HashMap;
 
-/// A line a rank. Weight gradients (`W`) wait until the rank before has its input gradients (`I`).
+/// A line a rank. Rank 1 puts weight gradients (`W`) off, so that input gradients (`I`) are with rank 0 sooner.
 const TEXT: &str = "\
 0F0,0F1,0F2,0I0,0W0,0I1,0W1,0I2,0W2
 ,1F0,1I0,1F1,1I1,1F2,1I2,1W0,1W1,1W2
@@ -62,7 +63,7 @@ fn main() -> Result<()> {
     let (own_time, known_time) = (simulate("this schedule", &own)?, simulate("1f1b", &known)?);
     ensure!(own_time < known_time, "{own_time} is no less than {known_time}");
 
-    let broken = TEXT.replace("1I0,1F1", "1F1,1B0");
+    let broken = TEXT.replace("1F0,1I0", "1I0,1F0");
     let refused = Schedule::from_csv(&broken).err().context("a broken schedule was taken")?;
     println!("another one is refused: {refused}\n");
 

@@ -1,5 +1,7 @@
 //! A pipeline: a declared model is cut into two stages, which train on two ranks by 1F1B as one device does.
 
+use std::collections::{BTreeMap, HashMap};
+
 use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_dist::{RankContext, World, comm};
@@ -8,7 +10,6 @@ use candle_pipe::microbatch::split_args_kwargs_into_chunks;
 use candle_pipe::schedule::ScheduleKind;
 use candle_pipe::{In, Kwargs, Pipe, PipeBuilder, Reduction, Runtime, SplitPoint, SplitSpec, StepOptions, nn};
 use candle_shard::random::{Distribution, Stream, sample_full};
-use std::collections::{BTreeMap, HashMap};
 
 const RANKS: usize = 2;
 const MICROBATCHES: usize = 4;

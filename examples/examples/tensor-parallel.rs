@@ -44,6 +44,7 @@ fn on_ranks(ctx: &RankContext, x: &Tensor) -> Result<[Made; 2]> {
         println!("forward:  {forward}\nbackward: {backward}");
     }
     ensure!(forward.total() == 1 && forward.get(Op::AllReduce).count == 1, "one all_reduce, not {forward}");
+    // The gradient of `x` would be another all_reduce; nobody wants it.
     ensure!(backward.total() == 0, "nothing in the backward pass, not {backward}");
 
     let whole =

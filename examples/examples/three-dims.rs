@@ -1,5 +1,7 @@
 //! Eight ranks on one mesh of pipeline x data x tensor: a step whose gradients are those of one device.
 
+use std::collections::BTreeMap;
+
 use anyhow::{Context, Result, ensure};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor};
@@ -12,7 +14,6 @@ use candle_pipe::{
 use candle_shard::nn::{Linear, Parameter, Parameters, ShardedVarBuilder};
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
 use candle_shard::{DTensor, Replicate};
-use std::collections::BTreeMap;
 
 const MICROBATCHES: usize = 2;
 const ROWS: usize = 8;
