@@ -13,7 +13,7 @@ const WIDTH: usize = 16;
 /// Bags of each rank, and ids of each bag.
 const BAGS: [usize; 2] = [32, 4];
 const STEPS: usize = 3;
-const ADAGRAD: ParamsAdagrad = ParamsAdagrad { lr: 0.1, lr_decay: 0.0, initial_accumulator_value: 0.0, eps: 1e-10 };
+const ADAGRAD: ParamsAdagrad = ParamsAdagrad { lr: 0.1, lr_decay: 0.0, initial_accumulator_value: 0.1, eps: 1e-10 };
 
 /// The ids of a rank's bags, some of them in several.
 fn ids(rank: usize, step: usize) -> candle_core::Result<Tensor> {
@@ -53,7 +53,7 @@ fn on_ranks(ctx: &RankContext) -> Result<[Tensor; 2]> {
 /// The same of candle's ops alone: a gradient as large as the table.
 fn on_one_device(before: &Tensor) -> Result<Tensor> {
     let table = Var::from_tensor(&before.detach())?;
-    let mut squares = table.zeros_like()?;
+    let mut squares = (table.ones_like()? * ADAGRAD.initial_accumulator_value)?;
     for step in 0..STEPS {
         let ids = (0..RANKS).map(|rank| ids(rank, step)?.flatten_all()).collect::<candle_core::Result<Vec<_>>>()?;
         let found = table.index_select(&Tensor::cat(&ids, 0)?, 0)?.reshape((RANKS * BAGS[0], BAGS[1], WIDTH))?;
