@@ -17,6 +17,8 @@
 //! # Ok::<(), candle_dist::WorldError>(())
 //! ```
 //!
+//! The [`guide`] goes from here to training on many hosts, step by step.
+//!
 //! # What is here
 //!
 //! | to | there is |
@@ -68,6 +70,8 @@ mod data_parallel;
 mod error;
 pub mod functional;
 mod group;
+#[doc = include_str!("guide.md")]
+pub mod guide {}
 mod hash;
 pub mod init;
 mod launch;

@@ -1,0 +1,81 @@
+//! A schedule of one's own from text: checked when it is read, simulated, drawn, and run against one device.
+
+use std::collections::HashMap;
+
+use anyhow::{Context, Result, ensure};
+use candle_core::{DType, Device, Tensor, Var};
+use candle_dist::{RankContext, World};
+use candle_nn::VarBuilder;
+use candle_pipe::microbatch::split_args_kwargs_into_chunks;
+use candle_pipe::schedule::{Costs, Edges, Schedule, ScheduleKind, draw};
+use candle_pipe::{In, Kwargs, LocalPipe, Pipe, PipeBuilder, Reduction, Runtime, SplitSpec, Step, StepOptions, nn};
+
+/// A line a rank. Rank 1 puts weight gradients (`W`) off, so that input gradients (`I`) are with rank 0 sooner.
+const TEXT: &str = "\
+0F0,0F1,0F2,0I0,0W0,0I1,0W1,0I2,0W2
+,1F0,1I0,1F1,1I1,1F2,1I2,1W0,1W1,1W2
+";
+
+/// What a schedule does if `F`, `I` and `W` take as long, and how that looks.
+fn simulate(name: &str, schedule: &Schedule) -> Result<f64> {
+    let costs = Costs::per_rank(schedule.stage_ranks(), 1.0, 1.0, 1.0);
+    let timeline = schedule.simulate(&Edges::chain(schedule.stages()), &costs)?;
+    let (makespan, idle) = (timeline.makespan(), 100.0 * timeline.bubble_step());
+    println!("{name} takes {makespan}, {idle:.0}% of it idle, and holds {:?}:", timeline.peak_activations());
+    println!("{}", draw::text(&timeline));
+    Ok(makespan)
+}
+
+fn model() -> candle_pipe::Result<Pipe<VarBuilder<'static>>> {
+    let mut g = PipeBuilder::new();
+    let x = g.input("x", In::Arg);
+    let h = g.module("up", |vb: &VarBuilder<'static>| Ok(nn::linear_no_bias(2, 2, vb.clone())?), [x]);
+    g.split();
+    let y = g.module("down", |vb: &VarBuilder<'static>| Ok(nn::linear_no_bias(2, 2, vb.clone())?), [h]);
+    g.loss_fn(|xs, _| Ok(xs[0].tensor()?.tanh()?.mean_all()?), [y], Reduction::Mean);
+    g.finish(SplitSpec::declared())
+}
+
+/// Both layers' variables, with the same values for whoever asks.
+fn variables() -> Result<VarBuilder<'static>> {
+    let var = |value: f64| {
+        candle_core::Result::Ok(Var::new(&[[value, 0.3], [0.1, -value]], &Device::Cpu)?.as_tensor().clone())
+    };
+    let vars = HashMap::from([("up.weight".to_string(), var(0.5)?), ("down.weight".to_string(), var(0.7)?)]);
+    Ok(VarBuilder::from_tensors(vars, DType::F64, &Device::Cpu))
+}
+
+/// The gradients of parameters by name.
+fn by_name<'a>(step: &Step, of: impl Iterator<Item = (&'a String, &'a Tensor)>) -> Result<HashMap<String, Tensor>> {
+    of.map(|(name, p)| Ok((name.clone(), step.grads.get(p).context("a gradient")?.clone()))).collect()
+}
+
+fn on_ranks(ctx: &RankContext, schedule: &Schedule, x: &Tensor) -> Result<HashMap<String, Tensor>> {
+    let runtime = Runtime::new(&model()?, schedule, ctx.group(), &variables()?, &Device::Cpu)?;
+    let batch = split_args_kwargs_into_chunks(&[x.into()], &Kwargs::new(), schedule.microbatches(), None, None)?;
+    let step = runtime.forward_backward(&batch, &StepOptions::default())?.step;
+    by_name(&step, runtime.stages().flat_map(|stage| stage.parameters()))
+}
+
+fn main() -> Result<()> {
+    let own = Schedule::from_csv(TEXT)?;
+    let known = ScheduleKind::OneFOneB.schedule(2, own.microbatches(), 1)?;
+    let (own_time, known_time) = (simulate("this schedule", &own)?, simulate("1f1b", &known)?);
+    ensure!(own_time < known_time, "{own_time} is no less than {known_time}");
+
+    let broken = TEXT.replace("1F0,1I0", "1I0,1F0");
+    let refused = Schedule::from_csv(&broken).err().context("a broken schedule was taken")?;
+    println!("another one is refused: {refused}\n");
+
+    let x = Tensor::arange(0f64, 14., &Device::Cpu)?.affine(0.1, -0.5)?.reshape((7, 2))?;
+    let local = LocalPipe::new(&model()?, &variables()?, &Device::Cpu)?;
+    let whole = split_args_kwargs_into_chunks(&[(&x).into()], &Kwargs::new(), 1, None, None)?;
+    let step = local.forward_backward(&whole, &StepOptions::default())?;
+    let want = by_name(&step, local.stages().iter().flat_map(|stage| stage.parameters()))?;
+    for (name, got) in World::local(2).run(|ctx| on_ranks(ctx, &own, &x))?.iter().flatten() {
+        let off = (got - &want[name])?.abs()?.max_all()?.to_scalar::<f64>()?;
+        ensure!(off < 1e-12, "the gradient of {name} is off by {off:e}");
+        println!("the gradient of {name} is that of one device");
+    }
+    Ok(())
+}
