@@ -290,7 +290,9 @@ fn pieces_in_32_bits_are_computed_in_16() {
 #[test]
 fn a_parameter_that_changes_between_runs_is_never_stale() {
     let options = |reshard_after_forward| FullyShardOptions { reshard_after_forward, ..FullyShardOptions::default() };
+    let dir = Scratch::new("fsdp-stale");
     for reshard_after_forward in [false, true] {
+        let path = dir.path(reshard_after_forward.to_string());
         World::local(2)
             .run(|ctx| -> Result<()> {
                 let mesh = ctx.mesh(&[("dp", 2), ("tp", 1)])?;
@@ -303,11 +305,16 @@ fn a_parameter_that_changes_between_runs_is_never_stale() {
                     layers[..count].iter().try_fold(x.clone(), |x, layer| layer.run(|layer| layer.forward(&x)))
                 };
                 // The first layer alone has the second one asked for; nobody differentiates this.
-                drop(through(1)?);
                 drop(through(3)?);
-                for p in parameters.iter() {
-                    p.var.set(&(p.var.as_tensor() * 2.0)?)?;
-                }
+                drop(through(1)?);
+                let doubled = parameters.iter().map(|p| Ok((p.name.clone(), (p.var.as_tensor() * 2.0)?)));
+                let doubled: Vec<(String, Tensor)> = doubled.collect::<Result<_>>()?;
+                let spec = |i: usize| parameters.iter().nth(i).unwrap().tensor.spec().clone();
+                let saved = doubled.iter().enumerate().map(|(i, (name, value))| {
+                    Ok((name.clone(), DTensor::from_local_with_spec(value.clone(), spec(i))?))
+                });
+                candle_shard::checkpoint::save(&path, &mesh, &saved.collect::<Result<Vec<_>>>()?)?;
+                parameters.load(&path)?;
                 let weights: Vec<Tensor> =
                     parameters.iter().map(|p| Ok(p.tensor.full_tensor()?.detach())).collect::<Result<_>>()?;
                 let linear = |x: Tensor, i: usize| x.matmul(&weights[2 * i].t()?)?.broadcast_add(&weights[2 * i + 1]);
@@ -463,4 +470,73 @@ fn training_goes_on_from_a_checkpoint_on_any_other_mesh() {
             assert_close(&run(onto, Some(&path), None), &want, 1e-9, &format!("from {axes:?} onto {onto:?}"));
         }
     }
+}
+
+#[test]
+fn parts_of_a_unit_may_be_recomputed_beside_each_other() {
+    // Two segments of the same weights in one run; one beside a direct use; and one around a run within a run.
+    type Way = fn(&FullyShard<Arc<Layer>>, &DTensor) -> Result<DTensor>;
+    fn segment(layer: &Arc<Layer>, x: &DTensor) -> Result<DTensor> {
+        let layer = layer.clone();
+        checkpoint(x, move |x| layer.forward(x))
+    }
+    let ways: [Way; 3] = [
+        |unit, x| unit.run(|layer| segment(layer, &segment(layer, x)?)),
+        |unit, x| unit.run(|layer| layer.forward(x)?.add(&segment(layer, x)?)),
+        |unit, x| unit.run(|_| unit.run(|layer| segment(layer, x))?.add(&unit.run(|layer| layer.forward(x))?)),
+    ];
+    for (i, way) in ways.into_iter().enumerate() {
+        let train = |ctx: &RankContext| -> Result<(Values, Values)> {
+            let mesh = ctx.mesh(&[("dp", ctx.world_size()), ("tp", 1)])?;
+            let vb = builder(&mesh, DType::F64, FullyShardOptions::default())?;
+            let embed = FullyShard::new(&vb.pp("embed"), |vb| Linear::new(5, DIM, true, vb))?;
+            let layer = |i: usize| FullyShard::new(&vb.pp(i), |vb| Ok(Arc::new(Layer::new(vb)?)));
+            let layers = (0..3).map(layer).collect::<Result<Vec<_>>>()?;
+            let parameters = vb.finish()?;
+            let x = rows(&batch(0)?, &mesh)?;
+            let mut grads = [Values::new(), Values::new()];
+            for found in &mut grads {
+                let h = embed.run(|embed| embed.forward(&x))?;
+                let y = layers.iter().try_fold(h, |h, layer| way(layer, &h))?;
+                let made = parameters.backward(&y.sqr()?.mean_all()?)?;
+                for p in parameters.iter() {
+                    found.insert(p.name.clone(), whole(&p.grad(&made)?.unwrap())?);
+                }
+            }
+            let [first, second] = grads;
+            Ok((first, second))
+        };
+        let (want, _) = World::local(1).run(train).unwrap().remove(0);
+        for ranks in [2, 3] {
+            for (first, second) in World::local(ranks).run(train).unwrap() {
+                for (name, want) in &want {
+                    assert_close(&first[name], want, 1e-9, &format!("way {i}, {name}"));
+                    assert_close(&second[name], want, 1e-9, &format!("way {i}, {name}, again"));
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn parameters_that_are_read_outside_of_their_unit_are_an_error() {
+    World::local(2)
+        .run(|ctx| -> Result<()> {
+            let mesh = ctx.mesh(&[("dp", 2), ("tp", 1)])?;
+            let vb = builder(&mesh, DType::F32, FullyShardOptions::default())?;
+            let layer = FullyShard::new(&vb.pp("layer"), |vb| Linear::new(5, 5, false, vb))?;
+            let x = rows(&batch(0)?.to_dtype(DType::F32)?, &mesh)?;
+            let mut weight = None;
+            layer.run(|layer| {
+                weight = Some(layer.weight().clone());
+                layer.forward(&x)
+            })?;
+            let weight = weight.unwrap();
+            for wrong in [x.linear(&weight, None), x.matmul(&weight.transpose(0, 1)?)] {
+                let error = wrong.unwrap_err().to_string();
+                assert!(error.contains("dtype"), "{error}");
+            }
+            Ok(())
+        })
+        .unwrap();
 }

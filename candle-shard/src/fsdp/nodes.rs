@@ -46,6 +46,8 @@ impl CustomOp1 for Whole {
 /// The identity at the end of a unit.
 pub(super) struct End {
     pub(super) unit: Arc<Unit>,
+    /// Whether parts of the unit are recomputed.
+    pub(super) has_segments: bool,
     pub(super) made: Ready,
 }
 
@@ -63,7 +65,7 @@ impl CustomOp1 for End {
     }
 
     fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
-        Unit::before_backward(&self.unit)?;
+        Unit::before_backward(&self.unit, self.has_segments)?;
         Ok(Some(grad.clone()))
     }
 }

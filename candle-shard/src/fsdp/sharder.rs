@@ -43,9 +43,14 @@ impl Sharder {
         lock(&self.units).get(number)?.upgrade()
     }
 
+    /// The units that there still are.
+    pub(super) fn units(&self) -> Vec<Arc<Unit>> {
+        lock(&self.units).iter().filter_map(Weak::upgrade).collect()
+    }
+
     /// The unit that makes this weight whole.
     pub(crate) fn owner(&self, weight: &DTensor) -> Option<Arc<Unit>> {
-        lock(&self.units).iter().filter_map(Weak::upgrade).find(|unit| unit.has(weight))
+        self.units().into_iter().find(|unit| unit.has(weight))
     }
 
     pub(super) fn progress(&self) -> MutexGuard<'_, Progress> {

@@ -8,7 +8,7 @@ pub(super) fn give(from: Tensor, to: &Tensor) -> candle_core::Result<()> {
     if to.elem_count() == 0 {
         return Ok(());
     }
-    let hand = Exchange::default();
+    let hand = Exchange::of(to);
     from.inplace_op1(&hand)?;
     to.inplace_op1(&hand)
 }
@@ -18,10 +18,10 @@ pub(super) fn release(tensor: &Tensor) -> candle_core::Result<()> {
     if tensor.elem_count() == 0 {
         return Ok(());
     }
-    tensor.inplace_op1(&Exchange::default())
+    tensor.inplace_op1(&Exchange::of(tensor))
 }
 
-/// Almost no memory, for a tensor of any shape.
+/// The memory of a tensor without any: one element.
 pub(super) fn nothing<S>(device: &S::Device, dtype: DType) -> candle_core::Result<S>
 where
     S: BackendStorage<Device: BackendDevice<Storage = S>>,
@@ -29,9 +29,20 @@ where
     device.zeros_impl(&Shape::from(1), dtype)
 }
 
+/// A dtype that operations refuse where they expect `dtype`: who reads a tensor without memory gets an error.
+const fn unlike(dtype: DType) -> DType {
+    match dtype {
+        DType::U8 => DType::U32,
+        _ => DType::U8,
+    }
+}
+
 /// Puts the memory in hand into a tensor, or almost none, and takes what it had.
-#[derive(Default)]
-struct Exchange(Mutex<Option<Memory>>);
+struct Exchange {
+    hand: Mutex<Option<Memory>>,
+    /// What the tensor says it is of.
+    dtype: DType,
+}
 
 enum Memory {
     Cpu(CpuStorage),
@@ -39,8 +50,12 @@ enum Memory {
 }
 
 impl Exchange {
+    fn of(tensor: &Tensor) -> Self {
+        Self { hand: Mutex::default(), dtype: tensor.dtype() }
+    }
+
     fn with(&self, f: impl FnOnce(Option<Memory>) -> candle_core::Result<Memory>) -> candle_core::Result<()> {
-        let mut hand = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut hand = self.hand.lock().unwrap_or_else(PoisonError::into_inner);
         *hand = Some(f(hand.take())?);
         Ok(())
     }
@@ -56,7 +71,7 @@ impl InplaceOp1 for Exchange {
             let new = match hand {
                 Some(Memory::Cpu(new)) => new,
                 Some(Memory::Cuda(_)) => candle_core::bail!("the memory of a CUDA tensor for one of the host"),
-                None => nothing(storage.device(), storage.dtype())?,
+                None => nothing(storage.device(), unlike(self.dtype))?,
             };
             Ok(Memory::Cpu(std::mem::replace(storage, new)))
         })
@@ -67,7 +82,7 @@ impl InplaceOp1 for Exchange {
             let new = match hand {
                 Some(Memory::Cuda(new)) => new,
                 Some(Memory::Cpu(_)) => candle_core::bail!("the memory of a host tensor for one of CUDA"),
-                None => nothing(storage.device(), storage.dtype())?,
+                None => nothing(storage.device(), unlike(self.dtype))?,
             };
             Ok(Memory::Cuda(std::mem::replace(storage, new)))
         })

@@ -34,10 +34,17 @@ struct Held {
 #[derive(Default)]
 struct State {
     is_whole: bool,
-    /// The parameters under way.
-    coming: Option<PendingTensors>,
+    /// Runs under way, one within the other.
+    running: usize,
+    /// The parameters under way, and how often any had changed when they were asked for.
+    coming: Option<(PendingTensors, u64)>,
     /// The gradients of this backward pass, so far.
     grads: Vec<Option<Tensor>>,
+    /// Within how many backward passes the unit was made whole.
+    depth: usize,
+    /// Whether parts of it are recomputed. Each gives gradients of all that it uses, while other parts may still need the
+    /// parameters: they are dropped when the backward pass comes to a unit before this one.
+    has_segments: bool,
 }
 
 /// Gradients on the way to the ranks whose pieces they are of.
@@ -69,6 +76,7 @@ impl Unit {
         let (unit, which, shape) = (Arc::downgrade(self), held.len(), Shape::from(shape.as_slice()));
         let whole = var.as_tensor().apply_op1(Whole { unit, which, shape, dtype })?;
         let whole = if is_frozen { whole.detach() } else { whole };
+        storage::release(&whole)?;
         held.push(Held { piece: var.clone(), whole: whole.clone(), cut, is_frozen });
         DTensor::parameter(whole, spec).varying_on(*axis)
     }
@@ -81,47 +89,58 @@ impl Unit {
     /// What `f` makes while the parameters are there.
     pub(super) fn run(self: &Arc<Self>, f: impl FnOnce() -> Result<DTensor>) -> Result<DTensor> {
         if found::is_recomputing() {
-            // The backward pass has asked for the parameters, and needs them next.
-            self.open();
+            // The backward pass goes on with it.
+            self.open()?;
+            return self.marked(f);
+        }
+        if lock(&self.state).running == 0 {
+            let last = self.sharder.progress().last.replace(self.number);
+            // What was started before something else ran, or before a step, may be older than the parameters.
+            let is_next = last.map(|last| last + 1) == Some(self.number);
+            lock(&self.state).coming.take_if(|(_, changes)| !is_next || *changes != found::changes());
             self.gather()?;
-            return self.mark(f()?);
+            self.prefetch(Some(self.number + 1))?;
         }
-        let last = self.sharder.progress().last.replace(self.number);
-        // What was started before something else ran may be older than the parameters.
-        if last.map(|last| last + 1) != Some(self.number) {
-            lock(&self.state).coming = None;
-        }
-        self.gather()?;
-        self.prefetch(Some(self.number + 1))?;
-        let made = f().and_then(|made| self.mark(made));
+        lock(&self.state).running += 1;
+        let made = self.marked(f);
+        lock(&self.state).running -= 1;
         let is_kept = matches!(&made, Ok(made) if made.tracked()) && !self.sharder.options.reshard_after_forward;
-        if !is_kept {
+        if lock(&self.state).running == 0 && !is_kept {
             self.release()?;
         }
         made
     }
 
-    /// The same values, whose gradient makes the unit whole before the backward pass enters it.
-    fn mark(self: &Arc<Self>, made: DTensor) -> Result<DTensor> {
+    /// What `f` makes, with a gradient that makes the unit whole before the backward pass enters it.
+    fn marked(self: &Arc<Self>, f: impl FnOnce() -> Result<DTensor>) -> Result<DTensor> {
+        let segments = found::segments();
+        let made = f()?;
         if !made.tracked() {
             return Ok(made);
         }
-        let end = End { unit: self.clone(), made: Ready::new(Fresh::copy_of(made.to_local())?) };
+        let has_segments = found::segments() != segments;
+        let end = End { unit: self.clone(), has_segments, made: Ready::new(Fresh::copy_of(made.to_local())?) };
         Ok(DTensor::assemble(made.to_local().apply_op1(end)?, made.shared_spec().clone(), made.varying()))
     }
 
     /// Makes the unit whole for the backward pass.
-    pub(super) fn before_backward(unit: &Arc<Self>) -> Result<()> {
-        unit.open();
-        if !lock(&unit.state).is_whole {
-            unit.gather()?;
-        }
+    pub(super) fn before_backward(unit: &Arc<Self>, has_segments: bool) -> Result<()> {
+        let is_done = |other: &Arc<Self>| {
+            let state = lock(&other.state);
+            let is_after = Arc::ptr_eq(&other.sharder, &unit.sharder) && other.number > unit.number;
+            is_after && state.has_segments && state.depth == found::depth()
+        };
+        let done: Vec<Arc<Self>> =
+            OPEN.with_borrow(|open| open.iter().filter(|&other| is_done(other)).cloned().collect());
+        done.iter().try_for_each(|done| done.reduce())?;
+        unit.open()?;
+        lock(&unit.state).has_segments |= has_segments;
         unit.prefetch(unit.number.checked_sub(1))
     }
 
-    /// Takes the gradient of a whole parameter, which is not needed any more.
+    /// Takes the gradient of a whole parameter, which this backward pass does not need any more.
     pub(super) fn take_grad(unit: &Arc<Self>, which: usize, grad: &Tensor) -> Result<()> {
-        unit.open();
+        unit.note();
         let is_last = {
             let (held, mut state) = (lock(&unit.held), lock(&unit.state));
             state.grads.resize(held.len(), None);
@@ -130,7 +149,8 @@ impl Unit {
                 None => grad.clone(),
             };
             state.grads[which] = Some(sum.detach());
-            held.iter().zip(&state.grads).all(|(held, grad)| held.is_frozen || grad.is_some())
+            let is_all = || held.iter().zip(&state.grads).all(|(held, grad)| held.is_frozen || grad.is_some());
+            state.depth == found::depth() && !state.has_segments && is_all()
         };
         if is_last { unit.reduce() } else { Ok(()) }
     }
@@ -138,7 +158,11 @@ impl Unit {
     /// Drops the whole parameters and starts to sum the gradients that there are; those of the unit before are done then.
     fn reduce(&self) -> Result<()> {
         self.release()?;
-        let grads = std::mem::take(&mut lock(&self.state).grads);
+        let grads = {
+            let mut state = lock(&self.state);
+            state.has_segments = false;
+            std::mem::take(&mut state.grads)
+        };
         let held = lock(&self.held);
         let (mut pieces, mut wholes) = (Vec::new(), Vec::new());
         for (held, grad) in held.iter().zip(grads) {
@@ -149,6 +173,9 @@ impl Unit {
             }
         }
         drop(held);
+        if wholes.is_empty() {
+            return Ok(());
+        }
         let sums = self.sharder.group.reduce_scatter_coalesced_start(&wholes, ReduceOp::Sum)?;
         drop(wholes);
         let before = self.sharder.progress().reducing.replace(Reducing { pieces, sums });
@@ -158,7 +185,7 @@ impl Unit {
     /// The parameters that are not there yet are asked for, those that are come from all ranks anew.
     fn gather(&self) -> Result<()> {
         let coming = lock(&self.state).coming.take();
-        let pending = coming.map_or_else(|| self.start(), Ok)?;
+        let pending = coming.map_or_else(|| self.start(), |(coming, _)| Ok(coming))?;
         let made = pending.wait()?;
         for (held, made) in lock(&self.held).iter().zip(made) {
             storage::give(made, &held.whole)?;
@@ -189,7 +216,7 @@ impl Unit {
         };
         if !lock(&next.state).is_whole {
             let coming = next.start()?;
-            lock(&next.state).coming = Some(coming);
+            lock(&next.state).coming = Some((coming, found::changes()));
         }
         Ok(())
     }
@@ -199,13 +226,31 @@ impl Unit {
         lock(&self.held).iter().try_for_each(|held| Ok(storage::release(&held.whole)?))
     }
 
+    /// Makes the unit whole for this backward pass, if it is not.
+    fn open(self: &Arc<Self>) -> Result<()> {
+        self.note();
+        if !lock(&self.state).is_whole {
+            self.gather()?;
+            lock(&self.state).depth = found::depth();
+        }
+        Ok(())
+    }
+
     /// Notes that the backward pass of this thread has come here.
-    fn open(self: &Arc<Self>) {
+    fn note(self: &Arc<Self>) {
         OPEN.with_borrow_mut(|open| {
             if !open.iter().any(|unit| Arc::ptr_eq(unit, self)) {
                 open.push(self.clone());
             }
         });
+    }
+
+    /// Forgets what a backward pass has left.
+    fn reset(&self) -> Result<()> {
+        self.sharder.progress().reducing = None;
+        self.sharder.units().iter().for_each(|unit| lock(&unit.state).coming = None);
+        *lock(&self.state) = State::default();
+        self.release()
     }
 }
 
@@ -221,27 +266,25 @@ impl Reducing {
 
 /// Ends a backward pass that went through: what is under way arrives, and what is whole is dropped.
 pub(crate) fn finish() -> Result<()> {
-    let open = OPEN.take();
+    let open = OPEN.with_borrow(Vec::clone);
     for unit in &open {
         if lock(&unit.state).grads.iter().any(Option::is_some) {
-            unit.reduce()?; // some parameters took no part
+            unit.reduce()?; // some parameters took no part, or parts were recomputed
         }
     }
-    for unit in open {
+    for unit in &open {
         let reducing = unit.sharder.progress().reducing.take();
         reducing.map_or(Ok(()), Reducing::finish)?;
-        lock(&unit.state).coming = None;
-        if lock(&unit.state).is_whole {
-            unit.release()?;
-        }
+        unit.reset()?;
     }
+    OPEN.take();
     Ok(())
 }
 
 /// Forgets a backward pass that did not go through.
 pub(crate) fn abandon() {
     for unit in OPEN.take() {
-        *lock(&unit.state) = State::default();
-        unit.sharder.progress().reducing = None;
+        // Only memory that candle refuses to let go of could fail here; the pass has failed for its own reason.
+        let _ = unit.reset();
     }
 }

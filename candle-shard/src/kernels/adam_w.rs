@@ -107,6 +107,9 @@ impl Optimizer for AdamW {
         let update = Update { scales: [unbiased(beta1), unbiased(beta2)], eps, lr, keep: 1.0 - lr * weight_decay };
         for Moments { var, master, first, second } in &self.moments {
             let Some(grad) = grads.get(var).filter(|grad| grad.elem_count() > 0) else { continue };
+            if let Some(master) = master {
+                follow(master, var)?;
+            }
             let stepped = master.as_ref().unwrap_or(var);
             if grad.shape() != var.shape() || (grad.dtype() != var.dtype() && grad.dtype() != stepped.dtype()) {
                 let (want, got) = (var.shape(), grad.shape());
@@ -121,6 +124,16 @@ impl Optimizer for AdamW {
         }
         Ok(())
     }
+}
+
+/// Takes over what was put into `var` from outside since it was rounded from `master`.
+fn follow(master: &Var, var: &Var) -> Result<()> {
+    let (master_now, var_now) = (master.as_detached_tensor(), var.as_detached_tensor());
+    let is_other = master_now.to_dtype(var.dtype())?.ne(&var_now)?;
+    if is_other.to_dtype(DType::U32)?.sum_all()?.to_scalar::<u32>()? == 0 {
+        return Ok(());
+    }
+    master.set(&is_other.where_cond(&var_now.to_dtype(master.dtype())?, &master_now)?)
 }
 
 /// Moves a running mean towards a tensor, or its square.

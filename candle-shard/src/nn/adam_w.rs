@@ -1,5 +1,5 @@
 //! AdamW whose state can be saved.
-use crate::nn::{Parameter, Parameters};
+use crate::nn::{Parameter, Parameters, found};
 use crate::placement::Replicate;
 use crate::spec::Spec;
 use crate::{DTensor, Result, checkpoint, kernels};
@@ -95,6 +95,7 @@ impl AdamW {
 
     /// Changes every parameter that has a gradient.
     pub fn step(&mut self, grads: &GradStore) -> Result<()> {
+        found::parameters_change();
         Ok(self.kernel.step(grads)?)
     }
 

@@ -18,6 +18,7 @@ pub fn checkpoint(x: &DTensor, f: impl Fn(&DTensor) -> Result<DTensor> + Send + 
     let (spec, varying) = (out.shared_spec().clone(), out.varying());
     let made = Ready::new(Fresh::copy_of(out.to_local())?);
     drop(out);
+    found::segment_made();
     let op = Recompute { f: Box::new(f), x: x.clone(), varying, made };
     Ok(DTensor::assemble(x.to_local().apply_op1(op)?, spec, varying))
 }
@@ -45,6 +46,13 @@ impl CustomOp1 for Recompute {
     }
 
     fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
+        found::nested(|| self.backward(grad)).map(Some)
+    }
+}
+
+impl Recompute {
+    /// The gradient of the input; those of parameters are put where the outermost pass collects them.
+    fn backward(&self, grad: &Tensor) -> candle_core::Result<Tensor> {
         let (x, leaf) = self.x.as_leaf()?;
         let out = found::recomputing(|| (self.f)(&x))?;
         debug_assert_eq!(out.varying(), self.varying);
@@ -66,7 +74,7 @@ impl CustomOp1 for Recompute {
                 found::add(id, grad)?;
             }
         }
-        mine.map_or_else(|| leaf.zeros_like(), Ok).map(Some)
+        mine.map_or_else(|| leaf.zeros_like(), Ok)
     }
 }
 

@@ -9,6 +9,12 @@ thread_local! {
     /// Gradients found, until the outermost backward pass collects them.
     static FOUND: RefCell<HashMap<TensorId, Tensor>> = RefCell::new(HashMap::new());
     static RECOMPUTING: Cell<bool> = const { Cell::new(false) };
+    /// Backward passes within which this one runs.
+    static DEPTH: Cell<usize> = const { Cell::new(0) };
+    /// Segments that were made so far.
+    static SEGMENTS: Cell<usize> = const { Cell::new(0) };
+    /// How often parameters may have changed.
+    static CHANGES: Cell<u64> = const { Cell::new(0) };
 }
 
 /// Adds to the gradient of the variable `id`.
@@ -35,6 +41,39 @@ pub(crate) fn recomputing<T>(f: impl FnOnce() -> T) -> T {
     made
 }
 
+/// Runs the backward pass of a segment, within that of a graph which has the segment as a node.
+pub(crate) fn nested<T>(f: impl FnOnce() -> T) -> T {
+    let before = DEPTH.replace(DEPTH.get() + 1);
+    let made = f();
+    DEPTH.set(before);
+    made
+}
+
+/// How many backward passes this one runs within.
+pub(crate) fn depth() -> usize {
+    DEPTH.get()
+}
+
+/// Notes that a segment was made, to be recomputed later.
+pub(crate) fn segment_made() {
+    SEGMENTS.set(SEGMENTS.get().wrapping_add(1));
+}
+
+/// How many segments were made so far.
+pub(crate) fn segments() -> usize {
+    SEGMENTS.get()
+}
+
+/// Notes that parameters may have changed.
+pub(crate) fn parameters_change() {
+    CHANGES.set(CHANGES.get().wrapping_add(1));
+}
+
+/// How often parameters may have changed.
+pub(crate) fn changes() -> u64 {
+    CHANGES.get()
+}
+
 /// Whether this is a forward pass within the backward pass.
 pub(crate) fn is_recomputing() -> bool {
     RECOMPUTING.get()
@@ -48,6 +87,7 @@ pub(crate) fn is_recomputing() -> bool {
 pub fn backward(loss: &Tensor) -> Result<GradStore> {
     FOUND.with_borrow_mut(HashMap::clear);
     RECOMPUTING.set(false);
+    DEPTH.set(0);
     fsdp::abandon();
     let made = loss.backward().map_err(Into::into).and_then(|grads| fsdp::finish().map(|()| grads));
     if made.is_err() {

@@ -1,4 +1,5 @@
 //! The parameters that a model holds on this rank.
+use crate::nn::found;
 use crate::nn::part::Within;
 use crate::{DTensor, Result, checkpoint};
 use candle_core::backprop::GradStore;
@@ -11,7 +12,7 @@ use std::path::Path;
 pub struct Parameter {
     /// The full path, such as `layers.0.attention.wq.weight`.
     pub name: String,
-    /// The parameter as the layers use it.
+    /// The parameter as it is held: as the layers use it, or the piece of it that a [fully sharded](crate::fsdp) unit keeps.
     pub tensor: DTensor,
     /// This rank's shard, for an optimiser.
     pub var: Var,
@@ -84,6 +85,7 @@ impl Parameters {
     /// be read.
     pub fn load(&self, path: impl AsRef<Path>) -> Result<()> {
         let Some(first) = self.0.first() else { return Ok(()) };
+        found::parameters_change();
         let wanted = self.iter().map(|p| (p.name.as_str(), p.within.as_ref(), p.tensor.spec()));
         let read = checkpoint::read(path.as_ref(), first.tensor.mesh(), wanted, first.tensor.device())?;
         self.iter().zip(read).try_for_each(|(p, value)| checkpoint::set(&p.var, &value))

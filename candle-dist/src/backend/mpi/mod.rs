@@ -45,9 +45,13 @@ pub struct Settings<'a> {
     ///
     /// The program must have asked for `ThreadLevel::Multiple`, and end MPI only when all groups are gone.
     pub comm: Option<&'a Communicator>,
-    /// The most bytes of a message of MPI's, 2^30 by default; larger tensors go in several.
+    /// The most bytes of a message of MPI's, from 2^12 to 2^30, which is the default; larger tensors go in several. The same
+    /// on all ranks.
     pub most_bytes: usize,
 }
+
+/// The fewest bytes that messages may be limited to: each costs a request.
+const LEAST_BYTES: usize = 1 << 12;
 
 impl Default for Settings<'_> {
     fn default() -> Self {
@@ -59,8 +63,13 @@ impl Settings<'_> {
     /// Like [`start`], for [`init_process_group_with`](crate::init::init_process_group_with).
     ///
     /// # Errors
-    /// If MPI does not start, or knows of other ranks than the launcher.
+    /// If MPI does not start, or knows of other ranks than the launcher; if messages are to be larger or smaller than they
+    /// can be.
     pub fn start(self, info: &LaunchInfo, control: &Arc<Control>) -> Result<Arc<dyn Backend>> {
+        if !(LEAST_BYTES..=MOST_BYTES).contains(&self.most_bytes) {
+            let reason = format!("messages of {} bytes; give {LEAST_BYTES} to {MOST_BYTES}", self.most_bytes);
+            return Err(Error::InvalidArgument { rank: control.rank(), op: "mpi::Settings", reason });
+        }
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let keeper = Keeper::start(control.clone(), info.local_size > cores, self)?;
         let shared = Arc::new(Shared { keeper, made: Mutex::default() });

@@ -11,6 +11,9 @@ use std::collections::VecDeque;
 /// The most bytes that are kept.
 const MOST: usize = 64 << 20;
 
+/// The most buffers that are kept: each that comes is looked for among them.
+const COUNT: usize = 64;
+
 /// Buffers that nobody uses, the oldest first.
 #[derive(Default)]
 pub(super) struct Spares {
@@ -31,7 +34,7 @@ impl Spares {
         }
         self.bytes += bytes(&buffer);
         self.kept.push_back(buffer);
-        while self.bytes > MOST {
+        while self.bytes > MOST || self.kept.len() > COUNT {
             self.bytes -= self.kept.pop_front().as_ref().map_or(self.bytes, bytes);
         }
     }

@@ -1,8 +1,9 @@
 //! What a training is to do, with everything checked that can be before memory is taken.
 
+use std::fs;
 use std::path::{Path, PathBuf};
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 
 use super::data::Text;
 use super::folder;
@@ -19,8 +20,8 @@ use crate::pipeline::Pipeline;
 pub struct Job {
     /// The model's files.
     pub files: Files,
-    /// Where they are.
-    pub folder: PathBuf,
+    /// Files beside the weights that a checkpoint has too: who moves the model away meanwhile loses nothing.
+    pub beside: Vec<(&'static str, Vec<u8>)>,
     /// How to train.
     pub recipe: Recipe,
     /// What on.
@@ -68,6 +69,11 @@ impl Job {
             }
         };
         check_length(&recipe, &files)?;
+        let beside = ["config.json", "tokenizer.json"].map(|name| -> Result<_> {
+            let path = folder.join(name);
+            Ok((name, fs::read(&path).with_context(|| format!("{}", path.display()))?))
+        });
+        let beside = beside.into_iter().collect::<Result<_>>()?;
         let text = Text::read(text, &tokens::read(&folder)?, files.config.vocab_size, recipe.seq_len)?;
         if let Some(resumed) = &resumed {
             check_text(&text, &resumed.state)?;
@@ -81,7 +87,7 @@ impl Job {
         }
         let save = flags.save.clone().map(|save| (save, flags.save_every.unwrap_or(recipe.rate.steps)));
         let (fsdp, accumulate, recompute) = (flags.fsdp, flags.accumulate, flags.recompute);
-        Ok(Self { files, folder, recipe, text, pipeline, fsdp, accumulate, recompute, save, start, optimiser })
+        Ok(Self { files, beside, recipe, text, pipeline, fsdp, accumulate, recompute, save, start, optimiser })
     }
 
     /// The steps to make.

@@ -197,8 +197,8 @@ impl<'a> Trainer<'a> {
         write("model", self.parameters.named_tensors())?;
         write(OPTIMISER, self.optimiser.state()?)?;
         let finish = || -> Result<()> {
-            for name in ["config.json", "tokenizer.json"] {
-                folder::write(&partial.join(name), &std::fs::read(self.job.folder.join(name))?)?;
+            for (name, bytes) in &self.job.beside {
+                folder::write(&partial.join(name), bytes)?;
             }
             folder::write(&partial.join(STATE), &serde_json::to_vec_pretty(&self.job.state(steps))?)?;
             Ok(folder::commit(at, steps, &partial)?)
