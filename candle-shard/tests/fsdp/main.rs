@@ -1,0 +1,6 @@
+//! Fully sharded units against one device: values, gradients, steps, collectives.
+#![allow(clippy::unwrap_used)] // a panic is how a test fails
+mod errors;
+mod harness;
+mod passes;
+mod training;
