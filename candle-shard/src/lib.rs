@@ -20,14 +20,12 @@ mod error;
 mod explain;
 mod factory;
 pub mod fsdp;
-pub mod guide;
 pub mod kernels;
 mod local;
 pub mod nn;
 mod ops;
 pub mod parallel;
 mod placement;
-pub mod porting;
 pub mod random;
 mod redistribute;
 mod rules;
@@ -37,6 +35,12 @@ pub mod sparse;
 mod spec;
 mod visualize;
 mod weights;
+
+#[doc = include_str!("guide.md")]
+pub mod guide {}
+
+#[doc = include_str!("porting.md")]
+pub mod porting {}
 
 pub use description::SpecDescription;
 pub use dtensor::DTensor;

@@ -1,6 +1,6 @@
 //! The memory of a tensor, taken from it and given to it while graphs refer to it.
 use candle_core::backend::{BackendDevice, BackendStorage};
-use candle_core::{CpuStorage, CudaStorage, DType, InplaceOp1, Layout, Shape, Tensor};
+use candle_core::{CpuStorage, CudaStorage, DType, InplaceOp1, Layout, Shape, Storage, Tensor};
 use std::sync::{Mutex, PoisonError};
 
 /// Gives the memory of `from`, contiguous and of the same shape and dtype, to `to`; `from` is used up.
@@ -39,14 +39,9 @@ const fn unlike(dtype: DType) -> DType {
 
 /// Puts the memory in hand into a tensor, or almost none, and takes what it had.
 struct Exchange {
-    hand: Mutex<Option<Memory>>,
+    hand: Mutex<Option<Storage>>,
     /// What the tensor says it is of.
     dtype: DType,
-}
-
-enum Memory {
-    Cpu(CpuStorage),
-    Cuda(CudaStorage),
 }
 
 impl Exchange {
@@ -54,7 +49,7 @@ impl Exchange {
         Self { hand: Mutex::default(), dtype: tensor.dtype() }
     }
 
-    fn with(&self, f: impl FnOnce(Option<Memory>) -> candle_core::Result<Memory>) -> candle_core::Result<()> {
+    fn with(&self, f: impl FnOnce(Option<Storage>) -> candle_core::Result<Storage>) -> candle_core::Result<()> {
         let mut hand = self.hand.lock().unwrap_or_else(PoisonError::into_inner);
         *hand = Some(f(hand.take())?);
         Ok(())
@@ -69,22 +64,22 @@ impl InplaceOp1 for Exchange {
     fn cpu_fwd(&self, storage: &mut CpuStorage, _: &Layout) -> candle_core::Result<()> {
         self.with(|hand| {
             let new = match hand {
-                Some(Memory::Cpu(new)) => new,
-                Some(Memory::Cuda(_)) => candle_core::bail!("the memory of a CUDA tensor for one of the host"),
+                Some(Storage::Cpu(new)) => new,
+                Some(other) => candle_core::bail!("memory on {:?} for a tensor of the host", other.device().location()),
                 None => nothing(storage.device(), unlike(self.dtype))?,
             };
-            Ok(Memory::Cpu(std::mem::replace(storage, new)))
+            Ok(Storage::Cpu(std::mem::replace(storage, new)))
         })
     }
 
     fn cuda_fwd(&self, storage: &mut CudaStorage, _: &Layout) -> candle_core::Result<()> {
         self.with(|hand| {
             let new = match hand {
-                Some(Memory::Cuda(new)) => new,
-                Some(Memory::Cpu(_)) => candle_core::bail!("the memory of a host tensor for one of CUDA"),
+                Some(Storage::Cuda(new)) => new,
+                Some(other) => candle_core::bail!("memory on {:?} for a tensor of CUDA", other.device().location()),
                 None => nothing(storage.device(), unlike(self.dtype))?,
             };
-            Ok(Memory::Cuda(std::mem::replace(storage, new)))
+            Ok(Storage::Cuda(std::mem::replace(storage, new)))
         })
     }
 }

@@ -43,12 +43,15 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
         return composed(x, weight, bias);
     }
     let is_tracked = [Some(x), Some(weight), bias].into_iter().flatten().any(Tensor::track_op);
-    let rows = x.dims()[..x.rank() - 1].iter().product::<usize>();
+    let rows = rows_of(x);
     if dtype != x.dtype() && !is_tracked && rows <= FEW && has_rows(weight.layout()) {
         let out = few_rows::widening(rows, &x.to_dtype(dtype)?, weight)?;
         let shape = Shape::from(out_shape(x.layout(), weight.layout()));
         let out = Tensor::from_storage(Storage::Cpu(out), shape, BackpropOp::none(), false);
-        let out = bias.map_or_else(|| Ok(out.clone()), |bias| out.broadcast_add(&bias.to_dtype(dtype)?))?;
+        let out = match bias {
+            Some(bias) => out.broadcast_add(&bias.to_dtype(dtype)?)?,
+            None => out,
+        };
         return out.to_dtype(x.dtype());
     }
     let (input, weight) = (x.to_dtype(dtype)?, weight.to_dtype(dtype)?);
@@ -62,8 +65,7 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
 
 fn composed(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     let k = weight.dim(1)?;
-    let rows = x.dims()[..x.rank() - 1].iter().product::<usize>();
-    let y = x.reshape((rows, k))?.matmul(&weight.t()?)?.reshape(out_shape(x.layout(), weight.layout()))?;
+    let y = x.reshape((rows_of(x), k))?.matmul(&weight.t()?)?.reshape(out_shape(x.layout(), weight.layout()))?;
     match bias {
         Some(bias) => y.broadcast_add(bias),
         None => Ok(y),
@@ -72,6 +74,11 @@ fn composed(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor
 
 /// The map, and who takes the gradient of the weight.
 struct Linear(Option<Arc<dyn WeightSink>>);
+
+/// The number of rows of a tensor `[.., last]`.
+fn rows_of(x: &Tensor) -> usize {
+    x.dims()[..x.rank() - 1].iter().product()
+}
 
 /// A tensor of any rank seen as `[rows, last]`, where its strides allow that without a copy.
 fn as_rows(layout: &Layout) -> Option<Layout> {
@@ -152,7 +159,7 @@ impl Linear {
 /// The gradient `[n, k]` of a weight, of an input `[.., k]` and the gradient `[.., n]` of the output.
 fn late_product(weight: &Tensor, x: &Tensor, grad: &Tensor) -> Result<LateGradient> {
     let (n, k) = weight.dims2()?;
-    let rows = x.dims()[..x.rank() - 1].iter().product::<usize>();
+    let rows = rows_of(x);
     let (x, grad, weight) = (x.detach().reshape((rows, k))?, grad.detach().reshape((rows, n))?, weight.detach());
     Ok(Box::new(move || match x.elem_count() * grad.elem_count() {
         0 => weight.zeros_like(),

@@ -60,14 +60,11 @@ impl Recompute {
         let mut grads = (out.to_local() * grad)?.sum_all()?.backward()?;
         // Of the gradient that arrived nobody asks one.
         grads.remove(grad);
-        let mut mine = grads.remove(&leaf).map(|grad| grad.detach());
         // A segment within this one may have captured its input, and found a part of its gradient.
-        if let Some(more) = found::take(leaf.id()) {
-            mine = Some(match mine {
-                Some(grad) => (grad + more)?.detach(),
-                None => more,
-            });
+        if let Some(grad) = grads.remove(&leaf) {
+            found::add(leaf.id(), &grad)?;
         }
+        let mine = found::take(leaf.id());
         let ids: Vec<TensorId> = grads.get_ids().copied().collect();
         for id in ids {
             if let Some(grad) = grads.get_id(id) {
