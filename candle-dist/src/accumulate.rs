@@ -1,5 +1,5 @@
 //! Gradients of several backward passes as one.
-use crate::{Error, Result};
+use crate::{Error, Result, add_grad, sum_dtype};
 use candle_core::backprop::GradStore;
 
 /// Sums gradients of several backward passes on this rank, without communication: what PyTorch has `no_sync` for.
@@ -7,7 +7,8 @@ use candle_core::backprop::GradStore;
 /// [`mean`](Self::mean) is what one backward pass over all the samples would have given, and goes to
 /// [`DataParallel::reduce`](crate::DataParallel::reduce) like any other gradients; with a different number of samples
 /// on some rank, [`reduce_weighted`](crate::DataParallel::reduce_weighted) with [`weight`](Self::weight). A variable
-/// that took no part in a pass counts as zeros there. Sums are kept in the gradients' dtypes.
+/// that took no part in a pass counts as zeros there. Sums and means of 16-bit gradients are f32; see
+/// [`round_grads`](crate::round_grads) for optimizers that want 16 bits.
 ///
 /// ```
 /// use candle_core::{Device, Tensor, Var};
@@ -45,12 +46,9 @@ impl GradAccumulator {
         }
         for &id in grads.get_ids() {
             let Some(grad) = grads.get_id(id) else { continue };
-            let grad = grad.detach();
+            let grad = grad.detach().to_dtype(sum_dtype(grad.dtype()))?;
             let grad = if weight == 1.0 { grad } else { grad.affine(weight, 0.0)? };
-            let sum = match self.sums.get_id(id) {
-                Some(sum) => (sum + grad)?,
-                None => grad,
-            };
+            let sum = add_grad(self.sums.get_id(id), &grad)?;
             self.sums.insert_id(id, sum);
         }
         self.weight += weight;

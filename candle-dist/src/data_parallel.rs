@@ -1,6 +1,7 @@
 //! The gradients of one model trained on different data on every rank.
 use crate::sync::buckets;
-use crate::{Error, Pending, ProcessGroup, ReduceOp, Result, SyncOptions, sync_params, verify_parameter_shapes};
+use crate::{Error, Pending, ProcessGroup, ReduceOp, Result, SyncOptions};
+use crate::{sum_dtype, sync_params, verify_parameter_shapes};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
 use itertools::Itertools;
@@ -12,6 +13,11 @@ pub struct DataParallelOptions {
     pub bucket_bytes: usize,
     /// What is done to the parameters at the start.
     pub start: Start,
+    /// What gradients are reduced in; `None` for f32 where parameters are 16-bit floats, and else for the parameters' dtype.
+    ///
+    /// Gradients of 16-bit parameters come out in it, others in their parameter's dtype. `Some(DType::BF16)` halves what
+    /// bf16 parameters send, and gives gradients that candle-nn's optimizers take.
+    pub reduce_dtype: Option<DType>,
 }
 
 /// How a [`DataParallel`] makes sure that all ranks hold the same parameters.
@@ -27,7 +33,7 @@ pub enum Start {
 
 impl Default for DataParallelOptions {
     fn default() -> Self {
-        Self { bucket_bytes: 25 << 20, start: Start::Sync(SyncOptions::default()) }
+        Self { bucket_bytes: 25 << 20, start: Start::Sync(SyncOptions::default()), reduce_dtype: None }
     }
 }
 
@@ -59,6 +65,7 @@ impl Default for DataParallelOptions {
 pub struct DataParallel {
     group: ProcessGroup,
     buckets: Vec<Vec<(String, Var)>>,
+    reduce_dtype: Option<DType>,
 }
 
 impl DataParallel {
@@ -69,13 +76,17 @@ impl DataParallel {
     /// numbers have no gradients and take part in the start alone; one that is named twice is reduced once.
     ///
     /// # Errors
-    /// Those of [`sync_params`] or [`verify_parameter_shapes`].
+    /// Those of [`sync_params`] or [`verify_parameter_shapes`], and if gradients are to be reduced in what is no float.
     #[track_caller]
     pub fn new<N: AsRef<str>>(
         group: &ProcessGroup,
         params: &[(N, Var)],
         options: &DataParallelOptions,
     ) -> Result<Self> {
+        if let Some(dtype) = options.reduce_dtype.filter(|dtype| !dtype.is_float()) {
+            let reason = format!("gradients reduced in {}: want a float such as f32", dtype.as_str());
+            return Err(Error::Invalid { op: "DataParallel::new", reason });
+        }
         match &options.start {
             Start::Sync(sync) => sync_params(group, params, sync)?,
             Start::Verify => {
@@ -88,9 +99,11 @@ impl DataParallel {
         let mut reduced: Vec<_> = differentiable.unique_by(|(_, var)| var.id()).collect();
         reduced.reverse();
         let owned = |(name, var): &(N, Var)| (name.as_ref().to_string(), var.clone());
-        let cut = buckets(reduced, |(_, var)| var, options.bucket_bytes);
+        let dtype_of = |(_, var): &&(N, Var)| options.reduce_dtype.unwrap_or_else(|| sum_dtype(var.dtype()));
+        let bytes = |param: &&(N, Var)| param.1.elem_count() * dtype_of(param).size_in_bytes();
+        let cut = buckets(reduced, |(_, var)| var.dtype(), bytes, options.bucket_bytes);
         let buckets = cut.into_iter().map(|bucket| bucket.into_iter().map(owned).collect()).collect();
-        Ok(Self { group: group.clone(), buckets })
+        Ok(Self { group: group.clone(), buckets, reduce_dtype: options.reduce_dtype })
     }
 
     /// The ranks over which gradients are averaged.
@@ -111,7 +124,8 @@ impl DataParallel {
     /// The results are views of the buckets and hold no graph.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if a gradient is not of its variable's shape and dtype.
+    /// [`Error::InvalidArgument`] if a gradient is not of its variable's shape, or neither of its dtype nor of the one in
+    /// which such gradients are [summed](sum_dtype).
     #[track_caller]
     pub fn reduce(&self, grads: &mut GradStore) -> Result<()> {
         self.add_up(grads, 1.0, ReduceOp::Avg)
@@ -182,33 +196,41 @@ impl DataParallel {
     /// The gradients of a bucket, scaled, end to end, and behind them which there are; nothing if this rank is alone.
     fn flatten(&self, bucket: &[(String, Var)], grads: &mut GradStore, scale: f64) -> Result<Option<Tensor>> {
         let alone = self.group.size() == 1;
+        let (dtype, device) = (self.dtype_of(&bucket[0].1), bucket[0].1.device());
         let mut flat = Vec::with_capacity(bucket.len() + 1);
         let mut present = Vec::with_capacity(bucket.len());
         for (name, var) in bucket {
             let grad = grads.remove(var).filter(|_| scale > 0.0);
             present.push(f32::from(u8::from(grad.is_some())));
             let Some(grad) = grad else {
-                flat.push(Tensor::zeros(var.elem_count(), var.dtype(), var.device())?);
+                flat.push(Tensor::zeros(var.elem_count(), dtype, var.device())?);
                 continue;
             };
             self.check(name, var, &grad)?;
+            let grad = grad.detach().to_dtype(dtype)?;
             if alone {
-                grads.insert(var, grad.detach());
+                grads.insert(var, given(&grad, var)?);
                 continue;
             }
-            let grad = grad.detach().flatten_all()?;
+            let grad = grad.flatten_all()?;
             flat.push(if scale == 1.0 { grad } else { grad.affine(scale, 0.0)? });
         }
         if alone {
             return Ok(None);
         }
-        let (dtype, device) = (bucket[0].1.dtype(), bucket[0].1.device());
         flat.push(Tensor::new(&present[..], device)?.to_dtype(dtype)?);
         Ok(Some(Tensor::cat(&flat, 0)?))
     }
 
+    /// What gradients of a variable are reduced in.
+    fn dtype_of(&self, var: &Var) -> DType {
+        self.reduce_dtype.unwrap_or_else(|| sum_dtype(var.dtype()))
+    }
+
     fn check(&self, name: &str, var: &Var, grad: &Tensor) -> Result<()> {
-        if grad.dims() == var.dims() && grad.dtype() == var.dtype() {
+        if grad.dims() == var.dims()
+            && [var.dtype(), sum_dtype(var.dtype()), self.dtype_of(var)].contains(&grad.dtype())
+        {
             return Ok(());
         }
         let show = |t: &Tensor| format!("{}{:?}", t.dtype().as_str(), t.dims());
@@ -234,6 +256,14 @@ impl PendingGrads {
     }
 }
 
+/// A reduced gradient as it is given: a 16-bit variable's as it is, which may be wider.
+fn given(grad: &Tensor, var: &Var) -> Result<Tensor> {
+    match sum_dtype(var.dtype()) == var.dtype() {
+        true => Ok(grad.to_dtype(var.dtype())?),
+        false => Ok(grad.clone()),
+    }
+}
+
 /// Puts the parts of a bucket that some rank had into `grads`.
 fn spread(bucket: &[(String, Var)], flat: &Tensor, grads: &mut GradStore) -> Result<()> {
     let ends: usize = bucket.iter().map(|(_, var)| var.elem_count()).sum();
@@ -241,7 +271,7 @@ fn spread(bucket: &[(String, Var)], flat: &Tensor, grads: &mut GradStore) -> Res
     let mut start = 0;
     for ((_, var), present) in bucket.iter().zip(present) {
         if present > 0.0 {
-            grads.insert(var, flat.narrow(0, start, var.elem_count())?.reshape(var.shape())?);
+            grads.insert(var, given(&flat.narrow(0, start, var.elem_count())?.reshape(var.shape())?, var)?);
         }
         start += var.elem_count();
     }

@@ -31,6 +31,7 @@
 //! | differentiate through communication | [`functional`] |
 //! | train one model on different data: buckets, averages, uneven batches | [`DataParallel`] |
 //! | add up several backward passes before communicating (PyTorch's `no_sync`) | [`GradAccumulator`] |
+//! | sum gradients of 16-bit parameters in f32 | [`add_grad`], [`sum_dtype`], [`round_grads`] |
 //! | clip gradients of a model that is cut along any axes by one norm | [`ClipGradNorm`] |
 //! | bring parameters in step, and see that they are | [`sync_params`], [`sync_module_states`], [`verify_parameter_shapes`], [`replace_by_prefix`] |
 //! | treat all tensors of a structure alike: cast, move, flatten, pack named arguments | [`TensorTree`], [`Packed`] |
@@ -69,6 +70,7 @@ pub mod control;
 mod data_parallel;
 mod error;
 pub mod functional;
+mod grads;
 mod group;
 #[doc = include_str!("guide.md")]
 pub mod guide {}
@@ -93,6 +95,7 @@ pub use backend::{Op, ReduceOp};
 pub use clip::ClipGradNorm;
 pub use data_parallel::{DataParallel, DataParallelOptions, PendingGrads, Start};
 pub use error::{Cause, Doing, Error, GroupFailure, RankReport, Result};
+pub use grads::{add_grad, round_grads, sum_dtype};
 pub use group::{Message, Pending, PendingTensors, ProcessGroup};
 pub use init::init_process_group;
 pub use mesh::{Axis, DeviceMesh};

@@ -83,7 +83,7 @@ fn sync<'a>(group: &ProcessGroup, vars: impl Iterator<Item = (&'a str, &'a Var)>
         return Ok(());
     }
     let vars: Vec<&Var> = vars.into_iter().map(|(_, var)| var).filter(|var| var.elem_count() > 0).collect();
-    for bucket in buckets(vars, |var| var, options.bucket_bytes) {
+    for bucket in buckets(vars, |var| var.dtype(), |var| bytes(var), options.bucket_bytes) {
         broadcast(group, &bucket, source)?;
     }
     Ok(())
@@ -94,10 +94,15 @@ fn bytes(var: &Var) -> usize {
 }
 
 /// Cuts the items of each dtype, in order, into runs of at most `budget` bytes or of one item.
-pub(crate) fn buckets<T>(items: Vec<T>, var: impl Fn(&T) -> &Var, budget: usize) -> Vec<Vec<T>> {
+pub(crate) fn buckets<T>(
+    items: Vec<T>,
+    dtype: impl Fn(&T) -> DType,
+    bytes: impl Fn(&T) -> usize,
+    budget: usize,
+) -> Vec<Vec<T>> {
     let mut dtypes: Vec<(DType, Vec<T>)> = Vec::new();
     for item in items {
-        let dtype = var(&item).dtype();
+        let dtype = dtype(&item);
         match dtypes.iter_mut().find(|(known, _)| *known == dtype) {
             Some((_, same)) => same.push(item),
             None => dtypes.push((dtype, vec![item])),
@@ -107,7 +112,7 @@ pub(crate) fn buckets<T>(items: Vec<T>, var: impl Fn(&T) -> &Var, budget: usize)
     for (_, same) in dtypes {
         let mut room = None;
         for item in same {
-            let bytes = bytes(var(&item));
+            let bytes = bytes(&item);
             match (room, buckets.last_mut()) {
                 (Some(left), Some(bucket)) if bytes <= left => {
                     bucket.push(item);

@@ -167,7 +167,7 @@ fn ones(dtype: DType, len: usize) -> Var {
 }
 
 fn trusting(bucket_bytes: usize) -> DataParallelOptions {
-    DataParallelOptions { bucket_bytes, start: Start::Trust }
+    DataParallelOptions { bucket_bytes, start: Start::Trust, ..DataParallelOptions::default() }
 }
 
 #[test]
@@ -318,4 +318,79 @@ fn accumulation_divides_by_the_weights() {
     }
     assert_eq!(accumulator.weight(), 4.0);
     assert_eq!(accumulator.mean().unwrap().get(&var).unwrap().to_vec1::<f64>().unwrap(), [2.0]);
+}
+
+/// Gradients of one bf16 parameter in many passes, and their mean in f64.
+fn many_small_gradients(passes: usize) -> (Vec<Tensor>, Vec<f64>) {
+    let grads: Vec<Tensor> = (0..passes)
+        .map(|pass| {
+            let values = (0..64).map(|i| 1.0 + 0.4 * ((pass * 64 + i) as f32 * 0.7).sin());
+            Tensor::from_iter(values, &Device::Cpu).unwrap().to_dtype(DType::BF16).unwrap()
+        })
+        .collect();
+    let wide = |grad: &Tensor| grad.to_dtype(DType::F64).unwrap().to_vec1::<f64>().unwrap();
+    let mut mean = vec![0.0; 64];
+    for grad in &grads {
+        mean.iter_mut().zip(wide(grad)).for_each(|(mean, g)| *mean += g / passes as f64);
+    }
+    (grads, mean)
+}
+
+fn error(got: &Tensor, want: &[f64]) -> f64 {
+    let got = got.to_dtype(DType::F64).unwrap().to_vec1::<f64>().unwrap();
+    got.iter().zip(want).map(|(got, want)| (got / want - 1.0).abs()).fold(0.0, f64::max)
+}
+
+#[test]
+fn sixteen_bit_gradients_of_many_passes_add_up_in_32() {
+    for passes in [8, 128] {
+        let (grads, want) = many_small_gradients(passes);
+        let weight = ones(DType::BF16, 64);
+        let (mut accumulator, mut coarse) = (GradAccumulator::default(), grads[0].zeros_like().unwrap());
+        for grad in &grads {
+            let loss = (weight.as_tensor() * grad).unwrap().sum_all().unwrap();
+            accumulator.add(&loss.backward().unwrap()).unwrap();
+            coarse = (coarse + grad).unwrap();
+        }
+        let mean = accumulator.mean().unwrap();
+        let mean = mean.get(&weight).unwrap();
+        let coarse = coarse.to_dtype(DType::F64).unwrap().affine(1.0 / passes as f64, 0.0).unwrap();
+        println!("{passes} passes: {:.1e} in f32, {:.1e} in bf16", error(mean, &want), error(&coarse, &want));
+        assert_eq!(mean.dtype(), DType::F32);
+        assert!(error(mean, &want) < 1e-6 && error(&coarse, &want) > 1e-3);
+    }
+}
+
+#[test]
+fn sixteen_bit_gradients_of_many_ranks_add_up_in_32() {
+    for world in [1, 4, 5] {
+        for reduce_dtype in [None, Some(DType::BF16)] {
+            on_ranks(world, &format!("bf16 {reduce_dtype:?}"), move |ctx| -> Result<()> {
+                let (all, want) = many_small_gradients(world);
+                let (weight, other) = (ones(DType::BF16, 64), ones(DType::F32, 2));
+                let vars = [("weight", weight.clone()), ("other", other.clone())];
+                let dp =
+                    DataParallel::new(ctx.group(), &vars, &DataParallelOptions { reduce_dtype, ..trusting(1 << 20) })?;
+                for wide in [false, true] {
+                    let mut grads = GradStore::default();
+                    let dtype = if wide { DType::F32 } else { DType::BF16 };
+                    grads.insert(&weight, all[ctx.rank()].to_dtype(dtype)?);
+                    grads.insert(&other, Tensor::ones(2, DType::F32, &Device::Cpu)?);
+                    match usize::from(wide) {
+                        0 => dp.reduce(&mut grads)?,
+                        _ => dp.reduce_start(&mut grads).and_then(|pending| pending.wait(&mut grads))?,
+                    }
+                    let grad = grads.get(&weight).expect("a gradient");
+                    assert_eq!(grad.dtype(), reduce_dtype.unwrap_or(DType::F32));
+                    let within = if reduce_dtype.is_none() { 1e-6 } else { 5e-3 };
+                    assert!(error(grad, &want) < within, "{world} ranks: {:e}", error(grad, &want));
+                    assert_eq!(grads.get(&other).expect("a gradient").dtype(), DType::F32);
+                }
+                let whole = DataParallelOptions { reduce_dtype: Some(DType::U32), ..trusting(0) };
+                let refused = DataParallel::new(ctx.group(), &vars, &whole).unwrap_err().to_string();
+                assert!(refused.contains("reduced in u32: want a float"), "{refused}");
+                Ok(())
+            });
+        }
+    }
 }

@@ -1,0 +1,65 @@
+//! In what gradients are summed.
+use candle_core::backprop::GradStore;
+use candle_core::{DType, Result, Tensor, Var};
+
+/// The dtype in which gradients of parameters of `dtype` are summed: f32 for 16-bit floats, otherwise the same.
+///
+/// A sum in 16 bits loses 0.3 % over 8 passes and 1 % over 128, more than an optimizer with 32-bit weights can tell from a
+/// different gradient.
+pub fn sum_dtype(dtype: DType) -> DType {
+    match dtype {
+        DType::F16 | DType::BF16 => DType::F32,
+        dtype => dtype,
+    }
+}
+
+/// Adds a gradient to the sum of those before it, which holds no graph; without a sum it starts one.
+///
+/// The sum is kept in [`sum_dtype`] of the gradient, so sums of bf16 gradients are f32.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_dist::add_grad;
+///
+/// let small = Tensor::full(1f32 / 256., 1, &Device::Cpu)?.to_dtype(DType::BF16)?;
+/// let mut sum = add_grad(None, &Tensor::ones(1, DType::BF16, &Device::Cpu)?)?;
+/// for _ in 0..256 {
+///     sum = add_grad(Some(&sum), &small)?;
+/// }
+/// assert_eq!(sum.to_vec1::<f32>()?, [2.0]); // in bf16, 1 + 1/256 is 1
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+pub fn add_grad(sum: Option<&Tensor>, grad: &Tensor) -> Result<Tensor> {
+    let dtype = sum_dtype(grad.dtype());
+    let grad = grad.detach().to_dtype(dtype)?;
+    match sum {
+        Some(sum) => Ok((sum.detach().to_dtype(dtype)? + grad)?.detach()),
+        None => Ok(grad),
+    }
+}
+
+/// Rounds gradients to the dtypes of their variables, for optimizers that take no others, such as those of candle-nn.
+///
+/// Gradients that this workspace sums over passes, ranks or units are f32 for 16-bit variables.
+///
+/// ```
+/// use candle_core::{DType, Device, Var};
+/// use candle_dist::{GradAccumulator, round_grads};
+///
+/// let weight = Var::ones(1, DType::BF16, &Device::Cpu)?;
+/// let mut accumulator = GradAccumulator::default();
+/// accumulator.add(&weight.sum_all()?.backward()?)?;
+/// let mut grads = accumulator.mean()?;
+/// assert_eq!(grads.get(&weight).map(|grad| grad.dtype()), Some(DType::F32));
+/// round_grads(&mut grads, [&weight])?;
+/// assert_eq!(grads.get(&weight).map(|grad| grad.dtype()), Some(DType::BF16));
+/// # Ok::<(), candle_dist::Error>(())
+/// ```
+pub fn round_grads<'a>(grads: &mut GradStore, vars: impl IntoIterator<Item = &'a Var>) -> Result<()> {
+    for var in vars {
+        if let Some(grad) = grads.remove(var) {
+            grads.insert(var, grad.to_dtype(var.dtype())?);
+        }
+    }
+    Ok(())
+}
