@@ -2,10 +2,14 @@
 //!
 //! candle's CPU pools belong to the process, and one of them is a lock that a whole elementwise op holds: ranks that
 //! are threads wait for each other on it unless each rank computes inline. Both pools read their variable
-//! (`CANDLE_NUM_THREADS`, `RAYON_NUM_THREADS`) once, so the choice is made once, by the first local world.
+//! (`CANDLE_NUM_THREADS`, `RAYON_NUM_THREADS`) once and have no other setting, so the choice is made once, by the first
+//! local world, in the environment. The environment may change only while no other thread can read it: [`settle`] does
+//! so while the process has one thread, [`settle_among_threads`] at the caller's word.
 use std::sync::OnceLock;
 
 static SETTLED: OnceLock<usize> = OnceLock::new();
+
+const VARIABLES: [&str; 2] = ["CANDLE_NUM_THREADS", "RAYON_NUM_THREADS"];
 
 /// The number of threads a rank computes with when nothing is said: the cores divided by the ranks, at least one.
 pub fn default_per_rank(ranks: usize) -> usize {
@@ -14,18 +18,110 @@ pub fn default_per_rank(ranks: usize) -> usize {
 
 /// Settles the compute threads of every rank of this process, and returns the number in force.
 ///
-/// The first call wins, and variables that are already in the environment win over it. Call it before the first
-/// tensor op; [`World`](crate::World) does it for you.
+/// The first call wins, and variables that are already in the environment win over it. Call it first in `main`;
+/// [`World`](crate::World) does it for you if that is where the program begins. In a process that has several threads
+/// already it leaves the environment alone and says so on stderr.
+///
+/// ```standalone_crate
+/// candle_dist::threads::settle(3); // the first thing that the program does
+/// assert!(std::env::var_os("CANDLE_NUM_THREADS").is_some() && std::env::var_os("RAYON_NUM_THREADS").is_some());
+/// ```
 pub fn settle(per_rank: usize) -> usize {
     *SETTLED.get_or_init(|| {
-        for name in ["CANDLE_NUM_THREADS", "RAYON_NUM_THREADS"] {
-            if std::env::var_os(name).is_none() {
-                // SAFETY: std serialises all access to the environment made from Rust, which is how candle and rayon
-                // read it. Only foreign code that calls `getenv` in another thread at this very moment could observe
-                // a torn update; this runs once, before any rank exists.
-                unsafe { std::env::set_var(name, per_rank.max(1).to_string()) };
+        if unset().next().is_some() {
+            if is_only_thread() {
+                // SAFETY: this is the only thread of the process, and it starts none before `set` returns.
+                unsafe { set(per_rank) }
+            } else if in_force() != per_rank.max(1) {
+                eprintln!(
+                    "candle-dist: this process has several threads already, so candle computes with {} threads instead of \
+                     {per_rank} for each rank; set {} in the environment, or call candle_dist::threads::settle first in main",
+                    in_force(),
+                    VARIABLES.join(" and ")
+                );
             }
         }
-        std::env::var("CANDLE_NUM_THREADS").ok().and_then(|n| n.parse().ok()).unwrap_or(per_rank)
+        in_force()
     })
+}
+
+/// Like [`settle`], in a process that may have several threads.
+///
+/// # Safety
+/// While this runs, no other thread may read or change the environment except by the functions of `std::env`. C code does
+/// so in `getenv` and what calls it, such as the resolver of host names and the functions for local time.
+pub unsafe fn settle_among_threads(per_rank: usize) -> usize {
+    *SETTLED.get_or_init(|| {
+        // SAFETY: the caller's word.
+        unsafe { set(per_rank) };
+        in_force()
+    })
+}
+
+/// The variables that nobody has set.
+fn unset() -> impl Iterator<Item = &'static str> {
+    VARIABLES.into_iter().filter(|name| std::env::var_os(name).is_none())
+}
+
+/// Sets the variables that nobody has set.
+///
+/// # Safety
+/// As for [`settle_among_threads`].
+unsafe fn set(per_rank: usize) {
+    for name in unset() {
+        // SAFETY: the caller's word.
+        unsafe { std::env::set_var(name, per_rank.max(1).to_string()) };
+    }
+}
+
+/// How many threads candle's elementwise ops use.
+fn in_force() -> usize {
+    let given = std::env::var(VARIABLES[0]).ok().and_then(|n| n.parse().ok()).filter(|&n| n > 0);
+    given.unwrap_or_else(candle_core::utils::get_num_threads)
+}
+
+/// Whether this process has one thread; where the system does not tell, it may have more.
+fn is_only_thread() -> bool {
+    cfg!(windows) // where any thread may change the environment
+        || (cfg!(target_os = "linux") && std::fs::read_dir("/proc/self/task").is_ok_and(|tasks| tasks.count() == 1))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)] // a panic is how a test fails
+mod tests {
+    use super::*;
+    use std::process::Command;
+
+    /// Runs this test program again as `as_child` with `how`, and returns what it prints on both streams.
+    fn child(how: &str) -> [String; 2] {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command.args(["threads::tests::as_child", "--exact", "--nocapture", "--test-threads", "1"]);
+        VARIABLES.iter().for_each(|name| _ = command.env_remove(name));
+        let output = command.env("SETTLE", how).output().unwrap();
+        assert!(output.status.success(), "{output:?}");
+        [output.stdout, output.stderr].map(|bytes| String::from_utf8(bytes).unwrap())
+    }
+
+    #[test]
+    fn as_child() {
+        let settled = match std::env::var("SETTLE").as_deref() {
+            Ok("safe") => settle(7),
+            // SAFETY: the harness's thread only waits for this one.
+            Ok("among threads") => unsafe { settle_among_threads(7) },
+            _ => return,
+        };
+        println!("SETTLED {settled} {:?}", VARIABLES.map(|name| std::env::var(name).ok()));
+    }
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn the_environment_is_left_alone_while_other_threads_may_read_it() {
+        // The test harness has a thread of its own.
+        let [out, err] = child("safe");
+        assert!(out.contains("[None, None]"), "{out}");
+        assert!(err.contains("instead of 7 for each rank; set CANDLE_NUM_THREADS and RAYON_NUM_THREADS"), "{err}");
+        let [out, err] = child("among threads");
+        assert!(out.contains("SETTLED 7 [Some(\"7\"), Some(\"7\")]"), "{out}");
+        assert!(!err.contains("instead of"), "{err}");
+    }
 }

@@ -1,5 +1,5 @@
 //! Running a closure on N ranks, with a label and a deadline.
-use candle_dist::{RankContext, World, WorldError};
+use candle_dist::{RankContext, World, WorldError, threads};
 use parking_lot::{Condvar, Mutex};
 use std::fmt::Display;
 use std::sync::Arc;
@@ -53,6 +53,8 @@ impl Ranks {
         F: Fn(&RankContext) -> Result<T, E> + Send + Sync + 'static,
     {
         let fail = |rank, message: String| WorldError { rank, message: format!("[{}] {message}", self.label) };
+        // SAFETY: tests run one at a time, and the test program's own thread only waits for them.
+        unsafe { threads::settle_among_threads(threads::default_per_rank(self.world)) };
         let world = World::local(self.world).timeout(self.deadline);
         let ranks = world.into_ranks().map_err(|e| fail(0, e.to_string()))?;
         let board = Board { results: (0..self.world).map(|_| None).collect(), ended: 0, first_failure: None };
