@@ -1,6 +1,7 @@
 //! What collectives compute from the ranks' tensors: on the host by code of this crate, on a device by candle's kernels.
 //!
 //! The device's results are those of the host to the last bit: sums in rank order, 16-bit floats in f32, NaN passed on.
+use super::guards::Guards;
 use super::regions::{self, Piece};
 use super::{Op, ReduceOp, dense, reduce};
 use crate::{Error, Result};
@@ -73,9 +74,9 @@ fn part<'a, S: Held>(tensor: &Tensor, storage: &'a StorageRef<'_>, piece: Option
     Ok((S::of(storage)?, layout))
 }
 
-fn reduce_on<S: Held>(tensors: &[&Tensor], op: ReduceOp, piece: Option<Piece>) -> Result<S> {
-    let guards: Vec<_> = tensors.iter().map(|tensor| tensor.storage_and_layout().0).collect();
-    let parts = tensors.iter().zip(&guards).map(|(tensor, guard)| part::<S>(tensor, guard, piece));
+pub(super) fn reduce_on<S: Held>(tensors: &[&Tensor], op: ReduceOp, piece: Option<Piece>) -> Result<S> {
+    let guards = Guards::new(tensors);
+    let parts = tensors.iter().zip(guards.iter()).map(|(tensor, guard)| part::<S>(tensor, guard, piece));
     let parts = parts.collect::<Result<Vec<_>>>()?;
     let (dtype, shape) = (parts[0].0.dtype(), parts[0].1.shape());
     if shape.elem_count() == 0 {
@@ -122,10 +123,10 @@ fn divide<S: Held>(sum: &S, count: usize, n: usize) -> Result<S> {
     Ok(sum.binary_impl::<Div>(&divisor, &Layout::contiguous(count), &everywhere)?)
 }
 
-fn concat_on<S: Held>(tensors: &[&Tensor], pieces: &[Option<Piece>], join: usize) -> Result<S> {
-    let guards: Vec<_> = tensors.iter().map(|tensor| tensor.storage_and_layout().0).collect();
+pub(super) fn concat_on<S: Held>(tensors: &[&Tensor], pieces: &[Option<Piece>], join: usize) -> Result<S> {
+    let guards = Guards::new(tensors);
     let parts =
-        tensors.iter().zip(&guards).zip(pieces).map(|((tensor, guard), &piece)| part::<S>(tensor, guard, piece));
+        tensors.iter().zip(guards.iter()).zip(pieces).map(|((tensor, guard), &piece)| part::<S>(tensor, guard, piece));
     let parts = parts.collect::<Result<Vec<_>>>()?;
     let total: usize = parts.iter().map(|(_, layout)| layout.shape().elem_count()).sum();
     let (first, layout) = &parts[0];

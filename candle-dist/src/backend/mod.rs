@@ -1,5 +1,6 @@
 //! The contract between a [`ProcessGroup`](crate::ProcessGroup) and the engine that moves its bytes.
 mod device;
+mod guards;
 pub mod local;
 #[cfg(feature = "mpi")]
 pub mod mpi;

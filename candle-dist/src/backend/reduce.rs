@@ -1,4 +1,5 @@
 //! Elementwise reductions over the ranks' buffers, in rank order.
+use super::guards::Guards;
 use super::regions::{Piece, Runs, with_element};
 use crate::Result;
 use crate::backend::ReduceOp;
@@ -67,8 +68,9 @@ pub(super) fn reduce(tensors: &[&Tensor], op: ReduceOp, piece: Option<Piece>) ->
 }
 
 fn reduce_as<T: Element>(tensors: &[&Tensor], op: ReduceOp, piece: Option<Piece>) -> Result<Vec<T>> {
-    let guards: Vec<_> = tensors.iter().map(|t| t.storage_and_layout().0).collect();
-    let sources = tensors.iter().zip(&guards).map(|(t, g)| Runs::<T>::new(t, g, piece)).collect::<Result<Vec<_>>>()?;
+    let guards = Guards::new(tensors);
+    let sources =
+        tensors.iter().zip(guards.iter()).map(|(t, g)| Runs::<T>::new(t, g, piece)).collect::<Result<Vec<_>>>()?;
     match op {
         ReduceOp::Sum => Ok(fold(&sources, |a, b| a + b, |a| a)),
         ReduceOp::Avg => {

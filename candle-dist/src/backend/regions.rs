@@ -1,4 +1,5 @@
 //! Copies of tensor regions into one fresh buffer.
+use super::guards::Guards;
 use crate::{Error, Result};
 use candle_core::{CpuStorage, Storage, StorageRef, Tensor, WithDType};
 use smallvec::SmallVec;
@@ -85,8 +86,8 @@ pub(super) fn concat_pieces(tensors: &[&Tensor], pieces: &[Option<Piece>], join:
 }
 
 fn concat_as<T: WithDType>(tensors: &[&Tensor], pieces: &[Option<Piece>], join: usize) -> Result<Vec<T>> {
-    let guards: Vec<_> = tensors.iter().map(|t| t.storage_and_layout().0).collect();
-    let sources = tensors.iter().zip(&guards).zip(pieces);
+    let guards = Guards::new(tensors);
+    let sources = tensors.iter().zip(guards.iter()).zip(pieces);
     let sources = sources.map(|((t, g), &piece)| Runs::<T>::new(t, g, piece)).collect::<Result<Vec<_>>>()?;
     let rows: usize = (0..join)
         .map(|d| match pieces[0] {

@@ -1,0 +1,120 @@
+//! Read locks on several tensors at once that cannot wait for each other.
+use super::overwrite::address;
+use candle_core::{StorageRef, Tensor};
+use smallvec::SmallVec;
+
+/// One read lock for each storage of some tensors, taken in the same order on all threads.
+///
+/// A second lock on a storage, like a lock in another order, would wait for a writer that waits for the first one.
+pub(super) struct Guards<'a> {
+    locks: SmallVec<[StorageRef<'a>; 8]>,
+    /// The lock of each tensor.
+    of: SmallVec<[usize; 8]>,
+}
+
+impl<'a> Guards<'a> {
+    pub(super) fn new(tensors: &[&'a Tensor]) -> Self {
+        let (mut locks, mut of) = (SmallVec::new(), SmallVec::from_elem(0, tensors.len()));
+        // Nothing is held while addresses are read.
+        let mut order: SmallVec<[(usize, usize); 8]> =
+            tensors.iter().enumerate().map(|(at, tensor)| (address(tensor), at)).collect();
+        order.sort_unstable();
+        let mut last = None;
+        for (address, at) in order {
+            if last != Some(address) {
+                locks.push(tensors[at].storage_and_layout().0);
+                last = Some(address);
+            }
+            of[at] = locks.len() - 1;
+        }
+        Self { locks, of }
+    }
+
+    /// The locks, one for each tensor in the order given.
+    pub(super) fn iter(&self) -> impl Iterator<Item = &StorageRef<'a>> {
+        self.of.iter().map(|&at| &self.locks[at])
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)] // a panic is how a test fails
+mod tests {
+    use super::super::{ReduceOp, device, regions};
+    use super::*;
+    use candle_core::{CpuStorage, DType, Device, InplaceOp1, Layout, Var};
+    use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+    use std::thread;
+    use std::time::{Duration, Instant};
+
+    /// Adds one, with the lock held for a moment.
+    struct Increment;
+
+    impl InplaceOp1 for Increment {
+        fn name(&self) -> &'static str {
+            "increment"
+        }
+
+        fn cpu_fwd(&self, storage: &mut CpuStorage, _: &Layout) -> candle_core::Result<()> {
+            if let CpuStorage::F32(numbers) = storage {
+                numbers.iter_mut().for_each(|x| *x += 1.0);
+            }
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn views_of_one_storage_share_a_lock() {
+        let [x, y] = [3, 4].map(|len| Tensor::zeros(len, DType::F32, &Device::Cpu).unwrap());
+        let (head, tail) = (x.narrow(0, 0, 1).unwrap(), x.narrow(0, 1, 2).unwrap());
+        let guards = Guards::new(&[&tail, &y, &head, &x]);
+        assert_eq!(guards.locks.len(), 2);
+        let of = guards.iter().map(|guard| std::ptr::from_ref(&**guard).addr()).collect::<Vec<_>>();
+        assert_eq!(of, [address(&x), address(&y), address(&x), address(&x)]);
+        assert!(Guards::new(&[]).iter().next().is_none());
+    }
+
+    /// Runs `read` on two threads over and over while a third one writes to both storages; false if they hang.
+    fn goes_on(read: impl Fn(&[&Tensor]) + Send + Sync + Clone + 'static) -> bool {
+        let vars = [0, 1].map(|_| Var::zeros(64, DType::F32, &Device::Cpu).unwrap());
+        let views = |order: [usize; 2]| {
+            order.map(|at| [0, 32].map(|start| vars[at].as_tensor().narrow(0, start, 32).unwrap())).concat()
+        };
+        const ROUNDS: usize = 3_000;
+        let (done, over) = (&*Box::leak(Box::new(AtomicUsize::new(0))), &*Box::leak(Box::new(AtomicBool::new(false))));
+        for order in [[0, 1], [1, 0]] {
+            let (views, read) = (views(order), read.clone());
+            // Not joined: a thread that hangs would hang the test.
+            thread::spawn(move || {
+                let views: Vec<&Tensor> = views.iter().collect();
+                (0..ROUNDS).for_each(|_| read(&views));
+                done.fetch_add(1, Ordering::SeqCst);
+            });
+        }
+        for var in vars.clone() {
+            thread::spawn(move || {
+                while !over.load(Ordering::SeqCst) {
+                    var.as_tensor().inplace_op1(&Increment).unwrap();
+                }
+            });
+        }
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while done.load(Ordering::SeqCst) < 2 && Instant::now() < deadline {
+            thread::sleep(Duration::from_millis(5));
+        }
+        over.store(true, Ordering::SeqCst);
+        done.load(Ordering::SeqCst) == 2
+    }
+
+    #[test]
+    fn reading_views_of_one_storage_does_not_wait_for_a_writer_for_ever() {
+        let ways: [fn(&[&Tensor]); 4] = [
+            |views| drop(device::reduce(views, ReduceOp::Sum, None).unwrap()),
+            |views| drop(regions::concat(views, None, 0).unwrap()),
+            |views| drop(device::reduce_on::<CpuStorage>(views, ReduceOp::Sum, None).unwrap()),
+            |views| drop(device::concat_on::<CpuStorage>(views, &[None; 4], 0).unwrap()),
+        ];
+        for (nth, way) in ways.into_iter().enumerate() {
+            assert!(goes_on(way), "way {nth}");
+        }
+    }
+}
