@@ -1,6 +1,6 @@
 //! Meshes of any ranks, and meshes made from meshes: groups exact, none made twice, mistakes alike on every rank.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 use candle_dist::{DeviceMesh, Error, ProcessGroup, RankContext, ReduceOp, Result, comm};
 use std::collections::HashSet;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -107,7 +107,7 @@ fn every_choice_of_axes_is_a_mesh() {
 fn the_same_part_asked_twice_makes_no_new_group() {
     on_ranks(8, "no group twice", |ctx| -> Result<()> {
         let mesh = ctx.mesh(&AXES)?;
-        assert!(mesh.group()?.is_same(ctx.group()));
+        assert!(!mesh.group()?.is_same(ctx.group()), "another thread may use that one");
         let part = mesh.axes(&["dp", "tp"])?;
         for other in [mesh.axes(&["dp", "tp"])?, mesh.clone().axes(&["dp", "tp"])?] {
             assert_eq!(other, part);
@@ -120,7 +120,7 @@ fn the_same_part_asked_twice_makes_no_new_group() {
         let again = silently(|| mesh.flatten(&["dp", "tp"], "both"))?;
         assert_eq!(again, flat);
         // The same ranks by another way: all of them, and an axis of one rank beside another axis.
-        assert!(mesh.flatten(&["dp", "cp", "tp"], "all")?.group()?.is_same(ctx.group()));
+        assert!(mesh.flatten(&["dp", "cp", "tp"], "all")?.group()?.is_same(mesh.group()?));
         let cut = mesh.unflatten("cp", &[("cp", 2), ("one", 1)])?;
         assert!(cut.axis_group("cp")?.is_same(mesh.axis_group("cp")?));
         assert!(cut.axes(&["cp", "one"])?.group()?.is_same(mesh.axis_group("cp")?));
@@ -160,7 +160,8 @@ fn groups_that_exist_form_a_mesh() {
         let world = ctx.group();
         let line = DeviceMesh::from_group(world, "tp")?;
         assert_eq!(line, ctx.mesh(&[("tp", 6)])?);
-        assert!(line.axis_group("tp")?.is_same(world));
+        assert!(line.axis_group("tp")?.is_same(world), "this group was meant");
+        assert!(!ctx.mesh(&[("tp", 6)])?.axis_group("tp")?.is_same(world));
 
         // Rows [5, 3, 1] and [0, 4, 2] from the last rank to the first, columns by place in the row.
         let rows = [[5, 3, 1], [0, 4, 2]];
@@ -391,6 +392,32 @@ fn ranks_outside_a_mesh_have_no_coordinate() {
         assert_eq!(mesh.coordinates().collect::<Vec<_>>(), [[0], [1]]);
         let text = mesh.coordinate_of(2).unwrap_err().to_string();
         assert!(text.ends_with("no rank 2 in DeviceMesh(dp=2); its ranks are counted from 0 to 1"), "{text}");
+        Ok(())
+    });
+}
+
+#[test]
+fn an_axis_of_all_ranks_does_not_disturb_a_thread_that_uses_the_group_it_was_made_from() {
+    on_ranks(3, "two threads", |ctx| -> Result<()> {
+        let mesh = ctx.mesh(&[("dp", 3)])?;
+        let groups = [ctx.group(), mesh.axis_group("dp")?];
+        // Different calls, which one group would find to be a mismatch.
+        let sums = std::thread::scope(|scope| {
+            let threads = [3usize, 5].map(|len| {
+                let group = groups[usize::from(len == 5)];
+                scope.spawn(move || -> Result<f32> {
+                    let x = Tensor::ones(len, DType::F32, &Device::Cpu)?;
+                    let mut sum = 0.0;
+                    for _ in 0..200 {
+                        sum += group.all_reduce(&x, ReduceOp::Sum)?.sum_all()?.to_scalar::<f32>()?;
+                    }
+                    Ok(sum)
+                })
+            });
+            threads.map(|thread| thread.join().expect("no panic"))
+        });
+        let [first, second] = sums;
+        assert_eq!((first?, second?), (1800.0, 3000.0));
         Ok(())
     });
 }

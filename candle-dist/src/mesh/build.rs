@@ -17,6 +17,12 @@ impl DeviceMesh {
     /// ranks, or if a name is empty or occurs twice.
     #[track_caller]
     pub fn new(group: &ProcessGroup, axes: &[(&str, usize)]) -> Result<Self> {
+        Self::of_all(group, axes, None)
+    }
+
+    /// A mesh of all ranks of `group`, of which one group exists.
+    #[track_caller]
+    fn of_all(group: &ProcessGroup, axes: &[(&str, usize)], known: Option<ProcessGroup>) -> Result<Self> {
         // Compared before it is checked, so that a mistake on one rank is an error on all.
         group.agree(&format!("DeviceMesh{}", shown(axes)))?;
         let layout = Layout::new(axes)?;
@@ -25,7 +31,7 @@ impl DeviceMesh {
             return Err(Error::Mesh(format!("{shown} has {places} places for a group of {n} ranks; make them equal")));
         }
         let coordinate = layout.coordinate(group.rank());
-        Self::found(Root::new(group, []), layout, group.ranks().to_vec(), coordinate)
+        Self::found(Root::new(group, known), layout, group.ranks().to_vec(), coordinate)
     }
 
     /// A mesh of some ranks of `group`, in the order given, which fills the grid row by row; `None` on other ranks.
@@ -72,13 +78,13 @@ impl DeviceMesh {
         Self::found(Root::new(group, []), layout, ranks, coordinate).map(Some)
     }
 
-    /// The mesh with one axis that holds all ranks of `group`.
+    /// The mesh whose one axis is `group`.
     ///
     /// # Errors
     /// As [`new`](Self::new).
     #[track_caller]
     pub fn from_group(group: &ProcessGroup, name: &str) -> Result<Self> {
-        Self::new(group, &[(name, group.size())])
+        Self::of_all(group, &[(name, group.size())], Some(group.clone()))
     }
 
     /// The mesh whose groups along the axes exist already: `axes` are this rank's groups, outermost first.

@@ -113,12 +113,18 @@ impl DeviceMesh {
     }
 
     /// The group of all ranks of the mesh, in row-major order.
+    ///
+    /// Unless it was given as such ([`from_group`](Self::from_group), [`from_groups`](Self::from_groups)), it is not the
+    /// group that the mesh was made from, so another thread may communicate on that one. Meshes that are derived from each
+    /// other share groups of the same ranks.
     #[track_caller]
     pub fn group(&self) -> Result<&ProcessGroup> {
         self.group_in(&self.0.group, || self.ranks().to_vec())
     }
 
     /// The ranks that differ from this one only on one axis, ordered by their place on it.
+    ///
+    /// An axis of all ranks has a group of its own too; see [`group`](Self::group).
     #[track_caller]
     pub fn axis_group<'a>(&self, axis: impl Into<Axis<'a>>) -> Result<&ProcessGroup> {
         let axis = self.axis_index(axis)?;

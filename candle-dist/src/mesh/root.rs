@@ -7,7 +7,8 @@ use std::collections::{HashMap, HashSet};
 pub(super) struct Root {
     /// A group that has all ranks of the mesh.
     base: ProcessGroup,
-    /// The groups made so far, by their ranks in order: no group is made twice.
+    /// The groups made so far, by their ranks in order: no group is made twice, and none is `base`, which may be in use by
+    /// another thread.
     groups: Mutex<HashMap<Vec<usize>, ProcessGroup>>,
     /// The ranks along each axis that was ever named, as seen from this rank.
     lines: Mutex<HashMap<String, Vec<usize>>>,
@@ -18,10 +19,9 @@ pub(super) struct Root {
 impl Root {
     /// The root of a mesh within `base`; groups in `known` need not be made.
     pub(super) fn new(base: &ProcessGroup, known: impl IntoIterator<Item = ProcessGroup>) -> Self {
-        let known = known.into_iter().chain([base.clone()]);
         Self {
             base: base.clone(),
-            groups: Mutex::new(known.map(|group| (group.ranks().to_vec(), group)).collect()),
+            groups: Mutex::new(known.into_iter().map(|group| (group.ranks().to_vec(), group)).collect()),
             lines: Mutex::default(),
             settled: Mutex::default(),
         }
