@@ -11,8 +11,10 @@
 //! |---|---|
 //! | `MASTER_ADDR`, `MASTER_PORT` | where rank 0 listens; see [`LaunchInfo`] for what holds without them |
 //! | `CANDLE_DIST_TOKEN` | what only the processes of this job know; otherwise the launcher's job id |
+//! | `CANDLE_DIST_NO_TOKEN=1` | a job that spans hosts may go without |
 //! | `CANDLE_DIST_DEBUG=1` | compare calls |
 //! | `CANDLE_DIST_SHARE_GPUS=1` | more ranks than GPUs may be on a host |
+mod engines;
 mod options;
 
 pub use crate::launch::LaunchInfo;
@@ -20,14 +22,15 @@ pub use options::InitOptions;
 
 use crate::control::Control;
 use crate::{Cause, Error, ProcessGroup, RankContext, Result, backend, threads};
-use itertools::Itertools;
 use std::sync::Arc;
 
 /// The engine that moves tensors between processes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum Backend {
-    /// The best one of this build: NCCL, else MPI.
+    /// The best one of this build that all ranks can use: NCCL, where each has a GPU, else MPI.
+    ///
+    /// Rank 0 logs what it chose and why; [`ProcessGroup::backend_name`] has the name.
     #[default]
     Auto,
     /// NCCL, between GPUs; needs the cargo feature `nccl`.
@@ -35,33 +38,6 @@ pub enum Backend {
     /// MPI, between CPUs; needs the cargo feature `mpi`.
     Mpi,
 }
-
-/// Starts an engine in a process that has met the others.
-type Start = fn(&LaunchInfo, &Arc<Control>) -> Result<Arc<dyn backend::Backend>>;
-
-/// An engine between processes.
-struct Engine {
-    backend: Backend,
-    feature: &'static str,
-    /// `None` where the feature is off.
-    start: Option<Start>,
-}
-
-#[cfg(feature = "nccl")]
-const NCCL: Option<Start> = Some(backend::nccl::start);
-#[cfg(not(feature = "nccl"))]
-const NCCL: Option<Start> = None;
-
-/// The engines, best first.
-const ENGINES: [Engine; 2] = [
-    Engine { backend: Backend::Nccl, feature: "nccl", start: NCCL },
-    Engine { backend: Backend::Mpi, feature: "mpi", start: MPI },
-];
-
-#[cfg(feature = "mpi")]
-const MPI: Option<Start> = Some(backend::mpi::start);
-#[cfg(not(feature = "mpi"))]
-const MPI: Option<Start> = None;
 
 /// Joins the world of processes that a launcher has started, as one of its ranks.
 ///
@@ -80,11 +56,11 @@ const MPI: Option<Start> = None;
 ///
 /// [`World::processes`]: crate::World::processes
 pub fn init_process_group(backend: Backend, options: InitOptions) -> Result<RankContext> {
-    let (found, start) = engine(backend)?;
-    if found == Backend::Mpi {
-        LaunchInfo::from_env(&options)?.check_mpi()?;
-    }
-    init_process_group_with(options, start)
+    let info = LaunchInfo::from_env(&options);
+    // A build without engines is named first: it needs no launcher.
+    let engines = engines::candidates(backend, info.as_ref().ok())?;
+    let info = info?;
+    meet(&info, options, |info, control| engines::choose(&engines, info, control)?(info, control))
 }
 
 /// Like [`init_process_group`] with an engine of your own, which `start` makes once the processes have met.
@@ -92,24 +68,21 @@ pub fn init_process_group_with(
     options: InitOptions,
     start: impl FnOnce(&LaunchInfo, &Arc<Control>) -> Result<Arc<dyn backend::Backend>>,
 ) -> Result<RankContext> {
-    let info = LaunchInfo::from_env(&options)?;
+    meet(&LaunchInfo::from_env(&options)?, options, start)
+}
+
+/// Meets the others and starts the engine.
+fn meet(
+    info: &LaunchInfo,
+    options: InitOptions,
+    start: impl FnOnce(&LaunchInfo, &Arc<Control>) -> Result<Arc<dyn backend::Backend>>,
+) -> Result<RankContext> {
     threads::settle(options.threads_per_rank.unwrap_or_else(|| threads::default_per_rank(info.local_size)));
-    let control = Control::connect(&info, &options)?;
-    match start(&info, &control) {
+    let control = Control::connect(info, &options)?;
+    match start(info, &control) {
         Ok(engine) => Ok(RankContext::of_process(control, ProcessGroup::new(engine))),
         Err(Error::Group(failure)) => Err(Error::Group(failure)),
         // The others may be about to wait for this rank's engine.
         Err(error) => Err(control.fail(Cause::Failed { rank: info.rank, message: error.to_string() })),
     }
-}
-
-/// The engine that was asked for, and how to start it.
-fn engine(backend: Backend) -> Result<(Backend, Start)> {
-    let fits = |engine: &&Engine| backend == Backend::Auto || engine.backend == backend;
-    ENGINES.iter().filter(fits).find_map(|engine| Some((engine.backend, engine.start?))).ok_or_else(|| {
-        let features = ENGINES.iter().filter(fits).map(|engine| engine.feature).join(" or ");
-        Error::Unsupported(format!(
-            "this build has no engine between processes; build with the cargo feature {features}"
-        ))
-    })
 }

@@ -58,7 +58,20 @@ pub(crate) use watch::Watch;
 /// If the host has fewer GPUs than ranks (see [`LaunchInfo::device_ordinal`]), and for an NCCL library that is too old.
 #[cfg(feature = "nccl")]
 pub fn start(info: &LaunchInfo, control: &Arc<Control>) -> Result<Arc<dyn Backend>> {
-    let gpus = cudarc::driver::CudaContext::device_count().map_err(rank::cuda)?;
-    let device = Device::new_cuda_with_stream(info.device_ordinal(gpus as usize)?)?;
+    let device = Device::new_cuda_with_stream(ordinal(info)?)?;
     Ok(Arc::new(NcclBackend::world(Watch::Process(control.clone()), &device, control.size())?))
+}
+
+/// An error if this process has no GPU of its own, or no NCCL library that is new enough; starts nothing.
+#[cfg(feature = "nccl")]
+pub(crate) fn check(info: &LaunchInfo) -> Result<()> {
+    ordinal(info)?;
+    text::check_version(library_version()?).map_err(crate::Error::Unsupported)
+}
+
+/// The number of this process' GPU.
+#[cfg(feature = "nccl")]
+fn ordinal(info: &LaunchInfo) -> Result<usize> {
+    let gpus = cudarc::driver::CudaContext::device_count().map_err(rank::cuda)?;
+    info.device_ordinal(usize::try_from(gpus).unwrap_or(0))
 }

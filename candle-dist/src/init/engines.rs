@@ -1,0 +1,178 @@
+//! Which engine moves tensors between processes: the one that was asked for, or the best that all ranks can use.
+use super::{Backend, LaunchInfo};
+use crate::control::Control;
+use crate::{Error, Result, backend};
+use itertools::Itertools;
+use serde::{Deserialize, Serialize};
+use std::sync::Arc;
+
+/// Starts an engine in a process that has met the others.
+pub(super) type Start = fn(&LaunchInfo, &Arc<Control>) -> Result<Arc<dyn backend::Backend>>;
+
+/// An engine between processes.
+pub(super) struct Engine {
+    backend: Backend,
+    feature: &'static str,
+    /// `None` where the feature is off.
+    start: Option<Start>,
+    /// An error if this process cannot use it, which says what is missing.
+    check: fn(&LaunchInfo) -> Result<()>,
+}
+
+#[cfg(feature = "nccl")]
+const NCCL: (Option<Start>, fn(&LaunchInfo) -> Result<()>) = (Some(backend::nccl::start), backend::nccl::check);
+#[cfg(not(feature = "nccl"))]
+const NCCL: (Option<Start>, fn(&LaunchInfo) -> Result<()>) = (None, |_| Ok(()));
+
+#[cfg(feature = "mpi")]
+const MPI: Option<Start> = Some(backend::mpi::start);
+#[cfg(not(feature = "mpi"))]
+const MPI: Option<Start> = None;
+
+/// The engines, best first.
+const ENGINES: [Engine; 2] = [
+    Engine { backend: Backend::Nccl, feature: "nccl", start: NCCL.0, check: NCCL.1 },
+    Engine { backend: Backend::Mpi, feature: "mpi", start: MPI, check: LaunchInfo::check_mpi },
+];
+
+/// The engines of this build that were asked for, best first.
+///
+/// # Errors
+/// If there is none, or a single one that this process cannot use.
+pub(super) fn candidates(backend: Backend, info: Option<&LaunchInfo>) -> Result<Vec<&'static Engine>> {
+    let wanted = || ENGINES.iter().filter(|engine| backend == Backend::Auto || engine.backend == backend);
+    let found = wanted().filter(|engine| engine.start.is_some()).collect_vec();
+    match found[..] {
+        [] => Err(Error::Unsupported(format!(
+            "this build has no engine between processes; build with the cargo feature {}",
+            wanted().map(|engine| engine.feature).join(" or ")
+        ))),
+        [only] => info.map_or(Ok(()), only.check).map(|()| found),
+        _ => Ok(found),
+    }
+}
+
+/// What rank 0 has chosen.
+#[derive(Debug, Serialize, Deserialize)]
+enum Choice {
+    /// The engine's place in the list, and what the better ones lack.
+    Engine(usize, String),
+    Nothing(String),
+}
+
+/// The first engine that every rank can use, alike on all ranks; says what it chose in the log of rank 0.
+pub(super) fn choose(engines: &[&Engine], info: &LaunchInfo, control: &Control) -> Result<Start> {
+    const KEY: &str = "candle-dist engine";
+    let unreadable = |error: serde_json::Error| Error::Init(format!("the choice of an engine cannot be read: {error}"));
+    let choice = match engines {
+        [_] => Choice::Engine(0, String::new()),
+        _ => {
+            let lacks = engines.iter().map(|engine| (engine.check)(info).err().map(|error| error.to_string()));
+            let mine = serde_json::to_vec(&lacks.collect_vec()).map_err(unreadable)?;
+            control.set(&format!("{KEY} {}", info.rank), &mine)?;
+            if info.rank == 0 {
+                let of = |rank| serde_json::from_slice(&control.get(&format!("{KEY} {rank}"))?).map_err(unreadable);
+                let all = (0..info.world_size).map(of).collect::<Result<Vec<_>>>()?;
+                control.set(KEY, &serde_json::to_vec(&decide(engines, &all)).map_err(unreadable)?)?;
+            }
+            serde_json::from_slice(&control.get(KEY)?).map_err(unreadable)?
+        }
+    };
+    match choice {
+        Choice::Nothing(why) => Err(Error::Unsupported(why)),
+        Choice::Engine(at, why) => {
+            let engine = engines.get(at).and_then(|engine| Some((engine, engine.start?)));
+            let (engine, start) =
+                engine.ok_or_else(|| Error::Init(format!("rank 0 chose engine {at} of another build")))?;
+            if info.rank == 0 {
+                let because = if why.is_empty() { why } else { format!(", because {why}") };
+                log::info!("ranks communicate over {}{because}", engine.feature);
+            }
+            Ok(start)
+        }
+    }
+}
+
+/// The first engine that no rank lacks anything for; `lacks` has a list for each rank.
+fn decide(engines: &[&Engine], lacks: &[Vec<Option<String>>]) -> Choice {
+    let why = |at: usize| {
+        let of = |(rank, lacks): (usize, &Vec<Option<String>>)| Some((rank, lacks.get(at)?.clone()?));
+        let (rank, lack) = lacks.iter().enumerate().find_map(of)?;
+        Some(format!("{} does not work on rank {rank} ({lack})", engines[at].feature))
+    };
+    let whys = (0..engines.len()).map(why).collect_vec();
+    let reasons = |whys: &[Option<String>]| whys.iter().flatten().join(", and ");
+    match whys.iter().position(Option::is_none) {
+        Some(at) => Choice::Engine(at, reasons(&whys[..at])),
+        None => Choice::Nothing(format!("no engine of this build works on all ranks: {}", reasons(&whys))),
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)] // a panic is how a test fails
+mod tests {
+    use super::*;
+    use crate::init::InitOptions;
+    use std::net::TcpListener;
+    use std::thread;
+
+    fn lacking(what: &str) -> Error {
+        Error::Init(format!("no {what} here"))
+    }
+
+    fn first(_: &LaunchInfo, _: &Arc<Control>) -> Result<Arc<dyn backend::Backend>> {
+        Err(Error::Init("first".into()))
+    }
+
+    fn second(_: &LaunchInfo, _: &Arc<Control>) -> Result<Arc<dyn backend::Backend>> {
+        Err(Error::Init("second".into()))
+    }
+
+    type Check = fn(&LaunchInfo) -> Result<()>;
+
+    /// What each of three ranks gets that have these two engines.
+    fn chosen(checks: [Check; 2]) -> Vec<String> {
+        let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
+        let engines = [(Backend::Nccl, "nccl", first as Start, checks[0]), (Backend::Mpi, "mpi", second, checks[1])]
+            .map(|(backend, feature, start, check)| Engine { backend, feature, start: Some(start), check });
+        let (address, engines) = (&address, &engines);
+        let rank = |rank| {
+            let options = InitOptions::explicit(address, rank, 3);
+            let info = LaunchInfo::resolve(&options, |_| None).unwrap();
+            let control = Control::connect(&info, &options).unwrap();
+            let start = choose(&engines.iter().collect_vec(), &info, &control);
+            start.and_then(|start| start(&info, &control)).unwrap_err().to_string()
+        };
+        thread::scope(|scope| {
+            let threads = [0, 1, 2].map(|nth| scope.spawn(move || rank(nth)));
+            threads.map(|thread| thread.join().unwrap()).to_vec()
+        })
+    }
+
+    #[test]
+    fn all_ranks_take_the_best_engine_that_each_of_them_can_use() {
+        let (fine, gone): (Check, Check) = (|_| Ok(()), |_| Err(lacking("GPU")));
+        let gone_on_2: Check = |info| if info.rank == 2 { Err(lacking("GPU")) } else { Ok(()) };
+        assert_eq!(chosen([fine, fine]), ["init: first"; 3]);
+        assert_eq!(chosen([fine, gone]), ["init: first"; 3]);
+        assert_eq!(chosen([gone, fine]), ["init: second"; 3]);
+        assert_eq!(chosen([gone_on_2, fine]), ["init: second"; 3], "one rank's lack counts for all");
+        let text = "unsupported: no engine of this build works on all ranks: nccl does not work on rank 2 (init: no GPU \
+                    here), and mpi does not work on rank 0 (init: no GPU here)";
+        assert_eq!(chosen([gone_on_2, gone]), [text; 3]);
+    }
+
+    #[test]
+    fn the_choice_says_why_it_is_not_the_best() {
+        let checks: [Check; 2] = [|_| Ok(()), |_| Ok(())];
+        let engines = ["nccl", "mpi"].map(|feature| Engine {
+            backend: Backend::Auto,
+            feature,
+            start: Some(first),
+            check: checks[0],
+        });
+        let lacks = [vec![None, None], vec![Some("no GPU".to_string()), None]];
+        let Choice::Engine(1, why) = decide(&engines.iter().collect_vec(), &lacks) else { panic!("the second one") };
+        assert_eq!(why, "nccl does not work on rank 1 (no GPU)");
+    }
+}
