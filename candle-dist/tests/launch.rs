@@ -145,7 +145,7 @@ fn explicit_options_win_over_the_environment() {
     assert_eq!((info.address.as_str(), info.token.as_str()), ("127.0.0.1:5000", "t"));
     let far = InitOptions::explicit("10.0.0.1:5000", 1, 2);
     assert!(resolve(&far, &[]).unwrap_err().to_string().contains("InitOptions::local"));
-    assert_eq!(resolve(&far.local(0, 1), &[]).unwrap().local_rank, 0);
+    assert_eq!(resolve(&far.local(0, 1).token("t"), &[]).unwrap().local_rank, 0);
     for address in ["", "host", "host:", ":5000", "host:0", "host:x", "host:70000"] {
         let text = resolve(&InitOptions::explicit(address, 0, 1), &[]).unwrap_err().to_string();
         assert!(text.contains(&format!("{address:?} is no address")), "{text}");
@@ -162,6 +162,45 @@ fn the_token_is_the_options_the_variables_or_the_jobs() {
     assert_eq!(token(InitOptions::new().token("own"), &vars), "own");
     assert_eq!(token(InitOptions::new(), &vars), "secret");
     assert_eq!(token(InitOptions::new(), TORCHRUN), "job.0");
+}
+
+#[test]
+fn a_job_that_spans_hosts_has_a_token_or_says_that_it_needs_none() {
+    let far = || InitOptions::explicit("10.0.0.1:5000", 0, 4).local(0, 2);
+    let unnamed = with(TORCHRUN, &[("TORCHELASTIC_RUN_ID", "none")]);
+    let bare: Vec<_> = TORCHRUN.iter().filter(|(name, _)| !name.starts_with("TORCHELASTIC")).copied().collect();
+    let hydra = with(HYDRA, &[("PMI_SIZE", "4"), ("MASTER_ADDR", "node0"), ("MASTER_PORT", "29500")]);
+    let lacking: [(InitOptions, Vars<'_>); 5] = [
+        (far(), &[]),
+        (far().token(""), &[]),
+        (InitOptions::new(), &unnamed),
+        (InitOptions::new(), &bare),
+        (InitOptions::new(), &hydra),
+    ];
+    for (options, vars) in lacking {
+        let text = resolve(&options, vars).unwrap_err().to_string();
+        assert!(text.contains("CANDLE_DIST_TOKEN") && text.contains("CANDLE_DIST_NO_TOKEN=1"), "{text}");
+        for given in [options.clone().token("own"), options.clone().no_token()] {
+            resolve(&given, vars).unwrap();
+        }
+        resolve(&options, &with(vars, &[("CANDLE_DIST_NO_TOKEN", "1")])).unwrap();
+        assert!(resolve(&options, &with(vars, &[("CANDLE_DIST_NO_TOKEN", "0")])).is_err());
+    }
+    // On one host, and where the launcher names the job.
+    let one_host = with(&unnamed, &[("LOCAL_WORLD_SIZE", "4")]);
+    assert_eq!(resolve(&InitOptions::new(), &one_host).unwrap().token, "none.0", "restarts are told apart");
+    for vars in [TORCHRUN, SLURM] {
+        resolve(&InitOptions::new(), vars).unwrap();
+    }
+}
+
+#[test]
+fn a_loopback_address_is_no_place_to_meet_for_several_hosts() {
+    for host in ["127.0.0.1", "localhost", "::1", "127.0.1.1"] {
+        let text = resolve(&InitOptions::new(), &with(TORCHRUN, &[("MASTER_ADDR", host)])).unwrap_err().to_string();
+        assert!(text.contains("2 of 4 ranks are on this one; set MASTER_ADDR"), "{text}");
+        resolve(&InitOptions::new(), &with(TORCHRUN, &[("MASTER_ADDR", host), ("LOCAL_WORLD_SIZE", "4")])).unwrap();
+    }
 }
 
 #[test]

@@ -1,10 +1,11 @@
 //! How a process finds rank 0.
+use super::server::meeting_points;
 use crate::init::LaunchInfo;
 use crate::store::hello::{Answer, Hello, MAX_TOKEN};
 use crate::store::{Before, within};
 use crate::{Error, Result};
 use std::io::{self, ErrorKind};
-use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
+use std::net::{SocketAddr, TcpStream};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -54,7 +55,7 @@ fn hello(info: &LaunchInfo) -> Result<Hello> {
 
 /// Greets rank 0.
 fn attempt(info: &LaunchInfo, own: Option<SocketAddr>, hello: &Hello, end: Instant) -> io::Result<(TcpStream, Answer)> {
-    let addresses = own.map_or_else(|| info.address.to_socket_addrs().map(Vec::from_iter), |own| Ok(vec![own]))?;
+    let addresses = own.map_or_else(|| meeting_points(info), |own| Ok(vec![own]))?;
     let mut last = io::Error::new(ErrorKind::NotFound, "the host has no address");
     for address in addresses {
         let left = end.saturating_duration_since(Instant::now()).clamp(PAUSE.0, ATTEMPT);

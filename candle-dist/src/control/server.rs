@@ -1,13 +1,12 @@
 //! Where rank 0 listens: lets processes of the job in, and drops everybody else.
 use super::hub::Hub;
 use crate::init::{InitOptions, LaunchInfo};
-use crate::launch::is_loopback;
 use crate::store::hello::Hello;
 use crate::store::{Before, within};
 use crate::{Error, Result};
 use parking_lot::Mutex;
 use std::collections::VecDeque;
-use std::io::ErrorKind;
+use std::io::{self, ErrorKind};
 use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -59,15 +58,16 @@ impl Server {
         address
     }
 
-    /// Waits until all processes have ended; see [`Hub::finish`].
-    pub(super) fn finish(&self, timeout: Duration, farewell: Duration) {
-        self.hub.finish(timeout, farewell);
+    /// Waits until all processes have ended, and after a failure at most for `farewell`.
+    pub(super) fn finish(&self, farewell: Duration) {
+        self.hub.stay();
+        self.hub.finish(farewell);
     }
 }
 
 impl Drop for Server {
     fn drop(&mut self) {
-        self.hub.finish(Duration::ZERO, Duration::ZERO);
+        self.hub.finish(Duration::ZERO);
         self.is_over.store(true, Ordering::Release);
         // Wakes the thread that accepts; when it has ended, the port is free again.
         let woken = TcpStream::connect_timeout(&self.address(), Duration::from_secs(1)).is_ok();
@@ -93,13 +93,28 @@ fn listen(info: &LaunchInfo) -> Result<TcpListener> {
             _ => format!("rank 0 cannot listen at {}: {error}; mend MASTER_ADDR and MASTER_PORT", info.address),
         })
     };
-    let mut addresses: Vec<SocketAddr> = info.address.to_socket_addrs().map_err(failed)?.collect();
-    // Many a host knows its own name as a loopback address, where others would not find it.
-    let spans_hosts = info.local_size < info.world_size;
-    if spans_hosts && !is_loopback(host) && addresses.iter().all(|address| address.ip().is_loopback()) {
-        addresses.iter_mut().for_each(|address| address.set_ip(Ipv4Addr::UNSPECIFIED.into()));
-    }
+    let addresses = meeting_points(info).map_err(failed)?;
     TcpListener::bind(&addresses[..]).map_err(failed)
+}
+
+/// The addresses at which rank 0 may be, as this host knows them.
+pub(super) fn meeting_points(info: &LaunchInfo) -> io::Result<Vec<SocketAddr>> {
+    Ok(beyond_loopback(info, info.address.to_socket_addrs()?.collect()))
+}
+
+/// Many a host knows its own name as a loopback address, where other hosts would not find it.
+fn beyond_loopback(info: &LaunchInfo, mut addresses: Vec<SocketAddr>) -> Vec<SocketAddr> {
+    if !info.spans_hosts() {
+        return addresses;
+    }
+    let is_local = |address: &SocketAddr| address.ip().to_canonical().is_loopback();
+    if info.rank == 0 && addresses.iter().all(is_local) {
+        // The other hosts know better which address it has.
+        addresses.iter_mut().for_each(|address| address.set_ip(Ipv4Addr::UNSPECIFIED.into()));
+    } else if !addresses.iter().all(is_local) {
+        addresses.retain(|address| !is_local(address));
+    }
+    addresses
 }
 
 /// Where connections come in.
@@ -156,5 +171,35 @@ impl Door {
                 None => Ok(()),
             },
         };
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)] // a panic is how a test fails
+mod tests {
+    use super::*;
+
+    #[test]
+    fn loopback_addresses_are_for_worlds_of_one_host() {
+        let info = |rank, local_size| LaunchInfo {
+            rank,
+            world_size: 4,
+            local_rank: 0,
+            local_size,
+            address: "head:29500".into(),
+            token: String::new(),
+            share_gpus: false,
+            has_mpi: false,
+        };
+        let of =
+            |list: &[&str]| list.iter().map(|ip| format!("{ip}:29500").parse().unwrap()).collect::<Vec<SocketAddr>>();
+        let all = ["127.0.1.1", "10.0.0.1", "[::1]", "[::ffff:127.0.0.1]", "[fd00::1]"];
+        for rank in [0, 1] {
+            assert_eq!(beyond_loopback(&info(rank, 4), of(&all)), of(&all));
+            assert_eq!(beyond_loopback(&info(rank, 2), of(&all)), of(&["10.0.0.1", "[fd00::1]"]));
+        }
+        assert_eq!(beyond_loopback(&info(0, 2), of(&["127.0.1.1"])), of(&["0.0.0.0"]));
+        // On the same host as rank 0, which listens there too.
+        assert_eq!(beyond_loopback(&info(1, 2), of(&["127.0.1.1"])), of(&["127.0.1.1"]));
     }
 }

@@ -17,6 +17,7 @@ pub struct InitOptions {
     pub(crate) explicit: Option<(String, usize, usize)>,
     pub(crate) local: Option<(usize, usize)>,
     pub(crate) token: Option<String>,
+    pub(crate) no_token: bool,
     pub(crate) timeout: Duration,
     pub(crate) init_timeout: Duration,
     pub(crate) lost_after: Duration,
@@ -30,6 +31,7 @@ impl Default for InitOptions {
             explicit: None,
             local: None,
             token: None,
+            no_token: false,
             timeout: Duration::from_secs(600),
             init_timeout: Duration::from_secs(60),
             lost_after: Duration::from_secs(10),
@@ -63,6 +65,14 @@ impl InitOptions {
     /// It keeps the jobs of a cluster apart. It goes over the network as it is: it is no encryption.
     pub fn token(mut self, token: &str) -> Self {
         self.token = Some(token.to_string());
+        self
+    }
+
+    /// Lets a job that spans hosts start without a token; by default only if `CANDLE_DIST_NO_TOKEN=1`.
+    ///
+    /// A process of another job that comes to rank 0's port with a free rank then takes that rank's place.
+    pub fn no_token(mut self) -> Self {
+        self.no_token = true;
         self
     }
 

@@ -16,6 +16,8 @@ pub(super) struct Launcher {
     pub(super) hosts: Option<&'static str>,
     /// What tells this job from others; several are joined.
     pub(super) job: &'static [&'static str],
+    /// What the first of them is where nobody has named the job: alike for all such jobs.
+    pub(super) unnamed: Option<&'static str>,
     /// Whether other launchers run inside it: its variables then count for nothing.
     pub(super) outer: bool,
 }
@@ -32,6 +34,8 @@ pub(super) const LAUNCHERS: [Launcher; 4] = [
         node: None,
         hosts: None,
         job: &["TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"],
+        // The default of --rdzv-id.
+        unnamed: Some("none"),
         outer: false,
     },
     Launcher {
@@ -44,6 +48,7 @@ pub(super) const LAUNCHERS: [Launcher; 4] = [
         node: None,
         hosts: None,
         job: &["PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"],
+        unnamed: None,
         outer: false,
     },
     Launcher {
@@ -57,6 +62,7 @@ pub(super) const LAUNCHERS: [Launcher; 4] = [
         node: None,
         hosts: None,
         job: &["PMI_JOBID"],
+        unnamed: None,
         outer: false,
     },
     Launcher {
@@ -69,6 +75,7 @@ pub(super) const LAUNCHERS: [Launcher; 4] = [
         node: Some("SLURM_NODEID"),
         hosts: Some("SLURM_STEP_NODELIST"),
         job: &["SLURM_JOB_ID", "SLURM_STEP_ID"],
+        unnamed: None,
         outer: true,
     },
 ];

@@ -18,6 +18,11 @@ const PORTS: Range<u16> = 20_000..32_768;
 /// ranks are on one host, under Slurm otherwise the first host; and a port between 20000 and 32767 that a hash of the
 /// job's id chooses. (MPICH gives no job id: two of its jobs at once on a host need different `MASTER_PORT`s.)
 ///
+/// The token keeps the processes of other jobs out that come to the same address and port. By default it is the launcher's job
+/// id: torchrun's `--rdzv-id`, the namespace of Open MPI, the job and step of Slurm. Where there is none (MPICH, torchrun
+/// without `--rdzv-id`, [`InitOptions::explicit`]), a job that spans hosts needs one from `CANDLE_DIST_TOKEN` or
+/// [`InitOptions::token`], or goes without at its own word (`CANDLE_DIST_NO_TOKEN=1`, [`InitOptions::no_token`]).
+///
 /// torchrun's agent may listen at `MASTER_PORT` itself (`TORCHELASTIC_USE_AGENT_STORE`): rank 0 then takes the next one.
 ///
 /// ```
@@ -62,16 +67,35 @@ impl LaunchInfo {
     /// Like [`from_env`](Self::from_env) with any source of variables; an empty variable counts as unset.
     pub fn resolve(options: &InitOptions, lookup: impl Fn(&str) -> Option<String>) -> Result<Self> {
         let vars = Vars { lookup: &|name| lookup(name).filter(|value| !value.trim().is_empty()) };
-        let mut info = match &options.explicit {
-            Some((address, rank, size)) => vars.explicit(address, *rank, *size, options.local)?,
-            None => vars.launched(vars.launcher()?)?,
+        let (mut info, mut is_named) = match &options.explicit {
+            Some((address, rank, size)) => (vars.explicit(address, *rank, *size, options.local)?, false),
+            None => {
+                let row = vars.launcher()?;
+                (vars.launched(row)?, vars.is_named(row))
+            }
         };
         if let Some(token) = options.token.clone().or_else(|| vars.get("CANDLE_DIST_TOKEN")) {
+            is_named = !token.is_empty();
             info.token = token;
         }
+        let may_lack = options.no_token || vars.get("CANDLE_DIST_NO_TOKEN").is_some_and(|value| value.trim() == "1");
         info.share_gpus = vars.get("CANDLE_DIST_SHARE_GPUS").is_some_and(|value| value.trim() == "1");
         info.has_mpi = options.explicit.is_some() || MPI_MARKS.iter().any(|name| vars.get(name).is_some());
-        info.check()
+        let info = info.check()?;
+        if info.spans_hosts() && !is_named && !may_lack {
+            return Err(Error::Init(
+                "nothing tells this job, which spans hosts, from others that come to the same port; set CANDLE_DIST_TOKEN to a \
+                 text of the job's own, alike for all ranks (with torchrun, --rdzv-id does it), or CANDLE_DIST_NO_TOKEN=1 if \
+                 no other job can reach rank 0"
+                    .into(),
+            ));
+        }
+        Ok(info)
+    }
+
+    /// Whether some ranks are on other hosts than this one.
+    pub(crate) fn spans_hosts(&self) -> bool {
+        self.local_size < self.world_size
     }
 
     /// Refuses MPI under a launcher that is none of MPI's, such as torchrun: each process would be alone in its MPI.
@@ -117,6 +141,13 @@ impl LaunchInfo {
             return wrong(format!(
                 "local rank {local_rank} of {local_size} ranks on this host, in a world of {world_size}; local ranks are \
                  below their number, which is at most the world's size"
+            ));
+        }
+        let host = self.address.rsplit_once(':').map_or("", |(host, _)| host);
+        if self.spans_hosts() && is_loopback(host) {
+            return wrong(format!(
+                "rank 0 is to be found at {host}, which every host takes for itself, and {local_size} of {world_size} ranks \
+                 are on this one; set MASTER_ADDR to an address of rank 0's host that the others reach"
             ));
         }
         Ok(self)
@@ -171,6 +202,12 @@ impl Vars<'_> {
             }
         }
         Ok(first)
+    }
+
+    /// Whether the launcher's job has a name of its own.
+    fn is_named(&self, row: &Launcher) -> bool {
+        row.job.first().and_then(|name| self.get(name)).is_some_and(|id| Some(id.trim()) != row.unnamed)
+            || row.unnamed.is_none() && row.job.iter().any(|name| self.get(name).is_some())
     }
 
     /// What a launcher says.

@@ -1,5 +1,5 @@
 //! Two hosts, which are network namespaces of this machine, and a link between them that is cut while they train.
-use crate::job::{finish, start_by};
+use crate::job::{Outcome, Rank, finish, start_by};
 use crate::sum;
 use candle_dist::{RankContext, Result};
 use std::fs;
@@ -7,6 +7,9 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
+
+/// What rank 0's host calls itself.
+const HEAD: &str = "candle-head";
 
 /// The scenario in which all ranks train until something fails.
 pub(crate) const TRAINS: &str = "trains";
@@ -62,8 +65,43 @@ impl Hosts {
     }
 }
 
+impl Hosts {
+    /// Tells each host the addresses of [`HEAD`].
+    fn name(&self, of: [&[&str]; 2]) {
+        for (name, addresses) in self.names.iter().zip(of) {
+            let folder = Path::new("/etc/netns").join(name);
+            fs::create_dir_all(&folder).unwrap();
+            let lines = addresses.iter().map(|address| format!("{address} {HEAD}\n")).collect::<String>();
+            fs::write(folder.join("hosts"), format!("127.0.0.1 localhost\n{lines}")).unwrap();
+        }
+    }
+
+    /// Starts four ranks, two a host.
+    fn start(&self, scenario: &str, master: &str, more: &[(&'static str, String)]) -> Vec<Rank> {
+        let command = |rank: usize| {
+            let mut command = Command::new("ip");
+            command.args(["netns", "exec", &self.names[rank / 2]]).arg(std::env::current_exe().unwrap());
+            command
+        };
+        let vars = |rank: usize| {
+            let vars = [
+                ("RANK", rank.to_string()),
+                ("WORLD_SIZE", "4".to_string()),
+                ("LOCAL_RANK", (rank % 2).to_string()),
+                ("LOCAL_WORLD_SIZE", "2".to_string()),
+                ("MASTER_ADDR", master.to_string()),
+                ("MASTER_PORT", "29500".to_string()),
+                ("TORCHELASTIC_RUN_ID", "two-hosts".to_string()),
+            ];
+            vars.into_iter().chain(more.iter().cloned()).collect()
+        };
+        start_by(command, scenario, 4, vars)
+    }
+}
+
 impl Drop for Hosts {
     fn drop(&mut self) {
+        self.names.iter().for_each(|name| _ = fs::remove_dir_all(Path::new("/etc/netns").join(name)));
         // One that was never made cannot be deleted.
         self.names.iter().for_each(|name| _ = ip(&["netns", "del", name]));
     }
@@ -91,24 +129,7 @@ fn a_cut_link_between_hosts_is_an_error_on_all_ranks() {
         Err(reason) => return println!("SKIPPED: two hosts need network namespaces, and {reason}"),
     };
     let marks = marks();
-    let host = |rank: usize| &hosts.names[rank / 2];
-    let command = |rank| {
-        let mut command = Command::new("ip");
-        command.args(["netns", "exec", host(rank)]).arg(std::env::current_exe().unwrap());
-        command
-    };
-    let vars = |rank: usize| {
-        vec![
-            ("RANK", rank.to_string()),
-            ("WORLD_SIZE", "4".to_string()),
-            ("LOCAL_RANK", (rank % 2).to_string()),
-            ("LOCAL_WORLD_SIZE", "2".to_string()),
-            ("MASTER_ADDR", ADDRESSES[0].to_string()),
-            ("MASTER_PORT", "29500".to_string()),
-            (MARKS, marks.display().to_string()),
-        ]
-    };
-    let ranks = start_by(command, &format!("{TRAINS}/none"), 4, vars);
+    let ranks = hosts.start(&format!("{TRAINS}/none"), ADDRESSES[0], &[(MARKS, marks.display().to_string())]);
     let began = Instant::now();
     let all_train = || (0..4).all(|rank| marks.join(rank.to_string()).exists());
     while !all_train() && began.elapsed() < Duration::from_secs(20) {
@@ -127,5 +148,20 @@ fn a_cut_link_between_hosts_is_an_error_on_all_ranks() {
         assert!(said.contains("no sign of life for 2s"), "rank {rank}: {outcomes:#?}");
         // Where rank 0 is, it gathers what ranks are in.
         assert!(rank >= 2 || said.matches("in all_reduce(f32[1000], sum) at").count() == 2, "{outcomes:#?}");
+    }
+}
+
+#[test]
+fn a_host_that_knows_its_own_name_as_a_loopback_address_is_found_by_the_others() {
+    let hosts = match Hosts::new() {
+        Ok(hosts) => hosts,
+        Err(reason) => return println!("SKIPPED: two hosts need network namespaces, and {reason}"),
+    };
+    // Debian's habit, with and without the true address behind it; the other host knows the true one.
+    for own in [&["127.0.1.1", ADDRESSES[0]][..], &[ADDRESSES[0], "127.0.1.1"], &["127.0.1.1"]] {
+        hosts.name([own, &[ADDRESSES[0]]]);
+        let outcomes = finish(hosts.start("fine/none", HEAD, &[]));
+        let is_fine = |outcome: &Outcome| outcome.is_success && outcome.said.as_deref() == Some("fine");
+        assert!(outcomes.iter().all(is_fine), "{own:?}: {outcomes:#?}");
     }
 }
