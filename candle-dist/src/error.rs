@@ -142,6 +142,13 @@ pub enum Cause {
         /// How long it waited.
         after: Duration,
     },
+    /// Ranks did not come to a monitored barrier in time.
+    Missing {
+        /// All that did not come (global).
+        ranks: Vec<usize>,
+        /// How long the others waited.
+        after: Duration,
+    },
 }
 
 /// What one rank was doing when its world stopped.
@@ -188,6 +195,10 @@ impl fmt::Display for Cause {
             Self::Lost { rank, how } => write!(f, "rank {rank} was lost: {how}"),
             Self::Deadlock => write!(f, "every running rank waits for another one; no call can complete"),
             Self::TimedOut { rank, after } => write!(f, "rank {rank} waited longer than the timeout of {after:?}"),
+            Self::Missing { ranks, after } => {
+                let (noun, list) = (if ranks.len() == 1 { "rank" } else { "ranks" }, ranks.iter().format(", "));
+                write!(f, "{noun} {list} did not come to the barrier within {after:?}")
+            }
         }
     }
 }

@@ -76,6 +76,7 @@ mod group;
 pub mod guide {}
 mod hash;
 pub mod init;
+mod key_value;
 mod launch;
 mod mesh;
 mod pack;
@@ -98,6 +99,7 @@ pub use error::{Cause, Doing, Error, GroupFailure, RankReport, Result};
 pub use grads::{add_grad, round_grads, sum_dtype};
 pub use group::{Message, Pending, PendingTensors, ProcessGroup};
 pub use init::init_process_group;
+pub use key_value::Store;
 pub use mesh::{Axis, DeviceMesh};
 pub use pack::{Packed, PackedKeys};
 pub use state::replace_by_prefix;

@@ -4,7 +4,7 @@ use crate::backend::local::{LocalBackend, RankGuard, WorldState};
 use crate::backend::nccl::{NcclBackend, Values, Watch, check_devices};
 use crate::control::Control;
 use crate::init::{self, Backend, InitOptions, LaunchInfo};
-use crate::{Cause, DeviceMesh, ProcessGroup, Result, backend, threads};
+use crate::{Cause, DeviceMesh, ProcessGroup, Result, Store, backend, key_value, threads};
 use candle_core::Device;
 use serde::{Deserialize, Serialize};
 use std::any::Any;
@@ -134,9 +134,11 @@ impl World {
             Ranks::Gpus => over_nccl(&world, &self.devices)?,
             _ => locally(&world, &self.devices),
         };
+        let shared = key_value::Shared::new(&world);
         let context = |(rank, engine)| RankContext {
             guard: Guard::Thread(RankGuard::new(world.clone(), rank)),
             group: ProcessGroup::new(engine),
+            store: Store::of_thread(rank, shared.clone()),
         };
         Ok(engines.into_iter().enumerate().map(context).collect())
     }
@@ -226,6 +228,7 @@ pub struct RankContext {
     /// Goes before the group: an engine ends when the others know.
     guard: Guard,
     group: ProcessGroup,
+    store: Store,
 }
 
 /// Tells the world how its rank ended, also when the rank's thread unwinds.
@@ -279,7 +282,8 @@ impl std::fmt::Debug for RankContext {
 impl RankContext {
     /// The context of a process that has met the others.
     pub(crate) fn of_process(control: Arc<Control>, group: ProcessGroup) -> Self {
-        Self { guard: Guard::Process(ProcessGuard { control, end: None }), group }
+        let store = Store::of_process(control.clone());
+        Self { guard: Guard::Process(ProcessGuard { control, end: None }), group, store }
     }
 
     /// This rank in the world.
@@ -300,6 +304,11 @@ impl RankContext {
     /// The group of all ranks.
     pub fn group(&self) -> &ProcessGroup {
         &self.group
+    }
+
+    /// Small values that the ranks share by name.
+    pub fn store(&self) -> &Store {
+        &self.store
     }
 
     /// A mesh over all ranks; see [`DeviceMesh::new`].
@@ -334,9 +343,10 @@ impl RankContext {
 
     /// The rank whose doing stopped the world, if one did and the failure tells.
     fn culprit(&self) -> Option<usize> {
-        match self.group.failure()?.cause {
-            Cause::Mismatch { rank, .. } | Cause::Returned { rank } => Some(rank),
-            Cause::Failed { rank, .. } | Cause::Panicked { rank, .. } | Cause::Lost { rank, .. } => Some(rank),
+        match &self.group.failure()?.cause {
+            Cause::Mismatch { rank, .. } | Cause::Returned { rank } => Some(*rank),
+            Cause::Failed { rank, .. } | Cause::Panicked { rank, .. } | Cause::Lost { rank, .. } => Some(*rank),
+            Cause::Missing { ranks, .. } => ranks.first().copied(),
             Cause::Deadlock | Cause::TimedOut { .. } => None,
         }
     }

@@ -1,10 +1,16 @@
 //! What a rank is in, and whether what it waits for can still come.
+use super::{channel, group_id};
 use crate::backend::Call;
 use smallvec::SmallVec;
 use std::collections::HashMap;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Instant;
+
+/// How many tags of one pair of ranks have a count of their own; others share them, so that memory has a bound.
+///
+/// A receive whose sender has ended is then noticed unless messages of a tag with the same count lie unread.
+const COUNTED_TAGS: u32 = 256;
 
 /// The communication of one process, and what it knows of ranks that have ended.
 #[derive(Debug, Default)]
@@ -13,9 +19,15 @@ pub(super) struct Activity {
     active: Vec<Active>,
     next: u64,
     last: Option<Arc<Call>>,
-    /// How many rounds were entered, on each group.
+    /// How many rounds were entered, on each group and channel.
     rounds: HashMap<u64, u64>,
-    /// Of each rank that has ended: how many rounds it had entered, on each group.
+    /// How many messages were numbered, on each channel.
+    messages: HashMap<u64, u64>,
+    /// The channels of each group.
+    channels: HashMap<u64, Vec<u64>>,
+    /// How often this rank has joined a group of the same members, by the hash of their list.
+    joined: HashMap<u64, u64>,
+    /// Of each rank that has ended: how many rounds it had entered, on each group and channel.
     left: HashMap<usize, HashMap<u64, u64>>,
 }
 
@@ -50,6 +62,33 @@ impl Meeting {
 }
 
 impl Activity {
+    /// The id of the next group of these members, alike on all of them.
+    pub(super) fn join(&mut self, ranks: &[usize]) -> u64 {
+        let nth = self.joined.entry(group_id(ranks, 0)).or_default();
+        *nth += 1;
+        group_id(ranks, *nth - 1)
+    }
+
+    /// The channel of the next message from rank `from` of the world to rank `to`, and its number there.
+    pub(super) fn message(&mut self, group: u64, from: usize, to: usize, tag: u32) -> (u64, u64) {
+        let channel = channel(group, from, to, tag % COUNTED_TAGS);
+        let nth = self.messages.entry(channel).or_insert_with(|| {
+            self.channels.entry(group).or_default().push(channel);
+            0
+        });
+        *nth += 1;
+        (channel, *nth - 1)
+    }
+
+    /// Forgets a group with its channels, and returns how many rounds were entered there.
+    pub(super) fn forget(&mut self, group: u64) -> Vec<(u64, u64)> {
+        let channels = self.channels.remove(&group).unwrap_or_default();
+        let entered = |id| Some((id, self.rounds.remove(&id)?));
+        let entered = channels.iter().copied().chain([group]).filter_map(entered).collect();
+        channels.iter().for_each(|channel| _ = self.messages.remove(channel));
+        entered
+    }
+
     /// Notes a round; tells whether it is entered for the first time.
     pub(super) fn count(&mut self, group: u64, round: u64) -> bool {
         let entered = self.rounds.entry(group).or_default();
@@ -95,7 +134,7 @@ impl Activity {
         self.left.get(&rank).is_some_and(|left| rounds(left) <= meeting.round)
     }
 
-    /// How many rounds were entered, on each group.
+    /// How many rounds were entered, on each group and channel that is not forgotten.
     pub(super) fn rounds(&self) -> Vec<(u64, u64)> {
         self.rounds.iter().map(|(&group, &rounds)| (group, rounds)).collect()
     }
@@ -146,6 +185,33 @@ mod tests {
             me.end(id);
         }
         assert_eq!(me.deserter(), None, "it waits for nobody");
+    }
+
+    #[test]
+    fn a_million_groups_and_tags_leave_nothing_behind() {
+        let mut me = Activity::default();
+        let world = me.join(&[0, 1, 2]);
+        for nth in 0..1_000_000u32 {
+            let group = me.join(&[0, 1]);
+            let (channel, number) = me.message(group, 0, 1, nth);
+            me.count(channel, number);
+            me.count(group, 0);
+            assert_eq!(me.forget(group), [(channel, 1), (group, 1)]);
+            let (channel, number) = me.message(world, 0, 1, nth);
+            me.count(channel, number);
+        }
+        let held = [me.rounds.len(), me.messages.len(), me.channels.len(), me.joined.len(), me.active.len()];
+        assert_eq!(held, [256, 256, 1, 2, 0]);
+        assert_eq!(me.rounds().iter().map(|(_, rounds)| rounds).sum::<u64>(), 1_000_000, "none is lost");
+    }
+
+    #[test]
+    fn groups_of_the_same_members_have_ids_of_their_own() {
+        let mut me = Activity::default();
+        let ids = [[0, 1], [0, 1], [1, 0], [0, 2]].map(|ranks| me.join(&ranks));
+        assert!(ids.iter().enumerate().all(|(i, id)| !ids[..i].contains(id)), "{ids:?}");
+        me.forget(ids[0]);
+        assert!(!ids.contains(&me.join(&[0, 1])), "also after one of them was forgotten");
     }
 
     #[test]

@@ -1,10 +1,11 @@
 //! Rank 0's side: who is there, what they wait for, and the verdict when something goes wrong.
-use super::message::{Fault, MAX_STATE, Notice, Request, State};
+use super::departed::Departed;
+use super::message::{Fault, MAX_ROUNDS, MAX_STATE, Notice, Request, State};
 use super::rounds::Rounds;
 use crate::Cause;
 use crate::store::hello::{Answer, Hello};
 use crate::store::link::{Event, Link};
-use crate::store::values::Values;
+use crate::store::values::{Changed, Values};
 use crate::store::within;
 use crate::world::End;
 use itertools::Itertools;
@@ -32,6 +33,7 @@ struct Table {
     seats: Vec<Seat>,
     values: Values<(usize, u64)>,
     rounds: Rounds,
+    departed: Departed,
 }
 
 /// Where a world is in its life; it only goes on.
@@ -54,6 +56,8 @@ struct Seat {
     end: Option<End>,
     lost: Option<String>,
     says: Option<String>,
+    /// The rounds that the rank had entered, as told before its goodbye.
+    rounds: Vec<(u64, u64)>,
 }
 
 impl Seat {
@@ -88,6 +92,10 @@ impl Table {
             self.phase = Phase::Stopping(cause.into());
             self.tell(&Notice::Ask);
         }
+    }
+
+    fn is_busy(&self) -> bool {
+        self.seats.iter().any(|seat| seat.is_open)
     }
 
     /// After a failure, processes are kept until all have heard of it and ended.
@@ -140,7 +148,13 @@ impl Table {
 impl Hub {
     pub(super) fn new(size: usize, token: &str, debug: bool) -> Self {
         let seats = (0..size).map(|_| Seat::default()).collect();
-        let table = Table { phase: Phase::Meeting, seats, values: Values::default(), rounds: Rounds::default() };
+        let table = Table {
+            phase: Phase::Meeting,
+            seats,
+            values: Values::default(),
+            rounds: Rounds::default(),
+            departed: Departed::default(),
+        };
         Self { token: token.as_bytes().to_vec(), debug, table: Mutex::new(table), changed: Condvar::new() }
     }
 
@@ -210,19 +224,19 @@ impl Hub {
         self.changed.notify_all();
     }
 
-    /// Waits until all processes have ended: at most `timeout` while all is well, and then `farewell`.
-    pub(super) fn finish(&self, timeout: Duration, farewell: Duration) {
+    /// Waits until all processes have ended, for as long as all is well: ranks may compute alone.
+    pub(super) fn stay(&self) {
         let mut table = self.table.lock();
-        let is_busy = |table: &Table| table.seats.iter().any(|seat| seat.is_open);
-        let deadline = within(timeout);
-        while matches!(table.phase, Phase::Running) && is_busy(&table) {
-            if self.changed.wait_until(&mut table, deadline).timed_out() && is_busy(&table) {
-                table.stop(Cause::TimedOut { rank: 0, after: timeout });
-                self.changed.notify_all();
-            }
+        while matches!(table.phase, Phase::Running) && table.is_busy() {
+            self.changed.wait(&mut table);
         }
+    }
+
+    /// Closes the connections when all processes have ended, at most after `farewell`.
+    pub(super) fn finish(&self, farewell: Duration) {
+        let mut table = self.table.lock();
         let deadline = within(farewell);
-        while is_busy(&table) && !self.changed.wait_until(&mut table, deadline).timed_out() {}
+        while table.is_busy() && !self.changed.wait_until(&mut table, deadline).timed_out() {}
         table.phase = Phase::Over;
         self.changed.notify_all();
         let links = table.seats.iter_mut().filter_map(|seat| seat.link.take()).collect_vec();
@@ -245,18 +259,26 @@ impl Table {
                     self.give(rank, id, value);
                 }
             }
+            Request::Forget { id, key } => {
+                if self.values.forget(&key, &(rank, id)) {
+                    self.seats[rank].send(&Notice::Absent { id });
+                }
+            }
+            Request::Change { id, key, change } => {
+                let Changed { outcome, bytes, woken } = self.values.change(key, &change, &payload);
+                if let Some(link) = &self.seats[rank].link {
+                    link.outbox.send_with(Notice::Changed { id, outcome }, bytes);
+                }
+                if let Some((value, waiting)) = woken {
+                    waiting.into_iter().for_each(|(rank, id)| self.give(rank, id, value.clone()));
+                }
+            }
             Request::Enter(signature) => {
-                let (group, round) = (signature.group, signature.round);
                 let Some(calls) = self.rounds.enter(rank, *signature) else { return };
                 match calls.mismatch() {
-                    None => {
-                        let agreed = Notice::Agreed { group, round };
-                        calls
-                            .ranks()
-                            .iter()
-                            .filter_map(|&rank| self.seats.get(rank))
-                            .for_each(|seat| seat.send(&agreed));
-                    }
+                    None => calls.members().for_each(|(rank, group, round)| {
+                        self.seats[rank].send(&Notice::Agreed { group, round });
+                    }),
                     Some(mismatch) => {
                         // A rank that did not have to wait may be elsewhere by now: what counts is what it called.
                         for (rank, text) in mismatch.calls {
@@ -266,16 +288,31 @@ impl Table {
                     }
                 }
             }
+            Request::Miss { group, round, after } => {
+                // If there is no such round any more, the last member has just come.
+                if let Some(ranks) = self.rounds.missing(group, round) {
+                    self.stop(Cause::Missing { ranks, after });
+                }
+            }
             Request::Fail(fault) => self.stop(fault.into()),
             Request::Report(text) => {
                 self.seats[rank].says.get_or_insert(text);
             }
-            Request::Goodbye { end, rounds } => {
+            Request::Dropped { group, members, rounds, is_all } => {
+                self.departed.note(rank, group, members, rounds, is_all);
+            }
+            Request::Rounds(rounds) => self.seats[rank].rounds.extend(rounds),
+            Request::Goodbye { end } => {
                 let cause = end.cause(rank);
                 self.seats[rank].end = Some(end);
                 match (&self.phase, cause) {
                     (Phase::Meeting | Phase::Running, None) => {
-                        self.tell(&Notice::Left { rank, rounds });
+                        let mut rounds = std::mem::take(&mut self.seats[rank].rounds);
+                        rounds.extend(self.departed.of(rank));
+                        for some in rounds.chunks(MAX_ROUNDS) {
+                            self.tell(&Notice::Left { rank, rounds: some.to_vec(), is_all: false });
+                        }
+                        self.tell(&Notice::Left { rank, rounds: Vec::new(), is_all: true });
                         self.seats[rank].send(&Notice::Bye);
                     }
                     (_, Some(cause)) => self.stop(cause),

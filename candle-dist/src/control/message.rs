@@ -1,6 +1,7 @@
 //! What goes over the connections between processes and rank 0.
 use super::signature::Signature;
 use crate::backend::DIFFERENCES;
+use crate::store::values::{Change, Outcome};
 use crate::world::End;
 use crate::{Cause, Doing};
 use serde::{Deserialize, Serialize};
@@ -13,14 +14,24 @@ pub(super) enum Request {
     Set { key: String },
     /// Asks for a value, once it is there.
     Get { id: u64, key: String },
+    /// Asks no longer, if there is no answer yet.
+    Forget { id: u64, key: String },
+    /// Changes a value, with what comes in the bytes.
+    Change { id: u64, key: String, change: Change },
     /// This rank has entered a call, whose description is to be compared.
     Enter(Box<Signature>),
+    /// The members of a round that have not entered it are missed, after so long.
+    Miss { group: u64, round: u64, after: Duration },
     /// Something went wrong.
     Fail(Fault),
     /// The answer to [`Notice::Ask`].
     Report(String),
-    /// This rank ends, after so many rounds on each group.
-    Goodbye { end: End, rounds: Vec<(u64, u64)> },
+    /// This rank has dropped a group of so many members, after so many rounds on it and its channels.
+    Dropped { group: u64, members: usize, rounds: Vec<(u64, u64)>, is_all: bool },
+    /// Before a goodbye: so many rounds on each group and channel, in several messages.
+    Rounds(Vec<(u64, u64)>),
+    /// This rank ends.
+    Goodbye { end: End },
 }
 
 /// From rank 0 to a process.
@@ -32,10 +43,14 @@ pub(super) enum Notice {
     Missing(String),
     /// The bytes are the value that was asked for.
     Value { id: u64 },
+    /// There is no value, and nobody waits for it any more.
+    Absent { id: u64 },
+    /// What a change has found, with the bytes.
+    Changed { id: u64, outcome: Outcome },
     /// All members of the group made the same call.
     Agreed { group: u64, round: u64 },
-    /// A rank has ended, after so many rounds on each group.
-    Left { rank: usize, rounds: Vec<(u64, u64)> },
+    /// A rank has ended, after so many rounds on each group and channel.
+    Left { rank: usize, rounds: Vec<(u64, u64)>, is_all: bool },
     /// The world stops: what is this rank doing?
     Ask,
     /// The world has stopped.
@@ -54,8 +69,11 @@ pub(super) enum Fault {
     Lost { rank: usize, how: String },
     Deadlock,
     TimedOut { rank: usize, after: Duration },
+    Missing { ranks: Vec<usize>, after: Duration },
 }
 
+/// The most counts of rounds in one message, which then has less than 1 MiB.
+pub(super) const MAX_ROUNDS: usize = 16 << 10;
 /// The longest message of an error, in bytes.
 pub(super) const MAX_MESSAGE: usize = 16 << 10;
 /// The longest text of what a rank is doing, in bytes: those of thousands of ranks go into one message.
@@ -95,6 +113,7 @@ impl From<Cause> for Fault {
             Cause::Lost { rank, how } => Self::Lost { rank, how },
             Cause::Deadlock => Self::Deadlock,
             Cause::TimedOut { rank, after } => Self::TimedOut { rank, after },
+            Cause::Missing { ranks, after } => Self::Missing { ranks, after },
         }
     }
 }
@@ -112,6 +131,7 @@ impl From<Fault> for Cause {
             Fault::Lost { rank, how } => Self::Lost { rank, how },
             Fault::Deadlock => Self::Deadlock,
             Fault::TimedOut { rank, after } => Self::TimedOut { rank, after },
+            Fault::Missing { ranks, after } => Self::Missing { ranks, after },
         }
     }
 }

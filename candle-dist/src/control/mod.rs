@@ -3,6 +3,7 @@
 //! Every process keeps a connection to rank 0, over which it says when it ends and why, and hears of failures. This is
 //! what an engine between processes leans on; it moves the tensors itself.
 mod activity;
+mod departed;
 mod dial;
 mod hub;
 mod message;
@@ -15,6 +16,7 @@ use crate::backend::Call;
 use crate::init::{InitOptions, LaunchInfo};
 use crate::store::frame::{MAX_KEY, MAX_VALUE};
 use crate::store::link::Link;
+use crate::store::values::{Change, Outcome};
 use crate::world::End;
 use crate::{Cause, Error, GroupFailure, Result, hash};
 use activity::Meeting;
@@ -24,7 +26,7 @@ use server::Server;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
-use watch::Watch;
+use watch::{How, Watch};
 
 /// How long a process that ends waits for the others to hear of a failure.
 const FAREWELL: Duration = Duration::from_secs(2);
@@ -59,6 +61,30 @@ pub struct Entered<'a> {
 impl Drop for Entered<'_> {
     fn drop(&mut self) {
         self.watch.leave(self.doing);
+    }
+}
+
+/// A rank's membership of a group; what is known of the group's rounds and messages goes when this is dropped.
+///
+/// Rank 0 then remembers how far this member came until the others have dropped theirs, so that those who still wait
+/// know whether this member has taken part.
+#[derive(Debug)]
+pub struct Membership {
+    watch: Arc<Watch>,
+    id: u64,
+    size: usize,
+}
+
+impl Membership {
+    /// Names the group, alike on all members.
+    pub fn id(&self) -> u64 {
+        self.id
+    }
+}
+
+impl Drop for Membership {
+    fn drop(&mut self) {
+        self.watch.forget(self.id, self.size);
     }
 }
 
@@ -113,49 +139,86 @@ impl Control {
         self.watch.fail(cause)
     }
 
+    /// Makes this rank a member of a group of these ranks of the world, in the order in which the group counts them.
+    ///
+    /// Sends nothing. Members that make several groups of the same list make them in the same order.
+    pub fn join(&self, ranks: &[usize]) -> Membership {
+        Membership { watch: self.watch.clone(), id: self.watch.join(ranks), size: ranks.len() }
+    }
+
+    /// The [`channel`] of the next message from rank `from` of the world to rank `to` on a group, and its number there.
+    ///
+    /// Both sides ask once for each message, and [`enter`](Self::enter) with the answer as group and round. The counts
+    /// of a group go when its [`Membership`] is dropped; 256 tags of a pair of ranks have counts of their own and others
+    /// share them, so memory has a bound for any number of tags.
+    pub fn message(&self, group: u64, from: usize, to: usize, tag: u32) -> (u64, u64) {
+        self.watch.message(group, from, to, tag)
+    }
+
     /// Notes that this rank is in its call number `round` on `group`, until the guard is dropped.
     ///
     /// `ranks` are the members, as ranks of the world; rounds of a group are counted from 0, alike on all members. A
     /// second `enter` of a round is a return to a call that was started before. Messages are no rounds of their group:
-    /// send and recv name their [`channel`] as group, sender and receiver as `ranks`, and count the messages on it.
+    /// send and recv give what [`message`](Self::message) answers, and sender and receiver as `ranks`.
     ///
     /// Fails if the world has failed, or if a member has ended without ever entering this round. In debug mode it
     /// waits until all members have entered (unless `call` is a send, or is only being started), and compares their
     /// calls.
     pub fn enter(&self, group: u64, ranks: &[usize], round: u64, call: &Call) -> Result<Entered<'_>> {
-        let doing = self.watch.enter(Meeting::new(group, ranks, round), call, self.debug, self.timeout)?;
+        let how = if self.debug { How::Compared } else { How::Noted };
+        let doing = self.watch.enter(Meeting::new(group, ranks, round), call, how, self.timeout)?;
+        Ok(Entered { watch: &self.watch, doing })
+    }
+
+    /// Like [`enter`](Self::enter), and waits until all members have entered, at most for `limit`.
+    ///
+    /// A round is entered in this way by all members or by none.
+    ///
+    /// # Errors
+    /// Stops the world with [`Cause::Missing`], which names every member that has not come.
+    pub fn enter_monitored(
+        &self,
+        group: u64,
+        ranks: &[usize],
+        round: u64,
+        call: &Call,
+        limit: Duration,
+    ) -> Result<Entered<'_>> {
+        let doing = self.watch.enter(Meeting::new(group, ranks, round), call, How::Monitored, limit)?;
         Ok(Entered { watch: &self.watch, doing })
     }
 
     /// Gives all ranks the `value` of `key`; at most 16 MiB, under a name of at most 4 KiB.
     pub fn set(&self, key: &str, value: &[u8]) -> Result<()> {
-        self.check_size("key", key.len(), MAX_KEY)?;
-        self.check_size("value", value.len(), MAX_VALUE)?;
+        check_sizes(self.rank, key, value.len())?;
         self.watch.set(key, value)
     }
 
     /// The value of `key`; waits until a rank sets it, or the world fails, which the timeout makes it do.
     pub fn get(&self, key: &str) -> Result<Vec<u8>> {
-        self.check_size("key", key.len(), MAX_KEY)?;
+        check_sizes(self.rank, key, 0)?;
         self.watch.get(key, self.timeout)
     }
 
-    fn check_size(&self, what: &str, len: usize, limit: usize) -> Result<()> {
-        if len <= limit {
-            return Ok(());
-        }
-        let reason = format!("a {what} of {len} bytes; at most {limit} are passed on, so send tensors instead");
-        Err(Error::InvalidArgument { rank: self.rank, op: "store", reason })
+    /// The value of `key`, or `None` if no rank sets it within `limit`.
+    pub fn get_within(&self, key: &str, limit: Duration) -> Result<Option<Vec<u8>>> {
+        check_sizes(self.rank, key, 0)?;
+        self.watch.get_within(key, limit, self.timeout)
+    }
+
+    /// Changes a value at rank 0, as one step.
+    pub(crate) fn change(&self, key: &str, change: &Change, bytes: &[u8]) -> Result<(Outcome, Vec<u8>)> {
+        self.watch.change(key, change, bytes, self.timeout)
     }
 
     /// Says goodbye: how this rank ended. Returns when the others have heard what they must, at most seconds after a
-    /// failure; without one, rank 0 waits for all.
+    /// failure; without one, rank 0 stays until all have ended, however long they compute alone.
     pub(crate) fn leave(&self, end: End) {
         let Some((link, server)) = self.ties.lock().take() else { return };
         self.watch.part(end, FAREWELL);
         link.finish();
         if let Some(server) = server {
-            server.finish(self.timeout, FAREWELL);
+            server.finish(FAREWELL);
         }
     }
 }
@@ -174,4 +237,15 @@ pub fn group_id(ranks: &[usize], nth: u64) -> u64 {
 /// The id of the messages from member `from` to member `to` of a group, with a tag.
 pub fn channel(group: u64, from: usize, to: usize, tag: u32) -> u64 {
     hash::stable(format!("{group} {from} {to} {tag}").as_bytes())
+}
+
+/// Refuses keys and values that are too long to be passed on.
+pub(crate) fn check_sizes(rank: usize, key: &str, value: usize) -> Result<()> {
+    for (what, len, limit) in [("key", key.len(), MAX_KEY), ("value", value, MAX_VALUE)] {
+        if len > limit {
+            let reason = format!("a {what} of {len} bytes; at most {limit} are passed on, so send tensors instead");
+            return Err(Error::InvalidArgument { rank, op: "store", reason });
+        }
+    }
+    Ok(())
 }

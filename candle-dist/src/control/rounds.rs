@@ -1,12 +1,16 @@
 //! The calls of debug mode, compared when all members have made theirs.
 use super::signature::Signature;
 use crate::Cause;
-use std::collections::HashMap;
 use std::collections::hash_map::Entry;
+use std::collections::{HashMap, VecDeque};
 
-/// The rounds that some members have yet to enter, by group and number.
+/// The rounds that some members have yet to enter, by group and number, and messages that only one side has entered.
 #[derive(Debug, Default)]
-pub(super) struct Rounds(HashMap<(u64, u64), Calls>);
+pub(super) struct Rounds {
+    collective: HashMap<(u64, u64), Calls>,
+    /// By channel and tag, oldest first; all of a queue are of one side.
+    messages: HashMap<(u64, u32), VecDeque<(usize, Signature)>>,
+}
 
 /// What the members call in one round, as they came.
 #[derive(Debug, Default)]
@@ -22,9 +26,11 @@ pub(super) struct Mismatch {
 impl Rounds {
     /// Notes a rank's call; returns all of the round if it is the last.
     pub(super) fn enter(&mut self, rank: usize, signature: Signature) -> Option<Calls> {
+        if let Some(tag) = signature.tag() {
+            return self.enter_message(rank, tag, signature);
+        }
         let members = signature.ranks.len();
-        let entry = self.0.entry((signature.group, signature.round));
-        match entry {
+        match self.collective.entry((signature.group, signature.round)) {
             Entry::Occupied(mut calls) => {
                 calls.get_mut().0.push((rank, signature));
                 (calls.get().0.len() >= members).then(|| calls.remove())
@@ -36,11 +42,38 @@ impl Rounds {
             }
         }
     }
+
+    /// The nth send with a tag belongs to the nth receive with it, whatever other tags did in between.
+    fn enter_message(&mut self, rank: usize, tag: u32, signature: Signature) -> Option<Calls> {
+        let key = (signature.group, tag);
+        let queue = self.messages.entry(key).or_default();
+        if queue.front().is_none_or(|(_, first)| first.is_send() == signature.is_send()) {
+            queue.push_back((rank, signature));
+            return None;
+        }
+        let first = queue.pop_front();
+        if queue.is_empty() {
+            self.messages.remove(&key);
+        }
+        Some(Calls(first.into_iter().chain([(rank, signature)]).collect()))
+    }
+
+    /// The members that have not entered a round which others have.
+    pub(super) fn missing(&self, group: u64, round: u64) -> Option<Vec<usize>> {
+        let Calls(calls) = self.collective.get(&(group, round))?;
+        let has_come = |rank: &usize| calls.iter().any(|(other, _)| other == rank);
+        Some(calls.first()?.1.ranks.iter().copied().filter(|rank| !has_come(rank)).collect())
+    }
 }
 
 impl Calls {
+    /// The ranks, each with the group or channel and the number under which it has entered.
+    pub(super) fn members(&self) -> impl Iterator<Item = (usize, u64, u64)> {
+        self.0.iter().map(|(rank, signature)| (*rank, signature.group, signature.round))
+    }
+
     /// The members.
-    pub(super) fn ranks(&self) -> &[usize] {
+    fn ranks(&self) -> &[usize] {
         self.0.first().map_or(&[], |(_, signature)| &signature.ranks)
     }
 
@@ -53,5 +86,38 @@ impl Calls {
         let (rank, other, what) = calls.iter().find_map(|(rank, call)| Some((*rank, call, first.difference(call)?)))?;
         let calls = [(*reference, first.text.clone()), (rank, other.text.clone())];
         Some(Mismatch { cause: Cause::Mismatch { rank, reference: *reference, what }, calls })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backend::{Call, Op};
+
+    fn message(op: Op, round: u64, tag: u32) -> Signature {
+        Signature::new(5, &[0, 1], round, &Call { tag, ..Call::new(op) })
+    }
+
+    #[test]
+    fn messages_are_matched_by_tag_in_any_order_and_leave_nothing() {
+        let mut rounds = Rounds::default();
+        // Two tags that share a count, received in the other order.
+        assert!(rounds.enter(0, message(Op::Send, 0, 1)).is_none());
+        assert!(rounds.enter(0, message(Op::Send, 1, 257)).is_none());
+        for (received, tag, sent) in [(0, 257, 1), (1, 1, 0)] {
+            let calls = rounds.enter(1, message(Op::Recv, received, tag)).unwrap();
+            assert_eq!(calls.members().collect::<Vec<_>>(), [(0, 5, sent), (1, 5, received)]);
+        }
+        assert!(rounds.messages.is_empty() && rounds.collective.is_empty());
+    }
+
+    #[test]
+    fn those_who_have_not_come_are_missing() {
+        let mut rounds = Rounds::default();
+        let barrier = || Signature::new(7, &[4, 2, 9, 3], 6, &Call::new(Op::Barrier));
+        assert_eq!(rounds.missing(7, 6), None);
+        assert!(rounds.enter(2, barrier()).is_none());
+        assert!(rounds.enter(3, barrier()).is_none());
+        assert_eq!(rounds.missing(7, 6), Some(vec![4, 9]));
     }
 }

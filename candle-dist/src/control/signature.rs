@@ -1,6 +1,7 @@
 //! A call in a form that can be sent and compared at rank 0.
 use super::message::{MAX_STATE, MEMBERS, clipped};
 use crate::backend::{Call, Dims, Form, Op, ReduceOp};
+use crate::hash;
 use candle_core::{DType, DeviceLocation};
 use serde::{Deserialize, Serialize};
 use smallvec::SmallVec;
@@ -32,6 +33,19 @@ struct What {
     sizes: SmallVec<[Dims; 2]>,
     form: Form,
     note: Option<String>,
+    /// Tells messages apart; it is no part of the comparison.
+    tag: u32,
+}
+
+/// The longest description that is sent as it is; of a longer one, its beginning and a hash.
+const MAX_NOTE: usize = 4 << 10;
+
+/// The note, or what stands for a long one.
+fn short(note: &str) -> String {
+    match note.len() > MAX_NOTE {
+        true => format!("{} {:016x}", clipped(note.to_string(), MAX_NOTE), hash::stable(note.as_bytes())),
+        false => note.to_string(),
+    }
 }
 
 /// A kind of device: processes count their devices each for itself.
@@ -60,9 +74,20 @@ impl Signature {
             dims: call.dims.clone(),
             sizes: call.sizes.clone(),
             form: call.form,
-            note: call.note.as_deref().map(str::to_string),
+            note: call.note.as_deref().map(short),
+            tag: call.tag,
         };
         Self { group, round, ranks: ranks.to_vec(), text: clipped(call.to_string(), MAX_STATE), what }
+    }
+
+    /// The tag of a message.
+    pub(super) fn tag(&self) -> Option<u32> {
+        matches!(self.what.op, Op::Send | Op::Recv).then_some(self.what.tag)
+    }
+
+    /// Whether this is the sending side of a message.
+    pub(super) fn is_send(&self) -> bool {
+        self.what.op == Op::Send
     }
 
     /// What two members' calls of the same round differ in, if they do.
@@ -163,6 +188,16 @@ mod tests {
         let recv = Call { peer: Some(0), ..Call::on(Op::Recv, &x, &[]) };
         assert_eq!(send.difference(&sent(&recv)), None);
         assert_eq!(send.difference(&sent(&Call { shape: smallvec![4], ..recv })), Some("shape"));
+    }
+
+    #[test]
+    fn a_description_of_any_length_is_compared_and_short_on_the_wire() {
+        let of =
+            |note: String| Signature::new(7, &[0, 1], 3, &Call { note: Some(note.into()), ..Call::new(Op::Barrier) });
+        let long = |end: &str| of("x".repeat(20 << 20) + end);
+        assert!(serde_json::to_string(&long("a")).unwrap().len() < 2 * MAX_NOTE);
+        assert_eq!(long("a").difference(&long("a")), None);
+        assert_eq!(long("a").difference(&long("b")), Some("description"));
     }
 
     #[test]

@@ -1,9 +1,10 @@
 //! A process's side of the connection: what it has heard, and who waits for it.
 use super::activity::{Activity, Meeting, Waiting};
-use super::message::{Fault, MAX_MESSAGE, MAX_STATE, Notice, Request, State, clipped};
+use super::message::{Fault, MAX_MESSAGE, MAX_ROUNDS, MAX_STATE, Notice, Request, State, clipped};
 use super::signature::Signature;
 use crate::backend::{Call, Form, Op};
 use crate::store::link::{Event, Outbox};
+use crate::store::values::{Change, Outcome};
 use crate::store::within;
 use crate::world::End;
 use crate::{Cause, Error, GroupFailure, RankReport, Result};
@@ -26,20 +27,46 @@ pub(super) struct Watch {
     changed: Condvar,
 }
 
+/// What rank 0 answers to a question about a value.
+#[derive(Debug)]
+enum Answer {
+    Value(Vec<u8>),
+    Absent,
+    Changed(Outcome, Vec<u8>),
+}
+
+/// The error of an answer that belongs to another question.
+fn unexpected() -> Error {
+    Error::Unsupported("an answer of rank 0 to another question; run the same build on all hosts".to_string())
+}
+
 #[derive(Debug, Default)]
 struct Heard {
     activity: Activity,
     /// All processes are there, and whether calls are compared.
     ready: Option<bool>,
     missing: Option<String>,
-    /// Values that came, by the number of the question.
-    values: HashMap<u64, Vec<u8>>,
+    /// What came, by the number of the question.
+    answers: HashMap<u64, Answer>,
     questions: u64,
+    /// What ranks entered that are about to end, as far as it has come.
+    leaving: HashMap<usize, Vec<(u64, u64)>>,
     /// Rounds that are compared, and whether all members' calls are alike; those that somebody here will wait for.
     compared: HashMap<(u64, u64), bool>,
     /// Nobody needs this process any more.
     bye: bool,
     ended: bool,
+}
+
+/// What is made of a call that is entered.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum How {
+    /// It is told when somebody asks.
+    Noted,
+    /// It is compared with those of the other members.
+    Compared,
+    /// It is compared, and members that do not come are named.
+    Monitored,
 }
 
 impl Watch {
@@ -75,16 +102,22 @@ impl Watch {
         match event {
             Event::Message(Notice::Ready { debug }, _) => heard.ready = Some(debug),
             Event::Message(Notice::Missing(text), _) => heard.missing = Some(text),
-            Event::Message(Notice::Value { id }, value) => {
-                heard.values.insert(id, value);
+            Event::Message(Notice::Value { id }, value) => drop(heard.answers.insert(id, Answer::Value(value))),
+            Event::Message(Notice::Absent { id }, _) => drop(heard.answers.insert(id, Answer::Absent)),
+            Event::Message(Notice::Changed { id, outcome }, bytes) => {
+                heard.answers.insert(id, Answer::Changed(outcome, bytes));
             }
             Event::Message(Notice::Agreed { group, round }, _) => {
                 if let Some(agreed) = heard.compared.get_mut(&(group, round)) {
                     *agreed = true;
                 }
             }
-            Event::Message(Notice::Left { rank, rounds }, _) => {
-                heard.activity.ended(rank, rounds);
+            Event::Message(Notice::Left { rank, rounds, is_all }, _) => {
+                heard.leaving.entry(rank).or_default().extend(rounds);
+                if is_all {
+                    let rounds = heard.leaving.remove(&rank).unwrap_or_default();
+                    heard.activity.ended(rank, rounds);
+                }
                 if let Some(rank) = heard.activity.deserter() {
                     self.send(Request::Fail(Fault::Returned { rank }), &[]);
                 }
@@ -153,6 +186,26 @@ impl Watch {
         }
     }
 
+    /// Like [`wait`](Self::wait); after `timeout` rank 0 stops the world over the members that are missing.
+    fn wait_monitored<R>(
+        &self,
+        mut heard: MutexGuard<'_, Heard>,
+        timeout: Duration,
+        (group, round): (u64, u64),
+        mut ready: impl FnMut(&mut Heard) -> Option<R>,
+    ) -> Result<R> {
+        let deadline = within(timeout);
+        while Instant::now() < deadline && self.failure.get().is_none() {
+            if let Some(value) = ready(&mut heard) {
+                return Ok(value);
+            }
+            self.changed.wait_until(&mut heard, deadline);
+        }
+        self.send(Request::Miss { group, round, after: timeout }, &[]);
+        // The last member may come at this very moment.
+        self.wait(heard, VERDICT, ready)
+    }
+
     /// Stops the world, unless it has stopped, and returns what stopped it.
     pub(super) fn fail(&self, cause: Cause) -> Error {
         let deadline = within(VERDICT);
@@ -177,24 +230,88 @@ impl Watch {
     }
 
     pub(super) fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>> {
+        let answer = self.ask(
+            key,
+            |id, key| Request::Get { id, key },
+            &[],
+            |id, heard| self.wait(heard, timeout, |heard| heard.answers.remove(&id)),
+        )?;
+        match answer {
+            Answer::Value(value) => Ok(value),
+            Answer::Absent | Answer::Changed(..) => Err(unexpected()),
+        }
+    }
+
+    /// The value, or `None` after `limit`.
+    pub(super) fn get_within(&self, key: &str, limit: Duration, timeout: Duration) -> Result<Option<Vec<u8>>> {
+        let deadline = within(limit);
+        let answer = self.ask(
+            key,
+            |id, key| Request::Get { id, key },
+            &[],
+            |id, mut heard| {
+                while Instant::now() < deadline && self.failure.get().is_none() {
+                    if let Some(answer) = heard.answers.remove(&id) {
+                        return Ok(answer);
+                    }
+                    self.changed.wait_until(&mut heard, deadline);
+                }
+                // Rank 0 answers either question, never both.
+                self.send(Request::Forget { id, key: key.to_string() }, &[]);
+                self.wait(heard, timeout, |heard| heard.answers.remove(&id))
+            },
+        )?;
+        match answer {
+            Answer::Value(value) => Ok(Some(value)),
+            Answer::Absent => Ok(None),
+            Answer::Changed(..) => Err(unexpected()),
+        }
+    }
+
+    pub(super) fn change(
+        &self,
+        key: &str,
+        change: &Change,
+        bytes: &[u8],
+        timeout: Duration,
+    ) -> Result<(Outcome, Vec<u8>)> {
+        let question = |id, key| Request::Change { id, key, change: change.clone() };
+        let answer =
+            self.ask(key, question, bytes, |id, heard| self.wait(heard, timeout, |heard| heard.answers.remove(&id)))?;
+        match answer {
+            Answer::Changed(outcome, bytes) => Ok((outcome, bytes)),
+            Answer::Value(_) | Answer::Absent => Err(unexpected()),
+        }
+    }
+
+    /// Asks rank 0 something about a key, and waits for the answer as `wait` does.
+    fn ask<'a>(
+        &'a self,
+        key: &str,
+        question: impl FnOnce(u64, String) -> Request,
+        bytes: &[u8],
+        wait: impl FnOnce(u64, MutexGuard<'a, Heard>) -> Result<Answer>,
+    ) -> Result<Answer> {
         let mut heard = self.heard.lock();
         heard.questions += 1;
         let id = heard.questions;
         let doing = heard.activity.begin(Waiting::Value(clipped(key.to_string(), MAX_STATE)));
-        self.send(Request::Get { id, key: key.to_string() }, &[]);
-        let value = self.wait(heard, timeout, |heard| heard.values.remove(&id));
+        self.send(question(id, key.to_string()), bytes);
+        let answer = wait(id, heard);
         self.leave(doing);
-        value
+        answer
     }
 
     /// Notes that the rank is in a call, and returns the number to [`leave`](Self::leave) with.
-    pub(super) fn enter(&self, meeting: Meeting, call: &Call, debug: bool, timeout: Duration) -> Result<u64> {
+    ///
+    /// What is compared is waited for; if that takes too long, a monitored call stops the world over those who are missing.
+    pub(super) fn enter(&self, meeting: Meeting, call: &Call, how: How, timeout: Duration) -> Result<u64> {
         self.check()?;
         let mut heard = self.heard.lock();
         let key = (meeting.group, meeting.round);
         let is_new = heard.activity.count(key.0, key.1);
         let waits = call.op != Op::Send && !(is_new && call.form == Form::Started);
-        if debug && is_new {
+        if how != How::Noted && is_new {
             if call.op != Op::Send {
                 heard.compared.insert(key, false);
             }
@@ -208,10 +325,14 @@ impl Watch {
             return Err(error);
         }
         if waits && heard.compared.contains_key(&key) {
-            let agreed = self.wait(heard, timeout, |heard| match heard.compared.get(&key) {
+            let agreed = |heard: &mut Heard| match heard.compared.get(&key) {
                 Some(false) => None,
                 _ => heard.compared.remove(&key),
-            });
+            };
+            let agreed = match how {
+                How::Monitored => self.wait_monitored(heard, timeout, key, agreed),
+                How::Noted | How::Compared => self.wait(heard, timeout, agreed),
+            };
             if let Err(error) = agreed {
                 self.leave(doing);
                 return Err(error);
@@ -225,11 +346,38 @@ impl Watch {
         self.heard.lock().activity.end(doing);
     }
 
+    /// The id of the next group of these members.
+    pub(super) fn join(&self, ranks: &[usize]) -> u64 {
+        self.heard.lock().activity.join(ranks)
+    }
+
+    /// The channel and the number of the next message.
+    pub(super) fn message(&self, group: u64, from: usize, to: usize, tag: u32) -> (u64, u64) {
+        self.heard.lock().activity.message(group, from, to, tag)
+    }
+
+    /// Forgets a group of `members` ranks; rank 0 remembers its rounds until all of them have.
+    pub(super) fn forget(&self, group: u64, members: usize) {
+        let mut heard = self.heard.lock();
+        let rounds = heard.activity.forget(group);
+        // What was started and never waited for.
+        heard.compared.retain(|(id, _), _| *id != group && !rounds.iter().any(|(other, _)| other == id));
+        if members > 1 {
+            for some in rounds.chunks(MAX_ROUNDS) {
+                self.send(Request::Dropped { group, members, rounds: some.to_vec(), is_all: false }, &[]);
+            }
+            self.send(Request::Dropped { group, members, rounds: Vec::new(), is_all: true }, &[]);
+        }
+    }
+
     /// Says goodbye, and waits at most `limit` until nobody needs this process any more.
     pub(super) fn part(&self, end: End, limit: Duration) {
         let deadline = within(limit);
         let mut heard = self.heard.lock();
-        self.send(Request::Goodbye { end: end.clipped(MAX_MESSAGE), rounds: heard.activity.rounds() }, &[]);
+        for rounds in heard.activity.rounds().chunks(MAX_ROUNDS) {
+            self.send(Request::Rounds(rounds.to_vec()), &[]);
+        }
+        self.send(Request::Goodbye { end: end.clipped(MAX_MESSAGE) }, &[]);
         let is_free = |heard: &Heard| heard.bye || heard.ended || heard.missing.is_some();
         while !is_free(&heard) && !self.changed.wait_until(&mut heard, deadline).timed_out() {}
         // A connection that ends from now on has not been lost.

@@ -162,6 +162,95 @@ fn groups_of_other_members_are_a_mismatch() {
 }
 
 #[test]
+fn tags_that_share_a_count_may_be_received_in_any_order() {
+    for change in [|options: InitOptions| options, debug] {
+        world_with(2, change, |control| {
+            let (group, tags) = (control.join(&[0, 1]), [3, 259, 515, 3, 259]);
+            let (op, order) =
+                if control.rank() == 0 { (Op::Send, [0, 1, 2, 3, 4]) } else { (Op::Recv, [2, 4, 1, 0, 3]) };
+            for tag in order.map(|nth| tags[nth]) {
+                let call = Call { tag, ..message(op, 1 - control.rank(), tag as usize) };
+                let (channel, nth) = control.message(group.id(), 0, 1, tag);
+                drop(control.enter(channel, &[0, 1], nth, &call).unwrap());
+            }
+        });
+    }
+}
+
+#[test]
+fn a_rank_that_dropped_a_group_and_ended_has_taken_part_in_it() {
+    let waiting = Barrier::new(2);
+    let texts = world(3, |control| {
+        let group = control.join(&[0, 1, 2]);
+        drop(control.enter(group.id(), &[0, 1, 2], 0, &Call::new(Op::Barrier)).unwrap());
+        let (channel, nth) = control.message(group.id(), 2, 0, 7);
+        if control.rank() == 2 {
+            drop(control.enter(channel, &[2, 0], nth, &message(Op::Send, 0, 3)).unwrap());
+            return None; // drops the group, then the world
+        }
+        std::thread::sleep(Duration::from_millis(200));
+        // What it has started is waited for in peace, and so is what it has sent.
+        drop(control.enter(group.id(), &[0, 1, 2], 0, &Call::new(Op::Barrier)).unwrap());
+        if control.rank() == 0 {
+            drop(control.enter(channel, &[2, 0], nth, &message(Op::Recv, 2, 3)).unwrap());
+        }
+        waiting.wait();
+        assert!(control.failure().is_none());
+        let entered = control.enter(group.id(), &[0, 1, 2], 1, &Call::new(Op::Barrier));
+        let text = heard(&control);
+        drop(entered);
+        Some(text)
+    });
+    let text = common(&texts.into_iter().flatten().collect::<Vec<_>>());
+    assert!(text.starts_with("rank 2 returned while other ranks wait for it"), "{text}");
+}
+
+#[test]
+fn the_goodbye_after_very_many_groups_and_tags_arrives() {
+    const MANY: u64 = 700_000;
+    let ended = world(2, |control| {
+        let call = Call::new(Op::Barrier);
+        if control.rank() == 0 {
+            let world = control.join(&[0, 1]);
+            for nth in 0..MANY {
+                // Groups that nobody drops, each with a round, and as many tags.
+                drop(control.enter(nth, &[0, 1], 0, &call).unwrap());
+                let (channel, nth) = control.message(world.id(), 0, 1, nth as u32);
+                drop(control.enter(channel, &[0, 1], nth, &message(Op::Send, 1, 1)).unwrap());
+            }
+            return None;
+        }
+        // Rank 0 stays, and has not taken part in this one.
+        let group = control.join(&[0, 1]);
+        std::thread::sleep(Duration::from_millis(10));
+        let entered = control.enter(group.id(), &[0, 1], 0, &call);
+        let text = heard(&control);
+        drop(entered);
+        Some(text)
+    });
+    let text = ended[1].as_deref().unwrap();
+    assert!(text.starts_with("rank 0 returned while other ranks wait for it"), "not lost: {text}");
+}
+
+#[test]
+fn a_monitored_barrier_passes_or_names_everybody_who_is_missing() {
+    let limit = Duration::from_millis(300);
+    let texts = world(5, |control| {
+        let group = control.join(&[0, 1, 2, 3, 4]);
+        let call = Call::new(Op::Barrier);
+        for round in 0..20 {
+            drop(control.enter_monitored(group.id(), &[0, 1, 2, 3, 4], round, &call, limit * 60).unwrap());
+        }
+        if [1, 3].contains(&control.rank()) {
+            return heard(&control);
+        }
+        control.enter_monitored(group.id(), &[0, 1, 2, 3, 4], 20, &call, limit).map(drop).unwrap_err().to_string()
+    });
+    let text = common(&texts);
+    assert!(text.starts_with("ranks 1, 3 did not come to the barrier within 300ms\n"), "{text}");
+}
+
+#[test]
 fn rank_0_decides_whether_calls_are_compared() {
     let [on, off] = [0, 1].map(|who| {
         world_with(

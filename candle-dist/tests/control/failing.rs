@@ -3,6 +3,7 @@ use super::*;
 use candle_dist::backend::Call;
 use candle_dist::{Cause, Doing, Error, Op};
 use std::sync::Barrier;
+use std::time::Instant;
 
 #[test]
 fn the_first_cause_is_everybodys_whoever_else_fails_too() {
@@ -32,6 +33,7 @@ fn every_cause_arrives_as_it_was() {
         Cause::Lost { rank: 1, how: "gone".into() },
         Cause::Deadlock,
         Cause::TimedOut { rank: 1, after: Duration::from_millis(1500) },
+        Cause::Missing { ranks: vec![1, 0], after: Duration::from_millis(1500) },
     ];
     for cause in causes {
         let heard = world(2, |control| match control.rank() {
@@ -105,15 +107,37 @@ fn calls_that_are_compared_time_out_too() {
 }
 
 #[test]
-fn rank_0_waits_for_the_others_and_then_for_no_longer_than_the_timeout() {
+fn rank_0_returns_early_and_a_world_that_computes_longer_than_the_timeout_is_well() {
+    let timeout = Duration::from_millis(100);
+    let began = Instant::now();
+    let ended = world_with(
+        4,
+        |options| options.timeout(timeout),
+        |control| {
+            let rank = control.rank();
+            if rank > 0 {
+                std::thread::sleep(timeout * 6);
+                assert!(control.failure().is_none(), "{:?}", control.failure());
+                control.set(&format!("of {rank}"), &[]).unwrap();
+                assert!(control.get(&format!("of {}", 1 + rank % 3)).unwrap().is_empty(), "values still pass rank 0");
+            }
+            drop(control);
+            began.elapsed()
+        },
+    );
+    assert!(ended[0] >= timeout * 6, "rank 0 has stayed");
+}
+
+#[test]
+fn the_timeout_still_bounds_a_call_when_rank_0_has_returned() {
     let texts = world_with(
-        2,
+        3,
         |options| options.timeout(Duration::from_millis(300)),
-        |control| (control.rank() == 1).then(|| heard(&control)),
+        |control| (control.rank() == 1).then(|| control.get("what nobody sets").unwrap_err().to_string()),
     );
     let text = texts[1].clone().unwrap();
-    assert!(text.starts_with("rank 0 waited longer than the timeout of 300ms"), "{text}");
-    assert!(text.contains("rank 0: returned") && text.contains("rank 1: running, no call yet"), "{text}");
+    assert!(text.starts_with("rank 1 waited longer than the timeout of 300ms"), "{text}");
+    assert!(text.contains("rank 0: returned"), "{text}");
 }
 
 #[test]

@@ -4,6 +4,7 @@
 mod engine;
 mod hosts;
 mod job;
+mod store;
 
 use candle_core::{Device, Tensor};
 use candle_dist::init::{InitOptions, init_process_group_with};
@@ -142,6 +143,7 @@ fn one_rank() {
         assert_eq!(sum(ctx, 3)?, [total; 3], "a good round first");
         match found {
             None if name == hosts::TRAINS => hosts::train(ctx)?,
+            None if name == store::USES_STORE => store::exercise(ctx)?,
             Some(scenario) if ctx.rank().to_string() == culprit => (scenario.wrong)(ctx)?,
             Some(_) => drop(sum(ctx, 2)?),
             None => drop(ctx.mesh(&[("dp", ctx.world_size())])?),

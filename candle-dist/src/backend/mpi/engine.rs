@@ -8,7 +8,7 @@ use super::operation::{Circle, Operation};
 use super::patience::Patience;
 use super::wire::Wire;
 use crate::backend::{Call, Fresh, Results, Tensors};
-use crate::control::{Control, Entered, channel};
+use crate::control::{Control, Entered};
 use crate::{Cause, Error, Result};
 use candle_core::{Shape, Tensor};
 use parking_lot::Mutex;
@@ -35,8 +35,6 @@ struct State {
     /// Collectives that are not done, or whose results nobody has taken.
     open: HashMap<u64, Open>,
     started: u64,
-    /// The number of messages on each channel that this rank sends or receives on.
-    messages: HashMap<u64, u64>,
 }
 
 /// A collective that was started.
@@ -84,14 +82,8 @@ impl State {
 
 impl Engine {
     pub(super) fn new(control: Arc<Control>, wire: Wire, crowded: bool) -> Self {
-        let state = State {
-            me: control.rank(),
-            wire: Some(wire),
-            mail: Mail::default(),
-            open: HashMap::new(),
-            started: 0,
-            messages: HashMap::new(),
-        };
+        let state =
+            State { me: control.rank(), wire: Some(wire), mail: Mail::default(), open: HashMap::new(), started: 0 };
         Self { control, state: Mutex::new(state), waiting: AtomicUsize::new(0), crowded }
     }
 
@@ -204,12 +196,9 @@ impl Engine {
 
     /// Tells the world that this rank is in the next message from one member to another.
     fn enter_message(&self, circle: &Circle, from: usize, to: usize, call: &Call) -> Result<Entered<'_>> {
-        let channel = channel(circle.id, from, to, call.tag);
-        let mut state = self.state.lock();
-        let count = state.messages.entry(channel).or_default();
-        let nth = std::mem::replace(count, *count + 1);
-        drop(state);
-        self.control.enter(channel, &[circle.ranks[from], circle.ranks[to]], nth, call)
+        let ends = [circle.ranks[from], circle.ranks[to]];
+        let (channel, nth) = self.control.message(circle.id, ends[0], ends[1], call.tag);
+        self.control.enter(channel, &ends, nth, call)
     }
 
     /// Lets MPI go on if nobody else does; tells whether to look again soon.

@@ -17,7 +17,7 @@ mod stage;
 mod wire;
 
 use super::{Backend, Call, Results, Tensors, Unfinished, overwrite};
-use crate::control::{Control, group_id};
+use crate::control::Control;
 use crate::init::LaunchInfo;
 use crate::{Cause, Error, GroupFailure, Result};
 use candle_core::{DeviceLocation, Tensor};
@@ -27,7 +27,6 @@ use keeper::Keeper;
 use operation::Circle;
 use parking_lot::Mutex;
 use smallvec::smallvec;
-use std::collections::HashMap;
 use std::sync::Arc;
 use wire::MOST_BYTES;
 
@@ -72,7 +71,7 @@ impl Settings<'_> {
         }
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let keeper = Keeper::start(control.clone(), info.local_size > cores, self)?;
-        let shared = Arc::new(Shared { keeper, made: Mutex::default() });
+        let shared = Arc::new(Shared { keeper });
         Ok(Arc::new(MpiBackend::join(&shared, (0..control.size()).collect(), control.rank())))
     }
 }
@@ -80,8 +79,6 @@ impl Settings<'_> {
 /// What the groups of one process have in common.
 struct Shared {
     keeper: Keeper,
-    /// How often this rank has made a group of these members.
-    made: Mutex<HashMap<Vec<usize>, u64>>,
 }
 
 /// One rank's handle on a group of processes.
@@ -100,12 +97,9 @@ impl std::fmt::Debug for MpiBackend {
 
 impl MpiBackend {
     fn join(shared: &Arc<Shared>, ranks: Vec<usize>, me: usize) -> Self {
-        let mut made = shared.made.lock();
-        let count = made.entry(ranks.clone()).or_default();
-        let id = group_id(&ranks, *count);
-        *count += 1;
-        drop(made);
-        Self { shared: shared.clone(), circle: Arc::new(Circle { id, ranks, me }), turn: Mutex::default() }
+        let member = shared.keeper.engine().control().join(&ranks);
+        let circle = Circle { id: member.id(), _member: member, ranks, me };
+        Self { shared: shared.clone(), circle: Arc::new(circle), turn: Mutex::default() }
     }
 
     fn engine(&self) -> &Arc<Engine> {

@@ -5,6 +5,7 @@ use super::request;
 use super::stage::{Exchange, Member, Next, Stage};
 use super::wire::Wire;
 use crate::backend::{Call, Fresh, Results, Tensors};
+use crate::control::Membership;
 use crate::{Cause, Error};
 use candle_core::backend::BackendStorage;
 use candle_core::{DType, Shape, Tensor};
@@ -13,6 +14,8 @@ use std::sync::Arc;
 /// A group as one of its members sees it.
 #[derive(Debug)]
 pub(super) struct Circle {
+    /// What the control connection knows of the group, until the last call on it is done.
+    pub(super) _member: Membership,
     /// Alike on all members, and on no other group.
     pub(super) id: u64,
     /// The members as ranks of the world.

@@ -1,0 +1,49 @@
+//! What ranks have entered on groups that they have dropped and others have not.
+use std::collections::HashMap;
+
+/// The rounds of each rank on such groups; a group goes when all members have dropped it.
+#[derive(Debug, Default)]
+pub(super) struct Departed(HashMap<u64, Group>);
+
+#[derive(Debug, Default)]
+struct Group {
+    /// How many members have dropped it.
+    gone: usize,
+    rounds: HashMap<usize, Vec<(u64, u64)>>,
+}
+
+impl Departed {
+    /// Notes rounds of a rank on a group of so many members that it drops; the last of its messages `is_all`.
+    pub(super) fn note(&mut self, rank: usize, group: u64, members: usize, rounds: Vec<(u64, u64)>, is_all: bool) {
+        let entry = self.0.entry(group).or_default();
+        entry.rounds.entry(rank).or_default().extend(rounds);
+        entry.gone += usize::from(is_all);
+        if entry.gone >= members {
+            self.0.remove(&group);
+        }
+    }
+
+    /// What a rank has entered on groups that it dropped and others may wait in.
+    pub(super) fn of(&self, rank: usize) -> impl Iterator<Item = (u64, u64)> {
+        self.0.values().filter_map(move |group| group.rounds.get(&rank)).flatten().copied()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_group_is_remembered_until_all_members_have_dropped_it() {
+        let mut departed = Departed::default();
+        for group in 0..1000 {
+            departed.note(0, group, 3, vec![(group, 5)], false);
+            departed.note(0, group, 3, vec![(group + 10_000, 1)], true);
+            departed.note(2, group, 3, vec![], true);
+            assert_eq!(departed.of(0).collect::<Vec<_>>(), [(group, 5), (group + 10_000, 1)]);
+            assert_eq!(departed.of(1).count(), 0);
+            departed.note(1, group, 3, vec![(group, 4)], true);
+            assert_eq!(departed.0.len(), 0);
+        }
+    }
+}

@@ -1,0 +1,199 @@
+//! Values that the ranks of a world share by name.
+use crate::backend::local::WorldState;
+use crate::control::{Control, check_sizes};
+use crate::store::values::{Change, Changed, Outcome, Values};
+use crate::store::within;
+use crate::{Cause, Error, Result};
+use parking_lot::{Condvar, Mutex};
+use std::fmt;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// How often a thread that waits looks whether its world has failed.
+const TICK: Duration = Duration::from_millis(20);
+
+/// Small values that the ranks of a world share by name: bytes of at most 16 MiB under names of less than 4 KiB.
+///
+/// Every change is one step: of ranks that change a value at once, one is the first. In a world of processes the values
+/// are at rank 0 and a call costs a message there and back. They last as long as the world; [`delete`](Self::delete)
+/// what is used no more. Ranks use it each for themselves, from any number of threads; send tensors through a
+/// [`ProcessGroup`](crate::ProcessGroup).
+///
+/// ```
+/// use candle_dist::{Result, World};
+///
+/// let tickets = World::local(3).run(|ctx| -> Result<i64> {
+///     let store = ctx.store();
+///     store.set(&format!("name of {}", ctx.rank()), b"anna")?;
+///     assert_eq!(store.get("name of 2")?, b"anna");
+///     store.add("tickets", 1)
+/// })?;
+/// assert_eq!(tickets.iter().sum::<i64>(), 1 + 2 + 3);
+/// # Ok::<(), candle_dist::WorldError>(())
+/// ```
+///
+/// # Errors
+/// Every call fails if the world has failed, and for names and values that are too long.
+#[derive(Debug, Clone)]
+pub struct Store(Place);
+
+#[derive(Debug, Clone)]
+enum Place {
+    Threads { rank: usize, shared: Arc<Shared> },
+    Processes(Arc<Control>),
+}
+
+/// The values of a world of threads.
+pub(crate) struct Shared {
+    world: Arc<WorldState>,
+    values: Mutex<Values<()>>,
+    changed: Condvar,
+}
+
+impl fmt::Debug for Shared {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Shared({:?})", self.values)
+    }
+}
+
+impl Shared {
+    pub(crate) fn new(world: &Arc<WorldState>) -> Arc<Self> {
+        Arc::new(Self { world: world.clone(), values: Mutex::default(), changed: Condvar::new() })
+    }
+
+    /// The value, as soon as it is there, or `None` after `limit`.
+    fn wait(&self, key: &str, limit: Duration) -> Result<Option<Vec<u8>>> {
+        let deadline = within(limit);
+        let mut values = self.values.lock();
+        loop {
+            self.world.check()?;
+            if let Some(value) = values.peek(key) {
+                return Ok(Some(value.to_vec()));
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Ok(None);
+            }
+            self.changed.wait_for(&mut values, left.min(TICK));
+        }
+    }
+
+    fn change(&self, key: &str, change: &Change, bytes: &[u8]) -> Result<(Outcome, Vec<u8>)> {
+        self.world.check()?;
+        let Changed { outcome, bytes, woken } = self.values.lock().change(key.to_string(), change, bytes);
+        if woken.is_some() {
+            self.changed.notify_all();
+        }
+        Ok((outcome, bytes.to_vec()))
+    }
+}
+
+impl Store {
+    pub(crate) fn of_thread(rank: usize, shared: Arc<Shared>) -> Self {
+        Self(Place::Threads { rank, shared })
+    }
+
+    pub(crate) fn of_process(control: Arc<Control>) -> Self {
+        Self(Place::Processes(control))
+    }
+
+    /// Sets a value in place of any other.
+    pub fn set(&self, key: &str, value: &[u8]) -> Result<()> {
+        let key = self.named(key, value.len())?;
+        match &self.0 {
+            Place::Processes(control) => control.set(&key, value),
+            Place::Threads { shared, .. } => {
+                shared.world.check()?;
+                drop(shared.values.lock().set(key, value.into()));
+                shared.changed.notify_all();
+                Ok(())
+            }
+        }
+    }
+
+    /// The value; waits until a rank sets it.
+    ///
+    /// # Errors
+    /// After the world's timeout, which stops the world.
+    pub fn get(&self, key: &str) -> Result<Vec<u8>> {
+        let key = self.named(key, 0)?;
+        match &self.0 {
+            Place::Processes(control) => control.get(&key),
+            Place::Threads { rank, shared } => {
+                let after = shared.world.timeout();
+                shared.wait(&key, after)?.ok_or_else(|| shared.world.fail(Cause::TimedOut { rank: *rank, after }))
+            }
+        }
+    }
+
+    /// The value, or `None` if no rank sets it within `limit`; with a limit of zero, the value that is there now.
+    pub fn get_within(&self, key: &str, limit: Duration) -> Result<Option<Vec<u8>>> {
+        let key = self.named(key, 0)?;
+        match &self.0 {
+            Place::Processes(control) => control.get_within(&key, limit),
+            Place::Threads { shared, .. } => shared.wait(&key, limit),
+        }
+    }
+
+    /// Deletes a value; false if there was none.
+    pub fn delete(&self, key: &str) -> Result<bool> {
+        match self.change(key, &Change::Delete, &[])? {
+            (Outcome::Deleted(was), _) => Ok(was),
+            other => Err(self.unexpected(other.0)),
+        }
+    }
+
+    /// Adds to a counter, which begins at 0, and returns the sum.
+    ///
+    /// Its value is the sum as eight bytes, the lowest first ([`i64::to_le_bytes`]).
+    ///
+    /// # Errors
+    /// If the value is no counter, or the sum is no `i64`; nothing changes then.
+    pub fn add(&self, key: &str, n: i64) -> Result<i64> {
+        match self.change(key, &Change::Add(n), &[])? {
+            (Outcome::Sum(sum), _) => Ok(sum),
+            other => Err(self.unexpected(other.0)),
+        }
+    }
+
+    /// Sets the value to `new` if it is `expected`, where `None` means that there is no value; returns the value before.
+    ///
+    /// It was set if what is returned is what was expected. `expected` and `new` have at most 16 MiB together.
+    pub fn compare_and_set(&self, key: &str, expected: Option<&[u8]>, new: &[u8]) -> Result<Option<Vec<u8>>> {
+        let bytes = [expected.unwrap_or_default(), new].concat();
+        match self.change(key, &Change::Swap { expected: expected.map(<[u8]>::len) }, &bytes)? {
+            (Outcome::Before(was), bytes) => Ok(was.then_some(bytes)),
+            other => Err(self.unexpected(other.0)),
+        }
+    }
+
+    fn change(&self, key: &str, change: &Change, bytes: &[u8]) -> Result<(Outcome, Vec<u8>)> {
+        let key = self.named(key, bytes.len())?;
+        match &self.0 {
+            Place::Processes(control) => control.change(&key, change, bytes),
+            Place::Threads { shared, .. } => shared.change(&key, change, bytes),
+        }
+    }
+
+    /// The key among those of engines, if it and a value of `len` bytes are not too long.
+    fn named(&self, key: &str, len: usize) -> Result<String> {
+        let key = format!("own {key}");
+        check_sizes(self.rank(), &key, len)?;
+        Ok(key)
+    }
+
+    fn rank(&self) -> usize {
+        match &self.0 {
+            Place::Threads { rank, .. } => *rank,
+            Place::Processes(control) => control.rank(),
+        }
+    }
+
+    fn unexpected(&self, outcome: Outcome) -> Error {
+        let reason = match outcome {
+            Outcome::Refused(why) => why.replacen("\"own ", "\"", 1),
+            other => format!("an answer of another kind: {other:?}"),
+        };
+        Error::InvalidArgument { rank: self.rank(), op: "store", reason }
+    }
+}

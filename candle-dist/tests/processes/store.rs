@@ -1,0 +1,89 @@
+//! Values that ranks share by name, alike among processes and threads.
+use crate::job::{finish, start, torchrun};
+use candle_dist::{Error, RankContext, Result, World};
+use std::time::{Duration, Instant};
+
+/// The scenario in which ranks use the store.
+pub(crate) const USES_STORE: &str = "uses the store";
+
+/// Every rank does this, on a world of three.
+pub(crate) fn exercise(ctx: &RankContext) -> Result<()> {
+    let (store, rank, size) = (ctx.store(), ctx.rank(), ctx.world_size());
+    // Counters: every number is given once.
+    let drawn = (0..100).map(|_| store.add("drawn", 1)).collect::<Result<Vec<i64>>>()?;
+    assert!(drawn.is_sorted() && drawn.iter().all(|&n| (1..=100 * size as i64).contains(&n)));
+    store.add("done", 1)?;
+    while store.add("done", 0)? < size as i64 {}
+    assert_eq!(store.add("drawn", 0)?, 100 * size as i64);
+    assert_eq!(store.get("drawn")?, (100 * size as i64).to_le_bytes());
+
+    // A lock: one holds it at a time, so an unguarded read and write loses nothing.
+    for _ in 0..20 {
+        while store.compare_and_set("lock", None, &[rank as u8])?.is_some() {}
+        let now = store.get_within("guarded", Duration::ZERO)?.map_or(0, |value| value[0]);
+        store.set("guarded", &[now + 1])?;
+        assert!(store.delete("lock")?, "it is this rank's");
+    }
+    store.add("unlocked", 1)?;
+    while store.add("unlocked", 0)? < size as i64 {}
+    assert_eq!(store.get("guarded")?, [20 * size as u8]);
+    assert!(!store.delete("lock")?);
+
+    // Swaps.
+    let mine = format!("of {rank}");
+    assert_eq!(store.compare_and_set(&mine, Some(b"a"), b"b")?, None);
+    assert_eq!(store.compare_and_set(&mine, None, b"a")?, None);
+    assert_eq!(store.compare_and_set(&mine, Some(b"x"), b"b")?, Some(b"a".to_vec()));
+    assert_eq!(store.compare_and_set(&mine, Some(b"a"), b"b")?, Some(b"a".to_vec()));
+    assert_eq!(store.get(&mine)?, b"b");
+
+    // Waits with an end: for what never comes, what is there, and what comes later.
+    let began = Instant::now();
+    assert_eq!(store.get_within(&format!("never of {rank}"), Duration::from_millis(200))?, None);
+    assert!(began.elapsed() >= Duration::from_millis(200));
+    if rank == 0 {
+        std::thread::sleep(Duration::from_millis(100));
+        store.set("late", b"come")?;
+    }
+    assert_eq!(store.get_within("late", Duration::from_secs(30))?.as_deref(), Some(&b"come"[..]));
+
+    // What is wrong is the caller's alone.
+    let refused = [
+        store.add(&mine, 1).map(drop),
+        store.set(&"k".repeat(4096), &[]),
+        store.set("k", &vec![0; (16 << 20) + 1]),
+        store.compare_and_set("k", Some(&vec![0; 9 << 20]), &vec![0; 9 << 20]).map(drop),
+    ];
+    for (error, text) in
+        refused.into_iter().zip(["1 bytes and no counter", "at most 4096", "at most 16777216", "at most 16777216"])
+    {
+        let error = error.unwrap_err();
+        assert!(matches!(error, Error::InvalidArgument { rank: r, op: "store", .. } if r == rank), "{error}");
+        assert!(error.to_string().contains(text), "{error}");
+    }
+    store.add("over", 1)?;
+    while store.add("over", 0)? < size as i64 {}
+    Ok(())
+}
+
+#[test]
+fn the_store_does_the_same_among_processes_and_threads() {
+    let outcomes = finish(start(&format!("{USES_STORE}/none"), 3, torchrun(3)));
+    assert!(outcomes.iter().all(|o| o.is_success && o.said.as_deref() == Some("fine")), "{outcomes:?}");
+    World::local(3).run(exercise).unwrap();
+}
+
+#[test]
+fn a_wait_for_a_value_ends_when_the_world_fails_or_its_time_is_over() {
+    let failed = World::local(2).run(|ctx| match ctx.rank() {
+        0 => ctx.store().get_within("never", Duration::from_secs(100)).map(drop),
+        _ => Err(Error::Unsupported("cheese".to_string())),
+    });
+    let error = failed.unwrap_err();
+    assert!(error.rank == 1 && error.message.contains("cheese"), "{error}");
+    let late = World::local(2).timeout(Duration::from_millis(300)).run(|ctx| match ctx.rank() {
+        0 => ctx.store().get("never").map(drop),
+        _ => ctx.store().get_within("never", Duration::from_secs(100)).map(drop),
+    });
+    assert!(late.unwrap_err().message.contains("rank 0 waited longer than the timeout of 300ms"));
+}
