@@ -25,7 +25,8 @@
 //! |---|---|
 //! | start ranks, and end them with one error | [`World`], [`RankContext`], [`WorldError`] |
 //! | be one of many processes that torchrun, mpirun or srun started | [`init`], [`init_process_group`] |
-//! | send and reduce tensors: collectives, coalesced, in place, started and [`Pending`], tagged messages | [`ProcessGroup`] |
+//! | send and reduce tensors: collectives, coalesced, in place, into given memory, started and [`Pending`], tagged messages | [`ProcessGroup`] |
+//! | send any value that serde knows: [`broadcast_object`](ProcessGroup::broadcast_object) and its kin | [`ProcessGroup`] |
 //! | try shapes and counts of a world that is not there | [`ProcessGroup::simulated`] |
 //! | arrange ranks on named axes: sub-meshes, flatten, unflatten, explicit ranks, meshes from groups | [`DeviceMesh`] |
 //! | differentiate through communication | [`functional`] |
@@ -38,7 +39,7 @@
 //! | free a tensor's memory and have it back | [`FreeableTensor`] |
 //! | count, log and draw communication | [`comm`] |
 //! | settle how many threads candle's CPU kernels use | [`threads`] |
-//! | write another engine | [`backend`], and for processes [`control`] |
+//! | count, delay or break communication, or write another engine | [`World::wrap_backend`], [`backend`], and for processes [`control`] |
 //!
 //! # Failure is a value
 //!
@@ -97,7 +98,7 @@ pub use clip::ClipGradNorm;
 pub use data_parallel::{DataParallel, DataParallelOptions, PendingGrads, Start};
 pub use error::{Cause, Doing, Error, GroupFailure, RankReport, Result};
 pub use grads::{add_grad, round_grads, sum_dtype};
-pub use group::{Message, Pending, PendingTensors, ProcessGroup};
+pub use group::{MAX_OBJECT_BYTES, Message, Pending, PendingTensors, ProcessGroup};
 pub use init::init_process_group;
 pub use key_value::Store;
 pub use mesh::{Axis, DeviceMesh};

@@ -23,7 +23,22 @@ pub struct World {
     timeout: Duration,
     threads_per_rank: Option<usize>,
     devices: Vec<Device>,
+    mailbox: Option<usize>,
+    wraps: Vec<Wrap>,
 }
+
+/// Puts an engine around another one.
+#[derive(Clone)]
+struct Wrap(Arc<dyn Fn(Arc<dyn backend::Backend>) -> Arc<dyn backend::Backend> + Send + Sync>);
+
+impl std::fmt::Debug for Wrap {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Wrap")
+    }
+}
+
+/// The bytes that may lie unread between two ranks of a group, unless the program says otherwise.
+const MAILBOX_BYTES: usize = 1 << 30;
 
 /// Where the ranks of a world are.
 #[derive(Debug, Clone)]
@@ -42,7 +57,7 @@ impl World {
     }
 
     fn of(ranks: Ranks, timeout: Duration, threads_per_rank: Option<usize>) -> Self {
-        Self { ranks, timeout, threads_per_rank, devices: Vec::new() }
+        Self { ranks, timeout, threads_per_rank, devices: Vec::new(), mailbox: None, wraps: Vec::new() }
     }
 
     /// A world whose ranks are threads with a GPU each, over NCCL: one rank for each of `devices`.
@@ -112,6 +127,49 @@ impl World {
         self
     }
 
+    /// How many bytes of messages may lie unread between two ranks of a group that are threads; 1 GiB by default.
+    ///
+    /// A send that would exceed it waits until the receiver has read enough, with the deadline of every call; if the
+    /// receiver cannot read because it waits too, that is a deadlock, and said so. One message may always be unread, of
+    /// whatever size. [`send_start`](ProcessGroup::send_start) and [`batch_send_recv`](ProcessGroup::batch_send_recv) send
+    /// without waiting.
+    ///
+    /// # Errors
+    /// When the ranks start, for ranks that are processes: what is unread there lies with their engine.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Tensor};
+    /// use candle_dist::World;
+    ///
+    /// // A sender that is faster than its receiver is at most two messages ahead.
+    /// World::local(2).mailbox_bytes(8000).run(|ctx| -> candle_dist::Result<()> {
+    ///     for _ in 0..100 {
+    ///         match ctx.rank() {
+    ///             0 => ctx.group().send(&Tensor::zeros(1000, DType::F32, &Device::Cpu)?, 1)?,
+    ///             _ => drop(ctx.group().recv(1000, DType::F32, 0)?),
+    ///         }
+    ///     }
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), candle_dist::WorldError>(())
+    /// ```
+    pub fn mailbox_bytes(mut self, bytes: usize) -> Self {
+        self.mailbox = Some(bytes);
+        self
+    }
+
+    /// Puts an engine around that of each rank, for all groups of the world: to count, delay or break communication, or
+    /// to replace it; see [`Wrapping`](backend::Wrapping) for an example.
+    ///
+    /// Called once for each rank of this process. The last of several is the outermost.
+    pub fn wrap_backend(
+        mut self,
+        wrap: impl Fn(Arc<dyn backend::Backend>) -> Arc<dyn backend::Backend> + Send + Sync + 'static,
+    ) -> Self {
+        self.wraps.push(Wrap(Arc::new(wrap)));
+        self
+    }
+
     /// The contexts of the ranks of this process, to be moved to threads of your own; most programs want
     /// [`run`](Self::run).
     pub fn into_ranks(self) -> Result<Vec<RankContext>> {
@@ -121,14 +179,20 @@ impl World {
             Ranks::Gpus => self.devices.len(),
             Ranks::Processes(backend, options) => {
                 let options = InitOptions { threads_per_rank: self.threads_per_rank, ..options.timeout(self.timeout) };
-                return Ok(vec![init::init_process_group(backend, options)?]);
+                if self.mailbox.is_some() {
+                    let reason = "a bound on unread messages between processes; World::mailbox_bytes is for threads";
+                    return Err(crate::Error::Unsupported(reason.to_string()));
+                }
+                let mut ctx = init::init_process_group(backend, options)?;
+                ctx.group = ProcessGroup::new(wrapped(ctx.group.into_engine(), &self.wraps));
+                return Ok(vec![ctx]);
             }
         };
         if size == 0 {
             return Err(crate::Error::Unsupported("a world of 0 ranks; use at least 1".to_string()));
         }
         threads::settle(self.threads_per_rank.unwrap_or_else(|| threads::default_per_rank(size)));
-        let world = WorldState::new(size, self.timeout);
+        let world = WorldState::new(size, self.timeout, self.mailbox.unwrap_or(MAILBOX_BYTES));
         let engines = match self.ranks {
             #[cfg(feature = "nccl")]
             Ranks::Gpus => over_nccl(&world, &self.devices)?,
@@ -137,7 +201,7 @@ impl World {
         let shared = key_value::Shared::new(&world);
         let context = |(rank, engine)| RankContext {
             guard: Guard::Thread(RankGuard::new(world.clone(), rank)),
-            group: ProcessGroup::new(engine),
+            group: ProcessGroup::new(wrapped(engine, &self.wraps)),
             store: Store::of_thread(rank, shared.clone()),
         };
         Ok(engines.into_iter().enumerate().map(context).collect())
@@ -190,6 +254,11 @@ impl World {
             (None, None) => Err(WorldError { rank: first, message: "a thread for a rank could not be started".into() }),
         }
     }
+}
+
+/// The engine with all that goes around it.
+fn wrapped(engine: Arc<dyn backend::Backend>, wraps: &[Wrap]) -> Arc<dyn backend::Backend> {
+    wraps.iter().fold(engine, |engine, wrap| wrap.0(engine))
 }
 
 /// The engines of threads that read each other's tensors.

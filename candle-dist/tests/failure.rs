@@ -2,8 +2,10 @@
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 use candle_core::{DType, Device, Tensor, Var};
 use candle_dist::functional::Exchange;
-use candle_dist::{Cause, Error, ProcessGroup, ReduceOp, Result};
-use std::sync::mpsc;
+use candle_dist::init::InitOptions;
+use candle_dist::{Cause, Error, ProcessGroup, RankContext, ReduceOp, Result, World};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, mpsc};
 use std::time::{Duration, Instant};
 use test_utils::Ranks;
 
@@ -217,4 +219,176 @@ fn a_rank_with_an_open_call_is_told_from_one_that_waits_for_it() {
         let text = failure.ranks[0].to_string();
         assert!(text.starts_with(if waits { "rank 0: in all_reduce" } else { "rank 0: in recv" }), "{text}");
     }
+}
+
+/// Two ranks that may leave 4000 bytes unread; a message here has 4000.
+fn small_mailboxes(f: impl Fn(&RankContext, &Tensor) -> Result<()> + Sync) -> Result<Vec<()>, candle_dist::WorldError> {
+    let x = Tensor::zeros(1000, DType::F32, &Device::Cpu).unwrap();
+    World::local(2).timeout(Duration::from_secs(20)).mailbox_bytes(4000).run(|ctx| f(ctx, &x))
+}
+
+#[test]
+fn a_fast_sender_waits_for_its_receiver() {
+    let ahead = AtomicUsize::new(0);
+    let done = small_mailboxes(|ctx, x| {
+        for _ in 0..50 {
+            if ctx.rank() == 0 {
+                ctx.group().send(x, 1)?;
+                assert!(ahead.fetch_add(1, Ordering::SeqCst) < 2, "one is unread, one may just be taken");
+            } else {
+                std::thread::sleep(Duration::from_micros(200));
+                while ahead.load(Ordering::SeqCst) == 0 {
+                    std::thread::yield_now();
+                }
+                ahead.fetch_sub(1, Ordering::SeqCst);
+                ctx.group().recv(1000, DType::F32, 0)?;
+            }
+        }
+        Ok(())
+    });
+    done.unwrap();
+}
+
+#[test]
+fn full_mailboxes_on_both_sides_are_a_deadlock() {
+    let began = Instant::now();
+    let error = small_mailboxes(|ctx, x| {
+        let other = 1 - ctx.rank();
+        ctx.group().send(x, other)?;
+        ctx.group().send(x, other)?;
+        ctx.group().recv(1000, DType::F32, other).map(drop)
+    });
+    let text = error.unwrap_err().message;
+    assert!(text.contains("every running rank waits") && text.contains("in send("), "{text}");
+    assert!(began.elapsed() < Duration::from_secs(10));
+}
+
+#[test]
+fn started_sends_pass_full_mailboxes_and_one_message_of_any_size_fits() {
+    small_mailboxes(|ctx, x| {
+        let (g, other) = (ctx.group(), 1 - ctx.rank());
+        let large = Tensor::zeros(100_000, DType::F32, &Device::Cpu)?;
+        g.send(&large, other)?;
+        let first = g.send_start(x, other, 0)?;
+        let second = g.send_start(x, other, 0)?;
+        g.barrier()?;
+        assert!(!second.is_ready()?);
+        g.barrier()?;
+        g.recv(100_000, DType::F32, other)?;
+        g.recv(1000, DType::F32, other)?;
+        g.barrier()?;
+        assert!(first.is_ready()? && second.is_ready()?);
+        g.recv(1000, DType::F32, other)?;
+        candle_dist::Pending::wait_all([second, first]).map(drop)
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_sender_to_a_full_mailbox_hears_that_its_receiver_has_returned() {
+    let error = small_mailboxes(|ctx, x| match ctx.rank() {
+        0 => (0..3).try_for_each(|_| ctx.group().send(x, 1)),
+        _ => Ok(()),
+    });
+    assert!(error.unwrap_err().message.contains("rank 1 returned"));
+}
+
+#[test]
+fn a_receiver_from_any_rank_hears_that_all_have_returned() {
+    let outcome = World::local(3).timeout(Duration::from_secs(20)).run(|ctx| -> Result<()> {
+        let (g, x) = (ctx.group(), Tensor::new(&[1f32], &Device::Cpu)?);
+        match ctx.rank() {
+            0 => {
+                g.recv_any(1, DType::F32, 0)?;
+                g.recv_any(1, DType::F32, 0).map(drop)
+            }
+            1 => Ok(()), // while rank 2 may still send
+            _ => {
+                std::thread::sleep(Duration::from_millis(200));
+                g.send(&x, 0)
+            }
+        }
+    });
+    let error = outcome.unwrap_err();
+    assert!(error.message.contains("returned while other ranks wait"), "{error}");
+}
+
+#[test]
+fn outputs_in_memory_of_another_rank_are_one_error() {
+    let shared = Tensor::zeros(4, DType::F32, &Device::Cpu).unwrap();
+    for started in [false, true] {
+        // What rank 0 gives is where rank 1 wants its result, or all want it in the same place.
+        for alias in [0, 1] {
+            let texts = World::local(2).timeout(Duration::from_secs(20)).run(|ctx| -> Result<String> {
+                let own = Tensor::zeros(4, DType::F32, &Device::Cpu)?;
+                let (input, output) = match (alias, ctx.rank()) {
+                    (0, 0) => (shared.narrow(0, 0, 2)?, own),
+                    _ => (own.narrow(0, 0, 2)?, shared.clone()),
+                };
+                let made = match started {
+                    false => ctx.group().all_gather_into(&output, &input, 0),
+                    true => ctx.group().all_gather_into_start(&output, &input, 0)?.wait(),
+                };
+                Ok(made.unwrap_err().to_string())
+            });
+            let texts = texts.unwrap();
+            assert_eq!(texts[0], texts[1]);
+            assert!(texts[0].contains("lies in the memory of an"), "{texts:?}");
+        }
+    }
+}
+
+#[test]
+fn a_group_and_a_call_have_timeouts_of_their_own() {
+    let began = Instant::now();
+    let causes = Mutex::new(Vec::new());
+    let outcome = World::local(3).run(|ctx| -> Result<()> {
+        let pair = match ctx.rank() {
+            0 | 1 => ctx.group().with_timeout(Duration::from_millis(50))?.subgroup(&[0, 1])?,
+            _ => return ctx.group().barrier(), // without a timeout, and yet it hears of it
+        };
+        pair.barrier()?;
+        let again = ctx.group().with_timeout(Duration::from_secs(100))?;
+        assert!(again.is_same(ctx.group()));
+        if ctx.rank() == 1 {
+            std::thread::sleep(Duration::from_millis(600));
+        }
+        let error = pair.all_gather(&Tensor::new(&[1f32], &Device::Cpu)?, 0).unwrap_err();
+        let Error::Group(failure) = &error else { panic!("{error}") };
+        causes.lock().unwrap().push(failure.cause.clone());
+        Err(error)
+    });
+    assert!(outcome.is_err() && began.elapsed() < Duration::from_secs(20));
+    let want = Cause::TimedOut { rank: 0, after: Duration::from_millis(50) };
+    assert_eq!(*causes.lock().unwrap(), [want.clone(), want]);
+}
+
+#[test]
+fn a_monitored_barrier_lets_all_pass_or_names_all_who_are_missing() {
+    World::local(4).run(|ctx| (0..5).try_for_each(|_| ctx.group().monitored_barrier(Duration::from_secs(20)))).unwrap();
+    for missing in [vec![0], vec![3], vec![1, 2], vec![1, 2, 3]] {
+        let texts = Mutex::new(Vec::new());
+        let outcome = World::local(4).timeout(Duration::from_secs(20)).run(|ctx| -> Result<()> {
+            ctx.group().barrier()?;
+            if missing.contains(&ctx.rank()) {
+                std::thread::sleep(Duration::from_millis(700));
+            }
+            let error = ctx.group().monitored_barrier(Duration::from_millis(100)).unwrap_err();
+            texts.lock().unwrap().push(error.to_string());
+            Err(error)
+        });
+        assert!(outcome.is_err());
+        let texts = texts.into_inner().unwrap();
+        let names: Vec<String> = missing.iter().map(usize::to_string).collect();
+        let want = format!("{} did not come to the barrier within 100ms", names.join(", "));
+        assert!(texts.len() == 4 && texts.iter().all(|text| *text == texts[0]), "{texts:#?}");
+        assert!(texts[0].contains(&want), "{} without {want}", texts[0]);
+    }
+}
+
+#[test]
+fn a_bound_on_mailboxes_between_processes_is_refused() {
+    let world = World::processes(candle_dist::init::Backend::Auto, InitOptions::explicit("127.0.0.1:1", 0, 1));
+    let text = world.mailbox_bytes(1).into_ranks().unwrap_err().to_string();
+    assert!(text.contains("unsupported") && text.contains("mailbox_bytes"), "{text}");
 }

@@ -6,7 +6,7 @@ use super::regions::{self, Piece};
 use super::{Op, ReduceOp, dense, reduce};
 use crate::{Error, Result};
 use candle_core::backend::{BackendDevice, BackendStorage};
-use candle_core::op::{Add, CmpOp, Div, Mul};
+use candle_core::op::{Add, BinaryOpT, CmpOp, Div, Mul};
 use candle_core::{CpuStorage, CudaStorage, DType, Device, Layout, Shape, Storage, StorageRef, Tensor};
 
 /// The storage of one kind of device.
@@ -54,7 +54,8 @@ pub(super) fn concat(tensors: &[&Tensor], piece: Option<Piece>, join: usize) -> 
     }
 }
 
-/// Like [`concat`] with a piece for each tensor; dims outside of `join` have one size in all of them.
+/// The tensors, or a piece of each, joined along dim `join` as fresh contiguous memory on their device; dims outside of
+/// `join` have one size in all of them.
 pub(super) fn concat_pieces(tensors: &[&Tensor], pieces: &[Option<Piece>], join: usize) -> Result<Storage> {
     match tensors[0].device() {
         Device::Cpu => Ok(Storage::Cpu(regions::concat_pieces(tensors, pieces, join)?)),
@@ -79,6 +80,10 @@ pub(super) fn reduce_on<S: Held>(tensors: &[&Tensor], op: ReduceOp, piece: Optio
     let parts = tensors.iter().zip(guards.iter()).map(|(tensor, guard)| part::<S>(tensor, guard, piece));
     let parts = parts.collect::<Result<Vec<_>>>()?;
     let (dtype, shape) = (parts[0].0.dtype(), parts[0].1.shape());
+    if op.is_bitwise() || matches!(dtype, DType::I16 | DType::I32 | DType::F8E4M3) {
+        let fix = "move the tensors to Device::Cpu first";
+        return Err(Error::Unsupported(format!("{op} of {} tensors on a device; {fix}", dtype.as_str())));
+    }
     if shape.elem_count() == 0 {
         return Ok(parts[0].0.device().zeros_impl(shape, dtype)?);
     }
@@ -86,7 +91,14 @@ pub(super) fn reduce_on<S: Held>(tensors: &[&Tensor], op: ReduceOp, piece: Optio
     let whole = Layout::contiguous(shape);
     let mut sum: Option<S> = None;
     for (part, layout) in &parts {
-        let widened = if wide == dtype { None } else { Some(part.to_dtype(layout, wide)?) };
+        let widened = match op {
+            ReduceOp::PreMulSum(factor) => {
+                let widened = if wide == dtype { dense(*part, layout)? } else { part.to_dtype(layout, wide)? };
+                Some(scale::<S, Mul>(&widened, shape.elem_count(), factor.value())?)
+            }
+            _ if wide == dtype => None,
+            _ => Some(part.to_dtype(layout, wide)?),
+        };
         sum = Some(match (sum, widened) {
             (None, Some(part)) => part,
             (None, None) => dense(*part, layout)?,
@@ -96,31 +108,33 @@ pub(super) fn reduce_on<S: Held>(tensors: &[&Tensor], op: ReduceOp, piece: Optio
     }
     let Some(mut sum) = sum else { return Err(mixed()) };
     if op == ReduceOp::Avg {
-        sum = divide(&sum, shape.elem_count(), tensors.len())?;
+        // A product with 1/n would round twice.
+        sum = scale::<S, Div>(&sum, shape.elem_count(), tensors.len() as f64)?;
     }
     if wide == dtype { Ok(sum) } else { Ok(sum.to_dtype(&whole, dtype)?) }
 }
 
 fn combine<S: Held>(op: ReduceOp, a: &S, a_l: &Layout, b: &S, b_l: &Layout) -> Result<S> {
     let replaces = match op {
-        ReduceOp::Sum | ReduceOp::Avg => return Ok(a.binary_impl::<Add>(b, a_l, b_l)?),
+        ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PreMulSum(_) => return Ok(a.binary_impl::<Add>(b, a_l, b_l)?),
         ReduceOp::Product => return Ok(a.binary_impl::<Mul>(b, a_l, b_l)?),
         ReduceOp::Min => CmpOp::Lt,
         ReduceOp::Max => CmpOp::Gt,
+        ReduceOp::And | ReduceOp::Or | ReduceOp::Xor => return Err(Error::Unsupported(format!("{op} on a device"))),
     };
     // Comparisons with NaN are false: it stays once it is there, and only a second question lets it in.
     let better = b.cmp(replaces, a, b_l, a_l)?.where_cond(a_l, b, b_l, a, a_l)?;
     Ok(b.cmp(CmpOp::Ne, b, b_l, b_l)?.where_cond(a_l, b, b_l, &better, a_l)?)
 }
 
-/// Each of `count` floats divided by `n`: a product with 1/n would round twice.
-fn divide<S: Held>(sum: &S, count: usize, n: usize) -> Result<S> {
-    let divisor = match sum.dtype() {
-        DType::F64 => sum.device().storage_from_slice(&[n as f64])?,
-        _ => sum.device().storage_from_slice(&[n as f32])?,
+/// Each of `count` floats combined with `number`.
+fn scale<S: Held, Op: BinaryOpT>(floats: &S, count: usize, number: f64) -> Result<S> {
+    let number = match floats.dtype() {
+        DType::F64 => floats.device().storage_from_slice(&[number])?,
+        _ => floats.device().storage_from_slice(&[number as f32])?,
     };
     let everywhere = Layout::contiguous(1).broadcast_as(count)?;
-    Ok(sum.binary_impl::<Div>(&divisor, &Layout::contiguous(count), &everywhere)?)
+    Ok(floats.binary_impl::<Op>(&number, &Layout::contiguous(count), &everywhere)?)
 }
 
 pub(super) fn concat_on<S: Held>(tensors: &[&Tensor], pieces: &[Option<Piece>], join: usize) -> Result<S> {
@@ -185,7 +199,8 @@ mod tests {
     use proptest::prelude::*;
 
     const DTYPES: [DType; 7] = [DType::U8, DType::U32, DType::I64, DType::BF16, DType::F16, DType::F32, DType::F64];
-    const OPS: [ReduceOp; 5] = [ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Min, ReduceOp::Max, ReduceOp::Product];
+    const OPS: [ReduceOp; 6] =
+        [ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Min, ReduceOp::Max, ReduceOp::Product, ReduceOp::pre_mul_sum(0.3)];
 
     /// Small whole numbers and thirds, some NaN among the floats; small enough for a product of three to fit u8.
     fn tensors(seed: usize, n: usize, dims: &[usize], dtype: DType) -> Vec<Tensor> {
@@ -220,11 +235,11 @@ mod tests {
         // The kernels' way, taken on the host, gives what the host's own way gives.
         #[test]
         fn both_ways_reduce_alike(
-            seed in 0usize..100, n in 1usize..4, a in 0usize..4, b in 1usize..4, dtype in 0usize..7, op in 0usize..5,
+            seed in 0usize..100, n in 1usize..4, a in 0usize..4, b in 1usize..4, dtype in 0usize..7, op in 0usize..6,
             cut in proptest::option::of((0usize..2, 0usize..3, 0usize..3)),
         ) {
             let (dtype, op) = (DTYPES[dtype], OPS[op]);
-            prop_assume!(!(dtype.is_int() && op == ReduceOp::Avg));
+            prop_assume!(!(dtype.is_int() && op.is_fractional()));
             let dims = [a, b, 2];
             let all = tensors(seed, n, &dims, dtype);
             let all: Vec<&Tensor> = all.iter().collect();

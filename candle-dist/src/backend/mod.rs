@@ -1,4 +1,5 @@
 //! The contract between a [`ProcessGroup`](crate::ProcessGroup) and the engine that moves its bytes.
+mod collective;
 mod device;
 mod guards;
 pub mod local;
@@ -6,15 +7,21 @@ pub mod local;
 pub mod mpi;
 #[cfg(any(feature = "nccl", test))]
 pub mod nccl;
-mod overwrite;
+mod outputs;
+pub(crate) mod overwrite;
 mod ready;
 mod reduce;
 mod regions;
 pub(crate) mod simulated;
+mod sink;
+mod wrapping;
 
+pub use collective::compute;
+pub use outputs::Envelope;
 pub use ready::Ready;
+pub use wrapping::Wrapping;
 
-use crate::Result;
+use crate::{Cause, Result};
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::{CpuStorage, CudaStorage, DType, Device, DeviceLocation, Layout, Shape, Storage, Tensor};
 use itertools::Itertools;
@@ -24,6 +31,7 @@ use std::fmt;
 use std::mem::discriminant;
 use std::panic::Location;
 use std::sync::Arc;
+use std::time::Duration;
 
 /// The elementwise reduction of a collective.
 ///
@@ -41,6 +49,63 @@ pub enum ReduceOp {
     Max,
     /// The product.
     Product,
+    /// The bits that all ranks have; whole numbers only.
+    And,
+    /// The bits that any rank has; whole numbers only.
+    Or,
+    /// The bits that an odd number of ranks has; whole numbers only.
+    Xor,
+    /// The sum of the values times a factor, which is multiplied before the values are added; floats only. See
+    /// [`ReduceOp::pre_mul_sum`].
+    PreMulSum(Factor),
+}
+
+/// The factor of a [`ReduceOp::PreMulSum`]; two are equal if their bits are.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Factor(u64);
+
+impl Factor {
+    /// The number.
+    pub const fn value(self) -> f64 {
+        f64::from_bits(self.0)
+    }
+}
+
+impl fmt::Debug for Factor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.value().fmt(f)
+    }
+}
+
+impl ReduceOp {
+    /// The sum of all values times `factor`, the same on all ranks. Each value is multiplied before it is added, in f32
+    /// for 16-bit and 8-bit floats, so that a factor below 1 keeps sums in range.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Tensor};
+    /// use candle_dist::{ReduceOp, World};
+    ///
+    /// World::local(2).run(|ctx| -> candle_dist::Result<()> {
+    ///     let x = Tensor::new(&[40_000f32], &Device::Cpu)?.to_dtype(DType::F16)?; // twice this is no f16
+    ///     let half = ctx.group().all_reduce(&x, ReduceOp::pre_mul_sum(0.5))?;
+    ///     assert_eq!(half.to_dtype(DType::F32)?.to_vec1::<f32>()?, [40_000.0]);
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), candle_dist::WorldError>(())
+    /// ```
+    pub const fn pre_mul_sum(factor: f64) -> Self {
+        Self::PreMulSum(Factor(factor.to_bits()))
+    }
+
+    /// Whether it combines bits, which floats do not have for this purpose.
+    pub const fn is_bitwise(self) -> bool {
+        matches!(self, Self::And | Self::Or | Self::Xor)
+    }
+
+    /// Whether its results are fractions, which whole numbers cannot hold.
+    pub const fn is_fractional(self) -> bool {
+        matches!(self, Self::Avg | Self::PreMulSum(_))
+    }
 }
 
 impl fmt::Display for ReduceOp {
@@ -51,6 +116,10 @@ impl fmt::Display for ReduceOp {
             Self::Min => "min",
             Self::Max => "max",
             Self::Product => "product",
+            Self::And => "and",
+            Self::Or => "or",
+            Self::Xor => "xor",
+            Self::PreMulSum(factor) => return write!(f, "sum times {}", factor.value()),
         })
     }
 }
@@ -154,6 +223,8 @@ pub struct Call {
     pub form: Form,
     /// Something else that must be equal on all ranks, in words.
     pub note: Option<Arc<str>>,
+    /// How long this rank may wait in the call; `None` for the timeout of its world. Ranks need not agree on it.
+    pub timeout: Option<Duration>,
     /// Where the call was made.
     pub site: &'static Location<'static>,
 }
@@ -175,6 +246,7 @@ impl Call {
             sizes: SmallVec::new(),
             form: Form::default(),
             note: None,
+            timeout: None,
             site: Location::caller(),
         }
     }
@@ -202,7 +274,7 @@ impl Call {
     }
 
     /// Whether `rank` of the group gets no result.
-    pub(crate) fn gives_nothing(&self, rank: usize) -> bool {
+    pub fn gives_nothing(&self, rank: usize) -> bool {
         match self.op {
             Op::Reduce | Op::Gather => self.peer != Some(rank),
             op => op == Op::Barrier,
@@ -210,7 +282,7 @@ impl Call {
     }
 
     /// The shape of what `rank` gets for its `i`-th tensor of shape `mine`; for a scatter that is the root's.
-    pub(crate) fn result_shape(&self, rank: usize, i: usize, mine: &[usize]) -> Dims {
+    pub fn result_shape(&self, rank: usize, i: usize, mine: &[usize]) -> Dims {
         let mut shape = Dims::from_slice(mine);
         match self.op {
             Op::AllGather | Op::Gather => shape[self.dims[i]] = self.sizes[i].iter().sum(),
@@ -355,12 +427,17 @@ pub(crate) fn bytes(tensor: &Tensor) -> usize {
     tensor.elem_count() * tensor.dtype().size_in_bytes()
 }
 
-/// A collective that was started; dropping it gives the result up, and lets the other ranks go on.
+/// A collective or a message that was started; dropping it gives the result up, and lets the other ranks go on.
 pub trait Unfinished: Send {
     /// Whether [`finish`](Self::finish) would return without waiting for another rank.
     fn is_ready(&self) -> Result<bool>;
     /// Waits for the other ranks and returns the results.
     fn finish(self: Box<Self>) -> Result<Results>;
+    /// Sets how long [`finish`](Self::finish) may wait. Returns `false` where the engine cannot bound one wait; the
+    /// caller then asks [`is_ready`](Self::is_ready) until the time is over.
+    fn set_timeout(&mut self, _: Duration) -> bool {
+        false
+    }
 }
 
 /// An engine that moves tensors among the ranks of one group.
@@ -368,6 +445,10 @@ pub trait Unfinished: Send {
 /// Ranks are counted within the group. Tensors come in contiguous, detached and validated against `call`, which names
 /// the dims and the piece sizes; every result is fresh memory. Implementations turn each failure into the same
 /// [`Error::Group`](crate::Error::Group) on every rank.
+///
+/// Methods with a default work on every engine, or return the same `unsupported` error on all ranks. [`compute`] makes
+/// the results of a collective from the tensors of all ranks. An engine around another one implements [`Wrapping`]
+/// instead.
 pub trait Backend: Send + Sync + fmt::Debug {
     /// The engine's name, e.g. `"local"`.
     fn name(&self) -> &'static str;
@@ -386,16 +467,58 @@ pub trait Backend: Send + Sync + fmt::Debug {
     fn run(&self, call: Call, tensors: Tensors) -> Result<Results>;
     /// Makes an all_reduce or a broadcast whose result takes the place of `tensor`, which must be contiguous.
     fn run_in_place(&self, call: Call, tensor: &Tensor) -> Result<()>;
+    /// Like [`run`](Self::run), with the results written to `outputs`, one for each result.
+    ///
+    /// Outputs are contiguous and have the shape, dtype and device of the results. Other ranks may make the same call
+    /// with [`run`](Self::run).
+    fn run_into(&self, call: Call, tensors: Tensors, outputs: &[Tensor]) -> Result<()> {
+        outputs::fill(outputs, self.run(call, tensors)?)
+    }
     /// Starts the collective without waiting; the tensors must not change before every rank has finished it.
     fn start(&self, call: Call, tensors: Tensors) -> Result<Box<dyn Unfinished>>;
-    /// Sends to `call.peer` without waiting for it.
+    /// Like [`start`](Self::start), with the results written to `outputs` when the call is finished.
+    fn start_into(&self, call: Call, tensors: Tensors, outputs: Tensors) -> Result<Box<dyn Unfinished>> {
+        Ok(outputs::filling(self.start(call, tensors)?, outputs))
+    }
+    /// Sends to `call.peer` without waiting for it, unless there is a bound on unread messages and it is reached.
     fn send(&self, call: Call, tensor: Tensor) -> Result<()>;
+    /// Like [`send`](Self::send) without waiting at all: what is returned is finished once the bound is kept.
+    fn start_send(&self, call: Call, tensor: Tensor) -> Result<Box<dyn Unfinished>> {
+        self.send(call, tensor)?;
+        Ok(outputs::done())
+    }
     /// Receives the next tensor from `call.peer`.
     fn recv(&self, call: Call) -> Result<Tensor>;
+    /// Like [`recv`](Self::recv), with the tensor's elements written to `output`.
+    fn recv_into(&self, call: Call, output: &Tensor) -> Result<()> {
+        outputs::receive(output, &self.recv(call)?)
+    }
+    /// Receives the next tensor with `call.tag` from any rank, and returns the sender.
+    fn recv_any(&self, _: Call) -> Result<(usize, Tensor)> {
+        Err(outputs::unsupported(self.name(), "receive from any rank"))
+    }
+    /// The oldest message with `call.tag` that is here and not received yet, from `call.peer` or, if it is `None`, from
+    /// any rank; never waits.
+    fn probe(&self, _: &Call) -> Result<Option<Envelope>> {
+        Err(outputs::unsupported(self.name(), "probe for messages"))
+    }
+    /// Whether calls keep their own [`Call::timeout`].
+    fn has_call_timeouts(&self) -> bool {
+        false
+    }
+    /// This engine's own barrier that stops the world with [`Cause::Missing`] after `timeout`, if it has one; otherwise the
+    /// group makes one of messages.
+    fn monitored_barrier(&self, _: &Call, _: Duration) -> Option<Result<()>> {
+        None
+    }
     /// A group of some members, given as ranks of this group in the new order; only they call this.
     fn subgroup(&self, members: &[usize]) -> Result<Arc<dyn Backend>>;
     /// Stops this group's world, unless it has stopped: every rank's failure is that of this one.
     fn fail(&self, message: &str);
+    /// Like [`fail`](Self::fail) for a cause that is more than a message.
+    fn stop(&self, cause: Cause) {
+        self.fail(&cause.to_string());
+    }
     /// The failure that stopped this group's world, if one did.
     fn failure(&self) -> Option<Arc<crate::GroupFailure>>;
 }

@@ -1,13 +1,14 @@
 //! Writing results into tensors that exist.
 use super::device::Held;
+use super::reduce::Element;
 use super::regions::Runs;
-use crate::Result;
-use candle_core::{CpuStorage, CudaStorage, InplaceOp1, Layout, Tensor, WithDType};
+use crate::{Error, Result};
+use candle_core::{CpuStorage, CudaStorage, InplaceOp1, Layout, Tensor};
 
 /// Fills a contiguous tensor with the elements of `parts`, one after the other.
 ///
 /// Nobody else may be reading the tensor's storage: candle's lock on it is held for the whole write.
-pub(super) fn overwrite(tensor: &Tensor, parts: &[&Tensor]) -> Result<()> {
+pub(crate) fn overwrite(tensor: &Tensor, parts: &[&Tensor]) -> Result<()> {
     if tensor.elem_count() == 0 {
         return Ok(()); // candle refuses some of these
     }
@@ -15,7 +16,7 @@ pub(super) fn overwrite(tensor: &Tensor, parts: &[&Tensor]) -> Result<()> {
 }
 
 /// Whether two tensors lie in the same memory.
-pub(super) fn share_memory(a: &Tensor, b: &Tensor) -> bool {
+pub(crate) fn share_memory(a: &Tensor, b: &Tensor) -> bool {
     address(a) == address(b)
 }
 
@@ -32,24 +33,71 @@ impl InplaceOp1 for Overwrite<'_> {
     }
 
     fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> candle_core::Result<()> {
-        let Some((start, end)) = layout.contiguous_offsets() else {
-            candle_core::bail!("an in-place collective needs a contiguous tensor")
-        };
-        match storage {
-            CpuStorage::U8(to) => self.copy(&mut to[start..end]),
-            CpuStorage::U32(to) => self.copy(&mut to[start..end]),
-            CpuStorage::I64(to) => self.copy(&mut to[start..end]),
-            CpuStorage::BF16(to) => self.copy(&mut to[start..end]),
-            CpuStorage::F16(to) => self.copy(&mut to[start..end]),
-            CpuStorage::F32(to) => self.copy(&mut to[start..end]),
-            CpuStorage::F64(to) => self.copy(&mut to[start..end]),
-            _ => candle_core::bail!("an in-place collective of a dtype that groups do not carry"),
-        }
+        Ok(on_host(storage, layout, self)?)
     }
 
     fn cuda_fwd(&self, storage: &mut CudaStorage, layout: &Layout) -> candle_core::Result<()> {
         self.copy_on_device(storage, layout)
     }
+}
+
+impl HostWrite for Overwrite<'_> {
+    fn write<T: Element>(&self, to: &mut [T]) -> Result<()> {
+        let mut at = 0;
+        for part in self.0.iter().filter(|part| part.elem_count() > 0) {
+            let (storage, _) = part.storage_and_layout();
+            let from = Runs::<T>::new(part, &storage, None)?;
+            let (len, room) = (from.total, to.len());
+            let Some(to) = to.get_mut(at..at + len) else {
+                return Err(Error::Unsupported(format!("parts of {} elements and more for {room}", at + len)));
+            };
+            to.copy_from_slice(from.slice(0, len));
+            at += len;
+        }
+        Ok(())
+    }
+}
+
+/// Something that fills host memory of any dtype.
+pub(super) trait HostWrite {
+    fn write<T: Element>(&self, to: &mut [T]) -> Result<()>;
+}
+
+/// Lets `write` fill a contiguous host tensor.
+///
+/// Nobody else may be reading the tensor's storage: candle's lock on it is held for the whole write.
+pub(super) fn write_host(tensor: &Tensor, write: &impl HostWrite) -> Result<()> {
+    if tensor.elem_count() == 0 {
+        return Ok(()); // candle refuses some of these
+    }
+    Ok(tensor.inplace_op1(&Write(write))?)
+}
+
+struct Write<'a, W>(&'a W);
+
+impl<W: HostWrite> InplaceOp1 for Write<'_, W> {
+    fn name(&self) -> &'static str {
+        "write"
+    }
+
+    fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> candle_core::Result<()> {
+        Ok(on_host(storage, layout, self.0)?)
+    }
+}
+
+fn on_host(storage: &mut CpuStorage, layout: &Layout, write: &impl HostWrite) -> Result<()> {
+    let Some((start, end)) = layout.contiguous_offsets() else {
+        return Err(Error::Unsupported("a result in memory that is not contiguous".to_string()));
+    };
+    macro_rules! write_to {
+        ($($kind:ident)*) => {
+            match storage {
+                $(CpuStorage::$kind(to) => write.write(&mut to[start..end]),)*
+                _ => Err(Error::Unsupported("a result in memory of a dtype that groups do not carry".to_string())),
+            }
+        };
+    }
+    write_to!(U8 U32 I16 I32 I64 BF16 F16 F32 F64 F8E4M3)
 }
 
 impl Overwrite<'_> {
@@ -64,21 +112,6 @@ impl Overwrite<'_> {
                 candle_core::bail!("parts of {} elements too many for an in-place collective", at + len - end)
             }
             S::of(&storage)?.copy_strided_src(to, at, layout)?;
-            at += len;
-        }
-        Ok(())
-    }
-
-    fn copy<T: WithDType>(&self, to: &mut [T]) -> candle_core::Result<()> {
-        let mut at = 0;
-        for part in self.0.iter().filter(|part| part.elem_count() > 0) {
-            let (storage, _) = part.storage_and_layout();
-            let from = Runs::<T>::new(part, &storage, None)?;
-            let len = from.total;
-            let Some(to) = to.get_mut(at..at + len) else {
-                candle_core::bail!("parts of {} elements and more for {}", at + len, to.len())
-            };
-            to.copy_from_slice(from.slice(0, len));
             at += len;
         }
         Ok(())

@@ -1,21 +1,27 @@
 //! Elementwise reductions over the ranks' buffers, in rank order.
 use super::guards::Guards;
+use super::overwrite::{HostWrite, write_host};
 use super::regions::{Piece, Runs, with_element};
-use crate::Result;
+use super::sink::{Given, Sink};
 use crate::backend::ReduceOp;
+use crate::{Error, Result};
 use candle_core::{CpuStorage, Tensor, WithDType};
+use float8::F8E4M3;
 use half::{bf16, f16};
 
 /// Elements reduced at a time, so that the accumulator stays in the first-level cache.
 const BLOCK: usize = 2048;
 
 /// An element type with the wider type that its sums and products accumulate in.
-trait Element: WithDType {
+pub(super) trait Element: WithDType {
     type Acc: Copy + PartialOrd + std::ops::Add<Output = Self::Acc> + std::ops::Mul<Output = Self::Acc>;
     fn widen(self) -> Self::Acc;
     fn narrow(acc: Self::Acc) -> Self;
     fn divide(acc: Self::Acc, by: usize) -> Self::Acc;
     fn is_nan(acc: Self::Acc) -> bool;
+    fn scale(acc: Self::Acc, by: f64) -> Self::Acc;
+    /// The bits of both combined by a bitwise reduction, which floats do not have.
+    fn bits(op: ReduceOp, a: Self::Acc, b: Self::Acc) -> Self::Acc;
 }
 
 macro_rules! element {
@@ -34,6 +40,12 @@ macro_rules! element {
             fn is_nan(acc: $acc) -> bool {
                 acc.is_nan()
             }
+            fn scale(acc: $acc, by: f64) -> $acc {
+                acc * by as $acc
+            }
+            fn bits(_: ReduceOp, a: $acc, _: $acc) -> $acc {
+                a
+            }
         }
     };
     (int $t:ty) => {
@@ -51,6 +63,16 @@ macro_rules! element {
             fn is_nan(_: Self::Acc) -> bool {
                 false
             }
+            fn scale(acc: Self::Acc, _: f64) -> Self::Acc {
+                acc
+            }
+            fn bits(op: ReduceOp, a: Self::Acc, b: Self::Acc) -> Self::Acc {
+                match op {
+                    ReduceOp::And => a & b,
+                    ReduceOp::Or => a | b,
+                    _ => a ^ b,
+                }
+            }
         }
     };
 }
@@ -58,40 +80,90 @@ element!(float f32, f32, |x| x, |x| x);
 element!(float f64, f64, |x| x, |x| x);
 element!(float f16, f32, f16::to_f32, f16::from_f32);
 element!(float bf16, f32, bf16::to_f32, bf16::from_f32);
+element!(float F8E4M3, f32, widen_f8, F8E4M3::from_f32);
 element!(int u8);
 element!(int u32);
+element!(int i16);
+element!(int i32);
 element!(int i64);
+
+/// The value of an 8-bit float: 4 bits of exponent, 3 of mantissa, no infinity. `F8E4M3::to_f32` normalizes in a loop,
+/// which compilers have made endless where they unroll it over a slice.
+fn widen_f8(x: F8E4M3) -> f32 {
+    let bits = u32::from(x.to_bits());
+    let (sign, exponent, mantissa) = ((bits & 0x80) << 24, (bits >> 3) & 0xF, bits & 7);
+    let magnitude = match (exponent, mantissa) {
+        (0xF, 7) => f32::NAN,
+        (0, _) => mantissa as f32 / 512.0,
+        _ => f32::from_bits((exponent + 120) << 23 | mantissa << 20),
+    };
+    f32::from_bits(magnitude.to_bits() | sign)
+}
 
 /// The reduction of all tensors, or of the same `piece` of each, as one fresh contiguous buffer.
 pub(super) fn reduce(tensors: &[&Tensor], op: ReduceOp, piece: Option<Piece>) -> Result<CpuStorage> {
-    with_element!(tensors[0].dtype(), T => Ok(T::to_cpu_storage_owned(reduce_as::<T>(tensors, op, piece)?)))
+    with_element!(tensors[0].dtype(), T => {
+        let len = piece.map_or(tensors[0].elem_count(), |piece| piece.count(tensors[0]));
+        let mut out: Vec<T> = Vec::with_capacity(len);
+        reduce_to(tensors, op, piece, &mut out)?;
+        Ok(T::to_cpu_storage_owned(out))
+    })
 }
 
-fn reduce_as<T: Element>(tensors: &[&Tensor], op: ReduceOp, piece: Option<Piece>) -> Result<Vec<T>> {
+/// Like [`reduce`], with the result in the memory of `output`.
+pub(super) fn reduce_into(output: &Tensor, tensors: &[&Tensor], op: ReduceOp, piece: Option<Piece>) -> Result<()> {
+    struct Reduction<'a>(&'a [&'a Tensor], ReduceOp, Option<Piece>);
+    impl HostWrite for Reduction<'_> {
+        fn write<T: Element>(&self, to: &mut [T]) -> Result<()> {
+            reduce_to(self.0, self.1, self.2, &mut Given(to))
+        }
+    }
+    write_host(output, &Reduction(tensors, op, piece))
+}
+
+fn reduce_to<T: Element>(
+    tensors: &[&Tensor],
+    op: ReduceOp,
+    piece: Option<Piece>,
+    out: &mut impl Sink<T>,
+) -> Result<()> {
     let guards = Guards::new(tensors);
     let sources =
         tensors.iter().zip(guards.iter()).map(|(t, g)| Runs::<T>::new(t, g, piece)).collect::<Result<Vec<_>>>()?;
+    let is_int = T::DTYPE.is_int();
+    if is_int && op.is_fractional() || !is_int && op.is_bitwise() {
+        return Err(Error::Unsupported(format!("{op} of {} tensors", T::DTYPE.as_str())));
+    }
     match op {
-        ReduceOp::Sum => Ok(fold(&sources, |a, b| a + b, |a| a)),
+        ReduceOp::Sum => fold(&sources, out, T::widen, |a, b| a + b, |a| a),
         ReduceOp::Avg => {
             let n = tensors.len();
-            Ok(fold(&sources, |a, b| a + b, |a| T::divide(a, n)))
+            fold(&sources, out, T::widen, |a, b| a + b, |a| T::divide(a, n));
         }
-        ReduceOp::Product => Ok(fold(&sources, |a, b| a * b, |a| a)),
-        ReduceOp::Min => Ok(fold(&sources, |a, b| if (b < a) | T::is_nan(b) { b } else { a }, |a| a)),
-        ReduceOp::Max => Ok(fold(&sources, |a, b| if (b > a) | T::is_nan(b) { b } else { a }, |a| a)),
+        ReduceOp::Product => fold(&sources, out, T::widen, |a, b| a * b, |a| a),
+        ReduceOp::Min => fold(&sources, out, T::widen, |a, b| if (b < a) | T::is_nan(b) { b } else { a }, |a| a),
+        ReduceOp::Max => fold(&sources, out, T::widen, |a, b| if (b > a) | T::is_nan(b) { b } else { a }, |a| a),
+        ReduceOp::And => fold(&sources, out, T::widen, |a, b| T::bits(ReduceOp::And, a, b), |a| a),
+        ReduceOp::Or => fold(&sources, out, T::widen, |a, b| T::bits(ReduceOp::Or, a, b), |a| a),
+        ReduceOp::Xor => fold(&sources, out, T::widen, |a, b| T::bits(ReduceOp::Xor, a, b), |a| a),
+        ReduceOp::PreMulSum(factor) => {
+            let by = factor.value();
+            fold(&sources, out, |x: T| T::scale(x.widen(), by), |a, b| a + b, |a| a);
+        }
     }
+    Ok(())
 }
 
 /// Combines the sources block by block: each is read once, the accumulator never leaves the cache.
 fn fold<T: Element>(
     sources: &[Runs<'_, T>],
+    out: &mut impl Sink<T>,
+    widen: impl Fn(T) -> T::Acc,
     combine: impl Fn(T::Acc, T::Acc) -> T::Acc,
     finish: impl Fn(T::Acc) -> T::Acc,
-) -> Vec<T> {
+) {
     let (total, run) = (sources[0].total, sources[0].run);
-    let mut out: Vec<T> = Vec::with_capacity(total);
-    let Some((last, front)) = sources.split_last().filter(|_| total > 0) else { return out };
+    let Some((last, front)) = sources.split_last().filter(|_| total > 0) else { return };
     let mut acc: Vec<T::Acc> = Vec::with_capacity(BLOCK.min(run));
     for start in (0..total).step_by(run) {
         for at in (start..start + run).step_by(BLOCK) {
@@ -101,21 +173,35 @@ fn fold<T: Element>(
                 // One pass for the commonest world.
                 [first] => {
                     let pairs = first.slice(at, len).iter().zip(last.slice(at, len));
-                    out.extend(pairs.map(|(&a, &b)| T::narrow(finish(combine(a.widen(), b.widen())))));
+                    out.put(pairs.map(|(&a, &b)| T::narrow(finish(combine(widen(a), widen(b))))));
                     continue;
                 }
-                [] => acc.extend(last.slice(at, len).iter().map(|&a| a.widen())),
+                [] => acc.extend(last.slice(at, len).iter().map(|&a| widen(a))),
                 [first, middle @ ..] => {
-                    acc.extend(first.slice(at, len).iter().map(|&a| a.widen()));
+                    acc.extend(first.slice(at, len).iter().map(|&a| widen(a)));
                     for source in middle.iter().chain([last]) {
                         for (a, &b) in acc.iter_mut().zip(source.slice(at, len)) {
-                            *a = combine(*a, b.widen());
+                            *a = combine(*a, widen(b));
                         }
                     }
                 }
             }
-            out.extend(acc.iter().map(|&a| T::narrow(finish(a))));
+            out.put(acc.iter().map(|&a| T::narrow(finish(a))));
         }
     }
-    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_8_bit_float_widens_to_its_value() {
+        for bits in 0..=u8::MAX {
+            let x = F8E4M3::from_bits(bits);
+            let (got, want) = (widen_f8(x), std::hint::black_box(x).to_f32());
+            assert!(got == want && got.is_sign_negative() == want.is_sign_negative() || got.is_nan() && want.is_nan());
+            assert!(got.is_nan() || F8E4M3::from_f32(got) == x, "{bits}");
+        }
+    }
 }

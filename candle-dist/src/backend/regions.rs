@@ -1,5 +1,8 @@
-//! Copies of tensor regions into one fresh buffer.
+//! Copies of tensor regions into one buffer.
 use super::guards::Guards;
+use super::overwrite::{HostWrite, write_host};
+use super::reduce::Element;
+use super::sink::{Given, Sink};
 use crate::{Error, Result};
 use candle_core::{CpuStorage, Storage, StorageRef, Tensor, WithDType};
 use smallvec::SmallVec;
@@ -10,6 +13,14 @@ pub(super) struct Piece {
     pub(super) dim: usize,
     pub(super) start: usize,
     pub(super) len: usize,
+}
+
+impl Piece {
+    /// The number of its elements.
+    pub(super) fn count(self, of: &Tensor) -> usize {
+        let others = of.dims().iter().enumerate().filter(|(dim, _)| *dim != self.dim);
+        self.len * others.map(|(_, &len)| len).product::<usize>()
+    }
 }
 
 /// Evaluates `$body` with `$t` naming the element type of `$dtype`, for the dtypes that groups carry.
@@ -24,14 +35,18 @@ macro_rules! with_element {
         match $dtype {
             candle_core::DType::U8 => arm!(u8),
             candle_core::DType::U32 => arm!(u32),
+            candle_core::DType::I16 => arm!(i16),
+            candle_core::DType::I32 => arm!(i32),
             candle_core::DType::I64 => arm!(i64),
+            candle_core::DType::F8E4M3 => arm!(float8::F8E4M3),
             candle_core::DType::BF16 => arm!(half::bf16),
             candle_core::DType::F16 => arm!(half::f16),
             candle_core::DType::F32 => arm!(f32),
             candle_core::DType::F64 => arm!(f64),
             other => Err($crate::Error::Unsupported(format!(
-                "{} tensors in a process group; cast to u8, u32, i64, bf16, f16, f32 or f64",
-                other.as_str()
+                "{} tensors in a process group; cast to one of {}",
+                other.as_str(),
+                crate::group::check::carried()
             ))),
         }
     }};
@@ -75,17 +90,39 @@ impl<'a, T: WithDType> Runs<'a, T> {
     }
 }
 
-/// The tensors, or the same `piece` of each, joined along dim `join` as one fresh contiguous buffer.
+/// The tensors, or a piece of each, joined along dim `join` as one fresh contiguous buffer; dims outside of `join` have
+/// one size in all of them.
+pub(super) fn concat_pieces(tensors: &[&Tensor], pieces: &[Option<Piece>], join: usize) -> Result<CpuStorage> {
+    with_element!(tensors[0].dtype(), T => {
+        let count = |(tensor, piece): (&&Tensor, &Option<Piece>)| piece.map_or(tensor.elem_count(), |p| p.count(tensor));
+        let mut out: Vec<T> = Vec::with_capacity(tensors.iter().zip(pieces).map(count).sum());
+        concat_to(tensors, pieces, join, &mut out)?;
+        Ok(T::to_cpu_storage_owned(out))
+    })
+}
+
+/// Like [`concat_pieces`] with the same `piece` of each.
 pub(super) fn concat(tensors: &[&Tensor], piece: Option<Piece>, join: usize) -> Result<CpuStorage> {
     concat_pieces(tensors, &SmallVec::<[_; 8]>::from_elem(piece, tensors.len()), join)
 }
 
-/// Like [`concat`] with a piece for each tensor; dims outside of `join` have one size in all of them.
-pub(super) fn concat_pieces(tensors: &[&Tensor], pieces: &[Option<Piece>], join: usize) -> Result<CpuStorage> {
-    with_element!(tensors[0].dtype(), T => Ok(T::to_cpu_storage_owned(concat_as::<T>(tensors, pieces, join)?)))
+/// Like [`concat_pieces`], with the result in the memory of `output`.
+pub(super) fn concat_into(output: &Tensor, tensors: &[&Tensor], pieces: &[Option<Piece>], join: usize) -> Result<()> {
+    struct Joined<'a>(&'a [&'a Tensor], &'a [Option<Piece>], usize);
+    impl HostWrite for Joined<'_> {
+        fn write<T: Element>(&self, to: &mut [T]) -> Result<()> {
+            concat_to(self.0, self.1, self.2, &mut Given(to))
+        }
+    }
+    write_host(output, &Joined(tensors, pieces, join))
 }
 
-fn concat_as<T: WithDType>(tensors: &[&Tensor], pieces: &[Option<Piece>], join: usize) -> Result<Vec<T>> {
+fn concat_to<T: WithDType>(
+    tensors: &[&Tensor],
+    pieces: &[Option<Piece>],
+    join: usize,
+    out: &mut impl Sink<T>,
+) -> Result<()> {
     let guards = Guards::new(tensors);
     let sources = tensors.iter().zip(guards.iter()).zip(pieces);
     let sources = sources.map(|((t, g), &piece)| Runs::<T>::new(t, g, piece)).collect::<Result<Vec<_>>>()?;
@@ -95,16 +132,15 @@ fn concat_as<T: WithDType>(tensors: &[&Tensor], pieces: &[Option<Piece>], join: 
             _ => tensors[0].dims()[d],
         })
         .product();
-    let mut out: Vec<T> = Vec::with_capacity(sources.iter().map(|s| s.total).sum());
     for row in 0..rows {
         for source in sources.iter().filter(|s| s.total > 0) {
             // A block of the result and a run of the source divide one another.
             let block = source.total / rows;
             let step = block.min(source.run);
             for at in (row * block..(row + 1) * block).step_by(step) {
-                out.extend_from_slice(source.slice(at, step));
+                out.copy(source.slice(at, step));
             }
         }
     }
-    Ok(out)
+    Ok(())
 }

@@ -1,12 +1,28 @@
 //! Arguments of collectives, checked before anything is sent.
 use super::ProcessGroup;
-use crate::backend::{Call, Dims, Op, ReduceOp};
+use crate::backend::overwrite::share_memory;
+use crate::backend::{Call, Dims, Op};
 use crate::{Error, Result};
 use candle_core::{DType, Tensor};
 
 /// The dtypes that every engine moves and reduces.
-pub(crate) const CARRIED: [DType; 7] =
-    [DType::U8, DType::U32, DType::I64, DType::BF16, DType::F16, DType::F32, DType::F64];
+pub(crate) const CARRIED: [DType; 10] = [
+    DType::U8,
+    DType::U32,
+    DType::I64,
+    DType::BF16,
+    DType::F16,
+    DType::F32,
+    DType::F64,
+    DType::I16,
+    DType::I32,
+    DType::F8E4M3,
+];
+
+/// Their names, for errors.
+pub(crate) fn carried() -> String {
+    CARRIED.map(|dtype| dtype.as_str()).join(", ")
+}
 
 /// The sum of sizes, unless it is more than can be counted.
 pub(crate) fn total(sizes: &[usize]) -> Option<usize> {
@@ -83,16 +99,55 @@ impl ProcessGroup {
         Ok(())
     }
 
-    /// Refuses dtypes that no engine carries, and averages of whole numbers, which are none.
+    /// Refuses memory that cannot take the result that `call` makes of `tensor`.
+    pub(super) fn check_output(&self, call: &Call, tensor: &Tensor, output: &Tensor) -> Result<()> {
+        let shape = call.result_shape(self.rank(), 0, tensor.dims());
+        self.check_memory(call.op, output, &shape, tensor.dtype())?;
+        let (here, there) = (tensor.device().location(), output.device().location());
+        if here != there {
+            let reason = format!("the output is on {there:?} and the input on {here:?}; give one on {here:?}");
+            return Err(self.invalid(call.op, reason));
+        }
+        if share_memory(tensor, output) {
+            let reason = "the output lies in the memory of the input; give memory of its own".to_string();
+            return Err(self.invalid(call.op, reason));
+        }
+        Ok(())
+    }
+
+    /// Refuses memory that cannot take `shape` of `dtype`, or that a backward pass may still need.
+    pub(super) fn check_memory(&self, op: Op, output: &Tensor, shape: &[usize], dtype: DType) -> Result<()> {
+        if output.dims() != shape || output.dtype() != dtype || !output.is_contiguous() {
+            let (got, is) = (output.dims(), output.dtype().as_str());
+            let strided = if output.is_contiguous() { "" } else { " that is not contiguous" };
+            let name = dtype.as_str();
+            let reason =
+                format!("the output must be a contiguous {name} tensor of {shape:?}, got {is} {got:?}{strided}");
+            return Err(self.invalid(op, reason));
+        }
+        if output.track_op() && !output.is_variable() {
+            let reason =
+                "the output is part of a graph, whose backward pass may need its values; give a Var or detach it";
+            return Err(self.invalid(op, reason.to_string()));
+        }
+        Ok(())
+    }
+
+    /// Refuses dtypes that no engine carries, fractions of whole numbers, and bits of floats.
     pub(super) fn check_dtypes(&self, call: &Call) -> Result<()> {
         for dtype in call.dtype.iter().chain(call.rest.iter().map(|(dtype, _)| dtype)) {
             let name = dtype.as_str();
             if !CARRIED.contains(dtype) {
-                let carried = CARRIED.map(|dtype| dtype.as_str()).join(", ");
+                let carried = carried();
                 return Err(self.invalid(call.op, format!("{name} tensors are not carried; cast to one of {carried}")));
             }
-            if dtype.is_int() && call.reduce == Some(ReduceOp::Avg) {
-                let reason = format!("avg of {name} tensors is no {name}; use sum, or cast to a float dtype");
+            let Some(reduce) = call.reduce else { continue };
+            if dtype.is_int() && reduce.is_fractional() {
+                let reason = format!("{reduce} of {name} tensors is no {name}; use sum, or cast to a float dtype");
+                return Err(self.invalid(call.op, reason));
+            }
+            if !dtype.is_int() && reduce.is_bitwise() {
+                let reason = format!("{reduce} of {name} tensors; floats have no bits to combine, use whole numbers");
                 return Err(self.invalid(call.op, reason));
             }
         }

@@ -1,4 +1,5 @@
 //! Several tensors in one call.
+use super::pending::State;
 use super::{PendingTensors, ProcessGroup};
 use crate::Result;
 use crate::backend::{Call, Fresh, Op, RAGGED, ReduceOp, Tensors, bytes};
@@ -25,6 +26,28 @@ impl ProcessGroup {
     pub fn all_reduce_coalesced(&self, tensors: &[Tensor], op: ReduceOp) -> Result<Vec<Tensor>> {
         let Some((first, rest)) = tensors.split_first() else { return Ok(Vec::new()) };
         self.coalesce(Call { reduce: Some(op), ..Call::on(Op::AllReduce, first, &[]) }.with_rest(rest), tensors)
+    }
+
+    /// Starts an [`all_reduce_coalesced`](Self::all_reduce_coalesced).
+    ///
+    /// The tensors must not change before every rank has waited; a `Var` is copied for that reason.
+    #[track_caller]
+    pub fn all_reduce_coalesced_start(&self, tensors: &[Tensor], op: ReduceOp) -> Result<PendingTensors> {
+        let Some((first, rest)) = tensors.split_first() else { return Ok(Self::nothing()) };
+        self.begin_all(Call { reduce: Some(op), ..Call::on(Op::AllReduce, first, &[]) }.with_rest(rest), tensors)
+    }
+
+    /// Starts a [`broadcast_coalesced`](Self::broadcast_coalesced), with the same care for the tensors.
+    #[track_caller]
+    pub fn broadcast_coalesced_start(&self, tensors: &[Tensor], root: usize) -> Result<PendingTensors> {
+        self.check_rank(Op::Broadcast, root)?;
+        let Some((first, rest)) = tensors.split_first() else { return Ok(Self::nothing()) };
+        self.begin_all(Call { peer: Some(root), ..Call::on(Op::Broadcast, first, &[]) }.with_rest(rest), tensors)
+    }
+
+    /// A call of no tensors, for which there is nothing to wait.
+    fn nothing() -> PendingTensors {
+        PendingTensors::new(State::Done(Vec::new()), Ok)
     }
 
     /// The root's tensors, on every rank, in one call; all ranks give tensors of the same shapes and dtypes.
@@ -97,7 +120,7 @@ impl ProcessGroup {
     #[track_caller]
     fn start_cut(&self, op: Op, cuts: &[(Tensor, Cut)], reduce: Option<ReduceOp>) -> Result<PendingTensors> {
         let tensors: Vec<Tensor> = cuts.iter().map(|(tensor, _)| tensor.clone()).collect();
-        let Some((first, rest)) = tensors.split_first() else { return Ok(PendingTensors::none()) };
+        let Some((first, rest)) = tensors.split_first() else { return Ok(Self::nothing()) };
         let mut call = Call { reduce, ..Call::on(op, first, &[]) }.with_rest(rest);
         for (i, (_, cut)) in cuts.iter().enumerate() {
             if op == Op::AllGather {

@@ -2,20 +2,28 @@
 pub(crate) mod check;
 mod coalesced;
 mod in_place;
+mod into;
+mod monitored;
+mod object;
 mod pending;
 mod point_to_point;
+mod posted;
 mod routed;
+mod start;
 mod text;
 
+pub use object::MAX_OBJECT_BYTES;
 pub use pending::{Pending, PendingTensors};
 pub use point_to_point::Message;
 
 use crate::backend::simulated::Simulated;
 use crate::backend::{Backend, Call, Dims, Fresh, Op, ReduceOp, Tensors, bytes};
-use crate::{Error, GroupFailure, Result, comm};
+use crate::{Cause, Error, GroupFailure, Result, comm};
 use candle_core::{DType, Device, Shape, Tensor};
+use posted::Posts;
 use smallvec::smallvec;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
 
 /// A set of ranks that communicate: cheap to clone, `Send + Sync`, never a global.
 ///
@@ -29,11 +37,75 @@ use std::sync::Arc;
 #[derive(Clone, Debug)]
 pub struct ProcessGroup {
     backend: Arc<dyn Backend>,
+    /// Receives that were started, of all handles on the group.
+    posts: Arc<Posts>,
+    /// Carries the messages of monitored barriers, once there was one.
+    monitor: Arc<OnceLock<Arc<dyn Backend>>>,
+    /// How long the calls of this handle may wait, if not as long as those of the world.
+    timeout: Option<Duration>,
 }
 
 impl ProcessGroup {
     pub(crate) fn new(backend: Arc<dyn Backend>) -> Self {
-        Self { backend }
+        Self { backend, posts: Arc::default(), monitor: Arc::default(), timeout: None }
+    }
+
+    /// The engine, for one around it.
+    pub(crate) fn into_engine(self) -> Arc<dyn Backend> {
+        self.backend
+    }
+
+    /// This group, with a timeout of its own for the calls of the returned handle and of groups that are made from it.
+    ///
+    /// For one call or for all of them: calls on both handles meet, and ranks need not agree on their timeouts. The first
+    /// rank whose time is over stops the world with [`Cause::TimedOut`](crate::Cause::TimedOut).
+    ///
+    /// ```
+    /// use candle_dist::{Cause, Error, World};
+    /// use std::time::Duration;
+    ///
+    /// let outcome = World::local(2).run(|ctx| -> candle_dist::Result<()> {
+    ///     let patient = ctx.group();
+    ///     if ctx.rank() == 1 {
+    ///         std::thread::sleep(Duration::from_millis(300));
+    ///         return patient.barrier(); // too late
+    ///     }
+    ///     let error = patient.with_timeout(Duration::from_millis(20))?.barrier().unwrap_err();
+    ///     assert!(matches!(&error, Error::Group(failure) if matches!(failure.cause, Cause::TimedOut { rank: 0, .. })));
+    ///     Err(error)
+    /// });
+    /// assert!(outcome.is_err());
+    /// ```
+    ///
+    /// # Errors
+    /// Where the engine knows one timeout for the whole world only.
+    pub fn with_timeout(&self, timeout: Duration) -> Result<Self> {
+        if !self.backend.has_call_timeouts() {
+            let engine = self.backend_name();
+            let reason = format!("the engine {engine} has one timeout for the whole world; set it there");
+            return Err(Error::Unsupported(reason));
+        }
+        Ok(Self { timeout: Some(timeout), ..self.clone() })
+    }
+
+    /// Waits until `ready`, for an engine that cannot bound its waits; the world stops when the time is over.
+    fn poll(&self, timeout: Duration, mut ready: impl FnMut() -> Result<bool>) -> Result<()> {
+        let (began, mut pause) = (Instant::now(), Duration::from_micros(10));
+        while !ready()? {
+            if began.elapsed() >= timeout {
+                return Err(self.stop(Cause::TimedOut { rank: self.ranks()[self.rank()], after: timeout }));
+            }
+            std::thread::sleep(pause);
+            pause = (pause * 2).min(Duration::from_millis(1));
+        }
+        Ok(())
+    }
+
+    /// Stops the world and returns its failure.
+    fn stop(&self, cause: Cause) -> Error {
+        let text = cause.to_string();
+        self.backend.stop(cause);
+        self.failure().map_or(Error::Unsupported(text), Error::Group)
     }
 
     /// Rank `rank` of a group of `size` ranks that are not there: for shapes and counts of worlds of any size.
@@ -128,15 +200,13 @@ impl ProcessGroup {
     /// All ranks' tensors joined along `dim` in rank order, on every rank; shapes must be equal.
     #[track_caller]
     pub fn all_gather(&self, tensor: &Tensor, dim: usize) -> Result<Tensor> {
-        let len = self.dim_size(Op::AllGather, tensor, dim)?;
-        self.all_gather_uneven(tensor, dim, &self.repeat(len))
+        self.collect(self.even_joined(tensor, dim)?, tensor)
     }
 
     /// Like [`all_gather`](Self::all_gather) with rank `r` contributing `sizes[r]` along `dim`, which may be zero.
     #[track_caller]
     pub fn all_gather_uneven(&self, tensor: &Tensor, dim: usize, sizes: &[usize]) -> Result<Tensor> {
-        self.check_piece(Op::AllGather, tensor, dim, sizes)?;
-        self.collect(Self::joined(Op::AllGather, tensor, dim, sizes), tensor)
+        self.collect(self.joined(Op::AllGather, tensor, dim, sizes)?, tensor)
     }
 
     /// This rank's piece of the reduction, cut along `dim` into equal pieces in rank order.
@@ -149,14 +219,7 @@ impl ProcessGroup {
     /// Like [`reduce_scatter`](Self::reduce_scatter) with `sizes[r]` of `dim` for rank `r`; they must cover the dim.
     #[track_caller]
     pub fn reduce_scatter_uneven(&self, tensor: &Tensor, dim: usize, sizes: &[usize], op: ReduceOp) -> Result<Tensor> {
-        self.check_cover(Op::ReduceScatter, tensor, dim, sizes)?;
-        let call = Call {
-            reduce: Some(op),
-            dims: smallvec![dim],
-            sizes: smallvec![Dims::from_slice(sizes)],
-            ..Call::on(Op::ReduceScatter, tensor, &[])
-        };
-        self.collect(call, tensor)
+        self.collect(self.scattered(tensor, dim, sizes, op)?, tensor)
     }
 
     /// Sends equal pieces of `split_dim` to the ranks and joins the received ones along `concat_dim`.
@@ -190,8 +253,7 @@ impl ProcessGroup {
     /// The reduction of all ranks' tensors on the root, `None` elsewhere.
     #[track_caller]
     pub fn reduce(&self, tensor: &Tensor, root: usize, op: ReduceOp) -> Result<Option<Tensor>> {
-        self.check_rank(Op::Reduce, root)?;
-        let call = Call { peer: Some(root), reduce: Some(op), ..Call::on(Op::Reduce, tensor, &[]) };
+        let call = self.reduced(tensor, root, op)?;
         if self.is_alone(&call)? {
             return Ok(Some(tensor.clone()));
         }
@@ -201,9 +263,7 @@ impl ProcessGroup {
     /// All ranks' tensors joined along `dim` on the root, `None` elsewhere; `sizes[r]` is rank `r`'s part of `dim`.
     #[track_caller]
     pub fn gather(&self, tensor: &Tensor, dim: usize, sizes: &[usize], root: usize) -> Result<Option<Tensor>> {
-        self.check_rank(Op::Gather, root)?;
-        self.check_piece(Op::Gather, tensor, dim, sizes)?;
-        let call = Call { peer: Some(root), ..Self::joined(Op::Gather, tensor, dim, sizes) };
+        let call = self.gathered(tensor, dim, sizes, root)?;
         if self.is_alone(&call)? {
             return Ok(Some(tensor.clone()));
         }
@@ -222,23 +282,7 @@ impl ProcessGroup {
         sizes: &[usize],
         root: usize,
     ) -> Result<Tensor> {
-        let shape = shape.into();
-        self.check_rank(Op::Scatter, root)?;
-        self.check_sizes(Op::Scatter, shape.dims(), dim, sizes)?;
-        let mine = if self.rank() == root { tensor } else { None };
-        if self.rank() == root && !tensor.is_some_and(|t| t.shape() == &shape && t.dtype() == dtype) {
-            let got = tensor.map_or("none".to_string(), |t| format!("{:?} {}", t.dims(), t.dtype().as_str()));
-            let reason = format!("the root must give a tensor of {:?} {}, got {got}", shape.dims(), dtype.as_str());
-            return Err(self.invalid(Op::Scatter, reason));
-        }
-        let call = Call {
-            dtype: Some(dtype),
-            shape: Dims::from_slice(shape.dims()),
-            peer: Some(root),
-            dims: smallvec![dim],
-            sizes: smallvec![Dims::from_slice(sizes)],
-            ..Call::new(Op::Scatter)
-        };
+        let (call, mine) = self.handed_out(tensor, (shape.into(), dtype), dim, sizes, root)?;
         if let (true, Some(tensor)) = (self.is_alone(&call)?, mine) {
             return Ok(tensor.clone());
         }
@@ -276,7 +320,7 @@ impl ProcessGroup {
                 return Err(self.invalid_named("subgroup", format!("rank {member} occurs twice in {members:?}")));
             }
         }
-        Ok(Self::new(self.backend.subgroup(members)?))
+        Ok(Self { timeout: self.timeout, ..Self::new(self.backend.subgroup(members)?) })
     }
 
     /// Divides the group by `color`; within a color, ranks are ordered by `key`, then by their rank here.
@@ -310,7 +354,8 @@ impl ProcessGroup {
 
     /// Whether the group has one rank, which needs no engine: its call fails as it would in a larger group.
     fn is_alone(&self, call: &Call) -> Result<bool> {
-        if self.size() > 1 {
+        // One rank's values are multiplied too.
+        if self.size() > 1 || matches!(call.reduce, Some(ReduceOp::PreMulSum(_))) {
             return Ok(false);
         }
         self.check_dtypes(call)?;
@@ -334,6 +379,7 @@ impl ProcessGroup {
         run: impl FnOnce(&dyn Backend, Call) -> Result<R>,
     ) -> Result<R> {
         self.check_dtypes(&call)?;
+        let call = Call { timeout: self.timeout.or(call.timeout), ..call };
         let _watched = comm::watch(&call, bytes, self.ranks());
         run(&*self.backend, call)
     }
@@ -361,9 +407,70 @@ impl ProcessGroup {
         })
     }
 
+    /// The call of a gather of equal pieces.
     #[track_caller]
-    fn joined(op: Op, tensor: &Tensor, dim: usize, sizes: &[usize]) -> Call {
-        Call { dims: smallvec![dim], sizes: smallvec![Dims::from_slice(sizes)], ..Call::on(op, tensor, &[dim]) }
+    fn even_joined(&self, tensor: &Tensor, dim: usize) -> Result<Call> {
+        let len = self.dim_size(Op::AllGather, tensor, dim)?;
+        self.joined(Op::AllGather, tensor, dim, &self.repeat(len))
+    }
+
+    /// The call of a gather.
+    #[track_caller]
+    fn joined(&self, op: Op, tensor: &Tensor, dim: usize, sizes: &[usize]) -> Result<Call> {
+        self.check_piece(op, tensor, dim, sizes)?;
+        let sizes = smallvec![Dims::from_slice(sizes)];
+        Ok(Call { dims: smallvec![dim], sizes, ..Call::on(op, tensor, &[dim]) })
+    }
+
+    /// The call of a gather to the root.
+    #[track_caller]
+    fn gathered(&self, tensor: &Tensor, dim: usize, sizes: &[usize], root: usize) -> Result<Call> {
+        self.check_rank(Op::Gather, root)?;
+        Ok(Call { peer: Some(root), ..self.joined(Op::Gather, tensor, dim, sizes)? })
+    }
+
+    /// The call of a reduction to the root.
+    #[track_caller]
+    fn reduced(&self, tensor: &Tensor, root: usize, op: ReduceOp) -> Result<Call> {
+        self.check_rank(Op::Reduce, root)?;
+        Ok(Call { peer: Some(root), reduce: Some(op), ..Call::on(Op::Reduce, tensor, &[]) })
+    }
+
+    /// The call of a reduce_scatter.
+    #[track_caller]
+    fn scattered(&self, tensor: &Tensor, dim: usize, sizes: &[usize], op: ReduceOp) -> Result<Call> {
+        self.check_cover(Op::ReduceScatter, tensor, dim, sizes)?;
+        let sizes = smallvec![Dims::from_slice(sizes)];
+        Ok(Call { reduce: Some(op), dims: smallvec![dim], sizes, ..Call::on(Op::ReduceScatter, tensor, &[]) })
+    }
+
+    /// The call of a scatter, with the tensor if this rank is the root.
+    #[track_caller]
+    fn handed_out<'a>(
+        &self,
+        tensor: Option<&'a Tensor>,
+        (shape, dtype): (Shape, DType),
+        dim: usize,
+        sizes: &[usize],
+        root: usize,
+    ) -> Result<(Call, Option<&'a Tensor>)> {
+        self.check_rank(Op::Scatter, root)?;
+        self.check_sizes(Op::Scatter, shape.dims(), dim, sizes)?;
+        let mine = if self.rank() == root { tensor } else { None };
+        if self.rank() == root && !tensor.is_some_and(|t| t.shape() == &shape && t.dtype() == dtype) {
+            let got = tensor.map_or("none".to_string(), |t| format!("{:?} {}", t.dims(), t.dtype().as_str()));
+            let reason = format!("the root must give a tensor of {:?} {}, got {got}", shape.dims(), dtype.as_str());
+            return Err(self.invalid(Op::Scatter, reason));
+        }
+        let call = Call {
+            dtype: Some(dtype),
+            shape: Dims::from_slice(shape.dims()),
+            peer: Some(root),
+            dims: smallvec![dim],
+            sizes: smallvec![Dims::from_slice(sizes)],
+            ..Call::new(Op::Scatter)
+        };
+        Ok((call, mine))
     }
 
     fn repeat(&self, len: usize) -> Dims {

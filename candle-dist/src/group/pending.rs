@@ -1,169 +1,123 @@
-//! Calls that are started now and finished later.
+//! Calls under way.
 use super::ProcessGroup;
-use crate::backend::{Call, Dims, Form, Fresh, Op, ReduceOp, Tensors, Unfinished, bytes};
+use super::posted::Post;
+use crate::backend::{Call, Fresh, Op, Unfinished};
 use crate::{Error, Result, comm};
 use candle_core::Tensor;
-use smallvec::smallvec;
 use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
 
-/// A collective under way, which this rank has entered and not waited for.
+/// A call under way, which this rank has entered and not waited for; `T` is what [`wait`](Self::wait) returns.
 ///
-/// Other ranks can read this rank's tensor from now on; the result is made when it is waited for. Every rank starts its
+/// Other ranks can read this rank's tensors from now on; the result is made when it is waited for. Every rank starts its
 /// calls in the same order; it may wait for them in any. Dropping it gives the result up and lets the others go on.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
-/// use candle_dist::{ReduceOp, World};
+/// use candle_dist::{Pending, ReduceOp, World};
 ///
 /// World::local(2).run(|ctx| -> candle_dist::Result<()> {
 ///     let x = Tensor::new(&[1f32], &Device::Cpu)?;
 ///     let first = ctx.group().all_reduce_start(&x, ReduceOp::Sum)?;
 ///     let second = ctx.group().all_gather_start(&x, 0)?;
-///     assert_eq!(second.wait()?.to_vec1::<f32>()?, [1.0, 1.0]);
-///     assert_eq!(first.wait()?.to_vec1::<f32>()?, [2.0]);
+///     let done = Pending::wait_all([second, first])?;
+///     assert_eq!(done[0].to_vec1::<f32>()?, [1.0, 1.0]);
+///     assert_eq!(done[1].to_vec1::<f32>()?, [2.0]);
 ///     Ok(())
 /// })?;
 /// # Ok::<(), candle_dist::WorldError>(())
 /// ```
-#[must_use = "the other ranks' results need this rank's tensor only, but this rank's result comes with `wait`"]
-pub struct Pending(PendingTensors);
+#[must_use = "the other ranks' results need this rank's tensors only, but this rank's result comes with `wait`"]
+pub struct Pending<T = Tensor> {
+    state: State,
+    unpack: fn(Vec<Tensor>) -> Result<T>,
+}
 
 /// A [`Pending`] of several tensors.
-#[must_use = "the other ranks' results need this rank's tensors only, but this rank's results come with `wait`"]
-pub struct PendingTensors(State);
+pub type PendingTensors = Pending<Vec<Tensor>>;
 
-enum State {
+pub(super) enum State {
     Done(Vec<Tensor>),
     Open(Box<Open>),
+    /// A receive, which the group makes in its turn.
+    Posted(Arc<Post>, ProcessGroup),
 }
 
 /// A call that was started, for its wait.
-struct Open {
-    started: Box<dyn Unfinished>,
-    call: Call,
-    group: ProcessGroup,
+pub(super) struct Open {
+    pub(super) started: Box<dyn Unfinished>,
+    pub(super) call: Call,
+    pub(super) group: ProcessGroup,
 }
 
-impl fmt::Debug for Pending {
+impl<T> fmt::Debug for Pending<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Pending({})", self.0.0.name())
+        let state = match &self.state {
+            State::Done(_) => "done",
+            State::Open(_) | State::Posted(..) => "open",
+        };
+        write!(f, "Pending({state})")
     }
 }
 
-impl fmt::Debug for PendingTensors {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "PendingTensors({})", self.0.name())
-    }
+/// The only tensor of a call.
+pub(super) fn single(mut tensors: Vec<Tensor>) -> Result<Tensor> {
+    tensors.pop().ok_or_else(|| Error::Unsupported("waiting for a call without a result".to_string()))
 }
 
-impl State {
-    const fn name(&self) -> &'static str {
-        match self {
-            Self::Done(_) => "done",
-            Self::Open(_) => "open",
-        }
+impl<T> Pending<T> {
+    pub(super) fn new(state: State, unpack: fn(Vec<Tensor>) -> Result<T>) -> Self {
+        Self { state, unpack }
     }
-}
 
-impl Pending {
     /// Whether [`wait`](Self::wait) would return without waiting for another rank.
+    ///
+    /// # Errors
+    /// If the world has stopped, and for a receive over an engine that cannot probe for messages.
     pub fn is_ready(&self) -> Result<bool> {
-        self.0.is_ready()
+        match &self.state {
+            State::Done(_) => Ok(true),
+            State::Open(open) => open.started.is_ready(),
+            State::Posted(post, group) => group.has_come(post),
+        }
     }
 
     /// The result, as soon as every rank has started the call.
-    pub fn wait(self) -> Result<Tensor> {
-        let made = self.0.wait()?.pop();
-        made.ok_or_else(|| Error::Unsupported("waiting for a call without a result".to_string()))
-    }
-}
-
-impl PendingTensors {
-    /// Of no tensors, for which there is nothing to wait.
-    pub(super) const fn none() -> Self {
-        Self(State::Done(Vec::new()))
+    pub fn wait(self) -> Result<T> {
+        self.finish(None)
     }
 
-    /// Whether [`wait`](Self::wait) would return without waiting for another rank.
-    pub fn is_ready(&self) -> Result<bool> {
-        match &self.0 {
-            State::Done(_) => Ok(true),
-            State::Open(open) => open.started.is_ready(),
-        }
-    }
-
-    /// The results in the order of the tensors, as soon as every rank has started the call.
-    pub fn wait(self) -> Result<Vec<Tensor>> {
-        match self.0 {
-            State::Done(tensors) => Ok(tensors),
-            State::Open(open) => {
-                let Open { started, call, group } = *open;
-                let _watched = comm::watch_wait(&call, group.ranks());
-                Ok(started.finish()?.into_iter().map(Fresh::into_tensor).collect())
-            }
-        }
-    }
-}
-
-impl ProcessGroup {
-    /// Starts an [`all_reduce`](Self::all_reduce).
+    /// Like [`wait`](Self::wait), for at most `timeout` in place of the timeout of the group or the world.
     ///
-    /// Nobody may write to the tensor's storage until every rank has waited; a `Var` is copied for that reason.
-    #[track_caller]
-    pub fn all_reduce_start(&self, tensor: &Tensor, op: ReduceOp) -> Result<Pending> {
-        self.begin(Call { reduce: Some(op), ..Call::on(Op::AllReduce, tensor, &[]) }, tensor)
+    /// # Errors
+    /// When the time is over, the world stops with [`Cause::TimedOut`](crate::Cause::TimedOut) on all ranks. To look
+    /// and go on, ask [`is_ready`](Self::is_ready).
+    pub fn wait_timeout(self, timeout: Duration) -> Result<T> {
+        self.finish(Some(timeout))
     }
 
-    /// Starts an [`all_gather`](Self::all_gather), with the same care for the tensor as
-    /// [`all_reduce_start`](Self::all_reduce_start).
-    #[track_caller]
-    pub fn all_gather_start(&self, tensor: &Tensor, dim: usize) -> Result<Pending> {
-        let len = self.dim_size(Op::AllGather, tensor, dim)?;
-        self.begin(Self::joined(Op::AllGather, tensor, dim, &self.repeat(len)), tensor)
+    /// The results of all, in their order; the first error ends it.
+    pub fn wait_all(pending: impl IntoIterator<Item = Self>) -> Result<Vec<T>> {
+        pending.into_iter().map(Self::wait).collect()
     }
 
-    /// Starts a [`reduce_scatter`](Self::reduce_scatter), with the same care for the tensor as
-    /// [`all_reduce_start`](Self::all_reduce_start).
-    #[track_caller]
-    pub fn reduce_scatter_start(&self, tensor: &Tensor, dim: usize, op: ReduceOp) -> Result<Pending> {
-        let sizes: Dims = self.even_sizes(Op::ReduceScatter, tensor, dim)?;
-        let call = Call {
-            reduce: Some(op),
-            dims: smallvec![dim],
-            sizes: smallvec![sizes],
-            ..Call::on(Op::ReduceScatter, tensor, &[])
+    fn finish(self, timeout: Option<Duration>) -> Result<T> {
+        let tensors = match self.state {
+            State::Done(tensors) => tensors,
+            State::Open(open) => {
+                let Open { mut started, call, group } = *open;
+                // A send is over with its start.
+                let _watched = (call.op != Op::Send).then(|| comm::watch_wait(&call, group.ranks()));
+                if let Some(timeout) = timeout
+                    && !started.set_timeout(timeout)
+                {
+                    group.poll(timeout, || started.is_ready())?;
+                }
+                started.finish()?.into_iter().map(Fresh::into_tensor).collect()
+            }
+            State::Posted(post, group) => vec![group.settle(&post, timeout)?],
         };
-        self.begin(call, tensor)
-    }
-
-    /// Starts an [`all_to_all`](Self::all_to_all), with the same care for the tensor as
-    /// [`all_reduce_start`](Self::all_reduce_start).
-    #[track_caller]
-    pub fn all_to_all_start(&self, tensor: &Tensor, split_dim: usize, concat_dim: usize) -> Result<Pending> {
-        self.begin(self.even_exchange(tensor, split_dim, concat_dim)?, tensor)
-    }
-
-    /// Starts a [`broadcast`](Self::broadcast), with the same care for the tensor as
-    /// [`all_reduce_start`](Self::all_reduce_start).
-    #[track_caller]
-    pub fn broadcast_start(&self, tensor: &Tensor, root: usize) -> Result<Pending> {
-        self.check_rank(Op::Broadcast, root)?;
-        self.begin(Call { peer: Some(root), ..Call::on(Op::Broadcast, tensor, &[]) }, tensor)
-    }
-
-    fn begin(&self, call: Call, tensor: &Tensor) -> Result<Pending> {
-        self.begin_all(call, std::slice::from_ref(tensor)).map(Pending)
-    }
-
-    pub(super) fn begin_all(&self, call: Call, tensors: &[Tensor]) -> Result<PendingTensors> {
-        if self.is_alone(&call)? {
-            return Ok(PendingTensors(State::Done(tensors.to_vec())));
-        }
-        let call = Call { form: Form::Started, ..call };
-        let own = |t: &Tensor| if t.is_variable() { t.force_contiguous() } else { t.contiguous() };
-        let dense = tensors.iter().map(|t| Ok(own(t)?.detach())).collect::<candle_core::Result<Tensors>>()?;
-        let size = tensors.iter().map(bytes).sum();
-        let started = self.engage(call.clone(), size, |engine, call| engine.start(call, dense))?;
-        Ok(PendingTensors(State::Open(Box::new(Open { started, call, group: self.clone() }))))
+        (self.unpack)(tensors)
     }
 }

@@ -1,7 +1,8 @@
 //! Messages from one rank to another.
 use super::ProcessGroup;
+use super::pending::{Open, Pending, State, single};
 use crate::Result;
-use crate::backend::{Call, Dims, Op, bytes};
+use crate::backend::{Call, Dims, Envelope, Op, bytes};
 use candle_core::{DType, Shape, Tensor};
 
 /// One message of [`ProcessGroup::batch_send_recv`].
@@ -30,7 +31,8 @@ pub enum Message {
 }
 
 impl ProcessGroup {
-    /// Sends a copy of `tensor` to rank `to` without waiting for it.
+    /// Sends a copy of `tensor` to rank `to` without waiting for it, unless a bound on unread messages is reached (see
+    /// [`World::mailbox_bytes`](crate::World::mailbox_bytes)).
     #[track_caller]
     pub fn send(&self, tensor: &Tensor, to: usize) -> Result<()> {
         self.send_owned(tensor.detach().force_contiguous()?, to)
@@ -48,6 +50,113 @@ impl ProcessGroup {
     #[track_caller]
     pub fn recv(&self, shape: impl Into<Shape>, dtype: DType, from: usize) -> Result<Tensor> {
         self.recv_message(&shape.into(), dtype, from, 0)
+    }
+
+    /// Starts to send a copy of `tensor` to rank `to`, and never waits; the wait returns once the bound on unread messages
+    /// is kept (see [`World::mailbox_bytes`](crate::World::mailbox_bytes)).
+    #[track_caller]
+    pub fn send_start(&self, tensor: &Tensor, to: usize, tag: u32) -> Result<Pending<()>> {
+        let state = self.start_message(tensor, to, tag)?;
+        Ok(Pending::new(state, |_| Ok(())))
+    }
+
+    /// Starts a [`recv`](Self::recv). Of several from one rank with one tag the n-th that is started gets the n-th message,
+    /// in whatever order they are waited for.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Tensor};
+    /// use candle_dist::World;
+    ///
+    /// World::local(2).run(|ctx| -> candle_dist::Result<()> {
+    ///     let other = 1 - ctx.rank();
+    ///     let first = ctx.group().recv_start(1, DType::F32, other, 0)?;
+    ///     let second = ctx.group().recv_start(1, DType::F32, other, 0)?;
+    ///     for x in [1f32, 2.0] {
+    ///         ctx.group().send_start(&Tensor::new(&[x], &Device::Cpu)?, other, 0)?.wait()?;
+    ///     }
+    ///     assert_eq!(second.wait()?.to_vec1::<f32>()?, [2.0]);
+    ///     assert_eq!(first.wait()?.to_vec1::<f32>()?, [1.0]);
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), candle_dist::WorldError>(())
+    /// ```
+    #[track_caller]
+    pub fn recv_start(&self, shape: impl Into<Shape>, dtype: DType, from: usize, tag: u32) -> Result<Pending> {
+        let call = self.receiving(&shape.into(), dtype, from, tag)?;
+        Ok(Pending::new(State::Posted(self.post(call, None)?, self.clone()), single))
+    }
+
+    /// The elements of the next tensor that rank `from` sends here with `tag`, in `output`: a contiguous tensor of its
+    /// shape and dtype that is not part of a graph.
+    #[track_caller]
+    pub fn recv_into(&self, output: &Tensor, from: usize, tag: u32) -> Result<()> {
+        let call = self.receiving(output.shape(), output.dtype(), from, tag)?;
+        self.check_memory(Op::Recv, output, output.dims(), output.dtype())?;
+        let output = output.detach();
+        if self.posts.is_empty() {
+            return self.engage(call, 0, |engine, call| engine.recv_into(call, &output));
+        }
+        self.settle(&self.post(call, Some(output))?, None).map(drop)
+    }
+
+    /// Starts a [`recv_into`](Self::recv_into); `output` has the elements after the wait.
+    #[track_caller]
+    pub fn recv_into_start(&self, output: &Tensor, from: usize, tag: u32) -> Result<Pending<()>> {
+        let call = self.receiving(output.shape(), output.dtype(), from, tag)?;
+        self.check_memory(Op::Recv, output, output.dims(), output.dtype())?;
+        Ok(Pending::new(State::Posted(self.post(call, Some(output.detach()))?, self.clone()), |_| Ok(())))
+    }
+
+    /// The next tensor that any rank sends here with `tag`, and the sender; it must be of this shape and dtype.
+    ///
+    /// Messages of one sender come in their order; between senders there is none. What is coming can be asked for with
+    /// [`probe`](Self::probe).
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Tensor};
+    /// use candle_dist::World;
+    ///
+    /// World::local(3).run(|ctx| -> candle_dist::Result<()> {
+    ///     let g = ctx.group();
+    ///     if ctx.rank() > 0 {
+    ///         return g.send(&Tensor::new(&[ctx.rank() as u32], &Device::Cpu)?, 0);
+    ///     }
+    ///     for _ in 1..3 {
+    ///         let (from, tensor) = g.recv_any(1, DType::U32, 0)?;
+    ///         assert_eq!(tensor.to_vec1::<u32>()?, [from as u32]);
+    ///     }
+    ///     assert_eq!(g.probe(None, 0)?, None);
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), candle_dist::WorldError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Also if receives with this tag that were started have not been waited for, and where the engine cannot receive
+    /// from any rank.
+    #[track_caller]
+    pub fn recv_any(&self, shape: impl Into<Shape>, dtype: DType, tag: u32) -> Result<(usize, Tensor)> {
+        if self.size() == 1 {
+            return Err(self.invalid(Op::Recv, "there is no other rank to receive from".to_string()));
+        }
+        if self.posts.has_tag(tag) {
+            let reason = format!("receives with tag {tag} that were started come first; wait for them");
+            return Err(self.invalid(Op::Recv, reason));
+        }
+        let shape = Dims::from_slice(shape.into().dims());
+        let call = Call { dtype: Some(dtype), shape, tag, ..Call::new(Op::Recv) };
+        self.engage(call, 0, |engine, call| engine.recv_any(call))
+    }
+
+    /// What is known of the oldest message with `tag` that is here and not received, from rank `from` or from any rank;
+    /// `None` if there is none now.
+    ///
+    /// # Errors
+    /// Also where the engine cannot tell.
+    #[track_caller]
+    pub fn probe(&self, from: Option<usize>, tag: u32) -> Result<Option<Envelope>> {
+        from.map_or(Ok(()), |from| self.check_peer(Op::Recv, from))?;
+        self.engine().probe(&Call { peer: from, tag, ..Call::new(Op::Recv) })
     }
 
     /// Sends and receives several messages at once and returns what was received, in the order of the list.
@@ -75,9 +184,10 @@ impl ProcessGroup {
                 Message::Recv { from, .. } => self.check_peer(Op::Recv, *from)?,
             }
         }
+        let mut sent = Vec::new();
         for message in messages {
             if let Message::Send { tensor, to, tag } = message {
-                self.send_message(tensor.detach().force_contiguous()?, *to, *tag)?;
+                sent.push(self.send_start(tensor, *to, *tag)?);
             }
         }
         let mut received = Vec::new();
@@ -86,6 +196,7 @@ impl ProcessGroup {
                 received.push(self.recv_message(shape, *dtype, *from, *tag)?);
             }
         }
+        Pending::wait_all(sent)?;
         Ok(received)
     }
 
@@ -97,11 +208,31 @@ impl ProcessGroup {
         self.engage(call, bytes(&tensor), |engine, call| engine.send(call, tensor))
     }
 
+    /// Sends a copy, whatever is unread.
+    #[track_caller]
+    fn start_message(&self, tensor: &Tensor, to: usize, tag: u32) -> Result<State> {
+        self.check_peer(Op::Send, to)?;
+        let tensor = tensor.detach().force_contiguous()?;
+        let call = Call { peer: Some(to), tag, ..Call::on(Op::Send, &tensor, &[]) };
+        let (size, given) = (bytes(&tensor), call.clone());
+        let started = self.engage(call, size, |engine, call| engine.start_send(call, tensor))?;
+        Ok(State::Open(Box::new(Open { started, call: given, group: self.clone() })))
+    }
+
     #[track_caller]
     fn recv_message(&self, shape: &Shape, dtype: DType, from: usize, tag: u32) -> Result<Tensor> {
+        let call = self.receiving(shape, dtype, from, tag)?;
+        if self.posts.is_empty() {
+            return self.engage(call, 0, |engine, call| engine.recv(call));
+        }
+        self.settle(&self.post(call, None)?, None)
+    }
+
+    /// The call of a receive.
+    #[track_caller]
+    fn receiving(&self, shape: &Shape, dtype: DType, from: usize, tag: u32) -> Result<Call> {
         self.check_peer(Op::Recv, from)?;
         let shape = Dims::from_slice(shape.dims());
-        let call = Call { dtype: Some(dtype), shape, peer: Some(from), tag, ..Call::new(Op::Recv) };
-        self.engage(call, 0, |engine, call| engine.recv(call))
+        Ok(Call { dtype: Some(dtype), shape, peer: Some(from), tag, ..Call::new(Op::Recv) })
     }
 }

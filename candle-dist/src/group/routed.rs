@@ -25,9 +25,15 @@ impl ProcessGroup {
     /// ```
     #[track_caller]
     pub fn all_to_all_single<C: AsRef<[usize]>>(&self, tensor: &Tensor, counts: &[C]) -> Result<Tensor> {
+        self.collect(self.route(tensor, counts)?, tensor)
+    }
+
+    /// The call of rows that go the ways of `counts`.
+    #[track_caller]
+    pub(super) fn route<C: AsRef<[usize]>>(&self, tensor: &Tensor, counts: &[C]) -> Result<Call> {
         let counts: Vec<Dims> = counts.iter().map(|row| Dims::from_slice(row.as_ref())).collect();
         self.check_routes(tensor, &counts)?;
-        self.collect(Self::routed(tensor, &counts), tensor)
+        Ok(Self::routed(tensor, &counts))
     }
 
     /// The call of rows that go the ways of `counts`, which fit.

@@ -8,14 +8,16 @@ mod program;
 mod step;
 
 use candle_core::{DType, Tensor};
-use candle_dist::{Cause, Error, GroupFailure, ProcessGroup, RankContext, Result};
+use candle_dist::backend::{Backend, Call, Wrapping};
+use candle_dist::{Cause, Error, GroupFailure, ProcessGroup, RankContext, Result, World, WorldError};
 use model::Model;
 use program::{Act, Case, Fault};
 use proptest::strategy::{Strategy, ValueTree};
 use proptest::test_runner::{Config, RngSeed, TestRunner};
 use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap};
-use std::sync::{Arc, Once, mpsc};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, Once, mpsc};
 use std::time::Duration;
 use step::Step;
 use test_utils::Ranks;
@@ -189,6 +191,96 @@ fn every_rank_may_end_at_every_call() {
                     check(&Case { world, steps: steps.clone(), fault: Some((culprit, at, fault)) });
                 }
             }
+        }
+    }
+}
+
+/// Counts and delays the calls of a rank on all of its groups, and fails at one of them.
+#[derive(Debug)]
+struct Faulty {
+    inner: Arc<dyn Backend>,
+    plan: Arc<Plan>,
+}
+
+/// What goes wrong on one rank.
+#[derive(Debug, Default)]
+struct Plan {
+    calls: AtomicUsize,
+    fails_at: Option<usize>,
+    delay: Duration,
+}
+
+impl Wrapping for Faulty {
+    fn inner(&self) -> &Arc<dyn Backend> {
+        &self.inner
+    }
+
+    fn around(&self, subgroup: Arc<dyn Backend>) -> Arc<dyn Backend> {
+        Arc::new(Self { inner: subgroup, plan: self.plan.clone() })
+    }
+
+    fn before(&self, _: &Call) -> Result<()> {
+        std::thread::sleep(self.plan.delay);
+        match Some(self.plan.calls.fetch_add(1, Ordering::SeqCst)) == self.plan.fails_at {
+            true => Err(Error::Unsupported("chaos".to_string())),
+            false => Ok(()),
+        }
+    }
+}
+
+/// Runs the steps on 3 ranks in a world whose engine follows the plans; the number of each rank's calls, and the error.
+fn run_faulty(steps: &[Step], plans: [Plan; 3]) -> (Vec<usize>, Option<WorldError>) {
+    let plans = plans.map(Arc::new);
+    let given = plans.clone();
+    let wrap = move |inner: Arc<dyn Backend>| {
+        let plan = given[inner.rank()].clone();
+        Arc::new(Faulty { inner, plan }) as Arc<dyn Backend>
+    };
+    let case = Case { world: 3, steps: steps.to_vec(), fault: None };
+    let heard = Mutex::new(Vec::new());
+    let outcome = World::local(3).timeout(DEADLINE).wrap_backend(wrap).run(|ctx| -> Result<()> {
+        let mut groups: HashMap<usize, ProcessGroup> = HashMap::from([(0, ctx.group().clone())]);
+        for act in case.script(ctx.rank()) {
+            let Act::Call(step, makes) = act else { continue };
+            let Some(group) = groups.get(&step.slot) else { continue };
+            let mut made = None;
+            match step.perform(group, &mut made) {
+                Ok(_) => {}
+                Err(error) => {
+                    if let Error::Group(failure) = &error {
+                        heard.lock().unwrap().push(failure.to_string());
+                    }
+                    return Err(error);
+                }
+            }
+            if let (Some(slot), Some(group)) = (makes, made) {
+                groups.insert(slot, group);
+            }
+        }
+        Ok(())
+    });
+    let heard = heard.into_inner().unwrap();
+    assert!(heard.windows(2).all(|pair| pair[0] == pair[1]), "ranks disagree: {heard:#?}");
+    assert_eq!(heard.is_empty(), outcome.is_ok());
+    (plans.iter().map(|plan| plan.calls.load(Ordering::SeqCst)).collect(), outcome.err())
+}
+
+#[test]
+fn an_engine_around_the_engine_may_fail_at_every_call() {
+    hush();
+    let mut runner = runner(1, 7);
+    let steps: Vec<Step> = program::programs(12..=12).new_tree(&mut runner).unwrap().current();
+    let (calls, error) = run_faulty(&steps, Default::default());
+    assert!(error.is_none() && calls.iter().all(|&calls| calls >= 8), "{calls:?}");
+    for culprit in 0..3 {
+        for at in 0..calls[culprit] {
+            let mut plans: [Plan; 3] = Default::default();
+            plans[culprit].fails_at = Some(at);
+            plans[(culprit + at) % 3].delay = Duration::from_micros(200);
+            let (made, error) = run_faulty(&steps, plans);
+            let error = error.expect("a call has failed");
+            assert!(error.rank == culprit && error.message.contains("chaos"), "{error}");
+            assert_eq!(made[culprit], at + 1);
         }
     }
 }

@@ -38,7 +38,9 @@ const WHAT: [What; 12] = [
 /// The number of kinds of steps.
 pub(crate) const KINDS: usize = WHAT.len();
 const DTYPES: [DType; 7] = [DType::U8, DType::U32, DType::I64, DType::F16, DType::BF16, DType::F32, DType::F64];
-const REDUCE: [ReduceOp; 5] = [ReduceOp::Sum, ReduceOp::Min, ReduceOp::Max, ReduceOp::Product, ReduceOp::Avg];
+/// Reductions of whole numbers and of floats.
+const INTS: [ReduceOp; 5] = [ReduceOp::Sum, ReduceOp::Min, ReduceOp::Max, ReduceOp::Product, ReduceOp::Xor];
+const FLOATS: [ReduceOp; 5] = [ReduceOp::Sum, ReduceOp::Min, ReduceOp::Max, ReduceOp::Product, ReduceOp::Avg];
 
 /// How a step is made; not every kind knows every way.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -81,9 +83,8 @@ impl Step {
     /// One step, on the world's group or, some of the time, on a group made by one of `splits` earlier splits.
     pub(crate) fn new((what, slot, kind, form, data): Raw, splits: usize) -> Self {
         let dtype = DTYPES[kind % DTYPES.len()];
-        // The average of whole numbers is refused.
-        let reductions = if dtype.is_int() { 4 } else { 5 };
-        let reduce = REDUCE[kind / DTYPES.len() % reductions];
+        let reductions = if dtype.is_int() { INTS } else { FLOATS };
+        let reduce = reductions[kind / DTYPES.len() % reductions.len()];
         Self { what: WHAT[what], slot: slot % (splits + 1), dtype, reduce, form, data }
     }
 
@@ -332,6 +333,10 @@ impl Step {
                 ReduceOp::Min => all.fold(f64::INFINITY, f64::min),
                 ReduceOp::Max => all.fold(f64::NEG_INFINITY, f64::max),
                 ReduceOp::Product => all.product(),
+                ReduceOp::And => all.fold(u64::MAX, |a, b| a & b as u64) as f64,
+                ReduceOp::Or => all.fold(0, |a, b| a | b as u64) as f64,
+                ReduceOp::Xor => all.fold(0, |a, b| a ^ b as u64) as f64,
+                ReduceOp::PreMulSum(factor) => all.map(|x| x * factor.value()).sum(),
             }
         };
         let root = self.root(n);

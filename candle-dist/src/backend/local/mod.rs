@@ -3,7 +3,6 @@
 //! A collective is a *round* (`rendezvous.rs`): every rank offers its operands with its [`Call`], waits until all came,
 //! checks that the calls agree, computes its own results straight from the peers' buffers, and leaves when all have
 //! read. Nothing is copied that is not the result. Reductions run in rank order.
-mod collective;
 mod mailbox;
 mod rendezvous;
 mod state;
@@ -12,15 +11,16 @@ mod wait;
 
 pub(crate) use state::{RankGuard, WorldState};
 
+use super::collective::{self, Gives};
 use super::regions::Piece;
-use super::{Backend, Call, Fresh, Op, Results, Tensors, Unfinished, bytes, device, overwrite};
+use super::{Backend, Call, Envelope, Fresh, Op, Results, Tensors, Unfinished, bytes, device, overwrite};
 use crate::{Cause, Error, GroupFailure, Result};
 use candle_core::{Device, Tensor};
-use collective::compute;
 use parking_lot::Mutex;
 use rendezvous::{GroupState, Round};
 use smallvec::smallvec;
 use std::sync::Arc;
+use std::time::Duration;
 
 /// One rank's handle on a group of threads.
 pub(crate) struct LocalBackend {
@@ -49,9 +49,19 @@ impl LocalBackend {
     }
 
     fn enter(&self, call: Call, tensors: Tensors) -> Result<Arc<Round>> {
+        self.enter_into(call, tensors, &[])
+    }
+
+    fn enter_into(&self, call: Call, tensors: Tensors, outputs: &[Tensor]) -> Result<Arc<Round>> {
         let mut turn = self.turn.lock();
         *turn += 1;
-        self.group.start(self.rank, *turn, call, tensors)
+        self.group.start(self.rank, *turn, call, tensors, outputs)
+    }
+
+    fn begin(&self, call: Call, tensors: Tensors, outputs: Tensors) -> Result<Box<dyn Unfinished>> {
+        let round = Some(self.enter_into(call, tensors, &outputs)?);
+        self.group.pause(self.rank);
+        Ok(Box::new(Started { group: self.group.clone(), rank: self.rank, round, outputs, timeout: None }))
     }
 }
 
@@ -61,6 +71,9 @@ struct Started {
     rank: usize,
     /// `None` once it is finished.
     round: Option<Arc<Round>>,
+    /// Where the results go; nothing for new memory.
+    outputs: Tensors,
+    timeout: Option<Duration>,
 }
 
 impl Unfinished for Started {
@@ -72,11 +85,19 @@ impl Unfinished for Started {
     fn finish(mut self: Box<Self>) -> Result<Results> {
         let Some(round) = self.round.take() else { return Ok(Results::new()) };
         self.group.resume(self.rank, &round);
-        let result = self.group.finish(self.rank, &round, false, |call, all| compute(call, self.rank, all));
+        let result = self.group.finish(self.rank, &round, false, self.timeout, |call, all| match &self.outputs[..] {
+            [] => collective::results(call, self.rank, all),
+            outputs => collective::write(call, self.rank, all, outputs).map(|()| Results::new()),
+        });
         if result.is_err() {
             self.round = Some(round); // to be left on drop
         }
         result
+    }
+
+    fn set_timeout(&mut self, timeout: Duration) -> bool {
+        self.timeout = Some(timeout);
+        true
     }
 }
 
@@ -110,10 +131,11 @@ impl LocalBackend {
         let piece = Piece { dim: 0, start, len: chunk.min(flat.elem_count() - start) };
         let op = call.reduce.ok_or_else(|| Error::Unsupported(format!("{} without a reduction", call.op)))?;
         let round = self.enter(call.clone(), smallvec![flat])?;
-        let mine = self.group.finish(self.rank, &round, true, |_, all| device::reduce(&all.nth(0), op, Some(piece)))?;
+        let mine =
+            self.group.finish(self.rank, &round, true, None, |_, all| device::reduce(&all.nth(0), op, Some(piece)))?;
         let mine = Fresh { storage: mine, shape: piece.len.into() }.into_tensor();
         let round = self.enter(call, smallvec![mine])?;
-        self.group.finish(self.rank, &round, true, |_, all| read(&all.nth(0)))
+        self.group.finish(self.rank, &round, true, None, |_, all| read(&all.nth(0)))
     }
 }
 
@@ -143,7 +165,7 @@ impl Backend for LocalBackend {
             return Ok(smallvec![Fresh { storage, shape: tensor.shape().clone() }]);
         }
         let round = self.enter(call, tensors)?;
-        self.group.finish(self.rank, &round, true, |call, all| compute(call, self.rank, all))
+        self.group.finish(self.rank, &round, true, None, |call, all| collective::results(call, self.rank, all))
     }
 
     fn run_in_place(&self, call: Call, tensor: &Tensor) -> Result<()> {
@@ -159,12 +181,12 @@ impl Backend for LocalBackend {
             }
             Op::Broadcast if call.peer == Some(self.rank) => {
                 let round = self.enter(call, smallvec![tensor.clone()])?;
-                self.group.finish(self.rank, &round, true, |_, _| Ok(()))
+                self.group.finish(self.rank, &round, true, None, |_, _| Ok(()))
             }
             // Only the root's tensor is read, so the others' may be written meanwhile.
             Op::Broadcast => {
                 let round = self.enter(call, Tensors::new())?;
-                self.group.finish(self.rank, &round, true, |_, all| match &all.nth(0)[..] {
+                self.group.finish(self.rank, &round, true, None, |_, all| match &all.nth(0)[..] {
                     // Ranks that are threads may share a variable.
                     [root] if overwrite::share_memory(root, tensor) => Ok(()),
                     parts => overwrite::overwrite(tensor, parts),
@@ -177,14 +199,45 @@ impl Backend for LocalBackend {
         }
     }
 
+    fn run_into(&self, call: Call, tensors: Tensors, outputs: &[Tensor]) -> Result<()> {
+        if call.op == Op::AllReduce {
+            // May take two rounds, as on ranks that give no memory.
+            let made = self.run(call, tensors)?;
+            return outputs
+                .iter()
+                .zip(made)
+                .try_for_each(|(to, made)| overwrite::overwrite(to, &[&made.into_tensor()]));
+        }
+        let round = self.enter_into(call, tensors, outputs)?;
+        self.group.finish(self.rank, &round, true, None, |call, all| collective::write(call, self.rank, all, outputs))
+    }
+
     fn start(&self, call: Call, tensors: Tensors) -> Result<Box<dyn Unfinished>> {
-        let round = Some(self.enter(call, tensors)?);
-        self.group.pause(self.rank);
-        Ok(Box::new(Started { group: self.group.clone(), rank: self.rank, round }))
+        self.begin(call, tensors, Tensors::new())
+    }
+
+    fn start_into(&self, call: Call, tensors: Tensors, outputs: Tensors) -> Result<Box<dyn Unfinished>> {
+        self.begin(call, tensors, outputs)
     }
 
     fn send(&self, call: Call, tensor: Tensor) -> Result<()> {
         self.group.send(self.rank, call, tensor)
+    }
+
+    fn start_send(&self, call: Call, tensor: Tensor) -> Result<Box<dyn Unfinished>> {
+        self.group.start_send(self.rank, call, tensor)
+    }
+
+    fn recv_any(&self, call: Call) -> Result<(usize, Tensor)> {
+        self.group.recv_any(self.rank, call)
+    }
+
+    fn probe(&self, call: &Call) -> Result<Option<Envelope>> {
+        self.group.probe(self.rank, call)
+    }
+
+    fn has_call_timeouts(&self) -> bool {
+        true
     }
 
     fn recv(&self, call: Call) -> Result<Tensor> {
@@ -206,6 +259,10 @@ impl Backend for LocalBackend {
     fn fail(&self, message: &str) {
         let rank = self.group.ranks()[self.rank];
         self.group.world().fail(Cause::Failed { rank, message: message.to_string() });
+    }
+
+    fn stop(&self, cause: Cause) {
+        self.group.world().fail(cause);
     }
 
     fn failure(&self) -> Option<Arc<GroupFailure>> {

@@ -5,16 +5,19 @@
 //! there, checks that the calls agree, reads the peers' tensors, and says that it has left. A blocking call then waits
 //! until all have left: only then may an operand change again, so results are right even if an optimiser writes to a
 //! `Var` right after the call. Several rounds may be open at once, which is what pending calls are.
+use super::mailbox::Mail;
 use super::state::{On, Wait, WorldState};
 use super::wait::{Event, poll};
+use crate::backend::collective::{Gives, Operands};
 use crate::backend::device::check_shared;
+use crate::backend::overwrite::address;
 use crate::backend::{Call, Tensors};
 use crate::{Cause, Error, Result};
 use candle_core::{DeviceLocation, Tensor};
 use crossbeam_utils::CachePadded;
 use parking_lot::{Mutex, RwLock, RwLockReadGuard};
 use smallvec::SmallVec;
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
@@ -33,12 +36,6 @@ pub(super) struct GroupState {
     pub(super) mail: Mutex<Mail>,
     event: Event,
 }
-
-/// Messages that nobody has taken yet, oldest first; no queue is empty.
-type Mail = HashMap<Address, VecDeque<(Arc<Call>, Tensor)>>;
-
-/// Sender, receiver and tag.
-pub(super) type Address = (usize, usize, u32);
 
 /// One meeting of all members.
 ///
@@ -62,6 +59,8 @@ struct Offer {
     call: Arc<Call>,
     /// Cleared by its owner once all have left, so that a tensor is freed where it was made.
     tensors: RwLock<Tensors>,
+    /// The memory that the owner writes its results to, if they go to given memory.
+    writes: SmallVec<[usize; 1]>,
 }
 
 /// The tensors of all members that gave some, in group order.
@@ -72,9 +71,10 @@ impl Offered<'_> {
     fn all(&self) -> impl Iterator<Item = &Tensor> + Clone {
         self.0.iter().flat_map(|tensors| tensors.iter())
     }
+}
 
-    /// The `i`-th tensor of every member that gave one.
-    pub(super) fn nth(&self, i: usize) -> SmallVec<[&Tensor; 8]> {
+impl Gives for Offered<'_> {
+    fn nth(&self, i: usize) -> Operands<'_> {
         self.0.iter().filter_map(|tensors| tensors.get(i)).collect()
     }
 }
@@ -124,9 +124,19 @@ impl GroupState {
     }
 
     /// Puts member `me`'s offer into its round `number`, without waiting.
-    pub(super) fn start(&self, me: usize, number: u64, call: Call, tensors: Tensors) -> Result<Arc<Round>> {
+    ///
+    /// `outputs` is where its results will be written, if not to new memory.
+    pub(super) fn start(
+        &self,
+        me: usize,
+        number: u64,
+        call: Call,
+        tensors: Tensors,
+        outputs: &[Tensor],
+    ) -> Result<Arc<Round>> {
         self.world.check()?;
         let call = Arc::new(call);
+        let writes = outputs.iter().map(address).collect();
         self.world.begin(self.ranks[me], call.clone());
         let round = {
             let mut rounds = self.rounds.lock();
@@ -140,7 +150,7 @@ impl GroupState {
             }
         };
         // A member starts each of its rounds once.
-        let _ = round.members[me].offer.set(Offer { call, tensors: RwLock::new(tensors) });
+        let _ = round.members[me].offer.set(Offer { call, tensors: RwLock::new(tensors), writes });
         round.entered.fetch_add(1, Ordering::AcqRel);
         self.event.notify();
         Ok(round)
@@ -160,23 +170,28 @@ impl GroupState {
 
     /// Completes a round that member `me` has started; `read` sees its call and the tensors that were offered.
     ///
-    /// With `linger`, returns only when nobody reads this member's tensors any more.
+    /// With `linger`, returns only when nobody reads this member's tensors any more. Each wait is bounded by `timeout`, or
+    /// else by that of the call.
     pub(super) fn finish<R>(
         self: &Arc<Self>,
         me: usize,
         round: &Arc<Round>,
         linger: bool,
+        timeout: Option<Duration>,
         read: impl FnOnce(&Call, &Offered<'_>) -> Result<R>,
     ) -> Result<R> {
-        self.wait(me, || round.is_complete(), || On::Entered(round.clone()))?;
-        let offers = self.agreed(round)?;
         let mine = round.members[me].offer.get().expect("a member has offered before it finishes");
+        let timeout = timeout.or(mine.call.timeout);
+        self.wait(me, timeout, || round.is_complete(), || On::Entered(round.clone()))?;
+        let offers = self.agreed(round)?;
         // Refused here, where all calls are known to be alike, so that all members refuse.
-        let result = check_device(&mine.call, offers.all()).and_then(|()| read(&mine.call, &offers));
+        let result = check_device(&mine.call, offers.all())
+            .and_then(|()| self.check_apart(round, &offers))
+            .and_then(|()| read(&mine.call, &offers));
         drop(offers);
         self.leave(me, round);
         if linger {
-            self.wait(me, || round.is_over(), || On::Left(round.clone()))?;
+            self.wait(me, timeout, || round.is_over(), || On::Left(round.clone()))?;
             mine.tensors.write().clear();
         }
         self.world.complete(self.ranks[me]);
@@ -210,11 +225,30 @@ impl GroupState {
         Ok(Offered(tensors))
     }
 
+    /// Refuses outputs in memory that another member reads or writes: the same on all members, before any has written.
+    fn check_apart(&self, round: &Round, offers: &Offered<'_>) -> Result<()> {
+        let offer = |member: &Member| member.offer.get().map(|offer| offer.writes.clone()).unwrap_or_default();
+        let writes: SmallVec<[(usize, usize); 8]> = (round.members.iter().enumerate())
+            .flat_map(|(member, entry)| offer(entry).into_iter().map(move |place| (member, place)))
+            .collect();
+        for (i, &(member, place)) in writes.iter().enumerate() {
+            let read = offers.all().any(|tensor| address(tensor) == place);
+            if read || writes[..i].iter().any(|&(_, other)| other == place) {
+                let (rank, other) = (self.ranks[member], if read { "an input" } else { "another output" });
+                let reason = format!("the output of rank {rank} lies in the memory of {other}; give memory of its own");
+                return Err(Error::Unsupported(reason));
+            }
+        }
+        Ok(())
+    }
+
     pub(super) fn is_ready(&self, on: &On) -> bool {
         match on {
             On::Entered(round) => round.is_complete(),
             On::Left(round) => round.is_over(),
             On::Message { from, to, tag } => self.has_mail(&(*from, *to, *tag)),
+            On::AnyMessage { to, tag } => self.has_any_mail(*to, *tag),
+            On::Room { from, to, allowed } => self.has_room(*from, *to, *allowed),
         }
     }
 
@@ -224,18 +258,28 @@ impl GroupState {
             On::Entered(round) => round.members[member].offer.get().is_none(),
             On::Left(round) => !round.members[member].has_left.load(Ordering::Acquire),
             On::Message { from, .. } => *from == member && !self.is_ready(on),
+            On::Room { to, .. } => *to == member && !self.is_ready(on),
+            // Any of the others may bring it: see `deserter`.
+            On::AnyMessage { .. } => false,
         }
     }
 
     /// Waits until the condition `on` is `ready`, or fails with the reason why it never will be.
-    pub(super) fn wait(self: &Arc<Self>, me: usize, ready: impl Fn() -> bool, on: impl FnOnce() -> On) -> Result<()> {
+    /// At most for `timeout`, or for the world's.
+    pub(super) fn wait(
+        self: &Arc<Self>,
+        me: usize,
+        timeout: Option<Duration>,
+        ready: impl Fn() -> bool,
+        on: impl FnOnce() -> On,
+    ) -> Result<()> {
         if poll(self.world.crowded(), || ready() || self.world.is_failed()) && ready() {
             return Ok(());
         }
-        self.park(me, &on())
+        self.park(me, timeout.unwrap_or(self.world.timeout()), &on())
     }
 
-    fn park(self: &Arc<Self>, me: usize, on: &On) -> Result<()> {
+    fn park(self: &Arc<Self>, me: usize, timeout: Duration, on: &On) -> Result<()> {
         let world = &self.world;
         let rank = self.ranks[me];
         let began = Instant::now();
@@ -247,11 +291,10 @@ impl GroupState {
             if let Err(failure) = world.check() {
                 break Err(failure);
             }
-            if let Some(cause) = self.hopeless(me, on, began.elapsed()) {
+            if let Some(cause) = self.hopeless(me, on, began.elapsed(), timeout) {
                 break Err(world.fail(cause));
             }
-            self.event
-                .sleep(TICK.min(world.timeout()), || self.is_ready(on) || world.is_failed() || self.is_deserted(on));
+            self.event.sleep(TICK.min(timeout), || self.is_ready(on) || world.is_failed() || self.is_deserted(on));
         };
         world.set_wait(rank, None);
         result
@@ -264,17 +307,22 @@ impl GroupState {
 
     fn deserter(&self, on: &On) -> Option<usize> {
         // A member's last act before its end may be what we wait for: so first its end, then the condition.
+        if let On::AnyMessage { to, .. } = on {
+            let mut others = (0..self.ranks.len()).filter(|member| member != to);
+            let all_gone = others.clone().all(|member| self.world.has_returned(self.ranks[member]));
+            return if all_gone && !self.is_ready(on) { others.next().map(|other| self.ranks[other]) } else { None };
+        }
         let gone = |&member: &usize| self.world.has_returned(self.ranks[member]) && self.awaits(on, member);
         (0..self.ranks.len()).find(gone).map(|member| self.ranks[member])
     }
 
     /// Why waiting on is in vain, if it is.
-    fn hopeless(&self, me: usize, on: &On, waited: Duration) -> Option<Cause> {
+    fn hopeless(&self, me: usize, on: &On, waited: Duration, timeout: Duration) -> Option<Cause> {
         if let Some(rank) = self.deserter(on) {
             return Some(Cause::Returned { rank });
         }
-        if waited >= self.world.timeout() {
-            return Some(Cause::TimedOut { rank: self.ranks[me], after: self.world.timeout() });
+        if waited >= timeout {
+            return Some(Cause::TimedOut { rank: self.ranks[me], after: timeout });
         }
         (waited >= GRACE && self.world.is_stuck()).then_some(Cause::Deadlock)
     }

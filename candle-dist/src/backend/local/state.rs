@@ -14,6 +14,8 @@ use std::time::Duration;
 /// The state shared by the ranks of a local world.
 pub(crate) struct WorldState {
     timeout: Duration,
+    /// The bytes that may lie unread between two ranks of a group.
+    mailbox: usize,
     /// Ranks outnumber cores: spinning would keep the awaited rank from running.
     crowded: bool,
     failed: AtomicBool,
@@ -48,6 +50,10 @@ pub(super) enum On {
     Left(Arc<Round>),
     /// A message is there.
     Message { from: usize, to: usize, tag: u32 },
+    /// A message from any member is there.
+    AnyMessage { to: usize, tag: u32 },
+    /// At most so many bytes are unread between the members.
+    Room { from: usize, to: usize, allowed: usize },
 }
 
 struct Table {
@@ -67,10 +73,11 @@ struct Registry {
 }
 
 impl WorldState {
-    pub(crate) fn new(size: usize, timeout: Duration) -> Arc<Self> {
+    pub(crate) fn new(size: usize, timeout: Duration, mailbox: usize) -> Arc<Self> {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         Arc::new(Self {
             timeout,
+            mailbox,
             crowded: size > cores,
             failed: AtomicBool::new(false),
             failure: OnceLock::new(),
@@ -87,6 +94,10 @@ impl WorldState {
 
     pub(crate) fn timeout(&self) -> Duration {
         self.timeout
+    }
+
+    pub(super) fn mailbox(&self) -> usize {
+        self.mailbox
     }
 
     pub(super) fn crowded(&self) -> bool {

@@ -28,6 +28,7 @@ use operation::Circle;
 use parking_lot::Mutex;
 use smallvec::smallvec;
 use std::sync::Arc;
+use std::time::Duration;
 use wire::MOST_BYTES;
 
 /// Starts MPI, for the group of all its ranks; ends it when the last group is gone.
@@ -205,6 +206,20 @@ impl Backend for MpiBackend {
 
     fn recv(&self, call: Call) -> Result<Tensor> {
         self.engine().receive(&self.circle, &call)
+    }
+
+    fn monitored_barrier(&self, call: &Call, timeout: Duration) -> Option<Result<()>> {
+        let number = {
+            let mut turn = self.turn.lock();
+            *turn += 1;
+            *turn - 1
+        };
+        let (control, circle) = (self.control(), &self.circle);
+        Some(control.enter_monitored(circle.id, &circle.ranks, number, call, timeout).map(drop))
+    }
+
+    fn stop(&self, cause: Cause) {
+        self.control().fail(cause);
     }
 
     fn subgroup(&self, members: &[usize]) -> Result<Arc<dyn Backend>> {

@@ -4,7 +4,7 @@ use super::devices;
 use super::lane::Outbox;
 use super::rank::{Rank, cuda};
 use super::text::check_version;
-use super::transfer::{Prepared, follow, issue, issue_in_place, issue_receive};
+use super::transfer::{self, Prepared, follow, issue, issue_in_place, issue_receive};
 use super::watch::{Inside, Watch};
 use crate::backend::{Backend, Call, Fresh, Op, Results, Tensors, Unfinished, overwrite};
 use crate::control::channel;
@@ -68,6 +68,7 @@ impl NcclBackend {
     }
 
     fn enter(&self, call: &Arc<Call>) -> Result<Inside<'_>> {
+        transfer::check(call)?;
         let round = self.rounds.fetch_add(1, Ordering::Relaxed);
         self.rank.watch.enter(self.id, &self.ranks, round, call)
     }
@@ -252,6 +253,7 @@ impl Backend for NcclBackend {
 
     fn send(&self, call: Call, tensor: Tensor) -> Result<()> {
         self.rank.watch.check()?;
+        transfer::check(&call)?;
         let (to, call) = (call.peer.unwrap_or(self.me), Arc::new(call));
         let mut outboxes = self.outboxes.lock();
         let outbox = match outboxes.entry((to, call.tag)) {
@@ -268,6 +270,7 @@ impl Backend for NcclBackend {
 
     fn recv(&self, call: Call) -> Result<Tensor> {
         self.rank.watch.check()?;
+        transfer::check(&call)?;
         let (from, call) = (call.peer.unwrap_or(self.me), Arc::new(call));
         let (id, ends) = (channel(self.id, from, self.me, call.tag), [self.ranks[from], self.ranks[self.me]]);
         // One lock for all channels: a rank that receives in two threads at once has two groups.

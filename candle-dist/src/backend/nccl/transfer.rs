@@ -116,10 +116,12 @@ fn enqueue(
     comm: sys::ncclComm_t,
     stream: sys::cudaStream_t,
 ) -> sys::ncclResult_t {
-    let Some(kind) = kind(dtype) else { return sys::ncclResult_t::ncclInvalidArgument };
+    let (Some(kind), Some(op)) = (kind(dtype), operation(reduce)) else {
+        return sys::ncclResult_t::ncclInvalidArgument;
+    };
     let size = dtype.size_in_bytes() as u64;
     let at = |base: u64, start: usize| (base + start as u64 * size) as *mut c_void;
-    let (send, receive, op) = (at(from, 0), at(to, 0), operation(reduce));
+    let (send, receive) = (at(from, 0), at(to, 0));
     // SAFETY (for every call below): the communicator is alive and locked by the caller. The addresses are those of
     // device memory of this rank's GPU with at least as many elements as the plan counts, which `Prepared`, or the
     // caller's tensor, keeps until the stream on which its memory is freed has come past the call. NCCL only enqueues.
@@ -163,10 +165,27 @@ fn enqueue(
     }
 }
 
+/// Refuses what NCCL has no name for, alike on all ranks that make the call.
+pub(super) fn check(call: &Call) -> Result<()> {
+    let dtypes = call.dtype.iter().chain(call.rest.iter().map(|(dtype, _)| dtype));
+    if let Some(dtype) = dtypes.into_iter().find(|&&dtype| kind(dtype).is_none()) {
+        let (op, name) = (call.op, dtype.as_str());
+        return Err(Error::Unsupported(format!("{op} of {name} tensors over NCCL; cast them to another dtype")));
+    }
+    match (operation(call.reduce), call.reduce) {
+        (None, Some(reduce)) => {
+            let op = call.op;
+            Err(Error::Unsupported(format!("{op} ({reduce}) over NCCL; it has sum, avg, min, max and product")))
+        }
+        _ => Ok(()),
+    }
+}
+
 fn kind(dtype: DType) -> Option<sys::ncclDataType_t> {
     Some(match dtype {
         DType::U8 => sys::ncclDataType_t::ncclUint8,
         DType::U32 => sys::ncclDataType_t::ncclUint32,
+        DType::I32 => sys::ncclDataType_t::ncclInt32,
         DType::I64 => sys::ncclDataType_t::ncclInt64,
         DType::BF16 => sys::ncclDataType_t::ncclBfloat16,
         DType::F16 => sys::ncclDataType_t::ncclFloat16,
@@ -176,15 +195,16 @@ fn kind(dtype: DType) -> Option<sys::ncclDataType_t> {
     })
 }
 
-/// NCCL's reduction; calls that reduce nothing ignore it.
-fn operation(reduce: Option<ReduceOp>) -> sys::ncclRedOp_t {
-    match reduce {
+/// NCCL's reduction, if it has it; calls that reduce nothing ignore it.
+fn operation(reduce: Option<ReduceOp>) -> Option<sys::ncclRedOp_t> {
+    Some(match reduce {
         Some(ReduceOp::Sum) | None => sys::ncclRedOp_t::ncclSum,
         Some(ReduceOp::Avg) => sys::ncclRedOp_t::ncclAvg,
         Some(ReduceOp::Min) => sys::ncclRedOp_t::ncclMin,
         Some(ReduceOp::Max) => sys::ncclRedOp_t::ncclMax,
         Some(ReduceOp::Product) => sys::ncclRedOp_t::ncclProd,
-    }
+        Some(ReduceOp::And | ReduceOp::Or | ReduceOp::Xor | ReduceOp::PreMulSum(_)) => return None,
+    })
 }
 
 /// Memory for `len` elements that NCCL will write.

@@ -23,7 +23,7 @@ const WRONG: [Wrong; 12] = [
     (&["recv", "this rank"], |g| g.recv(1, DType::F32, g.rank()).map(drop)),
     (&["all_to_all", "does not divide"], |g| g.all_to_all(&x(DType::F32)?, 0, 1).map(drop)),
     (&["reduce", "avg of u32", "cast to a float"], |g| g.reduce(&x(DType::U32)?, 0, ReduceOp::Avg).map(drop)),
-    (&["reduce", "i32", "cast to one of"], |g| g.reduce(&x(DType::I32)?, 0, ReduceOp::Sum).map(drop)),
+    (&["reduce", "and of f32", "use whole numbers"], |g| g.reduce(&x(DType::F32)?, 0, ReduceOp::And).map(drop)),
     (&["subgroup", "twice"], |g| g.subgroup(&[0, 0]).map(drop)),
     (&["the root must give"], |g| {
         // Only the root can tell; so it is the root on every rank that is asked.

@@ -1,6 +1,7 @@
 //! Calls that do not belong together: the same error on every rank.
 use candle_core::{DType, Device, Tensor};
 use candle_dist::{RankContext, ReduceOp, Result};
+use std::time::Duration;
 
 /// One rank goes wrong.
 pub(crate) struct Failure {
@@ -43,6 +44,38 @@ pub(crate) const FAILURES: &[Failure] = &[
         text: "(form (into new memory, in place, or started) differs)",
         silent: false,
         run: |ctx| differ(ctx, |ctx| ctx.group().all_reduce_start(&x(4)?, ReduceOp::Sum)?.wait().map(drop)),
+    },
+    Failure {
+        name: "factor",
+        text: "(reduction differs)",
+        silent: false,
+        run: |ctx| {
+            let factor = if ctx.rank() == 0 { 0.5 } else { 0.25 };
+            ctx.group().all_reduce(&x(4)?, ReduceOp::pre_mul_sum(factor))?;
+            ctx.group().barrier()
+        },
+    },
+    Failure {
+        name: "object",
+        text: "(description differs)",
+        silent: false,
+        run: |ctx| match ctx.rank() {
+            0 => ctx.group().all_gather_object(&1u32).map(drop),
+            _ => ctx.group().all_gather_object(&1i64).map(drop),
+        },
+    },
+    Failure {
+        name: "late wait",
+        text: "waited longer than the timeout of 40ms",
+        silent: false,
+        run: |ctx| {
+            ctx.group().barrier()?;
+            if ctx.rank() + 1 == ctx.world_size() {
+                std::thread::sleep(Duration::from_millis(500));
+                return ctx.group().barrier_start()?.wait();
+            }
+            ctx.group().barrier_start()?.wait_timeout(Duration::from_millis(40))
+        },
     },
     Failure {
         name: "told",

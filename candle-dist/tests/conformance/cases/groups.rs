@@ -3,12 +3,14 @@ use super::Case;
 use super::values::{assert_same, input};
 use candle_core::{DType, Device, Tensor};
 use candle_dist::{RankContext, ReduceOp, Result};
+use std::time::Duration;
 
 pub(crate) const CASES: &[Case] = &[
     Case { name: "split counts ranks in the order of keys", least: 1, run: split },
     Case { name: "only members make a group, as often as they like", least: 2, run: members },
     Case { name: "groups that overlap do not meet", least: 2, run: overlapping },
     Case { name: "several groups of the same ranks do not meet", least: 2, run: twins },
+    Case { name: "a monitored barrier lets all pass", least: 1, run: monitored },
     Case { name: "meshes, and text from rank to rank", least: 1, run: meshes },
 ];
 
@@ -89,4 +91,15 @@ fn meshes(ctx: &RankContext) -> Result<()> {
     let texts = ctx.group().all_gather_text(&"x".repeat(r * 3000))?;
     assert!(texts.iter().enumerate().all(|(rank, text)| text.len() == rank * 3000));
     ctx.group().agree("the same")
+}
+
+fn monitored(ctx: &RankContext) -> Result<()> {
+    let (g, x) = (ctx.group(), input(ctx.rank(), &[4], DType::F32)?);
+    for round in 0..3 {
+        g.monitored_barrier(Duration::from_secs(60))?;
+        let pending = g.all_reduce_start(&x, ReduceOp::Sum)?;
+        g.split(Some((ctx.rank() % 2) as u32), round)?.expect("a color").monitored_barrier(Duration::from_secs(60))?;
+        pending.wait()?;
+    }
+    Ok(())
 }

@@ -1,14 +1,20 @@
 //! send, recv and batches of them.
 use super::Case;
 use super::values::{DTYPES, LENGTHS, assert_same, input};
-use candle_core::{DType, Shape};
-use candle_dist::{Message, RankContext, Result};
+use candle_core::{DType, Device, Shape, Tensor};
+use candle_dist::backend::Envelope;
+use candle_dist::{Error, Message, Pending, ProcessGroup, RankContext, Result};
+use std::time::{Duration, Instant};
 
 pub(crate) const CASES: &[Case] = &[
     Case { name: "a ring: sends do not wait, and order is kept", least: 2, run: ring },
     Case { name: "messages of every dtype and length in order", least: 2, run: lengths },
     Case { name: "messages are told apart by their tags", least: 2, run: tags },
     Case { name: "messages pass collectives", least: 2, run: passing },
+    Case { name: "started messages keep their order, however they are waited for", least: 2, run: started },
+    Case { name: "a started receive is ready when its message is there", least: 2, run: ready },
+    Case { name: "a dropped receive takes its message", least: 2, run: dropped },
+    Case { name: "messages from any rank, and what is known of them before", least: 2, run: any },
 ];
 
 /// The ranks behind and before this one.
@@ -72,4 +78,109 @@ fn passing(ctx: &RankContext) -> Result<()> {
         assert_same(&g.recv(len, DType::F32, before)?, &input(before, &[len], DType::F32)?, "a message")?;
     }
     Ok(())
+}
+
+fn started(ctx: &RankContext) -> Result<()> {
+    let (g, r, (next, before)) = (ctx.group(), ctx.rank(), neighbours(ctx));
+    for len in LENGTHS {
+        for tag in [0, 7] {
+            let receives = (0..3).map(|_| g.recv_start(len, DType::F32, before, tag)).collect::<Result<Vec<_>>>()?;
+            let sends = (0..4).map(|i| g.send_start(&input(r + i, &[len], DType::F32)?, next, tag));
+            Pending::wait_all(sends.collect::<Result<Vec<_>>>()?)?;
+            // A blocking one comes after those that were started.
+            let last =
+                g.batch_send_recv(&[Message::Recv { shape: len.into(), dtype: DType::F32, from: before, tag }])?;
+            assert_same(&last[0], &input(before + 3, &[len], DType::F32)?, "the last")?;
+            for (i, receive) in receives.into_iter().enumerate().rev() {
+                assert_same(&receive.wait()?, &input(before + i, &[len], DType::F32)?, "a started one")?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Runs `f` unless the engine says that it cannot, which it says on all ranks.
+fn where_there_is(g: &ProcessGroup, f: impl FnOnce() -> Result<()>) -> Result<()> {
+    match g.probe(None, 0) {
+        Err(Error::Unsupported(text)) => {
+            assert!(text.contains("cannot probe"), "{text}");
+            let (error, next) = (g.recv_any(1, DType::F32, 0).unwrap_err(), (g.rank() + 1) % g.size());
+            assert!(matches!(error, Error::Unsupported(_)), "{error}");
+            let receive = g.recv_start(1, DType::F32, next, 9)?;
+            assert!(matches!(receive.is_ready(), Err(Error::Unsupported(_))));
+            g.send_start(&Tensor::new(&[1f32], &Device::Cpu)?, (g.rank() + g.size() - 1) % g.size(), 9)?.wait()?;
+            receive.wait().map(drop)
+        }
+        Err(other) => Err(other),
+        Ok(_) => f(),
+    }
+}
+
+/// Waits for `what`, not for ever.
+fn soon(what: impl Fn() -> Result<bool>) -> Result<()> {
+    let began = Instant::now();
+    while !what()? {
+        assert!(began.elapsed() < Duration::from_secs(60), "it never comes");
+        std::thread::sleep(Duration::from_micros(100));
+    }
+    Ok(())
+}
+
+fn ready(ctx: &RankContext) -> Result<()> {
+    let (g, r, (next, before)) = (ctx.group(), ctx.rank(), neighbours(ctx));
+    where_there_is(g, || {
+        let (first, second) = (g.recv_start(2, DType::F32, before, 1)?, g.recv_start(2, DType::F32, before, 1)?);
+        g.barrier()?;
+        assert!(!first.is_ready()? && !second.is_ready()?);
+        g.barrier()?;
+        g.send_start(&input(r, &[2], DType::F32)?, next, 1)?.wait()?;
+        soon(|| first.is_ready())?;
+        assert!(!second.is_ready()?);
+        g.barrier()?;
+        g.send_start(&input(r + 1, &[2], DType::F32)?, next, 1)?.wait()?;
+        assert_same(&second.wait_timeout(Duration::from_secs(60))?, &input(before + 1, &[2], DType::F32)?, "second")?;
+        assert_same(&first.wait()?, &input(before, &[2], DType::F32)?, "first")
+    })
+}
+
+fn dropped(ctx: &RankContext) -> Result<()> {
+    let (g, r, (next, before)) = (ctx.group(), ctx.rank(), neighbours(ctx));
+    drop(g.recv_start(2, DType::F32, before, 0)?);
+    for i in 0..2 {
+        g.send(&input(r + i, &[2], DType::F32)?, next)?;
+    }
+    assert_same(&g.recv(2, DType::F32, before)?, &input(before + 1, &[2], DType::F32)?, "the second message")?;
+    g.barrier()
+}
+
+fn any(ctx: &RankContext) -> Result<()> {
+    let (g, r, n) = (ctx.group(), ctx.rank(), ctx.world_size());
+    where_there_is(g, || {
+        for to in 0..n {
+            if r != to {
+                for part in 0..2 {
+                    g.send_start(&input(r + part, &[r + 1], DType::I64)?, to, 5)?.wait()?;
+                }
+            }
+        }
+        let mut parts = vec![0; n];
+        for _ in 0..2 * (n - 1) {
+            soon(|| Ok(g.probe(None, 5)?.is_some()))?;
+            let Some(Envelope { from, tag, dtype, shape }) = g.probe(None, 5)? else { unreachable!() };
+            assert_eq!((tag, dtype, shape.dims()), (5, DType::I64, &[from + 1][..]));
+            assert_eq!(g.probe(Some(from), 5)?.map(|envelope| envelope.from), Some(from));
+            assert_eq!(g.probe(Some(from), 6)?, None);
+            let (sender, got) = g.recv_any(from + 1, DType::I64, 5)?;
+            assert_eq!(sender, from);
+            assert_same(&got, &input(from + parts[from], &[from + 1], DType::I64)?, "from anybody, in order")?;
+            parts[from] += 1;
+        }
+        let pending = g.recv_start(1, DType::I64, (r + 1) % n, 5)?;
+        let text = g.recv_any(1, DType::I64, 5).unwrap_err().to_string();
+        assert!(text.contains("that were started come first"), "{text}");
+        g.send_start(&input(0, &[1], DType::I64)?, (r + n - 1) % n, 5)?.wait()?;
+        pending.wait()?;
+        assert_eq!(g.probe(None, 5)?, None);
+        g.barrier()
+    })
 }

@@ -6,7 +6,9 @@ pub(crate) mod exchanges;
 mod failures;
 pub(crate) mod groups;
 pub(crate) mod in_place;
+pub(crate) mod into;
 pub(crate) mod messages;
+pub(crate) mod objects;
 pub(crate) mod pieces;
 pub(crate) mod reductions;
 pub(crate) mod started;
@@ -25,14 +27,16 @@ pub(crate) struct Case {
 }
 
 /// The cases, in groups.
-pub(crate) const GROUPS: [(&str, &[Case]); 9] = [
+pub(crate) const GROUPS: [(&str, &[Case]); 11] = [
     ("reductions", reductions::CASES),
     ("pieces", pieces::CASES),
     ("exchanges", exchanges::CASES),
     ("in_place", in_place::CASES),
+    ("into", into::CASES),
     ("started", started::CASES),
     ("coalesced", coalesced::CASES),
     ("messages", messages::CASES),
+    ("objects", objects::CASES),
     ("groups", groups::CASES),
     ("arguments", arguments::CASES),
 ];

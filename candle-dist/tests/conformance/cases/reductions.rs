@@ -9,26 +9,38 @@ pub(crate) const CASES: &[Case] = &[
     Case { name: "sums in rank order, the same bits on all ranks", least: 1, run: rank_order },
     Case { name: "reductions of every length", least: 1, run: every_length },
     Case { name: "16-bit sums accumulate in f32", least: 1, run: wide_sums },
+    Case { name: "values are multiplied before they are added", least: 1, run: premultiplied },
     Case { name: "min and max propagate NaN", least: 1, run: nan },
     Case { name: "reduce_scatter of uneven pieces of every dim", least: 1, run: scattered },
     Case { name: "any view goes in", least: 1, run: views },
 ];
 
-const OPS: [ReduceOp; 5] = [ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Min, ReduceOp::Max, ReduceOp::Product];
+const OPS: [ReduceOp; 9] = [
+    ReduceOp::Sum,
+    ReduceOp::Avg,
+    ReduceOp::Min,
+    ReduceOp::Max,
+    ReduceOp::Product,
+    ReduceOp::And,
+    ReduceOp::Or,
+    ReduceOp::Xor,
+    ReduceOp::pre_mul_sum(0.25),
+];
 
 fn every_dtype_and_op(ctx: &RankContext) -> Result<()> {
     let (g, n) = (ctx.group(), ctx.world_size());
     for dtype in DTYPES {
         for op in OPS {
-            if op == ReduceOp::Product && dtype == DType::U8 && n > 3 {
-                continue; // 5^4 does not fit
+            if op == ReduceOp::Product && (dtype == DType::U8 && n > 3 || dtype == DType::F8E4M3) {
+                continue; // 5^4 does not fit, and 5 * 5 is no f8
             }
             for shape in [&[6usize, 5][..], &[4099], &[], &[0, 3]] {
                 let x = input(g.rank(), shape, dtype)?;
                 let got = g.all_reduce(&x, op);
-                if op == ReduceOp::Avg && dtype.is_int() {
-                    let text = got.expect_err("an average of whole numbers").to_string();
-                    assert!(text.contains("cast to a float"), "{text}");
+                if dtype.is_int() && op.is_fractional() || !dtype.is_int() && op.is_bitwise() {
+                    let text = got.expect_err("fractions of whole numbers, bits of floats").to_string();
+                    let fix = if dtype.is_int() { "cast to a float" } else { "use whole numbers" };
+                    assert!(text.contains(fix) && text.contains(dtype.as_str()), "{text}");
                     continue;
                 }
                 let what = format!("{op} {dtype:?} {shape:?}");
@@ -97,6 +109,23 @@ fn wide_sums(ctx: &RankContext) -> Result<()> {
         let want = Tensor::new(&[2047.0 + ctx.world_size() as f32], &Device::Cpu)?.to_dtype(dtype)?;
         assert_same(&ctx.group().all_reduce(&x, ReduceOp::Sum)?, &want, "2048 and ones")?;
     }
+    Ok(())
+}
+
+fn premultiplied(ctx: &RankContext) -> Result<()> {
+    let (g, n) = (ctx.group(), ctx.world_size());
+    let op = ReduceOp::pre_mul_sum(1.0 / n as f64);
+    for dtype in [DType::F16, DType::BF16, DType::F32, DType::F64] {
+        // Two of these are no f16.
+        let x = Tensor::new(&[40_000f32], &Device::Cpu)?.to_dtype(dtype)?;
+        let mean = values(&g.all_reduce(&x, op)?)?[0];
+        assert!((mean - values(&x)?[0]).abs() <= 64.0 && mean.is_finite(), "{dtype:?}: {mean}");
+        let pieces = g.reduce_scatter(&x.repeat(n)?, 0, op)?;
+        assert_eq!(values(&pieces)?, [mean]);
+    }
+    let mixed = [0.5, 0.25][usize::from(ctx.rank() == 0)];
+    assert_ne!(ReduceOp::pre_mul_sum(mixed), op);
+    assert_eq!(ReduceOp::pre_mul_sum(0.5).to_string(), "sum times 0.5");
     Ok(())
 }
 

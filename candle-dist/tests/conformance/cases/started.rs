@@ -2,7 +2,8 @@
 use super::Case;
 use super::values::{LENGTHS, assert_same, input};
 use candle_core::{DType, Device, Tensor, Var};
-use candle_dist::{RankContext, ReduceOp, Result};
+use candle_dist::{Pending, RankContext, ReduceOp, Result};
+use std::time::Duration;
 
 pub(crate) const CASES: &[Case] = &[
     Case { name: "started calls may be waited for in any order", least: 1, run: any_order },
@@ -11,6 +12,8 @@ pub(crate) const CASES: &[Case] = &[
     Case { name: "a variable may change while a call is pending", least: 2, run: variable },
     Case { name: "a dropped call lets the others go on", least: 2, run: dropped },
     Case { name: "blocking calls pass started ones", least: 1, run: overtaking },
+    Case { name: "every collective may be started", least: 1, run: every },
+    Case { name: "a wait may have a timeout, and a list of calls one wait", least: 1, run: waits },
 ];
 
 fn any_order(ctx: &RankContext) -> Result<()> {
@@ -90,4 +93,73 @@ fn overtaking(ctx: &RankContext) -> Result<()> {
     assert_eq!(small.to_vec1::<u32>()?, (0..n as u32).collect::<Vec<_>>());
     let want = g.all_reduce(&x, ReduceOp::Max)?;
     pending.into_iter().rev().try_for_each(|pending| assert_same(&pending.wait()?, &want, "a started call"))
+}
+
+fn every(ctx: &RankContext) -> Result<()> {
+    let (g, r, n) = (ctx.group(), ctx.rank(), ctx.world_size());
+    let sizes: Vec<usize> = (0..n).collect();
+    let all: usize = sizes.iter().sum();
+    for dtype in [DType::F32, DType::I16] {
+        let (mine, whole) = (input(r, &[r, 2], dtype)?, input(r, &[all, 2], dtype)?);
+        let counts = vec![vec![1; n]; n];
+        let rows = input(r, &[n, 3], dtype)?;
+        let one = [
+            (g.all_gather_uneven_start(&mine, 0, &sizes)?, g.all_gather_uneven(&mine, 0, &sizes)?),
+            (
+                g.reduce_scatter_uneven_start(&whole, 0, &sizes, ReduceOp::Max)?,
+                g.reduce_scatter_uneven(&whole, 0, &sizes, ReduceOp::Max)?,
+            ),
+            (
+                g.all_to_all_uneven_start(&input(r, &[r, all], dtype)?, (1, &sizes), (0, &sizes))?,
+                g.all_to_all_uneven(&input(r, &[r, all], dtype)?, (1, &sizes), (0, &sizes))?,
+            ),
+            (g.all_to_all_single_start(&rows, &counts)?, g.all_to_all_single(&rows, &counts)?),
+            (
+                g.scatter_start((r == n - 1).then_some(&whole), ((all, 2), dtype), 0, &sizes, n - 1)?,
+                g.scatter((r == n - 1).then_some(&whole), ((all, 2), dtype), 0, &sizes, n - 1)?,
+            ),
+        ];
+        for (pending, want) in one.into_iter().rev() {
+            assert_same(&pending.wait()?.contiguous()?, &want.contiguous()?, "one tensor")?;
+        }
+        let at_root = [
+            (g.reduce_start(&rows, 0, ReduceOp::Sum)?, g.reduce(&rows, 0, ReduceOp::Sum)?),
+            (g.gather_start(&mine, 0, &sizes, n - 1)?, g.gather(&mine, 0, &sizes, n - 1)?),
+        ];
+        for (pending, want) in at_root.into_iter().rev() {
+            match (pending.wait()?, want) {
+                (Some(got), Some(want)) => assert_same(&got, &want, "at the root")?,
+                (got, want) => assert!(got.is_none() && want.is_none()),
+            }
+        }
+        let sums = [rows.clone(), input(r, &[4], dtype)?];
+        let lists = [
+            (g.broadcast_coalesced_start(&sums, n - 1)?, g.broadcast_coalesced(&sums, n - 1)?),
+            (g.all_reduce_coalesced_start(&sums, ReduceOp::Max)?, g.all_reduce_coalesced(&sums, ReduceOp::Max)?),
+        ];
+        for (pending, want) in lists {
+            let mut pairs = pending.wait()?.into_iter().zip(want);
+            pairs.try_for_each(|(got, want)| assert_same(&got, &want, "one of two"))?;
+        }
+        assert!(g.all_reduce_coalesced_start(&[], ReduceOp::Sum)?.wait()?.is_empty());
+    }
+    let pending = g.barrier_start()?;
+    g.barrier()?;
+    pending.wait()
+}
+
+fn waits(ctx: &RankContext) -> Result<()> {
+    let (g, n) = (ctx.group(), ctx.world_size());
+    let start = |i: usize| g.all_reduce_start(&input(i, &[30], DType::F32)?, ReduceOp::Sum);
+    let sums = Pending::wait_all((0..5).map(start).collect::<Result<Vec<_>>>()?)?;
+    for (i, sum) in sums.iter().enumerate() {
+        assert_same(sum, &(input(i, &[30], DType::F32)? * n as f64)?, "in the order of the list")?;
+    }
+    let pending = start(0)?;
+    assert_same(
+        &pending.wait_timeout(Duration::from_secs(60))?,
+        &(input(0, &[30], DType::F32)? * n as f64)?,
+        "in time",
+    )?;
+    g.barrier_start()?.wait_timeout(Duration::from_secs(60))
 }

@@ -3,8 +3,18 @@ use candle_core::{DType, Device, Tensor};
 use candle_dist::{ReduceOp, Result};
 
 /// The dtypes that groups carry.
-pub(crate) const DTYPES: [DType; 7] =
-    [DType::U8, DType::U32, DType::I64, DType::F16, DType::BF16, DType::F32, DType::F64];
+pub(crate) const DTYPES: [DType; 10] = [
+    DType::U8,
+    DType::U32,
+    DType::I16,
+    DType::I32,
+    DType::I64,
+    DType::F8E4M3,
+    DType::F16,
+    DType::BF16,
+    DType::F32,
+    DType::F64,
+];
 
 /// Rank `rank`'s tensor: small whole numbers, so that every dtype is exact.
 pub(crate) fn input(rank: usize, shape: &[usize], dtype: DType) -> Result<Tensor> {
@@ -21,6 +31,11 @@ pub(crate) fn fractions(rank: usize, len: usize) -> Result<Tensor> {
 
 /// All elements; exact for the values that are used here.
 pub(crate) fn values(t: &Tensor) -> Result<Vec<f64>> {
+    if t.dtype() == DType::F8E4M3 {
+        // One by one: a compiler may make the conversion of a whole slice, as candle has it, endless.
+        let f8 = t.flatten_all()?.to_vec1::<float8::F8E4M3>()?;
+        return Ok(f8.into_iter().map(|x| std::hint::black_box(x).to_f64()).collect());
+    }
     Ok(t.to_dtype(DType::F64)?.flatten_all()?.to_vec1()?)
 }
 
@@ -46,6 +61,10 @@ pub(crate) fn reduced(n: usize, shape: &[usize], dtype: DType, op: ReduceOp) -> 
                 ReduceOp::Min => column.fold(f64::INFINITY, f64::min),
                 ReduceOp::Max => column.fold(f64::NEG_INFINITY, f64::max),
                 ReduceOp::Product => column.product(),
+                ReduceOp::And => column.fold(u64::MAX, |a, b| a & b as u64) as f64,
+                ReduceOp::Or => column.fold(0, |a, b| a | b as u64) as f64,
+                ReduceOp::Xor => column.fold(0, |a, b| a ^ b as u64) as f64,
+                ReduceOp::PreMulSum(factor) => column.map(|x| x * factor.value()).sum(),
             }
         })
         .collect();

@@ -1,0 +1,160 @@
+//! What each collective computes from the tensors of all members.
+use super::device::{concat_pieces, reduce};
+use super::overwrite::overwrite;
+use super::regions::{self, Piece};
+use super::{Call, Dims, Fresh, Op, ReduceOp, Results, Tensors, reduce as host};
+use crate::{Error, Result};
+use candle_core::{Shape, Tensor};
+use smallvec::SmallVec;
+
+/// One tensor of each member that gave one, in group order.
+pub(super) type Operands<'a> = SmallVec<[&'a Tensor; 8]>;
+
+/// The tensors of all members.
+pub(super) trait Gives {
+    /// The `i`-th tensor of every member that gave one.
+    fn nth(&self, i: usize) -> Operands<'_>;
+}
+
+impl Gives for [Tensors] {
+    fn nth(&self, i: usize) -> Operands<'_> {
+        self.iter().filter_map(|tensors| tensors.get(i)).collect()
+    }
+}
+
+/// What member `me` gets from a collective, computed from the tensors of all members.
+///
+/// `tensors[r]` are those of member `r`: as many as the call has, or none for members that give none. For engines that
+/// move whole tensors and leave the rest to this crate. Sums are those of every engine on the host: in rank order, with
+/// 16-bit floats in f32.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_dist::ReduceOp;
+/// use candle_dist::backend::{Call, Op, Tensors, compute};
+///
+/// let all = [1f32, 2.0, 4.0].map(|x| Tensor::new(&[x], &Device::Cpu));
+/// let all: Vec<Tensors> = all.into_iter().map(|x| Ok([x?].into_iter().collect())).collect::<candle_core::Result<_>>()?;
+/// let call = Call { reduce: Some(ReduceOp::Sum), ..Call::on(Op::AllReduce, &all[0][0], &[]) };
+/// let sum = compute(&call, 1, &all)?.remove(0).into_tensor();
+/// assert_eq!(sum.to_vec1::<f32>()?, [7.0]);
+/// # Ok::<(), candle_dist::Error>(())
+/// ```
+///
+/// # Errors
+/// For calls that are not collectives, and for tensors that are missing or not contiguous.
+pub fn compute(call: &Call, me: usize, tensors: &[Tensors]) -> Result<Results> {
+    let gives = |rank: usize| match call.op {
+        Op::Scatter | Op::Broadcast if call.peer != Some(rank) => 0,
+        Op::Barrier => 0,
+        _ => 1 + call.rest.len(),
+    };
+    let missing = (0..tensors.len()).find(|&rank| tensors[rank].len() < gives(rank));
+    if let Some(rank) = missing.or_else(|| (me >= tensors.len()).then_some(me)) {
+        return Err(Error::Unsupported(format!("{}: the tensors of rank {rank} are missing", call.op)));
+    }
+    if tensors.iter().flatten().any(|tensor| !tensor.is_contiguous()) {
+        return Err(Error::Unsupported(format!("{} of tensors that are not contiguous", call.op)));
+    }
+    results(call, me, tensors)
+}
+
+/// The results of member `me` of the collective that `call` describes.
+pub(super) fn results(call: &Call, me: usize, given: &(impl Gives + ?Sized)) -> Result<Results> {
+    let tensors = if call.gives_nothing(me) { 0 } else { 1 + call.rest.len() };
+    (0..tensors).map(|i| Task::new(call, me, i, &given.nth(i))?.make(&given.nth(i))).collect()
+}
+
+/// Writes the results of member `me` to `outputs`.
+pub(super) fn write(call: &Call, me: usize, given: &(impl Gives + ?Sized), outputs: &[Tensor]) -> Result<()> {
+    let mut outputs = outputs.iter().enumerate();
+    outputs.try_for_each(|(i, output)| Task::new(call, me, i, &given.nth(i))?.write(&given.nth(i), output))
+}
+
+/// How a member's result for one tensor of a call is computed.
+struct Task {
+    what: What,
+    /// The members (in the order of those that gave a tensor) that the result is made from.
+    from: std::ops::Range<usize>,
+    /// The part of each tensor.
+    pieces: SmallVec<[Option<Piece>; 8]>,
+    shape: Dims,
+}
+
+enum What {
+    Reduce(ReduceOp),
+    /// Joined along this dim.
+    Join(usize),
+}
+
+impl Task {
+    /// The task for the `i`-th tensors of the members that gave one.
+    fn new(call: &Call, me: usize, i: usize, all: &[&Tensor]) -> Result<Self> {
+        let reduction = || {
+            let missing = || Error::Unsupported(format!("{} without a reduction", call.op));
+            call.reduce.map(What::Reduce).ok_or_else(missing)
+        };
+        // The root of a scatter is the only one to give a tensor; in a broadcast others may too.
+        let only_one = all.len() == 1;
+        let root = if only_one { 0 } else { call.peer.unwrap_or(0) };
+        let everyone = 0..all.len();
+        let (what, from, piece) = match call.op {
+            Op::AllReduce | Op::Reduce => (reduction()?, everyone, None),
+            Op::Broadcast => (What::Join(0), root..root + 1, None),
+            Op::AllGather | Op::Gather => (What::Join(call.dims[i]), everyone, None),
+            Op::ReduceScatter => (reduction()?, everyone, Some(piece(call, i, me))),
+            Op::Scatter => (What::Join(0), root..root + 1, Some(piece(call, i, me))),
+            Op::AllToAll if call.is_routed() => (What::Join(0), everyone, None),
+            Op::AllToAll => (What::Join(call.dims[1]), everyone, Some(piece(call, 0, me))),
+            op @ (Op::Send | Op::Recv | Op::Barrier) => {
+                return Err(Error::Unsupported(format!("{op} as a collective")));
+            }
+        };
+        let pieces = match call.is_routed() {
+            true => {
+                let rows = |counts: &Dims| Piece { dim: 0, start: counts[..me].iter().sum(), len: counts[me] };
+                call.sizes.iter().map(|counts| Some(rows(counts))).collect()
+            }
+            false => SmallVec::from_elem(piece, from.len()),
+        };
+        let mine = match call.op {
+            Op::Scatter | Op::Broadcast => all.get(root),
+            _ => all.get(me),
+        };
+        let missing = || Error::Unsupported(format!("{}: a tensor is missing", call.op));
+        let shape = call.result_shape(me, i, mine.ok_or_else(missing)?.dims());
+        Ok(Self { what, from, pieces, shape })
+    }
+
+    /// The result in new memory.
+    fn make(&self, all: &[&Tensor]) -> Result<Fresh> {
+        let all = &all[self.from.clone()];
+        let storage = match self.what {
+            What::Reduce(op) => reduce(all, op, self.pieces[0])?,
+            What::Join(dim) => concat_pieces(all, &self.pieces, dim)?,
+        };
+        Ok(Fresh { storage, shape: Shape::from(self.shape.as_slice()) })
+    }
+
+    /// The result in the memory of `output`, which holds as many elements.
+    fn write(&self, all: &[&Tensor], output: &Tensor) -> Result<()> {
+        if output.dims() != self.shape.as_slice() || output.dtype() != all[0].dtype() {
+            let (got, dtype, want) = (output.dims(), output.dtype(), &self.shape);
+            return Err(Error::Unsupported(format!("a result of {want:?} in an output of {got:?} {dtype:?}")));
+        }
+        let all = &all[self.from.clone()];
+        if !output.device().is_cpu() {
+            return overwrite(output, &[&self.make(all)?.into_tensor()]);
+        }
+        match self.what {
+            What::Reduce(op) => host::reduce_into(output, all, op, self.pieces[0]),
+            What::Join(dim) => regions::concat_into(output, all, &self.pieces, dim),
+        }
+    }
+}
+
+/// The piece of the `i`-th cut of `call` that belongs to `rank`.
+fn piece(call: &Call, i: usize, rank: usize) -> Piece {
+    let sizes = &call.sizes[i];
+    Piece { dim: call.dims[i], start: sizes[..rank].iter().sum(), len: sizes[rank] }
+}

@@ -1,0 +1,49 @@
+//! Where elements are written to: new memory, or memory that exists.
+
+/// Takes elements one after the other.
+pub(super) trait Sink<T> {
+    fn put(&mut self, values: impl ExactSizeIterator<Item = T>);
+    fn copy(&mut self, values: &[T])
+    where
+        T: Copy;
+}
+
+impl<T> Sink<T> for Vec<T> {
+    fn put(&mut self, values: impl ExactSizeIterator<Item = T>) {
+        self.extend(values);
+    }
+
+    fn copy(&mut self, values: &[T])
+    where
+        T: Copy,
+    {
+        self.extend_from_slice(values);
+    }
+}
+
+/// The rest of memory that exists; elements that do not fit are dropped, so its size is checked before.
+pub(super) struct Given<'a, T>(pub(super) &'a mut [T]);
+
+impl<'a, T> Given<'a, T> {
+    fn next(&mut self, len: usize) -> &'a mut [T] {
+        let all = std::mem::take(&mut self.0);
+        let (next, rest) = all.split_at_mut(len.min(all.len()));
+        self.0 = rest;
+        next
+    }
+}
+
+impl<T> Sink<T> for Given<'_, T> {
+    fn put(&mut self, values: impl ExactSizeIterator<Item = T>) {
+        let to = self.next(values.len());
+        to.iter_mut().zip(values).for_each(|(to, value)| *to = value);
+    }
+
+    fn copy(&mut self, values: &[T])
+    where
+        T: Copy,
+    {
+        let to = self.next(values.len());
+        to.copy_from_slice(&values[..to.len()]);
+    }
+}

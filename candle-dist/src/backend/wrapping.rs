@@ -1,0 +1,163 @@
+//! Engines around other engines.
+use super::{Backend, Call, Envelope, Results, Tensors, Unfinished};
+use crate::{Cause, GroupFailure, Result};
+use candle_core::{Device, Tensor};
+use std::fmt::Debug;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// An engine around another one, for programs that count, delay or break communication: a [`Backend`] that hands
+/// everything to the inner engine after it has been [told](Self::before).
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_dist::backend::{Backend, Call, Wrapping};
+/// use candle_dist::{Error, ReduceOp, Result, World};
+/// use std::sync::Arc;
+/// use std::sync::atomic::{AtomicUsize, Ordering};
+/// use std::time::Duration;
+///
+/// /// Counts the calls of a rank on all of its groups, delays each, and fails at the third.
+/// #[derive(Debug)]
+/// struct Faulty {
+///     inner: Arc<dyn Backend>,
+///     calls: Arc<AtomicUsize>,
+/// }
+///
+/// impl Wrapping for Faulty {
+///     fn inner(&self) -> &Arc<dyn Backend> {
+///         &self.inner
+///     }
+///     fn around(&self, subgroup: Arc<dyn Backend>) -> Arc<dyn Backend> {
+///         Arc::new(Self { inner: subgroup, calls: self.calls.clone() })
+///     }
+///     fn before(&self, call: &Call) -> Result<()> {
+///         std::thread::sleep(Duration::from_millis(1));
+///         match self.calls.fetch_add(1, Ordering::Relaxed) {
+///             2 => Err(Error::Unsupported(format!("the third call, {}, on purpose", call.op))),
+///             _ => Ok(()),
+///         }
+///     }
+/// }
+///
+/// let world = World::local(2).wrap_backend(|inner| Arc::new(Faulty { inner, calls: Arc::default() }));
+/// let outcome = world.run(|ctx| -> Result<()> {
+///     let pair = ctx.group().subgroup(&[1, 0])?;
+///     let x = Tensor::new(&[1f32], &Device::Cpu)?;
+///     for group in [ctx.group(), &pair, &pair] {
+///         group.all_reduce(&x, ReduceOp::Sum)?;
+///     }
+///     Ok(())
+/// });
+/// assert!(outcome.unwrap_err().message.contains("the third call, all_reduce, on purpose"));
+/// ```
+pub trait Wrapping: Send + Sync + Debug {
+    /// The engine that does the work.
+    fn inner(&self) -> &Arc<dyn Backend>;
+    /// The same around the engine of a subgroup.
+    fn around(&self, subgroup: Arc<dyn Backend>) -> Arc<dyn Backend>;
+    /// Comes before every collective and message, started ones included.
+    ///
+    /// # Errors
+    /// An error is the error of the call, which does not take place. A rank that ends with it stops the world.
+    fn before(&self, call: &Call) -> Result<()>;
+}
+
+impl<W: Wrapping> Backend for W {
+    fn name(&self) -> &'static str {
+        self.inner().name()
+    }
+
+    fn rank(&self) -> usize {
+        self.inner().rank()
+    }
+
+    fn ranks(&self) -> &[usize] {
+        self.inner().ranks()
+    }
+
+    fn device(&self) -> &Device {
+        self.inner().device()
+    }
+
+    fn run(&self, call: Call, tensors: Tensors) -> Result<Results> {
+        self.before(&call)?;
+        self.inner().run(call, tensors)
+    }
+
+    fn run_in_place(&self, call: Call, tensor: &Tensor) -> Result<()> {
+        self.before(&call)?;
+        self.inner().run_in_place(call, tensor)
+    }
+
+    fn run_into(&self, call: Call, tensors: Tensors, outputs: &[Tensor]) -> Result<()> {
+        self.before(&call)?;
+        self.inner().run_into(call, tensors, outputs)
+    }
+
+    fn start(&self, call: Call, tensors: Tensors) -> Result<Box<dyn Unfinished>> {
+        self.before(&call)?;
+        self.inner().start(call, tensors)
+    }
+
+    fn start_into(&self, call: Call, tensors: Tensors, outputs: Tensors) -> Result<Box<dyn Unfinished>> {
+        self.before(&call)?;
+        self.inner().start_into(call, tensors, outputs)
+    }
+
+    fn send(&self, call: Call, tensor: Tensor) -> Result<()> {
+        self.before(&call)?;
+        self.inner().send(call, tensor)
+    }
+
+    fn start_send(&self, call: Call, tensor: Tensor) -> Result<Box<dyn Unfinished>> {
+        self.before(&call)?;
+        self.inner().start_send(call, tensor)
+    }
+
+    fn recv(&self, call: Call) -> Result<Tensor> {
+        self.before(&call)?;
+        self.inner().recv(call)
+    }
+
+    fn recv_into(&self, call: Call, output: &Tensor) -> Result<()> {
+        self.before(&call)?;
+        self.inner().recv_into(call, output)
+    }
+
+    fn recv_any(&self, call: Call) -> Result<(usize, Tensor)> {
+        self.before(&call)?;
+        self.inner().recv_any(call)
+    }
+
+    fn probe(&self, call: &Call) -> Result<Option<Envelope>> {
+        self.inner().probe(call)
+    }
+
+    fn has_call_timeouts(&self) -> bool {
+        self.inner().has_call_timeouts()
+    }
+
+    fn monitored_barrier(&self, call: &Call, timeout: Duration) -> Option<Result<()>> {
+        match self.before(call) {
+            Ok(()) => self.inner().monitored_barrier(call, timeout),
+            Err(error) => Some(Err(error)),
+        }
+    }
+
+    fn subgroup(&self, members: &[usize]) -> Result<Arc<dyn Backend>> {
+        Ok(self.around(self.inner().subgroup(members)?))
+    }
+
+    fn fail(&self, message: &str) {
+        self.inner().fail(message);
+    }
+
+    fn stop(&self, cause: Cause) {
+        self.inner().stop(cause);
+    }
+
+    fn failure(&self) -> Option<Arc<GroupFailure>> {
+        self.inner().failure()
+    }
+}

@@ -1,0 +1,124 @@
+//! Receives that were started: the n-th gets the n-th message, in whatever order they are waited for.
+use super::ProcessGroup;
+use crate::backend::Call;
+use crate::{Error, Result};
+use candle_core::Tensor;
+use parking_lot::{Mutex, MutexGuard};
+use std::collections::{HashMap, VecDeque};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+/// One receive that was started.
+pub(super) struct Post {
+    call: Call,
+    /// Where the elements go, if not to a tensor of their own.
+    output: Option<Tensor>,
+    received: OnceLock<Tensor>,
+}
+
+/// Sender and tag.
+type Address = (usize, u32);
+
+/// The receives of a group that wait for their turn, oldest first; no queue is empty.
+#[derive(Default)]
+pub(super) struct Posts {
+    queues: Mutex<HashMap<Address, VecDeque<Arc<Post>>>>,
+    /// Looked at by each receive, without the lock.
+    count: AtomicUsize,
+}
+
+impl std::fmt::Debug for Posts {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Posts({})", self.count.load(Ordering::Relaxed))
+    }
+}
+
+impl Posts {
+    pub(super) fn is_empty(&self) -> bool {
+        self.count.load(Ordering::Relaxed) == 0
+    }
+
+    /// Whether a receive with this tag waits for its turn.
+    pub(super) fn has_tag(&self, tag: u32) -> bool {
+        !self.is_empty() && self.queues.lock().keys().any(|&(_, other)| other == tag)
+    }
+
+    fn push(&self, post: &Arc<Post>) {
+        self.queues.lock().entry(post.address()).or_default().push_back(post.clone());
+        self.count.fetch_add(1, Ordering::Relaxed);
+    }
+
+    fn pop(&self, queues: &mut MutexGuard<'_, HashMap<Address, VecDeque<Arc<Post>>>>, address: Address) {
+        if let Some(queue) = queues.get_mut(&address) {
+            self.count.fetch_sub(usize::from(queue.pop_front().is_some()), Ordering::Relaxed);
+            if queue.is_empty() {
+                queues.remove(&address);
+            }
+        }
+    }
+}
+
+impl Post {
+    fn address(&self) -> Address {
+        (self.call.peer.unwrap_or(0), self.call.tag)
+    }
+}
+
+impl ProcessGroup {
+    /// Starts a receive behind all others of this sender and tag.
+    pub(super) fn post(&self, call: Call, output: Option<Tensor>) -> Result<Arc<Post>> {
+        self.check_dtypes(&call)?;
+        self.failure().map_or(Ok(()), |failure| Err(Error::Group(failure)))?;
+        let post = Arc::new(Post { call, output, received: OnceLock::new() });
+        self.posts.push(&post);
+        Ok(post)
+    }
+
+    /// Receives the message of `post`, after those of the receives before it.
+    pub(super) fn settle(&self, post: &Arc<Post>, timeout: Option<Duration>) -> Result<Tensor> {
+        let group = match timeout {
+            Some(timeout) if self.engine().has_call_timeouts() => &self.with_timeout(timeout)?,
+            Some(timeout) => {
+                self.poll(timeout, || self.has_come(post))?;
+                self
+            }
+            None => self,
+        };
+        // Held meanwhile: who waits on this group is one thread.
+        let mut queues = self.posts.queues.lock();
+        loop {
+            if let Some(tensor) = post.received.get() {
+                return Ok(tensor.clone());
+            }
+            let first = queues.get(&post.address()).and_then(|queue| queue.front().cloned());
+            let Some(first) = first else { return Err(Error::Unsupported("a receive without its turn".to_string())) };
+            let tensor = group.receive(&first)?;
+            let _ = first.received.set(tensor);
+            self.posts.pop(&mut queues, post.address());
+        }
+    }
+
+    /// Whether the message of `post` is here.
+    pub(super) fn has_come(&self, post: &Arc<Post>) -> Result<bool> {
+        self.failure().map_or(Ok(()), |failure| Err(Error::Group(failure)))?;
+        let mut queues = self.posts.queues.lock();
+        while post.received.get().is_none() {
+            let first = queues.get(&post.address()).and_then(|queue| queue.front().cloned());
+            let Some(first) = first else { break };
+            if self.engine().probe(&first.call)?.is_none() {
+                return Ok(false);
+            }
+            let _ = first.received.set(self.receive(&first)?);
+            self.posts.pop(&mut queues, post.address());
+        }
+        Ok(true)
+    }
+
+    fn receive(&self, post: &Post) -> Result<Tensor> {
+        self.engage(post.call.clone(), 0, |engine, call| match &post.output {
+            Some(output) => engine.recv_into(call, output).map(|()| output.clone()),
+            None => engine.recv(call),
+        })
+    }
+}
