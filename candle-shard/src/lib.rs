@@ -14,6 +14,7 @@
 mod agreement;
 pub mod checkpoint;
 mod description;
+mod disk;
 mod dtensor;
 mod embedding;
 mod error;

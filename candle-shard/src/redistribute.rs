@@ -24,6 +24,7 @@
 mod joint;
 
 use crate::dtensor::{Axes, DTensor};
+use crate::nn::shared;
 use crate::placement::{Partial, Placement, Replicate, Shard};
 use crate::spec::{Sizes, Spec, chunk_sizes};
 use crate::{Error, Result};
@@ -193,6 +194,9 @@ impl DTensor {
     fn varying_view(&self, axis: usize) -> Result<Self> {
         let group = self.mesh().axis_group(axis)?;
         let varying = self.varying() | 1 << axis;
+        if shared::is_shared(self) {
+            return Ok(self.viewed(shared::view(self.to_local(), group)?, varying));
+        }
         let local = self.view(varying, || {
             let gathered = self.trail().and_then(|trail| trail.gathered.as_ref());
             if let Some((source, _)) = gathered.filter(|(source, a)| *a == axis && source.varying() == self.varying()) {

@@ -5,7 +5,7 @@ mod common;
 use candle_core::{D, DType, Device, Tensor, Var};
 use candle_dist::{Op, comm};
 use candle_shard::kernels::Pool;
-use candle_shard::nn::{Linear, ShardedVarBuilder};
+use candle_shard::nn::{Dropout, Linear, Mode, ShardedVarBuilder, checkpoint};
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
 use candle_shard::random::{Distribution, Stream, sample_full};
 use candle_shard::{AttentionMask, Conv, CrossEntropy, DTensor, Placement, Reduction, Replicate, Result, Shard};
@@ -376,5 +376,51 @@ fn cosine_embedding_loss_composed() {
         for lays in [[at(0); 2], [at(1); 2], [at(0), WHOLE], [at(1), at(0)], [PARTIALS[0], at(0)]] {
             check(world, &[(&[7, 5], lays[0]), (&[7, 5], lays[1])], loss);
         }
+    }
+}
+
+/// A layer that is used twice in a pass dropped the same elements both times; each use has a mask of its own.
+#[test]
+fn a_dropout_that_is_used_twice_drops_different_elements() {
+    type Masks = Vec<Vec<f64>>;
+    let masks = |world: usize| {
+        let masks = on_ranks(world, "dropout twice", move |ctx| -> Result<Masks> {
+            let mesh = mesh(ctx, &[world])?;
+            let vb = ShardedVarBuilder::fresh(3, &mesh, Plan::new("a"), DType::F64, &Device::Cpu)?;
+            let dropout = Dropout::new(0.5, &vb.pp("layer"));
+            let x = Leaf::new(&Tensor::ones((6, 16), DType::F64, &Device::Cpu)?, &mesh, &[at(0)])?;
+            let mut found = Masks::new();
+            let flat = |x: &DTensor| -> Result<Vec<f64>> { Ok(x.detach().full_tensor()?.flatten_all()?.to_vec1()?) };
+            for step in [0, 1] {
+                let mode = Mode::Train { step };
+                let again = dropout.clone();
+                // Twice, of which the second time is recomputed, and a third time behind that.
+                let first = dropout.forward(&x.tensor, mode)?;
+                let second = checkpoint(&x.tensor, move |x| again.forward(x, mode))?;
+                let third = dropout.forward(&x.tensor, mode)?;
+                let grads = second.sum_all()?.backward()?;
+                let grad = DTensor::from_local(grads.get(&x.var).unwrap().clone(), &mesh, &[Shard(0)], (6, 16))?;
+                assert_eq!(flat(&grad)?, flat(&second)?, "the mask of the second computation");
+                found.extend([flat(&first)?, flat(&second)?, flat(&third)?]);
+                // Another pass of the same step draws the same.
+                assert_eq!(flat(&dropout.forward(&x.tensor, mode)?)?, flat(&first)?);
+                drop(dropout.forward(&x.tensor, mode)?.sum_all()?.backward()?);
+            }
+            // Rows of a larger batch have the masks that they have there, in each use.
+            let whole = [0, 1].map(|_| dropout.forward(&x.tensor, Mode::Train { step: 5 }));
+            let part = x.tensor.narrow(0, 2, 3)?;
+            let rows = [0, 1].map(|_| dropout.forward(&part, Mode::TrainRows { step: 5, first_row: 2 }));
+            for (whole, rows) in whole.into_iter().zip(rows) {
+                assert_eq!(flat(&whole?.narrow(0, 2, 3)?)?, flat(&rows?)?);
+            }
+            Ok(found)
+        });
+        assert!(masks.iter().all(|of_rank| *of_rank == masks[0]));
+        masks.into_iter().next().unwrap()
+    };
+    let want = masks(1);
+    assert!(want.iter().array_combinations().all(|[one, other]| one != other), "a mask was drawn twice");
+    for world in 2..=4 {
+        assert_eq!(masks(world), want);
     }
 }

@@ -5,6 +5,7 @@ use crate::{Error, Result, Value};
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, Var};
 use candle_dist::TensorTree;
+use candle_shard::nn::Draws;
 use std::sync::Arc;
 
 /// One stage's run of one microbatch, of which the backward pass can be taken once, whole or in two parts.
@@ -15,7 +16,7 @@ pub struct Tape {
 
 enum Kept {
     Recorded(Recorded),
-    Inputs(Vec<Activation>, Ctx),
+    Inputs(Vec<Activation>, Ctx, Draws),
 }
 
 /// The graph of one run.
@@ -51,8 +52,8 @@ impl Tape {
         Self { stage, kept: Kept::Recorded(recorded) }
     }
 
-    pub(super) fn inputs(stage: StageModule, inputs: Vec<Activation>, ctx: Ctx) -> Self {
-        Self { stage, kept: Kept::Inputs(inputs, ctx) }
+    pub(super) fn inputs(stage: StageModule, inputs: Vec<Activation>, ctx: Ctx, draws: Draws) -> Self {
+        Self { stage, kept: Kept::Inputs(inputs, ctx, draws) }
     }
 
     /// The whole backward pass, from the gradients of the stage's outputs in their order.
@@ -91,7 +92,7 @@ impl Tape {
     fn run(self, gradients: &[Gradient], is_deferring: bool) -> Result<(Backward, Arc<WeightQueue>)> {
         let recorded = match self.kept {
             Kept::Recorded(recorded) => recorded,
-            Kept::Inputs(inputs, ctx) => Recorded::new(&self.stage, &inputs, &ctx)?,
+            Kept::Inputs(inputs, ctx, draws) => draws.again(|| Recorded::new(&self.stage, &inputs, &ctx))?,
         };
         recorded.queue.defer(is_deferring);
         let named: Vec<&Tensor> = self.stage.parameters().values().filter(|tensor| tensor.is_variable()).collect();

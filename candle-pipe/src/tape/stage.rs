@@ -6,6 +6,7 @@ use crate::graph::{Ctx, Named, Node, StageDef, StageOp, ValueId};
 use crate::{Error, Result, Value};
 use candle_core::{DType, Device, Tensor};
 use candle_dist::TensorTree;
+use candle_shard::nn::Draws;
 use itertools::Itertools;
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
@@ -127,11 +128,11 @@ impl StageModule {
             .into_iter()
             .map(|input| Ok(Activation { value: input.value.to_device(self.device())?, tracked: input.tracked }));
         let inputs = inputs.collect::<Result<Vec<_>>>()?;
-        let recorded = Recorded::new(self, &inputs, ctx)?;
+        let (recorded, draws) = Draws::of(|| Recorded::new(self, &inputs, ctx))?;
         let outputs = recorded.outputs()?;
         let tape = match keep {
             Keep::Activations => Tape::recorded(self.clone(), recorded),
-            Keep::Inputs => Tape::inputs(self.clone(), inputs, ctx.clone()),
+            Keep::Inputs => Tape::inputs(self.clone(), inputs, ctx.clone(), draws),
         };
         Ok((outputs, tape))
     }

@@ -2,10 +2,9 @@
 use super::{Named, beside, check_alike};
 use crate::agreement::agreed;
 use crate::weights::WeightWriter;
-use crate::{DTensor, Error, Result};
+use crate::{DTensor, Error, Result, disk};
 use candle_dist::DeviceMesh;
 use itertools::Itertools;
-use std::fs;
 use std::path::Path;
 
 const OP: &str = "checkpoint::export";
@@ -39,12 +38,13 @@ pub fn export<N: AsRef<str>>(path: impl AsRef<Path>, mesh: &DeviceMesh, tensors:
     let finish = |writer: Option<WeightWriter>| match writer {
         Some(writer) => {
             writer.finish()?;
-            fs::rename(&partial, path).map_err(|error| Error::file(path, format!("cannot be written ({error})")))
+            let put = disk::rename(&partial, path).and_then(|()| disk::sync_folder(disk::folder_of(path)));
+            put.map_err(|error| Error::file(path, format!("cannot be written ({error})")))
         }
         None => Ok(()),
     };
     agreed(group, OP, writer.and_then(finish)).inspect_err(|_| {
         // The error matters, not whether its traces can be removed.
-        fs::remove_file(&partial).ok();
+        disk::remove_file(&partial).ok();
     })
 }

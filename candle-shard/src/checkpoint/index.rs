@@ -47,11 +47,19 @@ pub(crate) struct Written {
 }
 
 /// The file of one block of each tensor that a rank of the group writes.
-pub(super) fn file_of(rank: usize, part: usize) -> String {
-    match part {
-        0 => format!("rank-{rank:05}.safetensors"),
-        part => format!("rank-{rank:05}-{part}.safetensors"),
-    }
+pub(super) fn file_of(rank: usize, part: usize, generation: u64) -> String {
+    let part = if part == 0 { String::new() } else { format!("-{part}") };
+    let generation = if generation == 0 { String::new() } else { format!(".{generation}") };
+    format!("rank-{rank:05}{part}{generation}.safetensors")
+}
+
+/// Of which save a file of this name is, counted from 0; `None` for names that no save gives.
+pub(super) fn generation_of(name: &str) -> Option<u64> {
+    let name = name.strip_prefix("rank-")?.strip_suffix(".safetensors")?;
+    let (of, generation) = name.split_once('.').unwrap_or((name, "0"));
+    let is_number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    of.split('-').all(is_number).then_some(())?;
+    generation.parse().ok()
 }
 
 impl<'a> Saved<'a> {
@@ -75,10 +83,10 @@ impl<'a> Saved<'a> {
 }
 
 impl Index {
-    pub(super) fn of(tensors: &[Saved<'_>]) -> Self {
+    pub(super) fn of(tensors: &[Saved<'_>], generation: u64) -> Self {
         let piece = |written: &Written| {
             let (start, shape) = written.block.iter().map(|range| (range.start, range.len())).unzip();
-            IndexedPiece { file: file_of(written.rank, written.part), start, shape }
+            IndexedPiece { file: file_of(written.rank, written.part, generation), start, shape }
         };
         let indexed = |saved: &Saved<'_>| {
             let dtype = name_of(saved.dtype).unwrap_or_default().into();

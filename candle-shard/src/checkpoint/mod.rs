@@ -5,12 +5,16 @@
 //! format: what one saves the other loads.
 //!
 //! A checkpoint is a folder: one safetensors file for each rank that holds something, with the blocks that it holds (more
-//! files for a rank that holds several blocks of one tensor), and `checkpoint.json`, which says where each block belongs. What several ranks hold is written once. The folder
-//! comes into being as a whole: until everything is on the disk it is called `NAME.partial`.
+//! files for a rank that holds several blocks of one tensor), and `checkpoint.json`, which says which file holds which block.
+//! What several ranks hold is written once. A new checkpoint takes the place of the last one at a single moment, when all of
+//! it is on the disk: a crash leaves the one or the other.
 //!
 //! Every rank calls these functions, with a path to a file system that all ranks share; what goes wrong on one rank is
 //! the same error on all of them.
 pub(crate) mod agreement;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)] // a panic is how a test fails
+mod crashes;
 mod export;
 pub(crate) mod index;
 pub(crate) mod save;

@@ -3,7 +3,9 @@
 //! Each rank of a mesh axis holds a piece of every parameter, of its gradient and of its optimiser's state, and computes on
 //! rows of its own. A model is made of units, [`FullyShard`]: one gathers its parameters when it runs, drops them when it
 //! has run, gathers them again for its backward pass and leaves each rank its piece of the summed gradients
-//! (Rajbhandari et al. 2020, "ZeRO", stage 3; Zhao et al. 2023, PyTorch FSDP). Each of these is one collective a unit.
+//! (Rajbhandari et al. 2020, "ZeRO", stage 3; Zhao et al. 2023, PyTorch FSDP). Each of these is one collective for each unit;
+//! what was gathered ahead in the forward pass costs one more, of one number, by which ranks agree that no parameter has
+//! changed since.
 //!
 //! It is the gradient rule with another lifetime: an all_gather whose backward is a reduce_scatter. So the numbers are
 //! those of one device on the whole batch, and tensor parallelism works on another axis of the same mesh.
@@ -37,13 +39,15 @@
 //! ```
 mod nodes;
 mod options;
+mod order;
 mod sharder;
 mod storage;
 mod unit;
 
 pub use options::FullyShardOptions;
+pub(crate) use order::pass;
 pub(crate) use sharder::Sharder;
-pub(crate) use unit::{Unit, abandon, finish};
+pub(crate) use unit::{Unit, abandon, finish, leave};
 
 use crate::nn::ShardedVarBuilder;
 use crate::{DTensor, Result};

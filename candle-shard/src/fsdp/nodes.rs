@@ -1,4 +1,5 @@
 //! The two nodes of a graph by which a unit hears of the backward pass.
+use super::order::Span;
 use super::storage::nothing;
 use super::unit::Unit;
 use candle_core::backend::BackendStorage;
@@ -32,13 +33,13 @@ impl CustomOp1 for Whole {
     }
 
     /// Takes the whole gradient; the piece's comes with those of the unit's other parameters.
-    fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
+    fn bwd(&self, _: &Tensor, whole: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
         let Some(unit) = self.unit.upgrade() else {
             candle_core::bail!(
                 "a backward pass through a fully sharded unit that was dropped; keep the model until then"
             )
         };
-        Unit::take_grad(&unit, self.which, grad)?;
+        Unit::take_grad(&unit, self.which, whole.id(), grad)?;
         Ok(None)
     }
 }
@@ -46,8 +47,10 @@ impl CustomOp1 for Whole {
 /// The identity at the end of a unit.
 pub(super) struct End {
     pub(super) unit: Arc<Unit>,
-    /// Whether parts of the unit are recomputed.
-    pub(super) has_segments: bool,
+    /// The nodes of the run.
+    pub(super) span: Span,
+    /// Whether the parameters must stay until the pass has left the run, and not only until it has all gradients.
+    pub(super) stays: bool,
     pub(super) made: Ready,
 }
 
@@ -64,8 +67,8 @@ impl CustomOp1 for End {
         self.made.cuda()
     }
 
-    fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
-        Unit::before_backward(&self.unit, self.has_segments)?;
+    fn bwd(&self, _: &Tensor, end: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
+        Unit::before_backward(&self.unit, end.id(), self.span, self.stays)?;
         Ok(Some(grad.clone()))
     }
 }

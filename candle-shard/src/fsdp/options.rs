@@ -8,7 +8,8 @@ pub struct FullyShardOptions {
     ///
     /// With parameters held in `F32` and computed in `BF16`, what a rank holds is the master copy of an optimiser.
     pub param_dtype: Option<DType>,
-    /// What gradients are summed in; `None` for what they come in.
+    /// What gradients are summed in over the ranks; `None` for f32 where parameters are computed in 16 bits, and else for
+    /// what they come in. `Some(DType::BF16)` halves what bf16 gradients send.
     pub reduce_dtype: Option<DType>,
     /// Whether the whole parameters are dropped between a unit's forward and its backward pass, for memory, or kept, for
     /// one all_gather less.

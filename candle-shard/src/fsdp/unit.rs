@@ -1,15 +1,16 @@
 //! The parameters that come and go together.
 use super::nodes::{End, Whole};
+use super::order::{self, Last, Span};
 use super::sharder::{Sharder, lock};
 use super::storage;
 use crate::nn::found;
 use crate::placement::Replicate;
 use crate::spec::chunk_sizes;
 use crate::{DTensor, Result};
-use candle_core::{DType, Shape, Tensor, Var};
+use candle_core::{Shape, Tensor, TensorId, Var};
 use candle_dist::backend::{Fresh, Ready};
 use candle_dist::functional::Cut;
-use candle_dist::{PendingTensors, ReduceOp};
+use candle_dist::{PendingTensors, ReduceOp, add_grad, sum_dtype};
 use std::cell::RefCell;
 use std::sync::{Arc, Mutex};
 
@@ -36,15 +37,26 @@ struct State {
     is_whole: bool,
     /// Runs under way, one within the other.
     running: usize,
-    /// The parameters under way, and how often any had changed when they were asked for.
-    coming: Option<(PendingTensors, u64)>,
+    /// The parameters under way.
+    coming: Option<Coming>,
     /// The gradients of this backward pass, so far.
     grads: Vec<Option<Tensor>>,
     /// Within how many backward passes the unit was made whole.
     depth: usize,
-    /// Whether parts of it are recomputed. Each gives gradients of all that it uses, while other parts may still need the
-    /// parameters: they are dropped when the backward pass comes to a unit before this one.
-    has_segments: bool,
+    /// The ends of the runs that backward passes have entered and not left; `None` where that is unknown.
+    inside: Vec<Option<Last>>,
+    /// Whether the parameters may still be needed when their gradients are all there: frozen ones have none, and parts that
+    /// are recomputed give gradients of all that they use, each by itself.
+    stays: bool,
+}
+
+/// Parameters that were asked for ahead.
+struct Coming {
+    pending: PendingTensors,
+    /// What this rank has sent, to see whether its parameters have changed since.
+    sent: Vec<Tensor>,
+    /// How often parameters had changed by means that this crate knows.
+    changes: u64,
 }
 
 /// Gradients on the way to the ranks whose pieces they are of.
@@ -97,7 +109,10 @@ impl Unit {
             let last = self.sharder.progress().last.replace(self.number);
             // What was started before something else ran, or before a step, may be older than the parameters.
             let is_next = last.map(|last| last + 1) == Some(self.number);
-            lock(&self.state).coming.take_if(|(_, changes)| !is_next || *changes != found::changes());
+            lock(&self.state).coming.take_if(|coming| !is_next || coming.changes != found::changes());
+            if self.is_stale()? {
+                lock(&self.state).coming = None;
+            }
             self.gather()?;
             self.prefetch(Some(self.number + 1))?;
         }
@@ -114,55 +129,78 @@ impl Unit {
     /// What `f` makes, with a gradient that makes the unit whole before the backward pass enters it.
     fn marked(self: &Arc<Self>, f: impl FnOnce() -> Result<DTensor>) -> Result<DTensor> {
         let segments = found::segments();
-        let made = f()?;
+        let (made, span) = Span::of(f)?;
+        let made = made?;
         if !made.tracked() {
             return Ok(made);
         }
-        let has_segments = found::segments() != segments;
-        let end = End { unit: self.clone(), has_segments, made: Ready::new(Fresh::copy_of(made.to_local())?) };
+        let stays = found::segments() != segments || lock(&self.held).iter().any(|held| held.is_frozen);
+        let end = End { unit: self.clone(), span, stays, made: Ready::new(Fresh::copy_of(made.to_local())?) };
         Ok(DTensor::assemble(made.to_local().apply_op1(end)?, made.shared_spec().clone(), made.varying()))
     }
 
-    /// Makes the unit whole for the backward pass.
-    pub(super) fn before_backward(unit: &Arc<Self>, has_segments: bool) -> Result<()> {
-        let is_done = |other: &Arc<Self>| {
-            let state = lock(&other.state);
-            let is_after = Arc::ptr_eq(&other.sharder, &unit.sharder) && other.number > unit.number;
-            is_after && state.has_segments && state.depth == found::depth()
-        };
-        let done: Vec<Arc<Self>> =
-            OPEN.with_borrow(|open| open.iter().filter(|&other| is_done(other)).cloned().collect());
-        done.iter().try_for_each(|done| done.reduce())?;
+    /// Makes the unit whole for the backward pass, which is at the node `at`: the end of a run.
+    pub(super) fn before_backward(unit: &Arc<Self>, at: TensorId, span: Span, stays: bool) -> Result<()> {
+        Self::leave(at)?;
         unit.open()?;
-        lock(&unit.state).has_segments |= has_segments;
+        let mut state = lock(&unit.state);
+        state.inside.push(span.last());
+        state.stays |= stays;
+        drop(state);
         unit.prefetch(unit.number.checked_sub(1))
     }
 
-    /// Takes the gradient of a whole parameter, which this backward pass does not need any more.
-    pub(super) fn take_grad(unit: &Arc<Self>, which: usize, grad: &Tensor) -> Result<()> {
+    /// Takes the gradient of a whole parameter, which no node from here on uses; the pass is at the parameter's node `at`.
+    pub(super) fn take_grad(unit: &Arc<Self>, which: usize, at: TensorId, grad: &Tensor) -> Result<()> {
         unit.note();
-        let is_last = {
+        {
             let (held, mut state) = (lock(&unit.held), lock(&unit.state));
             state.grads.resize(held.len(), None);
-            let sum = match state.grads[which].take() {
-                Some(before) => (before + grad)?,
-                None => grad.clone(),
-            };
-            state.grads[which] = Some(sum.detach());
-            let is_all = || held.iter().zip(&state.grads).all(|(held, grad)| held.is_frozen || grad.is_some());
-            state.depth == found::depth() && !state.has_segments && is_all()
+            state.grads[which] = Some(add_grad(state.grads[which].as_ref(), grad)?);
+        }
+        Self::leave(at)?;
+        let is_last = {
+            let state = lock(&unit.state);
+            let is_unneeded = !state.is_whole || !state.stays && state.depth == found::depth();
+            is_unneeded && unit.has_all_grads(&state)
         };
         if is_last { unit.reduce() } else { Ok(()) }
+    }
+
+    /// Drops the parameters of units of whose runs the backward pass, which is at the node `at`, has left the last.
+    ///
+    /// It is not enough that the pass has come to a unit before them: a run that takes tensors from several places can have
+    /// nodes that candle visits later.
+    fn leave(at: TensorId) -> Result<()> {
+        for unit in OPEN.with_borrow(Vec::clone) {
+            let mut state = lock(&unit.state);
+            let was_inside = !state.inside.is_empty();
+            state.inside.retain(|last| last.is_none_or(|last| !last.is_behind(at)));
+            if !was_inside || !state.inside.is_empty() {
+                continue;
+            }
+            state.stays = false;
+            let has_all = unit.has_all_grads(&state);
+            drop(state);
+            unit.release()?;
+            if has_all {
+                unit.reduce()?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether there is a gradient of each parameter that can have one.
+    fn has_all_grads(&self, state: &State) -> bool {
+        let held = lock(&self.held);
+        let is_there = |(held, grad): (&Held, &Option<Tensor>)| held.is_frozen || grad.is_some();
+        held.len() == state.grads.len() && held.iter().zip(&state.grads).all(is_there)
     }
 
     /// Drops the whole parameters and starts to sum the gradients that there are; those of the unit before are done then.
     fn reduce(&self) -> Result<()> {
         self.release()?;
-        let grads = {
-            let mut state = lock(&self.state);
-            state.has_segments = false;
-            std::mem::take(&mut state.grads)
-        };
+        let grads = std::mem::take(&mut lock(&self.state).grads);
         let held = lock(&self.held);
         let (mut pieces, mut wholes) = (Vec::new(), Vec::new());
         for (held, grad) in held.iter().zip(grads) {
@@ -185,8 +223,8 @@ impl Unit {
     /// The parameters that are not there yet are asked for, those that are come from all ranks anew.
     fn gather(&self) -> Result<()> {
         let coming = lock(&self.state).coming.take();
-        let pending = coming.map_or_else(|| self.start(), |(coming, _)| Ok(coming))?;
-        let made = pending.wait()?;
+        let coming = coming.map_or_else(|| self.start(), Ok)?;
+        let made = coming.pending.wait()?;
         for (held, made) in lock(&self.held).iter().zip(made) {
             storage::give(made, &held.whole)?;
         }
@@ -194,19 +232,38 @@ impl Unit {
         Ok(())
     }
 
-    fn start(&self) -> Result<PendingTensors> {
-        let piece = |held: &Held| -> Result<(Tensor, Cut)> {
-            let dtype: DType = held.whole.dtype();
-            let piece = match held.piece.dtype() == dtype {
-                // Copied, as it is a variable: by the group, or here if that gives back what it gets.
-                true if self.sharder.group.size() > 1 => held.piece.as_tensor().clone(),
-                true => held.piece.force_contiguous()?.detach(),
-                false => held.piece.as_detached_tensor().to_dtype(dtype)?,
-            };
-            Ok((piece, held.cut.clone()))
-        };
-        let pieces = lock(&self.held).iter().map(piece).collect::<Result<Vec<_>>>()?;
-        Ok(self.sharder.group.all_gather_coalesced_start(&pieces)?)
+    fn start(&self) -> Result<Coming> {
+        let held = lock(&self.held);
+        // Copied, as a variable may change before all ranks have read it.
+        let sent = held.iter().map(|held| match held.piece.dtype() == held.whole.dtype() {
+            true => Ok(held.piece.force_contiguous()?.detach()),
+            false => held.piece.as_detached_tensor().to_dtype(held.whole.dtype()),
+        });
+        let sent = sent.collect::<candle_core::Result<Vec<_>>>()?;
+        let pieces: Vec<(Tensor, Cut)> = sent.iter().cloned().zip(held.iter().map(|held| held.cut.clone())).collect();
+        let pending = self.sharder.group.all_gather_coalesced_start(&pieces)?;
+        Ok(Coming { pending, sent, changes: found::changes() })
+    }
+
+    /// Whether any rank's parameters have changed since they were sent ahead.
+    ///
+    /// Nobody can be seen writing to a variable, be it an optimizer of candle's or `Var::set`, so values are compared. A rank
+    /// may find no change where another one does, such as in an empty piece: they agree.
+    fn is_stale(&self) -> Result<bool> {
+        let state = lock(&self.state);
+        let held = lock(&self.held);
+        let (Some(coming), Some(first)) = (&state.coming, held.first()) else { return Ok(false) };
+        let mut changed = 0u32;
+        for (held, sent) in held.iter().zip(&coming.sent).filter(|(_, sent)| sent.elem_count() > 0) {
+            let now = held.piece.as_detached_tensor().to_dtype(sent.dtype())?;
+            changed += u32::from(now.ne(sent)?.flatten_all()?.max(0)?.to_scalar::<u8>()?);
+        }
+        let group = &self.sharder.group;
+        if group.size() == 1 {
+            return Ok(changed > 0);
+        }
+        let changed = group.all_reduce(&Tensor::new(&[changed], first.whole.device())?, ReduceOp::Max)?;
+        Ok(changed.to_vec1::<u32>()?[0] > 0)
     }
 
     /// Starts to gather what comes next.
@@ -216,7 +273,7 @@ impl Unit {
         };
         if !lock(&next.state).is_whole {
             let coming = next.start()?;
-            lock(&next.state).coming = Some((coming, found::changes()));
+            lock(&next.state).coming = Some(coming);
         }
         Ok(())
     }
@@ -258,10 +315,15 @@ impl Reducing {
     /// Puts the sums where the backward pass collects them.
     fn finish(self) -> Result<()> {
         for (piece, sum) in self.pieces.iter().zip(self.sums.wait()?) {
-            found::add(piece.id(), &sum.to_dtype(piece.dtype())?)?;
+            found::add(piece.id(), &sum.to_dtype(sum_dtype(piece.dtype()))?)?;
         }
         Ok(())
     }
+}
+
+/// Ends a backward pass of `loss` within another one: the units that were in it alone are dropped.
+pub(crate) fn leave(loss: &Tensor) -> Result<()> {
+    Unit::leave(loss.id())
 }
 
 /// Ends a backward pass that went through: what is under way arrives, and what is whole is dropped.
@@ -283,6 +345,7 @@ pub(crate) fn finish() -> Result<()> {
 
 /// Forgets a backward pass that did not go through.
 pub(crate) fn abandon() {
+    order::forget();
     for unit in OPEN.take() {
         // Only memory that candle refuses to let go of could fail here; the pass has failed for its own reason.
         let _ = unit.reset();

@@ -1,6 +1,7 @@
 use candle_core::backend::BackendStorage;
 use candle_core::backprop::GradStore;
 use candle_core::{CpuStorage, DType, InplaceOp2, InplaceOp3, Layout, Result, Tensor, Var, bail};
+use candle_dist::sum_dtype;
 use candle_nn::{Optimizer, ParamsAdamW};
 
 use super::{elements, real::Real, rows::by_blocks, share_memory};
@@ -111,7 +112,7 @@ impl Optimizer for AdamW {
                 follow(master, var)?;
             }
             let stepped = master.as_ref().unwrap_or(var);
-            if grad.shape() != var.shape() || (grad.dtype() != var.dtype() && grad.dtype() != stepped.dtype()) {
+            if grad.shape() != var.shape() || ![var.dtype(), sum_dtype(var.dtype())].contains(&grad.dtype()) {
                 let (want, got) = (var.shape(), grad.shape());
                 bail!("AdamW: a gradient {got:?} {:?} of a variable {want:?} {:?}", grad.dtype(), var.dtype());
             }

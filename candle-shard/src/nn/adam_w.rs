@@ -40,7 +40,7 @@ pub struct AdamW {
 const STEPS: &str = "adam_w.steps";
 
 impl AdamW {
-    /// An optimiser of all floating parameters.
+    /// An optimizer of all floating parameters that are not frozen.
     pub fn new(parameters: &Parameters, params: ParamsAdamW) -> Result<Self> {
         Self::build(parameters, |vars| kernels::AdamW::new(vars, params))
     }
@@ -78,7 +78,8 @@ impl AdamW {
         parameters: &Parameters,
         kernel: impl FnOnce(Vec<Var>) -> candle_core::Result<kernels::AdamW>,
     ) -> Result<Self> {
-        let of: Vec<Parameter> = parameters.iter().filter(|p| p.var.dtype().is_float()).cloned().collect();
+        let of: Vec<Parameter> =
+            parameters.iter().filter(|p| p.var.dtype().is_float() && !p.is_frozen()).cloned().collect();
         let kernel = kernel(of.iter().map(|of| of.var.clone()).collect())?;
         Ok(Self { of, kernel })
     }

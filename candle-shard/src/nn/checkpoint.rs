@@ -1,8 +1,8 @@
 //! Recomputing activations in the backward pass instead of keeping them.
 use crate::dtensor::Axes;
-use crate::nn::found;
-use crate::{DTensor, Result};
-use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Shape, Tensor, TensorId, Var};
+use crate::nn::{Draws, found};
+use crate::{DTensor, Result, fsdp};
+use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Shape, Tensor, Var};
 use candle_dist::backend::{Fresh, Ready};
 
 /// Computes `f(x)` and forgets what it kept for the backward pass, which computes `f` a second time (Chen et al. 2016).
@@ -14,12 +14,13 @@ pub fn checkpoint(x: &DTensor, f: impl Fn(&DTensor) -> Result<DTensor> + Send + 
     if !x.tracked() {
         return f(x);
     }
-    let out = f(&x.as_leaf()?.0)?;
+    let leaf = x.as_leaf()?.0;
+    let (out, draws) = Draws::of(|| f(&leaf))?;
     let (spec, varying) = (out.shared_spec().clone(), out.varying());
     let made = Ready::new(Fresh::copy_of(out.to_local())?);
     drop(out);
     found::segment_made();
-    let op = Recompute { f: Box::new(f), x: x.clone(), varying, made };
+    let op = Recompute { f: Box::new(f), draws, x: x.clone(), varying, made };
     Ok(DTensor::assemble(x.to_local().apply_op1(op)?, spec, varying))
 }
 
@@ -27,6 +28,7 @@ type Segment = Box<dyn Fn(&DTensor) -> Result<DTensor> + Send + Sync>;
 
 struct Recompute {
     f: Segment,
+    draws: Draws,
     x: DTensor,
     varying: Axes,
     made: Ready,
@@ -54,24 +56,25 @@ impl Recompute {
     /// The gradient of the input; those of parameters are put where the outermost pass collects them.
     fn backward(&self, grad: &Tensor) -> candle_core::Result<Tensor> {
         let (x, leaf) = self.x.as_leaf()?;
-        let out = found::recomputing(|| (self.f)(&x))?;
+        let out = found::recomputing(|| self.draws.again(|| (self.f)(&x)))?;
         debug_assert_eq!(out.varying(), self.varying);
         // A scalar whose gradient with respect to the segment's output is the one that arrived.
-        let mut grads = (out.to_local() * grad)?.sum_all()?.backward()?;
-        // Of the gradient that arrived nobody asks one.
-        grads.remove(grad);
+        let loss = (out.to_local() * grad)?.sum_all()?;
+        let mut grads = fsdp::pass(&loss, || loss.backward())?;
+        fsdp::leave(&loss)?;
         // A segment within this one may have captured its input, and found a part of its gradient.
         if let Some(grad) = grads.remove(&leaf) {
             found::add(leaf.id(), &grad)?;
         }
         let mine = found::take(leaf.id());
-        let ids: Vec<TensorId> = grads.get_ids().copied().collect();
-        for id in ids {
-            if let Some(grad) = grads.get_id(id) {
-                found::add(id, grad)?;
+        // candle leaves the gradients of constants, too, such as dropout masks, which nobody asks for.
+        let variables = loss.sorted_nodes().into_iter().filter(|node| node.is_variable());
+        for variable in variables {
+            if let Some(grad) = grads.remove(variable) {
+                found::add(variable.id(), &grad)?;
             }
         }
-        mine.map_or_else(|| leaf.zeros_like(), Ok)
+        mine.map_or_else(|| leaf.zeros_like(), |grad| grad.to_dtype(leaf.dtype()))
     }
 }
 

@@ -1,5 +1,6 @@
 //! Dropout with a mask that is the same on every mesh.
 use crate::nn::ShardedVarBuilder;
+use crate::nn::draws::Uses;
 use crate::random::Stream;
 use crate::{DTensor, Result};
 
@@ -38,17 +39,20 @@ impl Mode {
 
 /// Zeroes elements with probability `p` in training and divides the others by `1 - p` (Srivastava et al. 2014).
 ///
-/// The mask depends on the seed, the layer's path, the step and the global element.
-#[derive(Clone, Copy, Debug)]
+/// The mask depends on the seed, the layer's path, the step, the use and the global element. Each use in a pass has a mask of
+/// its own: a pass is what runs on a thread in one [`Mode`] up to its backward pass. What [`checkpoint`](crate::nn::checkpoint)
+/// computes again gets the masks of the first time; other code that does so uses [`Draws`](crate::nn::Draws).
+#[derive(Clone, Debug)]
 pub struct Dropout {
     p: f64,
     stream: Stream,
+    uses: Uses,
 }
 
 impl Dropout {
     /// A layer at the builder's path, whose stream is named `<path>.dropout`.
     pub fn new(p: f64, vb: &ShardedVarBuilder) -> Self {
-        Self { p, stream: Stream::new(vb.seed(), &vb.full_name("dropout")) }
+        Self { p, stream: Stream::new(vb.seed(), &vb.full_name("dropout")), uses: Uses::default() }
     }
 
     /// Whether nothing is dropped.
@@ -59,7 +63,10 @@ impl Dropout {
     /// `x` as it is in evaluation, with elements dropped in training.
     pub fn forward(&self, x: &DTensor, mode: Mode) -> Result<DTensor> {
         match mode.stream(self.stream, x.dims()) {
-            Some(stream) => x.dropout(self.p, stream),
+            Some(stream) => match self.uses.next(mode)? {
+                0 => x.dropout(self.p, stream),
+                use_number => x.dropout(self.p, stream.fold(use_number)),
+            },
             None => Ok(x.clone()),
         }
     }

@@ -3,7 +3,6 @@ use crate::nn::{Init, ShardedVarBuilder};
 use crate::parallel::{LayerKind, ModuleStyle};
 use crate::random::Distribution;
 use crate::{DTensor, EmbeddingBagOptions, EmbeddingOptions, Error, Result};
-use candle_core::Tensor;
 
 /// A table `[rows, width]` whose rows are looked up by id; under a plan cut by rows, by columns, or replicated.
 ///
@@ -43,7 +42,7 @@ impl Embedding {
     /// Like [`new`](Self::new) with a padding row, which is zeros where fresh, or rows that are kept short in place.
     ///
     /// # Errors
-    /// If the options do not fit the table.
+    /// If the options do not fit the table, or rows are to be kept short in a [fully sharded](crate::fsdp) unit.
     pub fn with_options(
         rows: usize,
         width: usize,
@@ -132,14 +131,12 @@ fn table(
     let style = vb.style();
     let layout = style.layout(LayerKind::Embedding)?;
     let init = Init::Random(Distribution::Normal { mean: 0.0, stdev });
-    let weight = vb.get((shape[0], shape[1]), "weight", init, layout.weight, layout.varying)?;
-    if let Some(padding) = padding.filter(|_| vb.is_fresh()) {
-        let (rows, local) = (weight.spec().local_block()[0].clone(), weight.to_local());
-        let padding = padding as usize;
-        if rows.contains(&padding) && local.elem_count() > 0 {
-            let zeros = Tensor::zeros((1, local.dims()[1]), local.dtype(), local.device())?;
-            local.slice_set(&zeros, 0, padding - rows.start)?;
-        }
+    if options.max_norm.is_some() && vb.is_in_unit() {
+        let reason = "max_norm changes a table in place, and a fully sharded unit has only a copy of it; build the table \
+                      outside of all units, or do without max_norm";
+        return Error::op(op, reason);
     }
+    let padding = padding.map(|row| row as usize);
+    let weight = vb.table(shape, "weight", (init, padding), layout.weight, layout.varying)?;
     Ok((weight, style))
 }

@@ -1,7 +1,9 @@
 //! The backward pass, with the gradients that nodes of a graph find for variables that are not their inputs.
+use crate::nn::{draws, shared};
 use crate::{Result, fsdp};
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, TensorId};
+use candle_dist::add_grad;
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 
@@ -17,13 +19,10 @@ thread_local! {
     static CHANGES: Cell<u64> = const { Cell::new(0) };
 }
 
-/// Adds to the gradient of the variable `id`.
+/// Adds to the gradient of the variable `id`, in f32 where it has 16 bits.
 pub(crate) fn add(id: TensorId, grad: &Tensor) -> candle_core::Result<()> {
-    let sum = match take(id) {
-        Some(before) => (before + grad)?.detach(),
-        // A product with an activation would keep the graph of its segment until the last one is done.
-        None => grad.detach(),
-    };
+    // Detached: a product with an activation would keep the graph of its segment until the last one is done.
+    let sum = add_grad(take(id).as_ref(), grad)?;
     FOUND.with_borrow_mut(|found| found.insert(id, sum));
     Ok(())
 }
@@ -84,21 +83,26 @@ pub(crate) fn is_recomputing() -> bool {
 ///
 /// [`DTensor::backward`](crate::DTensor::backward) for what is a scalar on every rank by itself, such as the seed of one
 /// stage of a pipeline.
+///
+/// Gradients that several segments or uses of a unit add to are f32 for 16-bit variables; see
+/// [`candle_dist::round_grads`] for optimizers that want 16 bits.
 pub fn backward(loss: &Tensor) -> Result<GradStore> {
     FOUND.with_borrow_mut(HashMap::clear);
     RECOMPUTING.set(false);
     DEPTH.set(0);
     fsdp::abandon();
-    let made = loss.backward().map_err(Into::into).and_then(|grads| fsdp::finish().map(|()| grads));
+    let made = shared::collecting(|| {
+        let grads = fsdp::pass(loss, || loss.backward())?;
+        fsdp::finish()?;
+        Ok(grads)
+    });
+    draws::pass_ended();
     if made.is_err() {
         fsdp::abandon();
     }
     let mut grads = made?;
     for (id, grad) in FOUND.take() {
-        let sum = match grads.get_id(id) {
-            Some(before) => (before + &grad)?.detach(),
-            None => grad,
-        };
+        let sum = add_grad(grads.get_id(id), &grad)?;
         grads.insert_id(id, sum);
     }
     Ok(grads)

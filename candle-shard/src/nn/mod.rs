@@ -1,6 +1,7 @@
 //! Layers built under a plan, so that a rank makes and holds only its shard.
 mod adam_w;
 mod checkpoint;
+mod draws;
 mod dropout;
 mod embedding;
 pub(crate) mod found;
@@ -9,11 +10,13 @@ mod linear;
 mod norm;
 mod parameters;
 pub(crate) mod part;
+pub(crate) mod shared;
 mod var_builder;
 mod width;
 
 pub use adam_w::AdamW;
 pub use checkpoint::checkpoint;
+pub use draws::Draws;
 pub use dropout::{Dropout, Mode};
 pub use embedding::{Embedding, EmbeddingBag};
 pub use found::backward;

@@ -4,7 +4,7 @@ use crate::nn::part::Within;
 use crate::{DTensor, Result, checkpoint};
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, Var};
-use candle_dist::ClipGradNorm;
+use candle_dist::{ClipGradNorm, ReduceOp, sum_dtype};
 use std::path::Path;
 
 /// One parameter: its name, its distributed tensor, and the variable that is this rank's shard of it.
@@ -21,11 +21,20 @@ pub struct Parameter {
 }
 
 impl Parameter {
+    /// Whether it gets no gradient; see [`ShardedVarBuilder::frozen`](crate::nn::ShardedVarBuilder::frozen).
+    pub fn is_frozen(&self) -> bool {
+        !self.tensor.tracked()
+    }
+
     /// This parameter's gradient, laid out like the parameter; `None` if it took no part.
     ///
+    /// Gradients of 16-bit parameters that were summed over ranks, units or recomputed segments are f32.
     /// Gradients of varying parameters are meaningful after [`Parameters::reduce`].
     pub fn grad(&self, grads: &GradStore) -> Result<Option<DTensor>> {
-        let local = |grad: &Tensor| DTensor::from_local_with_spec(grad.clone(), self.tensor.spec().clone());
+        let local = |grad: &Tensor| {
+            let spec = self.tensor.spec().clone().with_dtype(grad.dtype());
+            DTensor::from_local_with_spec(grad.clone(), spec)
+        };
         grads.get(&self.var).map(local).transpose()
     }
 }
@@ -56,9 +65,10 @@ impl Parameters {
 
     /// This rank's variables, for an optimiser.
     ///
-    /// Empty shards are left out: there is nothing to optimise, and candle's optimisers refuse them.
+    /// Empty shards and frozen parameters are left out: there is nothing to optimize, candle's optimizers refuse the first and
+    /// would keep state for the second.
     pub fn vars(&self) -> Vec<Var> {
-        self.iter().filter(|p| p.var.elem_count() > 0).map(|p| p.var.clone()).collect()
+        self.iter().filter(|p| p.var.elem_count() > 0 && !p.is_frozen()).map(|p| p.var.clone()).collect()
     }
 
     /// This rank's variables by name, empty shards among them, for a [`DataParallel`](candle_dist::DataParallel).
@@ -126,16 +136,31 @@ impl Parameters {
     }
 
     /// Adds up the gradients of varying parameters, all of an axis in one all_reduce.
+    ///
+    /// A parameter that took part on no rank keeps no gradient, as on one device. The all_reduce carries one number for each
+    /// parameter that says whether there was a gradient. Sums of 16-bit gradients are f32.
     pub fn reduce(&self, grads: &mut GradStore) -> Result<()> {
         let Some(first) = self.0.first() else { return Ok(()) };
         let mesh = first.tensor.mesh().clone();
         for axis in (0..mesh.ndim()).filter(|&axis| mesh.shape()[axis] > 1) {
             let varying: Vec<&Parameter> = self.iter().filter(|p| p.tensor.is_varying(axis)).collect();
+            if varying.is_empty() {
+                continue;
+            }
             // A parameter without gradient still takes its place, so that the lists are alike on all ranks.
-            let grad = |p: &&Parameter| grads.get(&p.var).cloned().map_or_else(|| p.var.zeros_like(), Ok);
-            let partial = varying.iter().map(grad).collect::<candle_core::Result<Vec<_>>>()?;
-            let sums = mesh.axis_group(axis)?.all_reduce_coalesced(&partial, candle_dist::ReduceOp::Sum)?;
-            for (p, sum) in varying.iter().zip(sums) {
+            let grad = |p: &&Parameter| {
+                let dtype = sum_dtype(p.var.dtype());
+                match grads.get(&p.var) {
+                    Some(grad) => grad.to_dtype(dtype),
+                    None => Tensor::zeros(p.var.shape(), dtype, p.var.device()),
+                }
+            };
+            let mut partial = varying.iter().map(grad).collect::<candle_core::Result<Vec<_>>>()?;
+            let present = varying.iter().map(|p| f32::from(u8::from(grads.get(&p.var).is_some())));
+            partial.push(Tensor::from_iter(present, first.var.device())?);
+            let mut sums = mesh.axis_group(axis)?.all_reduce_coalesced(&partial, ReduceOp::Sum)?;
+            let present = sums.pop().map(|present| present.to_vec1::<f32>()).transpose()?.unwrap_or_default();
+            for ((p, sum), _) in varying.iter().zip(sums).zip(present).filter(|(_, present)| *present > 0.0) {
                 grads.insert(&p.var, sum);
             }
         }

@@ -270,7 +270,7 @@ impl ShardedVarBuilder {
         varying: bool,
     ) -> Result<DTensor> {
         let dims: SmallVec<[Width; 4]> = shape.into().dims().iter().map(|&size| size.into()).collect();
-        self.part(&dims, name.into(), init, placement, varying)
+        self.build(&dims, name.into(), (init, None), placement, varying)
     }
 
     /// Like [`get`](Self::get), cut between units, and perhaps some rows of a stored tensor.
@@ -279,6 +279,29 @@ impl ShardedVarBuilder {
         dims: &[Width],
         part: Part,
         init: Init,
+        placement: Placement,
+        varying: bool,
+    ) -> Result<DTensor> {
+        self.build(dims, part, (init, None), placement, varying)
+    }
+
+    /// Like [`get`](Self::get) for a table of which a row may be zeros where fresh.
+    pub(super) fn table(
+        &self,
+        [rows, width]: [usize; 2],
+        name: &str,
+        init: (Init, Option<usize>),
+        placement: Placement,
+        varying: bool,
+    ) -> Result<DTensor> {
+        self.build(&[rows.into(), width.into()], name.into(), init, placement, varying)
+    }
+
+    fn build(
+        &self,
+        dims: &[Width],
+        part: Part,
+        (init, zero_row): (Init, Option<usize>),
         placement: Placement,
         varying: bool,
     ) -> Result<DTensor> {
@@ -320,6 +343,10 @@ impl ShardedVarBuilder {
                 sample(Stream::new(self.seed(), of), dist, &whole, &block, *dtype, device)?
             }
         };
+        // Before the unit takes it up: what layers get has no memory of its own.
+        if let Some(row) = zero_row.filter(|row| self.is_fresh() && block[0].contains(row) && local.elem_count() > 0) {
+            local.narrow(0, row - block[0].start, 1)?.zero_set()?;
+        }
         let (mut tensor, var) = DTensor::from_local_with_spec(local, spec)?.to_var()?;
         let mut whole = unit.map(|unit| unit.add(&tensor, &var, self.frozen)).transpose()?;
         if self.frozen {
@@ -341,8 +368,13 @@ impl ShardedVarBuilder {
         Ok(whole.unwrap_or(tensor))
     }
 
+    /// Whether parameters become part of a fully sharded unit.
+    pub(super) fn is_in_unit(&self) -> bool {
+        self.unit.is_some()
+    }
+
     /// Whether parameters are drawn, not read.
-    pub(super) fn is_fresh(&self) -> bool {
+    fn is_fresh(&self) -> bool {
         matches!(self.shared.source, Source::Fresh)
     }
 

@@ -1,13 +1,13 @@
 //! A safetensors file, written tensor by tensor.
 use super::dtypes;
-use crate::{Error, Result};
+use crate::{Error, Result, disk};
 use bytemuck::Pod;
 use candle_core::{DType, Tensor, WithDType};
 use half::{bf16, f16};
 use serde_json::{Map, json};
 use std::cmp::Reverse;
 use std::fs::File;
-use std::io::{self, Write};
+use std::io;
 use std::path::{Path, PathBuf};
 
 /// A file whose header is written and whose tensors follow.
@@ -38,7 +38,7 @@ impl WeightWriter {
         }
         let mut header = serde_json::Value::Object(header).to_string().into_bytes();
         header.resize(header.len().next_multiple_of(8), b' ');
-        let file = File::create(path).map_err(|error| failed(path, &error))?;
+        let file = disk::create(path).map_err(|error| failed(path, &error))?;
         let mut writer = Self { path: path.into(), file };
         writer.put(&(header.len() as u64).to_le_bytes())?;
         writer.put(&header)?;
@@ -69,12 +69,12 @@ impl WeightWriter {
     }
 
     fn put(&mut self, bytes: &[u8]) -> Result<()> {
-        self.file.write_all(bytes).map_err(|error| failed(&self.path, &error))
+        disk::write(&mut self.file, &self.path, bytes).map_err(|error| failed(&self.path, &error))
     }
 
     /// Waits until the file is on the disk.
     pub(crate) fn finish(self) -> Result<()> {
-        self.file.sync_all().map_err(|error| failed(&self.path, &error))
+        disk::sync(&self.file, &self.path).map_err(|error| failed(&self.path, &error))
     }
 }
 

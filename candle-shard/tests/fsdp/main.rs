@@ -1,6 +1,7 @@
 //! Fully sharded units against one device: values, gradients, steps, collectives.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 mod errors;
+mod frozen;
 mod harness;
 mod passes;
 mod training;

@@ -3,8 +3,8 @@ use crate::harness::*;
 use candle_core::{DType, Device, Tensor};
 use candle_dist::{Op, RankContext, World, comm};
 use candle_shard::fsdp::{FullyShard, FullyShardOptions};
-use candle_shard::nn::{Linear, ShardedVarBuilder, checkpoint};
-use candle_shard::{DTensor, Result, Shard};
+use candle_shard::nn::{Embedding, Linear, ShardedVarBuilder, checkpoint};
+use candle_shard::{DTensor, EmbeddingOptions, Result, Shard};
 use std::sync::Arc;
 use test_utils::Scratch;
 
@@ -26,7 +26,9 @@ fn each_way_through_a_unit_is_one_collective() {
                 grads?;
                 let units = LAYERS + 1;
                 assert_eq!((forward.get(Op::AllGather).count, forward.get(Op::ReduceScatter).count), (units, 0));
-                assert_eq!(forward.get(Op::AllReduce).count, 0, "the loss stays a partial sum");
+                let ahead = if prefetch { units - 1 } else { 0 };
+                assert_eq!(forward.get(Op::AllReduce).count, ahead, "whether what was gathered ahead is still true");
+                assert_eq!(forward.get(Op::AllReduce).bytes, 4 * ahead);
                 let again = if reshard_after_forward { units } else { 0 };
                 assert_eq!((backward.get(Op::AllGather).count, backward.get(Op::ReduceScatter).count), (again, units));
                 assert_eq!(backward.get(Op::AllReduce).count, 1, "the parameters that are in no unit");
@@ -76,6 +78,43 @@ fn a_parameter_that_changes_between_runs_is_never_stale() {
                 assert_close(&whole(&second)?, &linear(batch(0)?, 1)?.flatten_all()?.to_vec1()?, 1e-12, "the second");
                 let want = (0..3).try_fold(batch(0)?, linear)?;
                 assert_close(&whole(&through(3)?)?, &want.flatten_all()?.to_vec1()?, 1e-12, "all");
+                Ok(())
+            })
+            .unwrap();
+    }
+}
+
+#[test]
+fn what_any_optimizer_changes_between_runs_is_never_stale() {
+    use candle_nn::{AdamW, Optimizer, SGD};
+    type Change = fn(&[candle_core::Var], &candle_core::backprop::GradStore) -> candle_core::Result<()>;
+    let changes: [Change; 4] = [
+        |vars, grads| SGD::new(vars.to_vec(), 0.5)?.step(grads),
+        |vars, grads| AdamW::new(vars.to_vec(), candle_nn::ParamsAdamW::default())?.step(grads),
+        |vars, _| vars.iter().try_for_each(|var| var.set(&(var.as_detached_tensor() * 3.0)?)),
+        // On one rank alone.
+        |vars, _| vars.iter().filter(|var| var.dims()[0] == 1).try_for_each(|var| var.set(&var.ones_like()?)),
+    ];
+    for (i, change) in changes.into_iter().enumerate() {
+        World::local(4)
+            .run(|ctx| -> Result<()> {
+                let mesh = ctx.mesh(&[("dp", 4), ("tp", 1)])?;
+                let vb = builder(&mesh, DType::F64, FullyShardOptions::default())?;
+                let layers = linears(3, &vb)?; // of 5 rows: pieces of 2, 2, 1 and none
+                let parameters = vb.finish()?;
+                let x = rows(&batch(0)?, &mesh)?;
+                let run = |i: usize, x: &DTensor| layers[i].run(|layer| layer.forward(x));
+                let grads = parameters.backward(&run(2, &run(1, &run(0, &x)?)?)?.sqr()?.sum_all()?)?;
+                let h = run(0, &x)?; // which gathers the second ahead
+                change(&parameters.vars(), &grads)?;
+                let got = whole(&run(1, &h)?)?;
+                let of = |name: &str| {
+                    let p = parameters.iter().find(|p| p.name == name).unwrap();
+                    Ok::<_, candle_shard::Error>(p.tensor.detach().full_tensor()?)
+                };
+                let h = h.detach().full_tensor()?;
+                let want = h.matmul(&of("1.weight")?.t()?)?.broadcast_add(&of("1.bias")?)?;
+                assert_close(&got, &want.flatten_all()?.to_vec1()?, 1e-12, &format!("change {i}"));
                 Ok(())
             })
             .unwrap();
@@ -168,4 +207,42 @@ fn parts_of_a_unit_may_be_recomputed_beside_each_other() {
             }
         }
     }
+}
+
+#[test]
+fn a_fresh_table_with_a_padding_row_is_built_in_a_unit() {
+    let run = |ranks: usize, padding_idx: i64| {
+        let made = World::local(ranks).run(|ctx| -> Result<(Vec<f64>, Vec<f64>, Vec<f64>)> {
+            let mesh = ctx.mesh(&[("dp", ctx.world_size()), ("tp", 1)])?;
+            let vb = builder(&mesh, DType::F64, FullyShardOptions::default())?;
+            let options = EmbeddingOptions { padding_idx: Some(padding_idx), ..EmbeddingOptions::default() };
+            let table = FullyShard::new(&vb.pp("table"), |vb| Embedding::with_options(5, 3, 1.0, options, vb))?;
+            let parameters = vb.finish()?;
+            let ids = rows(&Tensor::new(&[[0u32, 4], [3, 4], [4, 1], [2, 0]], &Device::Cpu)?, &mesh)?;
+            let found = table.run(|table| table.forward(&ids))?;
+            let grads = parameters.backward(&found.sqr()?.sum_all()?)?;
+            let p = parameters.iter().next().unwrap();
+            Ok((whole(&p.tensor)?, whole(&found)?, whole(&p.grad(&grads)?.unwrap())?))
+        });
+        made.unwrap()
+    };
+    for padding_idx in [0, -1, 2] {
+        let want = run(1, padding_idx).remove(0);
+        let row = padding_idx.rem_euclid(5) as usize * 3;
+        assert!(want.0[row..row + 3].iter().chain(&want.2[row..row + 3]).all(|x| *x == 0.0));
+        for ranks in 2..=4 {
+            assert!(run(ranks, padding_idx).iter().all(|got| *got == want), "padding row {padding_idx} on {ranks}");
+        }
+    }
+    World::local(2)
+        .run(|ctx| -> Result<()> {
+            let mesh = ctx.mesh(&[("dp", 2), ("tp", 1)])?;
+            let vb = builder(&mesh, DType::F64, FullyShardOptions::default())?;
+            let options = EmbeddingOptions { max_norm: Some(1.0), ..EmbeddingOptions::default() };
+            let table = FullyShard::new(&vb.pp("table"), |vb| Embedding::with_options(5, 3, 1.0, options, vb));
+            let error = table.err().unwrap().to_string();
+            assert!(error.contains("max_norm changes a table in place"), "{error}");
+            Ok(())
+        })
+        .unwrap();
 }

@@ -120,3 +120,49 @@ fn training_goes_on_from_a_checkpoint_on_any_other_mesh() {
         }
     }
 }
+
+#[test]
+fn gradients_of_16_bits_add_up_in_32_over_ranks_and_segments() {
+    use candle_core::Tensor;
+    use candle_shard::nn::checkpoint;
+    use std::sync::Arc;
+    const RANKS: usize = 4;
+    const SEGMENTS: usize = 4;
+    // The gradient is 1 of the first rank, and of each other what 16 bits lose beside that.
+    let small = 1.0 / 256.0;
+    let want = 1.0 + (RANKS - 1) as f64 * small;
+    for (reduce_dtype, recompute) in [(None, false), (None, true), (Some(DType::BF16), false)] {
+        let run = World::local(RANKS).run(|ctx| -> Result<(DType, f64)> {
+            let options = FullyShardOptions { reduce_dtype, ..FullyShardOptions::default() };
+            let mesh = ctx.mesh(&[("dp", RANKS), ("tp", 1)])?;
+            let vb = builder(&mesh, DType::BF16, options)?;
+            let unit = FullyShard::new(&vb.pp("layer"), |vb| Ok(Arc::new(Linear::new(1, 4, false, vb)?)))?;
+            let parameters = vb.finish()?;
+            let column: Vec<f64> = (0..RANKS).map(|rank| if rank == 0 { 1.0 } else { small }).collect();
+            let x = Tensor::from_vec(column, (RANKS, 1), &Device::Cpu)?.to_dtype(DType::BF16)?;
+            let x = rows(&x, &mesh)?;
+            let (x, _) = x.to_var()?; // recomputed parts want an input with a gradient
+            let y = unit.run(|layer| {
+                let part = |scale: f64| -> Result<candle_shard::DTensor> {
+                    let layer = layer.clone();
+                    checkpoint(&x, move |x| layer.forward(x)?.affine(scale, 0.0))
+                };
+                match recompute {
+                    false => layer.forward(&x),
+                    // 1, 1/256, 1/512 and 1/1024 of the gradient, of which 16 bits would keep the first.
+                    true => (1..SEGMENTS).try_fold(part(1.0)?, |sum, i| sum.add(&part(0.5f64.powi(7 + i as i32))?)),
+                }
+            })?;
+            let grads = parameters.backward(&y.sum_all()?)?;
+            let p = parameters.iter().next().unwrap();
+            Ok((grads.get(&p.var).map_or(DType::U8, Tensor::dtype), whole(&p.grad(&grads)?.unwrap())?[0]))
+        });
+        let segments = if recompute { 1.0 + 1.0 / 256.0 + 1.0 / 512.0 + 1.0 / 1024.0 } else { 1.0 };
+        for (dtype, got) in run.unwrap() {
+            assert_eq!(dtype, DType::F32);
+            let error = (got / (want * segments) - 1.0).abs();
+            println!("reduced in {reduce_dtype:?}, recomputed {recompute}: {error:e}");
+            assert!(error < if reduce_dtype.is_none() { 1e-6 } else { 5e-3 }, "{got} for {}", want * segments);
+        }
+    }
+}

@@ -1,0 +1,118 @@
+//! What writing files asks of the file system, call by call.
+//!
+//! Tests make any call fail, or all from one on, as if the process had been killed there (`checkpoint/crashes.rs`).
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::path::Path;
+
+pub(crate) fn create_folder(path: &Path) -> io::Result<()> {
+    step("create_folder", path)?;
+    fs::create_dir_all(path)
+}
+
+pub(crate) fn create(path: &Path) -> io::Result<File> {
+    step("create", path)?;
+    File::create(path)
+}
+
+pub(crate) fn write(file: &mut File, path: &Path, bytes: &[u8]) -> io::Result<()> {
+    step("write", path)?;
+    file.write_all(bytes)
+}
+
+/// Waits until a file's contents are on the disk.
+pub(crate) fn sync(file: &File, path: &Path) -> io::Result<()> {
+    step("sync", path)?;
+    file.sync_all()
+}
+
+/// Waits until the names in a folder are on the disk, on systems where a folder can be asked for that.
+pub(crate) fn sync_folder(path: &Path) -> io::Result<()> {
+    step("sync_folder", path)?;
+    if !cfg!(unix) {
+        return Ok(());
+    }
+    match File::open(path)?.sync_all() {
+        Err(error) if matches!(error.kind(), io::ErrorKind::InvalidInput | io::ErrorKind::Unsupported) => Ok(()),
+        synced => synced,
+    }
+}
+
+/// Gives a file its name, in place of one that may have it, at one moment.
+pub(crate) fn rename(from: &Path, to: &Path) -> io::Result<()> {
+    step("rename", to)?;
+    fs::rename(from, to)
+}
+
+pub(crate) fn remove_file(path: &Path) -> io::Result<()> {
+    step("remove_file", path)?;
+    fs::remove_file(path)
+}
+
+/// Removes a folder that is empty.
+pub(crate) fn remove_folder(path: &Path) -> io::Result<()> {
+    step("remove_folder", path)?;
+    fs::remove_dir(path)
+}
+
+/// The folder that a path lies in.
+pub(crate) fn folder_of(path: &Path) -> &Path {
+    path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
+#[cfg(not(test))]
+#[allow(clippy::unnecessary_wraps)] // tests make it fail
+const fn step(_: &str, _: &Path) -> io::Result<()> {
+    Ok(())
+}
+
+#[cfg(test)]
+use faults::step;
+
+/// Calls that fail on purpose.
+#[cfg(test)]
+pub(crate) mod faults {
+    use std::io;
+    use std::path::Path;
+    use std::sync::{Mutex, PoisonError};
+
+    /// What happens at one call.
+    #[derive(Clone, Copy, Debug, PartialEq)]
+    pub(crate) enum Fault {
+        /// It fails, and later ones do not.
+        Fails,
+        /// It is not made, and none after it is.
+        Kills,
+    }
+
+    /// The calls of all threads, and at which of them there is a fault.
+    #[derive(Default)]
+    struct Plan {
+        at: Option<(usize, Fault)>,
+        calls: Vec<String>,
+    }
+
+    static PLAN: Mutex<Option<Plan>> = Mutex::new(None);
+
+    /// What `f` makes with this fault, the calls that it made or tried, and whether the fault came.
+    pub(crate) fn with<T>(at: Option<(usize, Fault)>, f: impl FnOnce() -> T) -> (T, Vec<String>, bool) {
+        let lock = || PLAN.lock().unwrap_or_else(PoisonError::into_inner);
+        *lock() = Some(Plan { at, calls: Vec::new() });
+        let made = f();
+        let calls = lock().take().unwrap_or_default().calls;
+        let came = at.is_some_and(|(at, _)| calls.len() > at);
+        (made, calls, came)
+    }
+
+    pub(super) fn step(call: &str, path: &Path) -> io::Result<()> {
+        let mut plan = PLAN.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(plan) = plan.as_mut() else { return Ok(()) };
+        let (n, name) = (plan.calls.len(), path.file_name().unwrap_or_default().to_string_lossy());
+        plan.calls.push(format!("{call} {name}"));
+        match plan.at {
+            Some((at, Fault::Fails)) if n == at => Err(io::Error::other("on purpose")),
+            Some((at, Fault::Kills)) if n >= at => Err(io::Error::other("killed on purpose")),
+            _ => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,125 @@
+//! Which use of a layer a random draw is for, also where a part of a model runs a second time.
+use crate::nn::Mode;
+use crate::{Error, Result};
+use std::cell::{Cell, RefCell};
+use std::sync::{Arc, Mutex, PoisonError};
+
+thread_local! {
+    /// Backward passes that have ended on this thread.
+    static PASSES: Cell<u64> = const { Cell::new(0) };
+    /// The runs under way whose draws are written down or read again, the innermost last.
+    static RUNS: RefCell<Vec<Run>> = const { RefCell::new(Vec::new()) };
+}
+
+enum Run {
+    First(Vec<u64>),
+    Again { draws: Draws, next: usize },
+}
+
+/// The draws of one run of a part of a model, for another run that must give the same numbers.
+///
+/// [`checkpoint`](crate::nn::checkpoint) keeps them by itself; this is for other code that computes a part twice. Without it
+/// the second run would count as a second use of each [`Dropout`](crate::nn::Dropout) and get other masks.
+///
+/// ```
+/// use candle_core::{DType, Device};
+/// use candle_dist::World;
+/// use candle_shard::nn::{Draws, Dropout, Mode, ShardedVarBuilder};
+/// use candle_shard::parallel::Plan;
+/// use candle_shard::{DTensor, Replicate, Result};
+///
+/// World::local(1).run(|ctx| -> Result<()> {
+///     let mesh = ctx.mesh(&[("tp", 1)])?;
+///     let vb = ShardedVarBuilder::fresh(1, &mesh, Plan::new("tp"), DType::F32, &Device::Cpu)?;
+///     let (dropout, x) = (Dropout::new(0.5, &vb), DTensor::ones(64, DType::F32, &Device::Cpu, &mesh, &[Replicate])?);
+///     let run = || dropout.forward(&x, Mode::Train { step: 0 })?.to_local().to_vec1::<f32>().map_err(Into::into);
+///     let (first, draws) = Draws::of(run)?;
+///     let (again, second) = (draws.again(run)?, run()?);
+///     assert_eq!(first, again);
+///     assert_ne!(first, second);
+///     Ok::<_, candle_shard::Error>(())
+/// })?;
+/// # Ok::<(), candle_dist::WorldError>(())
+/// ```
+#[derive(Debug, Clone, Default)]
+pub struct Draws(Arc<[u64]>);
+
+impl Draws {
+    /// What `f` makes, and what it drew.
+    ///
+    /// # Errors
+    /// Those of `f`.
+    pub fn of<T, E>(f: impl FnOnce() -> Result<T, E>) -> Result<(T, Self), E> {
+        RUNS.with_borrow_mut(|runs| runs.push(Run::First(Vec::new())));
+        let made = f();
+        match RUNS.with_borrow_mut(Vec::pop) {
+            Some(Run::First(drawn)) => Ok((made?, Self(drawn.into()))),
+            _ => Ok((made?, Self::default())),
+        }
+    }
+
+    /// What `f` makes when it draws the same again.
+    ///
+    /// # Errors
+    /// Those of `f`; a [`Dropout`](crate::nn::Dropout) within it fails where the first run drew nothing more.
+    pub fn again<T, E>(&self, f: impl FnOnce() -> Result<T, E>) -> Result<T, E> {
+        RUNS.with_borrow_mut(|runs| runs.push(Run::Again { draws: self.clone(), next: 0 }));
+        let made = f();
+        RUNS.with_borrow_mut(Vec::pop);
+        made
+    }
+}
+
+/// Counts the uses of one layer; its clones count together.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Uses(Arc<Mutex<Count>>);
+
+#[derive(Debug, Default)]
+struct Count {
+    /// The pass that is counted.
+    of: Option<(Mode, u64)>,
+    uses: u64,
+}
+
+impl Uses {
+    /// The number of this use, from 0, in the pass that `mode` and the thread's backward passes tell apart from others.
+    pub(super) fn next(&self, mode: Mode) -> Result<u64> {
+        RUNS.with_borrow_mut(|runs| {
+            let again = runs.iter().rposition(|run| matches!(run, Run::Again { .. }));
+            let number = match again.map(|at| &mut runs[at]) {
+                Some(Run::Again { draws, next }) => {
+                    *next += 1;
+                    let drawn = draws.0.get(*next - 1).copied();
+                    drawn.ok_or_else(|| Error::Op {
+                        op: "dropout",
+                        reason: "a part of a model drew more masks when it was computed again; it must do the same \
+                                 each time"
+                            .into(),
+                    })?
+                }
+                _ => self.count(mode),
+            };
+            for run in &mut runs[again.map_or(0, |at| at + 1)..] {
+                if let Run::First(drawn) = run {
+                    drawn.push(number);
+                }
+            }
+            Ok(number)
+        })
+    }
+
+    fn count(&self, mode: Mode) -> u64 {
+        let mut count = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let of = Some((mode, PASSES.get()));
+        if count.of != of {
+            *count = Count { of, uses: 0 };
+        }
+        count.uses += 1;
+        count.uses - 1
+    }
+}
+
+/// Notes that a backward pass has ended.
+pub(super) fn pass_ended() {
+    PASSES.set(PASSES.get().wrapping_add(1));
+}
