@@ -96,7 +96,7 @@ pub use accumulate::GradAccumulator;
 pub use backend::{Op, ReduceOp};
 pub use clip::ClipGradNorm;
 pub use data_parallel::{DataParallel, DataParallelOptions, PendingGrads, Start};
-pub use error::{Cause, Doing, Error, GroupFailure, RankReport, Result};
+pub use error::{Cause, Doing, Error, GroupFailure, RankReport, Result, without_trace};
 pub use grads::{add_grad, round_grads, sum_dtype};
 pub use group::{MAX_OBJECT_BYTES, Message, Pending, PendingTensors, ProcessGroup};
 pub use init::init_process_group;
