@@ -37,6 +37,7 @@ impl LocalPipe {
         let stages = self.stages.iter().map(|_| GradStore::default()).collect();
         let mut gradients = Gradients { stages, late: Vec::new(), outside: GradStore::default() };
         for ((pass, weight), value) in passes.into_iter().zip(&step.losses) {
+            // The gradient of a sum, which its count has no part in.
             let seed = Gradient::of_loss(&value.into(), weight)?;
             self.backward(pass, (loss.value, stage, seed), options.split_backward, &mut gradients)?;
         }
@@ -46,7 +47,7 @@ impl LocalPipe {
         step.grads = gradients.outside;
         // In the stages' order, which is that of the members of a share.
         gradients.stages.into_iter().try_for_each(|grads| step.grads.extend(grads))?;
-        Ok(step)
+        self.divided(step)
     }
 
     /// The backward pass of one microbatch, from the gradient of a value that a stage makes.

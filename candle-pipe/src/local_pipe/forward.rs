@@ -1,7 +1,7 @@
 //! Forward passes through all stages.
 use super::{LocalPipe, Step, StepOptions};
-use crate::graph::{Ctx, Inputs, ValueId};
-use crate::microbatch::Microbatches;
+use crate::graph::{Ctx, Inputs, Reduction, ValueId};
+use crate::microbatch::{Masked, Microbatches};
 use crate::tape::{Activation, Keep, StageModule, Tape};
 use crate::{Kwargs, Result, Value};
 use candle_dist::TensorTree;
@@ -41,6 +41,14 @@ impl LocalPipe {
             let values = self.through(inputs?, |stage, inputs| stage.evaluate(inputs, &ctx))?;
             self.add_to(&mut step, weight, |value| values.get(&value).cloned())?;
         }
+        self.divided(step)
+    }
+
+    /// A step whose loss is divided by what it counts, if it counts.
+    pub(super) fn divided(&self, mut step: Step) -> Result<Step> {
+        if self.info.graph.loss.is_some_and(|loss| loss.reduction == Reduction::Counted) {
+            step.divide(step.counted()?, 1.0)?;
+        }
         Ok(step)
     }
 
@@ -65,10 +73,11 @@ impl LocalPipe {
     ) -> Result<impl Iterator<Item = (Result<Inputs>, Ctx, f64)>> {
         let weights = options.weights(batch, self.info.graph.loss)?;
         let rows = batch.row_ranges(options.first_row);
-        let each = batch.iter().zip(rows).zip(weights).enumerate();
-        Ok(each.map(move |(microbatch, (((args, kwargs), rows), weight))| {
+        let masked = Masked::of(batch, options.first_row, &self.info.graph, &self.signature)?;
+        let each = batch.iter().zip(rows).zip(weights).zip(masked).enumerate();
+        Ok(each.map(move |(microbatch, ((((args, kwargs), rows), weight), masked))| {
             let StepOptions { step, training, .. } = *options;
-            let ctx = Ctx { microbatch, step, training, ..self.stages[0].ctx(rows) };
+            let ctx = Ctx { microbatch, step, training, masked, ..self.stages[0].ctx(rows) };
             (self.signature.bind(args, kwargs), ctx, weight)
         }))
     }
@@ -94,8 +103,8 @@ impl LocalPipe {
 
     fn add_to(&self, step: &mut Step, weight: f64, get: impl Fn(ValueId) -> Option<Value>) -> Result<()> {
         step.outputs.push(Value::Map(self.outputs(&get)));
-        match self.info.graph.loss.and_then(|loss| get(loss.value)) {
-            Some(loss) => step.add_loss(&loss, weight),
+        match self.info.graph.loss.and_then(|loss| Some((get(loss.value)?, loss.reduction))) {
+            Some((loss, reduction)) => step.add_loss(&loss, reduction, weight),
             None => Ok(()),
         }
     }

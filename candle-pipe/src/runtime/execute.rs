@@ -5,7 +5,7 @@ use super::reduce::Reductions;
 use super::{Batch, Runtime};
 use crate::graph::{Ctx, StageDef, ValueId};
 use crate::schedule::{Action, Compute, Flow, Message, Pass, Program, Span};
-use crate::tape::{Activation, Gradient, Tape, WeightTape, scalar};
+use crate::tape::{Activation, Gradient, Tape, WeightTape, parts};
 use crate::{Error, Result, StepOptions, Value};
 use candle_core::backprop::GradStore;
 use candle_dist::panic_message;
@@ -45,8 +45,6 @@ pub(super) struct Execution<'a> {
     runtime: &'a Runtime,
     program: &'a Program,
     batch: &'a Batch<'a>,
-    /// Whether there are backward passes.
-    backward: bool,
     post: Post<'a>,
     reductions: Reductions<'a>,
     held: HashMap<At, Held>,
@@ -60,13 +58,12 @@ pub(super) struct Execution<'a> {
 }
 
 impl<'a> Execution<'a> {
-    pub(super) fn new(runtime: &'a Runtime, program: &'a Program, batch: &'a Batch<'a>, backward: bool) -> Self {
+    pub(super) fn new(runtime: &'a Runtime, program: &'a Program, batch: &'a Batch<'a>) -> Self {
         Self {
             runtime,
             program,
             batch,
-            backward,
-            post: Post::new(&runtime.group, batch.options.step, &batch.rows),
+            post: Post::new(&runtime.group),
             reductions: Reductions::new(runtime),
             held: HashMap::new(),
             outgoing: HashMap::new(),
@@ -146,8 +143,9 @@ impl<'a> Execution<'a> {
         let inputs: Vec<Activation> = def.inputs.iter().map(take).collect::<Result<_>>()?;
         let rows = self.batch.rows[microbatch].clone();
         let StepOptions { step, training, keep, .. } = *self.batch.options;
-        let ctx = Ctx { microbatch, step, training, ..module.ctx(rows) };
-        let outputs = if self.backward {
+        let masked = self.batch.masked[microbatch].clone();
+        let ctx = Ctx { microbatch, step, training, masked, ..module.ctx(rows) };
+        let outputs = if self.batch.backward {
             let (outputs, tape) = module.forward(inputs, &ctx, keep)?;
             self.held.entry((stage, microbatch)).or_default().tape = Some(tape);
             self.open += 1;
@@ -157,9 +155,9 @@ impl<'a> Execution<'a> {
             let inputs = inputs.into_iter().map(|input| input.value).collect();
             module.evaluate(inputs, &ctx)?.into_iter().map(Activation::constant).collect::<Result<_>>()?
         };
-        if let Some(place) = module.loss_output() {
+        if let (Some(place), Some(loss)) = (module.loss_output(), self.runtime.info.graph.loss) {
             // Here, where the other ranks learn of it.
-            scalar(&outputs[place].value)?;
+            parts(&outputs[place].value, loss.reduction)?;
             self.held.entry((stage, microbatch)).or_default().loss = Some(outputs[place].value.clone());
         }
         self.pass_on(def, microbatch, outputs)

@@ -6,7 +6,6 @@ use crate::{Error, Result, Value};
 use candle_core::Tensor;
 use candle_dist::{ProcessGroup, TensorTree};
 use std::collections::HashSet;
-use std::ops::Range;
 
 /// One rank's messages to and from the others.
 pub(super) struct Post<'a> {
@@ -14,8 +13,8 @@ pub(super) struct Post<'a> {
 }
 
 impl<'a> Post<'a> {
-    pub(super) fn new(group: &'a ProcessGroup, step: u64, rows: &'a [Range<usize>]) -> Self {
-        Self { wire: Wire::new(group, step, rows) }
+    pub(super) fn new(group: &'a ProcessGroup) -> Self {
+        Self { wire: Wire::new(group) }
     }
 
     /// A value, and which of its tensors want a gradient.

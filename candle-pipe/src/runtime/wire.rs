@@ -1,19 +1,17 @@
 //! Values from stage to stage: tensors are handed over, everything else travels in a header.
 //!
-//! A message is a fixed head (what it is, for which stage, step, microbatch and rows), an outline of the values where it
-//! differs from the last one on the same way, and the tensors. So shapes may change from microbatch to microbatch, nothing
-//! is probed, ranks that were given different batches notice, and in the common case an action costs one small message
-//! more than its tensors.
+//! A message is a fixed head (what it is, for which stage and microbatch), an outline of the values where it differs from
+//! the last one on the same way, and the tensors. So shapes may change from microbatch to microbatch, nothing is probed, and
+//! in the common case an action costs one small message more than its tensors.
 use crate::schedule::{Action, Flow, Message};
 use crate::{Error, Result, Value};
 use candle_core::{DType, Device, Shape, Tensor};
 use candle_dist::ProcessGroup;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, HashMap};
-use std::ops::Range;
 
-/// The numbers in a head: what identifies the message, its microbatch on the sender's side, and the bytes of an outline.
-const HEAD: usize = 8;
+/// The numbers in a head: what identifies the message, and the bytes of an outline.
+const HEAD: usize = 5;
 
 /// What identifies a message, in numbers.
 fn numbers(Message { flow, from, to, microbatch }: Message) -> [i64; 4] {
@@ -87,22 +85,13 @@ type Way = (Flow, usize, usize);
 #[derive(Debug)]
 pub(super) struct Wire<'a> {
     group: &'a ProcessGroup,
-    step: u64,
-    /// The rows of each microbatch.
-    rows: &'a [Range<usize>],
     sent: HashMap<Way, Vec<Outline>>,
     received: HashMap<Way, Vec<Outline>>,
 }
 
 impl<'a> Wire<'a> {
-    pub(super) fn new(group: &'a ProcessGroup, step: u64, rows: &'a [Range<usize>]) -> Self {
-        Self { group, step, rows, sent: HashMap::new(), received: HashMap::new() }
-    }
-
-    /// What a microbatch is on this rank, in numbers.
-    fn batch(&self, microbatch: usize) -> [i64; 3] {
-        let rows = &self.rows[microbatch];
-        [self.step as i64, rows.start as i64, rows.end as i64]
+    pub(super) fn new(group: &'a ProcessGroup) -> Self {
+        Self { group, sent: HashMap::new(), received: HashMap::new() }
     }
 
     /// Hands values to a rank, without waiting for it and without copying those that are contiguous.
@@ -115,7 +104,7 @@ impl<'a> Wire<'a> {
         let way = (message.flow, message.from, message.to);
         let known = self.sent.get(&way) == Some(&outlines);
         let text = if known { Vec::new() } else { serde_json::to_vec(&outlines).map_err(unreadable)? };
-        let head = [&numbers(message)[..], &self.batch(message.microbatch), &[text.len() as i64]].concat();
+        let head = [&numbers(message)[..], &[text.len() as i64]].concat();
         self.group.send_owned(Tensor::from_vec(head, HEAD, &Device::Cpu)?, to)?;
         if !known {
             self.group.send_owned(Tensor::from_vec(text.clone(), text.len(), &Device::Cpu)?, to)?;
@@ -134,15 +123,9 @@ impl<'a> Wire<'a> {
                 format!("rank {from} sent {got:?} (gradients?, from stage, to stage, microbatch) where {want}");
             return Err(Error::Schedule(format!("{reason} was to come; run the same schedule on all ranks")));
         }
-        let [step, start, end] = self.batch(message.microbatch);
-        if head[4..7] != [step, start, end] {
-            let theirs = format!("rank {from} has rows {} to {} of step {}", head[5], head[6], head[4]);
-            let reason = format!("{theirs}, this rank rows {start} to {end} of step {step}");
-            return Err(Error::Microbatches(format!("{reason}; give all ranks the same batch and step")));
-        }
         let way = (message.flow, message.from, message.to);
-        if head[7] > 0 {
-            let text = self.group.recv(head[7] as usize, DType::U8, from)?.to_vec1::<u8>()?;
+        if head[4] > 0 {
+            let text = self.group.recv(head[4] as usize, DType::U8, from)?.to_vec1::<u8>()?;
             self.received.insert(way, serde_json::from_slice(&text).map_err(unreadable)?);
         }
         let unknown = || Error::Pipe(format!("rank {from} refers to a message that did not come"));
@@ -178,8 +161,7 @@ mod tests {
     fn values_arrive_as_they_were_and_outlines_are_sent_where_they_change() {
         World::local(2)
             .run(|ctx| -> Result<()> {
-                let rows = [3, 3, 0, 2].map(|rows| 0..rows);
-                let mut wire = Wire::new(ctx.group(), 0, &rows);
+                let mut wire = Wire::new(ctx.group());
                 for (microbatch, rows) in [3, 3, 0, 2].into_iter().enumerate() {
                     let label = Message { flow: Flow::Activation, from: 1, to: 2, microbatch };
                     if ctx.rank() == 0 {
@@ -202,8 +184,7 @@ mod tests {
     #[test]
     fn another_message_than_the_expected_one_is_an_error() {
         let texts = World::local(2).run(|ctx| -> Result<String> {
-            let rows = [0..1, 1..2];
-            let mut wire = Wire::new(ctx.group(), 0, &rows);
+            let mut wire = Wire::new(ctx.group());
             let label = |microbatch| Message { flow: Flow::Gradient, from: 2, to: 1, microbatch };
             if ctx.rank() == 0 {
                 wire.send(1, label(1), &message(1))?;

@@ -1,5 +1,5 @@
 //! What a stage keeps between the passes of one microbatch.
-use super::{Activation, Gradient, StageModule, WeightQueue, vjp};
+use super::{Activation, Given, Gradient, StageModule, WeightQueue, vjp};
 use crate::graph::Ctx;
 use crate::{Error, Result, Value};
 use candle_core::backprop::GradStore;
@@ -15,7 +15,8 @@ pub struct Tape {
 
 enum Kept {
     Recorded(Recorded),
-    Inputs(Vec<Activation>, Ctx),
+    /// With what came out of them, where the second run is compared with the first.
+    Inputs(Vec<Activation>, Ctx, Option<Given>),
 }
 
 /// The graph of one run.
@@ -51,8 +52,8 @@ impl Tape {
         Self { stage, kept: Kept::Recorded(recorded) }
     }
 
-    pub(super) fn inputs(stage: StageModule, inputs: Vec<Activation>, ctx: Ctx) -> Self {
-        Self { stage, kept: Kept::Inputs(inputs, ctx) }
+    pub(super) fn inputs(stage: StageModule, inputs: Vec<Activation>, ctx: Ctx, given: Option<Given>) -> Self {
+        Self { stage, kept: Kept::Inputs(inputs, ctx, given) }
     }
 
     /// The whole backward pass, from the gradients of the stage's outputs in their order.
@@ -91,10 +92,14 @@ impl Tape {
     fn run(self, gradients: &[Gradient], is_deferring: bool) -> Result<(Backward, Arc<WeightQueue>)> {
         let recorded = match self.kept {
             Kept::Recorded(recorded) => recorded,
-            Kept::Inputs(inputs, ctx) => Recorded::new(&self.stage, &inputs, &ctx)?,
+            Kept::Inputs(inputs, ctx, given) => {
+                let again = Recorded::new(&self.stage, &inputs, &ctx)?;
+                given.map_or(Ok(()), |given| given.check(&self.stage, &again.outputs, &ctx))?;
+                again
+            }
         };
         recorded.queue.defer(is_deferring);
-        let named: Vec<&Tensor> = self.stage.parameters().values().filter(|tensor| tensor.is_variable()).collect();
+        let named: Vec<&Tensor> = self.stage.variables().map(|(_, variable)| variable).collect();
         let mut grads = vjp(&recorded.seeds(&self.stage, gradients)?, &named)?;
         let mut leaf = |leaf: &Option<Var>| leaf.as_ref().and_then(|leaf| grads.remove(leaf));
         let inputs = recorded.leaves.iter().map(|leaves| Gradient(leaves.iter().map(&mut leaf).collect())).collect();

@@ -1,8 +1,10 @@
 //! Pipelines on ranks: every schedule computes what one device computes.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
+mod batches;
 mod chain;
 mod failure;
 mod handover;
+mod losses;
 mod memory;
 mod model;
 mod odd;
