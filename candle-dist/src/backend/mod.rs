@@ -388,7 +388,10 @@ pub trait Backend: Send + Sync + fmt::Debug {
     fn run_in_place(&self, call: Call, tensor: &Tensor) -> Result<()>;
     /// Starts the collective without waiting; the tensors must not change before every rank has finished it.
     fn start(&self, call: Call, tensors: Tensors) -> Result<Box<dyn Unfinished>>;
-    /// Sends to `call.peer` without waiting for it.
+    /// Sends to `call.peer` without waiting for it: a send never blocks, however much is unread.
+    ///
+    /// Programs that receive when they need a message, not when it is sent, rely on it, such as pipelines: they are proved
+    /// to end for sends that do not wait.
     fn send(&self, call: Call, tensor: Tensor) -> Result<()>;
     /// Receives the next tensor from `call.peer`.
     fn recv(&self, call: Call) -> Result<Tensor>;

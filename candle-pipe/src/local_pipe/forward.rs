@@ -2,7 +2,7 @@
 use super::{LocalPipe, Step, StepOptions};
 use crate::graph::{Ctx, Inputs, Reduction, ValueId};
 use crate::microbatch::{Masked, Microbatches};
-use crate::tape::{Activation, Keep, StageModule, Tape};
+use crate::tape::{Activation, StageModule, Tape};
 use crate::{Kwargs, Result, Value};
 use candle_dist::TensorTree;
 use std::collections::BTreeMap;
@@ -39,7 +39,7 @@ impl LocalPipe {
         let mut step = Step::default();
         for (inputs, ctx, weight) in self.microbatches(batch, &options)? {
             let values = self.through(inputs?, |stage, inputs| stage.evaluate(inputs, &ctx))?;
-            self.add_to(&mut step, weight, |value| values.get(&value).cloned())?;
+            self.add_to(&mut step, weight, true, |value| values.get(&value).cloned())?;
         }
         self.divided(step)
     }
@@ -53,7 +53,15 @@ impl LocalPipe {
     }
 
     /// The forward pass of one microbatch, whose results go into `step`.
-    pub(super) fn record(&self, inputs: Inputs, ctx: &Ctx, keep: Keep, weight: f64, step: &mut Step) -> Result<Pass> {
+    pub(super) fn record(
+        &self,
+        inputs: Inputs,
+        ctx: &Ctx,
+        options: &StepOptions,
+        weight: f64,
+        step: &mut Step,
+    ) -> Result<Pass> {
+        let StepOptions { keep, outputs, .. } = *options;
         let mut tapes = Vec::new();
         let leaves = inputs.iter().map(|(&value, input)| Ok((value, Activation::of(input)?)));
         let values = self.through(leaves.collect::<Result<_>>()?, |stage, inputs| {
@@ -61,7 +69,7 @@ impl LocalPipe {
             tapes.push(tape);
             Ok(outputs)
         })?;
-        self.add_to(step, weight, |value| Some(values.get(&value)?.value.clone()))?;
+        self.add_to(step, weight, outputs, |value| Some(values.get(&value)?.value.clone()))?;
         Ok(Pass { tapes, inputs })
     }
 
@@ -101,8 +109,16 @@ impl LocalPipe {
         named.filter_map(|output| Some((output.name.clone(), get(output.value)?))).collect()
     }
 
-    fn add_to(&self, step: &mut Step, weight: f64, get: impl Fn(ValueId) -> Option<Value>) -> Result<()> {
-        step.outputs.push(Value::Map(self.outputs(&get)));
+    fn add_to(
+        &self,
+        step: &mut Step,
+        weight: f64,
+        outputs: bool,
+        get: impl Fn(ValueId) -> Option<Value>,
+    ) -> Result<()> {
+        if outputs {
+            step.outputs.push(Value::Map(self.outputs(&get)));
+        }
         match self.info.graph.loss.and_then(|loss| Some((get(loss.value)?, loss.reduction))) {
             Some((loss, reduction)) => step.add_loss(&loss, reduction, weight),
             None => Ok(()),

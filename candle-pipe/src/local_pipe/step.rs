@@ -18,8 +18,13 @@ pub struct StepOptions {
     pub training: bool,
     /// What stages keep for the backward pass.
     pub keep: Keep,
-    /// Whether weight gradients are computed after all input gradients instead of beside them.
+    /// Whether weight gradients are computed after all input gradients instead of beside them. For [`LocalPipe`]: on ranks
+    /// the schedule says it.
+    ///
+    /// [`LocalPipe`]: crate::LocalPipe
     pub split_backward: bool,
+    /// Whether the step keeps the outputs of all microbatches.
+    pub outputs: bool,
     /// What the loss of each microbatch counts; by default, its share of the rows for means and 1 for sums. A loss that
     /// [counts](Reduction::Counted) takes none.
     pub weights: Option<Vec<f64>>,
@@ -28,7 +33,7 @@ pub struct StepOptions {
 impl Default for StepOptions {
     fn default() -> Self {
         let (keep, split_backward) = (Keep::Activations, false);
-        Self { step: 0, first_row: 0, training: true, keep, split_backward, weights: None }
+        Self { step: 0, first_row: 0, training: true, keep, split_backward, outputs: true, weights: None }
     }
 }
 
@@ -59,7 +64,8 @@ pub struct Step {
     pub counts: Vec<f64>,
     /// The outputs of each microbatch, a map by name; [`Microbatches::merge`] joins them.
     pub outputs: Vec<Value>,
-    /// The gradients of all variables that the loss was computed from.
+    /// The gradients of all variables that the loss was computed from; f32 for 16-bit variables, see
+    /// [`round_grads`](candle_dist::round_grads).
     pub grads: GradStore,
     total: Option<Tensor>,
 }

@@ -6,24 +6,25 @@
 //! order, decides everything. A rank that fails says so to the others, and the step ends for all of them or for none.
 mod agree;
 mod apart;
+mod credit;
 mod execute;
 mod names;
 mod post;
 mod reduce;
 mod wire;
 
-use crate::graph::{Inputs, Pipe, PipeInfo, Reduction, Scope, Share, Signature, ValueId};
+use crate::graph::{Inputs, Node, NodeKind, Pipe, PipeInfo, Reduction, Scope, Share, Signature, ValueId};
 use crate::microbatch::{Masked, Microbatches};
 use crate::schedule::{Edges, Lowering, Program, Schedule, Span};
 use crate::tape::StageModule;
-use crate::{Error, Result, Step, StepOptions, Value};
+use crate::{Error, Kwargs, Result, Step, StepOptions, Value};
 use candle_core::{Device, Tensor, Var};
 use candle_dist::{
     ClipGradNorm, DataParallel, DataParallelOptions, ProcessGroup, ReduceOp, SyncOptions, TensorTree, sync_params,
 };
-use execute::{Execution, Made};
+use execute::{Execution, Made, Outputs};
 use itertools::Itertools;
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::Range;
 
 /// This rank's stages of a pipe, ready to train and to evaluate.
@@ -69,8 +70,12 @@ pub struct Runtime {
     shared: Vec<Shared>,
     /// Where the parameters lie.
     parameters: HashSet<usize>,
-    /// The values that the caller gets.
-    results: HashSet<ValueId>,
+    /// The values that the caller gets, with their names.
+    outputs: HashMap<ValueId, Vec<String>>,
+    /// The values that are parameters, the same for all microbatches.
+    constants: HashSet<ValueId>,
+    /// The most messages of an evaluation that are on their way from one rank to another.
+    window: usize,
 }
 
 /// A replicated parameter on the ranks that have copies of it.
@@ -103,6 +108,12 @@ pub struct RankStep {
     pub spans: Vec<Span>,
     /// The most passes of stages over microbatches that were open at once: forward done, backward not yet.
     pub peak_activations: usize,
+    /// How many gradients of weights this rank computed with those of inputs, though the schedule put them off: those of
+    /// weights that are no variables of the stage, such as fully sharded ones. The step takes longer than simulated then.
+    pub weights_at_once: usize,
+    /// How many computations, of this rank and others, came one after the other because each needed the one before or ran
+    /// on its rank, up to the last one of this rank. Unlike times it depends on nothing but the schedule and what is sent.
+    pub critical_path: usize,
 }
 
 /// The inputs, rows and weight of every microbatch, and how they are run.
@@ -122,6 +133,11 @@ impl<'a> Batch<'a> {
         if cut.len() != microbatches {
             let reason = format!("{} microbatches for a schedule of {microbatches}", cut.len());
             return Err(Error::Microbatches(format!("{reason}; cut the batch so, or make another schedule")));
+        }
+        if options.split_backward {
+            let reason = "split_backward on ranks, where the schedule says what is split; leave it out, and take a schedule with \
+                          W, such as zb-h1";
+            return Err(Error::Schedule(reason.into()));
         }
         let used = runtime.stages.values().flat_map(|stage| &stage.def().inputs);
         let used: HashSet<ValueId> = used.filter(|input| input.from.is_none()).map(|input| input.value).collect();
@@ -190,10 +206,13 @@ impl Runtime {
         });
         let shared = shared.collect::<Result<_>>()?;
         let parameters = stages.values().flat_map(|stage| stage.parameters().values()).map(post::address).collect();
-        let results =
-            info.graph.outputs.iter().map(|output| output.value).chain(info.graph.loss.map(|loss| loss.value));
+        let outputs = info.graph.outputs.iter().map(|output| (output.value, output.name.clone())).into_group_map();
+        let is_parameter = |node: &&Node| matches!(node.kind, NodeKind::Parameter(_));
+        let constants = info.graph.nodes.iter().filter(is_parameter).flat_map(|node| node.outputs.clone()).collect();
         Ok(Self {
-            results: results.collect(),
+            outputs,
+            constants,
+            window: credit::window(&info, &evaluation),
             signature: pipe.signature().clone(),
             group: group.clone(),
             copies: None,
@@ -296,7 +315,8 @@ impl Runtime {
             let reason = "it has no backward passes to train with; evaluate, or take one with them";
             return Err(Error::Schedule(reason.into()));
         }
-        self.run(&self.training, batch, options, true)
+        let outputs = if options.outputs { Outputs::Kept } else { Outputs::Dropped };
+        self.run(&self.training, batch, options, true, outputs)
     }
 
     /// The outputs and losses of all microbatches in evaluation mode, without gradients.
@@ -304,28 +324,53 @@ impl Runtime {
     /// # Errors
     /// As [`forward_backward`](Self::forward_backward).
     pub fn evaluate(&self, batch: &Microbatches) -> Result<RankStep> {
-        self.run(&self.evaluation, batch, &StepOptions { training: false, ..StepOptions::default() }, false)
+        self.evaluate_to(batch, Outputs::Kept)
     }
 
-    fn run(&self, program: &Program, cut: &Microbatches, options: &StepOptions, backward: bool) -> Result<RankStep> {
+    /// As [`evaluate`](Self::evaluate), but outputs go to `each` as soon as a microbatch is through, with its number, on the
+    /// ranks that make them, and are not kept: memory does not grow with the number of microbatches.
+    ///
+    /// # Errors
+    /// As [`evaluate`](Self::evaluate), and those of `each`, after which the group has failed.
+    pub fn evaluate_each(
+        &self,
+        batch: &Microbatches,
+        mut each: impl FnMut(usize, Kwargs) -> Result<()>,
+    ) -> Result<RankStep> {
+        self.evaluate_to(batch, Outputs::Given(&mut each))
+    }
+
+    fn evaluate_to(&self, batch: &Microbatches, outputs: Outputs<'_>) -> Result<RankStep> {
+        let options = StepOptions { training: false, ..StepOptions::default() };
+        self.run(&self.evaluation, batch, &options, false, outputs)
+    }
+
+    fn run(
+        &self,
+        program: &Program,
+        cut: &Microbatches,
+        options: &StepOptions,
+        backward: bool,
+        outputs: Outputs<'_>,
+    ) -> Result<RankStep> {
+        let are_kept = matches!(outputs, Outputs::Kept);
         let batch = agree::settle(self, Batch::new(self, cut, options, backward))?;
-        let Made { results, grads, spans, peak } = Execution::new(self, program, &batch).run()?;
+        let made = Execution::new(self, program, &batch, outputs).run()?;
+        let Made { losses, outputs, grads, spans, peak, path, at_once } = made;
         let mut step = Step::with_grads(grads);
         let reduction = self.info.graph.loss.map_or(Reduction::Mean, |loss| loss.reduction);
-        for (made, &weight) in results.iter().zip(&batch.weights) {
-            let outputs = self.info.graph.outputs.iter();
-            let outputs = outputs.filter_map(|output| Some((output.name.clone(), made.get(&output.value)?.clone())));
-            step.outputs.push(Value::Map(outputs.collect()));
-            if let Some(loss) = self.info.graph.loss.and_then(|loss| made.get(&loss.value)) {
-                step.add_loss(loss, reduction, weight)?;
-            }
+        for (loss, &weight) in losses.iter().zip(&batch.weights) {
+            loss.iter().try_for_each(|loss| step.add_loss(loss, reduction, weight))?;
+        }
+        if are_kept {
+            step.outputs = outputs.into_iter().map(Value::Map).collect();
         }
         // A rank that is through has not succeeded while another can still fail.
         match reduction {
             Reduction::Counted => self.divide(&mut step)?,
             _ => self.group.barrier()?,
         }
-        Ok(RankStep { step, spans, peak_activations: peak })
+        Ok(RankStep { step, spans, peak_activations: peak, weights_at_once: at_once, critical_path: path })
     }
 
     /// Divides the loss and the gradients by what the losses of all microbatches of all copies of the model count.

@@ -41,11 +41,11 @@ impl<'a> Post<'a> {
         Ok(Gradient(packed.items()?.iter().map(part).collect::<Result<_>>()?))
     }
 
-    pub(super) fn send(&mut self, to: usize, message: Message, values: &[Value]) -> Result<()> {
-        self.wire.send(to, message, values)
+    pub(super) fn send(&mut self, to: usize, message: Message, path: usize, values: &[Value]) -> Result<()> {
+        self.wire.send(to, message, path, values)
     }
 
-    pub(super) fn receive(&mut self, from: usize, message: Message) -> Result<Vec<Value>> {
+    pub(super) fn receive(&mut self, from: usize, message: Message) -> Result<(usize, Vec<Value>)> {
         self.wire.receive(from, message)
     }
 }

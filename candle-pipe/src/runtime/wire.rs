@@ -10,8 +10,8 @@ use candle_dist::ProcessGroup;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, HashMap};
 
-/// The numbers in a head: what identifies the message, and the bytes of an outline.
-const HEAD: usize = 5;
+/// The numbers in a head: what identifies the message, the computations before it, and the bytes of an outline.
+const HEAD: usize = 6;
 
 /// What identifies a message, in numbers.
 fn numbers(Message { flow, from, to, microbatch }: Message) -> [i64; 4] {
@@ -96,15 +96,16 @@ impl<'a> Wire<'a> {
 
     /// Hands values to a rank, without waiting for it and without copying those that are contiguous.
     ///
-    /// Nobody may write to the tensors' memory afterwards.
+    /// Nobody may write to the tensors' memory afterwards. `path` is how many computations came one after the other until
+    /// this was made.
     #[track_caller]
-    pub(super) fn send(&mut self, to: usize, message: Message, values: &[Value]) -> Result<()> {
+    pub(super) fn send(&mut self, to: usize, message: Message, path: usize, values: &[Value]) -> Result<()> {
         let mut tensors = Vec::new();
         let outlines: Vec<Outline> = values.iter().map(|value| Outline::of(value, &mut tensors)).collect();
         let way = (message.flow, message.from, message.to);
         let known = self.sent.get(&way) == Some(&outlines);
         let text = if known { Vec::new() } else { serde_json::to_vec(&outlines).map_err(unreadable)? };
-        let head = [&numbers(message)[..], &[text.len() as i64]].concat();
+        let head = [&numbers(message)[..], &[path as i64, text.len() as i64]].concat();
         self.group.send_owned(Tensor::from_vec(head, HEAD, &Device::Cpu)?, to)?;
         if !known {
             self.group.send_owned(Tensor::from_vec(text.clone(), text.len(), &Device::Cpu)?, to)?;
@@ -113,9 +114,9 @@ impl<'a> Wire<'a> {
         tensors.into_iter().try_for_each(|tensor| Ok(self.group.send_owned(tensor.detach(), to)?))
     }
 
-    /// The next message of a rank, which must be this one.
+    /// The next message of a rank, which must be this one, behind its path.
     #[track_caller]
-    pub(super) fn receive(&mut self, from: usize, message: Message) -> Result<Vec<Value>> {
+    pub(super) fn receive(&mut self, from: usize, message: Message) -> Result<(usize, Vec<Value>)> {
         let head = self.group.recv(HEAD, DType::I64, from)?.to_vec1::<i64>()?;
         if head[..4] != numbers(message) {
             let (got, want) = (&head[..4], Action::Recv(message));
@@ -124,14 +125,15 @@ impl<'a> Wire<'a> {
             return Err(Error::Schedule(format!("{reason} was to come; run the same schedule on all ranks")));
         }
         let way = (message.flow, message.from, message.to);
-        if head[4] > 0 {
-            let text = self.group.recv(head[4] as usize, DType::U8, from)?.to_vec1::<u8>()?;
+        if head[5] > 0 {
+            let text = self.group.recv(head[5] as usize, DType::U8, from)?.to_vec1::<u8>()?;
             self.received.insert(way, serde_json::from_slice(&text).map_err(unreadable)?);
         }
         let unknown = || Error::Pipe(format!("rank {from} refers to a message that did not come"));
         let outlines = self.received.get(&way).ok_or_else(unknown)?;
         let mut next = |dims: &[usize], dtype| Ok(self.group.recv(Shape::from(dims), dtype, from)?);
-        outlines.iter().map(|outline| outline.value(&mut next)).collect()
+        let values = outlines.iter().map(|outline| outline.value(&mut next)).collect::<Result<_>>()?;
+        Ok((head[4] as usize, values))
     }
 }
 
@@ -165,11 +167,12 @@ mod tests {
                 for (microbatch, rows) in [3, 3, 0, 2].into_iter().enumerate() {
                     let label = Message { flow: Flow::Activation, from: 1, to: 2, microbatch };
                     if ctx.rank() == 0 {
-                        let (sent, counts) = comm::record(|| wire.send(1, label, &message(rows)));
+                        let (sent, counts) = comm::record(|| wire.send(1, label, microbatch, &message(rows)));
                         sent?;
                         assert_eq!(counts.total(), if microbatch == 1 { 3 } else { 4 });
                     } else {
-                        let got = wire.receive(0, label)?;
+                        let (path, got) = wire.receive(0, label)?;
+                        assert_eq!(path, microbatch);
                         assert_eq!(got.len(), 3);
                         for (got, want) in got.iter().zip(message(rows)) {
                             assert!(got.same(&want)?, "{got}, sent {want}");
@@ -187,7 +190,7 @@ mod tests {
             let mut wire = Wire::new(ctx.group());
             let label = |microbatch| Message { flow: Flow::Gradient, from: 2, to: 1, microbatch };
             if ctx.rank() == 0 {
-                wire.send(1, label(1), &message(1))?;
+                wire.send(1, label(1), 0, &message(1))?;
                 return Ok(String::new());
             }
             Ok(wire.receive(0, label(0)).unwrap_err().to_string())

@@ -71,8 +71,8 @@ impl Tape {
     /// The backward pass but for the weights of linear layers, whose gradients come from the tape that is left: bit by
     /// bit those that [`backward`](Self::backward) gives.
     ///
-    /// Those of [`nn::Linear`](crate::nn::Linear), and on a CPU of `candle_shard` where nothing need be communicated for
-    /// them.
+    /// Those of [`nn::Linear`](crate::nn::Linear) and of the linear layers of `candle_shard`, recomputed ones included, where
+    /// nothing need be communicated for them: not of fully sharded weights, nor of those that other stages send.
     ///
     /// Every parameter's gradient comes whole from one of the two.
     ///
@@ -108,6 +108,11 @@ impl Tape {
 }
 
 impl WeightTape {
+    /// How many gradients of weights could not wait.
+    pub(crate) fn at_once(&self) -> usize {
+        self.queue.at_once()
+    }
+
     /// The gradients of the weights that were put off.
     ///
     /// # Errors

@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 mod batches;
 mod chain;
+mod evaluation;
 mod failure;
 mod handover;
 mod losses;
@@ -14,3 +15,4 @@ mod random;
 #[path = "../common/random_model.rs"]
 mod random_model;
 mod replicas;
+mod sums;

@@ -1,10 +1,12 @@
 //! Recomputing activations in the backward pass instead of keeping them.
 use crate::dtensor::Axes;
+use crate::kernels::{WeightSink, weight_sink, with_weight_sink};
 use crate::nn::found;
 use crate::{DTensor, Error, Result};
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Shape, Tensor, TensorId, Var};
 use candle_dist::backend::{Fresh, Ready};
 use candle_dist::bits::same_elements;
+use std::sync::Arc;
 
 /// Computes `f(x)` and forgets what it kept for the backward pass, which computes `f` a second time (Chen et al. 2016).
 ///
@@ -23,7 +25,7 @@ pub fn checkpoint(x: &DTensor, f: impl Fn(&DTensor) -> Result<DTensor> + Send + 
     let made = Ready::new(Fresh::copy_of(out.to_local())?);
     drop(out);
     found::segment_made();
-    let op = Recompute { f: Box::new(f), x: x.clone(), varying, made };
+    let op = Recompute { f: Box::new(f), x: x.clone(), varying, made, sink: weight_sink() };
     Ok(DTensor::assemble(x.to_local().apply_op1(op)?, spec, varying))
 }
 
@@ -34,6 +36,8 @@ struct Recompute {
     x: DTensor,
     varying: Axes,
     made: Ready,
+    /// Who takes the gradients of weights, the second time too.
+    sink: Option<Arc<dyn WeightSink>>,
 }
 
 impl CustomOp1 for Recompute {
@@ -58,7 +62,11 @@ impl Recompute {
     /// The gradient of the input; those of parameters are put where the outermost pass collects them.
     fn backward(&self, made: &Tensor, grad: &Tensor) -> candle_core::Result<Tensor> {
         let (x, leaf) = self.x.as_leaf()?;
-        let out = found::recomputing(|| (self.f)(&x))?;
+        let run = || found::recomputing(|| (self.f)(&x));
+        let out = match &self.sink {
+            Some(sink) => with_weight_sink(sink.clone(), run),
+            None => run(),
+        }?;
         if !same_elements(made, out.to_local())? {
             let reason = "the segment gave other numbers when the backward pass ran it again; its gradients would be those of \
                           another function. Draw random numbers by name and step, as DTensor::dropout does, or keep the segment's \
