@@ -1,3 +1,4 @@
+use std::borrow::Cow;
 use std::sync::Arc;
 
 use candle_core::{
@@ -56,13 +57,11 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
         };
         return out.to_dtype(x.dtype());
     }
-    let input = x.to_dtype(dtype)?;
-    let input = if as_rows(input.layout()).is_some() { input } else { input.contiguous()? };
-    let out = match bias {
-        Some(bias) => input.apply_op3(weight, &bias.to_dtype(dtype)?.contiguous()?, Linear(weight_sink()))?,
-        None => input.apply_op2(weight, Linear(weight_sink()))?,
-    };
-    out.to_dtype(x.dtype())
+    let input = if as_rows(x.layout()).is_some() { x.clone() } else { x.contiguous()? };
+    match bias {
+        Some(bias) => input.apply_op3(weight, &bias.contiguous()?, Linear(weight_sink())),
+        None => input.apply_op2(weight, Linear(weight_sink())),
+    }
 }
 
 fn composed(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
@@ -130,7 +129,7 @@ impl CustomOp2 for Product {
     }
 }
 
-/// The map of an input in what it is computed in and a weight of any width, and who takes the gradient of the weight.
+/// The map, and who takes the gradient of the weight.
 struct Linear(Option<Arc<dyn WeightSink>>);
 
 /// The number of rows of a tensor `[.., last]`.
@@ -170,13 +169,29 @@ pub(super) fn product(a: &CpuStorage, a_l: &Layout, b: &CpuStorage, b_l: &Layout
     a.matmul(b, (1, m, n, k), a_l, b_l)
 }
 
+/// What is computed on: the operand itself, or a copy in f32 of one in 16 bits, for as long as the computation takes. A graph
+/// that held the copy would hold the whole model in f32.
+fn wide<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<(Cow<'a, CpuStorage>, Layout)> {
+    Ok(match storage.dtype() {
+        DType::F16 | DType::BF16 => {
+            (Cow::Owned(storage.to_dtype(layout, DType::F32)?), Layout::contiguous(layout.shape()))
+        }
+        _ => (Cow::Borrowed(storage), layout.clone()),
+    })
+}
+
+/// A dense result in the dtype of the operands.
+fn narrow(storage: CpuStorage, shape: &Shape, dtype: DType) -> Result<CpuStorage> {
+    if storage.dtype() == dtype { Ok(storage) } else { storage.to_dtype(&Layout::contiguous(shape), dtype) }
+}
+
+/// The map without a bias, in what is computed in.
 fn forward(x: &CpuStorage, x_l: &Layout, weight: &CpuStorage, weight_l: &Layout) -> Result<(CpuStorage, Shape)> {
-    if x.dtype() != weight.dtype() {
-        let wide = weight.to_dtype(weight_l, x.dtype())?;
-        return forward(x, x_l, &wide, &Layout::contiguous(weight_l.shape()));
-    }
     let Some(rows) = as_rows(x_l) else { bail!("linear: the rows of the input are not evenly spaced") };
+    let shape = Shape::from(out_shape(x_l, weight_l));
     let m = rows.dims()[0];
+    let ((x, rows), (weight, weight_l)) = (wide(x, &rows)?, wide(weight, weight_l)?);
+    let (x, weight, weight_l) = (&*x, &*weight, &weight_l);
     let is_dense = rows.is_contiguous() && has_rows(weight_l);
     let out = match (x, weight) {
         _ if !is_dense || m > FEW => product(x, &rows, weight, &weight_l.transpose(0, 1)?)?,
@@ -188,7 +203,7 @@ fn forward(x: &CpuStorage, x_l: &Layout, weight: &CpuStorage, weight_l: &Layout)
         }
         _ => bail!("linear: unexpected dtypes {:?} and {:?}", x.dtype(), weight.dtype()),
     };
-    Ok((out, Shape::from(out_shape(x_l, weight_l))))
+    Ok((out, shape))
 }
 
 fn add_bias<T: Real>(out: &mut [T], bias: &[T]) {
@@ -208,17 +223,10 @@ fn add_bias<T: Real>(out: &mut [T], bias: &[T]) {
 impl Linear {
     /// The gradients of `x` and `weight`, each only where it is asked for and not left to the sink.
     fn backward(&self, x: &Tensor, weight: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let wide = match weight.dtype() == x.dtype() {
-            true => weight.clone(),
-            false => weight.detach().to_dtype(x.dtype())?,
-        };
         match self.0.as_ref().filter(|_| weight.track_op()) {
-            None => {
-                let (dx, dw) = backward(x, &wide, grad, weight.track_op())?;
-                Ok((dx, dw.map(|dw| dw.to_dtype(weight.dtype())).transpose()?))
-            }
+            None => backward(x, weight, grad, weight.track_op()),
             Some(sink) => {
-                let (dx, _) = backward(x, &wide, grad, false)?;
+                let (dx, _) = backward(x, weight, grad, false)?;
                 Ok((dx, sink.take(weight, late_product(weight, x, grad)?)?))
             }
         }
@@ -232,7 +240,10 @@ fn late_product(weight: &Tensor, x: &Tensor, grad: &Tensor) -> Result<LateGradie
     let (x, grad, weight) = (x.detach().reshape((rows, k))?, grad.detach().reshape((rows, n))?, weight.detach());
     Ok(Box::new(move || match x.elem_count() * grad.elem_count() {
         0 => weight.zeros_like(),
-        _ => grad.t()?.matmul(&x)?.to_dtype(weight.dtype()),
+        _ => {
+            let dtype = compute_dtype("linear", &x)?;
+            grad.to_dtype(dtype)?.t()?.matmul(&x.to_dtype(dtype)?)?.to_dtype(weight.dtype())
+        }
     }))
 }
 
@@ -242,17 +253,26 @@ fn backward(x: &Tensor, weight: &Tensor, grad: &Tensor, of_weight: bool) -> Resu
     let (Some(x_l), Some(grad_l)) = (as_rows(x.layout()), as_rows(grad.layout())) else {
         bail!("linear: the rows of an operand are not evenly spaced");
     };
-    let (x_s, weight_s, grad_s) = (cpu(&x_s)?, cpu(&weight_s)?, cpu(&grad_s)?);
-    let tensor = |s, shape: &Shape| Tensor::from_storage(Storage::Cpu(s), shape, BackpropOp::none(), false);
-    let dx = x.track_op().then(|| product(grad_s, &grad_l, weight_s, weight.layout()));
-    let dw = of_weight.then(|| product(grad_s, &grad_l.transpose(0, 1)?, x_s, &x_l));
-    Ok((dx.transpose()?.map(|s| tensor(s, x.shape())), dw.transpose()?.map(|s| tensor(s, weight.shape()))))
+    let (grad_s, grad_l) = wide(cpu(&grad_s)?, &grad_l)?;
+    let tensor = |s, like: &Tensor| {
+        let s = Storage::Cpu(narrow(s, like.shape(), like.dtype())?);
+        Ok::<_, candle_core::Error>(Tensor::from_storage(s, like.shape(), BackpropOp::none(), false))
+    };
+    let dx = x.track_op().then(|| {
+        let (weight_s, weight_l) = wide(cpu(&weight_s)?, weight.layout())?;
+        tensor(product(&grad_s, &grad_l, &weight_s, &weight_l)?, x)
+    });
+    let dw = of_weight.then(|| {
+        let (x_s, x_l) = wide(cpu(&x_s)?, &x_l)?;
+        tensor(product(&grad_s, &grad_l.transpose(0, 1)?, &x_s, &x_l)?, weight)
+    });
+    Ok((dx.transpose()?, dw.transpose()?))
 }
 
 /// The gradient of the bias: the sum of the rows of `grad`.
 fn column_sums<T: Real>(grad: &Tensor, bias: &Tensor) -> Result<Tensor> {
-    let (grad, bias) = (Reading::new(grad), Reading::new(bias));
-    let (gs, n) = (grad.elements::<T>()?, bias.elements::<T>()?.len());
+    let (grad, bias, n) = (Reading::new(grad), Reading::new(bias), bias.elem_count());
+    let gs = grad.elements::<T>()?;
     let mut sums = vec![T::zero(); n];
     if n > 0 {
         for row in gs.chunks_exact(n) {
@@ -268,7 +288,8 @@ impl CustomOp2 for Linear {
     }
 
     fn cpu_fwd(&self, x: &CpuStorage, x_l: &Layout, w: &CpuStorage, w_l: &Layout) -> Result<(CpuStorage, Shape)> {
-        forward(x, x_l, w, w_l)
+        let (out, shape) = forward(x, x_l, w, w_l)?;
+        Ok((narrow(out, &shape, x.dtype())?, shape))
     }
 
     fn bwd(&self, x: &Tensor, w: &Tensor, _: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
@@ -291,12 +312,13 @@ impl CustomOp3 for Linear {
         bias_l: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
         let (mut out, shape) = forward(x, x_l, w, w_l)?;
+        let (bias, bias_l) = wide(bias, bias_l)?;
         match &mut out {
-            CpuStorage::F64(out) => add_bias(out, elements(bias, bias_l)?),
-            CpuStorage::F32(out) => add_bias(out, elements(bias, bias_l)?),
+            CpuStorage::F64(out) => add_bias(out, elements(&bias, &bias_l)?),
+            CpuStorage::F32(out) => add_bias(out, elements(&bias, &bias_l)?),
             other => bail!("linear: unexpected dtype {:?}", other.dtype()),
         }
-        Ok((out, shape))
+        Ok((narrow(out, &shape, x.dtype())?, shape))
     }
 
     fn bwd(
@@ -311,7 +333,7 @@ impl CustomOp3 for Linear {
         let (dx, dw) = self.backward(x, w, &grad)?;
         let db = match grad.dtype() {
             DType::F64 => column_sums::<f64>(&grad, bias)?,
-            _ => column_sums::<f32>(&grad, bias)?,
+            _ => column_sums::<f32>(&grad.to_dtype(DType::F32)?, bias)?.to_dtype(bias.dtype())?,
         };
         Ok((dx, dw, Some(db)))
     }
