@@ -311,6 +311,22 @@ fn nested_checkpoints_find_every_part_of_a_gradient() {
     });
 }
 
+#[test]
+fn a_segment_that_draws_anew_is_refused() {
+    on_ranks(2, "drawn anew", |ctx| -> Result<()> {
+        let mesh = ctx.mesh(&[("a", 2)])?;
+        let (x, _) = DTensor::distribute(&values(&[4, 8], 1, DType::F64), &mesh, &[Shard(0)])?.to_var()?;
+        let drop = |x: &DTensor| {
+            let dropped = candle_nn::ops::dropout(x.to_local(), 0.5)?;
+            DTensor::from_local_with_spec(dropped, x.spec().clone())
+        };
+        let loss = candle_shard::nn::checkpoint(&x, drop)?.to_local().sum_all()?;
+        let said = candle_shard::nn::backward(&loss).unwrap_err().to_string();
+        assert!(said.contains("checkpoint: the segment gave other numbers"), "{said}");
+        Ok(())
+    });
+}
+
 /// How many graphs hold a probe, and how many did at most.
 #[derive(Default)]
 struct Held {
