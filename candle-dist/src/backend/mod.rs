@@ -388,6 +388,10 @@ pub trait Backend: Send + Sync + fmt::Debug {
     fn run_in_place(&self, call: Call, tensor: &Tensor) -> Result<()>;
     /// Starts the collective without waiting; the tensors must not change before every rank has finished it.
     fn start(&self, call: Call, tensors: Tensors) -> Result<Box<dyn Unfinished>>;
+    /// Whether what a rank sends arrives as the same memory.
+    fn shares_memory(&self) -> bool {
+        true
+    }
     /// Sends to `call.peer` without waiting for it.
     fn send(&self, call: Call, tensor: Tensor) -> Result<()>;
     /// Receives the next tensor from `call.peer`.

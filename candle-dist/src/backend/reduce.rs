@@ -5,12 +5,13 @@ use crate::Result;
 use crate::backend::ReduceOp;
 use candle_core::{CpuStorage, Tensor, WithDType};
 use half::{bf16, f16};
+use std::mem::MaybeUninit;
 
 /// Elements reduced at a time, so that the accumulator stays in the first-level cache.
 const BLOCK: usize = 2048;
 
 /// An element type with the wider type that its sums and products accumulate in.
-trait Element: WithDType {
+pub(super) trait Element: WithDType {
     type Acc: Copy + PartialOrd + std::ops::Add<Output = Self::Acc> + std::ops::Mul<Output = Self::Acc>;
     fn widen(self) -> Self::Acc;
     fn narrow(acc: Self::Acc) -> Self;
@@ -71,37 +72,57 @@ fn reduce_as<T: Element>(tensors: &[&Tensor], op: ReduceOp, piece: Option<Piece>
     let guards = Guards::new(tensors);
     let sources =
         tensors.iter().zip(guards.iter()).map(|(t, g)| Runs::<T>::new(t, g, piece)).collect::<Result<Vec<_>>>()?;
+    let total = sources[0].total;
+    let mut out: Vec<T> = Vec::with_capacity(total);
+    reduce_runs(&sources, op, &mut out.spare_capacity_mut()[..total]);
+    // SAFETY: `reduce_runs` writes every element of what it is given.
+    unsafe { out.set_len(total) };
+    Ok(out)
+}
+
+/// The reduction of slices of equal length, in their order, written to every element of `out`, which is as long.
+#[cfg(feature = "mpi")]
+pub(super) fn reduce_slices<T: Element>(sources: &[&[T]], op: ReduceOp, out: &mut [MaybeUninit<T>]) {
+    let runs: Vec<Runs<'_, T>> = sources.iter().map(|data| Runs::flat(data)).collect();
+    reduce_runs(&runs, op, out);
+}
+
+fn reduce_runs<T: Element>(sources: &[Runs<'_, T>], op: ReduceOp, out: &mut [MaybeUninit<T>]) {
     match op {
-        ReduceOp::Sum => Ok(fold(&sources, |a, b| a + b, |a| a)),
+        ReduceOp::Sum => fold(sources, out, |a, b| a + b, |a| a),
         ReduceOp::Avg => {
-            let n = tensors.len();
-            Ok(fold(&sources, |a, b| a + b, |a| T::divide(a, n)))
+            let n = sources.len();
+            fold(sources, out, |a, b| a + b, |a| T::divide(a, n));
         }
-        ReduceOp::Product => Ok(fold(&sources, |a, b| a * b, |a| a)),
-        ReduceOp::Min => Ok(fold(&sources, |a, b| if (b < a) | T::is_nan(b) { b } else { a }, |a| a)),
-        ReduceOp::Max => Ok(fold(&sources, |a, b| if (b > a) | T::is_nan(b) { b } else { a }, |a| a)),
+        ReduceOp::Product => fold(sources, out, |a, b| a * b, |a| a),
+        ReduceOp::Min => fold(sources, out, |a, b| if (b < a) | T::is_nan(b) { b } else { a }, |a| a),
+        ReduceOp::Max => fold(sources, out, |a, b| if (b > a) | T::is_nan(b) { b } else { a }, |a| a),
     }
 }
 
 /// Combines the sources block by block: each is read once, the accumulator never leaves the cache.
 fn fold<T: Element>(
     sources: &[Runs<'_, T>],
+    out: &mut [MaybeUninit<T>],
     combine: impl Fn(T::Acc, T::Acc) -> T::Acc,
     finish: impl Fn(T::Acc) -> T::Acc,
-) -> Vec<T> {
+) {
     let (total, run) = (sources[0].total, sources[0].run);
-    let mut out: Vec<T> = Vec::with_capacity(total);
-    let Some((last, front)) = sources.split_last().filter(|_| total > 0) else { return out };
+    assert_eq!(out.len(), total, "the result has as many elements as each source");
+    let Some((last, front)) = sources.split_last().filter(|_| total > 0) else { return };
     let mut acc: Vec<T::Acc> = Vec::with_capacity(BLOCK.min(run));
     for start in (0..total).step_by(run) {
         for at in (start..start + run).step_by(BLOCK) {
             let len = BLOCK.min(start + run - at);
+            let out = &mut out[at..at + len];
             acc.clear();
             match front {
                 // One pass for the commonest world.
                 [first] => {
                     let pairs = first.slice(at, len).iter().zip(last.slice(at, len));
-                    out.extend(pairs.map(|(&a, &b)| T::narrow(finish(combine(a.widen(), b.widen())))));
+                    for (to, (&a, &b)) in out.iter_mut().zip(pairs) {
+                        to.write(T::narrow(finish(combine(a.widen(), b.widen()))));
+                    }
                     continue;
                 }
                 [] => acc.extend(last.slice(at, len).iter().map(|&a| a.widen())),
@@ -114,8 +135,9 @@ fn fold<T: Element>(
                     }
                 }
             }
-            out.extend(acc.iter().map(|&a| T::narrow(finish(a))));
+            for (to, &a) in out.iter_mut().zip(&acc) {
+                to.write(T::narrow(finish(a)));
+            }
         }
     }
-    out
 }

@@ -31,9 +31,19 @@ pub enum Message {
 
 impl ProcessGroup {
     /// Sends a copy of `tensor` to rank `to` without waiting for it.
+    ///
+    /// A `Var` may change at once. Another tensor must not be written to in place before it has been received: an engine
+    /// between processes sends it from where it lies.
     #[track_caller]
     pub fn send(&self, tensor: &Tensor, to: usize) -> Result<()> {
-        self.send_owned(tensor.detach().force_contiguous()?, to)
+        self.send_owned(self.for_sending(tensor)?, to)
+    }
+
+    /// What can be handed over in place of `tensor`: a copy, where the receiver would get the same memory or it may change.
+    fn for_sending(&self, tensor: &Tensor) -> Result<Tensor> {
+        let copies = tensor.is_variable() || self.backend.shares_memory();
+        let tensor = tensor.detach();
+        Ok(if copies { tensor.force_contiguous()? } else { tensor.contiguous()? })
     }
 
     /// Hands `tensor` itself to rank `to`, in constant time where ranks share memory.
@@ -77,7 +87,7 @@ impl ProcessGroup {
         }
         for message in messages {
             if let Message::Send { tensor, to, tag } = message {
-                self.send_message(tensor.detach().force_contiguous()?, *to, *tag)?;
+                self.send_message(self.for_sending(tensor)?, *to, *tag)?;
             }
         }
         let mut received = Vec::new();
