@@ -53,7 +53,7 @@ heard_by() {
 passed() { [ "$status" -eq 0 ]; }
 ended() { [ "$status" -ne 0 ] && [ "$status" -ne 124 ]; }
 
-for ranks in 2 4; do
+for ranks in 2 4 8; do
     on "$ranks"
     echo "$out" | grep " cases on "
     verdict "all cases on $ranks ranks" passed
@@ -62,13 +62,44 @@ on 3 parts
 verdict "all cases in messages of few bytes on 3 ranks" passed
 on 2 given
 verdict "all cases on an MPI that the program started" passed
-for ranks in 2 4; do
+for ranks in 2 3; do
+    on "$ranks" large
+    verdict "a tensor in 20,000 parts on $ranks ranks" passed
+done
+for ranks in 3 4 5 8; do
+    on "$ranks" any
+    verdict "sums in any order on $ranks ranks" passed
+done
+on 2 dropped
+verdict "a finished call that is dropped frees its memory" passed
+# port: one that is likely to be free, for starts that name their own.
+port() { echo $((20000 + RANDOM % 10000)); }
+on 3 begin order "$(port)"
+verdict "the launcher's ranks in another order than MPI's" heard_by 3 "start all ranks with one mpirun"
+for ranks in 2 3; do
+    on "$ranks" begin level "$(port)"
+    verdict "an MPI for one thread on one of $ranks ranks" heard_by "$ranks" "start it with MPI_THREAD_MULTIPLE"
+    on "$ranks" begin missing "$(port)"
+    verdict "a communicator that one of $ranks ranks does not give" heard_by "$ranks" "give its communicator to the engine"
+    on "$ranks" begin settings "$(port)"
+    verdict "other settings on one of $ranks ranks" heard_by "$ranks" "most_bytes 1048576"
+    on "$ranks" begin range "$(port)"
+    verdict "messages that are too small on one of $ranks ranks" heard_by "$ranks" "messages of 1 bytes"
+done
+for ranks in 2 4 8; do
     on "$ranks" device
     verdict "a tensor on a GPU on $ranks ranks" heard_by "$ranks" "on Cuda { gpu_id: 0 } over MPI; move them"
     for failure in op shape dtype reduction form; do
         on "$ranks" differ "$failure"
         verdict "another $failure on $ranks ranks" heard_by "$ranks" "($failure"
     done
+    for failure in root_of_broadcast root_of_large_broadcast root_of_reduce root_of_large_reduce root_of_gather \
+        root_of_scatter own_root_of_reduce own_root_of_broadcast; do
+        on "$ranks" differ "$failure"
+        verdict "another $failure on $ranks ranks" heard_by "$ranks" "(root differs)"
+    done
+    on "$ranks" differ broadcast_against_reduce
+    verdict "broadcast against reduce on $ranks ranks" heard_by "$ranks" "(op differs)"
     on "$ranks" differ told
     verdict "told on $ranks ranks" heard_by "$ranks" "failed: no such file"
     on "$ranks" end error

@@ -1,22 +1,46 @@
 //! The conformance suite on processes that mpirun has started; `scripts/mpi-test.sh` does that and judges.
 //!
 //! Without arguments all cases run, with `parts` in messages of few bytes, with `given` on an MPI that the program itself
-//! has started. With `differ NAME`, `end NAME` or `device` the last rank goes wrong, and every rank that hears of it says
-//! so.
+//! has started. With `differ NAME`, `end NAME`, `device`, or `begin NAME`, which is for starts, the last rank goes wrong, and
+//! every rank that hears of it says so. `large`, `any` and `dropped` check one thing each.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 #[allow(dead_code)] // what errors say is judged by the script
 #[path = "conformance/cases/mod.rs"]
 mod cases;
 
 use candle_core::{DType, Device, DeviceLocation, Tensor};
-use candle_dist::backend::mpi::Settings;
+use candle_dist::backend::mpi::{Comm, Settings, Sums};
 use candle_dist::backend::{Call, Op};
 use candle_dist::init::{Backend, InitOptions, init_process_group_with};
-use candle_dist::{Error, RankContext, Result, World};
+use candle_dist::{Error, RankContext, ReduceOp, Result, World};
 use cases::{FAILURES, GROUPS};
-use ferrompi::{Mpi, ThreadLevel};
+use std::ffi::{c_int, c_void};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
+
+// Of the MPI that the engine is linked with; these are alike in all of them, and so is the order of the levels.
+unsafe extern "C" {
+    fn MPI_Init_thread(argc: *mut c_int, argv: *mut c_void, required: c_int, provided: *mut c_int) -> c_int;
+    fn MPI_Finalize() -> c_int;
+}
+
+/// MPI_THREAD_FUNNELED and MPI_THREAD_MULTIPLE.
+const FUNNELED: c_int = 1;
+const MULTIPLE: c_int = 3;
+
+/// Starts MPI, as a program does that uses it itself.
+fn start_mpi(level: c_int) {
+    let mut provided = -1;
+    // SAFETY: MPI allows null for the arguments, and has not been started.
+    let code = unsafe { MPI_Init_thread(std::ptr::null_mut(), std::ptr::null_mut(), level, &mut provided) };
+    assert_eq!((code, provided), (0, level), "MPI starts with the level asked for");
+}
+
+/// Ends it.
+fn end_mpi() {
+    // SAFETY: it was started here, on this thread, and the engine is gone.
+    assert_eq!(unsafe { MPI_Finalize() }, 0);
+}
 
 type End = fn() -> Result<()>;
 
@@ -44,14 +68,17 @@ fn main() -> ExitCode {
         // Above what goes with a header, and below most lengths.
         ["parts"] => run_on(Settings { most_bytes: 20_000, ..Settings::default() }, conform),
         ["given"] => {
-            let mpi = Mpi::init_thread(ThreadLevel::Multiple).expect("MPI starts");
-            let comm = mpi.world();
+            start_mpi(MULTIPLE);
             let refused = run(Duration::from_secs(60), |_| Ok(()));
-            let done = run_on(Settings { comm: Some(&comm), ..Settings::default() }, conform);
+            let done = run_on(Settings { comm: Some(Comm::world()), ..Settings::default() }, conform);
             // The engine is gone, and MPI is not.
-            comm.barrier().expect("MPI goes on");
+            end_mpi();
             !refused && done
         }
+        ["large"] => run_on(Settings { most_bytes: 4096, ..Settings::default() }, in_many_parts),
+        ["any"] => run_on(Settings { sums: Sums::Any, ..Settings::default() }, in_any_order),
+        ["dropped"] => run(Duration::from_secs(60), dropped),
+        ["begin", name, port] => begin(name, port),
         ["device"] => run(Duration::from_secs(60), |ctx| heard(ctx, with_a_gpu(ctx))),
         ["differ", name] => {
             let failure = FAILURES.iter().find(|failure| failure.name == *name).expect("a failure of this name");
@@ -78,10 +105,102 @@ fn run(timeout: Duration, f: impl Fn(&RankContext) -> Result<()> + Sync) -> bool
 }
 
 /// Like [`run`] over an engine with settings.
-fn run_on(settings: Settings<'_>, f: impl Fn(&RankContext) -> Result<()>) -> bool {
+fn run_on(settings: Settings, f: impl Fn(&RankContext) -> Result<()>) -> bool {
     let ctx = init_process_group_with(InitOptions::new(), |info, control| settings.start(info, control));
     let ctx = ctx.unwrap_or_else(|error| panic!("{error}"));
     ctx.run(f, |rank, message| eprintln!("rank {rank}: {message}")).is_some()
+}
+
+/// A start in which the last rank goes wrong; no rank may wait for another in MPI.
+fn begin(name: &str, port: &str) -> bool {
+    let number = |names: [&str; 2]| names.iter().find_map(|name| std::env::var(name).ok()?.parse::<usize>().ok());
+    let rank = number(["OMPI_COMM_WORLD_RANK", "PMI_RANK"]).expect("a rank");
+    let size = number(["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"]).expect("a size");
+    let is_last = rank + 1 == size;
+    let explicit = |rank| InitOptions::explicit(&format!("127.0.0.1:{port}"), rank, size).local(rank, size);
+    let (options, settings) = match name {
+        // The launcher's ranks are those of MPI, but the last two change places.
+        "order" => {
+            let swapped = if rank + 2 < size { rank } else { 2 * size - 3 - rank };
+            (explicit(swapped), Settings::default())
+        }
+        "level" => {
+            start_mpi(if is_last { FUNNELED } else { MULTIPLE });
+            (explicit(rank), Settings { comm: Some(Comm::world()), ..Settings::default() })
+        }
+        "missing" => {
+            start_mpi(MULTIPLE);
+            (explicit(rank), Settings { comm: (!is_last).then(Comm::world), ..Settings::default() })
+        }
+        "settings" => {
+            let most_bytes = if is_last { 1 << 20 } else { 1 << 21 };
+            (explicit(rank), Settings { most_bytes, ..Settings::default() })
+        }
+        "range" => {
+            let most_bytes = if is_last { 1 } else { 1 << 21 };
+            (explicit(rank), Settings { most_bytes, ..Settings::default() })
+        }
+        other => panic!("a start that goes wrong by {other}"),
+    };
+    let began = Instant::now();
+    match init_process_group_with(options, |info, control| settings.start(info, control)) {
+        Ok(_) => println!("rank {rank} has started"),
+        Err(error) => println!("heard by {rank}: {}", error.to_string().replace('\n', " |")),
+    }
+    assert!(began.elapsed() < Duration::from_secs(30), "the start has ended in time");
+    false
+}
+
+/// A tensor in more parts than an MPI has requests for.
+fn in_many_parts(ctx: &RankContext) -> Result<()> {
+    let (len, group, n) = (20 << 20, ctx.group(), ctx.world_size());
+    let x = Tensor::full(ctx.rank() as f32 + 1.0, len, &Device::Cpu)?;
+    let sum = group.all_reduce(&x, ReduceOp::Sum)?;
+    assert_eq!(sum.min_all()?.to_scalar::<f32>()?, (n * (n + 1) / 2) as f32);
+    assert_eq!(sum.max_all()?.to_scalar::<f32>()?, (n * (n + 1) / 2) as f32);
+    let from = group.broadcast(&x, n - 1)?;
+    assert_eq!(from.sum_all()?.to_scalar::<f32>()?, (n * len) as f32);
+    if ctx.rank() == 0 {
+        group.send(&x, 1)?;
+    } else if ctx.rank() == 1 {
+        assert_eq!(group.recv(len, DType::F32, 0)?.sum_all()?.to_scalar::<f32>()?, len as f32);
+    }
+    group.barrier()
+}
+
+/// Sums that may be reordered: exact where all orders are.
+fn in_any_order(ctx: &RankContext) -> Result<()> {
+    let n = ctx.world_size() as u32;
+    for len in [1, 1000, 100_000] {
+        let x = (Tensor::arange(0u32, len, &Device::Cpu)? + f64::from(ctx.rank() as u32))?;
+        let want = ((Tensor::arange(0u32, len, &Device::Cpu)? * f64::from(n))? + f64::from(n * (n - 1) / 2))?;
+        assert_eq!(ctx.group().all_reduce(&x, ReduceOp::Sum)?.to_vec1::<u32>()?, want.to_vec1::<u32>()?);
+        let most = ctx.group().all_reduce(&x.to_dtype(DType::F64)?, ReduceOp::Max)?;
+        assert_eq!(most.to_vec1::<f64>()?[0], f64::from(n - 1));
+        let mean = ctx.group().all_reduce(&x.to_dtype(DType::F64)?, ReduceOp::Avg)?;
+        assert_eq!(mean.to_vec1::<f64>()?[0], f64::from(n - 1) / 2.0);
+    }
+    Ok(())
+}
+
+/// The memory of this process, in MiB.
+fn resident() -> usize {
+    let statm = std::fs::read_to_string("/proc/self/statm").expect("Linux tells of memory");
+    statm.split(' ').nth(1).and_then(|pages| pages.parse::<usize>().ok()).expect("a number of pages") * 4 / 1024
+}
+
+/// A finished call that is dropped frees its memory, without another message.
+fn dropped(ctx: &RankContext) -> Result<()> {
+    let x = Tensor::full(1f32, 16 << 20, &Device::Cpu)?; // 64 MiB
+    let pending = ctx.group().all_reduce_start(&x, ReduceOp::Sum)?;
+    while !pending.is_ready()? {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let before = resident();
+    drop((pending, x));
+    let freed = before.saturating_sub(resident());
+    assert!(freed > 100, "{freed} MiB of the input's and the result's 128 were freed");
+    ctx.group().barrier()
 }
 
 /// A scatter of what the last rank alone has, on a GPU by its own word.

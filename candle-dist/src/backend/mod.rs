@@ -476,6 +476,10 @@ pub trait Backend: Send + Sync + fmt::Debug {
     }
     /// Starts the collective without waiting; the tensors must not change before every rank has finished it.
     fn start(&self, call: Call, tensors: Tensors) -> Result<Box<dyn Unfinished>>;
+    /// Whether what a rank sends arrives as the same memory.
+    fn shares_memory(&self) -> bool {
+        true
+    }
     /// Like [`start`](Self::start), with the results written to `outputs` when the call is finished.
     fn start_into(&self, call: Call, tensors: Tensors, outputs: Tensors) -> Result<Box<dyn Unfinished>> {
         Ok(outputs::filling(self.start(call, tensors)?, outputs))

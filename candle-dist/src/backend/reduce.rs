@@ -2,12 +2,16 @@
 use super::guards::Guards;
 use super::overwrite::{HostWrite, write_host};
 use super::regions::{Piece, Runs, with_element};
+#[cfg(feature = "mpi")]
+use super::sink::Unwritten;
 use super::sink::{Given, Sink};
 use crate::backend::ReduceOp;
 use crate::{Error, Result};
 use candle_core::{CpuStorage, Tensor, WithDType};
 use float8::F8E4M3;
 use half::{bf16, f16};
+#[cfg(feature = "mpi")]
+use std::mem::MaybeUninit;
 
 /// Elements reduced at a time, so that the accumulator stays in the first-level cache.
 const BLOCK: usize = 2048;
@@ -134,24 +138,38 @@ fn reduce_to<T: Element>(
     if is_int && op.is_fractional() || !is_int && op.is_bitwise() {
         return Err(Error::Unsupported(format!("{op} of {} tensors", T::DTYPE.as_str())));
     }
+    reduce_runs(&sources, op, out);
+    Ok(())
+}
+
+/// The reduction of slices of equal length, in their order, written to every element of `out`, which is as long.
+#[cfg(feature = "mpi")]
+pub(super) fn reduce_slices<T: Element>(sources: &[&[T]], op: ReduceOp, out: &mut [MaybeUninit<T>]) {
+    let runs: Vec<Runs<'_, T>> = sources.iter().map(|data| Runs::flat(data)).collect();
+    assert_eq!(out.len(), runs[0].total, "the result has as many elements as each source");
+    let mut rest = Unwritten(out);
+    reduce_runs(&runs, op, &mut rest);
+    assert!(rest.0.is_empty(), "every element is written");
+}
+
+fn reduce_runs<T: Element>(sources: &[Runs<'_, T>], op: ReduceOp, out: &mut impl Sink<T>) {
     match op {
-        ReduceOp::Sum => fold(&sources, out, T::widen, |a, b| a + b, |a| a),
+        ReduceOp::Sum => fold(sources, out, T::widen, |a, b| a + b, |a| a),
         ReduceOp::Avg => {
-            let n = tensors.len();
-            fold(&sources, out, T::widen, |a, b| a + b, |a| T::divide(a, n));
+            let n = sources.len();
+            fold(sources, out, T::widen, |a, b| a + b, |a| T::divide(a, n));
         }
-        ReduceOp::Product => fold(&sources, out, T::widen, |a, b| a * b, |a| a),
-        ReduceOp::Min => fold(&sources, out, T::widen, |a, b| if (b < a) | T::is_nan(b) { b } else { a }, |a| a),
-        ReduceOp::Max => fold(&sources, out, T::widen, |a, b| if (b > a) | T::is_nan(b) { b } else { a }, |a| a),
-        ReduceOp::And => fold(&sources, out, T::widen, |a, b| T::bits(ReduceOp::And, a, b), |a| a),
-        ReduceOp::Or => fold(&sources, out, T::widen, |a, b| T::bits(ReduceOp::Or, a, b), |a| a),
-        ReduceOp::Xor => fold(&sources, out, T::widen, |a, b| T::bits(ReduceOp::Xor, a, b), |a| a),
+        ReduceOp::Product => fold(sources, out, T::widen, |a, b| a * b, |a| a),
+        ReduceOp::Min => fold(sources, out, T::widen, |a, b| if (b < a) | T::is_nan(b) { b } else { a }, |a| a),
+        ReduceOp::Max => fold(sources, out, T::widen, |a, b| if (b > a) | T::is_nan(b) { b } else { a }, |a| a),
+        ReduceOp::And => fold(sources, out, T::widen, |a, b| T::bits(ReduceOp::And, a, b), |a| a),
+        ReduceOp::Or => fold(sources, out, T::widen, |a, b| T::bits(ReduceOp::Or, a, b), |a| a),
+        ReduceOp::Xor => fold(sources, out, T::widen, |a, b| T::bits(ReduceOp::Xor, a, b), |a| a),
         ReduceOp::PreMulSum(factor) => {
             let by = factor.value();
-            fold(&sources, out, |x: T| T::scale(x.widen(), by), |a, b| a + b, |a| a);
+            fold(sources, out, |x: T| T::scale(x.widen(), by), |a, b| a + b, |a| a);
         }
     }
-    Ok(())
 }
 
 /// Combines the sources block by block: each is read once, the accumulator never leaves the cache.

@@ -83,6 +83,12 @@ impl<'a, T: WithDType> Runs<'a, T> {
         Ok(Self { data, stride, run, total: run * outer })
     }
 
+    /// Elements that lie in one run.
+    #[cfg(feature = "mpi")]
+    pub(super) fn flat(data: &'a [T]) -> Self {
+        Self { data, stride: data.len(), run: data.len(), total: data.len() }
+    }
+
     /// The elements `at..at + len` in row-major order; they must lie in one run.
     pub(super) fn slice(&self, at: usize, len: usize) -> &'a [T] {
         let offset = at / self.run * self.stride + at % self.run;

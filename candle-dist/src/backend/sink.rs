@@ -1,4 +1,6 @@
 //! Where elements are written to: new memory, or memory that exists.
+#[cfg(feature = "mpi")]
+use std::mem::MaybeUninit;
 
 /// Takes elements one after the other.
 pub(super) trait Sink<T> {
@@ -45,5 +47,39 @@ impl<T> Sink<T> for Given<'_, T> {
     {
         let to = self.next(values.len());
         to.copy_from_slice(&values[..to.len()]);
+    }
+}
+
+/// The rest of memory that nothing was written to yet.
+#[cfg(feature = "mpi")]
+pub(super) struct Unwritten<'a, T>(pub(super) &'a mut [MaybeUninit<T>]);
+
+#[cfg(feature = "mpi")]
+impl<'a, T> Unwritten<'a, T> {
+    fn next(&mut self, len: usize) -> &'a mut [MaybeUninit<T>] {
+        let all = std::mem::take(&mut self.0);
+        let (next, rest) = all.split_at_mut(len);
+        self.0 = rest;
+        next
+    }
+}
+
+#[cfg(feature = "mpi")]
+impl<T> Sink<T> for Unwritten<'_, T> {
+    fn put(&mut self, values: impl ExactSizeIterator<Item = T>) {
+        let len = values.len();
+        let mut written = 0;
+        for (to, value) in self.next(len).iter_mut().zip(values) {
+            to.write(value);
+            written += 1;
+        }
+        assert_eq!(written, len, "an iterator gives as many elements as it says");
+    }
+
+    fn copy(&mut self, values: &[T])
+    where
+        T: Copy,
+    {
+        self.put(values.iter().copied());
     }
 }

@@ -105,6 +105,10 @@ impl<W: Wrapping> Backend for W {
         self.inner().start_into(call, tensors, outputs)
     }
 
+    fn shares_memory(&self) -> bool {
+        self.inner().shares_memory()
+    }
+
     fn send(&self, call: Call, tensor: Tensor) -> Result<()> {
         self.before(&call)?;
         self.inner().send(call, tensor)

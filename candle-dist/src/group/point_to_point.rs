@@ -33,9 +33,19 @@ pub enum Message {
 impl ProcessGroup {
     /// Sends a copy of `tensor` to rank `to` without waiting for it, unless a bound on unread messages is reached (see
     /// [`World::mailbox_bytes`](crate::World::mailbox_bytes)).
+    ///
+    /// A `Var` may change at once. Another tensor must not be written to in place before it has been received: an engine
+    /// between processes sends it from where it lies.
     #[track_caller]
     pub fn send(&self, tensor: &Tensor, to: usize) -> Result<()> {
-        self.send_owned(tensor.detach().force_contiguous()?, to)
+        self.send_owned(self.for_sending(tensor)?, to)
+    }
+
+    /// What can be handed over in place of `tensor`: a copy, where the receiver would get the same memory or it may change.
+    fn for_sending(&self, tensor: &Tensor) -> Result<Tensor> {
+        let copies = tensor.is_variable() || self.backend.shares_memory();
+        let tensor = tensor.detach();
+        Ok(if copies { tensor.force_contiguous()? } else { tensor.contiguous()? })
     }
 
     /// Hands `tensor` itself to rank `to`, in constant time where ranks share memory.
@@ -53,7 +63,8 @@ impl ProcessGroup {
     }
 
     /// Starts to send a copy of `tensor` to rank `to`, and never waits; the wait returns once the bound on unread messages
-    /// is kept (see [`World::mailbox_bytes`](crate::World::mailbox_bytes)).
+    /// is kept (see [`World::mailbox_bytes`](crate::World::mailbox_bytes)). The same care for the tensor as in
+    /// [`send`](Self::send).
     #[track_caller]
     pub fn send_start(&self, tensor: &Tensor, to: usize, tag: u32) -> Result<Pending<()>> {
         let state = self.start_message(tensor, to, tag)?;
@@ -212,7 +223,7 @@ impl ProcessGroup {
     #[track_caller]
     fn start_message(&self, tensor: &Tensor, to: usize, tag: u32) -> Result<State> {
         self.check_peer(Op::Send, to)?;
-        let tensor = tensor.detach().force_contiguous()?;
+        let tensor = self.for_sending(tensor)?;
         let call = Call { peer: Some(to), tag, ..Call::on(Op::Send, &tensor, &[]) };
         let (size, given) = (bytes(&tensor), call.clone());
         let started = self.engage(call, size, |engine, call| engine.start_send(call, tensor))?;

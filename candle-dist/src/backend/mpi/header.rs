@@ -2,10 +2,11 @@
 use crate::backend::{Call, Op};
 use crate::group::check::CARRIED;
 use candle_core::DType;
-use std::hash::{DefaultHasher, Hash, Hasher};
+use rustc_hash::FxHasher;
+use std::hash::{Hash, Hasher};
 
-/// The words of an encoded header: the group, round and place, the data's size, and a signature.
-const WORDS: usize = 4 + ITEMS.len() / 2;
+/// The words of an encoded header: the group, round and place, the data's size and way, and a signature.
+const WORDS: usize = 5 + ITEMS.len() / 2;
 /// The bytes of an encoded header.
 pub(super) const HEADER_BYTES: usize = WORDS * size_of::<u64>();
 /// Takes the place of a round's number in a message from one rank to another.
@@ -14,14 +15,25 @@ const NO_ROUND: u64 = u64::MAX;
 /// What a message of a group is part of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Slot {
-    /// A collective: the group's n-th, a stage of it, and one of its tensors.
-    Round { number: u64, stage: u32, tensor: u32 },
+    /// A collective: the group's n-th, and one of its tensors. Its messages are taken in the order of the plans.
+    Round { number: u64, tensor: u32 },
     /// A message from one rank to another, with its tag.
     Tag(u32),
 }
 
+/// Where the data of a message is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Body {
+    /// Behind the header.
+    Here,
+    /// It follows with this tag of MPI's when the receiver asks for it.
+    Follows(i32),
+    /// There is none: the message only shows its sender's call.
+    Shown,
+}
+
 /// Adds what a signature tells of one item of a call.
-type Item = fn(&Call, &mut DefaultHasher);
+type Item = fn(&Call, &mut FxHasher);
 
 /// What calls that belong together have in common, in the order in which differences are named.
 const ITEMS: [(&str, Item); 10] = [
@@ -44,9 +56,10 @@ pub(super) struct Signature([u32; ITEMS.len()]);
 impl Signature {
     pub(super) fn of(call: &Call) -> Self {
         Self(ITEMS.map(|(_, item)| {
-            let mut hasher = DefaultHasher::new();
+            let mut hasher = FxHasher::default();
             item(call, &mut hasher);
-            hasher.finish() as u32
+            let hash = hasher.finish();
+            (hash ^ (hash >> 32)) as u32
         }))
     }
 
@@ -68,6 +81,7 @@ pub(super) struct Header {
     pub(super) group: u64,
     pub(super) slot: Slot,
     pub(super) signature: Signature,
+    pub(super) body: Body,
     pub(super) dtype: DType,
     /// The number of elements.
     pub(super) len: usize,
@@ -75,34 +89,48 @@ pub(super) struct Header {
 
 impl Header {
     pub(super) fn bytes(&self) -> usize {
-        self.len * self.dtype.size_in_bytes()
+        self.len.saturating_mul(self.dtype.size_in_bytes())
     }
 
-    pub(super) fn encode(&self) -> Vec<u8> {
+    pub(super) fn encode(&self) -> [u8; HEADER_BYTES] {
         let (round, place) = match self.slot {
-            Slot::Round { number, stage, tensor } => (number, u64::from(stage) << 32 | u64::from(tensor)),
-            Slot::Tag(tag) => (NO_ROUND, u64::from(tag)),
+            Slot::Round { number, tensor } => (number, tensor),
+            Slot::Tag(tag) => (NO_ROUND, tag),
+        };
+        let (kind, tag) = match self.body {
+            Body::Here => (0, 0),
+            Body::Follows(tag) => (1, tag),
+            Body::Shown => (2, 0),
         };
         let dtype = CARRIED.iter().position(|&dtype| dtype == self.dtype).unwrap_or(CARRIED.len());
-        let mut words = [0; WORDS];
-        words[..4].copy_from_slice(&[self.group, round, place, (self.len as u64) << 8 | dtype as u64]);
-        bytemuck::cast_slice_mut(&mut words[4..]).copy_from_slice(&self.signature.0);
-        bytemuck::cast_slice(&words).to_vec()
+        let mut words = [0u64; WORDS];
+        let place = u64::from(place) | u64::from(tag as u32) << 32;
+        words[..5].copy_from_slice(&[self.group, round, place, self.len as u64, (dtype as u64) << 8 | kind]);
+        bytemuck::cast_slice_mut(&mut words[5..]).copy_from_slice(&self.signature.0);
+        let mut message = [0; HEADER_BYTES];
+        message.copy_from_slice(bytemuck::bytes_of(&words));
+        message
     }
 
     /// The header that `message` begins with, if it does.
     pub(super) fn decode(message: &[u8]) -> Option<Self> {
         let mut words = [0u64; WORDS];
         bytemuck::bytes_of_mut(&mut words).copy_from_slice(message.get(..HEADER_BYTES)?);
-        let [group, round, place, data, ..] = words;
+        let [group, round, place, len, kind, ..] = words;
         let slot = match round {
             NO_ROUND => Slot::Tag(place as u32),
-            number => Slot::Round { number, stage: (place >> 32) as u32, tensor: place as u32 },
+            number => Slot::Round { number, tensor: place as u32 },
+        };
+        let body = match kind & 0xff {
+            0 => Body::Here,
+            1 => Body::Follows((place >> 32) as i32),
+            2 => Body::Shown,
+            _ => return None,
         };
         let mut signature = Signature([0; ITEMS.len()]);
-        signature.0.copy_from_slice(bytemuck::cast_slice(&words[4..]));
-        let dtype = *CARRIED.get((data & 0xff) as usize)?;
-        Some(Self { group, slot, signature, dtype, len: usize::try_from(data >> 8).ok()? })
+        signature.0.copy_from_slice(bytemuck::cast_slice(&words[5..]));
+        let dtype = *CARRIED.get((kind >> 8) as usize)?;
+        Some(Self { group, slot, signature, body, dtype, len: usize::try_from(len).ok()? })
     }
 }
 
@@ -120,12 +148,13 @@ mod tests {
 
     #[test]
     fn a_header_comes_out_as_it_went_in() {
-        for slot in [Slot::Tag(u32::MAX), Slot::Round { number: 7, stage: 1, tensor: u32::MAX }] {
+        let slots = [Slot::Tag(u32::MAX), Slot::Round { number: 7, tensor: u32::MAX }];
+        let bodies = [Body::Here, Body::Follows(i32::MAX), Body::Shown];
+        for (slot, body) in slots.into_iter().flat_map(|slot| bodies.map(|body| (slot, body))) {
             for dtype in CARRIED {
-                let header =
-                    Header { group: u64::MAX, slot, signature: Signature::of(&call(&[2])), dtype, len: 1 << 40 };
-                let mut message = header.encode();
-                assert_eq!(message.len(), HEADER_BYTES);
+                let signature = Signature::of(&call(&[2]));
+                let header = Header { group: u64::MAX, slot, signature, body, dtype, len: 1 << 40 };
+                let mut message = header.encode().to_vec();
                 message.push(3);
                 assert_eq!(Header::decode(&message), Some(header));
                 assert_eq!(Header::decode(&message[..HEADER_BYTES - 1]), None);

@@ -1,10 +1,10 @@
 //! The thread that MPI is started and ended on, and that looks after it in between.
-use super::Settings;
 use super::engine::Engine;
+use super::native::{self, Comm, Level, MpiError};
 use super::wire::Wire;
+use super::{Settings, agree};
 use crate::control::Control;
-use crate::{Error, Result};
-use ferrompi::{Communicator, Mpi, ThreadLevel};
+use crate::{Cause, Error, Result};
 use std::sync::Arc;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread::JoinHandle;
@@ -14,6 +14,11 @@ use std::time::{Duration, Instant};
 const SHORT: Duration = Duration::from_micros(50);
 /// How long it sleeps at most, when nothing is.
 const LONG: Duration = Duration::from_millis(1);
+
+/// How often a start looks for a failure of the world.
+const LOOK: Duration = Duration::from_millis(5);
+/// A timeout of more than this cannot be added to a time.
+const FOREVER: Duration = Duration::from_secs(1 << 32);
 
 /// How long the end waits for ranks to take what was sent to them; only messages that nobody receives take long.
 const FAREWELL: Duration = Duration::from_secs(10);
@@ -27,31 +32,46 @@ pub(super) struct Keeper {
 
 impl Keeper {
     /// Starts MPI, or uses the communicator of a program that has done so.
-    pub(super) fn start(control: Arc<Control>, crowded: bool, settings: Settings<'_>) -> Result<Self> {
-        let Settings { comm, most_bytes } = settings;
-        let given = comm.map(Communicator::duplicate).transpose().map_err(refused)?;
+    ///
+    /// Whatever goes wrong on some rank is the error of all: none stays in a call of MPI's for ranks that do not come.
+    pub(super) fn start(control: Arc<Control>, crowded: bool, settings: Settings) -> Result<Self> {
         let (ended, end) = mpsc::channel();
         let (started, start) = mpsc::channel();
+        let watched = control.clone();
         let thread = std::thread::Builder::new()
             .name("mpi".to_string())
             .spawn(move || {
-                let ours = given.is_none();
-                let made = connect(&control, given).and_then(|(mpi, comm)| {
-                    let wire = Wire::new(comm, most_bytes);
-                    let wire = wire.map_err(|error| Error::Unsupported(format!("MPI: {error}")))?;
-                    Ok((mpi, Arc::new(Engine::new(control, wire, crowded))))
-                });
-                let (mpi, engine) = match made {
-                    Ok(made) => made,
+                let ours = settings.comm.is_none();
+                let engine = match connect(&control, settings) {
+                    Ok(wire) => Arc::new(Engine::new(control, wire, crowded, settings.sums)),
+                    // MPI stays as it is: its end would wait for the other ranks, who may never end theirs.
                     Err(error) => return drop(started.send(Err(error))),
                 };
                 if started.send(Ok(engine.clone())).is_ok() {
                     tend(&engine, &end);
-                    finish(&engine, mpi, ours);
+                    finish(&engine, ours);
                 }
             })
             .map_err(|error| Error::Unsupported(format!("a thread for MPI could not be started: {error}")))?;
-        let engine = start.recv().map_err(|_| Error::Unsupported("the thread for MPI is gone".into()))??;
+        let deadline = Instant::now() + watched.timeout().min(FOREVER);
+        let engine = loop {
+            match start.recv_timeout(LOOK) {
+                Ok(started) => break started?,
+                Err(RecvTimeoutError::Disconnected) => {
+                    return Err(Error::Unsupported("the thread for MPI is gone".into()));
+                }
+                // The thread may be in a call of MPI's for good; the process ends without it.
+                Err(RecvTimeoutError::Timeout) => {
+                    if let Some(failure) = watched.failure() {
+                        return Err(Error::Group(failure));
+                    }
+                    if Instant::now() >= deadline {
+                        let (rank, after) = (watched.rank(), watched.timeout());
+                        return Err(watched.fail(Cause::TimedOut { rank, after }));
+                    }
+                }
+            }
+        };
         Ok(Self { engine, thread: Some((ended, thread)) })
     }
 
@@ -70,28 +90,13 @@ impl Drop for Keeper {
     }
 }
 
-/// MPI, if it is ours, and the communicator of all ranks.
-fn connect(control: &Control, given: Option<Communicator>) -> Result<(Option<Mpi>, Communicator)> {
-    let (mpi, comm) = match given {
-        Some(comm) => (None, comm),
-        None => {
-            if Mpi::is_initialized() {
-                return Err(Error::Unsupported(
-                    "this program has started MPI itself; give its communicator to the engine (backend::mpi::Settings)"
-                        .to_string(),
-                ));
-            }
-            let mpi = Mpi::init_thread(ThreadLevel::Serialized).map_err(refused)?;
-            if mpi.thread_level() < ThreadLevel::Serialized {
-                return Err(Error::Unsupported(
-                    "this MPI cannot be called from several threads; use one that was built with thread support".into(),
-                ));
-            }
-            let comm = mpi.world();
-            (Some(mpi), comm)
-        }
+/// The wire over all ranks, once all of them agree on who they are and on their settings.
+fn connect(control: &Control, settings: Settings) -> Result<Wire> {
+    let comm = match settings.comm {
+        Some(comm) => given(comm)?,
+        None => started()?,
     };
-    let (rank, size) = (comm.rank() as usize, comm.size() as usize);
+    let (rank, size) = comm.place().map_err(refused)?;
     if (rank, size) != (control.rank(), control.size()) {
         return Err(Error::Unsupported(format!(
             "MPI says rank {rank} of {size}, the launcher rank {} of {}; start all ranks with one mpirun",
@@ -99,11 +104,52 @@ fn connect(control: &Control, given: Option<Communicator>) -> Result<(Option<Mpi
             control.size()
         )));
     }
-    Ok((mpi, comm))
+    // From here on the ranks wait for one another in MPI, so all must be well on all of them.
+    agree::agree(control, &settings)?;
+    let private = comm.duplicate().map_err(refused)?;
+    Wire::new(private, settings.most_bytes).map_err(refused)
 }
 
-fn refused(error: ferrompi::Error) -> Error {
-    Error::Unsupported(format!("MPI: {error}"))
+/// The communicator of a program that has started MPI itself, if MPI may be called from more threads than the program's.
+fn given(comm: Comm) -> Result<Comm> {
+    let (is_started, is_ended) = native::state().map_err(refused)?;
+    if !is_started || is_ended {
+        let state = if is_ended { "has ended" } else { "has not started" };
+        return Err(Error::Unsupported(format!("the communicator in mpi::Settings is of an MPI that {state}")));
+    }
+    let level = native::level().map_err(refused)?;
+    if level < Level::Multiple {
+        let wanted = Level::Multiple;
+        return Err(Error::Unsupported(format!(
+            "the program started MPI with {level}, but the engine calls it from a thread of its own; start it with {wanted}"
+        )));
+    }
+    Ok(comm)
+}
+
+/// The communicator of all ranks, of an MPI that is started here.
+fn started() -> Result<Comm> {
+    let (is_started, is_ended) = native::state().map_err(refused)?;
+    if is_ended {
+        return Err(Error::Unsupported("MPI has ended in this process; it can be started once".into()));
+    }
+    if is_started {
+        return Err(Error::Unsupported(
+            "this program has started MPI itself; give its communicator to the engine (backend::mpi::Settings)".into(),
+        ));
+    }
+    let level = native::start().map_err(refused)?;
+    if level < Level::Serialized {
+        let wanted = Level::Serialized;
+        return Err(Error::Unsupported(format!(
+            "this MPI offers {level}, so it cannot be called from several threads; use one that offers {wanted}"
+        )));
+    }
+    Ok(Comm::world())
+}
+
+fn refused(error: MpiError) -> Error {
+    Error::Unsupported(error.to_string())
 }
 
 /// Looks after the engine until the end, which comes when this rank has said goodbye; what others still need of it is
@@ -128,16 +174,14 @@ fn tend(engine: &Engine, end: &mpsc::Receiver<()>) {
 }
 
 /// Ends MPI if it is ours and all is well.
-fn finish(engine: &Engine, mpi: Option<Mpi>, ours: bool) {
+fn finish(engine: &Engine, ours: bool) {
     let Some(wire) = engine.take_wire() else { return };
     if engine.check().is_err() || engine.is_busy() {
         // MPI may still use memory of ours, and its end would wait for ranks that are gone.
-        wire.abandon();
-        std::mem::forget(mpi);
-    } else if let Err(error) = wire.close() {
+        return wire.abandon();
+    }
+    let closed = wire.close();
+    if let Err(error) = closed.and_then(|()| if ours { native::end() } else { Ok(()) }) {
         eprintln!("MPI did not end well: {error}");
-        std::mem::forget(mpi);
-    } else if ours {
-        drop(mpi);
     }
 }

@@ -1,32 +1,43 @@
 //! The engine over an MPI that is there already: ranks are processes, on one host or many.
 //!
-//! MPI only moves bytes. Every collective is made of messages (`stage.rs`), reductions are made by the arithmetic of
-//! the local engine in rank order (`reduce.rs`), so results are bit-identical to its, on all ranks and from run to run,
-//! for every dtype. A message says where it belongs (`header.rs`), so groups need no communicator: making one costs
-//! nothing, there may be any number, and none of it can block. Whoever waits polls (`engine.rs`) for what has come, for
-//! a failure of the world and for the deadline, so that no call waits for ever.
+//! MPI moves the bytes, from the memory of one rank's tensors to that of another's. Every collective is made of messages
+//! (`plan.rs` says which), and reductions are made by the arithmetic of the local engine in rank order (`reduce.rs`), so
+//! results are bit-identical to its, on all ranks and from run to run, for every dtype. A message says where it belongs
+//! and what call its sender makes (`header.rs`), so groups need no communicator: making one costs nothing, there may be
+//! any number, and none of it can block. In every collective a rank waits for its neighbor's call, so that calls that
+//! differ are found in that call. Whoever waits polls (`engine.rs`) for what has come, for a failure of the world and for
+//! the deadline, so that no call waits for ever.
+mod agree;
 mod engine;
 mod header;
 mod keeper;
 mod mail;
+mod native;
 mod operation;
 mod patience;
-mod request;
-mod spare;
-mod stage;
+mod plan;
+#[cfg(test)]
+mod plan_tests;
+mod room;
+mod shapes;
+mod transfer;
+mod ways;
 mod wire;
+mod work;
 
+pub use native::Comm;
+
+use super::guards::Guards;
 use super::{Backend, Call, Results, Tensors, Unfinished, overwrite};
 use crate::control::Control;
 use crate::init::LaunchInfo;
 use crate::{Cause, Error, GroupFailure, Result};
 use candle_core::{DeviceLocation, Tensor};
 use engine::{Engine, Ticket};
-use ferrompi::Communicator;
 use keeper::Keeper;
-use operation::Circle;
+use operation::{Circle, Given};
 use parking_lot::Mutex;
-use smallvec::smallvec;
+use smallvec::{SmallVec, smallvec};
 use std::sync::Arc;
 use std::time::Duration;
 use wire::MOST_BYTES;
@@ -38,33 +49,49 @@ pub fn start(info: &LaunchInfo, control: &Arc<Control>) -> Result<Arc<dyn Backen
     Settings::default().start(info, control)
 }
 
+/// In which order the elements of ranks are added up.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum Sums {
+    /// In rank order, bit for bit as on threads.
+    #[default]
+    RankOrder,
+    /// In any order that is alike on all ranks and from run to run, where that is faster: 16-bit floats may be rounded
+    /// after each addition.
+    Any,
+}
+
 /// What a program wants otherwise than it is by default; alike on all ranks.
-#[derive(Clone, Copy)]
-pub struct Settings<'a> {
-    /// Of a program that has started MPI itself, with this binding: the communicator that the engine takes a copy of.
+#[derive(Debug, Clone, Copy)]
+pub struct Settings {
+    /// Of a program that has started MPI itself: the communicator that the engine takes a copy of.
     ///
-    /// The program must have asked for `ThreadLevel::Multiple`, and end MPI only when all groups are gone.
-    pub comm: Option<&'a Communicator>,
-    /// The most bytes of a message of MPI's, from 2^12 to 2^30, which is the default; larger tensors go in several. The same
-    /// on all ranks.
+    /// The program must have asked for `MPI_THREAD_MULTIPLE`, and end MPI only when all groups are gone.
+    pub comm: Option<Comm>,
+    /// The most bytes of a message of MPI's, from 2^12 to 2^30, which is the default; larger tensors go in several.
     pub most_bytes: usize,
+    /// The order of sums and products.
+    pub sums: Sums,
 }
 
 /// The fewest bytes that messages may be limited to: each costs a request.
 const LEAST_BYTES: usize = 1 << 12;
 
-impl Default for Settings<'_> {
+/// The most bytes of data that go with their header, as one message.
+const LETTER: usize = 32 << 10;
+
+impl Default for Settings {
     fn default() -> Self {
-        Self { comm: None, most_bytes: MOST_BYTES }
+        Self { comm: None, most_bytes: MOST_BYTES, sums: Sums::default() }
     }
 }
 
-impl Settings<'_> {
+impl Settings {
     /// Like [`start`], for [`init_process_group_with`](crate::init::init_process_group_with).
     ///
     /// # Errors
-    /// If MPI does not start, or knows of other ranks than the launcher; if messages are to be larger or smaller than they
-    /// can be.
+    /// On all ranks, if MPI does not start on one of them, or knows of other ranks than the launcher; if the settings of
+    /// two ranks differ; if messages are to be larger or smaller than they can be.
     pub fn start(self, info: &LaunchInfo, control: &Arc<Control>) -> Result<Arc<dyn Backend>> {
         if !(LEAST_BYTES..=MOST_BYTES).contains(&self.most_bytes) {
             let reason = format!("messages of {} bytes; give {LEAST_BYTES} to {MOST_BYTES}", self.most_bytes);
@@ -74,6 +101,13 @@ impl Settings<'_> {
         let keeper = Keeper::start(control.clone(), info.local_size > cores, self)?;
         let shared = Arc::new(Shared { keeper });
         Ok(Arc::new(MpiBackend::join(&shared, (0..control.size()).collect(), control.rank())))
+    }
+
+    /// All that must be alike on all ranks, in words.
+    fn text(&self) -> String {
+        let Self { comm, most_bytes, sums } = self;
+        let comm = if comm.is_some() { "a communicator" } else { "no communicator" };
+        format!("{comm}, most_bytes {most_bytes}, sums {sums:?}")
     }
 }
 
@@ -112,28 +146,42 @@ impl MpiBackend {
     }
 
     /// Stops the world over tensors that are not on the host: other ranks may have none that tells them.
-    fn check_host(&self, call: &Call, tensors: &[Tensor]) -> Result<()> {
-        let mut devices = tensors.iter().map(|tensor| tensor.device().location()).chain([call.device]);
-        let Some(device) = devices.find(|&device| device != DeviceLocation::Cpu) else { return Ok(()) };
-        self.fail(&format!("{} of tensors on {device:?} over MPI; move them to Device::Cpu first", call.op));
-        self.engine().check()
+    fn not_on_host(&self, call: &Call, device: DeviceLocation) -> Error {
+        let message = format!("{} of tensors on {device:?} over MPI; move them to Device::Cpu first", call.op);
+        self.control().fail(Cause::Failed { rank: self.circle.my_rank(), message })
     }
 
     /// Starts the next collective of this group, and `then` does what is left of the call.
-    fn enter<R>(&self, call: Call, tensors: Tensors, then: impl FnOnce(Started) -> Result<R>) -> Result<R> {
+    fn enter<R>(&self, call: Call, given: Inputs, then: impl FnOnce(Started) -> Result<R>) -> Result<R> {
         // Numbers are given in the order of calls, and the call is made before the next one gets its number.
         let mut turn = self.turn.lock();
         let number = *turn;
         *turn += 1;
         let entered = self.control().enter(self.circle.id, &self.circle.ranks, number, &call)?;
-        self.check_host(&call, &tensors)?;
-        let ticket = self.engine().start(&self.circle, number, call.clone(), tensors)?;
+        let on_host = call.device == DeviceLocation::Cpu;
+        let given = given.and_then(|given| if on_host { Ok(given) } else { Err(call.device) });
+        let given = given.map_err(|device| self.not_on_host(&call, device))?;
+        let ticket = self.engine().start(&self.circle, number, call.clone(), given)?;
         drop(turn);
         let engine = self.engine().clone();
         let made = then(Started { engine, circle: self.circle.clone(), number, call, ticket: Some(ticket) });
         drop(entered);
         made
     }
+}
+
+/// What a collective is given, or where that is if it is not on the host.
+type Inputs = std::result::Result<SmallVec<[Given; 1]>, DeviceLocation>;
+
+/// The tensors with where they are, and locks that keep others from writing to them.
+fn locked(tensors: &[Tensor]) -> Result<(Inputs, Option<Guards<'_>>)> {
+    let devices = tensors.iter().map(|tensor| tensor.device().location());
+    if let Some(device) = devices.into_iter().find(|&device| device != DeviceLocation::Cpu) {
+        return Ok((Err(device), None));
+    }
+    let guards = Guards::new(&tensors.iter().collect::<SmallVec<[&Tensor; 4]>>());
+    let given = tensors.iter().zip(guards.iter()).map(|(tensor, guard)| Given::new(tensor, guard));
+    Ok((Ok(given.collect::<Result<_>>()?), Some(guards)))
 }
 
 /// A collective that this member has started and not finished.
@@ -173,6 +221,12 @@ impl Drop for Started {
     }
 }
 
+impl Drop for MpiBackend {
+    fn drop(&mut self) {
+        self.engine().forget(&self.circle);
+    }
+}
+
 impl Backend for MpiBackend {
     fn name(&self) -> &'static str {
         "mpi"
@@ -187,7 +241,9 @@ impl Backend for MpiBackend {
     }
 
     fn run(&self, call: Call, tensors: Tensors) -> Result<Results> {
-        self.enter(call, tensors, Started::results)
+        // Nobody writes to the tensors before the call has ended.
+        let (given, _guards) = locked(&tensors)?;
+        self.enter(call, given, Started::results)
     }
 
     fn run_in_place(&self, call: Call, tensor: &Tensor) -> Result<()> {
@@ -196,11 +252,20 @@ impl Backend for MpiBackend {
     }
 
     fn start(&self, call: Call, tensors: Tensors) -> Result<Box<dyn Unfinished>> {
-        self.enter(call, tensors, |started| Ok(Box::new(started) as Box<dyn Unfinished>))
+        let (given, guards) = locked(&tensors)?;
+        drop(guards);
+        self.enter(call, given, |started| Ok(Box::new(started) as Box<dyn Unfinished>))
+    }
+
+    fn shares_memory(&self) -> bool {
+        false
     }
 
     fn send(&self, call: Call, tensor: Tensor) -> Result<()> {
-        self.check_host(&call, std::slice::from_ref(&tensor))?;
+        let device = tensor.device().location();
+        if device != DeviceLocation::Cpu {
+            return Err(self.not_on_host(&call, device));
+        }
         self.engine().send(&self.circle, &call, &tensor)
     }
 

@@ -1,219 +1,204 @@
-//! Messages among the processes: posted without waiting, delivered whenever somebody looks.
+//! Messages among the processes: posted without waiting, taken in whenever somebody looks.
 //!
-//! A message is a [`Header`] with its data behind it, if the data is small; else its data follows on its own. Every
-//! process always has a receive open for the next header. MPI keeps the order of messages of one pair of ranks and one
-//! tag, so data meets the header it follows, and no receiver needs to have asked: a sender never waits for it.
-use super::header::{HEADER_BYTES, Header};
-use super::request::{self, Request};
-use super::spare::Spares;
-use candle_core::CpuStorage;
-use ferrompi::{Communicator, PersistentRequest, Source};
-use std::error::Error;
+//! A message is a letter: a [`Header`], with its data behind it if that is small, because a copy then costs less than a
+//! second message. Large data follows on its own, from the sender's memory to the receiver's, once the receiver knows
+//! where it goes: MPI moves it then, as one copy where ranks share a host. Every process always has receives open for
+//! letters, so that a sender never waits for one.
+use super::LETTER;
+use super::header::{Body, HEADER_BYTES, Header};
+use super::native::{Came, MpiError, MpiResult, Private, Request};
+use super::room::{Room, Spares};
+use super::transfer::{Held, Route, Transfer, Way};
+use crate::Result;
+use candle_core::{DType, Tensor};
+use std::collections::VecDeque;
 use std::mem;
 
-/// What MPI, or data that makes no sense, has to say.
-pub(super) type WireResult<T> = Result<T, Box<dyn Error>>;
-
-/// The tag of headers.
-const HEADERS: i32 = 0;
-/// The tag of data that follows a header.
-const DATA: i32 = 1;
-/// Up to this many bytes data goes with its header, for a copy costs less than a second message; libraries send about as
-/// much of their own accord.
-const TOGETHER: usize = 4 << 10;
-/// MPI counts the elements of a message in 32 bits; more than this many bytes go in several messages.
+/// The tag of letters; data that follows one has its own.
+const LETTERS: i32 = 0;
+/// Up to this many bytes data goes with its header unless its plan says otherwise.
+pub(super) const TOGETHER: usize = 8 << 10;
+/// MPI counts the bytes of a message in 31 bits; data of more goes in several.
 pub(super) const MOST_BYTES: usize = 1 << 30;
-
-/// Data on its way to one rank after the other.
-struct Relay {
-    header: Header,
-    parts: Vec<Request>,
-    /// The ranks that have yet to get it, the next one last.
-    rest: Vec<usize>,
-}
-
-/// A message whose header is here, and that cannot be handed over yet.
-struct Arrival {
-    from: usize,
-    header: Header,
-    /// The data that follows.
-    parts: Vec<Request>,
-    /// The data that came with the header.
-    data: Option<CpuStorage>,
-}
-
-impl Arrival {
-    /// Whether this is of the same sender and for the same place, so that order counts.
-    fn is_like(&self, from: usize, header: &Header) -> bool {
-        (self.from, self.header.group, self.header.slot) == (from, header.group, header.slot)
-    }
-}
+/// The receives that are open for letters: as many may come between two looks without another copy.
+const OPEN: usize = 8;
+/// The buffers of sent letters that are kept.
+const SPARE_LETTERS: usize = 32;
 
 /// This process's end of all connections.
 pub(super) struct Wire {
-    comm: Communicator,
-    /// The receive for the next header, from anybody.
-    inbox: PersistentRequest<u8>,
-    /// Small messages that MPI is not done with.
-    letters: Vec<PersistentRequest<u8>>,
-    relays: Vec<Relay>,
-    /// In the order of their headers.
-    arrivals: Vec<Arrival>,
-    spares: Spares,
+    comm: Private,
+    /// The open receives, in the order in which MPI fills them.
+    inbox: VecDeque<(Vec<u8>, Request)>,
+    /// Letters that MPI is not done with.
+    letters: Vec<(Vec<u8>, Request)>,
+    spare_letters: Vec<Vec<u8>>,
+    /// Tensors that were sent to a rank and that MPI is not done with.
+    parcels: Vec<Held>,
+    rooms: Spares,
     most_bytes: usize,
+    next_tag: i32,
 }
+
+// SAFETY: the requests are used under the engine's lock, by one thread at a time, as MPI was told.
+unsafe impl Send for Wire {}
 
 impl Wire {
     /// The wire over `comm`, which nobody else uses.
-    pub(super) fn new(comm: Communicator, most_bytes: usize) -> WireResult<Self> {
-        let mut inbox = comm.recv_init(vec![0; HEADER_BYTES + TOGETHER], Source::Any, HEADERS)?;
-        inbox.start()?;
-        let (letters, relays, arrivals) = (Vec::new(), Vec::new(), Vec::new());
-        Ok(Self { comm, inbox, letters, relays, arrivals, spares: Spares::default(), most_bytes })
+    pub(super) fn new(comm: Private, most_bytes: usize) -> MpiResult<Self> {
+        let mut wire = Self {
+            comm,
+            inbox: VecDeque::new(),
+            letters: Vec::new(),
+            spare_letters: Vec::new(),
+            parcels: Vec::new(),
+            rooms: Spares::default(),
+            most_bytes,
+            next_tag: LETTERS,
+        };
+        for _ in 0..OPEN {
+            wire.listen(vec![0; HEADER_BYTES + LETTER])?;
+        }
+        Ok(wire)
+    }
+
+    pub(super) fn comm(&self) -> &Private {
+        &self.comm
     }
 
     /// Whether MPI still needs to be called for messages that were posted here.
     pub(super) fn is_sending(&self) -> bool {
-        !self.letters.is_empty() || !self.relays.is_empty()
+        !self.letters.is_empty() || !self.parcels.is_empty()
     }
 
-    /// Sends `data` to the ranks `to`, without waiting.
-    ///
-    /// Large data goes to them one after the other, for it needs to be there once only then.
-    pub(super) fn post(&mut self, to: &[usize], header: Header, data: CpuStorage) -> WireResult<()> {
-        if header.bytes() > TOGETHER {
-            let rest = to.iter().rev().copied().collect();
-            return self.relay(header, data, rest);
-        }
-        let mut message = header.encode();
-        message.extend(request::into_bytes(data));
-        let Some((last, others)) = to.split_last() else { return Ok(()) };
-        for &to in others {
-            self.send_letter(message.clone(), to)?;
-        }
-        self.send_letter(message, *last)
+    /// Opens a receive for a letter in this memory.
+    pub(super) fn listen(&mut self, mut room: Vec<u8>) -> MpiResult<()> {
+        // SAFETY: the memory goes with its request until it is done; `abandon` leaves both to MPI.
+        let request = unsafe { self.comm.receive(room.as_mut_ptr(), room.len(), None, LETTERS)? };
+        self.inbox.push_back((room, request));
+        Ok(())
     }
 
-    fn send_letter(&mut self, message: Vec<u8>, to: usize) -> WireResult<()> {
-        let mut letter = self.comm.send_init(message, to as i32, HEADERS)?;
-        letter.start()?;
-        if letter.test()?.is_none() {
-            self.letters.push(letter);
+    /// The next letter: its sender, and its bytes in memory to [`listen`](Self::listen) with again.
+    pub(super) fn next(&mut self) -> MpiResult<Option<(Came, Vec<u8>)>> {
+        let Some((_, request)) = self.inbox.front_mut() else { return Ok(None) };
+        let Some(came) = request.test()? else { return Ok(None) };
+        Ok(self.inbox.pop_front().map(|(room, _)| (came, room)))
+    }
+
+    /// Sends a header, and the data that goes with it.
+    pub(super) fn post<'a>(
+        &mut self,
+        to: usize,
+        header: &Header,
+        data: impl IntoIterator<Item = &'a [u8]>,
+    ) -> MpiResult<()> {
+        let mut letter = self.spare_letters.pop().unwrap_or_default();
+        letter.extend_from_slice(&header.encode());
+        data.into_iter().for_each(|data| letter.extend_from_slice(data));
+        // SAFETY: the letter goes with its request until it is done; `abandon` leaves both to MPI.
+        let mut request = unsafe { self.comm.send(letter.as_ptr(), letter.len(), to, LETTERS)? };
+        match request.test()? {
+            Some(_) => self.keep(letter),
+            None => self.letters.push((letter, request)),
         }
         Ok(())
     }
 
-    /// Sends `data` to the last of `rest`, and later to the others.
-    fn relay(&mut self, header: Header, data: CpuStorage, mut rest: Vec<usize>) -> WireResult<()> {
-        let Some(to) = rest.pop() else { return Ok(()) };
-        self.send_letter(header.encode(), to)?;
-        let mut parts = Vec::new();
-        let sent = request::split(data, header.dtype, self.most_bytes)?.into_iter().try_for_each(|part| {
-            parts.push(Request::send(&self.comm, part, to, DATA)?);
-            Ok(())
-        });
-        self.relays.push(Relay { header, parts, rest });
-        sent
+    fn keep(&mut self, mut letter: Vec<u8>) {
+        if self.spare_letters.len() < SPARE_LETTERS {
+            letter.clear();
+            self.spare_letters.push(letter);
+        }
     }
 
-    /// Lets MPI go on, and hands over what has come; tells whether anything was done.
-    pub(super) fn poll(&mut self, mut deliver: impl FnMut(usize, Header, CpuStorage)) -> WireResult<bool> {
-        let mut moved = self.poll_sends()?;
-        while let Some(status) = self.inbox.test()? {
-            let (Source::Rank(from), Some(len)) = (status.source, status.count) else {
-                return Err("a message without a sender".into());
-            };
-            let message = &self.inbox.buffer()?[..len];
-            let header = Header::decode(message).ok_or("a message without a header")?;
-            let data = (header.bytes() <= TOGETHER)
-                .then(|| request::from_bytes(&message[HEADER_BYTES..], header.dtype))
-                .transpose()?;
-            self.inbox.start()?;
-            match data {
-                Some(data) if !self.arrivals.iter().any(|other| other.is_like(from as usize, &header)) => {
-                    deliver(from as usize, header, data);
+    /// Sends a header, and the data that follows it from where it is.
+    ///
+    /// # Safety
+    /// As for [`Transfer::start`].
+    pub(super) unsafe fn post_large(&mut self, to: usize, header: Header, data: *const u8) -> MpiResult<Transfer> {
+        // Those under way between two ranks are fewer than the tags.
+        self.next_tag = if self.next_tag >= self.comm.most_tag { LETTERS + 1 } else { self.next_tag + 1 };
+        let header = Header { body: Body::Follows(self.next_tag), ..header };
+        self.post(to, &header, [])?;
+        let route = Route { way: Way::Out, peer: to, tag: self.next_tag };
+        // SAFETY: the caller's promise; what goes out is not written to.
+        unsafe { Transfer::start(&self.comm, route, data.cast_mut(), header.bytes(), self.most_bytes) }
+    }
+
+    /// Asks for the data that follows a header, to be written to `data`.
+    ///
+    /// # Safety
+    /// As for [`Transfer::start`], with as many bytes as the header tells.
+    pub(super) unsafe fn receive(&mut self, from: usize, header: &Header, data: *mut u8) -> MpiResult<Transfer> {
+        let Body::Follows(tag) = header.body else { return Err(MpiError::new("data that does not follow")) };
+        let route = Route { way: Way::In, peer: from, tag };
+        // SAFETY: the caller's promise.
+        unsafe { Transfer::start(&self.comm, route, data, header.bytes(), self.most_bytes) }
+    }
+
+    /// Sends a tensor, which is contiguous and on the host, and keeps it until MPI is done with it.
+    pub(super) fn post_tensor(&mut self, to: usize, header: Header, tensor: &Tensor, data: &[u8]) -> MpiResult<()> {
+        if data.len() <= TOGETHER {
+            return self.post(to, &header, [data]);
+        }
+        let mut parcel = Held::new(Some(tensor.clone()), None, None);
+        // SAFETY: the parcel keeps the tensor's memory, and leaves it to MPI if it is dropped before. Nobody may write to a
+        // tensor that was sent; variables come here as copies (`ProcessGroup::send`).
+        parcel.outgoing.push(unsafe { self.post_large(to, header, data.as_ptr())? });
+        if !parcel.poll(&self.comm)? {
+            self.parcels.push(parcel);
+        }
+        Ok(())
+    }
+
+    /// Lets MPI go on with what was posted; tells whether anything is done.
+    pub(super) fn poll(&mut self) -> MpiResult<bool> {
+        let before = self.letters.len() + self.parcels.len();
+        let mut at = 0;
+        while let Some((_, request)) = self.letters.get_mut(at) {
+            match request.test()? {
+                Some(_) => {
+                    let (letter, _) = self.letters.swap_remove(at);
+                    self.keep(letter);
                 }
-                data => self.await_rest(from as usize, header, data)?,
+                None => at += 1,
             }
-            moved = true;
         }
         let mut at = 0;
-        while let Some(arrival) = self.arrivals.get_mut(at) {
-            let done = are_done(&mut arrival.parts)?;
-            let (earlier, later) = self.arrivals.split_at(at);
-            if !done || earlier.iter().any(|other| other.is_like(later[0].from, &later[0].header)) {
-                at += 1;
-                continue;
+        while let Some(parcel) = self.parcels.get_mut(at) {
+            match parcel.poll(&self.comm)? {
+                true => drop(self.parcels.swap_remove(at)),
+                false => at += 1,
             }
-            let Arrival { from, header, parts, data } = self.arrivals.remove(at);
-            let data = data.map_or_else(|| take(parts, &header), Ok)?;
-            deliver(from, header, data);
-            moved = true;
         }
-        Ok(moved)
+        Ok(self.letters.len() + self.parcels.len() < before)
     }
 
-    /// Keeps a message until its data, or that of one before it, is here.
-    fn await_rest(&mut self, from: usize, header: Header, data: Option<CpuStorage>) -> WireResult<()> {
-        let mut parts = Vec::new();
-        let lens = data.is_none().then(|| request::part_lens(header.len, header.dtype, self.most_bytes));
-        let posted = lens.into_iter().flatten().try_for_each(|len| {
-            parts.push(Request::receive(&self.comm, (header.dtype, len), from, DATA, &mut self.spares)?);
-            Ok(())
-        });
-        self.arrivals.push(Arrival { from, header, parts, data });
-        posted
+    /// Memory for what is needed in between.
+    pub(super) fn scratch(&mut self, dtype: DType, len: usize) -> Result<Room> {
+        self.rooms.take(dtype, len)
     }
 
-    fn poll_sends(&mut self) -> WireResult<bool> {
-        let before = self.letters.len() + self.relays.len();
-        for at in (0..self.letters.len()).rev() {
-            if self.letters[at].test()?.is_some() {
-                self.letters.swap_remove(at);
-            }
-        }
-        for at in (0..self.relays.len()).rev() {
-            if are_done(&mut self.relays[at].parts)? {
-                let Relay { header, parts, rest } = self.relays.swap_remove(at);
-                if rest.is_empty() {
-                    parts.into_iter().try_for_each(|part| part.into_sent().map(|sent| self.spares.keep(sent)))?;
-                } else {
-                    self.relay(header, take(parts, &header)?, rest)?;
-                }
-            }
-        }
-        Ok(self.letters.len() + self.relays.len() < before)
+    /// Takes such memory back.
+    pub(super) fn give_back(&mut self, room: Room) {
+        self.rooms.keep(room);
     }
 
     /// Ends this process's part, when nothing is to be sent or received any more.
-    pub(super) fn close(mut self) -> WireResult<()> {
-        // The open receive ends with a message to oneself; one that comes before it is for nobody.
-        let me = self.comm.rank();
-        let mut last = self.comm.send_init(vec![0u8], me, HEADERS)?;
-        last.start()?;
-        while self.inbox.wait()?.source != Source::Rank(me) {
-            self.inbox.start()?;
+    pub(super) fn close(mut self) -> MpiResult<()> {
+        let mut inbox = mem::take(&mut self.inbox);
+        while let Some((room, request)) = inbox.pop_front() {
+            if let Err(error) = request.cancel() {
+                mem::forget((room, inbox));
+                return Err(error);
+            }
         }
-        last.wait()?;
-        Ok(())
+        self.comm.free()
     }
 
     /// Leaves the memory of all messages to MPI for good: after a failure nobody knows when it is done with it.
     pub(super) fn abandon(self) {
         mem::forget(self);
     }
-}
-
-fn are_done(parts: &mut [Request]) -> WireResult<bool> {
-    for part in parts {
-        if !part.is_done()? {
-            return Ok(false);
-        }
-    }
-    Ok(true)
-}
-
-fn take(parts: Vec<Request>, header: &Header) -> WireResult<CpuStorage> {
-    let parts = parts.into_iter().map(|part| part.into_data(header.dtype)).collect::<WireResult<Vec<_>>>()?;
-    Ok(request::join(parts, header.dtype)?)
 }

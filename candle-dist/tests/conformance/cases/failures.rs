@@ -46,6 +46,84 @@ pub(crate) const FAILURES: &[Failure] = &[
         run: |ctx| differ(ctx, |ctx| ctx.group().all_reduce_start(&x(4)?, ReduceOp::Sum)?.wait().map(drop)),
     },
     Failure {
+        name: "root_of_broadcast",
+        text: "(root differs)",
+        silent: false,
+        run: |ctx| rooted(ctx, |ctx, root| ctx.group().broadcast(&x(4)?, root).map(drop)),
+    },
+    Failure {
+        name: "root_of_large_broadcast",
+        text: "(root differs)",
+        silent: false,
+        run: |ctx| rooted(ctx, |ctx, root| ctx.group().broadcast(&x(LARGE)?, root).map(drop)),
+    },
+    Failure {
+        name: "root_of_reduce",
+        text: "(root differs)",
+        silent: false,
+        run: |ctx| rooted(ctx, |ctx, root| ctx.group().reduce(&x(4)?, root, ReduceOp::Sum).map(drop)),
+    },
+    Failure {
+        name: "root_of_large_reduce",
+        text: "(root differs)",
+        silent: false,
+        run: |ctx| rooted(ctx, |ctx, root| ctx.group().reduce(&x(LARGE)?, root, ReduceOp::Sum).map(drop)),
+    },
+    Failure {
+        name: "root_of_gather",
+        text: "(root differs)",
+        silent: false,
+        run: |ctx| {
+            rooted(ctx, |ctx, root| {
+                let sizes = vec![4; ctx.world_size()];
+                ctx.group().gather(&x(4)?, 0, &sizes, root).map(drop)
+            })
+        },
+    },
+    Failure {
+        name: "root_of_scatter",
+        text: "(root differs)",
+        silent: false,
+        run: |ctx| {
+            rooted(ctx, |ctx, root| {
+                let n = ctx.world_size();
+                ctx.group().scatter(Some(&x(n)?), (n, DType::F32), 0, &vec![1; n], root).map(drop)
+            })
+        },
+    },
+    Failure {
+        name: "own_root_of_reduce",
+        text: "(root differs)",
+        silent: false,
+        run: |ctx| {
+            ctx.group().reduce(&x(4)?, ctx.rank(), ReduceOp::Sum)?;
+            ctx.group().barrier()
+        },
+    },
+    Failure {
+        name: "own_root_of_broadcast",
+        text: "(root differs)",
+        silent: false,
+        run: |ctx| {
+            ctx.group().broadcast(&x(4)?, ctx.rank())?;
+            ctx.group().barrier()
+        },
+    },
+    Failure {
+        name: "broadcast_against_reduce",
+        text: "(op differs)",
+        silent: false,
+        run: |ctx| {
+            let last = ctx.world_size() - 1;
+            if ctx.rank() == last {
+                ctx.group().broadcast(&x(4)?, last)?;
+            } else {
+                ctx.group().reduce(&x(4)?, last, ReduceOp::Sum)?;
+            }
+            ctx.group().barrier()
+        },
+    },
+    Failure {
         name: "factor",
         text: "(reduction differs)",
         silent: false,
@@ -98,6 +176,18 @@ pub(crate) const FAILURES: &[Failure] = &[
 
 fn x(len: usize) -> Result<Tensor> {
     Ok(Tensor::ones(len, DType::F32, &Device::Cpu)?)
+}
+
+/// Elements of more than goes in one piece anywhere.
+const LARGE: usize = 1 << 20;
+
+/// A good round, then one in which the last rank names another root.
+fn rooted(ctx: &RankContext, op: fn(&RankContext, usize) -> Result<()>) -> Result<()> {
+    op(ctx, 0)?;
+    let last = ctx.world_size() - 1;
+    op(ctx, if ctx.rank() == last { last } else { 0 })?;
+    // A root that needs nobody hears of it here at the latest.
+    ctx.group().barrier()
 }
 
 /// A good round, then one in which the last rank does something else.

@@ -1,0 +1,250 @@
+//! MPI itself: the functions of `native.c`, and the only place that calls them.
+//!
+//! What is safe here may be called by one thread at a time, which the engine's lock sees to. Sends and receives are
+//! `unsafe`: MPI uses their memory until [`Request::test`] says that it is done (`transfer.rs` and `wire.rs` argue it).
+use std::ffi::{CStr, c_char, c_int, c_void};
+use std::fmt;
+use std::ptr::from_mut;
+
+unsafe extern "C" {
+    fn candle_mpi_state(started: *mut c_int, ended: *mut c_int) -> c_int;
+    fn candle_mpi_start(level: *mut c_int) -> c_int;
+    fn candle_mpi_level(level: *mut c_int) -> c_int;
+    fn candle_mpi_end() -> c_int;
+    fn candle_mpi_world() -> usize;
+    fn candle_mpi_read(comm: *const c_void) -> usize;
+    fn candle_mpi_place(comm: usize, rank: *mut c_int, size: *mut c_int) -> c_int;
+    fn candle_mpi_duplicate(comm: usize, copy: *mut usize, most_tag: *mut c_int) -> c_int;
+    fn candle_mpi_free(comm: usize) -> c_int;
+    fn candle_mpi_send(comm: usize, data: *const c_void, len: c_int, to: c_int, tag: c_int, made: *mut usize) -> c_int;
+    fn candle_mpi_receive(
+        comm: usize,
+        data: *mut c_void,
+        len: c_int,
+        from: c_int,
+        tag: c_int,
+        made: *mut usize,
+    ) -> c_int;
+    fn candle_mpi_test(request: *mut usize, done: *mut c_int, from: *mut c_int, len: *mut c_int) -> c_int;
+    fn candle_mpi_cancel(request: *mut usize) -> c_int;
+    fn candle_mpi_error(code: c_int, text: *mut c_char, room: c_int);
+}
+
+/// What MPI has to say about a call that failed, in its own words.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct MpiError(String);
+
+impl fmt::Display for MpiError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "MPI: {}", self.0)
+    }
+}
+
+impl std::error::Error for MpiError {}
+
+impl MpiError {
+    pub(super) fn new(text: &str) -> Self {
+        Self(text.to_string())
+    }
+}
+
+pub(super) type MpiResult<T> = Result<T, MpiError>;
+
+fn check(code: c_int) -> MpiResult<()> {
+    if code == 0 {
+        return Ok(());
+    }
+    let mut text: [c_char; 512] = [0; 512];
+    // SAFETY: the text has the room that is named, and ends with a zero.
+    let words = unsafe {
+        candle_mpi_error(code, text.as_mut_ptr(), text.len() as c_int);
+        CStr::from_ptr(text.as_ptr())
+    };
+    Err(MpiError(words.to_string_lossy().into_owned()))
+}
+
+/// How a program's threads may call MPI.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Level {
+    Single,
+    Funneled,
+    Serialized,
+    Multiple,
+}
+
+impl Level {
+    const fn of(number: c_int) -> Self {
+        match number {
+            0 => Self::Single,
+            1 => Self::Funneled,
+            2 => Self::Serialized,
+            _ => Self::Multiple,
+        }
+    }
+}
+
+impl fmt::Display for Level {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Single => "MPI_THREAD_SINGLE",
+            Self::Funneled => "MPI_THREAD_FUNNELED",
+            Self::Serialized => "MPI_THREAD_SERIALIZED",
+            Self::Multiple => "MPI_THREAD_MULTIPLE",
+        })
+    }
+}
+
+/// Whether MPI was started in this process, and whether it has ended.
+pub(super) fn state() -> MpiResult<(bool, bool)> {
+    let (mut started, mut ended) = (0, 0);
+    // SAFETY: MPI allows both questions at any time and from any thread.
+    check(unsafe { candle_mpi_state(&mut started, &mut ended) })?;
+    Ok((started != 0, ended != 0))
+}
+
+/// Starts MPI for calls from one thread at a time, and says what it allows.
+pub(super) fn start() -> MpiResult<Level> {
+    let mut level = 0;
+    // SAFETY: the caller has asked `state`; a second start is an error of MPI's and no undefined behavior.
+    check(unsafe { candle_mpi_start(&mut level) })?;
+    Ok(Level::of(level))
+}
+
+/// What an MPI that was started allows.
+pub(super) fn level() -> MpiResult<Level> {
+    let mut level = 0;
+    // SAFETY: MPI allows the question from any thread between its start and its end.
+    check(unsafe { candle_mpi_level(&mut level) })?;
+    Ok(Level::of(level))
+}
+
+/// Ends MPI.
+pub(super) fn end() -> MpiResult<()> {
+    // SAFETY: the caller has started MPI on this thread, and no request is open.
+    check(unsafe { candle_mpi_end() })
+}
+
+/// A communicator of a program that has started MPI itself, with whatever binding.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Comm(usize);
+
+impl Comm {
+    /// The communicator of all ranks, `MPI_COMM_WORLD`.
+    #[must_use]
+    pub fn world() -> Self {
+        // SAFETY: it only names a constant.
+        Self(unsafe { candle_mpi_world() })
+    }
+
+    /// The communicator whose C handle, an `MPI_Comm`, lies at `handle`.
+    ///
+    /// # Safety
+    /// `handle` points to an `MPI_Comm` of the MPI that this crate was built with. The communicator has all ranks of the
+    /// world and stays until the engine has been started.
+    #[must_use]
+    pub unsafe fn from_raw(handle: *const c_void) -> Self {
+        // SAFETY: the caller's promise.
+        Self(unsafe { candle_mpi_read(handle) })
+    }
+
+    /// This process's rank, and the number of ranks.
+    pub(super) fn place(self) -> MpiResult<(usize, usize)> {
+        let (mut rank, mut size) = (0, 0);
+        // SAFETY: the communicator is valid, and the caller has checked that MPI runs.
+        check(unsafe { candle_mpi_place(self.0, &mut rank, &mut size) })?;
+        Ok((rank as usize, size as usize))
+    }
+
+    /// A communicator of the same ranks that nobody else uses; all ranks call this, and wait for one another.
+    pub(super) fn duplicate(self) -> MpiResult<Private> {
+        let (mut comm, mut most_tag) = (0, 0);
+        // SAFETY: as for `place`.
+        check(unsafe { candle_mpi_duplicate(self.0, &mut comm, &mut most_tag) })?;
+        Ok(Private { comm, most_tag })
+    }
+}
+
+/// The engine's own communicator. Its errors are values.
+#[derive(Debug)]
+pub(super) struct Private {
+    comm: usize,
+    /// The largest tag of a message.
+    pub(super) most_tag: i32,
+}
+
+impl Private {
+    /// Starts to send `len` bytes.
+    ///
+    /// # Safety
+    /// The bytes stay where they are, and nobody writes to them, until the request is done.
+    pub(super) unsafe fn send(&self, data: *const u8, len: usize, to: usize, tag: i32) -> MpiResult<Request> {
+        let mut request = Request { handle: 0, open: true };
+        // SAFETY: the caller's promise; the engine's lock is held.
+        check(unsafe {
+            candle_mpi_send(self.comm, data.cast(), len as c_int, to as c_int, tag, from_mut(&mut request.handle))
+        })?;
+        Ok(request)
+    }
+
+    /// Starts to receive at most `len` bytes, from anybody if `from` is `None`.
+    ///
+    /// # Safety
+    /// The bytes stay where they are, and nobody reads or writes them, until the request is done.
+    pub(super) unsafe fn receive(
+        &self,
+        data: *mut u8,
+        len: usize,
+        from: Option<usize>,
+        tag: i32,
+    ) -> MpiResult<Request> {
+        let mut request = Request { handle: 0, open: true };
+        let from = from.map_or(-1, |from| from as c_int);
+        // SAFETY: the caller's promise; the engine's lock is held.
+        check(unsafe {
+            candle_mpi_receive(self.comm, data.cast(), len as c_int, from, tag, from_mut(&mut request.handle))
+        })?;
+        Ok(request)
+    }
+
+    /// Gives the communicator back; nothing may be under way on it.
+    pub(super) fn free(self) -> MpiResult<()> {
+        // SAFETY: the communicator is valid and the engine's own.
+        check(unsafe { candle_mpi_free(self.comm) })
+    }
+}
+
+/// What a receive has brought.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Came {
+    pub(super) from: usize,
+    pub(super) len: usize,
+}
+
+/// A message under way. Dropping an open one loses track of it: its memory must then stay for good.
+#[derive(Debug)]
+pub(super) struct Request {
+    handle: usize,
+    open: bool,
+}
+
+impl Request {
+    /// Lets MPI go on; what came, or nothing of note for a send, once this message is done.
+    pub(super) fn test(&mut self) -> MpiResult<Option<Came>> {
+        let (mut done, mut from, mut len) = (c_int::from(!self.open), 0, 0);
+        if self.open {
+            // SAFETY: the request is open; the engine's lock is held.
+            check(unsafe { candle_mpi_test(from_mut(&mut self.handle), &mut done, &mut from, &mut len) })?;
+            self.open = done == 0;
+        }
+        Ok((done != 0).then_some(Came { from: from as usize, len: len as usize }))
+    }
+
+    /// Ends a receive for which nothing has come.
+    pub(super) fn cancel(mut self) -> MpiResult<()> {
+        if self.open {
+            // SAFETY: as for `test`; canceling a receive needs nobody else.
+            check(unsafe { candle_mpi_cancel(from_mut(&mut self.handle)) })?;
+        }
+        Ok(())
+    }
+}

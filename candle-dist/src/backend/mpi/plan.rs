@@ -1,0 +1,484 @@
+//! Who sends what to whom in a collective, and what each member does with it: made from the [`Call`] alone.
+//!
+//! A plan is data. The engine carries it out (`operation.rs`), and a test plays the plans of all members against each
+//! other and counts their messages (`plan_tests.rs`). Every element of the result and of the scratch memory is written
+//! once, so that nothing that is being sent ever changes. Messages of one member to another are taken in the order of
+//! their plans.
+//!
+//! | op | small | large |
+//! |---|---|---|
+//! | all_reduce | Bruck's all_gather, then all reduced in rank order; recursive doubling if sums may be reordered | pieces exchanged directly, each reduced in rank order, then gathered |
+//! | all_gather | Bruck: log n messages | each to each, straight into the result |
+//! | reduce_scatter, all_to_all | Bruck: log n messages | each to each |
+//! | broadcast | binomial tree | pieces scattered, then gathered |
+//! | reduce | binomial tree to the root, which reduces in rank order | pieces exchanged, reduced, and gathered by the root |
+//! | gather, scatter | binomial tree | to or from the root directly |
+//! | barrier | dissemination | |
+use super::shapes::{Cut, Rows, cut, inner, join};
+use super::{LETTER, Sums};
+use crate::backend::{Call, Form, Op, ReduceOp};
+use crate::{Error, Result};
+use smallvec::{SmallVec, smallvec};
+
+/// What a plan's places are in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Buffer {
+    /// What this member gives.
+    Input,
+    /// What this member gets.
+    Result,
+    /// What is needed in between.
+    Scratch,
+}
+
+/// Elements that lie one after the other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Place {
+    pub(super) buffer: Buffer,
+    pub(super) start: usize,
+    pub(super) len: usize,
+}
+
+/// A message to or from another member.
+#[derive(Debug, Clone)]
+pub(super) struct Move {
+    pub(super) peer: usize,
+    /// Its data in order; more than one place only if `letter`.
+    pub(super) places: SmallVec<[Place; 1]>,
+    /// The data goes with its header, as one message.
+    pub(super) letter: bool,
+}
+
+impl Move {
+    pub(super) fn len(&self) -> usize {
+        self.places.iter().map(|place| place.len).sum()
+    }
+}
+
+/// What a member does itself.
+#[derive(Debug, Clone)]
+pub(super) enum Work {
+    /// Copies rows.
+    Copy { from: Rows, to: Rows },
+    /// Reduces places of equal length, in this order.
+    Reduce { sources: SmallVec<[Place; 4]>, to: Place },
+}
+
+/// What is done before the next step can begin: the step ends when its receives are there.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Step {
+    pub(super) before: Vec<Work>,
+    pub(super) sends: Vec<Move>,
+    pub(super) receives: Vec<Move>,
+    /// Done while the messages are under way.
+    pub(super) meanwhile: Vec<Work>,
+}
+
+/// One tensor of a collective, as one member does it.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Plan {
+    /// The elements of the result, on members that get one.
+    pub(super) result: Option<usize>,
+    /// The elements of the memory in between.
+    pub(super) scratch: usize,
+    pub(super) steps: Vec<Step>,
+}
+
+impl Plan {
+    /// Whether this member sends something to `peer`.
+    pub(super) fn sends_to(&self, peer: usize) -> bool {
+        self.steps.iter().flat_map(|step| &step.sends).any(|sent| sent.peer == peer)
+    }
+}
+
+/// A member of a group.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Member {
+    pub(super) rank: usize,
+    pub(super) size: usize,
+}
+
+impl Member {
+    /// The others, beginning behind this one, so that not all send to the same one first.
+    pub(super) fn others(self) -> impl Iterator<Item = usize> {
+        (1..self.size).map(move |step| (self.rank + step) % self.size)
+    }
+
+    /// The member that is `step` behind this one.
+    pub(super) fn behind(self, step: usize) -> usize {
+        (self.rank + self.size - step % self.size) % self.size
+    }
+
+    /// The member that is `step` after this one.
+    pub(super) fn after(self, step: usize) -> usize {
+        (self.rank + step) % self.size
+    }
+}
+
+/// The plan of `me` for the `nth` tensor of `call`, which has `shape` on this member (for a scatter, on the root) and
+/// elements of `bytes` each.
+pub(super) fn plan(call: &Call, nth: usize, me: Member, shape: &[usize], bytes: usize, sums: Sums) -> Result<Plan> {
+    let mut plan = Planner::new(me, bytes);
+    let elements: usize = shape.iter().product();
+    plan.plan.result = (!call.gives_nothing(me.rank)).then(|| call.result_shape(me.rank, nth, shape).iter().product());
+    let root = call.peer.unwrap_or(0);
+    match call.op {
+        Op::Barrier => plan.barrier(),
+        Op::AllReduce => plan.all_reduce(elements, call.reduce, sums),
+        Op::AllGather => plan.all_gather(&join(shape, call.dims[nth], &call.sizes[nth])),
+        Op::ReduceScatter => plan.reduce_scatter(&cut(shape, call.dims[nth], &call.sizes[nth])),
+        Op::AllToAll if call.is_routed() => {
+            let row = inner(shape, 0);
+            let (rank, size) = (me.rank, me.size);
+            let from = Cut::flat((0..size).map(|to| call.sizes[rank][to] * row));
+            let to = Cut::flat((0..size).map(|from| call.sizes[from][rank] * row));
+            plan.all_to_all(&from, &to, |from, to| call.sizes[from][to] * row);
+        }
+        Op::AllToAll => {
+            let (split, joined) = (&call.sizes[0], &call.sizes[1]);
+            let from = cut(shape, call.dims[0], split);
+            let mut piece: SmallVec<[usize; 6]> = SmallVec::from_slice(shape);
+            piece[call.dims[0]] = split[me.rank];
+            let to = join(&piece, call.dims[1], joined);
+            let others = |(dim, _): &(usize, &usize)| !call.dims.contains(dim);
+            let rest: usize = shape.iter().enumerate().filter(others).map(|(_, len)| len).product();
+            plan.all_to_all(&from, &to, |from, to| split[to] * joined[from] * rest);
+        }
+        Op::Broadcast => {
+            if (call.form, root) == (Form::InPlace, me.rank) {
+                plan.plan.result = None; // it is there already
+            }
+            plan.broadcast(elements, root);
+        }
+        Op::Reduce => plan.reduce(elements, root),
+        Op::Gather => plan.gather(&join(shape, call.dims[nth], &call.sizes[nth]), root),
+        Op::Scatter => plan.scatter(&cut(shape, call.dims[nth], &call.sizes[nth]), root),
+        op @ (Op::Send | Op::Recv) => return Err(Error::Unsupported(format!("{op} as a collective"))),
+    }
+    Ok(plan.plan)
+}
+
+/// A plan in the making.
+pub(super) struct Planner {
+    pub(super) me: Member,
+    /// The bytes of an element.
+    bytes: usize,
+    pub(super) plan: Plan,
+}
+
+/// Places in a row, of these lengths.
+fn in_row(buffer: Buffer, start: usize, lens: impl IntoIterator<Item = usize>) -> Vec<Place> {
+    let mut at = start;
+    let place = |len| {
+        let place = Place { buffer, start: at, len };
+        at += len;
+        place
+    };
+    lens.into_iter().map(place).collect()
+}
+
+/// The lengths of pieces, one for each of `n` members, that cut `len` elements as evenly as whole pieces can.
+fn piece_lens(len: usize, n: usize) -> impl Iterator<Item = usize> + Clone {
+    let chunk = len.div_ceil(n.max(1));
+    (0..n).map(move |i| chunk.min(len.saturating_sub(i * chunk)))
+}
+
+impl Planner {
+    pub(super) fn new(me: Member, bytes: usize) -> Self {
+        Self { me, bytes, plan: Plan::default() }
+    }
+
+    /// A new step, which begins when the last one has ended.
+    pub(super) fn step(&mut self) -> &mut Step {
+        self.plan.steps.push(Step::default());
+        let last = self.plan.steps.len() - 1;
+        &mut self.plan.steps[last]
+    }
+
+    /// Room for places of these lengths.
+    pub(super) fn scratch(&mut self, lens: impl IntoIterator<Item = usize>) -> Vec<Place> {
+        let places = in_row(Buffer::Scratch, self.plan.scratch, lens);
+        self.plan.scratch += places.iter().map(|place| place.len).sum::<usize>();
+        places
+    }
+
+    /// Whether messages of this many elements go with their headers.
+    pub(super) fn is_letter(&self, elements: usize) -> bool {
+        elements.saturating_mul(self.bytes) <= LETTER
+    }
+
+    /// Whether a tree, or Bruck's way, is open to blocks of at most this many elements: its largest message has half of them.
+    pub(super) fn is_small(&self, longest: usize) -> bool {
+        self.is_letter(longest.saturating_mul(self.me.size.div_ceil(2)))
+    }
+
+    fn input(len: usize) -> Place {
+        Place { buffer: Buffer::Input, start: 0, len }
+    }
+
+    /// Reduces `sources` to `to` before the next step.
+    fn reduced(&mut self, sources: &[Place], to: Place) {
+        if to.len > 0 {
+            self.step().before.push(Work::Reduce { sources: sources.into(), to });
+        }
+    }
+
+    fn barrier(&mut self) {
+        let me = self.me;
+        let mut distance = 1;
+        while distance < me.size {
+            let signal = |peer| Move { peer, places: SmallVec::new(), letter: true };
+            let step = self.step();
+            step.sends.push(signal(me.after(distance)));
+            step.receives.push(signal(me.behind(distance)));
+            distance *= 2;
+        }
+    }
+
+    fn all_reduce(&mut self, len: usize, op: Option<ReduceOp>, sums: Sums) {
+        let Member { rank, size } = self.me;
+        if sums == Sums::Any && size > 2 && op != Some(ReduceOp::Avg) && self.is_letter(len) {
+            return self.doubling(len);
+        }
+        if self.is_small(len) {
+            let mut all = self.scratch(vec![len; size - 1]);
+            all.insert(rank, Self::input(len));
+            self.spread(all[rank], &all);
+            return self.reduced(&all, Place { buffer: Buffer::Result, start: 0, len });
+        }
+        let pieces = in_row(Buffer::Result, 0, piece_lens(len, size));
+        self.reduced_piece(len, pieces[rank]);
+        self.spread(pieces[rank], &pieces);
+    }
+
+    /// Each member's piece of the reduction of `len` elements, at `to` on this one.
+    fn reduced_piece(&mut self, len: usize, to: Place) {
+        let Member { rank, size } = self.me;
+        let mine = in_row(Buffer::Input, 0, piece_lens(len, size));
+        let mut theirs = self.scratch(vec![to.len; size - 1]);
+        theirs.insert(rank, mine[rank]);
+        self.exchange(&mine, &theirs, |_, to| mine[to].len);
+        self.reduced(&theirs, to);
+    }
+
+    /// Recursive doubling: log n messages of the whole, and sums in the order of a tree, alike on all members.
+    fn doubling(&mut self, len: usize) {
+        let Member { rank, size } = self.me;
+        let even = 1 << size.ilog2(); // the members that double; the others hand theirs in, and get the result
+        let result = Place { buffer: Buffer::Result, start: 0, len };
+        let letter = |peer, place| Move { peer, places: smallvec![place], letter: true };
+        if rank >= even {
+            self.step().sends.push(letter(rank - even, Self::input(len)));
+            return self.step().receives.push(letter(rank - even, result));
+        }
+        let mut held = Self::input(len);
+        if rank + even < size {
+            let room = self.scratch([len, len]);
+            self.step().receives.push(letter(rank + even, room[0]));
+            self.reduced(&[held, room[0]], room[1]);
+            held = room[1];
+        }
+        let mut distance = 1;
+        while distance < even {
+            let peer = rank ^ distance;
+            let room = self.scratch([len, len]);
+            let step = self.step();
+            step.sends.push(letter(peer, held));
+            step.receives.push(letter(peer, room[0]));
+            let sources = if rank < peer { [held, room[0]] } else { [room[0], held] };
+            distance *= 2;
+            held = if distance < even { room[1] } else { result };
+            self.reduced(&sources, held);
+        }
+        if rank + even < size {
+            self.step().sends.push(letter(rank + even, result));
+        }
+    }
+
+    fn all_gather(&mut self, blocks: &Cut) {
+        let own = Self::input(blocks.lens()[self.me.rank]);
+        let (places, works) = self.joined(blocks, own);
+        self.spread(own, &places);
+        self.finally(works);
+    }
+
+    fn reduce_scatter(&mut self, pieces: &Cut) {
+        let rank = self.me.rank;
+        let from = self.pieces(pieces);
+        let mut theirs = self.scratch(vec![from[rank].len; self.me.size - 1]);
+        theirs.insert(rank, from[rank]);
+        self.exchange(&from, &theirs, |_, to| from[to].len);
+        self.reduced(&theirs, Place { buffer: Buffer::Result, start: 0, len: from[rank].len });
+    }
+
+    fn all_to_all(&mut self, pieces: &Cut, blocks: &Cut, len: impl Fn(usize, usize) -> usize) {
+        let from = self.pieces(pieces);
+        let (to, works) = self.joined(blocks, from[self.me.rank]);
+        self.exchange(&from, &to, len);
+        self.finally(works);
+    }
+
+    fn broadcast(&mut self, len: usize, root: usize) {
+        let Member { rank, size } = self.me;
+        let is_root = rank == root;
+        let whole = Place { buffer: if is_root { Buffer::Input } else { Buffer::Result }, start: 0, len };
+        if size == 2 || self.is_letter(len) {
+            self.tree_broadcast(root, whole);
+        } else {
+            // The pieces are the others'; the root has all of them.
+            let lens: Vec<usize> = piece_lens(len, size - 1).collect();
+            let place = |member: usize| (member + size - root - 1) % size;
+            let pieces = in_row(whole.buffer, 0, lens);
+            if is_root {
+                let others: Vec<usize> = self.me.others().collect();
+                self.send_all(others.into_iter().map(|member| (member, pieces[place(member)])));
+            } else {
+                let mine = pieces[place(rank)];
+                self.receive_all([(root, mine)]);
+                let others: Vec<usize> = self.me.others().filter(|&member| member != root).collect();
+                self.step();
+                self.send_all(others.iter().map(|&member| (member, mine)));
+                self.receive_all(others.iter().map(|&member| (member, pieces[place(member)])));
+            }
+        }
+        if is_root && self.plan.result.is_some() {
+            self.meanwhile(whole, Place { buffer: Buffer::Result, ..whole });
+        }
+    }
+
+    fn reduce(&mut self, len: usize, root: usize) {
+        let Member { rank, size } = self.me;
+        let is_root = rank == root;
+        let result = Place { buffer: Buffer::Result, start: 0, len };
+        if self.is_small(len) {
+            let mut all = if is_root { self.scratch(vec![len; size - 1]) } else { vec![Self::input(len); size - 1] };
+            all.insert(root, Self::input(len));
+            self.tree_gather(root, Self::input(len), &vec![len; size], &all);
+            if is_root {
+                self.reduced(&all, result);
+            }
+            return;
+        }
+        let lens: Vec<usize> = piece_lens(len, size).collect();
+        let pieces = in_row(Buffer::Result, 0, lens.iter().copied());
+        let mine = if is_root { pieces[rank] } else { self.scratch([lens[rank]])[0] };
+        self.reduced_piece(len, mine);
+        self.step();
+        if is_root {
+            let others: Vec<usize> = self.me.others().collect();
+            self.receive_all(others.into_iter().map(|member| (member, pieces[member])));
+        } else {
+            self.send_all([(root, mine)]);
+        }
+    }
+
+    fn gather(&mut self, blocks: &Cut, root: usize) {
+        let lens = blocks.lens();
+        let own = Self::input(lens[self.me.rank]);
+        let longest = lens.iter().copied().max().unwrap_or(0);
+        let is_root = self.me.rank == root;
+        let (places, works) = if is_root { self.joined(blocks, own) } else { (vec![own; self.me.size], Vec::new()) };
+        if self.is_small(longest) {
+            self.tree_gather(root, own, lens, &places);
+        } else if is_root {
+            let others: Vec<usize> = self.me.others().collect();
+            self.step();
+            self.receive_all(others.into_iter().map(|member| (member, places[member])));
+        } else {
+            self.step();
+            self.send_all([(root, own)]);
+        }
+        if is_root && own != places[root] {
+            self.meanwhile(own, places[root]);
+        }
+        self.finally(works);
+    }
+
+    fn scatter(&mut self, pieces: &Cut, root: usize) {
+        let lens = pieces.lens();
+        let longest = lens.iter().copied().max().unwrap_or(0);
+        let to = Place { buffer: Buffer::Result, start: 0, len: lens[self.me.rank] };
+        let is_root = self.me.rank == root;
+        let places = if is_root { self.pieces(pieces) } else { vec![to; self.me.size] };
+        if self.is_small(longest) {
+            self.tree_scatter(root, &places, lens, to);
+        } else if is_root {
+            let others: Vec<usize> = self.me.others().collect();
+            self.send_all(others.into_iter().map(|member| (member, places[member])));
+        } else {
+            self.step();
+            self.receive_all([(root, to)]);
+        }
+        if is_root {
+            self.meanwhile(places[root], to);
+        }
+    }
+
+    /// The pieces of the input, packed where they do not lie in one row each; a step has begun.
+    fn pieces(&mut self, pieces: &Cut) -> Vec<Place> {
+        if pieces.is_flat() {
+            self.step();
+            return in_row(Buffer::Input, 0, pieces.lens().iter().copied());
+        }
+        let packed = self.scratch(pieces.lens().iter().copied());
+        let works = packed.iter().enumerate().filter(|(_, to)| to.len > 0);
+        let works = works.map(|(i, &to)| Work::Copy { from: pieces.rows(i, Buffer::Input), to: pieces.packed(i, to) });
+        let works: Vec<Work> = works.collect();
+        self.step().before = works;
+        packed
+    }
+
+    /// Where the blocks of the result come to, and what brings them to their rows there; `own` is this member's block.
+    fn joined(&mut self, blocks: &Cut, own: Place) -> (Vec<Place>, Vec<Work>) {
+        let rank = self.me.rank;
+        if blocks.is_flat() {
+            return (in_row(Buffer::Result, 0, blocks.lens().iter().copied()), Vec::new());
+        }
+        let lens = blocks.lens().iter().enumerate();
+        let mut places = self.scratch(lens.filter(|(i, _)| *i != rank).map(|(_, &len)| len));
+        places.insert(rank, own);
+        let works = places.iter().enumerate().filter(|(_, from)| from.len > 0);
+        let works =
+            works.map(|(i, &from)| Work::Copy { from: blocks.packed(i, from), to: blocks.rows(i, Buffer::Result) });
+        let works = works.collect();
+        (places, works)
+    }
+
+    /// Does `works` at the end.
+    fn finally(&mut self, works: Vec<Work>) {
+        if !works.is_empty() {
+            self.step().before = works;
+        }
+    }
+
+    /// Copies while the last step's messages are under way.
+    pub(super) fn meanwhile(&mut self, from: Place, to: Place) {
+        if to.len > 0 {
+            let copy = Work::Copy { from: Rows::of(from), to: Rows::of(to) };
+            self.last().meanwhile.push(copy);
+        }
+    }
+
+    /// The step under way.
+    pub(super) fn last(&mut self) -> &mut Step {
+        if self.plan.steps.is_empty() {
+            self.plan.steps.push(Step::default());
+        }
+        let last = self.plan.steps.len() - 1;
+        &mut self.plan.steps[last]
+    }
+
+    /// Sends in the last step, what has elements.
+    pub(super) fn send_all(&mut self, moves: impl IntoIterator<Item = (usize, Place)>) {
+        let sends = moves.into_iter().filter(|(_, place)| place.len > 0);
+        let sends = sends.map(|(peer, place)| Move { peer, places: smallvec![place], letter: false });
+        self.last().sends.extend(sends);
+    }
+
+    /// Receives in the last step, what has elements.
+    pub(super) fn receive_all(&mut self, moves: impl IntoIterator<Item = (usize, Place)>) {
+        let receives = moves.into_iter().filter(|(_, place)| place.len > 0);
+        let receives = receives.map(|(peer, place)| Move { peer, places: smallvec![place], letter: false });
+        self.last().receives.extend(receives);
+    }
+}

@@ -1,0 +1,410 @@
+//! The plans of all members, played against each other: every result is right, every place is written once before it is
+//! read, and no more is sent than there should be.
+#![allow(clippy::unwrap_used)] // a panic is how a test fails
+use super::plan::{Buffer, Member, Move, Place, Plan, Work, plan};
+use super::shapes::Rows;
+use super::{LETTER, Sums};
+use crate::ReduceOp;
+use crate::backend::{Call, Dims, Form, Op};
+use candle_core::{DType, Device, Tensor};
+use smallvec::smallvec;
+use std::collections::{HashMap, VecDeque};
+
+/// The bytes of an element: so many that few elements are large.
+const BYTES: usize = 2048;
+
+/// What one member has: the values of its buffers, as far as they were written.
+struct Player {
+    plan: Plan,
+    memory: HashMap<Buffer, Vec<Option<i64>>>,
+    step: usize,
+    /// How many of the step's receives are there.
+    received: usize,
+    entered: bool,
+    messages: usize,
+    sent: usize,
+}
+
+impl std::hash::Hash for Buffer {
+    fn hash<H: std::hash::Hasher>(&self, state: &mut H) {
+        (*self as u8).hash(state);
+    }
+}
+
+/// What reductions do: adding up, or something that shows every change of the order.
+type Combine = fn(i64, i64) -> i64;
+
+fn in_order(a: i64, b: i64) -> i64 {
+    a.wrapping_mul(31).wrapping_add(b)
+}
+
+impl Player {
+    fn new(plan: Plan, input: Option<&Tensor>) -> Self {
+        let flat = |t: &Tensor| t.flatten_all().unwrap().to_vec1::<i64>().unwrap();
+        let input = input.map_or(Vec::new(), flat).into_iter().map(Some).collect();
+        let memory = HashMap::from([
+            (Buffer::Input, input),
+            (Buffer::Result, vec![None; plan.result.unwrap_or(0)]),
+            (Buffer::Scratch, vec![None; plan.scratch]),
+        ]);
+        Self { plan, memory, step: 0, received: 0, entered: false, messages: 0, sent: 0 }
+    }
+
+    fn read(&self, place: Place) -> Vec<i64> {
+        let values = &self.memory[&place.buffer][place.start..place.start + place.len];
+        values.iter().map(|value| value.expect("what is read was written")).collect()
+    }
+
+    fn write(&mut self, place: Place, values: &[i64]) {
+        assert_ne!(place.buffer, Buffer::Input);
+        assert_eq!(place.len, values.len());
+        for (at, &value) in (place.start..).zip(values) {
+            let old = self.memory.get_mut(&place.buffer).unwrap()[at].replace(value);
+            assert_eq!(old, None, "{:?} {at} is written once", place.buffer);
+        }
+    }
+
+    fn work(&mut self, work: &Work, combine: Combine) {
+        match work {
+            Work::Copy { from, to } => {
+                assert_eq!((from.run, from.count), (to.run, to.count));
+                let run =
+                    |rows: &Rows, i| Place { buffer: rows.buffer, start: rows.start + i * rows.stride, len: rows.run };
+                for i in 0..from.count {
+                    let values = self.read(run(from, i));
+                    self.write(run(to, i), &values);
+                }
+            }
+            Work::Reduce { sources, to } => {
+                let sources: Vec<Vec<i64>> = sources.iter().map(|&source| self.read(source)).collect();
+                let reduced = |at| sources.iter().map(|source| source[at]).reduce(combine).unwrap();
+                let values: Vec<i64> = (0..to.len).map(reduced).collect();
+                self.write(*to, &values);
+            }
+        }
+    }
+}
+
+/// Plays the plans until nobody can go on; all must be done then.
+fn play(mut players: Vec<Player>, combine: Combine) -> Vec<Player> {
+    let mut wires: HashMap<(usize, usize), VecDeque<(Vec<i64>, usize)>> = HashMap::new();
+    let mut moved = true;
+    while moved {
+        moved = false;
+        for me in 0..players.len() {
+            while players[me].step < players[me].plan.steps.len() {
+                let player = &mut players[me];
+                let step = player.plan.steps[player.step].clone();
+                if !player.entered {
+                    step.before.iter().for_each(|work| player.work(work, combine));
+                    for Move { peer, places, letter } in &step.sends {
+                        assert_ne!(*peer, me);
+                        assert!(*letter || places.len() == 1, "only letters are put together");
+                        let data: Vec<i64> = places.iter().flat_map(|&place| player.read(place)).collect();
+                        assert!(!letter || data.len() * BYTES <= LETTER, "a letter of {} elements", data.len());
+                        player.messages += 1;
+                        player.sent += data.len();
+                        wires.entry((me, *peer)).or_default().push_back((data, places.len()));
+                    }
+                    step.meanwhile.iter().for_each(|work| player.work(work, combine));
+                    (player.entered, player.received) = (true, 0);
+                    moved = true;
+                }
+                // In the order of the plan: those of one peer are.
+                while let Some(Move { peer, places, letter }) = step.receives.get(player.received) {
+                    let Some((data, _)) = wires.entry((*peer, me)).or_default().pop_front() else { break };
+                    assert_eq!(data.len(), places.iter().map(|place| place.len).sum::<usize>(), "as long as expected");
+                    assert!(places.len() <= 1 || *letter);
+                    let mut at = 0;
+                    for &place in places {
+                        player.write(place, &data[at..at + place.len]);
+                        at += place.len;
+                    }
+                    player.received += 1;
+                    moved = true;
+                }
+                if player.received < step.receives.len() {
+                    break;
+                }
+                (player.entered, player.step) = (false, player.step + 1);
+            }
+        }
+    }
+    for (me, player) in players.iter().enumerate() {
+        assert_eq!(player.step, player.plan.steps.len(), "member {me} waits for ever");
+    }
+    assert!(wires.values().all(VecDeque::is_empty), "somebody got what nobody expects");
+    players
+}
+
+/// Members' results, and the most messages and elements that one of them sent.
+struct Played {
+    results: Vec<Option<Vec<i64>>>,
+    messages: usize,
+    sent: usize,
+}
+
+/// Makes the collective with these inputs.
+fn made(call: &Call, inputs: &[Option<Tensor>], sums: Sums, combine: Combine) -> Played {
+    let size = inputs.len();
+    let players = inputs.iter().enumerate().map(|(rank, input)| {
+        let shape = input.as_ref().map_or(&call.shape[..], Tensor::dims);
+        let plan = plan(call, 0, Member { rank, size }, shape, BYTES, sums).unwrap();
+        Player::new(plan, input.as_ref())
+    });
+    let players = play(players.collect(), combine);
+    let messages = players.iter().map(|player| player.messages).max().unwrap();
+    let sent = players.iter().map(|player| player.sent).max().unwrap();
+    let result = |player: Player| {
+        player.plan.result.map(|_| {
+            let values = player.memory[&Buffer::Result].iter();
+            values.map(|value| value.expect("every element of the result is written")).collect()
+        })
+    };
+    Played { results: players.into_iter().map(result).collect(), messages, sent }
+}
+
+/// Values that tell members and places apart.
+fn tensor(member: usize, shape: &[usize]) -> Tensor {
+    let len = shape.iter().product::<usize>() as i64;
+    let values: Vec<i64> = (0..len).map(|i| (member as i64 + 1) * 1_000_003 + i * 7).collect();
+    Tensor::from_vec(values, shape, &Device::Cpu).unwrap()
+}
+
+fn values(tensor: &Tensor) -> Vec<i64> {
+    tensor.flatten_all().unwrap().to_vec1().unwrap()
+}
+
+/// The elementwise reduction of all tensors, in rank order.
+fn reduced(tensors: &[Tensor], combine: Combine) -> Vec<i64> {
+    let all: Vec<Vec<i64>> = tensors.iter().map(values).collect();
+    (0..all[0].len()).map(|at| all.iter().map(|one| one[at]).reduce(combine).unwrap()).collect()
+}
+
+fn call(op: Op, root: Option<usize>) -> Call {
+    Call { dtype: Some(DType::I64), peer: root, reduce: Some(ReduceOp::Sum), ..Call::new(op) }
+}
+
+/// Uneven sizes, some of them zero.
+fn sizes(n: usize, scale: usize) -> Dims {
+    (0..n).map(|i| (i * 5 + 2) % 4 * scale).collect()
+}
+
+const WORLDS: std::ops::RangeInclusive<usize> = 2..=16;
+/// Elements: nothing, less than members, a letter, more than fits a tree of 16, large.
+const LENS: [usize; 6] = [0, 1, 3, 10, LETTER / BYTES, 5 * LETTER / BYTES + 3];
+
+fn log2(n: usize) -> usize {
+    n.next_power_of_two().ilog2() as usize
+}
+
+#[test]
+fn reductions_are_made_in_rank_order() {
+    for n in WORLDS {
+        for len in LENS {
+            let all: Vec<Tensor> = (0..n).map(|member| tensor(member, &[len])).collect();
+            let inputs: Vec<_> = all.iter().cloned().map(Some).collect();
+            let want = reduced(&all, in_order);
+            let what = format!("{len} on {n}");
+            let played = made(&call(Op::AllReduce, None), &inputs, Sums::RankOrder, in_order);
+            assert!(played.results.iter().all(|got| got.as_ref() == Some(&want)), "all_reduce of {what}");
+            for root in [0, n / 2, n - 1] {
+                let played = made(&call(Op::Reduce, Some(root)), &inputs, Sums::RankOrder, in_order);
+                for (member, got) in played.results.into_iter().enumerate() {
+                    assert_eq!(got, (member == root).then(|| want.clone()), "reduce of {what} to {root} on {member}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn sums_in_any_order_are_alike_on_all_members_and_cost_log_n_messages_of_the_size() {
+    for n in WORLDS {
+        for len in LENS {
+            let all: Vec<Tensor> = (0..n).map(|member| tensor(member, &[len])).collect();
+            let inputs: Vec<_> = all.iter().cloned().map(Some).collect();
+            let want = reduced(&all, i64::wrapping_add);
+            let played = made(&call(Op::AllReduce, None), &inputs, Sums::Any, i64::wrapping_add);
+            assert!(played.results.iter().all(|got| got.as_ref() == Some(&want)), "{len} on {n}");
+            if n > 2 && len * BYTES <= LETTER {
+                assert!(played.messages <= log2(n) && played.sent <= log2(n) * len, "{len} on {n}");
+                // An order that shows itself shows the same one everywhere.
+                let played = made(&call(Op::AllReduce, None), &inputs, Sums::Any, in_order);
+                assert!(played.results.iter().all(|got| got == &played.results[0]), "{len} on {n}");
+            }
+        }
+    }
+}
+
+#[test]
+fn broadcasts_bring_the_roots_tensor() {
+    for n in WORLDS {
+        for len in LENS {
+            let inputs: Vec<_> = (0..n).map(|member| Some(tensor(member, &[len]))).collect();
+            for root in [0, n / 2, n - 1] {
+                let want = values(&tensor(root, &[len]));
+                let played = made(&call(Op::Broadcast, Some(root)), &inputs, Sums::RankOrder, in_order);
+                assert!(played.results.iter().all(|got| got.as_ref() == Some(&want)), "{len} on {n} from {root}");
+                let in_place = Call { form: Form::InPlace, ..call(Op::Broadcast, Some(root)) };
+                let played = made(&in_place, &inputs, Sums::RankOrder, in_order);
+                for (member, got) in played.results.into_iter().enumerate() {
+                    assert_eq!(got, (member != root).then(|| want.clone()), "{len} on {n} from {root} in place");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn gathers_join_and_scatters_cut_along_any_dim() {
+    for n in WORLDS {
+        for (dim, scale) in [(0, 1), (1, 1), (2, 1), (0, 9), (1, 9)] {
+            let sizes = sizes(n, scale);
+            let shape = |member: usize| {
+                let mut shape = [2, 3, 2];
+                shape[dim] = sizes[member];
+                shape
+            };
+            let all: Vec<Tensor> = (0..n).map(|member| tensor(member, &shape(member))).collect();
+            let filled: Vec<&Tensor> = all.iter().filter(|tensor| tensor.elem_count() > 0).collect();
+            let want = if filled.is_empty() { Vec::new() } else { values(&Tensor::cat(&filled, dim).unwrap()) };
+            let what = format!("dim {dim} scale {scale} on {n}");
+            let joined = |op, root| Call { dims: smallvec![dim], sizes: smallvec![sizes.clone()], ..call(op, root) };
+            let inputs: Vec<_> = all.iter().cloned().map(Some).collect();
+            let played = made(&joined(Op::AllGather, None), &inputs, Sums::RankOrder, in_order);
+            assert!(played.results.iter().all(|got| got.as_ref() == Some(&want)), "all_gather {what}");
+            let mut whole = [2, 3, 2];
+            whole[dim] = sizes.iter().sum();
+            for root in [0, n / 2, n - 1] {
+                let played = made(&joined(Op::Gather, Some(root)), &inputs, Sums::RankOrder, in_order);
+                for (member, got) in played.results.into_iter().enumerate() {
+                    assert_eq!(got, (member == root).then(|| want.clone()), "gather {what} to {root} on {member}");
+                }
+                let given = tensor(root, &whole);
+                let only: Vec<_> = (0..n).map(|member| (member == root).then(|| given.clone())).collect();
+                let cut = Call { shape: Dims::from_slice(&whole), ..joined(Op::Scatter, Some(root)) };
+                let played = made(&cut, &only, Sums::RankOrder, in_order);
+                for (member, got) in played.results.into_iter().enumerate() {
+                    let start = sizes[..member].iter().sum();
+                    let piece = given.narrow(dim, start, sizes[member]).unwrap();
+                    assert_eq!(got, Some(values(&piece)), "scatter {what} from {root} to {member}");
+                }
+            }
+            let all: Vec<Tensor> = (0..n).map(|member| tensor(member, &whole)).collect();
+            let inputs: Vec<_> = all.iter().cloned().map(Some).collect();
+            let played = made(&joined(Op::ReduceScatter, None), &inputs, Sums::RankOrder, in_order);
+            for (member, got) in played.results.into_iter().enumerate() {
+                let piece = |t: &Tensor| t.narrow(dim, sizes[..member].iter().sum(), sizes[member]).unwrap();
+                let pieces: Vec<Tensor> = all.iter().map(piece).collect();
+                assert_eq!(got, Some(reduced(&pieces, in_order)), "reduce_scatter {what} on {member}");
+            }
+        }
+    }
+}
+
+#[test]
+fn exchanges_bring_each_piece_to_its_member() {
+    for n in WORLDS {
+        for (dims, scale) in [([0, 1], 1), ([1, 0], 1), ([1, 2], 1), ([2, 0], 1), ([0, 1], 7), ([2, 0], 7)] {
+            let (split, concat) = (sizes(n, scale), sizes(n, 1).into_iter().rev().collect::<Dims>());
+            let shape = |member: usize| {
+                let mut shape = [2, 3, 2];
+                (shape[dims[0]], shape[dims[1]]) = (split.iter().sum(), concat[member]);
+                shape
+            };
+            let all: Vec<Tensor> = (0..n).map(|member| tensor(member, &shape(member))).collect();
+            let inputs: Vec<_> = all.iter().cloned().map(Some).collect();
+            let exchange = Call {
+                dims: dims.into_iter().collect(),
+                sizes: smallvec![split.clone(), concat.clone()],
+                ..call(Op::AllToAll, None)
+            };
+            let played = made(&exchange, &inputs, Sums::RankOrder, in_order);
+            for (member, got) in played.results.into_iter().enumerate() {
+                let piece = |t: &Tensor| t.narrow(dims[0], split[..member].iter().sum(), split[member]).unwrap();
+                let pieces: Vec<Tensor> = all.iter().map(piece).filter(|piece| piece.elem_count() > 0).collect();
+                let want = if pieces.is_empty() { Vec::new() } else { values(&Tensor::cat(&pieces, dims[1]).unwrap()) };
+                assert_eq!(got, Some(want), "{dims:?} scale {scale} on {n}, member {member}");
+            }
+        }
+        for scale in [1, 7] {
+            let counts: Vec<Dims> =
+                (0..n).map(|from| (0..n).map(|to| (from * 3 + to * 5) % 4 * scale).collect()).collect();
+            let all: Vec<Tensor> = (0..n).map(|from| tensor(from, &[counts[from].iter().sum(), 3])).collect();
+            let inputs: Vec<_> = all.iter().cloned().map(Some).collect();
+            let routed =
+                Call { dims: smallvec![0], sizes: counts.iter().cloned().collect(), ..call(Op::AllToAll, None) };
+            let played = made(&routed, &inputs, Sums::RankOrder, in_order);
+            for (member, got) in played.results.into_iter().enumerate() {
+                let rows = |from: usize| {
+                    let start = counts[from][..member].iter().sum();
+                    values(&all[from].narrow(0, start, counts[from][member]).unwrap())
+                };
+                let want: Vec<i64> = (0..n).flat_map(rows).collect();
+                assert_eq!(got, Some(want), "routed scale {scale} on {n}, member {member}");
+            }
+        }
+    }
+}
+
+#[test]
+fn small_collectives_cost_log_n_messages() {
+    for n in WORLDS {
+        let (even, len) = (Dims::from_elem(1, n), 1);
+        let gathered = |op, root| Call { dims: smallvec![0], sizes: smallvec![even.clone()], ..call(op, root) };
+        let exchange = Call {
+            dims: smallvec![0, 1],
+            sizes: smallvec![even.clone(), Dims::from_elem(len, n)],
+            ..call(Op::AllToAll, None)
+        };
+        let scatter = Call { shape: smallvec![n, len], ..gathered(Op::Scatter, Some(1)) };
+        // The op, and the shape of what each member gives.
+        let cases: [(Call, Option<Vec<usize>>); 9] = [
+            (call(Op::Barrier, None), None),
+            (call(Op::AllReduce, None), Some(vec![len])),
+            (call(Op::Reduce, Some(1)), Some(vec![len])),
+            (call(Op::Broadcast, Some(1)), Some(vec![len])),
+            (gathered(Op::AllGather, None), Some(vec![1, len])),
+            (gathered(Op::Gather, Some(1)), Some(vec![1, len])),
+            (scatter, None),
+            (gathered(Op::ReduceScatter, None), Some(vec![n, len])),
+            (exchange, Some(vec![n, len])),
+        ];
+        for (call, shape) in cases {
+            let give = |member: usize| match (&shape, call.op) {
+                (Some(shape), _) => Some(tensor(member, shape)),
+                (None, Op::Scatter) if member == 1 => Some(tensor(member, &[n, len])),
+                _ => None,
+            };
+            let inputs: Vec<_> = (0..n).map(give).collect();
+            let played = made(&call, &inputs, Sums::RankOrder, in_order);
+            assert!(played.messages <= log2(n), "{} messages of {} on {n}", played.messages, call.op);
+        }
+    }
+}
+
+#[test]
+fn large_collectives_move_no_more_than_they_must() {
+    for n in WORLDS {
+        // A multiple of all the numbers of pieces there are.
+        let len = n * (n - 1) * LETTER / BYTES;
+        let even = Dims::from_elem(len, n);
+        let joined = |op, root| Call { dims: smallvec![0], sizes: smallvec![even.clone()], ..call(op, root) };
+        let cut = Call { sizes: smallvec![Dims::from_elem(len / n, n)], ..joined(Op::ReduceScatter, None) };
+        // The op, and the most elements that a member may send.
+        let cases = [
+            (call(Op::AllReduce, None), 2 * (n - 1) * len / n),
+            (call(Op::Broadcast, Some(1)), len),
+            (call(Op::Reduce, Some(1)), len),
+            (joined(Op::AllGather, None), (n - 1) * len),
+            (joined(Op::Gather, Some(1)), len),
+            (cut, (n - 1) * len / n),
+        ];
+        for (call, most) in cases {
+            let inputs: Vec<_> = (0..n).map(|member| Some(tensor(member, &[len]))).collect();
+            let played = made(&call, &inputs, Sums::RankOrder, in_order);
+            assert!(played.sent <= most, "{} elements instead of {most} for {} on {n}", played.sent, call.op);
+        }
+    }
+}

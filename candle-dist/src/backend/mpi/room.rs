@@ -1,0 +1,144 @@
+//! Memory that messages and reductions fill, and that then is a tensor's.
+//!
+//! It is not zeroed first: that would cost as much as the message. What has been filled is known from the plan, whose test
+//! shows that every element of a result is written.
+use crate::Result;
+use crate::backend::regions::with_element;
+use candle_core::{CpuStorage, DType, WithDType};
+use std::mem::ManuallyDrop;
+
+/// Elements that may be without values yet, at an address that does not change.
+pub(super) struct Room {
+    dtype: DType,
+    data: *mut u8,
+    len: usize,
+    /// Of the vector that this was and will be.
+    capacity: usize,
+}
+
+// SAFETY: a room owns its memory alone.
+unsafe impl Send for Room {}
+
+impl Room {
+    pub(super) fn new(dtype: DType, len: usize) -> Result<Self> {
+        with_element!(dtype, T => {
+            let mut data = ManuallyDrop::new(Vec::<T>::with_capacity(len));
+            Ok(Self { dtype, data: data.as_mut_ptr().cast(), len, capacity: data.capacity() })
+        })
+    }
+
+    pub(super) fn data(&self) -> *mut u8 {
+        self.data
+    }
+
+    fn bytes(&self) -> usize {
+        self.capacity * self.dtype.size_in_bytes()
+    }
+
+    /// The elements.
+    ///
+    /// # Safety
+    /// All of them have been written, and nobody writes or reads through the address any more.
+    pub(super) unsafe fn filled(self) -> Result<CpuStorage> {
+        let room = ManuallyDrop::new(self);
+        with_element!(room.dtype, T => {
+            // SAFETY: address and capacity are those of such a vector; the caller has written the elements.
+            let data = unsafe { Vec::from_raw_parts(room.data.cast::<T>(), room.len, room.capacity) };
+            Ok(T::to_cpu_storage_owned(data))
+        })
+    }
+}
+
+impl Drop for Room {
+    fn drop(&mut self) {
+        let freed: Result<()> = with_element!(self.dtype, T => {
+            // SAFETY: address and capacity are those of such a vector, of which no element is taken to be there.
+            drop(unsafe { Vec::from_raw_parts(self.data.cast::<T>(), 0, self.capacity) });
+            Ok(())
+        });
+        debug_assert!(freed.is_ok(), "it was made with this dtype");
+    }
+}
+
+/// The most bytes of rooms that are kept.
+const MOST: usize = 64 << 20;
+/// The most rooms that are kept.
+const COUNT: usize = 8;
+
+/// Rooms that nobody uses, the oldest first: memory that was used before costs no page faults.
+#[derive(Default)]
+pub(super) struct Spares(Vec<Room>);
+
+impl Spares {
+    /// Keeps a room for later if it is not too large, and lets the oldest ones go for it.
+    pub(super) fn keep(&mut self, room: Room) {
+        if room.bytes() > MOST || room.bytes() == 0 {
+            return;
+        }
+        self.0.push(room);
+        while self.0.len() > COUNT || self.0.iter().map(Room::bytes).sum::<usize>() > MOST {
+            self.0.remove(0);
+        }
+    }
+
+    /// Room for `len` elements: one that was kept and is not twice as large, or a new one.
+    pub(super) fn take(&mut self, dtype: DType, len: usize) -> Result<Room> {
+        let fits = |room: &Room| room.dtype == dtype && (len..=2 * len).contains(&room.capacity);
+        match self.0.iter().rposition(fits) {
+            Some(at) => {
+                let mut room = self.0.remove(at);
+                room.len = len;
+                Ok(room)
+            }
+            None => Room::new(dtype, len),
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)] // a panic is how a test fails
+mod tests {
+    use super::*;
+    use crate::group::check::CARRIED;
+
+    #[test]
+    fn what_was_written_is_there_in_every_dtype() {
+        for dtype in CARRIED {
+            let room = Room::new(dtype, 5).unwrap();
+            // SAFETY: the room has 5 elements; zero bytes are a value of each dtype.
+            let filled = unsafe {
+                room.data().write_bytes(0, 5 * dtype.size_in_bytes());
+                room.filled().unwrap()
+            };
+            let shown = candle_core::Tensor::from_storage(
+                candle_core::Storage::Cpu(filled),
+                5,
+                candle_core::op::BackpropOp::none(),
+                false,
+            );
+            assert_eq!(shown.to_dtype(DType::F64).unwrap().to_vec1::<f64>().unwrap(), [0.0; 5], "{dtype:?}");
+        }
+    }
+
+    #[test]
+    fn rooms_are_used_again_by_those_that_they_fit() {
+        let mut spares = Spares::default();
+        let kept = spares.take(DType::F32, 100).unwrap();
+        let address = kept.data();
+        spares.keep(kept);
+        assert_ne!(spares.take(DType::U32, 100).unwrap().data(), address, "another dtype");
+        assert_ne!(spares.take(DType::F32, 10).unwrap().data(), address, "much less");
+        assert_eq!(spares.take(DType::F32, 90).unwrap().data(), address);
+        assert_ne!(spares.take(DType::F32, 90).unwrap().data(), address, "it is in use");
+    }
+
+    #[test]
+    fn no_more_is_kept_than_the_limit() {
+        let mut spares = Spares::default();
+        for len in [MOST + 1, MOST / 2, MOST / 2, MOST / 4] {
+            spares.keep(Room::new(DType::U8, len).unwrap());
+        }
+        assert!(spares.0.iter().map(Room::bytes).sum::<usize>() <= MOST);
+        assert_eq!(spares.0.len(), 2);
+    }
+}

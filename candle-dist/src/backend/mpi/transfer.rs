@@ -1,0 +1,139 @@
+//! Data that MPI moves from or to the memory of tensors, without a copy.
+use super::native::{MpiResult, Private, Request};
+use super::room::Room;
+use candle_core::Tensor;
+use std::collections::VecDeque;
+use std::mem;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// The most parts of one transfer that are under way at once: each costs a request of MPI's.
+const WINDOW: usize = 8;
+
+/// Which way the data goes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Way {
+    Out,
+    In,
+}
+
+/// Where the data of a transfer is and goes.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Route {
+    pub(super) way: Way,
+    /// The other side, as a rank of the world.
+    pub(super) peer: usize,
+    /// Of this transfer alone, among those that are under way between the two.
+    pub(super) tag: i32,
+}
+
+/// One message's data under way, in parts.
+#[derive(Debug)]
+pub(super) struct Transfer {
+    route: Route,
+    data: *mut u8,
+    len: usize,
+    /// What has been handed to MPI.
+    posted: usize,
+    most_bytes: usize,
+    parts: VecDeque<Request>,
+}
+
+// SAFETY: the address is used by whoever holds the engine's lock, one thread at a time.
+unsafe impl Send for Transfer {}
+
+impl Transfer {
+    /// Starts to move `len` bytes, in parts of at most `most_bytes`.
+    ///
+    /// # Safety
+    /// Until [`poll`](Self::poll) says that it is done, the bytes stay where they are; nobody writes to what goes out, and
+    /// nobody reads or writes what comes in. If the transfer is dropped before, they stay for good.
+    pub(super) unsafe fn start(
+        comm: &Private,
+        route: Route,
+        data: *mut u8,
+        len: usize,
+        most_bytes: usize,
+    ) -> MpiResult<Self> {
+        let mut transfer = Self { route, data, len, posted: 0, most_bytes, parts: VecDeque::new() };
+        transfer.post(comm)?;
+        Ok(transfer)
+    }
+
+    fn post(&mut self, comm: &Private) -> MpiResult<()> {
+        let Route { way, peer, tag } = self.route;
+        while self.posted < self.len && self.parts.len() < WINDOW {
+            let part = self.most_bytes.min(self.len - self.posted);
+            // SAFETY: the part lies within the bytes that `start` was promised.
+            let request = unsafe {
+                let at = self.data.add(self.posted);
+                match way {
+                    Way::Out => comm.send(at, part, peer, tag)?,
+                    Way::In => comm.receive(at, part, Some(peer), tag)?,
+                }
+            };
+            self.posted += part;
+            self.parts.push_back(request);
+        }
+        Ok(())
+    }
+
+    /// Lets MPI go on; whether all is done.
+    pub(super) fn poll(&mut self, comm: &Private) -> MpiResult<bool> {
+        while let Some(first) = self.parts.front_mut() {
+            if first.test()?.is_none() {
+                return Ok(false);
+            }
+            self.parts.pop_front();
+            self.post(comm)?;
+        }
+        Ok(true)
+    }
+}
+
+/// Lets MPI go on with each transfer, and forgets those that are done.
+pub(super) fn poll_all(transfers: &mut Vec<Transfer>, comm: &Private) -> MpiResult<()> {
+    let mut at = 0;
+    while let Some(transfer) = transfers.get_mut(at) {
+        match transfer.poll(comm)? {
+            true => drop(transfers.swap_remove(at)),
+            false => at += 1,
+        }
+    }
+    Ok(())
+}
+
+/// Transfers, and the memory that they use: it stays for as long as MPI may touch it.
+pub(super) struct Held {
+    pub(super) tensor: Option<Tensor>,
+    pub(super) result: Option<Room>,
+    pub(super) scratch: Option<Room>,
+    pub(super) outgoing: Vec<Transfer>,
+    pub(super) incoming: Vec<Transfer>,
+}
+
+impl Held {
+    pub(super) const fn new(tensor: Option<Tensor>, result: Option<Room>, scratch: Option<Room>) -> Self {
+        Self { tensor, result, scratch, outgoing: Vec::new(), incoming: Vec::new() }
+    }
+
+    /// Lets MPI go on; whether it is done with the memory.
+    pub(super) fn poll(&mut self, comm: &Private) -> MpiResult<bool> {
+        poll_all(&mut self.incoming, comm)?;
+        poll_all(&mut self.outgoing, comm)?;
+        Ok(self.incoming.is_empty() && self.outgoing.is_empty())
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        if self.incoming.is_empty() && self.outgoing.is_empty() {
+            return;
+        }
+        // The world has failed, and nobody knows when MPI is done with what it was given.
+        mem::forget((self.tensor.take(), self.result.take(), self.scratch.take()));
+        static SAID: AtomicBool = AtomicBool::new(false);
+        if !SAID.swap(true, Ordering::Relaxed) {
+            eprintln!("candle-dist: the world failed while tensors were under way; their memory is left to MPI");
+        }
+    }
+}

@@ -1,0 +1,122 @@
+//! What a member does itself in a collective: copies and reductions within the memory of its plan.
+use super::operation::{index, span};
+use super::plan::{Buffer, Place, Work};
+use super::room::Room;
+use super::shapes::Rows;
+use crate::backend::ReduceOp;
+use crate::backend::reduce::reduce_slices;
+use crate::backend::regions::{Runs, with_element};
+use crate::{Error, Result};
+use candle_core::{DType, StorageRef, Tensor};
+use smallvec::SmallVec;
+use std::mem::MaybeUninit;
+use std::slice;
+
+/// The bytes of a contiguous tensor on the host.
+pub(super) fn bytes_of<'a>(tensor: &Tensor, storage: &'a StorageRef<'_>) -> Result<&'a [u8]> {
+    if tensor.elem_count() == 0 {
+        return Ok(&[]);
+    }
+    with_element!(tensor.dtype(), T => {
+        let runs = Runs::<T>::new(tensor, storage, None)?;
+        let elements = runs.slice(0, runs.total);
+        // SAFETY: numbers have no padding, so that all of their bytes are values.
+        Ok(unsafe { slice::from_raw_parts(elements.as_ptr().cast(), size_of_val(elements)) })
+    })
+}
+
+/// Where the buffers of a plan are.
+pub(super) struct Memory {
+    dtype: DType,
+    starts: [*mut u8; Buffer::COUNT],
+}
+
+// SAFETY: the addresses are used under the engine's lock, one thread at a time.
+unsafe impl Send for Memory {}
+
+impl Memory {
+    /// The memory of an input and of rooms, which whoever uses this keeps.
+    pub(super) fn new(dtype: DType, input: *const u8, result: Option<&Room>, scratch: Option<&Room>) -> Self {
+        let room = |room: Option<&Room>| room.map_or(std::ptr::null_mut(), Room::data);
+        Self { dtype, starts: [input.cast_mut(), room(result), room(scratch)] }
+    }
+
+    /// The address of a place.
+    ///
+    /// # Safety
+    /// The place lies within its buffer.
+    pub(super) unsafe fn at(&self, place: Place) -> *mut u8 {
+        let (start, _) = span(place, self.dtype.size_in_bytes());
+        // SAFETY: the caller's promise.
+        unsafe { self.starts[index(place.buffer)].add(start) }
+    }
+
+    /// The bytes of a place.
+    ///
+    /// # Safety
+    /// The place lies within its buffer and has been written; nobody writes to it while the bytes are used.
+    pub(super) unsafe fn read<'a>(&self, place: Place) -> &'a [u8] {
+        let (_, len) = span(place, self.dtype.size_in_bytes());
+        if len == 0 {
+            return &[];
+        }
+        // SAFETY: the caller's promise.
+        unsafe { slice::from_raw_parts(self.at(place), len) }
+    }
+
+    /// Writes all bytes of a place.
+    ///
+    /// # Safety
+    /// The place lies within the result or the scratch memory and is as large as `data`; nobody uses it meanwhile.
+    pub(super) unsafe fn write(&self, place: Place, data: &[u8]) {
+        // SAFETY: the caller's promise.
+        unsafe { self.at(place).copy_from_nonoverlapping(data.as_ptr(), data.len()) };
+    }
+
+    /// Copies rows.
+    ///
+    /// # Safety
+    /// As for `read` of what is copied and `write` of what it is copied to; both have as many runs of the same length.
+    unsafe fn copy(&self, from: Rows, to: Rows) {
+        let run =
+            |rows: Rows, i: usize| Place { buffer: rows.buffer, start: rows.start + i * rows.stride, len: rows.run };
+        for i in 0..from.count {
+            // SAFETY: the caller's promise.
+            unsafe { self.write(run(to, i), self.read(run(from, i))) };
+        }
+    }
+
+    /// Reduces `sources`, in their order.
+    ///
+    /// # Safety
+    /// As for `read` of the sources and `write` of `to`; all have as many elements.
+    unsafe fn reduce(&self, sources: &[Place], to: Place, op: ReduceOp) -> Result<()> {
+        with_element!(self.dtype, T => {
+            // SAFETY: the caller's promise; buffers are aligned for their elements.
+            let read = |&place: &Place| unsafe { slice::from_raw_parts(self.at(place).cast::<T>(), place.len) };
+            let sources: SmallVec<[&[T]; 8]> = sources.iter().map(read).collect();
+            // SAFETY: the caller's promise.
+            let to = unsafe { slice::from_raw_parts_mut(self.at(to).cast::<MaybeUninit<T>>(), to.len) };
+            reduce_slices(&sources, op, to);
+            Ok(())
+        })
+    }
+}
+
+/// Does one work of a plan.
+///
+/// # Safety
+/// The plan fits the memory: its places lie within the buffers; what it reads has been written, and nobody writes to it;
+/// nobody uses what it writes.
+pub(super) unsafe fn run(memory: &Memory, work: &Work, op: Option<ReduceOp>) -> Result<()> {
+    match work {
+        // SAFETY: the caller's promise.
+        &Work::Copy { from, to } => unsafe { memory.copy(from, to) },
+        Work::Reduce { sources, to } => {
+            let op = op.ok_or_else(|| Error::Unsupported("a reduction without an operation".into()))?;
+            // SAFETY: the caller's promise.
+            unsafe { memory.reduce(sources, *to, op)? };
+        }
+    }
+    Ok(())
+}
