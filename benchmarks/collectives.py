@@ -2,6 +2,7 @@
 """Measures this project's collectives beside Gloo's and Open MPI's, and writes the table into BENCHMARKS.md.
 
 Usage: python3 benchmarks/collectives.py [--backend mpi] [--worlds 2 4] [--repeats 3] [--torch-python PYTHON] [--dry-run]
+       python3 benchmarks/collectives.py --backend mpi --worlds 2 4 8 --json -
 
 It builds bench-collectives, then runs the three in turn, again and again; each number is the median of its runs. With
 --backend mpi our ranks are processes over Open MPI's messages, and Open MPI is the one peer. A peer that is not
@@ -11,10 +12,12 @@ installed is left out, with a word on how to get it:
             and --torch-python ~/torch-venv/bin/python, or TORCH_PYTHON in the environment
   Open MPI  apt-get install openmpi-bin libopenmpi-dev
 
-Nothing else should run on the machine meanwhile.
+Nothing else should run on the machine meanwhile: a table is written only if the load average of the last minute was at most
+0.5 before the start. --dry-run and --json measure on any machine, and say how busy it was.
 """
 import argparse
 import datetime
+import json
 import os
 import shutil
 import statistics
@@ -26,6 +29,8 @@ from pathlib import Path
 from side_by_side import PEERS, build, has, output, rewrite, say
 
 OURS = "candle-dist"
+# The load average of the last minute above which no table is written.
+QUIET = 0.5
 
 
 def mpirun(world):
@@ -104,6 +109,24 @@ def section(times, floors, sides, repeats):
     return "\n\n".join(parts)
 
 
+def report(times, floors, args, busy):
+    """Everything that was measured, as one object; ratios say how many times as long the peer takes."""
+    rows = []
+    for world, of_world in times.items():
+        for (op, count), by_side in of_world.items():
+            ratios = {name: round(us / by_side[OURS], 3) for name, us in by_side.items() if name != OURS}
+            rows.append({"world": world, "op": op, "bytes": count, "floor_us": floors[world][op, count], "median_us": by_side, "peer_over_ours": ratios})
+    return {"backend": args.backend, "repeats": args.repeats, "cores": len(os.sched_getaffinity(0)), "load_before": busy, "rows": rows}
+
+
+def write_json(target, value):
+    text = json.dumps(value, indent=1)
+    if target == "-":
+        print(text)
+    else:
+        Path(target).write_text(text + "\n")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", choices=["local", "mpi"], default="local", help="what moves our tensors [local]")
@@ -111,18 +134,27 @@ def main():
     parser.add_argument("--repeats", type=int, default=3, help="alternating runs of each side [3]")
     parser.add_argument("--torch-python", default=os.environ.get("TORCH_PYTHON", sys.executable), help="a Python with torch")
     parser.add_argument("--dry-run", action="store_true", help="print the tables and leave BENCHMARKS.md alone")
+    parser.add_argument("--json", metavar="FILE", help="write the medians as JSON and leave BENCHMARKS.md alone; `-` is stdout, with nothing else on it")
     args = parser.parse_args()
     if args.repeats < 1 or min(args.worlds) < 1:
         parser.error("give at least 1 for --repeats and for each of --worlds")
+    busy = os.getloadavg()[0]
+    if busy > QUIET and not (args.dry_run or args.json):
+        sys.exit(f"The load average of the last minute is {busy:.2f}, so the table would be of a busy machine: wait until it is "
+                 f"at most {QUIET}, or give --dry-run or --json to measure without writing.")
     with tempfile.TemporaryDirectory() as folder:
         built = {OURS: build_ours(args.backend), "Open MPI": build_openmpi(folder)}
         if args.backend == "local":
             built = {OURS: built[OURS], "Gloo": build_gloo(args.torch_python), **built}
         sides = {name: command for name, command in built.items() if command}
         times, floors = measure(sides, args.worlds, args.repeats)
+    if args.json:
+        write_json(args.json, report(times, floors, args, busy))
+        if args.json == "-":
+            return
     text = section(times, floors, sides, args.repeats)
     print(text)
-    if not args.dry_run:
+    if not (args.dry_run or args.json):
         rewrite({"local": "collectives", "mpi": "collectives over MPI"}[args.backend], text)
 
 

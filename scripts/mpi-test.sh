@@ -22,11 +22,11 @@ oversubscribe=()
 if mpirun --version | grep -q "Open MPI"; then oversubscribe=(--oversubscribe); fi
 failed=0
 
-# on RANKS ARGUMENT...: runs the program, at most two minutes; output in $out, status in $status.
+# on RANKS ARGUMENT...: runs the program, at most ten minutes; output in $out, status in $status.
 on() {
     local ranks=$1
     shift
-    out=$(timeout 120 mpirun "${oversubscribe[@]}" -n "$ranks" "$program" "$@" 2>&1)
+    out=$(timeout 600 mpirun "${oversubscribe[@]}" -n "$ranks" "$program" "$@" 2>&1)
     status=$?
 }
 
