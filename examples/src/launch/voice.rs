@@ -8,9 +8,12 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use candle_dist::{Cause, GroupFailure, ProcessGroup};
+use parking_lot::Mutex;
 
 /// How often the watching thread looks.
 const TICK: Duration = Duration::from_millis(10);
+/// A watch that has not looked for so long was frozen; others count a process as lost after twice that.
+const FROZEN: Duration = Duration::from_secs(5);
 /// How long a process goes on after SIGTERM, if it has not spoken: Open MPI sends SIGKILL after a second.
 const LINGER: Duration = Duration::from_millis(800);
 /// How much later than another one a process may notice that rank 0 is gone: signs of life come every second.
@@ -21,11 +24,15 @@ const LAG: Duration = Duration::from_secs(3);
 pub(super) struct Voice {
     has_spoken: AtomicBool,
     is_over: AtomicBool,
+    /// When the watch last looked; none before and after it.
+    looked: Mutex<Option<Instant>>,
 }
 
 impl Voice {
-    /// Says why the program ends, unless something was said before.
+    /// Says why the program ends, unless something was said before, or this process was frozen: others have then said that it
+    /// was lost, and the launcher has woken it up to end it.
     pub(super) fn say(&self, why: impl Display) {
+        self.notice_frost();
         if !self.has_spoken.swap(true, Ordering::AcqRel) {
             eprintln!("error: {why}");
         }
@@ -43,18 +50,30 @@ impl Voice {
         }
     }
 
-    /// Looks for a failure of the world until [`end`](Self::end): this rank may be computing when it is to speak.
+    /// Says nothing any more if this process was frozen.
+    fn notice_frost(&self) {
+        let looked = *self.looked.lock();
+        if looked.is_some_and(|looked| looked.elapsed() > FROZEN) {
+            self.has_spoken.store(true, Ordering::Release);
+        }
+    }
+
+    /// Looks for a failure of the world until [`over_at_end`](Self::over_at_end): this rank may be computing when it is to speak.
     pub(super) fn watch(&self, rank: usize, group: &ProcessGroup) {
         while !self.is_over.load(Ordering::Acquire) {
+            self.notice_frost();
+            *self.looked.lock() = Some(Instant::now());
             if let Some(failure) = group.failure() {
+                self.looked.lock().take();
                 // Whoever panics has said so.
                 if !matches!(failure.cause, Cause::Panicked { .. }) {
                     self.tell(rank, &failure, &failure);
                 }
-                return;
+                break;
             }
             thread::sleep(TICK);
         }
+        self.looked.lock().take();
     }
 
     /// Ends the watch when it is dropped.
@@ -123,6 +142,16 @@ fn turn(rank: usize, cause: &Cause) -> Option<Duration> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_process_that_was_frozen_says_nothing() {
+        for (since, is_silent) in [(FROZEN * 2, true), (FROZEN / 2, false)] {
+            let voice = Voice::default();
+            *voice.looked.lock() = Instant::now().checked_sub(since);
+            voice.notice_frost();
+            assert_eq!(voice.has_spoken.load(Ordering::Acquire), is_silent);
+        }
+    }
 
     #[test]
     fn one_rank_speaks_at_once_and_it_is_one_that_is_left() {
