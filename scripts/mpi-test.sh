@@ -144,6 +144,46 @@ done 2>&1; wait)
 status=$(echo "$out" | grep -c "^status 2$")
 alone() { [ "$status" -eq 2 ] && [ "$(echo "$out" | grep -c "^error: ")" -eq 1 ] && echo "$out" | grep -qF "use mpirun"; }
 verdict "toy-transformer without mpirun" alone
+
+# pid_of RANK JOB: the process of that rank among the descendants of mpirun.
+pid_of() {
+    local pid
+    for pid in $(pgrep -f -- "$program --backend mpi"); do
+        if tr '\0' '\n' <"/proc/$pid/environ" 2>/dev/null | grep -qE "^(OMPI_COMM_WORLD_RANK|PMI_RANK)=$1$" &&
+            tr '\0' '\n' <"/proc/$pid/environ" | grep -q "^CANDLE_DIST_TOKEN=$2$"; then
+            echo "$pid"
+            return
+        fi
+    done
+    return 1
+}
+# fate SIGNAL RANK: runs the program on 4 ranks and sends one of them a signal while rank 0 trains alone.
+fate() {
+    local log pid token="fate-$$-$1-$2"
+    log=$(mktemp)
+    CANDLE_DIST_TOKEN=$token timeout 120 mpirun "${oversubscribe[@]}" -n 4 \
+        "$program" --backend mpi --ranks 4 --runs single,tp --steps 1000000 >"$log" 2>&1 &
+    local job=$!
+    for _ in $(seq 100); do
+        pid=$(pid_of "$2" "$token") && break
+        sleep 0.1
+    done
+    sleep 4
+    kill "-$1" "$pid"
+    wait "$job"
+    status=$?
+    out=$(<"$log")
+    rm -f "$log"
+}
+# blamed RANK: mpirun failed in time, and one process said once why.
+blamed() { ended && [ "$(echo "$out" | grep -c "^error: .*rank $1 was lost")" -eq 1 ] && [ "$(echo "$out" | grep -c "^error: ")" -eq 1 ]; }
+for rank in 0 1 2 3; do
+    for signal in STOP KILL; do
+        fate "$signal" "$rank"
+        verdict "toy-transformer whose rank $rank gets SIG$signal" blamed "$rank"
+    done
+done
+
 program=$(built bench-collectives)
 for ranks in 2 3; do
     on "$ranks" --backend mpi --world "$ranks" --sizes 28,4KiB,1MiB --rounds 3

@@ -29,7 +29,10 @@ pub struct World {
 
 /// Puts an engine around another one.
 #[derive(Clone)]
-struct Wrap(Arc<dyn Fn(Arc<dyn backend::Backend>) -> Arc<dyn backend::Backend> + Send + Sync>);
+struct Wrap(Arc<Wrapping>);
+
+/// What makes an engine around an engine.
+type Wrapping = dyn Fn(Arc<dyn backend::Backend>) -> Arc<dyn backend::Backend> + Send + Sync;
 
 impl std::fmt::Debug for Wrap {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {

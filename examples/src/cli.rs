@@ -135,11 +135,18 @@ pub(crate) fn fail(error: impl std::fmt::Display, status: u8) -> ExitCode {
 
 /// What to do about a program that failed: nothing if nobody reads its output any more.
 pub fn failed(error: &anyhow::Error) -> ExitCode {
-    match error.downcast_ref::<io::Error>().map(io::Error::kind) {
-        Some(io::ErrorKind::BrokenPipe) => ExitCode::SUCCESS,
-        _ if error.is::<UsageError>() => fail(error, USAGE),
-        _ => fail(format_args!("{error:#}"), FAILED),
+    if is_unread(error) {
+        ExitCode::SUCCESS
+    } else if error.is::<UsageError>() {
+        fail(error, USAGE)
+    } else {
+        fail(format_args!("{error:#}"), FAILED)
     }
+}
+
+/// Whether the error is that nobody reads the output any more.
+pub(crate) fn is_unread(error: &anyhow::Error) -> bool {
+    error.downcast_ref::<io::Error>().map(io::Error::kind) == Some(io::ErrorKind::BrokenPipe)
 }
 
 /// The exit status of a program that did its work, and found it good or not.

@@ -9,20 +9,22 @@ use std::sync::Arc;
 /// Starts an engine in a process that has met the others.
 pub(super) type Start = fn(&LaunchInfo, &Arc<Control>) -> Result<Arc<dyn backend::Backend>>;
 
+/// An error if this process cannot use an engine, which says what is missing.
+type Check = fn(&LaunchInfo) -> Result<()>;
+
 /// An engine between processes.
 pub(super) struct Engine {
     backend: Backend,
     feature: &'static str,
     /// `None` where the feature is off.
     start: Option<Start>,
-    /// An error if this process cannot use it, which says what is missing.
-    check: fn(&LaunchInfo) -> Result<()>,
+    check: Check,
 }
 
 #[cfg(feature = "nccl")]
-const NCCL: (Option<Start>, fn(&LaunchInfo) -> Result<()>) = (Some(backend::nccl::start), backend::nccl::check);
+const NCCL: (Option<Start>, Check) = (Some(backend::nccl::start), backend::nccl::check);
 #[cfg(not(feature = "nccl"))]
-const NCCL: (Option<Start>, fn(&LaunchInfo) -> Result<()>) = (None, |_| Ok(()));
+const NCCL: (Option<Start>, Check) = (None, |_| Ok(()));
 
 #[cfg(feature = "mpi")]
 const MPI: Option<Start> = Some(backend::mpi::start);
@@ -127,8 +129,6 @@ mod tests {
     fn second(_: &LaunchInfo, _: &Arc<Control>) -> Result<Arc<dyn backend::Backend>> {
         Err(Error::Init("second".into()))
     }
-
-    type Check = fn(&LaunchInfo) -> Result<()>;
 
     /// What each of three ranks gets that have these two engines.
     fn chosen(checks: [Check; 2]) -> Vec<String> {

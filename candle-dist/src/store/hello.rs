@@ -4,7 +4,7 @@ use std::io::{self, ErrorKind, Read, Write};
 /// The first bytes of both directions, which nothing else begins with.
 const MAGIC: [u8; 8] = *b"\xc4ndlDist";
 /// The version of everything that goes over the connection.
-const VERSION: u16 = 1;
+const VERSION: u16 = 2;
 /// The longest token.
 pub(crate) const MAX_TOKEN: usize = 1024;
 

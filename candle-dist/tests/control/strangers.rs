@@ -58,7 +58,7 @@ fn garbage_is_dropped_without_an_answer() {
         &[0xff; 4096],
         &[0; 64],
         // A token longer than any.
-        &[&MAGIC[..], &[1, 0], &[0; 8], &[0xff; 2], &[b'x'; 2000]].concat(),
+        &[&MAGIC[..], &[2, 0], &[0; 8], &[0xff; 2], &[b'x'; 2000]].concat(),
         b"\xc4ndlDisT",
     ];
     undisturbed(|address| {
@@ -74,7 +74,7 @@ fn silent_and_slow_connections_neither_hold_nor_block() {
         // More than may wait at once: the oldest are dropped.
         let mut idle: Vec<TcpStream> = (0..200).map(|_| TcpStream::connect(address).unwrap()).collect();
         let mut slow = TcpStream::connect(address).unwrap();
-        for byte in &hello(1, 1, 2, b"right")[..10] {
+        for byte in &hello(2, 1, 2, b"right")[..10] {
             let _ = slow.write_all(&[*byte]);
             thread::sleep(Duration::from_millis(5));
         }
@@ -89,7 +89,7 @@ fn silent_and_slow_connections_neither_hold_nor_block() {
 fn a_greeting_that_trickles_is_cut_off() {
     undisturbed(|address| {
         let mut slow = TcpStream::connect(address).unwrap();
-        let is_cut = hello(1, 1, 2, &[b'x'; 1000]).chunks(1).any(|byte| {
+        let is_cut = hello(2, 1, 2, &[b'x'; 1000]).chunks(1).any(|byte| {
             thread::sleep(Duration::from_millis(10));
             slow.write_all(byte).is_err()
         });
@@ -100,14 +100,14 @@ fn a_greeting_that_trickles_is_cut_off() {
 #[test]
 fn processes_of_other_jobs_versions_and_sizes_are_told_so() {
     let cases = [
-        (hello(1, 1, 2, b"wrong"), "another token"),
-        (hello(1, 1, 2, b""), "another token"),
-        (hello(1, 1, 2, b"right and more"), "another token"),
+        (hello(2, 1, 2, b"wrong"), "another token"),
+        (hello(2, 1, 2, b""), "another token"),
+        (hello(2, 1, 2, b"right and more"), "another token"),
         (hello(7, 1, 2, b"right"), "version 7"),
-        (hello(1, 1, 3, b"right"), "counts 3 ranks and rank 0 counts 2"),
-        (hello(1, 2, 2, b"right"), "rank 2 of 2"),
-        (hello(1, u32::MAX, 2, b"right"), "of 2; ranks go from 0 to 1"),
-        (hello(1, 0, 2, b"right"), "rank 0 is here already"),
+        (hello(2, 1, 3, b"right"), "counts 3 ranks and rank 0 counts 2"),
+        (hello(2, 2, 2, b"right"), "rank 2 of 2"),
+        (hello(2, u32::MAX, 2, b"right"), "of 2; ranks go from 0 to 1"),
+        (hello(2, 0, 2, b"right"), "rank 0 is here already"),
     ];
     let have_met = AtomicBool::new(false);
     undisturbed(|address| {
@@ -159,7 +159,7 @@ fn a_process_that_sends_what_cannot_be_read_is_lost_and_harms_nobody_else() {
                 thread::yield_now();
             }
             let mut stream = TcpStream::connect(address).unwrap();
-            stream.write_all(&hello(1, 1, 3, b"")).unwrap();
+            stream.write_all(&hello(2, 1, 3, b"")).unwrap();
             let mut welcome = [0; 11];
             stream.read_exact(&mut welcome).unwrap();
             assert_eq!(welcome[8..], [0; 3]);

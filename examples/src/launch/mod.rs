@@ -3,6 +3,7 @@
 mod gather;
 mod processes;
 mod ranks;
+mod voice;
 
 use std::process::ExitCode;
 

@@ -1,14 +1,17 @@
 //! Joining the processes that a launcher started, and ending as they do.
 
+use std::io;
 use std::process::ExitCode;
+use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
 use candle_dist::init::{Backend, InitOptions, LaunchInfo};
-use candle_dist::{Cause, Error, GroupFailure, init_process_group};
+use candle_dist::{Error, init_process_group};
 
 use super::BackendName;
 use super::ranks::{Ranks, Refusal};
+use super::voice::{Grace, Voice};
 use crate::cli::{self, Checked, FAILED, USAGE, UsageError, require};
 
 /// How long a rank may wait for others: as long as rank 0 may train alone on one device. A process that is gone is noticed
@@ -72,15 +75,33 @@ pub(super) fn join(
     run: impl Fn(&Ranks<'_>) -> anyhow::Result<bool> + Sync,
 ) -> ExitCode {
     let options = InitOptions::new().timeout(PATIENCE).threads_per_rank(threads);
+    // Before this process starts any thread.
+    candle_dist::threads::settle(threads);
+    let voice = Arc::new(Voice::default());
+    let _grace = match Grace::start(&voice) {
+        Ok(grace) => grace,
+        Err(error) => return cli::fail(format_args!("signals cannot be watched: {error}"), FAILED),
+    };
     let ctx = match init_process_group(*engine, options) {
         Ok(ctx) => ctx,
-        Err(Error::Group(failure)) if !speaks(info.rank, &failure) => return ExitCode::from(USAGE),
+        Err(Error::Group(failure)) => {
+            voice.tell(info.rank, &failure, &failure);
+            return ExitCode::from(USAGE);
+        }
         Err(error) => return cli::fail(error, USAGE),
     };
-    let as_rank = || ctx.run(|ctx| end(&Ranks::Process(ctx), &run), |_, _| ());
+    let group = ctx.group().clone();
+    let as_rank = || {
+        // Also if the rank panics.
+        let _over = voice.over_at_end();
+        ctx.run(|ctx| end(&Ranks::Process(ctx), &voice, &run), |_, _| ())
+    };
     let status = thread::scope(|scope| {
         let rank = thread::Builder::new().name(format!("rank {}", info.rank)).stack_size(STACK_BYTES);
-        rank.spawn_scoped(scope, as_rank).map(|rank| rank.join().ok().flatten())
+        let rank = rank.spawn_scoped(scope, as_rank)?;
+        voice.watch(info.rank, &group);
+        drop(group);
+        Ok::<_, io::Error>(rank.join().ok().flatten())
     });
     match status {
         Ok(status) => ExitCode::from(status.unwrap_or(FAILED)),
@@ -92,7 +113,7 @@ pub(super) fn join(
 ///
 /// # Errors
 /// If this rank or another one failed, which is said by one of them.
-fn end(ranks: &Ranks<'_>, run: impl Fn(&Ranks<'_>) -> anyhow::Result<bool>) -> anyhow::Result<u8> {
+fn end(ranks: &Ranks<'_>, voice: &Voice, run: impl Fn(&Ranks<'_>) -> anyhow::Result<bool>) -> anyhow::Result<u8> {
     let ended = run(ranks).and_then(|ok| ranks.of_first(&if ok { 0 } else { FAILED }.to_string()));
     match ended {
         Ok(status) => Ok(status.parse()?),
@@ -106,20 +127,13 @@ fn end(ranks: &Ranks<'_>, run: impl Fn(&Ranks<'_>) -> anyhow::Result<bool>) -> a
                 Ok(refusal.status)
             }
             None => {
-                if ranks.failure().is_none_or(|(rank, failure)| speaks(rank, &failure)) {
-                    cli::failed(&error);
+                match ranks.failure() {
+                    Some((rank, failure)) => voice.tell(rank, &failure, format_args!("{error:#}")),
+                    None if cli::is_unread(&error) => {}
+                    None => voice.say(format_args!("{error:#}")),
                 }
                 Err(error)
             }
         },
-    }
-}
-
-/// Whether a rank is the one to tell of a failure that all know of: the one that failed, or the first that is left.
-fn speaks(rank: usize, failure: &GroupFailure) -> bool {
-    match failure.cause {
-        Cause::Failed { rank: failed, .. } | Cause::Panicked { rank: failed, .. } => rank == failed,
-        Cause::Lost { rank: lost, .. } => rank == usize::from(lost == 0),
-        _ => rank == 0,
     }
 }

@@ -1,0 +1,167 @@
+//! How processes that a launcher started say why they ended: one of them, once, before any of them ends.
+
+use std::fmt::Display;
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use candle_dist::{Cause, GroupFailure, ProcessGroup};
+use parking_lot::Mutex;
+
+/// How often the watching thread looks.
+const TICK: Duration = Duration::from_millis(10);
+/// A watch that has not looked for so long was frozen; others count a process as lost after twice that.
+const FROZEN: Duration = Duration::from_secs(5);
+/// How long a process goes on after SIGTERM, if it has not spoken: Open MPI sends SIGKILL after a second.
+const LINGER: Duration = Duration::from_millis(800);
+/// How much later than another one a process may notice that rank 0 is gone: signs of life come every second.
+const LAG: Duration = Duration::from_secs(3);
+
+/// The one sentence of this process.
+#[derive(Debug, Default)]
+pub(super) struct Voice {
+    has_spoken: AtomicBool,
+    is_over: AtomicBool,
+    /// When the watch last looked; none before and after it.
+    looked: Mutex<Option<Instant>>,
+}
+
+impl Voice {
+    /// Says why the program ends, unless something was said before, or this process was frozen: others have then said that it
+    /// was lost, and the launcher has woken it up to end it.
+    pub(super) fn say(&self, why: impl Display) {
+        self.notice_frost();
+        if !self.has_spoken.swap(true, Ordering::AcqRel) {
+            eprintln!("error: {why}");
+        }
+    }
+
+    /// Says why the world has failed if that is this rank's to say, before it returns.
+    ///
+    /// Launchers end all processes when one ends with an error. So those who are not to speak return when the one who is
+    /// has done so, as far as that can be known: rank 0 keeps them until all have ended, and if it is rank 0 that is gone,
+    /// the ranks speak in turns, each long enough after the one before to have been ended by it.
+    pub(super) fn tell(&self, rank: usize, failure: &GroupFailure, why: impl Display) {
+        if let Some(pause) = turn(rank, &failure.cause) {
+            thread::sleep(pause);
+            self.say(why);
+        }
+    }
+
+    /// Says nothing any more if this process was frozen.
+    fn notice_frost(&self) {
+        let looked = *self.looked.lock();
+        if looked.is_some_and(|looked| looked.elapsed() > FROZEN) {
+            self.has_spoken.store(true, Ordering::Release);
+        }
+    }
+
+    /// Looks for a failure of the world until [`over_at_end`](Self::over_at_end): this rank may be computing when it is to speak.
+    pub(super) fn watch(&self, rank: usize, group: &ProcessGroup) {
+        while !self.is_over.load(Ordering::Acquire) {
+            self.notice_frost();
+            *self.looked.lock() = Some(Instant::now());
+            if let Some(failure) = group.failure() {
+                self.looked.lock().take();
+                // Whoever panics has said so.
+                if !matches!(failure.cause, Cause::Panicked { .. }) {
+                    self.tell(rank, &failure, &failure);
+                }
+                break;
+            }
+            thread::sleep(TICK);
+        }
+        self.looked.lock().take();
+    }
+
+    /// Ends the watch when it is dropped.
+    pub(super) fn over_at_end(&self) -> impl Drop {
+        struct Over<'a>(&'a AtomicBool);
+        impl Drop for Over<'_> {
+            fn drop(&mut self) {
+                self.0.store(true, Ordering::Release);
+            }
+        }
+        Over(&self.is_over)
+    }
+}
+
+/// Puts off the end that a launcher asks for by SIGTERM: it does so at once when another process is gone, of which the
+/// ranks have yet to hear.
+pub(super) struct Grace {
+    #[cfg(unix)]
+    signals: signal_hook::iterator::Handle,
+}
+
+impl Grace {
+    /// Watches for the signal until this is dropped.
+    #[cfg(unix)]
+    pub(super) fn start(voice: &Arc<Voice>) -> io::Result<Self> {
+        use signal_hook::{consts::SIGTERM, iterator::Signals, low_level::emulate_default_handler};
+        let mut pending = Signals::new([SIGTERM])?;
+        let (signals, voice) = (pending.handle(), voice.clone());
+        thread::Builder::new().name("signals".into()).spawn(move || {
+            if pending.forever().next().is_some() {
+                let end = Instant::now() + LINGER;
+                while Instant::now() < end && !voice.has_spoken.load(Ordering::Acquire) {
+                    thread::sleep(TICK);
+                }
+                // If that fails, the launcher's next signal is SIGKILL.
+                let _ = emulate_default_handler(SIGTERM);
+            }
+        })?;
+        Ok(Self { signals })
+    }
+
+    /// There are no such signals.
+    #[cfg(not(unix))]
+    pub(super) fn start(_: &Arc<Voice>) -> io::Result<Self> {
+        Ok(Self {})
+    }
+}
+
+#[cfg(unix)]
+impl Drop for Grace {
+    fn drop(&mut self) {
+        self.signals.close();
+    }
+}
+
+/// After how long a rank speaks of a failure that all know of: at once the one that failed or else the first that is left.
+fn turn(rank: usize, cause: &Cause) -> Option<Duration> {
+    let speaks = match *cause {
+        Cause::Failed { rank: failed, .. } | Cause::Panicked { rank: failed, .. } => rank == failed,
+        Cause::Lost { rank: 0, .. } => return Some(LAG * u32::try_from(rank.checked_sub(1)?).ok()?),
+        _ => rank == 0,
+    };
+    speaks.then_some(Duration::ZERO)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_that_was_frozen_says_nothing() {
+        for (since, is_silent) in [(FROZEN * 2, true), (FROZEN / 2, false)] {
+            let voice = Voice::default();
+            *voice.looked.lock() = Instant::now().checked_sub(since);
+            voice.notice_frost();
+            assert_eq!(voice.has_spoken.load(Ordering::Acquire), is_silent);
+        }
+    }
+
+    #[test]
+    fn one_rank_speaks_at_once_and_it_is_one_that_is_left() {
+        let lost = |rank| Cause::Lost { rank, how: String::new() };
+        let failed = Cause::Failed { rank: 2, message: String::new() };
+        let cases = [(lost(0), 1), (lost(1), 0), (lost(3), 0), (failed, 2), (Cause::Deadlock, 0)];
+        for (cause, speaker) in cases {
+            let at_once = (0..4).filter(|&rank| turn(rank, &cause) == Some(Duration::ZERO)).collect::<Vec<_>>();
+            assert_eq!(at_once, [speaker], "{cause}");
+        }
+        assert_eq!([0, 2, 3].map(|rank| turn(rank, &lost(0))), [None, Some(LAG), Some(LAG * 2)]);
+    }
+}
