@@ -7,13 +7,9 @@ use std::time::Duration;
 use candle_dist::init::{Backend, InitOptions, LaunchInfo};
 use candle_dist::{Cause, Error, GroupFailure, init_process_group};
 
-use super::BackendName;
 use super::ranks::{Ranks, Refusal};
+use super::{BackendName, Patience};
 use crate::cli::{self, Checked, FAILED, USAGE, UsageError, require};
-
-/// How long a rank may wait for others: as long as rank 0 may train alone on one device. A process that is gone is noticed
-/// at once.
-const PATIENCE: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// How long the others leave rank 0 to speak before they have met: a launcher may end all when one ends.
 const PAUSE: Duration = Duration::from_secs(1);
@@ -69,15 +65,17 @@ pub(super) fn refuse(error: &UsageError, is_shared: bool) -> ExitCode {
 pub(super) fn join(
     Started { engine, info }: &Started,
     threads: usize,
+    patience: Patience,
     run: impl Fn(&Ranks<'_>) -> anyhow::Result<bool> + Sync,
 ) -> ExitCode {
-    let options = InitOptions::new().timeout(PATIENCE).threads_per_rank(threads);
+    let options = InitOptions::new().init_timeout(patience.to_meet()).timeout(patience.in_call());
+    let options = options.threads_per_rank(threads);
     let ctx = match init_process_group(*engine, options) {
         Ok(ctx) => ctx,
         Err(Error::Group(failure)) if !speaks(info.rank, &failure) => return ExitCode::from(USAGE),
         Err(error) => return cli::fail(error, USAGE),
     };
-    let as_rank = || ctx.run(|ctx| end(&Ranks::Process(ctx), &run), |_, _| ());
+    let as_rank = || ctx.run(|ctx| end(&Ranks::Process(ctx, patience), &run), |_, _| ());
     let status = thread::scope(|scope| {
         let rank = thread::Builder::new().name(format!("rank {}", info.rank)).stack_size(STACK_BYTES);
         rank.spawn_scoped(scope, as_rank).map(|rank| rank.join().ok().flatten())
