@@ -130,7 +130,7 @@ verdict "toy-transformer on 2 ranks" agree
 on 4 --backend mpi --steps 10 --pp 2 --tp 2
 verdict "toy-transformer --pp 2 --tp 2 on 4 ranks" agree
 on 3 --backend mpi --steps 10
-verdict "toy-transformer on 3 ranks, where 2 are wanted" refused "--ranks 2 takes 2 ranks, but the launcher started 3"
+verdict "toy-transformer on 3 ranks, where 2 are wanted" refused "--tp 2 takes 2 ranks, but the launcher started 3"
 on 2 --backend mpi --steps 0
 verdict "toy-transformer without steps" refused "--steps is 0"
 on 2 --help

@@ -16,9 +16,14 @@ pub struct Pipeline {
     pub tp: usize,
     /// How the computations of a rank are ordered.
     pub kind: ScheduleKind,
+    /// Stages of each rank.
+    pub virtual_stages: usize,
     /// Parts of a replica's batch.
     pub microbatches: usize,
 }
+
+/// The share of a step that ranks should wait at most, where enough microbatches can be had.
+const SMALL_BUBBLE: f64 = 0.2;
 
 /// How the ranks of a pipeline were kept busy.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -51,7 +56,7 @@ impl Pipeline {
 
     /// The number of stages.
     pub fn stages(&self) -> usize {
-        self.pp.saturating_mul(self.kind.stages_per_rank())
+        self.pp.saturating_mul(self.virtual_stages)
     }
 
     /// The order of all computations.
@@ -59,7 +64,46 @@ impl Pipeline {
     /// # Errors
     /// If the kind has none for so many ranks and microbatches.
     pub fn schedule(&self) -> candle_pipe::Result<Schedule> {
-        self.kind.schedule(self.pp, self.microbatches, self.kind.stages_per_rank())
+        self.kind.schedule(self.pp, self.microbatches, self.virtual_stages)
+    }
+
+    /// The share of a step in which the ranks are idle if a forward, input gradients and weight gradients take equally long
+    /// on all stages.
+    ///
+    /// # Errors
+    /// If there is no such schedule.
+    pub fn bubble(&self) -> candle_pipe::Result<f64> {
+        let schedule = self.schedule()?;
+        let costs = Costs::per_rank(schedule.stage_ranks(), 1.0, 1.0, 1.0);
+        Ok(schedule.simulate(&Edges::chain(self.stages()), &costs)?.bubble_step())
+    }
+
+    /// The same with the fewest microbatches, up to `most`, that leave ranks idle for less than a fifth of a step; if there
+    /// are none, with those that leave the least.
+    ///
+    /// Fewer microbatches make larger products, which take less time in all.
+    ///
+    /// # Errors
+    /// If the kind has no schedule for any of these numbers of microbatches.
+    pub fn with_small_bubble(self, most: usize) -> candle_pipe::Result<Self> {
+        let mut best: Option<(f64, Self)> = None;
+        let mut refused = None;
+        // Eight microbatches for each stage bring the bubble of every kind below a fifth.
+        let enough = most.min(self.stages().saturating_mul(8)).max(1);
+        for microbatches in (1..enough).step_by((self.pp / 8).max(1)).chain([enough]) {
+            let tried = Self { microbatches, ..self };
+            match tried.bubble() {
+                Ok(bubble) if bubble < SMALL_BUBBLE => return Ok(tried),
+                Ok(bubble) if best.as_ref().is_none_or(|(least, _)| bubble < *least) => best = Some((bubble, tried)),
+                Ok(_) => {}
+                Err(error) => refused = Some(error),
+            }
+        }
+        match (best, refused) {
+            (Some((_, best)), _) => Ok(best),
+            (None, Some(error)) => Err(error),
+            (None, None) => Ok(self),
+        }
     }
 
     /// What was measured in some steps, and what the schedule predicts from it.
@@ -80,7 +124,7 @@ impl Pipeline {
         let spans: Vec<&Span> = ranks.iter().flat_map(|(steps, _)| steps.iter().flatten()).collect();
         let costs = costs(&spans, stages);
         let predicted = schedule.simulate(&Edges::chain(stages), &costs)?.bubble_step();
-        let per_rank = self.kind.stages_per_rank() as f64;
+        let per_rank = self.virtual_stages as f64;
         Ok(PipelineStat {
             schedule: self.kind.name(),
             pp: self.pp,

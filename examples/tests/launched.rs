@@ -1,12 +1,16 @@
 //! Programs whose ranks are processes: every rank calls all of it, and rank 0 has the results.
 
+#![allow(clippy::unwrap_used)] // a panic is how a test fails
+
 use std::fmt::Display;
+use std::thread;
+use std::time::Duration;
 
 use anyhow::ensure;
-use candle_dist::{RankContext, World};
+use candle_dist::{RankContext, World, WorldError};
 use clap::Parser;
 use examples::cli::UsageError;
-use examples::launch::{Ranks, gather};
+use examples::launch::{Patience, Ranks, gather};
 use examples::toy::args::Args;
 use examples::toy::corpus::Corpus;
 use examples::toy::parity::Parity;
@@ -14,7 +18,7 @@ use examples::toy::runs::run_one;
 
 /// What each rank makes of it. The ranks are threads here, which have what processes have: a context each.
 fn on<T: Send, E: Display + Send>(size: usize, f: impl Fn(&RankContext, &Ranks<'_>) -> Result<T, E> + Sync) -> Vec<T> {
-    World::local(size).threads_per_rank(1).run(|ctx| f(ctx, &Ranks::Process(ctx))).expect("no rank fails")
+    within(Duration::from_secs(600), size, f).expect("no rank fails")
 }
 
 #[test]
@@ -35,6 +39,48 @@ fn every_run_agrees_with_one_device_and_its_outcome_is_on_rank_0() {
         assert_eq!(made[0], args.runs().len());
         assert!(made[1..].iter().all(|&outcomes| outcomes == 0), "{made:?}");
     }
+}
+
+/// The same, where a rank waits no longer than this in one call.
+fn within<T: Send, E: Display + Send>(
+    timeout: Duration,
+    size: usize,
+    f: impl Fn(&RankContext, &Ranks<'_>) -> Result<T, E> + Sync,
+) -> Result<Vec<T>, WorldError> {
+    let world = World::local(size).threads_per_rank(1).timeout(timeout);
+    world.run(|ctx| f(ctx, &Ranks::Process(ctx, Patience::default())))
+}
+
+#[test]
+fn what_rank_0_does_alone_may_take_longer_than_a_call() {
+    let timeout = Duration::from_millis(600);
+    let waited = within(timeout, 3, |_, ranks| {
+        ranks.on_first(|| {
+            thread::sleep(3 * timeout);
+            Ok(7)
+        })
+    });
+    assert_eq!(waited.unwrap(), [Some(7), None, None]);
+    let failed = within(timeout, 2, |_, ranks| -> anyhow::Result<()> {
+        let alone: anyhow::Result<Option<()>> = ranks.on_first(|| anyhow::bail!("no text"));
+        ranks.agree(alone.map(drop))
+    });
+    assert!(failed.unwrap_err().message.ends_with("no text"));
+    let panicked = within(timeout, 2, |_, ranks| ranks.on_first(|| -> anyhow::Result<()> { panic!("out of cheese") }));
+    assert!(panicked.unwrap_err().to_string().contains("out of cheese"));
+}
+
+#[test]
+fn ranks_that_are_threads_wait_as_long_as_the_command_line_says() {
+    let ranks = Ranks::Threads(Patience::seconds(1));
+    let late = ranks.run(2, 1, |ctx| {
+        if ctx.rank() == 1 {
+            thread::sleep(Duration::from_secs(3));
+        }
+        ctx.group().barrier()
+    });
+    let said = late.unwrap_err().to_string();
+    assert!(said.contains("timeout of 1s"), "{said}");
 }
 
 #[test]

@@ -10,7 +10,7 @@ use examples::clicks::metrics::Quality;
 use examples::clicks::outcome::{RunName, RunOutcome};
 use examples::clicks::parity::Parity;
 use examples::clicks::training::train;
-use examples::launch::Ranks;
+use examples::launch::{Patience, Ranks};
 
 fn outcome(name: RunName, loss: f64, element: f32) -> RunOutcome {
     RunOutcome {
@@ -124,12 +124,13 @@ fn training_agrees_when_nothing_divides() -> anyhow::Result<()> {
     let log = Log::new(args.seed)?;
     let mut outcomes = Vec::new();
     for name in RunName::ALL {
-        outcomes.extend(train(name, &args, &log, &Ranks::Threads)?);
+        outcomes.extend(train(name, &args, &log, &Ranks::Threads(Patience::default()))?);
     }
     let parity = Parity::of(&outcomes, args.tolerance)?;
     assert!(parity.ok, "{parity:?}");
     let still = Args { steps: 1, lr: Some(1e-30), ..args };
-    let start = train(RunName::OneDevice, &still, &log, &Ranks::Threads)?.expect("rank 0 is here").tables;
+    let start =
+        train(RunName::OneDevice, &still, &log, &Ranks::Threads(Patience::default()))?.expect("rank 0 is here").tables;
     for ((feature, start), trained) in FEATURES.iter().zip(&start).zip(&outcomes[1].tables) {
         assert_eq!(trained.dims(), [feature.vocab, 7]);
         let moved = (trained - start)?.abs()?.max_all()?.to_scalar::<f32>()?;

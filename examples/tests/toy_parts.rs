@@ -109,6 +109,8 @@ fn options_of_pipelines_choose_the_runs_and_the_mesh() {
         (args.runs(), [pipeline.pp, pipeline.dp, pipeline.tp, pipeline.microbatches])
     };
     assert_eq!(shape(&[]), (vec![Single, Tp, TpSp], [2, 1, 1, 4]));
+    assert_eq!(shape(&["--tp", "3"]).0, [Single, Tp, TpSp]);
+    assert_eq!(args(&["--tp", "3", "--runs", "single,tp"]).tensor_parallel(), 3);
     assert_eq!(shape(&["--dp", "3"]), (vec![Single, Pp], [1, 3, 1, 4]));
     assert_eq!(shape(&["--pp", "3", "--tp", "2", "--microbatches", "5"]), (vec![Single, Pp], [3, 1, 2, 5]));
     assert_eq!(shape(&["--runs", "pp_sp", "--schedule", "zbv"]), (vec![PpSp], [2, 1, 1, 4]));

@@ -3,7 +3,7 @@
 
 use anyhow::{Context, ensure};
 use clap::Parser;
-use examples::launch::Ranks;
+use examples::launch::{Patience, Ranks};
 use examples::toy::args::{Args, RunName};
 use examples::toy::corpus::Corpus;
 use examples::toy::outcome::RunOutcome;
@@ -19,7 +19,7 @@ const TINY: &str = "--steps 4 --dim 16 --heads 4 --layers 2 --seq 8";
 fn trained(name: RunName, flags: &str) -> anyhow::Result<[RunOutcome; 2]> {
     let args = Args::parse_from(["toy-transformer"].into_iter().chain(TINY.split(' ')).chain(flags.split(' ')));
     let corpus = Corpus::new(Corpus::read(None)?, &args);
-    let run = |name| run_one(name, &args, &corpus, &Ranks::Threads)?.context("rank 0 is here");
+    let run = |name| run_one(name, &args, &corpus, &Ranks::Threads(Patience::default()))?.context("rank 0 is here");
     let runs = [run(RunName::Single)?, run(name)?];
     let parity = Parity::of(&runs, TOLERANCE)?;
     ensure!(parity.ok, "{name} {flags}: {parity:?}");
@@ -49,7 +49,7 @@ fn replicas_of_pipelines_with_unlike_parts_of_the_batch() -> anyhow::Result<()> 
 #[test]
 fn pipelines_of_tensor_parallel_stages() -> anyhow::Result<()> {
     for name in [RunName::Pp, RunName::PpSp] {
-        for flags in ["--pp 1 --tp 2", "--pp 2 --tp 2", "--pp 3 --tp 2", "--pp 2 --tp 4"] {
+        for flags in ["--pp 1 --tp 2", "--pp 2 --tp 2", "--pp 3 --tp 2", "--pp 2 --tp 4", "--pp 1 --tp 3"] {
             trained(name, &format!("{flags} --microbatches 3 --batch 4"))?;
         }
     }

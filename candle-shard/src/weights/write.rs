@@ -27,7 +27,9 @@ impl WeightWriter {
 
     /// Creates the file and writes the header that announces these tensors.
     pub(crate) fn create<'a>(path: &Path, tensors: impl Iterator<Item = Announced<'a>>) -> Result<Self> {
-        let (mut header, mut end) = (Map::new(), 0);
+        // Python's loaders want to know which framework the tensors are for, and take no others.
+        let metadata = ("__metadata__".to_owned(), json!({ "format": "pt" }));
+        let (mut header, mut end) = (Map::from_iter([metadata]), 0);
         for (name, dtype, shape) in tensors {
             let named = dtypes::name_of(dtype).ok_or_else(|| {
                 Error::file(path, format!("{name:?} holds {}, which cannot be saved; cast it", dtype.as_str()))

@@ -4,14 +4,17 @@ use std::io::{self, Write};
 use std::path::Path;
 use std::process::ExitCode;
 
+use candle_dist::RankContext;
 use examples::allocator;
 use examples::cli::Output;
 use examples::launch::{self, Ranks, gather};
-use examples::llama::args::Args;
+use examples::llama::args::{Args, DTypeName};
 use examples::llama::files::Files;
 use examples::llama::generate::{Task, generate};
 use examples::llama::report::Report;
-use examples::llama::{random_model, tokens, train};
+use examples::llama::tokens::{self, TextStream};
+use examples::llama::{random_model, train};
+use examples::progress::Loading;
 use tokenizers::Tokenizer;
 
 fn main() -> ExitCode {
@@ -24,29 +27,44 @@ fn main() -> ExitCode {
 
 /// Writes the text and tells how fast.
 fn run(args: &Args, ranks: &Ranks<'_>) -> anyhow::Result<bool> {
-    // A launcher gives stdin to the first process, or to all of them to read from together.
-    let read = if ranks.is_first() { args.prompt() } else { Ok(String::new()) };
+    // A launcher gives stdin to the first process, or to all of them to read from together. Somebody may be typing.
+    let read = ranks.on_first(|| Ok(args.prompt()))?.unwrap_or_else(|| Ok(String::new()));
     let prompt = ranks.of_first(&ranks.agree(read)?)?;
     let scratch = tempfile::tempdir()?;
     let (files, tokenizer, task) = ranks.agree(open(args, &prompt, scratch.path()))?;
+    if ranks.is_first() {
+        files.unmet.iter().for_each(|unmet| eprintln!("note: {unmet}."));
+    }
 
     let output = Output::new(args.json.as_deref());
-    if ranks.is_first() {
-        write!(output.screen(), "{prompt}")?;
-    }
-    let written = ranks.run(args.pp * args.tp, args.threads, |ctx| {
-        let mut stream = tokenizer.decode_stream(true);
+    let write = |ctx: &RankContext, loading: &Loading| {
         let mut screen = if ctx.rank() == 0 { output.screen() } else { Box::new(io::sink()) };
+        // A reader that stopped misses the rest; the ranks go on together.
+        let mut tell = |text: &str| drop(write!(screen, "{text}").and_then(|()| screen.flush()));
+        let (mut stream, mut text) = (TextStream::new(&tokenizer, &task.prompt), String::new());
         let written = generate(ctx, args.pp, &files, &task, |token| {
-            // Whoever stopped reading misses the rest; the ranks go on together.
-            if let Ok(Some(text)) = stream.step(token) {
-                let _ = write!(screen, "{text}").and_then(|()| screen.flush());
+            if let Some(token) = token {
+                let more = stream.next(token)?;
+                tell(&more);
+                text.push_str(&more);
+            } else if ctx.rank() == 0 {
+                loading.finish();
+                tell(&prompt);
             }
+            Ok(())
         })?;
-        gather(ctx.group(), written)
-    })?;
-    let Some(written) = written.flatten() else { return Ok(true) };
-    let text = tokenizer.decode(&written[0].tokens, true).map_err(|error| anyhow::anyhow!("{error}"))?;
+        let rest = stream.finish()?;
+        tell(&rest);
+        text.push_str(&rest);
+        Ok::<_, anyhow::Error>(gather(ctx.group(), written)?.map(|written| (text, written)))
+    };
+    let written = Loading::watch(
+        ranks.is_first(),
+        files.bytes(),
+        || files.bytes_read(),
+        |loading| ranks.run(args.pp * args.tp, args.threads, |ctx| write(ctx, loading)),
+    )?;
+    let Some((text, written)) = written.flatten() else { return Ok(true) };
     let report = Report::new(format!("{prompt}{text}"), &task, &written);
     writeln!(output.screen(), "\n\n{report}")?;
     output.write_json(&report)?;
@@ -57,7 +75,8 @@ fn run(args: &Args, ranks: &Ranks<'_>) -> anyhow::Result<bool> {
 fn open(args: &Args, prompt: &str, scratch: &Path) -> anyhow::Result<(Files, Tokenizer, Task)> {
     let folder = args.model.as_deref().unwrap_or(scratch);
     if args.model.is_none() {
-        random_model::write(folder, &random_model::config(), args.seed(), args.dtype())?;
+        let dtype = args.dtype.unwrap_or(DTypeName::F32);
+        random_model::write(folder, &random_model::config(), args.seed(), dtype.into())?;
     }
     let files = Files::open(folder)?;
     let tokenizer = tokens::read(folder)?;
@@ -65,7 +84,8 @@ fn open(args: &Args, prompt: &str, scratch: &Path) -> anyhow::Result<(Files, Tok
         prompt: tokens::encode(&tokenizer, prompt)?,
         most: args.max_tokens,
         sampling: args.sampling(),
-        dtype: args.dtype(),
+        dtype: args.dtype.map_or_else(|| files.dtype(), |dtype| Ok(dtype.into()))?,
+        layout: args.layout.clone(),
     };
     task.check(&files.config)?;
     Ok((files, tokenizer, task))

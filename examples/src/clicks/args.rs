@@ -6,7 +6,7 @@ use clap::{Parser, ValueEnum};
 
 use super::features::FEATURES;
 use crate::cli::{Checked, Output, require};
-use crate::launch::{BackendName, Launched};
+use crate::launch::{BackendName, Launched, Patience};
 
 const ABOUT: &str = "\
 Trains a click-through model with large embedding tables, sharded and on one device, and shows that they agree
@@ -46,6 +46,10 @@ pub struct Args {
     /// What moves tensors between ranks; for processes, start one for each rank with mpirun
     #[arg(long, value_name = "NAME", default_value = "local")]
     pub backend: BackendName,
+
+    /// How long ranks wait.
+    #[command(flatten)]
+    pub patience: Patience,
 
     /// Optimiser steps
     #[arg(long, value_name = "N", default_value_t = 200)]
@@ -121,6 +125,10 @@ impl Launched for Args {
 
     fn backend(&self) -> BackendName {
         self.backend
+    }
+
+    fn patience(&self) -> Patience {
+        self.patience
     }
 
     fn threads(&self) -> usize {

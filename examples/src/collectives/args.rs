@@ -8,7 +8,7 @@ use candle_dist::threads;
 use clap::{Parser, ValueEnum};
 
 use crate::cli::{Checked, Output, require};
-use crate::launch::{BackendName, Launched};
+use crate::launch::{BackendName, Launched, Patience};
 
 /// Bytes of an element: all tensors are f32.
 pub const ELEMENT_BYTES: usize = 4;
@@ -59,6 +59,10 @@ pub struct Args {
     #[arg(long, value_name = "NAME", default_value = "local")]
     pub backend: BackendName,
 
+    /// How long ranks wait.
+    #[command(flatten)]
+    pub patience: Patience,
+
     /// Ops to measure, in this order
     #[arg(
         long,
@@ -87,6 +91,10 @@ impl Launched for Args {
 
     fn backend(&self) -> BackendName {
         self.backend
+    }
+
+    fn patience(&self) -> Patience {
+        self.patience
     }
 
     fn threads(&self) -> usize {

@@ -6,15 +6,16 @@ mod ranks;
 mod voice;
 
 use std::process::ExitCode;
+use std::time::Duration;
 
-use clap::{Parser, ValueEnum};
+use clap::{Args, Parser, ValueEnum};
 use serde::Serialize;
 
 pub use gather::{Bits, agreed, gather};
 pub(crate) use processes::is_first;
 pub use ranks::Ranks;
 
-use crate::cli::{self, Checked};
+use crate::cli::{self, Checked, require};
 
 /// What moves tensors between ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
@@ -28,6 +29,44 @@ pub enum BackendName {
     Nccl,
 }
 
+/// How long ranks wait for each other: `--timeout` of the programs.
+///
+/// What rank 0 does alone, for example a run on one device, is waited for as long as its process lives.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Args)]
+pub struct Patience {
+    /// Seconds that a rank waits for another one before the run fails [default: 60 until all processes are there, then
+    /// 600; for what rank 0 does alone as long as it lives]
+    #[arg(long, value_name = "SECONDS", help_heading = "Ranks")]
+    timeout: Option<u64>,
+}
+
+/// The longest that makes sense, a year.
+const MOST_SECONDS: u64 = 365 * 24 * 60 * 60;
+
+impl Patience {
+    /// The given number of seconds in every phase.
+    pub fn seconds(seconds: u64) -> Self {
+        Self { timeout: Some(seconds) }
+    }
+
+    /// Until all processes have met.
+    pub(super) fn to_meet(self) -> Duration {
+        Duration::from_secs(self.timeout.unwrap_or(60))
+    }
+
+    /// In one call.
+    pub(super) fn in_call(self) -> Duration {
+        Duration::from_secs(self.timeout.unwrap_or(600))
+    }
+
+    fn check(self) -> Checked {
+        let Some(seconds) = self.timeout else { return Ok(()) };
+        require!(seconds > 0, "--timeout is 0: give at least 1.");
+        require!(seconds <= MOST_SECONDS, "--timeout {seconds} is too long: give at most {MOST_SECONDS}.");
+        Ok(())
+    }
+}
+
 /// A command line of a program that runs on any engine.
 pub trait Launched: Parser + Sync {
     /// What of the program only the CPU can do, if something is.
@@ -38,6 +77,9 @@ pub trait Launched: Parser + Sync {
 
     /// Compute threads of each rank.
     fn threads(&self) -> usize;
+
+    /// How long a rank waits for others before the run counts as failed, where the command line says so.
+    fn patience(&self) -> Patience;
 
     /// For each run on several ranks, the flags that decide how many, and how many; asked once the flags are checked.
     fn ranks(&self) -> Vec<(String, usize)>;
@@ -54,6 +96,10 @@ pub fn start<A: Launched, V>(
         Ok(args) => args,
         Err(error) => return processes::refuse(&error, std::env::args().any(|arg| arg.starts_with("--backend"))),
     };
+    let patience = args.patience();
+    if let Err(error) = patience.check() {
+        return processes::refuse(&error, args.backend() != BackendName::Local);
+    }
     let run = |ranks: &Ranks<'_>| {
         let fits = |made| ranks.check(&args.ranks()).map(|()| made);
         let made = ranks.agree(validate(&args).and_then(fits))?;
@@ -63,10 +109,10 @@ pub fn start<A: Launched, V>(
         BackendName::Local => {
             // Before the first tensor op: what is computed outside of ranks must not have more threads than a rank.
             candle_dist::threads::settle(args.threads());
-            cli::status(run(&Ranks::Threads))
+            cli::status(run(&Ranks::Threads(patience)))
         }
         name => match processes::check(name, A::CPU_ONLY) {
-            Ok(launched) => processes::join(&launched, args.threads(), run),
+            Ok(launched) => processes::join(&launched, args.threads(), patience, run),
             Err(error) => processes::refuse(&error, true),
         },
     }

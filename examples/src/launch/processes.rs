@@ -9,14 +9,10 @@ use std::time::Duration;
 use candle_dist::init::{Backend, InitOptions, LaunchInfo};
 use candle_dist::{Error, init_process_group};
 
-use super::BackendName;
 use super::ranks::{Ranks, Refusal};
 use super::voice::{Grace, Voice};
+use super::{BackendName, Patience};
 use crate::cli::{self, Checked, FAILED, USAGE, UsageError, require};
-
-/// How long a rank may wait for others: as long as rank 0 may train alone on one device. A process that is gone is noticed
-/// at once.
-const PATIENCE: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// How long the others leave rank 0 to speak before they have met: a launcher may end all when one ends.
 const PAUSE: Duration = Duration::from_secs(1);
@@ -72,9 +68,11 @@ pub(super) fn refuse(error: &UsageError, is_shared: bool) -> ExitCode {
 pub(super) fn join(
     Started { engine, info }: &Started,
     threads: usize,
+    patience: Patience,
     run: impl Fn(&Ranks<'_>) -> anyhow::Result<bool> + Sync,
 ) -> ExitCode {
-    let options = InitOptions::new().timeout(PATIENCE).threads_per_rank(threads);
+    let options = InitOptions::new().init_timeout(patience.to_meet()).timeout(patience.in_call());
+    let options = options.threads_per_rank(threads);
     // Before this process starts any thread.
     candle_dist::threads::settle(threads);
     let voice = Arc::new(Voice::default());
@@ -94,7 +92,7 @@ pub(super) fn join(
     let as_rank = || {
         // Also if the rank panics.
         let _over = voice.over_at_end();
-        ctx.run(|ctx| end(&Ranks::Process(ctx), &voice, &run), |_, _| ())
+        ctx.run(|ctx| end(&Ranks::Process(ctx, patience), &voice, &run), |_, _| ())
     };
     let status = thread::scope(|scope| {
         let rank = thread::Builder::new().name(format!("rank {}", info.rank)).stack_size(STACK_BYTES);

@@ -1,21 +1,30 @@
 //! Where the ranks of a program are, and what they do together.
 
 use std::fmt::Display;
-use std::sync::Arc;
+use std::sync::{Arc, mpsc};
+use std::time::Duration;
+use std::{panic, thread};
 
 use candle_core::Device;
 use candle_dist::{GroupFailure, RankContext, World};
 use serde::{Deserialize, Serialize};
 
+use super::Patience;
 use crate::cli::{Checked, FAILED, USAGE, UsageError, require};
 
 /// The ranks that a program makes its runs on.
 pub enum Ranks<'a> {
     /// Threads of this process, made for each run.
-    Threads,
+    Threads(Patience),
     /// Processes, of which this is one.
-    Process(&'a RankContext),
+    Process(&'a RankContext, Patience),
 }
+
+/// How often rank 0 tells those that wait for what it does alone that it is still there.
+const SIGN: Duration = Duration::from_millis(200);
+
+/// The stack of what rank 0 does alone: candle walks a graph by recursion, and pages are only touched when needed.
+const STACK_BYTES: usize = 256 << 20;
 
 /// What all processes refuse alike.
 #[derive(Debug, Serialize, Deserialize)]
@@ -36,16 +45,16 @@ impl Ranks<'_> {
     /// Whether this process speaks for the program; of several it is that of rank 0.
     pub fn is_first(&self) -> bool {
         match self {
-            Self::Threads => true,
-            Self::Process(ctx) => ctx.rank() == 0,
+            Self::Threads(_) => true,
+            Self::Process(ctx, _) => ctx.rank() == 0,
         }
     }
 
     /// The device of what this process computes outside of ranks: that of its own rank, if it is one.
     pub fn device(&self) -> &Device {
         match self {
-            Self::Threads => &Device::Cpu,
-            Self::Process(ctx) => ctx.device(),
+            Self::Threads(_) => &Device::Cpu,
+            Self::Process(ctx, _) => ctx.device(),
         }
     }
 
@@ -62,23 +71,47 @@ impl Ranks<'_> {
         F: Fn(&RankContext) -> Result<T, E> + Sync,
     {
         match self {
-            Self::Threads => Ok(World::local(size).threads_per_rank(threads).run(f)?.into_iter().next()),
-            Self::Process(ctx) if size == 1 && ctx.world_size() > 1 => {
-                Ok(self.on_first(|| Self::Threads.run(size, threads, f))?.flatten())
+            Self::Threads(patience) => on_threads(size, threads, *patience, &f),
+            Self::Process(ctx, patience) if size == 1 && ctx.world_size() > 1 => {
+                let (f, patience) = (&f, *patience);
+                Ok(self.on_first(move || on_threads(size, threads, patience, f))?.flatten())
             }
-            Self::Process(ctx) => {
+            Self::Process(ctx, _) => {
                 let made = f(ctx).map_err(|error| anyhow::anyhow!("rank {}: {error}", ctx.rank()))?;
                 Ok(self.is_first().then_some(made))
             }
         }
     }
 
-    /// Calls `f` where rank 0 is; other processes go on.
+    /// Calls `f` where rank 0 is; other processes wait, however long it takes, as long as rank 0 is there.
     ///
     /// # Errors
-    /// Those of `f`.
-    pub fn on_first<T>(&self, f: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Result<Option<T>> {
-        self.is_first().then(f).transpose()
+    /// Those of `f`, where rank 0 is, and those of the group.
+    pub fn on_first<T: Send>(&self, f: impl FnOnce() -> anyhow::Result<T> + Send) -> anyhow::Result<Option<T>> {
+        let Self::Process(ctx, _) = self else { return f().map(Some) };
+        let (works, ends) = ("works", "ends");
+        if !self.is_first() {
+            while ctx.group().all_gather_text("")?[0] == works {}
+            return Ok(None);
+        }
+        // Each sign is a call of all ranks, so that none of them waits longer in one than its timeout allows.
+        thread::scope(|scope| {
+            let (end, ended) = mpsc::channel();
+            let alone = thread::Builder::new().name("rank 0 alone".into()).stack_size(STACK_BYTES);
+            let alone = alone.spawn_scoped(scope, move || {
+                let made = f();
+                // Nobody listens any more where the group has failed.
+                end.send(()).ok();
+                made
+            })?;
+            // A thread that panicked has dropped its end.
+            while let Err(mpsc::RecvTimeoutError::Timeout) = ended.recv_timeout(SIGN) {
+                ctx.group().all_gather_text(works)?;
+            }
+            let made = alone.join().unwrap_or_else(|panic| panic::resume_unwind(panic));
+            ctx.group().all_gather_text(ends)?;
+            made.map(Some)
+        })
     }
 
     /// What this process found, if all processes found what they need; else all get the error of the first that did not.
@@ -87,7 +120,7 @@ impl Ranks<'_> {
     /// That one, and those of the group.
     pub fn agree<T, E: Into<anyhow::Error>>(&self, mine: Result<T, E>) -> anyhow::Result<T> {
         let mine = mine.map_err(Into::into);
-        let Self::Process(ctx) = self else { return mine };
+        let Self::Process(ctx, _) = self else { return mine };
         let refusal = mine.as_ref().err().map(|error| Refusal {
             status: if error.is::<UsageError>() { USAGE } else { FAILED },
             sentence: format!("{error:#}"),
@@ -105,7 +138,7 @@ impl Ranks<'_> {
     /// # Errors
     /// Those of the group.
     pub fn of_first(&self, text: &str) -> anyhow::Result<String> {
-        let Self::Process(ctx) = self else { return Ok(text.to_owned()) };
+        let Self::Process(ctx, _) = self else { return Ok(text.to_owned()) };
         let mine = if self.is_first() { text } else { "" };
         Ok(ctx.group().all_gather_text(mine)?.swap_remove(0))
     }
@@ -115,7 +148,7 @@ impl Ranks<'_> {
     /// # Errors
     /// A sentence with the flags, both numbers and a remedy.
     pub(super) fn check(&self, runs: &[(String, usize)]) -> Checked {
-        let Self::Process(ctx) = self else { return Ok(()) };
+        let Self::Process(ctx, _) = self else { return Ok(()) };
         let started = ctx.world_size();
         for (flags, size) in runs {
             require!(
@@ -129,8 +162,19 @@ impl Ranks<'_> {
     /// Which rank this is, and why the processes stopped, if they did.
     pub(super) fn failure(&self) -> Option<(usize, Arc<GroupFailure>)> {
         match self {
-            Self::Threads => None,
-            Self::Process(ctx) => Some((ctx.rank(), ctx.group().failure()?)),
+            Self::Threads(_) => None,
+            Self::Process(ctx, _) => Some((ctx.rank(), ctx.group().failure()?)),
         }
     }
+}
+
+/// Runs `f` on `size` ranks that are threads of this process, and returns the result of rank 0.
+fn on_threads<T, E, F>(size: usize, threads: usize, patience: Patience, f: &F) -> anyhow::Result<Option<T>>
+where
+    T: Send,
+    E: Display + Send,
+    F: Fn(&RankContext) -> Result<T, E> + Sync,
+{
+    let world = World::local(size).threads_per_rank(threads).timeout(patience.in_call());
+    Ok(world.run(f)?.into_iter().next())
 }

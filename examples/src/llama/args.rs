@@ -4,6 +4,7 @@ use std::io::{self, IsTerminal, Read};
 use std::path::PathBuf;
 
 use candle_core::DType;
+use candle_pipe::Layout;
 use clap::{Parser, ValueEnum};
 
 use serde::{Deserialize, Serialize};
@@ -11,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use super::sample::Sampling;
 use super::train::args::TrainArgs;
 use crate::cli::{Checked, Output, UsageError, require};
-use crate::launch::{BackendName, Launched};
+use crate::launch::{BackendName, Launched, Patience};
 
 const ABOUT: &str = "\
 Writes on from a prompt with a Llama that is cut over ranks, or trains it on a text
@@ -52,17 +53,23 @@ pub struct Args {
     #[arg(long, value_name = "FOLDER", help_heading = "Model")]
     pub model: Option<PathBuf>,
 
-    /// What the parameters are held and computed in; bf16 is trained with 32-bit master weights [default: f32]
+    /// What the parameters are held and computed in; bf16 is trained with 32-bit master weights [default: what the files
+    /// hold; f32 for a random model]
     #[arg(long, value_name = "NAME", help_heading = "Model")]
     pub dtype: Option<DTypeName>,
 
     /// Ranks that each layer is cut over
-    #[arg(long, value_name = "N", default_value_t = 2, help_heading = "Ranks")]
+    #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Ranks")]
     pub tp: usize,
 
     /// Stages that the layers are cut into, each on --tp ranks
     #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Ranks")]
     pub pp: usize,
+
+    /// The layers of each stage, a letter for the table of tokens, each layer, the last norm and the output layer: `E|t*3|tnL`
+    /// [default: stages that take about equally long]
+    #[arg(long, value_name = "TEXT", help_heading = "Ranks")]
+    pub layout: Option<Layout>,
 
     /// Compute threads of each rank; keep ranks × threads within the number of cores
     #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Ranks")]
@@ -72,6 +79,10 @@ pub struct Args {
     #[arg(long, value_name = "NAME", default_value = "local", help_heading = "Ranks")]
     pub backend: BackendName,
 
+    /// How long ranks wait.
+    #[command(flatten)]
+    pub patience: Patience,
+
     /// The text to go on from [default: stdin if that is no terminal, else "Once upon a time"]
     #[arg(long, value_name = "TEXT", help_heading = "Text")]
     pub prompt: Option<String>,
@@ -80,7 +91,7 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = 100, help_heading = "Text")]
     pub max_tokens: usize,
 
-    /// How bold the choice is; 0 takes the most likely token
+    /// How bold the choice is; 0 takes the most likely token. What generation_config.json says of it is not used
     #[arg(long, value_name = "X", default_value_t = 0.8, allow_negative_numbers = true, help_heading = "Text")]
     pub temperature: f64,
 
@@ -113,6 +124,16 @@ pub enum DTypeName {
     F16,
 }
 
+impl TryFrom<DType> for DTypeName {
+    type Error = UsageError;
+
+    /// The name of a dtype that models are computed in.
+    fn try_from(dtype: DType) -> Checked<Self> {
+        let known = [Self::F32, Self::Bf16, Self::F16].into_iter().find(|name| DType::from(*name) == dtype);
+        known.ok_or_else(|| UsageError(format!("models are not computed in {}: say --dtype.", dtype.as_str())))
+    }
+}
+
 impl std::fmt::Display for DTypeName {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(DType::from(*self).as_str())
@@ -135,6 +156,10 @@ const MAX_TOKENS: usize = 1 << 24;
 impl Launched for Args {
     fn backend(&self) -> BackendName {
         self.backend
+    }
+
+    fn patience(&self) -> Patience {
+        self.patience
     }
 
     fn threads(&self) -> usize {
@@ -176,11 +201,6 @@ impl Args {
         }
         self.training.validate(self.dtype, pp, tp)?;
         Output::new(self.json.as_deref()).check()
-    }
-
-    /// What parameters are held and computed in.
-    pub fn dtype(&self) -> DType {
-        self.dtype.unwrap_or(DTypeName::F32).into()
     }
 
     /// The seed of everything random.

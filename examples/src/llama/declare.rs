@@ -12,7 +12,9 @@ use std::sync::Arc;
 
 use candle_core::{DType, Tensor};
 use candle_dist::DeviceMesh;
-use candle_pipe::{Balanced, In, Pipe, PipeBuilder, Reduction, Result, Share, StageOp, Value, ValueId, stage_op};
+use candle_pipe::{
+    Balanced, Error, In, Layout, Pipe, PipeBuilder, Reduction, Result, Share, StageOp, Value, ValueId, stage_op,
+};
 use candle_shard::fsdp::FullyShard;
 use candle_shard::nn::{Embedding, Linear, RmsNorm, ShardedVarBuilder, checkpoint};
 use candle_shard::{DTensor, Placements, Replicate, Shard};
@@ -25,6 +27,20 @@ use super::rope::Angles;
 /// A model in stages.
 pub type LlamaPipe = Pipe<ShardedVarBuilder>;
 
+/// How a model is cut into stages.
+#[derive(Clone, Copy, Debug)]
+pub struct Cut<'a> {
+    stages: usize,
+    layout: Option<&'a Layout>,
+}
+
+impl<'a> Cut<'a> {
+    /// A number of stages with about equal costs, or the stages of a layout, which must have the same number.
+    pub fn new(stages: usize, layout: Option<&'a Layout>) -> Self {
+        Self { stages, layout }
+    }
+}
+
 /// The name of the table, which a tied output layer has in common with the input.
 const TABLE: &str = "model.embed_tokens.weight";
 
@@ -35,8 +51,8 @@ const ROWS: &str = "dp";
 /// those before; up to `longest` of them together.
 ///
 /// # Errors
-/// If there are more stages than the model can be cut into.
-pub fn writer(config: &Config, longest: usize, stages: usize) -> Result<LlamaPipe> {
+/// If there are more stages than the model can be cut into, or other ones than the layout has.
+pub fn writer(config: &Config, longest: usize, cut: &Cut<'_>) -> Result<LlamaPipe> {
     let mut model = Declaration::new(config);
     let tokens = model.g.input("tokens", In::Arg);
     let h = model.embed(tokens);
@@ -54,7 +70,7 @@ pub fn writer(config: &Config, longest: usize, stages: usize) -> Result<LlamaPip
     let h = model.norm(h, |h| h.narrow(1, h.dims()[1] - 1, 1));
     let logits = model.head(h, &[], |logits, _| logits.squeeze(1));
     model.g.output("logits", logits);
-    model.cut(stages)
+    model.cut(cut)
 }
 
 /// The model that learns: its loss is the mean cross entropy of `targets` `[rows, tokens]`, which follow the `tokens`
@@ -63,8 +79,8 @@ pub fn writer(config: &Config, longest: usize, stages: usize) -> Result<LlamaPip
 /// With `recompute`, a layer keeps its input alone and computes the rest again in the backward pass.
 ///
 /// # Errors
-/// If there are more stages than the model can be cut into.
-pub fn learner(config: &Config, longest: usize, recompute: bool, stages: usize) -> Result<LlamaPipe> {
+/// If there are more stages than the model can be cut into, or other ones than the layout has.
+pub fn learner(config: &Config, longest: usize, recompute: bool, cut: &Cut<'_>) -> Result<LlamaPipe> {
     let mut model = Declaration::new(config);
     let (tokens, targets) = (model.g.input("tokens", In::Arg), model.g.input("targets", In::Arg));
     let h = model.embed(tokens);
@@ -83,7 +99,7 @@ pub fn learner(config: &Config, longest: usize, recompute: bool, stages: usize) 
     let h = model.norm(h, |h| Ok(h.clone()));
     let loss = model.head(h, &[targets], |logits, others| logits.cross_entropy(&others[0]));
     model.g.loss(loss, Reduction::Mean);
-    model.cut(stages)
+    model.cut(cut)
 }
 
 /// How tensors with so many dims lie between nodes: cut by rows on the axis of rows, whole on all others.
@@ -190,9 +206,18 @@ impl Declaration {
         self.g.module("lm_head", build, [h].into_iter().chain(others.iter().copied()).chain(self.tied))
     }
 
-    /// The model in stages that compute about equally much.
-    fn cut(self, stages: usize) -> Result<LlamaPipe> {
-        self.g.finish(Balanced::new(stages, costs(&self.config)))
+    /// The model in stages that compute about equally much, or as the layout says.
+    fn cut(self, cut: &Cut<'_>) -> Result<LlamaPipe> {
+        let Some(layout) = cut.layout else { return self.g.finish(Balanced::new(cut.stages, costs(&self.config))) };
+        let pipe = self.g.finish(layout.clone())?;
+        match pipe.num_stages() == cut.stages {
+            true => Ok(pipe),
+            false => Err(Error::Pipe(format!(
+                "the layout {layout} has {} stages, and there are {} to fill",
+                pipe.num_stages(),
+                cut.stages
+            ))),
+        }
     }
 }
 

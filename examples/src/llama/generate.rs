@@ -2,9 +2,10 @@
 
 use std::time::Instant;
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Device, Tensor};
 use candle_dist::RankContext;
+use candle_pipe::Layout;
 use candle_shard::nn::ShardedVarBuilder;
 
 use serde::{Deserialize, Serialize};
@@ -28,6 +29,8 @@ pub struct Task {
     pub sampling: Sampling,
     /// What parameters are held and computed in.
     pub dtype: DType,
+    /// Which layers make a stage, if they are not to cost about equally much.
+    pub layout: Option<Layout>,
 }
 
 impl Task {
@@ -43,12 +46,28 @@ impl Task {
     }
 }
 
+/// Why a text ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Stop {
+    /// The model gave a token that ends texts.
+    End,
+    /// There are as many tokens as were asked for.
+    Length,
+    /// The model takes no longer sequences.
+    Context,
+}
+
 /// What a rank did.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Written {
     /// The tokens.
     pub tokens: Vec<u32>,
-    /// The seconds until the first of them.
+    /// Why there are no more.
+    pub stop: Stop,
+    /// The seconds in which this rank's part of the model was read.
+    pub load: f64,
+    /// The seconds from there to the first token.
     pub first: f64,
     /// The seconds from there to the last.
     pub rest: f64,
@@ -76,48 +95,62 @@ impl Model {
     }
 }
 
-/// Writes on from the prompt, showing each token to `show`, on all ranks in `stages` stages.
+/// Writes on from the prompt, on all ranks in `stages` stages, and shows to `show` that the model is read, and then each
+/// token.
 ///
 /// Every rank calls it.
 ///
 /// # Errors
-/// If the stages do not divide the ranks, or there are more than the model can be cut into; those of the model.
+/// If the stages do not divide the ranks, or there are more than the model can be cut into; if the model's logits are no
+/// numbers; those of the model and of `show`.
 pub fn generate(
     ctx: &RankContext,
     stages: usize,
     files: &Files,
     task: &Task,
-    mut show: impl FnMut(u32),
+    mut show: impl FnMut(Option<u32>) -> Result<()>,
 ) -> Result<Written> {
-    let Files { config, weights } = files;
+    let Files { config, weights, ends, .. } = files;
     let ranks = ctx.world_size();
     ensure!(stages > 0 && ranks.is_multiple_of(stages), "{stages} stages do not divide {ranks} ranks");
+    let began = Instant::now();
     let mesh = ctx.mesh(&[("pp", stages), ("tp", ranks / stages)])?;
     let (plan, device) = (Llama::plan("tp"), ctx.device());
     let vb = ShardedVarBuilder::from_weights(weights.clone(), 0, &mesh.axis("tp")?, plan, task.dtype, device)?;
     let room = (task.prompt.len() + task.most).min(config.max_position_embeddings);
     let mut model = match stages {
         1 => Model::Whole(Llama::new(config, room, &vb.frozen())?, Cache::new(config.num_hidden_layers, room)),
-        _ => Model::Staged(StagedLlama::new(config, room, &mesh, &vb.frozen())?),
+        _ => Model::Staged(StagedLlama::new(config, room, task.layout.as_ref(), &mesh, &vb.frozen())?),
     };
     let parameters = vb.built().iter().map(|parameter| parameter.var.elem_count()).sum();
+
+    let load = began.elapsed().as_secs_f64();
+    show(None)?;
 
     let mut sampler = Sampler::new(task.sampling);
     let mut tokens: Vec<u32> = Vec::new();
     let began = Instant::now();
     let mut first = 0.0;
     let mut input = task.prompt.clone();
-    while task.prompt.len() + tokens.len() <= room && tokens.len() < task.most {
-        let token = sampler.next(&model.next(&input, device)?)?;
+    let stop = loop {
+        let so_far = task.prompt.len() + tokens.len();
+        if tokens.len() >= task.most {
+            break Stop::Length;
+        }
+        if so_far > room {
+            break Stop::Context;
+        }
+        let logits = model.next(&input, device)?;
+        let token = sampler.next(&logits).with_context(|| format!("the token at position {so_far}"))?;
         if tokens.is_empty() {
             first = began.elapsed().as_secs_f64();
         }
-        if config.ends().contains(&token) {
-            break;
+        if ends.contains(&token) {
+            break Stop::End;
         }
-        show(token);
+        show(Some(token))?;
         tokens.push(token);
         input = vec![token];
-    }
-    Ok(Written { tokens, first, rest: began.elapsed().as_secs_f64() - first, parameters })
+    };
+    Ok(Written { tokens, stop, load, first, rest: began.elapsed().as_secs_f64() - first, parameters })
 }

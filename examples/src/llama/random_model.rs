@@ -5,8 +5,9 @@ use std::fs;
 use std::path::Path;
 
 use anyhow::{Result, anyhow};
-use candle_core::{DType, Device, Tensor, safetensors};
+use candle_core::{DType, Device, Tensor};
 use candle_shard::random::{Distribution, Stream, sample_full};
+use serde_json::json;
 
 use super::config::Config;
 use super::tokens;
@@ -26,7 +27,6 @@ pub fn config() -> Config {
         rope_theta: 10_000.0,
         rope_scaling: None,
         tie_word_embeddings: false,
-        attention_bias: false,
         bos_token_id: None,
         eos_token_id: None,
     }
@@ -38,7 +38,9 @@ pub fn config() -> Config {
 /// If a file cannot be written.
 pub fn write(folder: &Path, config: &Config, seed: u64, dtype: DType) -> Result<()> {
     fs::create_dir_all(folder)?;
-    fs::write(folder.join("config.json"), serde_json::to_string_pretty(config)?)?;
+    let mut written = serde_json::to_value(config)?;
+    written["architectures"] = json!(["LlamaForCausalLM"]);
+    fs::write(folder.join("config.json"), serde_json::to_string_pretty(&written)?)?;
     let mut tensors = HashMap::new();
     for (name, shape) in config.tensors() {
         let tensor = match shape[..] {
@@ -50,7 +52,9 @@ pub fn write(folder: &Path, config: &Config, seed: u64, dtype: DType) -> Result<
         };
         tensors.insert(name, tensor);
     }
-    safetensors::save(&tensors, folder.join("model.safetensors"))?;
+    // Python's loaders want to know which framework the tensors are for.
+    let format = HashMap::from([("format".to_owned(), "pt".to_owned())]);
+    safetensors::serialize_to_file(&tensors, Some(format), &folder.join("model.safetensors"))?;
     let tokenizer = tokens::of_bytes()?;
     tokenizer.save(folder.join("tokenizer.json"), true).map_err(|error| anyhow!("{error}"))
 }

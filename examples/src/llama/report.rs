@@ -3,7 +3,7 @@
 use itertools::Itertools;
 use serde::Serialize;
 
-use super::generate::{Task, Written};
+use super::generate::{Stop, Task, Written};
 use crate::table::grouped;
 
 /// The numbers of a run.
@@ -15,10 +15,16 @@ pub struct Report {
     pub prompt_tokens: usize,
     /// The tokens that were written.
     pub new_tokens: usize,
+    /// Why there are no more.
+    pub stop: Stop,
     /// Tokens of the prompt a second, until the first new token.
     pub prompt_tokens_per_second: f64,
     /// New tokens a second, after the first.
     pub tokens_per_second: f64,
+    /// The seconds in which the slowest rank read its part of the model.
+    pub load_seconds: f64,
+    /// What parameters are held and computed in.
+    pub dtype: &'static str,
     /// The parameters that each rank holds.
     pub parameters: Vec<usize>,
 }
@@ -32,8 +38,11 @@ impl Report {
             text,
             prompt_tokens: task.prompt.len(),
             new_tokens: first.tokens.len(),
+            stop: first.stop,
             prompt_tokens_per_second: per_second(task.prompt.len(), first.first),
             tokens_per_second: per_second(first.tokens.len().saturating_sub(1), first.rest),
+            load_seconds: ranks.iter().map(|rank| rank.load).fold(0.0, f64::max),
+            dtype: task.dtype.as_str(),
             parameters: ranks.iter().map(|rank| rank.parameters).collect(),
         }
     }
@@ -42,10 +51,17 @@ impl Report {
 impl std::fmt::Display for Report {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let parameters = self.parameters.iter().map(|&count| grouped(count)).dedup().join(", ");
+        let stop = match self.stop {
+            Stop::End => "the model ended the text",
+            Stop::Length => "--max-tokens are written",
+            Stop::Context => "the model takes no longer texts",
+        };
         write!(
             f,
-            "{} ranks, {parameters} parameters each: {} tokens of prompt at {:.1} a second, {} new ones at {:.1} a second",
+            "{} ranks, {parameters} parameters each in {}, read in {:.1} s: {} tokens of prompt at {:.1} a second, {} new ones at {:.1} a second; {stop}",
             self.parameters.len(),
+            self.dtype,
+            self.load_seconds,
             self.prompt_tokens,
             self.prompt_tokens_per_second,
             self.new_tokens,

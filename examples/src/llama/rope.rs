@@ -42,16 +42,14 @@ impl Angles {
 
 /// The frequency of a pair of elements after scaling.
 fn scaled(frequency: f64, scaling: Option<&RopeScaling>) -> f64 {
-    let Some(scaling) = scaling else { return frequency };
-    let RopeScaling { factor, low_freq_factor: low, high_freq_factor: high, .. } = *scaling;
-    match scaling.rope_type.as_str() {
-        "linear" => frequency / factor,
-        "llama3" => {
+    match scaling {
+        None => frequency,
+        Some(RopeScaling::Linear { factor }) => frequency / factor,
+        Some(RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_position_embeddings }) => {
             // How often the pair turns in the learnt context: rare turns are stretched, frequent ones are not.
-            let turns = scaling.original_max_position_embeddings as f64 * frequency / TAU;
-            let kept = ((turns - low) / (high - low)).clamp(0.0, 1.0);
+            let turns = *original_max_position_embeddings as f64 * frequency / TAU;
+            let kept = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0.0, 1.0);
             frequency * (kept + (1.0 - kept) / factor)
         }
-        _ => frequency,
     }
 }

@@ -1,6 +1,7 @@
 //! Which token comes next.
 
-use candle_core::{DType, Result, Tensor};
+use anyhow::{Result, bail};
+use candle_core::{DType, Tensor};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 
@@ -31,14 +32,21 @@ impl Sampler {
     /// A token by its logits `[vocabulary]`.
     ///
     /// # Errors
-    /// Those of candle.
+    /// If a logit is no number or infinitely large, or all are infinitely small: a model that computes so has no next token.
     pub fn next(&mut self, logits: &Tensor) -> Result<u32> {
         let logits = logits.to_dtype(DType::F32)?.to_vec1::<f32>()?;
-        let best = || (0..logits.len()).max_by(|&a, &b| logits[a].total_cmp(&logits[b]).then(b.cmp(&a)));
-        if self.sampling.temperature <= 0.0 {
-            return Ok(best().unwrap_or(0) as u32);
+        if let Some(token) = logits.iter().position(|logit| logit.is_nan() || *logit == f32::INFINITY) {
+            let logit = logits[token];
+            bail!("the logit of token {token} is {logit}; check the weights, or compute in a wider --dtype");
         }
-        let most = best().map_or(0.0, |token| f64::from(logits[token]));
+        let best = (0..logits.len()).max_by(|&a, &b| logits[a].total_cmp(&logits[b]).then(b.cmp(&a)));
+        let Some(best) = best.filter(|&best| logits[best].is_finite()) else {
+            bail!("none of the {} logits is finite; check the weights, or compute in a wider --dtype", logits.len());
+        };
+        if self.sampling.temperature <= 0.0 {
+            return Ok(best as u32);
+        }
+        let most = f64::from(logits[best]);
         let weight = |&logit: &f32| ((f64::from(logit) - most) / self.sampling.temperature).exp();
         let mut weights: Vec<(u32, f64)> = (0..).zip(logits.iter().map(weight)).collect();
         let total: f64 = weights.iter().map(|(_, weight)| weight).sum();
@@ -72,6 +80,24 @@ mod tests {
         let logits = Tensor::new(&[0f32, 2.0, 1.0, f32::NEG_INFINITY], &Device::Cpu).unwrap();
         let mut sampler = Sampler::new(Sampling { temperature, top_p, seed: 1 });
         (0..2000).map(|_| sampler.next(&logits).unwrap()).collect()
+    }
+
+    #[test]
+    fn logits_that_are_no_numbers_are_an_error_and_no_token() {
+        let (nan, inf) = (f32::NAN, f32::INFINITY);
+        let cases = [
+            ([0.0, nan, 1.0], "the logit of token 1 is NaN"),
+            ([0.0, 1.0, inf], "the logit of token 2 is inf"),
+            ([-inf; 3], "none of the 3 logits"),
+        ];
+        for temperature in [0.0, 1.0] {
+            for (logits, want) in &cases {
+                let logits = Tensor::new(logits, &Device::Cpu).unwrap();
+                let mut sampler = Sampler::new(Sampling { temperature, top_p: 0.9, seed: 1 });
+                let said = sampler.next(&logits).unwrap_err().to_string();
+                assert!(said.contains(want), "{said}");
+            }
+        }
     }
 
     #[test]

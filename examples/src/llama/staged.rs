@@ -4,11 +4,11 @@ use candle_core::{DType, Tensor};
 use candle_dist::{DeviceMesh, ProcessGroup};
 use candle_pipe::microbatch::split_args_kwargs_into_chunks;
 use candle_pipe::schedule::ScheduleKind;
-use candle_pipe::{Kwargs, Result, Runtime};
+use candle_pipe::{Kwargs, Layout, Result, Runtime};
 use candle_shard::nn::ShardedVarBuilder;
 
 use super::config::Config;
-use super::declare;
+use super::declare::{self, Cut};
 
 /// This rank's stage of a Llama, which holds the keys and values of its layers.
 pub struct StagedLlama {
@@ -20,13 +20,19 @@ pub struct StagedLlama {
 
 impl StagedLlama {
     /// This rank's stage of a model of as many stages as the mesh axis `"pp"` has ranks, for sequences of up to `longest`
-    /// tokens; `vb` builds on the axis `"tp"`.
+    /// tokens; `vb` builds on the axis `"tp"`. Stages cost about equally much unless a layout says which layers each has.
     ///
     /// # Errors
-    /// If there are more stages than the model can be cut into; those of the builder.
-    pub fn new(config: &Config, longest: usize, mesh: &DeviceMesh, vb: &ShardedVarBuilder) -> Result<Self> {
+    /// If there are more stages than the model can be cut into, or other ones than the layout has; those of the builder.
+    pub fn new(
+        config: &Config,
+        longest: usize,
+        layout: Option<&Layout>,
+        mesh: &DeviceMesh,
+        vb: &ShardedVarBuilder,
+    ) -> Result<Self> {
         let stages = mesh.axis_group("pp")?;
-        let pipe = declare::writer(config, longest, stages.size())?;
+        let pipe = declare::writer(config, longest, &Cut::new(stages.size(), layout))?;
         let schedule = ScheduleKind::GPipe.schedule(stages.size(), 1, 1)?.forward_only();
         let runtime = Runtime::new(&pipe, &schedule, stages, vb, vb.device())?;
         let has_logits = stages.rank() + 1 == stages.size();

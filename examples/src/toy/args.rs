@@ -8,7 +8,7 @@ use clap::{Parser, ValueEnum};
 use test_utils::model_args::ModelArgs;
 use test_utils::toy::TransformerPipe;
 
-use crate::launch::{BackendName, Launched};
+use crate::launch::{BackendName, Launched, Patience};
 use crate::pipeline::Pipeline;
 
 /// The program reads and predicts bytes.
@@ -53,9 +53,10 @@ pub struct Args {
     #[arg(long, value_name = "NAMES", value_delimiter = ',', hide_possible_values = true, help_heading = "Runs")]
     pub runs: Vec<RunName>,
 
-    /// Ranks of the runs `tp` and `tp_sp`
-    #[arg(long, value_name = "N", default_value_t = 2, help_heading = "Runs")]
-    pub ranks: usize,
+    /// Tensor-parallel ranks: of the runs `tp` and `tp_sp`, and of each stage of `pp` and `pp_sp` [default: 2, or 1 of a
+    /// stage]
+    #[arg(long, value_name = "N", help_heading = "Runs")]
+    pub tp: Option<usize>,
 
     /// Compute threads of each rank; keep ranks × threads within the number of cores
     #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Runs")]
@@ -70,10 +71,6 @@ pub struct Args {
     #[arg(long, value_name = "N", help_heading = "Pipelines")]
     pub dp: Option<usize>,
 
-    /// Tensor-parallel ranks of each stage [default: 1]
-    #[arg(long, value_name = "N", help_heading = "Pipelines")]
-    pub tp: Option<usize>,
-
     /// The order in which ranks compute: one of those that `--bin schedules` draws [default: 1f1b]
     #[arg(long, value_name = "NAME", help_heading = "Pipelines")]
     pub schedule: Option<ScheduleKind>,
@@ -85,6 +82,10 @@ pub struct Args {
     /// What moves tensors between ranks; for processes, start one for each rank with mpirun
     #[arg(long, value_name = "NAME", default_value = "local", help_heading = "Runs")]
     pub backend: BackendName,
+
+    /// How long ranks wait.
+    #[command(flatten)]
+    pub patience: Patience,
 
     /// Largest difference of losses (relative) and gradients (absolute) at which runs agree; 100 times that for logits
     #[arg(long, value_name = "X", default_value_t = 1e-4, allow_negative_numbers = true, help_heading = "Runs")]
@@ -98,7 +99,7 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = 2, help_heading = "Model")]
     pub layers: usize,
 
-    /// Attention heads; a multiple of --ranks and of --tp
+    /// Attention heads, at least as many as --tp, over which they may lie unevenly
     #[arg(long, value_name = "N", default_value_t = 8, help_heading = "Model")]
     pub heads: usize,
 
@@ -143,7 +144,7 @@ impl Args {
     /// The runs to make.
     pub fn runs(&self) -> Vec<RunName> {
         use RunName::{Pp, Single, Tp, TpSp};
-        let counts = [self.pp, self.dp, self.tp, self.microbatches];
+        let counts = [self.pp, self.dp, self.microbatches];
         let has_pipeline = self.schedule.is_some() || counts.iter().any(Option::is_some);
         match &self.runs[..] {
             [] if has_pipeline => vec![Single, Pp],
@@ -152,14 +153,21 @@ impl Args {
         }
     }
 
+    /// The tensor-parallel ranks of runs that are no pipelines.
+    pub fn tensor_parallel(&self) -> usize {
+        self.tp.unwrap_or(2)
+    }
+
     /// The ranks and microbatches of pipelines.
     pub fn pipeline(&self) -> Pipeline {
         let pp = if self.dp.is_some() || self.tp.is_some() { 1 } else { 2 };
+        let kind = self.schedule.unwrap_or(ScheduleKind::OneFOneB);
         Pipeline {
             pp: self.pp.unwrap_or(pp),
             dp: self.dp.unwrap_or(1),
             tp: self.tp.unwrap_or(1),
-            kind: self.schedule.unwrap_or(ScheduleKind::OneFOneB),
+            kind,
+            virtual_stages: kind.stages_per_rank(),
             microbatches: self.microbatches.unwrap_or(4),
         }
     }
@@ -193,6 +201,10 @@ impl Launched for Args {
         self.backend
     }
 
+    fn patience(&self) -> Patience {
+        self.patience
+    }
+
     fn threads(&self) -> usize {
         self.threads
     }
@@ -200,7 +212,7 @@ impl Launched for Args {
     fn ranks(&self) -> Vec<(String, usize)> {
         let of = |run| match run {
             RunName::Single => None,
-            RunName::Tp | RunName::TpSp => Some((format!("--ranks {}", self.ranks), self.ranks)),
+            RunName::Tp | RunName::TpSp => Some((format!("--tp {}", self.tensor_parallel()), self.tensor_parallel())),
             RunName::Pp | RunName::PpSp => {
                 let pipeline = self.pipeline();
                 let Pipeline { pp, dp, tp, .. } = pipeline;

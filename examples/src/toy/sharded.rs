@@ -27,9 +27,9 @@ const SHOWN: [(&str, &str); 4] = [
     ("norm", "layers.0.ffn_norm.weight"),
 ];
 
-/// Trains the model on `args.ranks` ranks; the outcome is where rank 0 is.
+/// Trains the model on the tensor-parallel ranks of `args`; the outcome is where rank 0 is.
 pub fn train(name: RunName, args: &Args, corpus: &Corpus, ranks: &Ranks<'_>) -> anyhow::Result<Option<RunOutcome>> {
-    let outcome = ranks.run(args.ranks, args.threads, |ctx| -> anyhow::Result<_> {
+    let outcome = ranks.run(args.tensor_parallel(), args.threads, |ctx| -> anyhow::Result<_> {
         let mine = train_rank(ctx, name, args, corpus)?;
         let all = gather(ctx.group(), mine.params_per_rank.clone())?;
         Ok(all.map(|all| RunOutcome { params_per_rank: all.concat(), ..mine }))
@@ -39,7 +39,7 @@ pub fn train(name: RunName, args: &Args, corpus: &Corpus, ranks: &Ranks<'_>) -> 
 
 /// The outcome as one rank sees it, which knows its own number of parameters only.
 fn train_rank(ctx: &RankContext, name: RunName, args: &Args, corpus: &Corpus) -> Result<RunOutcome> {
-    let mesh = ctx.mesh(&[("tp", args.ranks)])?;
+    let mesh = ctx.mesh(&[("tp", args.tensor_parallel())])?;
     let plan = Transformer::plan("tp", name.is_sequence_parallel());
     let vb = ShardedVarBuilder::fresh(args.seed, &mesh, plan, DType::F32, ctx.device())?;
     let model = Transformer::new(&args.model_args(), &vb)?;
@@ -81,7 +81,7 @@ fn train_rank(ctx: &RankContext, name: RunName, args: &Args, corpus: &Corpus) ->
     let pictures = SHOWN.iter().filter_map(picture).collect::<Result<_>>()?;
     Ok(RunOutcome {
         name,
-        world: args.ranks,
+        world: args.tensor_parallel(),
         losses: training.losses,
         ms_per_step: training.ms_per_step,
         logits,

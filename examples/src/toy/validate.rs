@@ -25,7 +25,7 @@ pub fn validate(args: &Args) -> Checked<Corpus> {
 
 fn check_numbers(args: &Args) -> Checked {
     for (flag, value) in [
-        ("--ranks", args.ranks),
+        ("--tp", args.tp.unwrap_or(1)),
         ("--threads", args.threads),
         ("--dim", args.dim),
         ("--layers", args.layers),
@@ -92,20 +92,15 @@ fn check_heads(args: &Args) -> Checked {
 }
 
 fn check_runs(args: &Args) -> Checked {
-    let Args { ranks, heads, .. } = *args;
+    let (ranks, heads) = (args.tensor_parallel(), args.heads);
     if args.runs().iter().any(|run| matches!(run, RunName::Tp | RunName::TpSp)) {
         for (rows, what) in [
             (VOCAB_SIZE, format!("the {VOCAB_SIZE} rows of the token embedding")),
             (args.seq, format!("the {} positions of --seq", args.seq)),
-            (args.batch, format!("the {} sequences of --batch", args.batch)),
+            (heads, format!("the {heads} heads of --heads")),
         ] {
-            require!(ranks <= rows, "--ranks {ranks} is more than {what}: use at most {rows} ranks.");
+            require!(ranks <= rows, "--tp {ranks} is more than {what}: use at most {rows}.");
         }
-        require!(
-            heads.is_multiple_of(ranks),
-            "--heads {heads} cannot be split evenly over --ranks {ranks}: use a multiple of {ranks}, such as {}.",
-            next_multiple(heads, ranks)
-        );
     }
     Ok(())
 }
@@ -126,11 +121,7 @@ fn check_pipeline(args: &Args) -> Checked {
         "--pp {pp} × --dp {dp} × --tp {tp} are too many ranks for one process: use at most {MOST_RANKS}."
     );
     let Args { heads, batch, layers, seq, .. } = *args;
-    require!(
-        heads.is_multiple_of(tp),
-        "--heads {heads} cannot be split evenly over --tp {tp}: use a multiple of {tp}, such as {}.",
-        next_multiple(heads, tp)
-    );
+    require!(tp <= heads, "--tp {tp} is more than the {heads} heads of --heads: use at most {heads}.");
     require!(
         tp <= VOCAB_SIZE,
         "--tp {tp} is more than the {VOCAB_SIZE} rows of the token embedding: use at most {VOCAB_SIZE}."

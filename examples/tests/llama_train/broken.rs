@@ -104,20 +104,20 @@ fn what_is_wrong_with_a_file_is_said_before_memory_is_taken() {
 
     // Of checkpoints alone.
     let cases: [(&str, Spoil<'_>, &[&str]); 6] = [
-        ("whole", &|at| cut_short(&at.join("optimizer.safetensors")), &["optimizer.safetensors"]),
+        ("whole", &|at| cut_short(&at.join("optimizer/optimizer.safetensors")), &["optimizer.safetensors"]),
         (
             "whole",
-            &|at| change(&at.join("optimizer.safetensors"), |tensors| drop(tensors.remove(MOMENT))),
+            &|at| change(&at.join("optimizer/optimizer.safetensors"), |tensors| drop(tensors.remove(MOMENT))),
             &["optimizer.safetensors", MOMENT, "is not there"],
         ),
         (
             "whole",
-            &|at| change(&at.join("optimizer.safetensors"), |tensors| cast(tensors, MOMENT, DType::F16)),
+            &|at| change(&at.join("optimizer/optimizer.safetensors"), |tensors| cast(tensors, MOMENT, DType::F16)),
             &["optimizer.safetensors", MOMENT, "f16", "f32"],
         ),
         (
             "staged",
-            &|at| cut_short(&at.join("optimizer-00002-of-00002.safetensors")),
+            &|at| cut_short(&at.join("optimizer/optimizer-00002-of-00002.safetensors")),
             &["optimizer-00002-of-00002.safetensors"],
         ),
         ("whole", &|at| cut_short(&at.join("training.json")), &["training.json"]),

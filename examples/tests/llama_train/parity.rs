@@ -2,7 +2,7 @@
 
 use candle_dist::{Op, comm};
 use examples::llama::config::Config;
-use examples::llama::train::trainer::Trainer;
+use examples::llama::train::trainer::{Trainer, train};
 use test_utils::on_ranks;
 
 use crate::plain::Plain;
@@ -87,6 +87,31 @@ fn fully_sharded_ranks_learn_as_one_device() {
     let tied = Config { tie_word_embeddings: true, ..config(4, 2) };
     let meshes = ["--dp 2 --tp 2", "--pp 2 --dp 2 --tp 1", "--pp 2 --dp 2 --tp 1 --schedule zb-h1"];
     agrees("a tied table", &tied, &meshes);
+}
+
+#[test]
+fn the_loss_of_another_text_is_the_same_on_every_mesh() {
+    let place = Place::new(&config(4, 2));
+    let valid: String = place.path("text").to_str().unwrap().to_owned();
+    let losses = |flags: &str| {
+        let job = place.open(&format!("{flags} --batch 4 --steps 1 --valid {valid}")).unwrap();
+        let made = on_ranks(job.pipeline.world(), flags, move |ctx| train(ctx, &job, |_| Ok(())));
+        assert!(made.iter().all(|rank| rank.valid == made[0].valid));
+        made[0].valid.iter().map(|(_, loss)| *loss).collect::<Vec<_>>()
+    };
+    let want = losses("--tp 1");
+    assert_eq!(want.len(), 1);
+    for mesh in
+        ["--tp 2", "--dp 3 --tp 1", "--pp 2 --tp 1", "--pp 2 --dp 2 --tp 1 --microbatches 2", "--dp 2 --tp 1 --fsdp"]
+    {
+        assert_close(&losses(mesh), &want, TOLERANCE, mesh);
+    }
+    // It is the mean over all sequences of the text that follow each other.
+    let job = place.open("--batch 4 --steps 1").unwrap();
+    let plain = Plain::new(&config(4, 2), &place.path("model")).loss_of_all(&job).unwrap();
+    let first = place.open(&format!("--batch 4 --steps 1 --lr 1e-30 --valid {valid}")).unwrap();
+    let still = on_ranks(1, "still", move |ctx| train(ctx, &first, |_| Ok(())));
+    assert_close(&[still[0].valid[0].1], &[plain], TOLERANCE, "the mean of the text");
 }
 
 #[test]

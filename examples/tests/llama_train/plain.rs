@@ -29,6 +29,16 @@ impl Plain {
         candle_nn::loss::cross_entropy(&logits, &batch.targets.flatten_all()?)
     }
 
+    /// The mean loss of all sequences of the text that follow each other.
+    pub(crate) fn loss_of_all(&self, job: &Job) -> Result<f64> {
+        let length = job.recipe.seq_len;
+        let all: Vec<usize> = (0..job.text.sequences(length)).collect();
+        let batch = job.text.pick(&all, length, &Device::Cpu)?;
+        let logits = self.logits(&batch.tokens)?.flatten_to(1)?;
+        let loss = candle_nn::loss::cross_entropy(&logits, &batch.targets.flatten_all()?)?;
+        Ok(f64::from(loss.to_scalar::<f32>()?))
+    }
+
     /// The gradients of the first step by parameter.
     pub(crate) fn first_gradients(&self, job: &Job) -> BTreeMap<String, Vec<f32>> {
         let grads = self.loss(job, 0).unwrap().backward().unwrap();

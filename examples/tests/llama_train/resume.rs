@@ -94,6 +94,47 @@ fn a_checkpoint_is_a_model_in_the_layout_of_the_hub() {
 }
 
 #[test]
+fn a_checkpoint_has_what_other_programs_look_for_in_a_model() {
+    let config = config(4, 2);
+    let place = Place::new(&config);
+    let model = place.path("model");
+    let beside = [("generation_config.json", r#"{"eos_token_id": 3}"#), ("tokenizer_config.json", "{}")];
+    for (name, text) in beside {
+        fs::write(model.join(name), text).unwrap();
+    }
+    place.losses("--tp 2 --dtype bf16 --steps 1 --save @one");
+    place.losses("--pp 2 --tp 1 --steps 1 --save @two");
+    for (saved, dtype) in [("one/step-00000001", "bfloat16"), ("two/step-00000001", "float32")] {
+        let folder = place.path(saved);
+        for (name, text) in beside {
+            assert_eq!(fs::read_to_string(folder.join(name)).unwrap(), text, "{saved}");
+        }
+        let config: serde_json::Value = serde_json::from_slice(&fs::read(folder.join("config.json")).unwrap()).unwrap();
+        assert_eq!((&config["torch_dtype"], &config["model_type"]), (&dtype.into(), &"llama".into()), "{saved}");
+        assert_eq!(Files::open(&folder).unwrap().ends, BTreeSet::from([3]));
+        // All files of tensors beside the config are the model's, and say that they are for PyTorch.
+        let mut found = BTreeSet::new();
+        for entry in fs::read_dir(&folder).unwrap() {
+            let path = entry.unwrap().path();
+            if path.extension().is_some_and(|extension| extension == "safetensors") {
+                let bytes = fs::read(&path).unwrap();
+                let length = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+                let header: serde_json::Value = serde_json::from_slice(&bytes[8..8 + length]).unwrap();
+                assert_eq!(header["__metadata__"]["format"], "pt", "{}", path.display());
+                found.extend(safetensors::load(&path, &Device::Cpu).unwrap().into_keys());
+            }
+        }
+        let names: BTreeSet<String> = config_names(&folder);
+        assert_eq!(found, names, "{saved}");
+        assert_eq!(folder.join("model.safetensors.index.json").exists(), saved.starts_with("two"));
+    }
+}
+
+fn config_names(folder: &std::path::Path) -> BTreeSet<String> {
+    Config::read(folder).unwrap().tensors().into_iter().map(|(name, _)| name).collect()
+}
+
+#[test]
 fn what_does_not_go_on_where_it_stopped_is_refused() {
     let place = Place::new(&config(4, 2));
     place.losses("--tp 1 --save @saved --save-every 3");

@@ -78,7 +78,7 @@ impl Place {
     /// The losses that the flags lead to.
     pub(crate) fn losses(&self, flags: &str) -> Vec<f64> {
         let job = self.open(flags).unwrap();
-        let trained = on_ranks(job.pipeline.world(), flags, move |ctx| train(ctx, &job, |_| ()));
+        let trained = on_ranks(job.pipeline.world(), flags, move |ctx| train(ctx, &job, |_| Ok(())));
         assert!(trained.iter().all(|rank| rank.losses == trained[0].losses), "{flags}: ranks have different losses");
         trained.into_iter().next().unwrap().losses
     }
@@ -105,7 +105,11 @@ pub(crate) fn copy(from: &Path, to: &Path) {
     fs::create_dir_all(to).unwrap();
     for entry in fs::read_dir(from).unwrap() {
         let entry = entry.unwrap();
-        fs::copy(entry.path(), to.join(entry.file_name())).unwrap();
+        let to = to.join(entry.file_name());
+        match entry.file_type().unwrap().is_dir() {
+            true => copy(&entry.path(), &to),
+            false => drop(fs::copy(entry.path(), to).unwrap()),
+        }
     }
 }
 

@@ -7,7 +7,7 @@ use clap::Args;
 
 use super::rate::{Decay, Rate};
 use super::recipe::Recipe;
-use crate::cli::{Checked, UsageError, require};
+use crate::cli::{Checked, UsageError, check_file, require};
 use crate::llama::args::DTypeName;
 use crate::pipeline::Pipeline;
 
@@ -63,7 +63,12 @@ pub struct TrainArgs {
     #[arg(long, value_name = "NAME", default_value = "1f1b", requires = "train")]
     pub schedule: ScheduleKind,
 
-    /// Parts that a replica sends through its stages one after the other [default: --pp]
+    /// Stages of each rank [default: as many as the schedule needs]
+    #[arg(long, value_name = "N", requires = "train")]
+    pub virtual_stages: Option<usize>,
+
+    /// Parts that a replica sends through its stages one after the other [default: the fewest that leave ranks idle for less
+    /// than a fifth of a step, as far as the batch has sequences]
     #[arg(long, value_name = "N", requires = "train")]
     pub microbatches: Option<usize>,
 
@@ -87,20 +92,38 @@ pub struct TrainArgs {
     #[arg(long, value_name = "FOLDER", requires = "train", conflicts_with = "model")]
     pub resume: Option<PathBuf>,
 
-    /// Steps between the lines that tell the loss, where stderr is no terminal
+    /// Tell the loss of this text, from which nothing is learned, each time that a checkpoint is due, and at the end
+    #[arg(long, value_name = "FILE", requires = "train")]
+    pub valid: Option<PathBuf>,
+
+    /// Steps between the losses of --valid [default: those of --save-every]
+    #[arg(long, value_name = "N", requires = "valid")]
+    pub valid_every: Option<usize>,
+
+    /// Steps between the lines that tell the loss
     #[arg(long, value_name = "N", default_value_t = 10, requires = "train")]
     pub log_every: usize,
+
+    /// Write each step to this file, as a JSON object in a line; --resume appends to it
+    #[arg(long, value_name = "FILE", requires = "train")]
+    pub log: Option<PathBuf>,
 }
 
 const MAX_RANKS: usize = 256;
 
 impl TrainArgs {
-    /// The recipe that the flags describe, where they say nothing that of the checkpoint.
+    /// The recipe that the flags describe, where they say nothing that of the checkpoint, or `base`.
     ///
     /// # Errors
     /// A sentence that names a flag, its value and a remedy.
-    pub fn recipe(&self, dtype: Option<DTypeName>, seed: Option<u64>, saved: Option<&Recipe>) -> Checked<Recipe> {
-        let base = saved.cloned().unwrap_or_default();
+    pub fn recipe(
+        &self,
+        dtype: Option<DTypeName>,
+        seed: Option<u64>,
+        saved: Option<&Recipe>,
+        base: Recipe,
+    ) -> Checked<Recipe> {
+        let base = saved.cloned().unwrap_or(base);
         let recipe = Recipe {
             rate: Rate {
                 peak: self.lr.unwrap_or(base.rate.peak),
@@ -122,9 +145,24 @@ impl TrainArgs {
         }
     }
 
-    /// The mesh and the schedule, for so many pipeline and tensor-parallel ranks.
-    pub fn pipeline(&self, pp: usize, tp: usize) -> Pipeline {
-        Pipeline { pp, dp: self.dp, tp, kind: self.schedule, microbatches: self.microbatches.unwrap_or(pp) }
+    /// The mesh and the schedule for `pp` pipeline ranks, `tp` tensor-parallel ranks, and `batch` sequences in each step.
+    ///
+    /// # Errors
+    /// A sentence that names the flags, if the schedule does not fit them.
+    pub fn pipeline(&self, pp: usize, tp: usize, batch: usize) -> Checked<Pipeline> {
+        let (dp, kind) = (self.dp, self.schedule);
+        let virtual_stages = self.virtual_stages.unwrap_or(kind.stages_per_rank());
+        let asked = Pipeline { pp, dp, tp, kind, virtual_stages, microbatches: self.microbatches.unwrap_or(1) };
+        let fits = match self.microbatches {
+            Some(_) => asked.schedule().map(|_| asked),
+            // What the smallest part of the batch has sequences for.
+            None => asked.with_small_bubble(batch / (dp * self.accumulate)),
+        };
+        fits.map_err(|error| {
+            let parts = self.microbatches.map(|parts| format!(" --microbatches {parts}")).unwrap_or_default();
+            let stages = self.virtual_stages.map(|stages| format!(" --virtual-stages {stages}")).unwrap_or_default();
+            UsageError(format!("--pp {pp}{stages}{parts} and --batch {batch} do not fit --schedule {kind}: {error}."))
+        })
     }
 
     /// Checks what depends on no files.
@@ -135,12 +173,13 @@ impl TrainArgs {
         if self.train.is_none() {
             return Ok(());
         }
-        let pipeline = self.pipeline(pp, tp);
-        let Pipeline { dp, kind, microbatches, .. } = pipeline;
+        let dp = self.dp;
         for (flag, value) in [
             ("--dp", dp),
-            ("--microbatches", microbatches),
+            ("--microbatches", self.microbatches.unwrap_or(1)),
+            ("--virtual-stages", self.virtual_stages.unwrap_or(1)),
             ("--accumulate", self.accumulate),
+            ("--valid-every", self.valid_every.unwrap_or(1)),
             ("--save-every", self.save_every.unwrap_or(1)),
             ("--log-every", self.log_every),
         ] {
@@ -151,12 +190,14 @@ impl TrainArgs {
         if let Some(folder) = &self.resume {
             require!(folder.is_dir(), "--resume {} is no folder: give that of an earlier --save.", folder.display());
         }
-        pipeline.schedule().map_err(|error| {
-            UsageError(format!("--pp {pp} --microbatches {microbatches} do not fit --schedule {kind}: {error}."))
-        })?;
+        if let Some(log) = &self.log {
+            check_file("--log", log, "")?;
+        }
         // What a checkpoint may still say is checked with it.
         if self.resume.is_none() {
-            self.check_batch(&self.recipe(dtype, None, None)?, pp, tp)?;
+            let recipe = self.recipe(dtype, None, None, Recipe::default())?;
+            self.check_batch(&recipe)?;
+            self.pipeline(pp, tp, recipe.batch)?;
         }
         Ok(())
     }
@@ -165,9 +206,9 @@ impl TrainArgs {
     ///
     /// # Errors
     /// A sentence that names the flags, their values and a remedy.
-    pub fn check_batch(&self, recipe: &Recipe, pp: usize, tp: usize) -> Checked {
-        let Pipeline { dp, microbatches, .. } = self.pipeline(pp, tp);
-        let (batch, accumulate) = (recipe.batch, self.accumulate);
+    pub fn check_batch(&self, recipe: &Recipe) -> Checked {
+        let (batch, dp, accumulate) = (recipe.batch, self.dp, self.accumulate);
+        let microbatches = self.microbatches.unwrap_or(1);
         let parts = dp.checked_mul(microbatches).and_then(|parts| parts.checked_mul(accumulate));
         let parts = parts.unwrap_or(usize::MAX);
         require!(

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::Path;
 
 use anyhow::Result;
-use candle_core::Device;
+use candle_core::{Device, Tensor};
 use candle_shard::random::Stream;
 use serde::{Deserialize, Serialize};
 use tokenizers::Tokenizer;
@@ -28,20 +28,20 @@ pub struct Stamp {
 }
 
 impl Text {
-    /// The tokens of the file.
+    /// The tokens of the file that a flag names.
     ///
     /// # Errors
     /// A sentence if the file cannot be read or is too short for a sequence; if the model does not know a token.
-    pub fn read(path: &Path, tokenizer: &Tokenizer, vocab_size: usize, seq_len: usize) -> Result<Self> {
+    pub fn read(flag: &str, path: &Path, tokenizer: &Tokenizer, vocab_size: usize, seq_len: usize) -> Result<Self> {
         let shown = path.display();
         let text = fs::read_to_string(path)
-            .map_err(|error| UsageError(format!("--train {shown} cannot be read ({error}): give a file of text.")))?;
+            .map_err(|error| UsageError(format!("{flag} {shown} cannot be read ({error}): give a file of text.")))?;
         let ids = tokens::encode(tokenizer, &text)?;
         let (has, needs) = (ids.len(), seq_len + 1);
         let check = || {
             require!(
                 has >= needs,
-                "--train {shown} has {has} tokens, and --seq-len {seq_len} takes {needs}: give a longer text or shorter sequences."
+                "{flag} {shown} has {has} tokens, and --seq-len {seq_len} takes {needs}: give a longer text or shorter sequences."
             );
             Ok(())
         };
@@ -71,6 +71,24 @@ impl Text {
         let hash = bytes
             .fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3));
         Stamp { tokens: self.0.len(), hash }
+    }
+
+    /// How many sequences of a length follow each other in it, without those that share tokens to predict.
+    pub fn sequences(&self, seq_len: usize) -> usize {
+        (self.0.len() - 1) / seq_len
+    }
+
+    /// Some of the sequences that follow each other, by their numbers.
+    ///
+    /// # Errors
+    /// Those of candle.
+    pub fn pick(&self, numbers: &[usize], seq_len: usize, device: &Device) -> candle_core::Result<Batch> {
+        let windows = |offset: usize| {
+            let starts = numbers.iter().map(|number| number * seq_len + offset);
+            let ids: Vec<u32> = starts.flat_map(|start| &self.0[start..start + seq_len]).copied().collect();
+            Tensor::from_vec(ids, (numbers.len(), seq_len), device)
+        };
+        Ok(Batch { tokens: windows(0)?, targets: windows(1)? })
     }
 
     /// The batch of a step.

@@ -87,6 +87,12 @@ pub fn begin(folder: &Path, step: usize) -> io::Result<PathBuf> {
 /// # Errors
 /// Those of the file system.
 pub fn commit(folder: &Path, step: usize, partial: &Path) -> io::Result<()> {
+    for entry in fs::read_dir(partial)? {
+        let entry = entry?;
+        if entry.file_type()?.is_dir() {
+            settle(&entry.path())?;
+        }
+    }
     settle(partial)?;
     fs::rename(partial, of_step(folder, step))?;
     settle(folder)

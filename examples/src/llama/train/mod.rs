@@ -12,3 +12,4 @@ pub mod run;
 mod screen;
 mod stage_files;
 pub mod trainer;
+mod valid;

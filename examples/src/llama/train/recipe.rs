@@ -26,6 +26,9 @@ pub struct Recipe {
     pub seed: u64,
 }
 
+/// The most tokens of a step, whose numbers alone take a gigabyte.
+const MOST_TOKENS: usize = 1 << 27;
+
 impl Default for Recipe {
     fn default() -> Self {
         let rate = Rate { peak: 3e-4, warmup: 10, decay: Decay::Cosine, steps: 100 };
@@ -47,6 +50,10 @@ impl Recipe {
             require!(value > 0, "{flag} is 0: give at least 1.");
             require!(value <= most, "{flag} {value} is too large: give at most {most}.");
         }
+        require!(
+            batch * seq_len <= MOST_TOKENS,
+            "--batch {batch} × --seq-len {seq_len} are too many tokens for a step: give at most {MOST_TOKENS}."
+        );
         let lr = rate.peak;
         require!(lr.is_finite() && lr > 0.0, "--lr {lr} is no positive finite number: try 0.0003.");
         for (flag, value) in [("--weight-decay", weight_decay), ("--clip-norm", clip_norm)] {

@@ -5,6 +5,7 @@ use serde::Serialize;
 
 use super::job::Job;
 use super::trainer::Trained;
+use crate::llama::args::DTypeName;
 use crate::table::grouped;
 
 /// The numbers of a training.
@@ -14,6 +15,16 @@ pub struct Report {
     pub first_step: usize,
     /// The loss of each step.
     pub losses: Vec<f64>,
+    /// The norm of the gradients of each step, before they were bounded.
+    pub grad_norms: Vec<f64>,
+    /// The loss of the text of `--valid`, each with the number of steps that were made before.
+    pub valid_losses: Vec<(usize, f64)>,
+    /// What parameters are held and computed in.
+    pub dtype: DTypeName,
+    /// Parts that each replica sends through its stages one after the other.
+    pub microbatches: usize,
+    /// The seconds in which the slowest rank read its part of the model.
+    pub load_seconds: f64,
     /// The tokens of all steps.
     pub tokens: usize,
     /// Tokens a second, without saving.
@@ -27,11 +38,16 @@ pub struct Report {
 impl Report {
     /// The numbers of what the ranks did.
     pub fn new(job: &Job, ranks: &[Trained]) -> Self {
-        let Trained { losses, seconds, .. } = &ranks[0];
+        let Trained { losses, grad_norms, valid, seconds, .. } = &ranks[0];
         let tokens = losses.len() * job.recipe.batch * job.recipe.seq_len;
         Self {
             first_step: job.start,
             losses: losses.clone(),
+            grad_norms: grad_norms.clone(),
+            valid_losses: valid.clone(),
+            dtype: job.recipe.dtype,
+            microbatches: job.pipeline.microbatches,
+            load_seconds: ranks.iter().map(|rank| rank.load).fold(0.0, f64::max),
             tokens,
             tokens_per_second: if *seconds > 0.0 { tokens as f64 / seconds } else { 0.0 },
             parameters: ranks.iter().map(|rank| rank.parameters).collect(),

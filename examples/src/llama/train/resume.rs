@@ -18,7 +18,7 @@ use crate::llama::files::{Files, check};
 /// The file with what a checkpoint keeps beside tensors.
 pub(super) const STATE: &str = "training.json";
 
-/// The name of the files with the optimiser's state.
+/// The name of the folder with the optimizer's state, and of the files in it.
 pub(super) const OPTIMISER: &str = "optimizer";
 
 /// How far a training is.
@@ -55,13 +55,14 @@ impl Resumed {
         let text = fs::read_to_string(&at).with_context(|| format!("{}", at.display()))?;
         let state: State = serde_json::from_str(&text).with_context(|| format!("{}", at.display()))?;
         let files = Files::open(&folder)?;
-        check_optimiser(&stage_files::source(&folder, OPTIMISER), &files.config, state.recipe.dtype)?;
-        Ok(Self { folder, files, state })
+        let resumed = Self { folder, files, state };
+        check_optimiser(&resumed.optimiser(), &resumed.files.config, resumed.state.recipe.dtype)?;
+        Ok(resumed)
     }
 
     /// The file with the optimiser's state.
     pub fn optimiser(&self) -> PathBuf {
-        stage_files::source(&self.folder, OPTIMISER)
+        stage_files::source(&self.folder.join(OPTIMISER), OPTIMISER)
     }
 }
 

@@ -3,6 +3,8 @@
 use std::io::Write;
 use std::path::Path;
 
+use candle_dist::RankContext;
+
 use super::folder;
 use super::job::Job;
 use super::report::Report;
@@ -11,6 +13,8 @@ use super::trainer::train;
 use crate::cli::Output;
 use crate::launch::{Ranks, gather};
 use crate::llama::args::Args;
+use crate::progress::Loading;
+use crate::table::grouped;
 
 /// Trains on `text` and tells how it went.
 ///
@@ -20,12 +24,31 @@ pub fn run(args: &Args, text: &Path, ranks: &Ranks<'_>) -> anyhow::Result<bool> 
     let scratch = tempfile::tempdir()?;
     let job = ranks.agree(Job::open(args, text, scratch.path()))?;
     let output = Output::new(args.json.as_deref());
-    let trained = ranks.run(job.pipeline.world(), args.threads, |ctx| {
-        let mut screen = Screen::new(ctx.rank(), &job, output, args.training.log_every);
-        let trained = train(ctx, &job, |made| screen.step(made))?;
+    if ranks.is_first() {
+        // A closed screen does not stop the training.
+        writeln!(output.screen(), "{}", heading(&job)?).ok();
+    }
+    let learn = |ctx: &RankContext, loading: &Loading| {
+        let mut screen = Screen::new(ctx.rank(), &job, output, &args.training)?;
+        let trained = train(ctx, &job, |made| match made {
+            Some(made) => screen.step(made),
+            None => {
+                if ctx.rank() == 0 {
+                    loading.finish();
+                }
+                Ok(())
+            }
+        })?;
         screen.finish();
         gather(ctx.group(), trained)
-    })?;
+    };
+    let files = &job.files;
+    let trained = Loading::watch(
+        ranks.is_first(),
+        files.bytes(),
+        || files.bytes_read(),
+        |loading| ranks.run(job.pipeline.world(), args.threads, |ctx| learn(ctx, loading)),
+    )?;
     let Some(trained) = trained.flatten() else { return Ok(true) };
     let report = Report::new(&job, &trained);
     writeln!(output.screen(), "{report}")?;
@@ -34,4 +57,24 @@ pub fn run(args: &Args, text: &Path, ranks: &Ranks<'_>) -> anyhow::Result<bool> 
     }
     output.write_json(&report)?;
     Ok(true)
+}
+
+/// What is about to be done.
+fn heading(job: &Job) -> candle_pipe::Result<String> {
+    let (recipe, pipeline) = (&job.recipe, job.pipeline);
+    let mut lines = vec![format!(
+        "{} tokens of text, {} sequences of {} tokens in each step, in {}",
+        grouped(job.text.len()),
+        recipe.batch,
+        recipe.seq_len,
+        recipe.dtype
+    )];
+    if let Some((text, _)) = &job.valid {
+        lines.push(format!("{} tokens of text whose loss is told", grouped(text.len())));
+    }
+    if pipeline.pp > 1 {
+        let (stages, parts, idle) = (pipeline.stages(), pipeline.microbatches, 100.0 * pipeline.bubble()?);
+        lines.push(format!("{stages} stages, {parts} microbatches: about {idle:.0} % of the ranks' time is idle"));
+    }
+    Ok(lines.join("\n"))
 }

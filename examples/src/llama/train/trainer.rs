@@ -1,5 +1,6 @@
 //! The training loop of one rank.
 
+use std::fs;
 use std::path::Path;
 use std::time::Instant;
 
@@ -18,10 +19,9 @@ use serde::{Deserialize, Serialize};
 
 use super::job::Job;
 use super::resume::{OPTIMISER, STATE};
-use super::{folder, stage_files};
+use super::{folder, stage_files, valid};
 use crate::launch::agreed;
 use crate::llama::args::DTypeName;
-use crate::llama::declare;
 use crate::llama::model::Llama;
 use crate::memory;
 
@@ -32,10 +32,14 @@ pub struct Made {
     pub step: usize,
     /// The mean loss of all tokens of the batch, before the step.
     pub loss: f64,
+    /// The norm of the gradients, before they were bounded.
+    pub grad_norm: f64,
     /// The learning rate.
     pub rate: f64,
     /// The seconds it took.
     pub seconds: f64,
+    /// The mean loss of the text of `--valid` after the step, where it is due.
+    pub valid: Option<f64>,
 }
 
 /// What a rank did.
@@ -43,6 +47,12 @@ pub struct Made {
 pub struct Trained {
     /// The loss of each step, the same on all ranks.
     pub losses: Vec<f64>,
+    /// The norm of the gradients of each step, before they were bounded.
+    pub grad_norms: Vec<f64>,
+    /// The loss of the text of `--valid`, each with the steps that were made before.
+    pub valid: Vec<(usize, f64)>,
+    /// The seconds in which this rank's part of the model was read.
+    pub load: f64,
     /// The seconds of all steps, without saving.
     pub seconds: f64,
     /// The parameters that this rank holds.
@@ -51,27 +61,36 @@ pub struct Trained {
     pub peak_memory: Option<usize>,
 }
 
-/// Makes all steps of the job, showing each to `show`, and saves when it is due.
+/// Makes all steps of the job, and saves when it is due; shows to `show` that the model is read, and then each step.
 ///
 /// Every rank calls it.
 ///
 /// # Errors
 /// On every rank: if the loss or the gradients are no numbers any more, or a checkpoint cannot be written; those of the
-/// model.
-pub fn train(ctx: &RankContext, job: &Job, mut show: impl FnMut(Made)) -> Result<Trained> {
+/// model and of `show`.
+pub fn train(ctx: &RankContext, job: &Job, mut show: impl FnMut(Option<Made>) -> Result<()>) -> Result<Trained> {
+    let began = Instant::now();
     let mut trainer = Trainer::new(ctx, job)?;
-    let (mut losses, mut seconds) = (Vec::new(), 0.0);
+    let load = began.elapsed().as_secs_f64();
+    show(None)?;
+    let (mut losses, mut grad_norms, mut valid, mut seconds) = (Vec::new(), Vec::new(), Vec::new(), 0.0);
     for step in job.steps() {
-        let made = trainer.step(step)?;
+        let mut made = trainer.step(step)?;
         losses.push(made.loss);
+        grad_norms.push(made.grad_norm);
         seconds += made.seconds;
-        show(made);
+        if let Some(text) = job.validates_after(step + 1) {
+            let loss = valid::loss(job, text, &trainer.world, &trainer.mesh, &trainer.runtime)?;
+            valid.push((step + 1, loss));
+            made.valid = Some(loss);
+        }
+        show(Some(made))?;
         if let Some(folder) = job.saves_after(step + 1) {
             trainer.save(folder, step + 1)?;
         }
     }
     let parameters = trainer.parameters.local_elem_count();
-    Ok(Trained { losses, seconds, parameters, peak_memory: memory::peak() })
+    Ok(Trained { losses, grad_norms, valid, load, seconds, parameters, peak_memory: memory::peak() })
 }
 
 /// One rank's part of a model that learns.
@@ -103,7 +122,7 @@ impl<'a> Trainer<'a> {
             let options = FullyShardOptions { reduce_dtype: Some(DType::F32), ..FullyShardOptions::default() };
             vb = vb.fully_shard("dp", options)?;
         }
-        let pipe = declare::learner(&job.files.config, recipe.seq_len, job.recompute, pipeline.stages())?;
+        let pipe = job.declare()?;
         let mut runtime = Runtime::new(&pipe, &pipeline.schedule()?, mesh.axis_group("pp")?, &vb, device)?;
         // Where parameters are cut over the replicas, gradients are those of the whole batch.
         if !job.fsdp {
@@ -175,11 +194,11 @@ impl<'a> Trainer<'a> {
             bail!("training diverged: the loss of step {step} is {loss}; {advice}");
         }
         let clipped = self.clip.clip(&self.parameters.named_vars(), &mut grads);
-        clipped.with_context(|| format!("training diverged at step {step}; {advice}"))?;
+        let grad_norm = clipped.with_context(|| format!("training diverged at step {step}; {advice}"))?;
         let rate = self.job.recipe.rate.at(step);
         self.optimiser.set_learning_rate(rate);
         self.optimiser.step(&grads)?;
-        Ok(Made { step, loss, rate, seconds: began.elapsed().as_secs_f64() })
+        Ok(Made { step, loss, grad_norm, rate, seconds: began.elapsed().as_secs_f64(), valid: None })
     }
 
     /// Saves the model and the optimiser's state after so many steps to a folder of its own in `at`.
@@ -191,11 +210,14 @@ impl<'a> Trainer<'a> {
         let begun = if leads { folder::begin(at, steps) } else { Ok(folder::partial(at, steps)) };
         let what = || format!("{}", folder::partial(at, steps).display());
         let partial = agreed(&self.world, begun.with_context(what))?;
-        let write = |name, tensors: Vec<_>| {
-            stage_files::write(&partial, name, &self.world, [&self.mesh, &self.model], &tensors)
+        let write = |at: &Path, name, tensors: Vec<_>| {
+            stage_files::write(at, name, &self.world, [&self.mesh, &self.model], &tensors)
         };
-        write("model", self.parameters.named_tensors())?;
-        write(OPTIMISER, self.optimiser.state()?)?;
+        write(&partial, "model", self.parameters.named_tensors())?;
+        // Apart from the model's files: other programs read all tensor files of a model's folder.
+        let apart = partial.join(OPTIMISER);
+        agreed(&self.world, if leads { fs::create_dir(&apart).with_context(what) } else { Ok(()) })?;
+        write(&apart, OPTIMISER, self.optimiser.state()?)?;
         let finish = || -> Result<()> {
             for (name, bytes) in &self.job.beside {
                 folder::write(&partial.join(name), bytes)?;

@@ -1,14 +1,30 @@
 //! What a model's `config.json` says.
 
+mod fields;
+mod generation;
+mod rope;
+
 use std::fs;
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
 use candle_shard::nn::Heads;
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
+use serde_json::{Map, Value};
+
+use fields::Fields;
+pub use generation::Generation;
+pub use rope::RopeScaling;
+
+/// The largest size, and the most layers: whatever the file says, what follows from it is work of bounded length.
+const MOST: usize = 1 << 30;
+const MOST_LAYERS: usize = 4096;
 
 /// The sizes of a Llama, by the names that the Hub's files have.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+///
+/// It is written as transformers 4 writes it, which later versions read too.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[serde(tag = "model_type", rename = "llama")]
 pub struct Config {
     /// Width of the hidden states.
     pub hidden_size: usize,
@@ -19,10 +35,10 @@ pub struct Config {
     /// Query heads.
     pub num_attention_heads: usize,
     /// Key and value heads, as many as query heads if not said.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub num_key_value_heads: Option<usize>,
     /// Width of a head, `hidden_size / num_attention_heads` if not said.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub head_dim: Option<usize>,
     /// Tokens.
     pub vocab_size: usize,
@@ -31,31 +47,19 @@ pub struct Config {
     /// What keeps norms from dividing by zero.
     pub rms_norm_eps: f64,
     /// The base of the wavelengths of positions.
-    #[serde(default = "ten_thousand")]
     pub rope_theta: f64,
     /// How positions are stretched, if they are.
-    #[serde(default)]
     pub rope_scaling: Option<RopeScaling>,
     /// Whether the output layer is the table of the input.
-    #[serde(default)]
     pub tie_word_embeddings: bool,
-    /// Whether the projections of attention have biases; only `false` is known here.
-    #[serde(default)]
-    pub attention_bias: bool,
     /// The token that starts a text.
-    #[serde(default)]
     pub bos_token_id: Option<u32>,
     /// Those that end one.
-    #[serde(default)]
     pub eos_token_id: Option<TokenIds>,
 }
 
-fn ten_thousand() -> f64 {
-    10_000.0
-}
-
 /// One token or several.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(untagged)]
 pub enum TokenIds {
     /// One.
@@ -64,61 +68,68 @@ pub enum TokenIds {
     Many(Vec<u32>),
 }
 
-/// How the positions of a longer context are brought into the range that was learnt.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct RopeScaling {
-    /// The kind: `llama3`, `linear` or `default`.
-    #[serde(alias = "type", default = "default_kind")]
-    pub rope_type: String,
-    /// By how much wavelengths are stretched.
-    #[serde(default = "one")]
-    pub factor: f64,
-    /// Llama 3: wavelengths longer than the learnt context divided by this are stretched by the whole factor.
-    #[serde(default = "one")]
-    pub low_freq_factor: f64,
-    /// Llama 3: those shorter than the learnt context divided by this are not stretched.
-    #[serde(default = "one")]
-    pub high_freq_factor: f64,
-    /// Llama 3: the learnt context.
-    #[serde(default)]
-    pub original_max_position_embeddings: usize,
-}
+impl TokenIds {
+    /// Those of a field, if it is not null.
+    fn read(name: &str, value: &Value) -> Result<Option<Self>> {
+        let one = |value: &Value| value.as_u64().and_then(|id| u32::try_from(id).ok());
+        let ids = match value {
+            Value::Null => return Ok(None),
+            Value::Array(ids) => ids.iter().map(one).collect::<Option<_>>().map(Self::Many),
+            _ => one(value).map(Self::One),
+        };
+        let said = || format!("{name} is {}; want the number of a token, or a list of them", fields::shortened(value));
+        ids.map(Some).with_context(said)
+    }
 
-fn default_kind() -> String {
-    "default".into()
-}
-
-fn one() -> f64 {
-    1.0
+    /// All of them.
+    pub fn ids(&self) -> &[u32] {
+        match self {
+            Self::One(id) => std::slice::from_ref(id),
+            Self::Many(ids) => ids,
+        }
+    }
 }
 
 impl Config {
     /// The config of the model in `folder`.
     ///
     /// # Errors
-    /// If there is no such file, or it is no config of a Llama that can be run; the file is named.
+    /// If there is no such file, or it is no config of a model that can be run: the file and the field are named.
     pub fn read(folder: &Path) -> Result<Self> {
         let path = folder.join("config.json");
-        let text = fs::read_to_string(&path).with_context(|| format!("{}", path.display()))?;
-        let config: Self = serde_json::from_str(&text).with_context(|| format!("{}", path.display()))?;
-        config.check().with_context(|| format!("{}", path.display()))?;
+        let parsed = || Self::parse(&fs::read_to_string(&path)?);
+        parsed().with_context(|| format!("{}", path.display()))
+    }
+
+    /// Parses a config and checks that all of its fields are known.
+    ///
+    /// # Errors
+    /// If it is of another kind of model, lacks something, or says something that is not known: the field is named.
+    pub fn parse(text: &str) -> Result<Self> {
+        let fields = Fields::new(serde_json::from_str::<Map<String, Value>>(text)?)?;
+        let (rope_theta, rope_scaling) = rope::read(&fields)?;
+        let ids = |name: &str| fields.get(name).map_or(Ok(None), |value| TokenIds::read(name, value));
+        let config = Self {
+            hidden_size: fields.size("hidden_size", MOST)?,
+            intermediate_size: fields.size("intermediate_size", MOST)?,
+            num_hidden_layers: fields.size("num_hidden_layers", MOST_LAYERS)?,
+            num_attention_heads: fields.size("num_attention_heads", MOST)?,
+            num_key_value_heads: fields.optional_size("num_key_value_heads", MOST)?,
+            head_dim: fields.optional_size("head_dim", MOST)?,
+            vocab_size: fields.size("vocab_size", MOST)?,
+            max_position_embeddings: fields.size("max_position_embeddings", MOST)?,
+            rms_norm_eps: fields.positive("rms_norm_eps")?,
+            rope_theta,
+            rope_scaling,
+            tie_word_embeddings: fields.switch("tie_word_embeddings")?,
+            bos_token_id: ids("bos_token_id")?.and_then(|ids| ids.ids().first().copied()),
+            eos_token_id: ids("eos_token_id")?,
+        };
+        config.check()?;
         Ok(config)
     }
 
     fn check(&self) -> Result<()> {
-        let sizes = [
-            ("hidden_size", self.hidden_size),
-            ("intermediate_size", self.intermediate_size),
-            ("num_hidden_layers", self.num_hidden_layers),
-            ("num_attention_heads", self.num_attention_heads),
-            ("num_key_value_heads", self.heads().key_value),
-            ("head_dim", self.heads().dim),
-            ("vocab_size", self.vocab_size),
-            ("max_position_embeddings", self.max_position_embeddings),
-        ];
-        for (name, size) in sizes {
-            ensure!((1..=1 << 30).contains(&size), "{name} is {size}; want a size from 1 to {}", 1 << 30);
-        }
         let Heads { query, key_value, dim } = self.heads();
         ensure!(
             self.head_dim.is_some() || self.hidden_size.is_multiple_of(query),
@@ -129,23 +140,7 @@ impl Config {
             query.is_multiple_of(key_value),
             "num_key_value_heads {key_value} does not divide num_attention_heads {query}"
         );
-        ensure!(dim.is_multiple_of(2), "heads are {dim} wide; rotary positions want an even number");
-        ensure!(self.rope_theta.is_finite() && self.rope_theta > 0.0, "rope_theta is {}", self.rope_theta);
-        ensure!(!self.attention_bias, "attention_bias is true; models with biases in attention are not supported");
-        let Some(scaling) = &self.rope_scaling else { return Ok(()) };
-        let RopeScaling { rope_type, factor, low_freq_factor: low, high_freq_factor: high, .. } = scaling;
-        ensure!(
-            ["llama3", "linear", "default"].contains(&rope_type.as_str()),
-            "rope_scaling of type {rope_type:?} is not known; llama3, linear and default are"
-        );
-        ensure!(factor.is_finite() && *factor > 0.0, "the factor of rope_scaling is {factor}");
-        if rope_type == "llama3" {
-            let learnt = scaling.original_max_position_embeddings;
-            ensure!(
-                learnt > 0 && 0.0 < *low && low < high && high.is_finite(),
-                "rope_scaling {scaling:?} has no range"
-            );
-        }
+        ensure!(dim > 0 && dim.is_multiple_of(2), "heads are {dim} wide; rotary positions want an even number");
         Ok(())
     }
 
@@ -158,11 +153,7 @@ impl Config {
 
     /// The tokens that end a text.
     pub fn ends(&self) -> &[u32] {
-        match &self.eos_token_id {
-            Some(TokenIds::One(id)) => std::slice::from_ref(id),
-            Some(TokenIds::Many(ids)) => ids,
-            None => &[],
-        }
+        self.eos_token_id.as_ref().map_or(&[], TokenIds::ids)
     }
 
     /// The name and shape of every tensor of the model.
