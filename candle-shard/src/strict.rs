@@ -5,6 +5,7 @@ use itertools::Itertools;
 use std::cell::Cell;
 use std::panic::Location;
 use std::sync::LazyLock;
+use std::sync::atomic::Ordering::Relaxed;
 
 /// What happens to communication that nobody asked for.
 #[derive(Clone, Copy, PartialEq)]
@@ -77,7 +78,7 @@ pub(crate) fn unasked(
     site: &'static Location<'static>,
 ) -> Result<()> {
     let mode = MODE.get();
-    if mode == Mode::Inherent || mode == Mode::Told && plan.told.replace(true) {
+    if mode == Mode::Inherent || mode == Mode::Told && plan.told.swap(true, Relaxed) {
         return Ok(());
     }
     let moving = inputs.iter().zip(&plan.inputs).map(|(input, moves)| {

@@ -8,8 +8,8 @@ use crate::{Error, Result};
 use candle_core::DType;
 use candle_dist::backend::Dims;
 use smallvec::SmallVec;
-use std::cell::Cell;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 /// How an op runs on inputs that lie in a certain way.
 pub(crate) struct Plan {
@@ -18,7 +18,7 @@ pub(crate) struct Plan {
     /// Some of these moves communicate.
     pub(crate) communicates: bool,
     /// That was logged.
-    pub(crate) told: Cell<bool>,
+    pub(crate) told: AtomicBool,
     /// The axes on which replicated inputs are used through their varying views.
     pub(crate) vary: Axes,
     pub(crate) outs: SmallVec<[Arc<Spec>; 1]>,
@@ -77,7 +77,7 @@ impl Plan {
         };
         let outs: SmallVec<[Arc<Spec>; 1]> = outs.iter().map(spec).collect::<Result<_>>()?;
         let nothing = outs.iter().all(|out| out.local_shape().contains(&0));
-        Ok(Self { inputs: lays, communicates, told: Cell::new(false), vary, outs, varying, nothing })
+        Ok(Self { inputs: lays, communicates, told: AtomicBool::new(false), vary, outs, varying, nothing })
     }
 }
 
@@ -95,7 +95,7 @@ impl Plan {
         let nothing = outs.iter().all(|out| out.local_shape().contains(&0));
         let stay = inputs.iter().map(|_| Moves::new()).collect();
         let varying = inputs[0].varying();
-        Self { inputs: stay, communicates: false, told: Cell::new(false), vary: 0, outs, varying, nothing }
+        Self { inputs: stay, communicates: false, told: AtomicBool::new(false), vary: 0, outs, varying, nothing }
     }
 }
 

@@ -95,7 +95,8 @@ const APART: &[(&str, Here, There)] = &[
     ("hard_sigmoid", |x| x[0].hard_sigmoid(), |x| ops::hard_sigmoid(&x[0])),
     ("mish", |x| x[0].mish(), |x| ops::mish(&x[0])),
     ("leaky_relu", |x| x[0].leaky_relu(0.1), |x| ops::leaky_relu(&x[0], 0.1)),
-    ("selu", |x| x[0].selu(1.5, 1.25), |x| ops::selu(&x[0], 1.5, 1.25)),
+    // candle's is for single precision alone.
+    ("selu", |x| x[0].to_dtype(DType::F32)?.selu(1.5, 1.25), |x| ops::selu(&x[0].to_dtype(DType::F32)?, 1.5, 1.25)),
     ("swiglu", |x| x[0].swiglu(), |x| ops::swiglu(&x[0])),
     ("layer_norm", |x| x[0].layer_norm(&x[3], &x[3], 1e-5), |x| ops::layer_norm_slow(&x[0], &x[3], &x[3], 1e-5)),
     ("rms_norm", |x| x[0].rms_norm(&x[3], 1e-5), |x| ops::rms_norm_slow(&x[0], &x[3], 1e-5)),
