@@ -8,7 +8,7 @@ use candle_core::backprop::GradStore;
 use candle_core::shape::Dim;
 use candle_core::{DType, Device, Shape, Tensor, Var, WithDType};
 use candle_dist::functional::Exchange;
-use candle_dist::{DeviceMesh, ReduceOp};
+use candle_dist::{DeviceMesh, ProcessGroup, ReduceOp};
 use smallvec::SmallVec;
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -90,6 +90,8 @@ pub(crate) struct Trail {
     steps: Mutex<Vec<(Axes, Placement, Axes, DTensor)>>,
     /// What this tensor was gathered from, and along which axis.
     pub(crate) gathered: Option<(DTensor, usize)>,
+    /// The variable of which this is a copy for one use, and the groups over which its gradient is summed.
+    pub(crate) used: Option<(Tensor, Vec<ProcessGroup>)>,
 }
 
 impl DTensor {
@@ -123,6 +125,12 @@ impl DTensor {
     /// A view of this tensor that is varying on `varying`; it shares the memory of views with it.
     pub(crate) fn viewed(&self, local: Tensor, varying: Axes) -> Self {
         Self { local, spec: self.spec.clone(), varying, trail: self.trail.clone(), leaf: false, ..*self }
+    }
+
+    /// A copy of this variable for one use that is varying on `varying`.
+    pub(crate) fn used(&self, local: Tensor, varying: Axes, used: (Tensor, Vec<ProcessGroup>)) -> Self {
+        let trail = Some(Arc::new(Trail { used: Some(used), ..Trail::default() }));
+        Self { local, spec: self.spec.clone(), varying, trail, leaf: false, in_variable: false }
     }
 
     pub(crate) fn gathered_from(mut self, source: &DTensor, axis: usize) -> Self {

@@ -125,8 +125,11 @@ impl DTensor {
     fn varying_view(&self, axis: usize) -> Result<Self> {
         let group = self.mesh().axis_group(axis)?;
         let varying = self.varying() | 1 << axis;
-        if shared::is_shared(self) {
-            return Ok(self.viewed(shared::view(self.to_local(), group)?, varying));
+        let used = self.trail().and_then(|trail| trail.used.clone());
+        let fresh = || shared::is_shared(self).then(|| (self.to_local().clone(), Vec::new()));
+        if let Some((variable, mut groups)) = used.or_else(fresh) {
+            groups.push(group.clone());
+            return Ok(self.used(shared::view(&variable, groups.clone())?, varying, (variable, groups)));
         }
         let local = self.view(varying, || {
             let gathered = self.trail().and_then(|trail| trail.gathered.as_ref());

@@ -430,3 +430,23 @@ fn all_uses_of_a_replicated_weight_share_one_backward_all_reduce() {
         });
     }
 }
+
+#[test]
+fn uses_that_differ_on_two_axes_share_one_all_reduce_on_each() {
+    on_ranks(4, "recurrent on two axes", |ctx| -> Result<()> {
+        let mesh = mesh(ctx, &[2, 2])?;
+        let (input, weight) = (values(&[5, 3], 1, DType::F64), values(&[3, 3], 2, DType::F64));
+        let x = Leaf::new(&input, &mesh, &[Lay::At(Shard(0)), Lay::At(Shard(0))])?;
+        let w = Leaf::new(&weight, &mesh, &[Lay::At(Replicate), Lay::At(Replicate)])?;
+        let plain = plain_grads(&[&input, &weight], |v| {
+            (0..4).try_fold(v[0].as_tensor().clone(), |h, _| h.matmul(&v[1].t()?)?.tanh())
+        });
+        let loss = (0..4).try_fold(x.tensor.clone(), |h, _| h.linear(&w.tensor, None)?.tanh())?.sum_all()?;
+        let (grads, counts) = comm::record(|| loss.backward());
+        let grads = grads?;
+        close(x.gradient_error(&grads, &plain[0])?, "input");
+        close(w.gradient_error(&grads, &plain[1])?, "weight");
+        assert_eq!((counts.get(Op::AllReduce).count, counts.total()), (2, 2), "{counts}");
+        Ok(())
+    });
+}

@@ -12,9 +12,9 @@ thread_local! {
     static IS_COLLECTING: Cell<bool> = const { Cell::new(false) };
 }
 
-/// This rank's share of the gradient of a variable, to be summed over a group.
+/// This rank's share of the gradient of a variable, to be summed over one group after the other.
 struct Share {
-    group: ProcessGroup,
+    groups: Vec<ProcessGroup>,
     variable: TensorId,
     sum: Tensor,
 }
@@ -23,14 +23,18 @@ struct Share {
 ///
 /// A recurrent model uses a weight at each step. An optimizer writes to it in place, so that no copy can be kept for several
 /// uses; their shares are kept instead, and summed over the ranks when the backward pass ends, all of a group in one call.
-pub(crate) fn view(variable: &Tensor, group: &ProcessGroup) -> Result<Tensor> {
+pub(crate) fn view(variable: &Tensor, groups: Vec<ProcessGroup>) -> Result<Tensor> {
     let copy = Ready::new(Fresh::copy_of(variable)?);
-    Ok(variable.apply_op1(Use { group: group.clone(), copy })?)
+    Ok(variable.apply_op1(Use { groups, copy })?)
 }
 
 struct Use {
-    group: ProcessGroup,
+    groups: Vec<ProcessGroup>,
     copy: Ready,
+}
+
+fn is_same(some: &[ProcessGroup], others: &[ProcessGroup]) -> bool {
+    some.len() == others.len() && some.iter().zip(others).all(|(one, other)| one.is_same(other))
 }
 
 impl CustomOp1 for Use {
@@ -49,15 +53,16 @@ impl CustomOp1 for Use {
     fn bwd(&self, variable: &Tensor, _: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
         if !IS_COLLECTING.get() {
             // candle's own backward pass, at whose end nobody would sum.
-            return Ok(Some(self.group.all_reduce(grad, ReduceOp::Sum)?));
+            let sum = self.groups.iter().try_fold(grad.clone(), |sum, group| group.all_reduce(&sum, ReduceOp::Sum))?;
+            return Ok(Some(sum));
         }
         SHARES.with_borrow_mut(|shares| {
-            let is_mine = |share: &&mut Share| share.variable == variable.id() && share.group.is_same(&self.group);
+            let is_mine = |share: &&mut Share| share.variable == variable.id() && is_same(&share.groups, &self.groups);
             match shares.iter_mut().find(is_mine) {
                 Some(share) => share.sum = add_grad(Some(&share.sum), grad)?,
                 None => {
                     let sum = add_grad(None, grad)?;
-                    shares.push(Share { group: self.group.clone(), variable: variable.id(), sum });
+                    shares.push(Share { groups: self.groups.clone(), variable: variable.id(), sum });
                 }
             }
             Ok(None)
@@ -73,11 +78,14 @@ pub(super) fn collecting<T>(f: impl FnOnce() -> Result<T>) -> Result<T> {
     IS_COLLECTING.set(false);
     let mut shares = SHARES.take();
     let made = made?;
-    while let Some(group) = shares.first().map(|share| share.group.clone()) {
-        let (mine, others): (Vec<_>, Vec<_>) = shares.into_iter().partition(|share| share.group.is_same(&group));
+    while let Some(groups) = shares.first().map(|share| share.groups.clone()) {
+        let (mine, others): (Vec<_>, Vec<_>) = shares.into_iter().partition(|share| is_same(&share.groups, &groups));
         shares = others;
-        let (variables, sums): (Vec<_>, Vec<_>) = mine.into_iter().map(|share| (share.variable, share.sum)).unzip();
-        for (variable, sum) in variables.into_iter().zip(group.all_reduce_coalesced(&sums, ReduceOp::Sum)?) {
+        let (variables, mut sums): (Vec<_>, Vec<_>) = mine.into_iter().map(|share| (share.variable, share.sum)).unzip();
+        for group in &groups {
+            sums = group.all_reduce_coalesced(&sums, ReduceOp::Sum)?;
+        }
+        for (variable, sum) in variables.into_iter().zip(sums) {
             found::add(variable, &sum)?;
         }
     }
