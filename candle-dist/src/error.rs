@@ -42,8 +42,8 @@ pub enum Error {
     /// This build or backend cannot do what was asked.
     #[error("unsupported: {0}")]
     Unsupported(String),
-    /// candle refused an operation on local data.
-    #[error(transparent)]
+    /// candle refused an operation on local data. `Debug` prints candle's backtrace, where there is one.
+    #[error("{}", without_trace(.0))]
     Candle(Arc<candle_core::Error>),
 }
 
@@ -57,10 +57,37 @@ impl From<candle_core::Error> for Error {
 impl From<Error> for candle_core::Error {
     fn from(error: Error) -> Self {
         match error {
-            Error::Candle(error) => Self::wrap(error),
+            // The trace of an error that others hold, too, stays with them.
+            Error::Candle(error) => Arc::try_unwrap(error).unwrap_or_else(|error| Self::Msg(without_trace(&error))),
             error => Self::WrappedContext { wrapped: Box::new(Carried(error)), context: "in candle-dist".into() },
         }
     }
+}
+
+/// What an error of candle says, without the backtrace that it prints where `RUST_BACKTRACE` is set.
+///
+/// ```
+/// use candle_core::{Error, Tensor};
+/// use candle_dist::without_trace;
+///
+/// let error = Tensor::zeros(2, candle_core::DType::F32, &candle_core::Device::Cpu)?.reshape(3).unwrap_err();
+/// assert_eq!(without_trace(&error).lines().count(), 1);
+/// # Ok::<(), Error>(())
+/// ```
+pub fn without_trace(error: &candle_core::Error) -> String {
+    use candle_core::Error::{Context, WithBacktrace, WithPath};
+    match error {
+        WithBacktrace { inner, .. } => without_trace(inner),
+        Context { inner, context } => format!("{context}: {}", without_trace(inner)),
+        WithPath { inner, path } => format!("path: {path:?} {}", without_trace(inner)),
+        other => other.to_string(),
+    }
+}
+
+/// A message without the backtrace that candle's errors print behind it.
+pub(crate) fn cut_trace(message: &str) -> &str {
+    const FIRST_FRAME: &str = "\n   0: ";
+    message.find(FIRST_FRAME).map_or(message, |at| &message[..at])
 }
 
 /// An error on its way through candle, which prints the `Debug` form.
@@ -223,5 +250,33 @@ impl fmt::Display for RankReport {
 impl fmt::Display for GroupFailure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}\n  {}", self.cause, self.ranks.iter().format("\n  "))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Error, cut_trace};
+    use std::backtrace::Backtrace;
+
+    /// An error as candle makes it where `RUST_BACKTRACE=1`.
+    fn traced() -> candle_core::Error {
+        let inner = candle_core::Error::Msg("no such dim".into());
+        let traced = |inner| candle_core::Error::WithBacktrace {
+            inner: Box::new(inner),
+            backtrace: Box::new(Backtrace::force_capture()),
+        };
+        traced(traced(inner).context("in a layer"))
+    }
+
+    #[test]
+    fn an_error_of_candle_is_one_sentence_and_keeps_its_trace_for_debug() {
+        let error = Error::from(traced());
+        assert_eq!(error.to_string(), "in a layer: no such dim");
+        assert!(format!("{error:?}").lines().count() > 3, "{error:?}");
+        // Through candle and back.
+        let back = Error::from(candle_core::Error::from(error.clone()));
+        assert_eq!(back.to_string(), "in a layer: no such dim");
+        let text = traced().to_string();
+        assert!(text.lines().count() > 3 && cut_trace(&text).lines().count() <= 2, "{text}");
     }
 }

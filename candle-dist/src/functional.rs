@@ -7,7 +7,7 @@
 //! |---|---|---|---|
 //! | [`Exchange::all_reduce`] | all_reduce | identity | *g* |
 //! | [`Exchange::to_varying`] | identity | all_reduce | *f* |
-//! | [`Exchange::to_invariant`] | identity | scale by 1/n | |
+//! | [`Exchange::to_invariant`] | identity | the first rank keeps it, zeros elsewhere | |
 //! | [`Exchange::all_gather`] | all_gather | reduce_scatter | *g-bar* backward of sequence parallel |
 //! | [`Exchange::all_gather_invariant`] | all_gather | slice | |
 //! | [`Exchange::slice`] | slice | all_gather | |
@@ -16,8 +16,9 @@
 //! | [`Exchange::reduce_scatter`] | reduce_scatter | all_gather | *g-bar* |
 //! | [`Exchange::all_to_all`] | all_to_all | all_to_all back | |
 //! | [`Exchange::all_to_all_single`] | all_to_all_single | all_to_all_single back | |
-//! | [`Exchange::to_partial`] | scale by 1/n | identity | |
-//! | [`Exchange::to_partial_varying`] | scale by 1/n | scale by 1/n | |
+//! | [`Exchange::recut`] | all_to_all_single of what changes hands | the same back | |
+//! | [`Exchange::to_partial`] | the first rank keeps it, zeros elsewhere | identity | |
+//! | [`Exchange::to_partial_varying`] | the first rank keeps it, zeros elsewhere | the same | |
 //!
 //! *Varying* and *invariant* are the two states of a replicated value: the gradient of a varying one is a partial sum
 //! on each rank, that of an invariant one is replicated. Sources: Shoeybi et al. 2019 (arXiv:1909.08053), Korthikanti
@@ -47,8 +48,8 @@ use std::panic::Location;
 pub enum Step {
     /// The same data.
     Identity,
-    /// The data divided by the number of ranks.
-    Mean,
+    /// The data on the first rank, zeros on the others.
+    First,
     /// The reduction over the group.
     AllReduce(ReduceOp),
     /// All pieces joined along `dim`.
@@ -63,6 +64,8 @@ pub enum Step {
     AllToAll(Cut, Cut),
     /// Rows of dim 0 sent: from each rank, to each rank, so many.
     AllToAllSingle(Vec<Dims>),
+    /// Pieces of the first cut to pieces of the second one of the same dim; only what changes hands is sent.
+    Recut(Cut, Cut),
 }
 
 /// A dim cut into one piece a rank.
@@ -99,7 +102,10 @@ impl Step {
             |call: Call, cut: &Cut| Call { dims: smallvec![cut.dim], sizes: smallvec![cut.sizes.clone()], ..call };
         let call = match self {
             Self::Identity => return Ok(Made::View(x.clone())),
-            Self::Mean => return Ok(Made::View(x.affine(1.0 / group.size() as f64, 0.0)?)),
+            Self::First if group.rank() == 0 => return Ok(Made::View(x.clone())),
+            // Not a product with zero, which would keep what is not finite.
+            Self::First => return Ok(Made::View(x.zeros_like()?)),
+            Self::Recut(from, to) => return recut(x, from, to, group, site).map(Made::View),
             Self::Slice(cut) => {
                 let (start, len) = (cut.start(group.rank()), cut.sizes[group.rank()]);
                 // candle panics on views without elements that begin behind their memory.
@@ -133,7 +139,7 @@ impl Step {
     fn result_shape(&self, mine: &[usize], rank: usize) -> Dims {
         let mut shape = Dims::from_slice(mine);
         match self {
-            Self::Identity | Self::Mean | Self::AllReduce(_) => {}
+            Self::Identity | Self::First | Self::AllReduce(_) => {}
             Self::AllGather(cut) | Self::ZeroPad(cut) => shape[cut.dim] = cut.sizes.iter().sum(),
             Self::Slice(cut) | Self::ReduceScatter(cut, _) => shape[cut.dim] = cut.sizes[rank],
             Self::AllToAll(split, concat) => {
@@ -141,6 +147,7 @@ impl Step {
                 shape[concat.dim] = concat.sizes.iter().sum();
             }
             Self::AllToAllSingle(counts) => shape[0] = counts.iter().map(|counts| counts[rank]).sum(),
+            Self::Recut(_, to) => shape[to.dim] = to.sizes[rank],
         }
         shape
     }
@@ -157,7 +164,11 @@ impl Step {
                 count(split) && count(concat) && whole(split) && piece(concat) && split.dim != concat.dim
             }
             Self::AllToAllSingle(counts) => return group.check_routes(x, counts),
-            Self::Identity | Self::Mean | Self::AllReduce(_) => true,
+            Self::Recut(from, to) => {
+                let total = |cut: &Cut| crate::group::check::total(&cut.sizes);
+                count(from) && count(to) && piece(from) && from.dim == to.dim && total(from) == total(to)
+            }
+            Self::Identity | Self::First | Self::AllReduce(_) => true,
         };
         if fits {
             return Ok(());
@@ -165,6 +176,40 @@ impl Step {
         let reason = format!("{self:?} does not fit shape {:?} on {} ranks", x.dims(), group.size());
         Err(Error::InvalidArgument { rank: group.ranks()[group.rank()], op: "exchange", reason })
     }
+}
+
+/// This rank's piece by the cut `to`, of its piece by the cut `from` and what the others send of theirs.
+///
+/// Pieces follow each other in rank order, so what goes to lower ranks lies before what stays, and comes from them
+/// before it.
+fn recut(x: &Tensor, from: &Cut, to: &Cut, group: &ProcessGroup, site: &'static Location<'static>) -> Result<Tensor> {
+    let (rank, size, dim) = (group.rank(), group.size(), from.dim);
+    let range = |cut: &Cut, rank: usize| cut.start(rank)..cut.start(rank) + cut.sizes[rank];
+    let common = |source: usize, target: usize| {
+        let (a, b) = (range(from, source), range(to, target));
+        a.start.max(b.start)..a.end.min(b.end).max(a.start.max(b.start))
+    };
+    let sent = |source: usize, target: usize| if source == target { 0 } else { common(source, target).len() };
+    let counts: Vec<Dims> = (0..size).map(|source| (0..size).map(|target| sent(source, target)).collect()).collect();
+    let (to_lower, stays): (usize, usize) = (counts[rank][..rank].iter().sum(), common(rank, rank).len());
+    let from_lower: usize = counts[..rank].iter().map(|row| row[rank]).sum();
+    let from_higher: usize = counts[rank + 1..].iter().map(|row| row[rank]).sum();
+    let rows = x.transpose(0, dim)?.contiguous()?;
+    // candle panics on views without elements that begin behind their memory.
+    let part = |x: &Tensor, start: usize, len: usize| {
+        let start = if len * x.elem_count() == 0 { 0 } else { start };
+        x.narrow(0, start, len)
+    };
+    let (kept, after) = (part(&rows, to_lower, stays)?, rows.dim(0)? - to_lower - stays);
+    let parts = [part(&rows, 0, to_lower)?, part(&rows, to_lower + stays, after)?];
+    let outgoing = Tensor::cat(&parts, 0)?;
+    let call = Call { site, ..ProcessGroup::routed(&outgoing, &counts) };
+    let incoming = match group.exchange(call, &outgoing)? {
+        Some(fresh) => fresh.into_tensor(),
+        None => outgoing,
+    };
+    let parts = [part(&incoming, 0, from_lower)?, kept, part(&incoming, from_lower, from_higher)?];
+    Ok(Tensor::cat(&parts, 0)?.transpose(0, dim)?.contiguous()?)
 }
 
 /// A forward step with the backward step that belongs to it.
@@ -190,9 +235,9 @@ impl Exchange {
         Self::pair("to_varying", Step::Identity, Step::AllReduce(ReduceOp::Sum))
     }
 
-    /// A varying value taken as invariant: every rank's share of the gradient is one n-th.
+    /// A varying value taken as invariant: the first rank's share is all of the gradient.
     pub const fn to_invariant() -> Self {
-        Self::pair("to_invariant", Step::Identity, Step::Mean)
+        Self::pair("to_invariant", Step::Identity, Step::First)
     }
 
     /// Pieces to the whole, used differently by the ranks.
@@ -239,14 +284,21 @@ impl Exchange {
         Self::pair("all_to_all_single", Step::AllToAllSingle(there), Step::AllToAllSingle(back))
     }
 
-    /// A replicated value to partial sums of it.
-    pub const fn to_partial() -> Self {
-        Self::pair("to_partial", Step::Mean, Step::Identity)
+    /// Pieces to pieces of other sizes of the same dim; what stays on its rank is not sent.
+    pub fn recut(from: Cut, to: Cut) -> Self {
+        Self::pair("recut", Step::Recut(from.clone(), to.clone()), Step::Recut(to, from))
     }
 
-    /// A varying replicated value to partial sums of it; every rank's share of the gradient is one n-th.
+    /// A replicated value to partial sums of it: the first rank holds the value, the others zeros.
+    ///
+    /// So the sum is the value in every dtype, where n shares of one n-th would be rounded; only `-0` becomes `0`.
+    pub const fn to_partial() -> Self {
+        Self::pair("to_partial", Step::First, Step::Identity)
+    }
+
+    /// A varying replicated value to partial sums of it: the first rank holds the value and takes all of its gradient.
     pub const fn to_partial_varying() -> Self {
-        Self::pair("to_partial", Step::Mean, Step::Mean)
+        Self::pair("to_partial", Step::First, Step::First)
     }
 
     /// The forward result of a value that was communicated before, with this pair's backward.

@@ -36,6 +36,7 @@
 //! | clip gradients of a model that is cut along any axes by one norm | [`ClipGradNorm`] |
 //! | bring parameters in step, and see that they are | [`sync_params`], [`sync_module_states`], [`verify_parameter_shapes`], [`replace_by_prefix`] |
 //! | treat all tensors of a structure alike: cast, move, flatten, pack named arguments | [`TensorTree`], [`Packed`] |
+//! | compare tensors bit by bit, and have a number stand for one | [`bits`] |
 //! | free a tensor's memory and have it back | [`FreeableTensor`] |
 //! | count, log and draw communication | [`comm`] |
 //! | settle how many threads candle's CPU kernels use | [`threads`] |
@@ -65,6 +66,7 @@
 //! ```
 mod accumulate;
 pub mod backend;
+pub mod bits;
 mod clip;
 pub mod comm;
 pub mod control;
@@ -96,7 +98,7 @@ pub use accumulate::GradAccumulator;
 pub use backend::{Op, ReduceOp};
 pub use clip::ClipGradNorm;
 pub use data_parallel::{DataParallel, DataParallelOptions, PendingGrads, Start};
-pub use error::{Cause, Doing, Error, GroupFailure, RankReport, Result};
+pub use error::{Cause, Doing, Error, GroupFailure, RankReport, Result, without_trace};
 pub use grads::{add_grad, round_grads, sum_dtype};
 pub use group::{MAX_OBJECT_BYTES, Message, Pending, PendingTensors, ProcessGroup};
 pub use init::init_process_group;

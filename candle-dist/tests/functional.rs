@@ -85,6 +85,13 @@ fn pairs(rank: usize, dim: usize, sizes: &[usize], other: usize, other_sizes: &[
             (Some(Op::AllToAll), Some(Op::AllToAll)),
         ),
         row(
+            "recut",
+            Exchange::recut(cut(), Cut::new(dim, &sizes.iter().rev().copied().collect::<Vec<_>>())),
+            piece,
+            (Own, Own, Own),
+            (Some(Op::AllToAll), Some(Op::AllToAll)),
+        ),
+        row(
             "all_to_all_single",
             Exchange::all_to_all_single(&routes),
             routed,
@@ -242,6 +249,9 @@ fn pieces_that_do_not_fit_are_refused_before_anything_is_sent() {
             Exchange::slice(Cut::new(2, &[1, 1])),
             Exchange::zero_pad(Cut::new(0, &[3, 3])),
             Exchange::zero_pad(Cut::new(2, &[4, 4])),
+            Exchange::recut(Cut::new(0, &[4, 4]), Cut::new(0, &[3, 4])),
+            Exchange::recut(Cut::new(0, &[4, 4]), Cut::new(1, &[4, 4])),
+            Exchange::recut(Cut::new(0, &[3, 3]), Cut::new(0, &[2, 4])),
         ];
         let mut texts = Vec::new();
         for exchange in wrong {
@@ -257,6 +267,40 @@ fn pieces_that_do_not_fit_are_refused_before_anything_is_sent() {
     });
     assert_eq!(texts[0], texts[1]);
     assert!(texts[0].iter().all(|t| t.contains("does not fit shape [4, 3] on 2 ranks")), "{:?}", texts[0]);
+}
+
+#[test]
+fn shares_of_a_value_of_16_bits_add_up_to_it() {
+    on_ranks(3, "shares", |ctx| -> Result<()> {
+        let values: Vec<f32> = (1..200).map(|i| i as f32 * 1.01).collect();
+        let x = Var::from_tensor(&Tensor::new(values, &Device::Cpu)?.to_dtype(DType::BF16)?)?;
+        let want = x.to_dtype(DType::F32)?.to_vec1::<f32>()?;
+        let wide = |t: &Tensor| Ok::<_, Error>(t.to_dtype(DType::F32)?.to_vec1::<f32>()?);
+        for exchange in [Exchange::to_partial(), Exchange::to_partial_varying()] {
+            let sum = ctx.group().all_reduce(&exchange.apply(&x, ctx.group())?, ReduceOp::Sum)?;
+            assert_eq!(wide(&sum)?, want);
+        }
+        // The shares of the gradient, too.
+        let loss = (Exchange::to_invariant().apply(&x, ctx.group())? * x.detach())?.sum_all()?;
+        let shares = loss.backward()?.get(&x).unwrap().clone();
+        assert_eq!(wide(&ctx.group().all_reduce(&shares, ReduceOp::Sum)?)?, want);
+        Ok(())
+    });
+}
+
+#[test]
+fn a_recut_sends_only_what_changes_hands() {
+    on_ranks(4, "recut", |ctx| -> Result<()> {
+        let (from, to) = ([8, 8, 8, 0], [6, 6, 6, 6]);
+        let whole = Tensor::arange(0f64, 72., &Device::Cpu)?.reshape((3, 24))?;
+        let piece =
+            |sizes: [usize; 4]| whole.narrow(1, sizes[..ctx.rank()].iter().sum::<usize>().min(23), sizes[ctx.rank()]);
+        let recut = Exchange::recut(Cut::new(1, &from), Cut::new(1, &to));
+        let (moved, counts) = comm::record(|| recut.apply(&piece(from)?, ctx.group()));
+        assert_eq!(moved?.to_vec2::<f64>()?, piece(to)?.to_vec2::<f64>()?);
+        assert_eq!(counts.total_bytes(), [2, 4, 6, 0][ctx.rank()] * 3 * 8, "{counts}");
+        Ok(())
+    });
 }
 
 #[test]

@@ -15,8 +15,8 @@ pub enum Error {
     /// A sharded layer or tensor in a stage failed.
     #[error(transparent)]
     Shard(#[from] candle_shard::Error),
-    /// candle refused an operation.
-    #[error(transparent)]
+    /// candle refused an operation. `Debug` prints candle's backtrace, where there is one.
+    #[error("{}", candle_dist::without_trace(.0))]
     Candle(Arc<candle_core::Error>),
     /// A value that is something else than what is asked of it.
     #[error("value: {0}")]

@@ -30,6 +30,7 @@
 //! | recompute activations, put weight gradients off | [`StepOptions`], [`Keep`], [`nn`] |
 //! | run one stage by hand: forward, input gradients, weight gradients | [`StageModule`], [`Tape`] |
 mod error;
+mod grads;
 mod graph;
 #[doc = include_str!("guide.md")]
 pub mod guide {}

@@ -8,7 +8,8 @@ pub use path::Path;
 pub(crate) use path::{Children, entries, items};
 
 use crate::{Error, Result};
-use candle_core::{DType, Tensor};
+use candle_core::Tensor;
+use candle_dist::bits::same_bits;
 use itertools::Itertools;
 use std::collections::BTreeMap;
 use std::fmt;
@@ -148,26 +149,6 @@ impl Value {
 
 fn all_same<'a>(mut pairs: impl Iterator<Item = (&'a Value, &'a Value)>) -> Result<bool> {
     pairs.try_fold(true, |same, (a, b)| Ok(same && a.same(b)?))
-}
-
-fn same_bits(a: &Tensor, b: &Tensor) -> Result<bool> {
-    if a.id() == b.id() {
-        return Ok(true);
-    }
-    Ok(a.dtype() == b.dtype() && a.dims() == b.dims() && bits(a)? == bits(b)?)
-}
-
-/// The elements widened to 64 bits, which tells apart whatever differs.
-fn bits(tensor: &Tensor) -> Result<Vec<i64>> {
-    if tensor.elem_count() == 0 {
-        return Ok(Vec::new()); // candle cannot list an empty view
-    }
-    let flat = tensor.detach().flatten_all()?;
-    if tensor.dtype().is_int() {
-        return Ok(flat.to_dtype(DType::I64)?.to_vec1()?);
-    }
-    let wide = flat.to_dtype(DType::F64)?.to_vec1::<f64>()?;
-    Ok(wide.into_iter().map(|x| x.to_bits().cast_signed()).collect())
 }
 
 impl fmt::Display for Value {

@@ -69,7 +69,7 @@ fn main() -> Result<()> {
     )?;
 
     let hidden = randn(&[1024, 1024])?;
-    row("gelu 1024x1024", &|| hidden.gelu_erf(), &|| kernels::gelu(&hidden))?;
+    row("gelu_erf 1024x1024", &|| hidden.gelu_erf(), &|| kernels::gelu_erf(&hidden))?;
 
     let logits = randn(&[1024, 256])?;
     let targets = Tensor::from_iter((0..1024u32).map(|i| i * 37 % 256), &Cpu)?;

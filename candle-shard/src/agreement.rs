@@ -1,8 +1,82 @@
 //! One result on all ranks, and what they tell each other.
-use crate::{Error, Result};
-use candle_dist::ProcessGroup;
+use crate::{DTensor, Error, Result};
+use candle_core::{DType, Device, Tensor};
+use candle_dist::{DeviceMesh, ProcessGroup};
+use rustc_hash::FxHasher;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use std::cell::Cell;
+use std::hash::Hasher;
+use std::sync::LazyLock;
+
+thread_local! {
+    static COMPARED: Cell<bool> = Cell::new(*EVERYWHERE);
+}
+
+/// The environment asks for it in the whole program.
+static EVERYWHERE: LazyLock<bool> =
+    LazyLock::new(|| std::env::var("CANDLE_DIST_DEBUG").is_ok_and(|value| value.trim() == "1"));
+
+/// Runs `f`, in which tensors that every rank should have alike are compared, by a hash of their elements.
+///
+/// These are the operands of [`DTensor::replicated`], of operators with plain tensors and numbers, and of
+/// [`DTensor::distribute`]. Each costs one barrier; where ranks differ, all of them get the same error. Every rank calls
+/// it. `CANDLE_DIST_DEBUG=1` in the environment does so in all threads of a program.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_dist::World;
+/// use candle_shard::{DTensor, Result, compare_operands};
+///
+/// let failed = World::local(2).run(|ctx| -> Result<()> {
+///     let mine = Tensor::new(&[1f32 + ctx.rank() as f32], &Device::Cpu)?;
+///     compare_operands(|| DTensor::replicated(&mine, &ctx.mesh(&[("tp", 2)])?)).map(drop)
+/// });
+/// assert!(failed.unwrap_err().to_string().contains("description differs"));
+/// ```
+pub fn compare_operands<R>(f: impl FnOnce() -> R) -> R {
+    struct Outer(bool);
+    impl Drop for Outer {
+        fn drop(&mut self) {
+            COMPARED.set(self.0);
+        }
+    }
+    let _outer = Outer(COMPARED.replace(true));
+    f()
+}
+
+/// Refuses a tensor that is not alike on all ranks of the mesh, where that is asked for.
+pub(crate) fn alike(op: &'static str, tensor: &Tensor, mesh: &DeviceMesh) -> Result<()> {
+    if !COMPARED.get() {
+        return Ok(());
+    }
+    let values = tensor.detach().to_device(&Device::Cpu)?.flatten_all()?;
+    let mut hasher = FxHasher::default();
+    if values.dtype().is_int() {
+        values.to_dtype(DType::I64)?.to_vec1::<i64>()?.into_iter().for_each(|x| hasher.write_i64(x));
+    } else {
+        values.to_dtype(DType::F64)?.to_vec1::<f64>()?.into_iter().for_each(|x| hasher.write_u64(x.to_bits()));
+    }
+    let (dtype, dims, hash) = (tensor.dtype().as_str(), tensor.dims(), hasher.finish());
+    Ok(mesh.group()?.agree(&format!("{op} of {dtype}{dims:?} with the hash {hash:016x}"))?)
+}
+
+/// The error of an index that is refused where it is read.
+///
+/// Of a tensor that is whole on every rank all of them see it. Of one in pieces one rank may see it, or several see
+/// different ones: the first that stops the world gives its error to all.
+pub(crate) fn refuse_data<T>(op: &'static str, reason: String, data: &DTensor) -> Result<T> {
+    let mesh = data.mesh();
+    let is_cut = |(placement, &n): (&crate::Placement, &usize)| n > 1 && placement.shard_dim().is_some();
+    if data.placements().iter().zip(mesh.shape()).any(is_cut) {
+        let group = mesh.group()?;
+        group.fail(&format!("{op}: {reason}"));
+        if let Some(failure) = group.failure() {
+            return Err(candle_dist::Error::Group(failure).into());
+        }
+    }
+    Error::op(op, reason)
+}
 
 /// This rank's result if all ranks have one; otherwise the first rank's error that has none, on all of them.
 pub(crate) fn agreed<T>(group: &ProcessGroup, op: &'static str, result: Result<T>) -> Result<T> {

@@ -1,4 +1,5 @@
 //! A tensor that is spread over a mesh.
+use crate::agreement::alike;
 use crate::factory::placed;
 use crate::placement::{Partial, Placement, Replicate, Shard};
 use crate::spec::Spec;
@@ -8,6 +9,7 @@ use candle_core::shape::Dim;
 use candle_core::{DType, Device, Shape, Tensor, Var, WithDType};
 use candle_dist::functional::Exchange;
 use candle_dist::{DeviceMesh, ReduceOp};
+use smallvec::SmallVec;
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -28,7 +30,7 @@ pub(crate) type Axes = u32;
 ///
 /// | Ops | What stays where it is |
 /// |---|---|
-/// | `relu`, `gelu`, `exp`, `abs`, `powf`, .., `activation`, `selu`, `dropout`, `to_dtype` | all dims; partial maxima and minima where the function keeps their order |
+/// | `relu`, `gelu`, `gelu_erf`, `exp`, `abs`, `powf`, .., `activation`, `selu`, `dropout`, `to_dtype` | all dims; partial maxima and minima where the function keeps their order |
 /// | `+ - * /`, `maximum`, `minimum`, `clamp`, `pow`, `prelu`, `silu_gate`, `where_cond` | all dims of the result; partial sums in what is linear |
 /// | `eq`, `ne`, `lt`, `le`, `gt`, `ge` | all dims |
 /// | `sum`, `mean`, `var`, `norm`, `dot`, `max`, `min` (`_all`, `_keepdim`) | all dims; reduced ones leave partial results |
@@ -73,6 +75,10 @@ pub struct DTensor {
     spec: Arc<Spec>,
     varying: Axes,
     trail: Option<Arc<Trail>>,
+    /// It was given, not made by an op.
+    leaf: bool,
+    /// Its memory is that of a variable, which an optimizer changes in place.
+    in_variable: bool,
 }
 
 /// What a tracked tensor remembers so that several uses share one communication.
@@ -90,27 +96,33 @@ impl DTensor {
     pub(crate) fn assemble(local: Tensor, spec: Arc<Spec>, varying: Axes) -> Self {
         debug_assert_eq!(local.dims(), spec.local_shape().as_slice(), "{spec}");
         // A parameter changes in place between steps: a copy of it must not be kept (see `aliasing`).
-        let keeps_views = local.track_op() && !local.is_variable();
+        let in_variable = local.is_variable();
+        let keeps_views = local.track_op() && !in_variable;
         let trail = keeps_views.then(Arc::<Trail>::default);
-        Self { local, spec, varying, trail }
+        Self { local, spec, varying, trail, leaf: false, in_variable }
+    }
+
+    /// A tensor that was given, not made by an op.
+    pub(crate) fn leaf(local: Tensor, spec: Arc<Spec>) -> Self {
+        Self { leaf: true, ..Self::assemble(local, spec, 0) }
     }
 
     /// This tensor, made of `source` without a copy: if that is a parameter's memory, so is this.
     pub(crate) fn aliasing(mut self, source: &Self) -> Self {
-        if source.tracked() && source.trail.is_none() {
-            self.trail = None;
+        if source.in_variable {
+            (self.in_variable, self.trail) = (true, None);
         }
         self
     }
 
     /// A parameter in memory that changes between uses, so that no copy of it may be kept.
     pub(crate) fn parameter(local: Tensor, spec: Spec) -> Self {
-        Self { trail: None, ..Self::assemble(local, spec.shared(), 0) }
+        Self { trail: None, in_variable: true, ..Self::leaf(local, spec.shared()) }
     }
 
     /// A view of this tensor that is varying on `varying`; it shares the memory of views with it.
     pub(crate) fn viewed(&self, local: Tensor, varying: Axes) -> Self {
-        Self { local, spec: self.spec.clone(), varying, trail: self.trail.clone() }
+        Self { local, spec: self.spec.clone(), varying, trail: self.trail.clone(), leaf: false, ..*self }
     }
 
     pub(crate) fn gathered_from(mut self, source: &DTensor, axis: usize) -> Self {
@@ -123,9 +135,10 @@ impl DTensor {
     /// This rank's tensor as a piece of the tensor that `spec` describes; nothing is communicated.
     ///
     /// # Errors
-    /// If the local shape or dtype is not what `spec` gives this rank, or `spec` mixes reductions whose order matters.
+    /// If the local shape or dtype is not what `spec` gives this rank, or `spec` mixes reductions whose order matters,
+    /// or has one other than the sum for a tensor with a gradient.
     pub fn from_local_with_spec(local: Tensor, spec: Spec) -> Result<Self> {
-        check_reductions(&spec)?;
+        check_reductions(&spec, local.track_op())?;
         if local.dims() != spec.local_shape().as_slice() || local.dtype() != spec.dtype() {
             let (got, dtype, want) = (local.dims(), local.dtype().as_str(), spec.local_shape());
             let at = spec.mesh().coordinate();
@@ -135,7 +148,7 @@ impl DTensor {
                 want.as_slice()
             )));
         }
-        Ok(Self::assemble(local, spec.shared(), 0))
+        Ok(Self::leaf(local, spec.shared()))
     }
 
     /// This rank's tensor as a piece of a tensor of the global `shape`, cut in the default sizes.
@@ -157,15 +170,26 @@ impl DTensor {
 
     /// Spreads a tensor that every rank has, alike, over the mesh; nothing is communicated.
     ///
-    /// The result is a leaf without gradient. `Partial` placements are not possible: they are results of ops.
+    /// The result is a leaf without gradient. `Partial` placements are not possible: they are results of ops. Under
+    /// [`compare_operands`](crate::compare_operands) the ranks' tensors are compared.
+    ///
+    /// # Errors
+    /// If the placements do not fit the tensor, or it has a gradient, which would be lost.
     pub fn distribute(tensor: &Tensor, mesh: &DeviceMesh, placements: &[Placement]) -> Result<Self> {
+        untracked("distribute", tensor)?;
         let spec = placed(mesh, placements, tensor.shape(), tensor.dtype())?;
+        alike("distribute", tensor, mesh)?;
+        Self::cut_out(tensor, spec)
+    }
+
+    /// This rank's part of a whole tensor.
+    pub(crate) fn cut_out(tensor: &Tensor, spec: Spec) -> Result<Self> {
         let mut local = tensor.detach();
         for (dim, range) in spec.local_block().iter().enumerate() {
             local = local.narrow(dim, range.start, range.len())?;
         }
         // A shard must not keep the whole tensor alive, nor alias a variable.
-        Ok(Self::assemble(local.force_contiguous()?, spec.shared(), 0))
+        Ok(Self::leaf(local.force_contiguous()?, spec.shared()))
     }
 
     /// Spreads the tensor of rank `source` of the mesh over it; the others' tensors give only shape and dtype.
@@ -175,7 +199,9 @@ impl DTensor {
         mesh: &DeviceMesh,
         placements: &[Placement],
     ) -> Result<Self> {
-        Self::distribute(&mesh.group()?.broadcast(tensor, source)?, mesh, placements)
+        untracked("distribute_from", tensor)?;
+        let spec = placed(mesh, placements, tensor.shape(), tensor.dtype())?;
+        Self::cut_out(&mesh.group()?.broadcast(tensor, source)?, spec)
     }
 
     /// The same tensor as a trainable leaf: the local tensor becomes a [`Var`].
@@ -184,13 +210,25 @@ impl DTensor {
             return Err(Error::Layout(format!("a parameter cannot be {p}; redistribute it first")));
         }
         let var = Var::from_tensor(&self.local.detach())?;
-        Ok((Self::assemble(var.as_tensor().clone(), self.spec.clone(), self.varying), var))
+        let varying = self.varying;
+        Ok((Self { varying, ..Self::leaf(var.as_tensor().clone(), self.spec.clone()) }, var))
     }
 
     /// This leaf with its gradient on `axis` left as a partial sum, to be reduced later with others in one call.
     ///
     /// The tensor must be `Replicate` on the axis. See [`nn::Parameters::reduce`](crate::nn::Parameters::reduce).
+    ///
+    /// # Errors
+    /// If it is not replicated there, or is the result of an op with a gradient: what the op sends back would be taken
+    /// for the whole gradient then.
     pub fn varying_on(mut self, axis: usize) -> Result<Self> {
+        if self.tracked() && !self.leaf {
+            return Err(Error::Layout(format!(
+                "{} is the result of an op, so its gradient on axis {axis} is what the op takes it for; let the leaves \
+                 that it is made of vary",
+                self.spec
+            )));
+        }
         if self.placements().get(axis) != Some(&Replicate) {
             return Err(Error::Layout(format!(
                 "{} is not replicated on axis {axis}, so cannot vary there; redistribute it first",
@@ -312,8 +350,13 @@ impl DTensor {
     }
 
     /// The whole tensor on every rank; a gradient that enters through it must be the same on every rank.
+    ///
+    /// That of a parameter is a copy: an optimizer's step does not change it.
     pub fn full_tensor(&self) -> Result<Tensor> {
-        let whole = self.redistribute(&vec![Replicate; self.mesh().ndim()])?;
+        let mut whole = self.redistribute(&vec![Replicate; self.mesh().ndim()])?;
+        if whole.in_variable {
+            whole.local = whole.local.copy()?;
+        }
         let varying = (0..self.mesh().ndim()).filter(|&axis| whole.tracked() && whole.is_varying(axis));
         varying.into_iter().try_fold(whole.local.clone(), |local, axis| {
             Ok(Exchange::to_invariant().apply(&local, self.mesh().axis_group(axis)?)?)
@@ -347,13 +390,17 @@ impl DTensor {
             let whole = self.redistribute(&vec![Replicate; self.mesh().ndim()])?;
             return whole.backward();
         }
+        let _step = crate::explain::open("backward");
         // A varying loss is the same number on every rank, each standing for its share of it.
-        let shares: usize = (0..self.mesh().ndim())
-            .filter(|&axis| self.placements()[axis] == Replicate && self.is_varying(axis))
-            .map(|axis| self.mesh().shape()[axis])
-            .product();
-        let local = if shares > 1 { self.local.affine(1.0 / shares as f64, 0.0)? } else { self.local.clone() };
-        crate::nn::backward(&local)
+        let varies = |&axis: &usize| self.placements()[axis] == Replicate && self.is_varying(axis);
+        let varies: SmallVec<[usize; 3]> = (0..self.mesh().ndim()).filter(varies).collect();
+        if varies.is_empty() {
+            return crate::nn::backward(&self.local);
+        }
+        // One rank's share is all: shares of one n-th would be rounded. Not `affine`, which ends the graph at zero.
+        let first = varies.iter().all(|&axis| self.mesh().coordinate()[axis] == 0);
+        let share = Tensor::full(f64::from(u8::from(first)), self.local.shape(), self.device())?;
+        crate::nn::backward(&(&self.local * share.to_dtype(self.dtype())?)?)
     }
 
     /// Refuses whole numbers, from the dtype alone: ranks without elements must refuse them too.
@@ -375,9 +422,25 @@ impl DTensor {
     }
 }
 
+/// Refuses a tensor whose gradient would be lost.
+fn untracked(op: &'static str, tensor: &Tensor) -> Result<()> {
+    if !tensor.track_op() {
+        return Ok(());
+    }
+    let fix = "detach it, or keep the gradient with DTensor::replicated and redistribute";
+    Error::op(op, format!("a tensor {:?} with a gradient, which would be lost; {fix}", tensor.dims()))
+}
+
 /// Refuses different reductions on several axes, such as maxima of sums, which are not sums of maxima; sums and averages
 /// alone may be done in any order.
-fn check_reductions(spec: &Spec) -> Result<()> {
+///
+/// With a gradient there are sums only.
+fn check_reductions(spec: &Spec, tracked: bool) -> Result<()> {
+    if let Some(p) = spec.placements().iter().find(|p| tracked && p.is_partial() && **p != Placement::PARTIAL_SUM) {
+        return Err(Error::Layout(format!(
+            "a local tensor with a gradient for {spec}: {p} carries none; detach it, or give operands of a sum"
+        )));
+    }
     let linear = |p: &Placement| matches!(p, Partial(ReduceOp::Sum | ReduceOp::Avg));
     let mut partial = spec.placements().iter().filter(|p| p.is_partial());
     let Some(first) = partial.next() else { return Ok(()) };

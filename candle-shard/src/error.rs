@@ -1,4 +1,5 @@
 //! What can go wrong, decided from global metadata so that every rank fails alike.
+use candle_dist::without_trace;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -12,8 +13,8 @@ pub enum Error {
     /// Communication failed, or a mesh was used wrongly.
     #[error(transparent)]
     Dist(#[from] candle_dist::Error),
-    /// candle refused an operation on a local shard.
-    #[error(transparent)]
+    /// candle refused an operation on a local shard. `Debug` prints candle's backtrace, where there is one.
+    #[error("{}", without_trace(.0))]
     Candle(Arc<candle_core::Error>),
     /// Arguments that an op cannot take.
     #[error("{op}: {reason}")]

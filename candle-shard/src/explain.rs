@@ -1,20 +1,23 @@
-//! What ops do to the layouts of their inputs, and what that moves.
+//! What ops do to the layouts of their inputs, and what that and everything else moves.
+use crate::dtensor::Axes;
 use crate::placement::Placements;
-use crate::redistribute::conversion_cost;
-use crate::rules::Plan;
+use crate::redistribute::Move;
+use crate::spec::Spec;
 use crate::{DTensor, Placement};
+use candle_dist::comm::{Event, Log, Part};
 use itertools::Itertools;
-use std::cell::{Cell, RefCell};
+use std::cell::RefCell;
 use std::fmt;
+use std::sync::Arc;
 
-/// What the ops of a closure did: one [`Step`] each, in order.
+/// What a closure did: one [`Step`] for each op and each change of layout, in the order in which they ended.
 #[derive(Debug, Clone, Default)]
 pub struct Explanation {
-    /// The ops.
+    /// The steps. Communication outside of any op stands in steps called `other`, backward passes in `backward`.
     pub steps: Vec<Step>,
 }
 
-/// What one op did to the layouts of its inputs.
+/// What one op did to the layouts of its inputs, and what was sent for it.
 #[derive(Debug, Clone)]
 pub struct Step {
     /// The op.
@@ -23,9 +26,13 @@ pub struct Step {
     pub inputs: Vec<Conversion>,
     /// The outputs with their layouts.
     pub outputs: Vec<String>,
+    /// The calls that this rank made to lay out the inputs.
+    pub moved: Vec<Event>,
+    /// The other calls that it made, those of inner steps excepted.
+    pub exchanged: Vec<Event>,
 }
 
-/// How one input was brought to the layout that the op's rule asks for.
+/// How one input is brought to the layout that the op's rule asks for.
 #[derive(Debug, Clone)]
 pub struct Conversion {
     /// The input with its layout.
@@ -34,108 +41,244 @@ pub struct Conversion {
     pub from: Placements,
     /// Where the rule wants it.
     pub to: Placements,
-    /// The bytes that a rank receives for it in the forward pass, at most; less if an earlier use shares the result.
+    /// The collectives on the way, with the axes and what a rank receives.
+    pub moves: Vec<String>,
+    /// The bytes that this rank hands to these collectives; none if an earlier use shares the result.
     pub bytes: usize,
     /// The axes on which its gradient is added up over the ranks in the backward pass.
     pub gradient_sums: Vec<String>,
+    /// The layout that it gets.
+    laid_out: String,
+}
+
+impl Conversion {
+    /// What `moves` do to an input, whose gradient is summed over `sums` where it is replicated there.
+    pub(crate) fn new(input: &DTensor, moves: &[Move], sums: Axes) -> Self {
+        let spec = moves.last().map_or(input.shared_spec(), |last| &last.spec);
+        let sums = (0..spec.mesh().ndim())
+            .filter(|&axis| sums & (1 << axis) != 0 && spec.placements()[axis] == Placement::Replicate);
+        let sent = moves.iter().filter(|step| step.communicates());
+        let text =
+            |step: &Move| format!("{} over {}: {} bytes received", step.name(), step.axis_names(), step.received);
+        Self {
+            input: input.spec().to_string(),
+            from: Placements::from_slice(input.placements()),
+            to: Placements::from_slice(spec.placements()),
+            moves: sent.map(text).collect(),
+            bytes: moves.iter().map(|step| step.bytes).sum(),
+            gradient_sums: sums.map(|axis| spec.mesh().names()[axis].clone()).collect(),
+            laid_out: spec.to_string(),
+        }
+    }
+}
+
+impl Step {
+    /// The calls that this rank made in it.
+    pub fn calls(&self) -> impl Iterator<Item = &Event> {
+        self.moved.iter().chain(&self.exchanged).filter(|call| call.part != Part::Wait)
+    }
+
+    /// The bytes that this rank handed to collectives in it.
+    pub fn bytes(&self) -> usize {
+        self.calls().map(|call| call.bytes).sum()
+    }
 }
 
 impl Explanation {
-    /// The bytes that a rank receives in the forward pass, at most.
+    /// The bytes that this rank handed to collectives: what [`comm::record`](candle_dist::comm::record) counts.
     pub fn bytes(&self) -> usize {
-        self.steps.iter().flat_map(|step| &step.inputs).map(|input| input.bytes).sum()
+        self.steps.iter().map(Step::bytes).sum()
+    }
+
+    /// The calls of all steps.
+    pub fn calls(&self) -> impl Iterator<Item = &Event> {
+        self.steps.iter().flat_map(Step::calls)
+    }
+}
+
+/// An explanation in the making.
+#[derive(Default)]
+struct State {
+    steps: Vec<Step>,
+    /// The steps that are open, outermost first, behind what is outside of any.
+    frames: Vec<Frame>,
+}
+
+/// The calls of one open step, whose log rests while an inner step is open.
+struct Frame {
+    log: Option<Log>,
+    moved: Vec<Event>,
+    exchanged: Vec<Event>,
+}
+
+impl Frame {
+    fn new() -> Self {
+        Self { log: Some(Log::start()), moved: Vec::new(), exchanged: Vec::new() }
+    }
+
+    fn rest(&mut self) {
+        self.exchanged.extend(self.log.take().map(Log::finish).unwrap_or_default());
+    }
+
+    fn go_on(&mut self) {
+        self.log.get_or_insert_with(Log::start);
+    }
+}
+
+impl State {
+    /// Begins a step.
+    fn push(&mut self) {
+        self.rest();
+        self.frames.push(Frame::new());
+    }
+
+    /// Ends the innermost step, and returns its calls.
+    fn pop(&mut self) -> (Vec<Event>, Vec<Event>) {
+        let ended = self.frames.pop().map(|mut frame| {
+            frame.rest();
+            (frame.moved, frame.exchanged)
+        });
+        if let Some(frame) = self.frames.last_mut() {
+            frame.go_on();
+        }
+        ended.unwrap_or_default()
+    }
+
+    /// The innermost step's log rests; calls outside of steps become one.
+    fn rest(&mut self) {
+        let outside = self.frames.len() == 1;
+        let Some(frame) = self.frames.last_mut() else { return };
+        frame.rest();
+        if outside && !frame.exchanged.is_empty() {
+            let (inputs, outputs, moved) = (Vec::new(), Vec::new(), Vec::new());
+            let exchanged = std::mem::take(&mut frame.exchanged);
+            self.steps.push(Step { op: "other", inputs, outputs, moved, exchanged });
+        }
     }
 }
 
 thread_local! {
-    static ON: Cell<bool> = const { Cell::new(false) };
-    static STEPS: RefCell<Vec<Step>> = const { RefCell::new(Vec::new()) };
+    static STATE: RefCell<Option<State>> = const { RefCell::new(None) };
 }
 
-/// Runs `f` and tells what each op in it chose and what that moves.
+/// Runs `f` and tells what each op in it chose and what was sent.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
-/// use candle_dist::World;
+/// use candle_dist::{World, comm};
 /// use candle_shard::{DTensor, Result, Shard, explain};
 ///
 /// World::local(2).run(|ctx| -> Result<()> {
 ///     let mesh = ctx.mesh(&[("tp", 2)])?;
 ///     let x = Tensor::ones((4, 6), DType::F32, &Device::Cpu)?;
 ///     let x = DTensor::distribute(&x, &mesh, &[Shard(1)])?;
-///     let (out, explanation) = explain(|| x.causal_softmax(1.0));
+///     let ((out, explanation), counts) = comm::record(|| explain(|| x.causal_softmax(1.0)));
 ///     out?;
 ///     assert_eq!(explanation.steps[0].op, "causal_softmax");
-///     assert!(explanation.bytes() > 0, "{explanation}");
+///     assert_eq!(explanation.steps[0].inputs[0].bytes, 4 * 3 * 4, "{explanation}"); // its half is gathered
+///     assert_eq!(explanation.bytes(), counts.total_bytes());
 ///     Ok(())
 /// })?;
 /// # Ok::<(), candle_dist::WorldError>(())
 /// ```
 pub fn explain<R>(f: impl FnOnce() -> R) -> (R, Explanation) {
     /// Puts an enclosing `explain` back, also when `f` panics.
-    struct Outer(bool, Vec<Step>);
+    struct Outer(Option<State>);
     impl Drop for Outer {
         fn drop(&mut self) {
-            ON.set(self.0);
-            STEPS.replace(std::mem::take(&mut self.1));
+            if let Some(frame) = self.0.as_mut().and_then(|state| state.frames.last_mut()) {
+                frame.go_on();
+            }
+            STATE.replace(self.0.take());
         }
     }
-    let mut outer = Outer(ON.replace(true), STEPS.take());
+    let mut outer = Outer(STATE.take());
+    outer.0.iter_mut().for_each(State::rest);
+    let mut state = State::default();
+    state.push();
+    STATE.replace(Some(state));
     let result = f();
-    let steps = STEPS.take();
-    if outer.0 {
-        outer.1.extend(steps.iter().cloned());
+    let mut state = STATE.take().unwrap_or_default();
+    state.rest();
+    let steps = state.steps;
+    if let Some(outer) = &mut outer.0 {
+        outer.steps.extend(steps.iter().cloned());
     }
     (result, Explanation { steps })
 }
 
-/// Notes what an op does, if somebody asked.
-pub(crate) fn note(op: &'static str, inputs: &[&DTensor], plan: &Plan) {
-    if !ON.get() {
-        return;
+/// A step that is explained until it is dropped.
+pub(crate) struct Open {
+    op: &'static str,
+    inputs: Vec<Conversion>,
+    outputs: Vec<String>,
+}
+
+/// Begins a step, if somebody asked.
+pub(crate) fn open(op: &'static str) -> Option<Open> {
+    let asked = STATE.with_borrow_mut(|state| state.as_mut().map(State::push).is_some());
+    asked.then(|| Open { op, inputs: Vec::new(), outputs: Vec::new() })
+}
+
+impl Open {
+    /// Notes what becomes of the inputs.
+    pub(crate) fn note<'s>(
+        &mut self,
+        inputs: impl IntoIterator<Item = Conversion>,
+        outputs: impl IntoIterator<Item = &'s Arc<Spec>>,
+    ) {
+        self.inputs.extend(inputs);
+        self.outputs.extend(outputs.into_iter().map(|out| out.to_string()));
     }
-    let names = |axes: u32| {
-        let mesh = inputs[0].mesh();
-        mesh.names().iter().enumerate().filter(|(axis, _)| axes & (1 << axis) != 0).map(|(_, n)| n.clone()).collect()
-    };
-    let convert = |(input, lay): (&&DTensor, &crate::rules::Lay)| {
-        let to: Placements = lay.targets.iter().map(|target| target.placement).collect();
-        let moved = |axis: usize| conversion_cost(input.spec(), axis, to[axis]).unwrap_or(0);
-        let views = (0..to.len()).filter(|&axis| to[axis] == Placement::Replicate && input.tracked());
-        let sums: u32 = views.map(|axis| 1 << axis).sum::<u32>() & plan.vary & !input.varying();
-        Conversion {
-            input: input.spec().to_string(),
-            from: Placements::from_slice(input.placements()),
-            bytes: (0..to.len()).map(moved).sum(),
-            to,
-            gradient_sums: names(sums),
-        }
-    };
-    let inputs_of = inputs.iter().zip(&plan.inputs).map(convert).collect();
-    let outputs = plan.outs.iter().map(|out| out.to_string()).collect();
-    STEPS.with_borrow_mut(|steps| steps.push(Step { op, inputs: inputs_of, outputs }));
+
+    /// Notes that the inputs lie as they must.
+    pub(crate) fn laid_out(&mut self) {
+        STATE.with_borrow_mut(|state| {
+            if let Some(frame) = state.as_mut().and_then(|state| state.frames.last_mut()) {
+                frame.rest();
+                frame.moved = std::mem::take(&mut frame.exchanged);
+                frame.go_on();
+            }
+        });
+    }
+}
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        let (inputs, outputs) = (std::mem::take(&mut self.inputs), std::mem::take(&mut self.outputs));
+        STATE.with_borrow_mut(|state| {
+            let Some(state) = state else { return };
+            let (moved, exchanged) = state.pop();
+            state.steps.push(Step { op: self.op, inputs, outputs, moved, exchanged });
+        });
+    }
 }
 
 impl fmt::Display for Explanation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.steps.iter().try_for_each(|step| writeln!(f, "{step}"))?;
-        write!(f, "{} bytes received by a rank at most", self.bytes())
+        write!(f, "{} bytes sent by this rank", self.bytes())
     }
 }
 
 impl fmt::Display for Step {
-    /// For example `matmul -> f32[4, 4] P(sum)@tp`, and a line for each input.
+    /// For example `matmul -> f32[4, 4] P(sum)@tp`, and a line for each input and each call.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} -> {}", self.op, self.outputs.join(", "))?;
+        f.write_str(self.op)?;
+        if !self.outputs.is_empty() {
+            write!(f, " -> {}", self.outputs.join(", "))?;
+        }
         for input in &self.inputs {
             write!(f, "\n    {}", input.input)?;
-            if input.from != input.to {
-                write!(f, " -> ({}), {} bytes", input.to.iter().join(", "), input.bytes)?;
+            if input.laid_out != input.input {
+                write!(f, " -> {}", input.laid_out)?;
             }
+            input.moves.iter().try_for_each(|step| write!(f, ", {step}"))?;
             if !input.gradient_sums.is_empty() {
                 write!(f, ", gradient summed over {}", input.gradient_sums.join(", "))?;
             }
         }
-        Ok(())
+        let calls = self.calls().map(|call| format!("{} of {} bytes", call.op, call.bytes)).join(", ");
+        if calls.is_empty() { Ok(()) } else { write!(f, "\n    sent: {calls}") }
     }
 }

@@ -179,7 +179,7 @@ pub(crate) fn placed(
 
 fn made(spec: Spec, local: impl FnOnce(&Spec) -> candle_core::Result<Tensor>) -> Result<DTensor> {
     let local = local(&spec)?;
-    Ok(DTensor::assemble(local, spec.shared(), 0))
+    Ok(DTensor::leaf(local, spec.shared()))
 }
 
 /// A matrix of ones where `is_one` says so of row and column, and zeros.

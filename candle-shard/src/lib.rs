@@ -34,6 +34,7 @@ pub mod sharded_tensor;
 pub mod sharding_spec;
 pub mod sparse;
 mod spec;
+mod strict;
 mod visualize;
 mod weights;
 
@@ -43,15 +44,16 @@ pub mod guide {}
 #[doc = include_str!("porting.md")]
 pub mod porting {}
 
+pub use agreement::compare_operands;
 pub use description::SpecDescription;
 pub use dtensor::DTensor;
 pub use embedding::options::{EmbeddingBagOptions, EmbeddingOptions};
 pub use error::{Error, Result};
 pub use explain::{Conversion, Explanation, Step, explain};
+pub use kernels::BagMode;
 pub use ops::attention::AttentionMask;
 pub use ops::conv::Conv;
 pub use ops::cross_entropy::CrossEntropy;
-pub use ops::fallback::strict;
 pub use ops::index::Index;
 pub use ops::loss::Reduction;
 pub use ops::operand::{Operand, Side};
@@ -59,5 +61,6 @@ pub use placement::{Partial, Placement, Placements, Replicate, Shard};
 pub use sharded_tensor::ShardedTensor;
 pub use sharding_spec::{ChunkShardingSpec, EnumerableShardingSpec};
 pub use spec::{Sizes, Spec, chunk_sizes};
+pub use strict::strict;
 pub use visualize::{visualize_sharding, visualize_sharding_svg};
 pub use weights::Weights;

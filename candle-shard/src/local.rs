@@ -73,7 +73,7 @@ impl DTensor {
 
     /// Spreads named tensors that every rank has, alike, over the mesh, each as `placements` says for it.
     ///
-    /// For a map of tensors or the variables of a candle `VarMap`; nothing is communicated.
+    /// For a map of tensors or the variables of a candle `VarMap`, of which the values are taken; nothing is communicated.
     ///
     /// # Errors
     /// Those of [`distribute`](Self::distribute), with the first name in alphabetical order.
@@ -100,10 +100,11 @@ impl DTensor {
     ) -> Result<BTreeMap<String, Self>> {
         let by_name: BTreeMap<String, &Tensor> = tensors.into_iter().map(|(name, t)| (name.into(), t)).collect();
         let spread = |(name, tensor): (String, &Tensor)| {
-            let spread = Self::distribute(tensor, mesh, &placements(&name, tensor)).map_err(|error| match error {
-                Error::Layout(reason) => Error::Layout(format!("{name}: {reason}")),
-                other => other,
-            });
+            let spread =
+                Self::distribute(&tensor.detach(), mesh, &placements(&name, tensor)).map_err(|error| match error {
+                    Error::Layout(reason) => Error::Layout(format!("{name}: {reason}")),
+                    other => other,
+                });
             Ok((name, spread?))
         };
         by_name.into_iter().map(spread).collect()

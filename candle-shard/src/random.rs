@@ -14,6 +14,9 @@
 //! | [`Uniform`](Distribution::Uniform), [`Bernoulli`](Distribution::Bernoulli) | 1 | 2 |
 //! | [`Normal`](Distribution::Normal) (Box–Muller) | 2 | 4 |
 //!
+//! Numbers are drawn on the host, by several threads where there are many, and handed to the device: candle has no
+//! operations on the bits of words of which a device could compose the generator.
+//!
 //! The 16-bit types are computed in f32 and rounded to nearest even. Logarithm and cosine are `libm`'s own, so the bits
 //! do not depend on the operating system either.
 
@@ -21,9 +24,11 @@ mod grid;
 
 use std::ops::Range;
 
+use candle_core::utils::{get_num_threads, with_threadpool};
 use candle_core::{DType, Device, Result, Tensor, WithDType, bail};
 use rand_chacha::ChaCha8Rng;
 use rand_core::{RngCore, SeedableRng};
+use rayon::prelude::*;
 
 use self::grid::Grid;
 
@@ -217,21 +222,67 @@ fn draw_block<T: Real>(stream: Stream, dist: Distribution, global: &Grid<'_>, bl
     }
 }
 
-/// Calls `draw`, which takes exactly `words` words, with the generator at the place of each element of `block` in turn.
-fn draw_runs<T>(
+/// Elements from which drawing is worth more than one thread.
+const PARALLEL: usize = 64 * 1024;
+
+/// What `draw`, which takes exactly `words` words, makes with the generator at the place of each element of `block`.
+///
+/// A large block is drawn in parts by several threads: a number depends on its place alone.
+fn draw_runs<T: WithDType>(
     stream: Stream,
     global: &Grid<'_>,
     block: &[Range<usize>],
     words: u64,
-    draw: impl Fn(&mut ChaCha8Rng) -> T,
+    draw: impl Fn(&mut ChaCha8Rng) -> T + Sync,
 ) -> Vec<T> {
+    let count = block.iter().map(Range::len).product();
+    let mut values = vec![T::zero(); count];
+    let fill = |block: &[Range<usize>], values: &mut [T]| fill(stream, global, block, words, &draw, values);
+    let threads = get_num_threads();
+    if count < PARALLEL || threads == 1 {
+        fill(block, &mut values);
+        return values;
+    }
+    let mut rest = &mut values[..];
+    let parts: Vec<_> = parts(block, threads)
+        .into_iter()
+        .map(|part| {
+            let (mine, others) = std::mem::take(&mut rest).split_at_mut(part.iter().map(Range::len).product());
+            rest = others;
+            (part, mine)
+        })
+        .collect();
+    with_threadpool(|| parts.into_par_iter().for_each(|(part, values)| fill(&part, values)));
+    values
+}
+
+/// A block cut along the first dim that it can be cut along, so that its parts follow each other.
+fn parts(block: &[Range<usize>], most: usize) -> Vec<Vec<Range<usize>>> {
+    let Some(dim) = block.iter().position(|range| range.len() > 1) else { return vec![block.to_vec()] };
+    let (range, size) = (block[dim].clone(), block[dim].len().div_ceil(most));
+    let part = |start: usize| {
+        let mut part = block.to_vec();
+        part[dim] = start..(start + size).min(range.end);
+        part
+    };
+    range.clone().step_by(size).map(part).collect()
+}
+
+/// Calls `draw` with the generator at the place of each element of `block` in turn.
+fn fill<T>(
+    stream: Stream,
+    global: &Grid<'_>,
+    block: &[Range<usize>],
+    words: u64,
+    draw: &impl Fn(&mut ChaCha8Rng) -> T,
+    values: &mut [T],
+) {
     // A seek makes 64 words anew; shorter gaps are cheaper to walk through.
     const SEEK_WORDS: u64 = 64;
-    let mut values = Vec::with_capacity(block.iter().map(Range::len).product());
     let mut generator = stream.generator();
     let begin = u128::from(stream.first) * u128::from(words);
     generator.set_word_pos(begin);
-    let mut next = 0;
+    let (mut next, mut values) = (0, values.iter_mut());
     global.for_each_run(block, |first, len| {
         let gap = (first - next) * words;
         if gap < SEEK_WORDS {
@@ -239,10 +290,9 @@ fn draw_runs<T>(
         } else {
             generator.set_word_pos(begin + u128::from(first) * u128::from(words));
         }
-        values.extend((0..len).map(|_| draw(&mut generator)));
+        values.by_ref().take(len).for_each(|value| *value = draw(&mut generator));
         next = first + len as u64;
     });
-    values
 }
 
 /// A precision that numbers are computed in.
@@ -281,5 +331,29 @@ impl Real for f64 {
         let radius = 1.0 - Self::unit(generator);
         let angle = std::f64::consts::TAU * Self::unit(generator);
         (-2.0 * libm::log(radius)).sqrt() * libm::cos(angle)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_of_a_block_give_its_numbers_in_order() {
+        let (shape, stream) = ([3, 40, 7], Stream::new(1, "parts"));
+        let global = Grid::new(&shape).unwrap();
+        for block in [[0..3, 0..40, 0..7], [1..2, 3..39, 0..7], [2..3, 5..6, 1..6], [0..3, 4..4, 0..7]] {
+            let draw = |block: &[Range<usize>]| {
+                let mut values = vec![0f32; block.iter().map(Range::len).product()];
+                fill(stream, &global, block, 2, &f32::normal, &mut values);
+                values
+            };
+            for threads in 1..6 {
+                let parts = parts(&block, threads);
+                assert!(parts.len() <= threads, "{parts:?}");
+                let joined: Vec<f32> = parts.iter().flat_map(|part| draw(part)).collect();
+                assert_eq!(joined, draw(&block), "{block:?} in {threads}");
+            }
+        }
     }
 }

@@ -23,6 +23,9 @@ pub type Sizes = Arc<[usize]>;
 /// A dim of size `n` on an axis of `k` ranks is cut as `torch.chunk` does: pieces of `ceil(n / k)`, the last ones
 /// smaller or empty. Several axes may cut one dim, outer axis first. The outermost axis of a dim may have explicit
 /// sizes instead.
+///
+/// An empty piece begins where the piece before it ends, within what the outer axes leave, so the blocks of all ranks
+/// follow each other without gaps. PyTorch says the size of the whole dim there; nobody has an element at either place.
 #[derive(Clone, PartialEq)]
 pub struct Spec {
     mesh: DeviceMesh,

@@ -122,7 +122,7 @@ const FLOATS_ONLY: [Refused; 29] = [
     ("recip", |o| o.ids.recip()),
     ("neg", |o| o.ids.neg()),
     ("relu6", |o| o.ids.relu6()),
-    ("gelu_tanh", |o| o.ids.gelu_tanh()),
+    ("gelu_erf", |o| o.ids.gelu_erf()),
     ("mish", |o| o.ids.mish()),
     ("erf", |o| o.ids.erf()),
     ("rsqrt", |o| o.ids.rsqrt()),

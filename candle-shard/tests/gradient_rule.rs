@@ -140,7 +140,7 @@ fn a_rank_without_elements_takes_part_in_the_backward_pass() {
         let targets = Tensor::new(&[3u32], &Device::Cpu)?;
         let targets = DTensor::distribute(&targets, &mesh, &[Shard(0)])?;
         let [x, w, b, scale, shift] = [0, 1, 2, 3, 4].map(|i| &leaves[i].tensor);
-        let hidden = x.linear(w, Some(b))?.layer_norm(scale, shift, 1e-5)?.gelu()?;
+        let hidden = x.linear(w, Some(b))?.layer_norm(scale, shift, 1e-5)?.gelu_erf()?;
         let loss = hidden.cross_entropy(&targets)?;
         let (grads, counts) = comm::record(|| loss.backward());
         // The four parameters share one.
@@ -149,7 +149,7 @@ fn a_rank_without_elements_takes_part_in_the_backward_pass() {
         let vars: Vec<_> = wholes.iter().map(|w| Var::from_tensor(w).unwrap()).collect();
         let hidden = vars[0].matmul(&vars[1].t()?)?.broadcast_add(&vars[2])?;
         let hidden = candle_nn::ops::layer_norm_slow(&hidden, &vars[3], &vars[4], 1e-5)?;
-        let hidden = candle_shard::kernels::gelu(&hidden)?;
+        let hidden = candle_shard::kernels::gelu_erf(&hidden)?;
         let plain = candle_nn::loss::cross_entropy(&hidden, &Tensor::new(&[3u32], &Device::Cpu)?)?;
         close(value_error(&loss, &plain)?, "loss");
         let plain = plain.backward()?;
@@ -200,12 +200,12 @@ fn data_and_tensor_parallel_axes_together() {
                 let lays = [[Shard(0), Replicate], [Replicate, up_at], [Replicate, bias_at], [Replicate, down_at]];
                 let leaf = |i: usize| Leaf::new(&wholes[i], &mesh, &lays[i].map(Lay::At));
                 let leaves = [leaf(0)?, leaf(1)?, leaf(2)?, leaf(3)?];
-                let hidden = leaves[0].tensor.linear(&leaves[1].tensor, Some(&leaves[2].tensor))?.gelu()?;
+                let hidden = leaves[0].tensor.linear(&leaves[1].tensor, Some(&leaves[2].tensor))?.gelu_erf()?;
                 let loss = hidden.linear(&leaves[3].tensor, None)?.sqr()?.mean_all()?;
                 let grads = loss.backward()?;
                 let wants = plain_grads(&[&wholes[0], &wholes[1], &wholes[2], &wholes[3]], |v| {
                     let hidden = v[0].matmul(&v[1].t()?)?.broadcast_add(&v[2])?;
-                    candle_shard::kernels::gelu(&hidden)?.matmul(&v[3].t()?)?.sqr()? / 15.0
+                    candle_shard::kernels::gelu_erf(&hidden)?.matmul(&v[3].t()?)?.sqr()? / 15.0
                 });
                 for (i, (leaf, want)) in leaves.iter().zip(&wants).enumerate() {
                     close(leaf.gradient_error(&grads, want)?, &format!("{up_at}, leaf {i}"));
@@ -307,6 +307,22 @@ fn nested_checkpoints_find_every_part_of_a_gradient() {
         })?;
         let grads = cube.sum_all()?.backward()?;
         assert_eq!(grads.get(&var).expect("a gradient").to_vec1::<f64>()?, [3.0, 12.0]);
+        Ok(())
+    });
+}
+
+#[test]
+fn a_segment_that_draws_anew_is_refused() {
+    on_ranks(2, "drawn anew", |ctx| -> Result<()> {
+        let mesh = ctx.mesh(&[("a", 2)])?;
+        let (x, _) = DTensor::distribute(&values(&[4, 8], 1, DType::F64), &mesh, &[Shard(0)])?.to_var()?;
+        let drop = |x: &DTensor| {
+            let dropped = candle_nn::ops::dropout(x.to_local(), 0.5)?;
+            DTensor::from_local_with_spec(dropped, x.spec().clone())
+        };
+        let loss = candle_shard::nn::checkpoint(&x, drop)?.to_local().sum_all()?;
+        let said = candle_shard::nn::backward(&loss).unwrap_err().to_string();
+        assert!(said.contains("checkpoint: the segment gave other numbers"), "{said}");
         Ok(())
     });
 }

@@ -118,5 +118,6 @@ fn costs(spans: &[&Span], stages: usize) -> Costs {
         latency: 0.0,
         per_byte: 0.0,
         bytes: vec![0.0; stages],
+        edge_bytes: Default::default(),
     }
 }

@@ -229,7 +229,7 @@ impl FeedForward {
     }
 
     fn forward(&self, x: &Tensor, mode: Mode) -> Result<Tensor> {
-        let hidden = self.arithmetic.gelu(&self.w1.forward(x)?)?;
+        let hidden = self.arithmetic.gelu_erf(&self.w1.forward(x)?)?;
         self.resid_dropout.forward(&self.w2.forward(&hidden)?, mode)
     }
 }

@@ -49,10 +49,10 @@ impl Arithmetic {
         }
     }
 
-    pub(crate) fn gelu(self, x: &Tensor) -> Result<Tensor> {
+    pub(crate) fn gelu_erf(self, x: &Tensor) -> Result<Tensor> {
         match self {
-            Self::Composed => gelu(x),
-            Self::Fused => kernels::gelu(x),
+            Self::Composed => gelu_erf(x),
+            Self::Fused => kernels::gelu_erf(x),
         }
     }
 }
@@ -111,7 +111,7 @@ fn attention_softmax(scores: &Tensor, causal: bool) -> Result<Tensor> {
 ///
 /// Composed, because the backward of candle's `gelu_erf` has a constant of six digits (error 1e-6) and computes the error
 /// function a second time.
-fn gelu(x: &Tensor) -> Result<Tensor> {
+fn gelu_erf(x: &Tensor) -> Result<Tensor> {
     let phi = (x * std::f64::consts::FRAC_1_SQRT_2)?.erf()?.affine(0.5, 0.5)?;
     x * phi
 }

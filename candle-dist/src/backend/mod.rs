@@ -485,6 +485,9 @@ pub trait Backend: Send + Sync + fmt::Debug {
         Ok(outputs::filling(self.start(call, tensors)?, outputs))
     }
     /// Sends to `call.peer` without waiting for it, unless there is a bound on unread messages and it is reached.
+    ///
+    /// Without a bound a send never blocks, however much is unread. Programs that receive when they need a message, not when
+    /// it is sent, rely on it, such as pipelines: they are proved to end for sends that do not wait.
     fn send(&self, call: Call, tensor: Tensor) -> Result<()>;
     /// Like [`send`](Self::send) without waiting at all: what is returned is finished once the bound is kept.
     fn start_send(&self, call: Call, tensor: Tensor) -> Result<Box<dyn Unfinished>> {

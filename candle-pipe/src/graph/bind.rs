@@ -21,13 +21,35 @@ impl Signature {
 
     /// `args` by place, `kwargs` by name, the others by default.
     pub(crate) fn bind(&self, args: &[Value], kwargs: &Kwargs) -> Result<Inputs> {
+        self.bind_for(args, kwargs, |_| true)
+    }
+
+    /// As [`bind`](Self::bind), for whoever needs some inputs only: the others may be missing.
+    pub(crate) fn bind_for(&self, args: &[Value], kwargs: &Kwargs, needs: impl Fn(ValueId) -> bool) -> Result<Inputs> {
+        let mut inputs = self.places(args, kwargs)?;
+        for input in self.inputs.iter().filter(|input| needs(input.value)) {
+            if inputs.contains_key(&input.value) {
+                continue;
+            }
+            let Some(default) = self.defaults.get(&input.value) else {
+                let how = if input.kind == In::Arg { "by place or by name" } else { "by name" };
+                return Err(Error::Pipe(format!("input {:?} is missing; give it {how}", input.name)));
+            };
+            inputs.insert(input.value, default.clone());
+        }
+        Ok(inputs)
+    }
+
+    /// What `args` by place and `kwargs` by name have for each input.
+    pub(crate) fn places<T: Clone>(&self, args: &[T], kwargs: &BTreeMap<String, T>) -> Result<BTreeMap<ValueId, T>> {
         let wrong = |reason: String| Err(Error::Pipe(reason));
         let named = |name: &str| self.inputs.iter().find(|input| input.name == name);
         let by_place: Vec<&Input> = self.inputs.iter().filter(|input| input.kind == In::Arg).collect();
         if args.len() > by_place.len() {
             return wrong(format!("{} arguments by place, the model takes {}", args.len(), by_place.len()));
         }
-        let mut inputs: Inputs = by_place.iter().zip(args).map(|(input, value)| (input.value, value.clone())).collect();
+        let mut inputs: BTreeMap<ValueId, T> =
+            by_place.iter().zip(args).map(|(input, value)| (input.value, value.clone())).collect();
         for (name, value) in kwargs {
             let Some(input) = named(name) else {
                 let known = self.inputs.iter().map(|input| input.name.as_str());
@@ -37,16 +59,11 @@ impl Signature {
                 return wrong(format!("input {name:?} is given by place and by name"));
             }
         }
-        for input in &self.inputs {
-            if inputs.contains_key(&input.value) {
-                continue;
-            }
-            let Some(default) = self.defaults.get(&input.value) else {
-                let how = if input.kind == In::Arg { "by place or by name" } else { "by name" };
-                return wrong(format!("input {:?} is missing; give it {how}", input.name));
-            };
-            inputs.insert(input.value, default.clone());
-        }
         Ok(inputs)
+    }
+
+    /// The inputs by name and value, in the order of declaration.
+    pub(crate) fn inputs(&self) -> impl Iterator<Item = (&str, ValueId)> {
+        self.inputs.iter().map(|input| (input.name.as_str(), input.value))
     }
 }

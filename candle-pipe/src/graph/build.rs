@@ -22,7 +22,7 @@ pub(super) fn build<B: Scope>(node: &Node, factory: &Factory<B>, scope: &B) -> R
     if named.is_empty() {
         // A model that brings its parameters along asks no scope for them.
         let (device, dtype) = (Device::Cpu, scope.dtype());
-        let ctx = Ctx { device, dtype, microbatch: 0, rows: 0..0, step: 0, training: false };
+        let ctx = Ctx { device, dtype, microbatch: 0, rows: 0..0, step: 0, training: false, masked: None };
         let made = op.forward(&[], &ctx)?;
         let behind = made.tensors().into_iter().flat_map(Tensor::sorted_nodes);
         let variables = behind.filter(|tensor| tensor.is_variable());

@@ -188,7 +188,8 @@ impl<B: Scope> PipeBuilder<B> {
         self.graph.outputs.push(Output { name: name.into(), value });
     }
 
-    /// The loss: a value that is a scalar of floats.
+    /// The loss: a value that is a scalar of floats, or for [`Reduction::Counted`] a tuple of one and its count, which is a
+    /// number or a tensor of one.
     pub fn loss(&mut self, value: ValueId, reduction: Reduction) {
         if self.graph.loss.replace(Loss { value, reduction }).is_some() {
             self.fail("the model has two losses; add them up in a function".into());
@@ -207,10 +208,49 @@ impl<B: Scope> PipeBuilder<B> {
         loss
     }
 
+    /// The loss as a sum and the count of what it adds up, a node named `loss`: a mean over valid tokens, of which
+    /// microbatches and replicas have unequal numbers, is that of one device.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Tensor};
+    /// use candle_pipe::microbatch::split_args_kwargs_into_chunks;
+    /// use candle_pipe::{In, Kwargs, LocalPipe, PipeBuilder, SplitSpec};
+    ///
+    /// let mut g = PipeBuilder::<()>::new();
+    /// let (x, is_valid) = (g.input("x", In::Arg), g.input("is_valid", In::Arg));
+    /// let y = g.func("square", |xs, _| Ok(xs[0].tensor()?.sqr()?.into()), [x]);
+    /// g.loss_counted(
+    ///     |xs, _| {
+    ///         let (y, is_valid) = (xs[0].tensor()?, xs[1].tensor()?);
+    ///         Ok(((y * is_valid)?.sum_all()?, is_valid.sum_all()?.into()))
+    ///     },
+    ///     [y, is_valid],
+    /// );
+    /// let local = LocalPipe::new(&g.finish(SplitSpec::declared())?, &(), &Device::Cpu)?;
+    /// let x = Tensor::new(&[1f32, 2., 3., 4.], &Device::Cpu)?;
+    /// let is_valid = Tensor::new(&[1f32, 1., 1., 0.], &Device::Cpu)?;
+    /// let batch = split_args_kwargs_into_chunks(&[x.into(), is_valid.into()], &Kwargs::new(), 2, None, None)?;
+    /// assert_eq!(local.evaluate(&batch)?.loss()?.to_scalar::<f32>()?, 14.0 / 3.0);
+    /// # Ok::<(), candle_pipe::Error>(())
+    /// ```
+    pub fn loss_counted(
+        &mut self,
+        f: impl Fn(&[Value], &Ctx) -> Result<(Tensor, Value)> + Send + Sync + 'static,
+        inputs: impl IntoIterator<Item = ValueId>,
+    ) -> ValueId {
+        let loss = self.func("loss", move |xs, ctx| Ok(f(xs, ctx)?.into()), inputs);
+        self.loss(loss, Reduction::Counted);
+        loss
+    }
+
     /// The loss as a place in a value, such as `.losses[0]` or `[1].main`, a node named `loss`.
     pub fn loss_at(&mut self, value: ValueId, path: &str, reduction: Reduction) -> ValueId {
         match pick::Steps::parse(path) {
-            Ok(steps) => self.loss_fn(move |xs, _| Ok(steps.pick(&xs[0])?.tensor()?.clone()), [value], reduction),
+            Ok(steps) => {
+                let loss = self.func("loss", move |xs, _| Ok(steps.pick(&xs[0])?.clone()), [value]);
+                self.loss(loss, reduction);
+                loss
+            }
             Err(error) => {
                 self.error.get_or_insert(error);
                 value

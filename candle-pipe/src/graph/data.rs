@@ -1,5 +1,6 @@
 //! A model as plain data: named nodes, the values between them, and where it is to be cut.
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
 use std::fmt;
 
 /// A value of a [`Graph`]: made once, by an input or a node, and used by any nodes after it.
@@ -97,12 +98,15 @@ pub enum Reduction {
     Mean,
     /// Each is a sum: they are added up.
     Sum,
+    /// Each is a sum with the count of what it adds up, such as the losses of all valid tokens and their number: the loss of
+    /// the batch is the sum of the sums divided by the sum of the counts, over all microbatches and replicas.
+    Counted,
 }
 
 /// What is differentiated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Loss {
-    /// A scalar.
+    /// A scalar of floats; for [`Reduction::Counted`] a tuple of one and a count.
     pub value: ValueId,
     /// How several make one.
     pub reduction: Reduction,
@@ -138,6 +142,19 @@ impl Graph {
             Some((name, _, place)) => format!("{name}[{place}]"),
             None => value.to_string(),
         }
+    }
+
+    /// The values that nodes make of `inputs`, directly or not.
+    pub(crate) fn made_of(&self, inputs: impl IntoIterator<Item = ValueId>) -> Vec<ValueId> {
+        let mut from: BTreeSet<ValueId> = inputs.into_iter().collect();
+        let mut made = Vec::new();
+        for node in &self.nodes {
+            if node.inputs.iter().any(|input| from.contains(input)) {
+                from.extend(&node.outputs);
+                made.extend(&node.outputs);
+            }
+        }
+        made
     }
 
     /// The nodes with a place of their own: all but replicated parameters.

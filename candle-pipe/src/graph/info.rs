@@ -97,6 +97,7 @@ impl fmt::Display for PipeInfo {
             let reduction = match loss.reduction {
                 Reduction::Mean => "mean over rows",
                 Reduction::Sum => "sum",
+                Reduction::Counted => "sum over count",
             };
             writeln!(f, "loss = {} ({reduction})", self.graph.value_name(loss.value))?;
         }

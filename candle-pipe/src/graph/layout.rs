@@ -8,6 +8,8 @@ use std::str::{Chars, FromStr};
 
 /// The most letters that a layout may have or stand for, which a repeat in a repeat easily passes.
 const MOST_LETTERS: usize = 4096;
+/// The most brackets that may be open at once: each is a call within a call, and the stack has an end.
+const MOST_BRACKETS: usize = 64;
 
 /// Stages as a string: a letter for each layer, `|` between stages, `*n` behind a letter or `(..)` to repeat it.
 ///
@@ -36,7 +38,7 @@ impl FromStr for Layout {
             return Err(wrong("..", &format!("longer than {MOST_LETTERS} bytes")));
         }
         let mut chars = text.chars().peekable();
-        let flat = sequence(&mut chars, text)?;
+        let flat = sequence(&mut chars, text, MOST_BRACKETS)?;
         if chars.next().is_some() {
             return Err(wrong(text, "a `)` that nothing opens"));
         }
@@ -101,12 +103,14 @@ fn layer_of(name: &str) -> &str {
 }
 
 /// The letters and bars up to the end or the `)` that ends the sequence, repeats written out.
-fn sequence(chars: &mut Peekable<Chars<'_>>, text: &str) -> Result<String> {
+fn sequence(chars: &mut Peekable<Chars<'_>>, text: &str, brackets: usize) -> Result<String> {
     let mut flat = String::new();
     while let Some(next) = chars.next_if(|&c| c != ')') {
         let item = match next {
             '(' => {
-                let inner = sequence(chars, text)?;
+                let left = brackets.checked_sub(1);
+                let left = left.ok_or_else(|| wrong(text, &format!("more than {MOST_BRACKETS} brackets are open")))?;
+                let inner = sequence(chars, text, left)?;
                 chars.next_if_eq(&')').ok_or_else(|| wrong(text, "a `(` that nothing closes"))?;
                 inner
             }

@@ -1,4 +1,5 @@
 //! What a node computes.
+use crate::microbatch::Masked;
 use crate::{Result, Value};
 use candle_core::{DType, Device, Tensor};
 use candle_nn::ModuleT;
@@ -20,6 +21,8 @@ pub struct Ctx {
     pub step: u64,
     /// Whether the model trains: dropout drops.
     pub training: bool,
+    /// The microbatch's own rows, if it has the whole batch's shape.
+    pub masked: Option<Masked>,
 }
 
 impl Ctx {
@@ -34,7 +37,7 @@ impl Ctx {
     /// use candle_shard::random::{Distribution, Stream};
     ///
     /// let ctx = |microbatch, rows| Ctx {
-    ///     device: Device::Cpu, dtype: DType::F32, microbatch, rows, step: 0, training: true,
+    ///     device: Device::Cpu, dtype: DType::F32, microbatch, rows, step: 0, training: true, masked: None,
     /// };
     /// let (stream, even) = (Stream::new(42, "noise"), Distribution::Uniform { lo: 0.0, up: 1.0 });
     /// let whole = ctx(0, 0..5).random(stream, even, &[5, 2], DType::F32)?;

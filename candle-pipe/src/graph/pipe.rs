@@ -102,6 +102,7 @@ impl<B: Scope> Pipe<B> {
             let def = self.stage(index)?;
             let mut parameters: BTreeMap<String, Tensor> = BTreeMap::new();
             let (mut nodes, mut copies) = (Vec::new(), BTreeMap::new());
+            let loss = self.info.graph.loss.map(|loss| loss.value);
             for &number in &def.nodes {
                 let node = &self.info.graph.nodes[number];
                 let make = || build(node, &self.factories[number], &scope);
@@ -116,9 +117,8 @@ impl<B: Scope> Pipe<B> {
                     copies.insert(node.name.clone(), named.clone());
                 }
                 parameters.extend(named);
-                nodes.push(StageNode::new(node, op));
+                nodes.push(StageNode::new(node, op, loss));
             }
-            let loss = self.info.graph.loss.map(|loss| loss.value);
             Ok(StageModule::new(def.clone(), nodes, parameters, copies, loss, device.clone(), scope.dtype()))
         };
         indices.iter().map(stage).collect()

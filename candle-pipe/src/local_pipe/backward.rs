@@ -1,6 +1,7 @@
 //! Backward passes through all stages.
 use super::forward::Pass;
 use super::{LocalPipe, Step, StepOptions};
+use crate::grads;
 use crate::graph::ValueId;
 use crate::microbatch::Microbatches;
 use crate::tape::{Gradient, WeightTape, vjp};
@@ -31,22 +32,23 @@ impl LocalPipe {
         };
         let (mut step, mut passes) = (Step::default(), Vec::new());
         for (inputs, ctx, weight) in self.microbatches(batch, options)? {
-            let pass = self.record(inputs?, &ctx, options.keep, weight, &mut step)?;
+            let pass = self.record(inputs?, &ctx, options, weight, &mut step)?;
             passes.push((pass, weight));
         }
         let stages = self.stages.iter().map(|_| GradStore::default()).collect();
         let mut gradients = Gradients { stages, late: Vec::new(), outside: GradStore::default() };
         for ((pass, weight), value) in passes.into_iter().zip(&step.losses) {
+            // The gradient of a sum, which its count has no part in.
             let seed = Gradient::of_loss(&value.into(), weight)?;
             self.backward(pass, (loss.value, stage, seed), options.split_backward, &mut gradients)?;
         }
         for (stage, tape) in gradients.late {
-            gradients.stages[stage].extend(tape.backward()?)?;
+            grads::add(&mut gradients.stages[stage], &tape.backward()?)?;
         }
         step.grads = gradients.outside;
         // In the stages' order, which is that of the members of a share.
-        gradients.stages.into_iter().try_for_each(|grads| step.grads.extend(grads))?;
-        Ok(step)
+        gradients.stages.iter().try_for_each(|grads| grads::add(&mut step.grads, grads))?;
+        self.divided(step)
     }
 
     /// The backward pass of one microbatch, from the gradient of a value that a stage makes.
@@ -73,7 +75,7 @@ impl LocalPipe {
             } else {
                 tape.backward(&outputs)?
             };
-            gradients.stages[index].extend(backward.parameters)?;
+            grads::add(&mut gradients.stages[index], &backward.parameters)?;
             for (input, gradient) in stage.def().inputs.iter().zip(backward.inputs) {
                 found.entry(input.value).or_default().insert(index, gradient);
             }
@@ -84,6 +86,6 @@ impl LocalPipe {
             let parts = input.tensors().into_iter().cloned().zip(gradient.0);
             seeds.extend(parts.filter_map(|(tensor, part)| Some((tensor, part?))));
         }
-        Ok(gradients.outside.extend(vjp(&seeds, &[])?)?)
+        grads::add(&mut gradients.outside, &vjp(&seeds, &[])?)
     }
 }

@@ -1,8 +1,8 @@
 //! Forward passes through all stages.
 use super::{LocalPipe, Step, StepOptions};
-use crate::graph::{Ctx, Inputs, ValueId};
-use crate::microbatch::Microbatches;
-use crate::tape::{Activation, Keep, StageModule, Tape};
+use crate::graph::{Ctx, Inputs, Reduction, ValueId};
+use crate::microbatch::{Masked, Microbatches};
+use crate::tape::{Activation, StageModule, Tape};
 use crate::{Kwargs, Result, Value};
 use candle_dist::TensorTree;
 use std::collections::BTreeMap;
@@ -39,13 +39,29 @@ impl LocalPipe {
         let mut step = Step::default();
         for (inputs, ctx, weight) in self.microbatches(batch, &options)? {
             let values = self.through(inputs?, |stage, inputs| stage.evaluate(inputs, &ctx))?;
-            self.add_to(&mut step, weight, |value| values.get(&value).cloned())?;
+            self.add_to(&mut step, weight, true, |value| values.get(&value).cloned())?;
+        }
+        self.divided(step)
+    }
+
+    /// A step whose loss is divided by what it counts, if it counts.
+    pub(super) fn divided(&self, mut step: Step) -> Result<Step> {
+        if self.info.graph.loss.is_some_and(|loss| loss.reduction == Reduction::Counted) {
+            step.divide(step.counted()?, 1.0)?;
         }
         Ok(step)
     }
 
     /// The forward pass of one microbatch, whose results go into `step`.
-    pub(super) fn record(&self, inputs: Inputs, ctx: &Ctx, keep: Keep, weight: f64, step: &mut Step) -> Result<Pass> {
+    pub(super) fn record(
+        &self,
+        inputs: Inputs,
+        ctx: &Ctx,
+        options: &StepOptions,
+        weight: f64,
+        step: &mut Step,
+    ) -> Result<Pass> {
+        let StepOptions { keep, outputs, .. } = *options;
         let mut tapes = Vec::new();
         let leaves = inputs.iter().map(|(&value, input)| Ok((value, Activation::of(input)?)));
         let values = self.through(leaves.collect::<Result<_>>()?, |stage, inputs| {
@@ -53,7 +69,7 @@ impl LocalPipe {
             tapes.push(tape);
             Ok(outputs)
         })?;
-        self.add_to(step, weight, |value| Some(values.get(&value)?.value.clone()))?;
+        self.add_to(step, weight, outputs, |value| Some(values.get(&value)?.value.clone()))?;
         Ok(Pass { tapes, inputs })
     }
 
@@ -65,10 +81,11 @@ impl LocalPipe {
     ) -> Result<impl Iterator<Item = (Result<Inputs>, Ctx, f64)>> {
         let weights = options.weights(batch, self.info.graph.loss)?;
         let rows = batch.row_ranges(options.first_row);
-        let each = batch.iter().zip(rows).zip(weights).enumerate();
-        Ok(each.map(move |(microbatch, (((args, kwargs), rows), weight))| {
+        let masked = Masked::of(batch, options.first_row, &self.info.graph, &self.signature)?;
+        let each = batch.iter().zip(rows).zip(weights).zip(masked).enumerate();
+        Ok(each.map(move |(microbatch, ((((args, kwargs), rows), weight), masked))| {
             let StepOptions { step, training, .. } = *options;
-            let ctx = Ctx { microbatch, step, training, ..self.stages[0].ctx(rows) };
+            let ctx = Ctx { microbatch, step, training, masked, ..self.stages[0].ctx(rows) };
             (self.signature.bind(args, kwargs), ctx, weight)
         }))
     }
@@ -92,10 +109,18 @@ impl LocalPipe {
         named.filter_map(|output| Some((output.name.clone(), get(output.value)?))).collect()
     }
 
-    fn add_to(&self, step: &mut Step, weight: f64, get: impl Fn(ValueId) -> Option<Value>) -> Result<()> {
-        step.outputs.push(Value::Map(self.outputs(&get)));
-        match self.info.graph.loss.and_then(|loss| get(loss.value)) {
-            Some(loss) => step.add_loss(&loss, weight),
+    fn add_to(
+        &self,
+        step: &mut Step,
+        weight: f64,
+        outputs: bool,
+        get: impl Fn(ValueId) -> Option<Value>,
+    ) -> Result<()> {
+        if outputs {
+            step.outputs.push(Value::Map(self.outputs(&get)));
+        }
+        match self.info.graph.loss.and_then(|loss| Some((get(loss.value)?, loss.reduction))) {
+            Some((loss, reduction)) => step.add_loss(&loss, reduction, weight),
             None => Ok(()),
         }
     }

@@ -2,6 +2,7 @@
 use super::ChunkSpec;
 use super::merge::Merge;
 use crate::{Error, Kwargs, Result, Value};
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 /// The arguments of every microbatch of a batch, and how many rows each has.
@@ -13,11 +14,18 @@ pub struct Microbatches {
     pub kwargs: Vec<Kwargs>,
     rows: Vec<usize>,
     masked: bool,
+    /// The dims that the tensors of each argument are cut along.
+    pub(super) args_dims: Vec<Dims>,
+    pub(super) kwargs_dims: BTreeMap<String, Dims>,
 }
 
+/// For each tensor of an argument, in the tree's order, the dim that it is cut along, if it is cut.
+pub(crate) type Dims = Vec<Option<usize>>;
+
 impl Microbatches {
-    pub(super) const fn new(rows: Vec<usize>, masked: bool) -> Self {
-        Self { args: Vec::new(), kwargs: Vec::new(), rows, masked }
+    pub(super) fn new(rows: Vec<usize>, masked: bool) -> Self {
+        let (args, kwargs, args_dims, kwargs_dims) = Default::default();
+        Self { args, kwargs, rows, masked, args_dims, kwargs_dims }
     }
 
     /// How many chunks there are: fewer than were asked for, if the batch has fewer rows.
@@ -53,6 +61,11 @@ impl Microbatches {
             if self.masked { all.clone() } else { end - rows..end }
         };
         self.rows.iter().map(range).collect()
+    }
+
+    /// The dims that the tensors of each argument are cut along.
+    pub(crate) fn dims(&self) -> (&[Dims], &BTreeMap<String, Dims>) {
+        (&self.args_dims, &self.kwargs_dims)
     }
 
     /// The share that each chunk has in the rows of the batch: what a mean over the chunk's rows counts in that over

@@ -27,6 +27,7 @@
 //! # Ok::<(), candle_pipe::Error>(())
 //! ```
 mod batch;
+mod masked;
 mod merge;
 mod plan;
 mod reduce;
@@ -34,7 +35,9 @@ mod sizes;
 mod spec;
 mod split;
 
+pub(crate) use batch::Dims;
 pub use batch::Microbatches;
+pub use masked::Masked;
 pub use merge::merge_chunks;
 pub use reduce::{CustomReducer, LossReducer};
 pub use sizes::microbatch_sizes;

@@ -36,6 +36,11 @@ impl Plan {
         self.0.iter().flatten()
     }
 
+    /// The dim that each tensor is cut along, in the tree's order.
+    pub(super) fn dims(&self) -> impl Iterator<Item = Option<usize>> {
+        self.tensors().map(|cut| cut.map(|cut| cut.dim))
+    }
+
     /// Every tensor, in the tree's order.
     pub(super) fn tensors(&self) -> impl Iterator<Item = Option<&Cut>> {
         self.0.iter().map(Option::as_ref)
@@ -52,6 +57,22 @@ impl Plan {
                  them, or allow it with Splitter::unequal_batches",
                 first.path, first.rows, first.dim, other.path, other.rows, other.dim
             ))),
+        }
+    }
+
+    /// An error unless the tensors that are cut have so many rows, which are some.
+    pub(super) fn check_rows(&self, rows: Option<usize>) -> Result<()> {
+        let Some(rows) = rows else { return Ok(()) };
+        if rows == 0 {
+            return Err(Error::Microbatches("a batch of 0 rows cannot be cut; say how many it has".into()));
+        }
+        match self.cuts().find(|cut| cut.rows != rows) {
+            None => Ok(()),
+            Some(cut) => {
+                let (path, has, dim) = (&cut.path, cut.rows, cut.dim);
+                let reason = format!("{path} has {has} rows along dim {dim} in a batch of {rows} by Splitter::rows");
+                Err(Error::Microbatches(format!("{reason}; give both the same number")))
+            }
         }
     }
 

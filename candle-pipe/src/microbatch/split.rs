@@ -52,19 +52,23 @@ pub struct Splitter {
     chunks: usize,
     masked: bool,
     unequal: bool,
+    rows: Option<usize>,
 }
 
 impl Splitter {
     /// At most so many chunks, of tensors that all have the same number of rows.
     pub const fn new(chunks: usize) -> Self {
-        Self { chunks, masked: false, unequal: false }
+        Self { chunks, masked: false, unequal: false, rows: None }
     }
 
-    /// For comparing forwards bit by bit: each chunk is of the whole batch's shape, with zeros in the others' rows.
+    /// For comparing with the batch bit by bit: each chunk is of the whole batch's shape, with zeros in the others' rows.
     ///
     /// Kernels may add in another order for fewer rows, so the rows of a chunk need not be bit-equal to those of the
     /// batch; those of a masked chunk are, for a model that treats rows independently.
-    /// [`Microbatches::merge`] takes from each chunk its own rows. Chunks are copies. A loss sees the zero rows too.
+    /// [`Microbatches::merge`] takes from each chunk its own rows. Chunks are copies.
+    ///
+    /// In a pipe the node that makes the loss gets the chunk's own rows alone, so that losses and gradients are those of
+    /// chunks that are not masked. What it takes from other nodes has its rows along dim 0, a whole number of places for each.
     ///
     /// ```
     /// use candle_core::{Device, Tensor};
@@ -93,6 +97,22 @@ impl Splitter {
         Self { unequal: true, ..self }
     }
 
+    /// Says how many rows the batch has, which tensors that are cut must have: for whoever has none of them, such as a rank
+    /// in the middle of a pipeline.
+    ///
+    /// ```
+    /// use candle_pipe::Kwargs;
+    /// use candle_pipe::microbatch::Splitter;
+    ///
+    /// let batch = Splitter::new(4).rows(10).split(&[], &Kwargs::new(), None, None)?;
+    /// assert_eq!(batch.rows(), [3, 3, 2, 2]);
+    /// # Ok::<(), candle_pipe::Error>(())
+    /// ```
+    #[must_use]
+    pub const fn rows(self, rows: usize) -> Self {
+        Self { rows: Some(rows), ..self }
+    }
+
     /// Cuts arguments as [`split_args_kwargs_into_chunks`] does, with its errors.
     pub fn split(
         &self,
@@ -108,12 +128,18 @@ impl Splitter {
         if !self.unequal {
             plan.check_one_batch_size()?;
         }
-        let chunks = plan.cuts().map(|cut| cut.rows).fold(self.chunks, usize::min);
+        let chunks = plan.cuts().map(|cut| cut.rows).chain(self.rows).fold(self.chunks, usize::min);
+        plan.check_rows(self.rows)?;
         if chunks > MOST_CHUNKS {
             return Err(Error::Microbatches(format!("{chunks} chunks are too many; ask for {MOST_CHUNKS} at most")));
         }
-        let rows = plan.cuts().next().map_or(chunks, |cut| cut.rows);
+        let rows = self.rows.or(plan.cuts().next().map(|cut| cut.rows)).unwrap_or(chunks);
         let mut batch = Microbatches::new(microbatch_sizes(rows, chunks), self.masked);
+        let mut dims = plan.dims();
+        let mut of = |value: &Value| dims.by_ref().take(value.tensors().len()).collect();
+        batch.args_dims = args.iter().map(&mut of).collect();
+        batch.kwargs_dims = kwargs.iter().map(|(name, value)| (name.clone(), of(value))).collect();
+        drop(dims);
         for chunk in 0..chunks {
             let mut tensors = plan.tensors();
             let mut piece = |tensor: &Tensor| match tensors.next().flatten() {

@@ -1,16 +1,17 @@
 //! One rank's run of a program: what it holds between actions, and what each action does with it.
 use super::apart::apart;
+use super::credit::Credit;
 use super::post::{Post, aliases};
 use super::reduce::Reductions;
 use super::{Batch, Runtime};
 use crate::graph::{Ctx, StageDef, ValueId};
 use crate::schedule::{Action, Compute, Flow, Message, Pass, Program, Span};
-use crate::tape::{Activation, Gradient, Tape, WeightTape, scalar};
-use crate::{Error, Result, StepOptions, Value};
+use crate::tape::{Activation, Gradient, StageModule, Tape, WeightTape, parts};
+use crate::{Error, Kwargs, Result, StepOptions, Value, grads};
 use candle_core::backprop::GradStore;
 use candle_dist::panic_message;
 use itertools::Itertools;
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Instant;
 
@@ -32,25 +33,48 @@ struct Held {
 /// What a rank has when its program is through.
 #[derive(Default)]
 pub(super) struct Made {
-    /// The results of each microbatch, by value.
-    pub(super) results: Vec<HashMap<ValueId, Value>>,
+    /// The loss of each microbatch, where this rank has it.
+    pub(super) losses: Vec<Option<Value>>,
+    /// The outputs of each microbatch, by name, as far as they are kept.
+    pub(super) outputs: Vec<Kwargs>,
     pub(super) grads: GradStore,
     pub(super) spans: Vec<Span>,
     /// The most microbatches of stages whose backward passes were outstanding.
     pub(super) peak: usize,
+    /// How many computations came one after the other, here or on other ranks, up to the last one here.
+    pub(super) path: usize,
+    /// Gradients of weights that could not wait for the pass in which they were to be computed.
+    pub(super) at_once: usize,
+}
+
+/// Who gets the outputs of each microbatch.
+pub(super) enum Outputs<'a> {
+    /// The caller, at the end.
+    Kept,
+    /// Nobody.
+    Dropped,
+    /// A function, as soon as a microbatch is through.
+    Given(&'a mut dyn FnMut(usize, Kwargs) -> Result<()>),
 }
 
 /// A run of a program.
-pub(super) struct Execution<'a> {
+pub(super) struct Execution<'a, 'f> {
     runtime: &'a Runtime,
     program: &'a Program,
     batch: &'a Batch<'a>,
-    /// Whether there are backward passes.
-    backward: bool,
     post: Post<'a>,
     reductions: Reductions<'a>,
+    outputs: Outputs<'f>,
+    /// For each microbatch the stages of this rank that have still to make outputs.
+    missing: Vec<usize>,
+    /// In an evaluation, what bounds the messages on their way.
+    credit: Option<Credit<'a>>,
     held: HashMap<At, Held>,
-    outgoing: HashMap<Message, Vec<Value>>,
+    outgoing: HashMap<Message, Vec<(ValueId, Value)>>,
+    /// The parameters that were sent to other ranks, which have them for the rest of the step.
+    sent: HashSet<(ValueId, usize)>,
+    /// The parameters that other ranks sent.
+    constants: HashMap<ValueId, Value>,
     /// What is still to come from each rank, in order: taken when it is needed, so that nobody waits before.
     awaited: HashMap<usize, VecDeque<Message>>,
     made: Made,
@@ -59,19 +83,30 @@ pub(super) struct Execution<'a> {
     began: Instant,
 }
 
-impl<'a> Execution<'a> {
-    pub(super) fn new(runtime: &'a Runtime, program: &'a Program, batch: &'a Batch<'a>, backward: bool) -> Self {
+impl<'a, 'f> Execution<'a, 'f> {
+    pub(super) fn new(runtime: &'a Runtime, program: &'a Program, batch: &'a Batch<'a>, outputs: Outputs<'f>) -> Self {
+        let makes = |stage: &&StageModule| stage.def().outputs.iter().any(|o| runtime.outputs.contains_key(&o.value));
+        let makers = runtime.stages().filter(makes).count();
+        let credit = (!batch.backward).then(|| Credit::new(&runtime.group, runtime.window));
         Self {
             runtime,
             program,
             batch,
-            backward,
-            post: Post::new(&runtime.group, batch.options.step, &batch.rows),
+            post: Post::new(&runtime.group),
             reductions: Reductions::new(runtime),
+            outputs,
+            missing: vec![makers; batch.len()],
+            credit,
             held: HashMap::new(),
             outgoing: HashMap::new(),
+            sent: HashSet::new(),
+            constants: HashMap::new(),
             awaited: HashMap::new(),
-            made: Made { results: vec![HashMap::new(); batch.len()], ..Made::default() },
+            made: Made {
+                losses: vec![None; batch.len()],
+                outputs: vec![Kwargs::new(); batch.len()],
+                ..Made::default()
+            },
             open: 0,
             began: Instant::now(),
         }
@@ -94,6 +129,7 @@ impl<'a> Execution<'a> {
         if left || !self.outgoing.is_empty() || self.awaited.values().any(|messages| !messages.is_empty()) {
             return Err(Error::Schedule(format!("the program of rank {rank} ends with work left over")));
         }
+        self.credit.as_mut().map_or(Ok(()), Credit::end)?;
         Ok(self.made)
     }
 
@@ -126,6 +162,7 @@ impl<'a> Execution<'a> {
             Pass::Weight => self.weight(compute)?,
         }
         let end = self.began.elapsed().as_secs_f64();
+        self.made.path += 1;
         self.made.spans.push(Span { action: Action::Compute(compute), start, end });
         Ok(())
     }
@@ -146,21 +183,25 @@ impl<'a> Execution<'a> {
         let inputs: Vec<Activation> = def.inputs.iter().map(take).collect::<Result<_>>()?;
         let rows = self.batch.rows[microbatch].clone();
         let StepOptions { step, training, keep, .. } = *self.batch.options;
-        let ctx = Ctx { microbatch, step, training, ..module.ctx(rows) };
-        let outputs = if self.backward {
+        let masked = self.batch.masked[microbatch].clone();
+        let ctx = Ctx { microbatch, step, training, masked, ..module.ctx(rows) };
+        let outputs = if self.batch.backward {
             let (outputs, tape) = module.forward(inputs, &ctx, keep)?;
             self.held.entry((stage, microbatch)).or_default().tape = Some(tape);
             self.open += 1;
             self.made.peak = self.made.peak.max(self.open);
             outputs
         } else {
+            self.held.remove(&(stage, microbatch));
             let inputs = inputs.into_iter().map(|input| input.value).collect();
             module.evaluate(inputs, &ctx)?.into_iter().map(Activation::constant).collect::<Result<_>>()?
         };
-        if let Some(place) = module.loss_output() {
+        if let (Some(place), Some(loss)) = (module.loss_output(), self.runtime.info.graph.loss) {
             // Here, where the other ranks learn of it.
-            scalar(&outputs[place].value)?;
-            self.held.entry((stage, microbatch)).or_default().loss = Some(outputs[place].value.clone());
+            parts(&outputs[place].value, loss.reduction)?;
+            if self.batch.backward {
+                self.held.entry((stage, microbatch)).or_default().loss = Some(outputs[place].value.clone());
+            }
         }
         self.pass_on(def, microbatch, outputs)
     }
@@ -168,11 +209,20 @@ impl<'a> Execution<'a> {
     /// Puts the outputs of a stage where they are used.
     fn pass_on(&mut self, def: &StageDef, microbatch: usize, outputs: Vec<Activation>) -> Result<()> {
         let me = self.runtime.group.rank();
+        let mut has_results = false;
         for (output, activation) in def.outputs.iter().zip(outputs) {
-            if self.runtime.results.contains(&output.value) {
+            let names = self.runtime.outputs.get(&output.value);
+            has_results |= names.is_some();
+            let is_loss = self.runtime.info.graph.loss.is_some_and(|loss| loss.value == output.value);
+            let kept = names.filter(|_| !matches!(self.outputs, Outputs::Dropped));
+            if is_loss || kept.is_some() {
                 // What the caller gets stays as it is when an optimiser changes a parameter that was passed on.
                 let result = aliases(&activation.value, &self.runtime.parameters)?;
-                self.made.results[microbatch].insert(output.value, result);
+                let named = kept.into_iter().flatten().map(|name| (name.clone(), result.clone()));
+                self.made.outputs[microbatch].extend(named);
+                if is_loss {
+                    self.made.losses[microbatch] = Some(result);
+                }
             }
             for (rank, stages) in self.runtime.by_rank(&output.consumers) {
                 if rank == me {
@@ -182,8 +232,15 @@ impl<'a> Execution<'a> {
                     }
                 } else {
                     let message = Message { flow: Flow::Activation, from: def.index, to: stages[0], microbatch };
-                    self.outgoing.entry(self.first_of(message)).or_default().push(Post::pack(&activation));
+                    let packed = (output.value, Post::pack(&activation));
+                    self.outgoing.entry(self.first_of(message)).or_default().push(packed);
                 }
+            }
+        }
+        self.missing[microbatch] -= usize::from(has_results);
+        if let Outputs::Given(give) = &mut self.outputs {
+            if has_results && self.missing[microbatch] == 0 {
+                give(microbatch, std::mem::take(&mut self.made.outputs[microbatch]))?;
             }
         }
         Ok(())
@@ -217,8 +274,12 @@ impl<'a> Execution<'a> {
             _ => (tape.backward(&gradients)?, None),
         };
         self.open -= usize::from(weights.is_none());
-        self.held.entry((stage, microbatch)).or_default().weights = weights;
-        self.made.grads.extend(backward.parameters)?;
+        self.made.at_once += weights.as_ref().map_or(0, WeightTape::at_once);
+        grads::add(&mut self.made.grads, &backward.parameters)?;
+        match weights {
+            Some(weights) => self.held.entry((stage, microbatch)).or_default().weights = Some(weights),
+            None => _ = self.held.remove(&(stage, microbatch)),
+        }
         for (input, gradient) in def.inputs.iter().zip(backward.inputs) {
             let Some(from) = input.from else { continue };
             if self.runtime.rank_of(from) == self.runtime.group.rank() {
@@ -226,7 +287,7 @@ impl<'a> Execution<'a> {
                 held.gradients.entry(input.value).or_default().insert(stage, gradient);
             } else {
                 let message = Message { flow: Flow::Gradient, from: stage, to: from, microbatch };
-                self.outgoing.entry(message).or_default().push(Post::pack_gradient(gradient));
+                self.outgoing.entry(message).or_default().push((input.value, Post::pack_gradient(gradient)));
             }
         }
         Ok(())
@@ -236,14 +297,22 @@ impl<'a> Execution<'a> {
         let weights = self.held.get_mut(&(stage, microbatch)).and_then(|held| held.weights.take());
         let weights = weights.ok_or_else(|| Error::Schedule("weight gradients without input gradients".into()))?;
         self.open -= 1;
-        Ok(self.made.grads.extend(weights.backward()?)?)
+        self.held.remove(&(stage, microbatch));
+        grads::add(&mut self.made.grads, &weights.backward()?)
     }
 
     fn send(&mut self, message: Message) -> Result<()> {
         let nothing = || Error::Schedule("there is nothing to send".into());
         let values = self.outgoing.remove(&message).ok_or_else(nothing)?;
-        let values = values.iter().map(|value| aliases(value, &self.runtime.parameters)).collect::<Result<Vec<_>>>()?;
-        self.post.send(self.runtime.rank_of(message.to), message, &values)
+        let to = self.runtime.rank_of(message.to);
+        let mut packed = Vec::with_capacity(values.len());
+        for (id, value) in values {
+            let is_known =
+                message.flow == Flow::Activation && self.runtime.constants.contains(&id) && !self.sent.insert((id, to));
+            packed.push(if is_known { Value::None } else { aliases(&value, &self.runtime.parameters)? });
+        }
+        self.credit.as_mut().map_or(Ok(()), |credit| credit.before_send(to))?;
+        self.post.send(to, message, self.made.path, &packed)
     }
 
     /// Waits for what a computation takes from other ranks.
@@ -283,7 +352,10 @@ impl<'a> Execution<'a> {
 
     fn receive(&mut self, message: Message) -> Result<()> {
         let Message { flow, from, to, microbatch } = message;
-        let values = self.post.receive(self.runtime.rank_of(from), message)?;
+        let rank = self.runtime.rank_of(from);
+        let (path, values) = self.post.receive(rank, message)?;
+        self.made.path = self.made.path.max(path);
+        self.credit.as_mut().map_or(Ok(()), |credit| credit.after_receive(rank))?;
         let wanted: Vec<(ValueId, Vec<usize>)> = match flow {
             Flow::Activation => {
                 let me = self.runtime.group.rank();
@@ -304,7 +376,11 @@ impl<'a> Execution<'a> {
         if values.len() != wanted.len() {
             return Err(Error::Schedule(format!("{} values came, {} were expected", values.len(), wanted.len())));
         }
-        for ((value, stages), packed) in wanted.into_iter().zip(values) {
+        for ((value, stages), mut packed) in wanted.into_iter().zip(values) {
+            if flow == Flow::Activation && self.runtime.constants.contains(&value) {
+                // It came with the first message, and is not sent again.
+                packed = self.constants.entry(value).or_insert(packed).clone();
+            }
             for stage in stages {
                 let held = self.held.entry((stage, microbatch)).or_default();
                 match flow {

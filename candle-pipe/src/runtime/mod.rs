@@ -4,25 +4,27 @@
 //! (`wire.rs`); gradients of what stages share, and of replicas of the model, are reduced where the program says
 //! (`reduce.rs`). Nothing is probed or agreed upon while it runs: the program, whose sends and receives are in one common
 //! order, decides everything. A rank that fails says so to the others, and the step ends for all of them or for none.
+mod agree;
 mod apart;
+mod credit;
 mod execute;
 mod names;
 mod post;
 mod reduce;
 mod wire;
 
-use crate::graph::{Inputs, Pipe, PipeInfo, Scope, Share, Signature, ValueId};
-use crate::microbatch::Microbatches;
+use crate::graph::{Inputs, Node, NodeKind, Pipe, PipeInfo, Reduction, Scope, Share, Signature, ValueId};
+use crate::microbatch::{Masked, Microbatches};
 use crate::schedule::{Edges, Lowering, Program, Schedule, Span};
 use crate::tape::StageModule;
-use crate::{Error, Result, Step, StepOptions, Value};
+use crate::{Error, Kwargs, Result, Step, StepOptions, Value};
 use candle_core::{Device, Tensor, Var};
 use candle_dist::{
-    ClipGradNorm, DataParallel, DataParallelOptions, ProcessGroup, SyncOptions, TensorTree, sync_params,
+    ClipGradNorm, DataParallel, DataParallelOptions, ProcessGroup, ReduceOp, SyncOptions, TensorTree, sync_params,
 };
-use execute::{Execution, Made};
+use execute::{Execution, Made, Outputs};
 use itertools::Itertools;
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::Range;
 
 /// This rank's stages of a pipe, ready to train and to evaluate.
@@ -61,13 +63,19 @@ pub struct Runtime {
     training: Program,
     evaluation: Program,
     group: ProcessGroup,
+    /// The ranks that have the same stages of other copies of the model, if there are any.
+    copies: Option<ProcessGroup>,
     /// For each stage the averages over the replicas of the model, if there are any.
     replicas: BTreeMap<usize, DataParallel>,
     shared: Vec<Shared>,
     /// Where the parameters lie.
     parameters: HashSet<usize>,
-    /// The values that the caller gets.
-    results: HashSet<ValueId>,
+    /// The values that the caller gets, with their names.
+    outputs: HashMap<ValueId, Vec<String>>,
+    /// The values that are parameters, the same for all microbatches.
+    constants: HashSet<ValueId>,
+    /// The most messages of an evaluation that are on their way from one rank to another.
+    window: usize,
 }
 
 /// A replicated parameter on the ranks that have copies of it.
@@ -100,19 +108,40 @@ pub struct RankStep {
     pub spans: Vec<Span>,
     /// The most passes of stages over microbatches that were open at once: forward done, backward not yet.
     pub peak_activations: usize,
+    /// How many gradients of weights this rank computed with those of inputs, though the schedule put them off: those of
+    /// weights that are no variables of the stage, such as fully sharded ones. The step takes longer than simulated then.
+    pub weights_at_once: usize,
+    /// How many computations, of this rank and others, came one after the other because each needed the one before or ran
+    /// on its rank, up to the last one of this rank. Unlike times it depends on nothing but the schedule and what is sent.
+    pub critical_path: usize,
 }
 
 /// The inputs, rows and weight of every microbatch, and how they are run.
 struct Batch<'a> {
     inputs: Vec<Inputs>,
     rows: Vec<Range<usize>>,
+    masked: Vec<Option<Masked>>,
     weights: Vec<f64>,
     options: &'a StepOptions,
+    /// Whether there are backward passes.
+    backward: bool,
 }
 
 impl<'a> Batch<'a> {
     fn new(runtime: &Runtime, cut: &Microbatches, options: &'a StepOptions, backward: bool) -> Result<Self> {
-        let bind = |(args, kwargs)| runtime.signature.bind(args, kwargs);
+        let microbatches = runtime.training.schedule().microbatches();
+        if cut.len() != microbatches {
+            let reason = format!("{} microbatches for a schedule of {microbatches}", cut.len());
+            return Err(Error::Microbatches(format!("{reason}; cut the batch so, or make another schedule")));
+        }
+        if options.split_backward {
+            let reason = "split_backward on ranks, where the schedule says what is split; leave it out, and take a schedule with \
+                          W, such as zb-h1";
+            return Err(Error::Schedule(reason.into()));
+        }
+        let used = runtime.stages.values().flat_map(|stage| &stage.def().inputs);
+        let used: HashSet<ValueId> = used.filter(|input| input.from.is_none()).map(|input| input.value).collect();
+        let bind = |(args, kwargs)| runtime.signature.bind_for(args, kwargs, |input| used.contains(&input));
         let inputs: Vec<Inputs> = cut.iter().map(bind).collect::<Result<_>>()?;
         let mut values = inputs.iter().flatten();
         let tracked = values.find(|(_, input)| backward && input.tensors().into_iter().any(Tensor::track_op));
@@ -122,7 +151,8 @@ impl<'a> Batch<'a> {
             return Err(Error::Pipe(format!("{reason}; detach it, or make it a parameter of a node")));
         }
         let (rows, weights) = (cut.row_ranges(options.first_row), options.weights(cut, runtime.info.graph.loss)?);
-        Ok(Self { inputs, rows, weights, options })
+        let masked = Masked::of(cut, options.first_row, &runtime.info.graph, &runtime.signature)?;
+        Ok(Self { inputs, rows, masked, weights, options, backward })
     }
 
     fn len(&self) -> usize {
@@ -176,12 +206,16 @@ impl Runtime {
         });
         let shared = shared.collect::<Result<_>>()?;
         let parameters = stages.values().flat_map(|stage| stage.parameters().values()).map(post::address).collect();
-        let results =
-            info.graph.outputs.iter().map(|output| output.value).chain(info.graph.loss.map(|loss| loss.value));
+        let outputs = info.graph.outputs.iter().map(|output| (output.value, output.name.clone())).into_group_map();
+        let is_parameter = |node: &&Node| matches!(node.kind, NodeKind::Parameter(_));
+        let constants = info.graph.nodes.iter().filter(is_parameter).flat_map(|node| node.outputs.clone()).collect();
         Ok(Self {
-            results: results.collect(),
+            outputs,
+            constants,
+            window: credit::window(&info, &evaluation),
             signature: pipe.signature().clone(),
             group: group.clone(),
+            copies: None,
             replicas: BTreeMap::new(),
             info,
             stages,
@@ -197,14 +231,34 @@ impl Runtime {
     ///
     /// The averages of a stage are made in buckets, beside the backward passes of the stages before it.
     ///
-    /// The mean counts every replica alike. For losses that are sums, or means over unlike numbers of rows,
+    /// The mean counts every replica alike, except for losses that [count](Reduction::Counted). For losses that are sums, or
+    /// means over unlike numbers of rows,
     /// [`weights`](field@StepOptions::weights) that are as many times larger as there are replicas, and shares of all rows,
     /// make it the gradient of the whole batch. Variables that no scope gave are not averaged.
     ///
     /// # Errors
-    /// If a replica is a rank of this pipeline; on all replicas alike if their pipelines differ, or the ranks that they
-    /// have in them; those of [`DataParallel::new`].
+    /// Those of [`beside`](Self::beside) and of [`DataParallel::new`].
     pub fn with_replicas(self, replicas: &ProcessGroup, options: &DataParallelOptions) -> Result<Self> {
+        let beside = self.beside(replicas)?;
+        let averages = beside.stages.iter().map(|(&index, stage)| {
+            let variables = stage.parameters().iter().filter(|(_, parameter)| parameter.is_variable());
+            let variables = variables.map(|(name, parameter)| Ok((name, Var::from_tensor(parameter)?)));
+            let variables = variables.collect::<Result<Vec<_>>>()?;
+            Ok((index, DataParallel::new(replicas, &variables, options)?))
+        });
+        Ok(Self { replicas: averages.collect::<Result<_>>()?, ..beside })
+    }
+
+    /// The same stages, in step with `replicas`: the ranks that have the same stages of other copies of the model, whose
+    /// gradients something else averages, such as fully sharded parameters. Every rank calls it.
+    ///
+    /// A step that one copy cannot begin is an error on all of them, and a loss that [counts](Reduction::Counted) is over the
+    /// batches of all copies. [`with_replicas`](Self::with_replicas) does this, too.
+    ///
+    /// # Errors
+    /// If a replica is a rank of this pipeline; on all replicas alike if their pipelines differ, or the ranks that they
+    /// have in them.
+    pub fn beside(self, replicas: &ProcessGroup) -> Result<Self> {
         let own: HashSet<usize> = self.group.ranks().iter().copied().collect();
         let twice = replicas.ranks().iter().filter(|rank| own.contains(rank)).copied().collect_vec();
         if twice != [self.group.ranks()[self.group.rank()]] {
@@ -214,13 +268,7 @@ impl Runtime {
         }
         let pipeline = description(&self.info, &self.training);
         replicas.agree(&format!("rank {} of {pipeline}", self.group.rank()))?;
-        let averages = self.stages.iter().map(|(&index, stage)| {
-            let variables = stage.parameters().iter().filter(|(_, parameter)| parameter.is_variable());
-            let variables = variables.map(|(name, parameter)| Ok((name, Var::from_tensor(parameter)?)));
-            let variables = variables.collect::<Result<Vec<_>>>()?;
-            Ok((index, DataParallel::new(replicas, &variables, options)?))
-        });
-        Ok(Self { replicas: averages.collect::<Result<_>>()?, ..self })
+        Ok(Self { copies: Some(replicas.clone()), ..self })
     }
 
     /// This rank's stages.
@@ -247,13 +295,18 @@ impl Runtime {
         &self.training
     }
 
-    /// One training step without the optimiser, of a batch the whole of which every rank gives.
+    /// One training step without the optimiser, of a batch that is the same on all ranks.
     ///
-    /// Parameters have gradients, inputs have none, and may want none.
+    /// Every rank gives the inputs that its stages use, or more; a rank that is left with none says how many
+    /// [rows](crate::microbatch::Splitter::rows) there are. Inputs that several ranks give are compared by a digest; of those
+    /// on another device than the CPU, by the digest of their ends. Parameters have gradients, inputs have none, and may want
+    /// none.
     ///
     /// # Errors
-    /// If there is no loss, or the schedule has no backward passes; if the batch is not cut into the schedule's microbatches; those of nodes, which name rank, stage, microbatch and
-    /// action, and of communication. Then all ranks fail.
+    /// On this rank, which then exchanges nothing: if there is no loss, or the schedule has no backward passes. On all ranks
+    /// at once, before anything is computed, so that all can go on: if a rank's batch is not cut into the schedule's
+    /// microbatches, lacks an input, or is not that of the others. Those of nodes, which name rank, stage, microbatch and
+    /// action, and of communication, after which the group has failed.
     pub fn forward_backward(&self, batch: &Microbatches, options: &StepOptions) -> Result<RankStep> {
         if self.info.graph.loss.is_none() {
             return Err(Error::Pipe("the model has no loss to differentiate; declare it with loss or loss_fn".into()));
@@ -262,7 +315,8 @@ impl Runtime {
             let reason = "it has no backward passes to train with; evaluate, or take one with them";
             return Err(Error::Schedule(reason.into()));
         }
-        self.run(&self.training, batch, options, true)
+        let outputs = if options.outputs { Outputs::Kept } else { Outputs::Dropped };
+        self.run(&self.training, batch, options, true, outputs)
     }
 
     /// The outputs and losses of all microbatches in evaluation mode, without gradients.
@@ -270,29 +324,66 @@ impl Runtime {
     /// # Errors
     /// As [`forward_backward`](Self::forward_backward).
     pub fn evaluate(&self, batch: &Microbatches) -> Result<RankStep> {
-        self.run(&self.evaluation, batch, &StepOptions { training: false, ..StepOptions::default() }, false)
+        self.evaluate_to(batch, Outputs::Kept)
     }
 
-    fn run(&self, program: &Program, cut: &Microbatches, options: &StepOptions, backward: bool) -> Result<RankStep> {
-        let microbatches = program.schedule().microbatches();
-        if cut.len() != microbatches {
-            let reason = format!("{} microbatches for a schedule of {microbatches}", cut.len());
-            return Err(Error::Microbatches(format!("{reason}; cut the batch so, or make another schedule")));
-        }
-        let batch = Batch::new(self, cut, options, backward)?;
-        let Made { results, grads, spans, peak } = Execution::new(self, program, &batch, backward).run()?;
-        // A rank that is through has not succeeded while another can still fail.
-        self.group.barrier()?;
+    /// As [`evaluate`](Self::evaluate), but outputs go to `each` as soon as a microbatch is through, with its number, on the
+    /// ranks that make them, and are not kept: memory does not grow with the number of microbatches.
+    ///
+    /// # Errors
+    /// As [`evaluate`](Self::evaluate), and those of `each`, after which the group has failed.
+    pub fn evaluate_each(
+        &self,
+        batch: &Microbatches,
+        mut each: impl FnMut(usize, Kwargs) -> Result<()>,
+    ) -> Result<RankStep> {
+        self.evaluate_to(batch, Outputs::Given(&mut each))
+    }
+
+    fn evaluate_to(&self, batch: &Microbatches, outputs: Outputs<'_>) -> Result<RankStep> {
+        let options = StepOptions { training: false, ..StepOptions::default() };
+        self.run(&self.evaluation, batch, &options, false, outputs)
+    }
+
+    fn run(
+        &self,
+        program: &Program,
+        cut: &Microbatches,
+        options: &StepOptions,
+        backward: bool,
+        outputs: Outputs<'_>,
+    ) -> Result<RankStep> {
+        let are_kept = matches!(outputs, Outputs::Kept);
+        let batch = agree::settle(self, Batch::new(self, cut, options, backward))?;
+        let made = Execution::new(self, program, &batch, outputs).run()?;
+        let Made { losses, outputs, grads, spans, peak, path, at_once } = made;
         let mut step = Step::with_grads(grads);
-        for (made, &weight) in results.iter().zip(&batch.weights) {
-            let outputs = self.info.graph.outputs.iter();
-            let outputs = outputs.filter_map(|output| Some((output.name.clone(), made.get(&output.value)?.clone())));
-            step.outputs.push(Value::Map(outputs.collect()));
-            if let Some(loss) = self.info.graph.loss.and_then(|loss| made.get(&loss.value)) {
-                step.add_loss(loss, weight)?;
-            }
+        let reduction = self.info.graph.loss.map_or(Reduction::Mean, |loss| loss.reduction);
+        for (loss, &weight) in losses.iter().zip(&batch.weights) {
+            loss.iter().try_for_each(|loss| step.add_loss(loss, reduction, weight))?;
         }
-        Ok(RankStep { step, spans, peak_activations: peak })
+        if are_kept {
+            step.outputs = outputs.into_iter().map(Value::Map).collect();
+        }
+        // A rank that is through has not succeeded while another can still fail.
+        match reduction {
+            Reduction::Counted => self.divide(&mut step)?,
+            _ => self.group.barrier()?,
+        }
+        Ok(RankStep { step, spans, peak_activations: peak, weights_at_once: at_once, critical_path: path })
+    }
+
+    /// Divides the loss and the gradients by what the losses of all microbatches of all copies of the model count.
+    fn divide(&self, step: &mut Step) -> Result<()> {
+        let mine = Tensor::new(&step.counted()?, &Device::Cpu)?;
+        let mut all = self.group.all_reduce(&mine, ReduceOp::Sum)?;
+        if let Some(copies) = &self.copies {
+            all = copies.all_reduce(&all, ReduceOp::Sum)?;
+        }
+        let all = all.to_vec1::<f64>()?;
+        // Gradients are means over the copies, of which there are so many.
+        let copies = self.copies.as_ref().map_or(1, ProcessGroup::size);
+        step.divide([all[0], all[1]], copies as f64)
     }
 
     fn stage(&self, stage: usize) -> Result<&StageModule> {

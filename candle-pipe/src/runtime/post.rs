@@ -6,7 +6,6 @@ use crate::{Error, Result, Value};
 use candle_core::Tensor;
 use candle_dist::{ProcessGroup, TensorTree};
 use std::collections::HashSet;
-use std::ops::Range;
 
 /// One rank's messages to and from the others.
 pub(super) struct Post<'a> {
@@ -14,8 +13,8 @@ pub(super) struct Post<'a> {
 }
 
 impl<'a> Post<'a> {
-    pub(super) fn new(group: &'a ProcessGroup, step: u64, rows: &'a [Range<usize>]) -> Self {
-        Self { wire: Wire::new(group, step, rows) }
+    pub(super) fn new(group: &'a ProcessGroup) -> Self {
+        Self { wire: Wire::new(group) }
     }
 
     /// A value, and which of its tensors want a gradient.
@@ -42,11 +41,11 @@ impl<'a> Post<'a> {
         Ok(Gradient(packed.items()?.iter().map(part).collect::<Result<_>>()?))
     }
 
-    pub(super) fn send(&mut self, to: usize, message: Message, values: &[Value]) -> Result<()> {
-        self.wire.send(to, message, values)
+    pub(super) fn send(&mut self, to: usize, message: Message, path: usize, values: &[Value]) -> Result<()> {
+        self.wire.send(to, message, path, values)
     }
 
-    pub(super) fn receive(&mut self, from: usize, message: Message) -> Result<Vec<Value>> {
+    pub(super) fn receive(&mut self, from: usize, message: Message) -> Result<(usize, Vec<Value>)> {
         self.wire.receive(from, message)
     }
 }

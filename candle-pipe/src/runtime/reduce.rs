@@ -1,8 +1,9 @@
 //! Gradients of one parameter on several ranks: shared by stages, or of replicas of the model.
 use super::Runtime;
-use crate::Result;
+use crate::{Result, grads};
+use candle_core::Tensor;
 use candle_core::backprop::GradStore;
-use candle_dist::{PendingGrads, ReduceOp};
+use candle_dist::{PendingGrads, ReduceOp, sum_dtype};
 use std::collections::HashMap;
 
 /// The reductions of one step.
@@ -22,7 +23,9 @@ impl<'a> Reductions<'a> {
         // Stages of one rank have one copy, whose gradients are summed already.
         let Some(ranks) = &shared.ranks else { return Ok(()) };
         for parameter in &shared.parameters {
-            let grad = grads.get(parameter).cloned().map_or_else(|| parameter.zeros_like(), Ok)?;
+            let grad = grads.get(parameter).cloned();
+            let zeros = || Tensor::zeros(parameter.shape(), sum_dtype(parameter.dtype()), parameter.device());
+            let grad = grad.map_or_else(zeros, Ok)?;
             grads.insert(parameter, ranks.all_reduce(&grad.detach(), ReduceOp::Sum)?);
         }
         Ok(())
@@ -41,6 +44,6 @@ impl<'a> Reductions<'a> {
         let Some(started) = self.started.remove(&stage) else { return Ok(()) };
         let mut means = GradStore::default();
         started.wait(&mut means)?;
-        Ok(grads.extend(means)?)
+        grads::add(grads, &means)
     }
 }

@@ -1,19 +1,17 @@
 //! Values from stage to stage: tensors are handed over, everything else travels in a header.
 //!
-//! A message is a fixed head (what it is, for which stage, step, microbatch and rows), an outline of the values where it
-//! differs from the last one on the same way, and the tensors. So shapes may change from microbatch to microbatch, nothing
-//! is probed, ranks that were given different batches notice, and in the common case an action costs one small message
-//! more than its tensors.
+//! A message is a fixed head (what it is, for which stage and microbatch), an outline of the values where it differs from
+//! the last one on the same way, and the tensors. So shapes may change from microbatch to microbatch, nothing is probed, and
+//! in the common case an action costs one small message more than its tensors.
 use crate::schedule::{Action, Flow, Message};
 use crate::{Error, Result, Value};
 use candle_core::{DType, Device, Shape, Tensor};
 use candle_dist::ProcessGroup;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, HashMap};
-use std::ops::Range;
 
-/// The numbers in a head: what identifies the message, its microbatch on the sender's side, and the bytes of an outline.
-const HEAD: usize = 8;
+/// The numbers in a head: what identifies the message, the computations before it, and the bytes of an outline.
+const HEAD: usize = 6;
 
 /// What identifies a message, in numbers.
 fn numbers(Message { flow, from, to, microbatch }: Message) -> [i64; 4] {
@@ -87,35 +85,27 @@ type Way = (Flow, usize, usize);
 #[derive(Debug)]
 pub(super) struct Wire<'a> {
     group: &'a ProcessGroup,
-    step: u64,
-    /// The rows of each microbatch.
-    rows: &'a [Range<usize>],
     sent: HashMap<Way, Vec<Outline>>,
     received: HashMap<Way, Vec<Outline>>,
 }
 
 impl<'a> Wire<'a> {
-    pub(super) fn new(group: &'a ProcessGroup, step: u64, rows: &'a [Range<usize>]) -> Self {
-        Self { group, step, rows, sent: HashMap::new(), received: HashMap::new() }
-    }
-
-    /// What a microbatch is on this rank, in numbers.
-    fn batch(&self, microbatch: usize) -> [i64; 3] {
-        let rows = &self.rows[microbatch];
-        [self.step as i64, rows.start as i64, rows.end as i64]
+    pub(super) fn new(group: &'a ProcessGroup) -> Self {
+        Self { group, sent: HashMap::new(), received: HashMap::new() }
     }
 
     /// Hands values to a rank, without waiting for it and without copying those that are contiguous.
     ///
-    /// Nobody may write to the tensors' memory afterwards.
+    /// Nobody may write to the tensors' memory afterwards. `path` is how many computations came one after the other until
+    /// this was made.
     #[track_caller]
-    pub(super) fn send(&mut self, to: usize, message: Message, values: &[Value]) -> Result<()> {
+    pub(super) fn send(&mut self, to: usize, message: Message, path: usize, values: &[Value]) -> Result<()> {
         let mut tensors = Vec::new();
         let outlines: Vec<Outline> = values.iter().map(|value| Outline::of(value, &mut tensors)).collect();
         let way = (message.flow, message.from, message.to);
         let known = self.sent.get(&way) == Some(&outlines);
         let text = if known { Vec::new() } else { serde_json::to_vec(&outlines).map_err(unreadable)? };
-        let head = [&numbers(message)[..], &self.batch(message.microbatch), &[text.len() as i64]].concat();
+        let head = [&numbers(message)[..], &[path as i64, text.len() as i64]].concat();
         self.group.send_owned(Tensor::from_vec(head, HEAD, &Device::Cpu)?, to)?;
         if !known {
             self.group.send_owned(Tensor::from_vec(text.clone(), text.len(), &Device::Cpu)?, to)?;
@@ -124,9 +114,9 @@ impl<'a> Wire<'a> {
         tensors.into_iter().try_for_each(|tensor| Ok(self.group.send_owned(tensor.detach(), to)?))
     }
 
-    /// The next message of a rank, which must be this one.
+    /// The next message of a rank, which must be this one, behind its path.
     #[track_caller]
-    pub(super) fn receive(&mut self, from: usize, message: Message) -> Result<Vec<Value>> {
+    pub(super) fn receive(&mut self, from: usize, message: Message) -> Result<(usize, Vec<Value>)> {
         let head = self.group.recv(HEAD, DType::I64, from)?.to_vec1::<i64>()?;
         if head[..4] != numbers(message) {
             let (got, want) = (&head[..4], Action::Recv(message));
@@ -134,21 +124,16 @@ impl<'a> Wire<'a> {
                 format!("rank {from} sent {got:?} (gradients?, from stage, to stage, microbatch) where {want}");
             return Err(Error::Schedule(format!("{reason} was to come; run the same schedule on all ranks")));
         }
-        let [step, start, end] = self.batch(message.microbatch);
-        if head[4..7] != [step, start, end] {
-            let theirs = format!("rank {from} has rows {} to {} of step {}", head[5], head[6], head[4]);
-            let reason = format!("{theirs}, this rank rows {start} to {end} of step {step}");
-            return Err(Error::Microbatches(format!("{reason}; give all ranks the same batch and step")));
-        }
         let way = (message.flow, message.from, message.to);
-        if head[7] > 0 {
-            let text = self.group.recv(head[7] as usize, DType::U8, from)?.to_vec1::<u8>()?;
+        if head[5] > 0 {
+            let text = self.group.recv(head[5] as usize, DType::U8, from)?.to_vec1::<u8>()?;
             self.received.insert(way, serde_json::from_slice(&text).map_err(unreadable)?);
         }
         let unknown = || Error::Pipe(format!("rank {from} refers to a message that did not come"));
         let outlines = self.received.get(&way).ok_or_else(unknown)?;
         let mut next = |dims: &[usize], dtype| Ok(self.group.recv(Shape::from(dims), dtype, from)?);
-        outlines.iter().map(|outline| outline.value(&mut next)).collect()
+        let values = outlines.iter().map(|outline| outline.value(&mut next)).collect::<Result<_>>()?;
+        Ok((head[4] as usize, values))
     }
 }
 
@@ -178,16 +163,16 @@ mod tests {
     fn values_arrive_as_they_were_and_outlines_are_sent_where_they_change() {
         World::local(2)
             .run(|ctx| -> Result<()> {
-                let rows = [3, 3, 0, 2].map(|rows| 0..rows);
-                let mut wire = Wire::new(ctx.group(), 0, &rows);
+                let mut wire = Wire::new(ctx.group());
                 for (microbatch, rows) in [3, 3, 0, 2].into_iter().enumerate() {
                     let label = Message { flow: Flow::Activation, from: 1, to: 2, microbatch };
                     if ctx.rank() == 0 {
-                        let (sent, counts) = comm::record(|| wire.send(1, label, &message(rows)));
+                        let (sent, counts) = comm::record(|| wire.send(1, label, microbatch, &message(rows)));
                         sent?;
                         assert_eq!(counts.total(), if microbatch == 1 { 3 } else { 4 });
                     } else {
-                        let got = wire.receive(0, label)?;
+                        let (path, got) = wire.receive(0, label)?;
+                        assert_eq!(path, microbatch);
                         assert_eq!(got.len(), 3);
                         for (got, want) in got.iter().zip(message(rows)) {
                             assert!(got.same(&want)?, "{got}, sent {want}");
@@ -202,11 +187,10 @@ mod tests {
     #[test]
     fn another_message_than_the_expected_one_is_an_error() {
         let texts = World::local(2).run(|ctx| -> Result<String> {
-            let rows = [0..1, 1..2];
-            let mut wire = Wire::new(ctx.group(), 0, &rows);
+            let mut wire = Wire::new(ctx.group());
             let label = |microbatch| Message { flow: Flow::Gradient, from: 2, to: 1, microbatch };
             if ctx.rank() == 0 {
-                wire.send(1, label(1), &message(1))?;
+                wire.send(1, label(1), 0, &message(1))?;
                 return Ok(String::new());
             }
             Ok(wire.receive(0, label(0)).unwrap_err().to_string())

@@ -1,6 +1,7 @@
 //! What the parts of a pipeline cost.
 use super::{Compute, Flow, Message, Pass};
 use crate::{Error, Result};
+use std::collections::BTreeMap;
 
 /// How long the stages compute and their messages travel, in any one unit of time.
 #[derive(Debug, Clone, PartialEq)]
@@ -17,6 +18,9 @@ pub struct Costs {
     pub per_byte: f64,
     /// The bytes that each stage gives to a later one for a microbatch; their gradients have as many.
     pub bytes: Vec<f64>,
+    /// The bytes that a stage gives to another one, for those of which `bytes` is not true: a value that skips stages has
+    /// another size than the one for the next stage.
+    pub edge_bytes: BTreeMap<(usize, usize), f64>,
 }
 
 impl Costs {
@@ -25,8 +29,9 @@ impl Costs {
     pub fn per_rank(stage_ranks: &[usize], forward: f64, input: f64, weight: f64) -> Self {
         let share = |rank: &usize| stage_ranks.iter().filter(|&other| other == rank).count() as f64;
         let split = |time: f64| stage_ranks.iter().map(|rank| time / share(rank)).collect();
-        let bytes = vec![0.0; stage_ranks.len()];
-        Self { forward: split(forward), input: split(input), weight: split(weight), latency: 0.0, per_byte: 0.0, bytes }
+        let (latency, per_byte, bytes) = (0.0, 0.0, vec![0.0; stage_ranks.len()]);
+        let (forward, input, weight) = (split(forward), split(input), split(weight));
+        Self { forward, input, weight, latency, per_byte, bytes, edge_bytes: BTreeMap::new() }
     }
 
     /// The time of a computation; the costs must [`fit`](Self::fit).
@@ -42,11 +47,11 @@ impl Costs {
 
     /// For how long a message occupies the way between its ranks; the costs must [`fit`](Self::fit).
     pub(super) fn occupies(&self, message: Message) -> f64 {
-        let producer = match message.flow {
-            Flow::Activation => message.from,
-            Flow::Gradient => message.to,
+        let (producer, user) = match message.flow {
+            Flow::Activation => (message.from, message.to),
+            Flow::Gradient => (message.to, message.from),
         };
-        self.bytes[producer] * self.per_byte
+        self.edge_bytes.get(&(producer, user)).unwrap_or(&self.bytes[producer]) * self.per_byte
     }
 
     /// Refuses costs of another number of stages, and times that are none.
@@ -59,8 +64,14 @@ impl Costs {
                 return Err(Error::Schedule(said));
             }
         }
+        if let Some((from, to)) = self.edge_bytes.keys().find(|(from, to)| from >= to || *to >= stages) {
+            let said =
+                format!("bytes of stage {from} for stage {to} of {stages}: give those of a stage for a later one");
+            return Err(Error::Schedule(said));
+        }
         let each = lists.iter().flat_map(|(name, list)| list.iter().map(move |&cost| (*name, cost)));
-        for (name, cost) in each.chain([("latency", self.latency), ("per_byte", self.per_byte)]) {
+        let edges = self.edge_bytes.values().map(|&bytes| ("edge_bytes", bytes));
+        for (name, cost) in each.chain(edges).chain([("latency", self.latency), ("per_byte", self.per_byte)]) {
             if !(cost.is_finite() && cost >= 0.0) {
                 return Err(Error::Schedule(format!(
                     "a {name} cost is {cost}: give a finite one that is not negative"

@@ -6,6 +6,8 @@ use itertools::Itertools;
 
 /// The actions of each rank, as they are in the text and not checked any further.
 ///
+/// Blank lines at the end are none, since every rank has actions.
+///
 /// # Errors
 /// If a cell holds no action; it is named by rank and position.
 pub fn parse_csv(text: &str) -> Result<Vec<Vec<Option<Action>>>> {
@@ -17,7 +19,7 @@ pub fn parse_csv(text: &str) -> Result<Vec<Vec<Option<Action>>>> {
         }),
     };
     let line = |(rank, line): (usize, &str)| line.split(',').enumerate().map(|(i, text)| cell(rank, i, text)).collect();
-    text.lines().enumerate().map(line).collect()
+    text.trim_end().lines().enumerate().map(line).collect()
 }
 
 fn write_csv<'a, L: IntoIterator<Item = Option<&'a Action>>>(ranks: impl Iterator<Item = L>) -> String {

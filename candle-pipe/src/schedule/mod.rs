@@ -3,7 +3,7 @@
 //! | step | from | to |
 //! |---|---|---|
 //! | [`ScheduleKind::schedule`], [`greedy`], [`Schedule::from_csv`] | sizes, costs or text | [`Schedule`]: computations alone |
-//! | [`Schedule::lower`] | a schedule and what its stages exchange ([`Edges`]) | [`Program`]: what each rank executes |
+//! | [`Schedule::lower`] | a schedule, what its stages exchange ([`Edges`]) and what goes with it, as a [`Lowering`] | [`Program`]: what each rank executes |
 //! | [`Schedule::simulate`] | a schedule and what its stages cost ([`Costs`]) | [`Timeline`]: when everything happens |
 //! | [`draw`] | timelines, predicted and measured | text, SVG, Chrome trace |
 //!

@@ -1,4 +1,5 @@
 //! What goes from stage to stage: values forward, gradients back.
+use crate::graph::Reduction;
 use crate::{Error, Result, Value};
 use candle_core::Tensor;
 use candle_dist::TensorTree;
@@ -62,12 +63,16 @@ impl Gradient {
         Ok(sum)
     }
 
-    /// The gradient `weight` of a loss.
+    /// The gradient `weight` of a loss, or of the sum in a loss that is a tuple of a sum and a count.
     ///
     /// # Errors
-    /// [`Error::Pipe`] if the value is no scalar of floats.
+    /// [`Error::Pipe`] if there is no scalar of floats.
     pub fn of_loss(loss: &Value, weight: f64) -> Result<Self> {
-        Ok(Self(vec![Some(scalar(loss)?.ones_like()?.affine(weight, 0.0)?)]))
+        let sum = match loss {
+            Value::Tuple(parts) if parts.len() == 2 => &parts[0],
+            other => other,
+        };
+        Ok(Self(vec![Some(scalar(sum)?.ones_like()?.affine(weight, 0.0)?)]))
     }
 }
 
@@ -76,5 +81,24 @@ pub(crate) fn scalar(loss: &Value) -> Result<&Tensor> {
     match loss {
         Value::Tensor(tensor) if tensor.rank() == 0 && tensor.dtype().is_float() => Ok(tensor),
         other => Err(Error::Pipe(format!("the loss is {other}: want a scalar of floats; reduce it in a function"))),
+    }
+}
+
+/// The tensor of a loss, and what it counts where it says so.
+pub(crate) fn parts(loss: &Value, reduction: Reduction) -> Result<(&Tensor, Option<&Value>)> {
+    if reduction != Reduction::Counted {
+        return Ok((scalar(loss)?, None));
+    }
+    let wrong = || {
+        let want = "want a tuple of a sum, a scalar of floats, and a count, a number or a tensor of one";
+        Error::Pipe(format!("the loss is {loss}: {want}"))
+    };
+    let Value::Tuple(parts) = loss else { return Err(wrong()) };
+    match parts.as_slice() {
+        [sum, count @ (Value::Int(_) | Value::Float(_))] => Ok((scalar(sum).map_err(|_| wrong())?, Some(count))),
+        [sum, count @ Value::Tensor(one)] if one.elem_count() == 1 => {
+            Ok((scalar(sum).map_err(|_| wrong())?, Some(count)))
+        }
+        _ => Err(wrong()),
     }
 }

@@ -1,16 +1,18 @@
 //! One stage's forward and backward passes of one microbatch.
 mod activation;
+mod again;
 mod queue;
-mod seed;
-
 mod record;
+mod seed;
 mod stage;
 
 pub use activation::{Activation, Gradient};
 pub use record::{Backward, Tape, WeightTape};
 pub use stage::{Keep, StageModule};
 
-pub(crate) use activation::scalar;
+pub(crate) use activation::parts;
 pub(crate) use queue::WeightQueue;
 pub(crate) use seed::vjp;
 pub(crate) use stage::StageNode;
+
+use again::{Given, leaving_variables};

@@ -2,9 +2,10 @@
 use crate::Result;
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, TensorId};
+use candle_dist::add_grad;
 use candle_shard::kernels::{LateGradient, WeightSink, with_weight_sink};
 use std::fmt;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// The weight gradients of one run of one stage, put off or not.
@@ -16,6 +17,8 @@ pub(crate) struct WeightQueue {
     /// Variables that stand for values of other stages, whose gradients nobody may wait for.
     inputs: Vec<TensorId>,
     is_deferring: AtomicBool,
+    /// How many gradients of weights were computed at once though they were to be put off.
+    at_once: AtomicUsize,
     weights: Mutex<Weights>,
 }
 
@@ -59,13 +62,19 @@ impl WeightQueue {
         self.lock().waiting.iter().map(|late| late.weight.clone()).collect()
     }
 
+    /// How many gradients of weights were computed at once though they were to be put off: those of weights that are no
+    /// variables of the stage, such as the whole of a fully sharded one.
+    pub(crate) fn at_once(&self) -> usize {
+        self.at_once.load(Ordering::Relaxed)
+    }
+
     /// Computes what waits, in the order in which it came, and adds all that the queue has to `grads`.
     pub(crate) fn finish(&self, grads: &mut GradStore) -> Result<()> {
         let waiting = std::mem::take(&mut self.lock().waiting);
         waiting.into_iter().try_for_each(|late| self.add(&late.weight, (late.gradient)()?))?;
         for (weight, sum) in std::mem::take(&mut self.lock().sums) {
             let whole = match grads.get(&weight) {
-                Some(other) => (other + sum)?,
+                Some(other) => add_grad(Some(other), &sum)?,
                 None => sum,
             };
             grads.insert(&weight, whole);
@@ -76,7 +85,7 @@ impl WeightQueue {
     fn add(&self, weight: &Tensor, grad: Tensor) -> candle_core::Result<()> {
         let mut weights = self.lock();
         match weights.sums.iter_mut().find(|(other, _)| other.id() == weight.id()) {
-            Some((_, sum)) => *sum = (&*sum + grad)?,
+            Some((_, sum)) => *sum = add_grad(Some(sum), &grad)?,
             None => weights.sums.push((weight.clone(), grad)),
         }
         Ok(())
@@ -90,10 +99,12 @@ impl WeightQueue {
 impl WeightSink for WeightQueue {
     /// The gradient of `weight`, unless that is one of this stage's own variables: then the queue has it, now or later.
     fn take(&self, weight: &Tensor, gradient: LateGradient) -> candle_core::Result<Option<Tensor>> {
+        let is_deferring = self.is_deferring.load(Ordering::Relaxed);
         if !weight.is_variable() || self.inputs.contains(&weight.id()) {
+            self.at_once.fetch_add(usize::from(is_deferring), Ordering::Relaxed);
             return gradient().map(Some);
         }
-        if self.is_deferring.load(Ordering::Relaxed) {
+        if is_deferring {
             self.lock().waiting.push(Late { weight: weight.clone(), gradient });
         } else {
             self.add(weight, gradient()?)?;

@@ -1,5 +1,5 @@
 //! What a stage keeps between the passes of one microbatch.
-use super::{Activation, Gradient, StageModule, WeightQueue, vjp};
+use super::{Activation, Given, Gradient, StageModule, WeightQueue, vjp};
 use crate::graph::Ctx;
 use crate::{Error, Result, Value};
 use candle_core::backprop::GradStore;
@@ -16,7 +16,8 @@ pub struct Tape {
 
 enum Kept {
     Recorded(Recorded),
-    Inputs(Vec<Activation>, Ctx, Draws),
+    /// With what the nodes drew, and what came out of them where the second run is compared with the first.
+    Inputs(Vec<Activation>, Ctx, Draws, Option<Given>),
 }
 
 /// The graph of one run.
@@ -52,8 +53,14 @@ impl Tape {
         Self { stage, kept: Kept::Recorded(recorded) }
     }
 
-    pub(super) fn inputs(stage: StageModule, inputs: Vec<Activation>, ctx: Ctx, draws: Draws) -> Self {
-        Self { stage, kept: Kept::Inputs(inputs, ctx, draws) }
+    pub(super) fn inputs(
+        stage: StageModule,
+        inputs: Vec<Activation>,
+        ctx: Ctx,
+        draws: Draws,
+        given: Option<Given>,
+    ) -> Self {
+        Self { stage, kept: Kept::Inputs(inputs, ctx, draws, given) }
     }
 
     /// The whole backward pass, from the gradients of the stage's outputs in their order.
@@ -71,8 +78,8 @@ impl Tape {
     /// The backward pass but for the weights of linear layers, whose gradients come from the tape that is left: bit by
     /// bit those that [`backward`](Self::backward) gives.
     ///
-    /// Those of [`nn::Linear`](crate::nn::Linear), and on a CPU of `candle_shard` where nothing need be communicated for
-    /// them.
+    /// Those of [`nn::Linear`](crate::nn::Linear) and of the linear layers of `candle_shard`, recomputed ones included, where
+    /// nothing need be communicated for them: not of fully sharded weights, nor of those that other stages send.
     ///
     /// Every parameter's gradient comes whole from one of the two.
     ///
@@ -92,10 +99,14 @@ impl Tape {
     fn run(self, gradients: &[Gradient], is_deferring: bool) -> Result<(Backward, Arc<WeightQueue>)> {
         let recorded = match self.kept {
             Kept::Recorded(recorded) => recorded,
-            Kept::Inputs(inputs, ctx, draws) => draws.again(|| Recorded::new(&self.stage, &inputs, &ctx))?,
+            Kept::Inputs(inputs, ctx, draws, given) => {
+                let again = draws.again(|| Recorded::new(&self.stage, &inputs, &ctx))?;
+                given.map_or(Ok(()), |given| given.check(&self.stage, &again.outputs, &ctx))?;
+                again
+            }
         };
         recorded.queue.defer(is_deferring);
-        let named: Vec<&Tensor> = self.stage.parameters().values().filter(|tensor| tensor.is_variable()).collect();
+        let named: Vec<&Tensor> = self.stage.variables().map(|(_, variable)| variable).collect();
         let mut grads = vjp(&recorded.seeds(&self.stage, gradients)?, &named)?;
         let mut leaf = |leaf: &Option<Var>| leaf.as_ref().and_then(|leaf| grads.remove(leaf));
         let inputs = recorded.leaves.iter().map(|leaves| Gradient(leaves.iter().map(&mut leaf).collect())).collect();
@@ -104,6 +115,11 @@ impl Tape {
 }
 
 impl WeightTape {
+    /// How many gradients of weights could not wait.
+    pub(crate) fn at_once(&self) -> usize {
+        self.queue.at_once()
+    }
+
     /// The gradients of the weights that were put off.
     ///
     /// # Errors

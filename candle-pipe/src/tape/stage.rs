@@ -1,13 +1,14 @@
 //! A built stage.
 use super::activation::detached;
 use super::record::Recorded;
-use super::{Activation, Tape};
+use super::{Activation, Given, Tape, leaving_variables};
 use crate::graph::{Ctx, Named, Node, StageDef, StageOp, ValueId};
 use crate::{Error, Result, Value};
 use candle_core::{DType, Device, Tensor};
 use candle_dist::TensorTree;
 use candle_shard::nn::Draws;
 use itertools::Itertools;
+use std::cell::Cell;
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 use std::rc::Rc;
@@ -20,7 +21,16 @@ pub enum Keep {
     #[default]
     Activations,
     /// The stage's inputs, from which the backward pass computes the rest a second time (Chen et al. 2016).
+    ///
+    /// The second pass must be the first one again, so it is compared with it: outputs bit by bit in every pass, the stage's
+    /// variables in the first one. A stage that draws other random numbers, as `candle_nn::Dropout` does, or changes its
+    /// variables on the way, as `candle_nn::BatchNorm` does, is an error; [`nn::Dropout`](crate::nn::Dropout) draws the same.
+    /// On a CPU a digest of the outputs is kept, elsewhere the outputs.
     Inputs,
+    /// As [`Inputs`](Self::Inputs), without comparing: for kernels that do not give the same bits twice.
+    ///
+    /// A stage that computes something else in its second pass has the gradients of that.
+    InputsUnchecked,
 }
 
 /// A stage with its parameters, on its device.
@@ -38,6 +48,8 @@ struct Inner {
     loss: Option<ValueId>,
     /// For each node, the values that no later node and no one else uses.
     unused_after: Vec<Vec<ValueId>>,
+    /// Whether a forward pass is known to leave the variables as they are.
+    leaves_variables: Cell<bool>,
     device: Device,
     dtype: DType,
 }
@@ -48,16 +60,30 @@ pub(crate) struct StageNode {
     op: Rc<dyn StageOp>,
     inputs: Vec<ValueId>,
     outputs: Vec<ValueId>,
+    makes_loss: bool,
 }
 
 impl StageNode {
-    pub(crate) fn new(node: &Node, op: Rc<dyn StageOp>) -> Self {
-        Self { name: node.name.clone(), op, inputs: node.inputs.clone(), outputs: node.outputs.clone() }
+    pub(crate) fn new(node: &Node, op: Rc<dyn StageOp>, loss: Option<ValueId>) -> Self {
+        let makes_loss = loss.is_some_and(|loss| node.outputs.contains(&loss));
+        Self { name: node.name.clone(), op, inputs: node.inputs.clone(), outputs: node.outputs.clone(), makes_loss }
     }
 
     pub(super) fn run(&self, values: &HashMap<ValueId, Value>, ctx: &Ctx) -> Result<Vec<Value>> {
         let inputs = self.inputs.iter().map(|id| values.get(id).cloned().unwrap_or(Value::None)).collect_vec();
-        let outputs = self.op.forward(&inputs, ctx).map_err(|error| error.at_node(&self.name))?;
+        match ctx.masked.as_ref().filter(|_| self.makes_loss) {
+            None => self.compute(&inputs, ctx),
+            Some(masked) => {
+                // A loss over rows of zeros would be another one.
+                let own = self.inputs.iter().zip(&inputs).map(|(&id, value)| masked.own(id, value));
+                let own = own.collect::<Result<Vec<_>>>().map_err(|error| error.at_node(&self.name))?;
+                self.compute(&own, &Ctx { rows: masked.rows(), ..ctx.clone() })
+            }
+        }
+    }
+
+    fn compute(&self, inputs: &[Value], ctx: &Ctx) -> Result<Vec<Value>> {
+        let outputs = self.op.forward(inputs, ctx).map_err(|error| error.at_node(&self.name))?;
         if outputs.len() == self.outputs.len() {
             return Ok(outputs);
         }
@@ -83,7 +109,18 @@ impl StageModule {
         def.outputs.iter().for_each(|output| _ = last_use.remove(&output.value));
         let mut unused_after = vec![Vec::new(); nodes.len()];
         last_use.into_iter().for_each(|(value, node)| unused_after[node].push(value));
-        Self(Rc::new(Inner { def, nodes, parameters, copies, loss, unused_after, device, dtype }))
+        let leaves_variables = Cell::new(false);
+        Self(Rc::new(Inner { def, nodes, parameters, copies, loss, unused_after, leaves_variables, device, dtype }))
+    }
+
+    /// The parameters that are variables, by full name.
+    pub(super) fn variables(&self) -> impl Iterator<Item = (&String, &Tensor)> {
+        self.parameters().iter().filter(|(_, parameter)| parameter.is_variable())
+    }
+
+    /// The node that makes a value.
+    pub(super) fn maker(&self, value: ValueId) -> Option<&str> {
+        self.0.nodes.iter().find(|node| node.outputs.contains(&value)).map(|node| node.name.as_str())
     }
 
     /// What the stage runs, takes and gives.
@@ -114,7 +151,7 @@ impl StageModule {
     /// The circumstances of a microbatch of these rows, the first one of the first training step; change what differs.
     pub fn ctx(&self, rows: Range<usize>) -> Ctx {
         let (device, dtype) = (self.0.device.clone(), self.0.dtype);
-        Ctx { device, dtype, microbatch: 0, rows, step: 0, training: true }
+        Ctx { device, dtype, microbatch: 0, rows, step: 0, training: true, masked: None }
     }
 
     /// The stage's outputs for its `inputs`, each in the order of its [`StageDef`], and what a backward pass needs.
@@ -128,11 +165,20 @@ impl StageModule {
             .into_iter()
             .map(|input| Ok(Activation { value: input.value.to_device(self.device())?, tracked: input.tracked }));
         let inputs = inputs.collect::<Result<Vec<_>>>()?;
-        let (recorded, draws) = Draws::of(|| Recorded::new(self, &inputs, ctx))?;
+        let run = || Draws::of(|| Recorded::new(self, &inputs, ctx));
+        let (recorded, draws) = match keep {
+            Keep::Inputs if ctx.training && !self.0.leaves_variables.get() => {
+                let made = leaving_variables(self, run)?;
+                self.0.leaves_variables.set(true);
+                made
+            }
+            _ => run()?,
+        };
         let outputs = recorded.outputs()?;
         let tape = match keep {
             Keep::Activations => Tape::recorded(self.clone(), recorded),
-            Keep::Inputs => Tape::inputs(self.clone(), inputs, ctx.clone(), draws),
+            Keep::Inputs => Tape::inputs(self.clone(), inputs, ctx.clone(), draws, Some(Given::of(&outputs)?)),
+            Keep::InputsUnchecked => Tape::inputs(self.clone(), inputs, ctx.clone(), draws, None),
         };
         Ok((outputs, tape))
     }

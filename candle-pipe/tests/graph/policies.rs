@@ -133,7 +133,9 @@ fn layouts() {
         ("1t", "`1` is no letter"),
         ("((t*999)*999)*999", "more than 4096 letters"),
         (&"(".repeat(9999), "longer than 4096 bytes"),
-        (&"(".repeat(4096), "a `(` that nothing closes"),
+        (&"(".repeat(4096), "more than 64 brackets are open"),
+        (&format!("{}t{}", "(".repeat(65), ")".repeat(65)), "more than 64 brackets are open"),
+        (&"(".repeat(64), "a `(` that nothing closes"),
     ];
     for (layout, want) in faults {
         let error = names(layout).unwrap_err().to_string();

@@ -92,8 +92,10 @@ fn weights_of_sharded_layers_wait() {
         seeds[loss] = Gradient::of_loss(&outputs[loss].value, 1.0)?;
         let (first, late) = tape.backward_inputs(&seeds)?;
         let late = late.backward()?;
-        // What is recomputed in the backward pass does not wait.
-        for (name, waits) in [("first.up.weight", true), ("first.down.weight", true), ("first.up.bias", false)] {
+        let waits = ["first.up.weight", "first.down.weight", "second.up.weight", "second.down.weight"];
+        let all =
+            waits.map(|name| (name, true)).into_iter().chain([("first.up.bias", false), ("second.up.bias", false)]);
+        for (name, waits) in all {
             let parameter = &stage.parameters()[name];
             let found = (first.parameters.get(parameter).is_some(), late.get(parameter).is_some());
             assert_eq!(found, (!waits, waits), "{name}");

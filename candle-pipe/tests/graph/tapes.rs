@@ -241,3 +241,43 @@ fn frozen_parameters_have_no_gradients() {
     assert!(local.named_vars().unwrap().is_empty());
     assert!(step.loss().unwrap().to_scalar::<f64>().unwrap() > 0.0);
 }
+
+#[test]
+fn a_second_pass_that_draws_anew_is_refused() {
+    let mut g = Builder::new();
+    let x = g.input("x", In::Arg);
+    let h = g.module("layer", |vb| Ok(nn::linear(4, 16, vb.clone())?), [x]);
+    let h = g.module("drop", |_| Ok(candle_nn::Dropout::new(0.5)), [h]);
+    let h = g.func("sum", |xs, _| Ok(xs[0].tensor()?.sum_keepdim(1)?.into()), [h]);
+    g.output("y", h);
+    g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.mean_all()?), [h], Reduction::Mean);
+    let built = build(&g.finish(SplitSpec::at([("sum", SplitPoint::Beginning)])).unwrap());
+    let batch = kinds_args(6).split(2);
+    let step = |keep| built.local.forward_backward(&batch, &StepOptions { keep, ..StepOptions::default() });
+    let said = step(Keep::Inputs).unwrap_err().to_string();
+    for want in ["stage 0: ", "microbatch 0", "node \"drop\" (f64[3, 16])", "Keep::Activations"] {
+        assert!(said.contains(want), "{said}");
+    }
+    assert!(step(Keep::Activations).is_ok() && step(Keep::InputsUnchecked).is_ok());
+    // Where nothing is dropped, the second pass is the first.
+    let options = StepOptions { keep: Keep::Inputs, training: false, ..StepOptions::default() };
+    assert!(built.local.forward_backward(&batch, &options).is_ok());
+}
+
+#[test]
+fn a_forward_pass_that_moves_running_statistics_is_not_run_twice() {
+    let mut g = Builder::new();
+    let x = g.input("x", In::Arg);
+    let h = g.module("norm", |vb| Ok(candle_nn::batch_norm(4, 1e-5, vb.clone())?), [x]);
+    g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.mean_all()?), [h], Reduction::Mean);
+    let pipe = g.finish(SplitSpec::declared()).unwrap();
+    let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F64, &Device::Cpu);
+    let local = LocalPipe::new(&pipe, &vb, &Device::Cpu).unwrap();
+    let batch = kinds_args(6).split(2);
+    let step = |keep| local.forward_backward(&batch, &StepOptions { keep, ..StepOptions::default() });
+    for _ in 0..2 {
+        let said = step(Keep::Inputs).unwrap_err().to_string();
+        assert!(said.contains("changes the variable \"norm.running_"), "{said}");
+    }
+    assert!(step(Keep::Activations).is_ok());
+}

@@ -3,7 +3,7 @@ use crate::chain::{Tail, batch, pipe, runtime};
 use crate::model;
 use candle_core::{CpuStorage, CustomOp1, InplaceOp1, Layout, Shape, Tensor, bail};
 use candle_core::{DType, Device, Var};
-use candle_dist::RankContext;
+use candle_dist::{Op, RankContext};
 use candle_pipe::microbatch::split_args_kwargs_into_chunks;
 use candle_pipe::schedule::{Compute, Pass, ScheduleKind};
 use candle_pipe::{Kwargs, Result, Runtime, StepOptions};
@@ -155,24 +155,12 @@ fn ranks_that_differ_hear_of_it() {
         let plan = steady.clone();
         let rows =
             said(3, "rows", move |ctx| step(&runtime(&plan, ctx, &plain())?, if ctx.rank() == odd { 9 } else { 8 }, 0));
+        rows.iter().for_each(|said| assert!(said.contains("the rows of the microbatches of rank "), "{said}"));
         rows.iter().for_each(|said| assert!(said.contains("; give all ranks the same batch and step"), "{said}"));
 
         let plan = steady.clone();
         let steps = said(3, "steps", move |ctx| step(&runtime(&plan, ctx, &plain())?, 8, u64::from(ctx.rank() == odd)));
-        steps.iter().for_each(|said| assert!(said.contains("of step 1"), "{said}"));
-
-        // A rank that is refused its batch and ends with that error stops the others.
-        let plan = steady.clone();
-        let outcome =
-            Ranks::new(3, "microbatches").deadline(Duration::from_secs(5)).run(move |ctx| -> Result<Vec<()>> {
-                let microbatches = if ctx.rank() == odd { 3 } else { 4 };
-                let runtime = runtime(&plan, ctx, &plain())?;
-                runtime.forward_backward(&batch(8, microbatches)?, &StepOptions::default())?;
-                Ok(vec![])
-            });
-        let failure = outcome.unwrap_err();
-        assert_eq!(failure.rank, odd);
-        assert!(failure.message.contains("3 microbatches for a schedule of 4"), "{}", failure.message);
+        steps.iter().for_each(|said| assert!(said.contains("the number of the step of rank "), "{said}"));
     }
 }
 
@@ -185,7 +173,7 @@ fn what_is_wrong_on_all_ranks_is_refused_before_anything_is_sent() {
             let (made, sent) = candle_dist::comm::record(|| runtime.forward_backward(&cut, &StepOptions::default()));
             let said = made.unwrap_err().to_string();
             assert!(said.contains(want), "{said}");
-            assert_eq!(sent.total(), 0);
+            assert_eq!((sent.get(Op::Send).count, sent.get(Op::Recv).count), (0, 0));
         };
         refused(batch(8, 3)?, "3 microbatches for a schedule of 4");
         let nothing = Tensor::zeros((8, 2), DType::F64, &Device::Cpu)?;

@@ -1,8 +1,11 @@
 //! Pipelines on ranks: every schedule computes what one device computes.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
+mod batches;
 mod chain;
+mod evaluation;
 mod failure;
 mod handover;
+mod losses;
 mod memory;
 mod model;
 mod odd;
@@ -12,3 +15,4 @@ mod random;
 #[path = "../common/random_model.rs"]
 mod random_model;
 mod replicas;
+mod sums;

@@ -65,7 +65,7 @@ proptest! {
         let list = |from: usize| times[from..from + stages].iter().map(|&time| f64::from(time)).collect::<Vec<_>>();
         let costs = Costs {
             forward: list(0), input: list(8), weight: list(16),
-            latency: f64::from(latency), per_byte: 0.5, bytes: vec![1.0; stages],
+            latency: f64::from(latency), per_byte: 0.5, bytes: vec![1.0; stages], edge_bytes: [((0, stages - 1), 2.0)].into_iter().filter(|((from, to), _)| from < to).collect(),
         };
         let chain = (1..stages).map(|to| (to - 1, to));
         let skips = skips.into_iter().filter(|&(from, to)| from < to && to < stages);

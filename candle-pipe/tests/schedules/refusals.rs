@@ -15,8 +15,10 @@ fn refused<T: Debug, E: ToString>(made: Result<T, E>, mentions: &[&str]) {
 fn orders_that_are_no_schedule() {
     let cases: &[(&str, &[&str])] = &[
         ("", &["there is no rank"]),
-        ("\n", &["rank 0 has no stage"]),
-        ("0F0,0B0\n\n", &["rank 1 has no stage"]),
+        ("\n", &["there is no rank"]),
+        (",\n", &["rank 0 has no stage"]),
+        ("0F0,0B0\n\n1F0,1B0\n", &["rank 1 has no stage"]),
+        ("0F0,0B0\n,\n", &["rank 1 has no stage"]),
         ("0F0,0B0\n2F0,2B0\n", &["stage 1 is on no rank"]),
         ("99999999999999999F0\n", &["stage 0 is on no rank"]),
         ("0F18446744073709551615\n", &["0F0 is missing"]),

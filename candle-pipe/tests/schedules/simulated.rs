@@ -129,6 +129,28 @@ fn a_last_stage_that_costs_more() {
 }
 
 #[test]
+fn a_value_that_skips_stages_has_bytes_of_its_own() {
+    let schedule = schedule("gpipe", 3, 1, 1);
+    let edges = candle_pipe::schedule::Edges::new(3, [(0, 1), (1, 2), (0, 2)]).unwrap();
+    let costs = Costs { per_byte: 1.0, bytes: vec![6.0, 4.0, 0.0], ..Costs::per_rank(&[0, 1, 2], 1.0, 1.0, 0.0) };
+    let costs = Costs { edge_bytes: [((0, 2), 1.0)].into(), ..costs };
+    let timeline = schedule.simulate(&edges, &costs).unwrap();
+    let took = |rank: usize| timeline.transfers[rank].iter().map(|span| span.end - span.start).collect::<Vec<_>>();
+    assert_eq!((took(0), took(1)), (vec![6.0, 1.0], vec![4.0, 6.0]));
+    // Both gradients of the last stage: of what it took from stage 0, and from stage 1.
+    let mut last = took(2);
+    last.sort_by(f64::total_cmp);
+    assert_eq!(last, [1.0, 4.0]);
+    for (edge, want) in [((1, 0), "bytes of stage 1 for stage 0"), ((0, 3), "bytes of stage 0 for stage 3 of 3")] {
+        let wrong = Costs { edge_bytes: [(edge, 1.0)].into(), ..costs.clone() };
+        let said = schedule.simulate(&edges, &wrong).unwrap_err().to_string();
+        assert!(said.contains(want), "{said}");
+    }
+    let wrong = Costs { edge_bytes: [((0, 2), f64::NAN)].into(), ..costs };
+    assert!(schedule.simulate(&edges, &wrong).unwrap_err().to_string().contains("edge_bytes cost is NaN"));
+}
+
+#[test]
 fn messages_wait_for_their_way_and_take_latency_and_bytes() {
     let schedule = schedule("gpipe", 2, 2, 1);
     let costs =

@@ -106,6 +106,18 @@ fn every_kind_comes_back_from_text_and_json() {
 }
 
 #[test]
+fn blank_lines_at_the_end_are_no_ranks() {
+    let text = schedule("zb-h1", 3, 6, 1).to_csv();
+    for blank in ["\n", "\n\n", "  \n\t\n"] {
+        let with = format!("{text}{blank}");
+        assert_eq!(Schedule::from_csv(&with).unwrap().to_csv(), text);
+        assert_eq!(Schedule::from_csv(&with.replace('\n', "\r\n")).unwrap().to_csv(), text);
+    }
+    let lowered = schedule("zb-h1", 3, 6, 1).lower(&Lowering::new(Edges::chain(3))).unwrap();
+    assert_eq!(Program::from_csv(&format!("{}\n", lowered.to_csv())).unwrap(), lowered);
+}
+
+#[test]
 fn what_is_loaded_is_checked() {
     assert!(serde_json::from_str::<Schedule>(r#"[["0F0"],["1F0","1B0"]]"#).is_err());
     assert!(serde_json::from_str::<Program>(r#"{"edges":[[1],[]],"ranks":[["0F0"],["1F0"]]}"#).is_err());

@@ -102,7 +102,7 @@ impl ShardedTensor {
     ///
     /// `ids` (u8, u32 or i64) are `[bags, n]` without `offsets`, or `[n]` with the `offsets` `[bags]` at which the bags
     /// begin. `per_sample_weights`, of the shape of the ids and the dtype of the table, multiply the rows of a sum and
-    /// have a gradient. A bag without rows, or with nothing but padding, gives zeros. Else as
+    /// have a gradient; all ranks give them, or none does. A bag without rows, or with nothing but padding, gives zeros. Else as
     /// [`embedding`](Self::embedding).
     ///
     /// ```

@@ -115,6 +115,7 @@ fn normaliser<T: Real>(x: &Tensor) -> Result<(Tensor, Tensor)> {
     Ok((Tensor::from_vec(top, rows, &Device::Cpu)?, Tensor::from_vec(norm, rows, &Device::Cpu)?))
 }
 
+/// The loss by candle's own operations, with numbers of rows and of classes from the host.
 fn composed(x: &Tensor, goals: &Goals, join: impl Fn(&Tensor, ReduceOp) -> Result<Tensor>) -> Result<Tensor> {
     let (rows, classes) = x.dims2()?;
     if classes == 0 {
@@ -127,19 +128,27 @@ fn composed(x: &Tensor, goals: &Goals, join: impl Fn(&Tensor, ReduceOp) -> Resul
     let top = join(&x.max(1)?.detach(), ReduceOp::Max)?.unsqueeze(1)?;
     let shifted = x.broadcast_sub(&top)?;
     let norm = join(&shifted.exp()?.sum(1)?, ReduceOp::Sum)?.unsqueeze(1)?;
-    let mut weights = Vec::with_capacity(rows * classes);
-    for goal in &goals.rows {
-        let first = weights.len();
-        weights.extend((0..classes).map(|c| goals.spread.get(c).map_or(0.0, |w| goal.spread * w)));
-        if let Some(class) = goal.class {
-            weights[first + class] += goal.peak;
-        }
+    let device = x.device();
+    let of_rows = |value: &dyn Fn(&Goal) -> f64| {
+        Tensor::from_iter(goals.rows.iter().map(value), device)?.to_dtype(x.dtype())?.unsqueeze(1)
+    };
+    let none = norm.zeros_like()?;
+    let log_norm = norm.log()?;
+    // What has no weight is left out, not multiplied by zero: it may be infinite.
+    let weighed = |terms: &Tensor, weights: &Tensor| weights.ne(0.0)?.where_cond(&(terms * weights)?, &none);
+    let classes_here = Tensor::from_iter(goals.rows.iter().map(|goal| goal.class.unwrap_or(0) as u32), device)?;
+    let peaks = of_rows(&|goal| if goal.class.is_some() { goal.peak } else { 0.0 })?;
+    let picked = (&log_norm - shifted.gather(&classes_here.unsqueeze(1)?, 1)?)?;
+    let mut loss = weighed(&picked, &peaks)?;
+    if !goals.spread.is_empty() {
+        let weights = Tensor::from_slice(&goals.spread, (1, classes), device)?.to_dtype(x.dtype())?;
+        let counts = weights.ne(0.0)?.broadcast_as((rows, classes))?;
+        let shifted = counts.where_cond(&shifted, &shifted.zeros_like()?)?;
+        let total = goals.spread.iter().sum::<f64>();
+        let spread = ((log_norm * total)? - shifted.broadcast_mul(&weights)?.sum_keepdim(1)?)?;
+        loss = (loss + weighed(&spread, &of_rows(&|goal| goal.spread)?)?)?;
     }
-    let weights = Tensor::from_vec(weights, (rows, classes), x.device())?.to_dtype(x.dtype())?;
-    let terms = norm.log()?.broadcast_sub(&shifted)?;
-    // An infinite logit that has no weight must not make a NaN.
-    let terms = weights.ne(0.0)?.where_cond(&terms, &terms.zeros_like()?)?;
-    (terms * weights)?.sum(1)
+    loss.squeeze(1)
 }
 
 struct CrossEntropy {

@@ -45,20 +45,33 @@ pub(super) fn check_ids(op: &'static str, rows: usize, ids: &[u32]) -> Result<()
     }
 }
 
-/// Rows by candle's own operations.
+/// Rows by candle's own operations, which read these rows only.
 fn composed(table: &Tensor, ids: &[u32], still: Option<u32>) -> Result<Tensor> {
+    let found = rows_or(table, ids, 0.0)?;
+    let Some(still) = still.filter(|still| ids.contains(still)) else { return Ok(found) };
+    let moves = marks(ids, found.dims(), table.device(), |id| id != still)?;
+    moves.where_cond(&found, &found.detach())
+}
+
+/// The rows of `table` at `ids`, and rows of `fill` for the id [`NOWHERE`].
+pub(super) fn rows_or(table: &Tensor, ids: &[u32], fill: f64) -> Result<Tensor> {
     let (rows, width) = table.dims2()?;
-    // Behind the table a copy without gradient, for the row that gets none, and a row of zeros.
-    let zeros = Tensor::zeros((1, width), table.dtype(), table.device())?;
-    let parts = if still.is_some() { vec![table.clone(), table.detach(), zeros] } else { vec![table.clone(), zeros] };
-    let last = ((parts.len() - 1) * rows) as u32;
-    let place = |&id: &u32| match id {
-        NOWHERE => last,
-        id if Some(id) == still => id + rows as u32,
-        id => id,
-    };
-    let places = Tensor::from_iter(ids.iter().map(place), table.device())?;
-    Tensor::cat(&parts, 0)?.index_select(&places, 0)
+    let filled = |rows: usize| Tensor::full(fill as f32, (rows, width), table.device())?.to_dtype(table.dtype());
+    if rows == 0 {
+        return Tensor::cat(&[table, &filled(ids.len())?], 0); // connected to the table
+    }
+    let places = ids.iter().map(|&id| if id == NOWHERE { 0 } else { id });
+    let found = table.contiguous()?.index_select(&Tensor::from_iter(places, table.device())?, 0)?;
+    if !ids.contains(&NOWHERE) {
+        return Ok(found);
+    }
+    marks(ids, found.dims(), table.device(), |id| id != NOWHERE)?.where_cond(&found, &filled(ids.len())?)
+}
+
+/// 1 in the rows whose ids fulfil `is_one`, else 0.
+fn marks(ids: &[u32], shape: &[usize], device: &Device, is_one: impl Fn(u32) -> bool) -> Result<Tensor> {
+    let column = Tensor::from_iter(ids.iter().map(|&id| u8::from(is_one(id))), device)?;
+    column.unsqueeze(1)?.broadcast_as(shape)?.contiguous()
 }
 
 struct Embedding {
@@ -136,5 +149,24 @@ mod tests {
             });
             assert_eq!(fused, plain, "{dtype:?} {still:?}");
         }
+    }
+
+    #[test]
+    fn a_lookup_of_candles_own_operations_makes_nothing_of_the_size_of_the_table() {
+        let table = Var::from_tensor(&Tensor::ones((1 << 20, 16), DType::F32, &Device::Cpu).unwrap()).unwrap();
+        let ids = [3, NOWHERE, 1 << 19];
+        // Every operand of its graph but the table is as large as the result.
+        let found = composed(&table, &ids, Some(3)).unwrap();
+        let mut seen = Vec::new();
+        sizes(&found, &mut seen);
+        assert_eq!(seen.iter().filter(|&&size| size > 3 * 16).count(), 1, "{seen:?}");
+        let empty = Var::from_tensor(&Tensor::zeros((0, 4), DType::F32, &Device::Cpu).unwrap()).unwrap();
+        let nothing = composed(&empty, &[NOWHERE; 2], None).unwrap();
+        assert!(nothing.track_op() && nothing.to_vec2::<f32>().unwrap() == [[0.0; 4]; 2]);
+    }
+
+    /// The sizes of all tensors that a result is made of.
+    fn sizes(x: &Tensor, seen: &mut Vec<usize>) {
+        seen.extend(x.sorted_nodes().iter().map(|node| node.elem_count()));
     }
 }

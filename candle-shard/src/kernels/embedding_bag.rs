@@ -1,7 +1,7 @@
 use candle_core::{CpuStorage, CustomOp2, DType, Device, Layout, Result, Shape, Tensor, bail};
 use std::sync::Arc;
 
-use super::embedding::{NOWHERE, check_ids, row};
+use super::embedding::{NOWHERE, check_ids, row, rows_or};
 use super::{Reading, check_dtype, compute_dtype, elements, real::Real, rows::by_blocks};
 
 /// How a bag of rows becomes one row.
@@ -91,7 +91,7 @@ pub fn embedding_bag(table: &Tensor, bags: &Bags, mode: BagMode, weights: Option
 
 /// Bags by candle's own operations: all ids of a bag in one row of a padded matrix.
 fn composed(table: &Tensor, bags: &Bags, mode: BagMode, weights: Option<&Tensor>) -> Result<Tensor> {
-    let (device, (rows, width)) = (table.device(), table.dims2()?);
+    let (device, (_, width)) = (table.device(), table.dims2()?);
     let longest = (0..bags.len()).map(|bag| bags.bag(bag).count()).max().unwrap_or(0).max(1);
     let by_bag = |f: &dyn Fn(usize) -> u32, none: u32| {
         let places = (0..bags.len()).flat_map(|bag| {
@@ -99,14 +99,11 @@ fn composed(table: &Tensor, bags: &Bags, mode: BagMode, weights: Option<&Tensor>
             let rest = longest - found.len();
             found.into_iter().chain(std::iter::repeat_n(none, rest))
         });
-        Tensor::from_vec(places.collect::<Vec<u32>>(), bags.len() * longest, device)
+        places.collect::<Vec<u32>>()
     };
-    // One row more, for the places behind a bag's end.
-    let filled = |fill: f64| {
-        let fill = Tensor::full(fill as f32, (1, width), device)?.to_dtype(table.dtype())?;
-        let ids = by_bag(&|i| bags.ids[i], rows as u32)?;
-        Tensor::cat(&[table, &fill], 0)?.index_select(&ids, 0)?.reshape((bags.len(), longest, width))
-    };
+    // The places behind a bag's end are filled.
+    let filled =
+        |fill: f64| rows_or(table, &by_bag(&|i| bags.ids[i], NOWHERE), fill)?.reshape((bags.len(), longest, width));
     let counts: Vec<f32> = (0..bags.len()).map(|bag| bags.bag(bag).count() as f32).collect();
     let counts = Tensor::from_vec(counts, (bags.len(), 1), device)?.to_dtype(table.dtype())?;
     match (mode, weights) {
@@ -121,7 +118,8 @@ fn composed(table: &Tensor, bags: &Bags, mode: BagMode, weights: Option<&Tensor>
         (BagMode::Sum, None) => filled(0.0)?.sum(1),
         (BagMode::Sum, Some(weights)) => {
             let weights = Tensor::cat(&[weights, &weights.narrow(0, 0, 1)?.zeros_like()?], 0)?;
-            let weights = weights.index_select(&by_bag(&|i| i as u32, bags.ids.len() as u32)?, 0)?;
+            let weights =
+                weights.index_select(&Tensor::new(by_bag(&|i| i as u32, bags.ids.len() as u32), device)?, 0)?;
             filled(0.0)?.broadcast_mul(&weights.reshape((bags.len(), longest, 1))?)?.sum(1)
         }
     }

@@ -2,7 +2,9 @@ use std::borrow::Cow;
 use std::sync::Arc;
 
 use candle_core::{
-    CpuStorage, CustomOp2, CustomOp3, D, DType, Layout, Result, Shape, Storage, Tensor, backend::BackendStorage, bail,
+    CpuStorage, CudaStorage, CustomOp2, CustomOp3, D, DType, Layout, MetalStorage, Result, Shape, Storage, Tensor,
+    backend::{BackendDevice, BackendStorage},
+    bail,
     op::BackpropOp,
 };
 
@@ -63,11 +65,67 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
 }
 
 fn composed(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-    let k = weight.dim(1)?;
-    let y = x.reshape((rows_of(x), k))?.matmul(&weight.t()?)?.reshape(out_shape(x.layout(), weight.layout()))?;
+    let (k, shape) = (weight.dim(1)?, out_shape(x.layout(), weight.layout()));
+    let rows = x.reshape((rows_of(x), k))?;
+    let y = match weight_sink().filter(|_| weight.track_op()) {
+        Some(sink) => rows.contiguous()?.apply_op2(&weight.contiguous()?, Product(sink))?,
+        None => rows.matmul(&weight.t()?)?,
+    };
+    let y = y.reshape(shape)?;
     match bias {
         Some(bias) => y.broadcast_add(bias),
         None => Ok(y),
+    }
+}
+
+/// The product of `x [rows, k]` and the transpose of `weight [n, k]` on any device, and who takes the gradient of the
+/// weight.
+struct Product(Arc<dyn WeightSink>);
+
+fn transposed_product<S>(x: &S, x_l: &Layout, w: &S, w_l: &Layout) -> Result<(S, Shape)>
+where
+    S: BackendStorage,
+    S::Device: BackendDevice<Storage = S>,
+{
+    let ((rows, k), (n, _)) = (x_l.shape().dims2()?, w_l.shape().dims2()?);
+    let shape = Shape::from((rows, n));
+    let y = match rows * n * k {
+        0 => w.device().zeros_impl(&shape, w.dtype())?,
+        _ => x.matmul(w, (1, rows, n, k), x_l, &w_l.transpose(0, 1)?)?,
+    };
+    Ok((y, shape))
+}
+
+impl CustomOp2 for Product {
+    fn name(&self) -> &'static str {
+        "linear"
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, x_l: &Layout, w: &CpuStorage, w_l: &Layout) -> Result<(CpuStorage, Shape)> {
+        transposed_product(x, x_l, w, w_l)
+    }
+
+    fn cuda_fwd(&self, x: &CudaStorage, x_l: &Layout, w: &CudaStorage, w_l: &Layout) -> Result<(CudaStorage, Shape)> {
+        transposed_product(x, x_l, w, w_l)
+    }
+
+    fn metal_fwd(
+        &self,
+        x: &MetalStorage,
+        x_l: &Layout,
+        w: &MetalStorage,
+        w_l: &Layout,
+    ) -> Result<(MetalStorage, Shape)> {
+        transposed_product(x, x_l, w, w_l)
+    }
+
+    fn bwd(&self, x: &Tensor, w: &Tensor, _: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let grad = grad.detach().contiguous()?;
+        let dx = x.track_op().then(|| match grad.elem_count() {
+            0 => x.zeros_like(),
+            _ => grad.matmul(&w.detach()),
+        });
+        Ok((dx.transpose()?, self.0.take(w, late_product(w, x, &grad)?)?))
     }
 }
 
@@ -278,5 +336,65 @@ impl CustomOp3 for Linear {
             _ => column_sums::<f32>(&grad.to_dtype(DType::F32)?, bias)?.to_dtype(bias.dtype())?,
         };
         Ok((dx, dw, Some(db)))
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)] // a panic is how a test fails
+mod tests {
+    use super::{composed, linear};
+    use crate::kernels::{LateGradient, WeightSink, with_weight_sink};
+    use candle_core::{DType, Device, Result, Tensor, Var};
+    use std::sync::{Arc, Mutex};
+
+    /// Keeps all gradients of weights for later.
+    #[derive(Default)]
+    struct Later(Mutex<Vec<LateGradient>>);
+
+    impl WeightSink for Later {
+        fn take(&self, _: &Tensor, gradient: LateGradient) -> Result<Option<Tensor>> {
+            self.0.lock().unwrap().push(gradient);
+            Ok(None)
+        }
+    }
+
+    fn random(dims: &[usize], dtype: DType) -> Var {
+        let x = Tensor::arange(0f32, dims.iter().product::<usize>() as f32, &Device::Cpu).unwrap();
+        Var::from_tensor(&x.affine(0.7, 0.2).unwrap().sin().unwrap().reshape(dims).unwrap().to_dtype(dtype).unwrap())
+            .unwrap()
+    }
+
+    type Map = fn(&Tensor, &Tensor, Option<&Tensor>) -> Result<Tensor>;
+
+    #[test]
+    fn weights_wait_in_16_bits_and_where_the_map_is_composed() {
+        for (map, dtype) in
+            [(linear as Map, DType::BF16), (linear, DType::F16), (linear, DType::F32), (composed, DType::F32)]
+        {
+            for rows in [0, 1, 5, 40] {
+                let (x, w, b) = (random(&[rows, 6], dtype), random(&[3, 6], dtype), random(&[3], dtype));
+                let loss = || map(&x, &w, Some(&b)).unwrap().sqr().unwrap().sum_all().unwrap();
+                let want = loss().backward().unwrap();
+                let later = Arc::new(Later::default());
+                let got = with_weight_sink(later.clone(), loss).backward().unwrap();
+                assert!(got.get(&w).is_none(), "{dtype:?} with {rows} rows");
+                let waiting = std::mem::take(&mut *later.0.lock().unwrap());
+                assert_eq!(waiting.len(), 1, "{dtype:?} with {rows} rows");
+                for late in waiting {
+                    let (late, want) = (late().unwrap(), want.get(&w).unwrap());
+                    assert_eq!((late.dtype(), late.dims()), (dtype, want.dims()));
+                    let off = (late.to_dtype(DType::F32).unwrap() - want.to_dtype(DType::F32).unwrap()).unwrap();
+                    let off = off.abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap();
+                    let size = want.to_dtype(DType::F32).unwrap().abs().unwrap().max_all().unwrap();
+                    assert!(off <= 0.01 * size.to_scalar::<f32>().unwrap(), "{dtype:?} with {rows} rows: off by {off}");
+                }
+                for var in [&x, &b] {
+                    let (got, want) = (got.get(var), want.get(var));
+                    if let (Some(got), Some(want)) = (got, want) {
+                        assert!(candle_dist::bits::same_bits(got, want).unwrap(), "{dtype:?} with {rows} rows");
+                    }
+                }
+            }
+        }
     }
 }

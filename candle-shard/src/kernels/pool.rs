@@ -90,7 +90,8 @@ pub fn avg_pool2d(x: &Tensor, pool: Pool) -> Result<Tensor> {
 
 /// The nearest element for each element of a larger or smaller image: `[b, c, h, w]` to `[b, c, oh, ow]`.
 ///
-/// Element `(i, j)` is `(⌊i·h/oh⌋, ⌊j·w/ow⌋)` of the input; any sizes can be differentiated, unlike in candle.
+/// Element `(i, j)` is `(⌊i·(h/oh)⌋, ⌊j·(w/ow)⌋)` of the input, computed in single precision as PyTorch does for all
+/// dtypes; candle computes in double precision. Any sizes can be differentiated, unlike in candle.
 /// Fails unless there are four dims and an element to take.
 pub fn upsample_nearest2d(x: &Tensor, [oh, ow]: [usize; 2]) -> Result<Tensor> {
     let (_, _, h, w) = x.dims4()?;
@@ -98,7 +99,8 @@ pub fn upsample_nearest2d(x: &Tensor, [oh, ow]: [usize; 2]) -> Result<Tensor> {
         bail!("upsample_nearest2d: input {:?} has no elements to take", x.shape());
     }
     let nearest = |x: &Tensor, dim: usize, from: usize, to: usize| {
-        let at = (0..to).map(|i| (i * from / to) as u32);
+        let scale = from as f32 / to as f32;
+        let at = (0..to).map(|i| ((i as f32 * scale) as usize).min(from - 1) as u32);
         x.contiguous()?.index_select(&Tensor::from_iter(at, x.device())?, dim)
     };
     nearest(&nearest(x, 2, h, oh)?, 3, w, ow)

@@ -23,9 +23,9 @@ thread_local! {
 
 /// What `f` gives; of all linear layers whose forward pass it runs on this thread, `sink` takes the weights' gradients.
 ///
-/// For pipelines, whose stages first compute the gradients that other stages wait for. On a CPU,
-/// [`linear`](super::linear()) is such a layer, and with it every linear layer of a
-/// [`DTensor`](crate::DTensor) whose weight is sharded as its output is used.
+/// For pipelines, whose stages first compute the gradients that other stages wait for. [`linear`](super::linear()) is such a
+/// layer, and with it every linear layer of a [`DTensor`](crate::DTensor) whose weight is sharded as its output is used, also
+/// where a [`checkpoint`](crate::nn::checkpoint) runs it a second time.
 ///
 /// ```
 /// use candle_core::{Device::Cpu, Result, Tensor, Var};

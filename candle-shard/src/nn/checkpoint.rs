@@ -1,15 +1,21 @@
 //! Recomputing activations in the backward pass instead of keeping them.
 use crate::dtensor::Axes;
+use crate::kernels::{WeightSink, weight_sink, with_weight_sink};
 use crate::nn::{Draws, found};
-use crate::{DTensor, Result, fsdp};
+use crate::{DTensor, Error, Result, fsdp};
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Shape, Tensor, Var};
 use candle_dist::backend::{Fresh, Ready};
+use candle_dist::bits::same_elements;
+use std::sync::Arc;
 
 /// Computes `f(x)` and forgets what it kept for the backward pass, which computes `f` a second time (Chen et al. 2016).
 ///
-/// `f` must give the same numbers when it runs again, and may use parameters: their gradients arrive in what
-/// [`DTensor::backward`] returns (candle's own `backward` on a local tensor does not see them). `x` must carry a
-/// gradient for anything to be recomputed; otherwise this is `f(x)`.
+/// `f` may use parameters: their gradients arrive in what [`DTensor::backward`] returns (candle's own `backward` on a local
+/// tensor does not see them). `x` must carry a gradient for anything to be recomputed; otherwise this is `f(x)`.
+///
+/// # Errors
+/// Those of `f`. In the backward pass, if `f` gives other numbers when it runs again, as with `candle_nn::Dropout`: its
+/// gradients would be those of another function.
 pub fn checkpoint(x: &DTensor, f: impl Fn(&DTensor) -> Result<DTensor> + Send + Sync + 'static) -> Result<DTensor> {
     if !x.tracked() {
         return f(x);
@@ -20,7 +26,7 @@ pub fn checkpoint(x: &DTensor, f: impl Fn(&DTensor) -> Result<DTensor> + Send + 
     let made = Ready::new(Fresh::copy_of(out.to_local())?);
     drop(out);
     found::segment_made();
-    let op = Recompute { f: Box::new(f), draws, x: x.clone(), varying, made };
+    let op = Recompute { f: Box::new(f), draws, x: x.clone(), varying, made, sink: weight_sink() };
     Ok(DTensor::assemble(x.to_local().apply_op1(op)?, spec, varying))
 }
 
@@ -32,6 +38,8 @@ struct Recompute {
     x: DTensor,
     varying: Axes,
     made: Ready,
+    /// Who takes the gradients of weights, the second time too.
+    sink: Option<Arc<dyn WeightSink>>,
 }
 
 impl CustomOp1 for Recompute {
@@ -47,16 +55,26 @@ impl CustomOp1 for Recompute {
         self.made.cuda()
     }
 
-    fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
-        found::nested(|| self.backward(grad)).map(Some)
+    fn bwd(&self, _: &Tensor, made: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
+        found::nested(|| self.backward(made, grad)).map(Some)
     }
 }
 
 impl Recompute {
     /// The gradient of the input; those of parameters are put where the outermost pass collects them.
-    fn backward(&self, grad: &Tensor) -> candle_core::Result<Tensor> {
+    fn backward(&self, made: &Tensor, grad: &Tensor) -> candle_core::Result<Tensor> {
         let (x, leaf) = self.x.as_leaf()?;
-        let out = found::recomputing(|| self.draws.again(|| (self.f)(&x)))?;
+        let run = || found::recomputing(|| self.draws.again(|| (self.f)(&x)));
+        let out = match &self.sink {
+            Some(sink) => with_weight_sink(sink.clone(), run),
+            None => run(),
+        }?;
+        if !same_elements(made, out.to_local())? {
+            let reason = "the segment gave other numbers when the backward pass ran it again; its gradients would be those of \
+                          another function. Draw random numbers by name and step, as DTensor::dropout does, or keep the segment's \
+                          activations";
+            return Error::op("checkpoint", reason).map_err(Into::into);
+        }
         debug_assert_eq!(out.varying(), self.varying);
         // A scalar whose gradient with respect to the segment's output is the one that arrived.
         let loss = (out.to_local() * grad)?.sum_all()?;

@@ -6,6 +6,7 @@ impl DTensor {
     /// `x` where it is positive, else `weight · x`.
     ///
     /// The weight has one element, or one for each channel, which is dim 1, or the shape of `x`.
+    #[track_caller]
     pub fn prelu(&self, weight: &Self) -> Result<Self> {
         let weight = match self.dims() {
             _ if weight.elem_count() == 1 => weight.reshape(())?,
@@ -25,6 +26,7 @@ impl DTensor {
     }
 
     /// `gamma · x` where it is positive, else `gamma · alpha · (exp(x) - 1)`.
+    #[track_caller]
     pub fn selu(&self, alpha: f32, gamma: f32) -> Result<Self> {
         self.elu(alpha.into())?.affine(gamma.into(), 0.0)
     }
@@ -33,6 +35,7 @@ impl DTensor {
     ///
     /// # Errors
     /// If the last dim does not divide by 2.
+    #[track_caller]
     pub fn swiglu(&self) -> Result<Self> {
         match self.dims().last() {
             Some(&size) if size.is_multiple_of(2) => {
@@ -44,10 +47,11 @@ impl DTensor {
     }
 
     /// The activation of this name.
+    #[track_caller]
     pub fn activation(&self, activation: Activation) -> Result<Self> {
         match activation {
-            Activation::Gelu => self.gelu(),
-            Activation::NewGelu | Activation::GeluPytorchTanh => self.gelu_tanh(),
+            Activation::Gelu => self.gelu_erf(),
+            Activation::NewGelu | Activation::GeluPytorchTanh => self.gelu(),
             Activation::Relu => self.relu(),
             Activation::Relu2 => self.relu()?.sqr(),
             Activation::Relu6 => self.relu6(),

@@ -22,6 +22,7 @@ impl DTensor {
     /// The rotary position embedding of these rows `[.., s, d]`, the first at position `offset`.
     ///
     /// `cos` and `sin` are `[t, d/2]`, see [`kernels::rope`]. All dims but the last may be sharded, the positions too.
+    #[track_caller]
     pub fn rope(&self, cos: &Self, sin: &Self, offset: usize, pairs: RopePairs) -> Result<Self> {
         let attributes = [offset, usize::from(pairs == RopePairs::Halves)];
         let signature = || self.rope_signature(cos, sin, offset);
@@ -31,6 +32,7 @@ impl DTensor {
         })
     }
 
+    #[track_caller]
     fn rope_signature(&self, cos: &Self, sin: &Self, offset: usize) -> Result<Signature> {
         let of_one_dtype = cos.dtype() == self.dtype() && sin.dtype() == self.dtype();
         let fits = match (self.dims(), cos.dims()) {
@@ -63,6 +65,7 @@ impl DTensor {
     ///
     /// # Errors
     /// If shapes or dtypes do not agree.
+    #[track_caller]
     pub fn flash_attn(&self, key: &Self, value: &Self, scale: f64, causal: bool) -> Result<Self> {
         let sizes = match (self.dims(), key.dims(), value.dims()) {
             (&[b, q, h, d], &[kb, k, g, kd], &[vb, vk, vg, v]) => {
@@ -90,6 +93,7 @@ impl DTensor {
     }
 
     /// Attention with as many heads of queries as of keys, or one of keys, or a dim for the queries of each key head.
+    #[track_caller]
     fn flash_attn_of_groups(&self, key: &Self, value: &Self, scale: f64, causal: bool) -> Result<Self> {
         let signature = || {
             let mut shape = self.dims().to_vec();
@@ -122,6 +126,7 @@ impl DTensor {
     ///
     /// # Errors
     /// If shapes or dtypes do not agree.
+    #[track_caller]
     pub fn scaled_dot_product_attention(
         &self,
         key: &Self,
@@ -165,6 +170,7 @@ impl DTensor {
     }
 
     /// Each head, along `dim` of four, `times` times in a row.
+    #[track_caller]
     fn repeat_heads(&self, times: usize, dim: usize) -> Result<Self> {
         if times == 1 {
             return Ok(self.clone());

@@ -12,6 +12,7 @@ macro_rules! comparisons {
     ($($(#[$doc:meta])* $name:ident, $local:ident;)*) => {
         impl DTensor {
             $($(#[$doc])* /// The result is u8, 1 where it is so; shapes broadcast as NumPy's.
+            #[track_caller]
             pub fn $name(&self, rhs: impl Operand) -> Result<Self> {
                 self.compare(stringify!($name), rhs.side()?, Tensor::$local)
             })*
@@ -35,6 +36,7 @@ comparisons! {
 }
 
 impl DTensor {
+    #[track_caller]
     fn compare(
         &self,
         op: &'static str,
@@ -56,6 +58,7 @@ impl DTensor {
     /// # Errors
     /// If the condition is of another dtype, the dtypes of the two sides differ, both are numbers, or the shapes do not
     /// broadcast.
+    #[track_caller]
     pub fn where_cond(&self, on_true: impl Operand, on_false: impl Operand) -> Result<Self> {
         const OP: &str = "where_cond";
         let (on_true, on_false) = (on_true.side()?, on_false.side()?);

@@ -83,6 +83,7 @@ impl DTensor {
     ///
     /// # Errors
     /// If shapes or dtypes do not agree, or the kernel does not fit into the padded input.
+    #[track_caller]
     pub fn conv1d(&self, kernel: &Self, bias: Option<&Self>, conv: Conv) -> Result<Self> {
         self.convolved("conv1d", 1, kernel, conv)?.with_bias("conv1d", bias)
     }
@@ -93,10 +94,12 @@ impl DTensor {
     ///
     /// # Errors
     /// If shapes or dtypes do not agree, or the kernel does not fit into the padded input.
+    #[track_caller]
     pub fn conv2d(&self, kernel: &Self, bias: Option<&Self>, conv: Conv) -> Result<Self> {
         self.convolved("conv2d", 2, kernel, conv)?.with_bias("conv2d", bias)
     }
 
+    #[track_caller]
     fn convolved(&self, op: &'static str, spatial: usize, kernel: &Self, conv: Conv) -> Result<Self> {
         let signature = || self.conv_signature(op, spatial, kernel, conv);
         rules::run(op, &conv.attributes(), &[self, kernel], signature, |x, out| {
@@ -111,6 +114,7 @@ impl DTensor {
         })
     }
 
+    #[track_caller]
     fn conv_signature(&self, op: &'static str, spatial: usize, kernel: &Self, conv: Conv) -> Result<Signature> {
         self.check_float(op)?;
         let refuse =
@@ -148,6 +152,7 @@ impl DTensor {
     ///
     /// # Errors
     /// If shapes or dtypes do not agree, there are groups, or nothing is left of the output.
+    #[track_caller]
     pub fn conv_transpose2d(
         &self,
         kernel: &Self,
@@ -176,6 +181,7 @@ impl DTensor {
     ///
     /// # Errors
     /// As there.
+    #[track_caller]
     pub fn conv_transpose1d(
         &self,
         kernel: &Self,
@@ -200,6 +206,7 @@ impl DTensor {
         y.narrow(2, conv.padding, len)?.with_bias(op, bias)
     }
 
+    #[track_caller]
     fn conv_transpose_signature(&self, kernel: &Self, output_padding: usize, conv: Conv) -> Result<Signature> {
         let op = "conv_transpose2d";
         self.check_float(op)?;
@@ -231,6 +238,7 @@ impl DTensor {
     }
 
     /// `[b, c, ..]` plus a bias `[c]`.
+    #[track_caller]
     fn with_bias(self, op: &'static str, bias: Option<&Self>) -> Result<Self> {
         let Some(bias) = bias else { return Ok(self) };
         if bias.dims() != &self.dims()[1..2] || bias.dtype() != self.dtype() {

@@ -1,8 +1,10 @@
 //! Cross entropy over classes that may be sharded, with means over the global batch.
 use super::neutral;
+use crate::agreement::refuse_data;
 use crate::ops::loss::{Reduction, loss_dtype};
 use crate::placement::{Placement, Replicate, Shard};
 use crate::rules::{self, Row, Rows, Signature};
+use crate::strict::inherent;
 use crate::{DTensor, Error, Result, kernels};
 use candle_core::{DType, Tensor};
 use candle_dist::functional::Exchange;
@@ -52,6 +54,7 @@ impl DTensor {
     /// The mean cross entropy of these logits `[.., classes]` against `targets` (u32 or i64, `[..]`), a scalar.
     ///
     /// All dims may be sharded; see [`CrossEntropy`] for options.
+    #[track_caller]
     pub fn cross_entropy(&self, targets: &Self) -> Result<Self> {
         CrossEntropy::default().of_logits(self, targets)
     }
@@ -61,8 +64,9 @@ impl CrossEntropy {
     /// The loss of logits `[.., classes]` against `targets` (u32 or i64, `[..]`), a scalar.
     ///
     /// # Errors
-    /// If shapes or dtypes do not agree, the label smoothing is not in `[0, 1]`, or a target that this rank sees is
-    /// neither a class nor the ignored one.
+    /// If shapes or dtypes do not agree, the label smoothing is not in `[0, 1]`, or a target is neither a class nor the
+    /// ignored one. Such a target in a piece of the targets stops the world, with the same error on all ranks.
+    #[track_caller]
     pub fn of_logits(&self, logits: &DTensor, targets: &DTensor) -> Result<DTensor> {
         if !(0.0..=1.0).contains(&self.label_smoothing) {
             let reason = format!("label smoothing {}: want at least 0 and at most 1", self.label_smoothing);
@@ -81,6 +85,7 @@ impl CrossEntropy {
     ///
     /// # Errors
     /// As [`of_logits`](Self::of_logits), and if there is label smoothing.
+    #[track_caller]
     pub fn of_log_probabilities(&self, log_probabilities: &DTensor, targets: &DTensor) -> Result<DTensor> {
         if self.label_smoothing != 0.0 {
             let reason = format!("label smoothing {}: only of_logits takes it", self.label_smoothing);
@@ -105,6 +110,7 @@ impl CrossEntropy {
     }
 
     /// The reduced loss whose sum over the rows and classes of this rank is `local`.
+    #[track_caller]
     fn run(
         &self,
         op: &'static str,
@@ -116,7 +122,7 @@ impl CrossEntropy {
         let inputs: SmallVec<[&DTensor; 3]> = [scores, targets].into_iter().chain(&weights).collect();
         let signature = || signature(op, scores, targets, weights.as_ref());
         let sum = rules::run(op, &[], &inputs, signature, |x, _| {
-            let goals = self.goals(op, &x[0], x[1].to_local(), x.get(2))?;
+            let goals = self.goals(op, &x[0], &x[1], x.get(2))?;
             local(x, goals)
         })?;
         let loss = match self.reduction {
@@ -124,12 +130,16 @@ impl CrossEntropy {
             Reduction::Mean if self.ignore_index.is_none() && weights.is_none() => {
                 sum.affine(1.0 / targets.elem_count() as f64, 0.0)?
             }
-            Reduction::Mean => sum.div(&self.total_weight(op, scores, targets, weights.as_ref())?)?,
+            Reduction::Mean => {
+                let total = self.total_weight(op, scores, targets, weights.as_ref())?;
+                inherent(|| sum.div(&total))?
+            }
         };
-        loss.to_dtype(scores.dtype())
+        inherent(|| loss.to_dtype(scores.dtype()))
     }
 
     /// The sum of the weights of all targets that count.
+    #[track_caller]
     fn total_weight(
         &self,
         op: &'static str,
@@ -144,19 +154,19 @@ impl CrossEntropy {
             Ok(Signature::new((0..targets.rank()).map(row).collect(), &[], dtype))
         };
         rules::run("total weight of targets", &[dtype as usize], &inputs, signature, |x, _| {
-            let Targets { classes, weights } =
-                self.read(op, x[0].to_local(), scores.dims()[scores.rank() - 1], x.get(1))?;
+            let Targets { classes, weights } = self.read(op, &x[0], scores.dims()[scores.rank() - 1], x.get(1))?;
             let total: f64 = classes.iter().flatten().map(|&class| weight_of(&weights, class)).sum();
             Ok(Tensor::new(total, x[0].device())?.to_dtype(dtype)?)
         })
     }
 
     /// What the loss weighs on this rank, which has the classes of its shard of `scores`.
+    #[track_caller]
     fn goals(
         &self,
         op: &'static str,
         scores: &DTensor,
-        targets: &Tensor,
+        targets: &DTensor,
         weights: Option<&DTensor>,
     ) -> Result<kernels::Goals> {
         let class_dim = scores.rank() - 1;
@@ -182,17 +192,19 @@ impl CrossEntropy {
     }
 
     /// The targets and weights that are here.
-    fn read(&self, op: &'static str, targets: &Tensor, classes: usize, weights: Option<&DTensor>) -> Result<Targets> {
+    #[track_caller]
+    fn read(&self, op: &'static str, targets: &DTensor, classes: usize, weights: Option<&DTensor>) -> Result<Targets> {
         let class_of = |target: i64| match usize::try_from(target) {
             _ if Some(target) == self.ignore_index => Ok(None),
             Ok(class) if class < classes => Ok(Some(class)),
             _ => {
-                Error::op(op, format!("target {target} is outside the {classes} classes 0..{classes}, and not ignored"))
+                let reason = format!("target {target} is outside the {classes} classes 0..{classes}, and not ignored");
+                refuse_data(op, reason, targets)
             }
         };
-        let targets: Vec<i64> = targets.to_dtype(DType::I64)?.flatten_all()?.to_vec1()?;
+        let values: Vec<i64> = targets.to_local().to_dtype(DType::I64)?.flatten_all()?.to_vec1()?;
         let weights = weights.map(|w| w.to_local().to_dtype(DType::F64)?.to_vec1()).transpose()?;
-        Ok(Targets { classes: targets.into_iter().map(class_of).collect::<Result<_>>()?, weights })
+        Ok(Targets { classes: values.into_iter().map(class_of).collect::<Result<_>>()?, weights })
     }
 }
 

@@ -11,6 +11,7 @@ impl DTensor {
     ///
     /// # Errors
     /// If `p` is not in `[0, 1)`.
+    #[track_caller]
     pub fn dropout(&self, p: f64, stream: Stream) -> Result<Self> {
         if !(0.0..1.0).contains(&p) {
             return Error::op("dropout", format!("probability {p}: want at least 0 and less than 1"));

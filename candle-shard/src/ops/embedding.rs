@@ -1,5 +1,6 @@
 //! Rows of a table, one by one or in bags, and rows made shorter in place.
 use super::lookup::{check_indexes, checked};
+use crate::agreement::refuse_data;
 use crate::embedding::bags::{Bounds, check_weights};
 use crate::embedding::options::{EmbeddingBagOptions, EmbeddingOptions, Renorm};
 use crate::embedding::renorm::limit_rows;
@@ -18,8 +19,9 @@ impl DTensor {
     /// rank has the rows that it holds and zeros elsewhere.
     ///
     /// # Errors
-    /// If an id is not a row of the table; the ids on each rank are checked against the global number of rows, so
-    /// sharded ids may be refused on one rank, whose message then stops the others.
+    /// If an id is not a row of the table; the ids on each rank are checked against the global number of rows. One in a
+    /// piece of the ids stops the world, with the same error on all ranks.
+    #[track_caller]
     pub fn embedding(&self, ids: &Self) -> Result<Self> {
         self.embedding_with(ids, &EmbeddingOptions::default())
     }
@@ -28,6 +30,7 @@ impl DTensor {
     ///
     /// With `max_norm` the table must be a parameter; see [`embedding_renorm`](Self::embedding_renorm), which also has
     /// all ranks refuse wrong ids.
+    #[track_caller]
     pub fn embedding_with(&self, ids: &Self, options: &EmbeddingOptions) -> Result<Self> {
         const OP: &str = "embedding";
         self.check_table(OP)?;
@@ -41,7 +44,8 @@ impl DTensor {
     /// One row for each bag of rows of this table `[rows, width]`: `[bags, width]`.
     ///
     /// `ids` (u8, u32 or i64) are `[bags, n]`, or `[n]` with the `offsets` `[bags]` at which bags begin.
-    /// `per_sample_weights`, of the shape of the ids and the dtype of the table, multiply the rows of a sum. A bag without
+    /// `per_sample_weights`, of the shape of the ids and the dtype of the table, multiply the rows of a sum;
+    /// all ranks give them, or none does. A bag without
     /// rows, or with nothing but padding, gives zeros. Bags `[bags, n]` may be sharded; a table sharded by rows gives
     /// partial sums, and for maxima the rows that are looked up are brought together first.
     ///
@@ -65,6 +69,7 @@ impl DTensor {
     /// # Errors
     /// As for [`embedding_with`](Self::embedding_with); and if offsets do not rise from 0 to at most the number of ids,
     /// or weights do not fit the ids or the mode.
+    #[track_caller]
     pub fn embedding_bag(
         &self,
         ids: &Self,
@@ -93,6 +98,7 @@ impl DTensor {
     ///
     /// # Errors
     /// On all ranks alike, before anything has changed, if an id is not a row, or if the numbers make no sense.
+    #[track_caller]
     pub fn embedding_renorm(&self, ids: &Self, max_norm: f64, norm_type: f64) -> Result<()> {
         const OP: &str = "embedding_renorm";
         self.check_table(OP)?;
@@ -101,6 +107,7 @@ impl DTensor {
         lookup.renorm.iter().try_for_each(|limit| self.limit_norms(OP, ids, limit))
     }
 
+    #[track_caller]
     fn check_table(&self, op: &'static str) -> Result<()> {
         if self.rank() != 2 {
             return Error::op(op, format!("a table {}: want [rows, width]", self.spec()));
@@ -108,6 +115,7 @@ impl DTensor {
         Ok(())
     }
 
+    #[track_caller]
     fn limit_norms(&self, op: &'static str, ids: &Self, limit: &Renorm) -> Result<()> {
         self.check_float(op)?;
         rules::check_meshes(op, &[self, ids])?;
@@ -130,13 +138,15 @@ impl DTensor {
     }
 
     /// The ids of all ranks, which must be rows of this table.
+    #[track_caller]
     fn all_ids(&self, op: &'static str, ids: &Self) -> Result<Vec<u32>> {
         check_indexes(op, ids)?;
-        let ids = ids.placed(|_, _| Replicate)?;
-        read_ids(op, ids.to_local(), self.dims()[0])
+        let ids = rules::lay_out(op, ids, |_| Replicate)?;
+        read_ids(op, &ids, self.dims()[0])
     }
 
     /// The rows that are looked up, whole on every rank but for columns, and the ids and the padding among them.
+    #[track_caller]
     fn rows_apart(&self, op: &'static str, ids: &Self, padding: Option<u32>) -> Result<(Self, Self, Option<u32>)> {
         let wanted = kernels::unique_rows(&self.all_ids(op, ids)?);
         let signature = || {
@@ -144,7 +154,7 @@ impl DTensor {
             Ok(Signature::new(rows, ids.dims(), DType::U32))
         };
         let places = rules::run("rows_apart", &[], &[ids], signature, |x, out| {
-            let local = read_ids(op, x[0].to_local(), self.dims()[0])?;
+            let local = read_ids(op, &x[0], self.dims()[0])?;
             let places = local.into_iter().map(|id| wanted.binary_search(&id).unwrap_or_default() as u32);
             Ok(Tensor::from_vec(places.collect(), out.local_shape().as_slice(), ids.device())?)
         })?;
@@ -155,6 +165,7 @@ impl DTensor {
         Ok((rows, places, padding))
     }
 
+    #[track_caller]
     fn bags(
         &self,
         ids: &Self,
@@ -169,7 +180,7 @@ impl DTensor {
         let count = bag_count(ids, offsets, weights, options, self.dtype()).or_else(|reason| Error::op(OP, reason))?;
         // Read by all ranks, also by those that have no elements of the result.
         let bounds = |offsets: &Self| {
-            let offsets = offsets.placed(|_, _| Replicate)?;
+            let offsets = rules::lay_out(OP, offsets, |_| Replicate)?;
             Bounds::between(offsets.to_local(), ids.elem_count(), last).or_else(|reason| Error::op(OP, reason))
         };
         let bounds = offsets.map(bounds).transpose()?;
@@ -191,7 +202,7 @@ impl DTensor {
         };
         let made = rules::run(OP, &attributes, &inputs, signature, |x, _| {
             let bounds = bounds.unwrap_or_else(|| Bounds::even(x[1].to_local().dims())).0;
-            let ids = read_ids(OP, x[1].to_local(), self.dims()[0])?;
+            let ids = read_ids(OP, &x[1], self.dims()[0])?;
             let [part, _] = x[0].parts();
             let counts = |id: u32| Some(id) != padding;
             let place = |&id: &u32| match counts(id) && part.contains(&(id as usize)) {
@@ -229,11 +240,11 @@ fn wide(dtype: DType) -> DType {
 }
 
 /// Ids in row-major order, which must be rows of a table of so many.
-fn read_ids(op: &'static str, ids: &Tensor, rows: usize) -> Result<Vec<u32>> {
-    let ids = ids.flatten_all()?.to_dtype(DType::I64)?.to_vec1::<i64>()?;
+fn read_ids(op: &'static str, ids: &DTensor, rows: usize) -> Result<Vec<u32>> {
+    let values = ids.to_local().flatten_all()?.to_dtype(DType::I64)?.to_vec1::<i64>()?;
     let row = |id: i64| u32::try_from(id).ok().filter(|&row| (row as usize) < rows).ok_or(id);
-    let read: std::result::Result<Vec<u32>, i64> = ids.into_iter().map(row).collect();
-    read.or_else(|bad| Error::op(op, format!("index {bad} is outside of dim 0 of size {rows}")))
+    let read: std::result::Result<Vec<u32>, i64> = values.into_iter().map(row).collect();
+    read.or_else(|bad| refuse_data(op, format!("index {bad} is outside of dim 0 of size {rows}"), ids))
 }
 
 /// The number of bags, or what is wrong with what makes them.

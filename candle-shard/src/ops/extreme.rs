@@ -3,6 +3,9 @@
 //! A sharded dim that is reduced leaves the extremes of the pieces, of which one all_reduce makes those of the whole.
 //! With a gradient, a second op without communication puts the whole extreme into each rank's graph: an element that
 //! equals it gets the gradient, on whichever rank it lies, and all equal ones do, as with candle.
+//!
+//! Where an element is not a number, it is the extreme, as in PyTorch, and the first one is where the extreme is; such an
+//! extreme has no gradient. candle's answer depends on where the element stands.
 use super::reduce::without;
 use crate::kernels::NOWHERE;
 use crate::placement::{Partial, Placement, Replicate, Shard};
@@ -32,7 +35,19 @@ impl Extreme {
     /// The extreme over dims of a tensor with elements; the dims stay with size 1.
     fn over(self, x: &Tensor, dims: &[usize]) -> candle_core::Result<Tensor> {
         let one = |x: Tensor, &d: &usize| if self == Max { x.max_keepdim(d) } else { x.min_keepdim(d) };
-        dims.iter().try_fold(x.clone(), one)
+        let extreme = dims.iter().try_fold(x.clone(), one)?;
+        let Some(nan) = nans(x)? else { return Ok(extreme) };
+        // candle's depends on where the element stands.
+        let any = dims.iter().try_fold(nan, |nan, &d| nan.max_keepdim(d))?;
+        let none = Tensor::full(f64::NAN, extreme.shape(), x.device())?.to_dtype(x.dtype())?;
+        any.where_cond(&none, &extreme)
+    }
+
+    /// Where the extreme over a dim is, which stays with size 1: the first of equal ones, or what is not a number.
+    fn place(self, x: &Tensor, dim: usize) -> candle_core::Result<Tensor> {
+        let place = if self == Max { x.argmax_keepdim(dim) } else { x.argmin_keepdim(dim) }?;
+        let Some(nan) = nans(x)? else { return Ok(place) };
+        nan.max_keepdim(dim)?.where_cond(&nan.argmax_keepdim(dim)?, &place)
     }
 
     /// What loses against every element.
@@ -52,34 +67,58 @@ impl Extreme {
     }
 }
 
+/// 1 where an element is not a number; `None` if it is known that there is none.
+fn nans(x: &Tensor) -> candle_core::Result<Option<Tensor>> {
+    let x = x.detach();
+    if !x.dtype().is_float() || x.device().is_cpu() && !has_nan(&x)? {
+        return Ok(None);
+    }
+    x.ne(&x).map(Some)
+}
+
+/// Whether an element of a tensor on the host is not a number.
+fn has_nan(x: &Tensor) -> candle_core::Result<bool> {
+    // A sum of numbers is not a number only where infinities meet, and then it is looked for.
+    let sum = x.to_dtype(if x.dtype() == DType::F64 { DType::F64 } else { DType::F32 })?.sum_all()?;
+    if !sum.to_dtype(DType::F64)?.to_scalar::<f64>()?.is_nan() {
+        return Ok(false);
+    }
+    Ok(x.ne(x)?.flatten_all()?.max(0)?.to_scalar::<u8>()? == 1)
+}
+
 macro_rules! extremes {
     ($($which:ident, $name:ident, $keepdim:ident, $all:ident, $arg:ident, $arg_keepdim:ident, $text:literal;)*) => {
         impl DTensor {
             $(#[doc = concat!("The ", $text, " over a dim, which stays with size 1; all equal ones get the gradient.")]
+            #[track_caller]
             pub fn $keepdim(&self, dim: impl Dim) -> Result<Self> {
                 let dim = dim.to_index(&Shape::from(self.dims()), stringify!($keepdim))?;
                 self.extreme($which, &[dim])
             }
 
             #[doc = concat!("The ", $text, " over a dim, which goes away; all equal ones get the gradient.")]
+            #[track_caller]
             pub fn $name(&self, dim: impl Dim) -> Result<Self> {
                 let dim = dim.to_index(&Shape::from(self.dims()), stringify!($name))?;
                 self.extreme($which, &[dim])?.reshape(without(self.dims(), &[dim]))
             }
 
             #[doc = concat!("The ", $text, " of all elements, a scalar; all equal ones get the gradient.")]
+            #[track_caller]
             pub fn $all(&self) -> Result<Self> {
                 let dims: Vec<usize> = (0..self.rank()).collect();
                 self.extreme($which, &dims)?.reshape(())
             }
 
             #[doc = concat!("Where the ", $text, " over a dim is, the first of equal ones: u32, the dim with size 1.")]
+            #[track_caller]
             pub fn $arg_keepdim(&self, dim: impl Dim) -> Result<Self> {
                 let dim = dim.to_index(&Shape::from(self.dims()), stringify!($arg_keepdim))?;
                 self.place_of_extreme($which, stringify!($arg), dim)
             }
 
             #[doc = concat!("Where the ", $text, " over a dim is, the first of equal ones: u32, without the dim.")]
+            #[track_caller]
             pub fn $arg(&self, dim: impl Dim) -> Result<Self> {
                 let dim = dim.to_index(&Shape::from(self.dims()), stringify!($arg))?;
                 self.place_of_extreme($which, stringify!($arg), dim)?.reshape(without(self.dims(), &[dim]))
@@ -95,6 +134,7 @@ extremes! {
 
 impl DTensor {
     /// The extreme over `dims`, which stay with size 1; without gradient it may be left partial.
+    #[track_caller]
     pub(super) fn extreme(&self, which: Extreme, dims: &[usize]) -> Result<Self> {
         self.check_elements(which.op(), dims)?;
         if !self.tracked() {
@@ -118,10 +158,11 @@ impl DTensor {
                 return Ok(none.where_cond(&x.sum_keepdim(dims)?, whole)?);
             }
             let own = which.over(x, dims)?;
-            Ok(own.detach().eq(whole)?.where_cond(&own, whole)?)
+            Ok(own.detach().eq(whole)?.where_cond(&own, whole)?) // what is not a number has no gradient
         })
     }
 
+    #[track_caller]
     fn extreme_of_pieces(&self, which: Extreme, dims: &[usize]) -> Result<Self> {
         let signature = || {
             let mut shape = self.dims().to_vec();
@@ -145,15 +186,15 @@ impl DTensor {
     /// The index of the extreme over a dim, which stays with size 1.
     ///
     /// On a sharded dim the whole extreme is found first; then the ranks that have it tell where, and the first wins.
+    #[track_caller]
     fn place_of_extreme(&self, which: Extreme, op: &'static str, dim: usize) -> Result<Self> {
         self.check_elements(op, &[dim])?;
         let x = self.detach().settled(&[dim])?;
-        let place = |x: &Tensor| if which == Max { x.argmax_keepdim(dim) } else { x.argmin_keepdim(dim) };
         let mut shape = self.dims().to_vec();
         shape[dim] = 1;
         if x.sharded_axes(dim).next().is_none() {
             let signature = || Ok(Signature::new(x.kept_rows(&[dim]), &shape, DType::U32));
-            return rules::run(op, &[dim], &[&x], signature, |x, _| Ok(place(x[0].to_local())?));
+            return rules::run(op, &[dim], &[&x], signature, |x, _| Ok(which.place(x[0].to_local(), dim)?));
         }
         let whole = x.extreme_of_pieces(which, &[dim])?.resolved()?;
         let signature = || {
@@ -168,13 +209,18 @@ impl DTensor {
                 return Ok(nowhere);
             }
             let own = which.over(x, &[dim])?;
-            // Not `eq`: of extremes that are no numbers, too, there is a first one.
-            let elsewhere = if which == Max { own.lt(whole)? } else { own.gt(whole)? };
-            Ok(elsewhere.where_cond(&nowhere, &place(x)?.affine(1.0, start as f64)?)?)
+            // Of extremes that are not numbers, too, there is a first one.
+            let here = if own.dtype().is_float() {
+                (own.eq(whole)? + (own.ne(&own)? * whole.ne(whole)?)?)?
+            } else {
+                own.eq(whole)?
+            };
+            Ok(here.where_cond(&which.place(x, dim)?.affine(1.0, start as f64)?, &nowhere)?)
         })?;
         found.resolved()
     }
 
+    #[track_caller]
     fn check_elements(&self, op: &'static str, dims: &[usize]) -> Result<()> {
         match dims.iter().find(|&&d| self.dims()[d] == 0) {
             Some(d) => Error::op(
@@ -191,6 +237,7 @@ impl DTensor {
     }
 
     /// This tensor with nothing partial: what was is cut in a dim other than `dims`, or replicated where none is left.
+    #[track_caller]
     pub(super) fn settled(&self, dims: &[usize]) -> Result<Self> {
         if !self.placements().iter().any(|p| p.is_partial()) {
             return Ok(self.clone());
@@ -203,6 +250,7 @@ impl DTensor {
     }
 
     /// This tensor with everything partial replicated.
+    #[track_caller]
     pub(super) fn resolved(&self) -> Result<Self> {
         self.placed(|_, p| if p.is_partial() { Replicate } else { p })
     }

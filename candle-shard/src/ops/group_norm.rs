@@ -12,6 +12,7 @@ impl DTensor {
     ///
     /// # Errors
     /// If the groups do not divide the channels, or shapes or dtypes do not agree.
+    #[track_caller]
     pub fn group_norm(&self, groups: usize, weight: &Self, bias: &Self, eps: f64) -> Result<Self> {
         let op = "group_norm";
         self.check_float(op)?;

@@ -60,6 +60,7 @@ impl DTensor {
     ///
     /// # Errors
     /// If there are more indexes than dims, or one is outside of its dim.
+    #[track_caller]
     pub fn i(&self, index: impl Index) -> Result<Self> {
         let indexers = index.indexers();
         if indexers.len() > self.rank() {
@@ -91,6 +92,7 @@ impl DTensor {
     ///
     /// # Errors
     /// If no window fits into the dim, or size or step are 0.
+    #[track_caller]
     pub fn unfold(&self, dim: impl Dim, size: usize, step: usize) -> Result<Self> {
         let dim = dim.to_index(&Shape::from(self.dims()), "unfold")?;
         let room = self.dims()[dim].checked_sub(size);

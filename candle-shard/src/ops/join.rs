@@ -21,6 +21,7 @@ fn rows(rank: usize, inputs: usize, whole: impl Fn(usize) -> bool) -> Rows {
 
 impl DTensor {
     /// The tensors joined along a dim; they are alike in the other dims.
+    #[track_caller]
     pub fn cat(tensors: &[impl Borrow<Self>], dim: impl Dim) -> Result<Self> {
         let tensors: Vec<&Self> = tensors.iter().map(Borrow::borrow).collect();
         let Some(first) = tensors.first() else { return Error::op("cat", "no tensors; give at least one") };
@@ -46,6 +47,7 @@ impl DTensor {
     }
 
     /// The tensors, all of one shape, joined along a new dim.
+    #[track_caller]
     pub fn stack(tensors: &[impl Borrow<Self>], dim: impl Dim) -> Result<Self> {
         let Some(first) = tensors.first() else { return Error::op("stack", "no tensors; give at least one") };
         let first = first.borrow();
@@ -57,6 +59,7 @@ impl DTensor {
     }
 
     /// The first element of a dim `left` times before it, the last one `right` times behind it.
+    #[track_caller]
     pub fn pad_with_same(&self, dim: impl Dim, left: usize, right: usize) -> Result<Self> {
         let dim = dim.to_index(&Shape::from(self.dims()), "pad_with_same")?;
         let signature = || {
@@ -73,6 +76,7 @@ impl DTensor {
     }
 
     /// The tensor `times[d]` times along each dim, with new dims on the left if there are more numbers than dims.
+    #[track_caller]
     pub fn repeat(&self, times: impl Into<Shape>) -> Result<Self> {
         let times = times.into();
         let times = times.dims();
@@ -90,6 +94,7 @@ impl DTensor {
     }
 
     /// The elements of a dim moved on by `shift` places, those at its end to its start.
+    #[track_caller]
     pub fn roll(&self, shift: i32, dim: impl Dim) -> Result<Self> {
         let dim = dim.to_index(&Shape::from(self.dims()), "roll")?;
         let size = self.dims()[dim];
@@ -105,6 +110,7 @@ impl DTensor {
     }
 
     /// The elements of each of these dims in reverse order.
+    #[track_caller]
     pub fn flip(&self, dims: &[usize]) -> Result<Self> {
         let signature = || {
             if let Some(dim) = dims.iter().find(|&&dim| dim >= self.rank()) {

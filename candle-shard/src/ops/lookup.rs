@@ -2,6 +2,7 @@
 //!
 //! A rank that holds a part of the indexed dim finds those elements that it holds, and zeros for the others: partial
 //! sums of the result.
+use crate::agreement::refuse_data;
 use crate::kernels::{self, NOWHERE};
 use crate::placement::{Placement, Replicate, Shard};
 use crate::rules::{self, Row, Rows, Signature};
@@ -16,8 +17,9 @@ impl DTensor {
     /// The elements of a dim at `indexes` (u8, u32 or i64, `[n]`): the dim has size `n` then.
     ///
     /// # Errors
-    /// If an index is outside of the dim; the indexes on each rank are checked against its global size, so sharded ones
-    /// may be refused on one rank, whose message then stops the others.
+    /// If an index is outside of the dim; the indexes on each rank are checked against its global size. One in a piece of
+    /// the indexes stops the world, with the same error on all ranks.
+    #[track_caller]
     pub fn index_select(&self, indexes: &Self, dim: impl Dim) -> Result<Self> {
         let dim = dim.to_index(&Shape::from(self.dims()), "index_select")?;
         if indexes.rank() != 1 {
@@ -27,6 +29,7 @@ impl DTensor {
     }
 
     /// Dim `dim` replaced by the dims of `ids`; the row `still` of a table gets no gradient.
+    #[track_caller]
     pub(super) fn take(&self, op: &'static str, ids: &Self, dim: usize, still: Option<u32>) -> Result<Self> {
         let signature = || {
             check_indexes(op, ids)?;
@@ -60,6 +63,7 @@ impl DTensor {
     ///
     /// # Errors
     /// As for [`index_select`](Self::index_select).
+    #[track_caller]
     pub fn gather(&self, indexes: &Self, dim: impl Dim) -> Result<Self> {
         let dim = dim.to_index(&Shape::from(self.dims()), "gather")?;
         let others = |d: &usize| *d != dim;
@@ -120,5 +124,5 @@ pub(super) fn places(op: &'static str, indexes: &DTensor, x: &DTensor, dim: usiz
     };
     let values = indexes.to_local().flatten_all()?.to_dtype(DType::I64)?.to_vec1::<i64>()?;
     let places: std::result::Result<Vec<u32>, i64> = values.into_iter().map(place).collect();
-    places.or_else(|bad| Error::op(op, format!("index {bad} is outside of dim {dim} of size {size}")))
+    places.or_else(|bad| refuse_data(op, format!("index {bad} is outside of dim {dim} of size {size}"), indexes))
 }

@@ -2,6 +2,7 @@
 use super::neutral;
 use crate::placement::{Placement, Shard};
 use crate::rules::{self, Row, Rows, Signature};
+use crate::strict::inherent;
 use crate::{DTensor, Error, Result};
 use candle_core::{DType, Tensor};
 
@@ -17,11 +18,13 @@ pub enum Reduction {
 
 impl DTensor {
     /// The squared error `(x - target)²`, reduced to a scalar.
+    #[track_caller]
     pub fn mse_loss(&self, target: &Self, reduction: Reduction) -> Result<Self> {
         self.elementwise_loss("mse_loss", target, reduction, |x, target| (x - target)?.sqr())
     }
 
     /// The absolute error `|x - target|`, reduced to a scalar; its slope is 0 where the two are equal.
+    #[track_caller]
     pub fn l1_loss(&self, target: &Self, reduction: Reduction) -> Result<Self> {
         self.elementwise_loss("l1_loss", target, reduction, |x, target| {
             let error = (x - target)?;
@@ -34,6 +37,7 @@ impl DTensor {
     ///
     /// # Errors
     /// If `delta` is not positive.
+    #[track_caller]
     pub fn huber_loss(&self, target: &Self, delta: f64, reduction: Reduction) -> Result<Self> {
         if delta.is_nan() || delta <= 0.0 {
             return Error::op("huber_loss", format!("delta {delta}: want a positive number"));
@@ -47,6 +51,7 @@ impl DTensor {
     }
 
     /// The binary cross entropy of these logits against probabilities `target`, reduced to a scalar.
+    #[track_caller]
     pub fn bce_with_logits_loss(&self, target: &Self, reduction: Reduction) -> Result<Self> {
         self.elementwise_loss("bce_with_logits_loss", target, reduction, |x, target| {
             // ln(1 + eˣ) = top + ln(e^-top + e^(x - top)) for any top, whose slope is therefore 0.
@@ -57,6 +62,7 @@ impl DTensor {
     }
 
     /// The reduction of `loss`, which is elementwise.
+    #[track_caller]
     fn elementwise_loss(
         &self,
         op: &'static str,
@@ -84,7 +90,7 @@ impl DTensor {
             Reduction::Sum => sum,
             Reduction::Mean => sum.affine(1.0 / self.elem_count() as f64, 0.0)?,
         };
-        loss.to_dtype(self.dtype())
+        inherent(|| loss.to_dtype(self.dtype()))
     }
 }
 

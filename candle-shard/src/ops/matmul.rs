@@ -10,6 +10,7 @@ const SUM: Placement = Placement::PARTIAL_SUM;
 
 impl DTensor {
     /// The matrix product `[.., m, k] × [.., k, n] -> [.., m, n]`, batch dims broadcast.
+    #[track_caller]
     pub fn matmul(&self, rhs: &Self) -> Result<Self> {
         rules::run(
             "matmul",
@@ -21,6 +22,7 @@ impl DTensor {
     }
 
     /// The sum of the products of the elements of two vectors `[n]`, a scalar.
+    #[track_caller]
     pub fn dot(&self, rhs: &Self) -> Result<Self> {
         if self.rank() != 1 || self.dims() != rhs.dims() {
             return Error::op("dot", format!("{} · {}: want two [n]", self.spec(), rhs.spec()));
@@ -29,6 +31,7 @@ impl DTensor {
     }
 
     /// The product of a matrix and a vector: `[m, n]` with `[n]` gives `[m]`.
+    #[track_caller]
     pub fn mv(&self, rhs: &Self) -> Result<Self> {
         if self.rank() != 2 || rhs.dims() != &self.dims()[1..] {
             return Error::op("mv", format!("{} × {}: want [m, n] × [n]", self.spec(), rhs.spec()));
@@ -36,6 +39,7 @@ impl DTensor {
         self.matmul(&rhs.unsqueeze(1)?)?.squeeze(1)
     }
 
+    #[track_caller]
     fn matmul_signature(&self, rhs: &Self) -> Result<Signature> {
         let (a, b) = (self.dims(), rhs.dims());
         if a.len() < 2 || b.len() < 2 || a[a.len() - 1] != b[b.len() - 2] || self.dtype() != rhs.dtype() {
@@ -60,6 +64,7 @@ impl DTensor {
     }
 
     /// The affine map `x · weightᵀ + bias`: `[.., k]` with `[n, k]` and `[n]` gives `[.., n]`.
+    #[track_caller]
     pub fn linear(&self, weight: &Self, bias: Option<&Self>) -> Result<Self> {
         let inputs: SmallVec<[&Self; 3]> = [self, weight].into_iter().chain(bias).collect();
         rules::run(
@@ -71,6 +76,7 @@ impl DTensor {
         )
     }
 
+    #[track_caller]
     fn linear_signature(&self, weight: &Self, bias: Option<&Self>) -> Result<Signature> {
         let (x, w) = (self.dims(), weight.dims());
         let fits = |b: &DTensor| b.dims() == &w[..1] && b.dtype() == self.dtype();

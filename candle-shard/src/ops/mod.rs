@@ -1,5 +1,6 @@
 //! The ops of a [`DTensor`](crate::DTensor), one family a file, each a table of rows and a local computation.
 mod activation;
+mod aliases;
 pub(crate) mod attention;
 mod compare;
 pub(crate) mod conv;

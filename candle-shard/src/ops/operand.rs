@@ -1,4 +1,5 @@
 //! What stands beside a distributed tensor in an op.
+use crate::agreement::alike;
 use crate::placement::Replicate;
 use crate::spec::Spec;
 use crate::{DTensor, Result};
@@ -94,13 +95,17 @@ numbers!(f64 f32 u8 u32 i32);
 impl DTensor {
     /// A tensor that every rank has alike, as the replicated tensor that it is; the graph goes on through it.
     ///
-    /// Every rank's gradient is the whole one. Nothing is communicated, and nothing checks that the ranks agree.
+    /// Every rank's gradient is the whole one. Nothing is communicated, and nothing checks that the ranks agree, unless
+    /// under [`compare_operands`](crate::compare_operands).
+    #[track_caller]
     pub fn replicated(tensor: &Tensor, mesh: &DeviceMesh) -> Result<Self> {
         let spec = Spec::new(mesh, &vec![Replicate; mesh.ndim()], tensor.shape(), tensor.dtype())?;
-        Ok(Self::assemble(tensor.clone(), spec.shared(), 0))
+        alike("replicated", tensor, mesh)?;
+        Ok(Self::leaf(tensor.clone(), spec.shared()))
     }
 
     /// An operand on the mesh of this tensor; a number becomes a scalar of this dtype.
+    #[track_caller]
     pub(super) fn beside(&self, side: Side<'_>, dtype: DType) -> Result<Self> {
         match side {
             Side::Spread(x) => Ok(x.clone()),

@@ -9,6 +9,7 @@ macro_rules! operator {
     ($trait:ident, $method:ident) => {
         impl<O: Operand> $trait<O> for &DTensor {
             type Output = Result<DTensor>;
+            #[track_caller]
             fn $method(self, rhs: O) -> Result<DTensor> {
                 DTensor::$method(self, rhs)
             }
@@ -16,6 +17,7 @@ macro_rules! operator {
 
         impl<O: Operand> $trait<O> for DTensor {
             type Output = Result<DTensor>;
+            #[track_caller]
             fn $method(self, rhs: O) -> Result<DTensor> {
                 DTensor::$method(&self, rhs)
             }
@@ -28,6 +30,7 @@ macro_rules! operator {
     ($trait:ident, $method:ident, $rhs:ty) => {
         impl<B: Borrow<DTensor>> $trait<$rhs> for Result<B> {
             type Output = Result<DTensor>;
+            #[track_caller]
             fn $method(self, rhs: $rhs) -> Result<DTensor> {
                 DTensor::$method(self?.borrow(), rhs)
             }
@@ -35,6 +38,7 @@ macro_rules! operator {
 
         impl $trait<$rhs> for &Tensor {
             type Output = Result<DTensor>;
+            #[track_caller]
             fn $method(self, rhs: $rhs) -> Result<DTensor> {
                 DTensor::$method(&DTensor::replicated(self, rhs.mesh())?, rhs)
             }
@@ -42,6 +46,7 @@ macro_rules! operator {
 
         impl $trait<$rhs> for Tensor {
             type Output = Result<DTensor>;
+            #[track_caller]
             fn $method(self, rhs: $rhs) -> Result<DTensor> {
                 $trait::$method(&self, rhs)
             }
@@ -61,6 +66,7 @@ macro_rules! number_on_the_left {
     ($trait:ident, $method:ident, $rhs:ty, |$number:ident, $x:ident| $made:expr) => {
         impl $trait<$rhs> for f64 {
             type Output = Result<DTensor>;
+            #[track_caller]
             fn $method(self, $x: $rhs) -> Result<DTensor> {
                 let $number = self;
                 $made

@@ -3,6 +3,7 @@ use super::rowwise::rows;
 use crate::placement::Shard;
 use crate::rules::{self, Plan, Row, Signature};
 use crate::spec::Spec;
+use crate::strict::inherent;
 use crate::{DTensor, Error, Result};
 use candle_core::{D, DType, Tensor};
 use itertools::Itertools;
@@ -15,6 +16,7 @@ impl DTensor {
     /// The elements sorted along the last dim, and their indices there (u32); equal ones keep their order.
     ///
     /// A sharded last dim is gathered, or another dim cut in its place.
+    #[track_caller]
     pub fn sort_last_dim(&self, ascending: bool) -> Result<Pair> {
         let signature = || {
             self.check_last_dim("sort_last_dim")?;
@@ -29,6 +31,7 @@ impl DTensor {
     }
 
     /// The indices (u32) that sort the elements along the last dim; see [`sort_last_dim`](Self::sort_last_dim).
+    #[track_caller]
     pub fn arg_sort_last_dim(&self, ascending: bool) -> Result<Self> {
         Ok(self.detach().sort_last_dim(ascending)?.1)
     }
@@ -39,6 +42,7 @@ impl DTensor {
     ///
     /// # Errors
     /// If the last dim has fewer than `k` elements.
+    #[track_caller]
     pub fn topk(&self, k: usize) -> Result<Pair> {
         self.check_last_dim("topk")?;
         let last = self.rank() - 1;
@@ -59,16 +63,19 @@ impl DTensor {
             Ok(Signature::new(rows, &shape, x.dtype()).and(&shape, DType::U32))
         };
         let real = Tensor::new(real_candidates(x.spec(), k), x.device())?;
-        let made = rules::run_all("topk", &[k], &[&values, &places], signature, |candidates, _| {
-            let real = |i: usize| candidates[i].to_local().index_select(&real, last);
-            let found = largest(&real(0)?, k)?;
-            let places = real(1)?.gather(&found[1], last)?;
-            Ok(smallvec![found[0].clone(), places])
+        let made = inherent(|| {
+            rules::run_all("topk", &[k], &[&values, &places], signature, |candidates, _| {
+                let real = |i: usize| candidates[i].to_local().index_select(&real, last);
+                let found = largest(&real(0)?, k)?;
+                let places = real(1)?.gather(&found[1], last)?;
+                Ok(smallvec![found[0].clone(), places])
+            })
         })?;
         Ok(pair(made))
     }
 
     /// The `k` largest elements of each of the `pieces` of the last dim; pieces with fewer fill up with anything.
+    #[track_caller]
     fn candidates(&self, k: usize, pieces: usize) -> Result<Pair> {
         let last = self.rank() - 1;
         let mut shape = self.dims().to_vec();
@@ -99,6 +106,7 @@ impl DTensor {
         Ok(pair(made))
     }
 
+    #[track_caller]
     fn check_last_dim(&self, op: &'static str) -> Result<()> {
         match self.rank() {
             0 => Error::op(op, format!("{} has no dims; want at least one", self.spec())),

@@ -6,6 +6,7 @@ impl DTensor {
     ///
     /// # Errors
     /// Unless there are four dims and the channels divide by `f²`.
+    #[track_caller]
     pub fn pixel_shuffle(&self, factor: usize) -> Result<Self> {
         let square = factor.checked_mul(factor).filter(|&square| square > 0);
         match (self.dims(), square) {
@@ -25,6 +26,7 @@ impl DTensor {
     ///
     /// # Errors
     /// Unless there are four dims and the images divide by `f`.
+    #[track_caller]
     pub fn pixel_unshuffle(&self, factor: usize) -> Result<Self> {
         match *self.dims() {
             [b, c, h, w] if factor > 0 && h.is_multiple_of(factor) && w.is_multiple_of(factor) => {
@@ -43,6 +45,7 @@ impl DTensor {
     ///
     /// # Errors
     /// Unless there are four dims and the images have pixels.
+    #[track_caller]
     pub fn replication_pad2d(&self, pad: usize) -> Result<Self> {
         if self.rank() != 4 {
             return Error::op("replication_pad2d", format!("{}: want [b, c, h, w]", self.spec()));

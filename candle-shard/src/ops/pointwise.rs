@@ -28,6 +28,8 @@ const SUB: Passes = Passes { joint: &[[SUM, SUM, SUM]], order: [Rising, Falling]
 const MUL: Passes = Passes { joint: &[[SUM, Replicate, SUM], [Replicate, SUM, SUM]], order: [Neither, Neither] };
 const DIV: Passes = Passes { joint: &[[SUM, Replicate, SUM]], order: [Neither, Neither] };
 const LINEAR_IN_SECOND: Passes = Passes { joint: &[[Replicate, SUM, SUM]], order: [Neither, Neither] };
+
+/// Of whole numbers: of floats candle gives the other operand for one that is not a number, which must reach the extreme.
 const MAXIMUM: Passes = Passes { joint: &[[MAX, MAX, MAX]], order: [Rising, Rising] };
 const MINIMUM: Passes = Passes { joint: &[[MIN, MIN, MIN]], order: [Rising, Rising] };
 
@@ -37,6 +39,7 @@ const NOTHING: Passes = Passes { joint: &[], order: [Neither, Neither] };
 
 impl DTensor {
     /// The elementwise sum, shapes broadcast as NumPy's.
+    #[track_caller]
     pub fn add(&self, rhs: impl Operand) -> Result<Self> {
         match rhs.side()? {
             Side::Number(rhs) => self.affine(1.0, rhs),
@@ -45,6 +48,7 @@ impl DTensor {
     }
 
     /// The elementwise difference, shapes broadcast as NumPy's.
+    #[track_caller]
     pub fn sub(&self, rhs: impl Operand) -> Result<Self> {
         match rhs.side()? {
             Side::Number(rhs) => self.affine(1.0, -rhs),
@@ -53,6 +57,7 @@ impl DTensor {
     }
 
     /// The elementwise product, shapes broadcast as NumPy's.
+    #[track_caller]
     pub fn mul(&self, rhs: impl Operand) -> Result<Self> {
         match rhs.side()? {
             Side::Number(rhs) => self.affine(rhs, 0.0),
@@ -61,6 +66,7 @@ impl DTensor {
     }
 
     /// The elementwise quotient, shapes broadcast as NumPy's.
+    #[track_caller]
     pub fn div(&self, rhs: impl Operand) -> Result<Self> {
         match rhs.side()? {
             Side::Number(rhs) => self.affine(1.0 / rhs, 0.0),
@@ -69,16 +75,19 @@ impl DTensor {
     }
 
     /// The larger of two elements, shapes broadcast as NumPy's; equal ones get half of the gradient each.
+    #[track_caller]
     pub fn maximum(&self, rhs: impl Operand) -> Result<Self> {
-        self.binary("maximum", rhs.side()?, &MAXIMUM, Tensor::broadcast_maximum)
+        self.binary("maximum", rhs.side()?, self.passes(&NOTHING, &MAXIMUM), Tensor::broadcast_maximum)
     }
 
     /// The smaller of two elements, shapes broadcast as NumPy's; equal ones get half of the gradient each.
+    #[track_caller]
     pub fn minimum(&self, rhs: impl Operand) -> Result<Self> {
-        self.binary("minimum", rhs.side()?, &MINIMUM, Tensor::broadcast_minimum)
+        self.binary("minimum", rhs.side()?, self.passes(&NOTHING, &MINIMUM), Tensor::broadcast_minimum)
     }
 
     /// Each element held between `min` and `max`.
+    #[track_caller]
     pub fn clamp(&self, min: impl Operand, max: impl Operand) -> Result<Self> {
         self.maximum(min)?.minimum(max)
     }
@@ -86,6 +95,7 @@ impl DTensor {
     /// Each element, which must be positive, to the power of the other, shapes broadcast as NumPy's.
     ///
     /// A number as power is that of [`powf`](Self::powf), for elements of any sign.
+    #[track_caller]
     pub fn pow(&self, rhs: impl Operand) -> Result<Self> {
         match rhs.side()? {
             Side::Number(rhs) => self.powf(rhs),
@@ -94,6 +104,7 @@ impl DTensor {
     }
 
     /// The gated SiLU `x · sigmoid(x) · gate` of two tensors of one shape, the activation of SwiGLU.
+    #[track_caller]
     pub fn silu_gate(&self, gate: &Self) -> Result<Self> {
         self.check_float("silu_gate")?;
         if self.dims() != gate.dims() {
@@ -108,6 +119,7 @@ impl DTensor {
         if self.dtype().is_int() { of_whole } else { of_floats }
     }
 
+    #[track_caller]
     fn binary(
         &self,
         op: &'static str,
@@ -131,6 +143,7 @@ impl DTensor {
     }
 
     /// The shape that two operands of one dtype broadcast to.
+    #[track_caller]
     pub(super) fn check_pair(&self, op: &'static str, rhs: &Self) -> Result<Vec<usize>> {
         if self.dtype() != rhs.dtype() {
             let (a, b) = (self.dtype().as_str(), rhs.dtype().as_str());

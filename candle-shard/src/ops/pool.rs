@@ -10,6 +10,7 @@ impl DTensor {
     ///
     /// # Errors
     /// If no window fits into the global shape.
+    #[track_caller]
     pub fn max_pool2d(&self, pool: Pool) -> Result<Self> {
         self.pooled("max_pool2d", pool, false, kernels::max_pool2d)
     }
@@ -18,10 +19,12 @@ impl DTensor {
     ///
     /// # Errors
     /// If no window fits into the global shape.
+    #[track_caller]
     pub fn avg_pool2d(&self, pool: Pool) -> Result<Self> {
         self.pooled("avg_pool2d", pool, true, kernels::avg_pool2d)
     }
 
+    #[track_caller]
     fn pooled(
         &self,
         op: &'static str,
@@ -45,6 +48,7 @@ impl DTensor {
     ///
     /// # Errors
     /// Unless there are four dims and the image has an element.
+    #[track_caller]
     pub fn upsample_nearest2d(&self, size: [usize; 2]) -> Result<Self> {
         let op = "upsample_nearest2d";
         let signature = || self.resized_images(op, size);
@@ -55,6 +59,7 @@ impl DTensor {
     ///
     /// # Errors
     /// Unless there are three dims and the line has an element.
+    #[track_caller]
     pub fn upsample_nearest1d(&self, size: usize) -> Result<Self> {
         match *self.dims() {
             [_, _, l] if l > 0 => self.unsqueeze(2)?.upsample_nearest2d([1, size])?.squeeze(2),
@@ -69,6 +74,7 @@ impl DTensor {
     ///
     /// # Errors
     /// Unless there are four dims and the image has an element.
+    #[track_caller]
     pub fn upsample_bilinear2d(&self, size: [usize; 2], align_corners: bool) -> Result<Self> {
         let op = "upsample_bilinear2d";
         let signature = || {
@@ -80,6 +86,7 @@ impl DTensor {
         })
     }
 
+    #[track_caller]
     fn resized_images(&self, op: &'static str, size: [usize; 2]) -> Result<Signature> {
         match *self.dims() {
             [b, c, h, w] if h * w > 0 => Ok(Signature::new(image_rows(true), &[b, c, size[0], size[1]], self.dtype())),

@@ -1,6 +1,7 @@
 //! Sums, means and variances: a sharded dim that is summed away leaves partial sums. 16-bit floats add up in f32.
 use crate::placement::{Placement, Shard};
 use crate::rules::{self, Row, Rows, Signature};
+use crate::strict::inherent;
 use crate::{DTensor, Result};
 use candle_core::shape::{Dim, Dims};
 use candle_core::{DType, Shape, Tensor};
@@ -9,6 +10,7 @@ const SUM: Placement = Placement::PARTIAL_SUM;
 
 impl DTensor {
     /// The sum over `dims`, which stay with size 1.
+    #[track_caller]
     pub fn sum_keepdim(&self, dims: impl Dims) -> Result<Self> {
         let dims = dims.to_indexes(&Shape::from(self.dims()), "sum_keepdim")?;
         let signature = || {
@@ -20,6 +22,7 @@ impl DTensor {
     }
 
     /// The sum over `dims`, which go away.
+    #[track_caller]
     pub fn sum(&self, dims: impl Dims) -> Result<Self> {
         let dims = dims.to_indexes(&Shape::from(self.dims()), "sum")?;
         let signature = || {
@@ -30,6 +33,7 @@ impl DTensor {
     }
 
     /// The sum of all elements, a scalar.
+    #[track_caller]
     pub fn sum_all(&self) -> Result<Self> {
         let signature = || {
             let dims: Vec<usize> = (0..self.rank()).collect();
@@ -39,6 +43,7 @@ impl DTensor {
     }
 
     /// The mean over `dims`, which stay with size 1; the count is the global one.
+    #[track_caller]
     pub fn mean_keepdim(&self, dims: impl Dims) -> Result<Self> {
         self.check_float("mean_keepdim")?;
         let dims = dims.to_indexes(&Shape::from(self.dims()), "mean_keepdim")?;
@@ -47,12 +52,14 @@ impl DTensor {
     }
 
     /// The mean over `dims`, which go away; the count is the global one.
+    #[track_caller]
     pub fn mean(&self, dims: impl Dims) -> Result<Self> {
         let dims = dims.to_indexes(&Shape::from(self.dims()), "mean")?;
         self.mean_keepdim(&dims[..])?.reshape(without(self.dims(), &dims))
     }
 
     /// The mean of all elements, a scalar; the count is the global one.
+    #[track_caller]
     pub fn mean_all(&self) -> Result<Self> {
         self.check_float("mean_all")?;
         self.in_full_precision(|x| x.sum_all()?.affine(1.0 / x.elem_count() as f64, 0.0))
@@ -61,32 +68,42 @@ impl DTensor {
     /// The unbiased variance over a dim, which stays with size 1; mean and count are the global ones.
     ///
     /// A sharded dim costs one all_reduce of the sums, and leaves partial sums.
+    #[track_caller]
     pub fn var_keepdim(&self, dim: impl Dim) -> Result<Self> {
         self.check_float("var_keepdim")?;
         let dim = dim.to_index(&Shape::from(self.dims()), "var_keepdim")?;
         let freedom = (self.dims()[dim] as f64 - 1.0).max(0.0);
         self.settled(&[dim])?.in_full_precision(|x| {
             // The squares' sum is least at the mean, so the mean has no part in the gradient.
-            let squares = x.sub(x.detach().mean_keepdim(dim)?)?.sqr()?;
+            let squares = inherent(|| x.sub(x.detach().mean_keepdim(dim)?))?.sqr()?;
             squares.sum_keepdim(dim)?.affine(1.0 / freedom, 0.0)
         })
     }
 
     /// The unbiased variance over a dim, which goes away; mean and count are the global ones.
+    #[track_caller]
     pub fn var(&self, dim: impl Dim) -> Result<Self> {
         let dim = dim.to_index(&Shape::from(self.dims()), "var")?;
         self.var_keepdim(dim)?.reshape(without(self.dims(), &[dim]))
     }
 
     /// The root of the sum of all squares, a scalar.
+    #[track_caller]
     pub fn norm(&self) -> Result<Self> {
-        self.in_full_precision(|x| x.sqr()?.sum_all()?.sqrt())
+        self.in_full_precision(|x| {
+            let squares = x.sqr()?.sum_all()?;
+            inherent(|| squares.sqrt())
+        })
     }
 
     /// What `f` makes of this tensor, of 16-bit floats in f32: a long sum of them in their own dtype stops growing.
+    #[track_caller]
     pub(super) fn in_full_precision(&self, f: impl FnOnce(&Self) -> Result<Self>) -> Result<Self> {
         match self.dtype() {
-            DType::F16 | DType::BF16 => f(&self.to_dtype(DType::F32)?)?.to_dtype(self.dtype()),
+            DType::F16 | DType::BF16 => {
+                let made = f(&self.to_dtype(DType::F32)?)?;
+                inherent(|| made.to_dtype(self.dtype()))
+            }
             _ => f(self),
         }
     }

@@ -14,6 +14,7 @@ impl DTensor {
     ///
     /// Dims that split or merge keep their shard where the pieces end on whole rows of the new shape; otherwise the
     /// pieces are resized, or gathered where no sizes fit.
+    #[track_caller]
     pub fn reshape(&self, shape: impl ShapeWithOneHole) -> Result<Self> {
         let shape = match shape.into_shape(self.elem_count()) {
             Ok(shape) if shape.elem_count() == self.elem_count() => shape,
@@ -33,6 +34,7 @@ impl DTensor {
         Ok(made.remove(0).aliasing(self))
     }
 
+    #[track_caller]
     fn no_reshape(&self, reason: String) -> Result<Self> {
         Error::op("reshape", format!("{}: {reason}; give a shape of {} elements", self.spec(), self.elem_count()))
     }

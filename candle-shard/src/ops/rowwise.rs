@@ -13,6 +13,7 @@ pub(super) fn rows(leading: usize, others: usize) -> Rows {
 
 impl DTensor {
     /// The softmax over a last dim that is whole.
+    #[track_caller]
     pub(super) fn softmax_of_rows(&self) -> Result<Self> {
         let signature = || Ok(Signature::new(rows(self.rank() - 1, 0), self.dims(), self.dtype()));
         rules::run("softmax_last_dim", &[], &[self], signature, |x, _| Ok(kernels::softmax(x[0].to_local())?))
@@ -21,6 +22,7 @@ impl DTensor {
     /// The softmax over the keys of scaled attention scores `[.., queries, keys]`, later keys masked out.
     ///
     /// Query `i` sees key `j` if `j <= i + keys - queries`.
+    #[track_caller]
     pub fn causal_softmax(&self, scale: f64) -> Result<Self> {
         let signature = || {
             self.check_rows("causal_softmax", 2)?;
@@ -35,6 +37,7 @@ impl DTensor {
     /// The softmax over the last dim of `x · scale + mask`, the mask's dims broadcast but for the last.
     ///
     /// A row that the mask hides whole is zeros.
+    #[track_caller]
     pub fn masked_softmax(&self, mask: &Self, scale: f64) -> Result<Self> {
         let signature = || {
             self.check_rows("masked_softmax", 1)?;
@@ -56,6 +59,7 @@ impl DTensor {
     }
 
     /// Layer norm over the last dim: `(x - mean) / sqrt(var + eps) · weight + bias` (Ba et al. 2016).
+    #[track_caller]
     pub fn layer_norm(&self, weight: &Self, bias: &Self, eps: f64) -> Result<Self> {
         let signature = || self.norm_signature("layer_norm", &[weight, bias]);
         rules::run("layer_norm", &[], &[self, weight, bias], signature, |x, _| {
@@ -64,6 +68,7 @@ impl DTensor {
     }
 
     /// RMS norm over the last dim: `x / sqrt(mean(x²) + eps) · weight` (Zhang & Sennrich 2019).
+    #[track_caller]
     pub fn rms_norm(&self, weight: &Self, eps: f64) -> Result<Self> {
         let signature = || self.norm_signature("rms_norm", &[weight]);
         rules::run("rms_norm", &[], &[self, weight], signature, |x, _| {
@@ -71,6 +76,7 @@ impl DTensor {
         })
     }
 
+    #[track_caller]
     pub(super) fn check_rows(&self, op: &'static str, rank: usize) -> Result<()> {
         if self.rank() < rank {
             return Error::op(op, format!("{} has too few dims; want at least {rank}", self.spec()));
@@ -78,6 +84,7 @@ impl DTensor {
         self.check_float(op)
     }
 
+    #[track_caller]
     fn norm_signature(&self, op: &'static str, parameters: &[&Self]) -> Result<Signature> {
         self.check_rows(op, 1)?;
         let width = &self.dims()[self.rank() - 1..];

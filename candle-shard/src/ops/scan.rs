@@ -14,6 +14,7 @@ impl DTensor {
     ///
     /// A sharded dim costs one reduce_scatter of one number for each rank and row, and an all_gather of them in the
     /// backward pass.
+    #[track_caller]
     pub fn cumsum(&self, dim: impl Dim) -> Result<Self> {
         self.check_float("cumsum")?;
         let dim = dim.to_index(&Shape::from(self.dims()), "cumsum")?;
@@ -25,8 +26,8 @@ impl DTensor {
             };
             return rules::run("cumsum", &[dim], &[self], signature, |x, _| Ok(running_sum(x[0].to_local(), dim)?));
         }
-        let linear = |_, p| if matches!(p, Partial(op) if op != ReduceOp::Sum) { Replicate } else { p };
-        let x = self.placed(linear)?;
+        let linear = |p| if matches!(p, Partial(op) if op != ReduceOp::Sum) { Replicate } else { p };
+        let x = rules::lay_out("cumsum", self, linear)?;
         let starts = x.sums_before(dim)?;
         // All is linear, so every axis stays as it is.
         let plan = || Ok(Plan::in_place(&[&x, &starts], smallvec![x.shared_spec().clone()]));
@@ -37,6 +38,7 @@ impl DTensor {
     }
 
     /// For each piece of a sharded dim the sum of the pieces before it, as a tensor with one element a piece.
+    #[track_caller]
     fn sums_before(&self, dim: usize) -> Result<Self> {
         let (mesh, axes) = (self.mesh(), self.sharded_axes(dim).collect::<Vec<_>>());
         let place = |(pieces, at): (usize, usize), &axis: &usize| {

@@ -20,6 +20,7 @@ impl DTensor {
     ///
     /// # Errors
     /// As for [`embedding`](Self::embedding).
+    #[track_caller]
     pub fn scatter_add(&self, indexes: &Self, source: &Self, dim: impl Dim) -> Result<Self> {
         let dim = dim.to_index(&Shape::from(self.dims()), "scatter_add")?;
         let signature = || {
@@ -43,6 +44,7 @@ impl DTensor {
     ///
     /// # Errors
     /// As for [`embedding`](Self::embedding).
+    #[track_caller]
     pub fn scatter(&self, indexes: &Self, source: &Self, dim: impl Dim) -> Result<Self> {
         let dim = dim.to_index(&Shape::from(self.dims()), "scatter")?;
         let signature =
@@ -62,6 +64,7 @@ impl DTensor {
     ///
     /// # Errors
     /// As for [`embedding`](Self::embedding).
+    #[track_caller]
     pub fn index_add(&self, indexes: &Self, source: &Self, dim: impl Dim) -> Result<Self> {
         let dim = dim.to_index(&Shape::from(self.dims()), "index_add")?;
         let signature = || {
@@ -88,6 +91,7 @@ impl DTensor {
     }
 
     /// The rows of an op that puts `source` at `indexes` of the same shape.
+    #[track_caller]
     fn scatter_rows(&self, op: &'static str, indexes: &Self, source: &Self, dim: usize) -> Result<Rows> {
         self.check_source(op, source, dim)?;
         check_indexes(op, indexes)?;
@@ -101,6 +105,7 @@ impl DTensor {
         Ok(rows)
     }
 
+    #[track_caller]
     fn check_source(&self, op: &'static str, source: &Self, dim: usize) -> Result<()> {
         let alike = |d: usize| d == dim || source.dims()[d] == self.dims()[d];
         let fits = source.rank() == self.rank() && (0..self.rank()).all(alike);

@@ -18,6 +18,7 @@ impl DTensor {
     ///
     /// Nothing is communicated where one axis shards the dim: the ranks keep those of their rows that are in the part,
     /// so some may have none. [`redistribute`](Self::redistribute) evens it out.
+    #[track_caller]
     pub fn narrow(&self, dim: impl Dim, start: usize, len: usize) -> Result<Self> {
         let dim = dim.to_index(&Shape::from(self.dims()), "narrow")?;
         let part = self.check_part("narrow", dim, start, len)?;
@@ -38,6 +39,7 @@ impl DTensor {
     /// `left` zeros before and `right` zeros after the elements of a dim.
     ///
     /// Nothing is communicated where one axis shards the dim: its first and last rank hold the zeros.
+    #[track_caller]
     pub fn pad_with_zeros(&self, dim: impl Dim, left: usize, right: usize) -> Result<Self> {
         let dim = dim.to_index(&Shape::from(self.dims()), "pad_with_zeros")?;
         if left == 0 && right == 0 {
@@ -59,6 +61,7 @@ impl DTensor {
     }
 
     /// At most `chunks` parts of a dim, the first ones larger by one where it does not divide.
+    #[track_caller]
     pub fn chunk(&self, chunks: usize, dim: impl Dim) -> Result<Vec<Self>> {
         let dim = dim.to_index(&Shape::from(self.dims()), "chunk")?;
         let size = self.dims()[dim];
@@ -71,11 +74,13 @@ impl DTensor {
     }
 
     /// The elements at `index` of the first dim, which goes away.
+    #[track_caller]
     pub fn get(&self, index: usize) -> Result<Self> {
         if self.rank() == 0 { Ok(self.clone()) } else { self.get_on_dim(0, index) }
     }
 
     /// The elements at `index` of a dim, which goes away; where it is sharded, they are gathered from their rank.
+    #[track_caller]
     pub fn get_on_dim(&self, dim: impl Dim, index: usize) -> Result<Self> {
         let dim = dim.to_index(&Shape::from(self.dims()), "get_on_dim")?;
         self.check_part("get_on_dim", dim, index, 1)?;
@@ -86,6 +91,7 @@ impl DTensor {
     ///
     /// The shard of the dim stays. A replicated `src` is cut without communication; a sharded one is brought to the
     /// ranks that hold the part.
+    #[track_caller]
     pub fn slice_scatter(&self, src: &Self, dim: impl Dim, start: usize) -> Result<Self> {
         let dim = dim.to_index(&Shape::from(self.dims()), "slice_scatter")?;
         let len = src.dims().get(dim).copied().unwrap_or(0);
@@ -121,6 +127,7 @@ impl DTensor {
     /// assert_eq!(sums, [3.0, 3.0]);
     /// # Ok::<(), candle_dist::WorldError>(())
     /// ```
+    #[track_caller]
     pub fn slice_assign(&self, ranges: &[impl RangeBounds<usize>], src: &Self) -> Result<Self> {
         if ranges.len() != self.rank() || src.rank() != self.rank() {
             let reason = format!("{} ranges of {} for {}: name every dim once", ranges.len(), self.spec(), src.spec());
@@ -140,6 +147,7 @@ impl DTensor {
     }
 
     /// Assigns from dim `dim` on; the dims before are whole.
+    #[track_caller]
     fn assign_from(&self, dim: usize, starts: &[usize], src: &Self) -> Result<Self> {
         let mut partial = (dim..self.rank()).filter(|&d| src.dims()[d] != self.dims()[d]);
         let Some(dim) = partial.next() else {
@@ -152,6 +160,7 @@ impl DTensor {
         self.slice_scatter(&part, dim, starts[dim])
     }
 
+    #[track_caller]
     fn slice_scatter_plan(&self, src: &Self, dim: usize, part: &Range<usize>) -> Result<Plan> {
         check_meshes("slice_scatter", &[self, src])?;
         let same = |d: usize| d == dim || src.dims()[d] == self.dims()[d];
@@ -211,6 +220,7 @@ impl DTensor {
         Ok(made.remove(0).aliasing(self))
     }
 
+    #[track_caller]
     fn check_part(&self, op: &'static str, dim: usize, start: usize, len: usize) -> Result<Range<usize>> {
         let (end, size) = (start.saturating_add(len), self.dims()[dim]);
         if end > size {

@@ -1,6 +1,7 @@
 //! Softmax and its kin over any dim: of a sharded one only the maxima and the sums are exchanged.
 use super::extreme::Extreme::Max;
 use super::reduce::without;
+use crate::strict::inherent;
 use crate::{DTensor, Result};
 use candle_core::Shape;
 use candle_core::shape::{Dim, Dims};
@@ -9,6 +10,7 @@ impl DTensor {
     /// The softmax over a dim.
     ///
     /// A sharded dim costs two all_reduces of one number a row, and one in the backward pass.
+    #[track_caller]
     pub fn softmax(&self, dim: impl Dim) -> Result<Self> {
         self.check_float("softmax")?;
         let dim = dim.to_index(&Shape::from(self.dims()), "softmax")?;
@@ -20,11 +22,12 @@ impl DTensor {
         }
         self.settled(&[dim])?.in_full_precision(|x| {
             let powers = x.below_maximum(&[dim])?.0.exp()?;
-            powers.div(powers.sum_keepdim(dim)?)
+            inherent(|| powers.div(powers.sum_keepdim(dim)?))
         })
     }
 
     /// The softmax over the last dim; see [`softmax`](Self::softmax).
+    #[track_caller]
     pub fn softmax_last_dim(&self) -> Result<Self> {
         self.check_rows("softmax_last_dim", 1)?;
         self.softmax(self.rank() - 1)
@@ -33,6 +36,7 @@ impl DTensor {
     /// The logarithm of the softmax over a dim.
     ///
     /// A sharded dim costs two all_reduces of one number a row, and one in the backward pass.
+    #[track_caller]
     pub fn log_softmax(&self, dim: impl Dim) -> Result<Self> {
         self.check_float("log_softmax")?;
         let dim = dim.to_index(&Shape::from(self.dims()), "log_softmax")?;
@@ -48,6 +52,7 @@ impl DTensor {
     /// The logarithm of the sum of the exponentials over `dims`, which go away.
     ///
     /// A sharded dim costs two all_reduces of one number a row, and none in the backward pass.
+    #[track_caller]
     pub fn log_sum_exp(&self, dims: impl Dims) -> Result<Self> {
         self.check_float("log_sum_exp")?;
         let dims = dims.to_indexes(&Shape::from(self.dims()), "log_sum_exp")?;
@@ -59,6 +64,7 @@ impl DTensor {
     }
 
     /// This tensor less its maximum over `dims`, and that maximum, which counts as a constant: it cancels out.
+    #[track_caller]
     fn below_maximum(&self, dims: &[usize]) -> Result<(Self, Self)> {
         let top = self.detach().extreme(Max, dims)?.resolved()?;
         Ok((self.sub(&top)?, top))

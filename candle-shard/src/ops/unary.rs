@@ -15,7 +15,7 @@ const MIN: Placement = Partial(ReduceOp::Min);
 pub(super) enum Order {
     Rising,
     Falling,
-    /// Up and down, or not a number for some arguments.
+    /// Up and down, not a number for some numbers, or a number for what is none: that must reach the extreme.
     Neither,
 }
 
@@ -52,13 +52,14 @@ macro_rules! unary_ops {
 
 unary_ops! {
     /// The larger of each element and zero.
-    relu, Rising, Tensor::relu;
+    relu, Neither, Tensor::relu;
     /// Each element held in `0..=6`.
-    relu6, Rising, |x| x.clamp(0f64, 6f64);
-    /// The exact Gaussian error linear unit, `x · Φ(x)`: candle's `gelu_erf`.
-    gelu, Neither, crate::kernels::gelu;
-    /// The Gaussian error linear unit by its approximation with tanh: candle's `gelu`.
-    gelu_tanh, Neither, Tensor::gelu;
+    relu6, Neither, |x| x.clamp(0f64, 6f64);
+    /// The exact Gaussian error linear unit, `x · Φ(x)`.
+    gelu_erf, Neither, crate::kernels::gelu_erf;
+    /// The approximation of the Gaussian error linear unit with tanh, as candle's `gelu`; the exact one is
+    /// [`gelu_erf`](Self::gelu_erf).
+    gelu, Neither, Tensor::gelu;
     /// `x · sigmoid(x)`.
     silu, Neither, Tensor::silu;
     /// `x · tanh(log(1 + exp(x)))`.
@@ -66,7 +67,7 @@ unary_ops! {
     /// The logistic function.
     sigmoid, Rising, candle_nn::ops::sigmoid;
     /// `(x + 3) / 6`, held in `0..=1`.
-    hard_sigmoid, Rising, candle_nn::ops::hard_sigmoid;
+    hard_sigmoid, Neither, candle_nn::ops::hard_sigmoid;
     /// `x · hard_sigmoid(x)`.
     hard_swish, Neither, |x| x * candle_nn::ops::hard_sigmoid(x)?;
     /// The hyperbolic tangent.
@@ -96,12 +97,13 @@ unary_ops! {
 /// Functions that are flat between their steps. candle ends the graph at them; it must end alike on ranks without
 /// elements, so they are taken of the detached tensor.
 macro_rules! step_functions {
-    ($($(#[$doc:meta])* $name:ident, $local:expr;)*) => {
+    ($($(#[$doc:meta])* $name:ident, $order:expr, $local:expr;)*) => {
         impl DTensor {
             $($(#[$doc])* ///
             /// The result carries no gradient, as candle's does not.
+            #[track_caller]
             pub fn $name(&self) -> Result<Self> {
-                self.detach().unary(stringify!($name), Rising, $local)
+                self.detach().unary(stringify!($name), $order, $local)
             })*
         }
     };
@@ -109,16 +111,17 @@ macro_rules! step_functions {
 
 step_functions! {
     /// The largest whole number that is not above each element.
-    floor, Tensor::floor;
+    floor, Rising, Tensor::floor;
     /// The smallest whole number that is not below each element.
-    ceil, Tensor::ceil;
+    ceil, Rising, Tensor::ceil;
     /// The nearest whole number, halves away from zero.
-    round, Tensor::round;
+    round, Rising, Tensor::round;
     /// 1, 0 or -1, the sign of each element.
-    sign, Tensor::sign;
+    sign, Neither, Tensor::sign;
 }
 
 impl DTensor {
+    #[track_caller]
     fn unary(
         &self,
         op: &'static str,
@@ -137,27 +140,31 @@ impl DTensor {
     /// Each element rounded to so many digits behind the point, or before it where `decimals` is negative.
     ///
     /// The result carries no gradient, as candle's does not.
+    #[track_caller]
     pub fn round_to(&self, decimals: i32) -> Result<Self> {
         self.detach().unary("round_to", Rising, |x| x.round_to(decimals))
     }
 
     /// `x` where it is positive, else `alpha · (exp(x) - 1)`.
+    #[track_caller]
     pub fn elu(&self, alpha: f64) -> Result<Self> {
         self.unary("elu", if alpha >= 0.0 { Rising } else { Neither }, |x| x.elu(alpha))
     }
 
     /// `x` where it is positive, else `slope · x`.
+    #[track_caller]
     pub fn leaky_relu(&self, slope: f64) -> Result<Self> {
-        let order = if slope >= 0.0 { Rising } else { Neither };
-        self.unary("leaky_relu", order, |x| candle_nn::ops::leaky_relu(x, slope))
+        self.unary("leaky_relu", Neither, |x| candle_nn::ops::leaky_relu(x, slope))
     }
 
     /// Each element to the power of `e`.
+    #[track_caller]
     pub fn powf(&self, e: f64) -> Result<Self> {
         self.unary("powf", Neither, |x| x.powf(e))
     }
 
     /// Each element with its sign changed.
+    #[track_caller]
     pub fn neg(&self) -> Result<Self> {
         let signature = || {
             self.check_float("neg")?;
@@ -169,6 +176,7 @@ impl DTensor {
     }
 
     /// `x · mul + add`; partial sums stay partial where `add` is zero.
+    #[track_caller]
     pub fn affine(&self, mul: f64, add: f64) -> Result<Self> {
         let linear = add == 0.0;
         let order = match mul {
@@ -192,6 +200,7 @@ impl DTensor {
     /// The same values in another dtype; partial sums are added up in the present one first.
     ///
     /// Whole numbers carry no gradient.
+    #[track_caller]
     pub fn to_dtype(&self, dtype: DType) -> Result<Self> {
         if dtype == self.dtype() {
             return Ok(self.clone());
@@ -208,6 +217,7 @@ impl DTensor {
 
     /// The tensor cut off from the graph.
     pub fn detach(&self) -> Self {
-        DTensor::assemble(self.to_local().detach(), self.shared_spec().clone(), 0)
+        let detached = DTensor::assemble(self.to_local().detach(), self.shared_spec().clone(), 0);
+        detached.aliasing(self)
     }
 }

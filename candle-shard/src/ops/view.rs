@@ -12,6 +12,7 @@ const SUM: Placement = Placement::PARTIAL_SUM;
 
 impl DTensor {
     /// The dims in another order: dim `i` of the result is dim `dims[i]`.
+    #[track_caller]
     pub fn permute(&self, dims: impl DimList) -> Result<Self> {
         let dims = dims.to_indexes(&Shape::from(self.dims()), "permute")?;
         if dims.len() != self.rank() {
@@ -25,6 +26,7 @@ impl DTensor {
     }
 
     /// Two dims swapped.
+    #[track_caller]
     pub fn transpose(&self, a: impl Dim, b: impl Dim) -> Result<Self> {
         let shape = Shape::from(self.dims());
         let (a, b) = (a.to_index(&shape, "transpose")?, b.to_index(&shape, "transpose")?);
@@ -34,6 +36,7 @@ impl DTensor {
     }
 
     /// The last two dims swapped.
+    #[track_caller]
     pub fn t(&self) -> Result<Self> {
         if self.rank() < 2 {
             return Error::op("t", format!("{} has fewer than 2 dims; want [.., m, n]", self.spec()));
@@ -42,6 +45,7 @@ impl DTensor {
     }
 
     /// Without `dim`, if its size is 1; otherwise as it is.
+    #[track_caller]
     pub fn squeeze(&self, dim: impl Dim) -> Result<Self> {
         let dim = dim.to_index(&Shape::from(self.dims()), "squeeze")?;
         if self.dims()[dim] != 1 {
@@ -53,6 +57,7 @@ impl DTensor {
     }
 
     /// With a new dim of size 1 that becomes dim `dim`.
+    #[track_caller]
     pub fn unsqueeze(&self, dim: impl Dim) -> Result<Self> {
         let dim = dim.to_index_plus_one(&Shape::from(self.dims()), "unsqueeze")?;
         let mut shape = Dims::from_slice(self.dims());
@@ -61,6 +66,7 @@ impl DTensor {
     }
 
     /// The dims `first..=last` merged into one.
+    #[track_caller]
     pub fn flatten(&self, first: impl Dim, last: impl Dim) -> Result<Self> {
         let shape = Shape::from(self.dims());
         let (first, last) = (first.to_index(&shape, "flatten")?, last.to_index(&shape, "flatten")?);
@@ -73,16 +79,19 @@ impl DTensor {
     }
 
     /// The dims up to and including `last` merged into one.
+    #[track_caller]
     pub fn flatten_to(&self, last: impl Dim) -> Result<Self> {
         if self.rank() == 0 { self.reshape(1) } else { self.flatten(0, last) }
     }
 
     /// The dims from `first` on merged into one.
+    #[track_caller]
     pub fn flatten_from(&self, first: impl Dim) -> Result<Self> {
         if self.rank() == 0 { self.reshape(1) } else { self.flatten(first, self.rank() - 1) }
     }
 
     /// All elements in row-major order, in one dim.
+    #[track_caller]
     pub fn flatten_all(&self) -> Result<Self> {
         self.reshape(self.elem_count())
     }
@@ -90,6 +99,7 @@ impl DTensor {
     /// Repeated without a copy along new dims on the left and dims of size 1, as candle's `broadcast_as`.
     ///
     /// Dims that are not repeated keep their shard; a shard of a repeated one is gathered, it has one element.
+    #[track_caller]
     pub fn broadcast_as(&self, shape: impl Into<Shape>) -> Result<Self> {
         let shape = shape.into();
         let to = shape.dims();
@@ -105,22 +115,26 @@ impl DTensor {
     }
 
     /// The same as [`broadcast_as`](Self::broadcast_as).
+    #[track_caller]
     pub fn expand(&self, shape: impl Into<Shape>) -> Result<Self> {
         self.broadcast_as(shape)
     }
 
     /// Repeated without a copy along new dims on the left.
+    #[track_caller]
     pub fn broadcast_left(&self, left: impl Into<Shape>) -> Result<Self> {
         self.broadcast_as([left.into().dims(), self.dims()].concat())
     }
 
     /// The same tensor with every shard in row-major order in memory.
+    #[track_caller]
     pub fn contiguous(&self) -> Result<Self> {
         // A tensor of its own on all ranks, though only some may have to copy: kept views must be alike on all.
         let local = self.to_local().contiguous()?;
         Ok(DTensor::assemble(local, self.shared_spec().clone(), self.varying()).aliasing(self))
     }
 
+    #[track_caller]
     fn linear_view(
         &self,
         op: &'static str,

@@ -13,12 +13,15 @@ mod plan;
 
 use crate::explain;
 use crate::placement::Placement;
+use crate::redistribute::{Moves, Target, Targets};
 use crate::spec::Spec;
+use crate::strict;
 use crate::{DTensor, Result};
 use candle_core::{DType, Tensor};
 use candle_dist::backend::Dims;
-pub(crate) use plan::{Lay, Plan, check_meshes};
+pub(crate) use plan::{Plan, check_meshes};
 use smallvec::{SmallVec, smallvec};
+use std::panic::Location;
 use std::sync::Arc;
 
 /// One way to run an op on one axis.
@@ -61,6 +64,7 @@ impl Signature {
 /// `signature` checks the arguments and is asked only where the answer is not known yet: it may depend on nothing but
 /// `op`, `attributes` and the specs of the inputs. `local` is not called where a rank has no elements of the output,
 /// but is called with empty inputs.
+#[track_caller]
 pub(crate) fn run(
     op: &'static str,
     attributes: &[usize],
@@ -73,6 +77,7 @@ pub(crate) fn run(
 }
 
 /// Like [`run`] with as many outputs as the signature has.
+#[track_caller]
 pub(crate) fn run_all(
     op: &'static str,
     attributes: &[usize],
@@ -84,6 +89,7 @@ pub(crate) fn run_all(
 }
 
 /// Like [`run_all`] for ops that make their own plans.
+#[track_caller]
 pub(crate) fn run_planned(
     op: &'static str,
     attributes: &[usize],
@@ -92,12 +98,20 @@ pub(crate) fn run_planned(
     local: impl FnOnce(&[DTensor], &[Arc<Spec>]) -> Result<SmallVec<[Tensor; 1]>>,
 ) -> Result<SmallVec<[DTensor; 1]>> {
     let plan = cache::plan(op, attributes, inputs, plan)?;
-    explain::note(op, inputs, &plan);
-    let laid_out: SmallVec<[DTensor; 3]> = inputs
-        .iter()
-        .zip(&plan.inputs)
-        .map(|(&input, lay)| if lay.ready { Ok(input.clone()) } else { input.to_targets(&lay.targets, plan.vary) })
-        .collect::<Result<_>>()?;
+    if plan.communicates {
+        strict::unasked(op, inputs, &plan, Location::caller())?;
+    }
+    let mut step = explain::open(op);
+    if let Some(step) = &mut step {
+        let sums = |x: &DTensor| if x.tracked() { plan.vary & !x.varying() } else { 0 };
+        let convert = |(&x, moves): (&&DTensor, &Moves)| explain::Conversion::new(x, moves, sums(x));
+        step.note(inputs.iter().zip(&plan.inputs).map(convert), &plan.outs);
+    }
+    let laid_out: SmallVec<[DTensor; 3]> =
+        inputs.iter().zip(&plan.inputs).map(|(&input, moves)| input.moved(moves)).collect::<Result<_>>()?;
+    if let Some(step) = &mut step {
+        step.laid_out();
+    }
     let made = if plan.nothing {
         plan.outs.iter().map(|out| nothing(&laid_out, out)).collect::<Result<_>>()?
     } else {
@@ -105,6 +119,24 @@ pub(crate) fn run_planned(
     };
     let wrap = |(local, spec): (Tensor, &Arc<Spec>)| DTensor::assemble(local, spec.clone(), plan.varying);
     Ok(made.into_iter().zip(&plan.outs).map(wrap).collect())
+}
+
+/// An input of `op` with each axis where `place` puts it: for what an op needs before it can make a plan.
+#[track_caller]
+pub(crate) fn lay_out(op: &'static str, input: &DTensor, place: impl Fn(Placement) -> Placement) -> Result<DTensor> {
+    let places: SmallVec<[Placement; 3]> = input.placements().iter().map(|&p| place(p)).collect();
+    let number = |p: &Placement| p.shard_dim().map_or(usize::from(p.is_partial()), |dim| dim + 2);
+    let attributes: SmallVec<[usize; 4]> = std::iter::once(usize::MAX).chain(places.iter().map(number)).collect();
+    let plan = || {
+        let target = |(axis, &placement): (usize, &Placement)| {
+            let stays = input.placements()[axis] == placement;
+            Target { placement, sizes: input.spec().sizes(axis).filter(|_| stays).cloned() }
+        };
+        let targets: Targets = places.iter().enumerate().map(target).collect();
+        Plan::laid(&[input], [targets.clone()], &targets, &[(Dims::from_slice(input.dims()), input.dtype())])
+    };
+    let mut made = run_planned(op, &attributes, &[input], plan, |x, _| Ok(smallvec![x[0].to_local().clone()]))?;
+    Ok(made.remove(0).aliasing(input))
 }
 
 /// The result of any op where it has no elements on this rank.

@@ -1,18 +1,24 @@
 //! How an op runs on inputs that lie in a certain way.
 use super::{Row, Signature};
 use crate::dtensor::{Axes, DTensor};
-use crate::placement::{Placement, Placements, Replicate};
-use crate::redistribute::{Target, Targets, conversion_cost};
-use crate::spec::Spec;
+use crate::placement::{Placements, Replicate};
+use crate::redistribute::{Move, Moves, Target, Targets, cost, moves};
+use crate::spec::{Sizes, Spec};
 use crate::{Error, Result};
 use candle_core::DType;
 use candle_dist::backend::Dims;
 use smallvec::SmallVec;
+use std::cell::Cell;
 use std::sync::Arc;
 
 /// How an op runs on inputs that lie in a certain way.
 pub(crate) struct Plan {
-    pub(crate) inputs: SmallVec<[Lay; 3]>,
+    /// What brings each input to where it must lie.
+    pub(crate) inputs: SmallVec<[Moves; 3]>,
+    /// Some of these moves communicate.
+    pub(crate) communicates: bool,
+    /// That was logged.
+    pub(crate) told: Cell<bool>,
     /// The axes on which replicated inputs are used through their varying views.
     pub(crate) vary: Axes,
     pub(crate) outs: SmallVec<[Arc<Spec>; 1]>,
@@ -22,34 +28,18 @@ pub(crate) struct Plan {
     pub(crate) nothing: bool,
 }
 
-/// How one input must lie.
-pub(crate) struct Lay {
-    pub(crate) targets: Targets,
-    /// It lies so already.
-    pub(crate) ready: bool,
-}
-
 impl Plan {
     pub(super) fn new(op: &'static str, inputs: &[&DTensor], signature: Signature) -> Result<Self> {
         check_meshes(op, inputs)?;
         let mut out = Targets::new();
         let mut lays: SmallVec<[Targets; 3]> = inputs.iter().map(|_| Targets::new()).collect();
         for axis in 0..inputs[0].mesh().ndim() {
-            let row = cheapest(inputs, &signature.rows, axis);
-            let placement_of = |i: usize| row.map_or(Replicate, |row| row.ins[i]);
-            // Inputs that are cut together must be cut alike: the first that lies as the row wants sets the sizes.
-            // An axis that cuts what another axis has left takes the default sizes.
-            let sizes = (0..inputs.len())
-                .find(|&i| placement_of(i).shard_dim().is_some() && inputs[i].placements()[axis] == placement_of(i))
-                .filter(|&i| lays[i].iter().all(|outer| outer.placement != placement_of(i)))
-                .and_then(|i| inputs[i].spec().sizes(axis).cloned());
+            let choice = cheapest(inputs, &signature.rows, &lays, axis);
             for (i, lay) in lays.iter_mut().enumerate() {
-                let placement = placement_of(i);
-                let sizes = placement.shard_dim().and(sizes.clone());
-                lay.push(Target { placement, sizes });
+                lay.push(choice.target(i));
             }
-            let placement = row.map_or(Replicate, |row| row.out);
-            out.push(Target { placement, sizes: placement.shard_dim().and(sizes) });
+            let placement = choice.row.map_or(Replicate, |row| row.out);
+            out.push(Target { placement, sizes: placement.shard_dim().and(choice.sizes) });
         }
         Self::laid(inputs, lays, &out, &signature.outs)
     }
@@ -71,8 +61,12 @@ impl Plan {
                 varying |= Axes::from(!differs) << axis;
             }
         }
-        let lay = |(targets, input): (Targets, &&DTensor)| Lay { ready: input.lies_as(&targets, vary), targets };
-        let lays = targets.into_iter().zip(inputs).map(lay).collect();
+        let lays: SmallVec<[Moves; 3]> = targets
+            .into_iter()
+            .zip(inputs)
+            .map(|(targets, input)| moves(input, &targets, vary))
+            .collect::<Result<_>>()?;
+        let communicates = lays.iter().flatten().any(Move::communicates);
         let placements: Placements = out.iter().map(|to| to.placement).collect();
         let spec = |(shape, dtype): &(Dims, DType)| {
             let mut spec = Spec::new(inputs[0].mesh(), &placements, shape.as_slice(), *dtype)?;
@@ -83,7 +77,7 @@ impl Plan {
         };
         let outs: SmallVec<[Arc<Spec>; 1]> = outs.iter().map(spec).collect::<Result<_>>()?;
         let nothing = outs.iter().all(|out| out.local_shape().contains(&0));
-        Ok(Self { inputs: lays, vary, outs, varying, nothing })
+        Ok(Self { inputs: lays, communicates, told: Cell::new(false), vary, outs, varying, nothing })
     }
 }
 
@@ -98,21 +92,58 @@ pub(crate) fn check_meshes(op: &'static str, inputs: &[&DTensor]) -> Result<()> 
 impl Plan {
     /// The inputs stay as they lie, and the outputs vary where the first input does.
     pub(crate) fn in_place(inputs: &[&DTensor], outs: SmallVec<[Arc<Spec>; 1]>) -> Self {
-        let stays = |x: &&DTensor| Lay { targets: x.targets(), ready: true };
         let nothing = outs.iter().all(|out| out.local_shape().contains(&0));
-        Self { inputs: inputs.iter().map(stays).collect(), vary: 0, outs, varying: inputs[0].varying(), nothing }
+        let stay = inputs.iter().map(|_| Moves::new()).collect();
+        let varying = inputs[0].varying();
+        Self { inputs: stay, communicates: false, told: Cell::new(false), vary: 0, outs, varying, nothing }
     }
 }
 
-/// The row that moves the fewest bytes and then changes the fewest inputs; `None` stands for all replicated.
-fn cheapest<'r>(inputs: &[&DTensor], rows: &'r [Row], axis: usize) -> Option<&'r Row> {
-    let cost = |placement: &dyn Fn(usize) -> Placement| {
+/// A row for an axis, with the sizes in which it cuts its inputs, where these are not the default ones.
+struct Choice<'r> {
+    /// `None` stands for all replicated.
+    row: Option<&'r Row>,
+    sizes: Option<Sizes>,
+}
+
+impl Choice<'_> {
+    fn target(&self, input: usize) -> Target {
+        let placement = self.row.map_or(Replicate, |row| row.ins[input]);
+        Target { placement, sizes: placement.shard_dim().and(self.sizes.clone()) }
+    }
+
+    /// The bytes that it moves, and the inputs that it changes; `None` where it cannot be had.
+    fn cost(&self, inputs: &[&DTensor], axis: usize) -> Option<(usize, usize)> {
         inputs.iter().enumerate().try_fold((0, 0), |(bytes, changes), (i, input)| {
-            let cost = conversion_cost(input.spec(), axis, placement(i))?;
-            Some((bytes + cost, changes + usize::from(input.placements()[axis] != placement(i))))
+            let target = self.target(i);
+            let changed = usize::from(input.placements()[axis] != target.placement);
+            Some((bytes + cost(input.spec(), axis, &target)?, changes + changed))
         })
+    }
+}
+
+/// The row that moves the fewest bytes and then changes the fewest inputs, given how outer axes lie.
+///
+/// Inputs that are cut together must be cut alike: in the sizes of one that lies as the row wants. An axis that cuts
+/// what another axis has left takes the default sizes.
+fn cheapest<'r>(inputs: &[&DTensor], rows: &'r [Row], outer: &[Targets], axis: usize) -> Choice<'r> {
+    let choices_of = |row: &'r Row| {
+        let lies = |&i: &usize| row.ins[i].shard_dim().is_some() && inputs[i].placements()[axis] == row.ins[i];
+        let outermost = |i: usize| outer[i].iter().all(|outer| outer.placement != row.ins[i]);
+        let sizes_of = |i: usize| inputs[i].spec().sizes(axis).filter(|_| outermost(i)).cloned();
+        let mut sizes: SmallVec<[Option<Sizes>; 3]> = SmallVec::new();
+        for of_one in (0..inputs.len()).filter(lies).map(sizes_of) {
+            if !sizes.contains(&of_one) {
+                sizes.push(of_one);
+            }
+        }
+        if sizes.is_empty() {
+            sizes.push(None);
+        }
+        sizes.into_iter().map(move |sizes| Choice { row: Some(row), sizes })
     };
-    let listed = rows.iter().filter_map(|row| Some((cost(&|i| row.ins[i])?, Some(row))));
-    let replicated = cost(&|_| Replicate).map(|cost| (cost, None));
-    listed.chain(replicated).min_by_key(|(cost, _)| *cost).and_then(|(_, row)| row)
+    let replicated = || Choice { row: None, sizes: None };
+    let priced = |choice: Choice<'r>| Some((choice.cost(inputs, axis)?, choice));
+    let all = rows.iter().flat_map(choices_of).chain([replicated()]).filter_map(priced);
+    all.min_by_key(|(cost, _)| *cost).map_or_else(replicated, |(_, choice)| choice)
 }

@@ -24,6 +24,7 @@ pub use state::{load_state, save_state};
 use crate::sharding_spec::{ShardMetadata, ShardingSpec};
 use crate::sparse::RowVar;
 use crate::{Error, Result};
+use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor};
 use candle_dist::ProcessGroup;
 use itertools::Itertools;
@@ -94,6 +95,31 @@ impl ShardedTensor {
     /// The shards of this rank, in the order of the spec.
     pub fn local_shards(&self) -> &[LocalShard] {
         &self.shards
+    }
+
+    /// The gradients of this rank's shards, in their order; `None` for a shard that the loss does not depend on.
+    ///
+    /// For tensors of [`to_var`](Self::to_var) and what was made of them as a leaf; gradients by rows are collected by
+    /// [`sparse`](crate::sparse) instead.
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor};
+    /// use candle_dist::World;
+    /// use candle_shard::{ChunkShardingSpec, Result, ShardedTensor};
+    ///
+    /// World::local(2).run(|ctx| -> Result<()> {
+    ///     let whole = Tensor::arange(0f32, 4., &Device::Cpu)?;
+    ///     let spec = ChunkShardingSpec::new(0, ["rank:0/cpu", "rank:1/cpu"])?;
+    ///     let (x, _) = ShardedTensor::distribute(&whole, spec, ctx.group())?.to_var()?;
+    ///     let grads = x.local_tensor()?.sqr()?.sum_all()?.backward()?;
+    ///     let mine = x.grad(&grads)[0].unwrap();
+    ///     assert_eq!(mine.to_vec1::<f32>()?, [[0., 2.], [4., 6.]][ctx.rank()]);
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), candle_dist::WorldError>(())
+    /// ```
+    pub fn grad<'g>(&self, grads: &'g GradStore) -> Vec<Option<&'g Tensor>> {
+        self.shards.iter().map(|shard| grads.get(&shard.tensor)).collect()
     }
 
     /// The elements of the only shard of this rank, connected to the graph.

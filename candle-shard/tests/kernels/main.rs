@@ -5,7 +5,7 @@
 mod adam_w;
 mod cross_entropy;
 mod flash_attn;
-mod gelu;
+mod gelu_erf;
 mod harness;
 mod linear;
 mod norms;
@@ -19,7 +19,7 @@ use proptest::prelude::*;
 
 use cross_entropy::*;
 use flash_attn::*;
-use gelu::*;
+use gelu_erf::*;
 use harness::*;
 use linear::*;
 use norms::*;
@@ -36,7 +36,7 @@ fn tensors_without_elements_stay_in_the_graph() {
             (&fused_rms_norm, vec![x.clone(), row]),
             (&fused_softmax, vec![x.clone()]),
             (&fused_causal, vec![x.clone()]),
-            (&fused_gelu, vec![x.clone()]),
+            (&fused_gelu_erf, vec![x.clone()]),
             (&fused_silu_gate, vec![x.clone(), x.clone()]),
             (&fused_masked, vec![x.clone(), randn(&[k])]),
             (&fused_linear, vec![x.clone(), randn(&[3, k]), randn(&[3])]),
@@ -81,7 +81,7 @@ fn not_a_number_is_not_hidden() -> Result<()> {
     ] {
         assert!(y.to_vec2::<f32>()?[0].iter().all(|v| v.is_nan()));
     }
-    let y = kernels::gelu(&x)?.to_vec2::<f32>()?;
+    let y = kernels::gelu_erf(&x)?.to_vec2::<f32>()?;
     assert!(y[0][0].is_nan() && !y[0][1].is_nan());
     // A caller's own mask: -∞ has the weight 0.
     let y = kernels::softmax(&Tensor::new(&[0f32, f32::NEG_INFINITY], &Cpu)?)?;
@@ -106,7 +106,7 @@ fn misuse_is_an_error_that_names_it() {
         (kernels::softmax(&ints), &["softmax", "U32"]),
         (kernels::softmax(&scalar), &["dim"]),
         (kernels::causal_softmax(&vector(3), 1.0), &["causal_softmax", "[3]"]),
-        (kernels::gelu(&ints), &["gelu", "U32"]),
+        (kernels::gelu_erf(&ints), &["gelu_erf", "U32"]),
         (kernels::silu_gate(&x, &vector(3)), &["silu_gate", "[2, 3]", "[3]"]),
         (kernels::silu_gate(&ints, &ints), &["silu_gate", "U32"]),
         (kernels::silu_gate(&vector(3), &f64_3), &["silu_gate", "dtype"]),
@@ -146,7 +146,7 @@ proptest! {
         compare(&fused_layer_norm, &composed_layer_norm, &[x.clone(), row.clone(), row.clone()]);
         compare(&fused_rms_norm, &composed_rms_norm, &[x.clone(), row]);
         compare(&fused_softmax, &composed_softmax, std::slice::from_ref(&x));
-        compare(&fused_gelu, &composed_gelu, std::slice::from_ref(&x));
+        compare(&fused_gelu_erf, &composed_gelu_erf, std::slice::from_ref(&x));
         compare(&fused_silu_gate, &composed_silu_gate, &[x.clone(), x.clone()]);
         compare(&fused_masked, &composed_masked, &[x.clone(), randn(&[k])]);
         compare(&fused_linear, &composed_linear, &[x, randn(&[n, k]), randn(&[n])]);

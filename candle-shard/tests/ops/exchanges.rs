@@ -52,7 +52,7 @@ fn ops_over_a_sharded_dim_exchange_numbers_of_rows() {
 fn partial_extremes_pass_where_the_order_is_kept() {
     type Passing = (&'static str, fn(&DTensor) -> Result<DTensor>, bool);
     const OPS: [Passing; 18] = [
-        ("relu", |x| x.relu(), true),
+        ("relu", |x| x.relu(), false),
         ("tanh", |x| x.tanh(), true),
         ("floor", |x| x.floor(), true),
         ("neg", |x| x.neg(), true),
@@ -60,11 +60,11 @@ fn partial_extremes_pass_where_the_order_is_kept() {
         ("shifted", |x| x + 1.0, true),
         ("nothing of it", |x| x * 0.0, true),
         ("narrower", |x| x.to_dtype(DType::F32)?.to_dtype(DType::F64), true),
-        ("clamp", |x| x.clamp(-0.5, 0.5), true),
+        ("clamp", |x| x.clamp(-0.5, 0.5), false),
         ("max", |x| x.max(0), true),
-        ("maximum", |x| x.maximum(x), true),
+        ("maximum", |x| x.maximum(0.5), false),
         ("number less", |x| 1.0 - x, true),
-        ("minimum", |x| x.minimum(0.0), true),
+        ("minimum", |x| x.minimum(0.0), false),
         ("abs", |x| x.abs(), false),
         ("sqr", |x| x.sqr(), false),
         ("min", |x| x.min(0), false),

@@ -284,3 +284,30 @@ fn group_norm() {
     };
     sweep("group_norm", shapes.map(case).to_vec());
 }
+
+/// What PyTorch 2.15 gives for `interpolate(arange(from), size=to, mode="nearest")` where single precision, double
+/// precision and whole numbers differ: the places that differ from `i * from / to`, with their values.
+const NEAREST: [(usize, usize, &[(usize, u32)]); 7] = [
+    (14, 46, &[(23, 6)]),
+    (26, 22, &[(11, 12)]),
+    (26, 44, &[(22, 12)]),
+    (28, 46, &[(23, 13)]),
+    (30, 58, &[(29, 14)]),
+    (39, 33, &[(11, 12), (22, 25)]),
+    (30, 22, &[]),
+];
+
+#[test]
+fn nearest_elements_are_those_of_pytorch() {
+    for (from, to, differs) in NEAREST {
+        let line = Tensor::arange(0u32, from as u32, &Cpu).unwrap().to_dtype(DType::F64).unwrap();
+        for (shape, size) in [((1, 1, 1, from), [1, to]), ((1, 1, from, 1), [to, 1])] {
+            let image = line.reshape(shape).unwrap();
+            let got =
+                kernels::upsample_nearest2d(&image, size).unwrap().flatten_all().unwrap().to_vec1::<f64>().unwrap();
+            let exact = |i: usize| (i * from / to) as u32;
+            let want = |i: usize| differs.iter().find(|(at, _)| *at == i).map_or(exact(i), |(_, value)| *value);
+            assert_eq!(got, (0..to).map(|i| f64::from(want(i))).collect::<Vec<_>>(), "{from} to {to}");
+        }
+    }
+}

@@ -15,8 +15,8 @@ const UNARY: [Unary; 37] = [
     ("nothing of it", Float, |x| x.affine(0.0, 2.0)?.mul(x), |x| x.affine(0.0, 2.0)? * x),
     ("relu", Float, DTensor::relu, |x| x.relu()),
     ("relu6", Float, |x| x.affine(6.0, 0.0)?.relu6(), |x| Activation::Relu6.forward(&(x * 6.0)?)),
-    ("gelu", Float, DTensor::gelu, kernels::gelu),
-    ("gelu_tanh", Float, DTensor::gelu_tanh, |x| x.gelu()),
+    ("gelu_erf", Float, DTensor::gelu_erf, kernels::gelu_erf),
+    ("gelu", Float, DTensor::gelu, |x| x.gelu()),
     ("silu", Float, DTensor::silu, |x| x.silu()),
     ("mish", Float, DTensor::mish, ops::mish),
     ("sigmoid", Float, DTensor::sigmoid, |x| (x.neg()?.exp()? + 1.0)?.recip()),
@@ -117,7 +117,7 @@ fn activations_by_name() {
     let mut cases = Vec::new();
     for (name, shape) in NAMED.into_iter().cartesian_product(shapes) {
         let plain = move |x: &[Tensor]| match name {
-            Activation::Gelu => kernels::gelu(&x[0]), // candle's has a gradient of 0 at x = 0
+            Activation::Gelu => kernels::gelu_erf(&x[0]), // candle's has a gradient of 0 at x = 0
             name => name.forward(&x[0]),
         };
         cases.push(Case::new(&format!("{name:?}"), &[(shape, Float)], move |x| x[0].activation(name), plain));

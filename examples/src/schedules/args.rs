@@ -172,6 +172,11 @@ impl Args {
             require!(self.latency == 0.0, "--measure has no latency: leave out --latency.");
         }
         let all = self.load.is_none() && self.schedule == Choice::All;
+        let makes = all || self.load.is_none() && self.schedule == Choice::Greedy;
+        require!(
+            makes || self.memory.is_none(),
+            "--memory bounds what is made for the costs: add --schedule greedy, or all."
+        );
         require!(!all || self.csv.is_none(), "--csv holds one schedule: name it by --schedule.");
         for (flag, path) in [("--svg", &self.svg), ("--trace", &self.trace), ("--csv", &self.csv)] {
             if let Some(path) = path {

@@ -88,6 +88,6 @@ impl FeedForward {
     }
 
     pub(super) fn forward(&self, x: &DTensor, mode: Mode) -> Result<DTensor> {
-        self.resid_dropout.forward(&self.w2.forward(&self.w1.forward(x)?.gelu()?)?, mode)
+        self.resid_dropout.forward(&self.w2.forward(&self.w1.forward(x)?.gelu_erf()?)?, mode)
     }
 }

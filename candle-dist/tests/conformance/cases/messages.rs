@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 pub(crate) const CASES: &[Case] = &[
     Case { name: "a ring: sends do not wait, and order is kept", least: 2, run: ring },
+    Case { name: "sends never wait, however much is unread", least: 2, run: unread },
     Case { name: "messages of every dtype and length in order", least: 2, run: lengths },
     Case { name: "messages are told apart by their tags", least: 2, run: tags },
     Case { name: "messages pass collectives", least: 2, run: passing },
@@ -30,6 +31,19 @@ fn ring(ctx: &RankContext) -> Result<()> {
     let first = g.recv((3, 2), DType::BF16, before)?;
     assert_same(&first, &input(before, &[2, 3], DType::BF16)?.t()?.contiguous()?, "first")?;
     assert_same(&g.recv(1, DType::F64, before)?, &input(before + 10, &[1], DType::F64)?, "second")?;
+    g.barrier()
+}
+
+/// More than any transport takes eagerly, both ways, before anybody receives.
+fn unread(ctx: &RankContext) -> Result<()> {
+    let (g, r, (next, before)) = (ctx.group(), ctx.rank(), neighbours(ctx));
+    for i in 0..48 {
+        g.send_owned(input(r + i, &[1 << 18], DType::F32)?, next)?;
+    }
+    for i in 0..48 {
+        let got = g.recv(1 << 18, DType::F32, before)?;
+        assert_same(&got, &input(before + i, &[1 << 18], DType::F32)?, &format!("message {i}"))?;
+    }
     g.barrier()
 }
 

@@ -11,21 +11,21 @@ use super::{Reading, compute_dtype, elements, real::Real, rows::by_blocks};
 /// ```
 /// # fn main() -> candle_core::Result<()> {
 /// let x = candle_core::Tensor::new(&[-1f32, 0., 1.], &candle_core::Device::Cpu)?;
-/// let y = candle_shard::kernels::gelu(&x)?.to_vec1::<f32>()?;
+/// let y = candle_shard::kernels::gelu_erf(&x)?.to_vec1::<f32>()?;
 /// assert!((y[0] + 0.158655).abs() < 1e-6 && y[1] == 0.0 && (y[2] - 0.841345).abs() < 1e-6);
 /// # Ok(())
 /// # }
 /// ```
-pub fn gelu(x: &Tensor) -> Result<Tensor> {
-    let dtype = compute_dtype("gelu", x)?;
+pub fn gelu_erf(x: &Tensor) -> Result<Tensor> {
+    let dtype = compute_dtype("gelu_erf", x)?;
     if !x.device().is_cpu() {
-        // Not `gelu_erf`, whose backward in candle knows 1/√(2π) to six digits only.
+        // Not candle's `gelu_erf`, whose backward knows 1/√(2π) to six digits only.
         return (x * ((x / 2f64.sqrt())?.erf()? + 1.0)?)? * 0.5;
     }
-    x.to_dtype(dtype)?.contiguous()?.apply_op1(Gelu)?.to_dtype(x.dtype())
+    x.to_dtype(dtype)?.contiguous()?.apply_op1(GeluErf)?.to_dtype(x.dtype())
 }
 
-struct Gelu;
+struct GeluErf;
 
 fn forward<T: Real>(s: &CpuStorage, l: &Layout) -> Result<(CpuStorage, Shape)> {
     let x = elements::<T>(s, l)?;
@@ -63,9 +63,9 @@ fn backward<T: Real>(x: &Tensor, grad: &Tensor) -> Result<Tensor> {
     x.like(out)
 }
 
-impl CustomOp1 for Gelu {
+impl CustomOp1 for GeluErf {
     fn name(&self) -> &'static str {
-        "gelu"
+        "gelu_erf"
     }
 
     fn cpu_fwd(&self, s: &CpuStorage, l: &Layout) -> Result<(CpuStorage, Shape)> {

@@ -1,0 +1,125 @@
+//! What ranks settle before a step: that each of them can run it, on one batch.
+//!
+//! One all_gather of a few numbers a step; texts are exchanged only where a rank refuses. So a batch that one rank cannot run
+//! is an error on all of them at once, and all can go on with another one.
+use super::{Batch, Runtime};
+use crate::{Error, Result};
+use candle_core::{Device, Tensor, TensorId};
+use candle_dist::bits::{digest, digest_bytes};
+use candle_dist::{ProcessGroup, TensorTree};
+use std::collections::HashMap;
+
+/// What the numbers before those of the inputs are.
+const WHAT: [&str; 4] = ["mode (train or evaluate)", "number of the step", "first row", "rows of the microbatches"];
+/// Those that copies of the model have in common.
+const COMMON: usize = 2;
+/// The elements at each end of a tensor that stand for it if it is on another device than the CPU.
+const SAMPLE: usize = 512;
+
+/// The batch, if all ranks can run it and none has another one.
+///
+/// Every rank calls it, with the error that its batch has.
+pub(super) fn settle<'a>(runtime: &Runtime, batch: Result<Batch<'a>>) -> Result<Batch<'a>> {
+    let names: Vec<&str> = runtime.signature.inputs().map(|(name, _)| name).collect();
+    let numbers = batch.as_ref().map_err(Clone::clone).and_then(|batch| numbers(runtime, batch));
+    let all = between(&runtime.group, WHAT.len() + names.len(), numbers);
+    let settled =
+        all.and_then(|all| one_batch(&runtime.group, &all, &names).map(|()| all[runtime.group.rank()].clone()));
+    let settled = match &runtime.copies {
+        // Other copies of the model have other rows, and run in step with this one.
+        Some(copies) => {
+            let common = settled.map(|numbers| numbers[..COMMON].to_vec());
+            between(copies, COMMON, common).and_then(|all| alike(copies, &all, &WHAT[..COMMON]))
+        }
+        None => settled.map(drop),
+    };
+    settled.and(batch)
+}
+
+/// The numbers of all ranks of a group; on all of them the error of one that has none.
+fn between(group: &ProcessGroup, width: usize, mine: Result<Vec<i64>>) -> Result<Vec<Vec<i64>>> {
+    let has_failed = matches!(mine, Err(Error::Dist(candle_dist::Error::Group(_))));
+    if group.size() == 1 || has_failed {
+        return mine.map(|mine| vec![mine]);
+    }
+    let mut words = vec![i64::from(mine.is_err())];
+    words.extend(mine.as_ref().cloned().unwrap_or_else(|_| vec![0; width]));
+    let all = group.all_gather(&Tensor::from_vec(words, width + 1, &Device::Cpu)?, 0)?.to_vec1::<i64>()?;
+    let all: Vec<&[i64]> = all.chunks_exact(width + 1).collect();
+    if let Some(first) = all.iter().position(|words| words[0] != 0) {
+        let texts = group.all_gather_text(&mine.as_ref().err().map_or_else(String::new, Error::to_string))?;
+        mine?;
+        let (rank, said) = (group.ranks()[first], &texts[first]);
+        return Err(Error::Pipe(format!("rank {rank} cannot run the step: {said}")));
+    }
+    Ok(all.into_iter().map(|words| words[1..].to_vec()).collect())
+}
+
+/// Refuses ranks with other steps or other inputs.
+fn one_batch(group: &ProcessGroup, all: &[Vec<i64>], names: &[&str]) -> Result<()> {
+    alike(group, all, &WHAT)?;
+    for (place, name) in names.iter().enumerate() {
+        // 0 is for a rank that was not given the input.
+        let mut given =
+            all.iter().map(|numbers| numbers[WHAT.len() + place]).zip(group.ranks()).filter(|&(n, _)| n != 0);
+        let Some((number, rank)) = given.next() else { continue };
+        if let Some((_, other)) = given.find(|&(other, _)| other != number) {
+            return Err(Error::Microbatches(format!(
+                "input {name:?} of rank {other} is not that of rank {rank}; give all ranks the same batch, or an input only \
+                 to the ranks whose stages use it"
+            )));
+        }
+    }
+    Ok(())
+}
+
+fn alike(group: &ProcessGroup, all: &[Vec<i64>], what: &[&str]) -> Result<()> {
+    for (place, what) in what.iter().enumerate() {
+        if let Some(other) = all.iter().position(|numbers| numbers[place] != all[0][place]) {
+            let (first, rank) = (group.ranks()[0], group.ranks()[other]);
+            let reason = format!("the {what} of rank {rank} is not that of rank {first}");
+            return Err(Error::Microbatches(format!("{reason}; give all ranks the same batch and step")));
+        }
+    }
+    Ok(())
+}
+
+/// What stands for a batch on this rank.
+fn numbers(runtime: &Runtime, batch: &Batch<'_>) -> Result<Vec<i64>> {
+    let mode = i64::from(batch.backward) + 2 * i64::from(batch.options.training);
+    let rows = format!("{:?}{}", batch.rows, batch.masked.iter().any(Option::is_some));
+    let first = batch.rows.first().map_or(0, |rows| rows.start);
+    let mut numbers = vec![mode, batch.options.step as i64, first as i64, digest_bytes(rows.as_bytes()) as i64];
+    let mut known = HashMap::new();
+    for (_, input) in runtime.signature.inputs() {
+        let values = batch.inputs.iter().filter_map(|inputs| inputs.get(&input));
+        let mut text = String::new();
+        for value in values {
+            text += &value.to_string();
+            for tensor in value.tensors() {
+                let number = match known.get(&tensor.id()) {
+                    Some(&number) => number,
+                    None => stand_in(tensor, &mut known)?,
+                };
+                text += &format!("{number:x},");
+            }
+        }
+        // 0 is for what was not given.
+        numbers.push(if text.is_empty() { 0 } else { (digest_bytes(text.as_bytes()) | 1) as i64 });
+    }
+    Ok(numbers)
+}
+
+/// A number that stands for a tensor, of which another device than the CPU gives the ends only.
+fn stand_in(tensor: &Tensor, known: &mut HashMap<TensorId, u64>) -> Result<u64> {
+    let number = match tensor.device().is_cpu() || tensor.elem_count() <= 2 * SAMPLE {
+        true => digest(tensor)?,
+        false => {
+            let flat = tensor.flatten_all()?;
+            let ends = [flat.narrow(0, 0, SAMPLE)?, flat.narrow(0, tensor.elem_count() - SAMPLE, SAMPLE)?];
+            digest(&Tensor::cat(&ends, 0)?)?
+        }
+    };
+    known.insert(tensor.id(), number);
+    Ok(number)
+}

@@ -1,0 +1,59 @@
+//! candle's other names: ops of two tensors broadcast here anyway, and elements leave the mesh as lists.
+use crate::{DTensor, Operand, Result};
+use candle_core::WithDType;
+
+macro_rules! aliases {
+    ($($alias:ident, $name:ident;)*) => {
+        impl DTensor {
+            $(#[doc = concat!("[`", stringify!($name), "`](Self::", stringify!($name), ") under candle's other name.")]
+            #[track_caller]
+            pub fn $alias(&self, rhs: impl Operand) -> Result<Self> {
+                self.$name(rhs)
+            })*
+        }
+    };
+}
+
+aliases! {
+    broadcast_add, add;
+    broadcast_sub, sub;
+    broadcast_mul, mul;
+    broadcast_div, div;
+    broadcast_maximum, maximum;
+    broadcast_minimum, minimum;
+    broadcast_pow, pow;
+    broadcast_eq, eq;
+    broadcast_ne, ne;
+    broadcast_lt, lt;
+    broadcast_le, le;
+    broadcast_gt, gt;
+    broadcast_ge, ge;
+}
+
+impl DTensor {
+    /// [`matmul`](Self::matmul) under candle's other name.
+    #[track_caller]
+    pub fn broadcast_matmul(&self, rhs: &Self) -> Result<Self> {
+        self.matmul(rhs)
+    }
+
+    /// The only element of a tensor without dims, on every rank.
+    pub fn to_vec0<S: WithDType>(&self) -> Result<S> {
+        Ok(self.detach().full_tensor()?.to_vec0()?)
+    }
+
+    /// The elements of all ranks of a tensor with one dim, on every rank.
+    pub fn to_vec1<S: WithDType>(&self) -> Result<Vec<S>> {
+        Ok(self.detach().full_tensor()?.to_vec1()?)
+    }
+
+    /// The elements of all ranks of a tensor with two dims, on every rank.
+    pub fn to_vec2<S: WithDType>(&self) -> Result<Vec<Vec<S>>> {
+        Ok(self.detach().full_tensor()?.to_vec2()?)
+    }
+
+    /// The elements of all ranks of a tensor with three dims, on every rank.
+    pub fn to_vec3<S: WithDType>(&self) -> Result<Vec<Vec<Vec<S>>>> {
+        Ok(self.detach().full_tensor()?.to_vec3()?)
+    }
+}

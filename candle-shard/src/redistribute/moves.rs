@@ -1,0 +1,266 @@
+//! The order of steps: what brings a tensor from one layout to another, worked out from the layouts alone.
+//!
+//! Shards are undone from the inner axis outwards and made from the outer axis inwards, so that at every step an axis
+//! cuts what the axes outside of it have left. Several axes that change alike do so in one step.
+use super::table::{Kind, MovedAxes};
+use super::{Target, Targets};
+use crate::dtensor::Axes;
+use crate::placement::{Partial, Placement, Replicate, Shard};
+use crate::spec::Spec;
+use crate::{DTensor, Error, Result};
+use candle_dist::ReduceOp;
+use smallvec::{SmallVec, smallvec};
+use std::sync::Arc;
+
+/// A step from one layout to the next.
+#[derive(Debug, Clone)]
+pub(crate) struct Move {
+    pub(super) axes: MovedAxes,
+    pub(super) how: How,
+    /// What it leads to.
+    pub(crate) spec: Arc<Spec>,
+    pub(super) varying: Axes,
+    /// The result may serve later uses, too.
+    pub(super) kept: bool,
+    /// The bytes that this rank hands to the step's collective.
+    pub(crate) bytes: usize,
+    /// The bytes that a rank receives at most, equal on all ranks.
+    pub(crate) received: usize,
+}
+
+/// What a move does.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) enum How {
+    /// On an axis of one rank every placement is the same tensor.
+    Rename,
+    /// The same data, with gradients that are summed.
+    View,
+    /// A row of the step table.
+    Step(Kind),
+}
+
+/// The moves to a layout.
+pub(crate) type Moves = SmallVec<[Move; 2]>;
+
+impl Move {
+    /// Whether ranks send anything to each other.
+    pub(crate) fn communicates(&self) -> bool {
+        matches!(self.how, How::Step(kind) if kind.communicates())
+    }
+
+    /// What it does, in the words of collectives.
+    pub(crate) fn name(&self) -> &'static str {
+        match self.how {
+            How::Rename => "rename",
+            How::View => "view",
+            How::Step(kind) => kind.name(),
+        }
+    }
+
+    /// The names of the axes, joined by commas.
+    pub(crate) fn axis_names(&self) -> String {
+        let names = self.spec.mesh().names();
+        self.axes.iter().map(|&axis| names[axis].as_str()).collect::<Vec<_>>().join(", ")
+    }
+}
+
+/// Whether a tensor that lies as `x` has nothing to do to lie as `targets`, varying on `vary`.
+fn lies_as(spec: &Spec, (varying, tracked): (Axes, bool), targets: &[Target], vary: Axes) -> bool {
+    let lies = |(axis, target): (usize, &Target)| {
+        let here = target.placement == spec.placements()[axis];
+        let sized = target.placement.shard_dim().is_none() || target.sizes.as_ref() == spec.sizes(axis);
+        let view = target.placement == Replicate && vary & (1 << axis) != 0 && tracked;
+        here && sized && (!view || varying & (1 << axis) != 0)
+    };
+    targets.iter().enumerate().all(lies)
+}
+
+/// The moves that bring `x` to `targets`, with the result's gradient left partial on the axes `vary`.
+///
+/// # Errors
+/// If there is no way, the same on all ranks.
+pub(crate) fn moves(x: &DTensor, targets: &[Target], vary: Axes) -> Result<Moves> {
+    if lies_as(x.spec(), (x.varying(), x.tracked()), targets, vary) {
+        return Ok(Moves::new());
+    }
+    let start = (x.shared_spec().clone(), x.varying());
+    let mut way = Way { at: start.0, varying: start.1, tracked: x.tracked(), targets, vary, moves: Moves::new() };
+    way.gather_jointly();
+    for axis in (0..targets.len()).rev() {
+        let now = way.at.placements()[axis];
+        let Some(dim) = now.shard_dim() else { continue };
+        let target = &targets[axis];
+        let to = target.placement.shard_dim();
+        let away = way.misaligned(axis, dim) || to.is_some_and(|dim| way.misaligned(axis, dim));
+        way.step(axis, if away { Replicate.into() } else { target.clone() })?;
+    }
+    way.reduce_jointly();
+    for (axis, target) in targets.iter().enumerate() {
+        way.step(axis, target.clone())?;
+    }
+    Ok(way.moves)
+}
+
+/// A tensor on its way, and how it came there.
+struct Way<'a> {
+    at: Arc<Spec>,
+    varying: Axes,
+    tracked: bool,
+    targets: &'a [Target],
+    vary: Axes,
+    moves: Moves,
+}
+
+impl Way<'_> {
+    /// Whether the axes outside of `axis` do not cut `dim` as they will in the end: no shard can be made of it, nor stay.
+    fn misaligned(&self, axis: usize, dim: usize) -> bool {
+        (0..axis).any(|outer| {
+            let (now, then) = (self.is_cut(outer, dim), self.targets[outer].placement == Shard(dim));
+            now != then || now && self.targets[outer].sizes.as_ref() != self.at.sizes(outer)
+        })
+    }
+
+    fn is_cut(&self, axis: usize, dim: usize) -> bool {
+        self.at.placements()[axis] == Shard(dim)
+    }
+
+    fn several_ranks(&self, axes: impl Iterator<Item = usize>) -> MovedAxes {
+        axes.filter(|&axis| self.at.mesh().shape()[axis] > 1).collect()
+    }
+
+    /// Adds a move of `axes` to a layout.
+    fn push(&mut self, (axes, how): (MovedAxes, How), spec: Spec, varying: Axes, kept: bool) {
+        let (bytes, received) = match how {
+            How::Step(kind) => {
+                (kind.bytes(&self.at, &spec, &axes), kind.received(&self.at, &axes, spec.sizes(axes[0])))
+            }
+            _ => (0, 0),
+        };
+        let spec = spec.shared();
+        self.moves.push(Move { axes, how, spec: spec.clone(), varying, kept, bytes, received });
+        (self.at, self.varying) = (spec, varying);
+    }
+
+    /// Changes one axis, all others staying as they are.
+    fn step(&mut self, axis: usize, target: Target) -> Result<()> {
+        let (bit, sum): (Axes, _) = (1 << axis, ReduceOp::Sum);
+        let (from, to) = (self.at.placements()[axis], target.placement);
+        if from == to && (from.shard_dim().is_none() || target.sizes.as_ref() == self.at.sizes(axis)) {
+            self.view(axis);
+            return Ok(());
+        }
+        if to != Replicate && matches!(from, Partial(op) if op != sum) {
+            self.step(axis, Replicate.into())?;
+            return self.step(axis, target);
+        }
+        let sized = target.sizes.is_some();
+        let mut spec = Spec::clone(&self.at);
+        spec.place(axis, to, target.sizes);
+        let varying = self.varying & !bit;
+        if self.at.mesh().shape()[axis] == 1 {
+            self.push((smallvec![axis], How::Rename), spec, varying, false);
+            return Ok(());
+        }
+        if (from, to) == (Replicate, Partial(sum)) && self.at.dtype().is_int() {
+            let reason = format!("no shares of {} on axis {axis}; only floats can become {to}", self.at);
+            return Error::op("redistribute", reason);
+        }
+        let is_gathered = from.shard_dim().is_some() && to == Replicate;
+        let varies = if is_gathered { self.vary & bit != 0 } else { self.varying & bit != 0 };
+        let kind = Kind::between(from, to, varies);
+        let kind = kind.filter(|kind| !self.tracked || !matches!(kind, Kind::Reduce(op) if *op != sum));
+        let Some(kind) = kind else {
+            let fix = "partial placements are results of ops, and only sums of them carry a gradient on";
+            let reason = format!("no way from {from} to {to} on axis {axis} of {}: {fix}", self.at);
+            return Error::op("redistribute", reason);
+        };
+        let gathered = if is_gathered && varies { bit } else { 0 };
+        let kept = gathered != 0 || from == Partial(sum) && !sized;
+        self.push((smallvec![axis], How::Step(kind)), spec, varying | gathered, kept);
+        if from.is_partial() {
+            self.view(axis);
+        }
+        Ok(())
+    }
+
+    /// A replicated axis whose gradient is to be partial gets its view.
+    fn view(&mut self, axis: usize) {
+        let bit: Axes = 1 << axis;
+        if self.at.placements()[axis] == Replicate && self.vary & bit != 0 && self.tracked && self.varying & bit == 0 {
+            let spec = Spec::clone(&self.at);
+            self.push((smallvec![axis], How::View), spec, self.varying | bit, false);
+        }
+    }
+
+    /// Several axes to where they go, at once.
+    fn step_jointly(&mut self, axes: MovedAxes, to: Placement, kind: Kind, varying: Axes) {
+        let mut spec = Spec::clone(&self.at);
+        axes.iter().for_each(|&axis| spec.place(axis, to, self.targets[axis].sizes.clone()));
+        let kept = axes.iter().all(|&axis| self.targets[axis].sizes.is_none());
+        self.push((axes, How::Step(kind)), spec, varying, kept);
+    }
+
+    /// The inner axes that shard a dim and become replicated are gathered at once.
+    ///
+    /// A gradient that is the same on all ranks goes axis by axis instead: each axis may yet have its view.
+    fn gather_jointly(&mut self) {
+        for dim in 0..self.at.dims().len() {
+            let all: MovedAxes = (0..self.targets.len()).filter(|&axis| self.is_cut(axis, dim)).collect();
+            let stays = |axis: &usize| self.targets[*axis].placement != Replicate;
+            let kept = all.iter().rposition(stays).map_or(0, |last| last + 1);
+            let axes = self.several_ranks(all[kept..].iter().copied());
+            let bits = bits(&axes);
+            if axes.len() < 2 || self.tracked && self.vary & bits != bits {
+                continue;
+            }
+            let varying = self.varying | self.vary & bits;
+            self.step_jointly(axes, Replicate, Kind::Gather { varying: self.tracked }, varying);
+        }
+    }
+
+    /// The partial axes that go to one placement are reduced at once, unless they differ in kind.
+    fn reduce_jointly(&mut self) {
+        let mut partial = self.at.placements().iter().filter(|p| p.is_partial());
+        let Some(&Partial(op)) = partial.next().filter(|first| partial.all(|p| p == *first)) else { return };
+        for to in (0..self.at.dims().len()).map(Shard).chain([Replicate]) {
+            let going = |axis: &usize| self.at.placements()[*axis].is_partial() && self.targets[*axis].placement == to;
+            let axes = self.several_ranks((0..self.targets.len()).filter(going));
+            // Shards are made from the outer axis inwards: others of the dim are there already or will be further in.
+            let free = |axis: usize| match (self.at.placements()[axis] == to, self.targets[axis].placement == to) {
+                _ if axes.contains(&axis) => true,
+                (true, _) => axis < axes[0] && self.lies_on(axis),
+                (false, will_be) => !will_be || axes.iter().all(|&joint| joint < axis),
+            };
+            let sum = op == ReduceOp::Sum;
+            match to {
+                _ if axes.len() < 2 => {}
+                Shard(_) if sum && (0..self.targets.len()).all(free) => {
+                    self.step_jointly(axes, to, Kind::ReduceScatter, self.varying);
+                }
+                Replicate if sum || !self.tracked => {
+                    self.step_jointly(axes, to, Kind::Reduce(op), self.varying);
+                }
+                _ => {}
+            }
+        }
+    }
+
+    /// Whether an axis is where its target wants it, in its sizes.
+    fn lies_on(&self, axis: usize) -> bool {
+        let target = &self.targets[axis];
+        self.at.placements()[axis] == target.placement && self.at.sizes(axis) == target.sizes.as_ref()
+    }
+}
+
+/// The axes as bits.
+pub(super) fn bits(axes: &[usize]) -> Axes {
+    axes.iter().map(|axis| 1 << axis).sum()
+}
+
+impl DTensor {
+    /// Where each axis is now.
+    pub(crate) fn targets(&self) -> Targets {
+        let here = |(axis, &placement)| Target { placement, sizes: self.spec().sizes(axis).cloned() };
+        self.placements().iter().enumerate().map(here).collect()
+    }
+}

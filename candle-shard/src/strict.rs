@@ -1,0 +1,101 @@
+//! Communication that nobody asked for: refused, or logged.
+use crate::rules::Plan;
+use crate::{DTensor, Error, Result};
+use itertools::Itertools;
+use std::cell::Cell;
+use std::panic::Location;
+use std::sync::LazyLock;
+
+/// What happens to communication that nobody asked for.
+#[derive(Clone, Copy, PartialEq)]
+enum Mode {
+    Told,
+    Refused,
+    /// It is the nature of an op that is under way.
+    Inherent,
+}
+
+thread_local! {
+    static MODE: Cell<Mode> = Cell::new(if *EVERYWHERE { Mode::Refused } else { Mode::Told });
+}
+
+/// The environment asks for it in the whole program.
+static EVERYWHERE: LazyLock<bool> =
+    LazyLock::new(|| std::env::var_os("CANDLE_SHARD_STRICT").is_some_and(|value| !value.is_empty() && value != "0"));
+
+/// Runs `f`, in which an op is an error where it would have to communicate to lay out its inputs.
+///
+/// What a program asks for stays: [`redistribute`](DTensor::redistribute), [`full_tensor`](DTensor::full_tensor),
+/// [`to_scalar`](DTensor::to_scalar), the layouts of [styles](crate::parallel), backward passes, fully sharded units,
+/// and what an op exchanges by its nature, such as the numbers of rows of a softmax over a sharded dim. Without it the
+/// first such call of each kind is logged as a warning. On known calls the check is one look at a flag.
+///
+/// `CANDLE_SHARD_STRICT=1` in the environment makes all threads of a program strict.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_dist::World;
+/// use candle_shard::{DTensor, Result, Shard, strict};
+///
+/// World::local(2).run(|ctx| -> Result<()> {
+///     let mesh = ctx.mesh(&[("tp", 2)])?;
+///     let x = Tensor::ones((4, 8, 16), DType::F32, &Device::Cpu)?;
+///     let x = DTensor::distribute(&x, &mesh, &[Shard(1)])?;
+///     let merged = || x.reshape((32, 16)); // each rank has a part of every four rows
+///     let error = strict(merged).unwrap_err().to_string();
+///     assert!(error.starts_with("reshape: f32[4, 8@tp, 16] would move by all_gather over tp, "), "{error}");
+///     assert_eq!(merged()?.dims(), [32, 16]);
+///     Ok(())
+/// })?;
+/// # Ok::<(), candle_dist::WorldError>(())
+/// ```
+pub fn strict<R>(f: impl FnOnce() -> R) -> R {
+    within(Mode::Refused, f)
+}
+
+/// Runs the part of an op that exchanges numbers by the op's nature.
+pub(crate) fn inherent<R>(f: impl FnOnce() -> R) -> R {
+    within(Mode::Inherent, f)
+}
+
+fn within<R>(mode: Mode, f: impl FnOnce() -> R) -> R {
+    struct Outer(Mode);
+    impl Drop for Outer {
+        fn drop(&mut self) {
+            MODE.set(self.0);
+        }
+    }
+    let _outer = Outer(MODE.replace(mode));
+    f()
+}
+
+/// Refuses a call whose plan communicates within [`strict`], and logs it once otherwise.
+pub(crate) fn unasked(
+    op: &'static str,
+    inputs: &[&DTensor],
+    plan: &Plan,
+    site: &'static Location<'static>,
+) -> Result<()> {
+    let mode = MODE.get();
+    if mode == Mode::Inherent || mode == Mode::Told && plan.told.replace(true) {
+        return Ok(());
+    }
+    let moving = inputs.iter().zip(&plan.inputs).map(|(input, moves)| {
+        let steps = moves.iter().filter(|step| step.communicates());
+        let steps = steps.map(|step| {
+            format!("by {} over {}, {} bytes received by a rank at most", step.name(), step.axis_names(), step.received)
+        });
+        (input.spec(), steps.collect_vec())
+    });
+    let moving = moving.filter(|(_, steps)| !steps.is_empty());
+    let what = moving.map(|(spec, steps)| format!("{spec} would move {}", steps.join(" and "))).join("; ");
+    let (file, line) = (site.file(), site.line());
+    if mode == Mode::Refused {
+        let fix = "redistribute it before, or leave strict";
+        return Error::op(op, format!("{what}; called at {file}:{line}: {fix}"));
+    }
+    if inputs[0].mesh().coordinate().iter().all(|&at| at == 0) {
+        log::warn!("{op} at {file}:{line} communicates to lay out its inputs: {what}");
+    }
+    Ok(())
+}
