@@ -489,7 +489,11 @@ pub trait Backend: Send + Sync + fmt::Debug {
     /// Without a bound a send never blocks, however much is unread. Programs that receive when they need a message, not when
     /// it is sent, rely on it, such as pipelines: they are proved to end for sends that do not wait.
     fn send(&self, call: Call, tensor: Tensor) -> Result<()>;
-    /// Like [`send`](Self::send) without waiting at all: what is returned is finished once the bound is kept.
+    /// Like [`send`](Self::send) without waiting at all, however much is unread; what is returned is finished once the bound
+    /// is kept.
+    ///
+    /// Programs that receive when they need a message, not when it is sent, rely on it. Pipelines do: they are proved to end
+    /// for sends that do not wait.
     fn start_send(&self, call: Call, tensor: Tensor) -> Result<Box<dyn Unfinished>> {
         self.send(call, tensor)?;
         Ok(outputs::done())

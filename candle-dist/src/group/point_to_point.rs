@@ -71,6 +71,16 @@ impl ProcessGroup {
         Ok(Pending::new(state, |_| Ok(())))
     }
 
+    /// Like [`send_start`](Self::send_start), but hands over `tensor` itself as [`send_owned`](Self::send_owned) does.
+    ///
+    /// It never waits, however much is unread: for programs that receive when they need a message, and may not stop for
+    /// a receiver before.
+    #[track_caller]
+    pub fn send_owned_start(&self, tensor: Tensor, to: usize, tag: u32) -> Result<Pending<()>> {
+        let state = self.start_owned(tensor.detach().contiguous()?, to, tag)?;
+        Ok(Pending::new(state, |_| Ok(())))
+    }
+
     /// Starts a [`recv`](Self::recv). Of several from one rank with one tag the n-th that is started gets the n-th message,
     /// in whatever order they are waited for.
     ///
@@ -223,7 +233,13 @@ impl ProcessGroup {
     #[track_caller]
     fn start_message(&self, tensor: &Tensor, to: usize, tag: u32) -> Result<State> {
         self.check_peer(Op::Send, to)?;
-        let tensor = self.for_sending(tensor)?;
+        self.start_owned(self.for_sending(tensor)?, to, tag)
+    }
+
+    /// Hands over a contiguous tensor, whatever is unread.
+    #[track_caller]
+    fn start_owned(&self, tensor: Tensor, to: usize, tag: u32) -> Result<State> {
+        self.check_peer(Op::Send, to)?;
         let call = Call { peer: Some(to), tag, ..Call::on(Op::Send, &tensor, &[]) };
         let (size, given) = (bytes(&tensor), call.clone());
         let started = self.engage(call, size, |engine, call| engine.start_send(call, tensor))?;

@@ -106,12 +106,18 @@ impl<'a> Wire<'a> {
         let known = self.sent.get(&way) == Some(&outlines);
         let text = if known { Vec::new() } else { serde_json::to_vec(&outlines).map_err(unreadable)? };
         let head = [&numbers(message)[..], &[path as i64, text.len() as i64]].concat();
-        self.group.send_owned(Tensor::from_vec(head, HEAD, &Device::Cpu)?, to)?;
+        self.start(Tensor::from_vec(head, HEAD, &Device::Cpu)?, to)?;
         if !known {
-            self.group.send_owned(Tensor::from_vec(text.clone(), text.len(), &Device::Cpu)?, to)?;
+            self.start(Tensor::from_vec(text.clone(), text.len(), &Device::Cpu)?, to)?;
             self.sent.insert(way, outlines);
         }
-        tensors.into_iter().try_for_each(|tensor| Ok(self.group.send_owned(tensor.detach(), to)?))
+        tensors.into_iter().try_for_each(|tensor| self.start(tensor.detach(), to))
+    }
+
+    /// A send that waited for its receiver could wait forever: that one may take it only after it has sent to this rank.
+    #[track_caller]
+    fn start(&self, tensor: Tensor, to: usize) -> Result<()> {
+        Ok(drop(self.group.send_owned_start(tensor, to, 0)?))
     }
 
     /// The next message of a rank, which must be this one, behind its path.

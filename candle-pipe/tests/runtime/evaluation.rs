@@ -180,3 +180,19 @@ fn splitting_the_backward_pass_is_what_schedules_say() {
         Ok(())
     });
 }
+
+/// The order that is proved to end is one of sends that do not wait, whatever bound there is on unread messages.
+#[test]
+fn a_bound_on_unread_messages_does_not_stop_a_pipeline() {
+    for (kind, stages) in [(ScheduleKind::GPipe, 1), (ScheduleKind::LoopedBfs, 2), (ScheduleKind::Zbv, 2)] {
+        let made = candle_dist::World::local(2).timeout(Duration::from_secs(10)).mailbox_bytes(64).run(move |ctx| {
+            let tail: Tail = Arc::new(|_, _, y, _| Ok(y.clone()));
+            let schedule = kind.schedule(2, 8, stages)?;
+            let runtime = chain::runtime(&schedule, ctx, &tail)?;
+            let batch = chain::batch(32, 8)?;
+            runtime.evaluate(&batch)?;
+            runtime.forward_backward(&batch, &StepOptions::default()).map(drop)
+        });
+        made.unwrap();
+    }
+}

@@ -38,7 +38,7 @@ fn ring(ctx: &RankContext) -> Result<()> {
 fn unread(ctx: &RankContext) -> Result<()> {
     let (g, r, (next, before)) = (ctx.group(), ctx.rank(), neighbours(ctx));
     for i in 0..48 {
-        g.send_owned(input(r + i, &[1 << 18], DType::F32)?, next)?;
+        drop(g.send_owned_start(input(r + i, &[1 << 18], DType::F32)?, next, 0)?);
     }
     for i in 0..48 {
         let got = g.recv(1 << 18, DType::F32, before)?;
