@@ -137,7 +137,7 @@ impl<'a> Credit<'a> {
     pub(super) fn after_receive(&mut self, from: usize) -> Result<()> {
         let taken = self.taken.entry(from).or_default();
         *taken += 1;
-        if *taken % every(self.window) == 0 {
+        if taken.is_multiple_of(every(self.window)) {
             let tensor = Tensor::zeros(1, DType::U8, &Device::Cpu)?;
             drop(self.group.send_owned_start(tensor, from, TAG)?);
         }

@@ -238,10 +238,11 @@ impl<'a, 'f> Execution<'a, 'f> {
             }
         }
         self.missing[microbatch] -= usize::from(has_results);
-        if let Outputs::Given(give) = &mut self.outputs {
-            if has_results && self.missing[microbatch] == 0 {
-                give(microbatch, std::mem::take(&mut self.made.outputs[microbatch]))?;
-            }
+        if let Outputs::Given(give) = &mut self.outputs
+            && has_results
+            && self.missing[microbatch] == 0
+        {
+            give(microbatch, std::mem::take(&mut self.made.outputs[microbatch]))?;
         }
         Ok(())
     }

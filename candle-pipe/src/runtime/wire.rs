@@ -117,7 +117,8 @@ impl<'a> Wire<'a> {
     /// A send that waited for its receiver could wait forever: that one may take it only after it has sent to this rank.
     #[track_caller]
     fn start(&self, tensor: Tensor, to: usize) -> Result<()> {
-        Ok(drop(self.group.send_owned_start(tensor, to, 0)?))
+        drop(self.group.send_owned_start(tensor, to, 0)?);
+        Ok(())
     }
 
     /// The next message of a rank, which must be this one, behind its path.

@@ -285,9 +285,12 @@ fn group_norm() {
     sweep("group_norm", shapes.map(case).to_vec());
 }
 
+/// Places of elements, and the elements.
+type Differing = &'static [(usize, u32)];
+
 /// What PyTorch 2.15 gives for `interpolate(arange(from), size=to, mode="nearest")` where single precision, double
 /// precision and whole numbers differ: the places that differ from `i * from / to`, with their values.
-const NEAREST: [(usize, usize, &[(usize, u32)]); 7] = [
+const NEAREST: [(usize, usize, Differing); 7] = [
     (14, 46, &[(23, 6)]),
     (26, 22, &[(11, 12)]),
     (26, 44, &[(22, 12)]),

@@ -78,9 +78,9 @@ pub struct Written {
 /// A model that goes on from what it was given.
 enum Model {
     /// All layers on each rank.
-    Whole(Llama, Cache),
+    Whole(Box<Llama>, Cache),
     /// Some of them.
-    Staged(StagedLlama),
+    Staged(Box<StagedLlama>),
 }
 
 impl Model {
@@ -119,8 +119,10 @@ pub fn generate(
     let vb = ShardedVarBuilder::from_weights(weights.clone(), 0, &mesh.axis("tp")?, plan, task.dtype, device)?;
     let room = (task.prompt.len() + task.most).min(config.max_position_embeddings);
     let mut model = match stages {
-        1 => Model::Whole(Llama::new(config, room, &vb.frozen())?, Cache::new(config.num_hidden_layers, room)),
-        _ => Model::Staged(StagedLlama::new(config, room, task.layout.as_ref(), &mesh, &vb.frozen())?),
+        1 => {
+            Model::Whole(Box::new(Llama::new(config, room, &vb.frozen())?), Cache::new(config.num_hidden_layers, room))
+        }
+        _ => Model::Staged(Box::new(StagedLlama::new(config, room, task.layout.as_ref(), &mesh, &vb.frozen())?)),
     };
     let parameters = vb.built().iter().map(|parameter| parameter.var.elem_count()).sum();
 
