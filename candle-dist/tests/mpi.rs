@@ -179,6 +179,8 @@ fn in_any_order(ctx: &RankContext) -> Result<()> {
         assert_eq!(most.to_vec1::<f64>()?[0], f64::from(n - 1));
         let mean = ctx.group().all_reduce(&x.to_dtype(DType::F64)?, ReduceOp::Avg)?;
         assert_eq!(mean.to_vec1::<f64>()?[0], f64::from(n - 1) / 2.0);
+        let half = ctx.group().all_reduce(&x.to_dtype(DType::F64)?, ReduceOp::pre_mul_sum(0.5))?;
+        assert_eq!(half.to_vec1::<f64>()?[0], f64::from(n * (n - 1)) / 4.0, "each value is multiplied once");
     }
     Ok(())
 }

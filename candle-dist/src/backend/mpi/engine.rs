@@ -52,8 +52,8 @@ const RECENT: usize = 64;
 struct Group {
     /// The number of its next collective.
     next: u64,
-    /// The calls before it.
-    recent: VecDeque<Signature>,
+    /// Calls before it, by number.
+    recent: VecDeque<(u64, Signature)>,
 }
 
 /// A collective that was started.
@@ -117,8 +117,7 @@ impl State {
 impl Group {
     /// What a message of a collective means that is done here: its sender has made another call.
     fn late(&self, me: usize, from: usize, number: u64, theirs: &Signature) -> Cause {
-        let ago = (self.next - number) as usize;
-        let mine = self.recent.len().checked_sub(ago).and_then(|at| self.recent.get(at));
+        let mine = self.recent.iter().find(|(nth, _)| *nth == number).map(|(_, mine)| mine);
         let what = mine.and_then(|mine| mine.difference(theirs)).unwrap_or("call");
         Cause::Mismatch { rank: me.max(from), reference: me.min(from), what }
     }
@@ -128,7 +127,7 @@ impl Group {
         if self.recent.len() == RECENT {
             self.recent.pop_front();
         }
-        self.recent.push_back(signature);
+        self.recent.push_back((number, signature));
     }
 }
 

@@ -237,7 +237,9 @@ impl Planner {
 
     fn all_reduce(&mut self, len: usize, op: Option<ReduceOp>, sums: Sums) {
         let Member { rank, size } = self.me;
-        if sums == Sums::Any && size > 2 && op != Some(ReduceOp::Avg) && self.is_letter(len) {
+        // A fraction is taken once, of all values.
+        let doubles = op.is_some_and(|op| !op.is_fractional());
+        if sums == Sums::Any && size > 2 && doubles && self.is_letter(len) {
             return self.doubling(len);
         }
         if self.is_small(len) {
