@@ -1,25 +1,17 @@
 //! What the ranks tell each other, through rank 0, before any of them waits in MPI.
-use super::Settings;
 use crate::control::Control;
 use crate::{Error, Result};
 
-/// The key of a rank's settings.
-fn settings_of(rank: usize) -> String {
-    format!("candle-dist/mpi/settings/{rank}")
-}
-
-/// The key of rank 0's word that all ranks may go on.
-const ALIKE: &str = "candle-dist/mpi/alike";
-
-/// Returns when all ranks have come this far with the same settings; otherwise all get the same error.
-pub(super) fn agree(control: &Control, settings: &Settings) -> Result<()> {
-    let mine = settings.text();
+/// Returns when all ranks have come as far as `stage` with the same `mine`; otherwise all get the same error.
+pub(super) fn agree(control: &Control, stage: &str, mine: &str) -> Result<()> {
+    let key = |whose: &str| format!("candle-dist/mpi/{stage}/{whose}");
+    let alike = key("alike");
     if control.rank() > 0 {
-        control.set(&settings_of(control.rank()), mine.as_bytes())?;
-        return control.get(ALIKE).map(drop);
+        control.set(&key(&control.rank().to_string()), mine.as_bytes())?;
+        return control.get(&alike).map(drop);
     }
     for rank in 1..control.size() {
-        let theirs = control.get(&settings_of(rank))?;
+        let theirs = control.get(&key(&rank.to_string()))?;
         if theirs != mine.as_bytes() {
             let theirs = String::from_utf8_lossy(&theirs);
             return Err(Error::Unsupported(format!(
@@ -27,5 +19,5 @@ pub(super) fn agree(control: &Control, settings: &Settings) -> Result<()> {
             )));
         }
     }
-    control.set(ALIKE, b"")
+    control.set(&alike, b"")
 }

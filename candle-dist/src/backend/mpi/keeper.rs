@@ -92,8 +92,14 @@ impl Drop for Keeper {
 
 /// The wire over all ranks, once all of them agree on who they are and on their settings.
 fn connect(control: &Control, settings: Settings) -> Result<Wire> {
+    match settings.comm {
+        Some(_) => check_given()?,
+        None => check_unstarted()?,
+    }
+    // Ranks wait for one another in the start of MPI too, so all start it or none.
+    agree::agree(control, "settings", &settings.text())?;
     let comm = match settings.comm {
-        Some(comm) => given(comm)?,
+        Some(comm) => comm,
         None => started()?,
     };
     let (rank, size) = comm.place().map_err(refused)?;
@@ -105,13 +111,13 @@ fn connect(control: &Control, settings: Settings) -> Result<Wire> {
         )));
     }
     // From here on the ranks wait for one another in MPI, so all must be well on all of them.
-    agree::agree(control, &settings)?;
+    agree::agree(control, "places", "")?;
     let private = comm.duplicate().map_err(refused)?;
     Wire::new(private, settings.most_bytes).map_err(refused)
 }
 
-/// The communicator of a program that has started MPI itself, if MPI may be called from more threads than the program's.
-fn given(comm: Comm) -> Result<Comm> {
+/// Refuses the MPI of a program that has started it itself, unless it may be called from more threads than the program's.
+fn check_given() -> Result<()> {
     let (is_started, is_ended) = native::state().map_err(refused)?;
     if !is_started || is_ended {
         let state = if is_ended { "has ended" } else { "has not started" };
@@ -124,11 +130,11 @@ fn given(comm: Comm) -> Result<Comm> {
             "the program started MPI with {level}, but the engine calls it from a thread of its own; start it with {wanted}"
         )));
     }
-    Ok(comm)
+    Ok(())
 }
 
-/// The communicator of all ranks, of an MPI that is started here.
-fn started() -> Result<Comm> {
+/// Refuses to start MPI where that was done before.
+fn check_unstarted() -> Result<()> {
     let (is_started, is_ended) = native::state().map_err(refused)?;
     if is_ended {
         return Err(Error::Unsupported("MPI has ended in this process; it can be started once".into()));
@@ -138,6 +144,11 @@ fn started() -> Result<Comm> {
             "this program has started MPI itself; give its communicator to the engine (backend::mpi::Settings)".into(),
         ));
     }
+    Ok(())
+}
+
+/// The communicator of all ranks, of an MPI that is started here.
+fn started() -> Result<Comm> {
     let level = native::start().map_err(refused)?;
     if level < Level::Serialized {
         let wanted = Level::Serialized;

@@ -39,6 +39,7 @@ impl Room {
     ///
     /// # Safety
     /// All of them have been written, and nobody writes or reads through the address any more.
+    #[allow(clippy::undocumented_unsafe_blocks)] // the comments are there, but the macro hides them
     pub(super) unsafe fn filled(self) -> Result<CpuStorage> {
         let room = ManuallyDrop::new(self);
         with_element!(room.dtype, T => {
@@ -50,6 +51,7 @@ impl Room {
 }
 
 impl Drop for Room {
+    #[allow(clippy::undocumented_unsafe_blocks)] // the comments are there, but the macro hides them
     fn drop(&mut self) {
         let freed: Result<()> = with_element!(self.dtype, T => {
             // SAFETY: address and capacity are those of such a vector, of which no element is taken to be there.

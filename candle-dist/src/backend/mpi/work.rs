@@ -13,6 +13,7 @@ use std::mem::MaybeUninit;
 use std::slice;
 
 /// The bytes of a contiguous tensor on the host.
+#[allow(clippy::undocumented_unsafe_blocks)] // the comments are there, but the macro hides them
 pub(super) fn bytes_of<'a>(tensor: &Tensor, storage: &'a StorageRef<'_>) -> Result<&'a [u8]> {
     if tensor.elem_count() == 0 {
         return Ok(&[]);
@@ -90,6 +91,7 @@ impl Memory {
     ///
     /// # Safety
     /// As for `read` of the sources and `write` of `to`; all have as many elements.
+    #[allow(clippy::undocumented_unsafe_blocks)] // the comments are there, but the macro hides them
     unsafe fn reduce(&self, sources: &[Place], to: Place, op: ReduceOp) -> Result<()> {
         with_element!(self.dtype, T => {
             // SAFETY: the caller's promise; buffers are aligned for their elements.
