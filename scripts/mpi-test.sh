@@ -162,7 +162,7 @@ fate() {
     local log pid token="fate-$$-$1-$2"
     log=$(mktemp)
     CANDLE_DIST_TOKEN=$token timeout 120 mpirun "${oversubscribe[@]}" -n 4 \
-        "$program" --backend mpi --ranks 4 --runs single,tp --steps 1000000 >"$log" 2>&1 &
+        "$program" --backend mpi --tp 4 --runs single,tp --steps 1000000 >"$log" 2>&1 &
     local job=$!
     for _ in $(seq 100); do
         pid=$(pid_of "$2" "$token") && break
