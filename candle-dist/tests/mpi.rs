@@ -148,6 +148,8 @@ fn begin(name: &str, port: &str) -> bool {
         Err(error) => println!("heard by {rank}: {}", error.to_string().replace('\n', " |")),
     }
     assert!(began.elapsed() < Duration::from_secs(30), "the start has ended in time");
+    // mpirun ends all processes when one ends with an error, and each of them has something to say.
+    std::thread::sleep(Duration::from_secs(2));
     false
 }
 
