@@ -387,6 +387,24 @@ fn a_monitored_barrier_lets_all_pass_or_names_all_who_are_missing() {
 }
 
 #[test]
+fn a_monitored_barrier_waits_as_long_as_it_says_whatever_the_timeouts_of_calls() {
+    World::local(3)
+        .timeout(Duration::from_millis(100))
+        .run(|ctx| -> Result<()> {
+            if ctx.rank() == 2 {
+                std::thread::sleep(Duration::from_millis(500));
+            }
+            let hasty = ctx.group().with_timeout(Duration::from_millis(50))?;
+            ctx.group().monitored_barrier(Duration::from_secs(20))?;
+            if ctx.rank() == 0 {
+                std::thread::sleep(Duration::from_millis(500));
+            }
+            hasty.monitored_barrier(Duration::from_secs(20))
+        })
+        .unwrap();
+}
+
+#[test]
 fn a_bound_on_mailboxes_between_processes_is_refused() {
     let world = World::processes(candle_dist::init::Backend::Auto, InitOptions::explicit("127.0.0.1:1", 0, 1));
     let text = world.mailbox_bytes(1).into_ranks().unwrap_err().to_string();

@@ -10,12 +10,15 @@ use std::time::{Duration, Instant};
 const HERE: u32 = 0;
 const GO: u32 = 1;
 
+/// How long the verdict of rank 0 may take to arrive.
+const VERDICT: Duration = Duration::from_secs(5);
+
 impl ProcessGroup {
     /// A [`barrier`](Self::barrier) that names every missing rank, for finding out who hangs.
     ///
     /// Rank 0 of the group (of the world, where ranks are processes) waits until all others have called, at most for
     /// `timeout`; the others wait as long for rank 0 to call. It takes two messages for each rank through rank 0, so it is
-    /// no barrier for every step.
+    /// no barrier for every step. The timeouts of the group and the world do not count here.
     ///
     /// ```
     /// use candle_dist::World;
@@ -48,12 +51,15 @@ impl ProcessGroup {
             return own;
         }
         let (began, me) = (Instant::now(), self.rank());
+        // Rank 0 has as much time from its own call on, and then says who is missing: that comes first.
+        let patience = timeout.saturating_mul(2).saturating_add(VERDICT);
         let others = |peer: usize, tag| Call {
             op: Op::Recv,
             dtype: Some(DType::U8),
             shape: Dims::from_slice(&[1]),
             peer: Some(peer),
             tag,
+            timeout: Some(patience),
             ..call.clone()
         };
         engine.probe(&others(usize::from(me == 0), HERE))?; // or an error, before anything is sent
