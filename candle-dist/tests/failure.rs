@@ -3,7 +3,7 @@
 use candle_core::{DType, Device, Tensor, Var};
 use candle_dist::functional::Exchange;
 use candle_dist::init::InitOptions;
-use candle_dist::{Cause, Error, ProcessGroup, RankContext, ReduceOp, Result, World};
+use candle_dist::{Cause, Error, Pending, ProcessGroup, RankContext, ReduceOp, Result, World};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, mpsc};
 use std::time::{Duration, Instant};
@@ -402,6 +402,37 @@ fn a_monitored_barrier_waits_as_long_as_it_says_whatever_the_timeouts_of_calls()
             hasty.monitored_barrier(Duration::from_secs(20))
         })
         .unwrap();
+}
+
+/// Rank 0 asks until what it has started is ready, while rank 1 returns; the wait then fails at once.
+fn ask_of_a_deserter<T: std::fmt::Debug>(start: fn(&ProcessGroup) -> Result<Pending<T>>) {
+    let ran = World::local(2).timeout(Duration::from_secs(60)).mailbox_bytes(12).run(|ctx| -> Result<()> {
+        if ctx.rank() == 1 {
+            std::thread::sleep(Duration::from_millis(50));
+            return Ok(());
+        }
+        let (pending, began) = (start(ctx.group())?, Instant::now());
+        assert!(!pending.is_ready()?, "rank 1 is still there");
+        while !pending.is_ready()? {
+            assert!(began.elapsed() < Duration::from_secs(10), "rank 1 has returned, and nothing is ready");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let error = pending.wait().unwrap_err();
+        assert!(matches!(&error, Error::Group(failure) if failure.cause == Cause::Returned { rank: 1 }), "{error}");
+        assert!(began.elapsed() < Duration::from_secs(20), "the wait took {:?}", began.elapsed());
+        Ok(())
+    });
+    ran.unwrap();
+}
+
+#[test]
+fn what_waits_for_a_rank_that_has_returned_is_ready_to_fail() {
+    ask_of_a_deserter(|group| group.recv_start(3, DType::F32, 1, 0));
+    ask_of_a_deserter(|group| group.all_reduce_start(&x(&[3]), ReduceOp::Sum));
+    ask_of_a_deserter(|group| {
+        drop(group.send_start(&x(&[3]), 1, 0)?);
+        group.send_start(&x(&[3]), 1, 0)
+    });
 }
 
 #[test]

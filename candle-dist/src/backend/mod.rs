@@ -485,9 +485,6 @@ pub trait Backend: Send + Sync + fmt::Debug {
         Ok(outputs::filling(self.start(call, tensors)?, outputs))
     }
     /// Sends to `call.peer` without waiting for it, unless there is a bound on unread messages and it is reached.
-    ///
-    /// Without a bound a send never blocks, however much is unread. Programs that receive when they need a message, not when
-    /// it is sent, rely on it, such as pipelines: they are proved to end for sends that do not wait.
     fn send(&self, call: Call, tensor: Tensor) -> Result<()>;
     /// Like [`send`](Self::send) without waiting at all, however much is unread; what is returned is finished once the bound
     /// is kept.
@@ -512,6 +509,10 @@ pub trait Backend: Send + Sync + fmt::Debug {
     /// any rank; never waits.
     fn probe(&self, _: &Call) -> Result<Option<Envelope>> {
         Err(outputs::unsupported(self.name(), "probe for messages"))
+    }
+    /// Whether rank `peer` is known to have returned: what it has not sent before never comes.
+    fn has_returned(&self, _peer: usize) -> bool {
+        false
     }
     /// Whether calls keep their own [`Call::timeout`].
     fn has_call_timeouts(&self) -> bool {

@@ -138,6 +138,10 @@ impl<W: Wrapping> Backend for W {
         self.inner().probe(call)
     }
 
+    fn has_returned(&self, peer: usize) -> bool {
+        self.inner().has_returned(peer)
+    }
+
     fn has_call_timeouts(&self) -> bool {
         self.inner().has_call_timeouts()
     }

@@ -71,7 +71,7 @@ impl<T> Pending<T> {
         Self { state, unpack }
     }
 
-    /// Whether [`wait`](Self::wait) would return without waiting for another rank.
+    /// Whether [`wait`](Self::wait) would return without waiting for another rank, with the result or an error.
     ///
     /// # Errors
     /// If the world has stopped, and for a receive over an engine that cannot probe for messages.

@@ -79,7 +79,9 @@ struct Sent {
 impl Unfinished for Sent {
     fn is_ready(&self) -> Result<bool> {
         self.group.world().check()?;
-        Ok(self.group.has_room(self.from, self.to, self.allowed))
+        let (from, to, allowed) = (self.from, self.to, self.allowed);
+        // Who waits for a rank that has returned fails at once.
+        Ok(self.group.has_room(from, to, allowed) || self.group.is_deserted(&On::Room { from, to, allowed }))
     }
 
     fn finish(self: Box<Self>) -> Result<Results> {

@@ -19,6 +19,7 @@ use candle_core::{Device, Tensor};
 use parking_lot::Mutex;
 use rendezvous::{GroupState, Round};
 use smallvec::smallvec;
+use state::On;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -79,7 +80,9 @@ struct Started {
 impl Unfinished for Started {
     fn is_ready(&self) -> Result<bool> {
         self.group.world().check()?;
-        Ok(self.round.as_ref().is_none_or(|round| round.is_complete()))
+        let Some(round) = &self.round else { return Ok(true) };
+        // Who waits for a rank that has returned fails at once.
+        Ok(round.is_complete() || self.group.is_deserted(&On::Entered(round.clone())))
     }
 
     fn finish(mut self: Box<Self>) -> Result<Results> {
@@ -234,6 +237,10 @@ impl Backend for LocalBackend {
 
     fn probe(&self, call: &Call) -> Result<Option<Envelope>> {
         self.group.probe(self.rank, call)
+    }
+
+    fn has_returned(&self, peer: usize) -> bool {
+        self.group.world().has_returned(self.group.ranks()[peer])
     }
 
     fn has_call_timeouts(&self) -> bool {
