@@ -138,7 +138,7 @@ impl World {
     /// without waiting.
     ///
     /// # Errors
-    /// When the ranks start, for ranks that are processes: what is unread there lies with their engine.
+    /// When the ranks start, for ranks that are processes or have a GPU each: what is unread there lies with their engine.
     ///
     /// ```
     /// use candle_core::{DType, Device, Tensor};
@@ -173,19 +173,29 @@ impl World {
         self
     }
 
+    /// Refuses a bound on unread messages, which lie with the engine of these ranks.
+    fn refuse_mailbox(&self, ranks: &str) -> Result<()> {
+        if self.mailbox.is_none() {
+            return Ok(());
+        }
+        let fix = "World::mailbox_bytes is for threads that read each other's tensors; leave it out";
+        Err(crate::Error::Unsupported(format!("a bound on unread messages between {ranks}; {fix}")))
+    }
+
     /// The contexts of the ranks of this process, to be moved to threads of your own; most programs want
     /// [`run`](Self::run).
     pub fn into_ranks(self) -> Result<Vec<RankContext>> {
         let size = match self.ranks {
             Ranks::Threads(size) => size,
             #[cfg(feature = "nccl")]
-            Ranks::Gpus => self.devices.len(),
-            Ranks::Processes(backend, options) => {
+            Ranks::Gpus => {
+                self.refuse_mailbox("GPUs")?;
+                self.devices.len()
+            }
+            Ranks::Processes(backend, ref options) => {
+                let options = options.clone();
+                self.refuse_mailbox("processes")?;
                 let options = InitOptions { threads_per_rank: self.threads_per_rank, ..options.timeout(self.timeout) };
-                if self.mailbox.is_some() {
-                    let reason = "a bound on unread messages between processes; World::mailbox_bytes is for threads";
-                    return Err(crate::Error::Unsupported(reason.to_string()));
-                }
                 let mut ctx = init::init_process_group(backend, options)?;
                 ctx.group = ProcessGroup::new(wrapped(ctx.group.into_engine(), &self.wraps));
                 return Ok(vec![ctx]);

@@ -16,8 +16,8 @@ type Parcel = std::result::Result<Vec<u8>, String>;
 /// The longest explanation that is sent, in bytes.
 const MAX_REASON: usize = 1 << 10;
 
-/// Each of these moves objects in the format of [`postcard`](https://docs.rs/postcard), on the host, in two collectives:
-/// sizes, then bytes. All ranks name the same type. The format has no names, so both ends must be the same program; an
+/// Each of these moves objects in the format of [`postcard`](https://docs.rs/postcard), on the host, in three or
+/// four collectives: the type, sizes, then bytes. All ranks name the same type. The format has no names, so both ends must be the same program; an
 /// object has at most [`MAX_OBJECT_BYTES`]. An object that cannot be sent is one error on all ranks, and the group stays
 /// usable.
 impl ProcessGroup {
