@@ -285,6 +285,32 @@ fn started_sends_pass_full_mailboxes_and_one_message_of_any_size_fits() {
 }
 
 #[test]
+fn sends_may_be_waited_for_before_the_receives_that_were_started() {
+    small_mailboxes(|ctx, x| {
+        let (g, other) = (ctx.group(), 1 - ctx.rank());
+        for late in [2, 0, 1] {
+            let sends = (0..3).map(|tag| g.send_start(x, other, tag)).collect::<Result<Vec<_>>>()?;
+            let output = Tensor::ones(1000, DType::F32, &Device::Cpu)?;
+            let into = g.recv_into_start(&output, other, 0)?;
+            if late == ctx.rank() {
+                // Longer than it takes to find a deadlock.
+                std::thread::sleep(Duration::from_millis(700));
+            }
+            let receives = (1..3).map(|tag| g.recv_start(1000, DType::F32, other, tag)).collect::<Result<Vec<_>>>()?;
+            Pending::wait_all(sends)?;
+            let received = Pending::wait_all(receives)?;
+            into.wait()?;
+            for received in received.iter().chain([&output]) {
+                assert_eq!(received.sum_all()?.to_scalar::<f32>()?, 0.0);
+            }
+            g.barrier()?;
+        }
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
 fn a_sender_to_a_full_mailbox_hears_that_its_receiver_has_returned() {
     let error = small_mailboxes(|ctx, x| match ctx.rank() {
         0 => (0..3).try_for_each(|_| ctx.group().send(x, 1)),

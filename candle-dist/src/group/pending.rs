@@ -34,6 +34,9 @@ pub struct Pending<T = Tensor> {
     unpack: fn(Vec<Tensor>) -> Result<T>,
 }
 
+/// How long a wait for room looks for messages of other receives while none comes, before it waits for room alone.
+const PATIENCE: Duration = Duration::from_secs(60);
+
 /// A [`Pending`] of several tensors.
 pub type PendingTensors = Pending<Vec<Tensor>>;
 
@@ -109,6 +112,10 @@ impl<T> Pending<T> {
                 let Open { mut started, call, group } = *open;
                 // A send is over with its start.
                 let _watched = (call.op != Op::Send).then(|| comm::watch_wait(&call, group.ranks()));
+                if call.op == Op::Send {
+                    let limit = timeout.or(group.timeout).unwrap_or(PATIENCE);
+                    group.take_posted(limit, || started.is_ready())?;
+                }
                 if let Some(timeout) = timeout
                     && !started.set_timeout(timeout)
                 {

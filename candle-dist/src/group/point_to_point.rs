@@ -63,8 +63,8 @@ impl ProcessGroup {
     }
 
     /// Starts to send a copy of `tensor` to rank `to`, and never waits; the wait returns once the bound on unread messages
-    /// is kept (see [`World::mailbox_bytes`](crate::World::mailbox_bytes)). The same care for the tensor as in
-    /// [`send`](Self::send).
+    /// is kept (see [`World::mailbox_bytes`](crate::World::mailbox_bytes)), and meanwhile takes what comes for receives that
+    /// were started. The same care for the tensor as in [`send`](Self::send).
     #[track_caller]
     pub fn send_start(&self, tensor: &Tensor, to: usize, tag: u32) -> Result<Pending<()>> {
         let state = self.start_message(tensor, to, tag)?;

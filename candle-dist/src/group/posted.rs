@@ -7,7 +7,7 @@ use parking_lot::{Mutex, MutexGuard};
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// One receive that was started.
 pub(super) struct Post {
@@ -20,10 +20,15 @@ pub(super) struct Post {
 /// Sender and tag.
 type Address = (usize, u32);
 
+type Queues = HashMap<Address, VecDeque<Arc<Post>>>;
+
+/// The first pause between two looks for messages.
+const SHORTEST: Duration = Duration::from_micros(10);
+
 /// The receives of a group that wait for their turn, oldest first; no queue is empty.
 #[derive(Default)]
 pub(super) struct Posts {
-    queues: Mutex<HashMap<Address, VecDeque<Arc<Post>>>>,
+    queues: Mutex<Queues>,
     /// Looked at by each receive, without the lock.
     count: AtomicUsize,
 }
@@ -49,7 +54,7 @@ impl Posts {
         self.count.fetch_add(1, Ordering::Relaxed);
     }
 
-    fn pop(&self, queues: &mut MutexGuard<'_, HashMap<Address, VecDeque<Arc<Post>>>>, address: Address) {
+    fn pop(&self, queues: &mut MutexGuard<'_, Queues>, address: Address) {
         if let Some(queue) = queues.get_mut(&address) {
             self.count.fetch_sub(usize::from(queue.pop_front().is_some()), Ordering::Relaxed);
             if queue.is_empty() {
@@ -103,17 +108,47 @@ impl ProcessGroup {
     pub(super) fn has_come(&self, post: &Arc<Post>) -> Result<bool> {
         self.failure().map_or(Ok(()), |failure| Err(Error::Group(failure)))?;
         let mut queues = self.posts.queues.lock();
-        while post.received.get().is_none() {
-            let first = queues.get(&post.address()).and_then(|queue| queue.front().cloned());
-            let Some(first) = first else { break };
+        while post.received.get().is_none() && queues.contains_key(&post.address()) {
             // The sender's last act before its end may be the message: so first its end, then the message.
             let is_gone = self.engine().has_returned(post.address().0);
-            if self.engine().probe(&first.call)?.is_none() {
+            if !self.take_first(&mut queues, post.address())? {
                 return Ok(is_gone); // the wait fails at once
             }
-            let _ = first.received.set(self.receive(&first)?);
-            self.posts.pop(&mut queues, post.address());
         }
+        Ok(true)
+    }
+
+    /// Takes messages for receives that were started, until `ready`: who waits for room may be what others wait for.
+    ///
+    /// Returns when no receive is left, or nothing has come for `limit`.
+    pub(super) fn take_posted(&self, limit: Duration, ready: impl Fn() -> Result<bool>) -> Result<()> {
+        let (mut idle, mut pause) = (Instant::now(), SHORTEST);
+        while !self.posts.is_empty() && idle.elapsed() < limit && !ready()? {
+            let mut queues = self.posts.queues.lock();
+            let addresses: Vec<Address> = queues.keys().copied().collect();
+            let mut has_taken = false;
+            for address in addresses {
+                has_taken |= self.take_first(&mut queues, address)?;
+            }
+            drop(queues);
+            if has_taken {
+                (idle, pause) = (Instant::now(), SHORTEST);
+            } else {
+                std::thread::sleep(pause);
+                pause = (pause * 2).min(Duration::from_millis(1));
+            }
+        }
+        Ok(())
+    }
+
+    /// Receives the message of the first receive of a queue, if it is here.
+    fn take_first(&self, queues: &mut MutexGuard<'_, Queues>, address: Address) -> Result<bool> {
+        let Some(first) = queues.get(&address).and_then(|queue| queue.front().cloned()) else { return Ok(false) };
+        if self.engine().probe(&first.call)?.is_none() {
+            return Ok(false);
+        }
+        let _ = first.received.set(self.receive(&first)?);
+        self.posts.pop(queues, address);
         Ok(true)
     }
 
