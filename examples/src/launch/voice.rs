@@ -88,8 +88,8 @@ impl Voice {
     }
 }
 
-/// Puts off the end that a launcher asks for by SIGTERM: it does so at once when another process is gone, of which the
-/// ranks have yet to hear.
+/// Puts off the end that a launcher asks for by SIGTERM. It asks at once when another process is gone, before the ranks
+/// have heard of it.
 pub(super) struct Grace {
     #[cfg(unix)]
     signals: signal_hook::iterator::Handle,
