@@ -252,6 +252,48 @@ fn masked_microbatches_on_ranks() {
     }
 }
 
+/// The rank that makes the loss has no `x`, of which its rows are made.
+#[test]
+fn masked_microbatches_on_ranks_that_give_what_their_stages_use_and_no_more() {
+    for (ranks, kind) in [(2, ScheduleKind::GPipe), (3, ScheduleKind::OneFOneB)] {
+        on_ranks(ranks, "masked, their own", move |ctx| -> Result<()> {
+            let mut g = PipeBuilder::<Vb>::new();
+            let x = g.input("x", In::Kwarg);
+            let mut h = x;
+            for i in 0..ranks {
+                if i > 0 {
+                    g.split();
+                }
+                h = g.module(&format!("layers.{i}"), |vb| Ok(nn::linear(4, 4, vb.clone())?), [h]);
+            }
+            // Rows of zeros do not stay zero: layers have biases.
+            g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.sum_all()?), [h], Reduction::Sum);
+            let pipe = g.finish(SplitSpec::declared())?;
+            let schedule = kind.schedule(ranks, 4, 1)?;
+            let map = VarMap::new();
+            let vb = VarBuilder::from_varmap(&map, DType::F64, &Device::Cpu);
+            let runtime = Runtime::new(&pipe, &schedule, ctx.group(), &vb, &Device::Cpu)?;
+            for var in map.all_vars() {
+                var.set(&wave(var.dims(), 0.4)?)?;
+            }
+            let x: Kwargs = Kwargs::from([("x".into(), wave(&[ROWS, 4], 0.0)?.into())]);
+            let mine = if ctx.rank() == 0 { x.clone() } else { Kwargs::new() };
+            let plain = Splitter::new(4).split(&[], &x, None, None)?;
+            let masked = Splitter::new(4).masked().rows(ROWS).split(&[], &mine, None, None)?;
+            let want = runtime.forward_backward(&plain, &StepOptions::default())?.step;
+            let got = runtime.forward_backward(&masked, &StepOptions::default())?.step;
+            if let (Ok(got), Ok(want)) = (got.loss(), want.loss()) {
+                close(&numbers(got)?, &numbers(want)?, 1e-12, "loss");
+            }
+            for (name, parameter) in runtime.stages().flat_map(|stage| stage.parameters()) {
+                let [got, want] = [&got, &want].map(|step| numbers(step.grads.get(parameter).unwrap()));
+                close(&got?, &want?, 1e-12, name);
+            }
+            Ok(())
+        });
+    }
+}
+
 #[test]
 fn a_masked_loss_of_what_has_no_rows_is_refused() -> Result<()> {
     let mut g = PipeBuilder::<()>::new();
