@@ -122,6 +122,22 @@ fn microbatches_leave_ranks_idle_for_less_than_a_fifth_unless_the_batch_is_too_s
 }
 
 #[test]
+fn weights_that_cannot_wait_as_the_schedule_says_are_told_of() {
+    let place = Place::new(&config(4, 2));
+    let (book, model) = (place.path("text"), place.path("model"));
+    let paths = ["--train", book.to_str().unwrap(), "--model", model.to_str().unwrap()];
+    let told = |flags: &str| {
+        let base = "--pp 2 --dp 2 --steps 1 --batch 4 --seq-len 8 --microbatches 2";
+        let flags: Vec<&str> = paths.into_iter().chain(base.split(' ')).chain(flags.split(' ')).collect();
+        let output = llama(&flags);
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        text(&output.stdout).contains("gradients of weights were not put off")
+    };
+    assert!(told("--schedule zb-h1 --fsdp"));
+    assert!(!told("--schedule zb-h1") && !told("--schedule 1f1b --fsdp"));
+}
+
+#[test]
 fn stages_have_the_layers_that_a_layout_says() {
     let place = Place::new(&config(4, 2));
     let held = |flags: &str| -> Vec<u64> {
