@@ -227,6 +227,10 @@ fn flags_that_cannot_work_are_refused_in_one_sentence() {
             (&["--valid", "nowhere"], &["--valid nowhere"]),
             (&["--valid-every", "3"], &["--valid"]),
             (&["--log", "no/such/folder"], &["--log no/such/folder", "cannot be written"]),
+            (&["--log", book], &["--log", "also --train", "lost"]),
+            (&["--json", book], &["--json", "also --train", "lost"]),
+            (&["--valid", "Cargo.toml", "--log", "./Cargo.toml"], &["--log", "also --valid"]),
+            (&["--log", "one", "--json", "one"], &["--log one", "also --json"]),
             (&["--timeout", "0"], &["--timeout is 0"]),
             (&["--batch", "1048576", "--seq-len", "1024"], &["--batch 1048576", "--seq-len 1024"]),
             (&["--log-every", "0"], &["--log-every"]),
@@ -257,6 +261,7 @@ fn flags_that_cannot_work_are_refused_in_one_sentence() {
         &[
             (&["--steps", "3"], &["--train"]),
             (&["--fsdp"], &["--train"]),
+            (&["--layout", "E|tnL"], &["--layout", "--pp 1"]),
             (&["--train", "nowhere"], &["--train nowhere", "cannot be read"]),
         ],
     );
