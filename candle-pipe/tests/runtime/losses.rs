@@ -2,7 +2,7 @@
 use crate::model::{Vb, numbers};
 use crate::parity::close;
 use candle_core::{DType, Device, Tensor};
-use candle_dist::{DataParallelOptions, DeviceMesh};
+use candle_dist::{DataParallelOptions, DeviceMesh, ReduceOp};
 use candle_nn::{VarBuilder, VarMap};
 use candle_pipe::microbatch::{Microbatches, Splitter};
 use candle_pipe::schedule::ScheduleKind;
@@ -182,6 +182,31 @@ fn a_mean_over_valid_tokens_is_that_of_one_device_on_ranks_and_replicas() {
             Ok(())
         });
     }
+}
+
+/// Where something else averages the gradients of the replicas, as fully sharded parameters do.
+#[test]
+fn a_mean_over_valid_tokens_is_that_of_one_device_beside_replicas() {
+    let how = How::Counted;
+    on_ranks(4, "beside", move |ctx| -> Result<()> {
+        let want = alone(how)?;
+        let mesh = DeviceMesh::new(ctx.group(), &[("pp", 2), ("dp", 2)])?;
+        let schedule = ScheduleKind::OneFOneB.schedule(2, 3, 1)?;
+        let replicas = mesh.axis_group("dp")?;
+        let runtime = Runtime::new(&declare(how, 2)?, &schedule, mesh.axis_group("pp")?, &parameters()?, &Device::Cpu)?
+            .beside(replicas)?;
+        let rows = [0..4, 4..ROWS][mesh.local_rank("dp")?].clone();
+        let options = StepOptions { first_row: rows.start * TOKENS, ..StepOptions::default() };
+        let made = runtime.forward_backward(&batch(how, rows, Splitter::new(3))?, &options)?.step;
+        if let Ok(loss) = made.loss() {
+            close(&numbers(loss)?, &[want.loss], 1e-12, "loss");
+        }
+        for (name, parameter) in runtime.stages().flat_map(|stage| stage.parameters()) {
+            let mean = replicas.all_reduce(made.grads.get(parameter).unwrap(), ReduceOp::Avg)?;
+            close(&numbers(&mean)?, &want.grads[name], 1e-12, name);
+        }
+        Ok(())
+    });
 }
 
 #[test]
