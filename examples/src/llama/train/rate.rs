@@ -68,7 +68,9 @@ impl Rate {
     /// This rate for a training that goes on after `start` steps at `saved`: where that has fallen, this one stays there.
     #[must_use]
     pub fn after(self, saved: &Self, start: usize) -> Self {
-        let has_ended = saved.decay != Decay::None && start >= saved.end() && self.steps > saved.end();
+        // A warm-up that took all steps left nothing to fall in.
+        let has_fallen = saved.decay != Decay::None && saved.end() > saved.warmup.max(self.warmup);
+        let has_ended = has_fallen && start >= saved.end() && self.steps > saved.end();
         Self { ended: has_ended.then(|| saved.end()), ..self }
     }
 }
@@ -110,6 +112,8 @@ mod tests {
             assert_eq!(longer.after(&saved, 6), longer, "{decay:?}");
             let on = longer.after(&saved, 10);
             assert!((10..20).all(|step| on.at(step) == saved.at(10) && on.at(step) <= saved.at(9)), "{decay:?}");
+            let rising = Rate { warmup: 30, ..saved };
+            assert_eq!(Rate { warmup: 30, ..longer }.after(&rising, 10).ended, None, "{decay:?}");
             // And after a stop on the way.
             let again = Rate { steps: 30, ..saved }.after(&on, 15);
             assert!((15..30).all(|step| again.at(step) == saved.at(10)), "{decay:?}");
