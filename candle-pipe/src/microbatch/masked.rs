@@ -49,6 +49,17 @@ impl Masked {
         Ok(rows.map(|rows| Some(Self { rows, first, total, values: values.clone() })).collect())
     }
 
+    /// Whether a tensor of this input is cut, as far as this rank was given the input.
+    pub(crate) fn cuts(&self, input: ValueId) -> bool {
+        self.values.inputs.get(&input).is_some_and(|dims| dims.iter().any(Option::is_some))
+    }
+
+    /// The same where `cut` are all inputs that are cut, also those that this rank was not given.
+    pub(crate) fn with_cut(self, cut: &[ValueId], graph: &Graph) -> Self {
+        let made = graph.made_of(cut.iter().copied());
+        Self { values: Arc::new(Values { inputs: self.values.inputs.clone(), made }), ..self }
+    }
+
     /// The microbatch's own rows, in the larger batch.
     pub(crate) fn rows(&self) -> Range<usize> {
         self.first + self.rows.start..self.first + self.rows.end

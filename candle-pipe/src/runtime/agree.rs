@@ -3,6 +3,7 @@
 //! One all_gather of a few numbers a step; texts are exchanged only where a rank refuses. So a batch that one rank cannot run
 //! is an error on all of them at once, and all can go on with another one.
 use super::{Batch, Runtime};
+use crate::graph::ValueId;
 use crate::{Error, Result};
 use candle_core::{Device, Tensor, TensorId};
 use candle_dist::bits::{digest, digest_bytes};
@@ -13,6 +14,9 @@ use std::collections::HashMap;
 const WHAT: [&str; 4] = ["mode (train or evaluate)", "number of the step", "first row", "rows of the microbatches"];
 /// Those that copies of the model have in common.
 const COMMON: usize = 2;
+/// The bits in the number of an input that are not of its digest: it was given, and it is cut into masked microbatches.
+const GIVEN: i64 = 1;
+const CUT: i64 = 2;
 /// The elements at each end of a tensor that stand for it if it is on another device than the CPU.
 const SAMPLE: usize = 512;
 
@@ -24,7 +28,12 @@ pub(super) fn settle<'a>(runtime: &Runtime, batch: Result<Batch<'a>>) -> Result<
     let numbers = batch.as_ref().map_err(Clone::clone).and_then(|batch| numbers(runtime, batch));
     let all = between(&runtime.group, WHAT.len() + names.len(), numbers);
     let settled =
-        all.and_then(|all| one_batch(&runtime.group, &all, &names).map(|()| all[runtime.group.rank()].clone()));
+        all.and_then(|all| one_batch(&runtime.group, &all, &names).map(|()| (all[runtime.group.rank()].clone(), all)));
+    let cut: Vec<ValueId> = match &settled {
+        Ok((_, all)) => cut_inputs(runtime, all),
+        Err(_) => Vec::new(),
+    };
+    let settled = settled.map(|(mine, _)| mine);
     let settled = match &runtime.copies {
         // Other copies of the model have other rows, and run in step with this one.
         Some(copies) => {
@@ -33,7 +42,17 @@ pub(super) fn settle<'a>(runtime: &Runtime, batch: Result<Batch<'a>>) -> Result<
         }
         None => settled.map(drop),
     };
-    settled.and(batch)
+    let mut batch = settled.and(batch)?;
+    for masked in &mut batch.masked {
+        *masked = masked.take().map(|masked| masked.with_cut(&cut, &runtime.info.graph));
+    }
+    Ok(batch)
+}
+
+/// The inputs that are cut on some rank: the rank that makes the loss need not have them.
+fn cut_inputs(runtime: &Runtime, all: &[Vec<i64>]) -> Vec<ValueId> {
+    let is_cut = |place: usize| all.iter().any(|numbers| numbers[WHAT.len() + place] & CUT != 0);
+    runtime.signature.inputs().enumerate().filter(|&(place, _)| is_cut(place)).map(|(_, (_, input))| input).collect()
 }
 
 /// The numbers of all ranks of a group; on all of them the error of one that has none.
@@ -104,8 +123,11 @@ fn numbers(runtime: &Runtime, batch: &Batch<'_>) -> Result<Vec<i64>> {
                 text += &format!("{number:x},");
             }
         }
+        let is_cut = batch.masked.iter().flatten().any(|masked| masked.cuts(input));
+        let flags = GIVEN | if is_cut { CUT } else { 0 };
         // 0 is for what was not given.
-        numbers.push(if text.is_empty() { 0 } else { (digest_bytes(text.as_bytes()) | 1) as i64 });
+        let digest = digest_bytes(text.as_bytes()) as i64 & !(GIVEN | CUT);
+        numbers.push(if text.is_empty() { 0 } else { digest | flags });
     }
     Ok(numbers)
 }

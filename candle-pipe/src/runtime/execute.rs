@@ -125,12 +125,18 @@ impl<'a, 'f> Execution<'a, 'f> {
                 return Err(error);
             }
         }
+        self.finish().inspect_err(|error| self.runtime.group.fail(&error.to_string()))?;
+        Ok(self.made)
+    }
+
+    /// Checks that nothing is left to do, and takes what is still to come.
+    fn finish(&mut self) -> Result<()> {
         let left = self.held.values().any(|held| held.tape.is_some() || held.weights.is_some());
         if left || !self.outgoing.is_empty() || self.awaited.values().any(|messages| !messages.is_empty()) {
+            let rank = self.runtime.group.ranks()[self.runtime.group.rank()];
             return Err(Error::Schedule(format!("the program of rank {rank} ends with work left over")));
         }
-        self.credit.as_mut().map_or(Ok(()), Credit::end)?;
-        Ok(self.made)
+        self.credit.as_mut().map_or(Ok(()), Credit::end)
     }
 
     fn act(&mut self, action: &Action) -> Result<()> {

@@ -61,6 +61,26 @@ fn a_batch_that_one_replica_refuses_is_known_to_all_replicas() {
     }
 }
 
+#[test]
+fn ranks_of_which_one_evaluates_while_others_train_are_told_and_go_on() {
+    for odd in 0..2 {
+        let schedule = ScheduleKind::OneFOneB.schedule(2, 4, 1).unwrap();
+        let said = Ranks::new(2, "modes").deadline(Duration::from_secs(5)).run(move |ctx| -> Result<String> {
+            let runtime = chain::runtime(&schedule, ctx, &plain())?;
+            let batch = chain::batch(8, 4)?;
+            let train = || runtime.forward_backward(&batch, &StepOptions::default());
+            let made = if ctx.rank() == odd { runtime.evaluate(&batch) } else { train() };
+            let said = made.unwrap_err().to_string();
+            train()?;
+            runtime.evaluate(&batch)?;
+            Ok(said)
+        });
+        for said in said.unwrap() {
+            assert!(said.contains("the mode (train or evaluate) of rank 1 is not that of rank 0"), "{said}");
+        }
+    }
+}
+
 /// The model of all tests, cut for a schedule.
 fn of(schedule: &Schedule) -> Result<Pipe<Vb>> {
     pipe(schedule.stages(), false)

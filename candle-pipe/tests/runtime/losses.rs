@@ -2,7 +2,7 @@
 use crate::model::{Vb, numbers};
 use crate::parity::close;
 use candle_core::{DType, Device, Tensor};
-use candle_dist::{DataParallelOptions, DeviceMesh};
+use candle_dist::{DataParallelOptions, DeviceMesh, ReduceOp};
 use candle_nn::{VarBuilder, VarMap};
 use candle_pipe::microbatch::{Microbatches, Splitter};
 use candle_pipe::schedule::ScheduleKind;
@@ -184,6 +184,31 @@ fn a_mean_over_valid_tokens_is_that_of_one_device_on_ranks_and_replicas() {
     }
 }
 
+/// Where something else averages the gradients of the replicas, as fully sharded parameters do.
+#[test]
+fn a_mean_over_valid_tokens_is_that_of_one_device_beside_replicas() {
+    let how = How::Counted;
+    on_ranks(4, "beside", move |ctx| -> Result<()> {
+        let want = alone(how)?;
+        let mesh = DeviceMesh::new(ctx.group(), &[("pp", 2), ("dp", 2)])?;
+        let schedule = ScheduleKind::OneFOneB.schedule(2, 3, 1)?;
+        let replicas = mesh.axis_group("dp")?;
+        let runtime = Runtime::new(&declare(how, 2)?, &schedule, mesh.axis_group("pp")?, &parameters()?, &Device::Cpu)?
+            .beside(replicas)?;
+        let rows = [0..4, 4..ROWS][mesh.local_rank("dp")?].clone();
+        let options = StepOptions { first_row: rows.start * TOKENS, ..StepOptions::default() };
+        let made = runtime.forward_backward(&batch(how, rows, Splitter::new(3))?, &options)?.step;
+        if let Ok(loss) = made.loss() {
+            close(&numbers(loss)?, &[want.loss], 1e-12, "loss");
+        }
+        for (name, parameter) in runtime.stages().flat_map(|stage| stage.parameters()) {
+            let mean = replicas.all_reduce(made.grads.get(parameter).unwrap(), ReduceOp::Avg)?;
+            close(&numbers(&mean)?, &want.grads[name], 1e-12, name);
+        }
+        Ok(())
+    });
+}
+
 #[test]
 fn losses_that_count_nothing_are_refused_by_all_ranks() {
     on_ranks(2, "nothing", |ctx| -> Result<()> {
@@ -246,6 +271,48 @@ fn masked_microbatches_on_ranks() {
                 for (name, parameter) in runtime.stages().flat_map(|stage| stage.parameters()) {
                     close(&numbers(made.grads.get(parameter).unwrap())?, &want.grads[name], 1e-12, name);
                 }
+            }
+            Ok(())
+        });
+    }
+}
+
+/// The rank that makes the loss has no `x`, of which its rows are made.
+#[test]
+fn masked_microbatches_on_ranks_that_give_what_their_stages_use_and_no_more() {
+    for (ranks, kind) in [(2, ScheduleKind::GPipe), (3, ScheduleKind::OneFOneB)] {
+        on_ranks(ranks, "masked, their own", move |ctx| -> Result<()> {
+            let mut g = PipeBuilder::<Vb>::new();
+            let x = g.input("x", In::Kwarg);
+            let mut h = x;
+            for i in 0..ranks {
+                if i > 0 {
+                    g.split();
+                }
+                h = g.module(&format!("layers.{i}"), |vb| Ok(nn::linear(4, 4, vb.clone())?), [h]);
+            }
+            // Rows of zeros do not stay zero: layers have biases.
+            g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.sum_all()?), [h], Reduction::Sum);
+            let pipe = g.finish(SplitSpec::declared())?;
+            let schedule = kind.schedule(ranks, 4, 1)?;
+            let map = VarMap::new();
+            let vb = VarBuilder::from_varmap(&map, DType::F64, &Device::Cpu);
+            let runtime = Runtime::new(&pipe, &schedule, ctx.group(), &vb, &Device::Cpu)?;
+            for var in map.all_vars() {
+                var.set(&wave(var.dims(), 0.4)?)?;
+            }
+            let x: Kwargs = Kwargs::from([("x".into(), wave(&[ROWS, 4], 0.0)?.into())]);
+            let mine = if ctx.rank() == 0 { x.clone() } else { Kwargs::new() };
+            let plain = Splitter::new(4).split(&[], &x, None, None)?;
+            let masked = Splitter::new(4).masked().rows(ROWS).split(&[], &mine, None, None)?;
+            let want = runtime.forward_backward(&plain, &StepOptions::default())?.step;
+            let got = runtime.forward_backward(&masked, &StepOptions::default())?.step;
+            if let (Ok(got), Ok(want)) = (got.loss(), want.loss()) {
+                close(&numbers(got)?, &numbers(want)?, 1e-12, "loss");
+            }
+            for (name, parameter) in runtime.stages().flat_map(|stage| stage.parameters()) {
+                let [got, want] = [&got, &want].map(|step| numbers(step.grads.get(parameter).unwrap()));
+                close(&got?, &want?, 1e-12, name);
             }
             Ok(())
         });

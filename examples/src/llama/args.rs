@@ -1,7 +1,8 @@
 //! The command line of the Llama program.
 
+use std::fs;
 use std::io::{self, IsTerminal, Read};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use candle_core::DType;
 use candle_pipe::Layout;
@@ -196,11 +197,33 @@ impl Args {
             "--temperature {temperature} is no finite number of at least 0: try 0.8."
         );
         require!(top_p > 0.0 && top_p <= 1.0, "--top-p {top_p} is no share: give more than 0 and at most 1.");
+        require!(
+            self.layout.is_none() || pp > 1 || self.training.train.is_some(),
+            "--layout says what is in each stage, and --pp 1 has all layers in one: give --pp, or leave it out."
+        );
         if let Some(model) = &self.model {
             require!(model.is_dir(), "--model {} is no folder: give one with config.json in it.", model.display());
         }
+        self.check_files()?;
         self.training.validate(self.dtype, pp, tp)?;
         Output::new(self.json.as_deref()).check()
+    }
+
+    /// Refuses to write to a file that is read, and two outputs to one file.
+    fn check_files(&self) -> Checked {
+        let TrainArgs { train, valid, log, .. } = &self.training;
+        let others = [("--train", train), ("--valid", valid), ("--json", &self.json)];
+        for (flag, written, others) in [("--json", &self.json, &others[..2]), ("--log", log, &others[..])] {
+            for (other, path) in others {
+                let (Some(written), Some(path)) = (written, path) else { continue };
+                require!(
+                    !is_one_file(written, path),
+                    "{flag} {} is also {other}, which would be lost: give another file.",
+                    written.display()
+                );
+            }
+        }
+        Ok(())
     }
 
     /// The seed of everything random.
@@ -231,4 +254,10 @@ impl Args {
     pub fn sampling(&self) -> Sampling {
         Sampling { temperature: self.temperature, top_p: self.top_p, seed: self.seed() }
     }
+}
+
+/// Whether two paths lead to one file.
+fn is_one_file(a: &Path, b: &Path) -> bool {
+    let found = |path: &Path| fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+    found(a) == found(b)
 }

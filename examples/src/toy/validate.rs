@@ -13,6 +13,7 @@ pub fn validate(args: &Args) -> Checked<Corpus> {
     check_numbers(args)?;
     check_size(args)?;
     check_heads(args)?;
+    check_use(args)?;
     check_runs(args)?;
     check_pipeline(args)?;
     let corpus = read_text(args)?;
@@ -87,6 +88,29 @@ fn check_heads(args: &Args) -> Checked {
         dim.is_multiple_of(heads),
         "--dim {dim} is not divisible by --heads {heads}: use a multiple of {heads}, such as {}.",
         next_multiple(dim, heads)
+    );
+    Ok(())
+}
+
+/// Refuses flags that no run looks at.
+fn check_use(args: &Args) -> Checked {
+    let runs = args.runs();
+    let has = |names: &[RunName]| runs.iter().any(|run| names.contains(run));
+    let pipelines = [RunName::Pp, RunName::PpSp];
+    for (flag, is_given) in [
+        ("--pp", args.pp.is_some()),
+        ("--dp", args.dp.is_some()),
+        ("--schedule", args.schedule.is_some()),
+        ("--microbatches", args.microbatches.is_some()),
+    ] {
+        require!(
+            !is_given || has(&pipelines),
+            "{flag} is for pipelines, and --runs has none: add pp to --runs, or leave out {flag}."
+        );
+    }
+    require!(
+        args.tp.is_none() || has(&[RunName::Tp, RunName::TpSp]) || has(&pipelines),
+        "--tp is for runs on several ranks, and --runs has none: add tp to --runs, or leave out --tp."
     );
     Ok(())
 }

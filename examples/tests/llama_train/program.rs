@@ -122,6 +122,22 @@ fn microbatches_leave_ranks_idle_for_less_than_a_fifth_unless_the_batch_is_too_s
 }
 
 #[test]
+fn weights_that_cannot_wait_as_the_schedule_says_are_told_of() {
+    let place = Place::new(&config(4, 2));
+    let (book, model) = (place.path("text"), place.path("model"));
+    let paths = ["--train", book.to_str().unwrap(), "--model", model.to_str().unwrap()];
+    let told = |flags: &str| {
+        let base = "--pp 2 --dp 2 --steps 1 --batch 4 --seq-len 8 --microbatches 2";
+        let flags: Vec<&str> = paths.into_iter().chain(base.split(' ')).chain(flags.split(' ')).collect();
+        let output = llama(&flags);
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        text(&output.stdout).contains("gradients of weights were not put off")
+    };
+    assert!(told("--schedule zb-h1 --fsdp"));
+    assert!(!told("--schedule zb-h1") && !told("--schedule 1f1b --fsdp"));
+}
+
+#[test]
 fn stages_have_the_layers_that_a_layout_says() {
     let place = Place::new(&config(4, 2));
     let held = |flags: &str| -> Vec<u64> {
@@ -211,6 +227,10 @@ fn flags_that_cannot_work_are_refused_in_one_sentence() {
             (&["--valid", "nowhere"], &["--valid nowhere"]),
             (&["--valid-every", "3"], &["--valid"]),
             (&["--log", "no/such/folder"], &["--log no/such/folder", "cannot be written"]),
+            (&["--log", book], &["--log", "also --train", "lost"]),
+            (&["--json", book], &["--json", "also --train", "lost"]),
+            (&["--valid", "Cargo.toml", "--log", "./Cargo.toml"], &["--log", "also --valid"]),
+            (&["--log", "one", "--json", "one"], &["--log one", "also --json"]),
             (&["--timeout", "0"], &["--timeout is 0"]),
             (&["--batch", "1048576", "--seq-len", "1024"], &["--batch 1048576", "--seq-len 1024"]),
             (&["--log-every", "0"], &["--log-every"]),
@@ -241,6 +261,7 @@ fn flags_that_cannot_work_are_refused_in_one_sentence() {
         &[
             (&["--steps", "3"], &["--train"]),
             (&["--fsdp"], &["--train"]),
+            (&["--layout", "E|tnL"], &["--layout", "--pp 1"]),
             (&["--train", "nowhere"], &["--train nowhere", "cannot be read"]),
         ],
     );

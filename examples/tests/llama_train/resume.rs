@@ -23,6 +23,25 @@ fn losses_go_on_on_another_mesh_as_if_nothing_had_happened() {
     }
 }
 
+#[test]
+fn a_rate_that_has_fallen_does_not_rise_again_unless_a_decay_is_asked_for() {
+    let place = Place::new(&config(4, 2));
+    place.losses("--tp 1 --lr 0.01 --warmup 2 --save @saved --save-every 4");
+    let rates = |flags: &str| {
+        let job = place.open(flags).unwrap();
+        job.steps().map(|step| job.recipe.rate.at(step)).collect::<Vec<_>>()
+    };
+    assert_eq!(rates("--resume @saved --steps 9"), [0.001; 3]);
+    assert_eq!(rates("--resume @saved --steps 9 --lr 0.02"), [0.002; 3]);
+    assert!(rates("--resume @saved --steps 9 --decay cosine")[0] > 0.001);
+    assert_eq!(rates("--resume @saved --steps 9 --decay none"), [0.01; 3]);
+    // It had not fallen yet: it does by the new end.
+    assert!(rates("--resume @saved/step-00000004 --steps 9")[0] > 0.001);
+    // The next checkpoint knows.
+    place.losses("--resume @saved --steps 8 --save @saved");
+    assert_eq!(rates("--resume @saved --steps 9"), [0.001]);
+}
+
 /// Stops on one mesh and goes on on others.
 fn goes_on(config: &Config, batch: &str, from: &str, onto: &[&str]) {
     let place = Place::new(config);

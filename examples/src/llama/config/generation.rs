@@ -20,27 +20,25 @@ pub struct Generation {
 }
 
 /// Fields that ask for nothing: they describe the file, or the command line decides them.
-const HARMLESS: [&str; 19] = [
+const HARMLESS: [&str; 14] = [
     "_from_model_config",
     "bos_token_id",
     "cache_implementation",
     "do_sample",
-    "epsilon_cutoff",
-    "eta_cutoff",
     "max_length",
     "max_new_tokens",
-    "min_p",
     "output_attentions",
     "output_hidden_states",
     "pad_token_id",
     "temperature",
-    "top_k",
     "top_p",
     "transformers_version",
     "trust_remote_code",
-    "typical_p",
     "use_cache",
 ];
+
+/// Fields that change nothing unless `do_sample` is true; the command line has no flags for them.
+const SAMPLING: [&str; 5] = ["epsilon_cutoff", "eta_cutoff", "min_p", "top_k", "typical_p"];
 
 impl Generation {
     /// That of the model in `folder`; nothing if it has none.
@@ -59,8 +57,11 @@ impl Generation {
     fn parse(text: &str) -> Result<Self> {
         let fields: Map<String, Value> = serde_json::from_str(text)?;
         let ends = fields.get("eos_token_id").map(|value| TokenIds::read("eos_token_id", value)).transpose()?.flatten();
+        let samples = fields.get("do_sample").is_some_and(|value| value == true);
         let asks = |(name, value): &(&String, &Value)| {
-            *name != "eos_token_id" && !HARMLESS.contains(&name.as_str()) && !is_neutral(name, value)
+            let name = name.as_str();
+            let is_harmless = HARMLESS.contains(&name) || (SAMPLING.contains(&name) && !samples);
+            name != "eos_token_id" && !is_harmless && !is_neutral(name, value)
         };
         let unmet = fields.iter().filter(asks).map(|(name, value)| {
             let value = shortened(value);
@@ -78,7 +79,8 @@ fn is_neutral(name: &str, value: &Value) -> bool {
         // A penalty of 1, or one beam, is none; so is 0 of anything else.
         _ => {
             let factors = ["repetition_penalty", "encoder_repetition_penalty", "length_penalty", "num_beams"];
-            let factors = [&factors[..], &["num_beam_groups", "num_return_sequences", "guidance_scale"]].concat();
+            let factors =
+                [&factors[..], &["num_beam_groups", "num_return_sequences", "guidance_scale", "typical_p"]].concat();
             value.as_f64() == Some(if factors.contains(&name) { 1.0 } else { 0.0 })
         }
     }
@@ -98,6 +100,13 @@ mod tests {
             read(r#"{"eos_token_id": [7, 8], "repetition_penalty": 1.1, "min_length": 0, "length_penalty": 1.0}"#);
         assert_eq!(asks.ends, [7, 8]);
         assert!(asks.unmet.len() == 1 && asks.unmet[0].contains("repetition_penalty 1.1"), "{asks:?}");
+        let samples = read(
+            r#"{"do_sample": true, "top_k": 50, "min_p": 0.1, "typical_p": 1.0, "eta_cutoff": 0.0, "top_p": 0.9}"#,
+        );
+        assert_eq!(samples.unmet.len(), 2, "{samples:?}");
+        for (unmet, want) in samples.unmet.iter().zip(["min_p 0.1", "top_k 50"]) {
+            assert!(unmet.contains(want), "{unmet}");
+        }
         for wrong in [r#"{"eos_token_id": "</s>"}"#, r#"{"eos_token_id": [-1]}"#, "[]"] {
             assert!(Generation::parse(wrong).is_err(), "{wrong}");
         }

@@ -19,7 +19,8 @@ pub struct TrainArgs {
     #[arg(long, value_name = "FILE", conflicts_with_all = ["prompt", "max_tokens", "temperature", "top_p"])]
     pub train: Option<PathBuf>,
 
-    /// Steps of the optimiser, those before --resume among them [default: 100]
+    /// Steps of the optimiser, those before --resume among them [default: 100]; after the end of a decay the learning rate
+    /// stays as it is, unless --decay is given
     #[arg(long, value_name = "N", requires = "train")]
     pub steps: Option<usize>,
 
@@ -130,6 +131,7 @@ impl TrainArgs {
                 warmup: self.warmup.unwrap_or(base.rate.warmup),
                 decay: self.decay.unwrap_or(base.rate.decay),
                 steps: self.steps.unwrap_or(base.rate.steps),
+                ended: None,
             },
             batch: self.batch.unwrap_or(base.batch),
             seq_len: self.seq_len.unwrap_or(base.seq_len),

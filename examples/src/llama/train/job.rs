@@ -76,7 +76,10 @@ impl Job {
             }
         };
         let base = Recipe { dtype: files.dtype()?.try_into()?, ..Recipe::default() };
-        let recipe = flags.recipe(args.dtype, args.seed, saved, base)?;
+        let mut recipe = flags.recipe(args.dtype, args.seed, saved, base)?;
+        if let (Some(saved), None) = (saved, flags.decay) {
+            recipe.rate = recipe.rate.after(&saved.rate, start);
+        }
         flags.check_batch(&recipe)?;
         check_steps(&recipe, start)?;
         check_length(&recipe, &files)?;

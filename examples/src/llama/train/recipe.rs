@@ -31,7 +31,7 @@ const MOST_TOKENS: usize = 1 << 27;
 
 impl Default for Recipe {
     fn default() -> Self {
-        let rate = Rate { peak: 3e-4, warmup: 10, decay: Decay::Cosine, steps: 100 };
+        let rate = Rate { peak: 3e-4, warmup: 10, decay: Decay::Cosine, steps: 100, ended: None };
         let dtype = DTypeName::F32;
         Self { rate, batch: 8, seq_len: 128, weight_decay: 0.1, clip_norm: 1.0, dtype, seed: 0 }
     }

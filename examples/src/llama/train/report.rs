@@ -31,6 +31,8 @@ pub struct Report {
     pub tokens_per_second: f64,
     /// The parameters that each rank holds.
     pub parameters: Vec<usize>,
+    /// The gradients of weights that each rank could not put off where the schedule does so.
+    pub weights_at_once: Vec<usize>,
     /// The most bytes that each rank's process had in memory, where the system tells; threads have a process in common.
     pub peak_memory: Vec<Option<usize>>,
 }
@@ -51,6 +53,7 @@ impl Report {
             tokens,
             tokens_per_second: if *seconds > 0.0 { tokens as f64 / seconds } else { 0.0 },
             parameters: ranks.iter().map(|rank| rank.parameters).collect(),
+            weights_at_once: ranks.iter().map(|rank| rank.weights_at_once).collect(),
             peak_memory: ranks.iter().map(|rank| rank.peak_memory).collect(),
         }
     }
@@ -67,6 +70,15 @@ impl std::fmt::Display for Report {
             self.losses.len(),
             grouped(self.tokens),
             self.tokens_per_second
-        )
+        )?;
+        match self.weights_at_once.iter().sum::<usize>() {
+            0 => Ok(()),
+            count => write!(
+                f,
+                "\n{} gradients of weights were not put off as the schedule says, so that steps take longer than it promises: \
+                 fully sharded weights and those that other stages send cannot wait",
+                grouped(count)
+            ),
+        }
     }
 }

@@ -72,6 +72,12 @@ fn heading(job: &Job) -> candle_pipe::Result<String> {
     if let Some((text, _)) = &job.valid {
         lines.push(format!("{} tokens of text whose loss is told", grouped(text.len())));
     }
+    if let Some(end) = recipe.rate.ended {
+        let rate = recipe.rate.at(end);
+        lines.push(format!(
+            "the learning rate stays at {rate:.2e}, to which it fell in {end} steps; --decay lets it fall anew"
+        ));
+    }
     if pipeline.pp > 1 {
         let (stages, parts, idle) = (pipeline.stages(), pipeline.microbatches, 100.0 * pipeline.bubble()?);
         lines.push(format!("{stages} stages, {parts} microbatches: about {idle:.0} % of the ranks' time is idle"));

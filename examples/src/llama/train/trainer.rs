@@ -1,5 +1,6 @@
 //! The training loop of one rank.
 
+use std::cell::Cell;
 use std::fs;
 use std::path::Path;
 use std::time::Instant;
@@ -57,6 +58,8 @@ pub struct Trained {
     pub seconds: f64,
     /// The parameters that this rank holds.
     pub parameters: usize,
+    /// The gradients of weights that could not be put off where the schedule does so.
+    pub weights_at_once: usize,
     /// The most bytes that its process had in memory, where the system tells.
     pub peak_memory: Option<usize>,
 }
@@ -90,7 +93,9 @@ pub fn train(ctx: &RankContext, job: &Job, mut show: impl FnMut(Option<Made>) ->
         }
     }
     let parameters = trainer.parameters.local_elem_count();
-    Ok(Trained { losses, grad_norms, valid, load, seconds, parameters, peak_memory: memory::peak() })
+    let weights_at_once = trainer.weights_at_once.get();
+    let peak_memory = memory::peak();
+    Ok(Trained { losses, grad_norms, valid, load, seconds, parameters, weights_at_once, peak_memory })
 }
 
 /// One rank's part of a model that learns.
@@ -104,6 +109,7 @@ pub struct Trainer<'a> {
     parameters: Parameters,
     clip: ClipGradNorm,
     optimiser: AdamW,
+    weights_at_once: Cell<usize>,
 }
 
 impl<'a> Trainer<'a> {
@@ -146,7 +152,8 @@ impl<'a> Trainer<'a> {
         if let Some(state) = &job.optimiser {
             optimiser.load(state)?;
         }
-        Ok(Self { job, world: ctx.group().clone(), mesh, model, runtime, parameters, clip, optimiser })
+        let (world, weights_at_once) = (ctx.group().clone(), Cell::new(0));
+        Ok(Self { job, world, mesh, model, runtime, parameters, clip, optimiser, weights_at_once })
     }
 
     /// What this rank holds.
@@ -169,7 +176,9 @@ impl<'a> Trainer<'a> {
             let (cut, mut options) = part.part(replica, replicas, pipeline.microbatches, step as u64)?;
             options.first_row += first;
             first += rows;
-            let made = self.runtime.forward_backward(&cut, &options)?.step;
+            let made = self.runtime.forward_backward(&cut, &options)?;
+            self.weights_at_once.set(self.weights_at_once.get() + made.weights_at_once);
+            let made = made.step;
             if let Ok(part) = made.loss() {
                 loss += share * f64::from(part.to_scalar::<f32>()?);
             }
