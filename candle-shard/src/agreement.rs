@@ -1,5 +1,5 @@
 //! One result on all ranks, and what they tell each other.
-use crate::{DTensor, Error, Result};
+use crate::{DTensor, Error, Result, scoped};
 use candle_core::{DType, Device, Tensor};
 use candle_dist::{DeviceMesh, ProcessGroup};
 use rustc_hash::FxHasher;
@@ -35,14 +35,7 @@ static EVERYWHERE: LazyLock<bool> =
 /// assert!(failed.unwrap_err().to_string().contains("description differs"));
 /// ```
 pub fn compare_operands<R>(f: impl FnOnce() -> R) -> R {
-    struct Outer(bool);
-    impl Drop for Outer {
-        fn drop(&mut self) {
-            COMPARED.set(self.0);
-        }
-    }
-    let _outer = Outer(COMPARED.replace(true));
-    f()
+    scoped::with(&COMPARED, true, f)
 }
 
 /// Refuses a tensor that is not alike on all ranks of the mesh, where that is asked for.

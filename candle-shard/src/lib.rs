@@ -30,6 +30,7 @@ mod placement;
 pub mod random;
 mod redistribute;
 mod rules;
+mod scoped;
 pub mod sharded_tensor;
 pub mod sharding_spec;
 pub mod sparse;

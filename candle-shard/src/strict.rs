@@ -1,6 +1,6 @@
 //! Communication that nobody asked for: refused, or logged.
 use crate::rules::Plan;
-use crate::{DTensor, Error, Result};
+use crate::{DTensor, Error, Result, scoped};
 use itertools::Itertools;
 use std::cell::Cell;
 use std::panic::Location;
@@ -51,23 +51,12 @@ static EVERYWHERE: LazyLock<bool> =
 /// # Ok::<(), candle_dist::WorldError>(())
 /// ```
 pub fn strict<R>(f: impl FnOnce() -> R) -> R {
-    within(Mode::Refused, f)
+    scoped::with(&MODE, Mode::Refused, f)
 }
 
 /// Runs the part of an op that exchanges numbers by the op's nature.
 pub(crate) fn inherent<R>(f: impl FnOnce() -> R) -> R {
-    within(Mode::Inherent, f)
-}
-
-fn within<R>(mode: Mode, f: impl FnOnce() -> R) -> R {
-    struct Outer(Mode);
-    impl Drop for Outer {
-        fn drop(&mut self) {
-            MODE.set(self.0);
-        }
-    }
-    let _outer = Outer(MODE.replace(mode));
-    f()
+    scoped::with(&MODE, Mode::Inherent, f)
 }
 
 /// Refuses a call whose plan communicates within [`strict`], and logs it once otherwise.

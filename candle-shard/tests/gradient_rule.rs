@@ -4,6 +4,8 @@ mod common;
 
 use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Shape, Tensor, Var};
 use candle_dist::{Op, comm};
+use candle_shard::nn::{Draws, Dropout, Mode, ShardedVarBuilder, backward};
+use candle_shard::parallel::Plan;
 use candle_shard::{DTensor, Placement, Replicate, Result, Shard};
 use common::*;
 use itertools::Itertools;
@@ -418,8 +420,9 @@ fn all_uses_of_a_replicated_weight_share_one_backward_all_reduce() {
                 let grads = x.tensor.linear(&w.tensor, Some(&b.tensor))?.tanh()?.sum_all()?.backward()?;
                 close(w.gradient_error(&grads, &plain[1])?, "after a step in place");
                 // candle's own backward pass sums each use by itself.
-                let local = run()?.sum_all()?.full_tensor()?.backward()?;
-                assert!(local.get(&w.var).is_some());
+                let local =
+                    x.tensor.linear(&w.tensor, Some(&b.tensor))?.tanh()?.sum_all()?.full_tensor()?.backward()?;
+                close(w.gradient_error(&local, &plain[1])?, "in candle's own pass");
                 Ok((counts.get(Op::AllReduce).count, counts.total()))
             };
             let once = if world == 1 { 0 } else { 1 };
@@ -447,6 +450,57 @@ fn uses_that_differ_on_two_axes_share_one_all_reduce_on_each() {
         close(x.gradient_error(&grads, &plain[0])?, "input");
         close(w.gradient_error(&grads, &plain[1])?, "weight");
         assert_eq!((counts.get(Op::AllReduce).count, counts.total()), (2, 2), "{counts}");
+        Ok(())
+    });
+}
+
+/// A node whose backward pass panics.
+struct Panics;
+
+impl CustomOp1 for Panics {
+    fn name(&self) -> &'static str {
+        "panics"
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
+        Ok((x.clone(), layout.shape().clone()))
+    }
+
+    fn bwd(&self, _: &Tensor, _: &Tensor, _: &Tensor) -> candle_core::Result<Option<Tensor>> {
+        panic!("on purpose")
+    }
+}
+
+#[test]
+fn a_pass_that_panics_leaves_nothing_to_later_passes() {
+    on_ranks(2, "after a panic", |ctx| -> Result<()> {
+        let mesh = mesh(ctx, &[2])?;
+        let (input, weight) = (values(&[4, 3], 1, DType::F64), values(&[3, 3], 2, DType::F64));
+        let x = Leaf::new(&input, &mesh, &[Lay::At(Shard(0))])?;
+        let w = Leaf::new(&weight, &mesh, &[Lay::At(Replicate)])?;
+        let plain = plain_grads(&[&input, &weight], |v| v[0].matmul(&v[1].t()?)?.tanh());
+        let run = || x.tensor.linear(&w.tensor, None)?.tanh()?.sum_all();
+        let broken = run()?.to_local().apply_op1(Panics)?;
+        std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| backward(&broken))).unwrap_err();
+        // At the end of candle's own pass nobody collects what several uses share.
+        close(w.gradient_error(&run()?.full_tensor()?.backward()?, &plain[1])?, "candle's own pass");
+        close(w.gradient_error(&run()?.backward()?, &plain[1])?, "the next pass");
+        Ok(())
+    });
+}
+
+#[test]
+fn a_second_run_that_panics_does_not_draw_for_later_ones() {
+    on_ranks(2, "draws after a panic", |ctx| -> Result<()> {
+        let vb = ShardedVarBuilder::fresh(1, &mesh(ctx, &[2])?, Plan::new("a"), DType::F32, &Device::Cpu)?;
+        let dropout = Dropout::new(0.5, &vb);
+        let x = DTensor::ones(64, DType::F32, &Device::Cpu, vb.mesh(), &[Replicate])?;
+        let run = || -> Result<Vec<f32>> { Ok(dropout.forward(&x, Mode::Train { step: 0 })?.to_local().to_vec1()?) };
+        let (first, draws) = Draws::of(run)?;
+        let panics = || draws.again(|| -> Result<()> { panic!("on purpose") });
+        std::panic::catch_unwind(std::panic::AssertUnwindSafe(panics)).unwrap_err();
+        assert_ne!(run()?, first);
+        assert_eq!(draws.again(run)?, first);
         Ok(())
     });
 }

@@ -130,3 +130,31 @@ fn an_index_gets_its_name_when_all_that_it_names_is_on_the_disk() {
         );
     }
 }
+
+#[test]
+fn an_index_that_may_not_be_on_the_disk_leaves_the_last_checkpoint_there() {
+    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+    let folder = Folder::new("unsure");
+    let path = folder.0.join("saved");
+    save_all(&path, 1).unwrap();
+    let names = || -> BTreeSet<PathBuf> { fs::read_dir(&path).unwrap().map(|entry| entry.unwrap().path()).collect() };
+    let (last, index) = (names(), fs::read(path.join("checkpoint.json")).unwrap());
+    let calls = {
+        let other = folder.0.join("other");
+        save_all(&other, 1).unwrap();
+        let (saved, calls, _) = faults::with(None, || save_all(&other, 2));
+        saved.unwrap();
+        calls
+    };
+    let renamed = calls.iter().position(|call| call.starts_with("rename ")).unwrap();
+    assert_eq!(calls[renamed + 1], "sync_folder other", "{calls:?}");
+    let (saved, calls, _) = faults::with(Some((renamed + 1, Fault::Fails)), || save_all(&path, 2));
+    assert!(saved.unwrap_err().contains("on purpose"), "{calls:?}");
+    assert_eq!(loaded(&path), Some(2));
+    assert!(last.is_subset(&names()), "{calls:?}");
+    // The machine stops, and the folder has its old names again.
+    fs::write(path.join("checkpoint.json"), index).unwrap();
+    assert_eq!(loaded(&path), Some(1));
+    save_all(&path, 3).unwrap();
+    assert_eq!((loaded(&path), files(&path)), (Some(3), RANKS + 1));
+}

@@ -98,6 +98,9 @@ impl Prepared {
     }
 
     /// Removes what the index of the folder does not name, and a folder that was made for nothing.
+    ///
+    /// A save that failed removes its own files only: it may have put its index in place without having it on the disk, where
+    /// the last one's may come back.
     fn clear(&self, path: &Path, has_failed: bool) -> Result<()> {
         if !path.exists() {
             return Ok(());
@@ -114,7 +117,11 @@ impl Prepared {
             Err(error) => return Err(failed(&at, &error)),
         };
         for name in names_in(path)? {
-            if name == NEXT_INDEX || generation_of(&name).is_some() && !wanted.contains(&name) {
+            let is_left = match generation_of(&name) {
+                Some(generation) => (!has_failed || generation == self.generation) && !wanted.contains(&name),
+                None => name == NEXT_INDEX,
+            };
+            if is_left {
                 let file = path.join(name);
                 disk::remove_file(&file).map_err(|error| failed(&file, &error))?;
             }

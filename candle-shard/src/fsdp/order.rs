@@ -71,10 +71,15 @@ pub(crate) fn pass<T>(loss: &Tensor, f: impl FnOnce() -> T) -> T {
     let places = nodes.iter().enumerate().map(|(place, node)| (node.id(), place)).collect();
     let made = nodes.iter().map(|node| number(node.id())).collect();
     let pass = Pass { number: NEXT.replace(NEXT.get() + 1), places, made };
+    struct Ended;
+    impl Drop for Ended {
+        fn drop(&mut self) {
+            PASSES.with_borrow_mut(Vec::pop);
+        }
+    }
     PASSES.with_borrow_mut(|passes| passes.push(pass));
-    let made = f();
-    PASSES.with_borrow_mut(Vec::pop);
-    made
+    let _ended = Ended;
+    f()
 }
 
 /// Forgets passes that did not go through.

@@ -65,6 +65,23 @@ pub(super) struct Reducing {
     sums: PendingTensors,
 }
 
+/// A run under way, which ends with this, also where it panics.
+struct Running<'a>(&'a Unit);
+
+impl<'a> Running<'a> {
+    fn new(unit: &'a Unit) -> Self {
+        lock(&unit.state).running += 1;
+        Self(unit)
+    }
+}
+
+impl Drop for Running<'_> {
+    fn drop(&mut self) {
+        let mut state = lock(&self.0.state);
+        state.running = state.running.saturating_sub(1); // a failed backward pass resets it
+    }
+}
+
 thread_local! {
     /// The units that the backward pass of this thread has come to.
     static OPEN: RefCell<Vec<Arc<Unit>>> = const { RefCell::new(Vec::new()) };
@@ -116,9 +133,9 @@ impl Unit {
             self.gather()?;
             self.prefetch(Some(self.number + 1))?;
         }
-        lock(&self.state).running += 1;
+        let running = Running::new(self);
         let made = self.marked(f);
-        lock(&self.state).running -= 1;
+        drop(running);
         let is_kept = matches!(&made, Ok(made) if made.tracked()) && !self.sharder.options.reshard_after_forward;
         if lock(&self.state).running == 0 && !is_kept {
             self.release()?;

@@ -50,9 +50,8 @@ impl Draws {
     /// # Errors
     /// Those of `f`.
     pub fn of<T, E>(f: impl FnOnce() -> Result<T, E>) -> Result<(T, Self), E> {
-        RUNS.with_borrow_mut(|runs| runs.push(Run::First(Vec::new())));
-        let made = f();
-        match RUNS.with_borrow_mut(Vec::pop) {
+        let (made, run) = within(Run::First(Vec::new()), f);
+        match run {
             Some(Run::First(drawn)) => Ok((made?, Self(drawn.into()))),
             _ => Ok((made?, Self::default())),
         }
@@ -63,11 +62,22 @@ impl Draws {
     /// # Errors
     /// Those of `f`; a [`Dropout`](crate::nn::Dropout) within it fails where the first run drew nothing more.
     pub fn again<T, E>(&self, f: impl FnOnce() -> Result<T, E>) -> Result<T, E> {
-        RUNS.with_borrow_mut(|runs| runs.push(Run::Again { draws: self.clone(), next: 0 }));
-        let made = f();
-        RUNS.with_borrow_mut(Vec::pop);
-        made
+        within(Run::Again { draws: self.clone(), next: 0 }, f).0
     }
+}
+
+/// What `f` makes within a run, and the run; one that panics leaves no run behind.
+fn within<T>(run: Run, f: impl FnOnce() -> T) -> (T, Option<Run>) {
+    struct Outer(usize);
+    impl Drop for Outer {
+        fn drop(&mut self) {
+            RUNS.with_borrow_mut(|runs| runs.truncate(self.0));
+        }
+    }
+    let _outer = Outer(RUNS.with_borrow(Vec::len));
+    RUNS.with_borrow_mut(|runs| runs.push(run));
+    let made = f();
+    (made, RUNS.with_borrow_mut(Vec::pop))
 }
 
 /// Counts the uses of one layer; its clones count together.

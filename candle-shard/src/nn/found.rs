@@ -1,6 +1,6 @@
 //! The backward pass, with the gradients that nodes of a graph find for variables that are not their inputs.
 use crate::nn::{draws, shared};
-use crate::{Result, fsdp};
+use crate::{Result, fsdp, scoped};
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, TensorId};
 use candle_dist::add_grad;
@@ -34,18 +34,12 @@ pub(crate) fn take(id: TensorId) -> Option<Tensor> {
 
 /// Runs a forward pass within the backward pass, which goes on with it.
 pub(crate) fn recomputing<T>(f: impl FnOnce() -> T) -> T {
-    let before = RECOMPUTING.replace(true);
-    let made = f();
-    RECOMPUTING.set(before);
-    made
+    scoped::with(&RECOMPUTING, true, f)
 }
 
 /// Runs the backward pass of a segment, within that of a graph which has the segment as a node.
 pub(crate) fn nested<T>(f: impl FnOnce() -> T) -> T {
-    let before = DEPTH.replace(DEPTH.get() + 1);
-    let made = f();
-    DEPTH.set(before);
-    made
+    scoped::with(&DEPTH, DEPTH.get() + 1, f)
 }
 
 /// How many backward passes this one runs within.

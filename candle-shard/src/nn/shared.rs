@@ -1,6 +1,6 @@
 //! Replicated variables that ranks use differently, perhaps many times: one sum over the ranks for all uses.
 use crate::nn::found;
-use crate::{DTensor, Result};
+use crate::{DTensor, Result, scoped};
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Shape, Tensor, TensorId};
 use candle_dist::backend::{Fresh, Ready};
 use candle_dist::{ProcessGroup, ReduceOp, add_grad};
@@ -73,9 +73,7 @@ impl CustomOp1 for Use {
 /// Collects the shares of the backward pass `f`, and adds their sums to what it found.
 pub(super) fn collecting<T>(f: impl FnOnce() -> Result<T>) -> Result<T> {
     SHARES.take();
-    IS_COLLECTING.set(true);
-    let made = f();
-    IS_COLLECTING.set(false);
+    let made = scoped::with(&IS_COLLECTING, true, f);
     let mut shares = SHARES.take();
     let made = made?;
     while let Some(groups) = shares.first().map(|share| share.groups.clone()) {
