@@ -85,15 +85,17 @@ impl Player {
     }
 }
 
+/// The elements of a message, and the number of places that they come from.
+type Sent = (Vec<i64>, usize);
+
 /// Plays the plans until nobody can go on; all must be done then.
 fn play(mut players: Vec<Player>, combine: Combine) -> Vec<Player> {
-    let mut wires: HashMap<(usize, usize), VecDeque<(Vec<i64>, usize)>> = HashMap::new();
+    let mut wires: HashMap<(usize, usize), VecDeque<Sent>> = HashMap::new();
     let mut moved = true;
     while moved {
         moved = false;
-        for me in 0..players.len() {
-            while players[me].step < players[me].plan.steps.len() {
-                let player = &mut players[me];
+        for (me, player) in players.iter_mut().enumerate() {
+            while player.step < player.plan.steps.len() {
                 let step = player.plan.steps[player.step].clone();
                 if !player.entered {
                     step.before.iter().for_each(|work| player.work(work, combine));
