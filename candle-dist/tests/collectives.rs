@@ -231,9 +231,7 @@ fn wrong_arguments_are_refused_before_anything_is_sent() {
     refused("average", &["reduce", "avg of u32", "cast to a float"], |g| {
         g.reduce(&x().to_dtype(DType::U32)?, 0, ReduceOp::Avg).map(|_| x())
     });
-    refused("dtype", &["reduce", "i32", "cast to one of"], |g| {
-        g.reduce(&x().to_dtype(DType::I32)?, 0, ReduceOp::Sum).map(|_| x())
-    });
+    refused("dtype", &["recv", "f4", "cast to one of"], |g| g.recv(1, DType::F4, 1 - g.rank()));
     refused("overflow", &["do not cut dim 0"], |g| g.reduce_scatter_uneven(&x(), 0, &[usize::MAX, 4], ReduceOp::Sum));
     refused("twice", &["subgroup", "twice"], |g| g.subgroup(&[0, 0]).map(|_| x()));
 }

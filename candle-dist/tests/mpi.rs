@@ -15,6 +15,7 @@ use candle_dist::init::{Backend, InitOptions, init_process_group_with};
 use candle_dist::{Error, RankContext, ReduceOp, Result, World};
 use cases::{FAILURES, GROUPS};
 use std::ffi::{c_int, c_void};
+use std::io::{self, Write as _};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
@@ -145,7 +146,7 @@ fn begin(name: &str, port: &str) -> bool {
     let began = Instant::now();
     match init_process_group_with(options, |info, control| settings.start(info, control)) {
         Ok(_) => println!("rank {rank} has started"),
-        Err(error) => println!("heard by {rank}: {}", error.to_string().replace('\n', " |")),
+        Err(error) => say(rank, &error),
     }
     assert!(began.elapsed() < Duration::from_secs(30), "the start has ended in time");
     // mpirun ends all processes when one ends with an error, and each of them has something to say.
@@ -226,10 +227,17 @@ fn with_a_gpu(ctx: &RankContext) -> Result<()> {
     .map(drop)
 }
 
-/// Says what this rank has heard, in one line.
+/// Says what a rank has heard, in one line that is written at once: those of other ranks go to the same terminal.
+fn say(rank: usize, error: &Error) {
+    let line = format!("heard by {rank}: {}\n", error.to_string().replace('\n', " |"));
+    // Nobody could be told that the terminal is gone.
+    let _ = io::stdout().lock().write_all(line.as_bytes());
+}
+
+/// Says what this rank has heard.
 fn heard(ctx: &RankContext, outcome: Result<()>) -> Result<()> {
     if let Err(error) = &outcome {
-        println!("heard by {}: {}", ctx.rank(), error.to_string().replace('\n', " |"));
+        say(ctx.rank(), error);
     }
     outcome
 }

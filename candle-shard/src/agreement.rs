@@ -54,15 +54,26 @@ pub(crate) fn alike(op: &'static str, tensor: &Tensor, mesh: &DeviceMesh) -> Res
     Ok(mesh.group()?.agree(&format!("{op} of {dtype}{dims:?} with the hash {hash:016x}"))?)
 }
 
+/// Whether an op cut indexes that were given whole, so that only some ranks would see a bad one.
+///
+/// Then the whole is checked first: all ranks see the same first bad index, and their world goes on.
+pub(crate) fn was_cut(given: &DTensor, laid: &DTensor) -> bool {
+    !is_cut(given) && is_cut(laid)
+}
+
+/// Whether a rank has only a piece of the tensor.
+fn is_cut(tensor: &DTensor) -> bool {
+    let mut axes = tensor.placements().iter().zip(tensor.mesh().shape());
+    axes.any(|(placement, &n)| n > 1 && placement.shard_dim().is_some())
+}
+
 /// The error of an index that is refused where it is read.
 ///
 /// Of a tensor that is whole on every rank all of them see it. Of one in pieces one rank may see it, or several see
 /// different ones: the first that stops the world gives its error to all.
 pub(crate) fn refuse_data<T>(op: &'static str, reason: String, data: &DTensor) -> Result<T> {
-    let mesh = data.mesh();
-    let is_cut = |(placement, &n): (&crate::Placement, &usize)| n > 1 && placement.shard_dim().is_some();
-    if data.placements().iter().zip(mesh.shape()).any(is_cut) {
-        let group = mesh.group()?;
+    if is_cut(data) {
+        let group = data.mesh().group()?;
         group.fail(&format!("{op}: {reason}"));
         if let Some(failure) = group.failure() {
             return Err(candle_dist::Error::Group(failure).into());

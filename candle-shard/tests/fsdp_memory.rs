@@ -50,6 +50,9 @@ fn peak(ranks: usize, options: FullyShardOptions) -> usize {
 /// One test at a time, since memory is the process's.
 fn alone() -> MutexGuard<'static, ()> {
     static TURN: Mutex<()> = Mutex::new(());
+    // Other threads of candle's would have memory of their own.
+    // SAFETY: tests run one at a time, and the test program's own thread only waits for them.
+    unsafe { candle_dist::threads::settle_among_threads(1) };
     TURN.lock().unwrap_or_else(PoisonError::into_inner)
 }
 

@@ -32,7 +32,7 @@ enum Run {
 ///     let mesh = ctx.mesh(&[("tp", 1)])?;
 ///     let vb = ShardedVarBuilder::fresh(1, &mesh, Plan::new("tp"), DType::F32, &Device::Cpu)?;
 ///     let (dropout, x) = (Dropout::new(0.5, &vb), DTensor::ones(64, DType::F32, &Device::Cpu, &mesh, &[Replicate])?);
-///     let run = || dropout.forward(&x, Mode::Train { step: 0 })?.to_local().to_vec1::<f32>().map_err(Into::into);
+///     let run = || dropout.forward(&x, Mode::Train { step: 0 })?.to_local().to_vec1::<f32>().map_err(candle_shard::Error::from);
 ///     let (first, draws) = Draws::of(run)?;
 ///     let (again, second) = (draws.again(run)?, run()?);
 ///     assert_eq!(first, again);

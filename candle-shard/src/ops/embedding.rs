@@ -1,6 +1,6 @@
 //! Rows of a table, one by one or in bags, and rows made shorter in place.
 use super::lookup::{check_indexes, checked};
-use crate::agreement::refuse_data;
+use crate::agreement::{refuse_data, was_cut};
 use crate::embedding::bags::{Bounds, check_weights};
 use crate::embedding::options::{EmbeddingBagOptions, EmbeddingOptions, Renorm};
 use crate::embedding::renorm::limit_rows;
@@ -202,6 +202,9 @@ impl DTensor {
         };
         let made = rules::run(OP, &attributes, &inputs, signature, |x, _| {
             let bounds = bounds.unwrap_or_else(|| Bounds::even(x[1].to_local().dims())).0;
+            if was_cut(ids, &x[1]) {
+                read_ids(OP, ids, self.dims()[0])?;
+            }
             let ids = read_ids(OP, &x[1], self.dims()[0])?;
             let [part, _] = x[0].parts();
             let counts = |id: u32| Some(id) != padding;

@@ -2,7 +2,7 @@
 //!
 //! A rank that holds a part of the indexed dim finds those elements that it holds, and zeros for the others: partial
 //! sums of the result.
-use crate::agreement::refuse_data;
+use crate::agreement::{refuse_data, was_cut};
 use crate::kernels::{self, NOWHERE};
 use crate::placement::{Placement, Replicate, Shard};
 use crate::rules::{self, Row, Rows, Signature};
@@ -43,7 +43,7 @@ impl DTensor {
         };
         let found = rules::run(op, &[dim], &[self, ids], signature, |x, out| {
             let (table, part) = (x[0].to_local(), &x[0].spec().local_block()[dim]);
-            let places = places(op, &x[1], &x[0], dim)?;
+            let places = places(op, [ids, &x[1]], &x[0], dim)?;
             let found = if self.rank() == 2 && dim == 0 && self.dtype().is_float() {
                 let still = still.filter(|&row| part.contains(&(row as usize))).map(|row| row - part.start as u32);
                 kernels::embedding(table, places, still)?
@@ -85,7 +85,7 @@ impl DTensor {
             Ok(Signature::new(rows.collect(), indexes.dims(), self.dtype()))
         };
         let found = rules::run("gather", &[dim], &[&source, indexes], signature, |x, _| {
-            let held = held("gather", &x[1], &x[0], dim)?;
+            let held = held("gather", [indexes, &x[1]], &x[0], dim)?;
             Ok(x[0].to_local().contiguous()?.gather(&held, dim)?)
         })?;
         checked("gather", found, indexes, self, dim)
@@ -104,18 +104,23 @@ pub(super) fn check_indexes(op: &'static str, indexes: &DTensor) -> Result<()> {
 pub(super) fn checked(op: &'static str, made: DTensor, indexes: &DTensor, x: &DTensor, dim: usize) -> Result<DTensor> {
     let read = made.to_local().elem_count() > 0 || indexes.placements().iter().any(|p| p.is_partial());
     if !read {
-        places(op, indexes, x, dim)?;
+        places(op, [indexes, indexes], x, dim)?;
     }
     Ok(made)
 }
 
-/// The local `indexes` of a dim of `x` as places in the part of it that this rank holds, or [`NOWHERE`].
-pub(super) fn held(op: &'static str, indexes: &DTensor, x: &DTensor, dim: usize) -> Result<Tensor> {
-    Ok(Tensor::from_vec(places(op, indexes, x, dim)?, indexes.to_local().shape(), x.device())?)
+/// The local indexes of a dim of `x` as places in the part of it that this rank holds, or [`NOWHERE`]; `indexes` are those
+/// that were given and those that the op laid out.
+pub(super) fn held(op: &'static str, indexes: [&DTensor; 2], x: &DTensor, dim: usize) -> Result<Tensor> {
+    Ok(Tensor::from_vec(places(op, indexes, x, dim)?, indexes[1].to_local().shape(), x.device())?)
 }
 
 /// Like [`held`], as a list in row-major order.
-pub(super) fn places(op: &'static str, indexes: &DTensor, x: &DTensor, dim: usize) -> Result<Vec<u32>> {
+pub(super) fn places(op: &'static str, indexes: [&DTensor; 2], x: &DTensor, dim: usize) -> Result<Vec<u32>> {
+    let [given, indexes] = indexes;
+    if was_cut(given, indexes) {
+        places(op, [given, given], x, dim)?;
+    }
     let size = x.dims()[dim];
     let part: Range<usize> = x.spec().local_block()[dim].clone();
     let place = |index: i64| {

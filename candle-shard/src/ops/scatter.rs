@@ -30,7 +30,7 @@ impl DTensor {
         };
         let made = rules::run("scatter_add", &[dim], &[self, indexes, source], signature, |x, _| {
             let (base, source) = (x[0].to_local(), x[2].to_local().flatten_all()?.contiguous()?);
-            let places = flat(&places("scatter_add", &x[1], &x[0], dim)?, base.dims(), dim);
+            let places = flat(&places("scatter_add", [indexes, &x[1]], &x[0], dim)?, base.dims(), dim);
             let places = Tensor::from_vec(places, source.dims(), base.device())?;
             Ok(base.flatten_all()?.index_add(&places, &source, 0)?.reshape(base.shape())?)
         })?;
@@ -51,7 +51,7 @@ impl DTensor {
             || Ok(Signature::new(self.scatter_rows("scatter", indexes, source, dim)?, self.dims(), self.dtype()));
         let made = rules::run("scatter", &[dim], &[self, indexes, source], signature, |x, _| {
             let (base, source) = (x[0].to_local(), x[2].to_local().contiguous()?);
-            let held = held("scatter", &x[1], &x[0], dim)?;
+            let held = held("scatter", [indexes, &x[1]], &x[0], dim)?;
             let marks = Tensor::zeros(source.shape(), DType::U8, base.device())?;
             let kept = Tensor::ones(base.shape(), DType::U8, base.device())?.scatter(&held, &marks, dim)?;
             let put = base.zeros_like()?.scatter(&held, &source, dim)?;
@@ -85,7 +85,7 @@ impl DTensor {
         };
         let made = rules::run("index_add", &[dim], &[self, indexes, source], signature, |x, _| {
             let source = x[2].to_local().contiguous()?;
-            Ok(x[0].to_local().index_add(&held("index_add", &x[1], &x[0], dim)?, &source, dim)?)
+            Ok(x[0].to_local().index_add(&held("index_add", [indexes, &x[1]], &x[0], dim)?, &source, dim)?)
         })?;
         checked("index_add", made, indexes, self, dim)
     }

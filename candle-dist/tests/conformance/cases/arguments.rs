@@ -12,8 +12,8 @@ fn x(dtype: DType) -> Result<Tensor> {
     Ok(Tensor::zeros((7, 11), dtype, &Device::Cpu)?)
 }
 
-/// What errors must say, and calls with wrong arguments; 7 and 11 divide by no size of world that is tested.
-const WRONG: [Wrong; 12] = [
+/// What errors must say, and calls with wrong arguments; 7 and 11 divide by no number of ranks that is tested.
+const WRONG: [Wrong; 13] = [
     (&["broadcast", "is outside"], |g| g.broadcast(&x(DType::F32)?, g.size()).map(drop)),
     (&["all_gather", "dim 2", "[7, 11]"], |g| g.all_gather(&x(DType::F32)?, 2).map(drop)),
     (&["reduce_scatter", "does not divide by"], |g| g.reduce_scatter(&x(DType::F32)?, 0, ReduceOp::Sum).map(drop)),
@@ -24,10 +24,12 @@ const WRONG: [Wrong; 12] = [
     (&["all_to_all", "does not divide"], |g| g.all_to_all(&x(DType::F32)?, 0, 1).map(drop)),
     (&["reduce", "avg of u32", "cast to a float"], |g| g.reduce(&x(DType::U32)?, 0, ReduceOp::Avg).map(drop)),
     (&["reduce", "and of f32", "use whole numbers"], |g| g.reduce(&x(DType::F32)?, 0, ReduceOp::And).map(drop)),
+    (&["recv", "f4", "cast to one of"], |g| g.recv(1, DType::F4, (g.rank() + 1) % g.size()).map(drop)),
     (&["subgroup", "twice"], |g| g.subgroup(&[0, 0]).map(drop)),
     (&["the root must give"], |g| {
         // Only the root can tell; so it is the root on every rank that is asked.
-        g.scatter(None, ((7, 11), DType::F32), 0, &vec![7, 0, 0, 0, 0][..g.size()], g.rank()).map(drop)
+        let sizes: Vec<usize> = (0..g.size()).map(|rank| if rank == 0 { 7 } else { 0 }).collect();
+        g.scatter(None, ((7, 11), DType::F32), 0, &sizes, g.rank()).map(drop)
     }),
 ];
 
