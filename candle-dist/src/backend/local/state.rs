@@ -52,7 +52,7 @@ pub(super) enum On {
     Message { from: usize, to: usize, tag: u32 },
     /// A message from any member is there.
     AnyMessage { to: usize, tag: u32 },
-    /// At most so many bytes are unread between the members.
+    /// The most bytes that may lie unread between two members.
     Room { from: usize, to: usize, allowed: usize },
 }
 

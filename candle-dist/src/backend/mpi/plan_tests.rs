@@ -10,7 +10,7 @@ use candle_core::{DType, Device, Tensor};
 use smallvec::smallvec;
 use std::collections::{HashMap, VecDeque};
 
-/// The bytes of an element: so many that few elements are large.
+/// The bytes of an element, chosen large so that a few elements make a large message.
 const BYTES: usize = 2048;
 
 /// What one member has: the values of its buffers, as far as they were written.

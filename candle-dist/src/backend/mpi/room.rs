@@ -54,7 +54,7 @@ impl Drop for Room {
     #[allow(clippy::undocumented_unsafe_blocks)] // the comments are there, but the macro hides them
     fn drop(&mut self) {
         let freed: Result<()> = with_element!(self.dtype, T => {
-            // SAFETY: address and capacity are those of such a vector, of which no element is taken to be there.
+            // SAFETY: address and capacity are those of such a vector; its length is zero, so no element is read.
             drop(unsafe { Vec::from_raw_parts(self.data.cast::<T>(), 0, self.capacity) });
             Ok(())
         });

@@ -188,7 +188,7 @@ impl Wire {
         Ok(())
     }
 
-    /// Lets MPI go on with what was posted; tells whether anything is done.
+    /// Lets MPI go on with what was posted; returns true if anything is done.
     pub(super) fn poll(&mut self) -> MpiResult<bool> {
         let before = self.letters.len() + self.parcels.len();
         let mut at = 0;
