@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes what PyTorch computes on one device for small embeddings into candle-shard/tests/embedding/facts.json.
+"""Writes what PyTorch computes on one device for small embeddings into candle-shard/tests/suite/embedding/facts.json.
 
 Usage: PYTHON benchmarks/embedding_facts.py, with a Python that has torch
 
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from side_by_side import ROOT, say
 
-FILE = ROOT / "candle-shard" / "tests" / "embedding" / "facts.json"
+FILE = ROOT / "candle-shard" / "tests" / "suite" / "embedding" / "facts.json"
 NORMS = [0.5, 1.0, 2.0, 3.0, math.inf]
 MODES = ["sum", "mean", "max"]
 # Of the rows looked up, the half with the larger norms is too long.

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes what transformers computes for small Llamas into examples/tests/llama/facts.json.
+"""Writes what transformers computes for small Llamas into examples/tests/suite/llama/facts.json.
 
 Usage: PYTHON benchmarks/llama_facts.py, with a Python that has torch and transformers 5
 
@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, normalizers, processors
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDER = ROOT / "examples" / "tests" / "llama"
+FOLDER = ROOT / "examples" / "tests" / "suite" / "llama"
 MASK = (1 << 64) - 1
 
 WORDS = "▁the ▁cat ▁sat ▁on ▁a ▁mat ▁and ▁then ▁it ▁was ▁red ▁dog ▁ran ing ed er s . , ! ? ly un re".split()

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes which orders PyTorch's schedules have into candle-pipe/tests/schedules/facts.json.
+"""Writes which orders PyTorch's schedules have into candle-pipe/tests/suite/schedules/facts.json.
 
 Usage: PYTHON benchmarks/schedule_facts.py, with a Python that has torch
 
@@ -21,7 +21,7 @@ from torch.distributed.pipelining import schedules
 
 from side_by_side import ROOT, say
 
-FOLDER = ROOT / "candle-pipe" / "tests" / "schedules"
+FOLDER = ROOT / "candle-pipe" / "tests" / "suite" / "schedules"
 RANKS = range(1, 9)
 MICROBATCHES = range(1, 33)
 # The names of this project, PyTorch's classes, and the stages a rank.

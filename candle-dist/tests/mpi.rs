@@ -5,7 +5,7 @@
 //! every rank that hears of it says so. `large`, `any` and `dropped` check one thing each.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 #[allow(dead_code)] // what errors say is judged by the script
-#[path = "conformance/cases/mod.rs"]
+#[path = "suite/conformance/cases/mod.rs"]
 mod cases;
 
 use candle_core::{DType, Device, DeviceLocation, Tensor};

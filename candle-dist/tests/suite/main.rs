@@ -1,0 +1,18 @@
+//! The integration tests of process groups, meshes and data parallelism, in one binary: each file or folder is a subject.
+#![allow(clippy::unwrap_used)] // a panic is how a test fails
+mod chaos;
+mod clip_grad_norm;
+mod collectives;
+mod conformance;
+mod control;
+mod data_parallel;
+mod device_mesh;
+mod failure;
+mod functional;
+mod in_place;
+mod launch;
+mod mesh;
+mod pending;
+mod sync;
+mod tree;
+mod watching;

@@ -1,0 +1,11 @@
+//! Declared models, cut anywhere, against the same models written down plainly.
+#![allow(clippy::unwrap_used)] // a panic is how a test fails
+mod common;
+mod errors;
+mod models;
+mod parity;
+mod policies;
+mod random;
+mod sharded;
+mod splits;
+mod tapes;

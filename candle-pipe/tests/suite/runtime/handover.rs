@@ -1,0 +1,79 @@
+//! Tensors are handed over from rank to rank, not copied; parameters never are handed over.
+use crate::runtime::model::{Vb, builder};
+use candle_core::{DType, Device, Tensor};
+use candle_pipe::microbatch::split_args_kwargs_into_chunks;
+use candle_pipe::schedule::ScheduleKind;
+use candle_pipe::{In, Kwargs, PipeBuilder, Reduction, Result, Runtime, Share, SplitSpec, StepOptions, Value};
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
+use test_utils::on_ranks;
+
+/// Where things lay, by what they are, the pass and the microbatch.
+type Places = Arc<Mutex<BTreeMap<String, usize>>>;
+
+fn address(tensor: &Tensor) -> usize {
+    std::ptr::from_ref(&*tensor.storage_and_layout().0).addr()
+}
+
+#[test]
+fn what_wants_no_gradient_arrives_where_it_was_made() {
+    let places = Places::default();
+    let seen = places.clone();
+    on_ranks(2, "handover", move |ctx| -> Result<()> {
+        let note = |places: &Places, what: &str, training: bool, microbatch: usize, tensor: &Tensor| {
+            places.lock().unwrap().insert(format!("{what} {training} {microbatch}"), address(tensor));
+        };
+        let mut g = PipeBuilder::<Vb>::new();
+        let x = g.input("x", In::Arg);
+        let weight = g.parameter("weight", Share::Transmit, |vb| Ok(vb.get((2, 2), "weight")?));
+        let log = seen.clone();
+        let make = move |xs: &[Value], ctx: &candle_pipe::Ctx| {
+            let (x, weight) = (xs[0].tensor()?, xs[1].tensor()?);
+            let (plain, learned) = ((x * 2.0)?, x.matmul(weight)?);
+            // A view lies where the whole does.
+            let part = (x * 3.0)?.narrow(0, 0, 1)?;
+            for (what, tensor) in
+                [("plain made", &plain), ("learned made", &learned), ("part made", &part), ("weight made", weight)]
+            {
+                note(&log, what, ctx.training, ctx.microbatch, tensor);
+            }
+            Ok([plain.into(), learned.into(), part.into(), weight.narrow(0, 0, 1)?.into()])
+        };
+        let made: [_; 4] = g.func_many("make", make, [x, weight]);
+        g.split();
+        let log = seen.clone();
+        let take = move |xs: &[Value], ctx: &candle_pipe::Ctx| {
+            let tensors = xs.iter().map(Value::tensor).collect::<Result<Vec<_>>>()?;
+            for (what, tensor) in
+                ["plain taken", "learned taken", "part taken", "row taken", "weight taken"].iter().zip(&tensors)
+            {
+                note(&log, what, ctx.training, ctx.microbatch, tensor);
+            }
+            let sum =
+                ((tensors[0] + tensors[1])?.broadcast_add(tensors[2])?.broadcast_add(tensors[3])?.matmul(tensors[4]))?;
+            Ok(sum.into())
+        };
+        let sum = g.func("take", take, made.into_iter().chain([weight]));
+        g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.mean_all()?), [sum], Reduction::Mean);
+        let pipe = g.finish(SplitSpec::declared())?;
+        let values = [("weight".to_string(), Tensor::ones((2, 2), DType::F64, &Device::Cpu)?)];
+        let schedule = ScheduleKind::OneFOneB.schedule(2, 3, 1)?;
+        let vb = builder(&values.into(), DType::F64)?;
+        let runtime = Runtime::new(&pipe, &schedule, ctx.group(), &vb, &Device::Cpu)?;
+        let x = Tensor::ones((6, 2), DType::F64, &Device::Cpu)?;
+        let batch = split_args_kwargs_into_chunks(&[x.into()], &Kwargs::new(), 3, None, None)?;
+        runtime.forward_backward(&batch, &StepOptions::default())?;
+        runtime.evaluate(&batch).map(drop)
+    });
+    let places = places.lock().unwrap();
+    for training in [false, true] {
+        for microbatch in 0..3 {
+            let at = |what: &str| places[&format!("{what} {training} {microbatch}")];
+            assert_eq!(at("plain made"), at("plain taken"));
+            // A variable stands for what is differentiated on each stage anew, which candle makes as a copy.
+            assert_eq!(at("learned made") == at("learned taken"), !training);
+            assert_ne!(at("weight made"), at("weight taken"), "an optimiser writes to parameters");
+            assert_ne!(at("weight made"), at("row taken"), "nor are parts of parameters handed over");
+        }
+    }
+}

@@ -1,0 +1,16 @@
+//! Pipelines on ranks: every schedule computes what one device computes.
+#![allow(clippy::unwrap_used)] // a panic is how a test fails
+mod batches;
+mod chain;
+mod evaluation;
+mod failure;
+mod handover;
+mod losses;
+mod memory;
+mod model;
+mod odd;
+mod parameters;
+mod parity;
+mod random;
+mod replicas;
+mod sums;

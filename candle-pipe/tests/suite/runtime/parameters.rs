@@ -1,0 +1,279 @@
+//! Parameters by whatever name and from wherever: none is left without its gradient, or with a part of it.
+use crate::runtime::model::{Vb, builder, numbers};
+use candle_core::{DType, Device, Tensor, Var};
+use candle_dist::DataParallelOptions;
+use candle_pipe::microbatch::{Microbatches, split_args_kwargs_into_chunks};
+use candle_pipe::nn::linear_no_bias;
+use candle_pipe::schedule::{Schedule, ScheduleKind};
+use candle_pipe::{
+    In, Kwargs, LocalPipe, Pipe, PipeBuilder, Reduction, Result, Runtime, Scope, Share, SplitSpec, StepOptions, Value,
+};
+use std::collections::HashMap;
+use test_utils::on_ranks;
+
+fn product(xs: &[Value], _: &candle_pipe::Ctx) -> Result<Value> {
+    Ok(xs[0].tensor()?.matmul(xs[1].tensor()?)?.tanh()?.into())
+}
+
+fn mean_square(xs: &[Value], _: &candle_pipe::Ctx) -> Result<Tensor> {
+    Ok(xs[0].tensor()?.sqr()?.mean_all()?)
+}
+
+/// Two stages that both use one replicated parameter.
+fn tied<B: Scope>(build: impl Fn(&B) -> Result<Tensor> + Send + Sync + 'static) -> Result<Pipe<B>> {
+    let mut g = PipeBuilder::<B>::new();
+    let x = g.input("x", In::Arg);
+    let tied = g.parameter("part.tied", Share::Replicate, build);
+    let h = g.func("in", product, [x, tied]);
+    g.split();
+    let y = g.func("out", product, [h, tied]);
+    g.loss_fn(mean_square, [y], Reduction::Mean);
+    g.finish(SplitSpec::declared())
+}
+
+fn weight() -> Result<Tensor> {
+    Ok(Tensor::arange(0f64, 9., &Device::Cpu)?.affine(0.1, -0.3)?.reshape((3, 3))?)
+}
+
+fn rows() -> Result<Microbatches> {
+    let x = Tensor::arange(0f64, 15., &Device::Cpu)?.sin()?.reshape((5, 3))?;
+    split_args_kwargs_into_chunks(&[x.into()], &Kwargs::new(), 2, None, None)
+}
+
+/// The gradient of each parameter on each of two ranks, beside that of one process.
+fn against_one_process<B: Scope>(label: &str, pipe: fn() -> Result<Pipe<B>>, scope: fn() -> Result<B>) {
+    on_ranks(2, label, move |ctx| -> Result<()> {
+        let options = StepOptions::default();
+        let local = LocalPipe::new(&pipe()?, &scope()?, &Device::Cpu)?;
+        let want = local.forward_backward(&rows()?, &options)?.grads;
+        let schedule = ScheduleKind::OneFOneB.schedule(2, 2, 1)?;
+        let runtime = Runtime::new(&pipe()?, &schedule, ctx.group(), &scope()?, &Device::Cpu)?;
+        let got = runtime.forward_backward(&rows()?, &options)?.step.grads;
+        let stage = runtime.stages().next().unwrap();
+        assert!(!stage.parameters().is_empty());
+        for (name, parameter) in stage.parameters() {
+            let want = numbers(want.get(local.parameters()[name.as_str()]).unwrap())?;
+            let got = numbers(got.get(parameter).unwrap())?;
+            let off = got.iter().zip(&want).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+            assert!(off < 1e-12, "gradient of {name} is off by {off}");
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn copies_of_a_parameter_are_summed_whatever_the_builder_puts_before_its_name() {
+    let pipe = || tied::<Vb>(|vb| Ok(vb.get((3, 3), "tied")?));
+    let scope = || Ok(builder(&HashMap::from([("model.part.tied".into(), weight()?)]), DType::F64)?.pp("model"));
+    against_one_process("under a prefix", pipe, scope);
+}
+
+#[test]
+fn so_are_copies_that_a_model_brings_itself() {
+    let pipe = || {
+        let own = Var::from_tensor(&weight()?)?;
+        tied::<()>(move |()| Ok(own.as_tensor().clone()))
+    };
+    against_one_process("brought along", pipe, || Ok(()));
+}
+
+#[test]
+fn so_are_copies_that_are_made_of_a_variable() {
+    let pipe = || {
+        let own = Var::from_tensor(&weight()?)?;
+        tied::<()>(move |()| Ok(own.t()?))
+    };
+    against_one_process("made of a variable", pipe, || Ok(()));
+}
+
+#[test]
+fn copies_start_with_the_values_of_the_first_stage() {
+    // The first stage is on the first rank, and on the last.
+    for (first, csv) in [(0, "0F0,0B0\n1F0,1B0\n"), (1, "1F0,1B0\n0F0,0B0\n")] {
+        on_ranks(2, "unlike copies", move |ctx| -> Result<()> {
+            let own = (weight()? + ctx.rank() as f64)?;
+            let pipe = tied::<Vb>(|vb| Ok(vb.get((3, 3), "tied")?))?;
+            let scope = builder(&HashMap::from([("part.tied".into(), own)]), DType::F64)?;
+            let runtime = Runtime::new(&pipe, &Schedule::from_csv(csv)?, ctx.group(), &scope, &Device::Cpu)?;
+            let stage = runtime.stages().next().unwrap();
+            assert_eq!(numbers(&stage.parameters()["part.tied"])?, numbers(&(weight()? + f64::from(first))?)?);
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn copies_of_which_some_are_frozen_are_refused_by_all() {
+    let texts = on_ranks(2, "frozen copies", |ctx| -> Result<String> {
+        let tensors = HashMap::from([("part.tied".to_string(), weight()?)]);
+        let scope = match ctx.rank() {
+            0 => builder(&tensors, DType::F64)?,
+            _ => Vb::from_tensors(tensors, DType::F64, &Device::Cpu),
+        };
+        let pipe = tied::<Vb>(|vb| Ok(vb.get((3, 3), "tied")?))?;
+        let schedule = ScheduleKind::OneFOneB.schedule(2, 2, 1)?;
+        let refused = Runtime::new(&pipe, &schedule, ctx.group(), &scope, &Device::Cpu).map(drop);
+        Ok(refused.unwrap_err().to_string())
+    });
+    texts.iter().for_each(|text| assert!(text.contains("part.tied"), "{text}"));
+}
+
+#[test]
+fn a_parameter_is_not_built_from_another_whose_name_only_ends_alike() {
+    let pipe = tied::<Vb>(|vb| Ok(vb.pp("apart").get((3, 3), "tied")?)).unwrap();
+    let scope = builder(&HashMap::new(), DType::F64).unwrap();
+    let error = LocalPipe::new(&pipe, &scope, &Device::Cpu).map(drop).unwrap_err().to_string();
+    assert_eq!(error, r#"pipe: parameter "part.tied" is built from "part.apart.tied""#);
+}
+
+#[test]
+fn variables_that_no_scope_knows_have_gradients() {
+    on_ranks(2, "captured", |ctx| -> Result<()> {
+        let own = Var::from_tensor(&weight()?)?;
+        let mut g = PipeBuilder::<()>::new();
+        let x = g.input("x", In::Arg);
+        let captured = own.as_tensor().clone();
+        let h = g.func("in", move |xs, _| Ok(xs[0].tensor()?.matmul(&captured)?.into()), [x]);
+        g.split();
+        g.loss_fn(mean_square, [h], Reduction::Mean);
+        let pipe = g.finish(SplitSpec::declared())?;
+        let want = LocalPipe::new(&pipe, &(), &Device::Cpu)?.forward_backward(&rows()?, &StepOptions::default())?;
+        let schedule = ScheduleKind::ZbH1.schedule(2, 2, 1)?;
+        let runtime = Runtime::new(&pipe, &schedule, ctx.group(), &(), &Device::Cpu)?;
+        let got = runtime.forward_backward(&rows()?, &StepOptions::default())?.step;
+        match (ctx.rank(), got.grads.get(&own)) {
+            (0, Some(got)) => assert_eq!(numbers(got)?, numbers(want.grads.get(&own).unwrap())?),
+            (0, None) => panic!("no gradient"),
+            _ => {}
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn one_name_on_two_ranks_that_is_not_declared_as_shared_is_refused() {
+    on_ranks(2, "collision", |ctx| -> Result<()> {
+        let mut g = PipeBuilder::<Vb>::new();
+        let x = g.input("x", In::Arg);
+        let h = g.module("a", |vb| Ok(linear_no_bias(3, 3, vb.pp("b"))?), [x]);
+        g.split();
+        let y = g.module("a.b", |vb| Ok(linear_no_bias(3, 3, vb.clone())?), [h]);
+        g.loss_fn(mean_square, [y], Reduction::Mean);
+        let pipe = g.finish(SplitSpec::declared())?;
+        let schedule = ScheduleKind::OneFOneB.schedule(2, 2, 1)?;
+        let scope = builder(&HashMap::from([("a.b.weight".into(), weight()?)]), DType::F64)?;
+        let error = Runtime::new(&pipe, &schedule, ctx.group(), &scope, &Device::Cpu).map(drop).unwrap_err();
+        let error = error.to_string();
+        assert!(error.contains("\"a.b.weight\"") && error.contains("Share::"), "{error}");
+        Ok(())
+    });
+}
+
+#[test]
+fn a_loss_that_is_no_scalar_fails_on_all_ranks_in_evaluation_too() {
+    on_ranks(2, "loss", |ctx| -> Result<()> {
+        let mut g = PipeBuilder::<()>::new();
+        let x = g.input("x", In::Arg);
+        let h = g.func("in", |xs, _| Ok(xs[0].clone()), [x]);
+        g.split();
+        let loss = g.func("out", |xs, _| Ok(xs[0].clone()), [h]);
+        g.loss(loss, Reduction::Mean);
+        let pipe = g.finish(SplitSpec::declared())?;
+        let schedule = ScheduleKind::OneFOneB.schedule(2, 2, 1)?;
+        let runtime = Runtime::new(&pipe, &schedule, ctx.group(), &(), &Device::Cpu)?;
+        let error = runtime.evaluate(&rows()?).map(drop).unwrap_err().to_string();
+        assert!(error.contains("want a scalar of floats"), "{error}");
+        Ok(())
+    });
+}
+
+#[test]
+fn training_by_a_schedule_without_backwards_is_refused_before_anything_runs() {
+    on_ranks(1, "forward only", |ctx| -> Result<()> {
+        let pipe = tied::<()>(|()| weight())?;
+        let schedule = ScheduleKind::LoopedBfs.schedule(1, 2, 2)?.forward_only();
+        let runtime = Runtime::new(&pipe, &schedule, ctx.group(), &(), &Device::Cpu)?;
+        runtime.evaluate(&rows()?)?;
+        let error = runtime.forward_backward(&rows()?, &StepOptions::default()).map(drop).unwrap_err().to_string();
+        assert!(error.contains("no backward passes"), "{error}");
+        Ok(())
+    });
+}
+
+/// Idle steps are no backward passes.
+#[test]
+fn a_model_without_loss_takes_a_schedule_of_forwards_with_gaps() {
+    on_ranks(2, "gaps", |ctx| -> Result<()> {
+        let mut g = PipeBuilder::<()>::new();
+        let x = g.input("x", In::Arg);
+        let h = g.func("in", |xs, _| Ok(xs[0].clone()), [x]);
+        g.split();
+        let y = g.func("out", |xs, _| Ok(xs[0].clone()), [h]);
+        g.output("y", y);
+        let pipe = g.finish(SplitSpec::declared())?;
+        let schedule = Schedule::from_csv("0F0,0F1,\n,1F0,1F1\n")?;
+        let runtime = Runtime::new(&pipe, &schedule, ctx.group(), &(), &Device::Cpu)?;
+        assert_eq!(runtime.evaluate(&rows()?)?.step.outputs.len(), 2);
+        Ok(())
+    });
+}
+
+/// Two stages of one rank that nobody told of the variable that they both use.
+#[test]
+fn a_variable_of_two_stages_is_averaged_over_replicas_with_all_of_its_gradient() {
+    let gradients = on_ranks(2, "captured twice", |ctx| -> Result<Vec<f64>> {
+        let mesh = ctx.mesh(&[("pp", 1), ("dp", 2)])?;
+        let mut g = PipeBuilder::<Vb>::new();
+        let mut h = g.input("x", In::Arg);
+        for stage in 0..2 {
+            h = g.module(&format!("layers.{stage}"), |vb| Ok(linear_no_bias(3, 3, vb.root())?), [h]);
+            if stage == 0 {
+                g.split();
+            }
+        }
+        g.loss_fn(mean_square, [h], Reduction::Mean);
+        let pipe = g.finish(SplitSpec::declared())?;
+        let scope = || builder(&HashMap::from([("weight".into(), weight()?)]), DType::F64);
+        let local = LocalPipe::new(&pipe, &scope()?, &Device::Cpu)?;
+        let want = local.forward_backward(&rows()?, &StepOptions::default())?.grads;
+        let want = numbers(want.get(local.parameters()["weight"]).unwrap())?;
+
+        let schedule = ScheduleKind::LoopedBfs.schedule(1, 2, 2)?;
+        let runtime = Runtime::new(&pipe, &schedule, mesh.axis_group("pp")?, &scope()?, &Device::Cpu)?;
+        let runtime = runtime.with_replicas(mesh.axis_group("dp")?, &DataParallelOptions::default())?;
+        let got = runtime.forward_backward(&rows()?, &StepOptions::default())?.step.grads;
+        let parameter = runtime.stages().next().unwrap().parameters()["weight"].clone();
+        let got = numbers(got.get(&parameter).unwrap())?;
+        Ok(got.iter().zip(&want).map(|(a, b)| (a - b).abs()).collect())
+    });
+    assert!(gradients.concat().into_iter().all(|off| off < 1e-12), "{gradients:?}");
+}
+
+#[test]
+fn an_output_that_is_a_parameter_stays_as_it_is_when_the_parameter_changes() {
+    on_ranks(2, "aliases", |ctx| -> Result<()> {
+        let mut g = PipeBuilder::<Vb>::new();
+        let x = g.input("x", In::Arg);
+        let gate = g.parameter("gate", Share::Transmit, |vb| Ok(vb.get((3, 3), "gate")?));
+        let h = g.func("in", product, [x, gate]);
+        g.split();
+        let y = g.func("out", product, [h, gate]);
+        g.output("gate", gate);
+        g.loss_fn(mean_square, [y], Reduction::Mean);
+        let pipe = g.finish(SplitSpec::declared())?;
+        let scope = builder(&HashMap::from([("gate".into(), weight()?)]), DType::F64)?;
+        let schedule = ScheduleKind::OneFOneB.schedule(2, 2, 1)?;
+        let runtime = Runtime::new(&pipe, &schedule, ctx.group(), &scope, &Device::Cpu)?;
+        let made = runtime.forward_backward(&rows()?, &StepOptions::default())?.step;
+        for parameter in runtime.stages().flat_map(|stage| stage.parameters().values()) {
+            Var::from_tensor(parameter)?.set(&parameter.zeros_like()?)?;
+        }
+        ctx.group().barrier()?;
+        for output in &made.outputs {
+            if let Ok(gate) = output.get("gate") {
+                assert_eq!(numbers(gate.tensor()?)?, numbers(&weight()?)?);
+            }
+        }
+        Ok(())
+    });
+}

@@ -1,0 +1,227 @@
+//! Saved on one mesh and loaded on another: the same bits, wherever they lay; a failure is one on all ranks.
+#![allow(clippy::unwrap_used)] // a panic is how a test fails
+
+use crate::common::*;
+use candle_core::{DType, Device, Tensor};
+use candle_dist::{DeviceMesh, comm};
+use candle_shard::{DTensor, Placement, Replicate, Result, Shard, Spec, Weights, checkpoint};
+use itertools::Itertools;
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::Path;
+use test_utils::{Scratch, on_ranks};
+
+const MESHES: [&[usize]; 5] = [&[1], &[2], &[3], &[4], &[2, 2]];
+const SHAPES: [&[usize]; 7] = [&[4, 6], &[5, 3], &[1, 7], &[0, 3], &[7], &[], &[2, 3, 4]];
+const DTYPES: [DType; 5] = [DType::F32, DType::F16, DType::U8, DType::I64, DType::F64];
+
+/// Tensors of several shapes and dtypes, some in every layout that the mesh has for them.
+fn wholes() -> Vec<(String, Tensor)> {
+    let made = |(i, (shape, dtype)): (usize, (&&[usize], &DType))| {
+        let whole = (values(shape, i as u64, DType::F64) * 50.0).unwrap().abs().unwrap().to_dtype(*dtype).unwrap();
+        (format!("t{i}.{}", dtype.as_str()), whole)
+    };
+    SHAPES.iter().cartesian_product(&DTYPES).enumerate().map(made).collect()
+}
+
+/// The `nth` layout of a tensor, in turn.
+fn layout(whole: &Tensor, axes: usize, nth: usize) -> Vec<Placement> {
+    let choices: Vec<_> = (0..whole.rank()).map(Shard).chain([Replicate]).collect();
+    let layouts = on_axes(&choices, axes);
+    layouts[nth % layouts.len()].clone()
+}
+
+fn bits(tensor: &Tensor) -> Vec<u64> {
+    if tensor.elem_count() == 0 {
+        return Vec::new(); // candle cannot list an empty view
+    }
+    let list = tensor.to_dtype(DType::F64).unwrap().flatten_all().unwrap();
+    list.to_vec1::<f64>().unwrap().into_iter().map(f64::to_bits).collect()
+}
+
+fn distributed(mesh: &DeviceMesh) -> Result<Vec<(String, DTensor)>> {
+    let lay = |(i, (name, whole)): (usize, (String, Tensor))| {
+        Ok((name, DTensor::distribute(&whole, mesh, &layout(&whole, mesh.ndim(), i))?))
+    };
+    wholes().into_iter().enumerate().map(lay).collect()
+}
+
+#[test]
+fn what_is_saved_on_one_mesh_is_loaded_on_any_other() {
+    for saved_on in MESHES {
+        let folder = Scratch::new("round-trip");
+        let path = folder.path("saved");
+        let at = path.clone();
+        on_ranks(saved_on.iter().product(), "save", move |ctx| -> Result<()> {
+            let mesh = mesh(ctx, saved_on)?;
+            checkpoint::save(&at, &mesh, &distributed(&mesh)?)
+        });
+        let left: BTreeSet<_> = fs::read_dir(folder.path("")).unwrap().map(|e| e.unwrap().file_name()).collect();
+        assert_eq!(left, BTreeSet::from(["saved".into()]), "only the complete checkpoint is left");
+        let on_disk: u64 = fs::read_dir(&path).unwrap().map(|e| e.unwrap().metadata().unwrap().len()).sum();
+        let whole: usize = wholes().iter().map(|(_, t)| t.elem_count() * t.dtype().size_in_bytes()).sum();
+        assert!(on_disk < whole as u64 + 30_000, "{on_disk} bytes for {whole}: something was written twice");
+        for loaded_on in MESHES {
+            let path = path.clone();
+            on_ranks(loaded_on.iter().product(), "load", move |ctx| -> Result<()> {
+                let mesh = mesh(ctx, loaded_on)?;
+                for turn in 0..4 {
+                    let wanted = |(i, (name, whole)): (usize, &(String, Tensor))| {
+                        (name.clone(), layout(whole, mesh.ndim(), i + turn))
+                    };
+                    let wanted: Vec<_> = wholes().iter().enumerate().map(wanted).collect();
+                    let (loaded, counts) = comm::record(|| checkpoint::load(&path, &mesh, &wanted, &Device::Cpu));
+                    let loaded = loaded?;
+                    assert!(counts.total() <= 1, "{counts}");
+                    assert_eq!(loaded.len(), wanted.len());
+                    for ((name, whole), (_, placements)) in wholes().iter().zip(&wanted) {
+                        let tensor = &loaded[name];
+                        assert_eq!((tensor.placements(), tensor.dtype()), (&placements[..], whole.dtype()), "{name}");
+                        assert_eq!(bits(tensor.to_local()), bits(&block(whole, tensor.spec())?), "{name} {tensor}");
+                    }
+                }
+                Ok(())
+            });
+        }
+    }
+}
+
+#[test]
+fn explicit_sizes_are_saved_and_a_new_checkpoint_takes_the_place_of_an_old_one() {
+    let folder = Scratch::new("again");
+    let path = folder.path("saved");
+    on_ranks(4, "again", move |ctx| -> Result<()> {
+        let mesh = mesh(ctx, &[2, 2])?;
+        for (seed, sizes) in [(1, [0, 5]), (2, [4, 1])] {
+            let whole = values(&[5, 3], seed, DType::F32);
+            let spec =
+                Spec::new(&mesh, &[Shard(0), Shard(0)], (5, 3), DType::F32)?.with_sizes(0, Some(sizes.into()))?;
+            let tensor = DTensor::from_local_with_spec(block(&whole, &spec)?, spec)?;
+            checkpoint::save(&path, &mesh, &[("w", tensor)])?;
+            let loaded = checkpoint::load(&path, &mesh, &[("w", [Shard(1), Replicate])], &Device::Cpu)?;
+            assert_eq!(bits(&loaded["w"].full_tensor()?), bits(&whole));
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn an_export_is_one_ordinary_file() {
+    for shape in MESHES {
+        let folder = Scratch::new("export");
+        let path = folder.path("whole.safetensors");
+        let at = path.clone();
+        on_ranks(shape.iter().product(), "export", move |ctx| -> Result<()> {
+            let mesh = mesh(ctx, shape)?;
+            checkpoint::export(&at, &mesh, &distributed(&mesh)?)
+        });
+        let loaded = candle_core::safetensors::load(&path, &Device::Cpu).unwrap();
+        assert_eq!(loaded.len(), wholes().len());
+        for (name, whole) in wholes() {
+            assert_eq!((loaded[&name].dims(), loaded[&name].dtype()), (whole.dims(), whole.dtype()));
+            assert_eq!(bits(&loaded[&name]), bits(&whole), "{name}");
+        }
+        assert_eq!(fs::read_dir(folder.path("")).unwrap().count(), 1, "only the complete file is left");
+    }
+}
+
+#[test]
+fn a_failure_on_one_rank_is_the_same_error_on_all() {
+    let folder = Scratch::new("failures");
+    let path = folder.path("saved");
+    fs::create_dir_all(folder.path("taken/by-other-files")).unwrap();
+    let (taken, out) = (folder.path("taken"), folder.path("no/such/folder"));
+    let texts = on_ranks(3, "failures", move |ctx| -> Result<Vec<String>> {
+        let mesh = mesh(ctx, &[3])?;
+        let whole = values(&[6, 2], 1, DType::F32);
+        let x = DTensor::distribute(&whole, &mesh, &[Shard(0)])?;
+        let r = DTensor::distribute(&whole, &mesh, &[Replicate])?;
+        let save = |path: &Path, tensors: &[(&str, &DTensor)]| {
+            let tensors: Vec<_> = tensors.iter().map(|(name, t)| (*name, (*t).clone())).collect();
+            checkpoint::save(path, &mesh, &tensors)
+        };
+        let load = |path: &Path, name: &str, at: Placement| {
+            checkpoint::load(path, &mesh, &[(name, [at])], &Device::Cpu).map(drop)
+        };
+        save(&path, &[("x", &x)])?;
+        // One rank's disk is not the others'.
+        let mine = |rank: usize| if ctx.rank() == rank { out.as_path() } else { &path };
+        let export = checkpoint::export(if ctx.rank() == 0 { &out } else { &path }, &mesh, &[("x", x.clone())]);
+        let partial = r.redistribute(&[SUM])?;
+        let other = DTensor::distribute(&whole, &ctx.mesh(&[("b", 3)])?, &[Replicate])?;
+        let errors = [
+            save(mine(1), &[("x", &x)]),
+            save(&taken, &[("x", &x)]),
+            save(&path, &[(if ctx.rank() == 2 { "y" } else { "x" }, &x)]),
+            save(&path, &[("x", &x), ("y", &x)][..if ctx.rank() == 1 { 1 } else { 2 }]),
+            save(&path, &[("x", if ctx.rank() == 2 { &r } else { &x })]),
+            save(&path, &[("x", &x), ("x", &r)]),
+            save(&path, &[("p", &partial)]),
+            save(&path, &[("o", &other)]),
+            save(Path::new("/"), &[("x", &x)]),
+            export,
+            load(mine(2), "x", Shard(0)),
+            load(&path, "y", Shard(0)),
+            load(&path, "x", Shard(2)),
+        ];
+        // None of this has done anything to the checkpoint.
+        load(&path, "x", Shard(1))?;
+        Ok(errors.map(|error| error.unwrap_err().to_string()).to_vec())
+    });
+    let parts = [
+        "checkpoint::save: rank 1: ",
+        "holds something else than a checkpoint",
+        "rank 2 names \"y\" as",
+        "rank 1 names nothing more, and rank 0 names \"y\"",
+        "rank 2 names \"x\" as",
+        "\"x\" is named twice",
+        "not yet a value; redistribute it first",
+        "\"o\" lies on DeviceMesh(b=3)",
+        "is no name to save under",
+        "checkpoint::export: rank 0: ",
+        "checkpoint::load: rank 2: ",
+        "\"y\" is not there",
+        "has no dim 2",
+    ];
+    for text in &texts {
+        assert_eq!(text, &texts[0]);
+        for (text, part) in text.iter().zip(parts) {
+            assert!(text.contains(part), "{text:?} lacks {part:?}");
+        }
+    }
+    assert_eq!(fs::read_dir(folder.path("")).unwrap().count(), 2, "nothing half written is left");
+}
+
+#[test]
+fn an_index_and_files_that_disagree_are_refused() {
+    let folder = Scratch::new("damage");
+    let path = folder.path("saved");
+    let at = path.clone();
+    on_ranks(2, "damage", move |ctx| -> Result<()> {
+        let mesh = mesh(ctx, &[2])?;
+        let x = DTensor::distribute(&values(&[4, 2], 1, DType::F32), &mesh, &[Shard(0)])?;
+        checkpoint::save(&at, &mesh, &[("x", x)])
+    });
+    let index = path.join("checkpoint.json");
+    let text = fs::read_to_string(&index).unwrap();
+    let compact: String = text.split_whitespace().collect();
+    assert!(Weights::open(&path).is_ok());
+    for (from, to, part) in [
+        ("\"start\":[2,0]", "\"start\":[1,0]", "not exactly a tensor of shape [4, 2]"),
+        ("\"start\":[2,0]", "\"start\":[3,0]", "not exactly a tensor of shape [4, 2]"),
+        ("\"start\":[2,0]", "\"start\":[18446744073709551615,0]", "not exactly a tensor of shape [4, 2]"),
+        ("\"shape\":[4,2]", "\"shape\":[6,2]", "not exactly a tensor of shape [6, 2]"),
+        ("\"start\":[2,0]", "\"start\":[2]", "the index has F32[2, 2]"),
+        ("F32", "F64", "is F32[2, 2], and the index has F64[2, 2]"),
+        ("rank-00001.safetensors", "/etc/hostname", "no file of its folder"),
+        ("\"x\"", "\"y\"", "\"y\" is not there"),
+    ] {
+        assert!(compact.contains(from), "{compact}");
+        fs::write(&index, compact.replace(from, to)).unwrap();
+        let error = Weights::open(&path).unwrap_err().to_string();
+        assert!(error.contains(part), "{error:?} lacks {part:?}");
+    }
+    fs::write(&index, text).unwrap();
+    fs::remove_file(path.join("rank-00001.safetensors")).unwrap();
+    assert!(Weights::open(&path).unwrap_err().to_string().contains("rank-00001.safetensors: cannot be read"));
+}

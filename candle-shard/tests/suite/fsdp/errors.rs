@@ -1,0 +1,105 @@
+//! What cannot be done, and what that leaves behind.
+use crate::fsdp::harness::*;
+use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Shape, Tensor};
+use candle_dist::World;
+use candle_shard::fsdp::{FullyShard, FullyShardOptions};
+use candle_shard::nn::{Embedding, Linear, ShardedVarBuilder};
+use candle_shard::parallel::Plan;
+use candle_shard::{DTensor, Result};
+
+/// An identity without a way back.
+struct Broken;
+
+impl CustomOp1 for Broken {
+    fn name(&self) -> &'static str {
+        "broken"
+    }
+
+    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
+        Ok((storage.clone(), layout.shape().clone()))
+    }
+
+    fn bwd(&self, _: &Tensor, _: &Tensor, _: &Tensor) -> candle_core::Result<Option<Tensor>> {
+        candle_core::bail!("on purpose")
+    }
+}
+
+#[test]
+fn what_cannot_be_sharded_is_told() {
+    World::local(2)
+        .run(|ctx| -> Result<()> {
+            let mesh = ctx.mesh(&[("dp", 2), ("tp", 1)])?;
+            let plain = ShardedVarBuilder::fresh(7, &mesh, Plan::new("tp"), DType::F32, &Device::Cpu)?;
+            let none = plain.fully_shard("pp", FullyShardOptions::default()).err().unwrap().to_string();
+            assert!(none.contains("\"pp\""), "{none}");
+            let taken = plain.fully_shard("tp", FullyShardOptions::default()).err().unwrap().to_string();
+            assert!(taken.contains("\"tp\"") && taken.contains("is the plan's"), "{taken}");
+            let whole = FullyShardOptions { param_dtype: Some(DType::U32), ..FullyShardOptions::default() };
+            assert!(plain.fully_shard("dp", whole).err().unwrap().to_string().contains("u32, which is no float"));
+
+            let vb = plain.fully_shard("dp", FullyShardOptions::default())?;
+            let table = FullyShard::new(&vb.pp("table"), |vb| Embedding::new(9, 4, 1.0, vb))?;
+            let mut weight = None;
+            table.run(|table| {
+                weight = Some(table.weight().clone());
+                table.forward(&rows(&Tensor::zeros((2, 3), DType::U32, &Device::Cpu)?, &mesh)?)
+            })?;
+            let tied = FullyShard::new(&vb.pp("head"), |vb| Linear::tied(weight.as_ref().unwrap(), vb));
+            let tied = tied.err().unwrap().to_string();
+            assert!(tied.contains("head shares a weight of another fully sharded unit"), "{tied}");
+            Ok(())
+        })
+        .unwrap();
+}
+
+#[test]
+fn a_pass_that_fails_leaves_nothing_behind() {
+    World::local(2)
+        .run(|ctx| -> Result<()> {
+            let mesh = ctx.mesh(&[("dp", 2), ("tp", 1)])?;
+            let vb = builder(&mesh, DType::F64, FullyShardOptions::default())?;
+            let layers = linears(2, &vb)?;
+            let parameters = vb.finish()?;
+            let x = rows(&batch(0)?, &mesh)?;
+            let run = |x: &DTensor| layers.iter().try_fold(x.clone(), |x, layer| layer.run(|layer| layer.forward(&x)));
+            let want = parameters.backward(&run(&x)?.sum_all()?)?;
+            // In the forward pass,
+            assert!(layers[0].run(|layer| layer.forward(&x)?.narrow(1, 4, 9)).is_err());
+            // and in the backward pass, when it has come through the second unit.
+            let h = layers[0].run(|layer| layer.forward(&x))?;
+            let h = DTensor::from_local_with_spec(h.to_local().apply_op1(Broken)?, h.spec().clone())?;
+            let loss = layers[1].run(|layer| layer.forward(&h))?.sum_all()?;
+            let error = parameters.backward(&loss).unwrap_err().to_string();
+            assert!(error.contains("on purpose"), "{error}");
+            let got = parameters.backward(&run(&x)?.sum_all()?)?;
+            for p in parameters.iter() {
+                let [got, want] = [&got, &want].map(|grads| whole(&p.grad(grads).unwrap().unwrap()).unwrap());
+                assert_close(&got, &want, 0.0, &p.name);
+            }
+            Ok(())
+        })
+        .unwrap();
+}
+
+#[test]
+fn parameters_that_are_read_outside_of_their_unit_are_an_error() {
+    World::local(2)
+        .run(|ctx| -> Result<()> {
+            let mesh = ctx.mesh(&[("dp", 2), ("tp", 1)])?;
+            let vb = builder(&mesh, DType::F32, FullyShardOptions::default())?;
+            let layer = FullyShard::new(&vb.pp("layer"), |vb| Linear::new(5, 5, false, vb))?;
+            let x = rows(&batch(0)?.to_dtype(DType::F32)?, &mesh)?;
+            let mut weight = None;
+            layer.run(|layer| {
+                weight = Some(layer.weight().clone());
+                layer.forward(&x)
+            })?;
+            let weight = weight.unwrap();
+            for wrong in [x.linear(&weight, None), x.matmul(&weight.transpose(0, 1)?)] {
+                let error = wrong.unwrap_err().to_string();
+                assert!(error.contains("dtype"), "{error}");
+            }
+            Ok(())
+        })
+        .unwrap();
+}

@@ -1,0 +1,29 @@
+//! The integration tests of DTensor, layers, tables and checkpoints, in one binary: each file or folder is a subject.
+#![allow(clippy::unwrap_used)] // a panic is how a test fails
+mod checkpoint;
+mod common;
+mod embedding;
+mod errors;
+mod factory;
+mod faults_dispatch;
+mod faults_elementwise;
+mod faults_layers;
+mod faults_views;
+mod fsdp;
+mod fused_qkv;
+mod gradient_rule;
+mod kernels;
+mod ops;
+mod optimiser_state;
+mod plans;
+mod programs;
+mod random;
+mod random_meshes;
+mod redistribute;
+mod redistribute_counts;
+mod sharded_tensor;
+mod sparse;
+mod spec;
+mod styles;
+mod visualize;
+mod weights;

@@ -1,0 +1,169 @@
+use crate::ops::sweep::{Case, Input, Kind::Float, sweep};
+use candle_core::{D, DType, Tensor};
+use candle_dist::comm;
+use candle_shard::kernels::{self, RopePairs};
+use candle_shard::{AttentionMask, DTensor, Replicate, Result, Shard};
+use test_utils::on_ranks;
+
+#[test]
+fn silu_gate() {
+    let shapes: [&[usize]; 5] = [&[4, 6], &[5, 3], &[1, 7], &[2, 1, 3], &[0, 3]];
+    let case = |shape| {
+        let plain = |x: &[Tensor]| x[0].silu()? * &x[1];
+        Case::new("silu_gate", &[(shape, Float), (shape, Float)], |x| x[0].silu_gate(&x[1]), plain)
+    };
+    sweep("silu_gate", shapes.map(case).to_vec());
+}
+
+#[test]
+fn rotary_positions() {
+    let shapes: [[&[usize]; 2]; 4] =
+        [[&[4, 6], &[7, 3]], [&[2, 3, 5, 2], &[8, 1]], [&[1, 2, 1, 4], &[4, 2]], [&[3, 2, 4], &[7, 2]]];
+    let mut cases = Vec::new();
+    for [x, tables] in shapes {
+        for pairs in [RopePairs::Halves, RopePairs::Neighbours] {
+            let inputs: [Input; 3] = [(x, Float), (tables, Float), (tables, Float)];
+            cases.push(Case::new(
+                &format!("rope {pairs:?}"),
+                &inputs,
+                move |x| x[0].rope(&x[1].detach(), &x[2].detach(), 3, pairs),
+                move |x| kernels::rope(&x[0], &x[1].detach(), &x[2].detach(), 3, pairs),
+            ));
+        }
+    }
+    sweep("rope", cases);
+}
+
+#[test]
+fn softmax_of_masked_scores() {
+    let shapes: [[&[usize]; 2]; 5] =
+        [[&[4, 6], &[6]], [&[5, 3], &[5, 3]], [&[2, 3, 5], &[3, 5]], [&[2, 3, 5], &[2, 1, 5]], [&[3], &[3]]];
+    let case = |[x, mask]: [&'static [usize]; 2]| {
+        let plain = |x: &[Tensor]| candle_nn::ops::softmax(&(&x[0] * 0.7)?.broadcast_add(&x[1])?, D::Minus1);
+        Case::new("masked_softmax", &[(x, Float), (mask, Float)], |x| x[0].masked_softmax(&x[1], 0.7), plain)
+    };
+    sweep("masked_softmax", shapes.map(case).to_vec());
+}
+
+/// Attention on one device, every key head copied for its group.
+fn plain(x: &[Tensor], mask: impl Fn(&Tensor) -> candle_core::Result<Tensor>) -> candle_core::Result<Tensor> {
+    let (heads, dim) = (x[0].dim(1)?, x[0].dim(3)?);
+    let copies = |t: &Tensor| {
+        let (b, h, s, d) = t.dims4()?;
+        t.unsqueeze(2)?.broadcast_as((b, h, heads / h, s, d))?.contiguous()?.reshape((b, heads, s, d))
+    };
+    let scores = (x[0].matmul(&copies(&x[1])?.t()?.contiguous()?)? / (dim as f64).sqrt())?;
+    mask(&scores)?.matmul(&copies(&x[2])?)
+}
+
+/// Query, key and value: heads that divide by the ranks, that do not, in groups of several sizes, with one key head.
+const SHAPES: [[&[usize]; 3]; 5] = [
+    [&[2, 4, 3, 2], &[2, 4, 3, 2], &[2, 4, 3, 2]],
+    [&[1, 3, 2, 2], &[1, 3, 4, 2], &[1, 3, 4, 1]],
+    [&[2, 4, 3, 2], &[2, 2, 3, 2], &[2, 2, 3, 2]],
+    [&[1, 6, 2, 2], &[1, 2, 3, 2], &[1, 2, 3, 1]],
+    [&[2, 3, 2, 2], &[2, 1, 2, 2], &[2, 1, 2, 2]],
+];
+
+#[test]
+fn attention() {
+    let softmax = |scores: &Tensor| candle_nn::ops::softmax(scores, D::Minus1);
+    let mut cases = Vec::new();
+    for [q, k, v] in SHAPES {
+        let inputs: [Input; 3] = [(q, Float), (k, Float), (v, Float)];
+        cases.push(Case::new(
+            "attention",
+            &inputs,
+            |x| x[0].scaled_dot_product_attention(&x[1], &x[2], AttentionMask::None, None),
+            move |x| plain(x, softmax),
+        ));
+        cases.push(Case::new(
+            "causal attention",
+            &inputs,
+            |x| x[0].scaled_dot_product_attention(&x[1], &x[2], AttentionMask::Causal, None),
+            |x| plain(x, |scores| kernels::causal_softmax(scores, 1.0)),
+        ));
+    }
+    sweep("attention", cases);
+}
+
+#[test]
+fn attention_of_rows() {
+    let mut cases = Vec::new();
+    for shapes in SHAPES {
+        let rows_first = |shape: &'static [usize]| -> &'static [usize] {
+            let &[b, h, s, d] = shape else { unreachable!() };
+            Box::leak(Box::new([b, s, h, d]))
+        };
+        let inputs: [Input; 3] = shapes.map(|shape| (rows_first(shape), Float));
+        let swapped = |x: &[Tensor]| x.iter().map(|x| x.transpose(1, 2)?.contiguous()).collect::<Result<Vec<_>, _>>();
+        cases.push(Case::new(
+            "flash_attn",
+            &inputs,
+            |x| x[0].flash_attn(&x[1], &x[2], 1.0 / 2f64.sqrt(), false),
+            move |x| plain(&swapped(x)?, |scores| candle_nn::ops::softmax(scores, D::Minus1))?.transpose(1, 2),
+        ));
+        cases.push(Case::new(
+            "causal flash_attn",
+            &inputs,
+            |x| x[0].flash_attn(&x[1], &x[2], 1.0 / 2f64.sqrt(), true),
+            move |x| plain(&swapped(x)?, |scores| kernels::causal_softmax(scores, 1.0))?.transpose(1, 2),
+        ));
+    }
+    sweep("flash_attn", cases);
+}
+
+#[test]
+fn attention_with_an_additive_mask() {
+    let shapes: [[&[usize]; 4]; 3] = [
+        [&[2, 4, 3, 2], &[2, 4, 3, 2], &[2, 4, 3, 2], &[3, 3]],
+        [&[2, 4, 2, 2], &[2, 2, 3, 2], &[2, 2, 3, 2], &[2, 1, 2, 3]],
+        [&[1, 3, 2, 2], &[1, 1, 2, 2], &[1, 1, 2, 2], &[3, 1, 2]],
+    ];
+    let case = |[q, k, v, m]: [&'static [usize]; 4]| {
+        let inputs: [Input; 4] = [(q, Float), (k, Float), (v, Float), (m, Float)];
+        Case::new(
+            "masked attention",
+            &inputs,
+            |x| x[0].scaled_dot_product_attention(&x[1], &x[2], AttentionMask::Additive(&x[3]), None),
+            |x| plain(x, |scores| candle_nn::ops::softmax(&scores.broadcast_add(&x[3])?, D::Minus1)),
+        )
+    };
+    sweep("masked attention", shapes.map(case).to_vec());
+}
+
+#[test]
+fn sharded_heads_attend_without_communication() {
+    on_ranks(2, "heads", |ctx| -> Result<()> {
+        let mesh = ctx.mesh(&[("a", 2)])?;
+        let put = |shape: &[usize], at| DTensor::distribute(&crate::common::values(shape, 1, DType::F64), &mesh, &[at]);
+        let [q, kv, one] =
+            [put(&[2, 4, 3, 2], Shard(1))?, put(&[2, 2, 3, 2], Shard(1))?, put(&[2, 1, 3, 2], Replicate)?];
+        for (key, mask) in [(&kv, AttentionMask::Causal), (&kv, AttentionMask::None), (&one, AttentionMask::Causal)] {
+            let (out, counts) = comm::record(|| q.scaled_dot_product_attention(key, key, mask, None));
+            let out = out?;
+            assert_eq!((counts.total(), out.placements()), (0, &[Shard(1)][..]), "{counts} for {}", key.spec());
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn attention_on_uneven_groups_equals_one_device() {
+    on_ranks(4, "more ranks than key heads", |ctx| -> Result<()> {
+        let mesh = ctx.mesh(&[("a", 4)])?;
+        let whole =
+            [[1, 8, 3, 2], [1, 2, 3, 2], [1, 2, 3, 2]].map(|s| crate::common::values(&s, s[1] as u64, DType::F64));
+        let want = plain(&whole, |scores| candle_nn::ops::softmax(scores, D::Minus1))?;
+        let q = DTensor::distribute(&whole[0], &mesh, &[Shard(1)])?;
+        let [k, v] = [1, 2].map(|i| DTensor::distribute(&whole[i], &mesh, &[Replicate]));
+        // Every rank has 2 of the 8 heads, half a group: it uses copies of the key heads, and no head moves.
+        let (out, counts) = comm::record(|| q.scaled_dot_product_attention(&k?, &v?, AttentionMask::None, None));
+        assert_eq!(counts.total(), 0, "{counts}");
+        let out = out?;
+        assert_eq!(out.to_local().dims(), [1, 2, 3, 2]);
+        let error = (out.full_tensor()? - want)?.abs()?.flatten_all()?.max(0)?.to_scalar::<f64>()?;
+        assert!(error < 1e-13, "{error}");
+        Ok(())
+    });
+}

@@ -1,0 +1,125 @@
+use crate::common::mesh;
+use crate::ops::sweep::{
+    Case, Input,
+    Kind::{Float, Ids, Whole},
+    sweep,
+};
+use candle_core::{Device, Tensor, Var};
+use candle_shard::{DTensor, Placement, Replicate, Result, Shard};
+use test_utils::on_ranks;
+
+/// Shapes that divide, that do not, and that leave ranks without elements.
+const SHAPES: [&[usize]; 4] = [&[4, 6], &[5, 3], &[1, 7], &[2, 1, 5]];
+
+#[test]
+fn an_extreme_of_what_is_not_a_number_does_not_depend_on_the_mesh() {
+    const NAN: f64 = f64::NAN;
+    on_ranks(3, "not a number", |ctx| -> Result<()> {
+        let mesh = mesh(ctx, &[3])?;
+        // Rows with one at the start, in the middle, at the end, twice, nowhere, and beside infinities.
+        let rows = [
+            [NAN, 2., 3., 1., 0.],
+            [1., 2., NAN, 5., 4.],
+            [5., 2., 3., 1., NAN],
+            [1., NAN, 3., NAN, 9.],
+            [1., 7., 3., 2., 0.],
+            [f64::INFINITY, f64::NEG_INFINITY, 1., 0., 2.],
+        ];
+        let whole = Tensor::new(&rows, &Device::Cpu)?;
+        let none = |x: &DTensor| -> Result<Vec<u8>> { Ok(x.full_tensor()?.ne(&x.full_tensor()?)?.to_vec1()?) };
+        let places = |x: DTensor| -> Result<Vec<u32>> { Ok(x.full_tensor()?.to_vec1()?) };
+        for at in [Replicate, Shard(0), Shard(1), Placement::PARTIAL_SUM] {
+            let var = Var::from_tensor(&whole)?;
+            let x = DTensor::replicated(var.as_tensor(), &mesh)?.redistribute(&[at])?;
+            for x in [&x, &x.detach()] {
+                assert_eq!(none(&x.max(1)?)?, [1, 1, 1, 1, 0, 0], "{at}");
+                assert_eq!(none(&x.min(1)?)?, [1, 1, 1, 1, 0, 0], "{at}");
+                assert_eq!(places(x.argmax(1)?)?, [0, 2, 4, 1, 1, 0], "{at}");
+                assert_eq!(places(x.argmin(1)?)?, [0, 2, 4, 1, 4, 1], "{at}");
+                assert!(x.max_all()?.to_scalar::<f64>()?.is_nan() && x.min_all()?.to_scalar::<f64>()?.is_nan());
+                // What makes a number of it gets the extreme.
+                let held = x.max(1)?.relu()?.full_tensor()?.to_vec1::<f64>()?;
+                let of_whole = DTensor::replicated(&whole, &mesh)?.max(1)?.relu()?.full_tensor()?.to_vec1::<f64>()?;
+                assert_eq!(format!("{held:?}"), format!("{of_whole:?}"), "{at}");
+            }
+            let grads = x.max(1)?.full_tensor()?.sum_all()?.backward()?;
+            let grad = grads.get(&var).unwrap();
+            let of_numbers = grad.narrow(0, 4, 1)?.flatten_all()?.to_vec1::<f64>()?;
+            assert_eq!(of_numbers, [0., 1., 0., 0., 0.], "{at}");
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn maxima_and_minima_with_equal_elements() {
+    let mut cases = Vec::new();
+    for shape in SHAPES {
+        let x: [Input; 1] = [(shape, Whole)];
+        cases.push(Case::new("max_all", &x, |x| x[0].max_all(), |x| x[0].max_all()));
+        cases.push(Case::new("min_all", &x, |x| x[0].min_all(), |x| x[0].min_all()));
+        for dim in 0..shape.len() {
+            cases.extend([
+                Case::new(&format!("max {dim}"), &x, move |x| x[0].max(dim), move |x| x[0].max(dim)),
+                Case::new(&format!("min {dim}"), &x, move |x| x[0].min(dim), move |x| x[0].min(dim)),
+            ]);
+        }
+    }
+    let x: [Input; 1] = [(&[5, 3], Float)];
+    let ids: [Input; 1] = [(&[5, 3], Ids(9))];
+    cases.extend([
+        Case::new("max beside x", &x, |x| x[0].max_keepdim(0)? * &x[0], |x| x[0].max_keepdim(0)?.broadcast_mul(&x[0])),
+        Case::new("min beside x", &x, |x| x[0].min_keepdim(1)? * &x[0], |x| x[0].min_keepdim(1)?.broadcast_mul(&x[0])),
+        Case::new("max of none", &[(&[0, 3], Float)], |x| x[0].max(1), |x| x[0].sum(1)),
+        Case::new("max of one", &[(&[], Float)], |x| x[0].max_all(), |x| x[0].max_all()),
+        Case::new("max of ids", &ids, |x| x[0].max(0), |x| x[0].max(0)),
+        Case::new("min of ids", &ids, |x| x[0].min(0), |x| x[0].min(0)),
+    ]);
+    sweep("extremes", cases);
+}
+
+#[test]
+fn places_of_extremes_with_equal_elements() {
+    let mut cases = Vec::new();
+    for shape in SHAPES {
+        let x: [Input; 1] = [(shape, Whole)];
+        for dim in 0..shape.len() {
+            cases.extend([
+                Case::new(&format!("argmax {dim}"), &x, move |x| x[0].argmax(dim), move |x| x[0].argmax(dim)),
+                Case::new(
+                    &format!("argmin {dim}"),
+                    &x,
+                    move |x| x[0].argmin_keepdim(dim),
+                    move |x| x[0].argmin_keepdim(dim),
+                ),
+                Case::new(&format!("argmin without {dim}"), &x, move |x| x[0].argmin(dim), move |x| x[0].argmin(dim)),
+            ]);
+        }
+    }
+    sweep("places of extremes", cases);
+}
+
+#[test]
+fn extremes_that_are_infinite() {
+    let cases = vec![
+        Case::new(
+            "argmax",
+            &[(&[5, 3], Whole)],
+            |x| x[0].sqr()?.recip()?.argmax(0),
+            |x| x[0].sqr()?.recip()?.argmax(0),
+        ),
+        Case::new(
+            "max of minus infinities",
+            &[(&[5, 3], Float)],
+            |x| x[0].detach().sqr()?.affine(f64::NEG_INFINITY, 0.0)?.max(0)?.exp(),
+            |x| x[0].detach().sqr()?.affine(f64::NEG_INFINITY, 0.0)?.max(0)?.exp(),
+        ),
+        Case::new(
+            "argmax of minus infinities",
+            &[(&[5, 3], Float)],
+            |x| x[0].sqr()?.affine(f64::NEG_INFINITY, 0.0)?.argmax(0),
+            |x| x[0].sqr()?.affine(f64::NEG_INFINITY, 0.0)?.argmax(0),
+        ),
+    ];
+    sweep("infinite extremes", cases);
+}

@@ -1,0 +1,26 @@
+//! Every op in every layout of its inputs, on every mesh, against one device: value and gradients.
+#![allow(clippy::unwrap_used)] // a panic is how a test fails
+mod attention;
+mod complete;
+mod embedding;
+mod exchanges;
+mod explained;
+mod extreme;
+mod images;
+mod join;
+mod leaves;
+mod lookup;
+mod losses;
+mod matmul;
+mod names;
+mod order;
+mod pointwise;
+mod reduce;
+mod rows;
+mod sizes;
+mod slice;
+mod strict;
+mod sweep;
+mod unary;
+mod view;
+mod whole;

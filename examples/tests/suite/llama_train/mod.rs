@@ -1,0 +1,10 @@
+//! A Llama that learns: the numbers of plain candle on every mesh, before and after a stop.
+#![allow(clippy::unwrap_used)] // a panic is how a test fails
+
+mod broken;
+mod crash;
+mod parity;
+mod plain;
+mod program;
+mod resume;
+mod support;

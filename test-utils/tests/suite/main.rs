@@ -1,0 +1,7 @@
+//! The integration tests of the test utilities, in one binary: each file or folder is a subject.
+#![allow(clippy::unwrap_used)] // a panic is how a test fails
+mod converter;
+mod data_parallel;
+mod mlp;
+mod reference;
+mod transformer;
