@@ -31,10 +31,16 @@ fn main() -> anyhow::Result<()> {
     let schedule = kind.schedule(RANKS, MICROBATCHES, kind.stages_per_rank())?;
     let costs = Costs::per_rank(schedule.stage_ranks(), 1.0, 1.0, 1.0);
     let predicted = schedule.simulate(&Edges::chain(schedule.stages()), &costs)?;
-    fs::write(folder.join("schedule.svg"), draw::svg(&[("zbv", &predicted)]))?;
+    fs::write(
+        folder.join("schedule.svg"),
+        draw::svg(&[("ZBV on 4 ranks, simulated, in costs of a pass", &predicted)]),
+    )?;
 
     let measured = measure(&schedule, &costs, UNIT)?;
-    fs::write(folder.join("trace.svg"), draw::svg(&[("zbv as 4 threads ran it", &measured)]))?;
+    fs::write(
+        folder.join("trace.svg"),
+        draw::svg(&[("ZBV on 4 threads whose stages sleep, measured, in seconds", &measured)]),
+    )?;
     println!("sharding.svg, schedule.svg and trace.svg are in {}", folder.display());
     Ok(())
 }

@@ -4,15 +4,17 @@ use crate::Result;
 use crate::spec::Spec;
 use itertools::Itertools;
 
-/// The longer side of a slice, the least length of the shorter one, and the room around them, in pixels.
+/// The longer side of a slice, the least length of the shorter one, the room around them and below, in pixels.
 const LONG: f64 = 320.0;
 const SHORT: f64 = 48.0;
 const MARGIN: f64 = 56.0;
+const BELOW: f64 = 28.0;
 
 /// An SVG picture of which rank holds what of a tensor of one to three dims, complete in itself.
 ///
-/// Each block is drawn to scale in the colours of the ranks that hold it, with a text for the pointer that rests on it;
-/// slices of the first of three dims stand side by side, and ranks that hold nothing are named below.
+/// Each block is drawn to scale in the colors of the ranks that hold it, with a tooltip. The numbers at the edges are the
+/// global indices where blocks begin and end. Slices of the first of three dims stand side by side, and a line below
+/// names the ranks that hold nothing. The background is white, so the picture can be read on a dark page.
 ///
 /// # Errors
 /// If the tensor has no dim or more than three.
@@ -37,23 +39,30 @@ pub fn visualize_sharding_svg(spec: &Spec) -> Result<String> {
     let scaled = |n: f64| (n / longest * LONG).max(SHORT);
     let scale = Scale { x: scaled(columns) / columns, y: scaled(rows) / rows };
     let step = scaled(columns) + MARGIN;
-    let (width, height) = (MARGIN + step * grid.slices.len().max(1) as f64, scaled(rows) + 2.0 * MARGIN);
-    let mut body = text(MARGIN, 20.0, &spec.to_string());
+    let (width, height) = (MARGIN + step * grid.slices.len().max(1) as f64, scaled(rows) + MARGIN + BELOW);
+    // A spec's text may be longer than its picture is wide.
+    let width = width.max(MARGIN + 7.5 * spec.to_string().len() as f64);
+    let mut body = text(8.0, 18.0, "start", &spec.to_string());
     for (i, &slice) in grid.slices.iter().enumerate() {
         let left = MARGIN + step * i as f64;
         if spec.dims().len() == 3 {
-            body += &text(left, 36.0, &format!("[{}]", shown(slice)));
+            body += &text(left, 34.0, "start", &format!("[{}]", shown(slice)));
+        }
+        body += &edges(&grid.columns, |at| text(left + at * scale.x, MARGIN - 6.0, "middle", &at.to_string()));
+        if spec.dims().len() > 1 {
+            body += &edges(&grid.rows, |at| text(left - 6.0, MARGIN + at * scale.y + 4.0, "end", &at.to_string()));
         }
         for (&row, &column) in grid.rows.iter().cartesian_product(&grid.columns) {
             body += &block(spec, &grid, [slice, row, column], left, scale);
         }
     }
     if !grid.empty.is_empty() {
-        body += &text(MARGIN, height - 12.0, &format!("nothing on {}", named(&grid.empty)));
+        body += &text(8.0, height - 10.0, "start", &format!("nothing on {}", named(&grid.empty)));
     }
     Ok(format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{width}\" height=\"{height}\" \
-         viewBox=\"0 0 {width} {height}\" font-family=\"sans-serif\" font-size=\"12\">\n{body}</svg>\n"
+         viewBox=\"0 0 {width} {height}\" font-family=\"sans-serif\" font-size=\"12\">\n\
+         <path d=\"M0 0H{width}V{height}H0Z\" fill=\"#fff\"/>\n{body}</svg>\n"
     ))
 }
 
@@ -82,11 +91,17 @@ fn block(spec: &Spec, grid: &Grid, place: [Bounds; 3], left: f64, scale: Scale) 
     let frame = format!(
         "<rect x=\"{x:.1}\" y=\"{y:.1}\" width=\"{width:.1}\" height=\"{height:.1}\" fill=\"none\" stroke=\"#444\"/>\n"
     );
-    let label = text(x + 4.0, y + 15.0, &named(ranks));
+    let label = text(x + 4.0, y + 15.0, "start", &named(ranks));
     format!("<g><title>[{ranges}]: {}</title>\n{}{frame}{label}</g>\n", named(ranks), bands.collect::<String>())
 }
 
-fn text(x: f64, y: f64, words: &str) -> String {
+/// The indices where blocks begin or end, each drawn by `draw`.
+fn edges(bounds: &[Bounds], draw: impl Fn(f64) -> String) -> String {
+    let ends = bounds.iter().flat_map(|&(start, end)| [start, end]).sorted().dedup();
+    ends.map(|at| draw(at as f64)).collect()
+}
+
+fn text(x: f64, y: f64, anchor: &str, words: &str) -> String {
     let escaped = words.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;");
-    format!("<text x=\"{x:.1}\" y=\"{y:.1}\">{escaped}</text>\n")
+    format!("<text x=\"{x:.1}\" y=\"{y:.1}\" text-anchor=\"{anchor}\">{escaped}</text>\n")
 }

@@ -86,7 +86,7 @@ fn svg_has_a_group_for_each_block_and_a_band_for_each_of_its_ranks() {
 }
 
 #[test]
-fn svg_draws_blocks_to_scale_in_a_colour_for_each_rank_and_escapes_names() {
+fn svg_draws_blocks_to_scale_in_a_color_for_each_rank_and_escapes_names() {
     let pictures = on_ranks(2, "scale", |ctx| -> Result<String> {
         let mesh = ctx.mesh(&[("<t&p>", 2)])?;
         let spec = Spec::new(&mesh, &[Shard(1)], (4, 8), DType::F32)?.with_sizes(0, Some([2, 6].into()))?;
@@ -104,6 +104,13 @@ fn svg_draws_blocks_to_scale_in_a_colour_for_each_rank_and_escapes_names() {
         assert!(pictures[0].contains(&bands(rank)), "{}", pictures[0]);
     }
     assert!(pictures[0].contains("f32[4, 8@&lt;t&amp;p&gt;(2+6)]"), "{}", pictures[0]);
+    // Columns begin and end at 0, 2 and 8, rows at 0 and 4.
+    let edges = [("56.0", "50.0", "middle", 0), ("136.0", "50.0", "middle", 2), ("376.0", "50.0", "middle", 8)];
+    let rows = [("50.0", "60.0", "end", 0), ("50.0", "220.0", "end", 4)];
+    for (x, y, anchor, index) in edges.into_iter().chain(rows) {
+        let mark = format!("<text x=\"{x}\" y=\"{y}\" text-anchor=\"{anchor}\">{index}</text>");
+        assert!(pictures[0].contains(&mark), "{mark} in {}", pictures[0]);
+    }
 }
 
 #[test]

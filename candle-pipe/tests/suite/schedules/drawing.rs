@@ -38,8 +38,31 @@ fn svg_has_every_computation_of_every_timeline() {
     let spans = predicted.ranks.iter().chain(&measured.ranks).map(Vec::len).sum::<usize>();
     assert_eq!(picture.matches("<rect ").count(), spans);
     assert!(picture.contains("a &lt;b&gt; &amp; c, ") && picture.ends_with("</svg>\n"));
+    for named in ["forward", "backward", "input gradient", "weight gradient", "number: microbatch; darker"] {
+        assert!(picture.contains(&format!(">{named}")), "{named} in {picture}");
+    }
+    // An axis from 0 for each timeline.
+    assert_eq!(picture.matches(">time</text>").count(), 2);
+    assert_eq!(picture.matches("text-anchor=\"middle\">0</text>\n<path").count(), 2, "{picture}");
     assert!(!picture.contains("NaN") && !picture.contains("inf"));
     assert!(!draw::svg(&[("nothing", &Timeline::empty(2))]).contains("NaN"));
+}
+
+#[test]
+fn svg_numbers_microbatches_and_marks_time_in_round_steps() {
+    let timeline = simulated(&schedule("1f1b", 2, 2, 1), [1.0, 1.0, 1.0], 0.0);
+    let picture = draw::svg(&[("1f1b", &timeline)]);
+    // 9 units long: 0, 1, ... 9 on the axis, and each of 4 passes of 2 microbatches with its number.
+    for tick in 0..=9 {
+        let x = 60.0 + f64::from(tick) * 1100.0 / 9.0;
+        assert!(
+            picture.contains(&format!("<text x=\"{x:.1}\" y=\"118.0\" text-anchor=\"middle\">{tick}<")),
+            "{picture}"
+        );
+    }
+    let numbered = picture.matches("stroke=\"#fff\"/>\n<text").count();
+    assert_eq!(numbered, 8);
+    assert!(!picture.contains("darker") && !picture.contains("weight gradient"));
 }
 
 #[test]
