@@ -1,7 +1,7 @@
 //! What goes over the connections between processes and rank 0.
 use super::signature::Signature;
 use crate::backend::DIFFERENCES;
-use crate::store::values::{Change, Outcome};
+use crate::values::{Change, Outcome};
 use crate::world::End;
 use crate::{Cause, Doing};
 use serde::{Deserialize, Serialize};

@@ -13,10 +13,10 @@ mod signature;
 mod watch;
 
 use crate::backend::Call;
-use crate::init::{InitOptions, LaunchInfo};
-use crate::store::frame::{MAX_KEY, MAX_VALUE};
-use crate::store::link::Link;
-use crate::store::values::{Change, Outcome};
+use crate::launch::{InitOptions, LaunchInfo};
+use crate::link::Link;
+use crate::link::frame::{MAX_KEY, MAX_VALUE};
+use crate::values::{Change, Outcome};
 use crate::world::End;
 use crate::{Cause, Error, GroupFailure, Result, hash};
 use activity::Meeting;

@@ -1,10 +1,15 @@
 //! A world of ranks: threads of this process, or processes.
+mod engines;
+mod processes;
+
+pub use processes::{Backend, init_process_group, init_process_group_with};
+
 use crate::backend::local::{LocalBackend, RankGuard, WorldState};
 #[cfg(feature = "nccl")]
 use crate::backend::nccl::{NcclBackend, Values, Watch, check_devices};
 use crate::control::Control;
-use crate::init::{self, Backend, InitOptions, LaunchInfo};
-use crate::{Cause, DeviceMesh, ProcessGroup, Result, Store, backend, key_value, threads};
+use crate::launch::{InitOptions, LaunchInfo};
+use crate::{Cause, DeviceMesh, ProcessGroup, Result, Store, backend, store, threads};
 use candle_core::Device;
 use serde::{Deserialize, Serialize};
 use std::any::Any;
@@ -196,7 +201,7 @@ impl World {
                 let options = options.clone();
                 self.refuse_mailbox("processes")?;
                 let options = InitOptions { threads_per_rank: self.threads_per_rank, ..options.timeout(self.timeout) };
-                let mut ctx = init::init_process_group(backend, options)?;
+                let mut ctx = init_process_group(backend, options)?;
                 ctx.group = ProcessGroup::new(wrapped(ctx.group.into_engine(), &self.wraps));
                 return Ok(vec![ctx]);
             }
@@ -211,7 +216,7 @@ impl World {
             Ranks::Gpus => over_nccl(&world, &self.devices)?,
             _ => locally(&world, &self.devices),
         };
-        let shared = key_value::Shared::new(&world);
+        let shared = store::Shared::new(&world);
         let context = |(rank, engine)| RankContext {
             guard: Guard::Thread(RankGuard::new(world.clone(), rank)),
             group: ProcessGroup::new(wrapped(engine, &self.wraps)),

@@ -1,6 +1,7 @@
 //! Which engine moves tensors between processes: the one that was asked for, or the best that all ranks can use.
-use super::{Backend, LaunchInfo};
+use super::Backend;
 use crate::control::Control;
+use crate::launch::LaunchInfo;
 use crate::{Error, Result, backend};
 use itertools::Itertools;
 use serde::{Deserialize, Serialize};
@@ -114,7 +115,7 @@ fn decide(engines: &[&Engine], lacks: &[Vec<Option<String>>]) -> Choice {
 #[allow(clippy::unwrap_used)] // a panic is how a test fails
 mod tests {
     use super::*;
-    use crate::init::InitOptions;
+    use crate::launch::InitOptions;
     use std::net::TcpListener;
     use std::thread;
 
