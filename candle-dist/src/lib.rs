@@ -66,6 +66,7 @@
 //! ```
 pub mod backend;
 pub mod bits;
+mod call;
 pub mod comm;
 pub mod control;
 mod error;
@@ -88,7 +89,7 @@ mod world;
 
 pub use candle_core;
 
-pub use backend::{Op, ReduceOp};
+pub use call::{Op, ReduceOp};
 pub use error::{Cause, Doing, Error, GroupFailure, RankReport, Result, without_trace};
 pub use freeable::FreeableTensor;
 pub use group::{MAX_OBJECT_BYTES, Message, Pending, PendingTensors, ProcessGroup};

@@ -1,24 +1,10 @@
 //! Processes that become the ranks of a world.
-use super::engines;
+use super::context::RankContext;
+use super::engines::{self, Backend};
 use crate::control::Control;
 use crate::launch::{InitOptions, LaunchInfo};
-use crate::{Cause, Error, ProcessGroup, RankContext, Result, backend, threads};
+use crate::{Cause, Error, ProcessGroup, Result, backend, threads};
 use std::sync::Arc;
-
-/// The engine that moves tensors between processes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
-#[non_exhaustive]
-pub enum Backend {
-    /// The best one of this build that all ranks can use: NCCL, where each has a GPU, else MPI.
-    ///
-    /// Rank 0 logs what it chose and why; [`ProcessGroup::backend_name`] has the name.
-    #[default]
-    Auto,
-    /// NCCL, between GPUs; needs the cargo feature `nccl`.
-    Nccl,
-    /// MPI, between CPUs; needs the cargo feature `mpi`.
-    Mpi,
-}
 
 /// Joins the world of processes that a launcher has started, as one of its ranks.
 ///
