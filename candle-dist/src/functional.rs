@@ -37,7 +37,10 @@
 //! assert_eq!(grads, [[3.0], [3.0]]);
 //! # Ok::<(), candle_dist::WorldError>(())
 //! ```
-use crate::backend::{Call, Dims, Fresh, Op, Ready, ReduceOp};
+pub use crate::call::Cut;
+
+use crate::backend::{Fresh, Ready};
+use crate::call::{Call, Dims, Op, ReduceOp, total};
 use crate::{Error, ProcessGroup, Result};
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Shape, Tensor};
 use smallvec::smallvec;
@@ -66,26 +69,6 @@ pub enum Step {
     AllToAllSingle(Vec<Dims>),
     /// Pieces of the first cut to pieces of the second one of the same dim; only what changes hands is sent.
     Recut(Cut, Cut),
-}
-
-/// A dim cut into one piece a rank.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Cut {
-    /// The dim.
-    pub dim: usize,
-    /// The pieces' sizes in rank order; they may differ and be zero.
-    pub sizes: Dims,
-}
-
-impl Cut {
-    /// A cut of `dim` into `sizes`.
-    pub fn new(dim: usize, sizes: &[usize]) -> Self {
-        Self { dim, sizes: Dims::from_slice(sizes) }
-    }
-
-    fn start(&self, rank: usize) -> usize {
-        self.sizes[..rank].iter().sum()
-    }
 }
 
 /// What a step made: fresh memory, or a view that needs none.
@@ -154,7 +137,7 @@ impl Step {
 
     /// Refuses pieces that do not fit the tensor or the group, before anything is sent.
     fn check(&self, x: &Tensor, group: &ProcessGroup) -> Result<()> {
-        let whole = |cut: &Cut| x.dims().get(cut.dim).copied() == crate::group::check::total(&cut.sizes);
+        let whole = |cut: &Cut| x.dims().get(cut.dim).copied() == total(&cut.sizes);
         let piece = |cut: &Cut| x.dims().get(cut.dim).copied() == cut.sizes.get(group.rank()).copied();
         let count = |cut: &Cut| cut.sizes.len() == group.size();
         let fits = match self {
@@ -165,7 +148,7 @@ impl Step {
             }
             Self::AllToAllSingle(counts) => return group.check_routes(x, counts),
             Self::Recut(from, to) => {
-                let total = |cut: &Cut| crate::group::check::total(&cut.sizes);
+                let total = |cut: &Cut| total(&cut.sizes);
                 count(from) && count(to) && piece(from) && from.dim == to.dim && total(from) == total(to)
             }
             Self::Identity | Self::First | Self::AllReduce(_) => true,

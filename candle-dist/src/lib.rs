@@ -64,50 +64,40 @@
 //! assert_eq!(causes[0], Some(Cause::Returned { rank: 1 }));
 //! # Ok::<(), candle_dist::WorldError>(())
 //! ```
-mod accumulate;
 pub mod backend;
 pub mod bits;
-mod clip;
+mod call;
 pub mod comm;
 pub mod control;
-mod data_parallel;
 mod error;
+mod freeable;
 pub mod functional;
-mod grads;
 mod group;
 #[doc = include_str!("guide.md")]
 pub mod guide {}
 mod hash;
 pub mod init;
-mod key_value;
 mod launch;
+mod link;
 mod mesh;
-mod pack;
-mod state;
-mod storage;
 mod store;
-mod sync;
 pub mod threads;
+mod train;
 mod tree;
-mod verify;
+mod values;
 mod world;
 
 pub use candle_core;
 
-pub use accumulate::GradAccumulator;
-pub use backend::{Op, ReduceOp};
-pub use clip::ClipGradNorm;
-pub use data_parallel::{DataParallel, DataParallelOptions, PendingGrads, Start};
+pub use call::{Op, ReduceOp};
 pub use error::{Cause, Doing, Error, GroupFailure, RankReport, Result, without_trace};
-pub use grads::{add_grad, round_grads, sum_dtype};
+pub use freeable::FreeableTensor;
 pub use group::{MAX_OBJECT_BYTES, Message, Pending, PendingTensors, ProcessGroup};
-pub use init::init_process_group;
-pub use key_value::Store;
 pub use mesh::{Axis, DeviceMesh};
-pub use pack::{Packed, PackedKeys};
-pub use state::replace_by_prefix;
-pub use storage::FreeableTensor;
-pub use sync::{SyncOptions, named_vars, sync_module_states, sync_params};
-pub use tree::TensorTree;
-pub use verify::verify_parameter_shapes;
-pub use world::{RankContext, World, WorldError, panic_message};
+pub use store::Store;
+pub use train::{
+    ClipGradNorm, DataParallel, DataParallelOptions, GradAccumulator, PendingGrads, Start, SyncOptions, add_grad,
+    named_vars, round_grads, sum_dtype, sync_module_states, sync_params, verify_parameter_shapes,
+};
+pub use tree::{Packed, PackedKeys, TensorTree, replace_by_prefix};
+pub use world::{RankContext, World, WorldError, init_process_group, panic_message};

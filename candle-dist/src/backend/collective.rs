@@ -1,8 +1,10 @@
 //! What each collective computes from the tensors of all members.
 use super::device::{concat_pieces, reduce};
+use super::fresh::{Fresh, Results, Tensors};
 use super::overwrite::overwrite;
-use super::regions::{self, Piece};
-use super::{Call, Dims, Fresh, Op, ReduceOp, Results, Tensors, reduce as host};
+use super::runs::Piece;
+use super::{reduce as host, regions};
+use crate::call::{Call, Dims, Op, ReduceOp};
 use crate::{Error, Result};
 use candle_core::{Shape, Tensor};
 use smallvec::SmallVec;

@@ -2,40 +2,14 @@
 //!
 //! The device's results are those of the host to the last bit: sums in rank order, 16-bit floats in f32, NaN passed on.
 use super::guards::Guards;
-use super::regions::{self, Piece};
-use super::{Op, ReduceOp, dense, reduce};
+use super::runs::Piece;
+use super::storage::{Held, dense, mixed};
+use super::{reduce, regions};
+use crate::call::{Op, ReduceOp};
 use crate::{Error, Result};
-use candle_core::backend::{BackendDevice, BackendStorage};
+use candle_core::backend::BackendDevice;
 use candle_core::op::{Add, BinaryOpT, CmpOp, Div, Mul};
-use candle_core::{CpuStorage, CudaStorage, DType, Device, Layout, Shape, Storage, StorageRef, Tensor};
-
-/// The storage of one kind of device.
-pub(super) trait Held: BackendStorage<Device: BackendDevice<Storage = Self>> {
-    /// The storage, if it is of this kind.
-    fn of(storage: &Storage) -> Result<&Self>;
-}
-
-impl Held for CpuStorage {
-    fn of(storage: &Storage) -> Result<&Self> {
-        match storage {
-            Storage::Cpu(storage) => Ok(storage),
-            _ => Err(mixed()),
-        }
-    }
-}
-
-impl Held for CudaStorage {
-    fn of(storage: &Storage) -> Result<&Self> {
-        match storage {
-            Storage::Cuda(storage) => Ok(storage),
-            _ => Err(mixed()),
-        }
-    }
-}
-
-fn mixed() -> Error {
-    Error::Unsupported("a collective of tensors on different kinds of devices; move them to one".to_string())
-}
+use candle_core::{CudaStorage, DType, Device, Layout, Shape, Storage, StorageRef, Tensor};
 
 /// The reduction of all tensors, or of the same `piece` of each, as fresh contiguous memory on their device.
 pub(super) fn reduce(tensors: &[&Tensor], op: ReduceOp, piece: Option<Piece>) -> Result<Storage> {
@@ -196,6 +170,7 @@ fn is_per_thread(_: &Device) -> bool {
 #[allow(clippy::unwrap_used)] // a panic is how a test fails
 mod tests {
     use super::*;
+    use candle_core::CpuStorage;
     use proptest::prelude::*;
 
     const DTYPES: [DType; 7] = [DType::U8, DType::U32, DType::I64, DType::BF16, DType::F16, DType::F32, DType::F64];

@@ -1,5 +1,5 @@
 //! Read locks on several tensors at once that cannot wait for each other.
-use super::overwrite::address;
+use super::storage::address;
 use candle_core::{StorageRef, Tensor};
 use smallvec::SmallVec;
 
@@ -39,8 +39,9 @@ impl<'a> Guards<'a> {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)] // a panic is how a test fails
 mod tests {
-    use super::super::{ReduceOp, device, regions};
+    use super::super::{device, regions};
     use super::*;
+    use crate::call::ReduceOp;
     use candle_core::{CpuStorage, DType, Device, InplaceOp1, Layout, Var};
     use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
     use std::thread;

@@ -1,6 +1,8 @@
 //! Results in memory that the caller gives, and the parts of engines that need no engine.
-use super::overwrite::{overwrite, share_memory};
-use super::{Fresh, Results, Tensors, Unfinished};
+use super::fresh::{Fresh, Results, Tensors};
+use super::overwrite::overwrite;
+use super::storage::share_memory;
+use super::unfinished::Unfinished;
 use crate::{Error, Result};
 use candle_core::{DType, Shape, Tensor};
 use std::time::Duration;

@@ -1,7 +1,7 @@
 //! Writing results into tensors that exist.
-use super::device::Held;
-use super::reduce::Element;
-use super::regions::Runs;
+use super::element::Element;
+use super::runs::Runs;
+use super::storage::Held;
 use crate::{Error, Result};
 use candle_core::{CpuStorage, CudaStorage, InplaceOp1, Layout, Tensor};
 
@@ -13,16 +13,6 @@ pub(crate) fn overwrite(tensor: &Tensor, parts: &[&Tensor]) -> Result<()> {
         return Ok(()); // candle refuses some of these
     }
     Ok(tensor.inplace_op1(&Overwrite(parts))?)
-}
-
-/// Whether two tensors lie in the same memory.
-pub(crate) fn share_memory(a: &Tensor, b: &Tensor) -> bool {
-    address(a) == address(b)
-}
-
-/// Where a tensor's storage is: alike for views of one storage. Nothing stays locked.
-pub(super) fn address(tensor: &Tensor) -> usize {
-    std::ptr::from_ref(&*tensor.storage_and_layout().0).addr()
 }
 
 struct Overwrite<'a>(&'a [&'a Tensor]);

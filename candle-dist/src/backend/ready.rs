@@ -1,5 +1,5 @@
 //! Results that are there before their graph nodes.
-use super::Fresh;
+use super::fresh::Fresh;
 use candle_core::{CpuStorage, CudaStorage, Shape};
 use parking_lot::Mutex;
 

@@ -1,6 +1,6 @@
 //! Counting communication, scoped to a closure.
 use super::{Collect, Event, Part, Scope};
-use crate::backend::Op;
+use crate::call::Op;
 use std::collections::BTreeMap;
 use std::fmt;
 

@@ -1,6 +1,6 @@
 //! Every call of a rank as an event.
 use super::{Collect, Scope};
-use crate::backend::{Dims, Op};
+use crate::call::{Dims, Op};
 use std::fmt;
 use std::panic::Location;
 use std::time::{Duration, Instant};

@@ -10,7 +10,7 @@ pub mod trace;
 pub use counts::{CommCounts, Count, record};
 pub use log::{Event, Log, Part};
 
-use crate::backend::{Call, Dims, Form};
+use crate::call::{Call, Dims, Form};
 use std::cell::RefCell;
 use std::rc::Rc;
 use std::time::{Duration, Instant};

@@ -1,6 +1,6 @@
 //! What a rank is in, and whether what it waits for can still come.
 use super::{channel, group_id};
-use crate::backend::Call;
+use crate::call::Call;
 use smallvec::SmallVec;
 use std::collections::HashMap;
 use std::fmt;
@@ -164,7 +164,7 @@ impl fmt::Display for Waiting {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::backend::Op;
+    use crate::call::Op;
 
     fn wait(activity: &mut Activity, group: u64, round: u64) -> u64 {
         activity.count(group, round);

@@ -1,8 +1,8 @@
 //! How a process finds rank 0.
 use super::server::meeting_points;
-use crate::init::LaunchInfo;
-use crate::store::hello::{Answer, Hello, MAX_TOKEN};
-use crate::store::{Before, within};
+use crate::launch::LaunchInfo;
+use crate::link::hello::{Answer, Hello, MAX_TOKEN};
+use crate::link::{Before, within};
 use crate::{Error, Result};
 use std::io::{self, ErrorKind};
 use std::net::{SocketAddr, TcpStream};

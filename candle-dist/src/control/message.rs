@@ -1,8 +1,8 @@
 //! What goes over the connections between processes and rank 0.
 use super::signature::Signature;
-use crate::backend::DIFFERENCES;
-use crate::store::values::{Change, Outcome};
-use crate::world::End;
+use crate::call::DIFFERENCES;
+use crate::error::End;
+use crate::values::{Change, Outcome};
 use crate::{Cause, Doing};
 use serde::{Deserialize, Serialize};
 use std::time::Duration;

@@ -12,12 +12,12 @@ mod server;
 mod signature;
 mod watch;
 
-use crate::backend::Call;
-use crate::init::{InitOptions, LaunchInfo};
-use crate::store::frame::{MAX_KEY, MAX_VALUE};
-use crate::store::link::Link;
-use crate::store::values::{Change, Outcome};
-use crate::world::End;
+use crate::call::Call;
+use crate::error::End;
+use crate::launch::{InitOptions, LaunchInfo};
+use crate::link::Link;
+use crate::link::frame::{MAX_KEY, MAX_VALUE};
+use crate::values::{Change, Outcome};
 use crate::{Cause, Error, GroupFailure, Result, hash};
 use activity::Meeting;
 use message::Request;

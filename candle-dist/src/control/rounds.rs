@@ -92,7 +92,7 @@ impl Calls {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::backend::{Call, Op};
+    use crate::call::{Call, Op};
 
     fn message(op: Op, round: u64, tag: u32) -> Signature {
         Signature::new(5, &[0, 1], round, &Call { tag, ..Call::new(op) })

@@ -1,8 +1,8 @@
 //! Where rank 0 listens: lets processes of the job in, and drops everybody else.
 use super::hub::Hub;
-use crate::init::{InitOptions, LaunchInfo};
-use crate::store::hello::Hello;
-use crate::store::{Before, within};
+use crate::launch::{InitOptions, LaunchInfo};
+use crate::link::hello::Hello;
+use crate::link::{Before, within};
 use crate::{Error, Result};
 use parking_lot::Mutex;
 use std::collections::VecDeque;

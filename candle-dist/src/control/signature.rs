@@ -1,6 +1,6 @@
 //! A call in a form that can be sent and compared at rank 0.
 use super::message::{MAX_STATE, MEMBERS, clipped};
-use crate::backend::{Call, Dims, Form, Op, ReduceOp};
+use crate::call::{Call, Dims, Form, Op, ReduceOp};
 use crate::hash;
 use candle_core::{DType, DeviceLocation};
 use serde::{Deserialize, Serialize};

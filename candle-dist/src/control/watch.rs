@@ -2,11 +2,11 @@
 use super::activity::{Activity, Meeting, Waiting};
 use super::message::{Fault, MAX_MESSAGE, MAX_ROUNDS, MAX_STATE, Notice, Request, State, clipped};
 use super::signature::Signature;
-use crate::backend::{Call, Form, Op};
-use crate::store::link::{Event, Outbox};
-use crate::store::values::{Change, Outcome};
-use crate::store::within;
-use crate::world::End;
+use crate::call::{Call, Form, Op};
+use crate::error::End;
+use crate::link::within;
+use crate::link::{Event, Outbox};
+use crate::values::{Change, Outcome};
 use crate::{Cause, Error, GroupFailure, RankReport, Result};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use std::collections::HashMap;

@@ -1,33 +1,9 @@
 //! Arguments of collectives, checked before anything is sent.
 use super::ProcessGroup;
-use crate::backend::overwrite::share_memory;
-use crate::backend::{Call, Dims, Op};
+use crate::backend::storage::share_memory;
+use crate::call::{CARRIED, Call, Dims, Op, carried, total};
 use crate::{Error, Result};
 use candle_core::{DType, Tensor};
-
-/// The dtypes that every engine moves and reduces.
-pub(crate) const CARRIED: [DType; 10] = [
-    DType::U8,
-    DType::U32,
-    DType::I64,
-    DType::BF16,
-    DType::F16,
-    DType::F32,
-    DType::F64,
-    DType::I16,
-    DType::I32,
-    DType::F8E4M3,
-];
-
-/// Their names, for errors.
-pub(crate) fn carried() -> String {
-    CARRIED.map(|dtype| dtype.as_str()).join(", ")
-}
-
-/// The sum of sizes, unless it is more than can be counted.
-pub(crate) fn total(sizes: &[usize]) -> Option<usize> {
-    sizes.iter().try_fold(0usize, |sum, &size| sum.checked_add(size))
-}
 
 impl ProcessGroup {
     pub(super) fn invalid(&self, op: Op, reason: String) -> Error {

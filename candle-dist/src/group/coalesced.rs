@@ -3,7 +3,7 @@ use super::pending::State;
 use super::{PendingTensors, ProcessGroup};
 use crate::Result;
 use crate::backend::{Call, Fresh, Op, RAGGED, ReduceOp, Tensors, bytes};
-use crate::functional::Cut;
+use crate::call::Cut;
 use candle_core::Tensor;
 
 impl ProcessGroup {

@@ -1,8 +1,7 @@
 //! Rows from every rank to every rank, as many as each pair needs.
 use super::ProcessGroup;
-use super::check::total;
 use crate::Result;
-use crate::backend::{Call, Dims, Op};
+use crate::call::{Call, Dims, Op, total};
 use candle_core::Tensor;
 
 impl ProcessGroup {

@@ -1,8 +1,10 @@
 //! Who a process is: its rank, the world's size, and where rank 0 is found.
 mod launchers;
+mod options;
 mod slurm;
 
-use crate::init::InitOptions;
+pub use options::InitOptions;
+
 use crate::{Error, Result, hash};
 use itertools::Itertools;
 use launchers::{LAUNCHERS, Launcher};

@@ -12,7 +12,8 @@ mod wait;
 pub(crate) use state::{RankGuard, WorldState};
 
 use super::collective::{self, Gives};
-use super::regions::Piece;
+use super::runs::Piece;
+use super::storage::share_memory;
 use super::{Backend, Call, Envelope, Fresh, Op, Results, Tensors, Unfinished, bytes, device, overwrite};
 use crate::{Cause, Error, GroupFailure, Result};
 use candle_core::{Device, Tensor};
@@ -191,7 +192,7 @@ impl Backend for LocalBackend {
                 let round = self.enter(call, Tensors::new())?;
                 self.group.finish(self.rank, &round, true, None, |_, all| match &all.nth(0)[..] {
                     // Ranks that are threads may share a variable.
-                    [root] if overwrite::share_memory(root, tensor) => Ok(()),
+                    [root] if share_memory(root, tensor) => Ok(()),
                     parts => overwrite::overwrite(tensor, parts),
                 })
             }

@@ -10,7 +10,7 @@ use super::state::{On, Wait, WorldState};
 use super::wait::{Event, poll};
 use crate::backend::collective::{Gives, Operands};
 use crate::backend::device::check_shared;
-use crate::backend::overwrite::address;
+use crate::backend::storage::address;
 use crate::backend::{Call, Tensors};
 use crate::{Cause, Error, Result};
 use candle_core::{DeviceLocation, Tensor};

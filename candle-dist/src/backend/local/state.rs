@@ -1,7 +1,7 @@
 //! What the ranks of one world share: who still runs, who waits for what, and the failure that stopped them all.
 use super::rendezvous::{GroupState, Round};
 use crate::backend::Call;
-use crate::world::End;
+use crate::error::End;
 use crate::{Cause, Doing, Error, GroupFailure, RankReport, Result};
 use crossbeam_utils::CachePadded;
 use parking_lot::Mutex;

@@ -1,6 +1,5 @@
 //! What goes before the data of every message: where it belongs, and what call its sender made.
-use crate::backend::{Call, Op};
-use crate::group::check::CARRIED;
+use crate::call::{CARRIED, Call, Op};
 use candle_core::DType;
 use rustc_hash::FxHasher;
 use std::hash::{Hash, Hasher};

@@ -30,7 +30,7 @@ pub use native::Comm;
 use super::guards::Guards;
 use super::{Backend, Call, Results, Tensors, Unfinished, overwrite};
 use crate::control::Control;
-use crate::init::LaunchInfo;
+use crate::launch::LaunchInfo;
 use crate::{Cause, Error, GroupFailure, Result};
 use candle_core::{DeviceLocation, Tensor};
 use engine::{Engine, Ticket};

@@ -3,7 +3,7 @@
 //! It is not zeroed first: that would cost as much as the message. What has been filled is known from the plan, whose test
 //! shows that every element of a result is written.
 use crate::Result;
-use crate::backend::regions::with_element;
+use crate::backend::element::with_element;
 use candle_core::{CpuStorage, DType, WithDType};
 use std::mem::ManuallyDrop;
 
@@ -101,7 +101,7 @@ impl Spares {
 #[allow(clippy::unwrap_used)] // a panic is how a test fails
 mod tests {
     use super::*;
-    use crate::group::check::CARRIED;
+    use crate::call::CARRIED;
 
     #[test]
     fn what_was_written_is_there_in_every_dtype() {

@@ -2,7 +2,7 @@
 //!
 //! NCCL moves contiguous stretches of flat buffers. A piece of a dim other than the first is not one, so it is packed
 //! before it is sent, and unpacked into its place after it came. Everything here follows from the call, on any device.
-use crate::backend::device::Held;
+use crate::backend::storage::Held;
 use crate::backend::{Call, Dims, Op};
 use crate::{Error, Result};
 use candle_core::Shape;

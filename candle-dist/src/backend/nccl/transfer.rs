@@ -2,7 +2,7 @@
 use super::comm::Comm;
 use super::plan::{Plan, Span, Transfer};
 use super::rank::cuda;
-use crate::backend::device::Held;
+use crate::backend::storage::Held;
 use crate::backend::{Call, Fresh, ReduceOp};
 use crate::{Error, Result};
 use candle_core::backend::BackendDevice;

@@ -1,4 +1,10 @@
 //! Nested containers of tensors, walked and rebuilt as a whole.
+mod pack;
+mod rename;
+
+pub use pack::{Packed, PackedKeys};
+pub use rename::replace_by_prefix;
+
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
 use std::collections::{BTreeMap, HashMap};

@@ -1,9 +1,4 @@
-//! The connection between a process and rank 0: greeting, messages of bounded length, signs of life, and named values.
-pub(crate) mod frame;
-pub(crate) mod hello;
-pub(crate) mod link;
-pub(crate) mod values;
-
+//! Time limits that any duration fits, and reading that keeps them.
 use std::io::{self, Read};
 use std::net::TcpStream;
 use std::time::{Duration, Instant};

@@ -1,5 +1,10 @@
 //! A connection that both ends keep alive: one thread writes what is sent, or signs of life; another one reads.
-use super::frame;
+mod deadline;
+pub(crate) mod frame;
+pub(crate) mod hello;
+
+pub(crate) use deadline::{Before, within};
+
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::io::{self, ErrorKind, Write};

@@ -1,15 +1,20 @@
 //! A world of ranks: threads of this process, or processes.
+mod context;
+mod engines;
+mod processes;
+
+pub use context::{RankContext, panic_message};
+pub use engines::Backend;
+pub use processes::{init_process_group, init_process_group_with};
+
 use crate::backend::local::{LocalBackend, RankGuard, WorldState};
 #[cfg(feature = "nccl")]
 use crate::backend::nccl::{NcclBackend, Values, Watch, check_devices};
-use crate::control::Control;
-use crate::init::{self, Backend, InitOptions, LaunchInfo};
-use crate::{Cause, DeviceMesh, ProcessGroup, Result, Store, backend, key_value, threads};
+use crate::launch::{InitOptions, LaunchInfo};
+use crate::{ProcessGroup, Result, Store, backend, store, threads};
 use candle_core::Device;
-use serde::{Deserialize, Serialize};
-use std::any::Any;
 use std::fmt::Display;
-use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::panic::resume_unwind;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -196,9 +201,8 @@ impl World {
                 let options = options.clone();
                 self.refuse_mailbox("processes")?;
                 let options = InitOptions { threads_per_rank: self.threads_per_rank, ..options.timeout(self.timeout) };
-                let mut ctx = init::init_process_group(backend, options)?;
-                ctx.group = ProcessGroup::new(wrapped(ctx.group.into_engine(), &self.wraps));
-                return Ok(vec![ctx]);
+                let ctx = init_process_group(backend, options)?;
+                return Ok(vec![ctx.map_engine(|engine| wrapped(engine, &self.wraps))]);
             }
         };
         if size == 0 {
@@ -211,11 +215,11 @@ impl World {
             Ranks::Gpus => over_nccl(&world, &self.devices)?,
             _ => locally(&world, &self.devices),
         };
-        let shared = key_value::Shared::new(&world);
-        let context = |(rank, engine)| RankContext {
-            guard: Guard::Thread(RankGuard::new(world.clone(), rank)),
-            group: ProcessGroup::new(wrapped(engine, &self.wraps)),
-            store: Store::of_thread(rank, shared.clone()),
+        let shared = store::Shared::new(&world);
+        let context = |(rank, engine)| {
+            let group = ProcessGroup::new(wrapped(engine, &self.wraps));
+            let store = Store::of_thread(rank, shared.clone());
+            RankContext::of_thread(RankGuard::new(world.clone(), rank), group, store)
         };
         Ok(engines.into_iter().enumerate().map(context).collect())
     }
@@ -301,144 +305,4 @@ pub struct WorldError {
     pub rank: usize,
     /// What it reported.
     pub message: String,
-}
-
-/// What a rank knows about itself: its rank, its device, and the group of all ranks.
-///
-/// Dropping it tells the other ranks that this one has ended.
-pub struct RankContext {
-    /// Goes before the group: an engine ends when the others know.
-    guard: Guard,
-    group: ProcessGroup,
-    store: Store,
-}
-
-/// Tells the world how its rank ended, also when the rank's thread unwinds.
-enum Guard {
-    Thread(RankGuard),
-    Process(ProcessGuard),
-}
-
-/// The guard of a rank that is a process.
-struct ProcessGuard {
-    control: Arc<Control>,
-    end: Option<End>,
-}
-
-impl Drop for ProcessGuard {
-    fn drop(&mut self) {
-        self.control.leave(self.end.take().unwrap_or_else(End::of_thread));
-    }
-}
-
-/// How a rank ended.
-#[derive(Debug, Clone, Serialize, Deserialize)]
-pub(crate) enum End {
-    Returned,
-    Failed(String),
-    Panicked(String),
-}
-
-impl End {
-    /// How a rank ends whose thread says nothing of it.
-    pub(crate) fn of_thread() -> Self {
-        if std::thread::panicking() { Self::Panicked("(see the panic above)".to_string()) } else { Self::Returned }
-    }
-
-    /// Why the world stops, if this stops it at once; a plain return only stops those who wait for the rank.
-    pub(crate) fn cause(&self, rank: usize) -> Option<Cause> {
-        match self {
-            Self::Returned => None,
-            Self::Failed(message) => Some(Cause::Failed { rank, message: message.clone() }),
-            Self::Panicked(message) => Some(Cause::Panicked { rank, message: message.clone() }),
-        }
-    }
-}
-
-impl std::fmt::Debug for RankContext {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "RankContext({} of {})", self.rank(), self.world_size())
-    }
-}
-
-impl RankContext {
-    /// The context of a process that has met the others.
-    pub(crate) fn of_process(control: Arc<Control>, group: ProcessGroup) -> Self {
-        let store = Store::of_process(control.clone());
-        Self { guard: Guard::Process(ProcessGuard { control, end: None }), group, store }
-    }
-
-    /// This rank in the world.
-    pub fn rank(&self) -> usize {
-        self.group.rank()
-    }
-
-    /// The number of ranks in the world.
-    pub fn world_size(&self) -> usize {
-        self.group.size()
-    }
-
-    /// The device that this rank computes on: the host, unless [`World::devices`] gives it another.
-    pub fn device(&self) -> &Device {
-        self.group.device()
-    }
-
-    /// The group of all ranks.
-    pub fn group(&self) -> &ProcessGroup {
-        &self.group
-    }
-
-    /// Small values that the ranks share by name.
-    pub fn store(&self) -> &Store {
-        &self.store
-    }
-
-    /// A mesh over all ranks; see [`DeviceMesh::new`].
-    #[track_caller]
-    pub fn mesh(&self, axes: &[(&str, usize)]) -> Result<DeviceMesh> {
-        DeviceMesh::new(&self.group, axes)
-    }
-
-    /// Runs `f` as this rank and tells the world how it ended; `blame` is told of a failure before the others wake.
-    pub fn run<T, E: Display>(mut self, f: impl Fn(&Self) -> Result<T, E>, blame: impl Fn(usize, &str)) -> Option<T> {
-        let rank = self.rank();
-        if let Guard::Thread(guard) = &self.guard {
-            guard.settle_thread();
-        }
-        let (result, end) = match catch_unwind(AssertUnwindSafe(|| f(&self))) {
-            Ok(Ok(value)) => (Some(value), End::Returned),
-            Ok(Err(error)) => (None, End::Failed(crate::error::cut_trace(&error.to_string()).to_string())),
-            Err(panic) => (None, End::Panicked(panic_message(&*panic))),
-        };
-        match &end {
-            End::Returned => {}
-            // The first to notice is not always the one to blame.
-            End::Failed(message) => blame(self.culprit().unwrap_or(rank), message),
-            End::Panicked(message) => blame(rank, &format!("panicked: {message}")),
-        }
-        match &mut self.guard {
-            Guard::Thread(guard) => guard.finish(end),
-            Guard::Process(guard) => guard.end = Some(end),
-        }
-        result
-    }
-
-    /// The rank whose doing stopped the world, if one did and the failure tells.
-    fn culprit(&self) -> Option<usize> {
-        match &self.group.failure()?.cause {
-            Cause::Mismatch { rank, .. } | Cause::Returned { rank } => Some(*rank),
-            Cause::Failed { rank, .. } | Cause::Panicked { rank, .. } | Cause::Lost { rank, .. } => Some(*rank),
-            Cause::Missing { ranks, .. } => ranks.first().copied(),
-            Cause::Deadlock | Cause::TimedOut { .. } => None,
-        }
-    }
-}
-
-/// What a caught panic said.
-pub fn panic_message(panic: &(dyn Any + Send)) -> String {
-    match (panic.downcast_ref::<&str>(), panic.downcast_ref::<String>()) {
-        (Some(text), _) => (*text).to_string(),
-        (_, Some(text)) => text.clone(),
-        _ => "(a panic without a message)".to_string(),
-    }
 }

@@ -1,5 +1,5 @@
 //! The gradients of one model trained on different data on every rank.
-use crate::sync::buckets;
+use super::sync::buckets;
 use crate::{Error, Pending, ProcessGroup, ReduceOp, Result, SyncOptions};
 use crate::{sum_dtype, sync_params, verify_parameter_shapes};
 use candle_core::backprop::GradStore;

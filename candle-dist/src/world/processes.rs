@@ -1,43 +1,10 @@
-//! Worlds whose ranks are processes, on one host or on many.
-//!
-//! A launcher (torchrun, mpirun, srun) starts the same program once for each rank and tells it who it is
-//! ([`LaunchInfo`]). The processes meet at an address of rank 0's, and then communicate over an engine ([`Backend`]).
-//! From there on the program is the one that runs on threads: the same groups, meshes and errors.
-//!
-//! A rank that fails, panics, ends too early, hangs or dies becomes the same [`Error::Group`] on every other rank, with
-//! what each rank was doing. [`InitOptions::debug`] also compares the calls of all ranks before they move data.
-//!
-//! | variable | says |
-//! |---|---|
-//! | `MASTER_ADDR`, `MASTER_PORT` | where rank 0 listens; see [`LaunchInfo`] for what holds without them |
-//! | `CANDLE_DIST_TOKEN` | what only the processes of this job know; otherwise the launcher's job id |
-//! | `CANDLE_DIST_NO_TOKEN=1` | a job that spans hosts may go without |
-//! | `CANDLE_DIST_DEBUG=1` | compare calls |
-//! | `CANDLE_DIST_SHARE_GPUS=1` | more ranks than GPUs may be on a host |
-mod engines;
-mod options;
-
-pub use crate::launch::LaunchInfo;
-pub use options::InitOptions;
-
+//! Processes that become the ranks of a world.
+use super::context::RankContext;
+use super::engines::{self, Backend};
 use crate::control::Control;
-use crate::{Cause, Error, ProcessGroup, RankContext, Result, backend, threads};
+use crate::launch::{InitOptions, LaunchInfo};
+use crate::{Cause, Error, ProcessGroup, Result, backend, threads};
 use std::sync::Arc;
-
-/// The engine that moves tensors between processes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
-#[non_exhaustive]
-pub enum Backend {
-    /// The best one of this build that all ranks can use: NCCL, where each has a GPU, else MPI.
-    ///
-    /// Rank 0 logs what it chose and why; [`ProcessGroup::backend_name`] has the name.
-    #[default]
-    Auto,
-    /// NCCL, between GPUs; needs the cargo feature `nccl`.
-    Nccl,
-    /// MPI, between CPUs; needs the cargo feature `mpi`.
-    Mpi,
-}
 
 /// Joins the world of processes that a launcher has started, as one of its ranks.
 ///

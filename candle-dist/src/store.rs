@@ -1,8 +1,8 @@
 //! Values that the ranks of a world share by name.
 use crate::backend::local::WorldState;
 use crate::control::{Control, check_sizes};
-use crate::store::values::{Change, Changed, Outcome, Values};
-use crate::store::within;
+use crate::link::within;
+use crate::values::{Change, Changed, Outcome, Values};
 use crate::{Cause, Error, Result};
 use parking_lot::{Condvar, Mutex};
 use std::fmt;

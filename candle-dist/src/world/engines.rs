@@ -1,10 +1,25 @@
 //! Which engine moves tensors between processes: the one that was asked for, or the best that all ranks can use.
-use super::{Backend, LaunchInfo};
 use crate::control::Control;
+use crate::launch::LaunchInfo;
 use crate::{Error, Result, backend};
 use itertools::Itertools;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
+
+/// The engine that moves tensors between processes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+#[non_exhaustive]
+pub enum Backend {
+    /// The best one of this build that all ranks can use: NCCL, where each has a GPU, else MPI.
+    ///
+    /// Rank 0 logs what it chose and why; [`ProcessGroup::backend_name`](crate::ProcessGroup::backend_name) has the name.
+    #[default]
+    Auto,
+    /// NCCL, between GPUs; needs the cargo feature `nccl`.
+    Nccl,
+    /// MPI, between CPUs; needs the cargo feature `mpi`.
+    Mpi,
+}
 
 /// Starts an engine in a process that has met the others.
 pub(super) type Start = fn(&LaunchInfo, &Arc<Control>) -> Result<Arc<dyn backend::Backend>>;
@@ -114,7 +129,7 @@ fn decide(engines: &[&Engine], lacks: &[Vec<Option<String>>]) -> Choice {
 #[allow(clippy::unwrap_used)] // a panic is how a test fails
 mod tests {
     use super::*;
-    use crate::init::InitOptions;
+    use crate::launch::InitOptions;
     use std::net::TcpListener;
     use std::thread;
 

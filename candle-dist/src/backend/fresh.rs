@@ -1,0 +1,64 @@
+//! What goes into a collective and what comes out.
+use super::storage::dense;
+use crate::Result;
+use candle_core::{CpuStorage, CudaStorage, Shape, Storage, Tensor};
+use smallvec::SmallVec;
+
+/// Freshly made data that a backend returns: owned, contiguous, aliasing nothing.
+#[derive(Debug)]
+pub struct Fresh {
+    /// The elements, on the host or a device.
+    pub storage: Storage,
+    /// Their shape.
+    pub shape: Shape,
+}
+
+impl Fresh {
+    /// Data on the host.
+    pub fn host(storage: CpuStorage, shape: impl Into<Shape>) -> Self {
+        Self { storage: Storage::Cpu(storage), shape: shape.into() }
+    }
+
+    /// A contiguous copy of any view of a tensor, on its device.
+    pub fn copy_of(tensor: &Tensor) -> Result<Self> {
+        let (storage, layout) = tensor.storage_and_layout();
+        let storage = match &*storage {
+            Storage::Cpu(source) => Storage::Cpu(dense(source, layout)?),
+            Storage::Cuda(source) => Storage::Cuda(dense(source, layout)?),
+            Storage::Metal(source) => Storage::Metal(dense(source, layout)?),
+        };
+        Ok(Self { storage, shape: layout.shape().clone() })
+    }
+
+    /// The data as what an op on host tensors returns.
+    pub fn into_cpu(self) -> candle_core::Result<(CpuStorage, Shape)> {
+        match self.storage {
+            Storage::Cpu(storage) => Ok((storage, self.shape)),
+            other => candle_core::bail!("an op on host tensors made one on {:?}", other.device().location()),
+        }
+    }
+
+    /// The data as what an op on CUDA tensors returns.
+    pub fn into_cuda(self) -> candle_core::Result<(CudaStorage, Shape)> {
+        match self.storage {
+            Storage::Cuda(storage) => Ok((storage, self.shape)),
+            other => candle_core::bail!("an op on CUDA tensors made one on {:?}", other.device().location()),
+        }
+    }
+
+    /// The data as an untracked tensor, without a copy.
+    pub fn into_tensor(self) -> Tensor {
+        Tensor::from_storage(self.storage, self.shape, candle_core::op::BackpropOp::none(), false)
+    }
+}
+
+/// The tensors that one rank gives to a collective: one, unless the call is coalesced.
+pub type Tensors = SmallVec<[Tensor; 1]>;
+
+/// What one rank gets out of a collective.
+pub type Results = SmallVec<[Fresh; 1]>;
+
+/// The size of a tensor's elements in bytes.
+pub(crate) fn bytes(tensor: &Tensor) -> usize {
+    tensor.elem_count() * tensor.dtype().size_in_bytes()
+}

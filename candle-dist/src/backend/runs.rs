@@ -1,0 +1,62 @@
+//! Pieces of host tensors as runs of elements.
+use crate::{Error, Result};
+use candle_core::{Storage, StorageRef, Tensor, WithDType};
+
+/// A part of a tensor along one dim.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Piece {
+    pub(super) dim: usize,
+    pub(super) start: usize,
+    pub(super) len: usize,
+}
+
+impl Piece {
+    /// The number of its elements.
+    pub(super) fn count(self, of: &Tensor) -> usize {
+        let others = of.dims().iter().enumerate().filter(|(dim, _)| *dim != self.dim);
+        self.len * others.map(|(_, &len)| len).product::<usize>()
+    }
+}
+
+/// A contiguous host tensor, or a [`Piece`] of it, as equal runs of elements at equal distances.
+pub(super) struct Runs<'a, T> {
+    data: &'a [T],
+    stride: usize,
+    /// Elements in one run; the whole tensor is a single run.
+    pub(super) run: usize,
+    /// Elements in all runs.
+    pub(super) total: usize,
+}
+
+impl<'a, T: WithDType> Runs<'a, T> {
+    pub(super) fn new(tensor: &Tensor, storage: &'a StorageRef<'_>, piece: Option<Piece>) -> Result<Self> {
+        let Storage::Cpu(cpu) = &**storage else {
+            return Err(Error::Unsupported(
+                "only host tensors are moved; move the tensor to Device::Cpu first".to_string(),
+            ));
+        };
+        let (start, len) = (tensor.layout().start_offset(), tensor.elem_count());
+        // A view without elements may start behind its memory.
+        let all = if len == 0 { &[] } else { &cpu.as_slice::<T>()?[start..start + len] };
+        let Some(Piece { dim, start, len }) = piece else {
+            return Ok(Self { data: all, stride: all.len(), run: all.len(), total: all.len() });
+        };
+        let inner: usize = tensor.dims()[dim + 1..].iter().product();
+        let outer: usize = tensor.dims()[..dim].iter().product();
+        let (run, stride) = (len * inner, tensor.dims()[dim] * inner);
+        let data = if run * outer == 0 { &[] } else { &all[start * inner..] };
+        Ok(Self { data, stride, run, total: run * outer })
+    }
+
+    /// Elements that lie in one run.
+    #[cfg(feature = "mpi")]
+    pub(super) fn flat(data: &'a [T]) -> Self {
+        Self { data, stride: data.len(), run: data.len(), total: data.len() }
+    }
+
+    /// The elements `at..at + len` in row-major order; they must lie in one run.
+    pub(super) fn slice(&self, at: usize, len: usize) -> &'a [T] {
+        let offset = at / self.run * self.stride + at % self.run;
+        &self.data[offset..offset + len]
+    }
+}

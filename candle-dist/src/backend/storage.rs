@@ -1,0 +1,52 @@
+//! What lies under tensors: storages of one kind of device, and where they are.
+use crate::{Error, Result};
+use candle_core::backend::{BackendDevice, BackendStorage};
+use candle_core::{CpuStorage, CudaStorage, Layout, Storage, Tensor};
+
+/// The storage of one kind of device.
+pub(super) trait Held: BackendStorage<Device: BackendDevice<Storage = Self>> {
+    /// The storage, if it is of this kind.
+    fn of(storage: &Storage) -> Result<&Self>;
+}
+
+impl Held for CpuStorage {
+    fn of(storage: &Storage) -> Result<&Self> {
+        match storage {
+            Storage::Cpu(storage) => Ok(storage),
+            _ => Err(mixed()),
+        }
+    }
+}
+
+impl Held for CudaStorage {
+    fn of(storage: &Storage) -> Result<&Self> {
+        match storage {
+            Storage::Cuda(storage) => Ok(storage),
+            _ => Err(mixed()),
+        }
+    }
+}
+
+pub(super) fn mixed() -> Error {
+    Error::Unsupported("a collective of tensors on different kinds of devices; move them to one".to_string())
+}
+
+/// A contiguous copy of what `layout` shows of `source`.
+pub(super) fn dense<S>(source: &S, layout: &Layout) -> Result<S>
+where
+    S: BackendStorage<Device: BackendDevice<Storage = S>>,
+{
+    let mut made = source.device().zeros_impl(layout.shape(), source.dtype())?;
+    source.copy_strided_src(&mut made, 0, layout)?;
+    Ok(made)
+}
+
+/// Whether two tensors lie in the same memory.
+pub(crate) fn share_memory(a: &Tensor, b: &Tensor) -> bool {
+    address(a) == address(b)
+}
+
+/// Where a tensor's storage is: alike for views of one storage. Nothing stays locked.
+pub(super) fn address(tensor: &Tensor) -> usize {
+    std::ptr::from_ref(&*tensor.storage_and_layout().0).addr()
+}

@@ -1,0 +1,21 @@
+//! What tensors that groups move are made of.
+use candle_core::DType;
+
+/// The dtypes that every engine moves and reduces.
+pub(crate) const CARRIED: [DType; 10] = [
+    DType::U8,
+    DType::U32,
+    DType::I64,
+    DType::BF16,
+    DType::F16,
+    DType::F32,
+    DType::F64,
+    DType::I16,
+    DType::I32,
+    DType::F8E4M3,
+];
+
+/// Their names, for errors.
+pub(crate) fn carried() -> String {
+    CARRIED.map(|dtype| dtype.as_str()).join(", ")
+}

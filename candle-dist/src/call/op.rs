@@ -1,0 +1,56 @@
+//! The kinds of communication.
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+/// The kinds of communication.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum Op {
+    /// Every rank gets the reduction of all inputs.
+    AllReduce,
+    /// Every rank gets all inputs, joined along a dim.
+    AllGather,
+    /// Every rank gets its piece of the reduction.
+    ReduceScatter,
+    /// Every rank sends a piece to each rank and joins what it receives.
+    AllToAll,
+    /// Every rank gets the root's tensor.
+    Broadcast,
+    /// The root gets the reduction.
+    Reduce,
+    /// The root's pieces go to the ranks.
+    Scatter,
+    /// The root gets all inputs, joined along a dim.
+    Gather,
+    /// Point to point, the sending side.
+    Send,
+    /// Point to point, the receiving side.
+    Recv,
+    /// Nobody leaves before everybody came.
+    Barrier,
+}
+
+impl Op {
+    /// The name as users write it, e.g. `"all_reduce"`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::AllReduce => "all_reduce",
+            Self::AllGather => "all_gather",
+            Self::ReduceScatter => "reduce_scatter",
+            Self::AllToAll => "all_to_all",
+            Self::Broadcast => "broadcast",
+            Self::Reduce => "reduce",
+            Self::Scatter => "scatter",
+            Self::Gather => "gather",
+            Self::Send => "send",
+            Self::Recv => "recv",
+            Self::Barrier => "barrier",
+        }
+    }
+}
+
+impl fmt::Display for Op {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}

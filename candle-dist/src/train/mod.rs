@@ -1,0 +1,14 @@
+//! One model on all ranks: equal parameters, and gradients that are averaged, summed and clipped.
+mod accumulate;
+mod clip;
+mod data_parallel;
+mod grads;
+mod sync;
+mod verify;
+
+pub use accumulate::GradAccumulator;
+pub use clip::ClipGradNorm;
+pub use data_parallel::{DataParallel, DataParallelOptions, PendingGrads, Start};
+pub use grads::{add_grad, round_grads, sum_dtype};
+pub use sync::{SyncOptions, named_vars, sync_module_states, sync_params};
+pub use verify::verify_parameter_shapes;

@@ -1,0 +1,138 @@
+//! What a rank knows about itself, and how its world hears of its end.
+use crate::backend::Backend;
+use crate::backend::local::RankGuard;
+use crate::control::Control;
+use crate::error::{End, cut_trace};
+use crate::{Cause, DeviceMesh, ProcessGroup, Result, Store};
+use candle_core::Device;
+use std::any::Any;
+use std::fmt::Display;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+
+/// What a rank knows about itself: its rank, its device, and the group of all ranks.
+///
+/// Dropping it tells the other ranks that this one has ended.
+pub struct RankContext {
+    /// Goes before the group: an engine ends when the others know.
+    guard: Guard,
+    group: ProcessGroup,
+    store: Store,
+}
+
+/// Tells the world how its rank ended, also when the rank's thread unwinds.
+enum Guard {
+    Thread(RankGuard),
+    Process(ProcessGuard),
+}
+
+/// The guard of a rank that is a process.
+struct ProcessGuard {
+    control: Arc<Control>,
+    end: Option<End>,
+}
+
+impl Drop for ProcessGuard {
+    fn drop(&mut self) {
+        self.control.leave(self.end.take().unwrap_or_else(End::of_thread));
+    }
+}
+
+impl std::fmt::Debug for RankContext {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "RankContext({} of {})", self.rank(), self.world_size())
+    }
+}
+
+impl RankContext {
+    /// The context of a thread.
+    pub(super) fn of_thread(guard: RankGuard, group: ProcessGroup, store: Store) -> Self {
+        Self { guard: Guard::Thread(guard), group, store }
+    }
+
+    /// The context of a process that has met the others.
+    pub(super) fn of_process(control: Arc<Control>, group: ProcessGroup) -> Self {
+        let store = Store::of_process(control.clone());
+        Self { guard: Guard::Process(ProcessGuard { control, end: None }), group, store }
+    }
+
+    /// The context with another engine in place of its group's.
+    pub(super) fn map_engine(mut self, f: impl FnOnce(Arc<dyn Backend>) -> Arc<dyn Backend>) -> Self {
+        self.group = ProcessGroup::new(f(self.group.into_engine()));
+        self
+    }
+
+    /// This rank in the world.
+    pub fn rank(&self) -> usize {
+        self.group.rank()
+    }
+
+    /// The number of ranks in the world.
+    pub fn world_size(&self) -> usize {
+        self.group.size()
+    }
+
+    /// The device that this rank computes on: the host, unless [`World::devices`](crate::World::devices) gives it another.
+    pub fn device(&self) -> &Device {
+        self.group.device()
+    }
+
+    /// The group of all ranks.
+    pub fn group(&self) -> &ProcessGroup {
+        &self.group
+    }
+
+    /// Small values that the ranks share by name.
+    pub fn store(&self) -> &Store {
+        &self.store
+    }
+
+    /// A mesh over all ranks; see [`DeviceMesh::new`].
+    #[track_caller]
+    pub fn mesh(&self, axes: &[(&str, usize)]) -> Result<DeviceMesh> {
+        DeviceMesh::new(&self.group, axes)
+    }
+
+    /// Runs `f` as this rank and tells the world how it ended; `blame` is told of a failure before the others wake.
+    pub fn run<T, E: Display>(mut self, f: impl Fn(&Self) -> Result<T, E>, blame: impl Fn(usize, &str)) -> Option<T> {
+        let rank = self.rank();
+        if let Guard::Thread(guard) = &self.guard {
+            guard.settle_thread();
+        }
+        let (result, end) = match catch_unwind(AssertUnwindSafe(|| f(&self))) {
+            Ok(Ok(value)) => (Some(value), End::Returned),
+            Ok(Err(error)) => (None, End::Failed(cut_trace(&error.to_string()).to_string())),
+            Err(panic) => (None, End::Panicked(panic_message(&*panic))),
+        };
+        match &end {
+            End::Returned => {}
+            // The first to notice is not always the one to blame.
+            End::Failed(message) => blame(self.culprit().unwrap_or(rank), message),
+            End::Panicked(message) => blame(rank, &format!("panicked: {message}")),
+        }
+        match &mut self.guard {
+            Guard::Thread(guard) => guard.finish(end),
+            Guard::Process(guard) => guard.end = Some(end),
+        }
+        result
+    }
+
+    /// The rank whose doing stopped the world, if one did and the failure tells.
+    fn culprit(&self) -> Option<usize> {
+        match &self.group.failure()?.cause {
+            Cause::Mismatch { rank, .. } | Cause::Returned { rank } => Some(*rank),
+            Cause::Failed { rank, .. } | Cause::Panicked { rank, .. } | Cause::Lost { rank, .. } => Some(*rank),
+            Cause::Missing { ranks, .. } => ranks.first().copied(),
+            Cause::Deadlock | Cause::TimedOut { .. } => None,
+        }
+    }
+}
+
+/// What a caught panic said.
+pub fn panic_message(panic: &(dyn Any + Send)) -> String {
+    match (panic.downcast_ref::<&str>(), panic.downcast_ref::<String>()) {
+        (Some(text), _) => (*text).to_string(),
+        (_, Some(text)) => text.clone(),
+        _ => "(a panic without a message)".to_string(),
+    }
+}
