@@ -1,8 +1,8 @@
 //! Process groups, collectives, device meshes and differentiable communication for [candle](https://github.com/huggingface/candle).
 //!
-//! A *rank* is one participant of a *world*; a [`ProcessGroup`] is a set of ranks that communicate; a [`DeviceMesh`]
-//! arranges the ranks in an n-dimensional grid with named axes. Ranks are threads of this process ([`World::local`]), or
-//! processes on one or many hosts ([`World::from_env`], [`init_process_group`]).
+//! Use this crate to run one program on many ranks, and to move tensors between them. A *rank* is one participant of a
+//! *world*: a thread of this process ([`World::local`]), or a process on one of many hosts ([`World::from_env`]). If one rank
+//! fails, all ranks return the same error, and none hangs.
 //!
 //! ```
 //! use candle_core::{Device, Tensor};
@@ -21,31 +21,31 @@
 //!
 //! # What is here
 //!
-//! | to | there is |
+//! | task | items |
 //! |---|---|
 //! | start ranks, and end them with one error | [`World`], [`RankContext`], [`WorldError`] |
-//! | be one of many processes that torchrun, mpirun or srun started | [`init`], [`init_process_group`] |
-//! | send and reduce tensors: collectives, coalesced, in place, into given memory, started and [`Pending`], tagged messages | [`ProcessGroup`] |
-//! | send any value that serde knows: [`broadcast_object`](ProcessGroup::broadcast_object) and its kin | [`ProcessGroup`] |
-//! | try shapes and counts of a world that is not there | [`ProcessGroup::simulated`] |
-//! | arrange ranks on named axes: sub-meshes, flatten, unflatten, explicit ranks, meshes from groups | [`DeviceMesh`] |
+//! | join the processes that torchrun, mpirun or srun started | [`init`], [`init_process_group`] |
+//! | send and reduce tensors: collectives, coalesced, in place, into given memory, started ([`Pending`]); tagged messages | [`ProcessGroup`] |
+//! | send any serde value: [`broadcast_object`](ProcessGroup::broadcast_object) and its kin | [`ProcessGroup`] |
+//! | arrange ranks on named axes | [`DeviceMesh`] |
 //! | differentiate through communication | [`functional`] |
 //! | train one model on different data: buckets, averages, uneven batches | [`DataParallel`] |
-//! | add up several backward passes before communicating (PyTorch's `no_sync`) | [`GradAccumulator`] |
+//! | accumulate gradients of several backward passes (PyTorch's `no_sync`) | [`GradAccumulator`] |
 //! | sum gradients of 16-bit parameters in f32 | [`add_grad`], [`sum_dtype`], [`round_grads`] |
-//! | clip gradients of a model that is cut along any axes by one norm | [`ClipGradNorm`] |
-//! | bring parameters in step, and see that they are | [`sync_params`], [`sync_module_states`], [`verify_parameter_shapes`], [`replace_by_prefix`] |
+//! | clip the gradients of a sharded model by one norm | [`ClipGradNorm`] |
+//! | synchronize parameters, and check that they are equal | [`sync_params`], [`sync_module_states`], [`verify_parameter_shapes`], [`replace_by_prefix`] |
 //! | treat all tensors of a structure alike: cast, move, flatten, pack named arguments | [`TensorTree`], [`Packed`] |
-//! | compare tensors bit by bit, and have a number stand for one | [`bits`] |
-//! | free a tensor's memory and have it back | [`FreeableTensor`] |
+//! | compare and hash tensors bit by bit | [`bits`] |
+//! | free the memory of a tensor and restore it | [`FreeableTensor`] |
 //! | count, log and draw communication | [`comm`] |
-//! | settle how many threads candle's CPU kernels use | [`threads`] |
-//! | count, delay or break communication, or write another engine | [`World::wrap_backend`], [`backend`], and for processes [`control`] |
+//! | set how many threads candle's CPU kernels use | [`threads`] |
+//! | try shapes and counts of a world that does not exist | [`ProcessGroup::simulated`] |
+//! | count, delay or break communication, or write a backend | [`World::wrap_backend`], [`backend`], and for processes [`control`] |
 //!
 //! # Failure is a value
 //!
-//! A mismatched call, a rank that returned early, panicked or stalled becomes the same typed [`Error::Group`] on every
-//! rank, never a hang; also where it passed through candle, as in a backward pass:
+//! A mismatched call, or a rank that returned early, panicked or stalled, is the same typed [`Error::Group`] on each rank, and
+//! never a hang. The error keeps its type when it passes through candle, as in a backward pass:
 //!
 //! ```
 //! use candle_core::{Device, Var};

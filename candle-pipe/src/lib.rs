@@ -1,33 +1,33 @@
-//! Pipeline parallelism for [candle](https://github.com/huggingface/candle): models cut into stages, batches into
+//! Pipeline parallelism for [candle](https://github.com/huggingface/candle): models cut into stages, batches cut into
 //! microbatches, and schedules that keep the stages busy.
 //!
-//! The numbers are those of one device on the whole batch, gradients included, for every cut, schedule and number of
-//! microbatches. The [`guide`] goes from a declaration to training on a mesh, step by step.
+//! Use this crate to spread the layers of a model over ranks. Values and gradients are those of one device on the whole batch, for
+//! each cut, schedule and number of microbatches. The [`guide`] goes from a declaration to training on a mesh, step by step.
 //!
 //! ```
 //! use candle_pipe::schedule::{Costs, Edges, ScheduleKind};
 //!
-//! // What a step costs is known before it runs: here 4 ranks, 8 microbatches, 2 stages a rank.
+//! // The cost of a step is known before it runs: 4 ranks, 8 microbatches, 2 stages per rank.
 //! let schedule = ScheduleKind::Zbv.schedule(4, 8, 2)?;
 //! let timeline = schedule.simulate(&Edges::chain(8), &Costs::per_rank(schedule.stage_ranks(), 1.0, 1.0, 1.0))?;
-//! assert_eq!((timeline.makespan(), timeline.bubble_span()), (25.5, 0.0)); // no rank idle once it has begun
+//! assert_eq!((timeline.makespan(), timeline.bubble_span()), (25.5, 0.0)); // no rank is idle after its start
 //! # Ok::<(), candle_pipe::Error>(())
 //! ```
 //!
 //! # What is here
 //!
-//! | to | there is |
+//! | task | items |
 //! |---|---|
 //! | declare a model as named nodes | [`PipeBuilder`], [`PipeModule`], [`StageOp`], [`stage_op`], [`Scope`] |
 //! | cut it into stages: at names, evenly, by size, by cost, by a text | [`SplitSpec`], [`SplitPolicy`], [`EqualCount`], [`EqualParams`], [`SizeThreshold`], [`Balanced`], [`Layout`] |
-//! | look at stages and what they exchange, as plain data | [`Pipe`], [`PipeInfo`], [`Graph`] |
-//! | give and take tensors, plain values and containers of them | [`Value`], [`Kwargs`] |
+//! | inspect stages and their exchanges, as plain data | [`Pipe`], [`PipeInfo`], [`Graph`] |
+//! | pass tensors, plain values and containers of them | [`Value`], [`Kwargs`] |
 //! | cut a batch and join outputs | [`microbatch`] |
 //! | run all stages in one process, and measure them | [`LocalPipe`], [`NodeProfile`] |
-//! | run this rank's stages as a schedule says, beside data and tensor parallelism | [`Runtime`] |
-//! | make, read, check, simulate, compare and draw schedules | [`schedule`] |
+//! | run the stages of this rank under a schedule, with data and tensor parallelism | [`Runtime`] |
+//! | make, read, validate, simulate, compare and draw schedules | [`schedule`] |
 //! | share a parameter between stages | [`PipeBuilder::parameter`], [`Share`] |
-//! | recompute activations, put weight gradients off | [`StepOptions`], [`Keep`], [`nn`] |
+//! | recompute activations, defer weight gradients | [`StepOptions`], [`Keep`], [`nn`] |
 //! | run one stage by hand: forward, input gradients, weight gradients | [`StageModule`], [`Tape`] |
 mod error;
 mod grads;
