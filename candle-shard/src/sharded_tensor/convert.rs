@@ -1,4 +1,4 @@
-//! To distributed tensors on a mesh, and from them, where both lie alike.
+//! Conversion to and from distributed tensors with the same layout on a mesh.
 use super::ShardedTensor;
 use super::metadata::Layout;
 use crate::sharding_spec::{
@@ -8,10 +8,11 @@ use crate::{DTensor, Error, Placement, Result, Shard, Sizes, Spec};
 use candle_dist::DeviceMesh;
 
 impl ShardedTensor {
-    /// The same tensor on a mesh of one axis, whose ranks hold one piece each of a dim, in order; nothing is communicated
-    /// or copied.
+    /// Converts to a `DTensor` on a mesh with one axis, each rank of which holds one piece of a dim, in order.
     ///
-    /// Pieces of other sizes than the default ones become explicit sizes.
+    /// Nothing is communicated or copied.
+    ///
+    /// Piece sizes other than the default ones become explicit sizes.
     ///
     /// ```
     /// use candle_core::{DType, Device};
@@ -29,8 +30,8 @@ impl ShardedTensor {
     /// ```
     ///
     /// # Errors
-    /// On every rank alike, if the mesh has several axes or other ranks, or its ranks do not hold one piece each of a
-    /// dim, in order.
+    /// On every rank alike, if the mesh has several axes or other ranks, or if its ranks do not hold one piece of a dim
+    /// each, in order.
     pub fn to_dtensor(&self, mesh: &DeviceMesh) -> Result<DTensor> {
         let pieces = self.holders(mesh).and_then(|held| (0..self.dims().len()).find_map(|dim| self.cut_of(dim, &held)));
         let Some((dim, sizes)) = pieces else {
@@ -50,7 +51,7 @@ impl ShardedTensor {
         DTensor::from_local_with_spec(self.local_tensor()?.clone(), spec)
     }
 
-    /// The shard of each rank of a mesh of one axis, if each has one.
+    /// Returns the shard of each rank of a mesh with one axis, if each rank has exactly one.
     fn holders(&self, mesh: &DeviceMesh) -> Option<Vec<&ShardMetadata>> {
         let ranks = self.group().ranks();
         if mesh.ndim() != 1 || mesh.size() != ranks.len() {
@@ -63,7 +64,7 @@ impl ShardedTensor {
         mesh.ranks().iter().map(held).collect()
     }
 
-    /// The sizes of the shards along `dim`, if they are its pieces one after the other, whole in all other dims.
+    /// Returns the sizes of the shards along `dim`, if they are consecutive pieces of it and whole in all other dims.
     fn cut_of(&self, dim: usize, held: &[&ShardMetadata]) -> Option<(usize, Sizes)> {
         let (mut sizes, mut end) = (Vec::with_capacity(held.len()), 0);
         for shard in held {
@@ -78,8 +79,9 @@ impl ShardedTensor {
         Some((dim, sizes.into()))
     }
 
-    /// A distributed tensor of which each rank holds a piece of its own, on the group of its mesh; nothing is
-    /// communicated or copied.
+    /// Converts a `DTensor` in which every rank holds a different piece, on the group of its mesh.
+    ///
+    /// Nothing is communicated or copied.
     ///
     /// # Errors
     /// On every rank alike, if the tensor is replicated or partial on an axis of several ranks.

@@ -1,4 +1,4 @@
-//! Tensors made where they lie: each rank builds its own shards, and nothing is communicated.
+//! Tensors built in place: each rank builds its own shards, and nothing is communicated.
 use super::ShardedTensor;
 use super::metadata::Layout;
 use crate::Result;
@@ -11,9 +11,9 @@ use std::sync::Arc;
 const OP: &str = "ShardedTensor::new";
 
 impl ShardedTensor {
-    /// Zeros.
+    /// Creates a tensor of zeros.
     ///
-    /// This and the other factories make this rank's shards on `device`, which has to be the one that the placements
+    /// Like the other factories, it builds this rank's shards on `device`, which must be the device that the placements
     /// name.
     ///
     /// ```
@@ -34,8 +34,8 @@ impl ShardedTensor {
     /// ```
     ///
     /// # Errors
-    /// On every rank alike, if the spec does not fit the shape or the group; on the rank alone, if the device is another
-    /// one than its placement names.
+    /// On every rank alike, if the spec does not fit the shape or the group; on this rank alone, if the device is not
+    /// the one that its placement names.
     pub fn zeros(
         spec: impl Into<ShardingSpec>,
         shape: impl Into<Shape>,
@@ -46,7 +46,7 @@ impl ShardedTensor {
         made(layout(spec, shape, dtype, group)?, device, |shard| Tensor::zeros(&shard.sizes[..], dtype, device))
     }
 
-    /// Ones.
+    /// Creates a tensor of ones.
     pub fn ones(
         spec: impl Into<ShardingSpec>,
         shape: impl Into<Shape>,
@@ -57,7 +57,7 @@ impl ShardedTensor {
         made(layout(spec, shape, dtype, group)?, device, |shard| Tensor::ones(&shard.sizes[..], dtype, device))
     }
 
-    /// The same value everywhere.
+    /// Creates a tensor with the same value everywhere.
     pub fn full<T: WithDType>(
         value: T,
         spec: impl Into<ShardingSpec>,
@@ -68,7 +68,7 @@ impl ShardedTensor {
         made(layout(spec, shape, T::DTYPE, group)?, device, |shard| Tensor::full(value, &shard.sizes[..], device))
     }
 
-    /// Random numbers of `stream`, even over `[lo, up)` and bit-equal under every spec.
+    /// Creates random numbers of `stream`, uniform over `[lo, up)` and bit-equal under every spec.
     pub fn rand<T: FloatDType>(
         lo: T,
         up: T,
@@ -82,7 +82,7 @@ impl ShardedTensor {
         sampled(layout(spec, shape, T::DTYPE, group)?, even, device, stream)
     }
 
-    /// Random numbers of `stream`, normally distributed and bit-equal under every spec.
+    /// Creates random numbers of `stream`, normally distributed and bit-equal under every spec.
     pub fn randn<T: FloatDType>(
         mean: T,
         stdev: T,
@@ -96,7 +96,7 @@ impl ShardedTensor {
         sampled(layout(spec, shape, T::DTYPE, group)?, normal, device, stream)
     }
 
-    /// Zeros that lie as this tensor does; a dtype or a group that is given takes the place of its own.
+    /// Creates zeros with the layout of this tensor; `dtype` and `group`, if given, replace its own.
     ///
     /// ```
     /// # use candle_core::{DType, Device};
@@ -119,7 +119,7 @@ impl ShardedTensor {
         self.full_like(0.0, dtype, group)
     }
 
-    /// Ones that lie as this tensor does; a dtype or a group that is given takes the place of its own.
+    /// Creates ones with the layout of this tensor; `dtype` and `group`, if given, replace its own.
     pub fn ones_like<'a>(
         &self,
         dtype: impl Into<Option<DType>>,
@@ -128,8 +128,8 @@ impl ShardedTensor {
         self.full_like(1.0, dtype, group)
     }
 
-    /// One value everywhere, rounded to the dtype, lying as this tensor does; a dtype or a group that is given takes the
-    /// place of its own.
+    /// Creates a tensor with one value everywhere, rounded to the dtype, and the layout of this tensor; `dtype` and
+    /// `group`, if given, replace its own.
     pub fn full_like<'a>(
         &self,
         value: f64,
@@ -141,8 +141,8 @@ impl ShardedTensor {
         made(layout, self.device(), |shard| Tensor::full(value, &shard.sizes[..], self.device())?.to_dtype(dtype))
     }
 
-    /// Random numbers as of [`rand`](Self::rand) that lie as this tensor does; a dtype or a group that is given takes the
-    /// place of its own.
+    /// Creates random numbers as [`rand`](Self::rand) does, with the layout of this tensor; `dtype` and `group`, if
+    /// given, replace its own.
     pub fn rand_like<'a>(
         &self,
         (lo, up): (f64, f64),
@@ -154,8 +154,8 @@ impl ShardedTensor {
         sampled(layout, Distribution::Uniform { lo, up }, self.device(), stream)
     }
 
-    /// Random numbers as of [`randn`](Self::randn) that lie as this tensor does; a dtype or a group that is given takes
-    /// the place of its own.
+    /// Creates random numbers as [`randn`](Self::randn) does, with the layout of this tensor; `dtype` and `group`, if
+    /// given, replace its own.
     pub fn randn_like<'a>(
         &self,
         (mean, stdev): (f64, f64),
@@ -191,7 +191,7 @@ fn made(
     ShardedTensor::build(layout, device, |shard| Ok(make(shard)?))
 }
 
-/// Random numbers in this layout; what is wrong with the distribution is so on every rank, also without shards.
+/// Creates random numbers in this layout. A wrong distribution is an error on every rank, also on one without shards.
 pub(super) fn sampled(
     layout: Arc<Layout>,
     dist: Distribution,

@@ -1,4 +1,4 @@
-//! From the ranks' own tensors to sharded ones.
+//! Conversion of local tensors to sharded ones.
 use super::metadata::{Layout, ShardedTensorMetadata};
 use super::{LocalShard, ShardedTensor};
 use crate::agreement;
@@ -14,12 +14,12 @@ use std::sync::Arc;
 
 const OP: &str = "ShardedTensor::from_local_shards";
 
-/// What a rank says of its shards.
+/// A rank's description of its shards.
 #[derive(Serialize, Deserialize)]
 struct Told {
     dims: Vec<usize>,
     shards: Vec<ToldShard>,
-    /// What is wrong with a shard by itself.
+    /// An error that this rank found in one of its shards.
     complaint: Option<String>,
 }
 
@@ -32,10 +32,10 @@ struct ToldShard {
 }
 
 impl ShardedTensor {
-    /// The tensor of this shape that the ranks' shards make; the ranks tell each other what they hold.
+    /// Assembles a tensor of this shape from the shards of all ranks, which exchange their metadata.
     ///
-    /// Shards stay connected to the graph and keep their memory where it is contiguous. The spec is inferred. Every rank
-    /// calls it, also with no shards.
+    /// Shards stay connected to the graph and keep their memory if it is contiguous. The spec is inferred. Every rank
+    /// must call it, even with no shards.
     ///
     /// ```
     /// use candle_core::{DType, Device, Tensor};
@@ -55,8 +55,8 @@ impl ShardedTensor {
     /// ```
     ///
     /// # Errors
-    /// On every rank alike: if a tensor does not have its shard's sizes, device or this rank as placement, if shapes or
-    /// dtypes differ, if shards overlap, or are not the whole tensor.
+    /// On every rank alike: if a tensor does not match its shard's sizes or device, if a placement does not name this
+    /// rank, if shapes or dtypes differ, or if shards overlap or do not cover the whole tensor.
     pub fn from_local_shards(shards: Vec<LocalShard>, shape: impl Into<Shape>, group: &ProcessGroup) -> Result<Self> {
         let shape = shape.into();
         let complaint = shards.iter().find_map(|shard| fault(shard, group.rank()));
@@ -72,13 +72,13 @@ impl ShardedTensor {
         Self::holding(layout, shards, &device)
     }
 
-    /// This rank's tensor as its only shard of a tensor of the global shape; nothing is communicated.
+    /// Uses a local tensor as this rank's only shard of a tensor of the global shape; nothing is communicated.
     ///
-    /// It stays connected to the graph and keeps its memory if it is contiguous.
+    /// The local tensor stays connected to the graph and keeps its memory if it is contiguous.
     ///
     /// # Errors
-    /// On every rank alike, if the spec does not fit the shape or the group; on the rank alone, if the tensor is not its
-    /// only shard.
+    /// On every rank alike, if the spec does not fit the shape or the group; on this rank alone, if the local tensor is
+    /// not its only shard.
     pub fn from_local_tensor(
         local: Tensor,
         spec: impl Into<ShardingSpec>,
@@ -103,11 +103,11 @@ impl ShardedTensor {
         }
     }
 
-    /// This rank's shards of a tensor whose metadata every rank knows; nothing is communicated.
+    /// Assembles a tensor from this rank's shards and metadata that every rank knows; nothing is communicated.
     ///
     /// # Errors
-    /// On every rank alike, if the metadata is not that of a tensor on the group; on the rank alone, if the shards are
-    /// not this rank's, in its order.
+    /// On every rank alike, if the metadata does not describe a tensor on the group; on this rank alone, if the shards
+    /// are not those that the metadata assigns to it, in their order.
     pub fn from_local_shards_and_global_metadata(
         shards: Vec<LocalShard>,
         metadata: &ShardedTensorMetadata,
@@ -131,7 +131,7 @@ impl ShardedTensor {
         Self::holding(layout, shards, &device)
     }
 
-    /// The tensor whose shards here are these, which are those of the layout in its order.
+    /// Creates a tensor from these local shards, which match the layout in its order.
     fn holding(layout: Arc<Layout>, shards: Vec<LocalShard>, device: &Device) -> Result<Self> {
         let contiguous = |shard: LocalShard| Ok(LocalShard { tensor: shard.tensor.contiguous()?, ..shard });
         let shards = shards.into_iter().map(contiguous).collect::<Result<_>>()?;
@@ -139,7 +139,7 @@ impl ShardedTensor {
     }
 }
 
-/// What is wrong with a shard by itself, on this rank of the group.
+/// Describes the error in a shard of this rank of the group, if there is one.
 fn fault(shard: &LocalShard, rank: usize) -> Option<String> {
     let LocalShard { tensor, metadata } = shard;
     if tensor.dims() != metadata.sizes {
@@ -157,7 +157,7 @@ fn fault(shard: &LocalShard, rank: usize) -> Option<String> {
     })
 }
 
-/// The layout of what all ranks hold, checked by all alike.
+/// Builds the layout from the shards of all ranks; all ranks check it alike.
 fn agreed_layout(told: &Told, group: &ProcessGroup) -> Result<Arc<Layout>> {
     let all = agreement::told(OP, group, told)?;
     let complaints = all.iter().enumerate().find_map(|(rank, told)| Some((rank, told.complaint.as_ref()?)));
@@ -184,7 +184,7 @@ fn agreed_layout(told: &Told, group: &ProcessGroup) -> Result<Arc<Layout>> {
     Layout::new(listed(&shards, dims, group)?, dims, parsed, group)
 }
 
-/// The spec of shards that are a tensor of this shape.
+/// Returns the spec of shards that form a tensor of this shape.
 fn listed(shards: &[ShardMetadata], dims: &[usize], group: &ProcessGroup) -> Result<ShardingSpec> {
     let listed = EnumerableShardingSpec::new(shards.to_vec())?;
     listed.check(group.size())?;

@@ -1,4 +1,4 @@
-//! From sharded tensors to whole ones.
+//! Conversion of sharded tensors to whole ones.
 use super::{ShardedTensor, pieces};
 use crate::sharding_spec::ShardMetadata;
 use crate::sharding_spec::block::{volume, whole};
@@ -6,9 +6,9 @@ use crate::{Error, Result};
 use candle_core::Tensor;
 
 impl ShardedTensor {
-    /// The whole tensor on rank `dst` of the group, `None` elsewhere; without gradient, in memory of its own.
+    /// Returns the whole tensor on rank `dst` of the group, and `None` elsewhere.
     ///
-    /// One collective.
+    /// The result has no gradient and its own memory. Runs one collective.
     ///
     /// # Errors
     /// On every rank alike, if the group has no rank `dst`.
@@ -22,14 +22,14 @@ impl ShardedTensor {
         gathered.map(|packed| self.unpacked(&packed)).transpose()
     }
 
-    /// The whole tensor on every rank; without gradient, in memory of its own.
+    /// Returns the whole tensor on every rank, without gradient and in its own memory.
     ///
-    /// One collective.
+    /// Runs one collective.
     pub fn gather_all(&self) -> Result<Tensor> {
         self.unpacked(&self.group().all_gather_uneven(&self.packed()?, 0, &self.packed_sizes())?)
     }
 
-    /// The elements of this rank's shards, one after the other.
+    /// Concatenates the elements of this rank's shards.
     fn packed(&self) -> Result<Tensor> {
         let with_elements = self.shards.iter().filter(|shard| !shard.metadata.is_empty());
         let flat = with_elements.map(|shard| shard.tensor.detach().flatten_all());
@@ -41,13 +41,13 @@ impl ShardedTensor {
         })
     }
 
-    /// How many elements each rank holds.
+    /// Returns the number of elements of each rank.
     fn packed_sizes(&self) -> Vec<usize> {
         let elements = |shard: &ShardMetadata| volume(&shard.block()).unwrap_or(0);
         (0..self.group().size()).map(|rank| self.layout.shards_of(rank).map(elements).sum()).collect()
     }
 
-    /// The tensor from the elements of all ranks, one after the other.
+    /// Assembles the tensor from the concatenated elements of all ranks.
     fn unpacked(&self, packed: &Tensor) -> Result<Tensor> {
         let shards = (0..self.group().size()).flat_map(|rank| self.layout.shards_of(rank));
         let (mut blocks, mut start) = (Vec::new(), 0);

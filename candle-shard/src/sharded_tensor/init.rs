@@ -1,7 +1,7 @@
-//! New values for a sharded tensor in place, so that variables stay the same.
+//! Initialization of a sharded tensor in place, so that variables stay the same.
 //!
-//! Each rank computes what its shards need; nothing is communicated. Random values are bit-equal under every spec. Clones
-//! of the tensor share its memory and change with it.
+//! Each rank computes the values of its own shards; nothing is communicated. Random values are bit-equal under every
+//! spec. Clones of the tensor share its memory and change with it.
 use super::ShardedTensor;
 use super::factory::sampled;
 use super::transform::overwrite;
@@ -10,7 +10,7 @@ use crate::random::{Distribution, Stream};
 use candle_core::{Shape, Tensor};
 use candle_nn::init::{FanInOut, NonLinearity};
 
-/// Random numbers of `stream`, even over `[lo, up)`.
+/// Fills the tensor with random numbers of `stream`, uniform over `[lo, up)`.
 ///
 /// ```
 /// use candle_core::{DType, Device};
@@ -36,7 +36,7 @@ pub fn uniform(tensor: &ShardedTensor, lo: f64, up: f64, stream: Stream) -> Resu
     fill(tensor, Distribution::Uniform { lo, up }, stream)
 }
 
-/// Random numbers of `stream`, normally distributed.
+/// Fills the tensor with random numbers of `stream`, normally distributed.
 ///
 /// # Errors
 /// On every rank alike, if the dtype is not a float, the numbers are not finite, or `stdev` is negative.
@@ -44,7 +44,8 @@ pub fn normal(tensor: &ShardedTensor, mean: f64, stdev: f64, stream: Stream) -> 
     fill(tensor, Distribution::Normal { mean, stdev }, stream)
 }
 
-/// Random numbers of `stream`, even over `±gain·sqrt(3 / fan)`, with the fan of the whole tensor.
+/// Fills the tensor with random numbers of `stream`, uniform over `±gain·sqrt(3 / fan)`, with the fan of the whole
+/// tensor.
 ///
 /// He et al., *Delving Deep into Rectifiers*, 2015.
 ///
@@ -61,7 +62,7 @@ pub fn kaiming_uniform(
     uniform(tensor, -bound, bound, stream)
 }
 
-/// One value, rounded to the dtype.
+/// Fills the tensor with one value, rounded to the dtype.
 pub fn constant(tensor: &ShardedTensor, value: f64) -> Result<()> {
     for shard in tensor.local_shards() {
         let sizes = &shard.metadata.sizes[..];

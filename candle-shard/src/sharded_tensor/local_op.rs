@@ -1,13 +1,13 @@
-//! Ops of one's own on the local tensor of a sharded one.
+//! User-defined ops on the local tensor of a sharded one.
 use super::ShardedTensor;
 use crate::sharding_spec::ShardingSpec;
 use crate::{Error, Result};
 use candle_core::Tensor;
 use std::fmt;
 
-/// An op that every rank does on its only shard, without communication.
+/// An op that every rank runs on its only shard, without communication.
 ///
-/// By default the result has the shape of the shard, and takes its place. What changes the layout, or communicates, is
+/// By default the result has the shape of the shard and replaces it. An op that changes the layout or communicates uses
 /// [`customized`](Self::customized).
 ///
 /// ```
@@ -41,28 +41,28 @@ pub struct LocalOp<A: ?Sized> {
 /// A part of an op: a function of a tensor and the op's arguments.
 type Of<X, A, R> = dyn Fn(&X, &A) -> R + Send + Sync;
 
-/// A new local tensor, and the spec and the global shape of the result.
+/// A new local tensor, with the spec and the global shape of the result.
 type Made = (Tensor, ShardingSpec, Vec<usize>);
 
 impl<A: ?Sized> LocalOp<A> {
-    /// An op on the local tensor that keeps its shape; `name` is what errors call it.
+    /// Creates an op on the local tensor that keeps its shape; errors print `name`.
     pub fn new(name: &'static str, op: impl Fn(&Tensor, &A) -> Result<Tensor> + Send + Sync + 'static) -> Self {
         Self { name, op: Box::new(op), early_stop: None, extra_check: None, customized: None }
     }
 
-    /// Returns the tensor as it is where `stop` says so.
+    /// Returns the tensor unchanged where `stop` returns true.
     pub fn early_stop(mut self, stop: impl Fn(&ShardedTensor, &A) -> bool + Send + Sync + 'static) -> Self {
         self.early_stop = Some(Box::new(stop));
         self
     }
 
-    /// Checks something before everything else; from what every rank knows, so that all fail alike.
+    /// Adds a check that runs first. It must depend only on values that every rank knows, so that all ranks fail alike.
     pub fn extra_check(mut self, check: impl Fn(&ShardedTensor, &A) -> Result<()> + Send + Sync + 'static) -> Self {
         self.extra_check = Some(Box::new(check));
         self
     }
 
-    /// In place of the op, makes the new local tensor, and says how the result is cut and its global shape.
+    /// Replaces the op by `make`, which returns the new local tensor, the spec and the global shape of the result.
     ///
     /// ```
     /// # use candle_core::{Device, Tensor};
@@ -89,11 +89,11 @@ impl<A: ?Sized> LocalOp<A> {
         self
     }
 
-    /// The op on a tensor of which every rank holds one shard.
+    /// Runs the op on a tensor of which every rank holds exactly one shard.
     ///
     /// # Errors
-    /// On every rank alike, if a rank holds no shard or several; what the op's own parts return; and if the result does
-    /// not have the shape that it should.
+    /// On every rank alike, if a rank holds no shard or several; any error of the op's functions; and if the result
+    /// does not have the expected shape.
     pub fn apply(&self, x: &ShardedTensor, args: &A) -> Result<ShardedTensor> {
         if let Some(check) = &self.extra_check {
             check(x, args)?;

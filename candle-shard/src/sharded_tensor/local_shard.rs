@@ -1,20 +1,20 @@
-//! A shard that this rank holds.
+//! A shard on this rank.
 use crate::sharding_spec::{DeviceName, RemoteDevice, ShardMetadata};
 use crate::{Error, Result};
 use candle_core::Tensor;
 
-/// A shard that this rank holds, with its place in the whole.
+/// A shard on this rank, with its place in the whole tensor.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct LocalShard {
     /// The elements.
     pub tensor: Tensor,
-    /// Where they belong.
+    /// Their place in the whole tensor.
     pub metadata: ShardMetadata,
 }
 
 impl LocalShard {
-    /// A shard of these elements.
+    /// Creates a shard with these elements.
     ///
     /// # Errors
     /// If the tensor does not have the shard's sizes.
@@ -29,10 +29,10 @@ impl LocalShard {
         Ok(Self { tensor, metadata })
     }
 
-    /// The shard of `rank` of the group that begins at `offsets`; sizes and device are the tensor's.
+    /// Creates a shard of `rank` of the group that begins at `offsets`, with the sizes and the device of the tensor.
     ///
     /// # Errors
-    /// If there are not as many offsets as the tensor has dims.
+    /// If the number of offsets is not the number of dims.
     pub fn from_tensor_and_offsets(tensor: Tensor, offsets: impl Into<Vec<usize>>, rank: usize) -> Result<Self> {
         let placement = RemoteDevice::at_rank(rank, DeviceName::kind_of(tensor.device()));
         let metadata = ShardMetadata::new(offsets, tensor.dims(), placement)?;

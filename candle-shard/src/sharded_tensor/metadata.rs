@@ -1,4 +1,4 @@
-//! What every rank knows of a sharded tensor.
+//! Metadata of a sharded tensor, equal on every rank.
 use crate::sharding_spec::block::{volume, whole};
 use crate::sharding_spec::{DeviceName, RemoteDevice, ShardMetadata, ShardingSpec};
 use crate::{Error, Result};
@@ -19,7 +19,7 @@ pub struct ShardedTensorMetadata {
     pub dtype: DType,
 }
 
-/// Metadata bound to a group: every shard has a rank of it, and the shards are the tensor.
+/// Metadata bound to a group: the placement of every shard names a rank of the group, and the shards cover the tensor.
 #[derive(Debug)]
 pub(crate) struct Layout {
     pub(super) metadata: ShardedTensorMetadata,
@@ -40,23 +40,23 @@ impl Layout {
         Ok(Arc::new(Self { metadata, spec, group: group.clone() }))
     }
 
-    /// The same shards of elements of another dtype.
+    /// Returns the same layout with another dtype.
     pub(super) fn with_dtype(&self, dtype: DType) -> Arc<Self> {
         let metadata = ShardedTensorMetadata { dtype, ..self.metadata.clone() };
         Arc::new(Self { metadata, spec: self.spec.clone(), group: self.group.clone() })
     }
 
-    /// The shards of a rank of the group, in the order of the spec.
+    /// Returns the shards of a rank of the group, in the order of the spec.
     pub(super) fn shards_of(&self, rank: usize) -> impl Iterator<Item = &ShardMetadata> {
         self.metadata.shards.iter().filter(move |shard| shard.rank() == Some(rank))
     }
 
-    /// The shards of this rank.
+    /// Returns the shards of this rank.
     pub(super) fn mine(&self) -> impl Iterator<Item = &ShardMetadata> {
         self.shards_of(self.group.rank())
     }
 
-    /// Checks that all shards are said to lie on devices of this kind, and this rank's on this one.
+    /// Checks that all placements name devices of this kind, and that those of this rank name this device.
     pub(super) fn check_device(&self, op: &'static str, device: &Device) -> Result<()> {
         let elsewhere = |shard: &&ShardMetadata| {
             let named = shard.placement.as_ref().map(RemoteDevice::device).unwrap_or_default();

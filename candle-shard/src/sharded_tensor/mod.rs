@@ -1,4 +1,4 @@
-//! Tensors that lie in pieces on the ranks of a group, as a [sharding spec](crate::sharding_spec) says.
+//! Tensors sharded over the ranks of a group according to a [sharding spec](crate::sharding_spec).
 mod compare;
 mod convert;
 mod factory;
@@ -32,10 +32,10 @@ use metadata::Layout;
 use std::fmt;
 use std::sync::Arc;
 
-/// A tensor in pieces on the ranks of a group, as a [`ShardingSpec`] says; cheap to clone.
+/// A tensor sharded over the ranks of a group according to a [`ShardingSpec`]; cheap to clone.
 ///
-/// Ranks in placements are ranks of the group, whichever ranks of the world these are. A rank may hold no shard, one or
-/// several. Every rank of the group makes the same calls in the same order, as with the group itself.
+/// Ranks in placements are ranks of the group, not of the world. A rank may hold no shard, one or several. Every rank
+/// of the group makes the same calls in the same order, as with the group itself.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -57,12 +57,12 @@ pub struct ShardedTensor {
     shards: Vec<LocalShard>,
     layout: Arc<Layout>,
     device: Device,
-    /// The shards as variables whose gradients are collected by rows, if they are such.
+    /// The shards as variables whose gradients are collected by rows; empty for other tensors.
     rows: Vec<RowVar>,
 }
 
 impl ShardedTensor {
-    /// The shards of this rank, made by `make` in the order of the spec.
+    /// Builds the shards of this rank with `make`, in the order of the spec.
     fn build(
         layout: Arc<Layout>,
         device: &Device,
@@ -77,30 +77,31 @@ impl ShardedTensor {
         Ok(Self { shards, layout, device: device.clone(), rows: Vec::new() })
     }
 
-    /// The ranks that the tensor lies on.
+    /// Returns the group of ranks that hold the tensor.
     pub fn group(&self) -> &ProcessGroup {
         &self.layout.group
     }
 
-    /// How the tensor is cut.
+    /// Returns the spec that cuts the tensor.
     pub fn sharding_spec(&self) -> &ShardingSpec {
         &self.layout.spec
     }
 
-    /// The shards of all ranks, the shape and the dtype.
+    /// Returns the shards of all ranks, the shape and the dtype.
     pub fn metadata(&self) -> &ShardedTensorMetadata {
         &self.layout.metadata
     }
 
-    /// The shards of this rank, in the order of the spec.
+    /// Returns the shards of this rank, in the order of the spec.
     pub fn local_shards(&self) -> &[LocalShard] {
         &self.shards
     }
 
-    /// The gradients of this rank's shards, in their order; `None` for a shard that the loss does not depend on.
+    /// Returns the gradients of this rank's shards, in their order; `None` for a shard that the loss does not depend
+    /// on.
     ///
-    /// For tensors of [`to_var`](Self::to_var) and what was made of them as a leaf; gradients by rows are collected by
-    /// [`sparse`](crate::sparse) instead.
+    /// Works for tensors of [`to_var`](Self::to_var) and their clones; [`sparse`](crate::sparse) collects gradients by
+    /// rows instead.
     ///
     /// ```
     /// use candle_core::{Device, Tensor};
@@ -122,10 +123,10 @@ impl ShardedTensor {
         self.shards.iter().map(|shard| grads.get(&shard.tensor)).collect()
     }
 
-    /// The elements of the only shard of this rank, connected to the graph.
+    /// Returns the elements of this rank's only shard, connected to the graph.
     ///
     /// # Errors
-    /// If this rank holds no shard, or several: [`local_shards`](Self::local_shards) has them all.
+    /// If this rank holds no shard or several; use [`local_shards`](Self::local_shards) then.
     pub fn local_tensor(&self) -> Result<&Tensor> {
         match &self.shards[..] {
             [shard] => Ok(&shard.tensor),
@@ -137,17 +138,17 @@ impl ShardedTensor {
         }
     }
 
-    /// The global shape.
+    /// Returns the global shape.
     pub fn dims(&self) -> &[usize] {
         &self.layout.metadata.dims
     }
 
-    /// The dtype.
+    /// Returns the dtype.
     pub fn dtype(&self) -> DType {
         self.layout.metadata.dtype
     }
 
-    /// The device of this rank's shards.
+    /// Returns the device of this rank's shards.
     pub fn device(&self) -> &Device {
         &self.device
     }

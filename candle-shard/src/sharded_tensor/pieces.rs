@@ -1,21 +1,21 @@
-//! Cutting blocks out of tensors and putting them together.
+//! Functions that cut blocks out of tensors and join them.
 use crate::Result;
 use crate::sharding_spec::block::Block;
 use candle_core::{DType, Device, Tensor};
 use std::ops::Range;
 
-/// A copy of `block` of a tensor whose first element has the global index `origin`.
+/// Copies `block` out of a tensor whose first element has the global index `origin`.
 pub(super) fn cut(tensor: &Tensor, origin: &[usize], block: &[Range<usize>]) -> Result<Tensor> {
     Ok(view(tensor, origin, block)?.force_contiguous()?)
 }
 
-/// The memory of `block` of a tensor whose first element has the global index `origin`.
+/// Returns a view of `block` of a tensor whose first element has the global index `origin`.
 pub(super) fn view(tensor: &Tensor, origin: &[usize], block: &[Range<usize>]) -> candle_core::Result<Tensor> {
     let mut dims = origin.iter().zip(block).enumerate();
     dims.try_fold(tensor.detach(), |part, (dim, (&at, range))| part.narrow(dim, range.start - at, range.len()))
 }
 
-/// The tensor of `want` that is made of these blocks, in memory of its own; together they cover it.
+/// Joins blocks that together cover `want`, in new memory.
 pub(super) fn joined(want: &Block, dtype: DType, device: &Device, blocks: &[(Tensor, Block)]) -> Result<Tensor> {
     if let [(only, block)] = blocks
         && block == want
@@ -38,10 +38,10 @@ pub(super) fn write(whole: &Tensor, part: &Tensor, starts: &[usize]) -> candle_c
     }
     let cut: Vec<usize> = (0..starts.len()).filter(|&dim| whole.dims()[dim] != part.dims()[dim]).collect();
     match cut[..] {
-        // candle writes a range of one dim at once.
+        // candle writes a range of one dim in one call.
         [] => whole.flatten_all()?.slice_set(&part.flatten_all()?, 0, 0),
         [dim] => whole.slice_set(part, dim, starts[dim]),
-        // Of several dims, row by row of the first one.
+        // With several dims cut, write row by row of the first dim.
         _ => (0..part.dims()[0]).try_for_each(|row| write(&whole.get(starts[0] + row)?, &part.get(row)?, &starts[1..])),
     }
 }

@@ -1,4 +1,4 @@
-//! Which parameters of a model are sharded, and how.
+//! Plans that say which parameters of a model are sharded, and how.
 use super::ShardedTensor;
 use crate::parallel::pattern::Pattern;
 use crate::sharding_spec::ShardingSpec;
@@ -10,13 +10,13 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::sync::Arc;
 
-/// What a user's sharder gets: the parameter's name, this rank's tensor, the rank that has the values, and the group.
+/// A user's sharder; arguments: the parameter's name, this rank's tensor, the source rank, and the group.
 type Sharder = dyn Fn(&str, &Tensor, usize, &ProcessGroup) -> Result<ShardedTensor> + Send + Sync;
 
-/// Which parameters are sharded how; those that are not named stay as they are.
+/// A plan that says which parameters are sharded, and how; other parameters stay as they are.
 ///
-/// A pattern is a parameter's name whose parts may hold `*` and `?`, for example `tables.*.weight`; each part matches one
-/// part of a name. Of several patterns that match, the last one counts.
+/// A pattern is a parameter's name whose parts may contain `*` and `?`, for example `tables.*.weight`; each part
+/// matches one part of a name. If several patterns match, the last one counts.
 #[derive(Clone, Default)]
 pub struct ShardingPlan {
     entries: Vec<(Pattern, How)>,
@@ -28,31 +28,31 @@ enum How {
     Sharder(Arc<Sharder>),
 }
 
-/// The parameters of a model, each under its own name.
+/// The parameters of a model, by name.
 #[derive(Debug, Clone)]
 pub struct ShardedModule {
-    /// The parameters that the plan names.
+    /// The parameters that the plan shards.
     pub sharded: BTreeMap<String, ShardedTensor>,
-    /// The others, as they were.
+    /// The other parameters, unchanged.
     pub rest: BTreeMap<String, Tensor>,
 }
 
 impl ShardingPlan {
-    /// A plan that shards nothing.
+    /// Creates a plan that shards nothing.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// The plan with a spec for the parameters that `pattern` matches.
+    /// Adds a spec for the parameters that match `pattern`.
     pub fn with(mut self, pattern: impl Into<String>, spec: impl Into<ShardingSpec>) -> Self {
         self.entries.push((Pattern::new(pattern), How::Spec(spec.into())));
         self
     }
 
-    /// The plan with a function that shards the parameters that `pattern` matches.
+    /// Adds a function that shards the parameters that match `pattern`.
     ///
-    /// It is called on every rank, in the order of the names, with the parameter's name, this rank's tensor, the rank
-    /// that has the values, and the group.
+    /// It is called on every rank, in the order of the names, with the parameter's name, this rank's tensor, the source
+    /// rank, and the group.
     pub fn with_sharder(
         mut self,
         pattern: impl Into<String>,
@@ -62,7 +62,7 @@ impl ShardingPlan {
         self
     }
 
-    /// What is done to each parameter that the plan names.
+    /// Returns the entry for each parameter that the plan names.
     fn matched<'a>(&'a self, parameters: &'a BTreeMap<String, Tensor>) -> Result<BTreeMap<&'a str, &'a How>> {
         let (mut matched, mut used) = (BTreeMap::new(), BTreeSet::new());
         for name in parameters.keys() {
@@ -82,9 +82,9 @@ impl ShardingPlan {
     }
 }
 
-/// The parameters of a model sharded as a plan says, with the values of rank `src_rank` of the group.
+/// Shards the parameters of a model according to a plan, with the values of rank `src_rank` of the group.
 ///
-/// Every rank gives the same names and shapes, which the ranks compare; values are read on `src_rank` alone.
+/// Every rank passes the same names and shapes, which the ranks compare; values are read only on `src_rank`.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -105,9 +105,9 @@ impl ShardingPlan {
 /// ```
 ///
 /// # Errors
-/// Before anything is communicated, if a pattern matches no parameter, or a spec does not fit its parameter or the group;
-/// on every rank alike, if the ranks give different names or shapes; what a sharder returns, and a [`Error::Plan`] if it
-/// makes a tensor of another shape.
+/// Before any communication, if a pattern matches no parameter, or a spec does not fit its parameter or the group; on
+/// every rank alike, if the ranks pass different names or shapes; any error of a sharder, and [`Error::Plan`] if it
+/// returns a tensor of another shape.
 pub fn shard_module(
     parameters: &BTreeMap<String, Tensor>,
     plan: &ShardingPlan,

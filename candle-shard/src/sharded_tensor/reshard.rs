@@ -1,4 +1,4 @@
-//! From one spec to another.
+//! Conversion from one spec to another.
 use super::metadata::Layout;
 use super::{ShardedTensor, pieces};
 use crate::sharding_spec::ShardingSpec;
@@ -11,9 +11,9 @@ use std::ops::Range;
 const OP: &str = "ShardedTensor::reshard";
 
 impl ShardedTensor {
-    /// The same tensor cut as another spec says; without gradient, in memory of its own.
+    /// Redistributes the tensor to another spec; the result has no gradient and its own memory.
     ///
-    /// Only elements that change their rank are sent, each once, from rank to rank.
+    /// Only elements that move to another rank are sent, each once, from rank to rank.
     ///
     /// ```
     /// use candle_core::{Device, Tensor};
@@ -30,7 +30,7 @@ impl ShardedTensor {
     /// ```
     ///
     /// # Errors
-    /// On every rank alike: if ranks name different specs, or the spec does not fit the tensor or the group.
+    /// On every rank alike: if ranks pass different specs, or the spec does not fit the tensor or the group.
     pub fn reshard(&self, spec: impl Into<ShardingSpec>) -> Result<Self> {
         let spec = spec.into();
         self.group().agree(&format!("{OP} of {} to {spec}", self.layout))?;
@@ -39,7 +39,7 @@ impl ShardedTensor {
         let mut received = self.group().batch_send_recv(&self.messages(&layout)?)?.into_iter();
         Self::build(layout.clone(), self.device(), |shard| {
             let want = shard.block();
-            // In the order in which `messages` asks for them.
+            // In the order in which `messages` requests them.
             let sources = common(&self.layout, self.group().rank(), &want);
             let blocks = sources.map(|(source, block)| match source {
                 Source::Shard(nth) => Ok((self.cut(nth, &block)?, block)),
@@ -53,7 +53,8 @@ impl ShardedTensor {
         })
     }
 
-    /// What this rank sends and receives; the messages of two ranks in the order of the new shards, then the old ones.
+    /// Returns the messages that this rank sends and receives; those between two ranks are ordered by the new shards,
+    /// then by the old ones.
     fn messages(&self, to: &Layout) -> Result<Vec<Message>> {
         let (me, tag, mut messages) = (self.group().rank(), 0, Vec::new());
         for shard in &to.metadata.shards {
@@ -74,21 +75,21 @@ impl ShardedTensor {
         Ok(messages)
     }
 
-    /// The memory of a block of a local shard.
+    /// Returns a view of a block of a local shard.
     fn cut(&self, nth: usize, block: &Block) -> Result<Tensor> {
         let shard = &self.shards[nth];
         Ok(pieces::view(&shard.tensor, &shard.metadata.offsets, block)?)
     }
 }
 
-/// Where a block comes from.
+/// The source of a block.
 enum Source {
-    /// From this rank's shard of this place among its shards.
+    /// This rank's shard with this index among its shards.
     Shard(usize),
     Rank(usize),
 }
 
-/// The parts of a block by the shards that they come from, in the order of the layout.
+/// Splits a block by the shards that hold its parts, in the order of the layout.
 fn common<'a>(layout: &'a Layout, me: usize, block: &'a Block) -> impl Iterator<Item = (Source, Block)> + 'a {
     let mut mine = 0;
     layout.metadata.shards.iter().filter_map(move |shard| {

@@ -1,4 +1,4 @@
-//! From whole tensors to sharded ones.
+//! Conversion of whole tensors to sharded ones.
 use super::metadata::Layout;
 use super::{ShardedTensor, pieces};
 use crate::agreement;
@@ -11,24 +11,24 @@ use std::sync::Arc;
 
 const OP: &str = "ShardedTensor::shard";
 
-/// What a rank says before the data moves.
+/// A rank's arguments, exchanged before the data moves.
 #[derive(Serialize, Deserialize, PartialEq)]
 struct Told {
     spec: String,
     src_rank: usize,
-    /// Shape and dtype of the whole, from the rank that has it.
+    /// Shape and dtype of the whole tensor, from the source rank.
     whole: Option<(Vec<usize>, String)>,
 }
 
 impl ShardedTensor {
-    /// The tensor of rank `src_rank` of the group in pieces; other ranks may give `None`, and what they give is not read.
+    /// Shards the tensor of rank `src_rank` of the group; other ranks may pass `None`, and their tensors are not read.
     ///
-    /// The ranks tell each other what they are about to do; then each shard goes to its rank and nowhere else. The
-    /// result is a leaf without gradient, which shares no memory with the tensor.
+    /// The ranks first compare their arguments; then each shard is sent only to its rank. The result is a leaf without
+    /// gradient, which shares no memory with the tensor.
     ///
     /// # Errors
-    /// On every rank alike: if ranks name different specs or sources, if the source is outside the group or gives no
-    /// tensor, and if the spec does not fit the tensor or the group.
+    /// On every rank alike: if ranks pass different specs or sources, if the source is outside the group or passes no
+    /// tensor, or if the spec does not fit the tensor or the group.
     pub fn shard<'a>(
         tensor: impl Into<Option<&'a Tensor>>,
         spec: impl Into<ShardingSpec>,
@@ -49,7 +49,7 @@ impl ShardedTensor {
         scattered(layout, whole, src_rank, device)
     }
 
-    /// The pieces of a tensor that every rank has, alike; nothing is communicated.
+    /// Shards a tensor that is equal on every rank; nothing is communicated.
     ///
     /// The result is a leaf without gradient, which shares no memory with the tensor.
     ///
@@ -63,7 +63,7 @@ impl ShardedTensor {
     }
 }
 
-/// Shape and dtype of the source's tensor, if all ranks speak of the same.
+/// Returns shape and dtype of the source's tensor, if all ranks pass the same spec and source.
 fn source(told: &Told, group: &ProcessGroup) -> Result<(Vec<usize>, DType)> {
     let all = agreement::told(OP, group, told)?;
     let first = &all[0];
@@ -80,11 +80,11 @@ fn source(told: &Told, group: &ProcessGroup) -> Result<(Vec<usize>, DType)> {
     let dtype = |name: &String| name.parse::<DType>().ok();
     match source.whole.as_ref().and_then(|(dims, name)| Some((dims.clone(), dtype(name)?))) {
         Some(whole) => Ok(whole),
-        None => Error::op(OP, format!("rank {} of the group, the source, gives no tensor; it has to", first.src_rank)),
+        None => Error::op(OP, format!("rank {} of the group, the source, passes no tensor; pass one", first.src_rank)),
     }
 }
 
-/// The shards, sent by the rank that has the whole.
+/// Sends the shards from the rank that has the whole tensor.
 pub(super) fn scattered(
     layout: Arc<Layout>,
     whole: Option<&Tensor>,
@@ -94,7 +94,7 @@ pub(super) fn scattered(
     let (group, dtype, origin) = (&layout.group, layout.metadata.dtype, vec![0; layout.metadata.dims.len()]);
     let (mut messages, tag) = (Vec::new(), 0);
     if let Some(whole) = whole {
-        // In the order of the spec on both sides, so the messages between two ranks need no tags.
+        // Both sides follow the order of the spec, so the messages between two ranks need no tags.
         for shard in layout.metadata.shards.iter().filter(|shard| !shard.is_empty()) {
             if let Some(to) = shard.rank().filter(|&rank| rank != src_rank) {
                 messages.push(Message::Send { tensor: pieces::view(whole, &origin, &shard.block())?, to, tag });

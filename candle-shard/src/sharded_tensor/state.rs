@@ -1,4 +1,4 @@
-//! Maps of sharded tensors in files, to be loaded under any spec.
+//! Maps of sharded tensors in files, which load under any spec.
 use super::ShardedTensor;
 use super::metadata::Layout;
 use crate::agreement::agreed;
@@ -12,10 +12,10 @@ use candle_dist::ProcessGroup;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// Saves named tensors of `group` to the folder `path`, in place of a checkpoint that may be there.
+/// Saves named tensors of `group` to the folder `path`, replacing a checkpoint that is there.
 ///
-/// Every rank writes the shards that it holds. The folder is a [`checkpoint`](crate::checkpoint), which
-/// [`load_state`] reads under any spec on any group, and [`checkpoint::load`](crate::checkpoint::load) on any mesh.
+/// Every rank writes its own shards. The folder is a [`checkpoint`](crate::checkpoint): [`load_state`] reads it under
+/// any spec on any group, and [`checkpoint::load`](crate::checkpoint::load) on any mesh.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -38,8 +38,8 @@ use std::path::Path;
 /// ```
 ///
 /// # Errors
-/// On every rank alike: if ranks name different tensors, if a tensor lies on another group, if the folder holds
-/// something else than a checkpoint, or if a file cannot be written. What was there before then stays.
+/// On every rank alike: if ranks pass different names, if a tensor lies on another group, if the folder contains
+/// something other than a checkpoint, or if a file cannot be written. The previous content then stays.
 pub fn save_state(
     path: impl AsRef<Path>,
     group: &ProcessGroup,
@@ -59,7 +59,7 @@ pub fn save_state(
     write(OP, path.as_ref(), group, &saved, |nth, part| &held[nth].shards[part].tensor)
 }
 
-/// Who writes the shards of a tensor: those that hold them; nobody does shards without elements.
+/// Lists which rank writes which shard: each rank writes its own; empty shards are not written.
 fn saved<'a>(name: &'a str, tensor: &'a ShardedTensor) -> Saved<'a> {
     let held = (0..tensor.group().size()).flat_map(|rank| {
         let shards = tensor.layout.shards_of(rank).enumerate();
@@ -69,13 +69,13 @@ fn saved<'a>(name: &'a str, tensor: &'a ShardedTensor) -> Saved<'a> {
     Saved { name, shape: tensor.dims(), dtype: tensor.dtype(), pieces }
 }
 
-/// Tensors of a checkpoint, or of other [`Weights`], cut as the specs say, in the dtypes in which they are stored.
+/// Loads tensors of a checkpoint, or of other [`Weights`], cut according to the specs, in their stored dtypes.
 ///
-/// A rank reads what it will hold and no more. One collective.
+/// Each rank reads only its own shards. Runs one collective.
 ///
 /// # Errors
-/// On every rank alike: if a tensor is not there, if a spec does not fit it or the group, or if a file is missing,
-/// damaged or cannot be read.
+/// On every rank alike: if a tensor is not in the files, if a spec does not fit it or the group, or if a file is
+/// missing, damaged or unreadable.
 pub fn load_state<N: AsRef<str>, S: Clone + Into<ShardingSpec>>(
     path: impl AsRef<Path>,
     group: &ProcessGroup,

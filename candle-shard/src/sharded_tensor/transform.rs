@@ -1,4 +1,4 @@
-//! The same tensor as a variable, a copy, in another dtype or on another device.
+//! Conversions to variables, copies, other dtypes and other devices.
 use super::metadata::Layout;
 use super::{LocalShard, ShardedTensor, pieces};
 use crate::sharding_spec::DeviceName;
@@ -8,7 +8,7 @@ use candle_core::{DType, Device, Tensor, Var};
 use std::sync::Arc;
 
 impl ShardedTensor {
-    /// The same tensor as a trainable leaf: each local shard becomes a [`Var`], in the order of the shards.
+    /// Returns the tensor as a trainable leaf: each local shard becomes a [`Var`], in the order of the shards.
     pub fn to_var(&self) -> Result<(Self, Vec<Var>)> {
         let mut vars = Vec::with_capacity(self.shards.len());
         let leaf = self.map(|tensor| {
@@ -19,51 +19,52 @@ impl ShardedTensor {
         Ok((leaf, vars))
     }
 
-    /// The same table `[rows, width]` as a trainable leaf whose gradient is collected by rows: training costs by the ids
-    /// that [`embedding`](Self::embedding) looks up, not by the size of the table.
+    /// Returns a table `[rows, width]` as a trainable leaf whose gradient is collected by rows.
     ///
-    /// Each local shard becomes a [`RowVar`], in the order of the shards; the optimisers of [`sparse`](crate::sparse)
-    /// step them.
+    /// The cost of a training step grows with the ids that [`embedding`](Self::embedding) looks up, not with the size
+    /// of the table. Each local shard becomes a [`RowVar`], in the order of the shards, which the optimizers of
+    /// [`sparse`](crate::sparse) update.
     ///
     /// # Errors
-    /// If the tensor is no table of floats on the CPU.
+    /// If the tensor is not a table of floats on the CPU.
     pub fn to_row_vars(&self) -> Result<(Self, Vec<RowVar>)> {
         let (leaf, vars) = self.to_var()?;
         let rows: Vec<RowVar> = vars.into_iter().map(RowVar::new).collect::<Result<_>>()?;
         Ok((Self { rows: rows.clone(), ..leaf }, rows))
     }
 
-    /// The variables of [`to_row_vars`](Self::to_row_vars), if this tensor still is made of them.
+    /// Returns the variables of [`to_row_vars`](Self::to_row_vars), if this tensor still consists of them.
     pub fn row_vars(&self) -> &[RowVar] {
         let is_leaf = self.rows.len() == self.shards.len()
             && self.rows.iter().zip(&self.shards).all(|(rows, shard)| rows.var().id() == shard.tensor.id());
         if is_leaf { &self.rows } else { &[] }
     }
 
-    /// Whether gradients reach a shard of this rank: it is a variable, or made of one.
+    /// Returns whether gradients reach a shard of this rank: it is a variable or was computed from one.
     pub fn requires_grad(&self) -> bool {
         self.shards.iter().any(|shard| shard.tensor.track_op())
     }
 
-    /// The same tensor without gradient, in the same memory.
+    /// Returns the tensor without gradient, in the same memory.
     pub fn detach(&self) -> Self {
         let detached = |shard: &LocalShard| LocalShard { tensor: shard.tensor.detach(), ..shard.clone() };
         Self { shards: self.shards.iter().map(detached).collect(), ..self.clone() }
     }
 
-    /// The same values in memory of their own, without gradient; `clone` shares memory.
+    /// Copies the values to new memory, without gradient; `clone` shares memory.
     pub fn copy(&self) -> Result<Self> {
         self.map(|tensor| Ok(tensor.detach().force_contiguous()?))
     }
 
-    /// The values in another dtype, connected to the graph.
+    /// Converts the values to another dtype, connected to the graph.
     pub fn to_dtype(&self, dtype: DType) -> Result<Self> {
         Ok(Self { layout: self.layout.with_dtype(dtype), ..self.map(|tensor| Ok(tensor.to_dtype(dtype)?))? })
     }
 
-    /// The tensor on another device of each rank, connected to the graph; every rank names one of the same kind.
+    /// Moves the tensor to another device on each rank, connected to the graph; every rank names a device of the same
+    /// kind.
     ///
-    /// The placements then name the kind alone, such as `rank:0/cuda`.
+    /// The placements then name only the kind, such as `rank:0/cuda`.
     pub fn to_device(&self, device: &Device) -> Result<Self> {
         let spec = self.sharding_spec().on(DeviceName::kind_of(device))?;
         let layout = Layout::new(spec, self.dims(), self.dtype(), self.group())?;
@@ -73,7 +74,8 @@ impl ShardedTensor {
         Ok(Self { shards: moved.collect::<Result<_>>()?, layout, device: device.clone(), rows: Vec::new() })
     }
 
-    /// Writes the values of `other`, which lies alike, over this tensor's, also where it is a variable.
+    /// Writes the values of `other`, which has the same layout, over the values of this tensor, even if it is a
+    /// variable.
     ///
     /// Clones of this tensor share its memory and change with it. Nothing is communicated.
     ///
@@ -89,14 +91,14 @@ impl ShardedTensor {
         self.shards.iter().zip(&other.shards).try_for_each(|(to, from)| overwrite(&to.tensor, &from.tensor))
     }
 
-    /// Whether both have the same shape, dtype and shards on the same ranks; the same on every rank.
+    /// Returns whether both have the same shape, dtype and shards on the same ranks; the result is equal on every rank.
     pub(super) fn lies_like(&self, other: &Self) -> bool {
         let layouts = (&self.layout, &other.layout);
         Arc::ptr_eq(layouts.0, layouts.1)
             || (self.group().ranks() == other.group().ranks() && self.metadata() == other.metadata())
     }
 
-    /// The same layout with other tensors of the same shapes.
+    /// Applies `f` to each local shard and keeps the layout.
     pub(super) fn map(&self, mut f: impl FnMut(&Tensor) -> Result<Tensor>) -> Result<Self> {
         let mapped = |shard: &LocalShard| Ok(LocalShard { tensor: f(&shard.tensor)?, ..shard.clone() });
         let shards = self.shards.iter().map(mapped).collect::<Result<_>>()?;
@@ -104,8 +106,8 @@ impl ShardedTensor {
     }
 }
 
-/// Writes `from` over the memory of `to`, which has its shape and dtype and may be a variable.
+/// Writes `from` over the memory of `to`, which has the same shape and dtype and may be a variable.
 pub(super) fn overwrite(to: &Tensor, from: &Tensor) -> Result<()> {
-    // A copy, as the two may be the same memory.
+    // A copy, as both may use the same memory.
     Ok(pieces::write(&to.detach(), &from.detach().force_contiguous()?, &vec![0; to.rank()])?)
 }

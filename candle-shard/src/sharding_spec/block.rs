@@ -1,16 +1,16 @@
-//! Boxes of a tensor's elements, as one range of global indices per dim.
+//! Blocks of a tensor's elements, as one range of global indices per dim.
 use smallvec::SmallVec;
 use std::ops::Range;
 
 /// One range of global indices per dim.
 pub(crate) type Block = SmallVec<[Range<usize>; 6]>;
 
-/// The block of all elements.
+/// Returns the block of all elements.
 pub(crate) fn whole(dims: &[usize]) -> Block {
     dims.iter().map(|&n| 0..n).collect()
 }
 
-/// The number of elements, unless it is more than can be counted.
+/// Returns the number of elements, or `None` if it overflows.
 pub(crate) fn volume(block: &[Range<usize>]) -> Option<usize> {
     if block.iter().any(Range::is_empty) {
         return Some(0);
@@ -18,7 +18,7 @@ pub(crate) fn volume(block: &[Range<usize>]) -> Option<usize> {
     block.iter().try_fold(1, |n: usize, range| n.checked_mul(range.len()))
 }
 
-/// What two blocks have in common; `None` if that is nothing.
+/// Returns the intersection of two blocks, or `None` if it is empty.
 pub(crate) fn intersection(a: &[Range<usize>], b: &[Range<usize>]) -> Option<Block> {
     let common = |(a, b): (&Range<usize>, &Range<usize>)| {
         let range = a.start.max(b.start)..a.end.min(b.end);
@@ -27,10 +27,10 @@ pub(crate) fn intersection(a: &[Range<usize>], b: &[Range<usize>]) -> Option<Blo
     a.iter().zip(b).map(common).collect()
 }
 
-/// Two blocks that have an element in common, by their places in the list, if there are such.
+/// Returns the list indices of two blocks that overlap, if there are any.
 ///
-/// Blocks are parted by planes that cut none, dim after dim: blocks that differ in one dim are sorted intervals, a grid
-/// falls into its cells. Those that no plane parts are swept along the first dim.
+/// Splits the blocks by planes that cut no block, dim by dim: blocks that differ in one dim become sorted intervals,
+/// and a grid splits into its cells. Blocks that no plane separates are swept along the first dim.
 pub(crate) fn first_overlap<B: AsRef<[Range<usize>]>>(blocks: &[B]) -> Option<(usize, usize)> {
     let with_elements = |&i: &usize| !blocks[i].as_ref().iter().any(Range::is_empty);
     let mut todo = vec![(0..blocks.len()).filter(with_elements).collect::<Vec<_>>()];
@@ -51,7 +51,7 @@ pub(crate) fn first_overlap<B: AsRef<[Range<usize>]>>(blocks: &[B]) -> Option<(u
     None
 }
 
-/// The group parted by planes across `dim`, if there is a plane that cuts no block.
+/// Splits the group by planes across `dim`, if there is a plane that cuts no block.
 fn parted<B: AsRef<[Range<usize>]>>(blocks: &[B], group: &mut [usize], dim: usize) -> Option<Vec<Vec<usize>>> {
     let range = |i: usize| &blocks[i].as_ref()[dim];
     group.sort_by_key(|&i| range(i).start);
@@ -68,7 +68,7 @@ fn parted<B: AsRef<[Range<usize>]>>(blocks: &[B], group: &mut [usize], dim: usiz
     (parts.len() > 1).then_some(parts)
 }
 
-/// Two of the group that overlap, compared only where they do so in the first dim.
+/// Returns two blocks of the group that overlap; compares only those that overlap in the first dim.
 fn swept<B: AsRef<[Range<usize>]>>(blocks: &[B], group: &[usize]) -> Option<(usize, usize)> {
     let first = |i: usize| blocks[i].as_ref().first();
     let mut group = group.to_vec();

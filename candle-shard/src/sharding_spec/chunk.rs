@@ -1,11 +1,11 @@
-//! One dim cut into pieces of `ceil(n / k)`, which any ranks hold in any order.
+//! Specs that cut one dim into pieces of `ceil(n / k)`, on any ranks in any order.
 use super::remote_device::{DeviceName, RemoteDevice};
 use super::shard_metadata::ShardMetadata;
 use crate::{Error, Result};
 use itertools::Itertools;
 use std::fmt;
 
-/// The size of all chunks but the last ones: `ceil(n / chunks)`.
+/// Returns the size of all chunks except the last ones: `ceil(n / chunks)`.
 ///
 /// ```
 /// assert_eq!(candle_shard::sharding_spec::get_split_size(13, 4), 4);
@@ -14,7 +14,8 @@ pub fn get_split_size(n: usize, chunks: usize) -> usize {
     n.div_ceil(chunks.max(1))
 }
 
-/// The size of chunk `idx` of a dim of size `n` that is cut in steps of `split`; zero once the dim is used up.
+/// Returns the size of chunk `idx` of a dim of size `n` that is cut every `split` elements; zero beyond the end of the
+/// dim.
 ///
 /// ```
 /// assert_eq!(candle_shard::sharding_spec::get_chunked_dim_size(13, 4, 3), 1);
@@ -23,10 +24,10 @@ pub fn get_chunked_dim_size(n: usize, split: usize, idx: usize) -> usize {
     split.min(n.saturating_sub(split.saturating_mul(idx)))
 }
 
-/// Where the chunk of `rank` begins in a dim of size `n`, and its size; `world` is the number of chunks.
+/// Returns the start and the size of the chunk of `rank` in a dim of size `n`; `world` is the number of chunks.
 ///
 /// # Errors
-/// If `world` is not the number of the spec's placements, or none of them is of this rank.
+/// If `world` is not the number of the spec's placements, or no placement names this rank.
 ///
 /// ```
 /// use candle_shard::sharding_spec::{ChunkShardingSpec, get_chunk_sharding_params};
@@ -52,17 +53,17 @@ pub fn get_chunk_sharding_params(
     }
 }
 
-/// Start and size of a chunk. Chunks without elements begin where the dim ends.
+/// Returns start and size of a chunk. Empty chunks begin at the end of the dim.
 fn piece(n: usize, chunks: usize, idx: usize) -> (usize, usize) {
     let split = get_split_size(n, chunks);
     (split.saturating_mul(idx).min(n), get_chunked_dim_size(n, split, idx))
 }
 
-/// One dim of a tensor in chunks of `ceil(n / k)`, the last ones smaller or empty: chunk `i` lies at the `i`-th
+/// A spec that cuts one dim into chunks of `ceil(n / k)`, the last ones smaller or empty; chunk `i` lies at the `i`-th
 /// placement.
 ///
-/// Placements may name the ranks of a group in any order, and fewer than the group has: the others then hold nothing.
-/// Chunks without elements begin at the end of the dim, not beyond it.
+/// Placements may name the ranks of a group in any order. Ranks that no placement names hold nothing. Empty chunks
+/// begin at the end of the dim, not beyond it.
 ///
 /// ```
 /// use candle_shard::sharding_spec::ChunkShardingSpec;
@@ -79,16 +80,16 @@ pub struct ChunkShardingSpec {
 }
 
 impl ChunkShardingSpec {
-    /// Chunks of `dim`, which counts from the last one if it is negative, at placements like `rank:0/cpu`.
+    /// Creates chunks of `dim` at placements such as `rank:0/cpu`; a negative dim counts from the last one.
     ///
     /// # Errors
-    /// If a placement is none, see [`RemoteDevice`], or there is none at all.
+    /// If a text is not a placement (see [`RemoteDevice`]), or there are no placements.
     pub fn new<P: AsRef<str>>(dim: isize, placements: impl IntoIterator<Item = P>) -> Result<Self> {
         let placements = placements.into_iter().map(|text| text.as_ref().parse()).collect::<Result<_>>()?;
         Self::with_placements(dim, placements)
     }
 
-    /// Chunks of `dim` on the hosts of these ranks, in this order.
+    /// Creates chunks of `dim` on the CPUs of these ranks, in this order.
     ///
     /// # Errors
     /// If there are no ranks.
@@ -97,7 +98,7 @@ impl ChunkShardingSpec {
         Self::with_placements(dim, placements.collect())
     }
 
-    /// Chunks of `dim` at these placements.
+    /// Creates chunks of `dim` at these placements.
     ///
     /// # Errors
     /// If there are no placements.
@@ -108,17 +109,17 @@ impl ChunkShardingSpec {
         Ok(Self { dim, placements })
     }
 
-    /// The dim as it was given.
+    /// Returns the dim as it was passed, possibly negative.
     pub fn dim(&self) -> isize {
         self.dim
     }
 
-    /// The placement of each chunk.
+    /// Returns the placement of each chunk.
     pub fn placements(&self) -> &[RemoteDevice] {
         &self.placements
     }
 
-    /// The dim counted from the first one.
+    /// Returns the dim counted from the first one.
     ///
     /// # Errors
     /// If a tensor of this shape has no such dim.
@@ -134,7 +135,7 @@ impl ChunkShardingSpec {
         }
     }
 
-    /// The shards of a tensor of this shape, in the order of the placements.
+    /// Returns the shards of a tensor of this shape, in the order of the placements.
     ///
     /// # Errors
     /// If a tensor of this shape does not have the dim.
@@ -148,10 +149,10 @@ impl ChunkShardingSpec {
         Ok(self.placements.iter().enumerate().map(shard).collect())
     }
 
-    /// Checks that every placement is of another rank of a group of `group_size` ranks.
+    /// Checks that every placement names a different rank of a group of `group_size` ranks.
     ///
     /// # Errors
-    /// If a placement names no rank, a rank outside the group, or one that another chunk has.
+    /// If a placement names no rank, a rank outside the group, or the rank of another chunk.
     pub fn check(&self, group_size: usize) -> Result<()> {
         super::check_ranks("ChunkShardingSpec", self.placements.iter().map(Some), group_size)?;
         match self.placements.iter().filter_map(RemoteDevice::rank).duplicates().next() {

@@ -1,4 +1,4 @@
-//! Any blocks at any places.
+//! Specs that list their blocks.
 use super::block::{first_overlap, volume, whole};
 use super::shard_metadata::ShardMetadata;
 use crate::{Error, Result};
@@ -7,7 +7,7 @@ use std::fmt;
 
 const OP: &str = "EnumerableShardingSpec";
 
-/// A tensor in blocks that are listed one by one; a rank may hold several, or none.
+/// A spec that lists the blocks of a tensor one by one; a rank may hold several, or none.
 ///
 /// ```
 /// use candle_shard::sharding_spec::{DeviceName, EnumerableShardingSpec, RemoteDevice, ShardMetadata};
@@ -25,10 +25,10 @@ pub struct EnumerableShardingSpec {
 }
 
 impl EnumerableShardingSpec {
-    /// These shards, which have no element in common.
+    /// Creates a spec from these shards, which must not overlap.
     ///
     /// # Errors
-    /// If there are none, if they have different numbers of dims, or if two overlap.
+    /// If there are no shards, if they have different numbers of dims, or if two overlap.
     pub fn new(shards: Vec<ShardMetadata>) -> Result<Self> {
         let Some(first) = shards.first() else {
             return Error::op(OP, "no shards; give at least one");
@@ -52,15 +52,15 @@ impl EnumerableShardingSpec {
         Ok(Self { shards })
     }
 
-    /// The shards.
+    /// Returns the shards.
     pub fn shards(&self) -> &[ShardMetadata] {
         &self.shards
     }
 
-    /// Checks that the shards are exactly the elements of a tensor of this shape.
+    /// Checks that the shards cover exactly the elements of a tensor of this shape.
     ///
     /// # Errors
-    /// If the shards have another number of dims, one lies beyond the tensor, or elements are in none.
+    /// If the shards have another number of dims, if one ends beyond the tensor, or if they do not cover it.
     pub fn check_tensor(&self, dims: &[usize]) -> Result<()> {
         let n = self.shards[0].sizes.len();
         if n != dims.len() {
@@ -83,7 +83,7 @@ impl EnumerableShardingSpec {
                 format!("shards of {held} elements for a tensor of shape {dims:?}, which has {want}; cover all of it"),
             );
         }
-        // Of a tensor without elements the volume says nothing.
+        // For a tensor without elements the volume check is not enough.
         let reached = |(dim, &n): (usize, &usize)| self.shards.iter().any(|shard| shard.block()[dim].end == n);
         if !dims.iter().enumerate().all(reached) {
             return Error::op(
@@ -94,7 +94,7 @@ impl EnumerableShardingSpec {
         Ok(())
     }
 
-    /// Checks that every shard is at a rank of a group of `group_size` ranks.
+    /// Checks that every placement names a rank of a group of `group_size` ranks.
     ///
     /// # Errors
     /// If a placement is missing, names no rank, or a rank outside the group.

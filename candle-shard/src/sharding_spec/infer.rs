@@ -1,4 +1,4 @@
-//! Which spec makes these shards.
+//! Inference of the spec that produces given shards.
 use super::ShardingSpec;
 use super::chunk::ChunkShardingSpec;
 use super::enumerable::EnumerableShardingSpec;
@@ -6,12 +6,13 @@ use super::shard_metadata::ShardMetadata;
 use crate::Result;
 use itertools::Itertools;
 
-/// The spec that makes these shards: chunks if they are those of some dim at different ranks, else the list.
+/// Returns the spec that produces these shards: chunks if they are the chunks of a dim on different ranks, else the
+/// list.
 ///
-/// The first dim that fits is taken; the order of chunks without elements is that of the list.
+/// If several dims fit, the first one is used. Empty chunks keep the order of the list.
 ///
 /// # Errors
-/// Those of [`EnumerableShardingSpec::new`].
+/// The errors of [`EnumerableShardingSpec::new`].
 ///
 /// ```
 /// use candle_shard::sharding_spec::{ChunkShardingSpec, ShardingSpec, infer_sharding_spec_from_shards_metadata};
@@ -30,7 +31,7 @@ pub fn infer_sharding_spec_from_shards_metadata(shards: &[ShardMetadata]) -> Res
     Ok(chunked.map_or(ShardingSpec::Enumerable(listed), ShardingSpec::Chunk))
 }
 
-/// The chunks of `dim` that these shards are, if they are.
+/// Returns the chunks of `dim` that produce these shards, if there are such.
 fn chunks_of(dim: usize, dims: &[usize], shards: &[ShardMetadata]) -> Option<ChunkShardingSpec> {
     if !shards.iter().map(ShardMetadata::rank).all_unique() {
         return None;

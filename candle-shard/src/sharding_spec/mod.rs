@@ -1,7 +1,7 @@
-//! Which ranks hold which blocks of a tensor: in chunks of a dim, or block by block.
+//! Specs that say which ranks hold which blocks of a tensor: chunks of a dim, or a list of blocks.
 //!
-//! These are PyTorch's sharding specs. They name ranks rather than axes of a mesh, so that chunks may lie in any order,
-//! on some ranks of a group only, or several blocks on one. A [`ShardedTensor`](crate::ShardedTensor) lies as one says.
+//! These are PyTorch's sharding specs. They name ranks instead of mesh axes. So chunks may lie in any order, on only
+//! some ranks of a group, or several on one rank. A [`ShardedTensor`](crate::ShardedTensor) has such a spec.
 pub(crate) mod block;
 mod chunk;
 mod enumerable;
@@ -18,7 +18,7 @@ pub use shard_metadata::ShardMetadata;
 use crate::{Error, Result};
 use std::fmt;
 
-/// How a tensor is cut, and who holds the pieces.
+/// How a tensor is cut, and which ranks hold the pieces.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum ShardingSpec {
     /// One dim in chunks of `ceil(n / k)`.
@@ -28,10 +28,10 @@ pub enum ShardingSpec {
 }
 
 impl ShardingSpec {
-    /// The shards of a tensor of this shape.
+    /// Returns the shards of a tensor of this shape.
     ///
     /// # Errors
-    /// If the spec does not cut tensors of this shape.
+    /// If the spec cannot cut a tensor of this shape.
     pub fn build_metadata(&self, dims: &[usize]) -> Result<Vec<ShardMetadata>> {
         match self {
             Self::Chunk(spec) => spec.build_metadata(dims),
@@ -42,10 +42,10 @@ impl ShardingSpec {
         }
     }
 
-    /// Checks that all shards are at ranks of a group of `group_size` ranks, chunks at different ones.
+    /// Checks that all placements name ranks of a group of `group_size` ranks, and that chunks lie on different ranks.
     ///
     /// # Errors
-    /// If a placement names no rank or one outside the group, or a rank would hold two chunks.
+    /// If a placement names no rank or one outside the group, or a rank holds two chunks.
     pub fn check(&self, group_size: usize) -> Result<()> {
         match self {
             Self::Chunk(spec) => spec.check(group_size),
@@ -53,7 +53,7 @@ impl ShardingSpec {
         }
     }
 
-    /// The same shards on other devices of the same ranks.
+    /// Returns the same shards on other devices of the same ranks.
     pub(crate) fn on(&self, device: DeviceName) -> Result<Self> {
         Ok(match self {
             Self::Chunk(spec) => {
@@ -71,7 +71,7 @@ impl ShardingSpec {
     }
 }
 
-/// Checks that placements name ranks of a group.
+/// Checks that all placements name ranks of a group.
 fn check_ranks<'a>(
     op: &'static str,
     placements: impl Iterator<Item = Option<&'a RemoteDevice>>,
@@ -106,7 +106,7 @@ impl fmt::Display for ShardingSpec {
     }
 }
 
-/// Specs of either kind, owned or borrowed, where one of them is wanted.
+/// Conversions from owned and borrowed specs of either kind.
 macro_rules! from {
     ($($kind:ident($spec:ty)),+) => {$(
         impl From<$spec> for ShardingSpec {

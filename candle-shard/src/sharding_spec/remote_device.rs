@@ -1,13 +1,13 @@
-//! Who holds a shard, and where.
+//! Placements: which rank holds a shard, and on which device.
 use crate::{Error, Result};
 use candle_core::{Device, DeviceLocation};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
 
-/// A device of a rank, of a named worker, or of whoever reads it.
+/// A device of a rank, of a named worker, or of the process that reads it.
 ///
-/// As text, also in files:
+/// Text form, also in files:
 ///
 /// | text | worker | device |
 /// |---|---|---|
@@ -37,9 +37,9 @@ enum Worker {
     Name(String),
 }
 
-/// A kind of device; without a number, whichever of them the worker uses.
+/// A kind of device; without a number, any device of this kind that the worker uses.
 ///
-/// As text it is `cpu`, `cuda`, `cuda:1`, `metal` or `metal:0`.
+/// Text form: `cpu`, `cuda`, `cuda:1`, `metal` or `metal:0`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum DeviceName {
     /// The host.
@@ -52,12 +52,12 @@ pub enum DeviceName {
 }
 
 impl RemoteDevice {
-    /// A device of a rank of the group.
+    /// Creates a placement on a device of a rank of the group.
     pub fn at_rank(rank: usize, device: DeviceName) -> Self {
         Self { worker: Some(Worker::Rank(rank)), device }
     }
 
-    /// The rank of the group, if the worker is one.
+    /// Returns the rank of the group, if the worker is a rank.
     pub fn rank(&self) -> Option<usize> {
         match self.worker {
             Some(Worker::Rank(rank)) => Some(rank),
@@ -65,7 +65,7 @@ impl RemoteDevice {
         }
     }
 
-    /// The name of the worker, if it has one.
+    /// Returns the name of the worker, if it has one.
     pub fn worker_name(&self) -> Option<&str> {
         match &self.worker {
             Some(Worker::Name(name)) => Some(name),
@@ -73,19 +73,19 @@ impl RemoteDevice {
         }
     }
 
-    /// The device.
+    /// Returns the device.
     pub fn device(&self) -> DeviceName {
         self.device
     }
 
-    /// The same worker with another device.
+    /// Returns the same worker with another device.
     pub fn on(self, device: DeviceName) -> Self {
         Self { device, ..self }
     }
 }
 
 impl DeviceName {
-    /// The kind of a candle device, without a number: another rank may have another one.
+    /// Returns the kind of a candle device, without a number, which may differ on another rank.
     pub fn kind_of(device: &Device) -> Self {
         match device.location() {
             DeviceLocation::Cpu => Self::Cpu,
@@ -94,7 +94,7 @@ impl DeviceName {
         }
     }
 
-    /// The kind alone.
+    /// Returns the kind without its number.
     pub fn kind(self) -> Self {
         match self {
             Self::Cpu => Self::Cpu,
@@ -103,7 +103,7 @@ impl DeviceName {
         }
     }
 
-    /// Whether the name is one of this device.
+    /// Returns whether this name matches the device.
     pub fn names(self, device: &Device) -> bool {
         match (self, device.location()) {
             (Self::Cpu, DeviceLocation::Cpu) => true,
@@ -115,7 +115,7 @@ impl DeviceName {
     }
 }
 
-/// A number of decimal digits alone.
+/// Parses a number that consists of decimal digits only.
 fn number(text: &str) -> Option<usize> {
     text.bytes().all(|byte| byte.is_ascii_digit()).then(|| text.parse().ok()).flatten()
 }

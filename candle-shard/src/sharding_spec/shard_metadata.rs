@@ -1,23 +1,23 @@
-//! One shard: where it begins, how large it is, who holds it.
+//! Metadata of one shard: offsets, sizes and placement.
 use super::block::Block;
 use super::remote_device::RemoteDevice;
 use crate::{Error, Result};
 use std::fmt;
 
-/// A block of a tensor: the global indices where it begins, its size in each dim, and who holds it.
+/// A block of a tensor: the global indices of its first element, its size in each dim, and its placement.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct ShardMetadata {
-    /// The global index of the first element, one a dim.
+    /// The global index of the first element, one per dim.
     pub offsets: Vec<usize>,
-    /// The size, one a dim; zero for a shard without elements.
+    /// The sizes, one per dim; zero for an empty shard.
     pub sizes: Vec<usize>,
-    /// Who holds it.
+    /// The rank and device that hold the shard.
     pub placement: Option<RemoteDevice>,
 }
 
 impl ShardMetadata {
-    /// A shard with as many offsets as sizes.
+    /// Creates a shard with as many offsets as sizes.
     ///
     /// ```
     /// use candle_shard::sharding_spec::{DeviceName, RemoteDevice, ShardMetadata};
@@ -28,7 +28,7 @@ impl ShardMetadata {
     /// ```
     ///
     /// # Errors
-    /// If there are not as many offsets as sizes, or a shard would end beyond what can be counted.
+    /// If the numbers of offsets and sizes differ, or an end of the shard overflows.
     pub fn new(
         offsets: impl Into<Vec<usize>>,
         sizes: impl Into<Vec<usize>>,
@@ -40,7 +40,7 @@ impl ShardMetadata {
         Ok(shard)
     }
 
-    /// What [`new`](Self::new) checks; the fields may have changed since.
+    /// Runs the checks of [`new`](Self::new); the fields are public and may have changed since.
     pub(super) fn check(&self) -> Result<()> {
         let Self { offsets, sizes, .. } = self;
         if offsets.len() != sizes.len() {
@@ -58,22 +58,22 @@ impl ShardMetadata {
         Ok(())
     }
 
-    /// The rank of the group that holds the shard, if the placement names one.
+    /// Returns the rank of the group that holds the shard, if the placement names one.
     pub fn rank(&self) -> Option<usize> {
         self.placement.as_ref().and_then(RemoteDevice::rank)
     }
 
-    /// Whether the shard has no elements.
+    /// Returns whether the shard has no elements.
     pub fn is_empty(&self) -> bool {
         self.sizes.contains(&0)
     }
 
-    /// The shard as one range of global indices per dim.
+    /// Returns the shard as one range of global indices per dim.
     pub(crate) fn block(&self) -> Block {
         self.offsets.iter().zip(&self.sizes).map(|(&at, &n)| at..at.saturating_add(n)).collect()
     }
 
-    /// A shard with elements of these indices.
+    /// Creates a shard from a block.
     pub(crate) fn of_block(block: &Block, placement: RemoteDevice) -> Self {
         let (offsets, sizes) = block.iter().map(|range| (range.start, range.len())).unzip();
         Self { offsets, sizes, placement: Some(placement) }
@@ -81,7 +81,7 @@ impl ShardMetadata {
 }
 
 impl fmt::Display for ShardMetadata {
-    /// For example `rank:1/cpu [0, 2] + [4, 2]`: placement, offsets, sizes.
+    /// Prints placement, offsets and sizes, for example `rank:1/cpu [0, 2] + [4, 2]`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.placement {
             Some(placement) => write!(f, "{placement} ")?,

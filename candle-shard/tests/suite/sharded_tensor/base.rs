@@ -59,7 +59,7 @@ fn what_is_wrong_with_shard_is_one_error_on_all_ranks() {
         "rank 1 of the group shards in chunks of dim 1",
         "from rank 1, and rank 0 in chunks of dim 0",
         "src_rank 3 is outside the group; its ranks are 0 to 2",
-        "rank 1 of the group, the source, gives no tensor",
+        "rank 1 of the group, the source, passes no tensor",
         "dim 2 of a tensor of shape [4, 3]; give one from -2 to 1",
         "rank:3/cpu of shard 2 is outside the group; its ranks are 0 to 2",
         "rank 1 occurs twice",
