@@ -1,13 +1,13 @@
-//! Where bags begin and end, and what weighs their rows.
+//! Bounds of bags, and checks of their weights.
 use super::inputs::Wrong;
 use crate::kernels::BagMode;
 use candle_core::{DType, Tensor};
 
-/// Where each bag begins in the ids, and where the last one ends.
+/// The start of each bag in the ids, and the end of the last one.
 pub(crate) struct Bounds(pub(crate) Vec<usize>);
 
 impl Bounds {
-    /// The number of bags that ids and offsets of these shapes make, or why they make none.
+    /// Returns the number of bags for ids and offsets of these shapes, or the error in them.
     pub(crate) fn count(
         ids: &[usize],
         offsets: Option<(&[usize], DType)>,
@@ -31,7 +31,7 @@ impl Bounds {
         }
     }
 
-    /// The bounds that ids and offsets give, or what is wrong with them.
+    /// Returns the bounds for these ids and offsets, or the error in them.
     pub(crate) fn of(ids: &Tensor, offsets: Option<&Tensor>, include_last_offset: bool) -> Result<Self, Wrong> {
         let shape = offsets.map(|offsets| (offsets.dims(), offsets.dtype()));
         Self::count(ids.dims(), shape, include_last_offset)?;
@@ -41,12 +41,12 @@ impl Bounds {
         }
     }
 
-    /// The bounds of the bags `[bags, n]`.
+    /// Returns the bounds of the bags `[bags, n]`.
     pub(crate) fn even(dims: &[usize]) -> Self {
         Self((0..=dims[0]).map(|bag| bag * dims[1]).collect())
     }
 
-    /// The bounds that offsets of a right shape give to so many ids.
+    /// Returns the bounds for offsets of a valid shape, where `ids` is the number of ids.
     pub(crate) fn between(offsets: &Tensor, ids: usize, include_last_offset: bool) -> Result<Self, Wrong> {
         let read = offsets.to_dtype(DType::I64).and_then(|offsets| offsets.to_vec1::<i64>());
         let mut bounds = read.map_err(|error| error.to_string())?;

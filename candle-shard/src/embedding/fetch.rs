@@ -1,41 +1,41 @@
-//! Steps 2 to 4: mask and shift, the local op, and its results distributed, with columns rearranged.
+//! Steps 2 to 4: masks and shifts the ids, looks up local rows, distributes the results and reorders their columns.
 use super::inputs::{Inputs, Wanted};
 use super::table::Table;
 use crate::Result;
 use candle_core::{Tensor, Var};
 use candle_dist::functional::{Cut, Exchange};
 
-/// The part of the `wanted` rows that lie in `range`, as places in it.
+/// Returns the indices within `range` of those `wanted` rows that lie in it.
 pub(crate) fn mask_and_shift(
     wanted: &[u32],
     range: &std::ops::Range<usize>,
 ) -> impl ExactSizeIterator<Item = u32> + Clone {
-    // Ids rise, so those of a range follow each other.
+    // Ids are sorted, so those in a range are consecutive.
     let place = |bound: usize| wanted.partition_point(|&id| (id as usize) < bound);
     let start = range.start as u32;
     wanted[place(range.start)..place(range.end)].iter().map(move |id| id - start)
 }
 
-/// Rows that a rank wants, and where.
+/// The rows that a rank wants.
 pub(crate) struct Fetched {
-    /// `[n, width]`, which can be differentiated: gradients go back to the ranks that hold the rows.
+    /// `[n, width]`, differentiable: gradients go back to the ranks that hold the rows.
     pub(crate) rows: Tensor,
-    /// For each row that this rank wants, its place in `rows`.
+    /// For each row that this rank wants, its index in `rows`.
     pub(crate) order: Vec<u32>,
 }
 
-/// Brings every rank the rows that it wants: one collective. Nobody uses the gradient of the row `still`.
+/// Sends every rank the rows that it wants, in one collective. The gradient of the row `still` is not used.
 pub(crate) fn fetch(table: &Table, inputs: &Inputs, still: Option<u32>) -> Result<Fetched> {
     if table.by_columns() { fetch_columns(table, inputs, still) } else { fetch_rows(table, inputs, still) }
 }
 
-/// The local rows; they take part in the backward pass of the other ranks even where nothing of the table is.
+/// Looks up local rows. They are part of the backward pass of the other ranks even where the local shard is empty.
 fn look_up(table: &Table, rows: Vec<u32>, still: Option<u32>, tracked: bool) -> Result<Tensor> {
     let found = table.local.lookup(rows, still)?;
     Ok(if tracked && !found.track_op() { Var::from_tensor(&found)?.into_inner() } else { found })
 }
 
-/// Every rank looks up what it holds, and sends each rank what that wants of it.
+/// Looks up the local rows that the ranks want, and sends each rank its own.
 fn fetch_rows(table: &Table, Inputs { wanted, tracked }: &Inputs, still: Option<u32>) -> Result<Fetched> {
     let (ranks, me) = (table.parts.len(), table.group.rank());
     let held = |by: usize, wanted: &'_ Wanted| mask_and_shift(wanted, &table.own_rows(by)).len();
@@ -45,7 +45,7 @@ fn fetch_rows(table: &Table, Inputs { wanted, tracked }: &Inputs, still: Option<
     let still = still.filter(|&row| mine.contains(&(row as usize))).map(|row| row - mine.start as u32);
     let found = look_up(table, rows, still, *tracked)?;
     let rows = Exchange::all_to_all_single(&counts).apply(&found, &table.group)?;
-    // What comes from one rank are rows that follow each other in what was wanted.
+    // The rows from one rank are consecutive in the wanted rows.
     let mut starts = vec![0; ranks];
     for rank in 1..ranks {
         starts[rank] = starts[rank - 1] + counts[rank - 1][me] as u32;
@@ -54,7 +54,7 @@ fn fetch_rows(table: &Table, Inputs { wanted, tracked }: &Inputs, still: Option<
     Ok(Fetched { rows, order })
 }
 
-/// Every rank looks up its columns of all rows, and sends each rank those of its rows.
+/// Looks up the local columns of all wanted rows, and sends each rank the columns of its rows.
 fn fetch_columns(table: &Table, Inputs { wanted, tracked }: &Inputs, still: Option<u32>) -> Result<Fetched> {
     let counts: Vec<usize> = wanted.iter().map(Vec::len).collect();
     let found = look_up(table, wanted.concat(), still, *tracked)?;
@@ -64,7 +64,7 @@ fn fetch_columns(table: &Table, Inputs { wanted, tracked }: &Inputs, still: Opti
     Ok(Fetched { rows: rearrange_columns(joined, table)?, order })
 }
 
-/// Columns in the order of the ranks to columns in the order of the table.
+/// Reorders columns from the order of the ranks to the order of the table.
 fn rearrange_columns(joined: Tensor, table: &Table) -> Result<Tensor> {
     let (order, sizes) = (table.order(), table.sizes());
     if order.iter().filter(|&&rank| sizes[rank] > 0).is_sorted() {

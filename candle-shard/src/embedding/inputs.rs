@@ -1,25 +1,25 @@
-//! Step 1, gather inputs: which rows each rank wants, known to all ranks, or one error on all of them.
+//! Step 1: all ranks learn which rows each rank wants, or all return the same error.
 use crate::{Error, Result, kernels};
 use candle_core::{DType, Device, Tensor};
 use candle_dist::ProcessGroup;
 use itertools::Itertools;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
-/// Ids without repetition, in rising order.
+/// Ids without duplicates, in ascending order.
 pub(crate) type Wanted = Vec<u32>;
 
-/// What is wrong with a rank's arguments, in words.
+/// A description of the error in a rank's arguments.
 pub(crate) type Wrong = String;
 
-/// This rank's ids: each one once, and which of those stands at each place.
+/// This rank's ids, without duplicates, and the index of each id in that list.
 pub(crate) struct Ids {
     pub(crate) wanted: Wanted,
-    /// For each id its place in `wanted`.
+    /// For each id its index in `wanted`.
     pub(crate) places: Vec<u32>,
 }
 
 impl Ids {
-    /// The elements of `ids` in row-major order, which must be rows of a table of so many.
+    /// Reads the elements of `ids` in row-major order, which must be rows of a table with `rows` rows.
     pub(crate) fn read(ids: &Tensor, rows: usize) -> Result<Self, Wrong> {
         if !matches!(ids.dtype(), DType::U8 | DType::U32 | DType::I64) {
             return Err(format!("ids are {}; give u8, u32 or i64", ids.dtype().as_str()));
@@ -35,28 +35,28 @@ impl Ids {
     }
 }
 
-/// What the ranks look up.
+/// The rows that the ranks look up.
 pub(crate) struct Inputs {
-    /// Every rank's ids, in rank order.
+    /// The ids of every rank, in rank order.
     pub(crate) wanted: Vec<Wanted>,
-    /// Whether the rows have a gradient, also on ranks that hold nothing of the table.
+    /// Whether the rows have a gradient, also on ranks without a part of the table.
     pub(crate) tracked: bool,
 }
 
-/// A rank's arguments, as far as the others must know them.
+/// The part of a rank's arguments that the other ranks need.
 pub(crate) trait Tell {
     fn wanted(&self) -> &Wanted;
 
-    /// Whether the part of the table here has a gradient; `None` if there is no part.
+    /// Returns whether the local part of the table has a gradient; `None` if there is no local part.
     fn tracked(&self) -> Option<bool>;
 }
 
-/// Tells all ranks what each of them looks up.
+/// Exchanges which rows each rank looks up.
 ///
-/// `call` describes what must be alike on all ranks. Two small collectives.
+/// `call` describes the arguments that must be equal on all ranks. Runs two small collectives.
 ///
 /// # Errors
-/// On all ranks alike, if the arguments of some were wrong or their calls differ; nothing has happened then.
+/// On all ranks alike, if the arguments of some ranks are wrong or the calls differ; nothing has changed then.
 pub(crate) fn gather_inputs<T: Tell>(
     op: &'static str,
     group: &ProcessGroup,
@@ -88,7 +88,7 @@ pub(crate) fn gather_inputs<T: Tell>(
     Ok((mine, Inputs { wanted, tracked: known().next() == Some(1) }))
 }
 
-/// Why a call cannot be made, of what the ranks say.
+/// Builds the error message from the messages of all ranks.
 fn reason(ranks: &[usize], words: &[String], wrong: bool) -> String {
     let others = if wrong { "" } else { words[0].as_str() };
     match ranks.iter().zip(words).find(|(_, words)| *words != others) {

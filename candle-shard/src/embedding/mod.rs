@@ -1,9 +1,9 @@
-//! Rows of a sharded table, looked up by every rank with ids of its own.
+//! Lookup of rows in a sharded table; each rank has its own ids.
 //!
-//! Two collectives tell every rank which rows the others want (`inputs.rs`); rows that are too long are scaled in place
-//! (`renorm.rs`); and one collective brings each rank its rows (`fetch.rs`), each one once however often it is looked
-//! up. The rest is the plain op on one device, so the numbers are those of one device. Costs follow the ids, and never
-//! the size of the table.
+//! Two collectives tell every rank which rows the other ranks want (`inputs.rs`). Rows above the norm limit are scaled
+//! in place (`renorm.rs`). One collective sends each rank its rows (`fetch.rs`), each row once, however often it is
+//! looked up. The rest is the plain op on one device, so the numbers equal those of one device. The cost grows with the
+//! ids, not with the size of the table.
 pub(crate) mod bags;
 pub(crate) mod fetch;
 pub(crate) mod inputs;
@@ -20,7 +20,7 @@ use inputs::{Ids, Inputs, Tell, Wanted, Wrong, gather_inputs};
 use options::{EmbeddingBagOptions, EmbeddingOptions, Lookup};
 use table::Table;
 
-/// A call whose arguments are in order on this rank.
+/// A call with valid arguments on this rank.
 struct Prepared<T> {
     table: Table,
     lookup: Lookup,
@@ -29,7 +29,7 @@ struct Prepared<T> {
 }
 
 impl<T> Prepared<T> {
-    /// The rows that all ranks want go to them; first those too long are scaled.
+    /// Scales the wanted rows that are too long, then sends every rank its rows.
     fn fetch(&self, inputs: &Inputs) -> Result<Fetched> {
         if let Some(limit) = &self.lookup.renorm {
             renorm::limit_norms(&self.table, &inputs.wanted, limit)?;
@@ -37,7 +37,7 @@ impl<T> Prepared<T> {
         fetch(&self.table, inputs, self.lookup.padding)
     }
 
-    /// The place of the padding row among those that this rank wants.
+    /// Returns the index of the padding row among the rows that this rank wants.
     fn padding(&self) -> Option<usize> {
         self.ids.wanted.binary_search(&self.lookup.padding?).ok()
     }
@@ -54,14 +54,15 @@ impl<T> Tell for Prepared<T> {
 }
 
 impl ShardedTensor {
-    /// The rows of this table `[rows, width]` at this rank's `ids` (u8, u32 or i64, any shape): `[.., width]`.
+    /// Looks up the rows of this table `[rows, width]` at this rank's `ids` (u8, u32 or i64, any shape); returns
+    /// `[.., width]`.
     ///
-    /// The table is cut by rows or by columns, in any order of the ranks. Every rank of the group calls it, with ids of
-    /// its own, as many as it likes. Values are those of one device that has the whole table, and the gradient of the
-    /// local shard is that of the sum of all ranks' losses. What is in the table of the rows that are looked up changes
-    /// with [`max_norm`](EmbeddingOptions::max_norm), as in PyTorch.
+    /// The table is cut by rows or by columns, in any order of the ranks. Every rank of the group must call it, each
+    /// with any number of its own ids. Values equal those of one device with the whole table. The gradient of the local
+    /// shard is that of the sum of all ranks' losses. As in PyTorch, [`max_norm`](EmbeddingOptions::max_norm) changes
+    /// the looked-up rows in the table.
     ///
-    /// Three collectives, four for `max_norm` on columns; one in the backward pass.
+    /// Runs three collectives, four for `max_norm` on columns, and one in the backward pass.
     ///
     /// ```
     /// use candle_core::{Device, Tensor};
@@ -80,9 +81,9 @@ impl ShardedTensor {
     /// ```
     ///
     /// # Errors
-    /// The same one on all ranks, before anything has changed: if this is no table of floats cut by rows or columns, if
-    /// options do not fit it or differ among ranks, if `max_norm` would change a result of ops, or if an id of any rank
-    /// is no row.
+    /// The same one on all ranks, before anything has changed: if this is not a table of floats cut by rows or columns,
+    /// if the options do not fit it or differ among ranks, if `max_norm` would change the result of an op, or if an id
+    /// of any rank is outside the table.
     pub fn embedding(&self, ids: &Tensor, options: &EmbeddingOptions) -> Result<Tensor> {
         const OP: &str = "embedding";
         let prepare = || self.prepare(ids, options, || Ok(()));
@@ -98,12 +99,12 @@ impl ShardedTensor {
         }
     }
 
-    /// One row for each of this rank's bags of rows of this table `[rows, width]`: `[bags, width]`.
+    /// Reduces each of this rank's bags of rows of this table `[rows, width]` to one row; returns `[bags, width]`.
     ///
-    /// `ids` (u8, u32 or i64) are `[bags, n]` without `offsets`, or `[n]` with the `offsets` `[bags]` at which the bags
-    /// begin. `per_sample_weights`, of the shape of the ids and the dtype of the table, multiply the rows of a sum and
-    /// have a gradient; all ranks give them, or none does. A bag without rows, or with nothing but padding, gives zeros. Else as
-    /// [`embedding`](Self::embedding).
+    /// `ids` (u8, u32 or i64) are `[bags, n]` without `offsets`, or `[n]` with `offsets` `[bags]`, the starts of the
+    /// bags. `per_sample_weights` has the shape of the ids and the dtype of the table. It multiplies the rows of a sum
+    /// and has a gradient; either all ranks pass it or none. A bag without rows, or with only padding, yields zeros.
+    /// Otherwise as [`embedding`](Self::embedding).
     ///
     /// ```
     /// use candle_core::{Device, Tensor};
@@ -123,8 +124,8 @@ impl ShardedTensor {
     /// ```
     ///
     /// # Errors
-    /// Like [`embedding`](Self::embedding); and if offsets do not rise from 0 to at most the number of ids, or weights
-    /// do not fit the ids or the mode.
+    /// Those of [`embedding`](Self::embedding); and if offsets do not rise from 0 to at most the number of ids, or
+    /// weights do not fit the ids or the mode.
     pub fn embedding_bag(
         &self,
         ids: &Tensor,
@@ -150,7 +151,7 @@ impl ShardedTensor {
         Ok(kernels::embedding_bag(&rows, &bags, options.mode, weights.as_ref())?)
     }
 
-    /// What must be alike on all ranks.
+    /// Describes the arguments that must be equal on all ranks.
     fn call(&self, options: &str) -> String {
         format!("with {options} of {}{:?} in {}", self.dtype().as_str(), self.dims(), self.sharding_spec())
     }

@@ -1,7 +1,7 @@
-//! How rows are looked up.
+//! Options of lookups.
 use crate::kernels::BagMode;
 
-/// How [`ShardedTensor::embedding`](crate::ShardedTensor::embedding) looks rows up; PyTorch's arguments.
+/// Options of [`ShardedTensor::embedding`](crate::ShardedTensor::embedding); PyTorch's arguments.
 ///
 /// ```
 /// use candle_shard::EmbeddingOptions;
@@ -11,9 +11,9 @@ use crate::kernels::BagMode;
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct EmbeddingOptions {
-    /// A row without gradient, counted from the end if negative; a bag leaves it out.
+    /// A row without gradient, counted from the end if negative; bags skip it.
     pub padding_idx: Option<i64>,
-    /// The norm to which rows with a larger one are scaled *in the table*, before they are looked up.
+    /// Rows with a larger norm are scaled to this norm *in the table*, before the lookup.
     pub max_norm: Option<f64>,
     /// The p of the norm: any number, or an infinity for the largest or smallest absolute value.
     pub norm_type: f64,
@@ -25,12 +25,12 @@ impl Default for EmbeddingOptions {
     }
 }
 
-/// How [`ShardedTensor::embedding_bag`](crate::ShardedTensor::embedding_bag) looks bags of rows up; PyTorch's arguments.
+/// Options of [`ShardedTensor::embedding_bag`](crate::ShardedTensor::embedding_bag); PyTorch's arguments.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct EmbeddingBagOptions {
-    /// How the rows of a bag become one.
+    /// How the rows of a bag are reduced to one.
     pub mode: BagMode,
-    /// Whether the last offset is where the last bag ends, and no bag begins there.
+    /// Whether the last offset is the end of the last bag instead of the start of another one.
     pub include_last_offset: bool,
     /// How the rows are looked up.
     pub lookup: EmbeddingOptions,
@@ -43,7 +43,7 @@ pub(crate) struct Lookup {
     pub(crate) renorm: Option<Renorm>,
 }
 
-/// Which rows are too long.
+/// The limit for the norm of rows.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Renorm {
     pub(crate) max_norm: f64,
@@ -51,7 +51,7 @@ pub(crate) struct Renorm {
 }
 
 impl EmbeddingOptions {
-    /// The options for a table of so many rows, or what is wrong with them.
+    /// Checks the options for a table with `rows` rows; returns the error in them.
     pub(crate) fn checked(&self, rows: usize) -> Result<Lookup, String> {
         let place = |idx: i64| {
             let counted = if idx < 0 { idx.checked_add_unsigned(rows as u64) } else { Some(idx) };

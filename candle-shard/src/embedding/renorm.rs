@@ -1,4 +1,4 @@
-//! Rows that are too long, made shorter in place before they are looked up.
+//! Scaling of rows above the norm limit, in place, before a lookup.
 use super::fetch::mask_and_shift;
 use super::inputs::Wanted;
 use super::options::Renorm;
@@ -10,8 +10,8 @@ use candle_dist::ProcessGroup;
 
 /// Scales the rows that any rank wants to `max_norm` where they are longer, in the table itself.
 ///
-/// Only those rows are read, and only those too long are written. A table that is cut by columns needs one small
-/// collective: each rank knows a part of each norm.
+/// Only those rows are read, and only rows that are too long are written. For a table cut by columns, one small
+/// collective sums the parts of the norms.
 pub(crate) fn limit_norms(table: &Table, wanted: &[Wanted], limit: &Renorm) -> Result<()> {
     let local = table.local.tensor();
     let mine = table.own_rows(table.group.rank());
@@ -22,7 +22,8 @@ pub(crate) fn limit_norms(table: &Table, wanted: &[Wanted], limit: &Renorm) -> R
 
 /// Scales those of the `rows` of a table, each listed once, that are longer than `max_norm`.
 ///
-/// `groups` have the other columns of the same rows, and each rank of them calls this: one small collective each.
+/// `groups` hold the other columns of the same rows, and each of their ranks calls this function; it runs one small
+/// collective per group.
 pub(crate) fn limit_rows<'a>(
     table: &Tensor,
     rows: &[u32],

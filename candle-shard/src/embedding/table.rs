@@ -1,4 +1,4 @@
-//! A table `[rows, width]` that is cut by rows or by columns.
+//! A table `[rows, width]`, cut by rows or by columns.
 use super::inputs::Wrong;
 use crate::sparse::RowVar;
 use crate::{Result, ShardedTensor};
@@ -10,21 +10,21 @@ use std::ops::Range;
 /// A rank's view of a table.
 pub(crate) struct Table {
     pub(crate) local: Local,
-    /// Whether a shard is here, be it empty.
+    /// Whether this rank has a shard, possibly empty.
     holds: bool,
     pub(crate) group: ProcessGroup,
     pub(crate) rows: usize,
     /// The dim that is cut.
     dim: usize,
-    /// Each rank's part of that dim, which may be empty.
+    /// Each rank's part of that dim; may be empty.
     pub(crate) parts: Vec<Range<usize>>,
 }
 
-/// What a rank holds of a table.
+/// The local part of a table.
 pub(crate) enum Local {
     /// A tensor; the gradient of a variable is dense.
     Dense(Tensor),
-    /// A variable whose gradient has the rows that were looked up.
+    /// A variable whose gradient consists of the rows that were looked up.
     ByRows(RowVar),
 }
 
@@ -36,7 +36,7 @@ impl Local {
         }
     }
 
-    /// The local rows, which can be differentiated; nobody uses the gradient of the row `still`.
+    /// Looks up local rows, differentiable; the gradient of the row `still` is not used.
     pub(crate) fn lookup(&self, rows: Vec<u32>, still: Option<u32>) -> Result<Tensor> {
         match self {
             Self::Dense(tensor) => {
@@ -49,7 +49,7 @@ impl Local {
 }
 
 impl Table {
-    /// The sharded tensor as a table, or why it is none.
+    /// Converts a sharded tensor to a table; returns the reason if it is not one.
     pub(crate) fn of(tensor: &ShardedTensor) -> Result<Self, Wrong> {
         let &[rows, width] = tensor.dims() else {
             return Err(format!("a table has 2 dims, [rows, width]; got {:?}", tensor.dims()));
@@ -87,7 +87,7 @@ impl Table {
             let dims = if dim == 0 { (0, width) } else { (rows, 0) };
             Tensor::zeros(dims, tensor.dtype(), tensor.device()).map_err(|error| error.to_string())
         };
-        // Beside the shard with elements there may be empty ones.
+        // A rank may have empty shards in addition to its shard with elements.
         let held = tensor.local_shards().iter().position(|shard| !shard.metadata.is_empty()).unwrap_or(0);
         let local = match (tensor.row_vars().get(held), tensor.local_shards().get(held)) {
             (Some(rows), _) => Local::ByRows(rows.clone()),
@@ -98,12 +98,12 @@ impl Table {
         Ok(Self { local, holds, group: tensor.group().clone(), rows, dim, parts })
     }
 
-    /// Whether what is here has a gradient; `None` if nothing is.
+    /// Returns whether the local part has a gradient; `None` if there is no local part.
     pub(crate) fn tracked(&self) -> Option<bool> {
         self.holds.then(|| self.local.tensor().track_op())
     }
 
-    /// Whether what is here was made by ops whose gradients may need it as it is.
+    /// Returns whether the local part is the result of ops, whose gradients may need its values.
     pub(crate) fn is_result(&self) -> bool {
         let local = self.local.tensor();
         local.track_op() && !local.is_variable()
@@ -113,17 +113,17 @@ impl Table {
         self.dim == 1
     }
 
-    /// The rows of which this rank holds something.
+    /// Returns the rows of which `rank` holds a part.
     pub(crate) fn own_rows(&self, rank: usize) -> Range<usize> {
         if self.by_columns() { 0..self.rows } else { self.parts[rank].clone() }
     }
 
-    /// The sizes of the parts in rank order.
+    /// Returns the sizes of the parts in rank order.
     pub(crate) fn sizes(&self) -> Vec<usize> {
         self.parts.iter().map(Range::len).collect()
     }
 
-    /// The ranks in the order in which their parts make the whole.
+    /// Returns the ranks in the order of their parts in the table.
     pub(crate) fn order(&self) -> Vec<usize> {
         (0..self.parts.len()).sorted_by_key(|&rank| self.parts[rank].start).collect()
     }

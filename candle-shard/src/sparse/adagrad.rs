@@ -5,16 +5,16 @@ use crate::Result;
 use crate::kernels::AdagradRule;
 use candle_core::{Device, Var};
 
-/// The parameters of [`Adagrad`]; no weight decay, which PyTorch, too, refuses for gradients by rows.
+/// The parameters of [`Adagrad`]. There is no weight decay, which PyTorch also refuses for sparse gradients.
 #[derive(Debug, Clone)]
 pub struct ParamsAdagrad {
     /// The learning rate.
     pub lr: f64,
-    /// What the learning rate falls by: step `t` has `lr / (1 + (t - 1) · lr_decay)`.
+    /// The decay of the learning rate: step `t` has `lr / (1 + (t - 1) · lr_decay)`.
     pub lr_decay: f64,
-    /// What the sums of squared gradients begin with.
+    /// The initial value of the sums of squared gradients.
     pub initial_accumulator_value: f64,
-    /// What is added to their root.
+    /// Added to their square root.
     pub eps: f64,
 }
 
@@ -24,9 +24,9 @@ impl Default for ParamsAdagrad {
     }
 }
 
-/// Adagrad (Duchi et al., 2011), the same numbers as with a dense gradient.
+/// Adagrad (Duchi et al., 2011); its results equal those with a dense gradient.
 ///
-/// The sums of squared gradients of 16-bit tables are in f32.
+/// The sums of squared gradients of 16-bit tables are f32.
 #[derive(Debug)]
 pub struct Adagrad {
     slots: Slots,
@@ -35,10 +35,10 @@ pub struct Adagrad {
 }
 
 impl Adagrad {
-    /// An optimiser of `vars`.
+    /// Creates an optimizer for `vars`.
     ///
     /// # Errors
-    /// If a parameter is negative or no finite number.
+    /// If a parameter is negative or not finite.
     pub fn new(vars: Vec<RowVar>, params: ParamsAdagrad) -> Result<Self> {
         let ParamsAdagrad { lr, lr_decay, initial_accumulator_value: start, eps } = params;
         for (name, value) in [("lr", lr), ("lr_decay", lr_decay), ("initial_accumulator_value", start), ("eps", eps)] {
@@ -47,31 +47,31 @@ impl Adagrad {
         Ok(Self { slots: Slots::new(vars, 1, start)?, steps: Var::new(0u32, &Device::Cpu)?, params })
     }
 
-    /// The learning rate of the first step.
+    /// Returns the learning rate of the first step.
     pub fn learning_rate(&self) -> f64 {
         self.params.lr
     }
 
-    /// Another learning rate for the steps to come, which `lr_decay` lowers as it did the old one.
+    /// Sets the learning rate of later steps, which `lr_decay` lowers as before.
     ///
     /// # Errors
-    /// As [`new`](Self::new).
+    /// Those of [`new`](Self::new).
     pub fn set_learning_rate(&mut self, lr: f64) -> Result<()> {
         check("Adagrad", "lr", lr, f64::INFINITY)?;
         self.params.lr = lr;
         Ok(())
     }
 
-    /// Takes the gradients of all variables and moves the rows that have one.
+    /// Takes the gradients of all variables and updates the rows that have one.
     pub fn step(&mut self) -> Result<()> {
         let before = next(&self.steps)? - 1;
         let ParamsAdagrad { lr, lr_decay, eps, .. } = self.params;
         self.slots.step(&AdagradRule { lr: lr / (1.0 + f64::from(before) * lr_decay), eps })
     }
 
-    /// The variables of the state, by name: to save them, read them; to load them, `set` them.
+    /// Returns the variables of the state, by name. Read them to save the state, `set` them to load it.
     ///
-    /// `adagrad.sum.i` for variable `i`, and `adagrad.steps`.
+    /// The names are `adagrad.sum.i` for variable `i`, and `adagrad.steps`.
     pub fn state(&self) -> Vec<(String, Var)> {
         let steps = ("adagrad.steps".to_string(), self.steps.clone());
         self.slots.named(&["adagrad.sum"]).chain([steps]).collect()

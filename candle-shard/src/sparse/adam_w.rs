@@ -6,11 +6,11 @@ use crate::kernels::AdamWRule;
 use candle_core::{Device, Var};
 use candle_nn::ParamsAdamW;
 
-/// Lazy AdamW: [`kernels::AdamW`](crate::kernels::AdamW) for the rows that have a gradient, nothing for the others.
+/// Lazy AdamW: [`kernels::AdamW`](crate::kernels::AdamW) on the rows that have a gradient; other rows stay as they are.
 ///
-/// A row without a gradient neither moves nor decays, and its moments stay, as in PyTorch's `SparseAdam`; what makes
-/// the moments unbiased counts all steps. Where every row has a gradient in each step, this is the dense AdamW. The
-/// moments of 16-bit tables are in f32.
+/// A row without a gradient neither moves nor decays, and its moments stay, as in PyTorch's `SparseAdam`; the bias
+/// correction counts all steps. If every row has a gradient in each step, this is the dense AdamW. The moments of
+/// 16-bit tables are f32.
 #[derive(Debug)]
 pub struct AdamW {
     slots: Slots,
@@ -19,10 +19,10 @@ pub struct AdamW {
 }
 
 impl AdamW {
-    /// An optimiser of `vars`.
+    /// Creates an optimizer for `vars`.
     ///
     /// # Errors
-    /// If a parameter is negative or no finite number, or if a beta is not below 1.
+    /// If a parameter is negative or not finite, or if a beta is not below 1.
     pub fn new(vars: Vec<RowVar>, params: ParamsAdamW) -> Result<Self> {
         let ParamsAdamW { lr, beta1, beta2, eps, weight_decay } = params;
         for (name, value) in [("lr", lr), ("eps", eps), ("weight_decay", weight_decay)] {
@@ -33,22 +33,22 @@ impl AdamW {
         Ok(Self { slots: Slots::new(vars, 2, 0.0)?, steps: Var::new(0u32, &Device::Cpu)?, params })
     }
 
-    /// The learning rate.
+    /// Returns the learning rate.
     pub fn learning_rate(&self) -> f64 {
         self.params.lr
     }
 
-    /// Another learning rate for the steps to come.
+    /// Sets the learning rate of later steps.
     ///
     /// # Errors
-    /// As [`new`](Self::new).
+    /// Those of [`new`](Self::new).
     pub fn set_learning_rate(&mut self, lr: f64) -> Result<()> {
         check("AdamW", "lr", lr, f64::INFINITY)?;
         self.params.lr = lr;
         Ok(())
     }
 
-    /// Takes the gradients of all variables and moves the rows that have one.
+    /// Takes the gradients of all variables and updates the rows that have one.
     pub fn step(&mut self) -> Result<()> {
         let steps = next(&self.steps)?;
         let ParamsAdamW { lr, beta1, beta2, eps, weight_decay } = self.params;
@@ -57,9 +57,9 @@ impl AdamW {
         self.slots.step(&AdamWRule { lr, betas, scales, eps, keep: 1.0 - lr * weight_decay })
     }
 
-    /// The variables of the state, by name: to save them, read them; to load them, `set` them.
+    /// Returns the variables of the state, by name. Read them to save the state, `set` them to load it.
     ///
-    /// `adam_w.first_moment.i` and `adam_w.second_moment.i` for variable `i`, and `adam_w.steps`.
+    /// The names are `adam_w.first_moment.i` and `adam_w.second_moment.i` for variable `i`, and `adam_w.steps`.
     pub fn state(&self) -> Vec<(String, Var)> {
         let steps = ("adam_w.steps".to_string(), self.steps.clone());
         self.slots.named(&["adam_w.first_moment", "adam_w.second_moment"]).chain([steps]).collect()

@@ -1,16 +1,16 @@
-//! Large tables whose gradients and optimisers cost by the rows that are looked up, not by the table.
+//! Large tables whose gradient and optimizer cost grows with the rows looked up, not with the table.
 //!
-//! candle's gradient of `index_select` has the size of the table: 256 MB a step for a million rows of 64, of which a
-//! batch touches a few thousand. A [`RowVar`] collects its gradient by rows instead, and [`Sgd`], [`Adagrad`] and
-//! [`AdamW`] read and write those rows alone, in place. All other rows stay bit-identical.
+//! candle's gradient of `index_select` has the size of the table: 256 MB per step for a million rows of 64, of which a
+//! batch uses a few thousand. A [`RowVar`] collects its gradient by rows instead, and [`Sgd`], [`Adagrad`] and
+//! [`AdamW`] read and write only those rows, in place. All other rows stay bit-identical.
 //!
-//! | optimiser | beside the dense one |
+//! | optimizer | compared with the dense one |
 //! |---|---|
 //! | [`Sgd`] | the same numbers |
 //! | [`Adagrad`] | the same numbers |
 //! | [`AdamW`] | lazy: a row without a gradient neither moves nor decays, nor do its moments |
 //!
-//! Everything here is local to one CPU device: nothing is sent.
+//! Everything here is local to one CPU device; nothing is sent.
 //!
 //! ```
 //! # fn main() -> candle_shard::Result<()> {

@@ -1,9 +1,9 @@
-//! A gradient that names its rows.
+//! Gradients stored by rows.
 use crate::{Error, Result, kernels};
 use candle_core::Tensor;
 use std::sync::Arc;
 
-/// The gradient of a table `[rows, width]` by rows; all others are zero.
+/// The gradient of a table `[rows, width]`, stored by rows; all other rows are zero.
 ///
 /// Clones share memory.
 #[derive(Debug, Clone)]
@@ -13,13 +13,13 @@ pub struct RowGrad {
 }
 
 impl RowGrad {
-    /// The sums of those rows of `values`, `[rows.len(), width]` of floats, that are listed with the same row.
+    /// Sums the rows of `values`, `[rows.len(), width]` of floats, that have the same row number in `rows`.
     ///
     /// They are added in the order of the list, so the bits do not depend on threads; 16-bit floats are added in f32
-    /// and rounded once. The cost grows with the list alone.
+    /// and rounded once. The cost depends only on the length of the list.
     ///
     /// # Errors
-    /// If there are more or fewer rows than values, and off the CPU.
+    /// If the numbers of rows and values differ, or the values are not on the CPU.
     pub fn new(rows: impl Into<Arc<[u32]>>, values: &Tensor) -> Result<Self> {
         let rows = rows.into();
         check(&rows, values)?;
@@ -27,20 +27,20 @@ impl RowGrad {
         Ok(Self { rows: rows.into(), values })
     }
 
-    /// The rows, each once, in ascending order.
+    /// Returns the row numbers, each once, in ascending order.
     pub fn rows(&self) -> &[u32] {
         &self.rows
     }
 
-    /// Their gradients: `[rows().len(), width]`.
+    /// Returns their gradients: `[rows().len(), width]`.
     pub fn values(&self) -> &Tensor {
         &self.values
     }
 
-    /// The same gradient of a table of `rows` rows with all its zeros.
+    /// Converts to a dense gradient of a table with `rows` rows.
     ///
     /// # Errors
-    /// If the table has fewer rows than this gradient names.
+    /// If the table has fewer rows than this gradient needs.
     pub fn to_dense(&self, rows: usize) -> Result<Tensor> {
         if let Some(&last) = self.rows.last().filter(|&&last| last as usize >= rows) {
             return Error::op("to_dense", format!("a gradient of row {last} has no place in a table of {rows} rows"));
@@ -53,13 +53,13 @@ impl RowGrad {
         Ok(zeros.index_add(&rows, &self.values, 0)?)
     }
 
-    /// The Euclidean norm of all its values, in f64: what clipping compares, of this device's part of a table.
+    /// Returns the Euclidean norm of all values, in f64, for clipping; covers only this device's part of a table.
     pub fn norm(&self) -> Result<f64> {
         let all: Vec<u32> = (0..self.rows.len() as u32).collect();
         Ok(kernels::power_sums(&self.values, &all, 2.0)?.iter().sum::<f64>().sqrt())
     }
 
-    /// All values times `factor`.
+    /// Multiplies all values by `factor`.
     pub fn scale(&self, factor: f64) -> Result<Self> {
         Ok(Self { rows: self.rows.clone(), values: self.values.affine(factor, 0.0)? })
     }
@@ -69,7 +69,7 @@ impl RowGrad {
     }
 }
 
-/// Refuses what is no list of rows with a gradient for each.
+/// Refuses arguments that are not a list of rows with one gradient each.
 fn check(rows: &[u32], values: &Tensor) -> Result<()> {
     let (shape, dtype) = (values.shape(), values.dtype());
     if values.rank() != 2 || values.dims()[0] != rows.len() || !dtype.is_float() {
@@ -82,7 +82,7 @@ fn check(rows: &[u32], values: &Tensor) -> Result<()> {
     Ok(())
 }
 
-/// What one lookup adds to a gradient: `grad` is `[rows.len(), width]`, and rows may repeat.
+/// The contribution of one lookup to a gradient: `grad` is `[rows.len(), width]`, and rows may repeat.
 #[derive(Debug, Clone)]
 pub(super) struct Part {
     pub(super) rows: Arc<[u32]>,
@@ -90,7 +90,7 @@ pub(super) struct Part {
 }
 
 impl Part {
-    /// All parts as one, in their order; `None` without parts.
+    /// Joins all parts in their order; `None` without parts.
     pub(super) fn joined(parts: &[Self]) -> Result<Option<Self>> {
         let [first, others @ ..] = parts else { return Ok(None) };
         if others.is_empty() {

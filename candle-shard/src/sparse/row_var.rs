@@ -1,4 +1,4 @@
-//! A variable whose gradient is collected by rows.
+//! Variables whose gradients are collected by rows.
 use super::row_grad::{Part, RowGrad};
 use crate::embedding::options::Renorm;
 use crate::embedding::renorm::limit_rows;
@@ -6,19 +6,18 @@ use crate::{Error, Result, kernels};
 use candle_core::{CpuStorage, CustomOp1, DType, Layout, Shape, Tensor, Var};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// A table `[rows, width]` (f32, f64, f16 or bf16) from which rows are looked up, and whose gradient names its rows.
+/// A table `[rows, width]` (f32, f64, f16 or bf16) for row lookups, with a gradient stored by rows.
 ///
-/// The gradient behaves as `.grad` does in PyTorch: backward passes add to it until
-/// [`zero_grad`](Self::zero_grad), [`take_grad`](Self::take_grad) or an optimiser's step takes it. So it does not
-/// appear in the `GradStore` that candle's backward pass returns. Where a part of the graph is recomputed
-/// ([`nn::checkpoint`](crate::nn::checkpoint)), it arrives just so. Until it is taken, the gradients of all lookups are kept as
-/// they came.
+/// The gradient behaves like `.grad` in PyTorch: backward passes add to it until [`zero_grad`](Self::zero_grad),
+/// [`take_grad`](Self::take_grad) or an optimizer's step takes it. It is not in the `GradStore` that candle's backward
+/// pass returns. Recomputed parts of the graph ([`nn::checkpoint`](crate::nn::checkpoint)) add to it in the same way.
+/// Until the gradient is taken, the contributions of all lookups are kept separately.
 ///
 /// A clone is the same variable, with the same gradient.
 #[derive(Debug, Clone)]
 pub struct RowVar {
     var: Var,
-    /// What stands for the table in candle's graph: a gradient of this one costs nothing.
+    /// Represents the table in candle's graph; a gradient of this scalar is cheap.
     handle: Var,
     pending: Pending,
 }
@@ -30,10 +29,10 @@ fn lock(pending: &Pending) -> MutexGuard<'_, Vec<Part>> {
 }
 
 impl RowVar {
-    /// The same variable with a gradient by rows.
+    /// Wraps a variable so that its gradient is collected by rows.
     ///
     /// # Errors
-    /// If `var` is no table of floats on the CPU.
+    /// If `var` is not a table of floats on the CPU.
     pub fn new(var: Var) -> Result<Self> {
         let (shape, dtype, device) = (var.shape(), var.dtype(), var.device());
         let float = matches!(dtype, DType::F32 | DType::F64 | DType::F16 | DType::BF16);
@@ -44,16 +43,17 @@ impl RowVar {
         Ok(Self { handle: Var::zeros((), dtype, device)?, var, pending: Pending::default() })
     }
 
-    /// The table itself: the same memory always, which optimisers and [`renorm`](Self::renorm) change in place.
+    /// Returns the table itself: always the same memory, which optimizers and [`renorm`](Self::renorm) change in place.
     ///
-    /// Used in a graph by itself, it gets candle's dense gradient, of which nothing here knows.
+    /// If a graph uses it directly, it gets candle's dense gradient, which is not part of [`grad`](Self::grad).
     pub fn var(&self) -> &Var {
         &self.var
     }
 
-    /// The table's `rows` in the order of the list, which may repeat some: `[rows.len(), width]`.
+    /// Returns the table's `rows` in the order of the list, which may contain duplicates: `[rows.len(), width]`.
     ///
-    /// The result always carries a gradient, also without rows; without a backward pass it costs no more than the copy.
+    /// The result always has a gradient, even without rows; without a backward pass the lookup costs no more than the
+    /// copy.
     ///
     /// # Errors
     /// If the table does not have one of the rows.
@@ -61,7 +61,7 @@ impl RowVar {
         self.lookup_but(rows, None)
     }
 
-    /// Like [`lookup`](Self::lookup), with a row `still` whose gradient is dropped: PyTorch's `padding_idx`.
+    /// Like [`lookup`](Self::lookup), but drops the gradient of the row `still`: PyTorch's `padding_idx`.
     pub fn lookup_but(&self, rows: impl Into<Arc<[u32]>>, still: Option<u32>) -> Result<Tensor> {
         let rows = rows.into();
         let made = Mutex::new(Some(kernels::take_rows(&self.var, &rows)?));
@@ -69,29 +69,30 @@ impl RowVar {
         Ok(self.handle.apply_op1(Lookup { rows, still, pending: self.pending.clone(), made })?)
     }
 
-    /// The gradient so far; `None` if no backward pass has reached the table.
+    /// Returns the gradient so far; `None` if no backward pass has reached the table.
     ///
-    /// Rows are merged in the order of the backward passes and then of the list. A row that was looked up stays even
-    /// if its gradient is zero.
+    /// Rows are merged in the order of the backward passes and then of the list. A row that was looked up stays even if
+    /// its gradient is zero.
     pub fn grad(&self) -> Result<Option<RowGrad>> {
         let joined = Part::joined(&lock(&self.pending))?;
         joined.map(|part| RowGrad::new(part.rows, &part.grad)).transpose()
     }
 
-    /// Like [`grad`](Self::grad), and leaves none.
+    /// Like [`grad`](Self::grad), but also clears the gradient.
     pub fn take_grad(&self) -> Result<Option<RowGrad>> {
         self.take_part()?.map(|part| RowGrad::new(part.rows, &part.grad)).transpose()
     }
 
-    /// Leaves no gradient.
+    /// Clears the gradient.
     pub fn zero_grad(&self) {
         lock(&self.pending).clear();
     }
 
-    /// Adds to the gradient, as a backward pass does: after [`take_grad`](Self::take_grad), what was clipped.
+    /// Adds to the gradient, as a backward pass does: for example a clipped gradient after
+    /// [`take_grad`](Self::take_grad).
     ///
     /// # Errors
-    /// If the gradient has another width or dtype, or a row that the table does not have.
+    /// If the gradient has another width or dtype, or a row outside the table.
     pub fn add_grad(&self, grad: RowGrad) -> Result<()> {
         let (values, [rows, width]) = (grad.values(), [self.var.dims()[0], self.var.dims()[1]]);
         let inside = grad.rows().last().is_none_or(|&last| (last as usize) < rows);
@@ -104,11 +105,13 @@ impl RowVar {
         Ok(())
     }
 
-    /// Shortens those of the `rows` whose `norm_type`-norm is above `max_norm` to it, in place and without a gradient.
+    /// Scales those of the `rows` whose `norm_type`-norm is above `max_norm` down to it, in place and without a
+    /// gradient.
     ///
-    /// What `max_norm` does in PyTorch's embedding before a lookup of `rows`: the norm is rounded to the table's dtype,
-    /// and a row with a larger one is multiplied by `max_norm / (norm + 1e-7)`, rounded alike. All other rows stay bit-identical, so
-    /// do rows whose norm is NaN. `norm_type` may be ±∞, 0 (the number of elements that are not 0) or negative.
+    /// PyTorch's embedding does this for `max_norm` before a lookup of `rows`: the norm is rounded to the table's
+    /// dtype, and a row with a larger one is multiplied by `max_norm / (norm + 1e-7)`, rounded in the same way. All
+    /// other rows stay bit-identical, and so do rows whose norm is NaN. `norm_type` may be ±∞, 0 (the number of
+    /// non-zero elements) or negative.
     ///
     /// # Errors
     /// If the table does not have one of the rows, if `max_norm` is not above 0, or if `norm_type` is NaN.
@@ -120,7 +123,7 @@ impl RowVar {
         limit_rows(&self.var, &kernels::unique_rows(rows), &Renorm { max_norm, norm_type }, None)
     }
 
-    /// The gradient as the lookups left it, taken.
+    /// Takes the gradient as the unmerged contributions of the lookups.
     pub(super) fn take_part(&self) -> Result<Option<Part>> {
         let mut pending = lock(&self.pending);
         let joined = Part::joined(&pending)?;
@@ -129,7 +132,7 @@ impl RowVar {
     }
 }
 
-/// The graph node of rows that were looked up.
+/// The graph node of a lookup.
 struct Lookup {
     rows: Arc<[u32]>,
     /// One of the rows, which gets no gradient.

@@ -4,7 +4,7 @@ use super::slots::{Slots, check};
 use crate::Result;
 use crate::kernels::SgdRule;
 
-/// The parameters of [`Sgd`]; no weight decay, which would concern every row.
+/// The parameters of [`Sgd`]. There is no weight decay, which would change every row.
 #[derive(Debug, Clone)]
 pub struct ParamsSgd {
     /// The learning rate.
@@ -17,7 +17,7 @@ impl Default for ParamsSgd {
     }
 }
 
-/// Stochastic gradient descent: `w - lr · grad`, the same numbers as with a dense gradient.
+/// Stochastic gradient descent: `w - lr · grad`; its results equal those with a dense gradient.
 #[derive(Debug)]
 pub struct Sgd {
     slots: Slots,
@@ -25,31 +25,31 @@ pub struct Sgd {
 }
 
 impl Sgd {
-    /// An optimiser of `vars`.
+    /// Creates an optimizer for `vars`.
     ///
     /// # Errors
-    /// If the learning rate is negative or no finite number.
+    /// If the learning rate is negative or not finite.
     pub fn new(vars: Vec<RowVar>, params: ParamsSgd) -> Result<Self> {
         check("Sgd", "lr", params.lr, f64::INFINITY)?;
         Ok(Self { slots: Slots::new(vars, 0, 0.0)?, params })
     }
 
-    /// The learning rate.
+    /// Returns the learning rate.
     pub fn learning_rate(&self) -> f64 {
         self.params.lr
     }
 
-    /// Another learning rate for the steps to come.
+    /// Sets the learning rate of later steps.
     ///
     /// # Errors
-    /// As [`new`](Self::new).
+    /// Those of [`new`](Self::new).
     pub fn set_learning_rate(&mut self, lr: f64) -> Result<()> {
         check("Sgd", "lr", lr, f64::INFINITY)?;
         self.params.lr = lr;
         Ok(())
     }
 
-    /// Takes the gradients of all variables and moves the rows that have one.
+    /// Takes the gradients of all variables and updates the rows that have one.
     pub fn step(&mut self) -> Result<()> {
         self.slots.step(&SgdRule { lr: self.params.lr })
     }

@@ -1,15 +1,15 @@
-//! What the optimisers have in common.
+//! Code that the optimizers share.
 use super::RowVar;
 use crate::kernels::{Rule, update_rows};
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor, Var};
 
-/// Variables, each with tensors of state of its shape.
+/// Variables, each with its state tensors of the same shape.
 #[derive(Debug)]
 pub(super) struct Slots(Vec<(RowVar, Vec<Var>)>);
 
 impl Slots {
-    /// `count` tensors of state a variable, whose elements all begin at `start`.
+    /// Creates `count` state tensors per variable, filled with `start`.
     pub(super) fn new(vars: Vec<RowVar>, count: usize, start: f64) -> Result<Self> {
         let slot = |var: RowVar| {
             let states = (0..count).map(|_| state_of(var.var(), start)).collect::<Result<_>>();
@@ -18,7 +18,7 @@ impl Slots {
         Ok(Self(vars.into_iter().map(slot).collect::<Result<_>>()?))
     }
 
-    /// Takes the gradients and moves the rows that have one.
+    /// Takes the gradients and updates the rows that have one.
     pub(super) fn step<const N: usize>(&self, rule: &impl Rule<N>) -> Result<()> {
         for (var, states) in &self.0 {
             if let Some(part) = var.take_part()? {
@@ -28,7 +28,7 @@ impl Slots {
         Ok(())
     }
 
-    /// The state as `name.index`, variable by variable.
+    /// Returns the state as `name.index`, variable by variable.
     pub(super) fn named(&self, names: &[&str]) -> impl Iterator<Item = (String, Var)> {
         let of = |(i, (_, states)): (usize, &(RowVar, Vec<Var>))| {
             let named = |(name, state): (&&str, &Var)| (format!("{name}.{i}"), state.clone());
@@ -38,10 +38,9 @@ impl Slots {
     }
 }
 
-/// A tensor of state of the variable's shape, in f32 for 16-bit floats.
+/// Creates a state tensor of the variable's shape, f32 for 16-bit floats.
 ///
-/// Its elements are written one by one: cleared pages that the system hands out only when they are touched would make
-/// the first steps slow.
+/// Writes every element: zeroed pages that the system maps only on first access would slow down the first steps.
 fn state_of(var: &Var, start: f64) -> Result<Var> {
     let (len, shape) = (var.elem_count(), var.shape());
     let state = match var.dtype() {
@@ -51,7 +50,7 @@ fn state_of(var: &Var, start: f64) -> Result<Var> {
     Ok(Var::from_tensor(&state.reshape(shape)?)?)
 }
 
-/// The steps taken, with the one that begins.
+/// Increments the step count and returns it.
 pub(super) fn next(steps: &Var) -> Result<u32> {
     let next = steps.to_scalar::<u32>()?.saturating_add(1);
     steps.set(&Tensor::new(next, &Device::Cpu)?)?;
