@@ -2,7 +2,7 @@
 use candle_core::DType;
 use itertools::Itertools;
 
-/// What files call the dtypes that can be loaded and saved.
+/// The names in files of the dtypes that can be loaded and saved.
 const DTYPES: [(&str, DType); 9] = [
     ("U8", DType::U8),
     ("U32", DType::U32),
@@ -15,17 +15,17 @@ const DTYPES: [(&str, DType); 9] = [
     ("F64", DType::F64),
 ];
 
-/// The dtype of this name.
+/// Returns the dtype with this name.
 pub(super) fn named(name: &str) -> Option<DType> {
     DTYPES.iter().find(|(known, _)| *known == name).map(|&(_, dtype)| dtype)
 }
 
-/// The name of a dtype; `None` if it cannot be saved.
+/// Returns the name of a dtype; `None` if it cannot be saved.
 pub(crate) fn name_of(dtype: DType) -> Option<&'static str> {
     DTYPES.iter().find(|(_, known)| *known == dtype).map(|&(name, _)| name)
 }
 
-/// All names, for messages.
+/// Returns all names, for messages.
 pub(super) fn known() -> String {
     DTYPES.iter().map(|(name, _)| name).join(", ")
 }

@@ -1,4 +1,4 @@
-//! One safetensors file: its header, and reading at a place.
+//! One safetensors file: its header, and reads at an offset.
 use super::dtypes;
 use crate::{Error, Result};
 use serde::Deserialize;
@@ -8,10 +8,10 @@ use std::io::{self, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
-/// The longest header that is believed, as other readers of the format have it.
+/// The longest header that is accepted, as in other readers of the format.
 const LONGEST_HEADER: u64 = 100_000_000;
 
-/// An open file and what its header says.
+/// An open file and the contents of its header.
 pub(super) struct WeightFile {
     pub(super) path: PathBuf,
     pub(super) entries: BTreeMap<String, Entry>,
@@ -22,7 +22,7 @@ pub(super) struct WeightFile {
 pub(super) struct Entry {
     pub(super) dtype: String,
     pub(super) shape: Vec<usize>,
-    /// Where its bytes begin in the file.
+    /// The offset of its bytes in the file.
     pub(super) at: u64,
 }
 
@@ -35,7 +35,7 @@ struct Described {
 }
 
 impl WeightFile {
-    /// Reads the header and checks all of it against the file's length, so that a file cut short is noticed here.
+    /// Reads the header and checks all of it against the file's length, so that a truncated file is refused here.
     pub(super) fn open(path: &Path) -> Result<Self> {
         let failed = |error: io::Error| Error::file(path, format!("cannot be read ({error})"));
         let wrong = |reason: String| Error::file(path, format!("{reason}; is it a complete safetensors file?"));
@@ -64,7 +64,7 @@ impl WeightFile {
         Ok(Self { path: path.into(), entries, file: Mutex::new(file) })
     }
 
-    /// Fills `bytes` with what lies at `at`.
+    /// Fills `bytes` with the bytes at offset `at`.
     pub(super) fn read_at(&self, at: u64, bytes: &mut [u8]) -> Result<()> {
         let mut file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
         let read = file.seek(SeekFrom::Start(at)).and_then(|_| file.read_exact(bytes));
@@ -74,14 +74,14 @@ impl WeightFile {
 }
 
 impl Described {
-    /// The entry, if its bytes are in a file of this length and as many as shape and dtype say.
+    /// Returns the entry, if its bytes are inside a file of this length and match shape and dtype.
     fn check(self, data_at: u64, length: u64) -> Result<Entry, String> {
         let (start, end) = self.data_offsets;
         if start > end || end > length - data_at {
             let has = length - data_at;
             return Err(format!("lies at bytes {start} to {end} of the data, of which there are {has}"));
         }
-        // The size of an unknown dtype is unknown too; it matters only if the tensor is asked for.
+        // The size of an unknown dtype is unknown too; it matters only when the tensor is read.
         if let Some(dtype) = dtypes::named(&self.dtype) {
             let bytes = elements(&self.shape).and_then(|n| n.checked_mul(dtype.size_in_bytes()));
             if bytes != Some((end - start) as usize) {
@@ -93,7 +93,7 @@ impl Described {
     }
 }
 
-/// The number of elements of a shape; `None` if the sizes of some dims multiply to more than can be addressed.
+/// Returns the number of elements of a shape; `None` if the non-zero dims multiply to more than fits a `usize`.
 pub(super) fn elements(shape: &[usize]) -> Option<usize> {
     let most = shape.iter().try_fold(1, |n: usize, &size| n.checked_mul(size.max(1)))?;
     Some(if shape.contains(&0) { 0 } else { most })

@@ -1,4 +1,4 @@
-//! Tensors that an index file finds in several files.
+//! Weights in several files, located by an index file.
 use super::file::{Entry, WeightFile, elements};
 use super::{Piece, Stored, Weights};
 use crate::checkpoint::index::{INDEX, Index, Indexed};
@@ -8,7 +8,7 @@ use serde::Deserialize;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// What a folder of weights may hold, in the order in which it is looked for.
+/// The file names that a folder of weights may contain, in the order of the search.
 const KNOWN: [&str; 3] = [INDEX, "model.safetensors.index.json", "model.safetensors"];
 
 /// Either kind of index.
@@ -16,7 +16,7 @@ const KNOWN: [&str; 3] = [INDEX, "model.safetensors.index.json", "model.safetens
 #[serde(untagged)]
 enum AnyIndex {
     Checkpoint(Index),
-    /// Hugging Face's: the file of each tensor.
+    /// The index of Hugging Face: the file of each tensor.
     Whole {
         weight_map: BTreeMap<String, String>,
     },
@@ -71,7 +71,7 @@ impl<'a> Files<'a> {
         if let Some(&at) = self.opened.get(name) {
             return Ok(at);
         }
-        // An index from elsewhere must not lead out of its folder.
+        // An index must not refer to files outside its folder.
         if Path::new(name).file_name() != Some(name.as_ref()) {
             return Err(Error::file(self.index, format!("names {name:?}, which is no file of its folder")));
         }
@@ -89,7 +89,8 @@ impl<'a> Files<'a> {
         })
     }
 
-    /// The pieces of one tensor, checked: each is in its file as described, and together they are the tensor.
+    /// Opens the pieces of one tensor and checks them: each lies in its file as described, and together they are the
+    /// tensor.
     fn pieces_of(&mut self, name: &str, indexed: Indexed) -> Result<Stored> {
         let Indexed { shape, dtype, pieces } = indexed;
         let mut stored = Stored { shape, dtype, pieces: Vec::new() };
@@ -121,7 +122,7 @@ impl<'a> Files<'a> {
 }
 
 impl Stored {
-    /// Whether each element is in exactly one piece: as many elements, inside, none twice.
+    /// Returns whether each element is in exactly one piece: the counts match, all pieces are inside, none overlap.
     fn covered(&self) -> bool {
         let volumes = self.pieces.iter().try_fold(0, |sum: usize, piece| sum.checked_add(volume(&piece.block)?));
         let inside = |piece: &Piece| piece.block.iter().zip(&self.shape).all(|(range, &n)| range.end <= n);

@@ -1,4 +1,4 @@
-//! Tensors in safetensors files, of which a rank reads its own block and no more.
+//! Tensors in safetensors files, from which each rank reads only its own block.
 mod dtypes;
 mod file;
 mod index;
@@ -23,8 +23,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// Named tensors in safetensors files: one file, several, a model with a Hugging Face index, or a
 /// [`checkpoint`](crate::checkpoint).
 ///
-/// Opening reads the headers alone. Each rank opens the files itself and reads what it holds: whatever the dim, the
-/// number of axes that cut it and the sizes, the bytes of its block come off the disk and few others.
+/// Opening reads only the headers. Each rank opens the files itself and reads its shards: whatever the dim, the number
+/// of axes that cut it and the sizes, it reads the bytes of its block and few others.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -45,17 +45,17 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub struct Weights {
-    /// What was opened, for messages.
+    /// The path that was opened, for messages.
     source: PathBuf,
     files: Vec<WeightFile>,
     tensors: BTreeMap<String, Stored>,
     bytes_read: AtomicU64,
 }
 
-/// A tensor as it lies in files.
+/// A tensor as stored in files.
 struct Stored {
     shape: Vec<usize>,
-    /// The dtype as the file names it.
+    /// The dtype as named in the file.
     dtype: String,
     pieces: Vec<Piece>,
 }
@@ -64,7 +64,7 @@ struct Stored {
 struct Piece {
     file: usize,
     block: Vec<Range<usize>>,
-    /// Where its bytes begin in the file.
+    /// The offset of its bytes in the file.
     at: u64,
 }
 
@@ -73,7 +73,7 @@ impl Weights {
     /// a [`checkpoint`](crate::checkpoint).
     ///
     /// # Errors
-    /// [`Error::File`] if a file is missing, cut short or damaged, or if an index and the files disagree.
+    /// [`Error::File`] if a file is missing, truncated or damaged, or if an index and the files disagree.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         if path.is_dir() {
@@ -85,10 +85,10 @@ impl Weights {
         }
     }
 
-    /// Opens several safetensors files, whose names must differ.
+    /// Opens several safetensors files without tensor names in common.
     ///
     /// # Errors
-    /// Those of [`open`](Self::open), and if two files hold a tensor of one name.
+    /// Those of [`open`](Self::open), and if two files contain a tensor of the same name.
     pub fn open_files<P: AsRef<Path>>(paths: &[P]) -> Result<Self> {
         let Some(first) = paths.first() else {
             return Err(Error::file("", "no files were named; name at least one"));
@@ -113,12 +113,12 @@ impl Weights {
         Self { source: source.into(), files: Vec::new(), tensors: BTreeMap::new(), bytes_read: AtomicU64::new(0) }
     }
 
-    /// The names of the tensors, sorted.
+    /// Returns the names of the tensors, sorted.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.tensors.keys().map(String::as_str)
     }
 
-    /// The global shape of a tensor.
+    /// Returns the global shape of a tensor.
     ///
     /// # Errors
     /// If there is no tensor of this name.
@@ -126,10 +126,10 @@ impl Weights {
         Ok(&self.stored(name)?.shape)
     }
 
-    /// The dtype in which a tensor is stored.
+    /// Returns the stored dtype of a tensor.
     ///
     /// # Errors
-    /// If there is no tensor of this name, or candle does not know its dtype.
+    /// If there is no tensor of this name, or candle does not support its dtype.
     pub fn dtype(&self, name: &str) -> Result<DType> {
         let stored = self.stored(name)?;
         dtypes::named(&stored.dtype).ok_or_else(|| {
@@ -138,16 +138,17 @@ impl Weights {
         })
     }
 
-    /// This rank's block of a tensor in the layout `spec`, cast to its dtype.
+    /// Reads this rank's block of a tensor in the layout `spec`, cast to its dtype.
     ///
     /// # Errors
-    /// If there is no tensor of this name, its shape is not the spec's, or its dtype does not become the spec's: floats
-    /// are cast to floats, all else must be equal. These are alike on all ranks. If the file cannot be read, on this rank.
+    /// If there is no tensor of this name, if its shape is not the spec's, or if its dtype cannot be cast to the
+    /// spec's: floats are cast to floats, other dtypes must be equal. These errors are equal on all ranks. On this rank
+    /// alone, if the file cannot be read.
     pub fn read(&self, name: &str, spec: &Spec, device: &Device) -> Result<DTensor> {
         self.read_part(name, None, spec, device)
     }
 
-    /// Like [`read`](Self::read), from the tensor that this one is a part of where there is none of its name.
+    /// Like [`read`](Self::read), but if there is no tensor of this name, reads it from the larger tensor `within`.
     pub(crate) fn read_part(
         &self,
         name: &str,
@@ -162,7 +163,7 @@ impl Weights {
         DTensor::from_local_with_spec(local, spec.clone())
     }
 
-    /// A block of a tensor that must have the shape `want`, cast to `to`.
+    /// Reads a block of a tensor that must have the shape `want`, cast to `to`.
     fn read_as(
         &self,
         name: &str,
@@ -184,10 +185,10 @@ impl Weights {
         Ok(self.read_block(name, block, device)?.to_dtype(to)?)
     }
 
-    /// A block of a tensor, one range of global indices per dim, in the stored dtype.
+    /// Reads a block of a tensor, one range of global indices per dim, in the stored dtype.
     ///
     /// # Errors
-    /// If there is no tensor of this name, the block is outside of it, or the file cannot be read.
+    /// If there is no tensor of this name, if the block is outside of it, or if the file cannot be read.
     pub fn read_block(&self, name: &str, block: &[Range<usize>], device: &Device) -> Result<Tensor> {
         let (stored, dtype) = (self.stored(name)?, self.dtype(name)?);
         let inside = |(range, &n): (&Range<usize>, &usize)| range.start <= range.end && range.end <= n;
@@ -205,9 +206,9 @@ impl Weights {
         })
     }
 
-    /// The bytes of tensors that were read so far, headers and indices aside.
+    /// Returns the number of bytes of tensors that were read so far, without headers and indices.
     ///
-    /// Those of the blocks asked for, and gaps between rows where skipping would take longer than reading.
+    /// They include gaps between rows where skipping would take longer than reading.
     pub fn bytes_read(&self) -> u64 {
         self.bytes_read.load(Ordering::Relaxed)
     }
@@ -230,7 +231,7 @@ impl Weights {
 }
 
 impl Stored {
-    /// A tensor that lies in one file as a whole.
+    /// Creates an entry for a tensor that lies whole in one file.
     fn whole(file: usize, entry: &file::Entry) -> Self {
         let block = entry.shape.iter().map(|&n| 0..n).collect();
         let pieces = vec![Piece { file, block, at: entry.at }];

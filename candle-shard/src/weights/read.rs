@@ -1,4 +1,4 @@
-//! Runs of a file into the memory of a tensor.
+//! Reads of runs of bytes into the memory of a tensor.
 use super::file::WeightFile;
 use super::runs::{Run, Runs};
 use crate::Result;
@@ -7,13 +7,13 @@ use candle_core::{DType, Device, Tensor, WithDType};
 use half::{bf16, f16};
 use std::ops::Range;
 
-/// Runs that begin less than this many bytes after each other are read together, with the gaps between them: below
-/// it, a call for each run takes longer than the bytes in between and copying the run out of them.
+/// Runs whose starts are less than this many bytes apart are read together with the gaps between them: below it, one
+/// call per run takes longer than reading the gaps and copying the run out.
 const TOGETHER: usize = 8192;
 /// The most bytes that are read together.
 const AT_ONCE: usize = 256 << 10;
 
-/// A tensor of a block's shape whose bytes `fill` writes.
+/// Creates a tensor of a block's shape whose bytes `fill` writes.
 pub(super) fn filled(
     dtype: DType,
     block: &[Range<usize>],
@@ -45,7 +45,7 @@ fn typed<T: Pod + WithDType>(
     Ok(Tensor::from_vec(values, shape, device)?)
 }
 
-/// Reads the runs of the stored block that begins at `at` to their places in `bytes`; gives the number of bytes read.
+/// Reads the runs of the stored block at offset `at` to their places in `bytes`; returns the number of bytes read.
 pub(super) fn read(file: &WeightFile, at: u64, runs: Runs, bytes: &mut [u8]) -> Result<u64> {
     let (mut pending, mut scratch, mut read): (Vec<Run>, Vec<u8>, u64) = (Vec::new(), Vec::new(), 0);
     for run in runs {
@@ -60,7 +60,7 @@ pub(super) fn read(file: &WeightFile, at: u64, runs: Runs, bytes: &mut [u8]) -> 
     Ok(read + flush(file, at, &pending, &mut scratch, bytes)?)
 }
 
-/// Reads these runs by one call; gives the number of bytes read.
+/// Reads these runs with one call; returns the number of bytes read.
 fn flush(file: &WeightFile, at: u64, runs: &[Run], scratch: &mut Vec<u8>, bytes: &mut [u8]) -> Result<u64> {
     let (Some(first), Some(last)) = (runs.first(), runs.last()) else { return Ok(0) };
     let (start, len) = (at + first.from as u64, last.from + last.len - first.from);

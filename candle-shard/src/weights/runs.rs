@@ -1,19 +1,19 @@
-//! Which bytes of a stored block are those of another block.
+//! The runs of bytes in which a stored block overlaps a wanted block.
 use std::ops::Range;
 
-/// Consecutive bytes that lie together in the file and in the tensor that is made.
+/// Bytes that are consecutive both in the file and in the new tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Run {
-    /// Where they are, counted from the beginning of the stored block.
+    /// Their offset in the stored block.
     pub(super) from: usize,
-    /// Where they go, counted from the beginning of the wanted block.
+    /// Their offset in the wanted block.
     pub(super) to: usize,
     pub(super) len: usize,
 }
 
 /// The runs in which a stored and a wanted block overlap, in the order of the file.
 pub(super) struct Runs {
-    /// The overlap's sizes of the dims that separate runs, with the steps in bytes from one index to the next.
+    /// For each dim that separates runs: the size of the overlap, and the strides in bytes of both blocks.
     outer: Vec<(usize, usize, usize)>,
     first: Run,
     next: usize,
@@ -41,7 +41,7 @@ impl Runs {
                     outer.push((len, from_step, to_step));
                 }
             }
-            // Indices of the next dim out follow each other without a gap only if this one is whole in both.
+            // Indices of the next outer dim are contiguous only if this dim is whole in both blocks.
             together &= len == stored.len() && len == wanted.len();
             from_step *= stored.len();
             to_step *= wanted.len();

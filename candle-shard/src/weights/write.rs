@@ -10,24 +10,24 @@ use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// A file whose header is written and whose tensors follow.
+/// A file whose header is written, and whose tensors follow.
 pub(crate) struct WeightWriter {
     path: PathBuf,
     file: File,
 }
 
-/// A tensor to be written: name, dtype and shape.
+/// A tensor in the header: name, dtype and shape.
 pub(crate) type Announced<'a> = (&'a str, DType, &'a [usize]);
 
 impl WeightWriter {
-    /// The order in which tensors are announced and written: large elements first, so that all are aligned.
+    /// The order of the tensors in the file: large element sizes first, so that all are aligned.
     pub(crate) fn order(dtype: DType, name: &str) -> (Reverse<usize>, &str) {
         (Reverse(dtype.size_in_bytes()), name)
     }
 
-    /// Creates the file and writes the header that announces these tensors.
+    /// Creates the file and writes the header for these tensors.
     pub(crate) fn create<'a>(path: &Path, tensors: impl Iterator<Item = Announced<'a>>) -> Result<Self> {
-        // Python's loaders want to know which framework the tensors are for, and take no others.
+        // Python's loaders read the framework from the header and refuse other values.
         let metadata = ("__metadata__".to_owned(), json!({ "format": "pt" }));
         let (mut header, mut end) = (Map::from_iter([metadata]), 0);
         for (name, dtype, shape) in tensors {
@@ -47,7 +47,7 @@ impl WeightWriter {
         Ok(writer)
     }
 
-    /// Writes the next of the announced tensors.
+    /// Writes the next tensor of the header.
     pub(crate) fn write(&mut self, tensor: &Tensor) -> Result<()> {
         match tensor.dtype() {
             DType::U8 => self.typed::<u8>(tensor),
