@@ -1,10 +1,11 @@
-//! What ranks must name alike before they go on.
+//! Checks that all ranks pass the same tensors.
 use super::Named;
 use crate::{Error, Result};
 use candle_dist::{DeviceMesh, ProcessGroup};
 use itertools::{EitherOrBoth, Itertools};
 
-/// Checks that all ranks of `group` name the same tensors with the same descriptions, and that files can have the names.
+/// Checks that all ranks of `group` pass the same names with the same descriptions, and that files can contain the
+/// names.
 pub(crate) fn check_named<N: AsRef<str>>(
     op: &'static str,
     group: &ProcessGroup,
@@ -32,7 +33,7 @@ pub(crate) fn check_named<N: AsRef<str>>(
     }
 }
 
-/// Checks that all ranks name the same tensors in the same layouts, which can be saved.
+/// Checks that all ranks pass the same names in the same layouts, and that these can be saved.
 pub(super) fn check_alike(op: &'static str, mesh: &DeviceMesh, tensors: &[Named<'_>]) -> Result<()> {
     let described = tensors.iter().map(|&(name, spec)| (name, format!("{spec} on {}", spec.mesh())));
     check_named(op, mesh.group()?, &described.collect_vec())?;

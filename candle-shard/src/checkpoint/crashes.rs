@@ -1,4 +1,4 @@
-//! At whatever call a save fails or is killed: the last or the new checkpoint loads, and the next save goes through.
+//! Whenever a save fails or is killed, the last or the new checkpoint loads, and the next save succeeds.
 use super::{load, save};
 use crate::disk::faults::{self, Fault};
 use crate::{DTensor, Replicate, Result, Shard};
@@ -11,7 +11,7 @@ use std::sync::{Mutex, PoisonError};
 
 const RANKS: usize = 2;
 
-/// Faults are the process's.
+/// Serializes the tests, because faults affect the whole process.
 static TURN: Mutex<()> = Mutex::new(());
 
 struct Folder(PathBuf);
@@ -31,7 +31,7 @@ impl Drop for Folder {
     }
 }
 
-/// Saves tensors that are `value` everywhere; the same error on all ranks, or none.
+/// Saves tensors filled with `value`; returns the same error on all ranks, or none.
 fn save_all(path: &Path, value: u32) -> Result<(), String> {
     let texts = World::local(RANKS).run(|ctx| -> Result<Option<String>> {
         let mesh = ctx.mesh(&[("tp", RANKS)])?;
@@ -45,7 +45,7 @@ fn save_all(path: &Path, value: u32) -> Result<(), String> {
     texts.swap_remove(0).map_or(Ok(()), Err)
 }
 
-/// What all elements of a checkpoint are, if one loads.
+/// Returns the value of all elements of a checkpoint, if it loads.
 fn loaded(path: &Path) -> Option<u32> {
     let loaded = World::local(1).run(|ctx| -> Result<Option<BTreeSet<u32>>> {
         let mesh = ctx.mesh(&[("other", 1)])?;
@@ -72,7 +72,7 @@ fn at_every_point_of_a_crash_the_last_or_the_new_checkpoint_loads() {
             assert!(at < 200, "a save without end");
             let folder = Folder::new("points");
             let path = folder.0.join("saved");
-            // Two saves leave other file names than one.
+            // Two saves leave other file names than one save.
             (1..=before.unwrap_or(0)).for_each(|value| save_all(&path, value).unwrap());
             let (saved, calls, came) = faults::with(Some((at, fault)), || save_all(&path, 7));
             let what = format!("{fault:?} at {at} of {calls:?} after {before:?}: {saved:?}");
@@ -87,7 +87,7 @@ fn at_every_point_of_a_crash_the_last_or_the_new_checkpoint_loads() {
             if fault == Fault::Fails && found == before {
                 assert_eq!(files(&path), before.map_or(0, |_| RANKS + 1), "left by what failed: {what}");
             }
-            // The next save takes no harm from what the last one left, and removes it.
+            // The next save succeeds in spite of the leftovers of the last one, and removes them.
             save_all(&path, 9).unwrap_or_else(|error| panic!("{error}, {what}"));
             assert_eq!(loaded(&path), Some(9), "{what}");
             assert_eq!(files(&path), RANKS + 1, "{what}");
@@ -152,7 +152,7 @@ fn an_index_that_may_not_be_on_the_disk_leaves_the_last_checkpoint_there() {
     assert!(saved.unwrap_err().contains("on purpose"), "{calls:?}");
     assert_eq!(loaded(&path), Some(2));
     assert!(last.is_subset(&names()), "{calls:?}");
-    // The machine stops, and the folder has its old names again.
+    // The machine stops, and the folder again has its old names.
     fs::write(path.join("checkpoint.json"), index).unwrap();
     assert_eq!(loaded(&path), Some(1));
     save_all(&path, 3).unwrap();

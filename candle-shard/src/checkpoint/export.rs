@@ -1,4 +1,4 @@
-//! One ordinary file, for programs that know no meshes.
+//! Export to one ordinary file, for programs without meshes.
 use super::{Named, beside, check_alike};
 use crate::agreement::agreed;
 use crate::weights::WeightWriter;
@@ -11,8 +11,8 @@ const OP: &str = "checkpoint::export";
 
 /// Writes tensors of `mesh` to one ordinary safetensors file, each as a whole.
 ///
-/// They are gathered one after the other, so a rank needs room for the largest of them. Rank 0 writes; the file has
-/// its name when it is complete.
+/// They are gathered one after the other, so each rank needs memory for the largest of them. Rank 0 writes; the file
+/// gets its name when it is complete.
 ///
 /// # Errors
 /// Those of [`save`](super::save).
@@ -28,7 +28,7 @@ pub fn export<N: AsRef<str>>(path: impl AsRef<Path>, mesh: &DeviceMesh, tensors:
     for (_, tensor) in tensors {
         let detached = DTensor::from_local_with_spec(tensor.to_local().detach(), tensor.spec().clone())?;
         let whole = detached.full_tensor()?;
-        // Rank 0 goes on gathering after a failure: the others wait for it.
+        // After a failure rank 0 continues to gather, because the other ranks wait for it.
         if let Ok(Some(file)) = &mut writer
             && let Err(error) = file.write(&whole)
         {
@@ -44,7 +44,7 @@ pub fn export<N: AsRef<str>>(path: impl AsRef<Path>, mesh: &DeviceMesh, tensors:
         None => Ok(()),
     };
     agreed(group, OP, writer.and_then(finish)).inspect_err(|_| {
-        // The error matters, not whether its traces can be removed.
+        // The error matters, not whether its leftovers can be removed.
         disk::remove_file(&partial).ok();
     })
 }

@@ -1,4 +1,4 @@
-//! Which file of a checkpoint holds which block of which tensor.
+//! The index of a checkpoint: which file contains which block of which tensor.
 use crate::sharding_spec::block::Block;
 use crate::spec::Spec;
 use crate::weights::name_of;
@@ -6,7 +6,7 @@ use candle_core::DType;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// The name of the index in a checkpoint's folder.
+/// The name of the index file in a checkpoint's folder.
 pub(crate) const INDEX: &str = "checkpoint.json";
 
 /// The tensors by name.
@@ -15,7 +15,7 @@ pub(crate) struct Index {
     pub(crate) tensors: BTreeMap<String, Indexed>,
 }
 
-/// One tensor: global shape, dtype as safetensors files name it, and the blocks that make it.
+/// One tensor: global shape, dtype as named in safetensors files, and its blocks.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Indexed {
     pub(crate) shape: Vec<usize>,
@@ -31,7 +31,7 @@ pub(crate) struct IndexedPiece {
     pub(crate) shape: Vec<usize>,
 }
 
-/// A tensor to be saved: what the index says of it, and who writes which block.
+/// A tensor to save: its entry in the index, and which rank writes which block.
 pub(crate) struct Saved<'a> {
     pub(crate) name: &'a str,
     pub(crate) shape: &'a [usize],
@@ -39,21 +39,21 @@ pub(crate) struct Saved<'a> {
     pub(crate) pieces: Vec<Written>,
 }
 
-/// A block that a rank of the group writes: the `part`-th of those that it holds of the tensor.
+/// A block that a rank of the group writes: the `part`-th of its blocks of the tensor.
 pub(crate) struct Written {
     pub(crate) rank: usize,
     pub(crate) part: usize,
     pub(crate) block: Block,
 }
 
-/// The file of one block of each tensor that a rank of the group writes.
+/// Returns the name of the file with the `part`-th block of each tensor that a rank of the group writes.
 pub(super) fn file_of(rank: usize, part: usize, generation: u64) -> String {
     let part = if part == 0 { String::new() } else { format!("-{part}") };
     let generation = if generation == 0 { String::new() } else { format!(".{generation}") };
     format!("rank-{rank:05}{part}{generation}.safetensors")
 }
 
-/// Of which save a file of this name is, counted from 0; `None` for names that no save gives.
+/// Returns the number of the save, counted from 0, that wrote a file with this name; `None` for other names.
 pub(super) fn generation_of(name: &str) -> Option<u64> {
     let name = name.strip_prefix("rank-")?.strip_suffix(".safetensors")?;
     let (of, generation) = name.split_once('.').unwrap_or((name, "0"));
@@ -63,16 +63,16 @@ pub(super) fn generation_of(name: &str) -> Option<u64> {
 }
 
 impl<'a> Saved<'a> {
-    /// The `nth` tensor of a checkpoint in this layout.
+    /// Describes the `nth` tensor of a checkpoint in this layout.
     ///
-    /// Of the ranks that hold the same block one writes it, a different one from tensor to tensor; none does for blocks
-    /// without elements.
+    /// If several ranks hold the same block, one of them writes it, a different one from tensor to tensor. Empty blocks
+    /// are not written.
     pub(super) fn of_spec(nth: usize, name: &'a str, spec: &'a Spec) -> Self {
         let mut holders: BTreeMap<Vec<usize>, Vec<Written>> = BTreeMap::new();
         for (rank, coordinate) in spec.mesh().coordinates().enumerate() {
             let block = spec.block_at(&coordinate);
             if block.iter().all(|range| !range.is_empty()) {
-                // Blocks that begin at one place are the same.
+                // Blocks with the same start are equal.
                 let start = block.iter().map(|range| range.start).collect();
                 holders.entry(start).or_default().push(Written { rank, part: 0, block });
             }

@@ -1,16 +1,15 @@
 //! Saving distributed tensors, and loading them on any other mesh.
 //!
-//! [`ShardedTensor`](crate::ShardedTensor)s are saved and loaded by
-//! [`save_state`](crate::sharded_tensor::save_state) and [`load_state`](crate::sharded_tensor::load_state), in the same
-//! format: what one saves the other loads.
+//! [`save_state`](crate::sharded_tensor::save_state) and [`load_state`](crate::sharded_tensor::load_state) save and
+//! load [`ShardedTensor`](crate::ShardedTensor)s in the same format, so files of one kind also load as the other.
 //!
-//! A checkpoint is a folder: one safetensors file for each rank that holds something, with the blocks that it holds (more
-//! files for a rank that holds several blocks of one tensor), and `checkpoint.json`, which says which file holds which block.
-//! What several ranks hold is written once. A new checkpoint takes the place of the last one at a single moment, when all of
-//! it is on the disk: a crash leaves the one or the other.
+//! A checkpoint is a folder. It contains one safetensors file per writing rank, with the blocks of that rank (more
+//! files if a rank holds several blocks of one tensor), and `checkpoint.json`, which says which file contains which
+//! block. Blocks that several ranks hold are written once. A new checkpoint replaces the last one atomically when all
+//! of it is on the disk: after a crash, one of the two is complete.
 //!
-//! Every rank calls these functions, with a path to a file system that all ranks share; what goes wrong on one rank is
-//! the same error on all of them.
+//! Every rank calls these functions, with a path on a file system that all ranks share. If one rank fails, all ranks
+//! return the same error.
 pub(crate) mod agreement;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)] // a panic is how a test fails
@@ -33,16 +32,15 @@ use candle_dist::DeviceMesh;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-/// A tensor to be saved.
+/// A tensor to save.
 type Named<'a> = (&'a str, &'a Spec);
 
-/// A tensor to be read, with what it is a part of where it is not there by its name.
+/// A tensor to read, with the larger tensor that contains it if there is none of its name.
 type Wanted<'a> = (&'a str, Option<&'a Within>, &'a Spec);
 
-/// Tensors of a checkpoint, or of other [`Weights`], laid out as the placements say, in the dtypes in which they are
-/// stored.
+/// Loads tensors of a checkpoint, or of other [`Weights`], in the layouts of the placements and in their stored dtypes.
 ///
-/// A rank reads what it will hold and no more. One collective.
+/// Each rank reads only its own shards. Runs one collective.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -66,8 +64,8 @@ type Wanted<'a> = (&'a str, Option<&'a Within>, &'a Spec);
 /// ```
 ///
 /// # Errors
-/// On every rank alike: if a tensor is not there or does not have the dims that the placements shard, if a file is
-/// missing, damaged or cannot be read.
+/// On every rank alike: if a tensor is not in the files or does not have the dims that the placements shard, or if a
+/// file is missing, damaged or unreadable.
 pub fn load<N: AsRef<str>, P: AsRef<[Placement]>>(
     path: impl AsRef<Path>,
     mesh: &DeviceMesh,
@@ -86,7 +84,7 @@ pub fn load<N: AsRef<str>, P: AsRef<[Placement]>>(
     agreed(mesh.group()?, "checkpoint::load", read())
 }
 
-/// The tensors of these names in these layouts, or the first error of a rank, on every rank.
+/// Reads the tensors of these names in these layouts; if any rank fails, every rank returns the first error.
 pub(crate) fn read<'a>(
     path: &Path,
     mesh: &DeviceMesh,
@@ -100,7 +98,7 @@ pub(crate) fn read<'a>(
     agreed(mesh.group()?, "checkpoint::load", read())
 }
 
-/// Gives a variable the value of this rank's shard.
+/// Sets a variable to the value of this rank's shard.
 pub(crate) fn set(var: &Var, value: &DTensor) -> Result<()> {
     if var.elem_count() > 0 {
         var.set(value.to_local())?;
@@ -108,7 +106,7 @@ pub(crate) fn set(var: &Var, value: &DTensor) -> Result<()> {
     Ok(())
 }
 
-/// The path with something appended to its last part.
+/// Returns the path with a suffix appended to its file name.
 fn beside(path: &Path, what: &str) -> Result<PathBuf> {
     let name = path.file_name().ok_or_else(|| Error::file(path, "is no name to save under; choose another"))?;
     Ok(path.with_file_name(format!("{}.{what}", name.to_string_lossy())))

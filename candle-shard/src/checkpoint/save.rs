@@ -1,9 +1,9 @@
-//! Every rank writes its blocks; rank 0 makes the checkpoint of it.
+//! Every rank writes its blocks; rank 0 turns them into the checkpoint.
 //!
-//! The files of a checkpoint never change. A save writes new ones, with names that no earlier save has used, and puts a new
-//! index in the place of the old one by a single rename when all that it names is on the disk. So at every moment the folder
-//! holds an index whose files are complete. Files that the index does not name are removed by the save that goes through
-//! next, if the one that wrote them could not.
+//! The files of a checkpoint never change. A save writes new ones, with names that no earlier save has used. When all
+//! of them are on the disk, a single rename replaces the old index by the new one. So at any time the index in the
+//! folder names complete files. If a save cannot remove the files that the index does not name, the next successful
+//! save removes them.
 use super::index::{INDEX, Index, Saved, file_of, generation_of};
 use super::{Named, check_alike};
 use crate::agreement::{agreed, told};
@@ -22,18 +22,19 @@ const OP: &str = "checkpoint::save";
 /// The name of an index that is being written.
 const NEXT_INDEX: &str = "checkpoint.json.partial";
 
-/// Saves tensors of `mesh` to the folder `path`, in place of a checkpoint that may be there.
+/// Saves tensors of `mesh` to the folder `path`, replacing a checkpoint that is there.
 ///
-/// Parameters and the state of an optimizer go together:
+/// Save parameters and optimizer state together:
 /// `checkpoint::save(path, &mesh, &[parameters.named_tensors(), optimizer.state()?].concat())`. With a data-parallel
-/// axis outside of `mesh` one of the replicas calls it.
+/// axis outside of `mesh`, only one of the replicas calls it.
 ///
-/// Where the program or the machine stops in the middle, the folder holds the last checkpoint or the new one, complete.
+/// If the program or the machine stops during a save, the folder contains either the last checkpoint or the new one,
+/// complete.
 ///
 /// # Errors
-/// On every rank alike: if ranks name different tensors, if a tensor is partial or of another mesh, if the folder holds
-/// something else than a checkpoint, or if a file cannot be written. What was there before then stays, unless the new
-/// checkpoint was complete already.
+/// On every rank alike: if ranks pass different names, if a tensor is partial or of another mesh, if the folder
+/// contains something other than a checkpoint, or if a file cannot be written. The previous content then stays, unless
+/// the new checkpoint was already complete.
 pub fn save<N: AsRef<str>>(path: impl AsRef<Path>, mesh: &DeviceMesh, tensors: &[(N, DTensor)]) -> Result<()> {
     let named: Vec<Named<'_>> = tensors.iter().map(|(name, tensor)| (name.as_ref(), tensor.spec())).collect();
     check_alike(OP, mesh, &named)?;
@@ -41,8 +42,8 @@ pub fn save<N: AsRef<str>>(path: impl AsRef<Path>, mesh: &DeviceMesh, tensors: &
     write(OP, path.as_ref(), mesh.group()?, &saved.collect_vec(), |nth, _| tensors[nth].1.to_local())
 }
 
-/// Writes a checkpoint of tensors that all ranks of `group` name alike; `local` is this rank's `part`-th block of the
-/// `nth` tensor.
+/// Writes a checkpoint of tensors that have equal names on all ranks of `group`; `local` returns this rank's `part`-th
+/// block of the `nth` tensor.
 pub(crate) fn write<'a>(
     op: &'static str,
     path: &Path,
@@ -59,24 +60,24 @@ pub(crate) fn write<'a>(
         agreed(group, op, committed)
     });
     if leads {
-        // What counts is whether the checkpoint is there, not whether there is something beside it.
+        // The result depends on whether the checkpoint is complete, not on leftover files.
         let cleared = prepared.clear(path, saved.is_err());
         cleared.unwrap_or_else(|error| log::warn!("{op}: {error}; the next save tries to remove it again"));
     }
     saved
 }
 
-/// What rank 0 finds before anything is written.
+/// State that rank 0 reads before anything is written.
 #[derive(Default)]
 struct Prepared {
-    /// What tells the names of this save's files from those of earlier ones.
+    /// Distinguishes the names of this save's files from those of earlier saves.
     generation: u64,
-    /// Whether the folder was made for this save.
+    /// Whether the folder was created for this save.
     is_new: bool,
 }
 
 impl Prepared {
-    /// Makes the folder, unless the checkpoint would replace something else.
+    /// Creates the folder, unless the checkpoint would replace something else.
     fn new(path: &Path) -> Result<Self> {
         if path.file_name().is_none() {
             return Err(Error::file(path, "is no name to save under; choose another"));
@@ -91,16 +92,16 @@ impl Prepared {
         let prepared = Self { generation, is_new };
         let made = if is_new { make_folder(path) } else { Ok(()) };
         if made.is_err() {
-            // The error matters, not whether its traces can be removed.
+            // The error matters, not whether its leftovers can be removed.
             prepared.clear(path, true).ok();
         }
         made.map(|()| prepared)
     }
 
-    /// Removes what the index of the folder does not name, and a folder that was made for nothing.
+    /// Removes files that the folder's index does not name, and a folder that was created in vain.
     ///
-    /// A save that failed removes its own files only: it may have put its index in place without having it on the disk, where
-    /// the last one's may come back.
+    /// A failed save removes only its own files: it may have renamed its index without a sync to the disk, and after a
+    /// crash the index of the last save may be back.
     fn clear(&self, path: &Path, has_failed: bool) -> Result<()> {
         if !path.exists() {
             return Ok(());
@@ -145,7 +146,7 @@ fn make_folder(path: &Path) -> Result<()> {
     disk::create_folder(path).and_then(|()| disk::sync_folder(above)).map_err(|error| failed(path, &error))
 }
 
-/// Writes the blocks that are this rank's to write, one of each tensor to a file.
+/// Writes the blocks that are assigned to this rank, at most one of each tensor per file.
 fn write_blocks<'a>(
     folder: &Path,
     (rank, generation): (usize, u64),
@@ -172,7 +173,7 @@ fn write_blocks<'a>(
     }
 }
 
-/// Puts the index in its place, from where on the new checkpoint counts.
+/// Renames the index to its final name; from then on the new checkpoint is valid.
 fn commit(path: &Path, index: &Index) -> Result<()> {
     let (next, at): (PathBuf, PathBuf) = (path.join(NEXT_INDEX), path.join(INDEX));
     let put = || -> io::Result<()> {
