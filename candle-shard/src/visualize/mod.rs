@@ -1,4 +1,4 @@
-//! Pictures of which rank holds what.
+//! Pictures of which rank holds which block.
 mod svg;
 mod text;
 
@@ -13,19 +13,19 @@ use std::collections::BTreeMap;
 /// Start and end of a range of global indices.
 type Bounds = (usize, usize);
 
-/// Who holds what of a tensor of up to three dims: slices of rows of columns.
+/// The ranks that hold each block of a tensor with up to three dims: slices of rows of columns.
 struct Grid {
     slices: Vec<Bounds>,
     rows: Vec<Bounds>,
     columns: Vec<Bounds>,
     /// The ranks of the mesh that hold each block: slice, row, column.
     holders: BTreeMap<[Bounds; 3], Vec<usize>>,
-    /// The ranks that hold nothing.
+    /// The ranks with empty shards.
     empty: Vec<usize>,
 }
 
 impl Grid {
-    /// A dim that the tensor does not have is a single range 0..1.
+    /// Missing dims become a single range 0..1.
     fn new(op: &'static str, spec: &Spec) -> Result<Self> {
         if !matches!(spec.dims().len(), 1..=3) {
             return Error::op(op, format!("{spec} has {} dims; want 1, 2 or 3", spec.dims().len()));
@@ -46,7 +46,7 @@ impl Grid {
         Ok(Self { slices: along(0), rows: along(1), columns: along(2), holders, empty })
     }
 
-    /// The ranks that hold a block.
+    /// Returns the ranks that hold a block.
     fn held(&self, slice: Bounds, row: Bounds, column: Bounds) -> &[usize] {
         self.holders.get(&[slice, row, column]).map_or(&[], Vec::as_slice)
     }

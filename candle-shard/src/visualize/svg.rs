@@ -1,23 +1,24 @@
-//! Pictures for a browser.
+//! SVG pictures.
 use super::{Bounds, Grid, named, shown};
 use crate::Result;
 use crate::spec::Spec;
 use itertools::Itertools;
 
-/// The longer side of a slice, the least length of the shorter one, the room around them and below, in pixels.
+/// In pixels: the longer side of a slice, the minimum of its shorter side, the margin around slices, and the space
+/// below.
 const LONG: f64 = 320.0;
 const SHORT: f64 = 48.0;
 const MARGIN: f64 = 56.0;
 const BELOW: f64 = 28.0;
 
-/// An SVG picture of which rank holds what of a tensor of one to three dims, complete in itself.
+/// Returns a self-contained SVG picture of which rank holds which block of a tensor with one to three dims.
 ///
-/// Each block is drawn to scale in the colors of the ranks that hold it, with a tooltip. The numbers at the edges are the
-/// global indices where blocks begin and end. Slices of the first of three dims stand side by side, and a line below
-/// names the ranks that hold nothing. The background is white, so the picture can be read on a dark page.
+/// Each block is drawn to scale in the colors of the ranks that hold it, with a tooltip. The numbers at the edges are
+/// the global indices where blocks begin and end. Slices of the first of three dims are drawn side by side, and a line
+/// below lists the ranks with empty shards. The background is white, so the picture is also readable on a dark page.
 ///
 /// # Errors
-/// If the tensor has no dim or more than three.
+/// If the tensor has no dims or more than three.
 ///
 /// ```
 /// use candle_core::DType;
@@ -40,7 +41,7 @@ pub fn visualize_sharding_svg(spec: &Spec) -> Result<String> {
     let scale = Scale { x: scaled(columns) / columns, y: scaled(rows) / rows };
     let step = scaled(columns) + MARGIN;
     let (width, height) = (MARGIN + step * grid.slices.len().max(1) as f64, scaled(rows) + MARGIN + BELOW);
-    // A spec's text may be longer than its picture is wide.
+    // The text of a spec may be wider than its picture.
     let width = width.max(MARGIN + 7.5 * spec.to_string().len() as f64);
     let mut body = text(8.0, 18.0, "start", &spec.to_string());
     for (i, &slice) in grid.slices.iter().enumerate() {
@@ -66,14 +67,14 @@ pub fn visualize_sharding_svg(spec: &Spec) -> Result<String> {
     ))
 }
 
-/// Pixels of an element.
+/// Pixels per element.
 #[derive(Clone, Copy)]
 struct Scale {
     x: f64,
     y: f64,
 }
 
-/// A block as one upright band for each of its ranks, with a frame, a label and a title.
+/// Draws a block as one vertical band per rank, with a frame, a label and a title.
 fn block(spec: &Spec, grid: &Grid, place: [Bounds; 3], left: f64, scale: Scale) -> String {
     let [slice, row, column] = place;
     let ranks = grid.held(slice, row, column);
@@ -95,7 +96,7 @@ fn block(spec: &Spec, grid: &Grid, place: [Bounds; 3], left: f64, scale: Scale) 
     format!("<g><title>[{ranges}]: {}</title>\n{}{frame}{label}</g>\n", named(ranks), bands.collect::<String>())
 }
 
-/// The indices where blocks begin or end, each drawn by `draw`.
+/// Draws each index where a block begins or ends with `draw`.
 fn edges(bounds: &[Bounds], draw: impl Fn(f64) -> String) -> String {
     let ends = bounds.iter().flat_map(|&(start, end)| [start, end]).sorted().dedup();
     ends.map(|at| draw(at as f64)).collect()

@@ -1,16 +1,16 @@
-//! Pictures made of characters.
+//! Text pictures.
 use super::{Bounds, Grid, named, shown};
 use crate::Result;
 use crate::spec::Spec;
 use itertools::Itertools;
 
-/// A text picture of which rank holds what of a tensor of one to three dims: row ranges down, column ranges across, one
-/// table for each range of the first of three dims.
+/// Returns a text picture of which rank holds which block of a tensor with one to three dims.
 ///
-/// Ranks that hold the same piece stand together; ranks with an empty piece are named below.
+/// Row ranges run down, column ranges across; there is one table per range of the first of three dims. Ranks that hold
+/// the same piece share a cell; ranks with an empty piece are listed below.
 ///
 /// # Errors
-/// If the tensor has no dim or more than three.
+/// If the tensor has no dims or more than three.
 ///
 /// ```
 /// use candle_core::DType;
