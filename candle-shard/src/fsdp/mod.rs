@@ -1,14 +1,14 @@
-//! Fully sharded data parallelism: parameters that are whole only while they are in use.
+//! Fully sharded data parallelism: parameters are whole only while they are in use.
 //!
-//! Each rank of a mesh axis holds a piece of every parameter, of its gradient and of its optimiser's state, and computes on
-//! rows of its own. A model is made of units, [`FullyShard`]: one gathers its parameters when it runs, drops them when it
-//! has run, gathers them again for its backward pass and leaves each rank its piece of the summed gradients
-//! (Rajbhandari et al. 2020, "ZeRO", stage 3; Zhao et al. 2023, PyTorch FSDP). Each of these is one collective for each unit;
-//! what was gathered ahead in the forward pass costs one more, of one number, by which ranks agree that no parameter has
-//! changed since.
+//! Each rank of a mesh axis holds a piece of every parameter, of its gradient and of its optimizer state, and computes
+//! on its own rows. A model consists of units, [`FullyShard`]. A unit gathers its parameters when it runs and drops
+//! them afterwards. It gathers them again for its backward pass, which leaves each rank its piece of the summed
+//! gradients (Rajbhandari et al. 2020, "ZeRO", stage 3; Zhao et al. 2023, PyTorch FSDP). Each of these steps is one
+//! collective per unit. A prefetch in the forward pass costs one more, of one number, in which the ranks agree that no
+//! parameter has changed since.
 //!
-//! It is the gradient rule with another lifetime: an all_gather whose backward is a reduce_scatter. So the numbers are
-//! those of one device on the whole batch, and tensor parallelism works on another axis of the same mesh.
+//! This is the gradient rule with another lifetime: an all_gather whose backward is a reduce_scatter. So the numbers
+//! equal those of one device on the whole batch, and tensor parallelism works on another axis of the same mesh.
 //!
 //! ```
 //! use candle_core::{DType, Device, Tensor};
@@ -54,19 +54,19 @@ use crate::{DTensor, Result};
 use std::fmt;
 use std::sync::Arc;
 
-/// A part of a model whose parameters come and go together; see the [module](self).
+/// A part of a model whose parameters are gathered and freed together; see the [module](self).
 ///
-/// Under a builder that does not [shard fully](ShardedVarBuilder::fully_shard) it is the part itself.
+/// With a builder that does not [shard fully](ShardedVarBuilder::fully_shard) it only wraps the part.
 pub struct FullyShard<M> {
     module: M,
     unit: Option<Arc<Unit>>,
 }
 
 impl<M> FullyShard<M> {
-    /// A unit of all parameters that `build` makes with the builder that it is given.
+    /// Creates a unit of all parameters that `build` creates with the builder passed to it.
     ///
-    /// Units may lie within each other: a parameter belongs to the innermost. What is built outside of all units stays
-    /// whole on the axis.
+    /// Units may be nested: a parameter belongs to the innermost one. Parameters built outside of all units stay whole
+    /// on the axis.
     ///
     /// # Errors
     /// Those of `build`.
@@ -75,11 +75,11 @@ impl<M> FullyShard<M> {
         Ok(Self { module: build(&vb)?, unit })
     }
 
-    /// What `f` makes of the part while its parameters are there. Every rank of the axis calls it.
+    /// Runs `f` on the part while its parameters are whole. Every rank of the axis must call it.
     ///
-    /// All that depends on the parameters must leave `f` as its result: the backward pass knows by that one when the
-    /// parameters are needed again. Gradients come from [`DTensor::backward`] or [`nn::backward`](crate::nn::backward);
-    /// candle's own does not see them.
+    /// Everything that depends on the parameters must be part of the result of `f`: the backward pass uses that result
+    /// to find out when the parameters are needed again. Gradients come from [`DTensor::backward`] or
+    /// [`nn::backward`](crate::nn::backward); candle's own backward pass does not return them.
     ///
     /// # Errors
     /// Those of `f` and of the communication.

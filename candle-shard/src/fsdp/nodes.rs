@@ -1,4 +1,4 @@
-//! The two nodes of a graph by which a unit hears of the backward pass.
+//! The two graph nodes that notify a unit of the backward pass.
 use super::order::Span;
 use super::storage::nothing;
 use super::unit::Unit;
@@ -7,13 +7,13 @@ use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Layout, Shape, Tens
 use candle_dist::backend::Ready;
 use std::sync::{Arc, Weak};
 
-/// From this rank's piece of a parameter to the whole of it, which has memory while its unit is whole.
+/// From this rank's piece of a parameter to the whole parameter, which has memory only while its unit is whole.
 ///
-/// Made once, with the parameter: the unit fills it for each run.
+/// Created once, with the parameter; the unit fills it for each run.
 pub(super) struct Whole {
-    /// Not owned: the unit holds the tensor that holds this.
+    /// Weak, because the unit owns the tensor that owns this node.
     pub(super) unit: Weak<Unit>,
-    /// Which of the unit's parameters.
+    /// The index of the parameter in the unit.
     pub(super) which: usize,
     pub(super) shape: Shape,
     pub(super) dtype: DType,
@@ -32,7 +32,8 @@ impl CustomOp1 for Whole {
         Ok((nothing(piece.device(), self.dtype)?, self.shape.clone()))
     }
 
-    /// Takes the whole gradient; the piece's comes with those of the unit's other parameters.
+    /// Passes the whole gradient to the unit; the gradient of the piece is computed with those of the unit's other
+    /// parameters.
     fn bwd(&self, _: &Tensor, whole: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
         let Some(unit) = self.unit.upgrade() else {
             candle_core::bail!(
@@ -49,7 +50,7 @@ pub(super) struct End {
     pub(super) unit: Arc<Unit>,
     /// The nodes of the run.
     pub(super) span: Span,
-    /// Whether the parameters must stay until the pass has left the run, and not only until it has all gradients.
+    /// Whether the parameters must stay until the pass has left the run, not only until all their gradients exist.
     pub(super) stays: bool,
     pub(super) made: Ready,
 }

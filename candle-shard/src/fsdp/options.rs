@@ -1,21 +1,21 @@
-//! What can be chosen.
+//! Options of units.
 use candle_core::DType;
 
 /// How units gather their parameters and reduce their gradients.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct FullyShardOptions {
-    /// What parameters are gathered and computed in; `None` for what they are held in.
+    /// The dtype in which parameters are gathered and computed; `None` for the dtype in which they are stored.
     ///
-    /// With parameters held in `F32` and computed in `BF16`, what a rank holds is the master copy of an optimiser.
+    /// With parameters stored in `F32` and computed in `BF16`, the pieces are the optimizer's master copy.
     pub param_dtype: Option<DType>,
-    /// What gradients are summed in over the ranks; `None` for f32 where parameters are computed in 16 bits, and else for
-    /// what they come in. `Some(DType::BF16)` halves what bf16 gradients send.
+    /// The dtype in which gradients are summed over the ranks. `None` means f32 where parameters are computed in 16
+    /// bits, and otherwise the dtype of the gradients. `Some(DType::BF16)` halves the traffic of bf16 gradients.
     pub reduce_dtype: Option<DType>,
-    /// Whether the whole parameters are dropped between a unit's forward and its backward pass, for memory, or kept, for
-    /// one all_gather less.
+    /// Whether the whole parameters are dropped between a unit's forward and backward pass, to save memory, or kept, to
+    /// save one all_gather.
     pub reshard_after_forward: bool,
-    /// Whether a unit that starts also starts the all_gather of the one that comes next, in the order in which they were
-    /// built or, in the backward pass, against it.
+    /// Whether a unit that starts also starts the all_gather of the next one: in the order of their construction or, in
+    /// the backward pass, in reverse.
     pub prefetch: bool,
 }
 

@@ -1,25 +1,25 @@
-//! How far a backward pass has come: the order in which candle visits the nodes of a graph.
+//! The progress of a backward pass: the order in which candle visits the nodes of a graph.
 use candle_core::{Tensor, TensorId};
 use rustc_hash::FxHashMap;
 use std::cell::{Cell, RefCell};
 use std::hash::{Hash, Hasher};
 
 thread_local! {
-    /// The backward passes under way on this thread, each within a node of the one before.
+    /// The running backward passes of this thread, each inside a node of the previous one.
     static PASSES: RefCell<Vec<Pass>> = const { RefCell::new(Vec::new()) };
     static NEXT: Cell<u64> = const { Cell::new(0) };
-    /// Whether this thread has run units, which alone ask for the order.
+    /// Whether this thread has run units; only they need the order.
     static ASKED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// A backward pass: where each node comes, and when the node at each place was made.
+/// A backward pass: the place of each node, and the number of the node at each place.
 struct Pass {
     number: u64,
     places: FxHashMap<TensorId, usize>,
     made: Vec<u64>,
 }
 
-/// The nodes that were made from one moment to another, by candle's numbers.
+/// The nodes that were created in an interval, by candle's numbers.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Span {
     from: u64,
@@ -34,7 +34,7 @@ pub(super) struct Last {
 }
 
 impl Span {
-    /// What `f` makes, and the span of the nodes that it made.
+    /// Runs `f`; returns its result and the span of the nodes that it created.
     pub(super) fn of<T>(f: impl FnOnce() -> T) -> candle_core::Result<(T, Self)> {
         ASKED.set(true);
         let from = now()?;
@@ -42,7 +42,7 @@ impl Span {
         Ok((made, Self { from, to: now()? }))
     }
 
-    /// Where this span ends in the innermost pass; `None` for a pass whose order is unknown.
+    /// Returns where this span ends in the innermost pass; `None` for a pass whose order is unknown.
     pub(super) fn last(self) -> Option<Last> {
         PASSES.with_borrow(|passes| {
             let pass = passes.last().filter(|pass| !pass.made.is_empty())?;
@@ -53,9 +53,9 @@ impl Span {
 }
 
 impl Last {
-    /// Whether the node `at`, which the innermost pass visits now, comes after this one.
+    /// Returns whether the node `at`, which the innermost pass visits now, comes after this one.
     ///
-    /// A pass that is over is behind; one around the innermost is within a node of its own, and stays there.
+    /// A finished pass is behind; a pass around the innermost one has not moved past the node that it is in.
     pub(super) fn is_behind(self, at: TensorId) -> bool {
         PASSES.with_borrow(|passes| match passes.iter().position(|pass| pass.number == self.pass) {
             None => true,
@@ -65,7 +65,7 @@ impl Last {
     }
 }
 
-/// Runs candle's backward pass of `loss`, whose order is known meanwhile.
+/// Runs candle's backward pass of `loss` with its order recorded.
 pub(crate) fn pass<T>(loss: &Tensor, f: impl FnOnce() -> T) -> T {
     let nodes = if ASKED.get() { loss.sorted_nodes() } else { Vec::new() };
     let places = nodes.iter().enumerate().map(|(place, node)| (node.id(), place)).collect();
@@ -82,17 +82,17 @@ pub(crate) fn pass<T>(loss: &Tensor, f: impl FnOnce() -> T) -> T {
     f()
 }
 
-/// Forgets passes that did not go through.
+/// Clears the passes of a failed backward pass.
 pub(super) fn forget() {
     PASSES.take();
 }
 
-/// The number of the next tensor, or of one that another thread makes meanwhile.
+/// Returns the number of the next tensor, or of one that another thread creates at the same time.
 fn now() -> candle_core::Result<u64> {
     Ok(number(Tensor::new(0u8, &candle_core::Device::Cpu)?.id()))
 }
 
-/// candle numbers tensors in turn, and shows the number to hashers alone.
+/// candle numbers tensors in sequence, but exposes the number only to hashers.
 fn number(id: TensorId) -> u64 {
     struct Number(u64);
     impl Hasher for Number {

@@ -1,4 +1,4 @@
-//! What the units of one model have in common.
+//! State that the units of one model share.
 use super::FullyShardOptions;
 use super::unit::{Reducing, Unit};
 use crate::DTensor;
@@ -6,7 +6,7 @@ use crate::placement::{Placement, Shard};
 use candle_dist::{DeviceMesh, ProcessGroup};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-/// An axis over which parameters are sharded fully, and the units in the order in which they were built.
+/// An axis over which parameters are fully sharded, and the units in the order of their construction.
 pub(crate) struct Sharder {
     pub(crate) axis: usize,
     pub(super) group: ProcessGroup,
@@ -15,12 +15,12 @@ pub(crate) struct Sharder {
     progress: Mutex<Progress>,
 }
 
-/// Where a pass through the units is.
+/// The position of a pass in the units.
 #[derive(Default)]
 pub(super) struct Progress {
     /// The unit that ran last.
     pub(super) last: Option<usize>,
-    /// Gradients under way.
+    /// Gradients whose reduce_scatter is running.
     pub(super) reducing: Option<Reducing>,
 }
 
@@ -30,7 +30,7 @@ impl Sharder {
         Self { axis, group: group.clone(), options, units, progress }
     }
 
-    /// A further unit.
+    /// Adds a unit.
     pub(crate) fn unit(self: &Arc<Self>) -> Arc<Unit> {
         let mut units = lock(&self.units);
         let unit = Arc::new(Unit::new(self.clone(), units.len()));
@@ -38,17 +38,17 @@ impl Sharder {
         unit
     }
 
-    /// The unit of this number.
+    /// Returns the unit with this number.
     pub(super) fn find(&self, number: usize) -> Option<Arc<Unit>> {
         lock(&self.units).get(number)?.upgrade()
     }
 
-    /// The units that there still are.
+    /// Returns the units that still exist.
     pub(super) fn units(&self) -> Vec<Arc<Unit>> {
         lock(&self.units).iter().filter_map(Weak::upgrade).collect()
     }
 
-    /// The unit that makes this weight whole.
+    /// Returns the unit that gathers this weight.
     pub(crate) fn owner(&self, weight: &DTensor) -> Option<Arc<Unit>> {
         self.units().into_iter().find(|unit| unit.has(weight))
     }
@@ -57,8 +57,10 @@ impl Sharder {
         lock(&self.progress)
     }
 
-    /// How a parameter with `rank` dims, cut as `placements` say on the other axes of `mesh`, is cut on this one: along its
-    /// first dim that no inner axis cuts, so that pieces of pieces join in order; `None` if there is no such dim.
+    /// Returns how this axis cuts a parameter with `rank` dims that `placements` cut on the other axes of `mesh`.
+    ///
+    /// It is cut along its first dim that no inner axis cuts, so that pieces of pieces join in order; `None` if there
+    /// is no such dim.
     pub(crate) fn placement(&self, mesh: &DeviceMesh, placements: &[Placement], rank: usize) -> Option<Placement> {
         let inner = |shard| (self.axis + 1..mesh.ndim()).any(|a| mesh.shape()[a] > 1 && placements[a] == shard);
         (0..rank).map(Shard).find(|&shard| !inner(shard))

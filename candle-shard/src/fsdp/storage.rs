@@ -1,9 +1,9 @@
-//! The memory of a tensor, taken from it and given to it while graphs refer to it.
+//! Removes and restores the memory of a tensor while graphs refer to it.
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::{CpuStorage, CudaStorage, DType, InplaceOp1, Layout, Shape, Storage, Tensor};
 use std::sync::{Mutex, PoisonError};
 
-/// Gives the memory of `from`, contiguous and of the same shape and dtype, to `to`; `from` is used up.
+/// Moves the memory of `from`, contiguous and of the same shape and dtype, to `to`; consumes `from`.
 pub(super) fn give(from: Tensor, to: &Tensor) -> candle_core::Result<()> {
     if to.elem_count() == 0 {
         return Ok(());
@@ -13,7 +13,7 @@ pub(super) fn give(from: Tensor, to: &Tensor) -> candle_core::Result<()> {
     to.inplace_op1(&hand)
 }
 
-/// Drops the memory of `tensor`, which must not be read until it is given some again.
+/// Drops the memory of `tensor`, which must not be read until it gets memory again.
 pub(super) fn release(tensor: &Tensor) -> candle_core::Result<()> {
     if tensor.elem_count() == 0 {
         return Ok(());
@@ -21,7 +21,7 @@ pub(super) fn release(tensor: &Tensor) -> candle_core::Result<()> {
     tensor.inplace_op1(&Exchange::of(tensor))
 }
 
-/// The memory of a tensor without any: one element.
+/// Returns the memory of a released tensor: one element.
 pub(super) fn nothing<S>(device: &S::Device, dtype: DType) -> candle_core::Result<S>
 where
     S: BackendStorage<Device: BackendDevice<Storage = S>>,
@@ -29,7 +29,7 @@ where
     device.zeros_impl(&Shape::from(1), dtype)
 }
 
-/// A dtype that operations refuse where they expect `dtype`: who reads a tensor without memory gets an error.
+/// Returns a dtype that operations refuse where they expect `dtype`, so that reading a released tensor is an error.
 const fn unlike(dtype: DType) -> DType {
     match dtype {
         DType::U8 => DType::U32,
@@ -37,10 +37,10 @@ const fn unlike(dtype: DType) -> DType {
     }
 }
 
-/// Puts the memory in hand into a tensor, or almost none, and takes what it had.
+/// Swaps the memory in `hand`, or one element if it is empty, with the memory of a tensor.
 struct Exchange {
     hand: Mutex<Option<Storage>>,
-    /// What the tensor says it is of.
+    /// The dtype that the tensor declares.
     dtype: DType,
 }
 

@@ -1,4 +1,4 @@
-//! The parameters that come and go together.
+//! Parameters that are gathered and freed together.
 use super::nodes::{End, Whole};
 use super::order::{self, Last, Span};
 use super::sharder::{Sharder, lock};
@@ -14,7 +14,7 @@ use candle_dist::{PendingTensors, ReduceOp, add_grad, sum_dtype};
 use std::cell::RefCell;
 use std::sync::{Arc, Mutex};
 
-/// A unit; one rank's thread uses it.
+/// A unit, used only by the thread of one rank.
 pub(crate) struct Unit {
     sharder: Arc<Sharder>,
     number: usize,
@@ -26,7 +26,7 @@ pub(crate) struct Unit {
 struct Held {
     /// This rank's piece.
     piece: Var,
-    /// All pieces, as the layers use them; without memory most of the time.
+    /// The whole parameter, as the layers use it; without memory most of the time.
     whole: Tensor,
     cut: Cut,
     is_frozen: bool,
@@ -35,37 +35,37 @@ struct Held {
 #[derive(Default)]
 struct State {
     is_whole: bool,
-    /// Runs under way, one within the other.
+    /// Running calls, one nested in the other.
     running: usize,
-    /// The parameters under way.
+    /// The prefetched parameters.
     coming: Option<Coming>,
-    /// The gradients of this backward pass, so far.
+    /// The gradients of this backward pass so far.
     grads: Vec<Option<Tensor>>,
-    /// Within how many backward passes the unit was made whole.
+    /// The number of nested backward passes when the unit was gathered.
     depth: usize,
-    /// The ends of the runs that backward passes have entered and not left; `None` where that is unknown.
+    /// The last nodes of the runs that backward passes have entered and not left; `None` where unknown.
     inside: Vec<Option<Last>>,
-    /// Whether the parameters may still be needed when their gradients are all there: frozen ones have none, and parts that
-    /// are recomputed give gradients of all that they use, each by itself.
+    /// Whether the parameters may still be needed when all their gradients exist: frozen ones have none, and each
+    /// recomputed part adds to the gradients of all parameters that it uses.
     stays: bool,
 }
 
-/// Parameters that were asked for ahead.
+/// Prefetched parameters.
 struct Coming {
     pending: PendingTensors,
-    /// What this rank has sent, to see whether its parameters have changed since.
+    /// The values that this rank has sent, to detect changes of its parameters since then.
     sent: Vec<Tensor>,
-    /// How often parameters had changed by means that this crate knows.
+    /// The counter of parameter changes known to this crate, at the start of the prefetch.
     changes: u64,
 }
 
-/// Gradients on the way to the ranks whose pieces they are of.
+/// Gradients on their way to the ranks that hold the pieces.
 pub(super) struct Reducing {
     pieces: Vec<Var>,
     sums: PendingTensors,
 }
 
-/// A run under way, which ends with this, also where it panics.
+/// A running call, which ends when this is dropped, even on a panic.
 struct Running<'a>(&'a Unit);
 
 impl<'a> Running<'a> {
@@ -83,7 +83,7 @@ impl Drop for Running<'_> {
 }
 
 thread_local! {
-    /// The units that the backward pass of this thread has come to.
+    /// The units that the backward pass of this thread has reached.
     static OPEN: RefCell<Vec<Arc<Unit>>> = const { RefCell::new(Vec::new()) };
 }
 
@@ -92,7 +92,7 @@ impl Unit {
         Self { sharder, number, held: Mutex::default(), state: Mutex::default() }
     }
 
-    /// Takes up a parameter of which this rank holds `piece`, and gives what layers use.
+    /// Adds a parameter of which this rank holds `piece`; returns the tensor that layers use.
     pub(crate) fn add(self: &Arc<Self>, piece: &DTensor, var: &Var, is_frozen: bool) -> Result<DTensor> {
         let Sharder { axis, group, options, .. } = &*self.sharder;
         let dtype = options.param_dtype.filter(|_| piece.dtype().is_float()).unwrap_or_else(|| piece.dtype());
@@ -110,21 +110,21 @@ impl Unit {
         DTensor::parameter(whole, spec).varying_on(*axis)
     }
 
-    /// Whether this is the memory of one of the unit's parameters.
+    /// Returns whether this weight is one of the unit's parameters.
     pub(crate) fn has(&self, weight: &DTensor) -> bool {
         lock(&self.held).iter().any(|held| held.whole.id() == weight.to_local().id())
     }
 
-    /// What `f` makes while the parameters are there.
+    /// Runs `f` while the parameters are whole.
     pub(super) fn run(self: &Arc<Self>, f: impl FnOnce() -> Result<DTensor>) -> Result<DTensor> {
         if found::is_recomputing() {
-            // The backward pass goes on with it.
+            // The backward pass continues into this run.
             self.open()?;
             return self.marked(f);
         }
         if lock(&self.state).running == 0 {
             let last = self.sharder.progress().last.replace(self.number);
-            // What was started before something else ran, or before a step, may be older than the parameters.
+            // A prefetch that was started before another unit ran, or before a step, may be older than the parameters.
             let is_next = last.map(|last| last + 1) == Some(self.number);
             lock(&self.state).coming.take_if(|coming| !is_next || coming.changes != found::changes());
             if self.is_stale()? {
@@ -143,7 +143,7 @@ impl Unit {
         made
     }
 
-    /// What `f` makes, with a gradient that makes the unit whole before the backward pass enters it.
+    /// Runs `f`; the backward pass of its result makes the unit whole before entering it.
     fn marked(self: &Arc<Self>, f: impl FnOnce() -> Result<DTensor>) -> Result<DTensor> {
         let segments = found::segments();
         let (made, span) = Span::of(f)?;
@@ -167,7 +167,7 @@ impl Unit {
         unit.prefetch(unit.number.checked_sub(1))
     }
 
-    /// Takes the gradient of a whole parameter, which no node from here on uses; the pass is at the parameter's node `at`.
+    /// Takes the gradient of a whole parameter, complete at this point; the pass is at the parameter's node `at`.
     pub(super) fn take_grad(unit: &Arc<Self>, which: usize, at: TensorId, grad: &Tensor) -> Result<()> {
         unit.note();
         {
@@ -184,10 +184,10 @@ impl Unit {
         if is_last { unit.reduce() } else { Ok(()) }
     }
 
-    /// Drops the parameters of units of whose runs the backward pass, which is at the node `at`, has left the last.
+    /// Drops the parameters of units when the backward pass, which is at the node `at`, has left their last run.
     ///
-    /// It is not enough that the pass has come to a unit before them: a run that takes tensors from several places can have
-    /// nodes that candle visits later.
+    /// It is not enough that the pass has reached the previous unit: a run that uses tensors from several places can
+    /// have nodes that candle visits later.
     fn leave(at: TensorId) -> Result<()> {
         for unit in OPEN.with_borrow(Vec::clone) {
             let mut state = lock(&unit.state);
@@ -207,14 +207,14 @@ impl Unit {
         Ok(())
     }
 
-    /// Whether there is a gradient of each parameter that can have one.
+    /// Returns whether every parameter that can have a gradient has one.
     fn has_all_grads(&self, state: &State) -> bool {
         let held = lock(&self.held);
         let is_there = |(held, grad): (&Held, &Option<Tensor>)| held.is_frozen || grad.is_some();
         held.len() == state.grads.len() && held.iter().zip(&state.grads).all(is_there)
     }
 
-    /// Drops the whole parameters and starts to sum the gradients that there are; those of the unit before are done then.
+    /// Drops the whole parameters and starts to sum the existing gradients; finishes the sums of the unit before.
     fn reduce(&self) -> Result<()> {
         self.release()?;
         let grads = std::mem::take(&mut lock(&self.state).grads);
@@ -237,7 +237,7 @@ impl Unit {
         before.map_or(Ok(()), Reducing::finish)
     }
 
-    /// The parameters that are not there yet are asked for, those that are come from all ranks anew.
+    /// Gathers the parameters, using a prefetch if there is one.
     fn gather(&self) -> Result<()> {
         let coming = lock(&self.state).coming.take();
         let coming = coming.map_or_else(|| self.start(), Ok)?;
@@ -262,10 +262,10 @@ impl Unit {
         Ok(Coming { pending, sent, changes: found::changes() })
     }
 
-    /// Whether any rank's parameters have changed since they were sent ahead.
+    /// Returns whether any rank's parameters have changed since the prefetch.
     ///
-    /// Nobody can be seen writing to a variable, be it an optimizer of candle's or `Var::set`, so values are compared. A rank
-    /// may find no change where another one does, such as in an empty piece: they agree.
+    /// Writes to a variable, by an optimizer of candle or by `Var::set`, cannot be observed, so values are compared. A
+    /// rank may find no change where another one does, for example in an empty piece, so the ranks agree.
     fn is_stale(&self) -> Result<bool> {
         let state = lock(&self.state);
         let held = lock(&self.held);
@@ -283,7 +283,7 @@ impl Unit {
         Ok(changed.to_vec1::<u32>()?[0] > 0)
     }
 
-    /// Starts to gather what comes next.
+    /// Prefetches the next unit.
     fn prefetch(&self, number: Option<usize>) -> Result<()> {
         let Some(next) = number.filter(|_| self.sharder.options.prefetch).and_then(|n| self.sharder.find(n)) else {
             return Ok(());
@@ -310,7 +310,7 @@ impl Unit {
         Ok(())
     }
 
-    /// Notes that the backward pass of this thread has come here.
+    /// Records that the backward pass of this thread has reached this unit.
     fn note(self: &Arc<Self>) {
         OPEN.with_borrow_mut(|open| {
             if !open.iter().any(|unit| Arc::ptr_eq(unit, self)) {
@@ -319,7 +319,7 @@ impl Unit {
         });
     }
 
-    /// Forgets what a backward pass has left.
+    /// Clears the state that a backward pass leaves behind.
     fn reset(&self) -> Result<()> {
         self.sharder.progress().reducing = None;
         self.sharder.units().iter().for_each(|unit| lock(&unit.state).coming = None);
@@ -329,7 +329,7 @@ impl Unit {
 }
 
 impl Reducing {
-    /// Puts the sums where the backward pass collects them.
+    /// Adds the sums to the gradients that the backward pass collects.
     fn finish(self) -> Result<()> {
         for (piece, sum) in self.pieces.iter().zip(self.sums.wait()?) {
             found::add(piece.id(), &sum.to_dtype(sum_dtype(piece.dtype()))?)?;
@@ -338,12 +338,12 @@ impl Reducing {
     }
 }
 
-/// Ends a backward pass of `loss` within another one: the units that were in it alone are dropped.
+/// Ends a nested backward pass of `loss`: units that only this pass was in are dropped.
 pub(crate) fn leave(loss: &Tensor) -> Result<()> {
     Unit::leave(loss.id())
 }
 
-/// Ends a backward pass that went through: what is under way arrives, and what is whole is dropped.
+/// Ends a successful backward pass: waits for running sums and drops whole parameters.
 pub(crate) fn finish() -> Result<()> {
     let open = OPEN.with_borrow(Vec::clone);
     for unit in &open {
@@ -360,11 +360,11 @@ pub(crate) fn finish() -> Result<()> {
     Ok(())
 }
 
-/// Forgets a backward pass that did not go through.
+/// Clears the state of a failed backward pass.
 pub(crate) fn abandon() {
     order::forget();
     for unit in OPEN.take() {
-        // Only memory that candle refuses to let go of could fail here; the pass has failed for its own reason.
+        // This fails only if candle refuses to release memory; the pass has already failed for another reason.
         let _ = unit.reset();
     }
 }
