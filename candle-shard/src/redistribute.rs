@@ -1,7 +1,7 @@
-//! Moving a tensor from one layout to another, gradient included.
+//! Moves a tensor from one layout to another, gradient included.
 //!
-//! `table.rs` has the steps and what each sends; `moves.rs` puts them in order. What an op's plan or
-//! [`DTensor::redistribute`] asks for is worked out there from the layouts alone, and run here.
+//! `table.rs` defines the steps and their costs; `moves.rs` orders them. They derive the moves of an op's plan or of
+//! [`DTensor::redistribute`] only from the layouts; this file runs them.
 //!
 //! Gathers for varying uses and sums of partials are kept with a tracked tensor, so that several uses share them.
 mod moves;
@@ -20,7 +20,7 @@ use smallvec::SmallVec;
 use table::Kind;
 pub(crate) use table::cost;
 
-/// Where one axis should go: a placement, with explicit sizes where they are not the default ones.
+/// The target of one axis: a placement, with explicit sizes where they are not the default ones.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Target {
     pub(crate) placement: Placement,
@@ -30,7 +30,7 @@ pub(crate) struct Target {
 pub(crate) type Targets = SmallVec<[Target; 3]>;
 
 impl Target {
-    /// This shard in explicit sizes, or in the default ones if these are.
+    /// Creates a shard target with explicit sizes, or without if they are the default ones.
     pub(crate) fn shard(dim: usize, sizes: &[usize]) -> Self {
         let default = chunk_sizes(sizes.iter().sum(), sizes.len());
         Self { placement: Shard(dim), sizes: (sizes[..] != default[..]).then(|| sizes.into()) }
@@ -44,18 +44,18 @@ impl From<Placement> for Target {
 }
 
 impl DTensor {
-    /// The same tensor in another layout, with one placement per axis.
+    /// Redistributes the tensor to another layout, with one placement per axis.
     ///
-    /// Communicates what the step table says and nothing more; a layout that is already there is free.
+    /// Communicates only what the step table requires; if the tensor already has the layout, the call is free.
     ///
     /// # Errors
-    /// If the placements do not fit the tensor, or ask for a reduction that was not there before.
+    /// If the placements do not fit the tensor, or the step table cannot produce a partial placement.
     pub fn redistribute(&self, placements: &[Placement]) -> Result<Self> {
         self.spec().derive(placements, self.dims())?;
         self.to_targets(&placements.iter().map(|&p| Target::from(p)).collect::<Targets>(), 0)
     }
 
-    /// The same tensor with each axis where `place` puts it, and sizes kept on those that stay.
+    /// Redistributes each axis to the placement that `place` returns; unchanged axes keep their sizes.
     pub(crate) fn placed(&self, place: impl Fn(usize, Placement) -> Placement) -> Result<Self> {
         let target = |(axis, &now): (usize, &Placement)| {
             let placement = place(axis, now);
@@ -65,7 +65,7 @@ impl DTensor {
         self.to_targets(&self.placements().iter().enumerate().map(target).collect::<Targets>(), 0)
     }
 
-    /// Like [`redistribute`](Self::redistribute), with the result's gradient left partial on the axes `vary`.
+    /// Like [`redistribute`](Self::redistribute), but leaves the result's gradient partial on the axes `vary`.
     pub(crate) fn to_targets(&self, targets: &[Target], vary: Axes) -> Result<Self> {
         let moves = moves(self, targets, vary)?;
         if moves.is_empty() {
@@ -82,7 +82,7 @@ impl DTensor {
         moved
     }
 
-    /// This tensor after these moves, which were made for one that lies alike.
+    /// Runs these moves, which were derived for a tensor with the same layout.
     pub(crate) fn moved(&self, moves: &[Move]) -> Result<Self> {
         moves.iter().try_fold(self.clone(), |at, step| at.take_step(step))
     }
@@ -109,7 +109,7 @@ impl DTensor {
         if step.kept { self.kept_step((bits(&step.axes), to, step.varying), make) } else { make() }
     }
 
-    /// The ranks that differ in their places on these axes alone.
+    /// Returns the group of ranks whose coordinates differ only on these axes.
     fn group_of(&self, axes: &[usize]) -> Result<ProcessGroup> {
         if let [axis] = *axes {
             return Ok(self.mesh().axis_group(axis)?.clone());
@@ -118,10 +118,11 @@ impl DTensor {
         Ok(self.mesh().axes(&names)?.group()?.clone())
     }
 
-    /// This replicated tensor for uses that differ among the ranks of an axis: its gradients are summed there.
+    /// Returns a view of this replicated tensor for uses that differ among the ranks of an axis; its gradients are
+    /// summed there.
     ///
-    /// The view is kept, so several uses share one communication in the backward pass; and where the tensor was
-    /// gathered on this axis, its view turns the gather's backward into the reduce_scatter that both together are.
+    /// The view is kept, so several uses share one communication in the backward pass. If the tensor was gathered on
+    /// this axis, its view replaces the gather's backward by the equivalent reduce_scatter.
     fn varying_view(&self, axis: usize) -> Result<Self> {
         let group = self.mesh().axis_group(axis)?;
         let varying = self.varying() | 1 << axis;

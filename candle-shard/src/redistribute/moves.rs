@@ -1,7 +1,7 @@
-//! The order of steps: what brings a tensor from one layout to another, worked out from the layouts alone.
+//! The order of the steps from one layout to another, derived only from the layouts.
 //!
-//! Shards are undone from the inner axis outwards and made from the outer axis inwards, so that at every step an axis
-//! cuts what the axes outside of it have left. Several axes that change alike do so in one step.
+//! Shards are gathered from the inner axis outwards and cut from the outer axis inwards, so that at every step an axis
+//! cuts the part that the outer axes leave. Several axes with the same change share one step.
 use super::table::{Kind, MovedAxes};
 use super::{Target, Targets};
 use crate::dtensor::Axes;
@@ -17,21 +17,21 @@ use std::sync::Arc;
 pub(crate) struct Move {
     pub(super) axes: MovedAxes,
     pub(super) how: How,
-    /// What it leads to.
+    /// The layout after the step.
     pub(crate) spec: Arc<Spec>,
     pub(super) varying: Axes,
-    /// The result may serve later uses, too.
+    /// Whether the result is kept for later uses.
     pub(super) kept: bool,
-    /// The bytes that this rank hands to the step's collective.
+    /// The bytes that this rank passes to the step's collective.
     pub(crate) bytes: usize,
-    /// The bytes that a rank receives at most, equal on all ranks.
+    /// The most bytes that a rank receives, equal on all ranks.
     pub(crate) received: usize,
 }
 
-/// What a move does.
+/// The action of a move.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum How {
-    /// On an axis of one rank every placement is the same tensor.
+    /// A new placement on an axis with one rank, where every placement is the same tensor.
     Rename,
     /// The same data, with gradients that are summed.
     View,
@@ -43,12 +43,12 @@ pub(super) enum How {
 pub(crate) type Moves = SmallVec<[Move; 2]>;
 
 impl Move {
-    /// Whether ranks send anything to each other.
+    /// Returns whether ranks send data to each other.
     pub(crate) fn communicates(&self) -> bool {
         matches!(self.how, How::Step(kind) if kind.communicates())
     }
 
-    /// What it does, in the words of collectives.
+    /// Returns the name of the move or of its collective.
     pub(crate) fn name(&self) -> &'static str {
         match self.how {
             How::Rename => "rename",
@@ -57,14 +57,14 @@ impl Move {
         }
     }
 
-    /// The names of the axes, joined by commas.
+    /// Returns the names of the axes, joined by commas.
     pub(crate) fn axis_names(&self) -> String {
         let names = self.spec.mesh().names();
         self.axes.iter().map(|&axis| names[axis].as_str()).collect::<Vec<_>>().join(", ")
     }
 }
 
-/// Whether a tensor that lies as `x` has nothing to do to lie as `targets`, varying on `vary`.
+/// Returns whether a tensor in the layout `spec` already has the layout `targets`, varying on `vary`.
 fn lies_as(spec: &Spec, (varying, tracked): (Axes, bool), targets: &[Target], vary: Axes) -> bool {
     let lies = |(axis, target): (usize, &Target)| {
         let here = target.placement == spec.placements()[axis];
@@ -75,10 +75,10 @@ fn lies_as(spec: &Spec, (varying, tracked): (Axes, bool), targets: &[Target], va
     targets.iter().enumerate().all(lies)
 }
 
-/// The moves that bring `x` to `targets`, with the result's gradient left partial on the axes `vary`.
+/// Returns the moves that bring `x` to `targets`, with the result's gradient left partial on the axes `vary`.
 ///
 /// # Errors
-/// If there is no way, the same on all ranks.
+/// If there are no such moves; equal on all ranks.
 pub(crate) fn moves(x: &DTensor, targets: &[Target], vary: Axes) -> Result<Moves> {
     if lies_as(x.spec(), (x.varying(), x.tracked()), targets, vary) {
         return Ok(Moves::new());
@@ -101,7 +101,7 @@ pub(crate) fn moves(x: &DTensor, targets: &[Target], vary: Axes) -> Result<Moves
     Ok(way.moves)
 }
 
-/// A tensor on its way, and how it came there.
+/// The layout of a tensor during its moves, and the moves so far.
 struct Way<'a> {
     at: Arc<Spec>,
     varying: Axes,
@@ -112,7 +112,8 @@ struct Way<'a> {
 }
 
 impl Way<'_> {
-    /// Whether the axes outside of `axis` do not cut `dim` as they will in the end: no shard can be made of it, nor stay.
+    /// Returns whether the cuts of `dim` by the axes outside of `axis` still change: then no shard of `dim` can be made
+    /// or kept on `axis`.
     fn misaligned(&self, axis: usize, dim: usize) -> bool {
         (0..axis).any(|outer| {
             let (now, then) = (self.is_cut(outer, dim), self.targets[outer].placement == Shard(dim));
@@ -141,7 +142,7 @@ impl Way<'_> {
         (self.at, self.varying) = (spec, varying);
     }
 
-    /// Changes one axis, all others staying as they are.
+    /// Changes one axis; all others stay as they are.
     fn step(&mut self, axis: usize, target: Target) -> Result<()> {
         let (bit, sum): (Axes, _) = (1 << axis, ReduceOp::Sum);
         let (from, to) = (self.at.placements()[axis], target.placement);
@@ -183,7 +184,7 @@ impl Way<'_> {
         Ok(())
     }
 
-    /// A replicated axis whose gradient is to be partial gets its view.
+    /// Adds the view of a replicated axis whose gradient must become partial.
     fn view(&mut self, axis: usize) {
         let bit: Axes = 1 << axis;
         if self.at.placements()[axis] == Replicate && self.vary & bit != 0 && self.tracked && self.varying & bit == 0 {
@@ -192,7 +193,7 @@ impl Way<'_> {
         }
     }
 
-    /// Several axes to where they go, at once.
+    /// Moves several axes to their targets in one step.
     fn step_jointly(&mut self, axes: MovedAxes, to: Placement, kind: Kind, varying: Axes) {
         let mut spec = Spec::clone(&self.at);
         axes.iter().for_each(|&axis| spec.place(axis, to, self.targets[axis].sizes.clone()));
@@ -200,9 +201,10 @@ impl Way<'_> {
         self.push((axes, How::Step(kind)), spec, varying, kept);
     }
 
-    /// The inner axes that shard a dim and become replicated are gathered at once.
+    /// Gathers in one step the inner axes that shard a dim and become replicated.
     ///
-    /// A gradient that is the same on all ranks goes axis by axis instead: each axis may yet have its view.
+    /// If the gradient is equal on all ranks, they are gathered axis by axis instead, because each axis may still need
+    /// its view.
     fn gather_jointly(&mut self) {
         for dim in 0..self.at.dims().len() {
             let all: MovedAxes = (0..self.targets.len()).filter(|&axis| self.is_cut(axis, dim)).collect();
@@ -218,14 +220,15 @@ impl Way<'_> {
         }
     }
 
-    /// The partial axes that go to one placement are reduced at once, unless they differ in kind.
+    /// Reduces in one step the partial axes with the same target, unless their reductions differ.
     fn reduce_jointly(&mut self) {
         let mut partial = self.at.placements().iter().filter(|p| p.is_partial());
         let Some(&Partial(op)) = partial.next().filter(|first| partial.all(|p| p == *first)) else { return };
         for to in (0..self.at.dims().len()).map(Shard).chain([Replicate]) {
             let going = |axis: &usize| self.at.placements()[*axis].is_partial() && self.targets[*axis].placement == to;
             let axes = self.several_ranks((0..self.targets.len()).filter(going));
-            // Shards are made from the outer axis inwards: others of the dim are there already or will be further in.
+            // Shards are cut from the outer axis inwards: other axes of the dim are already there, or follow further
+            // in.
             let free = |axis: usize| match (self.at.placements()[axis] == to, self.targets[axis].placement == to) {
                 _ if axes.contains(&axis) => true,
                 (true, _) => axis < axes[0] && self.lies_on(axis),
@@ -245,20 +248,20 @@ impl Way<'_> {
         }
     }
 
-    /// Whether an axis is where its target wants it, in its sizes.
+    /// Returns whether an axis has its target placement, in its target sizes.
     fn lies_on(&self, axis: usize) -> bool {
         let target = &self.targets[axis];
         self.at.placements()[axis] == target.placement && self.at.sizes(axis) == target.sizes.as_ref()
     }
 }
 
-/// The axes as bits.
+/// Returns the axes as bits.
 pub(super) fn bits(axes: &[usize]) -> Axes {
     axes.iter().map(|axis| 1 << axis).sum()
 }
 
 impl DTensor {
-    /// Where each axis is now.
+    /// Returns the current placement and sizes of each axis.
     pub(crate) fn targets(&self) -> Targets {
         let here = |(axis, &placement)| Target { placement, sizes: self.spec().sizes(axis).cloned() };
         self.placements().iter().enumerate().map(here).collect()

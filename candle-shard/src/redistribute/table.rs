@@ -1,11 +1,11 @@
-//! The steps by which one or several axes change, and what each sends: the one table for moving and for planning.
+//! The steps that change one or several axes, and the data that each sends: one table for both planning and moving.
 //!
 //! | from | to | step | backward | bytes that a rank receives |
 //! |---|---|---|---|---|
 //! | `S(d)` | `R` invariant | all_gather | slice | (n - 1) pieces |
 //! | `S(d)` | `R` varying | all_gather | reduce_scatter | (n - 1) pieces |
 //! | `S(i)` | `S(j)` | all_to_all | all_to_all | (n - 1) / n of a piece |
-//! | `S(d)` | `S(d)` in other sizes | all_to_all of what changes hands | the same | that |
+//! | `S(d)` | `S(d)` in other sizes | all_to_all of the moving elements | the same | those elements |
 //! | `S(d)` | `P(sum)` | zero-pad | slice | none |
 //! | `R` invariant | `S(d)` | slice | all_gather | none |
 //! | `R` varying | `S(d)` | slice | zero-pad | none |
@@ -26,26 +26,27 @@ use smallvec::SmallVec;
 /// A row of the table.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Kind {
-    /// Pieces to the whole; `varying` says what its gradient is.
+    /// Gathers pieces to the whole; `varying` is the kind of its gradient.
     Gather { varying: bool },
-    /// Pieces of one dim to pieces of another.
+    /// Exchanges pieces of one dim for pieces of another.
     Swap,
-    /// Pieces to pieces of other sizes.
+    /// Changes the sizes of pieces.
     Recut,
-    /// A piece to an operand of a sum.
+    /// Pads a piece to an operand of a sum.
     Pad,
-    /// The whole to a piece.
+    /// Slices a piece out of the whole.
     Slice { varying: bool },
-    /// The whole to operands of a sum.
+    /// Turns the whole into operands of a sum.
     Share { varying: bool },
-    /// Operands to their reduction.
+    /// Reduces operands.
     Reduce(ReduceOp),
-    /// Operands of a sum to pieces of it.
+    /// Reduces operands of a sum to pieces of it.
     ReduceScatter,
 }
 
 impl Kind {
-    /// The row for one axis, whose gradient is partial where it is replicated and `varying`; `None` if there is none.
+    /// Returns the row for one axis, where `varying` says whether a replicated gradient is partial; `None` if there is
+    /// no row.
     pub(super) fn between(from: Placement, to: Placement, varying: bool) -> Option<Self> {
         Some(match (from, to) {
             (Shard(_), Replicate) => Self::Gather { varying },
@@ -60,7 +61,7 @@ impl Kind {
         })
     }
 
-    /// What it is called, after its collective where it has one.
+    /// Returns the name of the step: that of its collective if it has one.
     pub(super) const fn name(self) -> &'static str {
         match self {
             Self::Gather { .. } => "all_gather",
@@ -74,13 +75,13 @@ impl Kind {
         }
     }
 
-    /// Whether ranks send anything to each other.
+    /// Returns whether ranks send data to each other.
     pub(super) fn communicates(self) -> bool {
         !matches!(self, Self::Pad | Self::Slice { .. } | Self::Share { .. })
     }
 
-    /// What moves a local tensor from one layout to another that differs on `axes` alone; `None` for reductions that
-    /// have no gradient.
+    /// Returns the exchange that moves a local tensor between two layouts that differ only on `axes`; `None` for
+    /// reductions without a gradient.
     pub(super) fn exchange(self, from: &Spec, to: &Spec, axes: &[usize]) -> Option<Exchange> {
         let cut = |spec: &Spec| {
             let dim = spec.placements()[axes[0]].shard_dim().unwrap_or(0);
@@ -102,7 +103,7 @@ impl Kind {
         })
     }
 
-    /// Moves a local tensor as [`exchange`](Self::exchange) says.
+    /// Moves a local tensor with the [`exchange`](Self::exchange).
     pub(super) fn run(
         self,
         x: &Tensor,
@@ -116,7 +117,8 @@ impl Kind {
         }
     }
 
-    /// The bytes that this rank hands to its collective, the measure of [`comm::record`](candle_dist::comm::record).
+    /// Returns the bytes that this rank passes to its collective, as [`comm::record`](candle_dist::comm::record) counts
+    /// them.
     pub(super) fn bytes(self, from: &Spec, to: &Spec, axes: &[usize]) -> usize {
         let local = |spec: &Spec| spec.local_shape().iter().product::<usize>() * spec.dtype().size_in_bytes();
         match self {
@@ -131,7 +133,8 @@ impl Kind {
         }
     }
 
-    /// The bytes that a rank receives at most, equal on all ranks, where `axes` change; `sizes` are those of a recut.
+    /// Returns the most bytes that a rank receives when `axes` change, equal on all ranks; `sizes` are the new sizes of
+    /// a recut.
     pub(super) fn received(self, from: &Spec, axes: &[usize], sizes: Option<&Sizes>) -> usize {
         let (n, bytes) = (axes.iter().map(|&axis| from.mesh().shape()[axis]).product::<usize>(), from.local_bytes());
         match self {
@@ -145,7 +148,7 @@ impl Kind {
                 let all = |sizes: Option<&Sizes>| {
                     sizes.map_or_else(|| chunk_sizes(len, n), |sizes| candle_dist::backend::Dims::from_slice(sizes))
                 };
-                // `bytes` are those of the n-th part of the dim.
+                // `bytes` is the size of the n-th part of the dim.
                 let received = most_received(&all(from.sizes(axes[0])), &all(sizes));
                 (bytes * n).checked_div(len).unwrap_or(0) * received
             }
@@ -153,9 +156,9 @@ impl Kind {
     }
 }
 
-/// What planning counts where one axis goes to `to`, equal on all ranks; `None` if there is no way.
+/// Returns the cost that planning assigns to moving one axis to `to`, equal on all ranks; `None` if it is impossible.
 ///
-/// These are the bytes that a rank receives at most, now or later.
+/// The cost is the most bytes that a rank receives, now or later.
 pub(crate) fn cost(spec: &Spec, axis: usize, to: &Target) -> Option<usize> {
     let from = spec.placements()[axis];
     let there = from == to.placement && (from.shard_dim().is_none() || to.sizes.as_ref() == spec.sizes(axis));
@@ -165,13 +168,13 @@ pub(crate) fn cost(spec: &Spec, axis: usize, to: &Target) -> Option<usize> {
     let kind = Kind::between(from, to.placement, false)?;
     match kind {
         Kind::Share { .. } if spec.dtype().is_int() => None,
-        // Nothing is sent, but whole operands are left, which somebody must add up: that is its price.
+        // Nothing is sent, but the result is whole operands; the cost is that of their later reduction.
         Kind::Pad => Some(2 * spec.local_bytes() * (spec.mesh().shape()[axis] - 1)),
         kind => Some(kind.received(spec, &[axis], to.sizes.as_ref())),
     }
 }
 
-/// The most elements of a dim that a rank gets from others where its pieces change their sizes.
+/// Returns the most elements of a dim that a rank receives from others when its pieces change their sizes.
 fn most_received(from: &[usize], to: &[usize]) -> usize {
     let (mut a, mut b, mut most) = (0, 0, 0);
     for (&old, &new) in from.iter().zip(to) {
