@@ -1,5 +1,6 @@
 //! Counting communication, scoped to a closure.
-use super::{Collect, Event, Part, Scope};
+use super::event::{Event, Part};
+use super::scope::{Collect, Scope};
 use crate::call::Op;
 use std::collections::BTreeMap;
 use std::fmt;

@@ -4,79 +4,12 @@
 //! all ranks for a trace viewer. Watching is a matter of one thread: a rank watches itself. Scopes nest, and each sees
 //! all communication while it is open, backward passes included. Groups of one rank do not communicate.
 mod counts;
+mod event;
 mod log;
+mod scope;
 pub mod trace;
 
 pub use counts::{CommCounts, Count, record};
-pub use log::{Event, Log, Part};
-
-use crate::call::{Call, Dims, Form};
-use std::cell::RefCell;
-use std::rc::Rc;
-use std::time::{Duration, Instant};
-
-/// Something that gathers events while it is open.
-trait Collect {
-    fn add(&mut self, event: &Event);
-}
-
-thread_local! {
-    static OPEN: RefCell<Vec<Rc<RefCell<dyn Collect>>>> = const { RefCell::new(Vec::new()) };
-}
-
-/// A collection that is open on this thread until it is dropped.
-struct Scope<T: 'static>(Rc<RefCell<T>>);
-
-impl<T: Collect + Default> Scope<T> {
-    fn open() -> Self {
-        let collection = Rc::new(RefCell::new(T::default()));
-        OPEN.with_borrow_mut(|open| open.push(collection.clone()));
-        Self(collection)
-    }
-}
-
-impl<T> Drop for Scope<T> {
-    fn drop(&mut self) {
-        OPEN.with_borrow_mut(|open| open.retain(|other| !std::ptr::addr_eq(Rc::as_ptr(other), Rc::as_ptr(&self.0))));
-    }
-}
-
-/// A call in progress that somebody watches; dropping it ends the call.
-pub(crate) struct Watched(Event);
-
-/// Begins to watch a call of the group of `ranks` whose input on this rank has `bytes` bytes.
-///
-/// While nothing is open on this thread, this is one look at a thread-local.
-pub(crate) fn watch(call: &Call, bytes: usize, ranks: &[usize]) -> Option<Watched> {
-    let part = if call.form == Form::Started { Part::Start } else { Part::Whole };
-    watch_part(call, part, bytes, ranks)
-}
-
-/// Begins to watch the wait for a call that was started.
-pub(crate) fn watch_wait(call: &Call, ranks: &[usize]) -> Option<Watched> {
-    watch_part(call, Part::Wait, 0, ranks)
-}
-
-fn watch_part(call: &Call, part: Part, bytes: usize, ranks: &[usize]) -> Option<Watched> {
-    if OPEN.with_borrow(Vec::is_empty) {
-        return None;
-    }
-    let (ranks, start) = (Dims::from_slice(ranks), Instant::now());
-    Some(Watched(Event {
-        op: call.op,
-        part,
-        ranks,
-        peer: call.peer,
-        bytes,
-        start,
-        duration: Duration::ZERO,
-        site: call.site,
-    }))
-}
-
-impl Drop for Watched {
-    fn drop(&mut self) {
-        self.0.duration = self.0.start.elapsed();
-        OPEN.with_borrow(|open| open.iter().for_each(|collection| collection.borrow_mut().add(&self.0)));
-    }
-}
+pub use event::{Event, Part};
+pub use log::Log;
+pub(crate) use scope::{watch, watch_wait};

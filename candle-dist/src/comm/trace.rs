@@ -2,7 +2,7 @@
 //!
 //! The format is Chrome's Trace Event Format, JSON object form: one complete event (`"ph": "X"`) a call, times in
 //! microseconds since the first call of any rank, one row (process) a rank.
-use super::Event;
+use super::event::Event;
 use serde_json::{Value, json};
 use std::fs::File;
 use std::io::{self, BufWriter, Write};

@@ -1,5 +1,5 @@
 //! What a rank is in, and whether what it waits for can still come.
-use super::{channel, group_id};
+use super::ids::{channel, group_id};
 use crate::call::Call;
 use smallvec::SmallVec;
 use std::collections::HashMap;

@@ -1,6 +1,7 @@
 //! Rank 0's side: who is there, what they wait for, and the verdict when something goes wrong.
 use super::departed::Departed;
-use super::message::{Fault, MAX_ROUNDS, MAX_STATE, Notice, Request, State};
+use super::limits::{MAX_ROUNDS, MAX_STATE};
+use super::message::{Fault, Notice, Request, State};
 use super::rounds::Rounds;
 use crate::Cause;
 use crate::error::End;

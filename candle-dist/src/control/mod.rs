@@ -6,11 +6,15 @@ mod activity;
 mod departed;
 mod dial;
 mod hub;
+mod ids;
+mod limits;
 mod message;
 mod rounds;
 mod server;
 mod signature;
 mod watch;
+
+pub use ids::{channel, group_id};
 
 use crate::call::Call;
 use crate::error::End;
@@ -18,7 +22,7 @@ use crate::launch::{InitOptions, LaunchInfo};
 use crate::link::Link;
 use crate::link::frame::{MAX_KEY, MAX_VALUE};
 use crate::values::{Change, Outcome};
-use crate::{Cause, Error, GroupFailure, Result, hash};
+use crate::{Cause, Error, GroupFailure, Result};
 use activity::Meeting;
 use message::Request;
 use parking_lot::Mutex;
@@ -227,16 +231,6 @@ impl Drop for Control {
     fn drop(&mut self) {
         self.leave(End::of_thread());
     }
-}
-
-/// The id of the `nth` group that was made of the members `ranks`, alike on all of them.
-pub fn group_id(ranks: &[usize], nth: u64) -> u64 {
-    hash::stable(format!("{ranks:?} {nth}").as_bytes())
-}
-
-/// The id of the messages from member `from` to member `to` of a group, with a tag.
-pub fn channel(group: u64, from: usize, to: usize, tag: u32) -> u64 {
-    hash::stable(format!("{group} {from} {to} {tag}").as_bytes())
 }
 
 /// Refuses keys and values that are too long to be passed on.

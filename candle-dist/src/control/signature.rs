@@ -1,11 +1,14 @@
 //! A call in a form that can be sent and compared at rank 0.
-use super::message::{MAX_STATE, MEMBERS, clipped};
+use super::limits::{MAX_STATE, clipped};
 use crate::call::{Call, Dims, Form, Op, ReduceOp};
 use crate::hash;
 use candle_core::{DType, DeviceLocation};
 use serde::{Deserialize, Serialize};
 use smallvec::SmallVec;
 use std::str::FromStr;
+
+/// What differs when members of a group do not even agree on who they are.
+pub(super) const MEMBERS: &str = "list of members";
 
 /// One member's entry into a round.
 #[derive(Debug, Clone, Serialize, Deserialize)]

@@ -1,6 +1,7 @@
 //! A process's side of the connection: what it has heard, and who waits for it.
 use super::activity::{Activity, Meeting, Waiting};
-use super::message::{Fault, MAX_MESSAGE, MAX_ROUNDS, MAX_STATE, Notice, Request, State, clipped};
+use super::limits::{MAX_MESSAGE, MAX_ROUNDS, MAX_STATE, clipped};
+use super::message::{Fault, Notice, Request, State};
 use super::signature::Signature;
 use crate::call::{Call, Form, Op};
 use crate::error::End;
