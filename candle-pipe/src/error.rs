@@ -1,5 +1,5 @@
 //! What can go wrong, decided from what every rank knows, so that all ranks fail alike.
-use crate::schedule::{Action, Compute, Pass};
+use crate::action::{Action, Compute, Pass};
 use std::sync::Arc;
 
 /// The result of everything in this crate.

@@ -29,6 +29,8 @@
 //! | share a parameter between stages | [`PipeBuilder::parameter`], [`Share`] |
 //! | recompute activations, defer weight gradients | [`StepOptions`], [`Keep`], [`nn`] |
 //! | run one stage by hand: forward, input gradients, weight gradients | [`StageModule`], [`Tape`] |
+mod action;
+mod cuts;
 mod error;
 mod grads;
 mod graph;
@@ -38,18 +40,22 @@ mod local_pipe;
 pub mod microbatch;
 mod nearest;
 pub mod nn;
+mod pipe;
 mod runtime;
 pub mod schedule;
+mod step;
 mod tape;
 mod value;
 
 pub use error::{Error, Result};
 pub use graph::{
-    Balanced, Ctx, Edge, EqualCount, EqualParams, Graph, In, Input, Inputs, Layer, Layout, Loss, Named, Node, NodeKind,
-    Output, Pipe, PipeBuilder, PipeInfo, PipeModule, Reduction, Scope, Share, ShareGroup, SizeThreshold, SplitPoint,
-    SplitPolicy, SplitSpec, StageDef, StageInput, StageOp, StageOutput, ValueId, shapes_only, stage_op,
+    Balanced, Ctx, Edge, EqualCount, EqualParams, Graph, In, Input, Inputs, Layout, Loss, Named, Node, NodeKind,
+    Output, PipeInfo, Reduction, Scope, Share, ShareGroup, SizeThreshold, SplitPoint, SplitPolicy, SplitSpec, StageDef,
+    StageInput, StageOp, StageOutput, ValueId, shapes_only, stage_op,
 };
-pub use local_pipe::{LocalPipe, NodeProfile, Step, StepOptions};
+pub use local_pipe::{LocalPipe, NodeProfile};
+pub use pipe::{Layer, Pipe, PipeBuilder, PipeModule};
 pub use runtime::{RankStep, Runtime};
+pub use step::{Step, StepOptions};
 pub use tape::{Activation, Backward, Gradient, Keep, StageModule, Tape, WeightTape};
 pub use value::{Kwargs, Path, Value};

@@ -1,4 +1,4 @@
-//! What goes into a collective and what comes out.
+//! The tensors that go into a collective, and the memory that comes out.
 use super::storage::dense;
 use crate::Result;
 use candle_core::{CpuStorage, CudaStorage, Shape, Storage, Tensor};

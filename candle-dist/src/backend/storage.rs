@@ -1,4 +1,4 @@
-//! What lies under tensors: storages of one kind of device, and where they are.
+//! The storage below a tensor: its type for each kind of device, and its address.
 use crate::{Error, Result};
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::{CpuStorage, CudaStorage, Layout, Storage, Tensor};

@@ -1,4 +1,4 @@
-//! Dims in pieces.
+//! A dim cut into pieces.
 use super::Dims;
 
 /// A dim cut into one piece a rank.

@@ -1,4 +1,4 @@
-//! What tensors that groups move are made of.
+//! The dtypes that groups carry.
 use candle_core::DType;
 
 /// The dtypes that every engine moves and reduces.

@@ -15,7 +15,7 @@ pub(crate) struct Signature {
 }
 
 impl Signature {
-    pub(super) fn new(inputs: &[Input], defaults: BTreeMap<ValueId, Value>) -> Self {
+    pub(crate) fn new(inputs: &[Input], defaults: BTreeMap<ValueId, Value>) -> Self {
         Self { inputs: inputs.to_vec(), defaults }
     }
 

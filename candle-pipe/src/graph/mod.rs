@@ -1,15 +1,12 @@
 //! The model as a declared graph: built by name, cut into stages, listed, checked.
 mod bind;
-mod build;
-mod builder;
 mod check;
 mod data;
 mod info;
 mod layout;
+mod masked;
 mod op;
 mod partition;
-mod pick;
-mod pipe;
 mod policy;
 mod scope;
 mod split;
@@ -18,12 +15,11 @@ mod suggest;
 
 pub use bind::Inputs;
 pub(crate) use bind::Signature;
-pub use builder::{Layer, PipeBuilder, PipeModule};
 pub use data::{Graph, In, Input, Loss, Node, NodeKind, Output, Reduction, Share, ValueId};
 pub use info::PipeInfo;
 pub use layout::Layout;
+pub use masked::Masked;
 pub use op::{Ctx, StageOp, stage_op};
-pub use pipe::Pipe;
 pub use policy::{Balanced, EqualCount, EqualParams, SizeThreshold};
 pub use scope::{Named, Scope, shapes_only};
 pub use split::{SplitPoint, SplitPolicy, SplitSpec};

@@ -1,5 +1,5 @@
 //! What a node computes.
-use crate::microbatch::Masked;
+use super::Masked;
 use crate::{Result, Value};
 use candle_core::{DType, Device, Tensor};
 use candle_nn::ModuleT;

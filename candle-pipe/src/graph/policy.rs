@@ -2,7 +2,7 @@
 use super::partition::{Costs, check_stages};
 use super::suggest::suggestion;
 use super::{Graph, Layout, SplitPolicy};
-use crate::microbatch::microbatch_sizes;
+use crate::cuts::microbatch_sizes;
 use crate::{Error, Result};
 use std::collections::BTreeMap;
 

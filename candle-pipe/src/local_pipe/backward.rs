@@ -1,9 +1,10 @@
 //! Backward passes through all stages.
+use super::LocalPipe;
 use super::forward::Pass;
-use super::{LocalPipe, Step, StepOptions};
 use crate::grads;
 use crate::graph::ValueId;
 use crate::microbatch::Microbatches;
+use crate::step::{Step, StepOptions};
 use crate::tape::{Gradient, WeightTape, vjp};
 use crate::{Error, Result};
 use candle_core::Tensor;

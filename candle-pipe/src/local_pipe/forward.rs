@@ -1,7 +1,8 @@
 //! Forward passes through all stages.
-use super::{LocalPipe, Step, StepOptions};
+use super::LocalPipe;
 use crate::graph::{Ctx, Inputs, Reduction, ValueId};
 use crate::microbatch::{Masked, Microbatches};
+use crate::step::{Step, StepOptions};
 use crate::tape::{Activation, StageModule, Tape};
 use crate::{Kwargs, Result, Value};
 use candle_dist::TensorTree;

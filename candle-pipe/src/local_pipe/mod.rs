@@ -2,13 +2,12 @@
 mod backward;
 mod forward;
 mod profile;
-mod step;
 
 pub use profile::NodeProfile;
-pub use step::{Step, StepOptions};
 
 use crate::Result;
-use crate::graph::{Pipe, PipeInfo, Scope, Signature};
+use crate::graph::{PipeInfo, Scope, Signature};
+use crate::pipe::Pipe;
 use crate::tape::StageModule;
 use candle_core::{Device, Tensor, Var};
 use std::collections::BTreeMap;

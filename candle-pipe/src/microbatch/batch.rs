@@ -1,6 +1,7 @@
 //! A batch that was cut.
 use super::ChunkSpec;
 use super::merge::Merge;
+use crate::cuts::Dims;
 use crate::{Error, Kwargs, Result, Value};
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -18,9 +19,6 @@ pub struct Microbatches {
     pub(super) args_dims: Vec<Dims>,
     pub(super) kwargs_dims: BTreeMap<String, Dims>,
 }
-
-/// For each tensor of an argument, in the tree's order, the dim that it is cut along, if it is cut.
-pub(crate) type Dims = Vec<Option<usize>>;
 
 impl Microbatches {
     pub(super) fn new(rows: Vec<usize>, masked: bool) -> Self {

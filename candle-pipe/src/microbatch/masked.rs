@@ -1,32 +1,7 @@
-//! The rows of a masked microbatch, for the node that makes its loss.
-use super::{Dims, Microbatches};
-use crate::graph::{Graph, Signature, ValueId};
-use crate::{Error, Result, Value};
-use candle_core::Tensor;
-use candle_dist::TensorTree;
-use std::collections::BTreeMap;
-use std::ops::Range;
-use std::sync::Arc;
-
-/// Which rows of a batch a [masked](super::Splitter::masked) microbatch has, and which values hold rows.
-#[derive(Debug, Clone)]
-pub struct Masked {
-    rows: Range<usize>,
-    /// The place of the batch's first row in a larger batch.
-    first: usize,
-    /// The number of rows of the batch.
-    total: usize,
-    values: Arc<Values>,
-}
-
-/// What is cut, and what follows from it.
-#[derive(Debug)]
-struct Values {
-    /// The dims along which the tensors of the model's inputs are cut.
-    inputs: BTreeMap<ValueId, Dims>,
-    /// The values that nodes make of what is cut.
-    made: Vec<ValueId>,
-}
+//! The rows of a batch's masked microbatches.
+use super::Microbatches;
+use crate::Result;
+use crate::graph::{Graph, Masked, Signature};
 
 impl Masked {
     /// One for each microbatch of a masked batch, none for each of another one.
@@ -41,56 +16,6 @@ impl Masked {
         }
         let (args, kwargs) = batch.dims();
         let inputs = signature.places(args, kwargs)?;
-        let cut = inputs.iter().filter(|(_, dims)| dims.iter().any(Option::is_some)).map(|(&value, _)| value);
-        let made = graph.made_of(cut);
-        let (values, total) = (Arc::new(Values { inputs, made }), batch.rows().iter().sum());
-        let starts = batch.rows().iter().scan(0, |start, rows| Some(std::mem::replace(start, *start + rows)));
-        let rows = starts.zip(batch.rows()).map(|(start, rows)| start..start + rows);
-        Ok(rows.map(|rows| Some(Self { rows, first, total, values: values.clone() })).collect())
-    }
-
-    /// Whether a tensor of this input is cut, as far as this rank was given the input.
-    pub(crate) fn cuts(&self, input: ValueId) -> bool {
-        self.values.inputs.get(&input).is_some_and(|dims| dims.iter().any(Option::is_some))
-    }
-
-    /// The same where `cut` are all inputs that are cut, also those that this rank was not given.
-    pub(crate) fn with_cut(self, cut: &[ValueId], graph: &Graph) -> Self {
-        let made = graph.made_of(cut.iter().copied());
-        Self { values: Arc::new(Values { inputs: self.values.inputs.clone(), made }), ..self }
-    }
-
-    /// The microbatch's own rows, in the larger batch.
-    pub(crate) fn rows(&self) -> Range<usize> {
-        self.first + self.rows.start..self.first + self.rows.end
-    }
-
-    /// The microbatch's own rows of a value.
-    pub(crate) fn own(&self, id: ValueId, value: &Value) -> Result<Value> {
-        if let Some(dims) = self.values.inputs.get(&id) {
-            let mut dims = dims.iter().copied();
-            return value.map_tensors(|tensor| match dims.next().flatten() {
-                Some(dim) => self.narrow(tensor, dim),
-                None => Ok(tensor.clone()),
-            });
-        }
-        match self.values.made.contains(&id) {
-            true => value.map_tensors(|tensor| self.narrow(tensor, 0)),
-            false => Ok(value.clone()),
-        }
-    }
-
-    fn narrow(&self, tensor: &Tensor, dim: usize) -> Result<Tensor> {
-        let places = tensor.dims().get(dim).copied().unwrap_or(0);
-        if places == 0 || places % self.total != 0 {
-            let (value, total) = (Value::from(tensor), self.total);
-            return Err(Error::Microbatches(format!(
-                "the loss of a masked microbatch takes {value}, whose dim {dim} has no whole number of places for each of the \
-                 {total} rows of the batch, so that the microbatch's own are not known; do not mask, or give the loss values \
-                 with rows"
-            )));
-        }
-        let each = places / self.total;
-        Ok(tensor.narrow(dim, self.rows.start * each, self.rows.len() * each)?)
+        Ok(Self::of_rows(batch.rows(), first, inputs, graph).into_iter().map(Some).collect())
     }
 }

@@ -31,16 +31,14 @@ mod masked;
 mod merge;
 mod plan;
 mod reduce;
-mod sizes;
 mod spec;
 mod split;
 
-pub(crate) use batch::Dims;
+pub use crate::cuts::microbatch_sizes;
+pub use crate::graph::Masked;
 pub use batch::Microbatches;
-pub use masked::Masked;
 pub use merge::merge_chunks;
 pub use reduce::{CustomReducer, LossReducer};
-pub use sizes::microbatch_sizes;
 pub use spec::{ChunkSpec, KwargsSpec, Replicate, TensorChunkSpec};
 pub use split::{Splitter, split_args_kwargs_into_chunks};
 

@@ -1,6 +1,6 @@
 //! Which dim every tensor is cut along, found and checked before anything is cut.
-use super::sizes::chunk_range;
 use super::{ChunkSpec, KwargsSpec, TensorChunkSpec};
+use crate::cuts::chunk_range;
 use crate::value::{Children, entries, items};
 use crate::{Error, Kwargs, Path, Result, Value};
 use candle_core::Tensor;

@@ -13,8 +13,9 @@ mod post;
 mod reduce;
 mod wire;
 
-use crate::graph::{Inputs, Node, NodeKind, Pipe, PipeInfo, Reduction, Scope, Share, Signature, ValueId};
+use crate::graph::{Inputs, Node, NodeKind, PipeInfo, Reduction, Scope, Share, Signature, ValueId};
 use crate::microbatch::{Masked, Microbatches};
+use crate::pipe::Pipe;
 use crate::schedule::{Edges, Lowering, Program, Schedule, Span};
 use crate::tape::StageModule;
 use crate::{Error, Kwargs, Result, Step, StepOptions, Value};

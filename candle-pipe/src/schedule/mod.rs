@@ -19,7 +19,6 @@
 //! assert_eq!(timeline.bubble_span(), 0.0);
 //! # Ok::<(), candle_pipe::Error>(())
 //! ```
-mod action;
 mod compare;
 mod costs;
 mod csv;
@@ -38,7 +37,7 @@ mod timeline;
 mod validate;
 mod walk;
 
-pub use action::{Action, Compute, Flow, Message, Pass};
+pub use crate::action::{Action, Compute, Flow, Message, Pass};
 pub use compare::{Candidate, candidates, fastest};
 pub use costs::Costs;
 pub use csv::parse_csv;

@@ -1,5 +1,5 @@
 //! Actions out of text.
-use super::action::{Action, Compute, Flow, Message, Pass};
+use crate::action::{Action, Compute, Flow, Message, Pass};
 use crate::{Error, Result};
 use std::str::FromStr;
 

@@ -21,7 +21,7 @@ fn source_of(name: &str) -> Source {
 /// What is wrong with the floors of one folder.
 fn faults(source: &Source, folder: &[String], floors: &Floors) -> Vec<String> {
     let imports = Imports::of(source, folder);
-    let place = |folder: &[String]| format!("crate::{}", folder.join("::"));
+    let place = |folder: &[String]| ["crate"].into_iter().chain(folder.iter().map(String::as_str)).join("::");
     let floor: BTreeMap<&str, usize> =
         floors.iter().enumerate().flat_map(|(floor, rooms)| rooms.iter().map(move |room| (*room, floor))).collect();
     let listed = floors.iter().flat_map(|rooms| rooms.iter().copied());

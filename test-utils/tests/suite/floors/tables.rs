@@ -6,7 +6,9 @@ pub(super) type Floors = [&'static [&'static str]];
 /// A crate with the floors of its folders; `""` is the crate itself.
 type House = (&'static str, &'static [(&'static str, &'static Floors)]);
 
-pub(super) const FLOORS: [House; 1] = [(
+pub(super) const FLOORS: [House; 2] = [CANDLE_DIST, CANDLE_PIPE];
+
+const CANDLE_DIST: House = (
     "candle-dist",
     &[
         (
@@ -57,11 +59,26 @@ pub(super) const FLOORS: [House; 1] = [(
         ("tree", &[&["mod", "rename"], &["pack"]]),
         ("world", &[&["context", "engines"], &["processes"], &["mod"]]),
     ],
-)];
+);
+
+const CANDLE_PIPE: House = (
+    "candle-pipe",
+    &[(
+        "",
+        &[
+            &["action", "cuts", "guide", "nearest"],
+            &["error"],
+            &["grads", "schedule", "value"],
+            &["graph"],
+            &["microbatch", "nn", "tape"],
+            &["pipe", "step"],
+            &["local_pipe", "runtime"],
+        ],
+    )],
+);
 
 /// Crates with folders that have no floors, each with the number of its rooms that are in rings.
-pub(super) const RINGS: [(&str, &[(&str, usize)]); 3] = [
+pub(super) const RINGS: [(&str, &[(&str, usize)]); 2] = [
     ("candle-dist", &[("backend/local", 3), ("backend/mpi", 8), ("backend/nccl", 2), ("group", 2)]),
     ("candle-shard", &[("", 16)]),
-    ("candle-pipe", &[("", 5)]),
 ];

@@ -1,6 +1,8 @@
 //! Declaring a model.
-use super::op::{Ctx, StageOp, stage_op};
-use super::{Graph, In, Input, Loss, Node, NodeKind, Output, Pipe, Reduction, Scope, Share, SplitSpec, ValueId, pick};
+use super::{Pipe, pick};
+use crate::graph::{
+    Ctx, Graph, In, Input, Loss, Node, NodeKind, Output, Reduction, Scope, Share, SplitSpec, StageOp, ValueId, stage_op,
+};
 use crate::{Error, Result, Value};
 use candle_core::Tensor;
 use std::collections::BTreeMap;

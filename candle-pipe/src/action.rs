@@ -118,7 +118,7 @@ impl Action {
 
 impl Compute {
     /// What it makes for other stages, if anything.
-    pub(super) fn makes(self) -> Option<Flow> {
+    pub(crate) fn makes(self) -> Option<Flow> {
         match self.pass {
             Pass::Forward => Some(Flow::Activation),
             Pass::Backward | Pass::Input => Some(Flow::Gradient),
@@ -127,7 +127,7 @@ impl Compute {
     }
 
     /// Whether the stage needs nothing of the microbatch any more afterwards.
-    pub(super) fn is_last(self) -> bool {
+    pub(crate) fn is_last(self) -> bool {
         matches!(self.pass, Pass::Backward | Pass::Weight)
     }
 }

@@ -1,10 +1,17 @@
 //! A model cut into stages.
-use super::bind::{Inputs, Signature};
-use super::build::build;
-use super::builder::Factory;
-use super::{Edge, Graph, NodeKind, PipeInfo, Scope, Share, ShareGroup, SplitSpec, StageDef, ValueId};
+mod build;
+mod builder;
+mod pick;
+
+pub use builder::{Layer, PipeBuilder, PipeModule};
+
+use crate::graph::{
+    Edge, Graph, Inputs, NodeKind, PipeInfo, Scope, Share, ShareGroup, Signature, SplitSpec, StageDef, ValueId,
+};
 use crate::tape::{StageModule, StageNode};
 use crate::{Kwargs, Result, Value};
+use build::build;
+use builder::Factory;
 use candle_core::{Device, Tensor};
 use std::collections::BTreeMap;
 use std::fmt;

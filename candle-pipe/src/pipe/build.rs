@@ -1,8 +1,6 @@
 //! Building the nodes of a stage, and of no other.
 use super::builder::Factory;
-use super::op::{Ctx, StageOp};
-use super::scope::{Named, Scope};
-use super::{Node, NodeKind};
+use crate::graph::{Ctx, Named, Node, NodeKind, Scope, StageOp};
 use crate::{Error, Result};
 use candle_core::{Device, Tensor};
 use candle_dist::TensorTree;

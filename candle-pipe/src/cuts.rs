@@ -1,4 +1,4 @@
-//! How many rows each microbatch has.
+//! How batches are cut into microbatches: how many rows each has, and along which dims.
 use std::ops::Range;
 
 /// The sizes of `chunks` pieces of `rows` rows, as `torch.tensor_split` makes them: the first `rows % chunks` have one
@@ -14,8 +14,11 @@ pub fn microbatch_sizes(rows: usize, chunks: usize) -> Vec<usize> {
 }
 
 /// The rows of one of `chunks` pieces.
-pub(super) fn chunk_range(rows: usize, chunks: usize, chunk: usize) -> Range<usize> {
+pub(crate) fn chunk_range(rows: usize, chunks: usize, chunk: usize) -> Range<usize> {
     let (size, larger) = (rows / chunks, rows % chunks);
     let start = |chunk: usize| chunk * size + chunk.min(larger);
     start(chunk)..start(chunk + 1)
 }
+
+/// For each tensor of an argument, in the tree's order, the dim that it is cut along, if it is cut.
+pub(crate) type Dims = Vec<Option<usize>>;
