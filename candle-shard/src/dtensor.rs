@@ -50,10 +50,10 @@ pub(crate) type Axes = u32;
 /// | `cross_entropy`, `mse_loss`, `l1_loss`, `huber_loss`, `bce_with_logits_loss` | all dims, the classes too |
 /// | [`on_whole`](Self::on_whole), for any other op | nothing: the inputs are gathered, and it says so |
 ///
-/// Not here: changes in place (`slice_set`, `zero_set`, ..), for which there are copies, but for
-/// [`embedding_renorm`](Self::embedding_renorm); ops whose shape depends on the
-/// elements; `meshgrid`, which is `reshape` and `broadcast_as`; `to_vec1` and the like, which
-/// [`full_tensor`](Self::full_tensor) gives; and `to_device`, as a shard stays on its rank's device.
+/// Tensors that were given or made, and parameters, can be changed in place: [`slice_set`](Self::slice_set), `const_set`,
+/// `zero_set`, `one_set`, `scatter_set`, `scatter_add_set`, [`embedding_renorm`](Self::embedding_renorm). Not here: ops whose
+/// shape depends on the elements, and what is about a rank's memory alone (`layout`, `stride`), which
+/// [`to_local`](Self::to_local) tells.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -79,6 +79,8 @@ pub struct DTensor {
     leaf: bool,
     /// Its memory is that of a variable, which an optimizer changes in place.
     in_variable: bool,
+    /// The variable of which local ops made this.
+    made_of: Option<Tensor>,
 }
 
 /// What a tracked tensor remembers so that several uses share one communication.
@@ -90,8 +92,16 @@ pub(crate) struct Trail {
     steps: Mutex<Vec<(Axes, Placement, Axes, DTensor)>>,
     /// What this tensor was gathered from, and along which axis.
     pub(crate) gathered: Option<(DTensor, usize)>,
-    /// The variable of which this is a copy for one use, and the groups over which its gradient is summed.
-    pub(crate) used: Option<(Tensor, Vec<ProcessGroup>)>,
+    /// What this is a copy of for one use, and the groups over which its gradient is summed.
+    pub(crate) used: Option<(Origin, Vec<ProcessGroup>)>,
+}
+
+/// A variable, or what local ops made of one.
+#[derive(Clone)]
+pub(crate) struct Origin {
+    pub(crate) variable: Tensor,
+    /// What was made of it, if anything was.
+    pub(crate) view: Option<Tensor>,
 }
 
 impl DTensor {
@@ -101,7 +111,7 @@ impl DTensor {
         let in_variable = local.is_variable();
         let keeps_views = local.track_op() && !in_variable;
         let trail = keeps_views.then(Arc::<Trail>::default);
-        Self { local, spec, varying, trail, leaf: false, in_variable }
+        Self { local, spec, varying, trail, leaf: false, in_variable, made_of: None }
     }
 
     /// A tensor that was given, not made by an op.
@@ -124,13 +134,49 @@ impl DTensor {
 
     /// A view of this tensor that is varying on `varying`; it shares the memory of views with it.
     pub(crate) fn viewed(&self, local: Tensor, varying: Axes) -> Self {
-        Self { local, spec: self.spec.clone(), varying, trail: self.trail.clone(), leaf: false, ..*self }
+        let (spec, trail, in_variable) = (self.spec.clone(), self.trail.clone(), self.in_variable);
+        Self { local, spec, varying, trail, leaf: false, in_variable, made_of: None }
     }
 
     /// A copy of this variable for one use that is varying on `varying`.
-    pub(crate) fn used(&self, local: Tensor, varying: Axes, used: (Tensor, Vec<ProcessGroup>)) -> Self {
+    pub(crate) fn used(&self, local: Tensor, varying: Axes, used: (Origin, Vec<ProcessGroup>)) -> Self {
         let trail = Some(Arc::new(Trail { used: Some(used), ..Trail::default() }));
-        Self { local, spec: self.spec.clone(), varying, trail, leaf: false, in_variable: false }
+        Self { local, spec: self.spec.clone(), varying, trail, leaf: false, in_variable: false, made_of: None }
+    }
+
+    /// This tensor, which a local op made of `source` as it lies.
+    pub(crate) fn made_locally_of(mut self, source: &Self) -> Self {
+        if source.in_variable && source.tracked() {
+            let itself = || source.local.is_variable().then(|| source.local.clone());
+            self.made_of = source.made_of.clone().or_else(itself);
+        }
+        self
+    }
+
+    /// The variable that this is, or of which local ops made it without a copy that may be kept.
+    pub(crate) fn origin(&self) -> Option<Origin> {
+        if !self.in_variable || self.trail.is_some() {
+            return None;
+        }
+        if self.local.is_variable() {
+            return Some(Origin { variable: self.local.clone(), view: None });
+        }
+        self.made_of.clone().map(|variable| Origin { variable, view: Some(self.local.clone()) })
+    }
+
+    /// Whether this was given or made, not the result of an op.
+    pub(crate) fn is_leaf(&self) -> bool {
+        self.leaf
+    }
+
+    /// Whether the memory is that of a parameter.
+    pub(crate) fn is_in_variable(&self) -> bool {
+        self.in_variable
+    }
+
+    /// This tensor, whose memory is its own, as one that was made.
+    pub(crate) fn as_made(self) -> Self {
+        Self { leaf: true, ..self }
     }
 
     pub(crate) fn gathered_from(mut self, source: &DTensor, axis: usize) -> Self {
@@ -324,6 +370,18 @@ impl DTensor {
         Shape::from(self.dims())
     }
 
+    /// The place of a dim that may be counted from the end, from -1.
+    ///
+    /// # Errors
+    /// If there is no such dim.
+    pub fn normalize_axis(&self, axis: i64) -> Result<usize> {
+        let at = if axis < 0 { axis.checked_add(self.rank() as i64) } else { Some(axis) };
+        match at.and_then(|at| usize::try_from(at).ok()).filter(|&at| at < self.rank()) {
+            Some(at) => Ok(at),
+            None => Error::op("normalize_axis", format!("{} has no dim {axis}", self.spec())),
+        }
+    }
+
     /// The global size of a dim.
     pub fn dim(&self, dim: impl Dim) -> Result<usize> {
         Ok(self.dims()[dim.to_index(&self.shape(), "dim")?])
@@ -429,6 +487,28 @@ impl DTensor {
         self.placements().iter().enumerate().filter(move |(_, p)| **p == Shard(dim)).map(|(axis, _)| axis)
     }
 }
+
+macro_rules! sizes {
+    ($($name:ident: $sizes:ty),*) => {
+        impl DTensor {
+            $(/// The global sizes of all dims.
+            ///
+            /// # Errors
+            /// If there is another number of dims.
+            pub fn $name(&self) -> Result<$sizes> {
+                Ok(self.shape().$name()?)
+            })*
+        }
+    };
+}
+sizes!(
+    dims0: (),
+    dims1: usize,
+    dims2: (usize, usize),
+    dims3: (usize, usize, usize),
+    dims4: (usize, usize, usize, usize),
+    dims5: (usize, usize, usize, usize, usize)
+);
 
 /// Refuses a tensor whose gradient would be lost.
 fn untracked(op: &'static str, tensor: &Tensor) -> Result<()> {

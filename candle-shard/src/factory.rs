@@ -82,6 +82,45 @@ impl DTensor {
         })
     }
 
+    /// `start`, `start + step`, and so on before `end`, in one dim; a negative step goes down.
+    ///
+    /// The numbers are sums, as candle's: each is the one before plus `step`, rounded.
+    ///
+    /// # Errors
+    /// If a number is not finite, or the step is zero or too small to lead to the end.
+    pub fn arange_step<T: WithDType>(
+        start: T,
+        end: T,
+        step: T,
+        device: &Device,
+        mesh: &DeviceMesh,
+        placements: &[Placement],
+    ) -> Result<Self> {
+        let (by, last) = (step.to_f64(), end.to_f64());
+        let refuse = |why: &str| Error::op("arange_step", format!("{start}..{end} by {step}: {why}"));
+        if by == 0.0 || ![by, last, start.to_f64()].iter().all(|number| number.is_finite()) {
+            return refuse("want finite numbers, and a step that is not zero");
+        }
+        let is_before = |at: f64| if by > 0.0 { at < last } else { at > last };
+        let (mut numbers, mut at) = (Vec::new(), start);
+        while is_before(at.to_f64()) {
+            numbers.push(at);
+            if !is_before(at.to_f64() + by) {
+                break; // the next number may be outside of the dtype
+            }
+            if at + step == at {
+                return refuse("the step is too small to change the numbers on the way; choose a larger one");
+            }
+            at += step;
+        }
+        let spec = placed(mesh, placements, numbers.len(), T::DTYPE)?;
+        made(spec, |spec| {
+            let held = numbers[spec.local_block()[0].clone()].to_vec();
+            let len = held.len();
+            Tensor::from_vec(held, len, device)
+        })
+    }
+
     /// The identity matrix `[n, n]`.
     pub fn eye(n: usize, dtype: DType, device: &Device, mesh: &DeviceMesh, placements: &[Placement]) -> Result<Self> {
         square(placed(mesh, placements, (n, n), dtype)?, device, |i, j| i == j)

@@ -91,7 +91,7 @@ impl DTensor {
         let kind = match step.how {
             How::Rename => {
                 let renamed = Self::assemble(self.to_local().clone(), step.spec.clone(), step.varying);
-                return Ok(renamed.aliasing(self));
+                return Ok(renamed.made_locally_of(self).aliasing(self));
             }
             How::View => return self.varying_view(step.axes[0]),
             How::Step(kind) => kind,
@@ -127,10 +127,10 @@ impl DTensor {
         let group = self.mesh().axis_group(axis)?;
         let varying = self.varying() | 1 << axis;
         let used = self.trail().and_then(|trail| trail.used.clone());
-        let fresh = || shared::is_shared(self).then(|| (self.to_local().clone(), Vec::new()));
-        if let Some((variable, mut groups)) = used.or_else(fresh) {
+        let fresh = || self.origin().map(|origin| (origin, Vec::new()));
+        if let Some((origin, mut groups)) = used.or_else(fresh) {
             groups.push(group.clone());
-            return Ok(self.used(shared::view(&variable, groups.clone())?, varying, (variable, groups)));
+            return Ok(self.used(shared::view(&origin, groups.clone())?, varying, (origin, groups)));
         }
         let local = self.view(varying, || {
             let gathered = self.trail().and_then(|trail| trail.gathered.as_ref());

@@ -7,7 +7,7 @@ use candle_nn::ParamsAdamW;
 use candle_shard::fsdp::{FullyShard, FullyShardOptions};
 use candle_shard::nn::{AdamW, Dropout, Linear, Mode, ShardedVarBuilder, checkpoint};
 use candle_shard::parallel::Plan;
-use candle_shard::{DTensor, Replicate, Result, Shard};
+use candle_shard::{BagMode, DTensor, EmbeddingBagOptions, Replicate, Result, Shard};
 use peak_alloc::PeakAlloc;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -223,5 +223,25 @@ fn a_rank_holds_its_pieces_and_few_whole_units() {
         let kept = FullyShardOptions { reshard_after_forward: false, ..FullyShardOptions::default() };
         let got = peak(ranks, kept);
         assert!(got > 3 * all / ranks + all, "kept parameters are whole at the end of the forward pass: {got}");
+    }
+}
+
+#[test]
+fn bags_of_a_16_bit_table_do_not_widen_the_table() {
+    let _alone = alone();
+    const ROWS: usize = 64 * 1024;
+    const COLUMNS: usize = 16;
+    for mode in [BagMode::Sum, BagMode::Mean, BagMode::Max] {
+        let make = |ctx: &RankContext| {
+            let mesh = ctx.mesh(&[("tp", 1)])?;
+            let table = DTensor::ones((ROWS, COLUMNS), DType::BF16, &Device::Cpu, &mesh, &[Replicate])?.to_var()?.0;
+            let ids = DTensor::arange(0u32, 64, &Device::Cpu, &mesh, &[Replicate])?.reshape((8, 8))?;
+            Ok((table, ids))
+        };
+        let options = EmbeddingBagOptions { mode, ..Default::default() };
+        let got = peak_of(1, make, |(table, ids)| table.embedding_bag(ids, None, None, &options).map(drop));
+        let table = ROWS * COLUMNS * 2;
+        println!("{mode:?}: {got} bytes for a table of {table}");
+        assert!(got < table + table / 4, "{mode:?} takes {got} bytes, the table alone {table}");
     }
 }

@@ -1,8 +1,8 @@
 use candle_core::{CpuStorage, CustomOp2, DType, Device, Layout, Result, Shape, Tensor, bail};
 use std::sync::Arc;
 
-use super::embedding::{NOWHERE, check_ids, row, rows_or};
-use super::{Reading, check_dtype, compute_dtype, elements, real::Real, rows::by_blocks};
+use super::embedding::{NOWHERE, check_ids, embedding, row, rows_or};
+use super::{Reading, check_dtype, compute_dtype, elements, real::Real, rows::by_blocks, unique_rows};
 
 /// How a bag of rows becomes one row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -67,6 +67,16 @@ impl Bags {
 /// # }
 /// ```
 pub fn embedding_bag(table: &Tensor, bags: &Bags, mode: BagMode, weights: Option<&Tensor>) -> Result<Tensor> {
+    wide_embedding_bag(table, bags, mode, weights)?.to_dtype(table.dtype())
+}
+
+/// Like [`embedding_bag`], with the bags of 16-bit rows in f32, in which they are summed.
+pub(crate) fn wide_embedding_bag(
+    table: &Tensor,
+    bags: &Bags,
+    mode: BagMode,
+    weights: Option<&Tensor>,
+) -> Result<Tensor> {
     const OP: &str = "embedding_bag";
     let (dtype, (rows, _)) = (compute_dtype(OP, table)?, table.dims2()?);
     check_ids(OP, rows, &bags.ids)?;
@@ -80,13 +90,24 @@ pub fn embedding_bag(table: &Tensor, bags: &Bags, mode: BagMode, weights: Option
             );
         }
     }
+    if dtype != table.dtype() {
+        // Only the rows in the bags are widened: a graph that held a wide table would hold it twice over.
+        let used = unique_rows(&bags.ids.iter().copied().filter(|&id| id != NOWHERE).collect::<Vec<_>>());
+        let place = |&id: &u32| used.binary_search(&id).map_or(NOWHERE, |place| place as u32);
+        let bags = Bags { ids: bags.ids.iter().map(place).collect(), bounds: bags.bounds.clone() };
+        let weights = weights.map(|weights| weights.to_dtype(dtype)).transpose()?;
+        let rows = embedding(table, used, None)?.to_dtype(dtype)?;
+        return wide_embedding_bag(&rows, &bags, mode, weights.as_ref());
+    }
     if !table.device().is_cpu() {
         return composed(table, bags, mode, weights);
     }
-    let no_weights = || Tensor::zeros(0, dtype, &Device::Cpu);
-    let weights = weights.map_or_else(no_weights, |weights| weights.to_dtype(dtype)?.contiguous())?;
+    let weights = match weights {
+        Some(weights) => weights.contiguous()?,
+        None => Tensor::zeros(0, dtype, &Device::Cpu)?,
+    };
     let op = EmbeddingBag { bags: bags.clone(), mode, weighted: weights.elem_count() > 0 };
-    table.to_dtype(dtype)?.contiguous()?.apply_op2(&weights, op)?.to_dtype(table.dtype())
+    table.contiguous()?.apply_op2(&weights, op)
 }
 
 /// Bags by candle's own operations: all ids of a bag in one row of a padded matrix.

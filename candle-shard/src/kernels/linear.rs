@@ -9,7 +9,7 @@ use candle_core::{
 };
 
 use super::{
-    LateGradient, Reading, WeightSink, check_dtype, check_vector, compute_dtype, cpu, elements,
+    LateGradient, Reading, WeightSink, check_vector, compute_dtype, cpu, elements,
     few_rows::{self, FEW, has_rows},
     real::Real,
     rows::{add_assign, by_blocks},
@@ -35,10 +35,10 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
     let [n, k] = *weight.dims() else {
         bail!("linear: expected a weight of shape [n, k], got {:?}", weight.shape());
     };
-    if x.dim(D::Minus1)? != k {
-        bail!("linear: input {:?} does not fit the weight {:?}", x.shape(), weight.shape());
+    if x.dim(D::Minus1)? != k || x.dtype() != weight.dtype() {
+        let (x_type, weight_type) = (x.dtype().as_str(), weight.dtype().as_str());
+        bail!("linear: {x_type}{:?} does not fit a weight {weight_type}[{n}, {k}]", x.dims());
     }
-    check_dtype("linear", x, weight)?;
     if let Some(bias) = bias {
         check_vector("linear", x, "bias", bias, n)?;
     }

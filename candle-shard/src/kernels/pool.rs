@@ -110,19 +110,31 @@ pub fn upsample_nearest2d(x: &Tensor, [oh, ow]: [usize; 2]) -> Result<Tensor> {
 ///
 /// With `align_corners` the outermost pixels keep their places, otherwise the outer edges of them do. It can be
 /// differentiated, unlike candle's. Fails unless there are four dims and an element to take.
-pub fn upsample_bilinear2d(x: &Tensor, [oh, ow]: [usize; 2], align_corners: bool) -> Result<Tensor> {
+pub fn upsample_bilinear2d(x: &Tensor, size: [usize; 2], align_corners: bool) -> Result<Tensor> {
+    let (_, _, h, w) = x.dims4()?;
+    upsample_bilinear2d_scaled(x, size, [size[0] as f64 / h as f64, size[1] as f64 / w as f64], align_corners)
+}
+
+/// Like [`upsample_bilinear2d`] to a size that is that of the image times `scales`, rounded down: pixels lie where the
+/// scales put them, not where the rounded size would.
+pub(crate) fn upsample_bilinear2d_scaled(
+    x: &Tensor,
+    [oh, ow]: [usize; 2],
+    scales: [f64; 2],
+    align_corners: bool,
+) -> Result<Tensor> {
     let (_, _, h, w) = x.dims4()?;
     if h * w == 0 {
         bail!("upsample_bilinear2d: input {:?} has no elements to take", x.shape());
     }
+    if (h, w) == (oh, ow) {
+        return Ok(x.clone());
+    }
     let between = |x: &Tensor, dim: usize, from: usize, to: usize| {
-        if from == to {
-            return Ok(x.clone());
-        }
         // Where each new pixel lies among the old ones.
         let place = |i: usize| match align_corners {
             true => i as f64 * (from - 1) as f64 / (to.max(2) - 1) as f64,
-            false => ((i as f64 + 0.5) * from as f64 / to as f64 - 0.5).max(0.0),
+            false => ((i as f64 + 0.5) / scales[dim - 2] - 0.5).max(0.0),
         };
         let before = |i: usize| (place(i) as usize).min(from - 1);
         let at = |further: usize| {

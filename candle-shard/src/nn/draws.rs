@@ -80,6 +80,11 @@ fn within<T>(run: Run, f: impl FnOnce() -> T) -> (T, Option<Run>) {
     (made, RUNS.with_borrow_mut(Vec::pop))
 }
 
+/// Whether a part of a model runs a second time, for its gradients.
+pub(super) fn is_again() -> bool {
+    RUNS.with_borrow(|runs| runs.iter().any(|run| matches!(run, Run::Again { .. })))
+}
+
 /// Counts the uses of one layer; its clones count together.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Uses(Arc<Mutex<Count>>);

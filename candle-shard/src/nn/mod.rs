@@ -1,28 +1,46 @@
 //! Layers built under a plan, so that a rank makes and holds only its shard.
 mod adam_w;
+mod batch_norm;
 mod checkpoint;
+mod conv;
 mod draws;
 mod dropout;
 mod embedding;
 pub(crate) mod found;
 mod fused_qkv;
+mod group_norm;
+mod init;
 mod linear;
+mod module;
 mod norm;
 mod parameters;
 pub(crate) mod part;
+mod prelu;
+mod rnn;
+mod sequential;
 pub(crate) mod shared;
 mod var_builder;
 mod width;
 
 pub use adam_w::AdamW;
+pub use batch_norm::{BatchNorm, batch_norm};
 pub use checkpoint::checkpoint;
+pub use conv::{
+    Conv1d, Conv2d, ConvTranspose1d, ConvTranspose2d, conv_transpose1d, conv_transpose1d_no_bias, conv_transpose2d,
+    conv_transpose2d_no_bias, conv1d, conv1d_no_bias, conv2d, conv2d_no_bias,
+};
 pub use draws::Draws;
 pub use dropout::{Dropout, Mode};
 pub use embedding::{Embedding, EmbeddingBag};
 pub use found::backward;
 pub use fused_qkv::{FusedQkv, Heads};
+pub use group_norm::{GroupNorm, group_norm};
 pub use linear::Linear;
-pub use norm::{LayerNorm, RmsNorm};
+pub use module::{Module, ModuleT};
+pub use norm::{LayerNorm, RmsNorm, layer_norm_no_bias};
 pub use parameters::{Parameter, Parameters};
+pub use prelu::{PReLU, prelu};
+pub use rnn::{GRU, GRUState, LSTM, LSTMState, RNN, gru, lstm};
+pub use sequential::{Sequential, seq};
 pub use var_builder::{Init, ShardedVarBuilder};
 pub use width::Width;

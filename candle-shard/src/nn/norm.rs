@@ -3,11 +3,11 @@ use crate::nn::{Init, ShardedVarBuilder};
 use crate::parallel::{LayerKind, ModuleStyle};
 use crate::{DTensor, Result};
 
-/// Layer norm over the last dim (Ba et al. 2016), with `weight` one and `bias` zero where fresh.
+/// Layer norm over the last dim (Ba et al. 2016), with `weight` one and `bias`, where there is one, zero where fresh.
 #[derive(Debug, Clone)]
 pub struct LayerNorm {
     weight: DTensor,
-    bias: DTensor,
+    bias: Option<DTensor>,
     eps: f64,
     style: ModuleStyle,
 }
@@ -15,19 +15,40 @@ pub struct LayerNorm {
 impl LayerNorm {
     /// A layer at the builder's path for rows of `width`.
     pub fn new(width: usize, eps: f64, vb: &ShardedVarBuilder) -> Result<Self> {
-        let style = vb.style();
-        let layout = style.layout(LayerKind::Norm)?;
-        let weight = vb.get(width, "weight", Init::Const(1.0), layout.weight, layout.varying)?;
+        let layer = layer_norm_no_bias(width, eps, vb)?;
+        let layout = layer.style.layout(LayerKind::Norm)?;
         let bias = vb.get(width, "bias", Init::Const(0.0), layout.bias, layout.varying_bias)?;
-        Ok(Self { weight, bias, eps, style })
+        Ok(Self { bias: Some(bias), ..layer })
     }
 
     /// The normalised rows, in the shape of `x`.
     pub fn forward(&self, x: &DTensor) -> Result<DTensor> {
         let [x] = self.style.inputs([x])?;
-        let [y] = self.style.outputs([&x.layer_norm(&self.weight, &self.bias, self.eps)?])?;
+        let y = match &self.bias {
+            Some(bias) => x.layer_norm(&self.weight, bias, self.eps)?,
+            None => x.layer_norm(&self.weight, &self.weight.zeros_like()?, self.eps)?,
+        };
+        let [y] = self.style.outputs([&y])?;
         Ok(y)
     }
+
+    /// The weight `[width]`.
+    pub fn weight(&self) -> &DTensor {
+        &self.weight
+    }
+
+    /// The bias `[width]`, if there is one.
+    pub fn bias(&self) -> Option<&DTensor> {
+        self.bias.as_ref()
+    }
+}
+
+/// Layer norm at the builder's path for rows of `width`, with the parameter `weight` alone.
+pub fn layer_norm_no_bias(width: usize, eps: f64, vb: &ShardedVarBuilder) -> Result<LayerNorm> {
+    let style = vb.style();
+    let layout = style.layout(LayerKind::Norm)?;
+    let weight = vb.get(width, "weight", Init::Const(1.0), layout.weight, layout.varying)?;
+    Ok(LayerNorm { weight, bias: None, eps, style })
 }
 
 /// RMS norm over the last dim (Zhang & Sennrich 2019), with `weight` one where fresh.

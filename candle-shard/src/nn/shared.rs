@@ -1,6 +1,7 @@
 //! Replicated variables that ranks use differently, perhaps many times: one sum over the ranks for all uses.
+use crate::dtensor::Origin;
 use crate::nn::found;
-use crate::{DTensor, Result, scoped};
+use crate::{Result, scoped};
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Shape, Tensor, TensorId};
 use candle_dist::backend::{Fresh, Ready};
 use candle_dist::{ProcessGroup, ReduceOp, add_grad};
@@ -19,18 +20,32 @@ struct Share {
     sum: Tensor,
 }
 
-/// A copy of a variable for one use, from which a share of the gradient comes back.
+/// A copy of a variable, or of a view of it, for one use, from which a share of the variable's gradient comes back.
 ///
-/// A recurrent model uses a weight at each step. An optimizer writes to it in place, so that no copy can be kept for several
-/// uses; their shares are kept instead, and summed over the ranks when the backward pass ends, all of a group in one call.
-pub(crate) fn view(variable: &Tensor, groups: Vec<ProcessGroup>) -> Result<Tensor> {
-    let copy = Ready::new(Fresh::copy_of(variable)?);
-    Ok(variable.apply_op1(Use { groups, copy })?)
+/// A recurrent model uses a weight, or its transpose, at each step. An optimizer writes to it in place, so that no copy can be
+/// kept for several uses; their shares are kept instead, and summed over the ranks when the backward pass ends, all of a group
+/// in one call.
+pub(crate) fn view(origin: &Origin, groups: Vec<ProcessGroup>) -> Result<Tensor> {
+    let Origin { variable, view } = origin.clone();
+    let copy = Ready::new(Fresh::copy_of(view.as_ref().unwrap_or(&variable))?);
+    // Of the variable itself: candle wants a gradient for what lies between.
+    Ok(variable.apply_op1(Use { groups, view, copy })?)
 }
 
 struct Use {
     groups: Vec<ProcessGroup>,
+    /// What was made of the variable and copied, if not the variable itself.
+    view: Option<Tensor>,
     copy: Ready,
+}
+
+impl Use {
+    /// The gradient of the variable, of that of what was copied.
+    fn of_variable(&self, variable: &Tensor, grad: &Tensor) -> candle_core::Result<Tensor> {
+        let Some(view) = &self.view else { return Ok(grad.clone()) };
+        let found = (view * grad.detach())?.sum_all()?.backward()?.remove(variable);
+        found.map_or_else(|| variable.zeros_like(), |grad| Ok(grad.detach()))
+    }
 }
 
 fn is_same(some: &[ProcessGroup], others: &[ProcessGroup]) -> bool {
@@ -51,17 +66,18 @@ impl CustomOp1 for Use {
     }
 
     fn bwd(&self, variable: &Tensor, _: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
+        let grad = self.of_variable(variable, grad)?;
         if !IS_COLLECTING.get() {
             // candle's own backward pass, at whose end nobody would sum.
-            let sum = self.groups.iter().try_fold(grad.clone(), |sum, group| group.all_reduce(&sum, ReduceOp::Sum))?;
+            let sum = self.groups.iter().try_fold(grad, |sum, group| group.all_reduce(&sum, ReduceOp::Sum))?;
             return Ok(Some(sum));
         }
         SHARES.with_borrow_mut(|shares| {
             let is_mine = |share: &&mut Share| share.variable == variable.id() && is_same(&share.groups, &self.groups);
             match shares.iter_mut().find(is_mine) {
-                Some(share) => share.sum = add_grad(Some(&share.sum), grad)?,
+                Some(share) => share.sum = add_grad(Some(&share.sum), &grad)?,
                 None => {
-                    let sum = add_grad(None, grad)?;
+                    let sum = add_grad(None, &grad)?;
                     shares.push(Share { groups: self.groups.clone(), variable: variable.id(), sum });
                 }
             }
@@ -88,9 +104,4 @@ pub(super) fn collecting<T>(f: impl FnOnce() -> Result<T>) -> Result<T> {
         }
     }
     Ok(made)
-}
-
-/// Whether several uses of a tensor must not share a copy of it, and share a sum instead.
-pub(crate) fn is_shared(tensor: &DTensor) -> bool {
-    tensor.to_local().is_variable() && tensor.trail().is_none()
 }

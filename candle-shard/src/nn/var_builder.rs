@@ -273,6 +273,14 @@ impl ShardedVarBuilder {
         self.build(&dims, name.into(), (init, None), placement, varying)
     }
 
+    /// A vector of this module that no gradient changes, such as running statistics; saved and loaded as parameters are.
+    ///
+    /// It is whole on the axis of fully sharded parameters: what a layer writes must not be a gathered copy.
+    pub(super) fn buffer(&self, size: usize, name: &str, value: f64, placement: Placement) -> Result<DTensor> {
+        let outside = Self { frozen: true, sharder: None, unit: None, ..self.clone() };
+        Ok(outside.get(size, name, Init::Const(value), placement, false)?.as_made())
+    }
+
     /// Like [`get`](Self::get), cut between units, and perhaps some rows of a stored tensor.
     pub(super) fn part(
         &self,

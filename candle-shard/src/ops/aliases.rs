@@ -1,6 +1,7 @@
 //! candle's other names: ops of two tensors broadcast here anyway, and elements leave the mesh as lists.
+use crate::kernels::Pool;
 use crate::{DTensor, Operand, Result};
-use candle_core::WithDType;
+use candle_core::{ToUsize2, WithDType};
 
 macro_rules! aliases {
     ($($alias:ident, $name:ident;)*) => {
@@ -37,6 +38,36 @@ impl DTensor {
         self.matmul(rhs)
     }
 
+    /// [`slice_scatter`](Self::slice_scatter) of dim 0.
+    #[track_caller]
+    pub fn slice_scatter0(&self, src: &Self, start: usize) -> Result<Self> {
+        self.slice_scatter(src, 0, start)
+    }
+
+    /// [`upsample_nearest1d`](Self::upsample_nearest1d) under candle's other name.
+    #[track_caller]
+    pub fn interpolate1d(&self, target_size: usize) -> Result<Self> {
+        self.upsample_nearest1d(target_size)
+    }
+
+    /// [`upsample_nearest2d`](Self::upsample_nearest2d) under candle's other name.
+    #[track_caller]
+    pub fn interpolate2d(&self, target_h: usize, target_w: usize) -> Result<Self> {
+        self.upsample_nearest2d([target_h, target_w])
+    }
+
+    /// [`avg_pool2d`](Self::avg_pool2d) with candle's arguments.
+    #[track_caller]
+    pub fn avg_pool2d_with_stride(&self, size: impl ToUsize2, stride: impl ToUsize2) -> Result<Self> {
+        self.avg_pool2d(pool(size, stride))
+    }
+
+    /// [`max_pool2d`](Self::max_pool2d) with candle's arguments.
+    #[track_caller]
+    pub fn max_pool2d_with_stride(&self, size: impl ToUsize2, stride: impl ToUsize2) -> Result<Self> {
+        self.max_pool2d(pool(size, stride))
+    }
+
     /// The only element of a tensor without dims, on every rank.
     pub fn to_vec0<S: WithDType>(&self) -> Result<S> {
         Ok(self.detach().full_tensor()?.to_vec0()?)
@@ -56,4 +87,8 @@ impl DTensor {
     pub fn to_vec3<S: WithDType>(&self) -> Result<Vec<Vec<Vec<S>>>> {
         Ok(self.detach().full_tensor()?.to_vec3()?)
     }
+}
+
+fn pool(size: impl ToUsize2, stride: impl ToUsize2) -> Pool {
+    Pool { size: size.to_usize2().into(), stride: stride.to_usize2().into() }
 }

@@ -4,6 +4,7 @@ use super::pointwise::{broadcast, broadcast_rows};
 use crate::placement::{Placement, Replicate};
 use crate::rules::{self, Row, Signature};
 use crate::{DTensor, Error, Result};
+use candle_core::op::CmpOp;
 use candle_core::{DType, Tensor};
 
 const SUM: Placement = Placement::PARTIAL_SUM;
@@ -36,6 +37,20 @@ comparisons! {
 }
 
 impl DTensor {
+    /// The comparison of this name: [`eq`](Self::eq), [`ne`](Self::ne), [`lt`](Self::lt), [`le`](Self::le),
+    /// [`gt`](Self::gt) or [`ge`](Self::ge).
+    #[track_caller]
+    pub fn cmp(&self, rhs: impl Operand, op: CmpOp) -> Result<Self> {
+        match op {
+            CmpOp::Eq => self.eq(rhs),
+            CmpOp::Ne => self.ne(rhs),
+            CmpOp::Lt => self.lt(rhs),
+            CmpOp::Le => self.le(rhs),
+            CmpOp::Gt => self.gt(rhs),
+            CmpOp::Ge => self.ge(rhs),
+        }
+    }
+
     #[track_caller]
     fn compare(
         &self,

@@ -239,7 +239,7 @@ impl DTensor {
 
     /// `[b, c, ..]` plus a bias `[c]`.
     #[track_caller]
-    fn with_bias(self, op: &'static str, bias: Option<&Self>) -> Result<Self> {
+    pub(crate) fn with_bias(self, op: &'static str, bias: Option<&Self>) -> Result<Self> {
         let Some(bias) = bias else { return Ok(self) };
         if bias.dims() != &self.dims()[1..2] || bias.dtype() != self.dtype() {
             let reason = format!("bias {} for an output {}: want [{}]", bias.spec(), self.spec(), self.dims()[1]);

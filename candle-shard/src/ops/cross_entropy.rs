@@ -1,6 +1,6 @@
 //! Cross entropy over classes that may be sharded, with means over the global batch.
+use super::lookup::read_indexes;
 use super::neutral;
-use crate::agreement::refuse_data;
 use crate::ops::loss::{Reduction, loss_dtype};
 use crate::placement::{Placement, Replicate, Shard};
 use crate::rules::{self, Row, Rows, Signature};
@@ -122,7 +122,7 @@ impl CrossEntropy {
         let inputs: SmallVec<[&DTensor; 3]> = [scores, targets].into_iter().chain(&weights).collect();
         let signature = || signature(op, scores, targets, weights.as_ref());
         let sum = rules::run(op, &[], &inputs, signature, |x, _| {
-            let goals = self.goals(op, &x[0], &x[1], x.get(2))?;
+            let goals = self.goals(op, &x[0], [targets, &x[1]], x.get(2))?;
             local(x, goals)
         })?;
         let loss = match self.reduction {
@@ -154,7 +154,8 @@ impl CrossEntropy {
             Ok(Signature::new((0..targets.rank()).map(row).collect(), &[], dtype))
         };
         rules::run("total weight of targets", &[dtype as usize], &inputs, signature, |x, _| {
-            let Targets { classes, weights } = self.read(op, &x[0], scores.dims()[scores.rank() - 1], x.get(1))?;
+            let Targets { classes, weights } =
+                self.read(op, [targets, &x[0]], scores.dims()[scores.rank() - 1], x.get(1))?;
             let total: f64 = classes.iter().flatten().map(|&class| weight_of(&weights, class)).sum();
             Ok(Tensor::new(total, x[0].device())?.to_dtype(dtype)?)
         })
@@ -166,7 +167,7 @@ impl CrossEntropy {
         &self,
         op: &'static str,
         scores: &DTensor,
-        targets: &DTensor,
+        targets: [&DTensor; 2],
         weights: Option<&DTensor>,
     ) -> Result<kernels::Goals> {
         let class_dim = scores.rank() - 1;
@@ -191,20 +192,23 @@ impl CrossEntropy {
         })
     }
 
-    /// The targets and weights that are here.
+    /// The targets, given and laid out by an op, and the weights that are here.
     #[track_caller]
-    fn read(&self, op: &'static str, targets: &DTensor, classes: usize, weights: Option<&DTensor>) -> Result<Targets> {
+    fn read(
+        &self,
+        op: &'static str,
+        targets: [&DTensor; 2],
+        classes: usize,
+        weights: Option<&DTensor>,
+    ) -> Result<Targets> {
         let class_of = |target: i64| match usize::try_from(target) {
             _ if Some(target) == self.ignore_index => Ok(None),
             Ok(class) if class < classes => Ok(Some(class)),
-            _ => {
-                let reason = format!("target {target} is outside the {classes} classes 0..{classes}, and not ignored");
-                refuse_data(op, reason, targets)
-            }
+            _ => Err(format!("target {target} is outside the {classes} classes 0..{classes}, and not ignored")),
         };
-        let values: Vec<i64> = targets.to_local().to_dtype(DType::I64)?.flatten_all()?.to_vec1()?;
+        let classes = read_indexes(op, targets, class_of)?;
         let weights = weights.map(|w| w.to_local().to_dtype(DType::F64)?.to_vec1()).transpose()?;
-        Ok(Targets { classes: values.into_iter().map(class_of).collect::<Result<_>>()?, weights })
+        Ok(Targets { classes, weights })
     }
 }
 

@@ -1,6 +1,5 @@
 //! Rows of a table, one by one or in bags, and rows made shorter in place.
-use super::lookup::{check_indexes, checked};
-use crate::agreement::{refuse_data, was_cut};
+use super::lookup::{check_indexes, checked, outside, read_indexes};
 use crate::embedding::bags::{Bounds, check_weights};
 use crate::embedding::options::{EmbeddingBagOptions, EmbeddingOptions, Renorm};
 use crate::embedding::renorm::limit_rows;
@@ -141,8 +140,8 @@ impl DTensor {
     #[track_caller]
     fn all_ids(&self, op: &'static str, ids: &Self) -> Result<Vec<u32>> {
         check_indexes(op, ids)?;
-        let ids = rules::lay_out(op, ids, |_| Replicate)?;
-        read_ids(op, &ids, self.dims()[0])
+        let whole = rules::lay_out(op, ids, |_| Replicate)?;
+        read_ids(op, [&whole, &whole], self.dims()[0])
     }
 
     /// The rows that are looked up, whole on every rank but for columns, and the ids and the padding among them.
@@ -154,7 +153,7 @@ impl DTensor {
             Ok(Signature::new(rows, ids.dims(), DType::U32))
         };
         let places = rules::run("rows_apart", &[], &[ids], signature, |x, out| {
-            let local = read_ids(op, &x[0], self.dims()[0])?;
+            let local = read_ids(op, [ids, &x[0]], self.dims()[0])?;
             let places = local.into_iter().map(|id| wanted.binary_search(&id).unwrap_or_default() as u32);
             Ok(Tensor::from_vec(places.collect(), out.local_shape().as_slice(), ids.device())?)
         })?;
@@ -202,10 +201,7 @@ impl DTensor {
         };
         let made = rules::run(OP, &attributes, &inputs, signature, |x, _| {
             let bounds = bounds.unwrap_or_else(|| Bounds::even(x[1].to_local().dims())).0;
-            if was_cut(ids, &x[1]) {
-                read_ids(OP, ids, self.dims()[0])?;
-            }
-            let ids = read_ids(OP, &x[1], self.dims()[0])?;
+            let ids = read_ids(OP, [ids, &x[1]], self.dims()[0])?;
             let [part, _] = x[0].parts();
             let counts = |id: u32| Some(id) != padding;
             let place = |&id: &u32| match counts(id) && part.contains(&(id as usize)) {
@@ -219,7 +215,7 @@ impl DTensor {
                 return Ok(kernels::embedding_bag(table, &bags, mode, weights)?);
             }
             // Each rank has its part of the sum, and the count of all. A sum may be too large for 16 bits.
-            let sums = kernels::embedding_bag(&table.to_dtype(wide(table.dtype()))?, &bags, BagMode::Sum, None)?;
+            let sums = kernels::wide_embedding_bag(table, &bags, BagMode::Sum, None)?;
             let counted = |pair: &[usize]| ids[pair[0]..pair[1]].iter().filter(|&&id| counts(id)).count().max(1) as f64;
             let divisors: Vec<f64> = bounds.windows(2).map(counted).collect();
             let divisors = Tensor::from_vec(divisors, (bounds.len() - 1, 1), sums.device())?.to_dtype(sums.dtype())?;
@@ -234,20 +230,10 @@ fn resolved(_: usize, placement: Placement) -> Placement {
     if placement.is_partial() { Replicate } else { placement }
 }
 
-/// The dtype in which numbers of a dtype are added up.
-fn wide(dtype: DType) -> DType {
-    match dtype {
-        DType::F16 | DType::BF16 => DType::F32,
-        dtype => dtype,
-    }
-}
-
-/// Ids in row-major order, which must be rows of a table of so many.
-fn read_ids(op: &'static str, ids: &DTensor, rows: usize) -> Result<Vec<u32>> {
-    let values = ids.to_local().flatten_all()?.to_dtype(DType::I64)?.to_vec1::<i64>()?;
-    let row = |id: i64| u32::try_from(id).ok().filter(|&row| (row as usize) < rows).ok_or(id);
-    let read: std::result::Result<Vec<u32>, i64> = values.into_iter().map(row).collect();
-    read.or_else(|bad| refuse_data(op, format!("index {bad} is outside of dim 0 of size {rows}"), ids))
+/// Ids in row-major order, which must be rows of a table of so many; those that were given and those that an op laid out.
+fn read_ids(op: &'static str, ids: [&DTensor; 2], rows: usize) -> Result<Vec<u32>> {
+    let row = |id: i64| u32::try_from(id).ok().filter(|&row| (row as usize) < rows);
+    read_indexes(op, ids, |id| row(id).ok_or_else(|| outside(id, 0, rows)))
 }
 
 /// The number of bags, or what is wrong with what makes them.

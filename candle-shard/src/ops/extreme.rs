@@ -68,7 +68,7 @@ impl Extreme {
 }
 
 /// 1 where an element is not a number; `None` if it is known that there is none.
-fn nans(x: &Tensor) -> candle_core::Result<Option<Tensor>> {
+pub(super) fn nans(x: &Tensor) -> candle_core::Result<Option<Tensor>> {
     let x = x.detach();
     if !x.dtype().is_float() || x.device().is_cpu() && !has_nan(&x)? {
         return Ok(None);

@@ -117,17 +117,39 @@ pub(super) fn held(op: &'static str, indexes: [&DTensor; 2], x: &DTensor, dim: u
 
 /// Like [`held`], as a list in row-major order.
 pub(super) fn places(op: &'static str, indexes: [&DTensor; 2], x: &DTensor, dim: usize) -> Result<Vec<u32>> {
-    let [given, indexes] = indexes;
-    if was_cut(given, indexes) {
-        places(op, [given, given], x, dim)?;
-    }
     let size = x.dims()[dim];
     let part: Range<usize> = x.spec().local_block()[dim].clone();
     let place = |index: i64| {
-        let inside = usize::try_from(index).ok().filter(|&index| index < size).ok_or(index)?;
+        let inside = usize::try_from(index).ok().filter(|&index| index < size);
+        let inside = inside.ok_or_else(|| outside(index, dim, size))?;
         Ok(if part.contains(&inside) { (inside - part.start) as u32 } else { NOWHERE })
     };
-    let values = indexes.to_local().flatten_all()?.to_dtype(DType::I64)?.to_vec1::<i64>()?;
-    let places: std::result::Result<Vec<u32>, i64> = values.into_iter().map(place).collect();
-    places.or_else(|bad| refuse_data(op, format!("index {bad} is outside of dim {dim} of size {size}"), indexes))
+    read_indexes(op, indexes, place)
+}
+
+/// What is wrong with an index of a dim of this size.
+pub(super) fn outside(index: i64, dim: usize, size: usize) -> String {
+    format!("index {index} is outside of dim {dim} of size {size}")
+}
+
+/// What `read` makes of each index that is here, in row-major order; `indexes` are those that were given and those that the
+/// op laid out.
+///
+/// The only reader of what only data can say to be wrong. Indexes that were given whole, and that the op cut, are checked
+/// whole first, so that all ranks refuse the same one.
+pub(super) fn read_indexes<T>(
+    op: &'static str,
+    indexes: [&DTensor; 2],
+    read: impl Fn(i64) -> std::result::Result<T, String>,
+) -> Result<Vec<T>> {
+    let [given, laid] = indexes;
+    let all = |indexes: &DTensor| -> Result<Vec<T>> {
+        let values = indexes.to_local().to_dtype(DType::I64)?.flatten_all()?.to_vec1::<i64>()?;
+        let read: std::result::Result<Vec<T>, String> = values.into_iter().map(&read).collect();
+        read.or_else(|reason| refuse_data(op, reason, indexes))
+    };
+    if was_cut(given, laid) {
+        all(given)?;
+    }
+    all(laid)
 }

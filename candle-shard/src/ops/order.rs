@@ -1,4 +1,8 @@
 //! Order along the last dim: sorting, and the largest elements.
+//!
+//! What is not a number counts as larger than every number, as in PyTorch. candle's order of such elements depends on where
+//! they stand.
+use super::extreme::nans;
 use super::rowwise::rows;
 use crate::placement::Shard;
 use crate::rules::{self, Plan, Row, Signature};
@@ -15,6 +19,8 @@ type Pair = (DTensor, DTensor);
 impl DTensor {
     /// The elements sorted along the last dim, and their indices there (u32); equal ones keep their order.
     ///
+    /// What is not a number counts as larger than every number.
+    ///
     /// A sharded last dim is gathered, or another dim cut in its place.
     #[track_caller]
     pub fn sort_last_dim(&self, ascending: bool) -> Result<Pair> {
@@ -24,8 +30,9 @@ impl DTensor {
             Ok(Signature::new(rows, self.dims(), self.dtype()).and(self.dims(), DType::U32))
         };
         let made = rules::run_all("sort_last_dim", &[], &[self], signature, |x, _| {
-            let (values, places) = x[0].to_local().contiguous()?.sort_last_dim(ascending)?;
-            Ok(smallvec![values, places])
+            let x = x[0].to_local().contiguous()?;
+            let places = order(&x, ascending)?;
+            Ok(smallvec![x.gather(&places, D::Minus1)?, places])
         })?;
         Ok(pair(made))
     }
@@ -37,6 +44,8 @@ impl DTensor {
     }
 
     /// The `k` largest elements of the last dim in descending order, and their indices (u32); of equal ones the first.
+    ///
+    /// What is not a number counts as larger than every number.
     ///
     /// On a sharded last dim each rank finds `k` of its own, which are exchanged with their indices, not the tensor.
     ///
@@ -120,10 +129,20 @@ fn pair(mut made: SmallVec<[DTensor; 1]>) -> Pair {
     (made.remove(0), places)
 }
 
+/// The places in the last dim that bring its elements into order.
+fn order(x: &Tensor, ascending: bool) -> candle_core::Result<Tensor> {
+    let Some(nan) = nans(x)? else { return x.arg_sort_last_dim(ascending) };
+    // Twice, since sorts are stable: first as if infinite, then all that are no numbers behind what is infinite.
+    let above = Tensor::full(f64::INFINITY, x.shape(), x.device())?.to_dtype(x.dtype())?;
+    let by_number = nan.where_cond(&above, &x.detach())?.arg_sort_last_dim(ascending)?;
+    let by_nan = nan.gather(&by_number, D::Minus1)?.arg_sort_last_dim(ascending)?;
+    by_number.gather(&by_nan, D::Minus1)
+}
+
 /// The `k` largest elements of the last dim, and their places in it.
 fn largest(x: &Tensor, k: usize) -> Result<SmallVec<[Tensor; 1]>> {
     let x = x.contiguous()?;
-    let places = x.arg_sort_last_dim(false)?.narrow(D::Minus1, 0, k)?.contiguous()?;
+    let places = order(&x, false)?.narrow(D::Minus1, 0, k)?.contiguous()?;
     Ok(smallvec![x.gather(&places, D::Minus1)?, places])
 }
 

@@ -86,6 +86,29 @@ impl DTensor {
         })
     }
 
+    /// Images scaled by these factors, rounded down to whole pixels, bilinear between pixels: `[b, c, h, w]` to
+    /// `[b, c, ⌊h · scale_h⌋, ⌊w · scale_w⌋]`, as candle's and PyTorch's with a `scale_factor`.
+    ///
+    /// # Errors
+    /// Unless there are four dims, the image has an element, and the factors are finite and positive.
+    #[track_caller]
+    pub fn upsample_bilinear2d_with_scale(&self, scale_h: f64, scale_w: f64, align_corners: bool) -> Result<Self> {
+        let op = "upsample_bilinear2d_with_scale";
+        let scales = [scale_h, scale_w];
+        let &[_, _, h, w] = self.dims() else { return Error::op(op, format!("{}: want [b, c, h, w]", self.spec())) };
+        if !scales.iter().all(|scale| scale.is_finite() && *scale > 0.0) {
+            return Error::op(op, format!("factors {scales:?}: want finite numbers above 0"));
+        }
+        let size = [(h as f64 * scale_h).floor() as usize, (w as f64 * scale_w).floor() as usize];
+        let signature = || {
+            self.check_float(op)?;
+            self.resized_images(op, size)
+        };
+        rules::run(op, &size, &[self], signature, |x, _| {
+            Ok(kernels::upsample_bilinear2d_scaled(x[0].to_local(), size, scales, align_corners)?)
+        })
+    }
+
     #[track_caller]
     fn resized_images(&self, op: &'static str, size: [usize; 2]) -> Result<Signature> {
         match *self.dims() {

@@ -163,12 +163,7 @@ impl DTensor {
     #[track_caller]
     fn slice_scatter_plan(&self, src: &Self, dim: usize, part: &Range<usize>) -> Result<Plan> {
         check_meshes("slice_scatter", &[self, src])?;
-        let same = |d: usize| d == dim || src.dims()[d] == self.dims()[d];
-        let fits = src.rank() == self.rank() && (0..self.rank()).all(same) && part.end <= self.dims()[dim];
-        if !fits || src.dtype() != self.dtype() {
-            let reason = format!("{} at {} of dim {dim} of {}", src.spec(), part.start, self.spec());
-            return Error::op("slice_scatter", format!("{reason}: want it inside, other dims and dtype alike"));
-        }
+        self.check_fits("slice_scatter", src, dim, part)?;
         let outermost = self.sharded_axes(dim).next();
         let mut base = self.targets();
         let mut piece = Targets::new();
@@ -220,6 +215,18 @@ impl DTensor {
         Ok(made.remove(0).aliasing(self))
     }
 
+    /// Refuses a source that is not `part` of a dim of this tensor.
+    #[track_caller]
+    pub(super) fn check_fits(&self, op: &'static str, src: &Self, dim: usize, part: &Range<usize>) -> Result<()> {
+        let same = |d: usize| d == dim || src.dims()[d] == self.dims()[d];
+        let fits = src.rank() == self.rank() && (0..self.rank()).all(same) && part.end <= self.dims()[dim];
+        if fits && src.dtype() == self.dtype() {
+            return Ok(());
+        }
+        let reason = format!("{} at {} of dim {dim} of {}", src.spec(), part.start, self.spec());
+        Error::op(op, format!("{reason}: want it inside, other dims and dtype alike"))
+    }
+
     #[track_caller]
     fn check_part(&self, op: &'static str, dim: usize, start: usize, len: usize) -> Result<Range<usize>> {
         let (end, size) = (start.saturating_add(len), self.dims()[dim]);
@@ -234,7 +241,7 @@ impl DTensor {
 }
 
 /// How many elements of `part` lie in each of the pieces of a dim.
-fn overlaps(sizes: &[usize], part: &Range<usize>) -> Dims {
+pub(super) fn overlaps(sizes: &[usize], part: &Range<usize>) -> Dims {
     let piece = |start: &mut usize, size: &usize| {
         *start += size;
         Some(within(&(*start - size..*start), part).len())
@@ -243,7 +250,7 @@ fn overlaps(sizes: &[usize], part: &Range<usize>) -> Dims {
 }
 
 /// The elements of `part` that lie in `held`, counted from the start of it.
-fn within(held: &Range<usize>, part: &Range<usize>) -> Range<usize> {
+pub(super) fn within(held: &Range<usize>, part: &Range<usize>) -> Range<usize> {
     let inside = |at: usize| at.clamp(held.start, held.end) - held.start;
     inside(part.start)..inside(part.end)
 }

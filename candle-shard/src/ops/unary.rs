@@ -1,7 +1,7 @@
 //! Elementwise functions of one tensor: any dim may be sharded, and what a function keeps of a reduction passes through.
 use crate::placement::{Partial, Placement, Shard};
 use crate::rules::{self, Row, Rows, Signature};
-use crate::{DTensor, Result};
+use crate::{DTensor, Error, Result};
 use Order::{Falling, Neither, Rising};
 use candle_core::{DType, Tensor};
 use candle_dist::ReduceOp;
@@ -84,8 +84,6 @@ unary_ops! {
     rsqrt, Neither, |x| x.sqrt()?.recip();
     /// The square.
     sqr, Neither, Tensor::sqr;
-    /// The absolute value.
-    abs, Neither, Tensor::abs;
     /// The sine.
     sin, Neither, Tensor::sin;
     /// The cosine.
@@ -163,16 +161,40 @@ impl DTensor {
         self.unary("powf", Neither, |x| x.powf(e))
     }
 
-    /// Each element with its sign changed.
+    /// Each element with its sign changed; the least whole number of its dtype has no other.
+    ///
+    /// # Errors
+    /// If the elements are whole numbers without a sign.
     #[track_caller]
     pub fn neg(&self) -> Result<Self> {
+        let is_int = self.dtype().is_int();
         let signature = || {
-            self.check_float("neg")?;
+            if matches!(self.dtype(), DType::U8 | DType::U32) {
+                let reason = format!("{} holds no negative numbers; convert it with to_dtype", self.spec());
+                return Error::op("neg", reason);
+            }
             let mut rows = unary_rows(self.rank(), true);
-            rows.extend(extreme_rows(Falling, 0, &[self]));
+            // Whole numbers wrap around.
+            rows.extend(extreme_rows(if is_int { Neither } else { Falling }, 0, &[self]));
             Ok(Signature::new(rows, self.dims(), self.dtype()))
         };
-        rules::run("neg", &[], &[self], signature, |x, _| Ok(x[0].to_local().neg()?))
+        rules::run("neg", &[], &[self], signature, |x, _| Ok(negated(x[0].to_local())?))
+    }
+
+    /// The absolute value of each element, whole numbers too.
+    #[track_caller]
+    pub fn abs(&self) -> Result<Self> {
+        match self.dtype() {
+            DType::U8 | DType::U32 => Ok(self.clone()),
+            dtype if dtype.is_int() => {
+                let signature = || Ok(Signature::new(unary_rows(self.rank(), false), self.dims(), dtype));
+                rules::run("abs", &[], &[self], signature, |x, _| {
+                    let x = x[0].to_local();
+                    Ok(x.maximum(&negated(x)?)?)
+                })
+            }
+            _ => self.unary("abs", Neither, Tensor::abs),
+        }
     }
 
     /// `x · mul + add`; partial sums stay partial where `add` is zero.
@@ -220,4 +242,9 @@ impl DTensor {
         let detached = DTensor::assemble(self.to_local().detach(), self.shared_spec().clone(), 0);
         detached.aliasing(self)
     }
+}
+
+/// candle has no functions of whole numbers, but differences.
+fn negated(x: &Tensor) -> candle_core::Result<Tensor> {
+    if x.dtype().is_int() { x.zeros_like()?.sub(x) } else { x.neg() }
 }

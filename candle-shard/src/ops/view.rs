@@ -131,7 +131,8 @@ impl DTensor {
     pub fn contiguous(&self) -> Result<Self> {
         // A tensor of its own on all ranks, though only some may have to copy: kept views must be alike on all.
         let local = self.to_local().contiguous()?;
-        Ok(DTensor::assemble(local, self.shared_spec().clone(), self.varying()).aliasing(self))
+        let made = DTensor::assemble(local, self.shared_spec().clone(), self.varying());
+        Ok(made.made_locally_of(self).aliasing(self))
     }
 
     #[track_caller]

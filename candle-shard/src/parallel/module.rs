@@ -16,6 +16,12 @@ pub enum LayerKind {
     Embedding,
     /// `weight` `[width]`, `bias` `[width]`.
     Norm,
+    /// `weight` `[out, in, ..]`, `bias` `[out]`; inputs and outputs have their channels in dim 1.
+    Conv,
+    /// `weight` `[in, out, ..]`, `bias` `[out]`; inputs and outputs have their channels in dim 1.
+    ConvTranspose,
+    /// `weight` `[channels]`, `bias` `[channels]`; inputs and outputs have their channels in dim 1.
+    Channels,
     /// A module of other layers, without parameters of its own.
     Module,
 }
@@ -33,8 +39,8 @@ pub struct Layout {
     pub varying_bias: bool,
 }
 
-/// What a plan says about one module of a model.
-#[derive(Debug, Clone)]
+/// What a plan says about one module of a model; by default nothing.
+#[derive(Debug, Clone, Default)]
 pub struct ModuleStyle {
     pub(super) path: String,
     pub(super) style: Option<Style>,
@@ -48,25 +54,32 @@ impl ModuleStyle {
     /// # Errors
     /// If the style does not apply to the kind.
     pub fn layout(&self, kind: LayerKind) -> Result<Layout> {
-        use LayerKind::{Embedding, FusedQkv, Linear, Module, Norm};
+        use LayerKind::{Channels, Conv, ConvTranspose, Embedding, FusedQkv, Linear, Module, Norm};
         let fixed = |weight, bias| Layout { weight, bias, varying: false, varying_bias: false };
         let whole = fixed(Replicate, Replicate);
         match (&self.style, kind) {
             (None, _) | (Some(Style::PrepareInput(_)), Linear | FusedQkv | Norm | Module) => Ok(whole),
             (Some(Style::PrepareOutput(_)), Linear | Embedding | Norm | Module) => Ok(whole),
             (Some(Style::PrepareInputOutput(_)), Linear | Norm | Module) => Ok(whole),
-            (Some(Style::Colwise(_)), Linear | FusedQkv) => Ok(fixed(Shard(0), Shard(0))),
+            (
+                Some(Style::PrepareInput(_) | Style::PrepareOutput(_) | Style::PrepareInputOutput(_)),
+                Conv | ConvTranspose | Channels,
+            ) => Ok(whole),
+            (Some(Style::Colwise(_)), Linear | FusedQkv | Conv | Channels) => Ok(fixed(Shard(0), Shard(0))),
+            (Some(Style::Colwise(_)), ConvTranspose) => Ok(fixed(Shard(1), Shard(0))),
             (Some(Style::Colwise(_)), Embedding) => Ok(fixed(Shard(1), Replicate)),
-            (Some(Style::Rowwise(style)), Linear) => {
+            (Some(Style::Rowwise(style)), Linear | Conv | ConvTranspose) => {
                 // Added to pieces of the output, the bias gets a share of its gradient on each rank.
                 let varying_bias = style.output.shard_dim().is_some();
-                Ok(Layout { varying_bias, ..fixed(Shard(1), Replicate) })
+                let weight = Shard(if kind == ConvTranspose { 0 } else { 1 });
+                Ok(Layout { varying_bias, ..fixed(weight, Replicate) })
             }
             (Some(Style::Rowwise(_)), Embedding) => Ok(fixed(Shard(0), Replicate)),
             (Some(Style::Sequence(_)), Norm | Embedding) => Ok(Layout { varying: true, varying_bias: true, ..whole }),
             (Some(style), kind) => {
                 let fit = match kind {
-                    Linear => "ColwiseParallel or RowwiseParallel",
+                    Linear | Conv | ConvTranspose => "ColwiseParallel or RowwiseParallel",
+                    Channels => "ColwiseParallel",
                     FusedQkv => "ColwiseParallel",
                     Embedding => "ColwiseParallel, RowwiseParallel or SequenceParallel",
                     Norm => "SequenceParallel",
@@ -94,18 +107,26 @@ impl ModuleStyle {
     /// # Errors
     /// If the style lists another number of inputs, or an input has no such dim; before anything is communicated.
     pub fn inputs<const N: usize>(&self, x: [&DTensor; N]) -> Result<[DTensor; N]> {
+        self.inputs_of(LayerKind::Module, x)
+    }
+
+    /// Like [`inputs`](Self::inputs), for a layer of this kind.
+    pub(crate) fn inputs_of<const N: usize>(&self, kind: LayerKind, x: [&DTensor; N]) -> Result<[DTensor; N]> {
+        use LayerKind::{Channels, Conv, ConvTranspose};
         let Some(style) = &self.style else { return Ok(x.map(DTensor::clone)) };
         if let Some(listed) = style.listed_inputs() {
             return self.lay_out_all("inputs", x, listed, false);
         }
         let first = match style {
+            Style::Colwise(_) if kind == Channels => Some(Shard(1)),
             // A column-cut layer uses its input differently on each rank: gathered for that right away.
             Style::Colwise(_) => Some(Replicate),
+            Style::Rowwise(_) if matches!(kind, Conv | ConvTranspose) => Some(Shard(1)),
             Style::Rowwise(_) => x.first().map(|x| Shard(x.rank().saturating_sub(1))),
             Style::Sequence(style) => Some(Shard(style.dim)),
             _ => None,
         };
-        self.lay_out_all("inputs", x, &first_of::<N>(first), matches!(style, Style::Colwise(_)))
+        self.lay_out_all("inputs", x, &first_of::<N>(first), matches!(style, Style::Colwise(_)) && kind != Channels)
     }
 
     /// The module's outputs as the style leaves them; that of a layer is the first.

@@ -117,7 +117,13 @@ pub(crate) fn run_planned(
     } else {
         local(&laid_out, &plan.outs)?
     };
-    let wrap = |(local, spec): (Tensor, &Arc<Spec>)| DTensor::assemble(local, spec.clone(), plan.varying);
+    let wrap = |(local, spec): (Tensor, &Arc<Spec>)| {
+        let made = DTensor::assemble(local, spec.clone(), plan.varying);
+        match (inputs, &plan.inputs[..]) {
+            ([x], [moves]) if moves.is_empty() => made.made_locally_of(x),
+            _ => made,
+        }
+    };
     Ok(made.into_iter().zip(&plan.outs).map(wrap).collect())
 }
 

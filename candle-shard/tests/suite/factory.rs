@@ -74,6 +74,17 @@ fn every_factory_makes_the_shards_of_one_device() {
                 let made = DTensor::arange(0.5f32, 3.25, &cpu, &mesh, &at)?;
                 assert_eq!(value_error(&made, &Tensor::arange(0.5f32, 3.25, &cpu)?)?, 0.0, "{}", made.spec());
                 assert_eq!(DTensor::arange(3u32, 1, &cpu, &mesh, &at)?.dims(), [0]);
+                for (start, end, step) in [(0.1f32, 2.0, 0.3), (3.0, -1.5, -0.7), (0.0, 1.0, 5.0), (1.0, 0.0, 0.1)] {
+                    let want = Tensor::arange_step(start, end, step, &cpu)?;
+                    let made = DTensor::arange_step(start, end, step, &cpu, &mesh, &at)?;
+                    assert_eq!((made.dims(), value_error(&made, &want)?), (want.dims(), 0.0), "{}", made.spec());
+                }
+                // candle's own goes past the last number of the dtype here.
+                let made = DTensor::arange_step(0u8, 255, 100, &cpu, &mesh, &at)?;
+                assert_eq!(made.to_vec1::<u8>()?, [0, 100, 200]);
+                for (start, end, step) in [(0.0, 1.0, 0.0), (0.0, 1.0, f64::NAN), (1e17, 2e17, 1.0)] {
+                    assert!(DTensor::arange_step(start, end, step, &cpu, &mesh, &at).is_err());
+                }
             }
             Ok(())
         });

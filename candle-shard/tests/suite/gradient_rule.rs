@@ -453,6 +453,48 @@ fn uses_that_differ_on_two_axes_share_one_all_reduce_on_each() {
     });
 }
 
+#[test]
+fn views_of_a_replicated_weight_share_one_backward_all_reduce() {
+    for axes in [&[1][..], &[2], &[3], &[4], &[2, 2]] {
+        on_ranks(axes.iter().product(), "views", move |ctx| -> Result<()> {
+            let mesh = mesh(ctx, axes)?;
+            let (input, weight, bias) =
+                (values(&[5, 3], 1, DType::F64), values(&[3, 3], 2, DType::F64), values(&[1, 6], 3, DType::F64));
+            let lays = |lay| vec![Lay::At(lay); axes.len()];
+            let x = Leaf::new(&input, &mesh, &lays(Shard(0)))?;
+            let [w, b] = [&weight, &bias].map(|whole| Leaf::new(whole, &mesh, &lays(Replicate)).unwrap());
+            let plain = plain_grads(&[&input, &weight, &bias], |v| {
+                (0..4).try_fold(v[0].as_tensor().clone(), |h, _| {
+                    let bias = v[2].narrow(1, 2, 3)?.squeeze(0)?;
+                    h.matmul(&v[1].t()?)?.broadcast_add(&bias)?.matmul(&v[1].t()?.contiguous()?)?.tanh()
+                })
+            });
+            let run = || {
+                (0..4).try_fold(x.tensor.clone(), |h, _| {
+                    let bias = b.tensor.narrow(1, 2, 3)?.squeeze(0)?;
+                    h.matmul(&w.tensor.t()?)?.add(&bias)?.matmul(&w.tensor.t()?.contiguous()?)?.tanh()
+                })
+            };
+            let loss = run()?.sum_all()?;
+            let (grads, counts) = comm::record(|| loss.backward());
+            let local = run()?.sum_all()?.full_tensor()?.backward()?;
+            for grads in [grads?, local] {
+                for (leaf, want) in [&x, &w, &b].into_iter().zip(&plain) {
+                    close(leaf.gradient_error(&grads, want)?, "views");
+                }
+            }
+            let once = axes.iter().filter(|&&size| size > 1).count();
+            assert_eq!((counts.get(Op::AllReduce).count, counts.total()), (once, once), "{counts}");
+            // A step in place between two passes is seen by the next.
+            w.var.set(&(w.var.as_detached_tensor() * 2.0)?)?;
+            let plain = plain_grads(&[&input, &(&weight * 2.0)?], |v| v[0].matmul(&v[1].t()?)?.sqr());
+            let grads = x.tensor.matmul(&w.tensor.t()?)?.sqr()?.sum_all()?.backward()?;
+            close(w.gradient_error(&grads, &plain[1])?, "after a step in place");
+            Ok(())
+        });
+    }
+}
+
 /// A node whose backward pass panics.
 struct Panics;
 

@@ -13,6 +13,7 @@ mod fsdp;
 mod fused_qkv;
 mod gradient_rule;
 mod kernels;
+mod layers;
 mod ops;
 mod optimiser_state;
 mod plans;

@@ -200,11 +200,18 @@ fn pools_and_sizes_of_images() {
 }
 
 /// candle's own have no gradient: the matrices that they are, found by asking for the images of single pixels.
-fn plain_bilinear(x: &Tensor, size: [usize; 2], align: bool) -> candle_core::Result<Tensor> {
+fn plain_resized(
+    x: &Tensor,
+    resize: impl FnOnce(&Tensor) -> candle_core::Result<Tensor>,
+) -> candle_core::Result<Tensor> {
     let (b, c, h, w) = x.dims4()?;
-    let pixels = Tensor::eye(h * w, x.dtype(), &Cpu)?.reshape((h * w, 1, h, w))?;
-    let images = pixels.upsample_bilinear2d(size[0], size[1], align)?.reshape((h * w, size[0] * size[1]))?;
-    x.reshape((b * c, h * w))?.matmul(&images)?.reshape((b, c, size[0], size[1]))
+    let images = resize(&Tensor::eye(h * w, x.dtype(), &Cpu)?.reshape((h * w, 1, h, w))?)?;
+    let (_, _, oh, ow) = images.dims4()?;
+    x.reshape((b * c, h * w))?.matmul(&images.reshape((h * w, oh * ow))?)?.reshape((b, c, oh, ow))
+}
+
+fn plain_bilinear(x: &Tensor, size: [usize; 2], align: bool) -> candle_core::Result<Tensor> {
+    plain_resized(x, |pixels| pixels.upsample_bilinear2d(size[0], size[1], align))
 }
 
 #[test]
@@ -219,6 +226,16 @@ fn images_of_other_sizes_and_borders() {
                 &x,
                 move |x| x[0].upsample_bilinear2d(size, align),
                 move |x| plain_bilinear(&x[0], size, align),
+            ));
+        }
+        for (scales, align) in [([1.6, 0.7], false), ([0.6, 2.0], true), ([1.1, 1.9], false), ([1.1, 1.1], false)] {
+            cases.push(Case::new(
+                &format!("bilinear by {scales:?} {align}"),
+                &x,
+                move |x| x[0].upsample_bilinear2d_with_scale(scales[0], scales[1], align),
+                move |x| {
+                    plain_resized(&x[0], |pixels| pixels.upsample_bilinear2d_with_scale(scales[0], scales[1], align))
+                },
             ));
         }
         cases.push(Case::new(

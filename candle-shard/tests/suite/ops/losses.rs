@@ -1,3 +1,4 @@
+use crate::common::{mesh, values};
 use crate::ops::sweep::{Case, Input, Kind, sweep};
 use Kind::{Float, Ids, Positive};
 use candle_core::{D, DType, Device::Cpu, Tensor};
@@ -174,4 +175,30 @@ fn rows_that_do_not_count() {
         }
         Ok(())
     });
+}
+
+#[test]
+fn targets_that_were_given_whole_are_refused_alike() {
+    // The planner cuts them with the rows of the logits, so that one rank alone would read the bad one.
+    for (world, at) in [(2, Shard(0)), (3, Shard(0)), (3, Shard(1)), (3, Replicate)] {
+        let texts = on_ranks(world, "bad targets", move |ctx| -> Result<Vec<String>> {
+            let mesh = mesh(ctx, &[world])?;
+            let logits = DTensor::distribute(&values(&[6, 4], 1, DType::F64), &mesh, &[at])?;
+            let targets = Tensor::new(&[0i64, 1, 9, 2, 3, -1], &Cpu)?;
+            let targets = DTensor::distribute(&targets, &mesh, &[Replicate])?;
+            let (weighed, scores) = (DTensor::ones(4, DType::F64, &Cpu, &mesh, &[Replicate])?, logits.sqr()?);
+            let loss = CrossEntropy { class_weights: Some(weighed), ..Default::default() };
+            let failed = [
+                logits.cross_entropy(&targets),
+                loss.of_logits(&logits, &targets),
+                loss.of_log_probabilities(&scores, &targets),
+            ];
+            let texts = failed.map(|failed| failed.unwrap_err().to_string()).to_vec();
+            ctx.group().barrier()?; // nothing has stopped the world
+            Ok(texts)
+        });
+        let reason = "target 9 is outside the 4 classes 0..4, and not ignored";
+        let want = ["cross_entropy", "cross_entropy", "nll_loss"].map(|op| format!("{op}: {reason}"));
+        assert!(texts.iter().all(|texts| *texts == want), "{texts:?}");
+    }
 }

@@ -1,12 +1,14 @@
 //! Every op in every layout of its inputs, on every mesh, against one device: value and gradients.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 mod attention;
+mod candle_methods;
 mod complete;
 mod embedding;
 mod exchanges;
 mod explained;
 mod extreme;
 mod images;
+mod in_place;
 mod join;
 mod leaves;
 mod lookup;

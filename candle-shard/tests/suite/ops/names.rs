@@ -1,12 +1,13 @@
 //! candle's names mean candle's functions: every op whose name candle has gives on one device what candle's gives.
+use super::candle_methods::{package_of, source_of};
 use crate::common::*;
+use candle_core::op::CmpOp;
 use candle_core::{DType, Device, Tensor};
 use candle_nn::ops;
 use candle_shard::kernels::Pool;
 use candle_shard::{Conv, DTensor, Replicate, Result};
 use std::collections::BTreeSet;
-use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::path::Path;
 use test_utils::on_ranks;
 
 type Here = fn(&[DTensor]) -> Result<DTensor>;
@@ -56,12 +57,22 @@ const SAME: &[(&str, Here, There)] = same! {
     broadcast_matmul: |x| x[0].broadcast_matmul(&x[1].t()?);
     broadcast_eq: |x| x[0].broadcast_eq(&x[3]); broadcast_ne: |x| x[0].broadcast_ne(&x[3]); broadcast_lt: |x| x[0].broadcast_lt(&x[3]);
     broadcast_le: |x| x[0].broadcast_le(&x[3]); broadcast_gt: |x| x[0].broadcast_gt(&x[3]); broadcast_ge: |x| x[0].broadcast_ge(&x[3]);
+    cmp: |x| x[0].cmp(&x[1], CmpOp::Le); copy: |x| x[0].t()?.copy(); force_contiguous: |x| x[0].t()?.force_contiguous();
+    to_device: |x| x[0].to_device(&Device::Cpu); slice_scatter0: |x| x[0].slice_scatter0(&x[1].narrow(0, 0, 2)?, 1);
+    interpolate1d: |x| x[4].flatten(0, 1)?.interpolate1d(11); interpolate2d: |x| x[4].interpolate2d(9, 13);
+    avg_pool2d_with_stride: |x| x[4].avg_pool2d_with_stride((2, 3), (1, 1)); max_pool2d_with_stride: |x| x[4].max_pool2d_with_stride(3, 2);
+    upsample_bilinear2d_with_scale: |x| x[4].upsample_bilinear2d_with_scale(1.3, 0.7, false);
     add: |x| x[0].add(&x[1]); sub: |x| x[0].sub(&x[1]); mul: |x| x[0].mul(&x[1]); div: |x| x[0].div(&x[2]);
 };
 
 /// Where the arguments differ, or candle has a function instead of a method.
 const APART: &[(&str, Here, There)] = &[
     ("cat", |x| DTensor::cat(&x[..2], 1), |x| Tensor::cat(&x[..2], 1)),
+    (
+        "meshgrid",
+        |x| Ok(DTensor::meshgrid(&[x[3].clone(), x[3].sqr()?], true)?.remove(1)),
+        |x| Ok(Tensor::meshgrid(&[x[3].clone(), x[3].sqr()?], true)?.remove(1)),
+    ),
     ("stack", |x| DTensor::stack(&x[..2], 1), |x| Tensor::stack(&x[..2], 1)),
     ("detach", |x| Ok(x[0].detach()), |x| Ok(x[0].detach())),
     ("embedding", |x| x[0].embedding(&x[5]), |x| x[0].embedding(&x[5].flatten_all()?)?.reshape((4, 6, 6))),
@@ -127,7 +138,17 @@ const ELSEWHERE: &[&str] = &[
     "to_vec1",
     "to_vec2",
     "to_vec3", // elements, below
+    "apply",
+    "apply_t", // modules: tests/suite/layers.rs
+    "is_contiguous",
+    "const_set",
+    "zero_set",
+    "one_set",
+    "slice_set",
+    "scatter_set",
+    "scatter_add_set", // changes in place: in_place.rs
     "arange",
+    "arange_step",
     "eye",
     "full",
     "ones",
@@ -182,15 +203,6 @@ fn elements_leave_the_mesh_as_lists() {
     });
 }
 
-/// The folder of a dependency's source.
-fn source_of(package: &str) -> PathBuf {
-    let cargo = Command::new(env!("CARGO")).args(["metadata", "--format-version", "1", "--offline"]).output().unwrap();
-    let metadata: serde_json::Value = serde_json::from_slice(&cargo.stdout).unwrap();
-    let packages = metadata["packages"].as_array().unwrap();
-    let manifest = packages.iter().find(|found| found["name"] == package).unwrap()["manifest_path"].as_str().unwrap();
-    Path::new(manifest).parent().unwrap().join("src")
-}
-
 /// The words behind `pub fn ` and in the first place of macros, in lines that begin with this.
 fn functions(source: &Path, indent: &str) -> BTreeSet<String> {
     let text = std::fs::read_to_string(source).unwrap();
@@ -206,7 +218,8 @@ fn functions(source: &Path, indent: &str) -> BTreeSet<String> {
 
 #[test]
 fn every_name_that_candle_has_is_compared_with_it() {
-    let (core, nn) = (source_of("candle-core"), source_of("candle-nn"));
+    let source = |package| source_of(&package_of(package)).unwrap_or_else(|why| panic!("{why}"));
+    let (core, nn) = (source("candle-core"), source("candle-nn"));
     let mut candles = functions(&core.join("tensor.rs"), "    ");
     candles.extend(functions(&core.join("conv.rs"), "    "));
     candles.extend(functions(&nn.join("ops.rs"), ""));

@@ -1,9 +1,12 @@
+use crate::common::mesh;
 use crate::ops::sweep::{
     Case, Input,
     Kind::{Float, Ids, Whole},
     sweep,
 };
-use candle_core::{D, DType, Tensor};
+use candle_core::{D, DType, Device, Tensor};
+use candle_shard::{DTensor, Replicate, Result, Shard};
+use test_utils::on_ranks;
 
 fn plain_topk(x: &Tensor, k: usize) -> candle_core::Result<(Tensor, Tensor)> {
     let (values, places) = x.contiguous()?.sort_last_dim(false)?;
@@ -49,4 +52,45 @@ fn the_largest() {
         |x| plain_topk(&x[0], 2)?.1.to_dtype(DType::F64),
     ));
     sweep("topk", cases);
+}
+
+#[test]
+fn what_is_no_number_is_larger_than_all_numbers() {
+    const NAN: f64 = f64::NAN;
+    const ROWS: [[f64; 9]; 3] = [
+        [1.0, NAN, 3.0, f64::INFINITY, NAN, -1.0, f64::NEG_INFINITY, 0.5, 2.0],
+        [NAN; 9],
+        [5.0, 4.0, 3.0, 2.0, 1.0, 0.0, -1.0, -2.0, NAN],
+    ];
+    // As PyTorch has it; of equal ones, and of those that are no numbers, the first comes first.
+    const DOWN: [[u32; 9]; 3] = [[1, 4, 3, 2, 8, 0, 7, 5, 6], [0, 1, 2, 3, 4, 5, 6, 7, 8], [8, 0, 1, 2, 3, 4, 5, 6, 7]];
+    const UP: [[u32; 9]; 3] = [[6, 5, 7, 0, 8, 2, 3, 1, 4], [0, 1, 2, 3, 4, 5, 6, 7, 8], [7, 6, 5, 4, 3, 2, 1, 0, 8]];
+    for world in 1..=5 {
+        on_ranks(world, "no numbers", move |ctx| -> Result<()> {
+            let mesh = mesh(ctx, &[world])?;
+            for at in [Shard(0), Shard(1), Replicate] {
+                for dtype in [DType::F64, DType::BF16] {
+                    let x = Tensor::new(&ROWS, &Device::Cpu)?.to_dtype(dtype)?;
+                    let x = DTensor::distribute(&x, &mesh, &[at])?;
+                    for (ascending, want) in [(true, UP), (false, DOWN)] {
+                        let (values, places) = x.sort_last_dim(ascending)?;
+                        assert_eq!(places.to_vec2::<u32>()?, want, "{}", x.spec());
+                        let values = values.to_dtype(DType::F64)?.to_vec2::<f64>()?;
+                        for ((values, row), places) in values.iter().zip(ROWS).zip(want) {
+                            let same = |(value, place): (&f64, &u32)| {
+                                let of_row = row[*place as usize];
+                                value == &of_row || value.is_nan() && of_row.is_nan()
+                            };
+                            assert!(values.iter().zip(&places).all(same), "{values:?}");
+                        }
+                    }
+                    for k in [1, 2, 4] {
+                        let want = DOWN.map(|row| row[..k].to_vec());
+                        assert_eq!(x.topk(k)?.1.to_vec2::<u32>()?, want, "top {k} of {}", x.spec());
+                    }
+                }
+            }
+            Ok(())
+        });
+    }
 }

@@ -1,10 +1,12 @@
+use crate::common::mesh;
 use crate::ops::sweep::{Case, Kind, sweep};
 use Kind::{Float, Positive};
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 use candle_nn::{Activation, Module, PReLU, ops};
 use candle_shard::random::{Distribution, Stream, sample_full};
-use candle_shard::{DTensor, Result, kernels};
+use candle_shard::{DTensor, Result, Shard, kernels};
 use itertools::Itertools;
+use test_utils::on_ranks;
 
 type Unary = (&'static str, Kind, fn(&DTensor) -> Result<DTensor>, fn(&Tensor) -> candle_core::Result<Tensor>);
 
@@ -92,6 +94,28 @@ fn other_dtypes_between() {
         )
     };
     sweep("dtypes", vec![wider, whole(&[1, 3]), whole(&[4, 6])]);
+}
+
+#[test]
+fn whole_numbers_have_negatives_and_absolute_values() {
+    let case = |shape: &'static [usize]| {
+        let plain = |x: &[Tensor]| {
+            let x = x[0].to_dtype(DType::I64)?.to_dtype(DType::F64)?;
+            x.neg()? + x.abs()? * 10.0
+        };
+        let here = |x: &[DTensor]| {
+            let x = x[0].to_dtype(DType::I64)?;
+            x.neg()?.add(x.abs()?.mul(10.0))
+        };
+        Case::new("-x + 10|x|", &[(shape, Kind::Whole)], here, plain)
+    };
+    let unsigned = Case::new("abs of u32", &[(&[4, 6], Kind::Ids(9))], |x| x[0].abs(), |x| Ok(x[0].clone()));
+    sweep("whole numbers", vec![case(&[4, 6]), case(&[5, 3]), case(&[1, 3]), unsigned]);
+    on_ranks(2, "unsigned", |ctx| -> Result<()> {
+        let x = DTensor::ones(4, DType::U32, &Device::Cpu, &mesh(ctx, &[2])?, &[Shard(0)])?;
+        assert!(x.neg().unwrap_err().to_string().contains("no negative numbers"));
+        Ok(())
+    });
 }
 
 #[test]

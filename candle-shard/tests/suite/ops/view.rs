@@ -1,5 +1,6 @@
 use crate::ops::sweep::{Case, Input, Kind::Float, sweep};
-use candle_core::D;
+use candle_core::{D, Tensor};
+use candle_shard::DTensor;
 
 #[test]
 fn permutations() {
@@ -129,4 +130,15 @@ fn chains_of_reshapes_with_ops_between() {
         ),
     ];
     sweep("reshape chains", cases);
+}
+
+#[test]
+fn grids_of_coordinates() {
+    let inputs: [Input; 3] = [(&[4], Float), (&[3], Float), (&[5], Float)];
+    let case = |at: usize, xy: bool| {
+        let name = format!("meshgrid {at} {xy}");
+        let here = move |x: &[DTensor]| Ok(DTensor::meshgrid(x, xy)?.remove(at));
+        Case::new(&name, &inputs, here, move |x| Ok(Tensor::meshgrid(x, xy)?.remove(at)))
+    };
+    sweep("meshgrid", (0..3).flat_map(|at| [case(at, false), case(at, true)]).collect());
 }

@@ -1,0 +1,165 @@
+//! Batch norm with the statistics of the batch of all ranks.
+use crate::nn::{Init, ModuleT, ShardedVarBuilder, draws};
+use crate::parallel::{LayerKind, ModuleStyle};
+use crate::placement::Replicate;
+use crate::{DTensor, Error, Result};
+use candle_core::DType;
+use candle_nn::BatchNormConfig;
+
+const OP: &str = "batch_norm";
+
+/// Batch norm of `[batch, channels, ..]` (Ioffe & Szegedy 2015) with candle's settings; its statistics are those of one device.
+///
+/// In training each channel is brought to mean 0 and variance 1 over the batch of all ranks of the mesh, also where the
+/// batch or other dims are sharded: two all_reduces of one number for each channel forward, and two backward. Running
+/// statistics move towards them, once for each batch: not again where [`checkpoint`](crate::nn::checkpoint) computes a part
+/// a second time. In evaluation they take the place of those of the batch, and nothing is communicated. They are saved and
+/// loaded with the parameters, as `running_mean` and `running_var`.
+///
+/// Under a plan the parameters are cut with the channels (colwise), or replicated. With
+/// [`DataParallel`](candle_dist::DataParallel), which is no axis of the tensors, each replica has statistics of its own.
+#[derive(Debug, Clone)]
+pub struct BatchNorm {
+    running_mean: DTensor,
+    running_var: DTensor,
+    weight_and_bias: Option<(DTensor, DTensor)>,
+    config: BatchNormConfig,
+    style: ModuleStyle,
+}
+
+impl BatchNorm {
+    /// The running mean of each channel.
+    pub fn running_mean(&self) -> &DTensor {
+        &self.running_mean
+    }
+
+    /// The running variance of each channel.
+    pub fn running_var(&self) -> &DTensor {
+        &self.running_var
+    }
+
+    /// What is added to variances.
+    pub fn eps(&self) -> f64 {
+        self.config.eps
+    }
+
+    /// How far running statistics move towards those of a batch.
+    pub fn momentum(&self) -> f64 {
+        self.config.momentum
+    }
+
+    /// The factor and the offset of each channel, if they are learned.
+    pub fn weight_and_bias(&self) -> Option<(&DTensor, &DTensor)> {
+        self.weight_and_bias.as_ref().map(|(weight, bias)| (weight, bias))
+    }
+
+    /// `x` normalized by the statistics of this batch, which the running ones move towards.
+    ///
+    /// # Errors
+    /// If `x` is not `[batch, channels, ..]`, or has fewer than two elements a channel, of which there is no variance.
+    pub fn forward_train(&self, x: &DTensor) -> Result<DTensor> {
+        let x = self.laid_out(x)?;
+        let others: Vec<usize> = (0..x.rank()).filter(|&d| d != 1).collect();
+        let count: usize = others.iter().map(|&d| x.dims()[d]).product();
+        if count < 2 {
+            return Error::op(OP, format!("{} has {count} elements a channel; train on more than one", x.spec()));
+        }
+        let wide = wide(&x)?;
+        let mean_of = |x: &DTensor| resolved(&x.mean_keepdim(&others[..])?);
+        let mean = self.config.remove_mean.then(|| mean_of(&wide)).transpose()?;
+        let centered = match &mean {
+            Some(mean) => wide.sub(mean)?,
+            None => wide,
+        };
+        let variance = mean_of(&centered.sqr()?)?;
+        if !draws::is_again() {
+            if let Some(mean) = &mean {
+                self.follow(&self.running_mean, mean, 1.0)?;
+            }
+            self.follow(&self.running_var, &variance, count as f64 / (count as f64 - 1.0))?;
+        }
+        self.finished(&centered.div(&variance.add(self.config.eps)?.sqrt()?)?, x.dtype())
+    }
+
+    fn forward_eval(&self, x: &DTensor) -> Result<DTensor> {
+        let x = self.laid_out(x)?;
+        let centered = wide(&x)?.sub(per_channel(&wide(&self.running_mean)?, x.rank())?)?;
+        let variance = per_channel(&wide(&self.running_var)?, x.rank())?;
+        self.finished(&centered.div(variance.add(self.config.eps)?.sqrt()?)?, x.dtype())
+    }
+
+    fn laid_out(&self, x: &DTensor) -> Result<DTensor> {
+        let channels = self.running_mean.dims()[0];
+        if x.rank() < 2 || x.dims()[1] != channels {
+            return Error::op(OP, format!("an input {}: want [batch, {channels}, ..]", x.spec()));
+        }
+        x.check_float(OP)?;
+        let [x] = self.style.inputs_of(LayerKind::Channels, [x])?;
+        resolved(&x)
+    }
+
+    /// Moves running statistics towards those of a batch, `times` a factor.
+    fn follow(&self, running: &DTensor, of_batch: &DTensor, times: f64) -> Result<()> {
+        let momentum = self.config.momentum;
+        let towards = of_batch.detach().reshape(running.dims())?.affine(momentum * times, 0.0)?;
+        let moved = running.to_dtype(towards.dtype())?.affine(1.0 - momentum, 0.0)?.add(&towards)?;
+        running.overwrite(&moved.to_dtype(running.dtype())?)
+    }
+
+    fn finished(&self, normal: &DTensor, dtype: DType) -> Result<DTensor> {
+        let mut y = normal.to_dtype(dtype)?;
+        if let Some((weight, bias)) = &self.weight_and_bias {
+            y = y.mul(per_channel(weight, y.rank())?)?.add(per_channel(bias, y.rank())?)?;
+        }
+        let [y] = self.style.outputs([&y])?;
+        Ok(y)
+    }
+}
+
+/// Partial sums added up; shards stay.
+fn resolved(x: &DTensor) -> Result<DTensor> {
+    x.placed(|_, placement| if placement.is_partial() { Replicate } else { placement })
+}
+
+/// In the dtype in which statistics are computed.
+fn wide(x: &DTensor) -> Result<DTensor> {
+    match x.dtype() {
+        DType::F16 | DType::BF16 => x.to_dtype(DType::F32),
+        _ => Ok(x.clone()),
+    }
+}
+
+/// `[channels]` as it stands beside `[batch, channels, ..]`.
+fn per_channel(x: &DTensor, rank: usize) -> Result<DTensor> {
+    let mut shape = vec![1; rank];
+    shape[1] = x.dims()[0];
+    x.reshape(shape)
+}
+
+impl ModuleT for BatchNorm {
+    fn forward_t(&self, x: &DTensor, train: bool) -> Result<DTensor> {
+        if train { self.forward_train(x) } else { self.forward_eval(x) }
+    }
+}
+
+/// A [`BatchNorm`] at the builder's path with `running_mean`, `running_var` and, if they are learned, `weight` and `bias`.
+///
+/// # Errors
+/// If `eps` is negative, or the momentum is not in `[0, 1]`.
+pub fn batch_norm(channels: usize, config: impl Into<BatchNormConfig>, vb: &ShardedVarBuilder) -> Result<BatchNorm> {
+    let config = config.into();
+    let (eps, momentum) = (config.eps, config.momentum);
+    if !(eps >= 0.0 && (0.0..=1.0).contains(&momentum)) {
+        return Error::op(OP, format!("eps {eps} and momentum {momentum}: want at least 0, and one in [0, 1]"));
+    }
+    let style = vb.style();
+    let layout = style.layout(LayerKind::Channels)?;
+    let running_mean = vb.buffer(channels, "running_mean", 0.0, layout.weight)?;
+    let running_var = vb.buffer(channels, "running_var", 1.0, layout.weight)?;
+    let learned = || {
+        let weight = vb.get(channels, "weight", Init::Const(1.0), layout.weight, layout.varying)?;
+        Ok::<_, Error>((weight, vb.get(channels, "bias", Init::Const(0.0), layout.bias, layout.varying_bias)?))
+    };
+    let weight_and_bias = config.affine.then(learned).transpose()?;
+    Ok(BatchNorm { running_mean, running_var, weight_and_bias, config, style })
+}

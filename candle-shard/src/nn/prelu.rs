@@ -1,0 +1,54 @@
+//! The parametric rectifier.
+use crate::nn::{Init, Module, ShardedVarBuilder};
+use crate::parallel::{LayerKind, ModuleStyle};
+use crate::{DTensor, Result};
+
+/// `x` where it is positive, else `weight · x`, with one weight or one for each channel, which is dim 1 (He et al. 2015).
+///
+/// Under a plan the weights of channels are cut with them (colwise), or replicated.
+#[derive(Debug, Clone)]
+pub struct PReLU {
+    weight: DTensor,
+    is_scalar: bool,
+    style: ModuleStyle,
+}
+
+impl PReLU {
+    /// A layer of these weights, outside of any plan.
+    pub fn new(weight: DTensor, is_scalar: bool) -> Self {
+        Self { weight, is_scalar, style: ModuleStyle::default() }
+    }
+
+    /// The weights.
+    pub fn weight(&self) -> &DTensor {
+        &self.weight
+    }
+
+    /// Whether all elements share one weight.
+    pub fn is_scalar(&self) -> bool {
+        self.is_scalar
+    }
+}
+
+impl Module for PReLU {
+    fn forward(&self, x: &DTensor) -> Result<DTensor> {
+        let [x] = self.style.inputs_of(LayerKind::Channels, [x])?;
+        let y = if self.is_scalar { x.prelu(&self.weight.reshape(())?) } else { x.prelu(&self.weight) };
+        let [y] = self.style.outputs([&y?])?;
+        Ok(y)
+    }
+}
+
+/// A [`PReLU`] at the builder's path with the parameter `weight`: one number, or one for each of `channels`; 0.25 where fresh.
+///
+/// # Errors
+/// If a style would cut one number.
+pub fn prelu(channels: Option<usize>, vb: &ShardedVarBuilder) -> Result<PReLU> {
+    let style = vb.style();
+    let layout = style.layout(LayerKind::Channels)?;
+    if channels.is_none() && layout.weight.shard_dim().is_some() {
+        return Err(style.error("is a PReLU of one weight, which no style cuts; leave it out of the plan"));
+    }
+    let weight = vb.get(channels.unwrap_or(1), "weight", Init::Const(0.25), layout.weight, layout.varying)?;
+    Ok(PReLU { style, ..PReLU::new(weight, channels.is_none()) })
+}

@@ -1,0 +1,247 @@
+//! Recurrent layers: candle's, with the batch sharded.
+use crate::nn::ShardedVarBuilder;
+use crate::nn::init::init_of;
+use crate::parallel::ModuleStyle;
+use crate::placement::{Replicate, Shard};
+use crate::spec::Spec;
+use crate::{DTensor, Error, Result};
+use candle_core::Tensor;
+use candle_nn::rnn::{Direction, GRUConfig, LSTMConfig};
+
+/// A recurrent network: candle's `RNN` for a mesh.
+#[expect(clippy::upper_case_acronyms, reason = "candle's name")]
+pub trait RNN {
+    /// What a step hands to the next one.
+    type State: Clone;
+
+    /// The state of zeros before the first step, for inputs that lie as `like`, whose dim 0 is the batch.
+    fn zero_state(&self, like: &DTensor) -> Result<Self::State>;
+
+    /// The state after a step with the input `[batch, features]`.
+    fn step(&self, input: &DTensor, state: &Self::State) -> Result<Self::State>;
+
+    /// The states after each step with the input `[batch, steps, features]`, from zeros.
+    fn seq(&self, input: &DTensor) -> Result<Vec<Self::State>> {
+        self.seq_init(input, &self.zero_state(input)?)
+    }
+
+    /// The states after each step with the input `[batch, steps, features]`.
+    ///
+    /// The batch may be sharded; steps that are sharded are gathered once.
+    fn seq_init(&self, input: &DTensor, state: &Self::State) -> Result<Vec<Self::State>> {
+        let (_, steps, _) = input.dims3()?;
+        let input = input.placed(|_, placement| if placement == Shard(1) { Replicate } else { placement })?;
+        let mut states: Vec<Self::State> = Vec::with_capacity(steps);
+        for step in 0..steps {
+            states.push(self.step(&input.get_on_dim(1, step)?, states.last().unwrap_or(state))?);
+        }
+        Ok(states)
+    }
+
+    /// The outputs of states as one tensor: for an [`LSTM`] `[batch, steps, hidden]`, for a [`GRU`] `[batch, steps · hidden]`,
+    /// as candle's.
+    fn states_to_tensor(&self, states: &[Self::State]) -> Result<DTensor>;
+}
+
+/// The parameters that both layers have, of `gates` gates.
+#[derive(Debug, Clone)]
+struct Gates {
+    w_ih: DTensor,
+    w_hh: DTensor,
+    b_ih: Option<DTensor>,
+    b_hh: Option<DTensor>,
+    hidden: usize,
+    style: ModuleStyle,
+}
+
+/// Initial values of the two weights, and of the two biases where there are some.
+type Inits = ([candle_nn::Init; 2], [Option<candle_nn::Init>; 2]);
+
+impl Gates {
+    /// Parameters with names that end in `suffix`.
+    fn new(
+        gates: usize,
+        [ins, hidden]: [usize; 2],
+        (weights, biases): Inits,
+        suffix: &str,
+        vb: &ShardedVarBuilder,
+    ) -> Result<Self> {
+        let style = vb.module_style()?;
+        let rows = gates * hidden;
+        let get = |shape: &[usize], name: &str, init| {
+            vb.get(shape, &format!("{name}_{suffix}"), init_of(init, shape), Replicate, false)
+        };
+        let bias = |name, init: Option<_>| init.map(|init| get(&[rows], name, init)).transpose();
+        Ok(Self {
+            w_ih: get(&[rows, ins], "weight_ih", weights[0])?,
+            w_hh: get(&[rows, hidden], "weight_hh", weights[1])?,
+            b_ih: bias("bias_ih", biases[0])?,
+            b_hh: bias("bias_hh", biases[1])?,
+            hidden,
+            style,
+        })
+    }
+
+    /// What the input and the hidden state give to all gates.
+    fn of(&self, op: &'static str, input: &DTensor, h: &DTensor) -> Result<(DTensor, DTensor)> {
+        let features = self.w_ih.dims()[1];
+        if input.rank() != 2 || input.dims()[1] != features || h.dims() != [input.dims()[0], self.hidden] {
+            let reason = format!("an input {} with a state {}", input.spec(), h.spec());
+            return Error::op(op, format!("{reason}: want [batch, {features}] and [batch, {}]", self.hidden));
+        }
+        Ok((input.linear(&self.w_ih, self.b_ih.as_ref())?, h.linear(&self.w_hh, self.b_hh.as_ref())?))
+    }
+
+    fn zeros(&self, like: &DTensor) -> Result<DTensor> {
+        let Some(&batch) = like.dims().first() else {
+            return Error::op("zero_state", format!("{}: want [batch, ..]", like.spec()));
+        };
+        let placements: Vec<_> = like.placements().iter().map(|&p| if p == Shard(0) { p } else { Replicate }).collect();
+        let mut spec = Spec::new(like.mesh(), &placements, (batch, self.hidden), self.w_hh.dtype())?;
+        // The batch may be cut in sizes of its own.
+        for (axis, like) in like.targets().into_iter().enumerate().filter(|(_, like)| like.placement == Shard(0)) {
+            spec = spec.with_sizes(axis, like.sizes)?;
+        }
+        let zeros = Tensor::zeros(spec.local_shape().as_slice(), spec.dtype(), like.device())?;
+        DTensor::from_local_with_spec(zeros, spec)
+    }
+}
+
+/// The state of an [`LSTM`].
+#[expect(clippy::upper_case_acronyms, reason = "candle's name")]
+#[derive(Debug, Clone)]
+pub struct LSTMState {
+    /// The hidden state `[batch, hidden]`, which is also the output.
+    pub h: DTensor,
+    /// The state of the cells `[batch, hidden]`.
+    pub c: DTensor,
+}
+
+/// Long short-term memory (Hochreiter & Schmidhuber 1997), with candle's settings, names and initial values.
+///
+/// The batch may be sharded; the weights are replicated, and all their gradients of a backward pass are added up in one
+/// all_reduce.
+#[expect(clippy::upper_case_acronyms, reason = "candle's name")]
+#[derive(Debug, Clone)]
+pub struct LSTM {
+    gates: Gates,
+    config: LSTMConfig,
+}
+
+impl LSTM {
+    /// A layer at the builder's path.
+    ///
+    /// # Errors
+    /// If the plan has a style here that cuts parameters.
+    pub fn new(in_dim: usize, hidden_dim: usize, config: LSTMConfig, vb: &ShardedVarBuilder) -> Result<Self> {
+        let reverse = if matches!(config.direction, Direction::Backward) { "_reverse" } else { "" };
+        let inits = ([config.w_ih_init, config.w_hh_init], [config.b_ih_init, config.b_hh_init]);
+        let suffix = format!("l{}{reverse}", config.layer_idx);
+        Ok(Self { gates: Gates::new(4, [in_dim, hidden_dim], inits, &suffix, vb)?, config })
+    }
+
+    /// The settings.
+    pub fn config(&self) -> &LSTMConfig {
+        &self.config
+    }
+}
+
+/// An [`LSTM`] at the builder's path.
+pub fn lstm(in_dim: usize, hidden_dim: usize, config: LSTMConfig, vb: &ShardedVarBuilder) -> Result<LSTM> {
+    LSTM::new(in_dim, hidden_dim, config, vb)
+}
+
+impl RNN for LSTM {
+    type State = LSTMState;
+
+    fn zero_state(&self, like: &DTensor) -> Result<LSTMState> {
+        let zeros = self.gates.zeros(like)?;
+        Ok(LSTMState { h: zeros.clone(), c: zeros })
+    }
+
+    fn step(&self, input: &DTensor, state: &LSTMState) -> Result<LSTMState> {
+        let [input] = self.gates.style.inputs([input])?;
+        let (of_input, of_state) = self.gates.of("lstm", &input, &state.h)?;
+        let [entry, forget, cell, exit] = parts(&of_input.add(&of_state)?)?;
+        let c = forget.sigmoid()?.mul(&state.c)?.add(entry.sigmoid()?.mul(&cell.tanh()?)?)?;
+        let [h] = self.gates.style.outputs([&exit.sigmoid()?.mul(&c.tanh()?)?])?;
+        Ok(LSTMState { h, c })
+    }
+
+    fn states_to_tensor(&self, states: &[LSTMState]) -> Result<DTensor> {
+        DTensor::stack(&states.iter().map(|state| &state.h).collect::<Vec<_>>(), 1)
+    }
+}
+
+/// The state of a [`GRU`].
+#[expect(clippy::upper_case_acronyms, reason = "candle's name")]
+#[derive(Debug, Clone)]
+pub struct GRUState {
+    /// The hidden state `[batch, hidden]`, which is also the output.
+    pub h: DTensor,
+}
+
+/// Gated recurrent units (Cho et al. 2014), with candle's settings, names and initial values.
+///
+/// What may be sharded is said at [`LSTM`].
+#[expect(clippy::upper_case_acronyms, reason = "candle's name")]
+#[derive(Debug, Clone)]
+pub struct GRU {
+    gates: Gates,
+    config: GRUConfig,
+}
+
+impl GRU {
+    /// A layer at the builder's path.
+    ///
+    /// # Errors
+    /// If the plan has a style here that cuts parameters.
+    pub fn new(in_dim: usize, hidden_dim: usize, config: GRUConfig, vb: &ShardedVarBuilder) -> Result<Self> {
+        let inits = ([config.w_ih_init, config.w_hh_init], [config.b_ih_init, config.b_hh_init]);
+        Ok(Self { gates: Gates::new(3, [in_dim, hidden_dim], inits, "l0", vb)?, config })
+    }
+
+    /// The settings.
+    pub fn config(&self) -> &GRUConfig {
+        &self.config
+    }
+}
+
+/// A [`GRU`] at the builder's path.
+pub fn gru(in_dim: usize, hidden_dim: usize, config: GRUConfig, vb: &ShardedVarBuilder) -> Result<GRU> {
+    GRU::new(in_dim, hidden_dim, config, vb)
+}
+
+impl RNN for GRU {
+    type State = GRUState;
+
+    fn zero_state(&self, like: &DTensor) -> Result<GRUState> {
+        Ok(GRUState { h: self.gates.zeros(like)? })
+    }
+
+    fn step(&self, input: &DTensor, state: &GRUState) -> Result<GRUState> {
+        let [input] = self.gates.style.inputs([input])?;
+        let (of_input, of_state) = self.gates.of("gru", &input, &state.h)?;
+        let ([reset, update, new], [by_reset, by_update, by_new]) = (parts(&of_input)?, parts(&of_state)?);
+        let reset = reset.add(&by_reset)?.sigmoid()?;
+        let update = update.add(&by_update)?.sigmoid()?;
+        let new = new.add(reset.mul(&by_new)?)?.tanh()?;
+        let h = update.mul(&state.h)?.sub(update.sub(1.0)?.mul(&new)?)?;
+        let [h] = self.gates.style.outputs([&h])?;
+        Ok(GRUState { h })
+    }
+
+    fn states_to_tensor(&self, states: &[GRUState]) -> Result<DTensor> {
+        DTensor::cat(&states.iter().map(|state| &state.h).collect::<Vec<_>>(), 1)
+    }
+}
+
+/// The columns of each of `N` gates.
+fn parts<const N: usize>(x: &DTensor) -> Result<[DTensor; N]> {
+    let width = x.dims()[1] / N;
+    let mut parts = Vec::with_capacity(N);
+    for gate in 0..N {
+        parts.push(x.narrow(1, gate * width, width)?);
+    }
+    parts.try_into().or_else(|_| Error::op("gates", "the gates are not as many as the layer has"))
+}

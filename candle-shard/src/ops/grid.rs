@@ -1,0 +1,36 @@
+//! Grids of coordinates.
+use crate::{DTensor, Error, Result};
+use std::borrow::Borrow;
+
+impl DTensor {
+    /// The coordinates of a grid: for tensors `[a]`, `[b]`, .. one tensor `[a, b, ..]` each, which varies along its own dim.
+    ///
+    /// With `xy_indexing` the dims are in reverse order, as candle's are. Each tensor keeps its shard along its own dim.
+    ///
+    /// # Errors
+    /// Unless there are two tensors at least, each of one dim.
+    #[track_caller]
+    pub fn meshgrid(tensors: &[impl Borrow<Self>], xy_indexing: bool) -> Result<Vec<Self>> {
+        let mut axes: Vec<&Self> = tensors.iter().map(Borrow::borrow).collect();
+        if axes.len() < 2 {
+            return Error::op("meshgrid", format!("{} tensors; give two at least", axes.len()));
+        }
+        if let Some(other) = axes.iter().find(|x| x.rank() != 1) {
+            return Error::op("meshgrid", format!("{}: want [n]", other.spec()));
+        }
+        if xy_indexing {
+            axes.reverse();
+        }
+        let shape: Vec<usize> = axes.iter().map(|x| x.dims()[0]).collect();
+        let grid = |(at, x): (usize, &&Self)| {
+            let mut along = vec![1; shape.len()];
+            along[at] = shape[at];
+            x.reshape(along)?.broadcast_as(&shape[..])
+        };
+        let mut grids = axes.iter().enumerate().map(grid).collect::<Result<Vec<_>>>()?;
+        if xy_indexing {
+            grids.reverse();
+        }
+        Ok(grids)
+    }
+}

@@ -1,0 +1,209 @@
+//! Changes in place: the memory of a tensor that was given or made, not that of a result of an op.
+use super::slice::{overlaps, within};
+use crate::nn::found::parameters_change;
+use crate::placement::{Replicate, Shard};
+use crate::redistribute::{Target, Targets};
+use crate::rules::{self, Plan, check_meshes};
+use crate::{DTensor, Error, Result};
+use candle_core::scalar::Scalar;
+use candle_core::shape::Dim;
+use candle_core::{Shape, Tensor};
+use candle_dist::backend::Dims;
+use smallvec::smallvec;
+use std::ops::Range;
+
+impl DTensor {
+    /// Sets every element to `value` in place; nothing is communicated.
+    ///
+    /// # Errors
+    /// As for [`slice_set`](Self::slice_set), and if `value` has another dtype.
+    pub fn const_set(&self, value: Scalar) -> Result<()> {
+        self.fill("const_set", value)
+    }
+
+    /// Sets every element to zero in place; nothing is communicated.
+    ///
+    /// # Errors
+    /// As for [`slice_set`](Self::slice_set).
+    pub fn zero_set(&self) -> Result<()> {
+        self.fill("zero_set", Scalar::zero(self.dtype()))
+    }
+
+    /// Sets every element to one in place; nothing is communicated.
+    ///
+    /// # Errors
+    /// As for [`slice_set`](Self::slice_set).
+    pub fn one_set(&self) -> Result<()> {
+        self.fill("one_set", Scalar::one(self.dtype()))
+    }
+
+    fn fill(&self, op: &'static str, value: Scalar) -> Result<()> {
+        self.check_writable(op)?;
+        if value.dtype() != self.dtype() {
+            let (value, own) = (value.dtype().as_str(), self.spec());
+            return Error::op(op, format!("a value {value} for {own}; give one of the tensor's dtype"));
+        }
+        self.written();
+        Ok(self.to_local().const_set(value)?)
+    }
+
+    /// Writes `src` to the part of a dim that begins at `offset`, in place and without a gradient.
+    ///
+    /// A replicated `src` is cut without communication. A sharded one is brought to the ranks that hold the part. `src` is
+    /// copied once, so it may share memory with this tensor.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device};
+    /// use candle_dist::World;
+    /// use candle_shard::{DTensor, Replicate, Result, Shard};
+    ///
+    /// let sums = World::local(2).run(|ctx| -> Result<f32> {
+    ///     let mesh = ctx.mesh(&[("tp", 2)])?;
+    ///     let cache = DTensor::zeros((4, 3), DType::F32, &Device::Cpu, &mesh, &[Shard(0)])?;
+    ///     cache.slice_set(&DTensor::ones((2, 3), DType::F32, &Device::Cpu, &mesh, &[Replicate])?, 0, 1)?;
+    ///     cache.sum_all()?.to_scalar() // each rank wrote one row
+    /// })?;
+    /// assert_eq!(sums, [6.0, 6.0]);
+    /// # Ok::<(), candle_dist::WorldError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// If the part is not inside of the dim or the other dims or dtypes differ; if this tensor is partial or has a gradient
+    /// and is no parameter; if it is the result of an op, which shares memory with other tensors on some layouts and not on
+    /// others; or if this rank was given memory with gaps.
+    #[track_caller]
+    pub fn slice_set(&self, src: &Self, dim: impl Dim, offset: usize) -> Result<()> {
+        const OP: &str = "slice_set";
+        let dim = dim.to_index(&Shape::from(self.dims()), OP)?;
+        self.check_writable(OP)?;
+        let part = offset..offset.saturating_add(src.dims().get(dim).copied().unwrap_or(0));
+        let (target, src) = (self.detach(), src.detach());
+        let plan = || target.slice_set_plan(&src, dim, &part);
+        self.written();
+        rules::run_planned(OP, &[dim, offset], &[&target, &src], plan, |x, _| {
+            let (memory, src) = (x[0].to_local(), x[1].to_local());
+            let own = within(&x[0].spec().local_block()[dim], &part);
+            let given = if src.dim(dim)? == own.len() { 0 } else { x[0].spec().local_block()[dim].start };
+            let first = if given == 0 { 0 } else { (given + own.start).saturating_sub(part.start) };
+            if !own.is_empty() && src.elem_count() > 0 {
+                memory.slice_set(&src.narrow(dim, first, own.len())?.force_contiguous()?, dim, own.start)?;
+            }
+            Ok(smallvec![memory.clone()])
+        })?;
+        Ok(())
+    }
+
+    fn slice_set_plan(&self, src: &Self, dim: usize, part: &Range<usize>) -> Result<Plan> {
+        check_meshes("slice_set", &[self, src])?;
+        self.check_fits("slice_set", src, dim, part)?;
+        let base = self.targets();
+        let sole = (self.sharded_axes(dim).count() == 1).then(|| self.sharded_axes(dim).next()).flatten();
+        let piece: Targets = base
+            .iter()
+            .enumerate()
+            .map(|(axis, target)| match target.placement {
+                Shard(d) if d == dim && Some(axis) == sole => {
+                    Target::shard(dim, &overlaps(&self.spec().cut(axis, dim).sizes, part))
+                }
+                // Sizes of pieces of pieces cannot be told: each rank takes its rows of the whole.
+                Shard(d) if d == dim => Replicate.into(),
+                _ => target.clone(),
+            })
+            .collect();
+        Plan::laid(&[self, src], [base.clone(), piece], &base, &[(Dims::from_slice(self.dims()), self.dtype())])
+    }
+
+    /// Sets the elements at `indexes` of a dim to those of `src` in place, without a gradient; see [`scatter`](Self::scatter).
+    ///
+    /// The new elements are computed as [`scatter`](Self::scatter) does, beside the tensor, and then written.
+    ///
+    /// # Errors
+    /// Those of [`scatter`](Self::scatter), and of [`slice_set`](Self::slice_set) for this tensor.
+    #[track_caller]
+    pub fn scatter_set(&self, indexes: &Self, src: &Self, dim: impl Dim) -> Result<()> {
+        self.check_writable("scatter_set")?;
+        self.overwrite(&self.detach().scatter(indexes, &src.detach(), dim)?)
+    }
+
+    /// Adds `src` to the elements at `indexes` of a dim in place, without a gradient; see [`scatter_add`](Self::scatter_add).
+    ///
+    /// The new elements are computed as [`scatter_add`](Self::scatter_add) does, beside the tensor, and then written.
+    ///
+    /// # Errors
+    /// Those of [`scatter_add`](Self::scatter_add), and of [`slice_set`](Self::slice_set) for this tensor.
+    #[track_caller]
+    pub fn scatter_add_set(&self, indexes: &Self, src: &Self, dim: impl Dim) -> Result<()> {
+        self.check_writable("scatter_add_set")?;
+        self.overwrite(&self.detach().scatter_add(indexes, &src.detach(), dim)?)
+    }
+
+    /// Writes all elements of `value`, brought to the layout of this tensor, into its memory.
+    pub(crate) fn overwrite(&self, value: &Self) -> Result<()> {
+        let value = value.detach().to_targets(&self.targets(), 0)?;
+        let memory = self.to_local();
+        if memory.elem_count() == 0 {
+            return Ok(());
+        }
+        self.written();
+        // One dim more: a scalar has none to begin at.
+        Ok(memory.unsqueeze(0)?.slice_set(&value.to_local().force_contiguous()?.unsqueeze(0)?, 0, 0)?)
+    }
+
+    /// Notes a change of a parameter, copies of which may be kept.
+    fn written(&self) {
+        if self.to_local().is_variable() {
+            parameters_change();
+        }
+    }
+
+    /// Refuses memory that other tensors share, or that a backward pass still needs.
+    fn check_writable(&self, op: &'static str) -> Result<()> {
+        let is_variable = self.to_local().is_variable();
+        let (why, fix) = match () {
+            _ if self.placements().iter().any(|p| p.is_partial()) => {
+                ("is partial, so no rank holds its elements", "redistribute and copy it first")
+            }
+            _ if !self.is_leaf() => (
+                "is the result of an op, which shares memory with other tensors on some layouts and not on others",
+                "change what was given or made by a factory, or a detached copy",
+            ),
+            _ if self.tracked() && !is_variable => {
+                ("has a gradient, for which its present elements are needed", "change a detached copy")
+            }
+            _ if self.is_in_variable() && !is_variable => {
+                ("is a parameter that a fully sharded unit gathers", "change the unit's pieces through Parameters")
+            }
+            _ => return Ok(()),
+        };
+        Error::op(op, format!("{} {why}; {fix}", self.spec()))
+    }
+
+    /// The same elements in memory of their own, in row-major order, which may be changed in place if it has no gradient.
+    pub fn copy(&self) -> Result<Self> {
+        let local = self.to_local().force_contiguous()?;
+        let copy = Self::assemble(local, self.shared_spec().clone(), self.varying());
+        Ok(if copy.tracked() { copy } else { copy.as_made() })
+    }
+
+    /// [`copy`](Self::copy) under candle's other name.
+    pub fn force_contiguous(&self) -> Result<Self> {
+        self.copy()
+    }
+
+    /// Whether this rank's shard lies in memory in row-major order without gaps; the ranks may differ.
+    pub fn is_contiguous(&self) -> bool {
+        self.to_local().is_contiguous()
+    }
+
+    /// The same tensor with this rank's shard on `device`; every rank gives a device of its own.
+    ///
+    /// Nothing is communicated. The group's engine must be able to move tensors from there before the next op that
+    /// communicates.
+    pub fn to_device(&self, device: &candle_core::Device) -> Result<Self> {
+        if self.device().same_device(device) {
+            return Ok(self.clone());
+        }
+        let local: Tensor = self.to_local().to_device(device)?;
+        Ok(Self::assemble(local, self.shared_spec().clone(), self.varying()))
+    }
+}
