@@ -164,7 +164,7 @@ impl ScheduleKind {
         let computations = ranks.checked_mul(microbatches).and_then(|n| n.checked_mul(stages_per_rank));
         if computations.is_none_or(|n| n > LARGEST) {
             let asked = format!("{ranks} ranks with {stages_per_rank} stages each for {microbatches} microbatches");
-            return Err(format!("{asked} are too much: give at most {LARGEST} together"));
+            return Err(format!("{asked} are too many: give at most {LARGEST} together"));
         }
         if ranks * stages_per_rank > MOST_STAGES {
             let asked = format!("{ranks} ranks with {stages_per_rank} stages each");

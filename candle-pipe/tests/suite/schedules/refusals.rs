@@ -52,14 +52,14 @@ fn kinds_that_do_not_fit() {
     let cases: &[(&str, [usize; 3], &[&str])] = &[
         ("gpipe", [0, 4, 1], &["gpipe", "0 ranks"]),
         ("gpipe", [4, 0, 1], &["gpipe", "0 microbatches"]),
-        ("gpipe", [4, 4, 0], &["gpipe", "0 stages a rank"]),
+        ("gpipe", [4, 4, 0], &["gpipe", "0 stages per rank"]),
         ("1f1b", [4, 4, 2], &["1f1b", "a rank has 1 stages, not 2"]),
         ("zbv", [4, 4, 1], &["zbv", "2 stages, not 1"]),
         ("interleaved-1f1b", [4, 9, 2], &["interleaved-1f1b", "9 microbatches", "2 equal rounds"]),
         ("interleaved-zb", [4, 11, 2], &["interleaved-zb", "11 microbatches", "2 equal rounds"]),
         ("dualpipev", [4, 7, 2], &["dualpipev", "7 microbatches", "8 stages"]),
-        ("looped-bfs", [1 << 20, 1 << 20, 1 << 40], &["too much"]),
-        ("gpipe", [1 << 20, 1 << 20, 1], &["too much"]),
+        ("looped-bfs", [1 << 20, 1 << 20, 1 << 40], &["too many"]),
+        ("gpipe", [1 << 20, 1 << 20, 1], &["too many"]),
         ("gpipe", [1 << 13, 1, 1], &["8192 ranks", "at most 4096 stages"]),
     ];
     for (name, [ranks, microbatches, turns], mentions) in cases {
