@@ -59,10 +59,9 @@ impl SpecDescription {
     pub fn on(&self, mesh: &DeviceMesh) -> Result<Spec> {
         if self.axes != axes_of(mesh) {
             let axes = self.axes.iter().map(|(name, size)| format!("{name}={size}")).join(", ");
-            return Err(Error::Layout(format!("described on ({axes}) for {mesh}; choose the placements for it anew")));
+            return Err(Error::Layout(format!("a layout on ({axes}) for {mesh}; choose new placements for it")));
         }
-        let no_dtype =
-            |_| Error::Layout(format!("{:?} is no dtype; write it as candle does, f32 for example", self.dtype));
+        let no_dtype = |_| Error::Layout(format!("{:?} is not a dtype; use a name of candle, such as f32", self.dtype));
         let dtype: DType = self.dtype.parse().map_err(no_dtype)?;
         let spec = Spec::new(mesh, &self.placements, &self.shape[..], dtype)?;
         if self.sizes.len() != mesh.ndim() {

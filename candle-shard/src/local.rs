@@ -44,7 +44,10 @@ impl DTensor {
     /// that differs between the ranks. It is converted to the gradient that [`to_local`](Self::to_local) expects.
     pub fn to_local_with_grad(&self, gradient: &[Placement]) -> Result<Tensor> {
         if gradient.len() != self.placements().len() {
-            return Error::op("to_local_with_grad", format!("{gradient:?} for {}: one for each axis", self.spec()));
+            return Error::op(
+                "to_local_with_grad",
+                format!("{gradient:?} for {}: want one for each axis", self.spec()),
+            );
         }
         let exchange = |(axis, (&at, &gradient)): (usize, (&Placement, &Placement))| {
             let share = gradient == Placement::PARTIAL_SUM;
@@ -183,8 +186,8 @@ fn ragged_spec(pieces: &[Piece], mesh: &DeviceMesh, placements: &[Placement], dt
             let (size, want) = (piece.dims[dim], block[dim].len());
             let by = if axes.is_empty() { "no axis".to_string() } else { format!("axis {}", axes.join(", ")) };
             return refuse(format!(
-                "dim {dim} has size {size} at {place:?} where {want} goes with {spec}; {by} shards it, and only the \
-                 outermost of these takes any sizes"
+                "dim {dim} has size {size} at {place:?}, but {spec} needs {want}; {by} shards it, and only the \
+                 outermost of these supports any sizes"
             ));
         }
     }

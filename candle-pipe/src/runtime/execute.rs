@@ -182,7 +182,7 @@ impl<'a, 'f> Execution<'a, 'f> {
             None => self.batch.input(microbatch, input.value).and_then(Activation::constant),
             Some(from) => values.remove(&input.value).ok_or_else(|| {
                 Error::Schedule(format!(
-                    "{} of stage {from} has not come",
+                    "{} of stage {from} has not arrived",
                     self.runtime.info.graph.value_name(input.value)
                 ))
             }),
@@ -353,7 +353,7 @@ impl<'a, 'f> Execution<'a, 'f> {
 
     /// Receives the next message from a rank.
     fn next_from(&mut self, rank: usize) -> Result<()> {
-        let nothing = || Error::Schedule(format!("nothing more is to come from rank {rank}"));
+        let nothing = || Error::Schedule(format!("no more messages are expected from rank {rank}"));
         let message = self.awaited.get_mut(&rank).and_then(VecDeque::pop_front).ok_or_else(nothing)?;
         self.receive(message)
     }
@@ -382,7 +382,7 @@ impl<'a, 'f> Execution<'a, 'f> {
             }
         };
         if values.len() != wanted.len() {
-            return Err(Error::Schedule(format!("{} values came, {} were expected", values.len(), wanted.len())));
+            return Err(Error::Schedule(format!("{} values arrived, {} were expected", values.len(), wanted.len())));
         }
         for ((value, stages), mut packed) in wanted.into_iter().zip(values) {
             if flow == Flow::Activation && self.runtime.constants.contains(&value) {

@@ -46,7 +46,7 @@ use std::ops::Range;
 ///     g.loss_fn(|xs, _| Ok(candle_nn::loss::mse(xs[0].tensor()?, xs[1].tensor()?)?), [y, target], Reduction::Mean);
 ///     let pipe = g.finish(EqualCount(2))?;
 ///
-///     let schedule = ScheduleKind::OneFOneB.schedule(2, 3, 1)?; // 2 ranks, 3 microbatches, 1 stage a rank
+///     let schedule = ScheduleKind::OneFOneB.schedule(2, 3, 1)?; // 2 ranks, 3 microbatches, 1 stage per rank
 ///     let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
 ///     let runtime = Runtime::new(&pipe, &schedule, ctx.group(), &vb, &Device::Cpu)?;
 ///     let x = Tensor::ones((7, 1), DType::F32, &Device::Cpu)?;
@@ -135,11 +135,11 @@ impl<'a> Batch<'a> {
         let microbatches = runtime.training.schedule().microbatches();
         if cut.len() != microbatches {
             let reason = format!("{} microbatches for a schedule of {microbatches}", cut.len());
-            return Err(Error::Microbatches(format!("{reason}; cut the batch so, or make another schedule")));
+            return Err(Error::Microbatches(format!("{reason}; cut the batch into as many, or use another schedule")));
         }
         if options.split_backward {
-            let reason = "split_backward on ranks, where the schedule says what is split; leave it out, and take a schedule with \
-                          W, such as zb-h1";
+            let reason = "split_backward on ranks, where the schedule defines the split; leave it out, and use a \
+                          schedule with W, such as zb-h1";
             return Err(Error::Schedule(reason.into()));
         }
         let used = runtime.stages.values().flat_map(|stage| &stage.def().inputs);
@@ -150,7 +150,7 @@ impl<'a> Batch<'a> {
         let tracked = values.find(|(_, input)| backward && input.tensors().into_iter().any(Tensor::track_op));
         if let Some((&value, _)) = tracked {
             let name = runtime.info.graph.value_name(value);
-            let reason = format!("input {name:?} wants a gradient, and ranks give none to inputs");
+            let reason = format!("input {name:?} is tracked, but ranks compute no gradients of inputs");
             return Err(Error::Pipe(format!("{reason}; detach it, or make it a parameter of a node")));
         }
         let (rows, weights) = (cut.row_ranges(options.first_row), options.weights(cut, runtime.info.graph.loss)?);
@@ -267,8 +267,8 @@ impl Runtime {
         let twice = replicas.ranks().iter().filter(|rank| own.contains(rank)).copied().collect_vec();
         if twice != [self.group.ranks()[self.group.rank()]] {
             let (own, given) = (self.group.ranks(), replicas.ranks());
-            let reason = format!("ranks {given:?} are no replicas of one rank of the pipeline on ranks {own:?}");
-            return Err(Error::Pipe(format!("{reason}; give the group of those that have its stages in other copies")));
+            let reason = format!("ranks {given:?} are not replicas of one rank of the pipeline on ranks {own:?}");
+            return Err(Error::Pipe(format!("{reason}; give the group of ranks with its stages in other copies")));
         }
         let pipeline = description(&self.info, &self.training);
         replicas.agree(&format!("rank {} of {pipeline}", self.group.rank()))?;
@@ -316,7 +316,7 @@ impl Runtime {
             return Err(Error::Pipe("the model has no loss to differentiate; declare it with loss or loss_fn".into()));
         }
         if !self.training.schedule().has_backward() {
-            let reason = "it has no backward passes to train with; evaluate, or take one with them";
+            let reason = "it has no backward passes to train with; evaluate, or use one that has";
             return Err(Error::Schedule(reason.into()));
         }
         let outputs = if options.outputs { Outputs::Kept } else { Outputs::Dropped };
@@ -417,13 +417,18 @@ fn check(info: &PipeInfo, schedule: &Schedule, group: &ProcessGroup) -> Result<(
     let refuse = |reason: String| Err(Error::Schedule(reason));
     let (ranks, stages) = (schedule.ranks().len(), schedule.stages());
     if ranks != group.size() {
-        return refuse(format!("it has {ranks} ranks, the group has {}; make it for those", group.size()));
+        return refuse(format!("it has {ranks} ranks, the group has {}; make it for that many", group.size()));
     }
     if stages != info.num_stages() {
-        return refuse(format!("it has {stages} stages, the pipe has {}; cut the pipe so", info.num_stages()));
+        return refuse(format!(
+            "it has {stages} stages, the pipe has {}; cut the pipe into as many",
+            info.num_stages()
+        ));
     }
     if info.graph.loss.is_none() && schedule.has_backward() {
-        return refuse("it has backward passes, and the pipe no loss; declare one, or take its forward_only()".into());
+        return refuse(
+            "it has backward passes, but the pipe has no loss; declare one, or use its forward_only()".into(),
+        );
     }
     Ok(())
 }

@@ -31,8 +31,8 @@ pub(super) fn check(
                 Some((_, other)) if share.is_some() && *other == share => {}
                 Some((other, _)) => {
                     return Err(Error::Pipe(format!(
-                        "nodes on ranks {other} and {rank} ask for the parameter {name:?}, and each would have a part of its \
-                         gradient; give it to both from PipeBuilder::parameter, with Share::Replicate or Share::Transmit"
+                        "nodes on ranks {other} and {rank} use the parameter {name:?}, so each would have a part of \
+                         its gradient; declare it with PipeBuilder::parameter and Share::Replicate or Share::Transmit"
                     )));
                 }
                 None => _ = seen.insert(name, (rank, share)),

@@ -130,14 +130,14 @@ impl<'a> Wire<'a> {
             let (got, want) = (&head[..4], Action::Recv(message));
             let reason =
                 format!("rank {from} sent {got:?} (gradients?, from stage, to stage, microbatch) where {want}");
-            return Err(Error::Schedule(format!("{reason} was to come; run the same schedule on all ranks")));
+            return Err(Error::Schedule(format!("{reason} was expected; run the same schedule on all ranks")));
         }
         let way = (message.flow, message.from, message.to);
         if head[5] > 0 {
             let text = self.group.recv(head[5] as usize, DType::U8, from)?.to_vec1::<u8>()?;
             self.received.insert(way, serde_json::from_slice(&text).map_err(unreadable)?);
         }
-        let unknown = || Error::Pipe(format!("rank {from} refers to a message that did not come"));
+        let unknown = || Error::Pipe(format!("rank {from} refers to a message that did not arrive"));
         let outlines = self.received.get(&way).ok_or_else(unknown)?;
         let mut next = |dims: &[usize], dtype| Ok(self.group.recv(Shape::from(dims), dtype, from)?);
         let values = outlines.iter().map(|outline| outline.value(&mut next)).collect::<Result<_>>()?;
@@ -203,6 +203,6 @@ mod tests {
             }
             Ok(wire.receive(0, label(0)).unwrap_err().to_string())
         });
-        assert!(texts.unwrap()[1].contains("1RECV_B0 was to come"));
+        assert!(texts.unwrap()[1].contains("1RECV_B0 was expected"));
     }
 }

@@ -101,10 +101,10 @@ fn in_place(schedule: &Schedule, rank: usize, actions: &[Action]) -> Result<()> 
             Action::ReduceGrad(stage) if left.get(&stage).is_some_and(|&left| left > 0) => {
                 return refuse("misplaced, the stage has not finished its backwards");
             }
-            Action::ReduceGrad(stage) if !reduced.insert(stage) => return refuse("doubled"),
+            Action::ReduceGrad(stage) if !reduced.insert(stage) => return refuse("duplicate"),
             Action::ReduceGrad(stage) => _ = pending.insert(stage),
             Action::WaitReduceGrad(stage) if !pending.remove(&stage) => return refuse("waits for nothing"),
-            Action::SharedReduce(group) if !shared.insert(group) => return refuse("doubled"),
+            Action::SharedReduce(group) if !shared.insert(group) => return refuse("duplicate"),
             Action::Send(message) => _ = unsent.insert(message),
             Action::WaitSend(message) if !unsent.remove(&message) => return refuse("waits for nothing"),
             _ => {}
@@ -217,7 +217,7 @@ impl<'a> State<'a> {
         if !self.routes.after(Compute { stage: from, pass, microbatch }).contains(&message) {
             return Err(format!("stage {to} does not need it from this message"));
         }
-        if self.arrived.contains(&message) { Err("doubled".to_owned()) } else { Ok(()) }
+        if self.arrived.contains(&message) { Err("duplicate".to_owned()) } else { Ok(()) }
     }
 
     /// Returns a missing input of a computation, if there is one.

@@ -45,7 +45,7 @@ fn places(ranks: &[Vec<Option<Action>>]) -> Result<BTreeMap<Compute, Place>> {
             }
             for &compute in action.computes() {
                 if let Some((rank0, position0)) = places.insert(compute, (rank, position)) {
-                    let said = format!("doubled, it is already at rank {rank0}, position {position0}");
+                    let said = format!("duplicate, it is already at rank {rank0}, position {position0}");
                     return Err(error(rank, position, action, &said));
                 }
             }
@@ -91,7 +91,7 @@ fn complete(places: &BTreeMap<Compute, Place>, stage: usize, microbatch: usize, 
                     rank,
                     position,
                     &compute,
-                    &format!("doubled, {stage}{pass}{microbatch} is there too"),
+                    &format!("duplicate, {stage}{pass}{microbatch} is there too"),
                 ));
             }
             &[Forward, Backward]

@@ -92,7 +92,7 @@ pub(super) use with_element;
 /// Runs `f` on the mutable elements of a contiguous CPU tensor, even if it is a variable.
 pub(super) fn change<E: Element>(tensor: &Tensor, f: impl FnOnce(&mut [E]) -> Result<()>) -> Result<()> {
     if tensor.elem_count() == 0 {
-        return f(&mut []); // candle takes it for one whose elements repeat
+        return f(&mut []); // candle mistakes it for a view that repeats elements
     }
     change_memory(tensor, |memory, layout| {
         let (start, end) = layout.contiguous_offsets().ok_or(Error::RequiresContiguous { op: "change in place" })?;

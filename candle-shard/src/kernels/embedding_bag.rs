@@ -29,7 +29,7 @@ impl Bags {
     /// Creates bags; each extends from one of `bounds` to the next.
     ///
     /// # Errors
-    /// Unless the bounds rise from 0 to the number of ids.
+    /// If the bounds do not rise from 0 to the number of ids.
     pub fn new(ids: impl Into<Arc<[u32]>>, bounds: impl Into<Arc<[usize]>>) -> Result<Self> {
         let (ids, bounds) = (ids.into(), bounds.into());
         if bounds.first() != Some(&0) || bounds.last() != Some(&ids.len()) || !bounds.is_sorted() {

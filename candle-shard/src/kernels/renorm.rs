@@ -96,7 +96,7 @@ pub(crate) fn scale_rows(table: &Tensor, rows: &[u32], norms: &[f64], max_norm: 
         bail!("max_norm: {} norms of {} rows", norms.len(), rows.len());
     }
     if table.elem_count() == 0 {
-        return Ok(()); // candle takes it for one whose elements repeat
+        return Ok(()); // candle mistakes it for a view that repeats elements
     }
     let long = rows.iter().zip(norms).filter(|&(_, &norm)| norm > max_norm);
     if !table.device().is_cpu() {
