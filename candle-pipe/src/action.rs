@@ -1,15 +1,15 @@
-//! What a rank can be told to do.
+//! The actions of a rank.
 use std::fmt;
 use std::slice;
 
-/// What a stage computes for a microbatch.
+/// A computation of a stage for a microbatch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Pass {
     /// The outputs: `F`.
     Forward,
-    /// The gradients of the inputs and of the parameters at once: `B`.
+    /// The gradients of the inputs and of the parameters together: `B`.
     Backward,
-    /// The gradients of the inputs alone: `I`.
+    /// Only the gradients of the inputs: `I`.
     Input,
     /// The gradients of the parameters, after `I`: `W`.
     Weight,
@@ -18,50 +18,50 @@ pub enum Pass {
 /// A pass of a stage over a microbatch, such as `2F0`: stage 2, forward, microbatch 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Compute {
-    /// The stage, counted along the model.
+    /// The stage, counted from the start of the model.
     pub stage: usize,
-    /// What is computed.
+    /// The computation.
     pub pass: Pass,
     /// The microbatch.
     pub microbatch: usize,
 }
 
-/// What travels between stages.
+/// The content of a message between stages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Flow {
-    /// Values, to a later stage: `F`.
+    /// Values, sent to a later stage: `F`.
     Activation,
-    /// Gradients of values, back to the stage that made them: `B`.
+    /// Gradients of values, sent back to the stage that computed the values: `B`.
     Gradient,
 }
 
-/// What one stage has for another on a different rank.
+/// A message from one stage to another on a different rank.
 ///
-/// Stages of one rank that take values of one stage share one message, which names the first of them.
+/// Stages on one rank that use values of the same stage share one message, which names the first of them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Message {
-    /// What travels.
+    /// The content.
     pub flow: Flow,
-    /// The stage that computed it.
+    /// The stage that computed the content.
     pub from: usize,
-    /// The stage that needs it.
+    /// The stage that needs the content.
     pub to: usize,
-    /// The microbatch that it belongs to.
+    /// The microbatch of the content.
     pub microbatch: usize,
 }
 
 impl Message {
-    /// Whether it carries what `compute` makes.
+    /// Returns whether `compute` produces the content of this message.
     pub(crate) fn is_made_by(&self, compute: Compute) -> bool {
         (self.from, self.microbatch, Some(self.flow)) == (compute.stage, compute.microbatch, compute.makes())
     }
 }
 
-/// One entry of the list of a rank.
+/// One entry of the action list of a rank.
 ///
-/// The text of an action is PyTorch's, which it is written as ([`Display`](fmt::Display)) and read from
-/// ([`FromStr`](std::str::FromStr)) in full. A message between stages that are not neighbours has the other end behind
-/// it: `0SEND_F3>2` goes from stage 0 to stage 2, which has `2RECV_F3<0`.
+/// [`Display`](fmt::Display) writes an action as PyTorch's text, and [`FromStr`](std::str::FromStr) reads all of these
+/// texts. A message between stages that are not neighbors ends with the other stage: `0SEND_F3>2` goes from stage 0 to
+/// stage 2, which has `2RECV_F3<0`.
 ///
 /// | text | action |
 /// |---|---|
@@ -69,7 +69,7 @@ impl Message {
 /// | `(0F3;7B0)OVERLAP_F_B` | [`Overlap`](Self::Overlap) |
 /// | `1SEND_F3` `2RECV_F3` `2SEND_B3` `1RECV_B3` | [`Send`](Self::Send) and [`Recv`](Self::Recv) of stages 1 and 2 |
 /// | `1WAIT_SEND_F3` | [`WaitSend`](Self::WaitSend) |
-/// | `1UNSHARD` `1RESHARD` `1REDUCE_GRAD` `1WAIT_REDUCE_GRAD` | of the parameters of stage 1 |
+/// | `1UNSHARD` `1RESHARD` `1REDUCE_GRAD` `1WAIT_REDUCE_GRAD` | for the parameters of stage 1 |
 /// | `0SHARED_REDUCE` | [`SharedReduce`](Self::SharedReduce) of group 0 |
 ///
 /// ```
@@ -85,19 +85,19 @@ impl Message {
 pub enum Action {
     /// One computation.
     Compute(Compute),
-    /// A forward and a backward, neither of which needs the other, so that they may run at the same time.
+    /// A forward and a backward that do not depend on each other, so that they may overlap.
     Overlap([Compute; 2]),
-    /// Begins to send.
+    /// Starts a send.
     Send(Message),
-    /// Begins to receive.
+    /// Starts a receive.
     Recv(Message),
-    /// Waits until what was sent has left.
+    /// Waits for a send.
     WaitSend(Message),
     /// Gathers the sharded parameters of a stage.
     Unshard(usize),
-    /// Frees what was gathered for a stage.
+    /// Frees the gathered parameters of a stage.
     Reshard(usize),
-    /// Begins to reduce the gradients of a stage over the replicas of the model.
+    /// Starts to reduce the gradients of a stage over the replicas of the model.
     ReduceGrad(usize),
     /// Waits until the gradients of a stage are reduced.
     WaitReduceGrad(usize),
@@ -106,7 +106,7 @@ pub enum Action {
 }
 
 impl Action {
-    /// What it computes: nothing, one or two passes.
+    /// Returns the passes of this action: none, one or two.
     pub fn computes(&self) -> &[Compute] {
         match self {
             Self::Compute(compute) => slice::from_ref(compute),
@@ -117,7 +117,7 @@ impl Action {
 }
 
 impl Compute {
-    /// What it makes for other stages, if anything.
+    /// Returns what this computation produces for other stages, if anything.
     pub(crate) fn makes(self) -> Option<Flow> {
         match self.pass {
             Pass::Forward => Some(Flow::Activation),
@@ -126,14 +126,14 @@ impl Compute {
         }
     }
 
-    /// Whether the stage needs nothing of the microbatch any more afterwards.
+    /// Returns whether this is the last pass of the stage over the microbatch.
     pub(crate) fn is_last(self) -> bool {
         matches!(self.pass, Pass::Backward | Pass::Weight)
     }
 }
 
 impl Message {
-    /// Whether it goes to the next stage, or back to the one before.
+    /// Returns whether the message goes to the next or to the previous stage.
     fn between_neighbours(self) -> bool {
         match self.flow {
             Flow::Activation => self.from.checked_add(1) == Some(self.to),

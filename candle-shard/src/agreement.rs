@@ -1,4 +1,4 @@
-//! One result on all ranks, and what they tell each other.
+//! Exchange of values, and agreement on one result, among ranks.
 use crate::{DTensor, Error, Result, scoped};
 use candle_core::{DType, Device, Tensor};
 use candle_dist::{DeviceMesh, ProcessGroup};
@@ -13,15 +13,15 @@ thread_local! {
     static COMPARED: Cell<bool> = Cell::new(*EVERYWHERE);
 }
 
-/// The environment asks for it in the whole program.
+/// Set if the environment enables it for the whole program.
 static EVERYWHERE: LazyLock<bool> =
     LazyLock::new(|| std::env::var("CANDLE_DIST_DEBUG").is_ok_and(|value| value.trim() == "1"));
 
-/// Runs `f`, in which tensors that every rank should have alike are compared, by a hash of their elements.
+/// Runs `f`, in which tensors that must be equal on every rank are compared by a hash of their elements.
 ///
 /// These are the operands of [`DTensor::replicated`], of operators with plain tensors and numbers, and of
-/// [`DTensor::distribute`]. Each costs one barrier; where ranks differ, all of them get the same error. Every rank calls
-/// it. `CANDLE_DIST_DEBUG=1` in the environment does so in all threads of a program.
+/// [`DTensor::distribute`]. Each comparison costs one barrier; if ranks differ, all of them return the same error.
+/// Every rank must call it. `CANDLE_DIST_DEBUG=1` in the environment enables it in all threads of a program.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -38,7 +38,7 @@ pub fn compare_operands<R>(f: impl FnOnce() -> R) -> R {
     scoped::with(&COMPARED, true, f)
 }
 
-/// Refuses a tensor that is not alike on all ranks of the mesh, where that is asked for.
+/// Refuses a tensor that is not equal on all ranks of the mesh, if the comparison is enabled.
 pub(crate) fn alike(op: &'static str, tensor: &Tensor, mesh: &DeviceMesh) -> Result<()> {
     if !COMPARED.get() {
         return Ok(());
@@ -54,23 +54,24 @@ pub(crate) fn alike(op: &'static str, tensor: &Tensor, mesh: &DeviceMesh) -> Res
     Ok(mesh.group()?.agree(&format!("{op} of {dtype}{dims:?} with the hash {hash:016x}"))?)
 }
 
-/// Whether an op cut indexes that were given whole, so that only some ranks would see a bad one.
+/// Returns whether an op cut indices that were passed whole, so that only some ranks would see an invalid one.
 ///
-/// Then the whole is checked first: all ranks see the same first bad index, and their world goes on.
+/// In this case the whole tensor is checked first: all ranks see the same first invalid index, and their world
+/// continues.
 pub(crate) fn was_cut(given: &DTensor, laid: &DTensor) -> bool {
     !is_cut(given) && is_cut(laid)
 }
 
-/// Whether a rank has only a piece of the tensor.
+/// Returns whether a rank has only a piece of the tensor.
 fn is_cut(tensor: &DTensor) -> bool {
     let mut axes = tensor.placements().iter().zip(tensor.mesh().shape());
     axes.any(|(placement, &n)| n > 1 && placement.shard_dim().is_some())
 }
 
-/// The error of an index that is refused where it is read.
+/// Returns the error for an invalid index.
 ///
-/// Of a tensor that is whole on every rank all of them see it. Of one in pieces one rank may see it, or several see
-/// different ones: the first that stops the world gives its error to all.
+/// If the tensor is whole on every rank, all of them see the index. If it is in pieces, one rank may see it, or several
+/// ranks see different ones: the first that stops the world sends its error to all.
 pub(crate) fn refuse_data<T>(op: &'static str, reason: String, data: &DTensor) -> Result<T> {
     if is_cut(data) {
         let group = data.mesh().group()?;
@@ -82,7 +83,7 @@ pub(crate) fn refuse_data<T>(op: &'static str, reason: String, data: &DTensor) -
     Error::op(op, reason)
 }
 
-/// This rank's result if all ranks have one; otherwise the first rank's error that has none, on all of them.
+/// Returns this rank's result if all ranks succeed; otherwise the error of the first failed rank, on all of them.
 pub(crate) fn agreed<T>(group: &ProcessGroup, op: &'static str, result: Result<T>) -> Result<T> {
     let text = result.as_ref().err().map(Error::to_string).unwrap_or_default();
     let texts = group.all_gather_text(&text)?;
@@ -92,7 +93,7 @@ pub(crate) fn agreed<T>(group: &ProcessGroup, op: &'static str, result: Result<T
     }
 }
 
-/// Every rank's value, on every rank, in rank order.
+/// Returns every rank's value on every rank, in rank order.
 pub(crate) fn told<T: Serialize + DeserializeOwned>(
     op: &'static str,
     group: &ProcessGroup,

@@ -1,4 +1,4 @@
-//! Layouts as data for files.
+//! Layouts as serializable data.
 use crate::placement::Placement;
 use crate::spec::Spec;
 use crate::{Error, Result};
@@ -7,7 +7,7 @@ use candle_dist::DeviceMesh;
 use itertools::Itertools;
 use serde::{Deserialize, Serialize};
 
-/// What a [`Spec`] says, with the names and sizes of the mesh's axes in the place of its ranks.
+/// A serializable [`Spec`], with the names and sizes of the mesh's axes instead of its ranks.
 ///
 /// ```
 /// use candle_core::DType;
@@ -30,7 +30,7 @@ pub struct SpecDescription {
     pub axes: Vec<(String, usize)>,
     /// The placement on each axis.
     pub placements: Vec<Placement>,
-    /// The explicit piece sizes on each axis, where they are not the default ones.
+    /// The explicit piece sizes on each axis, `None` for the default ones.
     pub sizes: Vec<Option<Vec<usize>>>,
     /// The global shape.
     pub shape: Vec<usize>,
@@ -52,17 +52,16 @@ impl From<&Spec> for SpecDescription {
 }
 
 impl SpecDescription {
-    /// The layout on a mesh that has these axes.
+    /// Returns the layout on a mesh that has these axes.
     ///
     /// # Errors
-    /// If the mesh has other axes, candle knows no such dtype, or the rest is no layout of the shape.
+    /// If the mesh has other axes, if candle has no such dtype, or if the rest is not a layout of the shape.
     pub fn on(&self, mesh: &DeviceMesh) -> Result<Spec> {
         if self.axes != axes_of(mesh) {
             let axes = self.axes.iter().map(|(name, size)| format!("{name}={size}")).join(", ");
-            return Err(Error::Layout(format!("described on ({axes}) for {mesh}; choose the placements for it anew")));
+            return Err(Error::Layout(format!("a layout on ({axes}) for {mesh}; choose new placements for it")));
         }
-        let no_dtype =
-            |_| Error::Layout(format!("{:?} is no dtype; write it as candle does, f32 for example", self.dtype));
+        let no_dtype = |_| Error::Layout(format!("{:?} is not a dtype; use a name of candle, such as f32", self.dtype));
         let dtype: DType = self.dtype.parse().map_err(no_dtype)?;
         let spec = Spec::new(mesh, &self.placements, &self.shape[..], dtype)?;
         if self.sizes.len() != mesh.ndim() {

@@ -1,6 +1,7 @@
-//! What writing files asks of the file system, call by call.
+//! The calls to the file system that write files.
 //!
-//! Tests make any call fail, or all from one on, as if the process had been killed there (`checkpoint/crashes.rs`).
+//! Tests make any call fail, or all calls from one on, as if the process had been killed there
+//! (`checkpoint/crashes.rs`).
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::Path;
@@ -26,7 +27,7 @@ pub(crate) fn sync(file: &File, path: &Path) -> io::Result<()> {
     file.sync_all()
 }
 
-/// Waits until the names in a folder are on the disk, on systems where a folder can be asked for that.
+/// Waits until the names in a folder are on the disk, on systems that can sync a folder.
 pub(crate) fn sync_folder(path: &Path) -> io::Result<()> {
     step("sync_folder", path)?;
     if !cfg!(unix) {
@@ -38,7 +39,7 @@ pub(crate) fn sync_folder(path: &Path) -> io::Result<()> {
     }
 }
 
-/// Gives a file its name, in place of one that may have it, at one moment.
+/// Renames a file, replacing an existing one atomically.
 pub(crate) fn rename(from: &Path, to: &Path) -> io::Result<()> {
     step("rename", to)?;
     fs::rename(from, to)
@@ -49,13 +50,13 @@ pub(crate) fn remove_file(path: &Path) -> io::Result<()> {
     fs::remove_file(path)
 }
 
-/// Removes a folder that is empty.
+/// Removes an empty folder.
 pub(crate) fn remove_folder(path: &Path) -> io::Result<()> {
     step("remove_folder", path)?;
     fs::remove_dir(path)
 }
 
-/// The folder that a path lies in.
+/// Returns the folder that contains a path.
 pub(crate) fn folder_of(path: &Path) -> &Path {
     path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
@@ -76,16 +77,16 @@ pub(crate) mod faults {
     use std::path::Path;
     use std::sync::{Mutex, PoisonError};
 
-    /// What happens at one call.
+    /// A fault at one call.
     #[derive(Clone, Copy, Debug, PartialEq)]
     pub(crate) enum Fault {
-        /// It fails, and later ones do not.
+        /// The call fails, and later ones succeed.
         Fails,
-        /// It is not made, and none after it is.
+        /// Neither this call nor any later one is made.
         Kills,
     }
 
-    /// The calls of all threads, and at which of them there is a fault.
+    /// The calls of all threads, and the index of the one with a fault.
     #[derive(Default)]
     struct Plan {
         at: Option<(usize, Fault)>,
@@ -94,7 +95,7 @@ pub(crate) mod faults {
 
     static PLAN: Mutex<Option<Plan>> = Mutex::new(None);
 
-    /// What `f` makes with this fault, the calls that it made or tried, and whether the fault came.
+    /// Runs `f` with this fault; returns its result, the calls that it made or tried, and whether the fault occurred.
     pub(crate) fn with<T>(at: Option<(usize, Fault)>, f: impl FnOnce() -> T) -> (T, Vec<String>, bool) {
         let lock = || PLAN.lock().unwrap_or_else(PoisonError::into_inner);
         *lock() = Some(Plan { at, calls: Vec::new() });

@@ -1,9 +1,9 @@
-//! What can go wrong, decided from global metadata so that every rank fails alike.
+//! Errors, derived from global metadata so that every rank fails alike.
 use candle_dist::without_trace;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// The result of everything in this crate.
+/// The result type of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// An error of a distributed tensor, an op, a layer or a plan.
@@ -13,29 +13,29 @@ pub enum Error {
     /// Communication failed, or a mesh was used wrongly.
     #[error(transparent)]
     Dist(#[from] candle_dist::Error),
-    /// candle refused an operation on a local shard. `Debug` prints candle's backtrace, where there is one.
+    /// candle refused an operation on a local shard. `Debug` prints candle's backtrace, if there is one.
     #[error("{}", without_trace(.0))]
     Candle(Arc<candle_core::Error>),
-    /// Arguments that an op cannot take.
+    /// Arguments that an op does not support.
     #[error("{op}: {reason}")]
     Op {
         /// The op.
         op: &'static str,
-        /// Which shapes or placements do not fit, and how to mend it.
+        /// The shapes or placements that do not fit, and how to fix them.
         reason: String,
     },
     /// Placements that do not describe a layout of the tensor on the mesh.
     #[error("layout: {0}")]
     Layout(String),
-    /// A parallelisation plan that does not fit the model or the mesh.
+    /// A parallelization plan that does not fit the model or the mesh.
     #[error("plan: {0}")]
     Plan(String),
-    /// A file that is missing, damaged, or not what is wanted of it.
+    /// A file that is missing, damaged, or does not have the expected content.
     #[error("{}: {reason}", path.display())]
     File {
         /// The file.
         path: PathBuf,
-        /// Which tensor does not fit and how to mend it.
+        /// The tensor that does not fit, and how to fix it.
         reason: String,
     },
 }
@@ -51,7 +51,7 @@ impl Error {
 }
 
 impl From<candle_core::Error> for Error {
-    /// A failure of communication that went through candle, as in a backward pass, comes out as what it was.
+    /// Restores the type of a communication error that passed through candle, as in a backward pass.
     fn from(error: candle_core::Error) -> Self {
         match candle_dist::Error::from(error) {
             candle_dist::Error::Candle(error) => Self::Candle(error),

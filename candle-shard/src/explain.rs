@@ -1,4 +1,4 @@
-//! What ops do to the layouts of their inputs, and what that and everything else moves.
+//! Reports of how ops change the layouts of their inputs, and of all communication.
 use crate::dtensor::Axes;
 use crate::placement::Placements;
 use crate::redistribute::Move;
@@ -10,14 +10,14 @@ use std::cell::RefCell;
 use std::fmt;
 use std::sync::Arc;
 
-/// What a closure did: one [`Step`] for each op and each change of layout, in the order in which they ended.
+/// A report of a closure: one [`Step`] per op and per change of layout, in the order in which they ended.
 #[derive(Debug, Clone, Default)]
 pub struct Explanation {
-    /// The steps. Communication outside of any op stands in steps called `other`, backward passes in `backward`.
+    /// The steps. Communication outside of any op is in steps called `other`, that of backward passes in `backward`.
     pub steps: Vec<Step>,
 }
 
-/// What one op did to the layouts of its inputs, and what was sent for it.
+/// The changes of one op to the layouts of its inputs, and its communication.
 #[derive(Debug, Clone)]
 pub struct Step {
     /// The op.
@@ -28,31 +28,31 @@ pub struct Step {
     pub outputs: Vec<String>,
     /// The calls that this rank made to lay out the inputs.
     pub moved: Vec<Event>,
-    /// The other calls that it made, those of inner steps excepted.
+    /// Its other calls, without those of inner steps.
     pub exchanged: Vec<Event>,
 }
 
-/// How one input is brought to the layout that the op's rule asks for.
+/// How one input is brought to the layout that the op's rule requires.
 #[derive(Debug, Clone)]
 pub struct Conversion {
     /// The input with its layout.
     pub input: String,
-    /// Where it was.
+    /// Its placements before.
     pub from: Placements,
-    /// Where the rule wants it.
+    /// The placements that the rule requires.
     pub to: Placements,
-    /// The collectives on the way, with the axes and what a rank receives.
+    /// The collectives that move it, with the axes and the bytes that a rank receives.
     pub moves: Vec<String>,
-    /// The bytes that this rank hands to these collectives; none if an earlier use shares the result.
+    /// The bytes that this rank passes to these collectives; zero if an earlier use shares the result.
     pub bytes: usize,
-    /// The axes on which its gradient is added up over the ranks in the backward pass.
+    /// The axes on which its gradient is summed over the ranks in the backward pass.
     pub gradient_sums: Vec<String>,
-    /// The layout that it gets.
+    /// The layout after the moves.
     laid_out: String,
 }
 
 impl Conversion {
-    /// What `moves` do to an input, whose gradient is summed over `sums` where it is replicated there.
+    /// Describes the `moves` of an input whose gradient is summed over `sums` where it is replicated.
     pub(crate) fn new(input: &DTensor, moves: &[Move], sums: Axes) -> Self {
         let spec = moves.last().map_or(input.shared_spec(), |last| &last.spec);
         let sums = (0..spec.mesh().ndim())
@@ -73,38 +73,39 @@ impl Conversion {
 }
 
 impl Step {
-    /// The calls that this rank made in it.
+    /// Returns the calls that this rank made in the step.
     pub fn calls(&self) -> impl Iterator<Item = &Event> {
         self.moved.iter().chain(&self.exchanged).filter(|call| call.part != Part::Wait)
     }
 
-    /// The bytes that this rank handed to collectives in it.
+    /// Returns the bytes that this rank passed to collectives in the step.
     pub fn bytes(&self) -> usize {
         self.calls().map(|call| call.bytes).sum()
     }
 }
 
 impl Explanation {
-    /// The bytes that this rank handed to collectives: what [`comm::record`](candle_dist::comm::record) counts.
+    /// Returns the bytes that this rank passed to collectives, as [`comm::record`](candle_dist::comm::record) counts
+    /// them.
     pub fn bytes(&self) -> usize {
         self.steps.iter().map(Step::bytes).sum()
     }
 
-    /// The calls of all steps.
+    /// Returns the calls of all steps.
     pub fn calls(&self) -> impl Iterator<Item = &Event> {
         self.steps.iter().flat_map(Step::calls)
     }
 }
 
-/// An explanation in the making.
+/// An explanation under construction.
 #[derive(Default)]
 struct State {
     steps: Vec<Step>,
-    /// The steps that are open, outermost first, behind what is outside of any.
+    /// The open steps, outermost first, after the frame of calls outside of any step.
     frames: Vec<Frame>,
 }
 
-/// The calls of one open step, whose log rests while an inner step is open.
+/// The calls of one open step; its log pauses while an inner step is open.
 struct Frame {
     log: Option<Log>,
     moved: Vec<Event>,
@@ -132,7 +133,7 @@ impl State {
         self.frames.push(Frame::new());
     }
 
-    /// Ends the innermost step, and returns its calls.
+    /// Ends the innermost step and returns its calls.
     fn pop(&mut self) -> (Vec<Event>, Vec<Event>) {
         let ended = self.frames.pop().map(|mut frame| {
             frame.rest();
@@ -144,7 +145,7 @@ impl State {
         ended.unwrap_or_default()
     }
 
-    /// The innermost step's log rests; calls outside of steps become one.
+    /// Pauses the innermost step's log; calls outside of steps become a step.
     fn rest(&mut self) {
         let outside = self.frames.len() == 1;
         let Some(frame) = self.frames.last_mut() else { return };
@@ -161,7 +162,7 @@ thread_local! {
     static STATE: RefCell<Option<State>> = const { RefCell::new(None) };
 }
 
-/// Runs `f` and tells what each op in it chose and what was sent.
+/// Runs `f` and reports how each op in it laid out its inputs and what was sent.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -182,7 +183,7 @@ thread_local! {
 /// # Ok::<(), candle_dist::WorldError>(())
 /// ```
 pub fn explain<R>(f: impl FnOnce() -> R) -> (R, Explanation) {
-    /// Puts an enclosing `explain` back, also when `f` panics.
+    /// Restores an enclosing `explain`, even if `f` panics.
     struct Outer(Option<State>);
     impl Drop for Outer {
         fn drop(&mut self) {
@@ -207,21 +208,21 @@ pub fn explain<R>(f: impl FnOnce() -> R) -> (R, Explanation) {
     (result, Explanation { steps })
 }
 
-/// A step that is explained until it is dropped.
+/// A step that is recorded until it is dropped.
 pub(crate) struct Open {
     op: &'static str,
     inputs: Vec<Conversion>,
     outputs: Vec<String>,
 }
 
-/// Begins a step, if somebody asked.
+/// Begins a step, if an explanation is being recorded.
 pub(crate) fn open(op: &'static str) -> Option<Open> {
     let asked = STATE.with_borrow_mut(|state| state.as_mut().map(State::push).is_some());
     asked.then(|| Open { op, inputs: Vec::new(), outputs: Vec::new() })
 }
 
 impl Open {
-    /// Notes what becomes of the inputs.
+    /// Records how the inputs are moved.
     pub(crate) fn note<'s>(
         &mut self,
         inputs: impl IntoIterator<Item = Conversion>,
@@ -231,7 +232,7 @@ impl Open {
         self.outputs.extend(outputs.into_iter().map(|out| out.to_string()));
     }
 
-    /// Notes that the inputs lie as they must.
+    /// Records that the inputs are laid out.
     pub(crate) fn laid_out(&mut self) {
         STATE.with_borrow_mut(|state| {
             if let Some(frame) = state.as_mut().and_then(|state| state.frames.last_mut()) {
@@ -262,7 +263,8 @@ impl fmt::Display for Explanation {
 }
 
 impl fmt::Display for Step {
-    /// For example `matmul -> f32[4, 4] P(sum)@tp`, and a line for each input and each call.
+    /// Prints the op with its outputs, for example `matmul -> f32[4, 4] P(sum)@tp`, then a line per input and one for
+    /// the calls.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.op)?;
         if !self.outputs.is_empty() {

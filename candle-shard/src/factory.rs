@@ -1,4 +1,4 @@
-//! Tensors made where they lie: each rank builds its own shard, and nothing is communicated.
+//! Tensors built in place: each rank builds its own shard, and nothing is communicated.
 use crate::placement::{Placement, Placements, Replicate};
 use crate::random::{Distribution, Stream, sample};
 use crate::spec::Spec;
@@ -7,9 +7,9 @@ use candle_core::{DType, Device, FloatDType, Shape, Tensor, WithDType};
 use candle_dist::DeviceMesh;
 
 impl DTensor {
-    /// Zeros.
+    /// Creates a tensor of zeros.
     ///
-    /// This and the other factories take candle's arguments and then say how the tensor lies.
+    /// Like the other factories, it takes candle's arguments, followed by the layout.
     ///
     /// ```
     /// use candle_core::{DType, Device};
@@ -39,7 +39,7 @@ impl DTensor {
         })
     }
 
-    /// Ones.
+    /// Creates a tensor of ones.
     pub fn ones(
         shape: impl Into<Shape>,
         dtype: DType,
@@ -50,7 +50,7 @@ impl DTensor {
         made(placed(mesh, placements, shape, dtype)?, |spec| Tensor::ones(spec.local_shape().as_slice(), dtype, device))
     }
 
-    /// The same value everywhere.
+    /// Creates a tensor with the same value everywhere.
     pub fn full<T: WithDType>(
         value: T,
         shape: impl Into<Shape>,
@@ -62,7 +62,7 @@ impl DTensor {
         made(spec, |spec| Tensor::full(value, spec.local_shape().as_slice(), device))
     }
 
-    /// `start`, `start + 1`, and so on below `end`, in one dim.
+    /// Creates the one-dimensional tensor `start`, `start + 1`, and so on below `end`.
     pub fn arange<T: WithDType>(
         start: T,
         end: T,
@@ -121,22 +121,22 @@ impl DTensor {
         })
     }
 
-    /// The identity matrix `[n, n]`.
+    /// Creates the identity matrix `[n, n]`.
     pub fn eye(n: usize, dtype: DType, device: &Device, mesh: &DeviceMesh, placements: &[Placement]) -> Result<Self> {
         square(placed(mesh, placements, (n, n), dtype)?, device, |i, j| i == j)
     }
 
-    /// The matrix `[n, n]` of ones on and below the diagonal, zeros above.
+    /// Creates the matrix `[n, n]` with ones on and below the diagonal, and zeros above.
     pub fn tril2(n: usize, dtype: DType, device: &Device, mesh: &DeviceMesh, placements: &[Placement]) -> Result<Self> {
         square(placed(mesh, placements, (n, n), dtype)?, device, |i, j| i >= j)
     }
 
-    /// The matrix `[n, n]` of ones on and above the diagonal, zeros below.
+    /// Creates the matrix `[n, n]` with ones on and above the diagonal, and zeros below.
     pub fn triu2(n: usize, dtype: DType, device: &Device, mesh: &DeviceMesh, placements: &[Placement]) -> Result<Self> {
         square(placed(mesh, placements, (n, n), dtype)?, device, |i, j| i <= j)
     }
 
-    /// Random numbers of `stream`, even over `[lo, up)` and bit-equal on every mesh.
+    /// Creates random numbers of `stream`, uniform over `[lo, up)` and bit-equal on every mesh.
     pub fn rand<T: FloatDType>(
         lo: T,
         up: T,
@@ -150,7 +150,7 @@ impl DTensor {
         sampled(placed(mesh, placements, shape, T::DTYPE)?, even, device, stream)
     }
 
-    /// Random numbers of `stream`, normally distributed and bit-equal on every mesh.
+    /// Creates random numbers of `stream`, normally distributed and bit-equal on every mesh.
     pub fn randn<T: FloatDType>(
         mean: T,
         stdev: T,
@@ -164,34 +164,37 @@ impl DTensor {
         sampled(placed(mesh, placements, shape, T::DTYPE)?, normal, device, stream)
     }
 
-    /// Zeros that lie as this tensor does, replicated where it is partial.
+    /// Creates zeros with the layout of this tensor, replicated where it is partial.
     pub fn zeros_like(&self) -> Result<Self> {
         made(self.spec_like()?, |spec| Tensor::zeros(spec.local_shape().as_slice(), spec.dtype(), self.device()))
     }
 
-    /// Ones that lie as this tensor does, replicated where it is partial.
+    /// Creates ones with the layout of this tensor, replicated where it is partial.
     pub fn ones_like(&self) -> Result<Self> {
         made(self.spec_like()?, |spec| Tensor::ones(spec.local_shape().as_slice(), spec.dtype(), self.device()))
     }
 
-    /// One value everywhere, rounded to the dtype of this tensor, lying as it does, replicated where it is partial.
+    /// Creates a tensor with one value everywhere, rounded to the dtype of this tensor, and its layout, replicated
+    /// where it is partial.
     pub fn full_like(&self, value: f64) -> Result<Self> {
         made(self.spec_like()?, |spec| {
             Tensor::full(value, spec.local_shape().as_slice(), self.device())?.to_dtype(spec.dtype())
         })
     }
 
-    /// Random numbers as of [`rand`](Self::rand) that lie as this tensor does, replicated where it is partial.
+    /// Creates random numbers as [`rand`](Self::rand) does, with the layout of this tensor, replicated where it is
+    /// partial.
     pub fn rand_like(&self, lo: f64, up: f64, stream: Stream) -> Result<Self> {
         sampled(self.spec_like()?, Distribution::Uniform { lo, up }, self.device(), stream)
     }
 
-    /// Random numbers as of [`randn`](Self::randn) that lie as this tensor does, replicated where it is partial.
+    /// Creates random numbers as [`randn`](Self::randn) does, with the layout of this tensor, replicated where it is
+    /// partial.
     pub fn randn_like(&self, mean: f64, stdev: f64, stream: Stream) -> Result<Self> {
         sampled(self.spec_like()?, Distribution::Normal { mean, stdev }, self.device(), stream)
     }
 
-    /// The layout of this tensor without partial sums.
+    /// Returns the layout of this tensor with partial placements replaced by replicated ones.
     fn spec_like(&self) -> Result<Spec> {
         let resolved = self.placements().iter().map(|&p| if p.is_partial() { Replicate } else { p });
         let mut spec = self.spec().derive(&resolved.collect::<Placements>(), self.dims())?;
@@ -202,7 +205,7 @@ impl DTensor {
     }
 }
 
-/// A layout that a tensor can be made in: partial placements are results of ops.
+/// Creates a layout for a new tensor; refuses partial placements, which only ops produce.
 pub(crate) fn placed(
     mesh: &DeviceMesh,
     placements: &[Placement],
@@ -221,7 +224,7 @@ fn made(spec: Spec, local: impl FnOnce(&Spec) -> candle_core::Result<Tensor>) ->
     Ok(DTensor::leaf(local, spec.shared()))
 }
 
-/// A matrix of ones where `is_one` says so of row and column, and zeros.
+/// Creates a matrix with ones where `is_one(row, column)` holds, and zeros elsewhere.
 fn square(spec: Spec, device: &Device, is_one: impl Fn(usize, usize) -> bool) -> Result<DTensor> {
     made(spec, |spec| {
         let (block, shape, is_one) = (spec.local_block(), spec.local_shape(), &is_one);

@@ -1,15 +1,15 @@
-//! DTensor and tensor parallelism for [candle](https://github.com/huggingface/candle): the numbers of one device on
-//! any mesh, gradients included.
+//! DTensor and tensor parallelism for [candle](https://github.com/huggingface/candle): the results of one device on any
+//! mesh, gradients included.
 //!
-//! Start with the [`guide`]; who knows PyTorch, or has a model in candle, with [`porting`].
+//! Start with the [`guide`]; for readers who know PyTorch or have a model in candle, with [`porting`].
 //!
-//! - [`DTensor`]: a tensor spread over a [`DeviceMesh`](candle_dist::DeviceMesh), one [`Placement`] per axis.
-//! - [`nn`]: layers built under a [`parallel::Plan`], so that a rank holds only its shard.
-//! - [`fsdp`]: parameters, gradients and optimisers spread over the ranks that share a batch.
+//! - [`DTensor`]: a tensor distributed over a [`DeviceMesh`](candle_dist::DeviceMesh), one [`Placement`] per axis.
+//! - [`nn`]: layers built under a [`parallel::Plan`], so that each rank holds only its shard.
+//! - [`fsdp`]: parameters, gradients and optimizer state sharded over the ranks that share a batch.
 //! - [`random`]: random numbers that are bit-equal on every mesh.
-//! - [`Weights`] and [`checkpoint`]: files, of which a rank reads and writes its own blocks.
-//! - [`ShardedTensor`]: a tensor cut as a [`sharding_spec`] says, which names ranks instead of axes.
-//! - [`sparse`]: large tables whose gradients and optimisers cost by the rows that are looked up.
+//! - [`Weights`] and [`checkpoint`]: files from which and to which each rank reads and writes only its own blocks.
+//! - [`ShardedTensor`]: a tensor cut according to a [`sharding_spec`], which names ranks instead of axes.
+//! - [`sparse`]: large tables whose gradient and optimizer cost grows with the rows that are looked up.
 //! - [`kernels`]: fused ops with a true backward, for plain tensors too.
 mod agreement;
 pub mod checkpoint;

@@ -1,4 +1,4 @@
-//! Between the ranks' own tensors and distributed ones, where the layout does not say all.
+//! Conversions between local tensors and distributed ones that need more than the layout.
 use crate::placement::{Partial, Placement, Replicate, Shard};
 use crate::spec::{Sizes, Spec};
 use crate::{DTensor, Error, Result};
@@ -11,13 +11,13 @@ use std::collections::BTreeMap;
 const MOST_DIMS: usize = 14;
 
 impl DTensor {
-    /// This rank's tensor as a piece of a tensor whose pieces may have any sizes, which the ranks tell each other.
+    /// Uses this rank's tensor as a piece of a tensor whose pieces may have any sizes, which the ranks exchange.
     ///
-    /// One small all_gather over the mesh. Sizes that are not the default ones become explicit; only the outermost
-    /// axis that shards a dim can have such.
+    /// Runs one small all_gather over the mesh. Sizes other than the default ones become explicit; only the outermost
+    /// axis that shards a dim can have explicit sizes.
     ///
     /// # Errors
-    /// On all ranks, with one text, if the pieces do not fit together.
+    /// On all ranks, with the same text, if the pieces do not fit together.
     ///
     /// ```
     /// use candle_core::{DType, Device, Tensor};
@@ -37,14 +37,17 @@ impl DTensor {
         Self::from_local_with_spec(local, spec)
     }
 
-    /// This rank's shard for a use whose gradient lies as `gradient` says, one placement for each axis.
+    /// Returns this rank's shard for a use whose gradient has the layout `gradient`, one placement per axis.
     ///
-    /// Where the tensor is sharded, the gradient is that of the shard. Where it is replicated or partial, the gradient
-    /// that enters may be `Replicate`, the same on all ranks, or `Partial(sum)`, each rank's share, which is what a use
-    /// that differs between the ranks gives. It is converted to what [`to_local`](Self::to_local) asks for.
+    /// Where the tensor is sharded, the gradient is that of the shard. Where it is replicated or partial, the incoming
+    /// gradient may be `Replicate`, equal on all ranks, or `Partial(sum)`, each rank's share, which results from a use
+    /// that differs between the ranks. It is converted to the gradient that [`to_local`](Self::to_local) expects.
     pub fn to_local_with_grad(&self, gradient: &[Placement]) -> Result<Tensor> {
         if gradient.len() != self.placements().len() {
-            return Error::op("to_local_with_grad", format!("{gradient:?} for {}: one for each axis", self.spec()));
+            return Error::op(
+                "to_local_with_grad",
+                format!("{gradient:?} for {}: want one for each axis", self.spec()),
+            );
         }
         let exchange = |(axis, (&at, &gradient)): (usize, (&Placement, &Placement))| {
             let share = gradient == Placement::PARTIAL_SUM;
@@ -71,12 +74,14 @@ impl DTensor {
         })
     }
 
-    /// Spreads named tensors that every rank has, alike, over the mesh, each as `placements` says for it.
+    /// Distributes named tensors that are equal on every rank over the mesh, each with the placements that `placements`
+    /// returns for it.
     ///
-    /// For a map of tensors or the variables of a candle `VarMap`, of which the values are taken; nothing is communicated.
+    /// Works for a map of tensors or for the variables of a candle `VarMap`, whose values are used; nothing is
+    /// communicated.
     ///
     /// # Errors
-    /// Those of [`distribute`](Self::distribute), with the first name in alphabetical order.
+    /// Those of [`distribute`](Self::distribute), for the first name in alphabetical order.
     ///
     /// ```
     /// use candle_core::{DType, Device, Tensor};
@@ -111,7 +116,7 @@ impl DTensor {
     }
 }
 
-/// What a rank says of its piece.
+/// A rank's description of its piece.
 #[derive(Debug, Clone, PartialEq)]
 struct Piece {
     dtype: i64,
@@ -126,7 +131,7 @@ impl Piece {
     }
 }
 
-/// The pieces of all ranks of the mesh, in row-major order.
+/// Returns the pieces of all ranks of the mesh, in row-major order.
 fn exchange_shapes(local: &Tensor, mesh: &DeviceMesh) -> Result<Vec<Piece>> {
     if local.rank() > MOST_DIMS {
         let reason = format!("a tensor with {} dims; at most {MOST_DIMS} are possible", local.rank());
@@ -144,7 +149,7 @@ fn exchange_shapes(local: &Tensor, mesh: &DeviceMesh) -> Result<Vec<Piece>> {
     Ok(all.to_vec2::<i64>()?.into_iter().map(piece).collect())
 }
 
-/// The layout in which every rank holds its piece.
+/// Returns the layout in which every rank holds its piece.
 fn ragged_spec(pieces: &[Piece], mesh: &DeviceMesh, placements: &[Placement], dtype: DType) -> Result<Spec> {
     let (first, places): (_, Vec<_>) = (&pieces[0], mesh.coordinates().collect());
     let at = |rank: usize| &places[rank];
@@ -159,7 +164,7 @@ fn ragged_spec(pieces: &[Piece], mesh: &DeviceMesh, placements: &[Placement], dt
     let mut sizes: Vec<Option<Sizes>> = vec![None; placements.len()];
     for (dim, size) in shape.iter_mut().enumerate() {
         let Some(outermost) = axes_of(dim).next().filter(|&axis| axis < mesh.ndim()) else { continue };
-        // All pieces of the dim are seen along the axes that shard it, from the first rank of the others.
+        // All pieces of the dim lie along the axes that shard it, at coordinate 0 of the other axes.
         let mut along = vec![0; mesh.shape()[outermost]];
         for (rank, piece) in pieces.iter().enumerate() {
             let place = at(rank);
@@ -181,8 +186,8 @@ fn ragged_spec(pieces: &[Piece], mesh: &DeviceMesh, placements: &[Placement], dt
             let (size, want) = (piece.dims[dim], block[dim].len());
             let by = if axes.is_empty() { "no axis".to_string() } else { format!("axis {}", axes.join(", ")) };
             return refuse(format!(
-                "dim {dim} has size {size} at {place:?} where {want} goes with {spec}; {by} shards it, and only the \
-                 outermost of these takes any sizes"
+                "dim {dim} has size {size} at {place:?}, but {spec} needs {want}; {by} shards it, and only the \
+                 outermost of these supports any sizes"
             ));
         }
     }

@@ -1,4 +1,4 @@
-//! How a tensor lies along one axis of a mesh.
+//! Placements: how a tensor lies on one axis of a mesh.
 use crate::{Error, Result};
 use candle_dist::ReduceOp;
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
@@ -6,9 +6,9 @@ use smallvec::SmallVec;
 use std::fmt;
 use std::str::FromStr;
 
-/// How a tensor lies along one axis of a mesh.
+/// How a tensor lies on one axis of a mesh.
 ///
-/// As text, also in files, it is `S(0)`, `R` or `P(sum)`.
+/// Text form, also in files: `S(0)`, `R` or `P(sum)`.
 ///
 /// ```
 /// use candle_shard::{Placement, Shard};
@@ -21,22 +21,22 @@ use std::str::FromStr;
 pub enum Placement {
     /// The ranks hold consecutive pieces of this dim.
     Shard(usize),
-    /// Every rank holds the whole.
+    /// Every rank holds the whole tensor.
     Replicate,
-    /// Every rank holds an operand of this reduction; only the reduction is the tensor.
+    /// Every rank holds an operand of this reduction; the tensor is its result.
     Partial(ReduceOp),
 }
 
 pub use Placement::{Partial, Replicate, Shard};
 
-/// One placement for each axis of a mesh, outermost first.
+/// One placement per axis of a mesh, outermost first.
 pub type Placements = SmallVec<[Placement; 3]>;
 
 impl Placement {
-    /// Partial sums, the usual outcome of a matmul over a sharded dim.
+    /// Partial sums, the usual result of a matmul over a sharded dim.
     pub const PARTIAL_SUM: Self = Partial(ReduceOp::Sum);
 
-    /// The sharded dim, if there is one.
+    /// Returns the sharded dim, if there is one.
     pub const fn shard_dim(self) -> Option<usize> {
         match self {
             Shard(dim) => Some(dim),
@@ -44,7 +44,7 @@ impl Placement {
         }
     }
 
-    /// Whether ranks hold operands of a reduction.
+    /// Returns whether ranks hold operands of a reduction.
     pub const fn is_partial(self) -> bool {
         matches!(self, Partial(_))
     }
@@ -63,7 +63,7 @@ impl fmt::Display for Placement {
 impl FromStr for Placement {
     type Err = Error;
 
-    /// Reads what [`Display`](fmt::Display) writes.
+    /// Parses the output of [`Display`](fmt::Display).
     fn from_str(text: &str) -> Result<Self> {
         const REDUCTIONS: [ReduceOp; 5] =
             [ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Min, ReduceOp::Max, ReduceOp::Product];

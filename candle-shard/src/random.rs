@@ -1,23 +1,23 @@
-//! Random numbers that are the same on every mesh.
+//! Random numbers that are equal on every mesh.
 //!
-//! A number is a function of `(seed, stream, global element index)` and of nothing else: not of the rank that asks, not
-//! of what was drawn before, not of how the tensor is cut. A rank therefore computes just the numbers of its own shard,
-//! without communication, and the shards put together are, bit for bit, the tensor that one device would have made.
-//! Initialisation, dropout masks and `rand`-like tensors of the whole workspace come from here.
+//! A number is a function of only `(seed, stream, global element index)`. It does not depend on the rank, on numbers
+//! drawn before, or on how the tensor is cut. So each rank computes only the numbers of its own shard, without
+//! communication, and the joined shards are bit for bit the tensor that one device would create. Initialization,
+//! dropout masks and `rand`-like tensors of the whole workspace use this module.
 //!
 //! The generator is ChaCha with 8 rounds used as a counter (Bernstein, *ChaCha, a variant of Salsa20*): the seed is the
 //! key, the stream is the 64-bit nonce, and element `i` owns the 32-bit words `[i·k, (i+1)·k)` of the key stream. The
-//! number of words `k` is fixed by distribution and precision:
+//! number of words `k` depends on distribution and precision:
 //!
 //! | | f16, bf16, f32 | f64 |
 //! |---|---|---|
 //! | [`Uniform`](Distribution::Uniform), [`Bernoulli`](Distribution::Bernoulli) | 1 | 2 |
 //! | [`Normal`](Distribution::Normal) (Box–Muller) | 2 | 4 |
 //!
-//! Numbers are drawn on the host, by several threads where there are many, and handed to the device: candle has no
-//! operations on the bits of words of which a device could compose the generator.
+//! Numbers are drawn on the host, by several threads for large tensors, and copied to the device: candle has no bit
+//! operations on words from which a device could build the generator.
 //!
-//! The 16-bit types are computed in f32 and rounded to nearest even. Logarithm and cosine are `libm`'s own, so the bits
+//! The 16-bit types are computed in f32 and rounded to nearest even. Logarithm and cosine come from `libm`, so the bits
 //! do not depend on the operating system either.
 
 mod grid;
@@ -32,10 +32,10 @@ use rayon::prelude::*;
 
 use self::grid::Grid;
 
-/// A named, endless sequence of random words: the part of a number's key that is not its element index.
+/// A named, endless sequence of random words: the part of a number's key besides its element index.
 ///
-/// Give every random tensor of a program its own stream, usually named by the tensor's path, and derive one per training
-/// step with [`fold`](Stream::fold).
+/// Use one stream per random tensor of a program, usually named by the tensor's path, and derive one per training step
+/// with [`fold`](Stream::fold).
 ///
 /// ```
 /// use candle_shard::random::Stream;
@@ -49,12 +49,12 @@ use self::grid::Grid;
 pub struct Stream {
     seed: u64,
     id: u64,
-    /// The element that counts as the first.
+    /// The element at which the stream starts.
     first: u64,
 }
 
 impl Stream {
-    /// The stream called `name` under `seed`; its id is the 64-bit FNV-1a hash of the name.
+    /// Creates the stream called `name` under `seed`; its id is the 64-bit FNV-1a hash of the name.
     pub fn new(seed: u64, name: &str) -> Self {
         let id = name.bytes().fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| {
             (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
@@ -62,7 +62,7 @@ impl Stream {
         Self { seed, id, first: 0 }
     }
 
-    /// The `n`-th stream derived from this one, for example the one of training step `n`.
+    /// Derives the `n`-th stream from this one, for example the one of training step `n`.
     ///
     /// Folds nest, and their order matters: `s.fold(1).fold(2)` is not `s.fold(2).fold(1)`.
     pub fn fold(self, n: u64) -> Self {
@@ -71,7 +71,7 @@ impl Stream {
         Self { id, ..self }
     }
 
-    /// This stream without its first `elements` elements: the numbers of a tensor that begins there in a larger one.
+    /// Skips the first `elements` elements: returns the numbers of a tensor that begins there in a larger one.
     ///
     /// ```
     /// use candle_core::{DType, Device};
@@ -96,21 +96,21 @@ impl Stream {
     }
 }
 
-/// The finaliser of splitmix64 (Steele, Lea and Flood, *Fast splittable pseudorandom number generators*, 2014).
+/// The finalizer of splitmix64 (Steele, Lea and Flood, *Fast splittable pseudorandom number generators*, 2014).
 fn mix64(mut z: u64) -> u64 {
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     z ^ (z >> 31)
 }
 
-/// What the numbers of a tensor are distributed like.
+/// The distribution of the numbers of a tensor.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Distribution {
-    /// Evenly over `[lo, up)`; rounding to a narrow dtype may land on `up` itself.
+    /// Uniform over `[lo, up)`; rounding to a narrow dtype may yield `up` itself.
     Uniform {
-        /// The least value.
+        /// The lower bound.
         lo: f64,
-        /// The upper end.
+        /// The upper bound.
         up: f64,
     },
     /// The normal distribution.
@@ -144,14 +144,14 @@ impl Distribution {
     }
 }
 
-/// The box `block` (one range per dim) of the random tensor of shape `global_shape`.
+/// Creates the block `block` (one range per dim) of the random tensor of shape `global_shape`.
 ///
-/// Every element depends on the stream, the distribution, the dtype and its row-major index in `global_shape` only, so
-/// any cut of the tensor into boxes gives the values of [`sample_full`]. The time goes with the size of the box and
-/// its number of contiguous runs, not with the global shape. Empty boxes are fine.
+/// Every element depends only on the stream, the distribution, the dtype and its row-major index in `global_shape`, so
+/// any cut of the tensor into blocks yields the values of [`sample_full`]. The time grows with the size of the block
+/// and its number of contiguous runs, not with the global shape. Empty blocks are allowed.
 ///
 /// # Errors
-/// If `block` does not lie in `global_shape`, the dtype is not f16, bf16, f32 or f64, or a parameter of the
+/// If `block` does not lie in `global_shape`, if the dtype is not f16, bf16, f32 or f64, or if a parameter of the
 /// distribution is out of its domain.
 ///
 /// ```
@@ -189,10 +189,10 @@ pub fn sample(
     values.to_device(device)
 }
 
-/// The whole random tensor of shape `shape`: [`sample`] with the box that covers everything.
+/// Creates the whole random tensor of shape `shape`: [`sample`] with the block of all elements.
 ///
 /// # Errors
-/// As for [`sample`].
+/// Those of [`sample`].
 pub fn sample_full(
     stream: Stream,
     dist: Distribution,
@@ -222,12 +222,12 @@ fn draw_block<T: Real>(stream: Stream, dist: Distribution, global: &Grid<'_>, bl
     }
 }
 
-/// Elements from which drawing is worth more than one thread.
+/// The number of elements from which several threads are used.
 const PARALLEL: usize = 64 * 1024;
 
-/// What `draw`, which takes exactly `words` words, makes with the generator at the place of each element of `block`.
+/// Calls `draw`, which consumes exactly `words` words, with the generator at the position of each element of `block`.
 ///
-/// A large block is drawn in parts by several threads: a number depends on its place alone.
+/// Several threads draw the parts of a large block: a number depends only on its position.
 fn draw_runs<T: WithDType>(
     stream: Stream,
     global: &Grid<'_>,
@@ -256,7 +256,7 @@ fn draw_runs<T: WithDType>(
     values
 }
 
-/// A block cut along the first dim that it can be cut along, so that its parts follow each other.
+/// Cuts a block along the first dim that can be cut, so that its parts are contiguous.
 fn parts(block: &[Range<usize>], most: usize) -> Vec<Vec<Range<usize>>> {
     let Some(dim) = block.iter().position(|range| range.len() > 1) else { return vec![block.to_vec()] };
     let (range, size) = (block[dim].clone(), block[dim].len().div_ceil(most));
@@ -268,7 +268,7 @@ fn parts(block: &[Range<usize>], most: usize) -> Vec<Vec<Range<usize>>> {
     range.clone().step_by(size).map(part).collect()
 }
 
-/// Calls `draw` with the generator at the place of each element of `block` in turn.
+/// Calls `draw` with the generator at the position of each element of `block` in turn.
 fn fill<T>(
     stream: Stream,
     global: &Grid<'_>,
@@ -277,7 +277,7 @@ fn fill<T>(
     draw: &impl Fn(&mut ChaCha8Rng) -> T,
     values: &mut [T],
 ) {
-    // A seek makes 64 words anew; shorter gaps are cheaper to walk through.
+    // A seek generates 64 new words; shorter gaps are cheaper to step through.
     const SEEK_WORDS: u64 = 64;
     let mut generator = stream.generator();
     let begin = u128::from(stream.first) * u128::from(words);
@@ -295,13 +295,14 @@ fn fill<T>(
     });
 }
 
-/// A precision that numbers are computed in.
+/// A precision for the computation of numbers.
 trait Real: WithDType {
-    /// The 32-bit words that one uniform number takes.
+    /// The 32-bit words that one uniform number consumes.
     const WORDS: u64;
-    /// Uniform on `[0, 1)` with all values a multiple of the type's resolution.
+    /// Returns a uniform number on `[0, 1)` that is a multiple of the type's resolution.
     fn unit(generator: &mut ChaCha8Rng) -> Self;
-    /// Standard normal by Box–Muller, keeping only the cosine half: an element must not depend on its neighbour.
+    /// Returns a standard normal number by Box–Muller, using only the cosine half: an element must not depend on its
+    /// neighbor.
     fn normal(generator: &mut ChaCha8Rng) -> Self;
 }
 

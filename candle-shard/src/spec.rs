@@ -1,4 +1,4 @@
-//! The whole description of a distributed tensor: mesh, placements, global shape, dtype.
+//! The full description of a distributed tensor: mesh, placements, global shape, dtype.
 use crate::dtensor::Axes;
 use crate::placement::{Placement, Placements, Shard};
 use crate::{Error, Result};
@@ -15,17 +15,17 @@ use std::hash::{Hash, Hasher};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Explicit piece sizes of a dim, one a rank of the axis.
+/// Explicit piece sizes of a dim, one per rank of the axis.
 pub type Sizes = Arc<[usize]>;
 
-/// How a tensor of a global shape and dtype lies on a mesh; equal on every rank.
+/// The layout of a tensor with a global shape and dtype on a mesh; equal on every rank.
 ///
 /// A dim of size `n` on an axis of `k` ranks is cut as `torch.chunk` does: pieces of `ceil(n / k)`, the last ones
 /// smaller or empty. Several axes may cut one dim, outer axis first. The outermost axis of a dim may have explicit
 /// sizes instead.
 ///
-/// An empty piece begins where the piece before it ends, within what the outer axes leave, so the blocks of all ranks
-/// follow each other without gaps. PyTorch says the size of the whole dim there; nobody has an element at either place.
+/// An empty piece begins where the previous piece ends, within the part that the outer axes leave, so the blocks of all
+/// ranks are contiguous. PyTorch uses the size of the whole dim there; no elements lie at either place.
 #[derive(Clone, PartialEq)]
 pub struct Spec {
     mesh: DeviceMesh,
@@ -35,7 +35,7 @@ pub struct Spec {
     dtype: DType,
 }
 
-/// The sizes of the pieces of a dim of size `n` on `k` ranks: `ceil(n / k)` until the dim is used up.
+/// Returns the sizes of the pieces of a dim of size `n` on `k` ranks: `ceil(n / k)` until the dim is used up.
 ///
 /// ```
 /// assert_eq!(candle_shard::chunk_sizes(5, 4).as_slice(), [2, 2, 1, 0]);
@@ -46,7 +46,7 @@ pub fn chunk_sizes(n: usize, k: usize) -> Dims {
 }
 
 impl Spec {
-    /// A layout with pieces of the default sizes.
+    /// Creates a layout with pieces of the default sizes.
     ///
     /// # Errors
     /// If the number of placements is not the number of axes, or a sharded dim does not exist.
@@ -77,10 +77,11 @@ impl Spec {
         })
     }
 
-    /// The same layout with explicit piece sizes on one axis, `None` for the default ones.
+    /// Returns the same layout with explicit piece sizes on one axis; `None` restores the default ones.
     ///
     /// # Errors
-    /// If the axis does not shard a dim, is not the outermost one that shards it, or the sizes do not cut the dim.
+    /// If the axis does not shard a dim, if it is not the outermost one that shards the dim, or if the sizes do not cut
+    /// the dim.
     pub fn with_sizes(mut self, axis: usize, sizes: Option<Sizes>) -> Result<Self> {
         if axis >= self.placements.len() {
             let axes = self.mesh.ndim();
@@ -114,9 +115,9 @@ impl Spec {
         Ok(self)
     }
 
-    /// This spec in memory that all equal specs of this thread share, so that they can be told by their address.
+    /// Returns this spec in memory that all equal specs of this thread share, so that specs are compared by address.
     pub(crate) fn shared(self) -> Arc<Self> {
-        /// Specs kept; beyond that, equal ones are no longer found.
+        /// The most specs kept; beyond that the cache is cleared, and equal specs may have different addresses.
         const MOST: usize = 4096;
         thread_local! {
             static KNOWN: RefCell<FxHashSet<Known>> = RefCell::default();
@@ -135,65 +136,65 @@ impl Spec {
         })
     }
 
-    /// The same mesh and dtype with other placements and another shape.
+    /// Returns a layout on the same mesh and with the same dtype, with other placements and another shape.
     pub(crate) fn derive(&self, placements: &[Placement], shape: &[usize]) -> Result<Self> {
         Self::new(&self.mesh, placements, shape, self.dtype)
     }
 
-    /// The same layout of elements of another dtype.
+    /// Returns the same layout with another dtype.
     pub(crate) fn with_dtype(self, dtype: DType) -> Self {
         Self { dtype, ..self }
     }
 
-    /// Sets the placement of one axis, trusting the caller on the dim.
+    /// Sets the placement of one axis without a check of the dim.
     pub(crate) fn place(&mut self, axis: usize, placement: Placement, sizes: Option<Sizes>) {
         self.placements[axis] = placement;
         self.sizes[axis] = sizes;
     }
 
-    /// The mesh.
+    /// Returns the mesh.
     pub fn mesh(&self) -> &DeviceMesh {
         &self.mesh
     }
 
-    /// The placement on each axis, outermost first.
+    /// Returns the placement on each axis, outermost first.
     pub fn placements(&self) -> &[Placement] {
         &self.placements
     }
 
-    /// The explicit sizes on an axis, if they are not the default ones.
+    /// Returns the explicit sizes on an axis, if they are not the default ones.
     pub fn sizes(&self, axis: usize) -> Option<&Sizes> {
         self.sizes[axis].as_ref()
     }
 
-    /// The global shape.
+    /// Returns the global shape.
     pub fn dims(&self) -> &[usize] {
         &self.shape
     }
 
-    /// The dtype.
+    /// Returns the dtype.
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 
-    /// The bytes that one rank holds at most.
+    /// Returns the most bytes that one rank holds, with default sizes.
     pub(crate) fn local_bytes(&self) -> usize {
         let pieces = (0..self.mesh.ndim()).filter(|&a| self.placements[a].shard_dim().is_some());
         let parts: usize = pieces.map(|a| self.mesh.shape()[a]).product();
         self.shape.iter().product::<usize>().div_ceil(parts) * self.dtype.size_in_bytes()
     }
 
-    /// The shape of this rank's shard.
+    /// Returns the shape of this rank's shard.
     pub fn local_shape(&self) -> Dims {
         self.block_at(self.mesh.coordinate()).iter().map(Range::len).collect()
     }
 
-    /// This rank's shard as one range of global indices per dim.
+    /// Returns this rank's shard as one range of global indices per dim.
     pub fn local_block(&self) -> SmallVec<[Range<usize>; 6]> {
         self.block_at(self.mesh.coordinate())
     }
 
-    /// The shard of the rank at `coordinate`, as one range of global indices per dim.
+    /// Returns the shard of the rank at `coordinate` as one range of global indices per dim.
     pub fn block_at(&self, coordinate: &[usize]) -> SmallVec<[Range<usize>; 6]> {
         let mut block: SmallVec<[Range<usize>; 6]> = self.shape.iter().map(|&n| 0..n).collect();
         for (axis, &at) in coordinate.iter().enumerate() {
@@ -206,7 +207,7 @@ impl Spec {
         block
     }
 
-    /// Start and length of piece `at` of an axis that cuts `len` elements.
+    /// Returns start and length of piece `at` of an axis that cuts `len` elements.
     fn piece(&self, axis: usize, len: usize, at: usize) -> (usize, usize) {
         match &self.sizes[axis] {
             Some(sizes) => (sizes[..at].iter().sum(), sizes[at]),
@@ -218,7 +219,7 @@ impl Spec {
         }
     }
 
-    /// How an axis that shards `dim` cuts what the axes outside of it leave to this rank.
+    /// Returns how an axis that shards `dim` cuts the part that the outer axes leave to this rank.
     pub(crate) fn cut(&self, axis: usize, dim: usize) -> Cut {
         if let Some(sizes) = &self.sizes[axis] {
             return Cut::new(dim, sizes);
@@ -230,7 +231,8 @@ impl Spec {
         Cut::new(dim, &chunk_sizes(len, self.mesh.shape()[axis]))
     }
 
-    /// How several axes that shard `dim`, the innermost ones of it, together cut what the others leave to this rank.
+    /// Returns how several axes, the innermost ones that shard `dim`, together cut the part that the others leave to
+    /// this rank.
     pub(crate) fn joint_cut(&self, axes: &[usize], dim: usize) -> Cut {
         let mut at = self.mesh.coordinate().to_vec();
         let places = axes.iter().map(|&axis| 0..self.mesh.shape()[axis]).multi_cartesian_product();
@@ -242,8 +244,8 @@ impl Spec {
     }
 }
 
-/// A spec that is looked up by its contents. A mesh counts as equal only if it is the very same: the groups of another
-/// world may be gone.
+/// A spec that is looked up by its contents. Meshes are equal only if they are identical: the groups of another world
+/// may no longer exist.
 struct Known(Arc<Spec>);
 
 impl PartialEq for Known {
@@ -261,8 +263,9 @@ impl Hash for Known {
 }
 
 impl fmt::Display for Spec {
-    /// For example `f32[8@dp, 16@tp]`: each dim names the axes that cut it, outermost first; axes that do not occur
-    /// replicate. Explicit sizes follow their axis, `8@dp(3+5)`, and partial axes the shape, `f32[8, 16] P(sum)@tp`.
+    /// Prints each dim with the axes that cut it, outermost first, for example `f32[8@dp, 16@tp]`; other axes
+    /// replicate. Explicit sizes follow their axis, `8@dp(3+5)`, and partial axes follow the shape,
+    /// `f32[8, 16] P(sum)@tp`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let axes = || self.mesh.names().iter().zip(&self.placements).zip(&self.sizes);
         write!(f, "{}[", self.dtype.as_str())?;

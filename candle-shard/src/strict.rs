@@ -1,4 +1,4 @@
-//! Communication that nobody asked for: refused, or logged.
+//! Implicit communication: refused, or logged.
 use crate::rules::Plan;
 use crate::{DTensor, Error, Result, scoped};
 use itertools::Itertools;
@@ -7,12 +7,12 @@ use std::panic::Location;
 use std::sync::LazyLock;
 use std::sync::atomic::Ordering::Relaxed;
 
-/// What happens to communication that nobody asked for.
+/// The treatment of implicit communication.
 #[derive(Clone, Copy, PartialEq)]
 enum Mode {
     Told,
     Refused,
-    /// It is the nature of an op that is under way.
+    /// The running op needs communication by its nature.
     Inherent,
 }
 
@@ -20,16 +20,17 @@ thread_local! {
     static MODE: Cell<Mode> = Cell::new(if *EVERYWHERE { Mode::Refused } else { Mode::Told });
 }
 
-/// The environment asks for it in the whole program.
+/// Set if the environment enables it for the whole program.
 static EVERYWHERE: LazyLock<bool> =
     LazyLock::new(|| std::env::var_os("CANDLE_SHARD_STRICT").is_some_and(|value| !value.is_empty() && value != "0"));
 
-/// Runs `f`, in which an op is an error where it would have to communicate to lay out its inputs.
+/// Runs `f`, in which an op fails if it needs communication to lay out its inputs.
 ///
-/// What a program asks for stays: [`redistribute`](DTensor::redistribute), [`full_tensor`](DTensor::full_tensor),
-/// [`to_scalar`](DTensor::to_scalar), the layouts of [styles](crate::parallel), backward passes, fully sharded units,
-/// and what an op exchanges by its nature, such as the numbers of rows of a softmax over a sharded dim. Without it the
-/// first such call of each kind is logged as a warning. On known calls the check is one look at a flag.
+/// Explicit communication stays allowed: [`redistribute`](DTensor::redistribute),
+/// [`full_tensor`](DTensor::full_tensor), [`to_scalar`](DTensor::to_scalar), the layouts of [styles](crate::parallel),
+/// backward passes, fully sharded units, and the exchange that an op needs by its nature, such as the row sums of a
+/// softmax over a sharded dim. Outside of `strict`, the first such call of each kind is logged as a warning. On known
+/// calls the check reads one flag.
 ///
 /// `CANDLE_SHARD_STRICT=1` in the environment makes all threads of a program strict.
 ///
@@ -54,12 +55,12 @@ pub fn strict<R>(f: impl FnOnce() -> R) -> R {
     scoped::with(&MODE, Mode::Refused, f)
 }
 
-/// Runs the part of an op that exchanges numbers by the op's nature.
+/// Runs the part of an op that communicates by the op's nature.
 pub(crate) fn inherent<R>(f: impl FnOnce() -> R) -> R {
     scoped::with(&MODE, Mode::Inherent, f)
 }
 
-/// Refuses a call whose plan communicates within [`strict`], and logs it once otherwise.
+/// Within [`strict`], refuses a call whose plan communicates; otherwise logs it once.
 pub(crate) fn unasked(
     op: &'static str,
     inputs: &[&DTensor],

@@ -1,7 +1,7 @@
-//! What ranks settle before a step: that each of them can run it, on one batch.
+//! Agreement of the ranks before a step: each rank can run it, and all have the same batch.
 //!
-//! One all_gather of a few numbers a step; texts are exchanged only where a rank refuses. So a batch that one rank cannot run
-//! is an error on all of them at once, and all can go on with another one.
+//! This is one all_gather of a few numbers per step; texts are exchanged only if a rank refuses. So a batch that one
+//! rank cannot run is an error on all of them at once, and all can continue with another batch.
 use super::{Batch, Runtime};
 use crate::graph::ValueId;
 use crate::{Error, Result};
@@ -10,19 +10,20 @@ use candle_dist::bits::{digest, digest_bytes};
 use candle_dist::{ProcessGroup, TensorTree};
 use std::collections::HashMap;
 
-/// What the numbers before those of the inputs are.
+/// The meanings of the numbers before those of the inputs.
 const WHAT: [&str; 4] = ["mode (train or evaluate)", "number of the step", "first row", "rows of the microbatches"];
-/// Those that copies of the model have in common.
+/// The leading numbers that copies of the model have in common.
 const COMMON: usize = 2;
-/// The bits in the number of an input that are not of its digest: it was given, and it is cut into masked microbatches.
+/// The flag bits in the number of an input, not part of its digest: it was passed, and it is cut into masked
+/// microbatches.
 const GIVEN: i64 = 1;
 const CUT: i64 = 2;
-/// The elements at each end of a tensor that stand for it if it is on another device than the CPU.
+/// The number of elements at each end of a tensor that are hashed if it is not on the CPU.
 const SAMPLE: usize = 512;
 
-/// The batch, if all ranks can run it and none has another one.
+/// Returns the batch if all ranks can run it and have the same one.
 ///
-/// Every rank calls it, with the error that its batch has.
+/// Every rank must call it, even with an error in its batch.
 pub(super) fn settle<'a>(runtime: &Runtime, batch: Result<Batch<'a>>) -> Result<Batch<'a>> {
     let names: Vec<&str> = runtime.signature.inputs().map(|(name, _)| name).collect();
     let numbers = batch.as_ref().map_err(Clone::clone).and_then(|batch| numbers(runtime, batch));
@@ -49,13 +50,13 @@ pub(super) fn settle<'a>(runtime: &Runtime, batch: Result<Batch<'a>>) -> Result<
     Ok(batch)
 }
 
-/// The inputs that are cut on some rank: the rank that makes the loss need not have them.
+/// Returns the inputs that are cut on some rank: the rank that computes the loss may lack them.
 fn cut_inputs(runtime: &Runtime, all: &[Vec<i64>]) -> Vec<ValueId> {
     let is_cut = |place: usize| all.iter().any(|numbers| numbers[WHAT.len() + place] & CUT != 0);
     runtime.signature.inputs().enumerate().filter(|&(place, _)| is_cut(place)).map(|(_, (_, input))| input).collect()
 }
 
-/// The numbers of all ranks of a group; on all of them the error of one that has none.
+/// Returns the numbers of all ranks of a group; if a rank has an error, all return it.
 fn between(group: &ProcessGroup, width: usize, mine: Result<Vec<i64>>) -> Result<Vec<Vec<i64>>> {
     let has_failed = matches!(mine, Err(Error::Dist(candle_dist::Error::Group(_))));
     if group.size() == 1 || has_failed {
@@ -74,11 +75,11 @@ fn between(group: &ProcessGroup, width: usize, mine: Result<Vec<i64>>) -> Result
     Ok(all.into_iter().map(|words| words[1..].to_vec()).collect())
 }
 
-/// Refuses ranks with other steps or other inputs.
+/// Refuses ranks with different steps or different inputs.
 fn one_batch(group: &ProcessGroup, all: &[Vec<i64>], names: &[&str]) -> Result<()> {
     alike(group, all, &WHAT)?;
     for (place, name) in names.iter().enumerate() {
-        // 0 is for a rank that was not given the input.
+        // 0 marks an input that the rank did not pass.
         let mut given =
             all.iter().map(|numbers| numbers[WHAT.len() + place]).zip(group.ranks()).filter(|&(n, _)| n != 0);
         let Some((number, rank)) = given.next() else { continue };
@@ -103,7 +104,7 @@ fn alike(group: &ProcessGroup, all: &[Vec<i64>], what: &[&str]) -> Result<()> {
     Ok(())
 }
 
-/// What stands for a batch on this rank.
+/// Returns the numbers that identify a batch on this rank.
 fn numbers(runtime: &Runtime, batch: &Batch<'_>) -> Result<Vec<i64>> {
     let mode = i64::from(batch.backward) + 2 * i64::from(batch.options.training);
     let rows = format!("{:?}{}", batch.rows, batch.masked.iter().any(Option::is_some));
@@ -125,14 +126,14 @@ fn numbers(runtime: &Runtime, batch: &Batch<'_>) -> Result<Vec<i64>> {
         }
         let is_cut = batch.masked.iter().flatten().any(|masked| masked.cuts(input));
         let flags = GIVEN | if is_cut { CUT } else { 0 };
-        // 0 is for what was not given.
+        // 0 marks an input that was not passed.
         let digest = digest_bytes(text.as_bytes()) as i64 & !(GIVEN | CUT);
         numbers.push(if text.is_empty() { 0 } else { digest | flags });
     }
     Ok(numbers)
 }
 
-/// A number that stands for a tensor, of which another device than the CPU gives the ends only.
+/// Returns a number that identifies a tensor; on other devices than the CPU it covers only the ends of the tensor.
 fn stand_in(tensor: &Tensor, known: &mut HashMap<TensorId, u64>) -> Result<u64> {
     let number = match tensor.device().is_cpu() || tensor.elem_count() <= 2 * SAMPLE {
         true => digest(tensor)?,

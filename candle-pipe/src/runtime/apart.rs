@@ -1,9 +1,9 @@
-//! Pairs of computations as two.
+//! Splits overlapped pairs into single computations.
 use crate::schedule::Action;
 use itertools::Itertools;
 
-/// The actions of a rank with the halves of each pair apart, their messages behind them: what the first half makes need
-/// not wait for the second.
+/// Returns the actions of a rank with each pair split, each half followed by its own messages: the messages of the
+/// first half need not wait for the second.
 pub(super) fn apart(actions: &[Action]) -> Vec<Action> {
     let mut apart = Vec::with_capacity(actions.len());
     let mut left = actions.iter().copied().peekable();

@@ -1,8 +1,8 @@
-//! How far a rank may be ahead of the ranks that it sends to, in an evaluation.
+//! Bounds how far a rank runs ahead of the ranks that it sends to in an evaluation.
 //!
-//! A training step bounds by itself what is on its way: a rank holds each microbatch until its backward pass. An evaluation
-//! of many microbatches does not, and a slow rank would be sent all of them. So a receiver acknowledges every few messages
-//! that it takes, and a sender waits when too many are not acknowledged.
+//! A training step needs no such bound: a rank holds each microbatch until its backward pass. In an evaluation of many
+//! microbatches a slow rank could be sent all of them. So a receiver acknowledges every few messages, and a sender
+//! waits while too many are unacknowledged.
 use crate::graph::PipeInfo;
 use crate::schedule::{Action, Compute, Message, Program};
 use crate::{Error, Result};
@@ -10,13 +10,13 @@ use candle_core::{DType, Device, Shape, Tensor};
 use candle_dist::ProcessGroup;
 use std::collections::{HashMap, HashSet, VecDeque};
 
-/// The fewest messages that may be on their way from one rank to another.
+/// The minimum window of unacknowledged messages between two ranks.
 const FEWEST: usize = 4;
-/// The tag of acknowledgements, which tells them from what stages exchange.
+/// The tag of acknowledgements; messages between stages have another one.
 const TAG: u32 = 1;
 
-/// The messages that a rank may have on their way to another one: the least power of two with which the program comes to
-/// its end.
+/// Returns the window of unacknowledged messages between two ranks: the least power of two with which the program runs
+/// to its end.
 pub(super) fn window(info: &PipeInfo, program: &Program) -> usize {
     let most: usize = program.ranks().iter().map(Vec::len).sum();
     let mut window = FEWEST;
@@ -26,23 +26,23 @@ pub(super) fn window(info: &PipeInfo, program: &Program) -> usize {
     window
 }
 
-/// After how many messages a receiver says so.
+/// Returns the number of messages per acknowledgement.
 const fn every(window: usize) -> usize {
     window / 2
 }
 
-/// A program run without its computations, with no more than a window of messages on each way.
+/// A dry run of a program without computations, with at most a window of messages between two ranks.
 struct Walk<'a> {
     info: &'a PipeInfo,
     program: &'a Program,
     window: usize,
     next: Vec<usize>,
-    /// What is still to be taken from each rank by another, in order.
+    /// The messages that each rank still expects from another, in order.
     awaited: HashMap<(usize, usize), VecDeque<Message>>,
-    /// Messages sent and taken, from each rank to another.
+    /// The counts of messages sent and received between two ranks.
     sent: HashMap<(usize, usize), usize>,
     taken: HashMap<(usize, usize), usize>,
-    /// The values that are there: the stage that made them, the rank that took them, the microbatch.
+    /// The available values: the stage that computed them, the rank that received them, the microbatch.
     there: HashSet<(usize, usize, usize)>,
 }
 
@@ -66,7 +66,7 @@ impl<'a> Walk<'a> {
         }
     }
 
-    /// Does the next action of a rank, if it can be done.
+    /// Runs the next action of a rank, if it can run.
     fn step(&mut self, rank: usize) -> bool {
         let Some(action) = self.program.ranks()[rank].get(self.next[rank]) else { return false };
         let rank_of = |stage: usize| self.program.schedule().stage_ranks()[stage];
@@ -89,7 +89,7 @@ impl<'a> Walk<'a> {
         can
     }
 
-    /// Takes what a computation needs of other ranks, as far as it was sent.
+    /// Receives the inputs of a computation from other ranks, as far as they were sent.
     fn take(&mut self, rank: usize, Compute { stage, microbatch, .. }: Compute) -> bool {
         let Some(def) = self.info.stages.get(stage) else { return true };
         for from in def.inputs.iter().filter_map(|input| input.from) {
@@ -109,7 +109,7 @@ impl<'a> Walk<'a> {
     }
 }
 
-/// One rank's messages to and from the others, counted.
+/// The message counts of one rank, to and from the others.
 pub(super) struct Credit<'a> {
     group: &'a ProcessGroup,
     window: usize,
@@ -124,7 +124,7 @@ impl<'a> Credit<'a> {
         Self { group, window, sent, acknowledged, taken }
     }
 
-    /// Waits until one more message may be on its way to a rank.
+    /// Waits until one more message may be sent to a rank.
     pub(super) fn before_send(&mut self, to: usize) -> Result<()> {
         while self.unacknowledged(to) >= self.window {
             self.hear(to)?;
@@ -133,7 +133,7 @@ impl<'a> Credit<'a> {
         Ok(())
     }
 
-    /// Counts a message that was taken, and says so in time.
+    /// Counts a received message, and acknowledges it when due.
     pub(super) fn after_receive(&mut self, from: usize) -> Result<()> {
         let taken = self.taken.entry(from).or_default();
         *taken += 1;
@@ -144,7 +144,7 @@ impl<'a> Credit<'a> {
         Ok(())
     }
 
-    /// Takes the acknowledgements that are still to come, which the next evaluation must not find.
+    /// Receives the remaining acknowledgements, so that the next evaluation does not get them.
     pub(super) fn end(&mut self) -> Result<()> {
         let ranks: Vec<usize> = self.sent.keys().copied().collect();
         for rank in ranks {

@@ -1,4 +1,4 @@
-//! One rank's run of a program: what it holds between actions, and what each action does with it.
+//! One rank's execution of a program: its state between actions, and the effect of each action.
 use super::apart::apart;
 use super::credit::Credit;
 use super::post::{Post, aliases};
@@ -18,46 +18,46 @@ use std::time::Instant;
 /// A stage and a microbatch.
 type At = (usize, usize);
 
-/// What is between the passes of a microbatch on a stage.
+/// The state between the passes of a microbatch on a stage.
 #[derive(Default)]
 struct Held {
-    /// The values that the stage takes, as far as they are there.
+    /// The input values of the stage that are available.
     values: HashMap<ValueId, Activation>,
-    /// The gradients of the values that the stage makes, by the stages that found them.
+    /// The gradients of the stage's outputs, by the stages that computed them.
     gradients: HashMap<ValueId, BTreeMap<usize, Gradient>>,
     loss: Option<Value>,
     tape: Option<Tape>,
     weights: Option<WeightTape>,
 }
 
-/// What a rank has when its program is through.
+/// The results of a rank's program.
 #[derive(Default)]
 pub(super) struct Made {
-    /// The loss of each microbatch, where this rank has it.
+    /// The loss of each microbatch, if this rank has it.
     pub(super) losses: Vec<Option<Value>>,
-    /// The outputs of each microbatch, by name, as far as they are kept.
+    /// The outputs of each microbatch, by name, if they are kept.
     pub(super) outputs: Vec<Kwargs>,
     pub(super) grads: GradStore,
     pub(super) spans: Vec<Span>,
-    /// The most microbatches of stages whose backward passes were outstanding.
+    /// The peak number of outstanding backward passes, counted per stage and microbatch.
     pub(super) peak: usize,
-    /// How many computations came one after the other, here or on other ranks, up to the last one here.
+    /// The longest chain of dependent computations, here or on other ranks, up to the last one here.
     pub(super) path: usize,
-    /// Gradients of weights that could not wait for the pass in which they were to be computed.
+    /// The number of weight gradients that could not be deferred to their own pass.
     pub(super) at_once: usize,
 }
 
-/// Who gets the outputs of each microbatch.
+/// The destination of the outputs of each microbatch.
 pub(super) enum Outputs<'a> {
     /// The caller, at the end.
     Kept,
     /// Nobody.
     Dropped,
-    /// A function, as soon as a microbatch is through.
+    /// A function, as soon as a microbatch is finished.
     Given(&'a mut dyn FnMut(usize, Kwargs) -> Result<()>),
 }
 
-/// A run of a program.
+/// An execution of a program.
 pub(super) struct Execution<'a, 'f> {
     runtime: &'a Runtime,
     program: &'a Program,
@@ -65,20 +65,21 @@ pub(super) struct Execution<'a, 'f> {
     post: Post<'a>,
     reductions: Reductions<'a>,
     outputs: Outputs<'f>,
-    /// For each microbatch the stages of this rank that have still to make outputs.
+    /// For each microbatch the number of stages on this rank whose outputs are missing.
     missing: Vec<usize>,
-    /// In an evaluation, what bounds the messages on their way.
+    /// In an evaluation, the bound on unacknowledged messages.
     credit: Option<Credit<'a>>,
     held: HashMap<At, Held>,
     outgoing: HashMap<Message, Vec<(ValueId, Value)>>,
-    /// The parameters that were sent to other ranks, which have them for the rest of the step.
+    /// The parameters that were sent to other ranks, which keep them for the rest of the step.
     sent: HashSet<(ValueId, usize)>,
-    /// The parameters that other ranks sent.
+    /// The parameters from other ranks.
     constants: HashMap<ValueId, Value>,
-    /// What is still to come from each rank, in order: taken when it is needed, so that nobody waits before.
+    /// The messages still expected from each rank, in order; they are received when needed, so that no rank waits
+    /// earlier.
     awaited: HashMap<usize, VecDeque<Message>>,
     made: Made,
-    /// How many backward passes are outstanding.
+    /// The number of outstanding backward passes.
     open: usize,
     began: Instant,
 }
@@ -112,7 +113,7 @@ impl<'a, 'f> Execution<'a, 'f> {
         }
     }
 
-    /// Does everything that this rank has to do.
+    /// Runs all actions of this rank.
     pub(super) fn run(mut self) -> Result<Made> {
         let rank = self.runtime.group.rank();
         for action in &apart(&self.program.ranks()[rank]) {
@@ -120,7 +121,7 @@ impl<'a, 'f> Execution<'a, 'f> {
             let done = done.unwrap_or_else(|panic| Err(Error::Pipe(format!("panicked: {}", panic_message(&*panic)))));
             if let Err(error) = done {
                 let error = error.in_action(self.runtime.group.ranks()[rank], action);
-                // What the others wait for will not come.
+                // The other ranks wait for messages that will not come.
                 self.runtime.group.fail(&error.to_string());
                 return Err(error);
             }
@@ -129,7 +130,7 @@ impl<'a, 'f> Execution<'a, 'f> {
         Ok(self.made)
     }
 
-    /// Checks that nothing is left to do, and takes what is still to come.
+    /// Checks that no work is left, and receives the remaining acknowledgements.
     fn finish(&mut self) -> Result<()> {
         let left = self.held.values().any(|held| held.tape.is_some() || held.weights.is_some());
         if left || !self.outgoing.is_empty() || self.awaited.values().any(|messages| !messages.is_empty()) {
@@ -148,7 +149,7 @@ impl<'a, 'f> Execution<'a, 'f> {
                 self.awaited.entry(self.runtime.rank_of(message.from)).or_default().push_back(message);
                 Ok(())
             }
-            // What is sent is handed over, and nobody waits for it.
+            // The sent tensors are owned by the send, so there is nothing to wait for.
             Action::WaitSend(_) => Ok(()),
             Action::SharedReduce(group) => self.reductions.shared(group, &mut self.made.grads),
             Action::ReduceGrad(stage) => self.reductions.start(stage, &mut self.made.grads),
@@ -181,7 +182,7 @@ impl<'a, 'f> Execution<'a, 'f> {
             None => self.batch.input(microbatch, input.value).and_then(Activation::constant),
             Some(from) => values.remove(&input.value).ok_or_else(|| {
                 Error::Schedule(format!(
-                    "{} of stage {from} has not come",
+                    "{} of stage {from} has not arrived",
                     self.runtime.info.graph.value_name(input.value)
                 ))
             }),
@@ -203,7 +204,7 @@ impl<'a, 'f> Execution<'a, 'f> {
             module.evaluate(inputs, &ctx)?.into_iter().map(Activation::constant).collect::<Result<_>>()?
         };
         if let (Some(place), Some(loss)) = (module.loss_output(), self.runtime.info.graph.loss) {
-            // Here, where the other ranks learn of it.
+            // Checked here, where the other ranks learn of an error.
             parts(&outputs[place].value, loss.reduction)?;
             if self.batch.backward {
                 self.held.entry((stage, microbatch)).or_default().loss = Some(outputs[place].value.clone());
@@ -212,7 +213,7 @@ impl<'a, 'f> Execution<'a, 'f> {
         self.pass_on(def, microbatch, outputs)
     }
 
-    /// Puts the outputs of a stage where they are used.
+    /// Passes the outputs of a stage to their users.
     fn pass_on(&mut self, def: &StageDef, microbatch: usize, outputs: Vec<Activation>) -> Result<()> {
         let me = self.runtime.group.rank();
         let mut has_results = false;
@@ -222,7 +223,7 @@ impl<'a, 'f> Execution<'a, 'f> {
             let is_loss = self.runtime.info.graph.loss.is_some_and(|loss| loss.value == output.value);
             let kept = names.filter(|_| !matches!(self.outputs, Outputs::Dropped));
             if is_loss || kept.is_some() {
-                // What the caller gets stays as it is when an optimiser changes a parameter that was passed on.
+                // A result for the caller must not change when an optimizer updates a parameter that was passed on.
                 let result = aliases(&activation.value, &self.runtime.parameters)?;
                 let named = kept.into_iter().flatten().map(|name| (name.clone(), result.clone()));
                 self.made.outputs[microbatch].extend(named);
@@ -253,7 +254,7 @@ impl<'a, 'f> Execution<'a, 'f> {
         Ok(())
     }
 
-    /// The message that carries what `message` would: that to the first stage of its rank which takes values.
+    /// Returns the message that carries the content of `message`: the one to the first consumer on the same rank.
     fn first_of(&self, message: Message) -> Message {
         let consumers = self.program.edges().consumers(message.from).iter().copied();
         let rank = self.runtime.rank_of(message.to);
@@ -269,7 +270,7 @@ impl<'a, 'f> Execution<'a, 'f> {
         let tape = held.tape.take().ok_or_else(|| Error::Schedule("a backward pass without a forward pass".into()))?;
         let mut gradients = Vec::with_capacity(def.outputs.len());
         for (place, output) in def.outputs.iter().enumerate() {
-            // In the order of the stages, whenever they came.
+            // In the order of the stages, whatever the order of arrival.
             let mut sum = Gradient::sum(found.get(&output.value).into_iter().flat_map(BTreeMap::values))?;
             if let Some(loss) = loss.as_ref().filter(|_| module.loss_output() == Some(place)) {
                 sum = Gradient::sum([&sum, &Gradient::of_loss(loss, self.batch.weights[microbatch])?])?;
@@ -322,7 +323,7 @@ impl<'a, 'f> Execution<'a, 'f> {
         self.post.send(to, message, self.made.path, &packed)
     }
 
-    /// Waits for what a computation takes from other ranks.
+    /// Waits for the inputs of a computation from other ranks.
     fn fetch(&mut self, Compute { stage, pass, microbatch }: Compute) -> Result<()> {
         let (def, me) = (self.runtime.stage(stage)?.def(), self.runtime.group.rank());
         let at = (stage, microbatch);
@@ -350,9 +351,9 @@ impl<'a, 'f> Execution<'a, 'f> {
         Ok(())
     }
 
-    /// Takes the next message of a rank.
+    /// Receives the next message from a rank.
     fn next_from(&mut self, rank: usize) -> Result<()> {
-        let nothing = || Error::Schedule(format!("nothing more is to come from rank {rank}"));
+        let nothing = || Error::Schedule(format!("no more messages are expected from rank {rank}"));
         let message = self.awaited.get_mut(&rank).and_then(VecDeque::pop_front).ok_or_else(nothing)?;
         self.receive(message)
     }
@@ -381,7 +382,7 @@ impl<'a, 'f> Execution<'a, 'f> {
             }
         };
         if values.len() != wanted.len() {
-            return Err(Error::Schedule(format!("{} values came, {} were expected", values.len(), wanted.len())));
+            return Err(Error::Schedule(format!("{} values arrived, {} were expected", values.len(), wanted.len())));
         }
         for ((value, stages), mut packed) in wanted.into_iter().zip(values) {
             if flow == Flow::Activation && self.runtime.constants.contains(&value) {

@@ -1,9 +1,10 @@
-//! Stages run on the ranks of a group, as a schedule says.
+//! Execution of stages on the ranks of a group, by a schedule.
 //!
-//! Every rank lowers the same schedule to the same program and runs its list of it (`execute.rs`). Tensors are handed over
-//! (`wire.rs`); gradients of what stages share, and of replicas of the model, are reduced where the program says
-//! (`reduce.rs`). Nothing is probed or agreed upon while it runs: the program, whose sends and receives are in one common
-//! order, decides everything. A rank that fails says so to the others, and the step ends for all of them or for none.
+//! Every rank lowers the same schedule to the same program and runs its own list (`execute.rs`). Tensors are sent
+//! without copies (`wire.rs`). Gradients of shared parameters and of replicas of the model are reduced where the
+//! program says so (`reduce.rs`). The ranks negotiate nothing during a step: the program, whose sends and receives have
+//! one common order, determines everything. A failed rank notifies the others, and the step ends for all of them or for
+//! none.
 mod agree;
 mod apart;
 mod credit;
@@ -28,7 +29,7 @@ use itertools::Itertools;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::Range;
 
-/// This rank's stages of a pipe, ready to train and to evaluate.
+/// The stages of a pipe on this rank, ready to train and to evaluate.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -46,7 +47,7 @@ use std::ops::Range;
 ///     g.loss_fn(|xs, _| Ok(candle_nn::loss::mse(xs[0].tensor()?, xs[1].tensor()?)?), [y, target], Reduction::Mean);
 ///     let pipe = g.finish(EqualCount(2))?;
 ///
-///     let schedule = ScheduleKind::OneFOneB.schedule(2, 3, 1)?; // 2 ranks, 3 microbatches, 1 stage a rank
+///     let schedule = ScheduleKind::OneFOneB.schedule(2, 3, 1)?; // 2 ranks, 3 microbatches, 1 stage per rank
 ///     let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
 ///     let runtime = Runtime::new(&pipe, &schedule, ctx.group(), &vb, &Device::Cpu)?;
 ///     let x = Tensor::ones((7, 1), DType::F32, &Device::Cpu)?;
@@ -64,31 +65,31 @@ pub struct Runtime {
     training: Program,
     evaluation: Program,
     group: ProcessGroup,
-    /// The ranks that have the same stages of other copies of the model, if there are any.
+    /// The ranks with the same stages in other copies of the model, if there are any.
     copies: Option<ProcessGroup>,
-    /// For each stage the averages over the replicas of the model, if there are any.
+    /// The gradient averages of each stage over the replicas of the model, if there are any.
     replicas: BTreeMap<usize, DataParallel>,
     shared: Vec<Shared>,
-    /// Where the parameters lie.
+    /// The memory addresses of the parameters.
     parameters: HashSet<usize>,
-    /// The values that the caller gets, with their names.
+    /// The values that are returned to the caller, with their names.
     outputs: HashMap<ValueId, Vec<String>>,
-    /// The values that are parameters, the same for all microbatches.
+    /// The values that are parameters, equal for all microbatches.
     constants: HashSet<ValueId>,
-    /// The most messages of an evaluation that are on their way from one rank to another.
+    /// The most unacknowledged messages from one rank to another in an evaluation.
     window: usize,
 }
 
-/// A replicated parameter on the ranks that have copies of it.
+/// A replicated parameter, on the ranks that have copies of it.
 struct Shared {
-    /// Those ranks in the order of their stages, if they are several and this is one of them.
+    /// These ranks in the order of their stages, if there are several and this is one of them.
     ranks: Option<ProcessGroup>,
-    /// The copy here.
+    /// The local copy.
     parameters: Vec<Tensor>,
 }
 
 impl Shared {
-    /// Gives the copies of all ranks the values that the first has. Every one of those ranks calls it.
+    /// Sets the copies of all ranks to the values of the first. Every one of these ranks calls it.
     fn start(self, name: &str) -> Result<Self> {
         if let Some(ranks) = &self.ranks {
             let copies = self.parameters.iter().enumerate();
@@ -100,24 +101,26 @@ impl Shared {
     }
 }
 
-/// What a step gives on one rank.
+/// The result of a step on one rank.
 #[derive(Debug, Default)]
 pub struct RankStep {
-    /// Losses and outputs on the ranks of the stages that make them, and the gradients of this rank's parameters.
+    /// Losses and outputs on the ranks of the stages that compute them, and the gradients of this rank's parameters.
     pub step: Step,
-    /// What this rank computed, in seconds since its step began.
+    /// The computations of this rank, with times in seconds since the start of its step.
     pub spans: Vec<Span>,
-    /// The most passes of stages over microbatches that were open at once: forward done, backward not yet.
+    /// The peak number of open passes of stages over microbatches: forward done, backward not yet.
     pub peak_activations: usize,
-    /// How many gradients of weights this rank computed with those of inputs, though the schedule put them off: those of
-    /// weights that are no variables of the stage, such as fully sharded ones. The step takes longer than simulated then.
+    /// The number of weight gradients that this rank computed together with input gradients although the schedule
+    /// defers them. These belong to weights that are not variables of the stage, such as fully sharded ones. The step
+    /// then takes longer than simulated.
     pub weights_at_once: usize,
-    /// How many computations, of this rank and others, came one after the other because each needed the one before or ran
-    /// on its rank, up to the last one of this rank. Unlike times it depends on nothing but the schedule and what is sent.
+    /// The length of the longest chain of computations, of this rank and others, that ends with the last one of this
+    /// rank; each needs the previous one or follows it on the same rank. Unlike times, it depends only on the schedule
+    /// and the messages.
     pub critical_path: usize,
 }
 
-/// The inputs, rows and weight of every microbatch, and how they are run.
+/// The inputs, rows and weights of all microbatches, and how they are run.
 struct Batch<'a> {
     inputs: Vec<Inputs>,
     rows: Vec<Range<usize>>,
@@ -133,11 +136,11 @@ impl<'a> Batch<'a> {
         let microbatches = runtime.training.schedule().microbatches();
         if cut.len() != microbatches {
             let reason = format!("{} microbatches for a schedule of {microbatches}", cut.len());
-            return Err(Error::Microbatches(format!("{reason}; cut the batch so, or make another schedule")));
+            return Err(Error::Microbatches(format!("{reason}; cut the batch into as many, or use another schedule")));
         }
         if options.split_backward {
-            let reason = "split_backward on ranks, where the schedule says what is split; leave it out, and take a schedule with \
-                          W, such as zb-h1";
+            let reason = "split_backward on ranks, where the schedule defines the split; leave it out, and use a \
+                          schedule with W, such as zb-h1";
             return Err(Error::Schedule(reason.into()));
         }
         let used = runtime.stages.values().flat_map(|stage| &stage.def().inputs);
@@ -148,7 +151,7 @@ impl<'a> Batch<'a> {
         let tracked = values.find(|(_, input)| backward && input.tensors().into_iter().any(Tensor::track_op));
         if let Some((&value, _)) = tracked {
             let name = runtime.info.graph.value_name(value);
-            let reason = format!("input {name:?} wants a gradient, and ranks give none to inputs");
+            let reason = format!("input {name:?} is tracked, but ranks compute no gradients of inputs");
             return Err(Error::Pipe(format!("{reason}; detach it, or make it a parameter of a node")));
         }
         let (rows, weights) = (cut.row_ranges(options.first_row), options.weights(cut, runtime.info.graph.loss)?);
@@ -169,12 +172,13 @@ impl<'a> Batch<'a> {
 impl Runtime {
     /// Builds this rank's stages of `pipe` for `schedule`, whose ranks are those of `group`, on `device`.
     ///
-    /// Every rank calls it, with the same pipe and schedule, which the ranks compare. Copies of a replicated parameter
-    /// start with the values that the first of its stages has.
+    /// Every rank must call it with the same pipe and schedule, which the ranks compare. Copies of a replicated
+    /// parameter start with the values of its first stage.
     ///
     /// # Errors
-    /// Before anything is sent if the schedule has other ranks than the group or other stages than the pipe, or there is
-    /// no loss; on all ranks alike if theirs differ, or a constructor of a node fails on one.
+    /// Before any communication, if the schedule has other ranks than the group or other stages than the pipe, or if
+    /// there is no loss; on all ranks alike, if their pipes or schedules differ, or if a constructor of a node fails on
+    /// one of them.
     pub fn new<B: Scope>(
         pipe: &Pipe<B>,
         schedule: &Schedule,
@@ -185,7 +189,7 @@ impl Runtime {
         let info = pipe.info().clone();
         check(&info, schedule, group)?;
         let edges = info.edges.iter().flat_map(|edge| edge.to.iter().map(|&to| (edge.from, to)));
-        // Neighbours without a value between them still are in order.
+        // Neighbors without a value between them are still in order.
         let edges = Edges::new(info.num_stages(), edges)?;
         let replicated = info.shares.iter().filter(|share| share.share == Share::Replicate).collect_vec();
         let lowering =
@@ -227,15 +231,15 @@ impl Runtime {
         })
     }
 
-    /// The same stages, whose gradients are averaged over `replicas`: the ranks that have the same stages of other copies
-    /// of the model, which train on other rows. Every rank calls it.
+    /// Averages the gradients of the stages over `replicas`: the ranks with the same stages in other copies of the
+    /// model, which train on other rows. Every rank must call it.
     ///
-    /// The averages of a stage are made in buckets, beside the backward passes of the stages before it.
+    /// The gradients of a stage are averaged in buckets, while the backward passes of earlier stages run.
     ///
-    /// The mean counts every replica alike, except for losses that [count](Reduction::Counted). For losses that are sums, or
-    /// means over unlike numbers of rows,
-    /// [`weights`](field@StepOptions::weights) that are as many times larger as there are replicas, and shares of all rows,
-    /// make it the gradient of the whole batch. Variables that no scope gave are not averaged.
+    /// The mean weights all replicas equally, except for losses that [count](Reduction::Counted). For losses that are
+    /// sums, or means over different numbers of rows, multiply the [`weights`](field@StepOptions::weights) by the
+    /// number of replicas, and compute the weights of means as shares of all rows; then the result is the gradient of
+    /// the whole batch. Variables that no scope created are not averaged.
     ///
     /// # Errors
     /// Those of [`beside`](Self::beside) and of [`DataParallel::new`].
@@ -250,37 +254,37 @@ impl Runtime {
         Ok(Self { replicas: averages.collect::<Result<_>>()?, ..beside })
     }
 
-    /// The same stages, in step with `replicas`: the ranks that have the same stages of other copies of the model, whose
-    /// gradients something else averages, such as fully sharded parameters. Every rank calls it.
+    /// Runs the stages in step with `replicas`: the ranks with the same stages in other copies of the model. Their
+    /// gradients are averaged by other means, such as fully sharded parameters. Every rank must call it.
     ///
-    /// A step that one copy cannot begin is an error on all of them, and a loss that [counts](Reduction::Counted) is over the
-    /// batches of all copies. [`with_replicas`](Self::with_replicas) does this, too.
+    /// A step that one copy cannot begin is an error on all of them, and a loss that [counts](Reduction::Counted)
+    /// covers the batches of all copies. [`with_replicas`](Self::with_replicas) includes this.
     ///
     /// # Errors
-    /// If a replica is a rank of this pipeline; on all replicas alike if their pipelines differ, or the ranks that they
-    /// have in them.
+    /// If `replicas` contains another rank of this pipeline; on all replicas alike, if their pipelines or their ranks
+    /// within them differ.
     pub fn beside(self, replicas: &ProcessGroup) -> Result<Self> {
         let own: HashSet<usize> = self.group.ranks().iter().copied().collect();
         let twice = replicas.ranks().iter().filter(|rank| own.contains(rank)).copied().collect_vec();
         if twice != [self.group.ranks()[self.group.rank()]] {
             let (own, given) = (self.group.ranks(), replicas.ranks());
-            let reason = format!("ranks {given:?} are no replicas of one rank of the pipeline on ranks {own:?}");
-            return Err(Error::Pipe(format!("{reason}; give the group of those that have its stages in other copies")));
+            let reason = format!("ranks {given:?} are not replicas of one rank of the pipeline on ranks {own:?}");
+            return Err(Error::Pipe(format!("{reason}; give the group of ranks with its stages in other copies")));
         }
         let pipeline = description(&self.info, &self.training);
         replicas.agree(&format!("rank {} of {pipeline}", self.group.rank()))?;
         Ok(Self { copies: Some(replicas.clone()), ..self })
     }
 
-    /// This rank's stages.
+    /// Returns this rank's stages.
     pub fn stages(&self) -> impl Iterator<Item = &StageModule> {
         self.stages.values()
     }
 
-    /// `clip` over all stages: each parameter of the pipe counts once, on however many ranks it is shared.
+    /// Extends `clip` to all stages: each parameter of the pipe counts once, on however many ranks it is shared.
     ///
-    /// The groups that parameters are sharded over within a stage come before, as
-    /// [`Parameters::clip_grad_norm`](candle_shard::nn::Parameters::clip_grad_norm) has them.
+    /// Add the groups over which parameters are sharded within a stage first, as
+    /// [`Parameters::clip_grad_norm`](candle_shard::nn::Parameters::clip_grad_norm) does.
     pub fn clip_grad_norm(&self, clip: ClipGradNorm) -> ClipGradNorm {
         let shares = self.info.shares.iter().filter(|share| share.share == Share::Replicate);
         let first_elsewhere = shares.filter(|share| self.rank_of(share.stages[0]) != self.group.rank());
@@ -291,48 +295,49 @@ impl Runtime {
         clip.sharded(&self.group, own).elsewhere(copies)
     }
 
-    /// What all ranks do in a training step.
+    /// Returns the program of a training step on all ranks.
     pub fn program(&self) -> &Program {
         &self.training
     }
 
-    /// One training step without the optimiser, of a batch that is the same on all ranks.
+    /// Runs one training step without the optimizer, on a batch that is equal on all ranks.
     ///
-    /// Every rank gives the inputs that its stages use, or more; a rank that is left with none says how many
-    /// [rows](crate::microbatch::Splitter::rows) there are. Inputs that several ranks give are compared by a digest; of those
-    /// on another device than the CPU, by the digest of their ends. Parameters have gradients, inputs have none, and may want
-    /// none.
+    /// Every rank passes at least the inputs that its stages use; a rank without inputs passes the number of
+    /// [rows](crate::microbatch::Splitter::rows). Inputs that several ranks pass are compared by a digest, which on
+    /// other devices than the CPU covers only their ends. Parameters get gradients; inputs get none, and must not be
+    /// tracked.
     ///
     /// # Errors
-    /// On this rank, which then exchanges nothing: if there is no loss, or the schedule has no backward passes. On all ranks
-    /// at once, before anything is computed, so that all can go on: if a rank's batch is not cut into the schedule's
-    /// microbatches, lacks an input, or is not that of the others. Those of nodes, which name rank, stage, microbatch and
-    /// action, and of communication, after which the group has failed.
+    /// On this rank, before any communication: if there is no loss, or the schedule has no backward passes. On all
+    /// ranks at once, before any computation, so that all can continue: if a rank's batch is not cut into the
+    /// schedule's microbatches, lacks an input, or differs from that of the others. Errors of nodes, which name rank,
+    /// stage, microbatch and action, and of communication; after these the group has failed.
     pub fn forward_backward(&self, batch: &Microbatches, options: &StepOptions) -> Result<RankStep> {
         if self.info.graph.loss.is_none() {
             return Err(Error::Pipe("the model has no loss to differentiate; declare it with loss or loss_fn".into()));
         }
         if !self.training.schedule().has_backward() {
-            let reason = "it has no backward passes to train with; evaluate, or take one with them";
+            let reason = "it has no backward passes to train with; evaluate, or use one that has";
             return Err(Error::Schedule(reason.into()));
         }
         let outputs = if options.outputs { Outputs::Kept } else { Outputs::Dropped };
         self.run(&self.training, batch, options, true, outputs)
     }
 
-    /// The outputs and losses of all microbatches in evaluation mode, without gradients.
+    /// Returns the outputs and losses of all microbatches in evaluation mode, without gradients.
     ///
     /// # Errors
-    /// As [`forward_backward`](Self::forward_backward).
+    /// Those of [`forward_backward`](Self::forward_backward).
     pub fn evaluate(&self, batch: &Microbatches) -> Result<RankStep> {
         self.evaluate_to(batch, Outputs::Kept)
     }
 
-    /// As [`evaluate`](Self::evaluate), but outputs go to `each` as soon as a microbatch is through, with its number, on the
-    /// ranks that make them, and are not kept: memory does not grow with the number of microbatches.
+    /// Like [`evaluate`](Self::evaluate), but passes the outputs and the number of each finished microbatch to `each`,
+    /// on the ranks that compute them, instead of keeping them. So memory does not grow with the number of
+    /// microbatches.
     ///
     /// # Errors
-    /// As [`evaluate`](Self::evaluate), and those of `each`, after which the group has failed.
+    /// Those of [`evaluate`](Self::evaluate), and those of `each`, after which the group has failed.
     pub fn evaluate_each(
         &self,
         batch: &Microbatches,
@@ -366,7 +371,7 @@ impl Runtime {
         if are_kept {
             step.outputs = outputs.into_iter().map(Value::Map).collect();
         }
-        // A rank that is through has not succeeded while another can still fail.
+        // A finished rank has not succeeded while another one can still fail.
         match reduction {
             Reduction::Counted => self.divide(&mut step)?,
             _ => self.group.barrier()?,
@@ -374,7 +379,8 @@ impl Runtime {
         Ok(RankStep { step, spans, peak_activations: peak, weights_at_once: at_once, critical_path: path })
     }
 
-    /// Divides the loss and the gradients by what the losses of all microbatches of all copies of the model count.
+    /// Divides the loss and the gradients by the total count of the losses of all microbatches of all copies of the
+    /// model.
     fn divide(&self, step: &mut Step) -> Result<()> {
         let mine = Tensor::new(&step.counted()?, &Device::Cpu)?;
         let mut all = self.group.all_reduce(&mine, ReduceOp::Sum)?;
@@ -382,7 +388,7 @@ impl Runtime {
             all = copies.all_reduce(&all, ReduceOp::Sum)?;
         }
         let all = all.to_vec1::<f64>()?;
-        // Gradients are means over the copies, of which there are so many.
+        // Gradients are means over the copies, so they are multiplied by the number of copies.
         let copies = self.copies.as_ref().map_or(1, ProcessGroup::size);
         step.divide([all[0], all[1]], copies as f64)
     }
@@ -396,29 +402,34 @@ impl Runtime {
         self.training.schedule().stage_ranks()[stage]
     }
 
-    /// Stages by their ranks.
+    /// Groups stages by their ranks.
     fn by_rank(&self, stages: &[usize]) -> BTreeMap<usize, Vec<usize>> {
         stages.iter().map(|&stage| (self.rank_of(stage), stage)).into_group_map().into_iter().collect()
     }
 }
 
-/// What ranks must have in common.
+/// Returns a text that must be equal on all ranks.
 fn description(info: &PipeInfo, program: &Program) -> String {
     format!("a pipeline of\n{info}\nby\n{}", program.to_csv())
 }
 
-/// Refuses a schedule that is not one of the pipe on the group.
+/// Refuses a schedule that does not fit the pipe or the group.
 fn check(info: &PipeInfo, schedule: &Schedule, group: &ProcessGroup) -> Result<()> {
     let refuse = |reason: String| Err(Error::Schedule(reason));
     let (ranks, stages) = (schedule.ranks().len(), schedule.stages());
     if ranks != group.size() {
-        return refuse(format!("it has {ranks} ranks, the group has {}; make it for those", group.size()));
+        return refuse(format!("it has {ranks} ranks, the group has {}; make it for that many", group.size()));
     }
     if stages != info.num_stages() {
-        return refuse(format!("it has {stages} stages, the pipe has {}; cut the pipe so", info.num_stages()));
+        return refuse(format!(
+            "it has {stages} stages, the pipe has {}; cut the pipe into as many",
+            info.num_stages()
+        ));
     }
     if info.graph.loss.is_none() && schedule.has_backward() {
-        return refuse("it has backward passes, and the pipe no loss; declare one, or take its forward_only()".into());
+        return refuse(
+            "it has backward passes, but the pipe has no loss; declare one, or use its forward_only()".into(),
+        );
     }
     Ok(())
 }

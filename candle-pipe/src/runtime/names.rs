@@ -1,17 +1,18 @@
-//! Names of parameters on all ranks, once they are there.
+//! Checks the names of parameters across ranks, after construction.
 use crate::graph::ShareGroup;
 use crate::tape::StageModule;
 use crate::{Error, Result};
 use candle_dist::ProcessGroup;
 use std::collections::BTreeMap;
 
-/// Names of variables, each with that of the replicated parameter that it is a copy of.
+/// Names of variables, each with the replicated parameter that it is a copy of, if any.
 type Names = BTreeMap<String, Option<String>>;
 
-/// The stages that this rank has built, by number; an error on all ranks if one could not build its own.
+/// Returns the stages that this rank has built, by number; if a rank could not build its stages, all ranks return an
+/// error.
 ///
-/// Refuses variables that stages of several ranks ask for and that are no replicated parameter: each rank would have a
-/// copy with a part of the gradient. Every rank calls it.
+/// Refuses variables that stages of several ranks use and that are not replicated parameters: each rank would have a
+/// copy with a part of the gradient. Every rank must call it.
 pub(super) fn check(
     group: &ProcessGroup,
     replicated: &[&ShareGroup],
@@ -30,8 +31,8 @@ pub(super) fn check(
                 Some((_, other)) if share.is_some() && *other == share => {}
                 Some((other, _)) => {
                     return Err(Error::Pipe(format!(
-                        "nodes on ranks {other} and {rank} ask for the parameter {name:?}, and each would have a part of its \
-                         gradient; give it to both from PipeBuilder::parameter, with Share::Replicate or Share::Transmit"
+                        "nodes on ranks {other} and {rank} use the parameter {name:?}, so each would have a part of \
+                         its gradient; declare it with PipeBuilder::parameter and Share::Replicate or Share::Transmit"
                     )));
                 }
                 None => _ = seen.insert(name, (rank, share)),
@@ -41,7 +42,7 @@ pub(super) fn check(
     Ok(stages.into_iter().map(|stage| (stage.def().index, stage)).collect())
 }
 
-/// Those of some stages.
+/// Returns the names of the variables of some stages.
 fn names(replicated: &[&ShareGroup], stages: &[StageModule]) -> Names {
     let mut names = Names::new();
     for stage in stages {

@@ -1,4 +1,4 @@
-//! What stages exchange, packed for the wire.
+//! Packs the values that stages exchange.
 use super::wire::Wire;
 use crate::schedule::Message;
 use crate::tape::{Activation, Gradient};
@@ -17,7 +17,7 @@ impl<'a> Post<'a> {
         Self { wire: Wire::new(group) }
     }
 
-    /// A value, and which of its tensors want a gradient.
+    /// Packs a value together with the flags of its tensors that want a gradient.
     pub(super) fn pack(activation: &Activation) -> Value {
         let tracked = activation.tracked.iter().copied().map(Value::Bool).collect();
         Value::Tuple(vec![activation.value.clone(), Value::List(tracked)])
@@ -50,13 +50,13 @@ impl<'a> Post<'a> {
     }
 }
 
-/// Where a tensor's elements lie.
+/// Returns the address of a tensor's memory.
 pub(super) fn address(tensor: &Tensor) -> usize {
     std::ptr::from_ref(&*tensor.storage_and_layout().0).addr()
 }
 
-/// The value with copies of those tensors that lie in the memory of a parameter, which an optimiser writes to while
-/// another rank may still read what was handed to it.
+/// Copies those tensors of a value that lie in the memory of a parameter: an optimizer writes there while another rank
+/// may still read the tensor.
 pub(super) fn aliases(value: &Value, parameters: &HashSet<usize>) -> Result<Value> {
     value.map_tensors(|tensor| -> Result<Tensor> {
         match parameters.contains(&address(tensor)) {

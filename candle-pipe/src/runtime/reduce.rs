@@ -1,4 +1,4 @@
-//! Gradients of one parameter on several ranks: shared by stages, or of replicas of the model.
+//! Reductions of the gradients of one parameter on several ranks: shared by stages, or on replicas of the model.
 use super::Runtime;
 use crate::{Result, grads};
 use candle_core::Tensor;
@@ -17,10 +17,11 @@ impl<'a> Reductions<'a> {
         Self { runtime, started: HashMap::new() }
     }
 
-    /// Sums the gradients of a parameter that stages on several ranks have copies of; one without counts as zeros.
+    /// Sums the gradients of a parameter that stages on several ranks have copies of; a missing gradient counts as
+    /// zeros.
     pub(super) fn shared(&self, group: usize, grads: &mut GradStore) -> Result<()> {
         let shared = &self.runtime.shared[group];
-        // Stages of one rank have one copy, whose gradients are summed already.
+        // Stages on one rank share one copy, whose gradients are summed already.
         let Some(ranks) = &shared.ranks else { return Ok(()) };
         for parameter in &shared.parameters {
             let grad = grads.get(parameter).cloned();
@@ -31,7 +32,7 @@ impl<'a> Reductions<'a> {
         Ok(())
     }
 
-    /// Begins to average the gradients of a stage over the replicas of the model.
+    /// Starts to average the gradients of a stage over the replicas of the model.
     pub(super) fn start(&mut self, stage: usize, grads: &mut GradStore) -> Result<()> {
         if let Some(replicas) = self.runtime.replicas.get(&stage) {
             self.started.insert(stage, replicas.reduce_start(grads)?);
@@ -39,7 +40,8 @@ impl<'a> Reductions<'a> {
         Ok(())
     }
 
-    /// Waits for what [`start`](Self::start) began, and adds it to what later stages found for the same parameters.
+    /// Waits for the average that [`start`](Self::start) started, and adds it to the gradients of the same parameters
+    /// from later stages.
     pub(super) fn finish(&mut self, stage: usize, grads: &mut GradStore) -> Result<()> {
         let Some(started) = self.started.remove(&stage) else { return Ok(()) };
         let mut means = GradStore::default();

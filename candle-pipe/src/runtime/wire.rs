@@ -1,8 +1,8 @@
-//! Values from stage to stage: tensors are handed over, everything else travels in a header.
+//! Sends values from stage to stage: tensors without copies, everything else in a header.
 //!
-//! A message is a fixed head (what it is, for which stage and microbatch), an outline of the values where it differs from
-//! the last one on the same way, and the tensors. So shapes may change from microbatch to microbatch, nothing is probed, and
-//! in the common case an action costs one small message more than its tensors.
+//! A message is a fixed head (flow, stages and microbatch), an outline of the values if it differs from the previous
+//! one on the same route, and the tensors. So shapes may change from microbatch to microbatch, nothing is probed, and
+//! usually an action costs one small message more than its tensors.
 use crate::schedule::{Action, Flow, Message};
 use crate::{Error, Result, Value};
 use candle_core::{DType, Device, Shape, Tensor};
@@ -10,10 +10,11 @@ use candle_dist::ProcessGroup;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, HashMap};
 
-/// The numbers in a head: what identifies the message, the computations before it, and the bytes of an outline.
+/// The length of a head: the identity of the message, the length of the chain of computations before it, and the bytes
+/// of an outline.
 const HEAD: usize = 6;
 
-/// What identifies a message, in numbers.
+/// Returns the identity of a message as numbers.
 fn numbers(Message { flow, from, to, microbatch }: Message) -> [i64; 4] {
     [i64::from(flow == Flow::Gradient), from as i64, to as i64, microbatch as i64]
 }
@@ -23,7 +24,7 @@ fn numbers(Message { flow, from, to, microbatch }: Message) -> [i64; 4] {
 enum Outline {
     Tensor(Vec<usize>, String),
     Int(i64),
-    /// By its bits, which JSON would not keep.
+    /// The bits, because JSON would not preserve every float.
     Float(u64),
     Bool(bool),
     Text(String),
@@ -34,7 +35,7 @@ enum Outline {
 }
 
 impl Outline {
-    /// The outline of a value, whose tensors go to `tensors`.
+    /// Returns the outline of a value; appends its tensors to `tensors`.
     fn of(value: &Value, tensors: &mut Vec<Tensor>) -> Self {
         let mut all = |values: &[Value]| values.iter().map(|value| Self::of(value, tensors)).collect();
         match value {
@@ -55,7 +56,7 @@ impl Outline {
         }
     }
 
-    /// The value, whose tensors `next` gives in order.
+    /// Restores the value; `next` returns its tensors in order.
     fn value(&self, next: &mut dyn FnMut(&[usize], DType) -> Result<Tensor>) -> Result<Value> {
         let mut all = |outlines: &[Self]| outlines.iter().map(|outline| outline.value(next)).collect::<Result<_>>();
         Ok(match self {
@@ -78,10 +79,10 @@ impl Outline {
     }
 }
 
-/// A way between two stages: messages that are likely to be alike.
+/// A route between two stages, whose messages are usually alike.
 type Way = (Flow, usize, usize);
 
-/// One rank's end of all ways, for one step.
+/// One rank's end of all routes, for one step.
 #[derive(Debug)]
 pub(super) struct Wire<'a> {
     group: &'a ProcessGroup,
@@ -94,10 +95,10 @@ impl<'a> Wire<'a> {
         Self { group, sent: HashMap::new(), received: HashMap::new() }
     }
 
-    /// Hands values to a rank, without waiting for it and without copying those that are contiguous.
+    /// Sends values to a rank, without waiting for it and without copying contiguous tensors.
     ///
-    /// Nobody may write to the tensors' memory afterwards. `path` is how many computations came one after the other until
-    /// this was made.
+    /// The tensors' memory must not be written afterwards. `path` is the length of the longest chain of computations up
+    /// to these values.
     #[track_caller]
     pub(super) fn send(&mut self, to: usize, message: Message, path: usize, values: &[Value]) -> Result<()> {
         let mut tensors = Vec::new();
@@ -114,14 +115,14 @@ impl<'a> Wire<'a> {
         tensors.into_iter().try_for_each(|tensor| self.start(tensor.detach(), to))
     }
 
-    /// A send that waited for its receiver could wait forever: that one may take it only after it has sent to this rank.
+    /// A blocking send could deadlock: the receiver may take the message only after it has sent one to this rank.
     #[track_caller]
     fn start(&self, tensor: Tensor, to: usize) -> Result<()> {
         drop(self.group.send_owned_start(tensor, to, 0)?);
         Ok(())
     }
 
-    /// The next message of a rank, which must be this one, behind its path.
+    /// Receives the next message from a rank, which must be `message`; returns its path and its values.
     #[track_caller]
     pub(super) fn receive(&mut self, from: usize, message: Message) -> Result<(usize, Vec<Value>)> {
         let head = self.group.recv(HEAD, DType::I64, from)?.to_vec1::<i64>()?;
@@ -129,14 +130,14 @@ impl<'a> Wire<'a> {
             let (got, want) = (&head[..4], Action::Recv(message));
             let reason =
                 format!("rank {from} sent {got:?} (gradients?, from stage, to stage, microbatch) where {want}");
-            return Err(Error::Schedule(format!("{reason} was to come; run the same schedule on all ranks")));
+            return Err(Error::Schedule(format!("{reason} was expected; run the same schedule on all ranks")));
         }
         let way = (message.flow, message.from, message.to);
         if head[5] > 0 {
             let text = self.group.recv(head[5] as usize, DType::U8, from)?.to_vec1::<u8>()?;
             self.received.insert(way, serde_json::from_slice(&text).map_err(unreadable)?);
         }
-        let unknown = || Error::Pipe(format!("rank {from} refers to a message that did not come"));
+        let unknown = || Error::Pipe(format!("rank {from} refers to a message that did not arrive"));
         let outlines = self.received.get(&way).ok_or_else(unknown)?;
         let mut next = |dims: &[usize], dtype| Ok(self.group.recv(Shape::from(dims), dtype, from)?);
         let values = outlines.iter().map(|outline| outline.value(&mut next)).collect::<Result<_>>()?;
@@ -202,6 +203,6 @@ mod tests {
             }
             Ok(wire.receive(0, label(0)).unwrap_err().to_string())
         });
-        assert!(texts.unwrap()[1].contains("1RECV_B0 was to come"));
+        assert!(texts.unwrap()[1].contains("1RECV_B0 was expected"));
     }
 }

@@ -1,11 +1,11 @@
-//! All schedules that a pipeline can have, and the best of them.
+//! Comparison of all schedules that a pipeline can have.
 use super::{Costs, Edges, Placement, Schedule, ScheduleKind, Timeline, greedy};
 use crate::{Error, Result};
 
-/// A schedule and what would happen by it.
+/// A schedule and its simulation.
 #[derive(Debug, Clone)]
 pub struct Candidate {
-    /// What it is called.
+    /// The name.
     pub name: &'static str,
     /// The schedule.
     pub schedule: Schedule,
@@ -13,13 +13,14 @@ pub struct Candidate {
     pub timeline: Timeline,
 }
 
-/// Every known schedule, and the greedy ones, of a model cut into stages that cost this much, for so many ranks and
-/// microbatches; but for those that would hold more than `cap` microbatches on a rank.
+/// Returns every known schedule and the greedy ones for a model with these stages and costs, and for these numbers of
+/// ranks and microbatches. Schedules that hold more than `cap` microbatches on a rank are left out.
 ///
-/// The stages are the same for all, and each rank has as many; a kind that wants another number is left out.
+/// All schedules have the same stages, with equal numbers of stages per rank; a kind that needs another number is left
+/// out.
 ///
 /// # Errors
-/// If the stages cannot be spread evenly over the ranks, or as [`greedy`].
+/// If the stages cannot be distributed evenly over the ranks, and the errors of [`greedy`].
 pub fn candidates(ranks: usize, microbatches: usize, edges: &Edges, costs: &Costs, cap: f64) -> Result<Vec<Candidate>> {
     let stages = edges.stages();
     if ranks == 0 || stages == 0 || !stages.is_multiple_of(ranks) {
@@ -29,7 +30,7 @@ pub fn candidates(ranks: usize, microbatches: usize, edges: &Edges, costs: &Cost
     let known =
         ScheduleKind::all().filter_map(|kind| Some((kind.name(), kind.schedule(ranks, microbatches, turns).ok()?)));
     let mut all: Vec<_> = known.collect();
-    // With one stage a rank there is nothing to place.
+    // With one stage per rank there is only one placement.
     let placements = [("greedy", Placement::Loop), ("greedy-v", Placement::V)].into_iter().take(turns);
     for (name, placement) in placements {
         all.push((name, greedy(&placement.stage_ranks(ranks, turns), microbatches, edges, costs, cap)?));
@@ -44,7 +45,7 @@ pub fn candidates(ranks: usize, microbatches: usize, edges: &Edges, costs: &Cost
     Ok(found)
 }
 
-/// The one of the [`candidates`] that takes the least time, the first of equals.
+/// Returns the fastest of the [`candidates`], and the first one if several are equal.
 ///
 /// ```
 /// use candle_pipe::schedule::{Costs, Edges, Placement, fastest};
@@ -56,7 +57,7 @@ pub fn candidates(ranks: usize, microbatches: usize, edges: &Edges, costs: &Cost
 /// ```
 ///
 /// # Errors
-/// As [`candidates`].
+/// Those of [`candidates`].
 pub fn fastest(ranks: usize, microbatches: usize, edges: &Edges, costs: &Costs, cap: f64) -> Result<Candidate> {
     let candidates = candidates(ranks, microbatches, edges, costs, cap)?.into_iter();
     let best = candidates.min_by(|a, b| a.timeline.makespan().total_cmp(&b.timeline.makespan()));

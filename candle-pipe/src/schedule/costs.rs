@@ -1,31 +1,31 @@
-//! What the parts of a pipeline cost.
+//! The costs of the parts of a pipeline.
 use super::{Compute, Flow, Message, Pass};
 use crate::{Error, Result};
 use std::collections::BTreeMap;
 
-/// How long the stages compute and their messages travel, in any one unit of time.
+/// The times of computations and messages, in any common unit of time.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Costs {
-    /// The time of each stage for `F` of a microbatch.
+    /// The time of `F` per stage, for one microbatch.
     pub forward: Vec<f64>,
-    /// The time of each stage for `I`; `B` takes this and that of `W`.
+    /// The time of `I` per stage; `B` takes the sum of `I` and `W`.
     pub input: Vec<f64>,
-    /// The time of each stage for `W`.
+    /// The time of `W` per stage.
     pub weight: Vec<f64>,
-    /// The time from the end of a transfer until what was sent is there.
+    /// The time from the end of a transfer until the message has arrived.
     pub latency: f64,
-    /// The time for which a byte occupies the way from one rank to another.
+    /// The time for which one byte occupies the link between two ranks.
     pub per_byte: f64,
-    /// The bytes that each stage gives to a later one for a microbatch; their gradients have as many.
+    /// The bytes that each stage sends to a later one per microbatch; gradients have the same size.
     pub bytes: Vec<f64>,
-    /// The bytes that a stage gives to another one, for those of which `bytes` is not true: a value that skips stages has
-    /// another size than the one for the next stage.
+    /// The bytes between two stages where `bytes` does not apply: a value that skips stages may have another size than
+    /// the one for the next stage.
     pub edge_bytes: BTreeMap<(usize, usize), f64>,
 }
 
 impl Costs {
-    /// Free communication between stages that cost all ranks alike: the times are those of a rank, for a microbatch and
-    /// all of its stages together.
+    /// Creates costs with free communication and equal ranks: each time is that of a rank, for one microbatch and all
+    /// of its stages together.
     pub fn per_rank(stage_ranks: &[usize], forward: f64, input: f64, weight: f64) -> Self {
         let share = |rank: &usize| stage_ranks.iter().filter(|&other| other == rank).count() as f64;
         let split = |time: f64| stage_ranks.iter().map(|rank| time / share(rank)).collect();
@@ -34,7 +34,7 @@ impl Costs {
         Self { forward, input, weight, latency, per_byte, bytes, edge_bytes: BTreeMap::new() }
     }
 
-    /// The time of a computation; the costs must [`fit`](Self::fit).
+    /// Returns the time of a computation; requires costs that [`fit`](Self::fit).
     pub(super) fn of(&self, compute: Compute) -> f64 {
         let stage = compute.stage;
         match compute.pass {
@@ -45,7 +45,7 @@ impl Costs {
         }
     }
 
-    /// For how long a message occupies the way between its ranks; the costs must [`fit`](Self::fit).
+    /// Returns for how long a message occupies the link between its ranks; requires costs that [`fit`](Self::fit).
     pub(super) fn occupies(&self, message: Message) -> f64 {
         let (producer, user) = match message.flow {
             Flow::Activation => (message.from, message.to),
@@ -54,13 +54,13 @@ impl Costs {
         self.edge_bytes.get(&(producer, user)).unwrap_or(&self.bytes[producer]) * self.per_byte
     }
 
-    /// Refuses costs of another number of stages, and times that are none.
+    /// Refuses costs for another number of stages, and negative or non-finite costs.
     pub(super) fn fit(&self, stages: usize) -> Result<()> {
         let lists =
             [("forward", &self.forward), ("input", &self.input), ("weight", &self.weight), ("bytes", &self.bytes)];
         for (name, list) in lists {
             if list.len() != stages {
-                let said = format!("{} {name} costs do not fit {stages} stages: give one a stage", list.len());
+                let said = format!("{} {name} costs do not fit {stages} stages: give one per stage", list.len());
                 return Err(Error::Schedule(said));
             }
         }

@@ -1,15 +1,15 @@
-//! Schedules as tables of text, as PyTorch writes them: a line a rank, an action a cell, nothing in a cell for an idle
-//! step, no header.
+//! Schedules as CSV in PyTorch's format: one line per rank, one action per cell, an empty cell for an idle step, no
+//! header.
 use super::{Action, Edges, Program, Schedule};
 use crate::{Error, Result};
 use itertools::Itertools;
 
-/// The actions of each rank, as they are in the text and not checked any further.
+/// Returns the actions of each rank as in the text, without further checks.
 ///
-/// Blank lines at the end are none, since every rank has actions.
+/// Blank lines at the end are ignored, since every rank has actions.
 ///
 /// # Errors
-/// If a cell holds no action; it is named by rank and position.
+/// If a cell is not an action; the error names its rank and position.
 pub fn parse_csv(text: &str) -> Result<Vec<Vec<Option<Action>>>> {
     let cell = |rank: usize, position: usize, cell: &str| match cell.trim() {
         "" => Ok(None),
@@ -28,7 +28,7 @@ fn write_csv<'a, L: IntoIterator<Item = Option<&'a Action>>>(ranks: impl Iterato
 }
 
 impl Schedule {
-    /// A schedule out of what PyTorch calls the `compute_only` format.
+    /// Parses a schedule in PyTorch's `compute_only` format.
     ///
     /// ```
     /// use candle_pipe::schedule::Schedule;
@@ -39,22 +39,22 @@ impl Schedule {
     /// ```
     ///
     /// # Errors
-    /// If a cell is no action, and as [`Schedule::new`].
+    /// If a cell is not an action, and the errors of [`Schedule::new`].
     pub fn from_csv(text: &str) -> Result<Self> {
         Self::new(parse_csv(text)?)
     }
 
-    /// The text for [`from_csv`](Self::from_csv).
+    /// Returns the text for [`from_csv`](Self::from_csv).
     pub fn to_csv(&self) -> String {
         write_csv(self.ranks().iter().map(|actions| actions.iter().map(Option::as_ref)))
     }
 }
 
 impl Program {
-    /// A program out of what PyTorch calls the `compute_comms` format, where each stage gives to the next.
+    /// Parses a program in PyTorch's `compute_comms` format, where each stage sends to the next.
     ///
     /// # Errors
-    /// If a cell is no action, and as [`Program::new`].
+    /// If a cell is not an action, and the errors of [`Program::new`].
     pub fn from_csv(text: &str) -> Result<Self> {
         let ranks = parse_csv(text)?;
         let computes = || ranks.iter().flatten().flatten().flat_map(Action::computes);
@@ -63,7 +63,7 @@ impl Program {
         Self::new(ranks, Edges::chain(stages))
     }
 
-    /// The text for [`from_csv`](Self::from_csv).
+    /// Returns the text for [`from_csv`](Self::from_csv).
     pub fn to_csv(&self) -> String {
         write_csv(self.ranks().iter().map(|actions| actions.iter().map(Some)))
     }

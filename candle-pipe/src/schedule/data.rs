@@ -3,10 +3,10 @@ use super::{Action, Compute, Pass, validate};
 use crate::{Error, Result};
 use serde::{Deserialize, Serialize};
 
-/// What each rank computes, in order: every microbatch on every stage exactly once, nothing else.
+/// The computations of each rank, in order: every microbatch on every stage exactly once.
 ///
-/// It holds computations alone, [`lower`](Self::lower) adds the communication. An empty place is a step in which a rank
-/// is meant to be idle; it changes nothing but pictures and text. As JSON it is a list of texts for each rank.
+/// A schedule contains only computations; [`lower`](Self::lower) adds the communication. An empty entry is an idle
+/// step, which only affects pictures and text. As JSON it is a list of texts per rank.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(into = "Vec<Vec<Option<Action>>>", try_from = "Vec<Vec<Option<Action>>>")]
 pub struct Schedule {
@@ -16,51 +16,52 @@ pub struct Schedule {
 }
 
 impl Schedule {
-    /// A schedule of the computations of each rank.
+    /// Creates a schedule from the computations of each rank.
     ///
-    /// The stages are where they are computed. Either nothing has a backward (evaluation), or everything has `B`, or `I`
-    /// and `W`.
+    /// A stage belongs to the rank that computes it. Either no stage has a backward (evaluation), or each microbatch on
+    /// each stage has `B`, or `I` and `W`.
     ///
     /// # Errors
-    /// If a computation is missing, doubled or before what it needs, a stage on several ranks, a rank without stage, an
-    /// action no computation, or if the ranks would wait for each other forever. Rank, position and action are named.
+    /// If a computation is missing, duplicated or before its inputs; if a stage is on several ranks, a rank has no
+    /// stage, or an action is not a computation; or if the ranks would wait for each other forever. The error names
+    /// rank, position and action.
     pub fn new(ranks: Vec<Vec<Option<Action>>>) -> Result<Self> {
         let (stage_ranks, microbatches) = validate::check(&ranks)?;
         Ok(Self { ranks, stage_ranks, microbatches })
     }
 
-    /// The list of each rank.
+    /// Returns the list of each rank.
     pub fn ranks(&self) -> &[Vec<Option<Action>>] {
         &self.ranks
     }
 
-    /// The rank of each stage.
+    /// Returns the rank of each stage.
     pub fn stage_ranks(&self) -> &[usize] {
         &self.stage_ranks
     }
 
-    /// How many stages there are.
+    /// Returns the number of stages.
     pub fn stages(&self) -> usize {
         self.stage_ranks.len()
     }
 
-    /// How many microbatches there are.
+    /// Returns the number of microbatches.
     pub fn microbatches(&self) -> usize {
         self.microbatches
     }
 
-    /// Whether there are backward passes, as in training.
+    /// Returns whether there are backward passes, as in training.
     pub fn has_backward(&self) -> bool {
-        // Either all stages have them or none has.
+        // Either all stages have backward passes or none has.
         self.computes(0).any(|compute| compute.pass != Pass::Forward)
     }
 
-    /// What a rank computes, in order; nothing for a rank that there is not.
+    /// Returns the computations of a rank, in order; none for a rank that does not exist.
     pub fn computes(&self, rank: usize) -> impl Iterator<Item = Compute> {
         self.ranks.get(rank).into_iter().flatten().flatten().flat_map(Action::computes).copied()
     }
 
-    /// The same forwards in the same order without any backward, as for evaluation.
+    /// Returns the same forwards in the same order without backwards, for evaluation.
     pub fn forward_only(&self) -> Self {
         let forwards = |rank| self.computes(rank).filter(|compute| compute.pass == Pass::Forward);
         let actions = |rank| forwards(rank).map(|compute| Some(Action::Compute(compute))).collect();

@@ -1,8 +1,8 @@
-//! Which stage takes values of which.
+//! The stages that use values of each stage.
 use crate::{Error, Result};
 use serde::{Deserialize, Serialize};
 
-/// For each stage the later stages that take values of it.
+/// For each stage, the later stages that use its values.
 ///
 /// ```
 /// use candle_pipe::schedule::Edges;
@@ -20,7 +20,7 @@ pub struct Edges {
 }
 
 impl Edges {
-    /// Each stage gives to the next.
+    /// Creates a chain: each stage sends to the next.
     pub fn chain(stages: usize) -> Self {
         Self {
             consumers: (1..=stages).map(|next| if next < stages { vec![next] } else { vec![] }).collect(),
@@ -28,15 +28,15 @@ impl Edges {
         }
     }
 
-    /// The stages of each pair give from the first to the second, however often it is named.
+    /// Creates edges from the first to the second stage of each pair; duplicates are ignored.
     ///
     /// # Errors
-    /// If a pair does not go to a later one of the `stages`.
+    /// If the second stage of a pair is not a later one of the `stages`.
     pub fn new(stages: usize, pairs: impl IntoIterator<Item = (usize, usize)>) -> Result<Self> {
         let mut edges = Self { consumers: vec![vec![]; stages], producers: vec![vec![]; stages] };
         for (from, to) in pairs {
             if from >= to || to >= stages {
-                let said = format!("an edge from stage {from} to stage {to} goes to no later one of {stages} stages");
+                let said = format!("an edge from stage {from} to stage {to} of {stages}: give a stage and a later one");
                 return Err(Error::Schedule(said));
             }
             edges.consumers[from].push(to);
@@ -49,22 +49,22 @@ impl Edges {
         Ok(edges)
     }
 
-    /// How many stages there are.
+    /// Returns the number of stages.
     pub fn stages(&self) -> usize {
         self.consumers.len()
     }
 
-    /// The stages that take values of `stage`, in order; none for a stage that there is not.
+    /// Returns the stages that use values of `stage`, in order; none for a stage that does not exist.
     pub fn consumers(&self, stage: usize) -> &[usize] {
         self.consumers.get(stage).map_or(&[], Vec::as_slice)
     }
 
-    /// The stages that `stage` takes values of, in order; none for a stage that there is not.
+    /// Returns the stages whose values `stage` uses, in order; none for a stage that does not exist.
     pub fn producers(&self, stage: usize) -> &[usize] {
         self.producers.get(stage).map_or(&[], Vec::as_slice)
     }
 
-    /// Refuses edges of another number of stages.
+    /// Refuses edges for another number of stages.
     pub(super) fn fit(&self, stages: usize) -> Result<()> {
         if self.stages() == stages {
             return Ok(());

@@ -1,4 +1,4 @@
-//! The known schedules by name.
+//! The known schedules, by name.
 use super::generate::{self, LARGEST, MOST_STAGES, Orders, Size};
 use super::{Placement, Schedule};
 use crate::nearest::nearest;
@@ -7,10 +7,11 @@ use itertools::Itertools;
 use std::fmt;
 use std::str::FromStr;
 
-/// A known way to order the computations of a pipeline.
+/// A known order of the computations of a pipeline.
 ///
-/// `P` ranks have `v` stages each for `M` microbatches. The bubble is that of a step with a barrier at its end, for
-/// forwards, input and weight gradients that take equally long; the peak is the most microbatches that a rank holds.
+/// `P` ranks have `v` stages each for `M` microbatches. The bubble is that of a step with a barrier at its end, if
+/// forwards, input gradients and weight gradients take equal times; the peak is the most microbatches that a rank
+/// holds.
 ///
 /// | name | `v` | stages | bubble | peak | source |
 /// |---|---|---|---|---|---|
@@ -41,27 +42,27 @@ pub enum ScheduleKind {
     GPipe,
     /// A forward and a backward in turn, as soon as there is a backward.
     OneFOneB,
-    /// The same over several stages a rank, in rounds of about as many microbatches as ranks.
+    /// 1F1B with several stages per rank, in rounds of about as many microbatches as ranks.
     Interleaved1F1B,
-    /// Each stage of a rank does all of its forwards at once.
+    /// Each stage of a rank runs all of its forwards in a row.
     LoopedBfs,
-    /// 1F1B with weight gradients in the gaps, holding no more.
+    /// 1F1B with weight gradients in the gaps, and the same peak.
     ZbH1,
-    /// 1F1B with weight gradients in all gaps, holding twice as much.
+    /// 1F1B with weight gradients in all gaps, and about twice the peak.
     ZbH2,
     /// Interleaved 1F1B with weight gradients in the gaps.
     InterleavedZb,
-    /// Two stages a rank, there and back, without gaps.
+    /// Two stages per rank in a V, without gaps.
     Zbv,
-    /// The same holding half as much.
+    /// The V with half the peak.
     VHalf,
-    /// The same holding a third.
+    /// The V with a third of the peak.
     VMin,
-    /// The same with forwards and backwards that may overlap.
+    /// The V with forwards and backwards that may overlap.
     DualPipeV,
 }
 
-/// What a kind is called, and how it is made.
+/// The name of a kind, and how its orders are generated.
 struct Rule {
     kind: ScheduleKind,
     name: &'static str,
@@ -71,19 +72,19 @@ struct Rule {
     orders: fn(&Size) -> Orders,
 }
 
-/// The stages that a rank can have.
+/// The numbers of stages per rank that a kind supports.
 enum Stages {
     Exactly(usize),
-    /// Any number, if not said otherwise so many.
+    /// Any number; the value is the default.
     Any(usize),
 }
 
-/// The numbers of microbatches that a kind can order.
+/// The numbers of microbatches that a kind supports.
 enum Microbatches {
     Any,
     /// `max(1, M / P)` rounds of equal size.
     EqualRounds,
-    /// One for each stage.
+    /// At least one per stage.
     Stages,
 }
 
@@ -119,32 +120,32 @@ const fn rule(
 }
 
 impl ScheduleKind {
-    /// All kinds, in the order of the table.
+    /// Returns all kinds, in the order of the table.
     pub fn all() -> impl Iterator<Item = Self> {
         RULES.iter().map(|rule| rule.kind)
     }
 
-    /// What it is called.
+    /// Returns the name.
     pub fn name(self) -> &'static str {
         self.rule().name
     }
 
-    /// Which rank has which stages.
+    /// Returns the placement of the stages.
     pub fn placement(self) -> Placement {
         self.rule().placement
     }
 
-    /// How many stages a rank has if nobody wants another number.
+    /// Returns the default number of stages per rank.
     pub fn stages_per_rank(self) -> usize {
         match self.rule().stages {
             Stages::Exactly(stages) | Stages::Any(stages) => stages,
         }
     }
 
-    /// The schedule of this kind for so many ranks, microbatches and stages a rank.
+    /// Creates the schedule of this kind for these numbers of ranks, microbatches and stages per rank.
     ///
     /// # Errors
-    /// If a number is 0 or they are too many together, or the kind cannot order them.
+    /// If a number is 0, if they are too large together, or if the kind does not support them.
     pub fn schedule(self, ranks: usize, microbatches: usize, stages_per_rank: usize) -> Result<Schedule> {
         let size = Size { ranks, microbatches, stages_per_rank };
         self.check(&size).map_err(|said| Error::Schedule(format!("{self}: {said}")))?;
@@ -155,7 +156,7 @@ impl ScheduleKind {
     fn check(self, size: &Size) -> Result<(), String> {
         let Size { ranks, microbatches, stages_per_rank } = *size;
         let rule = self.rule();
-        for (what, n) in [("ranks", ranks), ("microbatches", microbatches), ("stages a rank", stages_per_rank)] {
+        for (what, n) in [("ranks", ranks), ("microbatches", microbatches), ("stages per rank", stages_per_rank)] {
             if n == 0 {
                 return Err(format!("there are 0 {what}: give at least 1"));
             }
@@ -163,7 +164,7 @@ impl ScheduleKind {
         let computations = ranks.checked_mul(microbatches).and_then(|n| n.checked_mul(stages_per_rank));
         if computations.is_none_or(|n| n > LARGEST) {
             let asked = format!("{ranks} ranks with {stages_per_rank} stages each for {microbatches} microbatches");
-            return Err(format!("{asked} are too much: give at most {LARGEST} together"));
+            return Err(format!("{asked} are too many: give at most {LARGEST} together"));
         }
         if ranks * stages_per_rank > MOST_STAGES {
             let asked = format!("{ranks} ranks with {stages_per_rank} stages each");
@@ -204,7 +205,7 @@ impl fmt::Display for ScheduleKind {
 impl FromStr for ScheduleKind {
     type Err = Error;
 
-    /// Reads a name, whatever its case.
+    /// Parses a name, ignoring case.
     fn from_str(name: &str) -> Result<Self> {
         let names = || RULES.iter().map(|rule| rule.name);
         let known = RULES.iter().find(|rule| rule.name.eq_ignore_ascii_case(name));

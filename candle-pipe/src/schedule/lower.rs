@@ -1,11 +1,11 @@
-//! From what is computed to what is executed.
+//! Lowering of computations to programs.
 use super::routes::Routes;
 use super::walk::walk;
 use super::{Action, Edges, Program, Schedule};
 use crate::{Error, Result};
 use itertools::Itertools;
 
-/// What the stages of a model exchange.
+/// The communication between the stages of a model.
 ///
 /// ```
 /// use candle_pipe::schedule::{Action, Edges, Lowering, ScheduleKind};
@@ -25,32 +25,33 @@ pub struct Lowering {
 }
 
 impl Lowering {
-    /// Values and their gradients along these edges, nothing else.
+    /// Sends only values and their gradients along these edges.
     pub fn new(edges: Edges) -> Self {
         Self { edges, groups: vec![], reduced: false }
     }
 
-    /// The same, with the gradients of shared parameters summed: for each group the stages that have them.
+    /// Adds the sums of the gradients of shared parameters; each group lists the stages that share them.
     pub fn shared(self, groups: impl IntoIterator<Item = Vec<usize>>) -> Self {
         Self { groups: groups.into_iter().collect(), ..self }
     }
 
-    /// The same, with the gradients of each stage reduced over the replicas of the model.
+    /// Adds the reduction of each stage's gradients over the replicas of the model.
     pub fn reduced(self) -> Self {
         Self { reduced: true, ..self }
     }
 }
 
 impl Schedule {
-    /// The schedule with its communication.
+    /// Adds the communication to the schedule.
     ///
-    /// After a computation come its sends, and at the same moment their receives on the other ranks. A shared group is
-    /// reduced on all of its ranks when the last of its stages is through, and a stage over the replicas when it and its
-    /// groups are; at most one of those reductions runs at a time on a rank. So the list of each rank is a part of one
-    /// common order, and no ranks can wait for each other in a circle. Stages of one rank need no message.
+    /// After a computation come its sends and, at the same point, their receives on the other ranks. A shared group is
+    /// reduced on all of its ranks after the last of its stages has finished, and a stage is reduced over the replicas
+    /// after it and its groups have finished; at most one of these reductions runs at a time on a rank. So the list of
+    /// each rank is part of one common order, and no ranks can wait for each other in a cycle. Stages on one rank need
+    /// no message.
     ///
     /// # Errors
-    /// If the edges are of another number of stages, or a group names a stage that there is not.
+    /// If the edges are for another number of stages, or a group names a stage that does not exist.
     pub fn lower(&self, lowering: &Lowering) -> Result<Program> {
         let edges = &lowering.edges;
         edges.fit(self.stages())?;
@@ -61,7 +62,7 @@ impl Schedule {
         let routes = Routes { edges, stage_ranks: self.stage_ranks() };
         let mut lists = vec![vec![]; self.ranks().len()];
         let mut reductions = Reductions::new(self, lowering);
-        // A schedule is one of a chain, whose order holds along all edges; so this cannot get stuck.
+        // A schedule is valid for a chain, whose order holds for all edges; so this cannot get stuck.
         let walked = walk(self.ranks(), edges, self.microbatches(), |rank, action| {
             lists[rank].push(*action);
             for &compute in action.computes() {
@@ -80,14 +81,14 @@ impl Schedule {
     }
 }
 
-/// The reductions of gradients that are still to come.
+/// The reductions of gradients that are not yet in the lists.
 struct Reductions<'a> {
     stage_ranks: &'a [usize],
     groups: &'a [Vec<usize>],
     replicas: bool,
-    /// The backwards that each stage has to do.
+    /// The number of remaining backwards of each stage.
     left: Vec<usize>,
-    /// The stages and groups that are through.
+    /// The stages that are reduced, and the groups that are summed.
     reduced: Vec<bool>,
     summed: Vec<bool>,
     /// The stage whose reduction runs on each rank.
@@ -107,7 +108,7 @@ impl<'a> Reductions<'a> {
         }
     }
 
-    /// Takes note of a backward, and adds the reductions that it was the last to be waited for.
+    /// Counts a backward, and adds the reductions for which it was the last one.
     fn finish(&mut self, stage: usize, lists: &mut [Vec<Action>]) {
         self.left[stage] -= 1;
         if self.left[stage] > 0 {
@@ -131,13 +132,13 @@ impl<'a> Reductions<'a> {
         }
     }
 
-    /// Whether the gradients of a stage are all there, summed with those of its groups.
+    /// Returns whether the gradients of a stage are complete and summed with those of its groups.
     fn whole(&self, stage: usize) -> bool {
         let mut groups = self.groups.iter().zip(&self.summed);
         self.left[stage] == 0 && groups.all(|(members, &summed)| summed || !members.contains(&stage))
     }
 
-    /// Adds the waits for what runs at the end.
+    /// Adds the waits for the reductions that run at the end.
     fn wait(self, lists: &mut [Vec<Action>]) {
         for (list, stage) in lists.iter_mut().zip(self.pending) {
             list.extend(stage.map(Action::WaitReduceGrad));

@@ -1,13 +1,13 @@
-//! Schedules as data: which rank computes what, in which order.
+//! Schedules as data: the order of the computations of each rank.
 //!
 //! | step | from | to |
 //! |---|---|---|
-//! | [`ScheduleKind::schedule`], [`greedy`], [`Schedule::from_csv`] | sizes, costs or text | [`Schedule`]: computations alone |
-//! | [`Schedule::lower`] | a schedule, what its stages exchange ([`Edges`]) and what goes with it, as a [`Lowering`] | [`Program`]: what each rank executes |
-//! | [`Schedule::simulate`] | a schedule and what its stages cost ([`Costs`]) | [`Timeline`]: when everything happens |
+//! | [`ScheduleKind::schedule`], [`greedy`], [`Schedule::from_csv`] | sizes, costs or text | [`Schedule`]: only computations |
+//! | [`Schedule::lower`] | a schedule, the values that its stages exchange ([`Edges`]) and the reductions, as a [`Lowering`] | [`Program`]: the actions of each rank |
+//! | [`Schedule::simulate`] | a schedule and the costs of its stages ([`Costs`]) | [`Timeline`]: when each action runs |
 //! | [`draw`] | timelines, predicted and measured | text, SVG, Chrome trace |
 //!
-//! Both a [`Schedule`] and a [`Program`] are checked when they are made: whatever exists can be run to its end.
+//! A [`Schedule`] and a [`Program`] are checked when they are created: every one that exists runs to its end.
 //!
 //! ```
 //! use candle_pipe::schedule::{Costs, Edges, ScheduleKind};

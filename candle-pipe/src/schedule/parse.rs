@@ -1,21 +1,21 @@
-//! Actions out of text.
+//! Parser of actions.
 use crate::action::{Action, Compute, Flow, Message, Pass};
 use crate::{Error, Result};
 use std::str::FromStr;
 
-/// What a text has before, in and behind the name of an action.
+/// The parts of an action's text before, in and after its name.
 struct Parts<'a> {
     stage: usize,
     name: &'a str,
     microbatch: Option<usize>,
-    /// The sign before the other end of a message, and that stage.
+    /// The sign before the other stage of a message, and that stage.
     peer: Option<(char, usize)>,
 }
 
 impl FromStr for Action {
     type Err = Error;
 
-    /// Reads all of the text, but for the space around it.
+    /// Parses the whole text, ignoring surrounding whitespace.
     fn from_str(text: &str) -> Result<Self> {
         let text = text.trim();
         let action = match text.strip_prefix('(') {
@@ -120,9 +120,9 @@ fn message(flow: Flow, from: usize, to: usize, parts: &Parts<'_>) -> Option<Mess
     forwards.then_some(Message { flow, from, to, microbatch: parts.microbatch? })
 }
 
-/// The number that the whole text is.
+/// Parses a text that is only a number.
 fn number(text: &str) -> Option<usize> {
-    // `parse` alone would take a sign.
+    // `parse` alone would accept a sign.
     if text.bytes().all(|b| b.is_ascii_digit()) { text.parse().ok() } else { None }
 }
 
@@ -130,7 +130,7 @@ fn digits(text: &str) -> (&str, &str) {
     split(text, |c| c.is_ascii_digit())
 }
 
-/// The longest beginning of such letters, and the rest.
+/// Splits off the longest prefix of matching characters.
 fn split(text: &str, inside: impl Fn(char) -> bool) -> (&str, &str) {
     text.split_at(text.find(|c| !inside(c)).unwrap_or(text.len()))
 }

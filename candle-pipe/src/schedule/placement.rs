@@ -1,4 +1,4 @@
-//! Which rank has which stages.
+//! The ranks of stages.
 
 /// A rule for the rank of each stage.
 ///
@@ -10,14 +10,14 @@
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Placement {
-    /// After the last rank comes the first again.
+    /// After the last rank the first one follows again.
     Loop,
-    /// After the last rank come the ranks backwards, so that the last rank has two stages in a row.
+    /// After the last rank the ranks follow in reverse, so that the last rank has two consecutive stages.
     V,
 }
 
 impl Placement {
-    /// The rank of each of the `ranks * stages_per_rank` stages.
+    /// Returns the rank of each of the `ranks * stages_per_rank` stages.
     pub fn stage_ranks(self, ranks: usize, stages_per_rank: usize) -> Vec<usize> {
         let rank = |stage: usize| match (self, stage / ranks, stage % ranks) {
             (Self::V, turn, i) if turn % 2 == 1 => ranks - 1 - i,

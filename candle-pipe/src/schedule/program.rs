@@ -1,4 +1,4 @@
-//! What each rank executes, communication included.
+//! The actions of each rank, communication included.
 use super::routes::{Need, Routes};
 use super::validate::error;
 use super::walk::Done;
@@ -10,7 +10,7 @@ use std::collections::BTreeSet;
 
 /// A schedule with all of its communication.
 ///
-/// It comes to its end even if every send waits for its receive, as over transports without buffers.
+/// It runs to its end even if every send waits for its receive, as on transports without buffers.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(into = "Parts", try_from = "Parts")]
 pub struct Program {
@@ -19,7 +19,7 @@ pub struct Program {
     ranks: Vec<Vec<Action>>,
 }
 
-/// What a program is written as.
+/// The serialized form of a program.
 #[derive(Serialize, Deserialize)]
 struct Parts {
     edges: Edges,
@@ -27,12 +27,12 @@ struct Parts {
 }
 
 impl Program {
-    /// A program of the actions of each rank for stages with these edges.
+    /// Creates a program from the actions of each rank, for stages with these edges.
     ///
     /// # Errors
-    /// As [`Schedule::new`] for the computations. Then if something is sent that no stage needs, or twice, or before it is
-    /// computed, if something needed does not arrive in time, if a stage is of another rank, if gradients are reduced
-    /// before they are whole, or if the ranks would wait for each other forever.
+    /// Those of [`Schedule::new`] for the computations. Also if a message is not needed, is duplicated, or is sent
+    /// before its content is computed; if needed content does not arrive in time; if an action names a stage of another
+    /// rank; if gradients are reduced before they are complete; or if the ranks would wait for each other forever.
     pub fn new(ranks: Vec<Vec<Action>>, edges: Edges) -> Result<Self> {
         let computes = |actions: &Vec<Action>| {
             actions.iter().filter(|action| !action.computes().is_empty()).copied().map(Some).collect()
@@ -46,17 +46,17 @@ impl Program {
         Ok(Self { schedule, edges, ranks })
     }
 
-    /// The list of each rank.
+    /// Returns the list of each rank.
     pub fn ranks(&self) -> &[Vec<Action>] {
         &self.ranks
     }
 
-    /// The computations alone.
+    /// Returns only the computations.
     pub fn schedule(&self) -> &Schedule {
         &self.schedule
     }
 
-    /// Which stage takes values of which.
+    /// Returns the stages that use values of each stage.
     pub fn edges(&self) -> &Edges {
         &self.edges
     }
@@ -76,7 +76,8 @@ impl TryFrom<Parts> for Program {
     }
 }
 
-/// Checks what a rank can be told without the others: whose stages it names, and that reductions come at their time.
+/// Checks what does not depend on other ranks: that actions name stages of this rank, and that reductions come at the
+/// right time.
 fn in_place(schedule: &Schedule, rank: usize, actions: &[Action]) -> Result<()> {
     let lasts = || schedule.computes(rank).filter(|compute| compute.is_last());
     let mut left = lasts().counts_by(|compute| compute.stage);
@@ -100,10 +101,10 @@ fn in_place(schedule: &Schedule, rank: usize, actions: &[Action]) -> Result<()> 
             Action::ReduceGrad(stage) if left.get(&stage).is_some_and(|&left| left > 0) => {
                 return refuse("misplaced, the stage has not finished its backwards");
             }
-            Action::ReduceGrad(stage) if !reduced.insert(stage) => return refuse("doubled"),
+            Action::ReduceGrad(stage) if !reduced.insert(stage) => return refuse("duplicate"),
             Action::ReduceGrad(stage) => _ = pending.insert(stage),
             Action::WaitReduceGrad(stage) if !pending.remove(&stage) => return refuse("waits for nothing"),
-            Action::SharedReduce(group) if !shared.insert(group) => return refuse("doubled"),
+            Action::SharedReduce(group) if !shared.insert(group) => return refuse("duplicate"),
             Action::Send(message) => _ = unsent.insert(message),
             Action::WaitSend(message) if !unsent.remove(&message) => return refuse("waits for nothing"),
             _ => {}
@@ -120,7 +121,8 @@ fn in_place(schedule: &Schedule, rank: usize, actions: &[Action]) -> Result<()> 
     }
 }
 
-/// Runs all ranks in step, where a send and its receive happen at once, and so does the reduction of a shared group.
+/// Runs all ranks in lockstep, where a send and its receive happen at once, and so does the reduction of a shared
+/// group.
 fn run(schedule: &Schedule, edges: &Edges, ranks: &[Vec<Action>]) -> Result<()> {
     let routes = Routes { edges, stage_ranks: schedule.stage_ranks() };
     let mut state = State {
@@ -146,7 +148,7 @@ fn run(schedule: &Schedule, edges: &Edges, ranks: &[Vec<Action>]) -> Result<()> 
 struct State<'a> {
     routes: Routes<'a>,
     ranks: &'a [Vec<Action>],
-    /// How many actions of each rank are done.
+    /// The number of finished actions of each rank.
     next: Vec<usize>,
     done: Done<'a>,
     arrived: BTreeSet<Message>,
@@ -157,7 +159,7 @@ impl<'a> State<'a> {
         self.ranks[rank].get(self.next[rank])
     }
 
-    /// Does the next action of a rank, if it can be done now.
+    /// Runs the next action of a rank, if it can run now.
     fn step(&mut self, rank: usize) -> Result<bool> {
         let Some(action) = self.head(rank) else { return Ok(false) };
         let moved = match *action {
@@ -180,7 +182,7 @@ impl<'a> State<'a> {
                 }
                 met
             }
-            // Done with its send.
+            // Runs together with its send.
             Action::Recv(_) => false,
             Action::SharedReduce(_) => {
                 let members = (0..self.ranks.len()).filter(|&rank| self.ranks[rank].contains(action)).collect_vec();
@@ -202,7 +204,7 @@ impl<'a> State<'a> {
         Ok(moved)
     }
 
-    /// Whether a message may be sent now, else why not.
+    /// Returns the reason if a message may not be sent now.
     fn sendable(&self, message: Message) -> Result<(), String> {
         let Message { flow, from, to, microbatch } = message;
         if microbatch >= self.done.microbatches() || !self.done.has(flow, from, microbatch) {
@@ -213,12 +215,12 @@ impl<'a> State<'a> {
             Flow::Gradient => super::Pass::Backward,
         };
         if !self.routes.after(Compute { stage: from, pass, microbatch }).contains(&message) {
-            return Err(format!("stage {to} does not need it by this message"));
+            return Err(format!("stage {to} does not need it from this message"));
         }
-        if self.arrived.contains(&message) { Err("doubled".to_owned()) } else { Ok(()) }
+        if self.arrived.contains(&message) { Err("duplicate".to_owned()) } else { Ok(()) }
     }
 
-    /// What a computation needs and has not got.
+    /// Returns a missing input of a computation, if there is one.
     fn lacks(&self, compute: Compute) -> Option<String> {
         self.routes.before(compute).into_iter().find_map(|need| match need {
             Need::Local { flow, stage } => {
@@ -228,7 +230,7 @@ impl<'a> State<'a> {
         })
     }
 
-    /// Why an action cannot be done.
+    /// Returns why an action cannot run.
     fn reason(&self, action: &Action) -> String {
         match action {
             Action::Send(message) => format!("waits for {} forever", Action::Recv(*message)),

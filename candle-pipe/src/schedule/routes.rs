@@ -1,24 +1,24 @@
-//! What goes where: the edges between stages, on the ranks that have them.
+//! The messages along the edges between stages, given the ranks of the stages.
 use super::{Compute, Edges, Flow, Message, Pass};
 use itertools::Itertools;
 
-/// The edges of a model whose stages are on these ranks.
+/// The edges of a model and the ranks of its stages.
 #[derive(Clone, Copy)]
 pub(super) struct Routes<'a> {
     pub(super) edges: &'a Edges,
     pub(super) stage_ranks: &'a [usize],
 }
 
-/// What a computation takes from another stage.
+/// An input that a computation needs from another stage.
 pub(super) enum Need {
-    /// What a stage of the same rank made.
+    /// The output of a stage on the same rank.
     Local { flow: Flow, stage: usize },
-    /// What another rank sent.
+    /// A message from another rank.
     Message(Message),
 }
 
 impl Routes<'_> {
-    /// What is sent after a computation, in the order in which it is.
+    /// Returns the messages after a computation, in the order of their sends.
     pub(super) fn after(self, compute: Compute) -> Vec<Message> {
         let Compute { stage, microbatch, .. } = compute;
         let here = self.stage_ranks[stage];
@@ -39,7 +39,7 @@ impl Routes<'_> {
         }
     }
 
-    /// What a computation waits for, but for its own stage.
+    /// Returns the inputs that a computation needs from other stages.
     pub(super) fn before(self, compute: Compute) -> Vec<Need> {
         let Compute { stage, microbatch, .. } = compute;
         let from = match compute.pass {
@@ -61,7 +61,7 @@ impl Routes<'_> {
         from.iter().map(need).collect()
     }
 
-    /// The first stage on the rank of `stage` that takes values of `producer`.
+    /// Returns the first stage on the rank of `stage` that uses values of `producer`.
     fn first_consumer(self, producer: usize, stage: usize) -> usize {
         let mut consumers = self.edges.consumers(producer).iter().copied();
         consumers.find(|&to| self.together(to, stage)).unwrap_or(stage)

@@ -1,4 +1,4 @@
-//! When everything happens.
+//! Simulation of schedules.
 use super::routes::{Need, Routes};
 use super::walk::walk;
 use super::{Action, Compute, Costs, Edges, Flow, Message, Schedule, Span, Timeline};
@@ -6,14 +6,14 @@ use crate::Result;
 use std::collections::HashMap;
 
 impl Schedule {
-    /// What would happen if every rank did its computations as early as it can, in order.
+    /// Simulates the schedule if every rank runs its computations in order, each as early as possible.
     ///
-    /// A computation waits for the one before it on its rank and for what it needs to arrive. A message leaves as soon as
-    /// it is computed and the way from its rank to the other is free, and costs neither rank time. The computations of an
-    /// overlapped pair run one after the other.
+    /// A computation waits for the previous one on its rank and for its inputs to arrive. A message leaves as soon as
+    /// it is computed and the link between its ranks is free, and takes no time from either rank. The computations of
+    /// an overlapped pair run one after the other.
     ///
     /// # Errors
-    /// If the edges or the costs are of another number of stages, or a cost is negative or not finite.
+    /// If the edges or the costs are for another number of stages, or a cost is negative or not finite.
     pub fn simulate(&self, edges: &Edges, costs: &Costs) -> Result<Timeline> {
         edges.fit(self.stages())?;
         costs.fit(self.stages())?;
@@ -26,20 +26,20 @@ impl Schedule {
             arrived: HashMap::new(),
             timeline: Timeline::empty(self.ranks().len()),
         };
-        // A schedule is one of a chain, whose order holds along all edges; so this cannot get stuck.
+        // A schedule is valid for a chain, whose order holds for all edges; so this cannot get stuck.
         let walked = walk(self.ranks(), edges, self.microbatches(), |rank, action| clock.run(rank, action));
         debug_assert!(walked.is_ok(), "a schedule holds along all edges");
         Ok(clock.timeline)
     }
 }
 
-/// Until when everything is taken, and since when everything is there.
+/// The times at which ranks and links become free, and at which values become available.
 struct Clock<'a> {
     routes: Routes<'a>,
     costs: &'a Costs,
-    /// When each rank can go on.
+    /// When each rank becomes free.
     free: Vec<f64>,
-    /// When a message can leave from one rank to another.
+    /// When each link between two ranks becomes free.
     way_free: HashMap<(usize, usize), f64>,
     made: HashMap<(Flow, usize, usize), f64>,
     arrived: HashMap<Message, f64>,
@@ -60,7 +60,7 @@ impl Clock<'_> {
         }
     }
 
-    /// When all is there that a computation needs of other stages.
+    /// Returns when all inputs of a computation from other stages are available.
     fn ready(&self, compute: Compute) -> f64 {
         let times = self.routes.before(compute).into_iter().map(|need| match need {
             Need::Local { flow, stage } => self.made.get(&(flow, stage, compute.microbatch)),

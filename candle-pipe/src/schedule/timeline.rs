@@ -1,51 +1,51 @@
-//! What happened when, simulated or measured.
+//! Timelines, simulated or measured.
 use super::{Action, Pass};
 use itertools::Itertools;
 use serde::{Deserialize, Serialize};
 
-/// An action and the time it took.
+/// An action with its start and end time.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Span {
-    /// What was done.
+    /// The action.
     pub action: Action,
-    /// When it began.
+    /// The start time.
     pub start: f64,
-    /// When it ended.
+    /// The end time.
     pub end: f64,
 }
 
-/// The computations and transfers of all ranks, in the order in which each rank began them.
+/// The computations and transfers of all ranks, ordered by their start on each rank.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Timeline {
-    /// What each rank computed; an overlapped pair counts as two.
+    /// The computations of each rank; an overlapped pair counts as two.
     pub ranks: Vec<Vec<Span>>,
-    /// What each rank sent.
+    /// The messages that each rank sent.
     pub transfers: Vec<Vec<Span>>,
 }
 
 impl Timeline {
-    /// A timeline of so many ranks in which nothing happened yet.
+    /// Creates an empty timeline for `ranks` ranks.
     pub fn empty(ranks: usize) -> Self {
         Self { ranks: vec![vec![]; ranks], transfers: vec![vec![]; ranks] }
     }
 
-    /// The time from the start of the first computation of any rank to the end of the last.
+    /// Returns the time from the start of the first computation of any rank to the end of the last.
     pub fn makespan(&self) -> f64 {
         let ((start, _), (_, end)) = (self.bounds(f64::min), self.bounds(f64::max));
         end - start
     }
 
-    /// The share of the step in which the ranks are idle: `1 - work / (ranks * makespan)`, 0 if there is no work.
+    /// Returns the share of the step in which the ranks are idle: `1 - work / (ranks * makespan)`, or 0 without work.
     ///
-    /// This is what a step costs if all ranks meet at its end.
+    /// This is the cost of a step if all ranks synchronize at its end.
     pub fn bubble_step(&self) -> f64 {
         share(self.idle().iter().sum(), self.ranks.len() as f64 * self.makespan())
     }
 
-    /// The largest share of its own span that a rank is idle, from the start of its first to the end of its last
-    /// computation; 0 if there is no work.
+    /// Returns the largest idle share of a rank within its own span, from the start of its first to the end of its last
+    /// computation, or 0 without work.
     ///
-    /// This is what a step costs if each rank goes on to the next step as soon as it is through with this one.
+    /// This is the cost of a step if each rank continues with the next step as soon as it has finished this one.
     pub fn bubble_span(&self) -> f64 {
         let spans = self.ranks.iter().filter_map(|spans| Some((spans.first()?, spans.last()?, work(spans))));
         spans
@@ -53,14 +53,14 @@ impl Timeline {
             .fold(0.0, f64::max)
     }
 
-    /// For how long each rank is idle between the first and the last computation of any rank.
+    /// Returns the time for which each rank is idle between the first and the last computation of any rank.
     pub fn idle(&self) -> Vec<f64> {
         let makespan = self.makespan();
         self.ranks.iter().map(|spans| makespan - work(spans)).collect()
     }
 
-    /// The most microbatches that each rank holds at once, from `F` to `B` or `W`, where a microbatch on one of the
-    /// stages of a rank is as large a part of one as it has stages.
+    /// Returns the most microbatches that each rank holds at once, from `F` to `B` or `W`. On a rank with `v` stages, a
+    /// microbatch on one of them counts `1/v`.
     pub fn peak_activations(&self) -> Vec<f64> {
         let peak = |spans: &Vec<Span>| {
             let computes = || spans.iter().flat_map(|span| span.action.computes());
@@ -79,7 +79,7 @@ impl Timeline {
         self.ranks.iter().map(peak).collect()
     }
 
-    /// The bound of all starts and of all ends, `(0, 0)` if there are none.
+    /// Combines all starts and all ends with `pick`; `(0, 0)` without spans.
     fn bounds(&self, pick: fn(f64, f64) -> f64) -> (f64, f64) {
         let spans = self.ranks.iter().flatten().map(|span| (span.start, span.end));
         spans.reduce(|a, b| (pick(a.0, b.0), pick(a.1, b.1))).unwrap_or_default()
@@ -90,8 +90,8 @@ fn work(spans: &[Span]) -> f64 {
     spans.iter().map(|span| span.end - span.start).sum()
 }
 
-/// A part of a whole, 0 of nothing.
+/// Returns a part of a whole, or 0 if the whole is 0.
 fn share(part: f64, whole: f64) -> f64 {
-    // Rounding of the sums can leave the part just below zero.
+    // Rounding of the sums can move the part just below zero.
     if whole > 0.0 { (part / whole).max(0.0) } else { 0.0 }
 }

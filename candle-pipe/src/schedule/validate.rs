@@ -1,21 +1,22 @@
-//! What makes lists of actions a schedule.
+//! The checks of schedules.
 use super::walk::walk;
 use super::{Action, Compute, Edges, Pass};
 use crate::{Error, Result};
 use itertools::Itertools;
 use std::collections::BTreeMap;
 
-/// Where something is computed: the rank and the place in its list.
+/// The position of a computation: the rank and the index in its list.
 type Place = (usize, usize);
 
-/// The ranks of the stages and the number of microbatches of a schedule, if these lists are one.
+/// Checks the lists of a schedule; returns the ranks of the stages and the number of microbatches.
 pub(super) fn check(ranks: &[Vec<Option<Action>>]) -> Result<(Vec<usize>, usize)> {
     let places = places(ranks)?;
     let stage_ranks = stage_ranks(ranks.len(), &places)?;
     let microbatches = places.keys().map(|compute| compute.microbatch.saturating_add(1)).max().unwrap_or(0);
     let backward = places.keys().any(|compute| compute.pass != Pass::Forward);
     for stage in 0..stage_ranks.len() {
-        // A gap is found at the first microbatch that lacks something, before there can be more turns than actions.
+        // A gap is found at the first incomplete microbatch, so this loop has at most as many iterations as there are
+        // actions.
         (0..microbatches).try_for_each(|microbatch| complete(&places, stage, microbatch, backward))?;
     }
     let edges = Edges::chain(stage_ranks.len());
@@ -27,12 +28,12 @@ pub(super) fn check(ranks: &[Vec<Option<Action>>]) -> Result<(Vec<usize>, usize)
     Ok((stage_ranks, microbatches))
 }
 
-/// A sentence on an action at its place.
+/// Creates an error about an action at its position.
 pub(super) fn error(rank: usize, position: usize, action: &dyn std::fmt::Display, said: &str) -> Error {
     Error::Schedule(format!("rank {rank}, position {position}, {action}: {said}"))
 }
 
-/// Where each computation is.
+/// Returns the position of each computation.
 fn places(ranks: &[Vec<Option<Action>>]) -> Result<BTreeMap<Compute, Place>> {
     let mut places = BTreeMap::new();
     for (rank, actions) in ranks.iter().enumerate() {
@@ -44,7 +45,7 @@ fn places(ranks: &[Vec<Option<Action>>]) -> Result<BTreeMap<Compute, Place>> {
             }
             for &compute in action.computes() {
                 if let Some((rank0, position0)) = places.insert(compute, (rank, position)) {
-                    let said = format!("doubled, it is already at rank {rank0}, position {position0}");
+                    let said = format!("duplicate, it is already at rank {rank0}, position {position0}");
                     return Err(error(rank, position, action, &said));
                 }
             }
@@ -53,7 +54,7 @@ fn places(ranks: &[Vec<Option<Action>>]) -> Result<BTreeMap<Compute, Place>> {
     Ok(places)
 }
 
-/// The rank of each stage: one for all of its computations, and none without a stage.
+/// Returns the rank of each stage; refuses a stage on several ranks, and a rank without a stage.
 fn stage_ranks(ranks: usize, places: &BTreeMap<Compute, Place>) -> Result<Vec<usize>> {
     let mut stage_ranks = Vec::new();
     // In the order of the stages.
@@ -77,7 +78,7 @@ fn stage_ranks(ranks: usize, places: &BTreeMap<Compute, Place>) -> Result<Vec<us
     }
 }
 
-/// Checks that a stage does all that it should with a microbatch, once and in order.
+/// Checks that a stage has all passes over a microbatch, once and in order.
 fn complete(places: &BTreeMap<Compute, Place>, stage: usize, microbatch: usize, backward: bool) -> Result<()> {
     use Pass::{Backward, Forward, Input, Weight};
     let at = |pass| places.get(&Compute { stage, pass, microbatch });
@@ -90,7 +91,7 @@ fn complete(places: &BTreeMap<Compute, Place>, stage: usize, microbatch: usize, 
                     rank,
                     position,
                     &compute,
-                    &format!("doubled, {stage}{pass}{microbatch} is there too"),
+                    &format!("duplicate, {stage}{pass}{microbatch} is there too"),
                 ));
             }
             &[Forward, Backward]

@@ -1,11 +1,11 @@
-//! One order of all actions of all ranks in which everything comes after what it needs.
+//! A common order of the actions of all ranks in which every action comes after its inputs.
 use super::{Action, Compute, Edges, Flow};
 
 /// What the stages have computed so far.
 pub(super) struct Done<'a> {
     edges: &'a Edges,
     microbatches: usize,
-    /// For each stage and microbatch whether the values and the gradients are there.
+    /// For each stage and microbatch whether the values and the gradients exist.
     made: Vec<[bool; 2]>,
 }
 
@@ -28,7 +28,8 @@ impl<'a> Done<'a> {
         }
     }
 
-    /// The stage that a computation waits for, if any; what its own stage does before is left to the order of its rank.
+    /// Returns a stage that a computation waits for, if any; earlier passes of its own stage follow from the order of
+    /// its rank.
     pub(super) fn missing(&self, compute: Compute) -> Option<usize> {
         let flow = compute.makes()?;
         let needed = match flow {
@@ -39,7 +40,7 @@ impl<'a> Done<'a> {
     }
 }
 
-/// Where no rank can go on: a rank, the place in its list, and the stage that the action there waits for.
+/// A deadlock: a rank, the position in its list, and the stage that the action there waits for.
 pub(super) struct Stuck {
     pub(super) rank: usize,
     pub(super) position: usize,

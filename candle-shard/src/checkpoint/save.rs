@@ -86,7 +86,7 @@ impl Prepared {
         let names = if is_new { Vec::new() } else { names_in(path)? };
         let is_ours = |name: &String| generation_of(name).is_some() || name == NEXT_INDEX;
         if !names.iter().any(|name| name == INDEX) && !names.iter().all(is_ours) {
-            return Err(Error::file(path, "holds something else than a checkpoint; name a new folder"));
+            return Err(Error::file(path, "contains something other than a checkpoint; name a new folder"));
         }
         let generation = names.iter().filter_map(|name| generation_of(name)).max().map_or(0, |last| last + 1);
         let prepared = Self { generation, is_new };

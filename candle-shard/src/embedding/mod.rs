@@ -94,7 +94,7 @@ impl ShardedTensor {
         let still = call.padding().map(|padding| order[padding]);
         let found = kernels::embedding(&rows, places, still)?;
         match ids.rank() {
-            1 => Ok(found), // a node less in the graph
+            1 => Ok(found), // one graph node fewer
             _ => Ok(found.reshape([ids.dims(), &[self.dims()[1]]].concat())?),
         }
     }

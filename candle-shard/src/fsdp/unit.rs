@@ -348,7 +348,7 @@ pub(crate) fn finish() -> Result<()> {
     let open = OPEN.with_borrow(Vec::clone);
     for unit in &open {
         if lock(&unit.state).grads.iter().any(Option::is_some) {
-            unit.reduce()?; // some parameters took no part, or parts were recomputed
+            unit.reduce()?; // some parameters were unused, or parts were recomputed
         }
     }
     for unit in &open {

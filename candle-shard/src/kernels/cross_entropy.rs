@@ -7,11 +7,11 @@ use super::{
     rows::{by_blocks, max, sum, sum_zip},
 };
 
-/// The negative log likelihood of each row's target under the softmax of its logits.
+/// Returns the negative log likelihood of each row's target under the softmax of its logits.
 ///
-/// `logits` is `[n, c]`, `targets` is `[n]` of u32 or i64; the result is `[n]`, in nats. Take its mean for the usual
-/// loss. Fails where shapes, dtypes or devices do not agree, and on a target that is not in `0..c`; off the CPU that
-/// check waits for the device.
+/// `logits` is `[n, c]`, `targets` is `[n]` of u32 or i64; the result is `[n]`, in nats. Its mean is the usual loss.
+/// Fails if shapes, dtypes or devices do not match, and on a target that is not in `0..c`; on other devices than the
+/// CPU that check waits for the device.
 ///
 /// ```
 /// # fn main() -> candle_core::Result<()> {
@@ -46,29 +46,29 @@ pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
     weighted_cross_entropy(logits, goals, |t, _| Ok(t.clone()))?.to_dtype(logits.dtype())
 }
 
-/// What the loss of one row weighs.
+/// The weights in the loss of one row.
 pub(crate) struct Goal {
-    /// The target among the classes that are here, if it is.
+    /// The target's index among the local classes, if it is local.
     pub(crate) class: Option<usize>,
-    /// The weight of the target's negative log likelihood, wherever its class is.
+    /// The weight of the target's negative log likelihood, even if its class is not local.
     pub(crate) peak: f64,
-    /// The factor of the weights that all classes have, 0 for none.
+    /// The factor of the weights of all classes; 0 disables them.
     pub(crate) spread: f64,
 }
 
-/// What the losses of all rows weigh.
+/// The weights in the losses of all rows.
 pub(crate) struct Goals {
     pub(crate) rows: Vec<Goal>,
-    /// A weight for each class that is here, or nothing where all are 0.
+    /// A weight per local class, or empty if all are 0.
     pub(crate) spread: Vec<f64>,
-    /// The sum of these weights over all classes, here or not.
+    /// The sum of these weights over all classes, local or not.
     pub(crate) spread_total: f64,
 }
 
-/// The sum of the negative log likelihoods of the classes that are here, weighted as `goals` say, for each row.
+/// Returns for each row the sum of the negative log likelihoods of the local classes, weighted by `goals`.
 ///
-/// `logits` is `[n, c]` with a piece of the classes, the result is `[n]`, in f32 or f64; over all pieces it adds up to
-/// the loss. `join` reduces `[n]` over the pieces. The gradient is that of the sum over the pieces.
+/// `logits` is `[n, c]` with a piece of the classes; the result is `[n]`, in f32 or f64. Its sum over all pieces is the
+/// loss. `join` reduces `[n]` over the pieces. The gradient is that of the sum over the pieces.
 pub(crate) fn weighted_cross_entropy(
     logits: &Tensor,
     goals: Goals,
@@ -87,9 +87,9 @@ pub(crate) fn weighted_cross_entropy(
     x.apply_op1(CrossEntropy { goals, top, norm })
 }
 
-/// The largest logit of each row, and the sum of the exponentials of all differences to it.
+/// Returns the largest logit of each row, and the sum of the exponentials of all differences to it.
 ///
-/// A row without a finite logit has the sum 0 here, so that it counts for nothing beside pieces that have one.
+/// The sum is 0 for a row without a finite logit, so that it does not affect pieces that have one.
 fn normaliser<T: Real>(x: &Tensor) -> Result<(Tensor, Tensor)> {
     let (rows, classes) = x.dims2()?;
     let x = Reading::new(x);
@@ -115,7 +115,7 @@ fn normaliser<T: Real>(x: &Tensor) -> Result<(Tensor, Tensor)> {
     Ok((Tensor::from_vec(top, rows, &Device::Cpu)?, Tensor::from_vec(norm, rows, &Device::Cpu)?))
 }
 
-/// The loss by candle's own operations, with numbers of rows and of classes from the host.
+/// Computes the loss with candle's own operations; row and class weights come from the host.
 fn composed(x: &Tensor, goals: &Goals, join: impl Fn(&Tensor, ReduceOp) -> Result<Tensor>) -> Result<Tensor> {
     let (rows, classes) = x.dims2()?;
     if classes == 0 {
@@ -134,7 +134,7 @@ fn composed(x: &Tensor, goals: &Goals, join: impl Fn(&Tensor, ReduceOp) -> Resul
     };
     let none = norm.zeros_like()?;
     let log_norm = norm.log()?;
-    // What has no weight is left out, not multiplied by zero: it may be infinite.
+    // Terms without weight are masked, not multiplied by zero: they may be infinite.
     let weighed = |terms: &Tensor, weights: &Tensor| weights.ne(0.0)?.where_cond(&(terms * weights)?, &none);
     let classes_here = Tensor::from_iter(goals.rows.iter().map(|goal| goal.class.unwrap_or(0) as u32), device)?;
     let peaks = of_rows(&|goal| if goal.class.is_some() { goal.peak } else { 0.0 })?;

@@ -1,4 +1,4 @@
-//! Elements as they lie in memory, beside the numbers that are computed with, and how they are changed in place.
+//! Storage types of elements, conversions to their compute types, and changes in place.
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, Error, InplaceOp1, Layout, Result, Tensor, WithDType, bail};
@@ -7,9 +7,9 @@ use std::cell::Cell;
 
 use super::real::Real;
 
-/// A float as it lies in memory.
+/// A float storage type.
 pub(super) trait Element: WithDType {
-    /// The type to compute in: f32 for 16-bit floats.
+    /// The compute type: f32 for 16-bit floats.
     type Real: Real + Element<Real = Self::Real>;
 
     fn load(self) -> Self::Real;
@@ -49,11 +49,12 @@ element!(f64, F64, f64, |x| x, |x| x);
 element!(f16, F16, f32, widen_f16, f16::from_f32);
 element!(bf16, BF16, f32, |x: bf16| f32::from_bits(u32::from(x.to_bits()) << 16), bf16::from_f32);
 
-/// The same number, in steps that a loop takes for a vector at once; half's own asks for the processor's help each time.
+/// Converts exactly, in steps that the compiler vectorizes; the conversion of `half` checks the processor's features
+/// each time.
 #[inline(always)]
 fn widen_f16(x: f16) -> f32 {
     const INFINITE: u32 = 0x7c00;
-    /// 2¹¹², by which exponents of 5 bits, moved to where 8 bits have theirs, are too small.
+    /// 2¹¹²: corrects the exponent bias when 5-bit exponents are shifted to the place of 8-bit ones.
     const SCALE: f32 = f32::from_bits((127 + 112) << 23);
     let bits = u32::from(x.to_bits());
     let (sign, rest) = (bits & 0x8000, bits & 0x7fff);
@@ -88,10 +89,10 @@ macro_rules! with_element {
 }
 pub(super) use with_element;
 
-/// Runs `f` on the elements of a contiguous CPU tensor, which it may change, also where they are those of a variable.
+/// Runs `f` on the mutable elements of a contiguous CPU tensor, even if it is a variable.
 pub(super) fn change<E: Element>(tensor: &Tensor, f: impl FnOnce(&mut [E]) -> Result<()>) -> Result<()> {
     if tensor.elem_count() == 0 {
-        return f(&mut []); // candle takes it for one whose elements repeat
+        return f(&mut []); // candle mistakes it for a view that repeats elements
     }
     change_memory(tensor, |memory, layout| {
         let (start, end) = layout.contiguous_offsets().ok_or(Error::RequiresContiguous { op: "change in place" })?;
@@ -99,7 +100,7 @@ pub(super) fn change<E: Element>(tensor: &Tensor, f: impl FnOnce(&mut [E]) -> Re
     })
 }
 
-/// Like [`change`] for a CPU tensor of any strides, with all of its memory.
+/// Like [`change`] for a CPU tensor with any strides; `f` gets all of its memory.
 pub(super) fn change_memory<E: Element>(
     tensor: &Tensor,
     f: impl FnOnce(&mut [E], &Layout) -> Result<()>,
@@ -108,7 +109,7 @@ pub(super) fn change_memory<E: Element>(
     tensor.inplace_op1(&Change(Cell::new(Some(on_memory))))
 }
 
-/// Like [`change`] for several tensors, each with memory of its own.
+/// Like [`change`] for several tensors, each with its own memory.
 pub(super) fn change_all<E: Element>(
     tensors: &[&Tensor],
     held: Vec<&mut [E]>,

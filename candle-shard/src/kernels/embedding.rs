@@ -5,14 +5,14 @@ use std::sync::Arc;
 use super::element::{Element, with_element};
 use super::{Reading, compute_dtype, elements};
 
-/// candle's mark for no element: it is read as zero, and nothing is written to it.
+/// candle's index for no element: it reads as zero, and nothing is written to it.
 pub(crate) const NOWHERE: u32 = u32::MAX;
 
-/// The rows of `table` at `ids`, `[n, width]`; the row `still` gets no gradient.
+/// Returns the rows of `table` at `ids`, `[n, width]`; the row `still` gets no gradient.
 ///
-/// `table` is `[rows, width]`; the id `u32::MAX` gives zeros, and is no row. candle's `index_select` has no row without
-/// gradient, and sums 16-bit gradients in 16 bits. Fails on other ids that are no rows, and on dtypes that are no
-/// floats. Source of the row without gradient: the `padding_idx` of
+/// `table` is `[rows, width]`; the id `u32::MAX` yields zeros and is not a row. candle's `index_select` does not
+/// support a row without gradient, and sums 16-bit gradients in 16 bits. Fails on other ids outside the table, and on
+/// dtypes other than floats. Source of the row without gradient: the `padding_idx` of
 /// <https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.embedding.html>.
 ///
 /// ```
@@ -37,7 +37,7 @@ pub fn embedding(table: &Tensor, ids: impl Into<Arc<[u32]>>, still: Option<u32>)
     table.contiguous()?.apply_op1(Embedding { ids, still })
 }
 
-/// Refuses ids that are no rows of a table of so many.
+/// Refuses ids outside a table with `rows` rows.
 pub(super) fn check_ids(op: &'static str, rows: usize, ids: &[u32]) -> Result<()> {
     match ids.iter().find(|&&id| id as usize >= rows && id != NOWHERE) {
         Some(id) => bail!("{op}: id {id} is no row of a table of {rows} rows"),
@@ -45,7 +45,7 @@ pub(super) fn check_ids(op: &'static str, rows: usize, ids: &[u32]) -> Result<()
     }
 }
 
-/// Rows by candle's own operations, which read these rows only.
+/// Looks up rows with candle's own operations, which read only these rows.
 fn composed(table: &Tensor, ids: &[u32], still: Option<u32>) -> Result<Tensor> {
     let found = rows_or(table, ids, 0.0)?;
     let Some(still) = still.filter(|still| ids.contains(still)) else { return Ok(found) };
@@ -53,7 +53,7 @@ fn composed(table: &Tensor, ids: &[u32], still: Option<u32>) -> Result<Tensor> {
     moves.where_cond(&found, &found.detach())
 }
 
-/// The rows of `table` at `ids`, and rows of `fill` for the id [`NOWHERE`].
+/// Returns the rows of `table` at `ids`, and rows of `fill` for the id [`NOWHERE`].
 pub(super) fn rows_or(table: &Tensor, ids: &[u32], fill: f64) -> Result<Tensor> {
     let (rows, width) = table.dims2()?;
     let filled = |rows: usize| Tensor::full(fill as f32, (rows, width), table.device())?.to_dtype(table.dtype());
@@ -68,7 +68,7 @@ pub(super) fn rows_or(table: &Tensor, ids: &[u32], fill: f64) -> Result<Tensor> 
     marks(ids, found.dims(), table.device(), |id| id != NOWHERE)?.where_cond(&found, &filled(ids.len())?)
 }
 
-/// 1 in the rows whose ids fulfil `is_one`, else 0.
+/// Returns 1 in the rows whose ids satisfy `is_one`, else 0.
 fn marks(ids: &[u32], shape: &[usize], device: &Device, is_one: impl Fn(u32) -> bool) -> Result<Tensor> {
     let column = Tensor::from_iter(ids.iter().map(|&id| u8::from(is_one(id))), device)?;
     column.unsqueeze(1)?.broadcast_as(shape)?.contiguous()
@@ -79,7 +79,7 @@ struct Embedding {
     still: Option<u32>,
 }
 
-/// The row `id` of a matrix.
+/// Returns the row `id` of a matrix.
 #[inline(always)]
 pub(super) fn row<T>(matrix: &[T], id: u32, width: usize) -> &[T] {
     &matrix[id as usize * width..][..width]
@@ -155,7 +155,7 @@ mod tests {
     fn a_lookup_of_candles_own_operations_makes_nothing_of_the_size_of_the_table() {
         let table = Var::from_tensor(&Tensor::ones((1 << 20, 16), DType::F32, &Device::Cpu).unwrap()).unwrap();
         let ids = [3, NOWHERE, 1 << 19];
-        // Every operand of its graph but the table is as large as the result.
+        // Every operand of its graph except the table is at most as large as the result.
         let found = composed(&table, &ids, Some(3)).unwrap();
         let mut seen = Vec::new();
         sizes(&found, &mut seen);
@@ -165,7 +165,7 @@ mod tests {
         assert!(nothing.track_op() && nothing.to_vec2::<f32>().unwrap() == [[0.0; 4]; 2]);
     }
 
-    /// The sizes of all tensors that a result is made of.
+    /// Collects the sizes of all tensors in the graph of a result.
     fn sizes(x: &Tensor, seen: &mut Vec<usize>) {
         seen.extend(x.sorted_nodes().iter().map(|node| node.elem_count()));
     }

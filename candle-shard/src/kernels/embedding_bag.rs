@@ -4,7 +4,7 @@ use std::sync::Arc;
 use super::embedding::{NOWHERE, check_ids, embedding, row, rows_or};
 use super::{Reading, check_dtype, compute_dtype, elements, real::Real, rows::by_blocks, unique_rows};
 
-/// How a bag of rows becomes one row.
+/// How a bag of rows is reduced to one row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum BagMode {
     /// The sum.
@@ -16,20 +16,20 @@ pub enum BagMode {
     Max,
 }
 
-/// Ids in bags that follow each other.
+/// Ids in consecutive bags.
 #[derive(Debug, Clone)]
 pub struct Bags {
-    /// The ids of all bags; `u32::MAX` is left out of its bag.
+    /// The ids of all bags; a bag skips `u32::MAX`.
     ids: Arc<[u32]>,
-    /// Where each bag begins, and where the last one ends.
+    /// The start of each bag, and the end of the last one.
     bounds: Arc<[usize]>,
 }
 
 impl Bags {
-    /// Bags of which each goes from one of `bounds` to the next.
+    /// Creates bags; each extends from one of `bounds` to the next.
     ///
     /// # Errors
-    /// Unless the bounds rise from 0 to the number of ids.
+    /// If the bounds do not rise from 0 to the number of ids.
     pub fn new(ids: impl Into<Arc<[u32]>>, bounds: impl Into<Arc<[usize]>>) -> Result<Self> {
         let (ids, bounds) = (ids.into(), bounds.into());
         if bounds.first() != Some(&0) || bounds.last() != Some(&ids.len()) || !bounds.is_sorted() {
@@ -42,17 +42,17 @@ impl Bags {
         self.bounds.len() - 1
     }
 
-    /// The places in `ids` of a bag's ids that count.
+    /// Returns the indices in `ids` of a bag's ids, without the skipped ones.
     fn bag(&self, bag: usize) -> impl Iterator<Item = usize> + Clone + '_ {
         (self.bounds[bag]..self.bounds[bag + 1]).filter(|&i| self.ids[i] != NOWHERE)
     }
 }
 
-/// One row for each bag of rows of `table`, `[bags, width]`.
+/// Returns one row for each bag of rows of `table`, `[bags, width]`.
 ///
-/// `table` is `[rows, width]`; `weights`, one for each id, multiply the rows of a sum and have a gradient, too. A bag
-/// without ids gives zeros. Fails on ids that are no rows, on weights in another mode than
-/// [`Sum`](BagMode::Sum), and on dtypes that are no floats. Source:
+/// `table` is `[rows, width]`; `weights`, one per id, multiply the rows of a sum and also have a gradient. A bag
+/// without ids yields zeros. Fails on ids outside the table, on weights in another mode than [`Sum`](BagMode::Sum), and
+/// on dtypes other than floats. Source:
 /// <https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.embedding_bag.html>.
 ///
 /// ```
@@ -110,7 +110,7 @@ pub(crate) fn wide_embedding_bag(
     table.contiguous()?.apply_op2(&weights, op)
 }
 
-/// Bags by candle's own operations: all ids of a bag in one row of a padded matrix.
+/// Reduces bags with candle's own operations: all ids of a bag in one row of a padded matrix.
 fn composed(table: &Tensor, bags: &Bags, mode: BagMode, weights: Option<&Tensor>) -> Result<Tensor> {
     let (device, (_, width)) = (table.device(), table.dims2()?);
     let longest = (0..bags.len()).map(|bag| bags.bag(bag).count()).max().unwrap_or(0).max(1);
@@ -122,7 +122,7 @@ fn composed(table: &Tensor, bags: &Bags, mode: BagMode, weights: Option<&Tensor>
         });
         places.collect::<Vec<u32>>()
     };
-    // The places behind a bag's end are filled.
+    // The places after a bag's end are filled.
     let filled =
         |fill: f64| rows_or(table, &by_bag(&|i| bags.ids[i], NOWHERE), fill)?.reshape((bags.len(), longest, width));
     let counts: Vec<f32> = (0..bags.len()).map(|bag| bags.bag(bag).count() as f32).collect();
@@ -131,7 +131,7 @@ fn composed(table: &Tensor, bags: &Bags, mode: BagMode, weights: Option<&Tensor>
         (BagMode::Max, _) => {
             let empty = counts.eq(0f64)?.broadcast_as((bags.len(), width))?;
             let rows = filled(f64::NEG_INFINITY)?;
-            // Chosen by place: the gradient of candle's `max` goes to all equal ones.
+            // Selected by index: the gradient of candle's `max` goes to all equal elements.
             let largest = rows.gather(&rows.argmax_keepdim(1)?, 1)?.squeeze(1)?;
             empty.where_cond(&largest.zeros_like()?, &largest)
         }
@@ -153,7 +153,7 @@ struct EmbeddingBag {
 }
 
 impl EmbeddingBag {
-    /// What the row at place `i` of a bag of `count` is multiplied by.
+    /// Returns the factor of the row at index `i` of a bag with `count` ids.
     #[inline(always)]
     fn factor<T: Real>(&self, weights: &[T], i: usize, count: usize) -> T {
         match self.mode {
@@ -163,7 +163,7 @@ impl EmbeddingBag {
         }
     }
 
-    /// The place in the ids of the first largest element of a column.
+    /// Returns the index in the ids of the first largest element of a column.
     #[inline(always)]
     fn largest<T: Real>(&self, table: &[T], bag: usize, column: usize, width: usize) -> Option<usize> {
         let at = |i: usize| table[self.bags.ids[i] as usize * width + column];
@@ -192,7 +192,7 @@ impl EmbeddingBag {
                         continue;
                     }
                     for i in bags.bag(bag) {
-                        // A mean is divided once, when all is added.
+                        // A mean is divided once, after the sum.
                         let factor = if self.weighted { weights[i] } else { T::one() };
                         for (out, &x) in out.iter_mut().zip(row(table, bags.ids[i], width)) {
                             *out += x * factor;
@@ -207,7 +207,7 @@ impl EmbeddingBag {
         T::to_cpu_storage_owned(out)
     }
 
-    /// The gradients of the table and the weights.
+    /// Returns the gradients of the table and the weights.
     fn backward<T: Real>(&self, table: &Tensor, weights: &Tensor, grad: &Tensor) -> Result<[Tensor; 2]> {
         let (rows, width) = table.dims2()?;
         let [table, weights, grad] = [table, weights, grad].map(Reading::new);
@@ -279,7 +279,7 @@ mod tests {
     use super::{BagMode, Bags, NOWHERE, composed, embedding_bag};
     use candle_core::{Device, Result, Tensor, Var};
 
-    /// The result and the gradients of the table and the weights.
+    /// Returns the result and the gradients of the table and the weights.
     fn all(
         make: fn(&Tensor, &Bags, BagMode, Option<&Tensor>) -> Result<Tensor>,
         bags: &Bags,

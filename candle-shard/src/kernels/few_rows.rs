@@ -1,7 +1,7 @@
-//! Products of few rows with a matrix, which cost one reading of the matrix as it lies in memory.
+//! Products of few rows with a matrix, at the cost of one pass over the matrix in memory.
 //!
-//! A row of a weight meets all inputs while it is in the cache. Weights in 16 bits are widened on the way, so that they
-//! cost half of the reading that the same weights in 32 bits do; the products are summed in f32.
+//! All inputs use a row of the weight while it is in the cache. 16-bit weights are widened on the way, so they cost
+//! half the memory traffic of the same weights in 32 bits; the products are summed in f32.
 
 use candle_core::{CpuStorage, DType, Layout, Result, Tensor, bail};
 use half::{bf16, f16};
@@ -12,23 +12,23 @@ use super::element::Element;
 use super::real::Real;
 use super::rows::by_blocks;
 
-/// Inputs that are few: with more, blocks of the weight that are used several times cost less.
+/// The most input rows: with more, blocks of the weight that are used several times are cheaper.
 pub(super) const FEW: usize = 4;
 
-/// Rows of the weight that are read at once, each in a part of its own: the processor fetches several streams ahead, and
-/// more of them than of one.
+/// Rows of the weight that are read at once, each from its own part of the weight: the processor prefetches several
+/// streams, and more data from several streams than from one.
 const STREAMS: usize = 4;
 
-/// Sums of a row that are under way at once, two vectors of f32.
+/// Concurrent sums of a row, two vectors of f32.
 const LANES: usize = 16;
 
-/// Whether each row of a weight of this layout lies in one piece.
+/// Returns whether each row of a weight with this layout is contiguous.
 pub(super) fn has_rows(weight: &Layout) -> bool {
     matches!((weight.dims(), weight.stride()), ([_, k], [row, 1]) if row >= k)
 }
 
-/// `x · weightᵀ` for `x` `[m, k]` and `weight` `[n, k]`, whose rows lie in one piece each, as `[m, n]` elements of what
-/// is computed in.
+/// Computes `x · weightᵀ` for `x` `[m, k]` and `weight` `[n, k]`, whose rows are contiguous; returns `[m, n]` elements
+/// of the compute type.
 pub(super) fn product<T: Real, E: Element<Real = T>>(
     m: usize,
     x: &[T],
@@ -49,7 +49,7 @@ pub(super) fn product<T: Real, E: Element<Real = T>>(
         #[inline(always)]
         |first, sums| {
             for (j, sums) in sums.chunks_exact_mut(STREAMS * m).enumerate() {
-                // Where the last part is short, its sums are of no use.
+                // Where the last part is short, its surplus sums are not used.
                 let row = |s: usize| &weight[start + (first + j + s * part).min(n - 1) * stride..][..k];
                 let rows = [row(0), row(1), row(2), row(3)];
                 for (sums, x) in sums.chunks_exact_mut(STREAMS).zip(x.chunks_exact(k)) {
@@ -62,7 +62,7 @@ pub(super) fn product<T: Real, E: Element<Real = T>>(
     Ok((0..m).flat_map(|i| (0..n).map(move |j| (i, j))).map(|(i, j)| at(i, j)).collect())
 }
 
-/// The products of `x` with several rows.
+/// Returns the products of `x` with several rows.
 #[inline(always)]
 fn dots<T: Real, E: Element<Real = T>>(x: &[T], rows: [&[E]; STREAMS]) -> [T; STREAMS] {
     let mut lanes = [[T::zero(); LANES]; STREAMS];
@@ -75,7 +75,7 @@ fn dots<T: Real, E: Element<Real = T>>(x: &[T], rows: [&[E]; STREAMS]) -> [T; ST
             }
         }
     }
-    // Seen together with the loop, these sums would have the compiler keep lanes in pairs instead of whole vectors.
+    // If the compiler saw these sums together with the loop, it would keep lanes in pairs instead of whole vectors.
     let lanes = black_box(lanes);
     let whole = xs.len() * LANES;
     std::array::from_fn(|s| {
@@ -84,7 +84,7 @@ fn dots<T: Real, E: Element<Real = T>>(x: &[T], rows: [&[E]; STREAMS]) -> [T; ST
     })
 }
 
-/// The product of an input in f32 `[.., k]` of `m` rows and a weight in 16 bits, in f32.
+/// Computes the product of an f32 input `[.., k]` with `m` rows and a 16-bit weight, in f32.
 pub(super) fn widening(m: usize, x: &Tensor, weight: &Tensor) -> Result<CpuStorage> {
     fn of<E: Element<Real = f32>>(m: usize, x: &[f32], weight: &CpuStorage, layout: &Layout) -> Result<CpuStorage> {
         Ok(CpuStorage::F32(product(m, x, E::cpu_storage_as_slice(weight)?, layout)?))

@@ -11,12 +11,13 @@ use super::{
     softmax::{soften, soften_backward},
 };
 
-/// Attention: `softmax(query · keyᵀ · scale) · value` for each head, without the matrix of scores in memory.
+/// Attention: `softmax(query · keyᵀ · scale) · value` for each head, without the score matrix in memory.
 ///
 /// The query is `[batch, q, heads, d]`, the key `[batch, k, kv_heads, d]` and the value `[batch, k, kv_heads, v]`; the
-/// result is `[batch, q, heads, v]`. `kv_heads` divides `heads`: each key head serves as many consecutive query heads.
-/// With `causal`, query `i` sees key `j` iff `j ≤ i + (k - q)`, and a query without a visible key gives zeros. The
-/// backward pass computes the scores anew, block by block (Dao et al. 2022). Fails where shapes or dtypes do not agree.
+/// result is `[batch, q, heads, v]`. `kv_heads` divides `heads`: each key head serves `heads / kv_heads` consecutive
+/// query heads. With `causal`, query `i` sees key `j` iff `j ≤ i + (k - q)`, and a query without a visible key yields
+/// zeros. The backward pass recomputes the scores block by block (Dao et al. 2022). Fails if shapes or dtypes do not
+/// match.
 ///
 /// ```
 /// # fn main() -> candle_core::Result<()> {
@@ -58,10 +59,10 @@ fn composed(query: &Tensor, key: &Tensor, value: &Tensor, scale: f64, causal: bo
     weights.matmul(&heads_first(value)?)?.transpose(1, 2)?.reshape((b, q, h, value.dim(3)?))
 }
 
-/// Queries that are worked on at a time: their scores stay in a core's second cache.
+/// Queries per block: their scores stay in a core's L2 cache.
 const BLOCK: usize = 64;
 
-/// Products of numbers from which the batch is spread over threads.
+/// The number of multiplications from which the batch is distributed over threads.
 const PARALLEL: usize = 1 << 20;
 
 struct FlashAttn {
@@ -100,7 +101,7 @@ impl Sizes {
         (0..queries).step_by(BLOCK).map(move |start| start..(start + BLOCK).min(queries))
     }
 
-    /// What `run` gives for each element of the batch, found on several threads if that pays.
+    /// Calls `run` for each element of the batch, on several threads if that is faster.
     fn each<R: Send>(&self, run: impl Fn(usize) -> Result<R> + Sync + Send) -> Result<Vec<R>> {
         let cost = self.batch * self.heads * self.queries * self.keys * (self.dim + self.width);
         if cost >= PARALLEL && get_num_threads() > 1 {
@@ -110,7 +111,7 @@ impl Sizes {
     }
 }
 
-/// The rows of one head of `[batch, rows, heads, width]`, whatever its strides.
+/// The rows of one head of `[batch, rows, heads, width]`, with any strides.
 struct Head<'a> {
     storage: &'a CpuStorage,
     start: usize,
@@ -131,7 +132,7 @@ impl<'a> Head<'a> {
     }
 }
 
-/// Applies `put` to the rows of one head of `out`, `[rows, heads, width]` from `first` on, and to those of `part`.
+/// Applies `put` to the rows of one head of `out`, `[rows, heads, width]` from `first` on, and to the rows of `part`.
 fn into_head<T: Real>(
     out: &mut [T],
     part: &CpuStorage,
@@ -144,12 +145,12 @@ fn into_head<T: Real>(
 }
 
 impl FlashAttn {
-    /// How many of the first keys a query sees.
+    /// Returns the number of leading keys that a query sees.
     fn visible(&self, query: usize, sizes: &Sizes) -> usize {
         if self.causal { (query + 1 + sizes.keys).saturating_sub(sizes.queries) } else { sizes.keys }
     }
 
-    /// The weights of some queries over the first `keys`.
+    /// Returns the attention weights of some queries over the first `keys`.
     fn weights<T: Real>(
         &self,
         q: &Head<'_>,
@@ -268,7 +269,7 @@ impl FlashAttn {
 }
 
 impl Reading<'_> {
-    /// One head of `[batch, rows, heads, width]`.
+    /// Returns one head of `[batch, rows, heads, width]`.
     fn head(&self, batch: usize, head: usize) -> Result<Head<'_>> {
         Head::new(cpu(&self.storage)?, self.layout, batch, head)
     }

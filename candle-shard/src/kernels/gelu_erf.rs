@@ -4,9 +4,9 @@ use super::{Reading, compute_dtype, elements, real::Real, rows::by_blocks};
 
 /// The exact GELU, `x · Φ(x)` with `Φ` the standard normal distribution function.
 ///
-/// `x` has any shape; the result has the same. In f32 `Φ` is within 1.2e-7, and within 5 ulp far out
-/// where `1 + erf` cancels.
-/// Fails on dtypes that are no floats. Source: Hendrycks and Gimpel, <https://arxiv.org/abs/1606.08415>.
+/// `x` has any shape; the result has the same. In f32 `Φ` is accurate to 1.2e-7, and to 5 ulp in the far tail where
+/// `1 + erf` cancels. Fails on dtypes other than floats. Source: Hendrycks and Gimpel,
+/// <https://arxiv.org/abs/1606.08415>.
 ///
 /// ```
 /// # fn main() -> candle_core::Result<()> {
@@ -19,7 +19,7 @@ use super::{Reading, compute_dtype, elements, real::Real, rows::by_blocks};
 pub fn gelu_erf(x: &Tensor) -> Result<Tensor> {
     let dtype = compute_dtype("gelu_erf", x)?;
     if !x.device().is_cpu() {
-        // Not candle's `gelu_erf`, whose backward knows 1/√(2π) to six digits only.
+        // Not candle's `gelu_erf`, whose backward uses 1/√(2π) with only six digits.
         return (x * ((x / 2f64.sqrt())?.erf()? + 1.0)?)? * 0.5;
     }
     x.to_dtype(dtype)?.contiguous()?.apply_op1(GeluErf)?.to_dtype(x.dtype())

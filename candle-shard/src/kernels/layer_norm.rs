@@ -6,10 +6,10 @@ use super::{
     rows::{add_assign, by_blocks, sum, sum_zip},
 };
 
-/// Layer normalisation over the last dim: `(x - mean) / √(variance + eps) · weight + bias`.
+/// Layer normalization over the last dim: `(x - mean) / √(variance + eps) · weight + bias`.
 ///
-/// `x` is `[.., k]`, `weight` and `bias` are `[k]`, all of one dtype; the result has the shape of `x`. The variance is
-/// the biased one. Fails where shapes, dtypes or devices do not agree. Source: Ba, Kiros and Hinton,
+/// `x` is `[.., k]`, `weight` and `bias` are `[k]`, all of the same dtype; the result has the shape of `x`. The
+/// variance is the biased one. Fails if shapes, dtypes or devices do not match. Source: Ba, Kiros and Hinton,
 /// <https://arxiv.org/abs/1607.06450>.
 ///
 /// ```
@@ -39,7 +39,7 @@ struct LayerNorm {
 }
 
 impl LayerNorm {
-    /// The mean of a row and the inverse of its standard deviation.
+    /// Returns the mean of a row and the inverse of its standard deviation.
     #[inline(always)]
     fn moments<T: Real>(&self, row: &[T]) -> (T, T) {
         let len = T::from_f64(row.len() as f64);
@@ -68,7 +68,7 @@ impl LayerNorm {
         T::to_cpu_storage_owned(out)
     }
 
-    /// The gradients of `x`, `weight` and `bias`.
+    /// Returns the gradients of `x`, `weight` and `bias`.
     fn backward<T: Real>(&self, x: &Tensor, weight: &Tensor, grad: &Tensor) -> Result<[Tensor; 3]> {
         let (x, weight, grad) = (Reading::new(x), Reading::new(weight), Reading::new(grad));
         let (xs, ws, gs) = (x.elements::<T>()?, weight.elements::<T>()?, grad.elements::<T>()?);

@@ -9,9 +9,9 @@ use super::{
 
 /// The softmax over the last dim of `x · scale + mask`.
 ///
-/// `x` holds attention scores `[.., k]`; `mask` has its dtype, is added with its dims broadcast to those of `x`, and may
-/// be -∞ to hide an entry; but its last dim must be `k`. The result has the shape of `x`. A row that is hidden whole is
-/// zeros. Fails where shapes or dtypes do not agree and on dtypes that are no floats.
+/// `x` contains attention scores `[.., k]`. `mask` has its dtype and is added with its dims broadcast to those of `x`,
+/// except that its last dim must be `k`; -∞ hides an entry. The result has the shape of `x`. A fully hidden row is
+/// zeros. Fails if shapes or dtypes do not match and on dtypes other than floats.
 ///
 /// ```
 /// # fn main() -> candle_core::Result<()> {
@@ -36,7 +36,7 @@ pub fn masked_softmax(x: &Tensor, mask: &Tensor, scale: f64) -> Result<Tensor> {
     x_?.apply_op2(&mask?, MaskedSoftmax { scale, rows })?.to_dtype(x.dtype())
 }
 
-/// The row of the mask that each row of the scores takes.
+/// Returns the row of the mask for each row of the scores.
 fn mask_rows(x: &[usize], mask: &[usize]) -> Option<Vec<usize>> {
     let ((last, lead), (mask_last, mask_lead)) = (x.split_last()?, mask.split_last()?);
     let extra = lead.len().checked_sub(mask_lead.len())?;
@@ -54,7 +54,7 @@ fn composed(x: &Tensor, mask: &Tensor, scale: f64) -> Result<Tensor> {
     let scores = (x * scale)?.broadcast_add(mask)?;
     let hidden = scores.max_keepdim(D::Minus1)?.eq(f64::NEG_INFINITY)?.broadcast_as(scores.shape())?;
     let zeros = scores.zeros_like()?;
-    // A row of zeros in the place of one that is hidden whole keeps NaN out of both passes.
+    // Replacing a fully hidden row by zeros keeps NaN out of both passes.
     let y = candle_nn::ops::softmax(&hidden.where_cond(&zeros, &scores)?, D::Minus1)?;
     hidden.where_cond(&zeros, &y)
 }
@@ -91,7 +91,7 @@ impl MaskedSoftmax {
         T::to_cpu_storage_owned(out)
     }
 
-    /// The gradients of the scores, and of the mask where it is asked for.
+    /// Returns the gradients of the scores, and of the mask if it is tracked.
     fn backward<T: Real>(&self, mask: &Tensor, y: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let (keys, for_mask) = (y.dim(D::Minus1)?, mask.track_op());
         let [y, grad, mask] = [y, grad, mask].map(Reading::new);

@@ -1,10 +1,10 @@
 //! Fused operations on plain tensors, each with its own backward.
 //!
-//! candle's fused layers drop gradients silently and its composed ones walk memory once per step. The operations here
-//! are single graph nodes that return a gradient for every tracked argument. They compute f32 and f64 natively and
-//! 16-bit floats in f32, and accept any strides and tensors without elements. But for the matrix products of
-//! [`linear`] and [`flash_attn`], the bits do not depend on the number of threads. Off the CPU they are composed from candle's
-//! differentiable operations.
+//! candle's fused layers drop gradients silently, and its composed ones pass over memory once per step. The operations
+//! here are single graph nodes that return a gradient for every tracked argument. They compute f32 and f64 natively and
+//! 16-bit floats in f32, and accept any strides and empty tensors. Except for the matrix products of [`linear`] and
+//! [`flash_attn`], the bits do not depend on the number of threads. On other devices than the CPU they are composed
+//! from candle's differentiable operations.
 
 mod adam_w;
 mod cross_entropy;
@@ -58,7 +58,7 @@ pub use weight_sink::{LateGradient, WeightSink, weight_sink, with_weight_sink};
 
 use candle_core::{CpuStorage, DType, Device, Error, Layout, Result, Storage, StorageRef, Tensor, WithDType, bail};
 
-/// The dtype in which `op` computes on `x`: its own, or f32 for 16-bit floats.
+/// Returns the dtype in which `op` computes on `x`: its own, or f32 for 16-bit floats.
 fn compute_dtype(op: &'static str, x: &Tensor) -> Result<DType> {
     match x.dtype() {
         DType::F16 | DType::BF16 => Ok(DType::F32),
@@ -82,7 +82,7 @@ fn check_dtype(op: &'static str, x: &Tensor, p: &Tensor) -> Result<()> {
     Ok(())
 }
 
-/// The number of columns of a table `[rows, width]` that has all of `rows`.
+/// Returns the number of columns of a table `[rows, width]`; refuses `rows` outside of it.
 fn check_rows(op: &'static str, table: &Tensor, rows: &[u32]) -> Result<usize> {
     let (len, width) = table.dims2()?;
     if let Some(row) = rows.iter().find(|&&row| row as usize >= len) {
@@ -91,19 +91,19 @@ fn check_rows(op: &'static str, table: &Tensor, rows: &[u32]) -> Result<usize> {
     Ok(width)
 }
 
-/// Whether two tensors lie in the same memory, where one cannot be read while the other is written.
+/// Returns whether two tensors share memory; then one cannot be read while the other is written.
 fn share_memory(a: &Tensor, b: &Tensor) -> bool {
     let address = |tensor: &Tensor| std::ptr::from_ref(&*tensor.storage_and_layout().0).addr();
     address(a) == address(b)
 }
 
-/// The elements of a contiguous CPU operand.
+/// Returns the elements of a contiguous CPU operand.
 fn elements<'a, T: WithDType>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [T]> {
     let (start, end) = layout.contiguous_offsets().ok_or(Error::RequiresContiguous { op: "fused kernel" })?;
     Ok(&T::cpu_storage_as_slice(storage)?[start..end])
 }
 
-/// A contiguous CPU tensor held for reading while a backward runs over its elements.
+/// A read guard on a contiguous CPU tensor, held while a backward pass runs over its elements.
 struct Reading<'a> {
     storage: StorageRef<'a>,
     layout: &'a Layout,
@@ -119,7 +119,7 @@ impl<'a> Reading<'a> {
         elements(cpu(&self.storage)?, self.layout)
     }
 
-    /// A tensor of `data` in the shape of this one.
+    /// Creates a tensor with `data` and the shape of this one.
     fn like<T: WithDType>(&self, data: Vec<T>) -> Result<Tensor> {
         Tensor::from_vec(data, self.layout.shape(), &Device::Cpu)
     }

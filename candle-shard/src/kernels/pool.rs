@@ -7,17 +7,17 @@ use super::compute_dtype;
 pub struct Pool {
     /// Rows and columns of the window.
     pub size: [usize; 2],
-    /// How far it moves down and to the right.
+    /// The steps down and to the right.
     pub stride: [usize; 2],
 }
 
 impl Pool {
-    /// Windows of this size side by side.
+    /// Creates windows of this size without overlap.
     pub const fn tiles(size: [usize; 2]) -> Self {
         Self { size, stride: size }
     }
 
-    /// The shape `[b, c, oh, ow]` that `[b, c, h, w]` is pooled to; `None` if no window fits.
+    /// Returns the output shape `[b, c, oh, ow]` for `[b, c, h, w]`; `None` if no window fits.
     pub(crate) fn out_shape(&self, dims: &[usize]) -> Option<[usize; 4]> {
         let &[b, c, h, w] = dims else { return None };
         let places = |len: usize, i: usize| {
@@ -36,11 +36,11 @@ impl Pool {
     }
 }
 
-/// The largest element of each window: `[b, c, h, w]` to `[b, c, oh, ow]`.
+/// Returns the largest element of each window: `[b, c, h, w]` to `[b, c, oh, ow]`.
 ///
-/// Windows may overlap. The gradient goes to the first of the largest elements, as in PyTorch; NaN counts as larger
-/// than any number. candle's own `max_pool2d` scales gradients by the size of the window.
-/// Fails on shapes without room for a window and on dtypes that are no floats.
+/// Windows may overlap. The gradient goes to the first of the largest elements, as in PyTorch; NaN is larger than any
+/// number. candle's own `max_pool2d` scales gradients by the size of the window. Fails on shapes smaller than a window
+/// and on dtypes other than floats.
 ///
 /// ```
 /// # fn main() -> candle_core::Result<()> {
@@ -72,10 +72,10 @@ pub fn max_pool2d(x: &Tensor, pool: Pool) -> Result<Tensor> {
     x.contiguous()?.reshape((b * c, h * w))?.gather(&largest, 1)?.reshape(&shape)
 }
 
-/// The mean of each window: `[b, c, h, w]` to `[b, c, oh, ow]`.
+/// Returns the mean of each window: `[b, c, h, w]` to `[b, c, oh, ow]`.
 ///
-/// Windows may overlap, unlike those that candle can differentiate.
-/// Fails on shapes without room for a window and on dtypes that are no floats.
+/// Windows may overlap, unlike those that candle can differentiate. Fails on shapes smaller than a window and on dtypes
+/// other than floats.
 pub fn avg_pool2d(x: &Tensor, pool: Pool) -> Result<Tensor> {
     let [.., oh, ow] = pool.checked("avg_pool2d", x)?;
     let sums = |x: Tensor, dim: usize, places: usize| {
@@ -88,11 +88,11 @@ pub fn avg_pool2d(x: &Tensor, pool: Pool) -> Result<Tensor> {
     sums(sums(x.clone(), 2, oh)?, 3, ow)? / (pool.size[0] * pool.size[1]) as f64
 }
 
-/// The nearest element for each element of a larger or smaller image: `[b, c, h, w]` to `[b, c, oh, ow]`.
+/// Resizes an image to the nearest elements: `[b, c, h, w]` to `[b, c, oh, ow]`.
 ///
 /// Element `(i, j)` is `(⌊i·(h/oh)⌋, ⌊j·(w/ow)⌋)` of the input, computed in single precision as PyTorch does for all
-/// dtypes; candle computes in double precision. Any sizes can be differentiated, unlike in candle.
-/// Fails unless there are four dims and an element to take.
+/// dtypes; candle computes in double precision. Unlike candle's version, it is differentiable for any sizes. Fails
+/// unless there are four dims and at least one input element.
 pub fn upsample_nearest2d(x: &Tensor, [oh, ow]: [usize; 2]) -> Result<Tensor> {
     let (_, _, h, w) = x.dims4()?;
     if h * w == 0 {
@@ -106,10 +106,11 @@ pub fn upsample_nearest2d(x: &Tensor, [oh, ow]: [usize; 2]) -> Result<Tensor> {
     nearest(&nearest(x, 2, h, oh)?, 3, w, ow)
 }
 
-/// Images of another size, bilinear between pixels: `[b, c, h, w]` to `[b, c, oh, ow]`, as candle's and PyTorch's.
+/// Resizes images with bilinear interpolation: `[b, c, h, w]` to `[b, c, oh, ow]`, with the numbers of candle and
+/// PyTorch.
 ///
-/// With `align_corners` the outermost pixels keep their places, otherwise the outer edges of them do. It can be
-/// differentiated, unlike candle's. Fails unless there are four dims and an element to take.
+/// With `align_corners` the centers of the outermost pixels stay in place, otherwise their outer edges. Unlike candle's
+/// version, it is differentiable. Fails unless there are four dims and at least one input element.
 pub fn upsample_bilinear2d(x: &Tensor, size: [usize; 2], align_corners: bool) -> Result<Tensor> {
     let (_, _, h, w) = x.dims4()?;
     upsample_bilinear2d_scaled(x, size, [size[0] as f64 / h as f64, size[1] as f64 / w as f64], align_corners)
@@ -131,7 +132,7 @@ pub(crate) fn upsample_bilinear2d_scaled(
         return Ok(x.clone());
     }
     let between = |x: &Tensor, dim: usize, from: usize, to: usize| {
-        // Where each new pixel lies among the old ones.
+        // The position of each new pixel among the old ones.
         let place = |i: usize| match align_corners {
             true => i as f64 * (from - 1) as f64 / (to.max(2) - 1) as f64,
             false => ((i as f64 + 0.5) / scales[dim - 2] - 0.5).max(0.0),

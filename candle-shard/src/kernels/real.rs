@@ -1,25 +1,25 @@
-//! The scalar functions that the kernels need, written so that a loop over them vectorises.
+//! The scalar functions of the kernels, written so that loops over them vectorize.
 
 use candle_core::{WithDType, cpu::erf::erfc_f64};
 
-/// A float type in which kernels compute.
+/// A float compute type.
 pub(crate) trait Real: WithDType {
     fn sqrt(self) -> Self;
 
     fn ln(self) -> Self;
 
-    /// `e^(self + low)` for `self ≤ 0` and a `low` that is tiny beside 1, to about one ulp.
+    /// Returns `e^(self + low)` for `self ≤ 0` and a `low` much smaller than 1, to about one ulp.
     ///
-    /// Results that would be subnormal are 0, NaN stays NaN.
+    /// Subnormal results are flushed to 0; NaN stays NaN.
     fn exp_neg(self, low: Self) -> Self;
 
-    /// The distribution function and the density of the standard normal at `self`.
+    /// Returns the distribution function and the density of the standard normal at `self`.
     fn normal(self) -> (Self, Self);
 }
 
 /// `e^x = 2^n · e^r` with `|r| ≤ ln(2)/2`, and `e^r` by its Taylor polynomial.
 ///
-/// Adding `round` pushes the fraction bits of `n` out of the mantissa and leaves `n` in its lowest bits.
+/// Adding `round` shifts the fraction bits of `n` out of the mantissa and leaves `n` in its lowest bits.
 macro_rules! exp_neg {
     ($float:ty, $x:expr, $low:expr, round: $round:expr, mantissa: $mantissa:expr, bias: $bias:expr,
      ln2: $ln2_high:expr, $ln2_low:expr, lowest: $lowest:expr, factorials: [$($factorial:expr),+]) => {{
@@ -62,15 +62,15 @@ impl Real for f32 {
         // t² is needed to more than 24 bits: the square of the upper half of t is exact.
         let head = f32::from_bits(t.to_bits() & 0xffff_f000);
         let e = (-0.5 * head * head).exp_neg(-0.5 * (t - head) * (t + head));
-        // The upper tail over e^(-t²/2) as z·P(z - 3/4), z = 1/(1 + 0.6 t): P interpolates at the Chebyshev nodes of
-        // [0, FAR], relative error 3e-8.
+        // The upper tail divided by e^(-t²/2), as z·P(z - 3/4) with z = 1/(1 + 0.6 t): P interpolates at the Chebyshev
+        // nodes of [0, FAR], relative error 3e-8.
         let z = 1.0 / (1.0 + 0.6 * t);
         let mut p: f32 = P[0];
         for c in &P[1..] {
             p = p * (z - 0.75) + c;
         }
         let tail = e * (z * p);
-        // Near the middle 1/2 plus the Taylor series of the integral of the density rounds less.
+        // Near the middle, 1/2 plus the Taylor series of the density's integral has less rounding error.
         let mut q: f32 = 0.0;
         for c in &Q {
             q = q * (t * t) + c;
@@ -176,7 +176,7 @@ mod tests {
             let (cdf, density) = x.normal();
             let (want_cdf, want_density) = (x as f64).normal();
             assert!((cdf as f64 - want_cdf).abs() < 1.2e-7, "{x}: {cdf} for {want_cdf}");
-            // Also where the tail is small, where 1 + erf would have cancelled.
+            // Also accurate where the tail is small, where 1 + erf would cancel.
             assert!((cdf as f64 / want_cdf - 1.0).abs() < 6e-7, "{x}: {cdf} for {want_cdf}");
             assert!((density as f64 / want_density - 1.0).abs() < 3e-7, "{x}: {density} for {want_density}");
             let (erf, want_erf) = (2.0 * cdf as f64 - 1.0, 1.0 - 2.0 * (-x as f64).normal().0);

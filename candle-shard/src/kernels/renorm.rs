@@ -1,7 +1,7 @@
-//! The rows of a table whose norm is too large, made shorter in place.
+//! Scaling of table rows whose norm is too large, in place.
 //!
-//! A row may lie in pieces on several ranks: each takes the [`power_sums`] of its piece, these are [`combine`]d,
-//! [`finish`]ed to the norm of the whole row, and each rank [`scale_rows`] its piece.
+//! A row may lie in pieces on several ranks. Each rank computes the [`power_sums`] of its piece; [`combine`] says how
+//! to reduce them, [`finish`] returns the norm of the whole row, and each rank calls [`scale_rows`] on its piece.
 
 use candle_core::{DType, Device, Result, Tensor, WithDType, bail};
 use candle_dist::ReduceOp;
@@ -10,14 +10,14 @@ use half::{bf16, f16};
 use super::element::{Element, change_memory, with_element};
 use super::{Reading, check_rows, rows};
 
-/// `Σ|w|^p` over each of the `rows` of a piece `[.., width]` of a table, in f64.
+/// Returns `Σ|w|^p` over each of the `rows` of a piece `[.., width]` of a table, in f64.
 ///
-/// For `p = ∞` it is the largest `|w|`, for `-∞` the smallest, and for 0 the number of elements that are not 0. NaN
-/// makes it NaN, but for `p = 0`. A piece without columns gives what [`combine`] leaves as it is.
+/// For `p = ∞` it is the largest `|w|`, for `-∞` the smallest, and for 0 the number of non-zero elements. NaN elements
+/// make it NaN, except for `p = 0`. A piece without columns yields the identity of [`combine`].
 pub(crate) fn power_sums(table: &Tensor, rows: &[u32], p: f64) -> Result<Vec<f64>> {
     let width = check_rows("max_norm", table, rows)?;
     if !table.device().is_cpu() {
-        // Only the rows that are asked for come to the host.
+        // Only these rows are copied to the host.
         let wanted = Tensor::from_slice(rows, rows.len(), table.device())?;
         let taken = table.detach().contiguous()?.index_select(&wanted, 0)?.to_device(&Device::Cpu)?;
         return power_sums(&taken, &(0..rows.len() as u32).collect::<Vec<_>>(), p);
@@ -43,7 +43,7 @@ pub(crate) fn power_sums(table: &Tensor, rows: &[u32], p: f64) -> Result<Vec<f64
 #[inline(always)]
 fn power_sum<E: Element>(row: &[E], p: f64) -> f64 {
     let size = |x: E| x.to_f64().abs();
-    // NaN passes every comparison of these two.
+    // Both functions propagate NaN.
     let larger = |a: f64, b: f64| if b > a || b.is_nan() { b } else { a };
     let smaller = |a: f64, b: f64| if b < a || b.is_nan() { b } else { a };
     match (combine(p), p) {
@@ -56,13 +56,13 @@ fn power_sum<E: Element>(row: &[E], p: f64) -> f64 {
     }
 }
 
-/// The sum of `f(|x|)`.
+/// Returns the sum of `f(|x|)`.
 #[inline(always)]
 fn sum<E: Element>(row: &[E], f: impl Fn(f64) -> f64) -> f64 {
     rows::reduce(row, 0.0, |sum, x| sum + f(x.to_f64().abs()), |a, b| a + b)
 }
 
-/// How the [`power_sums`] of the pieces of a row make that of the row.
+/// Returns the reduction that joins the [`power_sums`] of the pieces of a row.
 pub(crate) fn combine(p: f64) -> ReduceOp {
     match p {
         f64::INFINITY => ReduceOp::Max,
@@ -71,7 +71,7 @@ pub(crate) fn combine(p: f64) -> ReduceOp {
     }
 }
 
-/// The norm of a whole row with this power sum, rounded to the dtype of its table as PyTorch does.
+/// Returns the norm of a whole row with this power sum, rounded to the dtype of its table as in PyTorch.
 pub(crate) fn finish(sum: f64, p: f64, dtype: DType) -> f64 {
     let norm = match p {
         2.0 => sum.sqrt(),
@@ -88,15 +88,15 @@ pub(crate) fn finish(sum: f64, p: f64, dtype: DType) -> f64 {
 
 /// Multiplies each of the `rows` of a table whose norm is above `max_norm` by `max_norm / (norm + 1e-7)`, in place.
 ///
-/// The factor is rounded to the table's dtype, as PyTorch does. The other rows are not written, nor those whose norm is NaN. `rows` must be unique: each is multiplied as often as
-/// it is listed. Fails on a view that repeats elements.
+/// The factor is rounded to the table's dtype, as in PyTorch. Other rows are not written, nor are rows whose norm is
+/// NaN. `rows` must be unique: each is multiplied once per occurrence. Fails on a view that repeats elements.
 pub(crate) fn scale_rows(table: &Tensor, rows: &[u32], norms: &[f64], max_norm: f64) -> Result<()> {
     let width = check_rows("max_norm", table, rows)?;
     if norms.len() != rows.len() {
         bail!("max_norm: {} norms of {} rows", norms.len(), rows.len());
     }
     if table.elem_count() == 0 {
-        return Ok(()); // candle takes it for one whose elements repeat
+        return Ok(()); // candle mistakes it for a view that repeats elements
     }
     let long = rows.iter().zip(norms).filter(|&(_, &norm)| norm > max_norm);
     if !table.device().is_cpu() {
@@ -115,7 +115,7 @@ pub(crate) fn scale_rows(table: &Tensor, rows: &[u32], norms: &[f64], max_norm: 
     }))
 }
 
-/// Rows multiplied by their factors in place, by candle's own operations; the table must be contiguous.
+/// Multiplies rows by their factors in place with candle's own operations; the table must be contiguous.
 fn composed(table: &Tensor, rows: Vec<u32>, factors: Vec<f64>) -> Result<()> {
     let (count, width) = (rows.len(), table.dim(1)?);
     if count == 0 {

@@ -6,10 +6,10 @@ use super::{
     rows::{add_assign, by_blocks, sum, sum_zip},
 };
 
-/// Root mean square normalisation over the last dim: `x / √(mean(x²) + eps) · weight`.
+/// Root mean square normalization over the last dim: `x / √(mean(x²) + eps) · weight`.
 ///
-/// `x` is `[.., k]`, `weight` is `[k]` of the same dtype; the result has the shape of `x`. Fails where shapes, dtypes or
-/// devices do not agree. Source: Zhang and Sennrich, <https://arxiv.org/abs/1910.07467>.
+/// `x` is `[.., k]`, `weight` is `[k]` of the same dtype; the result has the shape of `x`. Fails if shapes, dtypes or
+/// devices do not match. Source: Zhang and Sennrich, <https://arxiv.org/abs/1910.07467>.
 ///
 /// ```
 /// # fn main() -> candle_core::Result<()> {
@@ -35,7 +35,7 @@ struct RmsNorm {
 }
 
 impl RmsNorm {
-    /// The inverse of a row's root mean square.
+    /// Returns the inverse of a row's root mean square.
     #[inline(always)]
     fn scale<T: Real>(&self, row: &[T]) -> T {
         let mean = sum(row, |v| v * v) / T::from_f64(row.len() as f64);
@@ -62,7 +62,7 @@ impl RmsNorm {
         T::to_cpu_storage_owned(out)
     }
 
-    /// The gradients of `x` and `weight`.
+    /// Returns the gradients of `x` and `weight`.
     fn backward<T: Real>(&self, x: &Tensor, weight: &Tensor, grad: &Tensor) -> Result<[Tensor; 2]> {
         let (x, weight, grad) = (Reading::new(x), Reading::new(weight), Reading::new(grad));
         let (xs, ws, gs) = (x.elements::<T>()?, weight.elements::<T>()?, grad.elements::<T>()?);

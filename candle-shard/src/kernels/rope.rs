@@ -2,21 +2,21 @@ use candle_core::{CpuStorage, CustomOp1, D, DType, Layout, Result, Shape, Tensor
 
 use super::{Reading, check_dtype, compute_dtype, elements, real::Real, rows::by_blocks};
 
-/// Which elements of a row a rotary embedding turns together.
+/// The pairs of elements that a rotary embedding rotates together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RopePairs {
-    /// Element `i` with element `i + d/2`, as GPT-NeoX and Llama in the Hugging Face layout.
+    /// Element `i` with element `i + d/2`, as in GPT-NeoX and in Llama's Hugging Face layout.
     Halves,
     /// Element `2i` with element `2i + 1`, as in the paper.
     Neighbours,
 }
 
-/// The rotary position embedding: pair `i` of the row at position `p` is turned by an angle that depends on `p` and `i`.
+/// The rotary position embedding: rotates pair `i` of the row at position `p` by an angle that depends on `p` and `i`.
 ///
-/// `x` is `[.., s, d]`; `cos` and `sin` are `[t, d/2]` of its dtype and hold the angles of positions `0..t`; the first
-/// row of `x` is at position `offset`. The result has the shape of `x`. Fails where shapes or dtypes do not agree, if
-/// the tables end before the last position, and if they carry a gradient: they get none.
-/// Source: Su et al., <https://arxiv.org/abs/2104.09864>.
+/// `x` is `[.., s, d]`; `cos` and `sin` are `[t, d/2]` of its dtype, for the angles of positions `0..t`; the first row
+/// of `x` is at position `offset`. The result has the shape of `x`. Fails if shapes or dtypes do not match, if the
+/// tables end before the last position, and if they are tracked, because they get no gradient. Source: Su et al.,
+/// <https://arxiv.org/abs/2104.09864>.
 ///
 /// ```
 /// # fn main() -> candle_core::Result<()> {
@@ -78,7 +78,7 @@ struct Rope {
 }
 
 impl Rope {
-    /// The rows of `x` turned, or turned back.
+    /// Rotates the rows of `x`, or rotates them back.
     fn turn<T: Real>(&self, x: &[T], back: bool) -> Result<Vec<T>> {
         let (cos, sin) = (Reading::new(&self.cos), Reading::new(&self.sin));
         let (cos, sin) = (cos.elements::<T>()?, sin.elements::<T>()?);

@@ -1,16 +1,16 @@
-//! A list of rows sorted in time that does not depend on the size of the table.
+//! Sorts a list of rows in time that does not depend on the size of the table.
 
 /// The entries of a list of rows, grouped by row.
 ///
-/// Each is a row in the upper and a position in the lower half, in ascending order.
+/// Each entry contains a row in its upper half and a position in its lower half; entries are in ascending order.
 pub(super) struct RowOrder(Vec<u64>);
 
-/// Values of one digit of the radix sort.
+/// The number of values of one digit of the radix sort.
 const DIGITS: usize = 1 << DIGIT_BITS;
 const DIGIT_BITS: u32 = 11;
 
 impl RowOrder {
-    /// Sorts digit by digit, with as many passes as the largest row has digits.
+    /// Sorts digit by digit, with one pass per digit of the largest row.
     pub(super) fn of(rows: &[u32]) -> Self {
         let mut keys: Vec<u64> = rows.iter().zip(0..).map(|(&row, at): (_, u64)| u64::from(row) << 32 | at).collect();
         let mut sorted = vec![0; keys.len()];
@@ -35,25 +35,26 @@ impl RowOrder {
         Self(keys)
     }
 
-    /// All entries.
+    /// Returns all entries.
     pub(super) fn entries(&self) -> &[u64] {
         &self.0
     }
 
-    /// Each row that occurs, with its entries.
+    /// Returns each row that occurs, with its entries.
     #[inline(always)]
     pub(super) fn groups(&self) -> impl Iterator<Item = (u32, &[u64])> {
         self.0.chunk_by(|a, b| a >> 32 == b >> 32).map(|group| ((group[0] >> 32) as u32, group))
     }
 }
 
-/// The position in the list of an entry.
+/// Returns the list position of an entry.
 #[inline(always)]
 pub(super) fn position(entry: u64) -> usize {
     entry as u32 as usize
 }
 
-/// Every row of a list once, in ascending order, and for each entry of the list where its row is among these.
+/// Returns the distinct rows of a list in ascending order, and for each entry of the list the index of its row among
+/// them.
 pub(crate) fn unique_rows_and_places(rows: &[u32]) -> (Vec<u32>, Vec<u32>) {
     let (mut unique, mut places) = (Vec::with_capacity(rows.len()), vec![0; rows.len()]);
     for (row, group) in RowOrder::of(rows).groups() {
@@ -63,7 +64,7 @@ pub(crate) fn unique_rows_and_places(rows: &[u32]) -> (Vec<u32>, Vec<u32>) {
     (unique, places)
 }
 
-/// Every row of a list once, in ascending order.
+/// Returns the distinct rows of a list in ascending order.
 pub(crate) fn unique_rows(rows: &[u32]) -> Vec<u32> {
     RowOrder::of(rows).groups().map(|(row, _)| row).collect()
 }

@@ -1,4 +1,4 @@
-//! Sums of those rows of a matrix that belong together.
+//! Sums of groups of rows of a matrix.
 
 use candle_core::{Device, Result, Tensor, WithDType, bail};
 
@@ -6,7 +6,7 @@ use super::element::{Element, with_element};
 use super::row_order::{RowOrder, position};
 use super::{Reading, rows};
 
-/// The sums of groups of the rows of a matrix, in the order of the matrix.
+/// Sums groups of the rows of a matrix, in the order of the matrix.
 ///
 /// 16-bit floats are summed in f32 and rounded once.
 pub(super) struct GroupSum<'a, E: Element> {
@@ -17,12 +17,12 @@ pub(super) struct GroupSum<'a, E: Element> {
 }
 
 impl<'a, E: Element> GroupSum<'a, E> {
-    /// Of rows of `width` elements.
+    /// Creates sums of rows with `width` elements.
     pub(super) fn new(entries: &'a [E], width: usize) -> Self {
         Self { entries, width, sum: vec![E::Real::from_f64(0.0); width], rounded: vec![E::from_f64(0.0); width] }
     }
 
-    /// The sum of the entries of `group`, of which there is at least one.
+    /// Returns the sum of the entries of `group`, which must not be empty.
     #[inline(always)]
     pub(super) fn of(&mut self, group: &[u64]) -> &[E] {
         let entry = |key: u64| &self.entries[position(key) * self.width..][..self.width];
@@ -39,7 +39,7 @@ impl<'a, E: Element> GroupSum<'a, E> {
     }
 }
 
-/// The rows that occur in `rows`, ascending, and for each the sum of its rows in `values`: `[rows.len(), width]`.
+/// Returns the distinct rows in `rows`, ascending, and for each the sum of its rows in `values`: `[rows.len(), width]`.
 pub(crate) fn sum_rows(rows: &[u32], values: &Tensor) -> Result<(Vec<u32>, Tensor)> {
     let (len, width) = values.dims2()?;
     if len != rows.len() {

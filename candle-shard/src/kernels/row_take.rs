@@ -3,7 +3,7 @@ use candle_core::{CpuStorage, Result, Shape, Tensor, WithDType};
 use super::element::with_element;
 use super::{Reading, check_rows};
 
-/// The storage of the `rows` of a contiguous table `[.., width]`, and its shape.
+/// Copies the `rows` of a contiguous table `[.., width]`; returns storage and shape.
 pub(crate) fn take_rows(table: &Tensor, rows: &[u32]) -> Result<(CpuStorage, Shape)> {
     let width = check_rows("lookup", table, rows)?;
     let reading = Reading::new(table);

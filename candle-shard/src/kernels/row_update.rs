@@ -1,4 +1,4 @@
-//! Steps of optimisers that read and write only the rows that have a gradient.
+//! Optimizer steps that read and write only the rows that have a gradient.
 
 use candle_core::{Result, Tensor, Var, bail};
 
@@ -8,9 +8,9 @@ use super::row_order::RowOrder;
 use super::row_sum::GroupSum;
 use super::{Reading, check_rows, rows, share_memory};
 
-/// How numbers move, each of which has `N` numbers of state.
+/// An update of numbers, each of which has `N` numbers of state.
 pub(crate) trait Rule<const N: usize> {
-    /// Gives the moved number and its state for the number, its state and its gradient.
+    /// Returns the function that maps a number, its state and its gradient to the new number and state.
     fn of<T: Real>(&self) -> impl Fn(T, [T; N], T) -> (T, [T; N]);
 }
 
@@ -48,10 +48,10 @@ impl Rule<1> for AdagradRule {
 pub(crate) struct AdamWRule {
     pub(crate) lr: f64,
     pub(crate) betas: [f64; 2],
-    /// What makes the means unbiased.
+    /// The factors of the bias correction.
     pub(crate) scales: [f64; 2],
     pub(crate) eps: f64,
-    /// What weight decay leaves.
+    /// The factor of weight decay.
     pub(crate) keep: f64,
 }
 
@@ -71,9 +71,9 @@ impl Rule<2> for AdamWRule {
     }
 }
 
-/// Moves the rows of `table` that are listed in `rows`, by the sum of their rows in `grad`: `[rows.len(), width]`.
+/// Updates the rows of `table` in `listed` with the sum of their rows in `grad`: `[listed.len(), width]`.
 ///
-/// Each of the `N` states has the shape of the table, and its dtype or f32 for 16-bit floats.
+/// Each of the `N` states has the shape of the table, and its dtype, or f32 for 16-bit floats.
 pub(crate) fn update_rows<const N: usize>(
     table: &Var,
     states: &[Var],

@@ -7,17 +7,18 @@ use std::hint::black_box;
 
 use super::real::Real;
 
-/// Elements that one block of rows reads, about the size of a core's first cache.
+/// Elements that one block of rows reads, about the size of a core's L1 cache.
 const BLOCK: usize = 8 * 1024;
 
-/// Elements from which a kernel is worth more than one thread.
+/// The number of elements from which a kernel uses several threads.
 const PARALLEL: usize = 128 * 1024;
 
-/// Runs `work(first_row, rows)` over blocks of the rows of `out` and returns what each block gave, in order.
+/// Runs `work(first_row, rows)` over blocks of the rows of `out` and returns the results of the blocks, in order.
 ///
-/// A row of `out` has `width` elements and stands for `cost` elements of input. The blocks do not depend on the number
-/// of threads, so neither does a result summed over them. Each block runs with the widest vectors the processor has;
-/// `work` and what it calls must be inlined for that, and since nothing is contracted the bits stay the same.
+/// A row of `out` has `width` elements and reads about `cost` input elements. The blocks do not depend on the number of
+/// threads, so neither does a result summed over them. Each block runs with the processor's widest vectors; for that,
+/// `work` and the functions that it calls must be inlined. Multiplications and additions are not fused, so the bits
+/// stay the same.
 pub(super) fn by_blocks<T: Send, R: Send>(
     out: &mut [T],
     width: usize,
@@ -40,7 +41,7 @@ pub(super) fn by_blocks<T: Send, R: Send>(
     }
 }
 
-/// One call of the work of [`by_blocks`]; a closure in its place would not be inlined into the vectorised code.
+/// One call of the work of [`by_blocks`]; a closure in its place would not be inlined into the vectorized code.
 struct Block<'a, T, F> {
     work: &'a F,
     first: usize,
@@ -56,7 +57,7 @@ impl<T, R, F: Fn(usize, &mut [T]) -> R> NullaryFnOnce for Block<'_, T, F> {
     }
 }
 
-/// Runs `work` with the widest vectors the processor has; it must be marked to be inlined, with all that it calls.
+/// Runs `work` with the processor's widest vectors; `work` and the functions that it calls must be inlined.
 pub(super) fn vectorised<R>(work: impl FnOnce() -> R) -> R {
     Arch::new().dispatch(Inlined(work))
 }
@@ -72,12 +73,12 @@ impl<R, F: FnOnce() -> R> NullaryFnOnce for Inlined<F> {
     }
 }
 
-/// Rows to [`touch`] before the first of them is used: more would push each other out of the first cache.
+/// Rows to [`touch`] before the first of them is used: more would evict each other from the L1 cache.
 pub(super) const BURST: usize = 16;
 
-/// Brings rows of a large table into the cache, one read a line.
+/// Loads rows of a large table into the cache, with one read per cache line.
 ///
-/// Reads that nothing depends on are on their way together, where those of a computation would wait in turn.
+/// Independent reads overlap, while those of a computation would wait for each other.
 #[inline(always)]
 pub(super) fn touch<T: Copy>(table: &[T], rows: impl Iterator<Item = usize>, width: usize) {
     let line = 64 / size_of::<T>();
@@ -89,7 +90,7 @@ pub(super) fn touch<T: Copy>(table: &[T], rows: impl Iterator<Item = usize>, wid
 /// Independent partial results of a reduction, enough to fill vector registers and hide the latency of an addition.
 const LANES: usize = 16;
 
-/// A row taken in by several partial results, which all begin at `start` and are joined at the end.
+/// Reduces a row with several partial results, which all begin at `start` and are joined at the end.
 #[inline(always)]
 pub(super) fn reduce<T: Copy, A: Copy>(row: &[T], start: A, step: impl Fn(A, T) -> A, join: impl Fn(A, A) -> A) -> A {
     let mut lanes = [start; LANES];
@@ -115,13 +116,13 @@ fn halve<A: Copy>(mut lanes: [A; LANES], join: impl Fn(A, A) -> A) -> A {
     lanes[0]
 }
 
-/// The sum of `f` over a row.
+/// Returns the sum of `f` over a row.
 #[inline(always)]
 pub(super) fn sum<T: Real>(row: &[T], f: impl Fn(T) -> T) -> T {
     reduce(row, T::zero(), |acc, v| acc + f(v), |a, b| a + b)
 }
 
-/// The sum of `f` over the pairs of two rows.
+/// Returns the sum of `f` over the pairs of two rows.
 #[inline(always)]
 pub(super) fn sum_zip<T: Real>(a: &[T], b: &[T], f: impl Fn(T, T) -> T) -> T {
     let mut lanes = [T::zero(); LANES];
@@ -135,21 +136,21 @@ pub(super) fn sum_zip<T: Real>(a: &[T], b: &[T], f: impl Fn(T, T) -> T) -> T {
     halve(lanes, |a, b| a + b) + rest
 }
 
-/// The largest element of a row that is not empty; NaN is skipped.
+/// Returns the largest element of a non-empty row; NaN is skipped.
 #[inline(always)]
 pub(super) fn max<T: Real>(row: &[T]) -> T {
     let larger = |a: T, b: T| if b > a { b } else { a };
     reduce(row, row[0], larger, larger)
 }
 
-/// The smallest element of a row that is not empty; NaN is skipped.
+/// Returns the smallest element of a non-empty row; NaN is skipped.
 #[inline(always)]
 pub(super) fn min<T: Real>(row: &[T]) -> T {
     let smaller = |a: T, b: T| if b < a { b } else { a };
     reduce(row, row[0], smaller, smaller)
 }
 
-/// `total += part`, element by element.
+/// Computes `total += part`, element by element.
 #[inline(always)]
 pub(super) fn add_assign<T: Real>(total: &mut [T], part: &[T]) {
     for (total, &part) in total.iter_mut().zip(part) {

@@ -4,8 +4,8 @@ use super::{Reading, check_dtype, compute_dtype, elements, real::Real, rows::by_
 
 /// The gated SiLU `x · sigmoid(x) · gate`, the activation of SwiGLU.
 ///
-/// `x` and `gate` have one shape, which is that of the result, and one dtype. Fails where shapes or dtypes do not agree
-/// and on dtypes that are no floats. Source: Shazeer, <https://arxiv.org/abs/2002.05202>.
+/// `x` and `gate` have the same dtype and the same shape, which is that of the result. Fails if shapes or dtypes do not
+/// match and on dtypes other than floats. Source: Shazeer, <https://arxiv.org/abs/2002.05202>.
 ///
 /// ```
 /// # fn main() -> candle_core::Result<()> {
@@ -31,7 +31,7 @@ pub fn silu_gate(x: &Tensor, gate: &Tensor) -> Result<Tensor> {
 
 struct SiluGate;
 
-/// `sigmoid(x)` and `1 - sigmoid(x)`, both without cancellation.
+/// Returns `sigmoid(x)` and `1 - sigmoid(x)`, both without cancellation.
 #[inline(always)]
 fn sigmoid<T: Real>(x: T) -> (T, T) {
     let zero = T::zero();
@@ -40,7 +40,7 @@ fn sigmoid<T: Real>(x: T) -> (T, T) {
     if x > zero { (near, e * near) } else { (e * near, near) }
 }
 
-/// `f` of the elements of three slices.
+/// Applies `f` to the elements of three slices.
 fn zip<T: Real>(a: &[T], b: &[T], c: &[T], f: impl Fn(T, T, T) -> T + Sync) -> Vec<T> {
     let mut out = vec![T::zero(); a.len()];
     by_blocks(
@@ -67,7 +67,7 @@ fn forward<T: Real>(x: &[T], gate: &[T]) -> CpuStorage {
     ))
 }
 
-/// The gradients of `x` and `gate`, each only where it is asked for.
+/// Returns the gradients of `x` and `gate`, each only if it is tracked.
 fn backward<T: Real>(x: &Tensor, gate: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
     let (for_x, for_gate) = (x.track_op(), gate.track_op());
     let [x, gate, grad] = [x, gate, grad].map(Reading::new);

@@ -8,7 +8,7 @@ use super::{
 
 /// The softmax over the last dim.
 ///
-/// `x` is `[.., k]`; the result has the same shape. Fails on a scalar and on dtypes that are no floats.
+/// `x` is `[.., k]`; the result has the same shape. Fails on a scalar and on dtypes other than floats.
 ///
 /// ```
 /// # fn main() -> candle_core::Result<()> {
@@ -27,12 +27,12 @@ pub fn softmax(x: &Tensor) -> Result<Tensor> {
     x.to_dtype(dtype)?.contiguous()?.apply_op1(Softmax { scale: 1.0, queries: None })?.to_dtype(x.dtype())
 }
 
-/// The softmax over the keys of `x · scale` that each query may see.
+/// The softmax of `x · scale` over the keys that each query sees.
 ///
-/// `x` holds attention scores `[.., q, k]`; the result has the same shape. The last query sees all keys, each one
-/// before it one key less: key `j` is visible to query `i` iff `j ≤ i + (k - q)`. Hidden entries are exactly 0, and are
+/// `x` contains attention scores `[.., q, k]`; the result has the same shape. The last query sees all keys, each query
+/// before it one key less: key `j` is visible to query `i` iff `j ≤ i + (k - q)`. Hidden entries are exactly 0 and are
 /// not read; a query without a visible key (`k < q`) has a row of zeros. Fails on fewer than two dims and on dtypes
-/// that are no floats.
+/// other than floats.
 ///
 /// ```
 /// # fn main() -> candle_core::Result<()> {
@@ -57,25 +57,25 @@ fn composed_causal(x: &Tensor, scale: f64) -> Result<Tensor> {
     let (queries, keys) = (x.dim(D::Minus2)?, x.dim(D::Minus1)?);
     let mask = (0..queries).flat_map(|i| (0..keys).map(move |j| u8::from(j + queries <= i + keys)));
     let mask = Tensor::from_iter(mask, x.device())?.reshape((queries, keys))?.broadcast_as(x.shape())?;
-    // The lowest value that is finite in the dtype, so that rows without a visible key stay free of NaN.
+    // The lowest value that is finite in the dtype keeps NaN out of rows without a visible key.
     let lowest = if x.dtype() == DType::F16 { -65504f32 } else { -3e38 };
     let hidden = Tensor::new(lowest, x.device())?.to_dtype(x.dtype())?.broadcast_as(x.shape())?;
     let y = candle_nn::ops::softmax(&mask.where_cond(&(x * scale)?, &hidden)?, D::Minus1)?;
     mask.where_cond(&y, &y.zeros_like()?)
 }
 
-/// Puts the softmax of `row · scale` in the place of a row.
+/// Replaces a row by the softmax of `row · scale`.
 #[inline(always)]
 pub(super) fn soften<T: Real>(row: &mut [T], scale: T) {
     if row.is_empty() {
         return;
     }
-    // Scaled after the difference, which keeps the small differences of large scores.
+    // Scaling after the subtraction keeps the small differences of large scores.
     let top = if scale < T::zero() { min(row) } else { max(row) };
     soften_from(row, top, scale);
 }
 
-/// Like [`soften`] for a row that is not empty and whose largest scaled element is `top · scale`.
+/// Like [`soften`] for a non-empty row whose largest scaled element is `top · scale`.
 #[inline(always)]
 pub(super) fn soften_from<T: Real>(row: &mut [T], top: T, scale: T) {
     for v in row.iter_mut() {
@@ -87,7 +87,7 @@ pub(super) fn soften_from<T: Real>(row: &mut [T], top: T, scale: T) {
     }
 }
 
-/// Puts the gradient of `row · scale` in the place of that of its softmax `y`.
+/// Replaces the gradient of the softmax `y` by the gradient of its input `row`, where `y = softmax(row · scale)`.
 #[inline(always)]
 pub(super) fn soften_backward<T: Real>(grad: &mut [T], y: &[T], scale: T) {
     let mean = sum_zip(y, grad, |y, grad| y * grad);
@@ -98,12 +98,12 @@ pub(super) fn soften_backward<T: Real>(grad: &mut [T], y: &[T], scale: T) {
 
 struct Softmax {
     scale: f64,
-    /// Rows of one score matrix where the softmax is causal.
+    /// Rows of one score matrix if the softmax is causal.
     queries: Option<usize>,
 }
 
 impl Softmax {
-    /// How many of its `keys` first elements a row sees.
+    /// Returns the number of leading elements, of `keys`, that a row sees.
     #[inline(always)]
     fn visible(&self, row: usize, keys: usize) -> usize {
         match self.queries {

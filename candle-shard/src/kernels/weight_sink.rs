@@ -1,16 +1,17 @@
-//! Weight gradients that are left to someone else, who may compute them later.
+//! Weight gradients that are passed to a sink, which may compute them later.
 
 use std::cell::RefCell;
 use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
 
-/// A gradient that is still to be computed, of tensors that hold no graph.
+/// A deferred weight gradient, computed from tensors that hold no graph.
 pub type LateGradient = Box<dyn FnOnce() -> Result<Tensor> + Send>;
 
-/// Who takes the gradients of weights in the backward pass of the layers that know it.
+/// A receiver of weight gradients in the backward pass of the layers that support it.
 pub trait WeightSink: Send + Sync {
-    /// The gradient of a weight, or nothing if the sink has it, now or later: then the weight gets none from this use.
+    /// Takes the gradient of a weight. Returns the gradient, or `None` if the sink keeps it; then the weight gets none
+    /// from this use.
     ///
     /// # Errors
     /// Those of candle.
@@ -21,11 +22,12 @@ thread_local! {
     static CURRENT: RefCell<Option<Arc<dyn WeightSink>>> = const { RefCell::new(None) };
 }
 
-/// What `f` gives; of all linear layers whose forward pass it runs on this thread, `sink` takes the weights' gradients.
+/// Runs `f` with `sink` as the receiver of the weight gradients of all linear layers whose forward pass `f` runs on
+/// this thread.
 ///
-/// For pipelines, whose stages first compute the gradients that other stages wait for. [`linear`](super::linear()) is such a
-/// layer, and with it every linear layer of a [`DTensor`](crate::DTensor) whose weight is sharded as its output is used, also
-/// where a [`checkpoint`](crate::nn::checkpoint) runs it a second time.
+/// This is for pipelines, whose stages first compute the gradients that other stages wait for. The sink applies to
+/// [`linear`](super::linear()) and to every linear layer of a [`DTensor`](crate::DTensor) whose weight needs no
+/// redistribution, also where [`checkpoint`](crate::nn::checkpoint) recomputes it.
 ///
 /// ```
 /// use candle_core::{Device::Cpu, Result, Tensor, Var};
@@ -51,7 +53,7 @@ thread_local! {
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 pub fn with_weight_sink<R>(sink: Arc<dyn WeightSink>, f: impl FnOnce() -> R) -> R {
-    /// Puts back the sink of before, also when a layer panics.
+    /// Restores the previous sink, even if a layer panics.
     struct Restore(Option<Arc<dyn WeightSink>>);
 
     impl Drop for Restore {
@@ -64,7 +66,7 @@ pub fn with_weight_sink<R>(sink: Arc<dyn WeightSink>, f: impl FnOnce() -> R) -> 
     f()
 }
 
-/// The sink of this thread, for layers of other crates.
+/// Returns the sink of this thread, for layers of other crates.
 pub fn weight_sink() -> Option<Arc<dyn WeightSink>> {
     CURRENT.with_borrow(Clone::clone)
 }

@@ -1,4 +1,4 @@
-//! Where the elements of a box lie in the row-major order of the whole tensor.
+//! Positions of a block's elements in the row-major order of the whole tensor.
 
 use std::ops::Range;
 
@@ -37,12 +37,12 @@ impl<'a> Grid<'a> {
         Ok(())
     }
 
-    /// Calls `run(first, len)` for each longest contiguous run of elements of `block`, in rising order.
+    /// Calls `run(first, len)` for each longest contiguous run of elements of `block`, in ascending order.
     pub(super) fn for_each_run(&self, block: &[Range<usize>], mut run: impl FnMut(u64, usize)) {
         if block.iter().any(Range::is_empty) {
             return;
         }
-        // A run spans the trailing dims that the block covers whole, and the one before them.
+        // A run spans the trailing dims that the block covers whole, and the dim before them.
         let mut inner = block.len();
         let mut len = 1;
         while inner > 0 {

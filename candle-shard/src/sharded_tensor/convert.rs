@@ -94,7 +94,7 @@ impl ShardedTensor {
             return Error::op(
                 "ShardedTensor::from_dtensor",
                 format!(
-                    "{spec} on {mesh} is {placement} on an axis, so its pieces are not one rank's each; shard it there"
+                    "{spec} on {mesh} is {placement} on an axis, so several ranks hold the same piece; shard it there"
                 ),
             );
         }

@@ -105,7 +105,7 @@ impl<A: ?Sized> LocalOp<A> {
             let n = x.layout.shards_of(rank).count();
             if n != 1 {
                 let reason =
-                    format!("rank {rank} of the group holds {n} shards of {}; reshard to one a rank", x.layout);
+                    format!("rank {rank} of the group holds {n} shards of {}; reshard to one per rank", x.layout);
                 return Error::op(self.name, reason);
             }
         }
@@ -117,7 +117,9 @@ impl<A: ?Sized> LocalOp<A> {
         let made = (self.op)(local, args)?;
         if made.dims() != local.dims() {
             let (from, to) = (local.dims(), made.dims());
-            let reason = format!("makes {to:?} of a local tensor of shape {from:?}; say how it lies with customized");
+            let reason = format!(
+                "returns shape {to:?} for a local tensor of shape {from:?}; describe its layout with customized"
+            );
             return Error::op(self.name, reason);
         }
         ShardedTensor::build(x.layout.with_dtype(made.dtype()), x.device(), |_| Ok(made.contiguous()?))

@@ -131,7 +131,9 @@ pub fn shard_module(
         };
         if made.dims() != tensor.dims() {
             let (made, dims) = (made.dims(), tensor.dims());
-            return Err(Error::Plan(format!("{name}: its sharder makes {made:?} of {dims:?}; keep the shape")));
+            return Err(Error::Plan(format!(
+                "{name}: its sharder returns shape {made:?} for {dims:?}; keep the shape"
+            )));
         }
         sharded.insert(name.to_string(), made);
     }

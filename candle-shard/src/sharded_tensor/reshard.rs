@@ -45,7 +45,7 @@ impl ShardedTensor {
                 Source::Shard(nth) => Ok((self.cut(nth, &block)?, block)),
                 Source::Rank(_) => match received.next() {
                     Some(tensor) => Ok((tensor, block)),
-                    None => Error::op(OP, format!("too little came for shard {shard} of {layout}")),
+                    None => Error::op(OP, format!("too few pieces arrived for shard {shard} of {layout}")),
                 },
             });
             let blocks: Vec<(Tensor, Block)> = blocks.collect::<Result<_>>()?;

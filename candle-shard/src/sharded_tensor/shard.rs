@@ -111,7 +111,7 @@ pub(super) fn scattered(
         (Some(whole), _) => pieces::cut(whole, &origin, &shard.block()),
         (None, false) => match received.next() {
             Some(tensor) => Ok(tensor.to_device(device)?),
-            None => Error::op(OP, format!("nothing came for shard {shard}; all ranks have to make the same calls")),
+            None => Error::op(OP, format!("nothing arrived for shard {shard}; make the same calls on all ranks")),
         },
         (None, true) => Ok(Tensor::zeros(&shard.sizes[..], dtype, device)?),
     })

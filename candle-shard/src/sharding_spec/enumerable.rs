@@ -88,7 +88,7 @@ impl EnumerableShardingSpec {
         if !dims.iter().enumerate().all(reached) {
             return Error::op(
                 OP,
-                format!("{self} end before a tensor of shape {dims:?} does; give its last ones, too"),
+                format!("{self} end before a tensor of shape {dims:?} does; cover its last elements, too"),
             );
         }
         Ok(())

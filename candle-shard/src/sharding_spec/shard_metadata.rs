@@ -52,7 +52,7 @@ impl ShardMetadata {
         if offsets.iter().zip(sizes).any(|(offset, size)| offset.checked_add(*size).is_none()) {
             return Error::op(
                 "ShardMetadata",
-                format!("offsets {offsets:?} and sizes {sizes:?} end beyond what can be counted; give smaller ones"),
+                format!("offsets {offsets:?} and sizes {sizes:?} overflow usize; give smaller ones"),
             );
         }
         Ok(())

@@ -117,7 +117,7 @@ impl RowVar {
     /// If the table does not have one of the rows, if `max_norm` is not above 0, or if `norm_type` is NaN.
     pub fn renorm(&self, rows: &[u32], max_norm: f64, norm_type: f64) -> Result<()> {
         if max_norm.is_nan() || max_norm <= 0.0 || norm_type.is_nan() {
-            let reason = format!("max_norm {max_norm} of norm_type {norm_type}: want one above 0 of a number");
+            let reason = format!("max_norm {max_norm} with norm_type {norm_type}: want one above 0, and no NaN");
             return Error::op("renorm", reason);
         }
         limit_rows(&self.var, &kernels::unique_rows(rows), &Renorm { max_norm, norm_type }, None)

@@ -43,7 +43,7 @@ impl WeightFile {
         let length = file.metadata().map_err(failed)?.len();
         let mut first = [0; 8];
         if length < 8 {
-            return Err(wrong(format!("has {length} bytes, which is no header")));
+            return Err(wrong(format!("has {length} bytes, too few for a header")));
         }
         file.read_exact(&mut first).map_err(failed)?;
         let header_length = u64::from_le_bytes(first);
@@ -57,7 +57,7 @@ impl WeightFile {
         let mut entries = BTreeMap::new();
         for (name, value) in described.into_iter().filter(|(name, _)| name != "__metadata__") {
             let described = Described::deserialize(value)
-                .map_err(|error| wrong(format!("describes {name:?} in a form that is unknown ({error})")))?;
+                .map_err(|error| wrong(format!("describes {name:?} in an unknown form ({error})")))?;
             let entry = described.check(header_length + 8, length).map_err(|why| wrong(format!("{name:?} {why}")))?;
             entries.insert(name, entry);
         }
@@ -79,7 +79,7 @@ impl Described {
         let (start, end) = self.data_offsets;
         if start > end || end > length - data_at {
             let has = length - data_at;
-            return Err(format!("lies at bytes {start} to {end} of the data, of which there are {has}"));
+            return Err(format!("lies at bytes {start} to {end} of the data, which has only {has}"));
         }
         // The size of an unknown dtype is unknown too; it matters only when the tensor is read.
         if let Some(dtype) = dtypes::named(&self.dtype) {

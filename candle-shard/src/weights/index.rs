@@ -73,7 +73,7 @@ impl<'a> Files<'a> {
         }
         // An index must not refer to files outside its folder.
         if Path::new(name).file_name() != Some(name.as_ref()) {
-            return Err(Error::file(self.index, format!("names {name:?}, which is no file of its folder")));
+            return Err(Error::file(self.index, format!("names {name:?}, which is not a file in its folder")));
         }
         self.weights.files.push(WeightFile::open(&self.index.with_file_name(name))?);
         let at = self.weights.files.len() - 1;

@@ -170,7 +170,7 @@ fn a_failure_on_one_rank_is_the_same_error_on_all() {
     });
     let parts = [
         "checkpoint::save: rank 1: ",
-        "holds something else than a checkpoint",
+        "contains something other than a checkpoint",
         "rank 2 names \"y\" as",
         "rank 1 names nothing more, and rank 0 names \"y\"",
         "rank 2 names \"x\" as",
@@ -213,7 +213,7 @@ fn an_index_and_files_that_disagree_are_refused() {
         ("\"shape\":[4,2]", "\"shape\":[6,2]", "not exactly a tensor of shape [6, 2]"),
         ("\"start\":[2,0]", "\"start\":[2]", "the index has F32[2, 2]"),
         ("F32", "F64", "is F32[2, 2], and the index has F64[2, 2]"),
-        ("rank-00001.safetensors", "/etc/hostname", "no file of its folder"),
+        ("rank-00001.safetensors", "/etc/hostname", "not a file in its folder"),
         ("\"x\"", "\"y\"", "\"y\" is not there"),
     ] {
         assert!(compact.contains(from), "{compact}");

@@ -117,10 +117,10 @@ fn ragged_local_tensors_that_do_not_fit_are_refused_alike() {
         _ => (vec![1 + rank, 3], DType::F32),
     };
     let parts = [
-        "dim 1 has size 4 at [1, 1] where 3 goes with f32[4@a, 3]",
+        "dim 1 has size 4 at [1, 1], but f32[4@a, 3]",
         "f32[2] at [0, 0] and f32[2, 2] at [1, 1]",
         "f32[2, 3] at [0, 0] and f64[2, 3] at [0, 1]",
-        "dim 0 has size 2 at [0, 1] where 1 goes with",
+        "dim 0 has size 2 at [0, 1], but ",
     ];
     for (case, part) in parts.into_iter().enumerate() {
         let texts = on_ranks(4, "ragged", move |ctx| -> Result<String> {

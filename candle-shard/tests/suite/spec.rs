@@ -195,8 +195,8 @@ fn a_description_is_the_spec_again_on_a_mesh_of_the_same_axes() {
         Ok(refused.map(|spec| spec.unwrap_err().to_string()).to_vec())
     });
     let parts = [
-        "described on (dp=2, tp=2) for DeviceMesh(dp=4, tp=1)",
-        "\"f31\" is no dtype",
+        "a layout on (dp=2, tp=2) for DeviceMesh(dp=4, tp=1)",
+        "\"f31\" is not a dtype",
         "no dim 1",
         "which has 2 axes",
         "3 entries of sizes for DeviceMesh(dp=2, tp=2)",

@@ -1,4 +1,4 @@
-//! Schedules run on threads, by stages that sleep for as long as they are said to compute.
+//! Runs schedules on threads, with stages that sleep for their costs.
 
 use std::sync::Arc;
 use std::thread;
@@ -14,16 +14,17 @@ use candle_pipe::{
     Ctx, In, Kwargs, Pipe, PipeBuilder, Reduction, Result, Runtime, SplitSpec, StepOptions, Value, stage_op,
 };
 
-/// Steps that are not measured: memory that is used for the first time costs more than what is measured.
+/// Steps that are not measured: the first use of memory is slower.
 const WARM_UP: usize = 2;
 
-/// What the system's sleep may be late by: the rest of a wait is spent awake.
+/// The possible delay of the system's sleep: the rest of a wait is spent awake.
 const LATE: Duration = Duration::from_micros(200);
 
-/// What happens when the schedule runs, one rank a thread, where a time of 1 is `unit` seconds; in the unit of the costs.
+/// Runs the schedule with one thread per rank, where a time of 1 is `unit` seconds; returns times in the unit of the
+/// costs.
 ///
 /// # Errors
-/// The runtime's.
+/// Those of the runtime.
 pub fn measure(schedule: &Schedule, costs: &Costs, unit: f64) -> anyhow::Result<Timeline> {
     let spans = World::local(schedule.ranks().len()).run(|ctx| run(ctx, schedule, costs, unit))?;
     let scaled = |span: Span| Span { start: span.start / unit, end: span.end / unit, ..span };
@@ -31,21 +32,21 @@ pub fn measure(schedule: &Schedule, costs: &Costs, unit: f64) -> anyhow::Result<
     Ok(Timeline { transfers: vec![vec![]; ranks.len()], ranks })
 }
 
-/// What this rank does, in seconds.
+/// Runs this rank; returns times in seconds.
 fn run(ctx: &RankContext, schedule: &Schedule, costs: &Costs, unit: f64) -> Result<Vec<Span>> {
     let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
     let runtime = Runtime::new(&pipe(schedule, costs, unit)?, schedule, ctx.group(), &vb, &Device::Cpu)?;
     let microbatches = schedule.microbatches();
     let x = Tensor::zeros(microbatches, DType::F32, &Device::Cpu)?;
     let batch = split_args_kwargs_into_chunks(&[x.into()], &Kwargs::new(), microbatches, None, None)?;
-    // All ranks end a step, and so begin the next, at once.
+    // All ranks end a step at once, and so also begin the next one at once.
     for _ in 0..WARM_UP {
         runtime.forward_backward(&batch, &StepOptions::default())?;
     }
     Ok(runtime.forward_backward(&batch, &StepOptions::default())?.spans)
 }
 
-/// A chain of stages that sleep.
+/// Builds a chain of stages that sleep.
 fn pipe(schedule: &Schedule, costs: &Costs, unit: f64) -> Result<Pipe<VarBuilder<'static>>> {
     let mut g = PipeBuilder::<VarBuilder<'static>>::new();
     let mut h = g.input("x", In::Arg);
@@ -72,14 +73,14 @@ fn pipe(schedule: &Schedule, costs: &Costs, unit: f64) -> Result<Pipe<VarBuilder
     g.finish(SplitSpec::declared())
 }
 
-/// For how long a stage computes.
+/// The times of a stage's passes.
 struct Times {
     forward: Duration,
     input: Duration,
     weight: Duration,
 }
 
-/// The identity of `x`, which takes its time.
+/// The identity of `x`, with the times of the stage.
 struct Sleeps {
     times: Arc<Times>,
     late: LateGradients,
@@ -118,7 +119,7 @@ impl CustomOp2 for Sleeps {
     }
 }
 
-/// Waits for exactly so long.
+/// Waits for exactly this time.
 fn sleep(time: Duration) {
     let until = Instant::now() + time;
     thread::sleep(time.saturating_sub(LATE));

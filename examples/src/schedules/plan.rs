@@ -1,4 +1,4 @@
-//! The schedules that are asked for, and what would happen by them.
+//! The requested schedules and their simulations.
 
 use std::fs;
 use std::path::Path;
@@ -11,41 +11,41 @@ use super::args::{Args, Choice, unreadable};
 use super::measure::measure;
 use crate::cli::{Checked, UsageError, require};
 
-/// The most ranks that run as threads, and the longest step that they run.
+/// The most ranks that run as threads, and the longest step that they run, in seconds.
 const MOST_THREADS: usize = 1024;
 const MOST_SECONDS: f64 = 60.0;
 
-/// All that is asked for.
+/// The requested schedules and timelines.
 #[derive(Clone, Debug)]
 pub struct Plan {
     /// The schedules, at least one.
     pub entries: Vec<Entry>,
-    /// Why others of all were left out.
+    /// The reasons why schedules of `all` were left out.
     pub left_out: Vec<String>,
-    /// What was measured elsewhere, if that is given.
+    /// A timeline that was measured elsewhere, if one was passed.
     pub measured: Option<Timeline>,
 }
 
 /// A schedule and its simulation.
 #[derive(Clone, Debug)]
 pub struct Entry {
-    /// What it is called.
+    /// The name.
     pub name: &'static str,
     /// The schedule.
     pub schedule: Schedule,
-    /// What its parts cost.
+    /// The costs of its parts.
     costs: Costs,
-    /// What would happen.
+    /// The simulation.
     pub timeline: Timeline,
-    /// What did, and its title.
+    /// The measured timeline, with its title.
     pub measured: Option<(String, Timeline)>,
 }
 
 impl Plan {
-    /// Checks everything that could stop the program later, and makes the schedules.
+    /// Checks everything that could stop the program later, and creates the schedules.
     ///
     /// # Errors
-    /// A sentence on what the user should change.
+    /// A sentence that says what the user should change.
     pub fn new(args: &Args) -> Checked<Self> {
         args.validate()?;
         let measured = args.measured.as_deref().map(measured).transpose()?;
@@ -91,7 +91,7 @@ impl Plan {
         Ok(())
     }
 
-    /// The timelines with their titles, each with what was measured behind it.
+    /// Returns the timelines with their titles, each followed by its measurement.
     pub fn timelines(&self) -> Vec<(&str, &Timeline)> {
         let each = self.entries.iter().flat_map(|entry| {
             let measured = entry.measured.as_ref().map(|(title, timeline)| (title.as_str(), timeline));
@@ -109,16 +109,16 @@ impl Entry {
         Ok(Self { name, schedule, costs, timeline, measured: None })
     }
 
-    /// Refuses what would not come to its end on threads.
+    /// Refuses a schedule that is too large to run on threads.
     fn check_run(&self, unit: f64) -> Checked {
         let (ranks, seconds) = (self.schedule.ranks().len(), self.timeline.makespan() * unit);
         require!(
             ranks <= MOST_THREADS,
-            "--measure has a thread a rank: give at most {MOST_THREADS} ranks, not {ranks}."
+            "--measure runs one thread per rank: give at most {MOST_THREADS} ranks, not {ranks}."
         );
         require!(
             seconds <= MOST_SECONDS,
-            "--measure {unit} makes a step of {seconds:.0} seconds: give less, for {MOST_SECONDS} at most."
+            "--measure {unit} makes a step of {seconds:.0} seconds: give less, for at most {MOST_SECONDS} seconds."
         );
         Ok(())
     }
@@ -134,7 +134,7 @@ fn known(args: &Args, kind: ScheduleKind) -> Checked<Schedule> {
     kind.schedule(args.ranks, args.microbatches, stages).map_err(wrong)
 }
 
-/// The schedule made for the costs.
+/// Creates the greedy schedule for the costs.
 fn made(args: &Args) -> Checked<Schedule> {
     let stages = args.virtual_stages.unwrap_or(1);
     let stage_ranks = Placement::Loop.stage_ranks(args.ranks, stages);
@@ -143,7 +143,7 @@ fn made(args: &Args) -> Checked<Schedule> {
     greedy(&stage_ranks, args.microbatches, &edges, &costs(args, &stage_ranks), memory).map_err(wrong)
 }
 
-/// A schedule of the user, with or without its communication.
+/// Loads a schedule of the user, with or without its communication.
 fn load(path: &Path) -> Checked<Schedule> {
     let text = fs::read_to_string(path).map_err(|error| unreadable("--load", path, error))?;
     let communicates = |action: &Action| action.computes().is_empty();

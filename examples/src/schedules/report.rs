@@ -1,4 +1,4 @@
-//! What the program tells: a picture and a table for people, one JSON object for programs.
+//! The output of the program: a picture and a table for people, one JSON object for programs.
 
 use std::collections::BTreeMap;
 
@@ -9,22 +9,22 @@ use serde::Serialize;
 use super::plan::Plan;
 use crate::table::{number, table};
 
-/// The JSON object: the numbers of one schedule, or of several by their names.
+/// The JSON object: the numbers of one schedule, or of several by name.
 #[derive(Clone, Debug, Serialize)]
 #[serde(untagged)]
 pub enum Report {
-    /// Of the one that is asked for.
+    /// The numbers of the requested schedule.
     One(Numbers),
-    /// Of all.
+    /// The numbers of all schedules.
     All(BTreeMap<&'static str, Numbers>),
 }
 
-/// What a schedule costs.
+/// The costs of a schedule.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Numbers {
     /// The share of the step in which the ranks are idle.
     pub bubble_step: f64,
-    /// The largest share of its own span that a rank is idle.
+    /// The largest idle share of a rank within its own span.
     pub bubble_span: f64,
     /// The most microbatches that each rank holds.
     pub peak_activations: Vec<f64>,
@@ -49,7 +49,7 @@ impl Numbers {
         }
     }
 
-    /// The most and the least of the ranks.
+    /// Formats the largest and the smallest peak of the ranks.
     fn peaks(&self) -> String {
         let most = self.peak_activations.iter().copied().fold(0.0, f64::max);
         let least = self.peak_activations.iter().copied().fold(most, f64::min);
@@ -58,7 +58,7 @@ impl Numbers {
 }
 
 impl Plan {
-    /// The JSON object.
+    /// Returns the JSON object.
     pub fn report(&self) -> Report {
         let mut numbers = self.entries.iter().map(|entry| {
             let measured_makespan = entry.measured.as_ref().map(|(_, timeline)| timeline.makespan());
@@ -70,7 +70,7 @@ impl Plan {
         }
     }
 
-    /// The picture of one schedule, and the table of all.
+    /// Returns the picture if there is one schedule, and the table of all.
     pub fn text(&self) -> String {
         let mut rows =
             table(&["schedule"], &["stages", "bubble (step)", "bubble (span)", "peak", "makespan", "actions"]);

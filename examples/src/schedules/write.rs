@@ -1,4 +1,4 @@
-//! The files that are asked for.
+//! Writes the requested files.
 
 use std::fs;
 

@@ -26,8 +26,8 @@ fn what_cannot_work_is_one_sentence_and_status_2() {
         (&["--schedule", "all", "--microbatches", "0"], &["--microbatches is 0"]),
         (&["--virtual-stages", "0"], &["--virtual-stages is 0"]),
         (&["--schedule", "greedy", "--memory", "0.5"], &["0.5 microbatches"]),
-        (&["--microbatches", "1000000000000"], &["--microbatches 1000000000000 is too much"]),
-        (&["--microbatches", "1000000", "--ranks", "1000"], &["1f1b", "too much"]),
+        (&["--microbatches", "1000000000000"], &["--microbatches 1000000000000 is too large"]),
+        (&["--microbatches", "1000000", "--ranks", "1000"], &["1f1b", "too many"]),
         (&["--microbatches", "1000000", "--schedule", "greedy", "--ranks", "8"], &["together at most"]),
         (&["--schedule", "greedy", "--ranks", "1000000"], &["--ranks 1000000", "at most 4096 stages"]),
         (&["--ranks", "1000000", "--virtual-stages", "1000000"], &["--ranks 1000000", "at most 4096 stages"]),
@@ -47,8 +47,8 @@ fn what_cannot_work_is_one_sentence_and_status_2() {
         (&["--measured", "Cargo.toml"], &["--measured Cargo.toml"]),
         (&["--measure", "0"], &["--measure 0", "more than 0"]),
         (&["--measure", "-1"], &["--measure -1", "more than 0"]),
-        (&["--measure", "1e20"], &["--measure 100000000000000000000", "60 at most"]),
-        (&["--measure", "1e-9", "--ranks", "2000"], &["a thread a rank", "at most 1024 ranks, not 2000"]),
+        (&["--measure", "1e20"], &["--measure 100000000000000000000", "at most 60 seconds"]),
+        (&["--measure", "1e-9", "--ranks", "2000"], &["one thread per rank", "at most 1024 ranks, not 2000"]),
         (&["--measure", "0.01", "--measured", "x.json"], &["--measure", "--measured"]),
     ];
     refuses(program, cases);

@@ -1,4 +1,4 @@
-//! Timelines as a file for a trace viewer, such as `ui.perfetto.dev` or `chrome://tracing`.
+//! Export of timelines for a trace viewer, such as `ui.perfetto.dev` or `chrome://tracing`.
 use crate::schedule::{Span, Timeline};
 use candle_dist::comm::trace;
 use serde_json::{Value, json};
@@ -6,10 +6,10 @@ use std::fs::File;
 use std::io::{self, BufWriter, Write};
 use std::path::Path;
 
-/// Writes timelines, whose times are seconds, in Chrome's Trace Event Format.
+/// Writes timelines, with times in seconds, in Chrome's Trace Event Format.
 ///
-/// A timeline is a process and a rank of it two threads, one for what it computes and one for what it sends; each
-/// timeline begins at 0.
+/// A timeline is a process, and each of its ranks is two threads, one for computations and one for sends; each timeline
+/// begins at 0.
 ///
 /// ```
 /// use candle_pipe::schedule::{Costs, Edges, ScheduleKind, draw};
@@ -32,7 +32,7 @@ pub fn write_chrome(out: impl Write, timelines: &[(&str, &Timeline)]) -> io::Res
 /// Like [`write_chrome`], to a new file.
 ///
 /// # Errors
-/// If the file cannot be made or written to.
+/// If the file cannot be created or written.
 pub fn save_chrome(path: impl AsRef<Path>, timelines: &[(&str, &Timeline)]) -> io::Result<()> {
     write_chrome(BufWriter::new(File::create(path)?), timelines)
 }

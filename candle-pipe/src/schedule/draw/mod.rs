@@ -1,4 +1,4 @@
-//! Pictures of timelines: of one, or of several to compare, such as a prediction and a measurement.
+//! Pictures of one timeline, or of several for comparison, such as a prediction and a measurement.
 mod chrome;
 mod svg;
 mod text;

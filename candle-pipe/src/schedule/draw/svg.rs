@@ -1,17 +1,17 @@
-//! Pictures for a browser.
+//! SVG pictures.
 use crate::schedule::{Pass, Span, Timeline};
 use itertools::Itertools;
 
-/// The width of the longest timeline, the height of a rank, and the room at the left, in pixels.
+/// In pixels: the width of the longest timeline, the height of a rank, and the margin at the left.
 const WIDTH: f64 = 1100.0;
 const HEIGHT: f64 = 24.0;
 const LEFT: f64 = 60.0;
-/// The least width of a computation that shows its microbatch.
+/// The minimum width of a computation that shows its microbatch.
 const LABEL: f64 = 9.0;
-/// How many intervals a time axis has, about.
+/// The approximate number of intervals of a time axis.
 const TICKS: f64 = 10.0;
 
-/// The passes, with what the legend calls them and their hue.
+/// The passes, with their name in the legend and their hue.
 const PASSES: [(Pass, &str, u32); 4] = [
     (Pass::Forward, "forward", 210),
     (Pass::Backward, "backward", 130),
@@ -19,11 +19,11 @@ const PASSES: [(Pass, &str, u32); 4] = [
     (Pass::Weight, "weight gradient", 40),
 ];
 
-/// An SVG picture of timelines one below the other at one scale, complete in itself.
+/// Returns a self-contained SVG picture of timelines, one below the other at the same scale.
 ///
 /// A rank is a row, and a computation is a box with the number of its microbatch. The color of a box is its pass, and
-/// boxes of later stages of a rank are darker. A legend names what occurs, and each timeline has a time axis in the unit
-/// of its spans. The background is white, so the picture can be read on a dark page.
+/// boxes of later stages of a rank are darker. A legend explains the colors, and each timeline has a time axis in the
+/// unit of its spans. The background is white, so the picture is also readable on a dark page.
 ///
 /// ```
 /// use candle_pipe::schedule::{Costs, Edges, ScheduleKind, draw};
@@ -59,12 +59,12 @@ pub fn svg(timelines: &[(&str, &Timeline)]) -> String {
     )
 }
 
-/// The stages of a rank, in the order of the model.
+/// Returns the stages of a rank, in the order of the model.
 fn stages(spans: &[Span]) -> Vec<usize> {
     spans.iter().flat_map(|span| span.action.computes()).map(|compute| compute.stage).sorted().dedup().collect()
 }
 
-/// A square and a name for each pass that occurs, and what numbers and shades mean.
+/// Draws a square and a name for each pass that occurs, and explains numbers and shades.
 fn legend(timelines: &[(&str, &Timeline)]) -> String {
     let ranks = || timelines.iter().flat_map(|(_, timeline)| &timeline.ranks);
     let occurs = |pass: Pass| ranks().flatten().any(|span| span.action.computes().iter().any(|c| c.pass == pass));
@@ -78,7 +78,7 @@ fn legend(timelines: &[(&str, &Timeline)]) -> String {
     body + &text(x, 18.0, "start", &format!("number: microbatch{shades}"))
 }
 
-/// Ticks from 0 to the end of a timeline, at 1, 2 or 5 times a power of ten.
+/// Draws ticks from 0 to the end of a timeline, at 1, 2 or 5 times a power of ten.
 fn axis(end: f64, top: f64, scale: f64) -> String {
     if end <= 0.0 {
         return String::new();
@@ -95,7 +95,7 @@ fn axis(end: f64, top: f64, scale: f64) -> String {
     line + &text(4.0, top + 16.0, "start", "time") + &ticks.collect::<String>()
 }
 
-/// A computation as a box with a title, and the number of its microbatch if it has room.
+/// Draws a computation as a box with a title, and the number of its microbatch if it fits.
 fn block(span: &Span, stages: &[usize], origin: f64, top: f64, scale: f64) -> String {
     let (start, end) = (span.start - origin, span.end - origin);
     let (x, width, height) = (LEFT + start * scale, (end - start) * scale, HEIGHT - 2.0);
@@ -115,12 +115,12 @@ fn block(span: &Span, stages: &[usize], origin: f64, top: f64, scale: f64) -> St
     )
 }
 
-/// The color of a pass, darker for each later stage of a rank.
+/// Returns the color of a pass, darker for each later stage of a rank.
 fn color(hue: u32, later: usize) -> String {
     format!("hsl({hue}, 70%, {}%)", 78_usize.saturating_sub(18 * later).max(42))
 }
 
-/// A time with no more digits than it needs.
+/// Formats a time without trailing zeros.
 fn shown(time: f64) -> String {
     let digits = format!("{time:.4}");
     digits.trim_end_matches('0').trim_end_matches('.').to_owned()

@@ -1,14 +1,14 @@
-//! Pictures for a terminal.
+//! Text pictures.
 use crate::schedule::Timeline;
 use itertools::Itertools;
 
 /// The most lines of a picture.
 const LINES: f64 = 1000.0;
 
-/// What each rank computes, a column a rank, a line for as long as the shortest computation takes.
+/// Draws the computations as text, one column per rank and one line per duration of the shortest computation.
 ///
-/// A computation that goes on has `|` in the lines below its own, an idle rank nothing. A line takes no less than a
-/// thousandth of the whole time, so that computations that are much shorter than others can be left out.
+/// A computation that continues has `|` in the lines below; an idle rank is blank. A line is at least a thousandth of
+/// the total time, so computations that are much shorter than others may be omitted.
 ///
 /// ```
 /// use candle_pipe::schedule::{Costs, Edges, ScheduleKind, draw};
@@ -28,7 +28,7 @@ pub fn text(timeline: &Timeline) -> String {
     let title = |rank: usize| format!("rank {rank}");
     let label = spans().map(|span| span.action.to_string().len()).max().unwrap_or(0);
     let width = label.max(title(timeline.ranks.len().saturating_sub(1)).len()) + 2;
-    // The computation of each rank that is drawn or comes next, and whether it is drawn.
+    // For each rank: the index of the computation that is drawn or comes next, and whether it is drawn.
     let mut next = vec![(0, false); timeline.ranks.len()];
     let mut line = |i: usize| {
         let middle = origin + (i as f64 + 0.5) * unit;

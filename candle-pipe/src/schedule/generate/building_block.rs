@@ -1,35 +1,35 @@
-//! Schedules that repeat the way of one microbatch through a V at equal intervals.
+//! Schedules that repeat the path of one microbatch through a V at equal intervals.
 //!
 //! A microbatch goes down the ranks (`F` of the first stage of each), up (`F` of the second), down again (`I` of the
-//! second) and up again (`I` of the first). If it takes one unit of time at each of these steps, the whole way is a
-//! building block, of which one begins every 6 units; what is left free on each rank takes the `W`. The sooner a block
-//! is through on a rank, the less is held there. (Qi et al., <https://arxiv.org/abs/2405.15362>, section 3.)
+//! second) and up again (`I` of the first). If each of these steps takes one unit of time, the whole path is a building
+//! block, and one begins every 6 units; the free units of each rank run the `W`. The sooner a block leaves a rank, the
+//! less that rank holds. (Qi et al., <https://arxiv.org/abs/2405.15362>, section 3.)
 use super::{Orders, Size};
 use crate::schedule::{Action, Compute, Pass, Placement};
 use std::collections::{BTreeMap, VecDeque};
 
-/// The units between the begins of two blocks: two stages with `F`, `I` and `W` each.
+/// The units between the starts of two blocks: two stages with `F`, `I` and `W` each.
 const INTERVAL: usize = 6;
 
-/// A block of `P` ranks.
+/// A block on `P` ranks.
 struct Block {
-    /// When the step down (0), up (1), down (2) or up (3) is on a rank.
+    /// The time of the step down (0), up (1), down (2) or up (3) on a rank.
     start: fn(ranks: usize, leg: usize, rank: usize) -> usize,
     /// The microbatches that a rank may hold.
     peak: fn(ranks: usize) -> usize,
 }
 
-/// All legs take a unit a rank: a third of what 1F1B holds.
+/// All legs take one unit per rank: a third of the peak of 1F1B.
 const V_MIN: Block = Block {
     start: |ranks, leg, rank| {
-        // Without the pause, legs of the first and the second half would meet on a rank.
+        // Without the pause, legs of the first and the second half would collide on a rank.
         let pause = if ranks.is_multiple_of(3) { 2 } else { 0 };
         [rank, 2 * ranks - 1 - rank, 2 * ranks + pause + rank, 4 * ranks - 1 + pause - rank][leg]
     },
     peak: |ranks| (ranks + 4) / 3,
 };
 
-/// Two units a rank down, one up: half of what 1F1B holds, and room for slower steps.
+/// Two units per rank down, one up: half of the peak of 1F1B, and room for slower steps.
 const V_HALF: Block = Block {
     start: |ranks, leg, rank| {
         let pause = if ranks.is_multiple_of(2) { 3 } else { 0 };
@@ -38,12 +38,12 @@ const V_HALF: Block = Block {
     peak: |ranks| (ranks + 2) / 2,
 };
 
-/// Holds half of what 1F1B does.
+/// Has half of the peak of 1F1B.
 pub(crate) fn v_half(size: &Size) -> Orders {
     repeat(size, &V_HALF)
 }
 
-/// Holds a third of what 1F1B does.
+/// Has a third of the peak of 1F1B.
 pub(crate) fn v_min(size: &Size) -> Orders {
     repeat(size, &V_MIN)
 }
@@ -51,12 +51,12 @@ pub(crate) fn v_min(size: &Size) -> Orders {
 /// The steps of a rank by their time.
 type Slots = BTreeMap<usize, Compute>;
 
-/// Repeats the block, then moves what is before the first and behind the last full turn into free units before it.
+/// Repeats the block, then moves steps before the first and after the last full period into earlier free units.
 fn repeat(size: &Size, block: &Block) -> Orders {
     let &Size { ranks, microbatches, .. } = size;
     let stage_ranks = Placement::V.stage_ranks(ranks, 2);
     let stages = stage_ranks.len();
-    // The computation of each step on the way of a microbatch.
+    // The computation of each step on the path of a microbatch.
     let compute = |step: usize, microbatch| match step < stages {
         true => Compute { stage: step, pass: Pass::Forward, microbatch },
         false => Compute { stage: 2 * stages - 1 - step, pass: Pass::Input, microbatch },
@@ -98,7 +98,7 @@ fn repeat(size: &Size, block: &Block) -> Orders {
     slots.iter().map(|slots| with_weights(slots).into_iter().map(Action::Compute).collect()).collect()
 }
 
-/// The computations of a rank in order, with a `W` in each unit that is free as long as some are left.
+/// Returns the computations of a rank in order, with a pending `W` in each free unit.
 fn with_weights(slots: &Slots) -> Vec<Compute> {
     let mut order = Vec::with_capacity(slots.len() * 3 / 2);
     let (mut weights, mut now) = (VecDeque::new(), 0);
@@ -114,7 +114,7 @@ fn with_weights(slots: &Slots) -> Vec<Compute> {
     order
 }
 
-/// The most that a rank holds, in microbatches of one stage.
+/// Returns the peak of a rank, in microbatches of one stage.
 fn held(order: &[Compute]) -> usize {
     let (mut held, mut peak) = (0, 0);
     for compute in order {

@@ -1,11 +1,11 @@
-//! The schedule of two stages a rank in a V whose forwards and backwards overlap.
+//! The schedule with two stages per rank in a V whose forwards and backwards overlap.
 use super::{Order, Orders, Size};
 
-/// On rank `r` stage `a` is on the way there and `z` on the way back; there is a microbatch for each stage at least.
+/// On rank `r`, stage `a` is on the way down and `z` on the way back; there is at least one microbatch per stage.
 pub(crate) fn dualpipev(size: &Size) -> Orders {
     size.each_rank(|rank| {
         let (a, z) = (rank, 2 * size.ranks - 1 - rank);
-        // The ranks behind this one, and those up to it.
+        // The number of ranks after this one, and of those up to and including it.
         let (behind, upto) = (size.ranks - 1 - rank, rank + 1);
         let mut order = Order::default();
         (0..2 * behind).for_each(|_| order.forward(a));
@@ -32,7 +32,7 @@ pub(crate) fn dualpipev(size: &Size) -> Orders {
             order.backward(z);
             order.overlap(z, a);
         }
-        // From the middle on, the weights are left for the gaps of the end.
+        // From the middle on, the weight gradients are deferred to the gaps at the end.
         for i in 0..2 * upto {
             let stage = if i % 2 == 0 { z } else { a };
             if i < upto { order.backward(stage) } else { order.input(stage) }

@@ -1,4 +1,4 @@
-//! A schedule for any costs, made as it goes.
+//! A greedy schedule for any costs.
 use super::{LARGEST, MOST_STAGES};
 use crate::schedule::routes::{Need, Routes};
 use crate::schedule::{Action, Compute, Costs, Edges, Flow, Pass, Schedule};
@@ -7,15 +7,16 @@ use itertools::Itertools;
 use std::cmp::Reverse;
 use std::collections::{HashMap, VecDeque};
 
-/// A schedule that gives each free rank the most urgent thing that it can do without holding more than `cap`
+/// Creates a schedule in which each free rank runs its most urgent computation without holding more than `cap`
 /// microbatches.
 ///
-/// This is an `F` as long as the later stages have less to do than it takes until the next gradient comes back, else an
-/// `I`, else any `F`, else a `W`; of these the oldest microbatch.
+/// This is an `F` while the work of the later stages is shorter than the time until the next gradient returns,
+/// otherwise an `I`, otherwise any `F`, otherwise a `W`; among these, the oldest microbatch.
 ///
-/// Stages are placed as `stage_ranks` says, exchange values along `edges`, and cost what `costs` says. A microbatch on
-/// one of `v` stages of a rank counts `1/v`, as in [`Timeline::peak_activations`](crate::schedule::Timeline::peak_activations). A rank begins
-/// nothing that could keep an older microbatch from its end.
+/// Stages lie on the ranks `stage_ranks`, exchange values along `edges`, and have these `costs`. A microbatch on one of
+/// `v` stages of a rank counts `1/v`, as in
+/// [`Timeline::peak_activations`](crate::schedule::Timeline::peak_activations). A rank starts no computation that could
+/// prevent an older microbatch from finishing.
 ///
 /// ```
 /// use candle_pipe::schedule::{Costs, Edges, greedy};
@@ -29,8 +30,8 @@ use std::collections::{HashMap, VecDeque};
 /// ```
 ///
 /// # Errors
-/// If there is no stage or no microbatch, or too many together; if the edges or costs are of another number of stages;
-/// if the cap is less than one microbatch; if a rank has no stage.
+/// If there are no stages or no microbatches, or too many together; if the edges or costs are for another number of
+/// stages; if the cap is less than one microbatch; if a rank has no stage.
 pub fn greedy(stage_ranks: &[usize], microbatches: usize, edges: &Edges, costs: &Costs, cap: f64) -> Result<Schedule> {
     edges.fit(stage_ranks.len())?;
     costs.fit(stage_ranks.len())?;
@@ -49,7 +50,7 @@ pub fn greedy(stage_ranks: &[usize], microbatches: usize, edges: &Edges, costs: 
         return Err(Error::Schedule(format!("{stages} stages are too many: give at most {MOST_STAGES}")));
     }
     if let Some(rank) = stage_ranks.iter().find(|&&rank| rank >= stages) {
-        let said = format!("rank {rank} has a stage, and {stages} stages are not enough for as many ranks");
+        let said = format!("stage_ranks names rank {rank}, but {stages} stages suffice for at most {stages} ranks");
         return Err(Error::Schedule(said));
     }
     let count = stage_ranks.iter().max().map_or(0, |rank| rank + 1);
@@ -72,7 +73,7 @@ pub fn greedy(stage_ranks: &[usize], microbatches: usize, edges: &Edges, costs: 
     Schedule::new(orders.collect())
 }
 
-/// The time from the start of `F` of each stage to the start of its `I`, if nothing is in the way.
+/// Returns the time from the start of each stage's `F` to the start of its `I`, without any waits.
 fn trips(stage_ranks: &[usize], costs: &Costs) -> Vec<f64> {
     let mut trips = vec![0.0; stage_ranks.len()];
     let mut later = 0.0;
@@ -89,9 +90,9 @@ struct Plan<'a> {
     routes: Routes<'a>,
     costs: &'a Costs,
     microbatches: usize,
-    /// How long it takes from each stage to the last and back.
+    /// The time from each stage to the last and back.
     trips: Vec<f64>,
-    /// When each stage has values and gradients of each microbatch.
+    /// When each stage finishes the values and gradients of each microbatch.
     ends: HashMap<(Flow, usize, usize), f64>,
     ranks: Vec<Rank>,
 }
@@ -99,15 +100,15 @@ struct Plan<'a> {
 struct Rank {
     stages: Vec<Stage>,
     order: Vec<Compute>,
-    /// When it is free.
+    /// When the rank becomes free.
     free: f64,
-    /// What has an `I` and no `W` yet.
+    /// Computations with an `I` and no `W` yet.
     weights: VecDeque<Compute>,
-    /// The most microbatches of one stage that it may hold.
+    /// The most microbatches of one stage that the rank may hold.
     cap: usize,
 }
 
-/// How many microbatches of a stage have which pass, in order.
+/// The number of microbatches of a stage that have each pass; passes follow the order of microbatches.
 struct Stage {
     stage: usize,
     forwards: usize,
@@ -116,7 +117,7 @@ struct Stage {
 }
 
 impl Plan<'_> {
-    /// Begins the most urgent computation of a rank, if it is free and there is one.
+    /// Starts the most urgent computation of a rank, if the rank is free and there is one.
     fn give(&mut self, rank: usize, now: f64) -> bool {
         let state = &self.ranks[rank];
         if state.free > now {
@@ -140,20 +141,21 @@ impl Plan<'_> {
         true
     }
 
-    /// Whether a stage has given the later ones less to do than they need to be busy until it gets a gradient back.
+    /// Returns whether the later stages have less work from this stage than they need to be busy until a gradient
+    /// returns.
     fn feeds(&self, stages: &[Stage], stage: usize) -> bool {
         let under_way = stages.iter().find(|other| other.stage == stage).map_or(0, |own| own.forwards - own.inputs);
         under_way as f64 * (self.costs.forward[stage] + self.costs.input[stage]) < self.trips[stage]
     }
 
-    /// The time of the next change, if there is any to come.
+    /// Returns the time of the next change, if there is one.
     fn next(&self, now: f64) -> Option<f64> {
         let ends = self.ranks.iter().map(|rank| rank.free);
         let arrivals = (0..self.ranks.len()).flat_map(|rank| self.open(rank)).filter_map(|compute| self.ready(compute));
         ends.chain(arrivals).filter(|&time| time > now).min_by(f64::total_cmp)
     }
 
-    /// The next `I` and `F` of each stage of a rank, as far as it may hold them.
+    /// Returns the next `I` and `F` of each stage of a rank, as far as its cap permits.
     fn open(&self, rank: usize) -> impl Iterator<Item = Compute> {
         let rank = &self.ranks[rank];
         let some = |stage, pass, microbatch| Some(Compute { stage, pass, microbatch });
@@ -165,7 +167,7 @@ impl Plan<'_> {
         })
     }
 
-    /// When all is there that a computation needs of other stages, if that is known yet.
+    /// Returns when all inputs of a computation from other stages are available, if that is known yet.
     fn ready(&self, compute: Compute) -> Option<f64> {
         let end = |flow, stage| self.ends.get(&(flow, stage, compute.microbatch)).copied();
         let mut times = self.routes.before(compute).into_iter().map(|need| match need {
@@ -181,7 +183,7 @@ impl Plan<'_> {
 
 impl Rank {
     fn new(stages: Vec<usize>, cap: f64) -> Self {
-        // A cap that is a sum of parts of a microbatch is not to fall short of it by rounding; the cast saturates.
+        // Rounding must not reduce a cap that is a sum of fractions of a microbatch; the cast saturates.
         let cap = (cap * stages.len() as f64 + 1e-6) as usize;
         let stages = stages.into_iter().map(|stage| Stage { stage, forwards: 0, inputs: 0, weights: 0 }).collect();
         Self { stages, order: vec![], free: 0.0, weights: VecDeque::new(), cap }
@@ -204,8 +206,8 @@ impl Rank {
         }
     }
 
-    /// Whether the next forward of a stage leaves room for all that was begun: for the oldest microbatch, then, with what
-    /// that frees, for the one after it, and so on.
+    /// Returns whether the next forward of a stage leaves room to finish all microbatches that have begun: first the
+    /// oldest one, then, with the memory that it frees, the next one, and so on.
     fn has_room(&self, next: usize) -> bool {
         let forwards = |i: usize| self.stages[i].forwards + usize::from(i == next);
         let all = || 0..self.stages.len();

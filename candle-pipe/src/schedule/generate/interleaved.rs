@@ -1,8 +1,9 @@
-//! Schedules of several stages a rank, placed in a loop.
+//! Schedules with several stages per rank, placed in a loop.
 use super::{Order, Orders, Size};
 use crate::schedule::{Action, Compute, Pass};
 
-/// Each stage in turn does all of its forwards, then the stages backwards all backwards, the last microbatch first.
+/// Each stage in turn runs all of its forwards; then the stages in reverse run all backwards, the last microbatch
+/// first.
 pub(crate) fn looped_bfs(size: &Size) -> Orders {
     let compute = |stage, pass, microbatch| Action::Compute(Compute { stage, pass, microbatch });
     let order = |rank| {
@@ -16,12 +17,12 @@ pub(crate) fn looped_bfs(size: &Size) -> Orders {
     (0..size.ranks).map(order).collect()
 }
 
-/// 1F1B where each round of microbatches goes through all stages of a rank before the next begins.
+/// 1F1B where each round of microbatches passes all stages of a rank before the next begins.
 pub(crate) fn interleaved_1f1b(size: &Size) -> Orders {
     interleaved(size, |rank| 2 * (size.ranks - 1 - rank), Order::backward, |_, _, _| ())
 }
 
-/// The same with `I` for `B`; a rank puts off as many `W` as it comes behind the first, so that all hold as much.
+/// The same with `I` instead of `B`; rank r defers r weight passes, so that all ranks have the same peak.
 pub(crate) fn interleaved_zb(size: &Size) -> Orders {
     let weight = |order: &mut Order, rank, backwards| {
         if backwards >= rank {
@@ -31,7 +32,7 @@ pub(crate) fn interleaved_zb(size: &Size) -> Orders {
     interleaved(size, |rank| size.ranks - 1 - rank, Order::input, weight)
 }
 
-/// `after` is told the rank and how many backwards came before the one that it follows.
+/// `after` gets the rank and the number of backwards before the one that it follows.
 fn interleaved(
     size: &Size,
     distance: impl Fn(usize) -> usize,

@@ -1,4 +1,4 @@
-//! The orders of the known schedules, one function a kind.
+//! The orders of the known schedules, one function per kind.
 mod building_block;
 mod dualpipev;
 mod greedy;
@@ -20,13 +20,13 @@ use order::Order;
 /// The most forwards of a step.
 pub(super) const LARGEST: usize = 1 << 20;
 
-/// The most stages: the time to make and to check a schedule grows with their square.
+/// The most stages: the time to generate and to check a schedule grows with their square.
 pub(super) const MOST_STAGES: usize = 1 << 12;
 
-/// What each rank computes.
+/// The actions of each rank.
 pub(super) type Orders = Vec<Vec<Action>>;
 
-/// The size of a pipeline and its step; nothing is 0.
+/// The size of a pipeline and its step; no field is 0.
 pub(super) struct Size {
     pub(super) ranks: usize,
     pub(super) microbatches: usize,
@@ -34,12 +34,12 @@ pub(super) struct Size {
 }
 
 impl Size {
-    /// Rounds of at least as many microbatches as there are ranks, if there are so many.
+    /// Returns the number of rounds, each with at least as many microbatches as ranks if there are that many.
     pub(super) fn rounds(&self) -> usize {
         (self.microbatches / self.ranks).max(1)
     }
 
-    /// The orders of all ranks, each made by itself.
+    /// Generates the order of each rank separately.
     fn each_rank(&self, order: impl Fn(usize) -> Order) -> Orders {
         (0..self.ranks).map(|rank| order(rank).actions).collect()
     }

@@ -1,14 +1,14 @@
-//! The order of one rank while it is made.
+//! The order of one rank under construction.
 use crate::schedule::{Action, Compute, Pass};
 use std::collections::{HashMap, VecDeque};
 
-/// Computations where each pass takes the microbatches of a stage in order.
+/// Computations; each pass takes the microbatches of a stage in order.
 #[derive(Default)]
 pub(super) struct Order {
     pub(super) actions: Vec<Action>,
-    /// The next microbatch of each stage for forwards and for backwards.
+    /// The next microbatch of each stage, for forwards and for backwards.
     next: HashMap<(usize, bool), usize>,
-    /// What has an `I` and no `W` yet, the oldest first.
+    /// Computations with an `I` and no `W` yet, the oldest first.
     weights: VecDeque<(usize, usize)>,
 }
 
@@ -29,30 +29,30 @@ impl Order {
         self.actions.push(Action::Compute(compute));
     }
 
-    /// The oldest `W` that is left, if any.
+    /// Adds the oldest pending `W`, if any.
     pub(super) fn weight(&mut self) {
         let oldest = self.weights.pop_front();
         self.actions.extend(oldest.map(weight));
     }
 
-    /// The oldest `W` that is left of a stage, if any.
+    /// Adds the oldest pending `W` of a stage, if any.
     pub(super) fn weight_of(&mut self, stage: usize) {
         let oldest = self.weights.iter().position(|&(other, _)| other == stage);
         self.actions.extend(oldest.and_then(|i| self.weights.remove(i)).map(weight));
     }
 
-    /// All `W` that are left.
+    /// Adds all pending `W`.
     pub(super) fn weights(&mut self) {
         self.actions.extend(self.weights.drain(..).map(weight));
     }
 
-    /// A forward of one stage overlapped with a backward of another.
+    /// Adds a forward of one stage overlapped with a backward of another.
     pub(super) fn overlap(&mut self, forward: usize, backward: usize) {
         let pair = [self.take(forward, Pass::Forward), self.take(backward, Pass::Backward)];
         self.actions.push(Action::Overlap(pair));
     }
 
-    /// How many forwards of a stage there are so far.
+    /// Returns the number of forwards of a stage so far.
     pub(super) fn forwards(&self, stage: usize) -> usize {
         self.next.get(&(stage, true)).copied().unwrap_or(0)
     }

@@ -1,4 +1,4 @@
-//! Schedules of one stage a rank.
+//! Schedules with one stage per rank.
 use super::{Order, Orders, Size};
 
 /// All forwards, then all backwards.
@@ -11,7 +11,7 @@ pub(crate) fn gpipe(size: &Size) -> Orders {
     })
 }
 
-/// As many forwards as it takes until the first backward is here, then one of each in turn.
+/// Forwards until the first backward can run, then one of each in turn.
 pub(crate) fn one_f_one_b(size: &Size) -> Orders {
     size.each_rank(|rank| {
         let warm_up = (size.ranks - 1 - rank).min(size.microbatches);
@@ -26,17 +26,18 @@ pub(crate) fn one_f_one_b(size: &Size) -> Orders {
     })
 }
 
-/// 1F1B where a rank puts off as many `W` as it holds forwards less than the first rank.
+/// 1F1B where rank r defers r weight passes: one per forward that it holds fewer than rank 0.
 pub(crate) fn zb_h1(size: &Size) -> Orders {
     zero_bubble(size, |rank| size.ranks - 1 - rank, |rank| rank)
 }
 
-/// The same with twice the forwards before the first backward, and twice the `W` put off.
+/// The same with twice the forwards before the first backward, and twice the deferred weight passes.
 pub(crate) fn zb_h2(size: &Size) -> Orders {
     zero_bubble(size, |rank| 2 * (size.ranks - 1 - rank), |rank| 2 * rank)
 }
 
-/// 1F1B in its order, with `I` for `B`, and `W` once more than `put_off` are left; in the end one after each `I`.
+/// 1F1B with `I` instead of `B`. A `W` follows each `I` once more than `put_off` are pending, and in the cool-down
+/// phase.
 fn zero_bubble(size: &Size, warm_up: impl Fn(usize) -> usize, put_off: impl Fn(usize) -> usize) -> Orders {
     size.each_rank(|rank| {
         let warm_up = warm_up(rank).min(size.microbatches);

@@ -1,10 +1,10 @@
-//! The zero-bubble schedule of two stages a rank, placed in a V.
+//! The zero-bubble schedule with two stages per rank, placed in a V.
 use super::{Order, Orders, Size};
 use crate::schedule::Action;
 
-/// On rank `r` stage `a` is on the way there and `z` on the way back.
+/// On rank `r`, stage `a` is on the way down and `z` on the way back.
 ///
-/// The order is made for at least `2P - 1` microbatches, and what is too many is left out.
+/// The order is generated for at least `2P - 1` microbatches; surplus ones are removed.
 pub(crate) fn zbv(size: &Size) -> Orders {
     let microbatches = size.microbatches.max(2 * size.ranks - 1);
     let wanted = |action: &Action| action.computes().iter().all(|compute| compute.microbatch < size.microbatches);

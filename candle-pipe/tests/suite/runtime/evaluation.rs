@@ -176,7 +176,7 @@ fn splitting_the_backward_pass_is_what_schedules_say() {
         let runtime = chain::runtime(&schedule, ctx, &tail)?;
         let options = StepOptions { split_backward: true, ..StepOptions::default() };
         let said = runtime.forward_backward(&chain::batch(4, 2)?, &options).unwrap_err().to_string();
-        assert!(said.contains("split_backward on ranks, where the schedule says what is split"), "{said}");
+        assert!(said.contains("split_backward on ranks, where the schedule defines the split"), "{said}");
         Ok(())
     });
 }

@@ -189,7 +189,7 @@ fn replicas_that_are_none_are_refused_by_all() {
         assert!(said.contains("description differs"), "{said}");
     }
     for said in of([ScheduleKind::GPipe; 2], ["pp", "pp"]) {
-        assert!(said.contains("are no replicas of one rank of the pipeline on ranks"), "{said}");
+        assert!(said.contains("are not replicas of one rank of the pipeline on ranks"), "{said}");
     }
 }
 

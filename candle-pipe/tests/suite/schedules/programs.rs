@@ -36,7 +36,7 @@ fn communication_that_is_not() {
         (&["0SEND_F0 0F0 0RECV_B0 0B0", "1RECV_F0 1F0 1B0 1SEND_B0"], &["rank 0, position 0, 0SEND_F0", "misplaced"]),
         (
             &["0F0 0SEND_F0 0SEND_F0 0RECV_B0 0B0", "1RECV_F0 1RECV_F0 1F0 1B0 1SEND_B0"],
-            &["rank 0, position 2", "doubled"],
+            &["rank 0, position 2", "duplicate"],
         ),
         (&["0F0 0SEND_F0 0RECV_B0 0B0 0SEND_F9", "1RECV_F0 1F0 1B0 1SEND_B0"], &["0SEND_F9", "not computed yet"]),
         (&["0F0 0SEND_F0 0RECV_B0 0B0", "1RECV_F0 1F0 1SEND_B0 1B0"], &["1SEND_B0", "misplaced"]),
@@ -47,9 +47,9 @@ fn communication_that_is_not() {
         (&["0F0 0SEND_F0 0F1 0SEND_F1", "1RECV_F1 1F1 1RECV_F0 1F0"], &["0SEND_F0", "waits for 1RECV_F0 forever"]),
         (&["0F0 0REDUCE_GRAD 0B0"], &["position 1, 0REDUCE_GRAD", "not finished"]),
         (&["0F0 0B0 0REDUCE_GRAD"], &["does not wait for 0REDUCE_GRAD"]),
-        (&["0F0 0B0 0REDUCE_GRAD 0WAIT_REDUCE_GRAD 0REDUCE_GRAD"], &["position 4", "doubled"]),
+        (&["0F0 0B0 0REDUCE_GRAD 0WAIT_REDUCE_GRAD 0REDUCE_GRAD"], &["position 4", "duplicate"]),
         (&["0F0 0B0 0WAIT_REDUCE_GRAD"], &["0WAIT_REDUCE_GRAD", "waits for nothing"]),
-        (&["0F0 0B0 0SHARED_REDUCE 0SHARED_REDUCE"], &["position 3, 0SHARED_REDUCE", "doubled"]),
+        (&["0F0 0B0 0SHARED_REDUCE 0SHARED_REDUCE"], &["position 3, 0SHARED_REDUCE", "duplicate"]),
         (&["0F0 0SEND_F0 0WAIT_SEND_F0 0WAIT_SEND_F0", "1RECV_F0 1F0"], &["position 3", "waits for nothing"]),
         (
             &["0F0 0SEND_F0 0SHARED_REDUCE 1SHARED_REDUCE", "1RECV_F0 1F0 1SHARED_REDUCE 0SHARED_REDUCE"],

@@ -82,7 +82,7 @@ fn a_customised_op_communicates_and_says_how_its_result_lies() {
             let shrunk = LocalOp::new("shrunk", |x: &Tensor, (): &()| Ok(x.narrow(1, 0, 2)?));
             let error = shrunk.apply(&x, &()).unwrap_err().to_string();
             assert!(
-                error.starts_with("shrunk: makes [") && error.contains("say how it lies with customized"),
+                error.starts_with("shrunk: returns shape [") && error.contains("describe its layout with customized"),
                 "{error}"
             );
             Ok(())

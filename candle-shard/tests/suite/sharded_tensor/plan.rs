@@ -80,7 +80,7 @@ fn a_plan_that_does_not_fit_is_an_error_before_any_communication() {
             ShardedTensor::shard(&tensor.narrow(0, 0, 2)?, chunks(0, &[0, 1]), src, group)
         });
         let error = shard_module(&model(1), &shrinking, 0, ctx.group()).unwrap_err().to_string();
-        assert!(error.contains("top.bias: its sharder makes [2] of [3]; keep the shape"), "{error}");
+        assert!(error.contains("top.bias: its sharder returns shape [2] for [3]; keep the shape"), "{error}");
         assert!(format!("{shrinking:?}").contains("top.bias: a sharder"));
         Ok(())
     });

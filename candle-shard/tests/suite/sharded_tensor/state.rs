@@ -143,7 +143,7 @@ fn a_failure_on_one_rank_is_the_same_error_on_all() {
     assert!(texts.iter().all_equal(), "{texts:#?}");
     let parts = [
         "rank 1: ",
-        "holds something else than a checkpoint",
+        "contains something other than a checkpoint",
         "rank 2 names \"y\" as f32[6, 2] in chunks",
         "rank 2 names \"x\" as f32[6, 2] in chunks of dim 1",
         "lies on ranks [2, 1, 0], and those of [0, 1, 2] are saved",

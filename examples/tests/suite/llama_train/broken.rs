@@ -56,7 +56,11 @@ fn what_is_wrong_with_a_file_is_said_before_memory_is_taken() {
 
     // Of models and of checkpoints.
     let cases: [(&str, Spoil<'_>, &[&str]); 8] = [
-        ("whole", &|at| cut_short(&at.join("model.safetensors")), &["model.safetensors", "of which there are"]),
+        (
+            "whole",
+            &|at| cut_short(&at.join("model.safetensors")),
+            &["model.safetensors", "of the data, which has only"],
+        ),
         (
             "whole",
             &|at| change(&at.join("model.safetensors"), |tensors| drop(tensors.remove(Q))),
