@@ -25,7 +25,7 @@ pub struct Lowering {
 }
 
 impl Lowering {
-    /// Sends only values and their gradients along these edges.
+    /// Creates a lowering that sends only values and their gradients along these edges.
     pub fn new(edges: Edges) -> Self {
         Self { edges, groups: vec![], reduced: false }
     }
