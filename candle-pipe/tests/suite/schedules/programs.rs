@@ -1,4 +1,4 @@
-//! What is no program: communication that is missing, doubled, misplaced, or never ends.
+//! What is no program: communication that is missing, duplicated, misplaced, or never ends.
 use candle_pipe::schedule::{Edges, Program};
 
 /// The actions of each rank, spaces between them.

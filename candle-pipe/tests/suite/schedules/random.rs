@@ -90,7 +90,7 @@ proptest! {
             let mut doubled = lists.clone();
             doubled[target].push(Some(action));
             let said = Schedule::new(doubled).unwrap_err().to_string();
-            prop_assert!(said.contains("doubled"), "{}", said);
+            prop_assert!(said.contains("duplicate"), "{}", said);
         }
 
         // Another rank has none of this stage.
