@@ -1,28 +1,28 @@
-//! A dim cut into pieces.
+//! A dim of a tensor cut into pieces.
 use super::Dims;
 
-/// A dim cut into one piece a rank.
+/// The cut of a dim into pieces, one per rank.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Cut {
-    /// The dim.
+    /// The dim that is cut.
     pub dim: usize,
-    /// The pieces' sizes in rank order; they may differ and be zero.
+    /// The sizes of the pieces in rank order. They may differ, and they may be zero.
     pub sizes: Dims,
 }
 
 impl Cut {
-    /// A cut of `dim` into `sizes`.
+    /// Creates a cut of `dim` into pieces of these sizes.
     pub fn new(dim: usize, sizes: &[usize]) -> Self {
         Self { dim, sizes: Dims::from_slice(sizes) }
     }
 
-    /// Where the piece of `rank` begins.
+    /// Returns the offset of the piece of `rank`.
     pub(crate) fn start(&self, rank: usize) -> usize {
         self.sizes[..rank].iter().sum()
     }
 }
 
-/// The sum of sizes, unless it is more than can be counted.
+/// Returns the sum of `sizes`, or `None` if it overflows.
 pub(crate) fn total(sizes: &[usize]) -> Option<usize> {
     sizes.iter().try_fold(0usize, |sum, &size| sum.checked_add(size))
 }

@@ -1,7 +1,7 @@
-//! The dtypes that groups carry.
+//! The dtypes that collectives support.
 use candle_core::DType;
 
-/// The dtypes that every engine moves and reduces.
+/// The dtypes that every backend moves and reduces.
 pub(crate) const CARRIED: [DType; 10] = [
     DType::U8,
     DType::U32,
@@ -15,7 +15,7 @@ pub(crate) const CARRIED: [DType; 10] = [
     DType::F8E4M3,
 ];
 
-/// Their names, for errors.
+/// Returns the names of these dtypes, for error messages.
 pub(crate) fn carried() -> String {
     CARRIED.map(|dtype| dtype.as_str()).join(", ")
 }

@@ -1,4 +1,4 @@
-//! Calls: what is communicated and how, as data that ranks compare and errors print.
+//! Descriptions of communication calls. Ranks compare them, and errors and logs print them.
 mod cut;
 mod dtypes;
 mod op;
@@ -20,60 +20,61 @@ use std::panic::Location;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// How a collective is made; all ranks make it in the same form.
+/// The form of a collective. All ranks must use the same form.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub enum Form {
-    /// Into new memory, and the caller waits.
+    /// The result is new memory, and the call blocks.
     #[default]
     New,
-    /// Over the input.
+    /// The result overwrites the input.
     InPlace,
-    /// Into new memory, and the caller waits later.
+    /// The result is new memory, and the caller waits for it later.
     Started,
 }
 
 /// A short list of sizes.
 pub type Dims = SmallVec<[usize; 6]>;
 
-/// In [`Call::shape`], a dim whose size may differ from rank to rank.
+/// Marks a dim of [`Call::shape`] whose size may differ between ranks.
 pub const RAGGED: usize = usize::MAX;
 
-/// One communication call as seen by one rank: what the ranks compare, and what errors and logs print.
+/// One communication call of one rank. Ranks compare it, and errors and logs print it.
 #[derive(Debug, Clone)]
 pub struct Call {
-    /// What is done.
+    /// The operation.
     pub op: Op,
     /// The dtype of the data, if there is any.
     pub dtype: Option<DType>,
-    /// Where the data is.
+    /// The device of the data.
     pub device: DeviceLocation,
-    /// The shape that ranks must agree on; [`RAGGED`] where sizes may differ.
+    /// The shape, which must be equal on all ranks; dims of size [`RAGGED`] may differ.
     pub shape: Dims,
-    /// Dtypes and shapes of the further tensors of a coalesced call.
+    /// The dtypes and shapes of the second and later tensors of a coalesced call.
     pub rest: Vec<(DType, Dims)>,
     /// The reduction, for ops that reduce.
     pub reduce: Option<ReduceOp>,
-    /// The root, or the other side of a point-to-point call, as a rank of the group.
+    /// The root, or the other rank of a point-to-point call, as a rank of the group.
     pub peer: Option<usize>,
-    /// The dims that are cut or joined: one for each tensor, or for an all_to_all the split and the joined one; dim 0
-    /// alone for one that is [routed](Self::is_routed).
+    /// The dims that are cut or joined: one per tensor. An all_to_all has two, the split dim and the joined dim; a
+    /// [routed](Self::is_routed) all_to_all has only dim 0.
     pub dims: SmallVec<[usize; 2]>,
-    /// Sizes of the pieces, one a rank, for each dim in `dims`; for a routed all_to_all those that each rank sends.
+    /// For each dim in `dims`, the size of the piece of each rank. A routed all_to_all has one list of counts per
+    /// sender.
     pub sizes: SmallVec<[Dims; 2]>,
-    /// What tells apart messages between the same two ranks.
+    /// The tag that separates messages between the same two ranks.
     pub tag: u32,
-    /// How the call is made.
+    /// The form of the call.
     pub form: Form,
-    /// Something else that must be equal on all ranks, in words.
+    /// A text that must be equal on all ranks as well.
     pub note: Option<Arc<str>>,
-    /// How long this rank may wait in the call; `None` for the timeout of its world. Ranks need not agree on it.
+    /// How long this rank may wait in the call; `None` means the timeout of the world. It may differ between ranks.
     pub timeout: Option<Duration>,
-    /// Where the call was made.
+    /// The source location of the call.
     pub site: &'static Location<'static>,
 }
 
 impl Call {
-    /// A call without data.
+    /// Creates a call without data.
     #[track_caller]
     pub fn new(op: Op) -> Self {
         Self {
@@ -94,7 +95,7 @@ impl Call {
         }
     }
 
-    /// A call on `tensor`, whose shape must be equal on all ranks but for the `ragged` dims.
+    /// Creates a call on `tensor`. Its shape must be equal on all ranks, except in the `ragged` dims.
     #[track_caller]
     pub fn on(op: Op, tensor: &Tensor, ragged: &[usize]) -> Self {
         let mut shape = Dims::from_slice(tensor.dims());
@@ -105,18 +106,18 @@ impl Call {
         Self { dtype: Some(tensor.dtype()), device, shape, ..Self::new(op) }
     }
 
-    /// The call with further tensors beside the first.
+    /// Adds the second and later tensors of a coalesced call.
     pub fn with_rest(mut self, rest: &[Tensor]) -> Self {
         self.rest = rest.iter().map(|tensor| (tensor.dtype(), Dims::from_slice(tensor.dims()))).collect();
         self
     }
 
-    /// Whether this is an all_to_all of rows, as many as `sizes[sender][receiver]` from each rank to each.
+    /// Returns whether this is an all_to_all of rows, where rank `s` sends `sizes[s][r]` rows to rank `r`.
     pub fn is_routed(&self) -> bool {
         self.op == Op::AllToAll && self.dims.len() == 1
     }
 
-    /// Whether `rank` of the group gets no result.
+    /// Returns whether `rank` of the group gets no result.
     pub fn gives_nothing(&self, rank: usize) -> bool {
         match self.op {
             Op::Reduce | Op::Gather => self.peer != Some(rank),
@@ -124,7 +125,8 @@ impl Call {
         }
     }
 
-    /// The shape of what `rank` gets for its `i`-th tensor of shape `mine`; for a scatter that is the root's.
+    /// Returns the shape of the `i`-th result of `rank`. `mine` is the shape of its input, or of the root's for a
+    /// scatter.
     pub fn result_shape(&self, rank: usize, i: usize, mine: &[usize]) -> Dims {
         let mut shape = Dims::from_slice(mine);
         match self.op {
@@ -140,20 +142,20 @@ impl Call {
         shape
     }
 
-    /// The first thing in which two calls that belong together differ, if they do.
+    /// Returns the name of the first property in which two calls of the same round differ, or `None`.
     pub fn difference(&self, other: &Self) -> Option<&'static str> {
         DIFFERENCES.iter().find(|(_, differs)| differs(self, other)).map(|(what, _)| *what)
     }
 }
 
-/// The name of something that calls have, and whether two differ in it.
+/// The name of a property of calls, and a function that returns whether two calls differ in it.
 type Difference = (&'static str, fn(&Call, &Call) -> bool);
 
-/// What two calls that belong together may differ in, in the order in which it is named.
+/// The properties that must be equal, in the order in which a mismatch is reported.
 pub(crate) const DIFFERENCES: [Difference; 10] = [
     ("op", |a, b| a.op != b.op),
     ("dtype", |a, b| a.dtype != b.dtype),
-    // Which GPU is each rank's own affair.
+    // Each rank has its own GPU, so only the kind of device counts.
     ("device", |a, b| discriminant(&a.device) != discriminant(&b.device)),
     ("shape", |a, b| a.shape != b.shape || a.rest != b.rest),
     ("reduction", |a, b| a.reduce != b.reduce),

@@ -1,8 +1,8 @@
-//! The kinds of communication.
+//! The communication operations.
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// The kinds of communication.
+/// A communication operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Op {
@@ -18,20 +18,20 @@ pub enum Op {
     Broadcast,
     /// The root gets the reduction.
     Reduce,
-    /// The root's pieces go to the ranks.
+    /// Every rank gets its piece of the root's tensor.
     Scatter,
     /// The root gets all inputs, joined along a dim.
     Gather,
-    /// Point to point, the sending side.
+    /// The sending side of a point-to-point message.
     Send,
-    /// Point to point, the receiving side.
+    /// The receiving side of a point-to-point message.
     Recv,
-    /// Nobody leaves before everybody came.
+    /// No rank returns before every rank has made the call.
     Barrier,
 }
 
 impl Op {
-    /// The name as users write it, e.g. `"all_reduce"`.
+    /// Returns the name of the operation as in the API, e.g. `"all_reduce"`.
     pub const fn name(self) -> &'static str {
         match self {
             Self::AllReduce => "all_reduce",

@@ -4,8 +4,8 @@ use std::fmt;
 
 /// The elementwise reduction of a collective.
 ///
-/// Sums run in rank order, so results are bit-identical on all ranks and from run to run; 16-bit floats accumulate in
-/// f32. `Min` and `Max` propagate NaN.
+/// Values are added in rank order, so results are bit-identical on all ranks and in every run. 16-bit floats accumulate
+/// in f32. `Min` and `Max` propagate NaN.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum ReduceOp {
     /// The sum.
@@ -18,23 +18,22 @@ pub enum ReduceOp {
     Max,
     /// The product.
     Product,
-    /// The bits that all ranks have; whole numbers only.
+    /// The bitwise AND; integers only.
     And,
-    /// The bits that any rank has; whole numbers only.
+    /// The bitwise OR; integers only.
     Or,
-    /// The bits that an odd number of ranks has; whole numbers only.
+    /// The bitwise XOR; integers only.
     Xor,
-    /// The sum of the values times a factor, which is multiplied before the values are added; floats only. See
-    /// [`ReduceOp::pre_mul_sum`].
+    /// The sum of the values after each was multiplied by a factor; floats only. See [`ReduceOp::pre_mul_sum`].
     PreMulSum(Factor),
 }
 
-/// The factor of a [`ReduceOp::PreMulSum`]; two are equal if their bits are.
+/// The factor of a [`ReduceOp::PreMulSum`]. Two factors are equal if their bits are equal.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Factor(u64);
 
 impl Factor {
-    /// The number.
+    /// Returns the factor as a number.
     pub const fn value(self) -> f64 {
         f64::from_bits(self.0)
     }
@@ -47,8 +46,8 @@ impl fmt::Debug for Factor {
 }
 
 impl ReduceOp {
-    /// The sum of all values times `factor`, the same on all ranks. Each value is multiplied before it is added, in f32
-    /// for 16-bit and 8-bit floats, so that a factor below 1 keeps sums in range.
+    /// Returns the reduction that multiplies each value by `factor` and then adds. All ranks must use the same factor.
+    /// 8-bit and 16-bit floats are multiplied in f32, so a factor below 1 prevents overflow.
     ///
     /// ```
     /// use candle_core::{DType, Device, Tensor};
@@ -66,12 +65,12 @@ impl ReduceOp {
         Self::PreMulSum(Factor(factor.to_bits()))
     }
 
-    /// Whether it combines bits, which floats do not have for this purpose.
+    /// Returns whether this is a bitwise operation, which floats do not support.
     pub const fn is_bitwise(self) -> bool {
         matches!(self, Self::And | Self::Or | Self::Xor)
     }
 
-    /// Whether its results are fractions, which whole numbers cannot hold.
+    /// Returns whether results may be fractions, which integer tensors cannot hold.
     pub const fn is_fractional(self) -> bool {
         matches!(self, Self::Avg | Self::PreMulSum(_))
     }

@@ -11,12 +11,13 @@ pub(crate) enum End {
 }
 
 impl End {
-    /// How a rank ends whose thread says nothing of it.
+    /// Returns how the current thread ends, if its rank reported nothing.
     pub(crate) fn of_thread() -> Self {
         if std::thread::panicking() { Self::Panicked("(see the panic above)".to_string()) } else { Self::Returned }
     }
 
-    /// Why the world stops, if this stops it at once; a plain return only stops those who wait for the rank.
+    /// Returns why the world stops, if this end stops it at once. A plain return only fails ranks that wait for this
+    /// one.
     pub(crate) fn cause(&self, rank: usize) -> Option<Cause> {
         match self {
             Self::Returned => None,

@@ -5,10 +5,10 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Why a world stopped, and what each of its ranks was doing then.
+/// Why a world stopped, and what each of its ranks was doing at that time.
 #[derive(Debug, Clone)]
 pub struct GroupFailure {
-    /// What happened first.
+    /// The first thing that went wrong.
     pub cause: Cause,
     /// One entry for every rank of the world, in rank order.
     pub ranks: Vec<RankReport>,
@@ -24,7 +24,7 @@ pub enum Cause {
         rank: usize,
         /// The first member of the group (global).
         reference: usize,
-        /// What differs: the op, dtype, shape, root, dim, sizes or reduction.
+        /// The property that differs, such as the op, dtype, shape, root, dim, sizes or reduction.
         what: &'static str,
     },
     /// A rank ended while others waited for it.
@@ -36,35 +36,35 @@ pub enum Cause {
     Failed {
         /// The rank that failed.
         rank: usize,
-        /// Its error.
+        /// The error message.
         message: String,
     },
     /// A rank panicked.
     Panicked {
         /// The rank that panicked.
         rank: usize,
-        /// The panic's message.
+        /// The panic message.
         message: String,
     },
-    /// A rank's process is gone, or can no longer be reached.
+    /// The process of a rank is gone or cannot be reached.
     Lost {
-        /// The rank whose process it was.
+        /// The rank of that process.
         rank: usize,
-        /// How that showed.
+        /// How the loss was noticed.
         how: String,
     },
-    /// Every rank that still runs waits for another: no call can ever complete.
+    /// Every running rank waits for another one, so no call can complete.
     Deadlock,
     /// A rank waited longer than the world's timeout.
     TimedOut {
-        /// The rank that gave up.
+        /// The rank that timed out.
         rank: usize,
         /// How long it waited.
         after: Duration,
     },
-    /// Ranks did not come to a monitored barrier in time.
+    /// Some ranks did not reach a monitored barrier in time.
     Missing {
-        /// All that did not come (global).
+        /// All ranks that did not reach the barrier (global).
         ranks: Vec<usize>,
         /// How long the others waited.
         after: Duration,
@@ -74,31 +74,31 @@ pub enum Cause {
 /// What one rank was doing when its world stopped.
 #[derive(Debug, Clone)]
 pub struct RankReport {
-    /// The rank, counted in the world.
+    /// The rank in the world.
     pub rank: usize,
-    /// Its state.
+    /// The state of the rank.
     pub doing: Doing,
 }
 
-/// The state of a rank, as far as its communication shows it.
+/// The state of a rank, as seen from its communication.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub enum Doing {
-    /// It is inside this communication call.
+    /// The rank is in this communication call.
     In(Arc<Call>),
-    /// It runs code of its own; this is the last call that it completed, if any.
+    /// The rank runs its own code. This is the last call that it completed, if any.
     Running(Option<Arc<Call>>),
-    /// It returned.
+    /// The rank returned.
     Returned,
-    /// It returned an error.
+    /// The rank returned an error.
     Failed(String),
-    /// It panicked.
+    /// The rank panicked.
     Panicked(String),
-    /// Where ranks are processes: what it says of itself, in the words of the states above.
+    /// The rank is another process. This is its own description of one of the states above.
     Says(String),
-    /// Its process is gone, or can no longer be reached.
+    /// The process of the rank is gone or cannot be reached.
     Lost(String),
-    /// Its process did not answer in time.
+    /// The process of the rank did not answer in time.
     Silent,
 }
 

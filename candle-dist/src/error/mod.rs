@@ -1,4 +1,4 @@
-//! What can go wrong, as values that are alike on every rank.
+//! Errors, which are equal on every rank.
 mod end;
 mod failure;
 
@@ -8,50 +8,51 @@ pub use failure::{Cause, Doing, GroupFailure, RankReport};
 use std::fmt;
 use std::sync::Arc;
 
-/// The result of everything in this crate.
+/// The result type of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// An error of a process group, a mesh, or the tensor library under them.
+/// An error of a process group, a mesh, or candle.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The arguments of a call are wrong; no data was moved and the group stays usable.
+    /// The arguments of a call are wrong. No data was moved, and the group stays usable.
     #[error("rank {rank}: {op}: {reason}")]
     InvalidArgument {
         /// The rank that made the call.
         rank: usize,
-        /// The call.
+        /// The name of the call.
         op: &'static str,
-        /// What is wrong and how to mend it.
+        /// What is wrong and how to fix it.
         reason: String,
     },
-    /// The arguments of a call that concerns no group are wrong.
+    /// The arguments of a call outside of any group are wrong.
     #[error("{op}: {reason}")]
     Invalid {
-        /// The call.
+        /// The name of the call.
         op: &'static str,
-        /// What is wrong and how to mend it.
+        /// What is wrong and how to fix it.
         reason: String,
     },
-    /// The ranks of a world no longer agree, or one of them is gone: the same value on every rank.
+    /// The world stopped, because its ranks disagree or one of them ended. The value is the same on every rank.
     #[error("{0}")]
     Group(Arc<GroupFailure>),
-    /// A mesh was described or used wrongly; decided from arguments alone, so alike on every rank.
+    /// A mesh was described or used wrongly. Arguments alone decide this, so all ranks get the same error.
     #[error("device mesh: {0}")]
     Mesh(String),
-    /// The processes of a world did not come together.
+    /// The processes of a world could not start it.
     #[error("init: {0}")]
     Init(String),
-    /// This build or backend cannot do what was asked.
+    /// This build or backend does not support the request.
     #[error("unsupported: {0}")]
     Unsupported(String),
-    /// candle refused an operation on local data. `Debug` prints candle's backtrace, where there is one.
+    /// A candle operation on local data failed. `Debug` prints candle's backtrace if there is one.
     #[error("{}", without_trace(.0))]
     Candle(Arc<candle_core::Error>),
 }
 
 impl From<candle_core::Error> for Error {
-    /// An error of this crate that went through candle, as in a backward pass, comes out as what it was.
+    /// Converts the error. An error of this crate that passed through candle, as in a backward pass, comes back
+    /// unchanged.
     fn from(error: candle_core::Error) -> Self {
         carried(&error).unwrap_or_else(|| Self::Candle(Arc::new(error)))
     }
@@ -60,14 +61,14 @@ impl From<candle_core::Error> for Error {
 impl From<Error> for candle_core::Error {
     fn from(error: Error) -> Self {
         match error {
-            // The trace of an error that others hold, too, stays with them.
+            // If others hold the error too, they keep its backtrace.
             Error::Candle(error) => Arc::try_unwrap(error).unwrap_or_else(|error| Self::Msg(without_trace(&error))),
             error => Self::WrappedContext { wrapped: Box::new(Carried(error)), context: "in candle-dist".into() },
         }
     }
 }
 
-/// What an error of candle says, without the backtrace that it prints where `RUST_BACKTRACE` is set.
+/// Returns the message of a candle error without the backtrace that candle adds when `RUST_BACKTRACE` is set.
 ///
 /// ```
 /// use candle_core::{Error, Tensor};
@@ -87,13 +88,13 @@ pub fn without_trace(error: &candle_core::Error) -> String {
     }
 }
 
-/// A message without the backtrace that candle's errors print behind it.
+/// Removes the backtrace that candle appends to its messages.
 pub(crate) fn cut_trace(message: &str) -> &str {
     const FIRST_FRAME: &str = "\n   0: ";
     message.find(FIRST_FRAME).map_or(message, |at| &message[..at])
 }
 
-/// An error on its way through candle, which prints the `Debug` form.
+/// An error of this crate that passes through candle, which prints it with `Debug`.
 #[derive(thiserror::Error)]
 #[error("{0}")]
 struct Carried(Error);
@@ -104,7 +105,7 @@ impl fmt::Debug for Carried {
     }
 }
 
-/// The error of this crate that a candle error carries, if it does.
+/// Returns the error of this crate inside a candle error, if there is one.
 fn carried(error: &candle_core::Error) -> Option<Error> {
     match error {
         candle_core::Error::WithBacktrace { inner, .. }
@@ -120,7 +121,7 @@ mod tests {
     use super::{Error, cut_trace};
     use std::backtrace::Backtrace;
 
-    /// An error as candle makes it where `RUST_BACKTRACE=1`.
+    /// Returns an error as candle makes it with `RUST_BACKTRACE=1`.
     fn traced() -> candle_core::Error {
         let inner = candle_core::Error::Msg("no such dim".into());
         let traced = |inner| candle_core::Error::WithBacktrace {
@@ -135,7 +136,7 @@ mod tests {
         let error = Error::from(traced());
         assert_eq!(error.to_string(), "in a layer: no such dim");
         assert!(format!("{error:?}").lines().count() > 3, "{error:?}");
-        // Through candle and back.
+        // Convert to a candle error and back.
         let back = Error::from(candle_core::Error::from(error.clone()));
         assert_eq!(back.to_string(), "in a layer: no such dim");
         let text = traced().to_string();

@@ -1,28 +1,28 @@
-//! What each launcher tells a process, one row a launcher.
+//! The environment variables of each launcher, one row per launcher.
 
-/// The variables of one launcher.
+/// The environment variables of one launcher.
 pub(super) struct Launcher {
     pub(super) name: &'static str,
-    /// A variable that tells this launcher from others that also set `rank`.
+    /// A variable that distinguishes this launcher from others that also set `rank`.
     pub(super) mark: &'static str,
     pub(super) rank: &'static str,
     pub(super) size: &'static str,
     pub(super) local_rank: &'static str,
-    /// The first one set counts.
+    /// The first of these that is set counts.
     pub(super) local_size: &'static [&'static str],
-    /// The node's number, where `local_size` lists all nodes.
+    /// The number of this node, if `local_size` lists all nodes.
     pub(super) node: Option<&'static str>,
     /// The list of hosts, in rank order.
     pub(super) hosts: Option<&'static str>,
-    /// What tells this job from others; several are joined.
+    /// Variables that identify the job; their values are joined.
     pub(super) job: &'static [&'static str],
-    /// What the first of them is where nobody has named the job: alike for all such jobs.
+    /// The value of the first of them in jobs without a name.
     pub(super) unnamed: Option<&'static str>,
-    /// Whether other launchers run inside it: its variables then count for nothing.
+    /// Whether other launchers may run inside this one. Their variables then take precedence.
     pub(super) outer: bool,
 }
 
-/// The launchers, in the order in which they are looked for.
+/// The launchers, in the order in which they are checked.
 pub(super) const LAUNCHERS: [Launcher; 4] = [
     Launcher {
         name: "torchrun",

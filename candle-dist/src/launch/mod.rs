@@ -1,4 +1,4 @@
-//! Who a process is: its rank, the world's size, and where rank 0 is found.
+//! The identity of a process: its rank, the world's size, and the address of rank 0.
 mod launchers;
 mod options;
 mod slurm;
@@ -10,22 +10,23 @@ use itertools::Itertools;
 use launchers::{LAUNCHERS, Launcher};
 use std::ops::Range;
 
-/// Where rank 0 listens if nothing names a port: one of these by the job's id, below the ports that systems give out.
+/// The ports of rank 0 if none is set; a hash of the job id chooses one. They lie below the ephemeral ports.
 const PORTS: Range<u16> = 20_000..32_768;
 
-/// What a process knows of itself before it has met the others.
+/// The identity of a process, known before the processes meet.
 ///
 /// It comes from [`InitOptions::explicit`], or from the variables of torchrun, Open MPI, MPICH (Hydra) or Slurm.
-/// `MASTER_ADDR` and `MASTER_PORT` say where rank 0 listens, under every launcher. Without them it is `127.0.0.1` if all
-/// ranks are on one host, under Slurm otherwise the first host; and a port between 20000 and 32767 that a hash of the
-/// job's id chooses. (MPICH gives no job id: two of its jobs at once on a host need different `MASTER_PORT`s.)
+/// `MASTER_ADDR` and `MASTER_PORT` set where rank 0 listens, under every launcher. The default host is `127.0.0.1` if
+/// all ranks are on one host; under Slurm it is otherwise the first host. The default port is between 20000 and 32767,
+/// chosen by a hash of the job id. (MPICH has no job id: two of its jobs on one host need different `MASTER_PORT`s.)
 ///
-/// The token keeps the processes of other jobs out that come to the same address and port. By default it is the launcher's job
-/// id: torchrun's `--rdzv-id`, the namespace of Open MPI, the job and step of Slurm. Where there is none (MPICH, torchrun
-/// without `--rdzv-id`, [`InitOptions::explicit`]), a job that spans hosts needs one from `CANDLE_DIST_TOKEN` or
-/// [`InitOptions::token`], or goes without at its own word (`CANDLE_DIST_NO_TOKEN=1`, [`InitOptions::no_token`]).
+/// The token keeps out processes of other jobs that connect to the same address and port. By default it is the
+/// launcher's job id: torchrun's `--rdzv-id`, the namespace of Open MPI, the job and step of Slurm. Without one (MPICH,
+/// torchrun without `--rdzv-id`, [`InitOptions::explicit`]), a job that spans hosts needs a token from
+/// `CANDLE_DIST_TOKEN` or [`InitOptions::token`], or permission to go without (`CANDLE_DIST_NO_TOKEN=1`,
+/// [`InitOptions::no_token`]).
 ///
-/// torchrun's agent may listen at `MASTER_PORT` itself (`TORCHELASTIC_USE_AGENT_STORE`): rank 0 then takes the next one.
+/// If torchrun's agent itself listens at `MASTER_PORT` (`TORCHELASTIC_USE_AGENT_STORE`), rank 0 uses the next port.
 ///
 /// ```
 /// use candle_dist::init::{InitOptions, LaunchInfo};
@@ -39,25 +40,25 @@ const PORTS: Range<u16> = 20_000..32_768;
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LaunchInfo {
-    /// This process among all.
+    /// The rank of this process.
     pub rank: usize,
     /// The number of processes.
     pub world_size: usize,
-    /// This process among those of its host.
+    /// The rank of this process among those of its host.
     pub local_rank: usize,
     /// The number of processes on this host.
     pub local_size: usize,
-    /// Where rank 0 listens, as `host:port`.
+    /// The address at which rank 0 listens, as `host:port`.
     pub address: String,
-    /// What all processes of the job know and others do not; it keeps jobs apart, and is no encryption.
+    /// The token, which only the processes of this job know. It separates jobs; it is not encryption.
     pub token: String,
     /// Whether several ranks may use one GPU.
     pub share_gpus: bool,
-    /// Whether MPI can find the other processes: a launcher of its own started this one.
+    /// Whether MPI can find the other processes, because an MPI launcher started this one.
     pub has_mpi: bool,
 }
 
-/// What MPI libraries read to find each other, whatever the launcher.
+/// Variables that MPI libraries read to find each other, under any launcher.
 const MPI_MARKS: [&str; 4] = ["OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_FD"];
 
 impl LaunchInfo {
@@ -66,7 +67,7 @@ impl LaunchInfo {
         Self::resolve(options, |name| std::env::var(name).ok())
     }
 
-    /// Like [`from_env`](Self::from_env) with any source of variables; an empty variable counts as unset.
+    /// Like [`from_env`](Self::from_env) with any source of variables. An empty variable counts as unset.
     pub fn resolve(options: &InitOptions, lookup: impl Fn(&str) -> Option<String>) -> Result<Self> {
         let vars = Vars { lookup: &|name| lookup(name).filter(|value| !value.trim().is_empty()) };
         let (mut info, mut is_named) = match &options.explicit {
@@ -86,8 +87,8 @@ impl LaunchInfo {
         let info = info.check()?;
         if info.spans_hosts() && !is_named && !may_lack {
             return Err(Error::Init(
-                "nothing tells this job, which spans hosts, from others that come to the same port; set CANDLE_DIST_TOKEN to a \
-                 text of the job's own, alike for all ranks (with torchrun, --rdzv-id does it), or CANDLE_DIST_NO_TOKEN=1 if \
+                "this job spans hosts and has no token to separate it from others on the same port; set CANDLE_DIST_TOKEN \
+                 to a text of its own, equal on all ranks (with torchrun, set --rdzv-id), or CANDLE_DIST_NO_TOKEN=1 if \
                  no other job can reach rank 0"
                     .into(),
             ));
@@ -95,41 +96,42 @@ impl LaunchInfo {
         Ok(info)
     }
 
-    /// Whether some ranks are on other hosts than this one.
+    /// Returns whether some ranks are on other hosts.
     pub(crate) fn spans_hosts(&self) -> bool {
         self.local_size < self.world_size
     }
 
-    /// Refuses MPI under a launcher that is none of MPI's, such as torchrun: each process would be alone in its MPI.
+    /// Checks that MPI can find the other processes. Under torchrun, for example, each process would be alone in its
+    /// MPI.
     ///
     /// # Errors
-    /// A sentence that says so.
+    /// If the launcher is not one of MPI.
     pub fn check_mpi(&self) -> Result<()> {
         match self.world_size > 1 && !self.has_mpi {
             true => Err(Error::Init(
-                "MPI's own launcher must start the ranks, and has not; use mpirun, or srun with --mpi=pmix or --mpi=pmi2".into(),
+                "no MPI launcher started this process; use mpirun, or srun with --mpi=pmix or --mpi=pmi2".into(),
             )),
             false => Ok(()),
         }
     }
 
-    /// Which of this host's `gpus` the rank uses: that of its local rank.
+    /// Returns the index of this rank's GPU among the `gpus` of its host: the local rank.
     ///
-    /// Fails if there are more local ranks than GPUs, unless `CANDLE_DIST_SHARE_GPUS=1` lets ranks take turns.
+    /// Fails if there are more local ranks than GPUs, unless `CANDLE_DIST_SHARE_GPUS=1` allows ranks to share GPUs.
     pub fn device_ordinal(&self, gpus: usize) -> Result<usize> {
         match (self.local_rank, gpus) {
-            (_, 0) => Err(Error::Init("this host shows no GPU; use the CPU, or see CUDA_VISIBLE_DEVICES".into())),
+            (_, 0) => Err(Error::Init("no GPU is visible here; use the CPU, or see CUDA_VISIBLE_DEVICES".into())),
             (rank, gpus) if self.local_size <= gpus => Ok(rank),
             (rank, gpus) if self.share_gpus => Ok(rank % gpus),
             (_, gpus) => Err(Error::Init(format!(
-                "{} ranks of this host see {gpus} GPU(s); start fewer ranks a host, or set CANDLE_DIST_SHARE_GPUS=1 if \
-                 ranks may share GPUs or each sees only its own",
+                "{} ranks of this host see {gpus} GPU(s); start fewer ranks per host, or set CANDLE_DIST_SHARE_GPUS=1 \
+                 if ranks may share GPUs or each sees only its own",
                 self.local_size
             ))),
         }
     }
 
-    /// Refuses numbers that do not fit together.
+    /// Checks that the numbers fit together.
     fn check(self) -> Result<Self> {
         let Self { rank, world_size, local_rank, local_size, .. } = self;
         let wrong = |text: String| Err(Error::Init(text));
@@ -148,15 +150,15 @@ impl LaunchInfo {
         let host = self.address.rsplit_once(':').map_or("", |(host, _)| host);
         if self.spans_hosts() && is_loopback(host) {
             return wrong(format!(
-                "rank 0 is to be found at {host}, which every host takes for itself, and {local_size} of {world_size} ranks \
-                 are on this one; set MASTER_ADDR to an address of rank 0's host that the others reach"
+                "rank 0 has the loopback address {host}, but only {local_size} of {world_size} ranks \
+                 are on this host; set MASTER_ADDR to an address of rank 0's host that the others reach"
             ));
         }
         Ok(self)
     }
 }
 
-/// The variables that are set.
+/// Access to the variables that are set.
 struct Vars<'a> {
     lookup: &'a dyn Fn(&str) -> Option<String>,
 }
@@ -176,7 +178,7 @@ impl Vars<'_> {
         self.number(name)?.ok_or_else(|| Error::Init(format!("{name} is not set, though {because} is; set it as well")))
     }
 
-    /// The launcher that started this process.
+    /// Returns the launcher that started this process.
     fn launcher(&self) -> Result<&'static Launcher> {
         let is_set = |row: &&Launcher| self.get(row.mark).is_some() && self.get(row.rank).is_some();
         let found: Vec<&Launcher> = LAUNCHERS.iter().filter(is_set).collect();
@@ -206,13 +208,13 @@ impl Vars<'_> {
         Ok(first)
     }
 
-    /// Whether the launcher's job has a name of its own.
+    /// Returns whether the launcher's job has its own name.
     fn is_named(&self, row: &Launcher) -> bool {
         row.job.first().and_then(|name| self.get(name)).is_some_and(|id| Some(id.trim()) != row.unnamed)
             || row.unnamed.is_none() && row.job.iter().any(|name| self.get(name).is_some())
     }
 
-    /// What a launcher says.
+    /// Reads the variables of a launcher.
     fn launched(&self, row: &'static Launcher) -> Result<LaunchInfo> {
         let rank = self.required(row.rank, row.mark)?;
         let world_size = self.required(row.size, row.rank)?;
@@ -307,7 +309,7 @@ impl Vars<'_> {
     }
 }
 
-/// Whether `host` means this host and nothing else.
+/// Returns whether `host` is a loopback address or name.
 pub(crate) fn is_loopback(host: &str) -> bool {
     let host = host.trim().trim_start_matches('[').trim_end_matches(']');
     host == "localhost" || host.parse::<std::net::IpAddr>().is_ok_and(|ip| ip.is_loopback())

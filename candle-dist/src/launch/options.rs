@@ -1,7 +1,7 @@
-//! How a world of processes is started and watched.
+//! Options for worlds of processes.
 use std::time::Duration;
 
-/// How the processes of a world find each other and watch over each other.
+/// Options for how the processes of a world find and monitor each other.
 ///
 /// ```
 /// use candle_dist::init::InitOptions;
@@ -42,76 +42,77 @@ impl Default for InitOptions {
 }
 
 impl InitOptions {
-    /// Rank, size and address come from the launcher's variables; see [`LaunchInfo`](super::LaunchInfo).
+    /// Creates options that read rank, size and address from the launcher's variables; see
+    /// [`LaunchInfo`](super::LaunchInfo).
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// This process is `rank` of `size`, and rank 0 listens at `address` (`host:port`).
+    /// Creates options for rank `rank` of `size`, where rank 0 listens at `address` (`host:port`).
     ///
-    /// If the address is not this host's own, [`local`](Self::local) must be given too.
+    /// Unless the address is a loopback address, [`local`](Self::local) is required too.
     pub fn explicit(address: &str, rank: usize, size: usize) -> Self {
         Self { explicit: Some((address.to_string(), rank, size)), ..Self::default() }
     }
 
-    /// With [`explicit`](Self::explicit): this process is `rank` of the `size` that are on its host.
+    /// With [`explicit`](Self::explicit): sets this process's rank among the `size` processes of its host.
     pub fn local(mut self, rank: usize, size: usize) -> Self {
         self.local = Some((rank, size));
         self
     }
 
-    /// What all processes of the job know; otherwise `CANDLE_DIST_TOKEN`, or the launcher's job id.
+    /// Sets the token that all processes of the job share; by default `CANDLE_DIST_TOKEN` or the launcher's job id.
     ///
-    /// It keeps the jobs of a cluster apart. It goes over the network as it is: it is no encryption.
+    /// It separates the jobs of a cluster. It is sent unencrypted.
     pub fn token(mut self, token: &str) -> Self {
         self.token = Some(token.to_string());
         self
     }
 
-    /// Lets a job that spans hosts start without a token; by default only if `CANDLE_DIST_NO_TOKEN=1`.
+    /// Allows a job that spans hosts to start without a token; by default only if `CANDLE_DIST_NO_TOKEN=1`.
     ///
-    /// A process of another job that comes to rank 0's port with a free rank then takes that rank's place.
+    /// A process of another job that connects to rank 0's port as a free rank then takes that rank's place.
     pub fn no_token(mut self) -> Self {
         self.no_token = true;
         self
     }
 
-    /// How long a rank may wait in one call before the world counts as failed; ten minutes by default.
+    /// Sets how long a rank may wait in one call before the world fails; ten minutes by default.
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout;
         self
     }
 
-    /// How long to wait until all processes are there; one minute by default.
+    /// Sets how long to wait until all processes have joined; one minute by default.
     pub fn init_timeout(mut self, timeout: Duration) -> Self {
         self.init_timeout = timeout;
         self
     }
 
-    /// After how long without a sign of life a process counts as lost; ten seconds by default.
+    /// Sets after how long without a heartbeat a process counts as lost; ten seconds by default.
     ///
-    /// Processes give one at least five times in that time, whatever they compute. One that ends or crashes is noticed
-    /// at once, without this, which is for hosts that freeze and networks that are cut. Give all ranks the same.
+    /// Processes send at least five heartbeats in that time, even while they compute. A process that ends or crashes is
+    /// noticed at once; this time is for hosts that freeze and networks that fail. All ranks must use the same value.
     pub fn lost_after(mut self, silence: Duration) -> Self {
         self.lost_after = silence;
         self
     }
 
-    /// Compares the calls of all ranks before they move data; by default only if `CANDLE_DIST_DEBUG=1`.
+    /// Compares the calls of all ranks before data moves; by default only if `CANDLE_DIST_DEBUG=1`.
     ///
-    /// A call then costs a message to rank 0 and back. What rank 0 says holds for all ranks.
+    /// Each call then costs a round trip to rank 0. The setting of rank 0 applies to all ranks.
     pub fn debug(mut self, debug: bool) -> Self {
         self.debug = Some(debug);
         self
     }
 
-    /// How many threads a rank computes with; by default the cores divided by the ranks of the host.
+    /// Sets the number of compute threads per rank; by default the cores divided by the ranks of the host.
     pub fn threads_per_rank(mut self, threads: usize) -> Self {
         self.threads_per_rank = Some(threads);
         self
     }
 
-    /// Whether calls are compared.
+    /// Returns whether calls are compared.
     pub(crate) fn is_debug(&self) -> bool {
         self.debug.unwrap_or_else(|| std::env::var("CANDLE_DIST_DEBUG").is_ok_and(|value| value.trim() == "1"))
     }

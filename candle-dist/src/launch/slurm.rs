@@ -1,6 +1,6 @@
-//! The two small languages of Slurm's variables: lists of hosts, and lists of task counts.
+//! Parsers for two Slurm variables: host lists and task counts.
 
-/// The first host of a list such as `gpu[01-04,7],login`.
+/// Returns the first host of a list such as `gpu[01-04,7],login`.
 pub(super) fn first_host(list: &str) -> Option<String> {
     let mut host = String::new();
     let mut rest = list.trim();
@@ -26,7 +26,7 @@ pub(super) fn first_host(list: &str) -> Option<String> {
     (!host.is_empty()).then_some(host)
 }
 
-/// The number of tasks on the `node`-th host of a list such as `2(x3),1`; a single number holds for every host.
+/// Returns the number of tasks on the `node`-th host of a list such as `2(x3),1`; a single number holds for every host.
 pub(super) fn tasks_on_node(list: &str, node: usize) -> Option<usize> {
     if let Ok(every) = list.trim().parse() {
         return Some(every);

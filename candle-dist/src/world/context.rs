@@ -1,4 +1,4 @@
-//! What a rank knows about itself, and how its world hears of its end.
+//! The context of a rank, which also reports how the rank ended.
 use crate::backend::Backend;
 use crate::backend::local::RankGuard;
 use crate::control::Control;
@@ -10,17 +10,17 @@ use std::fmt::Display;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
-/// What a rank knows about itself: its rank, its device, and the group of all ranks.
+/// The context of a rank: its number, its device, and the group of all ranks.
 ///
-/// Dropping it tells the other ranks that this one has ended.
+/// Dropping it tells the other ranks that this rank has ended.
 pub struct RankContext {
-    /// Goes before the group: an engine ends when the others know.
+    /// Dropped before the group: the backend may end once the other ranks know.
     guard: Guard,
     group: ProcessGroup,
     store: Store,
 }
 
-/// Tells the world how its rank ended, also when the rank's thread unwinds.
+/// Tells the world how its rank ended, even if the rank's thread unwinds.
 enum Guard {
     Thread(RankGuard),
     Process(ProcessGuard),
@@ -45,55 +45,55 @@ impl std::fmt::Debug for RankContext {
 }
 
 impl RankContext {
-    /// The context of a thread.
+    /// Creates the context of a rank that is a thread.
     pub(super) fn of_thread(guard: RankGuard, group: ProcessGroup, store: Store) -> Self {
         Self { guard: Guard::Thread(guard), group, store }
     }
 
-    /// The context of a process that has met the others.
+    /// Creates the context of a rank that is a process, once all processes have met.
     pub(super) fn of_process(control: Arc<Control>, group: ProcessGroup) -> Self {
         let store = Store::of_process(control.clone());
         Self { guard: Guard::Process(ProcessGuard { control, end: None }), group, store }
     }
 
-    /// The context with another engine in place of its group's.
+    /// Replaces the backend of the group by `f` of it.
     pub(super) fn map_engine(mut self, f: impl FnOnce(Arc<dyn Backend>) -> Arc<dyn Backend>) -> Self {
         self.group = ProcessGroup::new(f(self.group.into_engine()));
         self
     }
 
-    /// This rank in the world.
+    /// Returns the number of this rank in the world.
     pub fn rank(&self) -> usize {
         self.group.rank()
     }
 
-    /// The number of ranks in the world.
+    /// Returns the number of ranks in the world.
     pub fn world_size(&self) -> usize {
         self.group.size()
     }
 
-    /// The device that this rank computes on: the host, unless [`World::devices`](crate::World::devices) gives it another.
+    /// Returns the device of this rank: the CPU, unless [`World::devices`](crate::World::devices) sets another one.
     pub fn device(&self) -> &Device {
         self.group.device()
     }
 
-    /// The group of all ranks.
+    /// Returns the group of all ranks.
     pub fn group(&self) -> &ProcessGroup {
         &self.group
     }
 
-    /// Small values that the ranks share by name.
+    /// Returns the store of small values that the ranks share by name.
     pub fn store(&self) -> &Store {
         &self.store
     }
 
-    /// A mesh over all ranks; see [`DeviceMesh::new`].
+    /// Creates a mesh of all ranks; see [`DeviceMesh::new`].
     #[track_caller]
     pub fn mesh(&self, axes: &[(&str, usize)]) -> Result<DeviceMesh> {
         DeviceMesh::new(&self.group, axes)
     }
 
-    /// Runs `f` as this rank and tells the world how it ended; `blame` is told of a failure before the others wake.
+    /// Runs `f` as this rank and tells the world how it ended. Calls `blame` on a failure before the other ranks wake.
     pub fn run<T, E: Display>(mut self, f: impl Fn(&Self) -> Result<T, E>, blame: impl Fn(usize, &str)) -> Option<T> {
         let rank = self.rank();
         if let Guard::Thread(guard) = &self.guard {
@@ -106,7 +106,7 @@ impl RankContext {
         };
         match &end {
             End::Returned => {}
-            // The first to notice is not always the one to blame.
+            // The rank that notices a failure first did not always cause it.
             End::Failed(message) => blame(self.culprit().unwrap_or(rank), message),
             End::Panicked(message) => blame(rank, &format!("panicked: {message}")),
         }
@@ -117,7 +117,7 @@ impl RankContext {
         result
     }
 
-    /// The rank whose doing stopped the world, if one did and the failure tells.
+    /// Returns the rank that stopped the world, if the failure names one.
     fn culprit(&self) -> Option<usize> {
         match &self.group.failure()?.cause {
             Cause::Mismatch { rank, .. } | Cause::Returned { rank } => Some(*rank),
@@ -128,7 +128,7 @@ impl RankContext {
     }
 }
 
-/// What a caught panic said.
+/// Returns the message of a caught panic.
 pub fn panic_message(panic: &(dyn Any + Send)) -> String {
     match (panic.downcast_ref::<&str>(), panic.downcast_ref::<String>()) {
         (Some(text), _) => (*text).to_string(),

@@ -1,4 +1,4 @@
-//! Which engine moves tensors between processes: the one that was asked for, or the best that all ranks can use.
+//! The choice of a backend between processes: the requested one, or the best one that all ranks can use.
 use crate::control::Control;
 use crate::launch::LaunchInfo;
 use crate::{Error, Result, backend};
@@ -6,32 +6,33 @@ use itertools::Itertools;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
-/// The engine that moves tensors between processes.
+/// The backend that moves tensors between processes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum Backend {
-    /// The best one of this build that all ranks can use: NCCL, where each has a GPU, else MPI.
+    /// The best backend of this build that all ranks can use: NCCL if each rank has a GPU, otherwise MPI.
     ///
-    /// Rank 0 logs what it chose and why; [`ProcessGroup::backend_name`](crate::ProcessGroup::backend_name) has the name.
+    /// Rank 0 logs the choice and the reason. [`ProcessGroup::backend_name`](crate::ProcessGroup::backend_name) returns
+    /// it.
     #[default]
     Auto,
-    /// NCCL, between GPUs; needs the cargo feature `nccl`.
+    /// NCCL, between GPUs; requires the cargo feature `nccl`.
     Nccl,
-    /// MPI, between CPUs; needs the cargo feature `mpi`.
+    /// MPI, between CPUs; requires the cargo feature `mpi`.
     Mpi,
 }
 
-/// Starts an engine in a process that has met the others.
+/// Starts a backend in a process that has met the others.
 pub(super) type Start = fn(&LaunchInfo, &Arc<Control>) -> Result<Arc<dyn backend::Backend>>;
 
-/// An error if this process cannot use an engine, which says what is missing.
+/// Returns an error that says what is missing if this process cannot use a backend.
 type Check = fn(&LaunchInfo) -> Result<()>;
 
-/// An engine between processes.
+/// A backend between processes.
 pub(super) struct Engine {
     backend: Backend,
     feature: &'static str,
-    /// `None` where the feature is off.
+    /// `None` if the feature is off.
     start: Option<Start>,
     check: Check,
 }
@@ -46,22 +47,22 @@ const MPI: Option<Start> = Some(backend::mpi::start);
 #[cfg(not(feature = "mpi"))]
 const MPI: Option<Start> = None;
 
-/// The engines, best first.
+/// All backends between processes, best first.
 const ENGINES: [Engine; 2] = [
     Engine { backend: Backend::Nccl, feature: "nccl", start: NCCL.0, check: NCCL.1 },
     Engine { backend: Backend::Mpi, feature: "mpi", start: MPI, check: LaunchInfo::check_mpi },
 ];
 
-/// The engines of this build that were asked for, best first.
+/// Returns the requested backends of this build, best first.
 ///
 /// # Errors
-/// If there is none, or a single one that this process cannot use.
+/// If there is none, or if there is only one and this process cannot use it.
 pub(super) fn candidates(backend: Backend, info: Option<&LaunchInfo>) -> Result<Vec<&'static Engine>> {
     let wanted = || ENGINES.iter().filter(|engine| backend == Backend::Auto || engine.backend == backend);
     let found = wanted().filter(|engine| engine.start.is_some()).collect_vec();
     match found[..] {
         [] => Err(Error::Unsupported(format!(
-            "this build has no engine between processes; build with the cargo feature {}",
+            "this build has no backend between processes; build with the cargo feature {}",
             wanted().map(|engine| engine.feature).join(" or ")
         ))),
         [only] => info.map_or(Ok(()), only.check).map(|()| found),
@@ -69,18 +70,18 @@ pub(super) fn candidates(backend: Backend, info: Option<&LaunchInfo>) -> Result<
     }
 }
 
-/// What rank 0 has chosen.
+/// The choice of rank 0.
 #[derive(Debug, Serialize, Deserialize)]
 enum Choice {
-    /// The engine's place in the list, and what the better ones lack.
+    /// The index of the backend in the list, and why better ones were not chosen.
     Engine(usize, String),
     Nothing(String),
 }
 
-/// The first engine that every rank can use, alike on all ranks; says what it chose in the log of rank 0.
+/// Returns the first backend that every rank can use, the same on all ranks. Rank 0 logs the choice.
 pub(super) fn choose(engines: &[&Engine], info: &LaunchInfo, control: &Control) -> Result<Start> {
     const KEY: &str = "candle-dist engine";
-    let unreadable = |error: serde_json::Error| Error::Init(format!("the choice of an engine cannot be read: {error}"));
+    let unreadable = |error: serde_json::Error| Error::Init(format!("the choice of a backend cannot be read: {error}"));
     let choice = match engines {
         [_] => Choice::Engine(0, String::new()),
         _ => {
@@ -100,7 +101,7 @@ pub(super) fn choose(engines: &[&Engine], info: &LaunchInfo, control: &Control) 
         Choice::Engine(at, why) => {
             let engine = engines.get(at).and_then(|engine| Some((engine, engine.start?)));
             let (engine, start) =
-                engine.ok_or_else(|| Error::Init(format!("rank 0 chose engine {at} of another build")))?;
+                engine.ok_or_else(|| Error::Init(format!("rank 0 chose backend {at}, which this build lacks")))?;
             if info.rank == 0 {
                 let because = if why.is_empty() { why } else { format!(", because {why}") };
                 log::info!("ranks communicate over {}{because}", engine.feature);
@@ -110,7 +111,7 @@ pub(super) fn choose(engines: &[&Engine], info: &LaunchInfo, control: &Control) 
     }
 }
 
-/// The first engine that no rank lacks anything for; `lacks` has a list for each rank.
+/// Chooses the first backend that works on all ranks; `lacks` has a list per rank.
 fn decide(engines: &[&Engine], lacks: &[Vec<Option<String>>]) -> Choice {
     let why = |at: usize| {
         let of = |(rank, lacks): (usize, &Vec<Option<String>>)| Some((rank, lacks.get(at)?.clone()?));
@@ -121,7 +122,7 @@ fn decide(engines: &[&Engine], lacks: &[Vec<Option<String>>]) -> Choice {
     let reasons = |whys: &[Option<String>]| whys.iter().flatten().join(", and ");
     match whys.iter().position(Option::is_none) {
         Some(at) => Choice::Engine(at, reasons(&whys[..at])),
-        None => Choice::Nothing(format!("no engine of this build works on all ranks: {}", reasons(&whys))),
+        None => Choice::Nothing(format!("no backend of this build works on all ranks: {}", reasons(&whys))),
     }
 }
 
@@ -145,7 +146,7 @@ mod tests {
         Err(Error::Init("second".into()))
     }
 
-    /// What each of three ranks gets that have these two engines.
+    /// Returns the result of each of three ranks that choose between two backends with these checks.
     fn chosen(checks: [Check; 2]) -> Vec<String> {
         let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
         let engines = [(Backend::Nccl, "nccl", first as Start, checks[0]), (Backend::Mpi, "mpi", second, checks[1])]
@@ -172,8 +173,8 @@ mod tests {
         assert_eq!(chosen([fine, gone]), ["init: first"; 3]);
         assert_eq!(chosen([gone, fine]), ["init: second"; 3]);
         assert_eq!(chosen([gone_on_2, fine]), ["init: second"; 3], "one rank's lack counts for all");
-        let text = "unsupported: no engine of this build works on all ranks: nccl does not work on rank 2 (init: no GPU \
-                    here), and mpi does not work on rank 0 (init: no GPU here)";
+        let text = "unsupported: no backend of this build works on all ranks: nccl does not work on rank 2 (init: no \
+                    GPU here), and mpi does not work on rank 0 (init: no GPU here)";
         assert_eq!(chosen([gone_on_2, gone]), [text; 3]);
     }
 

@@ -18,10 +18,10 @@ use std::panic::resume_unwind;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// The stack of a rank's thread: candle walks a graph by recursion, and pages are only touched when needed.
+/// The stack size of a rank's thread. candle walks graphs recursively, and unused pages take no memory.
 const STACK_BYTES: usize = 256 << 20;
 
-/// The description of a world, and which of its ranks live in this process: all of them as threads, or one.
+/// A description of a world. Its ranks are threads of this process, or this process is one of them.
 #[derive(Debug, Clone)]
 pub struct World {
     ranks: Ranks,
@@ -32,11 +32,11 @@ pub struct World {
     wraps: Vec<Wrap>,
 }
 
-/// Puts an engine around another one.
+/// A function that wraps a backend.
 #[derive(Clone)]
 struct Wrap(Arc<Wrapping>);
 
-/// What makes an engine around an engine.
+/// Returns a backend that wraps the given one.
 type Wrapping = dyn Fn(Arc<dyn backend::Backend>) -> Arc<dyn backend::Backend> + Send + Sync;
 
 impl std::fmt::Debug for Wrap {
@@ -45,21 +45,21 @@ impl std::fmt::Debug for Wrap {
     }
 }
 
-/// The bytes that may lie unread between two ranks of a group, unless the program says otherwise.
+/// The default limit of unread bytes between two ranks of a group.
 const MAILBOX_BYTES: usize = 1 << 30;
 
-/// Where the ranks of a world are.
+/// What the ranks of a world are.
 #[derive(Debug, Clone)]
 enum Ranks {
     Threads(usize),
-    /// Threads over NCCL, one for each device.
+    /// Threads over NCCL, one per device.
     #[cfg(feature = "nccl")]
     Gpus,
     Processes(Backend, InitOptions),
 }
 
 impl World {
-    /// A world of `size` ranks, each a thread of this process.
+    /// Creates a world of `size` ranks, each a thread of this process.
     pub fn local(size: usize) -> Self {
         Self::of(Ranks::Threads(size), Duration::from_secs(600), None)
     }
@@ -68,36 +68,39 @@ impl World {
         Self { ranks, timeout, threads_per_rank, devices: Vec::new(), mailbox: None, wraps: Vec::new() }
     }
 
-    /// A world whose ranks are threads with a GPU each, over NCCL: one rank for each of `devices`.
+    /// Creates a world of threads over NCCL, one rank per device.
     ///
-    /// Several ranks on one GPU need `NCCL_MULTI_RANK_GPU_ENABLE=1` and NCCL 2.30 or later, a `Device` each, and code that
-    /// has run on each of them before: CUDA may wait for the ranks' calls to load it. Or take [`local`](Self::local).
+    /// Several ranks on one GPU need `NCCL_MULTI_RANK_GPU_ENABLE=1`, NCCL 2.30 or later, and one `Device` each. All
+    /// code must have run on each `Device` before, because CUDA may load it only after the ranks' calls. Alternatively,
+    /// use [`local`](Self::local).
     ///
     /// # Errors
-    /// When the ranks start: devices that are no GPUs or the same twice, and an NCCL library that is too old.
+    /// When the ranks start: if a device is not a GPU or occurs twice, or if the NCCL library is too old.
     #[cfg(feature = "nccl")]
     pub fn nccl(devices: Vec<Device>) -> Self {
         Self { ranks: Ranks::Gpus, ..Self::local(devices.len()).devices(&devices) }
     }
 
-    /// A world of processes of which this is one; see [`init_process_group`](crate::init_process_group).
+    /// Creates a world of processes, with this process as one rank; see
+    /// [`init_process_group`](crate::init_process_group).
     ///
-    /// [`run`](Self::run) calls its closure once, as this process's rank, and returns one result.
+    /// [`run`](Self::run) calls its closure once, for the rank of this process, and returns one result.
     pub fn processes(backend: Backend, options: InitOptions) -> Self {
         let (timeout, threads_per_rank) = (options.timeout, options.threads_per_rank);
         Self::of(Ranks::Processes(backend, options), timeout, threads_per_rank)
     }
 
-    /// The world of processes that torchrun, mpirun or srun has started, over the best engine of this build.
+    /// Creates the world of the processes that torchrun, mpirun or srun started, over the best backend of this build.
     pub fn from_env() -> Self {
         Self::processes(Backend::Auto, InitOptions::new())
     }
 
-    /// The devices that ranks which are threads find in [`RankContext::device`], in turn; otherwise the host.
+    /// Sets the devices of ranks that are threads, assigned in turn; see [`RankContext::device`]. The default is the
+    /// CPU.
     ///
-    /// Ranks that share a GPU share its `Device`, which must have a stream of its own: make it with
-    /// [`Device::new_cuda_with_stream`]. What one rank computes is then there for all others, in the order in which they
-    /// asked; tensors on any other `Device` of the GPU are refused by all ranks.
+    /// Ranks that share a GPU share its `Device`, which must have its own stream: create it with
+    /// [`Device::new_cuda_with_stream`]. The stream orders the ranks' work, so every rank sees the results of the
+    /// others. All ranks reject tensors on any other `Device` of the GPU.
     ///
     /// ```
     /// use candle_core::Device;
@@ -119,31 +122,31 @@ impl World {
         self
     }
 
-    /// How long a rank may wait in one call before the world counts as failed; ten minutes by default.
+    /// Sets how long a rank may wait in one call before the world fails; ten minutes by default.
     ///
-    /// Ranks that panicked, returned, or wait for each other are noticed at once, without this.
+    /// A rank that panics or returns, and ranks that wait for each other, are noticed at once, without the timeout.
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout;
         self
     }
 
-    /// How many threads a rank computes with; by default the cores divided by the ranks.
+    /// Sets the number of compute threads per rank; by default the cores divided by the ranks.
     ///
-    /// candle settles this once for a process, so the first world decides (see [`threads`]).
+    /// candle sets this once per process, so the first world decides (see [`threads`]).
     pub fn threads_per_rank(mut self, threads: usize) -> Self {
         self.threads_per_rank = Some(threads);
         self
     }
 
-    /// How many bytes of messages may lie unread between two ranks of a group that are threads; 1 GiB by default.
+    /// Sets how many bytes may be unread between two ranks of a group that are threads; 1 GiB by default.
     ///
-    /// A send that would exceed it waits until the receiver has read enough, with the deadline of every call; if the
-    /// receiver cannot read because it waits too, that is a deadlock, and said so. One message may always be unread, of
-    /// whatever size. [`send_start`](ProcessGroup::send_start) and [`batch_send_recv`](ProcessGroup::batch_send_recv) send
+    /// A send that would exceed the limit waits until the receiver has read enough, at most until the timeout of the
+    /// call. If the receiver waits too, this is a deadlock and fails as such. One message of any size may always be
+    /// unread. [`send_start`](ProcessGroup::send_start) and [`batch_send_recv`](ProcessGroup::batch_send_recv) send
     /// without waiting.
     ///
     /// # Errors
-    /// When the ranks start, for ranks that are processes or have a GPU each: what is unread there lies with their engine.
+    /// When the ranks start, if ranks are processes or have a GPU each: there the backend buffers unread messages.
     ///
     /// ```
     /// use candle_core::{DType, Device, Tensor};
@@ -166,10 +169,10 @@ impl World {
         self
     }
 
-    /// Puts an engine around that of each rank, for all groups of the world: to count, delay or break communication, or
-    /// to replace it; see [`Wrapping`](backend::Wrapping) for an example.
+    /// Wraps the backend of each rank, for all groups of the world: to count, delay or break communication, or to
+    /// replace it. See [`Wrapping`](backend::Wrapping) for an example.
     ///
-    /// Called once for each rank of this process. The last of several is the outermost.
+    /// Calls `wrap` once per rank of this process. If there are several wrappers, the last one is the outermost.
     pub fn wrap_backend(
         mut self,
         wrap: impl Fn(Arc<dyn backend::Backend>) -> Arc<dyn backend::Backend> + Send + Sync + 'static,
@@ -178,16 +181,16 @@ impl World {
         self
     }
 
-    /// Refuses a bound on unread messages, which lie with the engine of these ranks.
+    /// Refuses a limit on unread messages, because the backend of these ranks buffers them.
     fn refuse_mailbox(&self, ranks: &str) -> Result<()> {
         if self.mailbox.is_none() {
             return Ok(());
         }
-        let fix = "World::mailbox_bytes is for threads that read each other's tensors; leave it out";
-        Err(crate::Error::Unsupported(format!("a bound on unread messages between {ranks}; {fix}")))
+        let fix = "World::mailbox_bytes works only for ranks that are threads without NCCL; leave it out";
+        Err(crate::Error::Unsupported(format!("a limit on unread messages between {ranks}; {fix}")))
     }
 
-    /// The contexts of the ranks of this process, to be moved to threads of your own; most programs want
+    /// Returns the contexts of the ranks of this process, to be moved to threads of your own. Most programs use
     /// [`run`](Self::run).
     pub fn into_ranks(self) -> Result<Vec<RankContext>> {
         let size = match self.ranks {
@@ -224,7 +227,7 @@ impl World {
         Ok(engines.into_iter().enumerate().map(context).collect())
     }
 
-    /// The first rank that lives in this process, as far as that is known before it meets the others.
+    /// Returns the first rank of this process, as far as it is known before the processes meet.
     fn first_rank(&self) -> usize {
         match &self.ranks {
             Ranks::Processes(_, options) => LaunchInfo::from_env(options).map_or(0, |info| info.rank),
@@ -232,10 +235,10 @@ impl World {
         }
     }
 
-    /// Runs `f` once for each rank of this process, on a thread of its own, and returns the results in rank order.
+    /// Runs `f` once per rank of this process, on its own thread, and returns the results in rank order.
     ///
-    /// If a rank fails or panics, every rank that communicates gets an error, and the error returned here names the
-    /// rank that is to blame.
+    /// If a rank fails or panics, every rank that communicates gets an error. The error returned here names the rank
+    /// that caused the failure.
     pub fn run<T, E, F>(self, f: F) -> Result<Vec<T>, WorldError>
     where
         T: Send,
@@ -273,12 +276,12 @@ impl World {
     }
 }
 
-/// The engine with all that goes around it.
+/// Applies all wrappers to a backend.
 fn wrapped(engine: Arc<dyn backend::Backend>, wraps: &[Wrap]) -> Arc<dyn backend::Backend> {
     wraps.iter().fold(engine, |engine, wrap| wrap.0(engine))
 }
 
-/// The engines of threads that read each other's tensors.
+/// Creates the backends of threads that read each other's tensors.
 fn locally(world: &Arc<WorldState>, devices: &[Device]) -> Vec<Arc<dyn backend::Backend>> {
     let device = |rank: usize| match devices {
         [] => Device::Cpu,
@@ -287,7 +290,7 @@ fn locally(world: &Arc<WorldState>, devices: &[Device]) -> Vec<Arc<dyn backend::
     (0..world.size()).map(|rank| Arc::new(LocalBackend::world(world, rank, device(rank))) as Arc<_>).collect()
 }
 
-/// The engines of threads with a GPU each.
+/// Creates the backends of threads with a GPU each.
 #[cfg(feature = "nccl")]
 fn over_nccl(world: &Arc<WorldState>, devices: &[Device]) -> Result<Vec<Arc<dyn backend::Backend>>> {
     check_devices(devices)?;
@@ -301,8 +304,8 @@ fn over_nccl(world: &Arc<WorldState>, devices: &[Device]) -> Result<Vec<Arc<dyn 
 #[derive(Debug, Clone, thiserror::Error)]
 #[error("rank {rank}: {message}")]
 pub struct WorldError {
-    /// The rank that failed, panicked, returned too early or made another call; otherwise the first that reported.
+    /// The rank that failed, panicked, returned too early or made a different call; otherwise the first that reported.
     pub rank: usize,
-    /// What it reported.
+    /// The message that it reported.
     pub message: String,
 }

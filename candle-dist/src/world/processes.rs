@@ -1,4 +1,4 @@
-//! Processes that become the ranks of a world.
+//! Processes as the ranks of a world.
 use super::context::RankContext;
 use super::engines::{self, Backend};
 use crate::control::Control;
@@ -6,10 +6,10 @@ use crate::launch::{InitOptions, LaunchInfo};
 use crate::{Cause, Error, ProcessGroup, Result, backend, threads};
 use std::sync::Arc;
 
-/// Joins the world of processes that a launcher has started, as one of its ranks.
+/// Joins the world of processes that a launcher started, as one of its ranks.
 ///
-/// Returns when all processes are there. Dropping the context says goodbye; see [`World::processes`] for a world that
-/// also says how its rank ended.
+/// Returns when all processes have joined. Dropping the context ends the rank. [`World::processes`] also reports how
+/// the rank ended.
 ///
 /// ```no_run
 /// use candle_dist::init::{Backend, InitOptions};
@@ -24,13 +24,13 @@ use std::sync::Arc;
 /// [`World::processes`]: crate::World::processes
 pub fn init_process_group(backend: Backend, options: InitOptions) -> Result<RankContext> {
     let info = LaunchInfo::from_env(&options);
-    // A build without engines is named first: it needs no launcher.
+    // A build without backends is reported first, because that error needs no launcher.
     let engines = engines::candidates(backend, info.as_ref().ok())?;
     let info = info?;
     meet(&info, options, |info, control| engines::choose(&engines, info, control)?(info, control))
 }
 
-/// Like [`init_process_group`] with an engine of your own, which `start` makes once the processes have met.
+/// Like [`init_process_group`] with your own backend, which `start` creates once all processes have met.
 pub fn init_process_group_with(
     options: InitOptions,
     start: impl FnOnce(&LaunchInfo, &Arc<Control>) -> Result<Arc<dyn backend::Backend>>,
@@ -38,7 +38,7 @@ pub fn init_process_group_with(
     meet(&LaunchInfo::from_env(&options)?, options, start)
 }
 
-/// Meets the others and starts the engine.
+/// Meets the other processes and starts the backend.
 fn meet(
     info: &LaunchInfo,
     options: InitOptions,
@@ -49,7 +49,7 @@ fn meet(
     match start(info, &control) {
         Ok(engine) => Ok(RankContext::of_process(control, ProcessGroup::new(engine))),
         Err(Error::Group(failure)) => Err(Error::Group(failure)),
-        // The others may be about to wait for this rank's engine.
+        // The other ranks may be about to wait for this rank's backend.
         Err(error) => Err(control.fail(Cause::Failed { rank: info.rank, message: error.to_string() })),
     }
 }

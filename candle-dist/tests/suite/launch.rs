@@ -198,7 +198,7 @@ fn a_job_that_spans_hosts_has_a_token_or_says_that_it_needs_none() {
 fn a_loopback_address_is_no_place_to_meet_for_several_hosts() {
     for host in ["127.0.0.1", "localhost", "::1", "127.0.1.1"] {
         let text = resolve(&InitOptions::new(), &with(TORCHRUN, &[("MASTER_ADDR", host)])).unwrap_err().to_string();
-        assert!(text.contains("2 of 4 ranks are on this one; set MASTER_ADDR"), "{text}");
+        assert!(text.contains("2 of 4 ranks are on this host; set MASTER_ADDR"), "{text}");
         resolve(&InitOptions::new(), &with(TORCHRUN, &[("MASTER_ADDR", host), ("LOCAL_WORLD_SIZE", "4")])).unwrap();
     }
 }
