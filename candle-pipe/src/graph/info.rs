@@ -5,7 +5,7 @@ use itertools::Itertools;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// All that is known of a [`Pipe`](super::Pipe) but what its nodes compute: plain data for tools and for other ranks.
+/// All that is known of a [`Pipe`](crate::Pipe) but what its nodes compute: plain data for tools and for other ranks.
 ///
 /// Displayed, it is a listing of the stages, their nodes and the values between them.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

@@ -9,31 +9,40 @@ mod tables;
 use graph::Imports;
 use itertools::Itertools;
 use source::{Place, Source};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use tables::{FLOORS, Floors, RINGS};
+use tables::{FLOORS, Floors, Folder};
 
 /// The source of a crate of this workspace.
 fn source_of(name: &str) -> Source {
     Source::of_crate(&Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(name).join("src"))
 }
 
-/// What is wrong with the floors of one folder.
-fn faults(source: &Source, folder: &[String], floors: &Floors) -> Vec<String> {
+/// What is wrong with the floors of one folder, in which the imports in `known` may point up.
+fn faults(source: &Source, folder: &[String], floors: &Floors, known: &[(&str, &str)]) -> Vec<String> {
     let imports = Imports::of(source, folder);
     let place = |folder: &[String]| ["crate"].into_iter().chain(folder.iter().map(String::as_str)).join("::");
-    let floor: BTreeMap<&str, usize> =
-        floors.iter().enumerate().flat_map(|(floor, rooms)| rooms.iter().map(move |room| (*room, floor))).collect();
-    let listed = floors.iter().flat_map(|rooms| rooms.iter().copied());
-    let twice = listed.clone().duplicates().map(|room| format!("{room} is on two floors"));
-    let gone = listed.filter(|room| !imports.rooms.contains(*room)).map(|room| format!("there is no room {room}"));
+    let listed =
+        || floors.iter().enumerate().flat_map(|(floor, rooms)| rooms.split(' ').map(move |room| (room, floor)));
+    let floor: BTreeMap<&str, usize> = listed().collect();
+    let twice = listed().map(|(room, _)| room).duplicates().map(|room| format!("{room} is on two floors"));
+    let gone =
+        floor.keys().filter(|room| !imports.rooms.contains(**room)).map(|room| format!("there is no room {room}"));
     let unlisted = imports.rooms.iter().filter(|room| !floor.contains_key(room.as_str()));
     let unlisted = unlisted.map(|room| format!("{room} is on no floor"));
-    let up = imports.arrows.iter().filter_map(|((from, to), module)| {
-        let (high, low) = (floor.get(from.as_str())?, floor.get(to.as_str())?);
-        (low >= high).then(|| format!("{from} (floor {high}) imports {to} (floor {low}) in {}", place(module)))
-    });
-    twice.chain(gone).chain(unlisted).chain(up).map(|fault| format!("{}: {fault}", place(folder))).collect()
+    let up: BTreeMap<(&str, &str), String> = imports
+        .arrows
+        .iter()
+        .filter_map(|((from, to), module)| {
+            let (high, low) = (floor.get(from.as_str())?, floor.get(to.as_str())?);
+            let says = format!("{from} (floor {high}) imports {to} (floor {low}) in {}", place(module));
+            (low >= high).then_some(((from.as_str(), to.as_str()), says))
+        })
+        .collect();
+    let new = up.iter().filter(|(arrow, _)| !known.contains(arrow)).map(|(_, says)| says.clone());
+    let old = known.iter().filter(|arrow| !up.contains_key(*arrow));
+    let old = old.map(|(from, to)| format!("{from} imports {to} no more from below; take it off the list"));
+    twice.chain(gone).chain(unlisted).chain(new).chain(old).map(|fault| format!("{}: {fault}", place(folder))).collect()
 }
 
 /// The names on a path of folders.
@@ -41,35 +50,21 @@ fn place(folder: &str) -> Place {
     folder.split('/').filter(|name| !name.is_empty()).map(String::from).collect()
 }
 
+/// Run with `--nocapture`, it prints how many rooms and arrows there are, and the rings.
 #[test]
 fn imports_point_down() {
-    let of_crate = |(name, folders): &(&str, &[(&str, &Floors)])| {
+    let mut all = Vec::new();
+    for (name, folders) in FLOORS {
         let source = source_of(name);
-        let of_folder = |(folder, floors): &(&str, &Floors)| faults(&source, &place(folder), floors);
-        folders.iter().flat_map(of_folder).map(|fault| format!("{name}: {fault}")).collect_vec()
-    };
-    let faults = FLOORS.iter().flat_map(of_crate).collect_vec();
-    assert!(faults.is_empty(), "{}", faults.join("\n"));
-}
-
-/// Run with `--nocapture`, it prints what there is.
-#[test]
-fn rings_in_folders_without_floors_do_not_grow() {
-    for (name, folders) in RINGS {
-        let source = source_of(name);
-        for (folder, most) in folders {
-            let imports = Imports::of(&source, &place(folder));
-            let rings = imports.rings();
-            let inside = imports.arrows.keys().filter(|(from, to)| {
-                let both = |ring: &BTreeSet<&str>| ring.contains(&from[..]) && ring.contains(&to[..]);
-                rings.iter().any(both)
-            });
-            let (rooms, arrows) = (imports.rooms.len(), imports.arrows.len());
-            let (ringed, inside): (usize, usize) = (rings.iter().map(BTreeSet::len).sum(), inside.count());
-            println!("{name}/{folder}: {rooms} rooms, {arrows} arrows; {ringed} rooms, {inside} arrows in {rings:?}");
-            assert!(ringed <= *most, "{name}/{folder} had {most} rooms in rings and has {ringed} now: {rings:?}");
+        for Folder { path, floors, up } in folders {
+            let folder = place(path);
+            let imports = Imports::of(&source, &folder);
+            let (rooms, arrows, rings) = (imports.rooms.len(), imports.arrows.len(), imports.rings());
+            println!("{name}/{path}: {rooms} rooms, {arrows} arrows, {} of them up, rings {rings:?}", up.len());
+            all.extend(faults(&source, &folder, floors, up).into_iter().map(|fault| format!("{name}: {fault}")));
         }
     }
+    assert!(all.is_empty(), "{}", all.join("\n"));
 }
 
 /// A crate of three rooms, with `middle.rs` as given.
@@ -92,7 +87,7 @@ fn made_up(middle: &str) -> Source {
     })
 }
 
-const THREE: &Floors = &[&["ground"], &["middle"], &["upper"]];
+const THREE: &Floors = &["ground", "middle", "upper"];
 
 #[test]
 fn an_import_that_points_up_is_found_however_it_is_written() {
@@ -116,7 +111,7 @@ fn an_import_that_points_up_is_found_however_it_is_written() {
         "#[cfg(any(feature = \"x\", test))] mod inner;",
     ];
     for way in ways {
-        let faults = faults(&made_up(way), &[], THREE);
+        let faults = faults(&made_up(way), &[], THREE, &[]);
         assert!(
             matches!(&faults[..], [fault] if fault.contains("middle (floor 1) imports upper (floor 2)")),
             "{way}: {faults:?}"
@@ -138,25 +133,25 @@ fn comments_tests_and_imports_that_point_down_are_fine() {
         "use ::upper::Top; fn f() -> ::upper::Top { upper::Top }",
     ];
     for way in ways {
-        assert_eq!(faults(&made_up(way), &[], THREE), Vec::<String>::new(), "{way}");
+        assert_eq!(faults(&made_up(way), &[], THREE, &[]), Vec::<String>::new(), "{way}");
     }
 }
 
 #[test]
 fn a_list_of_floors_names_every_room_once() {
-    let says = |floors: &Floors| faults(&made_up(""), &[], floors).join("; ");
-    assert!(says(&[&["ground", "middle"], &["upper", "ground"]]).contains("ground is on two floors"));
-    assert!(says(&[&["ground", "attic"], &["middle"], &["upper"]]).contains("there is no room attic"));
-    assert!(says(&[&["ground"], &["upper"]]).contains("middle is on no floor"));
-    assert!(says(&[&["ground", "middle", "upper"]]).contains("upper (floor 0) imports ground (floor 0)"));
+    let says = |floors: &Floors| faults(&made_up(""), &[], floors, &[]).join("; ");
+    assert!(says(&["ground middle", "upper ground"]).contains("ground is on two floors"));
+    assert!(says(&["ground attic", "middle", "upper"]).contains("there is no room attic"));
+    assert!(says(&["ground", "upper"]).contains("middle is on no floor"));
+    assert!(says(&["ground middle upper"]).contains("upper (floor 0) imports ground (floor 0)"));
 }
 
 #[test]
 fn inside_a_folder_its_own_file_is_a_room() {
     let source = made_up("mod inner { use super::Own; } mod other { pub struct A; } pub use other::A; struct Own;");
     let folder = ["middle".to_string()];
-    assert_eq!(faults(&source, &folder, &[&["mod", "other"], &["inner"]]), Vec::<String>::new());
-    let faults = faults(&source, &folder, &[&["inner", "other"], &["mod"]]);
+    assert_eq!(faults(&source, &folder, &["mod other", "inner"], &[]), Vec::<String>::new());
+    let faults = faults(&source, &folder, &["inner other", "mod"], &[]);
     assert_eq!(faults, ["crate::middle: inner (floor 0) imports mod (floor 1) in crate::middle::inner"]);
 }
 
@@ -175,4 +170,14 @@ fn a_name_that_is_passed_on_counts_where_it_is_used() {
     let used = [("mod".to_string(), "other".to_string())];
     assert_eq!(arrows("mod other { pub struct A; } pub use other::A; struct B(A);"), used);
     assert_eq!(arrows("mod other { pub struct A; } pub(crate) use other::A as C; struct B(C);"), used);
+}
+
+#[test]
+fn a_known_import_that_points_up_leaves_the_list_when_it_is_gone() {
+    let source = made_up("use crate::Top;");
+    let known = [("middle", "upper")];
+    assert_eq!(faults(&source, &[], THREE, &known), Vec::<String>::new());
+    assert_eq!(faults(&source, &[], THREE, &[]).len(), 1);
+    let stale = faults(&made_up(""), &[], THREE, &known);
+    assert_eq!(stale, ["crate: middle imports upper no more from below; take it off the list"]);
 }

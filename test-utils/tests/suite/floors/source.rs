@@ -168,7 +168,7 @@ impl Source {
     }
 
     /// The path from the root that a path written in the module at `place` stands for, unless it leads to another crate.
-    fn from_root(&self, place: &[String], path: &[String]) -> Option<Place> {
+    fn whole_path(&self, place: &[String], path: &[String]) -> Option<Place> {
         let module = self.modules.get(place)?;
         let (first, rest) = path.split_first()?;
         match first.as_str() {
@@ -181,7 +181,7 @@ impl Source {
             name if module.children.contains(name) => Some([place, path].concat()),
             name => match module.names.get(name) {
                 Some(named) if named.first() != Some(first) => {
-                    Some([self.from_root(place, named)?, rest.to_vec()].concat())
+                    Some([self.whole_path(place, named)?, rest.to_vec()].concat())
                 }
                 _ => None,
             },
@@ -190,9 +190,9 @@ impl Source {
 
     fn named_by(&self, place: &[String]) -> BTreeSet<Place> {
         let module = &self.modules[place];
-        let written = module.written.iter().filter_map(|path| self.from_root(place, path));
+        let written = module.written.iter().filter_map(|path| self.whole_path(place, path));
         let passed_on = module.passed_on.iter().filter_map(|written| {
-            let path = self.from_root(place, written)?;
+            let path = self.whole_path(place, written)?;
             // Under its own name or another one.
             let is_used = module.names.iter().any(|(name, of)| of == written && module.words.contains(name));
             (is_used || !path.starts_with(place)).then_some(path)
@@ -212,7 +212,7 @@ impl Source {
         let depth = (0..path.len()).find(|&depth| !self.modules.contains_key(&path[..=depth]))?;
         let (module, name) = (&path[..depth], &path[depth]);
         if let Some(target) = self.modules[module].names.get(name) {
-            return Some([self.from_root(module, target)?, path[depth + 1..].to_vec()].concat());
+            return Some([self.whole_path(module, target)?, path[depth + 1..].to_vec()].concat());
         }
         let home = self.macros.get(name).filter(|home| depth == 0 && !home.is_empty())?;
         Some([home.clone(), vec![name.clone()]].concat())

@@ -1,84 +1,161 @@
-//! The floors of each crate, and what has none yet.
+//! The floors of each crate.
 
-/// Rooms from the ground up.
-pub(super) type Floors = [&'static [&'static str]];
+/// Rooms from the ground up: a line for each floor.
+pub(super) type Floors = [&'static str];
 
-/// A crate with the floors of its folders; `""` is the crate itself.
-type House = (&'static str, &'static [(&'static str, &'static Floors)]);
+/// A folder of a crate.
+pub(super) struct Folder {
+    /// Its path from the crate's root, which is `""`.
+    pub(super) path: &'static str,
+    pub(super) floors: &'static Floors,
+    /// Imports that still point up and are to go: which room imports which.
+    pub(super) up: &'static [(&'static str, &'static str)],
+}
 
-pub(super) const FLOORS: [House; 2] = [CANDLE_DIST, CANDLE_PIPE];
+/// A crate with its folders.
+pub(super) const FLOORS: [(&str, &[Folder]); 3] =
+    [("candle-dist", CANDLE_DIST), ("candle-shard", CANDLE_SHARD), ("candle-pipe", CANDLE_PIPE)];
 
-const CANDLE_DIST: House = (
-    "candle-dist",
-    &[
-        (
-            "",
-            &[
-                &["bits", "call", "guide", "hash", "link", "threads", "values"],
-                &["comm", "error"],
-                &["freeable", "launch", "tree"],
-                &["control"],
-                &["backend"],
-                &["group", "store"],
-                &["functional", "mesh", "train"],
-                &["world"],
-                &["init"],
-            ],
-        ),
-        (
-            "backend",
-            &[
-                &["element", "runs", "sink", "storage"],
-                &["fresh", "guards", "overwrite"],
-                &["ready", "reduce", "regions", "unfinished"],
-                &["device", "outputs"],
-                &["collective", "mod"],
-                &["local", "mpi", "simulated", "wrapping"],
-                &["nccl"],
-            ],
-        ),
-        ("call", &[&["dtypes", "op", "reduce_op"], &["mod"], &["cut"]]),
-        ("comm", &[&["event"], &["scope", "trace"], &["counts", "log"]]),
-        (
-            "control",
-            &[
-                &["departed", "ids", "limits"],
-                &["activity", "signature"],
-                &["message", "rounds"],
-                &["hub", "watch"],
-                &["server"],
-                &["dial"],
-                &["mod"],
-            ],
-        ),
-        ("error", &[&["failure"], &["end", "mod"]]),
-        ("launch", &[&["launchers", "options", "slurm"], &["mod"]]),
-        ("link", &[&["deadline", "frame", "hello"], &["mod"]]),
-        ("mesh", &[&["layout", "root"], &["mod"], &["build", "derive"]]),
-        ("train", &[&["clip", "grads", "verify"], &["accumulate", "sync"], &["data_parallel"]]),
-        ("tree", &[&["mod", "rename"], &["pack"]]),
-        ("world", &[&["context", "engines"], &["processes"], &["mod"]]),
-    ],
-);
+/// A folder in which nothing points up.
+const fn folder(path: &'static str, floors: &'static Floors) -> Folder {
+    Folder { path, floors, up: &[] }
+}
 
-const CANDLE_PIPE: House = (
-    "candle-pipe",
-    &[(
+const CANDLE_DIST: &[Folder] = &[
+    folder(
         "",
         &[
-            &["action", "cuts", "guide", "nearest"],
-            &["error"],
-            &["grads", "schedule", "value"],
-            &["graph"],
-            &["microbatch", "nn", "tape"],
-            &["pipe", "step"],
-            &["local_pipe", "runtime"],
+            "bits call guide hash link threads values",
+            "comm error",
+            "freeable launch tree",
+            "control",
+            "backend",
+            "group store",
+            "functional mesh train",
+            "world",
+            "init",
         ],
-    )],
-);
-
-/// Crates with folders that have no floors, each with the number of its rooms that are in rings.
-pub(super) const RINGS: [(&str, &[(&str, usize)]); 2] = [
-    ("candle-dist", &[("backend/local", 3), ("backend/mpi", 8), ("backend/nccl", 2), ("group", 2)]),
-    ("candle-shard", &[("", 16)]),
+    ),
+    folder(
+        "backend",
+        &[
+            "element runs sink storage",
+            "fresh guards overwrite",
+            "ready reduce regions unfinished",
+            "device outputs",
+            "collective mod",
+            "local mpi simulated wrapping",
+            "nccl",
+        ],
+    ),
+    Folder {
+        path: "backend/local",
+        floors: &["sync", "wait", "state", "mailbox", "rendezvous", "mod"],
+        // A round, a message and the state of the world wait for each other.
+        up: &[("mailbox", "rendezvous"), ("state", "rendezvous")],
+    },
+    Folder {
+        path: "backend/mpi",
+        floors: &[
+            "agree header native patience room shapes",
+            "mail plan transfer",
+            "ways wire work",
+            "operation",
+            "engine",
+            "keeper",
+            "mod",
+        ],
+        // `mod` holds the settings; `plan` and `operation` hold places in memory.
+        up: &[
+            ("engine", "mod"),
+            ("keeper", "mod"),
+            ("operation", "mod"),
+            ("plan", "mod"),
+            ("shapes", "plan"),
+            ("wire", "mod"),
+            ("work", "operation"),
+        ],
+    },
+    Folder {
+        path: "backend/nccl",
+        floors: &["devices plan text values", "watch", "comm", "rank", "transfer", "lane", "engine", "mod"],
+        // A communicator belongs to a rank, which aborts it.
+        up: &[("comm", "rank")],
+    },
+    folder("call", &["dtypes op reduce_op", "mod", "cut"]),
+    folder("comm", &["event", "scope trace", "counts log"]),
+    folder(
+        "control",
+        &["departed ids limits", "activity signature", "message rounds", "hub watch", "server", "dial", "mod"],
+    ),
+    folder("error", &["failure", "end mod"]),
+    Folder {
+        path: "group",
+        floors: &[
+            "mod",
+            "check in_place monitored object posted routed text",
+            "pending",
+            "coalesced into point_to_point start",
+        ],
+        // A group holds its receives that were started.
+        up: &[("mod", "posted")],
+    },
+    folder("launch", &["launchers options slurm", "mod"]),
+    folder("link", &["deadline frame hello", "mod"]),
+    folder("mesh", &["layout root", "mod", "build derive"]),
+    folder("train", &["clip grads verify", "accumulate sync", "data_parallel"]),
+    folder("tree", &["mod rename", "pack"]),
+    folder("world", &["context engines", "processes", "mod"]),
 ];
+
+const CANDLE_SHARD: &[Folder] = &[Folder {
+    path: "",
+    floors: &[
+        "disk error guide kernels porting random scoped",
+        "placement sharding_spec",
+        "spec",
+        "agreement description explain strict visualize",
+        "dtensor",
+        "factory local",
+        "redistribute",
+        "rules weights",
+        "checkpoint ops parallel",
+        "fsdp sparse",
+        "sharded_tensor",
+        "embedding",
+        "nn",
+    ],
+    // The layouts' `Axes`, what is told of plans and moves, the gradients that `nn` finds, hooks of `fsdp`, one index of files, and
+    // the options of lookups have yet to move down.
+    up: &[
+        ("agreement", "dtensor"),
+        ("checkpoint", "nn"),
+        ("dtensor", "factory"),
+        ("dtensor", "nn"),
+        ("explain", "dtensor"),
+        ("explain", "redistribute"),
+        ("fsdp", "nn"),
+        ("ops", "embedding"),
+        ("ops", "nn"),
+        ("redistribute", "nn"),
+        ("sparse", "embedding"),
+        ("spec", "dtensor"),
+        ("strict", "dtensor"),
+        ("strict", "rules"),
+        ("weights", "checkpoint"),
+        ("weights", "nn"),
+    ],
+}];
+
+const CANDLE_PIPE: &[Folder] = &[folder(
+    "",
+    &[
+        "action cuts guide nearest",
+        "error",
+        "grads schedule value",
+        "graph",
+        "microbatch nn tape",
+        "pipe step",
+        "local_pipe runtime",
+    ],
+)];
