@@ -1,4 +1,4 @@
-//! What a rank is in, and whether what it waits for can still come.
+//! The calls that a rank is in, and whether the ranks it waits for can still arrive.
 use super::ids::{channel, group_id};
 use crate::call::Call;
 use smallvec::SmallVec;
@@ -7,27 +7,28 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// How many tags of one pair of ranks have a count of their own; others share them, so that memory has a bound.
+/// The number of tags per pair of ranks with their own count. Other tags share these counts, which bounds memory.
 ///
-/// A receive whose sender has ended is then noticed unless messages of a tag with the same count lie unread.
+/// With shared counts, a receive whose sender has ended may go unnoticed: if a tag with the same count has unread
+/// messages.
 const COUNTED_TAGS: u32 = 256;
 
-/// The communication of one process, and what it knows of ranks that have ended.
+/// The communication of one process, and its knowledge of ranks that have ended.
 #[derive(Debug, Default)]
 pub(super) struct Activity {
-    /// What the rank's threads are in, oldest first.
+    /// What the rank's threads currently do, oldest first.
     active: Vec<Active>,
     next: u64,
     last: Option<Arc<Call>>,
-    /// How many rounds were entered, on each group and channel.
+    /// The number of rounds entered, per group and channel.
     rounds: HashMap<u64, u64>,
-    /// How many messages were numbered, on each channel.
+    /// The number of messages numbered, per channel.
     messages: HashMap<u64, u64>,
     /// The channels of each group.
     channels: HashMap<u64, Vec<u64>>,
-    /// How often this rank has joined a group of the same members, by the hash of their list.
+    /// How often this rank has joined a group of the same members, by the hash of the member list.
     joined: HashMap<u64, u64>,
-    /// Of each rank that has ended: how many rounds it had entered, on each group and channel.
+    /// Per rank that has ended: the number of rounds it had entered, per group and channel.
     left: HashMap<usize, HashMap<u64, u64>>,
 }
 
@@ -38,10 +39,10 @@ struct Active {
     since: Instant,
 }
 
-/// What a rank can be in.
+/// Something that a rank can wait in.
 #[derive(Debug)]
 pub(super) enum Waiting {
-    /// A call, and the meeting that it waits for, unless it waits for nobody.
+    /// A call, with the round that it waits for, or `None` if it waits for no other rank.
     Call(Arc<Call>, Option<Meeting>),
     /// The value of a key.
     Value(String),
@@ -62,14 +63,14 @@ impl Meeting {
 }
 
 impl Activity {
-    /// The id of the next group of these members, alike on all of them.
+    /// Returns the id of the next group of these members, the same on all members.
     pub(super) fn join(&mut self, ranks: &[usize]) -> u64 {
         let nth = self.joined.entry(group_id(ranks, 0)).or_default();
         *nth += 1;
         group_id(ranks, *nth - 1)
     }
 
-    /// The channel of the next message from rank `from` of the world to rank `to`, and its number there.
+    /// Returns the channel and the number of the next message from rank `from` of the world to rank `to`.
     pub(super) fn message(&mut self, group: u64, from: usize, to: usize, tag: u32) -> (u64, u64) {
         let channel = channel(group, from, to, tag % COUNTED_TAGS);
         let nth = self.messages.entry(channel).or_insert_with(|| {
@@ -80,7 +81,7 @@ impl Activity {
         (channel, *nth - 1)
     }
 
-    /// Forgets a group with its channels, and returns how many rounds were entered there.
+    /// Forgets a group and its channels. Returns the number of rounds entered on each.
     pub(super) fn forget(&mut self, group: u64) -> Vec<(u64, u64)> {
         let channels = self.channels.remove(&group).unwrap_or_default();
         let entered = |id| Some((id, self.rounds.remove(&id)?));
@@ -89,7 +90,7 @@ impl Activity {
         entered
     }
 
-    /// Notes a round; tells whether it is entered for the first time.
+    /// Counts a round. Returns whether it is entered for the first time.
     pub(super) fn count(&mut self, group: u64, round: u64) -> bool {
         let entered = self.rounds.entry(group).or_default();
         let is_new = round >= *entered;
@@ -97,14 +98,14 @@ impl Activity {
         is_new
     }
 
-    /// Notes that the rank is in something, until [`end`](Self::end) with the number returned.
+    /// Records that the rank is in `what`. Returns the number for [`end`](Self::end).
     pub(super) fn begin(&mut self, what: Waiting) -> u64 {
         self.next += 1;
         self.active.push(Active { id: self.next, what, since: Instant::now() });
         self.next
     }
 
-    /// Notes that the rank has done with it.
+    /// Records that the rank has left it.
     pub(super) fn end(&mut self, id: u64) {
         if let Some(at) = self.active.iter().position(|active| active.id == id)
             && let Waiting::Call(call, _) = self.active.remove(at).what
@@ -113,12 +114,12 @@ impl Activity {
         }
     }
 
-    /// Notes that `rank` has ended after these rounds.
+    /// Records that `rank` has ended after these rounds.
     pub(super) fn ended(&mut self, rank: usize, rounds: Vec<(u64, u64)>) {
         self.left.insert(rank, rounds.into_iter().collect());
     }
 
-    /// A rank that has ended and never entered a round that this rank waits in, if there is one.
+    /// Returns a rank that ended without entering a round that this rank waits in, if there is one.
     pub(super) fn deserter(&self) -> Option<usize> {
         if self.left.is_empty() {
             return None;
@@ -134,7 +135,7 @@ impl Activity {
         self.left.get(&rank).is_some_and(|left| rounds(left) <= meeting.round)
     }
 
-    /// How many rounds were entered, on each group and channel that is not forgotten.
+    /// Returns the number of rounds entered, for each group and channel that is not forgotten.
     pub(super) fn rounds(&self) -> Vec<(u64, u64)> {
         self.rounds.iter().map(|(&group, &rounds)| (group, rounds)).collect()
     }
@@ -142,7 +143,7 @@ impl Activity {
 
 impl fmt::Display for Activity {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // A value may be what a call waits for.
+        // A call may wait for a value inside, so report the call.
         let is_call = |active: &&Active| matches!(active.what, Waiting::Call(..));
         match (self.active.iter().rfind(is_call).or(self.active.last()), &self.last) {
             (Some(Active { what, since, .. }), _) => write!(f, "{what} for {:.1?}", since.elapsed()),

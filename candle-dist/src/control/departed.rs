@@ -1,19 +1,19 @@
-//! What ranks have entered on groups that they have dropped and others have not.
+//! The rounds of ranks on groups that they have dropped and other members have not.
 use std::collections::HashMap;
 
-/// The rounds of each rank on such groups; a group goes when all members have dropped it.
+/// The rounds per dropped group and rank. A group is removed when all members have dropped it.
 #[derive(Debug, Default)]
 pub(super) struct Departed(HashMap<u64, Group>);
 
 #[derive(Debug, Default)]
 struct Group {
-    /// How many members have dropped it.
+    /// The number of members that have dropped the group.
     gone: usize,
     rounds: HashMap<usize, Vec<(u64, u64)>>,
 }
 
 impl Departed {
-    /// Notes rounds of a rank on a group of so many members that it drops; the last of its messages `is_all`.
+    /// Adds rounds of a rank on a group of `members` ranks that it drops. `is_all` marks the rank's last message.
     pub(super) fn note(&mut self, rank: usize, group: u64, members: usize, rounds: Vec<(u64, u64)>, is_all: bool) {
         let entry = self.0.entry(group).or_default();
         entry.rounds.entry(rank).or_default().extend(rounds);
@@ -23,7 +23,7 @@ impl Departed {
         }
     }
 
-    /// What a rank has entered on groups that it dropped and others may wait in.
+    /// Returns the rounds of a rank on groups that it dropped and other members may wait in.
     pub(super) fn of(&self, rank: usize) -> impl Iterator<Item = (u64, u64)> {
         self.0.values().filter_map(move |group| group.rounds.get(&rank)).flatten().copied()
     }

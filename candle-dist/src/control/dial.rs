@@ -1,4 +1,4 @@
-//! How a process finds rank 0.
+//! Connecting to rank 0.
 use super::server::meeting_points;
 use crate::launch::LaunchInfo;
 use crate::link::hello::{Answer, Hello, MAX_TOKEN};
@@ -9,12 +9,12 @@ use std::net::{SocketAddr, TcpStream};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// The longest time for one attempt: to connect, and to be answered.
+/// The time limit of one attempt, to connect and to be answered.
 const ATTEMPT: Duration = Duration::from_secs(5);
-/// The pauses between attempts grow from the first to the second.
+/// The first and the last pause between attempts; pauses grow between them.
 const PAUSE: (Duration, Duration) = (Duration::from_millis(10), Duration::from_millis(500));
 
-/// A connection to rank 0, which has let this process in; tries for at most `limit`.
+/// Connects to rank 0 until it accepts this process, for at most `limit`.
 pub(super) fn dial(info: &LaunchInfo, own: Option<SocketAddr>, limit: Duration) -> Result<TcpStream> {
     let hello = hello(info)?;
     let end = within(limit);
@@ -26,7 +26,7 @@ pub(super) fn dial(info: &LaunchInfo, own: Option<SocketAddr>, limit: Duration) 
             Ok((_, Answer::Later(why))) => io::Error::other(why),
             Err(error) if error.kind() == ErrorKind::InvalidData => {
                 return Err(Error::Init(format!(
-                    "what answers at {} is another program; set MASTER_PORT to a free port, alike for all ranks",
+                    "another program answers at {}; set MASTER_PORT to a free port, equal on all ranks",
                     info.address
                 )));
             }
@@ -34,8 +34,8 @@ pub(super) fn dial(info: &LaunchInfo, own: Option<SocketAddr>, limit: Duration) 
         };
         if Instant::now() + pause >= end {
             return Err(Error::Init(format!(
-                "rank {} of {} could not reach rank 0 at {} within {limit:?} ({last}); see whether rank 0 was started, and \
-                 whether MASTER_ADDR and MASTER_PORT are right",
+                "rank {} of {} could not reach rank 0 at {} within {limit:?} ({last}); check that rank 0 runs, and \
+                 that MASTER_ADDR and MASTER_PORT are right",
                 info.rank, info.world_size, info.address
             )));
         }
@@ -53,7 +53,7 @@ fn hello(info: &LaunchInfo) -> Result<Hello> {
     Ok(Hello { rank: number(info.rank)?, size: number(info.world_size)?, token: info.token.as_bytes().to_vec() })
 }
 
-/// Greets rank 0.
+/// Greets rank 0 once.
 fn attempt(info: &LaunchInfo, own: Option<SocketAddr>, hello: &Hello, end: Instant) -> io::Result<(TcpStream, Answer)> {
     let addresses = own.map_or_else(|| meeting_points(info), |own| Ok(vec![own]))?;
     let mut last = io::Error::new(ErrorKind::NotFound, "the host has no address");

@@ -1,4 +1,4 @@
-//! Rank 0's side: who is there, what they wait for, and the verdict when something goes wrong.
+//! Rank 0's side: the processes, the values and rounds that they wait for, and the failure of the world.
 use super::departed::Departed;
 use super::limits::{MAX_ROUNDS, MAX_STATE};
 use super::message::{Fault, Notice, Request, State};
@@ -16,10 +16,10 @@ use std::net::TcpStream;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// How long the ranks have to say what they are doing when the world stops.
+/// How long the ranks have to report what they are doing when the world stops.
 const ANSWER: Duration = Duration::from_millis(300);
 
-/// What rank 0 knows of all processes.
+/// The state of all processes at rank 0.
 #[derive(Debug)]
 pub(super) struct Hub {
     token: Vec<u8>,
@@ -37,19 +37,19 @@ struct Table {
     departed: Departed,
 }
 
-/// Where a world is in its life; it only goes on.
+/// The phase of a world, which only advances.
 #[derive(Debug)]
 enum Phase {
     Meeting,
     Running,
-    /// Something went wrong, and ranks are asked what they are doing.
+    /// Something went wrong, and the ranks are asked what they are doing.
     Stopping(Fault),
     Stopped,
-    /// The ranks did not all come, or rank 0 ends.
+    /// Some ranks did not join, or rank 0 ends.
     Over,
 }
 
-/// The place of one rank.
+/// The state of one rank.
 #[derive(Debug, Default)]
 struct Seat {
     link: Option<Link<Notice>>,
@@ -57,7 +57,7 @@ struct Seat {
     end: Option<End>,
     lost: Option<String>,
     says: Option<String>,
-    /// The rounds that the rank had entered, as told before its goodbye.
+    /// The rounds that the rank had entered, as reported before its goodbye.
     rounds: Vec<(u64, u64)>,
 }
 
@@ -87,7 +87,7 @@ impl Table {
         self.seats.iter().for_each(|seat| seat.send(notice));
     }
 
-    /// Stops the world unless it has stopped: the first cause counts.
+    /// Stops the world unless it is stopping already: the first cause counts.
     fn stop(&mut self, cause: Cause) {
         if let Phase::Meeting | Phase::Running = self.phase {
             self.phase = Phase::Stopping(cause.into());
@@ -99,7 +99,7 @@ impl Table {
         self.seats.iter().any(|seat| seat.is_open)
     }
 
-    /// After a failure, processes are kept until all have heard of it and ended.
+    /// After a failure, releases the processes once all of them have been told and have ended.
     fn release(&self) {
         let came = |seat: &&Seat| seat.link.is_some();
         if matches!(self.phase, Phase::Stopped) && self.seats.iter().filter(came).all(Seat::has_ended) {
@@ -107,7 +107,7 @@ impl Table {
         }
     }
 
-    /// Whether a process of this job may come in.
+    /// Returns whether a process of this job may join.
     fn answer(&self, hello: &Hello) -> Answer {
         let (rank, size) = (hello.rank as usize, self.seats.len());
         if hello.size as usize != size {
@@ -133,12 +133,12 @@ impl Table {
         }
     }
 
-    /// What to tell everybody if some ranks do not come.
+    /// Returns the error for all ranks if some ranks did not join.
     fn missing(&self, limit: Duration) -> String {
         let missing = self.seats.iter().positions(|seat| seat.link.is_none()).collect_vec();
         let ranks = if missing.len() == 1 { "rank" } else { "ranks" };
         format!(
-            "{ranks} {} of {} did not come within {limit:?}; see whether they were started, and reach rank 0 under the \
+            "{ranks} {} of {} did not come within {limit:?}; check that they were started and reach rank 0 under the \
              same address and with the same token",
             missing.iter().format(", "),
             self.seats.len()
@@ -159,7 +159,7 @@ impl Hub {
         Self { token: token.as_bytes().to_vec(), debug, table: Mutex::new(table), changed: Condvar::new() }
     }
 
-    /// Answers a greeting: lets the process in, or tells it why not.
+    /// Answers a greeting: lets the process join, or tells it why it may not.
     pub(super) fn admit(self: &Arc<Self>, hello: &Hello, stream: TcpStream, silence: Duration) -> io::Result<()> {
         let mut table = self.table.lock();
         let answer = if hello.knows(&self.token) {
@@ -183,7 +183,7 @@ impl Hub {
         Ok(())
     }
 
-    /// Takes in what comes from a rank.
+    /// Handles an event of a rank's connection.
     fn on(&self, rank: usize, event: Event<Request>) {
         let mut table = self.table.lock();
         match event {
@@ -200,7 +200,7 @@ impl Hub {
         self.changed.notify_all();
     }
 
-    /// Waits for what befalls the world as a whole: the end of the meeting, and a failure.
+    /// Waits for the events of the whole world: the end of the start, and a failure.
     pub(super) fn supervise(&self, limit: Duration) {
         let mut table = self.table.lock();
         let deadline = within(limit);
@@ -225,7 +225,8 @@ impl Hub {
         self.changed.notify_all();
     }
 
-    /// Waits until all processes have ended, for as long as all is well: ranks may compute alone.
+    /// Waits until all processes have ended, or the world stops. There is no time limit, because ranks may compute
+    /// alone.
     pub(super) fn stay(&self) {
         let mut table = self.table.lock();
         while matches!(table.phase, Phase::Running) && table.is_busy() {
@@ -233,7 +234,7 @@ impl Hub {
         }
     }
 
-    /// Closes the connections when all processes have ended, at most after `farewell`.
+    /// Closes the connections when all processes have ended, at the latest after `farewell`.
     pub(super) fn finish(&self, farewell: Duration) {
         let mut table = self.table.lock();
         let deadline = within(farewell);
@@ -281,7 +282,7 @@ impl Table {
                         self.seats[rank].send(&Notice::Agreed { group, round });
                     }),
                     Some(mismatch) => {
-                        // A rank that did not have to wait may be elsewhere by now: what counts is what it called.
+                        // A rank that did not have to wait may have moved on, so report the call that it made.
                         for (rank, text) in mismatch.calls {
                             self.seats[rank].says = Some(format!("in {text}"));
                         }
@@ -290,7 +291,7 @@ impl Table {
                 }
             }
             Request::Miss { group, round, after } => {
-                // If there is no such round any more, the last member has just come.
+                // If the round is gone, its last member has just entered.
                 if let Some(ranks) = self.rounds.missing(group, round) {
                     self.stop(Cause::Missing { ranks, after });
                 }

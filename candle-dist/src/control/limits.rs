@@ -1,14 +1,14 @@
-//! How much goes into one message.
+//! Limits on the size of one message.
 use crate::error::End;
 
-/// The most counts of rounds in one message, which then has less than 1 MiB.
+/// The maximum number of round counts in one message, which keeps it below 1 MiB.
 pub(super) const MAX_ROUNDS: usize = 16 << 10;
-/// The longest message of an error, in bytes.
+/// The maximum length of an error message, in bytes.
 pub(super) const MAX_MESSAGE: usize = 16 << 10;
-/// The longest text of what a rank is doing, in bytes: those of thousands of ranks go into one message.
+/// The maximum length of a rank's report, in bytes. One message holds the reports of thousands of ranks.
 pub(super) const MAX_STATE: usize = 1 << 10;
 
-/// A text of at most `limit` bytes and a mark that it was longer.
+/// Cuts a text to at most `limit` bytes and marks the cut.
 pub(super) fn clipped(mut text: String, limit: usize) -> String {
     if text.len() > limit {
         let end = (0..=limit).rev().find(|&end| text.is_char_boundary(end)).unwrap_or(0);
@@ -19,7 +19,7 @@ pub(super) fn clipped(mut text: String, limit: usize) -> String {
 }
 
 impl End {
-    /// The end with a message of at most `limit` bytes.
+    /// Cuts the error message to at most `limit` bytes.
     pub(super) fn clipped(self, limit: usize) -> Self {
         match self {
             Self::Returned => Self::Returned,

@@ -1,4 +1,4 @@
-//! What goes over the connections between processes and rank 0.
+//! The messages between processes and rank 0.
 use super::limits::{MAX_MESSAGE, clipped};
 use super::signature::{MEMBERS, Signature};
 use crate::call::DIFFERENCES;
@@ -8,59 +8,59 @@ use crate::{Cause, Doing};
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
 
-/// From a process to rank 0.
+/// A message from a process to rank 0.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Request {
-    /// The bytes are the value of a key.
+    /// Sets the value of a key to the payload.
     Set { key: String },
-    /// Asks for a value, once it is there.
+    /// Asks for a value, and waits until it is set.
     Get { id: u64, key: String },
-    /// Asks no longer, if there is no answer yet.
+    /// Withdraws a [`Get`](Self::Get), unless it was answered already.
     Forget { id: u64, key: String },
-    /// Changes a value, with what comes in the bytes.
+    /// Changes a value, with the payload as argument.
     Change { id: u64, key: String, change: Change },
-    /// This rank has entered a call, whose description is to be compared.
+    /// This rank has entered a call, whose signature rank 0 compares.
     Enter(Box<Signature>),
-    /// The members of a round that have not entered it are missed, after so long.
+    /// Some members have not entered a round after this time.
     Miss { group: u64, round: u64, after: Duration },
     /// Something went wrong.
     Fail(Fault),
     /// The answer to [`Notice::Ask`].
     Report(String),
-    /// This rank has dropped a group of so many members, after so many rounds on it and its channels.
+    /// This rank has dropped a group of `members` ranks, after these rounds on the group and its channels.
     Dropped { group: u64, members: usize, rounds: Vec<(u64, u64)>, is_all: bool },
-    /// Before a goodbye: so many rounds on each group and channel, in several messages.
+    /// The rounds per group and channel before a goodbye, in several messages.
     Rounds(Vec<(u64, u64)>),
     /// This rank ends.
     Goodbye { end: End },
 }
 
-/// From rank 0 to a process.
+/// A message from rank 0 to a process.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) enum Notice {
-    /// All processes are there.
+    /// All processes have joined.
     Ready { debug: bool },
-    /// They did not all come.
+    /// Some processes have not joined.
     Missing(String),
-    /// The bytes are the value that was asked for.
+    /// The payload is the requested value.
     Value { id: u64 },
-    /// There is no value, and nobody waits for it any more.
+    /// The value is not set, and the request was withdrawn.
     Absent { id: u64 },
-    /// What a change has found, with the bytes.
+    /// The outcome of a change, with its payload.
     Changed { id: u64, outcome: Outcome },
     /// All members of the group made the same call.
     Agreed { group: u64, round: u64 },
-    /// A rank has ended, after so many rounds on each group and channel.
+    /// A rank has ended, after these rounds per group and channel.
     Left { rank: usize, rounds: Vec<(u64, u64)>, is_all: bool },
-    /// The world stops: what is this rank doing?
+    /// The world stops; asks what this rank is doing.
     Ask,
     /// The world has stopped.
     Stopped { fault: Fault, ranks: Vec<State> },
-    /// The answer to a goodbye: nobody needs this process any more.
+    /// The answer to a goodbye: this process may end.
     Bye,
 }
 
-/// A [`Cause`] that can be sent.
+/// A [`Cause`] in serializable form.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) enum Fault {
     Mismatch { rank: usize, reference: usize, what: String },
@@ -106,7 +106,7 @@ impl From<Fault> for Cause {
     }
 }
 
-/// A [`Doing`] that can be sent.
+/// A [`Doing`] in serializable form.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) enum State {
     Says(String),

@@ -1,7 +1,7 @@
-//! What the processes of a world know of each other: who failed, and what everybody waits in.
+//! Control messages between the processes of a world: failures, and the calls that ranks wait in.
 //!
-//! Every process keeps a connection to rank 0, over which it says when it ends and why, and hears of failures. This is
-//! what an engine between processes leans on; it moves the tensors itself.
+//! Every process keeps a connection to rank 0. It reports its end and the reason there, and it learns of failures.
+//! Backends between processes rely on it; they move the tensors themselves.
 mod activity;
 mod departed;
 mod dial;
@@ -32,20 +32,20 @@ use std::sync::Arc;
 use std::time::Duration;
 use watch::{How, Watch};
 
-/// How long a process that ends waits for the others to hear of a failure.
+/// How long a process that ends waits until the others have been told of a failure.
 const FAREWELL: Duration = Duration::from_secs(2);
 
-/// What a process knows of its world; an engine polls it while it waits, and tells it what its rank is in.
+/// The control connection of a process. A backend polls it while it waits, and reports the calls of its rank to it.
 ///
-/// A rank that fails, panics, ends while others wait for it, dies, or waits longer than the timeout stops the world:
-/// every rank gets the same [`GroupFailure`], with what each rank was doing. Dropping it says goodbye.
+/// The world stops if a rank fails, panics, ends while others wait for it, dies, or waits longer than the timeout.
+/// Every rank then gets the same [`GroupFailure`] with a report of each rank. Dropping the connection ends the rank.
 pub struct Control {
     rank: usize,
     size: usize,
     timeout: Duration,
     debug: bool,
     watch: Arc<Watch>,
-    /// Until the goodbye; rank 0 has the server too.
+    /// `None` after the goodbye. Rank 0 also has the server.
     ties: Mutex<Option<(Link<Request>, Option<Server>)>>,
 }
 
@@ -55,7 +55,7 @@ impl fmt::Debug for Control {
     }
 }
 
-/// A rank is in a call until this is dropped.
+/// A guard: the rank is in a call until this is dropped.
 #[derive(Debug)]
 pub struct Entered<'a> {
     watch: &'a Watch,
@@ -68,10 +68,10 @@ impl Drop for Entered<'_> {
     }
 }
 
-/// A rank's membership of a group; what is known of the group's rounds and messages goes when this is dropped.
+/// The membership of this rank in a group. Dropping it forgets the group's rounds and messages.
 ///
-/// Rank 0 then remembers how far this member came until the others have dropped theirs, so that those who still wait
-/// know whether this member has taken part.
+/// Rank 0 remembers this member's rounds until the other members have dropped theirs. Members that still wait can thus
+/// find out whether this member has taken part.
 #[derive(Debug)]
 pub struct Membership {
     watch: Arc<Watch>,
@@ -80,7 +80,7 @@ pub struct Membership {
 }
 
 impl Membership {
-    /// Names the group, alike on all members.
+    /// Returns the id of the group, equal on all members.
     pub fn id(&self) -> u64 {
         self.id
     }
@@ -93,10 +93,10 @@ impl Drop for Membership {
 }
 
 impl Control {
-    /// Meets the other processes: returns when all are there, or with the same error on all that came.
+    /// Connects to the other processes. Returns when all have joined, or with the same error on all that joined.
     ///
-    /// Rank 0 listens at the address, on that interface alone. Connections that are not of this job are dropped or
-    /// refused: the token tells jobs apart, but neither it nor anything else is encrypted.
+    /// Rank 0 listens at the address, on that interface only. Connections from outside the job are dropped or refused.
+    /// The token separates jobs; nothing is encrypted.
     pub fn connect(info: &LaunchInfo, options: &InitOptions) -> Result<Arc<Self>> {
         let server = if info.rank == 0 { Some(Server::start(info, options)?) } else { None };
         let stream = dial::dial(info, server.as_ref().map(Server::address), options.init_timeout)?;
@@ -114,72 +114,72 @@ impl Control {
             watch,
             ties: Mutex::new(Some((link, server))),
         };
-        // Also where they did not meet, this process leaves as it would later.
+        // If the start failed, dropping `control` says goodbye as usual.
         met.map(|_| Arc::new(control))
     }
 
-    /// This process's rank.
+    /// Returns this process's rank.
     pub fn rank(&self) -> usize {
         self.rank
     }
 
-    /// The number of processes.
+    /// Returns the number of processes.
     pub fn size(&self) -> usize {
         self.size
     }
 
-    /// How long a rank may wait in one call.
+    /// Returns how long a rank may wait in one call.
     pub fn timeout(&self) -> Duration {
         self.timeout
     }
 
-    /// The failure that stopped the world, if one did; costs an atomic load.
+    /// Returns the failure that stopped the world, if any; costs one atomic load.
     pub fn failure(&self) -> Option<Arc<GroupFailure>> {
         self.watch.failure().cloned()
     }
 
-    /// Stops the world; the first cause counts. The error is the same value on all ranks, with every rank's report.
+    /// Stops the world, unless it has stopped. All ranks get the same error, with the reports of all ranks.
     pub fn fail(&self, cause: Cause) -> Error {
         self.watch.fail(cause)
     }
 
-    /// Makes this rank a member of a group of these ranks of the world, in the order in which the group counts them.
+    /// Makes this rank a member of a group. `ranks` are its members as ranks of the world, in group order.
     ///
-    /// Sends nothing. Members that make several groups of the same list make them in the same order.
+    /// Sends nothing. If members create several groups from the same list, they must create them in the same order.
     pub fn join(&self, ranks: &[usize]) -> Membership {
         Membership { watch: self.watch.clone(), id: self.watch.join(ranks), size: ranks.len() }
     }
 
-    /// The [`channel`] of the next message from rank `from` of the world to rank `to` on a group, and its number there.
+    /// Returns the [`channel`] and the number of the next message from rank `from` of the world to rank `to` on a
+    /// group.
     ///
-    /// Both sides ask once for each message, and [`enter`](Self::enter) with the answer as group and round. The counts
-    /// of a group go when its [`Membership`] is dropped; 256 tags of a pair of ranks have counts of their own and others
-    /// share them, so memory has a bound for any number of tags.
+    /// Both sides call it once per message, and pass the result to [`enter`](Self::enter) as group and round. Dropping
+    /// the [`Membership`] of a group frees its counts. For each pair of ranks, 256 tags have their own counts and other
+    /// tags share them, so memory is bounded for any number of tags.
     pub fn message(&self, group: u64, from: usize, to: usize, tag: u32) -> (u64, u64) {
         self.watch.message(group, from, to, tag)
     }
 
-    /// Notes that this rank is in its call number `round` on `group`, until the guard is dropped.
+    /// Records that this rank is in its call number `round` on `group`, until the guard is dropped.
     ///
-    /// `ranks` are the members, as ranks of the world; rounds of a group are counted from 0, alike on all members. A
-    /// second `enter` of a round is a return to a call that was started before. Messages are no rounds of their group:
-    /// send and recv give what [`message`](Self::message) answers, and sender and receiver as `ranks`.
+    /// `ranks` are the members, as ranks of the world. Rounds of a group count from 0, equally on all members. A second
+    /// `enter` of a round returns to a call that was started before. Messages are not rounds of their group: send and
+    /// recv pass the result of [`message`](Self::message), and sender and receiver as `ranks`.
     ///
-    /// Fails if the world has failed, or if a member has ended without ever entering this round. In debug mode it
-    /// waits until all members have entered (unless `call` is a send, or is only being started), and compares their
-    /// calls.
+    /// Fails if the world has failed, or if a member has ended without entering this round. In debug mode, it waits
+    /// until all members have entered and compares their calls; a send or a started call does not wait.
     pub fn enter(&self, group: u64, ranks: &[usize], round: u64, call: &Call) -> Result<Entered<'_>> {
         let how = if self.debug { How::Compared } else { How::Noted };
         let doing = self.watch.enter(Meeting::new(group, ranks, round), call, how, self.timeout)?;
         Ok(Entered { watch: &self.watch, doing })
     }
 
-    /// Like [`enter`](Self::enter), and waits until all members have entered, at most for `limit`.
+    /// Like [`enter`](Self::enter), but waits until all members have entered, for at most `limit`.
     ///
-    /// A round is entered in this way by all members or by none.
+    /// Either all members enter a round this way, or none.
     ///
     /// # Errors
-    /// Stops the world with [`Cause::Missing`], which names every member that has not come.
+    /// Stops the world with [`Cause::Missing`], which names every member that did not arrive.
     pub fn enter_monitored(
         &self,
         group: u64,
@@ -192,31 +192,31 @@ impl Control {
         Ok(Entered { watch: &self.watch, doing })
     }
 
-    /// Gives all ranks the `value` of `key`; at most 16 MiB, under a name of at most 4 KiB.
+    /// Sets the value of `key` for all ranks. Values have at most 16 MiB, keys at most 4 KiB.
     pub fn set(&self, key: &str, value: &[u8]) -> Result<()> {
         check_sizes(self.rank, key, value.len())?;
         self.watch.set(key, value)
     }
 
-    /// The value of `key`; waits until a rank sets it, or the world fails, which the timeout makes it do.
+    /// Returns the value of `key`. Waits until a rank sets it; after the timeout, the world fails.
     pub fn get(&self, key: &str) -> Result<Vec<u8>> {
         check_sizes(self.rank, key, 0)?;
         self.watch.get(key, self.timeout)
     }
 
-    /// The value of `key`, or `None` if no rank sets it within `limit`.
+    /// Returns the value of `key`, or `None` if no rank sets it within `limit`.
     pub fn get_within(&self, key: &str, limit: Duration) -> Result<Option<Vec<u8>>> {
         check_sizes(self.rank, key, 0)?;
         self.watch.get_within(key, limit, self.timeout)
     }
 
-    /// Changes a value at rank 0, as one step.
+    /// Changes a value at rank 0 atomically.
     pub(crate) fn change(&self, key: &str, change: &Change, bytes: &[u8]) -> Result<(Outcome, Vec<u8>)> {
         self.watch.change(key, change, bytes, self.timeout)
     }
 
-    /// Says goodbye: how this rank ended. Returns when the others have heard what they must, at most seconds after a
-    /// failure; without one, rank 0 stays until all have ended, however long they compute alone.
+    /// Says goodbye and reports how this rank ended. After a failure, it returns within seconds. Without one, rank 0
+    /// stays until all ranks have ended, however long they compute alone.
     pub(crate) fn leave(&self, end: End) {
         let Some((link, server)) = self.ties.lock().take() else { return };
         self.watch.part(end, FAREWELL);
@@ -233,7 +233,7 @@ impl Drop for Control {
     }
 }
 
-/// Refuses keys and values that are too long to be passed on.
+/// Refuses keys and values that are too long to send.
 pub(crate) fn check_sizes(rank: usize, key: &str, value: usize) -> Result<()> {
     for (what, len, limit) in [("key", key.len(), MAX_KEY), ("value", value, MAX_VALUE)] {
         if len > limit {

@@ -1,30 +1,30 @@
-//! The calls of debug mode, compared when all members have made theirs.
+//! Debug mode: compares the calls of a round once all members have entered.
 use super::signature::Signature;
 use crate::Cause;
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, VecDeque};
 
-/// The rounds that some members have yet to enter, by group and number, and messages that only one side has entered.
+/// The rounds that some members have not entered, by group and number, and messages that only one side has entered.
 #[derive(Debug, Default)]
 pub(super) struct Rounds {
     collective: HashMap<(u64, u64), Calls>,
-    /// By channel and tag, oldest first; all of a queue are of one side.
+    /// By channel and tag, oldest first. All entries of a queue are of the same side.
     messages: HashMap<(u64, u32), VecDeque<(usize, Signature)>>,
 }
 
-/// What the members call in one round, as they came.
+/// The calls of the members in one round, in order of arrival.
 #[derive(Debug, Default)]
 pub(super) struct Calls(Vec<(usize, Signature)>);
 
-/// Two calls that should have been alike.
+/// Two calls that should be equal.
 pub(super) struct Mismatch {
     pub(super) cause: Cause,
-    /// The two ranks and what they called.
+    /// The two ranks and their calls.
     pub(super) calls: [(usize, String); 2],
 }
 
 impl Rounds {
-    /// Notes a rank's call; returns all of the round if it is the last.
+    /// Adds a rank's call. Returns all calls of the round if it is the last one.
     pub(super) fn enter(&mut self, rank: usize, signature: Signature) -> Option<Calls> {
         if let Some(tag) = signature.tag() {
             return self.enter_message(rank, tag, signature);
@@ -43,7 +43,7 @@ impl Rounds {
         }
     }
 
-    /// The nth send with a tag belongs to the nth receive with it, whatever other tags did in between.
+    /// Matches the nth send with a tag to the nth receive with that tag, independently of other tags.
     fn enter_message(&mut self, rank: usize, tag: u32, signature: Signature) -> Option<Calls> {
         let key = (signature.group, tag);
         let queue = self.messages.entry(key).or_default();
@@ -58,7 +58,7 @@ impl Rounds {
         Some(Calls(first.into_iter().chain([(rank, signature)]).collect()))
     }
 
-    /// The members that have not entered a round which others have.
+    /// Returns the members that have not entered a round that others have entered.
     pub(super) fn missing(&self, group: u64, round: u64) -> Option<Vec<usize>> {
         let Calls(calls) = self.collective.get(&(group, round))?;
         let has_come = |rank: &usize| calls.iter().any(|(other, _)| other == rank);
@@ -67,17 +67,17 @@ impl Rounds {
 }
 
 impl Calls {
-    /// The ranks, each with the group or channel and the number under which it has entered.
+    /// Returns the ranks, each with the group or channel and the number under which it has entered.
     pub(super) fn members(&self) -> impl Iterator<Item = (usize, u64, u64)> {
         self.0.iter().map(|(rank, signature)| (*rank, signature.group, signature.round))
     }
 
-    /// The members.
+    /// Returns the members.
     fn ranks(&self) -> &[usize] {
         self.0.first().map_or(&[], |(_, signature)| &signature.ranks)
     }
 
-    /// The first member whose call differs from the first one's, in the group's order.
+    /// Returns the first member, in group order, whose call differs from the first member's.
     pub(super) fn mismatch(&self) -> Option<Mismatch> {
         let place = |rank: usize| self.ranks().iter().position(|&member| member == rank);
         let mut calls: Vec<_> = self.0.iter().collect();
@@ -101,7 +101,7 @@ mod tests {
     #[test]
     fn messages_are_matched_by_tag_in_any_order_and_leave_nothing() {
         let mut rounds = Rounds::default();
-        // Two tags that share a count, received in the other order.
+        // Two tags that share a count, received in the opposite order.
         assert!(rounds.enter(0, message(Op::Send, 0, 1)).is_none());
         assert!(rounds.enter(0, message(Op::Send, 1, 257)).is_none());
         for (received, tag, sent) in [(0, 257, 1), (1, 1, 0)] {

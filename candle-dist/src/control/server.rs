@@ -1,4 +1,4 @@
-//! Where rank 0 listens: lets processes of the job in, and drops everybody else.
+//! The server of rank 0: accepts processes of the job and drops all other connections.
 use super::hub::Hub;
 use crate::launch::{InitOptions, LaunchInfo};
 use crate::link::hello::Hello;
@@ -13,16 +13,16 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-/// How long a connection has to introduce itself.
+/// The time limit for a greeting.
 const GREETING: Duration = Duration::from_secs(2);
-/// How many connections may be about to introduce themselves; the oldest then makes place.
+/// The maximum number of connections without a complete greeting. The oldest one is dropped for a new one.
 const STRANGERS: usize = 64;
-/// The stack of a thread that reads a greeting.
+/// The stack size of a thread that reads a greeting.
 const STACK_BYTES: usize = 128 << 10;
-/// How long to wait when the system has no more connections to give.
+/// The pause when the system runs out of connections.
 const EXHAUSTED: Duration = Duration::from_millis(50);
 
-/// The listening side of rank 0.
+/// The server of rank 0.
 #[derive(Debug)]
 pub(super) struct Server {
     hub: Arc<Hub>,
@@ -32,7 +32,7 @@ pub(super) struct Server {
 }
 
 impl Server {
-    /// Listens at the world's address, on that interface alone.
+    /// Listens at the world's address, on that interface only.
     pub(super) fn start(info: &LaunchInfo, options: &InitOptions) -> Result<Self> {
         let failed = |error: std::io::Error| Error::Init(format!("rank 0 cannot start its threads: {error}"));
         let listener = listen(info)?;
@@ -49,7 +49,7 @@ impl Server {
         Ok(Self { hub, address, is_over, door: Some(door) })
     }
 
-    /// Where this process reaches it.
+    /// Returns the address at which this process reaches the server.
     pub(super) fn address(&self) -> SocketAddr {
         let mut address = self.address;
         if address.ip().is_unspecified() {
@@ -58,7 +58,7 @@ impl Server {
         address
     }
 
-    /// Waits until all processes have ended, and after a failure at most for `farewell`.
+    /// Waits until all processes have ended, but at most for `farewell` after a failure.
     pub(super) fn finish(&self, farewell: Duration) {
         self.hub.stay();
         self.hub.finish(farewell);
@@ -69,7 +69,7 @@ impl Drop for Server {
     fn drop(&mut self) {
         self.hub.finish(Duration::ZERO);
         self.is_over.store(true, Ordering::Release);
-        // Wakes the thread that accepts; when it has ended, the port is free again.
+        // Wakes the accepting thread. When it has ended, the port is free again.
         let woken = TcpStream::connect_timeout(&self.address(), Duration::from_secs(1)).is_ok();
         if let (true, Some(door)) = (woken, self.door.take()) {
             let _ = door.join();
@@ -77,7 +77,7 @@ impl Drop for Server {
     }
 }
 
-/// Binds the address that the launcher names.
+/// Binds the address that the launcher set.
 fn listen(info: &LaunchInfo) -> Result<TcpListener> {
     let (host, port) = info.address.rsplit_once(':').unwrap_or((&info.address, ""));
     let failed = |error: std::io::Error| {
@@ -97,19 +97,19 @@ fn listen(info: &LaunchInfo) -> Result<TcpListener> {
     TcpListener::bind(&addresses[..]).map_err(failed)
 }
 
-/// The addresses at which rank 0 may be, as this host knows them.
+/// Returns the possible addresses of rank 0, as this host resolves them.
 pub(super) fn meeting_points(info: &LaunchInfo) -> io::Result<Vec<SocketAddr>> {
     Ok(beyond_loopback(info, info.address.to_socket_addrs()?.collect()))
 }
 
-/// Many a host knows its own name as a loopback address, where other hosts would not find it.
+/// Removes loopback addresses: many hosts resolve their own name to one, which other hosts cannot reach.
 fn beyond_loopback(info: &LaunchInfo, mut addresses: Vec<SocketAddr>) -> Vec<SocketAddr> {
     if !info.spans_hosts() {
         return addresses;
     }
     let is_local = |address: &SocketAddr| address.ip().to_canonical().is_loopback();
     if info.rank == 0 && addresses.iter().all(is_local) {
-        // The other hosts know better which address it has.
+        // Only the other hosts know the reachable address, so listen on all interfaces.
         addresses.iter_mut().for_each(|address| address.set_ip(Ipv4Addr::UNSPECIFIED.into()));
     } else if !addresses.iter().all(is_local) {
         addresses.retain(|address| !is_local(address));
@@ -117,11 +117,11 @@ fn beyond_loopback(info: &LaunchInfo, mut addresses: Vec<SocketAddr>) -> Vec<Soc
     addresses
 }
 
-/// Where connections come in.
+/// The accepting side of the server.
 struct Door {
     hub: Arc<Hub>,
     silence: Duration,
-    /// Connections that have not introduced themselves yet, oldest first.
+    /// Connections without a complete greeting, oldest first.
     strangers: Mutex<VecDeque<(u64, TcpStream)>>,
 }
 
@@ -149,7 +149,7 @@ impl Door {
             let door = self.clone();
             let greeter = thread::Builder::new().name("candle-dist greeter".into()).stack_size(STACK_BYTES);
             if greeter.spawn(move || door.greet(id, stream)).is_err() {
-                // The connection closes; a process of ours tries again.
+                // The connection closes, and a process of this job tries again.
                 self.forget(id);
             }
         }
@@ -162,7 +162,7 @@ impl Door {
     fn greet(&self, id: u64, stream: TcpStream) {
         let hello = Hello::read(&mut Before { stream: &stream, deadline: within(GREETING) });
         self.forget(id);
-        // If the answer does not get through, the other side tries again.
+        // If the answer does not arrive, the other side tries again.
         let _ = stream.set_write_timeout(Some(GREETING));
         let _ = match hello {
             Ok(hello) => self.hub.admit(&hello, stream, self.silence),
@@ -199,7 +199,7 @@ mod tests {
             assert_eq!(beyond_loopback(&info(rank, 2), of(&all)), of(&["10.0.0.1", "[fd00::1]"]));
         }
         assert_eq!(beyond_loopback(&info(0, 2), of(&["127.0.1.1"])), of(&["0.0.0.0"]));
-        // On the same host as rank 0, which listens there too.
+        // On the same host as rank 0, which also listens there.
         assert_eq!(beyond_loopback(&info(1, 2), of(&["127.0.1.1"])), of(&["127.0.1.1"]));
     }
 }

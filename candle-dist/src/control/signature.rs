@@ -1,4 +1,4 @@
-//! A call in a form that can be sent and compared at rank 0.
+//! A call in a form that can be sent to rank 0 and compared there.
 use super::limits::{MAX_STATE, clipped};
 use crate::call::{Call, Dims, Form, Op, ReduceOp};
 use crate::hash;
@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use smallvec::SmallVec;
 use std::str::FromStr;
 
-/// What differs when members of a group do not even agree on who they are.
+/// The name of the difference between member lists.
 pub(super) const MEMBERS: &str = "list of members";
 
 /// One member's entry into a round.
@@ -17,12 +17,12 @@ pub(super) struct Signature {
     pub(super) round: u64,
     /// The members, as ranks of the world.
     pub(super) ranks: Vec<usize>,
-    /// The call with its call site, for people.
+    /// The call with its call site, for error messages.
     pub(super) text: String,
     what: What,
 }
 
-/// All that [`Call::difference`] looks at.
+/// All properties that [`Call::difference`] compares.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct What {
     op: Op,
@@ -36,14 +36,14 @@ struct What {
     sizes: SmallVec<[Dims; 2]>,
     form: Form,
     note: Option<String>,
-    /// Tells messages apart; it is no part of the comparison.
+    /// The tag of a message, which is not compared.
     tag: u32,
 }
 
-/// The longest description that is sent as it is; of a longer one, its beginning and a hash.
+/// The maximum length of a note that is sent in full. A longer note is sent as its beginning and a hash.
 const MAX_NOTE: usize = 4 << 10;
 
-/// The note, or what stands for a long one.
+/// Returns the note, or its beginning and a hash if it is long.
 fn short(note: &str) -> String {
     match note.len() > MAX_NOTE {
         true => format!("{} {:016x}", clipped(note.to_string(), MAX_NOTE), hash::stable(note.as_bytes())),
@@ -51,7 +51,7 @@ fn short(note: &str) -> String {
     }
 }
 
-/// A kind of device: processes count their devices each for itself.
+/// A kind of device. Each process has its own device numbers, so they are not compared.
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
 enum Kind {
     Cpu,
@@ -83,24 +83,24 @@ impl Signature {
         Self { group, round, ranks: ranks.to_vec(), text: clipped(call.to_string(), MAX_STATE), what }
     }
 
-    /// The tag of a message.
+    /// Returns the tag of a message.
     pub(super) fn tag(&self) -> Option<u32> {
         matches!(self.what.op, Op::Send | Op::Recv).then_some(self.what.tag)
     }
 
-    /// Whether this is the sending side of a message.
+    /// Returns whether this is the sending side of a message.
     pub(super) fn is_send(&self) -> bool {
         self.what.op == Op::Send
     }
 
-    /// What two members' calls of the same round differ in, if they do.
+    /// Returns the name of the first difference between two members' calls of the same round.
     pub(super) fn difference(&self, other: &Self) -> Option<&'static str> {
         if self.ranks != other.ranks {
             return Some(MEMBERS);
         }
         let (mut mine, theirs) = (self.what.call(), other.what.call());
         if (mine.op, theirs.op) == (Op::Send, Op::Recv) {
-            // The two sides of one message: each names the other one.
+            // The two sides of a message name each other as peer.
             (mine.op, mine.peer, mine.form) = (theirs.op, theirs.peer, theirs.form);
         }
         mine.difference(&theirs)
@@ -109,7 +109,7 @@ impl Signature {
 
 impl What {
     fn call(&self) -> Call {
-        // Equal builds know equal dtypes: the greeting compares versions.
+        // Equal builds have equal dtypes, and the greeting compares versions.
         let dtype = |name: &String| DType::from_str(name).ok();
         Call {
             dtype: self.dtype.as_ref().and_then(dtype),

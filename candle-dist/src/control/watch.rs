@@ -1,4 +1,4 @@
-//! A process's side of the connection: what it has heard, and who waits for it.
+//! A process's side of the connection: what it has received, and the threads that wait for it.
 use super::activity::{Activity, Meeting, Waiting};
 use super::limits::{MAX_MESSAGE, MAX_ROUNDS, MAX_STATE, clipped};
 use super::message::{Fault, Notice, Request, State};
@@ -14,10 +14,10 @@ use std::collections::HashMap;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-/// How long to wait until rank 0 has gathered the reports of all ranks, which takes it a third of a second.
+/// How long to wait for rank 0 to gather the reports of all ranks, which takes a third of a second.
 const VERDICT: Duration = Duration::from_secs(5);
 
-/// What one process knows.
+/// The state of one process.
 #[derive(Debug)]
 pub(super) struct Watch {
     rank: usize,
@@ -28,7 +28,7 @@ pub(super) struct Watch {
     changed: Condvar,
 }
 
-/// What rank 0 answers to a question about a value.
+/// An answer of rank 0 to a request about a value.
 #[derive(Debug)]
 enum Answer {
     Value(Vec<u8>),
@@ -36,37 +36,37 @@ enum Answer {
     Changed(Outcome, Vec<u8>),
 }
 
-/// The error of an answer that belongs to another question.
+/// The error for an answer that belongs to another request.
 fn unexpected() -> Error {
-    Error::Unsupported("an answer of rank 0 to another question; run the same build on all hosts".to_string())
+    Error::Unsupported("rank 0 answered another request; run the same build on all hosts".to_string())
 }
 
 #[derive(Debug, Default)]
 struct Heard {
     activity: Activity,
-    /// All processes are there, and whether calls are compared.
+    /// Set when all processes have joined, to whether calls are compared.
     ready: Option<bool>,
     missing: Option<String>,
-    /// What came, by the number of the question.
+    /// The received answers, by request number.
     answers: HashMap<u64, Answer>,
     questions: u64,
-    /// What ranks entered that are about to end, as far as it has come.
+    /// The rounds of ranks that are about to end, as far as received.
     leaving: HashMap<usize, Vec<(u64, u64)>>,
-    /// Rounds that are compared, and whether all members' calls are alike; those that somebody here will wait for.
+    /// The rounds that are compared and that a thread here waits for, with whether all members' calls are equal.
     compared: HashMap<(u64, u64), bool>,
-    /// Nobody needs this process any more.
+    /// Whether this process may end.
     bye: bool,
     ended: bool,
 }
 
-/// What is made of a call that is entered.
+/// How the entry into a call is handled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum How {
-    /// It is told when somebody asks.
+    /// Reported only when rank 0 asks.
     Noted,
-    /// It is compared with those of the other members.
+    /// Compared with the calls of the other members.
     Compared,
-    /// It is compared, and members that do not come are named.
+    /// Compared, and members that do not arrive are named.
     Monitored,
 }
 
@@ -82,7 +82,7 @@ impl Watch {
         }
     }
 
-    /// Sets where to send; nothing is sent before.
+    /// Sets the outgoing queue; nothing is sent before.
     pub(super) fn speak_through(&self, outbox: Outbox<Request>) {
         let _ = self.outbox.set(outbox);
     }
@@ -97,7 +97,7 @@ impl Watch {
         self.failure.get()
     }
 
-    /// Takes in what comes over the connection.
+    /// Handles an event of the connection.
     pub(super) fn on(&self, event: Event<Notice>) {
         let mut heard = self.heard.lock();
         match event {
@@ -140,7 +140,7 @@ impl Watch {
         self.changed.notify_all();
     }
 
-    /// The world has stopped; what was heard first counts.
+    /// Records that the world has stopped; the first failure received counts.
     fn settle(&self, cause: Cause, ranks: Vec<State>) {
         let report = |(rank, state): (usize, State)| RankReport { rank, doing: state.into() };
         let ranks = ranks.into_iter().enumerate().map(report).collect();
@@ -151,7 +151,7 @@ impl Watch {
         self.failure.get().map_or(Ok(()), |failure| Err(Error::Group(failure.clone())))
     }
 
-    /// Waits until all processes are there; true if calls are compared.
+    /// Waits until all processes have joined. Returns whether calls are compared.
     pub(super) fn meet(&self) -> Result<bool> {
         let mut heard = self.heard.lock();
         loop {
@@ -166,7 +166,7 @@ impl Watch {
         }
     }
 
-    /// Waits until `ready` gives a value, or the world has stopped, which it does itself after `timeout`.
+    /// Waits until `ready` returns a value or the world stops. After `timeout` it stops the world.
     fn wait<R>(
         &self,
         mut heard: MutexGuard<'_, Heard>,
@@ -187,7 +187,7 @@ impl Watch {
         }
     }
 
-    /// Like [`wait`](Self::wait); after `timeout` rank 0 stops the world over the members that are missing.
+    /// Like [`wait`](Self::wait), but after `timeout` rank 0 stops the world because of the missing members.
     fn wait_monitored<R>(
         &self,
         mut heard: MutexGuard<'_, Heard>,
@@ -203,11 +203,11 @@ impl Watch {
             self.changed.wait_until(&mut heard, deadline);
         }
         self.send(Request::Miss { group, round, after: timeout }, &[]);
-        // The last member may come at this very moment.
+        // The last member may arrive just now.
         self.wait(heard, VERDICT, ready)
     }
 
-    /// Stops the world, unless it has stopped, and returns what stopped it.
+    /// Stops the world, unless it has stopped, and returns the cause.
     pub(super) fn fail(&self, cause: Cause) -> Error {
         let deadline = within(VERDICT);
         let mut heard = self.heard.lock();
@@ -243,7 +243,7 @@ impl Watch {
         }
     }
 
-    /// The value, or `None` after `limit`.
+    /// Returns the value, or `None` after `limit`.
     pub(super) fn get_within(&self, key: &str, limit: Duration, timeout: Duration) -> Result<Option<Vec<u8>>> {
         let deadline = within(limit);
         let answer = self.ask(
@@ -257,7 +257,7 @@ impl Watch {
                     }
                     self.changed.wait_until(&mut heard, deadline);
                 }
-                // Rank 0 answers either question, never both.
+                // Rank 0 answers one of the two requests, never both.
                 self.send(Request::Forget { id, key: key.to_string() }, &[]);
                 self.wait(heard, timeout, |heard| heard.answers.remove(&id))
             },
@@ -285,7 +285,7 @@ impl Watch {
         }
     }
 
-    /// Asks rank 0 something about a key, and waits for the answer as `wait` does.
+    /// Sends rank 0 a request about a key, and waits for the answer like `wait`.
     fn ask<'a>(
         &'a self,
         key: &str,
@@ -303,9 +303,10 @@ impl Watch {
         answer
     }
 
-    /// Notes that the rank is in a call, and returns the number to [`leave`](Self::leave) with.
+    /// Records that the rank is in a call. Returns the number for [`leave`](Self::leave).
     ///
-    /// What is compared is waited for; if that takes too long, a monitored call stops the world over those who are missing.
+    /// Waits if the call is compared. A monitored call that takes too long stops the world and names the missing
+    /// members.
     pub(super) fn enter(&self, meeting: Meeting, call: &Call, how: How, timeout: Duration) -> Result<u64> {
         self.check()?;
         let mut heard = self.heard.lock();
@@ -342,26 +343,26 @@ impl Watch {
         Ok(doing)
     }
 
-    /// Notes that the rank has done with a call.
+    /// Records that the rank has left a call.
     pub(super) fn leave(&self, doing: u64) {
         self.heard.lock().activity.end(doing);
     }
 
-    /// The id of the next group of these members.
+    /// Returns the id of the next group of these members.
     pub(super) fn join(&self, ranks: &[usize]) -> u64 {
         self.heard.lock().activity.join(ranks)
     }
 
-    /// The channel and the number of the next message.
+    /// Returns the channel and the number of the next message.
     pub(super) fn message(&self, group: u64, from: usize, to: usize, tag: u32) -> (u64, u64) {
         self.heard.lock().activity.message(group, from, to, tag)
     }
 
-    /// Forgets a group of `members` ranks; rank 0 remembers its rounds until all of them have.
+    /// Forgets a group of `members` ranks. Rank 0 remembers its rounds until all members have forgotten it.
     pub(super) fn forget(&self, group: u64, members: usize) {
         let mut heard = self.heard.lock();
         let rounds = heard.activity.forget(group);
-        // What was started and never waited for.
+        // Removes calls that were started but never waited for.
         heard.compared.retain(|(id, _), _| *id != group && !rounds.iter().any(|(other, _)| other == id));
         if members > 1 {
             for some in rounds.chunks(MAX_ROUNDS) {
@@ -371,7 +372,7 @@ impl Watch {
         }
     }
 
-    /// Says goodbye, and waits at most `limit` until nobody needs this process any more.
+    /// Says goodbye, and waits at most `limit` until this process may end.
     pub(super) fn part(&self, end: End, limit: Duration) {
         let deadline = within(limit);
         let mut heard = self.heard.lock();
@@ -381,7 +382,7 @@ impl Watch {
         self.send(Request::Goodbye { end: end.clipped(MAX_MESSAGE) }, &[]);
         let is_free = |heard: &Heard| heard.bye || heard.ended || heard.missing.is_some();
         while !is_free(&heard) && !self.changed.wait_until(&mut heard, deadline).timed_out() {}
-        // A connection that ends from now on has not been lost.
+        // From now on, the end of the connection is not a failure.
         heard.bye = true;
     }
 }

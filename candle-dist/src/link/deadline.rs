@@ -1,17 +1,17 @@
-//! Time limits that any duration fits, and reading that keeps them.
+//! Deadlines that cannot overflow, and reading until a deadline.
 use std::io::{self, Read};
 use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
-/// Longer than anybody waits, and short enough to be added to any time.
+/// Longer than any wait, and short enough to be added to any time.
 const FOREVER: Duration = Duration::from_secs(100 * 365 * 24 * 60 * 60);
 
-/// The time at which `limit` from now is over.
+/// Returns the time `limit` from now.
 pub(crate) fn within(limit: Duration) -> Instant {
     Instant::now() + limit.min(FOREVER)
 }
 
-/// Reads from a stream until a deadline, however slowly bytes come.
+/// Reads from a stream until a deadline, even if bytes arrive slowly.
 pub(crate) struct Before<'a> {
     pub(crate) stream: &'a TcpStream,
     pub(crate) deadline: Instant,

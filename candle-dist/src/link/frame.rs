@@ -1,16 +1,16 @@
-//! Messages on a stream: two lengths, a header in JSON, and bytes as they are.
+//! Messages on a stream: two lengths, a JSON header, and raw bytes.
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::io::{self, Error, ErrorKind, Read, Write};
 
-/// The longest header; the reports of all ranks are one.
+/// The maximum length of a header. One header may hold the reports of all ranks.
 const MAX_HEADER: usize = 16 << 20;
-/// The longest value.
+/// The maximum length of a value.
 pub(crate) const MAX_VALUE: usize = 16 << 20;
-/// The longest key.
+/// The maximum length of a key.
 pub(crate) const MAX_KEY: usize = 4 << 10;
 
-/// A frame without a header, which says no more than that the sender lives.
+/// A frame without a header: a heartbeat.
 pub(crate) const PING: [u8; 8] = [0; 8];
 
 /// Writes one message.
@@ -21,7 +21,7 @@ pub(crate) fn write(to: &mut impl Write, message: &impl Serialize, payload: &[u8
     }
     let mut bytes = Vec::with_capacity(PING.len() + header.len() + payload.len());
     for part in [&header[..], payload] {
-        // Both fit: their bounds are far below.
+        // The conversion cannot fail: both limits are far below `u32::MAX`.
         bytes.extend_from_slice(&u32::try_from(part.len()).map_err(Error::other)?.to_le_bytes());
     }
     bytes.extend_from_slice(&header);
@@ -29,9 +29,9 @@ pub(crate) fn write(to: &mut impl Write, message: &impl Serialize, payload: &[u8
     to.write_all(&bytes)
 }
 
-/// Reads the next message, past any pings; `None` at the end of the stream.
+/// Reads the next message and skips pings; `None` at the end of the stream.
 ///
-/// Memory grows with what really comes, never with what a length promises.
+/// Memory grows with the bytes received, not with the length in the header.
 pub(crate) fn read<M: DeserializeOwned>(from: &mut impl Read) -> io::Result<Option<(M, Vec<u8>)>> {
     loop {
         let mut lengths = PING;
@@ -51,7 +51,7 @@ pub(crate) fn read<M: DeserializeOwned>(from: &mut impl Read) -> io::Result<Opti
     }
 }
 
-/// Fills `buffer`; false if the stream ends before its first byte.
+/// Fills `buffer`. Returns false if the stream ends before the first byte.
 fn fill(from: &mut impl Read, buffer: &mut [u8]) -> io::Result<bool> {
     let mut filled = 0;
     while filled < buffer.len() {

@@ -1,14 +1,14 @@
-//! The greeting: before it, a connection may come from anybody; after it, from a process of this job.
+//! The greeting, which separates processes of this job from other connections.
 use std::io::{self, ErrorKind, Read, Write};
 
-/// The first bytes of both directions, which nothing else begins with.
+/// The first bytes in both directions, which no other protocol sends.
 const MAGIC: [u8; 8] = *b"\xc4ndlDist";
-/// The version of everything that goes over the connection.
+/// The version of the whole protocol.
 const VERSION: u16 = 2;
-/// The longest token.
+/// The maximum length of a token.
 pub(crate) const MAX_TOKEN: usize = 1024;
 
-/// How a process introduces itself.
+/// The greeting of a process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Hello {
     pub(crate) rank: u32,
@@ -16,12 +16,12 @@ pub(crate) struct Hello {
     pub(crate) token: Vec<u8>,
 }
 
-/// Why a greeting is not one.
+/// Why a greeting was rejected.
 #[derive(Debug)]
 pub(crate) enum Stranger {
-    /// It is no process of any world, or too slow; not worth an answer.
+    /// The sender is not a process of any world, or is too slow. It gets no answer.
     Unknown,
-    /// It speaks another version.
+    /// The sender uses another version of the protocol.
     Version(u16),
 }
 
@@ -60,7 +60,7 @@ impl Hello {
         Ok(Self { rank, size, token })
     }
 
-    /// Whether this is the token, in a time that does not tell how much of it is right.
+    /// Returns whether the tokens are equal, in constant time.
     pub(crate) fn knows(&self, token: &[u8]) -> bool {
         let differs = self.token.iter().zip(token).fold(0, |differs, (a, b)| differs | (a ^ b));
         self.token.len() == token.len() && differs == 0
@@ -68,12 +68,12 @@ impl Hello {
 }
 
 impl Stranger {
-    /// What to tell it, if anything.
+    /// Returns the answer to send, if any.
     pub(crate) fn answer(&self) -> Option<Answer> {
         match self {
             Self::Unknown => None,
             Self::Version(theirs) => Some(Answer::Never(format!(
-                "this process speaks version {theirs} of the protocol and rank 0 version {VERSION}; run the same build \
+                "this process has version {theirs} of the protocol and rank 0 version {VERSION}; run the same build \
                  on all hosts"
             ))),
         }
@@ -84,7 +84,7 @@ impl Stranger {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Answer {
     Welcome,
-    /// Not into this world, but perhaps into the next one at the same address.
+    /// Refused by this world, but the next world at the same address may accept.
     Later(String),
     Never(String),
 }
@@ -103,7 +103,7 @@ impl Answer {
         to.write_all(&bytes)
     }
 
-    /// Reads an answer; `InvalidData` comes from a program of another kind.
+    /// Reads an answer. The error is `InvalidData` if another program sent it.
     pub(crate) fn read(from: &mut impl Read) -> io::Result<Self> {
         if bytes::<8>(from)? != MAGIC {
             return Err(ErrorKind::InvalidData.into());

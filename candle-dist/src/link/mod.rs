@@ -1,4 +1,4 @@
-//! A connection that both ends keep alive: one thread writes what is sent, or signs of life; another one reads.
+//! A connection with heartbeats in both directions. One thread writes messages and heartbeats, another one reads.
 mod deadline;
 pub(crate) mod frame;
 pub(crate) mod hello;
@@ -14,28 +14,28 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-/// How many signs of life fit into the time after which their lack counts.
+/// The number of heartbeats per silence limit.
 const SIGNS: u32 = 5;
-/// The longest time between two signs of life.
+/// The maximum time between two heartbeats.
 const MAX_INTERVAL: Duration = Duration::from_secs(1);
-/// The shortest time after which silence counts.
+/// The minimum silence limit.
 pub(crate) const MIN_SILENCE: Duration = Duration::from_millis(100);
-/// What a closed connection is called, on whichever side and however it closed.
+/// The description of a closed connection, the same for either side and any way of closing.
 pub(crate) const CLOSED: &str = "its connection closed without a goodbye";
 
-/// What a connection brings.
+/// An event of a connection.
 pub(crate) enum Event<M> {
-    /// A message and its bytes.
+    /// A message with its payload.
     Message(M, Vec<u8>),
-    /// The last event: why nothing more comes.
+    /// The last event, with the reason of the end.
     Ended(String),
 }
 
-/// Where messages are put to be sent; never waits.
+/// The queue of outgoing messages. Sending never blocks.
 #[derive(Debug)]
 pub(crate) struct Outbox<M>(Sender<Outgoing<M>>);
 
-/// A message with its bytes, or the end of the connection.
+/// A message with its payload, or `None` to end the connection.
 type Outgoing<M> = Option<(M, Arc<[u8]>)>;
 
 impl<M> Clone for Outbox<M> {
@@ -45,17 +45,17 @@ impl<M> Clone for Outbox<M> {
 }
 
 impl<M> Outbox<M> {
-    /// Sends a message without bytes; if the connection has ended, its reader has been told.
+    /// Sends a message without payload. If the connection has ended, its reader already knows.
     pub(crate) fn send(&self, message: M) {
         self.send_with(message, Arc::default());
     }
 
-    /// Sends a message with bytes.
+    /// Sends a message with a payload.
     pub(crate) fn send_with(&self, message: M, payload: Arc<[u8]>) {
         let _ = self.0.send(Some((message, payload)));
     }
 
-    /// Closes the connection once all is sent.
+    /// Closes the connection after all messages are sent.
     pub(crate) fn close(&self) {
         let _ = self.0.send(None);
     }
@@ -69,7 +69,7 @@ pub(crate) struct Link<M> {
 }
 
 impl<M: Serialize + Send + 'static> Link<M> {
-    /// Starts to read and write; after `silence` without a sign of life the connection counts as ended.
+    /// Starts the reader and the writer. The connection ends after `silence` without a heartbeat.
     pub(crate) fn start<I: DeserializeOwned>(
         stream: TcpStream,
         silence: Duration,
@@ -82,7 +82,7 @@ impl<M: Serialize + Send + 'static> Link<M> {
         let mut reading = stream.try_clone()?;
         let (sender, inbox) = channel();
         let writer = thread::Builder::new().name("candle-dist writer".into()).spawn(move || {
-            // An error here ends the connection, which the reader notices.
+            // An error here closes the stream, which the reader notices.
             let _ = write_all(&stream, &inbox, (silence / SIGNS).min(MAX_INTERVAL));
             let _ = stream.shutdown(Shutdown::Both);
         })?;
@@ -100,7 +100,7 @@ impl<M: Serialize + Send + 'static> Link<M> {
         Ok(Self { outbox: Outbox(sender), writer })
     }
 
-    /// Closes the connection and returns when all is sent.
+    /// Closes the connection and returns when all messages are sent.
     pub(crate) fn finish(self) {
         self.outbox.close();
         let _ = self.writer.join();
@@ -123,8 +123,8 @@ fn write_all<M: Serialize>(
 
 fn describe(error: &io::Error, silence: Duration) -> String {
     match error.kind() {
-        ErrorKind::WouldBlock | ErrorKind::TimedOut => format!("no sign of life for {silence:?}"),
-        ErrorKind::InvalidData => format!("it sent what cannot be read ({error})"),
+        ErrorKind::WouldBlock | ErrorKind::TimedOut => format!("no heartbeat for {silence:?}"),
+        ErrorKind::InvalidData => format!("it sent unreadable data ({error})"),
         _ => CLOSED.to_string(),
     }
 }

@@ -145,7 +145,7 @@ fn a_cut_link_between_hosts_is_an_error_on_all_ranks() {
         // Those beside rank 0 miss one of the others; the others miss rank 0.
         let lost = if rank < 2 { ["rank 2 was lost", "rank 3 was lost"] } else { ["rank 0 was lost"; 2] };
         assert!(!outcome.is_success && lost.iter().any(|lost| said.contains(lost)), "rank {rank}: {outcomes:#?}");
-        assert!(said.contains("no sign of life for 2s"), "rank {rank}: {outcomes:#?}");
+        assert!(said.contains("no heartbeat for 2s"), "rank {rank}: {outcomes:#?}");
         // Where rank 0 is, it gathers what ranks are in.
         assert!(rank >= 2 || said.matches("in all_reduce(f32[1000], sum) at").count() == 2, "{outcomes:#?}");
     }

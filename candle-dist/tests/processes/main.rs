@@ -56,7 +56,7 @@ const SCENARIOS: [Scenario; 10] = [
             signal("-STOP");
             Ok(())
         },
-        cause: "rank {r} was lost: no sign of life for 1s",
+        cause: "rank {r} was lost: no heartbeat for 1s",
     },
     Scenario {
         name: "exits",

@@ -97,7 +97,7 @@ fn a_taken_port_and_a_foreign_program_are_named() {
         stream
     });
     let text = connect(&options(&address.to_string(), 1, 2)).unwrap_err().to_string();
-    assert!(text.contains(&format!("what answers at {address} is another program")), "{text}");
+    assert!(text.contains(&format!("another program answers at {address}")), "{text}");
     drop(server.join().unwrap());
 }
 

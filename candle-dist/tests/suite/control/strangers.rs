@@ -167,7 +167,7 @@ fn a_process_that_sends_what_cannot_be_read_is_lost_and_harms_nobody_else() {
             stream.read_exact(&mut [0; 8]).unwrap();
             stream.write_all(&frame).unwrap();
             let text = common(&others.map(|thread| thread.join().unwrap()));
-            assert!(text.starts_with("rank 1 was lost: it sent what cannot be read"), "{text}");
+            assert!(text.starts_with("rank 1 was lost: it sent unreadable data"), "{text}");
         });
     }
 }
