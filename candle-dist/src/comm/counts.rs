@@ -1,11 +1,11 @@
-//! Counting communication, scoped to a closure.
+//! Counts communication within a closure.
 use super::event::{Event, Part};
 use super::scope::{Collect, Scope};
 use crate::call::Op;
 use std::collections::BTreeMap;
 use std::fmt;
 
-/// How often an op ran and how many bytes this rank put in.
+/// The number of calls of an op, and the bytes of this rank's inputs.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Count {
     /// The number of calls.
@@ -14,29 +14,29 @@ pub struct Count {
     pub bytes: usize,
 }
 
-/// The communication that one rank made, by kind.
+/// The communication of one rank, by op.
 ///
 /// Prints as one line, and with `{:#}` as a table of ops, calls and bytes.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct CommCounts(BTreeMap<Op, Count>);
 
 impl CommCounts {
-    /// The count of one kind.
+    /// Returns the count of one op.
     pub fn get(&self, op: Op) -> Count {
         self.0.get(&op).copied().unwrap_or_default()
     }
 
-    /// The number of calls of all kinds.
+    /// Returns the number of calls of all ops.
     pub fn total(&self) -> usize {
         self.0.values().map(|c| c.count).sum()
     }
 
-    /// The bytes of all kinds.
+    /// Returns the bytes of all ops.
     pub fn total_bytes(&self) -> usize {
         self.0.values().map(|c| c.bytes).sum()
     }
 
-    /// The kinds that occurred with their counts, in a fixed order.
+    /// Returns the ops that occurred with their counts, in a fixed order.
     pub fn iter(&self) -> impl Iterator<Item = (Op, Count)> + '_ {
         self.0.iter().map(|(&op, &count)| (op, count))
     }
@@ -79,9 +79,9 @@ impl Collect for CommCounts {
     }
 }
 
-/// Runs `f` and counts the communication that this thread makes in it, backward passes included.
+/// Runs `f` and counts the communication of this thread in it, including backward passes.
 ///
-/// Scopes nest; an inner scope's communication counts in the outer one too. Calls that fail count.
+/// Scopes nest; the communication of an inner scope counts in the outer one too. Failed calls count.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};

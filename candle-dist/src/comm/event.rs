@@ -1,44 +1,44 @@
-//! A call of a rank as an event.
+//! Communication events.
 use crate::call::{Dims, Op};
 use std::fmt;
 use std::panic::Location;
 use std::time::{Duration, Instant};
 
-/// Which part of a call an event is.
+/// The part of a call that an event describes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Part {
-    /// All of it.
+    /// The whole call.
     #[default]
     Whole,
-    /// Its start, see [`Pending`](crate::Pending).
+    /// The start of a started call; see [`Pending`](crate::Pending).
     Start,
-    /// The wait for what was started, which counts and bytes leave out.
+    /// The wait for a started call. Counts and bytes exclude it.
     Wait,
 }
 
-/// One communication call, as one rank saw it.
+/// One communication call of one rank.
 #[derive(Debug, Clone)]
 pub struct Event {
-    /// What was done.
+    /// The operation.
     pub op: Op,
-    /// Which part of it.
+    /// The part of the call.
     pub part: Part,
     /// The members of the group as ranks of the world, in group order.
     pub ranks: Dims,
-    /// The root, or the other side of a point-to-point call, as a rank of the group.
+    /// The root, or the other rank of a point-to-point call, as a rank of the group.
     pub peer: Option<usize>,
-    /// The bytes of this rank's input; none for a wait.
+    /// The bytes of this rank's input; 0 for a wait.
     pub bytes: usize,
-    /// When the call began; comparable among the ranks of a process.
+    /// The time when the call began; comparable between the ranks of a process.
     pub start: Instant,
-    /// How long it took, waiting for other ranks included.
+    /// The duration, including the wait for other ranks.
     pub duration: Duration,
-    /// Where the call was made; for a backward pass, where its forward step was.
+    /// The source location of the call; for a backward pass, that of its forward step.
     pub site: &'static Location<'static>,
 }
 
 impl Event {
-    /// The op with its part, e.g. `all_reduce`, `all_reduce start` or `all_reduce wait`.
+    /// Returns the op with its part, e.g. `all_reduce`, `all_reduce start` or `all_reduce wait`.
     pub fn name(&self) -> String {
         match self.part {
             Part::Whole => self.op.to_string(),
@@ -49,7 +49,7 @@ impl Event {
 }
 
 impl fmt::Display for Event {
-    /// For example `all_reduce of 4096 B in [0, 1], 12.5µs at src/main.rs:7`.
+    /// Formats the event, e.g. `all_reduce of 4096 B in [0, 1], 12.5µs at src/main.rs:7`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { bytes, duration, .. } = self;
         let name = self.name();

@@ -1,4 +1,4 @@
-//! Every call of a thread, kept.
+//! Logs every call of a thread.
 use super::event::Event;
 use super::scope::{Collect, Scope};
 use std::fmt;
@@ -9,9 +9,10 @@ impl Collect for Vec<Event> {
     }
 }
 
-/// A log of the communication that this thread makes while the log lives.
+/// A log of the communication of this thread while the log is alive.
 ///
-/// Calls are noted when they end, also those that fail. Logs nest: an outer log has the events of an inner one too.
+/// Calls are recorded when they end, including failed ones. Logs nest: an outer log includes the events of an inner
+/// one.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -31,19 +32,19 @@ impl Collect for Vec<Event> {
 pub struct Log(Scope<Vec<Event>>);
 
 impl Log {
-    /// A log of what this thread communicates from here on.
+    /// Starts a log of this thread's communication.
     pub fn start() -> Self {
         Self(Scope::open())
     }
 
-    /// Runs `f` and returns the communication that this thread made in it.
+    /// Runs `f` and returns the communication of this thread in it.
     pub fn of<R>(f: impl FnOnce() -> R) -> (R, Vec<Event>) {
         let log = Self::start();
         let result = f();
         (result, log.finish())
     }
 
-    /// The events so far, in the order in which they ended.
+    /// Returns the events so far, in the order in which they ended.
     pub fn events(&self) -> Vec<Event> {
         self.0.0.borrow().clone()
     }

@@ -1,8 +1,8 @@
-//! Watching what a rank communicates: counts, a log of events, and a trace for a viewer.
+//! Observes the communication of a rank: counts, a log of events, and a trace for a viewer.
 //!
-//! [`record`] counts the calls in a closure; a [`Log`] keeps every call as an [`Event`]; [`trace`] writes the events of
-//! all ranks for a trace viewer. Watching is a matter of one thread: a rank watches itself. Scopes nest, and each sees
-//! all communication while it is open, backward passes included. Groups of one rank do not communicate.
+//! [`record`] counts the calls in a closure. A [`Log`] keeps every call as an [`Event`]. [`trace`] writes the events of
+//! all ranks for a trace viewer. A thread observes only its own calls. Scopes nest, and each one sees all communication
+//! while it is open, including backward passes. Groups of one rank do not communicate.
 mod counts;
 mod event;
 mod log;

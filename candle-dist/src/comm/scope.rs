@@ -1,11 +1,11 @@
-//! Collections that are open on a thread, and the calls that they hear of.
+//! The collectors that are open on a thread.
 use super::event::{Event, Part};
 use crate::call::{Call, Dims, Form};
 use std::cell::RefCell;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
-/// Something that gathers events while it is open.
+/// A collector of events.
 pub(super) trait Collect {
     fn add(&mut self, event: &Event);
 }
@@ -14,7 +14,7 @@ thread_local! {
     static OPEN: RefCell<Vec<Rc<RefCell<dyn Collect>>>> = const { RefCell::new(Vec::new()) };
 }
 
-/// A collection that is open on this thread until it is dropped.
+/// A collector that is open on this thread until it is dropped.
 pub(super) struct Scope<T: 'static>(pub(super) Rc<RefCell<T>>);
 
 impl<T: Collect + Default> Scope<T> {
@@ -31,18 +31,18 @@ impl<T> Drop for Scope<T> {
     }
 }
 
-/// A call in progress that somebody watches; dropping it ends the call.
+/// A call in progress that is observed. Dropping it ends the call.
 pub(crate) struct Watched(Event);
 
-/// Begins to watch a call of the group of `ranks` whose input on this rank has `bytes` bytes.
+/// Starts to observe a call of the group of `ranks` whose input on this rank has `bytes` bytes.
 ///
-/// While nothing is open on this thread, this is one look at a thread-local.
+/// If no collector is open on this thread, this only reads a thread-local.
 pub(crate) fn watch(call: &Call, bytes: usize, ranks: &[usize]) -> Option<Watched> {
     let part = if call.form == Form::Started { Part::Start } else { Part::Whole };
     watch_part(call, part, bytes, ranks)
 }
 
-/// Begins to watch the wait for a call that was started.
+/// Starts to observe the wait for a started call.
 pub(crate) fn watch_wait(call: &Call, ranks: &[usize]) -> Option<Watched> {
     watch_part(call, Part::Wait, 0, ranks)
 }

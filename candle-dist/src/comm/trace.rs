@@ -1,14 +1,14 @@
-//! Events of all ranks as a file for a trace viewer, such as `ui.perfetto.dev` or `chrome://tracing`.
+//! Writes the events of all ranks as a file for a trace viewer, such as `ui.perfetto.dev` or `chrome://tracing`.
 //!
-//! The format is Chrome's Trace Event Format, JSON object form: one complete event (`"ph": "X"`) a call, times in
-//! microseconds since the first call of any rank, one row (process) a rank.
+//! The format is Chrome's Trace Event Format, JSON object form. Each call is one complete event (`"ph": "X"`), and each
+//! rank is one row (process). Times are in microseconds since the first call of any rank.
 use super::event::Event;
 use serde_json::{Value, json};
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
 use std::path::Path;
 
-/// Writes the events of some ranks of one process to `out`, one row a rank.
+/// Writes the events of some ranks of one process to `out`, one row per rank.
 ///
 /// ```
 /// use candle_dist::{World, comm::{Log, trace}};
@@ -23,7 +23,7 @@ use std::path::Path;
 /// ```
 ///
 /// # Errors
-/// If `out` cannot be written to.
+/// If writing to `out` fails.
 pub fn write_chrome(out: impl Write, ranks: &[(usize, Vec<Event>)]) -> io::Result<()> {
     let origin = ranks.iter().flat_map(|(_, events)| events).map(|event| event.start).min();
     let rows = ranks.iter().flat_map(|(rank, events)| {
@@ -38,10 +38,10 @@ pub fn write_chrome(out: impl Write, ranks: &[(usize, Vec<Event>)]) -> io::Resul
     write_rows(out, rows)
 }
 
-/// Writes rows of any kind to `out` in the format's JSON object form.
+/// Writes arbitrary rows to `out` in the format's JSON object form.
 ///
 /// # Errors
-/// If `out` cannot be written to.
+/// If writing to `out` fails.
 pub fn write_rows(mut out: impl Write, rows: impl IntoIterator<Item = Value>) -> io::Result<()> {
     out.write_all(b"{\"displayTimeUnit\": \"ms\", \"traceEvents\": [")?;
     for (i, row) in rows.into_iter().enumerate() {
@@ -55,7 +55,7 @@ pub fn write_rows(mut out: impl Write, rows: impl IntoIterator<Item = Value>) ->
 /// Like [`write_chrome`], to a new file.
 ///
 /// # Errors
-/// If the file cannot be made or written to.
+/// If the file cannot be created or written.
 pub fn save_chrome(path: impl AsRef<Path>, ranks: &[(usize, Vec<Event>)]) -> io::Result<()> {
     write_chrome(BufWriter::new(File::create(path)?), ranks)
 }

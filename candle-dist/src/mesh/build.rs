@@ -1,4 +1,4 @@
-//! Meshes from groups and ranks.
+//! Creating meshes from groups and ranks.
 use super::layout::{Layout, shown};
 use super::root::Root;
 use super::{DeviceMesh, Inner};
@@ -8,22 +8,22 @@ use itertools::Itertools;
 use std::sync::{Arc, OnceLock};
 
 impl DeviceMesh {
-    /// A mesh of all ranks of `group` with the given axes, outermost first.
+    /// Creates a mesh of all ranks of `group` with the given axes, outermost first.
     ///
-    /// Every rank calls it.
+    /// Every rank must call it.
     ///
     /// # Errors
-    /// On every rank alike: if some rank describes another mesh, if the axes are not as many places as the group has
-    /// ranks, or if a name is empty or occurs twice.
+    /// The same on every rank: if the ranks describe different meshes, if the product of the axis sizes is not the
+    /// number of ranks, or if a name is empty or occurs twice.
     #[track_caller]
     pub fn new(group: &ProcessGroup, axes: &[(&str, usize)]) -> Result<Self> {
         Self::of_all(group, axes, None)
     }
 
-    /// A mesh of all ranks of `group`, of which one group exists.
+    /// Creates a mesh of all ranks of `group`; `known` is a group that exists already.
     #[track_caller]
     fn of_all(group: &ProcessGroup, axes: &[(&str, usize)], known: Option<ProcessGroup>) -> Result<Self> {
-        // Compared before it is checked, so that a mistake on one rank is an error on all.
+        // Compare before the checks, so that a mistake on one rank is an error on all.
         group.agree(&format!("DeviceMesh{}", shown(axes)))?;
         let layout = Layout::new(axes)?;
         let (shown, places, n) = (shown(axes), layout.size(), group.size());
@@ -34,9 +34,10 @@ impl DeviceMesh {
         Self::found(Root::new(group, known), layout, group.ranks().to_vec(), coordinate)
     }
 
-    /// A mesh of some ranks of `group`, in the order given, which fills the grid row by row; `None` on other ranks.
+    /// Creates a mesh of some ranks of `group`, which fill the grid row by row in the given order. Other ranks get
+    /// `None`.
     ///
-    /// Every rank of `group` calls it, also those outside of the mesh. `ranks` count within `group`.
+    /// Every rank of `group` must call it, including those outside of the mesh. `ranks` are ranks of `group`.
     ///
     /// ```
     /// use candle_dist::{DeviceMesh, Result, World};
@@ -51,7 +52,7 @@ impl DeviceMesh {
     /// ```
     ///
     /// # Errors
-    /// As [`new`](Self::new), and if a rank is outside of the group or occurs twice.
+    /// The errors of [`new`](Self::new), and if a rank is outside of the group or occurs twice.
     #[track_caller]
     pub fn from_ranks(group: &ProcessGroup, ranks: &[usize], axes: &[(&str, usize)]) -> Result<Option<Self>> {
         let shown = shown(axes);
@@ -78,22 +79,23 @@ impl DeviceMesh {
         Self::found(Root::new(group, []), layout, ranks, coordinate).map(Some)
     }
 
-    /// The mesh whose one axis is `group`.
+    /// Creates a mesh with one axis, whose group is `group`.
     ///
     /// # Errors
-    /// As [`new`](Self::new).
+    /// The errors of [`new`](Self::new).
     #[track_caller]
     pub fn from_group(group: &ProcessGroup, name: &str) -> Result<Self> {
         Self::of_all(group, &[(name, group.size())], Some(group.clone()))
     }
 
-    /// The mesh whose groups along the axes exist already: `axes` are this rank's groups, outermost first.
+    /// Creates a mesh from existing groups: `axes` are the names and groups of this rank's axes, outermost first.
     ///
-    /// Every rank of `group`, which has the ranks of the mesh in any order, calls it with its own groups. A rank's
-    /// place on an axis is its rank in that axis' group. The ranks exchange their groups' members.
+    /// Every rank of `group` must call it with its own groups. `group` has the ranks of the mesh in any order. A rank's
+    /// index on an axis is its rank in the group of that axis. The ranks exchange the members of their groups.
     ///
     /// # Errors
-    /// As [`new`](Self::new), and if the groups do not form a grid; the error names a rank, an axis and both lists.
+    /// The errors of [`new`](Self::new), and if the groups do not form a grid; the error names a rank, an axis and both
+    /// lists.
     #[track_caller]
     pub fn from_groups(group: &ProcessGroup, axes: &[(&str, &ProcessGroup)]) -> Result<Self> {
         let sizes: Vec<(&str, usize)> = axes.iter().map(|(name, along)| (*name, along.size())).collect();
@@ -106,7 +108,8 @@ impl DeviceMesh {
                 "the groups of {shown} make {places} places for a group of {n} ranks; give the group of all its ranks"
             )));
         }
-        // One row a rank: its coordinate, then the members of its groups. All see all, so all fail alike.
+        // One row per rank: its coordinate, then the members of its groups. All ranks see all rows, so all get the same
+        // error.
         let ndim = axes.len();
         let mine = axes.iter().map(|(_, along)| along.rank());
         let mine = mine.chain(axes.iter().flat_map(|(_, along)| along.ranks().iter().copied()));
@@ -127,7 +130,7 @@ impl DeviceMesh {
                 )));
             }
         }
-        // As many ranks as places, none taken twice: every place is taken.
+        // There are as many ranks as places, and no place is taken twice, so every place is taken.
         let ranks: Vec<usize> = grid.into_iter().flatten().collect();
         for (row, rank) in all.iter().zip(group.ranks()) {
             let mut members = &row[ndim..];
@@ -136,7 +139,7 @@ impl DeviceMesh {
                 let want: Vec<usize> = layout.row(&row[..ndim], &[axis]).iter().map(|&place| ranks[place]).collect();
                 if given != want {
                     return Err(Error::Mesh(format!(
-                        "axis {name:?} of {shown}: rank {rank} gives a group of ranks {given:?}, but the ranks along \
+                        "axis {name:?} of {shown}: rank {rank} has a group of ranks {given:?}, but the ranks along \
                          the axis there are {want:?}; give the group of these"
                     )));
                 }
@@ -148,7 +151,7 @@ impl DeviceMesh {
         Self::found(Root::new(group, known), layout, ranks, coordinate)
     }
 
-    /// The first mesh on a root.
+    /// Creates the first mesh on a root.
     fn found(root: Root, layout: Layout, ranks: Vec<usize>, coordinate: Vec<usize>) -> Result<Self> {
         let mesh = Self::assemble(Arc::new(root), layout, ranks, coordinate);
         mesh.claim_names(0..mesh.ndim())?;

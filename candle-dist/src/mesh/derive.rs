@@ -1,19 +1,19 @@
-//! Meshes from meshes: some of the axes, several axes as one, one axis as several.
+//! Deriving meshes: selecting axes, merging axes, and splitting an axis.
 use super::layout::{Axis, Layout};
 use super::{DeviceMesh, shown};
 use crate::{Error, Result};
 use std::ops::Range;
 
 impl DeviceMesh {
-    /// The one-dimensional mesh along an axis, through this rank's place. Nothing is communicated.
+    /// Returns the one-dimensional mesh along an axis that contains this rank. Communicates nothing.
     ///
     /// # Errors
-    /// If there is no such axis.
+    /// If the axis does not exist.
     pub fn axis<'a>(&self, axis: impl Into<Axis<'a>>) -> Result<Self> {
         Ok(self.pick(&[self.axis_index(axis)?]))
     }
 
-    /// The mesh of several axes, through this rank's place. Nothing is communicated.
+    /// Returns the mesh of several axes that contains this rank. Communicates nothing.
     ///
     /// ```
     /// use candle_dist::{Result, World};
@@ -28,15 +28,15 @@ impl DeviceMesh {
     /// ```
     ///
     /// # Errors
-    /// If a name is unknown or given twice, or the names are not in the order of the mesh, outermost first.
+    /// If a name is unknown or occurs twice, or the names are not in the order of the mesh, outermost first.
     pub fn axes(&self, names: &[&str]) -> Result<Self> {
         Ok(self.pick(&self.0.layout.indices(names)?))
     }
 
-    /// The one-dimensional mesh that counts through several axes, the last one fastest, under a new name.
+    /// Merges several axes into a one-dimensional mesh with a new name. The last axis varies fastest.
     ///
-    /// Every rank of this mesh calls it; asking again costs nothing and makes nothing. One axis under its own name is
-    /// that axis.
+    /// Every rank of this mesh must call it. Repeated calls cost nothing and create nothing. A single axis may keep its
+    /// name; the result is then that axis.
     ///
     /// ```
     /// use candle_dist::{Result, World};
@@ -50,8 +50,8 @@ impl DeviceMesh {
     /// ```
     ///
     /// # Errors
-    /// On every rank alike: if some rank flattens otherwise, for axes as [`axes`](Self::axes), and if the new name
-    /// stands for other ranks in this mesh or one that shares its groups.
+    /// The same on every rank: if the ranks disagree, as for [`axes`](Self::axes), or if the new name belongs to other
+    /// ranks in this mesh or in one that shares its groups.
     #[track_caller]
     pub fn flatten(&self, names: &[&str], name: &str) -> Result<Self> {
         let flat = || {
@@ -63,9 +63,9 @@ impl DeviceMesh {
         self.derive(&format!("flatten {names:?} to {name:?}"), flat(), 0..1)
     }
 
-    /// The mesh with one axis cut into several, the last one fastest.
+    /// Returns the mesh with one axis split into several. The last new axis varies fastest.
     ///
-    /// Every rank of this mesh calls it; asking again costs nothing.
+    /// Every rank of this mesh must call it. Repeated calls cost nothing.
     ///
     /// ```
     /// use candle_dist::{Result, World};
@@ -79,8 +79,8 @@ impl DeviceMesh {
     /// ```
     ///
     /// # Errors
-    /// On every rank alike: if some rank cuts otherwise, the axis is unknown, the sizes do not multiply to its size, a
-    /// name is empty or occurs twice, or stands for other ranks in this mesh or one that shares its groups.
+    /// The same on every rank: if the ranks disagree, the axis is unknown, the product of the sizes is not its size, or
+    /// a name is empty, occurs twice, or belongs to other ranks in this mesh or in one that shares its groups.
     #[track_caller]
     pub fn unflatten<'a>(&self, axis: impl Into<Axis<'a>>, into: &[(&str, usize)]) -> Result<Self> {
         let axis = axis.into();
@@ -103,10 +103,10 @@ impl DeviceMesh {
         self.derive(&format!("unflatten {axis:?} into {shown}"), cut(), first..first + into.len())
     }
 
-    /// Names the `new` axes of a mesh made from this one, if all ranks make it alike and can name them so.
+    /// Registers the `new` axes of a derived mesh, if all ranks derive the same mesh and the names are free.
     #[track_caller]
     fn derive(&self, what: &str, made: Result<Self>, new: Range<usize>) -> Result<Self> {
-        // Some ranks may have used a name among themselves: all must hear of it.
+        // A name may be taken on some ranks only, but all ranks must get the error.
         let taken = made.as_ref().is_ok_and(|mesh| mesh.check_names(new.clone()).is_err());
         self.agree(&format!("{what}{}", if taken { ", a name in use for other ranks" } else { "" }))?;
         let mesh = made?;
@@ -114,7 +114,7 @@ impl DeviceMesh {
         Ok(mesh)
     }
 
-    /// The mesh of some axes, in order.
+    /// Returns the mesh of some axes, in order.
     fn pick(&self, axes: &[usize]) -> Self {
         if axes.len() == self.ndim() {
             return self.clone();
@@ -123,22 +123,22 @@ impl DeviceMesh {
         Self::assemble(self.0.root.clone(), self.0.layout.pick(axes), self.ranks_along(axes), coordinate)
     }
 
-    /// Makes the names of some axes stand for the ranks along them.
+    /// Registers the names of some axes for the ranks along them.
     pub(super) fn claim_names(&self, axes: Range<usize>) -> Result<()> {
         self.0.root.claim(&self.lines(axes))
     }
 
-    /// Fails where a name of some axes stands for other ranks.
+    /// Fails if the name of one of the axes belongs to other ranks.
     fn check_names(&self, axes: Range<usize>) -> Result<()> {
         self.0.root.check(&self.lines(axes))
     }
 
-    /// The names of some axes with the ranks along them.
+    /// Returns the names of some axes with the ranks along them.
     fn lines(&self, axes: Range<usize>) -> Vec<(&str, Vec<usize>)> {
         axes.map(|axis| (self.names()[axis].as_str(), self.ranks_along(&[axis]))).collect()
     }
 
-    /// Fails on every rank of the mesh unless all do the same with it.
+    /// Fails on every rank of the mesh unless all describe the same operation on it.
     #[track_caller]
     fn agree(&self, what: &str) -> Result<()> {
         self.0.root.agree(self.ranks(), format!("{self} of ranks {:?}: {what}", self.ranks()))

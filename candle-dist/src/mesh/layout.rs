@@ -1,14 +1,14 @@
-//! Named axes and the arithmetic of places on them: no ranks, no communication.
+//! Named axes and coordinates, without ranks or communication.
 use crate::{Error, Result};
 use itertools::Itertools;
 use std::fmt;
 
-/// An axis of a mesh, by index (the outermost is 0) or by name.
+/// An axis of a mesh: an index (the outermost is 0) or a name.
 ///
-/// Made by `into` from `usize`, `&str` and `&String`, so that calls read `mesh.size_of("tp")` or `mesh.size_of(0)`.
+/// `usize`, `&str` and `&String` convert into it, so calls read `mesh.size_of("tp")` or `mesh.size_of(0)`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Axis<'a> {
-    /// The index, counted from the outermost axis.
+    /// The index; the outermost axis is 0.
     Index(usize),
     /// The name.
     Name(&'a str),
@@ -32,21 +32,21 @@ impl<'a> From<&'a String> for Axis<'a> {
     }
 }
 
-/// Names and sizes of axes, outermost first; places count the last axis fastest.
+/// The names and sizes of axes, outermost first. Places count in row-major order.
 #[derive(Clone, PartialEq, Eq, Hash)]
 pub(super) struct Layout {
     pub(super) names: Vec<String>,
     pub(super) shape: Vec<usize>,
 }
 
-/// The axes as people write them, e.g. `(dp=2, tp=4)`.
+/// Formats axes for messages, e.g. `(dp=2, tp=4)`.
 pub(super) fn shown(axes: &[(&str, usize)]) -> String {
     format!("({})", axes.iter().map(|(name, size)| format!("{name}={size}")).join(", "))
 }
 
 impl Layout {
     /// # Errors
-    /// If there is no axis, a name is empty or occurs twice, or the places cannot be counted.
+    /// If there is no axis, a name is empty or occurs twice, or the number of places overflows.
     pub(super) fn new(axes: &[(&str, usize)]) -> Result<Self> {
         let shown = shown(axes);
         if axes.is_empty() {
@@ -61,18 +61,18 @@ impl Layout {
             return Err(Error::Mesh(format!("an axis of {shown} has no name; name every axis")));
         }
         if axes.iter().try_fold(1usize, |n, (_, size)| n.checked_mul(*size)).is_none() {
-            return Err(Error::Mesh(format!("{shown} has more places than can be counted; give the number of ranks")));
+            return Err(Error::Mesh(format!("the sizes of {shown} overflow; give the number of ranks")));
         }
         let (names, shape) = axes.iter().map(|(name, size)| (name.to_string(), *size)).unzip();
         Ok(Self { names, shape })
     }
 
-    /// The number of places.
+    /// Returns the number of places.
     pub(super) fn size(&self) -> usize {
         self.shape.iter().product()
     }
 
-    /// The index of an axis.
+    /// Returns the index of an axis.
     pub(super) fn index(&self, axis: Axis<'_>) -> Result<usize> {
         match axis {
             Axis::Index(index) if index < self.shape.len() => Ok(index),
@@ -87,7 +87,7 @@ impl Layout {
         }
     }
 
-    /// The indices of several named axes, which must be in the order of the layout.
+    /// Returns the indices of several named axes, which must be in the order of the layout.
     pub(super) fn indices(&self, names: &[&str]) -> Result<Vec<usize>> {
         if names.is_empty() {
             return Err(Error::Mesh(format!("no axes of {self} were named; name at least one")));
@@ -105,7 +105,7 @@ impl Layout {
         Ok(axes)
     }
 
-    /// The coordinate of a place.
+    /// Returns the coordinate of a place.
     pub(super) fn coordinate(&self, mut place: usize) -> Vec<usize> {
         let mut coordinate = vec![0; self.shape.len()];
         for (c, size) in coordinate.iter_mut().zip(&self.shape).rev() {
@@ -114,12 +114,12 @@ impl Layout {
         coordinate
     }
 
-    /// The place at a coordinate.
+    /// Returns the place at a coordinate.
     pub(super) fn place(&self, coordinate: &[usize]) -> usize {
         coordinate.iter().zip(&self.shape).fold(0, |place, (c, size)| place * size + c)
     }
 
-    /// The places that share `coordinate` on all other axes than `axes`, row-major.
+    /// Returns the places that differ from `coordinate` only on `axes`, in row-major order.
     pub(super) fn row(&self, coordinate: &[usize], axes: &[usize]) -> Vec<usize> {
         let along = |axis: usize| {
             if axes.contains(&axis) { 0..self.shape[axis] } else { coordinate[axis]..coordinate[axis] + 1 }
@@ -127,7 +127,7 @@ impl Layout {
         (0..self.shape.len()).map(along).multi_cartesian_product().map(|at| self.place(&at)).collect()
     }
 
-    /// Some of the axes.
+    /// Returns the layout of some of the axes.
     pub(super) fn pick(&self, axes: &[usize]) -> Self {
         Self {
             names: axes.iter().map(|&axis| self.names[axis].clone()).collect(),
@@ -135,7 +135,7 @@ impl Layout {
         }
     }
 
-    /// The axes as pairs of name and size.
+    /// Returns the axes as pairs of name and size.
     pub(super) fn axes(&self) -> Vec<(&str, usize)> {
         self.names.iter().map(String::as_str).zip(self.shape.iter().copied()).collect()
     }

@@ -12,13 +12,13 @@ use std::fmt;
 use std::hash::{Hash, Hasher};
 use std::sync::{Arc, OnceLock};
 
-/// An n-dimensional grid of ranks with named axes: which axis of the machine does what.
+/// An n-dimensional grid of ranks with named axes.
 ///
-/// Ranks fill the grid in row-major order: the last axis varies fastest. A rank that holds a mesh is in it and has a
-/// [`coordinate`](Self::coordinate). Cheap to clone.
+/// Ranks fill the grid in row-major order: the last axis varies fastest. A rank holds a mesh only if it is a member,
+/// and has a [`coordinate`](Self::coordinate) in it. A mesh is cheap to clone.
 ///
-/// Groups are made when first asked for, by their members alone; a mesh and all meshes derived from it share them, so
-/// no group is made twice. Members ask for them in the same order.
+/// Groups are created on first use, without communication. A mesh and all meshes derived from it share them, so no
+/// group is created twice. All members must use new groups in the same order.
 ///
 /// ```
 /// use candle_dist::{Result, World};
@@ -37,7 +37,7 @@ pub struct DeviceMesh(Arc<Inner>);
 struct Inner {
     root: Arc<Root>,
     layout: Layout,
-    /// Ranks of the world, row-major.
+    /// The members as ranks of the world, row-major.
     ranks: Vec<usize>,
     coordinate: Vec<usize>,
     axis_groups: Vec<OnceLock<ProcessGroup>>,
@@ -45,45 +45,45 @@ struct Inner {
 }
 
 impl DeviceMesh {
-    /// The number of axes.
+    /// Returns the number of axes.
     pub fn ndim(&self) -> usize {
         self.shape().len()
     }
 
-    /// The sizes of the axes, outermost first.
+    /// Returns the sizes of the axes, outermost first.
     pub fn shape(&self) -> &[usize] {
         &self.0.layout.shape
     }
 
-    /// The names of the axes, outermost first.
+    /// Returns the names of the axes, outermost first.
     pub fn names(&self) -> &[String] {
         &self.0.layout.names
     }
 
-    /// Whether this is the same mesh in memory, not merely an equal one, which another world may have.
+    /// Returns whether both are the same mesh in memory. An equal mesh may belong to another world.
     pub fn is_same(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }
 
-    /// The number of ranks.
+    /// Returns the number of ranks.
     pub fn size(&self) -> usize {
         self.0.ranks.len()
     }
 
-    /// The members as ranks of the world, in row-major order.
+    /// Returns the members as ranks of the world, in row-major order.
     pub fn ranks(&self) -> &[usize] {
         &self.0.ranks
     }
 
-    /// This rank's place: its index on each axis.
+    /// Returns this rank's index on each axis.
     pub fn coordinate(&self) -> &[usize] {
         &self.0.coordinate
     }
 
-    /// The coordinate of a rank of [`group`](Self::group).
+    /// Returns the coordinate of a rank of [`group`](Self::group).
     ///
     /// # Errors
-    /// If the mesh has fewer ranks.
+    /// If the mesh has no such rank.
     pub fn coordinate_of(&self, rank: usize) -> Result<Vec<usize>> {
         if rank >= self.size() {
             let last = self.size() - 1;
@@ -92,46 +92,46 @@ impl DeviceMesh {
         Ok(self.0.layout.coordinate(rank))
     }
 
-    /// The coordinates of all ranks of [`group`](Self::group), in their order.
+    /// Returns the coordinates of all ranks of [`group`](Self::group), in rank order.
     pub fn coordinates(&self) -> impl ExactSizeIterator<Item = Vec<usize>> + '_ {
         (0..self.size()).map(|rank| self.0.layout.coordinate(rank))
     }
 
-    /// The index of an axis; for a number, that it exists.
+    /// Returns the index of an axis. For a number, this checks that the axis exists.
     pub fn axis_index<'a>(&self, axis: impl Into<Axis<'a>>) -> Result<usize> {
         self.0.layout.index(axis.into())
     }
 
-    /// The number of ranks along an axis.
+    /// Returns the number of ranks along an axis.
     pub fn size_of<'a>(&self, axis: impl Into<Axis<'a>>) -> Result<usize> {
         Ok(self.shape()[self.axis_index(axis)?])
     }
 
-    /// This rank's index on an axis, which is its rank in the [`axis_group`](Self::axis_group).
+    /// Returns this rank's index on an axis, which is its rank in the [`axis_group`](Self::axis_group).
     pub fn local_rank<'a>(&self, axis: impl Into<Axis<'a>>) -> Result<usize> {
         Ok(self.coordinate()[self.axis_index(axis)?])
     }
 
-    /// The group of all ranks of the mesh, in row-major order.
+    /// Returns the group of all ranks of the mesh, in row-major order.
     ///
-    /// Unless it was given as such ([`from_group`](Self::from_group), [`from_groups`](Self::from_groups)), it is not the
-    /// group that the mesh was made from, so another thread may communicate on that one. Meshes that are derived from each
-    /// other share groups of the same ranks.
+    /// It is not the group that the mesh was created from, so another thread may communicate on that one. The
+    /// exceptions are [`from_group`](Self::from_group) and [`from_groups`](Self::from_groups), which use the given
+    /// groups. Meshes derived from each other share groups of the same ranks.
     #[track_caller]
     pub fn group(&self) -> Result<&ProcessGroup> {
         self.group_in(&self.0.group, || self.ranks().to_vec())
     }
 
-    /// The ranks that differ from this one only on one axis, ordered by their place on it.
+    /// Returns the group of the ranks that differ from this one only on one axis, in the order of the axis.
     ///
-    /// An axis of all ranks has a group of its own too; see [`group`](Self::group).
+    /// An axis of all ranks also has its own group; see [`group`](Self::group).
     #[track_caller]
     pub fn axis_group<'a>(&self, axis: impl Into<Axis<'a>>) -> Result<&ProcessGroup> {
         let axis = self.axis_index(axis)?;
         self.group_in(&self.0.axis_groups[axis], || self.ranks_along(&[axis]))
     }
 
-    /// The [`axis_group`](Self::axis_group) of every axis, outermost first.
+    /// Returns the [`axis_group`](Self::axis_group) of every axis, outermost first.
     #[track_caller]
     pub fn all_groups(&self) -> Result<Vec<&ProcessGroup>> {
         let mut groups = Vec::with_capacity(self.ndim());
@@ -141,7 +141,7 @@ impl DeviceMesh {
         Ok(groups)
     }
 
-    /// The group in `slot`, which is put there when first asked for.
+    /// Returns the group in `slot`, which is created on first use.
     #[track_caller]
     fn group_in<'m>(
         &'m self,
@@ -155,14 +155,14 @@ impl DeviceMesh {
         Ok(slot.get_or_init(|| group))
     }
 
-    /// The ranks of the world that share this rank's place on all other axes, row-major.
+    /// Returns the ranks of the world that differ from this rank only on `axes`, row-major.
     fn ranks_along(&self, axes: &[usize]) -> Vec<usize> {
         self.0.layout.row(self.coordinate(), axes).into_iter().map(|place| self.ranks()[place]).collect()
     }
 }
 
 impl PartialEq for DeviceMesh {
-    /// Meshes are equal if they arrange the same ranks on the same axes.
+    /// Two meshes are equal if they have the same ranks on the same axes.
     fn eq(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0) || (self.0.layout == other.0.layout && self.ranks() == other.ranks())
     }
@@ -171,7 +171,7 @@ impl PartialEq for DeviceMesh {
 impl Eq for DeviceMesh {}
 
 impl Hash for DeviceMesh {
-    /// Reads what equality reads; groups made later change neither.
+    /// Hashes the same fields that equality compares, which never change.
     fn hash<H: Hasher>(&self, state: &mut H) {
         self.0.layout.hash(state);
         self.ranks().hash(state);

@@ -1,23 +1,23 @@
-//! What a mesh shares with all meshes derived from it: the groups that exist, and what names stand for.
+//! The groups and axis names that a mesh shares with all meshes derived from it.
 use crate::{Error, ProcessGroup, Result};
 use parking_lot::Mutex;
 use std::collections::{HashMap, HashSet};
 
-/// The common ground of a mesh and all meshes derived from it.
+/// The state that a mesh shares with all meshes derived from it.
 pub(super) struct Root {
-    /// A group that has all ranks of the mesh.
+    /// A group that contains all ranks of the mesh.
     base: ProcessGroup,
-    /// The groups made so far, by their ranks in order: no group is made twice, and none is `base`, which may be in use by
-    /// another thread.
+    /// The groups created so far, by their ranks in order. No group is created twice. None of them is `base`, which
+    /// another thread may be using.
     groups: Mutex<HashMap<Vec<usize>, ProcessGroup>>,
-    /// The ranks along each axis that was ever named, as seen from this rank.
+    /// For each axis name used so far, the ranks along that axis, as seen from this rank.
     lines: Mutex<HashMap<String, Vec<usize>>>,
-    /// What the ranks have compared already.
+    /// The descriptions that the ranks have compared already.
     settled: Mutex<HashSet<String>>,
 }
 
 impl Root {
-    /// The root of a mesh within `base`; groups in `known` need not be made.
+    /// Creates the root of a mesh within `base`; `known` are groups that exist already.
     pub(super) fn new(base: &ProcessGroup, known: impl IntoIterator<Item = ProcessGroup>) -> Self {
         Self {
             base: base.clone(),
@@ -27,7 +27,7 @@ impl Root {
         }
     }
 
-    /// The group of `ranks` of the world, made when first asked for.
+    /// Returns the group of `ranks` of the world, which is created on first use.
     #[track_caller]
     pub(super) fn group(&self, ranks: &[usize]) -> Result<ProcessGroup> {
         let mut groups = self.groups.lock();
@@ -41,17 +41,17 @@ impl Root {
         Ok(group)
     }
 
-    /// Makes axis names stand for the given ranks, or none of them if one stands for other ranks already.
+    /// Registers axis names for the given ranks, or none of them if one belongs to other ranks.
     pub(super) fn claim(&self, axes: &[(&str, Vec<usize>)]) -> Result<()> {
         self.check(axes)?;
         self.lines.lock().extend(axes.iter().map(|(name, ranks)| (name.to_string(), ranks.clone())));
         Ok(())
     }
 
-    /// Fails if a name stands for other ranks already.
+    /// Fails if a name belongs to other ranks.
     pub(super) fn check(&self, axes: &[(&str, Vec<usize>)]) -> Result<()> {
         let lines = self.lines.lock();
-        // The text names no ranks: they differ from rank to rank, and an error should not.
+        // The text names no ranks, because they differ from rank to rank and the error must not.
         if let Some((name, _)) = axes.iter().find(|(name, ranks)| lines.get(*name).is_some_and(|line| line != ranks)) {
             return Err(Error::Mesh(format!(
                 "the name {name:?} already stands for other ranks in this mesh or one it was made from; choose another"
@@ -60,7 +60,7 @@ impl Root {
         Ok(())
     }
 
-    /// Fails on all of `ranks` unless they describe the same thing; the same thing is compared once.
+    /// Fails on all of `ranks` unless they give the same description. Each description is compared once.
     #[track_caller]
     pub(super) fn agree(&self, ranks: &[usize], description: String) -> Result<()> {
         if !self.settled.lock().contains(&description) {

@@ -1,14 +1,14 @@
-//! Gradients of several backward passes as one.
+//! Sums gradients over several backward passes.
 use crate::{Error, Result, add_grad, sum_dtype};
 use candle_core::backprop::GradStore;
 
-/// Sums gradients of several backward passes on this rank, without communication: what PyTorch has `no_sync` for.
+/// Sums gradients of several backward passes on this rank, without communication, like PyTorch's `no_sync`.
 ///
-/// [`mean`](Self::mean) is what one backward pass over all the samples would have given, and goes to
-/// [`DataParallel::reduce`](crate::DataParallel::reduce) like any other gradients; with a different number of samples
-/// on some rank, [`reduce_weighted`](crate::DataParallel::reduce_weighted) with [`weight`](Self::weight). A variable
-/// that took no part in a pass counts as zeros there. Sums and means of 16-bit gradients are f32; see
-/// [`round_grads`](crate::round_grads) for optimizers that want 16 bits.
+/// [`mean`](Self::mean) returns the gradients that one backward pass over all samples would have computed. Pass them to
+/// [`DataParallel::reduce`](crate::DataParallel::reduce) like any other gradients. If ranks have different numbers of
+/// samples, pass them to [`reduce_weighted`](crate::DataParallel::reduce_weighted) with [`weight`](Self::weight). A
+/// variable without a gradient in a pass counts as zeros there. Sums and means of 16-bit gradients are f32; see
+/// [`round_grads`](crate::round_grads) for optimizers that require 16 bits.
 ///
 /// ```
 /// use candle_core::{Device, Tensor, Var};
@@ -30,18 +30,18 @@ pub struct GradAccumulator {
 }
 
 impl GradAccumulator {
-    /// Adds the gradients of a mean over as many samples as every other pass has.
+    /// Adds the gradients of a mean loss with weight 1, if all passes have the same number of samples.
     pub fn add(&mut self, grads: &GradStore) -> Result<()> {
         self.add_weighted(grads, 1.0)
     }
 
-    /// Adds the gradients of a mean over `weight` samples.
+    /// Adds the gradients of a mean loss over `weight` samples.
     ///
     /// # Errors
     /// If the weight is not a finite number greater than 0.
     pub fn add_weighted(&mut self, grads: &GradStore, weight: f64) -> Result<()> {
         if !(weight.is_finite() && weight > 0.0) {
-            let reason = format!("weight {weight}: want a finite number greater than 0");
+            let reason = format!("weight {weight}: must be a finite number greater than 0");
             return Err(Error::Invalid { op: "add_weighted", reason });
         }
         for &id in grads.get_ids() {
@@ -55,12 +55,12 @@ impl GradAccumulator {
         Ok(())
     }
 
-    /// The sum of the weights: the number of passes, if they were added without.
+    /// Returns the sum of the weights; without weights, the number of passes.
     pub fn weight(&self) -> f64 {
         self.weight
     }
 
-    /// The sum of the gradients divided by the sum of the weights.
+    /// Returns the sum of the gradients divided by the sum of the weights.
     pub fn mean(self) -> Result<GradStore> {
         let Self { sums: mut grads, weight } = self;
         if weight == 1.0 {

@@ -1,18 +1,18 @@
-//! Gradients bounded by their common norm.
+//! Gradient clipping by the norm over all parameters.
 use crate::{Error, ProcessGroup, ReduceOp, Result};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
 use std::collections::HashSet;
 
-/// Every set of groups has a total of its own.
+/// The maximum number of groups. Every set of groups has its own total.
 const MOST_GROUPS: usize = 12;
 
 /// Scales gradients so that their norm over all parameters is at most a bound.
 ///
-/// The norm is that of all gradients as one vector, summed in f64. Gradients are complete when they are clipped:
-/// averaged over data-parallel ranks first. A parameter that is named as [`sharded`](Self::sharded) over a group
-/// counts with every rank's piece; any other is whole here and counts once. A variable of several names counts once,
-/// as what its first name says.
+/// The norm is that of all gradients as one vector, summed in f64. Average gradients over data-parallel ranks before
+/// you clip them. A parameter that is [`sharded`](Self::sharded) over a group counts with the shards of all its ranks.
+/// Any other parameter is whole on this rank and counts once. A variable with several names counts once, under its
+/// first name.
 ///
 /// ```
 /// use candle_core::{Device, Tensor, Var};
@@ -41,30 +41,30 @@ pub struct ClipGradNorm {
 }
 
 impl ClipGradNorm {
-    /// Bounds the 2-norm by `max_norm`.
+    /// Limits the 2-norm to `max_norm`.
     pub fn new(max_norm: f64) -> Self {
         Self { max_norm, norm_type: 2.0, error_if_nonfinite: false, sharded: Vec::new(), elsewhere: HashSet::new() }
     }
 
-    /// Bounds the p-norm instead; `f64::INFINITY` stands for the largest absolute value.
+    /// Limits the p-norm instead; `f64::INFINITY` means the largest absolute value.
     pub fn norm_type(mut self, p: f64) -> Self {
         self.norm_type = p;
         self
     }
 
-    /// Makes a norm that is infinite or not a number an error on every rank.
+    /// Makes an infinite or NaN norm an error on every rank.
     ///
-    /// Otherwise such a norm is returned and the gradients are left as they are, for the caller to skip the step.
+    /// By default, such a norm is returned and the gradients stay unchanged, so that the caller can skip the step.
     pub fn error_if_nonfinite(mut self, error: bool) -> Self {
         self.error_if_nonfinite = error;
         self
     }
 
-    /// Says that each rank of `group` holds a piece of these parameters.
+    /// Declares that each rank of `group` holds a shard of these parameters.
     ///
-    /// A parameter cut over several groups is named for each. A rank may name what only it holds, such as its stage
-    /// of a pipeline. The norm is added up group by group, in the order in which they are first named; the ranks of a
-    /// group may have named other groups before it, but the same after it.
+    /// Name a parameter that is sharded over several groups once per group. A rank may name parameters that only it
+    /// holds, such as those of its pipeline stage. The norm is summed group by group, in the order of the first calls.
+    /// From a shared group on, its ranks must name the same groups; before it, they may have named different ones.
     pub fn sharded<N: Into<String>>(mut self, group: &ProcessGroup, names: impl IntoIterator<Item = N>) -> Self {
         let names = names.into_iter().map(Into::into);
         match self.sharded.iter_mut().find(|(other, _)| other.is_same(group)) {
@@ -74,21 +74,22 @@ impl ClipGradNorm {
         self
     }
 
-    /// Says that other ranks count these parameters, of which this one has copies, such as one that stages of a pipeline
-    /// share. They are scaled as all are.
+    /// Declares that other ranks count these parameters, of which this rank has copies, such as parameters shared
+    /// between pipeline stages. They are scaled like all others.
     pub fn elsewhere<N: Into<String>>(mut self, names: impl IntoIterator<Item = N>) -> Self {
         self.elsewhere.extend(names.into_iter().map(Into::into));
         self
     }
 
-    /// The norm of the gradients of `params`; where it exceeds the bound, they are scaled by `max_norm / (norm + 1e-6)`.
+    /// Returns the norm of the gradients of `params`. If it exceeds the bound, scales them by `max_norm / (norm +
+    /// 1e-6)`.
     ///
-    /// One all_reduce of a few numbers for each group of [`sharded`](Self::sharded), whichever gradients there are;
-    /// none without. Parameters without gradient count as zeros.
+    /// Makes one small all_reduce per group of [`sharded`](Self::sharded), whether or not there are gradients.
+    /// Parameters without a gradient count as zeros.
     ///
     /// # Errors
-    /// If the bound is negative or not a number, the norm's type is not above 0, a sharded name is not among the
-    /// parameters, or as [`error_if_nonfinite`](Self::error_if_nonfinite) says.
+    /// If the bound is negative or NaN, the norm type is not above 0, or a sharded name is not among the parameters;
+    /// and as described in [`error_if_nonfinite`](Self::error_if_nonfinite).
     #[track_caller]
     pub fn clip<N: AsRef<str>>(&self, params: &[(N, Var)], grads: &mut GradStore) -> Result<f64> {
         self.check(params)?;
@@ -113,10 +114,10 @@ impl ClipGradNorm {
         Ok(norm)
     }
 
-    /// The norm over all parameters and all pieces, the same on every rank.
+    /// Returns the norm over all parameters and all shards, the same on every rank.
     #[track_caller]
     fn total_norm<N: AsRef<str>>(&self, params: &[(N, Var)], grads: &GradStore) -> Result<f64> {
-        // One total for each set of groups that a parameter may be cut over, the set being the bits of the index.
+        // One total per set of groups that parameters are sharded over. The bits of the index are the set.
         let mut totals = vec![0.0; 1 << self.sharded.len()];
         let mut counted = HashSet::new();
         for (name, var) in params {
@@ -128,7 +129,7 @@ impl ClipGradNorm {
         }
         let op = if self.is_max() { ReduceOp::Max } else { ReduceOp::Sum };
         for (bit, (group, _)) in self.sharded.iter().enumerate() {
-            // What is cut over an earlier group as well is whole there by now, and counts with what is not.
+            // Sums over earlier groups are complete by now, so their totals have moved to the set without these groups.
             let cut: Vec<usize> = (0..totals.len()).filter(|set| set % (2 << bit) == 1 << bit).collect();
             let mine: Vec<f64> = cut.iter().map(|&set| totals[set]).collect();
             let all = group.all_reduce(&Tensor::new(&mine[..], &Device::Cpu)?, op)?.to_vec1::<f64>()?;
@@ -145,7 +146,7 @@ impl ClipGradNorm {
         self.norm_type == f64::INFINITY
     }
 
-    /// What one gradient adds to the norm, before the root.
+    /// Returns the contribution of one gradient to the norm, before the root.
     fn term(&self, grad: &Tensor) -> Result<f64> {
         if grad.elem_count() == 0 {
             return Ok(0.0);
@@ -158,7 +159,7 @@ impl ClipGradNorm {
         if !self.is_max() {
             return Ok(sizes.powf(self.norm_type)?.sum_all()?.to_scalar()?);
         }
-        // candle's largest value may pass over what is not a number; a sum of sizes never does.
+        // candle's maximum may skip a NaN; a sum never does.
         let sum: f64 = sizes.sum_all()?.to_scalar()?;
         if sum.is_nan() { Ok(sum) } else { Ok(sizes.max_all()?.to_scalar()?) }
     }
@@ -174,14 +175,14 @@ impl ClipGradNorm {
     fn check<N: AsRef<str>>(&self, params: &[(N, Var)]) -> Result<()> {
         let Self { max_norm, norm_type, .. } = self;
         if max_norm.is_nan() || *max_norm < 0.0 {
-            return invalid(format!("max_norm {max_norm}: want a number from 0"));
+            return invalid(format!("max_norm {max_norm}: must be at least 0"));
         }
         if norm_type.is_nan() || *norm_type <= 0.0 {
-            return invalid(format!("norm_type {norm_type}: want a number greater than 0"));
+            return invalid(format!("norm_type {norm_type}: must be greater than 0"));
         }
         if self.sharded.len() > MOST_GROUPS {
             let groups = self.sharded.len();
-            return invalid(format!("parameters sharded over {groups} groups; at most {MOST_GROUPS} are possible"));
+            return invalid(format!("parameters sharded over {groups} groups; the maximum is {MOST_GROUPS}"));
         }
         let known: HashSet<&str> = params.iter().map(|(name, _)| name.as_ref()).collect();
         let mut named = self.sharded.iter().flat_map(|(_, names)| names).chain(&self.elsewhere);

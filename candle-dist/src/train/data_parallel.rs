@@ -1,4 +1,4 @@
-//! The gradients of one model trained on different data on every rank.
+//! Data parallelism: averages gradients over ranks that train on different data.
 use super::sync::buckets;
 use crate::{Error, Pending, ProcessGroup, ReduceOp, Result, SyncOptions};
 use crate::{sum_dtype, sync_params, verify_parameter_shapes};
@@ -6,28 +6,29 @@ use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
 use itertools::Itertools;
 
-/// How a [`DataParallel`] starts and how it cuts gradients into buckets.
+/// Options of a [`DataParallel`]: how it starts, and how it cuts gradients into buckets.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DataParallelOptions {
-    /// How many bytes of gradients go into one all_reduce, 25 MiB by default. A larger gradient goes by itself.
+    /// The maximum size of a bucket in bytes, 25 MiB by default. A larger gradient is a bucket of its own.
     pub bucket_bytes: usize,
-    /// What is done to the parameters at the start.
+    /// How the parameters are made equal at the start.
     pub start: Start,
-    /// What gradients are reduced in; `None` for f32 where parameters are 16-bit floats, and else for the parameters' dtype.
+    /// The dtype of the reduction. `None` means f32 for 16-bit float parameters, and the parameter's dtype otherwise.
     ///
-    /// Gradients of 16-bit parameters come out in it, others in their parameter's dtype. `Some(DType::BF16)` halves what
-    /// bf16 parameters send, and gives gradients that candle-nn's optimizers take.
+    /// Gradients of 16-bit parameters are returned in this dtype, others in their parameter's dtype.
+    /// `Some(DType::BF16)` halves the communication of bf16 parameters, and returns gradients that candle-nn's
+    /// optimizers accept.
     pub reduce_dtype: Option<DType>,
 }
 
-/// How a [`DataParallel`] makes sure that all ranks hold the same parameters.
+/// How a [`DataParallel`] ensures that all ranks hold the same parameters.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Start {
-    /// Shapes are compared and every rank takes the source's values, as [`sync_params`] does.
+    /// Compares shapes, and copies the source's values to every rank as [`sync_params`] does.
     Sync(SyncOptions),
-    /// Shapes are compared by [`verify_parameter_shapes`]; values stay as they are.
+    /// Compares shapes with [`verify_parameter_shapes`]; values stay unchanged.
     Verify,
-    /// Nothing is communicated: the caller knows that the parameters are equal.
+    /// Communicates nothing: the caller ensures that the parameters are equal.
     Trust,
 }
 
@@ -39,11 +40,11 @@ impl Default for DataParallelOptions {
 
 /// Averages the gradients of a list of variables over the ranks of a group.
 ///
-/// Every rank holds the whole model (or, beside tensor parallelism, the same shard of it) and works on its own part of
-/// the batch. With a loss that is a mean over the rank's samples, and as many samples on every rank, the average is
-/// the gradient of the mean over the whole batch; [`reduce_weighted`](Self::reduce_weighted) serves uneven parts.
-/// To accumulate over several backward passes, sum them in a [`GradAccumulator`](crate::GradAccumulator), which
-/// communicates nothing, and reduce once.
+/// Every rank holds the whole model (or, with tensor parallelism, the same shard of it) and trains on its own part of
+/// the batch. If the loss is a mean over the rank's samples and all ranks have the same number of samples, the average
+/// is the gradient of the mean over the whole batch. For different numbers of samples, use
+/// [`reduce_weighted`](Self::reduce_weighted). To accumulate over several backward passes, sum them in a
+/// [`GradAccumulator`](crate::GradAccumulator), which communicates nothing, and reduce once.
 ///
 /// ```
 /// use candle_core::{Device, Tensor, Var};
@@ -69,14 +70,15 @@ pub struct DataParallel {
 }
 
 impl DataParallel {
-    /// The variables, which every rank names in one order, over the ranks of `group`, for example a mesh axis'.
+    /// Creates one for these variables and the ranks of `group`, such as a mesh axis. All ranks use the same order of
+    /// names.
     ///
-    /// [`named_vars`](crate::named_vars) lists those of a `VarMap`. Best is the order in which the forward pass uses
-    /// them: buckets are filled from the end of the list, as the backward pass makes gradients. Variables of whole
-    /// numbers have no gradients and take part in the start alone; one that is named twice is reduced once.
+    /// [`named_vars`](crate::named_vars) lists the variables of a `VarMap`. The best order is that of the forward pass:
+    /// buckets are filled from the end of the list, in the order in which the backward pass computes gradients. Integer
+    /// variables have no gradients, so only the start includes them. A variable that is named twice is reduced once.
     ///
     /// # Errors
-    /// Those of [`sync_params`] or [`verify_parameter_shapes`], and if gradients are to be reduced in what is no float.
+    /// The errors of [`sync_params`] or [`verify_parameter_shapes`], and if the reduction dtype is not a float.
     #[track_caller]
     pub fn new<N: AsRef<str>>(
         group: &ProcessGroup,
@@ -84,7 +86,7 @@ impl DataParallel {
         options: &DataParallelOptions,
     ) -> Result<Self> {
         if let Some(dtype) = options.reduce_dtype.filter(|dtype| !dtype.is_float()) {
-            let reason = format!("gradients reduced in {}: want a float such as f32", dtype.as_str());
+            let reason = format!("gradients reduced in {}: use a float such as f32", dtype.as_str());
             return Err(Error::Invalid { op: "DataParallel::new", reason });
         }
         match &options.start {
@@ -106,52 +108,53 @@ impl DataParallel {
         Ok(Self { group: group.clone(), buckets, reduce_dtype: options.reduce_dtype })
     }
 
-    /// The ranks over which gradients are averaged.
+    /// Returns the group over which gradients are averaged.
     pub fn group(&self) -> &ProcessGroup {
         &self.group
     }
 
-    /// The number of buckets, which is the number of collectives of a [`reduce`](Self::reduce).
+    /// Returns the number of buckets, which is the number of collectives of a [`reduce`](Self::reduce).
     pub fn bucket_count(&self) -> usize {
         self.buckets.len()
     }
 
     /// Replaces every gradient by its average over the ranks.
     ///
-    /// A variable that took no part on this rank counts as zeros; one that took part on no rank keeps no gradient.
-    /// That costs no collective of its own: a bucket ends in one number for each of its gradients that tells whether
-    /// there was one. So a reduction is one all_reduce for each bucket, the same on every rank whatever took part.
-    /// The results are views of the buckets and hold no graph.
+    /// A variable without a gradient on this rank counts as zeros. If no rank has a gradient, it keeps none. This needs
+    /// no extra collective: each bucket ends with one number per gradient that says whether this rank has it. A
+    /// reduction is thus one all_reduce per bucket on every rank, whatever gradients there are. The results are views
+    /// of the buckets and hold no graph.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if a gradient is not of its variable's shape, or neither of its dtype nor of the one in
-    /// which such gradients are [summed](sum_dtype).
+    /// [`Error::InvalidArgument`] if a gradient has another shape than its variable, or a dtype that is neither the
+    /// variable's nor the one in which its gradients are [summed](sum_dtype).
     #[track_caller]
     pub fn reduce(&self, grads: &mut GradStore) -> Result<()> {
         self.add_up(grads, 1.0, ReduceOp::Avg)
     }
 
-    /// Like [`reduce`](Self::reduce) with each rank counting as `weight`, for example its number of samples.
+    /// Like [`reduce`](Self::reduce), but averages with a `weight` per rank, such as its number of samples.
     ///
-    /// Nothing comes from a rank of weight 0. One small all_gather more than [`reduce`](Self::reduce).
+    /// A rank of weight 0 contributes nothing. Needs one small all_gather more than [`reduce`](Self::reduce).
     ///
     /// # Errors
-    /// On every rank alike if a weight is negative or not finite, or if all are 0.
+    /// The same on every rank: if a weight is negative or not finite, or if all are 0.
     #[track_caller]
     pub fn reduce_weighted(&self, grads: &mut GradStore, weight: f64) -> Result<()> {
         let weights = self.group.all_gather(&Tensor::new(&[weight], &Device::Cpu)?, 0)?.to_vec1::<f64>()?;
         let total: f64 = weights.iter().sum();
         if !(total.is_finite() && total > 0.0 && weights.iter().all(|&w| w >= 0.0)) {
-            let reason = format!("weights {weights:?}: want finite numbers from 0, not all of them 0");
+            let reason = format!("weights {weights:?}: must be finite and at least 0, and not all 0");
             return Err(Error::Invalid { op: "reduce_weighted", reason });
         }
-        // Shares of one and then a sum: no number on the way is larger than the gradients.
+        // Scale before the sum, so that no intermediate value is larger than the gradients.
         self.add_up(grads, weight / total, ReduceOp::Sum)
     }
 
-    /// Starts a [`reduce`](Self::reduce), whose gradients [`PendingGrads::wait`] brings.
+    /// Starts a [`reduce`](Self::reduce). [`PendingGrads::wait`] returns the averages.
     ///
-    /// Other gradients may be computed meanwhile. They may not be of these variables: their gradients leave `grads`.
+    /// You may compute other gradients in the meantime, but not of these variables, because their gradients leave
+    /// `grads`.
     ///
     /// ```
     /// use candle_core::{Device, Tensor, Var};
@@ -171,7 +174,7 @@ impl DataParallel {
     /// ```
     ///
     /// # Errors
-    /// Those of [`reduce`](Self::reduce).
+    /// The errors of [`reduce`](Self::reduce).
     #[track_caller]
     pub fn reduce_start(&self, grads: &mut GradStore) -> Result<PendingGrads> {
         let mut started = Vec::new();
@@ -193,7 +196,7 @@ impl DataParallel {
         Ok(())
     }
 
-    /// The gradients of a bucket, scaled, end to end, and behind them which there are; nothing if this rank is alone.
+    /// Concatenates the scaled gradients of a bucket, and a flag per gradient. `None` if this rank is alone.
     fn flatten(&self, bucket: &[(String, Var)], grads: &mut GradStore, scale: f64) -> Result<Option<Tensor>> {
         let alone = self.group.size() == 1;
         let (dtype, device) = (self.dtype_of(&bucket[0].1), bucket[0].1.device());
@@ -222,7 +225,7 @@ impl DataParallel {
         Ok(Some(Tensor::cat(&flat, 0)?))
     }
 
-    /// What gradients of a variable are reduced in.
+    /// Returns the dtype in which gradients of a variable are reduced.
     fn dtype_of(&self, var: &Var) -> DType {
         self.reduce_dtype.unwrap_or_else(|| sum_dtype(var.dtype()))
     }
@@ -239,8 +242,8 @@ impl DataParallel {
     }
 }
 
-/// Gradients on their way to all ranks.
-#[must_use = "the gradients come with `wait`"]
+/// Gradients that are being averaged.
+#[must_use = "`wait` returns the gradients"]
 #[derive(Debug)]
 pub struct PendingGrads {
     started: Vec<(Vec<(String, Var)>, Pending)>,
@@ -250,13 +253,13 @@ impl PendingGrads {
     /// Puts the averages into `grads`.
     ///
     /// # Errors
-    /// Those of communication.
+    /// If the communication fails.
     pub fn wait(self, grads: &mut GradStore) -> Result<()> {
         self.started.into_iter().try_for_each(|(bucket, pending)| spread(&bucket, &pending.wait()?, grads))
     }
 }
 
-/// A reduced gradient as it is given: a 16-bit variable's as it is, which may be wider.
+/// Converts a reduced gradient for the store. That of a 16-bit variable keeps its dtype, which may be wider.
 fn given(grad: &Tensor, var: &Var) -> Result<Tensor> {
     match sum_dtype(var.dtype()) == var.dtype() {
         true => Ok(grad.to_dtype(var.dtype())?),
@@ -264,7 +267,7 @@ fn given(grad: &Tensor, var: &Var) -> Result<Tensor> {
     }
 }
 
-/// Puts the parts of a bucket that some rank had into `grads`.
+/// Puts the gradients of a bucket that some rank had into `grads`.
 fn spread(bucket: &[(String, Var)], flat: &Tensor, grads: &mut GradStore) -> Result<()> {
     let ends: usize = bucket.iter().map(|(_, var)| var.elem_count()).sum();
     let present = flat.narrow(0, ends, bucket.len())?.to_dtype(DType::F32)?.to_vec1::<f32>()?;

@@ -1,4 +1,4 @@
-//! One model on all ranks: equal parameters, and gradients that are averaged, summed and clipped.
+//! Data-parallel training: equal parameters, and gradients that are averaged, summed and clipped.
 mod accumulate;
 mod clip;
 mod data_parallel;

@@ -1,20 +1,20 @@
-//! One rank's parameters, on all ranks.
+//! Copies one rank's parameters to all ranks.
 use crate::{Error, ProcessGroup, Result, verify_parameter_shapes};
 use candle_core::{DType, Tensor, Var};
 use candle_nn::VarMap;
 use itertools::Itertools;
 use std::collections::BTreeSet;
 
-/// How [`sync_params`] and [`sync_module_states`] move values.
+/// Options of [`sync_params`] and [`sync_module_states`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SyncOptions {
-    /// The rank, counted within the group, whose values the others take; 0 by default.
+    /// The rank, within the group, whose values the others copy; 0 by default.
     pub source: usize,
-    /// How many bytes go into one broadcast, 250 MiB by default. A larger tensor goes by itself.
+    /// The maximum size of one broadcast in bytes, 250 MiB by default. A larger tensor is a broadcast of its own.
     pub bucket_bytes: usize,
-    /// Names that every rank keeps as they are; none by default.
+    /// The names of variables that keep their values on each rank; none by default.
     pub ignore: BTreeSet<String>,
-    /// Whether [`sync_module_states`] moves buffers too; it does by default.
+    /// Whether [`sync_module_states`] includes buffers; true by default.
     pub buffers: bool,
 }
 
@@ -24,14 +24,14 @@ impl Default for SyncOptions {
     }
 }
 
-/// Gives every rank's variables the values of the source's, bit by bit.
+/// Copies the source's values into every rank's variables, bit by bit.
 ///
-/// Every rank names the same variables in the same order, which [`verify_parameter_shapes`] checks before anything
-/// moves. Variables then travel together: in the order of the list, those of one dtype fill buckets of
-/// [`bucket_bytes`](SyncOptions::bucket_bytes), and each bucket is one broadcast.
+/// All ranks must name the same variables in the same order; [`verify_parameter_shapes`] checks this before data moves.
+/// Variables of one dtype fill buckets of [`bucket_bytes`](SyncOptions::bucket_bytes), in the order of the list. Each
+/// bucket is one broadcast.
 ///
 /// # Errors
-/// Those of [`verify_parameter_shapes`], and [`Error::InvalidArgument`] if the source is outside the group.
+/// The errors of [`verify_parameter_shapes`], and [`Error::InvalidArgument`] if the source is outside the group.
 ///
 /// ```
 /// use candle_core::{Device, Var};
@@ -51,7 +51,7 @@ pub fn sync_params<N: AsRef<str>>(group: &ProcessGroup, params: &[(N, Var)], opt
     sync(group, params.iter().map(|(name, var)| (name.as_ref(), var)), options)
 }
 
-/// [`sync_params`] for a module's parameters and, unless the options say otherwise, its buffers, in one go.
+/// [`sync_params`] for a module's parameters and, unless disabled in the options, its buffers, in one call.
 #[track_caller]
 pub fn sync_module_states<N: AsRef<str>, M: AsRef<str>>(
     group: &ProcessGroup,
@@ -64,7 +64,7 @@ pub fn sync_module_states<N: AsRef<str>, M: AsRef<str>>(
     sync(group, params.chain(buffers.iter().map(|(name, var)| (name.as_ref(), var))), options)
 }
 
-/// The variables of a map by name, in an order on which all ranks agree.
+/// Returns the variables of a map with their names, in an order that is equal on all ranks.
 pub fn named_vars(map: &VarMap) -> Vec<(String, Var)> {
     let vars = map.data().lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     vars.iter().map(|(name, var)| (name.clone(), var.clone())).sorted_by(|a, b| a.0.cmp(&b.0)).collect()
@@ -128,7 +128,7 @@ pub(crate) fn buckets<T>(
     buckets
 }
 
-/// Sends the source's variables as one flat tensor and writes it into the others'.
+/// Broadcasts the source's variables as one flat tensor, and writes it into the variables of the other ranks.
 #[track_caller]
 fn broadcast(group: &ProcessGroup, bucket: &[&Var], source: usize) -> Result<()> {
     let sends = group.rank() == source;
@@ -138,7 +138,7 @@ fn broadcast(group: &ProcessGroup, bucket: &[&Var], source: usize) -> Result<()>
             Tensor::cat(&vars.iter().map(|var| var.detach().flatten_all()).collect::<Result<Vec<_>, _>>()?, 0)?
         }
         vars => {
-            // Only its dtype and shape matter; untouched zeros cost no memory.
+            // Only the dtype and the shape matter; untouched zeros cost no memory.
             let elements: usize = vars.iter().map(|var| var.elem_count()).sum();
             Tensor::zeros(elements, vars[0].dtype(), vars[0].device())?
         }

@@ -1,4 +1,4 @@
-//! Whether all ranks hold the same parameters.
+//! Checks that all ranks hold the same parameters.
 use crate::{Error, ProcessGroup, Result};
 use candle_core::Tensor;
 use itertools::Itertools;
@@ -6,12 +6,12 @@ use std::ops::Deref;
 
 /// Checks that every rank of `group` names the same parameters, in the same order, with the same shapes and dtypes.
 ///
-/// Two small collectives, however many parameters there are; every rank calls it. Tensors are given as anything that
+/// Makes two small collectives, for any number of parameters; every rank must call it. Tensors may be anything that
 /// dereferences to one: `&Tensor`, [`Var`](candle_core::Var).
 ///
 /// # Errors
-/// The same [`Error::InvalidArgument`] on every rank, with the first rank that differs from the group's first one. It
-/// names the first parameter that one of the two lacks; else the first that differs, with both shapes and dtypes.
+/// The same [`Error::InvalidArgument`] on every rank, for the first rank that differs from rank 0 of the group. It
+/// names the first parameter that one of the two lacks; otherwise the first that differs, with both shapes and dtypes.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -44,15 +44,15 @@ where
     Ok(())
 }
 
-/// A quoted name, and dtype and shape in words.
+/// A quoted name, and a text with dtype and shape.
 type Parameter<'a> = (&'a str, &'a str);
 
-/// Quoted names hold neither tabs nor line ends.
+/// Parses the list. Quoted names contain neither tabs nor line ends.
 fn parse(text: &str) -> Vec<Parameter<'_>> {
     text.lines().filter_map(|line| line.split_once('\t')).collect()
 }
 
-/// What is wrong with one rank's list, measured by the reference's.
+/// Describes the first difference between one rank's list and the reference.
 fn difference(list: &[Parameter<'_>], reference: &[Parameter<'_>], at: usize) -> Option<String> {
     if let Some((name, _)) = list.iter().duplicates_by(|(name, _)| name).next() {
         return Some(format!("{name} is named twice"));

@@ -1,4 +1,4 @@
-//! Nested containers of tensors, walked and rebuilt as a whole.
+//! Nested containers of tensors, visited and rebuilt as a whole.
 mod pack;
 mod rename;
 
@@ -10,14 +10,14 @@ use candle_core::{DType, Device, Tensor};
 use std::collections::{BTreeMap, HashMap};
 use std::hash::{BuildHasher, Hash};
 
-/// A value made of tensors in nested containers: what a forward takes and gives.
+/// A value made of tensors in nested containers, such as the arguments and results of a forward pass.
 ///
-/// Tensors, `Option`, `Box`, `Vec`, arrays, tuples of up to eight, `BTreeMap` and `HashMap` are trees; numbers, `bool`,
-/// `char`, `String` and `()` are trees without tensors, kept as they are. Tensors come in a fixed order: as written,
-/// and by key in maps, so that all ranks agree on it. A struct becomes a tree by
-/// [`impl_tensor_tree!`](crate::impl_tensor_tree) or by writing the two required methods.
+/// Tensors, `Option`, `Box`, `Vec`, arrays, tuples of up to eight, `BTreeMap` and `HashMap` are trees. Numbers, `bool`,
+/// `char`, `String` and `()` are trees without tensors, and keep their values. Tensors have a fixed order, equal on all
+/// ranks: the written order, and the order of keys in maps. To make a struct a tree, use
+/// [`impl_tensor_tree!`](crate::impl_tensor_tree) or implement the two required methods.
 ///
-/// A [`Var`](candle_core::Var) is no tree: what a map makes of a parameter is a tensor, not a parameter.
+/// A [`Var`](candle_core::Var) is not a tree: mapping a parameter would return a tensor, not a parameter.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -42,20 +42,20 @@ use std::hash::{BuildHasher, Hash};
 /// # Ok::<(), candle_dist::Error>(())
 /// ```
 pub trait TensorTree: Sized {
-    /// Shows every tensor to `f`, in the tree's order.
+    /// Calls `f` with every tensor, in the tree's order.
     fn visit<'a>(&'a self, f: &mut dyn FnMut(&'a Tensor));
 
-    /// The same structure with every tensor replaced by what `f` makes of it, in the order of [`visit`](Self::visit).
+    /// Returns the same structure with `f` applied to every tensor, in the order of [`visit`](Self::visit).
     ///
-    /// Stops at the first error. Callers want [`map_tensors`](Self::map_tensors); implementors write this.
+    /// Stops at the first error. Implement this method, and call [`map_tensors`](Self::map_tensors).
     fn rebuild<E>(&self, f: &mut dyn FnMut(&Tensor) -> Result<Tensor, E>) -> Result<Self, E>;
 
-    /// The same structure with every tensor replaced by what `f` makes of it, or the first error.
+    /// Returns the same structure with `f` applied to every tensor, or the first error.
     fn map_tensors<E>(&self, mut f: impl FnMut(&Tensor) -> Result<Tensor, E>) -> Result<Self, E> {
         self.rebuild(&mut f)
     }
 
-    /// Every tensor, in the tree's order.
+    /// Returns every tensor, in the tree's order.
     fn tensors(&self) -> Vec<&Tensor> {
         let mut tensors = Vec::new();
         self.visit(&mut |tensor| tensors.push(tensor));
@@ -77,15 +77,16 @@ pub trait TensorTree: Sized {
         self.tensors().into_iter().fold(init, f)
     }
 
-    /// The tensors as one list, without copying data; [`unflatten_tensors`](Self::unflatten_tensors) undoes it.
+    /// Returns the tensors as one list, without copying data. [`unflatten_tensors`](Self::unflatten_tensors) reverses
+    /// it.
     fn flatten_tensors(&self) -> Vec<Tensor> {
         self.tensors().into_iter().cloned().collect()
     }
 
-    /// This structure holding `tensors` instead, in the tree's order.
+    /// Returns this structure with `tensors` in place of its own, in the tree's order.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if there are fewer or more tensors than the structure holds.
+    /// [`Error::Invalid`] if the number of tensors differs from that of the structure.
     fn unflatten_tensors(&self, tensors: impl IntoIterator<Item = Tensor>) -> Result<Self> {
         let (wanted, tensors) = (self.tensors().len(), Vec::from_iter(tensors));
         let given = tensors.len();
@@ -100,9 +101,9 @@ pub trait TensorTree: Sized {
         self.rebuild(&mut |_| tensors.next().ok_or_else(wrong_count))
     }
 
-    /// The same structure with floating tensors cast to `dtype`.
+    /// Returns the same structure with float tensors cast to `dtype`.
     ///
-    /// Tensors of whole numbers, and those of this dtype already, are returned themselves and stay in the graph.
+    /// Integer tensors, and tensors of this dtype, are returned as they are and stay in the graph.
     fn cast_floats(&self, dtype: DType) -> Result<Self> {
         self.map_tensors(|t| {
             let cast = t.dtype().is_float() && t.dtype() != dtype;
@@ -110,7 +111,8 @@ pub trait TensorTree: Sized {
         })
     }
 
-    /// The same structure with every tensor on `device`; those that are there already are returned themselves.
+    /// Returns the same structure with every tensor on `device`. Tensors that are there already are returned as they
+    /// are.
     fn to_device(&self, device: &Device) -> Result<Self> {
         self.map_tensors(|t| Ok(t.to_device(device)?))
     }
@@ -126,7 +128,7 @@ impl TensorTree for Tensor {
     }
 }
 
-/// Values without tensors.
+/// Implements the trait for values without tensors.
 macro_rules! leaf {
     ($($leaf:ty),*) => {$(
         impl TensorTree for $leaf {
@@ -229,14 +231,14 @@ impl<K: Ord + Hash + Clone, T: TensorTree, S: BuildHasher + Clone> TensorTree fo
     }
 }
 
-/// A hash map's own order differs from process to process; that of its keys does not.
+/// Returns the entries in key order. The order of a hash map differs between processes.
 fn by_key<K: Ord, T, S>(map: &HashMap<K, T, S>) -> Vec<(&K, &T)> {
     let mut entries: Vec<_> = map.iter().collect();
     entries.sort_by_key(|(key, _)| *key);
     entries
 }
 
-/// Makes a struct a [`TensorTree`]: names all its fields, in the order in which their tensors are visited.
+/// Makes a struct a [`TensorTree`]. Lists all its fields, in the order in which their tensors are visited.
 ///
 /// Fields after a semicolon need not be trees; they are cloned.
 ///

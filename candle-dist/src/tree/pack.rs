@@ -1,13 +1,14 @@
-//! Positional and named arguments as one list of tensors, and back.
+//! Packs positional and named arguments into one list of tensors.
 use crate::{Error, Result, TensorTree};
 use candle_core::Tensor;
 use itertools::Itertools;
 
 /// Arguments by position and by name, packed into one flat list of tensors.
 ///
-/// For passing any arguments through something that takes a plain list: a graph node, a checkpointed block, a wire.
-/// [`into_parts`](Self::into_parts) gives the list with its [`PackedKeys`], [`from_parts`](Self::from_parts) joins
-/// them again. It is a [`TensorTree`], so all arguments cast or move at once.
+/// Use it to pass arguments through something that accepts a plain list: a graph node, a recomputed block, a
+/// connection. [`into_parts`](Self::into_parts) returns the list with its [`PackedKeys`], and
+/// [`from_parts`](Self::from_parts) joins them again. It is a [`TensorTree`], so you can cast or move all arguments at
+/// once.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -31,7 +32,7 @@ pub struct Packed {
     tensors: Vec<Tensor>,
 }
 
-/// How many tensors of a packed list belong to the positional arguments, and how many to each name.
+/// The number of tensors of the positional arguments and of each named argument in a packed list.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PackedKeys {
     positional: usize,
@@ -39,17 +40,17 @@ pub struct PackedKeys {
 }
 
 impl PackedKeys {
-    /// The names, in the order in which they were added.
+    /// Returns the names, in the order in which they were added.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.named.iter().map(|(name, _)| name.as_str())
     }
 
-    /// The number of tensors of all arguments.
+    /// Returns the number of tensors of all arguments.
     pub fn tensor_count(&self) -> usize {
         self.positional + self.named.iter().map(|(_, count)| count).sum::<usize>()
     }
 
-    /// The first argument that a list of `given` tensors does not cover.
+    /// Returns the first argument that a list of `given` tensors does not cover.
     fn first_missing(&self, given: usize) -> Option<String> {
         if given < self.positional {
             return Some(format!("tensor {given} of the positional arguments"));
@@ -70,7 +71,7 @@ impl Packed {
         Self { keys: PackedKeys { positional: tensors.len(), named: Vec::new() }, tensors }
     }
 
-    /// Adds an argument by name; giving a name twice is an error.
+    /// Adds an argument by name. Each name may be used once.
     pub fn with(mut self, name: &str, value: &impl TensorTree) -> Result<Self> {
         if self.keys.names().contains(&name) {
             return Err(invalid("Packed::with", format!("argument {name:?} is given twice")));
@@ -81,17 +82,17 @@ impl Packed {
         Ok(self)
     }
 
-    /// The names.
+    /// Returns the names with their numbers of tensors.
     pub fn keys(&self) -> &PackedKeys {
         &self.keys
     }
 
-    /// All tensors: those of the positional arguments, then those of each name.
+    /// Returns all tensors: those of the positional arguments, then those of each name.
     pub fn as_slice(&self) -> &[Tensor] {
         &self.tensors
     }
 
-    /// The names and the flat list.
+    /// Returns the names and the flat list.
     pub fn into_parts(self) -> (PackedKeys, Vec<Tensor>) {
         (self.keys, self.tensors)
     }
@@ -99,7 +100,8 @@ impl Packed {
     /// Joins names and list again.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if the list has not as many tensors as `keys` counts; it names the first missing argument.
+    /// [`Error::Invalid`] if the list does not have as many tensors as `keys` counts. It names the first missing
+    /// argument.
     pub fn from_parts(keys: PackedKeys, tensors: Vec<Tensor>) -> Result<Self> {
         let (given, needed) = (tensors.len(), keys.tensor_count());
         if given == needed {
@@ -109,12 +111,12 @@ impl Packed {
         Err(invalid("Packed::from_parts", format!("{given} tensors for arguments of {needed}{missing}")))
     }
 
-    /// The positional arguments, in the structure of `like`.
+    /// Returns the positional arguments, in the structure of `like`.
     pub fn args<A: TensorTree>(&self, like: &A) -> Result<A> {
         restore("the positional arguments", &self.tensors[..self.keys.positional], like)
     }
 
-    /// The argument of this name, in the structure of `like`.
+    /// Returns the argument with this name, in the structure of `like`.
     pub fn get<T: TensorTree>(&self, name: &str, like: &T) -> Result<T> {
         let mut start = self.keys.positional;
         for (known, count) in &self.keys.named {

@@ -1,14 +1,14 @@
-//! Maps from names to state.
+//! Renames the keys of maps.
 use crate::{Error, Result};
 use std::collections::HashSet;
 
-/// Renames every key that begins with `old` to begin with `new` instead, and returns how many there were.
+/// Replaces the prefix `old` of keys by `new`, and returns the number of renamed keys.
 ///
-/// The prefix is literal and all keys change at once, so a key may take a name that another one leaves. For `BTreeMap`
-/// and `HashMap` with `String` keys, and maps like them.
+/// The prefix is literal. All keys change at once, so a key may take a name that another key gives up. Works for
+/// `BTreeMap` and `HashMap` with `String` keys, and for similar maps.
 ///
 /// # Errors
-/// [`Error::Invalid`] if the prefixes are equal, or if two entries would come to share a key; the map is then unchanged.
+/// [`Error::Invalid`] if the prefixes are equal, or if two entries would get the same key; the map is then unchanged.
 ///
 /// ```
 /// use candle_dist::replace_by_prefix;

@@ -388,7 +388,7 @@ fn sixteen_bit_gradients_of_many_ranks_add_up_in_32() {
                 }
                 let whole = DataParallelOptions { reduce_dtype: Some(DType::U32), ..trusting(0) };
                 let refused = DataParallel::new(ctx.group(), &vars, &whole).unwrap_err().to_string();
-                assert!(refused.contains("reduced in u32: want a float"), "{refused}");
+                assert!(refused.contains("reduced in u32: use a float"), "{refused}");
                 Ok(())
             });
         }

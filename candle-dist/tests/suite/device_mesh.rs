@@ -267,7 +267,7 @@ fn what_is_no_mesh_is_refused_by_name_size_and_remedy() {
     refused(2, "nameless", &["an axis of (=2) has no name"], |ctx| DeviceMesh::from_group(ctx.group(), ""));
     refused(2, "no axes", &["at least one axis"], |ctx| ctx.mesh(&[]));
     refused(2, "bigger", &["(a=4, b=2) has 8 places for a group of 2 ranks"], |ctx| ctx.mesh(&[("a", 4), ("b", 2)]));
-    refused(2, "overflow", &["more places than can be counted"], |ctx| ctx.mesh(&[("a", usize::MAX), ("b", 2)]));
+    refused(2, "overflow", &["overflow; give the number of ranks"], |ctx| ctx.mesh(&[("a", usize::MAX), ("b", 2)]));
 }
 
 #[test]
