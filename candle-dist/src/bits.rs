@@ -1,4 +1,4 @@
-//! Tensors compared by their bits, and numbers that stand for tensors.
+//! Bitwise comparison and digests of tensors.
 //!
 //! ```
 //! use candle_core::{Device, Tensor};
@@ -16,9 +16,9 @@ use candle_core::{CpuStorage, DType, Device, Result, Storage, Tensor};
 use half::{bf16, f16};
 use twox_hash::XxHash3_64;
 
-/// Whether two tensors have the same shape, dtype and bits: a NaN equals itself, 0 differs from -0.
+/// Returns whether two tensors have the same shape, dtype and bits. A NaN equals itself, and 0 differs from -0.
 ///
-/// Reads both tensors once. Tensors on other devices than the CPU are copied to it first.
+/// Reads both tensors once. Tensors on other devices are copied to the CPU first.
 ///
 /// # Errors
 /// If candle cannot read a tensor.
@@ -32,10 +32,10 @@ pub fn same_bits(a: &Tensor, b: &Tensor) -> Result<bool> {
     with_bytes(a, |a| with_bytes(b, |b| a == b))?
 }
 
-/// Whether two tensors of one device have the same shape, dtype and elements: a NaN equals itself.
+/// Returns whether two tensors on one device have the same shape, dtype and elements. A NaN equals itself.
 ///
-/// On a CPU these are the same [bits](same_bits). Elsewhere the device compares, where 0 equals -0, and one element comes
-/// to the CPU; both tensors come only where the device finds a difference, which a NaN is there.
+/// On a CPU this compares the [bits](same_bits). On other devices the device compares, where 0 equals -0, and one
+/// element is copied to the CPU. Only if the device finds a difference, such as a NaN, are both tensors copied.
 ///
 /// # Errors
 /// If candle cannot read or compare the tensors.
@@ -46,7 +46,7 @@ pub fn same_elements(a: &Tensor, b: &Tensor) -> Result<bool> {
     same_bits(a, b)
 }
 
-/// Whether the tensors' device finds no difference.
+/// Returns whether the tensors' device finds no difference.
 fn agree_there(a: &Tensor, b: &Tensor) -> Result<bool> {
     if a.elem_count() == 0 {
         return Ok(true);
@@ -54,10 +54,10 @@ fn agree_there(a: &Tensor, b: &Tensor) -> Result<bool> {
     Ok(a.detach().ne(&b.detach())?.flatten_all()?.max(0)?.to_scalar::<u8>()? == 0)
 }
 
-/// A number that stands for the shape, dtype and bits of a tensor, the same on every machine.
+/// Returns a digest of the shape, dtype and bits of a tensor, the same on every machine.
 ///
-/// Tensors that differ have different numbers, except for one pair in 2⁶⁴. Reads the tensor once; one on another device than
-/// the CPU is copied to it first.
+/// Different tensors have the same digest with a probability of 2⁻⁶⁴. Reads the tensor once. A tensor on another device
+/// is copied to the CPU first.
 ///
 /// # Errors
 /// If candle cannot read the tensor.
@@ -66,19 +66,19 @@ pub fn digest(tensor: &Tensor) -> Result<u64> {
     Ok(digest_bytes(format!("{}{:?}{elements:x}", tensor.dtype().as_str(), tensor.dims()).as_bytes()))
 }
 
-/// A number that stands for bytes, the same on every machine.
+/// Returns a digest of bytes, the same on every machine.
 pub fn digest_bytes(bytes: &[u8]) -> u64 {
     XxHash3_64::oneshot(bytes)
 }
 
-/// What `f` makes of the tensor's elements in order.
+/// Calls `f` with the bytes of the tensor's elements in order.
 fn with_bytes<R>(tensor: &Tensor, f: impl FnOnce(&[u8]) -> R) -> Result<R> {
     let tensor = match tensor.elem_count() {
         0 => return Ok(f(&[])),
         _ => tensor.detach().to_device(&Device::Cpu)?.contiguous()?,
     };
     let tensor = match tensor.dtype() {
-        // Its elements are no plain bytes, and f32 keeps each of them apart.
+        // Its elements have no plain bytes, and f32 represents each of them exactly.
         DType::F8E4M3 => tensor.to_dtype(DType::F32)?,
         _ => tensor,
     };
@@ -129,7 +129,7 @@ mod tests {
                 assert_eq!(same_elements(a, b).unwrap(), want, "{dtype:?}");
                 assert_eq!(digest(a).unwrap() == digest(b).unwrap(), want, "{dtype:?}");
             }
-            // The same elements as another shape.
+            // The same elements in another shape.
             let flat = x.flatten_all().unwrap();
             assert!(!same_bits(&x, &flat).unwrap() && digest(&x).unwrap() != digest(&flat).unwrap());
             let none = x.narrow(0, 0, 0).unwrap();

@@ -1,4 +1,4 @@
-//! Tensors whose data can be dropped and made again.
+//! Tensors whose data can be freed and allocated again.
 use crate::{Error, Result};
 use candle_core::{DType, Device, Shape, Tensor};
 use parking_lot::RwLock;
@@ -7,9 +7,9 @@ use std::sync::Arc;
 
 /// A tensor's shape, dtype and device, with data that can be freed and allocated again.
 ///
-/// For parameters that are gathered before use and dropped after it: layers keep a clone of the handle while its data
-/// comes and goes. Clones share the data. Using it while it is free is an error, never stale data. Memory returns to
-/// the device once no tensor that was taken out, nor a view of one, is alive.
+/// It is made for parameters that are gathered before use and freed afterwards: layers keep a clone of the handle while
+/// its data changes. Clones share the data. Using freed data is an error, and never returns stale data. The device gets
+/// its memory back when all tensors that were taken out, and their views, are dropped.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -38,39 +38,39 @@ struct Inner {
 }
 
 impl FreeableTensor {
-    /// An allocated handle on `tensor`.
+    /// Creates an allocated handle for `tensor`.
     pub fn new(tensor: Tensor) -> Self {
         let (shape, dtype, device) = (tensor.shape().clone(), tensor.dtype(), tensor.device().clone());
         Self(Arc::new(Inner { shape, dtype, device, data: RwLock::new(Some(tensor)) }))
     }
 
-    /// A handle without data.
+    /// Creates a handle without data.
     pub fn freed(shape: impl Into<Shape>, dtype: DType, device: &Device) -> Self {
         let (shape, device) = (shape.into(), device.clone());
         Self(Arc::new(Inner { shape, dtype, device, data: RwLock::new(None) }))
     }
 
-    /// The shape, allocated or not.
+    /// Returns the shape, allocated or not.
     pub fn shape(&self) -> &Shape {
         &self.0.shape
     }
 
-    /// The dtype, allocated or not.
+    /// Returns the dtype, allocated or not.
     pub fn dtype(&self) -> DType {
         self.0.dtype
     }
 
-    /// The device, allocated or not.
+    /// Returns the device, allocated or not.
     pub fn device(&self) -> &Device {
         &self.0.device
     }
 
-    /// Whether there is data.
+    /// Returns whether there is data.
     pub fn is_allocated(&self) -> bool {
         self.0.data.read().is_some()
     }
 
-    /// The data as a tensor, without a copy; an [`Error::Invalid`] while it is free.
+    /// Returns the data as a tensor, without a copy, or an [`Error::Invalid`] if it is freed.
     pub fn tensor(&self) -> Result<Tensor> {
         self.0
             .data
@@ -79,7 +79,7 @@ impl FreeableTensor {
             .ok_or_else(|| invalid(format!("the data of {self} is free; alloc or fill it before use")))
     }
 
-    /// Allocates zeros if the data is free, and tells whether it was.
+    /// Allocates zeros if the data is freed. Returns whether it was.
     pub fn alloc(&self) -> Result<bool> {
         let mut data = self.0.data.write();
         let was_free = data.is_none();
@@ -89,7 +89,7 @@ impl FreeableTensor {
         Ok(was_free)
     }
 
-    /// Puts `tensor` in place of the data, free or not; it must have the handle's shape, dtype and device.
+    /// Replaces the data by `tensor`, which must have the handle's shape, dtype and device. Works on freed handles too.
     pub fn fill(&self, tensor: Tensor) -> Result<()> {
         let fits = tensor.shape() == self.shape()
             && tensor.dtype() == self.dtype()
@@ -103,7 +103,7 @@ impl FreeableTensor {
         Ok(())
     }
 
-    /// Drops the data, and tells whether there was any.
+    /// Frees the data. Returns whether there was any.
     pub fn free(&self) -> bool {
         self.0.data.write().take().is_some()
     }
@@ -159,7 +159,7 @@ mod tests {
         assert_eq!(format!("{handle:?}"), "FreeableTensor(f32[2, 3], allocated)");
     }
 
-    /// The identity, alive as long as the tensor that it made.
+    /// An identity op that is alive as long as the tensor it made.
     struct Alive(#[expect(dead_code, reason = "held for its count")] Arc<()>);
 
     impl CustomOp1 for Alive {

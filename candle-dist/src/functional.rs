@@ -1,13 +1,13 @@
-//! Communication that candle can differentiate: one op with a forward and a backward step, and the table of pairs.
+//! Differentiable communication: an op with a forward and a backward step, and a table of such pairs.
 //!
-//! candle differentiates each rank's *local* program, so a collective needs the backward that makes local gradients
-//! those of the global program. The pairs:
+//! candle differentiates each rank's *local* program. A collective therefore needs a backward step that turns local
+//! gradients into those of the global program. The pairs:
 //!
 //! | constructor | forward | backward | Megatron-LM |
 //! |---|---|---|---|
 //! | [`Exchange::all_reduce`] | all_reduce | identity | *g* |
 //! | [`Exchange::to_varying`] | identity | all_reduce | *f* |
-//! | [`Exchange::to_invariant`] | identity | the first rank keeps it, zeros elsewhere | |
+//! | [`Exchange::to_invariant`] | identity | rank 0 keeps it, zeros elsewhere | |
 //! | [`Exchange::all_gather`] | all_gather | reduce_scatter | *g-bar* backward of sequence parallel |
 //! | [`Exchange::all_gather_invariant`] | all_gather | slice | |
 //! | [`Exchange::slice`] | slice | all_gather | |
@@ -16,13 +16,13 @@
 //! | [`Exchange::reduce_scatter`] | reduce_scatter | all_gather | *g-bar* |
 //! | [`Exchange::all_to_all`] | all_to_all | all_to_all back | |
 //! | [`Exchange::all_to_all_single`] | all_to_all_single | all_to_all_single back | |
-//! | [`Exchange::recut`] | all_to_all_single of what changes hands | the same back | |
-//! | [`Exchange::to_partial`] | the first rank keeps it, zeros elsewhere | identity | |
-//! | [`Exchange::to_partial_varying`] | the first rank keeps it, zeros elsewhere | the same | |
+//! | [`Exchange::recut`] | all_to_all_single of the rows that move | the same back | |
+//! | [`Exchange::to_partial`] | rank 0 keeps it, zeros elsewhere | identity | |
+//! | [`Exchange::to_partial_varying`] | rank 0 keeps it, zeros elsewhere | the same | |
 //!
-//! *Varying* and *invariant* are the two states of a replicated value: the gradient of a varying one is a partial sum
-//! on each rank, that of an invariant one is replicated. Sources: Shoeybi et al. 2019 (arXiv:1909.08053), Korthikanti
-//! et al. 2022 (arXiv:2205.05198), and JAX's `shard_map` for the two states.
+//! *Varying* and *invariant* are the two states of a replicated value. The gradient of a varying value is a partial sum
+//! on each rank; the gradient of an invariant value is replicated. Sources: Shoeybi et al. 2019 (arXiv:1909.08053),
+//! Korthikanti et al. 2022 (arXiv:2205.05198), and JAX's `shard_map` for the two states.
 //!
 //! ```
 //! use candle_core::{Device, Tensor, Var};
@@ -46,39 +46,39 @@ use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Shape, Tensor};
 use smallvec::smallvec;
 use std::panic::Location;
 
-/// One movement of data within a group, without gradient.
+/// One data movement within a group, without gradient.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Step {
-    /// The same data.
+    /// Returns the data unchanged.
     Identity,
-    /// The data on the first rank, zeros on the others.
+    /// Returns the data on rank 0 of the group, and zeros on the others.
     First,
-    /// The reduction over the group.
+    /// Returns the reduction over the group.
     AllReduce(ReduceOp),
-    /// All pieces joined along `dim`.
+    /// Returns all pieces joined along `dim`.
     AllGather(Cut),
-    /// This rank's piece of `dim`.
+    /// Returns this rank's piece of `dim`.
     Slice(Cut),
-    /// This rank's piece put at its place among zeros.
+    /// Returns this rank's piece at its offset, padded with zeros.
     ZeroPad(Cut),
-    /// This rank's piece of the sum.
+    /// Returns this rank's piece of the sum.
     ReduceScatter(Cut, ReduceOp),
-    /// Pieces of the first cut sent, pieces of the second joined.
+    /// Sends the pieces of the first cut and joins the pieces of the second.
     AllToAll(Cut, Cut),
-    /// Rows of dim 0 sent: from each rank, to each rank, so many.
+    /// Sends rows of dim 0; the counts are per sender and receiver.
     AllToAllSingle(Vec<Dims>),
-    /// Pieces of the first cut to pieces of the second one of the same dim; only what changes hands is sent.
+    /// Moves from the first cut to the second cut of the same dim. Only rows that change ranks are sent.
     Recut(Cut, Cut),
 }
 
-/// What a step made: fresh memory, or a view that needs none.
+/// The result of a step: new memory, or a view.
 enum Made {
     Fresh(Fresh),
     View(Tensor),
 }
 
 impl Step {
-    /// Takes the step for the code at `site`.
+    /// Runs the step for the code at `site`.
     fn run(&self, x: &Tensor, group: &ProcessGroup, site: &'static Location<'static>) -> Result<Made> {
         self.check(x, group)?;
         let joined =
@@ -86,12 +86,12 @@ impl Step {
         let call = match self {
             Self::Identity => return Ok(Made::View(x.clone())),
             Self::First if group.rank() == 0 => return Ok(Made::View(x.clone())),
-            // Not a product with zero, which would keep what is not finite.
+            // Not a product with zero, which would keep NaN and infinity.
             Self::First => return Ok(Made::View(x.zeros_like()?)),
             Self::Recut(from, to) => return recut(x, from, to, group, site).map(Made::View),
             Self::Slice(cut) => {
                 let (start, len) = (cut.start(group.rank()), cut.sizes[group.rank()]);
-                // candle panics on views without elements that begin behind their memory.
+                // candle panics on views without elements that start behind their memory.
                 let start = if len * x.elem_count() == 0 { 0 } else { start };
                 return Ok(Made::View(x.narrow(cut.dim, start, len)?));
             }
@@ -118,7 +118,7 @@ impl Step {
         })
     }
 
-    /// The shape that `rank` gets for its tensor of shape `mine`, which the step fits.
+    /// Returns the shape of the result of `rank` for its tensor of shape `mine`, which must fit the step.
     fn result_shape(&self, mine: &[usize], rank: usize) -> Dims {
         let mut shape = Dims::from_slice(mine);
         match self {
@@ -135,7 +135,7 @@ impl Step {
         shape
     }
 
-    /// Refuses pieces that do not fit the tensor or the group, before anything is sent.
+    /// Checks that the pieces fit the tensor and the group, before anything is sent.
     fn check(&self, x: &Tensor, group: &ProcessGroup) -> Result<()> {
         let whole = |cut: &Cut| x.dims().get(cut.dim).copied() == total(&cut.sizes);
         let piece = |cut: &Cut| x.dims().get(cut.dim).copied() == cut.sizes.get(group.rank()).copied();
@@ -161,10 +161,10 @@ impl Step {
     }
 }
 
-/// This rank's piece by the cut `to`, of its piece by the cut `from` and what the others send of theirs.
+/// Returns this rank's piece under the cut `to`, from its piece under the cut `from` and the rows that others send.
 ///
-/// Pieces follow each other in rank order, so what goes to lower ranks lies before what stays, and comes from them
-/// before it.
+/// Pieces follow each other in rank order. Rows for lower ranks thus lie before the rows that stay, and rows from lower
+/// ranks are joined before them.
 fn recut(x: &Tensor, from: &Cut, to: &Cut, group: &ProcessGroup, site: &'static Location<'static>) -> Result<Tensor> {
     let (rank, size, dim) = (group.rank(), group.size(), from.dim);
     let range = |cut: &Cut, rank: usize| cut.start(rank)..cut.start(rank) + cut.sizes[rank];
@@ -178,7 +178,7 @@ fn recut(x: &Tensor, from: &Cut, to: &Cut, group: &ProcessGroup, site: &'static 
     let from_lower: usize = counts[..rank].iter().map(|row| row[rank]).sum();
     let from_higher: usize = counts[rank + 1..].iter().map(|row| row[rank]).sum();
     let rows = x.transpose(0, dim)?.contiguous()?;
-    // candle panics on views without elements that begin behind their memory.
+    // candle panics on views without elements that start behind their memory.
     let part = |x: &Tensor, start: usize, len: usize| {
         let start = if len * x.elem_count() == 0 { 0 } else { start };
         x.narrow(0, start, len)
@@ -195,7 +195,7 @@ fn recut(x: &Tensor, from: &Cut, to: &Cut, group: &ProcessGroup, site: &'static 
     Ok(Tensor::cat(&parts, 0)?.transpose(0, dim)?.contiguous()?)
 }
 
-/// A forward step with the backward step that belongs to it.
+/// A forward step with its backward step.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Exchange {
     name: &'static str,
@@ -208,58 +208,58 @@ impl Exchange {
         Self { name, forward, backward }
     }
 
-    /// Partial sums to a replicated value; its gradient is replicated.
+    /// Sums partial sums to a replicated value, whose gradient is replicated.
     pub const fn all_reduce() -> Self {
         Self::pair("all_reduce", Step::AllReduce(ReduceOp::Sum), Step::Identity)
     }
 
-    /// A replicated value used differently by the ranks: its gradients are summed.
+    /// Marks a replicated value that ranks use differently: its gradients are summed.
     pub const fn to_varying() -> Self {
         Self::pair("to_varying", Step::Identity, Step::AllReduce(ReduceOp::Sum))
     }
 
-    /// A varying value taken as invariant: the first rank's share is all of the gradient.
+    /// Treats a varying value as invariant: the share of rank 0 becomes the whole gradient.
     pub const fn to_invariant() -> Self {
         Self::pair("to_invariant", Step::Identity, Step::First)
     }
 
-    /// Pieces to the whole, used differently by the ranks.
+    /// Gathers pieces to a whole that ranks use differently.
     pub fn all_gather(cut: Cut) -> Self {
         Self::pair("all_gather", Step::AllGather(cut.clone()), Step::ReduceScatter(cut, ReduceOp::Sum))
     }
 
-    /// Pieces to the whole, used alike by the ranks.
+    /// Gathers pieces to a whole that all ranks use in the same way.
     pub fn all_gather_invariant(cut: Cut) -> Self {
         Self::pair("all_gather", Step::AllGather(cut.clone()), Step::Slice(cut))
     }
 
-    /// An invariant whole to pieces.
+    /// Cuts an invariant whole into pieces.
     pub fn slice(cut: Cut) -> Self {
         Self::pair("slice", Step::Slice(cut.clone()), Step::AllGather(cut))
     }
 
-    /// A varying whole to pieces.
+    /// Cuts a varying whole into pieces.
     pub fn slice_varying(cut: Cut) -> Self {
         Self::pair("slice", Step::Slice(cut.clone()), Step::ZeroPad(cut))
     }
 
-    /// Pieces to partial sums of the whole.
+    /// Pads pieces to partial sums of the whole.
     pub fn zero_pad(cut: Cut) -> Self {
         Self::pair("zero_pad", Step::ZeroPad(cut.clone()), Step::Slice(cut))
     }
 
-    /// Partial sums to pieces of the sum.
+    /// Sums partial sums and returns pieces of the sum.
     pub fn reduce_scatter(cut: Cut) -> Self {
         Self::pair("reduce_scatter", Step::ReduceScatter(cut.clone(), ReduceOp::Sum), Step::AllGather(cut))
     }
 
-    /// Pieces of the dim `concat` to pieces of the dim `split`.
+    /// Exchanges pieces of the dim `concat` for pieces of the dim `split`.
     pub fn all_to_all(split: Cut, concat: Cut) -> Self {
         let back = Step::AllToAll(concat.clone(), split.clone());
         Self::pair("all_to_all", Step::AllToAll(split, concat), back)
     }
 
-    /// Rows of dim 0 to the ranks that need them: `counts[s][r]` go from rank `s` to rank `r`.
+    /// Sends rows of dim 0 to the ranks that need them: `counts[s][r]` rows from rank `s` to rank `r`.
     pub fn all_to_all_single<C: AsRef<[usize]>>(counts: &[C]) -> Self {
         let there: Vec<Dims> = counts.iter().map(|row| Dims::from_slice(row.as_ref())).collect();
         let column = |r: usize| there.iter().map(|row| row.get(r).copied().unwrap_or(0)).collect();
@@ -267,29 +267,29 @@ impl Exchange {
         Self::pair("all_to_all_single", Step::AllToAllSingle(there), Step::AllToAllSingle(back))
     }
 
-    /// Pieces to pieces of other sizes of the same dim; what stays on its rank is not sent.
+    /// Changes the sizes of pieces of one dim. Rows that stay on their rank are not sent.
     pub fn recut(from: Cut, to: Cut) -> Self {
         Self::pair("recut", Step::Recut(from.clone(), to.clone()), Step::Recut(to, from))
     }
 
-    /// A replicated value to partial sums of it: the first rank holds the value, the others zeros.
+    /// Converts a replicated value to partial sums: rank 0 of the group holds the value, the others hold zeros.
     ///
-    /// So the sum is the value in every dtype, where n shares of one n-th would be rounded; only `-0` becomes `0`.
+    /// The sum is thus exact in every dtype, while n shares of one n-th would be rounded. Only `-0` becomes `0`.
     pub const fn to_partial() -> Self {
         Self::pair("to_partial", Step::First, Step::Identity)
     }
 
-    /// A varying replicated value to partial sums of it: the first rank holds the value and takes all of its gradient.
+    /// Converts a varying replicated value to partial sums: rank 0 holds the value, and only its gradient counts.
     pub const fn to_partial_varying() -> Self {
         Self::pair("to_partial", Step::First, Step::First)
     }
 
-    /// The forward result of a value that was communicated before, with this pair's backward.
+    /// Returns `result` as the forward result for `x`, with the backward step of this pair. Sends nothing.
     ///
-    /// `result` must be what the forward step would give for `x`; nothing is sent.
+    /// `result` must be equal to the result of the forward step, for example from an earlier call.
     ///
     /// # Errors
-    /// If the shape or the dtype is another.
+    /// If the shape or the dtype differs from that of the forward step's result.
     #[track_caller]
     pub fn with_known_result(self, x: &Tensor, result: &Tensor, group: &ProcessGroup) -> Result<Tensor> {
         self.forward.check(x, group)?;
@@ -297,16 +297,16 @@ impl Exchange {
         if result.dims() != &shape[..] || result.dtype() != x.dtype() {
             let (got, want, dtype) = (result.dims(), shape.as_slice(), x.dtype().as_str());
             let reason =
-                format!("a result {} {got:?} where {want:?} {dtype} is known to come", result.dtype().as_str());
+                format!("a known result of {} {got:?}, but the step returns {want:?} {dtype}", result.dtype().as_str());
             let rank = group.ranks()[group.rank()];
             return Err(Error::InvalidArgument { rank, op: self.name, reason });
         }
         self.record(x, Made::View(result.detach()), group)
     }
 
-    /// Runs the forward step on `x`; the result carries a gradient if `x` does.
+    /// Runs the forward step on `x`. The result has a gradient if `x` does.
     ///
-    /// What the backward step communicates counts as made here, too.
+    /// The communication of the backward step is attributed to this call site.
     #[track_caller]
     pub fn apply(self, x: &Tensor, group: &ProcessGroup) -> Result<Tensor> {
         if group.size() == 1 {
@@ -316,10 +316,10 @@ impl Exchange {
         self.record(x, made, group)
     }
 
-    /// Puts what the forward step made into the graph.
+    /// Adds the result of the forward step to the graph.
     ///
-    /// The communication has happened before candle takes its read lock on `x`, so no rank ever waits for another
-    /// with a lock held; and fresh memory becomes the result's storage without a copy.
+    /// The communication is complete before candle takes its read lock on `x`, so no rank waits for another while it
+    /// holds a lock. New memory becomes the storage of the result without a copy.
     #[track_caller]
     fn record(self, x: &Tensor, made: Made, group: &ProcessGroup) -> Result<Tensor> {
         if !x.track_op() {
@@ -341,7 +341,7 @@ impl Exchange {
 struct Recorded {
     exchange: Exchange,
     group: ProcessGroup,
-    /// Where the forward step was taken: the backward has no place in the user's code.
+    /// The call site of the forward step, because the backward pass has none in the user's code.
     site: &'static Location<'static>,
     made: Ready,
 }

@@ -17,7 +17,7 @@
 //! # Ok::<(), candle_dist::WorldError>(())
 //! ```
 //!
-//! The [`guide`] goes from here to training on many hosts, step by step.
+//! The [`guide`] leads from here to training on many hosts, step by step.
 //!
 //! # What is here
 //!
@@ -26,7 +26,8 @@
 //! | start ranks, and end them with one error | [`World`], [`RankContext`], [`WorldError`] |
 //! | join the processes that torchrun, mpirun or srun started | [`init`], [`init_process_group`] |
 //! | send and reduce tensors: collectives, coalesced, in place, into given memory, started ([`Pending`]); tagged messages | [`ProcessGroup`] |
-//! | send any serde value: [`broadcast_object`](ProcessGroup::broadcast_object) and its kin | [`ProcessGroup`] |
+//! | send any serde value: [`broadcast_object`](ProcessGroup::broadcast_object) and similar methods | [`ProcessGroup`]
+//! |
 //! | arrange ranks on named axes | [`DeviceMesh`] |
 //! | differentiate through communication | [`functional`] |
 //! | train one model on different data: buckets, averages, uneven batches | [`DataParallel`] |
@@ -34,18 +35,19 @@
 //! | sum gradients of 16-bit parameters in f32 | [`add_grad`], [`sum_dtype`], [`round_grads`] |
 //! | clip the gradients of a sharded model by one norm | [`ClipGradNorm`] |
 //! | synchronize parameters, and check that they are equal | [`sync_params`], [`sync_module_states`], [`verify_parameter_shapes`], [`replace_by_prefix`] |
-//! | treat all tensors of a structure alike: cast, move, flatten, pack named arguments | [`TensorTree`], [`Packed`] |
+//! | process all tensors of a structure: cast, move, flatten, pack named arguments | [`TensorTree`], [`Packed`] |
 //! | compare and hash tensors bit by bit | [`bits`] |
 //! | free the memory of a tensor and restore it | [`FreeableTensor`] |
 //! | count, log and draw communication | [`comm`] |
 //! | set how many threads candle's CPU kernels use | [`threads`] |
-//! | try shapes and counts of a world that does not exist | [`ProcessGroup::simulated`] |
-//! | count, delay or break communication, or write a backend | [`World::wrap_backend`], [`backend`], and for processes [`control`] |
+//! | test shapes and counts of a world that does not exist | [`ProcessGroup::simulated`] |
+//! | count, delay or break communication, or write a backend | [`World::wrap_backend`], [`backend`], and [`control`]
+//! for processes |
 //!
-//! # Failure is a value
+//! # Failures are values
 //!
-//! A mismatched call, or a rank that returned early, panicked or stalled, is the same typed [`Error::Group`] on each rank, and
-//! never a hang. The error keeps its type when it passes through candle, as in a backward pass:
+//! If ranks make different calls, or a rank returns early, panics or stalls, each rank gets the same [`Error::Group`]
+//! and none hangs. The error keeps its type when it passes through candle, as in a backward pass:
 //!
 //! ```
 //! use candle_core::{Device, Var};

@@ -9,15 +9,15 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// How often a thread that waits looks whether its world has failed.
+/// How often a waiting thread checks whether its world has failed.
 const TICK: Duration = Duration::from_millis(20);
 
-/// Small values that the ranks of a world share by name: bytes of at most 16 MiB under names of less than 4 KiB.
+/// A key-value store shared by the ranks of a world. Values have at most 16 MiB, keys less than 4 KiB.
 ///
-/// Every change is one step: of ranks that change a value at once, one is the first. In a world of processes the values
-/// are at rank 0 and a call costs a message there and back. They last as long as the world; [`delete`](Self::delete)
-/// what is used no more. Ranks use it each for themselves, from any number of threads; send tensors through a
-/// [`ProcessGroup`](crate::ProcessGroup).
+/// Every change is atomic. In a world of processes, rank 0 holds the values, and a call costs a round trip to it.
+/// Values last as long as the world; [`delete`](Self::delete) those that are no longer needed. Each rank may use the
+/// store at any time and from any number of threads. Send tensors through a [`ProcessGroup`](crate::ProcessGroup)
+/// instead.
 ///
 /// ```
 /// use candle_dist::{Result, World};
@@ -32,7 +32,7 @@ const TICK: Duration = Duration::from_millis(20);
 /// # Ok::<(), candle_dist::WorldError>(())
 /// ```
 ///
-/// # Errors
+/// Every call fails if the world has failed, or if a key or value is too long.
 /// Every call fails if the world has failed, and for names and values that are too long.
 #[derive(Debug, Clone)]
 pub struct Store(Place);
@@ -61,7 +61,7 @@ impl Shared {
         Arc::new(Self { world: world.clone(), values: Mutex::default(), changed: Condvar::new() })
     }
 
-    /// The value, as soon as it is there, or `None` after `limit`.
+    /// Waits for the value; `None` after `limit`.
     fn wait(&self, key: &str, limit: Duration) -> Result<Option<Vec<u8>>> {
         let deadline = within(limit);
         let mut values = self.values.lock();
@@ -97,7 +97,7 @@ impl Store {
         Self(Place::Processes(control))
     }
 
-    /// Sets a value in place of any other.
+    /// Sets a value, and replaces an existing one.
     pub fn set(&self, key: &str, value: &[u8]) -> Result<()> {
         let key = self.named(key, value.len())?;
         match &self.0 {
@@ -111,10 +111,10 @@ impl Store {
         }
     }
 
-    /// The value; waits until a rank sets it.
+    /// Returns the value. Waits until a rank sets it.
     ///
     /// # Errors
-    /// After the world's timeout, which stops the world.
+    /// After the timeout of the world, which also stops the world.
     pub fn get(&self, key: &str) -> Result<Vec<u8>> {
         let key = self.named(key, 0)?;
         match &self.0 {
@@ -126,7 +126,7 @@ impl Store {
         }
     }
 
-    /// The value, or `None` if no rank sets it within `limit`; with a limit of zero, the value that is there now.
+    /// Returns the value, or `None` if no rank sets it within `limit`. A limit of zero returns the current value.
     pub fn get_within(&self, key: &str, limit: Duration) -> Result<Option<Vec<u8>>> {
         let key = self.named(key, 0)?;
         match &self.0 {
@@ -135,7 +135,7 @@ impl Store {
         }
     }
 
-    /// Deletes a value; false if there was none.
+    /// Deletes a value. Returns whether there was one.
     pub fn delete(&self, key: &str) -> Result<bool> {
         match self.change(key, &Change::Delete, &[])? {
             (Outcome::Deleted(was), _) => Ok(was),
@@ -143,12 +143,12 @@ impl Store {
         }
     }
 
-    /// Adds to a counter, which begins at 0, and returns the sum.
+    /// Adds to a counter, which starts at 0, and returns the sum.
     ///
-    /// Its value is the sum as eight bytes, the lowest first ([`i64::to_le_bytes`]).
+    /// The value is the sum as eight little-endian bytes ([`i64::to_le_bytes`]).
     ///
     /// # Errors
-    /// If the value is no counter, or the sum is no `i64`; nothing changes then.
+    /// If the value is not a counter, or the sum overflows `i64`; the value is then unchanged.
     pub fn add(&self, key: &str, n: i64) -> Result<i64> {
         match self.change(key, &Change::Add(n), &[])? {
             (Outcome::Sum(sum), _) => Ok(sum),
@@ -156,9 +156,9 @@ impl Store {
         }
     }
 
-    /// Sets the value to `new` if it is `expected`, where `None` means that there is no value; returns the value before.
+    /// Sets the value to `new` if it is `expected`, where `None` means no value. Returns the previous value.
     ///
-    /// It was set if what is returned is what was expected. `expected` and `new` have at most 16 MiB together.
+    /// The value was set if the previous value equals `expected`. `expected` and `new` have at most 16 MiB together.
     pub fn compare_and_set(&self, key: &str, expected: Option<&[u8]>, new: &[u8]) -> Result<Option<Vec<u8>>> {
         let bytes = [expected.unwrap_or_default(), new].concat();
         match self.change(key, &Change::Swap { expected: expected.map(<[u8]>::len) }, &bytes)? {
@@ -175,7 +175,7 @@ impl Store {
         }
     }
 
-    /// The key among those of engines, if it and a value of `len` bytes are not too long.
+    /// Returns the key within the namespace of programs, if the key and a value of `len` bytes are not too long.
     fn named(&self, key: &str, len: usize) -> Result<String> {
         let key = format!("own {key}");
         check_sizes(self.rank(), &key, len)?;
@@ -192,7 +192,7 @@ impl Store {
     fn unexpected(&self, outcome: Outcome) -> Error {
         let reason = match outcome {
             Outcome::Refused(why) => why.replacen("\"own ", "\"", 1),
-            other => format!("an answer of another kind: {other:?}"),
+            other => format!("an unexpected answer: {other:?}"),
         };
         Error::InvalidArgument { rank: self.rank(), op: "store", reason }
     }

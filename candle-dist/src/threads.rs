@@ -1,29 +1,30 @@
-//! How many threads candle computes with, settled before the first tensor op.
+//! Sets the number of candle's compute threads, before the first tensor op.
 //!
-//! candle's CPU pools belong to the process, and one of them is a lock that a whole elementwise op holds: ranks that
-//! are threads wait for each other on it unless each rank computes inline. Both pools read their variable
-//! (`CANDLE_NUM_THREADS`, `RAYON_NUM_THREADS`) once and have no other setting, so the choice is made once, by the first
-//! local world, in the environment. The environment may change only while no other thread can read it: [`settle`] does
-//! so while the process has one thread, [`settle_among_threads`] at the caller's word.
+//! candle's CPU thread pools belong to the process, and a whole elementwise op holds one of them locked. Ranks that are
+//! threads thus wait for each other unless each rank computes on its own thread. Both pools read their environment
+//! variable (`CANDLE_NUM_THREADS`, `RAYON_NUM_THREADS`) once and have no other setting. The first local world therefore
+//! sets the variables, once per process. The environment may change only while no other thread can read it:
+//! [`settle`] changes it only if the process has a single thread, and the caller of [`settle_among_threads`] guarantees
+//! it.
 use std::sync::OnceLock;
 
 static SETTLED: OnceLock<usize> = OnceLock::new();
 
 const VARIABLES: [&str; 2] = ["CANDLE_NUM_THREADS", "RAYON_NUM_THREADS"];
 
-/// The number of threads a rank computes with when nothing is said: the cores divided by the ranks, at least one.
+/// Returns the default number of compute threads per rank: the cores divided by the ranks, at least one.
 pub fn default_per_rank(ranks: usize) -> usize {
     std::thread::available_parallelism().map_or(1, usize::from).checked_div(ranks).unwrap_or(1).max(1)
 }
 
-/// Settles the compute threads of every rank of this process, and returns the number in force.
+/// Sets the number of compute threads of every rank of this process, and returns the number in effect.
 ///
-/// The first call wins, and variables that are already in the environment win over it. Call it first in `main`;
-/// [`World`](crate::World) does it for you if that is where the program begins. In a process that has several threads
-/// already it leaves the environment alone and says so on stderr.
+/// The first call counts, and variables that are already in the environment take precedence. Call it first in `main`;
+/// [`World`](crate::World) calls it for you if your program starts with that. If the process already has several
+/// threads, it leaves the environment alone and prints a note on stderr.
 ///
 /// ```standalone_crate
-/// candle_dist::threads::settle(3); // the first thing that the program does
+/// candle_dist::threads::settle(3); // the first statement of the program
 /// assert!(std::env::var_os("CANDLE_NUM_THREADS").is_some() && std::env::var_os("RAYON_NUM_THREADS").is_some());
 /// ```
 pub fn settle(per_rank: usize) -> usize {
@@ -48,41 +49,41 @@ pub fn settle(per_rank: usize) -> usize {
 /// Like [`settle`], in a process that may have several threads.
 ///
 /// # Safety
-/// While this runs, no other thread may read or change the environment except by the functions of `std::env`. C code does
-/// so in `getenv` and what calls it, such as the resolver of host names and the functions for local time.
+/// While this runs, no other thread may read or change the environment except through `std::env`. C code reads it in
+/// `getenv` and its callers, such as the host name resolver and the functions for local time.
 pub unsafe fn settle_among_threads(per_rank: usize) -> usize {
     *SETTLED.get_or_init(|| {
-        // SAFETY: the caller's word.
+        // SAFETY: guaranteed by the caller.
         unsafe { set(per_rank) };
         in_force()
     })
 }
 
-/// The variables that nobody has set.
+/// Returns the variables that are not set.
 fn unset() -> impl Iterator<Item = &'static str> {
     VARIABLES.into_iter().filter(|name| std::env::var_os(name).is_none())
 }
 
-/// Sets the variables that nobody has set.
+/// Sets the variables that are not set.
 ///
 /// # Safety
 /// As for [`settle_among_threads`].
 unsafe fn set(per_rank: usize) {
     for name in unset() {
-        // SAFETY: the caller's word.
+        // SAFETY: guaranteed by the caller.
         unsafe { std::env::set_var(name, per_rank.max(1).to_string()) };
     }
 }
 
-/// How many threads candle's elementwise ops use.
+/// Returns how many threads candle's elementwise ops use.
 fn in_force() -> usize {
     let given = std::env::var(VARIABLES[0]).ok().and_then(|n| n.parse().ok()).filter(|&n| n > 0);
     given.unwrap_or_else(candle_core::utils::get_num_threads)
 }
 
-/// Whether this process has one thread; where the system does not tell, it may have more.
+/// Returns whether this process has a single thread; false if the system cannot say.
 fn is_only_thread() -> bool {
-    cfg!(windows) // where any thread may change the environment
+    cfg!(windows) // there, any thread may change the environment
         || (cfg!(target_os = "linux") && std::fs::read_dir("/proc/self/task").is_ok_and(|tasks| tasks.count() == 1))
 }
 
@@ -116,7 +117,7 @@ mod tests {
     #[test]
     #[cfg(target_os = "linux")]
     fn the_environment_is_left_alone_while_other_threads_may_read_it() {
-        // The test harness has a thread of its own.
+        // The test harness has its own thread.
         let [out, err] = child("safe");
         assert!(out.contains("[None, None]"), "{out}");
         assert!(err.contains("instead of 7 for each rank; set CANDLE_NUM_THREADS and RAYON_NUM_THREADS"), "{err}");

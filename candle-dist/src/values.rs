@@ -1,4 +1,4 @@
-//! Values by name, how they change, and who waits for one that is not there yet.
+//! Named values, their changes, and the waiters for values that are not set.
 use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -11,36 +11,36 @@ pub(crate) struct Values<W> {
     waiting: HashMap<String, Vec<W>>,
 }
 
-/// What to do with a value, as one step.
+/// An atomic change of a value.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) enum Change {
     Delete,
-    /// Adds to a counter, which is 0 where there is none.
+    /// Adds to a counter, which starts at 0.
     Add(i64),
-    /// Sets the value if it is the one expected: so many of the bytes that come, or no value. The rest is the new one.
+    /// Sets the value if it is the expected one. The payload holds the expected value, if any, and then the new one.
     Swap {
         expected: Option<usize>,
     },
 }
 
-/// What a change has found.
+/// The outcome of a change.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Outcome {
     /// Whether there was a value.
     Deleted(bool),
     /// The counter after the addition.
     Sum(i64),
-    /// Whether there was a value, which is in the bytes.
+    /// Whether there was a value, which is then the payload.
     Before(bool),
-    /// What is wrong with the value that was there.
+    /// Why the change was refused.
     Refused(String),
 }
 
-/// All that follows from a change.
+/// All effects of a change.
 pub(crate) struct Changed<W> {
     pub(crate) outcome: Outcome,
     pub(crate) bytes: Arc<[u8]>,
-    /// A new value and those who waited for it.
+    /// A new value and its waiters.
     pub(crate) woken: Option<(Arc<[u8]>, Vec<W>)>,
 }
 
@@ -51,19 +51,19 @@ impl<W> Default for Values<W> {
 }
 
 impl<W> Values<W> {
-    /// Sets a value in place of any other, and returns who waited for it.
+    /// Sets a value, replaces an existing one, and returns its waiters.
     pub(crate) fn set(&mut self, key: String, value: Arc<[u8]>) -> Vec<W> {
         let waiting = self.waiting.remove(&key).unwrap_or_default();
         self.held.insert(key, value);
         waiting
     }
 
-    /// The value, if it is there.
+    /// Returns the value, if it is set.
     pub(crate) fn peek(&self, key: &str) -> Option<Arc<[u8]>> {
         self.held.get(key).cloned()
     }
 
-    /// The value, or `None` and `who` waits for it.
+    /// Returns the value, or registers `who` as a waiter and returns `None`.
     pub(crate) fn get(&mut self, key: String, who: W) -> Option<Arc<[u8]>> {
         let value = self.peek(&key);
         if value.is_none() {
@@ -72,7 +72,7 @@ impl<W> Values<W> {
         value
     }
 
-    /// Makes a change.
+    /// Applies a change.
     pub(crate) fn change(&mut self, key: String, change: &Change, bytes: &[u8]) -> Changed<W> {
         let only = |outcome| Changed { outcome, bytes: Arc::default(), woken: None };
         match *change {
@@ -87,7 +87,7 @@ impl<W> Values<W> {
             },
             Change::Swap { expected } => {
                 let Some((old, new)) = bytes.split_at_checked(expected.unwrap_or(0)) else {
-                    return only(Outcome::Refused("fewer bytes came than were expected".to_string()));
+                    return only(Outcome::Refused("the message has fewer bytes than the expected value".to_string()));
                 };
                 let held = self.peek(&key);
                 let woken = (held.as_deref() == expected.map(|_| old)).then(|| {
@@ -107,7 +107,7 @@ impl<W> Values<W> {
             Some(Err(_)) => {
                 let len = self.held.get(key).map_or(0, |held| held.len());
                 return Err(format!(
-                    "{key:?} has a value of {len} bytes and no counter; give counters keys of their own"
+                    "the value of {key:?} is {len} bytes, not a counter; use separate keys for counters"
                 ));
             }
         };
@@ -116,7 +116,7 @@ impl<W> Values<W> {
 }
 
 impl<W: PartialEq> Values<W> {
-    /// Lets `who` wait no longer; false if it did not.
+    /// Removes the waiter `who`. Returns whether it was waiting.
     pub(crate) fn forget(&mut self, key: &str, who: &W) -> bool {
         let Entry::Occupied(mut waiting) = self.waiting.entry(key.to_string()) else { return false };
         let before = waiting.get().len();

@@ -1,4 +1,4 @@
-//! What each collective computes from the tensors of all members.
+//! Computes the results of each collective from the tensors of all members.
 use super::device::{concat_pieces, reduce};
 use super::fresh::{Fresh, Results, Tensors};
 use super::overwrite::overwrite;
@@ -9,12 +9,12 @@ use crate::{Error, Result};
 use candle_core::{Shape, Tensor};
 use smallvec::SmallVec;
 
-/// One tensor of each member that gave one, in group order.
+/// One tensor of each member that has one, in group order.
 pub(super) type Operands<'a> = SmallVec<[&'a Tensor; 8]>;
 
 /// The tensors of all members.
 pub(super) trait Gives {
-    /// The `i`-th tensor of every member that gave one.
+    /// Returns the `i`-th tensor of every member that has one.
     fn nth(&self, i: usize) -> Operands<'_>;
 }
 
@@ -24,11 +24,11 @@ impl Gives for [Tensors] {
     }
 }
 
-/// What member `me` gets from a collective, computed from the tensors of all members.
+/// Returns the results of member `me` of a collective, computed from the tensors of all members.
 ///
-/// `tensors[r]` are those of member `r`: as many as the call has, or none for members that give none. For engines that
-/// move whole tensors and leave the rest to this crate. Sums are those of every engine on the host: in rank order, with
-/// 16-bit floats in f32.
+/// `tensors[r]` are the tensors of member `r`: as many as the call has, or none for members without input. This is for
+/// backends that move whole tensors and leave the computation to this crate. Sums are the same as in every backend on
+/// the CPU: in rank order, with 16-bit floats in f32.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -44,7 +44,7 @@ impl Gives for [Tensors] {
 /// ```
 ///
 /// # Errors
-/// For calls that are not collectives, and for tensors that are missing or not contiguous.
+/// If the call is not a collective, or a tensor is missing or not contiguous.
 pub fn compute(call: &Call, me: usize, tensors: &[Tensors]) -> Result<Results> {
     let gives = |rank: usize| match call.op {
         Op::Scatter | Op::Broadcast if call.peer != Some(rank) => 0,
@@ -61,7 +61,7 @@ pub fn compute(call: &Call, me: usize, tensors: &[Tensors]) -> Result<Results> {
     results(call, me, tensors)
 }
 
-/// The results of member `me` of the collective that `call` describes.
+/// Returns the results of member `me` of the collective that `call` describes.
 pub(super) fn results(call: &Call, me: usize, given: &(impl Gives + ?Sized)) -> Result<Results> {
     let tensors = if call.gives_nothing(me) { 0 } else { 1 + call.rest.len() };
     (0..tensors).map(|i| Task::new(call, me, i, &given.nth(i))?.make(&given.nth(i))).collect()
@@ -73,12 +73,12 @@ pub(super) fn write(call: &Call, me: usize, given: &(impl Gives + ?Sized), outpu
     outputs.try_for_each(|(i, output)| Task::new(call, me, i, &given.nth(i))?.write(&given.nth(i), output))
 }
 
-/// How a member's result for one tensor of a call is computed.
+/// The computation of a member's result for one tensor of a call.
 struct Task {
     what: What,
-    /// The members (in the order of those that gave a tensor) that the result is made from.
+    /// The members that the result is computed from, counted among those that have a tensor.
     from: std::ops::Range<usize>,
-    /// The part of each tensor.
+    /// The piece of each tensor; `None` means the whole tensor.
     pieces: SmallVec<[Option<Piece>; 8]>,
     shape: Dims,
 }
@@ -90,13 +90,13 @@ enum What {
 }
 
 impl Task {
-    /// The task for the `i`-th tensors of the members that gave one.
+    /// Creates the task for the `i`-th tensors of the members that have one.
     fn new(call: &Call, me: usize, i: usize, all: &[&Tensor]) -> Result<Self> {
         let reduction = || {
             let missing = || Error::Unsupported(format!("{} without a reduction", call.op));
             call.reduce.map(What::Reduce).ok_or_else(missing)
         };
-        // The root of a scatter is the only one to give a tensor; in a broadcast others may too.
+        // Only the root of a scatter has a tensor. In a broadcast, others may have one too.
         let only_one = all.len() == 1;
         let root = if only_one { 0 } else { call.peer.unwrap_or(0) };
         let everyone = 0..all.len();
@@ -128,7 +128,7 @@ impl Task {
         Ok(Self { what, from, pieces, shape })
     }
 
-    /// The result in new memory.
+    /// Returns the result in new memory.
     fn make(&self, all: &[&Tensor]) -> Result<Fresh> {
         let all = &all[self.from.clone()];
         let storage = match self.what {
@@ -138,7 +138,7 @@ impl Task {
         Ok(Fresh { storage, shape: Shape::from(self.shape.as_slice()) })
     }
 
-    /// The result in the memory of `output`, which holds as many elements.
+    /// Writes the result to the memory of `output`, which must have the same number of elements.
     fn write(&self, all: &[&Tensor], output: &Tensor) -> Result<()> {
         if output.dims() != self.shape.as_slice() || output.dtype() != all[0].dtype() {
             let (got, dtype, want) = (output.dims(), output.dtype(), &self.shape);
@@ -155,7 +155,7 @@ impl Task {
     }
 }
 
-/// The piece of the `i`-th cut of `call` that belongs to `rank`.
+/// Returns the piece of the `i`-th cut of `call` that belongs to `rank`.
 fn piece(call: &Call, i: usize, rank: usize) -> Piece {
     let sizes = &call.sizes[i];
     Piece { dim: call.dims[i], start: sizes[..rank].iter().sum(), len: sizes[rank] }

@@ -1,6 +1,6 @@
-//! What collectives compute from the ranks' tensors: on the host by code of this crate, on a device by candle's kernels.
+//! Computes results from the ranks' tensors: on the CPU with code of this crate, on a device with candle's kernels.
 //!
-//! The device's results are those of the host to the last bit: sums in rank order, 16-bit floats in f32, NaN passed on.
+//! Both results have the same bits: sums run in rank order, 16-bit floats accumulate in f32, and NaN propagates.
 use super::guards::Guards;
 use super::runs::Piece;
 use super::storage::{Held, dense, mixed};
@@ -11,7 +11,7 @@ use candle_core::backend::BackendDevice;
 use candle_core::op::{Add, BinaryOpT, CmpOp, Div, Mul};
 use candle_core::{CudaStorage, DType, Device, Layout, Shape, Storage, StorageRef, Tensor};
 
-/// The reduction of all tensors, or of the same `piece` of each, as fresh contiguous memory on their device.
+/// Returns the reduction of all tensors, or of the same `piece` of each, as new contiguous memory on their device.
 pub(super) fn reduce(tensors: &[&Tensor], op: ReduceOp, piece: Option<Piece>) -> Result<Storage> {
     match tensors[0].device() {
         Device::Cpu => Ok(Storage::Cpu(reduce::reduce(tensors, op, piece)?)),
@@ -20,7 +20,7 @@ pub(super) fn reduce(tensors: &[&Tensor], op: ReduceOp, piece: Option<Piece>) ->
     }
 }
 
-/// The tensors, or the same `piece` of each, joined along dim `join` as fresh contiguous memory on their device.
+/// Joins the tensors, or the same `piece` of each, along dim `join` as new contiguous memory on their device.
 pub(super) fn concat(tensors: &[&Tensor], piece: Option<Piece>, join: usize) -> Result<Storage> {
     match tensors[0].device() {
         Device::Cpu => Ok(Storage::Cpu(regions::concat(tensors, piece, join)?)),
@@ -28,8 +28,8 @@ pub(super) fn concat(tensors: &[&Tensor], piece: Option<Piece>, join: usize) -> 
     }
 }
 
-/// The tensors, or a piece of each, joined along dim `join` as fresh contiguous memory on their device; dims outside of
-/// `join` have one size in all of them.
+/// Joins the tensors, or a piece of each, along dim `join` as new contiguous memory on their device. All other dims
+/// must have equal sizes.
 pub(super) fn concat_pieces(tensors: &[&Tensor], pieces: &[Option<Piece>], join: usize) -> Result<Storage> {
     match tensors[0].device() {
         Device::Cpu => Ok(Storage::Cpu(regions::concat_pieces(tensors, pieces, join)?)),
@@ -82,7 +82,7 @@ pub(super) fn reduce_on<S: Held>(tensors: &[&Tensor], op: ReduceOp, piece: Optio
     }
     let Some(mut sum) = sum else { return Err(mixed()) };
     if op == ReduceOp::Avg {
-        // A product with 1/n would round twice.
+        // Multiplying by 1/n would round twice.
         sum = scale::<S, Div>(&sum, shape.elem_count(), tensors.len() as f64)?;
     }
     if wide == dtype { Ok(sum) } else { Ok(sum.to_dtype(&whole, dtype)?) }
@@ -96,12 +96,12 @@ fn combine<S: Held>(op: ReduceOp, a: &S, a_l: &Layout, b: &S, b_l: &Layout) -> R
         ReduceOp::Max => CmpOp::Gt,
         ReduceOp::And | ReduceOp::Or | ReduceOp::Xor => return Err(Error::Unsupported(format!("{op} on a device"))),
     };
-    // Comparisons with NaN are false: it stays once it is there, and only a second question lets it in.
+    // Comparisons with NaN are false, so a NaN stays; a second comparison finds a new NaN.
     let better = b.cmp(replaces, a, b_l, a_l)?.where_cond(a_l, b, b_l, a, a_l)?;
     Ok(b.cmp(CmpOp::Ne, b, b_l, b_l)?.where_cond(a_l, b, b_l, &better, a_l)?)
 }
 
-/// Each of `count` floats combined with `number`.
+/// Applies `Op` to each of `count` floats and `number`.
 fn scale<S: Held, Op: BinaryOpT>(floats: &S, count: usize, number: f64) -> Result<S> {
     let number = match floats.dtype() {
         DType::F64 => floats.device().storage_from_slice(&[number])?,
@@ -138,9 +138,9 @@ pub(super) fn concat_on<S: Held>(tensors: &[&Tensor], pieces: &[Option<Piece>], 
     Ok(out)
 }
 
-/// Tensors that several ranks can read: on the host, or on one device whose work is done in the order it was asked for.
+/// Checks that several ranks can read the tensors: they are on the CPU, or on one device that runs work in order.
 ///
-/// Decided from the tensors of all ranks, so alike on all of them.
+/// This depends on the tensors of all ranks only, so all ranks get the same result.
 pub(super) fn check_shared<'a>(op: Op, tensors: impl Iterator<Item = &'a Tensor> + Clone) -> Result<()> {
     let Some(first) = tensors.clone().next() else { return Ok(()) };
     let why = if tensors.clone().any(|tensor| !tensor.device().same_device(first.device())) {
@@ -154,7 +154,7 @@ pub(super) fn check_shared<'a>(op: Op, tensors: impl Iterator<Item = &'a Tensor>
     Err(Error::Unsupported(format!("{op} among threads of CUDA tensors {why}; {fix}")))
 }
 
-/// Whether work for the device goes to a stream of whatever thread asks for it, as for one of `Device::new_cuda`.
+/// Returns whether the device uses the stream of the calling thread, like one of `Device::new_cuda`.
 #[cfg(feature = "cuda")]
 fn is_per_thread(device: &Device) -> bool {
     const PER_THREAD: usize = 2; // CU_STREAM_PER_THREAD
@@ -177,7 +177,7 @@ mod tests {
     const OPS: [ReduceOp; 6] =
         [ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Min, ReduceOp::Max, ReduceOp::Product, ReduceOp::pre_mul_sum(0.3)];
 
-    /// Small whole numbers and thirds, some NaN among the floats; small enough for a product of three to fit u8.
+    /// Returns small whole numbers and thirds, with some NaN among floats. Products of three fit u8.
     fn tensors(seed: usize, n: usize, dims: &[usize], dtype: DType) -> Vec<Tensor> {
         let count: usize = dims.iter().product();
         let value = |rank: usize, i: usize| match (seed + 7 * rank + 3 * i) % 11 {
@@ -189,7 +189,7 @@ mod tests {
         (0..n).map(|rank| of(rank).unwrap().to_dtype(dtype).unwrap()).collect()
     }
 
-    /// The bits of what both ways made, for NaN differs from itself.
+    /// Returns the bits of a result, because NaN differs from itself.
     fn bits(storage: CpuStorage) -> Vec<u64> {
         let count = match &storage {
             CpuStorage::U8(v) => v.len(),
@@ -207,7 +207,7 @@ mod tests {
     }
 
     proptest! {
-        // The kernels' way, taken on the host, gives what the host's own way gives.
+        // The kernels' code, run on the CPU, gives the same results as the CPU code.
         #[test]
         fn both_ways_reduce_alike(
             seed in 0usize..100, n in 1usize..4, a in 0usize..4, b in 1usize..4, dtype in 0usize..7, op in 0usize..6,
@@ -236,7 +236,7 @@ mod tests {
             let all: Vec<&Tensor> = all.iter().collect();
             let pieces: Vec<_> = (0..n).map(|rank| cut.map(|(dim, start, len)| {
                 let start = start.min(dims[dim]);
-                // Only the joined dim may differ from piece to piece.
+                // Only the joined dim may differ between pieces.
                 let len = if dim == join { len + rank } else { len };
                 Piece { dim, start, len: len.min(dims[dim] - start) }
             })).collect();

@@ -1,10 +1,10 @@
-//! The types of elements, and how each adds up.
+//! Element types and their arithmetic.
 use crate::call::ReduceOp;
 use candle_core::WithDType;
 use float8::F8E4M3;
 use half::{bf16, f16};
 
-/// An element type with the wider type that its sums and products accumulate in.
+/// An element type, with the wider type in which its sums and products accumulate.
 pub(super) trait Element: WithDType {
     type Acc: Copy + PartialOrd + std::ops::Add<Output = Self::Acc> + std::ops::Mul<Output = Self::Acc>;
     fn widen(self) -> Self::Acc;
@@ -12,7 +12,7 @@ pub(super) trait Element: WithDType {
     fn divide(acc: Self::Acc, by: usize) -> Self::Acc;
     fn is_nan(acc: Self::Acc) -> bool;
     fn scale(acc: Self::Acc, by: f64) -> Self::Acc;
-    /// The bits of both combined by a bitwise reduction, which floats do not have.
+    /// Applies a bitwise reduction, which floats do not support.
     fn bits(op: ReduceOp, a: Self::Acc, b: Self::Acc) -> Self::Acc;
 }
 
@@ -79,8 +79,8 @@ element!(int i16);
 element!(int i32);
 element!(int i64);
 
-/// The value of an 8-bit float: 4 bits of exponent, 3 of mantissa, no infinity. `F8E4M3::to_f32` normalizes in a loop,
-/// which compilers have made endless where they unroll it over a slice.
+/// Converts an 8-bit float: 4 bits of exponent, 3 of mantissa, no infinity. `F8E4M3::to_f32` normalizes in a loop,
+/// which compilers have turned into an endless loop when they unrolled it over a slice.
 fn widen_f8(x: F8E4M3) -> f32 {
     let bits = u32::from(x.to_bits());
     let (sign, exponent, mantissa) = ((bits & 0x80) << 24, (bits >> 3) & 0xF, bits & 7);
@@ -92,7 +92,7 @@ fn widen_f8(x: F8E4M3) -> f32 {
     f32::from_bits(magnitude.to_bits() | sign)
 }
 
-/// Evaluates `$body` with `$t` naming the element type of `$dtype`, for the dtypes that groups carry.
+/// Evaluates `$body` with `$t` as the element type of `$dtype`, for the dtypes that collectives support.
 macro_rules! with_element {
     ($dtype:expr, $t:ident => $body:expr) => {{
         macro_rules! arm {

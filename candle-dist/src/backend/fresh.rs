@@ -1,25 +1,25 @@
-//! The tensors that go into a collective, and the memory that comes out.
+//! The tensors that enter a collective, and the memory of its results.
 use super::storage::dense;
 use crate::Result;
 use candle_core::{CpuStorage, CudaStorage, Shape, Storage, Tensor};
 use smallvec::SmallVec;
 
-/// Freshly made data that a backend returns: owned, contiguous, aliasing nothing.
+/// New data that a backend returns: owned, contiguous and unaliased.
 #[derive(Debug)]
 pub struct Fresh {
-    /// The elements, on the host or a device.
+    /// The elements, on the CPU or a device.
     pub storage: Storage,
-    /// Their shape.
+    /// The shape.
     pub shape: Shape,
 }
 
 impl Fresh {
-    /// Data on the host.
+    /// Creates data on the CPU.
     pub fn host(storage: CpuStorage, shape: impl Into<Shape>) -> Self {
         Self { storage: Storage::Cpu(storage), shape: shape.into() }
     }
 
-    /// A contiguous copy of any view of a tensor, on its device.
+    /// Copies any view of a tensor to contiguous memory on its device.
     pub fn copy_of(tensor: &Tensor) -> Result<Self> {
         let (storage, layout) = tensor.storage_and_layout();
         let storage = match &*storage {
@@ -30,7 +30,7 @@ impl Fresh {
         Ok(Self { storage, shape: layout.shape().clone() })
     }
 
-    /// The data as what an op on host tensors returns.
+    /// Returns the data in the form that an op on CPU tensors returns.
     pub fn into_cpu(self) -> candle_core::Result<(CpuStorage, Shape)> {
         match self.storage {
             Storage::Cpu(storage) => Ok((storage, self.shape)),
@@ -38,7 +38,7 @@ impl Fresh {
         }
     }
 
-    /// The data as what an op on CUDA tensors returns.
+    /// Returns the data in the form that an op on CUDA tensors returns.
     pub fn into_cuda(self) -> candle_core::Result<(CudaStorage, Shape)> {
         match self.storage {
             Storage::Cuda(storage) => Ok((storage, self.shape)),
@@ -46,19 +46,19 @@ impl Fresh {
         }
     }
 
-    /// The data as an untracked tensor, without a copy.
+    /// Returns the data as an untracked tensor, without a copy.
     pub fn into_tensor(self) -> Tensor {
         Tensor::from_storage(self.storage, self.shape, candle_core::op::BackpropOp::none(), false)
     }
 }
 
-/// The tensors that one rank gives to a collective: one, unless the call is coalesced.
+/// The tensors of one rank in a collective: one, unless the call is coalesced.
 pub type Tensors = SmallVec<[Tensor; 1]>;
 
-/// What one rank gets out of a collective.
+/// The results of one rank in a collective.
 pub type Results = SmallVec<[Fresh; 1]>;
 
-/// The size of a tensor's elements in bytes.
+/// Returns the size of a tensor's elements in bytes.
 pub(crate) fn bytes(tensor: &Tensor) -> usize {
     tensor.elem_count() * tensor.dtype().size_in_bytes()
 }

@@ -1,21 +1,21 @@
-//! Read locks on several tensors at once that cannot wait for each other.
+//! Deadlock-free read locks on several tensors.
 use super::storage::address;
 use candle_core::{StorageRef, Tensor};
 use smallvec::SmallVec;
 
-/// One read lock for each storage of some tensors, taken in the same order on all threads.
+/// One read lock per storage of some tensors, taken in the same order on all threads.
 ///
-/// A second lock on a storage, like a lock in another order, would wait for a writer that waits for the first one.
+/// A second lock on a storage, or a lock in another order, could wait for a writer that waits for the first lock.
 pub(super) struct Guards<'a> {
     locks: SmallVec<[StorageRef<'a>; 8]>,
-    /// The lock of each tensor.
+    /// The index of the lock of each tensor.
     of: SmallVec<[usize; 8]>,
 }
 
 impl<'a> Guards<'a> {
     pub(super) fn new(tensors: &[&'a Tensor]) -> Self {
         let (mut locks, mut of) = (SmallVec::new(), SmallVec::from_elem(0, tensors.len()));
-        // Nothing is held while addresses are read.
+        // No lock is held while addresses are read.
         let mut order: SmallVec<[(usize, usize); 8]> =
             tensors.iter().enumerate().map(|(at, tensor)| (address(tensor), at)).collect();
         order.sort_unstable();
@@ -30,7 +30,7 @@ impl<'a> Guards<'a> {
         Self { locks, of }
     }
 
-    /// The locks, one for each tensor in the order given.
+    /// Returns the locks, one per tensor in the given order.
     pub(super) fn iter(&self) -> impl Iterator<Item = &StorageRef<'a>> {
         self.of.iter().map(|&at| &self.locks[at])
     }
@@ -47,7 +47,7 @@ mod tests {
     use std::thread;
     use std::time::{Duration, Instant};
 
-    /// Adds one, with the lock held for a moment.
+    /// Adds one, holding the lock for a moment.
     struct Increment;
 
     impl InplaceOp1 for Increment {
@@ -74,7 +74,7 @@ mod tests {
         assert!(Guards::new(&[]).iter().next().is_none());
     }
 
-    /// Runs `read` on two threads over and over while a third one writes to both storages; false if they hang.
+    /// Runs `read` on two threads repeatedly while a third one writes to both storages. Returns false if they hang.
     fn goes_on(read: impl Fn(&[&Tensor]) + Send + Sync + Clone + 'static) -> bool {
         let vars = [0, 1].map(|_| Var::zeros(64, DType::F32, &Device::Cpu).unwrap());
         let views = |order: [usize; 2]| {
@@ -84,7 +84,7 @@ mod tests {
         let (done, over) = (&*Box::leak(Box::new(AtomicUsize::new(0))), &*Box::leak(Box::new(AtomicBool::new(false))));
         for order in [[0, 1], [1, 0]] {
             let (views, read) = (views(order), read.clone());
-            // Not joined: a thread that hangs would hang the test.
+            // Not joined, because a thread that hangs would hang the test.
             thread::spawn(move || {
                 let views: Vec<&Tensor> = views.iter().collect();
                 (0..ROUNDS).for_each(|_| read(&views));

@@ -1,4 +1,4 @@
-//! Results in memory that the caller gives, and the parts of engines that need no engine.
+//! Results in given memory, and default methods of backends.
 use super::fresh::{Fresh, Results, Tensors};
 use super::overwrite::overwrite;
 use super::storage::share_memory;
@@ -7,33 +7,33 @@ use crate::{Error, Result};
 use candle_core::{DType, Shape, Tensor};
 use std::time::Duration;
 
-/// What is known of a message before it is received.
+/// The properties of a message that has not been received.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Envelope {
-    /// The sender, counted in the group.
+    /// The sender, as a rank of the group.
     pub from: usize,
-    /// The tag that it was sent with.
+    /// The tag of the message.
     pub tag: u32,
-    /// The dtype of its elements.
+    /// The dtype of the elements.
     pub dtype: DType,
     /// The shape.
     pub shape: Shape,
 }
 
-/// The error of engines that lack something, alike on all ranks.
+/// Returns the error for a missing feature of a backend, the same on all ranks.
 pub(crate) fn unsupported(engine: &str, what: &str) -> Error {
-    Error::Unsupported(format!("the engine {engine} cannot {what}"))
+    Error::Unsupported(format!("the {engine} backend cannot {what}"))
 }
 
-/// Moves results to the memory that was given for them, from whatever device the engine makes them on.
+/// Moves results to the given memory, from any device.
 pub(super) fn fill(outputs: &[Tensor], results: Results) -> Result<()> {
     let mut pairs = outputs.iter().zip(results);
     pairs.try_for_each(|(output, made)| overwrite(output, &[&made.into_tensor().to_device(output.device())?]))
 }
 
-/// Moves a message to the memory that was given for it.
+/// Moves a message to the given memory.
 ///
-/// Ranks that are threads may have sent a tensor of that very memory.
+/// Ranks that are threads may have sent a tensor in that same memory.
 pub(super) fn receive(output: &Tensor, message: &Tensor) -> Result<()> {
     match share_memory(output, message) {
         true => overwrite(output, &[&Fresh::copy_of(message)?.into_tensor()]),
@@ -41,7 +41,7 @@ pub(super) fn receive(output: &Tensor, message: &Tensor) -> Result<()> {
     }
 }
 
-/// A call whose results go to given memory when it is finished.
+/// A started call whose results are written to given memory when it finishes.
 struct Filling {
     started: Box<dyn Unfinished>,
     outputs: Tensors,
@@ -66,7 +66,7 @@ impl Unfinished for Filling {
     }
 }
 
-/// Nothing to wait for.
+/// A started call that is already complete.
 struct Done;
 
 pub(super) fn done() -> Box<dyn Unfinished> {

@@ -1,4 +1,4 @@
-//! Writing results into tensors that exist.
+//! Writes results into existing tensors.
 use super::element::Element;
 use super::runs::Runs;
 use super::storage::Held;
@@ -7,10 +7,10 @@ use candle_core::{CpuStorage, CudaStorage, InplaceOp1, Layout, Tensor};
 
 /// Fills a contiguous tensor with the elements of `parts`, one after the other.
 ///
-/// Nobody else may be reading the tensor's storage: candle's lock on it is held for the whole write.
+/// No other thread may read the tensor's storage, because candle's lock on it is held for the whole write.
 pub(crate) fn overwrite(tensor: &Tensor, parts: &[&Tensor]) -> Result<()> {
     if tensor.elem_count() == 0 {
-        return Ok(()); // candle refuses some of these
+        return Ok(()); // candle refuses some empty tensors
     }
     Ok(tensor.inplace_op1(&Overwrite(parts))?)
 }
@@ -48,17 +48,17 @@ impl HostWrite for Overwrite<'_> {
     }
 }
 
-/// Something that fills host memory of any dtype.
+/// Something that fills CPU memory of any dtype.
 pub(super) trait HostWrite {
     fn write<T: Element>(&self, to: &mut [T]) -> Result<()>;
 }
 
-/// Lets `write` fill a contiguous host tensor.
+/// Fills a contiguous CPU tensor with `write`.
 ///
-/// Nobody else may be reading the tensor's storage: candle's lock on it is held for the whole write.
+/// No other thread may read the tensor's storage, because candle's lock on it is held for the whole write.
 pub(super) fn write_host(tensor: &Tensor, write: &impl HostWrite) -> Result<()> {
     if tensor.elem_count() == 0 {
-        return Ok(()); // candle refuses some of these
+        return Ok(()); // candle refuses some empty tensors
     }
     Ok(tensor.inplace_op1(&Write(write))?)
 }
@@ -83,7 +83,7 @@ fn on_host(storage: &mut CpuStorage, layout: &Layout, write: &impl HostWrite) ->
         ($($kind:ident)*) => {
             match storage {
                 $(CpuStorage::$kind(to) => write.write(&mut to[start..end]),)*
-                _ => Err(Error::Unsupported("a result in memory of a dtype that groups do not carry".to_string())),
+                _ => Err(Error::Unsupported("a result in memory of a dtype that groups do not support".to_string())),
             }
         };
     }

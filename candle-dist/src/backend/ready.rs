@@ -1,23 +1,23 @@
-//! Results that are there before their graph nodes.
+//! Results that exist before their graph nodes.
 use super::fresh::Fresh;
 use candle_core::{CpuStorage, CudaStorage, Shape};
 use parking_lot::Mutex;
 
-/// Data that a custom op hands over as its forward result, once: without a copy, and made before candle locks the input.
+/// The forward result of a custom op, made before candle locks the input and handed over once, without a copy.
 pub struct Ready(Mutex<Option<Fresh>>);
 
 impl Ready {
-    /// Data that waits to be handed over.
+    /// Stores the data until it is taken.
     pub const fn new(fresh: Fresh) -> Self {
         Self(Mutex::new(Some(fresh)))
     }
 
-    /// The data, for an op's `cpu_fwd`.
+    /// Returns the data, for an op's `cpu_fwd`.
     pub fn cpu(&self) -> candle_core::Result<(CpuStorage, Shape)> {
         self.take()?.into_cpu()
     }
 
-    /// The data, for an op's `cuda_fwd`.
+    /// Returns the data, for an op's `cuda_fwd`.
     pub fn cuda(&self) -> candle_core::Result<(CudaStorage, Shape)> {
         self.take()?.into_cuda()
     }

@@ -12,10 +12,10 @@ use candle_core::{CpuStorage, Tensor, WithDType};
 #[cfg(feature = "mpi")]
 use std::mem::MaybeUninit;
 
-/// Elements reduced at a time, so that the accumulator stays in the first-level cache.
+/// The number of elements that are reduced at a time, so that the accumulator stays in the L1 cache.
 const BLOCK: usize = 2048;
 
-/// The reduction of all tensors, or of the same `piece` of each, as one fresh contiguous buffer.
+/// Returns the reduction of all tensors, or of the same `piece` of each, as one new contiguous buffer.
 pub(super) fn reduce(tensors: &[&Tensor], op: ReduceOp, piece: Option<Piece>) -> Result<CpuStorage> {
     with_element!(tensors[0].dtype(), T => {
         let len = piece.map_or(tensors[0].elem_count(), |piece| piece.count(tensors[0]));
@@ -25,7 +25,7 @@ pub(super) fn reduce(tensors: &[&Tensor], op: ReduceOp, piece: Option<Piece>) ->
     })
 }
 
-/// Like [`reduce`], with the result in the memory of `output`.
+/// Like [`reduce`], but writes the result to the memory of `output`.
 pub(super) fn reduce_into(output: &Tensor, tensors: &[&Tensor], op: ReduceOp, piece: Option<Piece>) -> Result<()> {
     struct Reduction<'a>(&'a [&'a Tensor], ReduceOp, Option<Piece>);
     impl HostWrite for Reduction<'_> {
@@ -53,7 +53,7 @@ fn reduce_to<T: Element>(
     Ok(())
 }
 
-/// The reduction of slices of equal length, in their order, written to every element of `out`, which is as long.
+/// Reduces slices of equal length, in their order, and writes every element of `out`, which has the same length.
 #[cfg(feature = "mpi")]
 pub(super) fn reduce_slices<T: Element>(sources: &[&[T]], op: ReduceOp, out: &mut [MaybeUninit<T>]) {
     let runs: Vec<Runs<'_, T>> = sources.iter().map(|data| Runs::flat(data)).collect();
@@ -83,7 +83,7 @@ fn reduce_runs<T: Element>(sources: &[Runs<'_, T>], op: ReduceOp, out: &mut impl
     }
 }
 
-/// Combines the sources block by block: each is read once, the accumulator never leaves the cache.
+/// Combines the sources block by block. Each source is read once, and the accumulator stays in the cache.
 fn fold<T: Element>(
     sources: &[Runs<'_, T>],
     out: &mut impl Sink<T>,
@@ -99,7 +99,7 @@ fn fold<T: Element>(
             let len = BLOCK.min(start + run - at);
             acc.clear();
             match front {
-                // One pass for the commonest world.
+                // A single pass for worlds of two ranks, which are the most common.
                 [first] => {
                     let pairs = first.slice(at, len).iter().zip(last.slice(at, len));
                     out.put(pairs.map(|(&a, &b)| T::narrow(finish(combine(widen(a), widen(b))))));

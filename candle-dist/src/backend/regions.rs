@@ -1,4 +1,4 @@
-//! Copies of tensor regions into one buffer.
+//! Copies regions of tensors into one buffer.
 use super::element::{Element, with_element};
 use super::guards::Guards;
 use super::overwrite::{HostWrite, write_host};
@@ -8,8 +8,8 @@ use crate::Result;
 use candle_core::{CpuStorage, Tensor, WithDType};
 use smallvec::SmallVec;
 
-/// The tensors, or a piece of each, joined along dim `join` as one fresh contiguous buffer; dims outside of `join` have
-/// one size in all of them.
+/// Joins the tensors, or a piece of each, along dim `join` as one new contiguous buffer. All other dims must have equal
+/// sizes.
 pub(super) fn concat_pieces(tensors: &[&Tensor], pieces: &[Option<Piece>], join: usize) -> Result<CpuStorage> {
     with_element!(tensors[0].dtype(), T => {
         let count = |(tensor, piece): (&&Tensor, &Option<Piece>)| piece.map_or(tensor.elem_count(), |p| p.count(tensor));
@@ -19,12 +19,12 @@ pub(super) fn concat_pieces(tensors: &[&Tensor], pieces: &[Option<Piece>], join:
     })
 }
 
-/// Like [`concat_pieces`] with the same `piece` of each.
+/// Like [`concat_pieces`], with the same `piece` of each tensor.
 pub(super) fn concat(tensors: &[&Tensor], piece: Option<Piece>, join: usize) -> Result<CpuStorage> {
     concat_pieces(tensors, &SmallVec::<[_; 8]>::from_elem(piece, tensors.len()), join)
 }
 
-/// Like [`concat_pieces`], with the result in the memory of `output`.
+/// Like [`concat_pieces`], but writes the result to the memory of `output`.
 pub(super) fn concat_into(output: &Tensor, tensors: &[&Tensor], pieces: &[Option<Piece>], join: usize) -> Result<()> {
     struct Joined<'a>(&'a [&'a Tensor], &'a [Option<Piece>], usize);
     impl HostWrite for Joined<'_> {
@@ -52,7 +52,7 @@ fn concat_to<T: WithDType>(
         .product();
     for row in 0..rows {
         for source in sources.iter().filter(|s| s.total > 0) {
-            // A block of the result and a run of the source divide one another.
+            // One of a block of the result and a run of the source divides the other.
             let block = source.total / rows;
             let step = block.min(source.run);
             for at in (row * block..(row + 1) * block).step_by(step) {

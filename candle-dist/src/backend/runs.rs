@@ -1,8 +1,8 @@
-//! Pieces of host tensors as runs of elements.
+//! Pieces of CPU tensors as runs of elements.
 use crate::{Error, Result};
 use candle_core::{Storage, StorageRef, Tensor, WithDType};
 
-/// A part of a tensor along one dim.
+/// A piece of a tensor along one dim.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Piece {
     pub(super) dim: usize,
@@ -11,20 +11,20 @@ pub(super) struct Piece {
 }
 
 impl Piece {
-    /// The number of its elements.
+    /// Returns the number of elements of the piece.
     pub(super) fn count(self, of: &Tensor) -> usize {
         let others = of.dims().iter().enumerate().filter(|(dim, _)| *dim != self.dim);
         self.len * others.map(|(_, &len)| len).product::<usize>()
     }
 }
 
-/// A contiguous host tensor, or a [`Piece`] of it, as equal runs of elements at equal distances.
+/// A contiguous CPU tensor, or a [`Piece`] of it, as runs of equal length at equal distances.
 pub(super) struct Runs<'a, T> {
     data: &'a [T],
     stride: usize,
-    /// Elements in one run; the whole tensor is a single run.
+    /// The number of elements per run; a whole tensor is a single run.
     pub(super) run: usize,
-    /// Elements in all runs.
+    /// The number of elements of all runs.
     pub(super) total: usize,
 }
 
@@ -48,13 +48,13 @@ impl<'a, T: WithDType> Runs<'a, T> {
         Ok(Self { data, stride, run, total: run * outer })
     }
 
-    /// Elements that lie in one run.
+    /// Returns a single run of all elements.
     #[cfg(feature = "mpi")]
     pub(super) fn flat(data: &'a [T]) -> Self {
         Self { data, stride: data.len(), run: data.len(), total: data.len() }
     }
 
-    /// The elements `at..at + len` in row-major order; they must lie in one run.
+    /// Returns the elements `at..at + len` in row-major order, which must lie in one run.
     pub(super) fn slice(&self, at: usize, len: usize) -> &'a [T] {
         let offset = at / self.run * self.stride + at % self.run;
         &self.data[offset..offset + len]

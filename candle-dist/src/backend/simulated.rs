@@ -1,4 +1,4 @@
-//! One rank of a world that is not there: results have the right shapes, and nothing is communicated.
+//! One rank of a simulated world. Results have the right shapes, and nothing is communicated.
 use super::{Backend, Call, Fresh, Op, Results, Tensors, Unfinished};
 use crate::{Error, GroupFailure, Result};
 use candle_core::{DType, Device, Tensor};
@@ -16,8 +16,8 @@ impl Simulated {
         Self { rank, ranks }
     }
 
-    /// What the `i`-th tensor of a call becomes if all ranks have this one's: joined copies of it, or itself where the
-    /// shape stays; zeros elsewhere.
+    /// Returns the `i`-th result of a call as if all ranks had this rank's tensor: copies of it joined, or the tensor
+    /// itself if the shape is the same, and zeros otherwise.
     fn result(&self, call: &Call, i: usize, mine: Option<&Tensor>) -> Result<Fresh> {
         let shape = call.result_shape(self.rank, i, mine.map_or(&call.shape, |tensor| tensor.dims()));
         match mine {

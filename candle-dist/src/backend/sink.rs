@@ -1,8 +1,8 @@
-//! Where elements are written to: new memory, or memory that exists.
+//! Destinations of elements: new memory or existing memory.
 #[cfg(feature = "mpi")]
 use std::mem::MaybeUninit;
 
-/// Takes elements one after the other.
+/// Accepts elements one after the other.
 pub(super) trait Sink<T> {
     fn put(&mut self, values: impl ExactSizeIterator<Item = T>);
     fn copy(&mut self, values: &[T])
@@ -23,7 +23,7 @@ impl<T> Sink<T> for Vec<T> {
     }
 }
 
-/// The rest of memory that exists; elements that do not fit are dropped, so its size is checked before.
+/// The rest of existing memory. Elements that do not fit are dropped, so callers check its size first.
 pub(super) struct Given<'a, T>(pub(super) &'a mut [T]);
 
 impl<'a, T> Given<'a, T> {
@@ -50,7 +50,7 @@ impl<T> Sink<T> for Given<'_, T> {
     }
 }
 
-/// The rest of memory that nothing was written to yet.
+/// The rest of uninitialized memory.
 #[cfg(feature = "mpi")]
 pub(super) struct Unwritten<'a, T>(pub(super) &'a mut [MaybeUninit<T>]);
 

@@ -1,11 +1,11 @@
-//! The storage below a tensor: its type for each kind of device, and its address.
+//! The storage of a tensor: its type per kind of device, and its address.
 use crate::{Error, Result};
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::{CpuStorage, CudaStorage, Layout, Storage, Tensor};
 
 /// The storage of one kind of device.
 pub(super) trait Held: BackendStorage<Device: BackendDevice<Storage = Self>> {
-    /// The storage, if it is of this kind.
+    /// Returns the storage, if it is of this kind.
     fn of(storage: &Storage) -> Result<&Self>;
 }
 
@@ -31,7 +31,7 @@ pub(super) fn mixed() -> Error {
     Error::Unsupported("a collective of tensors on different kinds of devices; move them to one".to_string())
 }
 
-/// A contiguous copy of what `layout` shows of `source`.
+/// Copies the elements of `source` that `layout` describes to contiguous memory.
 pub(super) fn dense<S>(source: &S, layout: &Layout) -> Result<S>
 where
     S: BackendStorage<Device: BackendDevice<Storage = S>>,
@@ -41,12 +41,12 @@ where
     Ok(made)
 }
 
-/// Whether two tensors lie in the same memory.
+/// Returns whether two tensors share memory.
 pub(crate) fn share_memory(a: &Tensor, b: &Tensor) -> bool {
     address(a) == address(b)
 }
 
-/// Where a tensor's storage is: alike for views of one storage. Nothing stays locked.
+/// Returns the address of a tensor's storage, equal for views of one storage. Holds no lock afterwards.
 pub(super) fn address(tensor: &Tensor) -> usize {
     std::ptr::from_ref(&*tensor.storage_and_layout().0).addr()
 }

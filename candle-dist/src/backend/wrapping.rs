@@ -1,4 +1,4 @@
-//! Engines around other engines.
+//! Backends that wrap other backends.
 use super::{Backend, Call, Envelope, Results, Tensors, Unfinished};
 use crate::{Cause, GroupFailure, Result};
 use candle_core::{Device, Tensor};
@@ -6,8 +6,8 @@ use std::fmt::Debug;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// An engine around another one, for programs that count, delay or break communication: a [`Backend`] that hands
-/// everything to the inner engine after it has been [told](Self::before).
+/// A backend that wraps another one, to count, delay or break communication. It calls [`before`](Self::before) and then
+/// passes each call to the inner backend.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -52,14 +52,14 @@ use std::time::Duration;
 /// assert!(outcome.unwrap_err().message.contains("the third call, all_reduce, on purpose"));
 /// ```
 pub trait Wrapping: Send + Sync + Debug {
-    /// The engine that does the work.
+    /// Returns the inner backend.
     fn inner(&self) -> &Arc<dyn Backend>;
-    /// The same around the engine of a subgroup.
+    /// Wraps the backend of a subgroup in the same way.
     fn around(&self, subgroup: Arc<dyn Backend>) -> Arc<dyn Backend>;
-    /// Comes before every collective and message, started ones included.
+    /// Called before every collective and message, including started ones.
     ///
     /// # Errors
-    /// An error is the error of the call, which does not take place. A rank that ends with it stops the world.
+    /// An error becomes the error of the call, which is then not made. A rank that ends with it stops the world.
     fn before(&self, call: &Call) -> Result<()>;
 }
 

@@ -55,7 +55,7 @@ pub(crate) fn exercise(ctx: &RankContext) -> Result<()> {
         store.compare_and_set("k", Some(&vec![0; 9 << 20]), &vec![0; 9 << 20]).map(drop),
     ];
     for (error, text) in
-        refused.into_iter().zip(["1 bytes and no counter", "at most 4096", "at most 16777216", "at most 16777216"])
+        refused.into_iter().zip(["1 bytes, not a counter", "at most 4096", "at most 16777216", "at most 16777216"])
     {
         let error = error.unwrap_err();
         assert!(matches!(error, Error::InvalidArgument { rank: r, op: "store", .. } if r == rank), "{error}");
