@@ -36,7 +36,8 @@ impl Edges {
         let mut edges = Self { consumers: vec![vec![]; stages], producers: vec![vec![]; stages] };
         for (from, to) in pairs {
             if from >= to || to >= stages {
-                let said = format!("an edge from stage {from} to stage {to} of {stages}: give a stage and a later one");
+                let said =
+                    format!("an edge from stage {from} to stage {to} of {stages} stages: give a stage and a later one");
                 return Err(Error::Schedule(said));
             }
             edges.consumers[from].push(to);
