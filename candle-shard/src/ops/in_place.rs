@@ -182,7 +182,7 @@ impl DTensor {
     pub fn copy(&self) -> Result<Self> {
         let local = self.to_local().force_contiguous()?;
         let copy = Self::assemble(local, self.shared_spec().clone(), self.varying());
-        Ok(if copy.tracked() { copy } else { copy.as_made() })
+        Ok(if copy.tracked() { copy } else { copy.into_made() })
     }
 
     /// [`copy`](Self::copy) under candle's other name.
