@@ -1,6 +1,6 @@
 //! Changes in place: the memory of a tensor that was given or made, not that of a result of an op.
 use super::slice::{overlaps, within};
-use crate::nn::found::parameters_change;
+use crate::changes::parameters_change;
 use crate::placement::{Replicate, Shard};
 use crate::redistribute::{Target, Targets};
 use crate::rules::{self, Plan, check_meshes};
