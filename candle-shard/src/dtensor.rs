@@ -175,7 +175,7 @@ impl DTensor {
     }
 
     /// This tensor, whose memory is its own, as one that was made.
-    pub(crate) fn as_made(self) -> Self {
+    pub(crate) fn into_made(self) -> Self {
         Self { leaf: true, ..self }
     }
 

@@ -12,6 +12,7 @@
 //! - [`sparse`]: large tables whose gradient and optimizer cost grows with the rows that are looked up.
 //! - [`kernels`]: fused ops with a true backward, for plain tensors too.
 mod agreement;
+mod changes;
 pub mod checkpoint;
 mod description;
 mod disk;
@@ -51,9 +52,8 @@ pub use dtensor::DTensor;
 pub use embedding::options::{EmbeddingBagOptions, EmbeddingOptions};
 pub use error::{Error, Result};
 pub use explain::{Conversion, Explanation, Step, explain};
-pub use kernels::BagMode;
+pub use kernels::{BagMode, Conv};
 pub use ops::attention::AttentionMask;
-pub use ops::conv::Conv;
 pub use ops::cross_entropy::CrossEntropy;
 pub use ops::index::Index;
 pub use ops::loss::Reduction;

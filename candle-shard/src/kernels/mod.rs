@@ -7,6 +7,7 @@
 //! from candle's differentiable operations.
 
 mod adam_w;
+mod conv;
 mod cross_entropy;
 mod element;
 mod embedding;
@@ -32,6 +33,7 @@ mod softmax;
 mod weight_sink;
 
 pub use adam_w::AdamW;
+pub use conv::Conv;
 pub use cross_entropy::cross_entropy;
 pub(crate) use cross_entropy::{Goal, Goals, weighted_cross_entropy};
 pub(crate) use embedding::NOWHERE;

@@ -1,4 +1,5 @@
 //! The backward pass, with the gradients that nodes of a graph find for variables that are not their inputs.
+pub(crate) use crate::changes::{changes, parameters_change};
 use crate::nn::{draws, shared};
 use crate::{Result, fsdp, scoped};
 use candle_core::backprop::GradStore;
@@ -15,8 +16,6 @@ thread_local! {
     static DEPTH: Cell<usize> = const { Cell::new(0) };
     /// Segments that were made so far.
     static SEGMENTS: Cell<usize> = const { Cell::new(0) };
-    /// How often parameters may have changed.
-    static CHANGES: Cell<u64> = const { Cell::new(0) };
 }
 
 /// Adds to the gradient of the variable `id`, in f32 where it has 16 bits.
@@ -55,16 +54,6 @@ pub(crate) fn segment_made() {
 /// How many segments were made so far.
 pub(crate) fn segments() -> usize {
     SEGMENTS.get()
-}
-
-/// Notes that parameters may have changed.
-pub(crate) fn parameters_change() {
-    CHANGES.set(CHANGES.get().wrapping_add(1));
-}
-
-/// How often parameters may have changed.
-pub(crate) fn changes() -> u64 {
-    CHANGES.get()
 }
 
 /// Whether this is a forward pass within the backward pass.

@@ -9,7 +9,6 @@ use candle_core::Tensor;
 use candle_nn::rnn::{Direction, GRUConfig, LSTMConfig};
 
 /// A recurrent network: candle's `RNN` for a mesh.
-#[expect(clippy::upper_case_acronyms, reason = "candle's name")]
 pub trait RNN {
     /// What a step hands to the next one.
     type State: Clone;
@@ -108,7 +107,6 @@ impl Gates {
 }
 
 /// The state of an [`LSTM`].
-#[expect(clippy::upper_case_acronyms, reason = "candle's name")]
 #[derive(Debug, Clone)]
 pub struct LSTMState {
     /// The hidden state `[batch, hidden]`, which is also the output.
@@ -121,7 +119,6 @@ pub struct LSTMState {
 ///
 /// The batch may be sharded; the weights are replicated, and all their gradients of a backward pass are added up in one
 /// all_reduce.
-#[expect(clippy::upper_case_acronyms, reason = "candle's name")]
 #[derive(Debug, Clone)]
 pub struct LSTM {
     gates: Gates,
@@ -174,7 +171,6 @@ impl RNN for LSTM {
 }
 
 /// The state of a [`GRU`].
-#[expect(clippy::upper_case_acronyms, reason = "candle's name")]
 #[derive(Debug, Clone)]
 pub struct GRUState {
     /// The hidden state `[batch, hidden]`, which is also the output.
@@ -184,7 +180,6 @@ pub struct GRUState {
 /// Gated recurrent units (Cho et al. 2014), with candle's settings, names and initial values.
 ///
 /// What may be sharded is said at [`LSTM`].
-#[expect(clippy::upper_case_acronyms, reason = "candle's name")]
 #[derive(Debug, Clone)]
 pub struct GRU {
     gates: Gates,

@@ -278,7 +278,7 @@ impl ShardedVarBuilder {
     /// It is whole on the axis of fully sharded parameters: what a layer writes must not be a gathered copy.
     pub(super) fn buffer(&self, size: usize, name: &str, value: f64, placement: Placement) -> Result<DTensor> {
         let outside = Self { frozen: true, sharder: None, unit: None, ..self.clone() };
-        Ok(outside.get(size, name, Init::Const(value), placement, false)?.as_made())
+        Ok(outside.get(size, name, Init::Const(value), placement, false)?.into_made())
     }
 
     /// Like [`get`](Self::get), cut between units, and perhaps some rows of a stored tensor.

@@ -1,6 +1,6 @@
 //! Changes in place: the memory of a tensor that was given or made, not that of a result of an op.
 use super::slice::{overlaps, within};
-use crate::nn::found::parameters_change;
+use crate::changes::parameters_change;
 use crate::placement::{Replicate, Shard};
 use crate::redistribute::{Target, Targets};
 use crate::rules::{self, Plan, check_meshes};
@@ -182,7 +182,7 @@ impl DTensor {
     pub fn copy(&self) -> Result<Self> {
         let local = self.to_local().force_contiguous()?;
         let copy = Self::assemble(local, self.shared_spec().clone(), self.varying());
-        Ok(if copy.tracked() { copy } else { copy.as_made() })
+        Ok(if copy.tracked() { copy } else { copy.into_made() })
     }
 
     /// [`copy`](Self::copy) under candle's other name.

@@ -3,7 +3,7 @@ mod activation;
 mod aliases;
 pub(crate) mod attention;
 mod compare;
-pub(crate) mod conv;
+mod conv;
 pub(crate) mod cross_entropy;
 pub(crate) mod dropout;
 mod embedding;

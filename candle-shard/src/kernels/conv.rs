@@ -1,0 +1,70 @@
+//! Convolutions whose gradients are right where those of candle's are not.
+use candle_core::Tensor;
+
+/// How a convolution walks over its input; the same in both dims of an image.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Conv {
+    /// Zeros at each end.
+    pub padding: usize,
+    /// How far the kernel moves.
+    pub stride: usize,
+    /// The distance of neighbours in the kernel.
+    pub dilation: usize,
+    /// Groups of channels that do not see each other.
+    pub groups: usize,
+}
+
+impl Default for Conv {
+    /// No padding, stride, dilation and groups 1.
+    fn default() -> Self {
+        Self { padding: 0, stride: 1, dilation: 1, groups: 1 }
+    }
+}
+
+impl Conv {
+    pub(crate) fn attributes(&self) -> [usize; 4] {
+        [self.padding, self.stride, self.dilation, self.groups]
+    }
+
+    /// How often the kernel fits, and what is left at the end of the input; `None` if it does not fit once.
+    pub(crate) fn places(&self, len: usize, kernel: usize) -> Option<(usize, usize)> {
+        (self.stride > 0 && self.dilation > 0).then_some(())?;
+        let reach = self.dilation.checked_mul(kernel.checked_sub(1)?)?.checked_add(1)?;
+        let room = len.checked_add(self.padding.checked_mul(2)?)?.checked_sub(reach)?;
+        Some((room / self.stride + 1, room % self.stride))
+    }
+
+    /// What a transposed convolution makes of a size; `None` if that is nothing or too large.
+    pub(crate) fn transposed(&self, len: usize, kernel: usize, output_padding: usize) -> Option<usize> {
+        let steps = len.checked_sub(1)?.checked_mul(self.stride)?;
+        let reach = kernel.checked_sub(1)?.checked_mul(self.dilation)?.checked_add(output_padding)?;
+        let grown = steps.checked_add(reach)?.checked_add(1)?;
+        grown.checked_sub(self.padding.checked_mul(2)?).filter(|&size| size > 0 && self.stride > 0)
+    }
+
+    /// An input padded here instead of by candle, without what the stride leaves out at its end.
+    fn trimmed(&self, x: &Tensor, dim: usize, kernel: &Tensor) -> candle_core::Result<Tensor> {
+        let (_, left) = self.places(x.dims()[dim], kernel.dims()[dim]).unwrap_or_default();
+        let padded = x.pad_with_zeros(dim, self.padding, self.padding)?;
+        padded.narrow(dim, 0, padded.dims()[dim] - left)
+    }
+
+    /// Images with kernels.
+    ///
+    /// candle's backward pass takes it that a stride leaves out as many columns as rows.
+    pub(crate) fn image(&self, x: &Tensor, kernel: &Tensor) -> candle_core::Result<Tensor> {
+        let left = |dim: usize| self.places(x.dims()[dim], kernel.dims()[dim]).map(|(_, left)| left);
+        let Self { padding, stride, dilation, groups } = *self;
+        if left(2) == left(3) {
+            return x.conv2d(kernel, padding, stride, dilation, groups);
+        }
+        let x = self.trimmed(&self.trimmed(x, 2, kernel)?, 3, kernel)?.contiguous()?;
+        x.conv2d(kernel, 0, stride, dilation, groups)
+    }
+
+    /// Lines with kernels, as images of one row: the gradient of candle's `conv1d` is wrong without padding.
+    pub(crate) fn line(&self, x: &Tensor, kernel: &Tensor) -> candle_core::Result<Tensor> {
+        let x = self.trimmed(x, 2, kernel)?.unsqueeze(2)?.contiguous()?;
+        x.conv2d(&kernel.unsqueeze(2)?, 0, self.stride, self.dilation, self.groups)?.squeeze(2)
+    }
+}
