@@ -1,5 +1,4 @@
 //! Layers built under a plan, so that a rank makes and holds only its shard.
-mod adam_w;
 mod batch_norm;
 mod checkpoint;
 mod conv;
@@ -13,6 +12,7 @@ mod init;
 mod linear;
 mod module;
 mod norm;
+pub(crate) mod optim;
 mod parameters;
 pub(crate) mod part;
 mod prelu;
@@ -22,7 +22,6 @@ pub(crate) mod shared;
 mod var_builder;
 mod width;
 
-pub use adam_w::AdamW;
 pub use batch_norm::{BatchNorm, batch_norm};
 pub use checkpoint::checkpoint;
 pub use conv::{
@@ -38,6 +37,9 @@ pub use group_norm::{GroupNorm, group_norm};
 pub use linear::Linear;
 pub use module::{Module, ModuleT};
 pub use norm::{LayerNorm, RmsNorm, layer_norm_no_bias};
+pub use optim::{
+    Adagrad, AdamW, AdjustLr, ElementOptimizer, Muon, Optimizer, ParamGroup, ParamsAdagrad, ParamsMuon, ParamsSgd, Sgd,
+};
 pub use parameters::{Parameter, Parameters};
 pub use prelu::{PReLU, prelu};
 pub use rnn::{GRU, GRUState, LSTM, LSTMState, RNN, gru, lstm};

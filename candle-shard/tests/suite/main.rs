@@ -15,7 +15,7 @@ mod gradient_rule;
 mod kernels;
 mod layers;
 mod ops;
-mod optimiser_state;
+mod optimizer;
 mod plans;
 mod programs;
 mod random;
