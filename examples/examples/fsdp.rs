@@ -31,8 +31,9 @@ impl Block {
 /// The losses of some steps on so many replicas of so many ranks, and the parameters of this rank.
 fn train(ctx: &RankContext, dp: usize, tp: usize) -> Result<(Vec<f32>, usize)> {
     let mesh = ctx.mesh(&[("dp", dp), ("tp", tp)])?;
-    let plan =
-        Plan::new("tp").with("*.up", ColwiseParallel::default()).with("*.down", RowwiseParallel { output: Replicate });
+    let plan = Plan::new("tp")
+        .with("*.up", ColwiseParallel::default())
+        .with("*.down", RowwiseParallel { output: Replicate, ..Default::default() });
     let vb = ShardedVarBuilder::fresh(1, &mesh, plan, DType::F32, &Device::Cpu)?;
     let vb = vb.fully_shard("dp", FullyShardOptions::default())?;
     let block = |i: usize| FullyShard::new(&vb.pp(i), Block::new);

@@ -16,6 +16,7 @@ mod kernels;
 mod layers;
 mod ops;
 mod optimizer;
+mod parallelize;
 mod plans;
 mod programs;
 mod random;

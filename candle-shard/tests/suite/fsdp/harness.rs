@@ -70,7 +70,7 @@ impl Model {
     pub(crate) fn plan() -> Plan {
         Plan::new("tp")
             .with("layers.*.up", ColwiseParallel::default())
-            .with("layers.*.down", RowwiseParallel { output: Replicate })
+            .with("layers.*.down", RowwiseParallel { output: Replicate, ..Default::default() })
     }
 
     pub(crate) fn loss(&self, x: &DTensor, case: Case) -> Result<DTensor> {
