@@ -26,7 +26,10 @@ impl Adagrad {
         params.check()?;
         if params.weight_decay != 0.0 {
             let decay = params.weight_decay;
-            return Error::op("Adagrad", format!("weight_decay is {decay}, which changes rows without a gradient: want 0"));
+            return Error::op(
+                "Adagrad",
+                format!("weight_decay is {decay}, which changes rows without a gradient: want 0"),
+            );
         }
         let slots = Slots::new(vars, 1, params.initial_accumulator_value)?;
         Ok(Self { slots, steps: Var::new(0u32, &Device::Cpu)?, params })

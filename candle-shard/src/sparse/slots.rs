@@ -1,7 +1,7 @@
 //! Code that the optimizers share.
 use super::RowVar;
-use crate::kernels::{Rule, update_rows};
 use crate::Result;
+use crate::kernels::{Rule, update_rows};
 use candle_core::{DType, Device, Tensor, Var};
 
 /// Variables, each with its state tensors of the same shape.

@@ -14,6 +14,7 @@ mod fused_qkv;
 mod gradient_rule;
 mod kernels;
 mod layers;
+mod kv_cache;
 mod ops;
 mod optimizer;
 mod parallelize;
