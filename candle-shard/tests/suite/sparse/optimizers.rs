@@ -251,3 +251,18 @@ fn parameters_that_mean_nothing_are_refused() -> Result<()> {
     assert_eq!(sgd.learning_rate(), 0.5);
     Ok(())
 }
+
+#[test]
+fn what_concerns_rows_without_a_gradient_is_refused() {
+    let decay = Sgd::new(vec![], ParamsSgd { weight_decay: 0.1, ..Default::default() }).map(drop);
+    let momentum = Sgd::new(vec![], ParamsSgd { momentum: 0.9, ..Default::default() }).map(drop);
+    let adagrad = Adagrad::new(vec![], ParamsAdagrad { weight_decay: 0.1, ..Default::default() }).map(drop);
+    for (result, words) in [
+        (decay, ["Sgd", "weight_decay is 0.1"]),
+        (momentum, ["Sgd", "momentum is 0.9"]),
+        (adagrad, ["Adagrad", "weight_decay is 0.1"]),
+    ] {
+        let message = result.unwrap_err().to_string();
+        assert!(words.iter().all(|word| message.contains(word)), "{message}");
+    }
+}
