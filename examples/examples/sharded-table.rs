@@ -13,7 +13,8 @@ const WIDTH: usize = 16;
 /// Bags of each rank, and ids of each bag.
 const BAGS: [usize; 2] = [32, 4];
 const STEPS: usize = 3;
-const ADAGRAD: ParamsAdagrad = ParamsAdagrad { lr: 0.1, lr_decay: 0.0, initial_accumulator_value: 0.1, eps: 1e-10 };
+const ADAGRAD: ParamsAdagrad =
+    ParamsAdagrad { lr: 0.1, lr_decay: 0.0, weight_decay: 0.0, initial_accumulator_value: 0.1, eps: 1e-10 };
 
 /// The ids of a rank's bags, some of them in several.
 fn ids(rank: usize, step: usize) -> candle_core::Result<Tensor> {
@@ -28,7 +29,7 @@ fn on_ranks(ctx: &RankContext) -> Result<[Tensor; 2]> {
     let stream = Stream::new(42, "table");
     let start = ShardedTensor::randn(0f32, 1., &spec, (ROWS, WIDTH), &Device::Cpu, ctx.group(), stream)?;
     let (table, rows) = start.to_row_vars()?;
-    let mut optimiser = Adagrad::new(rows.clone(), ADAGRAD)?;
+    let mut optimizer = Adagrad::new(rows.clone(), ADAGRAD)?;
     let before = table.gather_all()?;
     for step in 0..STEPS {
         let (found, forward) =
@@ -40,7 +41,7 @@ fn on_ranks(ctx: &RankContext) -> Result<[Tensor; 2]> {
         for row in &rows {
             touched += row.grad()?.map_or(0, |grad| grad.rows().len());
         }
-        optimiser.step()?;
+        optimizer.step()?;
         if ctx.rank() == 0 {
             let (there, back) = (forward.total_bytes(), backward.total_bytes());
             println!("step {step}: {there} B to look up, {back} B of gradients, {touched} rows here to update");

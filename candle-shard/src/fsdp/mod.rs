@@ -25,14 +25,14 @@
 //!     let layer = |i: usize| FullyShard::new(&vb.pp(i), |vb| Linear::new(8, 8, true, vb));
 //!     let layers = (0..3).map(layer).collect::<Result<Vec<_>>>()?;
 //!     let parameters = vb.finish()?; // half of each, by rows
-//!     let mut optimiser = AdamW::new(&parameters, candle_nn::ParamsAdamW::default())?;
+//!     let mut optimizer = AdamW::new(&parameters, candle_nn::ParamsAdamW::default())?;
 //!
 //!     let batch = Tensor::ones((6, 8), DType::F32, &Device::Cpu)?;
 //!     let mut x = DTensor::distribute(&batch, &mesh, &[Shard(0), Replicate])?; // 3 rows each
 //!     for layer in &layers {
 //!         x = layer.run(|layer| layer.forward(&x)?.gelu())?;
 //!     }
-//!     optimiser.step(&parameters.backward(&x.mean_all()?)?)?;
+//!     optimizer.step(&parameters.backward(&x.mean_all()?)?)?;
 //!     Ok(())
 //! })?;
 //! # Ok::<(), candle_dist::WorldError>(())

@@ -1,9 +1,9 @@
 use candle_core::backend::BackendStorage;
 use candle_core::backprop::GradStore;
 use candle_core::{CpuStorage, DType, InplaceOp2, InplaceOp3, Layout, Result, Tensor, Var, bail};
-use candle_dist::sum_dtype;
 use candle_nn::{Optimizer, ParamsAdamW};
 
+use super::master::{master_of, on_master};
 use super::{elements, real::Real, rows::by_blocks, share_memory};
 
 /// AdamW (Loshchilov and Hutter, 2019) in place: the numbers of `candle_nn::AdamW` without its temporary tensors.
@@ -14,8 +14,8 @@ use super::{elements, real::Real, rows::by_blocks, share_memory};
 /// use candle_nn::{Optimizer, ParamsAdamW};
 /// let weight = Var::new(&[1f32, -1.], &Cpu)?;
 /// let config = ParamsAdamW { lr: 0.1, weight_decay: 0.0, ..Default::default() };
-/// let mut optimiser = candle_shard::kernels::AdamW::new(vec![weight.clone()], config)?;
-/// optimiser.backward_step(&weight.sum_all()?)?;
+/// let mut optimizer = candle_shard::kernels::AdamW::new(vec![weight.clone()], config)?;
+/// optimizer.backward_step(&weight.sum_all()?)?;
 /// assert_eq!(weight.to_vec1::<f32>()?, [0.9, -1.1]);
 /// # Ok(())
 /// # }
@@ -23,7 +23,7 @@ use super::{elements, real::Real, rows::by_blocks, share_memory};
 #[derive(Debug)]
 pub struct AdamW {
     params: ParamsAdamW,
-    pub(crate) steps: u32,
+    steps: u32,
     moments: Vec<Moments>,
 }
 
@@ -38,7 +38,7 @@ struct Moments {
 }
 
 impl AdamW {
-    /// An optimiser of those variables that are floats, which steps 32-bit copies of those of 16 bits (Micikevicius et al.
+    /// An optimizer of those variables that are floats, which steps 32-bit copies of those of 16 bits (Micikevicius et al.
     /// 2018): each is its copy, rounded, so that steps too small for 16 bits add up. Moments have the copies' dtype.
     ///
     /// ```
@@ -49,8 +49,8 @@ impl AdamW {
     /// let small = ParamsAdamW { lr: 1e-3, weight_decay: 0.0, ..Default::default() };
     /// let moved = |make: fn(Vec<Var>, ParamsAdamW) -> candle_core::Result<AdamW>| {
     ///     let weight = Var::ones(1, DType::BF16, &Cpu)?;
-    ///     let mut optimiser = make(vec![weight.clone()], small.clone())?;
-    ///     (0..100).try_for_each(|_| optimiser.backward_step(&weight.sum_all()?))?;
+    ///     let mut optimizer = make(vec![weight.clone()], small.clone())?;
+    ///     (0..100).try_for_each(|_| optimizer.backward_step(&weight.sum_all()?))?;
     ///     Ok::<_, candle_core::Error>(weight.to_dtype(DType::F32)?.to_vec1::<f32>()?[0])
     /// };
     /// assert_eq!(moved(AdamW::new)?, 1.0); // each step is less than half of the gap between two numbers
@@ -59,10 +59,7 @@ impl AdamW {
     /// # }
     /// ```
     pub fn with_master_weights(vars: Vec<Var>, params: ParamsAdamW) -> Result<Self> {
-        Self::build(vars, params, |var| match var.dtype() {
-            DType::F16 | DType::BF16 => Ok(Some(Var::from_tensor(&var.as_detached_tensor().to_dtype(DType::F32)?)?)),
-            _ => Ok(None),
-        })
+        Self::build(vars, params, master_of)
     }
 
     fn build(vars: Vec<Var>, params: ParamsAdamW, master: impl Fn(&Var) -> Result<Option<Var>>) -> Result<Self> {
@@ -74,20 +71,12 @@ impl AdamW {
         let floats = vars.into_iter().filter(|var| var.dtype().is_float());
         Ok(Self { params, steps: 0, moments: floats.map(moments).collect::<Result<_>>()? })
     }
-
-    /// For each variable what is kept beside it, by name: two moments, and the master weight if there is one.
-    pub(crate) fn state(&self) -> impl Iterator<Item = impl Iterator<Item = (&'static str, &Var)>> {
-        self.moments.iter().map(|Moments { master, first, second, .. }| {
-            let moments = [("first_moment", first), ("second_moment", second)];
-            moments.into_iter().chain(master.as_ref().map(|master| ("master_weight", master)))
-        })
-    }
 }
 
 impl Optimizer for AdamW {
     type Config = ParamsAdamW;
 
-    /// An optimiser of those variables that are floats.
+    /// An optimizer of those variables that are floats.
     fn new(vars: Vec<Var>, params: ParamsAdamW) -> Result<Self> {
         Self::build(vars, params, |_| Ok(None))
     }
@@ -103,38 +92,27 @@ impl Optimizer for AdamW {
     /// Changes every variable that has a gradient.
     fn step(&mut self, grads: &GradStore) -> Result<()> {
         self.steps += 1;
-        let ParamsAdamW { lr, beta1, beta2, eps, weight_decay } = self.params;
-        let unbiased = |beta: f64| 1.0 / (1.0 - beta.powi(self.steps as i32));
-        let update = Update { scales: [unbiased(beta1), unbiased(beta2)], eps, lr, keep: 1.0 - lr * weight_decay };
         for Moments { var, master, first, second } in &self.moments {
-            let Some(grad) = grads.get(var).filter(|grad| grad.elem_count() > 0) else { continue };
-            if let Some(master) = master {
-                follow(master, var)?;
-            }
-            let stepped = master.as_ref().unwrap_or(var);
-            if grad.shape() != var.shape() || ![var.dtype(), sum_dtype(var.dtype())].contains(&grad.dtype()) {
-                let (want, got) = (var.shape(), grad.shape());
-                bail!("AdamW: a gradient {got:?} {:?} of a variable {want:?} {:?}", grad.dtype(), var.dtype());
-            }
-            // Detached from the graph: what is kept would keep it.
-            let grad = grad.detach().to_dtype(stepped.dtype())?.contiguous()?;
-            update.step([stepped, first, second], &grad, [beta1, beta2])?;
-            if master.is_some() {
-                var.set(&stepped.as_detached_tensor().to_dtype(var.dtype())?)?;
+            if let Some(grad) = grads.get(var) {
+                step_adam_w(&self.params, self.steps, (var, master.as_ref()), [first, second], grad)?;
             }
         }
         Ok(())
     }
 }
 
-/// Takes over what was put into `var` from outside since it was rounded from `master`.
-fn follow(master: &Var, var: &Var) -> Result<()> {
-    let (master_now, var_now) = (master.as_detached_tensor(), var.as_detached_tensor());
-    let is_other = master_now.to_dtype(var.dtype())?.ne(&var_now)?;
-    if is_other.to_dtype(DType::U32)?.sum_all()?.to_scalar::<u32>()? == 0 {
-        return Ok(());
-    }
-    master.set(&is_other.where_cond(&var_now.to_dtype(master.dtype())?, &master_now)?)
+/// The step number `steps` of a variable, or its master, with these moments.
+pub(crate) fn step_adam_w(
+    params: &ParamsAdamW,
+    steps: u32,
+    var: (&Var, Option<&Var>),
+    [first, second]: [&Var; 2],
+    grad: &Tensor,
+) -> Result<()> {
+    let ParamsAdamW { lr, beta1, beta2, eps, weight_decay } = *params;
+    let unbiased = |beta: f64| 1.0 / (1.0 - beta.powi(steps as i32));
+    let update = Update { scales: [unbiased(beta1), unbiased(beta2)], eps, lr, keep: 1.0 - lr * weight_decay };
+    on_master("AdamW", var, grad, false, |stepped, grad| update.step([stepped, first, second], grad, [beta1, beta2]))
 }
 
 /// Moves a running mean towards a tensor, or its square.

@@ -14,36 +14,6 @@ pub(crate) trait Rule<const N: usize> {
     fn of<T: Real>(&self) -> impl Fn(T, [T; N], T) -> (T, [T; N]);
 }
 
-/// Gradient descent.
-pub(crate) struct SgdRule {
-    pub(crate) lr: f64,
-}
-
-impl Rule<0> for SgdRule {
-    fn of<T: Real>(&self) -> impl Fn(T, [T; 0], T) -> (T, [T; 0]) {
-        let lr = T::from_f64(self.lr);
-        #[inline(always)]
-        move |x, [], grad| (x - grad * lr, [])
-    }
-}
-
-/// Adagrad, with the sum of the squared gradients as state.
-pub(crate) struct AdagradRule {
-    pub(crate) lr: f64,
-    pub(crate) eps: f64,
-}
-
-impl Rule<1> for AdagradRule {
-    fn of<T: Real>(&self) -> impl Fn(T, [T; 1], T) -> (T, [T; 1]) {
-        let [lr, eps] = [self.lr, self.eps].map(T::from_f64);
-        #[inline(always)]
-        move |x, [sum], grad| {
-            let sum = sum + grad * grad;
-            (x - grad / (sum.sqrt() + eps) * lr, [sum])
-        }
-    }
-}
-
 /// AdamW, with the running means of the gradient and of its square as state.
 pub(crate) struct AdamWRule {
     pub(crate) lr: f64,

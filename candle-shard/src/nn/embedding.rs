@@ -1,5 +1,6 @@
 //! The lookup layers.
 use crate::nn::{Init, ShardedVarBuilder};
+use crate::parallel::plain::plain_module;
 use crate::parallel::{LayerKind, ModuleStyle};
 use crate::random::Distribution;
 use crate::{DTensor, EmbeddingBagOptions, EmbeddingOptions, Error, Result};
@@ -76,6 +77,8 @@ impl Embedding {
         &self.weight
     }
 }
+
+plain_module!(Embedding, |layer| None);
 
 /// A table `[rows, width]` of whose rows bags are made; under a plan cut by rows, by columns, or replicated.
 #[derive(Debug, Clone)]

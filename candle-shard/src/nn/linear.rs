@@ -1,5 +1,6 @@
 //! The affine layer.
 use crate::nn::{Init, ShardedVarBuilder, Width};
+use crate::parallel::plain::{plain_module, sizes_of};
 use crate::parallel::{LayerKind, ModuleStyle};
 use crate::placement::Placement;
 use crate::random::Distribution;
@@ -77,6 +78,8 @@ impl Linear {
         self.weight.placements()
     }
 }
+
+plain_module!(Linear, |layer| sizes_of(&layer.weight, layer.style.axis));
 
 /// Even over ±1/√in.
 pub(super) fn init(in_dim: usize) -> Init {

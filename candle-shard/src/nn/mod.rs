@@ -1,5 +1,4 @@
 //! Layers built under a plan, so that a rank makes and holds only its shard.
-mod adam_w;
 mod batch_norm;
 mod checkpoint;
 mod conv;
@@ -10,9 +9,11 @@ pub(crate) mod found;
 mod fused_qkv;
 mod group_norm;
 mod init;
+mod kv_cache;
 mod linear;
 mod module;
 mod norm;
+pub(crate) mod optim;
 mod parameters;
 pub(crate) mod part;
 mod prelu;
@@ -22,7 +23,6 @@ pub(crate) mod shared;
 mod var_builder;
 mod width;
 
-pub use adam_w::AdamW;
 pub use batch_norm::{BatchNorm, batch_norm};
 pub use checkpoint::checkpoint;
 pub use conv::{
@@ -35,9 +35,13 @@ pub use embedding::{Embedding, EmbeddingBag};
 pub use found::backward;
 pub use fused_qkv::{FusedQkv, Heads};
 pub use group_norm::{GroupNorm, group_norm};
+pub use kv_cache::{KvCache, RotatingKvCache};
 pub use linear::Linear;
 pub use module::{Module, ModuleT};
 pub use norm::{LayerNorm, RmsNorm, layer_norm_no_bias};
+pub use optim::{
+    Adagrad, AdamW, AdjustLr, ElementOptimizer, Muon, Optimizer, ParamGroup, ParamsAdagrad, ParamsMuon, ParamsSgd, Sgd,
+};
 pub use parameters::{Parameter, Parameters};
 pub use prelu::{PReLU, prelu};
 pub use rnn::{GRU, GRUState, LSTM, LSTMState, RNN, gru, lstm};

@@ -1,5 +1,6 @@
 //! Normalisation layers whose gradients reach everything below them.
 use crate::nn::{Init, ShardedVarBuilder};
+use crate::parallel::plain::plain_module;
 use crate::parallel::{LayerKind, ModuleStyle};
 use crate::{DTensor, Result};
 
@@ -75,3 +76,7 @@ impl RmsNorm {
         Ok(y)
     }
 }
+
+plain_module!(LayerNorm, |layer| None);
+
+plain_module!(RmsNorm, |layer| None);

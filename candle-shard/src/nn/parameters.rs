@@ -14,7 +14,7 @@ pub struct Parameter {
     pub name: String,
     /// The parameter as it is held: as the layers use it, or the piece of it that a [fully sharded](crate::fsdp) unit keeps.
     pub tensor: DTensor,
-    /// This rank's shard, for an optimiser.
+    /// This rank's shard, for an optimizer.
     pub var: Var,
     /// The tensor of files that it is a part of, where files do not have it by its name.
     pub(crate) within: Option<Within>,
@@ -63,7 +63,7 @@ impl Parameters {
         self.0.is_empty()
     }
 
-    /// This rank's variables, for an optimiser.
+    /// This rank's variables, for an optimizer.
     ///
     /// Empty shards and frozen parameters are left out: there is nothing to optimize, candle's optimizers refuse the first and
     /// would keep state for the second.

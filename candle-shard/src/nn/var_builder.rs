@@ -1,4 +1,5 @@
 //! Where layers get their parameters: fresh or loaded, cut as the plan says.
+use crate::agreement::alike;
 use crate::fsdp::{FullyShardOptions, Sharder, Unit};
 use crate::nn::part::{Part, Within};
 use crate::nn::{Parameter, Parameters, Width};
@@ -11,7 +12,7 @@ use candle_core::{DType, Device, Shape, Tensor};
 use candle_dist::DeviceMesh;
 use candle_dist::backend::Dims;
 use smallvec::SmallVec;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// How a fresh parameter is filled.
@@ -27,6 +28,16 @@ enum Source {
     Fresh,
     Loaded(candle_nn::VarBuilder<'static>),
     Stored(Arc<Weights>),
+    /// The tensors of a model by name; those that are no part of another are taken out.
+    Moved(Mutex<Moved>),
+}
+
+/// A model that exists, of which parameters are cut.
+#[derive(Default)]
+struct Moved {
+    tensors: BTreeMap<String, Tensor>,
+    /// Tensors that are several parameters each, which stay until all are built.
+    shared: BTreeSet<String>,
 }
 
 struct Shared {
@@ -125,6 +136,28 @@ impl ShardedVarBuilder {
         device: &Device,
     ) -> Result<Self> {
         Self::new(Source::Stored(weights.into()), seed, mesh, plan, dtype, device)
+    }
+
+    /// Parameters moved from a model that exists: its tensors by name, the same on every rank; `seed` is for dropout.
+    ///
+    /// A rank keeps a copy of its shard, cast to `dtype` on `device`, and lets go of the tensor as soon as its parameter is built.
+    /// So no more than one tensor is there twice, if nothing else holds them. Nothing is communicated; under
+    /// [`compare_operands`](crate::compare_operands) the ranks' tensors are compared. See [`parallel`](crate::parallel).
+    ///
+    /// # Errors
+    /// If the mesh has no axis of the plan's name. [`get`](Self::get) refuses a parameter that the model does not have, or has in
+    /// another shape, and [`finish`](Self::finish) tensors that no layer took.
+    pub fn parallelize(
+        tensors: impl IntoIterator<Item = (impl Into<String>, Tensor)>,
+        seed: u64,
+        mesh: &DeviceMesh,
+        plan: Plan,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Self> {
+        let tensors = tensors.into_iter().map(|(name, tensor)| (name.into(), tensor.detach())).collect();
+        let moved = Moved { tensors, ..Moved::default() };
+        Self::new(Source::Moved(Mutex::new(moved)), seed, mesh, plan, dtype, device)
     }
 
     fn new(source: Source, seed: u64, mesh: &DeviceMesh, plan: Plan, dtype: DType, device: &Device) -> Result<Self> {
@@ -344,6 +377,27 @@ impl ShardedVarBuilder {
             (Source::Stored(weights), _) => {
                 weights.read_part(&name, within.as_ref(), &spec, device)?.to_local().clone()
             }
+            (Source::Moved(moved), _) => {
+                let mut moved = moved.lock().unwrap_or_else(PoisonError::into_inner);
+                let taken = match within.as_ref().filter(|within| within.of == of) {
+                    Some(_) => {
+                        moved.shared.insert(of.into());
+                        moved.tensors.get(of).cloned()
+                    }
+                    None => moved.tensors.remove(of),
+                };
+                let mut taken = taken
+                    .ok_or_else(|| Error::Plan(format!("the model has no tensor {of}; check the path of the layer")))?;
+                if taken.dims() != whole.as_slice() {
+                    let (has, want) = (taken.dims(), whole.as_slice());
+                    return Err(Error::Plan(format!("the model's tensor {of} is {has:?}, the layer wants {want:?}")));
+                }
+                alike("parallelize", &taken, mesh)?;
+                for (dim, range) in block.iter().enumerate() {
+                    taken = taken.narrow(dim, range.start, range.len())?;
+                }
+                taken.to_device(device)?.to_dtype(*dtype)?.force_contiguous()?
+            }
             (Source::Fresh, Init::Const(value)) => {
                 Tensor::full(value, spec.local_shape().as_slice(), device)?.to_dtype(*dtype)?
             }
@@ -392,15 +446,27 @@ impl ShardedVarBuilder {
             Source::Fresh => false,
             Source::Loaded(vb) => vb.contains_tensor(name),
             Source::Stored(weights) => weights.shape(name).is_ok(),
+            Source::Moved(moved) => moved.lock().unwrap_or_else(PoisonError::into_inner).tensors.contains_key(name),
         }
     }
 
     /// The parameters that were built.
     ///
     /// # Errors
-    /// If a pattern of the plan matched no module: the model would run unlike what the plan says.
+    /// If a pattern of the plan matched no module: the model would run unlike what the plan says. And if a
+    /// [moved](Self::parallelize) model has tensors that no layer took.
     pub fn finish(&self) -> Result<Parameters> {
         self.shared.plan.check_all_matched(&self.shared.matched.lock().unwrap_or_else(PoisonError::into_inner))?;
+        if let Source::Moved(moved) = &self.shared.source {
+            let Moved { tensors, shared } = &mut *moved.lock().unwrap_or_else(PoisonError::into_inner);
+            shared.iter().for_each(|name| drop(tensors.remove(name)));
+            if !tensors.is_empty() {
+                let names = tensors.keys().map(String::as_str).collect::<Vec<_>>().join(", ");
+                return Err(Error::Plan(format!(
+                    "no layer took {names} of the model; build their layers, or leave them out"
+                )));
+            }
+        }
         Ok(self.built())
     }
 

@@ -1,6 +1,55 @@
 //! Tensor parallelism: which module is cut how, as data.
+//!
+//! A plan is applied to a model that exists already by
+//! [`ShardedVarBuilder::parallelize`](crate::nn::ShardedVarBuilder::parallelize): its weights are cut and moved, and its code runs as it
+//! is. A linear layer, an embedding or a norm takes a plain tensor by candle's `Module`, as `x.apply(&layer)`, and gives one: each
+//! rank's piece where the style cuts the output, the whole where it does not. So a module between two sharded layers may be plain
+//! candle code, and so may the whole model. [`forward`](crate::nn::Linear::forward) of a `DTensor` gives a `DTensor`; the choice between
+//! the two is PyTorch's `use_local_output`.
+//!
+//! ```
+//! use candle_core::{DType, Device::Cpu, Module, Tensor};
+//! use candle_dist::World;
+//! use candle_nn::{VarBuilder, VarMap};
+//! use candle_shard::Result;
+//! use candle_shard::nn::{Linear, ShardedVarBuilder};
+//! use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel, tensors_of};
+//!
+//! struct Mlp<L> {
+//!     up: L,
+//!     down: L,
+//! }
+//!
+//! impl<L: Module> Module for Mlp<L> {
+//!     fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
+//!         x.apply(&self.up)?.gelu()?.apply(&self.down) // gelu of a piece
+//!     }
+//! }
+//!
+//! World::local(2).run(|ctx| -> Result<()> {
+//!     let map = VarMap::new(); // every rank has the same one, from a file as a rule
+//!     let vb = VarBuilder::from_varmap(&map, DType::F32, &Cpu);
+//!     let up = candle_nn::linear(4, 6, vb.pp("up"))?;
+//!     let whole = Mlp { up, down: candle_nn::linear(6, 4, vb.pp("down"))? };
+//!     # for (i, var) in map.all_vars().iter().enumerate() { var.set(&(var.ones_like()? * i as f64)?)?; }
+//!
+//!     let plan = Plan::new("tp").with("up", ColwiseParallel::default()).with("down", RowwiseParallel::default());
+//!     let mesh = ctx.mesh(&[("tp", 2)])?;
+//!     let vb = ShardedVarBuilder::parallelize(tensors_of(&map), 0, &mesh, plan, DType::F32, &Cpu)?;
+//!     let up = Linear::new(4, 6, true, &vb.pp("up"))?;
+//!     let cut = Mlp { up, down: Linear::new(6, 4, true, &vb.pp("down"))? };
+//!     let parameters = vb.finish()?; // an error if a weight was left over
+//!     assert!(parameters.local_elem_count() < parameters.elem_count());
+//!     let x = Tensor::ones((3, 4), DType::F32, &Cpu)?;
+//!     let error = (whole.forward(&x)? - cut.forward(&x)?)?.abs()?.max_all()?.to_scalar::<f32>()?;
+//!     assert!(error < 1e-4);
+//!     Ok(())
+//! })?;
+//! # Ok::<(), candle_dist::WorldError>(())
+//! ```
 mod module;
 pub(crate) mod pattern;
+pub(crate) mod plain;
 mod plan;
 mod style;
 
@@ -10,3 +59,15 @@ pub use style::{
     ColwiseParallel, PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput, RowwiseParallel,
     SequenceParallel, Style,
 };
+
+use candle_core::Tensor;
+use candle_nn::VarMap;
+use std::sync::PoisonError;
+
+/// The tensors of a `VarMap` by name, for [`ShardedVarBuilder::parallelize`](crate::nn::ShardedVarBuilder::parallelize).
+///
+/// They share memory with its variables: drop the map to let go of it.
+pub fn tensors_of(map: &VarMap) -> Vec<(String, Tensor)> {
+    let vars = map.data().lock().unwrap_or_else(PoisonError::into_inner);
+    vars.iter().map(|(name, var)| (name.clone(), var.as_detached_tensor())).collect()
+}

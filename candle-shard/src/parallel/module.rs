@@ -139,7 +139,7 @@ impl ModuleStyle {
             return self.lay_out_all("outputs", y, listed, false);
         }
         let first = match style {
-            Style::Colwise(ColwiseParallel { output }) => *output,
+            Style::Colwise(ColwiseParallel { output, .. }) => *output,
             Style::Rowwise(style) => Some(style.output),
             Style::Sequence(style) => Some(Shard(style.dim)),
             _ => None,

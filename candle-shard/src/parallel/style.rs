@@ -6,6 +6,8 @@ use candle_dist::ReduceOp;
 /// A module cut by output columns: `weight` `[out, in]` of a linear layer by rows, an embedding's table by columns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ColwiseParallel {
+    /// How a plain input lies: PyTorch's `input_layouts`. A [`DTensor`](crate::DTensor) says so itself.
+    pub input: Placement,
     /// How the output is left; `None` leaves it sharded on the last dim.
     pub output: Option<Placement>,
 }
@@ -15,6 +17,8 @@ pub struct ColwiseParallel {
 /// Its output arrives as partial sums.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RowwiseParallel {
+    /// How a plain input lies: `None` is sharded on the last dim for a linear layer, and replicated for the ids of a table.
+    pub input: Option<Placement>,
     /// How the output is left: `Replicate` adds it up everywhere, `Shard(d)` leaves each rank a piece.
     pub output: Placement,
 }
@@ -42,6 +46,8 @@ pub struct SequenceParallel {
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PrepareModuleInput {
+    /// How each plain input lies: PyTorch's `input_layouts`. `None`, and what is not listed, is replicated.
+    pub layouts: Vec<Option<Placement>>,
     /// How each input is laid out; `None` leaves it as it comes.
     pub desired: Vec<Option<Placement>>,
 }
@@ -49,6 +55,8 @@ pub struct PrepareModuleInput {
 /// A module, of any kind but a [`FusedQkv`](crate::nn::FusedQkv), whose outputs are laid out.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PrepareModuleOutput {
+    /// How each plain output lies: PyTorch's `output_layouts`. `None`, and what is not listed, is replicated.
+    pub layouts: Vec<Option<Placement>>,
     /// How each output is laid out; `None` leaves it as it is.
     pub desired: Vec<Option<Placement>>,
 }
@@ -63,16 +71,16 @@ pub struct PrepareModuleInputOutput {
 }
 
 impl Default for ColwiseParallel {
-    /// The output stays sharded on its last dim.
+    /// Plain inputs are replicated; the output stays sharded on its last dim.
     fn default() -> Self {
-        Self { output: None }
+        Self { input: Replicate, output: None }
     }
 }
 
 impl Default for RowwiseParallel {
-    /// The output is replicated.
+    /// Plain inputs are sharded on the last dim; the output is replicated.
     fn default() -> Self {
-        Self { output: Replicate }
+        Self { input: None, output: Replicate }
     }
 }
 
@@ -86,14 +94,24 @@ impl Default for SequenceParallel {
 impl PrepareModuleInput {
     /// A layout for each input: placements, or options of them where some inputs are left alone.
     pub fn new(desired: impl IntoIterator<Item = impl Into<Option<Placement>>>) -> Self {
-        Self { desired: desired.into_iter().map(Into::into).collect() }
+        Self { layouts: Vec::new(), desired: desired.into_iter().map(Into::into).collect() }
+    }
+
+    /// The same style for plain tensors that lie so.
+    pub fn with_layouts(self, layouts: impl IntoIterator<Item = impl Into<Option<Placement>>>) -> Self {
+        Self { layouts: layouts.into_iter().map(Into::into).collect(), ..self }
     }
 }
 
 impl PrepareModuleOutput {
     /// A layout for each output: placements, or options of them where some outputs are left alone.
     pub fn new(desired: impl IntoIterator<Item = impl Into<Option<Placement>>>) -> Self {
-        Self { desired: desired.into_iter().map(Into::into).collect() }
+        Self { layouts: Vec::new(), desired: desired.into_iter().map(Into::into).collect() }
+    }
+
+    /// The same style for plain tensors that lie so.
+    pub fn with_layouts(self, layouts: impl IntoIterator<Item = impl Into<Option<Placement>>>) -> Self {
+        Self { layouts: layouts.into_iter().map(Into::into).collect(), ..self }
     }
 }
 
@@ -153,16 +171,36 @@ impl Style {
         }
     }
 
+    /// How the plain inputs of a module lie, as far as the style lists them.
+    pub(super) fn plain_inputs(&self) -> &[Option<Placement>] {
+        match self {
+            Self::PrepareInput(input) | Self::PrepareInputOutput(PrepareModuleInputOutput { input, .. }) => {
+                &input.layouts
+            }
+            _ => &[],
+        }
+    }
+
+    /// How the plain outputs of a module lie, as far as the style lists them.
+    pub(super) fn plain_outputs(&self) -> &[Option<Placement>] {
+        match self {
+            Self::PrepareOutput(output) | Self::PrepareInputOutput(PrepareModuleInputOutput { output, .. }) => {
+                &output.layouts
+            }
+            _ => &[],
+        }
+    }
+
     /// Refuses layouts that nothing can be brought to.
     pub(super) fn check(&self, pattern: &str) -> Result<()> {
         let fixed = match self {
-            Self::Colwise(style) => style.output,
-            Self::Rowwise(style) => Some(style.output),
-            _ => None,
+            Self::Colwise(style) => [style.output, Some(style.input)],
+            Self::Rowwise(style) => [Some(style.output), style.input],
+            _ => [None, None],
         };
         let listed = [self.listed_inputs(), self.listed_outputs()].into_iter().flatten().flatten().copied();
         let made_by_ops = |p: &Placement| matches!(p, Partial(op) if *op != ReduceOp::Sum);
-        match listed.chain([fixed]).flatten().find(made_by_ops) {
+        match listed.chain(fixed).flatten().find(made_by_ops) {
             None => Ok(()),
             Some(p) => Err(Error::Plan(format!(
                 "{self:?} for {pattern:?} asks for {p}, which only ops make; ask for S(dim), R or {}",

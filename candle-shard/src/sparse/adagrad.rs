@@ -1,28 +1,11 @@
 //! Adagrad by rows.
 use super::RowVar;
-use super::slots::{Slots, check, next};
-use crate::Result;
+use super::slots::{Slots, next};
 use crate::kernels::AdagradRule;
+use crate::nn::ParamsAdagrad;
+use crate::nn::optim::{Params, check};
+use crate::{Error, Result};
 use candle_core::{Device, Var};
-
-/// The parameters of [`Adagrad`]. There is no weight decay, which PyTorch also refuses for sparse gradients.
-#[derive(Debug, Clone)]
-pub struct ParamsAdagrad {
-    /// The learning rate.
-    pub lr: f64,
-    /// The decay of the learning rate: step `t` has `lr / (1 + (t - 1) · lr_decay)`.
-    pub lr_decay: f64,
-    /// The initial value of the sums of squared gradients.
-    pub initial_accumulator_value: f64,
-    /// Added to their square root.
-    pub eps: f64,
-}
-
-impl Default for ParamsAdagrad {
-    fn default() -> Self {
-        Self { lr: 1e-2, lr_decay: 0.0, initial_accumulator_value: 0.0, eps: 1e-10 }
-    }
-}
 
 /// Adagrad (Duchi et al., 2011); its results equal those with a dense gradient.
 ///
@@ -38,13 +21,18 @@ impl Adagrad {
     /// Creates an optimizer for `vars`.
     ///
     /// # Errors
-    /// If a parameter is negative or not finite.
+    /// If a parameter is negative or not finite, or if there is weight decay, which PyTorch also refuses for sparse gradients.
     pub fn new(vars: Vec<RowVar>, params: ParamsAdagrad) -> Result<Self> {
-        let ParamsAdagrad { lr, lr_decay, initial_accumulator_value: start, eps } = params;
-        for (name, value) in [("lr", lr), ("lr_decay", lr_decay), ("initial_accumulator_value", start), ("eps", eps)] {
-            check("Adagrad", name, value, f64::INFINITY)?;
+        params.check()?;
+        if params.weight_decay != 0.0 {
+            let decay = params.weight_decay;
+            return Error::op(
+                "Adagrad",
+                format!("weight_decay is {decay}, which changes rows without a gradient: want 0"),
+            );
         }
-        Ok(Self { slots: Slots::new(vars, 1, start)?, steps: Var::new(0u32, &Device::Cpu)?, params })
+        let slots = Slots::new(vars, 1, params.initial_accumulator_value)?;
+        Ok(Self { slots, steps: Var::new(0u32, &Device::Cpu)?, params })
     }
 
     /// Returns the learning rate of the first step.
@@ -64,9 +52,8 @@ impl Adagrad {
 
     /// Takes the gradients of all variables and updates the rows that have one.
     pub fn step(&mut self) -> Result<()> {
-        let before = next(&self.steps)? - 1;
-        let ParamsAdagrad { lr, lr_decay, eps, .. } = self.params;
-        self.slots.step(&AdagradRule { lr: lr / (1.0 + f64::from(before) * lr_decay), eps })
+        let lr = self.params.lr_at(next(&self.steps)?);
+        self.slots.step(&AdagradRule { lr, weight_decay: 0.0, eps: self.params.eps })
     }
 
     /// Returns the variables of the state, by name. Read them to save the state, `set` them to load it.

@@ -1,8 +1,9 @@
 //! AdamW by rows.
 use super::RowVar;
-use super::slots::{Slots, check, next};
+use super::slots::{Slots, next};
 use crate::Result;
 use crate::kernels::AdamWRule;
+use crate::nn::optim::{Params, check};
 use candle_core::{Device, Var};
 use candle_nn::ParamsAdamW;
 
@@ -24,12 +25,7 @@ impl AdamW {
     /// # Errors
     /// If a parameter is negative or not finite, or if a beta is not below 1.
     pub fn new(vars: Vec<RowVar>, params: ParamsAdamW) -> Result<Self> {
-        let ParamsAdamW { lr, beta1, beta2, eps, weight_decay } = params;
-        for (name, value) in [("lr", lr), ("eps", eps), ("weight_decay", weight_decay)] {
-            check("AdamW", name, value, f64::INFINITY)?;
-        }
-        check("AdamW", "beta1", beta1, 1.0)?;
-        check("AdamW", "beta2", beta2, 1.0)?;
+        params.check()?;
         Ok(Self { slots: Slots::new(vars, 2, 0.0)?, steps: Var::new(0u32, &Device::Cpu)?, params })
     }
 

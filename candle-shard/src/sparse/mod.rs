@@ -10,17 +10,18 @@
 //! | [`Adagrad`] | the same numbers |
 //! | [`AdamW`] | lazy: a row without a gradient neither moves nor decays, nor do its moments |
 //!
-//! Everything here is local to one CPU device; nothing is sent.
+//! Everything here is local to one CPU device; nothing is sent. These are not [`nn::Optimizer`](crate::nn::Optimizer)s: their
+//! gradients are not in a `GradStore`, and their state is plain variables. The options have the same names.
 //!
 //! ```
 //! # fn main() -> candle_shard::Result<()> {
 //! use candle_core::{Device::Cpu, Var};
 //! use candle_shard::sparse::{ParamsSgd, RowVar, Sgd};
 //! let table = RowVar::new(Var::new(&[[1f32, 1.], [2., 2.], [3., 3.]], &Cpu)?)?;
-//! let mut optimiser = Sgd::new(vec![table.clone()], ParamsSgd { lr: 0.5 })?;
+//! let mut optimizer = Sgd::new(vec![table.clone()], ParamsSgd { lr: 0.5, ..ParamsSgd::default() })?;
 //! let found = table.lookup([2, 0, 2])?;
 //! found.sum_all()?.backward()?;
-//! optimiser.step()?;
+//! optimizer.step()?;
 //! assert_eq!(table.var().to_vec2::<f32>()?, [[0.5, 0.5], [2., 2.], [2., 2.]]);
 //! # Ok(())
 //! # }
@@ -32,8 +33,9 @@ mod row_var;
 mod sgd;
 mod slots;
 
-pub use adagrad::{Adagrad, ParamsAdagrad};
+pub use crate::nn::{ParamsAdagrad, ParamsSgd};
+pub use adagrad::Adagrad;
 pub use adam_w::AdamW;
 pub use row_grad::RowGrad;
 pub use row_var::RowVar;
-pub use sgd::{ParamsSgd, Sgd};
+pub use sgd::Sgd;

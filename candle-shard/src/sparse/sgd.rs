@@ -1,21 +1,10 @@
 //! Gradient descent by rows.
 use super::RowVar;
-use super::slots::{Slots, check};
-use crate::Result;
+use super::slots::Slots;
 use crate::kernels::SgdRule;
-
-/// The parameters of [`Sgd`]. There is no weight decay, which would change every row.
-#[derive(Debug, Clone)]
-pub struct ParamsSgd {
-    /// The learning rate.
-    pub lr: f64,
-}
-
-impl Default for ParamsSgd {
-    fn default() -> Self {
-        Self { lr: 1e-3 }
-    }
-}
+use crate::nn::ParamsSgd;
+use crate::nn::optim::{Params, check};
+use crate::{Error, Result};
 
 /// Stochastic gradient descent: `w - lr · grad`; its results equal those with a dense gradient.
 #[derive(Debug)]
@@ -28,9 +17,14 @@ impl Sgd {
     /// Creates an optimizer for `vars`.
     ///
     /// # Errors
-    /// If the learning rate is negative or not finite.
+    /// If the learning rate is negative or not finite, or if there is weight decay or momentum, which change every row.
     pub fn new(vars: Vec<RowVar>, params: ParamsSgd) -> Result<Self> {
-        check("Sgd", "lr", params.lr, f64::INFINITY)?;
+        params.check()?;
+        for (name, value) in [("weight_decay", params.weight_decay), ("momentum", params.momentum)] {
+            if value != 0.0 {
+                return Error::op("Sgd", format!("{name} is {value}, which changes rows without a gradient: want 0"));
+            }
+        }
         Ok(Self { slots: Slots::new(vars, 0, 0.0)?, params })
     }
 
@@ -51,6 +45,6 @@ impl Sgd {
 
     /// Takes the gradients of all variables and updates the rows that have one.
     pub fn step(&mut self) -> Result<()> {
-        self.slots.step(&SgdRule { lr: self.params.lr })
+        self.slots.step(&SgdRule { lr: self.params.lr, weight_decay: 0.0 })
     }
 }

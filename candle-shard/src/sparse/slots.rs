@@ -1,7 +1,7 @@
 //! Code that the optimizers share.
 use super::RowVar;
+use crate::Result;
 use crate::kernels::{Rule, update_rows};
-use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor, Var};
 
 /// Variables, each with its state tensors of the same shape.
@@ -55,12 +55,4 @@ pub(super) fn next(steps: &Var) -> Result<u32> {
     let next = steps.to_scalar::<u32>()?.saturating_add(1);
     steps.set(&Tensor::new(next, &Device::Cpu)?)?;
     Ok(next)
-}
-
-/// Refuses a parameter of `op` that is not within `0..end`.
-pub(super) fn check(op: &'static str, name: &str, value: f64, end: f64) -> Result<()> {
-    if (0.0..end).contains(&value) {
-        return Ok(());
-    }
-    Error::op(op, format!("{name} is {value}: want a number from 0 to below {end}"))
 }

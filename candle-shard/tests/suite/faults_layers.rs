@@ -157,8 +157,9 @@ fn an_uneven_perceptron_cut_by_columns_then_rows() {
     for (world, at) in [2, 3, 4, 5].into_iter().cartesian_product([Replicate, Shard(0)]) {
         on_ranks(world, "perceptron", move |ctx| -> Result<()> {
             let (mesh, cpu) = (ctx.mesh(&[("tp", world)])?, Device::Cpu);
-            let plan =
-                Plan::new("tp").with("up", ColwiseParallel::default()).with("down", RowwiseParallel { output: at });
+            let plan = Plan::new("tp")
+                .with("up", ColwiseParallel::default())
+                .with("down", RowwiseParallel { output: at, ..Default::default() });
             let vb = ShardedVarBuilder::fresh(1, &mesh, plan, DType::F64, &cpu)?;
             let (up, down) = (Linear::new(8, 10, true, &vb.pp("up"))?, Linear::new(10, 6, true, &vb.pp("down"))?);
             let parameters = vb.finish()?;

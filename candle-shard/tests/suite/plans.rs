@@ -10,8 +10,8 @@ use candle_shard::parallel::{
 use candle_shard::{Partial, Replicate, Result, Shard};
 use test_utils::on_ranks;
 
-const COLWISE: ColwiseParallel = ColwiseParallel { output: None };
-const ROWWISE: RowwiseParallel = RowwiseParallel { output: Replicate };
+const COLWISE: ColwiseParallel = ColwiseParallel { input: Replicate, output: None };
+const ROWWISE: RowwiseParallel = RowwiseParallel { input: None, output: Replicate };
 const SEQUENCE: SequenceParallel = SequenceParallel { dim: 1 };
 
 /// A model with a layer of each kind: a table that the head shares, a block, and a head.
@@ -109,8 +109,8 @@ fn styles_that_do_not_apply_to_a_layer() {
 fn layouts_that_only_ops_make() {
     let max = Partial(ReduceOp::Max);
     let styles: [Style; 5] = [
-        ColwiseParallel { output: Some(max) }.into(),
-        RowwiseParallel { output: max }.into(),
+        ColwiseParallel { output: Some(max), ..Default::default() }.into(),
+        RowwiseParallel { output: max, ..Default::default() }.into(),
         PrepareModuleInput::new([None, Some(max)]).into(),
         PrepareModuleOutput::new([max]).into(),
         PrepareModuleInputOutput {

@@ -42,7 +42,7 @@ impl Llama {
 
     /// How the model is cut on the mesh axis `axis`: heads and feed-forward columns, tables by tokens.
     pub fn plan(axis: &str) -> Plan {
-        let whole = RowwiseParallel { output: Replicate };
+        let whole = RowwiseParallel { output: Replicate, ..Default::default() };
         Plan::new(axis)
             .with("model.embed_tokens", whole)
             .with("model.layers.*.self_attn", ColwiseParallel::default())
@@ -50,7 +50,7 @@ impl Llama {
             .with("model.layers.*.mlp.gate_proj", ColwiseParallel::default())
             .with("model.layers.*.mlp.up_proj", ColwiseParallel::default())
             .with("model.layers.*.mlp.down_proj", whole)
-            .with("lm_head", ColwiseParallel { output: Some(Replicate) })
+            .with("lm_head", ColwiseParallel { output: Some(Replicate), ..Default::default() })
     }
 
     /// The same [plan](Self::plan) for training, in which no rank has the logits of the whole vocabulary.

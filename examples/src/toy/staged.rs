@@ -18,7 +18,7 @@ use super::args::{Args, RunName};
 use super::corpus::Corpus;
 use super::outcome::RunOutcome;
 use super::sharded::whole_grads;
-use super::training::{Training, optimiser};
+use super::training::{Training, optimizer};
 use crate::comm::CommStat;
 use crate::launch::{Bits, Ranks, gather};
 use crate::pipeline::Pipeline;
@@ -110,7 +110,7 @@ impl Plan<'_> {
             None => None,
         };
         let named = parameters.named_vars();
-        let mut optimiser = optimiser(parameters.vars(), args)?;
+        let mut optimizer = optimizer(parameters.vars(), args)?;
         let has_loss = runtime.stages().any(|stage| stage.loss_output().is_some());
         let is_first_pipeline = replica == 0 && mesh.local_rank("tp")? == 0;
         let progress = if has_loss && is_first_pipeline {
@@ -135,7 +135,7 @@ impl Plan<'_> {
                 if let Some(clip) = &clip {
                     clip.clip(&named, grads)?;
                 }
-                optimiser.step(grads)?;
+                optimizer.step(grads)?;
                 Ok(made)
             });
             let made = made?;

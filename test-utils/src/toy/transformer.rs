@@ -52,12 +52,12 @@ impl Transformer {
     pub fn plan(axis: &str, use_seq_parallel: bool) -> Plan {
         let sequence = if use_seq_parallel { Shard(1) } else { Replicate };
         let plan = Plan::new(axis)
-            .with("tok_embeddings", RowwiseParallel { output: sequence })
+            .with("tok_embeddings", RowwiseParallel { output: sequence, ..Default::default() })
             .with("layers.*.attention.w?", ColwiseParallel::default())
-            .with("layers.*.attention.wo", RowwiseParallel { output: sequence })
+            .with("layers.*.attention.wo", RowwiseParallel { output: sequence, ..Default::default() })
             .with("layers.*.feed_forward.w1", ColwiseParallel::default())
-            .with("layers.*.feed_forward.w2", RowwiseParallel { output: sequence })
-            .with("output", ColwiseParallel { output: Some(Replicate) });
+            .with("layers.*.feed_forward.w2", RowwiseParallel { output: sequence, ..Default::default() })
+            .with("output", ColwiseParallel { output: Some(Replicate), ..Default::default() });
         if !use_seq_parallel {
             return plan;
         }

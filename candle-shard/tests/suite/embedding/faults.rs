@@ -213,7 +213,7 @@ fn a_padding_row_is_no_part_of_a_gradient_by_rows() {
                 (0, _) => &[2], // row 5
                 _ => &[1, 5],
             };
-            assert_eq!(grad.rows(), want, "lazy optimisers decay what is in a gradient");
+            assert_eq!(grad.rows(), want, "lazy optimizers decay what is in a gradient");
             Ok(())
         });
     }

@@ -123,13 +123,13 @@ fn parameters_that_no_rank_used_get_no_gradient_on_any_mesh() {
             let [used, unused] = ["used", "unused"].map(|name| Linear::new(5, 3, true, &vb.pp(name)));
             let (used, _) = (used?, unused?);
             let parameters = vb.finish()?;
-            let mut optimiser = candle_shard::nn::AdamW::new(&parameters, Default::default())?;
+            let mut optimizer = candle_shard::nn::AdamW::new(&parameters, Default::default())?;
             let before: Vec<Vec<f64>> = parameters.iter().map(|p| whole(&p.tensor)).collect::<Result<_>>()?;
             let x = rows(&batch(0)?.to_dtype(DType::F32)?, &mesh)?;
             let mut grads = used.forward(&x)?.sqr()?.sum_all()?.backward()?;
             let (reduced, counts) = candle_dist::comm::record(|| parameters.reduce(&mut grads));
             reduced?;
-            optimiser.step(&grads)?;
+            optimizer.step(&grads)?;
             for (p, before) in parameters.iter().zip(before) {
                 assert_eq!(whole(&p.tensor)? == before, p.name.starts_with("unused"), "{} on {axes:?}", p.name);
             }

@@ -70,7 +70,7 @@ impl Model {
     pub(crate) fn plan() -> Plan {
         Plan::new("tp")
             .with("layers.*.up", ColwiseParallel::default())
-            .with("layers.*.down", RowwiseParallel { output: Replicate })
+            .with("layers.*.down", RowwiseParallel { output: Replicate, ..Default::default() })
     }
 
     pub(crate) fn loss(&self, x: &DTensor, case: Case) -> Result<DTensor> {
@@ -110,7 +110,7 @@ pub(crate) fn train(ctx: &RankContext, axes: &[(&str, usize)], case: Case) -> Re
     let vb = vb.fully_shard("dp", case.options)?;
     let model = Model::new(&vb)?;
     let parameters = vb.finish()?;
-    let mut optimiser = AdamW::new(&parameters, ParamsAdamW { lr: 0.05, ..ParamsAdamW::default() })?;
+    let mut optimizer = AdamW::new(&parameters, ParamsAdamW { lr: 0.05, ..ParamsAdamW::default() })?;
     let rows: Vec<Placement> =
         mesh.names().iter().map(|name| if name == "dp" { Shard(0) } else { Replicate }).collect();
     let (mut losses, mut first) = (Vec::new(), Values::new());
@@ -123,7 +123,7 @@ pub(crate) fn train(ctx: &RankContext, axes: &[(&str, usize)], case: Case) -> Re
         if let Some(norm) = case.clip {
             parameters.clip_grad_norm(norm)?.clip(&parameters.named_vars(), &mut grads)?;
         }
-        optimiser.step(&grads)?;
+        optimizer.step(&grads)?;
         losses.push(loss.to_scalar::<f64>()?);
     }
     let values = parameters.iter().map(|p| Ok((p.name.clone(), whole(&p.tensor)?))).collect::<Result<_>>()?;

@@ -2,6 +2,6 @@
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 mod errors;
 mod frozen;
-mod harness;
+pub(crate) mod harness;
 mod passes;
 mod training;

@@ -51,14 +51,14 @@ fn pieces_in_32_bits_are_computed_in_16() {
                 let layer = FullyShard::new(&vb.pp("layer"), |vb| Linear::new(5, 3, true, vb))?;
                 let parameters = vb.finish()?;
                 assert!(parameters.iter().all(|p| p.var.dtype() == DType::F32));
-                let mut optimiser = AdamW::new(&parameters, ParamsAdamW { lr: 0.01, ..ParamsAdamW::default() })?;
+                let mut optimizer = AdamW::new(&parameters, ParamsAdamW { lr: 0.01, ..ParamsAdamW::default() })?;
                 let x = rows(&batch(0)?.to_dtype(DType::BF16)?, &mesh)?;
                 let mut loss = 0.0;
                 for _ in 0..20 {
                     let y = layer.run(|layer| layer.forward(&x))?;
                     assert_eq!(y.dtype(), DType::BF16);
                     let y = y.to_dtype(DType::F32)?.sqr()?.mean_all()?;
-                    optimiser.step(&parameters.backward(&y)?)?;
+                    optimizer.step(&parameters.backward(&y)?)?;
                     loss = f64::from(y.to_scalar::<f32>()?);
                 }
                 Ok((loss, whole(&parameters.iter().next().unwrap().tensor)?))
@@ -90,19 +90,19 @@ fn training_goes_on_from_a_checkpoint_on_any_other_mesh() {
             let vb = vb.fully_shard("dp", FullyShardOptions::default())?;
             let model = Model::new(&vb)?;
             let parameters = vb.finish()?;
-            let mut optimiser = AdamW::new(&parameters, ParamsAdamW { lr: 0.05, ..ParamsAdamW::default() })?;
+            let mut optimizer = AdamW::new(&parameters, ParamsAdamW { lr: 0.05, ..ParamsAdamW::default() })?;
             if let Some(from) = from {
                 parameters.load(from)?;
-                optimiser.load(from)?;
+                optimizer.load(from)?;
             }
             let mut losses = Vec::new();
             for step in 0..3 {
                 let loss = model.loss(&rows(&batch(step)?, &mesh)?, Case::default())?;
-                optimiser.step(&parameters.backward(&loss)?)?;
+                optimizer.step(&parameters.backward(&loss)?)?;
                 losses.push(loss.to_scalar::<f64>()?);
             }
             if let Some(to) = to {
-                let state = [parameters.named_tensors(), optimiser.state()?].concat();
+                let state = [parameters.named_tensors(), optimizer.state()?].concat();
                 candle_shard::checkpoint::save(to, &mesh, &state)?;
             }
             Ok(losses)

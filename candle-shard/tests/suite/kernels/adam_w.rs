@@ -90,10 +90,10 @@ fn master_weights_take_the_steps_of_32_bits() -> Result<()> {
 fn masters_follow_what_is_put_into_their_variables() -> Result<()> {
     let var = Var::from_tensor(&randn(&[9]).to_dtype(DType::BF16)?)?;
     let params = ParamsAdamW { lr: 1e-4, weight_decay: 0.0, ..Default::default() };
-    let mut optimiser = AdamW::with_master_weights(vec![var.clone()], params)?;
-    optimiser.backward_step(&var.as_tensor().sqr()?.sum_all()?)?;
+    let mut optimizer = AdamW::with_master_weights(vec![var.clone()], params)?;
+    optimizer.backward_step(&var.as_tensor().sqr()?.sum_all()?)?;
     var.set(&Tensor::full(3f32, 9, var.device())?.to_dtype(DType::BF16)?)?;
-    optimiser.backward_step(&var.as_tensor().sqr()?.sum_all()?)?;
+    optimizer.backward_step(&var.as_tensor().sqr()?.sum_all()?)?;
     for value in var.to_dtype(DType::F32)?.to_vec1::<f32>()? {
         assert!((value - 3.0).abs() < 0.02, "{value}");
     }

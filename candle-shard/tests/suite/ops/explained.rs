@@ -22,9 +22,9 @@ fn every_byte_of_layers_losses_and_units_is_explained() {
     on_ranks(4, "explained", |ctx| -> Result<()> {
         let mesh = ctx.mesh(&[("dp", 2), ("tp", 2)])?;
         let plan = Plan::new("tp")
-            .with("table", RowwiseParallel { output: Replicate })
+            .with("table", RowwiseParallel { output: Replicate, ..Default::default() })
             .with("*.up", ColwiseParallel::default())
-            .with("*.down", RowwiseParallel { output: Replicate })
+            .with("*.down", RowwiseParallel { output: Replicate, ..Default::default() })
             .with("head", ColwiseParallel::default());
         let vb = ShardedVarBuilder::fresh(0, &mesh, plan, DType::F64, &Device::Cpu)?;
         let vb = vb.fully_shard("dp", FullyShardOptions::default())?;

@@ -19,7 +19,7 @@ fn variables_get_the_values_of_one_device_and_stay_the_same() {
                     let is = |dist, what: &str| -> Result<()> {
                         let whole = sample_full(stream, dist, shape, dtype, &Device::Cpu)?;
                         assert_is(&leaf, &whole, &format!("{what} in {spec}"));
-                        // An optimiser's variables see it.
+                        // An optimizer's variables see it.
                         for (var, shard) in vars.iter().zip(leaf.local_shards()) {
                             assert_eq!(bits(var), bits(&shard.tensor));
                             assert_eq!(var.id(), shard.tensor.id());

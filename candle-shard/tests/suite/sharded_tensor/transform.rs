@@ -24,7 +24,7 @@ fn clones_share_memory_and_copies_do_not() {
                     assert_is(changed, &twos, "shares memory");
                 }
                 assert_is(&copy, &ones, "has memory of its own");
-                // The variable is the same, so an optimiser keeps it.
+                // The variable is the same, so an optimizer keeps it.
                 for (var, shard) in vars.iter().zip(leaf.local_shards()) {
                     assert!(var.id() == shard.tensor.id() && bits(var) == bits(&shard.tensor));
                 }

@@ -135,7 +135,7 @@ fn a_gradient_may_lie_in_the_memory_of_its_table() -> Result<()> {
     let table = RowVar::new(Var::new(&[[1f32, 2.], [4., 8.]], &Cpu)?)?;
     let grad = table.var().as_detached_tensor();
     table.lookup([1, 0])?.apply_op1(GivesTable(grad))?.backward()?;
-    Sgd::new(vec![table.clone()], ParamsSgd { lr: 0.5 })?.step()?;
+    Sgd::new(vec![table.clone()], ParamsSgd { lr: 0.5, ..Default::default() })?.step()?;
     assert_eq!(table.var().to_vec2::<f32>()?, [[-1., -2.], [3.5, 7.]]);
     Ok(())
 }

@@ -1,8 +1,8 @@
-//! Tables with gradients by rows, their optimisers and their norms, against dense ones and PyTorch.
+//! Tables with gradients by rows, their optimizers and their norms, against dense ones and PyTorch.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 
 mod gradients;
-mod optimisers;
+mod optimizers;
 mod pytorch;
 mod renorm;
 

@@ -1,4 +1,4 @@
-//! Numbers of PyTorch 2.15: `Embedding(sparse=True)` under its optimisers, and `embedding_renorm_`.
+//! Numbers of PyTorch 2.15: `Embedding(sparse=True)` under its optimizers, and `embedding_renorm_`.
 
 use candle_core::{DType, Device::Cpu, Tensor, Var};
 use candle_nn::ParamsAdamW;
@@ -26,18 +26,24 @@ fn trained(table: &RowVar, mut step: impl FnMut() -> Result<()>) -> Result<Tenso
 }
 
 #[test]
-fn optimisers_take_the_same_steps() -> Result<()> {
+fn optimizers_take_the_same_steps() -> Result<()> {
     let cases: [(&str, Table); 3] = [("SGD", SGD), ("Adagrad", ADAGRAD), ("SparseAdam", SPARSE_ADAM)];
     for (name, want) in cases {
         let table = table(DType::F64)?;
         let of = vec![table.clone()];
         let got = match name {
             "SGD" => {
-                let mut sgd = Sgd::new(of, ParamsSgd { lr: 0.1 })?;
+                let mut sgd = Sgd::new(of, ParamsSgd { lr: 0.1, ..Default::default() })?;
                 trained(&table, || sgd.step())?
             }
             "Adagrad" => {
-                let params = ParamsAdagrad { lr: 0.1, lr_decay: 0.25, initial_accumulator_value: 0.5, eps: 1e-3 };
+                let params = ParamsAdagrad {
+                    lr: 0.1,
+                    lr_decay: 0.25,
+                    initial_accumulator_value: 0.5,
+                    eps: 1e-3,
+                    ..Default::default()
+                };
                 let mut adagrad = Adagrad::new(of, params)?;
                 trained(&table, || adagrad.step())?
             }

@@ -23,14 +23,15 @@ const USED: u32 = 25;
 #[test]
 fn sgd_and_adagrad_take_the_steps_of_dense_ones() -> Result<()> {
     let mut random = Random::new(6);
-    let config = ParamsAdagrad { lr: 0.1, lr_decay: 0.5, initial_accumulator_value: 0.25, eps: 1e-3 };
+    let config =
+        ParamsAdagrad { lr: 0.1, lr_decay: 0.5, initial_accumulator_value: 0.25, eps: 1e-3, ..Default::default() };
     for width in [1, 7, 64] {
         for adagrad in [false, true] {
             let tables = [random.table(ROWS, width, DType::F64), random.table(3, width, DType::F64)];
             let starts = tables.each_ref().map(|table| table.var().copy().unwrap());
             let dense = starts.each_ref().map(|start| Var::from_tensor(start).unwrap());
             let mut sums = starts.each_ref().map(|start| (start.zeros_like().unwrap() + 0.25).unwrap());
-            let mut sgd = Sgd::new(tables.to_vec(), ParamsSgd { lr: 0.1 })?;
+            let mut sgd = Sgd::new(tables.to_vec(), ParamsSgd { lr: 0.1, ..Default::default() })?;
             let mut ada = Adagrad::new(tables.to_vec(), config.clone())?;
             for step in 0..5 {
                 for (i, (len, below)) in [(60, USED), (2, 3)].into_iter().enumerate() {
@@ -103,7 +104,7 @@ fn adam_w_leaves_rows_without_a_gradient_alone() -> Result<()> {
     let params = ParamsAdamW { lr: 0.05, weight_decay: 0.1, ..Default::default() };
     let (width, table) = (6, random.table(ROWS, 6, DType::F64));
     let dense = Var::from_tensor(&table.var().copy()?)?;
-    let mut optimiser = AdamW::new(vec![table.clone()], params)?;
+    let mut optimizer = AdamW::new(vec![table.clone()], params)?;
     let [mut want, mut first, mut second] = [numbers(&dense), vec![0.0; ROWS * width], vec![0.0; ROWS * width]];
     for step in 1..=6 {
         let ids = random.rows(9, USED);
@@ -116,18 +117,18 @@ fn adam_w_leaves_rows_without_a_gradient_alone() -> Result<()> {
         }
         dense.set(&Tensor::from_slice(&want, (ROWS, width), &Cpu)?)?;
         let before = table.var().copy()?;
-        optimiser.step()?;
+        optimizer.step()?;
         assert_close(table.var(), &dense, 1e-12, "the table");
         for row in (0..ROWS).filter(|&row| !ids.contains(&(row as u32))) {
             assert_eq!(bits(&table.var().get(row)?), bits(&before.get(row)?), "row {row}");
         }
     }
-    let state = optimiser.state();
+    let state = optimizer.state();
     assert_close(&state[0].1.flatten_all()?, &Tensor::new(first, &Cpu)?, 1e-12, "the first moment");
     assert_close(&state[1].1.flatten_all()?, &Tensor::new(second, &Cpu)?, 1e-12, "the second moment");
     // A step without any gradient changes nothing but the count.
     let before = bits(table.var());
-    optimiser.step()?;
+    optimizer.step()?;
     assert_eq!((bits(table.var()), state[2].1.to_scalar::<u32>()?), (before, 7));
     Ok(())
 }
@@ -139,7 +140,7 @@ fn tables_of_16_bits_are_updated_in_f32() -> Result<()> {
         let (width, table) = (5, random.table(ROWS, 5, dtype));
         let round = |x: f32| numbers(&Tensor::new(x, &Cpu).unwrap().to_dtype(dtype).unwrap())[0] as f32;
         let params = ParamsAdagrad { lr: 0.1, ..Default::default() };
-        let mut optimiser = Adagrad::new(vec![table.clone()], params)?;
+        let mut optimizer = Adagrad::new(vec![table.clone()], params)?;
         let mut want: Vec<f32> = numbers(table.var()).into_iter().map(|x| x as f32).collect();
         let mut sums = vec![0f32; want.len()];
         for _ in 0..4 {
@@ -153,11 +154,11 @@ fn tables_of_16_bits_are_updated_in_f32() -> Result<()> {
                 sums[i] += grad * grad;
                 want[i] = round(want[i] - grad / (sums[i].sqrt() + 1e-10) * 0.1);
             }
-            optimiser.step()?;
+            optimizer.step()?;
         }
         assert_eq!(numbers(table.var()), want.into_iter().map(f64::from).collect::<Vec<_>>(), "{dtype:?}");
-        assert_eq!(optimiser.state()[0].1.dtype(), DType::F32);
-        assert_eq!(numbers(&optimiser.state()[0].1), sums.into_iter().map(f64::from).collect::<Vec<_>>());
+        assert_eq!(optimizer.state()[0].1.dtype(), DType::F32);
+        assert_eq!(numbers(&optimizer.state()[0].1), sums.into_iter().map(f64::from).collect::<Vec<_>>());
     }
     Ok(())
 }
@@ -168,18 +169,18 @@ fn a_saved_state_goes_on_with_the_same_bits() -> Result<()> {
     let run = |interrupted: bool| -> Result<Vec<u64>> {
         let mut random = Random::new(10);
         let table = random.table(ROWS, 4, DType::F32);
-        let mut optimiser = AdamW::new(vec![table.clone()], params.clone())?;
+        let mut optimizer = AdamW::new(vec![table.clone()], params.clone())?;
         for step in 0..6 {
             table.lookup(random.rows(9, USED))?.sqr()?.sum_all()?.backward()?;
             if interrupted && step == 3 {
-                let saved = optimiser.state();
-                optimiser = AdamW::new(vec![table.clone()], params.clone())?;
-                for ((name, var), (saved_name, saved)) in optimiser.state().iter().zip(&saved) {
+                let saved = optimizer.state();
+                optimizer = AdamW::new(vec![table.clone()], params.clone())?;
+                for ((name, var), (saved_name, saved)) in optimizer.state().iter().zip(&saved) {
                     assert_eq!(name, saved_name);
                     var.set(saved)?;
                 }
             }
-            optimiser.step()?;
+            optimizer.step()?;
         }
         Ok(bits(table.var()))
     };
@@ -192,9 +193,9 @@ fn tables_without_elements_have_nothing_to_move() -> Result<()> {
     for dims in [[0, 3], [4, 0], [0, 0]] {
         let table = RowVar::new(Var::zeros(&dims[..], DType::F32, &Cpu)?)?;
         let rows: &[u32] = if dims[0] > 0 { &[3, 1, 3] } else { &[] };
-        let mut optimiser = AdamW::new(vec![table.clone()], ParamsAdamW::default())?;
+        let mut optimizer = AdamW::new(vec![table.clone()], ParamsAdamW::default())?;
         table.lookup(rows)?.backward()?;
-        optimiser.step()?;
+        optimizer.step()?;
         assert!(table.grad()?.is_none());
     }
     Ok(())
@@ -204,9 +205,9 @@ fn tables_without_elements_have_nothing_to_move() -> Result<()> {
 fn not_a_number_spreads_no_further_than_its_row() -> Result<()> {
     let table = Random::new(11).table(4, 3, DType::F32);
     let before = bits(table.var());
-    let mut optimiser = Adagrad::new(vec![table.clone()], ParamsAdagrad::default())?;
+    let mut optimizer = Adagrad::new(vec![table.clone()], ParamsAdagrad::default())?;
     (table.lookup([2])? * f64::NAN)?.sum_all()?.backward()?;
-    optimiser.step()?;
+    optimizer.step()?;
     let after = table.var().to_vec2::<f32>()?;
     assert!(after[2].iter().all(|x| x.is_nan()));
     let others = |bits: &[u64]| [&bits[..6], &bits[9..]].concat();
@@ -223,7 +224,7 @@ fn parameters_that_mean_nothing_are_refused() -> Result<()> {
             Sgd::new(vec![], ParamsSgd::default())?.set_learning_rate(wrong),
             Adagrad::new(vec![], ada.clone())?.set_learning_rate(wrong),
             AdamW::new(vec![], adam.clone())?.set_learning_rate(wrong),
-            Sgd::new(vec![], ParamsSgd { lr: wrong }).map(drop),
+            Sgd::new(vec![], ParamsSgd { lr: wrong, ..Default::default() }).map(drop),
             Adagrad::new(vec![], ParamsAdagrad { lr: wrong, ..ada.clone() }).map(drop),
             AdamW::new(vec![], ParamsAdamW { lr: wrong, ..adam.clone() }).map(drop),
         ]
@@ -249,4 +250,19 @@ fn parameters_that_mean_nothing_are_refused() -> Result<()> {
     sgd.set_learning_rate(0.5)?;
     assert_eq!(sgd.learning_rate(), 0.5);
     Ok(())
+}
+
+#[test]
+fn what_concerns_rows_without_a_gradient_is_refused() {
+    let decay = Sgd::new(vec![], ParamsSgd { weight_decay: 0.1, ..Default::default() }).map(drop);
+    let momentum = Sgd::new(vec![], ParamsSgd { momentum: 0.9, ..Default::default() }).map(drop);
+    let adagrad = Adagrad::new(vec![], ParamsAdagrad { weight_decay: 0.1, ..Default::default() }).map(drop);
+    for (result, words) in [
+        (decay, ["Sgd", "weight_decay is 0.1"]),
+        (momentum, ["Sgd", "momentum is 0.9"]),
+        (adagrad, ["Adagrad", "weight_decay is 0.1"]),
+    ] {
+        let message = result.unwrap_err().to_string();
+        assert!(words.iter().all(|word| message.contains(word)), "{message}");
+    }
 }

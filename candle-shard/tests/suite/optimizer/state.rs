@@ -44,11 +44,11 @@ impl Model {
     }
 
     /// One step on the data of this step.
-    fn train(&self, optimiser: &mut AdamW, step: u64) -> Result<()> {
+    fn train(&self, optimizer: &mut AdamW, step: u64) -> Result<()> {
         let x = values(&[5, 4], step, self.up.weight().dtype());
         let x = DTensor::distribute(&x, self.mesh(), &vec![Replicate; self.mesh().ndim()])?;
         let loss = self.down.forward(&self.up.forward(&x)?.relu()?)?.sqr()?.mean_all()?;
-        optimiser.step(&self.parameters.backward(&loss)?)
+        optimizer.step(&self.parameters.backward(&loss)?)
     }
 
     fn values(&self) -> Result<Vec<Vec<u64>>> {
@@ -60,12 +60,12 @@ impl Model {
 fn steps_are_those_of_candle() {
     on_ranks(1, "candle", |ctx| -> Result<()> {
         let (ours, theirs) = (Model::new(ctx, &[1], 7)?, Model::new(ctx, &[1], 7)?);
-        let mut optimiser = AdamW::new(&ours.parameters, ParamsAdamW::default())?;
+        let mut optimizer = AdamW::new(&ours.parameters, ParamsAdamW::default())?;
         let mut plain = candle_nn::AdamW::new(theirs.parameters.vars(), ParamsAdamW::default())?;
         for step in 0..3 {
-            optimiser.set_learning_rate(0.1 / (1 + step) as f64);
-            plain.set_learning_rate(optimiser.learning_rate());
-            ours.train(&mut optimiser, step)?;
+            optimizer.set_learning_rate(0.1 / (1 + step) as f64)?;
+            plain.set_learning_rate(optimizer.learning_rates()[0]);
+            ours.train(&mut optimizer, step)?;
             let x = DTensor::distribute(&values(&[5, 4], step, DType::F32), theirs.mesh(), &[Replicate])?;
             let loss = theirs.down.forward(&theirs.up.forward(&x)?.relu()?)?.sqr()?.mean_all()?;
             plain.step(&theirs.parameters.backward(&loss)?)?;
@@ -83,22 +83,22 @@ fn a_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped() {
         let at = path.clone();
         let ended = on_ranks(shape.iter().product(), "train", move |ctx| -> Result<_> {
             let model = Model::new(ctx, shape, 7)?;
-            let mut optimiser = AdamW::new(&model.parameters, ParamsAdamW { lr: 0.1, ..ParamsAdamW::default() })?;
-            (0..3).try_for_each(|step| model.train(&mut optimiser, step))?;
-            checkpoint::save(&at, model.mesh(), &[model.parameters.named_tensors(), optimiser.state()?].concat())?;
+            let mut optimizer = AdamW::new(&model.parameters, ParamsAdamW { lr: 0.1, ..ParamsAdamW::default() })?;
+            (0..3).try_for_each(|step| model.train(&mut optimizer, step))?;
+            checkpoint::save(&at, model.mesh(), &[model.parameters.named_tensors(), optimizer.state()?].concat())?;
             let saved = model.values()?;
-            (3..5).try_for_each(|step| model.train(&mut optimiser, step))?;
+            (3..5).try_for_each(|step| model.train(&mut optimizer, step))?;
             Ok((saved, model.values()?))
         });
         for other in MESHES {
             let (path, ended) = (path.clone(), ended[0].clone());
             on_ranks(other.iter().product(), "resume", move |ctx| -> Result<()> {
                 let model = Model::new(ctx, other, 8)?;
-                let mut optimiser = AdamW::new(&model.parameters, ParamsAdamW { lr: 0.1, ..ParamsAdamW::default() })?;
+                let mut optimizer = AdamW::new(&model.parameters, ParamsAdamW { lr: 0.1, ..ParamsAdamW::default() })?;
                 model.parameters.load(&path)?;
-                optimiser.load(&path)?;
+                optimizer.load(&path)?;
                 assert_eq!(model.values()?, ended.0, "values as they were saved");
-                (3..5).try_for_each(|step| model.train(&mut optimiser, step))?;
+                (3..5).try_for_each(|step| model.train(&mut optimizer, step))?;
                 if other == shape {
                     assert_eq!(model.values()?, ended.1, "the same mesh gives the same bits");
                 }
@@ -137,17 +137,17 @@ fn master_weights_follow_32_bits_and_are_taken_up_on_any_mesh() {
             let run = |dtype, make: fn(&Parameters, ParamsAdamW) -> Result<AdamW>| -> Result<_> {
                 let model = Model::of_dtype(ctx, shape, 7, dtype)?;
                 let start = numbers(&model.parameters.named_tensors(), "")?;
-                let mut optimiser = make(&model.parameters, params())?;
-                steps.clone().try_for_each(|_| model.train(&mut optimiser, 0))?;
-                Ok((start, numbers(&model.parameters.named_tensors(), "")?, model, optimiser))
+                let mut optimizer = make(&model.parameters, params())?;
+                steps.clone().try_for_each(|_| model.train(&mut optimizer, 0))?;
+                Ok((start, numbers(&model.parameters.named_tensors(), "")?, model, optimizer))
             };
             let (start, wide, ..) = run(DType::F32, AdamW::new)?;
             assert!(largest(&wide, &start) > 8e-3, "the parameters move");
             let (start, coarse, ..) = run(DType::BF16, AdamW::new)?;
             let stuck = coarse.iter().zip(&start).filter(|(now, then)| now == then).count();
             assert!(stuck * 3 > start.len() && largest(&coarse, &wide) > 6e-3, "small steps vanish: {stuck}");
-            let (_, rounded, model, optimiser) = run(DType::BF16, AdamW::with_master_weights)?;
-            let state = optimiser.state()?;
+            let (_, rounded, model, optimizer) = run(DType::BF16, AdamW::with_master_weights)?;
+            let state = optimizer.state()?;
             let masters = numbers(&state, "adam_w.master_weight.")?;
             assert!(largest(&masters, &wide) < 3e-3, "{}", largest(&masters, &wide));
             let nearest = |&x: &f64| {
@@ -162,13 +162,13 @@ fn master_weights_follow_32_bits_and_are_taken_up_on_any_mesh() {
             let (path, saved) = (path.clone(), saved[0].clone());
             on_ranks(other.iter().product(), "take up", move |ctx| -> Result<()> {
                 let model = Model::of_dtype(ctx, other, 8, DType::BF16)?;
-                let mut optimiser = AdamW::with_master_weights(&model.parameters, params())?;
+                let mut optimizer = AdamW::with_master_weights(&model.parameters, params())?;
                 model.parameters.load(&path)?;
-                optimiser.load(&path)?;
-                assert_eq!(numbers(&optimiser.state()?, "")?, saved);
+                optimizer.load(&path)?;
+                assert_eq!(numbers(&optimizer.state()?, "")?, saved);
                 // One without master weights has another state.
-                assert!(AdamW::new(&model.parameters, params())?.state()?.len() < optimiser.state()?.len());
-                model.train(&mut optimiser, 0)
+                assert!(AdamW::new(&model.parameters, params())?.state()?.len() < optimizer.state()?.len());
+                model.train(&mut optimizer, 0)
             });
         }
     }

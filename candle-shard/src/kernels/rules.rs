@@ -1,0 +1,102 @@
+//! Rules of optimizers that treat each number by itself, for all numbers of a variable or for some of its rows.
+use candle_core::{Result, Tensor};
+
+use super::DenseRule;
+use super::real::Real;
+use super::row_update::Rule;
+
+/// Gradient descent.
+pub(crate) struct SgdRule {
+    pub(crate) lr: f64,
+    pub(crate) weight_decay: f64,
+}
+
+impl Rule<0> for SgdRule {
+    fn of<T: Real>(&self) -> impl Fn(T, [T; 0], T) -> (T, [T; 0]) {
+        let lr = T::from_f64(self.lr);
+        let decayed = decayed::<T>(self.weight_decay);
+        #[inline(always)]
+        move |x, [], grad| (x - decayed(x, grad) * lr, [])
+    }
+}
+
+impl DenseRule<0> for SgdRule {
+    fn composed(&self, x: &Tensor, []: [&Tensor; 0], grad: &Tensor) -> Result<(Tensor, [Tensor; 0])> {
+        Ok(((x - (decay(self.weight_decay, x, grad)? * self.lr)?)?, []))
+    }
+}
+
+/// Gradient descent with momentum, whose buffer is the state.
+pub(crate) struct MomentumRule {
+    pub(crate) lr: f64,
+    pub(crate) weight_decay: f64,
+    pub(crate) momentum: f64,
+    /// What the gradient is multiplied with before the buffer takes it up.
+    pub(crate) part: f64,
+    pub(crate) nesterov: bool,
+}
+
+impl Rule<1> for MomentumRule {
+    fn of<T: Real>(&self) -> impl Fn(T, [T; 1], T) -> (T, [T; 1]) {
+        let [lr, momentum, part] = [self.lr, self.momentum, self.part].map(T::from_f64);
+        let (decayed, nesterov) = (decayed::<T>(self.weight_decay), self.nesterov);
+        #[inline(always)]
+        move |x, [buffer], grad| {
+            let grad = decayed(x, grad);
+            let buffer = buffer * momentum + grad * part;
+            let change = if nesterov { grad + buffer * momentum } else { buffer };
+            (x - change * lr, [buffer])
+        }
+    }
+}
+
+impl DenseRule<1> for MomentumRule {
+    fn composed(&self, x: &Tensor, [buffer]: [&Tensor; 1], grad: &Tensor) -> Result<(Tensor, [Tensor; 1])> {
+        let grad = decay(self.weight_decay, x, grad)?;
+        let buffer = ((buffer * self.momentum)? + (&grad * self.part)?)?;
+        let change = if self.nesterov { (grad + (&buffer * self.momentum)?)? } else { buffer.clone() };
+        Ok(((x - (change * self.lr)?)?, [buffer]))
+    }
+}
+
+/// Adagrad, with the sum of the squared gradients as state.
+pub(crate) struct AdagradRule {
+    pub(crate) lr: f64,
+    pub(crate) weight_decay: f64,
+    pub(crate) eps: f64,
+}
+
+impl Rule<1> for AdagradRule {
+    fn of<T: Real>(&self) -> impl Fn(T, [T; 1], T) -> (T, [T; 1]) {
+        let [lr, eps] = [self.lr, self.eps].map(T::from_f64);
+        let decayed = decayed::<T>(self.weight_decay);
+        #[inline(always)]
+        move |x, [sum], grad| {
+            let grad = decayed(x, grad);
+            let sum = sum + grad * grad;
+            (x - grad / (sum.sqrt() + eps) * lr, [sum])
+        }
+    }
+}
+
+impl DenseRule<1> for AdagradRule {
+    fn composed(&self, x: &Tensor, [sum]: [&Tensor; 1], grad: &Tensor) -> Result<(Tensor, [Tensor; 1])> {
+        let grad = decay(self.weight_decay, x, grad)?;
+        let sum = (sum + grad.sqr()?)?;
+        let change = (grad / (sum.sqrt()? + self.eps)?)?;
+        Ok(((x - (change * self.lr)?)?, [sum]))
+    }
+}
+
+/// The gradient with that of the decay; as it is without one, where `0 · x` may be NaN.
+#[inline(always)]
+fn decayed<T: Real>(weight_decay: f64) -> impl Fn(T, T) -> T {
+    let (is_on, weight_decay) = (weight_decay != 0.0, T::from_f64(weight_decay));
+    #[inline(always)]
+    move |x, grad| if is_on { grad + x * weight_decay } else { grad }
+}
+
+/// [`decayed`] of tensors.
+fn decay(weight_decay: f64, x: &Tensor, grad: &Tensor) -> Result<Tensor> {
+    if weight_decay == 0.0 { Ok(grad.clone()) } else { grad + (x * weight_decay)? }
+}

@@ -1,0 +1,267 @@
+//! Keys and values of the tokens so far.
+use crate::spec::Spec;
+use crate::{DTensor, Error, Result};
+use candle_core::{DType, Device, Tensor};
+use candle_nn::kv_cache;
+
+/// The keys and values of the tokens so far, of which each rank holds its heads or its part of the batch: candle-nn's
+/// `KvCache` for [`DTensor`]s.
+///
+/// New tokens are written behind the old ones, into memory for `max_seq_len` tokens that is taken with the first of them. When it is
+/// full it grows by `max_seq_len` tokens, which copies what it holds once. Nothing is communicated. What a call returns stays as it
+/// is when more tokens come.
+///
+/// ```
+/// use candle_core::{DType, Device::Cpu, Tensor};
+/// use candle_dist::World;
+/// use candle_shard::nn::KvCache;
+/// use candle_shard::{DTensor, Result, Shard};
+///
+/// World::local(2).run(|ctx| -> Result<()> {
+///     let mesh = ctx.mesh(&[("tp", 2)])?;
+///     let of = |tokens: usize| {
+///         let whole = Tensor::ones((1, 3, tokens, 4), DType::F32, &Cpu)?; // [batch, heads, tokens, head_dim]
+///         DTensor::distribute(&whole, &mesh, &[Shard(1)])
+///     };
+///     let mut cache = KvCache::new(2, 16).with_dtype(DType::BF16);
+///     cache.append(&of(5)?, &of(5)?)?;
+///     let (k, _) = cache.append(&of(1)?, &of(1)?)?;
+///     assert_eq!((k.dims(), k.dtype(), cache.current_seq_len()), (&[1, 3, 6, 4][..], DType::F32, 6));
+///     Ok(())
+/// })?;
+/// # Ok::<(), candle_dist::WorldError>(())
+/// ```
+#[derive(Debug)]
+pub struct KvCache {
+    held: kv_cache::KvCache,
+    layout: Layout,
+}
+
+/// Like [`KvCache`] with the last `max_seq_len` tokens only: candle-nn's `RotatingKvCache` for [`DTensor`]s.
+///
+/// New tokens are written over the oldest ones. So the tokens that a call returns are not in the order of time; see
+/// [`positions`](Self::positions). What it returned for `max_seq_len` tokens or more before shares the memory and changes.
+#[derive(Debug)]
+pub struct RotatingKvCache {
+    held: kv_cache::RotatingKvCache,
+    layout: Layout,
+}
+
+impl KvCache {
+    /// An empty cache, whose tokens are on dim `dim`.
+    pub fn new(dim: usize, max_seq_len: usize) -> Self {
+        Self { held: kv_cache::KvCache::new(dim, max_seq_len), layout: Layout::new("KvCache", dim, max_seq_len) }
+    }
+
+    /// The same cache that keeps its tokens in `dtype`, in 16 bits to save memory. What it returns has the dtype of what came.
+    pub fn with_dtype(mut self, dtype: DType) -> Self {
+        self.layout.dtype = Some(dtype);
+        self
+    }
+
+    /// All keys and values, with these behind them.
+    ///
+    /// # Errors
+    /// On all ranks alike, without a change: if the tokens are cut over ranks, or partial sums, or the others lie or were made
+    /// otherwise, or they have a gradient, which would be lost.
+    pub fn append(&mut self, k: &DTensor, v: &DTensor) -> Result<(DTensor, DTensor)> {
+        let [to_k, to_v] = self.layout.check([k, v])?;
+        if k.dims()[self.layout.dim] == 0 {
+            return Ok((self.k()?.unwrap_or_else(|| k.clone()), self.v()?.unwrap_or_else(|| v.clone())));
+        }
+        let (all_k, all_v) = self.held.append(&to_k, &to_v)?;
+        self.layout.specs = Some([k.spec().clone(), v.spec().clone()]);
+        Ok((self.layout.spread(0, &all_k)?, self.layout.spread(1, &all_v)?))
+    }
+
+    /// All keys; `None` before the first tokens.
+    pub fn k(&self) -> Result<Option<DTensor>> {
+        self.held.k()?.map(|k| self.layout.spread(0, &k)).transpose()
+    }
+
+    /// All values; `None` before the first tokens.
+    pub fn v(&self) -> Result<Option<DTensor>> {
+        self.held.v()?.map(|v| self.layout.spread(1, &v)).transpose()
+    }
+
+    /// The number of tokens, which is the position of the next one.
+    pub fn current_seq_len(&self) -> usize {
+        self.held.current_seq_len()
+    }
+
+    /// The number of tokens that there is room for.
+    pub fn max_seq_len(&self) -> usize {
+        self.held.k_cache().max_seq_len()
+    }
+
+    /// Forgets all tokens, and lets go of the memory.
+    pub fn reset(&mut self) {
+        *self = Self { layout: self.layout.emptied(), ..Self::new(self.layout.dim, self.layout.max_seq_len) };
+    }
+}
+
+impl RotatingKvCache {
+    /// An empty cache, whose tokens are on dim `dim`.
+    pub fn new(dim: usize, max_seq_len: usize) -> Self {
+        let layout = Layout::new("RotatingKvCache", dim, max_seq_len);
+        Self { held: kv_cache::RotatingKvCache::new(dim, max_seq_len), layout }
+    }
+
+    /// See [`KvCache::with_dtype`].
+    pub fn with_dtype(mut self, dtype: DType) -> Self {
+        self.layout.dtype = Some(dtype);
+        self
+    }
+
+    /// The keys and values at [`positions`](Self::positions); these alone if they are more than there is room for.
+    ///
+    /// # Errors
+    /// Those of [`KvCache::append`].
+    pub fn append(&mut self, k: &DTensor, v: &DTensor) -> Result<(DTensor, DTensor)> {
+        let [to_k, to_v] = self.layout.check([k, v])?;
+        if k.dims()[self.layout.dim] == 0 {
+            return Ok((self.k()?.unwrap_or_else(|| k.clone()), self.v()?.unwrap_or_else(|| v.clone())));
+        }
+        let (all_k, all_v) = self.held.append(&to_k, &to_v)?;
+        self.layout.specs = Some([k.spec().clone(), v.spec().clone()]);
+        Ok((self.layout.spread(0, &all_k)?, self.layout.spread(1, &all_v)?))
+    }
+
+    /// The keys that are kept; `None` before the first tokens.
+    pub fn k(&self) -> Result<Option<DTensor>> {
+        self.held.k()?.map(|k| self.layout.spread(0, &k)).transpose()
+    }
+
+    /// The values that are kept; `None` before the first tokens.
+    pub fn v(&self) -> Result<Option<DTensor>> {
+        self.held.v()?.map(|v| self.layout.spread(1, &v)).transpose()
+    }
+
+    /// The number of tokens that came, which is the position of the next one.
+    pub fn current_seq_len(&self) -> usize {
+        self.held.current_seq_len()
+    }
+
+    /// The number of tokens that are kept at most.
+    pub fn max_seq_len(&self) -> usize {
+        self.layout.max_seq_len
+    }
+
+    /// The place that the next token is written to.
+    pub fn offset(&self) -> usize {
+        self.held.offset()
+    }
+
+    /// The positions of the tokens that an [`append`](Self::append) of `seq_len` tokens would return.
+    pub fn positions(&self, seq_len: usize) -> Vec<usize> {
+        if self.layout.max_seq_len == 0 { Vec::new() } else { self.held.positions(seq_len) }
+    }
+
+    /// What `seq_len` new tokens must not see of what their [`append`](Self::append) would return, `[seq_len, tokens]` with 1 there;
+    /// `None` for one token, which sees all.
+    ///
+    /// # Errors
+    /// If the device has no memory for it.
+    pub fn attn_mask(&self, seq_len: usize, device: &Device) -> Result<Option<Tensor>> {
+        self.layout.check_room()?;
+        Ok(self.held.attn_mask(seq_len, device)?)
+    }
+
+    /// See [`KvCache::reset`].
+    pub fn reset(&mut self) {
+        *self = Self { layout: self.layout.emptied(), ..Self::new(self.layout.dim, self.layout.max_seq_len) };
+    }
+}
+
+/// How the tokens of a cache lie.
+#[derive(Debug)]
+struct Layout {
+    op: &'static str,
+    dim: usize,
+    max_seq_len: usize,
+    /// What they are kept in, if that is another dtype than that of what comes.
+    dtype: Option<DType>,
+    /// Of the keys and the values that came last.
+    specs: Option<[Spec; 2]>,
+}
+
+impl Layout {
+    fn new(op: &'static str, dim: usize, max_seq_len: usize) -> Self {
+        Self { op, dim, max_seq_len, dtype: None, specs: None }
+    }
+
+    fn emptied(&self) -> Self {
+        Self { dtype: self.dtype, ..Self::new(self.op, self.dim, self.max_seq_len) }
+    }
+
+    fn check_room(&self) -> Result<()> {
+        match self.max_seq_len {
+            0 => Error::op(self.op, "a cache for 0 tokens: want room for 1 at least"),
+            _ => Ok(()),
+        }
+    }
+
+    /// The local tensors to be kept, of tokens that fit to those before.
+    fn check(&self, new: [&DTensor; 2]) -> Result<[Tensor; 2]> {
+        self.check_room()?;
+        let (op, dim) = (self.op, self.dim);
+        for (i, x) in new.iter().enumerate() {
+            let (what, spec) = (["keys", "values"][i], x.spec());
+            if dim >= x.rank() || x.sharded_axes(dim).any(|axis| x.mesh().shape()[axis] > 1) {
+                return Error::op(
+                    op,
+                    format!("{what} {spec}: want tokens on dim {dim}, on no axis; redistribute them"),
+                );
+            }
+            if x.placements().iter().any(|at| at.is_partial()) {
+                return Error::op(op, format!("{what} {spec} are partial sums; redistribute them first"));
+            }
+            if x.tracked() {
+                return Error::op(op, format!("{what} {spec} with a gradient, which would be lost; detach them"));
+            }
+            if let Some(before) = self.specs.as_ref().map(|specs| &specs[i])
+                && of_tokens(before, dim, x.dims()[dim])? != *spec
+            {
+                return Error::op(op, format!("{what} {spec} after {before}: want the same layout, shape and dtype"));
+            }
+        }
+        let [k, v] = new.map(|x| x.dims()[dim]);
+        if k != v {
+            return Error::op(op, format!("keys of {k} tokens, values of {v}: want as many"));
+        }
+        let local = |x: &DTensor| match x.to_local().elem_count() {
+            0 => self.stand_in(x),
+            _ => x.to_local().to_dtype(self.dtype.unwrap_or(x.dtype()))?.contiguous(),
+        };
+        Ok([local(new[0])?, local(new[1])?])
+    }
+
+    /// What a rank without elements keeps, so that it counts tokens: candle cannot write to memory without elements.
+    fn stand_in(&self, x: &DTensor) -> candle_core::Result<Tensor> {
+        let mut shape = vec![1; x.rank()];
+        shape[self.dim] = x.dims()[self.dim];
+        Tensor::zeros(shape, x.dtype(), x.device())
+    }
+
+    /// Keys or values that are kept, in the dtype of what came.
+    fn spread(&self, which: usize, local: &Tensor) -> Result<DTensor> {
+        let Some(spec) = self.specs.as_ref().map(|specs| &specs[which]) else {
+            return Error::op(self.op, "has no tokens yet");
+        };
+        let spec = of_tokens(spec, self.dim, local.dim(self.dim)?)?;
+        let shape = spec.local_shape();
+        let local = match shape.contains(&0) {
+            true => Tensor::zeros(shape.as_slice(), spec.dtype(), local.device())?,
+            false => local.to_dtype(spec.dtype())?,
+        };
+        DTensor::from_local_with_spec(local, spec)
+    }
+}
+
+/// The same layout with another number of tokens, which are on no axis.
+fn of_tokens(spec: &Spec, dim: usize, tokens: usize) -> Result<Spec> {
+    let mut shape = spec.dims().to_vec();
+    shape[dim] = tokens;
+    let other = Spec::new(spec.mesh(), spec.placements(), shape, spec.dtype())?;
+    (0..spec.mesh().ndim()).try_fold(other, |other, axis| other.with_sizes(axis, spec.sizes(axis).cloned()))
+}

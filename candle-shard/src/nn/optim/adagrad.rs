@@ -1,0 +1,81 @@
+//! Adagrad.
+use super::element::{ElementOptimizer, ElementParams};
+use super::params::{Params, check};
+use super::slot::Slot;
+use crate::Result;
+use crate::kernels::{AdagradRule, on_master, update_all};
+use candle_core::{Tensor, bail};
+
+/// Adagrad (Duchi et al. 2011), by PyTorch's rule.
+///
+/// State: `adagrad.sum.NAME`, which is f32 for 16-bit parameters, and `adagrad.step.NAME`.
+pub type Adagrad = ElementOptimizer<ParamsAdagrad>;
+
+/// The options of [`Adagrad`] and of [`sparse::Adagrad`](crate::sparse::Adagrad), with PyTorch's names and defaults.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ParamsAdagrad {
+    /// The learning rate.
+    pub lr: f64,
+    /// What the learning rate falls by: step `t` has `lr / (1 + (t - 1) · lr_decay)`.
+    pub lr_decay: f64,
+    /// How much of the parameter is added to its gradient (an L2 penalty).
+    pub weight_decay: f64,
+    /// What the sums of squared gradients begin with.
+    pub initial_accumulator_value: f64,
+    /// What is added to their root.
+    pub eps: f64,
+}
+
+impl Default for ParamsAdagrad {
+    fn default() -> Self {
+        Self { lr: 1e-2, lr_decay: 0.0, weight_decay: 0.0, initial_accumulator_value: 0.0, eps: 1e-10 }
+    }
+}
+
+impl ParamsAdagrad {
+    /// The learning rate of step `step`, which counts from 1.
+    pub(crate) fn lr_at(&self, step: u32) -> f64 {
+        self.lr / (1.0 + (f64::from(step) - 1.0) * self.lr_decay)
+    }
+}
+
+impl Params for ParamsAdagrad {
+    const TYPE: &'static str = "Adagrad";
+    const PREFIX: &'static str = "adagrad";
+
+    fn check(&self) -> Result<()> {
+        let Self { lr, lr_decay, weight_decay, initial_accumulator_value: start, eps } = *self;
+        let decays = [("lr_decay", lr_decay), ("weight_decay", weight_decay)];
+        let others = [("lr", lr), ("initial_accumulator_value", start), ("eps", eps)];
+        others.into_iter().chain(decays).try_for_each(|(name, value)| check(Self::TYPE, name, value, f64::INFINITY))
+    }
+
+    fn lr(&self) -> f64 {
+        self.lr
+    }
+
+    fn lr_mut(&mut self) -> &mut f64 {
+        &mut self.lr
+    }
+
+    fn states(&self) -> &'static [&'static str] {
+        &["sum"]
+    }
+
+    fn start(&self) -> f64 {
+        self.initial_accumulator_value
+    }
+
+    fn counts_steps(&self) -> bool {
+        true
+    }
+}
+
+impl ElementParams for ParamsAdagrad {
+    fn step(&self, slot: &Slot, grad: &Tensor) -> candle_core::Result<()> {
+        let [sum] = &slot.states[..] else { bail!("Adagrad: {} has {} states", slot.of.name, slot.states.len()) };
+        let rule = AdagradRule { lr: self.lr_at(slot.steps), weight_decay: self.weight_decay, eps: self.eps };
+        let var = (&slot.of.var, slot.master.as_ref());
+        on_master(Self::TYPE, var, grad, true, |var, grad| update_all(var, [sum], grad, &rule))
+    }
+}

@@ -1,0 +1,82 @@
+//! AdamW.
+use super::element::{ElementOptimizer, ElementParams};
+use super::params::{Params, check};
+use super::slot::Slot;
+use crate::{Result, kernels};
+use candle_core::{DType, Tensor, bail};
+use candle_nn::ParamsAdamW;
+
+/// AdamW (Loshchilov and Hutter, 2019) over this rank's shards, with the options of `candle_nn::AdamW`.
+///
+/// State: `adam_w.first_moment.NAME`, `adam_w.second_moment.NAME` and `adam_w.step.NAME`. The moments have the dtype of the
+/// parameter, or of its master weight.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_dist::World;
+/// use candle_shard::nn::{AdamW, Linear, ShardedVarBuilder};
+/// use candle_shard::parallel::{ColwiseParallel, Plan};
+/// use candle_shard::{DTensor, Replicate, Result};
+///
+/// World::local(2).run(|ctx| -> Result<()> {
+///     let mesh = ctx.mesh(&[("tp", 2)])?;
+///     let plan = Plan::new("tp").with("out", ColwiseParallel::default());
+///     let vb = ShardedVarBuilder::fresh(1, &mesh, plan, DType::BF16, &Device::Cpu)?;
+///     let layer = Linear::new(4, 6, false, &vb.pp("out"))?;
+///     let parameters = vb.finish()?;
+///     let mut optimizer = AdamW::with_master_weights(&parameters, candle_nn::ParamsAdamW::default())?;
+///     let x = DTensor::distribute(&Tensor::ones((1, 4), DType::BF16, &Device::Cpu)?, &mesh, &[Replicate])?;
+///     optimizer.step(&parameters.backward(&layer.forward(&x)?.sum_all()?)?)?;
+///     let state = optimizer.state()?;
+///     let (name, master) = &state[2];
+///     assert_eq!((name.as_str(), master.dtype()), ("adam_w.master_weight.out.weight", DType::F32));
+///     assert_eq!(master.to_local().dims(), [3, 4]); // this rank's shard
+///     assert_eq!(state[3].0, "adam_w.step.out.weight");
+///     Ok(())
+/// })?;
+/// # Ok::<(), candle_dist::WorldError>(())
+/// ```
+pub type AdamW = ElementOptimizer<ParamsAdamW>;
+
+impl Params for ParamsAdamW {
+    const TYPE: &'static str = "AdamW";
+    const PREFIX: &'static str = "adam_w";
+
+    fn check(&self) -> Result<()> {
+        let Self { lr, beta1, beta2, eps, weight_decay } = *self;
+        for (name, value) in [("lr", lr), ("eps", eps), ("weight_decay", weight_decay)] {
+            check(Self::TYPE, name, value, f64::INFINITY)?;
+        }
+        check(Self::TYPE, "beta1", beta1, 1.0)?;
+        check(Self::TYPE, "beta2", beta2, 1.0)
+    }
+
+    fn lr(&self) -> f64 {
+        self.lr
+    }
+
+    fn lr_mut(&mut self) -> &mut f64 {
+        &mut self.lr
+    }
+
+    fn states(&self) -> &'static [&'static str] {
+        &["first_moment", "second_moment"]
+    }
+
+    fn state_dtype(of: DType) -> DType {
+        of
+    }
+
+    fn counts_steps(&self) -> bool {
+        true
+    }
+}
+
+impl ElementParams for ParamsAdamW {
+    fn step(&self, slot: &Slot, grad: &Tensor) -> candle_core::Result<()> {
+        let [first, second] = &slot.states[..] else {
+            bail!("AdamW: {} has {} states", slot.of.name, slot.states.len())
+        };
+        kernels::step_adam_w(self, slot.steps, (&slot.of.var, slot.master.as_ref()), [first, second], grad)
+    }
+}

@@ -1,0 +1,120 @@
+//! Optimizers that step each number of a parameter by itself, and so a shard without its peers.
+use super::Optimizer;
+use super::group::{Groups, ParamGroup, check_learning_rates, read};
+use super::params::Params;
+use super::slot::Slot;
+use crate::nn::{Parameters, found};
+use crate::{DTensor, Result};
+use candle_core::Tensor;
+use candle_core::backprop::GradStore;
+use std::path::Path;
+
+/// Options of an optimizer that steps each number by itself.
+pub trait ElementParams: Params {
+    /// Moves the parameter of a slot by its gradient; `slot.steps` counts this step.
+    fn step(&self, slot: &Slot, grad: &Tensor) -> candle_core::Result<()>;
+}
+
+/// An optimizer that steps each number by itself: [`Sgd`](super::Sgd), [`Adagrad`](super::Adagrad) or [`AdamW`](super::AdamW).
+///
+/// Nothing is communicated in a step.
+#[derive(Debug)]
+pub struct ElementOptimizer<P> {
+    groups: Groups<P>,
+}
+
+impl<P: ElementParams> ElementOptimizer<P> {
+    /// An optimizer of one group.
+    ///
+    /// # Errors
+    /// As [`from_groups`](Self::from_groups).
+    pub fn new(parameters: &Parameters, params: P) -> Result<Self> {
+        Self::from_groups([ParamGroup::new(parameters, params)])
+    }
+
+    /// Like [`new`](Self::new) with [master weights](ParamGroup::with_master_weights).
+    pub fn with_master_weights(parameters: &Parameters, params: P) -> Result<Self> {
+        Self::from_groups([ParamGroup::new(parameters, params).with_master_weights()])
+    }
+
+    /// An optimizer of these groups.
+    ///
+    /// # Errors
+    /// If an option is out of its range, a parameter is in several groups, or parameters lie on several meshes.
+    pub fn from_groups(groups: impl IntoIterator<Item = ParamGroup<P>>) -> Result<Self> {
+        Ok(Self { groups: Groups::new(groups)? })
+    }
+
+    /// See [`Optimizer::step`].
+    pub fn step(&mut self, grads: &GradStore) -> Result<()> {
+        found::parameters_change();
+        for group in &mut self.groups.0 {
+            for slot in &mut group.slots {
+                if let Some(grad) = grads.get(&slot.of.var) {
+                    slot.steps += 1;
+                    group.params.step(slot, grad)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// See [`Optimizer::state`].
+    pub fn state(&self) -> Result<Vec<(String, DTensor)>> {
+        self.groups.state()
+    }
+
+    /// See [`Optimizer::load`].
+    pub fn load(&mut self, path: impl AsRef<Path>) -> Result<()> {
+        let values = read(path.as_ref(), &self.state()?)?;
+        self.set(&mut values.into_iter())
+    }
+
+    /// Takes up what [`state`](Self::state) names.
+    pub(super) fn set(&mut self, values: &mut impl Iterator<Item = DTensor>) -> Result<()> {
+        self.groups.set(values)
+    }
+
+    pub(super) fn groups(&self) -> &Groups<P> {
+        &self.groups
+    }
+
+    /// See [`Optimizer::learning_rates`].
+    pub fn learning_rates(&self) -> Vec<f64> {
+        self.groups.learning_rates()
+    }
+
+    /// See [`Optimizer::set_learning_rates`].
+    pub fn set_learning_rates(&mut self, lrs: &[f64]) -> Result<()> {
+        check_learning_rates(P::TYPE, lrs, self.groups.0.len())?;
+        self.groups.set_learning_rates(lrs);
+        Ok(())
+    }
+
+    /// See [`Optimizer::set_learning_rate`].
+    pub fn set_learning_rate(&mut self, lr: f64) -> Result<()> {
+        Optimizer::set_learning_rate(self, lr)
+    }
+}
+
+impl<P: ElementParams> Optimizer for ElementOptimizer<P> {
+    fn step(&mut self, grads: &GradStore) -> Result<()> {
+        self.step(grads)
+    }
+
+    fn state(&self) -> Result<Vec<(String, DTensor)>> {
+        self.state()
+    }
+
+    fn load(&mut self, path: &Path) -> Result<()> {
+        self.load(path)
+    }
+
+    fn learning_rates(&self) -> Vec<f64> {
+        self.learning_rates()
+    }
+
+    fn set_learning_rates(&mut self, lrs: &[f64]) -> Result<()> {
+        self.set_learning_rates(lrs)
+    }
+}

@@ -1,0 +1,152 @@
+//! Parameters that an optimizer steps with the same options.
+use super::params::{Params, check};
+use super::slot::{Slot, place};
+use crate::nn::{Parameter, Parameters};
+use crate::{DTensor, Error, Result, checkpoint};
+use candle_core::{Device, TensorId};
+use candle_dist::DeviceMesh;
+use std::collections::HashSet;
+use std::path::Path;
+
+/// Parameters with the options by which an optimizer steps them: PyTorch's `param_groups`.
+#[derive(Debug, Clone)]
+pub struct ParamGroup<P> {
+    parameters: Parameters,
+    params: P,
+    master_weights: bool,
+}
+
+impl<P> ParamGroup<P> {
+    /// A group of these parameters.
+    pub fn new(parameters: &Parameters, params: P) -> Self {
+        Self { parameters: parameters.clone(), params, master_weights: false }
+    }
+
+    /// The same group with a 32-bit copy of each 16-bit shard, which takes the steps (Micikevicius et al. 2018): the
+    /// parameter is the copy, rounded, so that steps too small for 16 bits add up.
+    ///
+    /// The copies are part of the [`state`](super::Optimizer::state).
+    pub fn with_master_weights(self) -> Self {
+        Self { master_weights: true, ..self }
+    }
+}
+
+impl Parameters {
+    /// Those for which `f` holds, and the others, each in their order.
+    pub fn partition(&self, mut f: impl FnMut(&Parameter) -> bool) -> (Self, Self) {
+        let (some, others) = self.iter().cloned().partition(|parameter| f(parameter));
+        (Self::new(some), Self::new(others))
+    }
+
+    /// Those that usually decay, and the norms and biases, which do not; see [`Parameter::decays`].
+    ///
+    /// ```
+    /// # use candle_core::{DType, Device};
+    /// # use candle_shard::nn::{Linear, ShardedVarBuilder};
+    /// # candle_dist::World::local(1).run(|ctx| -> candle_shard::Result<()> {
+    /// # let (mesh, plan) = (ctx.mesh(&[("tp", 1)])?, candle_shard::parallel::Plan::new("tp"));
+    /// # let vb = ShardedVarBuilder::fresh(1, &mesh, plan, DType::F32, &Device::Cpu)?;
+    /// # Linear::new(4, 2, true, &vb.pp("out"))?;
+    /// # let parameters = vb.finish()?;
+    /// let (decay, no_decay) = parameters.split_decay();
+    /// assert_eq!(decay.iter().next().unwrap().name, "out.weight");
+    /// assert_eq!(no_decay.iter().next().unwrap().name, "out.bias");
+    /// # Ok(()) })?;
+    /// # Ok::<(), candle_dist::WorldError>(())
+    /// ```
+    pub fn split_decay(&self) -> (Self, Self) {
+        self.partition(Parameter::decays)
+    }
+}
+
+impl Parameter {
+    /// Whether it has two dims or more and no part of its name is `bias`, begins with `ln_`, or contains `norm`.
+    pub fn decays(&self) -> bool {
+        let is_still = |part: &str| {
+            let part = part.to_ascii_lowercase();
+            part == "bias" || part == "ln" || part.starts_with("ln_") || part.contains("norm")
+        };
+        self.tensor.rank() >= 2 && !self.name.split('.').any(is_still)
+    }
+}
+
+/// A group as an optimizer holds it.
+#[derive(Debug)]
+pub(super) struct Group<P> {
+    pub(super) params: P,
+    pub(super) slots: Vec<Slot>,
+}
+
+/// The groups of an optimizer.
+#[derive(Debug)]
+pub(super) struct Groups<P>(pub(super) Vec<Group<P>>);
+
+impl<P: Params> Groups<P> {
+    /// The groups without the parameters that are not trained.
+    ///
+    /// # Errors
+    /// If options mean nothing, a parameter is in several groups, or parameters lie on several meshes.
+    pub(super) fn new(groups: impl IntoIterator<Item = ParamGroup<P>>) -> Result<Self> {
+        let mut seen: HashSet<TensorId> = HashSet::new();
+        let group = |ParamGroup { parameters, params, master_weights }: ParamGroup<P>| {
+            params.check()?;
+            let mut slots = Vec::new();
+            for of in parameters.iter().filter(|of| of.var.dtype().is_float() && !of.is_frozen()) {
+                if !seen.insert(of.var.id()) {
+                    return Error::op(P::TYPE, format!("{} is in several groups; leave it in one", of.name));
+                }
+                slots.push(Slot::new(of, &params, master_weights)?);
+            }
+            Ok(Group { params, slots })
+        };
+        let groups = Self(groups.into_iter().map(group).collect::<Result<_>>()?);
+        groups.place()?;
+        Ok(groups)
+    }
+
+    pub(super) fn slots(&self) -> impl Iterator<Item = &Slot> {
+        self.0.iter().flat_map(|group| &group.slots)
+    }
+
+    /// Where the parameters lie; `None` without parameters.
+    pub(super) fn place(&self) -> Result<Option<(&DeviceMesh, &Device)>> {
+        place(P::TYPE, self.slots())
+    }
+
+    pub(super) fn state(&self) -> Result<Vec<(String, DTensor)>> {
+        let of_slots = self.0.iter().flat_map(|group| group.slots.iter().map(|slot| slot.state(&group.params)));
+        Ok(of_slots.collect::<Result<Vec<_>>>()?.concat())
+    }
+
+    /// Takes up what [`state`](Self::state) names.
+    pub(super) fn set(&mut self, values: &mut impl Iterator<Item = DTensor>) -> Result<()> {
+        let Self(groups) = self;
+        groups
+            .iter_mut()
+            .try_for_each(|Group { params, slots }| slots.iter_mut().try_for_each(|slot| slot.set(params, values)))
+    }
+
+    pub(super) fn learning_rates(&self) -> Vec<f64> {
+        self.0.iter().map(|group| group.params.lr()).collect()
+    }
+
+    /// The `lrs` begin with those of these groups, which are as many as there are groups.
+    pub(super) fn set_learning_rates(&mut self, lrs: &[f64]) {
+        self.0.iter_mut().zip(lrs).for_each(|(group, &lr)| *group.params.lr_mut() = lr);
+    }
+}
+
+/// Refuses learning rates that do not fit so many groups.
+pub(super) fn check_learning_rates(op: &'static str, lrs: &[f64], groups: usize) -> Result<()> {
+    if lrs.len() != groups {
+        return Error::op(op, format!("{} learning rates for {groups} groups: give one for each", lrs.len()));
+    }
+    lrs.iter().try_for_each(|&lr| check(op, "lr", lr, f64::INFINITY))
+}
+
+/// The values of a checkpoint for this state.
+pub(super) fn read(path: &Path, state: &[(String, DTensor)]) -> Result<Vec<DTensor>> {
+    let Some((_, first)) = state.first() else { return Ok(Vec::new()) };
+    let wanted = state.iter().map(|(name, tensor)| (name.as_str(), None, tensor.spec()));
+    checkpoint::read(path, first.mesh(), wanted, first.device())
+}

@@ -1,0 +1,95 @@
+//! Optimizers over this rank's shards, whose state is saved and resharded like the parameters.
+mod adagrad;
+mod adam_w;
+mod element;
+mod group;
+mod muon;
+mod params;
+mod sgd;
+mod slot;
+
+pub use adagrad::{Adagrad, ParamsAdagrad};
+pub use adam_w::AdamW;
+pub use element::ElementOptimizer;
+pub use group::ParamGroup;
+pub use muon::{AdjustLr, Muon, ParamsMuon};
+pub(crate) use params::{Params, check};
+pub use sgd::{ParamsSgd, Sgd};
+
+use crate::{DTensor, Result};
+use candle_core::backprop::GradStore;
+use std::fmt;
+use std::path::Path;
+
+/// What all optimizers of shards do: [`Sgd`], [`Adagrad`], [`AdamW`] and [`Muon`].
+///
+/// Each takes [groups](ParamGroup) of parameters, with options for each group. Frozen parameters and those that hold no floats
+/// are left out. A parameter without a gradient stays as it is. Steps are counted for each parameter, as PyTorch does.
+/// Optimizers by rows are in [`sparse`](crate::sparse): these take gradients from [`RowVar`](crate::sparse::RowVar)s, not from
+/// a `GradStore`.
+///
+/// ```
+/// use candle_core::{DType, Device};
+/// use candle_dist::World;
+/// use candle_nn::ParamsAdamW;
+/// use candle_shard::Result;
+/// use candle_shard::nn::{AdamW, LayerNorm, Linear, Optimizer, ParamGroup, ParamsSgd, Sgd, ShardedVarBuilder};
+/// use candle_shard::parallel::Plan;
+///
+/// World::local(2).run(|ctx| -> Result<()> {
+///     let mesh = ctx.mesh(&[("tp", 2)])?;
+///     let vb = ShardedVarBuilder::fresh(1, &mesh, Plan::new("tp"), DType::F32, &Device::Cpu)?;
+///     let (_, _) = (Linear::new(4, 2, true, &vb.pp("out"))?, LayerNorm::new(2, 1e-5, &vb.pp("norm"))?);
+///     let (decay, no_decay) = vb.finish()?.split_decay(); // norms and biases do not decay
+///     assert_eq!((decay.len(), no_decay.len()), (1, 3));
+///
+///     let mut chosen: Vec<Box<dyn Optimizer>> = Vec::new();
+///     let groups = |params: fn(f64) -> ParamsAdamW| {
+///         [ParamGroup::new(&decay, params(0.1)), ParamGroup::new(&no_decay, params(0.0))]
+///     };
+///     let adam_w = AdamW::from_groups(groups(|weight_decay| ParamsAdamW { weight_decay, ..Default::default() }))?;
+///     chosen.push(Box::new(adam_w));
+///     chosen.push(Box::new(Sgd::new(&decay, ParamsSgd { momentum: 0.9, nesterov: true, ..Default::default() })?));
+///     for optimizer in &mut chosen {
+///         optimizer.set_learning_rate(3e-4)?;
+///         assert!(optimizer.learning_rates().iter().all(|lr| *lr == 3e-4));
+///     }
+///     Ok(())
+/// })?;
+/// # Ok::<(), candle_dist::WorldError>(())
+/// ```
+pub trait Optimizer: fmt::Debug {
+    /// Changes every parameter that has a gradient. The gradients are complete, as those of
+    /// [`Parameters::backward`](crate::nn::Parameters::backward) are.
+    ///
+    /// # Errors
+    /// If a gradient does not fit its parameter.
+    fn step(&mut self, grads: &GradStore) -> Result<()>;
+
+    /// What is kept for each parameter, which lies like the parameter, and its number of steps, for
+    /// [`checkpoint::save`](crate::checkpoint::save). The names end with that of the parameter.
+    fn state(&self) -> Result<Vec<(String, DTensor)>>;
+
+    /// Takes up the state of a checkpoint, of whatever mesh. Every rank calls it.
+    ///
+    /// # Errors
+    /// On every rank alike, without a change, if a part of the state is not there or cannot be read.
+    fn load(&mut self, path: &Path) -> Result<()>;
+
+    /// The learning rate of each group.
+    fn learning_rates(&self) -> Vec<f64>;
+
+    /// Another learning rate for each group, for the steps to come.
+    ///
+    /// # Errors
+    /// If there are more or fewer than groups, or one is negative or no finite number; nothing changes then.
+    fn set_learning_rates(&mut self, lrs: &[f64]) -> Result<()>;
+
+    /// The same learning rate for all groups, for the steps to come.
+    ///
+    /// # Errors
+    /// If it is negative or no finite number.
+    fn set_learning_rate(&mut self, lr: f64) -> Result<()> {
+        self.set_learning_rates(&vec![lr; self.learning_rates().len()])
+    }
+}

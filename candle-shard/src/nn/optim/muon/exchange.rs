@@ -1,0 +1,157 @@
+//! Pieces of matrices on their way to the ranks that make them orthogonal, and back.
+use crate::Result;
+use crate::placement::Shard;
+use crate::spec::Spec;
+use candle_core::{DType, Device, Tensor};
+use candle_dist::{DeviceMesh, ProcessGroup};
+use itertools::Itertools;
+use std::ops::Range;
+
+/// A matrix of which this rank holds a piece, and the rank of the mesh that gets all of it.
+pub(super) struct Matrix<'a> {
+    pub(super) spec: &'a Spec,
+    pub(super) owner: usize,
+    pub(super) local: Tensor,
+}
+
+/// Elements of a matrix that one rank sends to another.
+struct Message {
+    matrix: usize,
+    from: usize,
+    to: usize,
+    /// The rank that holds these elements of the matrix.
+    holder: usize,
+    len: usize,
+}
+
+/// The matrices that this rank owns, whole; one exchange, unless no matrix is cut.
+pub(super) fn gather(mesh: &DeviceMesh, matrices: &[Matrix<'_>]) -> Result<Vec<Option<Tensor>>> {
+    let blocks = Blocks::new(mesh, matrices);
+    // Of those that hold the same block that one sends it which shares the owner's place on the axes that do not cut it.
+    let sends = |i: usize, from: usize| {
+        let Matrix { spec, owner, .. } = &matrices[i];
+        let is_same = |axis: usize| blocks.coordinates[from][axis] == blocks.coordinates[*owner][axis];
+        spec.placements().iter().enumerate().all(|(axis, placement)| matches!(placement, Shard(_)) || is_same(axis))
+    };
+    let messages = blocks.messages(|i, rank| {
+        let to = matrices[i].owner;
+        (rank != to && sends(i, rank)).then_some((rank, to))
+    });
+    let group = mesh.group()?;
+    let received = exchange(group, matrices, &messages, |message| Ok(matrices[message.matrix].local.clone()))?;
+    let mut parts: Vec<Vec<(usize, Tensor)>> = matrices.iter().map(|_| Vec::new()).collect();
+    for (message, part) in received {
+        let [rows, columns] = blocks.of(message.matrix, message.holder);
+        parts[message.matrix].push((message.holder, part.reshape((rows.len(), columns.len()))?));
+    }
+    let whole = |(i, mut parts): (usize, Vec<(usize, Tensor)>)| {
+        if matrices[i].owner != group.rank() {
+            return Ok(None);
+        }
+        parts.push((group.rank(), matrices[i].local.clone()));
+        let parts = parts.into_iter().filter(|(_, part)| part.elem_count() > 0);
+        let placed = parts.map(|(holder, part)| (blocks.of(i, holder).map(|range| range.start), part));
+        join(placed.collect()).map(Some)
+    };
+    parts.into_iter().enumerate().map(whole).collect()
+}
+
+/// This rank's pieces of matrices that are whole at their owners; one exchange, unless there is one rank.
+pub(super) fn spread(mesh: &DeviceMesh, matrices: &[Matrix<'_>], wholes: &[Option<Tensor>]) -> Result<Vec<Tensor>> {
+    let blocks = Blocks::new(mesh, matrices);
+    let messages = blocks.messages(|i, rank| {
+        let from = matrices[i].owner;
+        (rank != from).then_some((from, rank))
+    });
+    let (group, me) = (mesh.group()?, mesh.group()?.rank());
+    let block = |i: usize, holder: usize| {
+        let whole = wholes[i].as_ref().map_or_else(|| matrices[i].local.clone(), Tensor::clone);
+        let [rows, columns] = blocks.of(i, holder);
+        Ok(whole.narrow(0, rows.start, rows.len())?.narrow(1, columns.start, columns.len())?)
+    };
+    let received = exchange(group, matrices, &messages, |message| block(message.matrix, message.holder))?;
+    let mut pieces: Vec<Option<Tensor>> = vec![None; matrices.len()];
+    for (message, part) in received {
+        pieces[message.matrix] = Some(part);
+    }
+    let piece = |(i, piece): (usize, Option<Tensor>)| {
+        let Matrix { local, owner, .. } = &matrices[i];
+        match piece {
+            Some(piece) => Ok(piece.reshape(local.shape())?),
+            None if *owner == me => Ok(block(i, me)?.contiguous()?),
+            None => Ok(local.clone()), // no elements
+        }
+    };
+    pieces.into_iter().enumerate().map(piece).collect()
+}
+
+/// Which rank holds which block of which matrix.
+struct Blocks {
+    coordinates: Vec<Vec<usize>>,
+    /// By matrix and rank: rows and columns.
+    blocks: Vec<Vec<[Range<usize>; 2]>>,
+}
+
+impl Blocks {
+    fn new(mesh: &DeviceMesh, matrices: &[Matrix<'_>]) -> Self {
+        let coordinates = mesh.coordinates().collect_vec();
+        let block = |spec: &Spec, at: &Vec<usize>| {
+            let block = spec.block_at(at);
+            std::array::from_fn(|dim| block.get(dim).cloned().unwrap_or(0..1))
+        };
+        let of_matrix = |matrix: &Matrix<'_>| coordinates.iter().map(|at| block(matrix.spec, at)).collect();
+        Self { blocks: matrices.iter().map(of_matrix).collect(), coordinates }
+    }
+
+    fn of(&self, matrix: usize, rank: usize) -> [Range<usize>; 2] {
+        self.blocks[matrix][rank].clone()
+    }
+
+    /// A message, from one rank to another as `route` says, for each block with elements that it routes.
+    fn messages(&self, route: impl Fn(usize, usize) -> Option<(usize, usize)>) -> Vec<Message> {
+        let all = (0..self.blocks.len()).cartesian_product(0..self.coordinates.len());
+        let message = |(matrix, holder): (usize, usize)| {
+            let [rows, columns] = self.of(matrix, holder);
+            let (from, to) = route(matrix, holder)?;
+            Some(Message { matrix, from, to, holder, len: rows.len() * columns.len() })
+        };
+        all.filter_map(message).filter(|message| message.len > 0).collect()
+    }
+}
+
+/// What this rank receives, each message flat, when `payload` gives what it sends.
+fn exchange<'a>(
+    group: &ProcessGroup,
+    matrices: &[Matrix<'_>],
+    messages: &'a [Message],
+    payload: impl Fn(&Message) -> Result<Tensor>,
+) -> Result<Vec<(&'a Message, Tensor)>> {
+    if messages.is_empty() {
+        return Ok(Vec::new());
+    }
+    let (me, size) = (group.rank(), group.size());
+    let mut counts = vec![vec![0; size]; size];
+    messages.iter().for_each(|message| counts[message.from][message.to] += message.len);
+    let sent = messages.iter().filter(|message| message.from == me).sorted_by_key(|message| message.to);
+    let sent = sent.map(|message| Ok(payload(message)?.flatten_all()?)).collect::<Result<Vec<_>>>()?;
+    let (dtype, device): (DType, &Device) = (matrices[0].local.dtype(), matrices[0].local.device());
+    let sent = if sent.is_empty() { Tensor::zeros(0, dtype, device)? } else { Tensor::cat(&sent, 0)? };
+    let received = group.all_to_all_single(&sent, &counts)?;
+    let mut start = 0;
+    let mine = messages.iter().filter(|message| message.to == me).sorted_by_key(|message| message.from);
+    let part = |message: &'a Message| {
+        let part = received.narrow(0, start, message.len)?;
+        start += message.len;
+        Ok((message, part))
+    };
+    mine.map(part).collect()
+}
+
+/// The matrix that blocks of a grid make, each with its first row and column.
+fn join(mut blocks: Vec<([usize; 2], Tensor)>) -> Result<Tensor> {
+    blocks.sort_by_key(|(start, _)| *start);
+    let rows = blocks.chunk_by(|([one, _], _), ([other, _], _)| one == other);
+    let row = |row: &[([usize; 2], Tensor)]| Tensor::cat(&row.iter().map(|(_, block)| block).collect_vec(), 1);
+    let rows = rows.map(row).collect::<candle_core::Result<Vec<_>>>()?;
+    Ok(Tensor::cat(&rows, 0)?)
+}

@@ -1,0 +1,235 @@
+//! Muon.
+mod exchange;
+mod orthogonal;
+mod owners;
+mod params;
+
+pub use params::{AdjustLr, ParamsMuon};
+
+use super::group::{Groups, ParamGroup, check_learning_rates, read};
+use super::params::Params;
+use super::slot::Slot;
+use super::{AdamW, Optimizer};
+use crate::kernels::on_master;
+use crate::nn::{Parameters, found};
+use crate::{DTensor, Error, Result};
+use candle_core::backprop::GradStore;
+use candle_core::{Tensor, Var};
+use candle_dist::{DeviceMesh, sum_dtype};
+use exchange::{Matrix, gather, spread};
+use itertools::Itertools;
+use std::path::Path;
+
+/// Muon (Jordan et al. 2024) for matrices, by PyTorch's rule: the momentum of each is brought near to an orthogonal matrix.
+///
+/// Each matrix, however it is cut, is made orthogonal once in a step, by one rank of the mesh. The owners are chosen so that
+/// all ranks have about the same to do. A step makes two exchanges for each group: one brings the pieces to the owners, one
+/// brings each rank its pieces of the results. The first is left out where no matrix is cut, and both on one rank. Replicas
+/// that average gradients outside of the mesh, as [`DataParallel`](candle_dist::DataParallel) does, do the same work each.
+///
+/// Muon is for the matrices of hidden layers. All else goes to an [`AdamW`], explicitly; embeddings and output layers should.
+/// State: `muon.momentum_buffer.NAME`, which is f32 for 16-bit parameters, and that of the AdamW.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_dist::World;
+/// use candle_nn::ParamsAdamW;
+/// use candle_shard::nn::{AdamW, Linear, Muon, ParamsMuon, ShardedVarBuilder};
+/// use candle_shard::parallel::{ColwiseParallel, Plan};
+/// use candle_shard::{DTensor, Replicate, Result};
+///
+/// World::local(2).run(|ctx| -> Result<()> {
+///     let mesh = ctx.mesh(&[("tp", 2)])?;
+///     let plan = Plan::new("tp").with("up", ColwiseParallel::default());
+///     let vb = ShardedVarBuilder::fresh(1, &mesh, plan, DType::F32, &Device::Cpu)?;
+///     let layer = Linear::new(4, 6, true, &vb.pp("up"))?;
+///     let parameters = vb.finish()?;
+///     assert!(Muon::new(&parameters, ParamsMuon::default()).is_err()); // a bias is no matrix
+///
+///     let (matrices, others) = parameters.partition(|parameter| parameter.tensor.rank() == 2);
+///     let mut optimizer = Muon::new(&matrices, ParamsMuon { lr: 0.02, ..Default::default() })?
+///         .with_adam_w(AdamW::new(&others, ParamsAdamW { lr: 3e-4, ..Default::default() })?)?;
+///     assert_eq!(optimizer.learning_rates(), [0.02, 3e-4]);
+///     let x = DTensor::distribute(&Tensor::ones((1, 4), DType::F32, &Device::Cpu)?, &mesh, &[Replicate])?;
+///     optimizer.step(&parameters.backward(&layer.forward(&x)?.sum_all()?)?)?;
+///     Ok(())
+/// })?;
+/// # Ok::<(), candle_dist::WorldError>(())
+/// ```
+#[derive(Debug)]
+pub struct Muon {
+    groups: Groups<ParamsMuon>,
+    /// The rank of the mesh that makes each matrix orthogonal, by group and slot.
+    owners: Vec<Vec<usize>>,
+    others: Option<AdamW>,
+}
+
+impl Muon {
+    /// An optimizer of one group.
+    ///
+    /// # Errors
+    /// As [`from_groups`](Self::from_groups).
+    pub fn new(parameters: &Parameters, params: ParamsMuon) -> Result<Self> {
+        Self::from_groups([ParamGroup::new(parameters, params)])
+    }
+
+    /// Like [`new`](Self::new) with [master weights](ParamGroup::with_master_weights).
+    pub fn with_master_weights(parameters: &Parameters, params: ParamsMuon) -> Result<Self> {
+        Self::from_groups([ParamGroup::new(parameters, params).with_master_weights()])
+    }
+
+    /// An optimizer of these groups.
+    ///
+    /// # Errors
+    /// If a parameter that is trained is no matrix, an option is out of its range, a parameter is in several groups, or
+    /// parameters lie on several meshes.
+    pub fn from_groups(groups: impl IntoIterator<Item = ParamGroup<ParamsMuon>>) -> Result<Self> {
+        let groups = Groups::new(groups)?;
+        let is_other = |slot: &&Slot| slot.of.tensor.rank() != 2;
+        let others =
+            groups.slots().filter(is_other).map(|slot| format!("{} {:?}", slot.of.name, slot.of.tensor.dims()));
+        let others = others.collect_vec();
+        if !others.is_empty() {
+            let others = others.join(", ");
+            return Error::op(
+                ParamsMuon::TYPE,
+                format!("{others}: these are no matrices; partition the parameters and give them to with_adam_w"),
+            );
+        }
+        let ranks = groups.place()?.map_or(1, |(mesh, _)| mesh.size());
+        let costs = groups.0.iter().flat_map(|group| {
+            group.slots.iter().map(|slot| owners::cost(slot.of.tensor.dims(), group.params.ns_steps))
+        });
+        let mut chosen = owners::balanced(&costs.collect_vec(), ranks).into_iter();
+        let owners = groups.0.iter().map(|group| chosen.by_ref().take(group.slots.len()).collect()).collect();
+        Ok(Self { groups, owners, others: None })
+    }
+
+    /// The same optimizer with an AdamW for the parameters that are no matrices, whose groups come after its own.
+    ///
+    /// # Errors
+    /// If the two have a parameter in common.
+    pub fn with_adam_w(mut self, others: AdamW) -> Result<Self> {
+        let is_mine = |slot: &&Slot| self.groups.slots().any(|mine| mine.of.var.id() == slot.of.var.id());
+        if let Some(slot) = others.groups().slots().find(is_mine) {
+            let reason = format!("{} is in a group of Muon and of its AdamW; leave it in one", slot.of.name);
+            return Error::op(ParamsMuon::TYPE, reason);
+        }
+        self.others = Some(others);
+        Ok(self)
+    }
+
+    /// See [`Optimizer::step`]. Every rank of the mesh calls it, with gradients of the same parameters.
+    pub fn step(&mut self, grads: &GradStore) -> Result<()> {
+        found::parameters_change();
+        if let Some((mesh, _)) = self.groups.place()? {
+            let mesh = mesh.clone();
+            for (group, owners) in self.groups.0.iter().zip(&self.owners) {
+                step(&group.params, &mesh, group.slots.iter().zip(owners.iter().copied()), grads)?;
+            }
+        }
+        self.others.as_mut().map_or(Ok(()), |others| others.step(grads))
+    }
+
+    /// See [`Optimizer::state`].
+    pub fn state(&self) -> Result<Vec<(String, DTensor)>> {
+        let others = self.others.as_ref().map(AdamW::state).transpose()?;
+        Ok([self.groups.state()?, others.unwrap_or_default()].concat())
+    }
+
+    /// See [`Optimizer::load`].
+    pub fn load(&mut self, path: impl AsRef<Path>) -> Result<()> {
+        let mut values = read(path.as_ref(), &self.state()?)?.into_iter();
+        self.groups.set(&mut values)?;
+        self.others.as_mut().map_or(Ok(()), |others| others.set(&mut values))
+    }
+
+    /// See [`Optimizer::learning_rates`].
+    pub fn learning_rates(&self) -> Vec<f64> {
+        let others = self.others.as_ref().map(AdamW::learning_rates);
+        [self.groups.learning_rates(), others.unwrap_or_default()].concat()
+    }
+
+    /// See [`Optimizer::set_learning_rates`].
+    pub fn set_learning_rates(&mut self, lrs: &[f64]) -> Result<()> {
+        check_learning_rates(ParamsMuon::TYPE, lrs, self.learning_rates().len())?;
+        self.groups.set_learning_rates(lrs);
+        self.others.as_mut().map_or(Ok(()), |others| others.set_learning_rates(&lrs[self.groups.0.len()..]))
+    }
+
+    /// See [`Optimizer::set_learning_rate`].
+    pub fn set_learning_rate(&mut self, lr: f64) -> Result<()> {
+        Optimizer::set_learning_rate(self, lr)
+    }
+}
+
+impl Optimizer for Muon {
+    fn step(&mut self, grads: &GradStore) -> Result<()> {
+        self.step(grads)
+    }
+
+    fn state(&self) -> Result<Vec<(String, DTensor)>> {
+        self.state()
+    }
+
+    fn load(&mut self, path: &Path) -> Result<()> {
+        self.load(path)
+    }
+
+    fn learning_rates(&self) -> Vec<f64> {
+        self.learning_rates()
+    }
+
+    fn set_learning_rates(&mut self, lrs: &[f64]) -> Result<()> {
+        self.set_learning_rates(lrs)
+    }
+}
+
+/// The step of one group, whose slots come with their owners.
+fn step<'a>(
+    params: &ParamsMuon,
+    mesh: &DeviceMesh,
+    slots: impl Iterator<Item = (&'a Slot, usize)>,
+    grads: &GradStore,
+) -> Result<()> {
+    let (mut stepped, mut matrices) = (Vec::new(), Vec::new());
+    for (slot, owner) in slots {
+        let Some(grad) = grads.get(&slot.of.var).filter(|_| slot.of.tensor.elem_count() > 0) else { continue };
+        let local = momentum(params, slot, grad)?.to_dtype(params.dtype)?;
+        matrices.push(Matrix { spec: slot.of.tensor.spec(), owner, local });
+        stepped.push(slot);
+    }
+    let mut wholes = gather(mesh, &matrices)?;
+    for whole in wholes.iter_mut().flatten() {
+        *whole = orthogonal::orthogonalize(whole, params)?;
+    }
+    for (slot, update) in stepped.into_iter().zip(spread(mesh, &matrices, &wholes)?) {
+        let lr = params.adjusted_lr(slot.of.tensor.dims());
+        let keep = 1.0 - params.lr * params.weight_decay;
+        let update = update.to_dtype(sum_dtype(slot.of.var.dtype()))?;
+        on_master(ParamsMuon::TYPE, (&slot.of.var, slot.master.as_ref()), &update, true, |var, update| {
+            let now = var.as_detached_tensor().to_dtype(update.dtype())?;
+            var.set(&((now * keep)? - (update * lr)?)?.to_dtype(var.dtype())?)
+        })?;
+    }
+    Ok(())
+}
+
+/// Takes a gradient into the buffer of a slot; what is to be made orthogonal.
+fn momentum(params: &ParamsMuon, slot: &Slot, grad: &Tensor) -> Result<Tensor> {
+    let [buffer] = &slot.states[..] else {
+        return Error::op(ParamsMuon::TYPE, format!("{} has {} states, not 1", slot.of.name, slot.states.len()));
+    };
+    if grad.shape() != slot.of.var.shape() {
+        let (got, want) = (grad.dims(), slot.of.var.dims());
+        return Error::op(ParamsMuon::TYPE, format!("a gradient {got:?} of {}, a piece {want:?}", slot.of.name));
+    }
+    let grad = grad.detach().to_dtype(buffer.dtype())?;
+    if grad.elem_count() == 0 {
+        return Ok(grad);
+    }
+    let towards = |from: &Tensor, to: &Tensor, part: f64| (from * (1.0 - part))? + (to * part)?;
+    let next = towards(&buffer.as_detached_tensor(), &grad, 1.0 - params.momentum)?;
+    Var::set(buffer, &next)?;
+    Ok(if params.nesterov { towards(&grad, &next, params.momentum)? } else { next })
+}

@@ -1,0 +1,106 @@
+//! The options of Muon.
+use super::super::params::{Params, check};
+use crate::{Error, Result};
+use candle_core::DType;
+
+/// How the learning rate follows from the shape `[rows, columns]` of a matrix: PyTorch's `adjust_lr_fn`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum AdjustLr {
+    /// `lr · √max(1, rows / columns)`.
+    #[default]
+    Original,
+    /// `lr · 0.2 · √max(rows, columns)`, with which the learning rate and the decay of an AdamW fit.
+    MatchRmsAdamW,
+    /// `lr · √(rows / columns)`.
+    SpectralUnclamped,
+}
+
+/// The options of [`Muon`](super::Muon), with PyTorch's names and defaults.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ParamsMuon {
+    /// The learning rate.
+    pub lr: f64,
+    /// What a step takes off of the parameter, times the learning rate as it is before it is adjusted.
+    pub weight_decay: f64,
+    /// What a step keeps of the running mean of the gradients.
+    pub momentum: f64,
+    /// Whether a step looks ahead by one momentum.
+    pub nesterov: bool,
+    /// The polynomial `a·X + b·XXᵀX + c·(XXᵀ)²X` of an iteration.
+    pub ns_coefficients: [f64; 3],
+    /// The least norm that a matrix is divided by.
+    pub eps: f64,
+    /// The number of iterations, fewer than 100.
+    pub ns_steps: usize,
+    /// How the learning rate follows from the shape.
+    pub adjust_lr: AdjustLr,
+    /// What the iterations compute in, and what is sent: `BF16` as in PyTorch, `F32` or `F64`.
+    ///
+    /// CPUs compute bf16 in f32 and round each result: on them `F32` is faster, and more exact.
+    pub dtype: DType,
+}
+
+impl Default for ParamsMuon {
+    fn default() -> Self {
+        Self {
+            lr: 1e-3,
+            weight_decay: 0.1,
+            momentum: 0.95,
+            nesterov: true,
+            ns_coefficients: [3.4445, -4.7750, 2.0315],
+            eps: 1e-7,
+            ns_steps: 5,
+            adjust_lr: AdjustLr::Original,
+            dtype: DType::BF16,
+        }
+    }
+}
+
+impl ParamsMuon {
+    /// The learning rate of a matrix of this shape.
+    pub(super) fn adjusted_lr(&self, dims: &[usize]) -> f64 {
+        let (rows, columns) = (dims[0] as f64, dims[1] as f64);
+        let ratio = match self.adjust_lr {
+            AdjustLr::Original => (rows / columns).max(1.0).sqrt(),
+            AdjustLr::MatchRmsAdamW => 0.2 * rows.max(columns).sqrt(),
+            AdjustLr::SpectralUnclamped => (rows / columns).sqrt(),
+        };
+        self.lr * ratio
+    }
+}
+
+impl Params for ParamsMuon {
+    const TYPE: &'static str = "Muon";
+    const PREFIX: &'static str = "muon";
+
+    fn check(&self) -> Result<()> {
+        let Self { lr, weight_decay, momentum, eps, ns_coefficients, ns_steps, dtype, .. } = *self;
+        for (name, value) in [("lr", lr), ("weight_decay", weight_decay), ("momentum", momentum), ("eps", eps)] {
+            check(Self::TYPE, name, value, f64::INFINITY)?;
+        }
+        if !ns_coefficients.iter().all(|c| c.is_finite()) || ns_steps >= 100 {
+            let got = format!("ns_coefficients {ns_coefficients:?} and {ns_steps} ns_steps");
+            return Error::op(Self::TYPE, format!("{got}: want finite numbers and fewer than 100 steps"));
+        }
+        if !matches!(dtype, DType::BF16 | DType::F32 | DType::F64) {
+            return Error::op(Self::TYPE, format!("the dtype is {}: want bf16, f32 or f64", dtype.as_str()));
+        }
+        Ok(())
+    }
+
+    fn lr(&self) -> f64 {
+        self.lr
+    }
+
+    fn lr_mut(&mut self) -> &mut f64 {
+        &mut self.lr
+    }
+
+    fn states(&self) -> &'static [&'static str] {
+        &["momentum_buffer"]
+    }
+
+    fn counts_steps(&self) -> bool {
+        false
+    }
+}

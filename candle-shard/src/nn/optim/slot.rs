@@ -1,0 +1,79 @@
+//! What an optimizer keeps for one parameter.
+use super::params::Params;
+use crate::nn::Parameter;
+use crate::placement::Replicate;
+use crate::spec::Spec;
+use crate::{DTensor, Error, Result, checkpoint, kernels};
+use candle_core::{Device, Tensor, Var};
+use candle_dist::DeviceMesh;
+
+/// A parameter with what is kept for it.
+#[derive(Debug)]
+pub struct Slot {
+    pub(super) of: Parameter,
+    /// What is stepped where the parameter is too coarse for it.
+    pub(super) master: Option<Var>,
+    /// In the order of [`Params::states`].
+    pub(super) states: Vec<Var>,
+    /// The steps that the parameter has taken.
+    pub(super) steps: u32,
+}
+
+impl Slot {
+    pub(super) fn new<P: Params>(of: &Parameter, params: &P, master_weights: bool) -> Result<Self> {
+        let master = if master_weights { kernels::master_of(&of.var)? } else { None };
+        let dtype = P::state_dtype(master.as_ref().unwrap_or(&of.var).dtype());
+        let state =
+            |_| Var::from_tensor(&Tensor::full(params.start(), of.var.shape(), of.var.device())?.to_dtype(dtype)?);
+        let states = params.states().iter().map(state).collect::<candle_core::Result<_>>()?;
+        Ok(Self { of: of.clone(), master, states, steps: 0 })
+    }
+
+    /// What is kept by name and layout: the states, the master weight if there is one, and the number of steps.
+    pub(super) fn state<P: Params>(&self, params: &P) -> Result<Vec<(String, DTensor)>> {
+        let named = params.states().iter().copied().zip(&self.states);
+        let named = named.chain(self.master.as_ref().map(|master| ("master_weight", master)));
+        let name = |which: &str| format!("{}.{which}.{}", P::PREFIX, self.of.name);
+        let tensor = |(which, var): (&str, &Var)| {
+            let spec = self.of.tensor.spec().clone().with_dtype(var.dtype());
+            Ok((name(which), DTensor::from_local_with_spec(var.as_detached_tensor(), spec)?))
+        };
+        let mut state = named.map(tensor).collect::<Result<Vec<_>>>()?;
+        if params.counts_steps() {
+            let steps = Tensor::new(self.steps, self.of.var.device())?;
+            let (mesh, dtype) = (self.of.tensor.mesh(), steps.dtype());
+            let spec = Spec::new(mesh, &vec![Replicate; mesh.ndim()], (), dtype)?;
+            state.push((name("step"), DTensor::from_local_with_spec(steps, spec)?));
+        }
+        Ok(state)
+    }
+
+    /// Takes up what [`state`](Self::state) gave, or would have given.
+    pub(super) fn set<P: Params>(&mut self, params: &P, values: &mut impl Iterator<Item = DTensor>) -> Result<()> {
+        for var in self.states.iter().chain(&self.master) {
+            values.next().map_or(Ok(()), |value| checkpoint::set(var, &value))?;
+        }
+        if params.counts_steps()
+            && let Some(steps) = values.next()
+        {
+            self.steps = steps.to_local().to_scalar()?;
+        }
+        Ok(())
+    }
+}
+
+/// Where the slots of an optimizer lie; `None` without slots.
+pub(super) fn place<'a>(
+    op: &'static str,
+    mut slots: impl Iterator<Item = &'a Slot>,
+) -> Result<Option<(&'a DeviceMesh, &'a Device)>> {
+    let Some(first) = slots.next() else { return Ok(None) };
+    let mesh = first.of.tensor.mesh();
+    match slots.find(|slot| slot.of.tensor.mesh() != mesh) {
+        None => Ok(Some((mesh, first.of.var.device()))),
+        Some(other) => {
+            let (one, on, other_on) = (&first.of.name, &other.of.name, other.of.tensor.mesh());
+            Error::op(op, format!("{one} lies on {mesh}, {on} on {other_on}; make an optimizer for each mesh"))
+        }
+    }
+}

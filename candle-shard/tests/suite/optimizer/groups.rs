@@ -1,0 +1,152 @@
+//! Groups of parameters, and what optimizers refuse.
+use crate::common::*;
+use candle_core::{DType, Device::Cpu, Tensor};
+use candle_dist::RankContext;
+use candle_nn::ParamsAdamW;
+use candle_shard::nn::{
+    AdamW, Embedding, LayerNorm, Linear, Muon, Optimizer, ParamGroup, Parameters, ParamsMuon, ParamsSgd, Sgd,
+    ShardedVarBuilder,
+};
+use candle_shard::parallel::{ColwiseParallel, Plan};
+use candle_shard::{Error, Result};
+use test_utils::on_ranks;
+
+fn parameters(ctx: &RankContext, dtype: DType) -> Result<Parameters> {
+    let mesh = mesh(ctx, &[ctx.world_size()])?;
+    let vb = ShardedVarBuilder::fresh(3, &mesh, Plan::new("a").with("up", ColwiseParallel::default()), dtype, &Cpu)?;
+    Embedding::new(5, 4, 1.0, &vb.pp("words"))?;
+    LayerNorm::new(4, 1e-5, &vb.pp("norm"))?;
+    Linear::new(4, 3, true, &vb.pp("up"))?;
+    Linear::new(3, 4, true, &vb.frozen().pp("still"))?;
+    vb.finish()
+}
+
+fn names(parameters: &Parameters) -> Vec<&str> {
+    parameters.iter().map(|p| p.name.as_str()).collect()
+}
+
+#[test]
+fn norms_and_biases_do_not_decay() {
+    on_ranks(2, "decay", |ctx| -> Result<()> {
+        let all = parameters(ctx, DType::F64)?;
+        let (decay, rest) = all.split_decay();
+        assert_eq!(names(&decay), ["words.weight", "up.weight", "still.weight"]);
+        assert_eq!(names(&rest), ["norm.weight", "norm.bias", "up.bias", "still.bias"]);
+        // Gradients of zero: only the decay moves anything.
+        let group = |of, weight_decay| ParamGroup::new(of, ParamsSgd { lr: 0.5, weight_decay, ..Default::default() });
+        let mut sgd = Sgd::from_groups([group(&decay, 0.5), group(&rest, 0.0)])?;
+        let before: Vec<Tensor> = all.iter().map(|p| p.var.as_detached_tensor().copy()).collect::<Result<_, _>>()?;
+        let mut grads = all.iter().next().unwrap().var.as_tensor().sum_all()?.backward()?;
+        for p in all.iter() {
+            grads.insert(&p.var, p.var.zeros_like()?);
+        }
+        sgd.step(&grads)?;
+        for (p, before) in all.iter().zip(before) {
+            let factor = if ["words.weight", "up.weight"].contains(&p.name.as_str()) { 0.75 } else { 1.0 };
+            assert_eq!(distance(&p.var, &(before * factor)?), 0.0, "{}", p.name);
+        }
+        assert!(sgd.state()?.is_empty(), "nothing is kept without momentum");
+        Ok(())
+    });
+}
+
+#[test]
+fn each_group_has_its_learning_rate() {
+    on_ranks(2, "rates", |ctx| -> Result<()> {
+        let (decay, rest) = parameters(ctx, DType::F32)?.split_decay();
+        let group = |of, lr| ParamGroup::new(of, ParamsAdamW { lr, ..Default::default() });
+        let mut optimizer = AdamW::from_groups([group(&decay, 0.1), group(&rest, 0.2)])?;
+        let optimizer: &mut dyn Optimizer = &mut optimizer;
+        assert_eq!(optimizer.learning_rates(), [0.1, 0.2]);
+        optimizer.set_learning_rates(&[0.3, 0.4])?;
+        assert_eq!(optimizer.learning_rates(), [0.3, 0.4]);
+        for wrong in [&[0.5][..], &[0.5, -1.0], &[0.5, f64::NAN], &[0.5, 0.6, 0.7]] {
+            optimizer.set_learning_rates(wrong).unwrap_err();
+            assert_eq!(optimizer.learning_rates(), [0.3, 0.4], "nothing changes");
+        }
+        optimizer.set_learning_rate(0.7)?;
+        assert_eq!(optimizer.learning_rates(), [0.7, 0.7]);
+        Ok(())
+    });
+}
+
+#[test]
+fn wrong_groups_are_refused_by_name() {
+    on_ranks(2, "refused", |ctx| -> Result<()> {
+        let all = parameters(ctx, DType::F32)?;
+        let (decay, _) = all.split_decay();
+        let refused = |result: Result<()>, words: &[&str]| {
+            let error = result.unwrap_err();
+            let text = error.to_string();
+            assert!(matches!(error, Error::Op { .. }) && words.iter().all(|word| text.contains(word)), "{text}");
+        };
+        let adam = |of: &Parameters| ParamGroup::new(of, ParamsAdamW::default());
+        refused(AdamW::from_groups([adam(&decay), adam(&all)]).map(drop), &["words.weight", "several groups"]);
+        let muon = Muon::new(&all, ParamsMuon::default()).map(drop);
+        refused(muon, &["norm.weight [4]", "norm.bias [4]", "up.bias [3]", "with_adam_w"]);
+        let both = Muon::new(&decay, ParamsMuon::default())?.with_adam_w(AdamW::new(&all, ParamsAdamW::default())?);
+        refused(both.map(drop), &["words.weight", "leave it in one"]);
+        let sgd = |params| Sgd::new(&all, params).map(drop);
+        refused(sgd(ParamsSgd { lr: -1.0, ..Default::default() }), &["lr is -1"]);
+        refused(sgd(ParamsSgd { nesterov: true, ..Default::default() }), &["nesterov", "momentum"]);
+        let adam = AdamW::new(&all, ParamsAdamW { beta2: 1.0, ..Default::default() });
+        refused(adam.map(drop), &["beta2 is 1"]);
+        refused(Muon::new(&decay, ParamsMuon { ns_steps: 100, ..Default::default() }).map(drop), &["100 ns_steps"]);
+        let f16 = ParamsMuon { dtype: DType::F16, ..Default::default() };
+        refused(Muon::new(&decay, f16).map(drop), &["f16", "bf16"]);
+        Ok(())
+    });
+}
+
+#[test]
+fn frozen_parameters_have_no_state() {
+    on_ranks(2, "frozen", |ctx| -> Result<()> {
+        let all = parameters(ctx, DType::BF16)?;
+        let (matrices, others) = all.partition(|p| p.tensor.rank() == 2);
+        let params = ParamsSgd { momentum: 0.9, ..Default::default() };
+        let kept: [Box<dyn Optimizer>; 3] = [
+            Box::new(Sgd::with_master_weights(&all, params)?),
+            Box::new(AdamW::with_master_weights(&all, ParamsAdamW::default())?),
+            Box::new(
+                Muon::with_master_weights(&matrices, ParamsMuon::default())?
+                    .with_adam_w(AdamW::with_master_weights(&others, ParamsAdamW::default())?)?,
+            ),
+        ];
+        for optimizer in &kept {
+            let state = optimizer.state()?;
+            assert!(state.iter().any(|(name, _)| name.ends_with("master_weight.up.weight")));
+            assert!(state.iter().all(|(name, _)| !name.contains("still")), "{state:?}");
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn small_steps_of_16_bits_add_up_with_master_weights() {
+    on_ranks(2, "master", |ctx| -> Result<()> {
+        let (matrices, _) = parameters(ctx, DType::BF16)?.partition(|p| p.tensor.rank() == 2 && !p.is_frozen());
+        let muon = ParamsMuon { lr: 1e-4, weight_decay: 0.0, ..Default::default() };
+        let sgd = ParamsSgd { lr: 1e-4, momentum: 0.5, ..Default::default() };
+        let mut kinds: [Box<dyn Optimizer>; 2] = [
+            Box::new(Muon::with_master_weights(&matrices, muon)?),
+            Box::new(Sgd::with_master_weights(&matrices, sgd)?),
+        ];
+        for optimizer in &mut kinds {
+            for p in matrices.iter() {
+                p.var.set(&p.var.ones_like()?)?;
+            }
+            for _ in 0..200 {
+                let mut grads = matrices.iter().next().unwrap().var.as_tensor().sum_all()?.backward()?;
+                for p in matrices.iter() {
+                    grads.insert(&p.var, p.var.ones_like()?);
+                }
+                optimizer.step(&grads)?;
+            }
+            for p in matrices.iter().filter(|p| p.var.elem_count() > 0) {
+                let most = p.var.to_dtype(DType::F32)?.max_all()?.to_scalar::<f32>()?;
+                assert!(most < 0.998, "{} stays at {most}", p.name);
+            }
+        }
+        Ok(())
+    });
+}
