@@ -36,8 +36,8 @@ mod softmax;
 mod weight_sink;
 
 pub use adam_w::AdamW;
-pub use conv::Conv;
 pub(crate) use adam_w::step_adam_w;
+pub use conv::Conv;
 pub use cross_entropy::cross_entropy;
 pub(crate) use cross_entropy::{Goal, Goals, weighted_cross_entropy};
 pub(crate) use dense_update::{DenseRule, update_all};
