@@ -82,9 +82,11 @@ impl DTensor {
         self.written();
         rules::run_planned(OP, &[dim, offset], &[&target, &src], plan, |x, _| {
             let (memory, src) = (x[0].to_local(), x[1].to_local());
-            let own = within(&x[0].spec().local_block()[dim], &part);
-            let given = if src.dim(dim)? == own.len() { 0 } else { x[0].spec().local_block()[dim].start };
-            let first = if given == 0 { 0 } else { (given + own.start).saturating_sub(part.start) };
+            let held = &x[0].spec().local_block()[dim];
+            let own = within(held, &part);
+            // A source that came whole is cut here.
+            let came_cut = src.dim(dim)? == own.len();
+            let first = if came_cut { 0 } else { (held.start + own.start).saturating_sub(part.start) };
             if !own.is_empty() && src.elem_count() > 0 {
                 memory.slice_set(&src.narrow(dim, first, own.len())?.force_contiguous()?, dim, own.start)?;
             }
