@@ -19,12 +19,13 @@ use candle_shard::nn::{AdamW, Parameters, ShardedVarBuilder};
 use serde::{Deserialize, Serialize};
 
 use super::job::Job;
-use super::resume::{OPTIMISER, STATE};
+use super::resume::{OPTIMIZER, STATE};
 use super::{folder, stage_files, valid};
 use crate::launch::agreed;
 use crate::llama::args::DTypeName;
 use crate::llama::model::Llama;
 use crate::memory;
+use crate::pipeline::for_device;
 
 /// One step, as all ranks know it.
 #[derive(Clone, Copy, Debug)]
@@ -108,7 +109,7 @@ pub struct Trainer<'a> {
     runtime: Runtime,
     parameters: Parameters,
     clip: ClipGradNorm,
-    optimiser: AdamW,
+    optimizer: AdamW,
     weights_at_once: Cell<usize>,
 }
 
@@ -129,7 +130,8 @@ impl<'a> Trainer<'a> {
             vb = vb.fully_shard("dp", options)?;
         }
         let pipe = job.declare()?;
-        let mut runtime = Runtime::new(&pipe, &pipeline.schedule()?, mesh.axis_group("pp")?, &vb, device)?;
+        let runtime = Runtime::new(&pipe, &pipeline.schedule()?, mesh.axis_group("pp")?, &vb, device)?;
+        let mut runtime = for_device(runtime, ctx)?;
         // Where parameters are cut over the replicas, gradients are those of the whole batch.
         if !job.fsdp {
             // Replicas have read the same files.
@@ -145,15 +147,15 @@ impl<'a> Trainer<'a> {
         // As Llama 2 was trained.
         let weight_decay = recipe.weight_decay;
         let params = ParamsAdamW { lr: recipe.rate.peak, beta1: 0.9, beta2: 0.95, eps: 1e-5, weight_decay };
-        let mut optimiser = match recipe.dtype {
+        let mut optimizer = match recipe.dtype {
             DTypeName::F32 => AdamW::new(&parameters, params)?,
             DTypeName::Bf16 | DTypeName::F16 => AdamW::with_master_weights(&parameters, params)?,
         };
-        if let Some(state) = &job.optimiser {
-            optimiser.load(state)?;
+        if let Some(state) = &job.optimizer {
+            optimizer.load(state)?;
         }
         let (world, weights_at_once) = (ctx.group().clone(), Cell::new(0));
-        Ok(Self { job, world, mesh, model, runtime, parameters, clip, optimiser, weights_at_once })
+        Ok(Self { job, world, mesh, model, runtime, parameters, clip, optimizer, weights_at_once })
     }
 
     /// What this rank holds.
@@ -205,12 +207,12 @@ impl<'a> Trainer<'a> {
         let clipped = self.clip.clip(&self.parameters.named_vars(), &mut grads);
         let grad_norm = clipped.with_context(|| format!("training diverged at step {step}; {advice}"))?;
         let rate = self.job.recipe.rate.at(step);
-        self.optimiser.set_learning_rate(rate);
-        self.optimiser.step(&grads)?;
+        self.optimizer.set_learning_rate(rate);
+        self.optimizer.step(&grads)?;
         Ok(Made { step, loss, grad_norm, rate, seconds: began.elapsed().as_secs_f64(), valid: None })
     }
 
-    /// Saves the model and the optimiser's state after so many steps to a folder of its own in `at`.
+    /// Saves the model and the optimizer's state after so many steps to a folder of its own in `at`.
     ///
     /// # Errors
     /// On every rank alike, if it cannot be written. What was saved before stays.
@@ -224,9 +226,9 @@ impl<'a> Trainer<'a> {
         };
         write(&partial, "model", self.parameters.named_tensors())?;
         // Apart from the model's files: other programs read all tensor files of a model's folder.
-        let apart = partial.join(OPTIMISER);
+        let apart = partial.join(OPTIMIZER);
         agreed(&self.world, if leads { fs::create_dir(&apart).with_context(what) } else { Ok(()) })?;
-        write(&apart, OPTIMISER, self.optimiser.state()?)?;
+        write(&apart, OPTIMIZER, self.optimizer.state()?)?;
         let finish = || -> Result<()> {
             for (name, bytes) in &self.job.beside {
                 folder::write(&partial.join(name), bytes)?;
