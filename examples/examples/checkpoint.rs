@@ -32,24 +32,24 @@ fn train(ranks: usize, plan: &Plan, path: &Path, half: Half) -> Result<Vec<f64>>
         let vb = ShardedVarBuilder::fresh(seed, &mesh, plan.clone(), DType::F64, &Device::Cpu)?;
         let (up, down) = (Linear::new(6, 18, true, &vb.pp("up"))?, Linear::new(18, 6, true, &vb.pp("down"))?);
         let parameters = vb.finish()?;
-        let mut optimiser = AdamW::new(&parameters, ParamsAdamW { lr: 0.05, ..ParamsAdamW::default() })?;
+        let mut optimizer = AdamW::new(&parameters, ParamsAdamW { lr: 0.05, ..ParamsAdamW::default() })?;
 
         let normal = Distribution::Normal { mean: 0.0, stdev: 1.0 };
         let x = sample_full(Stream::new(3, "x"), normal, &[10, 6], DType::F64, &Device::Cpu)?;
         let x = DTensor::distribute(&x, &mesh, &[Replicate])?;
-        let step = |optimiser: &mut AdamW| -> Result<f64> {
+        let step = |optimizer: &mut AdamW| -> Result<f64> {
             let loss = down.forward(&up.forward(&x)?.gelu()?)?.sub(&x)?.sqr()?.mean_all()?;
-            optimiser.step(&parameters.backward(&loss)?)?;
+            optimizer.step(&parameters.backward(&loss)?)?;
             Ok(loss.to_scalar()?)
         };
         match half {
             Half::Save => {
-                (0..STEPS).try_for_each(|_| step(&mut optimiser).map(drop))?;
-                checkpoint::save(path, &mesh, &[parameters.named_tensors(), optimiser.state()?].concat())?;
+                (0..STEPS).try_for_each(|_| step(&mut optimizer).map(drop))?;
+                checkpoint::save(path, &mesh, &[parameters.named_tensors(), optimizer.state()?].concat())?;
             }
             Half::Load => {
                 parameters.load(path)?;
-                optimiser.load(path)?;
+                optimizer.load(path)?;
             }
         }
         if ctx.rank() == 0 {
@@ -57,7 +57,7 @@ fn train(ranks: usize, plan: &Plan, path: &Path, half: Half) -> Result<Vec<f64>>
             println!("world of {ranks}: {held} of {} elements on rank 0", parameters.elem_count());
             println!("  up.weight {}", up.weight().spec());
         }
-        (0..STEPS).map(|_| step(&mut optimiser)).collect()
+        (0..STEPS).map(|_| step(&mut optimizer)).collect()
     })?;
     ensure!(losses.iter().all(|rank| *rank == losses[0]), "ranks have different losses: {losses:?}");
     println!("  losses {:.6?}", losses[0]);

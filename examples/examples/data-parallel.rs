@@ -41,12 +41,12 @@ impl Mlp {
     /// The losses of all steps; `average` is what becomes of gradients before they are used.
     fn train(&self, x: &Tensor, y: &Tensor, average: impl Fn(&mut GradStore) -> Result<()>) -> Result<Vec<f64>> {
         let vars = self.vars.iter().map(|(_, var)| var.clone()).collect();
-        let mut optimiser = AdamW::new(vars, ParamsAdamW { lr: 0.02, ..ParamsAdamW::default() })?;
+        let mut optimizer = AdamW::new(vars, ParamsAdamW { lr: 0.02, ..ParamsAdamW::default() })?;
         let mut step = || -> Result<f64> {
             let loss = candle_nn::loss::mse(&self.forward(x)?, y)?;
             let mut grads = loss.backward()?;
             average(&mut grads)?;
-            optimiser.step(&grads)?;
+            optimizer.step(&grads)?;
             Ok(loss.to_scalar()?)
         };
         (0..STEPS).map(|_| step()).collect()

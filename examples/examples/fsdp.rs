@@ -38,7 +38,7 @@ fn train(ctx: &RankContext, dp: usize, tp: usize) -> Result<(Vec<f32>, usize)> {
     let block = |i: usize| FullyShard::new(&vb.pp(i), Block::new);
     let blocks = (0..LAYERS).map(block).collect::<candle_shard::Result<Vec<_>>>()?;
     let parameters = vb.finish()?;
-    let mut optimiser = AdamW::new(&parameters, ParamsAdamW { lr: 3e-3, ..ParamsAdamW::default() })?;
+    let mut optimizer = AdamW::new(&parameters, ParamsAdamW { lr: 3e-3, ..ParamsAdamW::default() })?;
 
     let batch = Tensor::arange(0f32, (8 * WIDTH) as f32, &Device::Cpu)?.sin()?.reshape((8, WIDTH))?;
     let x = DTensor::distribute(&batch, &mesh, &[Shard(0), Replicate])?;
@@ -47,7 +47,7 @@ fn train(ctx: &RankContext, dp: usize, tp: usize) -> Result<(Vec<f32>, usize)> {
         let (loss, counts) = comm::record(|| -> Result<DTensor> {
             let y = blocks.iter().try_fold(x.clone(), |x, block| block.run(|block| block.forward(&x)))?;
             let loss = y.sqr()?.mean_all()?;
-            optimiser.step(&parameters.backward(&loss)?)?;
+            optimizer.step(&parameters.backward(&loss)?)?;
             Ok(loss)
         });
         losses.push(loss?.to_scalar::<f32>()?);

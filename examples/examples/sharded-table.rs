@@ -28,7 +28,7 @@ fn on_ranks(ctx: &RankContext) -> Result<[Tensor; 2]> {
     let stream = Stream::new(42, "table");
     let start = ShardedTensor::randn(0f32, 1., &spec, (ROWS, WIDTH), &Device::Cpu, ctx.group(), stream)?;
     let (table, rows) = start.to_row_vars()?;
-    let mut optimiser = Adagrad::new(rows.clone(), ADAGRAD)?;
+    let mut optimizer = Adagrad::new(rows.clone(), ADAGRAD)?;
     let before = table.gather_all()?;
     for step in 0..STEPS {
         let (found, forward) =
@@ -40,7 +40,7 @@ fn on_ranks(ctx: &RankContext) -> Result<[Tensor; 2]> {
         for row in &rows {
             touched += row.grad()?.map_or(0, |grad| grad.rows().len());
         }
-        optimiser.step()?;
+        optimizer.step()?;
         if ctx.rank() == 0 {
             let (there, back) = (forward.total_bytes(), backward.total_bytes());
             println!("step {step}: {there} B to look up, {back} B of gradients, {touched} rows here to update");

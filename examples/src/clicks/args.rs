@@ -51,7 +51,7 @@ pub struct Args {
     #[command(flatten)]
     pub patience: Patience,
 
-    /// Optimiser steps
+    /// Optimizer steps
     #[arg(long, value_name = "N", default_value_t = 200)]
     pub steps: usize,
 
@@ -63,7 +63,7 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = 16)]
     pub dim: usize,
 
-    /// Optimiser of the tables, which moves only rows that were looked up
+    /// Optimizer of the tables, which moves only rows that were looked up
     #[arg(long, value_name = "NAME", default_value = "adagrad")]
     pub optimizer: OptimizerName,
 
@@ -84,7 +84,7 @@ pub struct Args {
     pub json: Option<PathBuf>,
 }
 
-/// The optimiser of the tables.
+/// The optimizer of the tables.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 #[value(rename_all = "lower")]
 pub enum OptimizerName {

@@ -6,7 +6,7 @@ pub mod features;
 pub mod log;
 pub mod metrics;
 pub mod model;
-pub mod optimiser;
+pub mod optimizer;
 pub mod outcome;
 pub mod parity;
 pub mod report;

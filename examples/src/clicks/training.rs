@@ -13,7 +13,7 @@ use super::args::Args;
 use super::log::{Batch, Log};
 use super::metrics::Quality;
 use super::model::{Mode, Model};
-use super::optimiser::Optimiser;
+use super::optimizer::TableOptimizer;
 use super::outcome::{RunName, RunOutcome};
 use crate::comm::CommStat;
 use crate::launch::{Launched, Ranks};
@@ -52,7 +52,7 @@ fn part(group: &ProcessGroup, rank: usize, batch: usize) -> Range<usize> {
 fn train_rank(ctx: &RankContext, name: RunName, args: &Args, log: &Log) -> Result<RunOutcome> {
     let group = ctx.group();
     let model = Model::new(name, args, group)?;
-    let mut tables = Optimiser::new(model.rows.clone(), args)?;
+    let mut tables = TableOptimizer::new(model.rows.clone(), args)?;
     let mut perceptron = SGD::new(model.dense.clone(), DENSE_LR)?;
     let progress = if ctx.rank() == 0 { Progress::new(name.as_str(), args.steps) } else { Progress::silent() };
     let (mut losses, mut times) = (Vec::with_capacity(args.steps), Vec::with_capacity(args.steps));

@@ -36,7 +36,7 @@ impl Sharding {
 pub enum Phase {
     /// A lookup.
     Forward,
-    /// A lookup, its backward pass and the optimiser's step.
+    /// A lookup, its backward pass and the optimizer's step.
     Step,
 }
 
@@ -100,7 +100,7 @@ pub struct Case<'a> {
     start: &'a Start,
     table: ShardedTensor,
     options: EmbeddingOptions,
-    optimiser: Sgd,
+    optimizer: Sgd,
     round: u64,
     ids: Tensor,
     count: usize,
@@ -118,7 +118,7 @@ impl<'a> Case<'a> {
             start,
             table,
             options: EmbeddingOptions { max_norm, ..EmbeddingOptions::default() },
-            optimiser: Sgd::new(rows, ParamsSgd::default())?,
+            optimizer: Sgd::new(rows, ParamsSgd::default())?,
             round: 0,
             ids: Tensor::zeros(0, DType::I64, &Device::Cpu)?,
             count: args.ids,
@@ -163,13 +163,13 @@ impl<'a> Case<'a> {
     /// Makes one call of the phase, and drops what it gives.
     ///
     /// # Errors
-    /// Whatever the lookup and the optimiser report.
+    /// Whatever the lookup and the optimizer report.
     pub fn call(&mut self, phase: Phase) -> Result<()> {
         let found = self.forward()?;
         if phase == Phase::Step {
             // Its gradient is all ones.
             found.backward()?;
-            self.optimiser.step()?;
+            self.optimizer.step()?;
         }
         Ok(())
     }

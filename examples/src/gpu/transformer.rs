@@ -52,7 +52,7 @@ fn train(ctx: &RankContext, dtype: DType) -> candle_shard::Result<Vec<f64>> {
     let vb = ShardedVarBuilder::fresh(7, &mesh, Transformer::plan("tp", true), dtype, device)?;
     let model = Transformer::new(&args, &vb)?;
     let parameters = vb.finish()?;
-    let mut optimiser = SGD::new(parameters.vars(), 0.1)?;
+    let mut optimizer = SGD::new(parameters.vars(), 0.1)?;
     let ids = |offset: u32| -> candle_core::Result<Tensor> {
         let ids: Vec<u32> = (0..64).map(|i| (i * 5 + offset) % 64).collect();
         Tensor::from_vec(ids, (4, 16), device)
@@ -62,7 +62,7 @@ fn train(ctx: &RankContext, dtype: DType) -> candle_shard::Result<Vec<f64>> {
     for step in 0..STEPS {
         let logits = model.forward(&everywhere(ids(0)?)?, Mode::Train { step })?;
         let loss = logits.cross_entropy(&everywhere(ids(5)?)?)?;
-        optimiser.step(&parameters.backward(&loss)?)?;
+        optimizer.step(&parameters.backward(&loss)?)?;
         losses.push(loss.full_tensor()?.to_dtype(DType::F64)?.to_scalar()?);
     }
     Ok(losses)

@@ -107,7 +107,7 @@ pub struct Args {
     #[arg(long, value_name = "P", default_value_t = 0.1, allow_negative_numbers = true, help_heading = "Model")]
     pub dropout: f64,
 
-    /// Optimiser steps
+    /// Optimizer steps
     #[arg(long, value_name = "N", default_value_t = 150, help_heading = "Training")]
     pub steps: usize,
 

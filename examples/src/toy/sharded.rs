@@ -14,7 +14,7 @@ use test_utils::toy::Transformer;
 use super::args::{Args, RunName};
 use super::corpus::Corpus;
 use super::outcome::{Picture, RunOutcome};
-use super::training::{Training, optimiser};
+use super::training::{Training, optimizer};
 use crate::comm::CommStat;
 use crate::launch::{Ranks, gather};
 use crate::progress::Progress;
@@ -44,7 +44,7 @@ fn train_rank(ctx: &RankContext, name: RunName, args: &Args, corpus: &Corpus) ->
     let vb = ShardedVarBuilder::fresh(args.seed, &mesh, plan, DType::F32, ctx.device())?;
     let model = Transformer::new(&args.model_args(), &vb)?;
     let parameters = vb.finish()?;
-    let mut optimiser = optimiser(parameters.vars(), args)?;
+    let mut optimizer = optimizer(parameters.vars(), args)?;
     let everywhere = |tensor: &Tensor| DTensor::distribute(tensor, &mesh, &[Replicate]);
     let progress = if ctx.rank() == 0 { Progress::new(name.as_str(), args.steps) } else { Progress::silent() };
 
@@ -59,7 +59,7 @@ fn train_rank(ctx: &RankContext, name: RunName, args: &Args, corpus: &Corpus) ->
             if let Some(norm) = args.clip_norm {
                 parameters.clip_grad_norm(norm)?.clip(&parameters.named_vars(), &mut grads)?;
             }
-            optimiser.step(&grads)?;
+            optimizer.step(&grads)?;
             Ok((loss.full_tensor()?.to_scalar::<f32>()?, first))
         });
         let (loss, first) = made?;

@@ -10,13 +10,13 @@ use test_utils::reference::{Arithmetic, Mode, Transformer};
 use super::args::{Args, RunName};
 use super::corpus::Corpus;
 use super::outcome::RunOutcome;
-use super::training::{Training, optimiser};
+use super::training::{Training, optimizer};
 use crate::progress::Progress;
 
 /// Trains the reference model on a device.
 pub fn train(args: &Args, corpus: &Corpus, device: &Device) -> anyhow::Result<RunOutcome> {
     let model = Transformer::computing(Arithmetic::Fused, &args.model_args(), DType::F32, device)?;
-    let mut optimiser = optimiser(model.vars().iter().map(|(_, var)| var.clone()).collect(), args)?;
+    let mut optimizer = optimizer(model.vars().iter().map(|(_, var)| var.clone()).collect(), args)?;
     let mut first_grads = BTreeMap::new();
     let progress = Progress::new(RunName::Single.as_str(), args.steps);
     let training = Training::run(args, corpus, device, &progress, |step, batch| {
@@ -34,7 +34,7 @@ pub fn train(args: &Args, corpus: &Corpus, device: &Device) -> anyhow::Result<Ru
         if let Some(norm) = args.clip_norm {
             ClipGradNorm::new(norm).clip(model.vars(), &mut grads)?;
         }
-        optimiser.step(&grads)?;
+        optimizer.step(&grads)?;
         Ok(f64::from(loss.to_scalar::<f32>()?))
     })?;
     progress.finish();

@@ -83,9 +83,9 @@ fn a_step_communicates_what_the_samples_need() {
 }
 
 #[test]
-fn every_optimiser_agrees() {
-    for optimiser in ["sgd", "adagrad", "adamw"] {
-        assert_eq!(report(&["--optimizer", optimiser])["parity"]["ok"], true);
+fn every_optimizer_agrees() {
+    for optimizer in ["sgd", "adagrad", "adamw"] {
+        assert_eq!(report(&["--optimizer", optimizer])["parity"]["ok"], true);
     }
 }
 

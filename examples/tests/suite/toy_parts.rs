@@ -152,7 +152,7 @@ fn batches_are_windows_of_the_text_and_leave_the_held_out_tail_alone() -> anyhow
             targets.iter().chain(tokens).for_each(|&byte| seen[byte as usize] = true);
         }
     }
-    assert!(seen[..240].iter().all(|&seen| seen), "the first fifteen sixteenths are all learnt from");
+    assert!(seen[..240].iter().all(|&seen| seen), "the first fifteen sixteenths are all learned from");
     assert!(!seen[240..].iter().any(|&seen| seen), "the last sixteenth is not");
     let held_out = corpus.held_out(&Device::Cpu)?.tokens.to_vec2::<u32>()?;
     assert!(held_out.iter().flatten().all(|&byte| byte >= 240));

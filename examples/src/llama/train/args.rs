@@ -19,7 +19,7 @@ pub struct TrainArgs {
     #[arg(long, value_name = "FILE", conflicts_with_all = ["prompt", "max_tokens", "temperature", "top_p"])]
     pub train: Option<PathBuf>,
 
-    /// Steps of the optimiser, those before --resume among them [default: 100]; after the end of a decay the learning rate
+    /// Steps of the optimizer, those before --resume among them [default: 100]; after the end of a decay the learning rate
     /// stays as it is, unless --decay is given
     #[arg(long, value_name = "N", requires = "train")]
     pub steps: Option<usize>,
@@ -56,7 +56,7 @@ pub struct TrainArgs {
     #[arg(long, value_name = "N", default_value_t = 1, requires = "train")]
     pub dp: usize,
 
-    /// Cut parameters, gradients and the optimiser's state over --dp, where each layer is whole only while it runs
+    /// Cut parameters, gradients and the optimizer's state over --dp, where each layer is whole only while it runs
     #[arg(long, requires = "train")]
     pub fsdp: bool,
 

@@ -47,8 +47,8 @@ pub struct Job {
     pub save: Option<(PathBuf, usize)>,
     /// The steps that were made before.
     pub start: usize,
-    /// The file with the optimiser's state after these.
-    pub optimiser: Option<PathBuf>,
+    /// The file with the optimizer's state after these.
+    pub optimizer: Option<PathBuf>,
 }
 
 impl Job {
@@ -60,8 +60,8 @@ impl Job {
         let flags = &args.training;
         let resumed = flags.resume.as_deref().map(Resumed::open).transpose()?;
         let saved = resumed.as_ref().map(|resumed| &resumed.state.recipe);
-        let (start, optimiser) = match &resumed {
-            Some(resumed) => (resumed.state.step, Some(resumed.optimiser())),
+        let (start, optimizer) = match &resumed {
+            Some(resumed) => (resumed.state.step, Some(resumed.optimizer())),
             None => (0, None),
         };
         let (folder, files) = match &resumed {
@@ -109,7 +109,7 @@ impl Job {
             recompute: flags.recompute,
             save,
             start,
-            optimiser,
+            optimizer,
         };
         job.declare().map_err(|error| {
             UsageError(format!("--pp {} with --schedule {} does not fit the model: {error}.", args.pp, pipeline.kind))

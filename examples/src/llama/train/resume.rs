@@ -19,7 +19,7 @@ use crate::llama::files::{Files, check};
 pub(super) const STATE: &str = "training.json";
 
 /// The name of the folder with the optimizer's state, and of the files in it.
-pub(super) const OPTIMISER: &str = "optimizer";
+pub(super) const OPTIMIZER: &str = "optimizer";
 
 /// How far a training is.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -56,17 +56,17 @@ impl Resumed {
         let state: State = serde_json::from_str(&text).with_context(|| format!("{}", at.display()))?;
         let files = Files::open(&folder)?;
         let resumed = Self { folder, files, state };
-        check_optimiser(&resumed.optimiser(), &resumed.files.config, resumed.state.recipe.dtype)?;
+        check_optimizer(&resumed.optimizer(), &resumed.files.config, resumed.state.recipe.dtype)?;
         Ok(resumed)
     }
 
-    /// The file with the optimiser's state.
-    pub fn optimiser(&self) -> PathBuf {
-        stage_files::source(&self.folder.join(OPTIMISER), OPTIMISER)
+    /// The file with the optimizer's state.
+    pub fn optimizer(&self) -> PathBuf {
+        stage_files::source(&self.folder.join(OPTIMIZER), OPTIMIZER)
     }
 }
 
-fn check_optimiser(at: &Path, config: &Config, dtype: DTypeName) -> Result<()> {
+fn check_optimizer(at: &Path, config: &Config, dtype: DTypeName) -> Result<()> {
     let weights = Weights::open(at)?;
     let kept = ["first_moment", "second_moment", "master_weight"];
     let kept = if dtype == DTypeName::F32 { &kept[..2] } else { &kept[..] };

@@ -50,13 +50,13 @@ impl Plain {
     pub(crate) fn losses(&self, job: &Job) -> Result<Vec<f64>> {
         let weight_decay = job.recipe.weight_decay;
         let params = ParamsAdamW { lr: 0.0, beta1: 0.9, beta2: 0.95, eps: 1e-5, weight_decay };
-        let mut optimiser = AdamW::new(self.vars.values().cloned().collect(), params)?;
+        let mut optimizer = AdamW::new(self.vars.values().cloned().collect(), params)?;
         let mut step = |step: usize| -> Result<f64> {
             let loss = self.loss(job, step)?;
             let mut grads = loss.backward()?;
             self.clip(&mut grads, job.recipe.clip_norm)?;
-            optimiser.set_learning_rate(job.recipe.rate.at(step));
-            optimiser.step(&grads)?;
+            optimizer.set_learning_rate(job.recipe.rate.at(step));
+            optimizer.step(&grads)?;
             Ok(f64::from(loss.to_scalar::<f32>()?))
         };
         job.steps().map(&mut step).collect()

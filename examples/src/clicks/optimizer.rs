@@ -1,4 +1,4 @@
-//! The optimisers of the tables behind one call.
+//! The optimizers of the tables behind one call.
 
 use candle_nn::ParamsAdamW;
 use candle_shard::Result;
@@ -10,8 +10,8 @@ use super::args::{Args, OptimizerName};
 /// differs from run to run; gradients of a mean over a batch are around 1e-5.
 const EPS: f64 = 1e-5;
 
-/// The optimiser that the command line names.
-pub enum Optimiser {
+/// The optimizer that the command line names.
+pub enum TableOptimizer {
     /// Gradient descent.
     Sgd(Sgd),
     /// Adagrad.
@@ -20,8 +20,8 @@ pub enum Optimiser {
     AdamW(AdamW),
 }
 
-impl Optimiser {
-    /// The optimiser of `rows`.
+impl TableOptimizer {
+    /// The optimizer of `rows`.
     ///
     /// # Errors
     /// If its parameters do not work.
@@ -42,7 +42,7 @@ impl Optimiser {
     /// Moves the rows that have a gradient.
     ///
     /// # Errors
-    /// The optimiser's.
+    /// The optimizer's.
     pub fn step(&mut self) -> Result<()> {
         match self {
             Self::Sgd(sgd) => sgd.step(),
