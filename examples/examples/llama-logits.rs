@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Result, ensure};
 use candle_core::{DType, Tensor};
-use candle_dist::{RankContext, World};
+use candle_dist::{RankContext, World, threads};
 use candle_shard::Weights;
 use candle_shard::nn::ShardedVarBuilder;
 use clap::Parser;
@@ -51,6 +51,7 @@ fn on_ranks(ranks: usize, folder: &Path, ids: &[u32]) -> Result<Vec<Vec<f32>>> {
 
 fn main() -> Result<()> {
     let Args { model, text, tp } = Args::parse();
+    threads::settle(threads::default_per_rank(tp));
     let scratch = tempfile::tempdir()?;
     if model.is_none() {
         random_model::write(scratch.path(), &random_model::config(), 0, DType::F32)?;
