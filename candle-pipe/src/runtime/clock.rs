@@ -1,8 +1,7 @@
-//! One clock for the ranks of a group: times are told by the clock of the first rank.
+//! One clock for the ranks of a group: the clock of the first rank.
 //!
-//! The ranks that are threads of one process have one clock. The clocks of processes start at any time, so each such rank asks
-//! the first one for its time, several times in turn, and takes the median of the differences. A difference is wrong by half of
-//! the time there and back at most.
+//! Threads of one process share a clock. Other ranks ask the first one for its time in several round trips and take the median
+//! of the offsets. The error of an offset is at most half of its round trip.
 use crate::Result;
 use candle_core::{DType, Device, Tensor};
 use candle_dist::ProcessGroup;

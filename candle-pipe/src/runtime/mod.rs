@@ -84,10 +84,10 @@ pub struct Runtime {
     constants: HashSet<ValueId>,
     /// The most unacknowledged messages from one rank to another in an evaluation.
     window: usize,
-    /// What computes.
+    /// The device of the stages.
     device: Device,
     clock: Clock,
-    /// Where heads of messages are kept, if they are no messages themselves.
+    /// The place of message heads that are not messages themselves.
     board: Option<Board>,
 }
 
@@ -142,7 +142,7 @@ struct Batch<'a> {
     options: &'a StepOptions,
     /// Whether there are backward passes.
     backward: bool,
-    /// When the last rank came to the step.
+    /// The time at which the last rank reached the step.
     began: Nanos,
 }
 
@@ -294,12 +294,12 @@ impl Runtime {
         Ok(Self { copies: Some(replicas.clone()), ..self })
     }
 
-    /// The same stages, which keep the heads of their messages and their acknowledgements in the world's store, see
-    /// [`RankContext::store`](candle_dist::RankContext::store). Every rank calls it.
+    /// Returns the same stages, which exchange the heads of their messages through the world's store
+    /// ([`RankContext::store`](candle_dist::RankContext::store)). Every rank must call it.
     ///
-    /// For ranks on GPUs. Their engine takes messages through the device, so a head comes after all that the device was
-    /// asked for, and its rank asks for nothing meanwhile. The store is on the host. For ranks on the host it costs more
-    /// than a message. It has not run with GPUs yet.
+    /// It is meant for ranks on GPUs, whose backend sends host tensors through the device: a head then arrives only after
+    /// all computations that the sender's device was given before, and the receiver launches nothing until then. The store is
+    /// on the host. For ranks on the CPU it is slower than messages. It has not run with GPUs yet.
     ///
     /// # Errors
     /// If the store or the group fails.
@@ -307,10 +307,10 @@ impl Runtime {
         Ok(Self { board: Some(Board::new(&self.group, store)?), ..self })
     }
 
-    /// Compares the clocks of the ranks of this pipeline anew. Every rank calls it.
+    /// Measures the offsets between the clocks of this pipeline's ranks again. Every rank must call it.
     ///
-    /// [`new`](Self::new) does it once. Clocks of hosts drift apart by some microseconds each second, so call it before
-    /// a step whose [spans](RankStep::spans) are to be drawn. Ranks that are threads of one process exchange no messages.
+    /// [`new`](Self::new) does it once. The clocks of hosts drift apart by some microseconds per second, so call it before a
+    /// step whose [spans](RankStep::spans) you want to draw. Threads of one process share a clock and send no messages.
     ///
     /// # Errors
     /// If the group fails.
@@ -369,8 +369,8 @@ impl Runtime {
 
     /// Returns the outputs and losses of all microbatches in evaluation mode, without gradients.
     ///
-    /// Every rank calls it, those of all copies of the model too ([`with_replicas`](Self::with_replicas),
-    /// [`beside`](Self::beside)), since copies begin each step together; a copy without rows of its own evaluates some again.
+    /// Every rank must call it, also those of the other copies of the model ([`with_replicas`](Self::with_replicas),
+    /// [`beside`](Self::beside)), since all copies start a step together. A copy without rows of its own repeats some.
     ///
     /// # Errors
     /// Those of [`forward_backward`](Self::forward_backward).

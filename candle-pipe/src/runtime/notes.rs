@@ -1,8 +1,7 @@
-//! Small numbers and texts from rank to rank, which stay on the host: heads of messages, and acknowledgements.
+//! Small numbers and texts from rank to rank: heads of messages, and acknowledgements.
 //!
-//! They are messages of the group, unless the group's engine takes messages through a device. A head that does so is there
-//! only when the device has computed all that it was asked for before, and whoever needs it stops asking. Such ranks keep
-//! notes in the world's store instead, which rank 0 holds for processes.
+//! By default they are messages of the group. A backend for GPUs sends host tensors through the device, behind all kernels that
+//! were launched before. Ranks on GPUs can keep notes in the world's store instead, which rank 0 holds for processes.
 use crate::{Error, Result};
 use candle_core::{DType, Device, Shape, Tensor};
 use candle_dist::{ProcessGroup, Store};

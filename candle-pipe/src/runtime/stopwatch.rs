@@ -1,7 +1,7 @@
-//! When computations began and ended, also on a device that only was asked for them.
+//! The start and end times of computations.
 //!
-//! A CUDA device computes some time after the host has asked. So its moments are events on the stream that computes, and the
-//! events' times are read when the step is over. Nothing of this has run on a GPU yet.
+//! A CUDA device computes some time after the host has launched a kernel. So its moments are events on the stream of the
+//! computations, and their times are read at the end of the step. The CUDA code has not run on a GPU yet.
 use super::clock::{Clock, Nanos};
 use crate::Result;
 use candle_core::Device;
@@ -24,7 +24,7 @@ pub(super) struct Stopwatch {
 
 impl Stopwatch {
     /// One for computations on `device`. A CUDA device is waited for once, so that its time and the host's can be compared.
-    #[cfg_attr(not(feature = "cuda"), expect(unused_variables, clippy::unnecessary_wraps))]
+    #[cfg_attr(not(feature = "cuda"), expect(unused_variables))]
     pub(super) fn new(clock: Clock, device: &Device) -> Result<Self> {
         Ok(Self {
             clock,
@@ -34,7 +34,6 @@ impl Stopwatch {
     }
 
     /// The moment at which all that was asked for so far is done.
-    #[cfg_attr(not(feature = "cuda"), expect(clippy::unnecessary_wraps))]
     pub(super) fn now(&self) -> Result<Moment> {
         #[cfg(feature = "cuda")]
         if let Some(device) = &self.device {
@@ -44,7 +43,6 @@ impl Stopwatch {
     }
 
     /// The time of a moment, which a device is waited for.
-    #[cfg_attr(not(feature = "cuda"), expect(clippy::unused_self, clippy::unnecessary_wraps))]
     pub(super) fn time(&self, moment: &Moment) -> Result<Nanos> {
         match moment {
             Moment::Host(time) => Ok(*time),

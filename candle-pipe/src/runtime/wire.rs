@@ -2,7 +2,8 @@
 //!
 //! A message is a fixed head (flow, stages and microbatch), an outline of the values if it differs from the previous
 //! one on the same route, and the tensors. So shapes may change from microbatch to microbatch, nothing is probed, and
-//! usually an action costs one small message more than its tensors. Heads and outlines stay on the host (`notes.rs`).
+//! usually an action costs one small message more than its tensors. Heads and
+//! outlines are notes (`notes.rs`).
 use super::notes::Notes;
 use crate::schedule::{Action, Flow, Message};
 use crate::{Error, Result, Value};
