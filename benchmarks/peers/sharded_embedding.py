@@ -22,11 +22,11 @@ from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 
 WARM_UP, BUDGET_MS, MIN_ROUNDS, MAX_ROUNDS = 3, 2e3, 7, 501
 SHARDINGS = {"row": 0, "column": 1}
-REPLACED = "the op puts a tensor with a graph in the place of the optimiser's parameter, and a second step fails"
+REPLACED = "the op puts a tensor with a graph in the place of the optimizer's parameter, and a second step fails"
 
 
 class Table:
-    """One sharded table with its optimiser, and the ids that this rank looks up."""
+    """One sharded table with its optimizer, and the ids that this rank looks up."""
 
     def __init__(self, whole, sharding, limited, ids, rank, world):
         # Measured on a few rows, the same ones on every rank.

@@ -134,7 +134,7 @@ impl Compute {
 
 impl Message {
     /// Returns whether the message goes to the next or to the previous stage.
-    fn between_neighbours(self) -> bool {
+    fn between_neighbors(self) -> bool {
         match self.flow {
             Flow::Activation => self.from.checked_add(1) == Some(self.to),
             Flow::Gradient => self.to.checked_add(1) == Some(self.from),
@@ -178,7 +178,7 @@ impl fmt::Display for Action {
             Self::Recv(message) => {
                 let Message { flow, from, to, microbatch } = message;
                 write!(f, "{to}RECV_{flow}{microbatch}")?;
-                if message.between_neighbours() { Ok(()) } else { write!(f, "<{from}") }
+                if message.between_neighbors() { Ok(()) } else { write!(f, "<{from}") }
             }
             Self::Unshard(stage) => write!(f, "{stage}UNSHARD"),
             Self::Reshard(stage) => write!(f, "{stage}RESHARD"),
@@ -192,7 +192,7 @@ impl fmt::Display for Action {
 fn sent(f: &mut fmt::Formatter<'_>, name: &str, message: Message) -> fmt::Result {
     let Message { flow, from, to, microbatch } = message;
     write!(f, "{from}{name}_{flow}{microbatch}")?;
-    if message.between_neighbours() { Ok(()) } else { write!(f, ">{to}") }
+    if message.between_neighbors() { Ok(()) } else { write!(f, ">{to}") }
 }
 
 impl From<Action> for String {

@@ -9,7 +9,7 @@ use libmimalloc_sys::{mi_option_set, mi_option_t, mi_option_use_numa_nodes};
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
-/// mimalloc's `mi_option_purge_delay`, which its Rust binding does not name, by its neighbour in the enumeration.
+/// mimalloc's `mi_option_purge_delay`, which its Rust binding does not name, by its neighbor in the enumeration.
 const PURGE_DELAY: mi_option_t = mi_option_use_numa_nodes - 1;
 
 /// Never gives freed pages back to the kernel; call it first in `main`.

@@ -1,5 +1,7 @@
 //! The shape of a pipeline, and how busy it keeps its ranks.
 
+use candle_dist::RankContext;
+use candle_pipe::Runtime;
 use candle_pipe::schedule::{Action, Costs, Edges, Pass, Schedule, ScheduleKind, Span, Timeline};
 use serde::Serialize;
 
@@ -142,6 +144,14 @@ impl Pipeline {
     pub fn first_pipeline(&self) -> impl Iterator<Item = usize> {
         (0..self.world()).step_by(self.dp * self.tp)
     }
+}
+
+/// The runtime as the rank's device wants it: what ranks tell each other about tensors does not go through a GPU.
+///
+/// # Errors
+/// Those of the store.
+pub fn for_device(runtime: Runtime, ctx: &RankContext) -> candle_pipe::Result<Runtime> {
+    if ctx.device().is_cpu() { Ok(runtime) } else { runtime.heads_in_store(ctx.store()) }
 }
 
 /// The median time of each kind of computation on each stage; a backward that was not split counts as input gradients.

@@ -8,6 +8,7 @@ pub mod reference_mlp;
 mod reference_ops;
 mod reference_params;
 mod scratch;
+mod skip;
 mod subtests;
 pub mod toy;
 
@@ -15,4 +16,5 @@ pub use converter::DTensorConverter;
 pub use harness::{Ranks, on_ranks};
 pub use memory::stays_flat;
 pub use scratch::Scratch;
-pub use subtests::{on_mesh, run_subtests, skip_unless_gpus};
+pub use skip::{skip, skip_unless_gpus, skipped};
+pub use subtests::{Settings, on_mesh, run_subtests};

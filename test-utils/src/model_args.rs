@@ -30,7 +30,7 @@ pub struct ModelArgs {
     pub checkpoint_activations: bool,
     /// Standard deviation of the initial embeddings; `None` is 1, PyTorch's default.
     pub init_stdev: Option<f64>,
-    /// Seed of every random stream: initialisation and dropout.
+    /// Seed of every random stream: initialization and dropout.
     pub seed: u64,
 }
 

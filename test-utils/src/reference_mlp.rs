@@ -22,7 +22,7 @@ impl RmsNorm {
         Ok(Self { eps, weight, vars: params.into_vars() })
     }
 
-    /// The normalised input, same shape.
+    /// The normalized input, same shape.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         ops::rms_norm(x, &self.weight, self.eps)
     }
@@ -66,13 +66,20 @@ impl MlpModule {
         self.layer.forward(x)
     }
 
+    /// Sets the parameters to what a new perceptron of `seed` has.
+    pub fn reset_parameters(&self, seed: u64) -> Result<()> {
+        let bias = self.layer.net1.has_bias();
+        set(&self.vars, |dtype, device| Ok(Self::new(seed, bias, dtype, device)?.vars))
+    }
+
     /// The parameters by name, in the order of the layers.
     pub fn vars(&self) -> &[(String, Var)] {
         &self.vars
     }
 }
 
-/// [`MlpModule`]s one after the other, with parameters `layers.0.net1.weight` and so on.
+/// [`MlpModule`]s one after the other, with parameters `layers.0.net1.weight` and so on, which all start alike: each as an
+/// [`MlpModule`] of the same seed.
 #[derive(Clone, Debug)]
 pub struct MlpStacked {
     layers: Vec<MlpLayer>,
@@ -80,11 +87,15 @@ pub struct MlpStacked {
 }
 
 impl MlpStacked {
-    /// A stack of `n_layers` perceptrons with biases, each with its own random numbers.
+    /// A stack of `n_layers` perceptrons with biases.
     pub fn new(seed: u64, n_layers: usize, dtype: DType, device: &Device) -> Result<Self> {
         let mut params = Params::new(seed, dtype, device);
-        let layers =
-            (0..n_layers).map(|i| MlpLayer::new(&mut params, &format!("layers.{i}."), true)).collect::<Result<_>>()?;
+        let layer = |i: usize| {
+            let prefix = format!("layers.{i}.");
+            params.start_alike_after(&prefix);
+            MlpLayer::new(&mut params, &prefix, true)
+        };
+        let layers = (0..n_layers).map(layer).collect::<Result<_>>()?;
         Ok(Self { layers, vars: params.into_vars() })
     }
 
@@ -93,10 +104,23 @@ impl MlpStacked {
         self.layers.iter().try_fold(x.clone(), |x, layer| layer.forward(&x))
     }
 
+    /// Sets the parameters to what a new stack of `seed` has.
+    pub fn reset_parameters(&self, seed: u64) -> Result<()> {
+        let layers = self.layers.len();
+        set(&self.vars, |dtype, device| Ok(Self::new(seed, layers, dtype, device)?.vars))
+    }
+
     /// The parameters by name, in the order of the layers.
     pub fn vars(&self) -> &[(String, Var)] {
         &self.vars
     }
+}
+
+/// Sets variables to those that `fresh` makes in the same order.
+fn set(vars: &[(String, Var)], fresh: impl FnOnce(DType, &Device) -> Result<Vec<(String, Var)>>) -> Result<()> {
+    let Some((_, first)) = vars.first() else { return Ok(()) };
+    let fresh = fresh(first.dtype(), first.device())?;
+    vars.iter().zip(fresh).try_for_each(|((_, var), (_, fresh))| var.set(&fresh.as_detached_tensor()))
 }
 
 #[derive(Clone, Debug)]

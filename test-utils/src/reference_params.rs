@@ -12,16 +12,30 @@ pub(crate) struct Params {
     device: Device,
     vars: Vec<(String, Var)>,
     arithmetic: Arithmetic,
+    /// What names begin with and draws leave out.
+    left_out: String,
 }
 
 impl Params {
     pub(crate) fn new(seed: u64, dtype: DType, device: &Device) -> Self {
-        Self { seed, dtype, device: device.clone(), vars: Vec::new(), arithmetic: Arithmetic::default() }
+        Self {
+            seed,
+            dtype,
+            device: device.clone(),
+            vars: Vec::new(),
+            arithmetic: Arithmetic::default(),
+            left_out: String::new(),
+        }
     }
 
     /// The same with layers that compute as `arithmetic` says.
     pub(crate) fn computing(self, arithmetic: Arithmetic) -> Self {
         Self { arithmetic, ..self }
+    }
+
+    /// From here on, parameters whose names differ in this beginning alone start alike.
+    pub(crate) fn start_alike_after(&mut self, prefix: &str) {
+        prefix.clone_into(&mut self.left_out);
     }
 
     pub(crate) fn arithmetic(&self) -> Arithmetic {
@@ -34,7 +48,7 @@ impl Params {
 
     /// The parameter `name`, drawn from `dist`.
     pub(crate) fn draw(&mut self, name: String, shape: &[usize], dist: Distribution) -> Result<Tensor> {
-        let stream = Stream::new(self.seed, &name);
+        let stream = Stream::new(self.seed, name.strip_prefix(&self.left_out).unwrap_or(&name));
         let init = sample_full(stream, dist, shape, self.dtype, &self.device)?;
         self.register(name, &init)
     }
@@ -59,7 +73,7 @@ impl Params {
     }
 }
 
-/// `y = x · weightᵀ + bias`, initialised evenly over ±1/√in as PyTorch's.
+/// `y = x · weightᵀ + bias`, initialized evenly over ±1/√in as PyTorch's.
 #[derive(Clone, Debug)]
 pub(crate) struct Linear {
     weight: Tensor,
@@ -79,6 +93,10 @@ impl Linear {
     /// A layer without bias that shares `weight` with another.
     pub(crate) fn tied(params: &Params, weight: &Tensor) -> Self {
         Self { weight: weight.clone(), bias: None, arithmetic: params.arithmetic }
+    }
+
+    pub(crate) fn has_bias(&self) -> bool {
+        self.bias.is_some()
     }
 
     pub(crate) fn forward(&self, x: &Tensor) -> Result<Tensor> {

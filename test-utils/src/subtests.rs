@@ -1,11 +1,46 @@
-//! One test with many settings, or with none because the machine lacks something.
-use candle_core::Device;
+//! One test with many settings.
 use candle_dist::{DeviceMesh, RankContext};
-use itertools::Itertools;
+use itertools::iproduct;
 use std::fmt::{Debug, Display};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
-/// Runs `f` with every combination of the values that each named setting can take, in order, the last one fastest.
+/// The settings of a test: a tuple of up to eight `(name, values)`, each with values of a type of its own.
+pub trait Settings {
+    /// One value of each setting.
+    type Values;
+
+    /// Calls `f` with each combination of values, and with their names and values as text; the last setting is the fastest.
+    fn each(self, f: impl FnMut(Self::Values, &str));
+}
+
+macro_rules! settings {
+    ($($Values:ident $value:ident $at:tt),+) => {
+        impl<'a, $($Values),+> Settings for ($((&'a str, $Values),)+)
+        where
+            $($Values: IntoIterator<Item: Clone + Debug, IntoIter: Clone>,)+
+        {
+            type Values = ($($Values::Item,)+);
+
+            fn each(self, mut f: impl FnMut(Self::Values, &str)) {
+                for ((), $($value),+) in iproduct!([()], $(self.$at.1),+) {
+                    let shown = [$(format!("{}={:?}", self.$at.0, $value)),+].join(", ");
+                    f(($($value,)+), &shown);
+                }
+            }
+        }
+    };
+}
+
+settings!(A a 0);
+settings!(A a 0, B b 1);
+settings!(A a 0, B b 1, C c 2);
+settings!(A a 0, B b 1, C c 2, D d 3);
+settings!(A a 0, B b 1, C c 2, D d 3, E e 4);
+settings!(A a 0, B b 1, C c 2, D d 3, E e 4, F g 5);
+settings!(A a 0, B b 1, C c 2, D d 3, E e 4, F g 5, H h 6);
+settings!(A a 0, B b 1, C c 2, D d 3, E e 4, F g 5, H h 6, I i 7);
+
+/// Runs `f` with each combination of the values of named settings, in order, the last setting the fastest.
 ///
 /// # Panics
 /// With the first panic of `f`, after the settings were printed.
@@ -14,17 +49,18 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 /// use test_utils::run_subtests;
 ///
 /// let mut seen = Vec::new();
-/// run_subtests(&[("world", &[1, 2][..]), ("dim", &[0, 1][..])], |values| seen.push([*values[0], *values[1]]));
-/// assert_eq!(seen, [[1, 0], [1, 1], [2, 0], [2, 1]]);
+/// run_subtests((("world", 1..=2), ("kind", ["even", "uneven"]), ("bias", [true])), |(world, kind, bias)| {
+///     seen.push(format!("{world} {kind} {bias}"));
+/// });
+/// assert_eq!(seen, ["1 even true", "1 uneven true", "2 even true", "2 uneven true"]);
 /// ```
-pub fn run_subtests<V: Debug>(settings: &[(&str, &[V])], mut f: impl FnMut(&[&V])) {
-    for values in settings.iter().map(|(_, values)| values.iter()).multi_cartesian_product() {
-        if let Err(panic) = catch_unwind(AssertUnwindSafe(|| f(&values))) {
-            let shown = settings.iter().zip(&values).map(|((name, _), value)| format!("{name}={value:?}")).join(", ");
+pub fn run_subtests<S: Settings>(settings: S, mut f: impl FnMut(S::Values)) {
+    settings.each(|values, shown| {
+        if let Err(panic) = catch_unwind(AssertUnwindSafe(|| f(values))) {
             eprintln!("subtest failed with {shown}");
             resume_unwind(panic);
         }
-    }
+    });
 }
 
 /// Runs `f` on as many ranks as a mesh with these axes has, with the mesh.
@@ -52,26 +88,6 @@ where
     })
 }
 
-/// Whether a test must be skipped because there are fewer than `n` GPUs; says so on stderr.
-///
-/// ```
-/// # fn a_test() {
-/// if test_utils::skip_unless_gpus(2) {
-///     return;
-/// }
-/// // what needs two GPUs
-/// # }
-/// # a_test();
-/// ```
-pub fn skip_unless_gpus(n: usize) -> bool {
-    let Some((at, error)) = (0..n).find_map(|at| Device::new_cuda(at).err().map(|error| (at, error))) else {
-        return false;
-    };
-    let reason = error.to_string();
-    eprintln!("SKIPPED: needs {n} GPUs and found {at} ({})", reason.lines().next().unwrap_or_default());
-    true
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -80,9 +96,9 @@ mod tests {
     fn a_failing_subtest_ends_the_run_with_its_own_panic() {
         let mut ran = 0;
         let run = AssertUnwindSafe(|| {
-            run_subtests(&[("a", &[1, 2, 3])], |values| {
+            run_subtests((("a", [1, 2, 3]),), |(a,)| {
                 ran += 1;
-                assert!(*values[0] < 2, "two is too much");
+                assert!(a < 2, "two is too much");
             });
         });
         let panic = catch_unwind(run).unwrap_err();
@@ -90,8 +106,14 @@ mod tests {
     }
 
     #[test]
-    fn no_gpus_are_always_there_and_a_million_never() {
-        assert!(!skip_unless_gpus(0));
-        assert!(skip_unless_gpus(1_000_000));
+    fn settings_of_any_types_are_combined_and_named() {
+        let mut shown = Vec::new();
+        let settings = (("size", vec![3usize, 0]), ("name", ["a"]), ("p", [Some(0.5), None]));
+        settings.each(|(size, name, p): (usize, &str, Option<f64>), text| {
+            assert_eq!(text, format!("size={size}, name={name:?}, p={p:?}"));
+            shown.push((size, p.is_some()));
+        });
+        assert_eq!(shown, [(3, true), (3, false), (0, true), (0, false)]);
+        run_subtests((("nothing", Vec::<u8>::new()), ("b", [1])), |_| panic!("there is no combination"));
     }
 }

@@ -9,7 +9,7 @@ use candle_dist::TensorTree;
 ///
 /// Without specs, tensors are cut along [`DEFAULT_CHUNK_DIM`](super::DEFAULT_CHUNK_DIM) and plain values go to every
 /// chunk. Specs of kwargs belong to them by name. If the batch has fewer rows than `chunks`, there are as many chunks
-/// as rows. Sizes are those of [`microbatch_sizes`]; chunks are views, and their gradients flow to the whole.
+/// as rows, and the log says so at level `warn`. Sizes are those of [`microbatch_sizes`]; chunks are views, and their gradients flow to the whole.
 /// [`Splitter`] has options.
 ///
 /// # Errors
@@ -132,6 +132,12 @@ impl Splitter {
         plan.check_rows(self.rows)?;
         if chunks > MOST_CHUNKS {
             return Err(Error::Microbatches(format!("{chunks} chunks are too many; ask for {MOST_CHUNKS} at most")));
+        }
+        if chunks < self.chunks {
+            let asked = self.chunks;
+            log::warn!(
+                "a batch of {chunks} rows is cut into {chunks} microbatches, not into the {asked} that were asked for"
+            );
         }
         let rows = self.rows.or(plan.cuts().next().map(|cut| cut.rows)).unwrap_or(chunks);
         let mut batch = Microbatches::new(microbatch_sizes(rows, chunks), self.masked);

@@ -49,12 +49,12 @@ impl Module for Linear {
     }
 }
 
-/// A layer with parameters `weight` and `bias`, initialised as candle's.
+/// A layer with parameters `weight` and `bias`, initialized as candle's.
 pub fn linear(in_dim: usize, out_dim: usize, vb: VarBuilder<'_>) -> Result<Linear> {
     candle_nn::linear(in_dim, out_dim, vb).map(Linear::from)
 }
 
-/// A layer with the parameter `weight`, initialised as candle's.
+/// A layer with the parameter `weight`, initialized as candle's.
 pub fn linear_no_bias(in_dim: usize, out_dim: usize, vb: VarBuilder<'_>) -> Result<Linear> {
     candle_nn::linear_no_bias(in_dim, out_dim, vb).map(Linear::from)
 }

@@ -2,6 +2,7 @@
 //!
 //! This is one all_gather of a few numbers per step; texts are exchanged only if a rank refuses. So a batch that one
 //! rank cannot run is an error on all of them at once, and all can continue with another batch.
+use super::clock::Nanos;
 use super::{Batch, Runtime};
 use crate::graph::ValueId;
 use crate::{Error, Result};
@@ -12,6 +13,8 @@ use std::collections::HashMap;
 
 /// The meanings of the numbers before those of the inputs.
 const WHAT: [&str; 4] = ["mode (train or evaluate)", "number of the step", "first row", "rows of the microbatches"];
+/// Behind the numbers of the inputs: the time at which the rank reached the step.
+const TIME: usize = 1;
 /// The leading numbers that copies of the model have in common.
 const COMMON: usize = 2;
 /// The flag bits in the number of an input, not part of its digest: it was passed, and it is cut into masked
@@ -23,16 +26,17 @@ const SAMPLE: usize = 512;
 
 /// Returns the batch if all ranks can run it and have the same one.
 ///
-/// Every rank must call it, even with an error in its batch.
+/// Every rank must call it, even with an error in its batch. The batch gets the time at which the last rank reached the step.
 pub(super) fn settle<'a>(runtime: &Runtime, batch: Result<Batch<'a>>) -> Result<Batch<'a>> {
     let names: Vec<&str> = runtime.signature.inputs().map(|(name, _)| name).collect();
     let numbers = batch.as_ref().map_err(Clone::clone).and_then(|batch| numbers(runtime, batch));
-    let all = between(&runtime.group, WHAT.len() + names.len(), numbers);
+    let numbers = numbers.map(|numbers| [numbers, vec![runtime.clock.now()]].concat());
+    let all = between(&runtime.group, WHAT.len() + names.len() + TIME, numbers);
     let settled =
         all.and_then(|all| one_batch(&runtime.group, &all, &names).map(|()| (all[runtime.group.rank()].clone(), all)));
-    let cut: Vec<ValueId> = match &settled {
-        Ok((_, all)) => cut_inputs(runtime, all),
-        Err(_) => Vec::new(),
+    let (cut, began): (Vec<ValueId>, Option<Nanos>) = match &settled {
+        Ok((_, all)) => (cut_inputs(runtime, all), all.iter().filter_map(|numbers| numbers.last()).copied().max()),
+        Err(_) => (Vec::new(), None),
     };
     let settled = settled.map(|(mine, _)| mine);
     let settled = match &runtime.copies {
@@ -44,6 +48,7 @@ pub(super) fn settle<'a>(runtime: &Runtime, batch: Result<Batch<'a>>) -> Result<
         None => settled.map(drop),
     };
     let mut batch = settled.and(batch)?;
+    batch.began = began.unwrap_or_default();
     for masked in &mut batch.masked {
         *masked = masked.take().map(|masked| masked.with_cut(&cut, &runtime.info.graph));
     }

@@ -1,8 +1,10 @@
 //! One rank's execution of a program: its state between actions, and the effect of each action.
 use super::apart::apart;
 use super::credit::Credit;
+use super::notes::Notes;
 use super::post::{Post, aliases};
 use super::reduce::Reductions;
+use super::stopwatch::{Moment, Stopwatch};
 use super::{Batch, Runtime};
 use crate::graph::{Ctx, StageDef, ValueId};
 use crate::schedule::{Action, Compute, Flow, Message, Pass, Program, Span};
@@ -13,7 +15,6 @@ use candle_dist::panic_message;
 use itertools::Itertools;
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::time::Instant;
 
 /// A stage and a microbatch.
 type At = (usize, usize);
@@ -81,19 +82,27 @@ pub(super) struct Execution<'a, 'f> {
     made: Made,
     /// The number of outstanding backward passes.
     open: usize,
-    began: Instant,
+    stopwatch: Stopwatch,
+    /// When computations began and ended.
+    moments: Vec<(Compute, [Moment; 2])>,
 }
 
 impl<'a, 'f> Execution<'a, 'f> {
-    pub(super) fn new(runtime: &'a Runtime, program: &'a Program, batch: &'a Batch<'a>, outputs: Outputs<'f>) -> Self {
+    pub(super) fn new(
+        runtime: &'a Runtime,
+        program: &'a Program,
+        batch: &'a Batch<'a>,
+        outputs: Outputs<'f>,
+        notes: &Notes,
+    ) -> Result<Self> {
         let makes = |stage: &&StageModule| stage.def().outputs.iter().any(|o| runtime.outputs.contains_key(&o.value));
         let makers = runtime.stages().filter(makes).count();
-        let credit = (!batch.backward).then(|| Credit::new(&runtime.group, runtime.window));
-        Self {
+        let credit = (!batch.backward).then(|| Credit::new(&runtime.group, notes.clone(), runtime.window));
+        Ok(Self {
             runtime,
             program,
             batch,
-            post: Post::new(&runtime.group),
+            post: Post::new(&runtime.group, notes.clone()),
             reductions: Reductions::new(runtime),
             outputs,
             missing: vec![makers; batch.len()],
@@ -109,8 +118,9 @@ impl<'a, 'f> Execution<'a, 'f> {
                 ..Made::default()
             },
             open: 0,
-            began: Instant::now(),
-        }
+            stopwatch: Stopwatch::new(runtime.clock, &runtime.device)?,
+            moments: Vec::new(),
+        })
     }
 
     /// Runs all actions of this rank.
@@ -137,6 +147,11 @@ impl<'a, 'f> Execution<'a, 'f> {
             let rank = self.runtime.group.ranks()[self.runtime.group.rank()];
             return Err(Error::Schedule(format!("the program of rank {rank} ends with work left over")));
         }
+        let seconds = |moment: &Moment| Ok::<_, Error>((self.stopwatch.time(moment)? - self.batch.began) as f64 / 1e9);
+        for (compute, [start, end]) in &self.moments {
+            let (start, end) = (seconds(start)?, seconds(end)?);
+            self.made.spans.push(Span { action: Action::Compute(*compute), start, end });
+        }
         self.credit.as_mut().map_or(Ok(()), Credit::end)
     }
 
@@ -162,15 +177,14 @@ impl<'a, 'f> Execution<'a, 'f> {
 
     fn timed(&mut self, compute: Compute) -> Result<()> {
         self.fetch(compute)?;
-        let start = self.began.elapsed().as_secs_f64();
+        let start = self.stopwatch.now()?;
         match compute.pass {
             Pass::Forward => self.forward(compute)?,
             Pass::Backward | Pass::Input => self.backward(compute)?,
             Pass::Weight => self.weight(compute)?,
         }
-        let end = self.began.elapsed().as_secs_f64();
         self.made.path += 1;
-        self.made.spans.push(Span { action: Action::Compute(compute), start, end });
+        self.moments.push((compute, [start, self.stopwatch.now()?]));
         Ok(())
     }
 

@@ -7,11 +7,14 @@
 //! none.
 mod agree;
 mod apart;
+mod clock;
 mod credit;
 mod execute;
 mod names;
+mod notes;
 mod post;
 mod reduce;
+mod stopwatch;
 mod wire;
 
 use crate::graph::{Inputs, Node, NodeKind, PipeInfo, Reduction, Scope, Share, Signature, ValueId};
@@ -22,10 +25,13 @@ use crate::tape::StageModule;
 use crate::{Error, Kwargs, Result, Step, StepOptions, Value};
 use candle_core::{Device, Tensor, Var};
 use candle_dist::{
-    ClipGradNorm, DataParallel, DataParallelOptions, ProcessGroup, ReduceOp, SyncOptions, TensorTree, sync_params,
+    ClipGradNorm, DataParallel, DataParallelOptions, ProcessGroup, ReduceOp, Store, SyncOptions, TensorTree,
+    sync_params,
 };
+use clock::{Clock, Nanos};
 use execute::{Execution, Made, Outputs};
 use itertools::Itertools;
+use notes::{Board, Notes};
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::Range;
 
@@ -78,6 +84,11 @@ pub struct Runtime {
     constants: HashSet<ValueId>,
     /// The most unacknowledged messages from one rank to another in an evaluation.
     window: usize,
+    /// The device of the stages.
+    device: Device,
+    clock: Clock,
+    /// The place of message heads that are not messages themselves.
+    board: Option<Board>,
 }
 
 /// A replicated parameter, on the ranks that have copies of it.
@@ -106,7 +117,9 @@ impl Shared {
 pub struct RankStep {
     /// Losses and outputs on the ranks of the stages that compute them, and the gradients of this rank's parameters.
     pub step: Step,
-    /// The computations of this rank, with times in seconds since the start of its step.
+    /// The computations of this rank, in seconds since the last rank of the pipeline reached the step, by the clock of the
+    /// first rank (see [`Runtime::settle_clocks`]). On a CUDA device these are times of the device; that code has not run on a
+    /// GPU yet. On other devices they are the times of the calls on the host.
     pub spans: Vec<Span>,
     /// The peak number of open passes of stages over microbatches: forward done, backward not yet.
     pub peak_activations: usize,
@@ -129,6 +142,8 @@ struct Batch<'a> {
     options: &'a StepOptions,
     /// Whether there are backward passes.
     backward: bool,
+    /// The time at which the last rank reached the step.
+    began: Nanos,
 }
 
 impl<'a> Batch<'a> {
@@ -156,7 +171,7 @@ impl<'a> Batch<'a> {
         }
         let (rows, weights) = (cut.row_ranges(options.first_row), options.weights(cut, runtime.info.graph.loss)?);
         let masked = Masked::of(cut, options.first_row, &runtime.info.graph, &runtime.signature)?;
-        Ok(Self { inputs, rows, masked, weights, options, backward })
+        Ok(Self { inputs, rows, masked, weights, options, backward, began: 0 })
     }
 
     fn len(&self) -> usize {
@@ -219,6 +234,9 @@ impl Runtime {
             constants,
             window: credit::window(&info, &evaluation),
             signature: pipe.signature().clone(),
+            clock: Clock::settle(group)?,
+            device: device.clone(),
+            board: None,
             group: group.clone(),
             copies: None,
             replicas: BTreeMap::new(),
@@ -276,6 +294,31 @@ impl Runtime {
         Ok(Self { copies: Some(replicas.clone()), ..self })
     }
 
+    /// Returns the same stages, which exchange the heads of their messages through the world's store
+    /// ([`RankContext::store`](candle_dist::RankContext::store)). Every rank must call it.
+    ///
+    /// It is meant for ranks on GPUs, whose backend sends host tensors through the device: a head then arrives only after
+    /// all computations that the sender's device was given before, and the receiver launches nothing until then. The store is
+    /// on the host. For ranks on the CPU it is slower than messages. It has not run with GPUs yet.
+    ///
+    /// # Errors
+    /// If the store or the group fails.
+    pub fn heads_in_store(self, store: &Store) -> Result<Self> {
+        Ok(Self { board: Some(Board::new(&self.group, store)?), ..self })
+    }
+
+    /// Measures the offsets between the clocks of this pipeline's ranks again. Every rank must call it.
+    ///
+    /// [`new`](Self::new) does it once. The clocks of hosts drift apart by some microseconds per second, so call it before a
+    /// step whose [spans](RankStep::spans) you want to draw. Threads of one process share a clock and send no messages.
+    ///
+    /// # Errors
+    /// If the group fails.
+    pub fn settle_clocks(&mut self) -> Result<()> {
+        self.clock = Clock::settle(&self.group)?;
+        Ok(())
+    }
+
     /// Returns this rank's stages.
     pub fn stages(&self) -> impl Iterator<Item = &StageModule> {
         self.stages.values()
@@ -326,6 +369,9 @@ impl Runtime {
 
     /// Returns the outputs and losses of all microbatches in evaluation mode, without gradients.
     ///
+    /// Every rank must call it, also those of the other copies of the model ([`with_replicas`](Self::with_replicas),
+    /// [`beside`](Self::beside)), since all copies start a step together. A copy without rows of its own repeats some.
+    ///
     /// # Errors
     /// Those of [`forward_backward`](Self::forward_backward).
     pub fn evaluate(&self, batch: &Microbatches) -> Result<RankStep> {
@@ -361,7 +407,9 @@ impl Runtime {
     ) -> Result<RankStep> {
         let are_kept = matches!(outputs, Outputs::Kept);
         let batch = agree::settle(self, Batch::new(self, cut, options, backward))?;
-        let made = Execution::new(self, program, &batch, outputs).run()?;
+        let notes = self.board.as_ref().map_or(Notes::default(), Board::next_step);
+        let execution = Execution::new(self, program, &batch, outputs, &notes);
+        let made = execution.inspect_err(|error| self.group.fail(&error.to_string()))?.run()?;
         let Made { losses, outputs, grads, spans, peak, path, at_once } = made;
         let mut step = Step::with_grads(grads);
         let reduction = self.info.graph.loss.map_or(Reduction::Mean, |loss| loss.reduction);

@@ -1,4 +1,5 @@
 //! Packs the values that stages exchange.
+use super::notes::Notes;
 use super::wire::Wire;
 use crate::schedule::Message;
 use crate::tape::{Activation, Gradient};
@@ -13,8 +14,8 @@ pub(super) struct Post<'a> {
 }
 
 impl<'a> Post<'a> {
-    pub(super) fn new(group: &'a ProcessGroup) -> Self {
-        Self { wire: Wire::new(group) }
+    pub(super) fn new(group: &'a ProcessGroup, notes: Notes) -> Self {
+        Self { wire: Wire::new(group, notes) }
     }
 
     /// Packs a value together with the flags of its tensors that want a gradient.

@@ -2,17 +2,21 @@
 //!
 //! A message is a fixed head (flow, stages and microbatch), an outline of the values if it differs from the previous
 //! one on the same route, and the tensors. So shapes may change from microbatch to microbatch, nothing is probed, and
-//! usually an action costs one small message more than its tensors.
+//! usually an action costs one small message more than its tensors. Heads and
+//! outlines are notes (`notes.rs`).
+use super::notes::Notes;
 use crate::schedule::{Action, Flow, Message};
 use crate::{Error, Result, Value};
-use candle_core::{DType, Device, Shape, Tensor};
+use candle_core::{DType, Shape, Tensor};
 use candle_dist::ProcessGroup;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, HashMap};
 
-/// The length of a head: the identity of the message, the length of the chain of computations before it, and the bytes
-/// of an outline.
-const HEAD: usize = 6;
+/// The numbers in a head: the identity of the message, and the length of the chain of computations before it. The outline is
+/// its text.
+const HEAD: usize = 5;
+/// The tag of heads and tensors.
+const TAG: u32 = 0;
 
 /// Returns the identity of a message as numbers.
 fn numbers(Message { flow, from, to, microbatch }: Message) -> [i64; 4] {
@@ -86,13 +90,14 @@ type Way = (Flow, usize, usize);
 #[derive(Debug)]
 pub(super) struct Wire<'a> {
     group: &'a ProcessGroup,
+    notes: Notes,
     sent: HashMap<Way, Vec<Outline>>,
     received: HashMap<Way, Vec<Outline>>,
 }
 
 impl<'a> Wire<'a> {
-    pub(super) fn new(group: &'a ProcessGroup) -> Self {
-        Self { group, sent: HashMap::new(), received: HashMap::new() }
+    pub(super) fn new(group: &'a ProcessGroup, notes: Notes) -> Self {
+        Self { group, notes, sent: HashMap::new(), received: HashMap::new() }
     }
 
     /// Sends values to a rank, without waiting for it and without copying contiguous tensors.
@@ -106,10 +111,9 @@ impl<'a> Wire<'a> {
         let way = (message.flow, message.from, message.to);
         let known = self.sent.get(&way) == Some(&outlines);
         let text = if known { Vec::new() } else { serde_json::to_vec(&outlines).map_err(unreadable)? };
-        let head = [&numbers(message)[..], &[path as i64, text.len() as i64]].concat();
-        self.start(Tensor::from_vec(head, HEAD, &Device::Cpu)?, to)?;
+        let head = [&numbers(message)[..], &[path as i64]].concat();
+        self.notes.send(self.group, to, TAG, &head, text)?;
         if !known {
-            self.start(Tensor::from_vec(text.clone(), text.len(), &Device::Cpu)?, to)?;
             self.sent.insert(way, outlines);
         }
         tensors.into_iter().try_for_each(|tensor| self.start(tensor.detach(), to))
@@ -118,14 +122,14 @@ impl<'a> Wire<'a> {
     /// A blocking send could deadlock: the receiver may take the message only after it has sent one to this rank.
     #[track_caller]
     fn start(&self, tensor: Tensor, to: usize) -> Result<()> {
-        drop(self.group.send_owned_start(tensor, to, 0)?);
+        drop(self.group.send_owned_start(tensor, to, TAG)?);
         Ok(())
     }
 
     /// Receives the next message from a rank, which must be `message`; returns its path and its values.
     #[track_caller]
     pub(super) fn receive(&mut self, from: usize, message: Message) -> Result<(usize, Vec<Value>)> {
-        let head = self.group.recv(HEAD, DType::I64, from)?.to_vec1::<i64>()?;
+        let (head, text) = self.notes.receive(self.group, from, TAG, HEAD)?;
         if head[..4] != numbers(message) {
             let (got, want) = (&head[..4], Action::Recv(message));
             let reason =
@@ -133,8 +137,7 @@ impl<'a> Wire<'a> {
             return Err(Error::Schedule(format!("{reason} was expected; run the same schedule on all ranks")));
         }
         let way = (message.flow, message.from, message.to);
-        if head[5] > 0 {
-            let text = self.group.recv(head[5] as usize, DType::U8, from)?.to_vec1::<u8>()?;
+        if !text.is_empty() {
             self.received.insert(way, serde_json::from_slice(&text).map_err(unreadable)?);
         }
         let unknown = || Error::Pipe(format!("rank {from} refers to a message that did not arrive"));
@@ -152,7 +155,7 @@ fn unreadable(error: serde_json::Error) -> Error {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)] // a panic is how a test fails
 mod tests {
-    use super::Wire;
+    use super::{Notes, Wire};
     use crate::schedule::{Flow, Message};
     use crate::{Result, Value};
     use candle_core::{DType, Device, Tensor};
@@ -171,7 +174,7 @@ mod tests {
     fn values_arrive_as_they_were_and_outlines_are_sent_where_they_change() {
         World::local(2)
             .run(|ctx| -> Result<()> {
-                let mut wire = Wire::new(ctx.group());
+                let mut wire = Wire::new(ctx.group(), Notes::default());
                 for (microbatch, rows) in [3, 3, 0, 2].into_iter().enumerate() {
                     let label = Message { flow: Flow::Activation, from: 1, to: 2, microbatch };
                     if ctx.rank() == 0 {
@@ -195,7 +198,7 @@ mod tests {
     #[test]
     fn another_message_than_the_expected_one_is_an_error() {
         let texts = World::local(2).run(|ctx| -> Result<String> {
-            let mut wire = Wire::new(ctx.group());
+            let mut wire = Wire::new(ctx.group(), Notes::default());
             let label = |microbatch| Message { flow: Flow::Gradient, from: 2, to: 1, microbatch };
             if ctx.rank() == 0 {
                 wire.send(1, label(1), 0, &message(1))?;

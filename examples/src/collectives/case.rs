@@ -99,7 +99,7 @@ impl<'a> Case<'a> {
     }
 }
 
-/// Element `i` of `rank`'s input: a small whole number that differs between ranks and between neighbours.
+/// Element `i` of `rank`'s input: a small whole number that differs between ranks and between neighbors.
 fn element(rank: usize, i: usize) -> f32 {
     ((i % 251 + 1) * (rank + 1)) as f32
 }

@@ -122,7 +122,7 @@ pub fn generate(
         1 => {
             Model::Whole(Box::new(Llama::new(config, room, &vb.frozen())?), Cache::new(config.num_hidden_layers, room))
         }
-        _ => Model::Staged(Box::new(StagedLlama::new(config, room, task.layout.as_ref(), &mesh, &vb.frozen())?)),
+        _ => Model::Staged(Box::new(StagedLlama::new(config, room, task.layout.as_ref(), &mesh, &vb.frozen(), ctx)?)),
     };
     let parameters = vb.built().iter().map(|parameter| parameter.var.elem_count()).sum();
 

@@ -46,7 +46,7 @@ fn scaled(frequency: f64, scaling: Option<&RopeScaling>) -> f64 {
         None => frequency,
         Some(RopeScaling::Linear { factor }) => frequency / factor,
         Some(RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_position_embeddings }) => {
-            // How often the pair turns in the learnt context: rare turns are stretched, frequent ones are not.
+            // How often the pair turns in the learned context: rare turns are stretched, frequent ones are not.
             let turns = *original_max_position_embeddings as f64 * frequency / TAU;
             let kept = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0.0, 1.0);
             frequency * (kept + (1.0 - kept) / factor)

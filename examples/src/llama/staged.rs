@@ -1,7 +1,7 @@
 //! Writing with a decoder that is a pipeline of stages.
 
 use candle_core::{DType, Tensor};
-use candle_dist::{DeviceMesh, ProcessGroup};
+use candle_dist::{DeviceMesh, ProcessGroup, RankContext};
 use candle_pipe::microbatch::split_args_kwargs_into_chunks;
 use candle_pipe::schedule::ScheduleKind;
 use candle_pipe::{Kwargs, Layout, Result, Runtime};
@@ -9,6 +9,7 @@ use candle_shard::nn::ShardedVarBuilder;
 
 use super::config::Config;
 use super::declare::{self, Cut};
+use crate::pipeline::for_device;
 
 /// This rank's stage of a Llama, which holds the keys and values of its layers.
 pub struct StagedLlama {
@@ -30,11 +31,12 @@ impl StagedLlama {
         layout: Option<&Layout>,
         mesh: &DeviceMesh,
         vb: &ShardedVarBuilder,
+        ctx: &RankContext,
     ) -> Result<Self> {
         let stages = mesh.axis_group("pp")?;
         let pipe = declare::writer(config, longest, &Cut::new(stages.size(), layout))?;
         let schedule = ScheduleKind::GPipe.schedule(stages.size(), 1, 1)?.forward_only();
-        let runtime = Runtime::new(&pipe, &schedule, stages, vb, vb.device())?;
+        let runtime = for_device(Runtime::new(&pipe, &schedule, stages, vb, vb.device())?, ctx)?;
         let has_logits = stages.rank() + 1 == stages.size();
         Ok(Self { runtime, stages: stages.clone(), vocab_size: config.vocab_size, has_logits })
     }

@@ -131,7 +131,7 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Training")]
     pub seed: u64,
 
-    /// Text to learn [default: the Rust sources of this program's workspace]
+    /// Text to learn [default: stories that the program makes, the same each time]
     #[arg(long, value_name = "FILE", help_heading = "Input and output")]
     pub text: Option<PathBuf>,
 

@@ -7,10 +7,8 @@ use candle_core::{Device, Result};
 use candle_shard::random::Stream;
 
 use super::args::Args;
+use super::stories;
 use crate::batch::Batch;
-
-/// The workspace's own sources, put together when this program was built.
-static WORKSPACE_SOURCES: &str = include_str!(concat!(env!("OUT_DIR"), "/corpus.txt"));
 
 /// A text cut into a part to learn from and a tail that is held out.
 ///
@@ -25,9 +23,9 @@ pub struct Corpus {
 }
 
 impl Corpus {
-    /// The text of `path`, or without one the workspace's sources.
+    /// The text of `path`, or without one the [stories](stories::text).
     pub fn read(path: Option<&Path>) -> io::Result<Vec<u8>> {
-        path.map_or_else(|| Ok(WORKSPACE_SOURCES.as_bytes().to_vec()), fs::read)
+        path.map_or_else(|| Ok(stories::text().into_bytes()), fs::read)
     }
 
     /// Cuts `text`, which must be longer than a sequence.

@@ -9,5 +9,6 @@ pub mod runs;
 pub mod sharded;
 pub mod single;
 pub mod staged;
+pub mod stories;
 pub mod training;
 pub mod validate;

@@ -74,7 +74,7 @@ impl From<&RunOutcome> for RunReport {
 pub fn heading(args: &Args, corpus: &Corpus) -> String {
     let source = match &args.text {
         Some(path) => path.display().to_string(),
-        None => "this workspace's Rust sources".to_owned(),
+        None => "stories that the program makes".to_owned(),
     };
     format!(
         "Model     byte-level Transformer: {} layers, dim {}, {} heads, dropout {}\n\

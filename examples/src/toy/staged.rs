@@ -1,7 +1,6 @@
 //! Training over ranks, pipeline, data and tensor-parallel.
 
 use std::collections::BTreeMap;
-use std::time::{Duration, SystemTime};
 
 use anyhow::Context;
 use candle_core::DType;
@@ -21,7 +20,7 @@ use super::sharded::whole_grads;
 use super::training::{Training, optimizer};
 use crate::comm::CommStat;
 use crate::launch::{Bits, Ranks, gather};
-use crate::pipeline::Pipeline;
+use crate::pipeline::{Pipeline, for_device};
 use crate::progress::Progress;
 
 /// The last steps whose times are kept.
@@ -31,9 +30,7 @@ const MEASURED_STEPS: usize = 50;
 /// where rank 0 is.
 pub fn train(name: RunName, args: &Args, corpus: &Corpus, ranks: &Ranks<'_>) -> anyhow::Result<Option<RunOutcome>> {
     let pipeline = args.pipeline();
-    let nanos = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH)?.as_nanos();
-    let began = SystemTime::UNIX_EPOCH + Duration::from_nanos(ranks.of_first(&nanos.to_string())?.parse()?);
-    let plan = Plan { name, args, corpus, pipeline, schedule: pipeline.schedule()?, began };
+    let plan = Plan { name, args, corpus, pipeline, schedule: pipeline.schedule()? };
     let train = |ctx: &RankContext| gather(ctx.group(), plan.train_rank(ctx)?);
     ranks.run(pipeline.world(), args.threads, train)?.flatten().map(|all| plan.outcome(&all)).transpose()
 }
@@ -45,8 +42,6 @@ struct Plan<'a> {
     corpus: &'a Corpus,
     pipeline: Pipeline,
     schedule: Schedule,
-    /// The zero of all ranks' times, on a clock that processes share.
-    began: SystemTime,
 }
 
 /// What one rank reports.
@@ -103,7 +98,8 @@ impl Plan<'_> {
         let vb = ShardedVarBuilder::fresh(args.seed, &mesh.axis("tp")?, plan, DType::F32, device)?;
         let pipe = args.pipe(is_sequence_parallel).cut(self.pipeline.stages())?;
         let runtime = Runtime::new(&pipe, &self.schedule, mesh.axis_group("pp")?, &vb, device)?;
-        let runtime = runtime.with_replicas(mesh.axis_group("dp")?, &DataParallelOptions::default())?;
+        let runtime =
+            for_device(runtime, ctx)?.with_replicas(mesh.axis_group("dp")?, &DataParallelOptions::default())?;
         let parameters = vb.built();
         let clip = match args.clip_norm {
             Some(norm) => Some(runtime.clip_grad_norm(parameters.clip_grad_norm(norm)?)),
@@ -124,9 +120,7 @@ impl Plan<'_> {
         let training = Training::run(args, self.corpus, device, &progress, |step, batch| {
             let (made, counts) = comm::record(|| -> Result<_> {
                 let (batch, options) = batch.part(replica, dp, self.pipeline.microbatches, step)?;
-                let start = self.began.elapsed().map_or(0.0, |time| time.as_secs_f64());
                 let mut made = runtime.forward_backward(&batch, &options)?;
-                made.spans.iter_mut().for_each(|span| (span.start, span.end) = (span.start + start, span.end + start));
                 let grads = &mut made.step.grads;
                 parameters.reduce(grads)?;
                 if step == 0 {

@@ -1,6 +1,8 @@
 //! Perceptrons on a mesh.
+use candle_core::Var;
 use candle_shard::nn::{Linear, ShardedVarBuilder};
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
+use candle_shard::random::{Distribution, Stream, sample_full};
 use candle_shard::{DTensor, Result};
 
 /// Linear 10 → 16, ReLU, Linear 16 → 10.
@@ -21,12 +23,41 @@ impl MlpModule {
         self.net2.forward(&self.net1.forward(x)?.relu()?)
     }
 
+    /// Sets the parameters to what a new module of `seed` has at the root of a builder. Every rank calls it.
+    ///
+    /// # Errors
+    /// If they are frozen.
+    pub fn reset_parameters(&self, seed: u64) -> Result<()> {
+        reset(&self.net1, seed, "net1")?;
+        reset(&self.net2, seed, "net2")
+    }
+
     /// The Megatron cut for modules at `prefix` (empty, or ending in a dot) on the mesh axis `axis`.
     pub fn plan(axis: &str, prefix: &str) -> Plan {
         Plan::new(axis)
             .with(format!("{prefix}net1"), ColwiseParallel::default())
             .with(format!("{prefix}net2"), RowwiseParallel::default())
     }
+}
+
+/// Sets a layer's parameters to what a new layer has at this path.
+fn reset(layer: &Linear, seed: u64, path: &str) -> Result<()> {
+    let bound = 1.0 / (layer.weight().dims()[1] as f64).sqrt();
+    let even = Distribution::Uniform { lo: -bound, up: bound };
+    for (name, parameter) in [("weight", Some(layer.weight())), ("bias", layer.bias())] {
+        let Some(parameter) = parameter else { continue };
+        let mine = parameter.to_local();
+        if !mine.is_variable() {
+            let reason =
+                format!("{path}.{name} is frozen and cannot be reset; build it with a builder that is not frozen");
+            return Err(candle_core::Error::msg(reason).into());
+        }
+        let stream = Stream::new(seed, &format!("{path}.{name}"));
+        let whole = sample_full(stream, even, parameter.dims(), parameter.dtype(), mine.device())?;
+        let drawn = DTensor::distribute(&whole, parameter.mesh(), parameter.placements())?;
+        Var::from_tensor(mine)?.set(drawn.to_local())?;
+    }
+    Ok(())
 }
 
 /// Several [`MlpModule`]s in a row.
@@ -36,10 +67,21 @@ pub struct MlpStacked {
 }
 
 impl MlpStacked {
-    /// `n_layers` modules at `layers.0`, `layers.1`, ...
+    /// `n_layers` modules at `layers.0`, `layers.1`, ..., which all start alike: each as an [`MlpModule`] of the
+    /// builder's seed, wherever the builder takes parameters from.
     pub fn new(n_layers: usize, vb: &ShardedVarBuilder) -> Result<Self> {
         let layers = (0..n_layers).map(|i| MlpModule::new(true, &vb.pp("layers").pp(i))).collect::<Result<_>>()?;
-        Ok(Self { layers })
+        let stacked = Self { layers };
+        stacked.reset_parameters(vb.seed())?;
+        Ok(stacked)
+    }
+
+    /// Sets the parameters to what a new stack of `seed` has. Every rank calls it.
+    ///
+    /// # Errors
+    /// If they are frozen.
+    pub fn reset_parameters(&self, seed: u64) -> Result<()> {
+        self.layers.iter().try_for_each(|layer| layer.reset_parameters(seed))
     }
 
     /// `[.., 10]` to `[.., 10]`.

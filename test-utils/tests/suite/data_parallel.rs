@@ -58,7 +58,7 @@ const MAX_NORM: f64 = 0.05;
 fn transformer_on_one_device(args: &ModelArgs, batch: usize) -> Result<Trace> {
     let model = reference::Transformer::new(args, DType::F64, &Device::Cpu)?;
     let vars = model.vars().to_vec();
-    let mut optimiser = AdamW::new(vars.iter().map(|(_, v)| v.clone()).collect(), adam())?;
+    let mut optimizer = AdamW::new(vars.iter().map(|(_, v)| v.clone()).collect(), adam())?;
     let (mut losses, mut norms, mut first) = (Vec::new(), Vec::new(), Vec::new());
     for step in 0..STEPS {
         let logits = model.forward(&tokens(batch, args, step)?, Mode::Train { step: step as u64 })?;
@@ -79,7 +79,7 @@ fn transformer_on_one_device(args: &ModelArgs, batch: usize) -> Result<Trace> {
         }
         losses.push(loss.to_scalar()?);
         norms.push(norm);
-        optimiser.step(&clipped)?;
+        optimizer.step(&clipped)?;
     }
     let params = vars.iter().map(|(n, v)| Ok((n.clone(), v.as_tensor().copy()?))).collect::<Result<_>>()?;
     Ok(Trace { losses, norms, grads: first, params })
@@ -107,7 +107,7 @@ fn transformer_on_grid(ctx: &RankContext, args: &ModelArgs, grid: Grid) -> Resul
     let options = DataParallelOptions { bucket_bytes: 4096, ..DataParallelOptions::default() };
     let dp = DataParallel::new(dp_group, &vars, &options)?;
     let clip = parameters.clip_grad_norm(MAX_NORM)?;
-    let mut optimiser = AdamW::new(parameters.vars(), adam())?;
+    let mut optimizer = AdamW::new(parameters.vars(), adam())?;
     let (start, len) = part(grid.batch, dp_group.rank(), grid.dp);
     let (mut losses, mut norms, mut first) = (Vec::new(), Vec::new(), Vec::new());
     for step in 0..STEPS {
@@ -136,7 +136,7 @@ fn transformer_on_grid(ctx: &RankContext, args: &ModelArgs, grid: Grid) -> Resul
                 first.push((p.name.clone(), grad.full_tensor()?));
             }
         }
-        optimiser.step(&grads)?;
+        optimizer.step(&grads)?;
     }
     let whole = |p: &candle_shard::nn::Parameter| Ok((p.name.clone(), p.tensor.full_tensor()?.detach()));
     let params = parameters.iter().map(whole).collect::<Result<_>>()?;

@@ -65,6 +65,51 @@ fn perceptrons_equal_one_device() {
     }
 }
 
+/// As PyTorch's test model, which seeds its generator in each layer.
+#[test]
+fn layers_of_a_stack_start_alike_and_can_be_reset() {
+    for world in 1..=3 {
+        on_ranks(world, "reset", |ctx| -> Result<()> {
+            let one = reference_mlp::MlpModule::new(SEED, true, DType::F64, &Device::Cpu)?;
+            let plain = reference_mlp::MlpStacked::new(SEED, 3, DType::F64, &Device::Cpu)?;
+            let vb = builder(ctx, MlpStacked::plan("tp"))?;
+            let sharded = MlpStacked::new(3, &vb)?;
+            let parameters = vb.finish()?;
+            let of_seed = |seed| reference_mlp::MlpModule::new(seed, true, DType::F64, &Device::Cpu);
+            let all_are = |want: &reference_mlp::MlpModule| -> Result<()> {
+                assert_eq!((plain.vars().len(), parameters.len()), (12, 12));
+                let whole =
+                    parameters.named_tensors().into_iter().map(|(name, tensor)| Ok((name, tensor.full_tensor()?)));
+                let whole = whole.collect::<Result<Vec<_>>>()?;
+                let plain = plain.vars().iter().map(|(name, var)| (name.clone(), var.as_detached_tensor()));
+                for (name, got) in whole.into_iter().chain(plain) {
+                    let want = want.vars().iter().find(|(of_one, _)| name.ends_with(of_one.as_str())).unwrap();
+                    assert_eq!((&got - want.1.as_tensor())?.abs()?.sum_all()?.to_scalar::<f64>()?, 0.0, "{name}");
+                }
+                Ok(())
+            };
+            all_are(&one)?;
+            for seed in [SEED + 1, SEED] {
+                plain.reset_parameters(seed)?;
+                sharded.reset_parameters(seed)?;
+                all_are(&of_seed(seed)?)?;
+            }
+            one.reset_parameters(9)?;
+            let fresh = of_seed(9)?;
+            for ((name, got), (_, want)) in one.vars().iter().zip(fresh.vars()) {
+                assert_close(got, want, name);
+            }
+            Ok(())
+        });
+    }
+    on_ranks(1, "frozen", |ctx| -> Result<()> {
+        let vb = builder(ctx, MlpModule::plan("tp", ""))?.frozen();
+        let said = MlpModule::new(true, &vb)?.reset_parameters(1).unwrap_err().to_string();
+        assert!(said.contains("net1.weight is frozen"), "{said}");
+        Ok(())
+    });
+}
+
 #[test]
 fn rms_norm_equals_one_device_whole_and_on_a_piece_of_the_sequence() {
     for world in 1..=5 {

@@ -241,7 +241,7 @@ fn the_small_models_have_the_promised_parameters() -> Result<()> {
 
 /// Root mean square of the output is 1 whatever the scale of the input.
 #[test]
-fn rms_norm_normalises() -> Result<()> {
+fn rms_norm_normalizes() -> Result<()> {
     let norm = RmsNorm::new(4, 1e-12, DType::F64, CPU)?;
     let x = Tensor::new(&[[1f64, -2.0, 3.0, 4.0], [-1e3, 2e3, 5e3, 0.0]], CPU)?;
     for square in norm.forward(&x)?.sqr()?.mean(1)?.to_vec1::<f64>()? {

@@ -37,7 +37,7 @@ fn adam() -> ParamsAdamW {
 fn train_reference(args: &ModelArgs) -> candle_core::Result<Trace> {
     let model = reference::Transformer::new(args, DType::F64, &Device::Cpu)?;
     let vars = model.vars().to_vec();
-    let mut optimiser = candle_nn::AdamW::new(vars.iter().map(|(_, v)| v.clone()).collect(), adam())?;
+    let mut optimizer = candle_nn::AdamW::new(vars.iter().map(|(_, v)| v.clone()).collect(), adam())?;
     let (mut losses, mut first) = (Vec::new(), Vec::new());
     for step in 0..STEPS {
         let x = tokens(BATCH, args.max_seq_len, args.vocab_size, step)?;
@@ -48,7 +48,7 @@ fn train_reference(args: &ModelArgs) -> candle_core::Result<Trace> {
         if step == 0 {
             first = vars.iter().map(|(n, v)| (n.clone(), grads.get(v).expect("a gradient").clone())).collect();
         }
-        optimiser.step(&grads)?;
+        optimizer.step(&grads)?;
     }
     let params =
         vars.iter().map(|(n, v)| Ok((n.clone(), v.as_tensor().copy()?))).collect::<candle_core::Result<_>>()?;
@@ -60,7 +60,7 @@ fn train_on_mesh(ctx: &candle_dist::RankContext, args: &ModelArgs, plan: Plan) -
     let vb = ShardedVarBuilder::fresh(args.seed, &mesh, plan, DType::F64, &Device::Cpu)?;
     let model = Transformer::new(args, &vb)?;
     let parameters = vb.finish()?;
-    let mut optimiser = AdamW::new(&parameters, adam())?;
+    let mut optimizer = AdamW::new(&parameters, adam())?;
     let put = |t: Tensor| DTensor::distribute(&t, &mesh, &[Replicate]);
     let (mut losses, mut first) = (Vec::new(), Vec::new());
     for step in 0..STEPS {
@@ -75,7 +75,7 @@ fn train_on_mesh(ctx: &candle_dist::RankContext, args: &ModelArgs, plan: Plan) -
                 first.push((p.name.clone(), grad.full_tensor()?));
             }
         }
-        optimiser.step(&grads)?;
+        optimizer.step(&grads)?;
     }
     let whole = |p: &candle_shard::nn::Parameter| Ok((p.name.clone(), p.tensor.full_tensor()?.detach()));
     Ok(Trace { losses, grads: first, params: parameters.iter().map(whole).collect::<Result<_>>()? })
@@ -151,7 +151,7 @@ fn losses_of_logits_that_stay_sharded_by_class_equal_one_device() {
 }
 
 /// The all_reduces, all_gathers and reduce_scatters of a forward pass with its loss, of a backward pass, and of a step
-/// of the optimiser; there is nothing else.
+/// of the optimizer; there is nothing else.
 type Counts = [[usize; 3]; 3];
 
 fn counts_of_a_step(world: usize, plan: Plan) -> Counts {
@@ -165,13 +165,13 @@ fn counts_of(args: ModelArgs, world: usize, plan: Plan) -> Counts {
         let vb = ShardedVarBuilder::fresh(0, &mesh, plan.clone(), DType::F32, &Device::Cpu)?;
         let model = Transformer::new(&args, &vb)?;
         let parameters = vb.finish()?;
-        let mut optimiser = AdamW::new(&parameters, adam())?;
+        let mut optimizer = AdamW::new(&parameters, adam())?;
         let x = DTensor::distribute(&tokens(8, 8, 8, 0)?, &mesh, &[Replicate])?;
         let (loss, forward) = comm::record(|| model.forward(&x, Mode::Eval)?.cross_entropy(&x));
         let loss = loss?;
         let (grads, backward) = comm::record(|| parameters.backward(&loss));
         let grads = grads?;
-        let (stepped, step) = comm::record(|| optimiser.step(&grads));
+        let (stepped, step) = comm::record(|| optimizer.step(&grads));
         stepped?;
         let count = |counts: &comm::CommCounts| {
             let kinds = [Op::AllReduce, Op::AllGather, Op::ReduceScatter].map(|op| counts.get(op).count);
@@ -215,7 +215,7 @@ fn no_pass_communicates_more_than_the_model_elsewhere() {
     for (sequence, most) in elsewhere {
         let counts = counts_of_a_step(4, Transformer::plan("tp", sequence));
         for (pass, (counts, most)) in counts.iter().zip(&most).enumerate() {
-            // The one all_reduce of norm gradients replaces those of the optimiser.
+            // The one all_reduce of norm gradients replaces those of the optimizer.
             let norms = usize::from(sequence && pass == 1);
             assert!(
                 counts[0] <= most[0] + norms && counts[1] <= most[1] && counts[2] <= most[2],

@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 mod errors;
 mod gradients;
+mod logged;
 mod masked;
 mod merging;
 mod random;

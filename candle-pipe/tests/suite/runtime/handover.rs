@@ -72,7 +72,7 @@ fn what_wants_no_gradient_arrives_where_it_was_made() {
             assert_eq!(at("plain made"), at("plain taken"));
             // A variable stands for what is differentiated on each stage anew, which candle makes as a copy.
             assert_eq!(at("learned made") == at("learned taken"), !training);
-            assert_ne!(at("weight made"), at("weight taken"), "an optimiser writes to parameters");
+            assert_ne!(at("weight made"), at("weight taken"), "an optimizer writes to parameters");
             assert_ne!(at("weight made"), at("row taken"), "nor are parts of parameters handed over");
         }
     }

@@ -14,3 +14,4 @@ mod parity;
 mod random;
 mod replicas;
 mod sums;
+mod times;

@@ -36,7 +36,7 @@ fn actions_are_read_and_written_alike() {
         assert_eq!(json, format!("\"{text}\""));
         assert_eq!(serde_json::from_str::<Action>(&json).unwrap(), action);
     }
-    // A neighbour need not be named.
+    // A neighbor need not be named.
     assert_eq!("1SEND_F3>2".parse::<Action>().unwrap(), "1SEND_F3".parse().unwrap());
 }
 

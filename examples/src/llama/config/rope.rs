@@ -6,7 +6,7 @@ use serde_json::{Map, Value};
 
 use super::fields::{Fields, positive, shortened};
 
-/// How the positions of a longer context are brought into the range that was learnt.
+/// How the positions of a longer context are brought into the range that was learned.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[serde(tag = "rope_type", rename_all = "lowercase")]
 pub enum RopeScaling {
@@ -19,11 +19,11 @@ pub enum RopeScaling {
     Llama3 {
         /// By how much wavelengths are stretched.
         factor: f64,
-        /// Wavelengths longer than the learnt context divided by this are stretched by the whole factor.
+        /// Wavelengths longer than the learned context divided by this are stretched by the whole factor.
         low_freq_factor: f64,
-        /// Those shorter than the learnt context divided by this are not stretched.
+        /// Those shorter than the learned context divided by this are not stretched.
         high_freq_factor: f64,
-        /// The learnt context.
+        /// The learned context.
         original_max_position_embeddings: usize,
     },
 }
@@ -113,13 +113,13 @@ fn scaling(form: &Map<String, Value>) -> Result<Option<RopeScaling>> {
                 low_freq_factor < high_freq_factor,
                 "low_freq_factor {low_freq_factor} is not less than high_freq_factor {high_freq_factor}"
             );
-            let learnt = number("original_max_position_embeddings")?;
+            let learned = number("original_max_position_embeddings")?;
             ensure!(
-                learnt.fract() == 0.0 && learnt <= super::MOST as f64,
-                "original_max_position_embeddings is {learnt}; want a whole number from 1 to {}",
+                learned.fract() == 0.0 && learned <= super::MOST as f64,
+                "original_max_position_embeddings is {learned}; want a whole number from 1 to {}",
                 super::MOST
             );
-            let original_max_position_embeddings = learnt as usize;
+            let original_max_position_embeddings = learned as usize;
             Some(RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_position_embeddings })
         }
         _ => None,

@@ -25,6 +25,7 @@ use crate::launch::agreed;
 use crate::llama::args::DTypeName;
 use crate::llama::model::Llama;
 use crate::memory;
+use crate::pipeline::for_device;
 
 /// One step, as all ranks know it.
 #[derive(Clone, Copy, Debug)]
@@ -129,7 +130,8 @@ impl<'a> Trainer<'a> {
             vb = vb.fully_shard("dp", options)?;
         }
         let pipe = job.declare()?;
-        let mut runtime = Runtime::new(&pipe, &pipeline.schedule()?, mesh.axis_group("pp")?, &vb, device)?;
+        let runtime = Runtime::new(&pipe, &pipeline.schedule()?, mesh.axis_group("pp")?, &vb, device)?;
+        let mut runtime = for_device(runtime, ctx)?;
         // Where parameters are cut over the replicas, gradients are those of the whole batch.
         if !job.fsdp {
             // Replicas have read the same files.

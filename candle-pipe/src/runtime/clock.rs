@@ -1,0 +1,131 @@
+//! One clock for the ranks of a group: the clock of the first rank.
+//!
+//! Threads of one process share a clock. Other ranks ask the first one for its time in several round trips and take the median
+//! of the offsets. The error of an offset is at most half of its round trip.
+use crate::Result;
+use candle_core::{DType, Device, Tensor};
+use candle_dist::ProcessGroup;
+use std::hash::{BuildHasher, RandomState};
+use std::sync::OnceLock;
+use std::time::Instant;
+
+/// How often a rank asks.
+const ROUNDS: usize = 9;
+
+/// A clock's time in nanoseconds.
+pub(super) type Nanos = i64;
+
+/// The clock of the first rank, as far as this rank knows it.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct Clock {
+    /// How far it is ahead of this process's clock.
+    ahead: Nanos,
+    /// By how much that may be wrong.
+    within: Nanos,
+}
+
+impl Clock {
+    /// Compares the clocks of all ranks. Every rank calls it.
+    pub(super) fn settle(group: &ProcessGroup) -> Result<Self> {
+        Self::between(group, process(), &here)
+    }
+
+    /// The same with any clock `here` of the process that this number stands for.
+    fn between(group: &ProcessGroup, process: i64, here: &dyn Fn() -> Nanos) -> Result<Self> {
+        if group.size() == 1 {
+            return Ok(Self::default());
+        }
+        let processes = group.all_gather(&Tensor::new(&[process], &Device::Cpu)?, 0)?.to_vec1::<i64>()?;
+        let apart = (1..group.size()).filter(|&rank| processes[rank] != processes[0]);
+        for rank in apart {
+            if group.rank() == 0 {
+                answer(group, rank, here)?;
+            } else if group.rank() == rank {
+                return ask(group, here);
+            }
+        }
+        Ok(Self::default())
+    }
+
+    /// The time now.
+    pub(super) fn now(&self) -> Nanos {
+        here() + self.ahead
+    }
+}
+
+/// Tells a rank the time as often as it asks.
+fn answer(group: &ProcessGroup, to: usize, here: &dyn Fn() -> Nanos) -> Result<()> {
+    for _ in 0..ROUNDS {
+        group.recv(1, DType::I64, to)?.to_vec1::<i64>()?;
+        group.send(&Tensor::new(&[here()], &Device::Cpu)?, to)?;
+    }
+    Ok(())
+}
+
+/// Asks the first rank for its time.
+fn ask(group: &ProcessGroup, here: &dyn Fn() -> Nanos) -> Result<Clock> {
+    let mut answers = Vec::with_capacity(ROUNDS);
+    for _ in 0..ROUNDS {
+        let sent = here();
+        group.send(&Tensor::new(&[sent], &Device::Cpu)?, 0)?;
+        let theirs = group.recv(1, DType::I64, 0)?.to_vec1::<i64>()?[0];
+        let came = here();
+        // The answer was given between these two.
+        let half = (came - sent + 1) / 2;
+        answers.push(Clock { ahead: theirs - sent - half, within: half });
+    }
+    answers.sort_by_key(|answer| answer.ahead);
+    Ok(answers[ROUNDS / 2])
+}
+
+/// This process's clock.
+fn here() -> Nanos {
+    static START: OnceLock<Instant> = OnceLock::new();
+    START.get_or_init(Instant::now).elapsed().as_nanos() as Nanos
+}
+
+/// A number that no other process has.
+fn process() -> i64 {
+    static PROCESS: OnceLock<i64> = OnceLock::new();
+    *PROCESS.get_or_init(|| RandomState::new().hash_one(std::process::id()) as i64)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)] // a panic is how a test fails
+mod tests {
+    use super::{Clock, Nanos, ROUNDS, here};
+    use crate::Result;
+    use candle_dist::{Op, World, comm};
+
+    const SECOND: Nanos = 1_000_000_000;
+
+    #[test]
+    fn clocks_that_started_apart_tell_one_time_within_half_a_round_trip() {
+        // The clock of each rank is that many seconds behind the one of this process; ranks 0 and 2 are one process.
+        let late = [5000, -7, 5000, 0];
+        let clocks = World::local(4).run(|ctx| -> Result<Clock> {
+            let mine = late[ctx.rank()];
+            let (clock, sent) = comm::record(|| Clock::between(ctx.group(), mine, &move || here() - mine * SECOND));
+            let messages = [2, 1, 0, 1][ctx.rank()] * ROUNDS;
+            assert_eq!(sent.get(Op::Send).count, messages);
+            clock
+        });
+        for (clock, late) in clocks.unwrap().iter().zip(late) {
+            let off = (clock.ahead - (late - 5000) * SECOND).abs();
+            assert!(off <= clock.within, "off by {off} ns, and within {} ns", clock.within);
+            // Answers come soon, whatever else the machine does.
+            assert!(clock.within < 20 * SECOND, "{clock:?}");
+        }
+    }
+
+    #[test]
+    fn threads_of_one_process_have_one_clock_for_no_message() {
+        World::local(3)
+            .run(|ctx| -> Result<()> {
+                let (clock, sent) = comm::record(|| Clock::settle(ctx.group()));
+                assert_eq!((clock?, sent.get(Op::Send).count), (Clock::default(), 0));
+                Ok(())
+            })
+            .unwrap();
+    }
+}
