@@ -1,6 +1,7 @@
 //! The multi-rank test harness and the toy models of the candle distributed stack.
 mod converter;
 mod harness;
+mod leaf;
 mod memory;
 pub mod model_args;
 pub mod reference;
@@ -9,10 +10,13 @@ mod reference_ops;
 mod reference_params;
 mod scratch;
 mod subtests;
+mod sweep;
 pub mod toy;
 
 pub use converter::DTensorConverter;
 pub use harness::{Ranks, on_ranks};
+pub use leaf::{Lay, Leaf, block, distance, lays, mesh, on_axes, strided, tolerance, value_error, values};
 pub use memory::stays_flat;
 pub use scratch::Scratch;
 pub use subtests::{on_mesh, run_subtests, skip_unless_gpus};
+pub use sweep::{Arguments, Case, Input, Kind, OpCheck, sweep, sweep_in};
