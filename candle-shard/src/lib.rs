@@ -10,6 +10,7 @@
 //! - [`Weights`] and [`checkpoint`]: files from which and to which each rank reads and writes only its own blocks.
 //! - [`ShardedTensor`]: a tensor cut according to a [`sharding_spec`], which names ranks instead of axes.
 //! - [`sparse`]: large tables whose gradient and optimizer cost grows with the rows that are looked up.
+//! - [`rules`]: ops of your own, with gradient, in any layout.
 //! - [`kernels`]: fused ops with a true backward, for plain tensors too.
 mod agreement;
 mod changes;
@@ -30,7 +31,7 @@ pub mod parallel;
 mod placement;
 pub mod random;
 mod redistribute;
-mod rules;
+pub mod rules;
 mod scoped;
 pub mod sharded_tensor;
 pub mod sharding_spec;

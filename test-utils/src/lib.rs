@@ -1,6 +1,7 @@
 //! The multi-rank test harness and the toy models of the candle distributed stack.
 mod converter;
 mod harness;
+mod leaf;
 mod memory;
 pub mod model_args;
 pub mod reference;
@@ -10,11 +11,14 @@ mod reference_params;
 mod scratch;
 mod skip;
 mod subtests;
+mod sweep;
 pub mod toy;
 
 pub use converter::DTensorConverter;
 pub use harness::{Ranks, on_ranks};
+pub use leaf::{Lay, Leaf, block, distance, lays, mesh, on_axes, strided, tolerance, value_error, values};
 pub use memory::stays_flat;
 pub use scratch::Scratch;
 pub use skip::{skip, skip_unless_gpus, skipped};
 pub use subtests::{Settings, on_mesh, run_subtests};
+pub use sweep::{Arguments, Case, Input, Kind, OpCheck, sweep, sweep_in};

@@ -35,7 +35,7 @@ impl Extreme {
     /// The extreme over dims of a tensor with elements; the dims stay with size 1.
     fn over(self, x: &Tensor, dims: &[usize]) -> candle_core::Result<Tensor> {
         let one = |x: Tensor, &d: &usize| if self == Max { x.max_keepdim(d) } else { x.min_keepdim(d) };
-        let extreme = dims.iter().try_fold(x.clone(), one)?;
+        let extreme = dims.iter().try_fold(unrepeated(x)?, one)?;
         let Some(nan) = nans(x)? else { return Ok(extreme) };
         // candle's depends on where the element stands.
         let any = dims.iter().try_fold(nan, |nan, &d| nan.max_keepdim(d))?;
@@ -45,6 +45,7 @@ impl Extreme {
 
     /// Where the extreme over a dim is, which stays with size 1: the first of equal ones, or what is not a number.
     fn place(self, x: &Tensor, dim: usize) -> candle_core::Result<Tensor> {
+        let x = &unrepeated(x)?;
         let place = if self == Max { x.argmax_keepdim(dim) } else { x.argmin_keepdim(dim) }?;
         let Some(nan) = nans(x)? else { return Ok(place) };
         nan.max_keepdim(dim)?.where_cond(&nan.argmax_keepdim(dim)?, &place)
@@ -65,6 +66,11 @@ impl Extreme {
         };
         Tensor::full(if self == Max { range.0 } else { range.1 }, shape, device)?.to_dtype(dtype)
     }
+}
+
+/// The tensor in memory where it has no stride of 0: candle's extremes divide by that of a repeated dim of size 1.
+fn unrepeated(x: &Tensor) -> candle_core::Result<Tensor> {
+    if x.stride().contains(&0) { x.force_contiguous() } else { Ok(x.clone()) }
 }
 
 /// 1 where an element is not a number; `None` if it is known that there is none.

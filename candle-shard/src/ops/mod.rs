@@ -33,17 +33,4 @@ mod softmax;
 mod unary;
 mod view;
 
-use crate::{DTensor, Result};
-use candle_core::{DType, Tensor};
-
-/// Zeros in the place of a sum over `inputs` without elements on this rank.
-///
-/// They stay connected to the inputs, so that every rank's backward pass has the same communication.
-fn neutral(inputs: &[DTensor], shape: &[usize], dtype: DType) -> Result<Tensor> {
-    let mut zero = Tensor::zeros((), dtype, inputs[0].device())?;
-    for input in inputs.iter().filter(|input| input.tracked()) {
-        let nothing = input.to_local().flatten_all()?.narrow(0, 0, 0)?.sum_all()?;
-        zero = (zero + nothing.to_dtype(dtype)?)?;
-    }
-    Ok(zero.broadcast_as(shape)?.contiguous()?)
-}
+use crate::rules::neutral;

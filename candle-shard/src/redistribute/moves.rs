@@ -13,7 +13,7 @@ use smallvec::{SmallVec, smallvec};
 use std::sync::Arc;
 
 /// A step from one layout to the next.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Move {
     pub(super) axes: MovedAxes,
     pub(super) how: How,

@@ -1,14 +1,76 @@
-//! From an op's table of rows to local tensors and the layout of the result.
+//! Ops of your own on distributed tensors, and how all ops here are made: from rows to local tensors and a layout.
 //!
-//! A [`Row`] says, for *one* axis, which placements of the inputs give which placement of the output without
-//! communication. An op lists its rows; each axis takes the row that costs the fewest bytes, independently of the
-//! other axes (`plan.rs`). All replicated is always possible and need not be listed. A plan is made once for inputs
-//! that lie alike and kept (`cache.rs`).
+//! A [`Row`] says, for *one* mesh axis, which placements of the inputs give which placement of the output without
+//! communication. An op lists its rows in a [`Signature`]; each axis takes the row that moves the fewest bytes,
+//! independently of the other axes. All inputs replicated is always possible and need not be listed. [`apply`] lays out
+//! the inputs, runs the op's local computation, and wraps the result. The gradient comes from candle's ops, or
+//! from the `bwd` of a custom op; which gradients ranks must sum follows from the row.
 //!
-//! The gradient rule: on an axis where the output is not replicated, every replicated input is used through its
-//! varying view, because each rank computes only a share of that input's gradient. Where the output is replicated and
-//! an input is varying, the output is varying too, and the other inputs go through their views.
+//! ```
+//! use candle_core::{DType, Tensor};
+//! use candle_dist::World;
+//! use candle_shard::rules::{self, Row, Rows, Signature};
+//! use candle_shard::{DTensor, Error, Placement, Replicate, Result, Shard};
+//!
+//! /// The squared distance of each row of `x`, `[n, d]`, to each row of `y`, `[m, d]`: `[n, m]`.
+//! #[track_caller]
+//! fn distances(x: &DTensor, y: &DTensor) -> Result<DTensor> {
+//!     let signature = || {
+//!         let (&[n, d], &[m, e]) = (x.dims(), y.dims()) else { return refuse(x, y) };
+//!         if d != e || x.dtype() != y.dtype() {
+//!             return refuse(x, y);
+//!         }
+//!         let rows = Rows::from_iter([
+//!             Row::new(Shard(0), &[Shard(0), Replicate]), // some rows of x, all of y: some rows of the result
+//!             Row::new(Shard(1), &[Replicate, Shard(0)]), // all of x, some rows of y: some columns
+//!             Row::new(Placement::PARTIAL_SUM, &[Shard(1), Shard(1)]), // some columns of both: terms of the sums
+//!         ]);
+//!         Ok(Signature::new(rows, &[n, m], x.dtype()))
+//!     };
+//!     rules::apply("distances", &[], &[x, y], signature, |inputs, _| {
+//!         let (x, y) = (inputs[0].to_local(), inputs[1].to_local());
+//!         Ok(x.unsqueeze(1)?.broadcast_sub(&y.unsqueeze(0)?)?.sqr()?.sum(2)?)
+//!     })
+//! }
+//!
+//! fn refuse<T>(x: &DTensor, y: &DTensor) -> Result<T> {
+//!     Err(Error::Op { op: "distances", reason: format!("{} and {}: want [n, d] and [m, d] of one dtype", x.spec(), y.spec()) })
+//! }
+//!
+//! World::local(2).run(|ctx| -> Result<()> {
+//!     let mesh = ctx.mesh(&[("tp", 2)])?;
+//!     let x = Tensor::arange(0f64, 15., ctx.device())?.reshape((3, 5))?;
+//!     let (x, var) = DTensor::distribute(&x, &mesh, &[Shard(1)])?.to_var()?; // 3 and 2 columns
+//!     let made = distances(&x, &x)?;
+//!     assert_eq!(made.placements(), [Placement::PARTIAL_SUM]); // nothing was sent
+//!     assert_eq!(made.to_vec2::<f64>()?, [[0., 125., 500.], [125., 0., 125.], [500., 125., 0.]]);
+//!     let grads = made.sum_all()?.backward()?;
+//!     assert_eq!(grads.get(&var).map(|grad| grad.dims().to_vec()), Some(var.dims().to_vec()));
+//!     assert_eq!(grads.get(&var).unwrap().get(0)?.get(0)?.to_scalar::<f64>()?, -60.); // 4 · ((0 - 5) + (0 - 10))
+//!     Ok(())
+//! })?;
+//! # Ok::<(), candle_dist::WorldError>(())
+//! ```
+//!
+//! # What rows and computations must hold to
+//!
+//! - A row is true: on inputs in its placements, the local computation gives this rank's part of the output. Rows of partial
+//!   sums need a computation that is linear in all inputs that are partial.
+//! - The signature depends on the inputs' [specs](DTensor::spec) and the `attributes` alone. Plans are kept by these; in
+//!   debug builds the signature of a kept plan is asked again, and a difference is an error that names the op.
+//! - The computation keeps the gradient. candle's fused `LayerNorm`, `RmsNorm`, `softmax_last_dim`, `rope` and `sdpa`, and
+//!   all of `apply_op*_no_bwd`, drop it silently.
+//! - Checks read specs, never local shapes: then all ranks fail alike, and none waits for another.
+//!
+//! `test_utils::sweep` compares an op in all placements with one device. A plan is made once for inputs that lie alike.
+//!
+//! # The gradient rule
+//!
+//! On an axis where the output is not replicated, every replicated input is used through its varying view, because each
+//! rank computes only a share of that input's gradient. Where the output is replicated and an input is varying, the output
+//! is varying too, and the other inputs go through their views.
 mod cache;
+mod own;
 mod plan;
 
 use crate::explain;
@@ -19,41 +81,45 @@ use crate::strict;
 use crate::{DTensor, Result};
 use candle_core::{DType, Tensor};
 use candle_dist::backend::Dims;
+pub use own::{apply, apply_all};
 pub(crate) use plan::{Plan, check_meshes};
 use smallvec::{SmallVec, smallvec};
 use std::panic::Location;
 use std::sync::Arc;
 
-/// One way to run an op on one axis.
+/// One way to run an op on one axis: where the inputs lie, and where the output lies then.
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) struct Row {
+pub struct Row {
     pub(crate) out: Placement,
     pub(crate) ins: SmallVec<[Placement; 3]>,
 }
 
-/// The rows of an op, best first among equals.
-pub(crate) type Rows = SmallVec<[Row; 8]>;
+/// The rows of an op, made with `Rows::from_iter` or `collect`; best first among those that move as much.
+pub type Rows = SmallVec<[Row; 8]>;
 
 impl Row {
-    pub(crate) fn new(out: Placement, ins: &[Placement]) -> Self {
+    /// The output is `out` where the inputs lie as `ins`, one placement for each input.
+    pub fn new(out: Placement, ins: &[Placement]) -> Self {
         Self { out, ins: SmallVec::from_slice(ins) }
     }
 }
 
 /// What an op may do with its inputs, and what it makes of them.
-pub(crate) struct Signature {
+#[derive(Debug, Clone)]
+pub struct Signature {
     rows: Rows,
     /// Global shape and dtype of each output; all lie as the row says.
     outs: SmallVec<[(Dims, DType); 1]>,
 }
 
 impl Signature {
-    pub(crate) fn new(rows: Rows, shape: &[usize], dtype: DType) -> Self {
+    /// An op with these rows and an output of this global shape.
+    pub fn new(rows: Rows, shape: &[usize], dtype: DType) -> Self {
         Self { rows, outs: smallvec![(Dims::from_slice(shape), dtype)] }
     }
 
-    /// With a further output.
-    pub(crate) fn and(mut self, shape: &[usize], dtype: DType) -> Self {
+    /// With a further output, which lies as the first one does.
+    pub fn and(mut self, shape: &[usize], dtype: DType) -> Self {
         self.outs.push((Dims::from_slice(shape), dtype));
         self
     }
@@ -97,7 +163,19 @@ pub(crate) fn run_planned(
     plan: impl FnOnce() -> Result<Plan>,
     local: impl FnOnce(&[DTensor], &[Arc<Spec>]) -> Result<SmallVec<[Tensor; 1]>>,
 ) -> Result<SmallVec<[DTensor; 1]>> {
-    let plan = cache::plan(op, attributes, inputs, plan)?;
+    run_known((op, None), attributes, inputs, plan, local)
+}
+
+/// Runs an op by the plan that is kept for such a call, or by a new one.
+#[track_caller]
+fn run_known(
+    (op, owner): (&'static str, cache::Owner),
+    attributes: &[usize],
+    inputs: &[&DTensor],
+    plan: impl FnOnce() -> Result<Plan>,
+    local: impl FnOnce(&[DTensor], &[Arc<Spec>]) -> Result<SmallVec<[Tensor; 1]>>,
+) -> Result<SmallVec<[DTensor; 1]>> {
+    let plan = cache::plan((op, owner), attributes, inputs, plan)?;
     if plan.communicates {
         strict::unasked(op, inputs, &plan, Location::caller())?;
     }
@@ -158,4 +236,16 @@ fn nothing(inputs: &[DTensor], spec: &Spec) -> Result<Tensor> {
         [] => Ok(Tensor::zeros(shape.as_slice(), spec.dtype(), inputs[0].device())?),
         parts => Ok(Tensor::cat(parts, 0)?.reshape(shape.as_slice())?),
     }
+}
+
+/// Zeros in the place of a sum over `inputs` without elements on this rank.
+///
+/// They stay connected to the inputs, so that every rank's backward pass has the same communication.
+pub(crate) fn neutral(inputs: &[DTensor], shape: &[usize], dtype: DType) -> Result<Tensor> {
+    let mut zero = Tensor::zeros((), dtype, inputs[0].device())?;
+    for input in inputs.iter().filter(|input| input.tracked()) {
+        let nothing = input.to_local().flatten_all()?.narrow(0, 0, 0)?.sum_all()?;
+        zero = (zero + nothing.to_dtype(dtype)?)?;
+    }
+    Ok(zero.broadcast_as(shape)?.contiguous()?)
 }

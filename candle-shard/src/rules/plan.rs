@@ -81,6 +81,15 @@ impl Plan {
     }
 }
 
+impl Plan {
+    /// Whether a call runs by both plans in the same way.
+    pub(super) fn is(&self, other: &Self) -> bool {
+        let Self { inputs, communicates: _, told: _, vary, outs, varying, nothing } = self;
+        (inputs, vary, outs) == (&other.inputs, &other.vary, &other.outs)
+            && (*varying, *nothing) == (other.varying, other.nothing)
+    }
+}
+
 /// Refuses inputs that lie on different meshes.
 pub(crate) fn check_meshes(op: &'static str, inputs: &[&DTensor]) -> Result<()> {
     let mesh = inputs[0].mesh();

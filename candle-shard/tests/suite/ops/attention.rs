@@ -1,4 +1,5 @@
 use crate::ops::sweep::{Case, Input, Kind::Float, sweep};
+use crate::plain;
 use candle_core::{D, DType, Tensor};
 use candle_dist::comm;
 use candle_shard::kernels::{self, RopePairs};
@@ -45,17 +46,6 @@ fn softmax_of_masked_scores() {
     sweep("masked_softmax", shapes.map(case).to_vec());
 }
 
-/// Attention on one device, every key head copied for its group.
-fn plain(x: &[Tensor], mask: impl Fn(&Tensor) -> candle_core::Result<Tensor>) -> candle_core::Result<Tensor> {
-    let (heads, dim) = (x[0].dim(1)?, x[0].dim(3)?);
-    let copies = |t: &Tensor| {
-        let (b, h, s, d) = t.dims4()?;
-        t.unsqueeze(2)?.broadcast_as((b, h, heads / h, s, d))?.contiguous()?.reshape((b, heads, s, d))
-    };
-    let scores = (x[0].matmul(&copies(&x[1])?.t()?.contiguous()?)? / (dim as f64).sqrt())?;
-    mask(&scores)?.matmul(&copies(&x[2])?)
-}
-
 /// Query, key and value: heads that divide by the ranks, that do not, in groups of several sizes, with one key head.
 const SHAPES: [[&[usize]; 3]; 5] = [
     [&[2, 4, 3, 2], &[2, 4, 3, 2], &[2, 4, 3, 2]],
@@ -75,13 +65,13 @@ fn attention() {
             "attention",
             &inputs,
             |x| x[0].scaled_dot_product_attention(&x[1], &x[2], AttentionMask::None, None),
-            move |x| plain(x, softmax),
+            move |x| plain::attention(x, softmax),
         ));
         cases.push(Case::new(
             "causal attention",
             &inputs,
             |x| x[0].scaled_dot_product_attention(&x[1], &x[2], AttentionMask::Causal, None),
-            |x| plain(x, |scores| kernels::causal_softmax(scores, 1.0)),
+            |x| plain::attention(x, |scores| kernels::causal_softmax(scores, 1.0)),
         ));
     }
     sweep("attention", cases);
@@ -101,13 +91,15 @@ fn attention_of_rows() {
             "flash_attn",
             &inputs,
             |x| x[0].flash_attn(&x[1], &x[2], 1.0 / 2f64.sqrt(), false),
-            move |x| plain(&swapped(x)?, |scores| candle_nn::ops::softmax(scores, D::Minus1))?.transpose(1, 2),
+            move |x| {
+                plain::attention(&swapped(x)?, |scores| candle_nn::ops::softmax(scores, D::Minus1))?.transpose(1, 2)
+            },
         ));
         cases.push(Case::new(
             "causal flash_attn",
             &inputs,
             |x| x[0].flash_attn(&x[1], &x[2], 1.0 / 2f64.sqrt(), true),
-            move |x| plain(&swapped(x)?, |scores| kernels::causal_softmax(scores, 1.0))?.transpose(1, 2),
+            move |x| plain::attention(&swapped(x)?, |scores| kernels::causal_softmax(scores, 1.0))?.transpose(1, 2),
         ));
     }
     sweep("flash_attn", cases);
@@ -126,7 +118,7 @@ fn attention_with_an_additive_mask() {
             "masked attention",
             &inputs,
             |x| x[0].scaled_dot_product_attention(&x[1], &x[2], AttentionMask::Additive(&x[3]), None),
-            |x| plain(x, |scores| candle_nn::ops::softmax(&scores.broadcast_add(&x[3])?, D::Minus1)),
+            |x| plain::attention(x, |scores| candle_nn::ops::softmax(&scores.broadcast_add(&x[3])?, D::Minus1)),
         )
     };
     sweep("masked attention", shapes.map(case).to_vec());
@@ -154,7 +146,7 @@ fn attention_on_uneven_groups_equals_one_device() {
         let mesh = ctx.mesh(&[("a", 4)])?;
         let whole =
             [[1, 8, 3, 2], [1, 2, 3, 2], [1, 2, 3, 2]].map(|s| crate::common::values(&s, s[1] as u64, DType::F64));
-        let want = plain(&whole, |scores| candle_nn::ops::softmax(scores, D::Minus1))?;
+        let want = plain::attention(&whole, |scores| candle_nn::ops::softmax(scores, D::Minus1))?;
         let q = DTensor::distribute(&whole[0], &mesh, &[Shard(1)])?;
         let [k, v] = [1, 2].map(|i| DTensor::distribute(&whole[i], &mesh, &[Replicate]));
         // Every rank has 2 of the 8 heads, half a group: it uses copies of the key heads, and no head moves.

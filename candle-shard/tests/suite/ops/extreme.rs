@@ -99,6 +99,32 @@ fn places_of_extremes_with_equal_elements() {
     sweep("places of extremes", cases);
 }
 
+/// candle takes the stride of a repeated dim of size 1 for that of elements in a row, and divides by it.
+#[test]
+fn an_extreme_over_a_repeated_dim_of_one_element_is_the_element() {
+    let repeated = |x: &DTensor| x.broadcast_as([&[1], x.dims()].concat());
+    let plain = |x: &Tensor| x.unsqueeze(0)?.force_contiguous();
+    let mut cases = Vec::new();
+    let shapes: [&[usize]; 3] = [&[5], &[4], &[3]];
+    for shape in shapes {
+        let x: [Input; 1] = [(shape, Float)];
+        cases.extend([
+            Case::new("max", &x, move |x| repeated(&x[0])?.max(0), move |x| plain(&x[0])?.max(0)),
+            Case::new("min", &x, move |x| repeated(&x[0])?.min_keepdim(0), move |x| plain(&x[0])?.min_keepdim(0)),
+            Case::new("argmax", &x, move |x| repeated(&x[0])?.argmax(0), move |x| plain(&x[0])?.argmax(0)),
+            Case::new("argmin", &x, move |x| repeated(&x[0])?.argmin(0), move |x| plain(&x[0])?.argmin(0)),
+            Case::new("softmax", &x, move |x| repeated(&x[0])?.softmax(0), |x| x[0].zeros_like()?.exp()?.unsqueeze(0)),
+            Case::new(
+                "log_sum_exp",
+                &x,
+                move |x| repeated(&x[0])?.log_sum_exp(0),
+                move |x| plain(&x[0])?.log_sum_exp(0),
+            ),
+        ]);
+    }
+    sweep("repeated dims", cases);
+}
+
 #[test]
 fn extremes_that_are_infinite() {
     let cases = vec![

@@ -1,45 +1,8 @@
 use crate::ops::sweep::{Case, Input, Kind::Float, sweep};
+use crate::plain;
 use candle_core::{DType, Device::Cpu, Tensor};
 use candle_shard::kernels::{self, Pool};
 use candle_shard::{Conv, DTensor, Result};
-
-/// A convolution by its definition: for each element of the kernel the elements that it meets, times its matrix.
-fn plain_conv(x: &[Tensor], conv: Conv) -> candle_core::Result<Tensor> {
-    if x[0].rank() == 3 {
-        let flat = [x[0].unsqueeze(2)?, x[1].unsqueeze(2)?];
-        let flat = flat.into_iter().chain(x.get(2).cloned()).collect::<Vec<_>>();
-        return plain_conv_in([0, conv.padding], &flat, conv)?.squeeze(2);
-    }
-    plain_conv_in([conv.padding; 2], x, conv)
-}
-
-fn plain_conv_in(padding: [usize; 2], x: &[Tensor], conv: Conv) -> candle_core::Result<Tensor> {
-    let Conv { stride, dilation, groups, .. } = conv;
-    let (batch, channels, ..) = x[0].dims4()?;
-    let (outs, ins, kh, kw) = x[1].dims4()?;
-    let padded = x[0].pad_with_zeros(2, padding[0], padding[0])?.pad_with_zeros(3, padding[1], padding[1])?;
-    let places = |dim: usize, k: usize| (padded.dims()[dim] - dilation * (k - 1) - 1) / stride + 1;
-    let (oh, ow) = (places(2, kh), places(3, kw));
-    let at = |i: usize, n: usize| Tensor::from_iter((0..n).map(|o| (o * stride + i * dilation) as u32), &Cpu);
-    let mut groups_out = Vec::new();
-    for g in 0..groups {
-        let input = padded.narrow(1, g * channels / groups, ins)?.contiguous()?;
-        let kernel = x[1].narrow(0, g * outs / groups, outs / groups)?;
-        let mut sum: Option<Tensor> = None;
-        for (i, j) in (0..kh).flat_map(|i| (0..kw).map(move |j| (i, j))) {
-            let met = input.index_select(&at(i, oh)?, 2)?.index_select(&at(j, ow)?, 3)?;
-            let matrix = kernel.narrow(2, i, 1)?.narrow(3, j, 1)?.reshape((outs / groups, ins))?;
-            let term = matrix.broadcast_matmul(&met.reshape((batch, ins, oh * ow))?)?;
-            sum = Some(match sum {
-                Some(sum) => (sum + term)?,
-                None => term,
-            });
-        }
-        groups_out.push(sum.unwrap().reshape((batch, outs / groups, oh, ow))?);
-    }
-    let y = Tensor::cat(&groups_out, 1)?;
-    x.get(2).map_or(Ok(y.clone()), |bias| y.broadcast_add(&bias.reshape((outs, 1, 1))?))
-}
 
 const DENSE: Conv = Conv { padding: 0, stride: 1, dilation: 1, groups: 1 };
 
@@ -58,9 +21,9 @@ fn conv1d() {
     for (x, w, conv) in shapes {
         let inputs: [Input; 3] = [(x, Float), (w, Float), (&w[..1], Float)];
         let with_bias = move |x: &[DTensor]| x[0].conv1d(&x[1], Some(&x[2]), conv);
-        cases.push(Case::new(&format!("{conv:?}"), &inputs, with_bias, move |x| plain_conv(x, conv)));
+        cases.push(Case::new(&format!("{conv:?}"), &inputs, with_bias, move |x| plain::conv(x, conv)));
         let without = move |x: &[DTensor]| x[0].conv1d(&x[1], None, conv);
-        cases.push(Case::new(&format!("{conv:?}"), &inputs[..2], without, move |x| plain_conv(x, conv)));
+        cases.push(Case::new(&format!("{conv:?}"), &inputs[..2], without, move |x| plain::conv(x, conv)));
     }
     sweep("conv1d", cases);
 }
@@ -82,31 +45,9 @@ fn conv2d() {
     for (x, w, conv) in shapes {
         let inputs: [Input; 3] = [(x, Float), (w, Float), (&w[..1], Float)];
         let with_bias = move |x: &[DTensor]| x[0].conv2d(&x[1], Some(&x[2]), conv);
-        cases.push(Case::new(&format!("{conv:?}"), &inputs, with_bias, move |x| plain_conv(x, conv)));
+        cases.push(Case::new(&format!("{conv:?}"), &inputs, with_bias, move |x| plain::conv(x, conv)));
     }
     sweep("conv2d", cases);
-}
-
-/// A transposed convolution: the convolution of the input with zeros between its elements and the kernel turned over.
-fn plain_transposed(x: &[Tensor], output_padding: usize, conv: Conv) -> candle_core::Result<Tensor> {
-    let (b, c, h, w) = x[0].dims4()?;
-    let (_, _, kh, kw) = x[1].dims4()?;
-    let spread = |t: Tensor, dim: usize| {
-        let n = t.dim(dim)?;
-        let apart = t.unsqueeze(dim + 1)?.pad_with_zeros(dim + 1, 0, conv.stride - 1)?;
-        let mut shape = t.dims().to_vec();
-        shape[dim] *= conv.stride;
-        apart.reshape(shape)?.narrow(dim, 0, (n - 1) * conv.stride + 1)
-    };
-    let wide = spread(spread(x[0].reshape((b, c, h, w))?, 2)?, 3)?;
-    let around = |t: Tensor, dim: usize, k: usize| {
-        let before = conv.dilation * (k - 1) - conv.padding;
-        t.pad_with_zeros(dim, before, before + output_padding)
-    };
-    let wide = around(around(wide, 2, kh)?, 3, kw)?;
-    let back = |n: usize| Tensor::from_iter((0..n as u32).rev(), &Cpu);
-    let kernel = x[1].contiguous()?.index_select(&back(kh)?, 2)?.index_select(&back(kw)?, 3)?.transpose(0, 1)?;
-    plain_conv_in([0; 2], &[wide, kernel.contiguous()?], Conv { dilation: conv.dilation, ..DENSE })
 }
 
 #[test]
@@ -120,7 +61,7 @@ fn conv_transpose2d() {
     let case = |(x, w, output_padding, conv): (&'static [usize], &'static [usize], usize, Conv)| {
         let inputs: [Input; 2] = [(x, Float), (w, Float)];
         let transposed = move |x: &[DTensor]| x[0].conv_transpose2d(&x[1], None, output_padding, conv);
-        Case::new(&format!("{conv:?}"), &inputs, transposed, move |x| plain_transposed(x, output_padding, conv))
+        Case::new(&format!("{conv:?}"), &inputs, transposed, move |x| plain::conv_transpose2d(x, output_padding, conv))
     };
     sweep("conv_transpose2d", shapes.map(case).to_vec());
 }
@@ -138,32 +79,10 @@ fn conv_transpose1d() {
         let inputs: [Input; 3] = [(x, Float), (w, Float), (&w[1..2], Float)];
         let distributed = move |x: &[DTensor]| x[0].conv_transpose1d(&x[1], Some(&x[2]), output_padding, conv);
         Case::new(&format!("{output_padding} {conv:?}"), &inputs, distributed, move |x| {
-            // By definition: element i of the input, times element j of the kernel, goes to place i·s + j·d - p.
-            let (&[b, _, l], &[_, o, k]) = (x[0].dims(), x[1].dims()) else { unreachable!("lines") };
-            let Conv { padding, stride, dilation, .. } = conv;
-            let len = (l - 1) * stride + dilation * (k - 1) + 1 + output_padding;
-            let mut sum = Tensor::zeros((b, o, len), x[0].dtype(), &Cpu)?;
-            for (i, j) in (0..l).flat_map(|i| (0..k).map(move |j| (i, j))) {
-                let term = x[0].narrow(2, i, 1)?.squeeze(2)?.matmul(&x[1].narrow(2, j, 1)?.squeeze(2)?)?;
-                let at = i * stride + j * dilation;
-                sum = (sum + term.unsqueeze(2)?.pad_with_zeros(2, at, len - at - 1)?)?;
-            }
-            sum.narrow(2, padding, len - 2 * padding)?.broadcast_add(&x[2].reshape((o, 1))?)
+            plain::conv_transpose1d(x, output_padding, conv)
         })
     };
     sweep("conv_transpose1d", shapes.map(case).to_vec());
-}
-
-/// Every window of a pool, stacked in a last dim.
-fn windows(x: &Tensor, pool: Pool) -> candle_core::Result<Tensor> {
-    let (_, _, h, w) = x.dims4()?;
-    let places = |len: usize, i: usize| (len - pool.size[i]) / pool.stride[i] + 1;
-    let at = |from: usize, i: usize, len: usize| {
-        Tensor::from_iter((0..places(len, i)).map(|o| (o * pool.stride[i] + from) as u32), &Cpu)
-    };
-    let all = (0..pool.size[0]).flat_map(|i| (0..pool.size[1]).map(move |j| (i, j)));
-    let parts = all.map(|(i, j)| x.index_select(&at(i, 0, h)?, 2)?.index_select(&at(j, 1, w)?, 3));
-    Tensor::stack(&parts.collect::<candle_core::Result<Vec<_>>>()?, 4)
 }
 
 const POOLS: [Pool; 3] =
@@ -177,10 +96,13 @@ fn pools_and_sizes_of_images() {
         let x: [Input; 1] = [(shape, Float)];
         for pool in POOLS {
             let distributed = move |x: &[DTensor]| x[0].avg_pool2d(pool);
-            cases
-                .push(Case::new(&format!("mean of {pool:?}"), &x, distributed, move |x| windows(&x[0], pool)?.mean(4)));
+            cases.push(Case::new(&format!("mean of {pool:?}"), &x, distributed, move |x| {
+                plain::windows(&x[0], pool)?.mean(4)
+            }));
             let distributed = move |x: &[DTensor]| x[0].max_pool2d(pool);
-            cases.push(Case::new(&format!("max of {pool:?}"), &x, distributed, move |x| windows(&x[0], pool)?.max(4)));
+            cases.push(Case::new(&format!("max of {pool:?}"), &x, distributed, move |x| {
+                plain::windows(&x[0], pool)?.max(4)
+            }));
         }
         for size in [[8, 6], [2, 7]] {
             let nearest = move |x: &[Tensor]| {
@@ -194,24 +116,9 @@ fn pools_and_sizes_of_images() {
         "none",
         &[(&[0, 2, 3, 3], Float)],
         |x| x[0].avg_pool2d(POOLS[0]),
-        |x| windows(&x[0], POOLS[0])?.mean(4),
+        |x| plain::windows(&x[0], POOLS[0])?.mean(4),
     ));
     sweep("images", cases);
-}
-
-/// candle's own have no gradient: the matrices that they are, found by asking for the images of single pixels.
-fn plain_resized(
-    x: &Tensor,
-    resize: impl FnOnce(&Tensor) -> candle_core::Result<Tensor>,
-) -> candle_core::Result<Tensor> {
-    let (b, c, h, w) = x.dims4()?;
-    let images = resize(&Tensor::eye(h * w, x.dtype(), &Cpu)?.reshape((h * w, 1, h, w))?)?;
-    let (_, _, oh, ow) = images.dims4()?;
-    x.reshape((b * c, h * w))?.matmul(&images.reshape((h * w, oh * ow))?)?.reshape((b, c, oh, ow))
-}
-
-fn plain_bilinear(x: &Tensor, size: [usize; 2], align: bool) -> candle_core::Result<Tensor> {
-    plain_resized(x, |pixels| pixels.upsample_bilinear2d(size[0], size[1], align))
 }
 
 #[test]
@@ -225,7 +132,7 @@ fn images_of_other_sizes_and_borders() {
                 &format!("bilinear {size:?} {align}"),
                 &x,
                 move |x| x[0].upsample_bilinear2d(size, align),
-                move |x| plain_bilinear(&x[0], size, align),
+                move |x| plain::bilinear(&x[0], size, align),
             ));
         }
         for (scales, align) in [([1.6, 0.7], false), ([0.6, 2.0], true), ([1.1, 1.9], false), ([1.1, 1.1], false)] {
@@ -234,7 +141,7 @@ fn images_of_other_sizes_and_borders() {
                 &x,
                 move |x| x[0].upsample_bilinear2d_with_scale(scales[0], scales[1], align),
                 move |x| {
-                    plain_resized(&x[0], |pixels| pixels.upsample_bilinear2d_with_scale(scales[0], scales[1], align))
+                    plain::resized(&x[0], |pixels| pixels.upsample_bilinear2d_with_scale(scales[0], scales[1], align))
                 },
             ));
         }
@@ -290,14 +197,7 @@ fn group_norm() {
     let case = |(shape, groups): (&'static [usize], usize)| {
         let inputs: [Input; 3] = [(shape, Float), (&shape[1..2], Float), (&shape[1..2], Float)];
         let distributed = move |x: &[DTensor]| -> Result<DTensor> { x[0].group_norm(groups, &x[1], &x[2], 1e-3) };
-        Case::new(&format!("{groups} groups"), &inputs, distributed, move |x| {
-            let rows = x[0].reshape((shape[0], groups, ()))?;
-            let centred = rows.broadcast_sub(&rows.mean_keepdim(2)?)?;
-            let stdev = (centred.sqr()?.mean_keepdim(2)? + 1e-3)?.sqrt()?;
-            let per_channel = [&shape[1..2], &vec![1; shape.len() - 2]].concat();
-            let normal = centred.broadcast_div(&stdev)?.reshape(shape)?;
-            normal.broadcast_mul(&x[1].reshape(&per_channel[..])?)?.broadcast_add(&x[2].reshape(&per_channel[..])?)
-        })
+        Case::new(&format!("{groups} groups"), &inputs, distributed, move |x| plain::group_norm(x, groups, 1e-3))
     };
     sweep("group_norm", shapes.map(case).to_vec());
 }

@@ -1,12 +1,8 @@
 use crate::ops::sweep::{Case, Input, Kind, sweep};
+use crate::plain;
 use candle_core::{DType, Tensor};
 use candle_shard::DTensor;
 use test_utils::on_ranks;
-
-fn plain_embedding(x: &[Tensor]) -> candle_core::Result<Tensor> {
-    let shape = [x[1].dims(), &x[0].dims()[1..]].concat();
-    x[0].index_select(&x[1].flatten_all()?, 0)?.reshape(shape)
-}
 
 #[test]
 fn embedding() {
@@ -14,7 +10,7 @@ fn embedding() {
         [[&[8, 4], &[4]], [&[5, 3], &[2, 3]], [&[7, 1], &[5, 1]], [&[1, 2], &[3]], [&[2, 5], &[1, 2]], [&[3, 2], &[]]];
     let case = |[table, ids]: [&'static [usize]; 2]| {
         let inputs: [Input; 2] = [(table, Kind::Float), (ids, Kind::Ids(table[0] as u32))];
-        Case::new("embedding", &inputs, |x| x[0].embedding(&x[1]), plain_embedding)
+        Case::new("embedding", &inputs, |x| x[0].embedding(&x[1]), plain::embedding)
     };
     sweep("embedding", shapes.map(case).to_vec());
 }
@@ -125,18 +121,6 @@ fn gather() {
     sweep("gather", cases);
 }
 
-/// Without indexing: each slice of the source added where its index is that of the place.
-fn plain_scatter_add(x: &[Tensor], dim: usize) -> candle_core::Result<Tensor> {
-    let mut shape = vec![1; x[0].rank()];
-    shape[dim] = x[0].dim(dim)?;
-    let places = Tensor::arange(0, shape[dim] as u32, x[0].device())?.reshape(shape)?.broadcast_as(x[0].shape())?;
-    (0..x[1].dim(dim)?).try_fold(x[0].clone(), |sum, i| {
-        let slice = |x: &Tensor| x.narrow(dim, i, 1)?.broadcast_as(sum.shape());
-        let hit = places.eq(&slice(&x[1])?)?.to_dtype(sum.dtype())?;
-        &sum + hit.mul(&slice(&x[2])?)?
-    })
-}
-
 #[test]
 fn scatters() {
     let shapes: [([&[usize]; 2], usize); 5] = [
@@ -154,7 +138,7 @@ fn scatters() {
                 &format!("scatter_add {dim}"),
                 &inputs,
                 move |x| x[0].scatter_add(&x[1], &x[2], dim),
-                move |x| plain_scatter_add(x, dim),
+                move |x| plain::scatter_add(x, dim),
             ),
             Case::new(
                 &format!("scatter {dim}"),

@@ -1,5 +1,5 @@
 use crate::ops::sweep::{Case, Input, Kind::Float, sweep};
-use candle_core::Tensor;
+use crate::plain;
 
 const PRODUCTS: [[&[usize]; 2]; 12] = [
     [&[0, 3], &[3, 2]],
@@ -53,11 +53,6 @@ fn products_of_vectors() {
     sweep("vectors", cases);
 }
 
-fn plain_linear(x: &[Tensor]) -> candle_core::Result<Tensor> {
-    let y = x[0].broadcast_matmul(&x[1].t()?)?;
-    x.get(2).map_or(Ok(y.clone()), |bias| y.broadcast_add(bias))
-}
-
 #[test]
 fn linear() {
     let shapes: [[&[usize]; 3]; 6] = [
@@ -70,10 +65,10 @@ fn linear() {
     ];
     let with_bias = |[x, w, b]: [&'static [usize]; 3]| {
         let inputs = [(x, Float), (w, Float), (b, Float)];
-        Case::new("linear with bias", &inputs, |x| x[0].linear(&x[1], Some(&x[2])), plain_linear)
+        Case::new("linear with bias", &inputs, |x| x[0].linear(&x[1], Some(&x[2])), plain::linear)
     };
     let without = |[x, w, _]: [&'static [usize]; 3]| {
-        Case::new("linear", &[(x, Float), (w, Float)], |x| x[0].linear(&x[1], None), plain_linear)
+        Case::new("linear", &[(x, Float), (w, Float)], |x| x[0].linear(&x[1], None), plain::linear)
     };
     sweep("linear", shapes.map(with_bias).into_iter().chain(shapes.map(without)).collect());
 }

@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 mod attention;
 mod candle_methods;
-mod complete;
+pub(crate) mod complete;
 mod embedding;
 mod exchanges;
 mod explained;

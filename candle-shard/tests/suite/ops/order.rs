@@ -4,14 +4,10 @@ use crate::ops::sweep::{
     Kind::{Float, Ids, Whole},
     sweep,
 };
-use candle_core::{D, DType, Device, Tensor};
+use crate::plain;
+use candle_core::{DType, Device, Tensor};
 use candle_shard::{DTensor, Replicate, Result, Shard};
 use test_utils::on_ranks;
-
-fn plain_topk(x: &Tensor, k: usize) -> candle_core::Result<(Tensor, Tensor)> {
-    let (values, places) = x.contiguous()?.sort_last_dim(false)?;
-    Ok((values.narrow(D::Minus1, 0, k)?, places.narrow(D::Minus1, 0, k)?))
-}
 
 #[test]
 fn sorting() {
@@ -36,12 +32,12 @@ fn the_largest() {
     for (shape, k) in [(&[2, 17][..], 2), (&[3, 10], 3), (&[9], 1), (&[2, 5], 5), (&[2, 4], 0), (&[0, 9], 2)] {
         let (x, whole): ([Input; 1], [Input; 1]) = ([(shape, Float)], [(shape, Whole)]);
         cases.extend([
-            Case::new(&format!("top {k}"), &x, move |x| Ok(x[0].topk(k)?.0), move |x| Ok(plain_topk(&x[0], k)?.0)),
+            Case::new(&format!("top {k}"), &x, move |x| Ok(x[0].topk(k)?.0), move |x| Ok(plain::topk(&x[0], k)?.0)),
             Case::new(
                 &format!("places of top {k}"),
                 &whole,
                 move |x| x[0].topk(k)?.1.to_dtype(DType::F64),
-                move |x| plain_topk(&x[0], k)?.1.to_dtype(DType::F64),
+                move |x| plain::topk(&x[0], k)?.1.to_dtype(DType::F64),
             ),
         ]);
     }
@@ -49,7 +45,7 @@ fn the_largest() {
         "ids, most of them 0",
         &[(&[2, 17], Ids(2))],
         |x| x[0].topk(2)?.1.to_dtype(DType::F64),
-        |x| plain_topk(&x[0], 2)?.1.to_dtype(DType::F64),
+        |x| plain::topk(&x[0], 2)?.1.to_dtype(DType::F64),
     ));
     sweep("topk", cases);
 }

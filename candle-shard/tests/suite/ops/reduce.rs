@@ -1,5 +1,5 @@
 use crate::ops::sweep::{Case, Input, Kind::Float, sweep};
-use candle_core::Tensor;
+use crate::plain;
 
 #[test]
 fn sums_and_means() {
@@ -74,13 +74,6 @@ fn means_variances_and_norms() {
     sweep("moments", cases);
 }
 
-/// candle's own takes a product with a triangle; this is the definition.
-fn plain_cumsum(x: &Tensor, dim: usize) -> candle_core::Result<Tensor> {
-    let upto = |i| x.narrow(dim, 0, i + 1)?.sum_keepdim(dim);
-    let sums = (0..x.dim(dim)?).map(upto).collect::<candle_core::Result<Vec<_>>>()?;
-    Tensor::cat(&sums, dim)
-}
-
 #[test]
 fn running_sums() {
     let mut cases = Vec::new();
@@ -91,7 +84,7 @@ fn running_sums() {
                 &format!("cumsum {dim}"),
                 &[(shape, Float)],
                 move |x| x[0].cumsum(dim),
-                move |x| plain_cumsum(&x[0], dim),
+                move |x| plain::cumsum(&x[0], dim),
             ));
         }
     }

@@ -1,5 +1,6 @@
 use crate::common::*;
 use crate::ops::sweep::{Case, Input, Kind::Float, sweep};
+use crate::plain;
 use candle_core::{D, DType, IndexOp, Tensor};
 use candle_dist::comm;
 use candle_shard::{DTensor, Replicate, Result, Shard};
@@ -84,13 +85,6 @@ fn indexes_as_of_candle() {
     sweep("i", cases);
 }
 
-fn plain_unfold(x: &Tensor, dim: usize, size: usize, step: usize) -> candle_core::Result<Tensor> {
-    let order = (0..x.rank()).filter(|&d| d != dim).chain([dim]).collect_vec();
-    let window = |start| x.narrow(dim, start, size)?.permute(&order[..]);
-    let windows = (0..=x.dim(dim)? - size).step_by(step).map(window);
-    Tensor::stack(&windows.collect::<candle_core::Result<Vec<_>>>()?, dim)
-}
-
 #[test]
 fn windows_of_a_dim() {
     let mut cases = Vec::new();
@@ -101,7 +95,7 @@ fn windows_of_a_dim() {
                 &format!("unfold {dim} by {size}, {step}"),
                 &[(shape, Float)],
                 move |x| x[0].unfold(dim, size, step),
-                move |x| plain_unfold(&x[0], dim, size, step),
+                move |x| plain::unfold(&x[0], dim, size, step),
             ));
         }
     }

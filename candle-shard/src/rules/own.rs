@@ -1,0 +1,104 @@
+//! Ops of other crates: what an op of this crate is trusted with is checked.
+use super::{Plan, Row, Signature, neutral, run_known};
+use crate::placement::Placement;
+use crate::spec::Spec;
+use crate::{DTensor, Error, Result};
+use candle_core::Tensor;
+use std::any::type_name;
+use std::sync::Arc;
+
+/// Runs an op of your own: lays out the inputs by the cheapest rows, runs `local` on them, and wraps the result.
+///
+/// `signature` checks the arguments and lists the rows. It is asked where the answer is not known yet, and may depend on
+/// nothing except `attributes` and the specs of the inputs. `local` gets the inputs as they were laid out and the
+/// output's spec, and gives this rank's part. It is not called where a rank has no elements of the output; it is called
+/// with inputs without elements where the output has some. The op is known by its name and by
+/// the function that has its signature, so ops of other crates may have the same name. See the [module](self) for an example.
+///
+/// # Errors
+/// Those of `signature`, `local` and of communication; if there are no inputs, they lie on different meshes, a row has
+/// another number of inputs or a dim that a tensor lacks; on the ranks that see it, if `local` gives another shape or dtype
+/// than the output's part has. In debug builds, if the signature of a known call has changed: an attribute is missing.
+#[track_caller]
+pub fn apply<S: FnOnce() -> Result<Signature>>(
+    op: &'static str,
+    attributes: &[usize],
+    inputs: &[&DTensor],
+    signature: S,
+    local: impl FnOnce(&[DTensor], &Spec) -> Result<Tensor>,
+) -> Result<DTensor> {
+    let mut made = apply_all(op, attributes, inputs, signature, |x, outs| Ok(vec![local(x, &outs[0])?]))?;
+    match (made.pop(), made.is_empty()) {
+        (Some(out), true) => Ok(out),
+        _ => Error::op(op, "its signature has several outputs; use apply_all"),
+    }
+}
+
+/// Like [`apply`] with as many outputs as the signature has, all of which lie alike.
+///
+/// # Errors
+/// Those of [`apply`], and one if `local` gives another number of tensors.
+#[track_caller]
+pub fn apply_all<S: FnOnce() -> Result<Signature>>(
+    op: &'static str,
+    attributes: &[usize],
+    inputs: &[&DTensor],
+    signature: S,
+    local: impl FnOnce(&[DTensor], &[Arc<Spec>]) -> Result<Vec<Tensor>>,
+) -> Result<Vec<DTensor>> {
+    if inputs.is_empty() {
+        return Error::op(op, "no inputs; give at least one");
+    }
+    let plan = || {
+        let signature = signature()?;
+        check(op, inputs, &signature)?;
+        Plan::new(op, inputs, signature)
+    };
+    let checked = |x: &[DTensor], outs: &[Arc<Spec>]| {
+        let made = local(x, outs)?;
+        if made.len() != outs.len() {
+            return Error::op(op, format!("gave {} tensors where its signature has {}", made.len(), outs.len()));
+        }
+        made.into_iter().zip(outs).map(|(made, out)| part(op, made, out, x)).collect()
+    };
+    Ok(run_known((op, Some(type_name::<S>())), attributes, inputs, plan, checked)?.into_vec())
+}
+
+/// Refuses rows that do not fit the inputs or the outputs.
+fn check(op: &'static str, inputs: &[&DTensor], signature: &Signature) -> Result<()> {
+    let lacks = |placement: &Placement, rank: usize| placement.shard_dim().is_some_and(|dim| dim >= rank);
+    for Row { out, ins } in &signature.rows {
+        let shown = ins.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+        if ins.len() != inputs.len() {
+            return Error::op(
+                op,
+                format!("its row {out} <- {shown} has {} inputs, the call {}", ins.len(), inputs.len()),
+            );
+        }
+        if let Some((_, x)) = ins.iter().zip(inputs).find(|(placement, x)| lacks(placement, x.rank())) {
+            return Error::op(op, format!("its row {out} <- {shown} has a dim that {} lacks", x.spec()));
+        }
+        if let Some((shape, _)) = signature.outs.iter().find(|(shape, _)| lacks(out, shape.len())) {
+            return Error::op(op, format!("its row {out} <- {shown} has a dim that the output {:?} lacks", &shape[..]));
+        }
+    }
+    Ok(())
+}
+
+/// What `local` made, if it is this rank's part of an output.
+///
+/// candle drops inputs without elements from the graph. They are put back: such a rank takes part in the communication of
+/// their backward passes like every other.
+fn part(op: &'static str, made: Tensor, out: &Spec, inputs: &[DTensor]) -> Result<Tensor> {
+    let want = out.local_shape();
+    if made.dims() != want.as_slice() || made.dtype() != out.dtype() {
+        let (got, dtype) = (made.dims(), made.dtype().as_str());
+        let fix = "give this rank's part, in the dtype of the signature";
+        return Error::op(op, format!("gave {dtype}{got:?} where {:?} of {out} lies: {fix}", want.as_slice()));
+    }
+    let dropped = |x: &DTensor| x.tracked() && x.to_local().elem_count() == 0;
+    if out.dtype().is_float() && inputs.iter().any(dropped) {
+        return Ok((made + neutral(inputs, want.as_slice(), out.dtype())?)?);
+    }
+    Ok(made)
+}

@@ -1,0 +1,204 @@
+//! Leaves in any layout, and how far their values and gradients are from those of one device.
+use candle_core::backprop::GradStore;
+use candle_core::{DType, Device, Tensor, Var};
+use candle_dist::{DeviceMesh, RankContext, ReduceOp};
+use candle_shard::random::{Distribution, Stream, sample_full};
+use candle_shard::{DTensor, Partial, Placement, Replicate, Result, Shard, Spec};
+use itertools::Itertools;
+use std::fmt;
+
+/// How a leaf lies on one axis: a placement, or replicated with a gradient that stays a partial sum.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Lay {
+    /// In this placement.
+    At(Placement),
+    /// Replicated, with a gradient that is a partial sum on each rank.
+    Varying,
+    /// Partial sums made of a varying leaf.
+    VaryingPartial,
+}
+
+impl Lay {
+    /// The placement of the leaf itself, which is never partial.
+    fn of_leaf(self) -> Placement {
+        match self {
+            Self::At(Partial(_)) | Self::Varying | Self::VaryingPartial => Replicate,
+            Self::At(placement) => placement,
+        }
+    }
+
+    /// The placement of the tensor that is made of the leaf.
+    pub fn placement(self) -> Placement {
+        match self {
+            Self::At(placement) => placement,
+            Self::Varying => Replicate,
+            Self::VaryingPartial => Placement::PARTIAL_SUM,
+        }
+    }
+
+    fn varies(self) -> bool {
+        matches!(self, Self::Varying | Self::VaryingPartial)
+    }
+}
+
+impl fmt::Display for Lay {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::At(placement) => write!(f, "{placement}"),
+            Self::Varying => f.write_str("V"),
+            Self::VaryingPartial => f.write_str("VP"),
+        }
+    }
+}
+
+/// Every way in which a float tensor with `rank` dims can lie on one axis, except [`Lay::VaryingPartial`].
+pub fn lays(rank: usize) -> Vec<Lay> {
+    let fixed = [Lay::At(Replicate), Lay::Varying, Lay::At(Placement::PARTIAL_SUM)];
+    (0..rank).map(|d| Lay::At(Shard(d))).chain(fixed).collect()
+}
+
+/// All lists of one choice for each of `axes` axes.
+pub fn on_axes<T: Clone>(choices: &[T], axes: usize) -> Vec<Vec<T>> {
+    (0..axes).map(|_| choices.iter().cloned()).multi_cartesian_product().collect()
+}
+
+/// A mesh with axes `a`, `b` and `c` of these sizes, for at most three.
+///
+/// # Errors
+/// If the sizes do not fit the world.
+pub fn mesh(ctx: &RankContext, shape: &[usize]) -> candle_dist::Result<DeviceMesh> {
+    let axes: Vec<(&str, usize)> = ["a", "b", "c"].into_iter().zip(shape.iter().copied()).collect();
+    ctx.mesh(&axes)
+}
+
+/// Numbers in ±1.5 that depend on the seed and the position only.
+///
+/// # Panics
+/// If `dtype` is not a float type that candle can sample.
+pub fn values(shape: &[usize], seed: u64, dtype: DType) -> Tensor {
+    let even = Distribution::Uniform { lo: -1.5, up: 1.5 };
+    sample_full(Stream::new(seed, "values"), even, shape, dtype, &Device::Cpu).unwrap_or_else(|e| panic!("{e}"))
+}
+
+/// A distributed tensor made of a variable whose layout has no partial sums.
+#[derive(Debug)]
+pub struct Leaf {
+    /// The tensor, in the layout that was asked for.
+    pub tensor: DTensor,
+    /// This rank's variable.
+    pub var: Var,
+    spec: Spec,
+    lays: Vec<Lay>,
+}
+
+impl Leaf {
+    /// A leaf with the values of `whole`, in the default sizes.
+    ///
+    /// # Errors
+    /// If the layout does not fit the tensor or the mesh.
+    pub fn new(whole: &Tensor, mesh: &DeviceMesh, lays: &[Lay]) -> Result<Self> {
+        let at: Vec<_> = lays.iter().map(|lay| lay.of_leaf()).collect();
+        Self::with_spec(whole, Spec::new(mesh, &at, whole.shape(), whole.dtype())?, lays)
+    }
+
+    /// A leaf in a layout of its own, with explicit sizes for example.
+    ///
+    /// # Errors
+    /// If the layout does not fit the tensor.
+    pub fn with_spec(whole: &Tensor, spec: Spec, lays: &[Lay]) -> Result<Self> {
+        let local = block(whole, &spec)?.force_contiguous()?;
+        let (mut tensor, var) = DTensor::from_local_with_spec(local, spec.clone())?.to_var()?;
+        for axis in (0..lays.len()).filter(|&axis| lays[axis].varies()) {
+            tensor = tensor.varying_on(axis)?;
+        }
+        if lays.iter().any(|lay| lay.placement().is_partial()) {
+            tensor = tensor.redistribute(&lays.iter().map(|lay| lay.placement()).collect_vec())?;
+        }
+        Ok(Self { tensor, var, spec, lays: lays.to_vec() })
+    }
+
+    /// How far this rank's gradient is from its part of the whole one; a missing gradient counts as zero.
+    ///
+    /// Every rank calls it.
+    ///
+    /// # Errors
+    /// Those of communication.
+    pub fn gradient_error(&self, grads: &GradStore, whole: &Tensor) -> Result<f64> {
+        let mut local = grads.get(&self.var).map_or_else(|| self.var.zeros_like(), |grad| Ok(grad.clone()))?;
+        for axis in (0..self.lays.len()).filter(|&axis| self.lays[axis].varies()) {
+            local = self.spec.mesh().axis_group(axis)?.all_reduce(&local, ReduceOp::Sum)?;
+        }
+        Ok(distance(&local, &block(whole, &self.spec)?))
+    }
+}
+
+/// The same tensor in other memory: every second element of a transposed one.
+///
+/// # Errors
+/// Those of candle.
+pub fn strided(x: &DTensor) -> Result<DTensor> {
+    let local = x.to_local();
+    let (rank, last) = (local.rank(), local.rank().saturating_sub(1));
+    let swap = |x: &Tensor| if rank > 1 { x.transpose(0, last) } else { Ok(x.clone()) };
+    let view = if local.elem_count() == 0 {
+        local.unsqueeze(0)?.squeeze(0)? // nothing lies nowhere
+    } else {
+        let turned = swap(local)?;
+        swap(&Tensor::stack(&[&turned.detach(), &turned], rank)?.narrow(rank, 1, 1)?.squeeze(rank)?)?
+    };
+    let view = DTensor::from_local_with_spec(view, x.spec().clone())?;
+    (0..x.mesh().ndim()).filter(|&axis| x.is_varying(axis)).try_fold(view, |view, axis| view.varying_on(axis))
+}
+
+/// This rank's part of a whole tensor in a layout without partial sums.
+///
+/// # Errors
+/// If the layout is that of another shape.
+pub fn block(whole: &Tensor, spec: &Spec) -> candle_core::Result<Tensor> {
+    let ranges = spec.local_block();
+    ranges.iter().enumerate().try_fold(whole.clone(), |part, (dim, range)| part.narrow(dim, range.start, range.len()))
+}
+
+/// How far this rank's shard is from its part of the whole tensor; partial results are reduced first.
+///
+/// Every rank calls it.
+///
+/// # Errors
+/// Those of communication.
+pub fn value_error(tensor: &DTensor, whole: &Tensor) -> Result<f64> {
+    let resolved = tensor.placements().iter().map(|p| if p.is_partial() { Replicate } else { *p });
+    if tensor.dims() != whole.dims() {
+        return Ok(f64::INFINITY);
+    }
+    let tensor = if tensor.placements().iter().any(|p| p.is_partial()) {
+        tensor.redistribute(&resolved.collect_vec())?
+    } else {
+        tensor.clone()
+    };
+    Ok(distance(tensor.to_local(), &block(whole, tensor.spec())?))
+}
+
+/// The largest difference of two tensors relative to 1 and to the size of the second; infinite if shapes differ.
+///
+/// # Panics
+/// If candle cannot convert the dtype to `f64`.
+pub fn distance(got: &Tensor, want: &Tensor) -> f64 {
+    if got.dims() != want.dims() || got.dtype() != want.dtype() {
+        return f64::INFINITY;
+    }
+    if got.elem_count() == 0 {
+        return 0.0;
+    }
+    let list = |t: &Tensor| -> candle_core::Result<Vec<f64>> { t.to_dtype(DType::F64)?.flatten_all()?.to_vec1() };
+    let list = |t: &Tensor| list(t).unwrap_or_else(|e| panic!("{e}"));
+    let error = |(a, b): (f64, f64)| {
+        let error = (a - b).abs() / b.abs().max(1.0);
+        if error.is_nan() && !(a.is_nan() && b.is_nan()) { f64::INFINITY } else { error }
+    };
+    list(got).into_iter().zip(list(want)).map(error).fold(0.0, f64::max)
+}
+
+/// What rounding may change in a dtype.
+pub fn tolerance(dtype: DType) -> f64 {
+    if dtype == DType::F64 { 1e-11 } else { 1e-5 }
+}

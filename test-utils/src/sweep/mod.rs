@@ -1,0 +1,155 @@
+//! One op in every layout of its inputs, on many meshes, against one device.
+//!
+//! [`OpCheck`] is the way to check an op of your own; [`sweep`] takes lists of [`Case`]s. On meshes of 2, 3, 4, 2 × 2 and
+//! 3 × 2 ranks the inputs are replicated, sharded on each dim in even, uneven and empty pieces, partial sums, and
+//! replicated with partial gradients; every other layout has them in memory with gaps. The value and the gradient of each
+//! input are those of one device, ranks refuse alike, and what [`explain`](candle_shard::explain()) tells is what the ranks
+//! send, call by call and byte by byte.
+mod arguments;
+mod covered;
+mod run;
+
+use crate::{mesh, on_ranks};
+use candle_core::{DType, Tensor};
+use candle_shard::{DTensor, Result};
+use covered::{Covered, layouts};
+use itertools::Itertools;
+use run::{Outcome, Reference, run};
+use std::io::Write;
+use std::sync::Arc;
+
+pub use arguments::{Arguments, OpCheck};
+
+/// What an input holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// Numbers in ±1.5, with a gradient.
+    Float,
+    /// Numbers in 0.5..2.5, with a gradient.
+    Positive,
+    /// -12, 0 and 12, whose shares add up exactly on all meshes, with a gradient.
+    Whole,
+    /// u32 below this bound, without gradient.
+    Ids(u32),
+}
+
+/// An input: its global shape and what it holds.
+pub type Input = (&'static [usize], Kind);
+
+type Distributed = Arc<dyn Fn(&[DTensor]) -> Result<DTensor> + Send + Sync>;
+type Plain = Arc<dyn Fn(&[Tensor]) -> candle_core::Result<Tensor> + Send + Sync>;
+
+/// An op on inputs of some shapes, in both forms: on distributed tensors, and on one device.
+#[derive(Clone)]
+pub struct Case {
+    name: String,
+    inputs: Vec<(Vec<usize>, Kind)>,
+    distributed: Distributed,
+    plain: Plain,
+}
+
+impl std::fmt::Debug for Case {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Case").field("name", &self.name).field("inputs", &self.inputs).finish_non_exhaustive()
+    }
+}
+
+impl Case {
+    /// A case; `plain` gets tensors in contiguous memory.
+    pub fn new(
+        name: &str,
+        inputs: &[Input],
+        distributed: impl Fn(&[DTensor]) -> Result<DTensor> + Send + Sync + 'static,
+        plain: impl Fn(&[Tensor]) -> candle_core::Result<Tensor> + Send + Sync + 'static,
+    ) -> Self {
+        let shapes = inputs.iter().map(|(shape, _)| format!("{shape:?}")).join(" ");
+        let name = format!("{name} {shapes}");
+        let inputs = inputs.iter().map(|(shape, kind)| (shape.to_vec(), *kind)).collect();
+        Self { name, inputs, distributed: Arc::new(distributed), plain: Arc::new(plain) }
+    }
+}
+
+/// The meshes of a sweep; those of two axes have more layouts than are tried.
+const MESHES: [&[usize]; 5] = [&[4], &[3], &[2], &[2, 2], &[3, 2]];
+
+/// How many layouts of a case are tried on a mesh at most.
+fn most(dtype: DType, axes: usize) -> usize {
+    match (dtype, axes) {
+        (DType::F64, 1) => 200,
+        (DType::F64, _) => 40,
+        _ => 12,
+    }
+}
+
+/// Runs all cases in f64 and in fewer layouts in f32, on all meshes.
+///
+/// Every other layout is tried with inputs in memory with gaps. Prints what was tried, past the capture of tests.
+///
+/// # Panics
+/// On the first case that is refused, not equal, or sends what nobody explains; and if the shapes of all cases together
+/// leave no even, uneven or empty pieces.
+pub fn sweep(family: &str, cases: Vec<Case>) {
+    sweep_in(&[DType::F64, DType::F32], family, cases);
+}
+
+/// Like [`sweep`] in these dtypes.
+///
+/// # Panics
+/// As [`sweep`].
+pub fn sweep_in(dtypes: &[DType], family: &str, cases: Vec<Case>) {
+    let cases = Arc::new(cases);
+    for &dtype in dtypes {
+        let (mut equal, mut covered) = (0, Covered::default());
+        for (nth, shape) in MESHES.into_iter().enumerate() {
+            let (tried, of_mesh) = sweep_mesh((family, dtype), &cases, (nth, shape));
+            equal += tried;
+            covered.add(of_mesh);
+        }
+        let Covered { even, uneven, empty, strided } = covered;
+        assert!(
+            [even, uneven, empty, strided].iter().all(|&n| n > 0),
+            "{family}: the shapes leave some pieces untried: even {even}, uneven {uneven}, empty {empty}, strided {strided}"
+        );
+        let (n, dtype) = (cases.len(), dtype.as_str());
+        let of = format!("even {even:5}  uneven {uneven:5}  empty {empty:5}  strided {strided:5}");
+        let line = format!("sweep {family:26} {dtype} {n:4} ops {equal:6} equal, of which {of}\n");
+        let _ = std::io::stdout().write_all(line.as_bytes()); // tests capture what `println` writes
+    }
+}
+
+/// All cases on one mesh: how many were equal, and what they cover.
+fn sweep_mesh(
+    (family, dtype): (&str, DType),
+    cases: &Arc<Vec<Case>>,
+    (nth, shape): (usize, &'static [usize]),
+) -> (usize, Covered) {
+    let cases = cases.clone();
+    let ranks = on_ranks(shape.iter().product(), family, move |ctx| -> Result<(Vec<(String, Outcome)>, Covered)> {
+        let mesh = mesh(ctx, shape)?;
+        let (mut outcomes, mut covered) = (Vec::new(), Covered::default());
+        for case in cases.iter() {
+            let reference = Reference::new(case, dtype)?;
+            for (i, lays) in layouts(case, mesh.ndim(), most(dtype, shape.len())).into_iter().enumerate() {
+                let gaps = (i + nth) % 2 == 1;
+                let shown = lays.iter().map(|lays| format!("({})", lays.iter().join(", "))).join(" ");
+                let memory = if gaps { ", strided" } else { "" };
+                let label = format!("{} {} as {shown}{memory} on {mesh}", case.name, dtype.as_str());
+                let outcome =
+                    run(case, &reference, &mesh, &lays, (gaps, i % 4 == 0 && dtype == DType::F64, &mut covered));
+                let outcome = outcome.map_err(|e| candle_core::Error::Msg(format!("{label}: {e}")))?;
+                outcomes.push((label, outcome));
+            }
+        }
+        Ok((outcomes, covered))
+    });
+    for (i, (label, first)) in ranks[0].0.iter().enumerate() {
+        let all = ranks.iter().map(|(outcomes, _)| &outcomes[i].1).collect_vec();
+        let wrong = all.iter().find(|outcome| matches!(outcome, Outcome::Wrong(_)));
+        assert!(wrong.is_some() || all.iter().all(|outcome| *outcome == first), "{label}: {all:?}");
+        match wrong.unwrap_or(&first) {
+            Outcome::Equal => {}
+            Outcome::Refused(text) | Outcome::Wrong(text) => panic!("{label}: {text}"),
+        }
+    }
+    (ranks[0].0.len(), ranks[0].1)
+}

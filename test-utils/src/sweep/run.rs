@@ -1,0 +1,119 @@
+//! One case in one layout.
+use super::Case;
+use super::Kind;
+use super::covered::Covered;
+use crate::{Lay, Leaf, strided, tolerance, value_error, values};
+use candle_core::{DType, Tensor, Var};
+use candle_dist::{DeviceMesh, comm};
+use candle_shard::{DTensor, Error, Replicate, Result, explain};
+use itertools::Itertools;
+
+/// What one device gives: the inputs, the value, the weights of the loss, and the gradient of each input.
+pub(super) struct Reference {
+    inputs: Vec<Tensor>,
+    value: Tensor,
+    weights: Tensor,
+    gradients: Vec<Option<Tensor>>,
+}
+
+impl Reference {
+    pub(super) fn new(case: &Case, dtype: DType) -> candle_core::Result<Self> {
+        let make = |(i, (shape, kind)): (usize, &(Vec<usize>, Kind))| {
+            let even = values(shape, 100 + i as u64, DType::F64);
+            match *kind {
+                Kind::Float => even.to_dtype(dtype),
+                Kind::Positive => ((even / 1.5)? + 1.5)?.to_dtype(dtype),
+                Kind::Whole => even.round()?.clamp(-1f64, 1f64)?.affine(12.0, 0.0)?.to_dtype(dtype),
+                Kind::Ids(bound) => {
+                    let unit = even.affine(1.0 / 3.0, 0.5)?;
+                    (unit * f64::from(bound))?.to_dtype(DType::U32)?.clamp(0u32, bound - 1)
+                }
+            }
+        };
+        let inputs = case.inputs.iter().enumerate().map(make).collect::<candle_core::Result<Vec<_>>>()?;
+        let vars: Vec<Option<Var>> =
+            inputs.iter().map(|x| x.dtype().is_float().then(|| Var::from_tensor(x)).transpose()).try_collect()?;
+        let with_vars = inputs.iter().zip(&vars).map(|(x, v)| v.as_ref().map_or(x, |v| v.as_tensor()).clone());
+        let value = (case.plain)(&with_vars.collect_vec())?.to_dtype(dtype)?;
+        let weights = values(value.dims(), 99, dtype);
+        let grads = (&value * &weights)?.sum_all()?.backward()?;
+        let gradients = vars.iter().map(|v| v.as_ref().and_then(|v| grads.get(v).cloned())).collect();
+        Ok(Self { inputs, value: value.detach(), weights, gradients })
+    }
+}
+
+/// How one case ended on this rank.
+#[derive(Clone, PartialEq, Debug)]
+pub(super) enum Outcome {
+    Equal,
+    Refused(String),
+    Wrong(String),
+}
+
+/// One op with its inputs in these layouts: value and all gradients.
+pub(super) fn run(
+    case: &Case,
+    reference: &Reference,
+    mesh: &DeviceMesh,
+    lays: &[Vec<Lay>],
+    (gaps, explained, covered): (bool, bool, &mut Covered),
+) -> Result<Outcome> {
+    let dtype = reference.weights.dtype();
+    let mut leaves = Vec::new();
+    let mut inputs = Vec::new();
+    for (whole, lays) in reference.inputs.iter().zip(lays) {
+        let (input, leaf) = if whole.dtype().is_float() {
+            let leaf = Leaf::new(whole, mesh, lays)?;
+            (leaf.tensor.clone(), Some(leaf))
+        } else {
+            let placements = lays.iter().map(|lay| lay.placement()).collect_vec();
+            (DTensor::distribute(whole, mesh, &placements)?, None)
+        };
+        inputs.push(if gaps { strided(&input)? } else { input });
+        leaves.push(leaf);
+    }
+    covered.count(&inputs, gaps);
+    if explained {
+        explains_all(case, &inputs)?;
+    }
+    let out = match (case.distributed)(&inputs) {
+        Ok(out) => out.to_dtype(dtype)?,
+        Err(error @ Error::Dist(_)) => return Err(error), // the world is over
+        Err(error) => return Ok(Outcome::Refused(error.to_string())),
+    };
+    let mut errors = vec![("value".to_string(), value_error(&out, &reference.value)?)];
+    let weights = DTensor::distribute(&reference.weights, mesh, &vec![Replicate; mesh.ndim()])?;
+    let grads = out.mul(&weights)?.sum_all()?.backward()?;
+    for (i, (leaf, want)) in leaves.iter().zip(&reference.gradients).enumerate() {
+        if let (Some(leaf), Some(want)) = (leaf, want) {
+            errors.push((format!("gradient {i}"), leaf.gradient_error(&grads, want)?));
+        }
+    }
+    match errors.iter().find(|(_, error)| *error > tolerance(dtype)) {
+        Some((what, error)) => Ok(Outcome::Wrong(format!("{what} is off by {error:e}, output {}", out.spec()))),
+        None => Ok(Outcome::Equal),
+    }
+}
+
+/// What `explain` tells is what the ranks send, and what plans say of the inputs is what is sent for them.
+fn explains_all(case: &Case, inputs: &[DTensor]) -> Result<()> {
+    let check = |inputs: &[DTensor], shared: bool| {
+        let ((out, told), counts) = comm::record(|| explain(|| (case.distributed)(inputs)));
+        assert_eq!(told.bytes(), counts.total_bytes(), "{}: {told}", case.name);
+        assert_eq!(told.calls().count(), counts.total(), "{}: {told}", case.name);
+        for step in &told.steps {
+            let planned: usize = step.inputs.iter().map(|input| input.bytes).sum();
+            let moved: usize = step.moved.iter().map(|call| call.bytes).sum();
+            // Uses of a tracked tensor share what was sent for one of them.
+            assert!(moved == planned || shared && moved < planned, "{}: {step}: {planned} planned", case.name);
+        }
+        out
+    };
+    match check(inputs, true) {
+        Err(error @ Error::Dist(_)) => return Err(error), // the world is over
+        Err(_) => return Ok(()),
+        Ok(_) => {}
+    }
+    let detached: Vec<DTensor> = inputs.iter().map(DTensor::detach).collect();
+    check(&detached, false).map(drop)
+}
