@@ -93,7 +93,7 @@ impl<'a, 'f> Execution<'a, 'f> {
             runtime,
             program,
             batch,
-            post: Post::new(&runtime.group),
+            post: Post::new(&runtime.group, runtime.mesh.as_ref()),
             reductions: Reductions::new(runtime),
             outputs,
             missing: vec![makers; batch.len()],

@@ -13,4 +13,5 @@ mod parameters;
 mod parity;
 mod random;
 mod replicas;
+mod sharded;
 mod sums;
