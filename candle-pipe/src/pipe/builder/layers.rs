@@ -12,7 +12,10 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 /// Built modules that wait to become nodes, each with its parameters.
-struct Layers(RefCell<Vec<Option<(Box<dyn ModuleT>, Named)>>>);
+struct Layers(RefCell<Vec<Option<Built>>>);
+
+/// A module and its parameters.
+type Built = (Box<dyn ModuleT>, Named);
 
 impl<B: Scope> PipeBuilder<B> {
     /// A list of `count` modules of candle as its own constructor makes it: nodes `name.0`, `name.1` and so on, between any of
