@@ -1,95 +1,120 @@
-//! Tensors whose data can be freed and allocated again.
+//! Tensors whose memory can be given back and had again, while graphs refer to them.
 use crate::{Error, Result};
-use candle_core::{DType, Device, Shape, Tensor};
-use parking_lot::RwLock;
+use candle_core::backend::{BackendDevice, BackendStorage};
+use candle_core::{CpuStorage, CudaStorage, DType, Device, InplaceOp1, Layout, Shape, Storage, Tensor};
+use parking_lot::Mutex;
 use std::fmt;
 use std::sync::Arc;
 
-/// A tensor's shape, dtype and device, with data that can be freed and allocated again.
+/// A tensor whose memory can be freed and had again, for all that refer to it: views, clones, layers and graphs.
 ///
-/// It is made for parameters that are gathered before use and freed afterwards: layers keep a clone of the handle while
-/// its data changes. Clones share the data. Using freed data is an error, and never returns stale data. The device gets
-/// its memory back when all tensors that were taken out, and their views, are dropped.
+/// For parameters that are gathered before use and dropped after it. Using the tensor while it is free never gives stale
+/// data: this handle returns an error, and so do candle's operations, except for those of one operand, which panic. What was
+/// computed from it keeps memory of its own.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
 /// use candle_dist::FreeableTensor;
 ///
-/// let weight = FreeableTensor::new(Tensor::ones((2, 3), DType::F32, &Device::Cpu)?);
-/// let in_a_layer = weight.clone();
-/// assert!(weight.free());
-/// assert!(!in_a_layer.is_allocated());
-/// let error = in_a_layer.tensor().unwrap_err().to_string();
-/// assert_eq!(error, "FreeableTensor: the data of f32[2, 3] is free; alloc or fill it before use");
+/// let weight = FreeableTensor::new(Tensor::ones((2, 3), DType::F32, &Device::Cpu)?)?;
+/// let in_a_layer = weight.tensor()?;
+/// assert!(weight.free()?);
+/// assert!(in_a_layer.to_vec2::<f32>().is_err());
+/// let error = weight.tensor().unwrap_err().to_string();
+/// assert_eq!(error, "FreeableTensor: the memory of f32[2, 3] is free; alloc or fill it before use");
 ///
 /// assert!(weight.alloc()?); // zeros, until it is filled
 /// weight.fill(Tensor::full(2f32, (2, 3), &Device::Cpu)?)?;
-/// assert_eq!(in_a_layer.tensor()?.sum_all()?.to_scalar::<f32>()?, 12.0);
+/// assert_eq!(in_a_layer.sum_all()?.to_scalar::<f32>()?, 12.0);
 /// # Ok::<(), candle_dist::Error>(())
 /// ```
 #[derive(Clone)]
 pub struct FreeableTensor(Arc<Inner>);
 
 struct Inner {
-    shape: Shape,
-    dtype: DType,
-    device: Device,
-    data: RwLock<Option<Tensor>>,
+    tensor: Tensor,
+    is_allocated: Mutex<bool>,
 }
 
 impl FreeableTensor {
-    /// Creates an allocated handle for `tensor`.
-    pub fn new(tensor: Tensor) -> Self {
-        let (shape, dtype, device) = (tensor.shape().clone(), tensor.dtype(), tensor.device().clone());
-        Self(Arc::new(Inner { shape, dtype, device, data: RwLock::new(Some(tensor)) }))
+    /// A handle on a tensor with memory of its own.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a tensor that does not lie at the beginning of its memory without gaps: others may need the rest.
+    pub fn new(tensor: Tensor) -> Result<Self> {
+        check_owner(&tensor)?;
+        Ok(Self(Arc::new(Inner { tensor, is_allocated: Mutex::new(true) })))
     }
 
-    /// Creates a handle without data.
-    pub fn freed(shape: impl Into<Shape>, dtype: DType, device: &Device) -> Self {
-        let (shape, device) = (shape.into(), device.clone());
-        Self(Arc::new(Inner { shape, dtype, device, data: RwLock::new(None) }))
+    /// A handle without memory.
+    ///
+    /// # Errors
+    /// Those of candle.
+    pub fn freed(shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<Self> {
+        Self::without_memory(Tensor::zeros(shape, dtype, device)?)
     }
 
-    /// Returns the shape, allocated or not.
+    /// A handle on a tensor that has no memory yet, or loses it: the result of an op whose storage is
+    /// [`no_memory`](crate::backend::no_memory).
+    ///
+    /// # Errors
+    /// Those of candle.
+    pub fn without_memory(tensor: Tensor) -> Result<Self> {
+        let handle = Self(Arc::new(Inner { tensor, is_allocated: Mutex::new(true) }));
+        handle.free()?;
+        Ok(handle)
+    }
+
+    /// The shape, allocated or not.
     pub fn shape(&self) -> &Shape {
-        &self.0.shape
+        self.0.tensor.shape()
     }
 
-    /// Returns the dtype, allocated or not.
+    /// The dtype, allocated or not.
     pub fn dtype(&self) -> DType {
-        self.0.dtype
+        self.0.tensor.dtype()
     }
 
-    /// Returns the device, allocated or not.
+    /// The device, allocated or not.
     pub fn device(&self) -> &Device {
-        &self.0.device
+        self.0.tensor.device()
     }
 
-    /// Returns whether there is data.
+    /// Whether there is memory.
     pub fn is_allocated(&self) -> bool {
-        self.0.data.read().is_some()
+        *self.0.is_allocated.lock()
     }
 
-    /// Returns the data as a tensor, without a copy, or an [`Error::Invalid`] if it is freed.
+    /// The tensor, without a copy; an [`Error::Invalid`] while it is free.
     pub fn tensor(&self) -> Result<Tensor> {
-        self.0
-            .data
-            .read()
-            .clone()
-            .ok_or_else(|| invalid(format!("the data of {self} is free; alloc or fill it before use")))
-    }
-
-    /// Allocates zeros if the data is freed. Returns whether it was.
-    pub fn alloc(&self) -> Result<bool> {
-        let mut data = self.0.data.write();
-        let was_free = data.is_none();
-        if was_free {
-            *data = Some(Tensor::zeros(self.shape(), self.dtype(), self.device())?);
+        match self.is_allocated() {
+            true => Ok(self.0.tensor.clone()),
+            false => Err(invalid(format!("the memory of {self} is free; alloc or fill it before use"))),
         }
-        Ok(was_free)
     }
 
-    /// Replaces the data by `tensor`, which must have the handle's shape, dtype and device. Works on freed handles too.
+    /// The tensor, with memory or without: what graphs are made of.
+    pub fn graph_node(&self) -> &Tensor {
+        &self.0.tensor
+    }
+
+    /// Allocates zeros if the memory is free; whether it was.
+    ///
+    /// # Errors
+    /// Those of candle.
+    pub fn alloc(&self) -> Result<bool> {
+        if self.is_allocated() {
+            return Ok(false);
+        }
+        self.fill(Tensor::zeros(self.shape(), self.dtype(), self.device())?)?;
+        Ok(true)
+    }
+
+    /// Puts the memory of `tensor` in the place of this one's, free or not. `tensor`, with all that shares its memory, is used
+    /// up: reading it is an error from now on.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] unless it has the handle's shape, dtype and device, and memory of its own.
     pub fn fill(&self, tensor: Tensor) -> Result<()> {
         let fits = tensor.shape() == self.shape()
             && tensor.dtype() == self.dtype()
@@ -99,13 +124,103 @@ impl FreeableTensor {
             let own = self.device().location();
             return Err(invalid(format!("{dtype}{dims:?} on {device:?} does not fit {self} on {own:?}")));
         }
-        *self.0.data.write() = Some(tensor);
+        check_owner(&tensor)?;
+        let mut is_allocated = self.0.is_allocated.lock();
+        if tensor.elem_count() > 0 {
+            let hand = Exchange::of(&tensor);
+            tensor.inplace_op1(&hand)?;
+            self.0.tensor.inplace_op1(&hand)?;
+        }
+        *is_allocated = true;
         Ok(())
     }
 
-    /// Frees the data. Returns whether there was any.
-    pub fn free(&self) -> bool {
-        self.0.data.write().take().is_some()
+    /// Gives the memory back; whether there was any.
+    ///
+    /// # Errors
+    /// Those of candle.
+    pub fn free(&self) -> Result<bool> {
+        let mut is_allocated = self.0.is_allocated.lock();
+        if *is_allocated && self.0.tensor.elem_count() > 0 {
+            self.0.tensor.inplace_op1(&Exchange::of(&self.0.tensor))?;
+        }
+        Ok(std::mem::replace(&mut *is_allocated, false))
+    }
+}
+
+fn check_owner(tensor: &Tensor) -> Result<()> {
+    if tensor.is_contiguous() && tensor.layout().start_offset() == 0 {
+        return Ok(());
+    }
+    let (dtype, dims) = (tensor.dtype().as_str(), tensor.dims());
+    Err(invalid(format!(
+        "{dtype}{dims:?} is a view of memory that others may use; copy it first with force_contiguous"
+    )))
+}
+
+/// The memory of a tensor without any: one element.
+///
+/// # Errors
+/// Those of the device.
+pub fn no_memory<S>(device: &S::Device, dtype: DType) -> candle_core::Result<S>
+where
+    S: BackendStorage<Device: BackendDevice<Storage = S>>,
+{
+    device.zeros_impl(&Shape::from(1), dtype)
+}
+
+/// A dtype that operations refuse where they expect `dtype`: who reads a tensor without memory gets an error.
+const fn unlike(dtype: DType) -> DType {
+    match dtype {
+        DType::U8 => DType::U32,
+        _ => DType::U8,
+    }
+}
+
+/// Puts the memory in hand into a tensor, or almost none, and takes what it had.
+struct Exchange {
+    hand: Mutex<Option<Storage>>,
+    /// What the tensor says it is of.
+    dtype: DType,
+}
+
+impl Exchange {
+    fn of(tensor: &Tensor) -> Self {
+        Self { hand: Mutex::default(), dtype: tensor.dtype() }
+    }
+
+    fn with(&self, f: impl FnOnce(Option<Storage>) -> candle_core::Result<Storage>) -> candle_core::Result<()> {
+        let mut hand = self.hand.lock();
+        *hand = Some(f(hand.take())?);
+        Ok(())
+    }
+}
+
+impl InplaceOp1 for Exchange {
+    fn name(&self) -> &'static str {
+        "exchange-memory"
+    }
+
+    fn cpu_fwd(&self, storage: &mut CpuStorage, _: &Layout) -> candle_core::Result<()> {
+        self.with(|hand| {
+            let new = match hand {
+                Some(Storage::Cpu(new)) => new,
+                Some(other) => candle_core::bail!("memory on {:?} for a tensor of the host", other.device().location()),
+                None => no_memory(storage.device(), unlike(self.dtype))?,
+            };
+            Ok(Storage::Cpu(std::mem::replace(storage, new)))
+        })
+    }
+
+    fn cuda_fwd(&self, storage: &mut CudaStorage, _: &Layout) -> candle_core::Result<()> {
+        self.with(|hand| {
+            let new = match hand {
+                Some(Storage::Cuda(new)) => new,
+                Some(other) => candle_core::bail!("memory on {:?} for a tensor of CUDA", other.device().location()),
+                None => no_memory(storage.device(), unlike(self.dtype))?,
+            };
+            Ok(Storage::Cuda(std::mem::replace(storage, new)))
+        })
     }
 }
 
@@ -128,7 +243,7 @@ fn invalid(reason: String) -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use candle_core::{CpuStorage, CustomOp1, Layout, Var};
+    use candle_core::Var;
 
     fn zeros(shape: impl Into<Shape>, dtype: DType) -> Tensor {
         Tensor::zeros(shape, dtype, &Device::Cpu).unwrap()
@@ -136,51 +251,53 @@ mod tests {
 
     #[test]
     fn alloc_and_free_tell_whether_they_did_something() {
-        let handle = FreeableTensor::freed((2, 2), DType::I64, &Device::Cpu);
-        assert!(!handle.is_allocated() && !handle.free());
-        assert!(handle.alloc().unwrap());
-        let first = handle.tensor().unwrap();
-        assert_eq!((first.dims(), first.dtype()), (&[2, 2][..], DType::I64));
-        assert!(!handle.alloc().unwrap());
-        assert_eq!(handle.tensor().unwrap().id(), first.id(), "allocated data stays");
-        assert!(handle.free() && !handle.free());
-        assert!(matches!(handle.tensor(), Err(Error::Invalid { .. })));
+        for shape in [(2, 2), (0, 2)] {
+            let handle = FreeableTensor::freed(shape, DType::I64, &Device::Cpu).unwrap();
+            assert!(!handle.is_allocated() && !handle.free().unwrap());
+            assert!(handle.alloc().unwrap());
+            let first = handle.tensor().unwrap();
+            assert_eq!((first.dims2().unwrap(), first.dtype()), (shape, DType::I64));
+            assert!(!handle.alloc().unwrap());
+            assert_eq!(handle.tensor().unwrap().id(), first.id(), "allocated memory stays");
+            assert!(handle.free().unwrap() && !handle.free().unwrap());
+            assert!(matches!(handle.tensor(), Err(Error::Invalid { .. })));
+        }
     }
 
     #[test]
-    fn only_data_that_fits_is_taken() {
-        let handle = FreeableTensor::freed((2, 3), DType::F32, &Device::Cpu);
+    fn only_memory_that_fits_and_is_nobody_elses_is_taken() {
+        let handle = FreeableTensor::freed((2, 3), DType::F32, &Device::Cpu).unwrap();
         for wrong in [zeros((3, 2), DType::F32), zeros((2, 3), DType::F64)] {
             let error = handle.fill(wrong).unwrap_err().to_string();
             assert!(error.contains("does not fit f32[2, 3]"), "{error}");
             assert!(!handle.is_allocated());
         }
-        handle.fill(zeros((2, 3), DType::F32)).unwrap();
+        let whole = zeros((4, 3), DType::F32);
+        for view in [whole.narrow(0, 2, 2).unwrap(), zeros((3, 2), DType::F32).t().unwrap()] {
+            for error in [handle.fill(view.clone()).unwrap_err(), FreeableTensor::new(view).unwrap_err()] {
+                assert!(error.to_string().contains("is a view of memory that others may use"), "{error}");
+            }
+        }
+        whole.sum_all().unwrap();
+        let given = zeros((2, 3), DType::F32);
+        handle.fill(given.clone()).unwrap();
+        assert!(given.to_vec2::<f32>().is_err(), "it is used up");
         assert_eq!(format!("{handle:?}"), "FreeableTensor(f32[2, 3], allocated)");
     }
 
-    /// An identity op that is alive as long as the tensor it made.
-    struct Alive(#[expect(dead_code, reason = "held for its count")] Arc<()>);
-
-    impl CustomOp1 for Alive {
-        fn name(&self) -> &'static str {
-            "alive"
-        }
-
-        fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
-            Ok((storage.clone(), layout.shape().clone()))
-        }
-    }
-
     #[test]
-    fn freeing_drops_the_data_for_all_clones() {
-        let (count, source) = (Arc::new(()), Var::zeros(4, DType::F32, &Device::Cpu).unwrap());
-        let handle = FreeableTensor::new(source.apply_op1(Alive(count.clone())).unwrap());
-        let clone = handle.clone();
-        let taken = handle.tensor().unwrap();
-        assert!(clone.free() && !handle.is_allocated());
-        assert_eq!(Arc::strong_count(&count), 2, "a tensor that was taken out keeps the data");
-        drop(taken);
-        assert_eq!(Arc::strong_count(&count), 1, "nothing else does");
+    fn memory_comes_and_goes_for_clones_views_and_graphs() {
+        let x = Var::new(&[[1f32, 2.], [3., 4.]], &Device::Cpu).unwrap();
+        let handle = FreeableTensor::new((x.as_tensor() * 1.0).unwrap()).unwrap();
+        let (clone, taken) = (handle.clone(), handle.tensor().unwrap());
+        let row = taken.narrow(0, 1, 1).unwrap();
+        let loss = taken.sqr().unwrap().sum_all().unwrap();
+        assert!(clone.free().unwrap() && !handle.is_allocated());
+        assert!(taken.to_vec2::<f32>().is_err() && row.to_vec2::<f32>().is_err(), "nobody reads stale data");
+        assert!(loss.backward().is_err());
+        handle.fill(Tensor::new(&[[5f32, 6.], [7., 8.]], &Device::Cpu).unwrap()).unwrap();
+        assert_eq!(row.to_vec2::<f32>().unwrap(), [[7., 8.]]);
+        let grads = loss.backward().unwrap();
+        assert_eq!(grads.get(&x).unwrap().to_vec2::<f32>().unwrap(), [[10., 12.], [14., 16.]]);
     }
 }

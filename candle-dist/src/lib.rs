@@ -90,6 +90,7 @@ mod values;
 mod world;
 
 pub use candle_core;
+pub use candle_dist_derive::TensorTree;
 
 pub use call::{Op, ReduceOp};
 pub use error::{Cause, Doing, Error, GroupFailure, RankReport, Result, without_trace};
@@ -101,5 +102,5 @@ pub use train::{
     ClipGradNorm, DataParallel, DataParallelOptions, GradAccumulator, PendingGrads, Start, SyncOptions, add_grad,
     named_vars, round_grads, sum_dtype, sync_module_states, sync_params, verify_parameter_shapes,
 };
-pub use tree::{Packed, PackedKeys, TensorTree, replace_by_prefix};
+pub use tree::{Packable, Packed, PackedKeys, TensorTree, replace_by_prefix};
 pub use world::{RankContext, World, WorldError, init_process_group, panic_message};

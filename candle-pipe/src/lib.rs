@@ -18,7 +18,8 @@
 //!
 //! | task | items |
 //! |---|---|
-//! | declare a model as named nodes | [`PipeBuilder`], [`PipeModule`], [`StageOp`], [`stage_op`], [`Scope`] |
+//! | declare a model as named nodes | [`PipeBuilder`], [`PipeModule`], [`StageOp`], [`stage_op`], [`sharded_op`], [`Scope`] |
+//! | say which output is the loss; compare with the plain model | [`LossSpec`], [`Pipe::check_against`] |
 //! | cut it into stages: at names, evenly, by size, by cost, by a text | [`SplitSpec`], [`SplitPolicy`], [`EqualCount`], [`EqualParams`], [`SizeThreshold`], [`Balanced`], [`Layout`] |
 //! | inspect stages and their exchanges, as plain data | [`Pipe`], [`PipeInfo`], [`Graph`] |
 //! | pass tensors, plain values and containers of them | [`Value`], [`Kwargs`] |
@@ -26,7 +27,7 @@
 //! | run all stages in one process, and measure them | [`LocalPipe`], [`NodeProfile`] |
 //! | run the stages of this rank under a schedule, with data and tensor parallelism | [`Runtime`] |
 //! | make, read, validate, simulate, compare and draw schedules | [`schedule`] |
-//! | share a parameter between stages | [`PipeBuilder::parameter`], [`Share`] |
+//! | share a parameter or a module between stages | [`PipeBuilder::parameter`], [`Share`], [`PipeBuilder::shared_module`] |
 //! | recompute activations, defer weight gradients | [`StepOptions`], [`Keep`], [`nn`] |
 //! | run one stage by hand: forward, input gradients, weight gradients | [`StageModule`], [`Tape`] |
 mod action;
@@ -51,10 +52,10 @@ pub use error::{Error, Result};
 pub use graph::{
     Balanced, Ctx, Edge, EqualCount, EqualParams, Graph, In, Input, Inputs, Layout, Loss, Named, Node, NodeKind,
     Output, PipeInfo, Reduction, Scope, Share, ShareGroup, SizeThreshold, SplitPoint, SplitPolicy, SplitSpec, StageDef,
-    StageInput, StageOp, StageOutput, ValueId, shapes_only, stage_op,
+    StageInput, StageOp, StageOutput, ValueId, shapes_only, sharded_op, stage_op,
 };
 pub use local_pipe::{LocalPipe, NodeProfile};
-pub use pipe::{Layer, Pipe, PipeBuilder, PipeModule};
+pub use pipe::{Layer, LossSpec, Pipe, PipeBuilder, PipeModule, SharedModule};
 pub use runtime::{RankStep, Runtime};
 pub use step::{Step, StepOptions};
 pub use tape::{Activation, Backward, Gradient, Keep, StageModule, Tape, WeightTape};

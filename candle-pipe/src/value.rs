@@ -9,7 +9,9 @@ pub(crate) use path::{Children, entries, items};
 
 use crate::{Error, Result};
 use candle_core::Tensor;
+use candle_dist::DeviceMesh;
 use candle_dist::bits::same_bits;
+use candle_shard::DTensor;
 use itertools::Itertools;
 use std::collections::BTreeMap;
 use std::fmt;
@@ -19,7 +21,7 @@ pub type Kwargs = BTreeMap<String, Value>;
 
 /// A tensor, a plain value, or a container of values: what a model takes and gives.
 ///
-/// Made by `into()` from tensors, `i64`, `f64`, `bool`, text, `()` and `Option`, and from tuples, vectors, arrays and
+/// Made by `into()` from tensors, sharded ones, `i64`, `f64`, `bool`, text, `()` and `Option`, and from tuples, vectors, arrays and
 /// maps of those. It is a [`TensorTree`](candle_dist::TensorTree): it can be cast, moved and flattened as a whole.
 ///
 /// ```
@@ -37,6 +39,8 @@ pub type Kwargs = BTreeMap<String, Value>;
 pub enum Value {
     /// A tensor, with its graph.
     Tensor(Tensor),
+    /// A tensor that is spread over a mesh within its stage, with its graph.
+    DTensor(DTensor),
     /// A whole number.
     Int(i64),
     /// A number.
@@ -71,6 +75,7 @@ macro_rules! content {
 impl Value {
     content! {
         "The tensor" tensor: Tensor(t => t) -> &Tensor, "a tensor";
+        "The sharded tensor" dtensor: DTensor(t => t) -> &DTensor, "a sharded tensor";
         "The whole number" int: Int(n => *n) -> i64, "an int";
         "The number" float: Float(x => *x) -> f64, "a float";
         "The truth" bool: Bool(b => *b) -> bool, "a bool";
@@ -105,10 +110,37 @@ impl Value {
         map.get(key).ok_or_else(|| Error::Value(format!("no {key:?} among [{}]", map.keys().join(", "))))
     }
 
+    /// The sharded tensor, or a plain one as a tensor that every rank of `mesh` has alike: what a tensor-parallel node makes of
+    /// its input, wherever that comes from.
+    ///
+    /// # Errors
+    /// [`Error::Value`] if this is neither, or is sharded over another mesh.
+    pub fn on(&self, mesh: &DeviceMesh) -> Result<DTensor> {
+        match self {
+            Self::DTensor(t) if t.mesh() == mesh => Ok(t.clone()),
+            Self::DTensor(t) => Err(Error::Value(format!("{t} is on {}, wanted on {mesh}", t.mesh()))),
+            Self::Tensor(t) => Ok(DTensor::replicated(t, mesh)?),
+            _ => Err(self.other_than("a tensor")),
+        }
+    }
+
+    /// The whole tensor: a plain one, or all shards of a sharded one, for which every rank of its mesh calls it.
+    ///
+    /// # Errors
+    /// [`Error::Value`] if this is neither; those of communication.
+    pub fn full_tensor(&self) -> Result<Tensor> {
+        match self {
+            Self::Tensor(t) => Ok(t.clone()),
+            Self::DTensor(t) => Ok(t.full_tensor()?),
+            _ => Err(self.other_than("a tensor")),
+        }
+    }
+
     /// What this is, in words: `a tensor`, `an int`, `a list`.
     pub fn kind(&self) -> &'static str {
         match self {
             Self::Tensor(_) => "a tensor",
+            Self::DTensor(_) => "a sharded tensor",
             Self::Int(_) => "an int",
             Self::Float(_) => "a float",
             Self::Bool(_) => "a bool",
@@ -129,6 +161,7 @@ impl Value {
     pub fn same(&self, other: &Self) -> Result<bool> {
         Ok(match (self, other) {
             (Self::Tensor(a), Self::Tensor(b)) => same_bits(a, b)?,
+            (Self::DTensor(a), Self::DTensor(b)) => a.spec() == b.spec() && same_bits(a.to_local(), b.to_local())?,
             (Self::Int(a), Self::Int(b)) => a == b,
             (Self::Float(a), Self::Float(b)) => a.to_bits() == b.to_bits(),
             (Self::Bool(a), Self::Bool(b)) => a == b,
@@ -156,6 +189,7 @@ impl fmt::Display for Value {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Tensor(t) => write!(f, "{}{:?}", t.dtype().as_str(), t.dims()),
+            Self::DTensor(t) => write!(f, "{}", t.spec()),
             Self::Int(n) => write!(f, "{n}"),
             Self::Float(x) => write!(f, "{x:?}"),
             Self::Bool(b) => write!(f, "{b}"),

@@ -186,6 +186,24 @@ impl DTensor {
         self
     }
 
+    /// The same layout and gradient state with another shard of the same shape; the dtype is the shard's.
+    pub(crate) fn with_local(&self, local: Tensor) -> Result<Self> {
+        if local.id() == self.local.id() {
+            return Ok(self.clone());
+        }
+        check_reductions(&self.spec, local.track_op())?;
+        if local.dims() != self.local.dims() {
+            let (got, want) = (local.dims(), self.local.dims());
+            return Err(Error::Layout(format!("a shard {got:?} in the place of one of {want:?} of {}", self.spec)));
+        }
+        let spec = match local.dtype() == self.dtype() {
+            true => self.spec.clone(),
+            false => Spec::clone(&self.spec).with_dtype(local.dtype()).shared(),
+        };
+        let made = Self { leaf: self.leaf, ..Self::assemble(local, spec, self.varying) };
+        Ok(made)
+    }
+
     /// This rank's tensor as a piece of the tensor that `spec` describes; nothing is communicated.
     ///
     /// # Errors

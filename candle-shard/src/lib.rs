@@ -38,6 +38,7 @@ pub mod sharding_spec;
 pub mod sparse;
 mod spec;
 mod strict;
+mod tree;
 mod visualize;
 mod weights;
 

@@ -22,6 +22,7 @@ mod unfinished;
 mod wrapping;
 
 pub use crate::call::{Call, Dims, Factor, Form, Op, RAGGED, ReduceOp};
+pub use crate::freeable::no_memory;
 pub use collective::compute;
 pub(crate) use fresh::bytes;
 pub use fresh::{Fresh, Results, Tensors};

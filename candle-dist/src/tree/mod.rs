@@ -2,7 +2,7 @@
 mod pack;
 mod rename;
 
-pub use pack::{Packed, PackedKeys};
+pub use pack::{Packable, Packed, PackedKeys};
 pub use rename::replace_by_prefix;
 
 use crate::{Error, Result};
@@ -12,30 +12,35 @@ use std::hash::{BuildHasher, Hash};
 
 /// A value made of tensors in nested containers, such as the arguments and results of a forward pass.
 ///
-/// Tensors, `Option`, `Box`, `Vec`, arrays, tuples of up to eight, `BTreeMap` and `HashMap` are trees. Numbers, `bool`,
-/// `char`, `String` and `()` are trees without tensors, and keep their values. Tensors have a fixed order, equal on all
-/// ranks: the written order, and the order of keys in maps. To make a struct a tree, use
-/// [`impl_tensor_tree!`](crate::impl_tensor_tree) or implement the two required methods.
+/// Tensors, `Option`, `Box`, `Vec`, arrays, tuples of up to eight, `BTreeMap` and `HashMap` are trees; numbers, `bool`,
+/// `char`, `String` and `()` are trees without tensors, kept as they are. Tensors come in a fixed order: as written,
+/// and by key in maps, so that all ranks agree on it. A struct or an enum becomes a tree by `#[derive(TensorTree)]`, where
+/// `#[tensor_tree(keep)]` marks fields that are no trees and are cloned, or by writing the two required methods.
 ///
 /// A [`Var`](candle_core::Var) is not a tree: mapping a parameter would return a tensor, not a parameter.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
-/// use candle_dist::{TensorTree, impl_tensor_tree};
+/// use candle_dist::TensorTree;
 ///
-/// struct Batch {
+/// #[derive(Clone, PartialEq, Debug)]
+/// enum Mode { Train, Eval }
+///
+/// #[derive(TensorTree)]
+/// struct Batch<M> {
 ///     tokens: Tensor,
-///     masks: Vec<Option<Tensor>>,
+///     masks: Vec<Option<M>>,
 ///     epoch: usize,
+///     #[tensor_tree(keep)]
+///     mode: Mode,
 /// }
-/// impl_tensor_tree!(Batch { tokens, masks, epoch });
 ///
 /// let ones = Tensor::ones(3, DType::F32, &Device::Cpu)?;
-/// let batch = Batch { tokens: ones.to_dtype(DType::U32)?, masks: vec![None, Some(ones)], epoch: 7 };
+/// let batch = Batch { tokens: ones.to_dtype(DType::U32)?, masks: vec![None, Some(ones)], epoch: 7, mode: Mode::Eval };
 ///
 /// let doubled = batch.map_tensors(|t| t + t)?;
 /// assert_eq!(doubled.tokens.to_vec1::<u32>()?, [2, 2, 2]);
-/// assert_eq!((doubled.masks.len(), doubled.epoch), (2, 7));
+/// assert_eq!((doubled.masks.len(), doubled.epoch, doubled.mode), (2, 7, Mode::Eval));
 ///
 /// let half = batch.cast_floats(DType::F16)?;
 /// assert_eq!(half.tensors().iter().map(|t| t.dtype()).collect::<Vec<_>>(), [DType::U32, DType::F16]);
@@ -47,11 +52,12 @@ pub trait TensorTree: Sized {
 
     /// Returns the same structure with `f` applied to every tensor, in the order of [`visit`](Self::visit).
     ///
-    /// Stops at the first error. Implement this method, and call [`map_tensors`](Self::map_tensors).
-    fn rebuild<E>(&self, f: &mut dyn FnMut(&Tensor) -> Result<Tensor, E>) -> Result<Self, E>;
+    /// Stops at the first error. Callers want [`map_tensors`](Self::map_tensors); implementors write this. A structure that
+    /// cannot hold what `f` made says so with an [`Error`].
+    fn rebuild<E: From<Error>>(&self, f: &mut dyn FnMut(&Tensor) -> Result<Tensor, E>) -> Result<Self, E>;
 
-    /// Returns the same structure with `f` applied to every tensor, or the first error.
-    fn map_tensors<E>(&self, mut f: impl FnMut(&Tensor) -> Result<Tensor, E>) -> Result<Self, E> {
+    /// The same structure with every tensor replaced by what `f` makes of it, or the first error.
+    fn map_tensors<E: From<Error>>(&self, mut f: impl FnMut(&Tensor) -> Result<Tensor, E>) -> Result<Self, E> {
         self.rebuild(&mut f)
     }
 
@@ -123,7 +129,7 @@ impl TensorTree for Tensor {
         f(self);
     }
 
-    fn rebuild<E>(&self, f: &mut dyn FnMut(&Tensor) -> Result<Tensor, E>) -> Result<Self, E> {
+    fn rebuild<E: From<Error>>(&self, f: &mut dyn FnMut(&Tensor) -> Result<Tensor, E>) -> Result<Self, E> {
         f(self)
     }
 }
@@ -134,7 +140,7 @@ macro_rules! leaf {
         impl TensorTree for $leaf {
             fn visit<'a>(&'a self, _: &mut dyn FnMut(&'a Tensor)) {}
 
-            fn rebuild<E>(&self, _: &mut dyn FnMut(&Tensor) -> Result<Tensor, E>) -> Result<Self, E> {
+            fn rebuild<E: From<Error>>(&self, _: &mut dyn FnMut(&Tensor) -> Result<Tensor, E>) -> Result<Self, E> {
                 Ok(self.clone())
             }
         }
@@ -148,7 +154,7 @@ impl<T: TensorTree> TensorTree for Option<T> {
         self.iter().for_each(|tree| tree.visit(f));
     }
 
-    fn rebuild<E>(&self, f: &mut dyn FnMut(&Tensor) -> Result<Tensor, E>) -> Result<Self, E> {
+    fn rebuild<E: From<Error>>(&self, f: &mut dyn FnMut(&Tensor) -> Result<Tensor, E>) -> Result<Self, E> {
         self.as_ref().map(|tree| tree.rebuild(f)).transpose()
     }
 }
@@ -158,7 +164,7 @@ impl<T: TensorTree> TensorTree for Box<T> {
         self.as_ref().visit(f);
     }
 
-    fn rebuild<E>(&self, f: &mut dyn FnMut(&Tensor) -> Result<Tensor, E>) -> Result<Self, E> {
+    fn rebuild<E: From<Error>>(&self, f: &mut dyn FnMut(&Tensor) -> Result<Tensor, E>) -> Result<Self, E> {
         self.as_ref().rebuild(f).map(Box::new)
     }
 }
@@ -168,7 +174,7 @@ impl<T: TensorTree> TensorTree for Vec<T> {
         self.iter().for_each(|tree| tree.visit(f));
     }
 
-    fn rebuild<E>(&self, f: &mut dyn FnMut(&Tensor) -> Result<Tensor, E>) -> Result<Self, E> {
+    fn rebuild<E: From<Error>>(&self, f: &mut dyn FnMut(&Tensor) -> Result<Tensor, E>) -> Result<Self, E> {
         self.iter().map(|tree| tree.rebuild(f)).collect()
     }
 }
@@ -178,7 +184,7 @@ impl<T: TensorTree, const N: usize> TensorTree for [T; N] {
         self.iter().for_each(|tree| tree.visit(f));
     }
 
-    fn rebuild<E>(&self, f: &mut dyn FnMut(&Tensor) -> Result<Tensor, E>) -> Result<Self, E> {
+    fn rebuild<E: From<Error>>(&self, f: &mut dyn FnMut(&Tensor) -> Result<Tensor, E>) -> Result<Self, E> {
         let trees: Vec<T> = self.iter().map(|tree| tree.rebuild(f)).collect::<Result<_, E>>()?;
         Ok(trees.try_into().unwrap_or_else(|trees: Vec<T>| unreachable!("{} trees of {N}", trees.len())))
     }
@@ -191,7 +197,7 @@ macro_rules! tuple {
                 $(self.$i.visit(f);)+
             }
 
-            fn rebuild<Err>(&self, f: &mut dyn FnMut(&Tensor) -> Result<Tensor, Err>) -> Result<Self, Err> {
+            fn rebuild<Err: From<Error>>(&self, f: &mut dyn FnMut(&Tensor) -> Result<Tensor, Err>) -> Result<Self, Err> {
                 Ok(($(self.$i.rebuild(f)?,)+))
             }
         }
@@ -212,7 +218,7 @@ impl<K: Ord + Clone, T: TensorTree> TensorTree for BTreeMap<K, T> {
         self.values().for_each(|tree| tree.visit(f));
     }
 
-    fn rebuild<E>(&self, f: &mut dyn FnMut(&Tensor) -> Result<Tensor, E>) -> Result<Self, E> {
+    fn rebuild<E: From<Error>>(&self, f: &mut dyn FnMut(&Tensor) -> Result<Tensor, E>) -> Result<Self, E> {
         self.iter().map(|(key, tree)| Ok((key.clone(), tree.rebuild(f)?))).collect()
     }
 }
@@ -222,7 +228,7 @@ impl<K: Ord + Hash + Clone, T: TensorTree, S: BuildHasher + Clone> TensorTree fo
         by_key(self).into_iter().for_each(|(_, tree)| tree.visit(f));
     }
 
-    fn rebuild<E>(&self, f: &mut dyn FnMut(&Tensor) -> Result<Tensor, E>) -> Result<Self, E> {
+    fn rebuild<E: From<Error>>(&self, f: &mut dyn FnMut(&Tensor) -> Result<Tensor, E>) -> Result<Self, E> {
         let mut made = HashMap::with_capacity_and_hasher(self.len(), self.hasher().clone());
         for (key, tree) in by_key(self) {
             made.insert(key.clone(), tree.rebuild(f)?);
@@ -236,43 +242,4 @@ fn by_key<K: Ord, T, S>(map: &HashMap<K, T, S>) -> Vec<(&K, &T)> {
     let mut entries: Vec<_> = map.iter().collect();
     entries.sort_by_key(|(key, _)| *key);
     entries
-}
-
-/// Makes a struct a [`TensorTree`]. Lists all its fields, in the order in which their tensors are visited.
-///
-/// Fields after a semicolon need not be trees; they are cloned.
-///
-/// ```
-/// use candle_core::{Device, Tensor};
-/// use candle_dist::{TensorTree, impl_tensor_tree};
-///
-/// #[derive(Clone, Copy, PartialEq, Debug)]
-/// enum Mode { Train, Eval }
-///
-/// struct Batch { tokens: Tensor, mask: Option<Tensor>, mode: Mode }
-/// impl_tensor_tree!(Batch { tokens, mask; mode });
-///
-/// let batch = Batch { tokens: Tensor::new(&[1u32, 2], &Device::Cpu)?, mask: None, mode: Mode::Eval };
-/// assert_eq!(batch.to_device(&Device::Cpu)?.mode, Mode::Eval);
-/// # Ok::<(), candle_dist::Error>(())
-/// ```
-#[macro_export]
-macro_rules! impl_tensor_tree {
-    ($name:ident { $($tree:ident),* $(,)? $(; $($kept:ident),* $(,)?)? }) => {
-        impl $crate::TensorTree for $name {
-            fn visit<'a>(&'a self, f: &mut dyn FnMut(&'a $crate::candle_core::Tensor)) {
-                $($crate::TensorTree::visit(&self.$tree, f);)*
-            }
-
-            fn rebuild<E>(
-                &self,
-                f: &mut dyn FnMut(&$crate::candle_core::Tensor) -> ::core::result::Result<$crate::candle_core::Tensor, E>,
-            ) -> ::core::result::Result<Self, E> {
-                ::core::result::Result::Ok(Self {
-                    $($tree: $crate::TensorTree::rebuild(&self.$tree, f)?,)*
-                    $($($kept: ::core::clone::Clone::clone(&self.$kept),)*)?
-                })
-            }
-        }
-    };
 }

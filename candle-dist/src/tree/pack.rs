@@ -1,13 +1,16 @@
-//! Packs positional and named arguments into one list of tensors.
+//! Positional and named arguments as one list of tensors, and back.
 use crate::{Error, Result, TensorTree};
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 use itertools::Itertools;
+use std::any::{Any, type_name};
+use std::fmt;
+use std::sync::Arc;
 
 /// Arguments by position and by name, packed into one flat list of tensors.
 ///
-/// Use it to pass arguments through something that accepts a plain list: a graph node, a recomputed block, a
-/// connection. [`into_parts`](Self::into_parts) returns the list with its [`PackedKeys`], and
-/// [`from_parts`](Self::from_parts) joins them again. It is a [`TensorTree`], so you can cast or move all arguments at
+/// For passing any arguments through something that takes a plain list: a graph node, a checkpointed block.
+/// [`into_parts`](Self::into_parts) gives the list with its [`PackedKeys`], which keep the structures and what is in them
+/// besides tensors; [`from_parts`](Self::from_parts) joins them again. It is a [`TensorTree`], so all arguments cast or move at
 /// once.
 ///
 /// ```
@@ -15,15 +18,16 @@ use itertools::Itertools;
 /// use candle_dist::{Packed, TensorTree};
 ///
 /// let x = Tensor::ones(4, DType::F32, &Device::Cpu)?;
-/// let (args, mask) = ((x.clone(), x.clone()), Some(x));
+/// let (args, mask) = ((x.clone(), 0.5), Some(x));
 ///
-/// let (keys, tensors) = Packed::new(&args).with("mask", &mask)?.into_parts();
-/// assert_eq!((tensors.len(), keys.names().collect::<Vec<_>>()), (3, vec!["mask"]));
+/// let (keys, tensors) = Packed::new(&args)?.with("mask", &mask)?.into_parts();
+/// assert_eq!((tensors.len(), keys.names().collect::<Vec<_>>()), (2, vec!["mask"]));
 ///
 /// let packed = Packed::from_parts(keys, tensors)?.cast_floats(DType::F64)?;
-/// let (a, b) = packed.args(&args)?;
-/// let mask = packed.get("mask", &mask)?.expect("it was given");
-/// assert_eq!([a.dtype(), b.dtype(), mask.dtype()], [DType::F64; 3]);
+/// let (x, scale): (Tensor, f64) = packed.args()?;
+/// let mask: Option<Tensor> = packed.get("mask")?;
+/// assert_eq!([x.dtype(), mask.expect("it was given").dtype()], [DType::F64; 2]);
+/// assert_eq!(scale, 0.5);
 /// # Ok::<(), candle_dist::Error>(())
 /// ```
 #[derive(Debug, Clone)]
@@ -32,32 +36,72 @@ pub struct Packed {
     tensors: Vec<Tensor>,
 }
 
-/// The number of tensors of the positional arguments and of each named argument in a packed list.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// How many tensors of a packed list belong to the positional arguments and to each name, and everything else in them.
+#[derive(Debug, Clone)]
 pub struct PackedKeys {
-    positional: usize,
-    named: Vec<(String, usize)>,
+    positional: Argument,
+    named: Vec<(String, Argument)>,
 }
 
+/// One argument without its tensors.
+#[derive(Clone)]
+struct Argument {
+    tensors: usize,
+    /// The argument as it was packed, with tensors of one element in the place of its own.
+    outline: Arc<dyn Any + Send + Sync>,
+    type_name: &'static str,
+}
+
+impl Argument {
+    fn new<T: Packable>(value: &T) -> Result<Self> {
+        let mut tensors = 0;
+        let outline = value.map_tensors(|tensor| -> Result<Tensor> {
+            tensors += 1;
+            // Of the same shape: structures may insist on it.
+            Ok(Tensor::zeros((), DType::U8, tensor.device())?.broadcast_as(tensor.shape())?)
+        })?;
+        Ok(Self { tensors, outline: Arc::new(outline), type_name: type_name::<T>() })
+    }
+
+    fn restore<T: Packable>(&self, what: &str, tensors: &[Tensor]) -> Result<T> {
+        let other = || {
+            let (packed, asked) = (self.type_name, type_name::<T>());
+            invalid("Packed", format!("{what}: packed as {packed}, asked for as {asked}; ask for what was packed"))
+        };
+        self.outline.downcast_ref::<T>().ok_or_else(other)?.unflatten_tensors(tensors.iter().cloned())
+    }
+}
+
+impl fmt::Debug for Argument {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} of {} tensors", self.type_name, self.tensors)
+    }
+}
+
+/// What can be packed: any [`TensorTree`] that may be kept and sent to other threads.
+pub trait Packable: TensorTree + Send + Sync + 'static {}
+
+impl<T: TensorTree + Send + Sync + 'static> Packable for T {}
+
 impl PackedKeys {
-    /// Returns the names, in the order in which they were added.
+    /// The names, in the order in which they were added.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.named.iter().map(|(name, _)| name.as_str())
     }
 
-    /// Returns the number of tensors of all arguments.
+    /// The number of tensors of all arguments.
     pub fn tensor_count(&self) -> usize {
-        self.positional + self.named.iter().map(|(_, count)| count).sum::<usize>()
+        self.positional.tensors + self.named.iter().map(|(_, argument)| argument.tensors).sum::<usize>()
     }
 
-    /// Returns the first argument that a list of `given` tensors does not cover.
+    /// The first argument that a list of `given` tensors does not cover.
     fn first_missing(&self, given: usize) -> Option<String> {
-        if given < self.positional {
+        if given < self.positional.tensors {
             return Some(format!("tensor {given} of the positional arguments"));
         }
-        let mut end = self.positional;
-        let missing = self.named.iter().find(|(_, count)| {
-            end += count;
+        let mut end = self.positional.tensors;
+        let missing = self.named.iter().find(|(_, argument)| {
+            end += argument.tensors;
             end > given
         });
         missing.map(|(name, _)| format!("argument {name:?}"))
@@ -66,33 +110,40 @@ impl PackedKeys {
 
 impl Packed {
     /// Packs positional arguments, usually a tuple.
-    pub fn new(args: &impl TensorTree) -> Self {
-        let tensors = args.flatten_tensors();
-        Self { keys: PackedKeys { positional: tensors.len(), named: Vec::new() }, tensors }
+    ///
+    /// # Errors
+    /// Those of candle.
+    pub fn new<A: Packable>(args: &A) -> Result<Self> {
+        Ok(Self {
+            keys: PackedKeys { positional: Argument::new(args)?, named: Vec::new() },
+            tensors: args.flatten_tensors(),
+        })
     }
 
-    /// Adds an argument by name. Each name may be used once.
-    pub fn with(mut self, name: &str, value: &impl TensorTree) -> Result<Self> {
+    /// Adds an argument by name.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if the name is given twice.
+    pub fn with<T: Packable>(mut self, name: &str, value: &T) -> Result<Self> {
         if self.keys.names().contains(&name) {
             return Err(invalid("Packed::with", format!("argument {name:?} is given twice")));
         }
-        let before = self.tensors.len();
+        self.keys.named.push((name.to_string(), Argument::new(value)?));
         self.tensors.extend(value.flatten_tensors());
-        self.keys.named.push((name.to_string(), self.tensors.len() - before));
         Ok(self)
     }
 
-    /// Returns the names with their numbers of tensors.
+    /// The names.
     pub fn keys(&self) -> &PackedKeys {
         &self.keys
     }
 
-    /// Returns all tensors: those of the positional arguments, then those of each name.
+    /// All tensors: those of the positional arguments, then those of each name.
     pub fn as_slice(&self) -> &[Tensor] {
         &self.tensors
     }
 
-    /// Returns the names and the flat list.
+    /// The names and the flat list.
     pub fn into_parts(self) -> (PackedKeys, Vec<Tensor>) {
         (self.keys, self.tensors)
     }
@@ -100,8 +151,7 @@ impl Packed {
     /// Joins names and list again.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if the list does not have as many tensors as `keys` counts. It names the first missing
-    /// argument.
+    /// [`Error::Invalid`] if the list has not as many tensors as `keys` counts; it names the first missing argument.
     pub fn from_parts(keys: PackedKeys, tensors: Vec<Tensor>) -> Result<Self> {
         let (given, needed) = (tensors.len(), keys.tensor_count());
         if given == needed {
@@ -111,19 +161,27 @@ impl Packed {
         Err(invalid("Packed::from_parts", format!("{given} tensors for arguments of {needed}{missing}")))
     }
 
-    /// Returns the positional arguments, in the structure of `like`.
-    pub fn args<A: TensorTree>(&self, like: &A) -> Result<A> {
-        restore("the positional arguments", &self.tensors[..self.keys.positional], like)
+    /// The positional arguments, as they were packed, with the tensors that are here now.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if they were packed as another type.
+    pub fn args<A: Packable>(&self) -> Result<A> {
+        let positional = &self.keys.positional;
+        positional.restore("the positional arguments", &self.tensors[..positional.tensors])
     }
 
-    /// Returns the argument with this name, in the structure of `like`.
-    pub fn get<T: TensorTree>(&self, name: &str, like: &T) -> Result<T> {
-        let mut start = self.keys.positional;
-        for (known, count) in &self.keys.named {
+    /// The argument of this name, as it was packed, with the tensors that are here now.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if there is none, or it was packed as another type.
+    pub fn get<T: Packable>(&self, name: &str) -> Result<T> {
+        let mut start = self.keys.positional.tensors;
+        for (known, argument) in &self.keys.named {
+            let end = start + argument.tensors;
             if known == name {
-                return restore(&format!("argument {name:?}"), &self.tensors[start..start + count], like);
+                return argument.restore(&format!("argument {name:?}"), &self.tensors[start..end]);
             }
-            start += count;
+            start = end;
         }
         let known = self.keys.names().map(|name| format!("{name:?}")).join(", ");
         Err(invalid("Packed::get", format!("no argument {name:?}; the names are [{known}]")))
@@ -135,17 +193,9 @@ impl TensorTree for Packed {
         self.tensors.visit(f);
     }
 
-    fn rebuild<E>(&self, f: &mut dyn FnMut(&Tensor) -> Result<Tensor, E>) -> Result<Self, E> {
+    fn rebuild<E: From<Error>>(&self, f: &mut dyn FnMut(&Tensor) -> Result<Tensor, E>) -> Result<Self, E> {
         Ok(Self { keys: self.keys.clone(), tensors: self.tensors.rebuild(f)? })
     }
-}
-
-fn restore<T: TensorTree>(what: &str, tensors: &[Tensor], like: &T) -> Result<T> {
-    let (packed, wanted) = (tensors.len(), like.tensors().len());
-    if packed != wanted {
-        return Err(invalid("Packed", format!("{what}: {packed} tensors are packed, the structure holds {wanted}")));
-    }
-    like.unflatten_tensors(tensors.iter().cloned())
 }
 
 fn invalid(op: &'static str, reason: String) -> Error {

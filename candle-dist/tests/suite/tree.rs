@@ -1,7 +1,7 @@
 //! Nested containers of tensors: their order, their rebuilding, and arguments packed into one list.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 use candle_core::{DType, Device, Tensor, Var};
-use candle_dist::{Error, Packed, TensorTree, impl_tensor_tree};
+use candle_dist::{Error, Packed, TensorTree};
 use proptest::prelude::*;
 use std::collections::{BTreeMap, HashMap};
 use test_utils::on_ranks;
@@ -23,16 +23,38 @@ fn raised<T: TensorTree>(tree: &T) -> T {
 #[derive(Debug, PartialEq, Clone)]
 struct NoTree(&'static str);
 
+#[derive(TensorTree)]
 struct Batch {
-    tokens: Tensor,
     masks: Vec<Option<Tensor>>,
+    tokens: Tensor,
     epoch: usize,
+    #[tensor_tree(keep)]
     source: NoTree,
 }
-impl_tensor_tree!(Batch { masks, tokens, epoch; source });
 
+#[derive(TensorTree)]
 struct Empty {}
-impl_tensor_tree!(Empty {});
+
+#[derive(TensorTree)]
+struct Unit;
+
+/// A tuple struct with bounds, a default and a constant, one parameter of which is in a kept field alone.
+#[derive(TensorTree)]
+struct Pair<T: Send, K = NoTree, const N: usize = 2>(T, #[tensor_tree(keep)] K, [Option<T>; N])
+where
+    T: Sync;
+
+/// An enum with all kinds of variants, whose names are those that a macro might take for itself.
+#[derive(TensorTree)]
+enum Cache<E, F> {
+    Empty,
+    Keys { f: E, e: Vec<(F, u8)> },
+    Both(E, F),
+    Nested(Box<Cache<E, F>>),
+}
+
+#[derive(TensorTree)]
+enum Never {}
 
 fn batch() -> Batch {
     Batch { tokens: t(3), masks: vec![Some(t(1)), None, Some(t(2))], epoch: 9, source: NoTree("disk") }
@@ -92,6 +114,22 @@ fn every_container_in_its_order() {
 }
 
 #[test]
+fn tuple_structs_enums_and_generics_are_trees() {
+    let pair = Pair::<_, _, 3>(t(1), NoTree("kept"), [Some(t(2)), None, Some(t(3))]);
+    check(&pair, &[1, 2, 3]);
+    assert_eq!(raised(&pair).1, NoTree("kept"));
+    check(&Unit, &[]);
+    check(&None::<Never>, &[]);
+    type Both = Cache<Tensor, Option<Tensor>>;
+    check(&Both::Empty, &[]);
+    check(&Both::Keys { f: t(4), e: vec![(Some(t(5)), 1), (None, 2)] }, &[4, 5]);
+    let nested = Both::Nested(Box::new(Both::Both(t(6), Some(t(7)))));
+    check(&nested, &[6, 7]);
+    let Both::Nested(inner) = raised(&nested) else { panic!("another variant") };
+    assert!(matches!(*inner, Both::Both(..)));
+}
+
+#[test]
 fn structure_and_plain_values_survive_a_map() {
     let made = raised(&(batch(), HashMap::from([("x".to_string(), [t(5)])]), -3i64));
     assert_eq!((made.0.epoch, made.0.source, made.2), (9, NoTree("disk"), -3));
@@ -100,14 +138,23 @@ fn structure_and_plain_values_survive_a_map() {
     assert_eq!(numbers(&made.1["x"]), [105]);
 }
 
+#[derive(Debug, PartialEq)]
+struct Other(&'static str);
+
+impl From<Error> for Other {
+    fn from(_: Error) -> Self {
+        Self("a structure")
+    }
+}
+
 #[test]
 fn a_map_stops_at_its_first_error_of_any_type() {
     let mut calls = 0;
     let result = vec![t(1), t(2), t(3)].map_tensors(|x| {
         calls += 1;
-        if calls == 2 { Err("the second one") } else { Ok(x.clone()) }
+        if calls == 2 { Err(Other("the second one")) } else { Ok(x.clone()) }
     });
-    assert_eq!((result.err(), calls), (Some("the second one"), 2));
+    assert_eq!((result.err(), calls), (Some(Other("the second one")), 2));
 }
 
 #[test]
@@ -157,7 +204,7 @@ fn a_tensor_on_the_device_is_returned_itself() {
 #[test]
 fn packed_arguments_come_back_by_place_and_name() {
     let (args, states, none) = ((t(1), [t(2)]), HashMap::from([("h", t(4)), ("c", t(3))]), None::<Tensor>);
-    let packed = Packed::new(&args).with("states", &states).unwrap().with("none", &none).unwrap();
+    let packed = Packed::new(&args).unwrap().with("states", &states).unwrap().with("none", &none).unwrap();
     let packed = packed.with("mask", &t(5)).unwrap();
     check(&packed, &[1, 2, 3, 4, 5]);
     assert_eq!(packed.keys().names().collect::<Vec<_>>(), ["states", "none", "mask"]);
@@ -165,16 +212,30 @@ fn packed_arguments_come_back_by_place_and_name() {
 
     let (keys, tensors) = raised(&packed).into_parts();
     let back = Packed::from_parts(keys, tensors).unwrap();
-    assert_eq!(numbers(&back.args(&args).unwrap()), [101, 102]);
-    let states = back.get("states", &states).unwrap();
+    assert_eq!(numbers(&back.args::<(Tensor, [Tensor; 1])>().unwrap()), [101, 102]);
+    let states = back.get::<HashMap<&str, Tensor>>("states").unwrap();
     assert_eq!((numbers(&states["c"]), numbers(&states["h"])), (vec![103], vec![104]));
-    assert!(back.get("none", &none).unwrap().is_none());
-    assert_eq!(numbers(&back.get("mask", &t(0)).unwrap()), [105]);
+    assert!(back.get::<Option<Tensor>>("none").unwrap().is_none());
+    assert_eq!(numbers(&back.get::<Tensor>("mask").unwrap()), [105]);
+}
+
+#[test]
+fn packed_arguments_keep_their_plain_values() {
+    let args = (t(1), 0.5, vec![(t(2), "a".to_string())], batch());
+    let packed = Packed::new(&args).unwrap().with("flags", &[true, false]).unwrap().with("step", &7u64).unwrap();
+    check(&packed, &[1, 2, 1, 2, 3]);
+    let (keys, tensors) = raised(&packed).into_parts();
+    let back = Packed::from_parts(keys, tensors).unwrap();
+    let (x, scale, named, batch): (Tensor, f64, Vec<(Tensor, String)>, Batch) = back.args().unwrap();
+    assert_eq!((numbers(&x), scale, named[0].1.as_str(), numbers(&named[0].0)), (vec![101], 0.5, "a", vec![102]));
+    assert_eq!((batch.epoch, batch.source), (9, NoTree("disk")));
+    assert_eq!(back.get::<[bool; 2]>("flags").unwrap(), [true, false]);
+    assert_eq!(back.get::<u64>("step").unwrap(), 7);
 }
 
 #[test]
 fn packing_errors_name_what_is_missing() {
-    let packed = Packed::new(&[t(1), t(2)]).with("a", &[t(3), t(4)]).unwrap().with("b", &t(5)).unwrap();
+    let packed = Packed::new(&[t(1), t(2)]).unwrap().with("a", &[t(3), t(4)]).unwrap().with("b", &t(5)).unwrap();
     let (keys, tensors) = packed.clone().into_parts();
     let joined = |n: usize| {
         let list = tensors.iter().cycle().take(n).cloned().collect();
@@ -194,12 +255,16 @@ fn packing_errors_name_what_is_missing() {
     assert_eq!(joined(5), "none");
 
     let says = |result: candle_dist::Result<()>| result.unwrap_err().to_string();
-    let (twice, unknown) = (packed.clone().with("a", &t(0)).map(drop), packed.get("c", &t(0)).map(drop));
+    let (twice, unknown) = (packed.clone().with("a", &t(0)).map(drop), packed.get::<Tensor>("c").map(drop));
     assert_eq!(says(twice), "Packed::with: argument \"a\" is given twice");
     assert_eq!(says(unknown), "Packed::get: no argument \"c\"; the names are [\"a\", \"b\"]");
-    let (shape, args) = (packed.get("a", &t(0)).map(drop), packed.args(&()).map(drop));
-    assert_eq!(says(shape), "Packed: argument \"a\": 2 tensors are packed, the structure holds 1");
-    assert_eq!(says(args), "Packed: the positional arguments: 2 tensors are packed, the structure holds 0");
+    let (shape, args) = (packed.get::<Tensor>("a").map(drop), packed.args::<()>().map(drop));
+    let want =
+        "Packed: argument \"a\": packed as [candle_core::tensor::Tensor; 2], asked for as candle_core::tensor::Tensor";
+    assert_eq!(says(shape), format!("{want}; ask for what was packed"));
+    assert!(
+        says(args).contains("the positional arguments: packed as [candle_core::tensor::Tensor; 2], asked for as ()")
+    );
 }
 
 type Random = (Vec<Option<Tensor>>, BTreeMap<u8, Vec<Tensor>>, HashMap<u8, (Tensor, bool)>);

@@ -50,12 +50,12 @@ impl Graph {
 
     fn check_parameters(&self) -> Result<()> {
         let is_wrong = |node: &&Node| {
-            matches!(node.kind, NodeKind::Parameter(_)) && (!node.inputs.is_empty() || node.outputs.len() != 1)
+            let stands_alone = matches!(node.kind, NodeKind::Parameter(_) | NodeKind::Shared);
+            stands_alone && (!node.inputs.is_empty() || node.outputs.len() != 1)
         };
-        match self.nodes.iter().find(is_wrong) {
-            Some(node) => Err(Error::Pipe(format!("parameter {:?} takes nothing and makes one value", node.name))),
-            None => Ok(()),
-        }
+        let Some(node) = self.nodes.iter().find(is_wrong) else { return Ok(()) };
+        let what = if node.kind == NodeKind::Shared { "shared module" } else { "parameter" };
+        Err(Error::Pipe(format!("{what} {:?} takes nothing and makes one value", node.name)))
     }
 
     /// The node that makes each value; `None` for an input.
@@ -130,7 +130,11 @@ impl Graph {
                 None => format!("the {what} is value {value}, which nothing makes"),
                 Some(None) => format!("the {what} is the input {:?}", self.value_name(value)),
                 Some(&Some(node)) if self.nodes[node].is_replicated() => {
-                    format!("the {what} is the replicated parameter {:?}", self.nodes[node].name)
+                    let replicated = match self.nodes[node].kind {
+                        NodeKind::Shared => "shared module",
+                        _ => "replicated parameter",
+                    };
+                    format!("the {what} is the {replicated} {:?}", self.nodes[node].name)
                 }
                 Some(_) => continue,
             };

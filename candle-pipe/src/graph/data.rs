@@ -57,6 +57,8 @@ pub enum NodeKind {
     Function,
     /// A parameter by itself.
     Parameter(Share),
+    /// A module that several nodes compute with, built in every stage that has one of them, its gradients summed once.
+    Shared,
 }
 
 /// A node: a step of the model.
@@ -77,7 +79,7 @@ pub struct Node {
 impl Node {
     /// Whether every stage that uses the node has its own copy, so that it stands at no place of its own.
     pub fn is_replicated(&self) -> bool {
-        self.kind == NodeKind::Parameter(Share::Replicate)
+        matches!(self.kind, NodeKind::Parameter(Share::Replicate) | NodeKind::Shared)
     }
 }
 
@@ -157,7 +159,7 @@ impl Graph {
         made
     }
 
-    /// The nodes with a place of their own: all but replicated parameters.
+    /// The nodes with a place of their own: all but replicated parameters and shared modules.
     pub(super) fn placed(&self) -> impl Iterator<Item = usize> + '_ {
         (0..self.nodes.len()).filter(|&node| !self.nodes[node].is_replicated())
     }

@@ -50,6 +50,11 @@ impl PipeInfo {
         self.edges.iter().filter(|edge| edge.is_skip())
     }
 
+    /// The shared parameters and modules of which every stage that uses them has a copy.
+    pub(crate) fn replicated(&self) -> impl Iterator<Item = &ShareGroup> {
+        self.shares.iter().filter(|share| share.share == Share::Replicate)
+    }
+
     /// The stage whose output the loss is.
     pub fn loss_stage(&self) -> Option<usize> {
         let loss = self.graph.loss?.value;
@@ -81,6 +86,7 @@ impl fmt::Display for PipeInfo {
                     NodeKind::Function => " (function)",
                     NodeKind::Parameter(Share::Transmit) => " (parameter)",
                     NodeKind::Parameter(Share::Replicate) => " (replicated parameter)",
+                    NodeKind::Shared => " (shared module)",
                 };
                 let weight = node.weight.map_or(String::new(), |elements| format!(", {elements} elements"));
                 writeln!(f, "  {}({}){kind}{weight}", node.name, self.names(node.inputs.iter().copied()))?;

@@ -1,7 +1,7 @@
 //! The rows of a masked microbatch, for the node that makes its loss.
 use super::{Graph, ValueId};
 use crate::cuts::Dims;
-use crate::{Error, Result, Value};
+use crate::{Error, Path, Result, Value};
 use candle_core::Tensor;
 use candle_dist::TensorTree;
 use std::collections::BTreeMap;
@@ -65,15 +65,28 @@ impl Masked {
             });
         }
         match self.values.made.contains(&id) {
-            true => value.map_tensors(|tensor| self.narrow(tensor, 0)),
+            true => value.map_leaves(&Path::new("loss"), &mut |_, leaf| match leaf {
+                Value::Tensor(tensor) => Ok(self.narrow(tensor, 0)?.into()),
+                Value::DTensor(tensor) => {
+                    let (start, rows) = self.places(leaf, tensor.dims(), 0)?;
+                    Ok(tensor.narrow(0, start, rows)?.into())
+                }
+                plain => Ok(plain.clone()),
+            }),
             false => Ok(value.clone()),
         }
     }
 
     fn narrow(&self, tensor: &Tensor, dim: usize) -> Result<Tensor> {
-        let places = tensor.dims().get(dim).copied().unwrap_or(0);
+        let (start, rows) = self.places(&tensor.into(), tensor.dims(), dim)?;
+        Ok(tensor.narrow(dim, start, rows)?)
+    }
+
+    /// Where the microbatch's own rows begin along a dim, and how many places they have.
+    fn places(&self, value: &Value, dims: &[usize], dim: usize) -> Result<(usize, usize)> {
+        let places = dims.get(dim).copied().unwrap_or(0);
         if places == 0 || places % self.total != 0 {
-            let (value, total) = (Value::from(tensor), self.total);
+            let total = self.total;
             return Err(Error::Microbatches(format!(
                 "the loss of a masked microbatch takes {value}, whose dim {dim} has no whole number of places for each of the \
                  {total} rows of the batch, so that the microbatch's own are not known; do not mask, or give the loss values \
@@ -81,6 +94,6 @@ impl Masked {
             )));
         }
         let each = places / self.total;
-        Ok(tensor.narrow(dim, self.rows.start * each, self.rows.len() * each)?)
+        Ok((self.rows.start * each, self.rows.len() * each))
     }
 }

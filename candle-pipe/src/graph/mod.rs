@@ -19,7 +19,7 @@ pub use data::{Graph, In, Input, Loss, Node, NodeKind, Output, Reduction, Share,
 pub use info::PipeInfo;
 pub use layout::Layout;
 pub use masked::Masked;
-pub use op::{Ctx, StageOp, stage_op};
+pub use op::{Ctx, StageOp, sharded_op, stage_op};
 pub use policy::{Balanced, EqualCount, EqualParams, SizeThreshold};
 pub use scope::{Named, Scope, shapes_only};
 pub use split::{SplitPoint, SplitPolicy, SplitSpec};

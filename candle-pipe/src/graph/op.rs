@@ -2,7 +2,9 @@
 use super::Masked;
 use crate::{Result, Value};
 use candle_core::{DType, Device, Tensor};
+use candle_dist::DeviceMesh;
 use candle_nn::ModuleT;
+use candle_shard::DTensor;
 use candle_shard::random::{Distribution, Stream, sample};
 use std::ops::Range;
 
@@ -72,9 +74,21 @@ pub trait StageOp {
     /// # Errors
     /// If the inputs are not what the node takes.
     fn forward(&self, inputs: &[Value], ctx: &Ctx) -> Result<Vec<Value>>;
+
+    /// How many values every such node takes and gives, where the type alone says it: a declaration with others is refused.
+    fn arity() -> Option<(usize, usize)>
+    where
+        Self: Sized,
+    {
+        None
+    }
 }
 
 impl<M: ModuleT> StageOp for M {
+    fn arity() -> Option<(usize, usize)> {
+        Some((1, 1))
+    }
+
     fn forward(&self, inputs: &[Value], ctx: &Ctx) -> Result<Vec<Value>> {
         let [x] = inputs else {
             return Err(crate::Error::Pipe(format!("a module takes one tensor, {} values were given", inputs.len())));
@@ -93,6 +107,53 @@ impl<M: ModuleT> StageOp for M {
 /// ```
 pub fn stage_op<F: Fn(&[Value], &Ctx) -> Result<Vec<Value>>>(f: F) -> impl StageOp {
     Closure(f)
+}
+
+/// A function of one sharded tensor as a node's computation: what tensor-parallel layers are.
+///
+/// What comes in is taken as it is if it is on `mesh`, and a plain tensor as one that all its ranks have alike; what goes out
+/// stays sharded until a node that computes with plain tensors takes its [whole](Value::full_tensor).
+///
+/// ```
+/// use candle_core::DType;
+/// use candle_pipe::{In, PipeBuilder, sharded_op};
+/// use candle_shard::nn::{Linear, ShardedVarBuilder};
+///
+/// let mut g = PipeBuilder::<ShardedVarBuilder>::new();
+/// let mut h = g.input("x", In::Arg);
+/// for i in 0..2 {
+///     let block = |vb: &ShardedVarBuilder| {
+///         let (up, down) = (Linear::new(4, 8, true, &vb.pp("up"))?, Linear::new(8, 4, true, &vb.pp("down"))?);
+///         Ok(sharded_op(vb.mesh(), move |x| down.forward(&up.forward(x)?.gelu()?)))
+///     };
+///     h = g.module(&format!("blocks.{i}"), block, [h]);
+/// }
+/// let y = g.func("y", |xs, _| Ok(xs[0].full_tensor()?.into()), [h]);
+/// g.output("y", y);
+/// ```
+pub fn sharded_op<F>(mesh: &DeviceMesh, f: F) -> impl StageOp + use<F>
+where
+    F: Fn(&DTensor) -> candle_shard::Result<DTensor>,
+{
+    Sharded { mesh: mesh.clone(), f }
+}
+
+struct Sharded<F> {
+    mesh: DeviceMesh,
+    f: F,
+}
+
+impl<F: Fn(&DTensor) -> candle_shard::Result<DTensor>> StageOp for Sharded<F> {
+    fn arity() -> Option<(usize, usize)> {
+        Some((1, 1))
+    }
+
+    fn forward(&self, inputs: &[Value], _: &Ctx) -> Result<Vec<Value>> {
+        let [x] = inputs else {
+            return Err(crate::Error::Pipe(format!("a layer takes one tensor, {} values were given", inputs.len())));
+        };
+        Ok(vec![(self.f)(&x.on(&self.mesh)?)?.into()])
+    }
 }
 
 struct Closure<F>(F);

@@ -1,6 +1,7 @@
 //! What parameters come from.
 use crate::{Error, Result};
 use candle_core::{DType, Device, Shape, Tensor};
+use candle_dist::DeviceMesh;
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
 use candle_shard::nn::ShardedVarBuilder;
@@ -24,6 +25,11 @@ pub trait Scope: Clone + 'static {
 
     /// The dtype of the parameters.
     fn dtype(&self) -> DType;
+
+    /// The mesh that sharded tensors between nodes lie on, for a model that has such.
+    fn mesh(&self) -> Option<DeviceMesh> {
+        None
+    }
 
     /// What `build` makes of the scope, and the parameters that it asked for.
     fn watch<T>(&self, build: impl FnOnce(&Self) -> Result<T>) -> Result<(T, Named)>;
@@ -89,6 +95,10 @@ impl Scope for ShardedVarBuilder {
 
     fn dtype(&self) -> DType {
         ShardedVarBuilder::dtype(self)
+    }
+
+    fn mesh(&self) -> Option<DeviceMesh> {
+        Some(ShardedVarBuilder::mesh(self).clone())
     }
 
     fn watch<T>(&self, build: impl FnOnce(&Self) -> Result<T>) -> Result<(T, Named)> {

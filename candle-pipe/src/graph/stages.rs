@@ -53,10 +53,10 @@ impl Edge {
     }
 }
 
-/// A parameter that several stages use.
+/// A parameter, or a module with its parameters, that several stages use.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ShareGroup {
-    /// The parameter's full name.
+    /// The full name of the parameter or module.
     pub name: String,
     /// How it is shared.
     pub share: Share,
@@ -117,7 +117,11 @@ impl Graph {
     /// The parameters that several stages use.
     pub(super) fn shares(&self, stages: &[StageDef]) -> Vec<ShareGroup> {
         let parameter = |(index, node): (usize, &super::Node)| {
-            let NodeKind::Parameter(share) = node.kind else { return None };
+            let share = match node.kind {
+                NodeKind::Parameter(share) => share,
+                NodeKind::Shared => Share::Replicate,
+                NodeKind::Module | NodeKind::Function => return None,
+            };
             let owners = stages.iter().filter(|stage| stage.nodes.contains(&index)).map(|stage| stage.index);
             let receives = |stage: &&StageDef| stage.inputs.iter().any(|input| node.outputs.contains(&input.value));
             let receivers = stages.iter().filter(receives).map(|stage| stage.index);

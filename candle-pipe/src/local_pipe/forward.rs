@@ -4,8 +4,7 @@ use crate::graph::{Ctx, Inputs, Reduction, ValueId};
 use crate::microbatch::{Masked, Microbatches};
 use crate::step::{Step, StepOptions};
 use crate::tape::{Activation, StageModule, Tape};
-use crate::{Kwargs, Result, Value};
-use candle_dist::TensorTree;
+use crate::{Kwargs, Path, Result, Value};
 use std::collections::BTreeMap;
 
 /// Values by number.
@@ -129,6 +128,12 @@ impl LocalPipe {
 
 /// The first size of the first tensor that has one.
 pub(super) fn batch_size(inputs: &Inputs) -> usize {
-    let mut tensors = inputs.values().flat_map(TensorTree::tensors);
-    tensors.find_map(|tensor| tensor.dims().first().copied()).unwrap_or(1)
+    let rows = |leaf: &Value| match leaf {
+        Value::Tensor(tensor) => tensor.dims().first().copied(),
+        Value::DTensor(tensor) => tensor.dims().first().copied(),
+        _ => None,
+    };
+    let root = Path::new("inputs");
+    let mut leaves = inputs.values().flat_map(|value| value.leaves(&root));
+    leaves.find_map(|(_, leaf)| rows(leaf)).unwrap_or(1)
 }

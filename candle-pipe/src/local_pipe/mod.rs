@@ -1,5 +1,6 @@
 //! All stages of a model in one process.
 mod backward;
+mod compare;
 mod forward;
 mod profile;
 

@@ -3,6 +3,7 @@ use super::plan::{check_steps, dim_of, unlike};
 use super::{ChunkSpec, TensorChunkSpec};
 use crate::{Error, Path, Result, Value};
 use candle_core::Tensor;
+use candle_shard::DTensor;
 
 /// Joins what the chunks gave: tensors along their spec's dim, losses and others by their reducer.
 ///
@@ -79,6 +80,7 @@ impl Merge<'_> {
                 let tensors = chunks.iter().map(|chunk| chunk.tensor()).collect::<Result<Vec<_>>>()?;
                 Ok(self.join(path, &tensors, *split)?.into())
             }
+            (Value::DTensor(_), ChunkSpec::Split(split)) => self.join_sharded(path, chunks, *split),
             (_, ChunkSpec::Replicate) => the_same(path, chunks),
             (_, ChunkSpec::Split(_)) if covered => the_same(path, chunks),
             (value, ChunkSpec::Split(_)) => {
@@ -89,6 +91,21 @@ impl Merge<'_> {
             }
             (value, _) => Err(unlike(path, value, spec)),
         }
+    }
+
+    /// Sharded tensors one after the other along a dim.
+    fn join_sharded(&self, path: &Path, chunks: &[&Value], spec: TensorChunkSpec) -> Result<Value> {
+        let tensors = chunks.iter().map(|chunk| chunk.dtensor()).collect::<Result<Vec<_>>>()?;
+        let outside = || {
+            let (value, rank) = (chunks[0], tensors[0].rank());
+            Error::Microbatches(format!("{path}: {value} has {rank} dims, so {spec} does not fit; use Replicate"))
+        };
+        let dim = spec.resolve(tensors[0].rank()).ok_or_else(outside)?;
+        if self.masked.is_some() {
+            let reason = "a sharded output of masked chunks is not joined; gather it in the model with full_tensor";
+            return Err(Error::Microbatches(format!("{path}: {reason}")));
+        }
+        Ok(DTensor::cat(&tensors, dim)?.into())
     }
 
     /// The tensors one after the other along a dim; of masked ones, the rows of the chunk.

@@ -114,7 +114,12 @@ impl Plan {
                 }
                 self.0.push(Some(Cut { path: path.clone(), dim, rows }));
             }
-            (Value::Tensor(_), ChunkSpec::Replicate) => self.0.push(None),
+            (Value::Tensor(_) | Value::DTensor(_), ChunkSpec::Replicate) => self.0.push(None),
+            (Value::DTensor(_), ChunkSpec::Split(_)) => {
+                return Err(Error::Microbatches(format!(
+                    "{path} is {value}, a sharded tensor, which is not cut; use Replicate, or give a plain tensor that nodes shard"
+                )));
+            }
             (_, ChunkSpec::Replicate) => {}
             (_, ChunkSpec::Split(_)) if covered => {}
             (_, ChunkSpec::Split(_)) => {

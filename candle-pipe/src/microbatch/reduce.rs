@@ -1,4 +1,5 @@
 //! Many values made one, where chunks are joined.
+use crate::graph::Reduction;
 use crate::{Error, Path, Result, Value};
 use std::fmt;
 use std::sync::Arc;
@@ -74,6 +75,15 @@ impl LossReducer {
     /// For other losses: as a [`CustomReducer`].
     pub const fn custom(reducer: CustomReducer) -> Self {
         Self(Kind::Custom(reducer))
+    }
+
+    /// How a pipe has to differentiate losses that are reduced so; none for those that only the reducer knows.
+    pub(crate) const fn reduction(&self) -> Option<Reduction> {
+        match self.0 {
+            Kind::Sum => Some(Reduction::Sum),
+            Kind::Mean => Some(Reduction::Mean),
+            Kind::Custom(_) => None,
+        }
     }
 
     /// One loss of several; `weights` are the chunks' shares of the rows, if those are known.

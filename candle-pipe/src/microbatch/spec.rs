@@ -124,7 +124,7 @@ impl ChunkSpec {
     pub(super) const DEFAULT: Self = Self::Split(TensorChunkSpec(DEFAULT_CHUNK_DIM));
 
     /// The specs in this container; none for that of a leaf.
-    pub(super) fn children(&self) -> Option<Children<'_, Self>> {
+    pub(crate) fn children(&self) -> Option<Children<'_, Self>> {
         match self {
             Self::List(specs) | Self::Tuple(specs) => Some(items(specs)),
             Self::Map(specs) => Some(entries(specs)),

@@ -2,7 +2,9 @@
 mod dropout;
 mod late;
 mod linear;
+mod sequential;
 
 pub use dropout::Dropout;
 pub use late::LateGradients;
 pub use linear::{Linear, deferred_linear, linear, linear_no_bias};
+pub use sequential::{Sequential, seq};

@@ -1,20 +1,81 @@
 //! Building the nodes of a stage, and of no other.
-use super::builder::Factory;
-use crate::graph::{Ctx, Named, Node, NodeKind, Scope, StageOp};
+use crate::graph::{Ctx, Named, Node, NodeKind, Scope, StageOp, ValueId};
 use crate::{Error, Result};
 use candle_core::{Device, Tensor};
 use candle_dist::TensorTree;
+use std::any::Any;
+use std::cell::RefCell;
+use std::collections::BTreeMap;
 use std::rc::Rc;
+use std::sync::Arc;
+
+/// Makes a node's computation where the node runs, from the node's own scope.
+pub(super) type Factory<B> = Arc<dyn Fn(&B, &Workshop) -> Result<Made> + Send + Sync>;
+
+/// How a node is built.
+pub(super) struct Recipe<B> {
+    /// The path of the scope that the node's parameters are asked of; none for a function, which has none.
+    pub(super) scope: Option<String>,
+    pub(super) make: Factory<B>,
+}
+
+/// A built computation.
+pub(super) struct Made {
+    op: Rc<dyn StageOp>,
+    /// Its parameters, where it knows them better than its scope, which was asked for those of several nodes at once.
+    named: Option<Named>,
+}
+
+impl Made {
+    pub(super) fn of(op: impl StageOp + 'static) -> Self {
+        Self { op: Rc::new(op), named: None }
+    }
+
+    pub(super) fn boxed(op: Box<dyn StageOp>) -> Self {
+        Self { op: Rc::from(op), named: None }
+    }
+
+    pub(super) fn with(op: impl StageOp + 'static, named: Named) -> Self {
+        Self { op: Rc::new(op), named: Some(named) }
+    }
+}
+
+/// What several nodes are made with, while nodes are built: kept by the value that stands for it.
+#[derive(Default)]
+pub(super) struct Workshop {
+    /// Whether nodes are built for their sizes alone.
+    pub(super) is_measuring: bool,
+    things: RefCell<BTreeMap<ValueId, Rc<dyn Any>>>,
+}
+
+impl Workshop {
+    pub(super) fn measuring() -> Self {
+        Self { is_measuring: true, ..Self::default() }
+    }
+
+    pub(super) fn put<T: 'static>(&self, id: ValueId, thing: Rc<T>) {
+        self.things.borrow_mut().insert(id, thing);
+    }
+
+    pub(super) fn get<T: 'static>(&self, id: ValueId) -> Option<Rc<T>> {
+        self.things.borrow().get(&id).cloned()?.downcast().ok()
+    }
+}
 
 /// A node's computation, and the parameters that it asked for.
-pub(super) fn build<B: Scope>(node: &Node, factory: &Factory<B>, scope: &B) -> Result<(Rc<dyn StageOp>, Named)> {
-    let (module, is_parameter) = match node.kind {
-        NodeKind::Function => return Ok((factory(scope)?, Named::new())),
-        NodeKind::Module => (node.name.as_str(), false),
-        NodeKind::Parameter(_) => (node.name.rsplit_once('.').map_or("", |(module, _)| module), true),
+pub(super) fn build<B: Scope>(
+    node: &Node,
+    recipe: &Recipe<B>,
+    scope: &B,
+    workshop: &Workshop,
+) -> Result<(Rc<dyn StageOp>, Named)> {
+    let Some(path) = &recipe.scope else {
+        return Ok(((recipe.make)(scope, workshop).map_err(|error| error.at_node(&node.name))?.op, Named::new()));
     };
-    let (op, mut named) = scope.at(module).watch(|scope| factory(scope)).map_err(|error| error.at_node(&node.name))?;
-    if !is_parameter {
+    let built = scope.at(path).watch(|scope| (recipe.make)(scope, workshop));
+    let (made, asked) = built.map_err(|error| error.at_node(&node.name))?;
+    let (op, mut named) = (made.op, made.named.unwrap_or(asked));
+    if !matches!(node.kind, NodeKind::Parameter(_)) {
         return Ok((op, named));
     }
     if named.is_empty() {

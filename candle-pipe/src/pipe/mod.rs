@@ -1,41 +1,44 @@
 //! A model cut into stages.
 mod build;
 mod builder;
+mod loss;
 mod pick;
 
-pub use builder::{Layer, PipeBuilder, PipeModule};
+pub use builder::{Layer, PipeBuilder, PipeModule, SharedModule};
+pub use loss::LossSpec;
+pub(crate) use loss::NAME as LOSS;
 
-use crate::graph::{
-    Edge, Graph, Inputs, NodeKind, PipeInfo, Scope, Share, ShareGroup, Signature, SplitSpec, StageDef, ValueId,
-};
+use crate::graph::{Edge, Graph, Inputs, Named, PipeInfo, Scope, ShareGroup, Signature, SplitSpec, StageDef, ValueId};
 use crate::tape::{StageModule, StageNode};
 use crate::{Kwargs, Result, Value};
-use build::build;
-use builder::Factory;
+use build::{Recipe, Workshop, build};
 use candle_core::{Device, Tensor};
 use std::collections::BTreeMap;
 use std::fmt;
+use std::sync::{Mutex, PoisonError};
 
 /// A model cut into stages, of which each rank builds its own.
 ///
 /// It holds no parameters: those are made by [`build_stage`](Self::build_stage). Displayed, it is a readable listing.
 pub struct Pipe<B> {
     info: PipeInfo,
-    factories: Vec<Factory<B>>,
+    recipes: Vec<Recipe<B>>,
     signature: Signature,
+    /// The first stage that was seen to ask for a variable that nobody declared as shared.
+    owners: Mutex<BTreeMap<String, usize>>,
 }
 
 impl<B: Scope> Pipe<B> {
-    pub(super) fn new(
+    fn new(
         graph: Graph,
-        factories: Vec<Factory<B>>,
+        recipes: Vec<Recipe<B>>,
         defaults: BTreeMap<ValueId, Value>,
         split: &SplitSpec,
     ) -> Result<Self> {
         graph.check()?;
         let cuts = split.cuts(&graph)?;
         let signature = Signature::new(&graph.inputs, defaults);
-        Ok(Self { info: PipeInfo::new(graph, &cuts)?, factories, signature })
+        Ok(Self { info: PipeInfo::new(graph, &cuts)?, recipes, signature, owners: Mutex::default() })
     }
 
     /// The model and its stages as plain data.
@@ -80,6 +83,9 @@ impl<B: Scope> Pipe<B> {
 
     /// Builds one stage on `device`; no node of another stage is built.
     ///
+    /// Logs a warning where the stage asks for a variable that another stage of this pipe asked for in this process, and that
+    /// is not declared as shared: each stage has a part of its gradient. A [`Runtime`](crate::Runtime) sums them.
+    ///
     /// # Errors
     /// If there is no such stage, or a constructor fails.
     pub fn build_stage(&self, index: usize, scope: &B, device: &Device) -> Result<StageModule> {
@@ -104,7 +110,7 @@ impl<B: Scope> Pipe<B> {
 
     fn build(&self, indices: &[usize], scope: &B, device: &Device) -> Result<Vec<StageModule>> {
         let scope = scope.on(device)?;
-        let mut replicated = BTreeMap::new();
+        let (mut replicated, workshop) = (BTreeMap::new(), Workshop::default());
         let stage = |&index: &usize| {
             let def = self.stage(index)?;
             let mut parameters: BTreeMap<String, Tensor> = BTreeMap::new();
@@ -112,13 +118,11 @@ impl<B: Scope> Pipe<B> {
             let loss = self.info.graph.loss.map(|loss| loss.value);
             for &number in &def.nodes {
                 let node = &self.info.graph.nodes[number];
-                let make = || build(node, &self.factories[number], &scope);
-                let (op, named) = match node.kind {
-                    NodeKind::Parameter(Share::Replicate) => match replicated.get(&number) {
-                        Some(made) => Clone::clone(made),
-                        None => replicated.entry(number).or_insert(make()?).clone(),
-                    },
-                    _ => make()?,
+                let make = || build(node, &self.recipes[number], &scope, &workshop);
+                let (op, named) = match replicated.get(&number) {
+                    Some(made) => Clone::clone(made),
+                    None if node.is_replicated() => replicated.entry(number).or_insert(make()?).clone(),
+                    None => make()?,
                 };
                 if node.is_replicated() {
                     copies.insert(node.name.clone(), named.clone());
@@ -126,10 +130,29 @@ impl<B: Scope> Pipe<B> {
                 parameters.extend(named);
                 nodes.push(StageNode::new(node, op, loss));
             }
+            self.warn_of_shares(index, parameters.iter().filter(|(name, _)| !is_copy(&copies, name)));
             Ok(StageModule::new(def.clone(), nodes, parameters, copies, loss, device.clone(), scope.dtype()))
         };
         indices.iter().map(stage).collect()
     }
+
+    /// Says which of a stage's own parameters other stages asked for, too.
+    fn warn_of_shares<'a>(&self, stage: usize, own: impl Iterator<Item = (&'a String, &'a Tensor)>) {
+        let mut owners = self.owners.lock().unwrap_or_else(PoisonError::into_inner);
+        for (name, _) in own.filter(|(_, tensor)| tensor.is_variable()) {
+            let other = *owners.entry(name.clone()).or_insert(stage);
+            if other != stage {
+                log::warn!(
+                    "stages {other} and {stage} share the parameter {name:?} undeclared: each has a part of its gradient, which a \
+                     LocalPipe or a Runtime adds up; declare it with PipeBuilder::parameter or shared_module"
+                );
+            }
+        }
+    }
+}
+
+fn is_copy(copies: &BTreeMap<String, Named>, name: &str) -> bool {
+    copies.values().flatten().any(|(copy, _)| copy == name)
 }
 
 impl<B> fmt::Display for Pipe<B> {

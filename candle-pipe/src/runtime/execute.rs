@@ -102,7 +102,7 @@ impl<'a, 'f> Execution<'a, 'f> {
             runtime,
             program,
             batch,
-            post: Post::new(&runtime.group, notes.clone()),
+            post: Post::new(&runtime.group, notes.clone(), runtime.mesh.as_ref()),
             reductions: Reductions::new(runtime),
             outputs,
             missing: vec![makers; batch.len()],

@@ -17,7 +17,7 @@ mod reduce;
 mod stopwatch;
 mod wire;
 
-use crate::graph::{Inputs, Node, NodeKind, PipeInfo, Reduction, Scope, Share, Signature, ValueId};
+use crate::graph::{Inputs, Node, NodeKind, PipeInfo, Reduction, Scope, Signature, ValueId};
 use crate::microbatch::{Masked, Microbatches};
 use crate::pipe::Pipe;
 use crate::schedule::{Edges, Lowering, Program, Schedule, Span};
@@ -25,8 +25,8 @@ use crate::tape::StageModule;
 use crate::{Error, Kwargs, Result, Step, StepOptions, Value};
 use candle_core::{Device, Tensor, Var};
 use candle_dist::{
-    ClipGradNorm, DataParallel, DataParallelOptions, ProcessGroup, ReduceOp, Store, SyncOptions, TensorTree,
-    sync_params,
+    ClipGradNorm, DataParallel, DataParallelOptions, DeviceMesh, ProcessGroup, ReduceOp, Store, SyncOptions,
+    TensorTree, sync_params,
 };
 use clock::{Clock, Nanos};
 use execute::{Execution, Made, Outputs};
@@ -82,6 +82,8 @@ pub struct Runtime {
     outputs: HashMap<ValueId, Vec<String>>,
     /// The values that are parameters, equal for all microbatches.
     constants: HashSet<ValueId>,
+    /// The mesh that sharded tensors between stages lie on.
+    mesh: Option<DeviceMesh>,
     /// The most unacknowledged messages from one rank to another in an evaluation.
     window: usize,
     /// The device of the stages.
@@ -188,7 +190,8 @@ impl Runtime {
     /// Builds this rank's stages of `pipe` for `schedule`, whose ranks are those of `group`, on `device`.
     ///
     /// Every rank must call it with the same pipe and schedule, which the ranks compare. Copies of a replicated
-    /// parameter start with the values of its first stage.
+    /// parameter start with the values of its first stage. If stages of several ranks ask for a variable of one name,
+    /// it is such a parameter too, declared or not: [`info`](Self::info) returns those that were found, and a warning is logged.
     ///
     /// # Errors
     /// Before any communication, if the schedule has other ranks than the group or other stages than the pipe, or if
@@ -201,21 +204,22 @@ impl Runtime {
         scope: &B,
         device: &Device,
     ) -> Result<Self> {
-        let info = pipe.info().clone();
+        let mut info = pipe.info().clone();
         check(&info, schedule, group)?;
         let edges = info.edges.iter().flat_map(|edge| edge.to.iter().map(|&to| (edge.from, to)));
         // Neighbors without a value between them are still in order.
         let edges = Edges::new(info.num_stages(), edges)?;
-        let replicated = info.shares.iter().filter(|share| share.share == Share::Replicate).collect_vec();
-        let lowering =
-            Lowering::new(edges.clone()).shared(replicated.iter().map(|share| share.stages.clone())).reduced();
-        let training = schedule.lower(&lowering)?;
-        let evaluation = schedule.forward_only().lower(&Lowering::new(edges))?;
-        group.agree(&description(&info, &training))?;
+        let lower = |info: &PipeInfo| {
+            let groups = info.replicated().map(|share| share.stages.clone());
+            schedule.lower(&Lowering::new(edges.clone()).shared(groups).reduced())
+        };
+        group.agree(&description(&info, &lower(&info)?))?;
 
         let mine = (0..info.num_stages()).filter(|&stage| schedule.stage_ranks()[stage] == group.rank());
-        let stages = names::check(group, &replicated, pipe.build_stages(mine, scope, device))?;
-        let shared = replicated.iter().map(|share| {
+        let (stages, found) = names::check(group, &info, pipe.build_stages(mine, scope, device))?;
+        info.shares.extend(found);
+        let (training, evaluation) = (lower(&info)?, schedule.forward_only().lower(&Lowering::new(edges.clone()))?);
+        let shared = info.replicated().map(|share| {
             let ranks = share.stages.iter().map(|&stage| schedule.stage_ranks()[stage]).unique().collect_vec();
             let is_member = ranks.len() > 1 && ranks.contains(&group.rank());
             let here = share.stages.iter().filter_map(|stage| stages.get(stage));
@@ -224,7 +228,7 @@ impl Runtime {
             let ranks = is_member.then(|| group.subgroup(&ranks)).transpose()?;
             Shared { ranks, parameters }.start(&share.name)
         });
-        let shared = shared.collect::<Result<_>>()?;
+        let shared = shared.collect::<Result<Vec<_>>>()?;
         let parameters = stages.values().flat_map(|stage| stage.parameters().values()).map(post::address).collect();
         let outputs = info.graph.outputs.iter().map(|output| (output.value, output.name.clone())).into_group_map();
         let is_parameter = |node: &&Node| matches!(node.kind, NodeKind::Parameter(_));
@@ -232,6 +236,7 @@ impl Runtime {
         Ok(Self {
             outputs,
             constants,
+            mesh: scope.mesh(),
             window: credit::window(&info, &evaluation),
             signature: pipe.signature().clone(),
             clock: Clock::settle(group)?,
@@ -319,6 +324,11 @@ impl Runtime {
         Ok(())
     }
 
+    /// Returns the model and its stages as plain data, with the shared parameters that were declared or found.
+    pub fn info(&self) -> &PipeInfo {
+        &self.info
+    }
+
     /// Returns this rank's stages.
     pub fn stages(&self) -> impl Iterator<Item = &StageModule> {
         self.stages.values()
@@ -329,8 +339,7 @@ impl Runtime {
     /// Add the groups over which parameters are sharded within a stage first, as
     /// [`Parameters::clip_grad_norm`](candle_shard::nn::Parameters::clip_grad_norm) does.
     pub fn clip_grad_norm(&self, clip: ClipGradNorm) -> ClipGradNorm {
-        let shares = self.info.shares.iter().filter(|share| share.share == Share::Replicate);
-        let first_elsewhere = shares.filter(|share| self.rank_of(share.stages[0]) != self.group.rank());
+        let first_elsewhere = self.info.replicated().filter(|share| self.rank_of(share.stages[0]) != self.group.rank());
         let copies = first_elsewhere.flat_map(|share| self.stages().flat_map(|stage| stage.copy_of(&share.name)));
         let copies: HashSet<&str> = copies.map(|(name, _)| name.as_str()).collect();
         let names = self.stages().flat_map(|stage| stage.parameters().keys()).unique();

@@ -5,7 +5,7 @@ use crate::schedule::Message;
 use crate::tape::{Activation, Gradient};
 use crate::{Error, Result, Value};
 use candle_core::Tensor;
-use candle_dist::{ProcessGroup, TensorTree};
+use candle_dist::{DeviceMesh, ProcessGroup, TensorTree};
 use std::collections::HashSet;
 
 /// One rank's messages to and from the others.
@@ -14,8 +14,8 @@ pub(super) struct Post<'a> {
 }
 
 impl<'a> Post<'a> {
-    pub(super) fn new(group: &'a ProcessGroup, notes: Notes) -> Self {
-        Self { wire: Wire::new(group, notes) }
+    pub(super) fn new(group: &'a ProcessGroup, notes: Notes, mesh: Option<&'a DeviceMesh>) -> Self {
+        Self { wire: Wire::new(group, notes, mesh) }
     }
 
     /// Packs a value together with the flags of its tensors that want a gradient.

@@ -8,7 +8,8 @@ use super::notes::Notes;
 use crate::schedule::{Action, Flow, Message};
 use crate::{Error, Result, Value};
 use candle_core::{DType, Shape, Tensor};
-use candle_dist::ProcessGroup;
+use candle_dist::{DeviceMesh, ProcessGroup};
+use candle_shard::{DTensor, Replicate, SpecDescription};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, HashMap};
 
@@ -27,6 +28,8 @@ fn numbers(Message { flow, from, to, microbatch }: Message) -> [i64; 4] {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 enum Outline {
     Tensor(Vec<usize>, String),
+    /// A shard, the layout of the whole, and the axes where its gradient is a partial sum.
+    DTensor(Vec<usize>, SpecDescription, Vec<usize>),
     Int(i64),
     /// The bits, because JSON would not preserve every float.
     Float(u64),
@@ -52,6 +55,12 @@ impl Outline {
                 tensors.push(tensor.clone());
                 Self::Tensor(tensor.dims().to_vec(), tensor.dtype().as_str().into())
             }
+            Value::DTensor(tensor) => {
+                tensors.push(tensor.to_local().clone());
+                let varies = |&axis: &usize| tensor.placements()[axis] == Replicate && tensor.is_varying(axis);
+                let varying = (0..tensor.placements().len()).filter(varies).collect();
+                Self::DTensor(tensor.to_local().dims().to_vec(), tensor.spec().into(), varying)
+            }
             Value::Int(number) => Self::Int(*number),
             Value::Float(number) => Self::Float(number.to_bits()),
             Value::Bool(truth) => Self::Bool(*truth),
@@ -60,19 +69,34 @@ impl Outline {
         }
     }
 
-    /// Restores the value; `next` returns its tensors in order.
-    fn value(&self, next: &mut dyn FnMut(&[usize], DType) -> Result<Tensor>) -> Result<Value> {
-        let mut all = |outlines: &[Self]| outlines.iter().map(|outline| outline.value(next)).collect::<Result<_>>();
+    /// Restores the value; `next` returns its tensors in order, and shards become sharded tensors on `mesh`.
+    fn value(
+        &self,
+        mesh: Option<&DeviceMesh>,
+        next: &mut dyn FnMut(&[usize], DType) -> Result<Tensor>,
+    ) -> Result<Value> {
+        let mut all =
+            |outlines: &[Self]| outlines.iter().map(|outline| outline.value(mesh, next)).collect::<Result<_>>();
         Ok(match self {
             Self::List(outlines) => Value::List(all(outlines)?),
             Self::Tuple(outlines) => Value::Tuple(all(outlines)?),
             Self::Map(outlines) => {
-                let value = |(key, outline): (&String, &Self)| Ok((key.clone(), outline.value(next)?));
+                let value = |(key, outline): (&String, &Self)| Ok((key.clone(), outline.value(mesh, next)?));
                 Value::Map(outlines.iter().map(value).collect::<Result<_>>()?)
             }
             Self::Tensor(dims, dtype) => {
                 let dtype = dtype.parse().map_err(|_| Error::Pipe(format!("a message with {dtype} tensors")))?;
                 Value::Tensor(next(dims, dtype)?)
+            }
+            Self::DTensor(dims, layout, varying) => {
+                let no_mesh = || {
+                    let reason = "came to a stage whose scope has no mesh; gather it, or build all stages from a ShardedVarBuilder";
+                    Error::Pipe(format!("a sharded tensor {reason}"))
+                };
+                let spec = layout.on(mesh.ok_or_else(no_mesh)?)?;
+                let tensor = DTensor::from_local_with_spec(next(dims, spec.dtype())?, spec)?;
+                let tensor = varying.iter().try_fold(tensor, |tensor, &axis| tensor.varying_on(axis))?;
+                Value::DTensor(tensor)
             }
             Self::Int(number) => Value::Int(*number),
             Self::Float(bits) => Value::Float(f64::from_bits(*bits)),
@@ -91,13 +115,15 @@ type Way = (Flow, usize, usize);
 pub(super) struct Wire<'a> {
     group: &'a ProcessGroup,
     notes: Notes,
+    /// Where sharded tensors lie on this rank.
+    mesh: Option<&'a DeviceMesh>,
     sent: HashMap<Way, Vec<Outline>>,
     received: HashMap<Way, Vec<Outline>>,
 }
 
 impl<'a> Wire<'a> {
-    pub(super) fn new(group: &'a ProcessGroup, notes: Notes) -> Self {
-        Self { group, notes, sent: HashMap::new(), received: HashMap::new() }
+    pub(super) fn new(group: &'a ProcessGroup, notes: Notes, mesh: Option<&'a DeviceMesh>) -> Self {
+        Self { group, notes, mesh, sent: HashMap::new(), received: HashMap::new() }
     }
 
     /// Sends values to a rank, without waiting for it and without copying contiguous tensors.
@@ -143,7 +169,7 @@ impl<'a> Wire<'a> {
         let unknown = || Error::Pipe(format!("rank {from} refers to a message that did not arrive"));
         let outlines = self.received.get(&way).ok_or_else(unknown)?;
         let mut next = |dims: &[usize], dtype| Ok(self.group.recv(Shape::from(dims), dtype, from)?);
-        let values = outlines.iter().map(|outline| outline.value(&mut next)).collect::<Result<_>>()?;
+        let values = outlines.iter().map(|outline| outline.value(self.mesh, &mut next)).collect::<Result<_>>()?;
         Ok((head[4] as usize, values))
     }
 }
@@ -174,7 +200,7 @@ mod tests {
     fn values_arrive_as_they_were_and_outlines_are_sent_where_they_change() {
         World::local(2)
             .run(|ctx| -> Result<()> {
-                let mut wire = Wire::new(ctx.group(), Notes::default());
+                let mut wire = Wire::new(ctx.group(), Notes::default(), None);
                 for (microbatch, rows) in [3, 3, 0, 2].into_iter().enumerate() {
                     let label = Message { flow: Flow::Activation, from: 1, to: 2, microbatch };
                     if ctx.rank() == 0 {
@@ -198,7 +224,7 @@ mod tests {
     #[test]
     fn another_message_than_the_expected_one_is_an_error() {
         let texts = World::local(2).run(|ctx| -> Result<String> {
-            let mut wire = Wire::new(ctx.group(), Notes::default());
+            let mut wire = Wire::new(ctx.group(), Notes::default(), None);
             let label = |microbatch| Message { flow: Flow::Gradient, from: 2, to: 1, microbatch };
             if ctx.rank() == 0 {
                 wire.send(1, label(1), 0, &message(1))?;

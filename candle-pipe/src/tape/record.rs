@@ -139,8 +139,14 @@ impl Recorded {
             let own = input.value.tensors().into_iter().zip(&input.tracked).map(variable);
             let own = own.collect::<candle_core::Result<Vec<_>>>()?;
             let mut stand_ins = own.iter();
+            let is_sharded = input.value.is_sharded();
             values.push(input.value.map_tensors(|tensor| -> Result<Tensor> {
-                Ok(stand_ins.next().cloned().flatten().map_or_else(|| tensor.clone(), Var::into_inner))
+                Ok(match stand_ins.next().cloned().flatten() {
+                    None => tensor.clone(),
+                    // Of a variable, which may change, no sharded tensor keeps what its uses have in common.
+                    Some(leaf) if is_sharded => leaf.reshape(leaf.shape())?,
+                    Some(leaf) => leaf.into_inner(),
+                })
             })?);
             leaves.push(own);
         }

@@ -3,7 +3,7 @@ use super::activation::detached;
 use super::record::Recorded;
 use super::{Activation, Given, Tape, leaving_variables};
 use crate::graph::{Ctx, Named, Node, StageDef, StageOp, ValueId};
-use crate::{Error, Result, Value};
+use crate::{Error, Path, Result, Value};
 use candle_core::{DType, Device, Tensor};
 use candle_dist::TensorTree;
 use candle_shard::nn::Draws;
@@ -43,7 +43,7 @@ struct Inner {
     def: StageDef,
     nodes: Vec<StageNode>,
     parameters: BTreeMap<String, Tensor>,
-    /// What the replicated parameters are built from, by their names in the model.
+    /// What the replicated parameters and shared modules are built from, by their names in the model.
     copies: BTreeMap<String, Named>,
     loss: Option<ValueId>,
     /// For each node, the values that no later node and no one else uses.
@@ -85,11 +85,22 @@ impl StageNode {
     fn compute(&self, inputs: &[Value], ctx: &Ctx) -> Result<Vec<Value>> {
         let outputs = self.op.forward(inputs, ctx).map_err(|error| error.at_node(&self.name))?;
         if outputs.len() == self.outputs.len() {
-            return Ok(outputs);
+            return match self.makes_loss {
+                true => outputs.iter().map(whole).collect::<Result<_>>().map_err(|error| error.at_node(&self.name)),
+                false => Ok(outputs),
+            };
         }
         let (made, declared) = (outputs.len(), self.outputs.len());
         Err(Error::Pipe(format!("{made} values instead of the {declared} declared")).at_node(&self.name))
     }
+}
+
+/// A loss as a plain tensor, the same on every rank of a mesh.
+fn whole(value: &Value) -> Result<Value> {
+    value.map_leaves(&Path::new("loss"), &mut |_, leaf| match leaf {
+        Value::DTensor(tensor) => Ok(tensor.full_tensor()?.into()),
+        leaf => Ok(leaf.clone()),
+    })
 }
 
 impl StageModule {
@@ -133,9 +144,12 @@ impl StageModule {
         &self.0.parameters
     }
 
-    /// This stage's copy of a replicated parameter, which has the name `name` in the model and perhaps another in full.
-    pub(crate) fn copy_of(&self, name: &str) -> &[(String, Tensor)] {
-        self.0.copies.get(name).map_or(&[], Vec::as_slice)
+    /// This stage's copy of what is replicated as `name`: the parameters that a declared parameter or module is built from,
+    /// which may have other names in full, or the parameter of that name.
+    pub(crate) fn copy_of(&self, name: &str) -> impl Iterator<Item = (&String, &Tensor)> {
+        let declared = self.0.copies.get(name);
+        let found = self.0.parameters.get_key_value(name).filter(|_| declared.is_none());
+        declared.into_iter().flatten().map(|(name, tensor)| (name, tensor)).chain(found)
     }
 
     /// The stage's device.

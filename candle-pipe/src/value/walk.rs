@@ -48,6 +48,14 @@ impl Value {
         }
     }
 
+    /// Whether there is a sharded tensor in it.
+    pub(crate) fn is_sharded(&self) -> bool {
+        match self.children() {
+            Some(children) => children.iter().any(|(_, child)| child.is_sharded()),
+            None => matches!(self, Self::DTensor(_)),
+        }
+    }
+
     /// This container holding others instead, in the order of its children.
     pub(crate) fn with_children(&self, children: Vec<Self>) -> Self {
         match self {
@@ -63,15 +71,17 @@ impl TensorTree for Value {
     fn visit<'a>(&'a self, f: &mut dyn FnMut(&'a Tensor)) {
         match self {
             Self::Tensor(tensor) => f(tensor),
+            Self::DTensor(tensor) => tensor.visit(f),
             Self::List(items) | Self::Tuple(items) => items.visit(f),
             Self::Map(map) => map.visit(f),
             Self::Int(_) | Self::Float(_) | Self::Bool(_) | Self::Text(_) | Self::None => {}
         }
     }
 
-    fn rebuild<E>(&self, f: &mut dyn FnMut(&Tensor) -> Result<Tensor, E>) -> Result<Self, E> {
+    fn rebuild<E: From<candle_dist::Error>>(&self, f: &mut dyn FnMut(&Tensor) -> Result<Tensor, E>) -> Result<Self, E> {
         Ok(match self {
             Self::Tensor(tensor) => Self::Tensor(f(tensor)?),
+            Self::DTensor(tensor) => Self::DTensor(tensor.rebuild(f)?),
             Self::List(items) => Self::List(items.rebuild(f)?),
             Self::Tuple(items) => Self::Tuple(items.rebuild(f)?),
             Self::Map(map) => Self::Map(map.rebuild(f)?),

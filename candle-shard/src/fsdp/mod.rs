@@ -41,7 +41,6 @@ mod nodes;
 mod options;
 mod order;
 mod sharder;
-mod storage;
 mod unit;
 
 pub use options::FullyShardOptions;

@@ -1,10 +1,9 @@
 //! The two graph nodes that notify a unit of the backward pass.
 use super::order::Span;
-use super::storage::nothing;
 use super::unit::Unit;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Layout, Shape, Tensor};
-use candle_dist::backend::Ready;
+use candle_dist::backend::{Ready, no_memory};
 use std::sync::{Arc, Weak};
 
 /// From this rank's piece of a parameter to the whole parameter, which has memory only while its unit is whole.
@@ -25,11 +24,11 @@ impl CustomOp1 for Whole {
     }
 
     fn cpu_fwd(&self, piece: &CpuStorage, _: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
-        Ok((nothing(piece.device(), self.dtype)?, self.shape.clone()))
+        Ok((no_memory(piece.device(), self.dtype)?, self.shape.clone()))
     }
 
     fn cuda_fwd(&self, piece: &CudaStorage, _: &Layout) -> candle_core::Result<(CudaStorage, Shape)> {
-        Ok((nothing(piece.device(), self.dtype)?, self.shape.clone()))
+        Ok((no_memory(piece.device(), self.dtype)?, self.shape.clone()))
     }
 
     /// Passes the whole gradient to the unit; the gradient of the piece is computed with those of the unit's other

@@ -2,7 +2,6 @@
 use super::nodes::{End, Whole};
 use super::order::{self, Last, Span};
 use super::sharder::{Sharder, lock};
-use super::storage;
 use crate::nn::found;
 use crate::placement::Replicate;
 use crate::spec::chunk_sizes;
@@ -10,7 +9,7 @@ use crate::{DTensor, Result};
 use candle_core::{Shape, Tensor, TensorId, Var};
 use candle_dist::backend::{Fresh, Ready};
 use candle_dist::functional::Cut;
-use candle_dist::{PendingTensors, ReduceOp, add_grad, sum_dtype};
+use candle_dist::{FreeableTensor, PendingTensors, ReduceOp, add_grad, sum_dtype};
 use std::cell::RefCell;
 use std::sync::{Arc, Mutex};
 
@@ -27,7 +26,7 @@ struct Held {
     /// This rank's piece.
     piece: Var,
     /// The whole parameter, as the layers use it; without memory most of the time.
-    whole: Tensor,
+    whole: FreeableTensor,
     cut: Cut,
     is_frozen: bool,
 }
@@ -105,14 +104,15 @@ impl Unit {
         let (unit, which, shape) = (Arc::downgrade(self), held.len(), Shape::from(shape.as_slice()));
         let whole = var.as_tensor().apply_op1(Whole { unit, which, shape, dtype })?;
         let whole = if is_frozen { whole.detach() } else { whole };
-        storage::release(&whole)?;
-        held.push(Held { piece: var.clone(), whole: whole.clone(), cut, is_frozen });
-        DTensor::parameter(whole, spec).varying_on(*axis)
+        let whole = FreeableTensor::without_memory(whole)?;
+        let parameter = whole.graph_node().clone();
+        held.push(Held { piece: var.clone(), whole, cut, is_frozen });
+        DTensor::parameter(parameter, spec).varying_on(*axis)
     }
 
     /// Returns whether this weight is one of the unit's parameters.
     pub(crate) fn has(&self, weight: &DTensor) -> bool {
-        lock(&self.held).iter().any(|held| held.whole.id() == weight.to_local().id())
+        lock(&self.held).iter().any(|held| held.whole.graph_node().id() == weight.to_local().id())
     }
 
     /// Runs `f` while the parameters are whole.
@@ -243,7 +243,7 @@ impl Unit {
         let coming = coming.map_or_else(|| self.start(), Ok)?;
         let made = coming.pending.wait()?;
         for (held, made) in lock(&self.held).iter().zip(made) {
-            storage::give(made, &held.whole)?;
+            held.whole.fill(made)?;
         }
         lock(&self.state).is_whole = true;
         Ok(())
@@ -297,7 +297,10 @@ impl Unit {
 
     fn release(&self) -> Result<()> {
         lock(&self.state).is_whole = false;
-        lock(&self.held).iter().try_for_each(|held| Ok(storage::release(&held.whole)?))
+        lock(&self.held).iter().try_for_each(|held| {
+            held.whole.free()?;
+            Ok(())
+        })
     }
 
     /// Makes the unit whole for this backward pass, if it is not.

@@ -1,6 +1,7 @@
 //! Declared models, cut anywhere, against the same models written down plainly.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 mod common;
+mod declared;
 mod errors;
 mod models;
 mod parity;

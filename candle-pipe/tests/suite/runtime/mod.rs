@@ -13,5 +13,6 @@ mod parameters;
 mod parity;
 mod random;
 mod replicas;
+mod sharded;
 mod sums;
 mod times;

@@ -6,7 +6,8 @@ use candle_pipe::microbatch::{Microbatches, split_args_kwargs_into_chunks};
 use candle_pipe::nn::linear_no_bias;
 use candle_pipe::schedule::{Schedule, ScheduleKind};
 use candle_pipe::{
-    In, Kwargs, LocalPipe, Pipe, PipeBuilder, Reduction, Result, Runtime, Scope, Share, SplitSpec, StepOptions, Value,
+    EqualCount, In, Kwargs, LocalPipe, Pipe, PipeBuilder, Reduction, Result, Runtime, Scope, Share, SplitPoint,
+    SplitSpec, StepOptions, Value,
 };
 use std::collections::HashMap;
 use test_utils::on_ranks;
@@ -36,8 +37,12 @@ fn weight() -> Result<Tensor> {
 }
 
 fn rows() -> Result<Microbatches> {
+    rows_in(2)
+}
+
+fn rows_in(microbatches: usize) -> Result<Microbatches> {
     let x = Tensor::arange(0f64, 15., &Device::Cpu)?.sin()?.reshape((5, 3))?;
-    split_args_kwargs_into_chunks(&[x.into()], &Kwargs::new(), 2, None, None)
+    split_args_kwargs_into_chunks(&[x.into()], &Kwargs::new(), microbatches, None, None)
 }
 
 /// The gradient of each parameter on each of two ranks, beside that of one process.
@@ -150,23 +155,97 @@ fn variables_that_no_scope_knows_have_gradients() {
     });
 }
 
+/// Four nodes, each pair of which uses one layer: the second and the third ask for it by one name, undeclared.
+fn undeclared(stages: usize) -> Result<Pipe<Vb>> {
+    let mut g = PipeBuilder::<Vb>::new();
+    let x = g.input("x", In::Arg);
+    let layer = g.shared_module("layer", |vb| Ok(linear_no_bias(3, 3, vb.clone())?));
+    let h = g.call(layer, "first", [x]);
+    let h = g.module("a", |vb| Ok(linear_no_bias(3, 3, vb.pp("b"))?), [h]);
+    let h = g.func("tanh", |xs, _| Ok(xs[0].tensor()?.tanh()?.into()), [h]);
+    let h = g.module("a.b", |vb| Ok(linear_no_bias(3, 3, vb.clone())?), [h]);
+    let y = g.call(layer, "last", [h]);
+    g.output("y", y);
+    g.loss_fn(mean_square, [y], Reduction::Mean);
+    g.finish(EqualCount(stages))
+}
+
 #[test]
-fn one_name_on_two_ranks_that_is_not_declared_as_shared_is_refused() {
-    on_ranks(2, "collision", |ctx| -> Result<()> {
+fn modules_of_several_stages_have_the_whole_gradient_declared_or_not() {
+    let values = || -> Result<HashMap<String, Tensor>> {
+        let other = (weight()? * 0.7)?;
+        Ok(HashMap::from([("a.b.weight".to_string(), weight()?), ("layer.weight".into(), other)]))
+    };
+    type Case = (usize, ScheduleKind, usize, Option<&'static [usize]>);
+    let cases: [Case; 5] = [
+        (1, ScheduleKind::OneFOneB, 1, None),
+        (2, ScheduleKind::OneFOneB, 2, Some(&[0, 1])),
+        (3, ScheduleKind::ZbH1, 3, Some(&[0, 1])),
+        (4, ScheduleKind::ZbH1, 4, Some(&[0, 1])),
+        (2, ScheduleKind::Zbv, 4, Some(&[0, 1])),
+    ];
+    for (ranks, kind, stages, found_in) in cases {
+        on_ranks(ranks, &format!("{kind} on {ranks}"), move |ctx| -> Result<()> {
+            let local = LocalPipe::new(&undeclared(1)?, &builder(&values()?, DType::F64)?, &Device::Cpu)?;
+            let want = local.forward_backward(&rows_in(4)?, &StepOptions::default())?;
+            let schedule = kind.schedule(ranks, 4, stages / ranks)?;
+            let pipe = undeclared(stages)?;
+            let scope = builder(&values()?, DType::F64)?;
+            let runtime = Runtime::new(&pipe, &schedule, ctx.group(), &scope, &Device::Cpu)?;
+            let found = runtime.info().shares.iter().find(|share| share.name == "a.b.weight");
+            assert_eq!(found.map(|share| share.stages.as_slice()), found_in, "{kind} on {ranks}");
+            let got = runtime.forward_backward(&rows_in(4)?, &StepOptions::default())?.step;
+            for (name, parameter) in runtime.stages().flat_map(|stage| stage.parameters()) {
+                let (got, want) = (got.grads.get(parameter), want.grads.get(local.parameters()[name.as_str()]));
+                let (got, want) = (numbers(got.expect("a gradient"))?, numbers(want.expect("a gradient"))?);
+                let off = got.iter().zip(&want).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+                assert!(off < 1e-12, "gradient of {name} on rank {} is off by {off}", ctx.rank());
+            }
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn shared_modules_that_bring_variables_along_are_refused_by_all() {
+    let texts = on_ranks(3, "brought along", |ctx| -> Result<String> {
+        let mut g = PipeBuilder::<()>::new();
+        let mut h = g.input("x", In::Arg);
+        let layer =
+            g.shared_module("layer", |()| Ok(candle_nn::Linear::new(Var::from_tensor(&weight()?)?.into_inner(), None)));
+        h = g.call(layer, "first", [h]);
+        h = g.func("between", |xs, _| Ok(xs[0].clone()), [h]);
+        h = g.call(layer, "last", [h]);
+        g.loss_fn(mean_square, [h], Reduction::Mean);
+        let schedule = ScheduleKind::OneFOneB.schedule(3, 2, 1)?;
+        let pipe = g.finish(SplitSpec::at([("between", SplitPoint::Beginning), ("last", SplitPoint::Beginning)]))?;
+        Ok(Runtime::new(&pipe, &schedule, ctx.group(), &(), &Device::Cpu).map(drop).unwrap_err().to_string())
+    });
+    texts.iter().for_each(|text| assert!(text.contains("asks its scope for no parameters"), "{text}"));
+}
+
+#[test]
+fn a_parameter_that_only_some_stages_declare_as_shared_is_refused_by_all() {
+    let texts = on_ranks(3, "half declared", |ctx| -> Result<String> {
         let mut g = PipeBuilder::<Vb>::new();
         let x = g.input("x", In::Arg);
-        let h = g.module("a", |vb| Ok(linear_no_bias(3, 3, vb.pp("b"))?), [x]);
+        let tied = g.parameter("tied", Share::Replicate, |vb| Ok(vb.get((3, 3), "tied")?));
+        let h = g.func("in", product, [x, tied]);
         g.split();
-        let y = g.module("a.b", |vb| Ok(linear_no_bias(3, 3, vb.clone())?), [h]);
+        let h = g.func("out", product, [h, tied]);
+        g.split();
+        let build = |vb: &Vb| {
+            let tied = vb.root().get((3, 3), "tied")?;
+            Ok(candle_pipe::stage_op(move |xs, _| Ok(vec![xs[0].tensor()?.matmul(&tied)?.into()])))
+        };
+        let y = g.module("last", build, [h]);
         g.loss_fn(mean_square, [y], Reduction::Mean);
+        let scope = builder(&HashMap::from([("tied".into(), weight()?)]), DType::F64)?;
+        let schedule = ScheduleKind::OneFOneB.schedule(3, 2, 1)?;
         let pipe = g.finish(SplitSpec::declared())?;
-        let schedule = ScheduleKind::OneFOneB.schedule(2, 2, 1)?;
-        let scope = builder(&HashMap::from([("a.b.weight".into(), weight()?)]), DType::F64)?;
-        let error = Runtime::new(&pipe, &schedule, ctx.group(), &scope, &Device::Cpu).map(drop).unwrap_err();
-        let error = error.to_string();
-        assert!(error.contains("\"a.b.weight\"") && error.contains("Share::"), "{error}");
-        Ok(())
+        Ok(Runtime::new(&pipe, &schedule, ctx.group(), &scope, &Device::Cpu).map(drop).unwrap_err().to_string())
     });
+    texts.iter().for_each(|text| assert!(text.contains("\"tied\"") && text.contains("declared one"), "{text}"));
 }
 
 #[test]

@@ -116,7 +116,7 @@ const CANDLE_SHARD: &[Folder] = &[Folder {
         "spec",
         "agreement description explain strict visualize",
         "dtensor",
-        "factory local",
+        "factory local tree",
         "redistribute",
         "rules weights",
         "checkpoint ops parallel",

@@ -1,16 +1,20 @@
 //! Declaring a model.
-use super::{Pipe, pick};
+mod layers;
+mod loss;
+mod shared;
+
+pub use shared::SharedModule;
+
+use super::Pipe;
+use super::build::{Factory, Made, Recipe, Workshop, build};
+use super::loss::LossSpec;
 use crate::graph::{
-    Ctx, Graph, In, Input, Loss, Node, NodeKind, Output, Reduction, Scope, Share, SplitSpec, StageOp, ValueId, stage_op,
+    Ctx, Graph, In, Input, Node, NodeKind, Output, Reduction, Scope, Share, SplitSpec, StageOp, ValueId, stage_op,
 };
 use crate::{Error, Result, Value};
 use candle_core::Tensor;
 use std::collections::BTreeMap;
-use std::rc::Rc;
 use std::sync::Arc;
-
-/// Makes a node's computation where the node runs, from the node's own scope.
-pub(super) type Factory<B> = Arc<dyn Fn(&B) -> Result<Rc<dyn StageOp>> + Send + Sync>;
 
 /// One layer of a [`sequential`](PipeBuilder::sequential) model: its name, and what makes it.
 pub type Layer<'a, B> = (&'a str, Box<dyn Fn(&B) -> Result<Box<dyn StageOp>> + Send + Sync>);
@@ -53,10 +57,12 @@ pub trait PipeModule<B: Scope> {
 /// ```
 pub struct PipeBuilder<B> {
     graph: Graph,
-    factories: Vec<Factory<B>>,
+    recipes: Vec<Recipe<B>>,
     defaults: BTreeMap<ValueId, Value>,
     path: Vec<String>,
     values: usize,
+    /// Which output is the loss, to be looked up when all are known.
+    loss_spec: Option<(LossSpec, Reduction)>,
     /// The first thing that went wrong.
     error: Option<Error>,
 }
@@ -64,8 +70,8 @@ pub struct PipeBuilder<B> {
 impl<B: Scope> PipeBuilder<B> {
     /// A model without nodes.
     pub fn new() -> Self {
-        let (graph, factories, defaults, path) = Default::default();
-        Self { graph, factories, defaults, path, values: 0, error: None }
+        let (graph, recipes, defaults, path, loss_spec) = Default::default();
+        Self { graph, recipes, defaults, path, values: 0, loss_spec, error: None }
     }
 
     /// An input, for any nodes of any stage: data, masks, labels, plain values.
@@ -101,8 +107,13 @@ impl<B: Scope> PipeBuilder<B> {
         build: impl Fn(&B) -> Result<M> + Send + Sync + 'static,
         inputs: impl IntoIterator<Item = ValueId>,
     ) -> [ValueId; N] {
-        let factory: Factory<B> = Arc::new(move |scope| Ok(Rc::new(build(scope)?)));
-        self.node(name, NodeKind::Module, factory, inputs)
+        let inputs = Vec::from_iter(inputs);
+        if let Some(arity) = M::arity().filter(|&arity| arity != (inputs.len(), N)) {
+            let (given, (takes, gives)) = (inputs.len(), arity);
+            let reason = format!("node {:?} is a module that takes {takes} tensor and gives {gives}", self.full(name));
+            self.fail(format!("{reason}, declared with {given} inputs and {N} results; make it a stage_op"));
+        }
+        self.node(name, NodeKind::Module, Arc::new(move |scope, _| Ok(Made::of(build(scope)?))), inputs)
     }
 
     /// A function with one result.
@@ -124,11 +135,11 @@ impl<B: Scope> PipeBuilder<B> {
         inputs: impl IntoIterator<Item = ValueId>,
     ) -> [ValueId; N] {
         let f = Arc::new(f);
-        let factory: Factory<B> = Arc::new(move |_| {
+        let make = move |_: &B, _: &Workshop| {
             let f = f.clone();
-            Ok(Rc::new(stage_op(move |xs, ctx| Ok(f(xs, ctx)?.into()))))
-        });
-        self.node(name, NodeKind::Function, factory, inputs)
+            Ok(Made::of(stage_op(move |xs, ctx| Ok(f(xs, ctx)?.into()))))
+        };
+        self.node(name, NodeKind::Function, Arc::new(make), inputs)
     }
 
     /// A parameter that any nodes use, in any stages; `name` is its full name, and `build` gets the scope of its module.
@@ -140,11 +151,11 @@ impl<B: Scope> PipeBuilder<B> {
         share: Share,
         build: impl Fn(&B) -> Result<Tensor> + Send + Sync + 'static,
     ) -> ValueId {
-        let factory: Factory<B> = Arc::new(move |scope| {
+        let make = move |scope: &B, _: &Workshop| {
             let parameter = build(scope)?;
-            Ok(Rc::new(stage_op(move |_, _| Ok(vec![parameter.clone().into()]))))
-        });
-        let [value] = self.node(name, NodeKind::Parameter(share), factory, []);
+            Ok(Made::of(stage_op(move |_, _| Ok(vec![parameter.clone().into()]))))
+        };
+        let [value] = self.node(name, NodeKind::Parameter(share), Arc::new(make), []);
         value
     }
 
@@ -155,8 +166,8 @@ impl<B: Scope> PipeBuilder<B> {
             if i > 0 {
                 self.split();
             }
-            let factory: Factory<B> = Arc::new(move |scope| Ok(Rc::from(build(scope)?)));
-            [value] = self.node(name, NodeKind::Module, factory, [value]);
+            let make = move |scope: &B, _: &Workshop| Ok(Made::boxed(build(scope)?));
+            [value] = self.node(name, NodeKind::Module, Arc::new(make), [value]);
         }
         value
     }
@@ -190,76 +201,6 @@ impl<B: Scope> PipeBuilder<B> {
         self.graph.outputs.push(Output { name: name.into(), value });
     }
 
-    /// The loss: a value that is a scalar of floats, or for [`Reduction::Counted`] a tuple of one and its count, which is a
-    /// number or a tensor of one.
-    pub fn loss(&mut self, value: ValueId, reduction: Reduction) {
-        if self.graph.loss.replace(Loss { value, reduction }).is_some() {
-            self.fail("the model has two losses; add them up in a function".into());
-        }
-    }
-
-    /// The loss as a function of outputs and targets, a node named `loss`.
-    pub fn loss_fn(
-        &mut self,
-        f: impl Fn(&[Value], &Ctx) -> Result<Tensor> + Send + Sync + 'static,
-        inputs: impl IntoIterator<Item = ValueId>,
-        reduction: Reduction,
-    ) -> ValueId {
-        let loss = self.func("loss", move |xs, ctx| Ok(f(xs, ctx)?.into()), inputs);
-        self.loss(loss, reduction);
-        loss
-    }
-
-    /// The loss as a sum and the count of what it adds up, a node named `loss`: a mean over valid tokens, of which
-    /// microbatches and replicas have unequal numbers, is that of one device.
-    ///
-    /// ```
-    /// use candle_core::{DType, Device, Tensor};
-    /// use candle_pipe::microbatch::split_args_kwargs_into_chunks;
-    /// use candle_pipe::{In, Kwargs, LocalPipe, PipeBuilder, SplitSpec};
-    ///
-    /// let mut g = PipeBuilder::<()>::new();
-    /// let (x, is_valid) = (g.input("x", In::Arg), g.input("is_valid", In::Arg));
-    /// let y = g.func("square", |xs, _| Ok(xs[0].tensor()?.sqr()?.into()), [x]);
-    /// g.loss_counted(
-    ///     |xs, _| {
-    ///         let (y, is_valid) = (xs[0].tensor()?, xs[1].tensor()?);
-    ///         Ok(((y * is_valid)?.sum_all()?, is_valid.sum_all()?.into()))
-    ///     },
-    ///     [y, is_valid],
-    /// );
-    /// let local = LocalPipe::new(&g.finish(SplitSpec::declared())?, &(), &Device::Cpu)?;
-    /// let x = Tensor::new(&[1f32, 2., 3., 4.], &Device::Cpu)?;
-    /// let is_valid = Tensor::new(&[1f32, 1., 1., 0.], &Device::Cpu)?;
-    /// let batch = split_args_kwargs_into_chunks(&[x.into(), is_valid.into()], &Kwargs::new(), 2, None, None)?;
-    /// assert_eq!(local.evaluate(&batch)?.loss()?.to_scalar::<f32>()?, 14.0 / 3.0);
-    /// # Ok::<(), candle_pipe::Error>(())
-    /// ```
-    pub fn loss_counted(
-        &mut self,
-        f: impl Fn(&[Value], &Ctx) -> Result<(Tensor, Value)> + Send + Sync + 'static,
-        inputs: impl IntoIterator<Item = ValueId>,
-    ) -> ValueId {
-        let loss = self.func("loss", move |xs, ctx| Ok(f(xs, ctx)?.into()), inputs);
-        self.loss(loss, Reduction::Counted);
-        loss
-    }
-
-    /// The loss as a place in a value, such as `.losses[0]` or `[1].main`, a node named `loss`.
-    pub fn loss_at(&mut self, value: ValueId, path: &str, reduction: Reduction) -> ValueId {
-        match pick::Steps::parse(path) {
-            Ok(steps) => {
-                let loss = self.func("loss", move |xs, _| Ok(steps.pick(&xs[0])?.clone()), [value]);
-                self.loss(loss, reduction);
-                loss
-            }
-            Err(error) => {
-                self.error.get_or_insert(error);
-                value
-            }
-        }
-    }
-
     /// Builds every node once, and drops it, to learn the number of its parameters' elements.
     ///
     /// For the policies that cut by them. With [`shapes_only`](crate::shapes_only), nothing is read or allocated. A
@@ -268,8 +209,9 @@ impl<B: Scope> PipeBuilder<B> {
     /// # Errors
     /// Those of the constructors.
     pub fn measure(&mut self, scope: &B) -> Result<()> {
-        for (node, factory) in self.graph.nodes.iter_mut().zip(&self.factories) {
-            let (_, named) = super::build::build(node, factory, scope)?;
+        let workshop = Workshop::measuring();
+        for (node, recipe) in self.graph.nodes.iter_mut().zip(&self.recipes) {
+            let (_, named) = build(node, recipe, scope, &workshop)?;
             node.weight = Some(named.iter().map(|(_, tensor)| tensor.elem_count()).sum());
         }
         Ok(())
@@ -280,14 +222,16 @@ impl<B: Scope> PipeBuilder<B> {
         &self.graph
     }
 
-    /// The model, cut into stages.
+    /// The model, cut into stages. An output named `loss` is the [loss](Self::loss), a [mean](Reduction::Mean), where the
+    /// declaration says nothing else.
     ///
     /// # Errors
     /// [`Error::Pipe`] for what is wrong with the declaration, what [`Graph::check`] finds, or where it cannot be cut.
-    pub fn finish(self, split: impl Into<SplitSpec>) -> Result<Pipe<B>> {
+    pub fn finish(mut self, split: impl Into<SplitSpec>) -> Result<Pipe<B>> {
+        self.find_loss();
         match self.error {
             Some(error) => Err(error),
-            None => Pipe::new(self.graph, self.factories, self.defaults, &split.into()),
+            None => Pipe::new(self.graph, self.recipes, self.defaults, &split.into()),
         }
     }
 
@@ -295,15 +239,25 @@ impl<B: Scope> PipeBuilder<B> {
         &mut self,
         name: &str,
         kind: NodeKind,
-        factory: Factory<B>,
+        make: Factory<B>,
         inputs: impl IntoIterator<Item = ValueId>,
     ) -> [ValueId; N] {
-        let name = self.path.iter().map(String::as_str).chain([name]).collect::<Vec<_>>().join(".");
+        let name = self.full(name);
+        let scope = match kind {
+            NodeKind::Function => None,
+            NodeKind::Module | NodeKind::Shared => Some(name.clone()),
+            NodeKind::Parameter(_) => Some(name.rsplit_once('.').map_or("", |(module, _)| module).to_owned()),
+        };
         let outputs = std::array::from_fn(|_| self.value());
         let inputs = Vec::from_iter(inputs);
         self.graph.nodes.push(Node { name, kind, inputs, outputs: outputs.to_vec(), weight: None });
-        self.factories.push(factory);
+        self.recipes.push(Recipe { scope, make });
         outputs
+    }
+
+    /// The full name of a node that is declared now.
+    fn full(&self, name: &str) -> String {
+        self.path.iter().map(String::as_str).chain([name]).collect::<Vec<_>>().join(".")
     }
 
     fn value(&mut self) -> ValueId {

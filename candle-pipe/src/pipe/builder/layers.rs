@@ -1,0 +1,145 @@
+//! A list of candle's modules as nodes.
+use super::PipeBuilder;
+use crate::graph::{Named, Node, NodeKind, Scope, ValueId};
+use crate::nn::Sequential;
+use crate::pipe::build::{Factory, Made, Recipe, Workshop};
+use crate::{Error, Result};
+use candle_core::{Tensor, TensorId};
+use candle_nn::ModuleT;
+use std::cell::RefCell;
+use std::collections::HashSet;
+use std::rc::Rc;
+use std::sync::Arc;
+
+/// Built modules that wait to become nodes, each with its parameters.
+struct Layers(RefCell<Vec<Option<Built>>>);
+
+/// A module and its parameters.
+type Built = (Box<dyn ModuleT>, Named);
+
+impl<B: Scope> PipeBuilder<B> {
+    /// A list of `count` modules of candle as its own constructor makes it: nodes `name.0`, `name.1` and so on, between any of
+    /// which the model may be cut.
+    ///
+    /// `build` makes a [`Sequential`] or a `Vec<Box<dyn ModuleT>>` of the surrounding scope, not of one named `name`. It runs on
+    /// every rank, which keeps the modules of its own stages: where a rank cannot hold all of them for a moment,
+    /// [`sequential`](Self::sequential) builds them one by one. `example`, which a row is enough for, goes through the modules once in
+    /// evaluation mode to learn which variables each of them uses; tensors that are no variables belong to no node.
+    ///
+    /// What goes wrong in `build` or with `example`, and another `count` than declared, is an error where stages are built.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Tensor};
+    /// use candle_nn::{VarBuilder, VarMap, linear};
+    /// use candle_pipe::nn::{Sequential, seq};
+    /// use candle_pipe::{EqualCount, In, LocalPipe, PipeBuilder};
+    ///
+    /// /// The model as it was before it became a pipe, but for where `seq` comes from.
+    /// fn model(vb: &VarBuilder<'static>) -> candle_core::Result<Sequential> {
+    ///     Ok(seq().add(linear(2, 3, vb.pp("up"))?).add_fn(|x| x.relu()).add(linear(3, 1, vb.pp("down"))?))
+    /// }
+    ///
+    /// let mut g = PipeBuilder::<VarBuilder<'static>>::new();
+    /// let x = g.input("x", In::Arg);
+    /// let y = g.layers("layers", 3, &Tensor::zeros((1, 2), DType::F32, &Device::Cpu)?, |vb| Ok(model(vb)?), x);
+    /// g.output("y", y);
+    /// let pipe = g.finish(EqualCount(2))?;
+    ///
+    /// let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
+    /// let last = pipe.build_stage(1, &vb, &Device::Cpu)?;
+    /// assert_eq!(last.parameters().keys().collect::<Vec<_>>(), ["down.bias", "down.weight"]);
+    /// # Ok::<(), candle_pipe::Error>(())
+    /// ```
+    pub fn layers<L: Into<Sequential>>(
+        &mut self,
+        name: &str,
+        count: usize,
+        example: &Tensor,
+        build: impl Fn(&B) -> Result<L> + Send + Sync + 'static,
+        input: ValueId,
+    ) -> ValueId {
+        if count == 0 {
+            self.fail(format!("the list {:?} has no modules; leave it out", self.full(name)));
+        }
+        let (build, example, scope) = (Arc::new(build), example.detach(), self.path.join("."));
+        // The number of the first node's result stands for the list.
+        let (id, list) = (ValueId(self.values), self.full(name));
+        let mut value = input;
+        for place in 0..count {
+            let node = format!("{list}.{place}");
+            let (build, example, list) = (build.clone(), example.clone(), list.clone());
+            let make: Factory<B> = Arc::new(move |scope: &B, workshop: &Workshop| {
+                let layers = match workshop.get::<Layers>(id) {
+                    Some(layers) => layers,
+                    None => {
+                        let (made, named) = scope.watch(|scope| {
+                            let list: Sequential = build(scope)?.into();
+                            Ok(list.into_layers())
+                        })?;
+                        if let Some((name, _)) = named.iter().find(|(_, t)| workshop.is_measuring && !t.is_variable()) {
+                            return Err(Error::Pipe(format!(
+                                "which module of the list {list:?} has {name:?} is not known, as that is no variable; measure \
+                                 with a builder of variables, such as one of a VarMap"
+                            )));
+                        }
+                        let made = Rc::new(Layers::new(&list, count, made, &named, &example)?);
+                        workshop.put(id, made.clone());
+                        made
+                    }
+                };
+                let taken = layers.0.borrow_mut().get_mut(place).and_then(Option::take);
+                let (layer, named) = taken.ok_or_else(|| {
+                    Error::Pipe(format!(
+                        "module {place} of the list {list:?} is built twice; build a stage once at a time"
+                    ))
+                })?;
+                Ok(Made::with(Sequential::from(vec![layer]), named))
+            });
+            let output = self.value();
+            let (kind, inputs) = (NodeKind::Module, vec![value]);
+            self.graph.nodes.push(Node { name: node, kind, inputs, outputs: vec![output], weight: None });
+            self.recipes.push(Recipe { scope: Some(scope.clone()), make });
+            value = output;
+        }
+        value
+    }
+}
+
+impl Layers {
+    /// Finds out which module uses which variables.
+    fn new(
+        list: &str,
+        count: usize,
+        modules: Vec<Box<dyn ModuleT>>,
+        named: &[(String, Tensor)],
+        example: &Tensor,
+    ) -> Result<Self> {
+        if modules.len() != count {
+            let made = modules.len();
+            return Err(Error::Pipe(format!(
+                "the list {list:?} has {made} modules, declared with {count}; declare {made}"
+            )));
+        }
+        let device = named.first().map_or(example.device(), |(_, tensor)| tensor.device());
+        let mut x = example.to_device(device)?;
+        let mut layers = Vec::with_capacity(count);
+        let mut found = HashSet::new();
+        for (place, module) in modules.into_iter().enumerate() {
+            let y =
+                module.forward_t(&x, false).map_err(|error| Error::from(error).at_node(&format!("{list}.{place}")))?;
+            let used: HashSet<TensorId> = y.sorted_nodes().into_iter().map(Tensor::id).collect();
+            let own: Named = named.iter().filter(|(_, tensor)| used.contains(&tensor.id())).cloned().collect();
+            found.extend(own.iter().map(|(_, tensor)| tensor.id()));
+            layers.push(Some((module, own)));
+            x = y.detach();
+        }
+        let lost = named.iter().find(|(_, tensor)| tensor.is_variable() && !found.contains(&tensor.id()));
+        match lost {
+            None => Ok(Self(RefCell::new(layers))),
+            Some((name, _)) => Err(Error::Pipe(format!(
+                "no module of the list {list:?} has a gradient of {name:?}: it uses the variable in no output, or through an \
+                 operation of candle without a backward pass, such as a fused norm; leave it out, or replace the module"
+            ))),
+        }
+    }
+}
