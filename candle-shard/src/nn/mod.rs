@@ -12,6 +12,7 @@ mod init;
 mod kv_cache;
 mod linear;
 mod module;
+mod moved;
 mod norm;
 pub(crate) mod optim;
 mod parameters;

@@ -1,6 +1,7 @@
 //! Where layers get their parameters: fresh or loaded, cut as the plan says.
 use crate::agreement::alike;
 use crate::fsdp::{FullyShardOptions, Sharder, Unit};
+use crate::nn::moved::Moved;
 use crate::nn::part::{Part, Within};
 use crate::nn::{Parameter, Parameters, Width};
 use crate::parallel::{LayerKind, ModuleStyle, Plan};
@@ -12,7 +13,7 @@ use candle_core::{DType, Device, Shape, Tensor};
 use candle_dist::DeviceMesh;
 use candle_dist::backend::Dims;
 use smallvec::SmallVec;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// How a fresh parameter is filled.
@@ -28,16 +29,7 @@ enum Source {
     Fresh,
     Loaded(candle_nn::VarBuilder<'static>),
     Stored(Arc<Weights>),
-    /// The tensors of a model by name; those that are no part of another are taken out.
-    Moved(Mutex<Moved>),
-}
-
-/// A model that exists, of which parameters are cut.
-#[derive(Default)]
-struct Moved {
-    tensors: BTreeMap<String, Tensor>,
-    /// Tensors that are several parameters each, which stay until all are built.
-    shared: BTreeSet<String>,
+    Moved(Moved),
 }
 
 struct Shared {
@@ -155,9 +147,7 @@ impl ShardedVarBuilder {
         dtype: DType,
         device: &Device,
     ) -> Result<Self> {
-        let tensors = tensors.into_iter().map(|(name, tensor)| (name.into(), tensor.detach())).collect();
-        let moved = Moved { tensors, ..Moved::default() };
-        Self::new(Source::Moved(Mutex::new(moved)), seed, mesh, plan, dtype, device)
+        Self::new(Source::Moved(Moved::new(tensors)), seed, mesh, plan, dtype, device)
     }
 
     fn new(source: Source, seed: u64, mesh: &DeviceMesh, plan: Plan, dtype: DType, device: &Device) -> Result<Self> {
@@ -378,20 +368,8 @@ impl ShardedVarBuilder {
                 weights.read_part(&name, within.as_ref(), &spec, device)?.to_local().clone()
             }
             (Source::Moved(moved), _) => {
-                let mut moved = moved.lock().unwrap_or_else(PoisonError::into_inner);
-                let taken = match within.as_ref().filter(|within| within.of == of) {
-                    Some(_) => {
-                        moved.shared.insert(of.into());
-                        moved.tensors.get(of).cloned()
-                    }
-                    None => moved.tensors.remove(of),
-                };
-                let mut taken = taken
-                    .ok_or_else(|| Error::Plan(format!("the model has no tensor {of}; check the path of the layer")))?;
-                if taken.dims() != whole.as_slice() {
-                    let (has, want) = (taken.dims(), whole.as_slice());
-                    return Err(Error::Plan(format!("the model's tensor {of} is {has:?}, the layer wants {want:?}")));
-                }
+                let is_part = within.as_ref().is_some_and(|within| within.of == of);
+                let mut taken = moved.take(of, &whole, is_part)?;
                 alike("parallelize", &taken, mesh)?;
                 for (dim, range) in block.iter().enumerate() {
                     taken = taken.narrow(dim, range.start, range.len())?;
@@ -446,7 +424,7 @@ impl ShardedVarBuilder {
             Source::Fresh => false,
             Source::Loaded(vb) => vb.contains_tensor(name),
             Source::Stored(weights) => weights.shape(name).is_ok(),
-            Source::Moved(moved) => moved.lock().unwrap_or_else(PoisonError::into_inner).tensors.contains_key(name),
+            Source::Moved(moved) => moved.has(name),
         }
     }
 
@@ -458,14 +436,7 @@ impl ShardedVarBuilder {
     pub fn finish(&self) -> Result<Parameters> {
         self.shared.plan.check_all_matched(&self.shared.matched.lock().unwrap_or_else(PoisonError::into_inner))?;
         if let Source::Moved(moved) = &self.shared.source {
-            let Moved { tensors, shared } = &mut *moved.lock().unwrap_or_else(PoisonError::into_inner);
-            shared.iter().for_each(|name| drop(tensors.remove(name)));
-            if !tensors.is_empty() {
-                let names = tensors.keys().map(String::as_str).collect::<Vec<_>>().join(", ");
-                return Err(Error::Plan(format!(
-                    "no layer took {names} of the model; build their layers, or leave them out"
-                )));
-            }
+            moved.finish()?;
         }
         Ok(self.built())
     }

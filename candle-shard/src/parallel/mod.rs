@@ -31,7 +31,7 @@
 //!     let vb = VarBuilder::from_varmap(&map, DType::F32, &Cpu);
 //!     let up = candle_nn::linear(4, 6, vb.pp("up"))?;
 //!     let whole = Mlp { up, down: candle_nn::linear(6, 4, vb.pp("down"))? };
-//!     # for (i, var) in map.all_vars().iter().enumerate() { var.set(&(var.ones_like()? * i as f64)?)?; }
+//!     # for var in map.all_vars() { var.set(&(var.ones_like()? * (0.1 * var.dims()[0] as f64))?)?; }
 //!
 //!     let plan = Plan::new("tp").with("up", ColwiseParallel::default()).with("down", RowwiseParallel::default());
 //!     let mesh = ctx.mesh(&[("tp", 2)])?;

@@ -74,6 +74,7 @@ fn check_optimizer(at: &Path, config: &Config, dtype: DTypeName) -> Result<()> {
         for which in kept {
             check(&weights, at, &format!("adam_w.{which}.{name}"), &want, Some(DType::F32))?;
         }
+        check(&weights, at, &format!("adam_w.step.{name}"), &[], Some(DType::U32))?;
     }
-    check(&weights, at, "adam_w.steps", &[], Some(DType::U32))
+    Ok(())
 }

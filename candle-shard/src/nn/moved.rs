@@ -1,0 +1,61 @@
+//! The tensors of a model that exists, on their way into parameters.
+use crate::{Error, Result};
+use candle_core::Tensor;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// The tensors of a model by name; a tensor is let go of when its parameter takes it.
+pub(super) struct Moved(Mutex<Left>);
+
+struct Left {
+    tensors: BTreeMap<String, Tensor>,
+    /// Tensors that are several parameters each, which stay until all are built.
+    shared: BTreeSet<String>,
+}
+
+impl Moved {
+    pub(super) fn new(tensors: impl IntoIterator<Item = (impl Into<String>, Tensor)>) -> Self {
+        let tensors = tensors.into_iter().map(|(name, tensor)| (name.into(), tensor.detach())).collect();
+        Self(Mutex::new(Left { tensors, shared: BTreeSet::new() }))
+    }
+
+    fn left(&self) -> MutexGuard<'_, Left> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn has(&self, name: &str) -> bool {
+        self.left().tensors.contains_key(name)
+    }
+
+    /// The tensor `name`, of which a parameter is all or, where it `stays`, a part.
+    ///
+    /// # Errors
+    /// If there is none, or it has another shape.
+    pub(super) fn take(&self, name: &str, shape: &[usize], stays: bool) -> Result<Tensor> {
+        let mut left = self.left();
+        let found = left.tensors.get(name).cloned();
+        let taken =
+            found.ok_or_else(|| Error::Plan(format!("the model has no tensor {name}; check the path of the layer")))?;
+        if taken.dims() != shape {
+            let has = taken.dims();
+            return Err(Error::Plan(format!("the model's tensor {name} is {has:?}, the layer wants {shape:?}")));
+        }
+        if stays {
+            left.shared.insert(name.into());
+        } else {
+            left.tensors.remove(name);
+        }
+        Ok(taken)
+    }
+
+    /// Refuses tensors that no layer took.
+    pub(super) fn finish(&self) -> Result<()> {
+        let Left { tensors, shared } = &mut *self.left();
+        tensors.retain(|name, _| !shared.contains(name));
+        if tensors.is_empty() {
+            return Ok(());
+        }
+        let names = tensors.keys().map(String::as_str).collect::<Vec<_>>().join(", ");
+        Err(Error::Plan(format!("no layer took {names} of the model; build their layers, or leave them out")))
+    }
+}
