@@ -26,8 +26,10 @@ pub(super) struct Engine {
     state: Mutex<State>,
     /// Threads that wait, and so call MPI again and again.
     waiting: AtomicUsize,
-    /// How often a thread has begun to wait, and how often it had when the thread in the background looked last.
-    waits: [AtomicUsize; 2],
+    /// How often a thread has begun to wait.
+    waits: AtomicUsize,
+    /// How often it had when the thread in the background looked last.
+    waits_seen: AtomicUsize,
     /// More processes than cores on this host.
     crowded: bool,
 }
@@ -35,7 +37,14 @@ pub(super) struct Engine {
 impl Engine {
     pub(super) fn new(control: Arc<Control>, wire: Wire, crowded: bool) -> Self {
         let state = State::new(&control, wire);
-        Self { control, state: Mutex::new(state), waiting: AtomicUsize::new(0), waits: Default::default(), crowded }
+        Self {
+            control,
+            state: Mutex::new(state),
+            waiting: AtomicUsize::new(0),
+            waits: AtomicUsize::new(0),
+            waits_seen: AtomicUsize::new(0),
+            crowded,
+        }
     }
 
     pub(super) fn control(&self) -> &Arc<Control> {
@@ -60,7 +69,7 @@ impl Engine {
         mut look: impl FnMut(&mut State, Option<Arrived>) -> Result<Option<R>, Cause>,
     ) -> Result<R> {
         let _waiting = Waiting::new(&self.waiting);
-        self.waits[0].fetch_add(1, Ordering::Relaxed);
+        self.waits.fetch_add(1, Ordering::Relaxed);
         let (me, timeout) = (self.control.rank(), self.control.timeout());
         let mut patience = Patience::new(self.crowded);
         loop {
@@ -200,8 +209,8 @@ impl Engine {
     /// Lets MPI go on if nobody else does; tells whether to look again soon.
     pub(super) fn tend(&self) -> Result<bool> {
         // Where calls follow one another they are enough, and this thread would take the lock from them.
-        let waits = self.waits[0].load(Ordering::Relaxed);
-        let waited = self.waits[1].swap(waits, Ordering::Relaxed) != waits;
+        let waits = self.waits.load(Ordering::Relaxed);
+        let waited = self.waits_seen.swap(waits, Ordering::Relaxed) != waits;
         if waited || self.waiting.load(Ordering::Relaxed) > 0 {
             return Ok(false);
         }

@@ -8,6 +8,8 @@ use std::hash::{Hash, Hasher};
 const WORDS: usize = 5 + ITEMS.len() / 2;
 /// The bytes of an encoded header.
 pub(super) const HEADER_BYTES: usize = WORDS * size_of::<u64>();
+/// The most bytes of data that go with their header, as one message.
+pub(super) const LETTER: usize = 32 << 10;
 /// Takes the place of a round's number in a message from one rank to another.
 const NO_ROUND: u64 = u64::MAX;
 

@@ -1,8 +1,8 @@
 //! What follows from a call, and the calls of a group that were made before: programs make the same ones again and again.
-use super::Sums;
 use super::header::Signature;
 use super::operation::Given;
 use super::plan::{Member, Plan, plan};
+use super::sums::Sums;
 use crate::backend::{Call, Dims, Op};
 use crate::{Error, Result};
 use candle_core::DType;

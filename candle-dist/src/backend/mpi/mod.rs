@@ -23,12 +23,14 @@ mod plan_tests;
 mod room;
 mod shapes;
 mod state;
+mod sums;
 mod transfer;
 mod ways;
 mod wire;
 mod work;
 
 pub use native::Comm;
+pub use sums::Sums;
 
 use super::guards::Guards;
 use super::{Backend, Call, Results, Tensors, Unfinished, overwrite};
@@ -54,18 +56,6 @@ pub fn start(info: &LaunchInfo, control: &Arc<Control>) -> Result<Arc<dyn Backen
     Settings::default().start(info, control)
 }
 
-/// In which order the elements of ranks are added up.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-#[non_exhaustive]
-pub enum Sums {
-    /// In rank order, bit for bit as on threads.
-    #[default]
-    RankOrder,
-    /// In any order that is alike on all ranks and from run to run, where that is faster: 16-bit floats may be rounded
-    /// after each addition.
-    Any,
-}
-
 /// What a program wants otherwise than it is by default; alike on all ranks.
 #[derive(Debug, Clone, Copy)]
 pub struct Settings {
@@ -81,9 +71,6 @@ pub struct Settings {
 
 /// The fewest bytes that messages may be limited to: each costs a request.
 const LEAST_BYTES: usize = 1 << 12;
-
-/// The most bytes of data that go with their header, as one message.
-const LETTER: usize = 32 << 10;
 
 impl Default for Settings {
     fn default() -> Self {

@@ -1,9 +1,10 @@
 //! The plans of all members, played against each other: every result is right, every place is written once before it is
 //! read, and no more is sent than there should be.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
+use super::header::LETTER;
 use super::plan::{Buffer, Member, Move, Place, Plan, Work, plan};
 use super::shapes::Rows;
-use super::{LETTER, Sums};
+use super::sums::Sums;
 use crate::ReduceOp;
 use crate::backend::{Call, Dims, Form, Op};
 use candle_core::{DType, Device, Tensor};

@@ -4,8 +4,7 @@
 //! second message. Large data follows on its own, from the sender's memory to the receiver's, once the receiver knows
 //! where it goes: MPI moves it then, as one copy where ranks share a host. Every process always has receives open for
 //! letters, so that a sender never waits for one.
-use super::LETTER;
-use super::header::{Body, HEADER_BYTES, Header};
+use super::header::{Body, HEADER_BYTES, Header, LETTER};
 use super::native::{Came, MpiError, MpiResult, Private, Request};
 use super::room::{Room, Spares};
 use super::transfer::{Held, Route, Transfer, Way};

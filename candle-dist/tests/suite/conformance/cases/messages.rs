@@ -166,6 +166,7 @@ fn awaited(ctx: &RankContext) -> Result<()> {
             g.send_start(&input(r, &[2], DType::F32)?, next, 3)?.wait()?;
             g.barrier()?;
             assert_eq!(g.probe(from, 3)?, None, "the message is that of the receive that was started");
+            g.barrier()?;
             g.send_start(&input(r + 1, &[2], DType::F32)?, next, 3)?.wait()?;
             g.barrier()?;
             assert_eq!(g.probe(from, 3)?.map(|envelope| envelope.from), Some(before), "nobody awaits the second");
