@@ -15,6 +15,10 @@ pub(super) struct Guards<'a> {
 impl<'a> Guards<'a> {
     pub(super) fn new(tensors: &[&'a Tensor]) -> Self {
         let (mut locks, mut of) = (SmallVec::new(), SmallVec::from_elem(0, tensors.len()));
+        if let [tensor] = tensors {
+            locks.push(tensor.storage_and_layout().0);
+            return Self { locks, of };
+        }
         // No lock is held while addresses are read.
         let mut order: SmallVec<[(usize, usize); 8]> =
             tensors.iter().enumerate().map(|(at, tensor)| (address(tensor), at)).collect();

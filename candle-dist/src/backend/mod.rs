@@ -113,10 +113,9 @@ pub trait Backend: Send + Sync + fmt::Debug {
     fn has_call_timeouts(&self) -> bool {
         false
     }
-    /// Runs the backend's own barrier, which stops the world with [`Cause::Missing`] after `timeout`. If it returns
-    /// `None`, the group builds a barrier from messages.
-    fn monitored_barrier(&self, _: &Call, _: Duration) -> Option<Result<()>> {
-        None
+    /// A barrier that stops the world with [`Cause::Missing`] after `timeout`, whatever the call's own.
+    fn monitored_barrier(&self, _: Call, _timeout: Duration) -> Result<()> {
+        Err(outputs::unsupported(self.name(), "name the ranks that are missing at a barrier"))
     }
     /// Creates a group of some members, given as ranks of this group in the new order. Only these members call it.
     fn subgroup(&self, members: &[usize]) -> Result<Arc<dyn Backend>>;

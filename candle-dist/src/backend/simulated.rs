@@ -3,6 +3,7 @@ use super::{Backend, Call, Fresh, Op, Results, Tensors, Unfinished};
 use crate::{Error, GroupFailure, Result};
 use candle_core::{DType, Device, Tensor};
 use std::sync::Arc;
+use std::time::Duration;
 
 /// One rank of a simulated group.
 #[derive(Debug)]
@@ -77,6 +78,10 @@ impl Backend for Simulated {
 
     fn recv(&self, call: Call) -> Result<Tensor> {
         Ok(self.result(&Call { op: Op::Broadcast, ..call }, 0, None)?.into_tensor())
+    }
+
+    fn monitored_barrier(&self, _: Call, _: Duration) -> Result<()> {
+        Ok(())
     }
 
     fn subgroup(&self, members: &[usize]) -> Result<Arc<dyn Backend>> {

@@ -146,11 +146,9 @@ impl<W: Wrapping> Backend for W {
         self.inner().has_call_timeouts()
     }
 
-    fn monitored_barrier(&self, call: &Call, timeout: Duration) -> Option<Result<()>> {
-        match self.before(call) {
-            Ok(()) => self.inner().monitored_barrier(call, timeout),
-            Err(error) => Some(Err(error)),
-        }
+    fn monitored_barrier(&self, call: Call, timeout: Duration) -> Result<()> {
+        self.before(&call)?;
+        self.inner().monitored_barrier(call, timeout)
     }
 
     fn subgroup(&self, members: &[usize]) -> Result<Arc<dyn Backend>> {

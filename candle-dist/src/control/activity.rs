@@ -1,6 +1,7 @@
 //! The calls that a rank is in, and whether the ranks it waits for can still arrive.
 use super::ids::{channel, group_id};
 use crate::call::Call;
+use rustc_hash::FxHashMap;
 use smallvec::SmallVec;
 use std::collections::HashMap;
 use std::fmt;
@@ -21,9 +22,9 @@ pub(super) struct Activity {
     next: u64,
     last: Option<Arc<Call>>,
     /// The number of rounds entered, per group and channel.
-    rounds: HashMap<u64, u64>,
+    rounds: FxHashMap<u64, u64>,
     /// The number of messages numbered, per channel.
-    messages: HashMap<u64, u64>,
+    messages: FxHashMap<u64, u64>,
     /// The channels of each group.
     channels: HashMap<u64, Vec<u64>>,
     /// How often this rank has joined a group of the same members, by the hash of the member list.

@@ -8,5 +8,6 @@ pub fn group_id(ranks: &[usize], nth: u64) -> u64 {
 
 /// Returns the id of the messages with a tag from member `from` to member `to` of a group.
 pub fn channel(group: u64, from: usize, to: usize, tag: u32) -> u64 {
-    hash::stable(format!("{group} {from} {to} {tag}").as_bytes())
+    let ends = [group, from as u64, to as u64, u64::from(tag)];
+    hash::stable(ends.map(u64::to_le_bytes).as_flattened())
 }

@@ -169,6 +169,17 @@ impl Control {
     /// Fails if the world has failed, or if a member has ended without entering this round. In debug mode, it waits
     /// until all members have entered and compares their calls; a send or a started call does not wait.
     pub fn enter(&self, group: u64, ranks: &[usize], round: u64, call: &Call) -> Result<Entered<'_>> {
+        self.enter_shared(group, ranks, round, &Arc::new(call.clone()))
+    }
+
+    /// Like [`enter`](Self::enter), without a copy of the call.
+    pub(crate) fn enter_shared(
+        &self,
+        group: u64,
+        ranks: &[usize],
+        round: u64,
+        call: &Arc<Call>,
+    ) -> Result<Entered<'_>> {
         let how = if self.debug { How::Compared } else { How::Noted };
         let doing = self.watch.enter(Meeting::new(group, ranks, round), call, how, self.timeout)?;
         Ok(Entered { watch: &self.watch, doing })
@@ -188,7 +199,8 @@ impl Control {
         call: &Call,
         limit: Duration,
     ) -> Result<Entered<'_>> {
-        let doing = self.watch.enter(Meeting::new(group, ranks, round), call, How::Monitored, limit)?;
+        let call = Arc::new(call.clone());
+        let doing = self.watch.enter(Meeting::new(group, ranks, round), &call, How::Monitored, limit)?;
         Ok(Entered { watch: &self.watch, doing })
     }
 

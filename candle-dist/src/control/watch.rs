@@ -307,7 +307,7 @@ impl Watch {
     ///
     /// Waits if the call is compared. A monitored call that takes too long stops the world and names the missing
     /// members.
-    pub(super) fn enter(&self, meeting: Meeting, call: &Call, how: How, timeout: Duration) -> Result<u64> {
+    pub(super) fn enter(&self, meeting: Meeting, call: &Arc<Call>, how: How, timeout: Duration) -> Result<u64> {
         self.check()?;
         let mut heard = self.heard.lock();
         let key = (meeting.group, meeting.round);
@@ -319,7 +319,7 @@ impl Watch {
             }
             self.send(Request::Enter(Box::new(Signature::new(key.0, &meeting.ranks, key.1, call))), &[]);
         }
-        let doing = heard.activity.begin(Waiting::Call(Arc::new(call.clone()), waits.then_some(meeting)));
+        let doing = heard.activity.begin(Waiting::Call(call.clone(), waits.then_some(meeting)));
         if let Some(rank) = heard.activity.deserter() {
             drop(heard);
             let error = self.fail(Cause::Returned { rank });

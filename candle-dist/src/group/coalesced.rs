@@ -42,7 +42,7 @@ impl ProcessGroup {
     pub fn broadcast_coalesced_start(&self, tensors: &[Tensor], root: usize) -> Result<PendingTensors> {
         self.check_rank(Op::Broadcast, root)?;
         let Some((first, rest)) = tensors.split_first() else { return Ok(Self::nothing()) };
-        self.begin_all(Call { peer: Some(root), ..Call::on(Op::Broadcast, first, &[]) }.with_rest(rest), tensors)
+        self.begin_all(self.handed_on(first, root)?.with_rest(rest), tensors)
     }
 
     /// A call of no tensors, for which there is nothing to wait.
@@ -55,7 +55,7 @@ impl ProcessGroup {
     pub fn broadcast_coalesced(&self, tensors: &[Tensor], root: usize) -> Result<Vec<Tensor>> {
         self.check_rank(Op::Broadcast, root)?;
         let Some((first, rest)) = tensors.split_first() else { return Ok(Vec::new()) };
-        self.coalesce(Call { peer: Some(root), ..Call::on(Op::Broadcast, first, &[]) }.with_rest(rest), tensors)
+        self.coalesce(self.handed_on(first, root)?.with_rest(rest), tensors)
     }
 
     /// All ranks' tensors joined along `dim`, each with its counterparts, in one call; shapes must be equal.

@@ -29,8 +29,7 @@ impl ProcessGroup {
     /// Replaces `var` on every rank by the root's; shapes and dtypes must be equal.
     #[track_caller]
     pub fn broadcast_in_place(&self, var: &Var, root: usize) -> Result<()> {
-        self.check_rank(Op::Broadcast, root)?;
-        self.replace(Call { peer: Some(root), ..Call::on(Op::Broadcast, var, &[]) }, var)
+        self.replace(self.handed_on(var, root)?, var)
     }
 
     fn replace(&self, call: Call, var: &Var) -> Result<()> {

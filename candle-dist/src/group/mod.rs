@@ -22,7 +22,7 @@ use crate::{Cause, Error, GroupFailure, Result, comm};
 use candle_core::{DType, Device, Shape, Tensor};
 use posted::Posts;
 use smallvec::smallvec;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// A set of ranks that communicate: cheap to clone, `Send + Sync`, never a global.
@@ -39,15 +39,13 @@ pub struct ProcessGroup {
     backend: Arc<dyn Backend>,
     /// Receives that were started, of all handles on the group.
     posts: Arc<Posts>,
-    /// Carries the messages of monitored barriers, once there was one.
-    monitor: Arc<OnceLock<Arc<dyn Backend>>>,
     /// How long the calls of this handle may wait, if not as long as those of the world.
     timeout: Option<Duration>,
 }
 
 impl ProcessGroup {
     pub(crate) fn new(backend: Arc<dyn Backend>) -> Self {
-        Self { backend, posts: Arc::default(), monitor: Arc::default(), timeout: None }
+        Self { backend, posts: Arc::default(), timeout: None }
     }
 
     /// The engine, for one around it.
@@ -246,8 +244,7 @@ impl ProcessGroup {
     /// The root's tensor, on every rank; all ranks give a tensor of the same shape and dtype.
     #[track_caller]
     pub fn broadcast(&self, tensor: &Tensor, root: usize) -> Result<Tensor> {
-        self.check_rank(Op::Broadcast, root)?;
-        self.collect(Call { peer: Some(root), ..Call::on(Op::Broadcast, tensor, &[]) }, tensor)
+        self.collect(self.handed_on(tensor, root)?, tensor)
     }
 
     /// The reduction of all ranks' tensors on the root, `None` elsewhere.
@@ -427,6 +424,13 @@ impl ProcessGroup {
     fn gathered(&self, tensor: &Tensor, dim: usize, sizes: &[usize], root: usize) -> Result<Call> {
         self.check_rank(Op::Gather, root)?;
         Ok(Call { peer: Some(root), ..self.joined(Op::Gather, tensor, dim, sizes)? })
+    }
+
+    /// The call of a broadcast.
+    #[track_caller]
+    fn handed_on(&self, tensor: &Tensor, root: usize) -> Result<Call> {
+        self.check_rank(Op::Broadcast, root)?;
+        Ok(Call { peer: Some(root), ..Call::on(Op::Broadcast, tensor, &[]) })
     }
 
     /// The call of a reduction to the root.

@@ -170,14 +170,22 @@ impl ProcessGroup {
     }
 
     /// What is known of the oldest message with `tag` that is here and not received, from rank `from` or from any rank;
-    /// `None` if there is none now.
+    /// `None` if there is none now. Receives that were started take their messages first.
     ///
     /// # Errors
     /// Also where the engine cannot tell.
     #[track_caller]
     pub fn probe(&self, from: Option<usize>, tag: u32) -> Result<Option<Envelope>> {
         from.map_or(Ok(()), |from| self.check_peer(Op::Recv, from))?;
-        self.engine().probe(&Call { peer: from, tag, ..Call::new(Op::Recv) })
+        let call = Call { peer: from, tag, ..Call::new(Op::Recv) };
+        loop {
+            let found = self.engine().probe(&call)?;
+            match &found {
+                // It is one of those, or stands behind one.
+                Some(Envelope { from, .. }) if self.take_awaited((*from, tag))? => {}
+                _ => return Ok(found),
+            }
+        }
     }
 
     /// Sends and receives several messages at once and returns what was received, in the order of the list.

@@ -141,6 +141,11 @@ impl ProcessGroup {
         Ok(())
     }
 
+    /// Receives what has come for the first receive of a queue; false if no receive waits there.
+    pub(super) fn take_awaited(&self, address: Address) -> Result<bool> {
+        Ok(!self.posts.is_empty() && self.take_first(&mut self.posts.queues.lock(), address)?)
+    }
+
     /// Receives the message of the first receive of a queue, if it is here.
     fn take_first(&self, queues: &mut MutexGuard<'_, Queues>, address: Address) -> Result<bool> {
         let Some(first) = queues.get(&address).and_then(|queue| queue.front().cloned()) else { return Ok(false) };

@@ -71,8 +71,7 @@ impl ProcessGroup {
     /// Starts a [`broadcast`](Self::broadcast).
     #[track_caller]
     pub fn broadcast_start(&self, tensor: &Tensor, root: usize) -> Result<Pending> {
-        self.check_rank(Op::Broadcast, root)?;
-        self.begin(Call { peer: Some(root), ..Call::on(Op::Broadcast, tensor, &[]) }, tensor)
+        self.begin(self.handed_on(tensor, root)?, tensor)
     }
 
     /// Starts a [`reduce`](Self::reduce), whose result only the root gets.

@@ -413,6 +413,35 @@ fn a_monitored_barrier_lets_all_pass_or_names_all_who_are_missing() {
 }
 
 #[test]
+fn monitored_barriers_of_two_groups_on_two_threads_do_not_meet_each_other() {
+    // Two groups of the same members; the ranks come to them in opposite orders.
+    let late = AtomicUsize::new(0);
+    World::local(2)
+        .run(|ctx| -> Result<()> {
+            let groups = [ctx.group().subgroup(&[0, 1])?, ctx.group().subgroup(&[0, 1])?];
+            ctx.group().barrier()?;
+            let (late, rank) = (&late, ctx.rank());
+            std::thread::scope(|scope| {
+                let come = |nth: usize| {
+                    let group = &groups[nth];
+                    move || -> Result<()> {
+                        if nth != rank {
+                            std::thread::sleep(Duration::from_millis(300));
+                            late.fetch_add(1 << (8 * nth), Ordering::SeqCst);
+                        }
+                        group.monitored_barrier(Duration::from_secs(20))?;
+                        assert!(late.load(Ordering::SeqCst) >> (8 * nth) & 0xff > 0, "before the other rank came");
+                        Ok(())
+                    }
+                };
+                let threads = [0, 1].map(|nth| scope.spawn(come(nth)));
+                threads.into_iter().try_for_each(|thread| thread.join().unwrap())
+            })
+        })
+        .unwrap();
+}
+
+#[test]
 fn a_monitored_barrier_waits_as_long_as_it_says_whatever_the_timeouts_of_calls() {
     World::local(3)
         .timeout(Duration::from_millis(100))

@@ -248,6 +248,11 @@ impl Backend for LocalBackend {
         true
     }
 
+    fn monitored_barrier(&self, call: Call, timeout: Duration) -> Result<()> {
+        let round = self.enter(call, Tensors::new())?;
+        self.group.monitor(self.rank, &round, timeout)
+    }
+
     fn recv(&self, call: Call) -> Result<Tensor> {
         self.group.recv(self.rank, call)
     }

@@ -15,7 +15,7 @@ use crate::backend::{Call, Tensors};
 use crate::{Cause, Error, Result};
 use candle_core::{DeviceLocation, Tensor};
 use crossbeam_utils::CachePadded;
-use parking_lot::{Mutex, RwLock, RwLockReadGuard};
+use parking_lot::{Mutex, MutexGuard, RwLock, RwLockReadGuard};
 use smallvec::SmallVec;
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -26,6 +26,9 @@ use std::time::{Duration, Instant};
 const TICK: Duration = Duration::from_millis(100);
 /// How long nobody may make progress before a world counts as deadlocked.
 const GRACE: Duration = Duration::from_millis(400);
+
+/// How often to look for the open rounds before the core is given away.
+const LOOKS: usize = 200;
 
 /// One group of ranks: its open rounds and its mailboxes.
 pub(super) struct GroupState {
@@ -59,6 +62,8 @@ struct Offer {
     call: Arc<Call>,
     /// Cleared by its owner once all have left, so that a tensor is freed where it was made.
     tensors: RwLock<Tensors>,
+    /// There are some, which others read.
+    gives: bool,
     /// The memory that the owner writes its results to, if they go to given memory.
     writes: SmallVec<[usize; 1]>,
 }
@@ -123,6 +128,18 @@ impl GroupState {
         self.event.notify();
     }
 
+    /// The open rounds. They are never locked for long, and members often come for them at the same moment: to look again is
+    /// then shorter than to give the core away, which the lock itself does.
+    fn open_rounds(&self) -> MutexGuard<'_, VecDeque<Arc<Round>>> {
+        for _ in 0..if self.world.crowded() { 0 } else { LOOKS } {
+            if let Some(rounds) = self.rounds.try_lock() {
+                return rounds;
+            }
+            std::hint::spin_loop();
+        }
+        self.rounds.lock()
+    }
+
     /// Puts member `me`'s offer into its round `number`, without waiting.
     ///
     /// `outputs` is where its results will be written, if not to new memory.
@@ -139,7 +156,7 @@ impl GroupState {
         let writes = outputs.iter().map(address).collect();
         self.world.begin(self.ranks[me], call.clone());
         let round = {
-            let mut rounds = self.rounds.lock();
+            let mut rounds = self.open_rounds();
             match rounds.iter().find(|round| round.number == number) {
                 Some(round) => round.clone(),
                 None => {
@@ -150,7 +167,8 @@ impl GroupState {
             }
         };
         // A member starts each of its rounds once.
-        let _ = round.members[me].offer.set(Offer { call, tensors: RwLock::new(tensors), writes });
+        let gives = !tensors.is_empty();
+        let _ = round.members[me].offer.set(Offer { call, tensors: RwLock::new(tensors), gives, writes });
         round.entered.fetch_add(1, Ordering::AcqRel);
         self.event.notify();
         Ok(round)
@@ -190,12 +208,22 @@ impl GroupState {
             .and_then(|()| read(&mine.call, &offers));
         drop(offers);
         self.leave(me, round);
-        if linger {
+        if linger && mine.gives {
             self.wait(me, timeout, || round.is_over(), || On::Left(round.clone()))?;
             mine.tensors.write().clear();
         }
         self.world.complete(self.ranks[me]);
         result
+    }
+
+    /// Waits until all members have entered a round that `me` has started; after `timeout` the world stops over those who
+    /// have not.
+    pub(super) fn monitor(self: &Arc<Self>, me: usize, round: &Arc<Round>, timeout: Duration) -> Result<()> {
+        self.wait(me, Some(timeout), || round.is_complete(), || On::Monitored(round.clone()))?;
+        let agreed = self.agreed(round).map(drop);
+        self.leave(me, round);
+        self.world.complete(self.ranks[me]);
+        agreed
     }
 
     /// Says that member `me` has done with a round.
@@ -204,7 +232,7 @@ impl GroupState {
             return; // a call that failed after it left
         }
         if round.left.fetch_add(1, Ordering::AcqRel) + 1 == self.ranks.len() {
-            self.rounds.lock().retain(|open| open.number != round.number);
+            self.open_rounds().retain(|open| open.number != round.number);
         }
         self.event.notify();
     }
@@ -244,7 +272,7 @@ impl GroupState {
 
     pub(super) fn is_ready(&self, on: &On) -> bool {
         match on {
-            On::Entered(round) => round.is_complete(),
+            On::Entered(round) | On::Monitored(round) => round.is_complete(),
             On::Left(round) => round.is_over(),
             On::Message { from, to, tag } => self.has_mail(&(*from, *to, *tag)),
             On::AnyMessage { to, tag } => self.has_any_mail(*to, *tag),
@@ -255,7 +283,7 @@ impl GroupState {
     /// Whether the condition lacks something that only this member can bring.
     fn awaits(&self, on: &On, member: usize) -> bool {
         match on {
-            On::Entered(round) => round.members[member].offer.get().is_none(),
+            On::Entered(round) | On::Monitored(round) => round.members[member].offer.get().is_none(),
             On::Left(round) => !round.members[member].has_left.load(Ordering::Acquire),
             On::Message { from, .. } => *from == member && !self.is_ready(on),
             On::Room { to, .. } => *to == member && !self.is_ready(on),
@@ -322,7 +350,13 @@ impl GroupState {
             return Some(Cause::Returned { rank });
         }
         if waited >= timeout {
-            return Some(Cause::TimedOut { rank: self.ranks[me], after: timeout });
+            let On::Monitored(_) = on else {
+                return Some(Cause::TimedOut { rank: self.ranks[me], after: timeout });
+            };
+            let missing = (0..self.ranks.len()).filter(|&member| self.awaits(on, member));
+            let ranks: Vec<usize> = missing.map(|member| self.ranks[member]).collect();
+            // The last one may have come at this very moment.
+            return (!ranks.is_empty()).then_some(Cause::Missing { ranks, after: timeout });
         }
         (waited >= GRACE && self.world.is_stuck()).then_some(Cause::Deadlock)
     }

@@ -46,6 +46,8 @@ pub(super) struct Wait {
 pub(super) enum On {
     /// All members entered this round.
     Entered(Arc<Round>),
+    /// The same, and those who are missing are to be named.
+    Monitored(Arc<Round>),
     /// All members have read what they need of this round.
     Left(Arc<Round>),
     /// A message is there.

@@ -46,7 +46,8 @@ const POLL: Duration = Duration::from_micros(100);
 /// First with the core held, which costs least if the peer is close; then giving way in between, so that a peer that
 /// shares this core gets on. Where ranks outnumber cores (`crowded`) it is likely to share it.
 pub(super) fn poll(crowded: bool, ready: impl Fn() -> bool) -> bool {
-    let spins = if crowded { 30 } else { 100 };
+    // A core that is given away comes back after about a microsecond: more than most small calls take.
+    let spins = if crowded { 30 } else { 1000 };
     for _ in 0..spins {
         if ready() {
             return true;

@@ -2,14 +2,14 @@
 //!
 //! Whoever waits lets MPI go on, for all threads of the process; a thread in the background does so while nobody waits,
 //! so that what was started goes on while the program computes.
-use super::Sums;
 use super::header::{Body, Header, Signature, Slot};
-use super::mail::{Letter, Mail};
+use super::known::Known;
 use super::operation::{Circle, Given, Operation};
 use super::patience::Patience;
 use super::room::Room;
+use super::state::{Open, State, Ticket, Wanted};
 use super::transfer::Held;
-use super::wire::Wire;
+use super::wire::{Arrived, Wire};
 use super::work::bytes_of;
 use crate::backend::{Call, Fresh, Results};
 use crate::control::{Control, Entered};
@@ -17,7 +17,6 @@ use crate::{Cause, Error, Result};
 use candle_core::{Shape, Tensor};
 use parking_lot::Mutex;
 use smallvec::SmallVec;
-use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -27,120 +26,25 @@ pub(super) struct Engine {
     state: Mutex<State>,
     /// Threads that wait, and so call MPI again and again.
     waiting: AtomicUsize,
+    /// How often a thread has begun to wait.
+    waits: AtomicUsize,
+    /// How often it had when the thread in the background looked last.
+    waits_seen: AtomicUsize,
     /// More processes than cores on this host.
     crowded: bool,
-    sums: Sums,
-}
-
-struct State {
-    /// This rank of the world.
-    me: usize,
-    /// `None` after the end.
-    wire: Option<Wire>,
-    mail: Mail,
-    /// Collectives that are not done, or whose results nobody has taken: by group and number.
-    open: HashMap<(u64, u64), Open>,
-    /// The groups of this rank.
-    groups: HashMap<u64, Group>,
-}
-
-/// How many of a group's last calls are kept, to name what differs in a message that comes late.
-const RECENT: usize = 64;
-
-/// What is known of a group.
-#[derive(Default)]
-struct Group {
-    /// The number of its next collective.
-    next: u64,
-    /// Calls before it, by number.
-    recent: VecDeque<(u64, Signature)>,
-}
-
-/// A collective that was started.
-struct Open {
-    operation: Operation,
-    done: bool,
-    /// Nobody wants the results; the other members need this one to go on.
-    given_up: bool,
-}
-
-/// Names a collective that was started: its group and number.
-pub(super) type Ticket = (u64, u64);
-
-impl State {
-    /// The wire and the mail, until the end.
-    fn wired(&mut self) -> Result<(&mut Wire, &mut Mail), Cause> {
-        let Self { me, wire, mail, .. } = self;
-        wire.as_mut().map(|wire| (wire, mail)).ok_or(Cause::Returned { rank: *me })
-    }
-
-    /// Lets MPI go on, and every collective that can; tells whether anything moved.
-    fn turn(&mut self) -> Result<bool, Cause> {
-        let Some(wire) = &mut self.wire else { return Ok(false) };
-        let me = self.me;
-        let failed = |error: &dyn ToString| Cause::Failed { rank: me, message: error.to_string() };
-        let mut moved = wire.poll().map_err(|error| failed(&error))?;
-        while let Some((came, room)) = wire.next().map_err(|error| failed(&error))? {
-            let header = Header::decode(&room[..came.len]).ok_or_else(|| failed(&"a message without a header"))?;
-            let data = &room[super::header::HEADER_BYTES..came.len];
-            match header.slot {
-                Slot::Round { number, .. } => match self.open.get_mut(&(header.group, number)) {
-                    Some(open) if !open.done => open.operation.take(came.from, &header, data)?,
-                    _ if self.groups.get(&header.group).is_some_and(|group| number < group.next) => {
-                        return Err(self.groups[&header.group].late(me, came.from, number, &header.signature));
-                    }
-                    _ => self.mail.put(Letter { from: came.from, header, data: data.to_vec() }),
-                },
-                Slot::Tag(_) => self.mail.put(Letter { from: came.from, header, data: data.to_vec() }),
-            }
-            wire.listen(room).map_err(|error| failed(&error))?;
-            moved = true;
-        }
-        let mut ended = false;
-        for open in self.open.values_mut().filter(|open| !open.done) {
-            open.done = open.operation.advance(wire)?;
-            moved |= open.done;
-            ended |= open.done && open.given_up;
-        }
-        if ended {
-            self.open.retain(|_, open| !(open.done && open.given_up));
-        }
-        Ok(moved)
-    }
-
-    /// Whether others may wait for something that this process has yet to do.
-    fn is_busy(&self) -> bool {
-        self.wire.as_ref().is_some_and(Wire::is_sending) || self.open.values().any(|open| !open.done)
-    }
-}
-
-impl Group {
-    /// What a message of a collective means that is done here: its sender has made another call.
-    fn late(&self, me: usize, from: usize, number: u64, theirs: &Signature) -> Cause {
-        let mine = self.recent.iter().find(|(nth, _)| *nth == number).map(|(_, mine)| mine);
-        let what = mine.and_then(|mine| mine.difference(theirs)).unwrap_or("call");
-        Cause::Mismatch { rank: me.max(from), reference: me.min(from), what }
-    }
-
-    fn enter(&mut self, number: u64, signature: Signature) {
-        self.next = number + 1;
-        if self.recent.len() == RECENT {
-            self.recent.pop_front();
-        }
-        self.recent.push_back((number, signature));
-    }
 }
 
 impl Engine {
-    pub(super) fn new(control: Arc<Control>, wire: Wire, crowded: bool, sums: Sums) -> Self {
-        let state = State {
-            me: control.rank(),
-            wire: Some(wire),
-            mail: Mail::default(),
-            open: HashMap::new(),
-            groups: HashMap::new(),
-        };
-        Self { control, state: Mutex::new(state), waiting: AtomicUsize::new(0), crowded, sums }
+    pub(super) fn new(control: Arc<Control>, wire: Wire, crowded: bool) -> Self {
+        let state = State::new(&control, wire);
+        Self {
+            control,
+            state: Mutex::new(state),
+            waiting: AtomicUsize::new(0),
+            waits: AtomicUsize::new(0),
+            waits_seen: AtomicUsize::new(0),
+            crowded,
+        }
     }
 
     pub(super) fn control(&self) -> &Arc<Control> {
@@ -158,21 +62,26 @@ impl Engine {
         changed.map_err(|cause| self.control.fail(cause))
     }
 
-    /// Waits until `look` finds something.
-    fn until<R>(&self, mut look: impl FnMut(&mut State) -> Result<Option<R>, Cause>) -> Result<R> {
+    /// Waits until `look` finds something; it is given the message that is wanted.
+    fn until<R>(
+        &self,
+        wanted: Option<Wanted>,
+        mut look: impl FnMut(&mut State, Option<Arrived>) -> Result<Option<R>, Cause>,
+    ) -> Result<R> {
         let _waiting = Waiting::new(&self.waiting);
+        self.waits.fetch_add(1, Ordering::Relaxed);
         let (me, timeout) = (self.control.rank(), self.control.timeout());
         let mut patience = Patience::new(self.crowded);
         loop {
             self.check()?;
             let found = self.with(|state| {
-                state.turn()?;
-                look(state)
+                let (_, letter) = state.turn(wanted)?;
+                look(state, letter)
             })?;
             if let Some(found) = found {
                 return Ok(found);
             }
-            if patience.waited() >= timeout {
+            if patience.is_over(timeout) {
                 return Err(self.control.fail(Cause::TimedOut { rank: me, after: timeout }));
             }
             patience.pause();
@@ -184,13 +93,13 @@ impl Engine {
         &self,
         circle: &Arc<Circle>,
         number: u64,
-        call: Call,
+        known: Arc<Known>,
         given: SmallVec<[Given; 1]>,
     ) -> Result<Ticket> {
         self.check()?;
         self.with(|state| {
             let wired = state.wired()?;
-            let mut operation = Operation::start(circle, number, call, given, wired, self.sums)?;
+            let mut operation = Operation::start(circle, number, known, given, wired)?;
             let done = operation.advance(state.wired()?.0)?;
             state.groups.entry(circle.id).or_default().enter(number, operation.signature());
             state.open.insert((circle.id, number), Open { operation, done, given_up: false });
@@ -202,14 +111,14 @@ impl Engine {
     pub(super) fn is_ready(&self, ticket: Ticket) -> Result<bool> {
         self.check()?;
         self.with(|state| {
-            state.turn()?;
+            state.turn(None)?;
             Ok(state.open.get(&ticket).is_none_or(|open| open.done))
         })
     }
 
     /// Waits for the results of a collective.
     pub(super) fn finish(&self, ticket: Ticket) -> Result<Results> {
-        self.until(|state| match state.open.get(&ticket) {
+        self.until(Some(Wanted::Collective(ticket)), |state, _| match state.open.get(&ticket) {
             Some(open) if !open.done => Ok(None),
             _ => {
                 let Some(mut open) = state.open.remove(&ticket) else { return Ok(Some(Results::new())) };
@@ -260,22 +169,31 @@ impl Engine {
         let _entered = self.enter_message(circle, from, circle.me, call)?;
         let (sender, mine) = (circle.ranks[from], Signature::of_message(call));
         let shape = Shape::from(call.shape.as_slice());
-        let mut coming: Option<Held> = None;
-        let room = self.until(|state| {
-            let held = match &mut coming {
-                Some(held) => held,
-                None => {
-                    let Some(letter) = state.mail.take_message(circle.id, sender, call.tag) else { return Ok(None) };
-                    if let Some(what) = letter.header.signature.difference(&mine) {
-                        return Err(Cause::Mismatch { rank: circle.my_rank(), reference: sender, what });
-                    }
-                    let wire = state.wired()?.0;
-                    coming.insert(receive(letter, shape.elem_count(), wire).map_err(|error| circle.failed(error))?)
-                }
+        let address = (circle.id, sender, call.tag);
+        let mut held = self.until(Some(Wanted::Message(address)), |state, arrived| {
+            let State { wire, mail, .. } = state;
+            let wire = wire.as_mut().ok_or(Cause::Returned { rank: state.me })?;
+            let kept = if arrived.is_none() { mail.take_message(address) } else { None };
+            let (header, data) = match (&arrived, &kept) {
+                (Some(arrived), _) => (&arrived.header, arrived.data()),
+                (None, Some(kept)) => (&kept.header, &kept.data[..]),
+                (None, None) => return Ok(None),
             };
-            let done = held.poll(state.wired()?.0.comm()).map_err(|error| circle.failed(error))?;
-            Ok(if done { held.result.take() } else { None })
+            if let Some(what) = header.signature.difference(&mine) {
+                return Err(Cause::Mismatch { rank: circle.my_rank(), reference: sender, what });
+            }
+            let held = receive(sender, header, data, shape.elem_count(), wire).map_err(|error| circle.failed(error))?;
+            let put_back = arrived.map_or(Ok(()), |arrived| wire.put_back(arrived));
+            put_back.map_err(|error| circle.failed(error))?;
+            Ok(Some(held))
         })?;
+        if !held.incoming.is_empty() {
+            self.until(None, |state, _| {
+                let done = held.poll(state.wired()?.0.comm()).map_err(|error| circle.failed(error))?;
+                Ok(done.then_some(()))
+            })?;
+        }
+        let room = held.result.take().ok_or_else(|| Error::Unsupported("a message without data".into()))?;
         // SAFETY: MPI, or `receive`, has written all elements, and is done with them.
         let storage = unsafe { room.filled()? };
         Ok(Fresh::host(storage, shape).into_tensor())
@@ -290,10 +208,13 @@ impl Engine {
 
     /// Lets MPI go on if nobody else does; tells whether to look again soon.
     pub(super) fn tend(&self) -> Result<bool> {
-        if self.waiting.load(Ordering::Relaxed) > 0 {
+        // Where calls follow one another they are enough, and this thread would take the lock from them.
+        let waits = self.waits.load(Ordering::Relaxed);
+        let waited = self.waits_seen.swap(waits, Ordering::Relaxed) != waits;
+        if waited || self.waiting.load(Ordering::Relaxed) > 0 {
             return Ok(false);
         }
-        self.with(|state| Ok(state.turn()? || state.is_busy()))
+        self.with(|state| Ok(state.turn(None)?.0 || state.is_busy()))
     }
 
     /// Whether others may wait for something that this process has yet to do.
@@ -316,8 +237,13 @@ impl Drop for Engine {
 }
 
 /// Begins to take in a message of `len` elements.
-fn receive(letter: Letter, len: usize, wire: &mut Wire) -> Result<Held, Box<dyn std::error::Error>> {
-    let Letter { from, header, data } = letter;
+fn receive(
+    from: usize,
+    header: &Header,
+    data: &[u8],
+    len: usize,
+    wire: &mut Wire,
+) -> Result<Held, Box<dyn std::error::Error>> {
     if header.len != len {
         return Err(format!("rank {from} sent {} elements for {len}", header.len).into());
     }
@@ -327,7 +253,7 @@ fn receive(letter: Letter, len: usize, wire: &mut Wire) -> Result<Held, Box<dyn 
     match header.body {
         // SAFETY: the room has the bytes that the header tells; the held one keeps it until the transfer is done, or leaves
         // it to MPI.
-        Body::Follows(_) => held.incoming.push(unsafe { wire.receive(from, &header, address)? }),
+        Body::Follows(_) => held.incoming.push(unsafe { wire.receive(from, header, address)? }),
         // SAFETY: the room is as large as the data.
         _ if data.len() == header.bytes() => unsafe { address.copy_from_nonoverlapping(data.as_ptr(), data.len()) },
         _ => return Err(format!("rank {from} sent {} bytes for {}", data.len(), header.bytes()).into()),

@@ -8,6 +8,8 @@ use std::hash::{Hash, Hasher};
 const WORDS: usize = 5 + ITEMS.len() / 2;
 /// The bytes of an encoded header.
 pub(super) const HEADER_BYTES: usize = WORDS * size_of::<u64>();
+/// The most bytes of data that go with their header, as one message.
+pub(super) const LETTER: usize = 32 << 10;
 /// Takes the place of a round's number in a message from one rank to another.
 const NO_ROUND: u64 = u64::MAX;
 
@@ -52,19 +54,28 @@ const ITEMS: [(&str, Item); 10] = [
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Signature([u32; ITEMS.len()]);
 
+/// The places of two items.
+const OP: usize = 0;
+const ROOT: usize = 5;
+
+fn hashed(item: impl FnOnce(&mut FxHasher)) -> u32 {
+    let mut hasher = FxHasher::default();
+    item(&mut hasher);
+    let hash = hasher.finish();
+    (hash ^ (hash >> 32)) as u32
+}
+
 impl Signature {
     pub(super) fn of(call: &Call) -> Self {
-        Self(ITEMS.map(|(_, item)| {
-            let mut hasher = FxHasher::default();
-            item(call, &mut hasher);
-            let hash = hasher.finish();
-            (hash ^ (hash >> 32)) as u32
-        }))
+        Self(ITEMS.map(|(_, item)| hashed(|hasher| item(call, hasher))))
     }
 
-    /// Of a message: a send and its receive are two halves of one call.
+    /// Of a message: a send and its receive are two halves of one call, and each names the other side.
     pub(super) fn of_message(call: &Call) -> Self {
-        Self::of(&Call { op: Op::Send, peer: None, ..call.clone() })
+        let mut signature = Self::of(call);
+        signature.0[OP] = hashed(|hasher| Op::Send.hash(hasher));
+        signature.0[ROOT] = hashed(|hasher| None::<usize>.hash(hasher));
+        signature
     }
 
     /// What differs, if something does.

@@ -43,7 +43,7 @@ impl Keeper {
             .spawn(move || {
                 let ours = settings.comm.is_none();
                 let engine = match connect(&control, settings) {
-                    Ok(wire) => Arc::new(Engine::new(control, wire, crowded, settings.sums)),
+                    Ok(wire) => Arc::new(Engine::new(control, wire, crowded)),
                     // MPI stays as it is: its end would wait for the other ranks, who may never end theirs.
                     Err(error) => return drop(started.send(Err(error))),
                 };

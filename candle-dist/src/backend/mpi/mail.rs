@@ -1,7 +1,8 @@
 //! Messages that have come and that nobody has taken.
 use super::header::{Header, Slot};
+use rustc_hash::FxHashMap;
+use std::collections::VecDeque;
 use std::collections::hash_map::Entry;
-use std::collections::{HashMap, VecDeque};
 
 /// One message: its header, and its data if that came along.
 #[derive(Debug)]
@@ -12,13 +13,16 @@ pub(super) struct Letter {
     pub(super) data: Vec<u8>,
 }
 
+/// Where a message from one rank to another goes: group, sender as a rank of the world, and tag.
+pub(super) type Address = (u64, usize, u32);
+
 /// The messages, the oldest of each place first; no queue is empty.
 #[derive(Debug, Default)]
 pub(super) struct Mail {
     /// Of collectives that this rank has not entered: by group and number.
-    rounds: HashMap<(u64, u64), Vec<Letter>>,
-    /// From one rank to another: by group, sender and tag.
-    messages: HashMap<(u64, usize, u32), VecDeque<Letter>>,
+    rounds: FxHashMap<(u64, u64), Vec<Letter>>,
+    /// From one rank to another.
+    messages: FxHashMap<Address, VecDeque<Letter>>,
 }
 
 impl Mail {
@@ -32,12 +36,20 @@ impl Mail {
 
     /// All that has come of a collective.
     pub(super) fn take_round(&mut self, group: u64, number: u64) -> Vec<Letter> {
-        self.rounds.remove(&(group, number)).unwrap_or_default()
+        match self.rounds.is_empty() {
+            true => Vec::new(),
+            false => self.rounds.remove(&(group, number)).unwrap_or_default(),
+        }
     }
 
-    /// The oldest message of that group, sender and tag, if there is one.
-    pub(super) fn take_message(&mut self, group: u64, from: usize, tag: u32) -> Option<Letter> {
-        let Entry::Occupied(mut queue) = self.messages.entry((group, from, tag)) else { return None };
+    /// Whether there is a message at `address`.
+    pub(super) fn has_message(&self, address: Address) -> bool {
+        self.messages.contains_key(&address)
+    }
+
+    /// The oldest message at `address`, if there is one.
+    pub(super) fn take_message(&mut self, address: Address) -> Option<Letter> {
+        let Entry::Occupied(mut queue) = self.messages.entry(address) else { return None };
         let letter = queue.get_mut().pop_front();
         if queue.get().is_empty() {
             queue.remove();

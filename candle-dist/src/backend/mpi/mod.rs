@@ -11,21 +11,26 @@ mod agree;
 mod engine;
 mod header;
 mod keeper;
+mod known;
 mod mail;
 mod native;
 mod operation;
+mod part;
 mod patience;
 mod plan;
 #[cfg(test)]
 mod plan_tests;
 mod room;
 mod shapes;
+mod state;
+mod sums;
 mod transfer;
 mod ways;
 mod wire;
 mod work;
 
 pub use native::Comm;
+pub use sums::Sums;
 
 use super::guards::Guards;
 use super::{Backend, Call, Results, Tensors, Unfinished, overwrite};
@@ -33,11 +38,13 @@ use crate::control::Control;
 use crate::launch::LaunchInfo;
 use crate::{Cause, Error, GroupFailure, Result};
 use candle_core::{DeviceLocation, Tensor};
-use engine::{Engine, Ticket};
+use engine::Engine;
 use keeper::Keeper;
+use known::{Calls, Known};
 use operation::{Circle, Given};
 use parking_lot::Mutex;
 use smallvec::{SmallVec, smallvec};
+use state::Ticket;
 use std::sync::Arc;
 use std::time::Duration;
 use wire::MOST_BYTES;
@@ -47,18 +54,6 @@ use wire::MOST_BYTES;
 /// MPI can be started once in a process.
 pub fn start(info: &LaunchInfo, control: &Arc<Control>) -> Result<Arc<dyn Backend>> {
     Settings::default().start(info, control)
-}
-
-/// In which order the elements of ranks are added up.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-#[non_exhaustive]
-pub enum Sums {
-    /// In rank order, bit for bit as on threads.
-    #[default]
-    RankOrder,
-    /// In any order that is alike on all ranks and from run to run, where that is faster: 16-bit floats may be rounded
-    /// after each addition.
-    Any,
 }
 
 /// What a program wants otherwise than it is by default; alike on all ranks.
@@ -76,9 +71,6 @@ pub struct Settings {
 
 /// The fewest bytes that messages may be limited to: each costs a request.
 const LEAST_BYTES: usize = 1 << 12;
-
-/// The most bytes of data that go with their header, as one message.
-const LETTER: usize = 32 << 10;
 
 impl Default for Settings {
     fn default() -> Self {
@@ -99,7 +91,7 @@ impl Settings {
         }
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let keeper = Keeper::start(control.clone(), info.local_size > cores, self)?;
-        let shared = Arc::new(Shared { keeper });
+        let shared = Arc::new(Shared { keeper, sums: self.sums });
         Ok(Arc::new(MpiBackend::join(&shared, (0..control.size()).collect(), control.rank())))
     }
 
@@ -114,14 +106,30 @@ impl Settings {
 /// What the groups of one process have in common.
 struct Shared {
     keeper: Keeper,
+    sums: Sums,
 }
 
 /// One rank's handle on a group of processes.
 struct MpiBackend {
     shared: Arc<Shared>,
     circle: Arc<Circle>,
-    /// The number of collectives started.
-    turn: Mutex<u64>,
+    turn: Mutex<Turn>,
+}
+
+/// Where a group's member is.
+#[derive(Default)]
+struct Turn {
+    /// The number of its next collective.
+    number: u64,
+    calls: Calls,
+}
+
+impl Turn {
+    /// The number of a collective that is made now.
+    fn next(&mut self) -> u64 {
+        self.number += 1;
+        self.number - 1
+    }
 }
 
 impl std::fmt::Debug for MpiBackend {
@@ -155,16 +163,30 @@ impl MpiBackend {
     fn enter<R>(&self, call: Call, given: Inputs, then: impl FnOnce(Started) -> Result<R>) -> Result<R> {
         // Numbers are given in the order of calls, and the call is made before the next one gets its number.
         let mut turn = self.turn.lock();
-        let number = *turn;
-        *turn += 1;
-        let entered = self.control().enter(self.circle.id, &self.circle.ranks, number, &call)?;
+        let number = turn.next();
         let on_host = call.device == DeviceLocation::Cpu;
         let given = given.and_then(|given| if on_host { Ok(given) } else { Err(call.device) });
+        let known = given.as_ref().ok().and_then(|given| turn.calls.find(&call, given));
+        let call = match &known {
+            Some(known) if known.is_same(&call) => known.call.clone(),
+            _ => Arc::new(call),
+        };
+        let (circle, engine) = (&self.circle, self.engine());
+        let entered = engine.control().enter_shared(circle.id, &circle.ranks, number, &call)?;
         let given = given.map_err(|device| self.not_on_host(&call, device))?;
-        let ticket = self.engine().start(&self.circle, number, call.clone(), given)?;
+        let known = match known {
+            Some(known) => known,
+            None => {
+                let made = Known::new(call.clone(), circle.member(), &given, self.shared.sums).map(Arc::new);
+                let made = made.map_err(|error| engine.control().fail(circle.failed(error)))?;
+                turn.calls.keep(&made);
+                made
+            }
+        };
+        let ticket = engine.start(circle, number, known, given)?;
         drop(turn);
-        let engine = self.engine().clone();
-        let made = then(Started { engine, circle: self.circle.clone(), number, call, ticket: Some(ticket) });
+        let (engine, circle) = (engine.clone(), circle.clone());
+        let made = then(Started { engine, circle, number, call, ticket: Some(ticket) });
         drop(entered);
         made
     }
@@ -189,7 +211,7 @@ struct Started {
     engine: Arc<Engine>,
     circle: Arc<Circle>,
     number: u64,
-    call: Call,
+    call: Arc<Call>,
     /// `None` once it is finished.
     ticket: Option<Ticket>,
 }
@@ -208,7 +230,7 @@ impl Unfinished for Started {
     fn finish(self: Box<Self>) -> Result<Results> {
         let engine = self.engine.clone();
         let circle = self.circle.clone();
-        let _entered = engine.control().enter(circle.id, &circle.ranks, self.number, &self.call)?;
+        let _entered = engine.control().enter_shared(circle.id, &circle.ranks, self.number, &self.call)?;
         self.results()
     }
 }
@@ -273,14 +295,10 @@ impl Backend for MpiBackend {
         self.engine().receive(&self.circle, &call)
     }
 
-    fn monitored_barrier(&self, call: &Call, timeout: Duration) -> Option<Result<()>> {
-        let number = {
-            let mut turn = self.turn.lock();
-            *turn += 1;
-            *turn - 1
-        };
+    fn monitored_barrier(&self, call: Call, timeout: Duration) -> Result<()> {
+        let number = self.turn.lock().next();
         let (control, circle) = (self.control(), &self.circle);
-        Some(control.enter_monitored(circle.id, &circle.ranks, number, call, timeout).map(drop))
+        control.enter_monitored(circle.id, &circle.ranks, number, &call, timeout).map(drop)
     }
 
     fn stop(&self, cause: Cause) {

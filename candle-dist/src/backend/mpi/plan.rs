@@ -14,8 +14,9 @@
 //! | reduce | binomial tree to the root, which reduces in rank order | pieces exchanged, reduced, and gathered by the root |
 //! | gather, scatter | binomial tree | to or from the root directly |
 //! | barrier | dissemination | |
+use super::header::LETTER;
 use super::shapes::{Cut, Rows, cut, inner, join};
-use super::{LETTER, Sums};
+use super::sums::Sums;
 use crate::backend::{Call, Form, Op, ReduceOp};
 use crate::{Error, Result};
 use smallvec::{SmallVec, smallvec};

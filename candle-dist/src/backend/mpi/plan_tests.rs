@@ -1,9 +1,10 @@
 //! The plans of all members, played against each other: every result is right, every place is written once before it is
 //! read, and no more is sent than there should be.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
+use super::header::LETTER;
 use super::plan::{Buffer, Member, Move, Place, Plan, Work, plan};
 use super::shapes::Rows;
-use super::{LETTER, Sums};
+use super::sums::Sums;
 use crate::ReduceOp;
 use crate::backend::{Call, Dims, Form, Op};
 use candle_core::{DType, Device, Tensor};
@@ -143,6 +144,8 @@ fn play(mut players: Vec<Player>, combine: Combine) -> Vec<Player> {
 struct Played {
     results: Vec<Option<Vec<i64>>>,
     messages: usize,
+    /// With the headers that only show a call.
+    letters: usize,
     sent: usize,
 }
 
@@ -156,6 +159,11 @@ fn made(call: &Call, inputs: &[Option<Tensor>], sums: Sums, combine: Combine) ->
     });
     let players = play(players.collect(), combine);
     let messages = players.iter().map(|player| player.messages).max().unwrap();
+    let letters = players.iter().enumerate().map(|(rank, player)| {
+        let shows_itself = !player.plan.sends_to(Member { rank, size }.after(1));
+        player.messages + usize::from(shows_itself)
+    });
+    let letters = letters.max().unwrap();
     let sent = players.iter().map(|player| player.sent).max().unwrap();
     let result = |player: Player| {
         player.plan.result.map(|_| {
@@ -163,7 +171,7 @@ fn made(call: &Call, inputs: &[Option<Tensor>], sums: Sums, combine: Combine) ->
             values.map(|value| value.expect("every element of the result is written")).collect()
         })
     };
-    Played { results: players.into_iter().map(result).collect(), messages, sent }
+    Played { results: players.into_iter().map(result).collect(), messages, letters, sent }
 }
 
 /// Values that tell members and places apart.
@@ -381,7 +389,9 @@ fn small_collectives_cost_log_n_messages() {
             };
             let inputs: Vec<_> = (0..n).map(give).collect();
             let played = made(&call, &inputs, Sums::RankOrder, in_order);
+            // A member whose plan sends nothing to the one behind it shows its call there.
             assert!(played.messages <= log2(n), "{} messages of {} on {n}", played.messages, call.op);
+            assert!(played.letters <= log2(n) + 1, "{} letters of {} on {n}", played.letters, call.op);
         }
     }
 }
@@ -395,8 +405,16 @@ fn large_collectives_move_no_more_than_they_must() {
         let joined = |op, root| Call { dims: smallvec![0], sizes: smallvec![even.clone()], ..call(op, root) };
         let cut = Call { sizes: smallvec![Dims::from_elem(len / n, n)], ..joined(Op::ReduceScatter, None) };
         // The op, and the most elements that a member may send.
+        let exchange = Call {
+            dims: smallvec![0, 1],
+            sizes: smallvec![Dims::from_elem(len / n, n), Dims::from_elem(1, n)],
+            ..call(Op::AllToAll, None)
+        };
+        let scatter = Call { shape: smallvec![len], sizes: cut.sizes.clone(), ..joined(Op::Scatter, Some(1)) };
         let cases = [
             (call(Op::AllReduce, None), 2 * (n - 1) * len / n),
+            (exchange, (n - 1) * len / n),
+            (scatter, (n - 1) * len / n),
             (call(Op::Broadcast, Some(1)), len),
             (call(Op::Reduce, Some(1)), len),
             (joined(Op::AllGather, None), (n - 1) * len),
@@ -404,7 +422,12 @@ fn large_collectives_move_no_more_than_they_must() {
             (cut, (n - 1) * len / n),
         ];
         for (call, most) in cases {
-            let inputs: Vec<_> = (0..n).map(|member| Some(tensor(member, &[len]))).collect();
+            let give = |member: usize| match call.op {
+                Op::AllToAll => Some(tensor(member, &[len, 1])),
+                Op::Scatter if member != 1 => None,
+                _ => Some(tensor(member, &[len])),
+            };
+            let inputs: Vec<_> = (0..n).map(give).collect();
             let played = made(&call, &inputs, Sums::RankOrder, in_order);
             assert!(played.sent <= most, "{} elements instead of {most} for {} on {n}", played.sent, call.op);
         }

@@ -4,8 +4,7 @@
 //! second message. Large data follows on its own, from the sender's memory to the receiver's, once the receiver knows
 //! where it goes: MPI moves it then, as one copy where ranks share a host. Every process always has receives open for
 //! letters, so that a sender never waits for one.
-use super::LETTER;
-use super::header::{Body, HEADER_BYTES, Header};
+use super::header::{Body, HEADER_BYTES, Header, LETTER};
 use super::native::{Came, MpiError, MpiResult, Private, Request};
 use super::room::{Room, Spares};
 use super::transfer::{Held, Route, Transfer, Way};
@@ -22,6 +21,8 @@ pub(super) const TOGETHER: usize = 8 << 10;
 pub(super) const MOST_BYTES: usize = 1 << 30;
 /// The receives that are open for letters: as many may come between two looks without another copy.
 const OPEN: usize = 8;
+/// With this many open, new ones can wait until nothing else is to be done.
+const ENOUGH: usize = OPEN / 2;
 /// The bytes that MPIs send at once, with their own header: between ranks of a host two such messages take half the time of
 /// one that is a little larger, for which the two sides must meet.
 const AT_ONCE: usize = 3968;
@@ -33,16 +34,35 @@ pub(super) struct Wire {
     comm: Private,
     /// The open receives, in the order in which MPI fills them.
     inbox: VecDeque<(Vec<u8>, Request)>,
+    /// Memory of letters that were read, for which no receive is open yet.
+    read: Vec<Vec<u8>>,
     /// Letters that MPI is not done with.
     letters: Vec<(Vec<u8>, Request)>,
     spare_letters: Vec<Vec<u8>>,
-    /// Letters whose second half has yet to come: sender, bytes that are here, and bytes of the whole.
-    halves: Vec<(Came, usize, Vec<u8>)>,
+    /// Letters whose second half has yet to come: what is here, and the whole.
+    halves: Vec<(Came, Arrived)>,
     /// Tensors that were sent to a rank and that MPI is not done with.
     parcels: Vec<Held>,
     rooms: Spares,
     most_bytes: usize,
     next_tag: i32,
+}
+
+/// A letter that has come.
+pub(super) struct Arrived {
+    /// The sender, as a rank of the world.
+    pub(super) from: usize,
+    pub(super) header: Header,
+    /// The bytes of all.
+    len: usize,
+    room: Vec<u8>,
+}
+
+impl Arrived {
+    /// What came with the header.
+    pub(super) fn data(&self) -> &[u8] {
+        &self.room[HEADER_BYTES..self.len]
+    }
 }
 
 // SAFETY: the requests are used under the engine's lock, by one thread at a time, as MPI was told.
@@ -54,6 +74,7 @@ impl Wire {
         let mut wire = Self {
             comm,
             inbox: VecDeque::new(),
+            read: Vec::new(),
             letters: Vec::new(),
             spare_letters: Vec::new(),
             halves: Vec::new(),
@@ -63,7 +84,7 @@ impl Wire {
             next_tag: LETTERS,
         };
         for _ in 0..OPEN {
-            wire.listen(vec![0; HEADER_BYTES + LETTER])?;
+            wire.listen(Self::room())?;
         }
         Ok(wire)
     }
@@ -77,36 +98,64 @@ impl Wire {
         !self.letters.is_empty() || !self.parcels.is_empty()
     }
 
+    /// Memory for the longest letter.
+    fn room() -> Vec<u8> {
+        vec![0; HEADER_BYTES + LETTER]
+    }
+
     /// Opens a receive for a letter in this memory.
-    pub(super) fn listen(&mut self, mut room: Vec<u8>) -> MpiResult<()> {
+    fn listen(&mut self, mut room: Vec<u8>) -> MpiResult<()> {
         // SAFETY: the memory goes with its request until it is done; `abandon` leaves both to MPI.
         let request = unsafe { self.comm.receive(room.as_mut_ptr(), room.len(), None, LETTERS)? };
         self.inbox.push_back((room, request));
         Ok(())
     }
 
-    /// The next letter: its sender, and its bytes in memory to [`listen`](Self::listen) with again.
-    pub(super) fn next(&mut self) -> MpiResult<Option<(Came, Vec<u8>)>> {
+    /// Takes the memory of a letter back: receives are opened again while this process waits, or when few are left.
+    pub(super) fn put_back(&mut self, letter: Arrived) -> MpiResult<()> {
+        self.read.push(letter.room);
+        match self.inbox.len() < ENOUGH {
+            true => self.listen_again(),
+            false => Ok(()),
+        }
+    }
+
+    /// Opens all receives again.
+    pub(super) fn listen_again(&mut self) -> MpiResult<()> {
+        while self.inbox.len() < OPEN {
+            let Some(room) = self.read.pop() else { break };
+            self.listen(room)?;
+        }
+        self.read.truncate(OPEN);
+        Ok(())
+    }
+
+    /// The next letter, whose memory is to be [put back](Self::put_back).
+    pub(super) fn next(&mut self) -> MpiResult<Option<Arrived>> {
         while let Some((_, request)) = self.inbox.front_mut() {
             let Some(came) = request.test()? else { break };
             let Some((room, _)) = self.inbox.pop_front() else { break };
+            let Came { from, len } = came;
             // MPI keeps the order of letters of one sender, so the next one is the other half.
-            if let Some(at) = self.halves.iter().position(|(first, ..)| first.from == came.from) {
-                let (first, whole, mut letter) = self.halves.swap_remove(at);
-                let len = first.len + came.len;
-                if len != whole {
+            if let Some(at) = self.halves.iter().position(|(first, _)| first.from == from) {
+                let (here, mut whole) = self.halves.swap_remove(at);
+                if here.len + len != whole.len {
                     return Err(MpiError::new("a letter whose halves do not fit"));
                 }
-                letter[first.len..len].copy_from_slice(&room[..came.len]);
-                self.listen(room)?;
-                return Ok(Some((Came { len, ..came }, letter)));
+                whole.room[here.len..whole.len].copy_from_slice(&room[..len]);
+                self.read.push(room);
+                return Ok(Some(whole));
             }
-            let header = Header::decode(&room[..came.len]).filter(|header| header.body == Body::Here);
-            let whole = header.map_or(0, |header| header.bytes().saturating_add(HEADER_BYTES));
-            if whole <= came.len || whole > room.len() {
-                return Ok(Some((came, room)));
+            let header = Header::decode(&room[..len]).ok_or_else(|| MpiError::new("a message without a header"))?;
+            let whole =
+                if header.body == Body::Here { HEADER_BYTES.saturating_add(header.bytes()) } else { HEADER_BYTES };
+            if whole <= len || whole > room.len() {
+                return Ok(Some(Arrived { from, header, len, room }));
             }
-            self.halves.push((came, whole, room));
+            self.halves.push((came, Arrived { from, header, len: whole, room }));
+            // Halves of many senders must not use up the open receives.
+            let room = self.read.pop().unwrap_or_else(Self::room);
+            self.listen(room)?;
         }
         Ok(None)
     }
@@ -124,9 +173,11 @@ impl Wire {
         if letter.len() <= AT_ONCE || letter.len() > 2 * AT_ONCE {
             return self.post_bytes(to, letter);
         }
+        // Of the same size: one is read while the other is on its way.
         let mut half = self.spare_letters.pop().unwrap_or_default();
-        half.extend_from_slice(&letter[AT_ONCE..]);
-        letter.truncate(AT_ONCE);
+        let middle = letter.len().div_ceil(2);
+        half.extend_from_slice(&letter[middle..]);
+        letter.truncate(middle);
         self.post_bytes(to, letter)?;
         self.post_bytes(to, half)
     }

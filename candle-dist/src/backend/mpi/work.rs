@@ -1,5 +1,4 @@
 //! What a member does itself in a collective: copies and reductions within the memory of its plan.
-use super::operation::{index, span};
 use super::plan::{Buffer, Place, Work};
 use super::room::Room;
 use super::shapes::Rows;
@@ -12,6 +11,20 @@ use candle_core::{DType, StorageRef, Tensor};
 use smallvec::SmallVec;
 use std::mem::MaybeUninit;
 use std::slice;
+
+/// The buffers of a part, by their number.
+const fn index(buffer: Buffer) -> usize {
+    match buffer {
+        Buffer::Input => 0,
+        Buffer::Result => 1,
+        Buffer::Scratch => 2,
+    }
+}
+
+/// A place's bytes.
+const fn span(place: Place, bytes: usize) -> (usize, usize) {
+    (place.start * bytes, place.len * bytes)
+}
 
 /// The bytes of a contiguous tensor on the host.
 #[allow(clippy::undocumented_unsafe_blocks)] // the comments are there, but the macro hides them

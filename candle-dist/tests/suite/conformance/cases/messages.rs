@@ -15,6 +15,7 @@ pub(crate) const CASES: &[Case] = &[
     Case { name: "started messages keep their order, however they are waited for", least: 2, run: started },
     Case { name: "a started receive is ready when its message is there", least: 2, run: ready },
     Case { name: "a dropped receive takes its message", least: 2, run: dropped },
+    Case { name: "a probe passes over what started receives await", least: 2, run: awaited },
     Case { name: "messages from any rank, and what is known of them before", least: 2, run: any },
 ];
 
@@ -154,6 +155,26 @@ fn ready(ctx: &RankContext) -> Result<()> {
         g.send_start(&input(r + 1, &[2], DType::F32)?, next, 1)?.wait()?;
         assert_same(&second.wait_timeout(Duration::from_secs(60))?, &input(before + 1, &[2], DType::F32)?, "second")?;
         assert_same(&first.wait()?, &input(before, &[2], DType::F32)?, "first")
+    })
+}
+
+fn awaited(ctx: &RankContext) -> Result<()> {
+    let (g, r, (next, before)) = (ctx.group(), ctx.rank(), neighbours(ctx));
+    where_there_is(g, || {
+        for from in [None, Some(before)] {
+            let first = g.recv_start(2, DType::F32, before, 3)?;
+            g.send_start(&input(r, &[2], DType::F32)?, next, 3)?.wait()?;
+            g.barrier()?;
+            assert_eq!(g.probe(from, 3)?, None, "the message is that of the receive that was started");
+            g.barrier()?;
+            g.send_start(&input(r + 1, &[2], DType::F32)?, next, 3)?.wait()?;
+            g.barrier()?;
+            assert_eq!(g.probe(from, 3)?.map(|envelope| envelope.from), Some(before), "nobody awaits the second");
+            assert_same(&g.recv_any(2, DType::F32, 3)?.1, &input(before + 1, &[2], DType::F32)?, "the second")?;
+            assert_same(&first.wait()?, &input(before, &[2], DType::F32)?, "the first")?;
+            g.barrier()?;
+        }
+        Ok(())
     })
 }
 

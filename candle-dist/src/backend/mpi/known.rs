@@ -1,0 +1,205 @@
+//! What follows from a call, and the calls of a group that were made before: programs make the same ones again and again.
+use super::header::Signature;
+use super::operation::Given;
+use super::plan::{Member, Plan, plan};
+use super::sums::Sums;
+use crate::backend::{Call, Dims, Op};
+use crate::{Error, Result};
+use candle_core::DType;
+use smallvec::SmallVec;
+use std::sync::Arc;
+
+/// The most calls of a group that are kept.
+const MOST: usize = 64;
+
+/// A call with tensors of these dtypes and shapes, and all that follows from it.
+pub(super) struct Known {
+    pub(super) call: Arc<Call>,
+    /// What this member gives.
+    given: SmallVec<[(DType, Dims); 1]>,
+    pub(super) signature: Signature,
+    /// One for each tensor of the call.
+    pub(super) shares: SmallVec<[Share; 1]>,
+    /// The plans send nothing to the member behind this one, so that a header alone shows it the call.
+    pub(super) shows_itself: bool,
+}
+
+/// What one tensor of a call needs.
+pub(super) struct Share {
+    pub(super) plan: Plan,
+    pub(super) dtype: DType,
+    /// The shape of the result.
+    pub(super) shape: Dims,
+}
+
+impl Known {
+    pub(super) fn new(call: Arc<Call>, me: Member, given: &[Given], sums: Sums) -> Result<Self> {
+        let given: SmallVec<[(DType, Dims); 1]> = given.iter().map(shape_of).collect();
+        let shares = (0..1 + call.rest.len()).map(|nth| Share::new(&call, me, nth, given.get(nth), sums));
+        let shares = shares.collect::<Result<SmallVec<[Share; 1]>>>()?;
+        let shows_itself = !shares.iter().any(|share| share.plan.sends_to(me.after(1)));
+        Ok(Self { signature: Signature::of(&call), call, given, shares, shows_itself })
+    }
+
+    /// Whether it is what follows from `call` with these tensors: a plan depends on nothing else.
+    fn is_of(&self, call: &Call, given: &[Given]) -> bool {
+        let alike = |((dtype, shape), other): (&(DType, Dims), &Given)| {
+            (*dtype, &shape[..]) == (other.tensor.dtype(), other.tensor.dims())
+        };
+        self.call.difference(call).is_none()
+            && self.given.len() == given.len()
+            && self.given.iter().zip(given).all(alike)
+    }
+
+    /// Whether `call` is this one in all that errors and logs tell of it too.
+    pub(super) fn is_same(&self, call: &Call) -> bool {
+        let Call { site, tag, timeout, .. } = &*self.call;
+        std::ptr::eq(*site, call.site) && (tag, timeout) == (&call.tag, &call.timeout)
+    }
+}
+
+fn shape_of(given: &Given) -> (DType, Dims) {
+    (given.tensor.dtype(), Dims::from_slice(given.tensor.dims()))
+}
+
+impl Share {
+    fn new(call: &Call, me: Member, nth: usize, input: Option<&(DType, Dims)>, sums: Sums) -> Result<Self> {
+        let gives = match call.op {
+            Op::Barrier => false,
+            Op::Scatter => call.peer == Some(me.rank),
+            _ => true,
+        };
+        if gives && input.is_none() {
+            return Err(Error::Unsupported(format!("{} without a tensor", call.op)));
+        }
+        let given = input.map_or(&call.shape, |(_, shape)| shape);
+        let dtype = input.map(|(dtype, _)| *dtype).or(call.dtype).unwrap_or(DType::U8);
+        let plan = plan(call, nth, me, given, dtype.size_in_bytes(), sums)?;
+        let shape = if plan.result.is_some() { call.result_shape(me.rank, nth, given) } else { given.clone() };
+        Ok(Self { plan, dtype, shape })
+    }
+}
+
+/// The calls that a group has made, in the order in which they came.
+#[derive(Default)]
+pub(super) struct Calls {
+    known: Vec<Arc<Known>>,
+    /// Behind the last one that was made: the next call is likely to be the one that followed it before.
+    next: usize,
+}
+
+impl Calls {
+    /// What follows from `call`, if it was made before.
+    pub(super) fn find(&mut self, call: &Call, given: &[Given]) -> Option<Arc<Known>> {
+        let next = self.next.min(self.known.len());
+        let (before, after) = self.known.split_at(next);
+        let mut likely = after.iter().chain(before).enumerate();
+        let (distance, known) = likely.find(|(_, known)| known.is_of(call, given))?;
+        self.next = (next + distance) % self.known.len() + 1;
+        Some(known.clone())
+    }
+
+    /// Keeps a call that was not found, unless the like of it is not to be expected again.
+    pub(super) fn keep(&mut self, known: &Arc<Known>) {
+        if known.call.is_routed() {
+            return; // its sizes are those of data
+        }
+        let next = match self.known.len() {
+            MOST => self.next % MOST,
+            len => self.next.min(len),
+        };
+        if self.known.len() == MOST {
+            self.known[next] = known.clone();
+        } else {
+            self.known.insert(next, known.clone());
+        }
+        self.next = next + 1;
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)] // a panic is how a test fails
+mod tests {
+    use super::*;
+    use crate::ReduceOp;
+    use crate::backend::Form;
+    use candle_core::{Device, Tensor};
+    use smallvec::smallvec;
+
+    fn tensor(shape: &[usize], dtype: DType) -> SmallVec<[Given; 1]> {
+        let tensor = Tensor::zeros(shape, dtype, &Device::Cpu).unwrap();
+        smallvec![Given { tensor, data: std::ptr::null() }]
+    }
+
+    /// The call of something that is cut and joined, so that all of its attributes count.
+    fn call() -> Call {
+        let x = &tensor(&[4, 1], DType::F32)[0].tensor;
+        let sizes = smallvec![smallvec![2, 2], smallvec![1, 1]];
+        Call { dims: smallvec![0, 1], sizes, ..Call::on(Op::AllToAll, x, &[1]) }
+    }
+
+    fn known(call: &Call, given: &[Given]) -> Arc<Known> {
+        let me = Member { rank: 0, size: 2 };
+        Arc::new(Known::new(Arc::new(call.clone()), me, given, Sums::RankOrder).unwrap())
+    }
+
+    #[test]
+    fn a_plan_is_used_again_for_calls_that_differ_in_nothing() {
+        let given = tensor(&[4, 1], DType::F32);
+        let mut calls = Calls::default();
+        assert!(calls.find(&call(), &given).is_none());
+        calls.keep(&known(&call(), &given));
+        assert!(calls.find(&call(), &given).is_some());
+        type Change = fn(&mut Call);
+        let changes: [(&str, Change); 9] = [
+            ("op", |c| c.op = Op::AllGather),
+            ("dtype", |c| c.dtype = Some(DType::U32)),
+            ("shape", |c| c.shape[0] = 5),
+            ("rest", |c| c.rest.push((DType::F32, smallvec![1]))),
+            ("reduce", |c| c.reduce = Some(ReduceOp::Sum)),
+            ("peer", |c| c.peer = Some(1)),
+            ("dims", |c| c.dims = smallvec![1, 0]),
+            ("sizes", |c| c.sizes[0] = smallvec![1, 3]),
+            ("form", |c| c.form = Form::InPlace),
+        ];
+        for (what, change) in changes {
+            let mut other = call();
+            change(&mut other);
+            assert!(calls.find(&other, &given).is_none(), "{what}");
+        }
+        // Dims of any size are the same in the call, and differ in what is given.
+        assert!(calls.find(&call(), &tensor(&[4, 3], DType::F32)).is_none());
+        assert!(calls.find(&call(), &tensor(&[4, 1], DType::U32)).is_none());
+        assert!(calls.find(&call(), &[]).is_none());
+    }
+
+    #[test]
+    fn calls_are_found_in_any_order_and_no_more_are_kept_than_the_limit() {
+        let mut calls = Calls::default();
+        let of = |len: usize| {
+            (Call::on(Op::Broadcast, &tensor(&[len], DType::F32)[0].tensor, &[]), tensor(&[len], DType::F32))
+        };
+        for len in 1..=3 * MOST {
+            let (call, given) = of(len);
+            assert!(calls.find(&call, &given).is_none());
+            calls.keep(&known(&call, &given));
+        }
+        assert_eq!(calls.known.len(), MOST);
+        for order in [1, 7, 5] {
+            for nth in 0..MOST {
+                let len = 2 * MOST + 1 + nth * order % MOST;
+                let (call, given) = of(len);
+                assert_eq!(calls.find(&call, &given).unwrap().shares[0].shape[..], [len]);
+            }
+        }
+    }
+
+    #[test]
+    fn calls_whose_sizes_are_data_are_not_kept() {
+        let (x, mut calls) = (tensor(&[3, 1], DType::F32), Calls::default());
+        let sizes = smallvec![smallvec![1, 2], smallvec![2, 2]];
+        let routed = Call { dims: smallvec![0], sizes, ..Call::on(Op::AllToAll, &x[0].tensor, &[0]) };
+        calls.keep(&known(&routed, &x));
+        assert!(calls.known.is_empty());
+    }
+}

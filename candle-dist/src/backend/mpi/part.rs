@@ -1,0 +1,212 @@
+//! What one tensor of a collective has come to.
+use super::header::{Body, Header, Slot};
+use super::known::{Known, Share};
+use super::mail::Letter;
+use super::operation::{Circle, Given};
+use super::plan::{Move, Work};
+use super::room::Room;
+use super::transfer::{Held, poll_all};
+use super::wire::{TOGETHER, Wire};
+use super::work::{self, Memory};
+use crate::backend::Fresh;
+use crate::{Error, Result};
+use candle_core::Shape;
+use smallvec::SmallVec;
+use std::collections::VecDeque;
+
+/// What goes wrong in a part.
+type Fault = Box<dyn std::error::Error>;
+
+/// What a part belongs to: the group, its `number`-th collective, and the `nth` tensor of that.
+#[derive(Clone, Copy)]
+pub(super) struct Own<'a> {
+    pub(super) circle: &'a Circle,
+    pub(super) number: u64,
+    pub(super) known: &'a Known,
+    pub(super) nth: usize,
+}
+
+impl<'a> Own<'a> {
+    fn share(self) -> &'a Share {
+        &self.known.shares[self.nth]
+    }
+
+    /// The receives of a step of the plan.
+    fn receives(self, step: usize) -> &'a [Move] {
+        self.share().plan.steps.get(step).map_or(&[], |step| &step.receives)
+    }
+
+    /// What goes before data of `len` elements.
+    pub(super) fn header(self, body: Body, len: usize) -> Header {
+        Header {
+            group: self.circle.id,
+            slot: Slot::Round { number: self.number, tensor: self.nth as u32 },
+            signature: self.known.signature,
+            body,
+            dtype: self.share().dtype,
+            len,
+        }
+    }
+}
+
+/// One tensor of a collective under way.
+pub(super) struct Part {
+    memory: Memory,
+    held: Held,
+    /// The step under way, once `entered`.
+    step: usize,
+    entered: bool,
+    /// The step's receives whose messages have not come.
+    awaited: SmallVec<[usize; 8]>,
+    /// Messages that no step has asked for yet.
+    early: VecDeque<Letter>,
+}
+
+impl Part {
+    /// A tensor of a call, with this member's input if it gives one.
+    pub(super) fn new(share: &Share, input: Option<Given>, wire: &mut Wire) -> Result<Self> {
+        let (dtype, plan) = (share.dtype, &share.plan);
+        let (input, data) = input.map_or((None, std::ptr::null()), |given| (Some(given.tensor), given.data));
+        let result = plan.result.map(|len| Room::new(dtype, len)).transpose()?;
+        let scratch = (plan.scratch > 0).then(|| wire.scratch(dtype, plan.scratch)).transpose()?;
+        let memory = Memory::new(dtype, data, result.as_ref(), scratch.as_ref());
+        let held = Held::new(input, result, scratch);
+        Ok(Self { memory, held, step: 0, entered: false, awaited: SmallVec::new(), early: VecDeque::new() })
+    }
+
+    /// Takes in a message, or keeps it for the step that asks for it.
+    pub(super) fn take(&mut self, own: Own<'_>, from: usize, header: &Header, data: &[u8]) -> Result<()> {
+        // The first of its sender, and awaited: it need not be kept.
+        if header.body == Body::Here && !self.early.iter().any(|letter| letter.from == from) {
+            let receives = own.receives(self.step);
+            let is_from = |&nth: &usize| own.circle.ranks[receives[nth].peer] == from;
+            if let Some(at) = self.awaited.iter().position(is_from) {
+                let awaited = &receives[self.awaited.remove(at)];
+                return self.write(own, awaited, header, data);
+            }
+        }
+        self.early.push_back(Letter { from, header: *header, data: data.to_vec() });
+        Ok(())
+    }
+
+    /// Goes as far as it can with the messages that are here; tells whether all is done.
+    pub(super) fn advance(&mut self, own: Own<'_>, wire: &mut Wire) -> Result<bool, Fault> {
+        loop {
+            if self.step == own.share().plan.steps.len() {
+                return Ok(self.held.poll(wire.comm())?);
+            }
+            if !self.entered {
+                self.enter(own, wire)?;
+            }
+            self.match_early(own, wire)?;
+            poll_all(&mut self.held.incoming, wire.comm())?;
+            // Their next parts go out when the first ones are gone.
+            poll_all(&mut self.held.outgoing, wire.comm())?;
+            if !self.awaited.is_empty() || !self.held.incoming.is_empty() {
+                return Ok(false);
+            }
+            self.step += 1;
+            self.entered = false;
+        }
+    }
+
+    /// Begins a step: sends what it sends.
+    fn enter(&mut self, own: Own<'_>, wire: &mut Wire) -> Result<(), Fault> {
+        let step = &own.share().plan.steps[self.step];
+        self.entered = true;
+        self.work(own, &step.before)?;
+        self.awaited = (0..step.receives.len()).collect();
+        for sent in &step.sends {
+            let header = own.header(Body::Here, sent.len());
+            let to = own.circle.ranks[sent.peer];
+            // SAFETY: the plan names only places within the memory, which has been written.
+            let mut places = sent.places.iter().map(|&place| unsafe { self.memory.read(place) });
+            if sent.letter || header.bytes() <= TOGETHER {
+                wire.post(to, &header, places)?;
+            } else if let Some(data) = places.next() {
+                // SAFETY: the part holds the memory until the transfer is done, or leaves it to MPI; the plan does not
+                // write to it again. Nobody may write to the input before the call has ended (`Backend::run`, `start`).
+                let transfer = unsafe { wire.post_large(to, header, data.as_ptr())? };
+                self.held.outgoing.push(transfer);
+            }
+        }
+        Ok(self.work(own, &step.meanwhile)?)
+    }
+
+    /// Whether MPI moves something from or to where it lies.
+    pub(super) fn moves(&self) -> bool {
+        !self.held.incoming.is_empty() || !self.held.outgoing.is_empty()
+    }
+
+    /// Takes the result of one that is done, if this member gets one, and gives back what it used.
+    pub(super) fn finish(&mut self, share: &Share, wire: &mut Wire) -> Option<Fresh> {
+        self.held.scratch.take().into_iter().for_each(|room| wire.give_back(room));
+        self.held.tensor = None;
+        // SAFETY: the plan is done, so that every element of the result is written, and MPI is done with it.
+        let filled = self.held.result.take().map(|room| unsafe { room.filled() });
+        let Some(Ok(storage)) = filled else { return None };
+        Some(Fresh::host(storage, Shape::from(share.shape.as_slice())))
+    }
+
+    fn work(&mut self, own: Own<'_>, works: &[Work]) -> Result<()> {
+        let reduce = own.known.call.reduce;
+        // SAFETY: the plan names only places within the memory; it reads what was written, and writes what nobody reads.
+        works.iter().try_for_each(|work| unsafe { work::run(&self.memory, work, reduce) })
+    }
+
+    /// Writes the data of a message to its places.
+    fn write(&mut self, own: Own<'_>, awaited: &Move, header: &Header, data: &[u8]) -> Result<()> {
+        check(own, awaited, header, Some(data.len()))?;
+        let mut data = data;
+        for &place in &awaited.places {
+            let (now, later) = data.split_at(place.len * header.dtype.size_in_bytes());
+            // SAFETY: the plan names only places within the memory, and nobody reads this one yet.
+            unsafe { self.memory.write(place, now) };
+            data = later;
+        }
+        Ok(())
+    }
+
+    /// Takes what has come for the step under way, in the order in which it came.
+    fn match_early(&mut self, own: Own<'_>, wire: &mut Wire) -> Result<(), Fault> {
+        let receives = own.receives(self.step);
+        let mut at = 0;
+        let mut passed: SmallVec<[usize; 8]> = SmallVec::new();
+        while at < self.early.len() {
+            let from = self.early[at].from;
+            let is_from = |&nth: &usize| own.circle.ranks[receives[nth].peer] == from;
+            let awaited = self.awaited.iter().position(is_from);
+            let Some(which) = awaited.filter(|_| !passed.contains(&from)) else {
+                passed.push(from);
+                at += 1;
+                continue;
+            };
+            let awaited = &receives[self.awaited.remove(which)];
+            let Some(letter) = self.early.remove(at) else { continue };
+            if letter.header.body == Body::Here {
+                self.write(own, awaited, &letter.header, &letter.data)?;
+                continue;
+            }
+            check(own, awaited, &letter.header, None)?;
+            let [place] = awaited.places[..] else {
+                return Err(Box::new(Error::Unsupported("large data for several places".into())));
+            };
+            // SAFETY: the place lies within the memory and has the size of the data; the part holds the memory until the
+            // transfer is done, or leaves it to MPI. The plan reads it in a later step.
+            let transfer = unsafe { wire.receive(letter.from, &letter.header, self.memory.at(place))? };
+            self.held.incoming.push(transfer);
+        }
+        Ok(())
+    }
+}
+
+/// Refuses a message that is not of the size that the plan has.
+fn check(own: Own<'_>, awaited: &Move, header: &Header, here: Option<usize>) -> Result<()> {
+    let dtype = own.share().dtype;
+    let fits = (header.dtype, header.len) == (dtype, awaited.len()) && here.is_none_or(|bytes| bytes == header.bytes());
+    if fits {
+        return Ok(());
+    }
+    let (len, name, want) = (header.len, header.dtype.as_str(), awaited.len());
+    Err(Error::Unsupported(format!("member {} sent {len} {name} for {want} {}", awaited.peer, dtype.as_str())))
+}

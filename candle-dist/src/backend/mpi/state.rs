@@ -1,0 +1,148 @@
+//! What is open and what has come, of all groups of a process.
+use super::header::{Signature, Slot};
+use super::mail::{Address, Letter, Mail};
+use super::native::MpiError;
+use super::operation::Operation;
+use super::wire::{Arrived, Wire};
+use crate::Cause;
+use crate::control::Control;
+use rustc_hash::FxHashMap;
+use std::collections::VecDeque;
+
+pub(super) struct State {
+    /// This rank of the world.
+    pub(super) me: usize,
+    /// `None` after the end.
+    pub(super) wire: Option<Wire>,
+    pub(super) mail: Mail,
+    /// Collectives that are not done, or whose results nobody has taken.
+    pub(super) open: FxHashMap<Ticket, Open>,
+    /// The groups of this rank.
+    pub(super) groups: FxHashMap<u64, Group>,
+}
+
+/// How many of a group's last calls are kept, to name what differs in a message that comes late.
+const RECENT: usize = 64;
+
+/// What is known of a group.
+#[derive(Default)]
+pub(super) struct Group {
+    /// The number of its next collective.
+    next: u64,
+    /// Calls before it, by number.
+    recent: VecDeque<(u64, Signature)>,
+}
+
+/// A collective that was started.
+pub(super) struct Open {
+    pub(super) operation: Operation,
+    pub(super) done: bool,
+    /// Nobody wants the results; the other members need this one to go on.
+    pub(super) given_up: bool,
+}
+
+/// Names a collective that was started: its group and number.
+pub(super) type Ticket = (u64, u64);
+
+/// What a thread waits for, which it is told of before other things are looked at.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Wanted {
+    Collective(Ticket),
+    Message(Address),
+}
+
+impl State {
+    pub(super) fn new(control: &Control, wire: Wire) -> Self {
+        Self {
+            me: control.rank(),
+            wire: Some(wire),
+            mail: Mail::default(),
+            open: FxHashMap::default(),
+            groups: FxHashMap::default(),
+        }
+    }
+
+    /// The wire and the mail, until the end.
+    pub(super) fn wired(&mut self) -> Result<(&mut Wire, &mut Mail), Cause> {
+        let Self { me, wire, mail, .. } = self;
+        wire.as_mut().map(|wire| (wire, mail)).ok_or(Cause::Returned { rank: *me })
+    }
+
+    /// Lets MPI go on, and every collective that can; tells whether anything moved, and brings the message that is wanted.
+    pub(super) fn turn(&mut self, wanted: Option<Wanted>) -> Result<(bool, Option<Arrived>), Cause> {
+        let Self { me, wire, mail, open, groups } = self;
+        let Some(wire) = wire else { return Ok((false, None)) };
+        let failed = |error: MpiError| Cause::Failed { rank: *me, message: error.to_string() };
+        let mut moved = wire.poll().map_err(failed)?;
+        while let Some(letter) = wire.next().map_err(failed)? {
+            moved = true;
+            let Arrived { from, header, .. } = letter;
+            let kept = |letter: &Arrived| Letter { from, header, data: letter.data().to_vec() };
+            let mut is_wanted = false;
+            match header.slot {
+                Slot::Round { number, .. } => {
+                    let ticket = (header.group, number);
+                    match open.get_mut(&ticket) {
+                        Some(of) if !of.done => {
+                            of.operation.take(from, &header, letter.data())?;
+                            of.done = of.operation.advance(wire)?;
+                            is_wanted = of.done && wanted == Some(Wanted::Collective(ticket));
+                            if of.done && of.given_up {
+                                open.remove(&ticket);
+                            }
+                        }
+                        _ => match groups.get(&header.group).filter(|group| number < group.next) {
+                            Some(group) => return Err(group.late(*me, from, number, &header.signature)),
+                            None => mail.put(kept(&letter)),
+                        },
+                    }
+                }
+                Slot::Tag(tag) => {
+                    let address = (header.group, from, tag);
+                    if wanted == Some(Wanted::Message(address)) && !mail.has_message(address) {
+                        return Ok((true, Some(letter)));
+                    }
+                    mail.put(kept(&letter));
+                }
+            }
+            wire.put_back(letter).map_err(failed)?;
+            if is_wanted {
+                return Ok((true, None));
+            }
+        }
+        wire.listen_again().map_err(failed)?;
+        // Messages have moved the others on.
+        let mut ended = false;
+        for open in open.values_mut().filter(|open| !open.done && open.operation.moves()) {
+            open.done = open.operation.advance(wire)?;
+            moved |= open.done;
+            ended |= open.done && open.given_up;
+        }
+        if ended {
+            open.retain(|_, open| !(open.done && open.given_up));
+        }
+        Ok((moved, None))
+    }
+
+    /// Whether others may wait for something that this process has yet to do.
+    pub(super) fn is_busy(&self) -> bool {
+        self.wire.as_ref().is_some_and(Wire::is_sending) || self.open.values().any(|open| !open.done)
+    }
+}
+
+impl Group {
+    /// What a message of a collective means that is done here: its sender has made another call.
+    fn late(&self, me: usize, from: usize, number: u64, theirs: &Signature) -> Cause {
+        let mine = self.recent.iter().find(|(nth, _)| *nth == number).map(|(_, mine)| mine);
+        let what = mine.and_then(|mine| mine.difference(theirs)).unwrap_or("call");
+        Cause::Mismatch { rank: me.max(from), reference: me.min(from), what }
+    }
+
+    pub(super) fn enter(&mut self, number: u64, signature: Signature) {
+        self.next = number + 1;
+        if self.recent.len() == RECENT {
+            self.recent.pop_front();
+        }
+        self.recent.push_back((number, signature));
+    }
+}
