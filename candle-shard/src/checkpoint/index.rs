@@ -2,16 +2,25 @@
 use crate::sharding_spec::block::Block;
 use crate::spec::Spec;
 use crate::weights::name_of;
+use crate::{Error, Result};
 use candle_core::DType;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
+use std::path::Path;
 
 /// The name of the index file in a checkpoint's folder.
 pub(crate) const INDEX: &str = "checkpoint.json";
 
+/// The format that this version writes, and the newest one that it reads. A change that older versions would misread
+/// must raise it; a field that they may ignore must not.
+const FORMAT: u32 = 1;
+
 /// The tensors by name.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Index {
+    /// Checkpoints without this field are of format 1.
+    #[serde(default = "first_format")]
+    format: u32,
     pub(crate) tensors: BTreeMap<String, Indexed>,
 }
 
@@ -82,7 +91,21 @@ impl<'a> Saved<'a> {
     }
 }
 
+fn first_format() -> u32 {
+    1
+}
+
 impl Index {
+    /// Returns an error if a newer version wrote the index file `path`.
+    pub(crate) fn check_format(&self, path: &Path) -> Result<()> {
+        if !(1..=FORMAT).contains(&self.format) {
+            let problem =
+                format!("has format {}, and this version reads 1 to {FORMAT}; update candle-shard", self.format);
+            return Err(Error::file(path, problem));
+        }
+        Ok(())
+    }
+
     pub(super) fn of(tensors: &[Saved<'_>], generation: u64) -> Self {
         let piece = |written: &Written| {
             let (start, shape) = written.block.iter().map(|range| (range.start, range.len())).unzip();
@@ -93,6 +116,6 @@ impl Index {
             let pieces = saved.pieces.iter().map(piece).collect();
             (saved.name.to_string(), Indexed { shape: saved.shape.to_vec(), dtype, pieces })
         };
-        Self { tensors: tensors.iter().map(indexed).collect() }
+        Self { format: FORMAT, tensors: tensors.iter().map(indexed).collect() }
     }
 }

@@ -34,7 +34,10 @@ pub(super) fn open(path: &Path) -> Result<Weights> {
     let text = std::fs::read_to_string(path).map_err(|error| failed(&error))?;
     let index: AnyIndex = serde_json::from_str(&text).map_err(|error| failed(&error))?;
     let tensors = match index {
-        AnyIndex::Checkpoint(index) => index.tensors,
+        AnyIndex::Checkpoint(index) => {
+            index.check_format(path)?;
+            index.tensors
+        }
         AnyIndex::Whole { weight_map } => return open_whole(path, weight_map),
     };
     let mut files = Files::new(path);

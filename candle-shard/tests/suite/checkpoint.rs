@@ -3,7 +3,7 @@
 
 use crate::common::*;
 use candle_core::{DType, Device, Tensor};
-use candle_dist::{DeviceMesh, comm};
+use candle_dist::{DeviceMesh, World, comm};
 use candle_shard::{DTensor, Placement, Replicate, Result, Shard, Spec, Weights, checkpoint};
 use itertools::Itertools;
 use std::collections::BTreeSet;
@@ -190,6 +190,38 @@ fn a_failure_on_one_rank_is_the_same_error_on_all() {
         }
     }
     assert_eq!(fs::read_dir(folder.path("")).unwrap().count(), 2, "nothing half written is left");
+}
+
+#[test]
+fn a_checkpoint_of_a_newer_format_is_refused_and_left_alone() {
+    let folder = Scratch::new("format");
+    let path = folder.path("saved");
+    let at = path.clone();
+    let save = move || {
+        let world = World::local(1);
+        world.run(|ctx| -> Result<()> {
+            let mesh = mesh(ctx, &[1])?;
+            let x = DTensor::distribute(&values(&[4, 2], 1, DType::F32), &mesh, &[Replicate])?;
+            checkpoint::save(&at, &mesh, &[("x", x)])
+        })
+    };
+    save().unwrap();
+    let index = path.join("checkpoint.json");
+    let text = fs::read_to_string(&index).unwrap();
+    let mut json: serde_json::Value = serde_json::from_str(&text).unwrap();
+    assert_eq!(json["format"], 1);
+    json["format"] = 2.into();
+    fs::write(&index, json.to_string()).unwrap();
+    let files = || fs::read_dir(&path).unwrap().map(|entry| entry.unwrap().file_name()).sorted().collect::<Vec<_>>();
+    let before = files();
+    for error in [Weights::open(&path).unwrap_err().to_string(), save().unwrap_err().to_string()] {
+        assert!(error.contains("has format 2, and this version reads 1 to 1; update candle-shard"), "{error}");
+    }
+    assert_eq!((files(), fs::read_to_string(&index).unwrap()), (before, json.to_string()));
+    // A checkpoint of the versions that wrote no format.
+    json.as_object_mut().unwrap().remove("format");
+    fs::write(&index, json.to_string()).unwrap();
+    assert!(Weights::open(&path).is_ok() && save().is_ok());
 }
 
 #[test]
