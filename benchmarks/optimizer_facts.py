@@ -41,7 +41,7 @@ MUON = [
 
 
 def fact(name, kind, options, shape, present, dtype=None):
-    """One case with what PyTorch makes of it."""
+    """Returns one case with PyTorch's results."""
     draw = random.Random(name)
     start = eighths(draw, shape)
     parameter = start.clone().requires_grad_()
