@@ -260,10 +260,10 @@ fn packing_errors_name_what_is_missing() {
     assert_eq!(says(unknown), "Packed::get: no argument \"c\"; the names are [\"a\", \"b\"]");
     let (shape, args) = (packed.get::<Tensor>("a").map(drop), packed.args::<()>().map(drop));
     let want =
-        "Packed: argument \"a\": packed as [candle_core::tensor::Tensor; 2], asked for as candle_core::tensor::Tensor";
-    assert_eq!(says(shape), format!("{want}; ask for what was packed"));
+        "Packed: argument \"a\": packed as [candle_core::tensor::Tensor; 2], requested as candle_core::tensor::Tensor";
+    assert_eq!(says(shape), format!("{want}; request the packed type"));
     assert!(
-        says(args).contains("the positional arguments: packed as [candle_core::tensor::Tensor; 2], asked for as ()")
+        says(args).contains("the positional arguments: packed as [candle_core::tensor::Tensor; 2], requested as ()")
     );
 }
 
