@@ -254,7 +254,7 @@ impl Vars<'_> {
         let Some(node) = row.node else { return self.number(name) };
         let node = self.number(node)?.unwrap_or(0);
         let list = self.get(name).unwrap_or_default();
-        let wrong = || Error::Init(format!("{name}={list:?} has no task count for node {node}; unset it or mend it"));
+        let wrong = || Error::Init(format!("{name}={list:?} has no task count for node {node}; unset or correct it"));
         slurm::tasks_on_node(&list, node).map(Some).ok_or_else(wrong)
     }
 

@@ -129,7 +129,7 @@ fn one_rank() {
     };
     let started = init_process_group_with(options, |_, control| match name {
         "cannot start" if control.rank().to_string() == culprit => {
-            Err(candle_dist::Error::Unsupported("no engine here".into()))
+            Err(candle_dist::Error::Unsupported("no backend here".into()))
         }
         _ => Ok(StoreEngine::start(control)),
     });
@@ -208,6 +208,6 @@ fn processes_that_do_the_same_are_fine() {
 fn an_engine_that_does_not_start_on_one_rank_fails_on_all() {
     let outcomes = outcomes("cannot start", 1, 3);
     let said: Vec<_> = outcomes.iter().map(|o| o.said.clone().unwrap()).collect();
-    assert!(said[1].starts_with("rank 1 failed: unsupported: no engine here"), "{said:?}");
+    assert!(said[1].starts_with("rank 1 failed: unsupported: no backend here"), "{said:?}");
     assert!([0, 2].iter().all(|&rank| said[rank].ends_with(&said[1])), "{said:#?}");
 }
