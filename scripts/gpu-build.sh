@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# Builds gpu-check on a machine without an NVIDIA GPU, to run on one with. Needs cargo, cc, strip, xz, and python3 with
-# pip.
+# Builds gpu-check without an NVIDIA GPU, for a machine with one. Needs cargo, cc, strip, xz, and python3 with pip.
 #
 # usage: scripts/gpu-build.sh [FOLDER]
 #

@@ -124,8 +124,8 @@ impl Transformer {
     }
 }
 
-/// Returns the mean cross entropy over all tokens, for logits `[batch, sequence, vocab]` and u32 targets `[batch,
-/// sequence]`.
+/// Returns the mean cross entropy over all tokens, for logits `[batch, sequence, vocab]` and u32 targets
+/// `[batch, sequence]`.
 pub fn loss(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
     ops::cross_entropy(logits, targets)
 }

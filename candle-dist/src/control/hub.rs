@@ -225,8 +225,7 @@ impl Hub {
         self.changed.notify_all();
     }
 
-    /// Waits until all processes have ended, or the world stops. There is no time limit, because ranks may compute
-    /// alone.
+    /// Waits until all processes have ended, or the world stops. Has no time limit, because ranks may compute alone.
     pub(super) fn stay(&self) {
         let mut table = self.table.lock();
         while matches!(table.phase, Phase::Running) && table.is_busy() {

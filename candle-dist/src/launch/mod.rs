@@ -101,8 +101,7 @@ impl LaunchInfo {
         self.local_size < self.world_size
     }
 
-    /// Checks that MPI can find the other processes. Under torchrun, for example, each process would be alone in its
-    /// MPI.
+    /// Checks that MPI can find the other processes. Under torchrun, each process would be alone in its MPI.
     ///
     /// # Errors
     /// If the launcher is not one of MPI.

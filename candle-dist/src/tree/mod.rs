@@ -84,8 +84,7 @@ pub trait TensorTree: Sized {
         self.tensors().into_iter().fold(init, f)
     }
 
-    /// Returns the tensors as one list, without copying data. [`unflatten_tensors`](Self::unflatten_tensors) reverses
-    /// it.
+    /// Returns the tensors as a list, without copying. [`unflatten_tensors`](Self::unflatten_tensors) reverses it.
     fn flatten_tensors(&self) -> Vec<Tensor> {
         self.tensors().into_iter().cloned().collect()
     }
@@ -118,8 +117,7 @@ pub trait TensorTree: Sized {
         })
     }
 
-    /// Returns the same structure with every tensor on `device`. Tensors that are there already are returned as they
-    /// are.
+    /// Returns the same structure with every tensor on `device`. Tensors that are there already stay as they are.
     fn to_device(&self, device: &Device) -> Result<Self> {
         self.map_tensors(|t| Ok(t.to_device(device)?))
     }

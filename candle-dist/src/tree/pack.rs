@@ -151,8 +151,7 @@ impl Packed {
     /// Joins names and list again.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if the list does not have as many tensors as `keys` counts. It names the first missing
-    /// argument.
+    /// [`Error::Invalid`] if the list does not have the number of tensors in `keys`. It names the first missing one.
     pub fn from_parts(keys: PackedKeys, tensors: Vec<Tensor>) -> Result<Self> {
         let (given, needed) = (tensors.len(), keys.tensor_count());
         if given == needed {

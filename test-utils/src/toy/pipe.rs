@@ -27,8 +27,7 @@ pub struct TransformerPipe {
 const TABLE: Placement = Shard(0);
 
 impl TransformerPipe {
-    /// Creates the declaration that `args` describes, for a [plan](super::Transformer::plan) with or without sequence
-    /// parallelism.
+    /// Creates the declaration for `args` and a [plan](super::Transformer::plan) with or without sequence parallelism.
     pub fn new(args: &ModelArgs, use_seq_parallel: bool) -> Self {
         Self { args: args.clone(), sequence: if use_seq_parallel { Shard(1) } else { Replicate } }
     }
@@ -177,8 +176,7 @@ impl TransformerPipe {
         Ok(DTensor::from_local(local.clone(), mesh, &[self.sequence], shape)?)
     }
 
-    /// Returns the value from which [`enter`](Self::enter) restores the states. Gradients have the layout of the
-    /// states.
+    /// Returns the value from which [`enter`](Self::enter) restores the states. Gradients have the same layout.
     fn leave(&self, h: &DTensor) -> Result<Value> {
         let h = h.redistribute(&[self.sequence])?;
         Ok((h.to_local_with_grad(&[self.sequence])?, h.dim(1)? as i64).into())

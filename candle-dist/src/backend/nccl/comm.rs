@@ -192,8 +192,7 @@ impl Comm {
         issued.front().map(|issued| issued.since)
     }
 
-    /// Waits for calls that other ranks may still need, and then finalizes the communicator. Returns whether this
-    /// worked.
+    /// Waits for calls that other ranks may need, then finalizes the communicator. Returns whether this worked.
     fn say_goodbye(&self, handle: &Option<Handle>) -> bool {
         let Some(Handle(raw)) = *handle else { return false };
         if std::thread::panicking() || self.rank.bind().is_err() {
@@ -227,8 +226,7 @@ impl Drop for Comm {
             return abort(&mut handle);
         }
         if let Some(Handle(raw)) = handle {
-            // SAFETY: the handle is alive and finalized, and this is its only owner. Nothing can be done about an error
-            // now.
+            // SAFETY: the handle is alive and finalized, and this is its only owner. An error is ignored.
             let _ = unsafe { sys::ncclCommDestroy(raw) };
         }
     }

@@ -181,8 +181,7 @@ impl Flight {
 
 impl Drop for Flight {
     fn drop(&mut self) {
-        // Memory that is freed now must not be reused before NCCL is done with it. There is nobody to return an error
-        // to.
+        // Memory that is freed now must not be reused before NCCL is done with it. A drop cannot return errors.
         let _ = self.rejoin();
         self.kept.clear();
     }

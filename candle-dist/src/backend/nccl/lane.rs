@@ -1,5 +1,4 @@
-//! A lane for messages to one rank with one tag: a communicator of two, a stream, and a thread that waits for the
-//! receiver.
+//! A lane for messages to one rank with one tag: a communicator of two, a stream, and a sender thread.
 //!
 //! NCCL's send ends when the receiver accepts it, and the calls on one communicator run in order. A message with its
 //! own communicator and stream delays nothing else, and two ranks that send to each other do not deadlock.

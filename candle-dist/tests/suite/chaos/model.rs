@@ -3,13 +3,11 @@
 //! Ranks advance in turn; their order does not change the outcome. A round completes when all members have arrived, and
 //! a receive when its message has arrived. A *cause* is a way in which the world may stop:
 //!
-//! - The calls of a round, or a message and its receive, differ: `Mismatch`. It names the first member of the group,
-//! the
-//!   first one that differs from it (so the culprit is one of the two), and the first property that differs.
+//! - The calls of a round, or a message and its receive, differ: `Mismatch`. It names the first member of the group and
+//!   the first one that differs from it (so the culprit is one of the two), and the first property that differs.
 //! - A rank failed or panicked: that error, at once, whatever the others do.
 //! - A rank has returned while another one waits for it: `Returned`. After a skipped or an extra call, this may be a
-//! rank
-//!   that correctly finished.
+//!   rank that correctly finished.
 //! - No rank can continue, and none of the above applies: `Deadlock`.
 //!
 //! Calls are compared, data is not. A skipped call that is followed by an equal one is thus noticed where calls differ
