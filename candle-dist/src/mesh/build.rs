@@ -107,7 +107,7 @@ impl DeviceMesh {
                 "the groups of {shown} make {places} places for a group of {n} ranks; give the group of all its ranks"
             )));
         }
-        // One row per rank: its coordinate, then the members of its groups. All see all rows, so all get the same error.
+        // One row per rank: its coordinate, then the members of its groups. All see all rows, so all fail alike.
         let ndim = axes.len();
         let mine = axes.iter().map(|(_, along)| along.rank());
         let mine = mine.chain(axes.iter().flat_map(|(_, along)| along.ranks().iter().copied()));
