@@ -1,19 +1,19 @@
 #!/usr/bin/env python3
-"""Measures this project's collectives beside Gloo's and Open MPI's, and writes the table into BENCHMARKS.md.
+"""Compares this project's collectives with those of Gloo and Open MPI, and writes the table into BENCHMARKS.md.
 
 Usage: python3 benchmarks/collectives.py [--backend mpi] [--worlds 2 4] [--repeats 3] [--torch-python PYTHON] [--dry-run]
        python3 benchmarks/collectives.py --backend mpi --worlds 2 4 8 --json -
 
-It builds bench-collectives, then runs the three in turn, again and again; each number is the median of its runs. With
---backend mpi our ranks are processes over Open MPI's messages, and Open MPI is the one peer. A peer that is not
-installed is left out, with a word on how to get it:
+It builds bench-collectives and then runs the three alternately. Each number is the median of its runs. With
+--backend mpi, our ranks are processes over Open MPI's messages, and Open MPI is the only peer. A peer that is not
+installed is left out, with a note on how to install it:
 
   Gloo      python3 -m venv ~/torch-venv && ~/torch-venv/bin/pip install torch numpy
             and --torch-python ~/torch-venv/bin/python, or TORCH_PYTHON in the environment
   Open MPI  apt-get install openmpi-bin libopenmpi-dev
 
-Nothing else should run on the machine meanwhile: a table is written only if the load average of the last minute was at most
-0.5 before the start. --dry-run and --json measure on any machine, and say how busy it was.
+Nothing else should run on the machine: the table is written only if the load average of the last minute was at most 0.5
+at the start. --dry-run and --json measure on any machine, and report its load.
 """
 import argparse
 import datetime
@@ -29,12 +29,12 @@ from pathlib import Path
 from side_by_side import PEERS, build, has, output, rewrite, say
 
 OURS = "candle-dist"
-# The load average of the last minute above which no table is written.
+# The maximum load average of the last minute at which a table is written.
 QUIET = 0.5
 
 
 def mpirun(world):
-    """The command that starts what follows on so many processes."""
+    """Returns the command that starts this many processes."""
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
     return ["mpirun", "--oversubscribe", *root, "-n", str(world)]
 
@@ -62,7 +62,7 @@ def build_openmpi(folder):
 
 
 def measure(sides, worlds, repeats):
-    """The median microseconds by world, (op, bytes) and side, and the floors by world and (op, bytes)."""
+    """Returns the median microseconds by world, (op, bytes) and side, and the floors by world and (op, bytes)."""
     runs, floors = {}, {}
     for repeat in range(repeats):
         for world in worlds:
@@ -87,7 +87,7 @@ def size(count):
 
 
 def table(rows, floors, sides):
-    """One world's table; a ratio says how many times as long the peer takes."""
+    """Returns one world's table. A ratio is the peer's time divided by ours."""
     peers = [name for name in sides if name != OURS]
     header = ["op", "input", "floor", *sides, *(f"{peer} ÷ ours" for peer in peers)]
     lines = [f"| {' | '.join(header)} |", "|---|" + "---:|" * (len(header) - 1)]
@@ -110,7 +110,7 @@ def section(times, floors, sides, repeats):
 
 
 def report(times, floors, args, busy):
-    """Everything that was measured, as one object; ratios say how many times as long the peer takes."""
+    """Returns all measurements as one object. A ratio is the peer's time divided by ours."""
     rows = []
     for world, of_world in times.items():
         for (op, count), by_side in of_world.items():
@@ -129,7 +129,7 @@ def write_json(target, value):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--backend", choices=["local", "mpi"], default="local", help="what moves our tensors [local]")
+    parser.add_argument("--backend", choices=["local", "mpi"], default="local", help="the backend of our ranks [local]")
     parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4], help="numbers of ranks [2 4]")
     parser.add_argument("--repeats", type=int, default=3, help="alternating runs of each side [3]")
     parser.add_argument("--torch-python", default=os.environ.get("TORCH_PYTHON", sys.executable), help="a Python with torch")
@@ -140,8 +140,8 @@ def main():
         parser.error("give at least 1 for --repeats and for each of --worlds")
     busy = os.getloadavg()[0]
     if busy > QUIET and not (args.dry_run or args.json):
-        sys.exit(f"The load average of the last minute is {busy:.2f}, so the table would be of a busy machine: wait until it is "
-                 f"at most {QUIET}, or give --dry-run or --json to measure without writing.")
+        sys.exit(f"The load average of the last minute is {busy:.2f}, which would distort the table: wait until it is "
+                 f"at most {QUIET}, or use --dry-run or --json to measure without writing.")
     with tempfile.TemporaryDirectory() as folder:
         built = {OURS: build_ours(args.backend), "Open MPI": build_openmpi(folder)}
         if args.backend == "local":

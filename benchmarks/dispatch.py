@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Measures what a distributed op costs over the plain one, here and in PyTorch, and writes the table into BENCHMARKS.md.
+"""Compares the cost of distributed ops over plain ones with PyTorch's, and writes the table into BENCHMARKS.md.
 
 Usage: python3 benchmarks/dispatch.py [--repeats 3] [--torch-python PYTHON] [--dry-run]
 
-It builds bench-dispatch, then runs the two in turn; each number is the median of its runs. Without a Python that has
-torch (--torch-python, or TORCH_PYTHON in the environment) only ours is measured. Nothing else should run meanwhile.
+It builds bench-dispatch and then runs the two alternately. Each number is the median of its runs. Without a Python that
+has torch (--torch-python, or TORCH_PYTHON in the environment), only ours is measured. Nothing else should run.
 """
 import argparse
 import datetime

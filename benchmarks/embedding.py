@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Measures sharded embeddings here and in PyTorch as the vocabulary grows, and writes the table into BENCHMARKS.md.
+"""Compares sharded embeddings with PyTorch's as the vocabulary grows, and writes the table into BENCHMARKS.md.
 
 Usage: python3 benchmarks/embedding.py [--vocabs 10000 100000 1000000] [--dim 64] [--ids 4096] [--repeats 3]
            [--torch-python PYTHON] [--dry-run]
 
-It builds bench-embedding, then runs the two in turn on 2 ranks; each number is the median of its runs. Without a Python
-that has torch (--torch-python, or TORCH_PYTHON in the environment) only ours is measured. Nothing else should run
-meanwhile.
+It builds bench-embedding and then runs the two alternately on 2 ranks. Each number is the median of its runs. Without a
+Python that has torch (--torch-python, or TORCH_PYTHON in the environment), only ours is measured. Nothing else should
+run.
 """
 import argparse
 import datetime
@@ -20,7 +20,7 @@ OURS, PEER = "ours", "PyTorch"
 
 
 def measure(sides, args):
-    """The median milliseconds by (sharding, max_norm, phase, vocab) and side, and why a number is missing."""
+    """Returns the median milliseconds by (sharding, max_norm, phase, vocab) and side, and notes on missing numbers."""
     runs, notes = {}, {}
     for repeat in range(args.repeats):
         for vocab in args.vocabs:
@@ -46,7 +46,7 @@ def number(ms):
 
 
 def table(times, vocabs, sides):
-    """A growth divides the time by that of the smallest vocabulary; a ratio says how many times as long PyTorch takes."""
+    """Returns the table. Growth is relative to the smallest vocabulary. A ratio is PyTorch's time divided by ours."""
     header = ["case", "vocabulary", *(f"{name}{what}" for name in sides for what in ("", " growth"))]
     header += [f"{PEER} ÷ {OURS}"] if PEER in sides else []
     lines = [f"| {' | '.join(header)} |", "|---|" + "---:|" * (len(header) - 1)]
@@ -66,7 +66,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vocabs", type=int, nargs="+", default=[10_000, 100_000, 1_000_000], help="rows of the table")
     parser.add_argument("--dim", type=int, default=64, help="columns of the table [64]")
-    parser.add_argument("--ids", type=int, default=4096, help="ids that each rank looks up [4096]")
+    parser.add_argument("--ids", type=int, default=4096, help="ids per rank and lookup [4096]")
     parser.add_argument("--repeats", type=int, default=3, help="alternating runs of each side [3]")
     parser.add_argument("--torch-python", default=os.environ.get("TORCH_PYTHON", sys.executable), help="a Python with torch")
     parser.add_argument("--dry-run", action="store_true", help="print the table and leave BENCHMARKS.md alone")

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Writes what PyTorch computes on one device for small embeddings into candle-shard/tests/suite/embedding/facts.json.
+"""Writes PyTorch's results for small embeddings on one device into candle-shard/tests/suite/embedding/facts.json.
 
 Usage: PYTHON benchmarks/embedding_facts.py, with a Python that has torch
 
-A case holds the inputs of one call, the upstream gradient g, and what came of it: the output, the weight afterwards
-(max_norm writes into it), and the gradients of sum(output * g). Inputs are eighths, drawn from the name of the case, so
-that a new case leaves the others as they are. All is f64, with as many digits as it takes to read the same numbers back.
+A case has the inputs of one call, the upstream gradient g, and the results: the output, the weight afterwards (max_norm
+writes to it), and the gradients of sum(output * g). Inputs are eighths drawn from the name of the case, so a new case
+does not change the others. All numbers are f64, with enough digits to read the same numbers back.
 """
 import json
 import math
@@ -19,13 +19,13 @@ from side_by_side import ROOT, say
 FILE = ROOT / "candle-shard" / "tests" / "suite" / "embedding" / "facts.json"
 NORMS = [0.5, 1.0, 2.0, 3.0, math.inf]
 MODES = ["sum", "mean", "max"]
-# Of the rows looked up, the half with the larger norms is too long.
+# Half of the rows that are looked up have a norm above max_norm.
 HALF = "half"
 
 ROW = [3, 0, 6, 3, 1]
 GRID = [[0, 5, 2], [6, 2, 4]]
 CUBE = [[[1, 2], [0, 6]], [[6, 6], [4, 3]], [[5, 1], [2, 0]]]
-# Some bags are empty: the first, one in the middle, the last. Some have no other id than 2, which is the padding below.
+# Some bags are empty: the first, one in the middle, the last. Some contain only id 2, which is the padding below.
 FLAT = dict(ids=[4, 2, 2, 0, 5, 2, 6, 1], offsets=[0, 0, 3, 3, 5, 6, 8])
 LAST = dict(FLAT, offsets=[*FLAT["offsets"], 8], include_last_offset=True)
 BAGS = dict(ids=[[4, 2, 0], [2, 2, 2], [6, 2, 5], [1, 1, 3]])
@@ -92,21 +92,21 @@ BAG = [
 
 
 def eighths(draw, shape):
-    """A tensor of eighths between -3 and 3, none of them zero."""
+    """Returns a tensor of nonzero eighths between -3 and 3."""
     count = math.prod(shape)
     values = [draw.choice([-1, 1]) * draw.randint(1, 24) / 8 for _ in range(count)]
     return torch.tensor(values, dtype=torch.float64).reshape(shape)
 
 
 def middle(weight, ids, norm_type):
-    """A max_norm between the norms of the rows that are looked up."""
+    """Returns a max_norm between the norms of the rows that are looked up."""
     norms = torch.linalg.vector_norm(weight[ids.unique()], norm_type, dim=1).unique()
     half = len(norms) // 2
     return round((norms[half - 1] + norms[half]).item() / 2, 3)
 
 
 def fact(op, name, ids, weight=None, shape=(7, 3), offsets=None, weighted=False, max_norm=None, norm_type=2.0, **options):
-    """One case with what PyTorch makes of it."""
+    """Returns one case with PyTorch's results."""
     draw = random.Random(f"{op} {name}")
     before = eighths(draw, shape) if weight is None else torch.tensor(weight, dtype=torch.float64)
     ids = torch.tensor(ids, dtype=torch.int64)

@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
-"""Writes what transformers computes for small Llamas into examples/tests/suite/llama/facts.json.
+"""Writes the results of transformers for small Llamas into examples/tests/suite/llama/facts.json.
 
 Usage: PYTHON benchmarks/llama_facts.py, with a Python that has torch and transformers 5
 
-For each model: its config.json in the form that transformers 5 writes and in that of transformers 4, its
-generation_config.json, the logits of the prompt's tokens, and the tokens and the text that greedy decoding gives. Both
-forms are read back by transformers, which must compute the same with them.
+For each model: its config.json in the format of transformers 5 and in that of transformers 4, its
+generation_config.json, the logits of the prompt's tokens, and the tokens and the text of greedy decoding. transformers
+reads both formats back and must compute the same results.
 
-The weights are no files: `weight` makes them of their names and places, and the tests do the same.
+There are no weight files: `weight` computes the weights from their names and positions, and the tests do the same.
 
-PYTHON benchmarks/llama_facts.py FOLDER TEXT LENGTH instead loads a checkpoint of `llama --save` as transformers loads any
-model, and prints what to compare with `llama`'s, as JSON: the mean loss of the sequences of TEXT, which
-`--valid TEXT --seq-len LENGTH` tells, and the text that greedy decoding writes after "Once".
+PYTHON benchmarks/llama_facts.py FOLDER TEXT LENGTH instead loads a checkpoint of `llama --save` with transformers, and
+prints JSON to compare with the output of `llama`: the mean loss of the sequences of TEXT, which
+`--valid TEXT --seq-len LENGTH` prints, and the text that greedy decoding writes after "Once".
 """
 import json
 import sys
@@ -29,7 +29,7 @@ MASK = (1 << 64) - 1
 
 WORDS = "▁the ▁cat ▁sat ▁on ▁a ▁mat ▁and ▁then ▁it ▁was ▁red ▁dog ▁ran ing ed er s . , ! ? ly un re".split()
 LETTERS = [c for c in "▁abcdefghijklmnopqrstuvwxyzOT"]
-# Those of an e with an accent and of a CJK character.
+# The bytes of an e with an accent and of a CJK character.
 BYTES = [0xC3, 0xA9, 0xE4, 0xB8, 0xAD]
 SIZES = dict(
     hidden_size=32, intermediate_size=44, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -54,7 +54,7 @@ TOKENS = 24
 
 
 def weight(name, shape):
-    """The weights of a name: splitmix64 from its FNV-1a, as 24 bits of a number around 0."""
+    """Returns the weights of a name: splitmix64 seeded with the name's FNV-1a hash, as 24-bit numbers around 0."""
     state = 0xCBF29CE484222325
     for byte in name.encode():
         state = ((state ^ byte) * 0x100000001B3) & MASK
@@ -74,13 +74,13 @@ def weight(name, shape):
 
 
 def tokenizer():
-    """A tokenizer as SentencePiece models have it in tokenizer.json: spaces are letters, and what is unknown is bytes."""
+    """Returns a tokenizer.json like those of SentencePiece models: spaces are letters, and unknown text is bytes."""
     vocabulary = ["<unk>", "<s>", "</s>"] + [f"<0x{byte:02X}>" for byte in BYTES] + LETTERS + WORDS
     vocabulary = {token: i for i, token in enumerate(dict.fromkeys(vocabulary))}
     merges = []
 
     def merge(word):
-        # From the left, letter by letter.
+        # From left to right, letter by letter.
         for end in range(2, len(word) + 1):
             if word[:end] not in vocabulary:
                 vocabulary[word[:end]] = len(vocabulary)
@@ -122,7 +122,7 @@ def tensors(config):
 
 
 def computed(folder, ids):
-    """What transformers makes of a folder: logits of each token, and the tokens of greedy decoding."""
+    """Returns the results of transformers for a folder: the logits of each token, and the tokens of greedy decoding."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     ids = torch.tensor([ids])
     with torch.no_grad():
@@ -142,7 +142,7 @@ def fact(case, rope, folder, text_tokenizer):
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(new)
     written_by_5 = json.loads((new / "config.json").read_text())
-    # What transformers 4 writes, by the names in its LlamaConfig.
+    # The format of transformers 4, with the names of its LlamaConfig.
     written_by_4 = dict(
         architectures=["LlamaForCausalLM"], attention_bias=False, attention_dropout=0.0, head_dim=8, hidden_act="silu",
         initializer_range=0.02, mlp_bias=False, model_type="llama", pretraining_tp=1, torch_dtype="float32",
@@ -150,7 +150,7 @@ def fact(case, rope, folder, text_tokenizer):
     )
     (old / "config.json").write_text(json.dumps(written_by_4))
     logits, free = computed(new, ids)
-    # A token of this run ends the next one.
+    # A token of this run is the end token of the next one.
     ends = [2, free[len(free) // 2]]
     generation = dict(bos_token_id=1, eos_token_id=ends, do_sample=True, temperature=0.6, top_p=0.9)
     generation["transformers_version"] = transformers.__version__

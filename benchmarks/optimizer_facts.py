@@ -3,9 +3,10 @@
 
 Usage: PYTHON benchmarks/optimizer_facts.py, with a Python that has torch
 
-A case holds the options, a parameter, the gradient of each step (null where there is none), and the parameter after each step.
-Parameters and gradients are eighths, drawn from the name of the case, in f64. Muon's iterations are bf16; the cases with
-"dtype": "f64" run the same source with another dtype, so that they can be compared closely.
+A case has the options, a parameter, the gradient of each step (null if there is none), and the parameter after each
+step.
+Parameters and gradients are eighths drawn from the name of the case, in f64. Muon's iterations are bf16. The cases with
+"dtype": "f64" run the same source with that dtype, so that they can be compared closely.
 """
 import inspect
 import json
@@ -41,7 +42,7 @@ MUON = [
 
 
 def fact(name, kind, options, shape, present, dtype=None):
-    """One case with what PyTorch makes of it."""
+    """Returns one case with PyTorch's results."""
     draw = random.Random(name)
     start = eighths(draw, shape)
     parameter = start.clone().requires_grad_()

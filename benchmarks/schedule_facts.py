@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
-"""Writes which orders PyTorch's schedules have into candle-pipe/tests/suite/schedules/facts.json.
+"""Writes the orders of PyTorch's schedules into candle-pipe/tests/suite/schedules/facts.json.
 
 Usage: PYTHON benchmarks/schedule_facts.py, with a Python that has torch
 
-For each schedule, number of stages a rank and number of ranks: a row [microbatches, order, lowered] for each number of
-microbatches that PyTorch accepts. Both are hashes (64-bit FNV-1a, in hex) of a text with a line a rank, its actions
-with commas between them: the computations, and the computations with the sends and receives that PyTorch adds. Idle
-steps are left out.
+For each schedule, number of stages per rank and number of ranks, it writes a row [microbatches, order, lowered] per
+number of microbatches that PyTorch accepts. Both hashes (64-bit FNV-1a, in hex) are of a text with one line per rank,
+its actions separated by commas: the computations, and the computations with PyTorch's sends and receives. Idle steps
+are left out.
 
-Two schedules are also written as they are, into computed.csv and lowered.csv, in PyTorch's two formats.
+Two schedules are also written in full, into computed.csv and lowered.csv, in PyTorch's two formats.
 
-GPipe and 1F1B are run with a stage that takes down what it is told: PyTorch's list of 1F1B has other microbatches than
-its run. They are not lowered, so that their second hash is that of the lowering of the order taken down.
+GPipe and 1F1B are run with a stage that records its calls, because PyTorch's list for 1F1B has other microbatches than
+its run. PyTorch does not lower them, so their second hash is that of the lowering of the recorded order.
 """
 import copy
 import json
@@ -24,7 +24,7 @@ from side_by_side import ROOT, say
 FOLDER = ROOT / "candle-pipe" / "tests" / "suite" / "schedules"
 RANKS = range(1, 9)
 MICROBATCHES = range(1, 33)
-# The names of this project, PyTorch's classes, and the stages a rank.
+# The names of this project, PyTorch's classes, and the numbers of stages per rank.
 SINGLE = {"gpipe": schedules.ScheduleGPipe, "1f1b": schedules.Schedule1F1B}
 MULTI = {
     "looped-bfs": (schedules.ScheduleLoopedBFS, [1, 2, 3]),
@@ -36,7 +36,7 @@ MULTI = {
 
 
 class Recorder:
-    """A stage that computes nothing and takes down what it is told."""
+    """A stage that computes nothing and records its calls."""
 
     def __init__(self, stage, stages):
         self.stage_index, self.num_stages, self.submod = stage, stages, None
@@ -51,7 +51,7 @@ class Recorder:
         self.told.append(f"{self.stage_index}B{microbatch}")
 
     def __getattr__(self, name):
-        # All communication is of nothing.
+        # All communication is empty.
         return lambda *_args, **_kwargs: []
 
 
@@ -111,7 +111,7 @@ def rows(name, local, ranks):
             else:
                 orders, stage_ranks = listed(MULTI[name][0], ranks, microbatches, local)
         except ValueError:
-            continue  # PyTorch does not take so many microbatches.
+            continue  # PyTorch does not accept this number of microbatches.
         found.append(row(microbatches, orders, stage_ranks))
     return found
 
@@ -122,7 +122,7 @@ def main():
     for name, local in kinds:
         for ranks in RANKS:
             facts.append(dict(schedule=name, stages_per_rank=local, ranks=ranks, rows=rows(name, local, ranks)))
-        say(f"{name}, {local} stages a rank: {sum(len(fact['rows']) for fact in facts)} orders so far")
+        say(f"{name}, {local} stages per rank: {sum(len(fact['rows']) for fact in facts)} orders so far")
     body = ",\n".join(json.dumps(fact, separators=(",", ":")) for fact in facts)
     file = FOLDER / "facts.json"
     file.write_text(f"[\n{body}\n]\n")

@@ -1,4 +1,4 @@
-"""What the scripts that measure this project beside others have in common."""
+"""Shared code of the scripts that compare this project with others."""
 import json
 import os
 import re
@@ -17,12 +17,12 @@ def say(text):
 
 
 def one_thread():
-    """The environment in which a rank computes with one thread, so that only ranks compete for cores."""
+    """Returns an environment in which a rank computes with one thread, so that only ranks compete for cores."""
     return {**os.environ, **{name: "1" for name in ("CANDLE_NUM_THREADS", "RAYON_NUM_THREADS", "OMP_NUM_THREADS")}}
 
 
 def output(command, tries=1):
-    """The JSON object that a measurement prints; a peer may abort now and then, and gets another try."""
+    """Returns the JSON object that a measurement prints. Retries, because a peer may abort occasionally."""
     for _ in range(tries):
         run = subprocess.run(command, env=one_thread(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         if run.returncode == 0:
@@ -40,15 +40,15 @@ def build(binary, *features):
 
 
 def has(python, imports):
-    """Whether this Python can do these imports."""
+    """Returns whether this Python can import these modules."""
     return shutil.which(python) and subprocess.run([python, "-c", imports], stderr=subprocess.DEVNULL).returncode == 0
 
 
 def rewrite(name, text):
-    """Puts a text between the markers of this name in BENCHMARKS.md."""
+    """Writes a text between the markers with this name in BENCHMARKS.md."""
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     document = DOCUMENT.read_text()
     pattern = re.compile(f"{re.escape(begin)}.*{re.escape(end)}", re.DOTALL)
     if not pattern.search(document):
-        sys.exit(f"{DOCUMENT.name} has lost its markers {begin} and {end}; put them where the table should stand.")
+        sys.exit(f"{DOCUMENT.name} does not have the markers {begin} and {end}; put them where the table should stand.")
     DOCUMENT.write_text(pattern.sub(lambda _: f"{begin}\n{text}\n{end}", document))

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Step times of the toy Transformer on one device and tensor-parallel, here and in PyTorch, the sides alternating.
+"""Measures step times of the toy Transformer on one device and tensor-parallel, here and in PyTorch, alternately.
 
 Usage: python3 benchmarks/step_ratio.py [--rounds 7] [--torch-python PYTHON]
 
-Without a Python that has torch and expecttest (--torch-python, or TORCH_PYTHON in the environment) only ours is measured.
+Without a Python that has torch and expecttest (--torch-python, or TORCH_PYTHON in the environment), measures only ours.
 """
 import argparse
 import os

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Makes empty libraries with the names of NVIDIA's and all functions that cudarc calls, to link against without a GPU.
+"""Creates stub libraries of NVIDIA's with all functions that cudarc calls, to link against without a GPU.
 
-usage: cuda_stubs.py FOLDER, in the workspace. Needs a C compiler. What is linked against them runs with the real ones.
+usage: cuda_stubs.py FOLDER, in the workspace. Needs a C compiler. Programs linked against them run with the real ones.
 """
 import json
 import pathlib
@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 
-# cudarc's module, the library's name for the linker, and the name that the loader looks for.
+# cudarc's module, the library's name for the linker, and its name for the loader.
 LIBRARIES = [
     ("driver", "cuda", "libcuda.so.1"),
     ("nccl", "nccl", "libnccl.so.2"),

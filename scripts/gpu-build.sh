@@ -1,22 +1,22 @@
 #!/usr/bin/env bash
-# Builds gpu-check for a machine with an NVIDIA GPU, on one without: needs cargo, cc, strip, xz and python3 with pip.
+# Builds gpu-check without an NVIDIA GPU, for a machine with one. Needs cargo, cc, strip, xz, and python3 with pip.
 #
 # usage: scripts/gpu-build.sh [FOLDER]
 #
-# FOLDER (target/gpu-check) then holds the program, an NCCL that takes several ranks on one GPU, and gpu-check.sh to run
-# there: less than 64 MiB. CUDA_COMPUTE_CAP (90) is the GPU's generation. NVIDIA's compiler and libraries come from its
-# Python wheels and are kept in the user's cache.
+# FOLDER (default target/gpu-check) then holds less than 64 MiB: the program, an NCCL that allows several ranks per GPU,
+# and gpu-check.sh to run there. CUDA_COMPUTE_CAP (default 90) is the GPU's generation. NVIDIA's compiler and libraries
+# come from its Python wheels and are kept in the user's cache.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 folder="${1:-target/gpu-check}"
 export CUDA_COMPUTE_CAP="${CUDA_COMPUTE_CAP:-90}"
 cache="${XDG_CACHE_HOME:-$HOME/.cache}/candle-distributed/cuda-13.0.2"
 nccl=2.30.7
-# One release of CUDA: what a newer compiler writes, the driver of CUDA 13.0 does not read.
+# All from one release of CUDA: the driver of CUDA 13.0 cannot read the output of a newer compiler.
 wheels="nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-crt==13.0.88
   nvidia-cuda-runtime==13.0.96 nvidia-cuda-cccl==13.0.85 nvidia-curand==10.4.0.35"
 
-unpacked() { # FOLDER WHEEL..: what the wheels hold, in FOLDER
+unpacked() { # FOLDER WHEEL..: unpacks the wheels into FOLDER
   local into="$1" download="$1.part"
   shift
   rm -rf "$download" "$into"

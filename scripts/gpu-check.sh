@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Checks on a machine with an NVIDIA GPU what gpu-build.sh has built; builds nothing.
+# Runs the checks built by gpu-build.sh on a machine with an NVIDIA GPU. Builds nothing.
 #
-# usage: gpu-check.sh [FOLDER], the folder that gpu-build.sh made: this script's own, or target/gpu-check
+# usage: gpu-check.sh [FOLDER], where FOLDER was made by gpu-build.sh: by default this script's own, or target/gpu-check
 #
-# Prints a line for each check: PASSED, FAILED or SKIPPED with the reason. Status 0 unless one failed.
+# Prints a line per check: PASSED, FAILED, or SKIPPED with the reason. The exit status is 0 unless a check failed.
 set -uo pipefail
 here="$(cd "$(dirname "$0")" && pwd)"
 if [ -e "$here/gpu-check.xz" ]; then folder="${1:-$here}"; else folder="${1:-$here/../target/gpu-check}"; fi
@@ -20,18 +20,18 @@ for name in gpu-check libnccl.so.2; do
 done
 chmod +x "$work/gpu-check"
 
-# CUDA's libraries: those of NVIDIA's Python wheels where they are installed, else the system's.
+# CUDA's libraries: from NVIDIA's Python wheels if installed, otherwise the system's.
 wheels="$(python3 -c 'import nvidia; print(list(nvidia.__path__)[0])' 2>/dev/null || true)"
 export LD_LIBRARY_PATH="$work:${wheels:+$wheels/cu13/lib:}${CUDA_HOME:-/usr/local/cuda}/lib64:${LD_LIBRARY_PATH:-}"
 missing="$(ldd "$work/gpu-check" | grep 'not found' || true)"
-# shellcheck disable=SC2086 # one line of them
+# shellcheck disable=SC2086 # printed on one line
 [ -z "$missing" ] || skip "libraries of CUDA 13 are missing:" $missing
 
-# One card, so nothing that needs two or a network.
+# There is only one card, so disable features that need two cards or a network.
 export NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_NVLS_ENABLE=0 NCCL_SOCKET_IFNAME=lo CUDA_MODULE_LOADING=EAGER
 failed=0
 check() { timeout --kill-after=10 "${GPU_CHECK_SECONDS:-120}" "$work/gpu-check" "$@"; }
-# ended RUN STATUS: notes how a run ended.
+# ended RUN STATUS: records how a run ended.
 ended() {
   [ "$2" -ne 124 ] && [ "$2" -ne 137 ] || echo "FAILED $1: no end within ${GPU_CHECK_SECONDS:-120} s"
   [ "$2" -eq 0 ] || failed=1
@@ -42,7 +42,7 @@ for run in "nccl 1" "local 2" "local 4" "nccl 2" "nccl 4"; do
   ended "$engine, $ranks ranks" $?
 done
 
-# Two processes that share the card, as a launcher would start them.
+# Two processes that share the card, started as by a launcher.
 export WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=$((20000 + $$ % 10000)) CANDLE_DIST_SHARE_GPUS=1
 RANK=1 check --engine nccl-process &
 RANK=0 check --engine nccl-process

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs the conformance suite, the failure scenarios and the programs over MPI, oversubscribed on this host.
-# Status 0: all passed, or MPI is missing and a line says so. Installs nothing.
+# The exit status is 0 if all passed, or if MPI is missing, which it prints. Installs nothing.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -12,17 +12,17 @@ for tool in mpirun mpicc; do
 done
 
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 RUST_BACKTRACE=0
-# The test of a program has all programs built.
+# Building the tests of a program builds all programs.
 built=$(cargo test --workspace --features mpi --test mpi --test launched --no-run --message-format json |
     grep -o '"executable":"[^"]*"' | cut -d'"' -f4) || exit 1
-# built NAME: the path of what was built under this name.
+# built NAME: the path of the executable with this name.
 built() { echo "$built" | grep -E "/$1(-[0-9a-f]{16})?$"; }
 program=$(built mpi)
 oversubscribe=()
 if mpirun --version | grep -q "Open MPI"; then oversubscribe=(--oversubscribe); fi
 failed=0
 
-# on RANKS ARGUMENT...: runs the program, at most ten minutes; output in $out, status in $status.
+# on RANKS ARGUMENT...: runs the program for at most ten minutes. Output in $out, status in $status.
 on() {
     local ranks=$1
     shift
@@ -30,7 +30,7 @@ on() {
     status=$?
 }
 
-# verdict NAME CONDITION...: prints a line, and the output if the condition does not hold.
+# verdict NAME CONDITION...: prints the result, and the output if the condition does not hold.
 verdict() {
     local name=$1
     shift
@@ -43,7 +43,7 @@ verdict() {
     fi
 }
 
-# heard_by RANKS TEXT: that many ranks heard the same, which contains the text, and mpirun failed in time.
+# heard_by RANKS TEXT: this many ranks got the same error, which contains the text, and mpirun failed in time.
 heard_by() {
     local lines
     lines=$(echo "$out" | sed -n 's/^.*heard by [0-9]*: //p')
@@ -72,7 +72,7 @@ for ranks in 3 4 5 8; do
 done
 on 2 dropped
 verdict "a finished call that is dropped frees its memory" passed
-# port: one that is likely to be free, for starts that name their own.
+# port: a port that is likely to be free, for starts that need one.
 port() { echo $((20000 + RANDOM % 10000)); }
 on 3 begin order "$(port)"
 verdict "the launcher's ranks in another order than MPI's" heard_by 3 "start all ranks with one mpirun"
@@ -110,18 +110,18 @@ for ranks in 2 4 8; do
     verdict "a rank that returns on $ranks ranks" heard_by $((ranks - 1)) "rank $((ranks - 1)) returned"
     on "$ranks" end hang
     verdict "a hang on $ranks ranks" heard_by $((ranks - 1)) "waited longer than the timeout of 3s"
-    # mpirun ends the others itself, so that not all come to say what they heard.
+    # mpirun itself ends the others, so not all of them print the error.
     on "$ranks" end killed
     verdict "a killed rank on $ranks ranks" ended
 done
 
-# agree: the program found its runs to agree, and said so once, as it says all else.
+# agree: the program found that its runs agree, and printed this only once.
 agree() { passed && [ "$(echo "$out" | grep -c "The runs agree.")" -eq 1 ]; }
-# said_once TEXT: all went well, and the text is there once.
+# said_once TEXT: the program succeeded, and its output has the text once.
 said_once() { passed && [ "$(echo "$out" | grep -cF -- "$1")" -eq 1 ]; }
-# refused TEXT: status 2, and one sentence from one rank, which contains the text.
+# refused TEXT: the status is 2, and a single rank printed one sentence, which contains the text.
 refused() { [ "$status" -eq 2 ] && [ "$(echo "$out" | grep -c "^error: ")" -eq 1 ] && echo "$out" | grep -qF -- "$1"; }
-# same TEXT: all went well, and the text is there.
+# same TEXT: the program succeeded, and its output has the text.
 same() { passed && [ -n "$1" ] && echo "$out" | grep -qF -- "$1"; }
 
 program=$(built toy-transformer)
@@ -175,7 +175,7 @@ fate() {
     out=$(<"$log")
     rm -f "$log"
 }
-# blamed RANK: mpirun failed in time, and one process said once why.
+# blamed RANK: mpirun failed in time, and a single process printed the reason once.
 blamed() { ended && [ "$(echo "$out" | grep -c "^error: .*rank $1 was lost")" -eq 1 ] && [ "$(echo "$out" | grep -c "^error: ")" -eq 1 ]; }
 for rank in 0 1 2 3; do
     for signal in STOP KILL; do

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Blanks the kernels of other GPUs in an NCCL library, so that it compresses to a seventh.
+"""Blanks the kernels of other GPUs in an NCCL library, which then compresses to a seventh of its size.
 
-usage: nccl_slim.py LIBRARY SLIMMED ARCH, ARCH as in sm_90: 90. Offsets and headers stay, so the file loads as before.
+usage: nccl_slim.py LIBRARY SLIMMED ARCH, where ARCH is 90 for sm_90. Offsets and headers stay, so the file still loads.
 """
 import pathlib
 import struct
@@ -15,7 +15,7 @@ MACHINE_CODE = 2
 
 
 def sections(elf: bytearray):
-    """Name, offset and size of each section of a 64-bit little-endian ELF file."""
+    """Returns name, offset and size of each section of a 64-bit little-endian ELF file."""
     (table,) = struct.unpack_from("<Q", elf, 0x28)
     size, count, names = struct.unpack_from("<HHH", elf, 0x3A)
     headers = [struct.unpack_from("<IIQQQQ", elf, table + i * size) for i in range(count)]
@@ -25,7 +25,7 @@ def sections(elf: bytearray):
 
 
 def blank(elf: bytearray, start: int, end: int, arch: int) -> tuple[int, int]:
-    """Blanks what is not machine code for `arch`; bytes kept and blanked."""
+    """Blanks everything but machine code for `arch`. Returns the bytes kept and blanked."""
     kept = blanked = 0
     while start < end:
         magic, _, header, length = FATBIN.unpack_from(elf, start)

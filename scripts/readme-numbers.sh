@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Compares what README.md prints from a run with what a run prints.
+# Compares the outputs shown in README.md with those of a new run.
 # Usage: scripts/readme-numbers.sh [FOLDER OF THE BUILT PROGRAMS, by default target/release]
 #
 # - A block ```text shows the output of the command in the block ```sh before it. Each row of its tables must be printed by

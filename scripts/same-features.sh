@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Fails if `cargo test -p CRATE` selects other features of a shared dependency than `cargo test`: cargo would compile candle once more
-# for it. The fix is a line in workspace-hack/Cargo.toml.
+# Fails if `cargo test -p CRATE` selects other features of a shared dependency than `cargo test`, because cargo would
+# then compile candle twice. To fix it, add a line to workspace-hack/Cargo.toml.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-# Each dependency with its version and features; members of the workspace have a path.
+# Each dependency with its version and features. Members of the workspace have a path.
 selected() {
   cargo tree "$@" -e normal,build,dev -f '{p} [{f}]' --prefix none --no-dedupe | sed 's/ (\*)//; s/(proc-macro) //' | grep -v '(/' | sort -u
 }
@@ -11,7 +11,7 @@ all=$(selected --workspace)
 status=0
 for crate in candle-dist candle-shard candle-pipe test-utils examples extension; do
   if unlike=$(selected -p "$crate" | grep -Fxv -f <(echo "$all")); then
-    printf '%s selects features that the workspace does not:\n%s\n' "$crate" "$unlike"
+    printf '%s selects features that the workspace does not select:\n%s\n' "$crate" "$unlike"
     status=1
   fi
 done

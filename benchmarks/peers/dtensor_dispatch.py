@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Measures the dispatch of PyTorch's DTensor the way bench-dispatch measures this project's, and prints the same JSON.
+"""Measures the dispatch of PyTorch's DTensor in the same way as bench-dispatch, and prints the same JSON.
 
 Usage: python3 benchmarks/peers/dtensor_dispatch.py [--batches 15] [--calls 200]
 
-One process is one rank of a world whose collectives do nothing; tensors are 8 x 8 f32 on one thread. A number is the
-nanoseconds that the distributed op takes on top of the plain one; "first" is for shapes that are new.
+One process is one rank of a world whose collectives do nothing. Tensors are 8 x 8 f32 on one thread. A number is the
+nanoseconds that the distributed op needs more than the plain one; "first" is for new shapes.
 """
 import argparse
 import json
@@ -29,7 +29,7 @@ def gathered(x, mesh):
     return torch.cat([x[0], x[0]])
 
 
-# name, where the inputs lie on the last axis, the distributed op, the plain one on the shards
+# name, placement of the inputs on the last axis, the distributed op, the plain op on the shards
 CASES = [
     ("add", (S0, S0), lambda x: x[0] + x[1], lambda x, mesh: x[0] + x[1]),
     ("mul_scalar", (S0,), lambda x: x[0] * 2.0, lambda x, mesh: x[0] * 2.0),

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Measures torch.distributed over Gloo the way bench-collectives measures this project; prints the same JSON object.
+"""Measures torch.distributed over Gloo in the same way as bench-collectives, and prints the same JSON object.
 
 Usage: gloo.py --world N [--sizes BYTES ...]
 
-Every rank is a process that times its own call after a barrier; a row is the median over the rounds of the slowest
-rank's time. send_recv is half a ping-pong of ranks 0 and 1. Results go to tensors that have been used before; an
-all_reduce, which works in place, gets its input copied in before the barrier.
+Every rank is a process that times its own call after a barrier. A row is the median over the rounds of the slowest
+rank's time. send_recv is half a ping-pong of ranks 0 and 1. Results go to tensors that have been used before. The input
+of an all_reduce, which works in place, is copied in before the barrier.
 """
 import argparse
 import json
@@ -23,12 +23,12 @@ ELEMENT_BYTES = 4
 
 
 def values(rank, length):
-    """A rank's input: small whole numbers whose sums are exact in f32."""
+    """Returns a rank's input: small whole numbers whose sums are exact in f32."""
     return ((torch.arange(length) % 251 + 1) * (rank + 1)).float()
 
 
 class Case:
-    """One op at one size: what happens before the barrier, the call that is timed, and what it must give."""
+    """One op at one size: the preparation before the barrier, the timed call, and the expected result."""
 
     def __init__(self, op, length, rank, world):
         self.rank, self.world, self.length = rank, world, length
@@ -93,7 +93,7 @@ OPS = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", 
 
 
 def timed(case):
-    """The microseconds of one call on this rank, after a barrier."""
+    """Returns the microseconds of one call on this rank, after a barrier."""
     case.prepare()
     dist.barrier()
     start = time.perf_counter()
@@ -106,7 +106,7 @@ def median(times):
 
 
 def row(case):
-    """The median microseconds of one row, and its number of rounds."""
+    """Returns the median microseconds of one row, and its number of rounds."""
     case.prepare()
     case.call()
     case.check()

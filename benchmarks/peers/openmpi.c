@@ -1,9 +1,9 @@
 /*
- * Measures Open MPI the way bench-collectives measures this project, and prints the same JSON object.
+ * Measures Open MPI in the same way as bench-collectives, and prints the same JSON object.
  *
  *   mpicc -O3 -o openmpi openmpi.c && mpirun --oversubscribe -n 2 ./openmpi
  *
- * Every rank times its own call after a barrier; a row is the median over the rounds of the slowest rank's time.
+ * Every rank times its own call after a barrier. A row is the median over the rounds of the slowest rank's time.
  * send_recv is half a ping-pong of ranks 0 and 1. Results go to buffers that have been used before.
  * Arguments, if any, are sizes in bytes of each rank's input.
  */
@@ -21,12 +21,12 @@ static const char *const NAMES[OPS] = {"all_reduce", "all_gather", "reduce_scatt
 
 static int rank, world;
 
-/* Element i of a rank's input; sums over ranks are exact in f32. */
+/* Returns element i of a rank's input. Sums over ranks are exact in f32. */
 static float element(int of, size_t i) { return (float)((i % 251 + 1) * (size_t)(of + 1)); }
 
 static float sum(size_t i) { return (float)((i % 251 + 1) * (size_t)(world * (world + 1) / 2)); }
 
-/* The op on len elements a rank. A broadcast is in place, so its root sends from `in` and the others receive in `out`. */
+/* Runs the op on len elements per rank. A broadcast is in place: its root sends `in`, the others receive in `out`. */
 static void call(enum op op, float *in, float *out, int len) {
     const int piece = len / world;
     switch (op) {
@@ -82,7 +82,7 @@ static double median(double *times, int count) {
     return times[count / 2];
 }
 
-/* The microseconds of one call on this rank, after a barrier. */
+/* Returns the microseconds of one call on this rank, after a barrier. */
 static double timed(enum op op, float *in, float *out, size_t len) {
     MPI_Barrier(MPI_COMM_WORLD);
     const double start = MPI_Wtime();
@@ -90,7 +90,7 @@ static double timed(enum op op, float *in, float *out, size_t len) {
     return (MPI_Wtime() - start) * 1e6;
 }
 
-/* The median microseconds of one row, on rank 0. */
+/* Returns the median microseconds of one row, on rank 0. */
 static double row(enum op op, float *in, float *out, size_t len, int *rounds) {
     static double mine[MAX_ROUNDS], slowest[MAX_ROUNDS];
     memset(out, 0, len * sizeof(float) * (size_t)world);

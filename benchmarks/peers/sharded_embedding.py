@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Measures PyTorch's sharded embedding the way bench-embedding measures this project's, and prints the same JSON.
+"""Measures PyTorch's sharded embedding in the same way as bench-embedding, and prints the same JSON.
 
 Usage: sharded_embedding.py [--vocab 10000] [--dim 64] [--ids 4096] [--world 2]
 
-Every rank is a process that times its own call after a barrier; a row is the median milliseconds over the rounds of the
-slowest rank's time. "forward" is the lookup, "step" is the lookup, its backward and SGD on the local shard. Each rank
-draws new ids for each round. With max_norm about half of the rows are too long: the table is put back before each call.
-A row that PyTorch cannot do has null and a note.
+Every rank is a process that times its own call after a barrier. A row is the median over the rounds of the slowest
+rank's milliseconds. "forward" is the lookup; "step" is the lookup, its backward pass and SGD on the local shard. Each
+rank draws new ids in each round. With max_norm, about half of the rows are too long, and the table is restored before
+each call. A row that PyTorch does not support has null and a note.
 """
 import argparse
 import json
@@ -29,7 +29,7 @@ class Table:
     """One sharded table with its optimizer, and the ids that this rank looks up."""
 
     def __init__(self, whole, sharding, limited, ids, rank, world):
-        # Measured on a few rows, the same ones on every rank.
+        # Measured on a few rows, which are the same on every rank.
         self.max_norm = whole[:1000].norm(dim=1).median().item() if limited else None
         self.vocab, self.count = whole.size(0), ids
         self.draw = torch.Generator().manual_seed(1 + rank)
@@ -68,7 +68,7 @@ class Table:
 
 
 def timed(case, call):
-    """The milliseconds of one call on this rank, after a barrier."""
+    """Returns the milliseconds of one call on this rank, after a barrier."""
     case.prepare()
     dist.barrier()
     start = time.perf_counter()

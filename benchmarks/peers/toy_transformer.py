@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Measures PyTorch's tensor-parallel toy Transformer over Gloo, one process a rank, and prints JSON.
+"""Measures PyTorch's tensor-parallel toy Transformer over Gloo, with one process per rank, and prints JSON.
 
 Usage: python3 benchmarks/peers/toy_transformer.py [--world 2] [--steps 12] [--dim 256] [--seq 128] [--batch 8]
 
 The model is the one of PyTorch's own tests, in the size of this project's toy Transformer: AdamW, cross entropy, f32, no
-dropout. A number is the median milliseconds of a whole training step of rank 0; single is the same on one process.
+dropout. A number is the median milliseconds of a training step on rank 0; single is the same with one process.
 """
 import argparse
 import json

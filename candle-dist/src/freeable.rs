@@ -1,4 +1,4 @@
-//! Tensors whose memory can be given back and had again, while graphs refer to them.
+//! Tensors whose memory can be freed and allocated again while graphs refer to them.
 use crate::{Error, Result};
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::{CpuStorage, CudaStorage, DType, Device, InplaceOp1, Layout, Shape, Storage, Tensor};
@@ -6,11 +6,11 @@ use parking_lot::Mutex;
 use std::fmt;
 use std::sync::Arc;
 
-/// A tensor whose memory can be freed and had again, for all that refer to it: views, clones, layers and graphs.
+/// A tensor whose memory can be freed and allocated again for all that refer to it: views, clones, layers and graphs.
 ///
-/// For parameters that are gathered before use and dropped after it. Using the tensor while it is free never gives stale
-/// data: this handle returns an error, and so do candle's operations, except for those of one operand, which panic. What was
-/// computed from it keeps memory of its own.
+/// It is made for parameters that are gathered before use and freed afterwards. Using the tensor while it is freed
+/// never returns stale data: this handle returns an error, and so do candle's operations, except those with one
+/// operand, which panic. Tensors computed from it have their own memory.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -37,55 +37,55 @@ struct Inner {
 }
 
 impl FreeableTensor {
-    /// A handle on a tensor with memory of its own.
+    /// Creates a handle for a tensor that owns its memory.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a tensor that does not lie at the beginning of its memory without gaps: others may need the rest.
+    /// [`Error::Invalid`] if the tensor is not contiguous from the start of its memory: others may use the rest.
     pub fn new(tensor: Tensor) -> Result<Self> {
         check_owner(&tensor)?;
         Ok(Self(Arc::new(Inner { tensor, is_allocated: Mutex::new(true) })))
     }
 
-    /// A handle without memory.
+    /// Creates a handle without memory.
     ///
     /// # Errors
-    /// Those of candle.
+    /// If candle fails.
     pub fn freed(shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<Self> {
         Self::without_memory(Tensor::zeros(shape, dtype, device)?)
     }
 
-    /// A handle on a tensor that has no memory yet, or loses it: the result of an op whose storage is
-    /// [`no_memory`](crate::backend::no_memory).
+    /// Creates a handle for a tensor without memory, such as the result of an op whose storage is
+    /// [`no_memory`](crate::backend::no_memory). If the tensor has memory, this frees it.
     ///
     /// # Errors
-    /// Those of candle.
+    /// If candle fails.
     pub fn without_memory(tensor: Tensor) -> Result<Self> {
         let handle = Self(Arc::new(Inner { tensor, is_allocated: Mutex::new(true) }));
         handle.free()?;
         Ok(handle)
     }
 
-    /// The shape, allocated or not.
+    /// Returns the shape, allocated or not.
     pub fn shape(&self) -> &Shape {
         self.0.tensor.shape()
     }
 
-    /// The dtype, allocated or not.
+    /// Returns the dtype, allocated or not.
     pub fn dtype(&self) -> DType {
         self.0.tensor.dtype()
     }
 
-    /// The device, allocated or not.
+    /// Returns the device, allocated or not.
     pub fn device(&self) -> &Device {
         self.0.tensor.device()
     }
 
-    /// Whether there is memory.
+    /// Returns whether the tensor has memory.
     pub fn is_allocated(&self) -> bool {
         *self.0.is_allocated.lock()
     }
 
-    /// The tensor, without a copy; an [`Error::Invalid`] while it is free.
+    /// Returns the tensor, without a copy, or an [`Error::Invalid`] while it is freed.
     pub fn tensor(&self) -> Result<Tensor> {
         match self.is_allocated() {
             true => Ok(self.0.tensor.clone()),
@@ -93,15 +93,15 @@ impl FreeableTensor {
         }
     }
 
-    /// The tensor, with memory or without: what graphs are made of.
+    /// Returns the tensor, with or without memory, to build graphs from.
     pub fn graph_node(&self) -> &Tensor {
         &self.0.tensor
     }
 
-    /// Allocates zeros if the memory is free; whether it was.
+    /// Allocates zeros if the memory is freed. Returns whether it was.
     ///
     /// # Errors
-    /// Those of candle.
+    /// If candle fails.
     pub fn alloc(&self) -> Result<bool> {
         if self.is_allocated() {
             return Ok(false);
@@ -110,11 +110,11 @@ impl FreeableTensor {
         Ok(true)
     }
 
-    /// Puts the memory of `tensor` in the place of this one's, free or not. `tensor`, with all that shares its memory, is used
-    /// up: reading it is an error from now on.
+    /// Replaces the memory of this tensor, freed or not, by that of `tensor`. This consumes `tensor` and all tensors
+    /// that share its memory: reading them is an error afterwards.
     ///
     /// # Errors
-    /// [`Error::Invalid`] unless it has the handle's shape, dtype and device, and memory of its own.
+    /// [`Error::Invalid`] unless it has the handle's shape, dtype and device, and owns its memory.
     pub fn fill(&self, tensor: Tensor) -> Result<()> {
         let fits = tensor.shape() == self.shape()
             && tensor.dtype() == self.dtype()
@@ -135,10 +135,10 @@ impl FreeableTensor {
         Ok(())
     }
 
-    /// Gives the memory back; whether there was any.
+    /// Frees the memory. Returns whether there was any.
     ///
     /// # Errors
-    /// Those of candle.
+    /// If candle fails.
     pub fn free(&self) -> Result<bool> {
         let mut is_allocated = self.0.is_allocated.lock();
         if *is_allocated && self.0.tensor.elem_count() > 0 {
@@ -158,10 +158,10 @@ fn check_owner(tensor: &Tensor) -> Result<()> {
     )))
 }
 
-/// The memory of a tensor without any: one element.
+/// Returns the storage of a tensor without memory: one element.
 ///
 /// # Errors
-/// Those of the device.
+/// If the device fails.
 pub fn no_memory<S>(device: &S::Device, dtype: DType) -> candle_core::Result<S>
 where
     S: BackendStorage<Device: BackendDevice<Storage = S>>,
@@ -169,7 +169,7 @@ where
     device.zeros_impl(&Shape::from(1), dtype)
 }
 
-/// A dtype that operations refuse where they expect `dtype`: who reads a tensor without memory gets an error.
+/// Returns a dtype that operations refuse where they expect `dtype`, so reading a tensor without memory is an error.
 const fn unlike(dtype: DType) -> DType {
     match dtype {
         DType::U8 => DType::U32,
@@ -177,10 +177,10 @@ const fn unlike(dtype: DType) -> DType {
     }
 }
 
-/// Puts the memory in hand into a tensor, or almost none, and takes what it had.
+/// Swaps the storage in `hand` with that of a tensor. An empty hand gives the tensor a minimal storage.
 struct Exchange {
     hand: Mutex<Option<Storage>>,
-    /// What the tensor says it is of.
+    /// The dtype of the tensor.
     dtype: DType,
 }
 

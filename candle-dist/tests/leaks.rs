@@ -1,11 +1,11 @@
-//! Calls, groups and worlds leave nothing behind: resident memory stays flat.
+//! Memory stays flat over many calls, groups and worlds.
 #![cfg(target_os = "linux")]
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 use candle_core::{DType, Device, Tensor};
 use candle_dist::{Error, ReduceOp, World};
 use test_utils::{on_ranks, stays_flat};
 
-// One test, since memory is the process's.
+// A single test, because memory is measured for the whole process.
 #[test]
 fn resident_memory_stays_flat() {
     on_ranks(2, "calls", |ctx| {
@@ -21,10 +21,10 @@ fn resident_memory_stays_flat() {
         let g = ctx.group();
         let pair = (g.rank() / 2) as u32;
         stays_flat("groups", 5_000, || g.split(Some(pair), 0)?.expect("a color").barrier())?;
-        // Nobody uses these, and members drop them at different times.
+        // These groups are never used, and members drop them at different times.
         stays_flat("unused groups", 5_000, || g.subgroup(&[0, 1, 2, 3]).and_then(|_unused| g.barrier()))
     });
-    // A world that fails while a group lacks a member, with a message in it.
+    // A world that fails while a member of a group is missing and a message is unread.
     stays_flat("failed worlds", 40, || {
         let outcome = World::local(2).run(|ctx| match ctx.rank() {
             0 => {

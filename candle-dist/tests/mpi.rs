@@ -1,10 +1,10 @@
-//! The conformance suite on processes that mpirun has started; `scripts/mpi-test.sh` does that and judges.
+//! The conformance suite on processes that mpirun started; `scripts/mpi-test.sh` starts it and checks the results.
 //!
-//! Without arguments all cases run, with `parts` in messages of few bytes, with `given` on an MPI that the program itself
-//! has started. With `differ NAME`, `end NAME`, `device`, or `begin NAME`, which is for starts, the last rank goes wrong, and
-//! every rank that hears of it says so. `large`, `any` and `dropped` check one thing each.
+//! Without arguments all cases run: with `parts` in messages of few bytes, with `given` on an MPI that the program
+//! itself started. With `differ NAME`, `end NAME`, `device`, or `begin NAME` (for starts), the last rank fails, and
+//! every rank that gets the error prints it. `large`, `any` and `dropped` check one thing each.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
-#[allow(dead_code)] // what errors say is judged by the script
+#[allow(dead_code)] // the script checks the error texts
 #[path = "suite/conformance/cases/mod.rs"]
 mod cases;
 
@@ -19,7 +19,7 @@ use std::io::{self, Write as _};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-// Of the MPI that the engine is linked with; these are alike in all of them, and so is the order of the levels.
+// Of the MPI that the backend is linked with. These are equal in all of them, and so is the order of the levels.
 unsafe extern "C" {
     fn MPI_Init_thread(argc: *mut c_int, argv: *mut c_void, required: c_int, provided: *mut c_int) -> c_int;
     fn MPI_Finalize() -> c_int;
@@ -29,7 +29,7 @@ unsafe extern "C" {
 const FUNNELED: c_int = 1;
 const MULTIPLE: c_int = 3;
 
-/// Starts MPI, as a program does that uses it itself.
+/// Starts MPI, like a program that uses MPI itself.
 fn start_mpi(level: c_int) {
     let mut provided = -1;
     // SAFETY: MPI allows null for the arguments, and has not been started.
@@ -37,9 +37,9 @@ fn start_mpi(level: c_int) {
     assert_eq!((code, provided), (0, level), "MPI starts with the level asked for");
 }
 
-/// Ends it.
+/// Ends MPI.
 fn end_mpi() {
-    // SAFETY: it was started here, on this thread, and the engine is gone.
+    // SAFETY: MPI was started here, on this thread, and the backend is gone.
     assert_eq!(unsafe { MPI_Finalize() }, 0);
 }
 
@@ -66,13 +66,13 @@ fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let done = match &arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         [] => run(Duration::from_secs(120), conform),
-        // Above what goes with a header, and below most lengths.
+        // Larger than the data in a header message, and smaller than most lengths.
         ["parts"] => run_on(Settings { most_bytes: 20_000, ..Settings::default() }, conform),
         ["given"] => {
             start_mpi(MULTIPLE);
             let refused = run(Duration::from_secs(60), |_| Ok(()));
             let done = run_on(Settings { comm: Some(Comm::world()), ..Settings::default() }, conform);
-            // The engine is gone, and MPI is not.
+            // The backend is gone, but MPI still runs.
             end_mpi();
             !refused && done
         }
@@ -105,14 +105,14 @@ fn run(timeout: Duration, f: impl Fn(&RankContext) -> Result<()> + Sync) -> bool
     outcome.is_ok()
 }
 
-/// Like [`run`] over an engine with settings.
+/// Like [`run`], but with settings of the backend.
 fn run_on(settings: Settings, f: impl Fn(&RankContext) -> Result<()>) -> bool {
     let ctx = init_process_group_with(InitOptions::new(), |info, control| settings.start(info, control));
     let ctx = ctx.unwrap_or_else(|error| panic!("{error}"));
     ctx.run(f, |rank, message| eprintln!("rank {rank}: {message}")).is_some()
 }
 
-/// A start in which the last rank goes wrong; no rank may wait for another in MPI.
+/// A start that fails on the last rank. No rank may wait for another one in MPI.
 fn begin(name: &str, port: &str) -> bool {
     let number = |names: [&str; 2]| names.iter().find_map(|name| std::env::var(name).ok()?.parse::<usize>().ok());
     let rank = number(["OMPI_COMM_WORLD_RANK", "PMI_RANK"]).expect("a rank");
@@ -120,7 +120,7 @@ fn begin(name: &str, port: &str) -> bool {
     let is_last = rank + 1 == size;
     let explicit = |rank| InitOptions::explicit(&format!("127.0.0.1:{port}"), rank, size).local(rank, size);
     let (options, settings) = match name {
-        // The launcher's ranks are those of MPI, but the last two change places.
+        // The launcher's ranks are those of MPI, but the last two are swapped.
         "order" => {
             let swapped = if rank + 2 < size { rank } else { 2 * size - 3 - rank };
             (explicit(swapped), Settings::default())
@@ -149,12 +149,12 @@ fn begin(name: &str, port: &str) -> bool {
         Err(error) => say(rank, &error),
     }
     assert!(began.elapsed() < Duration::from_secs(30), "the start has ended in time");
-    // mpirun ends all processes when one ends with an error, and each of them has something to say.
+    // mpirun ends all processes when one ends with an error, but each of them must print something first.
     std::thread::sleep(Duration::from_secs(2));
     false
 }
 
-/// A tensor in more parts than an MPI has requests for.
+/// A tensor in more parts than an MPI has requests.
 fn in_many_parts(ctx: &RankContext) -> Result<()> {
     let (len, group, n) = (20 << 20, ctx.group(), ctx.world_size());
     let x = Tensor::full(ctx.rank() as f32 + 1.0, len, &Device::Cpu)?;
@@ -171,7 +171,7 @@ fn in_many_parts(ctx: &RankContext) -> Result<()> {
     group.barrier()
 }
 
-/// Sums that may be reordered: exact where all orders are.
+/// Sums that may be reordered must be exact if all orders are.
 fn in_any_order(ctx: &RankContext) -> Result<()> {
     let n = ctx.world_size() as u32;
     for len in [1, 1000, 100_000] {
@@ -188,13 +188,13 @@ fn in_any_order(ctx: &RankContext) -> Result<()> {
     Ok(())
 }
 
-/// The memory of this process, in MiB.
+/// Returns the memory of this process, in MiB.
 fn resident() -> usize {
     let statm = std::fs::read_to_string("/proc/self/statm").expect("Linux tells of memory");
     statm.split(' ').nth(1).and_then(|pages| pages.parse::<usize>().ok()).expect("a number of pages") * 4 / 1024
 }
 
-/// A finished call that is dropped frees its memory, without another message.
+/// Dropping a finished call frees its memory, without another message.
 fn dropped(ctx: &RankContext) -> Result<()> {
     let x = Tensor::full(1f32, 16 << 20, &Device::Cpu)?; // 64 MiB
     let pending = ctx.group().all_reduce_start(&x, ReduceOp::Sum)?;
@@ -208,7 +208,7 @@ fn dropped(ctx: &RankContext) -> Result<()> {
     ctx.group().barrier()
 }
 
-/// A scatter of what the last rank alone has, on a GPU by its own word.
+/// A scatter from the last rank, which claims that its tensor is on a GPU.
 fn with_a_gpu(ctx: &RankContext) -> Result<()> {
     let (n, root) = (ctx.world_size(), ctx.world_size() - 1);
     let x = Tensor::zeros(n, DType::F32, &Device::Cpu)?;
@@ -227,14 +227,14 @@ fn with_a_gpu(ctx: &RankContext) -> Result<()> {
     .map(drop)
 }
 
-/// Says what a rank has heard, in one line that is written at once: those of other ranks go to the same terminal.
+/// Prints a rank's error in a single write, because other ranks write to the same terminal.
 fn say(rank: usize, error: &Error) {
     let line = format!("heard by {rank}: {}\n", error.to_string().replace('\n', " |"));
-    // Nobody could be told that the terminal is gone.
+    // If the terminal is gone, the error cannot be reported.
     let _ = io::stdout().lock().write_all(line.as_bytes());
 }
 
-/// Says what this rank has heard.
+/// Prints the error that this rank got.
 fn heard(ctx: &RankContext, outcome: Result<()>) -> Result<()> {
     if let Err(error) = &outcome {
         say(ctx.rank(), error);

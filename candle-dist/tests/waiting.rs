@@ -1,14 +1,14 @@
-//! The waiting of ranks under a model checker, which tries every interleaving and every value that a load may see.
+//! Checks the waiting of ranks with loom, a model checker that tries every interleaving and every value a load may see.
 //!
-//! `wait.rs` is the file that the engine runs, compiled here over loom's primitives. Its sleeps never time out here: a
-//! wake-up that gets lost is a deadlock, which loom reports. The round is a replica of `rendezvous.rs`, with loom's
-//! cells in place of tensors: a read that a write could race with is an error.
+//! `wait.rs` is the same file that the backend uses, compiled here with loom's primitives. Its sleeps never time out
+//! here, so a lost wake-up is a deadlock, which loom reports. The round is a replica of `rendezvous.rs` with loom's
+//! cells in place of tensors: a read that races with a write is an error.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
-#[allow(dead_code)] // polling is only time
+#[allow(dead_code)] // polling only takes time
 #[path = "../src/backend/local/wait.rs"]
 mod wait;
 
-/// What `wait.rs` is made of, in parking_lot's forms over loom's primitives.
+/// The primitives that `wait.rs` uses: parking_lot's API over loom's primitives.
 mod sync {
     pub(super) use loom::sync::atomic::{AtomicUsize, Ordering, fence};
     use std::time::Duration;
@@ -16,7 +16,7 @@ mod sync {
     #[derive(Default)]
     pub(super) struct Mutex<T>(loom::sync::Mutex<T>);
 
-    /// Holds the lock; without it only inside of a wait.
+    /// Holds the lock, except inside a wait.
     pub(super) struct MutexGuard<'a, T>(Option<loom::sync::MutexGuard<'a, T>>);
 
     impl<T> Mutex<T> {
@@ -48,14 +48,14 @@ use wait::Event;
 
 const FOREVER: Duration = Duration::MAX;
 
-/// Tries the interleavings of `run` with at most `preemptions` at places where a thread could go on.
+/// Tries the interleavings of `run` with at most `preemptions` preemptions.
 fn explore(preemptions: Option<usize>, run: impl Fn() + Send + Sync + 'static) {
     let mut model = loom::model::Builder::new();
     model.preemption_bound = preemptions;
     model.check(run);
 }
 
-/// Sleeps until `ready`, as the loop of `GroupState::wait` does.
+/// Sleeps until `ready`, like the loop of `GroupState::wait`.
 fn wait_until(event: &Event, ready: impl Fn() -> bool) {
     while !ready() {
         event.sleep(FOREVER, &ready);
@@ -69,7 +69,7 @@ fn no_change_is_slept_through() {
         let changer = {
             let shared = shared.clone();
             thread::spawn(move || {
-                // Weaker than what the engine uses: what the fences promise does not rest on it.
+                // Weaker than in the backend, because the guarantees of the fences do not depend on it.
                 shared.0.store(true, Ordering::Relaxed);
                 shared.1.notify();
             })
@@ -97,12 +97,12 @@ fn every_sleeper_wakes() {
     });
 }
 
-/// A replica of a group and one of its rounds: what `GroupState::start`, `finish` and `wait` do with their atomics.
+/// A replica of a group and one of its rounds, with the atomics of `GroupState::start`, `finish` and `wait`.
 struct Round {
     operands: Vec<UnsafeCell<usize>>,
     entered: AtomicUsize,
     left: AtomicUsize,
-    /// Of the world: a rank has returned, or failed.
+    /// Of the world: a rank has returned or failed.
     ended: AtomicBool,
     failed: AtomicBool,
     event: Event,
@@ -121,7 +121,7 @@ impl Round {
     }
 
     fn write(&self, me: usize, value: usize) {
-        // SAFETY: loom tracks the access and fails the test if any other is concurrent with it.
+        // SAFETY: loom tracks the access, and fails the test if another access is concurrent.
         self.operands[me].with_mut(|operand| unsafe { *operand = value });
     }
 
@@ -130,7 +130,7 @@ impl Round {
         self.operands.iter().map(|operand| operand.with(|operand| unsafe { *operand })).sum()
     }
 
-    /// Waits for `count` to reach all members; `false` if the world fails or a member ends first.
+    /// Waits for `count` to reach all members. Returns `false` if the world fails or a member ends first.
     fn wait_for_all(&self, count: &AtomicUsize) -> bool {
         let complete = || count.load(Ordering::Acquire) == self.operands.len();
         let in_vain = || self.failed.load(Ordering::Acquire) || self.ended.load(Ordering::Acquire);
@@ -138,7 +138,7 @@ impl Round {
         complete()
     }
 
-    /// One blocking call of member `me`: the sum of all operands.
+    /// One blocking call of member `me`, which returns the sum of all operands.
     fn meet(&self, me: usize, value: usize) -> Option<usize> {
         self.write(me, value);
         self.entered.fetch_add(1, Ordering::AcqRel);
@@ -149,7 +149,7 @@ impl Round {
         self.wait_for_all(&self.left).then_some(sum)
     }
 
-    /// A rank's end, as `WorldState::end` tells the groups.
+    /// Ends a rank, and tells the groups like `WorldState::end`.
     fn end(&self, how: &AtomicBool) {
         how.store(true, Ordering::Release);
         self.event.notify();
@@ -175,7 +175,7 @@ fn members_of_a_round_read_all_operands_and_may_write_again_after_it() {
     }
 }
 
-/// A call, and then an optimiser that writes to the operand.
+/// A call, and then an optimizer that writes to the operand.
 fn member(round: &Round, me: usize) {
     let members = round.operands.len();
     assert_eq!(round.meet(me, me + 1), Some(members * (members + 1) / 2));

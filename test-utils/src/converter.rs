@@ -1,17 +1,17 @@
-//! Plain arguments in every layout that they can have.
+//! Converts plain arguments to all their possible layouts.
 use candle_core::{DType, Tensor};
 use candle_dist::DeviceMesh;
 use candle_shard::{DTensor, Placement, Replicate, Result, Shard};
 use itertools::{Itertools, MultiProduct};
 use std::vec::IntoIter;
 
-/// The dtypes that collectives move.
+/// The dtypes that the converter shards.
 const MOVED: [DType; 7] = [DType::F32, DType::F64, DType::F16, DType::BF16, DType::U8, DType::U32, DType::I64];
 
-/// Turns the tensor arguments of an op into distributed ones, once for every combination of layouts.
+/// Converts the tensor arguments of an op to distributed ones, once for every combination of layouts.
 ///
-/// On each axis of the mesh a tensor is replicated or cut on any of its dims, evenly or not. A tensor whose dtype
-/// collectives do not move is only ever replicated, and counts as a miss.
+/// On each axis of the mesh, a tensor is replicated, or cut on one of its dims, evenly or not. A tensor of another
+/// dtype than f32, f64, f16, bf16, u8, u32 and i64 is always replicated, and counts as a miss.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -35,30 +35,30 @@ const MOVED: [DType; 7] = [DType::F32, DType::F64, DType::F16, DType::BF16, DTyp
 pub struct DTensorConverter {
     mesh: DeviceMesh,
     args: Vec<Tensor>,
-    /// One layout for each argument, one placement for each axis.
+    /// One layout per argument, with one placement per axis.
     layouts: MultiProduct<IntoIter<Vec<Placement>>>,
     hits: usize,
     misses: usize,
 }
 
 impl DTensorConverter {
-    /// All combinations for `args`, which every rank gives alike, on `mesh`.
+    /// Returns all combinations for `args`, which must be equal on all ranks, on `mesh`.
     pub fn new(mesh: &DeviceMesh, args: &[Tensor]) -> Self {
         let layouts = args.iter().map(|arg| layouts(arg, mesh.ndim()).into_iter()).multi_cartesian_product();
         Self { mesh: mesh.clone(), args: args.to_vec(), layouts, hits: 0, misses: 0 }
     }
 
-    /// How often a tensor was converted so far.
+    /// Returns how often a tensor was converted so far.
     pub fn hits(&self) -> usize {
         self.hits
     }
 
-    /// How often a tensor could not be laid out freely so far.
+    /// Returns how often a tensor could only be replicated so far.
     pub fn misses(&self) -> usize {
         self.misses
     }
 
-    /// Whether something was converted and nothing missed.
+    /// Returns whether something was converted and nothing was missed.
     pub fn successful(&self) -> bool {
         self.hits > 0 && self.misses == 0
     }
@@ -77,7 +77,7 @@ impl Iterator for DTensorConverter {
     }
 }
 
-/// Every layout of a tensor on a mesh with this many axes.
+/// Returns every layout of a tensor on a mesh with this many axes.
 fn layouts(tensor: &Tensor, axes: usize) -> Vec<Vec<Placement>> {
     let dims = if MOVED.contains(&tensor.dtype()) { tensor.rank() } else { 0 };
     let choices = [Replicate].into_iter().chain((0..dims).map(Shard));

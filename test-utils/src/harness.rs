@@ -1,14 +1,14 @@
-//! Running a closure on N ranks, with a label and a deadline.
+//! Runs a closure on several ranks, with a label and a deadline.
 use candle_dist::{RankContext, World, WorldError, threads};
 use parking_lot::{Condvar, Mutex};
 use std::fmt::Display;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// The stack of a rank's thread; candle walks graphs by recursion.
+/// The stack size of a rank's thread. candle walks graphs recursively.
 const STACK_BYTES: usize = 256 << 20;
 
-/// A world for a test: how many ranks, what to call it, how long it may take.
+/// A world for a test, with a number of ranks, a label and a deadline.
 ///
 /// ```
 /// use test_utils::Ranks;
@@ -23,7 +23,7 @@ pub struct Ranks {
     deadline: Duration,
 }
 
-/// What the ranks of one run have reported so far.
+/// The reports of the ranks of one run so far.
 struct Board<T> {
     results: Vec<Option<T>>,
     ended: usize,
@@ -31,21 +31,20 @@ struct Board<T> {
 }
 
 impl Ranks {
-    /// `world` ranks; `label` names the case in failures.
+    /// Creates a world of `world` ranks. `label` names the test case in failures.
     pub fn new(world: usize, label: impl Into<String>) -> Self {
         Self { world, label: label.into(), deadline: Duration::from_secs(120) }
     }
 
-    /// How long the whole run may take before it counts as hung; two minutes by default.
+    /// Sets how long the whole run may take; two minutes by default.
     pub fn deadline(mut self, deadline: Duration) -> Self {
         self.deadline = deadline;
         self
     }
 
-    /// Runs `f` on every rank and returns the results in rank order, or the first failure with its rank.
+    /// Runs `f` on every rank. Returns the results in rank order, or the first failure with its rank.
     ///
-    /// Ranks that are still running at the deadline are left behind and named in the error: a hang fails, never
-    /// blocks.
+    /// Ranks that still run at the deadline are abandoned and named in the error, so a hang fails instead of blocking.
     pub fn run<T, E, F>(self, f: F) -> Result<Vec<T>, WorldError>
     where
         T: Send + 'static,
@@ -53,7 +52,7 @@ impl Ranks {
         F: Fn(&RankContext) -> Result<T, E> + Send + Sync + 'static,
     {
         let fail = |rank, message: String| WorldError { rank, message: format!("[{}] {message}", self.label) };
-        // SAFETY: tests run one at a time, and the test program's own thread only waits for them.
+        // SAFETY: tests run one at a time, and the thread of the test program only waits for them.
         unsafe { threads::settle_among_threads(threads::default_per_rank(self.world)) };
         let world = World::local(self.world).timeout(self.deadline);
         let ranks = world.into_ranks().map_err(|e| fail(0, e.to_string()))?;
@@ -91,10 +90,10 @@ impl Ranks {
     }
 }
 
-/// Runs `f` on `world` ranks and panics with the first failure: the usual form in tests.
+/// Runs `f` on `world` ranks and panics with the first failure. Most tests use this.
 ///
 /// # Panics
-/// If a rank fails, panics, or the run takes more than two minutes.
+/// If a rank fails or panics, or if the run takes more than two minutes.
 pub fn on_ranks<T, E, F>(world: usize, label: &str, f: F) -> Vec<T>
 where
     T: Send + 'static,

@@ -1,4 +1,4 @@
-//! Leaves in any layout, and how far their values and gradients are from those of one device.
+//! Leaves in any layout, and the errors of their values and gradients compared with one device.
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_dist::{DeviceMesh, RankContext, ReduceOp};
@@ -7,19 +7,19 @@ use candle_shard::{DTensor, Partial, Placement, Replicate, Result, Shard, Spec};
 use itertools::Itertools;
 use std::fmt;
 
-/// How a leaf lies on one axis: a placement, or replicated with a gradient that stays a partial sum.
+/// The layout of a leaf on one axis: a placement, or replicated with a gradient that stays a partial sum.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Lay {
-    /// In this placement.
+    /// This placement.
     At(Placement),
     /// Replicated, with a gradient that is a partial sum on each rank.
     Varying,
-    /// Partial sums made of a varying leaf.
+    /// Partial sums that are computed from a varying leaf.
     VaryingPartial,
 }
 
 impl Lay {
-    /// The placement of the leaf itself, which is never partial.
+    /// Returns the placement of the leaf itself, which is never partial.
     fn of_leaf(self) -> Placement {
         match self {
             Self::At(Partial(_)) | Self::Varying | Self::VaryingPartial => Replicate,
@@ -27,7 +27,7 @@ impl Lay {
         }
     }
 
-    /// The placement of the tensor that is made of the leaf.
+    /// Returns the placement of the tensor that is computed from the leaf.
     pub fn placement(self) -> Placement {
         match self {
             Self::At(placement) => placement,
@@ -51,18 +51,18 @@ impl fmt::Display for Lay {
     }
 }
 
-/// Every way in which a float tensor with `rank` dims can lie on one axis, except [`Lay::VaryingPartial`].
+/// Returns all layouts of a float tensor with `rank` dims on one axis, except [`Lay::VaryingPartial`].
 pub fn lays(rank: usize) -> Vec<Lay> {
     let fixed = [Lay::At(Replicate), Lay::Varying, Lay::At(Placement::PARTIAL_SUM)];
     (0..rank).map(|d| Lay::At(Shard(d))).chain(fixed).collect()
 }
 
-/// All lists of one choice for each of `axes` axes.
+/// Returns all lists with one of `choices` per axis.
 pub fn on_axes<T: Clone>(choices: &[T], axes: usize) -> Vec<Vec<T>> {
     (0..axes).map(|_| choices.iter().cloned()).multi_cartesian_product().collect()
 }
 
-/// A mesh with axes `a`, `b` and `c` of these sizes, for at most three.
+/// Creates a mesh with axes `a`, `b` and `c` of these sizes; up to three sizes.
 ///
 /// # Errors
 /// If the sizes do not fit the world.
@@ -71,7 +71,7 @@ pub fn mesh(ctx: &RankContext, shape: &[usize]) -> candle_dist::Result<DeviceMes
     ctx.mesh(&axes)
 }
 
-/// Numbers in ±1.5 that depend on the seed and the position only.
+/// Returns numbers in ±1.5 that depend only on the seed and the position.
 ///
 /// # Panics
 /// If `dtype` is not a float type that candle can sample.
@@ -80,10 +80,10 @@ pub fn values(shape: &[usize], seed: u64, dtype: DType) -> Tensor {
     sample_full(Stream::new(seed, "values"), even, shape, dtype, &Device::Cpu).unwrap_or_else(|e| panic!("{e}"))
 }
 
-/// A distributed tensor made of a variable whose layout has no partial sums.
+/// A distributed tensor computed from a variable whose layout has no partial sums.
 #[derive(Debug)]
 pub struct Leaf {
-    /// The tensor, in the layout that was asked for.
+    /// The tensor, in the requested layout.
     pub tensor: DTensor,
     /// This rank's variable.
     pub var: Var,
@@ -92,7 +92,7 @@ pub struct Leaf {
 }
 
 impl Leaf {
-    /// A leaf with the values of `whole`, in the default sizes.
+    /// Creates a leaf with the values of `whole`, in the default sizes.
     ///
     /// # Errors
     /// If the layout does not fit the tensor or the mesh.
@@ -101,7 +101,7 @@ impl Leaf {
         Self::with_spec(whole, Spec::new(mesh, &at, whole.shape(), whole.dtype())?, lays)
     }
 
-    /// A leaf in a layout of its own, with explicit sizes for example.
+    /// Creates a leaf in a given layout, for example with explicit sizes.
     ///
     /// # Errors
     /// If the layout does not fit the tensor.
@@ -117,12 +117,12 @@ impl Leaf {
         Ok(Self { tensor, var, spec, lays: lays.to_vec() })
     }
 
-    /// How far this rank's gradient is from its part of the whole one; a missing gradient counts as zero.
+    /// Returns the error of this rank's gradient compared with `whole`. A missing gradient counts as zero.
     ///
-    /// Every rank calls it.
+    /// Every rank must call it.
     ///
     /// # Errors
-    /// Those of communication.
+    /// If the communication fails.
     pub fn gradient_error(&self, grads: &GradStore, whole: &Tensor) -> Result<f64> {
         let mut local = grads.get(&self.var).map_or_else(|| self.var.zeros_like(), |grad| Ok(grad.clone()))?;
         for axis in (0..self.lays.len()).filter(|&axis| self.lays[axis].varies()) {
@@ -132,16 +132,16 @@ impl Leaf {
     }
 }
 
-/// The same tensor in other memory: every second element of a transposed one.
+/// Returns the same tensor in other memory: every second element of a transposed one.
 ///
 /// # Errors
-/// Those of candle.
+/// If candle fails.
 pub fn strided(x: &DTensor) -> Result<DTensor> {
     let local = x.to_local();
     let (rank, last) = (local.rank(), local.rank().saturating_sub(1));
     let swap = |x: &Tensor| if rank > 1 { x.transpose(0, last) } else { Ok(x.clone()) };
     let view = if local.elem_count() == 0 {
-        local.unsqueeze(0)?.squeeze(0)? // nothing lies nowhere
+        local.unsqueeze(0)?.squeeze(0)? // an empty tensor has no memory
     } else {
         let turned = swap(local)?;
         swap(&Tensor::stack(&[&turned.detach(), &turned], rank)?.narrow(rank, 1, 1)?.squeeze(rank)?)?
@@ -150,21 +150,21 @@ pub fn strided(x: &DTensor) -> Result<DTensor> {
     (0..x.mesh().ndim()).filter(|&axis| x.is_varying(axis)).try_fold(view, |view, axis| view.varying_on(axis))
 }
 
-/// This rank's part of a whole tensor in a layout without partial sums.
+/// Returns this rank's shard of a whole tensor in a layout without partial sums.
 ///
 /// # Errors
-/// If the layout is that of another shape.
+/// If the layout has another shape.
 pub fn block(whole: &Tensor, spec: &Spec) -> candle_core::Result<Tensor> {
     let ranges = spec.local_block();
     ranges.iter().enumerate().try_fold(whole.clone(), |part, (dim, range)| part.narrow(dim, range.start, range.len()))
 }
 
-/// How far this rank's shard is from its part of the whole tensor; partial results are reduced first.
+/// Returns the error of this rank's shard compared with the whole tensor. Partial results are reduced first.
 ///
-/// Every rank calls it.
+/// Every rank must call it.
 ///
 /// # Errors
-/// Those of communication.
+/// If the communication fails.
 pub fn value_error(tensor: &DTensor, whole: &Tensor) -> Result<f64> {
     let resolved = tensor.placements().iter().map(|p| if p.is_partial() { Replicate } else { *p });
     if tensor.dims() != whole.dims() {
@@ -178,7 +178,7 @@ pub fn value_error(tensor: &DTensor, whole: &Tensor) -> Result<f64> {
     Ok(distance(tensor.to_local(), &block(whole, tensor.spec())?))
 }
 
-/// The largest difference of two tensors relative to 1 and to the size of the second; infinite if shapes differ.
+/// Returns the largest difference of two tensors, relative to 1 and to the second; infinite if the shapes differ.
 ///
 /// # Panics
 /// If candle cannot convert the dtype to `f64`.
@@ -198,7 +198,7 @@ pub fn distance(got: &Tensor, want: &Tensor) -> f64 {
     list(got).into_iter().zip(list(want)).map(error).fold(0.0, f64::max)
 }
 
-/// What rounding may change in a dtype.
+/// Returns the difference that rounding may cause in a dtype.
 pub fn tolerance(dtype: DType) -> f64 {
     if dtype == DType::F64 { 1e-11 } else { 1e-5 }
 }

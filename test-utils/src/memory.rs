@@ -1,29 +1,29 @@
-//! Telling whether a process leaks.
+//! Detects memory leaks of a process.
 
-/// How much the process may grow in a measured part, in KiB: three bytes for each of 100 000 calls.
+/// The limit of growth in a measured part, in KiB: three bytes per call for 100 000 calls.
 const BOUND: usize = 256;
 
-/// The memory of this process that is in RAM, in KiB, as Linux tells it.
+/// Returns the resident memory of this process in KiB, as reported by Linux.
 fn resident() -> Option<usize> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;
     line.trim().trim_end_matches("kB").trim().parse().ok()
 }
 
-/// Does `work` some times to warm up, then `times` times, in which the process must not grow.
+/// Runs `work` several times to warm up, and then `times` times, during which the process must not grow.
 ///
-/// What the system's allocator keeps may grow once; a leak grows every time. Memory is the process's: a program with such
-/// a test has no other tests.
+/// The system's allocator may grow once, but a leak grows every time. The measured memory is that of the whole process,
+/// so a program with such a test must have no other tests.
 ///
 /// # Errors
-/// Those of `work`.
+/// The errors of `work`.
 ///
 /// # Panics
-/// If the process grows, or the system does not tell.
+/// If the process grows, or the system does not report its memory.
 pub fn stays_flat<E>(what: &str, times: usize, mut work: impl FnMut() -> Result<(), E>) -> Result<(), E> {
     (0..times / 5).try_for_each(|_| work())?;
     let mut grown = Vec::new();
-    // Always as often: ranks must do the same work.
+    // A fixed number of times, because all ranks must do the same work.
     for _ in 0..3 {
         let before = resident();
         (0..times).try_for_each(|_| work())?;

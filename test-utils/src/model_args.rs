@@ -1,6 +1,6 @@
-//! The hyper-parameters that every form of the toy Transformer is built from.
+//! The hyperparameters of the toy Transformer in all its forms.
 
-/// What the toy Transformer looks like; the defaults are those of PyTorch's model of the same name.
+/// The hyperparameters of the toy Transformer. The defaults are those of PyTorch's model with the same name.
 ///
 /// ```
 /// use test_utils::model_args::ModelArgs;
@@ -10,27 +10,27 @@
 /// ```
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelArgs {
-    /// Number of Transformer blocks.
+    /// The number of Transformer blocks.
     pub n_layers: usize,
-    /// Number of token ids.
+    /// The number of token ids.
     pub vocab_size: usize,
-    /// The longest sequence that has position embeddings.
+    /// The maximum sequence length, for which there are position embeddings.
     pub max_seq_len: usize,
-    /// Width of the residual stream.
+    /// The width of the residual stream.
     pub dim: usize,
-    /// Number of attention heads; divides `dim`.
+    /// The number of attention heads; must divide `dim`.
     pub n_heads: usize,
-    /// Probability that dropout zeroes an element, in `[0, 1)`.
+    /// The probability that dropout zeroes an element, in `[0, 1)`.
     pub dropout_p: f64,
-    /// Whether a position attends to itself and its past only.
+    /// Whether a position attends only to itself and earlier positions.
     pub use_attn_mask: bool,
     /// Whether the output layer shares the token embedding's weight.
     pub weight_tying: bool,
-    /// Whether a block's activations are recomputed in the backward pass. This changes memory and time, never a number.
+    /// Whether the backward pass recomputes a block's activations. This changes memory and time, but not results.
     pub checkpoint_activations: bool,
-    /// Standard deviation of the initial embeddings; `None` is 1, PyTorch's default.
+    /// The standard deviation of the initial embeddings; `None` means 1, PyTorch's default.
     pub init_stdev: Option<f64>,
-    /// Seed of every random stream: initialization and dropout.
+    /// The seed of every random stream: initialization and dropout.
     pub seed: u64,
 }
 
@@ -53,12 +53,12 @@ impl Default for ModelArgs {
 }
 
 impl ModelArgs {
-    /// Width of one attention head.
+    /// Returns the width of one attention head.
     pub fn head_dim(&self) -> usize {
         self.dim / self.n_heads
     }
 
-    /// Width between the two layers of a feed-forward network.
+    /// Returns the width between the two layers of a feed-forward network.
     pub fn hidden_dim(&self) -> usize {
         4 * self.dim
     }

@@ -1,4 +1,4 @@
-//! The toy Transformer on one device in plain candle: the oracle that every distributed form is compared with.
+//! The toy Transformer on one device in plain candle, the reference for every distributed form.
 
 use candle_core::{DType, Device, Result, Tensor, Var, bail};
 use candle_shard::kernels;
@@ -13,9 +13,10 @@ pub use candle_shard::nn::Mode;
 
 /// A decoder-only Transformer in the style of nanoGPT, with the structure and parameter names of PyTorch's toy model.
 ///
-/// Each parameter is drawn from the stream of its own full name, such as `layers.0.attention.wq.weight`: linear layers
-/// evenly over ±1/√in, embeddings normal. Each dropout draws from the stream `<path>.dropout`, folded with the step.
-/// [`ModelArgs::checkpoint_activations`] has no effect here: recomputing would not change a number.
+/// Each parameter is drawn from the stream of its full name, such as `layers.0.attention.wq.weight`: linear layers
+/// uniformly in ±1/√in, embeddings from a normal distribution. Each dropout uses the stream `<path>.dropout`, folded
+/// with the step. [`ModelArgs::checkpoint_activations`] has no effect here, because recomputing does not change
+/// results.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -46,7 +47,7 @@ pub struct Transformer {
 }
 
 impl Transformer {
-    /// The model that `args` describes, with freshly drawn parameters.
+    /// Creates the model that `args` describes, with newly drawn parameters.
     ///
     /// # Errors
     /// If `n_heads` does not divide `dim`.
@@ -54,7 +55,7 @@ impl Transformer {
         Self::computing(Arithmetic::default(), args, dtype, device)
     }
 
-    /// The same model that computes as `arithmetic` says.
+    /// Like [`new`](Self::new), with a choice of the arithmetic.
     ///
     /// # Errors
     /// If `n_heads` does not divide `dim`.
@@ -90,7 +91,7 @@ impl Transformer {
         })
     }
 
-    /// The logits `[batch, sequence, vocab]` of u32 `tokens` `[batch, sequence]`, in f32 where the model is 16-bit.
+    /// Returns the logits `[batch, sequence, vocab]` of u32 `tokens` `[batch, sequence]`, in f32 for 16-bit models.
     ///
     /// # Errors
     /// If the sequence is longer than [`ModelArgs::max_seq_len`].
@@ -112,18 +113,19 @@ impl Transformer {
         }
     }
 
-    /// The mean cross entropy over all tokens, as [`loss`] has it, computed as the rest of the model.
+    /// Returns the mean cross entropy over all tokens, like [`loss`], with the arithmetic of the model.
     pub fn loss(&self, logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
         self.arithmetic.cross_entropy(logits, targets)
     }
 
-    /// The parameters by name, in the order of the model; a tied output weight is the token embedding and not repeated.
+    /// Returns the parameters by name, in model order. A tied output weight is the token embedding and is not repeated.
     pub fn vars(&self) -> &[(String, Var)] {
         &self.vars
     }
 }
 
-/// The mean cross entropy over all tokens, for logits `[batch, sequence, vocab]` and u32 targets `[batch, sequence]`.
+/// Returns the mean cross entropy over all tokens, for logits `[batch, sequence, vocab]` and u32 targets
+/// `[batch, sequence]`.
 pub fn loss(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
     ops::cross_entropy(logits, targets)
 }
@@ -200,7 +202,7 @@ impl Attention {
         self.resid_dropout.forward(&self.wo.forward(&merged)?, mode)
     }
 
-    /// Attention step by step.
+    /// Computes attention from separate ops.
     fn composed(&self, q: &Tensor, k: &Tensor, v: &Tensor, scale: f64, mode: Mode) -> Result<Tensor> {
         let heads_first = |x: &Tensor| x.transpose(1, 2)?.contiguous();
         let scores = heads_first(q)?.matmul(&heads_first(k)?.t()?)?;

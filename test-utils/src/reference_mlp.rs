@@ -1,4 +1,4 @@
-//! Small one-device models: an RMS norm, a two-layer perceptron and a stack of them.
+//! Small models on one device: an RMS norm, a two-layer perceptron and a stack of them.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 
@@ -14,20 +14,20 @@ pub struct RmsNorm {
 }
 
 impl RmsNorm {
-    /// A norm for inputs of shape `[.., dim]`; its one parameter is `weight`.
+    /// Creates a norm for inputs of shape `[.., dim]`. Its only parameter is `weight`.
     pub fn new(dim: usize, eps: f64, dtype: DType, device: &Device) -> Result<Self> {
-        // A weight of ones takes no random numbers, whatever the seed.
+        // Ones need no random numbers, so the seed does not matter.
         let mut params = Params::new(0, dtype, device);
         let weight = params.ones("weight".to_owned(), dim)?;
         Ok(Self { eps, weight, vars: params.into_vars() })
     }
 
-    /// The normalized input, same shape.
+    /// Returns the normalized input, with the same shape.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         ops::rms_norm(x, &self.weight, self.eps)
     }
 
-    /// The parameters by name.
+    /// Returns the parameters by name.
     pub fn vars(&self) -> &[(String, Var)] {
         &self.vars
     }
@@ -54,32 +54,32 @@ pub struct MlpModule {
 }
 
 impl MlpModule {
-    /// The perceptron that `seed` draws, with or without biases.
+    /// Creates the perceptron with parameters drawn from `seed`, with or without biases.
     pub fn new(seed: u64, bias: bool, dtype: DType, device: &Device) -> Result<Self> {
         let mut params = Params::new(seed, dtype, device);
         let layer = MlpLayer::new(&mut params, "", bias)?;
         Ok(Self { layer, vars: params.into_vars() })
     }
 
-    /// From `[.., 10]` to `[.., 10]`.
+    /// Maps `[.., 10]` to `[.., 10]`.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         self.layer.forward(x)
     }
 
-    /// Sets the parameters to what a new perceptron of `seed` has.
+    /// Resets the parameters to those of a new perceptron with `seed`.
     pub fn reset_parameters(&self, seed: u64) -> Result<()> {
         let bias = self.layer.net1.has_bias();
         set(&self.vars, |dtype, device| Ok(Self::new(seed, bias, dtype, device)?.vars))
     }
 
-    /// The parameters by name, in the order of the layers.
+    /// Returns the parameters by name, in the order of the layers.
     pub fn vars(&self) -> &[(String, Var)] {
         &self.vars
     }
 }
 
-/// [`MlpModule`]s one after the other, with parameters `layers.0.net1.weight` and so on, which all start alike: each as an
-/// [`MlpModule`] of the same seed.
+/// A sequence of [`MlpModule`]s, with parameters `layers.0.net1.weight` and so on. All layers have the initial values of
+/// an [`MlpModule`] with the same seed.
 #[derive(Clone, Debug)]
 pub struct MlpStacked {
     layers: Vec<MlpLayer>,
@@ -87,7 +87,7 @@ pub struct MlpStacked {
 }
 
 impl MlpStacked {
-    /// A stack of `n_layers` perceptrons with biases.
+    /// Creates a stack of `n_layers` perceptrons with biases.
     pub fn new(seed: u64, n_layers: usize, dtype: DType, device: &Device) -> Result<Self> {
         let mut params = Params::new(seed, dtype, device);
         let layer = |i: usize| {
@@ -99,18 +99,18 @@ impl MlpStacked {
         Ok(Self { layers, vars: params.into_vars() })
     }
 
-    /// From `[.., 10]` to `[.., 10]`.
+    /// Maps `[.., 10]` to `[.., 10]`.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         self.layers.iter().try_fold(x.clone(), |x, layer| layer.forward(&x))
     }
 
-    /// Sets the parameters to what a new stack of `seed` has.
+    /// Resets the parameters to those of a new stack with `seed`.
     pub fn reset_parameters(&self, seed: u64) -> Result<()> {
         let layers = self.layers.len();
         set(&self.vars, |dtype, device| Ok(Self::new(seed, layers, dtype, device)?.vars))
     }
 
-    /// The parameters by name, in the order of the layers.
+    /// Returns the parameters by name, in the order of the layers.
     pub fn vars(&self) -> &[(String, Var)] {
         &self.vars
     }

@@ -1,18 +1,18 @@
-//! The arithmetic of the reference models, composed of candle ops that have a true backward, or fused.
+//! The arithmetic of the reference models, composed of differentiable candle ops, or fused.
 //!
-//! candle-nn's own fused `layer_norm`, `rms_norm` and `softmax_last_dim` drop gradients silently, so none of them is here.
+//! candle-nn's own fused `layer_norm`, `rms_norm` and `softmax_last_dim` drop gradients silently, so they are not used.
 
 use candle_core::{D, Result, Tensor};
 use candle_shard::kernels;
 use candle_shard::random::{Distribution, Stream, sample_full};
 
-/// What the reference models compute with.
+/// The arithmetic of the reference models.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Arithmetic {
-    /// candle's own ops, slow and beyond doubt: the oracle of the tests.
+    /// Plain candle ops, slow but reliable: the reference of the tests.
     #[default]
     Composed,
-    /// The fused kernels of [`candle_shard::kernels`]: one device at its best, for fair comparisons of speed.
+    /// The fused kernels of [`candle_shard::kernels`], for fair speed comparisons with one device.
     Fused,
 }
 
@@ -57,12 +57,12 @@ impl Arithmetic {
     }
 }
 
-/// `x · weightᵀ + bias` for `x` of shape `[.., in]` and `weight` of shape `[out, in]`.
+/// Returns `x · weightᵀ + bias` for `x` of shape `[.., in]` and `weight` of shape `[out, in]`.
 fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     let (out_dim, in_dim) = weight.dims2()?;
     let mut out_shape = x.dims().to_vec();
     *out_shape.last_mut().unwrap_or(&mut 0) = out_dim;
-    // One two-dim product: candle's broadcast matmul is much slower.
+    // A single 2-dim product, because candle's broadcast matmul is much slower.
     let y = x.reshape(((), in_dim))?.matmul(&weight.t()?)?.reshape(out_shape)?;
     match bias {
         Some(bias) => y.broadcast_add(bias),
@@ -70,7 +70,7 @@ fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> 
     }
 }
 
-/// Rows of `weight` at `ids`: shape `[..ids, dim]`.
+/// Returns the rows of `weight` at `ids`, of shape `[..ids, dim]`.
 pub(crate) fn embedding(weight: &Tensor, ids: &Tensor) -> Result<Tensor> {
     let shape = [ids.dims(), &weight.dims()[1..]].concat();
     weight.index_select(&ids.flatten_all()?, 0)?.reshape(shape)
@@ -89,7 +89,7 @@ pub(crate) fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> 
     x.broadcast_div(&rms)?.broadcast_mul(weight)
 }
 
-/// Softmax over the last dim of `scores`, shape `[.., queries, keys]`; `causal` hides the keys after a query.
+/// Softmax over the last dim of `scores` of shape `[.., queries, keys]`. `causal` hides the keys after a query.
 fn attention_softmax(scores: &Tensor, causal: bool) -> Result<Tensor> {
     let scores = if causal {
         let (queries, keys) = (scores.dim(D::Minus2)?, scores.dim(D::Minus1)?);
@@ -101,7 +101,7 @@ fn attention_softmax(scores: &Tensor, causal: bool) -> Result<Tensor> {
     } else {
         scores.clone()
     };
-    // The result does not depend on the shift, so neither need its gradient be followed.
+    // The result does not depend on the shift, so the shift needs no gradient.
     let shift = scores.detach().max_keepdim(D::Minus1)?;
     let exp = scores.broadcast_sub(&shift)?.exp()?;
     exp.broadcast_div(&exp.sum_keepdim(D::Minus1)?)
@@ -109,14 +109,14 @@ fn attention_softmax(scores: &Tensor, causal: bool) -> Result<Tensor> {
 
 /// GELU in its exact form, `x · Φ(x)` with the error function.
 ///
-/// Composed, because the backward of candle's `gelu_erf` has a constant of six digits (error 1e-6) and computes the error
-/// function a second time.
+/// Composed, because the backward pass of candle's `gelu_erf` uses a constant with six digits (error 1e-6) and computes
+/// the error function a second time.
 fn gelu_erf(x: &Tensor) -> Result<Tensor> {
     let phi = (x * std::f64::consts::FRAC_1_SQRT_2)?.erf()?.affine(0.5, 0.5)?;
     x * phi
 }
 
-/// Mean over all rows of `-log softmax(logits)[target]`, for logits `[.., classes]` and u32 targets `[..]`.
+/// The mean over all rows of `-log softmax(logits)[target]`, for logits `[.., classes]` and u32 targets `[..]`.
 pub(crate) fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
     let logits = logits.reshape(((), logits.dim(D::Minus1)?))?;
     let targets = targets.flatten_all()?.unsqueeze(1)?;
@@ -125,7 +125,8 @@ pub(crate) fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor>
     (log_sum - logits.gather(&targets, 1)?)?.mean_all()
 }
 
-/// Keeps each element with probability `1 - p` and scales it by `1 / (1 - p)`; `stream` and the index decide which.
+/// Keeps each element with probability `1 - p` and scales it by `1 / (1 - p)`. The choice depends on `stream` and
+/// index.
 pub(crate) fn dropout(x: &Tensor, p: f64, stream: Stream) -> Result<Tensor> {
     if p == 0.0 {
         return Ok(x.clone());

@@ -1,11 +1,11 @@
-//! How the reference models name, draw and hold their parameters.
+//! The parameters of the reference models: their names and initial values.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_shard::random::{Distribution, Stream, sample_full};
 
 use crate::reference_ops::Arithmetic;
 
-/// Creates parameters, each from the random stream of its own full name, and remembers them in order.
+/// Creates parameters, each from the random stream of its full name, and stores them in order.
 pub(crate) struct Params {
     seed: u64,
     dtype: DType,
@@ -28,7 +28,7 @@ impl Params {
         }
     }
 
-    /// The same with layers that compute as `arithmetic` says.
+    /// Sets the arithmetic of the layers.
     pub(crate) fn computing(self, arithmetic: Arithmetic) -> Self {
         Self { arithmetic, ..self }
     }
@@ -46,14 +46,14 @@ impl Params {
         self.vars
     }
 
-    /// The parameter `name`, drawn from `dist`.
+    /// Draws the parameter `name` from `dist`.
     pub(crate) fn draw(&mut self, name: String, shape: &[usize], dist: Distribution) -> Result<Tensor> {
         let stream = Stream::new(self.seed, name.strip_prefix(&self.left_out).unwrap_or(&name));
         let init = sample_full(stream, dist, shape, self.dtype, &self.device)?;
         self.register(name, &init)
     }
 
-    /// The parameter `name`, full of ones.
+    /// Creates the parameter `name` with all ones.
     pub(crate) fn ones(&mut self, name: String, size: usize) -> Result<Tensor> {
         let init = Tensor::ones(size, self.dtype, &self.device)?;
         self.register(name, &init)
@@ -66,14 +66,14 @@ impl Params {
 
     fn register(&mut self, name: String, init: &Tensor) -> Result<Tensor> {
         let var = Var::from_tensor(init)?;
-        // The tensor shares the Var's storage and id: it sees every update, and gradients reach the Var through it.
+        // The tensor shares the Var's storage and id, so it sees every update, and gradients reach the Var through it.
         let tensor = var.as_tensor().clone();
         self.vars.push((name, var));
         Ok(tensor)
     }
 }
 
-/// `y = x · weightᵀ + bias`, initialized evenly over ±1/√in as PyTorch's.
+/// `y = x · weightᵀ + bias`, initialized uniformly in ±1/√in as in PyTorch.
 #[derive(Clone, Debug)]
 pub(crate) struct Linear {
     weight: Tensor,
@@ -90,7 +90,7 @@ impl Linear {
         Ok(Self { weight, bias, arithmetic: params.arithmetic })
     }
 
-    /// A layer without bias that shares `weight` with another.
+    /// Creates a layer without bias that shares `weight` with another layer.
     pub(crate) fn tied(params: &Params, weight: &Tensor) -> Self {
         Self { weight: weight.clone(), bias: None, arithmetic: params.arithmetic }
     }

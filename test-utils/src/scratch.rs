@@ -1,8 +1,8 @@
-//! Folders for the files of a test.
+//! Temporary folders for tests.
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// An empty folder that is removed with this value.
+/// An empty folder that is removed when this value is dropped.
 ///
 /// ```
 /// use test_utils::Scratch;
@@ -17,10 +17,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 pub struct Scratch(PathBuf);
 
 impl Scratch {
-    /// A folder of its own for every call.
+    /// Creates a new folder on every call.
     ///
     /// # Panics
-    /// If it cannot be made.
+    /// If the folder cannot be created.
     pub fn new(name: &str) -> Self {
         static MADE: AtomicUsize = AtomicUsize::new(0);
         let nth = MADE.fetch_add(1, Ordering::Relaxed);
@@ -31,7 +31,7 @@ impl Scratch {
         Self(folder)
     }
 
-    /// A path in the folder.
+    /// Returns a path in the folder.
     pub fn path(&self, name: impl AsRef<Path>) -> PathBuf {
         self.0.join(name)
     }
@@ -39,7 +39,7 @@ impl Scratch {
 
 impl Drop for Scratch {
     fn drop(&mut self) {
-        // Left to the system if it cannot be removed.
+        // If it cannot be removed, the system cleans it up.
         std::fs::remove_dir_all(&self.0).ok();
     }
 }

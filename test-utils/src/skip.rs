@@ -1,4 +1,4 @@
-//! Tests that cannot run on this machine.
+//! Reports tests that cannot run on this machine.
 use candle_core::Device;
 use std::io::{self, Write};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -6,25 +6,24 @@ use std::thread;
 
 static SKIPPED: AtomicUsize = AtomicUsize::new(0);
 
-/// Tells that the test of this thread is skipped, and why, in a line that begins with `SKIPPED`.
+/// Reports that the test of this thread is skipped, and why, in a line that begins with `SKIPPED`.
 ///
-/// A test that returns early counts as passed, and what it prints is shown for failed tests only. This line is always
-/// shown. `.ci/run` counts such lines, and [`skipped`] those of this program.
+/// A test that returns early counts as passed, and its output is shown only if it fails. This line is always shown.
+/// `.ci/run` counts these lines, and [`skipped`] counts those of this program.
 pub fn skip(why: &str) {
     let count = 1 + SKIPPED.fetch_add(1, Ordering::Relaxed);
     let thread = thread::current();
     let test = thread.name().unwrap_or("a test");
-    // The harness captures `eprintln!`, not what is written to stderr itself. Where nobody can read it, the test still is
-    // skipped.
+    // The harness captures `eprintln!`, but not direct writes to stderr. If the write fails, the test is still skipped.
     let _ = writeln!(io::stderr(), "\nSKIPPED {test}: {why} ({count} skipped in this program)");
 }
 
-/// How many tests of this program were skipped so far.
+/// Returns how many tests of this program were skipped so far.
 pub fn skipped() -> usize {
     SKIPPED.load(Ordering::Relaxed)
 }
 
-/// Whether a test must be skipped because there are fewer than `n` GPUs, which [`skip`] then tells.
+/// Returns whether a test must be skipped because there are fewer than `n` GPUs. If so, calls [`skip`].
 ///
 /// ```
 /// # fn a_test() {
@@ -50,7 +49,7 @@ mod tests {
     use std::env;
     use std::process::Command;
 
-    /// Tells the test below that it runs to be looked at.
+    /// The variable that tells the test below to run as a child process.
     const LOOK: &str = "TEST_UTILS_SKIP";
 
     #[test]
@@ -62,7 +61,7 @@ mod tests {
         }
     }
 
-    /// The harness shows nothing else of a test that passed.
+    /// The harness shows no other output of a passed test.
     #[test]
     fn a_skipped_test_is_told_of_in_the_output_of_its_program() {
         let name = "skip::tests::no_gpus_are_always_there_and_a_million_never";

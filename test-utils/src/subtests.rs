@@ -1,15 +1,15 @@
-//! One test with many settings.
+//! Tests with many settings.
 use candle_dist::{DeviceMesh, RankContext};
 use itertools::iproduct;
 use std::fmt::{Debug, Display};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
-/// The settings of a test: a tuple of up to eight `(name, values)`, each with values of a type of its own.
+/// The settings of a test: a tuple of up to eight `(name, values)`. Each setting has its own type of values.
 pub trait Settings {
     /// One value of each setting.
     type Values;
 
-    /// Calls `f` with each combination of values, and with their names and values as text; the last setting is the fastest.
+    /// Calls `f` with each combination of values and its description. The last setting changes fastest.
     fn each(self, f: impl FnMut(Self::Values, &str));
 }
 
@@ -40,10 +40,10 @@ settings!(A a 0, B b 1, C c 2, D d 3, E e 4, F g 5);
 settings!(A a 0, B b 1, C c 2, D d 3, E e 4, F g 5, H h 6);
 settings!(A a 0, B b 1, C c 2, D d 3, E e 4, F g 5, H h 6, I i 7);
 
-/// Runs `f` with each combination of the values of named settings, in order, the last setting the fastest.
+/// Runs `f` with each combination of the values of the named settings, in order. The last setting changes fastest.
 ///
 /// # Panics
-/// With the first panic of `f`, after the settings were printed.
+/// With the first panic of `f`, after printing the settings.
 ///
 /// ```
 /// use test_utils::run_subtests;
@@ -63,10 +63,10 @@ pub fn run_subtests<S: Settings>(settings: S, mut f: impl FnMut(S::Values)) {
     });
 }
 
-/// Runs `f` on as many ranks as a mesh with these axes has, with the mesh.
+/// Runs `f` on a mesh with these axes, with one rank per place.
 ///
 /// # Panics
-/// As [`on_ranks`](crate::on_ranks).
+/// Like [`on_ranks`](crate::on_ranks).
 ///
 /// ```
 /// use test_utils::on_mesh;

@@ -113,7 +113,7 @@ pub trait Backend: Send + Sync + fmt::Debug {
     fn has_call_timeouts(&self) -> bool {
         false
     }
-    /// A barrier that stops the world with [`Cause::Missing`] after `timeout`, whatever the call's own.
+    /// Runs a barrier that stops the world with [`Cause::Missing`] after `timeout`, instead of the timeout of the call.
     fn monitored_barrier(&self, _: Call, _timeout: Duration) -> Result<()> {
         Err(outputs::unsupported(self.name(), "name the ranks that are missing at a barrier"))
     }

@@ -58,8 +58,7 @@ pub struct Call {
     /// The dims that are cut or joined: one per tensor. An all_to_all has two, the split dim and the joined dim; a
     /// [routed](Self::is_routed) all_to_all has only dim 0.
     pub dims: SmallVec<[usize; 2]>,
-    /// For each dim in `dims`, the size of the piece of each rank. A routed all_to_all has one list of counts per
-    /// sender.
+    /// For each dim in `dims`, the sizes of the pieces per rank. A routed all_to_all has a list of counts per sender.
     pub sizes: SmallVec<[Dims; 2]>,
     /// The tag that separates messages between the same two ranks.
     pub tag: u32,
@@ -125,8 +124,7 @@ impl Call {
         }
     }
 
-    /// Returns the shape of the `i`-th result of `rank`. `mine` is the shape of its input, or of the root's for a
-    /// scatter.
+    /// Returns the shape of the `i`-th result of `rank`. `mine` is its input's shape, or the root's for a scatter.
     pub fn result_shape(&self, rank: usize, i: usize, mine: &[usize]) -> Dims {
         let mut shape = Dims::from_slice(mine);
         match self.op {

@@ -11,8 +11,7 @@ impl Collect for Vec<Event> {
 
 /// A log of the communication of this thread while the log is alive.
 ///
-/// Calls are recorded when they end, including failed ones. Logs nest: an outer log includes the events of an inner
-/// one.
+/// Calls are recorded when they end, including failed ones. Logs nest: an outer log includes those of inner logs.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};

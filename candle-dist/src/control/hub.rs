@@ -122,7 +122,7 @@ impl Table {
         match (&seat.link, &seat.end) {
             (None, _) if matches!(self.phase, Phase::Meeting) => Answer::Welcome,
             (_, Some(End::Returned)) if !is_over => Answer::Later(format!(
-                "rank {rank} was here and has left; a world that has begun takes nobody in, so start the whole job again"
+                "rank {rank} was here and has left; a running world accepts no processes, so start the whole job again"
             )),
             (Some(_), _) if !is_over => {
                 Answer::Never(format!("rank {rank} is here already; give every process a rank of its own"))
@@ -225,8 +225,7 @@ impl Hub {
         self.changed.notify_all();
     }
 
-    /// Waits until all processes have ended, or the world stops. There is no time limit, because ranks may compute
-    /// alone.
+    /// Waits until all processes have ended, or the world stops. Has no time limit, because ranks may compute alone.
     pub(super) fn stay(&self) {
         let mut table = self.table.lock();
         while matches!(table.phase, Phase::Running) && table.is_busy() {

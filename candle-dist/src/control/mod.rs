@@ -150,8 +150,7 @@ impl Control {
         Membership { watch: self.watch.clone(), id: self.watch.join(ranks), size: ranks.len() }
     }
 
-    /// Returns the [`channel`] and the number of the next message from rank `from` of the world to rank `to` on a
-    /// group.
+    /// Returns the [`channel`] and the number of the next message on a group, between two ranks of the world.
     ///
     /// Both sides call it once per message, and pass the result to [`enter`](Self::enter) as group and round. Dropping
     /// the [`Membership`] of a group frees its counts. For each pair of ranks, 256 tags have their own counts and other

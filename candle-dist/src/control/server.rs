@@ -83,14 +83,14 @@ fn listen(info: &LaunchInfo) -> Result<TcpListener> {
     let failed = |error: std::io::Error| {
         Error::Init(match error.kind() {
             ErrorKind::AddrInUse => format!(
-                "port {port} of {host} is taken by another program or job; set MASTER_PORT to another one, alike for all \
+                "port {port} of {host} is taken by another program or job; set MASTER_PORT to another one, equal on all \
                  ranks"
             ),
             ErrorKind::AddrNotAvailable => format!(
                 "rank 0 cannot listen at {host}, which is no address of its host; set MASTER_ADDR to an address of the \
                  host that rank 0 runs on"
             ),
-            _ => format!("rank 0 cannot listen at {}: {error}; mend MASTER_ADDR and MASTER_PORT", info.address),
+            _ => format!("rank 0 cannot listen at {}: {error}; correct MASTER_ADDR and MASTER_PORT", info.address),
         })
     };
     let addresses = meeting_points(info).map_err(failed)?;

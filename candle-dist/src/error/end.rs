@@ -16,8 +16,7 @@ impl End {
         if std::thread::panicking() { Self::Panicked("(see the panic above)".to_string()) } else { Self::Returned }
     }
 
-    /// Returns why the world stops, if this end stops it at once. A plain return only fails ranks that wait for this
-    /// one.
+    /// Returns why the world stops, if this end stops it at once. A plain return only fails ranks that wait for it.
     pub(crate) fn cause(&self, rank: usize) -> Option<Cause> {
         match self {
             Self::Returned => None,

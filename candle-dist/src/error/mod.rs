@@ -51,8 +51,7 @@ pub enum Error {
 }
 
 impl From<candle_core::Error> for Error {
-    /// Converts the error. An error of this crate that passed through candle, as in a backward pass, comes back
-    /// unchanged.
+    /// Converts the error. An error of this crate that passed through candle comes back unchanged.
     fn from(error: candle_core::Error) -> Self {
         carried(&error).unwrap_or_else(|| Self::Candle(Arc::new(error)))
     }

@@ -101,8 +101,7 @@ impl LaunchInfo {
         self.local_size < self.world_size
     }
 
-    /// Checks that MPI can find the other processes. Under torchrun, for example, each process would be alone in its
-    /// MPI.
+    /// Checks that MPI can find the other processes. Under torchrun, each process would be alone in its MPI.
     ///
     /// # Errors
     /// If the launcher is not one of MPI.
@@ -254,7 +253,7 @@ impl Vars<'_> {
         let Some(node) = row.node else { return self.number(name) };
         let node = self.number(node)?.unwrap_or(0);
         let list = self.get(name).unwrap_or_default();
-        let wrong = || Error::Init(format!("{name}={list:?} has no task count for node {node}; unset it or mend it"));
+        let wrong = || Error::Init(format!("{name}={list:?} has no task count for node {node}; unset or correct it"));
         slurm::tasks_on_node(&list, node).map(Some).ok_or_else(wrong)
     }
 

@@ -94,8 +94,7 @@ impl DeviceMesh {
     /// index on an axis is its rank in the group of that axis. The ranks exchange the members of their groups.
     ///
     /// # Errors
-    /// The errors of [`new`](Self::new), and if the groups do not form a grid; the error names a rank, an axis and both
-    /// lists.
+    /// The errors of [`new`](Self::new), and if the groups do not form a grid; it names a rank, an axis and both lists.
     #[track_caller]
     pub fn from_groups(group: &ProcessGroup, axes: &[(&str, &ProcessGroup)]) -> Result<Self> {
         let sizes: Vec<(&str, usize)> = axes.iter().map(|(name, along)| (*name, along.size())).collect();
@@ -108,8 +107,7 @@ impl DeviceMesh {
                 "the groups of {shown} make {places} places for a group of {n} ranks; give the group of all its ranks"
             )));
         }
-        // One row per rank: its coordinate, then the members of its groups. All ranks see all rows, so all get the same
-        // error.
+        // One row per rank: its coordinate, then the members of its groups. All see all rows, so all fail alike.
         let ndim = axes.len();
         let mine = axes.iter().map(|(_, along)| along.rank());
         let mine = mine.chain(axes.iter().flat_map(|(_, along)| along.ranks().iter().copied()));

@@ -81,8 +81,7 @@ impl ClipGradNorm {
         self
     }
 
-    /// Returns the norm of the gradients of `params`. If it exceeds the bound, scales them by `max_norm / (norm +
-    /// 1e-6)`.
+    /// Returns the norm of the gradients of `params`. Above the bound, scales them by `max_norm / (norm + 1e-6)`.
     ///
     /// Makes one small all_reduce per group of [`sharded`](Self::sharded), whether or not there are gradients.
     /// Parameters without a gradient count as zeros.

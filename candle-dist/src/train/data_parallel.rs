@@ -70,8 +70,7 @@ pub struct DataParallel {
 }
 
 impl DataParallel {
-    /// Creates one for these variables and the ranks of `group`, such as a mesh axis. All ranks use the same order of
-    /// names.
+    /// Creates one for these variables and the ranks of `group`, such as a mesh axis. All ranks use one order of names.
     ///
     /// [`named_vars`](crate::named_vars) lists the variables of a `VarMap`. The best order is that of the forward pass:
     /// buckets are filled from the end of the list, in the order in which the backward pass computes gradients. Integer

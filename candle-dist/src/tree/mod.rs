@@ -12,10 +12,11 @@ use std::hash::{BuildHasher, Hash};
 
 /// A value made of tensors in nested containers, such as the arguments and results of a forward pass.
 ///
-/// Tensors, `Option`, `Box`, `Vec`, arrays, tuples of up to eight, `BTreeMap` and `HashMap` are trees; numbers, `bool`,
-/// `char`, `String` and `()` are trees without tensors, kept as they are. Tensors come in a fixed order: as written,
-/// and by key in maps, so that all ranks agree on it. A struct or an enum becomes a tree by `#[derive(TensorTree)]`, where
-/// `#[tensor_tree(keep)]` marks fields that are no trees and are cloned, or by writing the two required methods.
+/// Tensors, `Option`, `Box`, `Vec`, arrays, tuples of up to eight, `BTreeMap` and `HashMap` are trees. Numbers, `bool`,
+/// `char`, `String` and `()` are trees without tensors, and keep their values. Tensors have a fixed order, equal on all
+/// ranks: the written order, and the order of keys in maps. To make a struct or an enum a tree, use
+/// `#[derive(TensorTree)]`, or implement the two required methods. `#[tensor_tree(keep)]` marks fields that are not
+/// trees and are cloned.
 ///
 /// A [`Var`](candle_core::Var) is not a tree: mapping a parameter would return a tensor, not a parameter.
 ///
@@ -52,11 +53,11 @@ pub trait TensorTree: Sized {
 
     /// Returns the same structure with `f` applied to every tensor, in the order of [`visit`](Self::visit).
     ///
-    /// Stops at the first error. Callers want [`map_tensors`](Self::map_tensors); implementors write this. A structure that
-    /// cannot hold what `f` made says so with an [`Error`].
+    /// Stops at the first error. Implement this method, and call [`map_tensors`](Self::map_tensors). A structure that
+    /// cannot hold the result of `f` returns an [`Error`].
     fn rebuild<E: From<Error>>(&self, f: &mut dyn FnMut(&Tensor) -> Result<Tensor, E>) -> Result<Self, E>;
 
-    /// The same structure with every tensor replaced by what `f` makes of it, or the first error.
+    /// Returns the same structure with `f` applied to every tensor, or the first error.
     fn map_tensors<E: From<Error>>(&self, mut f: impl FnMut(&Tensor) -> Result<Tensor, E>) -> Result<Self, E> {
         self.rebuild(&mut f)
     }
@@ -83,8 +84,7 @@ pub trait TensorTree: Sized {
         self.tensors().into_iter().fold(init, f)
     }
 
-    /// Returns the tensors as one list, without copying data. [`unflatten_tensors`](Self::unflatten_tensors) reverses
-    /// it.
+    /// Returns the tensors as a list, without copying. [`unflatten_tensors`](Self::unflatten_tensors) reverses it.
     fn flatten_tensors(&self) -> Vec<Tensor> {
         self.tensors().into_iter().cloned().collect()
     }
@@ -117,8 +117,7 @@ pub trait TensorTree: Sized {
         })
     }
 
-    /// Returns the same structure with every tensor on `device`. Tensors that are there already are returned as they
-    /// are.
+    /// Returns the same structure with every tensor on `device`. Tensors that are there already stay as they are.
     fn to_device(&self, device: &Device) -> Result<Self> {
         self.map_tensors(|t| Ok(t.to_device(device)?))
     }

@@ -1,4 +1,4 @@
-//! Positional and named arguments as one list of tensors, and back.
+//! Packs positional and named arguments into one list of tensors.
 use crate::{Error, Result, TensorTree};
 use candle_core::{DType, Tensor};
 use itertools::Itertools;
@@ -8,10 +8,10 @@ use std::sync::Arc;
 
 /// Arguments by position and by name, packed into one flat list of tensors.
 ///
-/// For passing any arguments through something that takes a plain list: a graph node, a checkpointed block.
-/// [`into_parts`](Self::into_parts) gives the list with its [`PackedKeys`], which keep the structures and what is in them
-/// besides tensors; [`from_parts`](Self::from_parts) joins them again. It is a [`TensorTree`], so all arguments cast or move at
-/// once.
+/// Use it to pass arguments through something that accepts a plain list: a graph node or a recomputed block.
+/// [`into_parts`](Self::into_parts) returns the list with its [`PackedKeys`], which keep the structures and all values
+/// that are not tensors. [`from_parts`](Self::from_parts) joins them again. It is a [`TensorTree`], so you can cast or
+/// move all arguments at once.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -36,7 +36,7 @@ pub struct Packed {
     tensors: Vec<Tensor>,
 }
 
-/// How many tensors of a packed list belong to the positional arguments and to each name, and everything else in them.
+/// The number of tensors of the positional arguments and of each named argument, and all values that are not tensors.
 #[derive(Debug, Clone)]
 pub struct PackedKeys {
     positional: Argument,
@@ -47,7 +47,7 @@ pub struct PackedKeys {
 #[derive(Clone)]
 struct Argument {
     tensors: usize,
-    /// The argument as it was packed, with tensors of one element in the place of its own.
+    /// The packed argument, with one-element tensors in place of its own.
     outline: Arc<dyn Any + Send + Sync>,
     type_name: &'static str,
 }
@@ -57,7 +57,7 @@ impl Argument {
         let mut tensors = 0;
         let outline = value.map_tensors(|tensor| -> Result<Tensor> {
             tensors += 1;
-            // Of the same shape: structures may insist on it.
+            // The shape stays the same, because structures may check it.
             Ok(Tensor::zeros((), DType::U8, tensor.device())?.broadcast_as(tensor.shape())?)
         })?;
         Ok(Self { tensors, outline: Arc::new(outline), type_name: type_name::<T>() })
@@ -66,7 +66,7 @@ impl Argument {
     fn restore<T: Packable>(&self, what: &str, tensors: &[Tensor]) -> Result<T> {
         let other = || {
             let (packed, asked) = (self.type_name, type_name::<T>());
-            invalid("Packed", format!("{what}: packed as {packed}, asked for as {asked}; ask for what was packed"))
+            invalid("Packed", format!("{what}: packed as {packed}, requested as {asked}; request the packed type"))
         };
         self.outline.downcast_ref::<T>().ok_or_else(other)?.unflatten_tensors(tensors.iter().cloned())
     }
@@ -78,23 +78,23 @@ impl fmt::Debug for Argument {
     }
 }
 
-/// What can be packed: any [`TensorTree`] that may be kept and sent to other threads.
+/// A value that can be packed: any [`TensorTree`] that may be stored and sent to other threads.
 pub trait Packable: TensorTree + Send + Sync + 'static {}
 
 impl<T: TensorTree + Send + Sync + 'static> Packable for T {}
 
 impl PackedKeys {
-    /// The names, in the order in which they were added.
+    /// Returns the names, in the order in which they were added.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.named.iter().map(|(name, _)| name.as_str())
     }
 
-    /// The number of tensors of all arguments.
+    /// Returns the number of tensors of all arguments.
     pub fn tensor_count(&self) -> usize {
         self.positional.tensors + self.named.iter().map(|(_, argument)| argument.tensors).sum::<usize>()
     }
 
-    /// The first argument that a list of `given` tensors does not cover.
+    /// Returns the first argument that a list of `given` tensors does not cover.
     fn first_missing(&self, given: usize) -> Option<String> {
         if given < self.positional.tensors {
             return Some(format!("tensor {given} of the positional arguments"));
@@ -112,7 +112,7 @@ impl Packed {
     /// Packs positional arguments, usually a tuple.
     ///
     /// # Errors
-    /// Those of candle.
+    /// If candle fails.
     pub fn new<A: Packable>(args: &A) -> Result<Self> {
         Ok(Self {
             keys: PackedKeys { positional: Argument::new(args)?, named: Vec::new() },
@@ -123,7 +123,7 @@ impl Packed {
     /// Adds an argument by name.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if the name is given twice.
+    /// [`Error::Invalid`] if the name is already used.
     pub fn with<T: Packable>(mut self, name: &str, value: &T) -> Result<Self> {
         if self.keys.names().contains(&name) {
             return Err(invalid("Packed::with", format!("argument {name:?} is given twice")));
@@ -133,17 +133,17 @@ impl Packed {
         Ok(self)
     }
 
-    /// The names.
+    /// Returns the names and structures.
     pub fn keys(&self) -> &PackedKeys {
         &self.keys
     }
 
-    /// All tensors: those of the positional arguments, then those of each name.
+    /// Returns all tensors: those of the positional arguments, then those of each name.
     pub fn as_slice(&self) -> &[Tensor] {
         &self.tensors
     }
 
-    /// The names and the flat list.
+    /// Returns the names and the flat list.
     pub fn into_parts(self) -> (PackedKeys, Vec<Tensor>) {
         (self.keys, self.tensors)
     }
@@ -151,7 +151,7 @@ impl Packed {
     /// Joins names and list again.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if the list has not as many tensors as `keys` counts; it names the first missing argument.
+    /// [`Error::Invalid`] if the list does not have the number of tensors in `keys`. It names the first missing one.
     pub fn from_parts(keys: PackedKeys, tensors: Vec<Tensor>) -> Result<Self> {
         let (given, needed) = (tensors.len(), keys.tensor_count());
         if given == needed {
@@ -161,19 +161,19 @@ impl Packed {
         Err(invalid("Packed::from_parts", format!("{given} tensors for arguments of {needed}{missing}")))
     }
 
-    /// The positional arguments, as they were packed, with the tensors that are here now.
+    /// Returns the positional arguments in their packed structure, with the current tensors.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if they were packed as another type.
+    /// [`Error::Invalid`] if they were packed with another type.
     pub fn args<A: Packable>(&self) -> Result<A> {
         let positional = &self.keys.positional;
         positional.restore("the positional arguments", &self.tensors[..positional.tensors])
     }
 
-    /// The argument of this name, as it was packed, with the tensors that are here now.
+    /// Returns the argument with this name in its packed structure, with the current tensors.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if there is none, or it was packed as another type.
+    /// [`Error::Invalid`] if there is none, or if it was packed with another type.
     pub fn get<T: Packable>(&self, name: &str) -> Result<T> {
         let mut start = self.keys.positional.tensors;
         for (known, argument) in &self.keys.named {

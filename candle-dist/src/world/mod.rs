@@ -95,8 +95,7 @@ impl World {
         Self::processes(Backend::Auto, InitOptions::new())
     }
 
-    /// Sets the devices of ranks that are threads, assigned in turn; see [`RankContext::device`]. The default is the
-    /// CPU.
+    /// Sets the devices of ranks that are threads, in turn; see [`RankContext::device`]. The default is the CPU.
     ///
     /// Ranks that share a GPU share its `Device`, which must have its own stream: create it with
     /// [`Device::new_cuda_with_stream`]. The stream orders the ranks' work, so every rank sees the results of the

@@ -1,4 +1,4 @@
-//! An engine for these tests alone: tensors pass through rank 0's store.
+//! A backend for these tests only, which sends tensors through rank 0's store.
 use candle_core::{Device, Tensor};
 use candle_dist::backend::{Backend, Call, Fresh, Results, Tensors, Unfinished};
 use candle_dist::control::{Control, group_id};
@@ -38,7 +38,7 @@ impl Backend for StoreEngine {
         &self.ranks
     }
 
-    /// Sums of f32, and barriers.
+    /// Supports sums of f32 and barriers.
     fn run(&self, call: Call, tensors: Tensors) -> Result<Results> {
         let round = self.round.fetch_add(1, Ordering::Relaxed);
         let _entered = self.control.enter(self.group, &self.ranks, round, &call)?;

@@ -1,4 +1,4 @@
-//! Two hosts, which are network namespaces of this machine, and a link between them that is cut while they train.
+//! Trains on two hosts (network namespaces of this machine) and cuts the link between them.
 use crate::job::{Outcome, Rank, finish, start_by};
 use crate::sum;
 use candle_dist::{RankContext, Result};
@@ -8,7 +8,7 @@ use std::process::Command;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-/// What rank 0's host calls itself.
+/// The host name of rank 0.
 const HEAD: &str = "candle-head";
 
 /// The scenario in which all ranks train until something fails.
@@ -16,12 +16,12 @@ pub(crate) const TRAINS: &str = "trains";
 /// After how much silence a rank counts as lost.
 pub(crate) const LOST_AFTER: Duration = Duration::from_secs(2);
 
-/// The variable with the folder in which a rank leaves a mark once it trains.
+/// The variable with the folder in which each rank creates a file once it trains.
 const MARKS: &str = "MARKS";
-/// Addresses that are nobody's but the hosts'.
+/// Addresses that only the two hosts use.
 const ADDRESSES: [&str; 2] = ["10.211.7.1", "10.211.7.2"];
 
-/// Steps without end.
+/// Trains without end.
 pub(crate) fn train(ctx: &RankContext) -> Result<()> {
     for step in 0u64.. {
         sum(ctx, 1000)?;
@@ -33,14 +33,14 @@ pub(crate) fn train(ctx: &RankContext) -> Result<()> {
     Ok(())
 }
 
-/// Two namespaces with a link.
+/// Two network namespaces with a link.
 struct Hosts {
     names: [String; 2],
     links: [String; 2],
 }
 
 impl Hosts {
-    /// Nothing, but the reason, where this user may not make any.
+    /// Returns the reason if this user may not create namespaces.
     fn new() -> std::result::Result<Self, String> {
         let id = std::process::id();
         let hosts = Self {
@@ -66,7 +66,7 @@ impl Hosts {
 }
 
 impl Hosts {
-    /// Tells each host the addresses of [`HEAD`].
+    /// Writes the addresses of [`HEAD`] for each host.
     fn name(&self, of: [&[&str]; 2]) {
         for (name, addresses) in self.names.iter().zip(of) {
             let folder = Path::new("/etc/netns").join(name);
@@ -76,7 +76,7 @@ impl Hosts {
         }
     }
 
-    /// Starts four ranks, two a host.
+    /// Starts four ranks, two per host.
     fn start(&self, scenario: &str, master: &str, more: &[(&'static str, String)]) -> Vec<Rank> {
         let command = |rank: usize| {
             let mut command = Command::new("ip");
@@ -102,7 +102,7 @@ impl Hosts {
 impl Drop for Hosts {
     fn drop(&mut self) {
         self.names.iter().for_each(|name| _ = fs::remove_dir_all(Path::new("/etc/netns").join(name)));
-        // One that was never made cannot be deleted.
+        // Deleting fails if it was never created.
         self.names.iter().for_each(|name| _ = ip(&["netns", "del", name]));
     }
 }
@@ -115,7 +115,7 @@ fn ip(args: &[&str]) -> std::result::Result<(), String> {
     }
 }
 
-/// A folder of its own.
+/// Returns a new folder.
 fn marks() -> PathBuf {
     let folder = std::env::temp_dir().join(format!("two-hosts-{}", std::process::id()));
     fs::create_dir_all(&folder).unwrap();
@@ -142,11 +142,11 @@ fn a_cut_link_between_hosts_is_an_error_on_all_ranks() {
     fs::remove_dir_all(&marks).unwrap();
     for (rank, outcome) in outcomes.iter().enumerate() {
         let said = outcome.said.as_deref().unwrap_or_default();
-        // Those beside rank 0 miss one of the others; the others miss rank 0.
+        // The ranks on rank 0's host lose one of the other ranks; the others lose rank 0.
         let lost = if rank < 2 { ["rank 2 was lost", "rank 3 was lost"] } else { ["rank 0 was lost"; 2] };
         assert!(!outcome.is_success && lost.iter().any(|lost| said.contains(lost)), "rank {rank}: {outcomes:#?}");
         assert!(said.contains("no heartbeat for 2s"), "rank {rank}: {outcomes:#?}");
-        // Where rank 0 is, it gathers what ranks are in.
+        // On rank 0's host, the error has the reports of the ranks.
         assert!(rank >= 2 || said.matches("in all_reduce(f32[1000], sum) at").count() == 2, "{outcomes:#?}");
     }
 }
@@ -157,7 +157,7 @@ fn a_host_that_knows_its_own_name_as_a_loopback_address_is_found_by_the_others()
         Ok(hosts) => hosts,
         Err(reason) => return println!("SKIPPED: two hosts need network namespaces, and {reason}"),
     };
-    // Debian's habit, with and without the true address behind it; the other host knows the true one.
+    // As on Debian: with and without the true address as the second one. The other host knows the true one.
     for own in [&["127.0.1.1", ADDRESSES[0]][..], &[ADDRESSES[0], "127.0.1.1"], &["127.0.1.1"]] {
         hosts.name([own, &[ADDRESSES[0]]]);
         let outcomes = finish(hosts.start("fine/none", HEAD, &[]));

@@ -1,16 +1,16 @@
-//! Starts this test program once for each rank, and collects what the ranks say.
+//! Starts this test program once per rank, and collects the output of the ranks.
 use std::io::{BufRead, BufReader};
 use std::net::TcpListener;
 use std::process::{Child, Command, Stdio};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-/// How long a job may take.
+/// The time limit of a job.
 const LIMIT: Duration = Duration::from_secs(60);
-/// The name of the test that is a rank.
+/// The name of the test that runs as a rank.
 const RANK_TEST: &str = "one_rank";
 
-/// A process and the lines that it prints.
+/// A process and its output lines.
 pub(crate) struct Rank {
     pub(crate) child: Child,
     lines: JoinHandle<Vec<String>>,
@@ -19,12 +19,12 @@ pub(crate) struct Rank {
 /// How a rank ended.
 #[derive(Debug)]
 pub(crate) struct Outcome {
-    /// What it said last.
+    /// The last line of its output.
     pub(crate) said: Option<String>,
     pub(crate) is_success: bool,
 }
 
-/// The variables of torchrun for one host.
+/// Returns torchrun's variables for one host.
 pub(crate) fn torchrun(size: usize) -> impl Fn(usize) -> Vec<(&'static str, String)> {
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     move |rank| {
@@ -37,12 +37,12 @@ pub(crate) fn torchrun(size: usize) -> impl Fn(usize) -> Vec<(&'static str, Stri
     }
 }
 
-/// Starts `scenario` on `size` processes with the variables that `vars` gives each.
+/// Starts `scenario` on `size` processes, with the variables that `vars` returns for each.
 pub(crate) fn start(scenario: &str, size: usize, vars: impl Fn(usize) -> Vec<(&'static str, String)>) -> Vec<Rank> {
     start_by(|_| Command::new(std::env::current_exe().unwrap()), scenario, size, vars)
 }
 
-/// Like [`start`] by a command of each rank that runs this program.
+/// Like [`start`], with a command per rank that runs this program.
 pub(crate) fn start_by(
     command: impl Fn(usize) -> Command,
     scenario: &str,
@@ -66,12 +66,12 @@ pub(crate) fn start_by(
     (0..size).map(rank).collect()
 }
 
-/// Says something to the process that started this one; one line.
+/// Sends one line to the process that started this one.
 pub(crate) fn say(text: &str) {
     println!("SAYS {}", serde_json::to_string(text).unwrap());
 }
 
-/// Waits for all ranks, or kills them after the limit.
+/// Waits for all ranks. Kills them after the limit.
 pub(crate) fn finish(ranks: Vec<Rank>) -> Vec<Outcome> {
     let deadline = Instant::now() + LIMIT;
     let wait = |mut rank: Rank| {

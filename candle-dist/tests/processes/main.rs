@@ -1,4 +1,4 @@
-//! Worlds of real processes: one goes wrong, and all others hear the same.
+//! Worlds of real processes: if one fails, all others get the same error.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 #![cfg(unix)]
 mod engine;
@@ -19,7 +19,7 @@ use std::time::Duration;
 /// Longer than any test.
 const FOREVER: Duration = Duration::from_secs(50);
 
-/// What the rank that goes wrong does, while the others wait for it; the options of all, and the cause they hear of it.
+/// How one rank fails while the others wait for it, with the options of all ranks and the cause that they get.
 struct Scenario {
     name: &'static str,
     options: fn(InitOptions) -> InitOptions,
@@ -38,7 +38,7 @@ fn sum(ctx: &RankContext, len: usize) -> Result<Vec<f32>> {
     Ok(ctx.group().all_reduce(&mine, ReduceOp::Sum)?.to_vec1()?)
 }
 
-/// `{r}` is the rank that goes wrong.
+/// In the texts, `{r}` is the rank that fails.
 const SCENARIOS: [Scenario; 10] = [
     Scenario {
         name: "killed",
@@ -116,7 +116,7 @@ const SCENARIOS: [Scenario; 10] = [
     },
 ];
 
-/// One rank of a scenario; nothing unless this program was started as one.
+/// Runs one rank of a scenario, or nothing unless this program was started as a rank.
 #[test]
 fn one_rank() {
     let Ok(scenario) = std::env::var("SCENARIO") else { return };
@@ -129,7 +129,7 @@ fn one_rank() {
     };
     let started = init_process_group_with(options, |_, control| match name {
         "cannot start" if control.rank().to_string() == culprit => {
-            Err(candle_dist::Error::Unsupported("no engine here".into()))
+            Err(candle_dist::Error::Unsupported("no backend here".into()))
         }
         _ => Ok(StoreEngine::start(control)),
     });
@@ -161,7 +161,7 @@ fn one_rank() {
     }
 }
 
-/// Runs a scenario and returns how its ranks ended; a stopped process is killed when the others have ended.
+/// Runs a scenario and returns how its ranks ended. A stopped process is killed when the others have ended.
 fn outcomes(name: &str, culprit: usize, size: usize) -> Vec<Outcome> {
     let mut ranks = start(&format!("{name}/{culprit}"), size, torchrun(size));
     if name != "frozen" {
@@ -188,7 +188,7 @@ fn one_process_goes_wrong_and_all_others_hear_the_same() {
             let cause = scenario.cause.replace("{r}", &culprit.to_string());
             assert!(text.contains(&cause), "{name} {culprit}: {text}");
             assert!((0..3).all(|rank| text.contains(&format!("\n  rank {rank}: "))), "{name} {culprit}: {text}");
-            // Rank 0's death leaves nobody who gathers reports.
+            // If rank 0 dies, nobody gathers reports.
             let is_reported = !(culprit == 0 && text.contains("rank 0 was lost"));
             let sites = text.matches("tests/processes/main.rs:").count();
             assert!(!is_reported || sites >= 2, "{name} {culprit}: what the others were in is told: {text}");
@@ -208,6 +208,6 @@ fn processes_that_do_the_same_are_fine() {
 fn an_engine_that_does_not_start_on_one_rank_fails_on_all() {
     let outcomes = outcomes("cannot start", 1, 3);
     let said: Vec<_> = outcomes.iter().map(|o| o.said.clone().unwrap()).collect();
-    assert!(said[1].starts_with("rank 1 failed: unsupported: no engine here"), "{said:?}");
+    assert!(said[1].starts_with("rank 1 failed: unsupported: no backend here"), "{said:?}");
     assert!([0, 2].iter().all(|&rank| said[rank].ends_with(&said[1])), "{said:#?}");
 }

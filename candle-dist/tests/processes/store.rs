@@ -1,15 +1,15 @@
-//! Values that ranks share by name, alike among processes and threads.
+//! The store, with the same results for processes and threads.
 use crate::job::{finish, start, torchrun};
 use candle_dist::{Error, RankContext, Result, World};
 use std::time::{Duration, Instant};
 
-/// The scenario in which ranks use the store.
+/// The name of the scenario in which ranks use the store.
 pub(crate) const USES_STORE: &str = "uses the store";
 
-/// Every rank does this, on a world of three.
+/// Every rank runs this, in a world of three.
 pub(crate) fn exercise(ctx: &RankContext) -> Result<()> {
     let (store, rank, size) = (ctx.store(), ctx.rank(), ctx.world_size());
-    // Counters: every number is given once.
+    // Counters: every number is returned once.
     let drawn = (0..100).map(|_| store.add("drawn", 1)).collect::<Result<Vec<i64>>>()?;
     assert!(drawn.is_sorted() && drawn.iter().all(|&n| (1..=100 * size as i64).contains(&n)));
     store.add("done", 1)?;
@@ -17,7 +17,7 @@ pub(crate) fn exercise(ctx: &RankContext) -> Result<()> {
     assert_eq!(store.add("drawn", 0)?, 100 * size as i64);
     assert_eq!(store.get("drawn")?, (100 * size as i64).to_le_bytes());
 
-    // A lock: one holds it at a time, so an unguarded read and write loses nothing.
+    // A lock: only one rank holds it at a time, so an unguarded read and write loses no update.
     for _ in 0..20 {
         while store.compare_and_set("lock", None, &[rank as u8])?.is_some() {}
         let now = store.get_within("guarded", Duration::ZERO)?.map_or(0, |value| value[0]);
@@ -37,7 +37,7 @@ pub(crate) fn exercise(ctx: &RankContext) -> Result<()> {
     assert_eq!(store.compare_and_set(&mine, Some(b"a"), b"b")?, Some(b"a".to_vec()));
     assert_eq!(store.get(&mine)?, b"b");
 
-    // Waits with an end: for what never comes, what is there, and what comes later.
+    // Waits with a limit: for a value that is never set, one that is set, and one that is set later.
     let began = Instant::now();
     assert_eq!(store.get_within(&format!("never of {rank}"), Duration::from_millis(200))?, None);
     assert!(began.elapsed() >= Duration::from_millis(200));
@@ -47,7 +47,7 @@ pub(crate) fn exercise(ctx: &RankContext) -> Result<()> {
     }
     assert_eq!(store.get_within("late", Duration::from_secs(30))?.as_deref(), Some(&b"come"[..]));
 
-    // What is wrong is the caller's alone.
+    // Wrong arguments fail on the caller only.
     let refused = [
         store.add(&mine, 1).map(drop),
         store.set(&"k".repeat(4096), &[]),

@@ -1,4 +1,4 @@
-//! Clipping by the common norm where parameters are cut over several groups.
+//! Clipping by the total norm of parameters that are sharded over several groups.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
@@ -16,7 +16,7 @@ fn assert_close(got: &Tensor, want: &Tensor, within: f64, what: &str) {
     assert!(difference < within, "{what} differs by {difference}");
 }
 
-/// Four parameters on a 2 by 2 grid: whole, cut over columns, over rows, over both; each entry is this rank's piece.
+/// Four parameters on a 2 by 2 grid: whole, cut over columns, cut over rows, and cut over both. Values are this rank's.
 fn grid_gradients(row: usize, column: usize) -> ([(&'static str, Var); 4], GradStore) {
     let vars = ["whole", "columns", "rows", "both"].map(|name| (name, ones(DType::F64, 1)));
     let values = [3.0, -(10.0 + column as f64), 20.0 + row as f64, 30.0 + (row * 2 + column) as f64];
@@ -56,7 +56,7 @@ fn the_norm_counts_every_piece_once_in_one_collective_a_group() {
     }
 }
 
-/// Stages of a pipeline, of which only the first is cut over columns, and that share one parameter.
+/// Pipeline stages, of which only the first is cut over columns, and which share one parameter.
 #[test]
 fn ranks_of_a_group_may_have_named_others_before_it_and_hold_copies() {
     on_ranks(4, "stages", |ctx| -> Result<()> {

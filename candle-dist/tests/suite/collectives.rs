@@ -1,4 +1,4 @@
-//! Collectives of the thread engine against their definitions, and what they refuse and count; the rest is in `conformance`.
+//! Collectives of the thread backend: definitions, errors and counts. `conformance` has the other tests.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 use candle_core::{DType, Device, Tensor};
 use candle_dist::{Error, Op, ProcessGroup, ReduceOp, Result, comm};
@@ -7,7 +7,7 @@ use test_utils::on_ranks;
 const WORLDS: std::ops::RangeInclusive<usize> = 1..=5;
 const DTYPES: [DType; 7] = [DType::U8, DType::U32, DType::I64, DType::F16, DType::BF16, DType::F32, DType::F64];
 
-/// Rank `rank`'s tensor: small whole numbers, so that every dtype is exact.
+/// Returns the tensor of `rank`: small whole numbers, which are exact in every dtype.
 fn input(rank: usize, shape: &[usize], dtype: DType) -> candle_core::Result<Tensor> {
     let n: usize = shape.iter().product();
     let values: Vec<f32> = (0..n).map(|i| ((i * 7 + rank * 3) % 5 + 1) as f32).collect();
@@ -24,7 +24,7 @@ fn assert_same(got: &Tensor, want: &Tensor, what: &str) {
     assert!(got.is_contiguous(), "{what}");
 }
 
-/// The reduction in rank order, elementwise in f64.
+/// Returns the reduction in rank order, elementwise in f64.
 fn reduced(n: usize, shape: &[usize], dtype: DType, op: ReduceOp) -> Tensor {
     let all: Vec<Vec<f64>> = (0..n).map(|r| values(&input(r, shape, dtype).unwrap())).collect();
     let out: Vec<f64> = (0..all[0].len())
@@ -36,7 +36,7 @@ fn reduced(n: usize, shape: &[usize], dtype: DType, op: ReduceOp) -> Tensor {
                 ReduceOp::Min => column.fold(f64::INFINITY, f64::min),
                 ReduceOp::Max => column.fold(f64::NEG_INFINITY, f64::max),
                 ReduceOp::Product => column.product(),
-                // The conformance suite compares the others.
+                // The conformance suite compares the other ones.
                 other => panic!("no {other} here"),
             }
         })
@@ -44,7 +44,7 @@ fn reduced(n: usize, shape: &[usize], dtype: DType, op: ReduceOp) -> Tensor {
     Tensor::from_vec(out, shape, &Device::Cpu).unwrap().to_dtype(dtype).unwrap()
 }
 
-/// Sizes of a dim for `n` ranks: even, uneven, with empty pieces.
+/// Returns sizes of a dim for `n` ranks: even, uneven, and with empty pieces.
 fn cuts(n: usize) -> Vec<Vec<usize>> {
     let empty_tail = (0..n).map(|r| if r == 0 { 3 } else { 0 }).collect();
     vec![vec![2; n], (0..n).map(|r| (r * 2) % 3 + 1).collect(), (0..n).collect(), empty_tail]
@@ -120,7 +120,7 @@ fn broadcast_send_recv_and_barrier() {
                     "",
                 );
             }
-            // A ring, two messages deep: sends do not wait, and order is kept.
+            // A ring, two messages deep: sends do not wait, and the order is kept.
             if n > 1 {
                 let (next, before) = ((r + 1) % n, (r + n - 1) % n);
                 g.send(&input(r, &[2, 3], DType::BF16)?.t()?, next)?;
@@ -145,7 +145,7 @@ fn subgroups_and_split_count_ranks_in_their_own_order() {
         let sum = half.all_reduce(&Tensor::new(r as f32, &Device::Cpu)?, ReduceOp::Sum)?.to_scalar::<f32>()?;
         assert_eq!(sum, members.iter().sum::<usize>() as f32);
         assert!(g.split((r > 0).then_some(0), 0)?.is_some() == (r > 0));
-        // Only the members of a subgroup make it, as often as they like.
+        // Only the members of a subgroup create it, any number of times.
         if r >= 3 {
             for _ in 0..3 {
                 let pair = g.subgroup(&[4, 3])?;
@@ -176,7 +176,7 @@ fn results_are_bit_identical_on_all_ranks_and_from_run_to_run() {
 #[test]
 fn sixteen_bit_sums_accumulate_in_f32() {
     on_ranks(5, "f16", |ctx| -> Result<()> {
-        // In f16 steps of 1 vanish beside 2048; in f32 they add up.
+        // In f16, adding 1 to 2048 has no effect; in f32 it does.
         let x = if ctx.rank() == 0 { 2048.0 } else { 1.0 };
         for dtype in [DType::F16, DType::BF16] {
             let x = Tensor::new(&[x as f32], &Device::Cpu)?.to_dtype(dtype)?;
@@ -202,7 +202,7 @@ fn min_and_max_propagate_nan() {
     }
 }
 
-/// Runs a call with wrong arguments on every rank: each gets the text, nothing is poisoned.
+/// Makes a call with wrong arguments on every rank. Each gets this text, and the group stays usable.
 fn refused(label: &str, parts: &'static [&'static str], call: fn(&ProcessGroup) -> Result<Tensor>) {
     on_ranks(2, label, move |ctx| -> Result<()> {
         let error = call(ctx.group()).expect_err("the arguments are wrong");

@@ -1,4 +1,4 @@
-//! Data-parallel training of a `VarMap` against one device on the whole batch, and the reduction by itself.
+//! Data-parallel training of a `VarMap`, compared with one device on the whole batch, and the reduction alone.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
@@ -21,7 +21,7 @@ fn assert_close(got: &Tensor, want: &Tensor, within: f64, what: &str) {
     assert!(difference < within, "{what} differs by {difference}");
 }
 
-/// Which of `total` rows a rank of `n` works on: the first ranks have one more where they do not divide.
+/// Returns which of `total` rows a rank of `n` works on. The first ranks have one more if the rows are uneven.
 fn part(total: usize, rank: usize, n: usize) -> (usize, usize) {
     let (each, more) = (total / n, total % n);
     (rank * each + rank.min(more), each + usize::from(rank < more))
@@ -35,7 +35,7 @@ struct Mlp {
 }
 
 impl Mlp {
-    /// Weights that depend on `seed` and the place in the model.
+    /// Returns weights that depend on `seed` and the position in the model.
     fn new(seed: usize) -> Self {
         let map = VarMap::new();
         let vb = VarBuilder::from_varmap(&map, DType::F64, &Device::Cpu);
@@ -61,7 +61,7 @@ fn rows(step: usize, count: usize) -> Tensor {
     numbers(&[count, 5], step * 11)
 }
 
-/// The weights, and the gradients of the first step, of AdamW on the whole batch, clipped by `max_norm`.
+/// Returns the weights after AdamW on the whole batch, clipped by `max_norm`, and the gradients of the first step.
 fn mlp_on_one_device(seed: usize, batch: usize, max_norm: f64) -> (Vec<Tensor>, Vec<Tensor>, f64) {
     let model = Mlp::new(seed);
     let vars = named_vars(&model.map);
@@ -83,12 +83,12 @@ fn mlp_on_one_device(seed: usize, batch: usize, max_norm: f64) -> (Vec<Tensor>, 
     (vars.iter().map(|(_, v)| v.as_tensor().copy().unwrap()).collect(), grads, norm)
 }
 
-/// How a rank makes the gradients of one step.
+/// How a rank computes the gradients of one step.
 #[derive(Debug, Clone, Copy)]
 enum How {
     /// One backward pass.
     Whole,
-    /// One a row, reduced once.
+    /// One backward pass per row, and one reduction.
     Accumulated,
 }
 
@@ -160,7 +160,7 @@ fn uneven_parts_count_by_their_samples() {
     }
 }
 
-// Which parameters took part, and in how many collectives.
+// Which parameters have gradients, and the number of collectives.
 
 fn ones(dtype: DType, len: usize) -> Var {
     Var::ones(len, dtype, &Device::Cpu).unwrap()
@@ -204,7 +204,7 @@ fn a_rank_of_weight_0_brings_nothing() {
         let (both, lone) = (ones(DType::F64, 1), ones(DType::F64, 1));
         let vars = [("both", both.clone()), ("lone", lone.clone())];
         let dp = DataParallel::new(ctx.group(), &vars, &trusting(1 << 20))?;
-        // The mean over no samples is not a number.
+        // The mean over no samples is NaN.
         let factor = [1.0, f64::NAN, 4.0][ctx.rank()];
         let mut loss = both.affine(factor, 0.0)?.sum_all()?;
         if ctx.rank() == 1 {
@@ -244,7 +244,7 @@ fn buckets_are_cut_by_bytes_and_dtype() {
                 (dp.bucket_count(), counts.get(Op::AllReduce).count, counts.total()),
                 (buckets, buckets, buckets)
             );
-            // One number more for each gradient.
+            // One more number per gradient.
             assert_eq!(counts.get(Op::AllReduce).bytes, 6 * (400 + 4) + 2 * (800 + 8));
             for (i, (name, var)) in vars[..8].iter().enumerate() {
                 let grad = grads.get(var).expect("a gradient").to_dtype(DType::F64)?;
@@ -298,7 +298,7 @@ fn buckets_run_from_the_end_of_the_list() {
         let dp = DataParallel::new(ctx.group(), &vars, &trusting(20))?;
         let (reduced, events) = comm::Log::of(|| dp.reduce(&mut GradStore::default()));
         reduced?;
-        // 4; 3 and 2; 1: each with one number more for each gradient.
+        // 4; 3 and 2; 1: each with one more number per gradient.
         assert_eq!(events.iter().map(|event| event.bytes).collect::<Vec<_>>(), [4 * 5, 4 * 7, 4 * 2]);
         assert!(events.iter().all(|event| event.site.file() == file!()), "{events:?}");
         Ok(())
@@ -320,7 +320,7 @@ fn accumulation_divides_by_the_weights() {
     assert_eq!(accumulator.mean().unwrap().get(&var).unwrap().to_vec1::<f64>().unwrap(), [2.0]);
 }
 
-/// Gradients of one bf16 parameter in many passes, and their mean in f64.
+/// Returns gradients of one bf16 parameter in many passes, and their mean in f64.
 fn many_small_gradients(passes: usize) -> (Vec<Tensor>, Vec<f64>) {
     let grads: Vec<Tensor> = (0..passes)
         .map(|pass| {

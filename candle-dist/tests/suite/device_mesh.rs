@@ -1,4 +1,4 @@
-//! Meshes of any ranks, and meshes made from meshes: groups exact, none made twice, mistakes alike on every rank.
+//! Meshes from any ranks and derived meshes: correct groups, none created twice, the same errors on every rank.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 use candle_core::{DType, Device, Tensor};
 use candle_dist::{DeviceMesh, Error, ProcessGroup, RankContext, ReduceOp, Result, comm};
@@ -10,7 +10,7 @@ const AXES: [(&str, usize); 3] = [("dp", 2), ("cp", 2), ("tp", 2)];
 
 type Axes = &'static [(&'static str, usize)];
 
-/// Runs `f` and checks that nothing was communicated in it.
+/// Runs `f` and checks that it communicates nothing.
 fn silently<R>(f: impl FnOnce() -> Result<R>) -> Result<R> {
     let (result, counts) = comm::record(f);
     assert_eq!(counts.total(), 0, "{counts}");
@@ -26,7 +26,7 @@ fn assert_group(group: &ProcessGroup, ctx: &RankContext, want: &[usize]) -> Resu
     Ok(())
 }
 
-/// The ranks of `ranks`, arranged in `shape`, that share the place of `ranks[at]` but on `axes`; by trying all.
+/// Returns the members of `ranks`, arranged in `shape`, that differ from `ranks[at]` only on `axes`. Tries all ranks.
 fn line(ranks: &[usize], shape: &[usize], at: usize, axes: &[usize]) -> Vec<usize> {
     let digit = |place: usize, axis: usize| place / shape[axis + 1..].iter().product::<usize>() % shape[axis];
     let others: Vec<usize> = (0..shape.len()).filter(|axis| !axes.contains(axis)).collect();
@@ -94,7 +94,7 @@ fn every_choice_of_axes_is_a_mesh() {
                 assert_eq!(part, mesh.axis(name)?);
                 assert!(part.group()?.is_same(mesh.axis_group(name)?));
             }
-            // A part of a part is a part of the whole.
+            // The selection of a selection is a selection of the whole.
             let inner = part.axes(&names[1..]).ok().filter(|_| names.len() > 1);
             assert_eq!(inner, (names.len() > 1).then(|| mesh.axes(&names[1..])).transpose()?);
         }
@@ -119,13 +119,13 @@ fn the_same_part_asked_twice_makes_no_new_group() {
         assert!(flat.group()?.is_same(part.group()?) && flat.axis_group("both")?.is_same(part.group()?));
         let again = silently(|| mesh.flatten(&["dp", "tp"], "both"))?;
         assert_eq!(again, flat);
-        // The same ranks by another way: all of them, and an axis of one rank beside another axis.
+        // The same ranks in another way: all of them, or an axis of one rank together with another axis.
         assert!(mesh.flatten(&["dp", "cp", "tp"], "all")?.group()?.is_same(mesh.group()?));
         let cut = mesh.unflatten("cp", &[("cp", 2), ("one", 1)])?;
         assert!(cut.axis_group("cp")?.is_same(mesh.axis_group("cp")?));
         assert!(cut.axes(&["cp", "one"])?.group()?.is_same(mesh.axis_group("cp")?));
         silently(|| mesh.unflatten("cp", &[("cp", 2), ("one", 1)]))?;
-        // Another mesh is another matter.
+        // Another mesh is independent.
         assert!(!ctx.mesh(&AXES)?.axis_group("dp")?.is_same(mesh.axis_group("dp")?));
         Ok(())
     });
@@ -141,7 +141,7 @@ fn axes_flatten_in_order_and_come_apart_again() {
         assert_eq!(flat.coordinate(), [2 * dp + tp]);
         let want = [0, 1, 4, 5].map(|rank| rank + 2 * cp);
         assert_group(flat.axis_group("dp_tp")?, ctx, &want)?;
-        // The names may come back for the ranks that they stood for.
+        // The names may be used again for the same ranks.
         let back = flat.unflatten("dp_tp", &[("dp", 2), ("tp", 2)])?;
         assert_eq!(back, mesh.axes(&["dp", "tp"])?);
         assert_eq!(mesh.flatten(&["dp"], "dp")?, mesh.axis("dp")?);
@@ -163,7 +163,7 @@ fn groups_that_exist_form_a_mesh() {
         assert!(line.axis_group("tp")?.is_same(world), "this group was meant");
         assert!(!ctx.mesh(&[("tp", 6)])?.axis_group("tp")?.is_same(world));
 
-        // Rows [5, 3, 1] and [0, 4, 2] from the last rank to the first, columns by place in the row.
+        // Rows [5, 3, 1] and [0, 4, 2] from the last rank to the first, columns by position in the row.
         let rows = [[5, 3, 1], [0, 4, 2]];
         let row = rows.iter().position(|row| row.contains(&ctx.rank())).unwrap();
         let column = rows[row].iter().position(|&rank| rank == ctx.rank()).unwrap();
@@ -233,7 +233,7 @@ fn one_rank_needs_no_communication() {
     });
 }
 
-/// The texts of errors that every rank gets alike, with the world still usable.
+/// Checks the texts of errors that are equal on every rank, and that the world is still usable.
 fn refused<T>(
     world: usize,
     what: &'static str,
@@ -324,7 +324,7 @@ fn groups_that_form_no_grid_are_refused_alike() {
         let pair = ctx.group().subgroup(if ctx.rank() < 2 { &[0, 1] } else { &[2, 3] })?;
         DeviceMesh::from_groups(ctx.group(), &[("a", &pair), ("b", &pair)])
     });
-    // Places fit, but the first axis of the last two ranks runs across.
+    // The places fit, but the groups of the first axis are crossed.
     refused(4, "crossed", &["axis \"a\" of (a=2, b=2): rank 0", "[0, 3]", "[0, 2]"], |ctx| {
         let rows = [[0, 1], [2, 3]];
         let tp = ctx.group().subgroup(&rows[ctx.rank() / 2])?;
@@ -335,14 +335,14 @@ fn groups_that_form_no_grid_are_refused_alike() {
     });
 }
 
-/// What a rank does with a mesh, and what another does instead.
+/// What a rank does with a mesh.
 type Doing = fn(&RankContext) -> Result<()>;
 
 #[test]
 fn a_mesh_that_one_rank_describes_differently_is_one_error_on_all_ranks() {
     let cases: [(Doing, Doing); 5] = [
         (|ctx| ctx.mesh(&[("a", 4)]).map(drop), |ctx| ctx.mesh(&[("a", 2), ("b", 2)]).map(drop)),
-        // A description that is wrong in itself counts as different first.
+        // A description that is itself wrong is first reported as different.
         (|ctx| ctx.mesh(&[("a", 4)]).map(drop), |ctx| ctx.mesh(&[("a", 3)]).map(drop)),
         (
             |ctx| DeviceMesh::from_ranks(ctx.group(), &[0, 1], &[("a", 2)]).map(drop),
@@ -401,7 +401,7 @@ fn an_axis_of_all_ranks_does_not_disturb_a_thread_that_uses_the_group_it_was_mad
     on_ranks(3, "two threads", |ctx| -> Result<()> {
         let mesh = ctx.mesh(&[("dp", 3)])?;
         let groups = [ctx.group(), mesh.axis_group("dp")?];
-        // Different calls, which one group would find to be a mismatch.
+        // Different calls, which a single group would report as a mismatch.
         let sums = std::thread::scope(|scope| {
             let threads = [3usize, 5].map(|len| {
                 let group = groups[usize::from(len == 5)];

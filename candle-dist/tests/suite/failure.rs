@@ -1,4 +1,4 @@
-//! One rank goes wrong: every rank gets the same error, soon, and the group stays closed.
+//! If one rank fails, every rank gets the same error soon, and the group stays closed.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 use candle_core::{DType, Device, Tensor, Var};
 use candle_dist::functional::Exchange;
@@ -13,7 +13,7 @@ fn x(shape: &[usize]) -> Tensor {
     Tensor::ones(shape, DType::F32, &Device::Cpu).unwrap()
 }
 
-/// Rank `culprit` of `world` does `wrong` while the others all_reduce; returns each waiting rank's error.
+/// Rank `culprit` of `world` runs `wrong` while the others all_reduce. Returns the error of each waiting rank.
 fn provoke(world: usize, culprit: usize, wrong: fn(&ProcessGroup) -> Result<()>) -> Vec<(usize, Error)> {
     let (send, errors) = mpsc::channel();
     let began = Instant::now();
@@ -23,7 +23,7 @@ fn provoke(world: usize, culprit: usize, wrong: fn(&ProcessGroup) -> Result<()>)
         g.all_reduce(&x(&[3]), ReduceOp::Sum)?; // a good round first
         let error = if g.rank() == culprit { wrong(g) } else { g.all_reduce(&x(&[4, 2]), ReduceOp::Sum).map(drop) };
         let Err(error) = error else { return Ok(()) };
-        // Poisoned: every later call on any group of the world says the same at once.
+        // The world is closed: every later call on any of its groups returns the same error at once.
         for again in [g.barrier(), alone.all_reduce(&x(&[3]), ReduceOp::Sum).map(drop)] {
             assert_eq!(again.expect_err("the group is closed").to_string(), error.to_string());
         }
@@ -38,7 +38,7 @@ fn provoke(world: usize, culprit: usize, wrong: fn(&ProcessGroup) -> Result<()>)
     errors
 }
 
-/// Checks that the ranks `who` all got one and the same group failure, and returns it.
+/// Checks that the ranks `who` all got the same group failure, and returns it.
 fn common(errors: &[(usize, Error)], who: &[usize]) -> std::sync::Arc<candle_dist::GroupFailure> {
     assert_eq!(errors.iter().map(|(r, _)| *r).collect::<Vec<_>>(), who);
     let failures: Vec<_> = errors
@@ -221,7 +221,7 @@ fn a_rank_with_an_open_call_is_told_from_one_that_waits_for_it() {
     }
 }
 
-/// Two ranks that may leave 4000 bytes unread; a message here has 4000.
+/// Runs two ranks with at most 4000 unread bytes; a message here has 4000.
 fn small_mailboxes(f: impl Fn(&RankContext, &Tensor) -> Result<()> + Sync) -> Result<Vec<()>, candle_dist::WorldError> {
     let x = Tensor::zeros(1000, DType::F32, &Device::Cpu).unwrap();
     World::local(2).timeout(Duration::from_secs(20)).mailbox_bytes(4000).run(|ctx| f(ctx, &x))
@@ -293,7 +293,7 @@ fn sends_may_be_waited_for_before_the_receives_that_were_started() {
             let output = Tensor::ones(1000, DType::F32, &Device::Cpu)?;
             let into = g.recv_into_start(&output, other, 0)?;
             if late == ctx.rank() {
-                // Longer than it takes to find a deadlock.
+                // Longer than the search for a deadlock takes.
                 std::thread::sleep(Duration::from_millis(700));
             }
             let receives = (1..3).map(|tag| g.recv_start(1000, DType::F32, other, tag)).collect::<Result<Vec<_>>>()?;
@@ -343,7 +343,7 @@ fn a_receiver_from_any_rank_hears_that_all_have_returned() {
 fn outputs_in_memory_of_another_rank_are_one_error() {
     let shared = Tensor::zeros(4, DType::F32, &Device::Cpu).unwrap();
     for started in [false, true] {
-        // What rank 0 gives is where rank 1 wants its result, or all want it in the same place.
+        // Rank 0's input is the memory of rank 1's result, or all have the result in the same memory.
         for alias in [0, 1] {
             let texts = World::local(2).timeout(Duration::from_secs(20)).run(|ctx| -> Result<String> {
                 let own = Tensor::zeros(4, DType::F32, &Device::Cpu)?;
@@ -459,7 +459,7 @@ fn a_monitored_barrier_waits_as_long_as_it_says_whatever_the_timeouts_of_calls()
         .unwrap();
 }
 
-/// Rank 0 asks until what it has started is ready, while rank 1 returns; the wait then fails at once.
+/// Rank 0 polls its started call while rank 1 returns. The wait then fails at once.
 fn ask_of_a_deserter<T: std::fmt::Debug>(start: fn(&ProcessGroup) -> Result<Pending<T>>) {
     let ran = World::local(2).timeout(Duration::from_secs(60)).mailbox_bytes(12).run(|ctx| -> Result<()> {
         if ctx.rank() == 1 {

@@ -1,4 +1,4 @@
-//! Every pair of exchanges: the backward step is the adjoint of the forward step, and each communicates what it should.
+//! Every pair of exchanges: the backward step is the adjoint of the forward step, and both make the expected calls.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 use candle_core::{DType, Device, Tensor, Var};
 use candle_dist::functional::{Cut, Exchange};
@@ -10,14 +10,14 @@ const WORLDS: std::ops::RangeInclusive<usize> = 1..=5;
 /// The size of the dims that are not cut.
 const OTHER: usize = 3;
 
-/// What a value is to the ranks of a group; it decides how inner products are counted.
+/// The state of a value in a group, which decides how inner products are counted.
 #[derive(Clone, Copy, PartialEq)]
 enum State {
-    /// Every rank has something of its own, all of which counts.
+    /// Every rank has its own value, and all values count.
     Own,
-    /// Every rank has the same, which counts once.
+    /// Every rank has the same value, which counts once.
     Invariant,
-    /// Every rank has the same, and each copy counts.
+    /// Every rank has the same value, and each copy counts.
     Same,
 }
 use State::{Invariant, Own, Same};
@@ -34,7 +34,7 @@ struct Pair {
     backward: Option<Op>,
 }
 
-/// All pairs for a dim of these pieces and another one, as seen by one rank.
+/// Returns all pairs for a dim with these pieces and another dim, for one rank.
 fn pairs(rank: usize, dim: usize, sizes: &[usize], other: usize, other_sizes: &[usize]) -> Vec<Pair> {
     let cut = || Cut::new(dim, sizes);
     let shape = |len: usize| {
@@ -45,7 +45,7 @@ fn pairs(rank: usize, dim: usize, sizes: &[usize], other: usize, other_sizes: &[
     let (whole, piece) = (shape(sizes.iter().sum()), shape(sizes[rank]));
     let mut crossed = piece;
     crossed[other] = other_sizes.iter().sum();
-    // Unlike counts for each pair of ranks, some of them zero.
+    // A different count for each pair of ranks, some of them zero.
     let routes: Vec<Vec<usize>> = sizes.iter().map(|a| other_sizes.iter().map(|b| (a * 2 + b) % 4).collect()).collect();
     let routed = [routes[rank].iter().sum(), OTHER, OTHER];
     let row = |name, exchange, shape, (input, output, gradient), (forward, backward)| Pair {
@@ -101,7 +101,7 @@ fn pairs(rank: usize, dim: usize, sizes: &[usize], other: usize, other_sizes: &[
     ]
 }
 
-/// Numbers in ±1 that depend on the seed, and on the rank if every rank has its own.
+/// Returns numbers in ±1 that depend on the seed, and on the rank if every rank has its own value.
 fn numbers(shape: &[usize], seed: usize, state: State, rank: usize) -> candle_core::Result<Tensor> {
     let start = seed * 1000 + if state == Own { rank * 100 } else { 0 };
     let count: usize = shape.iter().product();
@@ -109,7 +109,7 @@ fn numbers(shape: &[usize], seed: usize, state: State, rank: usize) -> candle_co
     Tensor::from_vec(numbers, shape, &Device::Cpu)
 }
 
-/// The inner product over all ranks, where an invariant value counts once.
+/// Returns the inner product over all ranks. An invariant value counts once.
 fn inner(group: &ProcessGroup, a: &Tensor, b: &Tensor, state: State) -> Result<f64> {
     let sum = group.all_reduce(&(a * b)?.sum_all()?, ReduceOp::Sum)?.to_scalar::<f64>()?;
     Ok(if state == Invariant { sum / group.size() as f64 } else { sum })
@@ -119,7 +119,7 @@ fn cuts(n: usize) -> Vec<Vec<usize>> {
     vec![vec![2; n], (0..n).map(|r| (r * 2) % 3 + 1).collect(), (0..n).collect(), (0..n).map(|r| n - 1 - r).collect()]
 }
 
-/// Runs `check` for every pair on worlds 1 to 5 and even, uneven and empty pieces of every dim.
+/// Runs `check` for every pair on worlds of 1 to 5 ranks, with even, uneven and empty pieces of every dim.
 fn for_every_pair(check: fn(&ProcessGroup, &Pair) -> Result<()>) {
     for n in WORLDS {
         on_ranks(n, "pairs", move |ctx| -> Result<()> {
@@ -280,7 +280,7 @@ fn shares_of_a_value_of_16_bits_add_up_to_it() {
             let sum = ctx.group().all_reduce(&exchange.apply(&x, ctx.group())?, ReduceOp::Sum)?;
             assert_eq!(wide(&sum)?, want);
         }
-        // The shares of the gradient, too.
+        // The shares of the gradient too.
         let loss = (Exchange::to_invariant().apply(&x, ctx.group())? * x.detach())?.sum_all()?;
         let shares = loss.backward()?.get(&x).unwrap().clone();
         assert_eq!(wide(&ctx.group().all_reduce(&shares, ReduceOp::Sum)?)?, want);

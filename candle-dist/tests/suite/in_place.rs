@@ -1,4 +1,4 @@
-//! In-place collectives of threads: large ones go piece by piece; their results are checked in `conformance`.
+//! In-place collectives of threads: large tensors are processed in pieces. `conformance` checks the results.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 use candle_core::{DType, Device, Tensor, Var};
 use candle_dist::{ReduceOp, Result};

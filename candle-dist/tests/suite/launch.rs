@@ -1,10 +1,10 @@
-//! Who a process is, by what each launcher sets, and what is said where that does not fit together.
+//! The identity of a process from each launcher's variables, and the errors for inconsistent variables.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 use candle_dist::Result;
 use candle_dist::init::{InitOptions, LaunchInfo};
 
 type Vars<'a> = &'a [(&'a str, &'a str)];
-/// What is wrong, the variables, and what the error says.
+/// A name, the variables, and the parts of the error text.
 type Wrong<'a> = (&'a str, Vec<(&'a str, &'a str)>, &'a [&'a str]);
 
 fn resolve(options: &InitOptions, vars: Vars<'_>) -> Result<LaunchInfo> {
@@ -72,9 +72,9 @@ fn the_address_is_the_masters_or_follows_from_the_job() {
     assert_eq!(port(OPEN_MPI), port(OPEN_MPI));
     assert_ne!(port(OPEN_MPI), port(&with(OPEN_MPI, &[("PMIX_NAMESPACE", "957612034")])));
     assert_eq!(address(&with(TORCHRUN, &[("MASTER_ADDR", "fe80::1")])), "[fe80::1]:29400");
-    // The agent of torchrun listens at the port itself.
+    // torchrun's agent itself listens at the port.
     assert_eq!(address(&with(TORCHRUN, &[("TORCHELASTIC_USE_AGENT_STORE", "True")])), "node0:29401");
-    // All tasks on one host: nothing leaves it.
+    // All tasks are on one host, so no other host is involved.
     let one = [("SLURM_PROCID", "1"), ("SLURM_NTASKS", "2"), ("SLURM_LOCALID", "1"), ("SLURM_NTASKS_PER_NODE", "2")];
     assert!(address(&one).starts_with("127.0.0.1:"));
 }
@@ -86,9 +86,9 @@ fn launchers_inside_others_count() {
     assert_eq!(rank(&[OPEN_MPI, SLURM].concat()), 1);
     // srun also speaks to MPICH programs.
     assert_eq!(rank(&with(SLURM, &[("PMI_RANK", "4"), ("PMI_SIZE", "5")])), 4);
-    // Open MPI names MPICH's local ranks too.
+    // Open MPI also sets MPICH's local ranks.
     assert_eq!(rank(&with(OPEN_MPI, &[("MPI_LOCALRANKID", "1"), ("MPI_LOCALNRANKS", "2")])), 1);
-    // Scripts that hand Open MPI's rank on in torchrun's variables.
+    // Scripts that pass Open MPI's rank on in torchrun's variables.
     assert_eq!(rank(&with(OPEN_MPI, &[("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost")])), 1);
 }
 
@@ -186,7 +186,7 @@ fn a_job_that_spans_hosts_has_a_token_or_says_that_it_needs_none() {
         resolve(&options, &with(vars, &[("CANDLE_DIST_NO_TOKEN", "1")])).unwrap();
         assert!(resolve(&options, &with(vars, &[("CANDLE_DIST_NO_TOKEN", "0")])).is_err());
     }
-    // On one host, and where the launcher names the job.
+    // On one host, and if the launcher names the job.
     let one_host = with(&unnamed, &[("LOCAL_WORLD_SIZE", "4")]);
     assert_eq!(resolve(&InitOptions::new(), &one_host).unwrap().token, "none.0", "restarts are told apart");
     for vars in [TORCHRUN, SLURM] {
@@ -226,7 +226,7 @@ fn mpi_wants_a_launcher_of_its_own() {
     for vars in [OPEN_MPI, HYDRA, &with(SLURM, &[("PMIX_RANK", "4")]), &with(SLURM, &[("PMI_FD", "7")]), &alone] {
         check(InitOptions::new(), vars).unwrap();
     }
-    // Scripts that hand Open MPI's rank on in torchrun's variables; programs that say all themselves.
+    // Scripts that pass Open MPI's rank on in torchrun's variables, and programs that set everything themselves.
     check(InitOptions::new(), &with(OPEN_MPI, &alone[2..])).unwrap();
     check(InitOptions::explicit("127.0.0.1:5000", 1, 2), &[]).unwrap();
 }

@@ -1,4 +1,4 @@
-//! The integration tests of process groups, meshes and data parallelism, in one binary: each file or folder is a subject.
+//! The integration tests of process groups, meshes and data parallelism in one binary, by subject.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 mod chaos;
 mod clip_grad_norm;

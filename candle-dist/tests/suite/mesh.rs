@@ -1,4 +1,4 @@
-//! Meshes: places, groups along axes, equality, and what is refused.
+//! Meshes: coordinates, groups along axes, equality, and errors.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 use candle_core::{Device, Tensor};
 use candle_dist::{DeviceMesh, Error, ReduceOp, Result};
@@ -38,7 +38,7 @@ fn an_axis_group_holds_the_ranks_that_differ_on_that_axis_only() {
     for shape in SHAPES {
         on_ranks(shape.iter().product(), "axis groups", move |ctx| -> Result<()> {
             let mesh = ctx.mesh(&axes(shape))?;
-            // Any order of first use, and a second use, give the same groups.
+            // Any order of first use, and a second use, return the same groups.
             for axis in (0..shape.len()).rev().chain(0..shape.len()) {
                 let group = mesh.axis_group(axis)?;
                 assert_eq!((group.size(), group.rank()), (shape[axis], mesh.coordinate()[axis]));

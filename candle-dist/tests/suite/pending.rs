@@ -1,4 +1,4 @@
-//! Calls that are started and finished apart, coalesced ones that differ, and messages with tags.
+//! Started calls that finish in another order, coalesced calls that differ, and messages with tags.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 use candle_core::{DType, Device, Shape, Tensor, Var};
 use candle_dist::{Cause, Error, Message, ReduceOp, Result};
@@ -39,7 +39,7 @@ fn pending_calls_may_be_waited_for_in_any_order() {
                     (g.all_to_all_start(&x, 0, 1)?, g.all_to_all(&x, 0, 1)?),
                     (g.broadcast_start(&x, 0)?, g.broadcast(&x, 0)?),
                 ];
-                // Each rank in an order of its own.
+                // Each rank waits in its own order.
                 open.rotate_left(r % 4);
                 if reverse != (r % 2 == 0) {
                     open.reverse();

@@ -1,4 +1,4 @@
-//! Parameters verified and synchronised across ranks, on worlds 1 to 5.
+//! Verifies and synchronizes parameters on worlds of 1 to 5 ranks.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 use candle_core::{DType, Device, Tensor, Var};
 use candle_dist::{
@@ -11,7 +11,7 @@ use test_utils::on_ranks;
 
 const WORLDS: std::ops::RangeInclusive<usize> = 1..=5;
 
-/// Variables whose values tell the rank, of every dtype, some of them scalars or without elements.
+/// Returns variables of every dtype whose values depend on the rank, including scalars and empty ones.
 fn vars(rank: usize) -> Vec<(String, Var)> {
     let dtypes = [DType::F32, DType::F64, DType::BF16, DType::F16, DType::U8, DType::U32, DType::I64];
     let shapes: [&[usize]; 5] = [&[3, 5], &[], &[7], &[0, 2], &[2, 1, 4]];
@@ -24,7 +24,7 @@ fn vars(rank: usize) -> Vec<(String, Var)> {
     (0..35).map(|i| (format!("layer{i}.weight"), var(i))).collect()
 }
 
-/// Equal in shape, dtype and every value (all are small whole numbers, so f64 holds them exactly).
+/// Returns whether shape, dtype and every value are equal (small whole numbers, which f64 holds exactly).
 fn same(a: &Tensor, b: &Tensor) -> bool {
     let values = |t: &Tensor| t.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1::<f64>().unwrap();
     (a.dims(), a.dtype()) == (b.dims(), b.dtype()) && values(a) == values(b)
@@ -63,7 +63,7 @@ fn floats_arrive_bit_by_bit() {
     assert!(got.iter().all(|rank| rank == &bits), "{got:x?}");
 }
 
-/// The communication of one sync of `count` variables of each dtype, each with 25 elements.
+/// Returns the communication of one sync of `count` variables per dtype, each with 25 elements.
 fn counted(world: usize, dtypes: &'static [DType], count: usize, bucket_bytes: usize) -> Vec<CommCounts> {
     on_ranks(world, "count", move |ctx| -> Result<CommCounts> {
         let mut vars = Vec::new();
@@ -135,7 +135,7 @@ fn the_variables_of_a_map_come_by_name() {
         assert!(vars.is_sorted_by(|a, b| a.0 < b.0));
         assert_eq!(vars.len(), 24);
         sync_params(ctx.group(), &vars, &SyncOptions::default())?;
-        // The layers see it: initial values are random, so equal ones came from the source.
+        // The layers use the new values. Initial values are random, so equal ones came from the source.
         let weights = Tensor::cat(&layers.iter().map(|l| l.weight()).collect::<Vec<_>>(), 0)?;
         let all = ctx.group().all_gather(&weights.unsqueeze(0)?, 0)?.flatten_from(1)?.to_vec2::<f32>()?;
         assert!(all.iter().all(|rank| *rank == all[0]));
@@ -197,7 +197,7 @@ fn the_first_difference_is_named_on_every_rank() {
     ];
     for n in 2..=5 {
         for (change, says) in cases {
-            // The last rank differs too, in another way: the first one is reported.
+            // The last rank differs too, but the first difference is reported.
             for culprit in 1..n {
                 let errors = on_ranks(n, "difference", move |ctx| -> Result<String> {
                     let mut mine = list();

@@ -1,4 +1,4 @@
-//! Nested containers of tensors: their order, their rebuilding, and arguments packed into one list.
+//! Nested containers of tensors: order, rebuilding, and arguments packed into one list.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 use candle_core::{DType, Device, Tensor, Var};
 use candle_dist::{Error, Packed, TensorTree};
@@ -6,7 +6,7 @@ use proptest::prelude::*;
 use std::collections::{BTreeMap, HashMap};
 use test_utils::on_ranks;
 
-/// A tensor that is recognised by its number.
+/// Returns a tensor that is identified by its number.
 fn t(number: u32) -> Tensor {
     Tensor::new(number, &Device::Cpu).unwrap()
 }
@@ -15,7 +15,7 @@ fn numbers(tree: &impl TensorTree) -> Vec<u32> {
     tree.tensors().iter().map(|t| t.to_scalar().unwrap()).collect()
 }
 
-/// The same tree with every number raised by 100.
+/// Returns the same tree with 100 added to every number.
 fn raised<T: TensorTree>(tree: &T) -> T {
     tree.map_tensors(|x| x + &t(100)).unwrap()
 }
@@ -161,7 +161,7 @@ fn a_map_stops_at_its_first_error_of_any_type() {
 fn hash_maps_go_by_key_on_every_rank() {
     for world in 1..=5 {
         let seen = on_ranks(world, "hash order", |_| {
-            // Every map has a hasher of its own, so their own orders differ.
+            // Every map has its own hasher, so their orders differ.
             let map: HashMap<String, Tensor> = (0..40).map(|i| (format!("{i:02}"), t(i))).collect();
             Ok::<_, Error>((numbers(&map), numbers(&map.map_tensors(|x| Ok::<_, Error>(x.clone()))?)))
         });
@@ -260,10 +260,10 @@ fn packing_errors_name_what_is_missing() {
     assert_eq!(says(unknown), "Packed::get: no argument \"c\"; the names are [\"a\", \"b\"]");
     let (shape, args) = (packed.get::<Tensor>("a").map(drop), packed.args::<()>().map(drop));
     let want =
-        "Packed: argument \"a\": packed as [candle_core::tensor::Tensor; 2], asked for as candle_core::tensor::Tensor";
-    assert_eq!(says(shape), format!("{want}; ask for what was packed"));
+        "Packed: argument \"a\": packed as [candle_core::tensor::Tensor; 2], requested as candle_core::tensor::Tensor";
+    assert_eq!(says(shape), format!("{want}; request the packed type"));
     assert!(
-        says(args).contains("the positional arguments: packed as [candle_core::tensor::Tensor; 2], asked for as ()")
+        says(args).contains("the positional arguments: packed as [candle_core::tensor::Tensor; 2], requested as ()")
     );
 }
 

@@ -1,4 +1,4 @@
-//! What a rank can see of its own communication: counts, events, traces.
+//! Observing a rank's own communication: counts, events, traces.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 use candle_core::{DType, Device, Tensor, Var};
 use candle_dist::comm::{self, CommCounts, Count, Event, Log, Part, trace};
@@ -12,7 +12,7 @@ fn x() -> Tensor {
     Tensor::ones((2, 3), DType::F32, &Device::Cpu).unwrap()
 }
 
-/// Every op once, on the world of two; returns the line above the first call.
+/// Runs every op once, on a world of two. Returns the line above the first call.
 fn every_op(ctx: &RankContext) -> Result<u32> {
     let (g, peer) = (ctx.group(), 1 - ctx.rank());
     let line = line!();
@@ -60,7 +60,7 @@ fn every_op_is_an_event_with_its_group_bytes_and_site() {
             assert_eq!(event.ranks.as_slice(), [0, 1]);
             assert_eq!((event.site.file(), event.site.line()), (file!(), line + 1 + i as u32));
         }
-        // One after the other: no call begins before the last one ended.
+        // In order: no call begins before the previous one has ended.
         assert!(events.windows(2).all(|pair| pair[0].start + pair[0].duration <= pair[1].start));
         Ok(())
     });
@@ -75,7 +75,7 @@ fn the_events_of_a_collective_overlap() {
         let (met, events) = Log::of(|| ctx.group().barrier());
         met.map(|()| (events[0].start, events[0].start + events[0].duration))
     });
-    // Nobody leaves before the last one came, whoever that was.
+    // No rank leaves before the last one has arrived.
     let (last_begin, first_end) = (spans[0].0.max(spans[1].0), spans[0].1.min(spans[1].1));
     assert!(first_end >= last_begin, "{spans:?}");
 }
@@ -156,7 +156,7 @@ fn scopes_nest_and_close_in_any_order() {
         g.all_gather(&x(), 0)?;
         assert_eq!(ops(&inner.events()), [Op::AllReduce, Op::AllGather]);
         drop(inner);
-        // Nothing is open any more.
+        // No scope is open any more.
         g.barrier()?;
         let ((), events) = Log::of(|| ());
         assert!(events.is_empty());
@@ -182,14 +182,14 @@ fn a_log_sees_its_own_thread_only_and_a_group_of_one_is_silent() {
 #[test]
 fn failed_calls_and_panics_leave_a_true_record() {
     let seen = Ranks::new(2, "failure").run(|ctx| -> Result<(usize, usize)> {
-        // Refused before anything is sent: no communication.
+        // Refused before anything is sent, so there is no communication.
         let (refused, none) = Log::of(|| ctx.group().broadcast(&x(), 9));
         refused.unwrap_err();
-        // Unlike calls meet: one event each.
+        // Different calls fail: one event each.
         let root = ctx.rank();
         let (failed, one) = Log::of(|| ctx.group().broadcast(&x(), root));
         failed.unwrap_err();
-        // A panic closes the scopes that it passes.
+        // A panic closes the scopes that it unwinds.
         let quiet = std::panic::catch_unwind(AssertUnwindSafe(|| {
             let _log = Log::start();
             comm::record(|| std::panic::resume_unwind(Box::new("through the scopes"))).1
@@ -252,7 +252,7 @@ fn a_trace_has_a_row_for_every_rank() {
             let us = call["dur"].as_f64().unwrap();
             assert!((us - event.duration.as_secs_f64() * 1e6).abs() < 1e-6, "{us}");
         }
-        // Microseconds between calls are those of the clock.
+        // Microseconds between calls agree with the clock.
         let between = events[10].start - events[0].start;
         assert!((begin(row[10]) - begin(row[0]) - between.as_secs_f64() * 1e6).abs() < 1e-3);
     }

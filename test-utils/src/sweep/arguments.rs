@@ -1,4 +1,4 @@
-//! Arguments by position, by name, in trees, and plain ones.
+//! Arguments by position and by name, in trees, and plain numbers.
 use super::{Case, Input, Kind, sweep};
 use candle_core::Tensor;
 use candle_shard::{DTensor, Result};
@@ -7,7 +7,7 @@ use std::ops::Index;
 
 /// The arguments of a call: tensors, by position or name, and numbers by name.
 ///
-/// A name with dots is a place in a tree: [`under`](Self::under) gives a branch of it.
+/// A name with dots is a path in a tree: [`under`](Self::under) returns a branch of it.
 #[derive(Debug, Clone)]
 pub struct Arguments<T> {
     tensors: Vec<(String, T)>,
@@ -15,29 +15,29 @@ pub struct Arguments<T> {
 }
 
 impl<T: Clone> Arguments<T> {
-    /// The number of a plain argument.
+    /// Returns the plain argument with this name.
     ///
     /// # Panics
-    /// If there is none of this name.
+    /// If there is none.
     pub fn number(&self, name: &str) -> f64 {
         let known = || self.numbers.iter().map(|(name, _)| name).join(", ");
         let found = self.numbers.iter().find(|(of, _)| of == name);
         found.map_or_else(|| panic!("no number {name:?} among the arguments {}", known()), |(_, number)| *number)
     }
 
-    /// The tensor of this name, if there is one.
+    /// Returns the tensor with this name, if there is one.
     pub fn get(&self, name: &str) -> Option<&T> {
         self.tensors.iter().find(|(of, _)| of == name).map(|(_, tensor)| tensor)
     }
 
-    /// The branch of the tree under a name: `blocks.0.weight` is `weight` under `blocks.0`. Numbers stay.
+    /// Returns the branch of the tree under a name: `blocks.0.weight` is `weight` under `blocks.0`. Numbers are kept.
     pub fn under(&self, name: &str) -> Self {
         let rest = |of: &String| of.strip_prefix(name)?.strip_prefix('.').map(str::to_string);
         let tensors = self.tensors.iter().filter_map(|(of, tensor)| Some((rest(of)?, tensor.clone()))).collect();
         Self { tensors, numbers: self.numbers.clone() }
     }
 
-    /// All tensors in order.
+    /// Returns all tensors in order.
     pub fn tensors(&self) -> Vec<T> {
         self.tensors.iter().map(|(_, tensor)| tensor.clone()).collect()
     }
@@ -60,9 +60,9 @@ impl<T: Clone> Index<&str> for Arguments<T> {
     }
 }
 
-/// The check of an op, of your own for example, with all its arguments.
+/// Checks an op, for example your own, with all its arguments.
 ///
-/// Give shapes whose dims are larger than four, between, and one, so that there are uneven and empty pieces.
+/// Use shapes with dims larger than four, between one and four, and one, so that there are uneven and empty pieces.
 ///
 /// ```
 /// use test_utils::{Kind::Float, OpCheck};
@@ -84,27 +84,27 @@ pub struct OpCheck {
 }
 
 impl OpCheck {
-    /// A check of the op of this name.
+    /// Creates a check of the op with this name.
     pub fn new(name: &str) -> Self {
         Self { name: name.to_string(), tensors: Vec::new(), numbers: Vec::new() }
     }
 
-    /// With a tensor: its shape in each case, and what it holds. In the n-th case all tensors have their n-th shape.
+    /// Adds a tensor: its shape in each case, and its values. In the n-th case, all tensors have their n-th shape.
     pub fn tensor(mut self, name: &str, shapes: &[&'static [usize]], kind: Kind) -> Self {
         self.tensors.push((name.to_string(), shapes.to_vec(), kind));
         self
     }
 
-    /// With a plain argument, tried with each of these values.
+    /// Adds a plain argument, which is tested with each of these values.
     pub fn plain(mut self, name: &str, values: &[f64]) -> Self {
         self.numbers.push((name.to_string(), values.to_vec()));
         self
     }
 
-    /// Compares the op with its form for one device, in all layouts.
+    /// Compares the op with its single-device form, in all layouts.
     ///
     /// # Panics
-    /// As [`sweep`]; and if there are no tensors, or they have different numbers of shapes.
+    /// Like [`sweep`]; and if there are no tensors, or they have different numbers of shapes.
     pub fn sweep(
         self,
         distributed: impl Fn(&Arguments<DTensor>) -> Result<DTensor> + Clone + Send + Sync + 'static,

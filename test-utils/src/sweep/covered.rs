@@ -1,10 +1,10 @@
-//! Which layouts are tried, and what they cover.
+//! The layouts that are tested, and their coverage.
 use super::{Case, Kind};
 use crate::{Lay, lays, on_axes};
 use candle_shard::{DTensor, Replicate, Shard};
 use itertools::Itertools;
 
-/// How many cases have an input in pieces of one size, of unlike ones, with empty ones, in memory with gaps.
+/// The number of cases with an input in even, uneven or empty pieces, or in strided memory.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Covered {
     pub(super) even: usize,
@@ -38,7 +38,7 @@ impl Covered {
     }
 }
 
-/// All layouts of all inputs, or a fixed choice of `most` of them where there are more.
+/// Returns all layouts of all inputs, or a fixed selection of `most` of them if there are more.
 pub(super) fn layouts(case: &Case, axes: usize, most: usize) -> Vec<Vec<Vec<Lay>>> {
     let of_input = |(shape, kind): &(Vec<usize>, Kind)| match kind {
         Kind::Ids(_) => {
@@ -49,7 +49,7 @@ pub(super) fn layouts(case: &Case, axes: usize, most: usize) -> Vec<Vec<Vec<Lay>
     };
     let choices = case.inputs.iter().map(of_input).collect_vec();
     let count: usize = choices.iter().map(Vec::len).product();
-    // A stride without a common divisor with the count visits every layout of every input alike.
+    // A stride that is coprime to the count visits all layouts of every input equally.
     let step = (count.div_ceil(most)..).find(|&step| gcd(step, count) == 1).unwrap_or(1);
     let pick = |mut index: usize| {
         choices.iter().map(|of_input| (of_input[index % of_input.len()].clone(), index /= of_input.len()).0).collect()

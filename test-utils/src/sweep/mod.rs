@@ -1,10 +1,10 @@
-//! One op in every layout of its inputs, on many meshes, against one device.
+//! Tests an op in every layout of its inputs, on many meshes, against one device.
 //!
-//! [`OpCheck`] is the way to check an op of your own; [`sweep`] takes lists of [`Case`]s. On meshes of 2, 3, 4, 2 × 2 and
-//! 3 × 2 ranks the inputs are replicated, sharded on each dim in even, uneven and empty pieces, partial sums, and
-//! replicated with partial gradients; every other layout has them in memory with gaps. The value and the gradient of each
-//! input are those of one device, ranks refuse alike, and what [`explain`](candle_shard::explain()) tells is what the ranks
-//! send, call by call and byte by byte.
+//! Use [`OpCheck`] to check your own op; [`sweep`] accepts lists of [`Case`]s. The meshes have 2, 3, 4, 2 × 2 and 3 × 2
+//! ranks. Inputs are replicated, sharded on each dim in even, uneven and empty pieces, partial sums, and replicated
+//! with partial gradients. Every other layout has them in strided memory. The value and the gradient of each input must
+//! equal those of one device, all ranks must refuse alike, and [`explain`](candle_shard::explain()) must report exactly
+//! what the ranks send, call by call and byte by byte.
 mod arguments;
 mod covered;
 mod run;
@@ -20,20 +20,20 @@ use std::sync::Arc;
 
 pub use arguments::{Arguments, OpCheck};
 
-/// What an input holds.
+/// The values of an input.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     /// Numbers in ±1.5, with a gradient.
     Float,
     /// Numbers in 0.5..2.5, with a gradient.
     Positive,
-    /// -12, 0 and 12, whose shares add up exactly on all meshes, with a gradient.
+    /// -12, 0 and 12, whose shares sum exactly on all meshes, with a gradient.
     Whole,
     /// u32 below this bound, without gradient.
     Ids(u32),
 }
 
-/// An input: its global shape and what it holds.
+/// An input: its global shape and its values.
 pub type Input = (&'static [usize], Kind);
 
 type Distributed = Arc<dyn Fn(&[DTensor]) -> Result<DTensor> + Send + Sync>;
@@ -55,7 +55,7 @@ impl std::fmt::Debug for Case {
 }
 
 impl Case {
-    /// A case; `plain` gets tensors in contiguous memory.
+    /// Creates a case; `plain` gets contiguous tensors.
     pub fn new(
         name: &str,
         inputs: &[Input],
@@ -69,10 +69,10 @@ impl Case {
     }
 }
 
-/// The meshes of a sweep; those of two axes have more layouts than are tried.
+/// The meshes of a sweep. Those with two axes have more layouts than are tested.
 const MESHES: [&[usize]; 5] = [&[4], &[3], &[2], &[2, 2], &[3, 2]];
 
-/// How many layouts of a case are tried on a mesh at most.
+/// Returns the maximum number of layouts of a case that are tested on a mesh.
 fn most(dtype: DType, axes: usize) -> usize {
     match (dtype, axes) {
         (DType::F64, 1) => 200,
@@ -81,21 +81,21 @@ fn most(dtype: DType, axes: usize) -> usize {
     }
 }
 
-/// Runs all cases in f64 and in fewer layouts in f32, on all meshes.
+/// Runs all cases on all meshes in f64, and in fewer layouts in f32.
 ///
-/// Every other layout is tried with inputs in memory with gaps. Prints what was tried, past the capture of tests.
+/// Every other layout has inputs in strided memory. Prints the coverage, even if the test output is captured.
 ///
 /// # Panics
-/// On the first case that is refused, not equal, or sends what nobody explains; and if the shapes of all cases together
-/// leave no even, uneven or empty pieces.
+/// On the first case that is refused, differs, or has unexplained communication; and if the shapes of all cases
+/// together have no even, uneven or empty pieces.
 pub fn sweep(family: &str, cases: Vec<Case>) {
     sweep_in(&[DType::F64, DType::F32], family, cases);
 }
 
-/// Like [`sweep`] in these dtypes.
+/// Like [`sweep`], in these dtypes.
 ///
 /// # Panics
-/// As [`sweep`].
+/// Like [`sweep`].
 pub fn sweep_in(dtypes: &[DType], family: &str, cases: Vec<Case>) {
     let cases = Arc::new(cases);
     for &dtype in dtypes {
@@ -117,7 +117,7 @@ pub fn sweep_in(dtypes: &[DType], family: &str, cases: Vec<Case>) {
     }
 }
 
-/// All cases on one mesh: how many were equal, and what they cover.
+/// Runs all cases on one mesh. Returns how many were equal, and their coverage.
 fn sweep_mesh(
     (family, dtype): (&str, DType),
     cases: &Arc<Vec<Case>>,

@@ -1,4 +1,4 @@
-//! One case in one layout.
+//! Runs one case in one layout.
 use super::Case;
 use super::Kind;
 use super::covered::Covered;
@@ -8,7 +8,7 @@ use candle_dist::{DeviceMesh, comm};
 use candle_shard::{DTensor, Error, Replicate, Result, explain};
 use itertools::Itertools;
 
-/// What one device gives: the inputs, the value, the weights of the loss, and the gradient of each input.
+/// The results of one device: the inputs, the value, the weights of the loss, and the gradient of each input.
 pub(super) struct Reference {
     inputs: Vec<Tensor>,
     value: Tensor,
@@ -50,7 +50,7 @@ pub(super) enum Outcome {
     Wrong(String),
 }
 
-/// One op with its inputs in these layouts: value and all gradients.
+/// Runs one op with its inputs in these layouts, and compares the value and all gradients.
 pub(super) fn run(
     case: &Case,
     reference: &Reference,
@@ -95,7 +95,7 @@ pub(super) fn run(
     }
 }
 
-/// What `explain` tells is what the ranks send, and what plans say of the inputs is what is sent for them.
+/// Checks that `explain` reports what the ranks send, and that plans report what is sent for the inputs.
 fn explains_all(case: &Case, inputs: &[DTensor]) -> Result<()> {
     let check = |inputs: &[DTensor], shared: bool| {
         let ((out, told), counts) = comm::record(|| explain(|| (case.distributed)(inputs)));
@@ -104,7 +104,7 @@ fn explains_all(case: &Case, inputs: &[DTensor]) -> Result<()> {
         for step in &told.steps {
             let planned: usize = step.inputs.iter().map(|input| input.bytes).sum();
             let moved: usize = step.moved.iter().map(|call| call.bytes).sum();
-            // Uses of a tracked tensor share what was sent for one of them.
+            // Uses of a tracked tensor share the communication for one of them.
             assert!(moved == planned || shared && moved < planned, "{}: {step}: {planned} planned", case.name);
         }
         out

@@ -4,7 +4,7 @@ use candle_shard::nn::{Dropout, Linear, Mode, ShardedVarBuilder, Width};
 use candle_shard::parallel::ModuleStyle;
 use candle_shard::{DTensor, Result};
 
-/// Multi-head self-attention; under tensor parallelism each rank has its heads.
+/// Multi-head self-attention. With tensor parallelism, each rank has some of the heads.
 #[derive(Debug, Clone)]
 pub(super) struct Attention {
     n_heads: usize,
@@ -21,7 +21,7 @@ pub(super) struct Attention {
 
 impl Attention {
     pub(super) fn new(args: &ModelArgs, vb: &ShardedVarBuilder) -> Result<Self> {
-        // Cut between heads, so that attention needs no communication where they do not divide.
+        // Cut between heads, so that attention needs no communication even if the heads are uneven.
         let heads = Width::new(args.n_heads, args.head_dim());
         let to_heads = |name: &str| Linear::new(args.dim, heads, false, &vb.pp(name));
         Ok(Self {
@@ -58,7 +58,7 @@ impl Attention {
         Ok(y)
     }
 
-    /// Attention whose weights are dropped at random, which needs them in memory.
+    /// Computes attention with dropout on the attention weights, which needs them in memory.
     fn with_dropout(&self, q: &DTensor, k: &DTensor, v: &DTensor, scale: f64, mode: Mode) -> Result<DTensor> {
         let (q, k, v) = (q.transpose(1, 2)?, k.transpose(1, 2)?, v.transpose(1, 2)?);
         let scores = q.matmul(&k.t()?)?;

@@ -1,4 +1,4 @@
-//! Perceptrons on a mesh.
+//! Multilayer perceptrons on a mesh.
 use candle_core::Var;
 use candle_shard::nn::{Linear, ShardedVarBuilder};
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
@@ -13,17 +13,17 @@ pub struct MlpModule {
 }
 
 impl MlpModule {
-    /// The module with parameters `net1` and `net2` at the builder's path.
+    /// Creates the module with parameters `net1` and `net2` at the builder's path.
     pub fn new(bias: bool, vb: &ShardedVarBuilder) -> Result<Self> {
         Ok(Self { net1: Linear::new(10, 16, bias, &vb.pp("net1"))?, net2: Linear::new(16, 10, bias, &vb.pp("net2"))? })
     }
 
-    /// `[.., 10]` to `[.., 10]`.
+    /// Maps `[.., 10]` to `[.., 10]`.
     pub fn forward(&self, x: &DTensor) -> Result<DTensor> {
         self.net2.forward(&self.net1.forward(x)?.relu()?)
     }
 
-    /// Sets the parameters to what a new module of `seed` has at the root of a builder. Every rank calls it.
+    /// Resets the parameters to those of a new module with `seed` at the root of a builder. Every rank must call it.
     ///
     /// # Errors
     /// If they are frozen.
@@ -32,7 +32,7 @@ impl MlpModule {
         reset(&self.net2, seed, "net2")
     }
 
-    /// The Megatron cut for modules at `prefix` (empty, or ending in a dot) on the mesh axis `axis`.
+    /// Returns the Megatron plan for modules at `prefix` (empty, or ending in a dot) on the mesh axis `axis`.
     pub fn plan(axis: &str, prefix: &str) -> Plan {
         Plan::new(axis)
             .with(format!("{prefix}net1"), ColwiseParallel::default())
@@ -40,7 +40,7 @@ impl MlpModule {
     }
 }
 
-/// Sets a layer's parameters to what a new layer has at this path.
+/// Resets a layer's parameters to those of a new layer at this path.
 fn reset(layer: &Linear, seed: u64, path: &str) -> Result<()> {
     let bound = 1.0 / (layer.weight().dims()[1] as f64).sqrt();
     let even = Distribution::Uniform { lo: -bound, up: bound };
@@ -60,15 +60,15 @@ fn reset(layer: &Linear, seed: u64, path: &str) -> Result<()> {
     Ok(())
 }
 
-/// Several [`MlpModule`]s in a row.
+/// A sequence of [`MlpModule`]s.
 #[derive(Debug, Clone)]
 pub struct MlpStacked {
     layers: Vec<MlpModule>,
 }
 
 impl MlpStacked {
-    /// `n_layers` modules at `layers.0`, `layers.1`, ..., which all start alike: each as an [`MlpModule`] of the
-    /// builder's seed, wherever the builder takes parameters from.
+    /// Creates `n_layers` modules at `layers.0`, `layers.1`, .... All have the initial values of an [`MlpModule`] with
+    /// the builder's seed, wherever the builder gets parameters from.
     pub fn new(n_layers: usize, vb: &ShardedVarBuilder) -> Result<Self> {
         let layers = (0..n_layers).map(|i| MlpModule::new(true, &vb.pp("layers").pp(i))).collect::<Result<_>>()?;
         let stacked = Self { layers };
@@ -84,12 +84,12 @@ impl MlpStacked {
         self.layers.iter().try_for_each(|layer| layer.reset_parameters(seed))
     }
 
-    /// `[.., 10]` to `[.., 10]`.
+    /// Maps `[.., 10]` to `[.., 10]`.
     pub fn forward(&self, x: &DTensor) -> Result<DTensor> {
         self.layers.iter().try_fold(x.clone(), |x, layer| layer.forward(&x))
     }
 
-    /// The Megatron cut on the mesh axis `axis`.
+    /// Returns the Megatron plan on the mesh axis `axis`.
     pub fn plan(axis: &str) -> Plan {
         MlpModule::plan(axis, "layers.*.")
     }

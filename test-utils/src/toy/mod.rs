@@ -1,4 +1,4 @@
-//! The toy models on a mesh: the same structure, parameter names and numbers as the reference models.
+//! The toy models on a mesh, with the same structure, parameter names and results as the reference models.
 mod attention;
 mod mlp;
 mod pipe;

@@ -1,4 +1,4 @@
-//! The toy Transformer declared as a pipeline.
+//! The toy Transformer as a pipeline.
 use super::transformer::TransformerBlock;
 use crate::model_args::ModelArgs;
 use candle_core::{DType, Tensor};
@@ -8,44 +8,45 @@ use candle_shard::nn::{Dropout, Embedding, LayerNorm, Linear, Mode, ShardedVarBu
 use candle_shard::{DTensor, Placement, Replicate, Shard};
 use std::sync::Arc;
 
-/// The declaration of the [`Transformer`](super::Transformer) as a pipeline whose stages are sharded.
+/// Declares the [`Transformer`](super::Transformer) as a pipeline with sharded stages.
 ///
-/// It has the parameters, dropout masks and numbers of the uncut model under the same plan, on a mesh of one axis. The
-/// embeddings, dropout, each block, the last norm, the output layer and the loss are nodes of their own. A tied weight is
-/// replicated on the stages that use it. Between nodes the sequence is whole or cut, as the plan has it.
+/// It has the same parameters, dropout masks and results as the uncut model under the same plan, on a mesh with one
+/// axis. The embeddings, dropout, each block, the last norm, the output layer and the loss are separate nodes. A tied
+/// weight is replicated on the stages that use it. Between nodes, the plan decides whether the sequence is whole or
+/// cut.
 ///
 /// Inputs are `tokens` and `targets` (u32, `[batch, sequence]`), the output is `logits`.
 #[derive(Debug, Clone)]
 pub struct TransformerPipe {
     args: ModelArgs,
-    /// How the sequences lie between nodes.
+    /// The placement of sequences between nodes.
     sequence: Placement,
 }
 
-/// How token tables lie under the plan: by rows, as output layers have them too.
+/// The placement of token tables under the plan: cut by rows, as in output layers.
 const TABLE: Placement = Shard(0);
 
 impl TransformerPipe {
-    /// The model that `args` describes, for a [plan](super::Transformer::plan) with or without sequence parallelism.
+    /// Creates the declaration for `args` and a [plan](super::Transformer::plan) with or without sequence parallelism.
     pub fn new(args: &ModelArgs, use_seq_parallel: bool) -> Self {
         Self { args: args.clone(), sequence: if use_seq_parallel { Shard(1) } else { Replicate } }
     }
 
-    /// The most stages that the model can be cut into.
+    /// Returns the maximum number of stages.
     pub fn most_stages(&self) -> usize {
         // Two embeddings, dropout, norm, output layer and loss.
         self.args.n_layers + 6
     }
 
-    /// The model cut into stages that compute about equally much.
+    /// Cuts the model into stages with about equal amounts of computation.
     ///
     /// # Errors
-    /// If there are no or too many stages.
+    /// If the number of stages is zero or too large.
     pub fn cut(&self, stages: usize) -> Result<Pipe<ShardedVarBuilder>> {
         self.declare().finish(Balanced::new(stages, self.costs()))
     }
 
-    /// The model, not yet cut.
+    /// Returns the model before it is cut.
     pub fn declare(&self) -> PipeBuilder<ShardedVarBuilder> {
         let mut g = PipeBuilder::new();
         let (tokens, targets) = (g.input("tokens", In::Arg), g.input("targets", In::Arg));
@@ -90,7 +91,7 @@ impl TransformerPipe {
         g
     }
 
-    /// About how many numbers each node multiplies for a token, by its name.
+    /// Returns the approximate number of multiplications per token and node, by node name.
     fn costs(&self) -> Vec<(String, f64)> {
         let ModelArgs { n_layers, vocab_size, max_seq_len, dim, .. } = self.args;
         let [vocab, seq, dim] = [vocab_size, max_seq_len, dim].map(|size| size as f64);
@@ -153,7 +154,7 @@ impl TransformerPipe {
         }))
     }
 
-    /// A node from hidden states to hidden states.
+    /// Creates a node from hidden states to hidden states.
     fn hidden<F>(&self, vb: &ShardedVarBuilder, f: F) -> impl StageOp + use<F>
     where
         F: Fn(&DTensor, Mode) -> candle_shard::Result<DTensor>,
@@ -162,27 +163,27 @@ impl TransformerPipe {
         stage_op(move |xs, ctx| Ok(vec![this.leave(&f(&this.enter(&xs[0], &mesh)?, mode(ctx))?)?]))
     }
 
-    /// The tied weight, from this rank's shard of it.
+    /// Returns the tied weight, from this rank's shard of it.
     fn table(&self, shard: &Value, vb: &ShardedVarBuilder) -> Result<DTensor> {
         let shape = (self.args.vocab_size, self.args.dim);
         Ok(DTensor::from_local(shard.tensor()?.clone(), vb.mesh(), &[TABLE], shape)?)
     }
 
-    /// Hidden states `[batch, sequence, dim]`, from this rank's part of them and the length of the sequence.
+    /// Returns the hidden states `[batch, sequence, dim]`, from this rank's shard and the length of the sequence.
     fn enter(&self, value: &Value, mesh: &DeviceMesh) -> Result<DTensor> {
         let (local, length) = (value.at(0)?.tensor()?, value.at(1)?.int()? as usize);
         let shape = (local.dim(0)?, length, self.args.dim);
         Ok(DTensor::from_local(local.clone(), mesh, &[self.sequence], shape)?)
     }
 
-    /// The value of which [`enter`](Self::enter) makes the states again. Gradients lie as the states do.
+    /// Returns the value from which [`enter`](Self::enter) restores the states. Gradients have the same layout.
     fn leave(&self, h: &DTensor) -> Result<Value> {
         let h = h.redistribute(&[self.sequence])?;
         Ok((h.to_local_with_grad(&[self.sequence])?, h.dim(1)? as i64).into())
     }
 }
 
-/// The mean cross entropy of logits that every rank has.
+/// Returns the mean cross entropy of replicated logits.
 fn loss(mesh: DeviceMesh) -> impl StageOp {
     stage_op(move |xs, _| {
         let (logits, targets) = (xs[0].tensor()?, xs[1].tensor()?);

@@ -7,9 +7,9 @@ use candle_shard::parallel::{ColwiseParallel, Plan, PrepareModuleInput, RowwiseP
 use candle_shard::{DTensor, Error, Replicate, Result, Shard};
 use std::sync::Arc;
 
-/// A decoder-only Transformer in the style of nanoGPT, cut as its plan says.
+/// A decoder-only Transformer in the style of nanoGPT, sharded by its plan.
 ///
-/// With the same [`ModelArgs`] it has the parameters, dropout masks and numbers of
+/// With the same [`ModelArgs`], it has the same parameters, dropout masks and results as
 /// [`reference::Transformer`](crate::reference::Transformer), on every mesh.
 #[derive(Debug, Clone)]
 pub struct Transformer {
@@ -23,7 +23,7 @@ pub struct Transformer {
 }
 
 impl Transformer {
-    /// The model at the builder's path.
+    /// Creates the model at the builder's path.
     ///
     /// # Errors
     /// If `n_heads` does not divide `dim`, or the plan does not fit the model.
@@ -48,7 +48,7 @@ impl Transformer {
         Ok(Self { args: args.clone(), tok_embeddings, pos_embeddings, dropout, layers, norm, output })
     }
 
-    /// The Megatron cut of this model on the mesh axis `axis`, with or without sequence parallelism.
+    /// Returns the Megatron plan of this model on the mesh axis `axis`, with or without sequence parallelism.
     pub fn plan(axis: &str, use_seq_parallel: bool) -> Plan {
         let sequence = if use_seq_parallel { Shard(1) } else { Replicate };
         let plan = Plan::new(axis)
@@ -68,7 +68,7 @@ impl Transformer {
             .with("norm", SequenceParallel::default())
     }
 
-    /// The logits `[batch, sequence, vocab]` of u32 `tokens` `[batch, sequence]`, in f32 where the model is 16-bit.
+    /// Returns the logits `[batch, sequence, vocab]` of u32 `tokens` `[batch, sequence]`, in f32 for 16-bit models.
     ///
     /// # Errors
     /// If the sequence is longer than [`ModelArgs::max_seq_len`].
@@ -111,7 +111,7 @@ impl TransformerBlock {
         })
     }
 
-    /// The block's output, perhaps computed a second time in the backward pass instead of kept.
+    /// Runs the block. If `is_recomputed`, the backward pass recomputes the activations.
     pub(super) fn run(self: &Arc<Self>, x: &DTensor, mode: Mode, is_recomputed: bool) -> Result<DTensor> {
         if !is_recomputed {
             return self.forward(x, mode);

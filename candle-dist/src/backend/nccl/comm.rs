@@ -1,4 +1,4 @@
-//! A communicator: made without blocking, polled against a deadline, aborted on failure.
+//! A nonblocking communicator, which is polled against a deadline and aborted on failure.
 use super::rank::{Patience, Rank, cuda};
 use super::text::explain;
 use crate::{Error, Result};
@@ -10,10 +10,10 @@ use std::ffi::{CStr, c_char};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// How long NCCL may take to let go of a communicator that has nothing more to do.
+/// How long NCCL may take to finalize an idle communicator.
 const FAREWELL: Duration = Duration::from_secs(10);
 
-/// What the members of a communicator recognise each other by.
+/// The id that the members of a communicator share.
 #[derive(Clone, Copy)]
 pub(super) struct UniqueId(sys::ncclUniqueId);
 
@@ -35,10 +35,10 @@ impl UniqueId {
     }
 }
 
-/// The version of the NCCL library that was found, e.g. 23007 for 2.30.7.
+/// Returns the version of the loaded NCCL library, e.g. 23007 for 2.30.7.
 ///
 /// # Errors
-/// What the library reports.
+/// If the library reports one.
 pub fn library_version() -> Result<i32> {
     let mut version = 0;
     // SAFETY: NCCL writes an integer to valid memory.
@@ -51,14 +51,14 @@ fn is_fine(code: sys::ncclResult_t) -> bool {
 }
 
 fn name_of(code: sys::ncclResult_t) -> String {
-    // SAFETY: NCCL returns a static string that ends with a zero, for any code.
+    // SAFETY: NCCL returns a static, zero-terminated string for any code.
     unsafe { CStr::from_ptr(sys::ncclGetErrorString(code)) }.to_string_lossy().into_owned()
 }
 
 /// NCCL's handle of a communicator.
 struct Handle(sys::ncclComm_t);
 
-// SAFETY: a communicator may be used by any thread, one at a time, which the lock around every handle sees to.
+// SAFETY: any thread may use a communicator, but only one at a time, which the lock around every handle ensures.
 unsafe impl Send for Handle {}
 
 /// A call that the GPU may not have finished.
@@ -70,14 +70,14 @@ struct Issued {
 /// A communicator of this rank with others.
 pub(super) struct Comm {
     rank: Arc<Rank>,
-    /// `None` once it was aborted.
+    /// `None` after an abort.
     handle: Mutex<Option<Handle>>,
-    /// Calls that the GPU has yet to finish, oldest first.
+    /// The calls that the GPU has not finished, oldest first.
     issued: Mutex<VecDeque<Issued>>,
 }
 
 impl Comm {
-    /// Joins the communicator `id` of `size` members as the `me`-th; returns when all have come.
+    /// Joins the communicator `id` of `size` members as the `me`-th. Returns when all have joined.
     pub(super) fn connect(rank: &Arc<Rank>, id: UniqueId, size: usize, me: usize) -> Result<Self> {
         rank.bind()?;
         let (mut raw, mut config) = (std::ptr::null_mut(), unblocking());
@@ -91,10 +91,10 @@ impl Comm {
         Ok(comm)
     }
 
-    /// Enqueues on `stream` what `enqueue` asks of NCCL as one group, and returns while it runs.
+    /// Enqueues the NCCL calls of `enqueue` on `stream` as one group, and returns while they run.
     ///
-    /// The memory that it names must stay as it is until the stream has come past it. Threads that call this at once, each
-    /// on its rank's communicators, need no common lock: NCCL keeps a group for each thread.
+    /// The memory that they use must stay unchanged until the stream has passed them. Threads may call this
+    /// concurrently, each on its rank's communicators, without a common lock: NCCL has one group per thread.
     pub(super) fn issue(
         &self,
         op: &str,
@@ -104,20 +104,20 @@ impl Comm {
         self.rank.bind()?;
         let mut handle = self.handle.lock();
         let Some(Handle(raw)) = *handle else { return Err(self.stopped()) };
-        // SAFETY: groups are the calling thread's own, and this one ends three lines on.
+        // SAFETY: groups belong to the calling thread, and this one ends three lines below.
         let begun = unsafe { sys::ncclGroupStart() };
         let code = if is_fine(begun) { enqueue(raw, stream.cu_stream().cast()) } else { begun };
-        // SAFETY: as above. A group that began must end, also if what is in it was refused.
+        // SAFETY: as above. A group that began must end, even if one of its calls was refused.
         let ended = unsafe { sys::ncclGroupEnd() };
         self.settle(&mut handle, op, if is_fine(code) { ended } else { code })?;
         drop(handle);
         let done = stream.record_event(None).map_err(cuda)?;
-        self.oldest(); // forgets what is done
+        self.oldest(); // removes finished calls
         self.issued.lock().push_back(Issued { done, since: Instant::now() });
         Ok(())
     }
 
-    /// Waits until NCCL has done what needs the host for a call that gave `code`; aborts if it cannot.
+    /// Waits until NCCL has finished the host's part of a call that returned `code`. Aborts if it cannot.
     fn settle(&self, handle: &mut Option<Handle>, op: &str, code: sys::ncclResult_t) -> Result<()> {
         let (began, mut patience) = (Instant::now(), Patience::default());
         let mut state = code;
@@ -142,26 +142,26 @@ impl Comm {
 
     fn describe(&self, handle: &Option<Handle>, op: &str, code: sys::ncclResult_t) -> String {
         let raw = handle.as_ref().map_or(std::ptr::null_mut(), |handle| handle.0);
-        // SAFETY: the handle is alive, or null, for which NCCL tells its last error of all; the string is NCCL's own and
-        // copied while the lock keeps other calls out.
+        // SAFETY: the handle is alive, or null, for which NCCL returns its last error. The string belongs to NCCL and
+        // is copied while the lock excludes other calls.
         let detail = unsafe { sys::ncclGetLastError(raw) };
         let detail = match detail.is_null() {
             true => String::new(),
-            // SAFETY: not null, and NCCL ends its strings with a zero.
+            // SAFETY: not null, and NCCL's strings are zero-terminated.
             false => unsafe { CStr::from_ptr(detail) }.to_string_lossy().into_owned(),
         };
         explain(op, self.rank.gpu(), &name_of(code), &detail)
     }
 
-    /// The error of a communicator that was aborted.
+    /// Returns the error of an aborted communicator.
     fn stopped(&self) -> Error {
         let unknown = || self.rank.watch.fail_with("NCCL's communicator was aborted".to_string());
         self.rank.watch.failure().map_or_else(unknown, Error::Group)
     }
 
-    /// Looks for errors and calls that take too long, and aborts if there are any or the world has failed.
+    /// Checks for errors and calls that take too long. Aborts if there are any, or if the world has failed.
     pub(super) fn inspect(&self) {
-        // Whoever holds the lock polls for itself.
+        // A thread that holds the lock polls by itself.
         let Some(mut handle) = self.handle.try_lock() else { return };
         if handle.is_none() || self.rank.bind().is_err() {
             return;
@@ -182,17 +182,17 @@ impl Comm {
         self.oldest().is_some_and(|since| since.elapsed() >= self.rank.watch.timeout())
     }
 
-    /// Since when the GPU owes a call, if it does.
+    /// Returns when the oldest unfinished call was issued, if there is one.
     fn oldest(&self) -> Option<Instant> {
         let mut issued = self.issued.lock();
-        // A GPU that reports an error owes nothing any more.
+        // A GPU that reports an error will not finish its calls.
         while issued.front().is_some_and(|issued| !matches!(issued.done.try_is_complete(), Ok(false))) {
             issued.pop_front();
         }
         issued.front().map(|issued| issued.since)
     }
 
-    /// Waits for the calls that other ranks may still need, and then for NCCL to let go; whether that went well.
+    /// Waits for calls that other ranks may need, then finalizes the communicator. Returns whether this worked.
     fn say_goodbye(&self, handle: &Option<Handle>) -> bool {
         let Some(Handle(raw)) = *handle else { return false };
         if std::thread::panicking() || self.rank.bind().is_err() {
@@ -205,7 +205,7 @@ impl Comm {
             }
             patience.pause();
         }
-        // SAFETY: the handle is alive, and nobody else has it any more.
+        // SAFETY: the handle is alive, and this is its only owner.
         let mut state = unsafe { sys::ncclCommFinalize(raw) };
         let began = Instant::now();
         while state == sys::ncclResult_t::ncclInProgress {
@@ -226,30 +226,30 @@ impl Drop for Comm {
             return abort(&mut handle);
         }
         if let Some(Handle(raw)) = handle {
-            // SAFETY: the handle is alive and finalized, and nobody else has it. An error now is of no use to anybody.
+            // SAFETY: the handle is alive and finalized, and this is its only owner. An error is ignored.
             let _ = unsafe { sys::ncclCommDestroy(raw) };
         }
     }
 }
 
-/// What a communicator is in: success, in progress, or its error.
+/// Returns the state of a communicator: success, in progress, or its error.
 fn async_state(handle: &Option<Handle>) -> sys::ncclResult_t {
     let Some(Handle(raw)) = handle else { return sys::ncclResult_t::ncclInternalError };
     let mut state = sys::ncclResult_t::ncclSuccess;
-    // SAFETY: the handle is alive while it is there, and the state is valid memory.
+    // SAFETY: the handle is alive while it is present, and the state is valid memory.
     let code = unsafe { sys::ncclCommGetAsyncError(*raw, &mut state) };
     if is_fine(code) { state } else { code }
 }
 
-/// Ends a communicator at once, with the calls that it is in.
+/// Aborts a communicator at once, with its running calls.
 fn abort(handle: &mut Option<Handle>) {
     if let Some(Handle(raw)) = handle.take() {
-        // SAFETY: the handle was alive and is used no more.
+        // SAFETY: the handle is alive and is not used afterwards.
         let _ = unsafe { sys::ncclCommAbort(raw) };
     }
 }
 
-/// NCCL's default configuration, but that no call blocks.
+/// Returns NCCL's default configuration, with nonblocking calls.
 fn unblocking() -> sys::ncclConfig_t {
     const UNSET: i32 = i32::MIN;
     sys::ncclConfig_t {

@@ -1,8 +1,8 @@
-//! The devices that ranks of one process may have.
+//! Checks the devices of ranks in one process.
 use crate::{Error, Result};
 use candle_core::Device;
 
-/// Refuses devices that are no GPUs, and ranks that share a `Device`.
+/// Refuses devices that are not GPUs, and ranks that share a `Device`.
 pub(crate) fn check(devices: &[Device]) -> Result<()> {
     for (rank, device) in devices.iter().enumerate() {
         if !device.is_cuda() {

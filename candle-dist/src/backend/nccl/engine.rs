@@ -1,4 +1,4 @@
-//! NCCL as an engine of process groups.
+//! NCCL as a backend of process groups.
 use super::comm::{Comm, library_version};
 use super::devices;
 use super::lane::Outbox;
@@ -18,14 +18,14 @@ use std::collections::hash_map::Entry;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// One rank's handle on a group whose members have a GPU each.
+/// One rank's handle to a group whose members have a GPU each.
 pub(crate) struct NcclBackend {
     rank: Arc<Rank>,
     device: Device,
     ranks: Vec<usize>,
     me: usize,
     id: u64,
-    /// Made by the first call, for many groups never make one.
+    /// Created by the first call, because many groups are never used.
     comm: Mutex<Option<Arc<Comm>>>,
     rounds: AtomicU64,
     outboxes: Mutex<HashMap<(usize, u32), Outbox>>,
@@ -45,7 +45,7 @@ impl std::fmt::Debug for NcclBackend {
 }
 
 impl NcclBackend {
-    /// The handle of a rank of the world of `size` ranks, which has the GPU of `device`.
+    /// Creates the handle of a rank in a world of `size` ranks, which uses the GPU of `device`.
     pub(crate) fn world(watch: Watch, device: &Device, size: usize) -> Result<Self> {
         check_version(library_version()?).map_err(Error::Unsupported)?;
         devices::check(std::slice::from_ref(device))?;
@@ -73,7 +73,7 @@ impl NcclBackend {
         self.rank.watch.enter(self.id, &self.ranks, round, call)
     }
 
-    /// The tensors in this rank's GPU memory, where host tensors are copied to.
+    /// Returns the tensors in this rank's GPU memory. Host tensors are copied there.
     fn on_gpu(&self, op: Op, tensors: Tensors) -> Result<Tensors> {
         let place = |tensor: Tensor| match tensor.device().location() {
             DeviceLocation::Cpu => Ok(tensor.to_device(&self.device)?),
@@ -86,7 +86,7 @@ impl NcclBackend {
         tensors.into_iter().map(place).collect()
     }
 
-    /// Enqueues the call on the stream of its tensors, or on `side`, which then waits for that one.
+    /// Enqueues the call on the stream of its tensors, or on `side`, which then waits for that stream.
     fn launch(&self, call: Arc<Call>, tensors: Tensors, side: Option<Arc<CudaStream>>) -> Result<Flight> {
         let tensors = self.on_gpu(call.op, tensors)?;
         let device = match tensors.first().map(Tensor::device) {
@@ -98,7 +98,7 @@ impl NcclBackend {
         let prepare = |i: usize| Prepared::new(&device, &call, i, self.me, tensors.get(i));
         let prepared = (0..count).map(prepare).collect::<Result<Vec<_>>>()?;
         let comm = self.comm()?;
-        // Tensors of one GPU may have been made, and packed, for different `Device`s of it, each with its stream.
+        // Tensors of one GPU may have been made and packed for different `Device`s, each with its own stream.
         for stream in other_streams(&tensors, &main) {
             follow(&main, &stream)?;
         }
@@ -108,13 +108,13 @@ impl NcclBackend {
         let stream = side.as_ref().unwrap_or(&main);
         issue(&comm, stream, &call, &prepared)?;
         for other in other_streams(&tensors, &main) {
-            follow(&other, stream)?; // before what was packed is freed there
+            follow(&other, stream)?; // before the packed data is freed there
         }
         let done = side.map(|side| side.record_event(None)).transpose().map_err(cuda)?;
         Ok(Flight { call, main, done, prepared, kept: tensors })
     }
 
-    /// Waits on the host until all ranks have come, and fails unless all came with the same words.
+    /// Waits on the host until all ranks have arrived, and fails unless all made the same call.
     fn meet(&self, call: &Call) -> Result<()> {
         let words = call.note.as_ref().map_or(0, |note| hash::stable(note.as_bytes()) as i64);
         let gather = Call {
@@ -137,7 +137,7 @@ impl NcclBackend {
     }
 }
 
-/// The streams of tensors that are not on `main`.
+/// Returns the streams of tensors that are not on `main`.
 fn other_streams(tensors: &[Tensor], main: &Arc<CudaStream>) -> Vec<Arc<CudaStream>> {
     let streams = tensors.iter().filter_map(|tensor| match tensor.device() {
         Device::Cuda(device) => Some(device.cuda_stream()),
@@ -146,23 +146,23 @@ fn other_streams(tensors: &[Tensor], main: &Arc<CudaStream>) -> Vec<Arc<CudaStre
     streams.filter(|stream| stream.cu_stream() != main.cu_stream()).collect()
 }
 
-/// A call that the GPU has been asked for.
+/// A call that is enqueued on the GPU.
 struct Flight {
     call: Arc<Call>,
     /// The stream on which the tensors are used and freed.
     main: Arc<CudaStream>,
-    /// Where another stream has done it, if the call went to one.
+    /// Marks the end of the call if it runs on another stream.
     done: Option<CudaEvent>,
     prepared: Vec<Prepared>,
-    /// What is read; it may be freed on `main` once that waits for the call.
+    /// The tensors that the call reads. They may be freed on `main` once that stream waits for the call.
     kept: Tensors,
 }
 
 impl Flight {
-    /// The results, which `main` waits for and the host does not.
+    /// Returns the results. `main` waits for them, the host does not.
     fn land(mut self) -> Result<Results> {
         self.rejoin()?;
-        // A scatter's ranks have no tensor that says where they want theirs.
+        // The ranks of a scatter have no tensor that says on which device they want theirs.
         let to_host = self.call.device == DeviceLocation::Cpu && self.call.op != Op::Scatter;
         let mut results = Results::new();
         for prepared in std::mem::take(&mut self.prepared) {
@@ -181,13 +181,13 @@ impl Flight {
 
 impl Drop for Flight {
     fn drop(&mut self) {
-        // What is freed now must not be given away before NCCL has done with it. Nobody is left to be told an error.
+        // Memory that is freed now must not be reused before NCCL is done with it. A drop cannot return errors.
         let _ = self.rejoin();
         self.kept.clear();
     }
 }
 
-/// A collective on its way.
+/// A started collective.
 struct Started {
     rank: Arc<Rank>,
     flight: Flight,
@@ -273,7 +273,7 @@ impl Backend for NcclBackend {
         transfer::check(&call)?;
         let (from, call) = (call.peer.unwrap_or(self.me), Arc::new(call));
         let (id, ends) = (channel(self.id, from, self.me, call.tag), [self.ranks[from], self.ranks[self.me]]);
-        // One lock for all channels: a rank that receives in two threads at once has two groups.
+        // One lock for all channels: a rank that receives on two threads at once uses two groups.
         let mut inboxes = self.inboxes.lock();
         let received = inboxes.get(&(from, call.tag)).map_or(0, |inbox| inbox.received);
         let _inside = self.rank.watch.enter(id, &ends, received, &call)?;

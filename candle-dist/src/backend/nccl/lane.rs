@@ -1,7 +1,7 @@
-//! Messages to one rank with one tag: a communicator of two, a stream, and a thread that waits for the receiver.
+//! A lane for messages to one rank with one tag: a communicator of two, a stream, and a sender thread.
 //!
-//! NCCL's send ends when the receiver takes it, and its calls on one communicator follow each other. On a communicator
-//! and a stream of its own a message holds up nothing else, and two ranks that send to each other do not wait in a ring.
+//! NCCL's send ends when the receiver accepts it, and the calls on one communicator run in order. A message with its
+//! own communicator and stream delays nothing else, and two ranks that send to each other do not deadlock.
 use super::comm::UniqueId;
 use super::rank::{Rank, cuda};
 use super::transfer::issue_send;
@@ -14,29 +14,29 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// How soon memory is given back after its message has arrived.
+/// How soon memory is freed after its message has arrived.
 const TIDY: Duration = Duration::from_millis(20);
 
-/// The sending end.
+/// The sending end of a lane.
 pub(super) struct Outbox {
     pub(super) id: u64,
     pub(super) sent: u64,
-    /// `None` once it is closed.
+    /// `None` after it is closed.
     queue: Option<Sender<Outgoing>>,
     courier: Option<JoinHandle<()>>,
 }
 
 struct Outgoing {
     tensor: Tensor,
-    /// When its data is there.
+    /// Marks when the data is ready.
     ready: CudaEvent,
 }
 
 impl Outbox {
-    /// The channel `id` between two ranks of the world, the sender first.
+    /// Opens the channel `id` between two ranks of the world, the sender first.
     pub(super) fn open(rank: &Arc<Rank>, id: u64, ends: [usize; 2]) -> Result<Self> {
         let (queue, incoming) = channel();
-        // Now, so that the receiver finds it also if this rank has ended meanwhile.
+        // Announced here, so that the receiver finds it even if this rank ends soon.
         let announced = rank.announce(id)?;
         let (rank, name) = (rank.clone(), format!("nccl {} to {}", ends[0], ends[1]));
         let courier = std::thread::Builder::new().name(name).spawn(move || {
@@ -48,7 +48,7 @@ impl Outbox {
         Ok(Self { id, sent: 0, queue: Some(queue), courier: Some(courier) })
     }
 
-    /// Leaves a tensor on this rank's GPU to the courier.
+    /// Hands a tensor on this rank's GPU to the courier thread.
     pub(super) fn push(&mut self, rank: &Rank, tensor: Tensor) -> Result<()> {
         let Device::Cuda(device) = tensor.device() else {
             return Err(Error::Unsupported("sending a host tensor over NCCL".to_string()));
@@ -62,7 +62,7 @@ impl Outbox {
 
 impl Drop for Outbox {
     fn drop(&mut self) {
-        // Closed, it delivers what is left; it stops when the world has failed.
+        // A closed queue still delivers its messages, unless the world has failed.
         self.queue = None;
         if let Some(courier) = self.courier.take() {
             let _ = courier.join();
@@ -70,7 +70,7 @@ impl Drop for Outbox {
     }
 }
 
-/// Delivers what comes until the queue is closed.
+/// Delivers messages until the queue is closed.
 fn deliver(rank: &Arc<Rank>, id: UniqueId, incoming: &Receiver<Outgoing>) -> Result<()> {
     rank.bind()?;
     let comm = rank.join(id, 2, 0)?;

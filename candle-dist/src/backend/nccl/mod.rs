@@ -1,21 +1,21 @@
-//! The engine for NVIDIA GPUs, over NCCL: one GPU a rank, which is a thread or a process.
+//! The backend for NVIDIA GPUs, over NCCL: one GPU per rank, which is a thread or a process.
 //!
-//! Calls are enqueued on the stream on which candle computes with the tensor, and return while they run: what candle
-//! does with the result next waits for it, the host does not. Differences from the other engines:
+//! Calls are enqueued on the stream on which candle computes with the tensor, and return while they run. candle's next
+//! use of the result waits for it; the host does not. Differences from the other backends:
 //!
 //! | | |
 //! |---|---|
-//! | order of sums | NCCL's own, with 16-bit floats rounded at each step; alike on all ranks |
+//! | order of sums | NCCL's own, and each step rounds 16-bit floats; the same on all ranks |
 //! | NaN under `Min` and `Max` | may get lost |
-//! | host tensors | go through the GPU and come back; for small things |
-//! | what [`recv`](Backend::recv) and a scatter give | a tensor on this rank's GPU |
-//! | tags | each pair of ranks has a channel for each tag, made when it is first used: use few |
-//! | a send | waits for nobody; a thread of the engine hands it over when the receiver comes |
-//! | ranks that make different calls | end by the timeout, unless calls are compared (`InitOptions::debug`) |
+//! | host tensors | are copied to the GPU and back; use them for small data |
+//! | results of [`recv`](Backend::recv) and scatter | are on this rank's GPU |
+//! | tags | each pair of ranks has a channel per tag, created on first use: use few tags |
+//! | a send | never waits; a thread of the backend delivers it when the receiver is ready |
+//! | ranks that make different calls | time out, unless calls are compared (`InitOptions::debug`) |
 //!
-//! A rank's watchdog looks at its communicators several times a second. When NCCL reports an error, a call has taken
-//! longer than the timeout, or the world has failed, it aborts them, so that no stream waits forever. What was computed
-//! from an aborted call is rubbish, and every later call says why.
+//! A rank's watchdog checks its communicators several times a second. It aborts them if NCCL reports an error, a call
+//! exceeds the timeout, or the world has failed, so that no stream waits forever. Results computed from an aborted call
+//! are garbage, and every later call returns the error.
 mod plan;
 
 #[cfg(feature = "nccl")]
@@ -52,24 +52,24 @@ pub(crate) use values::Values;
 #[cfg(feature = "nccl")]
 pub(crate) use watch::Watch;
 
-/// The engine of this process, which has met the others: on the GPU of its local rank.
+/// Starts the backend of this process, which has met the others, on the GPU of its local rank.
 ///
 /// # Errors
-/// If the host has fewer GPUs than ranks (see [`LaunchInfo::device_ordinal`]), and for an NCCL library that is too old.
+/// If the host has fewer GPUs than ranks (see [`LaunchInfo::device_ordinal`]), or if the NCCL library is too old.
 #[cfg(feature = "nccl")]
 pub fn start(info: &LaunchInfo, control: &Arc<Control>) -> Result<Arc<dyn Backend>> {
     let device = Device::new_cuda_with_stream(ordinal(info)?)?;
     Ok(Arc::new(NcclBackend::world(Watch::Process(control.clone()), &device, control.size())?))
 }
 
-/// An error if this process has no GPU of its own, or no NCCL library that is new enough; starts nothing.
+/// Checks that this process has its own GPU and a recent NCCL library. Starts nothing.
 #[cfg(feature = "nccl")]
 pub(crate) fn check(info: &LaunchInfo) -> Result<()> {
     ordinal(info)?;
     text::check_version(library_version()?).map_err(crate::Error::Unsupported)
 }
 
-/// The number of this process' GPU.
+/// Returns the number of this process's GPU.
 #[cfg(feature = "nccl")]
 fn ordinal(info: &LaunchInfo) -> Result<usize> {
     let gpus = cudarc::driver::CudaContext::device_count().map_err(rank::cuda)?;

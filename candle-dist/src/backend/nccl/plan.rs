@@ -1,48 +1,48 @@
-//! Which elements go where: a collective as packing, one transfer among the ranks, and unpacking.
+//! Plans of collectives: packing, one transfer between the ranks, and unpacking.
 //!
-//! NCCL moves contiguous stretches of flat buffers. A piece of a dim other than the first is not one, so it is packed
-//! before it is sent, and unpacked into its place after it came. Everything here follows from the call, on any device.
+//! NCCL moves contiguous spans of flat buffers. A piece of a dim other than the first is not contiguous, so it is
+//! packed before it is sent, and unpacked after it is received. A plan depends on the call only, not on the device.
 use crate::backend::storage::Held;
 use crate::backend::{Call, Dims, Op};
 use crate::{Error, Result};
 use candle_core::Shape;
 use candle_core::backend::BackendDevice;
 
-/// What one rank does for one tensor of a collective.
+/// The plan of one rank for one tensor of a collective.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Plan {
-    /// From the input to what is sent; `None` if the input is sent as it is.
+    /// Moves from the input to the send buffer; `None` if the input is sent directly.
     pub(super) pack: Option<Moves>,
-    /// What is sent and received.
+    /// The transfer between the ranks.
     pub(super) transfer: Transfer,
     /// The number of elements received.
     pub(super) received: usize,
-    /// From what is received to the result; `None` if that is the result.
+    /// Moves from the receive buffer to the result; `None` if the buffer is the result.
     pub(super) unpack: Option<Moves>,
-    /// The shape of the result; `None` on a rank that gets none.
+    /// The shape of the result; `None` on a rank without result.
     pub(super) shape: Option<Dims>,
 }
 
-/// A movement among the ranks of a group, on flat buffers; lengths count elements.
+/// A data transfer between the ranks of a group, on flat buffers. Lengths count elements.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Transfer {
-    /// The reduction of all sent buffers of `len`, for everybody.
+    /// Every rank receives the reduction of all send buffers of `len`.
     AllReduce { len: usize },
-    /// The root's `len` elements, for everybody.
+    /// Every rank receives the root's `len` elements.
     Broadcast { root: usize, len: usize },
-    /// The reduction of all sent buffers of `len`, for the root.
+    /// The root receives the reduction of all send buffers of `len`.
     Reduce { root: usize, len: usize },
-    /// Every rank's `len` elements in rank order, for everybody.
+    /// Every rank receives the `len` elements of all ranks in rank order.
     AllGather { len: usize },
-    /// The `r`-th stretch of `len` elements of the reduction, for rank `r`.
+    /// Rank `r` receives the `r`-th span of `len` elements of the reduction.
     ReduceScatter { len: usize },
-    /// The `r`-th stretch of the reduction, for rank `r`.
+    /// Rank `r` receives the `r`-th span of the reduction.
     Reduces(Vec<Span>),
-    /// Stretches of what is sent to the ranks, and from them into stretches of what is received.
+    /// Spans of the send buffer go to the ranks, and spans of the receive buffer come from them.
     Exchange { sends: Vec<Span>, receives: Vec<Span> },
 }
 
-/// A stretch of a flat buffer that belongs to a rank.
+/// A span of a flat buffer that belongs to a rank.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Span {
     pub(super) peer: usize,
@@ -50,14 +50,14 @@ pub(super) struct Span {
     pub(super) len: usize,
 }
 
-/// Copies of equal runs at equal distances into a new buffer of `total` elements.
+/// Copies of runs of equal length at equal distances, into a new buffer of `total` elements.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Moves {
     total: usize,
     strips: Vec<Strip>,
 }
 
-/// `rows` runs of `len` elements; the first one's place and the distance from one to the next, in both buffers.
+/// `rows` runs of `len` elements, with the start of the first run and the stride of the runs in both buffers.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Strip {
     rows: usize,
@@ -67,7 +67,7 @@ struct Strip {
 }
 
 impl Moves {
-    /// A new buffer with the strips of `source`, whose data begins at `offset`.
+    /// Copies the strips of `source`, whose data begins at `offset`, to a new buffer.
     pub(super) fn apply<S: Held>(&self, source: &S, offset: usize) -> Result<S> {
         let mut made = source.device().zeros_impl(&Shape::from(self.total), source.dtype())?;
         for Strip { rows, len, from, to } in &self.strips {
@@ -77,7 +77,7 @@ impl Moves {
     }
 }
 
-/// A contiguous tensor cut along a dim: as part of the tensor, and packed piece after piece.
+/// A contiguous tensor cut along a dim, as part of the tensor and in packed form, piece after piece.
 struct Cut {
     outer: usize,
     inner: usize,
@@ -89,7 +89,7 @@ impl Cut {
         Self { outer: dims[..dim].iter().product(), inner: dims[dim + 1..].iter().product(), sizes: sizes.clone() }
     }
 
-    /// The pieces, packed, that are not empty: all ranks know which those are.
+    /// Returns the packed pieces that are not empty. All ranks know which pieces are empty.
     fn spans(&self) -> Vec<Span> {
         let each = self.outer * self.inner;
         let starts = self.sizes.iter().scan(0, |sum, &size| Some(std::mem::replace(sum, *sum + size)));
@@ -102,7 +102,7 @@ impl Cut {
         self.sizes.iter().all(|&size| size == self.sizes[0])
     }
 
-    /// Where each piece is in the tensor, and packed.
+    /// Returns the strips of each piece in the tensor and in packed form.
     fn strips(&self, packs: bool) -> Option<Moves> {
         if self.outer <= 1 {
             return None;
@@ -127,7 +127,7 @@ impl Cut {
 }
 
 impl Plan {
-    /// What rank `me` does for its `i`-th tensor, of shape `mine`; for a scatter that is the root's.
+    /// Plans the part of rank `me` for its `i`-th tensor. `mine` is its shape, or that of the root for a scatter.
     pub(super) fn new(call: &Call, i: usize, me: usize, mine: &[usize]) -> Result<Self> {
         let len: usize = mine.iter().product();
         let root = call.peer.unwrap_or(0);

@@ -6,7 +6,7 @@ use candle_core::{CpuStorage, DType, Device, Tensor};
 use proptest::prelude::*;
 use smallvec::smallvec;
 
-/// What all ranks would receive if NCCL did on the host what the plans ask of it; sums only.
+/// Returns what all ranks would receive if NCCL executed the plans on the host; sums only.
 fn moved(plans: &[Plan], sent: &[Vec<f32>]) -> Vec<Vec<f32>> {
     let sum = |start: usize, len: usize| -> Vec<f32> {
         (start..start + len).map(|i| sent.iter().map(|buffer| buffer[i]).sum()).collect()
@@ -51,7 +51,7 @@ fn moved(plans: &[Plan], sent: &[Vec<f32>]) -> Vec<Vec<f32>> {
     (0..plans.len()).map(receive).collect()
 }
 
-/// What the ranks get for their `i`-th tensors by the plans.
+/// Returns the results of the ranks for their `i`-th tensors by the plans.
 fn planned(calls: &[Call], inputs: &[Tensors], i: usize) -> Vec<Option<Tensor>> {
     let shape = |me: usize| inputs[me].get(i).map_or(calls[me].shape.clone(), |tensor| Dims::from_slice(tensor.dims()));
     let plans: Vec<_> = (0..calls.len()).map(|me| Plan::new(&calls[me], i, me, &shape(me)).unwrap()).collect();
@@ -76,7 +76,7 @@ fn planned(calls: &[Call], inputs: &[Tensors], i: usize) -> Vec<Option<Tensor>> 
     plans.iter().zip(moved(&plans, &sent)).map(land).collect()
 }
 
-/// The same call by the local engine and by the plans.
+/// Compares the results of the local backend with those of the plans.
 fn check(n: usize, call: impl Fn(usize) -> (Call, Tensors) + Sync) {
     let (calls, inputs): (Vec<_>, Vec<_>) = (0..n).map(&call).unzip();
     let run = |group: &ProcessGroup| -> crate::Result<Vec<Tensor>> {
@@ -114,7 +114,7 @@ fn with(dims: &[usize], dim: usize, len: usize) -> Dims {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
-    // Two dims beside the one that is cut, sizes with zeros in them, every root.
+    // Two dims besides the one that is cut, sizes that include zeros, every root.
     #[test]
     fn plans_move_what_the_local_engine_moves(
         sizes in proptest::collection::vec(0usize..4, 2..5), even in any::<bool>(), dims in [0usize..3, 1usize..3, 1usize..3],

@@ -1,4 +1,4 @@
-//! What one rank has: its GPU, its view of the world, and the communicators that its watchdog looks after.
+//! The state of one rank: its GPU, its view of the world, and the communicators that its watchdog monitors.
 use super::comm::{Comm, UniqueId};
 use super::watch::Watch;
 use crate::{Error, Result};
@@ -9,31 +9,31 @@ use std::collections::HashMap;
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
-/// How often the watchdog looks.
+/// The interval of the watchdog.
 const PATROL: Duration = Duration::from_millis(200);
 
 /// The state of one rank.
 pub(super) struct Rank {
     pub(super) watch: Watch,
     pub(super) device: CudaDevice,
-    /// Where calls run that are only started.
+    /// The stream of started calls.
     side: OnceLock<Arc<CudaStream>>,
     comms: Mutex<Vec<Weak<Comm>>>,
-    /// How many groups of these members this rank has made.
+    /// How many groups of the same members this rank has created.
     groups: Mutex<HashMap<Vec<usize>, u64>>,
 }
 
-/// The name under which ranks tell each other the id of a communicator.
+/// Returns the key under which ranks share the id of a communicator.
 fn key(name: u64) -> String {
     format!("nccl/{name:016x}")
 }
 
-/// An error of the CUDA driver.
+/// Converts an error of the CUDA driver.
 pub(super) fn cuda(error: DriverError) -> Error {
     candle_core::Error::wrap(error).into()
 }
 
-/// Waits for what happens soon, then gives way to those that it depends on.
+/// Pauses between polls: yields at first, and sleeps after many polls.
 #[derive(Default)]
 pub(super) struct Patience(u32);
 
@@ -48,7 +48,7 @@ impl Patience {
 }
 
 impl Rank {
-    /// The state of the rank on `device`, with its watchdog.
+    /// Creates the state of the rank on `device`, with its watchdog.
     pub(super) fn new(watch: Watch, device: &Device) -> Result<Arc<Self>> {
         let device = device.as_cuda_device()?.clone();
         let rank =
@@ -66,17 +66,17 @@ impl Rank {
         Ok(rank)
     }
 
-    /// The GPU's number.
+    /// Returns the GPU's number.
     pub(super) fn gpu(&self) -> usize {
         self.device.cuda_stream().context().ordinal()
     }
 
-    /// Makes the calling thread work on this rank's GPU.
+    /// Makes the calling thread use this rank's GPU.
     pub(super) fn bind(&self) -> Result<()> {
         self.device.cuda_stream().context().bind_to_thread().map_err(cuda)
     }
 
-    /// The stream of calls that are only started.
+    /// Returns the stream of started calls.
     pub(super) fn side_stream(&self) -> Result<Arc<CudaStream>> {
         match self.side.get() {
             Some(stream) => Ok(stream.clone()),
@@ -87,7 +87,7 @@ impl Rank {
         }
     }
 
-    /// The id of the group that this rank makes of `ranks` now: its n-th of these members is every member's n-th.
+    /// Returns the id of the next group of `ranks`. The n-th group of the same members has the same id on all members.
     pub(super) fn next_group(&self, ranks: &[usize]) -> u64 {
         let mut groups = self.groups.lock();
         let nth = groups.entry(ranks.to_vec()).or_default();
@@ -95,34 +95,34 @@ impl Rank {
         crate::control::group_id(ranks, *nth)
     }
 
-    /// The communicator of `ranks` (of the world), of which this is the `me`-th, named alike on all of them.
+    /// Creates the communicator `name` of `ranks` (of the world), in which this rank is the `me`-th. All use one name.
     pub(super) fn connect(self: &Arc<Self>, name: u64, ranks: &[usize], me: usize) -> Result<Arc<Comm>> {
         let id = if me == 0 { self.announce(name)? } else { self.learn(name, ranks[0])? };
         self.join(id, ranks.len(), me)
     }
 
-    /// Makes the id of the communicator `name` and tells the others, without waiting for them.
+    /// Creates the id of the communicator `name` and shares it, without waiting for the others.
     pub(super) fn announce(&self, name: u64) -> Result<UniqueId> {
         let id = UniqueId::new().map_err(|message| self.watch.fail_with(message))?;
         self.watch.set(&key(name), &id.to_bytes())?;
         Ok(id)
     }
 
-    /// The id of the communicator `name`, which rank `from` of the world makes.
+    /// Returns the id of the communicator `name`, which rank `from` of the world creates.
     fn learn(&self, name: u64, from: usize) -> Result<UniqueId> {
         let bytes = self.watch.get(&key(name), from)?;
         let bad = || self.watch.fail_with(format!("{} bytes from rank {from}, which are no NCCL id", bytes.len()));
         UniqueId::from_bytes(&bytes).ok_or_else(bad)
     }
 
-    /// Joins a communicator of `size` members as the `me`-th; returns when all have come.
+    /// Joins a communicator of `size` members as the `me`-th. Returns when all have joined.
     pub(super) fn join(self: &Arc<Self>, id: UniqueId, size: usize, me: usize) -> Result<Arc<Comm>> {
         let comm = Arc::new(Comm::connect(self, id, size, me)?);
         self.comms.lock().push(Arc::downgrade(&comm));
         Ok(comm)
     }
 
-    /// Waits on the host until the GPU has come to `event`.
+    /// Waits on the host until the GPU has reached `event`.
     pub(super) fn wait(&self, event: &CudaEvent) -> Result<()> {
         let (began, mut patience) = (Instant::now(), Patience::default());
         while !event.try_is_complete().map_err(cuda)? {

@@ -1,16 +1,17 @@
-//! What NCCL's errors mean, and what to do about them.
+//! Explanations of NCCL's errors, and how to fix them.
 
-/// The oldest library that has all that is called here: communicators that do not block.
+/// The oldest library with all required features, in particular nonblocking communicators.
 const OLDEST: i32 = 21800;
 
-/// Refuses a library that is too old; `version` is what it says of itself, e.g. 23007 for 2.30.7.
+/// Refuses a library that is too old. `version` is NCCL's number, e.g. 23007 for 2.30.7.
 pub(super) fn check_version(version: i32) -> Result<(), String> {
     if version >= OLDEST {
         return Ok(());
     }
     let (found, wanted) = (display(version), display(OLDEST));
     Err(format!(
-        "the NCCL library found is {found}, this engine needs {wanted} or later; put a newer libnccl.so.2 first in LD_LIBRARY_PATH"
+        "the NCCL library found is {found}, but this backend needs {wanted} or later; \
+         put a newer libnccl.so.2 first in LD_LIBRARY_PATH"
     ))
 }
 
@@ -18,7 +19,7 @@ fn display(version: i32) -> String {
     format!("{}.{}.{}", version / 10000, version / 100 % 100, version % 100)
 }
 
-/// An error of NCCL with its own words and, where there is one, the fix.
+/// Formats an error of NCCL with its own message and, if known, a fix.
 pub(super) fn explain(op: &str, gpu: usize, error: &str, detail: &str) -> String {
     let detail = detail.trim();
     let about = if detail.is_empty() { String::new() } else { format!(" ({detail})") };

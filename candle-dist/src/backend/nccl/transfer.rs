@@ -1,4 +1,4 @@
-//! A collective's tensors in a rank's GPU memory, and what NCCL is asked to do with them.
+//! Prepares the tensors of a collective in GPU memory, and enqueues NCCL's calls.
 use super::comm::Comm;
 use super::plan::{Plan, Span, Transfer};
 use super::rank::cuda;
@@ -12,10 +12,10 @@ use cudarc::driver::{CudaSlice, CudaStream, DevicePtr};
 use cudarc::nccl::sys;
 use std::ffi::c_void;
 
-/// One tensor of a collective: planned, packed, and with memory for what comes.
+/// One tensor of a collective: planned, packed, and with memory for the result.
 pub(super) struct Prepared {
     plan: Plan,
-    /// What is sent, alive until the result is taken.
+    /// The data to send, which stays alive until the result is returned.
     sent: Sent,
     received: Option<CudaStorage>,
     dtype: DType,
@@ -28,7 +28,7 @@ enum Sent {
 }
 
 impl Prepared {
-    /// Rank `me`'s part in the `i`-th tensors of `call`; packing is enqueued on the stream of `device`.
+    /// Prepares rank `me`'s part of the `i`-th tensors of `call`. Packing is enqueued on the stream of `device`.
     pub(super) fn new(device: &CudaDevice, call: &Call, i: usize, me: usize, tensor: Option<&Tensor>) -> Result<Self> {
         let none = || Error::Unsupported(format!("{} without a dtype", call.op));
         let dtype = tensor.map(Tensor::dtype).or(call.dtype).ok_or_else(none)?;
@@ -45,7 +45,7 @@ impl Prepared {
         Ok(Self { plan, sent, received, dtype })
     }
 
-    /// Asks NCCL to move the data on `stream`.
+    /// Enqueues the transfer on `stream`.
     fn enqueue(&self, reduce: Option<ReduceOp>, comm: sys::ncclComm_t, stream: sys::cudaStream_t) -> sys::ncclResult_t {
         let from = match &self.sent {
             Sent::Nothing => 0,
@@ -56,7 +56,7 @@ impl Prepared {
         enqueue(&self.plan.transfer, (from, to), self.dtype, reduce, comm, stream)
     }
 
-    /// The result; unpacking is enqueued on the stream of the tensor's device.
+    /// Returns the result. Unpacking is enqueued on the stream of the tensor's device.
     pub(super) fn land(self) -> Result<Option<Fresh>> {
         let (Some(received), Some(shape)) = (self.received, self.plan.shape) else { return Ok(None) };
         let storage = match &self.plan.unpack {
@@ -67,7 +67,7 @@ impl Prepared {
     }
 }
 
-/// Asks NCCL for all of `prepared` as one group on `stream`.
+/// Enqueues all of `prepared` as one group on `stream`.
 pub(super) fn issue(comm: &Comm, stream: &CudaStream, call: &Call, prepared: &[Prepared]) -> Result<()> {
     comm.issue(call.op.name(), stream, |comm, stream| {
         let codes = prepared.iter().map(|prepared| prepared.enqueue(call.reduce, comm, stream));
@@ -75,7 +75,7 @@ pub(super) fn issue(comm: &Comm, stream: &CudaStream, call: &Call, prepared: &[P
     })
 }
 
-/// Asks NCCL to put the result of an all_reduce or a broadcast into the place of `tensor`, which is contiguous.
+/// Enqueues an all_reduce or a broadcast whose result overwrites `tensor`, which must be contiguous.
 pub(super) fn issue_in_place(comm: &Comm, stream: &CudaStream, call: &Call, tensor: &Tensor) -> Result<()> {
     let plan = Plan::new(call, 0, 0, tensor.dims())?;
     let place = address_of(tensor);
@@ -84,14 +84,14 @@ pub(super) fn issue_in_place(comm: &Comm, stream: &CudaStream, call: &Call, tens
     })
 }
 
-/// Asks NCCL to send `tensor` to the member `peer`.
+/// Enqueues a send of `tensor` to the member `peer`.
 pub(super) fn issue_send(comm: &Comm, stream: &CudaStream, tensor: &Tensor, peer: usize) -> Result<()> {
     let sends = vec![Span { peer, start: 0, len: tensor.elem_count() }];
     let (transfer, place) = (Transfer::Exchange { sends, receives: Vec::new() }, address_of(tensor));
     comm.issue("send", stream, |comm, stream| enqueue(&transfer, (place, 0), tensor.dtype(), None, comm, stream))
 }
 
-/// Asks NCCL for a tensor of `call`'s shape and dtype from the member `peer`, in new memory of `device`.
+/// Enqueues a receive of a tensor of `call`'s shape and dtype from the member `peer`, into new memory of `device`.
 pub(super) fn issue_receive(comm: &Comm, device: &CudaDevice, call: &Call, peer: usize) -> Result<Fresh> {
     let (shape, dtype) = (Shape::from(call.shape.as_slice()), call.dtype.unwrap_or(DType::U8));
     let storage = memory(device, shape.elem_count(), dtype)?;
@@ -107,7 +107,7 @@ fn first_error(codes: impl Iterator<Item = sys::ncclResult_t>) -> sys::ncclResul
     codes.into_iter().find(|code| !fine.contains(code)).unwrap_or(sys::ncclResult_t::ncclSuccess)
 }
 
-/// One transfer as NCCL's calls, from the address of what is sent to that of what is received.
+/// Enqueues one transfer, from the address of the send buffer to that of the receive buffer.
 fn enqueue(
     transfer: &Transfer,
     (from, to): (u64, u64),
@@ -123,8 +123,8 @@ fn enqueue(
     let at = |base: u64, start: usize| (base + start as u64 * size) as *mut c_void;
     let (send, receive) = (at(from, 0), at(to, 0));
     // SAFETY (for every call below): the communicator is alive and locked by the caller. The addresses are those of
-    // device memory of this rank's GPU with at least as many elements as the plan counts, which `Prepared`, or the
-    // caller's tensor, keeps until the stream on which its memory is freed has come past the call. NCCL only enqueues.
+    // device memory of this rank's GPU with at least as many elements as the plan counts. `Prepared`, or the caller's
+    // tensor, keeps that memory until the stream on which it is freed has passed the call. NCCL only enqueues.
     match transfer {
         Transfer::AllReduce { len: 0 } | Transfer::Broadcast { len: 0, .. } | Transfer::Reduce { len: 0, .. } => {
             sys::ncclResult_t::ncclSuccess
@@ -165,7 +165,7 @@ fn enqueue(
     }
 }
 
-/// Refuses what NCCL has no name for, alike on all ranks that make the call.
+/// Refuses calls that NCCL does not support, the same on all ranks that make the call.
 pub(super) fn check(call: &Call) -> Result<()> {
     let dtypes = call.dtype.iter().chain(call.rest.iter().map(|(dtype, _)| dtype));
     if let Some(dtype) = dtypes.into_iter().find(|&&dtype| kind(dtype).is_none()) {
@@ -175,7 +175,7 @@ pub(super) fn check(call: &Call) -> Result<()> {
     match (operation(call.reduce), call.reduce) {
         (None, Some(reduce)) => {
             let op = call.op;
-            Err(Error::Unsupported(format!("{op} ({reduce}) over NCCL; it has sum, avg, min, max and product")))
+            Err(Error::Unsupported(format!("{op} ({reduce}) over NCCL; use sum, avg, min, max or product")))
         }
         _ => Ok(()),
     }
@@ -195,7 +195,7 @@ fn kind(dtype: DType) -> Option<sys::ncclDataType_t> {
     })
 }
 
-/// NCCL's reduction, if it has it; calls that reduce nothing ignore it.
+/// Returns NCCL's reduction, if there is one. Calls without a reduction ignore it.
 fn operation(reduce: Option<ReduceOp>) -> Option<sys::ncclRedOp_t> {
     Some(match reduce {
         Some(ReduceOp::Sum) | None => sys::ncclRedOp_t::ncclSum,
@@ -207,22 +207,22 @@ fn operation(reduce: Option<ReduceOp>) -> Option<sys::ncclRedOp_t> {
     })
 }
 
-/// Memory for `len` elements that NCCL will write.
+/// Allocates memory for `len` elements that NCCL will write.
 fn memory(device: &CudaDevice, len: usize, dtype: DType) -> Result<CudaStorage> {
-    // SAFETY: a transfer fills what is received before anything reads it, for both are enqueued in that order.
+    // SAFETY: a transfer fills this memory before anything reads it, because both are enqueued in that order.
     Ok(unsafe { device.alloc_uninit(&Shape::from(len), dtype)? })
 }
 
-/// The address of a contiguous CUDA tensor's first element; 0 for a tensor elsewhere, which the engine has refused.
+/// Returns the address of a contiguous CUDA tensor's first element; 0 for a tensor elsewhere, which was refused before.
 fn address_of(tensor: &Tensor) -> u64 {
     let (storage, layout) = tensor.storage_and_layout();
     CudaStorage::of(&storage).map_or(0, |storage| address(storage, layout.start_offset()))
 }
 
-/// The address of the `start`-th element.
+/// Returns the address of the `start`-th element.
 fn address(storage: &CudaStorage, start: usize) -> u64 {
     fn first<T>(slice: &CudaSlice<T>) -> u64 {
-        // Nothing is read or written through this guard: streams are made to wait by the caller.
+        // Nothing is read or written through this guard; the caller makes streams wait for each other.
         slice.device_ptr(slice.stream()).0
     }
     let base = match &storage.slice {
@@ -238,7 +238,7 @@ fn address(storage: &CudaStorage, start: usize) -> u64 {
     base + (start * candle_core::backend::BackendStorage::dtype(storage).size_in_bytes()) as u64
 }
 
-/// Makes `waiter` wait for what `stream` has been asked so far.
+/// Makes `waiter` wait for everything that is enqueued on `stream` so far.
 pub(super) fn follow(waiter: &CudaStream, stream: &CudaStream) -> Result<()> {
     waiter.join(stream).map_err(cuda)
 }

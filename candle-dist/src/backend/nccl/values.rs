@@ -1,13 +1,13 @@
-//! Values that threads give each other by name.
+//! Named values that threads exchange.
 use crate::Cause;
 use parking_lot::{Condvar, Mutex};
 use std::collections::HashMap;
 use std::time::Duration;
 
-/// How often somebody who waits looks whether it is in vain.
+/// How often a waiting thread checks whether it still has to wait.
 const TICK: Duration = Duration::from_millis(20);
 
-/// What the threads of a world tell each other.
+/// The values that the threads of a world exchange.
 #[derive(Debug, Default)]
 pub(crate) struct Values {
     known: Mutex<HashMap<String, Vec<u8>>>,
@@ -15,17 +15,17 @@ pub(crate) struct Values {
 }
 
 impl Values {
-    /// Gives everybody the `value` of `key`.
+    /// Sets the value of `key` for all threads.
     pub(super) fn set(&self, key: &str, value: &[u8]) {
         self.known.lock().insert(key.to_string(), value.to_vec());
         self.changed.notify_all();
     }
 
-    /// The value of `key`, as soon as somebody sets it or `in_vain` says why nobody will.
+    /// Returns the value of `key`. Waits until it is set, or until `in_vain` returns why it never will be.
     pub(super) fn get(&self, key: &str, in_vain: impl Fn() -> Option<Cause>) -> Result<Vec<u8>, Cause> {
         let mut known = self.known.lock();
         loop {
-            // A rank's last act before its end may be to set it: so first its end, then the value.
+            // A rank may set the value just before it ends, so check its end first and then the value.
             let why = in_vain();
             if let Some(value) = known.get(key) {
                 return Ok(value.clone());

@@ -1,4 +1,4 @@
-//! What a rank knows of its world beside the data: failures, what the others are in, and small values.
+//! A rank's access to its world: failures, the calls of ranks, and small values.
 use super::values::Values;
 use crate::backend::Call;
 use crate::backend::local::WorldState;
@@ -7,22 +7,22 @@ use crate::{Cause, Error, GroupFailure, Result};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// One rank's view of its world: threads of this process, or processes.
+/// A rank's access to its world, which consists of threads or of processes.
 pub(crate) enum Watch {
     /// The rank is a thread.
     Thread {
-        /// What the threads share.
+        /// The state that the threads share.
         world: Arc<WorldState>,
-        /// What they tell each other.
+        /// The values that they exchange.
         values: Arc<Values>,
-        /// This one.
+        /// This rank.
         rank: usize,
     },
     /// The rank is this process.
     Process(Arc<Control>),
 }
 
-/// A rank is in a call until this is dropped.
+/// A guard: the rank is in a call until this is dropped.
 pub(super) enum Inside<'a> {
     Thread(&'a WorldState, usize),
     Process(#[expect(dead_code, reason = "held for its drop")] Entered<'a>),
@@ -37,7 +37,7 @@ impl Drop for Inside<'_> {
 }
 
 impl Watch {
-    /// This rank in the world.
+    /// Returns this rank in the world.
     pub(super) fn rank(&self) -> usize {
         match self {
             Self::Thread { rank, .. } => *rank,
@@ -45,7 +45,7 @@ impl Watch {
         }
     }
 
-    /// How long a rank may wait in one call.
+    /// Returns how long a rank may wait in one call.
     pub(super) fn timeout(&self) -> Duration {
         match self {
             Self::Thread { world, .. } => world.timeout(),
@@ -53,7 +53,7 @@ impl Watch {
         }
     }
 
-    /// The failure that stopped the world, if one did.
+    /// Returns the failure that stopped the world, if any.
     pub(super) fn failure(&self) -> Option<Arc<GroupFailure>> {
         match self {
             Self::Thread { world, .. } => world.failure(),
@@ -61,12 +61,12 @@ impl Watch {
         }
     }
 
-    /// An error if the world has stopped.
+    /// Returns an error if the world has stopped.
     pub(super) fn check(&self) -> Result<()> {
         self.failure().map_or(Ok(()), |failure| Err(Error::Group(failure)))
     }
 
-    /// Stops the world; the first cause wins and is what every rank gets.
+    /// Stops the world. Every rank gets the first cause.
     pub(super) fn fail(&self, cause: Cause) -> Error {
         match self {
             Self::Thread { world, .. } => world.fail(cause),
@@ -74,7 +74,7 @@ impl Watch {
         }
     }
 
-    /// Stops the world because this rank cannot go on.
+    /// Stops the world because this rank cannot continue.
     pub(super) fn fail_with(&self, message: String) -> Error {
         self.fail(Cause::Failed { rank: self.rank(), message })
     }
@@ -84,7 +84,7 @@ impl Watch {
         self.fail(Cause::TimedOut { rank: self.rank(), after: self.timeout() })
     }
 
-    /// Notes that this rank is in a call, until the guard is dropped.
+    /// Records that this rank is in a call, until the guard is dropped.
     pub(super) fn enter(&self, group: u64, ranks: &[usize], round: u64, call: &Arc<Call>) -> Result<Inside<'_>> {
         match self {
             Self::Thread { world, rank, .. } => {
@@ -96,7 +96,7 @@ impl Watch {
         }
     }
 
-    /// Gives all ranks the `value` of `key`.
+    /// Sets the value of `key` for all ranks.
     pub(super) fn set(&self, key: &str, value: &[u8]) -> Result<()> {
         match self {
             Self::Thread { values, .. } => {
@@ -107,7 +107,7 @@ impl Watch {
         }
     }
 
-    /// The value of `key`, which rank `from` sets: waits for it, or for the reason why it will not come.
+    /// Returns the value of `key`, which rank `from` sets. Waits for it, and fails if it cannot come any more.
     pub(super) fn get(&self, key: &str, from: usize) -> Result<Vec<u8>> {
         let (world, values) = match self {
             Self::Thread { world, values, .. } => (world, values),

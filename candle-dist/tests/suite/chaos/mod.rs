@@ -1,7 +1,7 @@
-//! Chaos: random programs of communication calls in which one rank goes wrong, or none.
+//! Chaos: random programs of communication calls in which at most one rank fails.
 //!
-//! Every rank must get right results up to where the program stops, and then one and the same error, soon; the world
-//! must stay closed. What may be said is worked out by `model`.
+//! Every rank must get correct results until the program stops, and then the same error within the deadline. The world
+//! must stay closed. `model` computes the possible errors.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 mod model;
 mod program;
@@ -22,17 +22,17 @@ use std::time::Duration;
 use step::Step;
 use test_utils::Ranks;
 
-/// How long a program may take, its failure included.
+/// The time limit of a program, including its failure.
 const DEADLINE: Duration = Duration::from_secs(2);
 
-/// What one rank saw.
+/// The observations of one rank.
 struct Seen {
     rank: usize,
     results: Vec<Option<Tensor>>,
     failure: Option<Arc<GroupFailure>>,
 }
 
-/// Makes the calls of the script until one fails; the error that the script itself asks for comes out.
+/// Makes the calls of the script until one fails. Returns the error that the script itself asks for.
 fn follow(ctx: &RankContext, script: &[Act], seen: &mut Seen) -> Result<()> {
     let mut groups: HashMap<usize, ProcessGroup> = HashMap::from([(0, ctx.group().clone())]);
     for act in script {
@@ -64,7 +64,7 @@ fn follow(ctx: &RankContext, script: &[Act], seen: &mut Seen) -> Result<()> {
     Ok(())
 }
 
-/// Every later call on any group of the world says the same. (A group of one rank has nobody to ask.)
+/// Checks that every later call on any group of the world returns the same failure. (A group of one rank asks nobody.)
 fn assert_closed(groups: &HashMap<usize, ProcessGroup>, failure: &GroupFailure) {
     let want = failure.to_string();
     for group in groups.values().filter(|g| g.size() > 1) {
@@ -81,7 +81,7 @@ fn values(t: &Tensor) -> (Vec<usize>, DType, Vec<f64>) {
     (t.dims().to_vec(), t.dtype(), flat)
 }
 
-/// Runs the case and holds it against the model; returns the failure, if there was one.
+/// Runs the case and compares it with the model. Returns the failure, if there was one.
 fn check(case: &Case) -> Option<Arc<GroupFailure>> {
     let model = Model::of(case);
     let (send, seen) = mpsc::channel();
@@ -97,7 +97,7 @@ fn check(case: &Case) -> Option<Arc<GroupFailure>> {
         _ => None,
     };
     match &outcome {
-        // Neither a rank that hangs nor an assertion on another rank.
+        // Neither a hang of a rank nor an assertion on another rank.
         Err(error) => assert!(Some(error.rank) == culprit && error.message.contains("chaos"), "{error}"),
         Ok(_) => assert_eq!(culprit, None),
     }
@@ -124,7 +124,7 @@ fn check(case: &Case) -> Option<Arc<GroupFailure>> {
     seen.into_iter().find_map(|s| s.failure)
 }
 
-/// The kind of a failure, for the tally.
+/// Returns the kind of a failure, for the counts.
 fn kind(failure: Option<&GroupFailure>) -> &'static str {
     match failure.map(|f| &f.cause) {
         None => "none",
@@ -137,7 +137,7 @@ fn kind(failure: Option<&GroupFailure>) -> &'static str {
     }
 }
 
-/// Panics that the test asks for are not printed.
+/// Suppresses the output of panics that the test asks for.
 fn hush() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
@@ -195,14 +195,14 @@ fn every_rank_may_end_at_every_call() {
     }
 }
 
-/// Counts and delays the calls of a rank on all of its groups, and fails at one of them.
+/// Counts and delays the calls of a rank on all of its groups, and fails one of them.
 #[derive(Debug)]
 struct Faulty {
     inner: Arc<dyn Backend>,
     plan: Arc<Plan>,
 }
 
-/// What goes wrong on one rank.
+/// The fault of one rank.
 #[derive(Debug, Default)]
 struct Plan {
     calls: AtomicUsize,
@@ -228,7 +228,7 @@ impl Wrapping for Faulty {
     }
 }
 
-/// Runs the steps on 3 ranks in a world whose engine follows the plans; the number of each rank's calls, and the error.
+/// Runs the steps on 3 ranks with these faults. Returns the number of calls per rank, and the error.
 fn run_faulty(steps: &[Step], plans: [Plan; 3]) -> (Vec<usize>, Option<WorldError>) {
     let plans = plans.map(Arc::new);
     let given = plans.clone();

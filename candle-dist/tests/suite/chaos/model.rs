@@ -1,17 +1,17 @@
-//! What must come of a program, found on one thread: the promise that the chaos test holds the engine to.
+//! The model of the chaos test: computes the outcome of a program on one thread.
 //!
-//! Ranks advance in turn, and no order of them gives another outcome: a round completes when all members have come,
-//! a receive when a message is there. A *cause* is a way in which the world may stop:
+//! Ranks advance in turn; their order does not change the outcome. A round completes when all members have arrived, and
+//! a receive when its message has arrived. A *cause* is a way in which the world may stop:
 //!
-//! - the calls of a round, or a message and its receive, differ: `Mismatch`, naming the first member of the group and
-//!   the first one that differs from it (so the culprit is one of the two), and the first thing that differs;
-//! - a rank failed or panicked: that, at once, whatever the others do;
-//! - a rank has returned while another waits for it: `Returned`. After a skipped or an extra call this may be the rank
-//!   that did nothing wrong but finish;
-//! - nobody can go on, and none of the above: `Deadlock`.
+//! - The calls of a round, or a message and its receive, differ: `Mismatch`. It names the first member of the group and
+//!   the first one that differs from it (so the culprit is one of the two), and the first property that differs.
+//! - A rank failed or panicked: that error, at once, whatever the others do.
+//! - A rank has returned while another one waits for it: `Returned`. After a skipped or an extra call, this may be a
+//!   rank that correctly finished.
+//! - No rank can continue, and none of the above applies: `Deadlock`.
 //!
-//! Calls are compared, data are not: a skipped call that is followed by an equal one is noticed where calls next
-//! differ, or at the end, or never where nobody waits for what is missing. Without a cause, every rank finishes.
+//! Calls are compared, data is not. A skipped call that is followed by an equal one is thus noticed where calls differ
+//! next, or at the end, or never if no rank waits for the missing call. Without a cause, every rank finishes.
 use crate::chaos::program::{Act, Case};
 use crate::chaos::step::{Step, Values, What};
 use candle_dist::Cause;
@@ -27,14 +27,14 @@ type Offers = Vec<Option<Step>>;
 enum Status {
     Running,
     Returned,
-    /// Failed, panicked, or found a mismatch.
+    /// The rank failed, panicked, or found a mismatch.
     Stopped,
 }
 
-/// What becomes of one rank.
+/// The outcome of one rank.
 pub(crate) struct Fate {
     status: Status,
-    /// What its calls give, as far as it comes: the step, and the values that it must return.
+    /// The results of its calls so far: the step, and the expected values.
     pub(crate) results: Vec<(Step, Option<Values>)>,
     at: usize,
     entered: bool,
@@ -43,23 +43,23 @@ pub(crate) struct Fate {
 }
 
 impl Fate {
-    /// Whether the rank makes all of its calls, if nothing else stops the world before.
+    /// Returns whether the rank makes all of its calls, unless the world stops before.
     pub(crate) fn finishes(&self) -> bool {
         self.status == Status::Returned
     }
 }
 
-/// What becomes of all ranks.
+/// The outcome of all ranks.
 pub(crate) struct Model {
     pub(crate) ranks: Vec<Fate>,
-    /// Why the world may stop; if there is none, it does not.
+    /// The possible causes. If there is none, the world does not stop.
     pub(crate) causes: Vec<Cause>,
     rounds: HashMap<(GroupKey, usize), Offers>,
     mail: HashMap<(GroupKey, usize, usize), Vec<Step>>,
 }
 
 impl Model {
-    /// Runs the program to its end, or to where nobody can go on.
+    /// Runs the program until it ends or no rank can continue.
     pub(crate) fn of(case: &Case) -> Self {
         let fate = || Fate {
             status: Status::Running,
@@ -87,7 +87,7 @@ impl Model {
         model
     }
 
-    /// Takes the rank one step further, if it can go on.
+    /// Advances the rank by one step, if it can continue.
     fn advance(&mut self, rank: usize, script: &[Act]) -> bool {
         let (step, makes) = match &script[self.ranks[rank].at] {
             Act::Call(step, makes) => (step, *makes),
@@ -144,7 +144,7 @@ impl Model {
         let reference = group.1[from];
         let Some(queue) = self.mail.get_mut(&(group, from, me)).filter(|queue| !queue.is_empty()) else { return false };
         let sent = queue.remove(0);
-        // Only dtype and shape are said by both sides.
+        // Both sides know only dtype and shape.
         match difference(&step.signature(n)[1..3], &sent.signature(n)[1..3]) {
             Some(what) => self.stop(rank, Cause::Mismatch { rank, reference, what }),
             None => self.done(rank, step, Some(sent.sent(from, n))),
@@ -177,7 +177,7 @@ impl Model {
         self.done(rank, step, result)
     }
 
-    /// Finds why those that still run cannot go on.
+    /// Finds why the running ranks cannot continue.
     fn explain(&mut self, scripts: &[Vec<Act>]) {
         let failed = !self.causes.is_empty();
         let blocked: Vec<usize> =
@@ -190,7 +190,7 @@ impl Model {
         self.causes.extend(deadlock.then_some(Cause::Deadlock));
     }
 
-    /// The ranks without which `rank` cannot go on.
+    /// Returns the ranks that `rank` waits for.
     fn awaits(&self, rank: usize, script: &[Act]) -> Vec<usize> {
         let fate = &self.ranks[rank];
         let Act::Call(step, _) = &script[fate.at] else { return Vec::new() };
@@ -206,7 +206,7 @@ impl Model {
     }
 }
 
-/// The name of the first entry in which two signatures differ.
+/// Returns the name of the first entry in which two signatures differ.
 fn difference(a: &[(&'static str, String)], b: &[(&'static str, String)]) -> Option<&'static str> {
     a.iter().zip(b).find(|(a, b)| a != b).map(|(a, _)| a.0)
 }

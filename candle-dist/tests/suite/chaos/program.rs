@@ -1,8 +1,8 @@
-//! Random programs of steps, and what goes wrong in them.
+//! Random programs of steps, with faults.
 use crate::chaos::step::{KINDS, Raw, Step, What};
 use proptest::prelude::*;
 
-/// How the culprit goes wrong when it comes to the step.
+/// The fault of the culprit at one step.
 #[derive(Debug, Clone)]
 pub(crate) enum Fault {
     /// It returns.
@@ -11,22 +11,22 @@ pub(crate) enum Fault {
     Panic,
     /// It returns an error.
     Fail,
-    /// It comes late by some milliseconds, which is no fault.
+    /// It is late by some milliseconds, which is not an error.
     Delay,
     /// It makes another call instead.
     Divert(Step),
-    /// It makes another call before.
+    /// It makes another call first.
     Extra(Step),
     /// It leaves the call out.
     Skip,
 }
 
-/// A program, and what goes wrong in it.
+/// A program with at most one fault.
 #[derive(Debug, Clone)]
 pub(crate) struct Case {
     pub(crate) world: usize,
     pub(crate) steps: Vec<Step>,
-    /// The culprit, the step, and what it does there.
+    /// The culprit, the step, and the fault.
     pub(crate) fault: Option<(usize, usize, Fault)>,
 }
 
@@ -34,7 +34,7 @@ fn raw() -> impl Strategy<Value = Raw> {
     (0..KINDS, 0..6usize, 0..35usize, 0..14_400usize, 0..9usize)
 }
 
-/// The steps of a program: a split makes groups for the steps that follow.
+/// Returns the steps of a program. A split creates groups for the steps that follow.
 fn steps(raws: &[Raw]) -> Vec<Step> {
     let mut splits = 0;
     raws.iter()
@@ -56,7 +56,7 @@ pub(crate) fn cases() -> impl Strategy<Value = Case> {
     let culprit = (any::<prop::sample::Index>(), any::<prop::sample::Index>());
     (2..=5usize, programs(5..=30), 0..10usize, culprit, raw()).prop_map(|(world, steps, kind, (rank, at), raw)| {
         let at = at.index(steps.len());
-        // Groups are made by all of their members alike: another group, or none, is no call that could be compared.
+        // All members must create a group in the same way. Another group, or none, is not a call that can be compared.
         let here = &steps[at];
         let other = Step { slot: here.slot, ..Step::new(raw, 0) };
         let foreign = other.what != What::Split && here.what != What::Split;
@@ -68,7 +68,7 @@ pub(crate) fn cases() -> impl Strategy<Value = Case> {
             4 if foreign => Some(Fault::Skip),
             5 if foreign => Some(Fault::Extra(other)),
             6 if foreign => Some(Fault::Divert(other)),
-            // The same op with one thing changed.
+            // The same op with one property changed.
             7 if foreign => Some(Fault::Divert(Step { what: here.what, data: here.data, form: here.form, ..other })),
             8 if foreign => Some(Fault::Divert(Step { form: other.form, ..here.clone() })),
             9 if foreign => {
@@ -82,10 +82,10 @@ pub(crate) fn cases() -> impl Strategy<Value = Case> {
     })
 }
 
-/// What a rank does next.
+/// The next action of a rank.
 #[derive(Debug, Clone)]
 pub(crate) enum Act {
-    /// A communication; the slot of the group that it makes, if it is a split.
+    /// A communication, with the slot of the group that it creates if it is a split.
     Call(Step, Option<usize>),
     Return,
     Panic,
@@ -94,7 +94,7 @@ pub(crate) enum Act {
 }
 
 impl Case {
-    /// What `rank` does, with the fault if it is the culprit.
+    /// Returns the actions of `rank`, with the fault if it is the culprit.
     pub(crate) fn script(&self, rank: usize) -> Vec<Act> {
         let mut splits = 0;
         let mut script = Vec::new();

@@ -1,4 +1,4 @@
-//! One communication call: what ranks must agree on, how a rank makes it, and what it must give.
+//! One communication call: the properties that ranks must agree on, its execution, and its expected result.
 use candle_core::{DType, Device, Tensor, Var};
 use candle_dist::{ProcessGroup, ReduceOp, Result};
 
@@ -38,11 +38,11 @@ const WHAT: [What; 12] = [
 /// The number of kinds of steps.
 pub(crate) const KINDS: usize = WHAT.len();
 const DTYPES: [DType; 7] = [DType::U8, DType::U32, DType::I64, DType::F16, DType::BF16, DType::F32, DType::F64];
-/// Reductions of whole numbers and of floats.
+/// Reductions of integers and of floats.
 const INTS: [ReduceOp; 5] = [ReduceOp::Sum, ReduceOp::Min, ReduceOp::Max, ReduceOp::Product, ReduceOp::Xor];
 const FLOATS: [ReduceOp; 5] = [ReduceOp::Sum, ReduceOp::Min, ReduceOp::Max, ReduceOp::Product, ReduceOp::Avg];
 
-/// How a step is made; not every kind knows every way.
+/// How a step is called. Some kinds do not support all ways.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Way {
     New,
@@ -53,34 +53,34 @@ enum Way {
     Coalesced,
 }
 
-/// What an error calls the way.
+/// The name of the way in errors.
 pub(crate) const FORM: &str = "form (into new memory, in place, or started)";
 
-/// A size that makes tensors too large for the eager ways of an engine.
+/// A size that makes tensors too large for a backend's eager messages.
 const LARGE: usize = 22_000;
 
-/// The numbers that decide a step: kind, slot, dtype and reduction, form, data.
+/// The numbers that determine a step: kind, slot, dtype and reduction, form, data.
 pub(crate) type Raw = (usize, usize, usize, usize, usize);
 
 /// One communication of one rank.
 #[derive(Debug, Clone)]
 pub(crate) struct Step {
     pub(crate) what: What,
-    /// The group: 0 is the world, `i` what the `i`-th split of the program made.
+    /// The group: 0 is the world, and `i` the result of the program's `i`-th split.
     pub(crate) slot: usize,
     pub(crate) dtype: DType,
     pub(crate) reduce: ReduceOp,
-    /// Decides the shape, the dims, the sizes, the root and the way.
+    /// Determines the shape, the dims, the sizes, the root and the way.
     pub(crate) form: usize,
-    /// Decides the elements and the view.
+    /// Determines the elements and the view.
     pub(crate) data: usize,
 }
 
-/// A number of values in a shape, row by row; what a step gives.
+/// The result of a step: a shape and its values, row by row.
 pub(crate) type Values = (Vec<usize>, Vec<f64>);
 
 impl Step {
-    /// One step, on the world's group or, some of the time, on a group made by one of `splits` earlier splits.
+    /// Creates a step on the world's group or, in some cases, on a group of one of `splits` earlier splits.
     pub(crate) fn new((what, slot, kind, form, data): Raw, splits: usize) -> Self {
         let dtype = DTYPES[kind % DTYPES.len()];
         let reductions = if dtype.is_int() { INTS } else { FLOATS };
@@ -88,7 +88,7 @@ impl Step {
         Self { what: WHAT[what], slot: slot % (splits + 1), dtype, reduce, form, data }
     }
 
-    /// The sizes of the pieces of a cut dim: even, uneven, some empty, one owner, all empty.
+    /// Returns the sizes of the pieces of a cut dim: even, uneven, some empty, one owner, all empty.
     fn sizes(&self, n: usize) -> Vec<usize> {
         (0..n)
             .map(|r| match self.form % 5 {
@@ -105,7 +105,7 @@ impl Step {
         self.form.is_multiple_of(5)
     }
 
-    /// The dim that is cut, and for all_to_all the dim that is joined.
+    /// Returns the dim that is cut, and for all_to_all the dim that is joined.
     fn dims(&self) -> (usize, usize) {
         let dim = self.form / 5 % 3;
         (dim, (dim + 1) % 3)
@@ -124,7 +124,7 @@ impl Step {
         }
     }
 
-    /// The shape of the whole: all pieces together.
+    /// Returns the shape of all pieces together.
     fn whole(&self, n: usize) -> [usize; 3] {
         let (total, (cut, join)) = (self.sizes(n).iter().sum(), self.dims());
         let mut shape = [2 + self.form / 60 % 2, 2, 3];
@@ -138,7 +138,7 @@ impl Step {
         shape
     }
 
-    /// The shape of what member `r` of `n` gives.
+    /// Returns the shape of the input of member `r` of `n`.
     fn given(&self, r: usize, n: usize) -> [usize; 3] {
         let mut shape = self.whole(n);
         match self.what {
@@ -149,12 +149,12 @@ impl Step {
         shape
     }
 
-    /// Member `r`'s element at `at`: a small whole number, exact in every dtype.
+    /// Returns member `r`'s element at `at`: a small whole number, exact in every dtype.
     fn element(&self, r: usize, at: [usize; 3]) -> f64 {
         ((self.data * 7 + r * 5 + at[0] * 3 + at[1] * 2 + at[2]) % 3 + 1) as f64
     }
 
-    /// What member `r` of `n` gives; some of the time as a view that is not contiguous.
+    /// Returns the input of member `r` of `n`, in some cases as a view that is not contiguous.
     fn input(&self, r: usize, n: usize) -> Result<Tensor> {
         let [a, b, c] = self.given(r, n);
         if self.data.is_multiple_of(2) {
@@ -164,7 +164,7 @@ impl Step {
         Ok(tensor(turned, self.dtype)?.permute((2, 1, 0))?)
     }
 
-    /// The color of member `r`; on a given form of split some member gets no group.
+    /// Returns the color of member `r`. In one form of split, some member gets no group.
     fn color(&self, r: usize) -> Option<u32> {
         match self.form % 4 {
             0 => Some((r % 2) as u32),
@@ -178,7 +178,7 @@ impl Step {
         if (self.form / 12).is_multiple_of(2) { 0 } else { -(r as i64) }
     }
 
-    /// What a split gives member `r` of `n`: the members of its group as ranks of the old one.
+    /// Returns the members of the group that member `r` of `n` gets from a split, as ranks of the old group.
     pub(crate) fn members(&self, r: usize, n: usize) -> Option<Vec<usize>> {
         let color = self.color(r)?;
         let mut members: Vec<usize> = (0..n).filter(|&m| self.color(m) == Some(color)).collect();
@@ -186,7 +186,7 @@ impl Step {
         Some(members)
     }
 
-    /// What the ranks of a group must agree on, in the order in which differences are named.
+    /// Returns the properties that the ranks of a group must agree on, in the order in which differences are reported.
     pub(crate) fn signature(&self, n: usize) -> [(&'static str, String); 9] {
         use What::*;
         let (what, way) = (self.what, self.way());
@@ -272,7 +272,7 @@ impl Step {
         format!("plan {}", self.form % 3)
     }
 
-    /// Makes the call, and returns its result if it has one; a split's group goes to `made`.
+    /// Makes the call and returns its result, if any. The group of a split goes to `made`.
     pub(crate) fn perform(&self, g: &ProcessGroup, made: &mut Option<ProcessGroup>) -> Result<Option<Tensor>> {
         let (r, n) = (g.rank(), g.size());
         let ((cut, join), sizes, root) = (self.dims(), self.sizes(n), self.root(n));
@@ -309,12 +309,12 @@ impl Step {
         }
     }
 
-    /// What the call gives member `r`, from its definition: `steps` are those of all members, in group order.
+    /// Computes the result of member `r` from the definition. `steps` are those of all members, in group order.
     pub(crate) fn expected(&self, r: usize, steps: &[&Step]) -> Option<Values> {
         let n = steps.len();
         let (whole, sizes, (cut, join)) = (self.whole(n), self.sizes(n), self.dims());
         let start = |r: usize| sizes[..r].iter().sum::<usize>();
-        // The member whose piece holds place `i` of a dim that is joined.
+        // The member whose piece contains index `i` of a dim that is joined.
         let owner = |i: usize| (0..n).rfind(|&m| start(m) <= i && sizes[m] > 0).unwrap_or(0);
         let moved = |mut at: [usize; 3], dim: usize, to: usize| {
             at[dim] = to;
@@ -354,12 +354,12 @@ impl Step {
         }
     }
 
-    /// What a ring gives: all of member `from`'s tensor.
+    /// Returns the result of a ring: the whole tensor of member `from`.
     pub(crate) fn sent(&self, from: usize, n: usize) -> Values {
         values(self.whole(n), |at| self.element(from, at))
     }
 
-    /// `wanted` as a tensor of this step's dtype.
+    /// Converts `wanted` to a tensor of this step's dtype.
     pub(crate) fn as_tensor(&self, wanted: &Values) -> candle_core::Result<Tensor> {
         tensor(wanted.clone(), self.dtype)
     }

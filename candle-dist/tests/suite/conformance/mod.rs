@@ -1,4 +1,4 @@
-//! The conformance suite on threads: every case on worlds 1 to 5, every failure on worlds 2 to 5.
+//! The conformance suite on threads: every case on worlds of 1 to 5 ranks, every failure on worlds of 2 to 5.
 //!
 //! `scripts/mpi-test.sh` runs the same cases on processes.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
@@ -40,7 +40,7 @@ fn failures_are_the_same_on_every_rank() {
             let heard = errors.clone();
             let outcome = Ranks::new(n, failure.name).run(move |ctx| -> candle_dist::Result<()> {
                 let error = (failure.run)(ctx).expect_err("something is wrong");
-                // Every later call says the same at once.
+                // Every later call returns the same error at once.
                 assert_eq!(ctx.group().barrier().unwrap_err().to_string(), error.to_string());
                 heard.lock().unwrap().push(error.to_string());
                 Err(error)

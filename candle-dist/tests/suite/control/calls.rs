@@ -34,7 +34,7 @@ fn a_rank_that_ends_stops_only_those_who_wait_for_a_round_it_never_entered() {
             if control.rank() == culprit {
                 return None;
             }
-            // Round 2 again, as one that was started and is now waited for: the culprit has entered it.
+            // Round 2 again: it was started before and is now waited for. The culprit has entered it.
             let entered = control.enter(group, &[0, 1, 2], 2, &Call::new(Op::Barrier));
             std::thread::sleep(Duration::from_millis(100));
             assert!(control.failure().is_none());
@@ -68,7 +68,7 @@ fn a_message_that_was_sent_is_not_missed() {
         std::thread::sleep(Duration::from_millis(200));
         assert!(control.failure().is_none());
         drop(entered);
-        // A second one will never come; sending to who has left waits for nothing.
+        // A second message never comes. Sending to a rank that has ended waits for nothing.
         drop(control.enter(channel(5, 0, 1, 0), &[0, 1], 0, &message(Op::Send, 1, 3)).unwrap());
         let entered = control.enter(id, &[1, 0], 1, &message(Op::Recv, 1, 3));
         assert!(heard(&control).starts_with("rank 1 returned while other ranks wait for it"));
@@ -189,7 +189,7 @@ fn a_rank_that_dropped_a_group_and_ended_has_taken_part_in_it() {
             return None; // drops the group, then the world
         }
         std::thread::sleep(Duration::from_millis(200));
-        // What it has started is waited for in peace, and so is what it has sent.
+        // Its started calls and its messages can still be waited for.
         drop(control.enter(group.id(), &[0, 1, 2], 0, &Call::new(Op::Barrier)).unwrap());
         if control.rank() == 0 {
             drop(control.enter(channel, &[2, 0], nth, &message(Op::Recv, 2, 3)).unwrap());
@@ -213,14 +213,14 @@ fn the_goodbye_after_very_many_groups_and_tags_arrives() {
         if control.rank() == 0 {
             let world = control.join(&[0, 1]);
             for nth in 0..MANY {
-                // Groups that nobody drops, each with a round, and as many tags.
+                // Groups that nobody drops, each with one round, and the same number of tags.
                 drop(control.enter(nth, &[0, 1], 0, &call).unwrap());
                 let (channel, nth) = control.message(world.id(), 0, 1, nth as u32);
                 drop(control.enter(channel, &[0, 1], nth, &message(Op::Send, 1, 1)).unwrap());
             }
             return None;
         }
-        // Rank 0 stays, and has not taken part in this one.
+        // Rank 0 is still there, and has not taken part in this round.
         let group = control.join(&[0, 1]);
         std::thread::sleep(Duration::from_millis(10));
         let entered = control.enter(group.id(), &[0, 1], 0, &call);

@@ -1,4 +1,4 @@
-//! A world stops for one reason, which all ranks hear in the same words.
+//! A world stops for one reason, and all ranks get the same error text.
 use super::*;
 use candle_dist::backend::Call;
 use candle_dist::{Cause, Doing, Error, Op};

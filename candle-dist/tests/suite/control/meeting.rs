@@ -1,4 +1,4 @@
-//! Processes come together, or all hear why not; values are passed on.
+//! Processes join a world, or all get the same error; values are passed on.
 use super::*;
 use std::net::TcpStream;
 use std::thread;
@@ -103,7 +103,7 @@ fn a_taken_port_and_a_foreign_program_are_named() {
 
 #[test]
 fn rank_0_listens_at_its_own_addresses_only() {
-    // 203.0.113.0/24 is for documentation.
+    // 203.0.113.0/24 is reserved for documentation.
     let options = options("203.0.113.1:29500", 0, 2).local(0, 1).token("t");
     let text = connect(&options).unwrap_err().to_string();
     assert!(text.contains("rank 0 cannot listen at 203.0.113.1, which is no address of its host"), "{text}");
@@ -119,7 +119,7 @@ fn worlds_may_follow_each_other_at_one_address() {
                 for world in 0..5u8 {
                     let control = connect(&options(address, rank, 3)).unwrap();
                     control.set(&format!("of {rank}"), &[world]).unwrap();
-                    // Rank 2 leaves first, and is at the door again while the others are still inside.
+                    // Rank 2 leaves first, and connects again while the others are still in the first world.
                     for other in 0..3 - rank {
                         assert_eq!(control.get(&format!("of {other}")).unwrap(), [world]);
                     }

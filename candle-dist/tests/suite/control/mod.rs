@@ -1,4 +1,4 @@
-//! What processes tell each other over rank 0, here with threads in their places.
+//! The control messages between processes, tested with threads in place of processes.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 mod calls;
 mod failing;
@@ -12,12 +12,12 @@ use std::net::TcpListener;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// An address that nobody uses.
+/// Returns an unused address.
 fn free_address() -> String {
     TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string()
 }
 
-/// Options of rank `rank` of `size`; long enough timeouts that none ends a test.
+/// Returns options of rank `rank` of `size`, with timeouts that are too long to end a test.
 fn options(address: &str, rank: usize, size: usize) -> InitOptions {
     InitOptions::explicit(address, rank, size).timeout(Duration::from_secs(60)).init_timeout(Duration::from_secs(30))
 }
@@ -26,7 +26,7 @@ fn connect(options: &InitOptions) -> Result<Arc<Control>> {
     Control::connect(&LaunchInfo::from_env(options).unwrap(), options)
 }
 
-/// Runs `f` as every rank of a world of `size` whose options `change` has changed, and returns what it returns.
+/// Runs `f` on every rank of a world of `size`, with options changed by `change`, and returns the results.
 fn world_with<T: Send>(
     size: usize,
     change: impl Fn(InitOptions) -> InitOptions + Sync,
@@ -45,7 +45,7 @@ fn world<T: Send>(size: usize, f: impl Fn(Arc<Control>) -> T + Sync) -> Vec<T> {
     world_with(size, |options| options, f)
 }
 
-/// Waits until the world has failed, and returns what everybody hears.
+/// Waits until the world has failed, and returns the error text.
 fn heard(control: &Control) -> String {
     loop {
         match control.failure() {
@@ -55,7 +55,7 @@ fn heard(control: &Control) -> String {
     }
 }
 
-/// Asserts that all ranks heard the same, and returns it.
+/// Asserts that all ranks got the same text, and returns it.
 fn common(heard: &[String]) -> String {
     assert!(heard.iter().all(|text| text == &heard[0]), "{heard:#?}");
     heard[0].clone()

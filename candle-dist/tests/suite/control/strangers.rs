@@ -1,14 +1,14 @@
-//! Whoever else connects to rank 0 is dropped or told why, and disturbs nobody.
+//! Other connections to rank 0 are dropped or get a reason, and do not disturb the world.
 use super::*;
 use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
-/// The first bytes of both directions.
+/// The first bytes in both directions.
 const MAGIC: &[u8; 8] = b"\xc4ndlDist";
 
-/// A greeting as it goes over the network.
+/// Returns a greeting as it is sent.
 fn hello(version: u16, rank: u32, size: u32, token: &[u8]) -> Vec<u8> {
     let (version, len) = (version.to_le_bytes(), (token.len() as u16).to_le_bytes());
     [&MAGIC[..], &version, &rank.to_le_bytes(), &size.to_le_bytes(), &len, token].concat()
@@ -21,14 +21,14 @@ fn answer(address: &str, bytes: &[u8]) -> Vec<u8> {
     stream.write_all(bytes).unwrap();
     let mut answer = Vec::new();
     match stream.read_to_end(&mut answer) {
-        // Closed with bytes of ours unread.
+        // The connection was closed while some of our bytes were unread.
         Err(error) if error.kind() == std::io::ErrorKind::ConnectionReset => {}
         result => drop(result.expect("the server closes the connection")),
     }
     answer
 }
 
-/// Rank 0 waits for rank 1 while `disturb` does; then both meet, and disturb once more, and the world still works.
+/// Disturbs rank 0 while it waits for rank 1, and again after both have joined. The world must still work.
 fn undisturbed(disturb: impl Fn(&str)) {
     let address = free_address();
     let address = &address;
@@ -57,7 +57,7 @@ fn garbage_is_dropped_without_an_answer() {
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
         &[0xff; 4096],
         &[0; 64],
-        // A token longer than any.
+        // A token above the maximum length.
         &[&MAGIC[..], &[2, 0], &[0; 8], &[0xff; 2], &[b'x'; 2000]].concat(),
         b"\xc4ndlDisT",
     ];
@@ -71,7 +71,7 @@ fn garbage_is_dropped_without_an_answer() {
 #[test]
 fn silent_and_slow_connections_neither_hold_nor_block() {
     undisturbed(|address| {
-        // More than may wait at once: the oldest are dropped.
+        // More than may wait at once, so the oldest are dropped.
         let mut idle: Vec<TcpStream> = (0..200).map(|_| TcpStream::connect(address).unwrap()).collect();
         let mut slow = TcpStream::connect(address).unwrap();
         for byte in &hello(2, 1, 2, b"right")[..10] {
@@ -111,7 +111,7 @@ fn processes_of_other_jobs_versions_and_sizes_are_told_so() {
     ];
     let have_met = AtomicBool::new(false);
     undisturbed(|address| {
-        // Rank 0 itself must be in before a second one is one too many: that comes last.
+        // A second rank 0 is refused only after the first one has joined, so this comes last.
         let known = cases.len() - usize::from(!have_met.swap(true, Ordering::Relaxed));
         for (bytes, expected) in &cases[..known] {
             let answer = answer(address, bytes);
@@ -163,7 +163,7 @@ fn a_process_that_sends_what_cannot_be_read_is_lost_and_harms_nobody_else() {
             let mut welcome = [0; 11];
             stream.read_exact(&mut welcome).unwrap();
             assert_eq!(welcome[8..], [0; 3]);
-            // Ready: all have come.
+            // The message that all ranks have joined.
             stream.read_exact(&mut [0; 8]).unwrap();
             stream.write_all(&frame).unwrap();
             let text = common(&others.map(|thread| thread.join().unwrap()));

@@ -1,4 +1,4 @@
-//! Wrong arguments: refused before anything is sent, and the group stays usable.
+//! Wrong arguments are refused before anything is sent, and the group stays usable.
 use super::Case;
 use candle_core::{DType, Device, Tensor};
 use candle_dist::{Error, ProcessGroup, RankContext, ReduceOp, Result};
@@ -12,7 +12,7 @@ fn x(dtype: DType) -> Result<Tensor> {
     Ok(Tensor::zeros((7, 11), dtype, &Device::Cpu)?)
 }
 
-/// What errors must say, and calls with wrong arguments; 7 and 11 divide by no number of ranks that is tested.
+/// The error texts, and calls with wrong arguments. 7 and 11 are not divisible by any tested number of ranks.
 const WRONG: [Wrong; 13] = [
     (&["broadcast", "is outside"], |g| g.broadcast(&x(DType::F32)?, g.size()).map(drop)),
     (&["all_gather", "dim 2", "[7, 11]"], |g| g.all_gather(&x(DType::F32)?, 2).map(drop)),
@@ -27,7 +27,7 @@ const WRONG: [Wrong; 13] = [
     (&["recv", "f4", "cast to one of"], |g| g.recv(1, DType::F4, (g.rank() + 1) % g.size()).map(drop)),
     (&["subgroup", "twice"], |g| g.subgroup(&[0, 0]).map(drop)),
     (&["the root must give"], |g| {
-        // Only the root can tell; so it is the root on every rank that is asked.
+        // Only the root can find this error, so every rank calls it as the root.
         let sizes: Vec<usize> = (0..g.size()).map(|rank| if rank == 0 { 7 } else { 0 }).collect();
         g.scatter(None, ((7, 11), DType::F32), 0, &sizes, g.rank()).map(drop)
     }),

@@ -1,19 +1,19 @@
-//! Calls that do not belong together: the same error on every rank.
+//! Ranks that make different calls: the same error on every rank.
 use candle_core::{DType, Device, Tensor};
 use candle_dist::{RankContext, ReduceOp, Result};
 use std::time::Duration;
 
-/// One rank goes wrong.
+/// A failure of one rank.
 pub(crate) struct Failure {
     pub(crate) name: &'static str,
-    /// What the error says.
+    /// The text of the error.
     pub(crate) text: &'static str,
-    /// The rank that goes wrong ends the process of its rank, or panics, and reports no error.
+    /// Whether the failing rank panics or ends the process of its rank, and thus returns no error.
     pub(crate) silent: bool,
     pub(crate) run: fn(&RankContext) -> Result<()>,
 }
 
-/// Every way for a rank to go wrong that is no crash of its process.
+/// All ways in which a rank can fail, except a crash of its process.
 pub(crate) const FAILURES: &[Failure] = &[
     Failure {
         name: "op",
@@ -178,19 +178,19 @@ fn x(len: usize) -> Result<Tensor> {
     Ok(Tensor::ones(len, DType::F32, &Device::Cpu)?)
 }
 
-/// Elements of more than goes in one piece anywhere.
+/// The size of a tensor that no backend sends in one piece.
 const LARGE: usize = 1 << 20;
 
-/// A good round, then one in which the last rank names another root.
+/// Runs a correct round, and then one in which the last rank passes another root.
 fn rooted(ctx: &RankContext, op: fn(&RankContext, usize) -> Result<()>) -> Result<()> {
     op(ctx, 0)?;
     let last = ctx.world_size() - 1;
     op(ctx, if ctx.rank() == last { last } else { 0 })?;
-    // A root that needs nobody hears of it here at the latest.
+    // A root that waits for nobody gets the error here at the latest.
     ctx.group().barrier()
 }
 
-/// A good round, then one in which the last rank does something else.
+/// Runs a correct round, and then one in which the last rank makes another call.
 fn differ(ctx: &RankContext, wrong: fn(&RankContext) -> Result<()>) -> Result<()> {
     ctx.group().all_reduce(&x(3)?, ReduceOp::Sum)?;
     if ctx.rank() + 1 == ctx.world_size() {
@@ -198,6 +198,6 @@ fn differ(ctx: &RankContext, wrong: fn(&RankContext) -> Result<()>) -> Result<()
     } else {
         ctx.group().all_reduce(&x(4)?, ReduceOp::Sum)?;
     }
-    // Where the wrong call needs nobody, the next one does.
+    // If the wrong call waits for nobody, the next one does.
     ctx.group().barrier()
 }

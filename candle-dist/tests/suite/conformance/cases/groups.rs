@@ -1,4 +1,4 @@
-//! Groups of some ranks, in an order of their own.
+//! Groups of some ranks in any order.
 use super::Case;
 use super::values::{assert_same, input};
 use candle_core::{DType, Device, Tensor};
@@ -46,7 +46,7 @@ fn members(ctx: &RankContext) -> Result<()> {
 
 fn overlapping(ctx: &RankContext) -> Result<()> {
     let (g, r, n) = (ctx.group(), ctx.rank(), ctx.world_size());
-    // Each rank is in the group with the next one and in that with the one before; every other one first.
+    // Each rank is in a group with the next rank and in one with the previous rank. Odd ranks reverse the order.
     let mut starts = [r, (r + n - 1) % n];
     if r % 2 == 1 {
         starts.reverse();

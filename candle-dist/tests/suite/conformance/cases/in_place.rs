@@ -1,4 +1,4 @@
-//! Results that take the place of inputs.
+//! Results that overwrite inputs.
 use super::Case;
 use super::values::{DTYPES, assert_same, fractions, input, reduced};
 use candle_core::{DType, Tensor, Var};
@@ -9,13 +9,13 @@ pub(crate) const CASES: &[Case] = &[
     Case { name: "large sums have the bits of small ones", least: 1, run: bits },
 ];
 
-/// Small and empty tensors, and large ones that do not divide among the ranks.
+/// Small and empty tensors, and large ones whose size is not divisible by the number of ranks.
 const SHAPES: [&[usize]; 6] = [&[7, 3], &[], &[0, 4], &[3, 0], &[731, 719], &[70_001]];
 
 fn replaced(ctx: &RankContext) -> Result<()> {
     let (g, r, n) = (ctx.group(), ctx.rank(), ctx.world_size());
     for dtype in DTYPES {
-        // What is large takes its time to compare; these three are made by the code of the others.
+        // Comparing large tensors takes time, and these three share the code of the others.
         let small = matches!(dtype, DType::I16 | DType::I32 | DType::F8E4M3);
         for shape in SHAPES.into_iter().filter(|shape| !small || shape.iter().product::<usize>() < 100_000) {
             let x = input(r, shape, dtype)?;

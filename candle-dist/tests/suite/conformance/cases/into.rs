@@ -1,4 +1,4 @@
-//! Results in memory that the caller gives.
+//! Results in given memory.
 use super::Case;
 use super::values::{DTYPES, LENGTHS, assert_same, cuts, input, reduced, start};
 use candle_core::{DType, Device, Tensor, Var};
@@ -15,7 +15,7 @@ pub(crate) const CASES: &[Case] = &[
     Case { name: "results of coalesced calls go to given memory", least: 2, run: coalesced },
 ];
 
-/// Memory for a tensor like `like`: with wrong values, in the middle of a larger storage.
+/// Returns memory for a tensor like `like`, with wrong values, in the middle of a larger storage.
 fn room(like: &Tensor) -> Result<Tensor> {
     let whole = Tensor::ones(like.elem_count() + 8, DType::F32, &Device::Cpu)?.to_dtype(like.dtype())?;
     Ok(whole.narrow(0, 5, like.elem_count())?.reshape(like.shape())?)
@@ -106,7 +106,7 @@ fn messages(ctx: &RankContext) -> Result<()> {
             assert_same(&second, &want, "a message that was waited for")?;
         }
     }
-    // A tensor that was handed over may be the very memory where it comes back to.
+    // A tensor that is passed on may come back to its own memory.
     let mine = input(r, &[100], DType::F32)?;
     g.send_owned(mine.clone(), next)?;
     let back = g.recv(100, DType::F32, before)?;
@@ -161,7 +161,7 @@ const WRONG: [Wrong; 7] = [
 fn refused(ctx: &RankContext) -> Result<()> {
     let x = input(0, &[2, 3], DType::F32)?;
     for (i, (text, call)) in WRONG.into_iter().enumerate() {
-        // What is wanted depends on the size of the world.
+        // The expected result depends on the size of the world.
         let text = if i == 0 { format!("[{}, 3]", 2 * ctx.world_size()) } else { text.to_string() };
         let error = call(ctx.group(), &x, ctx.world_size()).expect_err("wrong memory").to_string();
         assert!(error.contains(&text), "{error} without {text}");
@@ -170,7 +170,7 @@ fn refused(ctx: &RankContext) -> Result<()> {
     Ok(())
 }
 
-/// Through the engine, which takes several outputs.
+/// Calls the backend, which accepts several outputs.
 fn coalesced(ctx: &RankContext) -> Result<()> {
     let (g, r, n) = (ctx.group(), ctx.rank(), ctx.world_size());
     let tensors: Tensors = [input(r, &[3], DType::F32)?, input(r, &[2, 2], DType::F32)?].into_iter().collect();

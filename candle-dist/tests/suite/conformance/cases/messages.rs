@@ -19,7 +19,7 @@ pub(crate) const CASES: &[Case] = &[
     Case { name: "messages from any rank, and what is known of them before", least: 2, run: any },
 ];
 
-/// The ranks behind and before this one.
+/// Returns the previous and the next rank.
 fn neighbours(ctx: &RankContext) -> (usize, usize) {
     let (r, n) = (ctx.rank(), ctx.world_size());
     ((r + 1) % n, (r + n - 1) % n)
@@ -35,7 +35,7 @@ fn ring(ctx: &RankContext) -> Result<()> {
     g.barrier()
 }
 
-/// More than any transport takes eagerly, both ways, before anybody receives.
+/// More data than any transport sends eagerly, in both directions, before any rank receives.
 fn unread(ctx: &RankContext) -> Result<()> {
     let (g, r, (next, before)) = (ctx.group(), ctx.rank(), neighbours(ctx));
     for i in 0..48 {
@@ -51,7 +51,7 @@ fn unread(ctx: &RankContext) -> Result<()> {
 fn lengths(ctx: &RankContext) -> Result<()> {
     let (g, r, (next, before)) = (ctx.group(), ctx.rank(), neighbours(ctx));
     for dtype in DTYPES {
-        // Large and small ones in turn, so that small ones could overtake.
+        // Large and small messages alternate, so that small ones could overtake.
         let lengths = LENGTHS.into_iter().rev().chain(LENGTHS).chain([0]);
         for (i, len) in lengths.clone().enumerate() {
             g.send_owned(input(r + i, &[len], dtype)?, next)?;
@@ -75,7 +75,7 @@ fn tags(ctx: &RankContext) -> Result<()> {
     for (got, tag) in got.iter().zip([2, 0, 1]) {
         assert_same(got, &tensor(before, tag)?, &format!("tag {tag}"))?;
     }
-    // Any tag there is.
+    // Any tag is allowed.
     let last = g.batch_send_recv(&[
         Message::Send { tensor: tensor(r, 0)?, to: next, tag: u32::MAX },
         Message::Recv { shape: Shape::from(1), dtype: DType::I64, from: before, tag: u32::MAX },
@@ -102,7 +102,7 @@ fn started(ctx: &RankContext) -> Result<()> {
             let receives = (0..3).map(|_| g.recv_start(len, DType::F32, before, tag)).collect::<Result<Vec<_>>>()?;
             let sends = (0..4).map(|i| g.send_start(&input(r + i, &[len], DType::F32)?, next, tag));
             Pending::wait_all(sends.collect::<Result<Vec<_>>>()?)?;
-            // A blocking one comes after those that were started.
+            // A blocking receive comes after those that were started.
             let last =
                 g.batch_send_recv(&[Message::Recv { shape: len.into(), dtype: DType::F32, from: before, tag }])?;
             assert_same(&last[0], &input(before + 3, &[len], DType::F32)?, "the last")?;
@@ -114,7 +114,7 @@ fn started(ctx: &RankContext) -> Result<()> {
     Ok(())
 }
 
-/// Runs `f` unless the engine says that it cannot, which it says on all ranks.
+/// Runs `f`, unless the backend does not support it, which it must report on all ranks.
 fn where_there_is(g: &ProcessGroup, f: impl FnOnce() -> Result<()>) -> Result<()> {
     match g.probe(None, 0) {
         Err(Error::Unsupported(text)) => {
@@ -131,7 +131,7 @@ fn where_there_is(g: &ProcessGroup, f: impl FnOnce() -> Result<()>) -> Result<()
     }
 }
 
-/// Waits for `what`, not for ever.
+/// Waits for `what`, with a time limit.
 fn soon(what: impl Fn() -> Result<bool>) -> Result<()> {
     let began = Instant::now();
     while !what()? {

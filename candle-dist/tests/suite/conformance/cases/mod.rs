@@ -1,5 +1,5 @@
-//! What every engine must do: cases that run on each rank of a world of any size, and compare with what follows from
-//! the inputs of all ranks, which every rank can make.
+//! The requirements for every backend: cases that run on each rank of a world of any size. Every rank computes the
+//! inputs of all ranks, and compares the results with them.
 pub(crate) mod arguments;
 pub(crate) mod coalesced;
 pub(crate) mod exchanges;
@@ -18,10 +18,10 @@ pub(crate) use failures::FAILURES;
 
 use candle_dist::{RankContext, Result};
 
-/// One thing that every engine must do.
+/// One requirement for every backend.
 pub(crate) struct Case {
     pub(crate) name: &'static str,
-    /// The smallest world that it makes sense on.
+    /// The smallest world in which it applies.
     pub(crate) least: usize,
     pub(crate) run: fn(&RankContext) -> Result<()>,
 }

@@ -1,4 +1,4 @@
-//! Values of any type that serde knows.
+//! Values of any serde type.
 use super::Case;
 use candle_dist::{MAX_OBJECT_BYTES, RankContext, Result};
 use serde::{Deserialize, Serialize};
@@ -17,7 +17,7 @@ struct Thing {
     more: BTreeMap<String, Vec<Thing>>,
 }
 
-/// One that belongs to a rank, of a size of its own.
+/// Returns a value that depends on the rank, with its own size.
 fn thing(rank: usize, len: usize) -> Thing {
     let parts = (0..len).map(|i| (i % 3 != rank % 3).then_some((i as u32, i as f64 / 3.0))).collect();
     let inner = Thing { name: "ß".repeat(rank), parts: Vec::new(), more: BTreeMap::new() };
@@ -40,7 +40,7 @@ fn everywhere(ctx: &RankContext) -> Result<()> {
     g.broadcast_object(Some(&()), 0)
 }
 
-/// Too large where it says so, and unfit to be sent where it says that.
+/// A value that is too large, or that cannot be serialized.
 #[derive(Clone, Copy)]
 struct Bad {
     large: bool,
@@ -84,7 +84,7 @@ fn refused(ctx: &RankContext) -> Result<()> {
             for error in errors {
                 let error = error.to_string();
                 assert!(error.contains(text) && error.contains(&format!("rank {culprit}")), "{error}");
-                // The same on all ranks.
+                // The error is the same on all ranks.
                 assert_eq!(g.all_gather_text(&error)?, vec![error; n]);
             }
             assert_eq!(g.all_gather_object(&r)?, (0..n).collect::<Vec<_>>());

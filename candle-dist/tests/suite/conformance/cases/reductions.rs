@@ -58,7 +58,7 @@ fn every_dtype_and_op(ctx: &RankContext) -> Result<()> {
     Ok(())
 }
 
-/// The sum that rounds after each rank, as f32 does.
+/// Returns the sum that rounds after each rank, as f32 does.
 fn summed(n: usize, len: usize) -> Result<Tensor> {
     let mut sum = fractions(0, len)?;
     for rank in 1..n {
@@ -102,7 +102,7 @@ fn every_length(ctx: &RankContext) -> Result<()> {
 }
 
 fn wide_sums(ctx: &RankContext) -> Result<()> {
-    // In f16 steps of 1 vanish beside 2048; in f32 they add up.
+    // In f16, adding 1 to 2048 has no effect; in f32 it does.
     let x = if ctx.rank() == 0 { 2048.0 } else { 1.0 };
     for dtype in [DType::F16, DType::BF16] {
         let x = Tensor::new(&[x as f32], &Device::Cpu)?.to_dtype(dtype)?;
@@ -116,7 +116,7 @@ fn premultiplied(ctx: &RankContext) -> Result<()> {
     let (g, n) = (ctx.group(), ctx.world_size());
     let op = ReduceOp::pre_mul_sum(1.0 / n as f64);
     for dtype in [DType::F16, DType::BF16, DType::F32, DType::F64] {
-        // Two of these are no f16.
+        // Twice this number overflows f16.
         let x = Tensor::new(&[40_000f32], &Device::Cpu)?.to_dtype(dtype)?;
         let mean = values(&g.all_reduce(&x, op)?)?[0];
         assert!((mean - values(&x)?[0]).abs() <= 64.0 && mean.is_finite(), "{dtype:?}: {mean}");

@@ -1,4 +1,4 @@
-//! Calls that are started and waited for later.
+//! Started calls.
 use super::Case;
 use super::values::{LENGTHS, assert_same, input};
 use candle_core::{DType, Device, Tensor, Var};
@@ -8,7 +8,7 @@ use std::time::Duration;
 pub(crate) const CASES: &[Case] = &[
     Case { name: "started calls may be waited for in any order", least: 1, run: any_order },
     Case { name: "a started call is ready when all have started it", least: 2, run: ready },
-    // One rank gets the variable itself.
+    // The variable of one rank is passed directly.
     Case { name: "a variable may change while a call is pending", least: 2, run: variable },
     Case { name: "a dropped call lets the others go on", least: 2, run: dropped },
     Case { name: "blocking calls pass started ones", least: 1, run: overtaking },
@@ -28,7 +28,7 @@ fn any_order(ctx: &RankContext) -> Result<()> {
                 (g.all_to_all_start(&x, 0, 1)?, g.all_to_all(&x, 0, 1)?),
                 (g.broadcast_start(&x, n - 1)?, g.broadcast(&x, n - 1)?),
             ];
-            // Each rank in an order of its own.
+            // Each rank waits in its own order.
             open.rotate_left(r % 4);
             if reverse != (r % 2 == 0) {
                 open.reverse();

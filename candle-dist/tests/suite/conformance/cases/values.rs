@@ -1,8 +1,8 @@
-//! Inputs that every rank can make, and what reductions make of them.
+//! Inputs that every rank can compute, and the expected results of reductions.
 use candle_core::{DType, Device, Tensor};
 use candle_dist::{ReduceOp, Result};
 
-/// The dtypes that groups carry.
+/// The dtypes that collectives support.
 pub(crate) const DTYPES: [DType; 10] = [
     DType::U8,
     DType::U32,
@@ -16,23 +16,23 @@ pub(crate) const DTYPES: [DType; 10] = [
     DType::F64,
 ];
 
-/// Rank `rank`'s tensor: small whole numbers, so that every dtype is exact.
+/// Returns the tensor of `rank`: small whole numbers, which are exact in every dtype.
 pub(crate) fn input(rank: usize, shape: &[usize], dtype: DType) -> Result<Tensor> {
     let n: usize = shape.iter().product();
     let values: Vec<f32> = (0..n).map(|i| ((i * 7 + rank * 3) % 5 + 1) as f32).collect();
     Ok(Tensor::from_vec(values, shape, &Device::Cpu)?.to_dtype(dtype)?)
 }
 
-/// Rank `rank`'s tensor with fractions, whose sums depend on their order.
+/// Returns the tensor of `rank` with fractions, whose sums depend on their order.
 pub(crate) fn fractions(rank: usize, len: usize) -> Result<Tensor> {
     let values: Vec<f32> = (0..len).map(|i| ((i * 37 + rank * 101) as f32).sin() * 1e3).collect();
     Ok(Tensor::new(values, &Device::Cpu)?)
 }
 
-/// All elements; exact for the values that are used here.
+/// Returns all elements, exact for the values that are used here.
 pub(crate) fn values(t: &Tensor) -> Result<Vec<f64>> {
     if t.dtype() == DType::F8E4M3 {
-        // One by one: a compiler may make the conversion of a whole slice, as candle has it, endless.
+        // One by one: compilers may turn candle's conversion of a whole slice into an endless loop.
         let f8 = t.flatten_all()?.to_vec1::<float8::F8E4M3>()?;
         return Ok(f8.into_iter().map(|x| std::hint::black_box(x).to_f64()).collect());
     }
@@ -49,7 +49,7 @@ pub(crate) fn assert_same(got: &Tensor, want: &Tensor, what: &str) -> Result<()>
     Ok(())
 }
 
-/// The reduction of the ranks' tensors in rank order, elementwise in f64: exact for whole numbers.
+/// Returns the reduction of the ranks' tensors in rank order, elementwise in f64: exact for whole numbers.
 pub(crate) fn reduced(n: usize, shape: &[usize], dtype: DType, op: ReduceOp) -> Result<Tensor> {
     let all = (0..n).map(|r| values(&input(r, shape, dtype)?)).collect::<Result<Vec<_>>>()?;
     let out: Vec<f64> = (0..all[0].len())
@@ -71,17 +71,17 @@ pub(crate) fn reduced(n: usize, shape: &[usize], dtype: DType, op: ReduceOp) -> 
     Ok(Tensor::from_vec(out, shape, &Device::Cpu)?.to_dtype(dtype)?)
 }
 
-/// Sizes of a dim for `n` ranks: even, uneven, with empty pieces.
+/// Returns sizes of a dim for `n` ranks: even, uneven, and with empty pieces.
 pub(crate) fn cuts(n: usize) -> Vec<Vec<usize>> {
     let empty_tail = (0..n).map(|r| if r == 0 { 3 } else { 0 }).collect();
     vec![vec![2; n], (0..n).map(|r| (r * 2) % 3 + 1).collect(), (0..n).collect(), empty_tail]
 }
 
-/// Where rank `rank`'s piece begins.
+/// Returns the offset of the piece of `rank`.
 pub(crate) fn start(sizes: &[usize], rank: usize) -> usize {
     sizes[..rank].iter().sum()
 }
 
-/// Lengths of f32 tensors that engines may treat differently: sent at once, in several messages, in pieces; most do not
-/// divide among ranks.
+/// Lengths of f32 tensors that backends may treat differently: sent at once, in several messages, in pieces. Most are
+/// not divisible by the number of ranks.
 pub(crate) const LENGTHS: [usize; 6] = [1, 1023, 5_003, 20_011, 100_003, 300_007];
