@@ -88,7 +88,7 @@ fn edges_costs_and_groups_that_do_not_fit() {
     refused(simulate(Costs { latency: f64::NAN, ..costs.clone() }), &["latency cost is NaN"]);
     refused(greedy(&[0, 1], 0, &Edges::chain(2), &costs, 1.0), &["2 stages for 0 microbatches"]);
     refused(greedy(&[0, 1], usize::MAX, &Edges::chain(2), &costs, 1.0), &["together at most"]);
-    refused(greedy(&[0, usize::MAX], 1, &Edges::chain(2), &costs, 1.0), &["2 stages are not enough"]);
+    refused(greedy(&[0, usize::MAX], 1, &Edges::chain(2), &costs, 1.0), &["2 stages suffice for at most 2 ranks"]);
     refused(greedy(&[1, 1], 1, &Edges::chain(2), &costs, 1.0), &["rank 0 has no stage"]);
     refused(greedy(&[0, 1], 1, &Edges::chain(2), &costs, 0.5), &["at most 0.5 microbatches"]);
     refused(greedy(&[0, 1], 1, &Edges::chain(2), &costs, f64::NAN), &["at most NaN microbatches"]);
