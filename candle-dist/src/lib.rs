@@ -104,3 +104,7 @@ pub use train::{
 };
 pub use tree::{Packable, Packed, PackedKeys, TensorTree, replace_by_prefix};
 pub use world::{RankContext, World, WorldError, init_process_group, panic_message};
+
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+mod readme {}

@@ -60,3 +60,7 @@ pub use runtime::{RankStep, Runtime};
 pub use step::{Step, StepOptions};
 pub use tape::{Activation, Backward, Gradient, Keep, StageModule, Tape, WeightTape};
 pub use value::{Kwargs, Path, Value};
+
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+mod readme {}

@@ -67,3 +67,7 @@ pub use spec::{Sizes, Spec, chunk_sizes};
 pub use strict::strict;
 pub use visualize::{visualize_sharding, visualize_sharding_svg};
 pub use weights::Weights;
+
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+mod readme {}
