@@ -1,11 +1,11 @@
-//! Activations with weights or gates, and those that a model's configuration names.
+//! Activations with weights or gates, and candle's `Activation`.
 use crate::{DTensor, Error, Result};
 use candle_nn::Activation;
 
 impl DTensor {
     /// `x` where it is positive, else `weight · x`.
     ///
-    /// The weight has one element, or one for each channel, which is dim 1, or the shape of `x`.
+    /// The weight has one element, one element per channel (dim 1), or the shape of `x`.
     #[track_caller]
     pub fn prelu(&self, weight: &Self) -> Result<Self> {
         let weight = match self.dims() {
@@ -31,10 +31,10 @@ impl DTensor {
         self.elu(alpha.into())?.affine(gamma.into(), 0.0)
     }
 
-    /// The first half of the last dim through SiLU, times the second half.
+    /// `silu(a) · b` for the first half `a` and the second half `b` of the last dim.
     ///
     /// # Errors
-    /// If the last dim does not divide by 2.
+    /// If the size of the last dim is odd.
     #[track_caller]
     pub fn swiglu(&self) -> Result<Self> {
         match self.dims().last() {
@@ -46,7 +46,7 @@ impl DTensor {
         }
     }
 
-    /// The activation of this name.
+    /// Applies one of candle's activations.
     #[track_caller]
     pub fn activation(&self, activation: Activation) -> Result<Self> {
         match activation {

@@ -1,4 +1,4 @@
-//! candle's other names: ops of two tensors broadcast here anyway, and elements leave the mesh as lists.
+//! Aliases for candle's other names of ops, and reads of whole tensors as lists.
 use crate::kernels::Pool;
 use crate::{DTensor, Operand, Result};
 use candle_core::{ToUsize2, WithDType};
@@ -6,7 +6,7 @@ use candle_core::{ToUsize2, WithDType};
 macro_rules! aliases {
     ($($alias:ident, $name:ident;)*) => {
         impl DTensor {
-            $(#[doc = concat!("[`", stringify!($name), "`](Self::", stringify!($name), ") under candle's other name.")]
+            $(#[doc = concat!("[`", stringify!($name), "`](Self::", stringify!($name), "), under candle's other name.")]
             #[track_caller]
             pub fn $alias(&self, rhs: impl Operand) -> Result<Self> {
                 self.$name(rhs)
@@ -32,25 +32,25 @@ aliases! {
 }
 
 impl DTensor {
-    /// [`matmul`](Self::matmul) under candle's other name.
+    /// [`matmul`](Self::matmul), under candle's other name.
     #[track_caller]
     pub fn broadcast_matmul(&self, rhs: &Self) -> Result<Self> {
         self.matmul(rhs)
     }
 
-    /// [`slice_scatter`](Self::slice_scatter) of dim 0.
+    /// [`slice_scatter`](Self::slice_scatter) along dim 0.
     #[track_caller]
     pub fn slice_scatter0(&self, src: &Self, start: usize) -> Result<Self> {
         self.slice_scatter(src, 0, start)
     }
 
-    /// [`upsample_nearest1d`](Self::upsample_nearest1d) under candle's other name.
+    /// [`upsample_nearest1d`](Self::upsample_nearest1d), under candle's other name.
     #[track_caller]
     pub fn interpolate1d(&self, target_size: usize) -> Result<Self> {
         self.upsample_nearest1d(target_size)
     }
 
-    /// [`upsample_nearest2d`](Self::upsample_nearest2d) under candle's other name.
+    /// [`upsample_nearest2d`](Self::upsample_nearest2d), under candle's other name.
     #[track_caller]
     pub fn interpolate2d(&self, target_h: usize, target_w: usize) -> Result<Self> {
         self.upsample_nearest2d([target_h, target_w])
@@ -68,22 +68,22 @@ impl DTensor {
         self.max_pool2d(pool(size, stride))
     }
 
-    /// The only element of a tensor without dims, on every rank.
+    /// Returns the element of a scalar, on every rank.
     pub fn to_vec0<S: WithDType>(&self) -> Result<S> {
         Ok(self.detach().full_tensor()?.to_vec0()?)
     }
 
-    /// The elements of all ranks of a tensor with one dim, on every rank.
+    /// Returns all elements of a tensor with one dim, on every rank.
     pub fn to_vec1<S: WithDType>(&self) -> Result<Vec<S>> {
         Ok(self.detach().full_tensor()?.to_vec1()?)
     }
 
-    /// The elements of all ranks of a tensor with two dims, on every rank.
+    /// Returns all elements of a tensor with two dims, on every rank.
     pub fn to_vec2<S: WithDType>(&self) -> Result<Vec<Vec<S>>> {
         Ok(self.detach().full_tensor()?.to_vec2()?)
     }
 
-    /// The elements of all ranks of a tensor with three dims, on every rank.
+    /// Returns all elements of a tensor with three dims, on every rank.
     pub fn to_vec3<S: WithDType>(&self) -> Result<Vec<Vec<Vec<S>>>> {
         Ok(self.detach().full_tensor()?.to_vec3()?)
     }

@@ -1,4 +1,4 @@
-//! Attention: rotary positions, and the scaled dot product with grouped heads.
+//! Rotary position embedding, and scaled dot product attention with grouped heads.
 use crate::kernels::{self, RopePairs};
 use crate::placement::{Placement, Replicate, Shard};
 use crate::rules::{self, Row, Rows, Signature};
@@ -6,22 +6,22 @@ use crate::{DTensor, Error, Result};
 
 const SUM: Placement = Placement::PARTIAL_SUM;
 
-/// Which keys a query of [`DTensor::scaled_dot_product_attention`] sees.
+/// The keys that a query of [`DTensor::scaled_dot_product_attention`] sees.
 #[derive(Debug, Clone, Copy, Default)]
 pub enum AttentionMask<'a> {
-    /// All of them.
+    /// All keys.
     #[default]
     None,
-    /// Those that are not later: query `i` of `q` sees key `j` of `k` if `j <= i + k - q`.
+    /// Keys that are not later: query `i` of `q` sees key `j` of `k` if `j <= i + k - q`.
     Causal,
-    /// All, with numbers that are added to the scaled scores and broadcast to `[batch, heads, q, k]`; -∞ hides a key.
+    /// All keys. This tensor, broadcast to `[batch, heads, q, k]`, is added to the scaled scores; -∞ hides a key.
     Additive(&'a DTensor),
 }
 
 impl DTensor {
-    /// The rotary position embedding of these rows `[.., s, d]`, the first at position `offset`.
+    /// Applies the rotary position embedding to rows `[.., s, d]`, of which the first is at position `offset`.
     ///
-    /// `cos` and `sin` are `[t, d/2]`, see [`kernels::rope`]. All dims but the last may be sharded, the positions too.
+    /// `cos` and `sin` are `[t, d/2]`; see [`kernels::rope`]. All dims but the last may be sharded, also the positions.
     #[track_caller]
     pub fn rope(&self, cos: &Self, sin: &Self, offset: usize, pairs: RopePairs) -> Result<Self> {
         let attributes = [offset, usize::from(pairs == RopePairs::Halves)];
@@ -54,13 +54,13 @@ impl DTensor {
         Ok(Signature::new(rows, self.dims(), self.dtype()))
     }
 
-    /// Attention: `softmax(query · keyᵀ · scale) · value`, without the matrix of scores in memory.
+    /// Attention: `softmax(query · keyᵀ · scale) · value`. The matrix of scores is never stored.
     ///
     /// The query is `[batch, q, heads, dim]`, the key `[batch, k, kv_heads, dim]` and the value
     /// `[batch, k, kv_heads, v]`; the result is `[batch, q, heads, v]`. `kv_heads` divides `heads`: each key head serves
-    /// a group of consecutive query heads (Ainslie et al. 2023). With `causal`, query `i` sees key `j` if
-    /// `j <= i + k - q`. Batch and heads stay sharded, in pieces of any sizes; where the pieces of the query heads cut
-    /// through a group, each rank uses copies of the key heads. Queries stay sharded unless `causal`. The kernel is
+    /// a group of consecutive query heads (Ainslie et al. 2023). With `causal`, query `i` sees key `j` if `j <= i + k -
+    /// q`. Batch and heads stay sharded, with shards of any sizes. Where shards of the query heads cut through a group,
+    /// each rank uses copies of the key heads. Queries stay sharded unless `causal` is set. The kernel is
     /// [`kernels::flash_attn`].
     ///
     /// # Errors
@@ -92,13 +92,14 @@ impl DTensor {
         of_groups.flash_attn_of_groups(key, value, scale, causal)?.reshape((batch, queries, heads, width))
     }
 
-    /// Attention with as many heads of queries as of keys, or one of keys, or a dim for the queries of each key head.
+    /// Attention with as many query heads as key heads, with one key head, or with a dim for the queries of each key
+    /// head.
     #[track_caller]
     fn flash_attn_of_groups(&self, key: &Self, value: &Self, scale: f64, causal: bool) -> Result<Self> {
         let signature = || {
             let mut shape = self.dims().to_vec();
             shape[self.rank() - 1] = value.dims()[3];
-            // One key head serves all heads of queries.
+            // One key head serves all query heads.
             let of_keys = if key.dims()[2] < self.dims()[2] { Replicate } else { Shard(2) };
             let mut rows = Rows::from_iter([
                 Row::new(Shard(0), &[Shard(0); 3]),
@@ -118,11 +119,11 @@ impl DTensor {
         })
     }
 
-    /// Attention with a mask: `softmax(query · keyᵀ · scale + mask) · value`, with the scale `1/√dim` where none is given.
+    /// Attention with a mask: `softmax(query · keyᵀ · scale + mask) · value`. The default scale is `1/√dim`.
     ///
     /// The query is `[batch, heads, q, dim]`, the key `[batch, kv_heads, k, dim]`, the value `[batch, kv_heads, k, v]`;
-    /// the result is `[batch, heads, q, v]`. Without additive mask this is [`flash_attn`](Self::flash_attn), with heads
-    /// and rows swapped.
+    /// the result is `[batch, heads, q, v]`. Without an additive mask this is [`flash_attn`](Self::flash_attn) with
+    /// heads and rows swapped.
     ///
     /// # Errors
     /// If shapes or dtypes do not agree.
@@ -156,7 +157,7 @@ impl DTensor {
         query.flash_attn(&key, &value, scale, matches!(mask, AttentionMask::Causal))?.transpose(1, 2)
     }
 
-    /// Whether the pieces of the heads of this query `[batch, q, heads, dim]` consist of whole groups.
+    /// Returns whether the shards of the heads of this query `[batch, q, heads, dim]` consist of whole groups.
     fn is_cut_by_groups(&self, group: usize, kv_heads: usize) -> bool {
         let axes: Vec<usize> = self.sharded_axes(2).collect();
         match axes[..] {
@@ -169,7 +170,7 @@ impl DTensor {
         }
     }
 
-    /// Each head, along `dim` of four, `times` times in a row.
+    /// Repeats each head `times` times in a row. The heads are dim `dim` of four.
     #[track_caller]
     fn repeat_heads(&self, times: usize, dim: usize) -> Result<Self> {
         if times == 1 {
@@ -193,7 +194,7 @@ impl DTensor {
     }
 }
 
-/// How many of `heads` share one of `kv_heads`.
+/// The number of `heads` that share one of `kv_heads`.
 fn groups(heads: usize, kv_heads: usize) -> Option<usize> {
     match kv_heads {
         0 => (heads == 0).then_some(1),

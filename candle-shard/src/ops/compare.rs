@@ -1,4 +1,4 @@
-//! Comparisons, and the choice between two tensors.
+//! Elementwise comparisons, and selection between two tensors.
 use super::operand::{Operand, Side};
 use super::pointwise::{broadcast, broadcast_rows};
 use crate::placement::{Placement, Replicate};
@@ -22,22 +22,22 @@ macro_rules! comparisons {
 }
 
 comparisons! {
-    /// Whether elements are equal.
+    /// 1 where elements are equal, else 0.
     eq, broadcast_eq;
-    /// Whether elements differ.
+    /// 1 where elements differ, else 0.
     ne, broadcast_ne;
-    /// Whether elements are less than the other's.
+    /// 1 where elements are less than those of `rhs`, else 0.
     lt, broadcast_lt;
-    /// Whether elements are less than the other's or equal.
+    /// 1 where elements are less than or equal to those of `rhs`, else 0.
     le, broadcast_le;
-    /// Whether elements are greater than the other's.
+    /// 1 where elements are greater than those of `rhs`, else 0.
     gt, broadcast_gt;
-    /// Whether elements are greater than the other's or equal.
+    /// 1 where elements are greater than or equal to those of `rhs`, else 0.
     ge, broadcast_ge;
 }
 
 impl DTensor {
-    /// The comparison of this name: [`eq`](Self::eq), [`ne`](Self::ne), [`lt`](Self::lt), [`le`](Self::le),
+    /// Applies the comparison `op`: [`eq`](Self::eq), [`ne`](Self::ne), [`lt`](Self::lt), [`le`](Self::le),
     /// [`gt`](Self::gt) or [`ge`](Self::ge).
     #[track_caller]
     pub fn cmp(&self, rhs: impl Operand, op: CmpOp) -> Result<Self> {
@@ -66,13 +66,13 @@ impl DTensor {
         rules::run(op, &[], &[lhs, rhs], signature, |x, _| Ok(local(x[0].to_local(), x[1].to_local())?))
     }
 
-    /// The elements of `on_true` where this condition (u8, u32 or i64) is not 0, else those of `on_false`.
+    /// Selects elements of `on_true` where this condition (u8, u32 or i64) is not 0, else of `on_false`.
     ///
-    /// Shapes broadcast as NumPy's. Partial sums on both sides stay partial.
+    /// Shapes broadcast as in NumPy. If both sides are partial sums, the result is partial too.
     ///
     /// # Errors
-    /// If the condition is of another dtype, the dtypes of the two sides differ, both are numbers, or the shapes do not
-    /// broadcast.
+    /// If the condition has another dtype, the dtypes of the two sides differ, both sides are numbers, or the shapes do
+    /// not broadcast.
     #[track_caller]
     pub fn where_cond(&self, on_true: impl Operand, on_false: impl Operand) -> Result<Self> {
         const OP: &str = "where_cond";

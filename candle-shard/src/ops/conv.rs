@@ -1,4 +1,4 @@
-//! Convolutions: batch or channels may be sharded, images are whole.
+//! Convolutions. Batch or channels may be sharded; images are whole.
 use super::neutral;
 use crate::kernels::Conv;
 use crate::placement::{Placement, Replicate, Shard};
@@ -10,8 +10,8 @@ const SUM: Placement = Placement::PARTIAL_SUM;
 impl DTensor {
     /// The convolution of `[b, c, l]` with a kernel `[o, c / groups, k]` and a bias `[o]`: `[b, o, l']`.
     ///
-    /// The batch or the output channels (through the kernel) may be sharded; sharded input channels of both give
-    /// partial sums. With groups only channels that are groups of their own stay sharded.
+    /// The batch or the output channels (through the kernel) may be sharded. If the input channels of both are sharded,
+    /// the result is partial. With groups, channels stay sharded only if each channel is its own group.
     ///
     /// # Errors
     /// If shapes or dtypes do not agree, or the kernel does not fit into the padded input.
@@ -22,7 +22,7 @@ impl DTensor {
 
     /// The convolution of `[b, c, h, w]` with a kernel `[o, c / groups, kh, kw]` and a bias `[o]`: `[b, o, h', w']`.
     ///
-    /// See [`conv1d`](Self::conv1d) for what may be sharded.
+    /// See [`conv1d`](Self::conv1d) for the dims that may be sharded.
     ///
     /// # Errors
     /// If shapes or dtypes do not agree, or the kernel does not fit into the padded input.
@@ -39,7 +39,7 @@ impl DTensor {
             if input.elem_count() * kernel.elem_count() == 0 {
                 return neutral(x, &out.local_shape(), out.dtype());
             }
-            // Of several groups only such of a single channel are ever cut.
+            // With several groups, only groups of a single channel are ever cut.
             let groups = if conv.groups == 1 { 1 } else { conv.groups.min(input.dims()[1]) };
             let (input, kernel, conv) = (input.contiguous()?, kernel.contiguous()?, Conv { groups, ..conv });
             Ok(if spatial == 1 { conv.line(&input, &kernel)? } else { conv.image(&input, &kernel)? })
@@ -79,11 +79,11 @@ impl DTensor {
 
     /// The transposed convolution of `[b, c, h, w]` with a kernel `[c, o, kh, kw]` and a bias `[o]`: `[b, o, h', w']`.
     ///
-    /// `output_padding` rows and columns are added at the end. The batch or the output channels may be sharded; sharded
-    /// input channels of both give partial sums.
+    /// `output_padding` rows and columns are added at the end. The batch or the output channels may be sharded. If the
+    /// input channels of both are sharded, the result is partial.
     ///
     /// # Errors
-    /// If shapes or dtypes do not agree, there are groups, or nothing is left of the output.
+    /// If shapes or dtypes do not agree, `groups` is not 1, or the output is empty.
     #[track_caller]
     pub fn conv_transpose2d(
         &self,
@@ -112,7 +112,7 @@ impl DTensor {
     /// See [`conv_transpose2d`](Self::conv_transpose2d).
     ///
     /// # Errors
-    /// As there.
+    /// Those of [`conv_transpose2d`](Self::conv_transpose2d).
     #[track_caller]
     pub fn conv_transpose1d(
         &self,
@@ -131,7 +131,7 @@ impl DTensor {
             let what = format!("{} with a kernel {}, {conv:?}", self.spec(), kernel.spec());
             return Error::op(op, format!("{what}: the output has no element or too many, or the stride is 0"));
         };
-        // A line is an image of one row, which takes no padding.
+        // A line is an image of one row without padding.
         let whole = Conv { padding: 0, ..conv };
         let y = self.unsqueeze(2)?.conv_transpose2d(&kernel.unsqueeze(2)?, None, 0, whole)?.squeeze(2)?;
         let y = y.pad_with_zeros(2, 0, output_padding)?;

@@ -1,4 +1,4 @@
-//! Cross entropy over classes that may be sharded, with means over the global batch.
+//! Cross entropy over classes that may be sharded. Means are over the global batch.
 use super::lookup::read_indexes;
 use super::neutral;
 use crate::ops::loss::{Reduction, loss_dtype};
@@ -17,10 +17,10 @@ const SUM: Placement = Placement::PARTIAL_SUM;
 /// The cross entropy with its options, as PyTorch's `cross_entropy` and `nll_loss` define them.
 ///
 /// The loss of a row with target `y` is `-(1 - ε)·w[y]·ln p[y] - ε/C·Σ w[c]·ln p[c]` with class weights `w` and label
-/// smoothing `ε`; the mean divides by the sum of `w[y]` over all rows that count, on all ranks.
+/// smoothing `ε`. The mean divides by the sum of `w[y]` over all rows that count, on all ranks.
 ///
-/// A sharded class dim stays where it is (Shoeybi et al. 2019): the ranks exchange the largest logit and the sum of the
-/// exponentials of each row, and nothing in the backward pass.
+/// A sharded class dim stays sharded (Shoeybi et al. 2019). The ranks exchange the largest logit and the sum of the
+/// exponentials per row, and nothing in the backward pass.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -40,18 +40,18 @@ const SUM: Placement = Placement::PARTIAL_SUM;
 /// ```
 #[derive(Debug, Clone, Default)]
 pub struct CrossEntropy {
-    /// The target of rows that do not count.
+    /// The target of rows that are ignored.
     pub ignore_index: Option<i64>,
-    /// A weight for each class, `[classes]`; it gets no gradient. All 1 where there is none.
+    /// A weight per class, `[classes]`, without gradient. The default is 1 for each class.
     pub class_weights: Option<DTensor>,
     /// The share of the loss that is spread evenly over all classes, in `[0, 1]`.
     pub label_smoothing: f64,
-    /// How the losses of the rows become one number.
+    /// How the losses of the rows are reduced.
     pub reduction: Reduction,
 }
 
 impl DTensor {
-    /// The mean cross entropy of these logits `[.., classes]` against `targets` (u32 or i64, `[..]`), a scalar.
+    /// The mean cross entropy of these logits `[.., classes]` against `targets` (u32 or i64, `[..]`). A scalar.
     ///
     /// All dims may be sharded; see [`CrossEntropy`] for options.
     #[track_caller]
@@ -64,8 +64,8 @@ impl CrossEntropy {
     /// The loss of logits `[.., classes]` against `targets` (u32 or i64, `[..]`), a scalar.
     ///
     /// # Errors
-    /// If shapes or dtypes do not agree, the label smoothing is not in `[0, 1]`, or a target is neither a class nor the
-    /// ignored one. Such a target in a piece of the targets stops the world, with the same error on all ranks.
+    /// If shapes or dtypes do not agree, the label smoothing is not in `[0, 1]`, or a target is neither a class nor
+    /// `ignore_index`. Such a target in a shard of the targets stops the world, with the same error on all ranks.
     #[track_caller]
     pub fn of_logits(&self, logits: &DTensor, targets: &DTensor) -> Result<DTensor> {
         if !(0.0..=1.0).contains(&self.label_smoothing) {
@@ -84,7 +84,7 @@ impl CrossEntropy {
     /// The loss of log probabilities `[.., classes]` against `targets` (u32 or i64, `[..]`), a scalar.
     ///
     /// # Errors
-    /// As [`of_logits`](Self::of_logits), and if there is label smoothing.
+    /// Those of [`of_logits`](Self::of_logits), and one if there is label smoothing.
     #[track_caller]
     pub fn of_log_probabilities(&self, log_probabilities: &DTensor, targets: &DTensor) -> Result<DTensor> {
         if self.label_smoothing != 0.0 {
@@ -101,7 +101,7 @@ impl CrossEntropy {
             let index = Tensor::from_iter(index, local.device())?.unsqueeze(1)?;
             let picked = local.reshape((rows, classes))?.contiguous()?.gather(&index, 1)?.squeeze(1)?;
             let picked = picked.to_dtype(loss_dtype(x[0].dtype()))?;
-            // Rows whose class is elsewhere, or ignored, count for nothing even where they are infinite.
+            // Rows whose class is on another rank, or ignored, add nothing even where they are infinite.
             let here = Tensor::from_iter(goals.rows.iter().map(|goal| u8::from(goal.class.is_some())), local.device())?;
             let weights = Tensor::from_iter(goals.rows.iter().map(|goal| -goal.peak), local.device())?;
             let picked = here.where_cond(&picked, &picked.zeros_like()?)?;
@@ -109,7 +109,7 @@ impl CrossEntropy {
         })
     }
 
-    /// The reduced loss whose sum over the rows and classes of this rank is `local`.
+    /// Reduces a loss; `local` is its sum over the rows and classes of this rank.
     #[track_caller]
     fn run(
         &self,
@@ -161,7 +161,7 @@ impl CrossEntropy {
         })
     }
 
-    /// What the loss weighs on this rank, which has the classes of its shard of `scores`.
+    /// The classes and weights of the rows on this rank, which holds the classes of its shard of `scores`.
     #[track_caller]
     fn goals(
         &self,
@@ -192,7 +192,7 @@ impl CrossEntropy {
         })
     }
 
-    /// The targets, given and laid out by an op, and the weights that are here.
+    /// The targets (as given, and as laid out by an op), and the weights of the local classes.
     #[track_caller]
     fn read(
         &self,
@@ -213,7 +213,7 @@ impl CrossEntropy {
 }
 
 struct Targets {
-    /// The class of each row, `None` for one that is ignored.
+    /// The class of each row; `None` if it is ignored.
     classes: Vec<Option<usize>>,
     /// The weight of each class, if they differ.
     weights: Option<Vec<f64>>,
@@ -243,7 +243,7 @@ fn signature(op: &'static str, scores: &DTensor, targets: &DTensor, weights: Opt
     Ok(Signature::new(rows, &[], loss_dtype(scores.dtype())))
 }
 
-/// `values` reduced over the ranks that have the other classes; a sum's gradient is that of all of them.
+/// Reduces `values` over the ranks that hold the other classes. The gradient of a sum is summed over them too.
 fn join(values: &Tensor, op: ReduceOp, mesh: &DeviceMesh, axes: &[usize]) -> Result<Tensor> {
     axes.iter().try_fold(values.clone(), |values, &axis| {
         let group = mesh.axis_group(axis)?;

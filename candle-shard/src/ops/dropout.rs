@@ -1,11 +1,11 @@
-//! Dropout whose mask depends on the global element, not on the mesh.
+//! Dropout with a mask that depends on the global index of an element, not on the mesh.
 use super::unary::unary_rows;
 use crate::random::{Distribution, Stream, sample};
 use crate::rules::{self, Signature};
 use crate::{DTensor, Error, Result};
 
 impl DTensor {
-    /// Each element zeroed with probability `p`, the others divided by `1 - p`.
+    /// Zeroes each element with probability `p` and divides the others by `1 - p`.
     ///
     /// The mask is that of `stream` over the global shape, so it is the same on every mesh.
     ///
@@ -18,7 +18,7 @@ impl DTensor {
         }
         let signature = || {
             self.check_float("dropout")?;
-            // A mask is multiplied in, which partial sums bear as well as values do.
+            // The mask is a factor, so partial sums stay partial.
             Ok(Signature::new(unary_rows(self.rank(), true), self.dims(), self.dtype()))
         };
         if p == 0.0 {

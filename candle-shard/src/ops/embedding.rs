@@ -1,4 +1,4 @@
-//! Rows of a table, one by one or in bags, and rows made shorter in place.
+//! Lookups of table rows, singly or in bags, and max-norm in place.
 use super::lookup::{check_indexes, checked, outside, read_indexes};
 use crate::embedding::bags::{Bounds, check_weights};
 use crate::embedding::options::{EmbeddingBagOptions, EmbeddingOptions, Renorm};
@@ -14,21 +14,21 @@ const SUM: Placement = Placement::PARTIAL_SUM;
 impl DTensor {
     /// The rows of this table `[rows, width]` at `ids` (u8, u32 or i64, any shape): `[.., width]`.
     ///
-    /// A table sharded by columns is looked up where it lies; one sharded by rows gives partial sums, in which each
-    /// rank has the rows that it holds and zeros elsewhere.
+    /// A table sharded by columns needs no communication. A table sharded by rows gives partial sums: each rank adds
+    /// the rows that it holds, and zeros elsewhere.
     ///
     /// # Errors
-    /// If an id is not a row of the table; the ids on each rank are checked against the global number of rows. One in a
-    /// piece of the ids stops the world, with the same error on all ranks.
+    /// If an id is not a row of the table. Each rank checks its ids against the global number of rows. A wrong id in a
+    /// shard of the ids stops the world, with the same error on all ranks.
     #[track_caller]
     pub fn embedding(&self, ids: &Self) -> Result<Self> {
         self.embedding_with(ids, &EmbeddingOptions::default())
     }
 
-    /// Like [`embedding`](Self::embedding) with a row without gradient, or rows made shorter in place before.
+    /// Like [`embedding`](Self::embedding), with a padding row without gradient, or with max-norm applied first.
     ///
-    /// With `max_norm` the table must be a parameter; see [`embedding_renorm`](Self::embedding_renorm), which also has
-    /// all ranks refuse wrong ids.
+    /// With `max_norm` the table must be a parameter; see [`embedding_renorm`](Self::embedding_renorm), where all ranks
+    /// refuse wrong ids.
     #[track_caller]
     pub fn embedding_with(&self, ids: &Self, options: &EmbeddingOptions) -> Result<Self> {
         const OP: &str = "embedding";
@@ -40,13 +40,12 @@ impl DTensor {
         self.take(OP, ids, 0, lookup.padding)
     }
 
-    /// One row for each bag of rows of this table `[rows, width]`: `[bags, width]`.
+    /// Reduces each bag of rows of this table `[rows, width]` to one row: `[bags, width]`.
     ///
-    /// `ids` (u8, u32 or i64) are `[bags, n]`, or `[n]` with the `offsets` `[bags]` at which bags begin.
-    /// `per_sample_weights`, of the shape of the ids and the dtype of the table, multiply the rows of a sum;
-    /// all ranks give them, or none does. A bag without
-    /// rows, or with nothing but padding, gives zeros. Bags `[bags, n]` may be sharded; a table sharded by rows gives
-    /// partial sums, and for maxima the rows that are looked up are brought together first.
+    /// `ids` (u8, u32 or i64) are `[bags, n]`, or `[n]` with `offsets` `[bags]`, the index of the first id of each bag.
+    /// `per_sample_weights` multiply the rows of a sum. They have the shape of the ids and the dtype of the table; all
+    /// ranks give them, or none does. A bag that is empty or all padding yields zeros. Bags `[bags, n]` may be sharded.
+    /// A table sharded by rows gives partial sums; for maxima the rows that are looked up are gathered first.
     ///
     /// ```
     /// use candle_core::{Device, Tensor};
@@ -66,8 +65,8 @@ impl DTensor {
     /// ```
     ///
     /// # Errors
-    /// As for [`embedding_with`](Self::embedding_with); and if offsets do not rise from 0 to at most the number of ids,
-    /// or weights do not fit the ids or the mode.
+    /// Those of [`embedding_with`](Self::embedding_with), and one if offsets do not rise from 0 to at most the number
+    /// of ids, or weights do not fit the ids or the mode.
     #[track_caller]
     pub fn embedding_bag(
         &self,
@@ -92,11 +91,13 @@ impl DTensor {
     /// Multiplies the rows at `ids` whose `norm_type`-norm is above `max_norm` by `max_norm / (norm + 1e-7)`, in place
     /// and without a gradient: PyTorch's `embedding_renorm_`.
     ///
-    /// The table must be a parameter, or have no gradient. Only the rows at the ids of all ranks are read, and only those
-    /// too long are written. Sharded ids are gathered; a table sharded by columns needs one small all_reduce.
+    /// The table must be a parameter, or have no gradient. Only the rows at the ids of all ranks are read, and only
+    /// rows that are too long are written. Sharded ids are gathered; a table sharded by columns needs one small
+    /// all_reduce.
     ///
     /// # Errors
-    /// On all ranks alike, before anything has changed, if an id is not a row, or if the numbers make no sense.
+    /// If an id is not a row, or `max_norm` or `norm_type` is invalid. The error is the same on all ranks, and nothing
+    /// has changed.
     #[track_caller]
     pub fn embedding_renorm(&self, ids: &Self, max_norm: f64, norm_type: f64) -> Result<()> {
         const OP: &str = "embedding_renorm";
@@ -130,13 +131,13 @@ impl DTensor {
         limit_rows(self.to_local(), &rows, limit, groups)
     }
 
-    /// The part of each dim of a table that this rank holds.
+    /// The range of each dim of a table that this rank holds.
     fn parts(&self) -> [std::ops::Range<usize>; 2] {
         let block = self.spec().local_block();
         [block[0].clone(), block[1].clone()]
     }
 
-    /// The ids of all ranks, which must be rows of this table.
+    /// Gathers the ids of all ranks and checks that they are rows of this table.
     #[track_caller]
     fn all_ids(&self, op: &'static str, ids: &Self) -> Result<Vec<u32>> {
         check_indexes(op, ids)?;
@@ -144,7 +145,7 @@ impl DTensor {
         read_ids(op, [&whole, &whole], self.dims()[0])
     }
 
-    /// The rows that are looked up, whole on every rank but for columns, and the ids and the padding among them.
+    /// Gathers the rows that are looked up, with columns still sharded, and renumbers the ids and the padding.
     #[track_caller]
     fn rows_apart(&self, op: &'static str, ids: &Self, padding: Option<u32>) -> Result<(Self, Self, Option<u32>)> {
         let wanted = kernels::unique_rows(&self.all_ids(op, ids)?);
@@ -177,7 +178,7 @@ impl DTensor {
         check_indexes(OP, ids)?;
         let (mode, last) = (options.mode, options.include_last_offset);
         let count = bag_count(ids, offsets, weights, options, self.dtype()).or_else(|reason| Error::op(OP, reason))?;
-        // Read by all ranks, also by those that have no elements of the result.
+        // All ranks read these, also ranks without elements of the result.
         let bounds = |offsets: &Self| {
             let offsets = rules::lay_out(OP, offsets, |_| Replicate)?;
             Bounds::between(offsets.to_local(), ids.elem_count(), last).or_else(|reason| Error::op(OP, reason))
@@ -187,7 +188,7 @@ impl DTensor {
         let attributes = [mode as usize, count, usize::from(bounds.is_some()), weights.map_or(0, |_| 1)];
         let signature = || {
             self.check_float(OP)?;
-            // Ids and weights are whole, or cut alike.
+            // Ids and weights are whole, or sharded alike.
             let row = |out: Placement, table: Placement, others: Placement| {
                 let ins: Vec<Placement> = std::iter::once(table).chain(inputs[1..].iter().map(|_| others)).collect();
                 Row::new(out, &ins)
@@ -214,7 +215,7 @@ impl DTensor {
             if mode != BagMode::Mean {
                 return Ok(kernels::embedding_bag(table, &bags, mode, weights)?);
             }
-            // Each rank has its part of the sum, and the count of all. A sum may be too large for 16 bits.
+            // Each rank has its part of the sum, and the count over all ranks. A sum may be too large for 16 bits.
             let sums = kernels::wide_embedding_bag(table, &bags, BagMode::Sum, None)?;
             let counted = |pair: &[usize]| ids[pair[0]..pair[1]].iter().filter(|&&id| counts(id)).count().max(1) as f64;
             let divisors: Vec<f64> = bounds.windows(2).map(counted).collect();
@@ -225,18 +226,19 @@ impl DTensor {
     }
 }
 
-/// Partial sums are added up; other placements stay.
+/// Replicates partial sums; other placements stay.
 fn resolved(_: usize, placement: Placement) -> Placement {
     if placement.is_partial() { Replicate } else { placement }
 }
 
-/// Ids in row-major order, which must be rows of a table of so many; those that were given and those that an op laid out.
+/// Reads ids in row-major order and checks that they are rows of a table of `rows` rows. The pair is the ids as given,
+/// and as laid out by an op.
 fn read_ids(op: &'static str, ids: [&DTensor; 2], rows: usize) -> Result<Vec<u32>> {
     let row = |id: i64| u32::try_from(id).ok().filter(|&row| (row as usize) < rows);
     read_indexes(op, ids, |id| row(id).ok_or_else(|| outside(id, 0, rows)))
 }
 
-/// The number of bags, or what is wrong with what makes them.
+/// Returns the number of bags, or refuses shapes that make none.
 fn bag_count(
     ids: &DTensor,
     offsets: Option<&DTensor>,

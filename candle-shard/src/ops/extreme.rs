@@ -1,11 +1,11 @@
-//! Maxima and minima, and where they are.
+//! Maxima and minima, and their indices.
 //!
-//! A sharded dim that is reduced leaves the extremes of the pieces, of which one all_reduce makes those of the whole.
-//! With a gradient, a second op without communication puts the whole extreme into each rank's graph: an element that
-//! equals it gets the gradient, on whichever rank it lies, and all equal ones do, as with candle.
+//! A sharded dim that is reduced leaves the extremes of the shards; one all_reduce makes the global extreme. With a
+//! gradient, a second op without communication puts the global extreme into each rank's graph. Each element that equals
+//! it gets the gradient, on whichever rank it lies, as in candle.
 //!
-//! Where an element is not a number, it is the extreme, as in PyTorch, and the first one is where the extreme is; such an
-//! extreme has no gradient. candle's answer depends on where the element stands.
+//! NaN is the extreme wherever it occurs, as in PyTorch, and its index is that of the first NaN. Such an extreme has no
+//! gradient. In candle the result depends on the position of the NaN.
 use super::reduce::without;
 use crate::kernels::NOWHERE;
 use crate::placement::{Partial, Placement, Replicate, Shard};
@@ -32,18 +32,18 @@ impl Extreme {
         Partial(if self == Max { ReduceOp::Max } else { ReduceOp::Min })
     }
 
-    /// The extreme over dims of a tensor with elements; the dims stay with size 1.
+    /// The extreme over dims of a nonempty tensor; the dims stay with size 1.
     fn over(self, x: &Tensor, dims: &[usize]) -> candle_core::Result<Tensor> {
         let one = |x: Tensor, &d: &usize| if self == Max { x.max_keepdim(d) } else { x.min_keepdim(d) };
         let extreme = dims.iter().try_fold(unrepeated(x)?, one)?;
         let Some(nan) = nans(x)? else { return Ok(extreme) };
-        // candle's depends on where the element stands.
+        // candle's result depends on the position of the NaN.
         let any = dims.iter().try_fold(nan, |nan, &d| nan.max_keepdim(d))?;
         let none = Tensor::full(f64::NAN, extreme.shape(), x.device())?.to_dtype(x.dtype())?;
         any.where_cond(&none, &extreme)
     }
 
-    /// Where the extreme over a dim is, which stays with size 1: the first of equal ones, or what is not a number.
+    /// The index of the extreme over a dim, which stays with size 1: the first of equal ones, or the first NaN.
     fn place(self, x: &Tensor, dim: usize) -> candle_core::Result<Tensor> {
         let x = &unrepeated(x)?;
         let place = if self == Max { x.argmax_keepdim(dim) } else { x.argmin_keepdim(dim) }?;
@@ -51,7 +51,7 @@ impl Extreme {
         nan.max_keepdim(dim)?.where_cond(&nan.argmax_keepdim(dim)?, &place)
     }
 
-    /// What loses against every element.
+    /// The neutral element: every element wins against it.
     fn neutral(self, shape: &[usize], dtype: DType, device: &Device) -> candle_core::Result<Tensor> {
         let range = match dtype {
             DType::U8 => (0, u8::MAX.into()),
@@ -68,12 +68,12 @@ impl Extreme {
     }
 }
 
-/// The tensor in memory where it has no stride of 0: candle's extremes divide by that of a repeated dim of size 1.
+/// Copies a tensor that has a stride of 0: candle's extremes divide by the stride of a repeated dim of size 1.
 fn unrepeated(x: &Tensor) -> candle_core::Result<Tensor> {
     if x.stride().contains(&0) { x.force_contiguous() } else { Ok(x.clone()) }
 }
 
-/// 1 where an element is not a number; `None` if it is known that there is none.
+/// 1 where an element is NaN; `None` if there is known to be none.
 pub(super) fn nans(x: &Tensor) -> candle_core::Result<Option<Tensor>> {
     let x = x.detach();
     if !x.dtype().is_float() || x.device().is_cpu() && !has_nan(&x)? {
@@ -82,9 +82,9 @@ pub(super) fn nans(x: &Tensor) -> candle_core::Result<Option<Tensor>> {
     x.ne(&x).map(Some)
 }
 
-/// Whether an element of a tensor on the host is not a number.
+/// Returns whether a tensor on the host has a NaN.
 fn has_nan(x: &Tensor) -> candle_core::Result<bool> {
-    // A sum of numbers is not a number only where infinities meet, and then it is looked for.
+    // A sum of numbers is NaN only where infinities meet; only then are the elements searched.
     let sum = x.to_dtype(if x.dtype() == DType::F64 { DType::F64 } else { DType::F32 })?.sum_all()?;
     if !sum.to_dtype(DType::F64)?.to_scalar::<f64>()?.is_nan() {
         return Ok(false);
@@ -116,14 +116,14 @@ macro_rules! extremes {
                 self.extreme($which, &dims)?.reshape(())
             }
 
-            #[doc = concat!("Where the ", $text, " over a dim is, the first of equal ones: u32, the dim with size 1.")]
+            #[doc = concat!("The index (u32) of the ", $text, ", the first of equal ones; the dim stays with size 1.")]
             #[track_caller]
             pub fn $arg_keepdim(&self, dim: impl Dim) -> Result<Self> {
                 let dim = dim.to_index(&Shape::from(self.dims()), stringify!($arg_keepdim))?;
                 self.place_of_extreme($which, stringify!($arg), dim)
             }
 
-            #[doc = concat!("Where the ", $text, " over a dim is, the first of equal ones: u32, without the dim.")]
+            #[doc = concat!("The index (u32) of the ", $text, ", the first of equal ones; the dim goes away.")]
             #[track_caller]
             pub fn $arg(&self, dim: impl Dim) -> Result<Self> {
                 let dim = dim.to_index(&Shape::from(self.dims()), stringify!($arg))?;
@@ -139,7 +139,7 @@ extremes! {
 }
 
 impl DTensor {
-    /// The extreme over `dims`, which stay with size 1; without gradient it may be left partial.
+    /// The extreme over `dims`, which stay with size 1. Without a gradient the result may be partial.
     #[track_caller]
     pub(super) fn extreme(&self, which: Extreme, dims: &[usize]) -> Result<Self> {
         self.check_elements(which.op(), dims)?;
@@ -159,12 +159,12 @@ impl DTensor {
         rules::run("extreme", dims, &[&x, &whole], signature, |x, _| {
             let (x, whole) = (x[0].to_local(), x[1].to_local());
             if x.elem_count() == 0 {
-                // Connected to the graph, so that every rank's graph has the same communication.
+                // Keeps the graph connected, so that all ranks communicate alike in the backward pass.
                 let none = whole.zeros_like()?.to_dtype(DType::U8)?;
                 return Ok(none.where_cond(&x.sum_keepdim(dims)?, whole)?);
             }
             let own = which.over(x, dims)?;
-            Ok(own.detach().eq(whole)?.where_cond(&own, whole)?) // what is not a number has no gradient
+            Ok(own.detach().eq(whole)?.where_cond(&own, whole)?) // NaN has no gradient
         })
     }
 
@@ -191,7 +191,8 @@ impl DTensor {
 
     /// The index of the extreme over a dim, which stays with size 1.
     ///
-    /// On a sharded dim the whole extreme is found first; then the ranks that have it tell where, and the first wins.
+    /// On a sharded dim the global extreme is found first. Then the ranks that hold it report their indices, and the
+    /// first one wins.
     #[track_caller]
     fn place_of_extreme(&self, which: Extreme, op: &'static str, dim: usize) -> Result<Self> {
         self.check_elements(op, &[dim])?;
@@ -215,7 +216,7 @@ impl DTensor {
                 return Ok(nowhere);
             }
             let own = which.over(x, &[dim])?;
-            // Of extremes that are not numbers, too, there is a first one.
+            // The index of a NaN extreme is that of the first NaN.
             let here = if own.dtype().is_float() {
                 (own.eq(whole)? + (own.ne(&own)? * whole.ne(whole)?)?)?
             } else {
@@ -237,12 +238,12 @@ impl DTensor {
         }
     }
 
-    /// Every dim but `dims` sharded, in and out.
+    /// Rows for each dim but `dims`, sharded in input and output.
     pub(super) fn kept_rows(&self, dims: &[usize]) -> Rows {
         (0..self.rank()).filter(|d| !dims.contains(d)).map(|d| Row::new(Shard(d), &[Shard(d)])).collect()
     }
 
-    /// This tensor with nothing partial: what was is cut in a dim other than `dims`, or replicated where none is left.
+    /// Removes partial placements: shards a dim other than `dims` there, or replicates if no dim is left.
     #[track_caller]
     pub(super) fn settled(&self, dims: &[usize]) -> Result<Self> {
         if !self.placements().iter().any(|p| p.is_partial()) {
@@ -255,7 +256,7 @@ impl DTensor {
         rules::run("settle", dims, &[self], signature, |x, _| Ok(x[0].to_local().clone()))
     }
 
-    /// This tensor with everything partial replicated.
+    /// Replicates the axes that are partial.
     #[track_caller]
     pub(super) fn resolved(&self) -> Result<Self> {
         self.placed(|_, p| if p.is_partial() { Replicate } else { p })

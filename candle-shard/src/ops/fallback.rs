@@ -1,14 +1,14 @@
-//! Ops without a rule of their own: on the whole tensors, by every rank, and never unnoticed.
+//! Ops without a sharding rule: every rank runs them on the whole tensors, with a warning where data is gathered.
 use crate::rules::{self, Rows, Signature};
 use crate::{DTensor, Error, Result};
 use candle_core::{DType, Tensor};
 
 impl DTensor {
-    /// Any op of candle on the whole inputs, which are gathered where they are not replicated; gradient included.
+    /// Runs any candle op on the whole inputs. Inputs that are not replicated are gathered. Gradients work.
     ///
-    /// For what has no rule of its own: correct on every layout, and as costly as on one device. `f` gets the whole
-    /// tensors and must give one of the `out` shape and dtype, the same on every rank. A gather is logged as a warning,
-    /// and an error within [`strict`](crate::strict()).
+    /// For ops without a sharding rule. Correct on every layout, and as costly as on one device. `f` gets the whole
+    /// tensors and must return a tensor of the `out` shape and dtype, the same on every rank. A gather is logged as a
+    /// warning, and is an error within [`strict`](crate::strict()).
     ///
     /// # Errors
     /// Those of `f`, and one if its result has another shape or dtype.
@@ -22,7 +22,8 @@ impl DTensor {
         if inputs.is_empty() {
             return Error::op(op, "no inputs; give at least one");
         }
-        // The name is the caller's: the first attribute keeps its plans apart from those of an op of the same name.
+        // The caller chooses the name; the first attribute keeps its plans apart from those of a built-in op of that
+        // name.
         let attributes: Vec<usize> = [usize::MAX, dtype as usize].into_iter().chain(shape.iter().copied()).collect();
         let signature = || Ok(Signature::new(Rows::new(), shape, dtype));
         rules::run(op, &attributes, inputs, signature, |x, _| {

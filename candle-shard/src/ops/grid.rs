@@ -3,12 +3,13 @@ use crate::{DTensor, Error, Result};
 use std::borrow::Borrow;
 
 impl DTensor {
-    /// The coordinates of a grid: for tensors `[a]`, `[b]`, .. one tensor `[a, b, ..]` each, which varies along its own dim.
+    /// The coordinates of a grid. For tensors `[a]`, `[b]`, .. it returns one tensor `[a, b, ..]` each, which varies
+    /// along its own dim.
     ///
-    /// With `xy_indexing` the dims are in reverse order, as candle's are. Each tensor keeps its shard along its own dim.
+    /// With `xy_indexing` the dims are in reverse order, as in candle. Each tensor keeps the shard of its own dim.
     ///
     /// # Errors
-    /// Unless there are two tensors at least, each of one dim.
+    /// If there are fewer than two tensors, or one does not have exactly one dim.
     #[track_caller]
     pub fn meshgrid(tensors: &[impl Borrow<Self>], xy_indexing: bool) -> Result<Vec<Self>> {
         let mut axes: Vec<&Self> = tensors.iter().map(Borrow::borrow).collect();

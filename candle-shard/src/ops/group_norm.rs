@@ -4,11 +4,10 @@ use crate::{DTensor, Error, Result};
 use candle_core::Tensor;
 
 impl DTensor {
-    /// Group norm of `[batch, channels, ..]`: each group of consecutive channels of an element of the batch is brought
-    /// to mean 0 and variance 1, then channels are scaled by `weight` and moved by `bias`, both `[channels]`
-    /// (Wu & He 2018).
+    /// Group norm of `[batch, channels, ..]`: normalizes each group of consecutive channels of each batch element to
+    /// mean 0 and variance 1, then scales channels by `weight` and adds `bias`, both `[channels]` (Wu & He 2018).
     ///
-    /// The batch may be sharded, and the channels; pieces that cut through a group are resized first.
+    /// The batch and the channels may be sharded. Shards that cut through a group are resized first.
     ///
     /// # Errors
     /// If the groups do not divide the channels, or shapes or dtypes do not agree.

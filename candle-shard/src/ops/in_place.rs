@@ -1,4 +1,4 @@
-//! Changes in place: the memory of a tensor that was given or made, not that of a result of an op.
+//! Changes in place. They are allowed on tensors that were given or made by a factory, not on results of ops.
 use super::slice::{overlaps, within};
 use crate::changes::parameters_change;
 use crate::placement::{Replicate, Shard};
@@ -47,10 +47,10 @@ impl DTensor {
         Ok(self.to_local().const_set(value)?)
     }
 
-    /// Writes `src` to the part of a dim that begins at `offset`, in place and without a gradient.
+    /// Writes `src` into a dim from `offset` on, in place and without a gradient.
     ///
-    /// A replicated `src` is cut without communication. A sharded one is brought to the ranks that hold the part. `src` is
-    /// copied once, so it may share memory with this tensor.
+    /// A replicated `src` is cut without communication. A sharded one is sent to the ranks that hold the range. `src`
+    /// is copied once, so it may share memory with this tensor.
     ///
     /// ```
     /// use candle_core::{DType, Device};
@@ -68,9 +68,9 @@ impl DTensor {
     /// ```
     ///
     /// # Errors
-    /// If the part is not inside of the dim or the other dims or dtypes differ; if this tensor is partial or has a gradient
-    /// and is no parameter; if it is the result of an op, which shares memory with other tensors on some layouts and not on
-    /// others; or if this rank was given memory with gaps.
+    /// If the range is not inside the dim; if the other dims or the dtypes differ; if this tensor is partial, or has a
+    /// gradient and is not a parameter; if it is the result of an op, which shares memory with other tensors on some
+    /// layouts and not on others; or if the memory of this rank's shard has gaps.
     #[track_caller]
     pub fn slice_set(&self, src: &Self, dim: impl Dim, offset: usize) -> Result<()> {
         const OP: &str = "slice_set";
@@ -84,7 +84,7 @@ impl DTensor {
             let (memory, src) = (x[0].to_local(), x[1].to_local());
             let held = &x[0].spec().local_block()[dim];
             let own = within(held, &part);
-            // A source that came whole is cut here.
+            // A source that arrived whole is cut here.
             let came_cut = src.dim(dim)? == own.len();
             let first = if came_cut { 0 } else { (held.start + own.start).saturating_sub(part.start) };
             if !own.is_empty() && src.elem_count() > 0 {
@@ -107,7 +107,7 @@ impl DTensor {
                 Shard(d) if d == dim && Some(axis) == sole => {
                     Target::shard(dim, &overlaps(&self.spec().cut(axis, dim).sizes, part))
                 }
-                // Sizes of pieces of pieces cannot be told: each rank takes its rows of the whole.
+                // Sizes of shards of shards cannot be expressed, so each rank cuts its rows from the whole source.
                 Shard(d) if d == dim => Replicate.into(),
                 _ => target.clone(),
             })
@@ -117,7 +117,7 @@ impl DTensor {
 
     /// Sets the elements at `indexes` of a dim to those of `src` in place, without a gradient; see [`scatter`](Self::scatter).
     ///
-    /// The new elements are computed as [`scatter`](Self::scatter) does, beside the tensor, and then written.
+    /// The new elements are computed as in [`scatter`](Self::scatter), in new memory, and then written.
     ///
     /// # Errors
     /// Those of [`scatter`](Self::scatter), and of [`slice_set`](Self::slice_set) for this tensor.
@@ -129,7 +129,7 @@ impl DTensor {
 
     /// Adds `src` to the elements at `indexes` of a dim in place, without a gradient; see [`scatter_add`](Self::scatter_add).
     ///
-    /// The new elements are computed as [`scatter_add`](Self::scatter_add) does, beside the tensor, and then written.
+    /// The new elements are computed as in [`scatter_add`](Self::scatter_add), in new memory, and then written.
     ///
     /// # Errors
     /// Those of [`scatter_add`](Self::scatter_add), and of [`slice_set`](Self::slice_set) for this tensor.
@@ -139,7 +139,7 @@ impl DTensor {
         self.overwrite(&self.detach().scatter_add(indexes, &src.detach(), dim)?)
     }
 
-    /// Writes all elements of `value`, brought to the layout of this tensor, into its memory.
+    /// Redistributes `value` to the layout of this tensor and writes it into this tensor's memory.
     pub(crate) fn overwrite(&self, value: &Self) -> Result<()> {
         let value = value.detach().to_targets(&self.targets(), 0)?;
         let memory = self.to_local();
@@ -147,11 +147,11 @@ impl DTensor {
             return Ok(());
         }
         self.written();
-        // One dim more: a scalar has none to begin at.
+        // Adds a dim, since a scalar has no dim to begin at.
         Ok(memory.unsqueeze(0)?.slice_set(&value.to_local().force_contiguous()?.unsqueeze(0)?, 0, 0)?)
     }
 
-    /// Notes a change of a parameter, copies of which may be kept.
+    /// Records that a parameter changed, since copies of it may be cached.
     fn written(&self) {
         if self.to_local().is_variable() {
             parameters_change();
@@ -180,27 +180,26 @@ impl DTensor {
         Error::op(op, format!("{} {why}; {fix}", self.spec()))
     }
 
-    /// The same elements in memory of their own, in row-major order, which may be changed in place if it has no gradient.
+    /// Copies the elements to new memory in row-major order. The copy may be changed in place if it has no gradient.
     pub fn copy(&self) -> Result<Self> {
         let local = self.to_local().force_contiguous()?;
         let copy = Self::assemble(local, self.shared_spec().clone(), self.varying());
         Ok(if copy.tracked() { copy } else { copy.into_made() })
     }
 
-    /// [`copy`](Self::copy) under candle's other name.
+    /// [`copy`](Self::copy), under candle's other name.
     pub fn force_contiguous(&self) -> Result<Self> {
         self.copy()
     }
 
-    /// Whether this rank's shard lies in memory in row-major order without gaps; the ranks may differ.
+    /// Returns whether this rank's shard lies in memory in row-major order without gaps. Ranks may differ.
     pub fn is_contiguous(&self) -> bool {
         self.to_local().is_contiguous()
     }
 
-    /// The same tensor with this rank's shard on `device`; every rank gives a device of its own.
+    /// Moves this rank's shard to `device`; every rank gives its own device.
     ///
-    /// Nothing is communicated. The group's engine must be able to move tensors from there before the next op that
-    /// communicates.
+    /// Nothing is communicated. The group's backend must support the device before the next op that communicates.
     pub fn to_device(&self, device: &candle_core::Device) -> Result<Self> {
         if self.device().same_device(device) {
             return Ok(self.clone());

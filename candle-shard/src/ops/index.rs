@@ -1,13 +1,13 @@
-//! Indexing as candle's: a number, a range or a list of places for each of the first dims.
+//! Indexing as in candle: a number, a range or a list of indices for each of the first dims.
 use super::slice::bounds;
 use crate::{DTensor, Error, Result};
 use candle_core::shape::Dim;
 use candle_core::{Shape, Tensor, TensorIndexer};
 use std::ops::{Range, RangeFrom, RangeFull, RangeInclusive, RangeTo, RangeToInclusive};
 
-/// What [`DTensor::i`] takes: a number, a range or places (`&[u32]` or a plain `Tensor`), or a tuple of these.
+/// An argument of [`DTensor::i`]: a number, a range, indices (`&[u32]` or a plain `Tensor`), or a tuple of these.
 pub trait Index {
-    /// What is taken of each of the first dims.
+    /// Returns the index for each of the first dims.
     fn indexers(self) -> Vec<TensorIndexer>;
 }
 
@@ -39,10 +39,10 @@ macro_rules! tuples_of_indexes {
 tuples_of_indexes! { A; A B; A B C; A B C D; A B C D E; A B C D E F; }
 
 impl DTensor {
-    /// A part as of candle's `i`: for each of the first dims a number, whose dim goes away, a range, or places.
+    /// Indexes the first dims, as candle's `i`: by a number, which removes the dim, by a range, or by indices.
     ///
-    /// Costs what [`get_on_dim`](Self::get_on_dim), [`narrow`](Self::narrow) and [`index_select`](Self::index_select)
-    /// do.
+    /// The cost is that of [`get_on_dim`](Self::get_on_dim), [`narrow`](Self::narrow) and
+    /// [`index_select`](Self::index_select).
     ///
     /// ```
     /// use candle_core::Device;
@@ -59,7 +59,7 @@ impl DTensor {
     /// ```
     ///
     /// # Errors
-    /// If there are more indexes than dims, or one is outside of its dim.
+    /// If there are more indexes than dims, or one is out of bounds.
     #[track_caller]
     pub fn i(&self, index: impl Index) -> Result<Self> {
         let indexers = index.indexers();
@@ -87,8 +87,8 @@ impl DTensor {
         Ok(x)
     }
 
-    /// All windows of `size` elements of a dim, each `step` behind the one before: their number takes the place of the
-    /// dim, and their elements are a new last dim.
+    /// All windows of `size` elements of a dim, at steps of `step`. The dim then counts the windows, and a new last dim
+    /// holds their elements.
     ///
     /// # Errors
     /// If no window fits into the dim, or size or step are 0.

@@ -1,7 +1,7 @@
-//! Tensors joined, and elements repeated or moved along a dim that each rank holds whole.
+//! Concatenation, and ops that repeat or move elements along a dim that each rank holds whole.
 //!
-//! Other dims keep their shards. A shard of the dim itself becomes one of another dim (all_to_all) where there is one
-//! to cut, and is gathered where there is none.
+//! Other dims keep their shards. If the dim itself is sharded, the shard moves to another dim (all_to_all), or is
+//! gathered if no dim can be sharded.
 use crate::placement::{Placement, Shard};
 use crate::rules::{self, Row, Rows, Signature};
 use crate::{DTensor, Error, Result};
@@ -13,14 +13,14 @@ use std::borrow::Borrow;
 
 const SUM: Placement = Placement::PARTIAL_SUM;
 
-/// Each dim that an op leaves as it is sharded in all of `inputs` inputs, and partial sums.
+/// Rows for each unchanged dim, sharded in all of `inputs` inputs, and for partial sums.
 fn rows(rank: usize, inputs: usize, whole: impl Fn(usize) -> bool) -> Rows {
     let alike = |p: Placement| Row { out: p, ins: SmallVec::from_elem(p, inputs) };
     (0..rank).filter(|&d| !whole(d)).map(|d| alike(Shard(d))).chain([alike(SUM)]).collect()
 }
 
 impl DTensor {
-    /// The tensors joined along a dim; they are alike in the other dims.
+    /// Concatenates tensors along a dim. Their other dims must be equal.
     #[track_caller]
     pub fn cat(tensors: &[impl Borrow<Self>], dim: impl Dim) -> Result<Self> {
         let tensors: Vec<&Self> = tensors.iter().map(Borrow::borrow).collect();
@@ -46,7 +46,7 @@ impl DTensor {
         })
     }
 
-    /// The tensors, all of one shape, joined along a new dim.
+    /// Stacks tensors of one shape along a new dim.
     #[track_caller]
     pub fn stack(tensors: &[impl Borrow<Self>], dim: impl Dim) -> Result<Self> {
         let Some(first) = tensors.first() else { return Error::op("stack", "no tensors; give at least one") };
@@ -58,7 +58,7 @@ impl DTensor {
         Self::cat(&tensors.iter().map(|x| x.borrow().unsqueeze(dim)).collect::<Result<Vec<_>>>()?, dim)
     }
 
-    /// The first element of a dim `left` times before it, the last one `right` times behind it.
+    /// Pads a dim with `left` copies of its first element and `right` copies of its last element.
     #[track_caller]
     pub fn pad_with_same(&self, dim: impl Dim, left: usize, right: usize) -> Result<Self> {
         let dim = dim.to_index(&Shape::from(self.dims()), "pad_with_same")?;
@@ -75,7 +75,8 @@ impl DTensor {
         })
     }
 
-    /// The tensor `times[d]` times along each dim, with new dims on the left if there are more numbers than dims.
+    /// Repeats the tensor `times[d]` times along each dim. If there are more numbers than dims, dims are added on the
+    /// left.
     #[track_caller]
     pub fn repeat(&self, times: impl Into<Shape>) -> Result<Self> {
         let times = times.into();
@@ -93,7 +94,7 @@ impl DTensor {
         Ok(repeated.aliasing(self))
     }
 
-    /// The elements of a dim moved on by `shift` places, those at its end to its start.
+    /// Rotates the elements of a dim by `shift` places; elements from its end come to its start.
     #[track_caller]
     pub fn roll(&self, shift: i32, dim: impl Dim) -> Result<Self> {
         let dim = dim.to_index(&Shape::from(self.dims()), "roll")?;
@@ -109,7 +110,7 @@ impl DTensor {
         })
     }
 
-    /// The elements of each of these dims in reverse order.
+    /// Reverses the elements of each of these dims.
     #[track_caller]
     pub fn flip(&self, dims: &[usize]) -> Result<Self> {
         let signature = || {

@@ -1,7 +1,7 @@
-//! Elements looked up by index, of dims that may be sharded.
+//! Lookup of elements by index, along dims that may be sharded.
 //!
-//! A rank that holds a part of the indexed dim finds those elements that it holds, and zeros for the others: partial
-//! sums of the result.
+//! A rank that holds a shard of the indexed dim finds the elements it holds, and zeros for the others: the result is a
+//! partial sum.
 use crate::agreement::{refuse_data, was_cut};
 use crate::kernels::{self, NOWHERE};
 use crate::placement::{Placement, Replicate, Shard};
@@ -14,10 +14,10 @@ use std::ops::Range;
 const SUM: Placement = Placement::PARTIAL_SUM;
 
 impl DTensor {
-    /// The elements of a dim at `indexes` (u8, u32 or i64, `[n]`): the dim has size `n` then.
+    /// Selects the elements of a dim at `indexes` (u8, u32 or i64, `[n]`). The dim then has size `n`.
     ///
     /// # Errors
-    /// If an index is outside of the dim; the indexes on each rank are checked against its global size. One in a piece of
+    /// If an index is out of bounds. Each rank checks its indexes against the global size. A wrong one in a shard of
     /// the indexes stops the world, with the same error on all ranks.
     #[track_caller]
     pub fn index_select(&self, indexes: &Self, dim: impl Dim) -> Result<Self> {
@@ -28,7 +28,7 @@ impl DTensor {
         self.take("index_select", indexes, dim, None)
     }
 
-    /// Dim `dim` replaced by the dims of `ids`; the row `still` of a table gets no gradient.
+    /// Replaces dim `dim` by the dims of `ids`; row `still` of a table gets no gradient.
     #[track_caller]
     pub(super) fn take(&self, op: &'static str, ids: &Self, dim: usize, still: Option<u32>) -> Result<Self> {
         let signature = || {
@@ -49,20 +49,21 @@ impl DTensor {
                 kernels::embedding(table, places, still)?
             } else {
                 let places = Tensor::from_slice(&places, places.len(), x[0].device())?;
-                table.contiguous()?.index_select(&places, dim)? // candle takes nothing else
+                table.contiguous()?.index_select(&places, dim)? // candle requires both
             };
             Ok(found.reshape(out.local_shape().as_slice())?)
         })?;
         checked(op, found, ids, self, dim)
     }
 
-    /// The elements of a dim at `indexes` (u8, u32 or i64), which have the shape of the result.
+    /// Gathers the elements of a dim at `indexes` (u8, u32 or i64), which have the shape of the result.
     ///
-    /// Element `[i, j, k]` is that at `[i, indexes[i, j, k], k]` for dim 1. In the other dims the indexes may be smaller
+    /// For dim 1, element `[i, j, k]` is the one at `[i, indexes[i, j, k], k]`. In the other dims the indexes may be
+    /// smaller
     /// than the tensor.
     ///
     /// # Errors
-    /// As for [`index_select`](Self::index_select).
+    /// Those of [`index_select`](Self::index_select).
     #[track_caller]
     pub fn gather(&self, indexes: &Self, dim: impl Dim) -> Result<Self> {
         let dim = dim.to_index(&Shape::from(self.dims()), "gather")?;
@@ -92,7 +93,7 @@ impl DTensor {
     }
 }
 
-/// Refuses what cannot be indexes.
+/// Refuses tensors that are not u8, u32 or i64.
 pub(super) fn check_indexes(op: &'static str, indexes: &DTensor) -> Result<()> {
     if matches!(indexes.dtype(), DType::U8 | DType::U32 | DType::I64) {
         return Ok(());
@@ -100,7 +101,7 @@ pub(super) fn check_indexes(op: &'static str, indexes: &DTensor) -> Result<()> {
     Error::op(op, format!("ids {}: want u8, u32 or i64", indexes.spec()))
 }
 
-/// The result of an op with `indexes` of a dim of `x`, which are checked where a rank has no elements of it, too.
+/// Returns `made`, and checks the indexes of a dim of `x` also on ranks where the result has no elements.
 pub(super) fn checked(op: &'static str, made: DTensor, indexes: &DTensor, x: &DTensor, dim: usize) -> Result<DTensor> {
     let read = made.to_local().elem_count() > 0 || indexes.placements().iter().any(|p| p.is_partial());
     if !read {
@@ -109,8 +110,8 @@ pub(super) fn checked(op: &'static str, made: DTensor, indexes: &DTensor, x: &DT
     Ok(made)
 }
 
-/// The local indexes of a dim of `x` as places in the part of it that this rank holds, or [`NOWHERE`]; `indexes` are those
-/// that were given and those that the op laid out.
+/// The local indexes of a dim of `x` as offsets into this rank's shard, or [`NOWHERE`]. The pair is the indexes as
+/// given, and as laid out by the op.
 pub(super) fn held(op: &'static str, indexes: [&DTensor; 2], x: &DTensor, dim: usize) -> Result<Tensor> {
     Ok(Tensor::from_vec(places(op, indexes, x, dim)?, indexes[1].to_local().shape(), x.device())?)
 }
@@ -127,16 +128,15 @@ pub(super) fn places(op: &'static str, indexes: [&DTensor; 2], x: &DTensor, dim:
     read_indexes(op, indexes, place)
 }
 
-/// What is wrong with an index of a dim of this size.
+/// The message for an index that is out of bounds.
 pub(super) fn outside(index: i64, dim: usize, size: usize) -> String {
     format!("index {index} is outside of dim {dim} of size {size}")
 }
 
-/// What `read` makes of each index that is here, in row-major order; `indexes` are those that were given and those that the
-/// op laid out.
+/// Applies `read` to each local index, in row-major order. The pair is the indexes as given, and as laid out by the op.
 ///
-/// The only reader of what only data can say to be wrong. Indexes that were given whole, and that the op cut, are checked
-/// whole first, so that all ranks refuse the same one.
+/// The only place where data decides whether an op is valid. Indexes that were given whole, and that the op cut, are
+/// checked whole first, so that all ranks refuse the same index.
 pub(super) fn read_indexes<T>(
     op: &'static str,
     indexes: [&DTensor; 2],

@@ -1,4 +1,4 @@
-//! Losses between two tensors of one shape, with means over all their elements on all ranks.
+//! Losses between two tensors of one shape. Means are over all elements on all ranks.
 use super::neutral;
 use crate::placement::{Placement, Shard};
 use crate::rules::{self, Row, Rows, Signature};
@@ -6,10 +6,10 @@ use crate::strict::inherent;
 use crate::{DTensor, Error, Result};
 use candle_core::{DType, Tensor};
 
-/// How the losses of many elements become one number.
+/// How the losses of the elements are reduced to a scalar.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Reduction {
-    /// The mean over all elements that count, wherever they are.
+    /// The mean over all elements that count, on all ranks.
     #[default]
     Mean,
     /// The sum.
@@ -23,7 +23,7 @@ impl DTensor {
         self.elementwise_loss("mse_loss", target, reduction, |x, target| (x - target)?.sqr())
     }
 
-    /// The absolute error `|x - target|`, reduced to a scalar; its slope is 0 where the two are equal.
+    /// The absolute error `|x - target|`, reduced to a scalar. Its gradient is 0 where the two are equal.
     #[track_caller]
     pub fn l1_loss(&self, target: &Self, reduction: Reduction) -> Result<Self> {
         self.elementwise_loss("l1_loss", target, reduction, |x, target| {
@@ -61,7 +61,7 @@ impl DTensor {
         })
     }
 
-    /// The reduction of `loss`, which is elementwise.
+    /// Reduces an elementwise `loss`.
     #[track_caller]
     fn elementwise_loss(
         &self,
@@ -94,7 +94,7 @@ impl DTensor {
     }
 }
 
-/// The dtype in which losses are added up.
+/// The dtype in which losses are summed.
 pub(super) fn loss_dtype(dtype: DType) -> DType {
     if dtype == DType::F64 { DType::F64 } else { DType::F32 }
 }

@@ -1,4 +1,4 @@
-//! Matrix products: batch dims, rows or columns sharded stay so; a sharded inner dim gives partial sums.
+//! Matrix products. Sharded batch dims, rows or columns stay sharded; a sharded inner dim gives partial sums.
 use super::pointwise::{broadcast, broadcast_rows};
 use crate::placement::{Placement, Replicate, Shard};
 use crate::rules::{self, Row, Rows, Signature};
@@ -9,7 +9,7 @@ use smallvec::SmallVec;
 const SUM: Placement = Placement::PARTIAL_SUM;
 
 impl DTensor {
-    /// The matrix product `[.., m, k] × [.., k, n] -> [.., m, n]`, batch dims broadcast.
+    /// The matrix product `[.., m, k] × [.., k, n] -> [.., m, n]`. Batch dims broadcast.
     #[track_caller]
     pub fn matmul(&self, rhs: &Self) -> Result<Self> {
         rules::run(
@@ -21,7 +21,7 @@ impl DTensor {
         )
     }
 
-    /// The sum of the products of the elements of two vectors `[n]`, a scalar.
+    /// The dot product of two vectors `[n]`, a scalar.
     #[track_caller]
     pub fn dot(&self, rhs: &Self) -> Result<Self> {
         if self.rank() != 1 || self.dims() != rhs.dims() {
@@ -106,7 +106,7 @@ impl DTensor {
     }
 }
 
-/// candle's matmul on any views: it takes a matrix or its transpose as it is, everything else as a dense copy.
+/// candle's matmul for any views. A matrix or its transpose is passed as it is, every other view as a dense copy.
 fn local_matmul(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     let dense = |t: &Tensor| {
         let transposed = t.layout().transpose(t.rank() - 2, t.rank() - 1).is_ok_and(|l| l.is_contiguous());

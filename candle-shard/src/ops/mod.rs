@@ -1,4 +1,4 @@
-//! The ops of a [`DTensor`](crate::DTensor), one family a file, each a table of rows and a local computation.
+//! The ops of a [`DTensor`](crate::DTensor), one family per file. Each is a table of rows and a local computation.
 mod activation;
 mod aliases;
 pub(crate) mod attention;

@@ -1,4 +1,4 @@
-//! What stands beside a distributed tensor in an op.
+//! The other operand of an op on a distributed tensor.
 use crate::agreement::alike;
 use crate::placement::Replicate;
 use crate::spec::Spec;
@@ -6,8 +6,8 @@ use crate::{DTensor, Result};
 use candle_core::{DType, Tensor};
 use candle_dist::DeviceMesh;
 
-/// What an op takes beside a [`DTensor`]: another one, a plain tensor that every rank has alike, a number, or the
-/// result of an op that gives one of these.
+/// The other operand of an op: a [`DTensor`], a plain tensor that is equal on every rank, a number, or the result of an
+/// op that returns one of these.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -25,10 +25,10 @@ use candle_dist::DeviceMesh;
 /// # Ok::<(), candle_dist::WorldError>(())
 /// ```
 pub trait Operand {
-    /// The operand in one of its forms.
+    /// Returns the operand in one of its forms.
     ///
     /// # Errors
-    /// That of the op which should have given the operand.
+    /// The error of the op that failed to produce the operand.
     fn side(&self) -> Result<Side<'_>>;
 }
 
@@ -37,14 +37,14 @@ pub trait Operand {
 pub enum Side<'a> {
     /// A distributed tensor on the same mesh.
     Spread(&'a DTensor),
-    /// A tensor that every rank has alike.
+    /// A plain tensor that is equal on every rank.
     Plain(&'a Tensor),
-    /// A number, which takes the dtype of the tensors beside it.
+    /// A number. It has the dtype of the other operand.
     Number(f64),
 }
 
 impl Side<'_> {
-    /// The dtype, if this is no number.
+    /// Returns the dtype, unless this is a number.
     pub(super) fn dtype(&self) -> Option<DType> {
         match self {
             Self::Spread(x) => Some(x.dtype()),
@@ -93,9 +93,9 @@ macro_rules! numbers {
 numbers!(f64 f32 u8 u32 i32);
 
 impl DTensor {
-    /// A tensor that every rank has alike, as the replicated tensor that it is; the graph goes on through it.
+    /// Makes a replicated tensor of a plain tensor that is equal on every rank. Gradients flow through it.
     ///
-    /// Every rank's gradient is the whole one. Nothing is communicated, and nothing checks that the ranks agree, unless
+    /// Every rank's gradient is the whole one. Nothing is communicated. Nothing checks that the ranks agree, except
     /// under [`compare_operands`](crate::compare_operands).
     #[track_caller]
     pub fn replicated(tensor: &Tensor, mesh: &DeviceMesh) -> Result<Self> {
@@ -104,7 +104,7 @@ impl DTensor {
         Ok(Self::leaf(tensor.clone(), spec.shared()))
     }
 
-    /// An operand on the mesh of this tensor; a number becomes a scalar of this dtype.
+    /// Returns the operand as a tensor on this tensor's mesh; a number becomes a scalar of dtype `dtype`.
     #[track_caller]
     pub(super) fn beside(&self, side: Side<'_>, dtype: DType) -> Result<Self> {
         match side {

@@ -1,4 +1,4 @@
-//! `+ - * /` on values, references and results, with tensors, plain tensors and numbers, as candle has them.
+//! `+ - * /` on values, references and results, with tensors, plain tensors and numbers, as in candle.
 use super::operand::Operand;
 use crate::{DTensor, Result};
 use candle_core::Tensor;
@@ -26,7 +26,7 @@ macro_rules! operator {
         operator!($trait, $method, DTensor);
         operator!($trait, $method, &DTensor);
     };
-    // What is not ours on the left.
+    // For left operands of foreign types.
     ($trait:ident, $method:ident, $rhs:ty) => {
         impl<B: Borrow<DTensor>> $trait<$rhs> for Result<B> {
             type Output = Result<DTensor>;

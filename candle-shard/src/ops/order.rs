@@ -1,7 +1,6 @@
-//! Order along the last dim: sorting, and the largest elements.
+//! Sorting and top-k along the last dim.
 //!
-//! What is not a number counts as larger than every number, as in PyTorch. candle's order of such elements depends on where
-//! they stand.
+//! NaN counts as larger than every number, as in PyTorch. candle's order of NaN depends on their positions.
 use super::extreme::nans;
 use super::rowwise::rows;
 use crate::placement::Shard;
@@ -13,15 +12,15 @@ use candle_core::{D, DType, Tensor};
 use itertools::Itertools;
 use smallvec::{SmallVec, smallvec};
 
-/// Values and their places.
+/// Values and their indices.
 type Pair = (DTensor, DTensor);
 
 impl DTensor {
-    /// The elements sorted along the last dim, and their indices there (u32); equal ones keep their order.
+    /// Sorts the elements along the last dim. Returns them with their indices (u32). The sort is stable.
     ///
-    /// What is not a number counts as larger than every number.
+    /// NaN counts as larger than every number.
     ///
-    /// A sharded last dim is gathered, or another dim cut in its place.
+    /// A sharded last dim is gathered, or its shard moves to another dim.
     #[track_caller]
     pub fn sort_last_dim(&self, ascending: bool) -> Result<Pair> {
         let signature = || {
@@ -37,17 +36,18 @@ impl DTensor {
         Ok(pair(made))
     }
 
-    /// The indices (u32) that sort the elements along the last dim; see [`sort_last_dim`](Self::sort_last_dim).
+    /// Returns the indices (u32) that sort the elements along the last dim; see [`sort_last_dim`](Self::sort_last_dim).
     #[track_caller]
     pub fn arg_sort_last_dim(&self, ascending: bool) -> Result<Self> {
         Ok(self.detach().sort_last_dim(ascending)?.1)
     }
 
-    /// The `k` largest elements of the last dim in descending order, and their indices (u32); of equal ones the first.
+    /// The `k` largest elements of the last dim in descending order, and their indices (u32). The first of equal ones
+    /// wins.
     ///
-    /// What is not a number counts as larger than every number.
+    /// NaN counts as larger than every number.
     ///
-    /// On a sharded last dim each rank finds `k` of its own, which are exchanged with their indices, not the tensor.
+    /// On a sharded last dim each rank finds its own `k`. Only these and their indices are exchanged, not the tensor.
     ///
     /// # Errors
     /// If the last dim has fewer than `k` elements.
@@ -83,7 +83,8 @@ impl DTensor {
         Ok(pair(made))
     }
 
-    /// The `k` largest elements of each of the `pieces` of the last dim; pieces with fewer fill up with anything.
+    /// The `k` largest elements of each of the `pieces` of the last dim. Shorter pieces are filled up with arbitrary
+    /// values.
     #[track_caller]
     fn candidates(&self, k: usize, pieces: usize) -> Result<Pair> {
         let last = self.rank() - 1;
@@ -102,7 +103,7 @@ impl DTensor {
             let (start, x) = (x[0].spec().local_block()[last].start, x[0].to_local());
             let have = x.dim(last)?.min(k);
             if have == 0 {
-                // Connected to the graph, so that every rank's graph has the same communication.
+                // Keeps the graph connected, so that all ranks communicate alike in the backward pass.
                 let shape = out[0].local_shape();
                 let values = x.sum_keepdim(last)?.broadcast_as(shape.as_slice())?.contiguous()?;
                 return Ok(smallvec![values, Tensor::zeros(shape.as_slice(), DType::U32, x.device())?]);
@@ -129,24 +130,24 @@ fn pair(mut made: SmallVec<[DTensor; 1]>) -> Pair {
     (made.remove(0), places)
 }
 
-/// The places in the last dim that bring its elements into order.
+/// The indices that sort the last dim.
 fn order(x: &Tensor, ascending: bool) -> candle_core::Result<Tensor> {
     let Some(nan) = nans(x)? else { return x.arg_sort_last_dim(ascending) };
-    // Twice, since sorts are stable: first as if infinite, then all that are no numbers behind what is infinite.
+    // Sorts twice, since sorts are stable: first with NaN as infinity, then with NaN after infinity.
     let above = Tensor::full(f64::INFINITY, x.shape(), x.device())?.to_dtype(x.dtype())?;
     let by_number = nan.where_cond(&above, &x.detach())?.arg_sort_last_dim(ascending)?;
     let by_nan = nan.gather(&by_number, D::Minus1)?.arg_sort_last_dim(ascending)?;
     by_number.gather(&by_nan, D::Minus1)
 }
 
-/// The `k` largest elements of the last dim, and their places in it.
+/// The `k` largest elements of the last dim, and their indices.
 fn largest(x: &Tensor, k: usize) -> Result<SmallVec<[Tensor; 1]>> {
     let x = x.contiguous()?;
     let places = order(&x, false)?.narrow(D::Minus1, 0, k)?.contiguous()?;
     Ok(smallvec![x.gather(&places, D::Minus1)?, places])
 }
 
-/// Which of the candidates of all pieces are elements: a piece with fewer than `k` elements has filled up.
+/// The indices of candidates that are elements: a piece with fewer than `k` elements has been filled up.
 fn real_candidates(spec: &Spec, k: usize) -> Vec<u32> {
     let last = spec.dims().len() - 1;
     let (mesh, mut at) = (spec.mesh(), spec.mesh().coordinate().to_vec());

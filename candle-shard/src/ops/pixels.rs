@@ -1,11 +1,11 @@
-//! Pixels moved between channels and images, and images with a border: batch and channels may be sharded.
+//! Pixel shuffle and padding of images. Batch and channels may be sharded.
 use crate::{DTensor, Error, Result};
 
 impl DTensor {
-    /// Channels spread over larger images: `[b, c · f², h, w]` to `[b, c, h · f, w · f]` (Shi et al. 2016).
+    /// Moves channels into larger images: `[b, c · f², h, w]` to `[b, c, h · f, w · f]` (Shi et al. 2016).
     ///
     /// # Errors
-    /// Unless there are four dims and the channels divide by `f²`.
+    /// If there are not four dims, or the channels do not divide by `f²`.
     #[track_caller]
     pub fn pixel_shuffle(&self, factor: usize) -> Result<Self> {
         let square = factor.checked_mul(factor).filter(|&square| square > 0);
@@ -25,7 +25,7 @@ impl DTensor {
     /// The inverse of [`pixel_shuffle`](Self::pixel_shuffle): `[b, c, h · f, w · f]` to `[b, c · f², h, w]`.
     ///
     /// # Errors
-    /// Unless there are four dims and the images divide by `f`.
+    /// If there are not four dims, or height or width do not divide by `f`.
     #[track_caller]
     pub fn pixel_unshuffle(&self, factor: usize) -> Result<Self> {
         match *self.dims() {
@@ -41,10 +41,10 @@ impl DTensor {
         }
     }
 
-    /// The images of `[b, c, h, w]` with a border of `pad` copies of their outermost pixels.
+    /// Pads the images of `[b, c, h, w]` with `pad` copies of their outermost pixels on each side.
     ///
     /// # Errors
-    /// Unless there are four dims and the images have pixels.
+    /// If there are not four dims, or the images are empty.
     #[track_caller]
     pub fn replication_pad2d(&self, pad: usize) -> Result<Self> {
         if self.rank() != 4 {

@@ -12,12 +12,12 @@ const SUM: Placement = Placement::PARTIAL_SUM;
 const MAX: Placement = Partial(ReduceOp::Max);
 const MIN: Placement = Partial(ReduceOp::Min);
 
-/// Two inputs and the output, which may be partial together.
+/// Placements of two inputs and the output that may be partial together.
 type Joint = [Placement; 3];
 
-/// What an op keeps of reductions of its inputs.
+/// The partial placements that pass through an op.
 struct Passes {
-    /// Placements of both inputs that give that of the output.
+    /// Placements of both inputs, and the output's placement that follows.
     joint: &'static [Joint],
     /// The order in each input.
     order: [Order; 2],
@@ -29,16 +29,16 @@ const MUL: Passes = Passes { joint: &[[SUM, Replicate, SUM], [Replicate, SUM, SU
 const DIV: Passes = Passes { joint: &[[SUM, Replicate, SUM]], order: [Neither, Neither] };
 const LINEAR_IN_SECOND: Passes = Passes { joint: &[[Replicate, SUM, SUM]], order: [Neither, Neither] };
 
-/// Of whole numbers: of floats candle gives the other operand for one that is not a number, which must reach the extreme.
+/// For integers only: for floats candle returns the other operand where one is NaN, and NaN must reach the extreme.
 const MAXIMUM: Passes = Passes { joint: &[[MAX, MAX, MAX]], order: [Rising, Rising] };
 const MINIMUM: Passes = Passes { joint: &[[MIN, MIN, MIN]], order: [Rising, Rising] };
 
-/// Whole numbers wrap around, so sums and differences keep no order of them, and a share of a quotient is none.
+/// Integers wrap around, so sums and differences keep no order; and quotients of partial sums are wrong.
 const WRAPPING: Passes = Passes { joint: &[[SUM, SUM, SUM]], order: [Neither, Neither] };
 const NOTHING: Passes = Passes { joint: &[], order: [Neither, Neither] };
 
 impl DTensor {
-    /// The elementwise sum, shapes broadcast as NumPy's.
+    /// The elementwise sum, with NumPy's broadcasting.
     #[track_caller]
     pub fn add(&self, rhs: impl Operand) -> Result<Self> {
         match rhs.side()? {
@@ -47,7 +47,7 @@ impl DTensor {
         }
     }
 
-    /// The elementwise difference, shapes broadcast as NumPy's.
+    /// The elementwise difference, with NumPy's broadcasting.
     #[track_caller]
     pub fn sub(&self, rhs: impl Operand) -> Result<Self> {
         match rhs.side()? {
@@ -56,7 +56,7 @@ impl DTensor {
         }
     }
 
-    /// The elementwise product, shapes broadcast as NumPy's.
+    /// The elementwise product, with NumPy's broadcasting.
     #[track_caller]
     pub fn mul(&self, rhs: impl Operand) -> Result<Self> {
         match rhs.side()? {
@@ -65,7 +65,7 @@ impl DTensor {
         }
     }
 
-    /// The elementwise quotient, shapes broadcast as NumPy's.
+    /// The elementwise quotient, with NumPy's broadcasting.
     #[track_caller]
     pub fn div(&self, rhs: impl Operand) -> Result<Self> {
         match rhs.side()? {
@@ -74,27 +74,27 @@ impl DTensor {
         }
     }
 
-    /// The larger of two elements, shapes broadcast as NumPy's; equal ones get half of the gradient each.
+    /// The larger of two elements, with NumPy's broadcasting; equal ones get half of the gradient each.
     #[track_caller]
     pub fn maximum(&self, rhs: impl Operand) -> Result<Self> {
         self.binary("maximum", rhs.side()?, self.passes(&NOTHING, &MAXIMUM), Tensor::broadcast_maximum)
     }
 
-    /// The smaller of two elements, shapes broadcast as NumPy's; equal ones get half of the gradient each.
+    /// The smaller of two elements, with NumPy's broadcasting; equal ones get half of the gradient each.
     #[track_caller]
     pub fn minimum(&self, rhs: impl Operand) -> Result<Self> {
         self.binary("minimum", rhs.side()?, self.passes(&NOTHING, &MINIMUM), Tensor::broadcast_minimum)
     }
 
-    /// Each element held between `min` and `max`.
+    /// Clamps each element to `min..=max`.
     #[track_caller]
     pub fn clamp(&self, min: impl Operand, max: impl Operand) -> Result<Self> {
         self.maximum(min)?.minimum(max)
     }
 
-    /// Each element, which must be positive, to the power of the other, shapes broadcast as NumPy's.
+    /// Each element, which must be positive, to the power of the other, with NumPy's broadcasting.
     ///
-    /// A number as power is that of [`powf`](Self::powf), for elements of any sign.
+    /// If the power is a number, this is [`powf`](Self::powf), for elements of any sign.
     #[track_caller]
     pub fn pow(&self, rhs: impl Operand) -> Result<Self> {
         match rhs.side()? {
@@ -114,7 +114,7 @@ impl DTensor {
         self.binary("silu_gate", Side::Spread(gate), &LINEAR_IN_SECOND, crate::kernels::silu_gate)
     }
 
-    /// What passes for the numbers that this tensor holds.
+    /// Chooses the rule for floats or integers by this tensor's dtype.
     fn passes(&self, of_floats: &'static Passes, of_whole: &'static Passes) -> &'static Passes {
         if self.dtype().is_int() { of_whole } else { of_floats }
     }
@@ -131,7 +131,7 @@ impl DTensor {
         let signature = || {
             let shape = self.check_pair(op, rhs)?;
             let mut rows = broadcast_rows(&shape, &[self.dims(), rhs.dims()]);
-            // Extremes pass without gradient only, see `extreme_rows`.
+            // Extremes pass only without gradients; see `extreme_rows`.
             let passing = |row: &&Joint| row[2] == SUM || !self.tracked() && !rhs.tracked();
             rows.extend(passes.joint.iter().filter(passing).map(|&[a, b, out]| Row::new(out, &[a, b])));
             for (at, &order) in passes.order.iter().enumerate() {
@@ -166,7 +166,7 @@ pub(super) fn broadcast(op: &'static str, a: &[usize], b: &[usize]) -> Result<Ve
         .collect()
 }
 
-/// One row for each dim of `shape`: inputs that have the dim are sharded on it, others are whole.
+/// One row for each dim of `shape`: inputs that have the dim are sharded on it, the others are replicated.
 pub(super) fn broadcast_rows(shape: &[usize], inputs: &[&[usize]]) -> Rows {
     let lies = |dims: &[usize], d: usize| match (d + dims.len()).checked_sub(shape.len()) {
         Some(own) if dims[own] == shape[d] => Shard(own),

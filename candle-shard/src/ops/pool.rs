@@ -1,4 +1,4 @@
-//! Pools and changes of size of images: batch and channels may be sharded.
+//! Pooling and resizing of images. Batch and channels may be sharded.
 use crate::kernels::{self, Pool};
 use crate::placement::{Placement, Shard};
 use crate::rules::{self, Row, Rows, Signature};
@@ -6,7 +6,7 @@ use crate::{DTensor, Error, Result};
 use candle_core::Tensor;
 
 impl DTensor {
-    /// The largest element of each window: `[b, c, h, w]` to `[b, c, oh, ow]`, see [`kernels::max_pool2d`].
+    /// The largest element of each window: `[b, c, h, w]` to `[b, c, oh, ow]`. See [`kernels::max_pool2d`].
     ///
     /// # Errors
     /// If no window fits into the global shape.
@@ -15,7 +15,7 @@ impl DTensor {
         self.pooled("max_pool2d", pool, false, kernels::max_pool2d)
     }
 
-    /// The mean of each window: `[b, c, h, w]` to `[b, c, oh, ow]`, see [`kernels::avg_pool2d`].
+    /// The mean of each window: `[b, c, h, w]` to `[b, c, oh, ow]`. See [`kernels::avg_pool2d`].
     ///
     /// # Errors
     /// If no window fits into the global shape.
@@ -44,10 +44,10 @@ impl DTensor {
         rules::run(op, &attributes, &[self], signature, |x, _| Ok(local(x[0].to_local(), pool)?))
     }
 
-    /// The nearest element for each element of an image of `size`: `[b, c, h, w]` to `[b, c, size[0], size[1]]`.
+    /// Resizes images to `size` by the nearest pixel: `[b, c, h, w]` to `[b, c, size[0], size[1]]`.
     ///
     /// # Errors
-    /// Unless there are four dims and the image has an element.
+    /// If there are not four dims, or the image is empty.
     #[track_caller]
     pub fn upsample_nearest2d(&self, size: [usize; 2]) -> Result<Self> {
         let op = "upsample_nearest2d";
@@ -55,10 +55,10 @@ impl DTensor {
         rules::run(op, &size, &[self], signature, |x, _| Ok(kernels::upsample_nearest2d(x[0].to_local(), size)?))
     }
 
-    /// The nearest element for each of `size` elements of a line: `[b, c, l]` to `[b, c, size]`.
+    /// Resizes lines to `size` by the nearest element: `[b, c, l]` to `[b, c, size]`.
     ///
     /// # Errors
-    /// Unless there are three dims and the line has an element.
+    /// If there are not three dims, or the line is empty.
     #[track_caller]
     pub fn upsample_nearest1d(&self, size: usize) -> Result<Self> {
         match *self.dims() {
@@ -69,11 +69,11 @@ impl DTensor {
         }
     }
 
-    /// Images of `size`, bilinear between pixels: `[b, c, h, w]` to `[b, c, size[0], size[1]]`, see
+    /// Resizes images to `size` bilinearly: `[b, c, h, w]` to `[b, c, size[0], size[1]]`. See
     /// [`kernels::upsample_bilinear2d`].
     ///
     /// # Errors
-    /// Unless there are four dims and the image has an element.
+    /// If there are not four dims, or the image is empty.
     #[track_caller]
     pub fn upsample_bilinear2d(&self, size: [usize; 2], align_corners: bool) -> Result<Self> {
         let op = "upsample_bilinear2d";
@@ -86,11 +86,11 @@ impl DTensor {
         })
     }
 
-    /// Images scaled by these factors, rounded down to whole pixels, bilinear between pixels: `[b, c, h, w]` to
-    /// `[b, c, ⌊h · scale_h⌋, ⌊w · scale_w⌋]`, as candle's and PyTorch's with a `scale_factor`.
+    /// Scales images by these factors, bilinearly: `[b, c, h, w]` to `[b, c, ⌊h · scale_h⌋, ⌊w · scale_w⌋]`, as
+    /// candle's and PyTorch's with a `scale_factor`.
     ///
     /// # Errors
-    /// Unless there are four dims, the image has an element, and the factors are finite and positive.
+    /// If there are not four dims, the image is empty, or a factor is not finite and positive.
     #[track_caller]
     pub fn upsample_bilinear2d_with_scale(&self, scale_h: f64, scale_w: f64, align_corners: bool) -> Result<Self> {
         let op = "upsample_bilinear2d_with_scale";
@@ -118,7 +118,7 @@ impl DTensor {
     }
 }
 
-/// Batch or channels sharded.
+/// Rows for a sharded batch or sharded channels.
 fn image_rows(linear: bool) -> Rows {
     let sums = linear.then(|| Row::new(Placement::PARTIAL_SUM, &[Placement::PARTIAL_SUM]));
     [0, 1].map(|d| Row::new(Shard(d), &[Shard(d)])).into_iter().chain(sums).collect()

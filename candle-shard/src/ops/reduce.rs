@@ -1,4 +1,4 @@
-//! Sums, means and variances: a sharded dim that is summed away leaves partial sums. 16-bit floats add up in f32.
+//! Sums, means and variances. Reducing a sharded dim gives partial sums. 16-bit floats are summed in f32.
 use crate::placement::{Placement, Shard};
 use crate::rules::{self, Row, Rows, Signature};
 use crate::strict::inherent;
@@ -67,14 +67,14 @@ impl DTensor {
 
     /// The unbiased variance over a dim, which stays with size 1; mean and count are the global ones.
     ///
-    /// A sharded dim costs one all_reduce of the sums, and leaves partial sums.
+    /// A sharded dim costs one all_reduce of the sums. The result is partial sums.
     #[track_caller]
     pub fn var_keepdim(&self, dim: impl Dim) -> Result<Self> {
         self.check_float("var_keepdim")?;
         let dim = dim.to_index(&Shape::from(self.dims()), "var_keepdim")?;
         let freedom = (self.dims()[dim] as f64 - 1.0).max(0.0);
         self.settled(&[dim])?.in_full_precision(|x| {
-            // The squares' sum is least at the mean, so the mean has no part in the gradient.
+            // The sum of squares is minimal at the mean, so the mean adds nothing to the gradient.
             let squares = inherent(|| x.sub(x.detach().mean_keepdim(dim)?))?.sqr()?;
             squares.sum_keepdim(dim)?.affine(1.0 / freedom, 0.0)
         })
@@ -96,7 +96,7 @@ impl DTensor {
         })
     }
 
-    /// What `f` makes of this tensor, of 16-bit floats in f32: a long sum of them in their own dtype stops growing.
+    /// Applies `f` in f32 to 16-bit floats: long sums in 16 bits stop growing.
     #[track_caller]
     pub(super) fn in_full_precision(&self, f: impl FnOnce(&Self) -> Result<Self>) -> Result<Self> {
         match self.dtype() {
@@ -109,7 +109,7 @@ impl DTensor {
     }
 }
 
-/// The sum that `f` makes of a local tensor.
+/// Applies `f`, which sums, to a local tensor.
 fn summed(x: &DTensor, f: impl Fn(&Tensor) -> candle_core::Result<Tensor>) -> Result<Tensor> {
     let x = x.to_local();
     Ok(match x.dtype() {

@@ -1,4 +1,4 @@
-//! The elements in another shape: shards of dims that split or merge stay where rows allow it.
+//! Reshape. Shards of dims that split or merge stay in place where rows allow it.
 use crate::placement::{Replicate, Shard};
 use crate::redistribute::Targets;
 use crate::rules::{self, Plan};
@@ -10,10 +10,11 @@ use smallvec::smallvec;
 use std::ops::Range;
 
 impl DTensor {
-    /// The elements in row-major order in another shape of the same size; one dim may be `()`, which is worked out.
+    /// Reshapes the elements, in row-major order, to another shape of the same size. One dim may be `()`, which is
+    /// inferred.
     ///
-    /// Dims that split or merge keep their shard where the pieces end on whole rows of the new shape; otherwise the
-    /// pieces are resized, or gathered where no sizes fit.
+    /// Dims that split or merge keep their shard where shards end on whole rows of the new shape. Otherwise the shards
+    /// are resized, or gathered if no sizes fit.
     #[track_caller]
     pub fn reshape(&self, shape: impl ShapeWithOneHole) -> Result<Self> {
         let shape = match shape.into_shape(self.elem_count()) {
@@ -40,7 +41,7 @@ impl DTensor {
     }
 }
 
-/// What each axis must become before a local reshape, and what it is afterwards.
+/// The target of each axis before the local reshape, and its placement after it.
 struct ReshapePlan {
     targets: Targets,
     out: Targets,
@@ -52,7 +53,7 @@ impl ReshapePlan {
         let mut plan = Self { targets: x.targets(), out: spec.placements().iter().map(|&p| p.into()).collect() };
         for dim in 0..spec.dims().len() {
             let axes: Vec<usize> = x.sharded_axes(dim).collect();
-            // Several axes stay on a dim that stays as it is or is cut evenly; the outermost may stay by itself.
+            // Several axes stay on a dim that is unchanged or cut evenly; otherwise only the outermost may stay.
             let ways = [&axes[..], axes.get(..1).unwrap_or_default()];
             let carried = ways
                 .iter()
@@ -75,12 +76,12 @@ impl ReshapePlan {
     }
 }
 
-/// Where the shard of `dim` on `axes` goes: the new dim, the sizes it needs before, and those it has afterwards.
+/// Returns where the shard of `dim` on `axes` goes: the new dim, the sizes needed before, and the sizes after.
 fn carry(spec: &Spec, to: &[usize], dim: usize, axes: &[usize]) -> Option<(usize, Option<Sizes>, Option<Sizes>)> {
     let from = spec.dims();
     let (ins, outs) = group_of(from, to, dim)?;
     if from[ins.start..dim].iter().any(|&size| size != 1) {
-        return None; // an outer dim of the group varies slower than the shard
+        return None; // the group has a dim outside of the sharded one
     }
     let out_dim = outs.clone().find(|&d| to[d] != 1).or_else(|| outs.clone().next())?;
     let total: usize = from[ins].iter().product();

@@ -1,10 +1,10 @@
-//! Fused ops on whole rows, which are the last dim: softmax and the norms. Leading dims may be sharded.
+//! Fused ops over the last dim, which is whole: softmax and the norms. Leading dims may be sharded.
 use super::pointwise::broadcast_rows;
 use crate::placement::{Replicate, Shard};
 use crate::rules::{self, Row, Rows, Signature};
 use crate::{DTensor, Error, Result, kernels};
 
-/// Leading dims of the first input sharded, further inputs whole.
+/// Rows that shard a leading dim of the first input; further inputs are replicated.
 pub(super) fn rows(leading: usize, others: usize) -> Rows {
     (0..leading)
         .map(|d| Row { out: Shard(d), ins: std::iter::once(Shard(d)).chain((0..others).map(|_| Replicate)).collect() })
@@ -19,14 +19,14 @@ impl DTensor {
         rules::run("softmax_last_dim", &[], &[self], signature, |x, _| Ok(kernels::softmax(x[0].to_local())?))
     }
 
-    /// The softmax over the keys of scaled attention scores `[.., queries, keys]`, later keys masked out.
+    /// The softmax over the keys of scaled attention scores `[.., queries, keys]`, with later keys masked.
     ///
     /// Query `i` sees key `j` if `j <= i + keys - queries`.
     #[track_caller]
     pub fn causal_softmax(&self, scale: f64) -> Result<Self> {
         let signature = || {
             self.check_rows("causal_softmax", 2)?;
-            // A query's place decides what it sees, so the query dim stays whole too.
+            // The index of a query decides which keys it sees, so the query dim stays whole too.
             Ok(Signature::new(rows(self.rank() - 2, 0), self.dims(), self.dtype()))
         };
         rules::run("causal_softmax", &[], &[self], signature, |x, _| {
@@ -34,9 +34,9 @@ impl DTensor {
         })
     }
 
-    /// The softmax over the last dim of `x · scale + mask`, the mask's dims broadcast but for the last.
+    /// The softmax over the last dim of `x · scale + mask`. The mask broadcasts in all dims but the last.
     ///
-    /// A row that the mask hides whole is zeros.
+    /// A row that is masked entirely becomes zeros.
     #[track_caller]
     pub fn masked_softmax(&self, mask: &Self, scale: f64) -> Result<Self> {
         let signature = || {

@@ -1,4 +1,4 @@
-//! Running sums: pieces of a sharded dim are summed where they lie, and begin where the pieces before them end.
+//! Cumulative sums. Each rank sums its shard of a sharded dim and adds the total of the shards before it.
 use crate::placement::{Partial, Placement, Replicate, Shard};
 use crate::rules::{self, Plan, Row, Rows, Signature};
 use crate::{DTensor, Result};
@@ -10,9 +10,9 @@ use smallvec::smallvec;
 const SUM: Placement = Placement::PARTIAL_SUM;
 
 impl DTensor {
-    /// The running sum along a dim: each element is the sum of those up to it.
+    /// The cumulative sum along a dim.
     ///
-    /// A sharded dim costs one reduce_scatter of one number for each rank and row, and an all_gather of them in the
+    /// A sharded dim costs one reduce_scatter of one number per rank and row, and one all_gather of them in the
     /// backward pass.
     #[track_caller]
     pub fn cumsum(&self, dim: impl Dim) -> Result<Self> {
@@ -29,7 +29,7 @@ impl DTensor {
         let linear = |p| if matches!(p, Partial(op) if op != ReduceOp::Sum) { Replicate } else { p };
         let x = rules::lay_out("cumsum", self, linear)?;
         let starts = x.sums_before(dim)?;
-        // All is linear, so every axis stays as it is.
+        // All of this is linear, so every axis stays as it is.
         let plan = || Ok(Plan::in_place(&[&x, &starts], smallvec![x.shared_spec().clone()]));
         let mut made = rules::run_planned("cumsum", &[dim], &[&x, &starts], plan, |x, _| {
             Ok(smallvec![running_sum(x[0].to_local(), dim)?.broadcast_add(x[1].to_local())?])
@@ -37,7 +37,7 @@ impl DTensor {
         Ok(made.remove(0))
     }
 
-    /// For each piece of a sharded dim the sum of the pieces before it, as a tensor with one element a piece.
+    /// The sum of the shards before each shard of a sharded dim, as a tensor with one element per shard.
     #[track_caller]
     fn sums_before(&self, dim: usize) -> Result<Self> {
         let (mesh, axes) = (self.mesh(), self.sharded_axes(dim).collect::<Vec<_>>());
@@ -53,7 +53,7 @@ impl DTensor {
             rows.extend([Row::new(SUM, &[Shard(dim)]), Row::new(SUM, &[SUM])]);
             Ok(Signature::new(rows, &shape, self.dtype()))
         };
-        // Each rank adds its own sum to all pieces that come after it.
+        // Each rank adds its own sum to all later shards.
         let sums = rules::run("sums_before", &[dim], &[self], signature, |x, out| {
             let own = x[0].to_local().sum_keepdim(dim)?.broadcast_as(out.local_shape().as_slice())?;
             let mut column = vec![1; out.dims().len()];

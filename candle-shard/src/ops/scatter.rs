@@ -1,6 +1,6 @@
-//! Elements put or added to places that indexes name, in dims that may be sharded.
+//! Scatter ops: elements are written or added at indexes of dims that may be sharded.
 //!
-//! A rank that holds a part of the indexed dim takes what belongs there and leaves the rest to the others.
+//! A rank that holds a shard of the indexed dim applies the elements that belong there and ignores the rest.
 use super::lookup::{check_indexes, checked, held, places};
 use crate::kernels::NOWHERE;
 use crate::placement::{Placement, Replicate, Shard};
@@ -12,14 +12,14 @@ use candle_core::{DType, Shape, Tensor};
 const SUM: Placement = Placement::PARTIAL_SUM;
 
 impl DTensor {
-    /// A copy with each element of `source` added at its index of a dim.
+    /// Returns a copy with each element of `source` added at its index of a dim.
     ///
-    /// `indexes` (u8, u32 or i64) has the shape of `source`, which is that of the tensor but for the dim: for dim 1,
-    /// `source[i, j, k]` goes to `[i, indexes[i, j, k], k]`. Both gradients are true ones, which candle's own `scatter_add`
-    /// does not have.
+    /// `indexes` (u8, u32 or i64) has the shape of `source`, which may differ from the tensor's in the dim only: for
+    /// dim 1, `source[i, j, k]` goes to `[i, indexes[i, j, k], k]`. Both gradients are correct, unlike those of
+    /// candle's `scatter_add`.
     ///
     /// # Errors
-    /// As for [`embedding`](Self::embedding).
+    /// Those of [`embedding`](Self::embedding).
     #[track_caller]
     pub fn scatter_add(&self, indexes: &Self, source: &Self, dim: impl Dim) -> Result<Self> {
         let dim = dim.to_index(&Shape::from(self.dims()), "scatter_add")?;
@@ -37,13 +37,13 @@ impl DTensor {
         checked("scatter_add", made, indexes, self, dim)
     }
 
-    /// A copy with each element of `source` in place of the one at its index of a dim.
+    /// Returns a copy with each element of `source` written at its index of a dim.
     ///
-    /// Shapes are those of [`scatter_add`](Self::scatter_add). Where several elements go to one place the last stands,
-    /// and all of them get its gradient.
+    /// Shapes are those of [`scatter_add`](Self::scatter_add). Where several elements go to one place, the last one
+    /// wins, and all of them get its gradient.
     ///
     /// # Errors
-    /// As for [`embedding`](Self::embedding).
+    /// Those of [`embedding`](Self::embedding).
     #[track_caller]
     pub fn scatter(&self, indexes: &Self, source: &Self, dim: impl Dim) -> Result<Self> {
         let dim = dim.to_index(&Shape::from(self.dims()), "scatter")?;
@@ -60,10 +60,10 @@ impl DTensor {
         checked("scatter", made, indexes, self, dim)
     }
 
-    /// A copy with slice `i` of `source` along a dim added to slice `indexes[i]` (u8, u32 or i64).
+    /// Returns a copy with slice `i` of `source` along a dim added to slice `indexes[i]` (u8, u32 or i64).
     ///
     /// # Errors
-    /// As for [`embedding`](Self::embedding).
+    /// Those of [`embedding`](Self::embedding).
     #[track_caller]
     pub fn index_add(&self, indexes: &Self, source: &Self, dim: impl Dim) -> Result<Self> {
         let dim = dim.to_index(&Shape::from(self.dims()), "index_add")?;
@@ -117,9 +117,9 @@ impl DTensor {
     }
 }
 
-/// Places in dim `dim` of a tensor of the shape `dims` as places in the flat tensor.
+/// Converts indexes of dim `dim` of a tensor of shape `dims` to indexes of the flat tensor.
 ///
-/// There is one for each element of a tensor of that shape but for the size of the dim.
+/// There is one index per element of a tensor whose shape may differ in that dim.
 fn flat(places: &[u32], dims: &[usize], dim: usize) -> Vec<i64> {
     let (outer, inner): (usize, usize) = (dims[..dim].iter().product(), dims[dim + 1..].iter().product());
     let block = places.len() / outer.max(1);

@@ -1,6 +1,6 @@
-//! Parts of a dim: each rank keeps the rows that it holds, and nothing is communicated.
+//! Slices of a dim. Each rank keeps the rows that it holds, and nothing is communicated.
 //!
-//! A part of a sharded dim has explicit sizes, and where several axes shard the dim, the inner ones are gathered.
+//! A slice of a sharded dim has explicit sizes. If several axes shard the dim, the inner ones are gathered.
 use crate::placement::{Partial, Replicate, Shard};
 use crate::redistribute::{Target, Targets};
 use crate::rules::{self, Plan, check_meshes};
@@ -14,10 +14,10 @@ use smallvec::smallvec;
 use std::ops::{Bound, Range, RangeBounds};
 
 impl DTensor {
-    /// The part `start..start + len` of a dim.
+    /// The slice `start..start + len` of a dim.
     ///
-    /// Nothing is communicated where one axis shards the dim: the ranks keep those of their rows that are in the part,
-    /// so some may have none. [`redistribute`](Self::redistribute) evens it out.
+    /// Nothing is communicated if one axis shards the dim: each rank keeps its rows of the slice, which may be none.
+    /// [`redistribute`](Self::redistribute) balances them.
     #[track_caller]
     pub fn narrow(&self, dim: impl Dim, start: usize, len: usize) -> Result<Self> {
         let dim = dim.to_index(&Shape::from(self.dims()), "narrow")?;
@@ -36,9 +36,9 @@ impl DTensor {
         )
     }
 
-    /// `left` zeros before and `right` zeros after the elements of a dim.
+    /// Pads a dim with `left` zeros before and `right` zeros after its elements.
     ///
-    /// Nothing is communicated where one axis shards the dim: its first and last rank hold the zeros.
+    /// Nothing is communicated if one axis shards the dim: its first and last rank hold the zeros.
     #[track_caller]
     pub fn pad_with_zeros(&self, dim: impl Dim, left: usize, right: usize) -> Result<Self> {
         let dim = dim.to_index(&Shape::from(self.dims()), "pad_with_zeros")?;
@@ -60,7 +60,7 @@ impl DTensor {
         })
     }
 
-    /// At most `chunks` parts of a dim, the first ones larger by one where it does not divide.
+    /// Splits a dim into at most `chunks` parts. If the size does not divide, the first parts have one element more.
     #[track_caller]
     pub fn chunk(&self, chunks: usize, dim: impl Dim) -> Result<Vec<Self>> {
         let dim = dim.to_index(&Shape::from(self.dims()), "chunk")?;
@@ -79,7 +79,7 @@ impl DTensor {
         if self.rank() == 0 { Ok(self.clone()) } else { self.get_on_dim(0, index) }
     }
 
-    /// The elements at `index` of a dim, which goes away; where it is sharded, they are gathered from their rank.
+    /// The elements at `index` of a dim, which goes away. If it is sharded, they are gathered from their rank.
     #[track_caller]
     pub fn get_on_dim(&self, dim: impl Dim, index: usize) -> Result<Self> {
         let dim = dim.to_index(&Shape::from(self.dims()), "get_on_dim")?;
@@ -87,10 +87,10 @@ impl DTensor {
         self.narrow(dim, index, 1)?.squeeze(dim)
     }
 
-    /// A copy in which `src` stands in the place of the part of a dim that begins at `start`.
+    /// Returns a copy with `src` written into a dim from `start` on.
     ///
-    /// The shard of the dim stays. A replicated `src` is cut without communication; a sharded one is brought to the
-    /// ranks that hold the part.
+    /// The shard of the dim stays. A replicated `src` is cut without communication; a sharded one is sent to the ranks
+    /// that hold the range.
     #[track_caller]
     pub fn slice_scatter(&self, src: &Self, dim: impl Dim, start: usize) -> Result<Self> {
         let dim = dim.to_index(&Shape::from(self.dims()), "slice_scatter")?;
@@ -108,9 +108,9 @@ impl DTensor {
         Ok(made.remove(0))
     }
 
-    /// A copy in which `src` stands in the place of `ranges`, one range for each dim: the form of `x[ranges] = src`.
+    /// Returns a copy with `src` written to `ranges`, one range per dim: the form of `x[ranges] = src`.
     ///
-    /// Costs what [`slice_scatter`](Self::slice_scatter) costs, for each range that is not the whole dim.
+    /// The cost is that of [`slice_scatter`](Self::slice_scatter) for each range that is not the whole dim.
     ///
     /// ```
     /// use candle_core::{DType, Device, Tensor};
@@ -146,7 +146,7 @@ impl DTensor {
         self.assign_from(0, &starts, src)
     }
 
-    /// Assigns from dim `dim` on; the dims before are whole.
+    /// Assigns in dim `dim` and later; the dims before are whole.
     #[track_caller]
     fn assign_from(&self, dim: usize, starts: &[usize], src: &Self) -> Result<Self> {
         let mut partial = (dim..self.rank()).filter(|&d| src.dims()[d] != self.dims()[d]);
@@ -184,9 +184,9 @@ impl DTensor {
         Plan::laid(&[self, src], [base, piece], &out, &[(Dims::from_slice(self.dims()), self.dtype())])
     }
 
-    /// An op that changes the size of dim `attributes[0]`, each piece of it where it is.
+    /// Runs an op that changes the size of dim `attributes[0]`. Shards stay on their ranks.
     ///
-    /// `sizes` gives the new sizes of the pieces of the dim, whatever their number.
+    /// `sizes` returns the new sizes of the shards of the dim.
     fn resized(
         &self,
         op: &'static str,
@@ -211,7 +211,7 @@ impl DTensor {
         };
         let mut made =
             rules::run_planned(op, &attributes, &[self], plan, |x, outs| Ok(smallvec![local(&x[0], &outs[0])?]))?;
-        // Some ranks give their shard as it is, others a part of it: what is kept with it must be alike.
+        // Some ranks return their shard unchanged, others a slice of it. Cached views must be alike on all ranks.
         Ok(made.remove(0).aliasing(self))
     }
 
@@ -240,7 +240,7 @@ impl DTensor {
     }
 }
 
-/// How many elements of `part` lie in each of the pieces of a dim.
+/// The number of elements of `part` in each of the shards of a dim.
 pub(super) fn overlaps(sizes: &[usize], part: &Range<usize>) -> Dims {
     let piece = |start: &mut usize, size: &usize| {
         *start += size;
@@ -249,13 +249,13 @@ pub(super) fn overlaps(sizes: &[usize], part: &Range<usize>) -> Dims {
     sizes.iter().scan(0, piece).collect()
 }
 
-/// The elements of `part` that lie in `held`, counted from the start of it.
+/// The range of `part` that lies in `held`, relative to the start of `held`.
 pub(super) fn within(held: &Range<usize>, part: &Range<usize>) -> Range<usize> {
     let inside = |at: usize| at.clamp(held.start, held.end) - held.start;
     inside(part.start)..inside(part.end)
 }
 
-/// A part of a local dim. candle panics on views without elements that begin behind their memory.
+/// A slice of a local dim. candle panics on empty views that begin behind their memory.
 fn local_part(x: &Tensor, dim: usize, part: &Range<usize>) -> candle_core::Result<Tensor> {
     x.narrow(dim, if part.is_empty() { 0 } else { part.start }, part.len())
 }

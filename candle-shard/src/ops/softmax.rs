@@ -1,4 +1,4 @@
-//! Softmax and its kin over any dim: of a sharded one only the maxima and the sums are exchanged.
+//! Softmax and related ops over any dim. For a sharded dim only the maxima and the sums are exchanged.
 use super::extreme::Extreme::Max;
 use super::reduce::without;
 use crate::strict::inherent;
@@ -9,7 +9,7 @@ use candle_core::shape::{Dim, Dims};
 impl DTensor {
     /// The softmax over a dim.
     ///
-    /// A sharded dim costs two all_reduces of one number a row, and one in the backward pass.
+    /// A sharded dim costs two all_reduces of one number per row, and one in the backward pass.
     #[track_caller]
     pub fn softmax(&self, dim: impl Dim) -> Result<Self> {
         self.check_float("softmax")?;
@@ -35,7 +35,7 @@ impl DTensor {
 
     /// The logarithm of the softmax over a dim.
     ///
-    /// A sharded dim costs two all_reduces of one number a row, and one in the backward pass.
+    /// A sharded dim costs two all_reduces of one number per row, and one in the backward pass.
     #[track_caller]
     pub fn log_softmax(&self, dim: impl Dim) -> Result<Self> {
         self.check_float("log_softmax")?;
@@ -51,7 +51,7 @@ impl DTensor {
 
     /// The logarithm of the sum of the exponentials over `dims`, which go away.
     ///
-    /// A sharded dim costs two all_reduces of one number a row, and none in the backward pass.
+    /// A sharded dim costs two all_reduces of one number per row, and none in the backward pass.
     #[track_caller]
     pub fn log_sum_exp(&self, dims: impl Dims) -> Result<Self> {
         self.check_float("log_sum_exp")?;
@@ -63,7 +63,8 @@ impl DTensor {
         })
     }
 
-    /// This tensor less its maximum over `dims`, and that maximum, which counts as a constant: it cancels out.
+    /// Returns this tensor minus its maximum over `dims`, and the maximum, which is treated as a constant: it cancels
+    /// out.
     #[track_caller]
     fn below_maximum(&self, dims: &[usize]) -> Result<(Self, Self)> {
         let top = self.detach().extreme(Max, dims)?.resolved()?;

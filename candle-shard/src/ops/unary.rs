@@ -1,4 +1,5 @@
-//! Elementwise functions of one tensor: any dim may be sharded, and what a function keeps of a reduction passes through.
+//! Elementwise functions of one tensor. Any dim may be sharded; partial placements pass through where the function
+//! allows it.
 use crate::placement::{Partial, Placement, Shard};
 use crate::rules::{self, Row, Rows, Signature};
 use crate::{DTensor, Error, Result};
@@ -10,24 +11,26 @@ const SUM: Placement = Placement::PARTIAL_SUM;
 const MAX: Placement = Partial(ReduceOp::Max);
 const MIN: Placement = Partial(ReduceOp::Min);
 
-/// What a function does to the order of its arguments: the extremes of a rising one are those of its argument.
+/// The monotonicity of a function: a rising one maps the extreme of its arguments to the extreme of its results.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Order {
     Rising,
     Falling,
-    /// Up and down, not a number for some numbers, or a number for what is none: that must reach the extreme.
+    /// Not monotonic; or maps some numbers to NaN, or NaN to a number (NaN must reach the extreme).
     Neither,
 }
 
-/// Every dim sharded, in and out; partial sums where the function is linear.
+/// Rows for each dim, sharded in input and output, and for partial sums if the function is linear.
 pub(super) fn unary_rows(rank: usize, linear: bool) -> Rows {
     let shards = (0..rank).map(|d| Row::new(Shard(d), &[Shard(d)]));
     shards.chain(linear.then(|| Row::new(SUM, &[SUM]))).collect()
 }
 
-/// Input `at` of `inputs` may be partial extremes, beside whole others, if the function has an order in it.
+/// Rows in which input `at` of `inputs` is a partial extreme and the others are replicated, if the function is
+/// monotonic in it.
 ///
-/// Only without gradient: that of an extreme belongs to the ranks that have it, which none of them knows.
+/// Only without gradients: the gradient of an extreme belongs to the ranks that hold it, and no rank knows which these
+/// are.
 pub(super) fn extreme_rows(order: Order, at: usize, inputs: &[&DTensor]) -> Rows {
     if order == Neither || inputs.iter().any(|x| x.tracked()) {
         return Rows::new();
@@ -53,7 +56,7 @@ macro_rules! unary_ops {
 unary_ops! {
     /// The larger of each element and zero.
     relu, Neither, Tensor::relu;
-    /// Each element held in `0..=6`.
+    /// Clamps each element to `0..=6`.
     relu6, Neither, |x| x.clamp(0f64, 6f64);
     /// The exact Gaussian error linear unit, `x · Φ(x)`.
     gelu_erf, Neither, crate::kernels::gelu_erf;
@@ -66,7 +69,7 @@ unary_ops! {
     mish, Neither, candle_nn::ops::mish;
     /// The logistic function.
     sigmoid, Rising, candle_nn::ops::sigmoid;
-    /// `(x + 3) / 6`, held in `0..=1`.
+    /// `(x + 3) / 6`, clamped to `0..=1`.
     hard_sigmoid, Neither, candle_nn::ops::hard_sigmoid;
     /// `x · hard_sigmoid(x)`.
     hard_swish, Neither, |x| x * candle_nn::ops::hard_sigmoid(x)?;
@@ -92,13 +95,13 @@ unary_ops! {
     recip, Neither, Tensor::recip;
 }
 
-/// Functions that are flat between their steps. candle ends the graph at them; it must end alike on ranks without
-/// elements, so they are taken of the detached tensor.
+/// Step functions. candle cuts the graph at them. The graph must be cut alike on ranks without elements, so they are
+/// applied to the detached tensor.
 macro_rules! step_functions {
     ($($(#[$doc:meta])* $name:ident, $order:expr, $local:expr;)*) => {
         impl DTensor {
             $($(#[$doc])* ///
-            /// The result carries no gradient, as candle's does not.
+            /// The result has no gradient, as in candle.
             #[track_caller]
             pub fn $name(&self) -> Result<Self> {
                 self.detach().unary(stringify!($name), $order, $local)
@@ -108,11 +111,11 @@ macro_rules! step_functions {
 }
 
 step_functions! {
-    /// The largest whole number that is not above each element.
+    /// Rounds each element down.
     floor, Rising, Tensor::floor;
-    /// The smallest whole number that is not below each element.
+    /// Rounds each element up.
     ceil, Rising, Tensor::ceil;
-    /// The nearest whole number, halves away from zero.
+    /// Rounds each element to the nearest integer, halves away from zero.
     round, Rising, Tensor::round;
     /// 1, 0 or -1, the sign of each element.
     sign, Neither, Tensor::sign;
@@ -135,9 +138,9 @@ impl DTensor {
         rules::run(op, &[order as usize], &[self], signature, |x, _| Ok(local(x[0].to_local())?))
     }
 
-    /// Each element rounded to so many digits behind the point, or before it where `decimals` is negative.
+    /// Rounds each element to `decimals` digits behind the point, or before it if `decimals` is negative.
     ///
-    /// The result carries no gradient, as candle's does not.
+    /// The result has no gradient, as in candle.
     #[track_caller]
     pub fn round_to(&self, decimals: i32) -> Result<Self> {
         self.detach().unary("round_to", Rising, |x| x.round_to(decimals))
@@ -161,10 +164,10 @@ impl DTensor {
         self.unary("powf", Neither, |x| x.powf(e))
     }
 
-    /// Each element with its sign changed; the least whole number of its dtype has no other.
+    /// Negates each element. The least value of a signed integer dtype maps to itself.
     ///
     /// # Errors
-    /// If the elements are whole numbers without a sign.
+    /// If the elements are unsigned integers.
     #[track_caller]
     pub fn neg(&self) -> Result<Self> {
         let is_int = self.dtype().is_int();
@@ -174,14 +177,14 @@ impl DTensor {
                 return Error::op("neg", reason);
             }
             let mut rows = unary_rows(self.rank(), true);
-            // Whole numbers wrap around.
+            // Integers wrap around.
             rows.extend(extreme_rows(if is_int { Neither } else { Falling }, 0, &[self]));
             Ok(Signature::new(rows, self.dims(), self.dtype()))
         };
         rules::run("neg", &[], &[self], signature, |x, _| Ok(negated(x[0].to_local())?))
     }
 
-    /// The absolute value of each element, whole numbers too.
+    /// The absolute value of each element, also of integers.
     #[track_caller]
     pub fn abs(&self) -> Result<Self> {
         match self.dtype() {
@@ -202,13 +205,13 @@ impl DTensor {
     pub fn affine(&self, mul: f64, add: f64) -> Result<Self> {
         let linear = add == 0.0;
         let order = match mul {
-            // Whole numbers wrap around.
+            // Integers wrap around.
             _ if self.dtype().is_int() => Neither,
             _ if mul >= 0.0 => Rising,
             _ if mul < 0.0 => Falling,
             _ => Neither,
         };
-        // candle ends the graph at a factor of zero; it must end alike on ranks without elements.
+        // candle cuts the graph at a factor of zero. It must be cut alike on ranks without elements.
         let x = if mul == 0.0 { &self.detach() } else { self };
         let signature = || {
             let mut rows = unary_rows(x.rank(), linear);
@@ -219,9 +222,9 @@ impl DTensor {
         rules::run("affine", &attributes, &[x], signature, |x, _| Ok(x[0].to_local().affine(mul, add)?))
     }
 
-    /// The same values in another dtype; partial sums are added up in the present one first.
+    /// Converts to another dtype; partial sums are summed in the present dtype first.
     ///
-    /// Whole numbers carry no gradient.
+    /// Integers have no gradient.
     #[track_caller]
     pub fn to_dtype(&self, dtype: DType) -> Result<Self> {
         if dtype == self.dtype() {
@@ -237,14 +240,14 @@ impl DTensor {
         rules::run("to_dtype", &[dtype as usize], &[x], signature, |x, _| Ok(x[0].to_local().to_dtype(dtype)?))
     }
 
-    /// The tensor cut off from the graph.
+    /// Returns this tensor detached from the graph.
     pub fn detach(&self) -> Self {
         let detached = DTensor::assemble(self.to_local().detach(), self.shared_spec().clone(), 0);
         detached.aliasing(self)
     }
 }
 
-/// candle has no functions of whole numbers, but differences.
+/// Negates a tensor. candle cannot negate integers, but can subtract them.
 fn negated(x: &Tensor) -> candle_core::Result<Tensor> {
     if x.dtype().is_int() { x.zeros_like()?.sub(x) } else { x.neg() }
 }

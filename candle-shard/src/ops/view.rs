@@ -1,4 +1,4 @@
-//! Ops that only rename or repeat dims: shards and partial sums move along.
+//! Ops that only reorder or repeat dims. Shards and partial sums move along.
 use super::pointwise::{broadcast, broadcast_rows};
 use crate::placement::{Placement, Replicate, Shard};
 use crate::rules::{self, Row, Rows, Signature};
@@ -11,7 +11,7 @@ use candle_dist::backend::Dims;
 const SUM: Placement = Placement::PARTIAL_SUM;
 
 impl DTensor {
-    /// The dims in another order: dim `i` of the result is dim `dims[i]`.
+    /// Permutes the dims: dim `i` of the result is dim `dims[i]`.
     #[track_caller]
     pub fn permute(&self, dims: impl DimList) -> Result<Self> {
         let dims = dims.to_indexes(&Shape::from(self.dims()), "permute")?;
@@ -25,7 +25,7 @@ impl DTensor {
         self.linear_view("permute", &dims, signature, |x, _| x.permute(&dims[..]))
     }
 
-    /// Two dims swapped.
+    /// Swaps two dims.
     #[track_caller]
     pub fn transpose(&self, a: impl Dim, b: impl Dim) -> Result<Self> {
         let shape = Shape::from(self.dims());
@@ -35,7 +35,7 @@ impl DTensor {
         self.permute(dims)
     }
 
-    /// The last two dims swapped.
+    /// Swaps the last two dims.
     #[track_caller]
     pub fn t(&self) -> Result<Self> {
         if self.rank() < 2 {
@@ -44,7 +44,7 @@ impl DTensor {
         self.transpose(self.rank() - 2, self.rank() - 1)
     }
 
-    /// Without `dim`, if its size is 1; otherwise as it is.
+    /// Removes `dim` if its size is 1, and otherwise changes nothing.
     #[track_caller]
     pub fn squeeze(&self, dim: impl Dim) -> Result<Self> {
         let dim = dim.to_index(&Shape::from(self.dims()), "squeeze")?;
@@ -56,7 +56,7 @@ impl DTensor {
         self.reshape(shape.as_slice())
     }
 
-    /// With a new dim of size 1 that becomes dim `dim`.
+    /// Inserts a new dim of size 1 as dim `dim`.
     #[track_caller]
     pub fn unsqueeze(&self, dim: impl Dim) -> Result<Self> {
         let dim = dim.to_index_plus_one(&Shape::from(self.dims()), "unsqueeze")?;
@@ -65,7 +65,7 @@ impl DTensor {
         self.reshape(shape.as_slice())
     }
 
-    /// The dims `first..=last` merged into one.
+    /// Merges the dims `first..=last` into one.
     #[track_caller]
     pub fn flatten(&self, first: impl Dim, last: impl Dim) -> Result<Self> {
         let shape = Shape::from(self.dims());
@@ -78,27 +78,27 @@ impl DTensor {
         self.reshape([outer, &[merged], inner].concat())
     }
 
-    /// The dims up to and including `last` merged into one.
+    /// Merges the dims up to and including `last` into one.
     #[track_caller]
     pub fn flatten_to(&self, last: impl Dim) -> Result<Self> {
         if self.rank() == 0 { self.reshape(1) } else { self.flatten(0, last) }
     }
 
-    /// The dims from `first` on merged into one.
+    /// Merges the dims from `first` on into one.
     #[track_caller]
     pub fn flatten_from(&self, first: impl Dim) -> Result<Self> {
         if self.rank() == 0 { self.reshape(1) } else { self.flatten(first, self.rank() - 1) }
     }
 
-    /// All elements in row-major order, in one dim.
+    /// Merges all dims into one, in row-major order.
     #[track_caller]
     pub fn flatten_all(&self) -> Result<Self> {
         self.reshape(self.elem_count())
     }
 
-    /// Repeated without a copy along new dims on the left and dims of size 1, as candle's `broadcast_as`.
+    /// Repeats the tensor, without a copy, along new dims on the left and dims of size 1, as candle's `broadcast_as`.
     ///
-    /// Dims that are not repeated keep their shard; a shard of a repeated one is gathered, it has one element.
+    /// Dims that are not repeated keep their shard. A shard of a repeated dim, which has one element, is gathered.
     #[track_caller]
     pub fn broadcast_as(&self, shape: impl Into<Shape>) -> Result<Self> {
         let shape = shape.into();
@@ -108,28 +108,28 @@ impl DTensor {
                 return Error::op("broadcast_as", format!("{} cannot be repeated to {to:?}", self.spec()));
             }
             let mut rows = broadcast_rows(to, &[self.dims()]);
-            rows.retain(|row| row.ins[0] != Replicate); // shards of repeated dims are not asked for
+            rows.retain(|row| row.ins[0] != Replicate); // shards of repeated dims are not requested
             Ok((rows, Dims::from_slice(to)))
         };
         self.linear_view("broadcast_as", to, signature, |x, out| x.broadcast_as(out.local_shape().as_slice()))
     }
 
-    /// The same as [`broadcast_as`](Self::broadcast_as).
+    /// [`broadcast_as`](Self::broadcast_as), under candle's other name.
     #[track_caller]
     pub fn expand(&self, shape: impl Into<Shape>) -> Result<Self> {
         self.broadcast_as(shape)
     }
 
-    /// Repeated without a copy along new dims on the left.
+    /// Repeats the tensor, without a copy, along new dims on the left.
     #[track_caller]
     pub fn broadcast_left(&self, left: impl Into<Shape>) -> Result<Self> {
         self.broadcast_as([left.into().dims(), self.dims()].concat())
     }
 
-    /// The same tensor with every shard in row-major order in memory.
+    /// Brings every shard into row-major order in memory.
     #[track_caller]
     pub fn contiguous(&self) -> Result<Self> {
-        // A tensor of its own on all ranks, though only some may have to copy: kept views must be alike on all.
+        // Returns a new tensor on all ranks, even where no copy is needed: cached views must be alike on all ranks.
         let local = self.to_local().contiguous()?;
         let made = DTensor::assemble(local, self.shared_spec().clone(), self.varying());
         Ok(made.made_locally_of(self).aliasing(self))
