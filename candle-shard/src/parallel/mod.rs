@@ -1,11 +1,11 @@
-//! Tensor parallelism: which module is cut how, as data.
+//! Tensor parallelism: a plan says, as data, how each module is sharded.
 //!
-//! A plan is applied to a model that exists already by
-//! [`ShardedVarBuilder::parallelize`](crate::nn::ShardedVarBuilder::parallelize): its weights are cut and moved, and its code runs as it
-//! is. A linear layer, an embedding or a norm takes a plain tensor by candle's `Module`, as `x.apply(&layer)`, and gives one: each
-//! rank's piece where the style cuts the output, the whole where it does not. So a module between two sharded layers may be plain
-//! candle code, and so may the whole model. [`forward`](crate::nn::Linear::forward) of a `DTensor` gives a `DTensor`; the choice between
-//! the two is PyTorch's `use_local_output`.
+//! [`ShardedVarBuilder::parallelize`](crate::nn::ShardedVarBuilder::parallelize) applies a plan to an existing model:
+//! it shards and moves the weights; the model's code stays the same. A linear layer, an embedding or a norm accepts a
+//! plain tensor by candle's `Module`, as `x.apply(&layer)`, and returns one: this rank's shard if the style shards the
+//! output, otherwise the whole tensor. So a module between two sharded layers may be plain candle code, and so may the
+//! whole model. [`forward`](crate::nn::Linear::forward) of a `DTensor` returns a `DTensor`. The choice between the two
+//! is PyTorch's `use_local_output`.
 //!
 //! ```
 //! use candle_core::{DType, Device::Cpu, Module, Tensor};
@@ -66,7 +66,7 @@ use std::sync::PoisonError;
 
 /// The tensors of a `VarMap` by name, for [`ShardedVarBuilder::parallelize`](crate::nn::ShardedVarBuilder::parallelize).
 ///
-/// They share memory with its variables: drop the map to let go of it.
+/// They share memory with its variables; drop the map to free it.
 pub fn tensors_of(map: &VarMap) -> Vec<(String, Tensor)> {
     let vars = map.data().lock().unwrap_or_else(PoisonError::into_inner);
     vars.iter().map(|(name, var)| (name.clone(), var.as_detached_tensor())).collect()

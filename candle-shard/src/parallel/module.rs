@@ -1,4 +1,4 @@
-//! What a plan says about one module of a model, and how the module follows it.
+//! The style of one module of a model, and how the module applies it.
 use super::style::{ColwiseParallel, Style};
 use crate::dtensor::Axes;
 use crate::placement::{Placement, Replicate, Shard};
@@ -10,7 +10,7 @@ use crate::{DTensor, Error, Result};
 pub enum LayerKind {
     /// `weight` `[out, in]`, `bias` `[out]`.
     Linear,
-    /// Three linear layers of one input, their weights below each other.
+    /// Three linear layers of one input, with their weights stacked by rows.
     FusedQkv,
     /// `weight` `[rows, width]`.
     Embedding,
@@ -26,7 +26,7 @@ pub enum LayerKind {
     Module,
 }
 
-/// How the parameters of a layer lie on the plan's axis.
+/// The placements of a layer's parameters on the plan's axis.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Layout {
     /// The weight.
@@ -39,7 +39,7 @@ pub struct Layout {
     pub varying_bias: bool,
 }
 
-/// What a plan says about one module of a model; by default nothing.
+/// The style that a plan gives one module of a model; none by default.
 #[derive(Debug, Clone, Default)]
 pub struct ModuleStyle {
     pub(super) path: String,
@@ -49,7 +49,7 @@ pub struct ModuleStyle {
 }
 
 impl ModuleStyle {
-    /// How the parameters of a layer of this kind lie.
+    /// Returns the placements of the parameters of a layer of this kind.
     ///
     /// # Errors
     /// If the style does not apply to the kind.
@@ -69,7 +69,7 @@ impl ModuleStyle {
             (Some(Style::Colwise(_)), ConvTranspose) => Ok(fixed(Shard(1), Shard(0))),
             (Some(Style::Colwise(_)), Embedding) => Ok(fixed(Shard(1), Replicate)),
             (Some(Style::Rowwise(style)), Linear | Conv | ConvTranspose) => {
-                // Added to pieces of the output, the bias gets a share of its gradient on each rank.
+                // If the output is sharded when the bias is added, each rank has only a part of the bias's gradient.
                 let varying_bias = style.output.shard_dim().is_some();
                 let weight = Shard(if kind == ConvTranspose { 0 } else { 1 });
                 Ok(Layout { varying_bias, ..fixed(weight, Replicate) })
@@ -91,7 +91,7 @@ impl ModuleStyle {
         }
     }
 
-    /// Checks that a weight shared from elsewhere lies as this module's own would.
+    /// Checks that a shared weight has the placement that this module's own weight would have.
     pub(crate) fn check_tied(&self, kind: LayerKind, weight: &DTensor) -> Result<()> {
         let (want, has) = (self.layout(kind)?.weight, weight.placements()[self.axis]);
         if want == has {
@@ -102,10 +102,10 @@ impl ModuleStyle {
         Err(self.error(format_args!("{reason}, but its style wants {want}; choose styles that agree")))
     }
 
-    /// The module's inputs as the style wants them; that of a layer is the first.
+    /// Lays out the module's inputs as the style says; a layer has one input.
     ///
     /// # Errors
-    /// If the style lists another number of inputs, or an input has no such dim; before anything is communicated.
+    /// If the style lists another number of inputs, or an input lacks a dim. Nothing has been communicated then.
     pub fn inputs<const N: usize>(&self, x: [&DTensor; N]) -> Result<[DTensor; N]> {
         self.inputs_of(LayerKind::Module, x)
     }
@@ -119,7 +119,7 @@ impl ModuleStyle {
         }
         let first = match style {
             Style::Colwise(_) if kind == Channels => Some(Shard(1)),
-            // A column-cut layer uses its input differently on each rank: gathered for that right away.
+            // A column-sharded layer uses its input differently on each rank, so it is gathered as varying right away.
             Style::Colwise(_) => Some(Replicate),
             Style::Rowwise(_) if matches!(kind, Conv | ConvTranspose) => Some(Shard(1)),
             Style::Rowwise(_) => x.first().map(|x| Shard(x.rank().saturating_sub(1))),
@@ -129,10 +129,10 @@ impl ModuleStyle {
         self.lay_out_all("inputs", x, &first_of::<N>(first), matches!(style, Style::Colwise(_)) && kind != Channels)
     }
 
-    /// The module's outputs as the style leaves them; that of a layer is the first.
+    /// Lays out the module's outputs as the style says; a layer has one output.
     ///
     /// # Errors
-    /// If the style lists another number of outputs, or an output has no such dim.
+    /// If the style lists another number of outputs, or an output lacks a dim.
     pub fn outputs<const N: usize>(&self, y: [&DTensor; N]) -> Result<[DTensor; N]> {
         let Some(style) = &self.style else { return Ok(y.map(DTensor::clone)) };
         if let Some(listed) = style.listed_outputs() {
@@ -147,7 +147,7 @@ impl ModuleStyle {
         self.lay_out_all("outputs", y, &first_of::<N>(first), false)
     }
 
-    /// Each tensor with its placement on the plan's axis changed, all other axes as they are.
+    /// Changes the placement of each tensor on the plan's axis; all other axes stay.
     fn lay_out_all<const N: usize>(
         &self,
         what: &str,
@@ -177,7 +177,7 @@ impl ModuleStyle {
     }
 
     fn lay_out(&self, x: &DTensor, to: Placement, vary: bool) -> Result<DTensor> {
-        // An axis inside of one that now cuts the same dim takes the default sizes.
+        // An inner axis that shards the same dim gets the default sizes.
         let outermost = |axis: usize| axis <= self.axis || x.placements()[axis] != to;
         let keep = |axis: usize| Target {
             placement: x.placements()[axis],
@@ -190,7 +190,7 @@ impl ModuleStyle {
         x.to_targets(&targets, Axes::from(vary) << self.axis)
     }
 
-    /// An error of the plan at this module.
+    /// Makes an error of the plan at this module.
     pub(crate) fn error(&self, reason: impl std::fmt::Display) -> Error {
         Error::Plan(format!("module {:?} {reason}", self.path))
     }

@@ -1,4 +1,4 @@
-//! Layers of a plan on plain tensors, where the code around them knows nothing of meshes.
+//! Layers of a plan on plain tensors, for code that knows nothing of meshes.
 use super::module::ModuleStyle;
 use super::style::Style;
 use crate::placement::{Placement, Replicate, Shard};
@@ -9,10 +9,10 @@ use candle_dist::DeviceMesh;
 use itertools::Itertools;
 
 impl ModuleStyle {
-    /// What `f` makes of a plain input, as a plain tensor: PyTorch's `use_local_output`.
+    /// Applies `f` to a plain input and returns a plain tensor: PyTorch's `use_local_output`.
     ///
-    /// The input lies as the style says; `known` are the sizes of its last dim on the plan's axis. Where they are not known, the
-    /// ranks tell each other.
+    /// The style says how the input is laid out. `known` are the sizes of the shards of its last dim on the plan's
+    /// axis; if `None`, the ranks exchange them.
     pub(crate) fn plain(
         &self,
         mesh: &DeviceMesh,
@@ -24,19 +24,20 @@ impl ModuleStyle {
         self.local(&f(&x)?)
     }
 
-    /// [`inputs`](Self::inputs) of plain tensors, which lie as the style's `layouts` say, as plain tensors.
+    /// Like [`inputs`](Self::inputs), from and to plain tensors, which are laid out as the style's `layouts` say.
     ///
     /// # Errors
-    /// Those of [`inputs`](Self::inputs), and if a rank alone has no elements of one, or `mesh` has other axes.
+    /// Those of [`inputs`](Self::inputs), and one if only some ranks have elements of an input, or `mesh` has other
+    /// axes.
     pub fn plain_inputs<const N: usize>(&self, mesh: &DeviceMesh, x: [&Tensor; N]) -> Result<[Tensor; N]> {
         let x = self.spread_all(mesh, x, self.style.as_ref().map_or(&[], Style::plain_inputs))?;
         self.all_local(self.inputs(x.each_ref())?)
     }
 
-    /// [`outputs`](Self::outputs) of plain tensors, which lie as the style's `layouts` say, as plain tensors.
+    /// Like [`outputs`](Self::outputs), from and to plain tensors, which are laid out as the style's `layouts` say.
     ///
     /// # Errors
-    /// As [`plain_inputs`](Self::plain_inputs).
+    /// Those of [`plain_inputs`](Self::plain_inputs).
     pub fn plain_outputs<const N: usize>(&self, mesh: &DeviceMesh, y: [&Tensor; N]) -> Result<[Tensor; N]> {
         let y = self.spread_all(mesh, y, self.style.as_ref().map_or(&[], Style::plain_outputs))?;
         self.all_local(self.outputs(y.each_ref())?)
@@ -58,14 +59,14 @@ impl ModuleStyle {
         array(y.iter().map(|y| self.local(y)).collect::<Result<Vec<_>>>()?)
     }
 
-    /// This rank's part, whose gradient is that of a piece, or alike on all ranks.
+    /// Returns this rank's part. Its gradient is that of a shard, or equal on all ranks.
     fn local(&self, y: &DTensor) -> Result<Tensor> {
         self.check_whole("gives", y)?;
         let gradient = y.placements().iter().map(|at| if matches!(at, Shard(_)) { *at } else { Replicate });
         y.to_local_with_grad(&gradient.collect_vec())
     }
 
-    /// How a plain input with `rank` dims lies on the plan's axis, of a layer that takes a product with it, or of ids.
+    /// The placement on the plan's axis of a plain input with `rank` dims: of a linear layer (`is_product`), or of ids.
     fn plain_input(&self, rank: usize, is_product: bool) -> Placement {
         let last = if is_product { Shard(rank.saturating_sub(1)) } else { Replicate };
         match &self.style {
@@ -99,8 +100,8 @@ impl ModuleStyle {
         Ok(spread)
     }
 
-    /// Refuses a plain tensor that has no elements on some rank alone: candle's operations leave the graph there, and the rank
-    /// would leave out what the others send in the backward pass.
+    /// Refuses a plain tensor that is empty on some ranks only. candle's ops leave the graph there, so the rank would
+    /// miss the communication of the others in the backward pass.
     fn check_whole(&self, what: &str, x: &DTensor) -> Result<()> {
         let spec = x.spec();
         let is_empty = |at: Vec<usize>| spec.block_at(&at).iter().any(|range| range.is_empty());
@@ -114,7 +115,7 @@ impl ModuleStyle {
     }
 }
 
-/// The size of the last dim of what a linear layer with this weight takes, and how a weight cut by it is cut.
+/// The input size of a linear layer with this weight, and the sizes of the weight's shards along it.
 pub(crate) fn sizes_of(weight: &DTensor, axis: usize) -> Option<(usize, Sizes)> {
     let size = *weight.dims().get(1)?;
     let explicit = weight.spec().sizes(axis).filter(|_| weight.placements()[axis] == Shard(1)).cloned();
@@ -127,11 +128,12 @@ fn array<T, const N: usize>(list: Vec<T>) -> Result<[T; N]> {
     list.try_into().or_else(|_| Error::op("plain", format!("{len} tensors where there are {N}")))
 }
 
-/// candle's `Module` for layers of a plan, so that they stand where candle-nn's layers stood: `x.apply(&layer)`.
+/// Implements candle's `Module` for layers of a plan, so that they can replace candle-nn's: `x.apply(&layer)`.
 macro_rules! plain_module {
     ($layer:ty, |$self:ident| $known:expr) => {
         impl candle_core::Module for $layer {
-            /// The layer's plain output for a plain input, each as its style lays it out; see [`parallel`](crate::parallel).
+            /// Maps a plain input to a plain output, each laid out as the style says; see
+            /// [`parallel`](crate::parallel).
             fn forward(&self, x: &candle_core::Tensor) -> candle_core::Result<candle_core::Tensor> {
                 let $self = self;
                 let y = $self.style.plain($self.weight.mesh(), x, $known, |x| $self.forward(x));

@@ -1,4 +1,4 @@
-//! Which module gets which style, by path pattern.
+//! Plans: styles of modules, by path pattern.
 use super::module::ModuleStyle;
 use super::pattern::Pattern;
 use super::style::Style;
@@ -8,10 +8,11 @@ use itertools::Itertools;
 use std::collections::BTreeSet;
 use std::fmt;
 
-/// Which module runs in which style on one axis of a mesh; modules that are not named are replicated.
+/// The style of each module on one axis of a mesh. Modules that are not named are replicated.
 ///
-/// A pattern is a module path whose parts may hold `*` and `?`, for example `layers.*.attention.w?`; each part matches
-/// one part of a path, and the empty pattern the model itself. Of several patterns that match, the last one counts.
+/// A pattern is a module path whose parts may contain `*` and `?`, for example `layers.*.attention.w?`. Each part
+/// matches one part of a path. The empty pattern matches the model itself. If several patterns match, the last one
+/// wins.
 ///
 /// ```
 /// use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
@@ -34,18 +35,18 @@ struct Entry {
 }
 
 impl Plan {
-    /// A plan for the mesh axis `axis` under which every module is replicated.
+    /// Creates a plan for the mesh axis `axis` in which every module is replicated.
     pub fn new(axis: impl Into<String>) -> Self {
         Self { axis: axis.into(), entries: Vec::new() }
     }
 
-    /// The plan with a style for the modules that `pattern` matches.
+    /// Adds a style for the modules that `pattern` matches.
     pub fn with(mut self, pattern: impl Into<String>, style: impl Into<Style>) -> Self {
         self.entries.push(Entry { pattern: Pattern::new(pattern), style: style.into() });
         self
     }
 
-    /// The name of the axis.
+    /// Returns the name of the axis.
     pub fn axis(&self) -> &str {
         &self.axis
     }
@@ -54,13 +55,13 @@ impl Plan {
         Ok(mesh.axis_index(&self.axis)?)
     }
 
-    /// Checks what can be known without the model.
+    /// Checks everything that does not depend on the model.
     pub(crate) fn check(&self, mesh: &DeviceMesh) -> Result<()> {
         self.axis_index(mesh)?;
         self.entries.iter().try_for_each(|entry| entry.style.check(entry.pattern.text()))
     }
 
-    /// What the plan says about the module at `path`; the patterns that match it are noted in `matched`.
+    /// Returns the style of the module at `path`, and adds the matching patterns to `matched`.
     pub(crate) fn style_of(&self, path: &[String], mesh: &DeviceMesh, matched: &mut BTreeSet<usize>) -> ModuleStyle {
         let mut style = None;
         for (i, entry) in self.entries.iter().enumerate() {
@@ -73,7 +74,7 @@ impl Plan {
         ModuleStyle { path: path.join("."), style: style.cloned(), axis: self.axis_index(mesh).unwrap_or(0) }
     }
 
-    /// An error that names the patterns that matched no module.
+    /// Returns an error that names patterns without a matching module.
     pub(crate) fn check_all_matched(&self, matched: &BTreeSet<usize>) -> Result<()> {
         let unmatched = self.entries.iter().enumerate().filter(|(i, _)| !matched.contains(i));
         let names = unmatched.map(|(_, e)| format!("{:?}", e.pattern.text())).join(", ");

@@ -1,39 +1,39 @@
-//! The styles that a plan can give a module: how its parameters lie, how its inputs come and its outputs go.
+//! The styles of modules: placements of parameters, inputs and outputs.
 use crate::placement::{Partial, Placement, Replicate};
 use crate::{Error, Result};
 use candle_dist::ReduceOp;
 
-/// A module cut by output columns: `weight` `[out, in]` of a linear layer by rows, an embedding's table by columns.
+/// Shards a module by output columns: `weight` `[out, in]` of a linear layer by rows, an embedding's table by columns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ColwiseParallel {
-    /// How a plain input lies: PyTorch's `input_layouts`. A [`DTensor`](crate::DTensor) says so itself.
+    /// The placement of a plain input: PyTorch's `input_layouts`. A [`DTensor`](crate::DTensor) has its own.
     pub input: Placement,
-    /// How the output is left; `None` leaves it sharded on the last dim.
+    /// The placement of the output; `None` leaves it sharded on the last dim.
     pub output: Option<Placement>,
 }
 
-/// A module cut by input rows: `weight` `[out, in]` of a linear layer by columns, an embedding's table by rows.
+/// Shards a module by input rows: `weight` `[out, in]` of a linear layer by columns, an embedding's table by rows.
 ///
-/// Its output arrives as partial sums.
+/// Its output is computed as partial sums.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RowwiseParallel {
-    /// How a plain input lies: `None` is sharded on the last dim for a linear layer, and replicated for the ids of a table.
+    /// The placement of a plain input. `None` means sharded on the last dim for a linear layer, and replicated for ids.
     pub input: Option<Placement>,
-    /// How the output is left: `Replicate` adds it up everywhere, `Shard(d)` leaves each rank a piece.
+    /// The placement of the output: `Replicate` sums it on all ranks, `Shard(d)` leaves each rank a shard.
     pub output: Placement,
 }
 
-/// A module that works on a piece of a dim, usually the sequence, with replicated parameters.
+/// Runs a module on a shard of a dim, usually the sequence, with replicated parameters.
 ///
-/// Norms expect their input there; an embedding's output is cut to it. The parameters' gradients stay partial until
-/// [`Parameters::reduce`](crate::nn::Parameters::reduce) adds all of them up in one call.
+/// Norms expect their input sharded there; an embedding's output is sharded there. The parameters' gradients stay
+/// partial until [`Parameters::reduce`](crate::nn::Parameters::reduce) sums all of them in one call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SequenceParallel {
     /// The sharded dim of the activations.
     pub dim: usize,
 }
 
-/// A module, of any kind but an embedding, whose inputs are laid out once for all layers in it.
+/// Lays out the inputs of a module of any kind but an embedding, once for all layers in it.
 ///
 /// ```
 /// use candle_shard::parallel::{Plan, PrepareModuleInput};
@@ -46,22 +46,22 @@ pub struct SequenceParallel {
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PrepareModuleInput {
-    /// How each plain input lies: PyTorch's `input_layouts`. `None`, and what is not listed, is replicated.
+    /// The placement of each plain input: PyTorch's `input_layouts`. `None`, and inputs not listed, are replicated.
     pub layouts: Vec<Option<Placement>>,
-    /// How each input is laid out; `None` leaves it as it comes.
+    /// The new placement of each input; `None` leaves it unchanged.
     pub desired: Vec<Option<Placement>>,
 }
 
-/// A module, of any kind but a [`FusedQkv`](crate::nn::FusedQkv), whose outputs are laid out.
+/// Lays out the outputs of a module of any kind but a [`FusedQkv`](crate::nn::FusedQkv).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PrepareModuleOutput {
-    /// How each plain output lies: PyTorch's `output_layouts`. `None`, and what is not listed, is replicated.
+    /// The placement of each plain output: PyTorch's `output_layouts`. `None`, and outputs not listed, are replicated.
     pub layouts: Vec<Option<Placement>>,
-    /// How each output is laid out; `None` leaves it as it is.
+    /// The new placement of each output; `None` leaves it unchanged.
     pub desired: Vec<Option<Placement>>,
 }
 
-/// A module whose inputs and outputs are laid out.
+/// Lays out the inputs and outputs of a module.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PrepareModuleInputOutput {
     /// The inputs.
@@ -92,30 +92,30 @@ impl Default for SequenceParallel {
 }
 
 impl PrepareModuleInput {
-    /// A layout for each input: placements, or options of them where some inputs are left alone.
+    /// A style with a placement for each input, or an option of one where some inputs stay unchanged.
     pub fn new(desired: impl IntoIterator<Item = impl Into<Option<Placement>>>) -> Self {
         Self { layouts: Vec::new(), desired: desired.into_iter().map(Into::into).collect() }
     }
 
-    /// The same style for plain tensors that lie so.
+    /// Sets the placements of plain tensors.
     pub fn with_layouts(self, layouts: impl IntoIterator<Item = impl Into<Option<Placement>>>) -> Self {
         Self { layouts: layouts.into_iter().map(Into::into).collect(), ..self }
     }
 }
 
 impl PrepareModuleOutput {
-    /// A layout for each output: placements, or options of them where some outputs are left alone.
+    /// A style with a placement for each output, or an option of one where some outputs stay unchanged.
     pub fn new(desired: impl IntoIterator<Item = impl Into<Option<Placement>>>) -> Self {
         Self { layouts: Vec::new(), desired: desired.into_iter().map(Into::into).collect() }
     }
 
-    /// The same style for plain tensors that lie so.
+    /// Sets the placements of plain tensors.
     pub fn with_layouts(self, layouts: impl IntoIterator<Item = impl Into<Option<Placement>>>) -> Self {
         Self { layouts: layouts.into_iter().map(Into::into).collect(), ..self }
     }
 }
 
-/// What a plan can say about a module.
+/// The style of a module.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Style {
     /// See [`ColwiseParallel`].
@@ -151,7 +151,7 @@ into_style!(
 );
 
 impl Style {
-    /// The layouts of all inputs, if the style lists them.
+    /// The new placements of all inputs, if the style lists them.
     pub(super) fn listed_inputs(&self) -> Option<&[Option<Placement>]> {
         match self {
             Self::PrepareInput(input) | Self::PrepareInputOutput(PrepareModuleInputOutput { input, .. }) => {
@@ -161,7 +161,7 @@ impl Style {
         }
     }
 
-    /// The layouts of all outputs, if the style lists them.
+    /// The new placements of all outputs, if the style lists them.
     pub(super) fn listed_outputs(&self) -> Option<&[Option<Placement>]> {
         match self {
             Self::PrepareOutput(output) | Self::PrepareInputOutput(PrepareModuleInputOutput { output, .. }) => {
@@ -171,7 +171,7 @@ impl Style {
         }
     }
 
-    /// How the plain inputs of a module lie, as far as the style lists them.
+    /// The placements of a module's plain inputs, as far as the style lists them.
     pub(super) fn plain_inputs(&self) -> &[Option<Placement>] {
         match self {
             Self::PrepareInput(input) | Self::PrepareInputOutput(PrepareModuleInputOutput { input, .. }) => {
@@ -181,7 +181,7 @@ impl Style {
         }
     }
 
-    /// How the plain outputs of a module lie, as far as the style lists them.
+    /// The placements of a module's plain outputs, as far as the style lists them.
     pub(super) fn plain_outputs(&self) -> &[Option<Placement>] {
         match self {
             Self::PrepareOutput(output) | Self::PrepareInputOutput(PrepareModuleInputOutput { output, .. }) => {
@@ -191,7 +191,7 @@ impl Style {
         }
     }
 
-    /// Refuses layouts that nothing can be brought to.
+    /// Refuses placements that no redistribution can produce.
     pub(super) fn check(&self, pattern: &str) -> Result<()> {
         let fixed = match self {
             Self::Colwise(style) => [style.output, Some(style.input)],

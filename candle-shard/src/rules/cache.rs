@@ -1,7 +1,7 @@
-//! Plans that are known already.
+//! A cache of plans.
 //!
-//! Specs are shared (see [`Spec::shared`]), so inputs that lie alike have the same spec in memory, and a few addresses
-//! and flags identify a call. A thread keeps its own plans: it is one rank, and no lock is taken.
+//! Specs are shared (see [`Spec::shared`]), so inputs with equal layouts have the same spec in memory. A few addresses
+//! and flags identify a call. Each thread has its own cache: it is one rank, and no lock is needed.
 use super::plan::Plan;
 use crate::dtensor::{Axes, DTensor};
 use crate::spec::Spec;
@@ -11,13 +11,13 @@ use smallvec::SmallVec;
 use std::cell::RefCell;
 use std::sync::Arc;
 
-/// Plans kept; a program whose shapes change all the time starts over from here.
+/// The most plans that are kept. When the cache is full, it is cleared.
 const MOST: usize = 4096;
 
-/// Whose op it is: the type of its signature for one of another crate, which may have the name of one of this crate.
+/// The owner of an op: the signature's type for ops of other crates, which may share a name with an op of this crate.
 pub(super) type Owner = Option<&'static str>;
 
-/// What a plan depends on.
+/// Everything that a plan depends on.
 #[derive(PartialEq, Eq, Hash)]
 struct Key {
     op: &'static str,
@@ -28,7 +28,7 @@ struct Key {
 
 struct Known {
     plan: Arc<Plan>,
-    /// Keeps the addresses in the key from being used again.
+    /// Keeps the addresses in the key from being reused.
     _inputs: SmallVec<[Arc<Spec>; 3]>,
 }
 
@@ -36,9 +36,9 @@ thread_local! {
     static PLANS: RefCell<FxHashMap<Key, Known>> = RefCell::default();
 }
 
-/// The plan of a call, made by `make` if it is new.
+/// Returns the plan of a call; `make` makes it if it is new.
 ///
-/// In debug builds `make` is asked for known calls too: an attribute that is left out of the key is found there.
+/// In debug builds `make` also runs for known calls, which finds attributes that are missing in the key.
 pub(super) fn plan(
     (op, owner): (&'static str, Owner),
     attributes: &[usize],
@@ -64,7 +64,7 @@ pub(super) fn plan(
     Ok(plan)
 }
 
-/// An error if a known call gets another plan than before.
+/// Returns an error if a known call now has another plan.
 fn made_again(op: &'static str, known: &Plan, again: Result<Plan>) -> Result<()> {
     let differs = match again {
         Ok(again) if known.is(&again) => return Ok(()),

@@ -1,10 +1,10 @@
-//! Ops of your own on distributed tensors, and how all ops here are made: from rows to local tensors and a layout.
+//! Ops of your own on distributed tensors. All ops of this crate are made this way.
 //!
 //! A [`Row`] says, for *one* mesh axis, which placements of the inputs give which placement of the output without
-//! communication. An op lists its rows in a [`Signature`]; each axis takes the row that moves the fewest bytes,
-//! independently of the other axes. All inputs replicated is always possible and need not be listed. [`apply`] lays out
-//! the inputs, runs the op's local computation, and wraps the result. The gradient comes from candle's ops, or
-//! from the `bwd` of a custom op; which gradients ranks must sum follows from the row.
+//! communication. An op lists its rows in a [`Signature`]. For each axis the row that moves the fewest bytes is chosen,
+//! independently of the other axes. All inputs replicated is always valid and need not be listed. [`apply`] lays out
+//! the inputs, runs the op's local computation, and wraps the result. The gradient comes from candle's ops, or from the
+//! `bwd` of a custom op. The row decides which gradients ranks must sum.
 //!
 //! ```
 //! use candle_core::{DType, Tensor};
@@ -52,23 +52,24 @@
 //! # Ok::<(), candle_dist::WorldError>(())
 //! ```
 //!
-//! # What rows and computations must hold to
+//! # Rules for rows and computations
 //!
-//! - A row is true: on inputs in its placements, the local computation gives this rank's part of the output. Rows of partial
-//!   sums need a computation that is linear in all inputs that are partial.
-//! - The signature depends on the inputs' [specs](DTensor::spec) and the `attributes` alone. Plans are kept by these; in
-//!   debug builds the signature of a kept plan is asked again, and a difference is an error that names the op.
-//! - The computation keeps the gradient. candle's fused `LayerNorm`, `RmsNorm`, `softmax_last_dim`, `rope` and `sdpa`, and
-//!   all of `apply_op*_no_bwd`, drop it silently.
-//! - Checks read specs, never local shapes: then all ranks fail alike, and none waits for another.
+//! - A row is correct: on inputs with its placements, the local computation returns this rank's part of the output. A
+//! row with partial sums requires a computation that is linear in all its partial inputs together.
+//! - The signature depends only on the inputs' [specs](DTensor::spec) and the `attributes`. They are the key of the
+//! plan cache. In debug builds the signature is computed again for a cached plan, and a difference is an error that
+//! names the op.
+//! - The computation keeps the gradient. candle's fused `LayerNorm`, `RmsNorm`, `softmax_last_dim`, `rope` and `sdpa`,
+//! and all of `apply_op*_no_bwd`, drop it without an error.
+//! - Checks read specs, never local shapes. Then all ranks fail alike, and none waits for another.
 //!
-//! `test_utils::sweep` compares an op in all placements with one device. A plan is made once for inputs that lie alike.
+//! `test_utils::sweep` compares an op in all placements with one device. Inputs with equal layouts share one plan.
 //!
 //! # The gradient rule
 //!
 //! On an axis where the output is not replicated, every replicated input is used through its varying view, because each
-//! rank computes only a share of that input's gradient. Where the output is replicated and an input is varying, the output
-//! is varying too, and the other inputs go through their views.
+//! rank computes only a part of that input's gradient. If the output is replicated and an input is varying, the output
+//! is varying too, and the other inputs are used through their varying views.
 mod cache;
 mod own;
 mod plan;
@@ -87,49 +88,50 @@ use smallvec::{SmallVec, smallvec};
 use std::panic::Location;
 use std::sync::Arc;
 
-/// One way to run an op on one axis: where the inputs lie, and where the output lies then.
+/// One way to run an op on one axis: the placements of the inputs, and the resulting placement of the output.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Row {
     pub(crate) out: Placement,
     pub(crate) ins: SmallVec<[Placement; 3]>,
 }
 
-/// The rows of an op, made with `Rows::from_iter` or `collect`; best first among those that move as much.
+/// The rows of an op, made with `Rows::from_iter` or `collect`. Among rows that move the same bytes, the first one
+/// wins.
 pub type Rows = SmallVec<[Row; 8]>;
 
 impl Row {
-    /// The output is `out` where the inputs lie as `ins`, one placement for each input.
+    /// A row: the output is `out` if the inputs are placed as `ins`, one placement per input.
     pub fn new(out: Placement, ins: &[Placement]) -> Self {
         Self { out, ins: SmallVec::from_slice(ins) }
     }
 }
 
-/// What an op may do with its inputs, and what it makes of them.
+/// The rows of an op, and the shapes and dtypes of its outputs.
 #[derive(Debug, Clone)]
 pub struct Signature {
     rows: Rows,
-    /// Global shape and dtype of each output; all lie as the row says.
+    /// Global shape and dtype of each output; all have the placement of the row.
     outs: SmallVec<[(Dims, DType); 1]>,
 }
 
 impl Signature {
-    /// An op with these rows and an output of this global shape.
+    /// A signature with these rows and one output of this global shape.
     pub fn new(rows: Rows, shape: &[usize], dtype: DType) -> Self {
         Self { rows, outs: smallvec![(Dims::from_slice(shape), dtype)] }
     }
 
-    /// With a further output, which lies as the first one does.
+    /// Adds an output with the layout of the first one.
     pub fn and(mut self, shape: &[usize], dtype: DType) -> Self {
         self.outs.push((Dims::from_slice(shape), dtype));
         self
     }
 }
 
-/// Runs an op: lays out the inputs by the cheapest rows, runs `local` on them, and wraps what it made.
+/// Runs an op: lays out the inputs by the cheapest rows, runs `local` on them, and wraps the result.
 ///
-/// `signature` checks the arguments and is asked only where the answer is not known yet: it may depend on nothing but
-/// `op`, `attributes` and the specs of the inputs. `local` is not called where a rank has no elements of the output,
-/// but is called with empty inputs.
+/// `signature` checks the arguments. It runs only if the call is not in the cache, so it may depend only on `op`,
+/// `attributes` and the specs of the inputs. `local` is not called on ranks without elements of the output, but is
+/// called with empty inputs.
 #[track_caller]
 pub(crate) fn run(
     op: &'static str,
@@ -142,7 +144,7 @@ pub(crate) fn run(
     Ok(made.remove(0))
 }
 
-/// Like [`run`] with as many outputs as the signature has.
+/// Like [`run`], for signatures with several outputs.
 #[track_caller]
 pub(crate) fn run_all(
     op: &'static str,
@@ -154,7 +156,7 @@ pub(crate) fn run_all(
     run_planned(op, attributes, inputs, || Plan::new(op, inputs, signature()?), local)
 }
 
-/// Like [`run_all`] for ops that make their own plans.
+/// Like [`run_all`], for ops that make their own plans.
 #[track_caller]
 pub(crate) fn run_planned(
     op: &'static str,
@@ -166,7 +168,7 @@ pub(crate) fn run_planned(
     run_known((op, None), attributes, inputs, plan, local)
 }
 
-/// Runs an op by the plan that is kept for such a call, or by a new one.
+/// Runs an op by the cached plan of such a call, or by a new one.
 #[track_caller]
 fn run_known(
     (op, owner): (&'static str, cache::Owner),
@@ -205,7 +207,7 @@ fn run_known(
     Ok(made.into_iter().zip(&plan.outs).map(wrap).collect())
 }
 
-/// An input of `op` with each axis where `place` puts it: for what an op needs before it can make a plan.
+/// Lays out an input of `op`, each axis as `place` says. For inputs that an op needs before it can make a plan.
 #[track_caller]
 pub(crate) fn lay_out(op: &'static str, input: &DTensor, place: impl Fn(Placement) -> Placement) -> Result<DTensor> {
     let places: SmallVec<[Placement; 3]> = input.placements().iter().map(|&p| place(p)).collect();
@@ -223,7 +225,7 @@ pub(crate) fn lay_out(op: &'static str, input: &DTensor, place: impl Fn(Placemen
     Ok(made.remove(0).aliasing(input))
 }
 
-/// The result of any op where it has no elements on this rank.
+/// The result of any op on a rank that has no elements of it.
 ///
 /// candle drops inputs from the graph there. They must stay in it, in their order: a rank with an empty shard takes
 /// part in the communication of their backward passes like every other rank.
@@ -238,9 +240,9 @@ fn nothing(inputs: &[DTensor], spec: &Spec) -> Result<Tensor> {
     }
 }
 
-/// Zeros in the place of a sum over `inputs` without elements on this rank.
+/// Zeros, in place of a sum over `inputs` that have no elements on this rank.
 ///
-/// They stay connected to the inputs, so that every rank's backward pass has the same communication.
+/// They stay connected to the inputs, so that all ranks communicate alike in the backward pass.
 pub(crate) fn neutral(inputs: &[DTensor], shape: &[usize], dtype: DType) -> Result<Tensor> {
     let mut zero = Tensor::zeros((), dtype, inputs[0].device())?;
     for input in inputs.iter().filter(|input| input.tracked()) {

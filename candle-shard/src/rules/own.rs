@@ -1,4 +1,4 @@
-//! Ops of other crates: what an op of this crate is trusted with is checked.
+//! Ops of other crates, with checks that this crate's own ops do not need.
 use super::{Plan, Row, Signature, neutral, run_known};
 use crate::placement::Placement;
 use crate::spec::Spec;
@@ -9,11 +9,11 @@ use std::sync::Arc;
 
 /// Runs an op of your own: lays out the inputs by the cheapest rows, runs `local` on them, and wraps the result.
 ///
-/// `signature` checks the arguments and lists the rows. It is asked where the answer is not known yet, and may depend on
-/// nothing except `attributes` and the specs of the inputs. `local` gets the inputs as they were laid out and the
-/// output's spec, and gives this rank's part. It is not called where a rank has no elements of the output; it is called
-/// with inputs without elements where the output has some. The op is known by its name and by
-/// the function that has its signature, so ops of other crates may have the same name. See the [module](self) for an example.
+/// `signature` checks the arguments and lists the rows. It runs only if the call is not in the cache, so it may depend
+/// only on `attributes` and the specs of the inputs. `local` gets the inputs as laid out and the output's spec, and
+/// returns this rank's part. It is not called on ranks without elements of the output; it may be called with empty
+/// inputs. An op is identified by its name and by the type of its signature, so ops of other crates may have the same
+/// name. See the [module](self) for an example.
 ///
 /// # Errors
 /// Those of `signature`, `local` and of communication; if there are no inputs, they lie on different meshes, a row has
@@ -34,10 +34,10 @@ pub fn apply<S: FnOnce() -> Result<Signature>>(
     }
 }
 
-/// Like [`apply`] with as many outputs as the signature has, all of which lie alike.
+/// Like [`apply`], for signatures with several outputs, which all have the same placements.
 ///
 /// # Errors
-/// Those of [`apply`], and one if `local` gives another number of tensors.
+/// Those of [`apply`], and one if `local` returns the wrong number of tensors.
 #[track_caller]
 pub fn apply_all<S: FnOnce() -> Result<Signature>>(
     op: &'static str,
@@ -85,10 +85,10 @@ fn check(op: &'static str, inputs: &[&DTensor], signature: &Signature) -> Result
     Ok(())
 }
 
-/// What `local` made, if it is this rank's part of an output.
+/// Checks that `made` is this rank's part of an output.
 ///
-/// candle drops inputs without elements from the graph. They are put back: such a rank takes part in the communication of
-/// their backward passes like every other.
+/// candle drops inputs without elements from the graph. This puts them back: such a rank takes part in the
+/// communication of their backward passes like every other.
 fn part(op: &'static str, made: Tensor, out: &Spec, inputs: &[DTensor]) -> Result<Tensor> {
     let want = out.local_shape();
     if made.dims() != want.as_slice() || made.dtype() != out.dtype() {

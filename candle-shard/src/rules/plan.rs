@@ -13,18 +13,18 @@ use std::sync::atomic::AtomicBool;
 
 /// How an op runs on inputs that lie in a certain way.
 pub(crate) struct Plan {
-    /// What brings each input to where it must lie.
+    /// The moves that lay out each input.
     pub(crate) inputs: SmallVec<[Moves; 3]>,
-    /// Some of these moves communicate.
+    /// Whether some of these moves communicate.
     pub(crate) communicates: bool,
-    /// That was logged.
+    /// Whether that was logged.
     pub(crate) told: AtomicBool,
     /// The axes on which replicated inputs are used through their varying views.
     pub(crate) vary: Axes,
     pub(crate) outs: SmallVec<[Arc<Spec>; 1]>,
     /// The axes on which the outputs are varying.
     pub(crate) varying: Axes,
-    /// This rank has no elements of any output.
+    /// Whether this rank has no elements of any output.
     pub(crate) nothing: bool,
 }
 
@@ -44,9 +44,9 @@ impl Plan {
         Self::laid(inputs, lays, &out, &signature.outs)
     }
 
-    /// The plan that brings each input to its targets, for outputs of these shapes and dtypes that lie as `out`.
+    /// Makes the plan that brings each input to its targets, for outputs of these shapes and dtypes laid out as `out`.
     ///
-    /// On each axis the targets and `out` must be what one row could say.
+    /// On each axis the targets and `out` must form a valid row.
     pub(crate) fn laid(
         inputs: &[&DTensor],
         targets: impl IntoIterator<Item = Targets>,
@@ -82,7 +82,7 @@ impl Plan {
 }
 
 impl Plan {
-    /// Whether a call runs by both plans in the same way.
+    /// Returns whether two plans run a call in the same way.
     pub(super) fn is(&self, other: &Self) -> bool {
         let Self { inputs, communicates: _, told: _, vary, outs, varying, nothing } = self;
         (inputs, vary, outs) == (&other.inputs, &other.vary, &other.outs)
@@ -99,7 +99,7 @@ pub(crate) fn check_meshes(op: &'static str, inputs: &[&DTensor]) -> Result<()> 
 }
 
 impl Plan {
-    /// The inputs stay as they lie, and the outputs vary where the first input does.
+    /// A plan that leaves the inputs as they are. The outputs vary where the first input does.
     pub(crate) fn in_place(inputs: &[&DTensor], outs: SmallVec<[Arc<Spec>; 1]>) -> Self {
         let nothing = outs.iter().all(|out| out.local_shape().contains(&0));
         let stay = inputs.iter().map(|_| Moves::new()).collect();
@@ -108,9 +108,9 @@ impl Plan {
     }
 }
 
-/// A row for an axis, with the sizes in which it cuts its inputs, where these are not the default ones.
+/// A row for an axis, with the sizes of the inputs' shards if they are not the default ones.
 struct Choice<'r> {
-    /// `None` stands for all replicated.
+    /// `None` means all replicated.
     row: Option<&'r Row>,
     sizes: Option<Sizes>,
 }
@@ -121,7 +121,7 @@ impl Choice<'_> {
         Target { placement, sizes: placement.shard_dim().and(self.sizes.clone()) }
     }
 
-    /// The bytes that it moves, and the inputs that it changes; `None` where it cannot be had.
+    /// The bytes that it moves, and the number of inputs that it changes; `None` if it is impossible.
     fn cost(&self, inputs: &[&DTensor], axis: usize) -> Option<(usize, usize)> {
         inputs.iter().enumerate().try_fold((0, 0), |(bytes, changes), (i, input)| {
             let target = self.target(i);
@@ -131,10 +131,10 @@ impl Choice<'_> {
     }
 }
 
-/// The row that moves the fewest bytes and then changes the fewest inputs, given how outer axes lie.
+/// Finds the row that moves the fewest bytes, then changes the fewest inputs, given the layout on outer axes.
 ///
-/// Inputs that are cut together must be cut alike: in the sizes of one that lies as the row wants. An axis that cuts
-/// what another axis has left takes the default sizes.
+/// Inputs that are sharded together need equal sizes: those of an input that already has the placement of the row. An
+/// axis that shards what another axis has sharded uses the default sizes.
 fn cheapest<'r>(inputs: &[&DTensor], rows: &'r [Row], outer: &[Targets], axis: usize) -> Choice<'r> {
     let choices_of = |row: &'r Row| {
         let lies = |&i: &usize| row.ins[i].shard_dim().is_some() && inputs[i].placements()[axis] == row.ins[i];
