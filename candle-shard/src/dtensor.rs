@@ -1,4 +1,4 @@
-//! A tensor that is spread over a mesh.
+//! A tensor distributed over a mesh.
 use crate::agreement::alike;
 use crate::factory::placed;
 use crate::placement::{Partial, Placement, Replicate, Shard};
@@ -16,44 +16,47 @@ use std::sync::{Arc, Mutex, PoisonError};
 /// A set of mesh axes, as bits.
 pub(crate) type Axes = u32;
 
-/// A tensor that is spread over a mesh: this rank's local tensor and the [`Spec`] that every rank shares.
+/// A tensor distributed over a mesh: this rank's local tensor and the [`Spec`] that every rank shares.
 ///
-/// Ops on it give the numbers, and gradients, of one device. Cheap to clone.
+/// Ops on it compute the numbers and gradients of one device. Cheap to clone.
 ///
-/// On an axis where it is `Replicate` the gradient of a tensor is either replicated (*invariant*) or a partial sum
-/// (*varying*); the ops keep track, see ARCHITECTURE.md.
+/// On an axis where a tensor is `Replicate`, its gradient is either replicated (*invariant*) or a partial sum
+/// (*varying*). The ops keep track of this; see ARCHITECTURE.md.
 ///
 /// # Ops, and what stays sharded
 ///
-/// Every layout of every input is accepted; what a row does not keep is moved first, as [`explain`](crate::explain())
-/// tells. Names are candle's, and ops of two tensors broadcast without another name.
+/// Every layout of every input is accepted. Inputs that no row keeps are moved first; [`explain`](crate::explain())
+/// reports these moves. Names are candle's, and ops of two tensors broadcast without a separate name.
 ///
 /// | Ops | What stays where it is |
 /// |---|---|
 /// | `relu`, `gelu`, `gelu_erf`, `exp`, `abs`, `powf`, .., `activation`, `selu`, `dropout`, `to_dtype` | all dims; partial maxima and minima where the function keeps their order |
-/// | `+ - * /`, `maximum`, `minimum`, `clamp`, `pow`, `prelu`, `silu_gate`, `where_cond` | all dims of the result; partial sums in what is linear |
+/// | `+ - * /`, `maximum`, `minimum`, `clamp`, `pow`, `prelu`, `silu_gate`, `where_cond` | all dims of the result;
+/// partial sums where the op is linear |
 /// | `eq`, `ne`, `lt`, `le`, `gt`, `ge` | all dims |
 /// | `sum`, `mean`, `var`, `norm`, `dot`, `max`, `min` (`_all`, `_keepdim`) | all dims; reduced ones leave partial results |
-/// | `argmax`, `argmin`, `softmax`, `log_softmax`, `log_sum_exp`, `cumsum`, `topk` | all dims; over a sharded one some numbers a row are exchanged |
+/// | `argmax`, `argmin`, `softmax`, `log_softmax`, `log_sum_exp`, `cumsum`, `topk` | all dims; over a sharded one a few
+/// numbers per row are exchanged |
 /// | `sort_last_dim`, `arg_sort_last_dim`, `causal_softmax`, `masked_softmax`, `layer_norm`, `rms_norm`, `swiglu` | leading dims |
 /// | `matmul`, `mv`, `linear` | batch, rows or columns; a sharded inner dim gives partial sums |
 /// | `scaled_dot_product_attention`, `flash_attn`, `rope` | batch and heads; queries without a causal mask; positions of `rope` |
 /// | `embedding`, `embedding_bag`, `index_select`, `gather`, `i`, `unfold` | other dims and those of the indexes; a sharded indexed dim gives partial sums |
 /// | `scatter`, `scatter_add`, `index_add` | all dims |
-/// | `narrow`, `chunk`, `get`, `pad_with_zeros`, `slice_scatter`, `slice_assign` | all dims, the cut one in pieces of unlike sizes |
+/// | `narrow`, `chunk`, `get`, `pad_with_zeros`, `slice_scatter`, `slice_assign` | all dims, the sliced one with shards
+/// of unequal sizes |
 /// | `permute`, `transpose`, `broadcast_as`, `unsqueeze`, `squeeze` | all dims |
-/// | `reshape`, `flatten`, `pixel_shuffle`, `pixel_unshuffle` | dims whose pieces end on rows of the new shape |
+/// | `reshape`, `flatten`, `pixel_shuffle`, `pixel_unshuffle` | dims whose shards end on rows of the new shape |
 /// | `cat`, `stack`, `repeat`, `roll`, `flip`, `pad_with_same`, `replication_pad2d` | other dims than the one that changes |
 /// | `conv1d`, `conv2d`, `conv_transpose1d`, `conv_transpose2d` | batch or output channels; sharded input channels give partial sums |
 /// | `max_pool2d`, `avg_pool2d`, `upsample_nearest1d`, `upsample_nearest2d`, `upsample_bilinear2d` | batch and channels |
 /// | `group_norm` | batch, and whole groups of channels |
 /// | `cross_entropy`, `mse_loss`, `l1_loss`, `huber_loss`, `bce_with_logits_loss` | all dims, the classes too |
-/// | [`on_whole`](Self::on_whole), for any other op | nothing: the inputs are gathered, and it says so |
+/// | [`on_whole`](Self::on_whole), for any other op | nothing: the inputs are gathered, with a warning |
 ///
-/// Tensors that were given or made, and parameters, can be changed in place: [`slice_set`](Self::slice_set), `const_set`,
-/// `zero_set`, `one_set`, `scatter_set`, `scatter_add_set`, [`embedding_renorm`](Self::embedding_renorm). Not here: ops whose
-/// shape depends on the elements, and what is about a rank's memory alone (`layout`, `stride`), which
-/// [`to_local`](Self::to_local) tells.
+/// Tensors that were given or made by a factory, and parameters, can be changed in place:
+/// [`slice_set`](Self::slice_set), `const_set`, `zero_set`, `one_set`, `scatter_set`, `scatter_add_set`,
+/// [`embedding_renorm`](Self::embedding_renorm). Not available: ops whose shape depends on the elements, and properties
+/// of one rank's memory (`layout`, `stride`), which [`to_local`](Self::to_local) has.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -75,51 +78,52 @@ pub struct DTensor {
     spec: Arc<Spec>,
     varying: Axes,
     trail: Option<Arc<Trail>>,
-    /// It was given, not made by an op.
+    /// Whether it was given, not made by an op.
     leaf: bool,
-    /// Its memory is that of a variable, which an optimizer changes in place.
+    /// Whether its memory is that of a variable, which an optimizer changes in place.
     in_variable: bool,
-    /// The variable of which local ops made this.
+    /// The variable from which local ops made this tensor.
     made_of: Option<Tensor>,
 }
 
-/// What a tracked tensor remembers so that several uses share one communication.
+/// Data of a tracked tensor that lets several uses share one communication.
 #[derive(Default)]
 pub(crate) struct Trail {
     /// Views of this tensor that are varying on more axes.
     views: Mutex<Vec<(Axes, Tensor)>>,
-    /// What steps of redistribution made of this tensor: the axes, where they went, and on which axes that varies.
+    /// Results of redistribution steps: the axes, their new placement, the axes on which the result varies, and the
+    /// result.
     steps: Mutex<Vec<(Axes, Placement, Axes, DTensor)>>,
-    /// What this tensor was gathered from, and along which axis.
+    /// The tensor from which this one was gathered, and the axis.
     pub(crate) gathered: Option<(DTensor, usize)>,
-    /// What this is a copy of for one use, and the groups over which its gradient is summed.
+    /// The origin of this copy for one use, and the groups over which its gradient is summed.
     pub(crate) used: Option<(Origin, Vec<ProcessGroup>)>,
 }
 
-/// A variable, or what local ops made of one.
+/// A variable, or a view that local ops made of one.
 #[derive(Clone)]
 pub(crate) struct Origin {
     pub(crate) variable: Tensor,
-    /// What was made of it, if anything was.
+    /// The view, if this is not the variable itself.
     pub(crate) view: Option<Tensor>,
 }
 
 impl DTensor {
     pub(crate) fn assemble(local: Tensor, spec: Arc<Spec>, varying: Axes) -> Self {
         debug_assert_eq!(local.dims(), spec.local_shape().as_slice(), "{spec}");
-        // A parameter changes in place between steps: a copy of it must not be kept (see `aliasing`).
+        // A parameter changes in place between steps, so a copy of it must not be cached (see `aliasing`).
         let in_variable = local.is_variable();
         let keeps_views = local.track_op() && !in_variable;
         let trail = keeps_views.then(Arc::<Trail>::default);
         Self { local, spec, varying, trail, leaf: false, in_variable, made_of: None }
     }
 
-    /// A tensor that was given, not made by an op.
+    /// Creates a tensor that was given, not made by an op.
     pub(crate) fn leaf(local: Tensor, spec: Arc<Spec>) -> Self {
         Self { leaf: true, ..Self::assemble(local, spec, 0) }
     }
 
-    /// This tensor, made of `source` without a copy: if that is a parameter's memory, so is this.
+    /// Marks this tensor as made of `source` without a copy: if that is a parameter's memory, so is this.
     pub(crate) fn aliasing(mut self, source: &Self) -> Self {
         if source.in_variable {
             (self.in_variable, self.trail) = (true, None);
@@ -127,24 +131,24 @@ impl DTensor {
         self
     }
 
-    /// A parameter in memory that changes between uses, so that no copy of it may be kept.
+    /// Creates a parameter whose memory changes between uses, so that no copy of it may be cached.
     pub(crate) fn parameter(local: Tensor, spec: Spec) -> Self {
         Self { trail: None, in_variable: true, ..Self::leaf(local, spec.shared()) }
     }
 
-    /// A view of this tensor that is varying on `varying`; it shares the memory of views with it.
+    /// Creates a view of this tensor that is varying on `varying`, and shares the cache of views.
     pub(crate) fn viewed(&self, local: Tensor, varying: Axes) -> Self {
         let (spec, trail, in_variable) = (self.spec.clone(), self.trail.clone(), self.in_variable);
         Self { local, spec, varying, trail, leaf: false, in_variable, made_of: None }
     }
 
-    /// A copy of this variable for one use that is varying on `varying`.
+    /// Creates a copy of this variable for one use that is varying on `varying`.
     pub(crate) fn used(&self, local: Tensor, varying: Axes, used: (Origin, Vec<ProcessGroup>)) -> Self {
         let trail = Some(Arc::new(Trail { used: Some(used), ..Trail::default() }));
         Self { local, spec: self.spec.clone(), varying, trail, leaf: false, in_variable: false, made_of: None }
     }
 
-    /// This tensor, which a local op made of `source` as it lies.
+    /// Marks this tensor as made by a local op from `source`, in the same layout.
     pub(crate) fn made_locally_of(mut self, source: &Self) -> Self {
         if source.in_variable && source.tracked() {
             let itself = || source.local.is_variable().then(|| source.local.clone());
@@ -153,7 +157,7 @@ impl DTensor {
         self
     }
 
-    /// The variable that this is, or of which local ops made it without a copy that may be kept.
+    /// Returns the variable that this is, or from which local ops made it without a copy that may be cached.
     pub(crate) fn origin(&self) -> Option<Origin> {
         if !self.in_variable || self.trail.is_some() {
             return None;
@@ -164,17 +168,17 @@ impl DTensor {
         self.made_of.clone().map(|variable| Origin { variable, view: Some(self.local.clone()) })
     }
 
-    /// Whether this was given or made, not the result of an op.
+    /// Returns whether this was given or made by a factory, not the result of an op.
     pub(crate) fn is_leaf(&self) -> bool {
         self.leaf
     }
 
-    /// Whether the memory is that of a parameter.
+    /// Returns whether the memory is that of a parameter.
     pub(crate) fn is_in_variable(&self) -> bool {
         self.in_variable
     }
 
-    /// This tensor, whose memory is its own, as one that was made.
+    /// Marks this tensor, which owns its memory, as made by a factory.
     pub(crate) fn into_made(self) -> Self {
         Self { leaf: true, ..self }
     }
@@ -186,7 +190,8 @@ impl DTensor {
         self
     }
 
-    /// The same layout and gradient state with another shard of the same shape; the dtype is the shard's.
+    /// Replaces the shard by another of the same shape, with the same layout and gradient state. The dtype is the new
+    /// shard's.
     pub(crate) fn with_local(&self, local: Tensor) -> Result<Self> {
         if local.id() == self.local.id() {
             return Ok(self.clone());
@@ -204,11 +209,11 @@ impl DTensor {
         Ok(made)
     }
 
-    /// This rank's tensor as a piece of the tensor that `spec` describes; nothing is communicated.
+    /// Uses this rank's tensor as a shard of the tensor that `spec` describes. Nothing is communicated.
     ///
     /// # Errors
-    /// If the local shape or dtype is not what `spec` gives this rank, or `spec` mixes reductions whose order matters,
-    /// or has one other than the sum for a tensor with a gradient.
+    /// If the local shape or dtype does not match `spec` on this rank, `spec` mixes reductions whose order matters, or
+    /// it has a reduction other than the sum for a tensor with a gradient.
     pub fn from_local_with_spec(local: Tensor, spec: Spec) -> Result<Self> {
         check_reductions(&spec, local.track_op())?;
         if local.dims() != spec.local_shape().as_slice() || local.dtype() != spec.dtype() {
@@ -223,13 +228,13 @@ impl DTensor {
         Ok(Self::leaf(local, spec.shared()))
     }
 
-    /// This rank's tensor as a piece of a tensor of the global `shape`, cut in the default sizes.
+    /// Uses this rank's tensor as a shard, of the default size, of a tensor of the global `shape`.
     ///
-    /// Nothing is communicated. For pieces of other sizes there is [`from_local_ragged`](Self::from_local_ragged).
+    /// Nothing is communicated. For shards of other sizes use [`from_local_ragged`](Self::from_local_ragged).
     ///
     /// # Errors
-    /// If the local shape or dtype is not this rank's piece. Only a rank that gave a wrong one sees that; where its
-    /// error ends its part of the world, all other ranks get a group failure that quotes it.
+    /// If the local shape or dtype is not that of this rank's shard. Only a rank that passed a wrong tensor sees that;
+    /// if its error ends its part of the world, all other ranks get a group failure that quotes it.
     pub fn from_local(
         local: Tensor,
         mesh: &DeviceMesh,
@@ -240,9 +245,9 @@ impl DTensor {
         Self::from_local_with_spec(local, spec)
     }
 
-    /// Spreads a tensor that every rank has, alike, over the mesh; nothing is communicated.
+    /// Distributes a tensor that is equal on every rank over the mesh. Nothing is communicated.
     ///
-    /// The result is a leaf without gradient. `Partial` placements are not possible: they are results of ops. Under
+    /// The result is a leaf without gradient. `Partial` placements are refused, since only ops produce them. Under
     /// [`compare_operands`](crate::compare_operands) the ranks' tensors are compared.
     ///
     /// # Errors
@@ -254,7 +259,7 @@ impl DTensor {
         Self::cut_out(tensor, spec)
     }
 
-    /// This rank's part of a whole tensor.
+    /// Cuts this rank's shard out of a whole tensor.
     pub(crate) fn cut_out(tensor: &Tensor, spec: Spec) -> Result<Self> {
         let mut local = tensor.detach();
         for (dim, range) in spec.local_block().iter().enumerate() {
@@ -264,7 +269,7 @@ impl DTensor {
         Ok(Self::leaf(local.force_contiguous()?, spec.shared()))
     }
 
-    /// Spreads the tensor of rank `source` of the mesh over it; the others' tensors give only shape and dtype.
+    /// Distributes the tensor of rank `source` of the mesh. The tensors of other ranks only define shape and dtype.
     pub fn distribute_from(
         tensor: &Tensor,
         source: usize,
@@ -276,7 +281,7 @@ impl DTensor {
         Self::cut_out(&mesh.group()?.broadcast(tensor, source)?, spec)
     }
 
-    /// The same tensor as a trainable leaf: the local tensor becomes a [`Var`].
+    /// Converts to a trainable leaf: the local tensor becomes a [`Var`].
     pub fn to_var(&self) -> Result<(Self, Var)> {
         if let Some(p) = self.placements().iter().find(|p| p.is_partial()) {
             return Err(Error::Layout(format!("a parameter cannot be {p}; redistribute it first")));
@@ -286,13 +291,13 @@ impl DTensor {
         Ok((Self { varying, ..Self::leaf(var.as_tensor().clone(), self.spec.clone()) }, var))
     }
 
-    /// This leaf with its gradient on `axis` left as a partial sum, to be reduced later with others in one call.
+    /// Leaves the gradient of this leaf on `axis` as a partial sum, to be reduced later with others in one call.
     ///
     /// The tensor must be `Replicate` on the axis. See [`nn::Parameters::reduce`](crate::nn::Parameters::reduce).
     ///
     /// # Errors
-    /// If it is not replicated there, or is the result of an op with a gradient: what the op sends back would be taken
-    /// for the whole gradient then.
+    /// If it is not replicated there, or is the result of an op with a gradient: the op's gradient would be mistaken
+    /// for the whole one.
     pub fn varying_on(mut self, axis: usize) -> Result<Self> {
         if self.tracked() && !self.leaf {
             return Err(Error::Layout(format!(
@@ -311,7 +316,7 @@ impl DTensor {
         Ok(self)
     }
 
-    /// Whether the gradient on a replicated axis is a partial sum.
+    /// Returns whether the gradient on a replicated axis is a partial sum.
     pub fn is_varying(&self, axis: usize) -> bool {
         1u32.checked_shl(axis as u32).is_some_and(|bit| self.varying & bit != 0)
     }
@@ -328,7 +333,7 @@ impl DTensor {
         self.trail.as_deref()
     }
 
-    /// A kept view that is varying on exactly these axes, or a new one.
+    /// Returns a cached view that is varying on exactly these axes, or makes one.
     pub(crate) fn view(&self, axes: Axes, make: impl FnOnce() -> Result<Tensor>) -> Result<Tensor> {
         let Some(trail) = &self.trail else { return make() };
         let mut views = trail.views.lock().unwrap_or_else(PoisonError::into_inner);
@@ -340,9 +345,9 @@ impl DTensor {
         Ok(view)
     }
 
-    /// The result of an earlier step to default sizes, or a new one that is kept.
+    /// Returns the result of an earlier step to default sizes, or makes one and caches it.
     ///
-    /// `make` must not give a tensor that holds on to this one by its trail: the two would keep each other alive.
+    /// `make` must not return a tensor whose trail refers to this one: the two would keep each other alive.
     pub(crate) fn kept_step(
         &self,
         (axes, to, varying): (Axes, Placement, Axes),
@@ -358,7 +363,7 @@ impl DTensor {
         Ok(made)
     }
 
-    /// The spec in the memory that identifies it on this thread.
+    /// The spec at the address that identifies it on this thread.
     pub(crate) fn shared_spec(&self) -> &Arc<Spec> {
         &self.spec
     }
@@ -383,12 +388,12 @@ impl DTensor {
         self.spec.dims()
     }
 
-    /// The global shape as candle's, for its `dims2`, `dims3` and so on.
+    /// The global shape as candle's type, for its `dims2`, `dims3` and so on.
     pub fn shape(&self) -> Shape {
         Shape::from(self.dims())
     }
 
-    /// The place of a dim that may be counted from the end, from -1.
+    /// Returns the index of a dim that may be counted from the end, from -1.
     ///
     /// # Errors
     /// If there is no such dim.
@@ -425,17 +430,17 @@ impl DTensor {
         self.local.device()
     }
 
-    /// This rank's shard, connected to the graph; an operand of a sum where the tensor is `Partial`.
+    /// This rank's shard, connected to the graph; if the tensor is `Partial`, this rank's operand of the reduction.
     ///
-    /// A gradient that enters through it must be that of a shard of the tensor, replicated where the tensor is
-    /// `Partial`, and on axes where it [varies](Self::is_varying) a share of the whole gradient.
+    /// A gradient that enters through it must be that of the shard. Where the tensor is `Partial`, it must be
+    /// replicated, and on axes where it [varies](Self::is_varying), a part of the whole gradient.
     pub fn to_local(&self) -> &Tensor {
         &self.local
     }
 
-    /// The whole tensor on every rank; a gradient that enters through it must be the same on every rank.
+    /// Returns the whole tensor on every rank. A gradient that enters through it must be the same on every rank.
     ///
-    /// That of a parameter is a copy: an optimizer's step does not change it.
+    /// For a parameter it is a copy: an optimizer's step does not change it.
     pub fn full_tensor(&self) -> Result<Tensor> {
         let mut whole = self.redistribute(&vec![Replicate; self.mesh().ndim()])?;
         if whole.in_variable {
@@ -447,10 +452,10 @@ impl DTensor {
         })
     }
 
-    /// The only element, the same on every rank: pieces are gathered and partial results reduced first.
+    /// Returns the only element, the same on every rank. Shards are gathered and partial results reduced first.
     ///
     /// # Errors
-    /// If the tensor has not exactly one element, or another dtype than `S`.
+    /// If the tensor does not have exactly one element, or not the dtype `S`.
     pub fn to_scalar<S: WithDType>(&self) -> Result<S> {
         if self.elem_count() != 1 || self.dtype() != S::DTYPE {
             let want = S::DTYPE.as_str();
@@ -459,7 +464,8 @@ impl DTensor {
         Ok(self.detach().full_tensor()?.reshape(())?.to_scalar()?)
     }
 
-    /// The gradients of this scalar with respect to every variable, as local tensors that lie like the variables.
+    /// Returns the gradients of this scalar with respect to every variable, as local tensors laid out like the
+    /// variables.
     ///
     /// The number of ranks never scales a gradient. Every rank calls it.
     ///
@@ -475,19 +481,19 @@ impl DTensor {
             return whole.backward();
         }
         let _step = crate::explain::open("backward");
-        // A varying loss is the same number on every rank, each standing for its share of it.
+        // A varying loss is the same number on every rank; each rank's loss stands for a part of it.
         let varies = |&axis: &usize| self.placements()[axis] == Replicate && self.is_varying(axis);
         let varies: SmallVec<[usize; 3]> = (0..self.mesh().ndim()).filter(varies).collect();
         if varies.is_empty() {
             return crate::nn::backward(&self.local);
         }
-        // One rank's share is all: shares of one n-th would be rounded. Not `affine`, which ends the graph at zero.
+        // The part of one rank is the whole, since 1/n could be rounded. Not `affine`, which cuts the graph at zero.
         let first = varies.iter().all(|&axis| self.mesh().coordinate()[axis] == 0);
         let share = Tensor::full(f64::from(u8::from(first)), self.local.shape(), self.device())?;
         crate::nn::backward(&(&self.local * share.to_dtype(self.dtype())?)?)
     }
 
-    /// Refuses whole numbers, from the dtype alone: ranks without elements must refuse them too.
+    /// Refuses integers by the dtype alone: ranks without elements must refuse them too.
     pub(crate) fn check_float(&self, op: &'static str) -> Result<()> {
         if self.dtype().is_float() {
             return Ok(());
@@ -495,12 +501,12 @@ impl DTensor {
         Error::op(op, format!("{} holds no floats; convert it with to_dtype", self.spec))
     }
 
-    /// Whether the tensor is the whole on every rank.
+    /// Returns whether every rank holds the whole tensor.
     pub fn is_replicated(&self) -> bool {
         self.placements().iter().all(|p| *p == Replicate)
     }
 
-    /// The placements with every shard of `dim` kept and everything else replicated.
+    /// Returns the axes that shard `dim`.
     pub(crate) fn sharded_axes(&self, dim: usize) -> impl Iterator<Item = usize> + '_ {
         self.placements().iter().enumerate().filter(move |(_, p)| **p == Shard(dim)).map(|(axis, _)| axis)
     }
@@ -512,7 +518,7 @@ macro_rules! sizes {
             $(/// The global sizes of all dims.
             ///
             /// # Errors
-            /// If there is another number of dims.
+            /// If the number of dims differs.
             pub fn $name(&self) -> Result<$sizes> {
                 Ok(self.shape().$name()?)
             })*
@@ -537,10 +543,8 @@ fn untracked(op: &'static str, tensor: &Tensor) -> Result<()> {
     Error::op(op, format!("a tensor {:?} with a gradient, which would be lost; {fix}", tensor.dims()))
 }
 
-/// Refuses different reductions on several axes, such as maxima of sums, which are not sums of maxima; sums and averages
-/// alone may be done in any order.
-///
-/// With a gradient there are sums only.
+/// Refuses different reductions on several axes, such as maxima of sums, which are not sums of maxima. Sums and
+/// averages may be mixed, since their order does not matter. With a gradient only sums are allowed.
 fn check_reductions(spec: &Spec, tracked: bool) -> Result<()> {
     if let Some(p) = spec.placements().iter().find(|p| tracked && p.is_partial() && **p != Placement::PARTIAL_SUM) {
         return Err(Error::Layout(format!(

@@ -1,4 +1,4 @@
-//! Batch norm with the statistics of the batch of all ranks.
+//! Batch norm with statistics over the batch of all ranks.
 use crate::nn::{Init, ModuleT, ShardedVarBuilder, draws};
 use crate::parallel::{LayerKind, ModuleStyle};
 use crate::placement::Replicate;
@@ -8,16 +8,18 @@ use candle_nn::BatchNormConfig;
 
 const OP: &str = "batch_norm";
 
-/// Batch norm of `[batch, channels, ..]` (Ioffe & Szegedy 2015) with candle's settings; its statistics are those of one device.
+/// Batch norm of `[batch, channels, ..]` (Ioffe & Szegedy 2015) with candle's options. Its statistics are those of one
+/// device.
 ///
-/// In training each channel is brought to mean 0 and variance 1 over the batch of all ranks of the mesh, also where the
-/// batch or other dims are sharded: two all_reduces of one number for each channel forward, and two backward. Running
-/// statistics move towards them, once for each batch: not again where [`checkpoint`](crate::nn::checkpoint) computes a part
-/// a second time. In evaluation they take the place of those of the batch, and nothing is communicated. They are saved and
-/// loaded with the parameters, as `running_mean` and `running_var`.
+/// In training each channel is normalized to mean 0 and variance 1 over the batch of all ranks of the mesh, also if the
+/// batch or other dims are sharded. This costs two all_reduces of one number per channel in the forward pass, and two
+/// in the backward pass. Running statistics are updated once per batch, and not again when
+/// [`checkpoint`](crate::nn::checkpoint) recomputes a segment. In evaluation the running statistics are used, and
+/// nothing is communicated. They are saved and loaded with the parameters, as `running_mean` and `running_var`.
 ///
-/// Under a plan the parameters are cut with the channels (colwise), or replicated. With
-/// [`DataParallel`](candle_dist::DataParallel), which is no axis of the tensors, each replica has statistics of its own.
+/// Under a plan the parameters are sharded with the channels (colwise), or replicated. With
+/// [`DataParallel`](candle_dist::DataParallel), which is not an axis of the tensors, each replica has its own
+/// statistics.
 #[derive(Debug, Clone)]
 pub struct BatchNorm {
     running_mean: DTensor,
@@ -38,25 +40,25 @@ impl BatchNorm {
         &self.running_var
     }
 
-    /// What is added to variances.
+    /// The number that is added to variances.
     pub fn eps(&self) -> f64 {
         self.config.eps
     }
 
-    /// How far running statistics move towards those of a batch.
+    /// The weight of a batch in the running statistics.
     pub fn momentum(&self) -> f64 {
         self.config.momentum
     }
 
-    /// The factor and the offset of each channel, if they are learned.
+    /// The weight and bias of each channel, if they are learned.
     pub fn weight_and_bias(&self) -> Option<(&DTensor, &DTensor)> {
         self.weight_and_bias.as_ref().map(|(weight, bias)| (weight, bias))
     }
 
-    /// `x` normalized by the statistics of this batch, which the running ones move towards.
+    /// Normalizes `x` by the statistics of this batch, and updates the running statistics.
     ///
     /// # Errors
-    /// If `x` is not `[batch, channels, ..]`, or has fewer than two elements a channel, of which there is no variance.
+    /// If `x` is not `[batch, channels, ..]`, or has fewer than two elements per channel, so that there is no variance.
     pub fn forward_train(&self, x: &DTensor) -> Result<DTensor> {
         let x = self.laid_out(x)?;
         let others: Vec<usize> = (0..x.rank()).filter(|&d| d != 1).collect();
@@ -98,7 +100,7 @@ impl BatchNorm {
         resolved(&x)
     }
 
-    /// Moves running statistics towards those of a batch, `times` a factor.
+    /// Updates running statistics by those of a batch multiplied by `times`.
     fn follow(&self, running: &DTensor, of_batch: &DTensor, times: f64) -> Result<()> {
         let momentum = self.config.momentum;
         let towards = of_batch.detach().reshape(running.dims())?.affine(momentum * times, 0.0)?;
@@ -116,12 +118,12 @@ impl BatchNorm {
     }
 }
 
-/// Partial sums added up; shards stay.
+/// Replicates partial sums; shards stay.
 fn resolved(x: &DTensor) -> Result<DTensor> {
     x.placed(|_, placement| if placement.is_partial() { Replicate } else { placement })
 }
 
-/// In the dtype in which statistics are computed.
+/// Converts to the dtype in which statistics are computed.
 fn wide(x: &DTensor) -> Result<DTensor> {
     match x.dtype() {
         DType::F16 | DType::BF16 => x.to_dtype(DType::F32),
@@ -129,7 +131,7 @@ fn wide(x: &DTensor) -> Result<DTensor> {
     }
 }
 
-/// `[channels]` as it stands beside `[batch, channels, ..]`.
+/// Reshapes `[channels]` so that it broadcasts to `[batch, channels, ..]`.
 fn per_channel(x: &DTensor, rank: usize) -> Result<DTensor> {
     let mut shape = vec![1; rank];
     shape[1] = x.dims()[0];
@@ -142,7 +144,8 @@ impl ModuleT for BatchNorm {
     }
 }
 
-/// A [`BatchNorm`] at the builder's path with `running_mean`, `running_var` and, if they are learned, `weight` and `bias`.
+/// Builds a [`BatchNorm`] at the builder's path with `running_mean`, `running_var` and, if they are learned, `weight`
+/// and `bias`.
 ///
 /// # Errors
 /// If `eps` is negative, or the momentum is not in `[0, 1]`.

@@ -1,4 +1,4 @@
-//! Recomputing activations in the backward pass instead of keeping them.
+//! Recomputation of activations in the backward pass.
 use crate::dtensor::Axes;
 use crate::kernels::{WeightSink, weight_sink, with_weight_sink};
 use crate::nn::{Draws, found};
@@ -8,13 +8,13 @@ use candle_dist::backend::{Fresh, Ready};
 use candle_dist::bits::same_elements;
 use std::sync::Arc;
 
-/// Computes `f(x)` and forgets what it kept for the backward pass, which computes `f` a second time (Chen et al. 2016).
+/// Computes `f(x)` without keeping its activations. The backward pass computes `f` a second time (Chen et al. 2016).
 ///
-/// `f` may use parameters: their gradients arrive in what [`DTensor::backward`] returns (candle's own `backward` on a local
-/// tensor does not see them). `x` must carry a gradient for anything to be recomputed; otherwise this is `f(x)`.
+/// `f` may use parameters. Their gradients are in the result of [`DTensor::backward`], but not of candle's own
+/// `backward` on a local tensor. If `x` has no gradient, nothing is recomputed and this is `f(x)`.
 ///
 /// # Errors
-/// Those of `f`. In the backward pass, if `f` gives other numbers when it runs again, as with `candle_nn::Dropout`: its
+/// Those of `f`. In the backward pass, if `f` returns other numbers the second time, as with `candle_nn::Dropout`: its
 /// gradients would be those of another function.
 pub fn checkpoint(x: &DTensor, f: impl Fn(&DTensor) -> Result<DTensor> + Send + Sync + 'static) -> Result<DTensor> {
     if !x.tracked() {
@@ -38,7 +38,7 @@ struct Recompute {
     x: DTensor,
     varying: Axes,
     made: Ready,
-    /// Who takes the gradients of weights, the second time too.
+    /// The receiver of weight gradients, also for the recomputation.
     sink: Option<Arc<dyn WeightSink>>,
 }
 
@@ -61,7 +61,7 @@ impl CustomOp1 for Recompute {
 }
 
 impl Recompute {
-    /// The gradient of the input; those of parameters are put where the outermost pass collects them.
+    /// Returns the gradient of the input. Those of parameters go to the outermost backward pass.
     fn backward(&self, made: &Tensor, grad: &Tensor) -> candle_core::Result<Tensor> {
         let (x, leaf) = self.x.as_leaf()?;
         let run = || found::recomputing(|| self.draws.again(|| (self.f)(&x)));
@@ -76,16 +76,16 @@ impl Recompute {
             return Error::op("checkpoint", reason).map_err(Into::into);
         }
         debug_assert_eq!(out.varying(), self.varying);
-        // A scalar whose gradient with respect to the segment's output is the one that arrived.
+        // A scalar whose gradient with respect to the segment's output is the incoming gradient.
         let loss = (out.to_local() * grad)?.sum_all()?;
         let mut grads = fsdp::pass(&loss, || loss.backward())?;
         fsdp::leave(&loss)?;
-        // A segment within this one may have captured its input, and found a part of its gradient.
+        // A nested segment may have captured the input and found a part of its gradient.
         if let Some(grad) = grads.remove(&leaf) {
             found::add(leaf.id(), &grad)?;
         }
         let mine = found::take(leaf.id());
-        // candle leaves the gradients of constants, too, such as dropout masks, which nobody asks for.
+        // candle also returns gradients of constants, such as dropout masks, which are not needed.
         let variables = loss.sorted_nodes().into_iter().filter(|node| node.is_variable());
         for variable in variables {
             if let Some(grad) = grads.remove(variable) {
@@ -97,10 +97,10 @@ impl Recompute {
 }
 
 impl DTensor {
-    /// The same values as a variable of their own, so that a part of a graph can be differentiated by itself.
+    /// Copies the values to a new variable, so that a part of a graph can be differentiated by itself.
     fn as_leaf(&self) -> Result<(DTensor, Var)> {
         let var = Var::from_tensor(&self.to_local().detach())?;
-        // No variable itself, so that several uses share one view of it as they do outside of a segment.
+        // Not the variable itself, so that several uses share one view of it, as they do outside of a segment.
         let local = var.reshape(var.shape())?;
         Ok((DTensor::assemble(local, self.shared_spec().clone(), self.varying()), var))
     }

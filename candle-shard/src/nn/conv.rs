@@ -1,4 +1,4 @@
-//! Convolutions: candle's layers, with the batch or the channels sharded.
+//! candle's convolution layers, with the batch or the channels sharded.
 use crate::nn::init::{FILTERS, even, init_of};
 use crate::nn::{Init, Module, ShardedVarBuilder};
 use crate::parallel::{LayerKind, ModuleStyle};
@@ -6,7 +6,7 @@ use crate::placement::Shard;
 use crate::{Conv, DTensor, Error, Result};
 use candle_nn::{Conv1dConfig, Conv2dConfig, ConvTranspose1dConfig, ConvTranspose2dConfig};
 
-/// What candle's settings of a convolution say.
+/// The common options of candle's convolutions.
 trait Settings {
     const NAME: &'static str;
     const KIND: LayerKind;
@@ -80,7 +80,7 @@ impl Settings for ConvTranspose2dConfig {
     }
 }
 
-/// Refuses a choice of cuDNN's algorithms, which is not passed on.
+/// Refuses a choice of cuDNN's algorithm, which is not supported.
 fn unchosen<A>(op: &'static str, cudnn_fwd_algo: Option<A>) -> Result<()> {
     match cudnn_fwd_algo {
         None => Ok(()),
@@ -88,7 +88,7 @@ fn unchosen<A>(op: &'static str, cudnn_fwd_algo: Option<A>) -> Result<()> {
     }
 }
 
-/// Filters and perhaps a bias, and how a plan lays out what comes and goes.
+/// Filters with an optional bias, and the style that lays out input and output.
 #[derive(Debug, Clone)]
 struct Filters<C> {
     weight: DTensor,
@@ -127,7 +127,7 @@ impl<C: Settings> Filters<C> {
         let y = self.config.convolve(&x, &self.weight)?;
         let ins = if C::KIND == LayerKind::Conv { 1 } else { 0 };
         if self.weight.placements().get(self.style.axis) == Some(&Shard(ins)) {
-            // The bias is added once, after the partial sums are added up.
+            // The bias is added once, after the partial sums are reduced.
             let [y] = self.style.outputs([&y])?;
             return y.with_bias(C::NAME, self.bias.as_ref());
         }
@@ -139,17 +139,17 @@ impl<C: Settings> Filters<C> {
 macro_rules! layers {
     ($($(#[$doc:meta])* $layer:ident, $config:ty, $new:ident, $without:ident;)*) => {$(
         $(#[$doc])* ///
-        /// Under a plan colwise (output channels), rowwise (input channels) or replicated.
+        /// Under a plan it is colwise (output channels), rowwise (input channels) or replicated.
         #[derive(Debug, Clone)]
         pub struct $layer(Filters<$config>);
 
         impl $layer {
-            /// A layer of these parameters, outside of any plan.
+            /// A layer with these parameters, outside of any plan.
             pub fn new(weight: DTensor, bias: Option<DTensor>, config: $config) -> Self {
                 Self(Filters { weight, bias, style: ModuleStyle::default(), config })
             }
 
-            /// The settings.
+            /// The options.
             pub fn config(&self) -> &$config {
                 &self.0.config
             }
@@ -174,7 +174,7 @@ macro_rules! layers {
         #[doc = concat!("A [`", stringify!($layer), "`] at the builder's path with the parameters `weight` and `bias`.")]
         ///
         /// # Errors
-        /// If the groups do not divide the channels, or a style would cut groups.
+        /// If the groups do not divide the channels, or a style would shard grouped channels.
         pub fn $new(
             in_channels: usize,
             out_channels: usize,
@@ -188,7 +188,7 @@ macro_rules! layers {
         #[doc = concat!("Like [`", stringify!($new), "`] without `bias`.")]
         ///
         /// # Errors
-        /// As there.
+        /// The same as with a bias.
         pub fn $without(
             in_channels: usize,
             out_channels: usize,
@@ -202,12 +202,12 @@ macro_rules! layers {
 }
 
 layers! {
-    /// The convolution of lines `[b, in, l]`, with candle's settings and initial values.
+    /// A convolution of lines `[b, in, l]`, with candle's options and initial values.
     Conv1d, Conv1dConfig, conv1d, conv1d_no_bias;
-    /// The convolution of images `[b, in, h, w]`, with candle's settings and initial values.
+    /// A convolution of images `[b, in, h, w]`, with candle's options and initial values.
     Conv2d, Conv2dConfig, conv2d, conv2d_no_bias;
-    /// The transposed convolution of lines `[b, in, l]`, with candle's settings and initial values.
+    /// A transposed convolution of lines `[b, in, l]`, with candle's options and initial values.
     ConvTranspose1d, ConvTranspose1dConfig, conv_transpose1d, conv_transpose1d_no_bias;
-    /// The transposed convolution of images `[b, in, h, w]`, with candle's settings and initial values.
+    /// A transposed convolution of images `[b, in, h, w]`, with candle's options and initial values.
     ConvTranspose2d, ConvTranspose2dConfig, conv_transpose2d, conv_transpose2d_no_bias;
 }

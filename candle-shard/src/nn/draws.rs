@@ -1,13 +1,13 @@
-//! Which use of a layer a random draw is for, also where a part of a model runs a second time.
+//! Counts uses of random layers, and replays random draws when a part of a model runs a second time.
 use crate::nn::Mode;
 use crate::{Error, Result};
 use std::cell::{Cell, RefCell};
 use std::sync::{Arc, Mutex, PoisonError};
 
 thread_local! {
-    /// Backward passes that have ended on this thread.
+    /// The number of backward passes that have ended on this thread.
     static PASSES: Cell<u64> = const { Cell::new(0) };
-    /// The runs under way whose draws are written down or read again, the innermost last.
+    /// The active runs whose draws are recorded or replayed, the innermost last.
     static RUNS: RefCell<Vec<Run>> = const { RefCell::new(Vec::new()) };
 }
 
@@ -16,10 +16,10 @@ enum Run {
     Again { draws: Draws, next: usize },
 }
 
-/// The draws of one run of a part of a model, for another run that must give the same numbers.
+/// The random draws of one run of a part of a model, to replay in another run that must compute the same numbers.
 ///
-/// [`checkpoint`](crate::nn::checkpoint) keeps them by itself; this is for other code that computes a part twice. Without it
-/// the second run would count as a second use of each [`Dropout`](crate::nn::Dropout) and get other masks.
+/// [`checkpoint`](crate::nn::checkpoint) does this by itself. `Draws` is for other code that computes a part twice.
+/// Without it the second run would count as a second use of each [`Dropout`](crate::nn::Dropout) and get other masks.
 ///
 /// ```
 /// use candle_core::{DType, Device};
@@ -45,7 +45,7 @@ enum Run {
 pub struct Draws(Arc<[u64]>);
 
 impl Draws {
-    /// What `f` makes, and what it drew.
+    /// Runs `f` and returns its result with its draws.
     ///
     /// # Errors
     /// Those of `f`.
@@ -57,16 +57,16 @@ impl Draws {
         }
     }
 
-    /// What `f` makes when it draws the same again.
+    /// Runs `f` with these draws and returns its result.
     ///
     /// # Errors
-    /// Those of `f`; a [`Dropout`](crate::nn::Dropout) within it fails where the first run drew nothing more.
+    /// Those of `f`. A [`Dropout`](crate::nn::Dropout) in `f` fails if the first run had fewer draws.
     pub fn again<T, E>(&self, f: impl FnOnce() -> Result<T, E>) -> Result<T, E> {
         within(Run::Again { draws: self.clone(), next: 0 }, f).0
     }
 }
 
-/// What `f` makes within a run, and the run; one that panics leaves no run behind.
+/// Runs `f` within a run and returns both. If `f` panics, the run ends too.
 fn within<T>(run: Run, f: impl FnOnce() -> T) -> (T, Option<Run>) {
     struct Outer(usize);
     impl Drop for Outer {
@@ -80,12 +80,12 @@ fn within<T>(run: Run, f: impl FnOnce() -> T) -> (T, Option<Run>) {
     (made, RUNS.with_borrow_mut(Vec::pop))
 }
 
-/// Whether a part of a model runs a second time, for its gradients.
+/// Returns whether a part of a model is being recomputed.
 pub(super) fn is_again() -> bool {
     RUNS.with_borrow(|runs| runs.iter().any(|run| matches!(run, Run::Again { .. })))
 }
 
-/// Counts the uses of one layer; its clones count together.
+/// Counts the uses of one layer; its clones share the count.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Uses(Arc<Mutex<Count>>);
 
@@ -97,7 +97,8 @@ struct Count {
 }
 
 impl Uses {
-    /// The number of this use, from 0, in the pass that `mode` and the thread's backward passes tell apart from others.
+    /// Returns the number of this use, from 0, in the present pass. A pass is identified by `mode` and the thread's
+    /// count of backward passes.
     pub(super) fn next(&self, mode: Mode) -> Result<u64> {
         RUNS.with_borrow_mut(|runs| {
             let again = runs.iter().rposition(|run| matches!(run, Run::Again { .. }));
@@ -134,7 +135,7 @@ impl Uses {
     }
 }
 
-/// Notes that a backward pass has ended.
+/// Records that a backward pass has ended.
 pub(super) fn pass_ended() {
     PASSES.set(PASSES.get().wrapping_add(1));
 }

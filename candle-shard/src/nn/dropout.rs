@@ -4,27 +4,28 @@ use crate::nn::draws::Uses;
 use crate::random::Stream;
 use crate::{DTensor, Result};
 
-/// Whether a model trains.
+/// Training or evaluation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
     /// No dropout.
     Eval,
     /// Dropout with the masks of this step.
     Train {
-        /// The training step, which every dropout stream is folded with.
+        /// The training step, which is folded into every dropout stream.
         step: u64,
     },
-    /// Dropout with the masks that some rows of a larger batch have in it, such as a microbatch.
+    /// Dropout with the masks of some rows of a larger batch, such as a microbatch.
     TrainRows {
         /// The training step.
         step: u64,
-        /// The place in the larger batch of the first row, along dim 0.
+        /// The index of the first row in the larger batch, along dim 0.
         first_row: usize,
     },
 }
 
 impl Mode {
-    /// The stream of a dropout mask of shape `dims`, from the one of its layer; `None` in evaluation.
+    /// Returns the stream of a dropout mask of shape `dims`, derived from the stream of its layer; `None` in
+    /// evaluation.
     pub fn stream(self, layer: Stream, dims: &[usize]) -> Option<Stream> {
         match self {
             Self::Eval => None,
@@ -39,9 +40,10 @@ impl Mode {
 
 /// Zeroes elements with probability `p` in training and divides the others by `1 - p` (Srivastava et al. 2014).
 ///
-/// The mask depends on the seed, the layer's path, the step, the use and the global element. Each use in a pass has a mask of
-/// its own: a pass is what runs on a thread in one [`Mode`] up to its backward pass. What [`checkpoint`](crate::nn::checkpoint)
-/// computes again gets the masks of the first time; other code that does so uses [`Draws`](crate::nn::Draws).
+/// The mask depends on the seed, the layer's path, the step, the use and the global index of the element. Each use in a
+/// pass has its own mask. A pass is everything that runs on a thread in one [`Mode`] up to the next backward pass. When
+/// [`checkpoint`](crate::nn::checkpoint) recomputes a segment, the masks are the same; other code uses
+/// [`Draws`](crate::nn::Draws) for that.
 #[derive(Clone, Debug)]
 pub struct Dropout {
     p: f64,
@@ -50,17 +52,17 @@ pub struct Dropout {
 }
 
 impl Dropout {
-    /// A layer at the builder's path, whose stream is named `<path>.dropout`.
+    /// Builds a layer at the builder's path. Its stream is named `<path>.dropout`.
     pub fn new(p: f64, vb: &ShardedVarBuilder) -> Self {
         Self { p, stream: Stream::new(vb.seed(), &vb.full_name("dropout")), uses: Uses::default() }
     }
 
-    /// Whether nothing is dropped.
+    /// Returns whether nothing is dropped.
     pub fn is_identity(&self, mode: Mode) -> bool {
         mode == Mode::Eval || self.p == 0.0
     }
 
-    /// `x` as it is in evaluation, with elements dropped in training.
+    /// Drops elements of `x` in training, and returns `x` in evaluation.
     pub fn forward(&self, x: &DTensor, mode: Mode) -> Result<DTensor> {
         match mode.stream(self.stream, x.dims()) {
             Some(stream) => match self.uses.next(mode)? {

@@ -1,11 +1,12 @@
-//! The lookup layers.
+//! Embedding layers.
 use crate::nn::{Init, ShardedVarBuilder};
 use crate::parallel::plain::plain_module;
 use crate::parallel::{LayerKind, ModuleStyle};
 use crate::random::Distribution;
 use crate::{DTensor, EmbeddingBagOptions, EmbeddingOptions, Error, Result};
 
-/// A table `[rows, width]` whose rows are looked up by id; under a plan cut by rows, by columns, or replicated.
+/// A table `[rows, width]` whose rows are looked up by id. Under a plan it is sharded by rows or columns, or
+/// replicated.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -40,10 +41,10 @@ impl Embedding {
         Self::with_options(rows, width, stdev, EmbeddingOptions::default(), vb)
     }
 
-    /// Like [`new`](Self::new) with a padding row, which is zeros where fresh, or rows that are kept short in place.
+    /// Like [`new`](Self::new), with a padding row, which is initialized to zeros, or with a maximum norm of rows.
     ///
     /// # Errors
-    /// If the options do not fit the table, or rows are to be kept short in a [fully sharded](crate::fsdp) unit.
+    /// If the options do not fit the table, or `max_norm` is set in a [fully sharded](crate::fsdp) unit.
     pub fn with_options(
         rows: usize,
         width: usize,
@@ -55,10 +56,11 @@ impl Embedding {
         Ok(Self { weight, style, options })
     }
 
-    /// A layer at the builder's path that shares its table `weight` with another, such as an output layer.
+    /// Builds a layer at the builder's path that shares its table `weight` with another layer, such as the output
+    /// layer.
     ///
     /// # Errors
-    /// If the table does not lie as the plan wants it here.
+    /// If the table does not have the placement that the plan gives it here.
     pub fn tied(weight: &DTensor, vb: &ShardedVarBuilder) -> Result<Self> {
         let style = vb.style();
         style.check_tied(LayerKind::Embedding, weight)?;
@@ -80,7 +82,8 @@ impl Embedding {
 
 plain_module!(Embedding, |layer| None);
 
-/// A table `[rows, width]` of whose rows bags are made; under a plan cut by rows, by columns, or replicated.
+/// A table `[rows, width]` whose rows are reduced in bags. Under a plan it is sharded by rows or columns, or
+/// replicated.
 #[derive(Debug, Clone)]
 pub struct EmbeddingBag {
     weight: DTensor,
@@ -104,7 +107,7 @@ impl EmbeddingBag {
         Ok(Self { weight, style, options })
     }
 
-    /// One row for each bag, `[bags, width]`: see [`DTensor::embedding_bag`].
+    /// Returns one row per bag, `[bags, width]`: see [`DTensor::embedding_bag`].
     pub fn forward(
         &self,
         ids: &DTensor,
@@ -122,7 +125,7 @@ impl EmbeddingBag {
     }
 }
 
-/// The parameter `weight` of a lookup layer, and its style.
+/// Builds the parameter `weight` of an embedding layer, and its style.
 fn table(
     op: &'static str,
     shape: [usize; 2],

@@ -1,4 +1,4 @@
-//! Query, key and value projections whose weights lie in one tensor.
+//! Query, key and value projections with one weight tensor.
 use super::linear::init;
 use crate::nn::part::{Part, Within};
 use crate::nn::{ShardedVarBuilder, Width};
@@ -16,22 +16,23 @@ use smallvec::{SmallVec, smallvec};
 pub struct Heads {
     /// The number of query heads.
     pub query: usize,
-    /// The number of key heads, which is that of the value heads; each serves a group of consecutive query heads.
+    /// The number of key heads and of value heads. Each serves a group of consecutive query heads.
     pub key_value: usize,
     /// The width of a head.
     pub dim: usize,
 }
 
-/// Query, key and value projections with one weight `[q | k | v]` by rows, as many files have it, and a bias alike.
+/// Query, key and value projections with one weight `[q | k | v]`, stacked by rows as in many files, and a bias stacked
+/// alike.
 ///
-/// Under [`ColwiseParallel`](crate::parallel::ColwiseParallel) each rank has whole heads of each of the three, so that
-/// attention needs no communication, however the heads divide. Where there are fewer key heads than ranks and a group
-/// is cut, all ranks hold the keys' and values' weights, and each uses the heads that its queries need; gradients are
-/// then added up by [`Parameters::reduce`](crate::nn::Parameters::reduce).
+/// Under [`ColwiseParallel`](crate::parallel::ColwiseParallel) each rank has whole heads of each of the three, so
+/// attention needs no communication, for any number of heads. If there are fewer key heads than ranks and a group is
+/// cut, all ranks hold the weights of keys and values, and each uses the heads that its queries need.
+/// [`Parameters::reduce`](crate::nn::Parameters::reduce) then sums the gradients.
 ///
-/// The parameters are `weight.q`, `weight.k` and `weight.v` (and `bias.q`, ..), by these names in checkpoints too.
-/// From weights that have no such names they are read as the rows of `weight` (and `bias`), and fresh ones are those
-/// that the rows of `weight` would be.
+/// The parameters are `weight.q`, `weight.k` and `weight.v` (and `bias.q`, ..), also in checkpoints. If the weights
+/// lack these names, the parameters are read from the rows of `weight` (and `bias`). Fresh parameters equal those rows
+/// of a fresh `weight`.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -62,7 +63,7 @@ pub struct FusedQkv {
     heads: Heads,
     width: Width,
     projections: [Projection; 3],
-    /// On how many ranks the queries are cut through groups.
+    /// The number of ranks over which groups of queries are cut, if they are.
     shared_by: Option<usize>,
     style: ModuleStyle,
 }
@@ -74,11 +75,11 @@ struct Projection {
 }
 
 impl FusedQkv {
-    /// A layer at the builder's path for `[batch, sequence, in_dim]`.
+    /// Builds a layer at the builder's path for `[batch, sequence, in_dim]`.
     ///
     /// # Errors
-    /// If a number of heads or their width is 0, the key heads do not divide the query heads, or the plan cuts the layer
-    /// otherwise than by columns.
+    /// If a number of heads or their width is 0, the key heads do not divide the query heads, or the plan does not
+    /// shard the layer by columns.
     pub fn new(in_dim: usize, heads: Heads, bias: bool, vb: &ShardedVarBuilder) -> Result<Self> {
         let part = |parameter: &str, projection: usize, within: [usize; 2]| {
             let [rows, start] = within;
@@ -88,8 +89,8 @@ impl FusedQkv {
         Self::build(in_dim, heads, bias, vb, part)
     }
 
-    /// Like [`new`](Self::new) with the parameters of three layers of these names: `q_proj.weight` and so on, as Llama's
-    /// files have them.
+    /// Like [`new`](Self::new), with the parameters of three layers of these names: `q_proj.weight` and so on, as in
+    /// Llama's files.
     ///
     /// # Errors
     /// Those of [`new`](Self::new).
@@ -107,8 +108,8 @@ impl FusedQkv {
         Self::build(in_dim, heads, bias, vb, part)
     }
 
-    /// A layer whose parameter of a name (`weight` or `bias`) and projection is `part`; that gets the rows of all
-    /// three and those before this one, too.
+    /// Builds a layer. `part` returns the parameter of a name (`weight` or `bias`) and projection; it also gets the
+    /// number of rows of all three, and of those before this one.
     fn build(
         in_dim: usize,
         heads: Heads,
@@ -128,7 +129,7 @@ impl FusedQkv {
             )));
         }
         let group = query / key_value;
-        // With a key head for every rank, its queries stay with it.
+        // If every rank has a key head, the queries of a key head stay together with it.
         let together = if key_value >= ranks { group } else { 1 };
         let width = Width::new(query / together, together * dim);
         let shared = width.cut(ranks).iter().any(|piece| !piece.is_multiple_of(group * dim));
@@ -149,9 +150,9 @@ impl FusedQkv {
         Ok(Self { heads, width, projections, shared_by: shared.then_some(ranks), style })
     }
 
-    /// Query `[batch, heads, sequence, dim]`, key and value of `x` `[batch, sequence, in_dim]`.
+    /// Returns query `[batch, heads, sequence, dim]`, key and value of `x` `[batch, sequence, in_dim]`.
     ///
-    /// Key and value have the key heads, or, where ranks share these, a copy for each query head.
+    /// Key and value have the key heads, or, if ranks share key heads, a copy for each query head.
     pub fn forward(&self, x: &DTensor) -> Result<[DTensor; 3]> {
         let &[batch, seq, _] = x.dims() else {
             return Err(self.style.error(format_args!("gets {}; want [batch, sequence, width]", x.spec())));
@@ -170,23 +171,24 @@ impl FusedQkv {
         Ok([heads(project(q)?)?, heads(shared(k)?)?, heads(shared(v)?)?])
     }
 
-    /// The width of all query heads, cut as they are: the input of the layer that mixes them.
+    /// The width of all query heads, sharded like them: the input width of the output projection.
     pub fn width(&self) -> Width {
         self.width
     }
 
-    /// The weights `[q | k | v]` in one tensor, as files of other programs have it.
+    /// Returns the weights `[q | k | v]` in one tensor, as in files of other programs.
     pub fn fused_weight(&self) -> Result<DTensor> {
         DTensor::cat(&self.projections.each_ref().map(|p| &p.weight), 0)
     }
 
-    /// The biases `[q | k | v]` in one tensor, if there are any.
+    /// Returns the biases `[q | k | v]` in one tensor, if there are biases.
     pub fn fused_bias(&self) -> Result<Option<DTensor>> {
         let biases: Option<Vec<&DTensor>> = self.projections.iter().map(|p| p.bias.as_ref()).collect();
         biases.map(|biases| DTensor::cat(&biases, 0)).transpose()
     }
 
-    /// Key heads of weights that all ranks hold, a copy for each query head, cut like the query.
+    /// Projects `x` by weights that all ranks hold, and returns a copy of the key heads for each query head, sharded
+    /// like the query.
     fn project_shared(&self, x: &DTensor, Projection { weight, bias }: &Projection, ranks: usize) -> Result<DTensor> {
         let Heads { query, key_value, dim } = self.heads;
         let (axis, group) = (self.style.axis, query / key_value);

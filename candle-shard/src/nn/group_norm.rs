@@ -3,9 +3,9 @@ use crate::nn::{Init, Module, ShardedVarBuilder};
 use crate::parallel::{LayerKind, ModuleStyle};
 use crate::{DTensor, Error, Result};
 
-/// Group norm of `[batch, channels, ..]` (Wu & He 2018), with `weight` one and `bias` zero where fresh.
+/// Group norm of `[batch, channels, ..]` (Wu & He 2018). Fresh weights are 1 and fresh biases 0.
 ///
-/// Under a plan its parameters are cut with the channels (colwise), or replicated.
+/// Under a plan its parameters are sharded with the channels (colwise), or replicated.
 #[derive(Debug, Clone)]
 pub struct GroupNorm {
     weight: DTensor,
@@ -17,7 +17,7 @@ pub struct GroupNorm {
 }
 
 impl GroupNorm {
-    /// A layer of these parameters, outside of any plan.
+    /// A layer with these parameters, outside of any plan.
     ///
     /// # Errors
     /// If the groups do not divide the channels.
@@ -41,7 +41,7 @@ impl Module for GroupNorm {
     }
 }
 
-/// A [`GroupNorm`] at the builder's path with the parameters `weight` and `bias`.
+/// Builds a [`GroupNorm`] at the builder's path with the parameters `weight` and `bias`.
 ///
 /// # Errors
 /// If the groups do not divide the channels.

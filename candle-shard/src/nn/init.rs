@@ -1,10 +1,10 @@
-//! candle's initial values as those of a mesh.
+//! candle's initial values on a mesh.
 use crate::nn::Init;
 use crate::random::Distribution;
 use candle_core::Shape;
 use candle_nn::init::{self, NormalOrUniform};
 
-/// The initial values of a parameter of this shape, distributed as candle's are.
+/// Returns the initial values of a parameter of this shape, with candle's distribution.
 pub(super) fn init_of(init: candle_nn::Init, shape: &[usize]) -> Init {
     match init {
         candle_nn::Init::Const(value) => Init::Const(value),
@@ -20,10 +20,10 @@ pub(super) fn init_of(init: candle_nn::Init, shape: &[usize]) -> Init {
     }
 }
 
-/// Of convolutions' filters.
+/// The initial values of convolution filters.
 pub(super) const FILTERS: candle_nn::Init = init::DEFAULT_KAIMING_NORMAL;
 
-/// Even over ±`bound`.
+/// Uniform in ±`bound`.
 pub(super) fn even(bound: f64) -> Distribution {
     Distribution::Uniform { lo: -bound, up: bound }
 }

@@ -1,15 +1,15 @@
-//! Keys and values of the tokens so far.
+//! Caches of keys and values.
 use crate::spec::Spec;
 use crate::{DTensor, Error, Result};
 use candle_core::{DType, Device, Tensor};
 use candle_nn::kv_cache;
 
-/// The keys and values of the tokens so far, of which each rank holds its heads or its part of the batch: candle-nn's
+/// The keys and values of all tokens so far. Each rank holds its heads or its part of the batch. It is candle-nn's
 /// `KvCache` for [`DTensor`]s.
 ///
-/// New tokens are written behind the old ones, into memory for `max_seq_len` tokens that is taken with the first of them. When it is
-/// full it grows by `max_seq_len` tokens, which copies what it holds once. Nothing is communicated. What a call returns stays as it
-/// is when more tokens come.
+/// New tokens are written behind the old ones. The first call allocates memory for `max_seq_len` tokens. When it is
+/// full, the cache grows by `max_seq_len` tokens, which copies its contents once. Nothing is communicated. Returned
+/// tensors do not change when more tokens are appended.
 ///
 /// ```
 /// use candle_core::{DType, Device::Cpu, Tensor};
@@ -37,10 +37,11 @@ pub struct KvCache {
     layout: Layout,
 }
 
-/// Like [`KvCache`] with the last `max_seq_len` tokens only: candle-nn's `RotatingKvCache` for [`DTensor`]s.
+/// Like [`KvCache`], but keeps only the last `max_seq_len` tokens: candle-nn's `RotatingKvCache` for [`DTensor`]s.
 ///
-/// New tokens are written over the oldest ones. So the tokens that a call returns are not in the order of time; see
-/// [`positions`](Self::positions). What it returned for `max_seq_len` tokens or more before shares the memory and changes.
+/// New tokens overwrite the oldest ones, so returned tokens are not in the order of time; see
+/// [`positions`](Self::positions). Tensors returned earlier for `max_seq_len` tokens or more share the memory, and
+/// change.
 #[derive(Debug)]
 pub struct RotatingKvCache {
     held: kv_cache::RotatingKvCache,
@@ -48,22 +49,23 @@ pub struct RotatingKvCache {
 }
 
 impl KvCache {
-    /// An empty cache, whose tokens are on dim `dim`.
+    /// Creates an empty cache with its tokens on dim `dim`.
     pub fn new(dim: usize, max_seq_len: usize) -> Self {
         Self { held: kv_cache::KvCache::new(dim, max_seq_len), layout: Layout::new("KvCache", dim, max_seq_len) }
     }
 
-    /// The same cache that keeps its tokens in `dtype`, in 16 bits to save memory. What it returns has the dtype of what came.
+    /// Stores tokens in `dtype`, for example in 16 bits to save memory. Returned tensors have the dtype of the appended
+    /// ones.
     pub fn with_dtype(mut self, dtype: DType) -> Self {
         self.layout.dtype = Some(dtype);
         self
     }
 
-    /// All keys and values, with these behind them.
+    /// Appends keys and values, and returns all of them.
     ///
     /// # Errors
-    /// On all ranks alike, without a change: if the tokens are cut over ranks, or partial sums, or the others lie or were made
-    /// otherwise, or they have a gradient, which would be lost.
+    /// If the tokens are sharded along `dim` or partial, differ from earlier ones in layout, shape or dtype, or have a
+    /// gradient, which would be lost. The error is the same on all ranks, and nothing has changed.
     pub fn append(&mut self, k: &DTensor, v: &DTensor) -> Result<(DTensor, DTensor)> {
         let [to_k, to_v] = self.layout.check([k, v])?;
         if k.dims()[self.layout.dim] == 0 {
@@ -74,34 +76,34 @@ impl KvCache {
         Ok((self.layout.spread(0, &all_k)?, self.layout.spread(1, &all_v)?))
     }
 
-    /// All keys; `None` before the first tokens.
+    /// Returns all keys; `None` before the first tokens.
     pub fn k(&self) -> Result<Option<DTensor>> {
         self.held.k()?.map(|k| self.layout.spread(0, &k)).transpose()
     }
 
-    /// All values; `None` before the first tokens.
+    /// Returns all values; `None` before the first tokens.
     pub fn v(&self) -> Result<Option<DTensor>> {
         self.held.v()?.map(|v| self.layout.spread(1, &v)).transpose()
     }
 
-    /// The number of tokens, which is the position of the next one.
+    /// Returns the number of tokens, which is the position of the next one.
     pub fn current_seq_len(&self) -> usize {
         self.held.current_seq_len()
     }
 
-    /// The number of tokens that there is room for.
+    /// Returns the number of tokens that fit into the allocated memory.
     pub fn max_seq_len(&self) -> usize {
         self.held.k_cache().max_seq_len()
     }
 
-    /// Forgets all tokens, and lets go of the memory.
+    /// Removes all tokens and frees the memory.
     pub fn reset(&mut self) {
         *self = Self { layout: self.layout.emptied(), ..Self::new(self.layout.dim, self.layout.max_seq_len) };
     }
 }
 
 impl RotatingKvCache {
-    /// An empty cache, whose tokens are on dim `dim`.
+    /// Creates an empty cache with its tokens on dim `dim`.
     pub fn new(dim: usize, max_seq_len: usize) -> Self {
         let layout = Layout::new("RotatingKvCache", dim, max_seq_len);
         Self { held: kv_cache::RotatingKvCache::new(dim, max_seq_len), layout }
@@ -113,7 +115,8 @@ impl RotatingKvCache {
         self
     }
 
-    /// The keys and values at [`positions`](Self::positions); these alone if they are more than there is room for.
+    /// Appends keys and values, and returns those at [`positions`](Self::positions); only the new ones if they exceed
+    /// the capacity.
     ///
     /// # Errors
     /// Those of [`KvCache::append`].
@@ -127,38 +130,38 @@ impl RotatingKvCache {
         Ok((self.layout.spread(0, &all_k)?, self.layout.spread(1, &all_v)?))
     }
 
-    /// The keys that are kept; `None` before the first tokens.
+    /// Returns the kept keys; `None` before the first tokens.
     pub fn k(&self) -> Result<Option<DTensor>> {
         self.held.k()?.map(|k| self.layout.spread(0, &k)).transpose()
     }
 
-    /// The values that are kept; `None` before the first tokens.
+    /// Returns the kept values; `None` before the first tokens.
     pub fn v(&self) -> Result<Option<DTensor>> {
         self.held.v()?.map(|v| self.layout.spread(1, &v)).transpose()
     }
 
-    /// The number of tokens that came, which is the position of the next one.
+    /// Returns the number of tokens appended so far, which is the position of the next one.
     pub fn current_seq_len(&self) -> usize {
         self.held.current_seq_len()
     }
 
-    /// The number of tokens that are kept at most.
+    /// Returns the most tokens that are kept.
     pub fn max_seq_len(&self) -> usize {
         self.layout.max_seq_len
     }
 
-    /// The place that the next token is written to.
+    /// Returns the index at which the next token is written.
     pub fn offset(&self) -> usize {
         self.held.offset()
     }
 
-    /// The positions of the tokens that an [`append`](Self::append) of `seq_len` tokens would return.
+    /// Returns the positions of the tokens that [`append`](Self::append) of `seq_len` tokens would return.
     pub fn positions(&self, seq_len: usize) -> Vec<usize> {
         if self.layout.max_seq_len == 0 { Vec::new() } else { self.held.positions(seq_len) }
     }
 
-    /// What `seq_len` new tokens must not see of what their [`append`](Self::append) would return, `[seq_len, tokens]` with 1 there;
-    /// `None` for one token, which sees all.
+    /// Returns the mask for `seq_len` new tokens over the result of their [`append`](Self::append): `[seq_len,
+    /// tokens]`, with 1 where a token must not be seen. `None` for one token, which sees all.
     ///
     /// # Errors
     /// If the device has no memory for it.
@@ -173,15 +176,15 @@ impl RotatingKvCache {
     }
 }
 
-/// How the tokens of a cache lie.
+/// The layout of a cache's tokens.
 #[derive(Debug)]
 struct Layout {
     op: &'static str,
     dim: usize,
     max_seq_len: usize,
-    /// What they are kept in, if that is another dtype than that of what comes.
+    /// The dtype of the memory, if it differs from that of the appended tensors.
     dtype: Option<DType>,
-    /// Of the keys and the values that came last.
+    /// The specs of the keys and values appended last.
     specs: Option<[Spec; 2]>,
 }
 
@@ -201,7 +204,7 @@ impl Layout {
         }
     }
 
-    /// The local tensors to be kept, of tokens that fit to those before.
+    /// Checks new tokens against earlier ones, and returns the local tensors to store.
     fn check(&self, new: [&DTensor; 2]) -> Result<[Tensor; 2]> {
         self.check_room()?;
         let (op, dim) = (self.op, self.dim);
@@ -236,14 +239,14 @@ impl Layout {
         Ok([local(new[0])?, local(new[1])?])
     }
 
-    /// What a rank without elements keeps, so that it counts tokens: candle cannot write to memory without elements.
+    /// A tensor that a rank without elements stores to count tokens: candle cannot write to empty memory.
     fn stand_in(&self, x: &DTensor) -> candle_core::Result<Tensor> {
         let mut shape = vec![1; x.rank()];
         shape[self.dim] = x.dims()[self.dim];
         Tensor::zeros(shape, x.dtype(), x.device())
     }
 
-    /// Keys or values that are kept, in the dtype of what came.
+    /// Returns stored keys or values in the dtype of the appended ones.
     fn spread(&self, which: usize, local: &Tensor) -> Result<DTensor> {
         let Some(spec) = self.specs.as_ref().map(|specs| &specs[which]) else {
             return Error::op(self.op, "has no tokens yet");
@@ -258,7 +261,7 @@ impl Layout {
     }
 }
 
-/// The same layout with another number of tokens, which are on no axis.
+/// Returns the spec with another number of tokens. The token dim is not sharded.
 fn of_tokens(spec: &Spec, dim: usize, tokens: usize) -> Result<Spec> {
     let mut shape = spec.dims().to_vec();
     shape[dim] = tokens;

@@ -1,4 +1,4 @@
-//! The affine layer.
+//! The linear layer.
 use crate::nn::{Init, ShardedVarBuilder, Width};
 use crate::parallel::plain::{plain_module, sizes_of};
 use crate::parallel::{LayerKind, ModuleStyle};
@@ -6,9 +6,9 @@ use crate::placement::Placement;
 use crate::random::Distribution;
 use crate::{DTensor, Result};
 
-/// `y = x · weightᵀ + bias`, with `weight` `[out, in]`; under a plan colwise, rowwise or replicated.
+/// `y = x · weightᵀ + bias`, with `weight` `[out, in]`. Under a plan it is colwise, rowwise or replicated.
 ///
-/// Fresh parameters are even over ±1/√in, as PyTorch's.
+/// Fresh parameters are uniform in ±1/√in, as in PyTorch.
 #[derive(Debug, Clone)]
 pub struct Linear {
     weight: DTensor,
@@ -17,10 +17,10 @@ pub struct Linear {
 }
 
 impl Linear {
-    /// A layer at the builder's path with parameters `weight` and, with `bias`, `bias`.
+    /// Builds a layer at the builder's path with the parameter `weight` and, if `bias` is true, `bias`.
     ///
-    /// Sizes are numbers, or a [`Width`] where a plan may cut between units only: with whole heads on each rank,
-    /// attention needs no communication.
+    /// Sizes are numbers, or a [`Width`] if a plan may cut only between units: with whole heads on each rank, attention
+    /// needs no communication.
     pub fn new(
         in_dim: impl Into<Width>,
         out_dim: impl Into<Width>,
@@ -36,10 +36,10 @@ impl Linear {
         Ok(Self { weight, bias: bias.transpose()?, style })
     }
 
-    /// A layer at the builder's path that shares `weight` with another and has no bias.
+    /// Builds a layer at the builder's path that shares `weight` with another layer and has no bias.
     ///
     /// # Errors
-    /// If the weight does not lie as the plan wants it here.
+    /// If the weight does not have the placement that the plan gives it here.
     pub fn tied(weight: &DTensor, vb: &ShardedVarBuilder) -> Result<Self> {
         let style = vb.style();
         style.check_tied(LayerKind::Linear, weight)?;
@@ -47,13 +47,13 @@ impl Linear {
         Ok(Self { weight: weight.clone(), bias: None, style })
     }
 
-    /// The layer's output `[.., out]` for `[.., in]`.
+    /// Returns the layer's output `[.., out]` for `[.., in]`.
     pub fn forward(&self, x: &DTensor) -> Result<DTensor> {
         let [x] = self.style.inputs([x])?;
         let early = self.bias.as_ref().filter(|_| !self.is_rowwise());
         let [y] = self.style.outputs([&x.linear(&self.weight, early)?])?;
         match &self.bias {
-            // Added once, after the partial sums are added up.
+            // Added once, after the partial sums are reduced.
             Some(bias) if early.is_none() => y.add(bias),
             _ => Ok(y),
         }
@@ -73,7 +73,7 @@ impl Linear {
         self.bias.as_ref()
     }
 
-    /// How the weight lies on the mesh.
+    /// The placements of the weight.
     pub fn placements(&self) -> &[Placement] {
         self.weight.placements()
     }
@@ -81,7 +81,7 @@ impl Linear {
 
 plain_module!(Linear, |layer| sizes_of(&layer.weight, layer.style.axis));
 
-/// Even over ±1/√in.
+/// Uniform in ±1/√in.
 pub(super) fn init(in_dim: usize) -> Init {
     let bound = 1.0 / (in_dim as f64).sqrt();
     Init::Random(Distribution::Uniform { lo: -bound, up: bound })

@@ -1,4 +1,4 @@
-//! Layers built under a plan, so that a rank makes and holds only its shard.
+//! Layers built under a plan. Each rank creates and holds only its shard.
 mod batch_norm;
 mod checkpoint;
 mod conv;

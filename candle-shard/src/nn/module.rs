@@ -1,11 +1,11 @@
-//! What layers have in common.
+//! The traits of layers.
 use crate::nn::{Embedding, LayerNorm, Linear, RmsNorm};
 use crate::{DTensor, Result};
 use candle_nn::Activation;
 
-/// What makes one distributed tensor of one: candle's `Module` for a mesh.
+/// A function from one distributed tensor to another: candle's `Module` for a mesh.
 ///
-/// Functions and closures are modules, too.
+/// Functions and closures are modules too.
 ///
 /// ```
 /// use candle_core::{DType, Device};
@@ -25,10 +25,10 @@ use candle_nn::Activation;
 /// # Ok::<(), candle_dist::WorldError>(())
 /// ```
 pub trait Module {
-    /// What this makes of `x`.
+    /// Applies this module to `x`.
     ///
     /// # Errors
-    /// Those of the ops that it consists of.
+    /// Those of its ops.
     fn forward(&self, x: &DTensor) -> Result<DTensor>;
 }
 
@@ -44,12 +44,12 @@ impl<M: Module> Module for Option<&M> {
     }
 }
 
-/// A [`Module`] that does something else in training than in evaluation: candle's `ModuleT` for a mesh.
+/// A [`Module`] that behaves differently in training and evaluation: candle's `ModuleT` for a mesh.
 pub trait ModuleT {
-    /// What this makes of `x`, in training where `train` is true.
+    /// Applies this module to `x`, in training if `train` is true.
     ///
     /// # Errors
-    /// Those of the ops that it consists of.
+    /// Those of its ops.
     fn forward_t(&self, x: &DTensor, train: bool) -> Result<DTensor>;
 }
 
@@ -60,12 +60,12 @@ impl<M: Module> ModuleT for M {
 }
 
 impl DTensor {
-    /// What `module` makes of this tensor.
+    /// Applies `module` to this tensor.
     pub fn apply<M: Module + ?Sized>(&self, module: &M) -> Result<Self> {
         module.forward(self)
     }
 
-    /// What `module` makes of this tensor, in training or in evaluation.
+    /// Applies `module` to this tensor, in training or in evaluation.
     pub fn apply_t<M: ModuleT + ?Sized>(&self, module: &M, train: bool) -> Result<Self> {
         module.forward_t(self, train)
     }

@@ -1,15 +1,15 @@
-//! The tensors of a model that exists, on their way into parameters.
+//! The tensors of an existing model, before they become parameters.
 use crate::{Error, Result};
 use candle_core::Tensor;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// The tensors of a model by name; a tensor is let go of when its parameter takes it.
+/// The tensors of a model by name. Each tensor is dropped when its parameter is built.
 pub(super) struct Moved(Mutex<Left>);
 
 struct Left {
     tensors: BTreeMap<String, Tensor>,
-    /// Tensors that are several parameters each, which stay until all are built.
+    /// Tensors shared by several parameters, which stay until all are built.
     shared: BTreeSet<String>,
 }
 
@@ -27,10 +27,10 @@ impl Moved {
         self.left().tensors.contains_key(name)
     }
 
-    /// The tensor `name`, of which a parameter is all or, where it `stays`, a part.
+    /// Returns the tensor `name`. It is removed, unless it `stays` because the parameter is only a part of it.
     ///
     /// # Errors
-    /// If there is none, or it has another shape.
+    /// If there is no such tensor, or it has another shape.
     pub(super) fn take(&self, name: &str, shape: &[usize], stays: bool) -> Result<Tensor> {
         let mut left = self.left();
         let found = left.tensors.get(name).cloned();
@@ -48,7 +48,7 @@ impl Moved {
         Ok(taken)
     }
 
-    /// Refuses tensors that no layer took.
+    /// Returns an error if there are tensors that no layer used.
     pub(super) fn finish(&self) -> Result<()> {
         let Left { tensors, shared } = &mut *self.left();
         tensors.retain(|name, _| !shared.contains(name));

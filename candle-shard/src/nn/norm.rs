@@ -1,10 +1,10 @@
-//! Normalisation layers whose gradients reach everything below them.
+//! Normalization layers whose gradients reach all layers below.
 use crate::nn::{Init, ShardedVarBuilder};
 use crate::parallel::plain::plain_module;
 use crate::parallel::{LayerKind, ModuleStyle};
 use crate::{DTensor, Result};
 
-/// Layer norm over the last dim (Ba et al. 2016), with `weight` one and `bias`, where there is one, zero where fresh.
+/// Layer norm over the last dim (Ba et al. 2016). Fresh weights are 1; fresh biases, if there is a bias, 0.
 #[derive(Debug, Clone)]
 pub struct LayerNorm {
     weight: DTensor,
@@ -14,7 +14,7 @@ pub struct LayerNorm {
 }
 
 impl LayerNorm {
-    /// A layer at the builder's path for rows of `width`.
+    /// Builds a layer at the builder's path for rows of `width`.
     pub fn new(width: usize, eps: f64, vb: &ShardedVarBuilder) -> Result<Self> {
         let layer = layer_norm_no_bias(width, eps, vb)?;
         let layout = layer.style.layout(LayerKind::Norm)?;
@@ -22,7 +22,7 @@ impl LayerNorm {
         Ok(Self { bias: Some(bias), ..layer })
     }
 
-    /// The normalised rows, in the shape of `x`.
+    /// Returns the normalized rows, in the shape of `x`.
     pub fn forward(&self, x: &DTensor) -> Result<DTensor> {
         let [x] = self.style.inputs([x])?;
         let y = match &self.bias {
@@ -44,7 +44,7 @@ impl LayerNorm {
     }
 }
 
-/// Layer norm at the builder's path for rows of `width`, with the parameter `weight` alone.
+/// Builds a layer norm at the builder's path for rows of `width`, with the parameter `weight` only.
 pub fn layer_norm_no_bias(width: usize, eps: f64, vb: &ShardedVarBuilder) -> Result<LayerNorm> {
     let style = vb.style();
     let layout = style.layout(LayerKind::Norm)?;
@@ -52,7 +52,7 @@ pub fn layer_norm_no_bias(width: usize, eps: f64, vb: &ShardedVarBuilder) -> Res
     Ok(LayerNorm { weight, bias: None, eps, style })
 }
 
-/// RMS norm over the last dim (Zhang & Sennrich 2019), with `weight` one where fresh.
+/// RMS norm over the last dim (Zhang & Sennrich 2019). Fresh weights are 1.
 #[derive(Debug, Clone)]
 pub struct RmsNorm {
     weight: DTensor,
@@ -61,7 +61,7 @@ pub struct RmsNorm {
 }
 
 impl RmsNorm {
-    /// A layer at the builder's path for rows of `width`.
+    /// Builds a layer at the builder's path for rows of `width`.
     pub fn new(width: usize, eps: f64, vb: &ShardedVarBuilder) -> Result<Self> {
         let style = vb.style();
         let layout = style.layout(LayerKind::Norm)?;
@@ -69,7 +69,7 @@ impl RmsNorm {
         Ok(Self { weight, eps, style })
     }
 
-    /// The normalised rows, in the shape of `x`.
+    /// Returns the normalized rows, in the shape of `x`.
     pub fn forward(&self, x: &DTensor) -> Result<DTensor> {
         let [x] = self.style.inputs([x])?;
         let [y] = self.style.outputs([&x.rms_norm(&self.weight, self.eps)?])?;

@@ -12,24 +12,25 @@ use std::path::Path;
 pub struct Parameter {
     /// The full path, such as `layers.0.attention.wq.weight`.
     pub name: String,
-    /// The parameter as it is held: as the layers use it, or the piece of it that a [fully sharded](crate::fsdp) unit keeps.
+    /// The parameter as it is stored: as the layers use it, or the shard of it that a [fully sharded](crate::fsdp) unit
+    /// keeps.
     pub tensor: DTensor,
     /// This rank's shard, for an optimizer.
     pub var: Var,
-    /// The tensor of files that it is a part of, where files do not have it by its name.
+    /// The tensor in files that it is a part of, if files do not contain it by its name.
     pub(crate) within: Option<Within>,
 }
 
 impl Parameter {
-    /// Whether it gets no gradient; see [`ShardedVarBuilder::frozen`](crate::nn::ShardedVarBuilder::frozen).
+    /// Returns whether it gets no gradient; see [`ShardedVarBuilder::frozen`](crate::nn::ShardedVarBuilder::frozen).
     pub fn is_frozen(&self) -> bool {
         !self.tensor.tracked()
     }
 
-    /// This parameter's gradient, laid out like the parameter; `None` if it took no part.
+    /// Returns this parameter's gradient, in the parameter's layout; `None` if it has none.
     ///
     /// Gradients of 16-bit parameters that were summed over ranks, units or recomputed segments are f32.
-    /// Gradients of varying parameters are meaningful after [`Parameters::reduce`].
+    /// Gradients of varying parameters are complete only after [`Parameters::reduce`].
     pub fn grad(&self, grads: &GradStore) -> Result<Option<DTensor>> {
         let local = |grad: &Tensor| {
             let spec = self.tensor.spec().clone().with_dtype(grad.dtype());
@@ -58,26 +59,26 @@ impl Parameters {
         self.0.len()
     }
 
-    /// Whether there is none.
+    /// Returns whether there are no parameters.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
     /// This rank's variables, for an optimizer.
     ///
-    /// Empty shards and frozen parameters are left out: there is nothing to optimize, candle's optimizers refuse the first and
-    /// would keep state for the second.
+    /// Empty shards and frozen parameters are left out: candle's optimizers refuse the former and would keep state for
+    /// the latter.
     pub fn vars(&self) -> Vec<Var> {
         self.iter().filter(|p| p.var.elem_count() > 0 && !p.is_frozen()).map(|p| p.var.clone()).collect()
     }
 
-    /// This rank's variables by name, empty shards among them, for a [`DataParallel`](candle_dist::DataParallel).
+    /// This rank's variables by name, including empty shards, for [`DataParallel`](candle_dist::DataParallel).
     ///
-    /// To train data-parallel beside tensor-parallel, build the model on the tensor-parallel axis of the mesh,
+    /// To combine data and tensor parallelism, build the model on the tensor-parallel axis of the mesh,
     /// `mesh.axis("tp")`, give each rank its part of the batch, and average over the other axis:
     /// `DataParallel::new(mesh.axis_group("dp")?, &parameters.named_vars(), ..)`, after [`backward`](Self::backward)
-    /// or [`reduce`](Self::reduce). Masks of dropout follow the seed; give every data-parallel rank its own, the
-    /// start of `DataParallel` makes the parameters alike.
+    /// or [`reduce`](Self::reduce). Dropout masks depend on the seed: give every data-parallel rank its own.
+    /// `DataParallel` makes the parameters equal at its start.
     pub fn named_vars(&self) -> Vec<(String, Var)> {
         self.iter().map(|p| (p.name.clone(), p.var.clone())).collect()
     }
@@ -87,12 +88,12 @@ impl Parameters {
         self.iter().map(|p| (p.name.clone(), p.tensor.clone())).collect()
     }
 
-    /// Gives every parameter its value of a checkpoint, or of other [`Weights`](crate::Weights), on whatever mesh they
-    /// were saved. Every rank calls it.
+    /// Loads every parameter from a checkpoint, or from other [`Weights`](crate::Weights), that was saved on any mesh.
+    /// Every rank calls it.
     ///
     /// # Errors
-    /// On every rank alike, without a change to any parameter, if one of them is not there, has another shape or cannot
-    /// be read.
+    /// If a parameter is missing, has another shape or cannot be read. The error is the same on every rank, and no
+    /// parameter has changed.
     pub fn load(&self, path: impl AsRef<Path>) -> Result<()> {
         let Some(first) = self.0.first() else { return Ok(()) };
         found::parameters_change();
@@ -101,9 +102,9 @@ impl Parameters {
         self.iter().zip(read).try_for_each(|(p, value)| checkpoint::set(&p.var, &value))
     }
 
-    /// Clipping of the complete gradients of [`named_vars`](Self::named_vars) by their norm on the whole mesh.
+    /// Returns a clipper of the complete gradients of [`named_vars`](Self::named_vars) by their norm on the whole mesh.
     ///
-    /// One small all_reduce for each axis that shards a parameter.
+    /// It costs one small all_reduce for each axis that shards a parameter.
     pub fn clip_grad_norm(&self, max_norm: f64) -> Result<ClipGradNorm> {
         let mut clip = ClipGradNorm::new(max_norm);
         let Some(first) = self.0.first() else { return Ok(clip) };
@@ -128,16 +129,16 @@ impl Parameters {
         self.iter().map(|p| p.tensor.elem_count()).sum()
     }
 
-    /// The gradients of `loss`, complete: the backward pass and [`reduce`](Self::reduce).
+    /// Returns the complete gradients of `loss`: runs the backward pass and [`reduce`](Self::reduce).
     pub fn backward(&self, loss: &DTensor) -> Result<GradStore> {
         let mut grads = loss.backward()?;
         self.reduce(&mut grads)?;
         Ok(grads)
     }
 
-    /// Adds up the gradients of varying parameters, all of an axis in one all_reduce.
+    /// Sums the gradients of varying parameters, all of an axis in one all_reduce.
     ///
-    /// A parameter that took part on no rank keeps no gradient, as on one device. The all_reduce carries one number for each
+    /// A parameter without a gradient on any rank keeps none, as on one device. The all_reduce carries one number per
     /// parameter that says whether there was a gradient. Sums of 16-bit gradients are f32.
     pub fn reduce(&self, grads: &mut GradStore) -> Result<()> {
         let Some(first) = self.0.first() else { return Ok(()) };
@@ -147,7 +148,7 @@ impl Parameters {
             if varying.is_empty() {
                 continue;
             }
-            // A parameter without gradient still takes its place, so that the lists are alike on all ranks.
+            // A parameter without gradient keeps its place in the list, so that the lists are alike on all ranks.
             let grad = |p: &&Parameter| {
                 let dtype = sum_dtype(p.var.dtype());
                 match grads.get(&p.var) {

@@ -4,7 +4,7 @@ use candle_dist::backend::Dims;
 use smallvec::SmallVec;
 use std::ops::Range;
 
-/// The name of a parameter, and what it is a part of.
+/// The name of a parameter, and the tensor of files that contains it.
 pub(super) struct Part {
     pub(super) name: String,
     pub(super) within: Option<Within>,
@@ -16,7 +16,7 @@ impl From<&str> for Part {
     }
 }
 
-/// The tensor of files whose rows, from `start` on, are a parameter.
+/// The tensor of files whose rows from `start` on are a parameter.
 #[derive(Debug, Clone)]
 pub(crate) struct Within {
     pub(crate) of: String,
@@ -25,12 +25,12 @@ pub(crate) struct Within {
 }
 
 impl Within {
-    /// The shape of the whole tensor, for a parameter of this layout.
+    /// Returns the shape of the whole tensor, for a parameter of this layout.
     pub(crate) fn whole(&self, spec: &Spec) -> Dims {
         [self.rows].into_iter().chain(spec.dims().iter().skip(1).copied()).collect()
     }
 
-    /// This rank's shard of the parameter as a block of the whole tensor.
+    /// Returns this rank's shard of the parameter as a block of the whole tensor.
     pub(crate) fn block(&self, spec: &Spec) -> SmallVec<[Range<usize>; 6]> {
         let mut block = spec.local_block();
         block.iter_mut().take(1).for_each(|rows| *rows = rows.start + self.start..rows.end + self.start);

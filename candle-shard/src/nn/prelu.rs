@@ -1,11 +1,11 @@
-//! The parametric rectifier.
+//! The parametric ReLU.
 use crate::nn::{Init, Module, ShardedVarBuilder};
 use crate::parallel::{LayerKind, ModuleStyle};
 use crate::{DTensor, Result};
 
-/// `x` where it is positive, else `weight · x`, with one weight or one for each channel, which is dim 1 (He et al. 2015).
+/// `x` where it is positive, else `weight · x`, with one weight or one per channel, which is dim 1 (He et al. 2015).
 ///
-/// Under a plan the weights of channels are cut with them (colwise), or replicated.
+/// Under a plan the weights of channels are sharded with them (colwise), or replicated.
 #[derive(Debug, Clone)]
 pub struct PReLU {
     weight: DTensor,
@@ -14,7 +14,7 @@ pub struct PReLU {
 }
 
 impl PReLU {
-    /// A layer of these weights, outside of any plan.
+    /// A layer with these weights, outside of any plan.
     pub fn new(weight: DTensor, is_scalar: bool) -> Self {
         Self { weight, is_scalar, style: ModuleStyle::default() }
     }
@@ -24,7 +24,7 @@ impl PReLU {
         &self.weight
     }
 
-    /// Whether all elements share one weight.
+    /// Returns whether all elements share one weight.
     pub fn is_scalar(&self) -> bool {
         self.is_scalar
     }
@@ -39,10 +39,11 @@ impl Module for PReLU {
     }
 }
 
-/// A [`PReLU`] at the builder's path with the parameter `weight`: one number, or one for each of `channels`; 0.25 where fresh.
+/// Builds a [`PReLU`] at the builder's path with the parameter `weight`: one number, or one per channel. Fresh weights
+/// are 0.25.
 ///
 /// # Errors
-/// If a style would cut one number.
+/// If a style would shard a single weight.
 pub fn prelu(channels: Option<usize>, vb: &ShardedVarBuilder) -> Result<PReLU> {
     let style = vb.style();
     let layout = style.layout(LayerKind::Channels)?;

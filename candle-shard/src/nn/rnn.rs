@@ -1,4 +1,4 @@
-//! Recurrent layers: candle's, with the batch sharded.
+//! candle's recurrent layers, with the batch sharded.
 use crate::nn::ShardedVarBuilder;
 use crate::nn::init::init_of;
 use crate::parallel::ModuleStyle;
@@ -10,23 +10,23 @@ use candle_nn::rnn::{Direction, GRUConfig, LSTMConfig};
 
 /// A recurrent network: candle's `RNN` for a mesh.
 pub trait RNN {
-    /// What a step hands to the next one.
+    /// The state that a step passes to the next one.
     type State: Clone;
 
-    /// The state of zeros before the first step, for inputs that lie as `like`, whose dim 0 is the batch.
+    /// Returns the state of zeros before the first step, for inputs laid out like `like`, whose dim 0 is the batch.
     fn zero_state(&self, like: &DTensor) -> Result<Self::State>;
 
-    /// The state after a step with the input `[batch, features]`.
+    /// Returns the state after a step with the input `[batch, features]`.
     fn step(&self, input: &DTensor, state: &Self::State) -> Result<Self::State>;
 
-    /// The states after each step with the input `[batch, steps, features]`, from zeros.
+    /// Returns the states after each step with the input `[batch, steps, features]`, starting from zeros.
     fn seq(&self, input: &DTensor) -> Result<Vec<Self::State>> {
         self.seq_init(input, &self.zero_state(input)?)
     }
 
-    /// The states after each step with the input `[batch, steps, features]`.
+    /// Returns the states after each step with the input `[batch, steps, features]`, starting from `state`.
     ///
-    /// The batch may be sharded; steps that are sharded are gathered once.
+    /// The batch may be sharded; a sharded step dim is gathered once.
     fn seq_init(&self, input: &DTensor, state: &Self::State) -> Result<Vec<Self::State>> {
         let (_, steps, _) = input.dims3()?;
         let input = input.placed(|_, placement| if placement == Shard(1) { Replicate } else { placement })?;
@@ -37,12 +37,12 @@ pub trait RNN {
         Ok(states)
     }
 
-    /// The outputs of states as one tensor: for an [`LSTM`] `[batch, steps, hidden]`, for a [`GRU`] `[batch, steps · hidden]`,
-    /// as candle's.
+    /// Joins the outputs of states to one tensor: `[batch, steps, hidden]` for an [`LSTM`], `[batch, steps · hidden]`
+    /// for a [`GRU`], as in candle.
     fn states_to_tensor(&self, states: &[Self::State]) -> Result<DTensor>;
 }
 
-/// The parameters that both layers have, of `gates` gates.
+/// The parameters of both layers, with `gates` gates.
 #[derive(Debug, Clone)]
 struct Gates {
     w_ih: DTensor,
@@ -53,7 +53,7 @@ struct Gates {
     style: ModuleStyle,
 }
 
-/// Initial values of the two weights, and of the two biases where there are some.
+/// Initial values of the two weights, and of the two biases if there are any.
 type Inits = ([candle_nn::Init; 2], [Option<candle_nn::Init>; 2]);
 
 impl Gates {
@@ -81,7 +81,7 @@ impl Gates {
         })
     }
 
-    /// What the input and the hidden state give to all gates.
+    /// Returns the contributions of the input and of the hidden state to all gates.
     fn of(&self, op: &'static str, input: &DTensor, h: &DTensor) -> Result<(DTensor, DTensor)> {
         let features = self.w_ih.dims()[1];
         if input.rank() != 2 || input.dims()[1] != features || h.dims() != [input.dims()[0], self.hidden] {
@@ -97,7 +97,7 @@ impl Gates {
         };
         let placements: Vec<_> = like.placements().iter().map(|&p| if p == Shard(0) { p } else { Replicate }).collect();
         let mut spec = Spec::new(like.mesh(), &placements, (batch, self.hidden), self.w_hh.dtype())?;
-        // The batch may be cut in sizes of its own.
+        // The batch may have explicit sizes.
         for (axis, like) in like.targets().into_iter().enumerate().filter(|(_, like)| like.placement == Shard(0)) {
             spec = spec.with_sizes(axis, like.sizes)?;
         }
@@ -115,10 +115,9 @@ pub struct LSTMState {
     pub c: DTensor,
 }
 
-/// Long short-term memory (Hochreiter & Schmidhuber 1997), with candle's settings, names and initial values.
+/// Long short-term memory (Hochreiter & Schmidhuber 1997), with candle's options, names and initial values.
 ///
-/// The batch may be sharded; the weights are replicated, and all their gradients of a backward pass are added up in one
-/// all_reduce.
+/// The batch may be sharded; the weights are replicated. One all_reduce sums all their gradients of a backward pass.
 #[derive(Debug, Clone)]
 pub struct LSTM {
     gates: Gates,
@@ -126,10 +125,10 @@ pub struct LSTM {
 }
 
 impl LSTM {
-    /// A layer at the builder's path.
+    /// Builds a layer at the builder's path.
     ///
     /// # Errors
-    /// If the plan has a style here that cuts parameters.
+    /// If the plan has a style here that shards parameters.
     pub fn new(in_dim: usize, hidden_dim: usize, config: LSTMConfig, vb: &ShardedVarBuilder) -> Result<Self> {
         let reverse = if matches!(config.direction, Direction::Backward) { "_reverse" } else { "" };
         let inits = ([config.w_ih_init, config.w_hh_init], [config.b_ih_init, config.b_hh_init]);
@@ -137,13 +136,13 @@ impl LSTM {
         Ok(Self { gates: Gates::new(4, [in_dim, hidden_dim], inits, &suffix, vb)?, config })
     }
 
-    /// The settings.
+    /// The options.
     pub fn config(&self) -> &LSTMConfig {
         &self.config
     }
 }
 
-/// An [`LSTM`] at the builder's path.
+/// Builds an [`LSTM`] at the builder's path.
 pub fn lstm(in_dim: usize, hidden_dim: usize, config: LSTMConfig, vb: &ShardedVarBuilder) -> Result<LSTM> {
     LSTM::new(in_dim, hidden_dim, config, vb)
 }
@@ -177,9 +176,9 @@ pub struct GRUState {
     pub h: DTensor,
 }
 
-/// Gated recurrent units (Cho et al. 2014), with candle's settings, names and initial values.
+/// Gated recurrent units (Cho et al. 2014), with candle's options, names and initial values.
 ///
-/// What may be sharded is said at [`LSTM`].
+/// See [`LSTM`] for what may be sharded.
 #[derive(Debug, Clone)]
 pub struct GRU {
     gates: Gates,
@@ -187,22 +186,22 @@ pub struct GRU {
 }
 
 impl GRU {
-    /// A layer at the builder's path.
+    /// Builds a layer at the builder's path.
     ///
     /// # Errors
-    /// If the plan has a style here that cuts parameters.
+    /// If the plan has a style here that shards parameters.
     pub fn new(in_dim: usize, hidden_dim: usize, config: GRUConfig, vb: &ShardedVarBuilder) -> Result<Self> {
         let inits = ([config.w_ih_init, config.w_hh_init], [config.b_ih_init, config.b_hh_init]);
         Ok(Self { gates: Gates::new(3, [in_dim, hidden_dim], inits, "l0", vb)?, config })
     }
 
-    /// The settings.
+    /// The options.
     pub fn config(&self) -> &GRUConfig {
         &self.config
     }
 }
 
-/// A [`GRU`] at the builder's path.
+/// Builds a [`GRU`] at the builder's path.
 pub fn gru(in_dim: usize, hidden_dim: usize, config: GRUConfig, vb: &ShardedVarBuilder) -> Result<GRU> {
     GRU::new(in_dim, hidden_dim, config, vb)
 }
@@ -231,7 +230,7 @@ impl RNN for GRU {
     }
 }
 
-/// The columns of each of `N` gates.
+/// Splits the columns into those of `N` gates.
 fn parts<const N: usize>(x: &DTensor) -> Result<[DTensor; N]> {
     let width = x.dims()[1] / N;
     let mut parts = Vec::with_capacity(N);

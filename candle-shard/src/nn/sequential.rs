@@ -1,4 +1,4 @@
-//! Layers one after the other.
+//! Sequences of layers.
 use crate::nn::Module;
 use crate::{DTensor, Result};
 
@@ -28,7 +28,7 @@ pub struct Sequential {
     layers: Vec<Box<dyn Module + Send + Sync>>,
 }
 
-/// No layers yet.
+/// Creates an empty sequence.
 pub fn seq() -> Sequential {
     Sequential::default()
 }
@@ -39,27 +39,27 @@ impl Sequential {
         self.layers.len()
     }
 
-    /// Whether there is no layer.
+    /// Returns whether there are no layers.
     pub fn is_empty(&self) -> bool {
         self.layers.is_empty()
     }
 
-    /// With a further layer at the end.
+    /// Appends a layer.
     #[expect(clippy::should_implement_trait, reason = "candle's name")]
     pub fn add(mut self, layer: impl Module + Send + Sync + 'static) -> Self {
         self.layers.push(Box::new(layer));
         self
     }
 
-    /// With a further function at the end.
+    /// Appends a function.
     pub fn add_fn(self, f: impl Fn(&DTensor) -> Result<DTensor> + Send + Sync + 'static) -> Self {
         self.add(f)
     }
 
-    /// What each layer makes of the output of the one before.
+    /// Returns the output of each layer.
     ///
     /// # Errors
-    /// That of the first layer which fails.
+    /// That of the first layer that fails.
     pub fn forward_all(&self, x: &DTensor) -> Result<Vec<DTensor>> {
         let mut made: Vec<DTensor> = Vec::with_capacity(self.len());
         for layer in &self.layers {

@@ -1,4 +1,4 @@
-//! Replicated variables that ranks use differently, perhaps many times: one sum over the ranks for all uses.
+//! Replicated variables that ranks use differently, perhaps many times: their gradients are summed over the ranks once.
 use crate::dtensor::Origin;
 use crate::nn::found;
 use crate::{Result, scoped};
@@ -8,39 +8,39 @@ use candle_dist::{ProcessGroup, ReduceOp, add_grad};
 use std::cell::{Cell, RefCell};
 
 thread_local! {
-    /// This rank's shares of gradients, until the backward pass ends.
+    /// This rank's parts of gradients, until the backward pass ends.
     static SHARES: RefCell<Vec<Share>> = const { RefCell::new(Vec::new()) };
     static IS_COLLECTING: Cell<bool> = const { Cell::new(false) };
 }
 
-/// This rank's share of the gradient of a variable, to be summed over one group after the other.
+/// This rank's part of the gradient of a variable, to be summed over each of the groups in order.
 struct Share {
     groups: Vec<ProcessGroup>,
     variable: TensorId,
     sum: Tensor,
 }
 
-/// A copy of a variable, or of a view of it, for one use, from which a share of the variable's gradient comes back.
+/// Copies a variable, or a view of it, for one use, whose gradient is a part of the variable's gradient.
 ///
-/// A recurrent model uses a weight, or its transpose, at each step. An optimizer writes to it in place, so that no copy can be
-/// kept for several uses; their shares are kept instead, and summed over the ranks when the backward pass ends, all of a group
-/// in one call.
+/// A recurrent model uses a weight, or its transpose, at each step. No copy can be shared by several uses, since an
+/// optimizer writes to the weight in place. Instead the parts of the gradient are collected, and summed over the ranks
+/// at the end of the backward pass, all of a group in one call.
 pub(crate) fn view(origin: &Origin, groups: Vec<ProcessGroup>) -> Result<Tensor> {
     let Origin { variable, view } = origin.clone();
     let copy = Ready::new(Fresh::copy_of(view.as_ref().unwrap_or(&variable))?);
-    // Of the variable itself: candle wants a gradient for what lies between.
+    // An op on the variable itself: candle requires a gradient for nodes in between.
     Ok(variable.apply_op1(Use { groups, view, copy })?)
 }
 
 struct Use {
     groups: Vec<ProcessGroup>,
-    /// What was made of the variable and copied, if not the variable itself.
+    /// The view of the variable that was copied, if it was not the variable itself.
     view: Option<Tensor>,
     copy: Ready,
 }
 
 impl Use {
-    /// The gradient of the variable, of that of what was copied.
+    /// Converts the gradient of the copy to that of the variable.
     fn of_variable(&self, variable: &Tensor, grad: &Tensor) -> candle_core::Result<Tensor> {
         let Some(view) = &self.view else { return Ok(grad.clone()) };
         let found = (view * grad.detach())?.sum_all()?.backward()?.remove(variable);
@@ -68,7 +68,7 @@ impl CustomOp1 for Use {
     fn bwd(&self, variable: &Tensor, _: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
         let grad = self.of_variable(variable, grad)?;
         if !IS_COLLECTING.get() {
-            // candle's own backward pass, at whose end nobody would sum.
+            // candle's own backward pass, at whose end nothing would sum them.
             let sum = self.groups.iter().try_fold(grad, |sum, group| group.all_reduce(&sum, ReduceOp::Sum))?;
             return Ok(Some(sum));
         }
@@ -86,7 +86,7 @@ impl CustomOp1 for Use {
     }
 }
 
-/// Collects the shares of the backward pass `f`, and adds their sums to what it found.
+/// Collects the parts of the backward pass `f`, and adds their sums to its gradients.
 pub(super) fn collecting<T>(f: impl FnOnce() -> Result<T>) -> Result<T> {
     SHARES.take();
     let made = scoped::with(&IS_COLLECTING, true, f);

@@ -1,4 +1,4 @@
-//! Where layers get their parameters: fresh or loaded, cut as the plan says.
+//! The builder of parameters: fresh or loaded, sharded as the plan says.
 use crate::agreement::alike;
 use crate::fsdp::{FullyShardOptions, Sharder, Unit};
 use crate::nn::moved::Moved;
@@ -16,12 +16,12 @@ use smallvec::SmallVec;
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// How a fresh parameter is filled.
+/// How a fresh parameter is initialized.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Init {
     /// With one value.
     Const(f64),
-    /// With random numbers, a function of the seed, the parameter's path and the global element.
+    /// With random numbers that depend on the seed, the parameter's path and the global index of the element.
     Random(Distribution),
 }
 
@@ -44,7 +44,7 @@ struct Shared {
     matched: Mutex<BTreeSet<usize>>,
 }
 
-/// Gives layers their parameters, each rank only its shard: candle's `VarBuilder` for a mesh and a plan.
+/// Creates the parameters of layers, on each rank only its shard: candle's `VarBuilder` for a mesh and a plan.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -72,14 +72,14 @@ pub struct ShardedVarBuilder {
     path: Vec<String>,
     /// Whether layers get parameters without gradients.
     frozen: bool,
-    /// How parameters of units are sharded beyond what the plan says.
+    /// Shards the parameters of units beyond the plan.
     sharder: Option<Arc<Sharder>>,
     /// The unit that is being built.
     unit: Option<Arc<Unit>>,
 }
 
 impl ShardedVarBuilder {
-    /// Parameters drawn from `seed`, bit-equal on every mesh.
+    /// A builder of parameters drawn from `seed`, bit-equal on every mesh.
     ///
     /// # Errors
     /// If the mesh has no axis of the plan's name.
@@ -87,13 +87,13 @@ impl ShardedVarBuilder {
         Self::new(Source::Fresh, seed, mesh, plan, dtype, device)
     }
 
-    /// Parameters taken from a candle `VarBuilder`, of which each rank keeps its shard; `seed` is for dropout.
+    /// A builder of parameters from a candle `VarBuilder`, of which each rank keeps its shard; `seed` is for dropout.
     pub fn from_candle(vb: candle_nn::VarBuilder<'static>, seed: u64, mesh: &DeviceMesh, plan: Plan) -> Result<Self> {
         let (dtype, device) = (vb.dtype(), vb.device().clone());
         Self::new(Source::Loaded(vb), seed, mesh, plan, dtype, &device)
     }
 
-    /// Parameters read from files, of each no more than this rank's shard, cast to `dtype`; `seed` is for dropout.
+    /// A builder of parameters from files. Each rank reads only its shard, cast to `dtype`; `seed` is for dropout.
     ///
     /// ```
     /// use candle_core::{DType, Device, Tensor};
@@ -118,7 +118,7 @@ impl ShardedVarBuilder {
     /// ```
     ///
     /// # Errors
-    /// If the mesh has no axis of the plan's name. [`get`](Self::get) gives those of [`Weights::read`].
+    /// If the mesh has no axis of the plan's name. [`get`](Self::get) returns those of [`Weights::read`].
     pub fn from_weights(
         weights: impl Into<Arc<Weights>>,
         seed: u64,
@@ -130,15 +130,17 @@ impl ShardedVarBuilder {
         Self::new(Source::Stored(weights.into()), seed, mesh, plan, dtype, device)
     }
 
-    /// Parameters moved from a model that exists: its tensors by name, the same on every rank; `seed` is for dropout.
+    /// A builder of parameters from an existing model: its tensors by name, the same on every rank; `seed` is for
+    /// dropout.
     ///
-    /// A rank keeps a copy of its shard, cast to `dtype` on `device`, and lets go of the tensor as soon as its parameter is built.
-    /// So no more than one tensor is there twice, if nothing else holds them. Nothing is communicated; under
-    /// [`compare_operands`](crate::compare_operands) the ranks' tensors are compared. See [`parallel`](crate::parallel).
+    /// A rank keeps a copy of its shard, cast to `dtype` on `device`, and drops the tensor as soon as its parameter is
+    /// built. So at most one tensor is in memory twice, if nothing else holds them. Nothing is communicated, except
+    /// that [`compare_operands`](crate::compare_operands) compares the ranks' tensors. See
+    /// [`parallel`](crate::parallel).
     ///
     /// # Errors
-    /// If the mesh has no axis of the plan's name. [`get`](Self::get) refuses a parameter that the model does not have, or has in
-    /// another shape, and [`finish`](Self::finish) tensors that no layer took.
+    /// If the mesh has no axis of the plan's name. [`get`](Self::get) refuses a parameter that the model lacks, or has
+    /// in another shape, and [`finish`](Self::finish) refuses tensors that no layer used.
     pub fn parallelize(
         tensors: impl IntoIterator<Item = (impl Into<String>, Tensor)>,
         seed: u64,
@@ -157,8 +159,8 @@ impl ShardedVarBuilder {
         Ok(Self { shared: Arc::new(shared), path: Vec::new(), frozen: false, sharder: None, unit: None })
     }
 
-    /// The same builder, of whose parameters none gets a gradient: for inference, which then keeps no activations, and for
-    /// the parts of a model that are not trained.
+    /// Returns a builder whose parameters get no gradients: for inference, which then keeps no activations, and for the
+    /// parts of a model that are not trained.
     ///
     /// ```
     /// use candle_core::{DType, Device, Tensor};
@@ -184,15 +186,15 @@ impl ShardedVarBuilder {
         Self { frozen: true, ..self.clone() }
     }
 
-    /// The same builder, which shards the parameters of [`FullyShard`](crate::fsdp::FullyShard) units over the mesh axis
-    /// `axis`, too: each along its first dim that no axis after this one cuts.
+    /// Returns a builder that also shards the parameters of [`FullyShard`](crate::fsdp::FullyShard) units over the mesh
+    /// axis `axis`: each along its first dim that no inner axis shards.
     ///
-    /// Parameters outside of units stay whole there, and so do those of units without such a dim, like a bias that is cut by
-    /// columns where `axis` comes first; [`Parameters::reduce`] sums their gradients. Inputs of the model are cut by rows on
-    /// the axis.
+    /// Other parameters stay whole on the axis: those outside of units, and those without such a dim, like a bias that
+    /// is sharded by columns where `axis` comes first. [`Parameters::reduce`] sums their gradients. Inputs of the model
+    /// are sharded by rows on the axis.
     ///
     /// # Errors
-    /// If the mesh has no such axis, or it is the plan's, or the dtypes of the options are no floats.
+    /// If the mesh has no such axis, it is the plan's axis, or the dtypes of the options are not floats.
     pub fn fully_shard(&self, axis: &str, options: FullyShardOptions) -> Result<Self> {
         let mesh = &self.shared.mesh;
         let at = mesh.axis_index(axis)?;
@@ -210,7 +212,7 @@ impl ShardedVarBuilder {
         Ok(Self { sharder: Some(sharder), unit: None, ..self.clone() })
     }
 
-    /// The same builder for the parameters of a new unit, if it has anything to do.
+    /// Returns a builder for the parameters of a new unit, if the unit has anything to do.
     pub(crate) fn unit(&self) -> (Self, Option<Arc<Unit>>) {
         let has_to = |sharder: &&Arc<Sharder>| {
             self.mesh().shape()[sharder.axis] > 1 || sharder.options.param_dtype.is_some_and(|d| d != self.dtype())
@@ -219,7 +221,7 @@ impl ShardedVarBuilder {
         (Self { unit: unit.clone(), ..self.clone() }, unit)
     }
 
-    /// Checks that a weight of another layer is there when this one runs.
+    /// Checks that a weight of another layer is available when this one runs.
     pub(super) fn check_shared(&self, weight: &DTensor) -> Result<()> {
         let owner = self.sharder.as_ref().and_then(|sharder| sharder.owner(weight));
         match (owner, &self.unit) {
@@ -232,14 +234,14 @@ impl ShardedVarBuilder {
         }
     }
 
-    /// The builder for the child module `name`.
+    /// Returns the builder for the child module `name`.
     pub fn pp(&self, name: impl ToString) -> Self {
         let mut path = self.path.clone();
         path.push(name.to_string());
         Self { path, ..self.clone() }
     }
 
-    /// The seed of everything random.
+    /// The seed of all random numbers.
     pub fn seed(&self) -> u64 {
         self.shared.seed
     }
@@ -264,24 +266,24 @@ impl ShardedVarBuilder {
         self.path.iter().map(String::as_str).chain([name]).collect::<Vec<_>>().join(".")
     }
 
-    /// What the plan says about this module of other layers, which lays out its
-    /// [inputs](ModuleStyle::inputs) and [outputs](ModuleStyle::outputs) so.
+    /// Returns the plan's style for this module of other layers, which lays out its [inputs](ModuleStyle::inputs) and
+    /// [outputs](ModuleStyle::outputs).
     ///
     /// # Errors
-    /// If the plan gives it a style of layers with parameters.
+    /// If the plan gives it a style for layers with parameters.
     pub fn module_style(&self) -> Result<ModuleStyle> {
         let style = self.style();
         style.layout(LayerKind::Module)?;
         Ok(style)
     }
 
-    /// What the plan says about the layer here.
+    /// Returns the plan's style for this layer.
     pub fn style(&self) -> ModuleStyle {
         let mut matched = self.shared.matched.lock().unwrap_or_else(PoisonError::into_inner);
         self.shared.plan.style_of(&self.path, &self.shared.mesh, &mut matched)
     }
 
-    /// The parameter `name` of this module: global `shape`, cut on the plan's axis as `placement` says.
+    /// Creates the parameter `name` of this module: global `shape`, placed on the plan's axis as `placement` says.
     ///
     /// With `varying`, the gradient of a replicated parameter is left partial until [`Parameters::reduce`].
     pub fn get(
@@ -296,15 +298,15 @@ impl ShardedVarBuilder {
         self.build(&dims, name.into(), (init, None), placement, varying)
     }
 
-    /// A vector of this module that no gradient changes, such as running statistics; saved and loaded as parameters are.
+    /// Creates a vector that gets no gradient, such as running statistics. It is saved and loaded like a parameter.
     ///
-    /// It is whole on the axis of fully sharded parameters: what a layer writes must not be a gathered copy.
+    /// It is whole on the axis of fully sharded parameters: a layer must not write to a gathered copy.
     pub(super) fn buffer(&self, size: usize, name: &str, value: f64, placement: Placement) -> Result<DTensor> {
         let outside = Self { frozen: true, sharder: None, unit: None, ..self.clone() };
         Ok(outside.get(size, name, Init::Const(value), placement, false)?.into_made())
     }
 
-    /// Like [`get`](Self::get), cut between units, and perhaps some rows of a stored tensor.
+    /// Like [`get`](Self::get), sharded between units, and perhaps from some rows of a stored tensor.
     pub(super) fn part(
         &self,
         dims: &[Width],
@@ -316,7 +318,7 @@ impl ShardedVarBuilder {
         self.build(dims, part, (init, None), placement, varying)
     }
 
-    /// Like [`get`](Self::get) for a table of which a row may be zeros where fresh.
+    /// Like [`get`](Self::get), for a table with an optional row of zeros in a fresh table.
     pub(super) fn table(
         &self,
         [rows, width]: [usize; 2],
@@ -383,7 +385,7 @@ impl ShardedVarBuilder {
                 sample(Stream::new(self.seed(), of), dist, &whole, &block, *dtype, device)?
             }
         };
-        // Before the unit takes it up: what layers get has no memory of its own.
+        // Before the unit owns it: tensors that layers get have no memory of their own.
         if let Some(row) = zero_row.filter(|row| self.is_fresh() && block[0].contains(row) && local.elem_count() > 0) {
             local.narrow(0, row - block[0].start, 1)?.zero_set()?;
         }
@@ -408,17 +410,17 @@ impl ShardedVarBuilder {
         Ok(whole.unwrap_or(tensor))
     }
 
-    /// Whether parameters become part of a fully sharded unit.
+    /// Returns whether parameters become part of a fully sharded unit.
     pub(super) fn is_in_unit(&self) -> bool {
         self.unit.is_some()
     }
 
-    /// Whether parameters are drawn, not read.
+    /// Returns whether parameters are drawn, not read.
     fn is_fresh(&self) -> bool {
         matches!(self.shared.source, Source::Fresh)
     }
 
-    /// Whether the source has a tensor of this full name.
+    /// Returns whether the source has a tensor of this full name.
     fn has(&self, name: &str) -> bool {
         match &self.shared.source {
             Source::Fresh => false,
@@ -428,11 +430,11 @@ impl ShardedVarBuilder {
         }
     }
 
-    /// The parameters that were built.
+    /// Returns the parameters that were built.
     ///
     /// # Errors
-    /// If a pattern of the plan matched no module: the model would run unlike what the plan says. And if a
-    /// [moved](Self::parallelize) model has tensors that no layer took.
+    /// If a pattern of the plan matched no module, so that the model would not run as planned, or a
+    /// [moved](Self::parallelize) model has tensors that no layer used.
     pub fn finish(&self) -> Result<Parameters> {
         self.shared.plan.check_all_matched(&self.shared.matched.lock().unwrap_or_else(PoisonError::into_inner))?;
         if let Source::Moved(moved) = &self.shared.source {
@@ -441,7 +443,7 @@ impl ShardedVarBuilder {
         Ok(self.built())
     }
 
-    /// The parameters that were built so far, of which [`finish`](Self::finish) would ask that they are all.
+    /// Returns the parameters built so far, without the checks of [`finish`](Self::finish).
     pub fn built(&self) -> Parameters {
         Parameters::new(self.shared.built.lock().unwrap_or_else(PoisonError::into_inner).clone())
     }

@@ -1,10 +1,10 @@
-//! Sizes of what is cut between units only.
+//! Sizes of dims that are cut only between units.
 use crate::spec::chunk_sizes;
 use candle_dist::backend::Dims;
 
-/// The size of a dim made of units that stay together where it is cut, such as attention heads.
+/// The size of a dim made of units that are never cut, such as attention heads.
 ///
-/// A number is a width of that many units of 1.
+/// A number is a width of that many units of size 1.
 ///
 /// ```
 /// use candle_shard::nn::Width;
@@ -15,14 +15,14 @@ use candle_dist::backend::Dims;
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Width {
-    /// How many units there are.
+    /// The number of units.
     pub units: usize,
-    /// The size of one.
+    /// The size of a unit.
     pub unit: usize,
 }
 
 impl Width {
-    /// This many units of this size.
+    /// A width of `units` units of size `unit`.
     pub const fn new(units: usize, unit: usize) -> Self {
         Self { units, unit }
     }
@@ -32,7 +32,7 @@ impl Width {
         self.units.saturating_mul(self.unit)
     }
 
-    /// The sizes of the pieces on `ranks` ranks: the units cut as [`chunk_sizes`] cuts them.
+    /// The sizes of the shards on `ranks` ranks: units are distributed as by [`chunk_sizes`].
     pub fn cut(self, ranks: usize) -> Dims {
         chunk_sizes(self.units, ranks).iter().map(|units| units * self.unit).collect()
     }

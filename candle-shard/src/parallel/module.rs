@@ -119,7 +119,7 @@ impl ModuleStyle {
         }
         let first = match style {
             Style::Colwise(_) if kind == Channels => Some(Shard(1)),
-            // A column-sharded layer uses its input differently on each rank, so it is gathered as varying right away.
+            // A column-sharded layer uses its input differently on each rank, so the input is gathered for that first.
             Style::Colwise(_) => Some(Replicate),
             Style::Rowwise(_) if matches!(kind, Conv | ConvTranspose) => Some(Shard(1)),
             Style::Rowwise(_) => x.first().map(|x| Shard(x.rank().saturating_sub(1))),

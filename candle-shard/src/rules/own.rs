@@ -16,9 +16,9 @@ use std::sync::Arc;
 /// name. See the [module](self) for an example.
 ///
 /// # Errors
-/// Those of `signature`, `local` and of communication; if there are no inputs, they lie on different meshes, a row has
-/// another number of inputs or a dim that a tensor lacks; on the ranks that see it, if `local` gives another shape or dtype
-/// than the output's part has. In debug builds, if the signature of a known call has changed: an attribute is missing.
+/// Those of `signature`, `local` and of communication. If there are no inputs, they lie on different meshes, or a row
+/// has the wrong number of inputs or names a dim that a tensor lacks. On the ranks that see it, if `local` returns the
+/// wrong shape or dtype. In debug builds, if the signature of a known call has changed: an attribute is missing.
 #[track_caller]
 pub fn apply<S: FnOnce() -> Result<Signature>>(
     op: &'static str,

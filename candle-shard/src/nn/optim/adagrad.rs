@@ -16,13 +16,13 @@ pub type Adagrad = ElementOptimizer<ParamsAdagrad>;
 pub struct ParamsAdagrad {
     /// The learning rate.
     pub lr: f64,
-    /// What the learning rate falls by: step `t` has `lr / (1 + (t - 1) · lr_decay)`.
+    /// The decay of the learning rate: step `t` uses `lr / (1 + (t - 1) · lr_decay)`.
     pub lr_decay: f64,
-    /// How much of the parameter is added to its gradient (an L2 penalty).
+    /// The factor by which the parameter is added to its gradient (an L2 penalty).
     pub weight_decay: f64,
-    /// What the sums of squared gradients begin with.
+    /// The initial value of the sums of squared gradients.
     pub initial_accumulator_value: f64,
-    /// What is added to their root.
+    /// The number that is added to the root of these sums.
     pub eps: f64,
 }
 

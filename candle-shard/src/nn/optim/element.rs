@@ -1,4 +1,4 @@
-//! Optimizers that step each number of a parameter by itself, and so a shard without its peers.
+//! Optimizers that are elementwise, so that a shard needs nothing from its peers.
 use super::Optimizer;
 use super::group::{Groups, ParamGroup, check_learning_rates, read};
 use super::params::Params;
@@ -9,13 +9,13 @@ use candle_core::Tensor;
 use candle_core::backprop::GradStore;
 use std::path::Path;
 
-/// Options of an optimizer that steps each number by itself.
+/// Options of an elementwise optimizer.
 pub trait ElementParams: Params {
-    /// Moves the parameter of a slot by its gradient; `slot.steps` counts this step.
+    /// Updates the parameter of a slot by its gradient; `slot.steps` counts this step.
     fn step(&self, slot: &Slot, grad: &Tensor) -> candle_core::Result<()>;
 }
 
-/// An optimizer that steps each number by itself: [`Sgd`](super::Sgd), [`Adagrad`](super::Adagrad) or [`AdamW`](super::AdamW).
+/// An elementwise optimizer: [`Sgd`](super::Sgd), [`Adagrad`](super::Adagrad) or [`AdamW`](super::AdamW).
 ///
 /// Nothing is communicated in a step.
 #[derive(Debug)]
@@ -24,10 +24,10 @@ pub struct ElementOptimizer<P> {
 }
 
 impl<P: ElementParams> ElementOptimizer<P> {
-    /// An optimizer of one group.
+    /// Creates an optimizer of one group.
     ///
     /// # Errors
-    /// As [`from_groups`](Self::from_groups).
+    /// Those of [`from_groups`](Self::from_groups).
     pub fn new(parameters: &Parameters, params: P) -> Result<Self> {
         Self::from_groups([ParamGroup::new(parameters, params)])
     }
@@ -37,10 +37,10 @@ impl<P: ElementParams> ElementOptimizer<P> {
         Self::from_groups([ParamGroup::new(parameters, params).with_master_weights()])
     }
 
-    /// An optimizer of these groups.
+    /// Creates an optimizer of these groups.
     ///
     /// # Errors
-    /// If an option is out of its range, a parameter is in several groups, or parameters lie on several meshes.
+    /// If an option is out of range, a parameter is in several groups, or parameters lie on several meshes.
     pub fn from_groups(groups: impl IntoIterator<Item = ParamGroup<P>>) -> Result<Self> {
         Ok(Self { groups: Groups::new(groups)? })
     }
@@ -70,7 +70,7 @@ impl<P: ElementParams> ElementOptimizer<P> {
         self.set(&mut values.into_iter())
     }
 
-    /// Takes up what [`state`](Self::state) names.
+    /// Loads the values that [`state`](Self::state) names.
     pub(super) fn set(&mut self, values: &mut impl Iterator<Item = DTensor>) -> Result<()> {
         self.groups.set(values)
     }

@@ -1,4 +1,4 @@
-//! Parameters that an optimizer steps with the same options.
+//! Groups of parameters with the same options.
 use super::params::{Params, check};
 use super::slot::{Slot, place};
 use crate::nn::{Parameter, Parameters};
@@ -8,7 +8,7 @@ use candle_dist::DeviceMesh;
 use std::collections::HashSet;
 use std::path::Path;
 
-/// Parameters with the options by which an optimizer steps them: PyTorch's `param_groups`.
+/// Parameters with their optimizer options: PyTorch's `param_groups`.
 #[derive(Debug, Clone)]
 pub struct ParamGroup<P> {
     parameters: Parameters,
@@ -17,13 +17,13 @@ pub struct ParamGroup<P> {
 }
 
 impl<P> ParamGroup<P> {
-    /// A group of these parameters.
+    /// Creates a group of these parameters.
     pub fn new(parameters: &Parameters, params: P) -> Self {
         Self { parameters: parameters.clone(), params, master_weights: false }
     }
 
-    /// The same group with a 32-bit copy of each 16-bit shard, which takes the steps (Micikevicius et al. 2018): the
-    /// parameter is the copy, rounded, so that steps too small for 16 bits add up.
+    /// Keeps a 32-bit copy of each 16-bit shard, which is updated instead (Micikevicius et al. 2018). The parameter is
+    /// the copy, rounded, so that steps too small for 16 bits add up.
     ///
     /// The copies are part of the [`state`](super::Optimizer::state).
     pub fn with_master_weights(self) -> Self {
@@ -32,13 +32,14 @@ impl<P> ParamGroup<P> {
 }
 
 impl Parameters {
-    /// Those for which `f` holds, and the others, each in their order.
+    /// Splits the parameters into those for which `f` is true, and the others, both in order.
     pub fn partition(&self, mut f: impl FnMut(&Parameter) -> bool) -> (Self, Self) {
         let (some, others) = self.iter().cloned().partition(|parameter| f(parameter));
         (Self::new(some), Self::new(others))
     }
 
-    /// Those that usually decay, and the norms and biases, which do not; see [`Parameter::decays`].
+    /// Splits the parameters into those that usually decay, and norms and biases, which do not; see
+    /// [`Parameter::decays`].
     ///
     /// ```
     /// # use candle_core::{DType, Device};
@@ -60,7 +61,8 @@ impl Parameters {
 }
 
 impl Parameter {
-    /// Whether it has two dims or more and no part of its name is `bias`, begins with `ln_`, or contains `norm`.
+    /// Returns whether it has two dims or more and no part of its name is `bias`, begins with `ln_`, or contains
+    /// `norm`.
     pub fn decays(&self) -> bool {
         let is_still = |part: &str| {
             let part = part.to_ascii_lowercase();
@@ -70,7 +72,7 @@ impl Parameter {
     }
 }
 
-/// A group as an optimizer holds it.
+/// A group with the optimizer's state.
 #[derive(Debug)]
 pub(super) struct Group<P> {
     pub(super) params: P,
@@ -82,10 +84,10 @@ pub(super) struct Group<P> {
 pub(super) struct Groups<P>(pub(super) Vec<Group<P>>);
 
 impl<P: Params> Groups<P> {
-    /// The groups without the parameters that are not trained.
+    /// Creates the groups, without parameters that are not trained.
     ///
     /// # Errors
-    /// If options mean nothing, a parameter is in several groups, or parameters lie on several meshes.
+    /// If an option is out of range, a parameter is in several groups, or parameters lie on several meshes.
     pub(super) fn new(groups: impl IntoIterator<Item = ParamGroup<P>>) -> Result<Self> {
         let mut seen: HashSet<TensorId> = HashSet::new();
         let group = |ParamGroup { parameters, params, master_weights }: ParamGroup<P>| {
@@ -108,7 +110,7 @@ impl<P: Params> Groups<P> {
         self.0.iter().flat_map(|group| &group.slots)
     }
 
-    /// Where the parameters lie; `None` without parameters.
+    /// The mesh and device of the parameters; `None` without parameters.
     pub(super) fn place(&self) -> Result<Option<(&DeviceMesh, &Device)>> {
         place(P::TYPE, self.slots())
     }
@@ -118,7 +120,7 @@ impl<P: Params> Groups<P> {
         Ok(of_slots.collect::<Result<Vec<_>>>()?.concat())
     }
 
-    /// Takes up what [`state`](Self::state) names.
+    /// Loads the values that [`state`](Self::state) names.
     pub(super) fn set(&mut self, values: &mut impl Iterator<Item = DTensor>) -> Result<()> {
         let Self(groups) = self;
         groups
@@ -130,13 +132,13 @@ impl<P: Params> Groups<P> {
         self.0.iter().map(|group| group.params.lr()).collect()
     }
 
-    /// The `lrs` begin with those of these groups, which are as many as there are groups.
+    /// Sets the learning rates. `lrs` begins with one rate per group.
     pub(super) fn set_learning_rates(&mut self, lrs: &[f64]) {
         self.0.iter_mut().zip(lrs).for_each(|(group, &lr)| *group.params.lr_mut() = lr);
     }
 }
 
-/// Refuses learning rates that do not fit so many groups.
+/// Refuses learning rates that are invalid or not one per group.
 pub(super) fn check_learning_rates(op: &'static str, lrs: &[f64], groups: usize) -> Result<()> {
     if lrs.len() != groups {
         return Error::op(op, format!("{} learning rates for {groups} groups: give one for each", lrs.len()));
@@ -144,7 +146,7 @@ pub(super) fn check_learning_rates(op: &'static str, lrs: &[f64], groups: usize)
     lrs.iter().try_for_each(|&lr| check(op, "lr", lr, f64::INFINITY))
 }
 
-/// The values of a checkpoint for this state.
+/// Reads the values of this state from a checkpoint.
 pub(super) fn read(path: &Path, state: &[(String, DTensor)]) -> Result<Vec<DTensor>> {
     let Some((_, first)) = state.first() else { return Ok(Vec::new()) };
     let wanted = state.iter().map(|(name, tensor)| (name.as_str(), None, tensor.spec()));

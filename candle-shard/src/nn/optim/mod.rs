@@ -1,4 +1,4 @@
-//! Optimizers over this rank's shards, whose state is saved and resharded like the parameters.
+//! Optimizers of this rank's shards. Their state is saved and resharded like the parameters.
 mod adagrad;
 mod adam_w;
 mod element;
@@ -21,12 +21,12 @@ use candle_core::backprop::GradStore;
 use std::fmt;
 use std::path::Path;
 
-/// What all optimizers of shards do: [`Sgd`], [`Adagrad`], [`AdamW`] and [`Muon`].
+/// The interface of all optimizers of shards: [`Sgd`], [`Adagrad`], [`AdamW`] and [`Muon`].
 ///
-/// Each takes [groups](ParamGroup) of parameters, with options for each group. Frozen parameters and those that hold no floats
-/// are left out. A parameter without a gradient stays as it is. Steps are counted for each parameter, as PyTorch does.
-/// Optimizers by rows are in [`sparse`](crate::sparse): these take gradients from [`RowVar`](crate::sparse::RowVar)s, not from
-/// a `GradStore`.
+/// Each has [groups](ParamGroup) of parameters, with options per group. Frozen parameters and integer parameters are
+/// left out. A parameter without a gradient stays as it is. Steps are counted per parameter, as in PyTorch.
+/// Optimizers by rows are in [`sparse`](crate::sparse). They use gradients of [`RowVar`](crate::sparse::RowVar)s, not a
+/// `GradStore`.
 ///
 /// ```
 /// use candle_core::{DType, Device};
@@ -59,36 +59,37 @@ use std::path::Path;
 /// # Ok::<(), candle_dist::WorldError>(())
 /// ```
 pub trait Optimizer: fmt::Debug {
-    /// Changes every parameter that has a gradient. The gradients are complete, as those of
+    /// Updates every parameter that has a gradient. The gradients must be complete, as those of
     /// [`Parameters::backward`](crate::nn::Parameters::backward) are.
     ///
     /// # Errors
     /// If a gradient does not fit its parameter.
     fn step(&mut self, grads: &GradStore) -> Result<()>;
 
-    /// What is kept for each parameter, which lies like the parameter, and its number of steps, for
+    /// Returns the state of each parameter, which has the parameter's layout, and its number of steps, for
     /// [`checkpoint::save`](crate::checkpoint::save). The names end with that of the parameter.
     fn state(&self) -> Result<Vec<(String, DTensor)>>;
 
-    /// Takes up the state of a checkpoint, of whatever mesh. Every rank calls it.
+    /// Loads the state from a checkpoint that was saved on any mesh. Every rank calls it.
     ///
     /// # Errors
-    /// On every rank alike, without a change, if a part of the state is not there or cannot be read.
+    /// If a part of the state is missing or cannot be read. The error is the same on every rank, and nothing has
+    /// changed.
     fn load(&mut self, path: &Path) -> Result<()>;
 
     /// The learning rate of each group.
     fn learning_rates(&self) -> Vec<f64>;
 
-    /// Another learning rate for each group, for the steps to come.
+    /// Sets the learning rate of each group for the following steps.
     ///
     /// # Errors
-    /// If there are more or fewer than groups, or one is negative or no finite number; nothing changes then.
+    /// If there is not one per group, or one is negative or not finite. Nothing changes then.
     fn set_learning_rates(&mut self, lrs: &[f64]) -> Result<()>;
 
-    /// The same learning rate for all groups, for the steps to come.
+    /// Sets the same learning rate for all groups for the following steps.
     ///
     /// # Errors
-    /// If it is negative or no finite number.
+    /// If it is negative or not finite.
     fn set_learning_rate(&mut self, lr: f64) -> Result<()> {
         self.set_learning_rates(&vec![lr; self.learning_rates().len()])
     }

@@ -4,31 +4,31 @@ use candle_core::DType;
 use candle_dist::sum_dtype;
 use std::fmt;
 
-/// The options of one optimizer, which are those of each of its groups.
+/// The options of one optimizer; each of its groups has its own.
 pub trait Params: Clone + fmt::Debug {
-    /// The type that errors name.
+    /// The type name in errors.
     const TYPE: &'static str;
-    /// What the names of its state begin with.
+    /// The prefix of its state's names.
     const PREFIX: &'static str;
 
-    /// Refuses options that mean nothing.
+    /// Refuses invalid options.
     fn check(&self) -> Result<()>;
 
     /// The learning rate.
     fn lr(&self) -> f64;
 
-    /// The place of the learning rate.
+    /// The learning rate, to be changed.
     fn lr_mut(&mut self) -> &mut f64;
 
-    /// The names of the tensors that are kept for each parameter.
+    /// The names of the state tensors of each parameter.
     fn states(&self) -> &'static [&'static str];
 
-    /// What their elements begin with.
+    /// The initial value of their elements.
     fn start(&self) -> f64 {
         0.0
     }
 
-    /// Their dtype for a parameter, or master weight, of this one.
+    /// Their dtype for a parameter, or master weight, of dtype `of`.
     fn state_dtype(of: DType) -> DType {
         sum_dtype(of)
     }
@@ -37,7 +37,7 @@ pub trait Params: Clone + fmt::Debug {
     fn counts_steps(&self) -> bool;
 }
 
-/// Refuses an option of `op` that is not within `0..end`.
+/// Refuses an option of `op` outside of `0..end`.
 pub(crate) fn check(op: &'static str, name: &str, value: f64, end: f64) -> Result<()> {
     if (0.0..end).contains(&value) {
         return Ok(());

@@ -1,4 +1,4 @@
-//! Gradient descent.
+//! Stochastic gradient descent.
 use super::element::{ElementOptimizer, ElementParams};
 use super::params::{Params, check};
 use super::slot::Slot;
@@ -13,18 +13,18 @@ pub type Sgd = ElementOptimizer<ParamsSgd>;
 
 /// The options of [`Sgd`], with PyTorch's names and defaults.
 ///
-/// [`sparse::Sgd`](crate::sparse::Sgd) takes a learning rate only.
+/// [`sparse::Sgd`](crate::sparse::Sgd) has a learning rate only.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ParamsSgd {
     /// The learning rate.
     pub lr: f64,
-    /// What a step keeps of the buffer, to which it adds the gradient.
+    /// The factor of the buffer, to which a step adds the gradient.
     pub momentum: f64,
-    /// What the gradient loses on its way into the buffer, from the second step on.
+    /// The share of the gradient that is not added to the buffer, from the second step on.
     pub dampening: f64,
-    /// How much of the parameter is added to its gradient (an L2 penalty).
+    /// The factor by which the parameter is added to its gradient (an L2 penalty).
     pub weight_decay: f64,
-    /// Whether a step looks ahead by one momentum.
+    /// Whether to use Nesterov momentum.
     pub nesterov: bool,
 }
 

@@ -1,4 +1,4 @@
-//! What an optimizer keeps for one parameter.
+//! The state that an optimizer keeps for one parameter.
 use super::params::Params;
 use crate::nn::Parameter;
 use crate::placement::Replicate;
@@ -7,15 +7,15 @@ use crate::{DTensor, Error, Result, checkpoint, kernels};
 use candle_core::{Device, Tensor, Var};
 use candle_dist::DeviceMesh;
 
-/// A parameter with what is kept for it.
+/// A parameter with its optimizer state.
 #[derive(Debug)]
 pub struct Slot {
     pub(super) of: Parameter,
-    /// What is stepped where the parameter is too coarse for it.
+    /// The 32-bit copy that is updated instead of a 16-bit parameter.
     pub(super) master: Option<Var>,
     /// In the order of [`Params::states`].
     pub(super) states: Vec<Var>,
-    /// The steps that the parameter has taken.
+    /// The number of steps of the parameter.
     pub(super) steps: u32,
 }
 
@@ -29,7 +29,7 @@ impl Slot {
         Ok(Self { of: of.clone(), master, states, steps: 0 })
     }
 
-    /// What is kept by name and layout: the states, the master weight if there is one, and the number of steps.
+    /// The state by name: the state tensors, the master weight if there is one, and the number of steps.
     pub(super) fn state<P: Params>(&self, params: &P) -> Result<Vec<(String, DTensor)>> {
         let named = params.states().iter().copied().zip(&self.states);
         let named = named.chain(self.master.as_ref().map(|master| ("master_weight", master)));
@@ -48,7 +48,7 @@ impl Slot {
         Ok(state)
     }
 
-    /// Takes up what [`state`](Self::state) gave, or would have given.
+    /// Loads values in the order of [`state`](Self::state).
     pub(super) fn set<P: Params>(&mut self, params: &P, values: &mut impl Iterator<Item = DTensor>) -> Result<()> {
         for var in self.states.iter().chain(&self.master) {
             values.next().map_or(Ok(()), |value| checkpoint::set(var, &value))?;
@@ -62,7 +62,7 @@ impl Slot {
     }
 }
 
-/// Where the slots of an optimizer lie; `None` without slots.
+/// The mesh and device of an optimizer's slots; `None` without slots.
 pub(super) fn place<'a>(
     op: &'static str,
     mut slots: impl Iterator<Item = &'a Slot>,

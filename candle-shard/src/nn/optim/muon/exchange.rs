@@ -1,4 +1,4 @@
-//! Pieces of matrices on their way to the ranks that make them orthogonal, and back.
+//! Exchange of matrix shards with the ranks that orthogonalize the matrices.
 use crate::Result;
 use crate::placement::Shard;
 use crate::spec::Spec;
@@ -7,7 +7,7 @@ use candle_dist::{DeviceMesh, ProcessGroup};
 use itertools::Itertools;
 use std::ops::Range;
 
-/// A matrix of which this rank holds a piece, and the rank of the mesh that gets all of it.
+/// A matrix of which this rank holds a shard, and the rank of the mesh that gets the whole matrix.
 pub(super) struct Matrix<'a> {
     pub(super) spec: &'a Spec,
     pub(super) owner: usize,
@@ -24,10 +24,11 @@ struct Message {
     len: usize,
 }
 
-/// The matrices that this rank owns, whole; one exchange, unless no matrix is cut.
+/// Gathers the matrices that this rank owns. One exchange, unless no matrix is sharded.
 pub(super) fn gather(mesh: &DeviceMesh, matrices: &[Matrix<'_>]) -> Result<Vec<Option<Tensor>>> {
     let blocks = Blocks::new(mesh, matrices);
-    // Of those that hold the same block that one sends it which shares the owner's place on the axes that do not cut it.
+    // Among ranks with the same block, the sender is the one with the owner's coordinates on the axes that do not shard
+    // it.
     let sends = |i: usize, from: usize| {
         let Matrix { spec, owner, .. } = &matrices[i];
         let is_same = |axis: usize| blocks.coordinates[from][axis] == blocks.coordinates[*owner][axis];
@@ -56,7 +57,7 @@ pub(super) fn gather(mesh: &DeviceMesh, matrices: &[Matrix<'_>]) -> Result<Vec<O
     parts.into_iter().enumerate().map(whole).collect()
 }
 
-/// This rank's pieces of matrices that are whole at their owners; one exchange, unless there is one rank.
+/// Returns this rank's shards of the matrices, which are whole at their owners. One exchange, unless there is one rank.
 pub(super) fn spread(mesh: &DeviceMesh, matrices: &[Matrix<'_>], wholes: &[Option<Tensor>]) -> Result<Vec<Tensor>> {
     let blocks = Blocks::new(mesh, matrices);
     let messages = blocks.messages(|i, rank| {
@@ -85,7 +86,7 @@ pub(super) fn spread(mesh: &DeviceMesh, matrices: &[Matrix<'_>], wholes: &[Optio
     pieces.into_iter().enumerate().map(piece).collect()
 }
 
-/// Which rank holds which block of which matrix.
+/// The block of each matrix on each rank.
 struct Blocks {
     coordinates: Vec<Vec<usize>>,
     /// By matrix and rank: rows and columns.
@@ -107,7 +108,7 @@ impl Blocks {
         self.blocks[matrix][rank].clone()
     }
 
-    /// A message, from one rank to another as `route` says, for each block with elements that it routes.
+    /// Returns a message for each block with elements for which `route` returns sender and receiver.
     fn messages(&self, route: impl Fn(usize, usize) -> Option<(usize, usize)>) -> Vec<Message> {
         let all = (0..self.blocks.len()).cartesian_product(0..self.coordinates.len());
         let message = |(matrix, holder): (usize, usize)| {
@@ -119,7 +120,7 @@ impl Blocks {
     }
 }
 
-/// What this rank receives, each message flat, when `payload` gives what it sends.
+/// Exchanges the messages; `payload` returns the data to send. Returns the received messages, each flat.
 fn exchange<'a>(
     group: &ProcessGroup,
     matrices: &[Matrix<'_>],
@@ -147,7 +148,7 @@ fn exchange<'a>(
     mine.map(part).collect()
 }
 
-/// The matrix that blocks of a grid make, each with its first row and column.
+/// Joins the blocks of a grid, each with its first row and column, to a matrix.
 fn join(mut blocks: Vec<([usize; 2], Tensor)>) -> Result<Tensor> {
     blocks.sort_by_key(|(start, _)| *start);
     let rows = blocks.chunk_by(|([one, _], _), ([other, _], _)| one == other);

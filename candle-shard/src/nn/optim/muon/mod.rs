@@ -20,15 +20,17 @@ use exchange::{Matrix, gather, spread};
 use itertools::Itertools;
 use std::path::Path;
 
-/// Muon (Jordan et al. 2024) for matrices, by PyTorch's rule: the momentum of each is brought near to an orthogonal matrix.
+/// Muon (Jordan et al. 2024) for matrices, by PyTorch's rule: the momentum of each matrix is orthogonalized
+/// approximately.
 ///
-/// Each matrix, however it is cut, is made orthogonal once in a step, by one rank of the mesh. The owners are chosen so that
-/// all ranks have about the same to do. A step makes two exchanges for each group: one brings the pieces to the owners, one
-/// brings each rank its pieces of the results. The first is left out where no matrix is cut, and both on one rank. Replicas
-/// that average gradients outside of the mesh, as [`DataParallel`](candle_dist::DataParallel) does, do the same work each.
+/// Each matrix, in any layout, is orthogonalized once per step, by one rank of the mesh. The owners are chosen so that
+/// the work is balanced. A step makes two exchanges per group: one gathers the shards at the owners, one distributes
+/// the results. The first is skipped if no matrix is sharded, and both on one rank. Replicas that average gradients
+/// outside of the mesh, as [`DataParallel`](candle_dist::DataParallel) does, each do the same work.
 ///
-/// Muon is for the matrices of hidden layers. All else goes to an [`AdamW`], explicitly; embeddings and output layers should.
-/// State: `muon.momentum_buffer.NAME`, which is f32 for 16-bit parameters, and that of the AdamW.
+/// Muon is for the matrices of hidden layers. All other parameters need an explicit [`AdamW`]; so should embeddings and
+/// output layers.
+/// State: `muon.momentum_buffer.NAME`, which is f32 for 16-bit parameters, and the state of the AdamW.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -59,16 +61,16 @@ use std::path::Path;
 #[derive(Debug)]
 pub struct Muon {
     groups: Groups<ParamsMuon>,
-    /// The rank of the mesh that makes each matrix orthogonal, by group and slot.
+    /// The rank of the mesh that orthogonalizes each matrix, by group and slot.
     owners: Vec<Vec<usize>>,
     others: Option<AdamW>,
 }
 
 impl Muon {
-    /// An optimizer of one group.
+    /// Creates an optimizer of one group.
     ///
     /// # Errors
-    /// As [`from_groups`](Self::from_groups).
+    /// Those of [`from_groups`](Self::from_groups).
     pub fn new(parameters: &Parameters, params: ParamsMuon) -> Result<Self> {
         Self::from_groups([ParamGroup::new(parameters, params)])
     }
@@ -78,10 +80,10 @@ impl Muon {
         Self::from_groups([ParamGroup::new(parameters, params).with_master_weights()])
     }
 
-    /// An optimizer of these groups.
+    /// Creates an optimizer of these groups.
     ///
     /// # Errors
-    /// If a parameter that is trained is no matrix, an option is out of its range, a parameter is in several groups, or
+    /// If a trained parameter is not a matrix, an option is out of range, a parameter is in several groups, or
     /// parameters lie on several meshes.
     pub fn from_groups(groups: impl IntoIterator<Item = ParamGroup<ParamsMuon>>) -> Result<Self> {
         let groups = Groups::new(groups)?;
@@ -105,7 +107,7 @@ impl Muon {
         Ok(Self { groups, owners, others: None })
     }
 
-    /// The same optimizer with an AdamW for the parameters that are no matrices, whose groups come after its own.
+    /// Adds an AdamW for the parameters that are not matrices. Its groups come after Muon's.
     ///
     /// # Errors
     /// If the two have a parameter in common.
@@ -185,7 +187,7 @@ impl Optimizer for Muon {
     }
 }
 
-/// The step of one group, whose slots come with their owners.
+/// Runs the step of one group, whose slots come with their owners.
 fn step<'a>(
     params: &ParamsMuon,
     mesh: &DeviceMesh,
@@ -215,7 +217,7 @@ fn step<'a>(
     Ok(())
 }
 
-/// Takes a gradient into the buffer of a slot; what is to be made orthogonal.
+/// Adds a gradient to the buffer of a slot, and returns the matrix to orthogonalize.
 fn momentum(params: &ParamsMuon, slot: &Slot, grad: &Tensor) -> Result<Tensor> {
     let [buffer] = &slot.states[..] else {
         return Error::op(ParamsMuon::TYPE, format!("{} has {} states, not 1", slot.of.name, slot.states.len()));

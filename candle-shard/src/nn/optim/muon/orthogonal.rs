@@ -1,14 +1,14 @@
-//! Matrices brought near to orthogonal ones.
+//! Approximate orthogonalization of matrices.
 use super::ParamsMuon;
 use candle_core::{D, DType, Result, Tensor};
 
-/// The matrix `U·S'·Vᵀ` for `x = U·S·Vᵀ`, where the numbers of `S'` are near to 1: Newton and Schulz's iteration.
+/// Returns `U·S'·Vᵀ` for `x = U·S·Vᵀ`, with the values of `S'` near 1, by the Newton-Schulz iteration.
 ///
-/// `x` has the dtype of `params`, and so has the result.
+/// `x` and the result have the dtype of `params`.
 pub(super) fn orthogonalize(x: &Tensor, params: &ParamsMuon) -> Result<Tensor> {
     let [a, b, c] = params.ns_coefficients;
     let dtype = x.dtype();
-    // candle's CPU has no products of bf16: each result is rounded, as PyTorch's is.
+    // candle's CPU backend has no bf16 products: each result is rounded, as in PyTorch.
     let is_rounded = dtype == DType::BF16 && x.device().is_cpu();
     let round = |x: Tensor| match is_rounded {
         true => x.to_dtype(DType::BF16)?.to_dtype(DType::F32),

@@ -1,14 +1,14 @@
-//! Which rank makes which matrix orthogonal.
+//! Assignment of matrices to the ranks that orthogonalize them.
 
-/// About how many multiplications the iterations on a matrix of this shape take.
+/// Estimates the multiplications of the iterations on a matrix of this shape.
 pub(super) fn cost(dims: &[usize], steps: usize) -> u128 {
     let short = dims.iter().copied().min().unwrap_or(0) as u128;
     let long = dims.iter().copied().max().unwrap_or(0) as u128;
     short * short * (2 * long + short) * steps as u128
 }
 
-/// A rank for each cost: the largest first, each to the rank that has least to do so far (Graham 1969), which leaves no
-/// rank more than 4/3 of what it would have in the best way.
+/// Assigns a rank to each cost: the largest first, each to the rank with the least work so far (Graham 1969). No rank
+/// gets more than 4/3 of the optimum.
 pub(super) fn balanced(costs: &[u128], ranks: usize) -> Vec<usize> {
     let mut largest_first: Vec<usize> = (0..costs.len()).collect();
     largest_first.sort_by_key(|&i| std::cmp::Reverse(costs[i]));

@@ -3,13 +3,13 @@ use super::super::params::{Params, check};
 use crate::{Error, Result};
 use candle_core::DType;
 
-/// How the learning rate follows from the shape `[rows, columns]` of a matrix: PyTorch's `adjust_lr_fn`.
+/// How the learning rate depends on the shape `[rows, columns]` of a matrix: PyTorch's `adjust_lr_fn`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum AdjustLr {
     /// `lr · √max(1, rows / columns)`.
     #[default]
     Original,
-    /// `lr · 0.2 · √max(rows, columns)`, with which the learning rate and the decay of an AdamW fit.
+    /// `lr · 0.2 · √max(rows, columns)`, to reuse the learning rate and weight decay of an AdamW.
     MatchRmsAdamW,
     /// `lr · √(rows / columns)`.
     SpectralUnclamped,
@@ -20,23 +20,23 @@ pub enum AdjustLr {
 pub struct ParamsMuon {
     /// The learning rate.
     pub lr: f64,
-    /// What a step takes off of the parameter, times the learning rate as it is before it is adjusted.
+    /// The weight decay: each step subtracts this times the unadjusted learning rate of the parameter.
     pub weight_decay: f64,
-    /// What a step keeps of the running mean of the gradients.
+    /// The weight of the old buffer in the running mean of the gradients.
     pub momentum: f64,
-    /// Whether a step looks ahead by one momentum.
+    /// Whether to use Nesterov momentum.
     pub nesterov: bool,
-    /// The polynomial `a·X + b·XXᵀX + c·(XXᵀ)²X` of an iteration.
+    /// The coefficients of the polynomial `a·X + b·XXᵀX + c·(XXᵀ)²X` of an iteration.
     pub ns_coefficients: [f64; 3],
-    /// The least norm that a matrix is divided by.
+    /// The lower bound of the norm by which a matrix is divided.
     pub eps: f64,
-    /// The number of iterations, fewer than 100.
+    /// The number of iterations, below 100.
     pub ns_steps: usize,
-    /// How the learning rate follows from the shape.
+    /// How the learning rate depends on the shape.
     pub adjust_lr: AdjustLr,
-    /// What the iterations compute in, and what is sent: `BF16` as in PyTorch, `F32` or `F64`.
+    /// The dtype of the iterations and of the exchange: `BF16` as in PyTorch, `F32` or `F64`.
     ///
-    /// CPUs compute bf16 in f32 and round each result: on them `F32` is faster, and more exact.
+    /// CPUs compute bf16 in f32 and round each result, so `F32` is faster there, and more accurate.
     pub dtype: DType,
 }
 
