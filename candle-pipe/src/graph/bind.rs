@@ -1,4 +1,4 @@
-//! Arguments put to the inputs that they are for.
+//! Binds arguments to the inputs of a model.
 use super::suggest::suggestion;
 use super::{In, Input, ValueId};
 use crate::{Error, Kwargs, Result, Value};
@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 /// The values of a model's inputs.
 pub type Inputs = BTreeMap<ValueId, Value>;
 
-/// What a model takes.
+/// The inputs of a model, with their defaults.
 #[derive(Debug, Clone)]
 pub(crate) struct Signature {
     inputs: Vec<Input>,
@@ -19,12 +19,12 @@ impl Signature {
         Self { inputs: inputs.to_vec(), defaults }
     }
 
-    /// `args` by place, `kwargs` by name, the others by default.
+    /// Binds `args` by position, `kwargs` by name, and the other inputs by default.
     pub(crate) fn bind(&self, args: &[Value], kwargs: &Kwargs) -> Result<Inputs> {
         self.bind_for(args, kwargs, |_| true)
     }
 
-    /// As [`bind`](Self::bind), for whoever needs some inputs only: the others may be missing.
+    /// Like [`bind`](Self::bind), for a caller that needs only some inputs: the others may be missing.
     pub(crate) fn bind_for(&self, args: &[Value], kwargs: &Kwargs, needs: impl Fn(ValueId) -> bool) -> Result<Inputs> {
         let mut inputs = self.places(args, kwargs)?;
         for input in self.inputs.iter().filter(|input| needs(input.value)) {
@@ -40,7 +40,7 @@ impl Signature {
         Ok(inputs)
     }
 
-    /// What `args` by place and `kwargs` by name have for each input.
+    /// Returns the argument of each input, from `args` by position and `kwargs` by name.
     pub(crate) fn places<T: Clone>(&self, args: &[T], kwargs: &BTreeMap<String, T>) -> Result<BTreeMap<ValueId, T>> {
         let wrong = |reason: String| Err(Error::Pipe(reason));
         let named = |name: &str| self.inputs.iter().find(|input| input.name == name);
@@ -62,7 +62,7 @@ impl Signature {
         Ok(inputs)
     }
 
-    /// The inputs by name and value, in the order of declaration.
+    /// Returns names and values of the inputs, in the order of declaration.
     pub(crate) fn inputs(&self) -> impl Iterator<Item = (&str, ValueId)> {
         self.inputs.iter().map(|input| (input.name.as_str(), input.value))
     }

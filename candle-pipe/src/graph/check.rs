@@ -1,4 +1,4 @@
-//! Whether a graph is one: every value made once and before it is used, every name one thing's.
+//! Checks of a graph: every value is made once and before its use, and every name is unique.
 use super::{Graph, Node, NodeKind, ValueId};
 use crate::{Error, Result};
 use itertools::Itertools;
@@ -8,8 +8,9 @@ impl Graph {
     /// Checks that the graph can run.
     ///
     /// # Errors
-    /// [`Error::Pipe`] for the first of: no nodes, a name given twice or with an empty part, a parameter that takes a value, a value made twice or by nothing, nodes in a
-    /// cycle or out of order, an input that nothing uses, an output or a loss that is no node's result.
+    /// [`Error::Pipe`] for the first of: no nodes, a duplicate name or a name with an empty part, a parameter with an
+    /// input, a value made twice or never, nodes in a cycle or out of order, an unused input, an output or a loss that
+    /// is not the result of a node.
     pub fn check(&self) -> Result<()> {
         if self.placed().next().is_none() {
             return Err(Error::Pipe("the model has no nodes".into()));
@@ -22,7 +23,7 @@ impl Graph {
         self.check_results(&makers)
     }
 
-    /// The values that nothing uses, not even the caller. They cost time for nothing.
+    /// Returns the values that neither a node nor the caller uses. They waste time.
     pub fn dead_values(&self) -> Vec<ValueId> {
         let used = self.used();
         self.nodes.iter().flat_map(|node| &node.outputs).copied().filter(|value| !used.contains(value)).collect()
@@ -58,7 +59,7 @@ impl Graph {
         Err(Error::Pipe(format!("{what} {:?} takes nothing and makes one value", node.name)))
     }
 
-    /// The node that makes each value; `None` for an input.
+    /// Returns the node that makes each value; `None` for an input.
     fn makers(&self) -> Result<BTreeMap<ValueId, Option<usize>>> {
         let inputs = self.inputs.iter().map(|input| (input.value, None));
         let nodes = self.nodes.iter().enumerate();
@@ -94,10 +95,10 @@ impl Graph {
         Ok(())
     }
 
-    /// Nodes of which each uses what the one before it makes, the first and the last being the same.
+    /// Returns a cycle: each node uses a result of the one before; the first and the last are the same.
     fn cycle(&self, makers: &BTreeMap<ValueId, Option<usize>>) -> Option<Vec<&Node>> {
         let before = |node: usize| self.nodes[node].inputs.iter().filter_map(|value| *makers.get(value)?);
-        // Whatever remains when nodes that wait for none of the others are taken away lies on or behind a cycle.
+        // Nodes that depend on no remaining node are removed repeatedly. The rest lies on or behind a cycle.
         let mut waiting: BTreeSet<usize> = (0..self.nodes.len()).collect();
         while let Some(ready) = waiting.iter().copied().find(|&node| before(node).all(|b| !waiting.contains(&b))) {
             waiting.remove(&ready);

@@ -1,9 +1,9 @@
-//! A model as plain data: named nodes, the values between them, and where it is to be cut.
+//! A model as plain data: named nodes, the values between them, and the declared cuts.
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 use std::fmt;
 
-/// A value of a [`Graph`]: made once, by an input or a node, and used by any nodes after it.
+/// A value of a [`Graph`]: made once, by an input or a node, and used by any later nodes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct ValueId(pub usize);
@@ -14,11 +14,11 @@ impl fmt::Display for ValueId {
     }
 }
 
-/// How a caller gives an input.
+/// How a caller passes an input.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum In {
-    /// By place among the other such inputs, in the order of declaration, or by name.
+    /// By position among such inputs, in the order of declaration, or by name.
     Arg,
     /// By name only.
     Kwarg,
@@ -29,25 +29,25 @@ pub enum In {
 pub struct Input {
     /// Its name.
     pub name: String,
-    /// How it is given.
+    /// How it is passed.
     pub kind: In,
     /// Whether it has a default.
     pub optional: bool,
-    /// The value that it makes.
+    /// Its value.
     pub value: ValueId,
 }
 
-/// Where a parameter that several nodes use lives when those are in different stages.
+/// The home of a parameter that nodes in different stages use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Share {
-    /// In the stage where it is declared, which sends it like any value and gets its gradients like those of any value.
+    /// The stage where it is declared. That stage sends it like any value and receives its gradients.
     Transmit,
-    /// In every stage that uses it, under one name; the gradients of all are summed once.
+    /// Every stage that uses it, under one name. The gradients of all are summed once.
     Replicate,
 }
 
-/// What a node is.
+/// The kind of a node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum NodeKind {
@@ -55,9 +55,9 @@ pub enum NodeKind {
     Module,
     /// A function of its inputs.
     Function,
-    /// A parameter by itself.
+    /// A single parameter.
     Parameter(Share),
-    /// A module that several nodes compute with, built in every stage that has one of them, its gradients summed once.
+    /// A module that several nodes share. It is built in every stage with such a node; its gradients are summed once.
     Shared,
 }
 
@@ -66,18 +66,18 @@ pub enum NodeKind {
 pub struct Node {
     /// Its full name, which for a module is the prefix of its parameters' names.
     pub name: String,
-    /// What it is.
+    /// Its kind.
     pub kind: NodeKind,
-    /// What it takes.
+    /// Its inputs.
     pub inputs: Vec<ValueId>,
-    /// What it makes.
+    /// Its outputs.
     pub outputs: Vec<ValueId>,
-    /// The number of elements of its parameters, where that was [measured](crate::PipeBuilder::measure).
+    /// The number of elements of its parameters, if [measured](crate::PipeBuilder::measure).
     pub weight: Option<usize>,
 }
 
 impl Node {
-    /// Whether every stage that uses the node has its own copy, so that it stands at no place of its own.
+    /// Returns whether every stage that uses the node has its own copy. Such a node belongs to no single stage.
     pub fn is_replicated(&self) -> bool {
         matches!(self.kind, NodeKind::Parameter(Share::Replicate) | NodeKind::Shared)
     }
@@ -92,31 +92,32 @@ pub struct Output {
     pub value: ValueId,
 }
 
-/// How the losses of microbatches make the loss of the batch.
+/// How the losses of microbatches are combined to the loss of the batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Reduction {
-    /// Each is a mean over its rows: they are weighted by rows, so that uneven microbatches are exact.
+    /// Each is a mean over its rows. They are weighted by rows, so that uneven microbatches are exact.
     Mean,
-    /// Each is a sum: they are added up.
+    /// Each is a sum. They are summed.
     Sum,
-    /// Each is a sum with the count of what it adds up, such as the losses of all valid tokens and their number: the loss of
-    /// the batch is the sum of the sums divided by the sum of the counts, over all microbatches and replicas.
+    /// Each is a sum with a count, such as the losses of all valid tokens and their number. The loss of the batch is
+    /// the sum of the sums divided by the sum of the counts, over all microbatches and replicas.
     Counted,
 }
 
-/// What is differentiated.
+/// The loss of a model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Loss {
-    /// A scalar of floats; for [`Reduction::Counted`] a tuple of one and a count.
+    /// A scalar of floats; for [`Reduction::Counted`] a tuple of such a scalar and a count.
     pub value: ValueId,
-    /// How several make one.
+    /// How the losses of microbatches are combined.
     pub reduction: Reduction,
 }
 
-/// A model as plain data, without what its nodes compute: what can be listed, saved, checked and cut.
+/// A model as plain data, without its computations: it can be listed, saved, checked and cut.
 ///
-/// Made by a [`PipeBuilder`](crate::PipeBuilder), or by hand or from JSON, which [`check`](Self::check) is for.
+/// Made by a [`PipeBuilder`](crate::PipeBuilder), by hand, or from JSON; call [`check`](Self::check) in the latter
+/// cases.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Graph {
     /// The inputs.
@@ -125,14 +126,14 @@ pub struct Graph {
     pub nodes: Vec<Node>,
     /// The results.
     pub outputs: Vec<Output>,
-    /// The loss, in a model to train.
+    /// The loss, if the model is trained.
     pub loss: Option<Loss>,
-    /// The nodes that cuts were declared before.
+    /// The nodes before which cuts were declared.
     pub splits: Vec<usize>,
 }
 
 impl Graph {
-    /// The name of a value for messages: its input's, or its node's with its place where there are several.
+    /// Returns the name of a value for messages: that of its input, or of its node with an index if there are several.
     pub fn value_name(&self, value: ValueId) -> String {
         if let Some(input) = self.inputs.iter().find(|input| input.value == value) {
             return input.name.clone();
@@ -146,7 +147,7 @@ impl Graph {
         }
     }
 
-    /// The values that nodes make of `inputs`, directly or not.
+    /// Returns the values that depend on `inputs`, directly or not.
     pub(crate) fn made_of(&self, inputs: impl IntoIterator<Item = ValueId>) -> Vec<ValueId> {
         let mut from: BTreeSet<ValueId> = inputs.into_iter().collect();
         let mut made = Vec::new();
@@ -159,7 +160,7 @@ impl Graph {
         made
     }
 
-    /// The nodes with a place of their own: all but replicated parameters and shared modules.
+    /// The nodes that belong to one stage: all but replicated parameters and shared modules.
     pub(super) fn placed(&self) -> impl Iterator<Item = usize> + '_ {
         (0..self.nodes.len()).filter(|&node| !self.nodes[node].is_replicated())
     }

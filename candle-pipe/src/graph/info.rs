@@ -5,23 +5,23 @@ use itertools::Itertools;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// All that is known of a [`Pipe`](crate::Pipe) but what its nodes compute: plain data for tools and for other ranks.
+/// All data of a [`Pipe`](crate::Pipe) except its computations, for tools and for other ranks.
 ///
-/// Displayed, it is a listing of the stages, their nodes and the values between them.
+/// `Display` prints a listing of the stages, their nodes and the values between them.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PipeInfo {
     /// The model.
     pub graph: Graph,
     /// Its stages.
     pub stages: Vec<StageDef>,
-    /// The values that go from stage to stage, each with all stages that use it.
+    /// The values that are sent between stages, each with all stages that use it.
     pub edges: Vec<Edge>,
     /// The parameters that several stages use.
     pub shares: Vec<ShareGroup>,
 }
 
 impl PipeInfo {
-    /// A graph cut before the nodes `cuts`.
+    /// Cuts a graph before the nodes `cuts`.
     ///
     /// # Errors
     /// Those of [`Graph::stages`].
@@ -36,26 +36,26 @@ impl PipeInfo {
         self.stages.len()
     }
 
-    /// A stage.
+    /// Returns a stage.
     ///
     /// # Errors
-    /// [`Error::Pipe`] if there are not so many.
+    /// [`Error::Pipe`] if there is no such stage.
     pub fn stage(&self, index: usize) -> Result<&StageDef> {
         let outside = || Error::Pipe(format!("no stage {index}: the model has {}", self.num_stages()));
         self.stages.get(index).ok_or_else(outside)
     }
 
-    /// The values between stages that pass a stage by or that several stages use.
+    /// Returns the values that skip a stage or that several stages use.
     pub fn skip_edges(&self) -> impl Iterator<Item = &Edge> {
         self.edges.iter().filter(|edge| edge.is_skip())
     }
 
-    /// The shared parameters and modules of which every stage that uses them has a copy.
+    /// Returns the shared parameters and modules that are copied to every stage that uses them.
     pub(crate) fn replicated(&self) -> impl Iterator<Item = &ShareGroup> {
         self.shares.iter().filter(|share| share.share == Share::Replicate)
     }
 
-    /// The stage whose output the loss is.
+    /// Returns the stage that outputs the loss.
     pub fn loss_stage(&self) -> Option<usize> {
         let loss = self.graph.loss?.value;
         self.stages.iter().position(|stage| stage.outputs.iter().any(|output| output.value == loss))

@@ -1,4 +1,4 @@
-//! Stages written as a string, a letter for each layer.
+//! Stages written as a string, one letter per layer.
 use super::Graph;
 use crate::{Error, Result};
 use itertools::Itertools;
@@ -6,18 +6,18 @@ use std::fmt;
 use std::iter::Peekable;
 use std::str::{Chars, FromStr};
 
-/// The most letters that a layout may have or stand for, which a repeat in a repeat easily passes.
+/// The most letters that a layout may have after repeats are expanded.
 const MOST_LETTERS: usize = 4096;
-/// The most brackets that may be open at once: each is a call within a call, and the stack has an end.
+/// The most nested brackets: each is a recursive call, and the stack is finite.
 const MOST_BRACKETS: usize = 64;
 
 /// Stages as a string: a letter for each layer, `|` between stages, `*n` behind a letter or `(..)` to repeat it.
 ///
-/// `E|t*3|(tt|)*4|L` is an embedding, three layers, four stages of two layers, and a head; bars in a row are one, and
-/// spaces and commas nothing. The letters are yours. They
-/// stand for the *layers* of the model in order: the nodes with one name up to its first number (`layers.3` of
-/// `layers.3.norm`), or where there is none, up to its first dot. Functions and shared parameters that stand outside of
-/// all numbered layers and are no layer by themselves belong to the layer before them.
+/// `E|t*3|(tt|)*4|L` is an embedding, three layers, four stages of two layers, and a head. Consecutive bars count as
+/// one; spaces and commas are ignored. The choice of letters is free. They stand for the *layers* of the model in
+/// order. A layer is the nodes whose names agree up to the first number (`layers.3` of `layers.3.norm`), or, without a
+/// number, up to the first dot. Functions and shared parameters outside of all numbered layers that are not layers by
+/// themselves belong to the layer before them.
 ///
 /// ```
 /// use candle_pipe::Layout;
@@ -75,7 +75,7 @@ impl Layout {
     }
 }
 
-/// The layers of a model in order, each with its first node.
+/// Returns the layers of a model in order, each with its first node.
 fn layers(graph: &Graph) -> Vec<(&str, usize)> {
     let mut layers: Vec<(&str, usize)> = Vec::new();
     for node in graph.placed() {
@@ -102,7 +102,7 @@ fn layer_of(name: &str) -> &str {
     name.split('.').next().unwrap_or(name)
 }
 
-/// The letters and bars up to the end or the `)` that ends the sequence, repeats written out.
+/// Parses letters and bars up to the end or the `)` that closes the sequence, and expands repeats.
 fn sequence(chars: &mut Peekable<Chars<'_>>, text: &str, brackets: usize) -> Result<String> {
     let mut flat = String::new();
     while let Some(next) = chars.next_if(|&c| c != ')') {

@@ -1,4 +1,4 @@
-//! The rows of a masked microbatch, for the node that makes its loss.
+//! The rows of a masked microbatch, for the node that computes its loss.
 use super::{Graph, ValueId};
 use crate::cuts::Dims;
 use crate::{Error, Path, Result, Value};
@@ -8,28 +8,30 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Which rows of a batch a [masked](crate::microbatch::Splitter::masked) microbatch has, and which values hold rows.
+/// The rows of a batch that a [masked](crate::microbatch::Splitter::masked) microbatch has, and the values that hold
+/// rows.
 #[derive(Debug, Clone)]
 pub struct Masked {
     rows: Range<usize>,
-    /// The place of the batch's first row in a larger batch.
+    /// The index of the batch's first row in a larger batch.
     first: usize,
     /// The number of rows of the batch.
     total: usize,
     values: Arc<Values>,
 }
 
-/// What is cut, and what follows from it.
+/// The values that are cut, and those that depend on them.
 #[derive(Debug)]
 struct Values {
     /// The dims along which the tensors of the model's inputs are cut.
     inputs: BTreeMap<ValueId, Dims>,
-    /// The values that nodes make of what is cut.
+    /// The values that depend on cut inputs.
     made: Vec<ValueId>,
 }
 
 impl Masked {
-    /// One for each microbatch of a batch, with so many rows; `inputs` has the dims along which inputs are cut.
+    /// Creates one for each microbatch of a batch, with `rows` rows each. `inputs` has the dims along which inputs are
+    /// cut.
     pub(crate) fn of_rows(rows: &[usize], first: usize, inputs: BTreeMap<ValueId, Dims>, graph: &Graph) -> Vec<Self> {
         let cut = inputs.iter().filter(|(_, dims)| dims.iter().any(Option::is_some)).map(|(&value, _)| value);
         let made = graph.made_of(cut);
@@ -39,23 +41,23 @@ impl Masked {
         rows.map(|rows| Self { rows, first, total, values: values.clone() }).collect()
     }
 
-    /// Whether a tensor of this input is cut, as far as this rank was given the input.
+    /// Returns whether a tensor of this input is cut, if this rank has the input.
     pub(crate) fn cuts(&self, input: ValueId) -> bool {
         self.values.inputs.get(&input).is_some_and(|dims| dims.iter().any(Option::is_some))
     }
 
-    /// The same where `cut` are all inputs that are cut, also those that this rank was not given.
+    /// Replaces the set of cut inputs by `cut`, which includes inputs that this rank does not have.
     pub(crate) fn with_cut(self, cut: &[ValueId], graph: &Graph) -> Self {
         let made = graph.made_of(cut.iter().copied());
         Self { values: Arc::new(Values { inputs: self.values.inputs.clone(), made }), ..self }
     }
 
-    /// The microbatch's own rows, in the larger batch.
+    /// Returns the range of the microbatch's own rows in the larger batch.
     pub(crate) fn rows(&self) -> Range<usize> {
         self.first + self.rows.start..self.first + self.rows.end
     }
 
-    /// The microbatch's own rows of a value.
+    /// Returns the microbatch's own rows of a value.
     pub(crate) fn own(&self, id: ValueId, value: &Value) -> Result<Value> {
         if let Some(dims) = self.values.inputs.get(&id) {
             let mut dims = dims.iter().copied();
@@ -82,7 +84,7 @@ impl Masked {
         Ok(tensor.narrow(dim, start, rows)?)
     }
 
-    /// Where the microbatch's own rows begin along a dim, and how many places they have.
+    /// Returns start and length of the microbatch's own rows along a dim.
     fn places(&self, value: &Value, dims: &[usize], dim: usize) -> Result<(usize, usize)> {
         let places = dims.get(dim).copied().unwrap_or(0);
         if places == 0 || places % self.total != 0 {

@@ -1,4 +1,4 @@
-//! What a node computes.
+//! The computation of a node.
 use super::Masked;
 use crate::{Result, Value};
 use candle_core::{DType, Device, Tensor};
@@ -8,10 +8,10 @@ use candle_shard::DTensor;
 use candle_shard::random::{Distribution, Stream, sample};
 use std::ops::Range;
 
-/// The circumstances of one run of a node: for which microbatch, where, and what for.
+/// The context of one run of a node: microbatch, device, step and mode.
 #[derive(Debug, Clone)]
 pub struct Ctx {
-    /// The stage's device, for tensors that a node makes from nothing.
+    /// The stage's device, for tensors that a node creates.
     pub device: Device,
     /// The dtype of the stage's parameters.
     pub dtype: DType,
@@ -19,19 +19,19 @@ pub struct Ctx {
     pub microbatch: usize,
     /// The rows of the batch that the microbatch holds.
     pub rows: Range<usize>,
-    /// The training step, which random streams are folded with.
+    /// The training step, which is folded into random streams.
     pub step: u64,
-    /// Whether the model trains: dropout drops.
+    /// Whether the model trains, so that dropout is active.
     pub training: bool,
-    /// The microbatch's own rows, if it has the whole batch's shape.
+    /// The microbatch's own rows, if it has the shape of the whole batch.
     pub masked: Option<Masked>,
 }
 
 impl Ctx {
-    /// Random numbers for a tensor of shape `dims` whose first dim goes along the rows of the batch.
+    /// Creates random numbers for a tensor of shape `dims` whose first dim goes along the rows of the batch.
     ///
-    /// They are those that the rows have in the whole batch, so that no cut into microbatches changes them. The first
-    /// dim may have several entries for each row, such as the tokens of a sequence.
+    /// The numbers of a row are those that it has in the whole batch, so the cut into microbatches does not change
+    /// them. The first dim may have several entries per row, such as the tokens of a sequence.
     ///
     /// ```
     /// use candle_core::{DType, Device};
@@ -49,7 +49,7 @@ impl Ctx {
     /// ```
     ///
     /// # Errors
-    /// If the first dim is no multiple of the number of rows.
+    /// If the first dim is not a multiple of the number of rows.
     pub fn random(&self, stream: Stream, dist: Distribution, dims: &[usize], dtype: DType) -> Result<Tensor> {
         let rows = self.rows.len();
         let Some((&first, rest)) = dims.split_first().filter(|(first, _)| rows > 0 && *first % rows == 0) else {
@@ -65,17 +65,18 @@ impl Ctx {
     }
 }
 
-/// What a node computes of its inputs.
+/// The computation of a node.
 ///
-/// candle's modules are such, with one tensor in and one out; [`stage_op`] makes one of a closure.
+/// candle's modules implement it, with one tensor in and one out; [`stage_op`] makes one from a closure.
 pub trait StageOp {
-    /// The node's outputs.
+    /// Returns the node's outputs.
     ///
     /// # Errors
-    /// If the inputs are not what the node takes.
+    /// If the inputs are not those that the node expects.
     fn forward(&self, inputs: &[Value], ctx: &Ctx) -> Result<Vec<Value>>;
 
-    /// How many values every such node takes and gives, where the type alone says it: a declaration with others is refused.
+    /// Returns the numbers of inputs and outputs, if the type alone determines them. A declaration with other numbers
+    /// is refused.
     fn arity() -> Option<(usize, usize)>
     where
         Self: Sized,
@@ -97,7 +98,7 @@ impl<M: ModuleT> StageOp for M {
     }
 }
 
-/// A closure as a node's computation, for modules that take or give other than one tensor.
+/// Makes a computation from a closure, for modules with other than one tensor in and one out.
 ///
 /// ```
 /// use candle_pipe::{Result, StageOp, Value, stage_op};
@@ -109,10 +110,10 @@ pub fn stage_op<F: Fn(&[Value], &Ctx) -> Result<Vec<Value>>>(f: F) -> impl Stage
     Closure(f)
 }
 
-/// A function of one sharded tensor as a node's computation: what tensor-parallel layers are.
+/// Makes a computation from a function of one sharded tensor, as tensor-parallel layers are.
 ///
-/// What comes in is taken as it is if it is on `mesh`, and a plain tensor as one that all its ranks have alike; what goes out
-/// stays sharded until a node that computes with plain tensors takes its [whole](Value::full_tensor).
+/// An input on `mesh` is used as it is; a plain tensor is one that is equal on all its ranks. The output stays sharded
+/// until a node that computes with plain tensors calls [`full_tensor`](Value::full_tensor).
 ///
 /// ```
 /// use candle_core::DType;

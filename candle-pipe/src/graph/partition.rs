@@ -1,11 +1,11 @@
-//! A row of items cut into runs, the dearest of which is as cheap as can be.
+//! Cuts a sequence of items into runs whose largest cost is minimal.
 use super::Graph;
 use crate::{Error, Result};
 use std::collections::BTreeMap;
 
-/// Costs of a graph's nodes in order, of which a run pays each replicated parameter that it uses once.
+/// Costs of a graph's nodes in order. A run pays each replicated parameter that it uses once.
 pub(super) struct Costs {
-    /// The nodes with a place of their own.
+    /// The nodes that belong to one stage.
     pub(super) nodes: Vec<usize>,
     /// Their own costs.
     own: Vec<f64>,
@@ -26,7 +26,7 @@ impl Costs {
         Ok(Self { nodes, own, uses, shared })
     }
 
-    /// What the runs that begin with item `start` cost, the shortest one first.
+    /// The costs of the runs that begin with item `start`, the shortest run first.
     pub(super) fn runs(&self, start: usize) -> impl Iterator<Item = f64> + '_ {
         let mut seen = Vec::new();
         (start..self.nodes.len()).scan(0.0, move |total, item| {
@@ -41,13 +41,14 @@ impl Costs {
         })
     }
 
-    /// The nodes that `stages` runs begin with, but for the first, so that the dearest run is as cheap as can be.
+    /// Returns the first nodes of `stages` runs, except the first run, so that the most expensive run is as cheap as
+    /// possible.
     ///
-    /// Exact, by dynamic programming over where the last run begins; of equal cuts the earliest.
+    /// Exact, by dynamic programming over the start of the last run; of equal cuts the earliest wins.
     pub(super) fn cut(&self, stages: usize) -> Result<Vec<usize>> {
         let items = self.nodes.len();
         check_stages(stages, items)?;
-        // best[i]: the dearest run and where the later runs begin, when the items from i on make the runs so far.
+        // best[i]: the cost of the most expensive run and the starts of later runs, if the items from i on are cut.
         let mut best: Vec<Option<(f64, Vec<usize>)>> = vec![None; items + 1];
         best[items] = Some((0.0, Vec::new()));
         for _ in 0..stages {
@@ -69,7 +70,7 @@ impl Costs {
     }
 }
 
-/// Refuses a number of stages that so many nodes cannot make.
+/// Refuses a number of stages that is 0 or larger than the number of nodes.
 pub(super) fn check_stages(stages: usize, nodes: usize) -> Result<()> {
     if stages == 0 || stages > nodes {
         return Err(Error::Pipe(format!("{stages} stages of {nodes} nodes: want at least 1 and no more than nodes")));

@@ -6,25 +6,25 @@ use crate::cuts::microbatch_sizes;
 use crate::{Error, Result};
 use std::collections::BTreeMap;
 
-/// Cuts into so many stages with as equal numbers of nodes as can be, the first of which have one more.
+/// Cuts into this many stages with numbers of nodes that differ by at most one; the first stages have more.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EqualCount(pub usize);
 
-/// Cuts into so many stages so that the largest has as few parameters as can be.
+/// Cuts into this many stages so that the largest number of parameters is minimal.
 ///
-/// A replicated parameter counts in every stage that uses it. Needs
+/// A replicated parameter counts in every stage that uses it. Requires
 /// [`PipeBuilder::measure`](crate::PipeBuilder::measure) before.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EqualParams(pub usize);
 
-/// Begins a new stage where one more node would make the stage's parameters more than so many elements.
+/// Begins a new stage where one more node would exceed this many elements of parameters.
 ///
-/// A node that is larger by itself makes a stage of its own; a parameter that is used several times in a stage counts
-/// once. Needs [`PipeBuilder::measure`](crate::PipeBuilder::measure) before.
+/// A node that is larger by itself is a stage of its own. A parameter that is used several times in a stage counts
+/// once. Requires [`PipeBuilder::measure`](crate::PipeBuilder::measure) before.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SizeThreshold(pub usize);
 
-/// Cuts into stages so that the dearest costs as little as can be, by measured costs such as times.
+/// Cuts into stages so that the most expensive one is as cheap as possible, by measured costs such as times.
 ///
 /// ```
 /// use candle_pipe::{Balanced, Graph, NodeKind, Node, Output, SplitPolicy, ValueId};
@@ -45,12 +45,12 @@ pub struct SizeThreshold(pub usize);
 pub struct Balanced {
     /// The number of stages.
     pub stages: usize,
-    /// What nodes cost, by name; those that are not named cost nothing.
+    /// The costs of nodes, by name; the default is 0.
     pub costs: BTreeMap<String, f64>,
 }
 
 impl Balanced {
-    /// Cuts into `stages` stages by the costs of the nodes named.
+    /// Creates a policy for `stages` stages with these costs of nodes.
     pub fn new<N: Into<String>>(stages: usize, costs: impl IntoIterator<Item = (N, f64)>) -> Self {
         Self { stages, costs: costs.into_iter().map(|(name, cost)| (name.into(), cost)).collect() }
     }
@@ -78,7 +78,7 @@ impl SplitPolicy for SizeThreshold {
     fn cuts(&self, graph: &Graph) -> Result<Vec<usize>> {
         let costs = Costs::new(graph, |node| weight(graph, node))?;
         let (mut cuts, mut start) = (Vec::new(), 0);
-        // The run that begins a stage is as long as fits, and never empty.
+        // A stage is as long as fits, and never empty.
         while let Some(more) = costs.runs(start).skip(1).position(|run| run > self.0 as f64) {
             start += more + 1;
             cuts.push(costs.nodes[start]);

@@ -1,4 +1,4 @@
-//! What parameters come from.
+//! Sources of parameters.
 use crate::{Error, Result};
 use candle_core::{DType, Device, Shape, Tensor};
 use candle_dist::DeviceMesh;
@@ -7,34 +7,35 @@ use candle_nn::{Init, VarBuilder};
 use candle_shard::nn::ShardedVarBuilder;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Parameters by name: their full names, and the tensors as the model uses them.
+/// Parameters: their full names, and the tensors as the model uses them.
 pub type Named = Vec<(String, Tensor)>;
 
-/// What a model's parameters come from, which a module of the model gets with the module's own name as prefix.
+/// The source of a model's parameters. A module gets it with the module's own name as prefix.
 ///
-/// candle's `VarBuilder`, the `ShardedVarBuilder` of tensor-parallel models, or `()` for models that bring their own.
+/// Implemented for candle's `VarBuilder`, the `ShardedVarBuilder` of tensor-parallel models, and `()` for models that
+/// have their own parameters.
 pub trait Scope: Clone + 'static {
-    /// The scope of the child module `name`, one part of a path.
+    /// Returns the scope of the child module `name`, one part of a path.
     fn child(&self, name: &str) -> Self;
 
-    /// The same scope with parameters on `device`.
+    /// Returns this scope with parameters on `device`.
     ///
     /// # Errors
     /// If it is bound to another device.
     fn on(&self, device: &Device) -> Result<Self>;
 
-    /// The dtype of the parameters.
+    /// Returns the dtype of the parameters.
     fn dtype(&self) -> DType;
 
-    /// The mesh that sharded tensors between nodes lie on, for a model that has such.
+    /// Returns the mesh of sharded tensors between nodes, if the model has them.
     fn mesh(&self) -> Option<DeviceMesh> {
         None
     }
 
-    /// What `build` makes of the scope, and the parameters that it asked for.
+    /// Runs `build` with this scope. Returns its result and the parameters that it requested.
     fn watch<T>(&self, build: impl FnOnce(&Self) -> Result<T>) -> Result<(T, Named)>;
 
-    /// The scope of the module with this dotted path.
+    /// Returns the scope of the module with this dotted path.
     fn at(&self, path: &str) -> Self {
         path.split('.').filter(|part| !part.is_empty()).fold(self.clone(), |scope, part| scope.child(part))
     }
@@ -109,7 +110,7 @@ impl Scope for ShardedVarBuilder {
     }
 }
 
-/// A source of parameters that remembers which it gave.
+/// A source of parameters that records requested ones.
 struct Watched {
     source: VarBuilder<'static>,
     seen: Arc<Mutex<Named>>,
@@ -141,7 +142,8 @@ impl SimpleBackend for Watched {
     }
 }
 
-/// A source of parameters that have shapes and take no memory, to [measure](crate::PipeBuilder::measure) a model with.
+/// Returns a source of parameters with shapes and without memory, to [measure](crate::PipeBuilder::measure) a model
+/// with.
 ///
 /// ```
 /// use candle_core::DType;

@@ -1,4 +1,4 @@
-//! Where a model is cut.
+//! The cuts of a model.
 use super::Graph;
 use super::suggest::suggestion;
 use crate::{Error, Result};
@@ -14,18 +14,18 @@ pub enum SplitPoint {
     End,
 }
 
-/// A rule that cuts a model: what [`EqualCount`](super::EqualCount) and its kind are, or one of your own.
+/// A rule that cuts a model, such as [`EqualCount`](super::EqualCount) or your own.
 pub trait SplitPolicy {
-    /// The nodes that stages begin with, but for the first stage; ascending, and none without a place of its own.
+    /// Returns the first node of each stage except the first stage, ascending. Replicated nodes are not allowed.
     ///
     /// # Errors
-    /// If the model cannot be cut so.
+    /// If the model cannot be cut by this rule.
     fn cuts(&self, graph: &Graph) -> Result<Vec<usize>>;
 }
 
-/// Where a model is cut into stages: at points, or by a policy.
+/// The cuts of a model: at points, or by a policy.
 ///
-/// Points add to those declared with [`PipeBuilder::split`](crate::PipeBuilder::split); cuts at one place are one.
+/// Points add to those declared with [`PipeBuilder::split`](crate::PipeBuilder::split). Duplicate cuts count once.
 ///
 /// ```
 /// use candle_pipe::{EqualCount, SplitPoint, SplitSpec};
@@ -43,21 +43,21 @@ enum Rule {
 }
 
 impl SplitSpec {
-    /// At the sides of nodes, each named by its full name or by a prefix that it has in common with others.
+    /// Cuts at the sides of nodes, each named by its full name or by a common prefix of several nodes.
     pub fn at<N: Into<String>>(points: impl IntoIterator<Item = (N, SplitPoint)>) -> Self {
         Self(Rule::Points(points.into_iter().map(|(name, point)| (name.into(), point)).collect()))
     }
 
-    /// Where the model was declared with cuts, and nowhere else.
+    /// Cuts only where the model's declaration has cuts.
     pub fn declared() -> Self {
         Self(Rule::Points(Vec::new()))
     }
 
-    /// The nodes before which the graph is cut, ascending.
+    /// Returns the nodes before which the graph is cut, ascending.
     ///
     /// # Errors
-    /// [`Error::Pipe`] for a name that no node has, a policy for a model that was declared with cuts, or what the
-    /// policy cannot do.
+    /// [`Error::Pipe`] for a name that no node has, for a policy on a model that declares cuts, and those of the
+    /// policy.
     pub fn cuts(&self, graph: &Graph) -> Result<Vec<usize>> {
         match &self.0 {
             Rule::Policy(_) if !graph.splits.is_empty() => Err(Error::Pipe(
@@ -90,7 +90,7 @@ impl fmt::Debug for SplitSpec {
     }
 }
 
-/// The first node at or after `node` that stands at a place of its own.
+/// Returns the first node at or after `node` that belongs to one stage.
 fn next_placed(graph: &Graph, node: usize) -> usize {
     graph.placed().find(|&placed| placed >= node).unwrap_or(graph.nodes.len())
 }
@@ -112,12 +112,12 @@ fn cut_at(graph: &Graph, name: &str, point: SplitPoint) -> Result<usize> {
     Ok(cut)
 }
 
-/// Whether a node is the module `prefix` or in it.
+/// Returns whether a node is the module `prefix` or in it.
 fn is_within(name: &str, prefix: &str) -> bool {
     name.strip_prefix(prefix).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
 }
 
-/// `a`, `a.b` and `a.b.c` of `a.b.c`.
+/// Returns `a`, `a.b` and `a.b.c` for `a.b.c`.
 fn prefixes(name: &str) -> impl Iterator<Item = &str> {
     name.match_indices('.').map(|(dot, _)| &name[..dot]).chain([name])
 }

@@ -1,4 +1,4 @@
-//! What each stage of a cut graph runs, takes and gives.
+//! The stages of a cut graph: nodes, inputs and outputs.
 use super::{Graph, NodeKind, Share, ValueId};
 use crate::{Error, Result};
 use serde::{Deserialize, Serialize};
@@ -7,17 +7,17 @@ use std::collections::{BTreeMap, BTreeSet};
 /// One stage of a model.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StageDef {
-    /// Its place among the stages.
+    /// Its index.
     pub index: usize,
-    /// The nodes that it runs, in order; its copies of replicated parameters come first.
+    /// The nodes that it runs, in order. Its copies of replicated parameters come first.
     pub nodes: Vec<usize>,
-    /// The values that it takes, in their order.
+    /// Its inputs, in order.
     pub inputs: Vec<StageInput>,
-    /// The values that it gives, in their order.
+    /// Its outputs, in order.
     pub outputs: Vec<StageOutput>,
 }
 
-/// A value that a stage takes.
+/// An input of a stage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StageInput {
     /// The value.
@@ -26,16 +26,16 @@ pub struct StageInput {
     pub from: Option<usize>,
 }
 
-/// A value that a stage gives.
+/// An output of a stage.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StageOutput {
     /// The value.
     pub value: ValueId,
-    /// The later stages that use it, ascending; none if only the caller does.
+    /// The later stages that use it, ascending; empty if only the caller uses it.
     pub consumers: Vec<usize>,
 }
 
-/// A value that goes from one stage to others.
+/// A value that one stage sends to others.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Edge {
     /// The value.
@@ -47,7 +47,7 @@ pub struct Edge {
 }
 
 impl Edge {
-    /// Whether the value passes a stage by, or has several stages that use it.
+    /// Returns whether the value skips a stage, or several stages use it.
     pub fn is_skip(&self) -> bool {
         self.to != [self.from + 1]
     }
@@ -60,17 +60,17 @@ pub struct ShareGroup {
     pub name: String,
     /// How it is shared.
     pub share: Share,
-    /// The stages that use it, ascending; the one that owns a transmitted parameter comes first.
+    /// The stages that use it, ascending; the owner of a transmitted parameter comes first.
     pub stages: Vec<usize>,
 }
 
 impl Graph {
-    /// The stages of the graph cut before the nodes `cuts`, ascending.
+    /// Returns the stages of the graph, cut before the nodes `cuts`, ascending.
     ///
-    /// A replicated parameter belongs to every stage that uses it, wherever it was declared.
+    /// A replicated parameter belongs to every stage that uses it, independent of its declaration.
     ///
     /// # Errors
-    /// What [`check`](Self::check) finds, or [`Error::Pipe`] if a stage would have no node of its own.
+    /// Those of [`check`](Self::check), and [`Error::Pipe`] if a stage would have no node of its own.
     pub fn stages(&self, cuts: &[usize]) -> Result<Vec<StageDef>> {
         self.check()?;
         let stage_of = self.place(cuts)?;
@@ -114,7 +114,7 @@ impl Graph {
         Ok(stages)
     }
 
-    /// The parameters that several stages use.
+    /// Returns the parameters that several stages use.
     pub(super) fn shares(&self, stages: &[StageDef]) -> Vec<ShareGroup> {
         let parameter = |(index, node): (usize, &super::Node)| {
             let share = match node.kind {
@@ -131,7 +131,7 @@ impl Graph {
         self.nodes.iter().enumerate().filter_map(parameter).collect()
     }
 
-    /// The stage of every node; `None` for a replicated parameter.
+    /// Returns the stage of every node; `None` for a replicated parameter.
     fn place(&self, cuts: &[usize]) -> Result<Vec<Option<usize>>> {
         if !cuts.is_sorted() {
             return Err(Error::Pipe(format!("cuts {cuts:?} do not ascend")));
@@ -147,7 +147,7 @@ impl Graph {
         }
     }
 
-    /// The stages that use each value, ascending.
+    /// Returns the stages that use each value, ascending.
     fn users(&self, stage_of: &[Option<usize>]) -> BTreeMap<ValueId, BTreeSet<usize>> {
         let mut users: BTreeMap<ValueId, BTreeSet<usize>> = BTreeMap::new();
         for (node, stage) in self.nodes.iter().zip(stage_of) {
@@ -159,7 +159,7 @@ impl Graph {
     }
 }
 
-/// The values that go from stage to stage.
+/// Returns the values that are sent between stages.
 pub(super) fn edges(stages: &[StageDef]) -> Vec<Edge> {
     let outputs = stages.iter().flat_map(|stage| stage.outputs.iter().map(|output| (stage.index, output)));
     let edge = |(from, output): (usize, &StageOutput)| Edge { value: output.value, from, to: output.consumers.clone() };

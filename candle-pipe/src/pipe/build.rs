@@ -1,4 +1,4 @@
-//! Building the nodes of a stage, and of no other.
+//! Builds the nodes of one stage.
 use crate::graph::{Ctx, Named, Node, NodeKind, Scope, StageOp, ValueId};
 use crate::{Error, Result};
 use candle_core::{Device, Tensor};
@@ -9,12 +9,12 @@ use std::collections::BTreeMap;
 use std::rc::Rc;
 use std::sync::Arc;
 
-/// Makes a node's computation where the node runs, from the node's own scope.
+/// Makes a node's computation on the rank that runs it, from the node's own scope.
 pub(super) type Factory<B> = Arc<dyn Fn(&B, &Workshop) -> Result<Made> + Send + Sync>;
 
 /// How a node is built.
 pub(super) struct Recipe<B> {
-    /// The path of the scope that the node's parameters are asked of; none for a function, which has none.
+    /// The path of the scope of the node's parameters; `None` for a function, which has none.
     pub(super) scope: Option<String>,
     pub(super) make: Factory<B>,
 }
@@ -22,7 +22,7 @@ pub(super) struct Recipe<B> {
 /// A built computation.
 pub(super) struct Made {
     op: Rc<dyn StageOp>,
-    /// Its parameters, where it knows them better than its scope, which was asked for those of several nodes at once.
+    /// Its parameters, if it knows them better than its scope, which several nodes share.
     named: Option<Named>,
 }
 
@@ -40,10 +40,10 @@ impl Made {
     }
 }
 
-/// What several nodes are made with, while nodes are built: kept by the value that stands for it.
+/// Objects shared by several nodes while nodes are built, by the value that stands for each.
 #[derive(Default)]
 pub(super) struct Workshop {
-    /// Whether nodes are built for their sizes alone.
+    /// Whether nodes are built only for their sizes.
     pub(super) is_measuring: bool,
     things: RefCell<BTreeMap<ValueId, Rc<dyn Any>>>,
 }
@@ -62,7 +62,7 @@ impl Workshop {
     }
 }
 
-/// A node's computation, and the parameters that it asked for.
+/// Builds a node's computation, and returns the parameters that it requested.
 pub(super) fn build<B: Scope>(
     node: &Node,
     recipe: &Recipe<B>,
@@ -79,7 +79,7 @@ pub(super) fn build<B: Scope>(
         return Ok((op, named));
     }
     if named.is_empty() {
-        // A model that brings its parameters along asks no scope for them.
+        // A model with its own parameters requests none from the scope.
         let (device, dtype) = (Device::Cpu, scope.dtype());
         let ctx = Ctx { device, dtype, microbatch: 0, rows: 0..0, step: 0, training: false, masked: None };
         let made = op.forward(&[], &ctx)?;
@@ -93,7 +93,7 @@ pub(super) fn build<B: Scope>(
     }
 }
 
-/// Whether a full name is `name`, behind the prefix of a builder at most.
+/// Returns whether a full name is `name`, with or without a prefix of a builder.
 fn ends_with(full: &str, name: &str) -> bool {
     full.strip_suffix(name).is_some_and(|prefix| prefix.is_empty() || prefix.ends_with('.'))
 }

@@ -1,4 +1,4 @@
-//! Which output is the loss, as a tree of truths.
+//! The choice of the loss among the outputs, as a tree of booleans.
 use crate::graph::{Output, Reduction};
 use crate::microbatch::{ChunkSpec, LossReducer};
 use crate::value::{Children, containers, entries, items};
@@ -7,14 +7,14 @@ use itertools::Itertools;
 use std::collections::BTreeMap;
 use std::fmt;
 
-/// The name of an output that is the loss where nothing else is said.
+/// The name of the output that is the loss by default.
 pub(crate) const NAME: &str = "loss";
 
-/// Which of a model's outputs is the loss: a truth for each, in the outputs' structure, of which one is true.
+/// A choice of the loss: a boolean for each of a model's outputs, in their structure. One of them is true.
 ///
-/// At its root it is a map by the outputs' names, a tuple or list in the order of their declaration, or `true` for a model of
-/// one output; `false` says that the model has no loss, whatever its outputs are called. Where an output is a container, the
-/// spec goes on in it. Made by `into()` from `bool` and from tuples, vectors, arrays and maps of specs, and from a
+/// Its root is a map by the outputs' names, a tuple or list in the order of declaration, or `true` for a model with one
+/// output. `false` means that the model has no loss, whatever the names of its outputs. If an output is a container,
+/// the spec continues in it. Convert from `bool`, from tuples, vectors, arrays and maps of specs, or from a
 /// [`ChunkSpec`], where a [`LossReducer`] marks the loss.
 ///
 /// ```
@@ -25,7 +25,7 @@ pub(crate) const NAME: &str = "loss";
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum LossSpec {
-    /// Whether what stands here is the loss, or all that is in it is not.
+    /// Whether this value is the loss; `false` for a container means none of its values.
     Is(bool),
     /// One for each value of a list or tuple.
     List(Vec<LossSpec>),
@@ -56,7 +56,7 @@ impl From<&ChunkSpec> for LossSpec {
 }
 
 impl LossSpec {
-    /// The output with the loss, and the spec of what is in it; none for a model without one.
+    /// Returns the output with the loss, and the spec within it; `None` for a model without a loss.
     pub(super) fn find<'a>(&'a self, outputs: &'a [Output]) -> Result<Option<(&'a Output, &'a Self)>> {
         let names = || outputs.iter().map(|output| &output.name).join(", ");
         let wrong = |reason: String| Err(Error::Pipe(format!("the loss spec {self} {reason}")));
@@ -88,7 +88,7 @@ impl LossSpec {
         }
     }
 
-    /// The loss in a value, which must have the structure of the spec.
+    /// Returns the loss in a value, which must have the structure of the spec.
     pub(super) fn pick<'a>(&self, path: &Path, value: &'a Value) -> Result<&'a Value> {
         let Some(specs) = self.children() else { return Ok(value) };
         let unlike = || Error::Pipe(format!("{path} is {value}, which has not the structure of the loss spec {self}"));
@@ -117,7 +117,7 @@ impl LossSpec {
     }
 }
 
-/// How the loss reducer in a spec makes one loss of many; an error if there is none, or one that only it knows.
+/// Returns the reduction of a spec's loss reducer, or an error if there is none, or a custom one.
 pub(super) fn reduction(spec: &ChunkSpec) -> Result<Reduction> {
     fn reducers(spec: &ChunkSpec) -> Vec<&LossReducer> {
         match (spec, spec.children()) {

@@ -17,14 +17,14 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::{Mutex, PoisonError};
 
-/// A model cut into stages, of which each rank builds its own.
+/// A model cut into stages. Each rank builds its own stages.
 ///
-/// It holds no parameters: those are made by [`build_stage`](Self::build_stage). Displayed, it is a readable listing.
+/// It holds no parameters; [`build_stage`](Self::build_stage) creates them. `Display` prints a listing.
 pub struct Pipe<B> {
     info: PipeInfo,
     recipes: Vec<Recipe<B>>,
     signature: Signature,
-    /// The first stage that was seen to ask for a variable that nobody declared as shared.
+    /// The first stage that requested each variable that is not declared as shared.
     owners: Mutex<BTreeMap<String, usize>>,
 }
 
@@ -41,38 +41,38 @@ impl<B: Scope> Pipe<B> {
         Ok(Self { info: PipeInfo::new(graph, &cuts)?, recipes, signature, owners: Mutex::default() })
     }
 
-    /// The model and its stages as plain data.
+    /// Returns the model and its stages as plain data.
     pub fn info(&self) -> &PipeInfo {
         &self.info
     }
 
-    /// The number of stages.
+    /// Returns the number of stages.
     pub fn num_stages(&self) -> usize {
         self.info.num_stages()
     }
 
-    /// What a stage runs, takes and gives.
+    /// Returns the definition of a stage: its nodes, inputs and outputs.
     ///
     /// # Errors
-    /// [`Error::Pipe`](crate::Error::Pipe) if there are not so many.
+    /// [`Error::Pipe`](crate::Error::Pipe) if there is no such stage.
     pub fn stage(&self, index: usize) -> Result<&StageDef> {
         self.info.stage(index)
     }
 
-    /// The values that go from stage to stage, each with all stages that use it.
+    /// Returns the values that are sent between stages, each with all stages that use it.
     pub fn edges(&self) -> &[Edge] {
         &self.info.edges
     }
 
-    /// The parameters that several stages use.
+    /// Returns the parameters that several stages use.
     pub fn shares(&self) -> &[ShareGroup] {
         &self.info.shares
     }
 
-    /// The values of the model's inputs: `args` by place, `kwargs` by name, the others by default.
+    /// Returns the values of the model's inputs: `args` by position, `kwargs` by name, the others by default.
     ///
     /// # Errors
-    /// [`Error::Pipe`](crate::Error::Pipe) naming an input that is missing, unknown or given twice.
+    /// [`Error::Pipe`](crate::Error::Pipe) that names an input that is missing, unknown or passed twice.
     pub fn bind(&self, args: &[Value], kwargs: &Kwargs) -> Result<Inputs> {
         self.signature.bind(args, kwargs)
     }
@@ -83,8 +83,8 @@ impl<B: Scope> Pipe<B> {
 
     /// Builds one stage on `device`; no node of another stage is built.
     ///
-    /// Logs a warning where the stage asks for a variable that another stage of this pipe asked for in this process, and that
-    /// is not declared as shared: each stage has a part of its gradient. A [`Runtime`](crate::Runtime) sums them.
+    /// Logs a warning if the stage requests a variable that another stage of this pipe requested in this process, and
+    /// that is not declared as shared: each stage has a part of its gradient. A [`Runtime`](crate::Runtime) sums them.
     ///
     /// # Errors
     /// If there is no such stage, or a constructor fails.
@@ -93,7 +93,7 @@ impl<B: Scope> Pipe<B> {
         self.build(&[index], scope, device).map(|mut stages| stages.swap_remove(0))
     }
 
-    /// Builds several stages on one device, which have one copy of the replicated parameters that they share.
+    /// Builds several stages on one device. They share one copy of replicated parameters.
     ///
     /// # Errors
     /// If there is no such stage, or a constructor fails.
@@ -136,7 +136,7 @@ impl<B: Scope> Pipe<B> {
         indices.iter().map(stage).collect()
     }
 
-    /// Says which of a stage's own parameters other stages asked for, too.
+    /// Logs which of a stage's own parameters other stages requested too.
     fn warn_of_shares<'a>(&self, stage: usize, own: impl Iterator<Item = (&'a String, &'a Tensor)>) {
         let mut owners = self.owners.lock().unwrap_or_else(PoisonError::into_inner);
         for (name, _) in own.filter(|(_, tensor)| tensor.is_variable()) {

@@ -1,7 +1,7 @@
-//! A place in a value, written as text.
+//! The path to an element of a value, as text.
 use crate::{Error, Result, Value};
 
-/// The way from a value to a value in it: `.losses[0]`.
+/// The path from a value to an element of it: `.losses[0]`.
 pub(super) struct Steps(Vec<Step>);
 
 enum Step {
@@ -10,7 +10,7 @@ enum Step {
 }
 
 impl Steps {
-    /// Reads `[1]` for places of lists and tuples and `.key` for entries of maps; the first dot may be left out.
+    /// Parses `[1]` for elements of lists and tuples, and `.key` for entries of maps. The first dot is optional.
     pub(super) fn parse(text: &str) -> Result<Self> {
         let wrong = || Error::Pipe(format!("the path {text:?} is none: want places and keys, as in .losses[0]"));
         let mut steps = Vec::new();

@@ -1,10 +1,10 @@
-//! What goes from stage to stage: values forward, gradients back.
+//! The data sent between stages: values forward, gradients backward.
 use crate::graph::Reduction;
 use crate::{Error, Result, Value};
 use candle_core::Tensor;
 use candle_dist::TensorTree;
 
-/// A value on its way between stages: without a graph, and with a note of which of its tensors want a gradient.
+/// A value sent between stages: without a graph, and with flags for the tensors that require a gradient.
 #[derive(Debug, Clone)]
 pub struct Activation {
     /// The value.
@@ -14,39 +14,39 @@ pub struct Activation {
 }
 
 impl Activation {
-    /// A value none of whose tensors wants a gradient, such as an input.
+    /// Creates an activation none of whose tensors requires a gradient, such as an input.
     pub fn constant(value: Value) -> Result<Self> {
         let mut activation = Self::of(&value)?;
         activation.tracked.fill(false);
         Ok(activation)
     }
 
-    /// A value whose tensors want a gradient if they are variables or computed from some.
+    /// Creates an activation whose tensors require a gradient if they are variables or computed from variables.
     pub fn of(value: &Value) -> Result<Self> {
         let tracked = value.tensors().into_iter().map(|tensor| tensor.dtype().is_float() && tensor.track_op());
         Ok(Self { tracked: tracked.collect(), value: detached(value)? })
     }
 }
 
-/// The same value without graphs.
+/// Detaches all tensors of a value.
 pub(crate) fn detached(value: &Value) -> Result<Value> {
     value.map_tensors(|tensor| -> Result<Tensor> { Ok(tensor.detach()) })
 }
 
-/// The gradient of a value: for each of its tensors, in the tree's order, a tensor like it, or nothing.
+/// The gradient of a value: for each of its tensors, in the tree's order, a tensor of the same shape, or none.
 #[derive(Debug, Clone, Default)]
 pub struct Gradient(pub Vec<Option<Tensor>>);
 
 impl Gradient {
-    /// Whether there is nothing at all, which is also what a stage after which nothing reaches the loss gives.
+    /// Returns whether there is no gradient at all, for example if no later stage contributes to the loss.
     pub fn is_none(&self) -> bool {
         self.0.iter().all(Option::is_none)
     }
 
-    /// The sum of the gradients that the users of one value found, in their order; what is missing adds nothing.
+    /// Sums the gradients from all users of a value, in their order; missing ones add nothing.
     ///
     /// # Errors
-    /// If they are not of one value.
+    /// If they do not belong to one value.
     pub fn sum<'a>(contributions: impl IntoIterator<Item = &'a Self>) -> Result<Self> {
         let mut sum = Self::default();
         for contribution in contributions {
@@ -63,10 +63,10 @@ impl Gradient {
         Ok(sum)
     }
 
-    /// The gradient `weight` of a loss, or of the sum in a loss that is a tuple of a sum and a count.
+    /// Returns the gradient `weight` of a loss, or of the sum in a loss that is a tuple of a sum and a count.
     ///
     /// # Errors
-    /// [`Error::Pipe`] if there is no scalar of floats.
+    /// [`Error::Pipe`] if the loss is not a scalar of floats.
     pub fn of_loss(loss: &Value, weight: f64) -> Result<Self> {
         let sum = match loss {
             Value::Tuple(parts) if parts.len() == 2 => &parts[0],
@@ -76,7 +76,7 @@ impl Gradient {
     }
 }
 
-/// The tensor of a loss.
+/// Returns the tensor of a loss.
 pub(crate) fn scalar(loss: &Value) -> Result<&Tensor> {
     match loss {
         Value::Tensor(tensor) if tensor.rank() == 0 && tensor.dtype().is_float() => Ok(tensor),
@@ -84,7 +84,7 @@ pub(crate) fn scalar(loss: &Value) -> Result<&Tensor> {
     }
 }
 
-/// The tensor of a loss, and what it counts where it says so.
+/// Returns the tensor of a loss, and its count if it has one.
 pub(crate) fn parts(loss: &Value, reduction: Reduction) -> Result<(&Tensor, Option<&Value>)> {
     if reduction != Reduction::Counted {
         return Ok((scalar(loss)?, None));

@@ -1,4 +1,4 @@
-//! Whether a stage that runs a second time does what it did the first time.
+//! Checks that a recomputed stage returns the same results.
 use super::{Activation, StageModule};
 use crate::graph::Ctx;
 use crate::{Error, Result, Value};
@@ -6,14 +6,14 @@ use candle_core::Tensor;
 use candle_dist::TensorTree;
 use candle_dist::bits::{digest, same_elements};
 
-/// What a stage gave: for each output its listing, and what its tensors hold.
+/// The results of a stage: for each output its listing and the contents of its tensors.
 pub(super) struct Given(Vec<(String, Vec<Seen>)>);
 
-/// What a tensor held.
+/// The contents of a tensor.
 enum Seen {
-    /// On the CPU, where reading costs little.
+    /// A digest, on the CPU, where reading is cheap.
     Digest(u64),
-    /// On another device, which compares.
+    /// The tensor, on another device, which compares it.
     Kept(Tensor),
 }
 
@@ -30,7 +30,7 @@ impl Given {
         outputs.iter().map(of).collect::<Result<_>>().map(Self)
     }
 
-    /// Refuses other outputs than these.
+    /// Returns an error if the new outputs differ.
     pub(super) fn check(&self, stage: &StageModule, again: &[Value], ctx: &Ctx) -> Result<()> {
         for ((listing, tensors), (output, value)) in self.0.iter().zip(stage.def().outputs.iter().zip(again)) {
             let mut pairs = tensors.iter().zip(value.tensors());
@@ -61,7 +61,7 @@ impl Seen {
     }
 }
 
-/// What the forward pass `run` gives, or an error if it changes variables of the stage.
+/// Runs the forward pass `run`. Returns an error if it changes variables of the stage.
 pub(super) fn leaving_variables<R>(stage: &StageModule, run: impl FnOnce() -> Result<R>) -> Result<R> {
     let digests = || stage.variables().map(|(_, variable)| Ok(digest(variable)?)).collect::<Result<Vec<u64>>>();
     let before = digests()?;

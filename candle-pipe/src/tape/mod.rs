@@ -1,4 +1,4 @@
-//! One stage's forward and backward passes of one microbatch.
+//! Forward and backward passes of one stage for one microbatch.
 mod activation;
 mod again;
 mod queue;

@@ -1,4 +1,4 @@
-//! Weight gradients put off, so that the gradients of a stage's inputs can leave first.
+//! Deferred weight gradients, so that the gradients of a stage's inputs can be sent first.
 use crate::Result;
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, TensorId};
@@ -8,16 +8,16 @@ use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// The weight gradients of one run of one stage, put off or not.
+/// The weight gradients of one run of one stage, deferred or not.
 ///
-/// Those of one weight are added to each other before they are added to what other uses of the weight found, so that
-/// the sum is bit by bit the same whether they wait or not.
+/// The gradients of one weight are summed with each other before those of its other uses are added, so the sum is bit
+/// by bit the same whether they are deferred or not.
 #[derive(Debug, Default)]
 pub(crate) struct WeightQueue {
-    /// Variables that stand for values of other stages, whose gradients nobody may wait for.
+    /// Variables that stand for values of other stages. Their gradients must not be deferred.
     inputs: Vec<TensorId>,
     is_deferring: AtomicBool,
-    /// How many gradients of weights were computed at once though they were to be put off.
+    /// The number of weight gradients that should have been deferred but were computed at once.
     at_once: AtomicUsize,
     weights: Mutex<Weights>,
 }
@@ -25,11 +25,11 @@ pub(crate) struct WeightQueue {
 #[derive(Debug, Default)]
 struct Weights {
     waiting: Vec<Late>,
-    /// Weights with the sums of what is computed.
+    /// Weights with the sums of the gradients computed so far.
     sums: Vec<(Tensor, Tensor)>,
 }
 
-/// A weight's gradient, still to be computed.
+/// A deferred weight gradient.
 struct Late {
     weight: Tensor,
     gradient: LateGradient,
@@ -42,33 +42,33 @@ impl fmt::Debug for Late {
 }
 
 impl WeightQueue {
-    /// A queue for a run whose inputs from other stages are the variables `inputs`.
+    /// Creates a queue for a run whose inputs from other stages are the variables `inputs`.
     pub(crate) fn new(inputs: Vec<TensorId>) -> Arc<Self> {
         Arc::new(Self { inputs, ..Self::default() })
     }
 
-    /// What `f` gives when the layers that it runs use this queue.
+    /// Runs `f`; layers in it use this queue.
     pub(crate) fn during<R>(self: &Arc<Self>, f: impl FnOnce() -> R) -> R {
         with_weight_sink(self.clone(), f)
     }
 
-    /// Sets whether weight gradients are put off from now on, or computed on the way.
+    /// Sets whether weight gradients are deferred from now on.
     pub(crate) fn defer(&self, is_deferring: bool) {
         self.is_deferring.store(is_deferring, Ordering::Relaxed);
     }
 
-    /// The weights whose gradients wait; one stands for each use.
+    /// Returns the weights with deferred gradients, once per use.
     pub(crate) fn waiting(&self) -> Vec<Tensor> {
         self.lock().waiting.iter().map(|late| late.weight.clone()).collect()
     }
 
-    /// How many gradients of weights were computed at once though they were to be put off: those of weights that are no
-    /// variables of the stage, such as the whole of a fully sharded one.
+    /// Returns the number of weight gradients that should have been deferred but were computed at once: those of
+    /// weights that are not variables of the stage, such as a gathered fully sharded one.
     pub(crate) fn at_once(&self) -> usize {
         self.at_once.load(Ordering::Relaxed)
     }
 
-    /// Computes what waits, in the order in which it came, and adds all that the queue has to `grads`.
+    /// Computes the deferred gradients, in their order, and adds all gradients of the queue to `grads`.
     pub(crate) fn finish(&self, grads: &mut GradStore) -> Result<()> {
         let waiting = std::mem::take(&mut self.lock().waiting);
         waiting.into_iter().try_for_each(|late| self.add(&late.weight, (late.gradient)()?))?;
@@ -97,7 +97,7 @@ impl WeightQueue {
 }
 
 impl WeightSink for WeightQueue {
-    /// The gradient of `weight`, unless that is one of this stage's own variables: then the queue has it, now or later.
+    /// Returns the gradient of `weight`, unless it is one of this stage's own variables: then the queue keeps it.
     fn take(&self, weight: &Tensor, gradient: LateGradient) -> candle_core::Result<Option<Tensor>> {
         let is_deferring = self.is_deferring.load(Ordering::Relaxed);
         if !weight.is_variable() || self.inputs.contains(&weight.id()) {

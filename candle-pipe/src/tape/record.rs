@@ -1,4 +1,4 @@
-//! What a stage keeps between the passes of one microbatch.
+//! Data that a stage keeps between the passes of one microbatch.
 use super::{Activation, Given, Gradient, StageModule, WeightQueue, vjp};
 use crate::graph::Ctx;
 use crate::{Error, Result, Value};
@@ -8,7 +8,7 @@ use candle_dist::TensorTree;
 use candle_shard::nn::Draws;
 use std::sync::Arc;
 
-/// One stage's run of one microbatch, of which the backward pass can be taken once, whole or in two parts.
+/// One stage's run of one microbatch. Its backward pass can run once, whole or in two parts.
 pub struct Tape {
     stage: StageModule,
     kept: Kept,
@@ -16,20 +16,20 @@ pub struct Tape {
 
 enum Kept {
     Recorded(Recorded),
-    /// With what the nodes drew, and what came out of them where the second run is compared with the first.
+    /// With the random draws of the nodes, and their results if the second run is compared with the first.
     Inputs(Vec<Activation>, Ctx, Draws, Option<Given>),
 }
 
 /// The graph of one run.
 pub(super) struct Recorded {
-    /// For each input, for each of its tensors, the variable that stands for it where it wants a gradient.
+    /// For each tensor of each input, the variable that stands for it if it requires a gradient.
     leaves: Vec<Vec<Option<Var>>>,
     /// The outputs with their graph.
     outputs: Vec<Value>,
     queue: Arc<WeightQueue>,
 }
 
-/// What a backward pass finds.
+/// The gradients of a backward pass.
 #[derive(Debug, Default)]
 pub struct Backward {
     /// The gradients of the stage's inputs, in their order.
@@ -38,13 +38,13 @@ pub struct Backward {
     pub parameters: GradStore,
 }
 
-/// The second part of a backward pass: weight gradients that are still to be computed.
+/// The second part of a backward pass: deferred weight gradients.
 ///
-/// It holds what those need, such as the inputs of linear layers and the gradients of their outputs, nothing else.
+/// It holds only the tensors that they need, such as the inputs of linear layers and the gradients of their outputs.
 #[derive(Debug)]
 pub struct WeightTape {
     queue: Arc<WeightQueue>,
-    /// What other uses of the same weights have added.
+    /// Gradients from other uses of the same weights.
     grads: GradStore,
 }
 
@@ -63,24 +63,24 @@ impl Tape {
         Self { stage, kept: Kept::Inputs(inputs, ctx, draws, given) }
     }
 
-    /// The whole backward pass, from the gradients of the stage's outputs in their order.
+    /// Runs the whole backward pass, from the gradients of the stage's outputs in their order.
     ///
-    /// An output without gradient is [none](Gradient::is_none); if all are, so is all that comes out.
+    /// The gradient of an output may be [none](Gradient::is_none); if all are, so are all results.
     ///
     /// # Errors
-    /// [`Error::Pipe`] if the gradients do not fit the outputs; those of nodes that run again.
+    /// [`Error::Pipe`] if the gradients do not match the outputs, and those of recomputed nodes.
     pub fn backward(self, gradients: &[Gradient]) -> Result<Backward> {
         let (mut backward, queue) = self.run(gradients, false)?;
         queue.finish(&mut backward.parameters)?;
         Ok(backward)
     }
 
-    /// The backward pass but for the weights of linear layers, whose gradients come from the tape that is left: bit by
-    /// bit those that [`backward`](Self::backward) gives.
+    /// Runs the backward pass without the weight gradients of linear layers. The returned tape computes these, bit by
+    /// bit as [`backward`](Self::backward) does.
     ///
-    /// Those of [`nn::Linear`](crate::nn::Linear) and of the linear layers of `candle_shard`, recomputed ones included, where
-    /// nothing need be communicated for them: not of fully sharded weights, nor of those that other stages send.
-    ///
+    /// This defers the weights of [`nn::Linear`](crate::nn::Linear) and of the linear layers of `candle_shard`, also
+    /// recomputed ones, if their gradients need no communication: not fully sharded weights, nor weights that other
+    /// stages send. Every parameter's gradient comes entirely from one of the two parts.
     /// Every parameter's gradient comes whole from one of the two.
     ///
     /// # Errors
@@ -115,12 +115,12 @@ impl Tape {
 }
 
 impl WeightTape {
-    /// How many gradients of weights could not wait.
+    /// Returns the number of weight gradients that could not be deferred.
     pub(crate) fn at_once(&self) -> usize {
         self.queue.at_once()
     }
 
-    /// The gradients of the weights that were put off.
+    /// Computes the deferred weight gradients.
     ///
     /// # Errors
     /// Those of candle.
@@ -143,7 +143,8 @@ impl Recorded {
             values.push(input.value.map_tensors(|tensor| -> Result<Tensor> {
                 Ok(match stand_ins.next().cloned().flatten() {
                     None => tensor.clone(),
-                    // Of a variable, which may change, no sharded tensor keeps what its uses have in common.
+                    // A sharded tensor caches nothing for a variable, which may change, so this is not the variable
+                    // itself.
                     Some(leaf) if is_sharded => leaf.reshape(leaf.shape())?,
                     Some(leaf) => leaf.into_inner(),
                 })
@@ -159,7 +160,7 @@ impl Recorded {
         self.outputs.iter().map(Activation::of).collect()
     }
 
-    /// The tensors of the outputs that have a gradient, with it.
+    /// Returns the output tensors that have a gradient, with it.
     fn seeds(&self, stage: &StageModule, gradients: &[Gradient]) -> Result<Vec<(Tensor, Tensor)>> {
         let index = stage.def().index;
         let (given, outputs) = (gradients.len(), self.outputs.len());

@@ -1,13 +1,14 @@
-//! Gradients of tensors whose own gradients are given.
+//! Vector-Jacobian products.
 use crate::Result;
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::backprop::GradStore;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Layout, MetalStorage, Shape, Tensor};
 
-/// The gradients of all variables that `outputs` were computed from, when the outputs' own are those beside them.
+/// Returns the gradients of all variables from which `outputs` were computed, given the gradients paired with the
+/// outputs.
 ///
-/// Nothing that comes out holds a graph. `extra` names more tensors whose gradients are wanted, such as variables that
-/// only a recomputed part of the graph sees.
+/// The results hold no graph. `extra` names more tensors whose gradients are required, such as variables that only a
+/// recomputed part of the graph uses.
 pub(crate) fn vjp(outputs: &[(Tensor, Tensor)], extra: &[&Tensor]) -> Result<GradStore> {
     let mut found = GradStore::default();
     let mut total: Option<Tensor> = None;
@@ -29,9 +30,9 @@ pub(crate) fn vjp(outputs: &[(Tensor, Tensor)], extra: &[&Tensor]) -> Result<Gra
     Ok(found)
 }
 
-/// A scalar whose gradient with respect to the argument is the tensor that it holds, whatever its own is.
+/// A scalar op whose gradient with respect to its argument is the stored tensor, whatever the incoming gradient.
 ///
-/// Unlike the sum of a product it neither reads the argument nor computes anything.
+/// Unlike the sum of a product, it neither reads the argument nor computes anything.
 struct Seed(Tensor);
 
 fn scalar<S>(storage: &S) -> candle_core::Result<(S, Shape)>

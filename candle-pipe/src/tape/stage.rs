@@ -14,28 +14,28 @@ use std::ops::Range;
 use std::rc::Rc;
 use std::time::Instant;
 
-/// What a stage keeps of a forward pass for the backward pass.
+/// The data of a forward pass that a stage keeps for the backward pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Keep {
     /// All activations.
     #[default]
     Activations,
-    /// The stage's inputs, from which the backward pass computes the rest a second time (Chen et al. 2016).
+    /// The stage's inputs, from which the backward pass recomputes the rest (Chen et al. 2016).
     ///
-    /// The second pass must be the first one again, so it is compared with it: outputs bit by bit in every pass, the stage's
-    /// variables in the first one. A stage that draws other random numbers, as `candle_nn::Dropout` does, or changes its
-    /// variables on the way, as `candle_nn::BatchNorm` does, is an error; [`nn::Dropout`](crate::nn::Dropout) draws the same.
-    /// On a CPU a digest of the outputs is kept, elsewhere the outputs.
+    /// The recomputed pass must equal the first one, so they are compared: outputs bit by bit in every pass, the
+    /// stage's variables in the first pass. A stage that draws other random numbers, as `candle_nn::Dropout` does, or
+    /// changes its variables, as `candle_nn::BatchNorm` does, is an error. [`nn::Dropout`](crate::nn::Dropout) draws
+    /// the same numbers. On a CPU a digest of the outputs is kept, elsewhere the outputs.
     Inputs,
-    /// As [`Inputs`](Self::Inputs), without comparing: for kernels that do not give the same bits twice.
+    /// Like [`Inputs`](Self::Inputs), without the comparison: for kernels that are not deterministic.
     ///
-    /// A stage that computes something else in its second pass has the gradients of that.
+    /// If the recomputed pass differs, the gradients are those of the recomputed pass.
     InputsUnchecked,
 }
 
 /// A stage with its parameters, on its device.
 ///
-/// It knows nothing of the other stages; what it takes and gives is in its [`StageDef`].
+/// It knows nothing of the other stages; its [`StageDef`] lists its inputs and outputs.
 #[derive(Clone)]
 pub struct StageModule(Rc<Inner>);
 
@@ -43,12 +43,12 @@ struct Inner {
     def: StageDef,
     nodes: Vec<StageNode>,
     parameters: BTreeMap<String, Tensor>,
-    /// What the replicated parameters and shared modules are built from, by their names in the model.
+    /// The parameters of replicated parameters and shared modules, by their names in the model.
     copies: BTreeMap<String, Named>,
     loss: Option<ValueId>,
-    /// For each node, the values that no later node and no one else uses.
+    /// For each node, the values that neither a later node nor the caller uses.
     unused_after: Vec<Vec<ValueId>>,
-    /// Whether a forward pass is known to leave the variables as they are.
+    /// Whether a forward pass is known not to change the variables.
     leaves_variables: Cell<bool>,
     device: Device,
     dtype: DType,
@@ -74,7 +74,7 @@ impl StageNode {
         match ctx.masked.as_ref().filter(|_| self.makes_loss) {
             None => self.compute(&inputs, ctx),
             Some(masked) => {
-                // A loss over rows of zeros would be another one.
+                // A loss that includes rows of zeros would be wrong.
                 let own = self.inputs.iter().zip(&inputs).map(|(&id, value)| masked.own(id, value));
                 let own = own.collect::<Result<Vec<_>>>().map_err(|error| error.at_node(&self.name))?;
                 self.compute(&own, &Ctx { rows: masked.rows(), ..ctx.clone() })
@@ -95,7 +95,7 @@ impl StageNode {
     }
 }
 
-/// A loss as a plain tensor, the same on every rank of a mesh.
+/// Converts a loss to a plain tensor, the same on every rank of a mesh.
 fn whole(value: &Value) -> Result<Value> {
     value.map_leaves(&Path::new("loss"), &mut |_, leaf| match leaf {
         Value::DTensor(tensor) => Ok(tensor.full_tensor()?.into()),
@@ -124,28 +124,28 @@ impl StageModule {
         Self(Rc::new(Inner { def, nodes, parameters, copies, loss, unused_after, leaves_variables, device, dtype }))
     }
 
-    /// The parameters that are variables, by full name.
+    /// Returns the parameters that are variables, by full name.
     pub(super) fn variables(&self) -> impl Iterator<Item = (&String, &Tensor)> {
         self.parameters().iter().filter(|(_, parameter)| parameter.is_variable())
     }
 
-    /// The node that makes a value.
+    /// Returns the node that makes a value.
     pub(super) fn maker(&self, value: ValueId) -> Option<&str> {
         self.0.nodes.iter().find(|node| node.outputs.contains(&value)).map(|node| node.name.as_str())
     }
 
-    /// What the stage runs, takes and gives.
+    /// Returns the definition of the stage: its nodes, inputs and outputs.
     pub fn def(&self) -> &StageDef {
         &self.0.def
     }
 
-    /// The parameters that the stage's modules asked their scopes for, by full name.
+    /// Returns the parameters that the stage's modules requested, by full name.
     pub fn parameters(&self) -> &BTreeMap<String, Tensor> {
         &self.0.parameters
     }
 
-    /// This stage's copy of what is replicated as `name`: the parameters that a declared parameter or module is built from,
-    /// which may have other names in full, or the parameter of that name.
+    /// Returns this stage's copy of the replicated `name`: the parameters of a declared parameter or module, whose full
+    /// names may differ, or the parameter of that name.
     pub(crate) fn copy_of(&self, name: &str) -> impl Iterator<Item = (&String, &Tensor)> {
         let declared = self.0.copies.get(name);
         let found = self.0.parameters.get_key_value(name).filter(|_| declared.is_none());
@@ -157,20 +157,22 @@ impl StageModule {
         &self.0.device
     }
 
-    /// The place of the loss among the stage's outputs, if the loss is one of them.
+    /// Returns the index of the loss among the stage's outputs, if it is one of them.
     pub fn loss_output(&self) -> Option<usize> {
         self.def().outputs.iter().position(|output| Some(output.value) == self.0.loss)
     }
 
-    /// The circumstances of a microbatch of these rows, the first one of the first training step; change what differs.
+    /// Returns the context of a microbatch of these rows, as the first one of the first training step; change fields as
+    /// needed.
     pub fn ctx(&self, rows: Range<usize>) -> Ctx {
         let (device, dtype) = (self.0.device.clone(), self.0.dtype);
         Ctx { device, dtype, microbatch: 0, rows, step: 0, training: true, masked: None }
     }
 
-    /// The stage's outputs for its `inputs`, each in the order of its [`StageDef`], and what a backward pass needs.
+    /// Runs the forward pass on `inputs`, in the order of the [`StageDef`]. Returns the outputs and the tape for a
+    /// backward pass.
     ///
-    /// Inputs are moved to the stage's device. Those that want gradients are copied: each stage has a graph of its own.
+    /// Inputs are moved to the stage's device. Those that require gradients are copied: each stage has its own graph.
     ///
     /// # Errors
     /// Those of the nodes, with the node's name.
@@ -197,7 +199,7 @@ impl StageModule {
         Ok((outputs, tape))
     }
 
-    /// The stage's outputs, without anything for a backward pass: activations are freed on the way.
+    /// Returns the stage's outputs, without a tape: activations are freed on the way.
     ///
     /// # Errors
     /// Those of the nodes, with the node's name.
@@ -205,7 +207,7 @@ impl StageModule {
         self.run(self.here(inputs)?, |node, values| node.run(values, ctx)?.iter().map(detached).collect())
     }
 
-    /// [`evaluate`](Self::evaluate), showing `observe` each node's name, its seconds and its outputs.
+    /// Like [`evaluate`](Self::evaluate); calls `observe` with each node's name, time in seconds and outputs.
     pub(crate) fn observe(
         &self,
         inputs: Vec<Value>,
@@ -222,12 +224,12 @@ impl StageModule {
         })
     }
 
-    /// The values on the stage's device.
+    /// Moves the values to the stage's device.
     fn here(&self, values: Vec<Value>) -> Result<Vec<Value>> {
         values.iter().map(|value| Ok(value.to_device(self.device())?)).collect()
     }
 
-    /// Puts the values through the nodes, each of which `run` runs.
+    /// Runs the values through the nodes; `run` runs each node.
     pub(super) fn run(
         &self,
         inputs: Vec<Value>,

@@ -11,22 +11,23 @@ use std::collections::HashSet;
 use std::rc::Rc;
 use std::sync::Arc;
 
-/// Built modules that wait to become nodes, each with its parameters.
+/// Built modules that are not nodes yet, each with its parameters.
 struct Layers(RefCell<Vec<Option<Built>>>);
 
 /// A module and its parameters.
 type Built = (Box<dyn ModuleT>, Named);
 
 impl<B: Scope> PipeBuilder<B> {
-    /// A list of `count` modules of candle as its own constructor makes it: nodes `name.0`, `name.1` and so on, between any of
-    /// which the model may be cut.
+    /// Declares a list of `count` candle modules, as its own constructor builds it: nodes `name.0`, `name.1` and so on.
+    /// The model may be cut between any two.
     ///
-    /// `build` makes a [`Sequential`] or a `Vec<Box<dyn ModuleT>>` of the surrounding scope, not of one named `name`. It runs on
-    /// every rank, which keeps the modules of its own stages: where a rank cannot hold all of them for a moment,
-    /// [`sequential`](Self::sequential) builds them one by one. `example`, which a row is enough for, goes through the modules once in
-    /// evaluation mode to learn which variables each of them uses; tensors that are no variables belong to no node.
+    /// `build` makes a [`Sequential`] or a `Vec<Box<dyn ModuleT>>` from the surrounding scope, not from one named
+    /// `name`. It runs on every rank, which keeps the modules of its own stages. If a rank cannot hold all of them for
+    /// a moment, use [`sequential`](Self::sequential), which builds them one by one. `example`, for which one row is
+    /// enough, runs through the modules once in evaluation mode, to find the variables of each. Tensors that are not
+    /// variables belong to no node.
     ///
-    /// What goes wrong in `build` or with `example`, and another `count` than declared, is an error where stages are built.
+    /// Errors of `build` or of the run with `example`, and a wrong `count`, are returned when stages are built.
     ///
     /// ```
     /// use candle_core::{DType, Device, Tensor};
@@ -34,7 +35,7 @@ impl<B: Scope> PipeBuilder<B> {
     /// use candle_pipe::nn::{Sequential, seq};
     /// use candle_pipe::{EqualCount, In, LocalPipe, PipeBuilder};
     ///
-    /// /// The model as it was before it became a pipe, but for where `seq` comes from.
+    /// /// The model before it became a pipe, except for the import of `seq`.
     /// fn model(vb: &VarBuilder<'static>) -> candle_core::Result<Sequential> {
     ///     Ok(seq().add(linear(2, 3, vb.pp("up"))?).add_fn(|x| x.relu()).add(linear(3, 1, vb.pp("down"))?))
     /// }
@@ -62,7 +63,7 @@ impl<B: Scope> PipeBuilder<B> {
             self.fail(format!("the list {:?} has no modules; leave it out", self.full(name)));
         }
         let (build, example, scope) = (Arc::new(build), example.detach(), self.path.join("."));
-        // The number of the first node's result stands for the list.
+        // The value of the first node's result stands for the list.
         let (id, list) = (ValueId(self.values), self.full(name));
         let mut value = input;
         for place in 0..count {
@@ -106,7 +107,7 @@ impl<B: Scope> PipeBuilder<B> {
 }
 
 impl Layers {
-    /// Finds out which module uses which variables.
+    /// Finds the variables of each module.
     fn new(
         list: &str,
         count: usize,

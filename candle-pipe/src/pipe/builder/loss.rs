@@ -1,4 +1,4 @@
-//! Declaring the loss.
+//! Declaration of the loss.
 use super::PipeBuilder;
 use crate::graph::{Ctx, Loss, Reduction, Scope, ValueId};
 use crate::microbatch::ChunkSpec;
@@ -8,15 +8,15 @@ use crate::{Path, Result, Value};
 use candle_core::Tensor;
 
 impl<B: Scope> PipeBuilder<B> {
-    /// The loss: a value that is a scalar of floats, or for [`Reduction::Counted`] a tuple of one and its count, which is a
-    /// number or a tensor of one.
+    /// Declares the loss: a value that is a scalar of floats, or for [`Reduction::Counted`] a tuple of such a scalar
+    /// and its count, a number or a one-element tensor.
     pub fn loss(&mut self, value: ValueId, reduction: Reduction) {
         if self.graph.loss.replace(Loss { value, reduction }).is_some() {
             self.fail("the model has two losses; add them up in a function".into());
         }
     }
 
-    /// The loss as a function of outputs and targets, a node named `loss`.
+    /// Declares the loss as a function of outputs and targets, a node named `loss`.
     pub fn loss_fn(
         &mut self,
         f: impl Fn(&[Value], &Ctx) -> Result<Tensor> + Send + Sync + 'static,
@@ -31,8 +31,8 @@ impl<B: Scope> PipeBuilder<B> {
         loss
     }
 
-    /// The loss as a sum and the count of what it adds up, a node named `loss`: a mean over valid tokens, of which
-    /// microbatches and replicas have unequal numbers, is that of one device.
+    /// Declares the loss as a sum and a count, a node named `loss`. A mean over valid tokens, whose numbers differ
+    /// between microbatches and replicas, equals that of one device.
     ///
     /// ```
     /// use candle_core::{DType, Device, Tensor};
@@ -66,7 +66,7 @@ impl<B: Scope> PipeBuilder<B> {
         loss
     }
 
-    /// The loss as a place in a value, such as `.losses[0]` or `[1].main`, a node named `loss`.
+    /// Declares the loss as an element of a value, such as `.losses[0]` or `[1].main`, a node named `loss`.
     pub fn loss_at(&mut self, value: ValueId, path: &str, reduction: Reduction) -> ValueId {
         match pick::Steps::parse(path) {
             Ok(steps) => {
@@ -81,11 +81,11 @@ impl<B: Scope> PipeBuilder<B> {
         }
     }
 
-    /// The loss as a tree of truths over the [outputs](Self::output), which may be declared before or after. A loss within a
-    /// value is picked by a node named `loss`, which checks that the value has the structure of the spec.
+    /// Declares the loss by a tree of booleans over the [outputs](Self::output), which may be declared before or after.
+    /// A node named `loss` picks a loss within a value, and checks that the value has the structure of the spec.
     ///
-    /// `false` says that the model has none, though an output may be named `loss`. What is known of the outputs when the model
-    /// is declared is checked by [`finish`](Self::finish): names, numbers, and that there is one loss.
+    /// `false` means that the model has no loss, even if an output is named `loss`. [`finish`](Self::finish) checks the
+    /// spec against the declared outputs: names, numbers, and that there is one loss.
     ///
     /// ```
     /// use candle_pipe::{In, PipeBuilder, Reduction, SplitSpec};
@@ -120,8 +120,8 @@ impl<B: Scope> PipeBuilder<B> {
         }
     }
 
-    /// The loss as the place of the [`LossReducer`](crate::microbatch::LossReducer) in the spec by which the outputs of
-    /// microbatches are joined, summed or averaged as that says; otherwise as [`loss_spec`](Self::loss_spec).
+    /// Declares the loss by the position of the [`LossReducer`](crate::microbatch::LossReducer) in the spec that joins
+    /// the outputs of microbatches, with that reducer's reduction; otherwise like [`loss_spec`](Self::loss_spec).
     pub fn loss_by_reducer(&mut self, outputs: &ChunkSpec) {
         match reduction(outputs) {
             Ok(reduction) => self.loss_spec(outputs, reduction),
@@ -129,7 +129,7 @@ impl<B: Scope> PipeBuilder<B> {
         }
     }
 
-    /// The loss that the outputs say.
+    /// Finds the loss among the outputs.
     pub(super) fn find_loss(&mut self) {
         let Some((spec, reduction)) = self.loss_spec.take() else {
             let named = self.graph.outputs.iter().find(|output| output.name == NAME).map(|output| output.value);

@@ -1,4 +1,4 @@
-//! Declaring a model.
+//! Declaration of a model.
 mod layers;
 mod loss;
 mod shared;
@@ -16,19 +16,19 @@ use candle_core::Tensor;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// One layer of a [`sequential`](PipeBuilder::sequential) model: its name, and what makes it.
+/// One layer of a [`sequential`](PipeBuilder::sequential) model: its name and its constructor.
 pub type Layer<'a, B> = (&'a str, Box<dyn Fn(&B) -> Result<Box<dyn StageOp>> + Send + Sync>);
 
-/// A part of a model that declares nodes of its own, so that a model can be cut within it.
+/// A part of a model that declares its own nodes, so that a model can be cut within it.
 pub trait PipeModule<B: Scope> {
     /// Declares the nodes and returns the part's results.
     fn build(&self, pipe: &mut PipeBuilder<B>, inputs: &[ValueId]) -> Vec<ValueId>;
 }
 
-/// Declares a model as a graph of named nodes, of which [`finish`](Self::finish) makes a [`Pipe`].
+/// Declares a model as a graph of named nodes; [`finish`](Self::finish) makes it a [`Pipe`].
 ///
-/// Constructors of modules run only where a stage is built, with the scope of the node's name: what is built is called
-/// as in the uncut model. What is wrong with a declaration comes out of `finish`.
+/// Constructors of modules run only when a stage is built, with the scope of the node's name, so parameters have the
+/// same names as in the uncut model. Errors of the declaration are returned by `finish`.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -61,27 +61,27 @@ pub struct PipeBuilder<B> {
     defaults: BTreeMap<ValueId, Value>,
     path: Vec<String>,
     values: usize,
-    /// Which output is the loss, to be looked up when all are known.
+    /// The spec of the loss, resolved when all outputs are known.
     loss_spec: Option<(LossSpec, Reduction)>,
-    /// The first thing that went wrong.
+    /// The first error.
     error: Option<Error>,
 }
 
 impl<B: Scope> PipeBuilder<B> {
-    /// A model without nodes.
+    /// Creates a model without nodes.
     pub fn new() -> Self {
         let (graph, recipes, defaults, path, loss_spec) = Default::default();
         Self { graph, recipes, defaults, path, values: 0, loss_spec, error: None }
     }
 
-    /// An input, for any nodes of any stage: data, masks, labels, plain values.
+    /// Declares an input, for any nodes of any stage: data, masks, labels, plain values.
     pub fn input(&mut self, name: impl Into<String>, kind: In) -> ValueId {
         let value = self.value();
         self.graph.inputs.push(Input { name: name.into(), kind, optional: false, value });
         value
     }
 
-    /// An input by name that callers may leave out.
+    /// Declares an optional input that is passed by name.
     pub fn input_or(&mut self, name: impl Into<String>, default: impl Into<Value>) -> ValueId {
         let value = self.value();
         self.graph.inputs.push(Input { name: name.into(), kind: In::Kwarg, optional: true, value });
@@ -89,7 +89,7 @@ impl<B: Scope> PipeBuilder<B> {
         value
     }
 
-    /// A module with one result.
+    /// Declares a module with one result.
     pub fn module<M: StageOp + 'static>(
         &mut self,
         name: &str,
@@ -100,7 +100,7 @@ impl<B: Scope> PipeBuilder<B> {
         value
     }
 
-    /// A module with several results, as many as the pattern that takes them: `let [a, b] = g.module_many(..)`.
+    /// Declares a module with several results; the pattern on the left says how many: `let [a, b] = g.module_many(..)`.
     pub fn module_many<M: StageOp + 'static, const N: usize>(
         &mut self,
         name: &str,
@@ -116,7 +116,7 @@ impl<B: Scope> PipeBuilder<B> {
         self.node(name, NodeKind::Module, Arc::new(move |scope, _| Ok(Made::of(build(scope)?))), inputs)
     }
 
-    /// A function with one result.
+    /// Declares a function with one result.
     pub fn func(
         &mut self,
         name: &str,
@@ -127,7 +127,7 @@ impl<B: Scope> PipeBuilder<B> {
         value
     }
 
-    /// A function with several results.
+    /// Declares a function with several results.
     pub fn func_many<const N: usize>(
         &mut self,
         name: &str,
@@ -142,9 +142,9 @@ impl<B: Scope> PipeBuilder<B> {
         self.node(name, NodeKind::Function, Arc::new(make), inputs)
     }
 
-    /// A parameter that any nodes use, in any stages; `name` is its full name, and `build` gets the scope of its module.
+    /// Declares a parameter for any nodes in any stages. `name` is its full name; `build` gets the scope of its module.
     ///
-    /// For a weight that an embedding and an output layer have in common. See [`Share`] for where it lives.
+    /// Use it for a weight that an embedding and an output layer share. See [`Share`] for its home.
     pub fn parameter(
         &mut self,
         name: &str,
@@ -159,7 +159,7 @@ impl<B: Scope> PipeBuilder<B> {
         value
     }
 
-    /// Layers one behind the other, with a cut between any two.
+    /// Declares a sequence of layers. The model may be cut between any two.
     pub fn sequential<'a>(&mut self, layers: impl IntoIterator<Item = Layer<'a, B>>, input: ValueId) -> ValueId {
         let mut value = input;
         for (i, (name, build)) in layers.into_iter().enumerate() {
@@ -172,7 +172,7 @@ impl<B: Scope> PipeBuilder<B> {
         value
     }
 
-    /// A part of the model under a name of its own.
+    /// Declares a part of the model under its own name.
     pub fn nested(
         &mut self,
         name: &str,
@@ -183,7 +183,7 @@ impl<B: Scope> PipeBuilder<B> {
         self.scope(name, |g| part.build(g, &inputs))
     }
 
-    /// What `declare` declares, with `name` before the names of nodes.
+    /// Runs `declare` with `name` as a prefix of the names of nodes.
     pub fn scope<R>(&mut self, name: &str, declare: impl FnOnce(&mut Self) -> R) -> R {
         self.path.push(name.into());
         let result = declare(self);
@@ -196,15 +196,15 @@ impl<B: Scope> PipeBuilder<B> {
         self.graph.splits.push(self.graph.nodes.len());
     }
 
-    /// A result of the model.
+    /// Declares a result of the model.
     pub fn output(&mut self, name: impl Into<String>, value: ValueId) {
         self.graph.outputs.push(Output { name: name.into(), value });
     }
 
-    /// Builds every node once, and drops it, to learn the number of its parameters' elements.
+    /// Builds every node once, and drops it, to count the elements of its parameters.
     ///
-    /// For the policies that cut by them. With [`shapes_only`](crate::shapes_only), nothing is read or allocated. A
-    /// `ShardedVarBuilder` gives each parameter once; measure with one of its own.
+    /// Policies that cut by parameters need it. With [`shapes_only`](crate::shapes_only), nothing is read or allocated.
+    /// A `ShardedVarBuilder` creates each parameter only once, so use a separate one to measure.
     ///
     /// # Errors
     /// Those of the constructors.
@@ -217,16 +217,16 @@ impl<B: Scope> PipeBuilder<B> {
         Ok(())
     }
 
-    /// The model as declared so far, as plain data.
+    /// Returns the model as declared so far, as plain data.
     pub fn graph(&self) -> &Graph {
         &self.graph
     }
 
-    /// The model, cut into stages. An output named `loss` is the [loss](Self::loss), a [mean](Reduction::Mean), where the
-    /// declaration says nothing else.
+    /// Cuts the model into stages. If no loss is declared, an output named `loss` is the [loss](Self::loss), a
+    /// [mean](Reduction::Mean).
     ///
     /// # Errors
-    /// [`Error::Pipe`] for what is wrong with the declaration, what [`Graph::check`] finds, or where it cannot be cut.
+    /// [`Error::Pipe`] for errors of the declaration, those of [`Graph::check`], and those of the cut.
     pub fn finish(mut self, split: impl Into<SplitSpec>) -> Result<Pipe<B>> {
         self.find_loss();
         match self.error {
@@ -255,7 +255,7 @@ impl<B: Scope> PipeBuilder<B> {
         outputs
     }
 
-    /// The full name of a node that is declared now.
+    /// Returns the full name of a node that is declared now.
     fn full(&self, name: &str) -> String {
         self.path.iter().map(String::as_str).chain([name]).collect::<Vec<_>>().join(".")
     }

@@ -1,4 +1,4 @@
-//! Modules that several nodes compute with.
+//! Modules that several nodes share.
 use super::PipeBuilder;
 use crate::graph::{Ctx, NodeKind, Scope, StageOp, ValueId, stage_op};
 use crate::pipe::build::{Factory, Made, Workshop};
@@ -7,9 +7,9 @@ use std::marker::PhantomData;
 use std::rc::Rc;
 use std::sync::Arc;
 
-/// A module that several nodes compute with, in any stages: what [`PipeBuilder::shared_module`] declares.
+/// A module that several nodes share, in any stages. [`PipeBuilder::shared_module`] declares it.
 pub struct SharedModule<M> {
-    /// Stands for the module among the inputs of those nodes.
+    /// The value that stands for the module among the inputs of those nodes.
     value: ValueId,
     module: PhantomData<fn() -> M>,
 }
@@ -23,10 +23,10 @@ impl<M> Clone for SharedModule<M> {
 impl<M> Copy for SharedModule<M> {}
 
 impl<B: Scope> PipeBuilder<B> {
-    /// A module that any nodes compute with, each declared by [`call`](Self::call) or [`call_with`](Self::call_with).
+    /// Declares a module that nodes share; declare each node by [`call`](Self::call) or [`call_with`](Self::call_with).
     ///
-    /// It is built in every stage that has such a node, under its own name; its parameters' gradients of all stages are
-    /// summed once, as those of [`Share::Replicate`](crate::Share::Replicate).
+    /// It is built, under its own name, in every stage that has such a node. The gradients of its parameters are summed
+    /// over the stages once, as with [`Share::Replicate`](crate::Share::Replicate).
     ///
     /// ```
     /// use candle_core::{DType, Device, Tensor};
@@ -55,7 +55,7 @@ impl<B: Scope> PipeBuilder<B> {
         name: &str,
         build: impl Fn(&B) -> Result<M> + Send + Sync + 'static,
     ) -> SharedModule<M> {
-        // Its own number, as the node has it.
+        // Its own value, the same as the node's.
         let id = ValueId(self.values);
         let make: Factory<B> = Arc::new(move |scope, workshop| {
             workshop.put(id, Rc::new(build(scope)?));
@@ -65,7 +65,7 @@ impl<B: Scope> PipeBuilder<B> {
         SharedModule { value, module: PhantomData }
     }
 
-    /// A node that computes what a shared module does, with one result.
+    /// Declares a node that applies a shared module, with one result.
     pub fn call<M: StageOp + 'static>(
         &mut self,
         module: SharedModule<M>,
@@ -88,7 +88,7 @@ impl<B: Scope> PipeBuilder<B> {
         self.call_with(module, name, f, inputs)
     }
 
-    /// A node that computes something with a shared module, such as logits with the table of an embedding.
+    /// Declares a node that computes with a shared module, such as logits with the table of an embedding.
     pub fn call_with<M: 'static>(
         &mut self,
         module: SharedModule<M>,
