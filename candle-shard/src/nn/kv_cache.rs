@@ -157,7 +157,12 @@ impl RotatingKvCache {
 
     /// Returns the positions of the tokens that [`append`](Self::append) of `seq_len` tokens would return.
     pub fn positions(&self, seq_len: usize) -> Vec<usize> {
-        if self.layout.max_seq_len == 0 { Vec::new() } else { self.held.positions(seq_len) }
+        match self.layout.max_seq_len {
+            0 => Vec::new(),
+            // candle gives the places in memory here, while what returns is what came.
+            room if room == seq_len => (self.current_seq_len()..self.current_seq_len() + seq_len).collect(),
+            _ => self.held.positions(seq_len),
+        }
     }
 
     /// Returns the mask for `seq_len` new tokens over the result of their [`append`](Self::append): `[seq_len,
@@ -257,7 +262,8 @@ impl Layout {
             true => Tensor::zeros(shape.as_slice(), spec.dtype(), local.device())?,
             false => local.to_dtype(spec.dtype())?,
         };
-        DTensor::from_local_with_spec(local, spec)
+        // No leaf: ops in place would change what the cache holds.
+        Ok(DTensor::assemble(local, spec.shared(), 0))
     }
 }
 

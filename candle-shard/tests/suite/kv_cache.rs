@@ -144,3 +144,38 @@ fn tokens_that_do_not_fit_are_refused_alike_and_change_nothing() {
         Ok(())
     });
 }
+
+#[test]
+fn positions_of_as_many_tokens_as_there_is_room_for_are_those_returned() {
+    on_ranks(2, "positions", |ctx| -> Result<()> {
+        let mesh = mesh(ctx, &[2])?;
+        let mut cache = RotatingKvCache::new(1, 4);
+        let mut next = 0u32;
+        for tokens in [3, 4, 2, 4, 1, 4, 5, 3, 4] {
+            let new = Tensor::arange(next, next + tokens, &Cpu)?.unsqueeze(0)?.broadcast_as((3, tokens as usize))?;
+            next += tokens;
+            let new = DTensor::distribute(&new, &mesh, &[Shard(0)])?;
+            let want: Vec<u32> = cache.positions(tokens as usize).into_iter().map(|at| at as u32).collect();
+            let (k, _) = cache.append(&new, &new)?;
+            assert_eq!(k.full_tensor()?.get(0)?.to_vec1::<u32>()?, want, "{tokens} tokens");
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn what_a_cache_returned_is_not_writable() {
+    on_ranks(2, "writable", |ctx| -> Result<()> {
+        let mesh = mesh(ctx, &[2])?;
+        let [k, v] = spread(&new_tokens(0, 3), &mesh, &[Shard(1)])?;
+        let (mut cache, mut rotating) = (KvCache::new(2, ROOM), RotatingKvCache::new(2, ROOM));
+        let given = [cache.append(&k, &v)?.0, rotating.append(&k, &v)?.1, cache.v()?.unwrap(), rotating.k()?.unwrap()];
+        for given in given {
+            let error = given.zero_set().unwrap_err().to_string();
+            assert!(error.contains("shares memory"), "{error}");
+            given.copy()?.zero_set()?;
+        }
+        assert_eq!(value_error(&cache.k()?.unwrap(), &new_tokens(0, 3)[0])?, 0.0);
+        Ok(())
+    });
+}
