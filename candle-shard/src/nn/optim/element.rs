@@ -51,7 +51,7 @@ impl<P: ElementParams> ElementOptimizer<P> {
         for group in &mut self.groups.0 {
             for slot in &mut group.slots {
                 if let Some(grad) = grads.get(&slot.of.var) {
-                    slot.steps += 1;
+                    slot.steps = slot.steps.saturating_add(1);
                     group.params.step(slot, grad)?;
                 }
             }

@@ -68,6 +68,9 @@ pub trait Optimizer: fmt::Debug {
 
     /// Returns the state of each parameter, which has the parameter's layout, and its number of steps, for
     /// [`checkpoint::save`](crate::checkpoint::save). The names end with that of the parameter.
+    ///
+    /// # Errors
+    /// If two parameters have one name.
     fn state(&self) -> Result<Vec<(String, DTensor)>>;
 
     /// Loads the state from a checkpoint that was saved on any mesh. Every rank calls it.

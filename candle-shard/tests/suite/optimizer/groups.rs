@@ -1,7 +1,7 @@
 //! Groups of parameters, and what optimizers refuse.
 use crate::common::*;
 use candle_core::{DType, Device::Cpu, Tensor};
-use candle_dist::RankContext;
+use candle_dist::{DeviceMesh, RankContext};
 use candle_nn::ParamsAdamW;
 use candle_shard::nn::{
     AdamW, Embedding, LayerNorm, Linear, Muon, Optimizer, ParamGroup, Parameters, ParamsMuon, ParamsSgd, Sgd,
@@ -146,6 +146,40 @@ fn small_steps_of_16_bits_add_up_with_master_weights() {
                 let most = p.var.to_dtype(DType::F32)?.max_all()?.to_scalar::<f32>()?;
                 assert!(most < 0.998, "{} stays at {most}", p.name);
             }
+        }
+        Ok(())
+    });
+}
+
+/// One matrix on a mesh, with the same name each time.
+fn matrix(mesh: &DeviceMesh) -> Result<Parameters> {
+    let vb = ShardedVarBuilder::fresh(3, mesh, Plan::new(&mesh.names()[0]), DType::F32, &Cpu)?;
+    Linear::new(4, 3, false, &vb.pp("up"))?;
+    vb.finish()
+}
+
+#[test]
+fn muon_refuses_a_second_adam_w_and_one_of_another_mesh() {
+    on_ranks(2, "second", |ctx| -> Result<()> {
+        let (one, other) = (mesh(ctx, &[2])?, ctx.mesh(&[("x", 1), ("y", 2)])?);
+        let adam = |mesh: &DeviceMesh| AdamW::new(&matrix(mesh)?, ParamsAdamW::default());
+        let muon = || Muon::new(&matrix(&one)?, ParamsMuon::default());
+        let error = muon()?.with_adam_w(adam(&one)?)?.with_adam_w(adam(&one)?).unwrap_err().to_string();
+        assert!(error.contains("has an AdamW"), "{error}");
+        let error = muon()?.with_adam_w(adam(&other)?).unwrap_err().to_string();
+        assert!(error.contains("an optimizer for each mesh"), "{error}");
+        Ok(())
+    });
+}
+
+#[test]
+fn state_of_parameters_with_one_name_is_refused() {
+    on_ranks(2, "one name", |ctx| -> Result<()> {
+        let mesh = mesh(ctx, &[2])?;
+        let group = || Ok::<_, Error>(ParamGroup::new(&matrix(&mesh)?, ParamsAdamW::default()));
+        let mut adam = AdamW::from_groups([group()?, group()?])?;
+        for error in [adam.state().map(drop).unwrap_err(), adam.load("nowhere").unwrap_err()] {
+            assert!(error.to_string().contains("up.weight"), "{error}");
         }
         Ok(())
     });

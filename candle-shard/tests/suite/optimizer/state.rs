@@ -173,3 +173,27 @@ fn master_weights_follow_32_bits_and_are_taken_up_on_any_mesh() {
         }
     }
 }
+
+#[test]
+fn the_largest_number_of_steps_does_not_overflow() {
+    let scratch = Scratch::new("steps");
+    let path = scratch.path("state");
+    on_ranks(2, "steps", move |ctx| -> Result<()> {
+        let model = Model::new(ctx, &[2], 1)?;
+        let mut optimizer = AdamW::new(&model.parameters, ParamsAdamW::default())?;
+        let mut state = optimizer.state()?;
+        for (name, value) in &mut state {
+            if name.starts_with("adam_w.step") {
+                *value = DTensor::full(u32::MAX, (), &Device::Cpu, value.mesh(), &[Replicate])?;
+            }
+        }
+        checkpoint::save(&path, model.parameters.iter().next().unwrap().tensor.mesh(), &state)?;
+        optimizer.load(&path)?;
+        let mut grads = model.parameters.iter().next().unwrap().var.as_tensor().sum_all()?.backward()?;
+        for p in model.parameters.iter() {
+            grads.insert(&p.var, p.var.ones_like()?);
+        }
+        optimizer.step(&grads)?;
+        Ok(())
+    });
+}

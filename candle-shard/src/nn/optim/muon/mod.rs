@@ -8,7 +8,7 @@ pub use params::{AdjustLr, ParamsMuon};
 
 use super::group::{Groups, ParamGroup, check_learning_rates, read};
 use super::params::Params;
-use super::slot::Slot;
+use super::slot::{Slot, place};
 use super::{AdamW, Optimizer};
 use crate::kernels::on_master;
 use crate::nn::{Parameters, found};
@@ -110,8 +110,12 @@ impl Muon {
     /// Adds an AdamW for the parameters that are not matrices. Its groups come after Muon's.
     ///
     /// # Errors
-    /// If the two have a parameter in common.
+    /// If there is one already, the two have a parameter in common, or their parameters lie on several meshes.
     pub fn with_adam_w(mut self, others: AdamW) -> Result<Self> {
+        if self.others.is_some() {
+            return Error::op(ParamsMuon::TYPE, "has an AdamW already; give it one of several groups");
+        }
+        place(ParamsMuon::TYPE, self.groups.slots().chain(others.groups().slots()))?;
         let is_mine = |slot: &&Slot| self.groups.slots().any(|mine| mine.of.var.id() == slot.of.var.id());
         if let Some(slot) = others.groups().slots().find(is_mine) {
             let reason = format!("{} is in a group of Muon and of its AdamW; leave it in one", slot.of.name);
