@@ -49,7 +49,8 @@ impl Spec {
     /// Creates a layout with pieces of the default sizes.
     ///
     /// # Errors
-    /// If the number of placements is not the number of axes, or a sharded dim does not exist.
+    /// If the number of placements is not the number of axes, a sharded dim does not exist, or the whole tensor has more
+    /// bytes than can be counted.
     pub fn new(mesh: &DeviceMesh, placements: &[Placement], shape: impl Into<Shape>, dtype: DType) -> Result<Self> {
         let shape = shape.into();
         if mesh.ndim() > Axes::BITS as usize {
@@ -67,6 +68,12 @@ impl Spec {
                 "S({dim}) for a tensor of shape {dims:?}, which has no dim {dim}; shard a dim below {}",
                 dims.len()
             )));
+        }
+        let count = |bytes: usize, &size: &usize| bytes.checked_mul(size).filter(|&bytes| bytes <= isize::MAX as usize);
+        let dims = shape.dims();
+        if !dims.contains(&0) && dims.iter().try_fold(dtype.size_in_bytes().max(1), count).is_none() {
+            let dtype = dtype.as_str();
+            return Err(Error::Layout(format!("{dtype}{dims:?} is more than memory holds; choose smaller sizes")));
         }
         Ok(Self {
             mesh: mesh.clone(),

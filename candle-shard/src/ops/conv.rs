@@ -129,7 +129,7 @@ impl DTensor {
         }
         let Some(len) = conv.transposed(self.dims()[2], kernel.dims()[2], output_padding) else {
             let what = format!("{} with a kernel {}, {conv:?}", self.spec(), kernel.spec());
-            return Error::op(op, format!("{what}: the output has no element or too many, or the stride is 0"));
+            return Error::op(op, format!("{what}: the output has no element or too many, or stride or dilation is 0"));
         };
         // A line is an image of one row without padding.
         let whole = Conv { padding: 0, ..conv };
@@ -157,7 +157,7 @@ impl DTensor {
         }
         let size = |len, k| conv.transposed(len, k, output_padding);
         let (Some(h), Some(w)) = (size(h, kh), size(w, kw)) else {
-            return refuse("the output has no element or too many, or the stride is 0");
+            return refuse("the output has no element or too many, or stride or dilation is 0");
         };
         let rows = Rows::from_iter([
             Row::new(Shard(0), &[Shard(0), Replicate]),

@@ -1,8 +1,10 @@
+use crate::common::mesh;
 use crate::ops::sweep::{Case, Input, Kind::Float, sweep};
 use crate::plain;
 use candle_core::{DType, Device::Cpu, Tensor};
 use candle_shard::kernels::{self, Pool};
-use candle_shard::{Conv, DTensor, Result};
+use candle_shard::{Conv, DTensor, Replicate, Result};
+use test_utils::on_ranks;
 
 const DENSE: Conv = Conv { padding: 0, stride: 1, dilation: 1, groups: 1 };
 
@@ -230,4 +232,35 @@ fn nearest_elements_are_those_of_pytorch() {
             assert_eq!(got, (0..to).map(|i| f64::from(want(i))).collect::<Vec<_>>(), "{from} to {to}");
         }
     }
+}
+
+#[test]
+fn no_dilation_and_sizes_beyond_memory_are_refused() {
+    on_ranks(2, "refused", |ctx| -> Result<()> {
+        let mesh = mesh(ctx, &[2])?;
+        let ones = |shape: &[usize]| DTensor::ones(shape, DType::F32, &Cpu, &mesh, &[Replicate]);
+        let (x, kernel) = (ones(&[1, 2, 5, 5])?, ones(&[2, 2, 3, 3])?);
+        let (line, of_line) = (x.sum(3)?, kernel.sum(3)?);
+        let still = Conv { dilation: 0, ..DENSE };
+        let far = Conv { padding: usize::MAX / 2 - 2, ..DENSE };
+        let huge = "more than memory holds";
+        for (made, why) in [
+            (x.conv2d(&kernel, None, still), "dilation"),
+            (x.conv_transpose2d(&kernel, None, 0, still), "dilation"),
+            (line.conv_transpose1d(&of_line, None, 0, still), "dilation"),
+            (x.conv2d(&kernel, None, far), huge),
+            (line.conv1d(&of_line, None, far), huge),
+            (x.upsample_bilinear2d_with_scale(1e30, 1e30, false), huge),
+            (x.upsample_nearest2d([usize::MAX, 2]), huge),
+            (line.upsample_nearest1d(usize::MAX), huge),
+            (DTensor::arange(0f64, 1e300, &Cpu, &mesh, &[Replicate]), huge),
+            (ones(&[usize::MAX, usize::MAX]), huge),
+            (ones(&[usize::MAX / 4]), huge),
+        ] {
+            let error = made.unwrap_err().to_string();
+            assert!(error.contains(why), "{error}");
+        }
+        assert_eq!(ones(&[usize::MAX, 0])?.elem_count(), 0);
+        Ok(())
+    });
 }
