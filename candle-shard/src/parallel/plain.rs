@@ -1,6 +1,7 @@
 //! Layers of a plan on plain tensors, for code that knows nothing of meshes.
 use super::module::ModuleStyle;
 use super::style::Style;
+use crate::agreement::alike;
 use crate::placement::{Placement, Replicate, Shard};
 use crate::spec::{Sizes, Spec, chunk_sizes};
 use crate::{DTensor, Error, Result};
@@ -94,7 +95,12 @@ impl ModuleStyle {
                 DTensor::from_local_with_spec(x.clone(), spec)?
             }
             (Shard(_), _) if mesh.size() > 1 => DTensor::from_local_ragged(x.clone(), mesh, &placements)?,
-            _ => DTensor::from_local(x.clone(), mesh, &placements, x.shape())?,
+            _ => {
+                if at == Replicate {
+                    alike("a plain tensor", x, mesh)?;
+                }
+                DTensor::from_local(x.clone(), mesh, &placements, x.shape())?
+            }
         };
         self.check_whole("gets", &spread)?;
         Ok(spread)

@@ -11,7 +11,7 @@ use candle_shard::nn::{Embedding, LayerNorm, Linear, Parameters, ShardedVarBuild
 use candle_shard::parallel::{
     ColwiseParallel, Plan, PrepareModuleInput, PrepareModuleOutput, RowwiseParallel, SequenceParallel, tensors_of,
 };
-use candle_shard::{Error, Replicate, Result, Shard, kernels};
+use candle_shard::{Error, Replicate, Result, Shard, compare_operands, kernels};
 use std::collections::BTreeMap;
 use test_utils::on_ranks;
 
@@ -290,6 +290,27 @@ fn models_that_do_not_fit_are_refused_alike() {
         let up = Linear::new(4, 6, false, &vb.pp("up"))?;
         let error = Error::from(x.apply(&up).unwrap_err()).to_string();
         assert!(error.contains("\"dp\"") && error.contains("mesh.axis"), "{error}");
+        Ok(())
+    });
+}
+
+#[test]
+fn plain_inputs_that_should_be_alike_are_compared() {
+    on_ranks(2, "compared", |ctx| -> Result<()> {
+        let mesh = mesh(ctx, &[2])?;
+        let plan = Plan::new("a").with("up", ColwiseParallel::default()).with("down", RowwiseParallel::default());
+        let vb = ShardedVarBuilder::fresh(1, &mesh, plan, DType::F32, &Cpu)?;
+        let up = Linear::new(4, 6, true, &vb.pp("up"))?;
+        let down = Linear::new(6, 4, true, &vb.pp("down"))?;
+        let run = |rows: usize, value: f32| -> candle_core::Result<Tensor> {
+            Tensor::full(value, (rows, 4), &Cpu)?.apply(&up)?.apply(&down)
+        };
+        compare_operands(|| run(2, 1.0))?; // the pieces between the two layers differ
+        let of_rank = ctx.rank();
+        for differs in [compare_operands(|| run(2, of_rank as f32)), compare_operands(|| run(2 + of_rank, 1.0))] {
+            let error = differs.unwrap_err().to_string();
+            assert!(error.contains("description differs"), "{error}");
+        }
         Ok(())
     });
 }
