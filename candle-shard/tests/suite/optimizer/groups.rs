@@ -184,3 +184,18 @@ fn state_of_parameters_with_one_name_is_refused() {
         Ok(())
     });
 }
+
+#[test]
+fn muon_without_any_gradient_on_one_rank_fails_on_all() {
+    on_ranks(2, "missing", |ctx| -> Result<()> {
+        let parameters = matrix(&mesh(ctx, &[2])?)?;
+        let var = &parameters.vars()[0];
+        let mut grads = var.as_tensor().sum_all()?.backward()?;
+        if ctx.rank() == 1 {
+            grads.remove(var);
+        }
+        let error = Muon::new(&parameters, ParamsMuon::default())?.step(&grads).unwrap_err().to_string();
+        assert!(error.contains("made different calls"), "{error}");
+        Ok(())
+    });
+}

@@ -2,7 +2,7 @@
 use crate::Result;
 use crate::placement::Shard;
 use crate::spec::Spec;
-use candle_core::{DType, Device, Tensor};
+use candle_core::Tensor;
 use candle_dist::{DeviceMesh, ProcessGroup};
 use itertools::Itertools;
 use std::ops::Range;
@@ -25,7 +25,9 @@ struct Message {
 }
 
 /// Gathers the matrices that this rank owns. One exchange, unless no matrix is sharded.
-pub(super) fn gather(mesh: &DeviceMesh, matrices: &[Matrix<'_>]) -> Result<Vec<Option<Tensor>>> {
+///
+/// `nothing` has no elements, and the dtype and device of the shards.
+pub(super) fn gather(mesh: &DeviceMesh, nothing: &Tensor, matrices: &[Matrix<'_>]) -> Result<Vec<Option<Tensor>>> {
     let blocks = Blocks::new(mesh, matrices);
     // Among ranks with the same block, the sender is the one with the owner's coordinates on the axes that do not shard
     // it.
@@ -39,7 +41,8 @@ pub(super) fn gather(mesh: &DeviceMesh, matrices: &[Matrix<'_>]) -> Result<Vec<O
         (rank != to && sends(i, rank)).then_some((rank, to))
     });
     let group = mesh.group()?;
-    let received = exchange(group, matrices, &messages, |message| Ok(matrices[message.matrix].local.clone()))?;
+    let payload = |message: &Message| Ok(matrices[message.matrix].local.clone());
+    let received = if messages.is_empty() { Vec::new() } else { exchange(group, nothing, &messages, payload)? };
     let mut parts: Vec<Vec<(usize, Tensor)>> = matrices.iter().map(|_| Vec::new()).collect();
     for (message, part) in received {
         let [rows, columns] = blocks.of(message.matrix, message.holder);
@@ -58,7 +61,14 @@ pub(super) fn gather(mesh: &DeviceMesh, matrices: &[Matrix<'_>]) -> Result<Vec<O
 }
 
 /// Returns this rank's shards of the matrices, which are whole at their owners. One exchange, unless there is one rank.
-pub(super) fn spread(mesh: &DeviceMesh, matrices: &[Matrix<'_>], wholes: &[Option<Tensor>]) -> Result<Vec<Tensor>> {
+///
+/// The exchange takes place without matrices too: if one rank alone has no gradients, all ranks get an error.
+pub(super) fn spread(
+    mesh: &DeviceMesh,
+    nothing: &Tensor,
+    matrices: &[Matrix<'_>],
+    wholes: &[Option<Tensor>],
+) -> Result<Vec<Tensor>> {
     let blocks = Blocks::new(mesh, matrices);
     let messages = blocks.messages(|i, rank| {
         let from = matrices[i].owner;
@@ -70,7 +80,8 @@ pub(super) fn spread(mesh: &DeviceMesh, matrices: &[Matrix<'_>], wholes: &[Optio
         let [rows, columns] = blocks.of(i, holder);
         Ok(whole.narrow(0, rows.start, rows.len())?.narrow(1, columns.start, columns.len())?)
     };
-    let received = exchange(group, matrices, &messages, |message| block(message.matrix, message.holder))?;
+    let payload = |message: &Message| block(message.matrix, message.holder);
+    let received = if group.size() == 1 { Vec::new() } else { exchange(group, nothing, &messages, payload)? };
     let mut pieces: Vec<Option<Tensor>> = vec![None; matrices.len()];
     for (message, part) in received {
         pieces[message.matrix] = Some(part);
@@ -123,20 +134,16 @@ impl Blocks {
 /// Exchanges the messages; `payload` returns the data to send. Returns the received messages, each flat.
 fn exchange<'a>(
     group: &ProcessGroup,
-    matrices: &[Matrix<'_>],
+    nothing: &Tensor,
     messages: &'a [Message],
     payload: impl Fn(&Message) -> Result<Tensor>,
 ) -> Result<Vec<(&'a Message, Tensor)>> {
-    if messages.is_empty() {
-        return Ok(Vec::new());
-    }
     let (me, size) = (group.rank(), group.size());
     let mut counts = vec![vec![0; size]; size];
     messages.iter().for_each(|message| counts[message.from][message.to] += message.len);
     let sent = messages.iter().filter(|message| message.from == me).sorted_by_key(|message| message.to);
     let sent = sent.map(|message| Ok(payload(message)?.flatten_all()?)).collect::<Result<Vec<_>>>()?;
-    let (dtype, device): (DType, &Device) = (matrices[0].local.dtype(), matrices[0].local.device());
-    let sent = if sent.is_empty() { Tensor::zeros(0, dtype, device)? } else { Tensor::cat(&sent, 0)? };
+    let sent = if sent.is_empty() { nothing.clone() } else { Tensor::cat(&sent, 0)? };
     let received = group.all_to_all_single(&sent, &counts)?;
     let mut start = 0;
     let mine = messages.iter().filter(|message| message.to == me).sorted_by_key(|message| message.from);

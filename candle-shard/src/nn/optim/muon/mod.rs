@@ -126,12 +126,15 @@ impl Muon {
     }
 
     /// See [`Optimizer::step`]. Every rank of the mesh calls it, with gradients of the same parameters.
+    ///
+    /// # Errors
+    /// On every rank, if the ranks have gradients of other parameters.
     pub fn step(&mut self, grads: &GradStore) -> Result<()> {
         found::parameters_change();
-        if let Some((mesh, _)) = self.groups.place()? {
-            let mesh = mesh.clone();
+        if let Some((mesh, device)) = self.groups.place()? {
             for (group, owners) in self.groups.0.iter().zip(&self.owners) {
-                step(&group.params, &mesh, group.slots.iter().zip(owners.iter().copied()), grads)?;
+                let nothing = Tensor::zeros(0, group.params.dtype, device)?;
+                step(&group.params, (mesh, &nothing), group.slots.iter().zip(owners.iter().copied()), grads)?;
             }
         }
         self.others.as_mut().map_or(Ok(()), |others| others.step(grads))
@@ -191,10 +194,10 @@ impl Optimizer for Muon {
     }
 }
 
-/// Runs the step of one group, whose slots come with their owners.
+/// Runs the step of one group, whose slots come with their owners. `nothing` is a tensor of its dtype without elements.
 fn step<'a>(
     params: &ParamsMuon,
-    mesh: &DeviceMesh,
+    (mesh, nothing): (&DeviceMesh, &Tensor),
     slots: impl Iterator<Item = (&'a Slot, usize)>,
     grads: &GradStore,
 ) -> Result<()> {
@@ -205,11 +208,11 @@ fn step<'a>(
         matrices.push(Matrix { spec: slot.of.tensor.spec(), owner, local });
         stepped.push(slot);
     }
-    let mut wholes = gather(mesh, &matrices)?;
+    let mut wholes = gather(mesh, nothing, &matrices)?;
     for whole in wholes.iter_mut().flatten() {
         *whole = orthogonal::orthogonalize(whole, params)?;
     }
-    for (slot, update) in stepped.into_iter().zip(spread(mesh, &matrices, &wholes)?) {
+    for (slot, update) in stepped.into_iter().zip(spread(mesh, nothing, &matrices, &wholes)?) {
         let lr = params.adjusted_lr(slot.of.tensor.dims());
         let keep = 1.0 - params.lr * params.weight_decay;
         let update = update.to_dtype(sum_dtype(slot.of.var.dtype()))?;
