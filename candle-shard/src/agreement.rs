@@ -20,7 +20,8 @@ static EVERYWHERE: LazyLock<bool> =
 /// Runs `f`, in which tensors that must be equal on every rank are compared by a hash of their elements.
 ///
 /// These are the operands of [`DTensor::replicated`], of operators with plain tensors and numbers, and of
-/// [`DTensor::distribute`], and plain inputs that a layer of a plan takes as replicated. Each comparison costs one barrier; if ranks differ, all of them return the same error.
+/// [`DTensor::distribute`], and the plain inputs that a layer of a plan takes as replicated. Each comparison costs one
+/// barrier; if ranks differ, all of them return the same error.
 /// Every rank must call it. `CANDLE_DIST_DEBUG=1` in the environment enables it in all threads of a program.
 ///
 /// ```

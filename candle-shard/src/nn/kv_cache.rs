@@ -159,7 +159,7 @@ impl RotatingKvCache {
     pub fn positions(&self, seq_len: usize) -> Vec<usize> {
         match self.layout.max_seq_len {
             0 => Vec::new(),
-            // candle gives the places in memory here, while what returns is what came.
+            // candle returns the order in memory here, but `append` returns these tokens as they came.
             room if room == seq_len => (self.current_seq_len()..self.current_seq_len() + seq_len).collect(),
             _ => self.held.positions(seq_len),
         }
@@ -262,7 +262,7 @@ impl Layout {
             true => Tensor::zeros(shape.as_slice(), spec.dtype(), local.device())?,
             false => local.to_dtype(spec.dtype())?,
         };
-        // No leaf: ops in place would change what the cache holds.
+        // Not a leaf: in-place ops on it would change the cache.
         Ok(DTensor::assemble(local, spec.shared(), 0))
     }
 }

@@ -116,14 +116,17 @@ impl<P: Params> Groups<P> {
         place(P::TYPE, self.slots())
     }
 
-    /// What is kept, by name.
+    /// Returns the state by name.
     ///
     /// # Errors
-    /// If two parameters have one name: what is saved for one would be loaded for both.
+    /// If two parameters have the same name, so that one entry of a checkpoint would be loaded for both.
     pub(super) fn state(&self) -> Result<Vec<(String, DTensor)>> {
         if let Some(name) = self.slots().map(|slot| &slot.of.name).duplicates().next() {
             let fix = "build them under paths of their own, or give each an optimizer";
-            return Error::op(P::TYPE, format!("two parameters are named {name}, and so is their state; {fix}"));
+            return Error::op(
+                P::TYPE,
+                format!("two parameters are named {name}, so their states have the same names; {fix}"),
+            );
         }
         let of_slots = self.0.iter().flat_map(|group| group.slots.iter().map(|slot| slot.state(&group.params)));
         Ok(of_slots.collect::<Result<Vec<_>>>()?.concat())

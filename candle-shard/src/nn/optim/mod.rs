@@ -70,7 +70,7 @@ pub trait Optimizer: fmt::Debug {
     /// [`checkpoint::save`](crate::checkpoint::save). The names end with that of the parameter.
     ///
     /// # Errors
-    /// If two parameters have one name.
+    /// If two parameters have the same name.
     fn state(&self) -> Result<Vec<(String, DTensor)>>;
 
     /// Loads the state from a checkpoint that was saved on any mesh. Every rank calls it.

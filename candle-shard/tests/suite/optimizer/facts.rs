@@ -105,9 +105,12 @@ fn run(ctx: &RankContext, shape: &[usize], case: &Value, placements: &[Placement
         // Rank 0 owns the only matrix: pieces of others come to it, and results go to all that hold elements.
         let held: Vec<usize> =
             mesh.coordinates().map(|at| spec.block_at(&at).iter().map(|r| r.len()).product()).collect();
-        let exchanges = match is_muon && !grad.is_null() {
-            true => usize::from(held[0] < start.elem_count()) + usize::from(held[1..].iter().any(|&len| len > 0)),
-            false => 0,
+        // The second exchange takes place without a gradient too, so that a rank that alone has none is found.
+        let spreads = usize::from(held[1..].iter().any(|&len| len > 0));
+        let exchanges = match (is_muon, grad.is_null()) {
+            (true, false) => usize::from(held[0] < start.elem_count()) + spreads,
+            (true, true) => spreads,
+            (false, _) => 0,
         };
         assert_eq!((sent.get(Op::AllToAll).count, sent.total()), (exchanges, exchanges), "{what}");
         let error = distance(var.as_tensor(), &block(&tensor(want), spec)?);

@@ -165,7 +165,7 @@ fn muon_refuses_a_second_adam_w_and_one_of_another_mesh() {
         let adam = |mesh: &DeviceMesh| AdamW::new(&matrix(mesh)?, ParamsAdamW::default());
         let muon = || Muon::new(&matrix(&one)?, ParamsMuon::default());
         let error = muon()?.with_adam_w(adam(&one)?)?.with_adam_w(adam(&one)?).unwrap_err().to_string();
-        assert!(error.contains("has an AdamW"), "{error}");
+        assert!(error.contains("has an AdamW already"), "{error}");
         let error = muon()?.with_adam_w(adam(&other)?).unwrap_err().to_string();
         assert!(error.contains("an optimizer for each mesh"), "{error}");
         Ok(())

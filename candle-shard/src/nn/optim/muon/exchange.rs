@@ -60,12 +60,10 @@ pub(super) fn gather(mesh: &DeviceMesh, nothing: &Tensor, matrices: &[Matrix<'_>
     parts.into_iter().enumerate().map(whole).collect()
 }
 
-/// Returns this rank's shards of the matrices, which are whole at their owners. One exchange, unless there is one rank.
-///
-/// The exchange takes place without matrices too: if one rank alone has no gradients, all ranks get an error.
+/// Returns this rank's shards of the matrices, which are whole at their owners. One exchange if `nothing` is given.
 pub(super) fn spread(
     mesh: &DeviceMesh,
-    nothing: &Tensor,
+    nothing: Option<&Tensor>,
     matrices: &[Matrix<'_>],
     wholes: &[Option<Tensor>],
 ) -> Result<Vec<Tensor>> {
@@ -81,7 +79,10 @@ pub(super) fn spread(
         Ok(whole.narrow(0, rows.start, rows.len())?.narrow(1, columns.start, columns.len())?)
     };
     let payload = |message: &Message| block(message.matrix, message.holder);
-    let received = if group.size() == 1 { Vec::new() } else { exchange(group, nothing, &messages, payload)? };
+    let received = match nothing {
+        Some(nothing) => exchange(group, nothing, &messages, payload)?,
+        None => Vec::new(),
+    };
     let mut pieces: Vec<Option<Tensor>> = vec![None; matrices.len()];
     for (message, part) in received {
         pieces[message.matrix] = Some(part);
@@ -95,6 +96,12 @@ pub(super) fn spread(
         }
     };
     pieces.into_iter().enumerate().map(piece).collect()
+}
+
+/// Returns whether a rank other than the owner holds elements of a matrix.
+pub(super) fn is_held_elsewhere(mesh: &DeviceMesh, spec: &Spec, owner: usize) -> bool {
+    let has_elements = |at: &[usize]| spec.block_at(at).iter().all(|range| !range.is_empty());
+    mesh.coordinates().enumerate().any(|(rank, at)| rank != owner && has_elements(&at))
 }
 
 /// The block of each matrix on each rank.

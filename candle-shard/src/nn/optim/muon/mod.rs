@@ -16,7 +16,7 @@ use crate::{DTensor, Error, Result};
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, Var};
 use candle_dist::{DeviceMesh, sum_dtype};
-use exchange::{Matrix, gather, spread};
+use exchange::{Matrix, gather, is_held_elsewhere, spread};
 use itertools::Itertools;
 use std::path::Path;
 
@@ -113,7 +113,7 @@ impl Muon {
     /// If there is one already, the two have a parameter in common, or their parameters lie on several meshes.
     pub fn with_adam_w(mut self, others: AdamW) -> Result<Self> {
         if self.others.is_some() {
-            return Error::op(ParamsMuon::TYPE, "has an AdamW already; give it one of several groups");
+            return Error::op(ParamsMuon::TYPE, "it has an AdamW already; give it one AdamW of several groups");
         }
         place(ParamsMuon::TYPE, self.groups.slots().chain(others.groups().slots()))?;
         let is_mine = |slot: &&Slot| self.groups.slots().any(|mine| mine.of.var.id() == slot.of.var.id());
@@ -128,7 +128,7 @@ impl Muon {
     /// See [`Optimizer::step`]. Every rank of the mesh calls it, with gradients of the same parameters.
     ///
     /// # Errors
-    /// On every rank, if the ranks have gradients of other parameters.
+    /// On every rank, if the ranks do not have gradients of the same parameters.
     pub fn step(&mut self, grads: &GradStore) -> Result<()> {
         found::parameters_change();
         if let Some((mesh, device)) = self.groups.place()? {
@@ -202,7 +202,10 @@ fn step<'a>(
     grads: &GradStore,
 ) -> Result<()> {
     let (mut stepped, mut matrices) = (Vec::new(), Vec::new());
+    // Known without the gradients: if one rank alone has none, all ranks get an error.
+    let mut is_spread = false;
     for (slot, owner) in slots {
+        is_spread = is_spread || is_held_elsewhere(mesh, slot.of.tensor.spec(), owner);
         let Some(grad) = grads.get(&slot.of.var).filter(|_| slot.of.tensor.elem_count() > 0) else { continue };
         let local = momentum(params, slot, grad)?.to_dtype(params.dtype)?;
         matrices.push(Matrix { spec: slot.of.tensor.spec(), owner, local });
@@ -212,7 +215,7 @@ fn step<'a>(
     for whole in wholes.iter_mut().flatten() {
         *whole = orthogonal::orthogonalize(whole, params)?;
     }
-    for (slot, update) in stepped.into_iter().zip(spread(mesh, nothing, &matrices, &wholes)?) {
+    for (slot, update) in stepped.into_iter().zip(spread(mesh, is_spread.then_some(nothing), &matrices, &wholes)?) {
         let lr = params.adjusted_lr(slot.of.tensor.dims());
         let keep = 1.0 - params.lr * params.weight_decay;
         let update = update.to_dtype(sum_dtype(slot.of.var.dtype()))?;
