@@ -16,10 +16,10 @@ type Parcel = std::result::Result<Vec<u8>, String>;
 /// The longest explanation that is sent, in bytes.
 const MAX_REASON: usize = 1 << 10;
 
-/// Each of these moves objects in the format of [`postcard`](https://docs.rs/postcard), on the host, in three or
-/// four collectives: the type, sizes, then bytes. All ranks name the same type. The format has no names, so both ends must be the same program; an
-/// object has at most [`MAX_OBJECT_BYTES`]. An object that cannot be sent is one error on all ranks, and the group stays
-/// usable.
+/// Each of these sends objects in the format of [`postcard`](https://docs.rs/postcard), on the host, in three or four
+/// collectives: the type, the sizes, then the bytes. All ranks name the same type. The format has no names, so both
+/// ends must be the same program. An object has at most [`MAX_OBJECT_BYTES`]. An object that cannot be sent is the same
+/// error on all ranks, and the group stays usable.
 impl ProcessGroup {
     /// Copies the root's object to every rank; other ranks may give `None`.
     ///

@@ -1,8 +1,8 @@
-//! Messages among the processes: posted without waiting, taken in whenever somebody looks.
+//! Messages between processes: sent without waiting, received whenever a thread checks.
 //!
-//! A message is a letter: a [`Header`], with its data behind it if that is small, because a copy then costs less than a
-//! second message. Large data follows on its own, from the sender's memory to the receiver's, once the receiver knows
-//! where it goes: MPI moves it then, as one copy where ranks share a host. Every process always has receives open for
+//! A message is a letter: a [`Header`], followed by its data if that is small, since a copy is then cheaper than a
+//! second message. Large data is sent separately, from the sender's memory to the receiver's, once the receiver knows
+//! its destination. MPI then moves it, as one copy if ranks share a host. Every process always has receives open for
 //! letters, so that a sender never waits for one.
 use super::header::{Body, HEADER_BYTES, Header, LETTER};
 use super::native::{Came, MpiError, MpiResult, Private, Request};
