@@ -49,12 +49,12 @@ impl Patience {
         Self { timeout: Some(seconds) }
     }
 
-    /// Until all processes have met.
+    /// The limit until all processes have connected.
     pub(super) fn to_meet(self) -> Duration {
         Duration::from_secs(self.timeout.unwrap_or(60))
     }
 
-    /// In one call.
+    /// The limit of one call.
     pub(super) fn in_call(self) -> Duration {
         Duration::from_secs(self.timeout.unwrap_or(600))
     }
@@ -67,7 +67,7 @@ impl Patience {
     }
 }
 
-/// A command line of a program that runs on any engine.
+/// The command line of a program that runs on any backend.
 pub trait Launched: Parser + Sync {
     /// A part of the program that only runs on the CPU, if there is one.
     const CPU_ONLY: Option<&'static str> = None;
