@@ -1,8 +1,8 @@
-//! How batches are cut into microbatches: how many rows each has, and along which dims.
+//! Cuts of batches into microbatches: sizes and dims.
 use std::ops::Range;
 
-/// The sizes of `chunks` pieces of `rows` rows, as `torch.tensor_split` makes them: the first `rows % chunks` have one
-/// row more.
+/// Returns the sizes of `chunks` pieces of `rows` rows, as `torch.tensor_split`: the first `rows % chunks` pieces have
+/// one row more.
 ///
 /// ```
 /// use candle_pipe::microbatch::microbatch_sizes;
@@ -13,12 +13,12 @@ pub fn microbatch_sizes(rows: usize, chunks: usize) -> Vec<usize> {
     (0..chunks).map(|chunk| chunk_range(rows, chunks, chunk).len()).collect()
 }
 
-/// The rows of one of `chunks` pieces.
+/// Returns the rows of one of `chunks` pieces.
 pub(crate) fn chunk_range(rows: usize, chunks: usize, chunk: usize) -> Range<usize> {
     let (size, larger) = (rows / chunks, rows % chunks);
     let start = |chunk: usize| chunk * size + chunk.min(larger);
     start(chunk)..start(chunk + 1)
 }
 
-/// For each tensor of an argument, in the tree's order, the dim that it is cut along, if it is cut.
+/// The dim along which each tensor of an argument is cut, in the tree's order; `None` if it is not cut.
 pub(crate) type Dims = Vec<Option<usize>>;

@@ -1,8 +1,8 @@
-//! What can go wrong, decided from what every rank knows, so that all ranks fail alike.
+//! Errors, derived from data that all ranks have, so that all ranks fail alike.
 use crate::action::{Action, Compute, Pass};
 use std::sync::Arc;
 
-/// The result of everything in this crate.
+/// The result type of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// An error of a pipeline.
@@ -15,16 +15,16 @@ pub enum Error {
     /// A sharded layer or tensor in a stage failed.
     #[error(transparent)]
     Shard(#[from] candle_shard::Error),
-    /// candle refused an operation. `Debug` prints candle's backtrace, where there is one.
+    /// candle refused an operation. `Debug` prints candle's backtrace, if there is one.
     #[error("{}", candle_dist::without_trace(.0))]
     Candle(Arc<candle_core::Error>),
-    /// A value that is something else than what is asked of it.
+    /// A value of an unexpected kind.
     #[error("value: {0}")]
     Value(String),
     /// Values that cannot be cut into microbatches or joined again.
     #[error("microbatches: {0}")]
     Microbatches(String),
-    /// A model that is no pipeline, or is cut where it cannot be.
+    /// A model that is not a valid pipeline, or cannot be cut as requested.
     #[error("pipe: {0}")]
     Pipe(String),
     /// A node of a model failed.
@@ -32,26 +32,26 @@ pub enum Error {
     Node {
         /// The node's full name.
         node: String,
-        /// What went wrong in it.
+        /// The error in it.
         error: Box<Error>,
     },
-    /// What a rank was told to do failed.
+    /// An action of a rank failed.
     #[error("rank {rank}: {action}: {error}")]
     Action {
         /// The rank of the world.
         rank: usize,
         /// The action, with stage and microbatch.
         action: String,
-        /// What went wrong in it.
+        /// The error in it.
         error: Box<Error>,
     },
-    /// A schedule that does not fit, or is none.
+    /// A schedule that is invalid or does not fit.
     #[error("schedule: {0}")]
     Schedule(String),
 }
 
 impl Error {
-    /// The error with the rank and the action that it arose in; failures of the whole group name theirs already.
+    /// Adds the rank and the action to an error; failures of the whole group name theirs already.
     pub(crate) fn in_action(self, rank: usize, action: &Action) -> Self {
         let what = action.computes().iter().map(|compute| {
             let Compute { stage, pass, microbatch } = compute;
@@ -71,7 +71,7 @@ impl Error {
         }
     }
 
-    /// The error with the name of the node that it arose in; failures of the whole group stay what they are.
+    /// Adds the name of the node to an error; failures of the whole group are unchanged.
     pub(crate) fn at_node(self, node: &str) -> Self {
         match self {
             Self::Dist(error @ candle_dist::Error::Group(_)) => Self::Dist(error),
@@ -81,7 +81,7 @@ impl Error {
 }
 
 impl From<candle_core::Error> for Error {
-    /// A failure of communication that went through candle comes out as what it was.
+    /// Restores the type of a communication error that passed through candle.
     fn from(error: candle_core::Error) -> Self {
         match candle_dist::Error::from(error) {
             candle_dist::Error::Candle(error) => Self::Candle(error),

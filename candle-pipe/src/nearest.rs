@@ -1,15 +1,15 @@
-//! The name that was probably meant.
+//! The nearest known name to a misspelled one.
 
-/// The one of `names` that differs from `name` in the fewest letters, if that is less than half of them.
+/// Returns the name that differs from `name` in the fewest letters, if these are less than half of them.
 pub(crate) fn nearest<'a>(name: &str, names: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     let (distance, found) = names.into_iter().map(|other| (distance(name, other), other)).min()?;
     (2 * distance < found.len().max(name.len())).then_some(found)
 }
 
-/// How many letters must be put in, taken out or replaced to make `b` of `a`, whatever their case.
+/// Returns the case-insensitive edit distance.
 fn distance(a: &str, b: &str) -> usize {
     let (a, b) = (a.to_lowercase(), b.to_lowercase());
-    // The distances of what was read of `a` so far to every beginning of `b`.
+    // The distances of the prefix of `a` read so far to every prefix of `b`.
     let mut row: Vec<usize> = (0..=b.chars().count()).collect();
     for (i, x) in a.chars().enumerate() {
         let mut diagonal = row[0];

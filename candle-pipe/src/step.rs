@@ -1,4 +1,4 @@
-//! What a step is to do, and what it gives.
+//! Options and results of a training step.
 use crate::graph::{Loss, Reduction};
 use crate::microbatch::Microbatches;
 use crate::tape::{Keep, parts};
@@ -6,27 +6,27 @@ use crate::{Error, Result, Value};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor};
 
-/// How a training step runs.
+/// The options of a training step.
 #[derive(Debug, Clone)]
 pub struct StepOptions {
-    /// The number of the step, which random streams are folded with.
+    /// The number of the step, which is folded into random streams.
     pub step: u64,
-    /// The place of the batch's first row in a larger batch that is trained on at once, of which replicas of the model
-    /// have the other rows: random numbers are those of the larger one.
+    /// The index of the batch's first row in a larger batch, of which replicas of the model train on the other rows.
+    /// Random numbers are those of the larger batch.
     pub first_row: usize,
-    /// Whether dropout drops.
+    /// Whether dropout is active.
     pub training: bool,
-    /// What stages keep for the backward pass.
+    /// The data that stages keep for the backward pass.
     pub keep: Keep,
-    /// Whether weight gradients are computed after all input gradients instead of beside them. For [`LocalPipe`]: on ranks
-    /// the schedule says it.
+    /// Whether weight gradients are computed after all input gradients. For [`LocalPipe`] only: on ranks the schedule
+    /// decides this.
     ///
     /// [`LocalPipe`]: crate::LocalPipe
     pub split_backward: bool,
     /// Whether the step keeps the outputs of all microbatches.
     pub outputs: bool,
-    /// What the loss of each microbatch counts; by default, its share of the rows for means and 1 for sums. A loss that
-    /// [counts](Reduction::Counted) takes none.
+    /// The weight of each microbatch's loss; by default its share of the rows for means, and 1 for sums. Not allowed
+    /// for a loss that [counts](Reduction::Counted).
     pub weights: Option<Vec<f64>>,
 }
 
@@ -38,7 +38,7 @@ impl Default for StepOptions {
 }
 
 impl StepOptions {
-    /// What the loss of each microbatch counts.
+    /// Returns the weight of each microbatch's loss.
     pub(crate) fn weights(&self, batch: &Microbatches, loss: Option<Loss>) -> Result<Vec<f64>> {
         match (&self.weights, loss.map(|loss| loss.reduction)) {
             (Some(_), Some(Reduction::Counted)) => {
@@ -55,22 +55,22 @@ impl StepOptions {
     }
 }
 
-/// What a step gave. Nothing in it holds a graph.
+/// The results of a step. They hold no graph.
 #[derive(Debug, Default)]
 pub struct Step {
-    /// The loss of each microbatch, as the model gave it; the sums of a loss that [counts](Reduction::Counted).
+    /// The loss of each microbatch as computed by the model; the sums of a loss that [counts](Reduction::Counted).
     pub losses: Vec<Tensor>,
-    /// What the loss of each microbatch counts, where it [says so](Reduction::Counted).
+    /// The count of each microbatch's loss, if it has [counts](Reduction::Counted).
     pub counts: Vec<f64>,
     /// The outputs of each microbatch, a map by name; [`Microbatches::merge`] joins them.
     pub outputs: Vec<Value>,
-    /// The gradients of all variables that the loss was computed from; f32 for 16-bit variables, see
+    /// The gradients of all variables from which the loss was computed; f32 for 16-bit variables, see
     /// [`round_grads`](candle_dist::round_grads).
     pub grads: GradStore,
     total: Option<Tensor>,
 }
 
-/// The losses of many microbatches and what they count, each added up.
+/// The sum of the losses and the sum of the counts of many microbatches.
 pub(crate) type Counted = [f64; 2];
 
 impl Step {
@@ -78,10 +78,10 @@ impl Step {
         Self { grads, ..Self::default() }
     }
 
-    /// The loss of the batch; of all replicas' batches, if it [counts](Reduction::Counted).
+    /// Returns the loss of the batch; of all replicas' batches, if it [counts](Reduction::Counted).
     ///
     /// # Errors
-    /// [`Error::Pipe`] if the model has none.
+    /// [`Error::Pipe`] if the model has no loss.
     pub fn loss(&self) -> Result<&Tensor> {
         self.total.as_ref().ok_or_else(|| Error::Pipe("the model has no loss".into()))
     }
@@ -101,7 +101,7 @@ impl Step {
         Ok(())
     }
 
-    /// All losses and what they count; a count that is none makes the sum of counts none.
+    /// Returns the sums of losses and counts; an invalid count makes the sum of counts NaN.
     pub(crate) fn counted(&self) -> Result<Counted> {
         let valid = |&count: &f64| if count >= 0.0 { count } else { f64::NAN };
         let mut sum = 0.0;
@@ -111,7 +111,7 @@ impl Step {
         Ok([sum, self.counts.iter().map(valid).sum()])
     }
 
-    /// Divides the loss and the gradients by what all losses count, `all`; gradients are then `times` larger.
+    /// Divides the loss and the gradients by the count of all losses, `all`; gradients are also multiplied by `times`.
     pub(crate) fn divide(&mut self, [sum, count]: Counted, times: f64) -> Result<()> {
         if !(count.is_finite() && count > 0.0) {
             let reason =

@@ -1,4 +1,4 @@
-//! What flows through a pipeline: tensors and small plain values in nested containers.
+//! The values of a pipeline: tensors and small plain values in nested containers.
 mod convert;
 mod path;
 mod walk;
@@ -19,10 +19,11 @@ use std::fmt;
 /// Arguments by name.
 pub type Kwargs = BTreeMap<String, Value>;
 
-/// A tensor, a plain value, or a container of values: what a model takes and gives.
+/// A tensor, a plain value, or a container of values: an input or output of a model.
 ///
-/// Made by `into()` from tensors, sharded ones, `i64`, `f64`, `bool`, text, `()` and `Option`, and from tuples, vectors, arrays and
-/// maps of those. It is a [`TensorTree`](candle_dist::TensorTree): it can be cast, moved and flattened as a whole.
+/// Convert with `into()` from tensors, sharded ones, `i64`, `f64`, `bool`, text, `()` and `Option`, and from tuples,
+/// vectors, arrays and maps of those. It is a [`TensorTree`](candle_dist::TensorTree): it can be cast, moved and
+/// flattened as a whole.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -39,30 +40,30 @@ pub type Kwargs = BTreeMap<String, Value>;
 pub enum Value {
     /// A tensor, with its graph.
     Tensor(Tensor),
-    /// A tensor that is spread over a mesh within its stage, with its graph.
+    /// A tensor distributed over a mesh within its stage, with its graph.
     DTensor(DTensor),
-    /// A whole number.
+    /// An integer.
     Int(i64),
-    /// A number.
+    /// A floating-point number.
     Float(f64),
     /// True or false.
     Bool(bool),
     /// A text.
     Text(String),
-    /// Nothing, where there might be something.
+    /// An absent optional value.
     None,
-    /// Values of one meaning, however many.
+    /// Any number of values with one meaning.
     List(Vec<Value>),
-    /// Values of different meanings, each in its place.
+    /// Values with different meanings, by position.
     Tuple(Vec<Value>),
     /// Values by name, in the names' order.
     Map(Kwargs),
 }
 
-/// An accessor: the content of one variant, or an error that says what is there instead.
+/// An accessor: the content of one variant, or an error that names the actual kind.
 macro_rules! content {
     ($($doc:literal $name:ident: $variant:ident($pattern:pat => $content:expr) -> $type:ty, $wanted:literal;)*) => {$(
-        #[doc = concat!($doc, ", or an [`Error::Value`] that says what is there instead.")]
+        #[doc = concat!($doc, ", or an [`Error::Value`] that names the actual kind.")]
         pub fn $name(&self) -> Result<$type> {
             match self {
                 Self::$variant($pattern) => Ok($content),
@@ -83,7 +84,7 @@ impl Value {
         "The values by name" map: Map(map => map) -> &Kwargs, "a map";
     }
 
-    /// The values of a list or tuple, or an [`Error::Value`] that says what is there instead.
+    /// Returns the values of a list or tuple, or an [`Error::Value`] that names the actual kind.
     pub fn items(&self) -> Result<&[Self]> {
         match self {
             Self::List(items) | Self::Tuple(items) => Ok(items),
@@ -91,7 +92,7 @@ impl Value {
         }
     }
 
-    /// The value at a place of a list or tuple.
+    /// Returns the value at an index of a list or tuple.
     ///
     /// # Errors
     /// [`Error::Value`] if this is neither, or is shorter.
@@ -101,17 +102,17 @@ impl Value {
         items.get(index).ok_or_else(outside)
     }
 
-    /// The value of a name of a map.
+    /// Returns the value of a name in a map.
     ///
     /// # Errors
-    /// [`Error::Value`] if this is no map, or has no such name.
+    /// [`Error::Value`] if this is not a map, or has no such name.
     pub fn get(&self, key: &str) -> Result<&Self> {
         let map = self.map()?;
         map.get(key).ok_or_else(|| Error::Value(format!("no {key:?} among [{}]", map.keys().join(", "))))
     }
 
-    /// The sharded tensor, or a plain one as a tensor that every rank of `mesh` has alike: what a tensor-parallel node makes of
-    /// its input, wherever that comes from.
+    /// Returns the sharded tensor, or a plain one as a tensor that is equal on every rank of `mesh`. Tensor-parallel
+    /// nodes call it on their inputs.
     ///
     /// # Errors
     /// [`Error::Value`] if this is neither, or is sharded over another mesh.
@@ -124,7 +125,8 @@ impl Value {
         }
     }
 
-    /// The whole tensor: a plain one, or all shards of a sharded one, for which every rank of its mesh calls it.
+    /// Returns the whole tensor: a plain one, or the gathered one of a sharded tensor, for which every rank of its mesh
+    /// calls it.
     ///
     /// # Errors
     /// [`Error::Value`] if this is neither; those of communication.
@@ -136,7 +138,7 @@ impl Value {
         }
     }
 
-    /// What this is, in words: `a tensor`, `an int`, `a list`.
+    /// Returns the kind in words: `a tensor`, `an int`, `a list`.
     pub fn kind(&self) -> &'static str {
         match self {
             Self::Tensor(_) => "a tensor",
@@ -152,9 +154,10 @@ impl Value {
         }
     }
 
-    /// Whether two values have the same structure and the same bits in every place; a NaN is itself.
+    /// Returns whether two values have the same structure and the same bits everywhere; a NaN equals itself.
     ///
-    /// Tensors need the same shape and dtype, and may be on different devices. The same tensor is not read at all.
+    /// Tensors must have the same shape and dtype, and may be on different devices. A tensor is not compared with
+    /// itself.
     ///
     /// # Errors
     /// If candle cannot read a tensor.
@@ -185,7 +188,7 @@ fn all_same<'a>(mut pairs: impl Iterator<Item = (&'a Value, &'a Value)>) -> Resu
 }
 
 impl fmt::Display for Value {
-    /// A listing on one line; tensors as dtype and shape.
+    /// Prints a listing on one line, with tensors as dtype and shape.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Tensor(t) => write!(f, "{}{:?}", t.dtype().as_str(), t.dims()),

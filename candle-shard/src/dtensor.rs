@@ -31,19 +31,16 @@ pub(crate) type Axes = u32;
 /// | Ops | What stays where it is |
 /// |---|---|
 /// | `relu`, `gelu`, `gelu_erf`, `exp`, `abs`, `powf`, .., `activation`, `selu`, `dropout`, `to_dtype` | all dims; partial maxima and minima where the function keeps their order |
-/// | `+ - * /`, `maximum`, `minimum`, `clamp`, `pow`, `prelu`, `silu_gate`, `where_cond` | all dims of the result;
-/// partial sums where the op is linear |
+/// | `+ - * /`, `maximum`, `minimum`, `clamp`, `pow`, `prelu`, `silu_gate`, `where_cond` | all dims of the result; partial sums where the op is linear |
 /// | `eq`, `ne`, `lt`, `le`, `gt`, `ge` | all dims |
 /// | `sum`, `mean`, `var`, `norm`, `dot`, `max`, `min` (`_all`, `_keepdim`) | all dims; reduced ones leave partial results |
-/// | `argmax`, `argmin`, `softmax`, `log_softmax`, `log_sum_exp`, `cumsum`, `topk` | all dims; over a sharded one a few
-/// numbers per row are exchanged |
+/// | `argmax`, `argmin`, `softmax`, `log_softmax`, `log_sum_exp`, `cumsum`, `topk` | all dims; over a sharded one a few numbers per row are exchanged |
 /// | `sort_last_dim`, `arg_sort_last_dim`, `causal_softmax`, `masked_softmax`, `layer_norm`, `rms_norm`, `swiglu` | leading dims |
 /// | `matmul`, `mv`, `linear` | batch, rows or columns; a sharded inner dim gives partial sums |
 /// | `scaled_dot_product_attention`, `flash_attn`, `rope` | batch and heads; queries without a causal mask; positions of `rope` |
 /// | `embedding`, `embedding_bag`, `index_select`, `gather`, `i`, `unfold` | other dims and those of the indexes; a sharded indexed dim gives partial sums |
 /// | `scatter`, `scatter_add`, `index_add` | all dims |
-/// | `narrow`, `chunk`, `get`, `pad_with_zeros`, `slice_scatter`, `slice_assign` | all dims, the sliced one with shards
-/// of unequal sizes |
+/// | `narrow`, `chunk`, `get`, `pad_with_zeros`, `slice_scatter`, `slice_assign` | all dims, the sliced one with shards of unequal sizes |
 /// | `permute`, `transpose`, `broadcast_as`, `unsqueeze`, `squeeze` | all dims |
 /// | `reshape`, `flatten`, `pixel_shuffle`, `pixel_unshuffle` | dims whose shards end on rows of the new shape |
 /// | `cat`, `stack`, `repeat`, `roll`, `flip`, `pad_with_same`, `replication_pad2d` | other dims than the one that changes |

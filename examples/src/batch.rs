@@ -1,4 +1,4 @@
-//! What a step trains on, and the parts of it that replicas and microbatches have.
+//! The batch of a step, and its parts for replicas and microbatches.
 
 use std::ops::Range;
 
@@ -17,7 +17,7 @@ pub struct Batch {
 }
 
 impl Batch {
-    /// So many sequences from random places of `text`, which is longer than one.
+    /// Draws sequences from random positions of `text`, which is longer than one sequence.
     ///
     /// ```
     /// use candle_core::Device;
@@ -52,16 +52,16 @@ impl Batch {
         Ok(Self { tokens: windows(0)?, targets: windows(1)? })
     }
 
-    /// Some of the sequences.
+    /// Returns some of the sequences.
     ///
     /// # Errors
-    /// If there are fewer.
+    /// If there are fewer sequences.
     pub fn rows(&self, rows: Range<usize>) -> Result<Self> {
         let narrow = |tensor: &Tensor| tensor.narrow(0, rows.start, rows.len());
         Ok(Self { tokens: narrow(&self.tokens)?, targets: narrow(&self.targets)? })
     }
 
-    /// All of it in microbatches.
+    /// Cuts the batch into microbatches.
     ///
     /// # Errors
     /// If there are fewer sequences.
@@ -70,7 +70,7 @@ impl Batch {
         split_args_kwargs_into_chunks(&inputs, &Kwargs::new(), microbatches, None, None)
     }
 
-    /// What one of several replicas trains on in a step, and how its losses count in the mean over all of them.
+    /// Returns one replica's part of the batch, and the weight of its losses in the mean over all replicas.
     ///
     /// # Errors
     /// If there are fewer sequences than microbatches of all replicas.
@@ -85,7 +85,7 @@ impl Batch {
         let sizes = microbatch_sizes(rows, replicas);
         let (first_row, mine) = (sizes[..replica].iter().sum(), sizes[replica]);
         let cut = self.rows(first_row..first_row + mine)?.cut(microbatches)?;
-        // Replicas are averaged as if they had equally many rows each.
+        // The average over replicas weighs them as if they had equally many rows.
         let share = (mine * replicas) as f64 / rows as f64;
         let weights = cut.weights().into_iter().map(|weight| weight * share).collect();
         Ok((cut, StepOptions { step, first_row, weights: Some(weights), ..StepOptions::default() }))

@@ -1,4 +1,4 @@
-//! What the command lines of the programs have in common.
+//! Common parts of the programs' command lines.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
@@ -12,10 +12,10 @@ use crate::launch;
 
 /// The exit status of a program that tried and failed.
 pub const FAILED: u8 = 1;
-/// The exit status of a program whose command line cannot work.
+/// The exit status for an invalid command line.
 pub(crate) const USAGE: u8 = 2;
 
-/// One sentence on what the user should change.
+/// One sentence that says what the user should change.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct UsageError(pub String);
 
@@ -41,7 +41,7 @@ macro_rules! require {
 }
 pub(crate) use require;
 
-/// What clap has to say about a command line it could not parse, as one sentence without the usage text.
+/// Returns clap's error for an invalid command line as one sentence, without the usage text.
 fn one_sentence(error: &clap::Error) -> String {
     let rendered = error.to_string();
     let said: Vec<&str> = rendered
@@ -54,10 +54,11 @@ fn one_sentence(error: &clap::Error) -> String {
     format!("{}; see --help.", said.join("; "))
 }
 
-/// The arguments of a program, which ends here if it is asked for help; of processes with a launcher the first one helps.
+/// Parses the arguments of a program, which ends here if help is requested. Of processes with a launcher only the first
+/// one prints help.
 ///
 /// # Errors
-/// What clap has to say.
+/// clap's error.
 pub fn parse<A: Parser>() -> Checked<A> {
     A::try_parse().map_err(|error| match error.use_stderr() {
         true => UsageError(one_sentence(&error)),
@@ -66,13 +67,14 @@ pub fn parse<A: Parser>() -> Checked<A> {
     })
 }
 
-/// The arguments of a program with what `validate` made of them; else what is wrong is said, and the exit status given.
+/// Returns the arguments of a program with the result of `validate`; otherwise prints the error and returns the exit
+/// status.
 pub fn arguments<A: Parser, V>(validate: impl FnOnce(&A) -> Checked<V>) -> Result<(A, V), ExitCode> {
     let checked = parse().and_then(|args| validate(&args).map(|made| (args, made)));
     checked.map_err(|error| fail(error, USAGE))
 }
 
-/// A program that measures: checks its arguments and runs.
+/// Runs a measuring program: checks its arguments and runs it.
 pub fn run<A: Parser>(validate: impl FnOnce(&A) -> Checked, run: impl FnOnce(&A) -> anyhow::Result<()>) -> ExitCode {
     match arguments(validate).map(|(args, ())| run(&args)) {
         Ok(Ok(())) => ExitCode::SUCCESS,
@@ -81,9 +83,9 @@ pub fn run<A: Parser>(validate: impl FnOnce(&A) -> Checked, run: impl FnOnce(&A)
     }
 }
 
-/// Measures under a progress bar of so many rows, and writes the report as a table and as JSON.
+/// Measures under a progress bar of `rows` rows, and writes the report as a table and as JSON.
 ///
-/// `measure` gets what it calls with a text before each row.
+/// `measure` gets a function that it calls with a text before each row.
 pub fn report<R: serde::Serialize, T: std::fmt::Display>(
     rows: usize,
     json: Option<&Path>,
@@ -103,7 +105,7 @@ pub fn watched<R>(
     measure: impl FnOnce(&(dyn Fn(String) + Sync)) -> anyhow::Result<R>,
 ) -> anyhow::Result<R> {
     let style = ProgressStyle::with_template("{bar:32} {pos}/{len} rows, {msg} [{elapsed}]")?;
-    // Drawn on stderr, and only where that is a terminal.
+    // Drawn on stderr, and only if that is a terminal.
     let bar = ProgressBar::new(rows as u64).with_style(style);
     let measured = measure(&|row| {
         bar.set_message(row);
@@ -127,13 +129,13 @@ pub fn show<R: serde::Serialize, T: std::fmt::Display>(
     output.write_json(report)
 }
 
-/// Says what went wrong on stderr and gives the exit status.
+/// Prints an error on stderr and returns the exit status.
 pub(crate) fn fail(error: impl std::fmt::Display, status: u8) -> ExitCode {
     eprintln!("error: {error}");
     ExitCode::from(status)
 }
 
-/// What to do about a program that failed: nothing if nobody reads its output any more.
+/// Returns the exit status of a failed program: success if its output is no longer read.
 pub fn failed(error: &anyhow::Error) -> ExitCode {
     if is_unread(error) {
         ExitCode::SUCCESS
@@ -144,12 +146,12 @@ pub fn failed(error: &anyhow::Error) -> ExitCode {
     }
 }
 
-/// Whether the error is that nobody reads the output any more.
+/// Returns whether the error is that the output is no longer read.
 pub(crate) fn is_unread(error: &anyhow::Error) -> bool {
     error.downcast_ref::<io::Error>().map(io::Error::kind) == Some(io::ErrorKind::BrokenPipe)
 }
 
-/// The exit status of a program that did its work, and found it good or not.
+/// Returns the exit status of a program that ran, from its result.
 pub fn status(done: anyhow::Result<bool>) -> ExitCode {
     match done {
         Ok(true) => ExitCode::SUCCESS,
@@ -158,7 +160,7 @@ pub fn status(done: anyhow::Result<bool>) -> ExitCode {
     }
 }
 
-/// Where the JSON object of a program goes, if anywhere, and where therefore all else.
+/// The destinations of a program's JSON object, if any, and of all other output.
 #[derive(Clone, Copy, Debug)]
 pub struct Output<'a>(Option<&'a Path>);
 
@@ -172,12 +174,12 @@ impl<'a> Output<'a> {
         self.0 == Some(Path::new("-"))
     }
 
-    /// Where text for people goes: stdout, or stderr if JSON has stdout to itself.
+    /// Returns the destination of text for people: stdout, or stderr if JSON goes to stdout.
     pub fn screen(self) -> Box<dyn Write> {
         if self.json_to_stdout() { Box::new(io::stderr()) } else { Box::new(io::stdout()) }
     }
 
-    /// Writes the JSON object where one is asked for.
+    /// Writes the JSON object if one is requested.
     ///
     /// # Errors
     /// If the file cannot be written.
@@ -189,7 +191,7 @@ impl<'a> Output<'a> {
         Ok(())
     }
 
-    /// Checks that the JSON object can be written, leaving no trace: permissions alone do not tell.
+    /// Checks that the JSON object can be written, and leaves no trace: permissions alone do not prove it.
     ///
     /// # Errors
     /// A sentence that names the file and a remedy.
@@ -201,7 +203,7 @@ impl<'a> Output<'a> {
     }
 }
 
-/// Checks that the file of a flag can be written, leaving no trace; `otherwise` is what else the flag takes.
+/// Checks that the file of a flag can be written, and leaves no trace; `otherwise` names the flag's other values.
 ///
 /// # Errors
 /// A sentence that names the flag, the file and a remedy.

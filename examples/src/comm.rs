@@ -1,9 +1,9 @@
-//! What a training communicates.
+//! Communication of a training step.
 
 use candle_dist::comm::CommCounts;
 use serde::{Deserialize, Serialize};
 
-/// How often one kind of collective runs in a step, and how much it moves.
+/// Count and bytes of one kind of collective in a step.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CommStat {
     /// Name of the collective.
@@ -20,7 +20,7 @@ impl CommStat {
         Self::per_step(counts, 1)
     }
 
-    /// The kinds that occurred in so many steps, as means over these.
+    /// The kinds that occurred in `steps` steps, as means per step.
     pub fn per_step(counts: &CommCounts, steps: usize) -> Vec<Self> {
         let mean = |total: usize| total / steps.max(1);
         counts

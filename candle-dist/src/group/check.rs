@@ -1,4 +1,4 @@
-//! Arguments of collectives, checked before anything is sent.
+//! Checks of arguments before anything is sent.
 use super::ProcessGroup;
 use crate::backend::storage::share_memory;
 use crate::call::{CARRIED, Call, Dims, Op, carried, total};
@@ -75,7 +75,7 @@ impl ProcessGroup {
         Ok(())
     }
 
-    /// Refuses memory that cannot take the result that `call` makes of `tensor`.
+    /// Refuses memory that cannot hold the result of `call` on `tensor`.
     pub(super) fn check_output(&self, call: &Call, tensor: &Tensor, output: &Tensor) -> Result<()> {
         let shape = call.result_shape(self.rank(), 0, tensor.dims());
         self.check_memory(call.op, output, &shape, tensor.dtype())?;
@@ -91,7 +91,7 @@ impl ProcessGroup {
         Ok(())
     }
 
-    /// Refuses memory that cannot take `shape` of `dtype`, or that a backward pass may still need.
+    /// Refuses memory that cannot hold `shape` of `dtype`, or that a backward pass may still need.
     pub(super) fn check_memory(&self, op: Op, output: &Tensor, shape: &[usize], dtype: DType) -> Result<()> {
         if output.dims() != shape || output.dtype() != dtype || !output.is_contiguous() {
             let (got, is) = (output.dims(), output.dtype().as_str());
@@ -109,7 +109,7 @@ impl ProcessGroup {
         Ok(())
     }
 
-    /// Refuses dtypes that no engine carries, fractions of whole numbers, and bits of floats.
+    /// Refuses dtypes that no backend carries, averages of integers, and bitwise reductions of floats.
     pub(super) fn check_dtypes(&self, call: &Call) -> Result<()> {
         for dtype in call.dtype.iter().chain(call.rest.iter().map(|(dtype, _)| dtype)) {
             let name = dtype.as_str();
@@ -139,7 +139,7 @@ mod tests {
     use candle_core::{DType, Device, DeviceLocation, Tensor};
     use smallvec::smallvec;
 
-    /// A call as it would be for tensors on these devices, one a rank; no such device is needed to refuse it.
+    /// Makes a call for tensors on these devices, one per rank; the devices need not exist.
     fn error_on(devices: [DeviceLocation; 2]) -> [String; 2] {
         let texts = World::local(2).run(|ctx| -> Result<String> {
             let x = Tensor::zeros(3, DType::F32, &Device::Cpu)?;

@@ -1,4 +1,4 @@
-//! Several tensors in one call.
+//! Collectives of several tensors in one call.
 use super::pending::State;
 use super::{PendingTensors, ProcessGroup};
 use crate::Result;
@@ -7,7 +7,7 @@ use crate::call::Cut;
 use candle_core::Tensor;
 
 impl ProcessGroup {
-    /// The reductions of several tensors in one call, in their order; each keeps its shape and dtype.
+    /// Reduces several tensors in one call and returns them in order. Each keeps its shape and dtype.
     ///
     /// ```
     /// use candle_core::{Device, Tensor};
@@ -30,14 +30,14 @@ impl ProcessGroup {
 
     /// Starts an [`all_reduce_coalesced`](Self::all_reduce_coalesced).
     ///
-    /// The tensors must not change before every rank has waited; a `Var` is copied for that reason.
+    /// The tensors must not change before every rank has waited; a `Var` is therefore copied.
     #[track_caller]
     pub fn all_reduce_coalesced_start(&self, tensors: &[Tensor], op: ReduceOp) -> Result<PendingTensors> {
         let Some((first, rest)) = tensors.split_first() else { return Ok(Self::nothing()) };
         self.begin_all(Call { reduce: Some(op), ..Call::on(Op::AllReduce, first, &[]) }.with_rest(rest), tensors)
     }
 
-    /// Starts a [`broadcast_coalesced`](Self::broadcast_coalesced), with the same care for the tensors.
+    /// Starts a [`broadcast_coalesced`](Self::broadcast_coalesced), with the same rule for the tensors.
     #[track_caller]
     pub fn broadcast_coalesced_start(&self, tensors: &[Tensor], root: usize) -> Result<PendingTensors> {
         self.check_rank(Op::Broadcast, root)?;
@@ -45,12 +45,12 @@ impl ProcessGroup {
         self.begin_all(self.handed_on(first, root)?.with_rest(rest), tensors)
     }
 
-    /// A call of no tensors, for which there is nothing to wait.
+    /// A call of no tensors, which is complete at once.
     fn nothing() -> PendingTensors {
         PendingTensors::new(State::Done(Vec::new()), Ok)
     }
 
-    /// The root's tensors, on every rank, in one call; all ranks give tensors of the same shapes and dtypes.
+    /// Copies the root's tensors to every rank in one call. All ranks give tensors of the same shapes and dtypes.
     #[track_caller]
     pub fn broadcast_coalesced(&self, tensors: &[Tensor], root: usize) -> Result<Vec<Tensor>> {
         self.check_rank(Op::Broadcast, root)?;
@@ -58,7 +58,7 @@ impl ProcessGroup {
         self.coalesce(self.handed_on(first, root)?.with_rest(rest), tensors)
     }
 
-    /// All ranks' tensors joined along `dim`, each with its counterparts, in one call; shapes must be equal.
+    /// Joins each tensor with its counterparts of all ranks along `dim`, in one call. Shapes must be equal.
     #[track_caller]
     pub fn all_gather_coalesced(&self, tensors: &[Tensor], dim: usize) -> Result<Vec<Tensor>> {
         let Some((first, rest)) = tensors.split_first() else { return Ok(Vec::new()) };
@@ -70,7 +70,7 @@ impl ProcessGroup {
         self.coalesce(call, tensors)
     }
 
-    /// This rank's pieces of the reductions, each cut along `dim` into equal pieces, in one call.
+    /// Reduces several tensors and returns this rank's pieces, each cut along `dim` into equal pieces, in one call.
     #[track_caller]
     pub fn reduce_scatter_coalesced(&self, tensors: &[Tensor], dim: usize, op: ReduceOp) -> Result<Vec<Tensor>> {
         let Some((first, rest)) = tensors.split_first() else { return Ok(Vec::new()) };
@@ -82,9 +82,9 @@ impl ProcessGroup {
         self.coalesce(call, tensors)
     }
 
-    /// Starts an [`all_gather_coalesced`](Self::all_gather_coalesced) of pieces that may be uneven, each with its cut.
+    /// Starts an [`all_gather_coalesced`](Self::all_gather_coalesced) of pieces with explicit sizes, each with its cut.
     ///
-    /// The tensors must not change before every rank has waited; a `Var` is copied for that reason.
+    /// The tensors must not change before every rank has waited; a `Var` is therefore copied.
     ///
     /// ```
     /// use candle_core::{DType, Device, Tensor};
@@ -107,8 +107,8 @@ impl ProcessGroup {
         self.start_cut(Op::AllGather, pieces, None)
     }
 
-    /// Starts a [`reduce_scatter_coalesced`](Self::reduce_scatter_coalesced) to pieces that may be uneven, with the same
-    /// care for the tensors.
+    /// Starts a [`reduce_scatter_coalesced`](Self::reduce_scatter_coalesced) to pieces with explicit sizes, with the
+    /// same rule for the tensors.
     #[track_caller]
     pub fn reduce_scatter_coalesced_start(&self, wholes: &[(Tensor, Cut)], op: ReduceOp) -> Result<PendingTensors> {
         for (whole, cut) in wholes {

@@ -1,13 +1,13 @@
-//! Collectives whose result takes the place of their input.
+//! Collectives that replace their input by the result.
 use super::ProcessGroup;
 use crate::Result;
 use crate::backend::{Call, Form, Op, ReduceOp, bytes};
 use candle_core::Var;
 
 impl ProcessGroup {
-    /// Replaces `var` on every rank by the elementwise reduction of all ranks'; shapes must be equal.
+    /// Replaces `var` on every rank by the elementwise reduction over all ranks. Shapes must be equal.
     ///
-    /// Like an [`all_reduce`](Self::all_reduce), without memory for a second tensor.
+    /// Like [`all_reduce`](Self::all_reduce), without memory for a second tensor.
     ///
     /// ```
     /// use candle_core::{Device, Var};

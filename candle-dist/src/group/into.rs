@@ -1,4 +1,4 @@
-//! Collectives whose results go to memory that the caller gives.
+//! Collectives that write their results to given memory.
 use super::ProcessGroup;
 use super::pending::{Pending, State};
 use crate::Result;
@@ -6,12 +6,11 @@ use crate::backend::overwrite::overwrite;
 use crate::backend::{Call, Dims, Op, ReduceOp, Tensors, bytes};
 use candle_core::Tensor;
 
-/// Each of these makes the collective of its name without memory for the result: its elements go to `output`, a
-/// contiguous tensor of the result's shape and dtype on the input's device, in memory of its own, which is neither the
-/// input's nor any other rank's. An output may be a `Var`, or any tensor that is not part of a graph. Other ranks may
-/// make the same call without an output.
+/// Each of these runs the collective of its name without new memory for the result. `output` is a contiguous tensor of
+/// the result's shape and dtype on the input's device, in memory that is neither the input's nor any other rank's. It
+/// may be a `Var`, or any tensor that is not part of a graph. Other ranks may make the same call without an output.
 impl ProcessGroup {
-    /// All ranks' tensors joined along `dim` in rank order, in `output`; see [`all_gather`](Self::all_gather).
+    /// Joins all ranks' tensors along `dim` in rank order, into `output`; see [`all_gather`](Self::all_gather).
     ///
     /// ```
     /// use candle_core::{DType, Device, Tensor};
@@ -33,20 +32,20 @@ impl ProcessGroup {
         self.collect_into(self.even_joined(tensor, dim)?, tensor, output)
     }
 
-    /// Like [`all_gather_into`](Self::all_gather_into) with rank `r` contributing `sizes[r]` along `dim`.
+    /// Like [`all_gather_into`](Self::all_gather_into), with `sizes[r]` entries of `dim` from rank `r`.
     #[track_caller]
     pub fn all_gather_uneven_into(&self, output: &Tensor, tensor: &Tensor, dim: usize, sizes: &[usize]) -> Result<()> {
         self.collect_into(self.joined(Op::AllGather, tensor, dim, sizes)?, tensor, output)
     }
 
-    /// This rank's piece of the reduction, in `output`; see [`reduce_scatter`](Self::reduce_scatter).
+    /// Writes this rank's piece of the reduction to `output`; see [`reduce_scatter`](Self::reduce_scatter).
     #[track_caller]
     pub fn reduce_scatter_into(&self, output: &Tensor, tensor: &Tensor, dim: usize, op: ReduceOp) -> Result<()> {
         let sizes: Dims = self.even_sizes(Op::ReduceScatter, tensor, dim)?;
         self.reduce_scatter_uneven_into(output, tensor, dim, &sizes, op)
     }
 
-    /// Like [`reduce_scatter_into`](Self::reduce_scatter_into) with `sizes[r]` of `dim` for rank `r`.
+    /// Like [`reduce_scatter_into`](Self::reduce_scatter_into), with `sizes[r]` entries of `dim` for rank `r`.
     #[track_caller]
     pub fn reduce_scatter_uneven_into(
         &self,
@@ -59,13 +58,13 @@ impl ProcessGroup {
         self.collect_into(self.scattered(tensor, dim, sizes, op)?, tensor, output)
     }
 
-    /// Equal pieces of all ranks joined along `concat_dim`, in `output`; see [`all_to_all`](Self::all_to_all).
+    /// Joins equal pieces of all ranks along `concat_dim`, into `output`; see [`all_to_all`](Self::all_to_all).
     #[track_caller]
     pub fn all_to_all_into(&self, output: &Tensor, tensor: &Tensor, split_dim: usize, concat_dim: usize) -> Result<()> {
         self.collect_into(self.even_exchange(tensor, split_dim, concat_dim)?, tensor, output)
     }
 
-    /// The rows that the ranks send here, in `output`; see [`all_to_all_single`](Self::all_to_all_single).
+    /// Writes the rows that the ranks send here to `output`; see [`all_to_all_single`](Self::all_to_all_single).
     #[track_caller]
     pub fn all_to_all_single_into<C: AsRef<[usize]>>(
         &self,

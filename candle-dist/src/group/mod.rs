@@ -1,4 +1,4 @@
-//! The ranks that communicate.
+//! Process groups.
 pub(crate) mod check;
 mod coalesced;
 mod in_place;
@@ -25,21 +25,20 @@ use smallvec::smallvec;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// A set of ranks that communicate: cheap to clone, `Send + Sync`, never a global.
+/// A set of ranks that communicate. Cheap to clone, `Send + Sync`, never a global.
 ///
 /// Every rank of the group must make the same calls, in the same form and order. Ranks are counted within the group.
-/// Inputs may be any view; results are contiguous fresh memory without gradient (see
-/// [`functional`](crate::functional) for the differentiable forms). At size 1 the result *is* the input, with its memory
-/// and its gradient.
+/// Inputs may be any view. Results are contiguous new memory without gradient; see [`functional`](crate::functional)
+/// for the differentiable forms. At size 1 the result *is* the input, with its memory and its gradient.
 ///
-/// A rank may communicate from several threads, one group each. A thread counts from its first call: until then a world
-/// whose other ranks all wait for it is taken for a deadlock, so let it make a first call early.
+/// A rank may communicate from several threads, with one group each. A thread counts from its first call. Before that,
+/// a world whose other ranks all wait for it is mistaken for a deadlock, so make a first call early.
 #[derive(Clone, Debug)]
 pub struct ProcessGroup {
     backend: Arc<dyn Backend>,
-    /// Receives that were started, of all handles on the group.
+    /// The started receives of all handles on the group.
     posts: Arc<Posts>,
-    /// How long the calls of this handle may wait, if not as long as those of the world.
+    /// The timeout of this handle's calls, if it differs from the world's.
     timeout: Option<Duration>,
 }
 
@@ -48,15 +47,15 @@ impl ProcessGroup {
         Self { backend, posts: Arc::default(), timeout: None }
     }
 
-    /// The engine, for one around it.
+    /// Returns the backend, to be wrapped by another one.
     pub(crate) fn into_engine(self) -> Arc<dyn Backend> {
         self.backend
     }
 
-    /// This group, with a timeout of its own for the calls of the returned handle and of groups that are made from it.
+    /// Returns this group with its own timeout for calls of the returned handle and of groups made from it.
     ///
-    /// For one call or for all of them: calls on both handles meet, and ranks need not agree on their timeouts. The first
-    /// rank whose time is over stops the world with [`Cause::TimedOut`](crate::Cause::TimedOut).
+    /// Calls on both handles meet, and ranks need not agree on their timeouts. The first rank whose timeout expires
+    /// stops the world with [`Cause::TimedOut`](crate::Cause::TimedOut).
     ///
     /// ```
     /// use candle_dist::{Cause, Error, World};
@@ -76,7 +75,7 @@ impl ProcessGroup {
     /// ```
     ///
     /// # Errors
-    /// Where the engine knows one timeout for the whole world only.
+    /// If the backend has only one timeout for the whole world.
     pub fn with_timeout(&self, timeout: Duration) -> Result<Self> {
         if !self.backend.has_call_timeouts() {
             let engine = self.backend_name();
@@ -86,7 +85,7 @@ impl ProcessGroup {
         Ok(Self { timeout: Some(timeout), ..self.clone() })
     }
 
-    /// Waits until `ready`, for an engine that cannot bound its waits; the world stops when the time is over.
+    /// Waits until `ready`, for a backend that cannot limit its waits; the world stops when the timeout expires.
     fn poll(&self, timeout: Duration, mut ready: impl FnMut() -> Result<bool>) -> Result<()> {
         let (began, mut pause) = (Instant::now(), Duration::from_micros(10));
         while !ready()? {
@@ -106,10 +105,10 @@ impl ProcessGroup {
         self.failure().map_or(Error::Unsupported(text), Error::Group)
     }
 
-    /// Rank `rank` of a group of `size` ranks that are not there: for shapes and counts of worlds of any size.
+    /// Creates rank `rank` of a simulated group of `size` ranks: for shapes and counts of worlds of any size.
     ///
-    /// Every call returns at once. Results have the shapes that they would have, and values of little meaning: gathers
-    /// join copies of this rank's tensor where its size fits, reductions leave it as it is, other results are zeros.
+    /// Every call returns at once. Results have the correct shapes, but arbitrary values: gathers join copies of this
+    /// rank's tensor if its size fits, reductions return it unchanged, other results are zeros.
     ///
     /// ```
     /// use candle_core::{DType, Device, Tensor};
@@ -128,49 +127,49 @@ impl ProcessGroup {
         Ok(Self::new(Arc::new(Simulated::new(rank, (0..size).collect()))))
     }
 
-    /// This rank within the group.
+    /// Returns this rank's number in the group.
     pub fn rank(&self) -> usize {
         self.backend.rank()
     }
 
-    /// The number of ranks.
+    /// Returns the number of ranks.
     pub fn size(&self) -> usize {
         self.backend.ranks().len()
     }
 
-    /// The members as ranks of the world, in group order.
+    /// Returns the members as ranks of the world, in group order.
     pub fn ranks(&self) -> &[usize] {
         self.backend.ranks()
     }
 
-    /// Whether this is the same group, not merely one of the same ranks: calls on one meet calls on the other.
+    /// Returns whether this is the same group, not just one of the same ranks: calls on one meet calls on the other.
     pub fn is_same(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.backend, &other.backend)
     }
 
-    /// The device that this rank computes on: the host, unless the world gave it another.
+    /// Returns the device of this rank: the host, unless the world has set another.
     pub fn device(&self) -> &Device {
         self.backend.device()
     }
 
-    /// The engine itself, which checks nothing and is asked also at size 1: for tests of engines.
+    /// Returns the backend, which checks nothing and also runs at size 1: for tests of backends.
     pub fn engine(&self) -> &dyn Backend {
         &*self.backend
     }
 
-    /// The name of the engine, e.g. `"local"`.
+    /// Returns the name of the backend, e.g. `"local"`.
     pub fn backend_name(&self) -> &'static str {
         self.backend.name()
     }
 
-    /// The failure that stopped this group's world, if one did; every later call returns it.
+    /// Returns the failure that stopped this group's world, if it has stopped; every later call returns it.
     pub fn failure(&self) -> Option<Arc<GroupFailure>> {
         self.backend.failure()
     }
 
-    /// Tells all ranks of the world that this one has failed: their calls, those they are in too, return `message`.
+    /// Reports to all ranks of the world that this one has failed. Their calls, also running ones, return `message`.
     ///
-    /// For failures between calls after which the others would wait in vain. The first failure of a world counts.
+    /// For failures between calls, after which other ranks would wait forever. The first failure of a world wins.
     ///
     /// ```
     /// use candle_dist::World;
@@ -189,32 +188,33 @@ impl ProcessGroup {
         self.backend.fail(message);
     }
 
-    /// The elementwise reduction of all ranks' tensors, on every rank; shapes must be equal.
+    /// Reduces all ranks' tensors elementwise, on every rank. Shapes must be equal.
     #[track_caller]
     pub fn all_reduce(&self, tensor: &Tensor, op: ReduceOp) -> Result<Tensor> {
         self.collect(Call { reduce: Some(op), ..Call::on(Op::AllReduce, tensor, &[]) }, tensor)
     }
 
-    /// All ranks' tensors joined along `dim` in rank order, on every rank; shapes must be equal.
+    /// Joins all ranks' tensors along `dim` in rank order, on every rank. Shapes must be equal.
     #[track_caller]
     pub fn all_gather(&self, tensor: &Tensor, dim: usize) -> Result<Tensor> {
         self.collect(self.even_joined(tensor, dim)?, tensor)
     }
 
-    /// Like [`all_gather`](Self::all_gather) with rank `r` contributing `sizes[r]` along `dim`, which may be zero.
+    /// Like [`all_gather`](Self::all_gather), with `sizes[r]` entries of `dim` from rank `r`, which may be zero.
     #[track_caller]
     pub fn all_gather_uneven(&self, tensor: &Tensor, dim: usize, sizes: &[usize]) -> Result<Tensor> {
         self.collect(self.joined(Op::AllGather, tensor, dim, sizes)?, tensor)
     }
 
-    /// This rank's piece of the reduction, cut along `dim` into equal pieces in rank order.
+    /// Reduces all ranks' tensors and returns this rank's piece, cut along `dim` into equal pieces in rank order.
     #[track_caller]
     pub fn reduce_scatter(&self, tensor: &Tensor, dim: usize, op: ReduceOp) -> Result<Tensor> {
         let sizes = self.even_sizes(Op::ReduceScatter, tensor, dim)?;
         self.reduce_scatter_uneven(tensor, dim, &sizes, op)
     }
 
-    /// Like [`reduce_scatter`](Self::reduce_scatter) with `sizes[r]` of `dim` for rank `r`; they must cover the dim.
+    /// Like [`reduce_scatter`](Self::reduce_scatter), with `sizes[r]` entries of `dim` for rank `r`. They must cover
+    /// the dim.
     #[track_caller]
     pub fn reduce_scatter_uneven(&self, tensor: &Tensor, dim: usize, sizes: &[usize], op: ReduceOp) -> Result<Tensor> {
         self.collect(self.scattered(tensor, dim, sizes, op)?, tensor)
@@ -228,9 +228,9 @@ impl ProcessGroup {
         self.collect(self.even_exchange(tensor, split_dim, concat_dim)?, tensor)
     }
 
-    /// Like [`all_to_all`](Self::all_to_all) with explicit sizes for each of the two different dims.
+    /// Like [`all_to_all`](Self::all_to_all), with explicit sizes for each of the two different dims.
     ///
-    /// `split.1[r]` of `split.0` goes to rank `r`, which contributes `concat.1[r]` of `concat.0`.
+    /// Rank `r` gets `split.1[r]` entries of `split.0`, and contributes `concat.1[r]` entries of `concat.0`.
     #[track_caller]
     pub fn all_to_all_uneven(
         &self,
@@ -241,13 +241,13 @@ impl ProcessGroup {
         self.collect(self.exchanged(tensor, split, concat)?, tensor)
     }
 
-    /// The root's tensor, on every rank; all ranks give a tensor of the same shape and dtype.
+    /// Copies the root's tensor to every rank. All ranks give a tensor of the same shape and dtype.
     #[track_caller]
     pub fn broadcast(&self, tensor: &Tensor, root: usize) -> Result<Tensor> {
         self.collect(self.handed_on(tensor, root)?, tensor)
     }
 
-    /// The reduction of all ranks' tensors on the root, `None` elsewhere.
+    /// Reduces all ranks' tensors on the root; returns `None` elsewhere.
     #[track_caller]
     pub fn reduce(&self, tensor: &Tensor, root: usize, op: ReduceOp) -> Result<Option<Tensor>> {
         let call = self.reduced(tensor, root, op)?;
@@ -257,7 +257,8 @@ impl ProcessGroup {
         Ok(self.make(call, Some(tensor))?.map(Fresh::into_tensor))
     }
 
-    /// All ranks' tensors joined along `dim` on the root, `None` elsewhere; `sizes[r]` is rank `r`'s part of `dim`.
+    /// Joins all ranks' tensors along `dim` on the root; returns `None` elsewhere. `sizes[r]` is rank `r`'s part of
+    /// `dim`.
     #[track_caller]
     pub fn gather(&self, tensor: &Tensor, dim: usize, sizes: &[usize], root: usize) -> Result<Option<Tensor>> {
         let call = self.gathered(tensor, dim, sizes, root)?;
@@ -267,9 +268,9 @@ impl ProcessGroup {
         Ok(self.make(call, Some(tensor))?.map(Fresh::into_tensor))
     }
 
-    /// This rank's piece of the root's tensor, cut along `dim` into `sizes`.
+    /// Returns this rank's piece of the root's tensor, cut along `dim` into `sizes`.
     ///
-    /// The root gives `Some` tensor of `shape` and `dtype`, which every rank names; other ranks may give `None`.
+    /// The root gives a tensor of `shape` and `dtype`, which every rank names; other ranks may give `None`.
     #[track_caller]
     pub fn scatter(
         &self,
@@ -287,15 +288,15 @@ impl ProcessGroup {
         made.map(Fresh::into_tensor).ok_or_else(|| self.invalid(Op::Scatter, "the engine gave no result".into()))
     }
 
-    /// Returns when every rank has called it.
+    /// Waits until every rank has called it.
     #[track_caller]
     pub fn barrier(&self) -> Result<()> {
         self.meet(Call::new(Op::Barrier))
     }
 
-    /// A barrier that fails on every rank unless all describe the same thing.
+    /// A barrier that fails on every rank unless all give the same description.
     ///
-    /// For what must be equal on all ranks before they go on: a mesh, a plan, a configuration.
+    /// For values that must be equal on all ranks before they continue: a mesh, a plan, a configuration.
     #[track_caller]
     pub fn agree(&self, description: &str) -> Result<()> {
         self.meet(Call { note: Some(description.into()), ..Call::new(Op::Barrier) })
@@ -308,7 +309,7 @@ impl ProcessGroup {
         self.make(call, None).map(drop)
     }
 
-    /// The group of `members`, ranks of this group in the order that the new group counts them; only members call it.
+    /// Creates the group of `members`, ranks of this group in the order of the new group. Only members call it.
     #[track_caller]
     pub fn subgroup(&self, members: &[usize]) -> Result<Self> {
         for (i, &member) in members.iter().enumerate() {
@@ -320,7 +321,7 @@ impl ProcessGroup {
         Ok(Self { timeout: self.timeout, ..Self::new(self.backend.subgroup(members)?) })
     }
 
-    /// Divides the group by `color`; within a color, ranks are ordered by `key`, then by their rank here.
+    /// Splits the group by `color`. Within a color, ranks are ordered by `key`, then by their rank here.
     ///
     /// Every rank calls it; ranks that give `None` get no group.
     #[track_caller]
@@ -333,7 +334,7 @@ impl ProcessGroup {
         self.subgroup(&members).map(Some)
     }
 
-    /// Runs a collective whose result every rank gets; at size 1 the input is the result.
+    /// Runs a collective with a result on every rank; at size 1 the input is the result.
     fn collect(&self, call: Call, tensor: &Tensor) -> Result<Tensor> {
         match self.exchange(call, tensor)? {
             Some(fresh) => Ok(fresh.into_tensor()),
@@ -341,7 +342,7 @@ impl ProcessGroup {
         }
     }
 
-    /// Like `collect`, with the result still unwrapped; `None` means the input itself.
+    /// Like `collect`, with the result still wrapped; `None` means the input itself.
     pub(crate) fn exchange(&self, call: Call, tensor: &Tensor) -> Result<Option<Fresh>> {
         if self.is_alone(&call)? {
             return Ok(None);
@@ -349,9 +350,9 @@ impl ProcessGroup {
         self.make(call, Some(tensor))
     }
 
-    /// Whether the group has one rank, which needs no engine: its call fails as it would in a larger group.
+    /// Returns whether the group has one rank, which needs no backend. The call is checked as in a larger group.
     fn is_alone(&self, call: &Call) -> Result<bool> {
-        // One rank's values are multiplied too.
+        // The values of a single rank are multiplied too.
         if self.size() > 1 || matches!(call.reduce, Some(ReduceOp::PreMulSum(_))) {
             return Ok(false);
         }
@@ -359,14 +360,14 @@ impl ProcessGroup {
         self.failure().map_or(Ok(true), |failure| Err(Error::Group(failure)))
     }
 
-    /// Makes a collective with at most one tensor; `None` where this rank gets no result.
+    /// Runs a collective with at most one tensor; returns `None` if this rank gets no result.
     fn make(&self, call: Call, tensor: Option<&Tensor>) -> Result<Option<Fresh>> {
         let tensors: Tensors = tensor.map(|t| t.detach().contiguous()).transpose()?.into_iter().collect();
         let size = tensors.iter().map(bytes).sum();
         Ok(self.engage(call, size, |engine, call| engine.run(call, tensors))?.pop())
     }
 
-    /// Hands a call to the engine: the one place where communication is noted and timed.
+    /// Passes a call to the backend: the only place where communication is recorded and timed.
     ///
     /// `bytes` is the size of this rank's input.
     pub(crate) fn engage<R>(
@@ -381,7 +382,7 @@ impl ProcessGroup {
         run(&*self.backend, call)
     }
 
-    /// The call of an all_to_all in equal pieces.
+    /// Makes the call of an all_to_all with equal pieces.
     #[track_caller]
     fn even_exchange(&self, tensor: &Tensor, split_dim: usize, concat_dim: usize) -> Result<Call> {
         let split = self.even_sizes(Op::AllToAll, tensor, split_dim)?;
@@ -389,7 +390,7 @@ impl ProcessGroup {
         self.exchanged(tensor, (split_dim, &split), (concat_dim, &self.repeat(concat)))
     }
 
-    /// The call of an all_to_all.
+    /// Makes the call of an all_to_all.
     #[track_caller]
     fn exchanged(&self, tensor: &Tensor, split: (usize, &[usize]), concat: (usize, &[usize])) -> Result<Call> {
         self.check_cover(Op::AllToAll, tensor, split.0, split.1)?;
@@ -404,14 +405,14 @@ impl ProcessGroup {
         })
     }
 
-    /// The call of a gather of equal pieces.
+    /// Makes the call of a gather of equal pieces.
     #[track_caller]
     fn even_joined(&self, tensor: &Tensor, dim: usize) -> Result<Call> {
         let len = self.dim_size(Op::AllGather, tensor, dim)?;
         self.joined(Op::AllGather, tensor, dim, &self.repeat(len))
     }
 
-    /// The call of a gather.
+    /// Makes the call of a gather.
     #[track_caller]
     fn joined(&self, op: Op, tensor: &Tensor, dim: usize, sizes: &[usize]) -> Result<Call> {
         self.check_piece(op, tensor, dim, sizes)?;
@@ -419,28 +420,28 @@ impl ProcessGroup {
         Ok(Call { dims: smallvec![dim], sizes, ..Call::on(op, tensor, &[dim]) })
     }
 
-    /// The call of a gather to the root.
+    /// Makes the call of a gather to the root.
     #[track_caller]
     fn gathered(&self, tensor: &Tensor, dim: usize, sizes: &[usize], root: usize) -> Result<Call> {
         self.check_rank(Op::Gather, root)?;
         Ok(Call { peer: Some(root), ..self.joined(Op::Gather, tensor, dim, sizes)? })
     }
 
-    /// The call of a broadcast.
+    /// Makes the call of a broadcast.
     #[track_caller]
     fn handed_on(&self, tensor: &Tensor, root: usize) -> Result<Call> {
         self.check_rank(Op::Broadcast, root)?;
         Ok(Call { peer: Some(root), ..Call::on(Op::Broadcast, tensor, &[]) })
     }
 
-    /// The call of a reduction to the root.
+    /// Makes the call of a reduction to the root.
     #[track_caller]
     fn reduced(&self, tensor: &Tensor, root: usize, op: ReduceOp) -> Result<Call> {
         self.check_rank(Op::Reduce, root)?;
         Ok(Call { peer: Some(root), reduce: Some(op), ..Call::on(Op::Reduce, tensor, &[]) })
     }
 
-    /// The call of a reduce_scatter.
+    /// Makes the call of a reduce_scatter.
     #[track_caller]
     fn scattered(&self, tensor: &Tensor, dim: usize, sizes: &[usize], op: ReduceOp) -> Result<Call> {
         self.check_cover(Op::ReduceScatter, tensor, dim, sizes)?;
@@ -448,7 +449,7 @@ impl ProcessGroup {
         Ok(Call { reduce: Some(op), dims: smallvec![dim], sizes, ..Call::on(Op::ReduceScatter, tensor, &[]) })
     }
 
-    /// The call of a scatter, with the tensor if this rank is the root.
+    /// Makes the call of a scatter, with the tensor if this rank is the root.
     #[track_caller]
     fn handed_out<'a>(
         &self,

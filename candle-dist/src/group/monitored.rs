@@ -1,14 +1,15 @@
-//! A barrier that names who is missing.
+//! A barrier that names missing ranks.
 use super::ProcessGroup;
 use crate::Result;
 use crate::backend::{Call, Op};
 use std::time::Duration;
 
 impl ProcessGroup {
-    /// A [`barrier`](Self::barrier) that names every missing rank, for finding out who hangs.
+    /// A [`barrier`](Self::barrier) that names every missing rank, to find ranks that hang.
     ///
-    /// Every rank waits for all others, at most for its `timeout`; the timeouts of the group and the world do not count here.
-    /// Among processes it takes messages of each rank through rank 0 of the world, so it is no barrier for every step.
+    /// Every rank waits for all others, at most for its `timeout`. The timeouts of the group and the world are ignored
+    /// here. Between processes it takes messages of each rank through rank 0 of the world, so do not call it in every
+    /// step.
     ///
     /// ```
     /// use candle_dist::World;
@@ -25,8 +26,8 @@ impl ProcessGroup {
     /// ```
     ///
     /// # Errors
-    /// [`Cause::Missing`](crate::Cause::Missing) with the ranks of the world that did not call in time: the world stops, and
-    /// all ranks get the same error. Also where the engine cannot do this.
+    /// [`Cause::Missing`](crate::Cause::Missing) with the ranks of the world that did not call in time: the world
+    /// stops, and all ranks get the same error. Also if the backend does not support it.
     #[track_caller]
     pub fn monitored_barrier(&self, timeout: Duration) -> Result<()> {
         // It does not meet a barrier without a monitor.

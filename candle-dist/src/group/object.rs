@@ -1,4 +1,4 @@
-//! Values of any type that serde knows, from rank to rank.
+//! Collectives of values of any type that serde supports.
 use super::ProcessGroup;
 use crate::backend::{Call, Dims, Op};
 use crate::{Error, Result};
@@ -7,21 +7,21 @@ use postcard::ser_flavors::Flavor;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-/// The most bytes of one object on the wire: 256 MiB. Tensors are for more.
+/// The most bytes of one serialized object: 256 MiB. Use tensors for more.
 pub const MAX_OBJECT_BYTES: usize = 256 << 20;
 
-/// What one rank gives: the bytes of an object, or why there are none.
+/// The contribution of one rank: the bytes of an object, or the reason why there are none.
 type Parcel = std::result::Result<Vec<u8>, String>;
 
 /// The longest explanation that is sent, in bytes.
 const MAX_REASON: usize = 1 << 10;
 
-/// Each of these moves objects in the format of [`postcard`](https://docs.rs/postcard), on the host, in three or
-/// four collectives: the type, sizes, then bytes. All ranks name the same type. The format has no names, so both ends must be the same program; an
-/// object has at most [`MAX_OBJECT_BYTES`]. An object that cannot be sent is one error on all ranks, and the group stays
-/// usable.
+/// Each of these sends objects in the format of [`postcard`](https://docs.rs/postcard), on the host, in three or four
+/// collectives: the type, the sizes, then the bytes. All ranks name the same type. The format has no names, so both
+/// ends must be the same program. An object has at most [`MAX_OBJECT_BYTES`]. An object that cannot be sent is the same
+/// error on all ranks, and the group stays usable.
 impl ProcessGroup {
-    /// The root's object, on every rank; other ranks may give `None`.
+    /// Copies the root's object to every rank; other ranks may give `None`.
     ///
     /// ```
     /// use candle_dist::World;
@@ -51,7 +51,7 @@ impl ProcessGroup {
         }
     }
 
-    /// Every rank's object, on every rank, in rank order.
+    /// Returns every rank's object on every rank, in rank order.
     ///
     /// ```
     /// use candle_dist::World;
@@ -74,7 +74,7 @@ impl ProcessGroup {
         self.unpacked_all(OP, &sizes, &all)
     }
 
-    /// Every rank's object on the root, in rank order; `None` elsewhere.
+    /// Returns every rank's object on the root, in rank order; `None` elsewhere.
     ///
     /// An object that the root cannot read is the root's error.
     #[track_caller]
@@ -89,7 +89,7 @@ impl ProcessGroup {
         self.unpacked_all(OP, &sizes, &all.to_vec1::<u8>()?).map(Some)
     }
 
-    /// This rank's object of the root's list, which has one for each rank; other ranks may give `None`.
+    /// Returns this rank's object of the root's list, which has one per rank; other ranks may give `None`.
     ///
     /// An object that its rank cannot read is that rank's error.
     #[track_caller]
@@ -131,7 +131,7 @@ impl ProcessGroup {
         self.meet(Call { note: Some(note.into()), ..Call::new(Op::Barrier) })
     }
 
-    /// Tells all ranks the size of what the root is about to send, and whether it is an explanation.
+    /// Sends the size of the root's next data to all ranks, and whether the data is an error text.
     #[track_caller]
     fn announce(&self, op: &'static str, root: usize, mine: Option<&Parcel>) -> Result<(usize, bool)> {
         let head = match mine {
@@ -146,7 +146,7 @@ impl ProcessGroup {
         }
     }
 
-    /// The sizes of all ranks' objects, or the first explanation why there is none.
+    /// Returns the sizes of all ranks' objects, or the first reason why there is none.
     #[track_caller]
     fn announce_all(&self, op: &'static str, mine: &Parcel) -> Result<Dims> {
         let head = match mine {
@@ -162,13 +162,13 @@ impl ProcessGroup {
         Ok(heads.iter().map(|head| head[0] as usize).collect())
     }
 
-    /// What is wrong with the object of rank `from`: the same on all ranks.
+    /// Makes the error for the object of rank `from`, the same on all ranks.
     fn object_error(&self, op: &'static str, from: usize, reason: &[u8]) -> Error {
         let reason = String::from_utf8_lossy(reason).into_owned();
         Error::InvalidArgument { rank: self.ranks()[from], op, reason }
     }
 
-    /// The objects whose bytes lie one after the other.
+    /// Decodes objects whose bytes are concatenated.
     fn unpacked_all<T: DeserializeOwned>(&self, op: &'static str, sizes: &[usize], bytes: &[u8]) -> Result<Vec<T>> {
         let mut at = 0;
         let piece = |(from, &size): (usize, &usize)| {
@@ -190,7 +190,7 @@ impl ProcessGroup {
     }
 }
 
-/// The bytes of an object, if it can be sent.
+/// Encodes an object, if it can be sent.
 fn packed<T: Serialize>(object: &T) -> Parcel {
     postcard::serialize_with_flavor(object, Bounded(Vec::new())).map_err(|error| {
         let name = std::any::type_name::<T>();
@@ -204,7 +204,7 @@ fn packed<T: Serialize>(object: &T) -> Parcel {
     })
 }
 
-/// Takes the bytes of an object, at most [`MAX_OBJECT_BYTES`].
+/// Collects the bytes of an object, at most [`MAX_OBJECT_BYTES`].
 struct Bounded(Vec<u8>);
 
 impl Flavor for Bounded {

@@ -1,4 +1,4 @@
-//! Calls under way.
+//! Started calls.
 use super::ProcessGroup;
 use super::posted::Post;
 use crate::backend::{Call, Fresh, Op, Unfinished};
@@ -8,10 +8,11 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// A call under way, which this rank has entered and not waited for; `T` is what [`wait`](Self::wait) returns.
+/// A started call, for which this rank has not waited yet; `T` is the result of [`wait`](Self::wait).
 ///
-/// Other ranks can read this rank's tensors from now on; the result is made when it is waited for. Every rank starts its
-/// calls in the same order; it may wait for them in any. Dropping it gives the result up and lets the others go on.
+/// Other ranks can read this rank's tensors from now on; the result is computed in the wait. Every rank starts its
+/// calls in the same order, but may wait for them in any order. Dropping it discards the result and does not block
+/// other ranks.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -34,7 +35,7 @@ pub struct Pending<T = Tensor> {
     unpack: fn(Vec<Tensor>) -> Result<T>,
 }
 
-/// How long a wait for room looks for messages of other receives while none comes, before it waits for room alone.
+/// How long a wait for room looks for messages of other receives while none comes, before it only waits for room.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A [`Pending`] of several tensors.
@@ -43,11 +44,11 @@ pub type PendingTensors = Pending<Vec<Tensor>>;
 pub(super) enum State {
     Done(Vec<Tensor>),
     Open(Box<Open>),
-    /// A receive, which the group makes in its turn.
+    /// A receive, which the group runs in its turn.
     Posted(Arc<Post>, ProcessGroup),
 }
 
-/// A call that was started, for its wait.
+/// A started call, for its wait.
 pub(super) struct Open {
     pub(super) started: Box<dyn Unfinished>,
     pub(super) call: Call,
@@ -64,7 +65,7 @@ impl<T> fmt::Debug for Pending<T> {
     }
 }
 
-/// The only tensor of a call.
+/// Returns the only tensor of a call.
 pub(super) fn single(mut tensors: Vec<Tensor>) -> Result<Tensor> {
     tensors.pop().ok_or_else(|| Error::Unsupported("waiting for a call without a result".to_string()))
 }
@@ -74,10 +75,10 @@ impl<T> Pending<T> {
         Self { state, unpack }
     }
 
-    /// Whether [`wait`](Self::wait) would return without waiting for another rank, with the result or an error.
+    /// Returns whether [`wait`](Self::wait) would return without waiting for another rank, with the result or an error.
     ///
     /// # Errors
-    /// If the world has stopped, and for a receive over an engine that cannot probe for messages.
+    /// If the world has stopped, and for a receive over a backend that cannot probe for messages.
     pub fn is_ready(&self) -> Result<bool> {
         match &self.state {
             State::Done(_) => Ok(true),
@@ -86,21 +87,21 @@ impl<T> Pending<T> {
         }
     }
 
-    /// The result, as soon as every rank has started the call.
+    /// Waits until every rank has started the call, and returns the result.
     pub fn wait(self) -> Result<T> {
         self.finish(None)
     }
 
-    /// Like [`wait`](Self::wait), for at most `timeout` in place of the timeout of the group or the world.
+    /// Like [`wait`](Self::wait), for at most `timeout` instead of the timeout of the group or the world.
     ///
     /// # Errors
-    /// When the time is over, the world stops with [`Cause::TimedOut`](crate::Cause::TimedOut) on all ranks. To look
-    /// and go on, ask [`is_ready`](Self::is_ready).
+    /// When the timeout expires, the world stops with [`Cause::TimedOut`](crate::Cause::TimedOut) on all ranks. To
+    /// check without waiting, call [`is_ready`](Self::is_ready).
     pub fn wait_timeout(self, timeout: Duration) -> Result<T> {
         self.finish(Some(timeout))
     }
 
-    /// The results of all, in their order; the first error ends it.
+    /// Waits for all and returns their results in order; stops at the first error.
     pub fn wait_all(pending: impl IntoIterator<Item = Self>) -> Result<Vec<T>> {
         pending.into_iter().map(Self::wait).collect()
     }
@@ -110,7 +111,7 @@ impl<T> Pending<T> {
             State::Done(tensors) => tensors,
             State::Open(open) => {
                 let Open { mut started, call, group } = *open;
-                // A send is over with its start.
+                // A send is complete when it has started.
                 let _watched = (call.op != Op::Send).then(|| comm::watch_wait(&call, group.ranks()));
                 if call.op == Op::Send {
                     let limit = timeout.or(group.timeout).unwrap_or(PATIENCE);

@@ -1,4 +1,4 @@
-//! Messages from one rank to another.
+//! Point-to-point messages.
 use super::ProcessGroup;
 use super::pending::{Open, Pending, State, single};
 use crate::Result;
@@ -10,11 +10,11 @@ use candle_core::{DType, Shape, Tensor};
 pub enum Message {
     /// A copy of `tensor` for rank `to`.
     Send {
-        /// What is sent.
+        /// The tensor to send.
         tensor: Tensor,
         /// The receiver.
         to: usize,
-        /// What tells apart messages of one pair of ranks; they may be received in any order of tags.
+        /// Distinguishes messages between one pair of ranks; tags may be received in any order.
         tag: u32,
     },
     /// The next tensor with this tag from rank `from`.
@@ -31,58 +31,58 @@ pub enum Message {
 }
 
 impl ProcessGroup {
-    /// Sends a copy of `tensor` to rank `to` without waiting for it, unless a bound on unread messages is reached (see
+    /// Sends a copy of `tensor` to rank `to`. It does not wait, except for the bound on unread messages (see
     /// [`World::mailbox_bytes`](crate::World::mailbox_bytes)).
     ///
-    /// A `Var` may change at once. Another tensor must not be written to in place before it has been received: an engine
-    /// between processes sends it from where it lies.
+    /// A `Var` may change at once. Do not write in place to another tensor before it has been received: a backend
+    /// between processes sends it directly from its memory.
     #[track_caller]
     pub fn send(&self, tensor: &Tensor, to: usize) -> Result<()> {
         self.send_owned(self.for_sending(tensor)?, to)
     }
 
-    /// What can be handed over in place of `tensor`: a copy, where the receiver would get the same memory or it may change.
+    /// Returns the tensor to send: a copy, if the receiver would share its memory or it may change.
     fn for_sending(&self, tensor: &Tensor) -> Result<Tensor> {
         let copies = tensor.is_variable() || self.backend.shares_memory();
         let tensor = tensor.detach();
         Ok(if copies { tensor.force_contiguous()? } else { tensor.contiguous()? })
     }
 
-    /// Hands `tensor` itself to rank `to`, in constant time where ranks share memory.
+    /// Sends `tensor` itself to rank `to`, in constant time if ranks share memory.
     ///
-    /// Nobody may write to its storage afterwards: send variables with [`send`](Self::send).
+    /// Do not write to its storage afterwards: send variables with [`send`](Self::send).
     #[track_caller]
     pub fn send_owned(&self, tensor: Tensor, to: usize) -> Result<()> {
         self.send_message(tensor, to, 0)
     }
 
-    /// The next tensor that rank `from` sends here, which must be of this shape and dtype.
+    /// Receives the next tensor from rank `from`, which must have this shape and dtype.
     #[track_caller]
     pub fn recv(&self, shape: impl Into<Shape>, dtype: DType, from: usize) -> Result<Tensor> {
         self.recv_message(&shape.into(), dtype, from, 0)
     }
 
-    /// Starts to send a copy of `tensor` to rank `to`, and never waits; the wait returns once the bound on unread messages
-    /// is kept (see [`World::mailbox_bytes`](crate::World::mailbox_bytes)), and meanwhile takes what comes for receives that
-    /// were started. The same care for the tensor as in [`send`](Self::send).
+    /// Starts to send a copy of `tensor` to rank `to`, and never waits. The wait returns once the bound on unread
+    /// messages holds (see [`World::mailbox_bytes`](crate::World::mailbox_bytes)); meanwhile it receives messages for
+    /// started receives. The same rule for the tensor as in [`send`](Self::send).
     #[track_caller]
     pub fn send_start(&self, tensor: &Tensor, to: usize, tag: u32) -> Result<Pending<()>> {
         let state = self.start_message(tensor, to, tag)?;
         Ok(Pending::new(state, |_| Ok(())))
     }
 
-    /// Like [`send_start`](Self::send_start), but hands over `tensor` itself as [`send_owned`](Self::send_owned) does.
+    /// Like [`send_start`](Self::send_start), but sends `tensor` itself like [`send_owned`](Self::send_owned).
     ///
-    /// It never waits, however much is unread: for programs that receive when they need a message, and may not stop for
-    /// a receiver before.
+    /// It never waits, however much is unread: for programs that receive only when they need a message, and must not
+    /// wait for a receiver before.
     #[track_caller]
     pub fn send_owned_start(&self, tensor: Tensor, to: usize, tag: u32) -> Result<Pending<()>> {
         let state = self.start_owned(tensor.detach().contiguous()?, to, tag)?;
         Ok(Pending::new(state, |_| Ok(())))
     }
 
-    /// Starts a [`recv`](Self::recv). Of several from one rank with one tag the n-th that is started gets the n-th message,
-    /// in whatever order they are waited for.
+    /// Starts a [`recv`](Self::recv). Among receives from one rank with one tag, the n-th started one gets the n-th
+    /// message, in any order of waits.
     ///
     /// ```
     /// use candle_core::{DType, Device, Tensor};
@@ -107,8 +107,8 @@ impl ProcessGroup {
         Ok(Pending::new(State::Posted(self.post(call, None)?, self.clone()), single))
     }
 
-    /// The elements of the next tensor that rank `from` sends here with `tag`, in `output`: a contiguous tensor of its
-    /// shape and dtype that is not part of a graph.
+    /// Receives the next tensor from rank `from` with `tag` into `output`: a contiguous tensor of its shape and dtype
+    /// that is not part of a graph.
     #[track_caller]
     pub fn recv_into(&self, output: &Tensor, from: usize, tag: u32) -> Result<()> {
         let call = self.receiving(output.shape(), output.dtype(), from, tag)?;
@@ -128,10 +128,11 @@ impl ProcessGroup {
         Ok(Pending::new(State::Posted(self.post(call, Some(output.detach()))?, self.clone()), |_| Ok(())))
     }
 
-    /// The next tensor that any rank sends here with `tag`, and the sender; it must be of this shape and dtype.
+    /// Receives the next tensor with `tag` from any rank, and returns the sender too. It must have this shape and
+    /// dtype.
     ///
-    /// Messages of one sender come in their order; between senders there is none. What is coming can be asked for with
-    /// [`probe`](Self::probe).
+    /// Messages of one sender arrive in order; messages of different senders have no order. [`probe`](Self::probe)
+    /// describes the next one.
     ///
     /// ```
     /// use candle_core::{DType, Device, Tensor};
@@ -153,8 +154,7 @@ impl ProcessGroup {
     /// ```
     ///
     /// # Errors
-    /// Also if receives with this tag that were started have not been waited for, and where the engine cannot receive
-    /// from any rank.
+    /// Also if started receives with this tag have not been waited for, or the backend cannot receive from any rank.
     #[track_caller]
     pub fn recv_any(&self, shape: impl Into<Shape>, dtype: DType, tag: u32) -> Result<(usize, Tensor)> {
         if self.size() == 1 {
@@ -169,11 +169,11 @@ impl ProcessGroup {
         self.engage(call, 0, |engine, call| engine.recv_any(call))
     }
 
-    /// What is known of the oldest message with `tag` that is here and not received, from rank `from` or from any rank;
-    /// `None` if there is none now. Receives that were started take their messages first.
+    /// Describes the oldest unreceived message with `tag` that has arrived from rank `from` or from any rank; `None` if
+    /// there is none now. Started receives get their messages first.
     ///
     /// # Errors
-    /// Also where the engine cannot tell.
+    /// Also if the backend cannot probe.
     #[track_caller]
     pub fn probe(&self, from: Option<usize>, tag: u32) -> Result<Option<Envelope>> {
         from.map_or(Ok(()), |from| self.check_peer(Op::Recv, from))?;
@@ -181,16 +181,16 @@ impl ProcessGroup {
         loop {
             let found = self.engine().probe(&call)?;
             match &found {
-                // It is one of those, or stands behind one.
+                // It belongs to a started receive, or is behind such a message.
                 Some(Envelope { from, .. }) if self.take_awaited((*from, tag))? => {}
                 _ => return Ok(found),
             }
         }
     }
 
-    /// Sends and receives several messages at once and returns what was received, in the order of the list.
+    /// Sends and receives several messages at once, and returns the received ones in the order of the list.
     ///
-    /// No order of the list can make ranks wait for each other: all sends go out before the first receive.
+    /// No order of the list can deadlock: all sends are started before the first receive.
     ///
     /// ```
     /// use candle_core::{DType, Device, Shape, Tensor};
@@ -237,14 +237,14 @@ impl ProcessGroup {
         self.engage(call, bytes(&tensor), |engine, call| engine.send(call, tensor))
     }
 
-    /// Sends a copy, whatever is unread.
+    /// Sends a copy without waiting for room.
     #[track_caller]
     fn start_message(&self, tensor: &Tensor, to: usize, tag: u32) -> Result<State> {
         self.check_peer(Op::Send, to)?;
         self.start_owned(self.for_sending(tensor)?, to, tag)
     }
 
-    /// Hands over a contiguous tensor, whatever is unread.
+    /// Sends a contiguous tensor itself without waiting for room.
     #[track_caller]
     fn start_owned(&self, tensor: Tensor, to: usize, tag: u32) -> Result<State> {
         self.check_peer(Op::Send, to)?;
@@ -263,7 +263,7 @@ impl ProcessGroup {
         self.settle(&self.post(call, None)?, None)
     }
 
-    /// The call of a receive.
+    /// Makes the call of a receive.
     #[track_caller]
     fn receiving(&self, shape: &Shape, dtype: DType, from: usize, tag: u32) -> Result<Call> {
         self.check_peer(Op::Recv, from)?;

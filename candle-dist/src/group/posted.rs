@@ -1,4 +1,4 @@
-//! Receives that were started: the n-th gets the n-th message, in whatever order they are waited for.
+//! Started receives: the n-th one gets the n-th message, in any order of waits.
 use super::ProcessGroup;
 use crate::backend::Call;
 use crate::{Error, Result};
@@ -9,10 +9,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-/// One receive that was started.
+/// A started receive.
 pub(super) struct Post {
     call: Call,
-    /// Where the elements go, if not to a tensor of their own.
+    /// The memory for the elements, unless they go to a new tensor.
     output: Option<Tensor>,
     received: OnceLock<Tensor>,
 }
@@ -22,14 +22,14 @@ type Address = (usize, u32);
 
 type Queues = HashMap<Address, VecDeque<Arc<Post>>>;
 
-/// The first pause between two looks for messages.
+/// The first pause between two checks for messages.
 const SHORTEST: Duration = Duration::from_micros(10);
 
-/// The receives of a group that wait for their turn, oldest first; no queue is empty.
+/// The started receives of a group, oldest first; no queue is empty.
 #[derive(Default)]
 pub(super) struct Posts {
     queues: Mutex<Queues>,
-    /// Looked at by each receive, without the lock.
+    /// The number of receives, which each receive reads without the lock.
     count: AtomicUsize,
 }
 
@@ -44,7 +44,7 @@ impl Posts {
         self.count.load(Ordering::Relaxed) == 0
     }
 
-    /// Whether a receive with this tag waits for its turn.
+    /// Returns whether a started receive has this tag.
     pub(super) fn has_tag(&self, tag: u32) -> bool {
         !self.is_empty() && self.queues.lock().keys().any(|&(_, other)| other == tag)
     }
@@ -90,7 +90,7 @@ impl ProcessGroup {
             }
             None => self,
         };
-        // Held meanwhile: who waits on this group is one thread.
+        // Held during the wait, so that one thread at a time waits on this group.
         let mut queues = self.posts.queues.lock();
         loop {
             if let Some(tensor) = post.received.get() {
@@ -104,12 +104,12 @@ impl ProcessGroup {
         }
     }
 
-    /// Whether the message of `post` is here, or is known never to come.
+    /// Returns whether the message of `post` has arrived, or is known never to arrive.
     pub(super) fn has_come(&self, post: &Arc<Post>) -> Result<bool> {
         self.failure().map_or(Ok(()), |failure| Err(Error::Group(failure)))?;
         let mut queues = self.posts.queues.lock();
         while post.received.get().is_none() && queues.contains_key(&post.address()) {
-            // The sender's last act before its end may be the message: so first its end, then the message.
+            // The message may be the sender's last action, so its end is checked first, then the message.
             let is_gone = self.engine().has_returned(post.address().0);
             if !self.take_first(&mut queues, post.address())? {
                 return Ok(is_gone); // the wait fails at once
@@ -118,9 +118,9 @@ impl ProcessGroup {
         Ok(true)
     }
 
-    /// Takes messages for receives that were started, until `ready`: who waits for room may be what others wait for.
+    /// Receives messages of started receives until `ready`, since ranks may wait for these before they free room.
     ///
-    /// Returns when no receive is left, or nothing has come for `limit`.
+    /// Returns when no receive is left, or nothing has arrived for `limit`.
     pub(super) fn take_posted(&self, limit: Duration, ready: impl Fn() -> Result<bool>) -> Result<()> {
         let (mut idle, mut pause) = (Instant::now(), SHORTEST);
         while !self.posts.is_empty() && idle.elapsed() < limit && !ready()? {
@@ -141,12 +141,12 @@ impl ProcessGroup {
         Ok(())
     }
 
-    /// Receives what has come for the first receive of a queue; false if no receive waits there.
+    /// Receives the message of the first receive of a queue if it has arrived; returns false if no receive waits there.
     pub(super) fn take_awaited(&self, address: Address) -> Result<bool> {
         Ok(!self.posts.is_empty() && self.take_first(&mut self.posts.queues.lock(), address)?)
     }
 
-    /// Receives the message of the first receive of a queue, if it is here.
+    /// Receives the message of the first receive of a queue, if it has arrived.
     fn take_first(&self, queues: &mut MutexGuard<'_, Queues>, address: Address) -> Result<bool> {
         let Some(first) = queues.get(&address).and_then(|queue| queue.front().cloned()) else { return Ok(false) };
         if self.engine().probe(&first.call)?.is_none() {

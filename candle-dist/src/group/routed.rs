@@ -1,11 +1,12 @@
-//! Rows from every rank to every rank, as many as each pair needs.
+//! Exchange of any number of rows between every pair of ranks.
 use super::ProcessGroup;
 use crate::Result;
 use crate::call::{Call, Dims, Op, total};
 use candle_core::Tensor;
 
 impl ProcessGroup {
-    /// Sends rows of dim 0 to the ranks and joins the received ones in rank order: `counts[s][r]` go from `s` to `r`.
+    /// Sends rows of dim 0 to the ranks and joins the received ones in rank order: `counts[s][r]` rows go from `s` to
+    /// `r`.
     ///
     /// Every rank gives the whole table of counts, in which some may be zero; the other dims are equal on all ranks.
     /// The rows for rank 0 come first in `tensor`.
@@ -27,7 +28,7 @@ impl ProcessGroup {
         self.collect(self.route(tensor, counts)?, tensor)
     }
 
-    /// The call of rows that go the ways of `counts`.
+    /// Makes the call of an exchange with these `counts`.
     #[track_caller]
     pub(super) fn route<C: AsRef<[usize]>>(&self, tensor: &Tensor, counts: &[C]) -> Result<Call> {
         let counts: Vec<Dims> = counts.iter().map(|row| Dims::from_slice(row.as_ref())).collect();
@@ -35,14 +36,14 @@ impl ProcessGroup {
         Ok(Self::routed(tensor, &counts))
     }
 
-    /// The call of rows that go the ways of `counts`, which fit.
+    /// Makes the call of an exchange with valid `counts`.
     #[track_caller]
     pub(crate) fn routed(tensor: &Tensor, counts: &[Dims]) -> Call {
         let sizes = counts.iter().cloned().collect();
         Call { dims: smallvec::smallvec![0], sizes, ..Call::on(Op::AllToAll, tensor, &[0]) }
     }
 
-    /// Refuses counts that are no table of this group's ranks, or that do not cut the tensor's rows.
+    /// Refuses counts that are not a table of this group's ranks, or that do not cut the tensor's rows.
     pub(crate) fn check_routes(&self, tensor: &Tensor, counts: &[Dims]) -> Result<()> {
         let n = self.size();
         let is_table = counts.len() == n && counts.iter().all(|row| row.len() == n);

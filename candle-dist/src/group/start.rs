@@ -1,12 +1,12 @@
-//! Calls that are started now and waited for later.
+//! Started calls.
 use super::ProcessGroup;
 use super::pending::{Open, Pending, PendingTensors, State, single};
 use crate::Result;
 use crate::backend::{Call, Dims, Form, Op, ReduceOp, Tensors, bytes};
 use candle_core::{DType, Shape, Tensor};
 
-/// Each of these starts the call of its name. Nobody may write to the tensors' storage until every rank has waited; a
-/// `Var` is copied for that reason.
+/// Each of these starts the call of its name. Do not write to the tensors' storage until every rank has waited; a `Var`
+/// is therefore copied.
 impl ProcessGroup {
     /// Starts an [`all_reduce`](Self::all_reduce).
     #[track_caller]
@@ -129,7 +129,7 @@ impl ProcessGroup {
         self.enter(call, tensors, |engine, call, dense| engine.start(call, dense))
     }
 
-    /// Starts a call whose tensors stay as they are until all have waited.
+    /// Starts a call whose tensors do not change until all ranks have waited.
     pub(super) fn enter(
         &self,
         call: Call,

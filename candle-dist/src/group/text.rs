@@ -1,12 +1,12 @@
-//! Words from rank to rank.
+//! Exchange of texts.
 use super::ProcessGroup;
 use crate::Result;
 use candle_core::{Device, Tensor};
 
 impl ProcessGroup {
-    /// Every rank's text, on every rank, in rank order: for what ranks must know of each other in words.
+    /// Returns every rank's text on every rank, in rank order.
     ///
-    /// Two small collectives; one if no rank says anything.
+    /// Two small collectives; one if all texts are empty.
     ///
     /// ```
     /// use candle_dist::{Result, World};

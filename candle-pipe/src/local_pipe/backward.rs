@@ -14,19 +14,19 @@ use std::collections::BTreeMap;
 
 /// The gradients of a step so far.
 struct Gradients {
-    /// Those of each stage's parameters.
+    /// The gradients of each stage's parameters.
     stages: Vec<GradStore>,
-    /// What is left of the stages' backward passes, in the order in which it was left.
+    /// The deferred weight gradients of the stages, in order.
     late: Vec<(usize, WeightTape)>,
-    /// Those of the variables that the inputs were computed from.
+    /// The gradients of the variables from which the inputs were computed.
     outside: GradStore,
 }
 
 impl LocalPipe {
-    /// One training step without the optimiser: all forwards, then all backwards, in GPipe's order.
+    /// Runs one training step without the optimizer: all forward passes, then all backward passes, in GPipe's order.
     ///
     /// # Errors
-    /// [`Error::Pipe`] if the model has no loss, or it is no scalar of floats; as of [`forward`](Self::forward).
+    /// [`Error::Pipe`] if the model has no loss, or it is not a scalar of floats; those of [`forward`](Self::forward).
     pub fn forward_backward(&self, batch: &Microbatches, options: &StepOptions) -> Result<Step> {
         let (Some(loss), Some(stage)) = (self.info.graph.loss, self.info.loss_stage()) else {
             return Err(Error::Pipe("the model has no loss to differentiate; declare it with loss or loss_fn".into()));
@@ -39,7 +39,7 @@ impl LocalPipe {
         let stages = self.stages.iter().map(|_| GradStore::default()).collect();
         let mut gradients = Gradients { stages, late: Vec::new(), outside: GradStore::default() };
         for ((pass, weight), value) in passes.into_iter().zip(&step.losses) {
-            // The gradient of a sum, which its count has no part in.
+            // The gradient of a sum, which does not depend on its count.
             let seed = Gradient::of_loss(&value.into(), weight)?;
             self.backward(pass, (loss.value, stage, seed), options.split_backward, &mut gradients)?;
         }
@@ -47,12 +47,12 @@ impl LocalPipe {
             grads::add(&mut gradients.stages[stage], &tape.backward()?)?;
         }
         step.grads = gradients.outside;
-        // In the stages' order, which is that of the members of a share.
+        // In the stages' order, which is also the order of the members of a shared parameter.
         gradients.stages.iter().try_for_each(|grads| grads::add(&mut step.grads, grads))?;
         self.divided(step)
     }
 
-    /// The backward pass of one microbatch, from the gradient of a value that a stage makes.
+    /// Runs the backward pass of one microbatch, from the gradient of a stage's output.
     fn backward(
         &self,
         pass: Pass,
@@ -60,7 +60,7 @@ impl LocalPipe {
         is_split: bool,
         gradients: &mut Gradients,
     ) -> Result<()> {
-        // What the users of each value found, by their stage.
+        // The gradients from the users of each value, by stage.
         let mut found: BTreeMap<ValueId, BTreeMap<usize, Gradient>> = BTreeMap::new();
         found.entry(loss).or_default().insert(stage, seed);
         for (index, (stage, tape)) in self.stages.iter().zip(pass.tapes).enumerate().rev() {

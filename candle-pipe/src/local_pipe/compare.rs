@@ -1,4 +1,4 @@
-//! Whether a declared model is the plain one that it came from.
+//! Comparison of a declared model with the plain model that it came from.
 use super::LocalPipe;
 use crate::graph::{Named, Scope};
 use crate::microbatch::split_args_kwargs_into_chunks;
@@ -13,12 +13,13 @@ use std::collections::BTreeMap;
 const LISTED: usize = 8;
 
 impl<B: Scope> Pipe<B> {
-    /// Compares this pipe with the plain model that it was declared after: outputs, loss, parameters and all gradients.
+    /// Compares this pipe with its plain model: outputs, loss, parameters and all gradients.
     ///
-    /// `plain` builds the model from the scope, runs it on the arguments in evaluation mode, and gives its outputs by name, with
-    /// the loss as `loss` if the pipe has one. The pipe runs in one process, on one microbatch, dropping nothing. Two numbers are
-    /// the same if they differ by no more than `tolerance` times the largest number of their tensor, or times 1 if that is more.
-    /// A scope that gives each parameter once, as a `ShardedVarBuilder` does, cannot serve both models.
+    /// `plain` builds the model from the scope, runs it on the arguments in evaluation mode, and returns its outputs by
+    /// name, with the loss as `loss` if the pipe has one. The pipe runs in one process, on one microbatch, in
+    /// evaluation mode. Two numbers are equal if they differ by at most `tolerance` times the largest number of their
+    /// tensor, or times 1 if that is larger. A scope that creates each parameter only once, like a `ShardedVarBuilder`,
+    /// cannot serve both models.
     ///
     /// ```
     /// use candle_core::{DType, Device, Tensor};
@@ -48,7 +49,7 @@ impl<B: Scope> Pipe<B> {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Pipe`] with the differences; those of both models.
+    /// [`Error::Pipe`] with the differences, and the errors of both models.
     pub fn check_against(
         &self,
         scope: &B,
@@ -90,7 +91,7 @@ impl<B: Scope> Pipe<B> {
     }
 }
 
-/// The variables of both models, each with how they are called: that of the pipe, that of the plain model.
+/// The variables of both models, each with a name, the pipe's tensor and the plain model's tensor.
 struct Variables(Vec<(String, Tensor, Tensor)>);
 
 impl Variables {
@@ -114,7 +115,7 @@ impl Variables {
                 }
             }
         }
-        // Those that a model brings along are the same for both.
+        // Variables that the model has from elsewhere are the same for both.
         let named: Vec<TensorId> = pairs.iter().map(|(_, _, tensor)| tensor.id()).collect();
         let reached = loss.map(Tensor::sorted_nodes).unwrap_or_default();
         for tensor in reached.into_iter().filter(|t| t.is_variable() && !named.contains(&t.id())) {
@@ -139,7 +140,7 @@ impl Variables {
     }
 }
 
-/// What is not the same.
+/// The differences found so far.
 struct Differences {
     tolerance: f64,
     texts: Vec<String>,
@@ -175,7 +176,7 @@ impl Differences {
         let numbers = |t: &Tensor| -> Result<Vec<f64>> { Ok(t.flatten_all()?.to_dtype(DType::F64)?.to_vec1()?) };
         let (got, want) = (numbers(got)?, numbers(want)?);
         let size = want.iter().fold(1.0, |size: f64, number| size.max(number.abs()));
-        // Equal covers infinite ones, and a NaN that both have is none of the pipe's making.
+        // Equality covers infinities, and a NaN in both models is not a difference.
         let off = |(got, want): (&f64, &f64)| match got == want || got.is_nan() && want.is_nan() {
             true => 0.0,
             false => Some((got - want).abs()).filter(|off| !off.is_nan()).unwrap_or(f64::INFINITY),

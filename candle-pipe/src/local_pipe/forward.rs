@@ -7,22 +7,22 @@ use crate::tape::{Activation, StageModule, Tape};
 use crate::{Kwargs, Path, Result, Value};
 use std::collections::BTreeMap;
 
-/// Values by number.
+/// Values by id.
 type Values<V> = BTreeMap<ValueId, V>;
 
-/// What the forward pass of a microbatch leaves for the backward pass.
+/// Data of a microbatch's forward pass for the backward pass.
 pub(super) struct Pass {
     /// One for each stage.
     pub(super) tapes: Vec<Tape>,
-    /// The inputs with their graphs, for callers that want gradients beyond them.
+    /// The inputs with their graphs, for callers that require gradients beyond them.
     pub(super) inputs: Inputs,
 }
 
 impl LocalPipe {
-    /// The model's outputs by name, in evaluation mode, of arguments that are one batch.
+    /// Returns the model's outputs by name, in evaluation mode, for arguments that are one batch.
     ///
     /// # Errors
-    /// An input that is missing or unknown; what the nodes do not take.
+    /// If an input is missing or unknown, or a node does not accept its inputs.
     pub fn forward(&self, args: &[Value], kwargs: &Kwargs) -> Result<Kwargs> {
         let inputs = self.signature.bind(args, kwargs)?;
         let ctx = Ctx { training: false, ..self.stages[0].ctx(0..batch_size(&inputs)) };
@@ -30,10 +30,10 @@ impl LocalPipe {
         Ok(self.outputs(|value| values.get(&value).cloned()))
     }
 
-    /// The outputs and losses of all microbatches in evaluation mode, without gradients.
+    /// Returns the outputs and losses of all microbatches in evaluation mode, without gradients.
     ///
     /// # Errors
-    /// As of [`forward`](Self::forward); if the loss is no scalar of floats.
+    /// Those of [`forward`](Self::forward), and one if the loss is not a scalar of floats.
     pub fn evaluate(&self, batch: &Microbatches) -> Result<Step> {
         let options = StepOptions { training: false, ..StepOptions::default() };
         let mut step = Step::default();
@@ -44,7 +44,7 @@ impl LocalPipe {
         self.divided(step)
     }
 
-    /// A step whose loss is divided by what it counts, if it counts.
+    /// Divides the loss of a step by its count, if it has one.
     pub(super) fn divided(&self, mut step: Step) -> Result<Step> {
         if self.info.graph.loss.is_some_and(|loss| loss.reduction == Reduction::Counted) {
             step.divide(step.counted()?, 1.0)?;
@@ -52,7 +52,7 @@ impl LocalPipe {
         Ok(step)
     }
 
-    /// The forward pass of one microbatch, whose results go into `step`.
+    /// Runs the forward pass of one microbatch and adds its results to `step`.
     pub(super) fn record(
         &self,
         inputs: Inputs,
@@ -73,7 +73,7 @@ impl LocalPipe {
         Ok(Pass { tapes, inputs })
     }
 
-    /// The inputs, circumstances and weight of each microbatch.
+    /// Returns the inputs, context and weight of each microbatch.
     pub(super) fn microbatches(
         &self,
         batch: &Microbatches,
@@ -90,7 +90,7 @@ impl LocalPipe {
         }))
     }
 
-    /// Puts values through all stages, each of which `run` runs.
+    /// Runs values through all stages; `run` runs each stage.
     pub(super) fn through<V: Clone>(
         &self,
         mut values: Values<V>,
@@ -126,7 +126,7 @@ impl LocalPipe {
     }
 }
 
-/// The first size of the first tensor that has one.
+/// Returns the first size of the first tensor that has one.
 pub(super) fn batch_size(inputs: &Inputs) -> usize {
     let rows = |leaf: &Value| match leaf {
         Value::Tensor(tensor) => tensor.dims().first().copied(),

@@ -13,10 +13,11 @@ use crate::tape::StageModule;
 use candle_core::{Device, Tensor, Var};
 use std::collections::BTreeMap;
 
-/// A cut model that runs in one process, stage after stage, each with a graph of its own: what a pipeline on many ranks
-/// has to agree with, and a way to try a cut on one device.
+/// A cut model that runs in one process, stage after stage, each with its own graph. It is the reference for a pipeline
+/// on many ranks, and a way to try a cut on one device.
 ///
-/// Gradients cross stages as they do between ranks: those of the users of a value are added in the users' order.
+/// Gradients cross stages as they do between ranks: the gradients from all users of a value are summed in the users'
+/// order.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -54,7 +55,7 @@ pub struct LocalPipe {
 }
 
 impl LocalPipe {
-    /// Builds all stages on one device. They have one copy of each replicated parameter.
+    /// Builds all stages on one device. They share one copy of each replicated parameter.
     ///
     /// # Errors
     /// Those of the constructors.
@@ -79,7 +80,7 @@ impl LocalPipe {
         all.map(|(name, tensor)| (name.as_str(), tensor)).collect()
     }
 
-    /// The parameters that are variables, by full name, for an optimiser.
+    /// The parameters that are variables, by full name, for an optimizer.
     ///
     /// # Errors
     /// Those of candle.

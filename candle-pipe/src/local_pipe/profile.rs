@@ -1,4 +1,4 @@
-//! What nodes cost.
+//! Measured costs of nodes.
 use super::LocalPipe;
 use crate::graph::Ctx;
 use crate::{Error, Kwargs, Result, Value};
@@ -6,23 +6,23 @@ use candle_dist::TensorTree;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// What one node took and gave.
+/// The measurements of one node.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct NodeProfile {
     /// The node's full name.
     pub node: String,
-    /// The seconds of its forward pass.
+    /// The time of its forward pass, in seconds.
     pub seconds: f64,
     /// Its outputs as dtypes and shapes.
     pub outputs: Vec<String>,
-    /// The bytes of its outputs, which go to other stages if the model is cut behind the node.
+    /// The bytes of its outputs, which are sent to other stages if the model is cut behind the node.
     pub bytes: usize,
 }
 
 impl LocalPipe {
-    /// What each node costs in evaluation mode, the least of `runs` runs, in the order in which nodes run.
+    /// Measures each node in evaluation mode, the minimum of `runs` runs, in the order in which nodes run.
     ///
-    /// The seconds are what [`Balanced`](crate::Balanced) takes.
+    /// [`Balanced`](crate::Balanced) accepts the seconds as costs.
     ///
     /// ```
     /// use candle_core::{Device, Tensor};
@@ -44,7 +44,7 @@ impl LocalPipe {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Pipe`] for no runs; as of [`forward`](Self::forward).
+    /// [`Error::Pipe`] if `runs` is 0; those of [`forward`](Self::forward).
     pub fn profile(&self, args: &[Value], kwargs: &Kwargs, runs: usize) -> Result<Vec<NodeProfile>> {
         if runs == 0 {
             return Err(Error::Pipe("a profile of 0 runs; ask for 1 or more".into()));

@@ -1,4 +1,4 @@
-//! A batch that was cut.
+//! A batch cut into microbatches.
 use super::ChunkSpec;
 use super::merge::Merge;
 use crate::cuts::Dims;
@@ -6,7 +6,7 @@ use crate::{Error, Kwargs, Result, Value};
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// The arguments of every microbatch of a batch, and how many rows each has.
+/// The arguments of every microbatch of a batch, and the number of rows of each.
 #[derive(Debug, Clone)]
 pub struct Microbatches {
     /// The positional arguments of each chunk.
@@ -15,7 +15,7 @@ pub struct Microbatches {
     pub kwargs: Vec<Kwargs>,
     rows: Vec<usize>,
     masked: bool,
-    /// The dims that the tensors of each argument are cut along.
+    /// The dims along which the tensors of each argument are cut.
     pub(super) args_dims: Vec<Dims>,
     pub(super) kwargs_dims: BTreeMap<String, Dims>,
 }
@@ -26,32 +26,32 @@ impl Microbatches {
         Self { args, kwargs, rows, masked, args_dims, kwargs_dims }
     }
 
-    /// How many chunks there are: fewer than were asked for, if the batch has fewer rows.
+    /// Returns the number of chunks, which is smaller than requested if the batch has fewer rows.
     pub fn len(&self) -> usize {
         self.rows.len()
     }
 
-    /// Never: a batch is at least one chunk.
+    /// Returns false: a batch has at least one chunk.
     pub fn is_empty(&self) -> bool {
         self.rows.is_empty()
     }
 
-    /// Whether each chunk is of the whole batch's shape, with zeros in the others' rows.
+    /// Returns whether each chunk has the shape of the whole batch, with zeros in the other chunks' rows.
     pub fn is_masked(&self) -> bool {
         self.masked
     }
 
-    /// The arguments of one chunk after the other.
+    /// Returns the arguments of each chunk in order.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = (&[Value], &Kwargs)> {
         self.args.iter().map(Vec::as_slice).zip(&self.kwargs)
     }
 
-    /// The rows of each chunk, in masked mode those that are not zeroed; one each if no tensor was cut.
+    /// Returns the number of rows of each chunk; in masked mode those that are not zeroed; 1 if no tensor was cut.
     pub fn rows(&self) -> &[usize] {
         &self.rows
     }
 
-    /// The rows that the tensors of each chunk have in a batch of which this one begins with row `first`.
+    /// Returns the rows of each chunk in a larger batch, in which this one begins with row `first`.
     pub(crate) fn row_ranges(&self, first: usize) -> Vec<Range<usize>> {
         let (mut end, all) = (first, first..first + self.rows.iter().sum::<usize>());
         let range = |rows: &usize| {
@@ -61,13 +61,13 @@ impl Microbatches {
         self.rows.iter().map(range).collect()
     }
 
-    /// The dims that the tensors of each argument are cut along.
+    /// The dims along which the tensors of each argument are cut.
     pub(crate) fn dims(&self) -> (&[Dims], &BTreeMap<String, Dims>) {
         (&self.args_dims, &self.kwargs_dims)
     }
 
-    /// The share that each chunk has in the rows of the batch: what a mean over the chunk's rows counts in that over
-    /// all rows. They sum to 1.
+    /// Returns the share of each chunk in the rows of the batch: the weight of its mean in the mean over all rows. The
+    /// shares sum to 1.
     ///
     /// ```
     /// use candle_core::{Device, Tensor};
@@ -84,14 +84,14 @@ impl Microbatches {
         self.rows.iter().map(|&rows| rows as f64 / total).collect()
     }
 
-    /// Joins one output a chunk as [`merge_chunks`](super::merge_chunks) does, knowing the chunks' rows.
+    /// Joins one output per chunk like [`merge_chunks`](super::merge_chunks), with the known rows of the chunks.
     ///
-    /// So means of losses get their weights, and masked chunks give only their own rows; there, an output may have a
-    /// whole number of places for each row of the batch, such as one for each token.
+    /// So means of losses are weighted, and masked chunks contribute only their own rows. In masked mode an output may
+    /// have several entries per row of the batch, such as one per token.
     ///
     /// # Errors
-    /// [`Error::Microbatches`] as of [`merge_chunks`](super::merge_chunks); if there is not one output a chunk; and in
-    /// masked mode, for outputs whose places do not belong to rows, and for means of losses, which would count rows of
+    /// [`Error::Microbatches`] as in [`merge_chunks`](super::merge_chunks); if there is not one output per chunk; in
+    /// masked mode, for outputs whose entries do not belong to rows, and for means of losses, which would count rows of
     /// zeros.
     pub fn merge(&self, outputs: &[Value], spec: Option<&ChunkSpec>) -> Result<Value> {
         if outputs.len() != self.len() {

@@ -4,7 +4,7 @@ use crate::Result;
 use crate::graph::{Graph, Masked, Signature};
 
 impl Masked {
-    /// One for each microbatch of a masked batch, none for each of another one.
+    /// Returns one for each microbatch of a masked batch, and `None` for each of another batch.
     pub(crate) fn of(
         batch: &Microbatches,
         first: usize,

@@ -1,24 +1,24 @@
-//! What the chunks gave, joined.
+//! Joins the results of chunks.
 use super::plan::{check_steps, dim_of, unlike};
 use super::{ChunkSpec, TensorChunkSpec};
 use crate::{Error, Path, Result, Value};
 use candle_core::Tensor;
 use candle_shard::DTensor;
 
-/// Joins what the chunks gave: tensors along their spec's dim, losses and others by their reducer.
+/// Joins the results of chunks: tensors along their spec's dim, losses and others by their reducer.
 ///
-/// Values under [`Replicate`](ChunkSpec::Replicate), and plain values where no spec is given, must be the same in every
+/// Values under [`Replicate`](ChunkSpec::Replicate), and plain values without a spec, must be the same in every
 /// chunk, tensors in every bit. Without a spec, tensors are joined along
-/// [`DEFAULT_CHUNK_DIM`](super::DEFAULT_CHUNK_DIM). The structure is that of chunk 0, and so is the graph of what all
-/// chunks have alike; gradients of what is joined or summed flow to every chunk.
+/// [`DEFAULT_CHUNK_DIM`](super::DEFAULT_CHUNK_DIM). Structure, and the graph of equal values, are those of chunk 0.
+/// Gradients of joined or summed values flow to every chunk.
 ///
 /// # Errors
 /// [`Error::Microbatches`], naming paths like `output[1].loss`, if
 /// - there are no chunks, or they differ in structure, or from that of the spec,
 /// - a tensor has no such dim (a scalar loss needs a [`LossReducer`](super::LossReducer)), or chunks differ in another
 ///   dim or the dtype,
-/// - values that should be the same are not,
-/// - a loss is not one floating number, or a mean whose weights are not known.
+/// - values that must be the same are not,
+/// - a loss is not one floating-point number, or a mean whose weights are not known.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -35,7 +35,7 @@ pub fn merge_chunks(chunks: &[Value], spec: Option<&ChunkSpec>) -> Result<Value>
     Merge { weights: None, masked: None }.all(chunks, spec)
 }
 
-/// What is known about the chunks.
+/// Known properties of the chunks.
 pub(super) struct Merge<'a> {
     /// Their shares of the batch.
     pub(super) weights: Option<&'a [f64]>,
@@ -93,7 +93,7 @@ impl Merge<'_> {
         }
     }
 
-    /// Sharded tensors one after the other along a dim.
+    /// Concatenates sharded tensors along a dim.
     fn join_sharded(&self, path: &Path, chunks: &[&Value], spec: TensorChunkSpec) -> Result<Value> {
         let tensors = chunks.iter().map(|chunk| chunk.dtensor()).collect::<Result<Vec<_>>>()?;
         let outside = || {
@@ -108,7 +108,7 @@ impl Merge<'_> {
         Ok(DTensor::cat(&tensors, dim)?.into())
     }
 
-    /// The tensors one after the other along a dim; of masked ones, the rows of the chunk.
+    /// Concatenates tensors along a dim; of masked ones, the rows of the chunk.
     fn join(&self, path: &Path, tensors: &[&Tensor], spec: TensorChunkSpec) -> Result<Tensor> {
         let dim = dim_of(path, tensors[0], spec)?;
         let (rule, free) = match self.masked {
@@ -126,13 +126,13 @@ impl Merge<'_> {
     }
 }
 
-/// Whether dtypes are equal and, but for one dim, shapes.
+/// Returns whether dtypes are equal, and shapes except for one dim.
 fn alike(a: &Tensor, b: &Tensor, except: Option<usize>) -> bool {
     let mut sizes = a.dims().iter().zip(b.dims()).enumerate();
     a.dtype() == b.dtype() && a.rank() == b.rank() && sizes.all(|(dim, (a, b))| a == b || except == Some(dim))
 }
 
-/// Of each masked chunk its own rows, which may be several places long.
+/// Returns each masked chunk's own rows, which may have several entries each.
 fn own_rows(path: &Path, tensors: &[&Tensor], dim: usize, rows: &[usize]) -> Result<Vec<Tensor>> {
     let (places, total) = (tensors[0].dims()[dim], rows.iter().sum::<usize>());
     if places % total != 0 {
@@ -167,7 +167,7 @@ fn check_structure(path: &Path, chunks: &[&Value]) -> Result<()> {
     }
 }
 
-/// What all chunks have alike, or an error with the first that differs.
+/// Returns the value that all chunks share, or an error with the first that differs.
 fn the_same(path: &Path, chunks: &[&Value]) -> Result<Value> {
     for (chunk, value) in chunks.iter().enumerate() {
         if !value.same(chunks[0])? {

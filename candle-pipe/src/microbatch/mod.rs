@@ -1,10 +1,10 @@
-//! Batches cut into microbatches, and what comes out of them joined again.
+//! Cuts batches into microbatches, and joins their results.
 //!
-//! | to | there is |
+//! | task | items |
 //! |---|---|
-//! | cut arguments | [`split_args_kwargs_into_chunks`], [`Splitter`] with options, giving [`Microbatches`] |
-//! | join outputs | [`merge_chunks`], [`Microbatches::merge`] where rows count |
-//! | say how | a tree of [`ChunkSpec`]: [`TensorChunkSpec`], [`Replicate`], [`CustomReducer`], [`LossReducer`] |
+//! | cut arguments | [`split_args_kwargs_into_chunks`], [`Splitter`] with options; both return [`Microbatches`] |
+//! | join outputs | [`merge_chunks`], [`Microbatches::merge`] with known rows |
+//! | choose how | a tree of [`ChunkSpec`]: [`TensorChunkSpec`], [`Replicate`], [`CustomReducer`], [`LossReducer`] |
 //!
 //! ```
 //! use candle_core::{DType, Device, Tensor};
@@ -42,5 +42,5 @@ pub use reduce::{CustomReducer, LossReducer};
 pub use spec::{ChunkSpec, KwargsSpec, Replicate, TensorChunkSpec};
 pub use split::{Splitter, split_args_kwargs_into_chunks};
 
-/// The dim along which tensors are cut and joined where no spec is given.
+/// The dim along which tensors are cut and joined without a spec.
 pub const DEFAULT_CHUNK_DIM: i64 = 0;

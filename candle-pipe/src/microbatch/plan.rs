@@ -1,4 +1,4 @@
-//! Which dim every tensor is cut along, found and checked before anything is cut.
+//! Chooses the dim along which every tensor is cut, and checks it before anything is cut.
 use super::{ChunkSpec, KwargsSpec, TensorChunkSpec};
 use crate::cuts::chunk_range;
 use crate::value::{Children, entries, items};
@@ -10,11 +10,11 @@ use candle_core::Tensor;
 pub(super) struct Cut {
     path: Path,
     dim: usize,
-    /// The size of the dim: how many chunks there can be at most.
+    /// The size of the dim, which is the most chunks possible.
     pub(super) rows: usize,
 }
 
-/// How the tensors are cut, in the tree's order; none for one that all chunks have whole.
+/// How the tensors are cut, in the tree's order; `None` for a tensor that every chunk gets whole.
 #[derive(Debug, Default)]
 pub(super) struct Plan(Vec<Option<Cut>>);
 
@@ -31,22 +31,22 @@ impl Plan {
         Ok(plan)
     }
 
-    /// The tensors that are cut.
+    /// Returns the cuts of the tensors that are cut.
     pub(super) fn cuts(&self) -> impl Iterator<Item = &Cut> {
         self.0.iter().flatten()
     }
 
-    /// The dim that each tensor is cut along, in the tree's order.
+    /// Returns the dim along which each tensor is cut, in the tree's order.
     pub(super) fn dims(&self) -> impl Iterator<Item = Option<usize>> {
         self.tensors().map(|cut| cut.map(|cut| cut.dim))
     }
 
-    /// Every tensor, in the tree's order.
+    /// Returns every tensor, in the tree's order.
     pub(super) fn tensors(&self) -> impl Iterator<Item = Option<&Cut>> {
         self.0.iter().map(Option::as_ref)
     }
 
-    /// An error naming the first two tensors that disagree in the size of the batch.
+    /// Returns an error that names the first two tensors that disagree in the size of the batch.
     pub(super) fn check_one_batch_size(&self) -> Result<()> {
         let mut cuts = self.cuts();
         let Some(first) = cuts.next() else { return Ok(()) };
@@ -60,7 +60,7 @@ impl Plan {
         }
     }
 
-    /// An error unless the tensors that are cut have so many rows, which are some.
+    /// Returns an error unless the tensors that are cut have `rows` rows, and `rows` is not 0.
     pub(super) fn check_rows(&self, rows: Option<usize>) -> Result<()> {
         let Some(rows) = rows else { return Ok(()) };
         if rows == 0 {
@@ -76,7 +76,7 @@ impl Plan {
         }
     }
 
-    /// What a container holds: each under its own spec, or all under the container's.
+    /// Plans the values of a container: each under its own spec, or all under the container's.
     fn all(
         &mut self,
         path: &Path,
@@ -138,7 +138,8 @@ impl Plan {
 }
 
 impl Cut {
-    /// One of `chunks` pieces: a view of its rows, or if `masked` the whole tensor with zeros in all other rows.
+    /// Returns one of `chunks` pieces: a view of its rows, or if `masked` the whole tensor with zeros in all other
+    /// rows.
     pub(super) fn piece(&self, tensor: &Tensor, chunks: usize, chunk: usize, masked: bool) -> Result<Tensor> {
         let rows = chunk_range(self.rows, chunks, chunk);
         let piece = tensor.narrow(self.dim, rows.start, rows.len())?;
@@ -146,7 +147,7 @@ impl Cut {
     }
 }
 
-/// The dim that a spec names in a tensor, or an error with the path.
+/// Returns the dim that a spec names in a tensor, or an error with the path.
 pub(super) fn dim_of(path: &Path, tensor: &Tensor, spec: TensorChunkSpec) -> Result<usize> {
     spec.resolve(tensor.rank()).ok_or_else(|| {
         let value = Value::from(tensor);
@@ -159,7 +160,7 @@ pub(super) fn dim_of(path: &Path, tensor: &Tensor, spec: TensorChunkSpec) -> Res
     })
 }
 
-/// An error unless there is a spec for each value and a value for each spec.
+/// Returns an error unless there is a spec for each value and a value for each spec.
 pub(super) fn check_steps(path: &Path, values: &Children<'_, Value>, specs: &Children<'_, ChunkSpec>) -> Result<()> {
     if let Some((step, _)) = values.iter().find(|(step, _)| specs.iter().all(|(other, _)| other != step)) {
         let path = path.step(*step);

@@ -1,13 +1,13 @@
-//! Many values made one, where chunks are joined.
+//! Reductions of many values to one, for joining chunks.
 use crate::graph::Reduction;
 use crate::{Error, Path, Result, Value};
 use std::fmt;
 use std::sync::Arc;
 
-/// What a reducer does with the value so far and that of the next chunk.
+/// Combines the value so far with that of the next chunk.
 type Fold = dyn Fn(Value, &Value) -> Result<Value> + Send + Sync;
 
-/// Folds what the chunks gave, in their order, from a first value.
+/// Folds the results of the chunks, in order, from an initial value.
 ///
 /// ```
 /// use candle_pipe::Value;
@@ -25,9 +25,9 @@ pub struct CustomReducer {
 }
 
 impl CustomReducer {
-    /// A reducer that starts from `init` and makes `fold(value so far, value of the chunk)` for each chunk.
+    /// Creates a reducer that starts from `init` and computes `fold(value so far, value of the chunk)` for each chunk.
     ///
-    /// The chunk's value is all that stands in the spec's place, which may be a container.
+    /// The chunk's value is the one at the spec's position, which may be a container.
     pub fn new(init: impl Into<Value>, fold: impl Fn(Value, &Value) -> Result<Value> + Send + Sync + 'static) -> Self {
         Self { init: init.into(), fold: Arc::new(fold) }
     }
@@ -37,7 +37,7 @@ impl CustomReducer {
     }
 }
 
-/// Makes the batch's loss from those of its chunks, and marks which output is the loss.
+/// Computes the batch's loss from the losses of its chunks, and marks which output is the loss.
 ///
 /// ```
 /// use candle_pipe::Value;
@@ -58,26 +58,26 @@ enum Kind {
 }
 
 impl LossReducer {
-    /// For losses that are sums: they are added. Tensors of one element, or floats.
+    /// For losses that are sums: adds them. Tensors of one element, or floats.
     pub const fn sum_reducer() -> Self {
         Self(Kind::Sum)
     }
 
-    /// For losses that are means over rows: weighted by the chunks' rows, so that the mean is over all rows of the
-    /// batch, also if chunks are uneven. Tensors of one element, or floats.
+    /// For losses that are means over rows: weights them by the chunks' rows, so that the mean is over all rows of the
+    /// batch, also for uneven chunks. Tensors of one element, or floats.
     ///
-    /// The rows are known to [`Microbatches::merge`](super::Microbatches::merge);
-    /// [`merge_chunks`](super::merge_chunks) refuses it.
+    /// [`Microbatches::merge`](super::Microbatches::merge) knows the rows; [`merge_chunks`](super::merge_chunks)
+    /// refuses this reducer.
     pub const fn mean_reducer() -> Self {
         Self(Kind::Mean)
     }
 
-    /// For other losses: as a [`CustomReducer`].
+    /// For other losses: uses a [`CustomReducer`].
     pub const fn custom(reducer: CustomReducer) -> Self {
         Self(Kind::Custom(reducer))
     }
 
-    /// How a pipe has to differentiate losses that are reduced so; none for those that only the reducer knows.
+    /// Returns the reduction by which a pipe differentiates such losses; `None` for custom reducers.
     pub(crate) const fn reduction(&self) -> Option<Reduction> {
         match self.0 {
             Kind::Sum => Some(Reduction::Sum),
@@ -86,7 +86,7 @@ impl LossReducer {
         }
     }
 
-    /// One loss of several; `weights` are the chunks' shares of the rows, if those are known.
+    /// Reduces several losses to one; `weights` are the chunks' shares of the rows, if known.
     pub(super) fn reduce(&self, path: &Path, chunks: &[&Value], weights: Option<&[f64]>) -> Result<Value> {
         let weights = match (&self.0, weights) {
             (Kind::Custom(reducer), _) => return reducer.reduce(chunks),
@@ -109,7 +109,7 @@ impl LossReducer {
     }
 }
 
-/// Losses are floating numbers, all of one form.
+/// Checks that losses are floating-point numbers of one form.
 fn check_losses(path: &Path, chunks: &[&Value]) -> Result<()> {
     for (chunk, loss) in chunks.iter().enumerate() {
         let fault = match (loss, chunks[0]) {

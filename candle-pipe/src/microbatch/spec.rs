@@ -16,11 +16,11 @@ use std::fmt;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct TensorChunkSpec(pub i64);
 
-/// How a value is cut into microbatches, or joined from what they gave: one spec for each value, in the same structure.
+/// How a value is cut into microbatches, or joined from their results: one spec for each value, in the same structure.
 ///
-/// A spec in the place of a container holds for all that is in it; there, a [`TensorChunkSpec`] cuts the tensors and
-/// gives the plain values to every chunk. Specs are made by `into()` from those of leaves and from tuples, vectors,
-/// arrays and maps of them.
+/// A spec at the position of a container applies to all values in it. There, a [`TensorChunkSpec`] cuts the tensors and
+/// passes plain values to every chunk. Convert from specs of leaves, and from tuples, vectors, arrays and maps of them,
+/// by `into()`.
 ///
 /// ```
 /// use candle_pipe::microbatch::{ChunkSpec, LossReducer, Replicate, TensorChunkSpec};
@@ -32,11 +32,11 @@ pub struct TensorChunkSpec(pub i64);
 pub enum ChunkSpec {
     /// Tensors are cut and joined along a dim.
     Split(TensorChunkSpec),
-    /// Every chunk has the same, and must still have the same where chunks are joined.
+    /// Every chunk gets the same value, and must have the same when chunks are joined.
     Replicate,
-    /// What the chunks gave is folded; only for joining.
+    /// The results of the chunks are folded; only for joining.
     Reduce(CustomReducer),
-    /// The chunks' losses become that of the batch; only for joining.
+    /// The chunks' losses are reduced to that of the batch; only for joining.
     Loss(LossReducer),
     /// One spec for each value of a list or tuple.
     List(Vec<ChunkSpec>),
@@ -54,10 +54,10 @@ pub type KwargsSpec = BTreeMap<String, ChunkSpec>;
 containers!(ChunkSpec);
 
 impl TensorChunkSpec {
-    /// Specs of positional arguments from dims, nested as the arguments are.
+    /// Creates specs of positional arguments from dims, nested as the arguments are.
     ///
     /// # Errors
-    /// [`Error::Microbatches`] if something in it is no whole number.
+    /// [`Error::Microbatches`] if a value in it is not an integer.
     ///
     /// ```
     /// use candle_pipe::microbatch::{ChunkSpec, TensorChunkSpec};
@@ -74,10 +74,10 @@ impl TensorChunkSpec {
         }
     }
 
-    /// Specs of arguments by name from dims, nested as the arguments are.
+    /// Creates specs of arguments by name from dims, nested as the arguments are.
     ///
     /// # Errors
-    /// [`Error::Microbatches`] if something in it is no whole number.
+    /// [`Error::Microbatches`] if a value in it is not an integer.
     ///
     /// ```
     /// use candle_pipe::microbatch::TensorChunkSpec;
@@ -94,7 +94,7 @@ impl TensorChunkSpec {
         }
     }
 
-    /// The dim counted from the front, for a tensor of so many dims; none if it has no such dim.
+    /// Returns the dim counted from the front, for a tensor with `rank` dims; `None` if it has no such dim.
     pub(super) fn resolve(self, rank: usize) -> Option<usize> {
         let dim = if self.0 < 0 { i64::try_from(rank).ok()?.checked_add(self.0)? } else { self.0 };
         usize::try_from(dim).ok().filter(|&dim| dim < rank)
@@ -120,10 +120,10 @@ fn of_dims(path: &Path, dims: &Value) -> Result<ChunkSpec> {
 }
 
 impl ChunkSpec {
-    /// What holds where no spec is given.
+    /// The default spec.
     pub(super) const DEFAULT: Self = Self::Split(TensorChunkSpec(DEFAULT_CHUNK_DIM));
 
-    /// The specs in this container; none for that of a leaf.
+    /// Returns the specs in this container; `None` for a leaf.
     pub(crate) fn children(&self) -> Option<Children<'_, Self>> {
         match self {
             Self::List(specs) | Self::Tuple(specs) => Some(items(specs)),

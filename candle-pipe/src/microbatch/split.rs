@@ -1,4 +1,4 @@
-//! Arguments cut into microbatches.
+//! Cuts arguments into microbatches.
 use super::plan::Plan;
 use super::{ChunkSpec, KwargsSpec, Microbatches, microbatch_sizes};
 use crate::{Error, Kwargs, Result, Value};
@@ -9,8 +9,8 @@ use candle_dist::TensorTree;
 ///
 /// Without specs, tensors are cut along [`DEFAULT_CHUNK_DIM`](super::DEFAULT_CHUNK_DIM) and plain values go to every
 /// chunk. Specs of kwargs belong to them by name. If the batch has fewer rows than `chunks`, there are as many chunks
-/// as rows, and the log says so at level `warn`. Sizes are those of [`microbatch_sizes`]; chunks are views, and their gradients flow to the whole.
-/// [`Splitter`] has options.
+/// as rows, and a warning is logged. Sizes are those of [`microbatch_sizes`]; chunks are views, and their gradients
+/// flow to the whole.
 ///
 /// # Errors
 /// [`Error::Microbatches`], naming paths like `args[1].mask`, if
@@ -56,19 +56,20 @@ pub struct Splitter {
 }
 
 impl Splitter {
-    /// At most so many chunks, of tensors that all have the same number of rows.
+    /// Creates a splitter into at most `chunks` chunks, of tensors that all have the same number of rows.
     pub const fn new(chunks: usize) -> Self {
         Self { chunks, masked: false, unequal: false, rows: None }
     }
 
-    /// For comparing with the batch bit by bit: each chunk is of the whole batch's shape, with zeros in the others' rows.
+    /// Masks chunks, to compare with the batch bit by bit: each has the whole batch's shape, with zeros in other rows.
     ///
-    /// Kernels may add in another order for fewer rows, so the rows of a chunk need not be bit-equal to those of the
-    /// batch; those of a masked chunk are, for a model that treats rows independently.
-    /// [`Microbatches::merge`] takes from each chunk its own rows. Chunks are copies.
+    /// Kernels may sum in another order for fewer rows, so the rows of a chunk need not be bit-equal to those of the
+    /// batch. The rows of a masked chunk are, for a model that treats rows independently.
+    /// [`Microbatches::merge`] uses each chunk's own rows. Chunks are copies.
     ///
-    /// In a pipe the node that makes the loss gets the chunk's own rows alone, so that losses and gradients are those of
-    /// chunks that are not masked. What it takes from other nodes has its rows along dim 0, a whole number of places for each.
+    /// In a pipe the node that computes the loss gets only the chunk's own rows, so that losses and gradients are those
+    /// of chunks that are not masked. Its inputs from other nodes have rows along dim 0, with a fixed number of entries
+    /// per row.
     ///
     /// ```
     /// use candle_core::{Device, Tensor};
@@ -88,8 +89,8 @@ impl Splitter {
         Self { masked: true, ..self }
     }
 
-    /// Allows tensors of different numbers of rows, as PyTorch does: each is cut for itself, into at most as many chunks
-    /// as the smallest has rows.
+    /// Allows tensors with different numbers of rows, as PyTorch does: each is cut separately, into at most as many
+    /// chunks as the smallest has rows.
     ///
     /// The chunks' [`rows`](Microbatches::rows) are then those of the first tensor that is cut.
     #[must_use]
@@ -97,8 +98,8 @@ impl Splitter {
         Self { unequal: true, ..self }
     }
 
-    /// Says how many rows the batch has, which tensors that are cut must have: for whoever has none of them, such as a rank
-    /// in the middle of a pipeline.
+    /// Sets the number of rows of the batch, which cut tensors must have. It is for ranks that have none of these
+    /// tensors, such as those in the middle of a pipeline.
     ///
     /// ```
     /// use candle_pipe::Kwargs;
@@ -113,7 +114,7 @@ impl Splitter {
         Self { rows: Some(rows), ..self }
     }
 
-    /// Cuts arguments as [`split_args_kwargs_into_chunks`] does, with its errors.
+    /// Cuts arguments like [`split_args_kwargs_into_chunks`], with the same errors.
     pub fn split(
         &self,
         args: &[Value],

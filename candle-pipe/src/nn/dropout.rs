@@ -1,4 +1,4 @@
-//! Dropout that does not depend on how a batch is cut.
+//! Dropout that does not depend on the cut of a batch.
 use crate::graph::{Ctx, StageOp};
 use crate::{Error, Result, Value};
 use candle_core::Tensor;
@@ -6,8 +6,8 @@ use candle_shard::random::{Distribution, Stream};
 
 /// Zeroes elements with probability `p` in training and divides the others by `1 - p` (Srivastava et al. 2014).
 ///
-/// The mask follows the seed, the layer's name, the step and the row in the batch, so it is the same for any cut of the
-/// batch into microbatches and of the model into stages. The first dim of the input goes along the rows.
+/// The mask depends on the seed, the layer's name, the step and the row in the batch, so it is the same for any cut of
+/// the batch into microbatches and of the model into stages. The first dim of the input goes along the rows.
 #[derive(Debug, Clone, Copy)]
 pub struct Dropout {
     p: f64,
@@ -15,7 +15,7 @@ pub struct Dropout {
 }
 
 impl Dropout {
-    /// A layer whose random numbers are those of `name`, usually its full name.
+    /// Creates a layer with the random numbers of `name`, usually its full name.
     ///
     /// # Errors
     /// If `p` is not in `[0, 1)`.
@@ -26,7 +26,7 @@ impl Dropout {
         Ok(Self { p, stream: Stream::new(seed, name) })
     }
 
-    /// `x`, in training with elements dropped.
+    /// Drops elements of `x` in training, and returns `x` in evaluation.
     ///
     /// # Errors
     /// If the first dim of `x` does not go along the rows.

@@ -1,12 +1,12 @@
-//! Weight gradients that can be put off, for ops of one's own.
+//! Deferred weight gradients for your own ops.
 use candle_core::{Result, Tensor};
 use candle_shard::kernels::{WeightSink, weight_sink};
 use std::fmt;
 use std::sync::Arc;
 
-/// Where the gradients of a stage's weights wait when its input gradients leave first.
+/// The queue of a stage's deferred weight gradients, which are computed after its input gradients are sent.
 ///
-/// A custom op takes it along when it is made, in the forward pass, and gives it the gradient of its weight in `bwd`.
+/// A custom op stores it when it is created, in the forward pass, and passes it the gradient of its weight in `bwd`.
 /// [`deferred_linear`](super::deferred_linear) is such an op.
 ///
 /// ```
@@ -14,7 +14,7 @@ use std::sync::Arc;
 /// use candle_pipe::nn::LateGradients;
 ///
 /// let weight = Tensor::new(2f32, &Device::Cpu)?;
-/// // Outside of stages nothing waits.
+/// // Outside of stages nothing is deferred.
 /// let gradient = LateGradients::of_stage().give(&weight, || Tensor::new(3f32, &Device::Cpu))?;
 /// assert_eq!(gradient.unwrap().to_scalar::<f32>()?, 3.0);
 /// # Ok::<(), candle_core::Error>(())
@@ -23,12 +23,13 @@ use std::sync::Arc;
 pub struct LateGradients(Option<Arc<dyn WeightSink>>);
 
 impl LateGradients {
-    /// Those of the stage that this thread runs, if it runs one.
+    /// Returns the queue of the stage that this thread runs, if it runs one.
     pub fn of_stage() -> Self {
         Self(weight_sink())
     }
 
-    /// What the op's `bwd` returns for `weight`: nothing where a stage takes the gradient, to compute it now or later.
+    /// Returns the result of the op's `bwd` for `weight`: `None` if a stage keeps the gradient, to compute it now or
+    /// later.
     ///
     /// # Errors
     /// Those of `compute`, if it runs now.

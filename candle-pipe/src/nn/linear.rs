@@ -1,9 +1,9 @@
-//! The affine layer whose weight gradient can be put off.
+//! The linear layer with a deferrable weight gradient.
 use candle_core::{Result, Tensor};
 use candle_nn::{Module, VarBuilder};
 
-/// `y = x · weightᵀ + bias`, as candle's layer with the same parameters, but in a stage with a weight gradient that
-/// [`Tape::backward_inputs`](crate::Tape::backward_inputs) leaves for later.
+/// `y = x · weightᵀ + bias`, like candle's layer and with the same parameters. In a stage,
+/// [`Tape::backward_inputs`](crate::Tape::backward_inputs) defers its weight gradient.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -21,7 +21,7 @@ pub struct Linear {
 }
 
 impl Linear {
-    /// A layer with a `weight` `[n, k]` and perhaps a `bias` `[n]`.
+    /// Creates a layer with a `weight` `[n, k]` and an optional `bias` `[n]`.
     pub fn new(weight: Tensor, bias: Option<Tensor>) -> Self {
         Self { weight, bias }
     }
@@ -49,19 +49,19 @@ impl Module for Linear {
     }
 }
 
-/// A layer with parameters `weight` and `bias`, initialized as candle's.
+/// Builds a layer with parameters `weight` and `bias`, initialized as candle's.
 pub fn linear(in_dim: usize, out_dim: usize, vb: VarBuilder<'_>) -> Result<Linear> {
     candle_nn::linear(in_dim, out_dim, vb).map(Linear::from)
 }
 
-/// A layer with the parameter `weight`, initialized as candle's.
+/// Builds a layer with the parameter `weight`, initialized as candle's.
 pub fn linear_no_bias(in_dim: usize, out_dim: usize, vb: VarBuilder<'_>) -> Result<Linear> {
     candle_nn::linear_no_bias(in_dim, out_dim, vb).map(Linear::from)
 }
 
 /// `x · weightᵀ + bias`: `[.., k]` by `[n, k]`, plus `[n]`, gives `[.., n]`.
 ///
-/// In a stage, where `weight` is a variable of that stage, its gradient can be put off; elsewhere this is an ordinary
+/// In a stage, if `weight` is a variable of that stage, its gradient can be deferred. Elsewhere this is an ordinary
 /// differentiable function.
 ///
 /// # Errors

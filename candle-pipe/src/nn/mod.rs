@@ -1,4 +1,4 @@
-//! Layers that know that they are in a stage: their weight gradients can wait, their random numbers follow the rows.
+//! Layers for stages: their weight gradients can be deferred, and their random numbers depend on rows of the batch.
 mod dropout;
 mod late;
 mod linear;

@@ -1,9 +1,9 @@
-//! Candle's modules one behind the other, as a list that can be cut.
+//! A list of candle's modules that can be cut.
 use candle_core::{Result, Tensor};
 use candle_nn::{Module, ModuleT};
 
-/// Modules one behind the other, made as candle's [`Sequential`](candle_nn::Sequential) is, which keeps its modules to itself
-/// and so stays in one stage; this one becomes nodes by [`PipeBuilder::layers`](crate::PipeBuilder::layers).
+/// A list of modules like candle's [`Sequential`](candle_nn::Sequential). candle's hides its modules, so it stays in
+/// one stage; this one becomes nodes by [`PipeBuilder::layers`](crate::PipeBuilder::layers).
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -22,13 +22,13 @@ pub struct Sequential {
     layers: Vec<Box<dyn ModuleT>>,
 }
 
-/// A list without modules.
+/// Creates an empty list.
 pub fn seq() -> Sequential {
     Sequential::default()
 }
 
 impl Sequential {
-    /// The list with a module behind it.
+    /// Appends a module.
     #[allow(clippy::should_implement_trait)] // candle's name
     #[must_use]
     pub fn add(mut self, layer: impl ModuleT + 'static) -> Self {
@@ -36,7 +36,7 @@ impl Sequential {
         self
     }
 
-    /// The list with a function behind it.
+    /// Appends a function.
     #[must_use]
     pub fn add_fn(self, f: impl Fn(&Tensor) -> Result<Tensor> + Send + Sync + 'static) -> Self {
         self.add(candle_nn::func(f))
@@ -47,12 +47,12 @@ impl Sequential {
         self.layers.len()
     }
 
-    /// Whether there are no modules.
+    /// Returns whether there are no modules.
     pub fn is_empty(&self) -> bool {
         self.layers.is_empty()
     }
 
-    /// What the modules make of `x` in evaluation mode.
+    /// Applies the modules to `x` in evaluation mode.
     ///
     /// # Errors
     /// Those of the modules.
@@ -79,7 +79,7 @@ impl From<Vec<Box<dyn ModuleT>>> for Sequential {
 
 impl From<Vec<Box<dyn Module>>> for Sequential {
     fn from(layers: Vec<Box<dyn Module>>) -> Self {
-        /// A boxed module, which is none itself for candle.
+        /// A boxed module, which candle does not treat as a module.
         struct Boxed(Box<dyn Module>);
 
         impl Module for Boxed {

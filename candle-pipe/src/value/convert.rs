@@ -1,4 +1,4 @@
-//! Values from the types of Rust.
+//! Conversions of Rust types to values.
 use super::Value;
 use candle_core::Tensor;
 use candle_shard::DTensor;

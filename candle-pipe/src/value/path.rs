@@ -1,4 +1,4 @@
-//! Where in a tree of values something is.
+//! Paths in a tree of values.
 use std::collections::BTreeMap;
 use std::fmt;
 
@@ -9,7 +9,7 @@ pub(crate) enum Step<'a> {
     Key(&'a str),
 }
 
-/// What a container holds, each with the step that leads there.
+/// The values of a container, each with the step that leads to it.
 pub(crate) type Children<'a, T> = Vec<(Step<'a>, &'a T)>;
 
 pub(crate) fn items<T>(items: &[T]) -> Children<'_, T> {
@@ -20,7 +20,7 @@ pub(crate) fn entries<T>(map: &BTreeMap<String, T>) -> Children<'_, T> {
     map.iter().map(|(key, value)| (Step::Key(key), value)).collect()
 }
 
-/// The place of a value in a tree, for messages: `args[1].mask[0]`.
+/// The path of a value in a tree, for messages: `args[1].mask[0]`.
 ///
 /// ```
 /// use candle_pipe::Path;
@@ -33,18 +33,18 @@ pub(crate) fn entries<T>(map: &BTreeMap<String, T>) -> Children<'_, T> {
 pub struct Path(String);
 
 impl Path {
-    /// The root of a tree, by the name that the tree has.
+    /// Creates the path of a tree's root with this name.
     pub fn new(root: impl Into<String>) -> Self {
         Self(root.into())
     }
 
-    /// The place `index` of a list or tuple at this path.
+    /// Returns the path of element `index` of a list or tuple at this path.
     #[must_use]
     pub fn index(&self, index: usize) -> Self {
         Self(format!("{self}[{index}]"))
     }
 
-    /// The entry `key` of a map at this path.
+    /// Returns the path of entry `key` of a map at this path.
     #[must_use]
     pub fn key(&self, key: &str) -> Self {
         let is_name = !key.is_empty() && key.chars().all(|c| c.is_alphanumeric() || c == '_');

@@ -1,11 +1,11 @@
-//! Trees of values, walked and rebuilt.
+//! Traversals of trees of values.
 use super::path::{Children, entries, items};
 use super::{Path, Value};
 use candle_core::Tensor;
 use candle_dist::TensorTree;
 
 impl Value {
-    /// Every leaf with its path, in the tree's order; `root` is the name of this value.
+    /// Returns every leaf with its path, in the tree's order; `root` is the name of this value.
     ///
     /// ```
     /// use candle_pipe::{Path, Value};
@@ -22,7 +22,7 @@ impl Value {
         }
     }
 
-    /// The same structure with every leaf replaced by what `f` makes of it and its path, or the first error.
+    /// Returns the same structure with every leaf replaced by the result of `f`, or the first error.
     ///
     /// ```
     /// use candle_pipe::{Path, Result, Value};
@@ -39,7 +39,7 @@ impl Value {
         Ok(self.with_children(made.collect::<Result<_, E>>()?))
     }
 
-    /// What this container holds; none for a leaf.
+    /// Returns the values of this container; `None` for a leaf.
     pub(crate) fn children(&self) -> Option<Children<'_, Self>> {
         match self {
             Self::List(list) | Self::Tuple(list) => Some(items(list)),
@@ -48,7 +48,7 @@ impl Value {
         }
     }
 
-    /// Whether there is a sharded tensor in it.
+    /// Returns whether it contains a sharded tensor.
     pub(crate) fn is_sharded(&self) -> bool {
         match self.children() {
             Some(children) => children.iter().any(|(_, child)| child.is_sharded()),
@@ -56,7 +56,7 @@ impl Value {
         }
     }
 
-    /// This container holding others instead, in the order of its children.
+    /// Returns this container with other values, in the order of its children.
     pub(crate) fn with_children(&self, children: Vec<Self>) -> Self {
         match self {
             Self::List(_) => Self::List(children),

@@ -35,7 +35,7 @@ Examples:
 
 Exit status: 0 if the runs agree, 1 if they disagree or one failed, 2 if the command line cannot work.";
 
-/// What the user asked for; the comments on the fields are the program's help.
+/// The command-line arguments; the comments on the fields are the program's help.
 #[derive(Clone, Debug, Parser)]
 #[command(name = "sharded-embedding", version, about = ABOUT, after_help = EXAMPLES)]
 pub struct Args {
@@ -43,7 +43,7 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = 2)]
     pub ranks: usize,
 
-    /// What moves tensors between ranks; for processes, start one for each rank with mpirun
+    /// Backend that moves tensors between ranks; for processes, start one per rank with mpirun
     #[arg(long, value_name = "NAME", default_value = "local")]
     pub backend: BackendName,
 
@@ -55,7 +55,7 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = 200)]
     pub steps: usize,
 
-    /// Samples in each step, over all ranks
+    /// Samples per step, over all ranks
     #[arg(long, value_name = "N", default_value_t = 2047)]
     pub batch: usize,
 
@@ -63,7 +63,7 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = 16)]
     pub dim: usize,
 
-    /// Optimizer of the tables, which moves only rows that were looked up
+    /// Optimizer of the tables, which updates only rows that were looked up
     #[arg(long, value_name = "NAME", default_value = "adagrad")]
     pub optimizer: OptimizerName,
 
@@ -75,11 +75,11 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub seed: u64,
 
-    /// Largest difference of losses and of table elements at which runs agree
+    /// Largest difference of losses and of table elements at which runs count as equal
     #[arg(long, value_name = "X", default_value_t = 1e-5, allow_negative_numbers = true)]
     pub tolerance: f64,
 
-    /// Also write the results as one JSON object; `-` is stdout, with nothing else on it
+    /// Also write the results as one JSON object; `-` is stdout, without other output
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,
 }
@@ -154,7 +154,7 @@ impl Args {
     /// Checks everything that could stop the program later.
     ///
     /// # Errors
-    /// A sentence that names the flag, its value and a remedy.
+    /// A sentence with the flag, its value and a remedy.
     pub fn validate(&self) -> Checked {
         let Self { ranks, steps, batch, dim, tolerance, .. } = *self;
         for (flag, value, most) in [

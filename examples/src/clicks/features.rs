@@ -1,13 +1,13 @@
-//! What the model knows about an impression.
+//! The features of an impression.
 
 use candle_shard::kernels::BagMode;
 
-/// A categorical feature, with a table of its own.
+/// A categorical feature, with its own table.
 #[derive(Clone, Copy, Debug)]
 pub struct Feature {
     /// Its name.
     pub name: &'static str,
-    /// How many values it has: the rows of its table.
+    /// The number of its values, which is the number of rows of its table.
     pub vocab: usize,
     /// `None` if each sample has one value.
     pub bag: Option<Bag>,
@@ -15,12 +15,12 @@ pub struct Feature {
     pub max_norm: Option<f64>,
 }
 
-/// Several values a sample, from none to `most`.
+/// Several values per sample, from none to `most`.
 #[derive(Clone, Copy, Debug)]
 pub struct Bag {
     /// The most values.
     pub most: usize,
-    /// How their rows become one.
+    /// The reduction of their rows.
     pub mode: BagMode,
     /// Whether each value has a weight.
     pub weighted: bool,
@@ -49,7 +49,7 @@ pub const FEATURES: [Feature; 5] = [
 pub const DENSE: usize = 4;
 
 impl Feature {
-    /// What the feature is, in a few words.
+    /// Describes the feature in a few words.
     pub fn kind(&self) -> String {
         let limit = self.max_norm.map_or(String::new(), |max_norm| format!(", max_norm {max_norm}"));
         match self.bag {

@@ -30,9 +30,9 @@ pub struct Batch {
 /// The values of one feature.
 #[derive(Clone, Debug)]
 pub struct Values {
-    /// `[n]`, all samples' values one after the other.
+    /// `[n]`, all samples' values concatenated.
     pub ids: Tensor,
-    /// Where each sample's values begin, `[samples]`; `None` if each sample has one.
+    /// The index of each sample's first value, `[samples]`; `None` if each sample has one value.
     pub offsets: Option<Tensor>,
     /// `[n]`, if values have weights.
     pub weights: Option<Tensor>,
@@ -40,9 +40,9 @@ pub struct Values {
 
 /// The logit of a click without any feature: most impressions are not clicked.
 const BIAS: f64 = -1.2;
-/// What the dense features add.
+/// The effects of the dense features on the logit.
 const SLOPES: [f64; DENSE] = [0.6, -0.4, 0.3, 0.0];
-/// A prime that divides no vocabulary; multiplied by it, frequent values lie all over a table, as hashing has it.
+/// A prime that divides no vocabulary. Multiplying by it spreads frequent values over a table, as hashing does.
 const SCATTER: usize = 7919;
 const UNIT: Distribution = Distribution::Uniform { lo: 0.0, up: 1.0 };
 const NORMAL: Distribution = Distribution::Normal { mean: 0.0, stdev: 1.0 };
@@ -81,7 +81,7 @@ impl Log {
     }
 }
 
-/// Draws a feature's values, and adds what they do to the logits.
+/// Draws a feature's values, and adds their effects to the logits.
 fn values(feature: &Feature, effects: &[f64], draws: &Draws, logits: &mut [f64]) -> Result<Values> {
     let name = |what: &str| format!("{what} of {}", feature.name);
     let most = feature.bag.map_or(1, |bag| bag.most);
@@ -130,7 +130,7 @@ struct Draws {
 }
 
 impl Draws {
-    /// So many numbers for each sample of the part; those of a sample do not depend on the part.
+    /// Draws `count` numbers per sample of the part; the numbers of a sample do not depend on the part.
     fn numbers(&self, name: &str, of: Distribution, count: usize) -> Result<Vec<f64>> {
         let stream = Stream::new(self.seed, name).fold(self.step);
         let (shape, block) = ([self.size, count], [self.part.clone(), 0..count]);

@@ -1,14 +1,14 @@
-//! How good predictions are.
+//! Metrics of predictions.
 
 use itertools::Itertools;
 use serde::Serialize;
 
-/// The quality of predictions on samples that were not learned from.
+/// The quality of predictions on held-out samples.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Quality {
     /// Mean log-loss; less is better.
     pub log_loss: f64,
-    /// The probability that a clicked sample has a larger logit than another one; half of it is guessing.
+    /// The probability that a clicked sample has a larger logit than another one; 0.5 is guessing.
     pub auc: f64,
 }
 
@@ -26,7 +26,7 @@ fn softplus(x: f64) -> f64 {
     x.max(0.0) + (-x.abs()).exp().ln_1p()
 }
 
-/// By the sum of the ranks of clicked samples, where equal logits share a rank.
+/// Computes it from the sum of the ranks of clicked samples; equal logits share a rank.
 fn auc(samples: impl Iterator<Item = (f64, bool)>) -> f64 {
     let sorted = samples.sorted_by(|a, b| a.0.total_cmp(&b.0)).collect_vec();
     let (mut below, mut ranks, mut all_clicked) = (0.0, 0.0, 0.0);
@@ -39,7 +39,7 @@ fn auc(samples: impl Iterator<Item = (f64, bool)>) -> f64 {
     (ranks - all_clicked * (all_clicked + 1.0) / 2.0) / (all_clicked * (below - all_clicked))
 }
 
-/// The log-loss of the one who always predicts the share of clicked samples.
+/// The log-loss of always predicting the share of clicked samples.
 pub fn trivial_log_loss(clicks: &[f32]) -> f64 {
     let share = clicks.iter().map(|&click| f64::from(click)).sum::<f64>() / clicks.len() as f64;
     let term = |p: f64| if p > 0.0 { -p * p.ln() } else { 0.0 };

@@ -1,4 +1,4 @@
-//! The model: a row for each feature beside the dense features, and a perceptron over all of them.
+//! The model: one row per feature and the dense features, and a perceptron over all of them.
 
 use candle_core::{DType, Device, Tensor, Var};
 use candle_dist::ProcessGroup;
@@ -15,7 +15,7 @@ use super::outcome::RunName;
 /// The width of the hidden layer.
 const HIDDEN: usize = 64;
 
-/// The tables on the ranks of a group, and the perceptron, of which every rank has a copy.
+/// The tables, sharded over the ranks of a group, and the perceptron, replicated on every rank.
 pub struct Model {
     tables: Vec<ShardedTensor>,
     layers: [Linear; 2],
@@ -25,12 +25,12 @@ pub struct Model {
     pub rows: Vec<RowVar>,
 }
 
-/// Whether rows that are too long are shortened first: in training, and not where others look on.
+/// Whether the norm of rows is limited first: only in training.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
-    /// They are.
+    /// The norm is limited.
     Train,
-    /// They are not; nothing changes.
+    /// Nothing changes.
     Eval,
 }
 
@@ -70,7 +70,7 @@ impl Model {
         Ok(output.forward(&hidden)?.squeeze(1)?)
     }
 
-    /// All tables, each whole, on every rank.
+    /// Gathers all tables on every rank.
     ///
     /// # Errors
     /// The group's.

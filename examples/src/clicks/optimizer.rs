@@ -1,4 +1,4 @@
-//! The optimizers of the tables behind one call.
+//! The optimizers of the tables behind one interface.
 
 use candle_nn::ParamsAdamW;
 use candle_shard::Result;
@@ -6,8 +6,8 @@ use candle_shard::sparse::{Adagrad, AdamW, ParamsAdagrad, ParamsSgd, RowVar, Sgd
 
 use super::args::{Args, OptimizerName};
 
-/// What divides a gradient by its own size must not blow up the rounding error of one that is all but zero, which
-/// differs from run to run; gradients of a mean over a batch are around 1e-5.
+/// Optimizers that divide a gradient by its size must not amplify the rounding error of a tiny one, which differs
+/// between runs. Gradients of a mean over a batch are around 1e-5.
 const EPS: f64 = 1e-5;
 
 /// The optimizer that the command line names.
@@ -24,7 +24,7 @@ impl TableOptimizer {
     /// The optimizer of `rows`.
     ///
     /// # Errors
-    /// If its parameters do not work.
+    /// If its options are invalid.
     pub fn new(rows: Vec<RowVar>, args: &Args) -> Result<Self> {
         let lr = args.lr();
         Ok(match args.optimizer {
@@ -39,7 +39,7 @@ impl TableOptimizer {
         })
     }
 
-    /// Moves the rows that have a gradient.
+    /// Updates the rows that have a gradient.
     ///
     /// # Errors
     /// The optimizer's.

@@ -1,4 +1,4 @@
-//! What one run leaves behind, to be reported and compared with other runs.
+//! The result of one run, for reports and comparisons.
 
 use candle_core::Tensor;
 
@@ -17,7 +17,7 @@ pub enum RunName {
 }
 
 impl RunName {
-    /// All of them, in the order in which they are made.
+    /// All runs, in order.
     pub const ALL: [Self; 3] = [Self::OneDevice, Self::RowWise, Self::ColumnWise];
 
     /// The name in reports.
@@ -48,7 +48,7 @@ pub struct RunOutcome {
     pub ms_per_step: f64,
     /// The trained tables, each whole.
     pub tables: Vec<Tensor>,
-    /// How well the trained model predicts samples that it was not trained on.
+    /// The quality of the trained model on held-out samples.
     pub quality: Quality,
     /// The collectives of a step on rank 0, as means over all steps.
     pub comm_per_step: Vec<CommStat>,

@@ -1,4 +1,4 @@
-//! Whether two runs computed the same.
+//! Comparison of runs.
 
 use anyhow::{Context, ensure};
 use candle_core::Tensor;
@@ -9,13 +9,13 @@ use super::outcome::RunOutcome;
 /// The largest differences from the first run, and whether they are small enough.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Parity {
-    /// For each other run, how far it is off.
+    /// The difference of each other run.
     pub differences: Vec<Difference>,
     /// Whether none of them exceeds the tolerance.
     pub ok: bool,
 }
 
-/// How far one run is off.
+/// The difference of one run from the first.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Difference {
     /// The name of the run.
@@ -39,7 +39,7 @@ impl Parity {
             Difference::of(first, other).with_context(|| format!("comparing the {} run", other.name.as_str()))
         };
         let differences = others.iter().map(difference).collect::<anyhow::Result<Vec<_>>>()?;
-        // Not a number is no agreement either, and compares as false.
+        // NaN is not agreement either, and compares as false.
         let ok = differences.iter().all(|d| d.max_loss_diff <= tolerance && d.max_table_diff <= tolerance);
         Ok(Self { differences, ok })
     }
@@ -65,7 +65,7 @@ fn tensor_diff(a: &Tensor, b: &Tensor) -> anyhow::Result<f64> {
     Ok(a.iter().zip(&b).map(|(a, b)| f64::from((a - b).abs())).fold(0.0, max))
 }
 
-/// The larger number, or not-a-number if either is: `f64::max` would hide it.
+/// The larger number, or NaN if either is NaN: `f64::max` would hide it.
 fn max(a: f64, b: f64) -> f64 {
     if a.is_nan() || a > b { a } else { b }
 }

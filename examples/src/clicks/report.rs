@@ -1,4 +1,4 @@
-//! What the program tells about its runs: tables for people, one JSON object for programs.
+//! The program's report: tables for people, one JSON object for programs.
 
 use comfy_table::{Cell, Table};
 use serde::Serialize;
@@ -16,7 +16,7 @@ use crate::table::{grouped, number, table};
 pub struct Report {
     /// The runs, in the order they were made.
     pub runs: Vec<RunReport>,
-    /// How far they are from the first one.
+    /// Their differences from the first one.
     pub parity: Parity,
     /// Log-loss of always predicting the share of clicks.
     pub trivial_log_loss: f64,
@@ -33,11 +33,11 @@ pub struct RunReport {
     pub world: usize,
     /// Median time of a step in milliseconds.
     pub ms_per_step: f64,
-    /// Samples trained on in a second.
+    /// Samples per second in training.
     pub samples_per_s: f64,
     /// The loss of every step.
     pub losses: Vec<f64>,
-    /// Mean log-loss of the trained model on samples that it was not trained on.
+    /// Mean log-loss of the trained model on held-out samples.
     pub log_loss: f64,
     /// The area under its ROC curve.
     pub auc: f64,
@@ -75,7 +75,7 @@ impl RunReport {
     }
 }
 
-/// What is about to be done.
+/// Describes the runs before they start.
 pub fn heading(args: &Args) -> String {
     let mut features = table(&["feature", "values"], &["vocabulary", "table, MB"]);
     for feature in &FEATURES {

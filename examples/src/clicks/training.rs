@@ -20,23 +20,23 @@ use crate::launch::{Launched, Ranks};
 use crate::progress::Progress;
 use crate::timing::median;
 
-/// The step whose batch is not learned from.
+/// The step of the held-out batch.
 const HELD_OUT: u64 = u64::MAX;
 /// Samples of that batch.
 pub const HELD_OUT_SAMPLES: usize = 20_000;
 /// The learning rate of the perceptron.
 const DENSE_LR: f64 = 0.1;
 
-/// Trains the model in the way called `name`; the outcome is where rank 0 is, which makes the run on one device alone.
+/// Trains the model as run `name`. The outcome is on rank 0, which makes the run on one device alone.
 ///
 /// # Errors
-/// The first rank's that fails.
+/// That of the first rank that fails.
 pub fn train(name: RunName, args: &Args, log: &Log, ranks: &Ranks<'_>) -> anyhow::Result<Option<RunOutcome>> {
     let world = if name == RunName::OneDevice { 1 } else { args.ranks };
     ranks.run(world, args.threads(), |ctx| train_rank(ctx, name, args, log))
 }
 
-/// The samples of the held-out batch, each whether it was clicked.
+/// For each sample of the held-out batch, whether it was clicked.
 ///
 /// # Errors
 /// candle's.
@@ -73,11 +73,11 @@ fn train_rank(ctx: &RankContext, name: RunName, args: &Args, log: &Log) -> Resul
     outcome(name, &model, log, group, (losses, &mut times, &counts))
 }
 
-/// Trains the perceptron on a batch of `samples` samples over all ranks, and leaves the tables their gradients; gives
-/// the mean loss.
+/// Trains the perceptron on a batch of `samples` samples over all ranks, and leaves the gradients to the tables.
+/// Returns the mean loss.
 fn train_step(model: &Model, batch: &Batch, samples: usize, group: &ProcessGroup, perceptron: &mut SGD) -> Result<f64> {
     let losses = log_losses(&model.forward(batch, Mode::Train)?, &batch.clicks)?;
-    // This rank's part of the mean over all ranks' samples, so that gradients add up to those of the mean.
+    // This rank's part of the mean over all ranks' samples, so that gradients sum to those of the mean.
     let mut grads = (losses.sum_all()? / samples as f64)?.backward()?;
     let mut sums = Vec::with_capacity(model.dense.len() + 1);
     for var in &model.dense {
@@ -98,7 +98,7 @@ fn log_losses(logits: &Tensor, clicks: &Tensor) -> candle_core::Result<Tensor> {
     logits.relu()? + small - (logits * clicks)?
 }
 
-/// Evaluates the trained model, and gathers what is compared.
+/// Evaluates the trained model, and gathers the data to compare.
 fn outcome(
     name: RunName,
     model: &Model,

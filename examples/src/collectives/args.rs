@@ -47,7 +47,7 @@ Examples:
 
 Exit status: 0 if all went well, 1 if an op failed or gave wrong data, 2 if the command line cannot work.";
 
-/// What the user asked for; the comments on the fields are the program's help.
+/// The command-line arguments; the comments on the fields are the program's help.
 #[derive(Clone, Debug, Parser)]
 #[command(name = "bench-collectives", version, about = ABOUT, after_help = EXAMPLES)]
 pub struct Args {
@@ -55,7 +55,7 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = 2)]
     pub world: usize,
 
-    /// What moves tensors between ranks; for processes, start one for each rank with mpirun
+    /// Backend that moves tensors between ranks; for processes, start one per rank with mpirun
     #[arg(long, value_name = "NAME", default_value = "local")]
     pub backend: BackendName,
 
@@ -77,11 +77,11 @@ pub struct Args {
     #[arg(long, value_name = "SIZES", value_delimiter = ',', default_value = "4KiB,256KiB,4MiB,64MiB")]
     pub sizes: Vec<ByteSize>,
 
-    /// Rounds of each row [default: about a second's worth, 7 to 2001]
+    /// Rounds per row [default: about a second's worth, 7 to 2001]
     #[arg(long, value_name = "N")]
     pub rounds: Option<usize>,
 
-    /// Also write the results as one JSON object; `-` is stdout, with nothing else on it
+    /// Also write the results as one JSON object; `-` is stdout, without other output
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,
 }
@@ -110,7 +110,7 @@ impl Args {
     /// Checks everything that could stop the program later.
     ///
     /// # Errors
-    /// A sentence that names the flag, its value and a remedy.
+    /// A sentence with the flag, its value and a remedy.
     pub fn validate(&self) -> Checked {
         let world = self.world;
         require!(world > 0, "--world is 0: give at least 1.");
@@ -130,7 +130,7 @@ impl Args {
     }
 }
 
-/// What is measured.
+/// The measured ops.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 #[value(rename_all = "snake_case")]
 pub enum OpName {
@@ -148,7 +148,7 @@ pub enum OpName {
     Broadcast,
     /// A message that copies.
     SendRecv,
-    /// A message that hands its tensor over.
+    /// A message that sends the tensor itself.
     SendOwned,
 }
 
@@ -167,7 +167,7 @@ impl OpName {
         }
     }
 
-    /// Whether it is a ping-pong of two ranks, whose time counts half.
+    /// Returns whether it is a ping-pong of two ranks, whose time counts half.
     pub fn is_message(self) -> bool {
         matches!(self, Self::SendRecv | Self::SendOwned)
     }

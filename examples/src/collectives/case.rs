@@ -1,4 +1,4 @@
-//! One op at one size: its input, the call that is timed, and what it must give.
+//! One op at one size: its input, the timed call, and the expected result.
 
 use anyhow::{Result, bail};
 use candle_core::{DType, Device, Tensor, Var};
@@ -6,14 +6,14 @@ use candle_dist::{ProcessGroup, ReduceOp};
 
 use super::args::{ELEMENT_BYTES, OpName};
 
-/// An op with this rank's input, ready to be called again and again.
+/// An op with this rank's input, which can be called repeatedly.
 #[derive(Debug)]
 pub struct Case<'a> {
     op: OpName,
     group: &'a ProcessGroup,
     /// One row, so that pieces of it are contiguous and an all_to_all has a second dim to join them along.
     input: Tensor,
-    /// The input of calls in place. Their reduction is one that gives the same again and again.
+    /// The input of calls in place. Repeating their reduction does not change the result.
     place: Var,
     /// The elements of each rank's piece; they differ by one at most.
     pieces: Vec<usize>,
@@ -23,7 +23,7 @@ impl<'a> Case<'a> {
     /// The case of `op` with `bytes` of f32 on each rank.
     ///
     /// # Errors
-    /// Whatever candle reports of the input.
+    /// candle's errors.
     pub fn new(op: OpName, bytes: usize, group: &'a ProcessGroup) -> Result<Self> {
         let (len, n) = (bytes / ELEMENT_BYTES, group.size());
         let input = Tensor::from_iter((0..len).map(|i| element(group.rank(), i)), &Device::Cpu)?.reshape((1, len))?;
@@ -32,7 +32,7 @@ impl<'a> Case<'a> {
         Ok(Self { op, group, input, place, pieces })
     }
 
-    /// The op itself; `None` on ranks that take no part in a message.
+    /// Runs the op; returns `None` on ranks that take no part in a message.
     ///
     /// # Errors
     /// The group's.
@@ -53,7 +53,7 @@ impl<'a> Case<'a> {
         .map(Some)
     }
 
-    /// Rank 0 sends to rank 1, which answers with a tensor of its own.
+    /// Rank 0 sends to rank 1, which answers with its own tensor.
     fn ping_pong(&self, send: impl Fn(usize) -> candle_dist::Result<()>) -> candle_dist::Result<Option<Tensor>> {
         let recv = |from| self.group.recv(self.input.shape(), DType::F32, from);
         match self.group.rank() {
@@ -99,7 +99,7 @@ impl<'a> Case<'a> {
     }
 }
 
-/// Element `i` of `rank`'s input: a small whole number that differs between ranks and between neighbors.
+/// Element `i` of `rank`'s input: a small integer that differs between ranks and between neighbors.
 fn element(rank: usize, i: usize) -> f32 {
     ((i % 251 + 1) * (rank + 1)) as f32
 }

@@ -1,4 +1,4 @@
-//! What memory alone would cost: plain copies that move as many bytes as an op must.
+//! The memory floor: plain copies that move as many bytes as an op must.
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};
@@ -10,7 +10,7 @@ const BUDGET: Duration = Duration::from_millis(200);
 const MIN_COPIES: usize = 7;
 const MAX_COPIES: usize = 2001;
 
-/// The median microseconds in which one thread copies `bytes` between two buffers whose pages it has touched.
+/// The median time, in microseconds, in which one thread copies `bytes` between two buffers with touched pages.
 pub fn copy_us(bytes: usize) -> f64 {
     let source = vec![1f32; bytes / ELEMENT_BYTES];
     let mut target = vec![0f32; bytes / ELEMENT_BYTES];
@@ -26,8 +26,8 @@ pub fn copy_us(bytes: usize) -> f64 {
 
 /// The floor of `op` on `world` ranks in units of [`copy_us`] of one rank's input.
 ///
-/// A copy reads its bytes once and writes them once. An op must read every input that is used once and write every
-/// result once; half the sum is its number of copies, and the ranks that have a core of their own share them.
+/// A copy reads and writes its bytes once. An op must read every used input once and write every result once. Half of
+/// the sum is its number of copies, shared by the ranks with their own core.
 pub fn copies(op: OpName, world: usize) -> f64 {
     let n = world as f64;
     let at_once = std::thread::available_parallelism().map_or(1, usize::from).min(world) as f64;

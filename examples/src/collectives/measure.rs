@@ -15,7 +15,7 @@ use crate::timing::{Budget, median, settle, slowest};
 
 const BUDGET_US: Budget = Budget { warm_up: 5, time: 1e6, least: 7, most: 2001 };
 
-/// Measures every op at every size; `begin` is told of each row. The report is where rank 0 is.
+/// Measures every op at every size; calls `begin` before each row. The report is on rank 0.
 ///
 /// # Errors
 /// The first rank's that fails, or whose data is wrong.
@@ -48,7 +48,7 @@ pub fn measure(args: &Args, ranks: &Ranks<'_>, begin: impl Fn(OpName, ByteSize) 
     Ok(Some(Report { world: args.world, backend: args.backend, rows: rows.collect() }))
 }
 
-/// This rank's microseconds in each round, after a first one whose data is checked.
+/// This rank's time per round in microseconds, after a first round whose data is checked.
 fn times(group: &ProcessGroup, op: OpName, ByteSize(bytes): ByteSize, rounds: Option<usize>) -> Result<Vec<f64>> {
     let case = Case::new(op, bytes, group)?;
     case.check(case.call()?.as_ref())?;
@@ -59,13 +59,13 @@ fn times(group: &ProcessGroup, op: OpName, ByteSize(bytes): ByteSize, rounds: Op
     (0..rounds).map(|_| time(group, &case)).collect()
 }
 
-/// The microseconds of one call on this rank, after a barrier.
+/// The time of one call on this rank in microseconds, after a barrier.
 fn time(group: &ProcessGroup, case: &Case<'_>) -> Result<f64> {
     group.barrier()?;
     let start = Instant::now();
     let result = case.call()?;
     let elapsed = start.elapsed();
-    // Its memory goes back to the allocator outside of the time: a program would have used the result first.
+    // Its memory is freed outside of the measured time: a program would have used the result first.
     drop(result);
     Ok(elapsed.as_secs_f64() * 1e6)
 }

@@ -1,4 +1,4 @@
-//! The program that measures what a collective costs, and checks what it gives.
+//! The program that measures the cost of collectives, and checks their results.
 
 pub mod args;
 pub mod case;

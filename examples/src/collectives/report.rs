@@ -1,4 +1,4 @@
-//! What the program tells: a table for people, one JSON object for programs.
+//! The program's report: a table for people, one JSON object for programs.
 
 use comfy_table::Cell;
 use serde::Serialize;
@@ -12,7 +12,7 @@ use crate::table::{grouped, number, table};
 pub struct Report {
     /// Number of ranks.
     pub world: usize,
-    /// What moves tensors between them.
+    /// The backend.
     pub backend: BackendName,
     /// One row per op and size, in the order measured.
     pub rows: Vec<Row>,

@@ -29,23 +29,23 @@ Examples:
 
 Exit status: 0 if all went well, 1 if an op failed, 2 if the command line cannot work.";
 
-/// What the user asked for; the comments on the fields are the program's help.
+/// The command-line arguments; the comments on the fields are the program's help.
 #[derive(Clone, Debug, Parser)]
 #[command(name = "bench-dispatch", version, about = ABOUT, after_help = EXAMPLES)]
 pub struct Args {
-    /// Batches of calls; each number is the median of their means
+    /// Batches of calls; each result is the median of their means
     #[arg(long, value_name = "N", default_value_t = 31)]
     pub batches: usize,
 
-    /// Calls in a batch
+    /// Calls per batch
     #[arg(long, value_name = "N", default_value_t = 1000)]
     pub calls: usize,
 
-    /// Inputs carry gradients
+    /// Inputs have gradients
     #[arg(long)]
     pub gradients: bool,
 
-    /// Also write the results as one JSON object; `-` is stdout, with nothing else on it
+    /// Also write the results as one JSON object; `-` is stdout, without other output
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,
 }
@@ -54,7 +54,7 @@ impl Args {
     /// Checks everything that could stop the program later.
     ///
     /// # Errors
-    /// A sentence that names the flag, its value and a remedy.
+    /// A sentence with the flag, its value and a remedy.
     pub fn validate(&self) -> Checked {
         require!(self.batches > 0, "--batches is 0: give at least 1.");
         require!(self.calls > 0, "--calls is 0: give at least 1.");

@@ -1,4 +1,4 @@
-//! The ops that are measured, each in the distributed and in the plain form.
+//! The measured ops, each in the distributed and in the plain form.
 
 use candle_core::Tensor;
 use candle_dist::DeviceMesh;
@@ -8,7 +8,7 @@ use candle_shard::{DTensor, Placement, Replicate, Result, Shard};
 pub struct Case {
     /// The name in reports.
     pub op: &'static str,
-    /// Where the inputs lie on the last axis of the mesh; on an outer one their first dim is cut, or nothing.
+    /// The placements of the inputs on the last axis of the mesh; an outer axis shards their first dim, or nothing.
     pub inputs: &'static [Placement],
     /// The distributed op.
     pub distributed: fn(&[DTensor]) -> Result<DTensor>,
@@ -19,7 +19,7 @@ pub struct Case {
 const S0: Placement = Shard(0);
 const S1: Placement = Shard(1);
 
-/// All that is measured.
+/// All measured ops.
 pub const CASES: [Case; 12] = [
     Case { op: "add", inputs: &[S0, S0], distributed: |x| &x[0] + &x[1], plain: |x, _| Ok((&x[0] + &x[1])?) },
     Case { op: "mul_scalar", inputs: &[S0], distributed: |x| &x[0] * 2.0, plain: |x, _| Ok((&x[0] * 2.0)?) },

@@ -19,10 +19,10 @@ const SIZE: usize = 8;
 const NEW_SHAPES: usize = 201;
 const MESHES: [&[(&str, usize)]; 2] = [&[("tp", 2)], &[("dp", 2), ("tp", 2)]];
 
-/// Measures every op on every mesh; `begin` is told of each row.
+/// Measures every op on every mesh; calls `begin` before each row.
 ///
 /// # Errors
-/// Whatever an op reports.
+/// Those of the ops.
 pub fn measure(args: &Args, begin: impl Fn(&str, usize)) -> Result<Report> {
     candle_dist::threads::settle(1);
     let mut rows = Vec::new();
@@ -37,7 +37,7 @@ pub fn measure(args: &Args, begin: impl Fn(&str, usize)) -> Result<Report> {
     Ok(Report { rows })
 }
 
-/// How many rows there are.
+/// The number of rows.
 pub fn rows() -> usize {
     MESHES.len() * CASES.len()
 }

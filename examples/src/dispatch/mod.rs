@@ -1,4 +1,4 @@
-//! Measures what a distributed op costs over the plain one, without communication.
+//! Measures the overhead of a distributed op over the plain one, without communication.
 
 pub mod args;
 pub mod case;

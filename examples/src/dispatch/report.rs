@@ -1,4 +1,4 @@
-//! What the program tells: a table for people, one JSON object for programs.
+//! The program's report: a table for people, one JSON object for programs.
 
 use comfy_table::Cell;
 use serde::Serialize;
@@ -21,9 +21,9 @@ pub struct Row {
     pub axes: usize,
     /// Nanoseconds of the plain op on the shard.
     pub plain_ns: f64,
-    /// What the distributed op takes on top.
+    /// The overhead of the distributed op, in nanoseconds.
     pub warm_ns: f64,
-    /// What it takes on top the first time.
+    /// The overhead of its first call, in nanoseconds.
     pub first_ns: f64,
 }
 

@@ -7,7 +7,7 @@ use clap::Parser;
 use crate::cli::{Checked, Output, require};
 
 const MAX_RANKS: usize = 256;
-/// The most elements of a table, and of what a rank looks up.
+/// The most elements of a table, and of the rows that a rank looks up.
 const MAX_ELEMENTS: usize = 1 << 30;
 
 const ABOUT: &str = "\
@@ -33,7 +33,7 @@ Examples:
 
 Exit status: 0 if all went well, 1 if a lookup failed or gave wrong rows, 2 if the command line cannot work.";
 
-/// What the user asked for; the comments on the fields are the program's help.
+/// The command-line arguments; the comments on the fields are the program's help.
 #[derive(Clone, Debug, Parser)]
 #[command(name = "bench-embedding", version, about = ABOUT, after_help = EXAMPLES)]
 pub struct Args {
@@ -53,11 +53,11 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = 4096)]
     pub ids: usize,
 
-    /// Rounds of each row [default: about two seconds' worth, 51 to 201]
+    /// Rounds per row [default: about two seconds' worth, 51 to 201]
     #[arg(long, value_name = "N")]
     pub rounds: Option<usize>,
 
-    /// Also write the results as one JSON object; `-` is stdout, with nothing else on it
+    /// Also write the results as one JSON object; `-` is stdout, without other output
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,
 }
@@ -66,7 +66,7 @@ impl Args {
     /// Checks everything that could stop the program later.
     ///
     /// # Errors
-    /// A sentence that names the flag, its value and a remedy.
+    /// A sentence with the flag, its value and a remedy.
     pub fn validate(&self) -> Checked {
         let Self { ranks, vocab, dim, ids, .. } = *self;
         for (flag, value) in [("--ranks", ranks), ("--vocab", vocab), ("--dim", dim), ("--ids", ids)] {

@@ -1,4 +1,4 @@
-//! One sharded table: the ids of a round, and the calls that are timed.
+//! One sharded table: the ids of a round, and the timed calls.
 
 use anyhow::{Result, ensure};
 use candle_core::{DType, Device, Tensor};
@@ -9,7 +9,7 @@ use candle_shard::{ChunkShardingSpec, EmbeddingOptions, ShardedTensor};
 
 use super::args::Args;
 
-/// How the table is cut.
+/// How the table is sharded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Sharding {
     /// By rows.
@@ -31,7 +31,7 @@ impl Sharding {
     }
 }
 
-/// What is timed.
+/// The timed phases.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Phase {
     /// A lookup.
@@ -55,7 +55,7 @@ impl Phase {
 
 const NORMAL: Distribution = Distribution::Normal { mean: 0.0, stdev: 1.0 };
 
-/// A table as the seed made it.
+/// A table with its initial values.
 pub struct Start {
     stream: Stream,
     dims: [usize; 2],
@@ -63,10 +63,10 @@ pub struct Start {
 }
 
 impl Start {
-    /// The table of `args`, cut on the ranks of the group.
+    /// Creates the table of `args`, sharded over the ranks of the group.
     ///
     /// # Errors
-    /// Whatever the tables report.
+    /// Those of the tables.
     pub fn new(sharding: Sharding, args: &Args, group: &ProcessGroup) -> Result<Self> {
         let (stream, dims) = (Stream::new(0, "table"), [args.vocab, args.dim]);
         let spec = ChunkShardingSpec::on_ranks(sharding as isize, 0..group.size())?;
@@ -107,10 +107,10 @@ pub struct Case<'a> {
 }
 
 impl<'a> Case<'a> {
-    /// The table of `start`, with or without a limit to its rows; its first lookup is checked.
+    /// Creates the table of `start`, with or without a limit to the norm of its rows; checks its first lookup.
     ///
     /// # Errors
-    /// If it gives wrong rows, and whatever tables report.
+    /// If it returns wrong rows, and those of tables.
     pub fn new(start: &'a Start, limited: bool, args: &Args) -> Result<Self> {
         let max_norm = limited.then(|| start.median_norm()).transpose()?;
         let (table, rows) = start.table.to_row_vars()?;
@@ -129,10 +129,10 @@ impl<'a> Case<'a> {
         Ok(case)
     }
 
-    /// Draws this rank's next ids, and puts rows back that were shortened: what is not timed.
+    /// Draws this rank's next ids, and restores rows that were shortened. This is not timed.
     ///
     /// # Errors
-    /// Whatever candle reports.
+    /// Those of candle.
     pub fn prepare(&mut self) -> Result<()> {
         if self.options.max_norm.is_some() {
             self.put_back()?;
@@ -146,7 +146,7 @@ impl<'a> Case<'a> {
         Ok(())
     }
 
-    /// Puts the rows that any rank has just looked up back to what they were.
+    /// Restores the rows that any rank has just looked up.
     fn put_back(&self) -> Result<()> {
         let ids = self.table.group().all_gather(&self.ids, 0)?.to_vec1::<i64>()?;
         for (shard, start) in self.table.local_shards().iter().zip(self.start.table.local_shards()) {
@@ -160,10 +160,10 @@ impl<'a> Case<'a> {
         Ok(())
     }
 
-    /// Makes one call of the phase, and drops what it gives.
+    /// Runs one call of the phase, and drops its result.
     ///
     /// # Errors
-    /// Whatever the lookup and the optimizer report.
+    /// Those of the lookup and the optimizer.
     pub fn call(&mut self, phase: Phase) -> Result<()> {
         let found = self.forward()?;
         if phase == Phase::Step {
@@ -178,7 +178,7 @@ impl<'a> Case<'a> {
         Ok(self.table.embedding(&self.ids, &self.options)?)
     }
 
-    /// Compares rows that were just looked up with what one device would find.
+    /// Compares rows that were just looked up with the result of one device.
     ///
     /// # Errors
     /// If one differs.

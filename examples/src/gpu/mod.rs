@@ -1,4 +1,4 @@
-//! What needs a GPU: the same programs on its ranks and on the host's, compared.
+//! Checks that need a GPU: the same programs on its ranks and on the host's, compared.
 
 mod collectives;
 mod cost;
@@ -11,40 +11,40 @@ use candle_dist::init::{Backend, InitOptions};
 use candle_dist::{RankContext, World, backend::nccl, init_process_group};
 use clap::{Parser, ValueEnum};
 
-/// NCCL takes several ranks on one GPU from this version on.
+/// NCCL allows several ranks on one GPU from this version on.
 const SHARED_GPU: i32 = 23000;
 
-/// What to check.
+/// The command-line arguments.
 #[derive(Clone, Debug, Parser)]
 #[command(name = "gpu-check", version, about = "Checks collectives, training, cost and memory of ranks on one GPU")]
 pub struct Args {
-    /// The engine
+    /// Backend
     #[arg(long, value_enum, default_value_t = Engine::Local)]
     pub engine: Engine,
 
-    /// Ranks that are threads
+    /// Ranks as threads
     #[arg(long, value_name = "N", default_value_t = 2)]
     pub ranks: usize,
 
-    /// The GPU's number
+    /// Number of the GPU
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub gpu: usize,
 }
 
-/// The engines that take CUDA tensors.
+/// The backends that support CUDA tensors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Engine {
     /// Threads that share the GPU's `Device`.
     Local,
     /// NCCL, with a `Device` for each rank.
     Nccl,
-    /// NCCL among processes, of which this is one: the environment tells which, as torchrun or mpirun do.
+    /// NCCL between processes; the environment says which one this is, as set by torchrun or mpirun.
     NcclProcess,
 }
 
 /// The ranks that are here.
 enum Ranks {
-    /// Threads and their devices, made once: what they have loaded stays loaded.
+    /// Threads and their devices, created once: loaded code stays loaded.
     Threads(Engine, Vec<Device>),
     /// One of several processes.
     Process(RankContext),
@@ -96,13 +96,13 @@ impl Ranks {
     }
 }
 
-/// What tells what it found, or why it failed.
+/// A check: returns its finding, or an error.
 type Check = fn(&Ranks) -> Result<String>;
 
-/// Runs all checks, prints a line for each, and tells whether all passed.
+/// Runs all checks, prints a line for each, and returns whether all passed.
 ///
 /// # Errors
-/// If there is no such GPU, or the processes do not meet.
+/// If there is no such GPU, or the processes cannot connect.
 pub fn check(args: &Args) -> Result<bool> {
     let engine = args.engine;
     let version = nccl::library_version()?;
@@ -112,7 +112,7 @@ pub fn check(args: &Args) -> Result<bool> {
     }
     let ranks = Ranks::new(args)?;
     let title = format!("{engine:?}, {} ranks, from rank {} on", ranks.world_size(), ranks.first());
-    // Each device loads its code alone, before NCCL's calls can be in the way.
+    // Each device loads its code alone, before NCCL calls can interfere.
     for device in ranks.devices() {
         transformer::warm_up(device)?;
         collectives::warm_up(device)?;
@@ -131,7 +131,7 @@ pub fn check(args: &Args) -> Result<bool> {
             Err(error) => {
                 all_passed = false;
                 println!("FAILED {title}, {name}: {error:#}");
-                // The other processes go on from where this one is, or not at all.
+                // The other processes wait for this one.
                 if engine == Engine::NcclProcess {
                     break;
                 }

@@ -1,13 +1,13 @@
-//! What ranks tell rank 0 in the end.
+//! Gathers the results of ranks on rank 0.
 
 use candle_core::{Device, Tensor};
 use candle_dist::ProcessGroup;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-/// What each rank has, by rank, on rank 0; every rank calls it.
+/// Gathers each rank's value on rank 0, in rank order; every rank calls it.
 ///
-/// It travels as JSON, which has no word for what is not a number, and may round others: see [`Bits`].
+/// Values are sent as JSON, which cannot express NaN and infinities, and may round other numbers: see [`Bits`].
 ///
 /// # Errors
 /// Those of the group, and those of JSON.
@@ -25,12 +25,12 @@ pub fn gather<T: Serialize + DeserializeOwned>(group: &ProcessGroup, mine: T) ->
     Ok(Some(all))
 }
 
-/// What this rank made, if every rank made its own; otherwise the first rank's error that did not, on all of them.
+/// Returns this rank's result if every rank succeeded; otherwise the first failed rank's error, on all of them.
 ///
 /// Every rank calls it.
 ///
 /// # Errors
-/// That one, with its rank, and those of the group.
+/// That error, with its rank, and those of the group.
 pub fn agreed<T>(group: &ProcessGroup, mine: anyhow::Result<T>) -> anyhow::Result<T> {
     let text = mine.as_ref().err().map(|error| format!("{error:#}")).unwrap_or_default();
     let texts = group.all_gather_text(&text)?;
@@ -40,7 +40,7 @@ pub fn agreed<T>(group: &ProcessGroup, mine: anyhow::Result<T>) -> anyhow::Resul
     }
 }
 
-/// A tensor of 32-bit floats as JSON keeps it exactly.
+/// A tensor of 32-bit floats in a form that JSON keeps exactly.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -70,7 +70,7 @@ impl Bits {
     /// The tensor of the values.
     ///
     /// # Errors
-    /// If there are more or fewer of them than the shape says.
+    /// If their number does not match the shape.
     pub fn tensor(&self) -> candle_core::Result<Tensor> {
         let values: Vec<f32> = self.bits.iter().copied().map(f32::from_bits).collect();
         Tensor::from_vec(values, self.dims.as_slice(), &Device::Cpu)

@@ -1,4 +1,4 @@
-//! The same program on every engine: its ranks are threads of this process, or processes that a launcher started.
+//! Runs the same program on every backend: ranks are threads of this process, or processes from a launcher.
 
 mod gather;
 mod processes;
@@ -17,44 +17,44 @@ pub use ranks::Ranks;
 
 use crate::cli::{self, Checked, require};
 
-/// What moves tensors between ranks.
+/// The backend that moves tensors between ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum BackendName {
     /// Ranks are threads of this process
     Local,
-    /// Ranks are processes that mpirun starts: one for each rank; needs --features mpi
+    /// Ranks are processes that mpirun starts, one per rank; requires --features mpi
     Mpi,
-    /// Ranks are processes with a GPU each, that torchrun or mpirun starts; needs --features nccl
+    /// Ranks are processes with a GPU each, that torchrun or mpirun starts; requires --features nccl
     Nccl,
 }
 
 /// How long ranks wait for each other: `--timeout` of the programs.
 ///
-/// What rank 0 does alone, for example a run on one device, is waited for as long as its process lives.
+/// There is no limit for work of rank 0 alone, for example a run on one device, while its process lives.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Args)]
 pub struct Patience {
-    /// Seconds that a rank waits for another one before the run fails [default: 60 until all processes are there, then
-    /// 600; for what rank 0 does alone as long as it lives]
+    /// Seconds that a rank waits for another one before the run fails [default: 60 until all processes have connected,
+    /// then 600; no limit for work of rank 0 alone while it lives]
     #[arg(long, value_name = "SECONDS", help_heading = "Ranks")]
     timeout: Option<u64>,
 }
 
-/// The longest that makes sense, a year.
+/// The largest value: a year.
 const MOST_SECONDS: u64 = 365 * 24 * 60 * 60;
 
 impl Patience {
-    /// The given number of seconds in every phase.
+    /// The same number of seconds in every phase.
     pub fn seconds(seconds: u64) -> Self {
         Self { timeout: Some(seconds) }
     }
 
-    /// Until all processes have met.
+    /// The limit until all processes have connected.
     pub(super) fn to_meet(self) -> Duration {
         Duration::from_secs(self.timeout.unwrap_or(60))
     }
 
-    /// In one call.
+    /// The limit of one call.
     pub(super) fn in_call(self) -> Duration {
         Duration::from_secs(self.timeout.unwrap_or(600))
     }
@@ -67,27 +67,28 @@ impl Patience {
     }
 }
 
-/// A command line of a program that runs on any engine.
+/// The command line of a program that runs on any backend.
 pub trait Launched: Parser + Sync {
-    /// What of the program only the CPU can do, if something is.
+    /// A part of the program that only runs on the CPU, if there is one.
     const CPU_ONLY: Option<&'static str> = None;
 
-    /// What moves tensors between ranks.
+    /// The backend that moves tensors between ranks.
     fn backend(&self) -> BackendName;
 
     /// Compute threads of each rank.
     fn threads(&self) -> usize;
 
-    /// How long a rank waits for others before the run counts as failed, where the command line says so.
+    /// How long a rank waits for others before the run fails, if the command line says so.
     fn patience(&self) -> Patience;
 
-    /// For each run on several ranks, the flags that decide how many, and how many; asked once the flags are checked.
+    /// For each run on several ranks: the flags that set the number of ranks, and the number. Called after the checks.
     fn ranks(&self) -> Vec<(String, usize)>;
 }
 
-/// A program: parses the command line, checks it, and runs on the ranks; its status is 0 if it returns true, else 1.
+/// Runs a program: parses the command line, checks it, and runs on the ranks. The exit status is 0 if it returns true,
+/// else 1.
 ///
-/// Where ranks are processes, each calls `validate` and `program`, and all end with the same status.
+/// If ranks are processes, each calls `validate` and `program`, and all end with the same status.
 pub fn start<A: Launched, V>(
     validate: impl Fn(&A) -> Checked<V> + Sync,
     program: impl Fn(&A, &V, &Ranks<'_>) -> anyhow::Result<bool> + Sync,
@@ -107,7 +108,7 @@ pub fn start<A: Launched, V>(
     };
     match args.backend() {
         BackendName::Local => {
-            // Before the first tensor op: what is computed outside of ranks must not have more threads than a rank.
+            // Before the first tensor op: computations outside of ranks must not have more threads than a rank.
             candle_dist::threads::settle(args.threads());
             cli::status(run(&Ranks::Threads(patience)))
         }

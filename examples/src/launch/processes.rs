@@ -1,4 +1,4 @@
-//! Joining the processes that a launcher started, and ending as they do.
+//! Joins the processes that a launcher started, and ends together with them.
 
 use std::io;
 use std::process::ExitCode;
@@ -14,22 +14,22 @@ use super::voice::{Grace, Voice};
 use super::{BackendName, Patience};
 use crate::cli::{self, Checked, FAILED, USAGE, UsageError, require};
 
-/// How long the others leave rank 0 to speak before they have met: a launcher may end all when one ends.
+/// How long other ranks let rank 0 report an error before they connect: a launcher may end all when one ends.
 const PAUSE: Duration = Duration::from_secs(1);
 
 /// The stack of a rank: candle walks a graph by recursion, and pages are only touched when needed.
 const STACK_BYTES: usize = 256 << 20;
 
-/// A process that a launcher started, and the engine to be.
+/// A process that a launcher started, and its backend.
 pub(super) struct Started {
     engine: Backend,
     info: LaunchInfo,
 }
 
-/// Checks that ranks can be processes over an engine, and tells which one this is.
+/// Checks that ranks can be processes over a backend, and returns which one this is.
 ///
 /// # Errors
-/// If the engine is not there or cannot do what is `cpu_only`, or no launcher started this process.
+/// If the backend is not available or cannot run what is `cpu_only`, or no launcher started this process.
 pub(super) fn check(name: BackendName, cpu_only: Option<&str>) -> Checked<Started> {
     let (engine, name, is_built) = match name {
         BackendName::Nccl => (Backend::Nccl, "nccl", cfg!(feature = "nccl")),
@@ -50,12 +50,12 @@ pub(super) fn check(name: BackendName, cpu_only: Option<&str>) -> Checked<Starte
     Ok(Started { engine, info })
 }
 
-/// Whether this is rank 0 of the processes that a launcher started, or not one of several.
+/// Returns whether this is rank 0 of the processes that a launcher started, or a single process.
 pub(crate) fn is_first() -> bool {
     LaunchInfo::from_env(&InitOptions::new()).map_or(true, |info| info.rank == 0)
 }
 
-/// Says what is wrong with the command line; where processes share it, only rank 0 does.
+/// Prints the error of the command line; if processes share it, only rank 0 does.
 pub(super) fn refuse(error: &UsageError, is_shared: bool) -> ExitCode {
     if is_shared && !is_first() {
         thread::sleep(PAUSE);
@@ -64,7 +64,7 @@ pub(super) fn refuse(error: &UsageError, is_shared: bool) -> ExitCode {
     cli::fail(error, USAGE)
 }
 
-/// Meets the other processes and runs as one of them. They meet once, since MPI cannot be started again.
+/// Connects to the other processes and runs as one of them. This happens once, since MPI cannot be started again.
 pub(super) fn join(
     Started { engine, info }: &Started,
     threads: usize,
@@ -107,10 +107,10 @@ pub(super) fn join(
     }
 }
 
-/// The status of all ranks after the run, of which rank 0 knows how it went.
+/// Returns the status of all ranks after the run, which rank 0 determines.
 ///
 /// # Errors
-/// If this rank or another one failed, which is said by one of them.
+/// If this rank or another one failed; one of them prints the error.
 fn end(ranks: &Ranks<'_>, voice: &Voice, run: impl Fn(&Ranks<'_>) -> anyhow::Result<bool>) -> anyhow::Result<u8> {
     let ended = run(ranks).and_then(|ok| ranks.of_first(&if ok { 0 } else { FAILED }.to_string()));
     match ended {
@@ -120,7 +120,7 @@ fn end(ranks: &Ranks<'_>, voice: &Voice, run: impl Fn(&Ranks<'_>) -> anyhow::Res
                 if ranks.is_first() {
                     cli::failed(&error);
                 }
-                // The others go on to their ends when rank 0 has spoken.
+                // The others end after rank 0 has printed.
                 ranks.of_first("")?;
                 Ok(refusal.status)
             }

@@ -1,4 +1,4 @@
-//! Where the ranks of a program are, and what they do together.
+//! The ranks of a program, and their common operations.
 
 use std::fmt::Display;
 use std::sync::{Arc, mpsc};
@@ -12,21 +12,21 @@ use serde::{Deserialize, Serialize};
 use super::Patience;
 use crate::cli::{Checked, FAILED, USAGE, UsageError, require};
 
-/// The ranks that a program makes its runs on.
+/// The ranks on which a program runs.
 pub enum Ranks<'a> {
-    /// Threads of this process, made for each run.
+    /// Threads of this process, created for each run.
     Threads(Patience),
     /// Processes, of which this is one.
     Process(&'a RankContext, Patience),
 }
 
-/// How often rank 0 tells those that wait for what it does alone that it is still there.
+/// How often rank 0 signals to waiting ranks that it is alive while it works alone.
 const SIGN: Duration = Duration::from_millis(200);
 
-/// The stack of what rank 0 does alone: candle walks a graph by recursion, and pages are only touched when needed.
+/// The stack of rank 0's work alone: candle walks a graph by recursion, and pages are only touched when needed.
 const STACK_BYTES: usize = 256 << 20;
 
-/// What all processes refuse alike.
+/// An error that all processes return.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Refusal {
     pub(super) status: u8,
@@ -42,7 +42,7 @@ impl Display for Refusal {
 impl std::error::Error for Refusal {}
 
 impl Ranks<'_> {
-    /// Whether this process speaks for the program; of several it is that of rank 0.
+    /// Returns whether this process prints for the program; among several it is that of rank 0.
     pub fn is_first(&self) -> bool {
         match self {
             Self::Threads(_) => true,
@@ -50,7 +50,7 @@ impl Ranks<'_> {
         }
     }
 
-    /// The device of what this process computes outside of ranks: that of its own rank, if it is one.
+    /// The device of computations outside of ranks: that of this process's own rank, if it is one.
     pub fn device(&self) -> &Device {
         match self {
             Self::Threads(_) => &Device::Cpu,
@@ -58,12 +58,12 @@ impl Ranks<'_> {
         }
     }
 
-    /// Runs `f` on each of `size` ranks with so many threads, and gives rank 0's result, to the process that it is in.
+    /// Runs `f` on each of `size` ranks with `threads` threads, and returns rank 0's result in its process.
     ///
-    /// Processes run on all ranks there are, or, for a size of 1, on rank 0 alone.
+    /// Processes run on all ranks, or, for a size of 1, on rank 0 alone.
     ///
     /// # Errors
-    /// That of the rank to blame; among processes each one's own.
+    /// That of the rank that caused it; among processes each one's own.
     pub fn run<T, E, F>(&self, size: usize, threads: usize, f: F) -> anyhow::Result<Option<T>>
     where
         T: Send,
@@ -83,10 +83,10 @@ impl Ranks<'_> {
         }
     }
 
-    /// Calls `f` where rank 0 is; other processes wait, however long it takes, as long as rank 0 is there.
+    /// Calls `f` on rank 0; other processes wait without a limit while rank 0 is alive.
     ///
     /// # Errors
-    /// Those of `f`, where rank 0 is, and those of the group.
+    /// Those of `f`, on rank 0, and those of the group.
     pub fn on_first<T: Send>(&self, f: impl FnOnce() -> anyhow::Result<T> + Send) -> anyhow::Result<Option<T>> {
         let Self::Process(ctx, _) = self else { return f().map(Some) };
         let (works, ends) = ("works", "ends");
@@ -94,13 +94,13 @@ impl Ranks<'_> {
             while ctx.group().all_gather_text("")?[0] == works {}
             return Ok(None);
         }
-        // Each sign is a call of all ranks, so that none of them waits longer in one than its timeout allows.
+        // Each signal is a call of all ranks, so that no call waits longer than its timeout allows.
         thread::scope(|scope| {
             let (end, ended) = mpsc::channel();
             let alone = thread::Builder::new().name("rank 0 alone".into()).stack_size(STACK_BYTES);
             let alone = alone.spawn_scoped(scope, move || {
                 let made = f();
-                // Nobody listens any more where the group has failed.
+                // There is no receiver any more if the group has failed.
                 end.send(()).ok();
                 made
             })?;
@@ -114,10 +114,10 @@ impl Ranks<'_> {
         })
     }
 
-    /// What this process found, if all processes found what they need; else all get the error of the first that did not.
+    /// Returns this process's result if all processes succeeded; else all get the error of the first that failed.
     ///
     /// # Errors
-    /// That one, and those of the group.
+    /// That error, and those of the group.
     pub fn agree<T, E: Into<anyhow::Error>>(&self, mine: Result<T, E>) -> anyhow::Result<T> {
         let mine = mine.map_err(Into::into);
         let Self::Process(ctx, _) = self else { return mine };
@@ -133,7 +133,7 @@ impl Ranks<'_> {
         mine
     }
 
-    /// The text that rank 0 has, on all processes.
+    /// Returns rank 0's text on all processes.
     ///
     /// # Errors
     /// Those of the group.
@@ -143,7 +143,7 @@ impl Ranks<'_> {
         Ok(ctx.group().all_gather_text(mine)?.swap_remove(0))
     }
 
-    /// Checks that runs take as many ranks as there are processes; each comes with the flags that say so.
+    /// Checks that runs use as many ranks as there are processes; each comes with the flags that set its number.
     ///
     /// # Errors
     /// A sentence with the flags, both numbers and a remedy.
@@ -159,7 +159,7 @@ impl Ranks<'_> {
         Ok(())
     }
 
-    /// Which rank this is, and why the processes stopped, if they did.
+    /// Returns this rank, and the failure of the processes, if there is one.
     pub(super) fn failure(&self) -> Option<(usize, Arc<GroupFailure>)> {
         match self {
             Self::Threads(_) => None,

@@ -1,4 +1,4 @@
-//! How processes that a launcher started say why they ended: one of them, once, before any of them ends.
+//! Error reports of processes that a launcher started: one of them prints, once, before any of them ends.
 
 use std::fmt::Display;
 use std::io;
@@ -10,27 +10,27 @@ use std::time::{Duration, Instant};
 use candle_dist::{Cause, GroupFailure, ProcessGroup};
 use parking_lot::Mutex;
 
-/// How often the watching thread looks.
+/// How often the watching thread checks.
 const TICK: Duration = Duration::from_millis(10);
-/// A watch that has not looked for so long was frozen; others count a process as lost after twice that.
+/// A watch that has not checked for this long was frozen; others count a process as lost after twice that.
 const FROZEN: Duration = Duration::from_secs(5);
-/// How long a process goes on after SIGTERM, if it has not spoken: Open MPI sends SIGKILL after a second.
+/// How long a process continues after SIGTERM, if it has not printed: Open MPI sends SIGKILL after a second.
 const LINGER: Duration = Duration::from_millis(800);
 /// How much later than another one a process may notice that rank 0 is gone: signs of life come every second.
 const LAG: Duration = Duration::from_secs(3);
 
-/// The one sentence of this process.
+/// The single error report of this process.
 #[derive(Debug, Default)]
 pub(super) struct Voice {
     has_spoken: AtomicBool,
     is_over: AtomicBool,
-    /// When the watch last looked; none before and after it.
+    /// The time of the watch's last check; `None` before and after the watch.
     looked: Mutex<Option<Instant>>,
 }
 
 impl Voice {
-    /// Says why the program ends, unless something was said before, or this process was frozen: others have then said that it
-    /// was lost, and the launcher has woken it up to end it.
+    /// Prints why the program ends, unless a report was printed before, or this process was frozen: others have then
+    /// reported that it was lost, and the launcher has woken it up to end it.
     pub(super) fn say(&self, why: impl Display) {
         self.notice_frost();
         if !self.has_spoken.swap(true, Ordering::AcqRel) {
@@ -38,11 +38,11 @@ impl Voice {
         }
     }
 
-    /// Says why the world has failed if that is this rank's to say, before it returns.
+    /// Prints why the world has failed if that is this rank's task, before it returns.
     ///
-    /// Launchers end all processes when one ends with an error. So those who are not to speak return when the one who is
-    /// has done so, as far as that can be known: rank 0 keeps them until all have ended, and if it is rank 0 that is gone,
-    /// the ranks speak in turns, each long enough after the one before to have been ended by it.
+    /// Launchers end all processes when one ends with an error. So the other ranks return after the reporting rank has
+    /// printed, as far as they can know: rank 0 keeps them until all have ended. If rank 0 is gone, the ranks print in
+    /// turns, with enough delay for the earlier one's end to end them.
     pub(super) fn tell(&self, rank: usize, failure: &GroupFailure, why: impl Display) {
         if let Some(pause) = turn(rank, &failure.cause) {
             thread::sleep(pause);
@@ -50,7 +50,7 @@ impl Voice {
         }
     }
 
-    /// Says nothing any more if this process was frozen.
+    /// Prints nothing any more if this process was frozen.
     fn notice_frost(&self) {
         let looked = *self.looked.lock();
         if looked.is_some_and(|looked| looked.elapsed() > FROZEN) {
@@ -58,14 +58,14 @@ impl Voice {
         }
     }
 
-    /// Looks for a failure of the world until [`over_at_end`](Self::over_at_end): this rank may be computing when it is to speak.
+    /// Checks for a failure of the world until [`over_at_end`](Self::over_at_end), since this rank may be computing.
     pub(super) fn watch(&self, rank: usize, group: &ProcessGroup) {
         while !self.is_over.load(Ordering::Acquire) {
             self.notice_frost();
             *self.looked.lock() = Some(Instant::now());
             if let Some(failure) = group.failure() {
                 self.looked.lock().take();
-                // Whoever panics has said so.
+                // A panic has been printed already.
                 if !matches!(failure.cause, Cause::Panicked { .. }) {
                     self.tell(rank, &failure, &failure);
                 }
@@ -88,8 +88,8 @@ impl Voice {
     }
 }
 
-/// Puts off the end that a launcher asks for by SIGTERM. It asks at once when another process is gone, before the ranks
-/// have heard of it.
+/// Delays the end that a launcher requests by SIGTERM. It sends that at once when another process is gone, before the
+/// ranks know of it.
 pub(super) struct Grace {
     #[cfg(unix)]
     signals: signal_hook::iterator::Handle,
@@ -129,7 +129,8 @@ impl Drop for Grace {
     }
 }
 
-/// After how long a rank speaks of a failure that all know of: at once the one that failed or else the first that is left.
+/// Returns the delay after which a rank prints a failure that all know: none for the failed rank, or else for the first
+/// remaining one.
 fn turn(rank: usize, cause: &Cause) -> Option<Duration> {
     let speaks = match *cause {
         Cause::Failed { rank: failed, .. } | Cause::Panicked { rank: failed, .. } => rank == failed,

@@ -46,7 +46,7 @@ Exit status: 0 if all went well, 1 if the model could not be read or run, 2 if t
 
 const PROMPT: &str = "Once upon a time";
 
-/// What the user asked for; the comments on the fields are the program's help.
+/// The command-line arguments; the comments on the fields are the program's help.
 #[derive(Clone, Debug, Parser)]
 #[command(name = "llama", version, about = ABOUT, after_help = EXAMPLES)]
 pub struct Args {
@@ -54,21 +54,21 @@ pub struct Args {
     #[arg(long, value_name = "FOLDER", help_heading = "Model")]
     pub model: Option<PathBuf>,
 
-    /// What the parameters are held and computed in; bf16 is trained with 32-bit master weights [default: what the files
-    /// hold; f32 for a random model]
+    /// Dtype of parameters and computation; bf16 is trained with 32-bit master weights [default: that of the files; f32
+    /// for a random model]
     #[arg(long, value_name = "NAME", help_heading = "Model")]
     pub dtype: Option<DTypeName>,
 
-    /// Ranks that each layer is cut over
+    /// Ranks over which each layer is sharded
     #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Ranks")]
     pub tp: usize,
 
-    /// Stages that the layers are cut into, each on --tp ranks
+    /// Stages into which the layers are cut, each on --tp ranks
     #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Ranks")]
     pub pp: usize,
 
-    /// The layers of each stage, a letter for the table of tokens, each layer, the last norm and the output layer: `E|t*3|tnL`
-    /// [default: stages that take about equally long]
+    /// The layers of each stage, one letter each for the token table, each layer, the last norm and the output layer:
+    /// `E|t*3|tnL` [default: stages of about equal cost]
     #[arg(long, value_name = "TEXT", help_heading = "Ranks")]
     pub layout: Option<Layout>,
 
@@ -76,7 +76,7 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Ranks")]
     pub threads: usize,
 
-    /// What moves tensors between ranks; for processes, start one for each rank with mpirun
+    /// Backend that moves tensors between ranks; for processes, start one per rank with mpirun
     #[arg(long, value_name = "NAME", default_value = "local", help_heading = "Ranks")]
     pub backend: BackendName,
 
@@ -84,31 +84,31 @@ pub struct Args {
     #[command(flatten)]
     pub patience: Patience,
 
-    /// The text to go on from [default: stdin if that is no terminal, else "Once upon a time"]
+    /// The text to continue [default: stdin unless it is a terminal, else "Once upon a time"]
     #[arg(long, value_name = "TEXT", help_heading = "Text")]
     pub prompt: Option<String>,
 
-    /// The most tokens to write
+    /// The most tokens to generate
     #[arg(long, value_name = "N", default_value_t = 100, help_heading = "Text")]
     pub max_tokens: usize,
 
-    /// How bold the choice is; 0 takes the most likely token. What generation_config.json says of it is not used
+    /// Temperature of the sampling; 0 picks the most likely token. generation_config.json is not used for it
     #[arg(long, value_name = "X", default_value_t = 0.8, allow_negative_numbers = true, help_heading = "Text")]
     pub temperature: f64,
 
-    /// The share of the probability that tokens are drawn from
+    /// The share of the probability from which tokens are sampled (top-p)
     #[arg(long, value_name = "P", default_value_t = 0.95, allow_negative_numbers = true, help_heading = "Text")]
     pub top_p: f64,
 
-    /// Seed of the draws and batches, and of the random model [default: 0]
+    /// Seed of sampling and batches, and of the random model [default: 0]
     #[arg(long, value_name = "N", help_heading = "Model")]
     pub seed: Option<u64>,
 
-    /// How to train.
+    /// The training options.
     #[command(flatten)]
     pub training: TrainArgs,
 
-    /// Also write the results as one JSON object; `-` is stdout, with nothing else on it
+    /// Also write the results as one JSON object; `-` is stdout, without other output
     #[arg(long, value_name = "FILE", help_heading = "Output")]
     pub json: Option<PathBuf>,
 }
@@ -180,7 +180,7 @@ impl Args {
     /// Checks everything that does not depend on the model.
     ///
     /// # Errors
-    /// A sentence that names the flag, its value and a remedy.
+    /// A sentence with the flag, its value and a remedy.
     pub fn validate(&self) -> Checked {
         let Self { tp, pp, threads, max_tokens, temperature, top_p, .. } = *self;
         for (flag, value, most) in [
@@ -209,7 +209,7 @@ impl Args {
         Output::new(self.json.as_deref()).check()
     }
 
-    /// Refuses to write to a file that is read, and two outputs to one file.
+    /// Refuses outputs to input files, and two outputs to one file.
     fn check_files(&self) -> Checked {
         let TrainArgs { train, valid, log, .. } = &self.training;
         let others = [("--train", train), ("--valid", valid), ("--json", &self.json)];
@@ -226,12 +226,12 @@ impl Args {
         Ok(())
     }
 
-    /// The seed of everything random.
+    /// The seed of all random numbers.
     pub fn seed(&self) -> u64 {
         self.seed.unwrap_or_default()
     }
 
-    /// The text to go on from.
+    /// Returns the text to continue.
     ///
     /// # Errors
     /// If it is empty, or stdin cannot be read.
@@ -250,13 +250,13 @@ impl Args {
         Ok(prompt)
     }
 
-    /// How tokens are chosen.
+    /// Returns the sampling options.
     pub fn sampling(&self) -> Sampling {
         Sampling { temperature: self.temperature, top_p: self.top_p, seed: self.seed() }
     }
 }
 
-/// Whether two paths lead to one file.
+/// Returns whether two paths lead to one file.
 fn is_one_file(a: &Path, b: &Path) -> bool {
     let found = |path: &Path| fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
     found(a) == found(b)

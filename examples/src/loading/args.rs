@@ -35,11 +35,11 @@ Examples:
 
 Exit status: 0 if all went well, 1 if loading failed or gave wrong data, 2 if the command line cannot work.";
 
-/// What the user asked for; the comments on the fields are the program's help.
+/// The command-line arguments; the comments on the fields are the program's help.
 #[derive(Clone, Debug, Parser)]
 #[command(name = "bench-loading", version, about = ABOUT, after_help = EXAMPLES)]
 pub struct Args {
-    /// Ranks over which a weight is cut
+    /// Ranks over which a weight is sharded
     #[arg(long, value_name = "N", default_value_t = 2)]
     pub world: usize,
 
@@ -47,11 +47,11 @@ pub struct Args {
     #[arg(long, value_name = "SHAPES", value_delimiter = ',', default_value = "4096x4096")]
     pub shapes: Vec<Size>,
 
-    /// Rounds of each row
+    /// Rounds per row
     #[arg(long, value_name = "N", default_value_t = 11)]
     pub rounds: usize,
 
-    /// Also write the results as one JSON object; `-` is stdout, with nothing else on it
+    /// Also write the results as one JSON object; `-` is stdout, without other output
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,
 }
@@ -60,7 +60,7 @@ impl Args {
     /// Checks everything that could stop the program later.
     ///
     /// # Errors
-    /// A sentence that names the flag, its value and a remedy.
+    /// A sentence with the flag, its value and a remedy.
     pub fn validate(&self) -> Checked {
         let world = self.world;
         require!(world > 1, "--world {world} cuts nothing: give at least 2.");

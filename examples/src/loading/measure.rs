@@ -15,10 +15,10 @@ use super::report::{Report, Row};
 use crate::timing::median;
 
 const NAME: &str = "weight";
-/// The rank that loads: one whose shard is not at the beginning.
+/// The rank that loads: its shard is not at the beginning.
 const RANK: usize = 1;
 
-/// Measures both dims of every shape; `begin` is told of each row.
+/// Measures both dims of every shape; calls `begin` before each row.
 ///
 /// # Errors
 /// If a file cannot be written or read, or the two ways differ.
@@ -65,7 +65,7 @@ fn row(file: &Path, size: Size, dim: usize, mesh: &DeviceMesh, args: &Args) -> R
     })
 }
 
-/// candle's way to the file.
+/// Opens the file with candle.
 fn candle(file: &Path) -> Result<ShardedVarBuilder<'static>> {
     // SAFETY: nobody writes to the file while it is mapped: its name is that of this process, which rewrites it only
     // after the last use of the map.
@@ -76,7 +76,7 @@ fn same(a: &Tensor, b: &Tensor) -> Result<bool> {
     Ok(a.dims() == b.dims() && a.flatten_all()?.to_vec1::<f32>()? == b.flatten_all()?.to_vec1::<f32>()?)
 }
 
-/// The milliseconds of one load.
+/// The time of one load in milliseconds.
 fn time_ms(load: impl Fn() -> Result<Tensor>) -> Result<f64> {
     let start = Instant::now();
     let loaded = load()?;

@@ -1,4 +1,4 @@
-//! What the program tells: a table for people, one JSON object for programs.
+//! The program's report: a table for people, one JSON object for programs.
 
 use comfy_table::Cell;
 use serde::Serialize;
@@ -8,7 +8,7 @@ use crate::table::{grouped, number, table};
 /// The JSON object.
 #[derive(Clone, Debug, Serialize)]
 pub struct Report {
-    /// Number of ranks over which weights are cut.
+    /// Number of ranks over which weights are sharded.
     pub world: usize,
     /// One row per shape and dim, in the order measured.
     pub rows: Vec<Row>,
@@ -21,7 +21,7 @@ pub struct Row {
     pub rows: usize,
     /// Columns of the weight.
     pub columns: usize,
-    /// The dim that is cut.
+    /// The sharded dim.
     pub dim: usize,
     /// Bytes of the shard.
     pub shard_bytes: usize,
@@ -31,7 +31,7 @@ pub struct Row {
     pub ours_ms: f64,
     /// Median milliseconds of candle's.
     pub candle_ms: f64,
-    /// How many times as long candle takes.
+    /// candle's time divided by ours.
     pub ratio: f64,
 }
 

@@ -44,16 +44,16 @@ Examples:
 
 Exit status: 0 if the runs agree, 1 if they disagree or one failed, 2 if the command line cannot work.";
 
-/// What the user asked for; the comments on the fields are the program's help.
+/// The command-line arguments; the comments on the fields are the program's help.
 #[derive(Clone, Debug, Parser)]
 #[command(name = "toy-transformer", version, about = ABOUT, after_help = EXAMPLES)]
 pub struct Args {
-    /// Runs to make, in this order; all are compared with `single`, or without it with the first [default:
-    /// single,tp,tp_sp, or single,pp where an option of pipelines is given]
+    /// Runs, in this order; all are compared with `single`, or without it with the first [default: single,tp,tp_sp, or
+    /// single,pp if a pipeline option is given]
     #[arg(long, value_name = "NAMES", value_delimiter = ',', hide_possible_values = true, help_heading = "Runs")]
     pub runs: Vec<RunName>,
 
-    /// Tensor-parallel ranks: of the runs `tp` and `tp_sp`, and of each stage of `pp` and `pp_sp` [default: 2, or 1 of a
+    /// Tensor-parallel ranks of the runs `tp` and `tp_sp`, and of each stage of `pp` and `pp_sp` [default: 2, or 1 per
     /// stage]
     #[arg(long, value_name = "N", help_heading = "Runs")]
     pub tp: Option<usize>,
@@ -62,8 +62,8 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Runs")]
     pub threads: usize,
 
-    /// Pipeline ranks of the runs `pp` and `pp_sp`, each with one or two stages, as the schedule wants it [default: 2, or 1
-    /// with --dp or --tp]
+    /// Pipeline ranks of the runs `pp` and `pp_sp`, each with one or two stages, as the schedule requires [default: 2,
+    /// or 1 with --dp or --tp]
     #[arg(long, value_name = "N", help_heading = "Pipelines")]
     pub pp: Option<usize>,
 
@@ -71,15 +71,15 @@ pub struct Args {
     #[arg(long, value_name = "N", help_heading = "Pipelines")]
     pub dp: Option<usize>,
 
-    /// The order in which ranks compute: one of those that `--bin schedules` draws [default: 1f1b]
+    /// Schedule of the pipeline: one of those that `--bin schedules` draws [default: 1f1b]
     #[arg(long, value_name = "NAME", help_heading = "Pipelines")]
     pub schedule: Option<ScheduleKind>,
 
-    /// Parts that each replica cuts its part of the batch into [default: 4]
+    /// Microbatches per replica [default: 4]
     #[arg(long, value_name = "N", help_heading = "Pipelines")]
     pub microbatches: Option<usize>,
 
-    /// What moves tensors between ranks; for processes, start one for each rank with mpirun
+    /// Backend that moves tensors between ranks; for processes, start one per rank with mpirun
     #[arg(long, value_name = "NAME", default_value = "local", help_heading = "Runs")]
     pub backend: BackendName,
 
@@ -87,7 +87,8 @@ pub struct Args {
     #[command(flatten)]
     pub patience: Patience,
 
-    /// Largest difference of losses (relative) and gradients (absolute) at which runs agree; 100 times that for logits
+    /// Largest difference of losses (relative) and gradients (absolute) at which runs count as equal; 100 times that
+    /// for logits
     #[arg(long, value_name = "X", default_value_t = 1e-4, allow_negative_numbers = true, help_heading = "Runs")]
     pub tolerance: f64,
 
@@ -99,7 +100,7 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = 2, help_heading = "Model")]
     pub layers: usize,
 
-    /// Attention heads, at least as many as --tp, over which they may lie unevenly
+    /// Attention heads, at least as many as --tp; their number need not divide evenly
     #[arg(long, value_name = "N", default_value_t = 8, help_heading = "Model")]
     pub heads: usize,
 
@@ -111,11 +112,11 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = 150, help_heading = "Training")]
     pub steps: usize,
 
-    /// Bytes in each sequence
+    /// Bytes per sequence
     #[arg(long, value_name = "N", default_value_t = 64, help_heading = "Training")]
     pub seq: usize,
 
-    /// Sequences in each step
+    /// Sequences per step
     #[arg(long, value_name = "N", default_value_t = 8, help_heading = "Training")]
     pub batch: usize,
 
@@ -131,11 +132,11 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Training")]
     pub seed: u64,
 
-    /// Text to learn [default: stories that the program makes, the same each time]
+    /// Text to train on [default: stories that the program generates, the same each time]
     #[arg(long, value_name = "FILE", help_heading = "Input and output")]
     pub text: Option<PathBuf>,
 
-    /// Also write the results as one JSON object; `-` is stdout, with nothing else on it
+    /// Also write the results as one JSON object; `-` is stdout, without other output
     #[arg(long, value_name = "FILE", help_heading = "Input and output")]
     pub json: Option<PathBuf>,
 }
@@ -153,7 +154,7 @@ impl Args {
         }
     }
 
-    /// The tensor-parallel ranks of runs that are no pipelines.
+    /// The tensor-parallel ranks of runs without pipelines.
     pub fn tensor_parallel(&self) -> usize {
         self.tp.unwrap_or(2)
     }
@@ -252,7 +253,7 @@ impl RunName {
         }
     }
 
-    /// Whether sequences are cut over the tensor-parallel ranks.
+    /// Returns whether sequences are sharded over the tensor-parallel ranks.
     pub fn is_sequence_parallel(self) -> bool {
         matches!(self, Self::TpSp | Self::PpSp)
     }

@@ -1,4 +1,4 @@
-//! The text to learn, and the batches drawn from it.
+//! The training text, and the batches drawn from it.
 
 use std::path::Path;
 use std::{fs, io};
@@ -10,9 +10,9 @@ use super::args::Args;
 use super::stories;
 use crate::batch::Batch;
 
-/// A text cut into a part to learn from and a tail that is held out.
+/// A text cut into a training part and a held-out tail.
 ///
-/// Which batch a step gets follows from the seed and the step alone, so all runs and all ranks see the same.
+/// The batch of a step depends only on the seed and the step, so all runs and all ranks see the same.
 #[derive(Clone, Debug)]
 pub struct Corpus {
     text: Vec<u8>,
@@ -23,7 +23,7 @@ pub struct Corpus {
 }
 
 impl Corpus {
-    /// The text of `path`, or without one the [stories](stories::text).
+    /// Reads the text of `path`, or without one the [stories](stories::text).
     pub fn read(path: Option<&Path>) -> io::Result<Vec<u8>> {
         path.map_or_else(|| Ok(stories::text().into_bytes()), fs::read)
     }
@@ -42,7 +42,7 @@ impl Corpus {
         self.text.len()
     }
 
-    /// Whether there is no text at all.
+    /// Returns whether the text is empty.
     pub fn is_empty(&self) -> bool {
         self.text.is_empty()
     }

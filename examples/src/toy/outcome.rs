@@ -1,4 +1,4 @@
-//! What one run leaves behind, to be reported and compared with other runs.
+//! The result of one run, for reports and comparisons.
 
 use std::collections::BTreeMap;
 
@@ -27,13 +27,13 @@ pub struct RunOutcome {
     pub params_per_rank: Vec<usize>,
     /// The collectives of one step.
     pub comm_per_step: Vec<CommStat>,
-    /// How some weights lie on the mesh.
+    /// The layouts of some weights on the mesh.
     pub pictures: Vec<Picture>,
     /// How the ranks were kept busy, in a pipeline.
     pub pipeline: Option<PipelineStat>,
 }
 
-/// How one weight lies on the mesh.
+/// The layout of one weight on the mesh.
 #[derive(Clone, Debug)]
 pub struct Picture {
     /// Which weight it is, and in which style.

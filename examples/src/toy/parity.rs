@@ -1,4 +1,4 @@
-//! Whether two runs computed the same.
+//! Comparison of runs.
 
 use anyhow::{Context, ensure};
 use candle_core::{DType, Tensor};
@@ -7,7 +7,7 @@ use serde::Serialize;
 use super::args::RunName;
 use super::outcome::RunOutcome;
 
-/// How much further than losses and gradients logits may differ.
+/// The tolerance of logits relative to that of losses and gradients.
 ///
 /// Training amplifies rounding, and logits are compared after all of it: one unit in the last place at every step
 /// moves them by up to 3e-4 in 300 default steps, where a wrong model is off by whole numbers.
@@ -45,7 +45,7 @@ impl Parity {
             parity.max_logit_diff = max(parity.max_logit_diff, logits);
             parity.max_grad_diff = max(parity.max_grad_diff, grads);
         }
-        // Not a number is no agreement either, and compares as false.
+        // NaN is not agreement either, and compares as false.
         parity.ok = parity.max_loss_diff <= tolerance
             && parity.max_grad_diff <= tolerance
             && parity.max_logit_diff <= tolerance * LOGIT_FACTOR;
@@ -96,7 +96,7 @@ fn tensor_diff(a: &Tensor, b: &Tensor) -> candle_core::Result<f64> {
     Ok(a.iter().zip(&b).map(|(a, b)| (a - b).abs()).fold(0.0, max))
 }
 
-/// The larger number, or not-a-number if either is: `f64::max` would hide it.
+/// The larger number, or NaN if either is NaN: `f64::max` would hide it.
 fn max(a: f64, b: f64) -> f64 {
     if a.is_nan() || a > b { a } else { b }
 }

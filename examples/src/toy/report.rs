@@ -1,4 +1,4 @@
-//! What the program tells about its runs: tables for people, one JSON object for programs.
+//! The program's report: tables for people, one JSON object for programs.
 
 use std::fmt::{self, Display};
 
@@ -18,7 +18,7 @@ use crate::table::{grouped, number, table};
 pub struct Report {
     /// The runs, in the order they were made.
     pub runs: Vec<RunReport>,
-    /// How far apart they are.
+    /// Their differences.
     pub parity: Parity,
 }
 
@@ -70,7 +70,7 @@ impl From<&RunOutcome> for RunReport {
     }
 }
 
-/// What is about to be done, in a few lines.
+/// Describes the runs in a few lines before they start.
 pub fn heading(args: &Args, corpus: &Corpus) -> String {
     let source = match &args.text {
         Some(path) => path.display().to_string(),
@@ -191,7 +191,7 @@ fn verdict(args: &Args, parity: &Parity, outcomes: &[RunOutcome]) -> String {
     format!("{table}\nThe runs {}.{why}", if parity.ok { "agree" } else { "DISAGREE" })
 }
 
-/// The number of parameters on each rank, said once where they are all the same.
+/// The number of parameters on each rank, printed once if all are equal.
 struct PerRank<'a>(&'a [usize]);
 
 impl Display for PerRank<'_> {

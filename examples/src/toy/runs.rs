@@ -1,4 +1,4 @@
-//! From the name of a run to its outcome.
+//! Runs by name.
 
 use super::args::{Args, RunName};
 use super::corpus::Corpus;
@@ -6,7 +6,7 @@ use super::outcome::RunOutcome;
 use super::{sharded, single, staged};
 use crate::launch::Ranks;
 
-/// Trains the model in the way called `name`; the outcome is where rank 0 is, which makes the run on one device alone.
+/// Trains the model as run `name`. The outcome is on rank 0, which makes the run on one device alone.
 ///
 /// # Errors
 /// If the run fails.

@@ -1,4 +1,4 @@
-//! Training over ranks, tensor-parallel.
+//! Tensor-parallel training.
 
 use std::collections::BTreeMap;
 
@@ -37,7 +37,7 @@ pub fn train(name: RunName, args: &Args, corpus: &Corpus, ranks: &Ranks<'_>) -> 
     Ok(outcome.flatten())
 }
 
-/// The outcome as one rank sees it, which knows its own number of parameters only.
+/// The outcome on one rank, which knows only its own number of parameters.
 fn train_rank(ctx: &RankContext, name: RunName, args: &Args, corpus: &Corpus) -> Result<RunOutcome> {
     let mesh = ctx.mesh(&[("tp", args.tensor_parallel())])?;
     let plan = Transformer::plan("tp", name.is_sequence_parallel());

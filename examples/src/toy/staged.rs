@@ -1,4 +1,4 @@
-//! Training over ranks, pipeline, data and tensor-parallel.
+//! Training with pipeline, data and tensor parallelism.
 
 use std::collections::BTreeMap;
 
@@ -35,7 +35,7 @@ pub fn train(name: RunName, args: &Args, corpus: &Corpus, ranks: &Ranks<'_>) -> 
     ranks.run(pipeline.world(), args.threads, train)?.flatten().map(|all| plan.outcome(&all)).transpose()
 }
 
-/// What every rank knows.
+/// The data that every rank has.
 struct Plan<'a> {
     name: RunName,
     args: &'a Args,
@@ -44,7 +44,7 @@ struct Plan<'a> {
     schedule: Schedule,
 }
 
-/// What one rank reports.
+/// The report of one rank.
 #[derive(Serialize, Deserialize)]
 struct RankOutcome {
     /// The bits of the losses of its replica, where it has the loss.
@@ -56,13 +56,13 @@ struct RankOutcome {
     first_grads: BTreeMap<String, Bits>,
     params: usize,
     comm: Vec<CommStat>,
-    /// What it computed in each of the last steps.
+    /// Its computations in each of the last steps.
     spans: Vec<Vec<Span>>,
     peak: usize,
 }
 
 impl Plan<'_> {
-    /// What the ranks made together.
+    /// Combines the reports of the ranks.
     fn outcome(&self, ranks: &[RankOutcome]) -> anyhow::Result<RunOutcome> {
         // The tensor-parallel ranks of a stage know the same loss of their replica.
         let losses: Vec<&[u64]> = ranks.iter().filter_map(|rank| rank.losses.as_deref()).collect();

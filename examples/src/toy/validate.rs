@@ -53,17 +53,17 @@ fn check_numbers(args: &Args) -> Checked {
     Ok(())
 }
 
-/// The most memory that one training may take, in GiB.
+/// The most memory of one training, in GiB.
 const MOST_GIB: f64 = 64.0;
 
-/// The largest numbers of steps and threads that make sense.
+/// The largest numbers of steps and threads.
 const MOST_STEPS: usize = 100_000_000;
 const MOST_THREADS: usize = 1024;
 
 /// The most ranks of a pipeline.
 const MOST_RANKS: usize = 1024;
 
-/// Refuses models that no machine of this kind could hold, before anything is allocated.
+/// Refuses models that are too large for any such machine, before anything is allocated.
 fn check_size(args: &Args) -> Checked {
     for (flag, value, most) in [("--steps", args.steps, MOST_STEPS), ("--threads", args.threads, MOST_THREADS)] {
         require!(value <= most, "{flag} {value} is too large: use at most {most}.");
@@ -92,7 +92,7 @@ fn check_heads(args: &Args) -> Checked {
     Ok(())
 }
 
-/// Refuses flags that no run looks at.
+/// Refuses flags that no run uses.
 fn check_use(args: &Args) -> Checked {
     let runs = args.runs();
     let has = |names: &[RunName]| runs.iter().any(|run| names.contains(run));

@@ -11,7 +11,7 @@ use std::time::Duration;
 /// Sender, receiver and tag.
 type Address = (usize, usize, u32);
 
-/// Messages that nobody has taken yet.
+/// Messages that have not been received yet.
 #[derive(Default)]
 pub(super) struct Mail {
     /// Oldest first; no queue is empty.
@@ -38,7 +38,7 @@ impl Mail {
         self.queues.entry(address).or_default().push_back(Letter { number: self.sent, call, tensor });
     }
 
-    /// The oldest message at `address`; its queue goes with the last, for tags may never come again.
+    /// Takes the oldest message at `address`. An empty queue is removed, since its tag may never be used again.
     fn take(&mut self, address: Address) -> Option<Letter> {
         let queue = self.queues.get_mut(&address)?;
         let letter = queue.pop_front()?;
@@ -55,7 +55,7 @@ impl Mail {
         Some(letter)
     }
 
-    /// The address of the oldest message for `to` with this tag, from `from` or from anybody.
+    /// Returns the address of the oldest message for `to` with this tag, from `from` or from any rank.
     fn find(&self, from: Option<usize>, to: usize, tag: u32) -> Option<Address> {
         if let Some(from) = from {
             return self.queues.contains_key(&(from, to, tag)).then_some((from, to, tag));
@@ -71,7 +71,7 @@ struct Sent {
     call: Arc<Call>,
     from: usize,
     to: usize,
-    /// The unread bytes at which the wait is over.
+    /// The number of unread bytes at which the wait ends.
     allowed: usize,
     timeout: Option<Duration>,
 }
@@ -80,7 +80,7 @@ impl Unfinished for Sent {
     fn is_ready(&self) -> Result<bool> {
         self.group.world().check()?;
         let (from, to, allowed) = (self.from, self.to, self.allowed);
-        // Who waits for a rank that has returned fails at once.
+        // A wait for a rank that has returned fails at once.
         Ok(self.group.has_room(from, to, allowed) || self.group.is_deserted(&On::Room { from, to, allowed }))
     }
 
@@ -107,7 +107,7 @@ impl GroupState {
         self.mail.lock().find(None, to, tag).is_some()
     }
 
-    /// Whether at most `allowed` bytes are unread.
+    /// Returns whether at most `allowed` bytes are unread.
     pub(super) fn has_room(&self, from: usize, to: usize, allowed: usize) -> bool {
         self.mail.lock().unread.get(&(from, to)).is_none_or(|&unread| unread <= allowed)
     }
@@ -122,7 +122,7 @@ impl GroupState {
         self.wait(from, timeout, || self.has_room(from, to, allowed), || On::Room { from, to, allowed })
     }
 
-    /// Leaves `tensor` for `call.peer`; waits only where too much is unread.
+    /// Leaves `tensor` for `call.peer`; waits only if too much is unread.
     pub(super) fn send(self: &Arc<Self>, me: usize, call: Call, tensor: Tensor) -> Result<()> {
         let (call, to) = self.begin_send(me, call, &tensor)?;
         let allowed = self.world().mailbox().saturating_sub(bytes(&tensor));
@@ -136,7 +136,7 @@ impl GroupState {
     /// Leaves `tensor` for `call.peer`, and never waits.
     pub(super) fn start_send(self: &Arc<Self>, me: usize, call: Call, tensor: Tensor) -> Result<Box<dyn Unfinished>> {
         let (call, to) = self.begin_send(me, call, &tensor)?;
-        // One message may be unread, of whatever size.
+        // One message of any size may be unread.
         let (allowed, timeout) = (self.world().mailbox().max(bytes(&tensor)), call.timeout);
         self.deliver(me, to, call.clone(), tensor);
         Ok(Box::new(Sent { group: self.clone(), call, from: me, to, allowed, timeout }))
@@ -165,7 +165,7 @@ impl GroupState {
         Ok(self.receive(me, Some(from), call, || self.has_mail(&address), on)?.1)
     }
 
-    /// Takes the oldest tensor that anybody left for this member, and returns the sender.
+    /// Takes the oldest tensor that any member left for this one, and returns the sender.
     pub(super) fn recv_any(self: &Arc<Self>, me: usize, call: Call) -> Result<(usize, Tensor)> {
         let tag = call.tag;
         self.receive(me, None, call, || self.has_any_mail(me, tag), || On::AnyMessage { to: me, tag })
@@ -206,7 +206,7 @@ impl GroupState {
         Ok((from, letter.tensor))
     }
 
-    /// What is known of the oldest message that `call` would receive, if it is there.
+    /// Describes the oldest message that `call` would receive, if it is there.
     pub(super) fn probe(&self, me: usize, call: &Call) -> Result<Option<Envelope>> {
         self.world().check()?;
         let mail = self.mail.lock();

@@ -1,8 +1,8 @@
-//! The engine that is always there: ranks are threads of one process.
+//! The backend for ranks that are threads of one process. It is always available.
 //!
-//! A collective is a *round* (`rendezvous.rs`): every rank offers its operands with its [`Call`], waits until all came,
-//! checks that the calls agree, computes its own results straight from the peers' buffers, and leaves when all have
-//! read. Nothing is copied that is not the result. Reductions run in rank order.
+//! A collective is a *round* (`rendezvous.rs`). Every rank offers its operands with its [`Call`], waits until all ranks
+//! have arrived, checks that the calls agree, computes its own results directly from the peers' buffers, and leaves
+//! when all have read. Only results are copied. Reductions run in rank order.
 mod mailbox;
 mod rendezvous;
 mod state;
@@ -40,7 +40,7 @@ impl std::fmt::Debug for LocalBackend {
 }
 
 impl LocalBackend {
-    /// The handle of `rank` (in the group), which computes on `device`, on the group of all ranks of `world`.
+    /// Creates the handle of `rank` (in the group), which computes on `device`, on the group of all ranks of `world`.
     pub(crate) fn world(world: &Arc<WorldState>, rank: usize, device: Device) -> Self {
         let ranks: Vec<usize> = (0..world.size()).collect();
         Self::join(world, rank, &ranks, rank, device)
@@ -71,9 +71,9 @@ impl LocalBackend {
 struct Started {
     group: Arc<GroupState>,
     rank: usize,
-    /// `None` once it is finished.
+    /// `None` when it is finished.
     round: Option<Arc<Round>>,
-    /// Where the results go; nothing for new memory.
+    /// The memory for the results; empty for new memory.
     outputs: Tensors,
     timeout: Option<Duration>,
 }
@@ -113,16 +113,16 @@ impl Drop for Started {
     }
 }
 
-/// From this many bytes on, ranks reduce a piece each and share the pieces, instead of each reducing the whole.
+/// From this many bytes on, each rank reduces one piece and ranks share the pieces, instead of each reducing the whole.
 const PIECEWISE: usize = 256 << 10;
 
-/// The bytes that an all_reduce in place works on at a time.
+/// The bytes per tile of an all_reduce in place.
 const TILE: usize = 2 << 20;
 
 impl LocalBackend {
-    /// An all_reduce in two rounds: every rank reduces one piece, then `read` sees the pieces of all.
+    /// An all_reduce in two rounds: every rank reduces one piece, then `read` gets the pieces of all.
     ///
-    /// Each input is read once by all ranks together, where one round has every rank read all of it.
+    /// All ranks together read each input once. In one round, every rank would read all of it.
     fn reduce_piecewise<R>(
         &self,
         call: Call,
@@ -161,7 +161,7 @@ impl Backend for LocalBackend {
     }
 
     fn run(&self, call: Call, tensors: Tensors) -> Result<Results> {
-        // Two ranks read as much in one round as in two.
+        // Two ranks read the same amount in one round as in two.
         if let (Op::AllReduce, [tensor], 3..) = (call.op, &tensors[..], self.group.ranks().len())
             && bytes(tensor) >= PIECEWISE
         {
@@ -174,7 +174,7 @@ impl Backend for LocalBackend {
 
     fn run_in_place(&self, call: Call, tensor: &Tensor) -> Result<()> {
         match call.op {
-            // Tile by tile: what one round read is still in a cache when the next one writes.
+            // Tile by tile: data that one round reads is still in a cache when the next one writes.
             Op::AllReduce if bytes(tensor) >= PIECEWISE => {
                 let (flat, tile) = (tensor.flatten_all()?, TILE / tensor.dtype().size_in_bytes());
                 for start in (0..flat.elem_count()).step_by(tile) {
@@ -187,7 +187,7 @@ impl Backend for LocalBackend {
                 let round = self.enter(call, smallvec![tensor.clone()])?;
                 self.group.finish(self.rank, &round, true, None, |_, _| Ok(()))
             }
-            // Only the root's tensor is read, so the others' may be written meanwhile.
+            // Only the root's tensor is read, so the others' may be written at the same time.
             Op::Broadcast => {
                 let round = self.enter(call, Tensors::new())?;
                 self.group.finish(self.rank, &round, true, None, |_, all| match &all.nth(0)[..] {
@@ -205,7 +205,7 @@ impl Backend for LocalBackend {
 
     fn run_into(&self, call: Call, tensors: Tensors, outputs: &[Tensor]) -> Result<()> {
         if call.op == Op::AllReduce {
-            // May take two rounds, as on ranks that give no memory.
+            // This may take two rounds, as on ranks that give no memory.
             let made = self.run(call, tensors)?;
             return outputs
                 .iter()

@@ -1,10 +1,10 @@
 //! The rounds in which the members of a group meet.
 //!
-//! Every member makes the same rounds in the same order; its n-th call is part of round n. To *start* a round a member
-//! puts its offer there: the call, and the tensors it gives. To *finish* it, the member waits until all offers are
-//! there, checks that the calls agree, reads the peers' tensors, and says that it has left. A blocking call then waits
-//! until all have left: only then may an operand change again, so results are right even if an optimiser writes to a
-//! `Var` right after the call. Several rounds may be open at once, which is what pending calls are.
+//! Every member makes the same rounds in the same order: its n-th call is part of round n. To *start* a round a member
+//! adds its offer: the call and its tensors. To *finish* it, the member waits until all offers are there, checks that
+//! the calls agree, reads the peers' tensors, and marks that it has left. A blocking call then waits until all have
+//! left. Only then may an operand change again, so results are right even if an optimizer writes to a `Var` right after
+//! the call. Several rounds may be open at once: these are the started calls.
 use super::mailbox::Mail;
 use super::state::{On, Wait, WorldState};
 use super::wait::{Event, poll};
@@ -22,12 +22,12 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-/// How long a parked rank sleeps before it looks around again.
+/// How long a parked rank sleeps before it checks again.
 const TICK: Duration = Duration::from_millis(100);
-/// How long nobody may make progress before a world counts as deadlocked.
+/// How long no rank may make progress before a world counts as deadlocked.
 const GRACE: Duration = Duration::from_millis(400);
 
-/// How often to look for the open rounds before the core is given away.
+/// How often to try the lock of the open rounds before the core is yielded.
 const LOOKS: usize = 200;
 
 /// One group of ranks: its open rounds and its mailboxes.
@@ -42,8 +42,8 @@ pub(super) struct GroupState {
 
 /// One meeting of all members.
 ///
-/// What different members write lies on different cache lines: each line that wanders between cores costs a tenth of a
-/// small call.
+/// Data that different members write lies on different cache lines: each line that moves between cores costs a tenth of
+/// a small call.
 pub(super) struct Round {
     number: u64,
     members: Box<[CachePadded<Member>]>,
@@ -51,7 +51,7 @@ pub(super) struct Round {
     left: CachePadded<AtomicUsize>,
 }
 
-/// What one member brings to a round.
+/// The offer of one member in a round.
 #[derive(Default)]
 struct Member {
     offer: OnceLock<Offer>,
@@ -60,9 +60,9 @@ struct Member {
 
 struct Offer {
     call: Arc<Call>,
-    /// Cleared by its owner once all have left, so that a tensor is freed where it was made.
+    /// Cleared by its owner when all have left, so that a tensor is freed where it was made.
     tensors: RwLock<Tensors>,
-    /// There are some, which others read.
+    /// Whether there are tensors, which others read.
     gives: bool,
     /// The memory that the owner writes its results to, if they go to given memory.
     writes: SmallVec<[usize; 1]>,
@@ -94,12 +94,12 @@ impl Round {
         }
     }
 
-    /// Whether all members have made their offers.
+    /// Returns whether all members have made their offers.
     pub(super) fn is_complete(&self) -> bool {
         self.entered.load(Ordering::Acquire) == self.members.len()
     }
 
-    /// Whether all members have read what they need.
+    /// Returns whether all members have read the tensors they need.
     fn is_over(&self) -> bool {
         self.left.load(Ordering::Acquire) == self.members.len()
     }
@@ -128,8 +128,8 @@ impl GroupState {
         self.event.notify();
     }
 
-    /// The open rounds. They are never locked for long, and members often come for them at the same moment: to look again is
-    /// then shorter than to give the core away, which the lock itself does.
+    /// Locks the open rounds. The lock is held briefly, and members often request it at the same moment, so trying
+    /// again is faster than yielding the core, which the lock itself does.
     fn open_rounds(&self) -> MutexGuard<'_, VecDeque<Arc<Round>>> {
         for _ in 0..if self.world.crowded() { 0 } else { LOOKS } {
             if let Some(rounds) = self.rounds.try_lock() {
@@ -140,9 +140,9 @@ impl GroupState {
         self.rounds.lock()
     }
 
-    /// Puts member `me`'s offer into its round `number`, without waiting.
+    /// Adds member `me`'s offer to its round `number`, without waiting.
     ///
-    /// `outputs` is where its results will be written, if not to new memory.
+    /// `outputs` is the memory for its results, unless they go to new memory.
     pub(super) fn start(
         &self,
         me: usize,
@@ -174,22 +174,22 @@ impl GroupState {
         Ok(round)
     }
 
-    /// Notes that member `me` goes on to other things before it finishes what it has started.
+    /// Records that member `me` does other work before it finishes a started round.
     pub(super) fn pause(&self, me: usize) {
         self.world.complete(self.ranks[me]);
     }
 
-    /// Notes that member `me` comes back to a round.
+    /// Records that member `me` returns to a round.
     pub(super) fn resume(&self, me: usize, round: &Round) {
         if let Some(offer) = round.members[me].offer.get() {
             self.world.begin(self.ranks[me], offer.call.clone());
         }
     }
 
-    /// Completes a round that member `me` has started; `read` sees its call and the tensors that were offered.
+    /// Finishes a round that member `me` has started; `read` gets its call and the offered tensors.
     ///
-    /// With `linger`, returns only when nobody reads this member's tensors any more. Each wait is bounded by `timeout`, or
-    /// else by that of the call.
+    /// With `linger`, it returns only when no member reads this member's tensors any more. `timeout` limits each wait,
+    /// or else the timeout of the call does.
     pub(super) fn finish<R>(
         self: &Arc<Self>,
         me: usize,
@@ -202,7 +202,7 @@ impl GroupState {
         let timeout = timeout.or(mine.call.timeout);
         self.wait(me, timeout, || round.is_complete(), || On::Entered(round.clone()))?;
         let offers = self.agreed(round)?;
-        // Refused here, where all calls are known to be alike, so that all members refuse.
+        // Refused here, where all calls are known to be equal, so that all members refuse.
         let result = check_device(&mine.call, offers.all())
             .and_then(|()| self.check_apart(round, &offers))
             .and_then(|()| read(&mine.call, &offers));
@@ -216,8 +216,8 @@ impl GroupState {
         result
     }
 
-    /// Waits until all members have entered a round that `me` has started; after `timeout` the world stops over those who
-    /// have not.
+    /// Waits until all members have entered a round that `me` has started. After `timeout` the world stops and names
+    /// the missing members.
     pub(super) fn monitor(self: &Arc<Self>, me: usize, round: &Arc<Round>, timeout: Duration) -> Result<()> {
         self.wait(me, Some(timeout), || round.is_complete(), || On::Monitored(round.clone()))?;
         let agreed = self.agreed(round).map(drop);
@@ -226,7 +226,7 @@ impl GroupState {
         agreed
     }
 
-    /// Says that member `me` has done with a round.
+    /// Marks that member `me` has finished a round.
     pub(super) fn leave(&self, me: usize, round: &Round) {
         if round.members[me].has_left.swap(true, Ordering::AcqRel) {
             return; // a call that failed after it left
@@ -237,7 +237,7 @@ impl GroupState {
         self.event.notify();
     }
 
-    /// The offers of a complete round, or the world's end if the members' calls differ.
+    /// Returns the offers of a complete round, or stops the world if the members' calls differ.
     fn agreed<'a>(&self, round: &'a Round) -> Result<Offered<'a>> {
         let offers = round.members.iter().filter_map(|member| member.offer.get());
         let mut reference: Option<&Call> = None;
@@ -253,7 +253,7 @@ impl GroupState {
         Ok(Offered(tensors))
     }
 
-    /// Refuses outputs in memory that another member reads or writes: the same on all members, before any has written.
+    /// Refuses outputs in memory that another member reads or writes: on all members alike, before any has written.
     fn check_apart(&self, round: &Round, offers: &Offered<'_>) -> Result<()> {
         let offer = |member: &Member| member.offer.get().map(|offer| offer.writes.clone()).unwrap_or_default();
         let writes: SmallVec<[(usize, usize); 8]> = (round.members.iter().enumerate())
@@ -280,20 +280,20 @@ impl GroupState {
         }
     }
 
-    /// Whether the condition lacks something that only this member can bring.
+    /// Returns whether the condition lacks something that only this member can bring.
     fn awaits(&self, on: &On, member: usize) -> bool {
         match on {
             On::Entered(round) | On::Monitored(round) => round.members[member].offer.get().is_none(),
             On::Left(round) => !round.members[member].has_left.load(Ordering::Acquire),
             On::Message { from, .. } => *from == member && !self.is_ready(on),
             On::Room { to, .. } => *to == member && !self.is_ready(on),
-            // Any of the others may bring it: see `deserter`.
+            // Any of the others may bring it; see `deserter`.
             On::AnyMessage { .. } => false,
         }
     }
 
     /// Waits until the condition `on` is `ready`, or fails with the reason why it never will be.
-    /// At most for `timeout`, or for the world's.
+    /// It waits at most for `timeout`, or for the world's timeout.
     pub(super) fn wait(
         self: &Arc<Self>,
         me: usize,
@@ -328,13 +328,13 @@ impl GroupState {
         result
     }
 
-    /// Whether a member that the condition awaits has returned.
+    /// Returns whether a member that the condition awaits has returned.
     pub(super) fn is_deserted(&self, on: &On) -> bool {
         self.deserter(on).is_some()
     }
 
     fn deserter(&self, on: &On) -> Option<usize> {
-        // A member's last act before its end may be what we wait for: so first its end, then the condition.
+        // The awaited event may be a member's last action, so its end is checked first, then the condition.
         if let On::AnyMessage { to, .. } = on {
             let mut others = (0..self.ranks.len()).filter(|member| member != to);
             let all_gone = others.clone().all(|member| self.world.has_returned(self.ranks[member]));
@@ -344,7 +344,7 @@ impl GroupState {
         (0..self.ranks.len()).find(gone).map(|member| self.ranks[member])
     }
 
-    /// Why waiting on is in vain, if it is.
+    /// Returns the reason why more waiting is pointless, if there is one.
     fn hopeless(&self, me: usize, on: &On, waited: Duration, timeout: Duration) -> Option<Cause> {
         if let Some(rank) = self.deserter(on) {
             return Some(Cause::Returned { rank });
@@ -355,7 +355,7 @@ impl GroupState {
             };
             let missing = (0..self.ranks.len()).filter(|&member| self.awaits(on, member));
             let ranks: Vec<usize> = missing.map(|member| self.ranks[member]).collect();
-            // The last one may have come at this very moment.
+            // The last one may have arrived just now.
             return (!ranks.is_empty()).then_some(Cause::Missing { ranks, after: timeout });
         }
         (waited >= GRACE && self.world.is_stuck()).then_some(Cause::Deadlock)

@@ -1,4 +1,4 @@
-//! What the ranks of one world share: who still runs, who waits for what, and the failure that stopped them all.
+//! The shared state of the ranks of one world: which ranks run, what each waits for, and the failure that stopped all.
 use super::rendezvous::{GroupState, Round};
 use crate::backend::Call;
 use crate::error::End;
@@ -14,9 +14,9 @@ use std::time::Duration;
 /// The state shared by the ranks of a local world.
 pub(crate) struct WorldState {
     timeout: Duration,
-    /// The bytes that may lie unread between two ranks of a group.
+    /// The bytes that may be unread between two ranks of a group.
     mailbox: usize,
-    /// Ranks outnumber cores: spinning would keep the awaited rank from running.
+    /// Whether there are more ranks than cores: spinning would keep the awaited rank from running.
     crowded: bool,
     failed: AtomicBool,
     failure: OnceLock<Arc<GroupFailure>>,
@@ -34,34 +34,34 @@ struct Activity {
     thread: Option<ThreadId>,
 }
 
-/// What a parked rank waits for.
+/// The condition for which a parked rank waits.
 #[derive(Clone)]
 pub(super) struct Wait {
     pub(super) group: Arc<GroupState>,
     pub(super) on: On,
 }
 
-/// The conditions a rank can wait for within a group.
+/// The conditions for which a rank can wait in a group.
 #[derive(Clone)]
 pub(super) enum On {
     /// All members entered this round.
     Entered(Arc<Round>),
-    /// The same, and those who are missing are to be named.
+    /// The same, and the error names missing members.
     Monitored(Arc<Round>),
-    /// All members have read what they need of this round.
+    /// All members have read the tensors they need from this round.
     Left(Arc<Round>),
-    /// A message is there.
+    /// A message has arrived.
     Message { from: usize, to: usize, tag: u32 },
-    /// A message from any member is there.
+    /// A message from any member has arrived.
     AnyMessage { to: usize, tag: u32 },
-    /// The most bytes that may lie unread between two members.
+    /// At most `allowed` bytes are unread between two members.
     Room { from: usize, to: usize, allowed: usize },
 }
 
 struct Table {
     ends: Vec<Option<End>>,
     waits: Vec<Option<Wait>>,
-    /// Several threads speak for one rank, so a parked thread says nothing about its rank.
+    /// Whether several threads communicate for one rank, so that a parked thread says nothing about its rank.
     threaded: bool,
 }
 
@@ -69,7 +69,7 @@ struct Table {
 struct Registry {
     /// How often a rank joined a group of these members.
     joined: HashMap<(usize, Vec<usize>), u64>,
-    /// Groups that some members have yet to join.
+    /// Groups that some members have not joined yet.
     open: HashMap<(Vec<usize>, u64), (Arc<GroupState>, usize)>,
     all: Vec<Weak<GroupState>>,
 }
@@ -114,7 +114,7 @@ impl WorldState {
         self.failure.get().cloned()
     }
 
-    /// An error if the world has stopped.
+    /// Returns an error if the world has stopped.
     pub(crate) fn check(&self) -> Result<()> {
         match self.failure.get() {
             Some(failure) => Err(Error::Group(failure.clone())),
@@ -122,7 +122,7 @@ impl WorldState {
         }
     }
 
-    /// Stops the world; the first cause wins and is what every rank gets.
+    /// Stops the world. The first cause wins; every rank gets it.
     pub(crate) fn fail(&self, cause: Cause) -> Error {
         let failure = self.failure.get_or_init(|| Arc::new(GroupFailure { cause, ranks: self.reports() })).clone();
         self.failed.store(true, Ordering::Release);
@@ -154,12 +154,12 @@ impl WorldState {
         }
     }
 
-    /// Makes the current thread the one that `rank` runs on: while another one waits, the rank itself may well run.
+    /// Makes the current thread the rank's main thread: while another one waits, the rank may still run.
     pub(crate) fn settle_thread(&self, rank: usize) {
         self.activity[rank].lock().thread = Some(std::thread::current().id());
     }
 
-    /// Notes that `rank` begins a call.
+    /// Records that `rank` begins a call.
     pub(crate) fn begin(&self, rank: usize, call: Arc<Call>) {
         let me = std::thread::current().id();
         let mut activity = self.activity[rank].lock();
@@ -170,18 +170,18 @@ impl WorldState {
         activity.inside = true;
     }
 
-    /// Notes that `rank` completed its call.
+    /// Records that `rank` completed its call.
     pub(crate) fn complete(&self, rank: usize) {
         self.activity[rank].lock().inside = false;
     }
 
-    /// Notes how `rank` ended; errors and panics stop the world at once, a plain return only those who wait for it.
+    /// Records how `rank` ended. Errors and panics stop the world at once, a plain return only ranks that wait for it.
     pub(crate) fn end(&self, rank: usize, end: End) {
         let cause = end.cause(rank);
         let mut table = self.table.lock();
         table.ends[rank] = Some(end);
         if table.ends.iter().all(Option::is_some) {
-            // Groups that not all members came to join hold on to the world, as it does to them.
+            // Groups that some members never joined refer to the world, as it refers to them.
             self.registry.lock().open.clear();
         }
         match cause {
@@ -197,7 +197,8 @@ impl WorldState {
         }
     }
 
-    /// Whether the rank ended without an error. (One that failed has stopped the world itself, with its own cause.)
+    /// Returns whether the rank ended without an error. (A failed rank has stopped the world itself, with its own
+    /// cause.)
     pub(crate) fn has_returned(&self, rank: usize) -> bool {
         self.returned[rank].load(Ordering::Acquire)
     }
@@ -206,9 +207,9 @@ impl WorldState {
         self.table.lock().waits[rank] = wait;
     }
 
-    /// Whether every rank has returned or waits for something that no running rank will bring about.
+    /// Returns whether every rank has returned or waits for something that no running rank will bring about.
     ///
-    /// Not if a rank failed, or returned while another waits for it: that is the cause, and somebody is about to say it.
+    /// Not if a rank failed, or returned while another waits for it: that is the cause, and will be reported.
     pub(super) fn is_stuck(&self) -> bool {
         let table = self.table.lock();
         !table.threaded
@@ -219,7 +220,7 @@ impl WorldState {
             })
     }
 
-    /// The group of `ranks` that `rank` joins now: its n-th group of these members is every member's n-th.
+    /// Returns the group of `ranks` that `rank` joins now: its n-th group of these members is every member's n-th.
     pub(super) fn join(&self, rank: usize, ranks: &[usize], make: impl FnOnce() -> GroupState) -> Arc<GroupState> {
         let mut registry = self.registry.lock();
         let nth = registry.joined.entry((rank, ranks.to_vec())).or_default();
@@ -244,7 +245,7 @@ impl WorldState {
     }
 }
 
-/// Tells the world how its rank ended, also when the rank's thread unwinds.
+/// Reports to the world how its rank ended, also when the rank's thread unwinds.
 pub(crate) struct RankGuard {
     world: Arc<WorldState>,
     rank: usize,
@@ -261,7 +262,7 @@ impl RankGuard {
         self.world.settle_thread(self.rank);
     }
 
-    /// Sets how the rank ends; without it, a plain return or a panic is told apart.
+    /// Sets how the rank ends. By default it is a plain return or a panic.
     pub(crate) fn finish(&mut self, end: End) {
         self.end = Some(end);
     }

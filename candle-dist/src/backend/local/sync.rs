@@ -1,3 +1,3 @@
-//! The primitives that waiting is made of: in one place, so that `tests/waiting.rs` can put a model checker's there.
+//! The primitives of waiting, in one place so that `tests/waiting.rs` can replace them by a model checker's.
 pub(super) use parking_lot::{Condvar, Mutex};
 pub(super) use std::sync::atomic::{AtomicUsize, Ordering, fence};

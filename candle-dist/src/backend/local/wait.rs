@@ -1,12 +1,12 @@
-//! Spinning briefly, then parking, until a condition that other threads make true.
+//! Waits for a condition that other threads make true: spins briefly, then parks.
 use super::sync::{AtomicUsize, Condvar, Mutex, Ordering, fence};
 use std::time::{Duration, Instant};
 
-/// Where threads park until somebody changes what they wait for.
+/// Parks threads until another thread changes the condition.
 ///
-/// The changer writes its atomics, then calls [`Event::notify`]; the waiter registers, re-reads the atomics under the
-/// lock, and only then sleeps. The two sequentially consistent fences order "write, then look for sleepers" against
-/// "register, then read", so one of them always sees the other.
+/// The changing thread writes its atomics, then calls [`Event::notify`]. The waiting thread registers, re-reads the
+/// atomics under the lock, and only then sleeps. Two sequentially consistent fences order "write, then look for
+/// sleepers" against "register, then read", so one of the threads always sees the other.
 #[derive(Default)]
 pub(super) struct Event {
     sleepers: AtomicUsize,
@@ -19,7 +19,7 @@ impl Event {
     pub(super) fn notify(&self) {
         fence(Ordering::SeqCst);
         if self.sleepers.load(Ordering::Relaxed) > 0 {
-            // Taking the lock lets a thread between its check and its sleep fall asleep first, so it is woken.
+            // Taking the lock lets a thread between its check and its sleep fall asleep first, so that it is woken.
             drop(self.lock.lock());
             self.wake.notify_all();
         }
@@ -38,15 +38,15 @@ impl Event {
     }
 }
 
-/// How long a rank polls before it parks: about as long as parking and waking take.
+/// How long a rank polls before it parks: about the cost of parking and waking.
 const POLL: Duration = Duration::from_micros(100);
 
-/// Polls `ready` for a while before it is worth to sleep; tells whether it came true.
+/// Polls `ready` for a while before sleeping; returns whether it became true.
 ///
-/// First with the core held, which costs least if the peer is close; then giving way in between, so that a peer that
-/// shares this core gets on. Where ranks outnumber cores (`crowded`) it is likely to share it.
+/// First without yielding, which is cheapest if the peer is close; then with yields, so that a peer on this core can
+/// run. If ranks outnumber cores (`crowded`), the peer is likely on this core.
 pub(super) fn poll(crowded: bool, ready: impl Fn() -> bool) -> bool {
-    // A core that is given away comes back after about a microsecond: more than most small calls take.
+    // A yielded core comes back after about a microsecond, which is longer than most small calls.
     let spins = if crowded { 30 } else { 1000 };
     for _ in 0..spins {
         if ready() {

@@ -1,8 +1,8 @@
-//! What the ranks tell each other, through rank 0, before any of them waits in MPI.
+//! Agreement of the ranks, through rank 0, before any of them waits in MPI.
 use crate::control::Control;
 use crate::{Error, Result};
 
-/// Returns when all ranks have come as far as `stage` with the same `mine`; otherwise all get the same error.
+/// Returns when all ranks have reached `stage` with the same `mine`; otherwise all get the same error.
 pub(super) fn agree(control: &Control, stage: &str, mine: &str) -> Result<()> {
     let key = |whose: &str| format!("candle-dist/mpi/{stage}/{whose}");
     let alike = key("alike");

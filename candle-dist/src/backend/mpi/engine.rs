@@ -1,7 +1,7 @@
-//! The part of the engine that all groups of a process share: what is open, what has come, and how to wait for it.
+//! The part of the backend that all groups of a process share: open operations, arrived messages, and waiting.
 //!
-//! Whoever waits lets MPI go on, for all threads of the process; a thread in the background does so while nobody waits,
-//! so that what was started goes on while the program computes.
+//! Waiting threads drive MPI for all threads of the process. When none waits, a background thread does, so that started
+//! calls progress while the program computes.
 use super::header::{Body, Header, Signature, Slot};
 use super::known::Known;
 use super::operation::{Circle, Given, Operation};
@@ -24,13 +24,13 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 pub(super) struct Engine {
     control: Arc<Control>,
     state: Mutex<State>,
-    /// Threads that wait, and so call MPI again and again.
+    /// The number of waiting threads, which call MPI repeatedly.
     waiting: AtomicUsize,
-    /// How often a thread has begun to wait.
+    /// The number of waits so far.
     waits: AtomicUsize,
-    /// How often it had when the thread in the background looked last.
+    /// The number of waits when the background thread checked last.
     waits_seen: AtomicUsize,
-    /// More processes than cores on this host.
+    /// Whether there are more processes than cores on this host.
     crowded: bool,
 }
 
@@ -51,18 +51,18 @@ impl Engine {
         &self.control
     }
 
-    /// An error if the world has stopped.
+    /// Returns an error if the world has stopped.
     pub(super) fn check(&self) -> Result<()> {
         self.control.failure().map_or(Ok(()), |failure| Err(Error::Group(failure)))
     }
 
-    /// Does something with the state; what goes wrong there stops the world.
+    /// Runs `change` on the state; its error stops the world.
     fn with<R>(&self, change: impl FnOnce(&mut State) -> Result<R, Cause>) -> Result<R> {
         let changed = change(&mut self.state.lock());
         changed.map_err(|cause| self.control.fail(cause))
     }
 
-    /// Waits until `look` finds something; it is given the message that is wanted.
+    /// Waits until `look` finds something; it gets the wanted message.
     fn until<R>(
         &self,
         wanted: Option<Wanted>,
@@ -107,7 +107,7 @@ impl Engine {
         })
     }
 
-    /// Whether the collective is done.
+    /// Returns whether the collective is complete.
     pub(super) fn is_ready(&self, ticket: Ticket) -> Result<bool> {
         self.check()?;
         self.with(|state| {
@@ -127,7 +127,7 @@ impl Engine {
         })
     }
 
-    /// Lets a collective end by itself; one that is done is forgotten at once.
+    /// Lets a collective complete in the background; a complete one is removed at once.
     pub(super) fn give_up(&self, ticket: Ticket) {
         let mut state = self.state.lock();
         match state.open.get_mut(&ticket) {
@@ -136,7 +136,7 @@ impl Engine {
         }
     }
 
-    /// Forgets a group that nobody has any more.
+    /// Removes a group that is no longer in use.
     pub(super) fn forget(&self, circle: &Circle) {
         self.state.lock().groups.remove(&circle.id);
     }
@@ -199,16 +199,16 @@ impl Engine {
         Ok(Fresh::host(storage, shape).into_tensor())
     }
 
-    /// Tells the world that this rank is in the next message from one member to another.
+    /// Records that this rank is in the next message from one member to another.
     fn enter_message(&self, circle: &Circle, from: usize, to: usize, call: &Call) -> Result<Entered<'_>> {
         let ends = [circle.ranks[from], circle.ranks[to]];
         let (channel, nth) = self.control.message(circle.id, ends[0], ends[1], call.tag);
         self.control.enter(channel, &ends, nth, call)
     }
 
-    /// Lets MPI go on if nobody else does; tells whether to look again soon.
+    /// Drives MPI if no other thread does; returns whether to check again soon.
     pub(super) fn tend(&self) -> Result<bool> {
-        // Where calls follow one another they are enough, and this thread would take the lock from them.
+        // If calls follow one another, their threads suffice, and this thread would take the lock from them.
         let waits = self.waits.load(Ordering::Relaxed);
         let waited = self.waits_seen.swap(waits, Ordering::Relaxed) != waits;
         if waited || self.waiting.load(Ordering::Relaxed) > 0 {
@@ -217,12 +217,12 @@ impl Engine {
         self.with(|state| Ok(state.turn(None)?.0 || state.is_busy()))
     }
 
-    /// Whether others may wait for something that this process has yet to do.
+    /// Returns whether others may wait for something that this process must still do.
     pub(super) fn is_busy(&self) -> bool {
         self.state.lock().is_busy()
     }
 
-    /// Takes the wire away, for the end.
+    /// Takes the wire, for the end.
     pub(super) fn take_wire(&self) -> Option<Wire> {
         self.state.lock().wire.take()
     }
@@ -236,7 +236,7 @@ impl Drop for Engine {
     }
 }
 
-/// Begins to take in a message of `len` elements.
+/// Begins to receive a message of `len` elements.
 fn receive(
     from: usize,
     header: &Header,
@@ -261,7 +261,7 @@ fn receive(
     Ok(held)
 }
 
-/// Counts a thread that waits.
+/// Counts a waiting thread.
 struct Waiting<'a>(&'a AtomicUsize);
 
 impl<'a> Waiting<'a> {

@@ -1,42 +1,43 @@
-//! What goes before the data of every message: where it belongs, and what call its sender made.
+//! The header of every message: its destination, and the sender's call.
 use crate::call::{CARRIED, Call, Op};
 use candle_core::DType;
 use rustc_hash::FxHasher;
 use std::hash::{Hash, Hasher};
 
-/// The words of an encoded header: the group, round and place, the data's size and way, and a signature.
+/// The words of an encoded header: group, round and place, size and location of the data, and a signature.
 const WORDS: usize = 5 + ITEMS.len() / 2;
 /// The bytes of an encoded header.
 pub(super) const HEADER_BYTES: usize = WORDS * size_of::<u64>();
-/// The most bytes of data that go with their header, as one message.
+/// The most bytes of data that are sent with their header, as one message.
 pub(super) const LETTER: usize = 32 << 10;
-/// Takes the place of a round's number in a message from one rank to another.
+/// Stands for a round's number in a point-to-point message.
 const NO_ROUND: u64 = u64::MAX;
 
-/// What a message of a group is part of.
+/// The operation of a group to which a message belongs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Slot {
-    /// A collective: the group's n-th, and one of its tensors. Its messages are taken in the order of the plans.
+    /// A collective: its number in the group, and one of its tensors. Its messages are matched in the order of the
+    /// plans.
     Round { number: u64, tensor: u32 },
     /// A message from one rank to another, with its tag.
     Tag(u32),
 }
 
-/// Where the data of a message is.
+/// The location of a message's data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Body {
     /// Behind the header.
     Here,
-    /// It follows with this tag of MPI's when the receiver asks for it.
+    /// It follows with this MPI tag when the receiver requests it.
     Follows(i32),
-    /// There is none: the message only shows its sender's call.
+    /// There is no data: the message only shows its sender's call.
     Shown,
 }
 
-/// Adds what a signature tells of one item of a call.
+/// Adds one item of a call to a signature.
 type Item = fn(&Call, &mut FxHasher);
 
-/// What calls that belong together have in common, in the order in which differences are named.
+/// The items in which matching calls agree, in the order in which differences are reported.
 const ITEMS: [(&str, Item); 10] = [
     ("op", |call, hasher| call.op.hash(hasher)),
     ("dtype", |call, hasher| call.dtype.map(|dtype| dtype.as_str()).hash(hasher)),
@@ -50,11 +51,11 @@ const ITEMS: [(&str, Item); 10] = [
     ("description", |call, hasher| call.note.hash(hasher)),
 ];
 
-/// A call as the other ranks compare it with theirs: a hash of each item.
+/// A call as other ranks compare it with theirs: a hash per item.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Signature([u32; ITEMS.len()]);
 
-/// The places of two items.
+/// The indices of two items.
 const OP: usize = 0;
 const ROOT: usize = 5;
 
@@ -70,7 +71,7 @@ impl Signature {
         Self(ITEMS.map(|(_, item)| hashed(|hasher| item(call, hasher))))
     }
 
-    /// Of a message: a send and its receive are two halves of one call, and each names the other side.
+    /// The signature of a message: a send and its receive are two halves of one call, and each names the other side.
     pub(super) fn of_message(call: &Call) -> Self {
         let mut signature = Self::of(call);
         signature.0[OP] = hashed(|hasher| Op::Send.hash(hasher));
@@ -78,14 +79,14 @@ impl Signature {
         signature
     }
 
-    /// What differs, if something does.
+    /// Returns the name of the first item that differs, if any.
     pub(super) fn difference(&self, other: &Self) -> Option<&'static str> {
         let differs = |&nth: &usize| self.0[nth] != other.0[nth];
         (0..ITEMS.len()).find(differs).map(|nth| ITEMS[nth].0)
     }
 }
 
-/// Everything that a receiver knows of a message before its data.
+/// The data that a receiver gets before a message's contents.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Header {
     pub(super) group: u64,
@@ -122,7 +123,7 @@ impl Header {
         message
     }
 
-    /// The header that `message` begins with, if it does.
+    /// Decodes the header at the start of `message`, if there is one.
     pub(super) fn decode(message: &[u8]) -> Option<Self> {
         let mut words = [0u64; WORDS];
         bytemuck::bytes_of_mut(&mut words).copy_from_slice(message.get(..HEADER_BYTES)?);

@@ -1,4 +1,4 @@
-//! The thread that MPI is started and ended on, and that looks after it in between.
+//! The background thread, which starts and ends MPI, and drives it in between.
 use super::engine::Engine;
 use super::native::{self, Comm, Level, MpiError};
 use super::wire::Wire;
@@ -10,30 +10,30 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// How long the thread sleeps between two looks while messages are under way.
+/// How long the thread sleeps between two checks while messages are in flight.
 const SHORT: Duration = Duration::from_micros(50);
-/// How long it sleeps at most, when nothing is.
+/// How long it sleeps at most when no message is.
 const LONG: Duration = Duration::from_millis(1);
 
-/// How often a start looks for a failure of the world.
+/// How often a start checks for a failure of the world.
 const LOOK: Duration = Duration::from_millis(5);
 /// A timeout of more than this cannot be added to a time.
 const FOREVER: Duration = Duration::from_secs(1 << 32);
 
-/// How long the end waits for ranks to take what was sent to them; only messages that nobody receives take long.
+/// How long the end waits for ranks to receive sent messages; only messages that are never received take long.
 const FAREWELL: Duration = Duration::from_secs(10);
 
-/// MPI, from its start to its end, which is when this is dropped.
+/// MPI, from its start to its end, when this is dropped.
 pub(super) struct Keeper {
     engine: Arc<Engine>,
-    /// The thread, and what it ends with; gone at the end.
+    /// The thread and the sender that ends it; `None` at the end.
     thread: Option<(mpsc::Sender<()>, JoinHandle<()>)>,
 }
 
 impl Keeper {
     /// Starts MPI, or uses the communicator of a program that has done so.
     ///
-    /// Whatever goes wrong on some rank is the error of all: none stays in a call of MPI's for ranks that do not come.
+    /// An error on some rank is the error of all, so no rank stays in an MPI call for ranks that never arrive.
     pub(super) fn start(control: Arc<Control>, crowded: bool, settings: Settings) -> Result<Self> {
         let (ended, end) = mpsc::channel();
         let (started, start) = mpsc::channel();
@@ -44,7 +44,7 @@ impl Keeper {
                 let ours = settings.comm.is_none();
                 let engine = match connect(&control, settings) {
                     Ok(wire) => Arc::new(Engine::new(control, wire, crowded)),
-                    // MPI stays as it is: its end would wait for the other ranks, who may never end theirs.
+                    // MPI is not ended: that would wait for the other ranks, which may never end theirs.
                     Err(error) => return drop(started.send(Err(error))),
                 };
                 if started.send(Ok(engine.clone())).is_ok() {
@@ -60,7 +60,7 @@ impl Keeper {
                 Err(RecvTimeoutError::Disconnected) => {
                     return Err(Error::Unsupported("the thread for MPI is gone".into()));
                 }
-                // The thread may be in a call of MPI's for good; the process ends without it.
+                // The thread may be stuck in an MPI call; the process ends without it.
                 Err(RecvTimeoutError::Timeout) => {
                     if let Some(failure) = watched.failure() {
                         return Err(Error::Group(failure));
@@ -84,19 +84,19 @@ impl Drop for Keeper {
     fn drop(&mut self) {
         if let Some((end, thread)) = self.thread.take() {
             drop(end);
-            // If it panicked, that has been printed.
+            // A panic has been printed already.
             let _ = thread.join();
         }
     }
 }
 
-/// The wire over all ranks, once all of them agree on who they are and on their settings.
+/// Creates the wire over all ranks, when all agree on ranks and settings.
 fn connect(control: &Control, settings: Settings) -> Result<Wire> {
     match settings.comm {
         Some(_) => check_given()?,
         None => check_unstarted()?,
     }
-    // Ranks wait for one another in the start of MPI too, so all start it or none.
+    // Ranks also wait for each other in the start of MPI, so all start it or none does.
     agree::agree(control, "settings", &settings.text())?;
     let comm = match settings.comm {
         Some(comm) => comm,
@@ -110,13 +110,13 @@ fn connect(control: &Control, settings: Settings) -> Result<Wire> {
             control.size()
         )));
     }
-    // From here on the ranks wait for one another in MPI, so all must be well on all of them.
+    // From here on the ranks wait for each other in MPI, so all must be free of errors.
     agree::agree(control, "places", "")?;
     let private = comm.duplicate().map_err(refused)?;
     Wire::new(private, settings.most_bytes).map_err(refused)
 }
 
-/// Refuses the MPI of a program that has started it itself, unless it may be called from more threads than the program's.
+/// Refuses an MPI that the program has started, unless it allows calls from several threads.
 fn check_given() -> Result<()> {
     let (is_started, is_ended) = native::state().map_err(refused)?;
     if !is_started || is_ended {
@@ -133,7 +133,7 @@ fn check_given() -> Result<()> {
     Ok(())
 }
 
-/// Refuses to start MPI where that was done before.
+/// Refuses to start MPI if it was started before.
 fn check_unstarted() -> Result<()> {
     let (is_started, is_ended) = native::state().map_err(refused)?;
     if is_ended {
@@ -147,7 +147,7 @@ fn check_unstarted() -> Result<()> {
     Ok(())
 }
 
-/// The communicator of all ranks, of an MPI that is started here.
+/// Starts MPI and returns the communicator of all ranks.
 fn started() -> Result<Comm> {
     let level = native::start().map_err(refused)?;
     if level < Level::Serialized {
@@ -163,8 +163,7 @@ fn refused(error: MpiError) -> Error {
     Error::Unsupported(error.to_string())
 }
 
-/// Looks after the engine until the end, which comes when this rank has said goodbye; what others still need of it is
-/// sent first.
+/// Drives the backend until the end, when this rank has said goodbye; data that others still need is sent first.
 fn tend(engine: &Engine, end: &mpsc::Receiver<()>) {
     let (mut nap, mut deadline) = (SHORT, None);
     loop {
@@ -184,11 +183,11 @@ fn tend(engine: &Engine, end: &mpsc::Receiver<()>) {
     }
 }
 
-/// Ends MPI if it is ours and all is well.
+/// Ends MPI if this thread started it and there was no failure.
 fn finish(engine: &Engine, ours: bool) {
     let Some(wire) = engine.take_wire() else { return };
     if engine.check().is_err() || engine.is_busy() {
-        // MPI may still use memory of ours, and its end would wait for ranks that are gone.
+        // MPI may still use memory of this process, and its end would wait for ranks that are gone.
         return wire.abandon();
     }
     let closed = wire.close();

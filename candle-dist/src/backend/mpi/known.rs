@@ -1,4 +1,4 @@
-//! What follows from a call, and the calls of a group that were made before: programs make the same ones again and again.
+//! A cache of calls with their plans, since programs repeat the same calls.
 use super::header::Signature;
 use super::operation::Given;
 use super::plan::{Member, Plan, plan};
@@ -12,19 +12,19 @@ use std::sync::Arc;
 /// The most calls of a group that are kept.
 const MOST: usize = 64;
 
-/// A call with tensors of these dtypes and shapes, and all that follows from it.
+/// A call with tensors of these dtypes and shapes, and everything derived from it.
 pub(super) struct Known {
     pub(super) call: Arc<Call>,
-    /// What this member gives.
+    /// The dtypes and shapes of this member's inputs.
     given: SmallVec<[(DType, Dims); 1]>,
     pub(super) signature: Signature,
-    /// One for each tensor of the call.
+    /// One share per tensor of the call.
     pub(super) shares: SmallVec<[Share; 1]>,
-    /// The plans send nothing to the member behind this one, so that a header alone shows it the call.
+    /// Whether the plans send nothing to the next member, so that a header alone shows it the call.
     pub(super) shows_itself: bool,
 }
 
-/// What one tensor of a call needs.
+/// The plan and shape of one tensor of a call.
 pub(super) struct Share {
     pub(super) plan: Plan,
     pub(super) dtype: DType,
@@ -41,7 +41,7 @@ impl Known {
         Ok(Self { signature: Signature::of(&call), call, given, shares, shows_itself })
     }
 
-    /// Whether it is what follows from `call` with these tensors: a plan depends on nothing else.
+    /// Returns whether it belongs to `call` with these tensors: a plan depends on nothing else.
     fn is_of(&self, call: &Call, given: &[Given]) -> bool {
         let alike = |((dtype, shape), other): (&(DType, Dims), &Given)| {
             (*dtype, &shape[..]) == (other.tensor.dtype(), other.tensor.dims())
@@ -51,7 +51,7 @@ impl Known {
             && self.given.iter().zip(given).all(alike)
     }
 
-    /// Whether `call` is this one in all that errors and logs tell of it too.
+    /// Returns whether `call` equals this one also in everything that errors and logs print.
     pub(super) fn is_same(&self, call: &Call) -> bool {
         let Call { site, tag, timeout, .. } = &*self.call;
         std::ptr::eq(*site, call.site) && (tag, timeout) == (&call.tag, &call.timeout)
@@ -80,16 +80,16 @@ impl Share {
     }
 }
 
-/// The calls that a group has made, in the order in which they came.
+/// The calls of a group, in the order in which they were made first.
 #[derive(Default)]
 pub(super) struct Calls {
     known: Vec<Arc<Known>>,
-    /// Behind the last one that was made: the next call is likely to be the one that followed it before.
+    /// The index after the last call: the next call is likely the one that followed before.
     next: usize,
 }
 
 impl Calls {
-    /// What follows from `call`, if it was made before.
+    /// Returns the cached entry of `call`, if there is one.
     pub(super) fn find(&mut self, call: &Call, given: &[Given]) -> Option<Arc<Known>> {
         let next = self.next.min(self.known.len());
         let (before, after) = self.known.split_at(next);
@@ -99,7 +99,7 @@ impl Calls {
         Some(known.clone())
     }
 
-    /// Keeps a call that was not found, unless the like of it is not to be expected again.
+    /// Caches a new call, unless it is not likely to be repeated.
     pub(super) fn keep(&mut self, known: &Arc<Known>) {
         if known.call.is_routed() {
             return; // its sizes are those of data

@@ -1,10 +1,10 @@
-//! Messages that have come and that nobody has taken.
+//! Messages that have arrived and are not matched yet.
 use super::header::{Header, Slot};
 use rustc_hash::FxHashMap;
 use std::collections::VecDeque;
 use std::collections::hash_map::Entry;
 
-/// One message: its header, and its data if that came along.
+/// One message: its header, and its data if that was sent along.
 #[derive(Debug)]
 pub(super) struct Letter {
     /// The sender, as a rank of the world.
@@ -13,15 +13,15 @@ pub(super) struct Letter {
     pub(super) data: Vec<u8>,
 }
 
-/// Where a message from one rank to another goes: group, sender as a rank of the world, and tag.
+/// The address of a point-to-point message: group, sender as a rank of the world, and tag.
 pub(super) type Address = (u64, usize, u32);
 
-/// The messages, the oldest of each place first; no queue is empty.
+/// The messages, oldest first at each address; no queue is empty.
 #[derive(Debug, Default)]
 pub(super) struct Mail {
-    /// Of collectives that this rank has not entered: by group and number.
+    /// Messages of collectives that this rank has not entered: by group and number.
     rounds: FxHashMap<(u64, u64), Vec<Letter>>,
-    /// From one rank to another.
+    /// Point-to-point messages.
     messages: FxHashMap<Address, VecDeque<Letter>>,
 }
 
@@ -34,7 +34,7 @@ impl Mail {
         }
     }
 
-    /// All that has come of a collective.
+    /// Takes all arrived messages of a collective.
     pub(super) fn take_round(&mut self, group: u64, number: u64) -> Vec<Letter> {
         match self.rounds.is_empty() {
             true => Vec::new(),
@@ -42,12 +42,12 @@ impl Mail {
         }
     }
 
-    /// Whether there is a message at `address`.
+    /// Returns whether there is a message at `address`.
     pub(super) fn has_message(&self, address: Address) -> bool {
         self.messages.contains_key(&address)
     }
 
-    /// The oldest message at `address`, if there is one.
+    /// Takes the oldest message at `address`, if there is one.
     pub(super) fn take_message(&mut self, address: Address) -> Option<Letter> {
         let Entry::Occupied(mut queue) = self.messages.entry(address) else { return None };
         let letter = queue.get_mut().pop_front();

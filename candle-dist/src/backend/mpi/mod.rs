@@ -1,12 +1,12 @@
-//! The engine over an MPI that is there already: ranks are processes, on one host or many.
+//! The backend over an installed MPI: ranks are processes, on one host or many.
 //!
-//! MPI moves the bytes, from the memory of one rank's tensors to that of another's. Every collective is made of messages
-//! (`plan.rs` says which), and reductions are made by the arithmetic of the local engine in rank order (`reduce.rs`), so
-//! results are bit-identical to its, on all ranks and from run to run, for every dtype. A message says where it belongs
-//! and what call its sender makes (`header.rs`), so groups need no communicator: making one costs nothing, there may be
-//! any number, and none of it can block. In every collective a rank waits for its neighbor's call, so that calls that
-//! differ are found in that call. Whoever waits polls (`engine.rs`) for what has come, for a failure of the world and for
-//! the deadline, so that no call waits for ever.
+//! MPI moves bytes directly between the memory of the ranks' tensors. Every collective consists of messages, as its
+//! plan says (`plan.rs`). Reductions use the local backend's arithmetic in rank order (`reduce.rs`), so results are
+//! bit-identical to its results, on all ranks and in every run, for every dtype. A message names its destination and
+//! its sender's call (`header.rs`), so groups need no communicators: creating a group costs nothing and cannot block,
+//! and their number is not limited. In every collective a rank waits for its neighbor's call, so that a mismatch is
+//! found in that call. Waiting threads poll (`engine.rs`) for messages, for a failure of the world and for the
+//! deadline, so that no call waits forever.
 mod agree;
 mod engine;
 mod header;
@@ -56,20 +56,20 @@ pub fn start(info: &LaunchInfo, control: &Arc<Control>) -> Result<Arc<dyn Backen
     Settings::default().start(info, control)
 }
 
-/// What a program wants otherwise than it is by default; alike on all ranks.
+/// The settings of the MPI backend; equal on all ranks.
 #[derive(Debug, Clone, Copy)]
 pub struct Settings {
-    /// Of a program that has started MPI itself: the communicator that the engine takes a copy of.
+    /// The communicator that the backend duplicates, if the program has started MPI itself.
     ///
-    /// The program must have asked for `MPI_THREAD_MULTIPLE`, and end MPI only when all groups are gone.
+    /// The program must have requested `MPI_THREAD_MULTIPLE`, and must end MPI only after all groups are gone.
     pub comm: Option<Comm>,
-    /// The most bytes of a message of MPI's, from 2^12 to 2^30, which is the default; larger tensors go in several.
+    /// The most bytes of an MPI message, from 2^12 to 2^30, which is the default. Larger tensors are sent in several.
     pub most_bytes: usize,
     /// The order of sums and products.
     pub sums: Sums,
 }
 
-/// The fewest bytes that messages may be limited to: each costs a request.
+/// The least value of `most_bytes`: each message costs a request.
 const LEAST_BYTES: usize = 1 << 12;
 
 impl Default for Settings {
@@ -82,8 +82,8 @@ impl Settings {
     /// Like [`start`], for [`init_process_group_with`](crate::init::init_process_group_with).
     ///
     /// # Errors
-    /// On all ranks, if MPI does not start on one of them, or knows of other ranks than the launcher; if the settings of
-    /// two ranks differ; if messages are to be larger or smaller than they can be.
+    /// On all ranks, if MPI does not start on one of them, or has other ranks than the launcher; if the settings of two
+    /// ranks differ; if `most_bytes` is out of range.
     pub fn start(self, info: &LaunchInfo, control: &Arc<Control>) -> Result<Arc<dyn Backend>> {
         if !(LEAST_BYTES..=MOST_BYTES).contains(&self.most_bytes) {
             let reason = format!("messages of {} bytes; give {LEAST_BYTES} to {MOST_BYTES}", self.most_bytes);
@@ -95,7 +95,7 @@ impl Settings {
         Ok(Arc::new(MpiBackend::join(&shared, (0..control.size()).collect(), control.rank())))
     }
 
-    /// All that must be alike on all ranks, in words.
+    /// Returns all settings that must be equal on all ranks, as text.
     fn text(&self) -> String {
         let Self { comm, most_bytes, sums } = self;
         let comm = if comm.is_some() { "a communicator" } else { "no communicator" };
@@ -103,7 +103,7 @@ impl Settings {
     }
 }
 
-/// What the groups of one process have in common.
+/// The shared data of the groups of one process.
 struct Shared {
     keeper: Keeper,
     sums: Sums,
@@ -116,7 +116,7 @@ struct MpiBackend {
     turn: Mutex<Turn>,
 }
 
-/// Where a group's member is.
+/// The progress of a group's member.
 #[derive(Default)]
 struct Turn {
     /// The number of its next collective.
@@ -125,7 +125,7 @@ struct Turn {
 }
 
 impl Turn {
-    /// The number of a collective that is made now.
+    /// Returns the number of a collective that starts now.
     fn next(&mut self) -> u64 {
         self.number += 1;
         self.number - 1
@@ -153,15 +153,15 @@ impl MpiBackend {
         self.engine().control()
     }
 
-    /// Stops the world over tensors that are not on the host: other ranks may have none that tells them.
+    /// Stops the world because of tensors that are not on the host: other ranks may not know of them.
     fn not_on_host(&self, call: &Call, device: DeviceLocation) -> Error {
         let message = format!("{} of tensors on {device:?} over MPI; move them to Device::Cpu first", call.op);
         self.control().fail(Cause::Failed { rank: self.circle.my_rank(), message })
     }
 
-    /// Starts the next collective of this group, and `then` does what is left of the call.
+    /// Starts the next collective of this group, and runs `then` for the rest of the call.
     fn enter<R>(&self, call: Call, given: Inputs, then: impl FnOnce(Started) -> Result<R>) -> Result<R> {
-        // Numbers are given in the order of calls, and the call is made before the next one gets its number.
+        // Numbers are assigned in the order of calls: a call is started before the next one gets its number.
         let mut turn = self.turn.lock();
         let number = turn.next();
         let on_host = call.device == DeviceLocation::Cpu;
@@ -192,10 +192,10 @@ impl MpiBackend {
     }
 }
 
-/// What a collective is given, or where that is if it is not on the host.
+/// The inputs of a collective, or their device if it is not the host.
 type Inputs = std::result::Result<SmallVec<[Given; 1]>, DeviceLocation>;
 
-/// The tensors with where they are, and locks that keep others from writing to them.
+/// Returns the tensors with their addresses, and locks that prevent writes to them.
 fn locked(tensors: &[Tensor]) -> Result<(Inputs, Option<Guards<'_>>)> {
     let devices = tensors.iter().map(|tensor| tensor.device().location());
     if let Some(device) = devices.into_iter().find(|&device| device != DeviceLocation::Cpu) {
@@ -212,7 +212,7 @@ struct Started {
     circle: Arc<Circle>,
     number: u64,
     call: Arc<Call>,
-    /// `None` once it is finished.
+    /// `None` when it is finished.
     ticket: Option<Ticket>,
 }
 
@@ -263,7 +263,7 @@ impl Backend for MpiBackend {
     }
 
     fn run(&self, call: Call, tensors: Tensors) -> Result<Results> {
-        // Nobody writes to the tensors before the call has ended.
+        // The locks prevent writes to the tensors until the call has ended.
         let (given, _guards) = locked(&tensors)?;
         self.enter(call, given, Started::results)
     }

@@ -1,7 +1,7 @@
-//! MPI itself: the functions of `native.c`, and the only place that calls them.
+//! Bindings to MPI: the functions of `native.c`, with their only callers.
 //!
-//! What is safe here may be called by one thread at a time, which the engine's lock sees to. Sends and receives are
-//! `unsafe`: MPI uses their memory until [`Request::test`] says that it is done (`transfer.rs` and `wire.rs` argue it).
+//! Safe functions here may be called by one thread at a time; the backend's lock ensures this. Sends and receives are
+//! `unsafe`: MPI uses their memory until [`Request::test`] says that it is done (see `transfer.rs` and `wire.rs`).
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::fmt;
 use std::ptr::from_mut;
@@ -30,7 +30,7 @@ unsafe extern "C" {
     fn candle_mpi_error(code: c_int, text: *mut c_char, room: c_int);
 }
 
-/// What MPI has to say about a call that failed, in its own words.
+/// MPI's own text for a failed call.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct MpiError(String);
 
@@ -63,7 +63,7 @@ fn check(code: c_int) -> MpiResult<()> {
     Err(MpiError(words.to_string_lossy().into_owned()))
 }
 
-/// How a program's threads may call MPI.
+/// The thread level of MPI.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Level {
     Single,
@@ -94,7 +94,7 @@ impl fmt::Display for Level {
     }
 }
 
-/// Whether MPI was started in this process, and whether it has ended.
+/// Returns whether MPI was started in this process, and whether it has ended.
 pub(super) fn state() -> MpiResult<(bool, bool)> {
     let (mut started, mut ended) = (0, 0);
     // SAFETY: MPI allows both questions at any time and from any thread.
@@ -102,7 +102,7 @@ pub(super) fn state() -> MpiResult<(bool, bool)> {
     Ok((started != 0, ended != 0))
 }
 
-/// Starts MPI for calls from one thread at a time, and says what it allows.
+/// Starts MPI for calls from one thread at a time, and returns the provided thread level.
 pub(super) fn start() -> MpiResult<Level> {
     let mut level = 0;
     // SAFETY: the caller has asked `state`; a second start is an error of MPI's and no undefined behavior.
@@ -110,7 +110,7 @@ pub(super) fn start() -> MpiResult<Level> {
     Ok(Level::of(level))
 }
 
-/// What an MPI that was started allows.
+/// Returns the thread level of a started MPI.
 pub(super) fn level() -> MpiResult<Level> {
     let mut level = 0;
     // SAFETY: MPI allows the question from any thread between its start and its end.
@@ -124,7 +124,7 @@ pub(super) fn end() -> MpiResult<()> {
     check(unsafe { candle_mpi_end() })
 }
 
-/// A communicator of a program that has started MPI itself, with whatever binding.
+/// A communicator of a program that has started MPI itself, by any binding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Comm(usize);
 
@@ -147,7 +147,7 @@ impl Comm {
         Self(unsafe { candle_mpi_read(handle) })
     }
 
-    /// This process's rank, and the number of ranks.
+    /// Returns this process's rank, and the number of ranks.
     pub(super) fn place(self) -> MpiResult<(usize, usize)> {
         let (mut rank, mut size) = (0, 0);
         // SAFETY: the communicator is valid, and the caller has checked that MPI runs.
@@ -155,7 +155,7 @@ impl Comm {
         Ok((rank as usize, size as usize))
     }
 
-    /// A communicator of the same ranks that nobody else uses; all ranks call this, and wait for one another.
+    /// Duplicates the communicator for private use. All ranks call this, and wait for each other.
     pub(super) fn duplicate(self) -> MpiResult<Private> {
         let (mut comm, mut most_tag) = (0, 0);
         // SAFETY: as for `place`.
@@ -164,7 +164,7 @@ impl Comm {
     }
 }
 
-/// The engine's own communicator. Its errors are values.
+/// The backend's own communicator. Its errors are returned as values.
 #[derive(Debug)]
 pub(super) struct Private {
     comm: usize,
@@ -186,7 +186,7 @@ impl Private {
         Ok(request)
     }
 
-    /// Starts to receive at most `len` bytes, from anybody if `from` is `None`.
+    /// Starts to receive at most `len` bytes, from any rank if `from` is `None`.
     ///
     /// # Safety
     /// The bytes stay where they are, and nobody reads or writes them, until the request is done.
@@ -206,21 +206,21 @@ impl Private {
         Ok(request)
     }
 
-    /// Gives the communicator back; nothing may be under way on it.
+    /// Frees the communicator; no message may be in flight on it.
     pub(super) fn free(self) -> MpiResult<()> {
         // SAFETY: the communicator is valid and the engine's own.
         check(unsafe { candle_mpi_free(self.comm) })
     }
 }
 
-/// What a receive has brought.
+/// The result of a receive.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Came {
     pub(super) from: usize,
     pub(super) len: usize,
 }
 
-/// A message under way. Dropping an open one loses track of it: its memory must then stay for good.
+/// A message in flight. Dropping it loses track of it: its memory must then never be freed.
 #[derive(Debug)]
 pub(super) struct Request {
     handle: usize,
@@ -228,7 +228,7 @@ pub(super) struct Request {
 }
 
 impl Request {
-    /// Lets MPI go on; what came, or nothing of note for a send, once this message is done.
+    /// Drives MPI; returns the result once this message is done. It means nothing for a send.
     pub(super) fn test(&mut self) -> MpiResult<Option<Came>> {
         let (mut done, mut from, mut len) = (c_int::from(!self.open), 0, 0);
         if self.open {
@@ -239,7 +239,7 @@ impl Request {
         Ok((done != 0).then_some(Came { from: from as usize, len: len as usize }))
     }
 
-    /// Ends a receive for which nothing has come.
+    /// Cancels a receive without a message.
     pub(super) fn cancel(mut self) -> MpiResult<()> {
         if self.open {
             // SAFETY: as for `test`; canceling a receive needs nobody else.

@@ -1,4 +1,4 @@
-//! A collective under way, which goes on whenever a message has come.
+//! A running collective, which advances when a message arrives.
 use super::header::{Body, Header, Signature, Slot};
 use super::known::Known;
 use super::mail::Mail;
@@ -16,9 +16,9 @@ use std::sync::Arc;
 /// A group as one of its members sees it.
 #[derive(Debug)]
 pub(super) struct Circle {
-    /// What the control connection knows of the group, until the last call on it is done.
+    /// The control connection's membership in the group, until the last call on it is done.
     pub(super) _member: Membership,
-    /// Alike on all members, and on no other group.
+    /// Equal on all members, and unique among groups.
     pub(super) id: u64,
     /// The members as ranks of the world.
     pub(super) ranks: Vec<usize>,
@@ -27,22 +27,22 @@ pub(super) struct Circle {
 }
 
 impl Circle {
-    /// This rank in the world.
+    /// Returns this rank in the world.
     pub(super) fn my_rank(&self) -> usize {
         self.ranks[self.me]
     }
 
-    /// This member as plans have it.
+    /// Returns this member in the form that plans use.
     pub(super) fn member(&self) -> Member {
         Member { rank: self.me, size: self.ranks.len() }
     }
 
-    /// The world's failure because of something that only this rank knows.
+    /// Returns the world's failure for an error that only this rank knows.
     pub(super) fn failed(&self, error: impl ToString) -> Cause {
         Cause::Failed { rank: self.my_rank(), message: error.to_string() }
     }
 
-    /// The world's failure if rank `from` made another call than this one.
+    /// Returns the world's failure if rank `from` made another call than this one.
     pub(super) fn compare(&self, from: usize, theirs: &Signature, mine: &Signature) -> Result<(), Cause> {
         let Some(what) = mine.difference(theirs) else { return Ok(()) };
         let place = |rank: usize| self.ranks.iter().position(|&member| member == rank);
@@ -51,7 +51,7 @@ impl Circle {
         Err(Cause::Mismatch { rank, reference, what })
     }
 
-    /// The rank whose call this member waits for in every collective: if no two neighbors differ, nobody does.
+    /// The rank whose call this member waits for in every collective: if no two neighbors differ, all calls agree.
     fn before(&self) -> usize {
         self.ranks[(self.me + self.ranks.len() - 1) % self.ranks.len()]
     }
@@ -62,7 +62,7 @@ impl Circle {
     }
 }
 
-/// A contiguous tensor on the host that a collective is given, and where its elements are.
+/// A contiguous input tensor on the host, and the address of its elements.
 pub(super) struct Given {
     pub(super) tensor: Tensor,
     pub(super) data: *const u8,
@@ -80,12 +80,12 @@ pub(super) struct Operation {
     number: u64,
     known: Arc<Known>,
     parts: SmallVec<[Part; 1]>,
-    /// The neighbor's call is here, and is alike.
+    /// Whether the neighbor's call has arrived, and agrees.
     confirmed: bool,
 }
 
 impl Operation {
-    /// The group's `number`-th collective; its first messages are on their way, and what has come of it is taken in.
+    /// Starts the group's `number`-th collective: sends its first messages, and handles its messages that have arrived.
     pub(super) fn start(
         circle: &Arc<Circle>,
         number: u64,
@@ -107,7 +107,7 @@ impl Operation {
         Ok(operation)
     }
 
-    /// What the `nth` part belongs to.
+    /// Returns the owner of the `nth` part.
     fn own(&self, nth: usize) -> Own<'_> {
         Own { circle: &self.circle, number: self.number, known: &self.known, nth }
     }
@@ -116,7 +116,7 @@ impl Operation {
         self.known.signature
     }
 
-    /// Takes in a message of this collective.
+    /// Handles a message of this collective.
     pub(super) fn take(&mut self, from: usize, header: &Header, data: &[u8]) -> Result<(), Cause> {
         self.circle.compare(from, &header.signature, &self.known.signature)?;
         self.confirmed |= from == self.circle.before();
@@ -129,7 +129,7 @@ impl Operation {
         part.take(own, from, header, data).map_err(|error| self.circle.failed(error))
     }
 
-    /// Goes as far as it can with the messages that are here; tells whether all is done.
+    /// Advances as far as possible with the arrived messages; returns whether all is done.
     pub(super) fn advance(&mut self, wire: &mut Wire) -> Result<bool, Cause> {
         let Self { circle, number, known, parts, .. } = self;
         let mut done = self.confirmed;
@@ -140,12 +140,12 @@ impl Operation {
         Ok(done)
     }
 
-    /// Whether MPI moves something of it from or to where it lies, which is to be looked after.
+    /// Returns whether MPI moves some of its data in place, which must be driven.
     pub(super) fn moves(&self) -> bool {
         self.parts.iter().any(Part::moves)
     }
 
-    /// Takes the results of one that is done, and gives back what it used.
+    /// Takes the results of a complete collective, and returns its buffers for reuse.
     pub(super) fn finish(&mut self, wire: &mut Wire) -> Results {
         let made = self.parts.iter_mut().zip(&self.known.shares);
         made.filter_map(|(part, share)| part.finish(share, wire)).collect()

@@ -1,4 +1,4 @@
-//! What one tensor of a collective has come to.
+//! The progress of one tensor of a collective.
 use super::header::{Body, Header, Slot};
 use super::known::{Known, Share};
 use super::mail::Letter;
@@ -14,10 +14,10 @@ use candle_core::Shape;
 use smallvec::SmallVec;
 use std::collections::VecDeque;
 
-/// What goes wrong in a part.
+/// An error in a part.
 type Fault = Box<dyn std::error::Error>;
 
-/// What a part belongs to: the group, its `number`-th collective, and the `nth` tensor of that.
+/// The owner of a part: the group, its `number`-th collective, and the `nth` tensor of that.
 #[derive(Clone, Copy)]
 pub(super) struct Own<'a> {
     pub(super) circle: &'a Circle,
@@ -31,12 +31,12 @@ impl<'a> Own<'a> {
         &self.known.shares[self.nth]
     }
 
-    /// The receives of a step of the plan.
+    /// Returns the receives of a step of the plan.
     fn receives(self, step: usize) -> &'a [Move] {
         self.share().plan.steps.get(step).map_or(&[], |step| &step.receives)
     }
 
-    /// What goes before data of `len` elements.
+    /// Makes the header of data of `len` elements.
     pub(super) fn header(self, body: Body, len: usize) -> Header {
         Header {
             group: self.circle.id,
@@ -49,21 +49,21 @@ impl<'a> Own<'a> {
     }
 }
 
-/// One tensor of a collective under way.
+/// One tensor of a running collective.
 pub(super) struct Part {
     memory: Memory,
     held: Held,
-    /// The step under way, once `entered`.
+    /// The current step, once `entered`.
     step: usize,
     entered: bool,
-    /// The step's receives whose messages have not come.
+    /// The step's receives whose messages have not arrived.
     awaited: SmallVec<[usize; 8]>,
-    /// Messages that no step has asked for yet.
+    /// Messages that no step has requested yet.
     early: VecDeque<Letter>,
 }
 
 impl Part {
-    /// A tensor of a call, with this member's input if it gives one.
+    /// Creates a tensor of a call, with this member's input if there is one.
     pub(super) fn new(share: &Share, input: Option<Given>, wire: &mut Wire) -> Result<Self> {
         let (dtype, plan) = (share.dtype, &share.plan);
         let (input, data) = input.map_or((None, std::ptr::null()), |given| (Some(given.tensor), given.data));
@@ -74,9 +74,9 @@ impl Part {
         Ok(Self { memory, held, step: 0, entered: false, awaited: SmallVec::new(), early: VecDeque::new() })
     }
 
-    /// Takes in a message, or keeps it for the step that asks for it.
+    /// Handles a message, or keeps it for the step that requests it.
     pub(super) fn take(&mut self, own: Own<'_>, from: usize, header: &Header, data: &[u8]) -> Result<()> {
-        // The first of its sender, and awaited: it need not be kept.
+        // It is awaited and the first of its sender, so it need not be kept.
         if header.body == Body::Here && !self.early.iter().any(|letter| letter.from == from) {
             let receives = own.receives(self.step);
             let is_from = |&nth: &usize| own.circle.ranks[receives[nth].peer] == from;
@@ -89,7 +89,7 @@ impl Part {
         Ok(())
     }
 
-    /// Goes as far as it can with the messages that are here; tells whether all is done.
+    /// Advances as far as possible with the arrived messages; returns whether all is done.
     pub(super) fn advance(&mut self, own: Own<'_>, wire: &mut Wire) -> Result<bool, Fault> {
         loop {
             if self.step == own.share().plan.steps.len() {
@@ -100,7 +100,7 @@ impl Part {
             }
             self.match_early(own, wire)?;
             poll_all(&mut self.held.incoming, wire.comm())?;
-            // Their next parts go out when the first ones are gone.
+            // The next parts are sent when the first ones are done.
             poll_all(&mut self.held.outgoing, wire.comm())?;
             if !self.awaited.is_empty() || !self.held.incoming.is_empty() {
                 return Ok(false);
@@ -110,7 +110,7 @@ impl Part {
         }
     }
 
-    /// Begins a step: sends what it sends.
+    /// Begins a step: starts its sends.
     fn enter(&mut self, own: Own<'_>, wire: &mut Wire) -> Result<(), Fault> {
         let step = &own.share().plan.steps[self.step];
         self.entered = true;
@@ -133,12 +133,12 @@ impl Part {
         Ok(self.work(own, &step.meanwhile)?)
     }
 
-    /// Whether MPI moves something from or to where it lies.
+    /// Returns whether MPI moves some data in place.
     pub(super) fn moves(&self) -> bool {
         !self.held.incoming.is_empty() || !self.held.outgoing.is_empty()
     }
 
-    /// Takes the result of one that is done, if this member gets one, and gives back what it used.
+    /// Takes the result of a complete part, if this member gets one, and returns its buffers for reuse.
     pub(super) fn finish(&mut self, share: &Share, wire: &mut Wire) -> Option<Fresh> {
         self.held.scratch.take().into_iter().for_each(|room| wire.give_back(room));
         self.held.tensor = None;
@@ -167,7 +167,7 @@ impl Part {
         Ok(())
     }
 
-    /// Takes what has come for the step under way, in the order in which it came.
+    /// Matches arrived messages to the current step, in the order in which they arrived.
     fn match_early(&mut self, own: Own<'_>, wire: &mut Wire) -> Result<(), Fault> {
         let receives = own.receives(self.step);
         let mut at = 0;
@@ -200,7 +200,7 @@ impl Part {
     }
 }
 
-/// Refuses a message that is not of the size that the plan has.
+/// Refuses a message whose size differs from the plan's.
 fn check(own: Own<'_>, awaited: &Move, header: &Header, here: Option<usize>) -> Result<()> {
     let dtype = own.share().dtype;
     let fits = (header.dtype, header.len) == (dtype, awaited.len()) && here.is_none_or(|bytes| bytes == header.bytes());

@@ -1,13 +1,13 @@
-//! How to wait for another process: with the core held, then giving way, then asleep.
+//! Waiting for another process: first spinning, then yielding, then sleeping.
 use std::time::{Duration, Instant};
 
-/// How often to look again before giving way to other threads.
+/// The number of checks before yielding to other threads.
 const SPINS: u32 = 200;
-/// How often to look without asking for the time.
+/// The number of checks between two readings of the clock.
 const OFTEN: u32 = 32;
-/// How long to look again and again before sleeping in between: most messages of 256 KiB have come by then.
+/// How long to check before sleeping between checks: most messages of 256 KiB have arrived by then.
 const AWAKE: Duration = Duration::from_micros(200);
-/// How long to sleep then.
+/// How long each such sleep takes.
 const NAP: Duration = Duration::from_micros(50);
 
 /// One wait.
@@ -17,17 +17,17 @@ pub(super) struct Patience {
 }
 
 impl Patience {
-    /// The beginning of a wait; where ranks outnumber cores (`crowded`) it gives way from the start.
+    /// Begins a wait. If there are more ranks than cores (`crowded`), it yields from the start.
     pub(super) fn new(crowded: bool) -> Self {
         Self { began: Instant::now(), looks: if crowded { SPINS } else { 0 } }
     }
 
-    /// Whether it has been as long as `timeout`; asked now and then, for the time is not for nothing.
+    /// Returns whether `timeout` has passed. The clock is read only now and then, since reading it costs time.
     pub(super) fn is_over(&self, timeout: Duration) -> bool {
         (self.looks >= SPINS || self.looks % OFTEN == OFTEN - 1) && self.began.elapsed() >= timeout
     }
 
-    /// Pauses between two looks.
+    /// Pauses between two checks.
     pub(super) fn pause(&mut self) {
         if self.looks < SPINS {
             self.looks += 1;

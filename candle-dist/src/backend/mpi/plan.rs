@@ -1,9 +1,8 @@
-//! Who sends what to whom in a collective, and what each member does with it: made from the [`Call`] alone.
+//! Plans of collectives: the messages and the local work of each member, made from the [`Call`] alone.
 //!
-//! A plan is data. The engine carries it out (`operation.rs`), and a test plays the plans of all members against each
-//! other and counts their messages (`plan_tests.rs`). Every element of the result and of the scratch memory is written
-//! once, so that nothing that is being sent ever changes. Messages of one member to another are taken in the order of
-//! their plans.
+//! A plan is data. The backend executes it (`operation.rs`). A test plays the plans of all members against each other
+//! and counts their messages (`plan_tests.rs`). Every element of the result and of the scratch memory is written once,
+//! so data that is being sent never changes. Messages between two members are matched in the order of their plans.
 //!
 //! | op | small | large |
 //! |---|---|---|
@@ -21,18 +20,18 @@ use crate::backend::{Call, Form, Op, ReduceOp};
 use crate::{Error, Result};
 use smallvec::{SmallVec, smallvec};
 
-/// What a plan's places are in.
+/// The buffers of a plan.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Buffer {
-    /// What this member gives.
+    /// This member's input.
     Input,
-    /// What this member gets.
+    /// This member's result.
     Result,
-    /// What is needed in between.
+    /// Temporary memory.
     Scratch,
 }
 
-/// Elements that lie one after the other.
+/// A run of consecutive elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Place {
     pub(super) buffer: Buffer,
@@ -44,9 +43,9 @@ pub(super) struct Place {
 #[derive(Debug, Clone)]
 pub(super) struct Move {
     pub(super) peer: usize,
-    /// Its data in order; more than one place only if `letter`.
+    /// Its data in order. Only a letter has more than one place.
     pub(super) places: SmallVec<[Place; 1]>,
-    /// The data goes with its header, as one message.
+    /// Whether the data is sent with its header, as one message.
     pub(super) letter: bool,
 }
 
@@ -56,7 +55,7 @@ impl Move {
     }
 }
 
-/// What a member does itself.
+/// Local work of a member.
 #[derive(Debug, Clone)]
 pub(super) enum Work {
     /// Copies rows.
@@ -65,28 +64,28 @@ pub(super) enum Work {
     Reduce { sources: SmallVec<[Place; 4]>, to: Place },
 }
 
-/// What is done before the next step can begin: the step ends when its receives are there.
+/// A step: it ends when its receives have arrived, and the next step begins.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Step {
     pub(super) before: Vec<Work>,
     pub(super) sends: Vec<Move>,
     pub(super) receives: Vec<Move>,
-    /// Done while the messages are under way.
+    /// Work that is done while the messages are in flight.
     pub(super) meanwhile: Vec<Work>,
 }
 
-/// One tensor of a collective, as one member does it.
+/// The plan of one member for one tensor of a collective.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Plan {
-    /// The elements of the result, on members that get one.
+    /// The number of elements of the result, on members that get one.
     pub(super) result: Option<usize>,
-    /// The elements of the memory in between.
+    /// The number of elements of temporary memory.
     pub(super) scratch: usize,
     pub(super) steps: Vec<Step>,
 }
 
 impl Plan {
-    /// Whether this member sends something to `peer`.
+    /// Returns whether this member sends something to `peer`.
     pub(super) fn sends_to(&self, peer: usize) -> bool {
         self.steps.iter().flat_map(|step| &step.sends).any(|sent| sent.peer == peer)
     }
@@ -100,7 +99,7 @@ pub(super) struct Member {
 }
 
 impl Member {
-    /// The others, beginning behind this one, so that not all send to the same one first.
+    /// The others, beginning after this one, so that not all send to the same member first.
     pub(super) fn others(self) -> impl Iterator<Item = usize> {
         (1..self.size).map(move |step| (self.rank + step) % self.size)
     }
@@ -159,7 +158,7 @@ pub(super) fn plan(call: &Call, nth: usize, me: Member, shape: &[usize], bytes: 
     Ok(plan.plan)
 }
 
-/// A plan in the making.
+/// A plan under construction.
 pub(super) struct Planner {
     pub(super) me: Member,
     /// The bytes of an element.
@@ -167,7 +166,7 @@ pub(super) struct Planner {
     pub(super) plan: Plan,
 }
 
-/// Places in a row, of these lengths.
+/// Returns consecutive places of these lengths.
 fn in_row(buffer: Buffer, start: usize, lens: impl IntoIterator<Item = usize>) -> Vec<Place> {
     let mut at = start;
     let place = |len| {
@@ -178,7 +177,7 @@ fn in_row(buffer: Buffer, start: usize, lens: impl IntoIterator<Item = usize>) -
     lens.into_iter().map(place).collect()
 }
 
-/// The lengths of pieces, one for each of `n` members, that cut `len` elements as evenly as whole pieces can.
+/// Returns the lengths of `n` pieces that cut `len` elements as evenly as possible.
 fn piece_lens(len: usize, n: usize) -> impl Iterator<Item = usize> + Clone {
     let chunk = len.div_ceil(n.max(1));
     (0..n).map(move |i| chunk.min(len.saturating_sub(i * chunk)))
@@ -189,26 +188,27 @@ impl Planner {
         Self { me, bytes, plan: Plan::default() }
     }
 
-    /// A new step, which begins when the last one has ended.
+    /// Adds a step, which begins when the last one has ended.
     pub(super) fn step(&mut self) -> &mut Step {
         self.plan.steps.push(Step::default());
         let last = self.plan.steps.len() - 1;
         &mut self.plan.steps[last]
     }
 
-    /// Room for places of these lengths.
+    /// Allocates temporary memory for places of these lengths.
     pub(super) fn scratch(&mut self, lens: impl IntoIterator<Item = usize>) -> Vec<Place> {
         let places = in_row(Buffer::Scratch, self.plan.scratch, lens);
         self.plan.scratch += places.iter().map(|place| place.len).sum::<usize>();
         places
     }
 
-    /// Whether messages of this many elements go with their headers.
+    /// Returns whether messages of this many elements are sent with their headers.
     pub(super) fn is_letter(&self, elements: usize) -> bool {
         elements.saturating_mul(self.bytes) <= LETTER
     }
 
-    /// Whether a tree, or Bruck's way, is open to blocks of at most this many elements: its largest message has half of them.
+    /// Returns whether a tree or Bruck's algorithm suits blocks of at most this many elements: its largest message has
+    /// half of them.
     pub(super) fn is_small(&self, longest: usize) -> bool {
         self.is_letter(longest.saturating_mul(self.me.size.div_ceil(2)))
     }
@@ -238,7 +238,7 @@ impl Planner {
 
     fn all_reduce(&mut self, len: usize, op: Option<ReduceOp>, sums: Sums) {
         let Member { rank, size } = self.me;
-        // A fraction is taken once, of all values.
+        // An average is computed once, over all values.
         let doubles = op.is_some_and(|op| !op.is_fractional());
         if sums == Sums::Any && size > 2 && doubles && self.is_letter(len) {
             return self.doubling(len);
@@ -254,7 +254,7 @@ impl Planner {
         self.spread(pieces[rank], &pieces);
     }
 
-    /// Each member's piece of the reduction of `len` elements, at `to` on this one.
+    /// Reduces `len` elements in pieces, one per member; this member's piece goes to `to`.
     fn reduced_piece(&mut self, len: usize, to: Place) {
         let Member { rank, size } = self.me;
         let mine = in_row(Buffer::Input, 0, piece_lens(len, size));
@@ -264,7 +264,7 @@ impl Planner {
         self.reduced(&theirs, to);
     }
 
-    /// Recursive doubling: log n messages of the whole, and sums in the order of a tree, alike on all members.
+    /// Recursive doubling: log n messages of the whole tensor, and sums in tree order, equal on all members.
     fn doubling(&mut self, len: usize) {
         let Member { rank, size } = self.me;
         let even = 1 << size.ilog2(); // the members that double; the others hand theirs in, and get the result
@@ -328,7 +328,7 @@ impl Planner {
         if size == 2 || self.is_letter(len) {
             self.tree_broadcast(root, whole);
         } else {
-            // The pieces are the others'; the root has all of them.
+            // The other members reduce the pieces; the root gathers them.
             let lens: Vec<usize> = piece_lens(len, size - 1).collect();
             let place = |member: usize| (member + size - root - 1) % size;
             let pieces = in_row(whole.buffer, 0, lens);
@@ -417,7 +417,7 @@ impl Planner {
         }
     }
 
-    /// The pieces of the input, packed where they do not lie in one row each; a step has begun.
+    /// Returns the pieces of the input, packed if they are not contiguous. A step has begun.
     fn pieces(&mut self, pieces: &Cut) -> Vec<Place> {
         if pieces.is_flat() {
             self.step();
@@ -431,7 +431,8 @@ impl Planner {
         packed
     }
 
-    /// Where the blocks of the result come to, and what brings them to their rows there; `own` is this member's block.
+    /// Returns the places where the blocks of the result arrive, and the work that moves them to their rows. `own` is
+    /// this member's block.
     fn joined(&mut self, blocks: &Cut, own: Place) -> (Vec<Place>, Vec<Work>) {
         let rank = self.me.rank;
         if blocks.is_flat() {
@@ -447,14 +448,14 @@ impl Planner {
         (places, works)
     }
 
-    /// Does `works` at the end.
+    /// Adds work at the end.
     fn finally(&mut self, works: Vec<Work>) {
         if !works.is_empty() {
             self.step().before = works;
         }
     }
 
-    /// Copies while the last step's messages are under way.
+    /// Adds a copy while the last step's messages are in flight.
     pub(super) fn meanwhile(&mut self, from: Place, to: Place) {
         if to.len > 0 {
             let copy = Work::Copy { from: Rows::of(from), to: Rows::of(to) };
@@ -462,7 +463,7 @@ impl Planner {
         }
     }
 
-    /// The step under way.
+    /// Returns the last step.
     pub(super) fn last(&mut self) -> &mut Step {
         if self.plan.steps.is_empty() {
             self.plan.steps.push(Step::default());
@@ -471,14 +472,14 @@ impl Planner {
         &mut self.plan.steps[last]
     }
 
-    /// Sends in the last step, what has elements.
+    /// Adds sends to the last step, except of empty places.
     pub(super) fn send_all(&mut self, moves: impl IntoIterator<Item = (usize, Place)>) {
         let sends = moves.into_iter().filter(|(_, place)| place.len > 0);
         let sends = sends.map(|(peer, place)| Move { peer, places: smallvec![place], letter: false });
         self.last().sends.extend(sends);
     }
 
-    /// Receives in the last step, what has elements.
+    /// Adds receives to the last step, except of empty places.
     pub(super) fn receive_all(&mut self, moves: impl IntoIterator<Item = (usize, Place)>) {
         let receives = moves.into_iter().filter(|(_, place)| place.len > 0);
         let receives = receives.map(|(peer, place)| Move { peer, places: smallvec![place], letter: false });

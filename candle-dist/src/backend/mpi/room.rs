@@ -1,18 +1,18 @@
-//! Memory that messages and reductions fill, and that then is a tensor's.
+//! Memory that messages and reductions fill, and that then becomes a tensor.
 //!
-//! It is not zeroed first: that would cost as much as the message. What has been filled is known from the plan, whose test
-//! shows that every element of a result is written.
+//! It is not zeroed first, since that would cost as much as the message. The plan says which elements are filled; its
+//! test shows that every element of a result is written.
 use crate::Result;
 use crate::backend::element::with_element;
 use candle_core::{CpuStorage, DType, WithDType};
 use std::mem::ManuallyDrop;
 
-/// Elements that may be without values yet, at an address that does not change.
+/// Possibly uninitialized elements at an address that does not change.
 pub(super) struct Room {
     dtype: DType,
     data: *mut u8,
     len: usize,
-    /// Of the vector that this was and will be.
+    /// The capacity of the vector that this was and becomes again.
     capacity: usize,
 }
 
@@ -62,17 +62,17 @@ impl Drop for Room {
     }
 }
 
-/// The most bytes of rooms that are kept.
+/// The most bytes of rooms that are kept for reuse.
 const MOST: usize = 64 << 20;
-/// The most rooms that are kept.
+/// The most rooms that are kept for reuse.
 const COUNT: usize = 8;
 
-/// Rooms that nobody uses, the oldest first: memory that was used before costs no page faults.
+/// Free rooms, the oldest first: memory that was used before causes no page faults.
 #[derive(Default)]
 pub(super) struct Spares(Vec<Room>);
 
 impl Spares {
-    /// Keeps a room for later if it is not too large, and lets the oldest ones go for it.
+    /// Keeps a room for reuse if it is not too large, and frees the oldest ones for it.
     pub(super) fn keep(&mut self, room: Room) {
         if room.bytes() > MOST || room.bytes() == 0 {
             return;
@@ -83,7 +83,7 @@ impl Spares {
         }
     }
 
-    /// Room for `len` elements: one that was kept and is not twice as large, or a new one.
+    /// Returns a room for `len` elements: a kept one that is less than twice as large, or a new one.
     pub(super) fn take(&mut self, dtype: DType, len: usize) -> Result<Room> {
         let fits = |room: &Room| room.dtype == dtype && (len..=2 * len).contains(&room.capacity);
         match self.0.iter().rposition(fits) {

@@ -1,4 +1,4 @@
-//! Where the pieces of a tensor along one dim lie in its memory.
+//! Memory layout of the pieces of a tensor along one dim.
 use super::plan::{Buffer, Place};
 
 /// Runs of elements at equal distances.
@@ -6,11 +6,11 @@ use super::plan::{Buffer, Place};
 pub(super) struct Rows {
     pub(super) buffer: Buffer,
     pub(super) start: usize,
-    /// The elements of a run.
+    /// The number of elements per run.
     pub(super) run: usize,
-    /// The runs.
+    /// The number of runs.
     pub(super) count: usize,
-    /// From one run's beginning to the next one's.
+    /// The distance between the starts of two runs.
     pub(super) stride: usize,
 }
 
@@ -22,36 +22,36 @@ impl Rows {
     }
 }
 
-/// A tensor's pieces along one dim, one for each member.
+/// A tensor's pieces along one dim, one per member.
 #[derive(Debug)]
 pub(super) struct Cut {
-    /// The runs that each piece has: the product of the dims before the cut one.
+    /// The number of runs of each piece: the product of the dims before the cut one.
     rows: usize,
-    /// By piece: where it begins in a row.
+    /// The start of each piece in a row.
     starts: Vec<usize>,
-    /// By piece: its elements.
+    /// The number of elements of each piece.
     lens: Vec<usize>,
-    /// The elements of a row of the whole.
+    /// The number of elements of a whole row.
     row: usize,
 }
 
-/// The elements behind one index of `dim`.
+/// Returns the number of elements per index of `dim`.
 pub(super) fn inner(shape: &[usize], dim: usize) -> usize {
     shape[dim + 1..].iter().product()
 }
 
-/// The pieces of a tensor of `shape` that is cut along `dim` into `sizes`.
+/// Returns the pieces of a tensor of `shape` that is cut along `dim` into `sizes`.
 pub(super) fn cut(shape: &[usize], dim: usize, sizes: &[usize]) -> Cut {
     Cut::new(shape[..dim].iter().product(), sizes.iter().map(|size| size * inner(shape, dim)))
 }
 
-/// The tensors of `shape`, but for `sizes` along `dim`, that are joined there: the pieces of the joined one.
+/// Returns the pieces of the tensor joined from tensors of `shape` with `sizes` along `dim`.
 pub(super) fn join(shape: &[usize], dim: usize, sizes: &[usize]) -> Cut {
     cut(shape, dim, sizes)
 }
 
 impl Cut {
-    /// Pieces that have `rows` runs each, of these lengths.
+    /// Creates pieces with `rows` runs each, of these lengths.
     fn new(rows: usize, runs: impl Iterator<Item = usize>) -> Self {
         let (mut starts, mut lens, mut row) = (Vec::new(), Vec::new(), 0);
         for run in runs {
@@ -62,28 +62,28 @@ impl Cut {
         Self { rows, starts, lens, row }
     }
 
-    /// Pieces of these lengths, one behind the other.
+    /// Creates consecutive pieces of these lengths.
     pub(super) fn flat(lens: impl Iterator<Item = usize>) -> Self {
         Self::new(1, lens)
     }
 
-    /// The elements of each piece.
+    /// Returns the number of elements of each piece.
     pub(super) fn lens(&self) -> &[usize] {
         &self.lens
     }
 
-    /// Whether the pieces lie one behind the other.
+    /// Returns whether the pieces are consecutive.
     pub(super) fn is_flat(&self) -> bool {
         self.rows <= 1
     }
 
-    /// Piece `i` within the whole, which lies in `buffer`.
+    /// Returns piece `i` within the whole, which lies in `buffer`.
     pub(super) fn rows(&self, i: usize, buffer: Buffer) -> Rows {
         let run = self.lens[i] / self.rows.max(1);
         Rows { buffer, start: self.starts[i], run, count: self.rows, stride: self.row }
     }
 
-    /// Piece `i` by itself, in as many runs as it has within the whole.
+    /// Returns piece `i` by itself, in as many runs as it has within the whole.
     pub(super) fn packed(&self, i: usize, place: Place) -> Rows {
         let run = self.lens[i] / self.rows.max(1);
         Rows { buffer: place.buffer, start: place.start, run, count: self.rows, stride: run }

@@ -1,4 +1,4 @@
-//! What is open and what has come, of all groups of a process.
+//! Open operations and arrived messages of all groups of a process.
 use super::header::{Signature, Slot};
 use super::mail::{Address, Letter, Mail};
 use super::native::MpiError;
@@ -15,16 +15,16 @@ pub(super) struct State {
     /// `None` after the end.
     pub(super) wire: Option<Wire>,
     pub(super) mail: Mail,
-    /// Collectives that are not done, or whose results nobody has taken.
+    /// Collectives that are not complete, or whose results have not been taken.
     pub(super) open: FxHashMap<Ticket, Open>,
     /// The groups of this rank.
     pub(super) groups: FxHashMap<u64, Group>,
 }
 
-/// How many of a group's last calls are kept, to name what differs in a message that comes late.
+/// How many of a group's last calls are kept, to name the difference for a late message.
 const RECENT: usize = 64;
 
-/// What is known of a group.
+/// The data of a group.
 #[derive(Default)]
 pub(super) struct Group {
     /// The number of its next collective.
@@ -33,18 +33,18 @@ pub(super) struct Group {
     recent: VecDeque<(u64, Signature)>,
 }
 
-/// A collective that was started.
+/// A started collective.
 pub(super) struct Open {
     pub(super) operation: Operation,
     pub(super) done: bool,
-    /// Nobody wants the results; the other members need this one to go on.
+    /// Whether the results were discarded; the other members still need this one to continue.
     pub(super) given_up: bool,
 }
 
-/// Names a collective that was started: its group and number.
+/// The id of a started collective: its group and number.
 pub(super) type Ticket = (u64, u64);
 
-/// What a thread waits for, which it is told of before other things are looked at.
+/// The event for which a thread waits; it is reported before other events are handled.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Wanted {
     Collective(Ticket),
@@ -62,13 +62,13 @@ impl State {
         }
     }
 
-    /// The wire and the mail, until the end.
+    /// Returns the wire and the mail, until the end.
     pub(super) fn wired(&mut self) -> Result<(&mut Wire, &mut Mail), Cause> {
         let Self { me, wire, mail, .. } = self;
         wire.as_mut().map(|wire| (wire, mail)).ok_or(Cause::Returned { rank: *me })
     }
 
-    /// Lets MPI go on, and every collective that can; tells whether anything moved, and brings the message that is wanted.
+    /// Drives MPI and every collective that can advance; returns whether anything moved, and the wanted message.
     pub(super) fn turn(&mut self, wanted: Option<Wanted>) -> Result<(bool, Option<Arrived>), Cause> {
         let Self { me, wire, mail, open, groups } = self;
         let Some(wire) = wire else { return Ok((false, None)) };
@@ -111,7 +111,7 @@ impl State {
             }
         }
         wire.listen_again().map_err(failed)?;
-        // Messages have moved the others on.
+        // Messages have advanced the other collectives.
         let mut ended = false;
         for open in open.values_mut().filter(|open| !open.done && open.operation.moves()) {
             open.done = open.operation.advance(wire)?;
@@ -124,14 +124,14 @@ impl State {
         Ok((moved, None))
     }
 
-    /// Whether others may wait for something that this process has yet to do.
+    /// Returns whether others may wait for something that this process must still do.
     pub(super) fn is_busy(&self) -> bool {
         self.wire.as_ref().is_some_and(Wire::is_sending) || self.open.values().any(|open| !open.done)
     }
 }
 
 impl Group {
-    /// What a message of a collective means that is done here: its sender has made another call.
+    /// Returns the cause for a message of a collective that is complete here: its sender has made another call.
     fn late(&self, me: usize, from: usize, number: u64, theirs: &Signature) -> Cause {
         let mine = self.recent.iter().find(|(nth, _)| *nth == number).map(|(_, mine)| mine);
         let what = mine.and_then(|mine| mine.difference(theirs)).unwrap_or("call");

@@ -1,4 +1,4 @@
-//! Data that MPI moves from or to the memory of tensors, without a copy.
+//! Transfers of data by MPI from or to the memory of tensors, without a copy.
 use super::native::{MpiResult, Private, Request};
 use super::room::Room;
 use candle_core::Tensor;
@@ -6,33 +6,33 @@ use std::collections::VecDeque;
 use std::mem;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// The most parts of one transfer that are under way at once: each costs a request of MPI's.
+/// The most parts of one transfer that are in flight at once: each costs an MPI request.
 const WINDOW: usize = 8;
 
-/// Which way the data goes.
+/// The direction of the data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Way {
     Out,
     In,
 }
 
-/// Where the data of a transfer is and goes.
+/// The data of a transfer and its peer.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Route {
     pub(super) way: Way,
     /// The other side, as a rank of the world.
     pub(super) peer: usize,
-    /// Of this transfer alone, among those that are under way between the two.
+    /// Unique among the transfers in flight between the two ranks.
     pub(super) tag: i32,
 }
 
-/// One message's data under way, in parts.
+/// The data of one message in flight, in parts.
 #[derive(Debug)]
 pub(super) struct Transfer {
     route: Route,
     data: *mut u8,
     len: usize,
-    /// What has been handed to MPI.
+    /// The number of bytes passed to MPI.
     posted: usize,
     most_bytes: usize,
     parts: VecDeque<Request>,
@@ -77,7 +77,7 @@ impl Transfer {
         Ok(())
     }
 
-    /// Lets MPI go on; whether all is done.
+    /// Drives MPI; returns whether all is done.
     pub(super) fn poll(&mut self, comm: &Private) -> MpiResult<bool> {
         while let Some(first) = self.parts.front_mut() {
             if first.test()?.is_none() {
@@ -90,7 +90,7 @@ impl Transfer {
     }
 }
 
-/// Lets MPI go on with each transfer, and forgets those that are done.
+/// Drives each transfer, and removes those that are done.
 pub(super) fn poll_all(transfers: &mut Vec<Transfer>, comm: &Private) -> MpiResult<()> {
     let mut at = 0;
     while let Some(transfer) = transfers.get_mut(at) {
@@ -102,7 +102,7 @@ pub(super) fn poll_all(transfers: &mut Vec<Transfer>, comm: &Private) -> MpiResu
     Ok(())
 }
 
-/// Transfers, and the memory that they use: it stays for as long as MPI may touch it.
+/// Transfers and their memory, which stays for as long as MPI may access it.
 pub(super) struct Held {
     pub(super) tensor: Option<Tensor>,
     pub(super) result: Option<Room>,
@@ -116,7 +116,7 @@ impl Held {
         Self { tensor, result, scratch, outgoing: Vec::new(), incoming: Vec::new() }
     }
 
-    /// Lets MPI go on; whether it is done with the memory.
+    /// Drives MPI; returns whether it is done with the memory.
     pub(super) fn poll(&mut self, comm: &Private) -> MpiResult<bool> {
         poll_all(&mut self.incoming, comm)?;
         poll_all(&mut self.outgoing, comm)?;
@@ -129,7 +129,7 @@ impl Drop for Held {
         if self.incoming.is_empty() && self.outgoing.is_empty() {
             return;
         }
-        // The world has failed, and nobody knows when MPI is done with what it was given.
+        // The world has failed, so it is not known when MPI is done with its memory.
         mem::forget((self.tensor.take(), self.result.take(), self.scratch.take()));
         static SAID: AtomicBool = AtomicBool::new(false);
         if !SAID.swap(true, Ordering::Relaxed) {

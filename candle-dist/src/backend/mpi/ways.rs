@@ -1,8 +1,8 @@
-//! The ways of blocks among members: each to each, Bruck's, and binomial trees.
+//! Algorithms that move blocks among members: direct exchange, Bruck's, and binomial trees.
 use super::plan::{Buffer, Move, Place, Planner};
 use smallvec::SmallVec;
 
-/// The message of these blocks, unless it has no elements.
+/// Returns the message of these blocks, unless it is empty.
 fn letter(peer: usize, blocks: impl IntoIterator<Item = Place>) -> Option<Move> {
     let mut places: SmallVec<[Place; 1]> = SmallVec::new();
     for block in blocks.into_iter().filter(|block| block.len > 0) {
@@ -21,7 +21,7 @@ impl Planner {
         let longest = to.iter().map(|place| place.len).max().unwrap_or(0);
         self.step();
         if me.size > 3 && self.is_small(longest) {
-            // After the step of distance d a member has the blocks of the 2d members from itself on.
+            // After the step of distance d, a member has the blocks of the 2d members from itself on.
             let block = |i: usize| if i == 0 { own } else { to[me.after(i)] };
             let mut distance = 1;
             while distance < me.size {
@@ -58,7 +58,7 @@ impl Planner {
         }
     }
 
-    /// Bruck's all_to_all: the block that has `i` members to go is passed on in the steps of the bits of `i`.
+    /// Bruck's all_to_all: a block with `i` members to go is forwarded in the steps of the bits of `i`.
     fn bruck(&mut self, from: &[Place], to: &[Place], len: impl Fn(usize, usize) -> usize) {
         let me = self.me;
         // The block in slot i is for the member that is i after the one that gave it.
@@ -83,14 +83,14 @@ impl Planner {
         }
     }
 
-    /// This member's place in a tree from `root`, and the distance to its parent there: a power of two.
+    /// Returns this member's place in a tree from `root`, and the distance to its parent: a power of two.
     fn in_tree(&self, root: usize) -> (usize, usize) {
         let place = self.me.behind(root);
         let up = if place == 0 { self.me.size.next_power_of_two() } else { 1 << place.trailing_zeros() };
         (place, up)
     }
 
-    /// The member at a place of the tree from `root`.
+    /// Returns the member at a place of the tree from `root`.
     fn at(&self, root: usize, place: usize) -> usize {
         (place + root) % self.me.size
     }
@@ -118,7 +118,7 @@ impl Planner {
     pub(super) fn tree_gather(&mut self, root: usize, own: Place, lens: &[usize], to: &[Place]) {
         let size = self.me.size;
         let (place, up) = self.in_tree(root);
-        // By place of the tree, what is here: this member's block, then those below it.
+        // The blocks that are here, by place in the tree: this member's block, then those below it.
         let mut held = vec![own];
         let mut distance = 1;
         while distance < up {

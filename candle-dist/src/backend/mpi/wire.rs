@@ -1,8 +1,8 @@
-//! Messages among the processes: posted without waiting, taken in whenever somebody looks.
+//! Messages between processes: sent without waiting, received whenever a thread checks.
 //!
-//! A message is a letter: a [`Header`], with its data behind it if that is small, because a copy then costs less than a
-//! second message. Large data follows on its own, from the sender's memory to the receiver's, once the receiver knows
-//! where it goes: MPI moves it then, as one copy where ranks share a host. Every process always has receives open for
+//! A message is a letter: a [`Header`], followed by its data if that is small, since a copy is then cheaper than a
+//! second message. Large data is sent separately, from the sender's memory to the receiver's, once the receiver knows
+//! its destination. MPI then moves it, as one copy if ranks share a host. Every process always has receives open for
 //! letters, so that a sender never waits for one.
 use super::header::{Body, HEADER_BYTES, Header, LETTER};
 use super::native::{Came, MpiError, MpiResult, Private, Request};
@@ -15,16 +15,16 @@ use std::mem;
 
 /// The tag of letters; data that follows one has its own.
 const LETTERS: i32 = 0;
-/// Up to this many bytes data goes with its header unless its plan says otherwise.
+/// Data of up to this many bytes is sent with its header, unless its plan says otherwise.
 pub(super) const TOGETHER: usize = 8 << 10;
-/// MPI counts the bytes of a message in 31 bits; data of more goes in several.
+/// MPI counts the bytes of a message in 31 bits; larger data is sent in several messages.
 pub(super) const MOST_BYTES: usize = 1 << 30;
-/// The receives that are open for letters: as many may come between two looks without another copy.
+/// The number of open receives for letters: as many may arrive between two checks without another copy.
 const OPEN: usize = 8;
-/// With this many open, new ones can wait until nothing else is to be done.
+/// With this many open, new ones can wait until there is nothing else to do.
 const ENOUGH: usize = OPEN / 2;
-/// The bytes that MPIs send at once, with their own header: between ranks of a host two such messages take half the time of
-/// one that is a little larger, for which the two sides must meet.
+/// The bytes that MPI implementations send eagerly, with their own header. Between ranks of a host two such messages
+/// take half the time of a slightly larger one, which needs a handshake.
 const AT_ONCE: usize = 3968;
 /// The buffers of sent letters that are kept.
 const SPARE_LETTERS: usize = 32;
@@ -39,16 +39,16 @@ pub(super) struct Wire {
     /// Letters that MPI is not done with.
     letters: Vec<(Vec<u8>, Request)>,
     spare_letters: Vec<Vec<u8>>,
-    /// Letters whose second half has yet to come: what is here, and the whole.
+    /// Letters whose second half has not arrived: the first half, and the whole.
     halves: Vec<(Came, Arrived)>,
-    /// Tensors that were sent to a rank and that MPI is not done with.
+    /// Sent tensors that MPI is not done with.
     parcels: Vec<Held>,
     rooms: Spares,
     most_bytes: usize,
     next_tag: i32,
 }
 
-/// A letter that has come.
+/// An arrived letter.
 pub(super) struct Arrived {
     /// The sender, as a rank of the world.
     pub(super) from: usize,
@@ -239,7 +239,7 @@ impl Wire {
         Ok(())
     }
 
-    /// Lets MPI go on with what was posted; returns true if anything is done.
+    /// Drives MPI for sent messages; returns true if anything is done.
     pub(super) fn poll(&mut self) -> MpiResult<bool> {
         let before = self.letters.len() + self.parcels.len();
         let mut at = 0;
@@ -262,17 +262,17 @@ impl Wire {
         Ok(self.letters.len() + self.parcels.len() < before)
     }
 
-    /// Memory for what is needed in between.
+    /// Returns temporary memory.
     pub(super) fn scratch(&mut self, dtype: DType, len: usize) -> Result<Room> {
         self.rooms.take(dtype, len)
     }
 
-    /// Takes such memory back.
+    /// Takes temporary memory back for reuse.
     pub(super) fn give_back(&mut self, room: Room) {
         self.rooms.keep(room);
     }
 
-    /// Ends this process's part, when nothing is to be sent or received any more.
+    /// Ends this process's part, when no message is in flight any more.
     pub(super) fn close(mut self) -> MpiResult<()> {
         let mut inbox = mem::take(&mut self.inbox);
         while let Some((room, request)) = inbox.pop_front() {
@@ -284,7 +284,7 @@ impl Wire {
         self.comm.free()
     }
 
-    /// Leaves the memory of all messages to MPI for good: after a failure nobody knows when it is done with it.
+    /// Leaks the memory of all messages to MPI: after a failure it is not known when MPI is done with it.
     pub(super) fn abandon(self) {
         mem::forget(self);
     }

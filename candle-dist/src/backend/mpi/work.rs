@@ -1,4 +1,4 @@
-//! What a member does itself in a collective: copies and reductions within the memory of its plan.
+//! A member's local work in a collective: copies and reductions within the memory of its plan.
 use super::plan::{Buffer, Place, Work};
 use super::room::Room;
 use super::shapes::Rows;
@@ -40,7 +40,7 @@ pub(super) fn bytes_of<'a>(tensor: &Tensor, storage: &'a StorageRef<'_>) -> Resu
     })
 }
 
-/// Where the buffers of a plan are.
+/// The addresses of a plan's buffers.
 pub(super) struct Memory {
     dtype: DType,
     starts: [*mut u8; Buffer::COUNT],
@@ -50,7 +50,7 @@ pub(super) struct Memory {
 unsafe impl Send for Memory {}
 
 impl Memory {
-    /// The memory of an input and of rooms, which whoever uses this keeps.
+    /// The memory of an input and of rooms, which the caller keeps alive.
     pub(super) fn new(dtype: DType, input: *const u8, result: Option<&Room>, scratch: Option<&Room>) -> Self {
         let room = |room: Option<&Room>| room.map_or(std::ptr::null_mut(), Room::data);
         Self { dtype, starts: [input.cast_mut(), room(result), room(scratch)] }
@@ -119,7 +119,7 @@ impl Memory {
     }
 }
 
-/// Does one work of a plan.
+/// Runs one piece of work of a plan.
 ///
 /// # Safety
 /// The plan fits the memory: its places lie within the buffers; what it reads has been written, and nobody writes to it;

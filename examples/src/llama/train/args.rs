@@ -1,4 +1,4 @@
-//! The part of the command line that is about training.
+//! The command-line arguments for training.
 
 use std::path::PathBuf;
 
@@ -11,24 +11,24 @@ use crate::cli::{Checked, UsageError, check_file, require};
 use crate::llama::args::DTypeName;
 use crate::pipeline::Pipeline;
 
-/// How to train; the comments on the fields are the program's help.
+/// The training options; the comments on the fields are the program's help.
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Training")]
 pub struct TrainArgs {
-    /// Learn this text, instead of writing one
+    /// Train on this text, instead of generating one
     #[arg(long, value_name = "FILE", conflicts_with_all = ["prompt", "max_tokens", "temperature", "top_p"])]
     pub train: Option<PathBuf>,
 
-    /// Steps of the optimizer, those before --resume among them [default: 100]; after the end of a decay the learning rate
-    /// stays as it is, unless --decay is given
+    /// Optimizer steps, including those before --resume [default: 100]; after the end of a decay the learning rate
+    /// stays constant, unless --decay is given
     #[arg(long, value_name = "N", requires = "train")]
     pub steps: Option<usize>,
 
-    /// Sequences in each step, on all ranks together [default: 8]
+    /// Sequences per step, on all ranks together [default: 8]
     #[arg(long, value_name = "N", requires = "train")]
     pub batch: Option<usize>,
 
-    /// Tokens in each sequence [default: 128]
+    /// Tokens per sequence [default: 128]
     #[arg(long, value_name = "N", requires = "train")]
     pub seq_len: Option<usize>,
 
@@ -36,19 +36,19 @@ pub struct TrainArgs {
     #[arg(long, value_name = "X", allow_negative_numbers = true, requires = "train")]
     pub lr: Option<f64>,
 
-    /// Steps in which the learning rate rises [default: 10]
+    /// Steps of the warm-up, in which the learning rate rises [default: 10]
     #[arg(long, value_name = "N", requires = "train")]
     pub warmup: Option<usize>,
 
-    /// How the learning rate falls until the last step [default: cosine]
+    /// Decay of the learning rate until the last step [default: cosine]
     #[arg(long, value_name = "NAME", requires = "train")]
     pub decay: Option<Decay>,
 
-    /// The share of the learning rate by which each step makes parameters smaller [default: 0.1]
+    /// Weight decay, relative to the learning rate [default: 0.1]
     #[arg(long, value_name = "X", allow_negative_numbers = true, requires = "train")]
     pub weight_decay: Option<f64>,
 
-    /// Largest norm of the gradients of a step, which are scaled down to it; 0 for any [default: 1]
+    /// Largest norm of the gradients of a step, which are scaled down to it; 0 for no limit [default: 1]
     #[arg(long, value_name = "X", allow_negative_numbers = true, requires = "train")]
     pub clip_norm: Option<f64>,
 
@@ -56,28 +56,28 @@ pub struct TrainArgs {
     #[arg(long, value_name = "N", default_value_t = 1, requires = "train")]
     pub dp: usize,
 
-    /// Cut parameters, gradients and the optimizer's state over --dp, where each layer is whole only while it runs
+    /// Shard parameters, gradients and optimizer state over --dp; each layer is whole only while it runs
     #[arg(long, requires = "train")]
     pub fsdp: bool,
 
-    /// The order in which stages compute: one of those that `--bin schedules` draws
+    /// Schedule of the stages: one of those that `--bin schedules` draws
     #[arg(long, value_name = "NAME", default_value = "1f1b", requires = "train")]
     pub schedule: ScheduleKind,
 
-    /// Stages of each rank [default: as many as the schedule needs]
+    /// Stages per rank [default: as many as the schedule needs]
     #[arg(long, value_name = "N", requires = "train")]
     pub virtual_stages: Option<usize>,
 
-    /// Parts that a replica sends through its stages one after the other [default: the fewest that leave ranks idle for less
-    /// than a fifth of a step, as far as the batch has sequences]
+    /// Microbatches per replica [default: the fewest that leave ranks idle for less than a fifth of a step, as far as
+    /// the batch has sequences]
     #[arg(long, value_name = "N", requires = "train")]
     pub microbatches: Option<usize>,
 
-    /// Parts of the batch whose gradients are added up, for less memory
+    /// Parts of the batch whose gradients are accumulated, to save memory
     #[arg(long, value_name = "N", default_value_t = 1, requires = "train")]
     pub accumulate: usize,
 
-    /// Keep the inputs of layers alone and compute the rest again in the backward pass, for less memory
+    /// Keep only the inputs of layers and recompute the rest in the backward pass, to save memory
     #[arg(long, requires = "train")]
     pub recompute: bool,
 
@@ -85,15 +85,15 @@ pub struct TrainArgs {
     #[arg(long, value_name = "FOLDER", requires = "train")]
     pub save: Option<PathBuf>,
 
-    /// Save each time that so many steps are made, and at the end [default: at the end]
+    /// Save a checkpoint every this many steps, and at the end [default: at the end]
     #[arg(long, value_name = "N", requires = "save")]
     pub save_every: Option<usize>,
 
-    /// Go on from the last checkpoint of this folder, on any mesh; what is not said stays as it was
+    /// Continue from the last checkpoint of this folder, on any mesh; options that are not given keep their values
     #[arg(long, value_name = "FOLDER", requires = "train", conflicts_with = "model")]
     pub resume: Option<PathBuf>,
 
-    /// Tell the loss of this text, from which nothing is learned, each time that a checkpoint is due, and at the end
+    /// Print the loss of this text, which is not trained on, with each checkpoint, and at the end
     #[arg(long, value_name = "FILE", requires = "train")]
     pub valid: Option<PathBuf>,
 
@@ -101,11 +101,11 @@ pub struct TrainArgs {
     #[arg(long, value_name = "N", requires = "valid")]
     pub valid_every: Option<usize>,
 
-    /// Steps between the lines that tell the loss
+    /// Steps between printed losses
     #[arg(long, value_name = "N", default_value_t = 10, requires = "train")]
     pub log_every: usize,
 
-    /// Write each step to this file, as a JSON object in a line; --resume appends to it
+    /// Write each step to this file, as one JSON object per line; --resume appends to it
     #[arg(long, value_name = "FILE", requires = "train")]
     pub log: Option<PathBuf>,
 }
@@ -113,10 +113,10 @@ pub struct TrainArgs {
 const MAX_RANKS: usize = 256;
 
 impl TrainArgs {
-    /// The recipe that the flags describe, where they say nothing that of the checkpoint, or `base`.
+    /// Returns the recipe of the flags; options without a flag are those of the checkpoint, or of `base`.
     ///
     /// # Errors
-    /// A sentence that names a flag, its value and a remedy.
+    /// A sentence with the flag, its value and a remedy.
     pub fn recipe(
         &self,
         dtype: Option<DTypeName>,
@@ -147,17 +147,18 @@ impl TrainArgs {
         }
     }
 
-    /// The mesh and the schedule for `pp` pipeline ranks, `tp` tensor-parallel ranks, and `batch` sequences in each step.
+    /// Returns the mesh and the schedule for `pp` pipeline ranks, `tp` tensor-parallel ranks, and `batch` sequences per
+    /// step.
     ///
     /// # Errors
-    /// A sentence that names the flags, if the schedule does not fit them.
+    /// A sentence with the flags, if the schedule does not fit them.
     pub fn pipeline(&self, pp: usize, tp: usize, batch: usize) -> Checked<Pipeline> {
         let (dp, kind) = (self.dp, self.schedule);
         let virtual_stages = self.virtual_stages.unwrap_or(kind.stages_per_rank());
         let asked = Pipeline { pp, dp, tp, kind, virtual_stages, microbatches: self.microbatches.unwrap_or(1) };
         let fits = match self.microbatches {
             Some(_) => asked.schedule().map(|_| asked),
-            // What the smallest part of the batch has sequences for.
+            // As many as the smallest part of the batch has sequences.
             None => asked.with_small_bubble(batch / (dp * self.accumulate)),
         };
         fits.map_err(|error| {
@@ -167,10 +168,10 @@ impl TrainArgs {
         })
     }
 
-    /// Checks what depends on no files.
+    /// Checks everything that does not depend on files.
     ///
     /// # Errors
-    /// A sentence that names a flag, its value and a remedy.
+    /// A sentence with the flag, its value and a remedy.
     pub fn validate(&self, dtype: Option<DTypeName>, pp: usize, tp: usize) -> Checked {
         if self.train.is_none() {
             return Ok(());
@@ -195,7 +196,7 @@ impl TrainArgs {
         if let Some(log) = &self.log {
             check_file("--log", log, "")?;
         }
-        // What a checkpoint may still say is checked with it.
+        // Options that may come from a checkpoint are checked with it.
         if self.resume.is_none() {
             let recipe = self.recipe(dtype, None, None, Recipe::default())?;
             self.check_batch(&recipe)?;
@@ -207,7 +208,7 @@ impl TrainArgs {
     /// Checks that there are sequences for all parts of the batch, equally many where replicas compute together.
     ///
     /// # Errors
-    /// A sentence that names the flags, their values and a remedy.
+    /// A sentence with the flags, their values and a remedy.
     pub fn check_batch(&self, recipe: &Recipe) -> Checked {
         let (batch, dp, accumulate) = (recipe.batch, self.dp, self.accumulate);
         let microbatches = self.microbatches.unwrap_or(1);

@@ -5,7 +5,7 @@ use std::f64::consts::PI;
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
-/// How the learning rate falls after the warm-up.
+/// The decay of the learning rate after the warm-up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Decay {
@@ -17,7 +17,7 @@ pub enum Decay {
     None,
 }
 
-/// What decay leaves in the end.
+/// The final share of the learning rate.
 const LEAST: f64 = 0.1;
 
 /// A learning rate that rises in a straight line, and falls.
@@ -33,13 +33,13 @@ const LEAST: f64 = 0.1;
 pub struct Rate {
     /// The rate after the warm-up.
     pub peak: f64,
-    /// Steps in which it rises.
+    /// The steps of the warm-up.
     pub warmup: usize,
-    /// How it falls.
+    /// The decay.
     pub decay: Decay,
     /// All steps; at the last the rate is all but the least.
     pub steps: usize,
-    /// The steps after which it had fallen, if the training went on after that: it stays there.
+    /// The steps after which it had fallen, if the training continued after that: it stays constant.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ended: Option<usize>,
 }
@@ -65,7 +65,8 @@ impl Rate {
         self.ended.unwrap_or(self.steps)
     }
 
-    /// This rate for a training that goes on after `start` steps at `saved`: where that has fallen, this one stays there.
+    /// Returns this rate for a training that continues after `start` steps at `saved`: if that has fallen, this one
+    /// stays there.
     #[must_use]
     pub fn after(self, saved: &Self, start: usize) -> Self {
         // A warm-up that took all steps left nothing to fall in.
