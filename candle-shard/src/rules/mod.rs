@@ -55,12 +55,12 @@
 //! # Rules for rows and computations
 //!
 //! - A row is correct: on inputs with its placements, the local computation returns this rank's part of the output. A
-//! row with partial sums requires a computation that is linear in all its partial inputs together.
+//!   row with partial sums requires a computation that is linear in all its partial inputs together.
 //! - The signature depends only on the inputs' [specs](DTensor::spec) and the `attributes`. They are the key of the
-//! plan cache. In debug builds the signature is computed again for a cached plan, and a difference is an error that
-//! names the op.
+//!   plan cache. In debug builds the signature is computed again for a cached plan, and a difference is an error that
+//!   names the op.
 //! - The computation keeps the gradient. candle's fused `LayerNorm`, `RmsNorm`, `softmax_last_dim`, `rope` and `sdpa`,
-//! and all of `apply_op*_no_bwd`, drop it without an error.
+//!   and all of `apply_op*_no_bwd`, drop it without an error.
 //! - Checks read specs, never local shapes. Then all ranks fail alike, and none waits for another.
 //!
 //! `test_utils::sweep` compares an op in all placements with one device. Inputs with equal layouts share one plan.
