@@ -296,7 +296,7 @@ impl Backend for MpiBackend {
     }
 
     fn monitored_barrier(&self, call: Call, timeout: Duration) -> Result<()> {
-        // Held meanwhile: rounds are entered in the order of their numbers, from whatever threads.
+        // Held until the end, so that threads enter rounds in the order of their numbers.
         let mut turn = self.turn.lock();
         let number = turn.next();
         let (control, circle) = (self.control(), &self.circle);
