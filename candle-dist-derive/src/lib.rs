@@ -1,7 +1,9 @@
 //! The derive macro of [candle-dist](https://docs.rs/candle-dist)'s `TensorTree`, which that crate gives out.
 use proc_macro2::{TokenStream, TokenTree};
 use quote::{format_ident, quote};
-use syn::{Data, DeriveInput, Error, Field, Fields, Ident, Index, Member, Result, parse_macro_input, parse_quote};
+use syn::{
+    Attribute, Data, DeriveInput, Error, Field, Fields, Ident, Index, Member, Result, parse_macro_input, parse_quote,
+};
 
 /// Makes a struct or an enum a `TensorTree` whose tensors are those of its fields, in the order of their declaration.
 ///
@@ -24,10 +26,12 @@ struct Part {
 
 fn expand(mut input: DeriveInput) -> Result<TokenStream> {
     let name = input.ident.clone();
+    refuse_keep(&input.attrs)?;
     let shapes: Vec<(TokenStream, Vec<Part>)> = match &input.data {
         Data::Struct(data) => vec![(quote!(Self), parts(&data.fields)?)],
         Data::Enum(data) => {
             let variant = |variant: &syn::Variant| {
+                refuse_keep(&variant.attrs)?;
                 let name = &variant.ident;
                 Ok((quote!(Self::#name), parts(&variant.fields)?))
             };
@@ -93,14 +97,27 @@ fn parts(fields: &Fields) -> Result<Vec<Part>> {
     fields.iter().enumerate().map(part).collect()
 }
 
+/// An error where the attribute stands elsewhere than at a field, and would be ignored.
+fn refuse_keep(attributes: &[Attribute]) -> Result<()> {
+    match attributes.iter().find(|attribute| attribute.path().is_ident("tensor_tree")) {
+        Some(attribute) => Err(Error::new_spanned(attribute, "keep belongs to a field; mark each field that is kept")),
+        None => Ok(()),
+    }
+}
+
 /// Whether a field says `#[tensor_tree(keep)]`; anything else in the attribute is an error.
 fn is_kept(field: &Field) -> Result<bool> {
     let mut is_kept = false;
     for attribute in field.attrs.iter().filter(|attribute| attribute.path().is_ident("tensor_tree")) {
+        let mut says = false;
         attribute.parse_nested_meta(|meta| {
-            is_kept |= meta.path.is_ident("keep");
-            if meta.path.is_ident("keep") { Ok(()) } else { Err(meta.error("the only word is keep")) }
+            says = meta.path.is_ident("keep");
+            if says { Ok(()) } else { Err(meta.error("the only word is keep")) }
         })?;
+        if !says {
+            return Err(Error::new_spanned(attribute, "the attribute is empty; its word is keep"));
+        }
+        is_kept = true;
     }
     Ok(is_kept)
 }
@@ -131,4 +148,53 @@ fn mentions(tokens: TokenStream, name: &Ident) -> bool {
         TokenTree::Group(group) => mentions(group.stream(), name),
         _ => false,
     })
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)] // a panic is how a test fails
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_keep_that_is_not_at_a_field_is_an_error() {
+        let misplaced: [DeriveInput; 3] = [
+            parse_quote!(
+                #[tensor_tree(keep)]
+                struct Whole {
+                    x: Tensor,
+                }
+            ),
+            parse_quote!(
+                enum Variant {
+                    #[tensor_tree(keep)]
+                    Kept(Tensor),
+                    Other,
+                }
+            ),
+            parse_quote!(
+                #[tensor_tree(keep)]
+                enum Whole {
+                    One(Tensor),
+                }
+            ),
+        ];
+        for input in misplaced {
+            let error = expand(input).unwrap_err().to_string();
+            assert!(error.contains("belongs to a field"), "{error}");
+        }
+        let empty: DeriveInput = parse_quote!(
+            struct Empty {
+                #[tensor_tree()]
+                x: Tensor,
+            }
+        );
+        assert!(expand(empty).is_err());
+        let good: DeriveInput = parse_quote!(
+            struct Good {
+                #[tensor_tree(keep)]
+                x: NoTree,
+            }
+        );
+        assert!(expand(good).is_ok());
+    }
 }

@@ -40,7 +40,8 @@ impl FreeableTensor {
     /// Creates a handle for a tensor that owns its memory.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if the tensor is not contiguous from the start of its memory: others may use the rest.
+    /// [`Error::Invalid`] if the tensor has no memory, or is not all of its memory: others may use the rest. On a GPU, a
+    /// contiguous view of the start of the memory is not detected.
     pub fn new(tensor: Tensor) -> Result<Self> {
         check_owner(&tensor)?;
         Ok(Self(Arc::new(Inner { tensor, is_allocated: Mutex::new(true) })))
@@ -103,10 +104,13 @@ impl FreeableTensor {
     /// # Errors
     /// If candle fails.
     pub fn alloc(&self) -> Result<bool> {
-        if self.is_allocated() {
+        // Held until the end, so that zeros do not replace what another thread fills in.
+        let mut is_allocated = self.0.is_allocated.lock();
+        if *is_allocated {
             return Ok(false);
         }
-        self.fill(Tensor::zeros(self.shape(), self.dtype(), self.device())?)?;
+        self.take(&Tensor::zeros(self.shape(), self.dtype(), self.device())?)?;
+        *is_allocated = true;
         Ok(true)
     }
 
@@ -124,14 +128,19 @@ impl FreeableTensor {
             let own = self.device().location();
             return Err(invalid(format!("{dtype}{dims:?} on {device:?} does not fit {self} on {own:?}")));
         }
-        check_owner(&tensor)?;
         let mut is_allocated = self.0.is_allocated.lock();
+        check_owner(&tensor)?;
+        self.take(&tensor)?;
+        *is_allocated = true;
+        Ok(())
+    }
+
+    fn take(&self, tensor: &Tensor) -> Result<()> {
         if tensor.elem_count() > 0 {
-            let hand = Exchange::of(&tensor);
+            let hand = Exchange::of(tensor);
             tensor.inplace_op1(&hand)?;
             self.0.tensor.inplace_op1(&hand)?;
         }
-        *is_allocated = true;
         Ok(())
     }
 
@@ -148,14 +157,41 @@ impl FreeableTensor {
     }
 }
 
+/// Refuses a tensor without memory, and a view of a part of its memory. Only host memory tells its size.
 fn check_owner(tensor: &Tensor) -> Result<()> {
-    if tensor.is_contiguous() && tensor.layout().start_offset() == 0 {
+    let (dtype, dims) = (tensor.dtype().as_str(), tensor.dims());
+    let (storage, layout) = tensor.storage_and_layout();
+    if storage.dtype() != tensor.dtype() {
+        let reason = "has no memory: it is free, or has been given away";
+        return Err(invalid(format!("{dtype}{dims:?} {reason}; give a tensor that can be read")));
+    }
+    let is_whole = match &*storage {
+        Storage::Cpu(memory) => [0, elements(memory)].contains(&layout.shape().elem_count()),
+        _ => true,
+    };
+    if layout.is_contiguous() && layout.start_offset() == 0 && is_whole {
         return Ok(());
     }
-    let (dtype, dims) = (tensor.dtype().as_str(), tensor.dims());
     Err(invalid(format!(
         "{dtype}{dims:?} is a view of memory that others may use; copy it first with force_contiguous"
     )))
+}
+
+/// Returns the number of elements in host memory.
+const fn elements(memory: &CpuStorage) -> usize {
+    match memory {
+        CpuStorage::U8(x) => x.len(),
+        CpuStorage::U32(x) => x.len(),
+        CpuStorage::I16(x) => x.len(),
+        CpuStorage::I32(x) => x.len(),
+        CpuStorage::I64(x) => x.len(),
+        CpuStorage::BF16(x) => x.len(),
+        CpuStorage::F16(x) => x.len(),
+        CpuStorage::F32(x) => x.len(),
+        CpuStorage::F64(x) => x.len(),
+        CpuStorage::F8E4M3(x) => x.len(),
+        CpuStorage::F6E2M3(x) | CpuStorage::F6E3M2(x) | CpuStorage::F4(x) | CpuStorage::F8E8M0(x) => x.len(),
+    }
 }
 
 /// Returns the storage of a tensor without memory: one element.
@@ -283,6 +319,40 @@ mod tests {
         handle.fill(given.clone()).unwrap();
         assert!(given.to_vec2::<f32>().is_err(), "it is used up");
         assert_eq!(format!("{handle:?}"), "FreeableTensor(f32[2, 3], allocated)");
+    }
+
+    #[test]
+    fn memory_that_was_given_away_or_is_free_is_not_taken_again() {
+        let handles = [(); 2].map(|()| FreeableTensor::freed((2, 3), DType::F32, &Device::Cpu).unwrap());
+        let given = zeros((2, 3), DType::F32);
+        handles[0].fill(given.clone()).unwrap();
+        let free = FreeableTensor::freed((2, 3), DType::F32, &Device::Cpu).unwrap().graph_node().clone();
+        for without in [given, free] {
+            for error in [handles[1].fill(without.clone()).unwrap_err(), FreeableTensor::new(without).unwrap_err()] {
+                assert!(error.to_string().contains("f32[2, 3] has no memory"), "{error}");
+            }
+            assert!(!handles[1].is_allocated());
+        }
+        // A tensor of one element, or of a handle's own.
+        let one = FreeableTensor::freed(1, DType::U8, &Device::Cpu).unwrap();
+        assert!(one.alloc().unwrap() && one.tensor().unwrap().to_vec1::<u8>().unwrap() == [0]);
+        assert!(
+            FreeableTensor::new(FreeableTensor::freed(1, DType::U8, &Device::Cpu).unwrap().graph_node().clone())
+                .is_err()
+        );
+        handles[0].fill(handles[0].tensor().unwrap()).unwrap();
+        assert_eq!(handles[0].tensor().unwrap().sum_all().unwrap().to_scalar::<f32>().unwrap(), 0.0);
+    }
+
+    #[test]
+    fn a_view_of_the_beginning_of_larger_memory_is_refused() {
+        let whole = zeros((4, 3), DType::F32);
+        let handle = FreeableTensor::freed((2, 3), DType::F32, &Device::Cpu).unwrap();
+        let first = whole.narrow(0, 0, 2).unwrap();
+        for error in [handle.fill(first.clone()).unwrap_err(), FreeableTensor::new(first).unwrap_err()] {
+            assert!(error.to_string().contains("is a view of memory that others may use"), "{error}");
+        }
+        assert_eq!(whole.sum_all().unwrap().to_scalar::<f32>().unwrap(), 0.0);
     }
 
     #[test]

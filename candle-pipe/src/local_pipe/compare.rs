@@ -59,6 +59,9 @@ impl<B: Scope> Pipe<B> {
         tolerance: f64,
         plain: impl FnOnce(&B, &[Value], &Kwargs) -> Result<Kwargs>,
     ) -> Result<()> {
+        if tolerance.is_nan() || tolerance < 0.0 {
+            return Err(Error::Pipe(format!("a comparison with tolerance {tolerance}; give a number from 0")));
+        }
         let local = LocalPipe::new(self, scope, device)?;
         let (outputs, named) = scope.on(device)?.watch(|scope| plain(scope, args, kwargs))?;
         let batch = split_args_kwargs_into_chunks(args, kwargs, 1, None, None)?;
@@ -68,16 +71,20 @@ impl<B: Scope> Pipe<B> {
 
         let mut found = Differences { tolerance, texts: Vec::new() };
         let made = step.outputs[0].map()?;
-        for name in made.keys().filter(|name| !outputs.contains_key(*name) && *name != LOSS) {
+        // Without a loss, the name is that of any output.
+        let is_output = |name: &str| !has_loss || name != LOSS;
+        for name in made.keys().filter(|name| !outputs.contains_key(*name) && is_output(name)) {
             found.add(format!("output {name:?} is the pipe's alone"));
         }
-        for (name, want) in outputs.iter().filter(|(name, _)| *name != LOSS) {
+        for (name, want) in outputs.iter().filter(|(name, _)| is_output(name)) {
             match made.get(name) {
                 Some(got) => found.values(&format!("output {name:?}"), got, want)?,
+                None if name == LOSS => {} // said below
                 None => found.add(format!("output {name:?} is the plain model's alone")),
             }
         }
-        let loss = outputs.get(LOSS).map(Value::full_tensor).transpose()?;
+        let is_loss = has_loss || !made.contains_key(LOSS);
+        let loss = outputs.get(LOSS).filter(|_| is_loss).map(Value::full_tensor).transpose()?;
         match (has_loss, &loss) {
             (true, Some(want)) => found.tensors("the loss", step.loss()?, want)?,
             (true, None) => found.add("the loss is the pipe's alone; give it among the outputs as \"loss\"".into()),

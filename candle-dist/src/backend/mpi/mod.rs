@@ -296,7 +296,9 @@ impl Backend for MpiBackend {
     }
 
     fn monitored_barrier(&self, call: Call, timeout: Duration) -> Result<()> {
-        let number = self.turn.lock().next();
+        // Held until the end, so that threads enter rounds in the order of their numbers.
+        let mut turn = self.turn.lock();
+        let number = turn.next();
         let (control, circle) = (self.control(), &self.circle);
         control.enter_monitored(circle.id, &circle.ranks, number, &call, timeout).map(drop)
     }

@@ -365,3 +365,29 @@ fn a_list_whose_module_loses_gradients_is_refused() {
     let error = LocalPipe::new(&g.finish(EqualCount(1)).unwrap(), &vb, &Device::Cpu).map(drop).unwrap_err().to_string();
     assert!(error.contains("has a gradient of \"norm.") && error.contains("such as a fused norm"), "{error}");
 }
+
+#[test]
+fn an_output_named_loss_that_is_no_loss_is_compared_as_an_output() {
+    let pipe = |slope: f64| {
+        let mut g = Builder::new();
+        let x = g.input("x", In::Arg);
+        let y = g.func("scale", move |xs, _| Ok((xs[0].tensor()? * slope)?.into()), [x]);
+        g.output("loss", y);
+        g.loss_spec(false, Reduction::Mean);
+        g.finish(EqualCount(1)).unwrap()
+    };
+    let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F64, &Device::Cpu);
+    let args = [numbers("x", &[2, 3]).into()];
+    let check = |slope: f64, tolerance: f64| {
+        let plain = |_: &Vb, args: &[Value], _: &Kwargs| {
+            Ok(Kwargs::from([("loss".to_owned(), (args[0].tensor()? * 2.0)?.into())]))
+        };
+        let checked = pipe(slope).check_against(&vb, &Device::Cpu, &args, &Kwargs::new(), tolerance, plain);
+        checked.map_err(|error| error.to_string())
+    };
+    assert_eq!(check(2.0, 1e-12), Ok(()));
+    let text = check(3.0, 1e-12).unwrap_err();
+    assert!(text.contains("output \"loss\" is off by"), "{text}");
+    let text = check(3.0, f64::NAN).unwrap_err();
+    assert!(text.contains("tolerance NaN"), "{text}");
+}

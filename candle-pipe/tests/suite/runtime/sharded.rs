@@ -170,6 +170,84 @@ fn sharded_values_pass_between_ranks() {
     }
 }
 
+/// Linear layers whose results go from stage to stage as `lies` has them, some used twice: by a sharded layer, and as they are.
+fn cut_between(lies: fn(usize) -> [candle_shard::Placement; 1]) -> PipeBuilder<ShardedVarBuilder> {
+    let mut g = PipeBuilder::<ShardedVarBuilder>::new();
+    let x = g.input("x", In::Arg);
+    let mut h = x;
+    for i in 0..4 {
+        let y = h;
+        let up = move |vb: &ShardedVarBuilder| {
+            let up = Linear::new(4, 5, true, &vb.pp("up"))?;
+            Ok(sharded_op(vb.mesh(), move |x| up.forward(x)?.tanh()))
+        };
+        h = g.module(&format!("blocks.{i}"), up, [h]);
+        let down = move |vb: &ShardedVarBuilder| {
+            let down = Linear::new(5, 4, true, &vb.pp("down"))?;
+            Ok(sharded_op(vb.mesh(), move |x| down.forward(x)?.redistribute(&lies(i))))
+        };
+        h = g.module(&format!("blocks.b{i}"), down, [h]);
+        if i > 0 {
+            h = g.func(&format!("add{i}"), |xs, _| Ok(xs[0].dtensor()?.add(xs[1].dtensor()?)?.into()), [h, y]);
+        }
+    }
+    g.output("y", h);
+    let mean = g.func("mean", |xs, _| Ok(xs[0].dtensor()?.sqr()?.sum_all()?.into()), [h]);
+    g.loss(mean, Reduction::Sum);
+    g
+}
+
+#[test]
+fn partial_and_replicated_values_pass_between_ranks_as_on_one_device() {
+    use candle_shard::{Placement, Replicate};
+    type Lies = fn(usize) -> [Placement; 1];
+    let kinds: [(&str, Lies); 3] = [
+        ("partial", |_| [Placement::PARTIAL_SUM]),
+        ("replicated", |_| [Replicate]),
+        ("mixed", |i| [[Placement::PARTIAL_SUM, Replicate, Shard(1), Shard(0)][i]]),
+    ];
+    for (name, lies) in kinds {
+        let want = on_ranks(1, name, move |ctx| -> Result<Found> {
+            let vb = builder(&ctx.mesh(&[("tp", 1)])?)?;
+            let local = LocalPipe::new(&cut_between(|_| [Replicate]).finish(EqualCount(1))?, &vb, &Device::Cpu)?;
+            let mut step = local.forward_backward(&batch(4)?, &StepOptions::default())?;
+            let mut found = gradients(&vb, &mut step.grads)?;
+            found.insert("loss".into(), numbers(step.loss()?)?);
+            Ok(found)
+        })
+        .swap_remove(0);
+        for (pp, tp, kind, per_rank) in [
+            (1, 3, ScheduleKind::OneFOneB, 1),
+            (2, 2, ScheduleKind::OneFOneB, 1),
+            (2, 2, ScheduleKind::Zbv, 2),
+            (3, 2, ScheduleKind::ZbH1, 1),
+            (4, 1, ScheduleKind::GPipe, 1),
+            (2, 2, ScheduleKind::Interleaved1F1B, 4),
+        ] {
+            let want = want.clone();
+            let label = format!("{name}, {kind}, pp {pp}, tp {tp}");
+            on_ranks(pp * tp, &label.clone(), move |ctx| -> Result<()> {
+                let mesh = ctx.mesh(&[("pp", pp), ("tp", tp)])?;
+                let (vb, schedule) = (builder(&mesh.axis("tp")?)?, kind.schedule(pp, 4, per_rank)?);
+                let pipe = cut_between(lies).finish(EqualCount(schedule.stages()))?;
+                let runtime = Runtime::new(&pipe, &schedule, mesh.axis_group("pp")?, &vb, &Device::Cpu)?;
+                let batch = batch(4)?;
+                for keep in [Keep::Activations, Keep::Inputs] {
+                    let mut step =
+                        runtime.forward_backward(&batch, &StepOptions { keep, ..StepOptions::default() })?.step;
+                    let mut found = gradients(&vb, &mut step.grads)?;
+                    if let Ok(loss) = step.loss() {
+                        found.insert("loss".into(), numbers(loss)?);
+                    }
+                    assert!(!found.is_empty());
+                    compare(&found, &want, &label);
+                }
+                Ok(())
+            });
+        }
+    }
+}
+
 #[test]
 fn a_cut_between_sharded_values_costs_no_collective() {
     let counts = on_ranks(2, "collectives", |ctx| -> Result<Vec<usize>> {

@@ -11,6 +11,7 @@ pub(crate) const CASES: &[Case] = &[
     Case { name: "groups that overlap do not meet", least: 2, run: overlapping },
     Case { name: "several groups of the same ranks do not meet", least: 2, run: twins },
     Case { name: "a monitored barrier lets all pass", least: 1, run: monitored },
+    Case { name: "monitored barriers of several threads on one group", least: 1, run: monitored_by_threads },
     Case { name: "meshes, and text from rank to rank", least: 1, run: meshes },
 ];
 
@@ -102,4 +103,15 @@ fn monitored(ctx: &RankContext) -> Result<()> {
         pending.wait()?;
     }
     Ok(())
+}
+
+fn monitored_by_threads(ctx: &RankContext) -> Result<()> {
+    let g = ctx.group();
+    g.barrier()?;
+    std::thread::scope(|scope| {
+        let come = || (0..100).try_for_each(|_| g.monitored_barrier(Duration::from_secs(20)));
+        let threads: Vec<_> = (0..4).map(|_| scope.spawn(come)).collect();
+        threads.into_iter().try_for_each(|thread| thread.join().expect("no panic"))
+    })?;
+    g.barrier()
 }
