@@ -25,7 +25,7 @@ const CANDLE_DIST: &[Folder] = &[
     folder(
         "",
         &[
-            "bits call guide hash link threads values",
+            "bits call guide hash link readme threads values",
             "comm error",
             "freeable launch tree",
             "control",
@@ -57,24 +57,18 @@ const CANDLE_DIST: &[Folder] = &[
     Folder {
         path: "backend/mpi",
         floors: &[
-            "agree header native patience room shapes",
+            "agree header native patience room shapes sums",
             "mail plan transfer",
             "ways wire work",
+            "part",
             "operation",
+            "known state",
             "engine",
             "keeper",
             "mod",
         ],
-        // `mod` holds the settings; `plan` and `operation` hold places in memory.
-        up: &[
-            ("engine", "mod"),
-            ("keeper", "mod"),
-            ("operation", "mod"),
-            ("plan", "mod"),
-            ("shapes", "plan"),
-            ("wire", "mod"),
-            ("work", "operation"),
-        ],
+        // `mod` starts the backend; `plan` holds places in memory; an operation is made of a call that was kept, and of parts.
+        up: &[("keeper", "mod"), ("operation", "known"), ("part", "known"), ("part", "operation"), ("shapes", "plan")],
     },
     Folder {
         path: "backend/nccl",
@@ -111,7 +105,7 @@ const CANDLE_DIST: &[Folder] = &[
 const CANDLE_SHARD: &[Folder] = &[Folder {
     path: "",
     floors: &[
-        "disk error guide kernels porting random scoped",
+        "changes disk error guide kernels porting random readme scoped",
         "placement sharding_spec",
         "spec",
         "agreement description explain strict visualize",
@@ -136,9 +130,9 @@ const CANDLE_SHARD: &[Folder] = &[Folder {
         ("explain", "redistribute"),
         ("fsdp", "nn"),
         ("ops", "embedding"),
-        ("ops", "nn"),
         ("redistribute", "nn"),
         ("sparse", "embedding"),
+        ("sparse", "nn"),
         ("spec", "dtensor"),
         ("strict", "dtensor"),
         ("strict", "rules"),
@@ -150,7 +144,7 @@ const CANDLE_SHARD: &[Folder] = &[Folder {
 const CANDLE_PIPE: &[Folder] = &[folder(
     "",
     &[
-        "action cuts guide nearest",
+        "action cuts guide nearest readme",
         "error",
         "grads schedule value",
         "graph",
