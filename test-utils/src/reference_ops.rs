@@ -78,9 +78,9 @@ pub(crate) fn embedding(weight: &Tensor, ids: &Tensor) -> Result<Tensor> {
 
 /// Layer norm over the last dim (Ba et al., 2016).
 fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Result<Tensor> {
-    let centred = x.broadcast_sub(&x.mean_keepdim(D::Minus1)?)?;
-    let stdev = (centred.sqr()?.mean_keepdim(D::Minus1)? + eps)?.sqrt()?;
-    centred.broadcast_div(&stdev)?.broadcast_mul(weight)?.broadcast_add(bias)
+    let centered = x.broadcast_sub(&x.mean_keepdim(D::Minus1)?)?;
+    let stdev = (centered.sqr()?.mean_keepdim(D::Minus1)? + eps)?.sqrt()?;
+    centered.broadcast_div(&stdev)?.broadcast_mul(weight)?.broadcast_add(bias)
 }
 
 /// RMS norm over the last dim (Zhang and Sennrich, 2019).

@@ -65,7 +65,7 @@ fn rows(step: usize, count: usize) -> Tensor {
 fn mlp_on_one_device(seed: usize, batch: usize, max_norm: f64) -> (Vec<Tensor>, Vec<Tensor>, f64) {
     let model = Mlp::new(seed);
     let vars = named_vars(&model.map);
-    let mut optimiser = AdamW::new(model.map.all_vars(), adam()).unwrap();
+    let mut optimizer = AdamW::new(model.map.all_vars(), adam()).unwrap();
     let mut first = None;
     for step in 0..STEPS {
         let grads = model.loss(&rows(step, batch)).unwrap().backward().unwrap();
@@ -77,7 +77,7 @@ fn mlp_on_one_device(seed: usize, batch: usize, max_norm: f64) -> (Vec<Tensor>, 
             clipped.insert(v, (grads.get(v).unwrap() * scale).unwrap());
         }
         first.get_or_insert_with(|| (vars.iter().map(|(_, v)| clipped.get(v).unwrap().clone()).collect(), norm));
-        optimiser.step(&clipped).unwrap();
+        optimizer.step(&clipped).unwrap();
     }
     let (grads, norm) = first.unwrap();
     (vars.iter().map(|(_, v)| v.as_tensor().copy().unwrap()).collect(), grads, norm)
@@ -99,7 +99,7 @@ fn mlp_equals_one_device(world: usize, batch: usize, max_norm: f64, how: How) {
         let vars = named_vars(&model.map);
         let options = DataParallelOptions { bucket_bytes: 100, ..DataParallelOptions::default() };
         let dp = DataParallel::new(ctx.group(), &vars, &options)?;
-        let mut optimiser = AdamW::new(model.map.all_vars(), adam())?;
+        let mut optimizer = AdamW::new(model.map.all_vars(), adam())?;
         let (start, len) = part(batch, ctx.rank(), world);
         for step in 0..STEPS {
             let mine = rows(step, batch).narrow(0, start, len)?;
@@ -128,7 +128,7 @@ fn mlp_equals_one_device(world: usize, batch: usize, max_norm: f64, how: How) {
                     assert_close(grad, want, 1e-12, name);
                 }
             }
-            optimiser.step(&grads)?;
+            optimizer.step(&grads)?;
         }
         for ((name, var), want) in vars.iter().zip(&params) {
             assert_close(var, want, 1e-8, name);

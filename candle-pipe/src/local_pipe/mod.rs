@@ -35,7 +35,7 @@ use std::collections::BTreeMap;
 /// let parameters = VarMap::new();
 /// let vb = VarBuilder::from_varmap(&parameters, DType::F32, &Device::Cpu);
 /// let local = LocalPipe::new(&pipe, &vb, &Device::Cpu)?;
-/// let mut optimiser = SGD::new(parameters.all_vars(), 1e-4)?;
+/// let mut optimizer = SGD::new(parameters.all_vars(), 1e-4)?;
 ///
 /// let x = Tensor::new(&[[1f32], [2.], [3.], [4.], [5.]], &Device::Cpu)?;
 /// let batch = split_args_kwargs_into_chunks(&[(&x).into(), (&x).into()], &Kwargs::new(), 2, None, None)?;
@@ -43,7 +43,7 @@ use std::collections::BTreeMap;
 /// for step in 0..2 {
 ///     let result = local.forward_backward(&batch, &StepOptions { step, ..StepOptions::default() })?;
 ///     losses.push(result.loss()?.to_scalar::<f32>()?);
-///     optimiser.step(&result.grads)?;
+///     optimizer.step(&result.grads)?;
 /// }
 /// assert!(losses[1] < losses[0]);
 /// # Ok::<(), candle_pipe::Error>(())

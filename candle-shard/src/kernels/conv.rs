@@ -8,7 +8,7 @@ pub struct Conv {
     pub padding: usize,
     /// How far the kernel moves.
     pub stride: usize,
-    /// The distance of neighbours in the kernel.
+    /// The distance of neighbors in the kernel.
     pub dilation: usize,
     /// Groups of channels that do not see each other.
     pub groups: usize,

@@ -79,8 +79,8 @@ pub(crate) fn weighted_cross_entropy(
         return composed(&x, &goals, join);
     }
     let (here, partial) = match x.dtype() {
-        DType::F64 => normaliser::<f64>(&x)?,
-        _ => normaliser::<f32>(&x)?,
+        DType::F64 => normalizer::<f64>(&x)?,
+        _ => normalizer::<f32>(&x)?,
     };
     let top = join(&here, ReduceOp::Max)?;
     let norm = join(&(partial * (here - &top)?.exp()?)?, ReduceOp::Sum)?;
@@ -90,7 +90,7 @@ pub(crate) fn weighted_cross_entropy(
 /// Returns the largest logit of each row, and the sum of the exponentials of all differences to it.
 ///
 /// The sum is 0 for a row without a finite logit, so that it does not affect pieces that have one.
-fn normaliser<T: Real>(x: &Tensor) -> Result<(Tensor, Tensor)> {
+fn normalizer<T: Real>(x: &Tensor) -> Result<(Tensor, Tensor)> {
     let (rows, classes) = x.dims2()?;
     let x = Reading::new(x);
     let xs = x.elements::<T>()?;

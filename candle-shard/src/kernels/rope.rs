@@ -8,7 +8,7 @@ pub enum RopePairs {
     /// Element `i` with element `i + d/2`, as in GPT-NeoX and in Llama's Hugging Face layout.
     Halves,
     /// Element `2i` with element `2i + 1`, as in the paper.
-    Neighbours,
+    Neighbors,
 }
 
 /// The rotary position embedding: rotates pair `i` of the row at position `p` by an angle that depends on `p` and `i`.
@@ -25,7 +25,7 @@ pub enum RopePairs {
 /// let x = Tensor::new(&[[1f64, 2., 3., 4.]], &Cpu)?;
 /// let (cos, sin) = (Tensor::new(&[[1f64, 0.]], &Cpu)?, Tensor::new(&[[0f64, 1.]], &Cpu)?);
 /// assert_eq!(rope(&x, &cos, &sin, 0, RopePairs::Halves)?.to_vec2::<f64>()?, [[1., -4., 3., 2.]]);
-/// assert_eq!(rope(&x, &cos, &sin, 0, RopePairs::Neighbours)?.to_vec2::<f64>()?, [[1., 2., -4., 3.]]);
+/// assert_eq!(rope(&x, &cos, &sin, 0, RopePairs::Neighbors)?.to_vec2::<f64>()?, [[1., 2., -4., 3.]]);
 /// # Ok(())
 /// # }
 /// ```
@@ -61,7 +61,7 @@ fn composed(x: &Tensor, cos: &Tensor, sin: &Tensor, half: usize, pairs: RopePair
     let lead = &x.dims()[..x.rank() - 1];
     let (split, dim) = match pairs {
         RopePairs::Halves => ([lead, &[2, half]].concat(), lead.len()),
-        RopePairs::Neighbours => ([lead, &[half, 2]].concat(), lead.len() + 1),
+        RopePairs::Neighbors => ([lead, &[half, 2]].concat(), lead.len() + 1),
     };
     let parts = x.reshape(split)?;
     let [a, b] = [0, 1].map(|i| parts.narrow(dim, i, 1)?.squeeze(dim));
@@ -104,7 +104,7 @@ impl Rope {
                                 *b = x * (sign * sin) + y * cos;
                             }
                         }
-                        RopePairs::Neighbours => {
+                        RopePairs::Neighbors => {
                             let (outs, xs) = (out.as_chunks_mut::<2>().0, x.as_chunks::<2>().0);
                             for (([a, b], &[x, y]), (&cos, &sin)) in outs.iter_mut().zip(xs).zip(angles) {
                                 *a = x * cos - y * (sign * sin);
@@ -156,7 +156,7 @@ mod tests {
     fn the_composed_form_equals_the_fused_one() -> Result<()> {
         let [x, cos, sin] = [&[2, 3, 6][..], &[3, 3], &[3, 3]].map(|shape| Tensor::randn(0f64, 1.0, shape, &Cpu));
         let (x, cos, sin) = (x?, cos?, sin?);
-        for pairs in [RopePairs::Halves, RopePairs::Neighbours] {
+        for pairs in [RopePairs::Halves, RopePairs::Neighbors] {
             let diff = (composed(&x, &cos, &sin, 3, pairs)? - rope(&x, &cos, &sin, 0, pairs)?)?;
             assert!(diff.abs()?.max_all()?.to_scalar::<f64>()? < 1e-14, "{pairs:?}");
         }

@@ -274,8 +274,8 @@ fn gradients_of_group_norm_and_avg_pool2d() {
         |x| {
             let (b, c, h, w) = x[0].dims4()?;
             let rows = x[0].reshape((b, 2, c / 2 * h * w))?;
-            let centred = rows.broadcast_sub(&rows.mean_keepdim(2)?)?;
-            let normal = centred.broadcast_div(&(centred.sqr()?.mean_keepdim(2)? + 1e-5)?.sqrt()?)?;
+            let centered = rows.broadcast_sub(&rows.mean_keepdim(2)?)?;
+            let normal = centered.broadcast_div(&(centered.sqr()?.mean_keepdim(2)? + 1e-5)?.sqrt()?)?;
             let scaled = normal.reshape((b, c, h, w))?.broadcast_mul(&x[1].reshape((c, 1, 1))?)?;
             scaled.broadcast_add(&x[2].reshape((c, 1, 1))?)
         },

@@ -114,17 +114,17 @@ pub(crate) fn nearest(x: &Tensor, dim: usize, size: usize) -> Result<Tensor> {
 pub(crate) fn group_norm(x: &[Tensor], groups: usize, eps: f64) -> Result<Tensor> {
     let shape = x[0].dims().to_vec();
     let rows = x[0].reshape((shape[0], groups, ()))?;
-    let centred = rows.broadcast_sub(&rows.mean_keepdim(2)?)?;
-    let stdev = (centred.sqr()?.mean_keepdim(2)? + eps)?.sqrt()?;
+    let centered = rows.broadcast_sub(&rows.mean_keepdim(2)?)?;
+    let stdev = (centered.sqr()?.mean_keepdim(2)? + eps)?.sqrt()?;
     let per_channel = [&shape[1..2], &vec![1; shape.len() - 2]].concat();
-    let normal = centred.broadcast_div(&stdev)?.reshape(&shape[..])?;
+    let normal = centered.broadcast_div(&stdev)?.reshape(&shape[..])?;
     normal.broadcast_mul(&x[1].reshape(&per_channel[..])?)?.broadcast_add(&x[2].reshape(&per_channel[..])?)
 }
 
 pub(crate) fn layer_norm(x: &[Tensor], eps: f64) -> Result<Tensor> {
-    let centred = x[0].broadcast_sub(&x[0].mean_keepdim(D::Minus1)?)?;
-    let stdev = (centred.sqr()?.mean_keepdim(D::Minus1)? + eps)?.sqrt()?;
-    centred.broadcast_div(&stdev)?.broadcast_mul(&x[1])?.broadcast_add(&x[2])
+    let centered = x[0].broadcast_sub(&x[0].mean_keepdim(D::Minus1)?)?;
+    let stdev = (centered.sqr()?.mean_keepdim(D::Minus1)? + eps)?.sqrt()?;
+    centered.broadcast_div(&stdev)?.broadcast_mul(&x[1])?.broadcast_add(&x[2])
 }
 
 pub(crate) fn rms_norm(x: &[Tensor], eps: f64) -> Result<Tensor> {

@@ -155,7 +155,7 @@ fn a_bernoulli_of_probability_0_or_1_is_certain() -> Result<()> {
 }
 
 #[test]
-fn seeds_names_folds_and_neighbours_are_uncorrelated() -> Result<()> {
+fn seeds_names_folds_and_neighbors_are_uncorrelated() -> Result<()> {
     let n = 1 << 14;
     let base = Stream::new(0, "a");
     let streams = [
@@ -179,7 +179,7 @@ fn seeds_names_folds_and_neighbours_are_uncorrelated() -> Result<()> {
     let correlation = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>() / n as f64;
     let limit = 5.0 / (n as f64).sqrt();
     for (i, a) in drawn.iter().enumerate() {
-        assert!(correlation(&a[1..], a).abs() < limit, "stream {i} against its own neighbours");
+        assert!(correlation(&a[1..], a).abs() < limit, "stream {i} against its own neighbors");
         for (j, b) in drawn.iter().enumerate().skip(i + 1) {
             assert!(correlation(a, b).abs() < limit, "streams {i} and {j}");
         }

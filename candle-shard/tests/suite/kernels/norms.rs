@@ -1,4 +1,4 @@
-//! Layer and RMS normalisation.
+//! Layer and RMS normalization.
 
 use candle_core::{DType, Device::Cpu, Result, Tensor};
 use candle_shard::kernels::{layer_norm, rms_norm};

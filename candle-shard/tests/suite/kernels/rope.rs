@@ -31,7 +31,7 @@ fn forms(pairs: RopePairs, offset: usize) -> [impl Fn(&[Tensor]) -> Result<Tenso
             let four = x.reshape((1, lead, seq, x.dims()[x.rank() - 1]))?;
             let y = match pairs {
                 RopePairs::Halves => rope_slow(&four, &cos, &sin)?,
-                RopePairs::Neighbours => rope_i_slow(&four, &cos, &sin)?,
+                RopePairs::Neighbors => rope_i_slow(&four, &cos, &sin)?,
             };
             y.reshape(x.shape())
         }
@@ -40,7 +40,7 @@ fn forms(pairs: RopePairs, offset: usize) -> [impl Fn(&[Tensor]) -> Result<Tenso
 
 #[test]
 fn rope_equals_its_composed_form() {
-    for pairs in [RopePairs::Halves, RopePairs::Neighbours] {
+    for pairs in [RopePairs::Halves, RopePairs::Neighbors] {
         for (dims, offset) in
             [(&[1, 2][..], 0), (&[3, 4], 2), (&[2, 3, 5, 6], 0), (&[2, 1, 7, 34], 3), (&[9, 64, 256], 1)]
         {

@@ -22,7 +22,7 @@ fn rotary_positions() {
         [[&[4, 6], &[7, 3]], [&[2, 3, 5, 2], &[8, 1]], [&[1, 2, 1, 4], &[4, 2]], [&[3, 2, 4], &[7, 2]]];
     let mut cases = Vec::new();
     for [x, tables] in shapes {
-        for pairs in [RopePairs::Halves, RopePairs::Neighbours] {
+        for pairs in [RopePairs::Halves, RopePairs::Neighbors] {
             let inputs: [Input; 3] = [(x, Float), (tables, Float), (tables, Float)];
             cases.push(Case::new(
                 &format!("rope {pairs:?}"),

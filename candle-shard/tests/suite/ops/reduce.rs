@@ -60,7 +60,7 @@ fn means_variances_and_norms() {
                 Case::new(&format!("mean {dim}"), &x, move |x| x[0].mean(dim), move |x| x[0].mean(dim)),
                 Case::new(&format!("var {dim}"), &x, move |x| x[0].var(dim), move |x| x[0].var(dim)),
                 Case::new(
-                    &format!("standardised {dim}"),
+                    &format!("standardized {dim}"),
                     &x,
                     move |x| &x[0] / (x[0].var_keepdim(dim)? + 1.0)?.sqrt(),
                     move |x| x[0].broadcast_div(&(x[0].var_keepdim(dim)? + 1.0)?.sqrt()?),

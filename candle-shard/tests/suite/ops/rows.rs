@@ -84,9 +84,9 @@ fn norms() {
                 &inputs,
                 |x| x[0].layer_norm(&x[1], &x[2], 1e-3),
                 |x| {
-                    let centred = x[0].broadcast_sub(&x[0].mean_keepdim(D::Minus1)?)?;
-                    let stdev = (centred.sqr()?.mean_keepdim(D::Minus1)? + 1e-3)?.sqrt()?;
-                    centred.broadcast_div(&stdev)?.broadcast_mul(&x[1])?.broadcast_add(&x[2])
+                    let centered = x[0].broadcast_sub(&x[0].mean_keepdim(D::Minus1)?)?;
+                    let stdev = (centered.sqr()?.mean_keepdim(D::Minus1)? + 1e-3)?.sqrt()?;
+                    centered.broadcast_div(&stdev)?.broadcast_mul(&x[1])?.broadcast_add(&x[2])
                 },
             ),
             Case::new(

@@ -34,7 +34,7 @@ fn parts_of_parts_and_their_uses() {
     let x: [Input; 1] = [(&[7, 3], Float)];
     let cases = vec![
         Case::new(
-            "neighbours",
+            "neighbors",
             &x,
             |x| x[0].narrow(0, 1, 6)?.sub(&x[0].narrow(0, 0, 6)?),
             |x| x[0].narrow(0, 1, 6)? - x[0].narrow(0, 0, 6)?,

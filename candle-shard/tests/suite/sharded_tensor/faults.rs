@@ -95,7 +95,7 @@ fn fault_m_a_parameter_keeps_its_name() {
 
 /// `*_like` ignored dtype and group, comparisons needed an accelerator, a gather asked a tensor for its truth.
 #[test]
-fn fault_n_like_tensors_comparisons_and_gathers_honour_their_arguments() {
+fn fault_n_like_tensors_comparisons_and_gathers_honor_their_arguments() {
     on_ranks(4, "fault n", |ctx| -> Result<()> {
         let x = ShardedTensor::ones(chunks(0, &[1, 0]), 4, DType::F32, &Device::Cpu, ctx.group())?;
         let pairs = ctx.group().split(Some((ctx.rank() / 2) as u32), 0)?;

@@ -50,7 +50,7 @@ fn variables_get_the_values_of_one_device_and_stay_the_same() {
 }
 
 #[test]
-fn a_scalar_and_a_shard_without_elements_are_initialised() {
+fn a_scalar_and_a_shard_without_elements_are_initialized() {
     on_ranks(2, "edges", |ctx| -> Result<()> {
         let scalar = ShardedTensor::zeros(grid(&[], &[], &[1]), (), DType::F32, &Device::Cpu, ctx.group())?;
         init::constant(&scalar, 4.0)?;

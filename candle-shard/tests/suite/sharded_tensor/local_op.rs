@@ -65,9 +65,9 @@ fn checks_come_first_then_the_early_stop_then_the_op() {
 }
 
 #[test]
-fn a_customised_op_communicates_and_says_how_its_result_lies() {
+fn a_customized_op_communicates_and_says_how_its_result_lies() {
     for world in 1..=3 {
-        on_ranks(world, "customised", move |ctx| -> Result<()> {
+        on_ranks(world, "customized", move |ctx| -> Result<()> {
             // Column sums of rows: partial sums are added up, then cut along the columns.
             let sums = LocalOp::new("column_sums", |_: &Tensor, (): &()| unreachable!()).customized(|x, ()| {
                 let spec = chunks(0, &(0..x.group().size()).collect::<Vec<_>>());

@@ -86,9 +86,9 @@ fn a_character_of_several_tokens_comes_whole_and_a_partial_one_is_not_lost() {
         assert!(after.starts_with('\u{FFFD}') && after.ends_with(" a"), "{kind}: {after:?}");
         // A character that its next byte spoils stays, where a tokenizer would take it back.
         let mut stream = TextStream::new(&tokenizer, &prompt);
-        let spoilt: String =
+        let spoiled: String =
             bytes[..4].iter().chain(&next[prompt.len()..]).map(|&token| stream.next(token).unwrap()).collect();
-        assert!(spoilt.starts_with('中') && spoilt.ends_with(" a"), "{kind}: {spoilt:?}");
+        assert!(spoiled.starts_with('中') && spoiled.ends_with(" a"), "{kind}: {spoiled:?}");
     }
 }
 

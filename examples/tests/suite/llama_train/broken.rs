@@ -45,10 +45,10 @@ fn what_is_wrong_with_a_file_is_said_before_memory_is_taken() {
     place.losses("--tp 2 --steps 1 --save @whole");
     place.losses("--tp 1 --pp 2 --steps 1 --save @staged");
     let refused = |saved: &str, flag: &str, spoil: Spoil<'_>| {
-        let at = place.path("spoilt");
+        let at = place.path("spoiled");
         fs::remove_dir_all(&at).ok();
         copy(&place.path(&format!("{saved}/step-00000001")), &at);
-        let flags = format!("--tp 2 {flag} @spoilt --steps 3");
+        let flags = format!("--tp 2 {flag} @spoiled --steps 3");
         place.open(&flags).expect("a good one");
         spoil(&at);
         format!("{:#}", place.open(&flags).unwrap_err())
@@ -75,12 +75,12 @@ fn what_is_wrong_with_a_file_is_said_before_memory_is_taken() {
                 };
                 change(&at.join("model.safetensors"), halve);
             },
-            &["spoilt", Q, "[16, 32]", "[32, 32]"],
+            &["spoiled", Q, "[16, 32]", "[32, 32]"],
         ),
         (
             "whole",
             &|at| change(&at.join("model.safetensors"), |tensors| cast(tensors, Q, DType::U32)),
-            &["spoilt", Q, "u32", "floats"],
+            &["spoiled", Q, "u32", "floats"],
         ),
         (
             "whole",
@@ -125,7 +125,7 @@ fn what_is_wrong_with_a_file_is_said_before_memory_is_taken() {
             &["optimizer-00002-of-00002.safetensors"],
         ),
         ("whole", &|at| cut_short(&at.join("training.json")), &["training.json"]),
-        ("whole", &|at| fs::remove_file(at.join("training.json")).unwrap(), &["spoilt", "holds no checkpoint"]),
+        ("whole", &|at| fs::remove_file(at.join("training.json")).unwrap(), &["spoiled", "holds no checkpoint"]),
     ];
     for (saved, spoil, wanted) in &cases {
         let said = refused(saved, "--resume", spoil);

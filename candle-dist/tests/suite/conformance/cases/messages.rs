@@ -20,13 +20,13 @@ pub(crate) const CASES: &[Case] = &[
 ];
 
 /// Returns the previous and the next rank.
-fn neighbours(ctx: &RankContext) -> (usize, usize) {
+fn neighbors(ctx: &RankContext) -> (usize, usize) {
     let (r, n) = (ctx.rank(), ctx.world_size());
     ((r + 1) % n, (r + n - 1) % n)
 }
 
 fn ring(ctx: &RankContext) -> Result<()> {
-    let (g, r, (next, before)) = (ctx.group(), ctx.rank(), neighbours(ctx));
+    let (g, r, (next, before)) = (ctx.group(), ctx.rank(), neighbors(ctx));
     g.send(&input(r, &[2, 3], DType::BF16)?.t()?, next)?;
     g.send_owned(input(r + 10, &[1], DType::F64)?, next)?;
     let first = g.recv((3, 2), DType::BF16, before)?;
@@ -37,7 +37,7 @@ fn ring(ctx: &RankContext) -> Result<()> {
 
 /// More data than any transport sends eagerly, in both directions, before any rank receives.
 fn unread(ctx: &RankContext) -> Result<()> {
-    let (g, r, (next, before)) = (ctx.group(), ctx.rank(), neighbours(ctx));
+    let (g, r, (next, before)) = (ctx.group(), ctx.rank(), neighbors(ctx));
     for i in 0..48 {
         drop(g.send_owned_start(input(r + i, &[1 << 18], DType::F32)?, next, 0)?);
     }
@@ -49,7 +49,7 @@ fn unread(ctx: &RankContext) -> Result<()> {
 }
 
 fn lengths(ctx: &RankContext) -> Result<()> {
-    let (g, r, (next, before)) = (ctx.group(), ctx.rank(), neighbours(ctx));
+    let (g, r, (next, before)) = (ctx.group(), ctx.rank(), neighbors(ctx));
     for dtype in DTYPES {
         // Large and small messages alternate, so that small ones could overtake.
         let lengths = LENGTHS.into_iter().rev().chain(LENGTHS).chain([0]);
@@ -65,7 +65,7 @@ fn lengths(ctx: &RankContext) -> Result<()> {
 }
 
 fn tags(ctx: &RankContext) -> Result<()> {
-    let (g, r, (next, before)) = (ctx.group(), ctx.rank(), neighbours(ctx));
+    let (g, r, (next, before)) = (ctx.group(), ctx.rank(), neighbors(ctx));
     let tensor = |rank: usize, tag: u32| input(rank + tag as usize, &[tag as usize * 7000 + 1], DType::I64);
     let send = |tag: u32| -> Result<Message> { Ok(Message::Send { tensor: tensor(r, tag)?, to: next, tag }) };
     let recv = |tag: u32| -> Result<Message> {
@@ -84,7 +84,7 @@ fn tags(ctx: &RankContext) -> Result<()> {
 }
 
 fn passing(ctx: &RankContext) -> Result<()> {
-    let (g, r, (next, before)) = (ctx.group(), ctx.rank(), neighbours(ctx));
+    let (g, r, (next, before)) = (ctx.group(), ctx.rank(), neighbors(ctx));
     for len in LENGTHS {
         g.send_owned(input(r, &[len], DType::F32)?, next)?;
         g.barrier()?;
@@ -96,7 +96,7 @@ fn passing(ctx: &RankContext) -> Result<()> {
 }
 
 fn started(ctx: &RankContext) -> Result<()> {
-    let (g, r, (next, before)) = (ctx.group(), ctx.rank(), neighbours(ctx));
+    let (g, r, (next, before)) = (ctx.group(), ctx.rank(), neighbors(ctx));
     for len in LENGTHS {
         for tag in [0, 7] {
             let receives = (0..3).map(|_| g.recv_start(len, DType::F32, before, tag)).collect::<Result<Vec<_>>>()?;
@@ -142,7 +142,7 @@ fn soon(what: impl Fn() -> Result<bool>) -> Result<()> {
 }
 
 fn ready(ctx: &RankContext) -> Result<()> {
-    let (g, r, (next, before)) = (ctx.group(), ctx.rank(), neighbours(ctx));
+    let (g, r, (next, before)) = (ctx.group(), ctx.rank(), neighbors(ctx));
     where_there_is(g, || {
         let (first, second) = (g.recv_start(2, DType::F32, before, 1)?, g.recv_start(2, DType::F32, before, 1)?);
         g.barrier()?;
@@ -159,7 +159,7 @@ fn ready(ctx: &RankContext) -> Result<()> {
 }
 
 fn awaited(ctx: &RankContext) -> Result<()> {
-    let (g, r, (next, before)) = (ctx.group(), ctx.rank(), neighbours(ctx));
+    let (g, r, (next, before)) = (ctx.group(), ctx.rank(), neighbors(ctx));
     where_there_is(g, || {
         for from in [None, Some(before)] {
             let first = g.recv_start(2, DType::F32, before, 3)?;
@@ -179,7 +179,7 @@ fn awaited(ctx: &RankContext) -> Result<()> {
 }
 
 fn dropped(ctx: &RankContext) -> Result<()> {
-    let (g, r, (next, before)) = (ctx.group(), ctx.rank(), neighbours(ctx));
+    let (g, r, (next, before)) = (ctx.group(), ctx.rank(), neighbors(ctx));
     drop(g.recv_start(2, DType::F32, before, 0)?);
     for i in 0..2 {
         g.send(&input(r + i, &[2], DType::F32)?, next)?;

@@ -17,7 +17,7 @@ fn keys(dice: &mut Dice, (heads_at, rows_at): (usize, usize), queries: &[usize])
 }
 
 fn pairs(n: usize) -> RopePairs {
-    if n == 0 { RopePairs::Halves } else { RopePairs::Neighbours }
+    if n == 0 { RopePairs::Halves } else { RopePairs::Neighbors }
 }
 
 fn softmax(causal: usize) -> impl Fn(&Tensor) -> candle_core::Result<Tensor> {
