@@ -13,7 +13,7 @@ use std::sync::Arc;
 /// only on `attributes` and the specs of the inputs. `local` gets the inputs as laid out and the output's spec, and
 /// returns this rank's part. It is not called on ranks without elements of the output; it may be called with empty
 /// inputs. An op is identified by its name and by the type of its signature, so ops of other crates may have the same
-/// name. See the [module](self) for an example.
+/// name. See the [module](crate::rules) for an example.
 ///
 /// # Errors
 /// Those of `signature`, `local` and of communication. If there are no inputs, they lie on different meshes, or a row
