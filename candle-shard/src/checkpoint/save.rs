@@ -111,7 +111,6 @@ impl Prepared {
             Ok(text) => {
                 let index: Index = serde_json::from_slice(&text)
                     .map_err(|error| Error::file(&at, format!("cannot be read as an index ({error})")))?;
-                index.check_format(&at)?;
                 let pieces = index.tensors.into_values().flat_map(|tensor| tensor.pieces);
                 pieces.map(|piece| piece.file).collect()
             }
