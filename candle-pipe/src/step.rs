@@ -11,8 +11,8 @@ use candle_core::{DType, Device, Tensor};
 pub struct StepOptions {
     /// The number of the step, which is folded into random streams.
     pub step: u64,
-    /// The index of the batch's first row in a larger batch, of which replicas of the model train on the other rows.
-    /// Random numbers are those of the larger batch.
+    /// The index of the batch's first row in the larger batch that the replicas of the model share. Random numbers are
+    /// those of the larger batch.
     pub first_row: usize,
     /// Whether dropout is active.
     pub training: bool,

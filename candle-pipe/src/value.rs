@@ -1,11 +1,13 @@
 //! The values of a pipeline: tensors and small plain values in nested containers.
 mod convert;
 mod path;
+mod text;
 mod walk;
 
 pub(crate) use convert::containers;
 pub use path::Path;
 pub(crate) use path::{Children, entries, items};
+pub(crate) use text::{write_list, write_map, write_tuple};
 
 use crate::{Error, Result};
 use candle_core::Tensor;
@@ -198,15 +200,9 @@ impl fmt::Display for Value {
             Self::Bool(b) => write!(f, "{b}"),
             Self::Text(text) => write!(f, "{text:?}"),
             Self::None => f.write_str("none"),
-            Self::List(items) => write!(f, "[{}]", items.iter().format(", ")),
-            Self::Tuple(items) => match items.as_slice() {
-                [only] => write!(f, "({only},)"),
-                items => write!(f, "({})", items.iter().format(", ")),
-            },
-            Self::Map(map) => {
-                let entries = map.iter().format_with(", ", |(key, value), f| f(&format_args!("{key}: {value}")));
-                write!(f, "{{{entries}}}")
-            }
+            Self::List(items) => write_list(f, items),
+            Self::Tuple(items) => write_tuple(f, items),
+            Self::Map(map) => write_map(f, map),
         }
     }
 }

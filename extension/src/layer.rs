@@ -1,4 +1,4 @@
-//! A layer under a plan: linear features, of which only the strong ones stay.
+//! A layer under a plan: linear features, where only the strong ones stay.
 use crate::op::soft_threshold;
 use candle_shard::nn::{Init, ShardedVarBuilder};
 use candle_shard::parallel::{LayerKind, ModuleStyle};

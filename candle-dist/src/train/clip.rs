@@ -74,7 +74,7 @@ impl ClipGradNorm {
         self
     }
 
-    /// Declares that other ranks count these parameters, of which this rank has copies, such as parameters shared
+    /// Declares that this rank has copies of these parameters and that other ranks count them, such as parameters shared
     /// between pipeline stages. They are scaled like all others.
     pub fn elsewhere<N: Into<String>>(mut self, names: impl IntoIterator<Item = N>) -> Self {
         self.elsewhere.extend(names.into_iter().map(Into::into));

@@ -56,7 +56,7 @@ fn the_norm_counts_every_piece_once_in_one_collective_a_group() {
     }
 }
 
-/// Pipeline stages, of which only the first is cut over columns, and which share one parameter.
+/// Pipeline stages that share one parameter. Only the first stage is cut by columns.
 #[test]
 fn ranks_of_a_group_may_have_named_others_before_it_and_hold_copies() {
     on_ranks(4, "stages", |ctx| -> Result<()> {

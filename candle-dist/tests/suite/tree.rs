@@ -38,7 +38,7 @@ struct Empty {}
 #[derive(TensorTree)]
 struct Unit;
 
-/// A tuple struct with bounds, a default and a constant, one parameter of which is in a kept field alone.
+/// A tuple struct with bounds, a default and a constant. The type `K` occurs only in a kept field.
 #[derive(TensorTree)]
 struct Pair<T: Send, K = NoTree, const N: usize = 2>(T, #[tensor_tree(keep)] K, [Option<T>; N])
 where

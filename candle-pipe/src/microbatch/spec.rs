@@ -1,8 +1,7 @@
 //! How values are cut and joined.
 use super::{CustomReducer, DEFAULT_CHUNK_DIM, LossReducer};
-use crate::value::{Children, containers, entries, items};
+use crate::value::{Children, containers, entries, items, write_list, write_map, write_tuple};
 use crate::{Error, Path, Result, Value};
-use itertools::Itertools;
 use std::collections::BTreeMap;
 use std::fmt;
 
@@ -164,15 +163,9 @@ impl fmt::Display for ChunkSpec {
             Self::Replicate => f.write_str("Replicate"),
             Self::Reduce(_) => f.write_str("CustomReducer"),
             Self::Loss(reducer) => write!(f, "{reducer}"),
-            Self::List(specs) => write!(f, "[{}]", specs.iter().format(", ")),
-            Self::Tuple(specs) => match specs.as_slice() {
-                [only] => write!(f, "({only},)"),
-                specs => write!(f, "({})", specs.iter().format(", ")),
-            },
-            Self::Map(specs) => {
-                let entries = specs.iter().format_with(", ", |(key, spec), f| f(&format_args!("{key}: {spec}")));
-                write!(f, "{{{entries}}}")
-            }
+            Self::List(specs) => write_list(f, specs),
+            Self::Tuple(specs) => write_tuple(f, specs),
+            Self::Map(specs) => write_map(f, specs),
         }
     }
 }

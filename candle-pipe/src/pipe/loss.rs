@@ -1,7 +1,7 @@
 //! The choice of the loss among the outputs, as a tree of booleans.
 use crate::graph::{Output, Reduction};
 use crate::microbatch::{ChunkSpec, LossReducer};
-use crate::value::{Children, containers, entries, items};
+use crate::value::{Children, containers, entries, items, write_list, write_map, write_tuple};
 use crate::{Error, Path, Result, Value};
 use itertools::Itertools;
 use std::collections::BTreeMap;
@@ -139,15 +139,9 @@ impl fmt::Display for LossSpec {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Is(is_loss) => write!(f, "{is_loss}"),
-            Self::List(specs) => write!(f, "[{}]", specs.iter().format(", ")),
-            Self::Tuple(specs) => match specs.as_slice() {
-                [only] => write!(f, "({only},)"),
-                specs => write!(f, "({})", specs.iter().format(", ")),
-            },
-            Self::Map(specs) => {
-                let entries = specs.iter().format_with(", ", |(key, spec), f| f(&format_args!("{key}: {spec}")));
-                write!(f, "{{{entries}}}")
-            }
+            Self::List(specs) => write_list(f, specs),
+            Self::Tuple(specs) => write_tuple(f, specs),
+            Self::Map(specs) => write_map(f, specs),
         }
     }
 }

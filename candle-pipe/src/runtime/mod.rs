@@ -379,7 +379,8 @@ impl Runtime {
     /// Returns the outputs and losses of all microbatches in evaluation mode, without gradients.
     ///
     /// Every rank must call it, also those of the other copies of the model ([`with_replicas`](Self::with_replicas),
-    /// [`beside`](Self::beside)), since all copies start a step together. A copy without rows of its own repeats some.
+    /// [`beside`](Self::beside)), because all copies start a step together. If a copy has no rows left, it passes some rows
+    /// again.
     ///
     /// # Errors
     /// Those of [`forward_backward`](Self::forward_backward).

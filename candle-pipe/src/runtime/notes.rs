@@ -82,7 +82,7 @@ impl Notes {
         Ok(())
     }
 
-    /// The next of a rank's notes with this tag, which has so many numbers.
+    /// Receives the next note of rank `from` with this tag, which has `count` numbers.
     #[track_caller]
     pub(super) fn receive(
         &mut self,

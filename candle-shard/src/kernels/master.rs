@@ -10,7 +10,7 @@ pub(crate) fn master_of(var: &Var) -> Result<Option<Var>> {
     }
 }
 
-/// Runs `step` of the optimizer `name` with `grad` on `var`, or on its `master`, of which `var` then is the rounded copy.
+/// Runs `step` of the optimizer `name` with `grad` on `var`, or on its `master`; then `var` is the rounded copy of it.
 ///
 /// `step` gets what it changes and a contiguous gradient, which has the dtype of that, or f32 where that has 16 bits and
 /// `wide` is set. It does not run for tensors without elements.

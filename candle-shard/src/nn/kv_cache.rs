@@ -32,10 +32,7 @@ use candle_nn::kv_cache;
 /// # Ok::<(), candle_dist::WorldError>(())
 /// ```
 #[derive(Debug)]
-pub struct KvCache {
-    held: kv_cache::KvCache,
-    layout: Layout,
-}
+pub struct KvCache(Cache<kv_cache::KvCache>);
 
 /// Like [`KvCache`], but keeps only the last `max_seq_len` tokens: candle-nn's `RotatingKvCache` for [`DTensor`]s.
 ///
@@ -43,21 +40,18 @@ pub struct KvCache {
 /// [`positions`](Self::positions). Tensors returned earlier for `max_seq_len` tokens or more share the memory, and
 /// change.
 #[derive(Debug)]
-pub struct RotatingKvCache {
-    held: kv_cache::RotatingKvCache,
-    layout: Layout,
-}
+pub struct RotatingKvCache(Cache<kv_cache::RotatingKvCache>);
 
 impl KvCache {
     /// Creates an empty cache with its tokens on dim `dim`.
     pub fn new(dim: usize, max_seq_len: usize) -> Self {
-        Self { held: kv_cache::KvCache::new(dim, max_seq_len), layout: Layout::new("KvCache", dim, max_seq_len) }
+        Self(Cache::new(dim, max_seq_len))
     }
 
     /// Stores tokens in `dtype`, for example in 16 bits to save memory. Returned tensors have the dtype of the appended
     /// ones.
     pub fn with_dtype(mut self, dtype: DType) -> Self {
-        self.layout.dtype = Some(dtype);
+        self.0.layout.dtype = Some(dtype);
         self
     }
 
@@ -67,51 +61,44 @@ impl KvCache {
     /// If the tokens are sharded along `dim` or partial, differ from earlier ones in layout, shape or dtype, or have a
     /// gradient, which would be lost. The error is the same on all ranks, and nothing has changed.
     pub fn append(&mut self, k: &DTensor, v: &DTensor) -> Result<(DTensor, DTensor)> {
-        let [to_k, to_v] = self.layout.check([k, v])?;
-        if k.dims()[self.layout.dim] == 0 {
-            return Ok((self.k()?.unwrap_or_else(|| k.clone()), self.v()?.unwrap_or_else(|| v.clone())));
-        }
-        let (all_k, all_v) = self.held.append(&to_k, &to_v)?;
-        self.layout.specs = Some([k.spec().clone(), v.spec().clone()]);
-        Ok((self.layout.spread(0, &all_k)?, self.layout.spread(1, &all_v)?))
+        self.0.append(k, v)
     }
 
     /// Returns all keys; `None` before the first tokens.
     pub fn k(&self) -> Result<Option<DTensor>> {
-        self.held.k()?.map(|k| self.layout.spread(0, &k)).transpose()
+        self.0.k()
     }
 
     /// Returns all values; `None` before the first tokens.
     pub fn v(&self) -> Result<Option<DTensor>> {
-        self.held.v()?.map(|v| self.layout.spread(1, &v)).transpose()
+        self.0.v()
     }
 
     /// Returns the number of tokens, which is the position of the next one.
     pub fn current_seq_len(&self) -> usize {
-        self.held.current_seq_len()
+        self.0.held.current_seq_len()
     }
 
     /// Returns the number of tokens that fit into the allocated memory.
     pub fn max_seq_len(&self) -> usize {
-        self.held.k_cache().max_seq_len()
+        self.0.held.k_cache().max_seq_len()
     }
 
     /// Removes all tokens and frees the memory.
     pub fn reset(&mut self) {
-        *self = Self { layout: self.layout.emptied(), ..Self::new(self.layout.dim, self.layout.max_seq_len) };
+        self.0.reset();
     }
 }
 
 impl RotatingKvCache {
     /// Creates an empty cache with its tokens on dim `dim`.
     pub fn new(dim: usize, max_seq_len: usize) -> Self {
-        let layout = Layout::new("RotatingKvCache", dim, max_seq_len);
-        Self { held: kv_cache::RotatingKvCache::new(dim, max_seq_len), layout }
+        Self(Cache::new(dim, max_seq_len))
     }
 
     /// See [`KvCache::with_dtype`].
     pub fn with_dtype(mut self, dtype: DType) -> Self {
-        self.layout.dtype = Some(dtype);
+        self.0.layout.dtype = Some(dtype);
         self
     }
 
@@ -121,47 +108,41 @@ impl RotatingKvCache {
     /// # Errors
     /// Those of [`KvCache::append`].
     pub fn append(&mut self, k: &DTensor, v: &DTensor) -> Result<(DTensor, DTensor)> {
-        let [to_k, to_v] = self.layout.check([k, v])?;
-        if k.dims()[self.layout.dim] == 0 {
-            return Ok((self.k()?.unwrap_or_else(|| k.clone()), self.v()?.unwrap_or_else(|| v.clone())));
-        }
-        let (all_k, all_v) = self.held.append(&to_k, &to_v)?;
-        self.layout.specs = Some([k.spec().clone(), v.spec().clone()]);
-        Ok((self.layout.spread(0, &all_k)?, self.layout.spread(1, &all_v)?))
+        self.0.append(k, v)
     }
 
     /// Returns the kept keys; `None` before the first tokens.
     pub fn k(&self) -> Result<Option<DTensor>> {
-        self.held.k()?.map(|k| self.layout.spread(0, &k)).transpose()
+        self.0.k()
     }
 
     /// Returns the kept values; `None` before the first tokens.
     pub fn v(&self) -> Result<Option<DTensor>> {
-        self.held.v()?.map(|v| self.layout.spread(1, &v)).transpose()
+        self.0.v()
     }
 
     /// Returns the number of tokens appended so far, which is the position of the next one.
     pub fn current_seq_len(&self) -> usize {
-        self.held.current_seq_len()
+        self.0.held.current_seq_len()
     }
 
     /// Returns the most tokens that are kept.
     pub fn max_seq_len(&self) -> usize {
-        self.layout.max_seq_len
+        self.0.layout.max_seq_len
     }
 
     /// Returns the index at which the next token is written.
     pub fn offset(&self) -> usize {
-        self.held.offset()
+        self.0.held.offset()
     }
 
     /// Returns the positions of the tokens that [`append`](Self::append) of `seq_len` tokens would return.
     pub fn positions(&self, seq_len: usize) -> Vec<usize> {
-        match self.layout.max_seq_len {
+        match self.0.layout.max_seq_len {
             0 => Vec::new(),
             // candle returns the order in memory here, but `append` returns these tokens as they came.
             room if room == seq_len => (self.current_seq_len()..self.current_seq_len() + seq_len).collect(),
-            _ => self.held.positions(seq_len),
+            _ => self.0.held.positions(seq_len),
         }
     }
 
@@ -171,13 +152,89 @@ impl RotatingKvCache {
     /// # Errors
     /// If the device has no memory for it.
     pub fn attn_mask(&self, seq_len: usize, device: &Device) -> Result<Option<Tensor>> {
-        self.layout.check_room()?;
-        Ok(self.held.attn_mask(seq_len, device)?)
+        self.0.layout.check_room()?;
+        Ok(self.0.held.attn_mask(seq_len, device)?)
     }
 
     /// See [`KvCache::reset`].
     pub fn reset(&mut self) {
-        *self = Self { layout: self.layout.emptied(), ..Self::new(self.layout.dim, self.layout.max_seq_len) };
+        self.0.reset();
+    }
+}
+
+/// A cache of candle-nn's for the local tensors of one rank.
+trait Held: Sized {
+    /// The name of the cache in errors.
+    const NAME: &'static str;
+
+    fn new(dim: usize, max_seq_len: usize) -> Self;
+
+    fn append(&mut self, k: &Tensor, v: &Tensor) -> candle_core::Result<(Tensor, Tensor)>;
+
+    fn k(&self) -> candle_core::Result<Option<Tensor>>;
+
+    fn v(&self) -> candle_core::Result<Option<Tensor>>;
+}
+
+macro_rules! held {
+    ($($cache:ident),*) => {$(
+        impl Held for kv_cache::$cache {
+            const NAME: &'static str = stringify!($cache);
+
+            fn new(dim: usize, max_seq_len: usize) -> Self {
+                Self::new(dim, max_seq_len)
+            }
+
+            fn append(&mut self, k: &Tensor, v: &Tensor) -> candle_core::Result<(Tensor, Tensor)> {
+                self.append(k, v)
+            }
+
+            fn k(&self) -> candle_core::Result<Option<Tensor>> {
+                self.k()
+            }
+
+            fn v(&self) -> candle_core::Result<Option<Tensor>> {
+                self.v()
+            }
+        }
+    )*};
+}
+held!(KvCache, RotatingKvCache);
+
+/// The local tokens of a cache, and their layout.
+#[derive(Debug)]
+struct Cache<H> {
+    held: H,
+    layout: Layout,
+}
+
+impl<H: Held> Cache<H> {
+    fn new(dim: usize, max_seq_len: usize) -> Self {
+        Self { held: H::new(dim, max_seq_len), layout: Layout::new(H::NAME, dim, max_seq_len) }
+    }
+
+    fn append(&mut self, k: &DTensor, v: &DTensor) -> Result<(DTensor, DTensor)> {
+        let [to_k, to_v] = self.layout.check([k, v])?;
+        if k.dims()[self.layout.dim] == 0 {
+            return Ok((self.k()?.unwrap_or_else(|| k.clone()), self.v()?.unwrap_or_else(|| v.clone())));
+        }
+        let (all_k, all_v) = self.held.append(&to_k, &to_v)?;
+        self.layout.specs = Some([k.spec().clone(), v.spec().clone()]);
+        Ok((self.layout.spread(0, &all_k)?, self.layout.spread(1, &all_v)?))
+    }
+
+    fn k(&self) -> Result<Option<DTensor>> {
+        self.held.k()?.map(|k| self.layout.spread(0, &k)).transpose()
+    }
+
+    fn v(&self) -> Result<Option<DTensor>> {
+        self.held.v()?.map(|v| self.layout.spread(1, &v)).transpose()
+    }
+
+    fn reset(&mut self) {
+        let Layout { dim, max_seq_len, dtype, .. } = self.layout;
+        *self = Self::new(dim, max_seq_len);
+        self.layout.dtype = dtype;
     }
 }
 
@@ -196,10 +253,6 @@ struct Layout {
 impl Layout {
     fn new(op: &'static str, dim: usize, max_seq_len: usize) -> Self {
         Self { op, dim, max_seq_len, dtype: None, specs: None }
-    }
-
-    fn emptied(&self) -> Self {
-        Self { dtype: self.dtype, ..Self::new(self.op, self.dim, self.max_seq_len) }
     }
 
     fn check_room(&self) -> Result<()> {

@@ -87,7 +87,7 @@ impl ShardedVarBuilder {
         Self::new(Source::Fresh, seed, mesh, plan, dtype, device)
     }
 
-    /// A builder of parameters from a candle `VarBuilder`, of which each rank keeps its shard; `seed` is for dropout.
+    /// A builder of parameters from a candle `VarBuilder`. Each rank keeps its shards; `seed` is for dropout.
     pub fn from_candle(vb: candle_nn::VarBuilder<'static>, seed: u64, mesh: &DeviceMesh, plan: Plan) -> Result<Self> {
         let (dtype, device) = (vb.dtype(), vb.device().clone());
         Self::new(Source::Loaded(vb), seed, mesh, plan, dtype, &device)

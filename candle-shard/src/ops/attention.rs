@@ -19,7 +19,7 @@ pub enum AttentionMask<'a> {
 }
 
 impl DTensor {
-    /// Applies the rotary position embedding to rows `[.., s, d]`, of which the first is at position `offset`.
+    /// Applies the rotary position embedding to rows `[.., s, d]`. The first row is at position `offset`.
     ///
     /// `cos` and `sin` are `[t, d/2]`; see [`kernels::rope`]. All dims but the last may be sharded, also the positions.
     #[track_caller]

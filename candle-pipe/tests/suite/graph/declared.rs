@@ -232,7 +232,7 @@ fn a_module_shared_by_several_places() {
     assert!(foreign().contains("which nothing makes"), "{}", foreign());
 }
 
-/// Written for candle, but for the type of the list.
+/// A model as written for candle; only the type of the list differs.
 fn model(vb: &Vb) -> Result<Sequential> {
     let norm = vb.get(4, "scale")?;
     Ok(seq()

@@ -97,24 +97,4 @@ impl<P: ElementParams> ElementOptimizer<P> {
     }
 }
 
-impl<P: ElementParams> Optimizer for ElementOptimizer<P> {
-    fn step(&mut self, grads: &GradStore) -> Result<()> {
-        self.step(grads)
-    }
-
-    fn state(&self) -> Result<Vec<(String, DTensor)>> {
-        self.state()
-    }
-
-    fn load(&mut self, path: &Path) -> Result<()> {
-        self.load(path)
-    }
-
-    fn learning_rates(&self) -> Vec<f64> {
-        self.learning_rates()
-    }
-
-    fn set_learning_rates(&mut self, lrs: &[f64]) -> Result<()> {
-        self.set_learning_rates(lrs)
-    }
-}
+optimizer_by_methods!([P: ElementParams] ElementOptimizer<P>);

@@ -1,4 +1,31 @@
 //! Optimizers of this rank's shards. Their state is saved and resharded like the parameters.
+/// Implements [`Optimizer`] by the methods of the same names, which need no import of the trait.
+macro_rules! optimizer_by_methods {
+    ([$($generics:tt)*] $optimizer:ty) => {
+        impl<$($generics)*> crate::nn::Optimizer for $optimizer {
+            fn step(&mut self, grads: &candle_core::backprop::GradStore) -> crate::Result<()> {
+                self.step(grads)
+            }
+
+            fn state(&self) -> crate::Result<Vec<(String, crate::DTensor)>> {
+                self.state()
+            }
+
+            fn load(&mut self, path: &std::path::Path) -> crate::Result<()> {
+                self.load(path)
+            }
+
+            fn learning_rates(&self) -> Vec<f64> {
+                self.learning_rates()
+            }
+
+            fn set_learning_rates(&mut self, lrs: &[f64]) -> crate::Result<()> {
+                self.set_learning_rates(lrs)
+            }
+        }
+    };
+}
+
 mod adagrad;
 mod adam_w;
 mod element;

@@ -7,7 +7,7 @@ use candle_dist::{DeviceMesh, ProcessGroup};
 use itertools::Itertools;
 use std::ops::Range;
 
-/// A matrix of which this rank holds a shard, and the rank of the mesh that gets the whole matrix.
+/// This rank's shard of a matrix, and the rank of the mesh that gets the whole matrix.
 pub(super) struct Matrix<'a> {
     pub(super) spec: &'a Spec,
     pub(super) owner: usize,

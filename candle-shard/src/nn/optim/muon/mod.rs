@@ -172,27 +172,7 @@ impl Muon {
     }
 }
 
-impl Optimizer for Muon {
-    fn step(&mut self, grads: &GradStore) -> Result<()> {
-        self.step(grads)
-    }
-
-    fn state(&self) -> Result<Vec<(String, DTensor)>> {
-        self.state()
-    }
-
-    fn load(&mut self, path: &Path) -> Result<()> {
-        self.load(path)
-    }
-
-    fn learning_rates(&self) -> Vec<f64> {
-        self.learning_rates()
-    }
-
-    fn set_learning_rates(&mut self, lrs: &[f64]) -> Result<()> {
-        self.set_learning_rates(lrs)
-    }
-}
+optimizer_by_methods!([] Muon);
 
 /// Runs the step of one group, whose slots come with their owners. `nothing` is a tensor of its dtype without elements.
 fn step<'a>(
