@@ -22,7 +22,7 @@ from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 
 WARM_UP, BUDGET_MS, MIN_ROUNDS, MAX_ROUNDS = 3, 2e3, 7, 501
 SHARDINGS = {"row": 0, "column": 1}
-REPLACED = "the op puts a tensor with a graph in the place of the optimizer's parameter, and a second step fails"
+REPLACED = "the op replaces the optimizer's parameter by a tensor with a graph, so a second step fails"
 
 
 class Table:
