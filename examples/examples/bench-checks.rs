@@ -1,7 +1,7 @@
-//! What the checks of a pipeline step cost: outputs of a second pass compared with the first one's, and what ranks settle before
-//! a step.
+//! The cost of the checks of a pipeline step: the comparison of a recomputed output with the first one, and the
+//! agreement of the ranks before a step.
 //!
-//! Both sides of a comparison run in turn in one process, so a machine that is busy is so for both.
+//! Both sides of a comparison alternate in one process, so other load on the machine affects both.
 
 use std::time::Instant;
 
@@ -17,7 +17,7 @@ use clap::Parser;
 use examples::table::{number, table};
 use examples::timing::median;
 
-/// Measures what the checks of a pipeline step cost
+/// Measures the cost of the checks of a pipeline step
 #[derive(Clone, Copy, Debug, Parser)]
 struct Args {
     /// Width of the layers
@@ -36,14 +36,14 @@ struct Args {
 
 const MICROBATCHES: usize = 4;
 
-/// Medians on a rank, in seconds.
+/// Medians of one rank, in seconds.
 struct Measured {
     /// A step with and without the comparison of second passes.
     checked: f64,
     unchecked: f64,
     /// The median of their ratios in each turn.
     ratio: f64,
-    /// What ranks settle before a step, and the least that an exchange between them takes.
+    /// The agreement before a step, and the shortest exchange between the ranks.
     settled: f64,
     gathered: f64,
 }
@@ -66,7 +66,7 @@ fn runtime(ctx: &RankContext, args: Args) -> candle_pipe::Result<(Runtime, Micro
     Ok((runtime, batch))
 }
 
-/// The seconds that a call takes.
+/// Returns the time of a call, in seconds.
 fn time<T>(f: impl FnOnce() -> candle_pipe::Result<T>) -> candle_pipe::Result<f64> {
     let began = Instant::now();
     f()?;
@@ -94,7 +94,7 @@ fn measure(ctx: &RankContext, args: Args) -> candle_pipe::Result<Measured> {
         checked.push(with);
         unchecked.push(without);
         ratios.push(with / without);
-        // What a step does before it computes: digests of what came, and one exchange.
+        // The work of a step before it computes: digests of the inputs, and one exchange.
         settled.push(time(|| {
             let inputs = batch.iter().flat_map(|(args, _)| args).map(|input| Ok(digest(input.tensor()?)?));
             inputs.collect::<candle_pipe::Result<Vec<u64>>>()?;

@@ -1,4 +1,4 @@
-//! Tokens a second of a Llama on one rank and on two, beside candle-transformers' on the same cores; see `--help`.
+//! Decoding speed of a Llama on one rank and on two, compared with candle-transformers on the same cores; see `--help`.
 //!
 //! candle settles its threads once for a process, so each measurement is a process of its own.
 
@@ -35,7 +35,7 @@ struct Args {
     /// Decoder layers
     #[arg(long, default_value_t = 8)]
     layers: usize,
-    /// What the parameters are held in
+    /// Dtype of the parameters
     #[arg(long, default_value = "f32")]
     dtype: DTypeName,
     /// Tokens of the prompt
@@ -143,7 +143,7 @@ fn run(args: &Args) -> anyhow::Result<()> {
             number(format!("{:.2}", alone / made.each)),
         ]);
     }
-    // What no program can beat: a token needs all weights once.
+    // The limit of each program: a token reads all weights once.
     for (threads, mut seconds) in reading {
         let each = median(&mut seconds);
         let name = format!("reading as many bytes, {threads} thread(s)");
@@ -158,7 +158,7 @@ fn run(args: &Args) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The seconds that so many threads take to read all of `weights`.
+/// Returns the time that `threads` threads take to read all of `weights`, in seconds.
 fn read(weights: &[u64], threads: usize) -> f64 {
     let began = Instant::now();
     thread::scope(|scope| {
@@ -200,7 +200,7 @@ fn measure(side: Side, folder: &Path, args: &Args) -> anyhow::Result<Times> {
     Ok(Times { first: written.first, each: written.rest / (written.tokens.len() - 1) as f64 })
 }
 
-/// What candle-transformers takes to do the same.
+/// Measures the same task with candle-transformers.
 fn theirs(folder: &Path, prompt: &[u32], args: &Args) -> anyhow::Result<Times> {
     let config: theirs::LlamaConfig = serde_json::from_str(&fs::read_to_string(folder.join("config.json"))?)?;
     let config = config.into_config(false);

@@ -1,4 +1,4 @@
-//! A checkpoint of four ranks, with which two ranks of another layout and one rank train on as if nothing had happened.
+//! Four ranks write a checkpoint. Two ranks with another layout, and one rank, continue from it with equal losses.
 
 use std::path::Path;
 
@@ -14,20 +14,20 @@ use candle_shard::{DTensor, Replicate, checkpoint};
 /// Steps before the checkpoint, and as many after it.
 const STEPS: usize = 3;
 
-/// What a run does at half time.
+/// The action of a run at half time.
 #[derive(Clone, Copy, PartialEq)]
 enum Half {
-    /// It has trained, saves and goes on.
+    /// It saves a checkpoint and continues.
     Save,
-    /// It begins here, with the state of another run.
+    /// It starts here, with the state of another run.
     Load,
 }
 
-/// The losses of the steps after the checkpoint at `path`, on so many ranks by this plan.
+/// Returns the losses of the steps after the checkpoint at `path`, for this number of ranks and this plan.
 fn train(ranks: usize, plan: &Plan, path: &Path, half: Half) -> Result<Vec<f64>> {
     let losses = World::local(ranks).run(|ctx| -> Result<Vec<f64>> {
         let mesh = ctx.mesh(&[("tp", ranks)])?;
-        // Other numbers for a run that loads, so that none of its own can be left unseen.
+        // A run that loads starts with other numbers, so a parameter that is not loaded changes the losses.
         let seed = if half == Half::Load { 2 } else { 1 };
         let vb = ShardedVarBuilder::fresh(seed, &mesh, plan.clone(), DType::F64, &Device::Cpu)?;
         let (up, down) = (Linear::new(6, 18, true, &vb.pp("up"))?, Linear::new(18, 6, true, &vb.pp("down"))?);

@@ -1,4 +1,4 @@
-//! Collectives of four ranks: whole, started and waited for, and a failure that every rank gets as a value.
+//! Collectives of four ranks: blocking calls, a started call, and a failure that each rank gets as an error value.
 
 use anyhow::{Result, ensure};
 use candle_core::{Device, Tensor};
@@ -6,16 +6,16 @@ use candle_dist::{Cause, Error, RankContext, ReduceOp, World};
 
 const RANKS: usize = 4;
 
-/// What a rank brings along.
+/// Returns the tensor of a rank.
 fn of_rank(rank: usize) -> candle_core::Result<Tensor> {
     Tensor::new(&[rank as f32, 1.0, -1.0, 10.0 * rank as f32], &Device::Cpu)
 }
 
-/// A sum, all tensors in one, a piece of the sum, and a maximum that was on its way while this rank computed.
+/// Returns a sum, all tensors in one, a piece of the sum, and a maximum that was exchanged while this rank computed.
 fn communicate(ctx: &RankContext) -> Result<[Vec<f32>; 4]> {
     let (group, mine) = (ctx.group(), of_rank(ctx.rank())?);
     let started = group.all_reduce_start(&mine, ReduceOp::Max)?;
-    let square = mine.sqr()?; // needs nobody
+    let square = mine.sqr()?; // needs no other rank
     let sum = group.all_reduce(&square, ReduceOp::Sum)?;
     let all = group.all_gather(&mine, 0)?;
     let piece = group.reduce_scatter(&mine, 0, ReduceOp::Sum)?;
@@ -23,7 +23,7 @@ fn communicate(ctx: &RankContext) -> Result<[Vec<f32>; 4]> {
     Ok([sum.to_vec1()?, all.to_vec1()?, piece.to_vec1()?, largest.to_vec1()?])
 }
 
-/// The last rank brings a tensor of another shape: what that is to each rank.
+/// Returns the error of each rank if the last one has a tensor of another shape.
 fn disagree(ctx: &RankContext) -> Result<Option<Cause>> {
     let mine = of_rank(ctx.rank())?.narrow(0, 0, if ctx.rank() + 1 == RANKS { 3 } else { 4 })?;
     match ctx.group().all_reduce(&mine, ReduceOp::Sum) {
@@ -38,7 +38,7 @@ fn disagree(ctx: &RankContext) -> Result<Option<Cause>> {
 }
 
 fn main() -> Result<()> {
-    // One device that has the tensors of all ranks.
+    // The same on one device, which has the tensors of all ranks.
     let tensors = (0..RANKS).map(of_rank).collect::<candle_core::Result<Vec<_>>>()?;
     let stacked = Tensor::stack(&tensors, 0)?;
     let sum = stacked.sqr()?.sum(0)?.to_vec1::<f32>()?;

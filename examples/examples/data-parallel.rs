@@ -1,4 +1,4 @@
-//! Data parallelism: each of two ranks has the whole model and half of the batch; they train as one device on all of it.
+//! Data parallelism: each of two ranks has the whole model and half of the batch. Training equals that of one device.
 
 use anyhow::{Result, ensure};
 use candle_core::backprop::GradStore;
@@ -17,7 +17,7 @@ struct Mlp {
     vars: Vec<(String, Var)>,
 }
 
-/// Normal numbers that follow from a seed and a name.
+/// Returns normal numbers that depend on a seed and a name only.
 fn numbers(seed: u64, name: &str, dims: &[usize]) -> Result<Tensor> {
     let normal = Distribution::Normal { mean: 0.0, stdev: 0.5 };
     Ok(sample_full(Stream::new(seed, name), normal, dims, DType::F64, &Device::Cpu)?)
@@ -38,7 +38,7 @@ impl Mlp {
         self.layers[1].forward(&self.layers[0].forward(x)?.tanh()?)
     }
 
-    /// The losses of all steps; `average` is what becomes of gradients before they are used.
+    /// Returns the losses of all steps. `average` changes the gradients before they are used.
     fn train(&self, x: &Tensor, y: &Tensor, average: impl Fn(&mut GradStore) -> Result<()>) -> Result<Vec<f64>> {
         let vars = self.vars.iter().map(|(_, var)| var.clone()).collect();
         let mut optimizer = AdamW::new(vars, ParamsAdamW { lr: 0.02, ..ParamsAdamW::default() })?;
@@ -61,7 +61,7 @@ fn main() -> Result<()> {
     let want = alone.train(&x, &y, |_| Ok(()))?;
 
     let ranks = World::local(RANKS).run(|ctx| -> Result<_> {
-        // Each rank begins with other numbers; `DataParallel` gives all of them those of the first.
+        // Each rank starts with other numbers; `DataParallel` broadcasts those of rank 0.
         let model = Mlp::new(42 + ctx.rank() as u64)?;
         let dp = DataParallel::new(ctx.group(), &model.vars, &DataParallelOptions::default())?;
         let part = |t: &Tensor| t.narrow(0, ctx.rank() * ROWS / RANKS, ROWS / RANKS);

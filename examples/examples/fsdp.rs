@@ -1,4 +1,4 @@
-//! Fully sharded training of an MLP on 2 × 2 ranks beside one rank: the same losses, and a quarter of the parameters.
+//! Fully sharded training of an MLP on 2 × 2 ranks, compared with one rank: equal losses, a quarter of the parameters.
 
 use anyhow::{Result, ensure};
 use candle_core::{DType, Device, Tensor};
@@ -28,7 +28,7 @@ impl Block {
     }
 }
 
-/// The losses of some steps on so many replicas of so many ranks, and the parameters of this rank.
+/// Returns the losses of some steps on a mesh of `dp` × `tp` ranks, and the number of parameters of this rank.
 fn train(ctx: &RankContext, dp: usize, tp: usize) -> Result<(Vec<f32>, usize)> {
     let mesh = ctx.mesh(&[("dp", dp), ("tp", tp)])?;
     let plan = Plan::new("tp")

@@ -1,6 +1,6 @@
-//! The logits of a checkpoint after each token of a text, on any number of ranks, to be compared with another program's.
+//! Writes the logits of a checkpoint after each token of a text, on any number of ranks, for comparisons.
 //!
-//! Without a folder a small random model is made, and two ranks are compared with one.
+//! Without a folder, it creates a small random model and compares two ranks with one.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -20,13 +20,13 @@ use serde_json::json;
 /// Writes the tokens of a text and the logits after each of them as JSON
 #[derive(Debug, Parser)]
 struct Args {
-    /// Folder of the model [default: a small random one, of which only a summary is written]
+    /// Folder of the model [default: a small random one, and only a summary is written]
     #[arg(long, value_name = "FOLDER")]
     model: Option<PathBuf>,
     /// The text
     #[arg(long, value_name = "TEXT", default_value = "Once upon a time")]
     text: String,
-    /// Ranks that each layer is sharded over
+    /// Ranks over which each layer is sharded
     #[arg(long, value_name = "N", default_value_t = 2)]
     tp: usize,
 }

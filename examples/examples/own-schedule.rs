@@ -1,4 +1,4 @@
-//! A schedule of one's own from text: checked when it is read, simulated, drawn, and run against one device.
+//! A schedule from text: validated when it is read, simulated, drawn, run, and compared with one device.
 
 use std::collections::HashMap;
 
@@ -10,13 +10,13 @@ use candle_pipe::microbatch::split_args_kwargs_into_chunks;
 use candle_pipe::schedule::{Costs, Edges, Schedule, ScheduleKind, draw};
 use candle_pipe::{In, Kwargs, LocalPipe, Pipe, PipeBuilder, Reduction, Runtime, SplitSpec, Step, StepOptions, nn};
 
-/// A line a rank. Rank 1 puts weight gradients (`W`) off, so that input gradients (`I`) are with rank 0 sooner.
+/// One line per rank. Rank 1 defers weight gradients (`W`), so that rank 0 gets input gradients (`I`) sooner.
 const TEXT: &str = "\
 0F0,0F1,0F2,0I0,0W0,0I1,0W1,0I2,0W2
 ,1F0,1I0,1F1,1I1,1F2,1I2,1W0,1W1,1W2
 ";
 
-/// What a schedule does if `F`, `I` and `W` take as long, and how that looks.
+/// Simulates a schedule whose `F`, `I` and `W` take equally long, and draws it.
 fn simulate(name: &str, schedule: &Schedule) -> Result<f64> {
     let costs = Costs::per_rank(schedule.stage_ranks(), 1.0, 1.0, 1.0);
     let timeline = schedule.simulate(&Edges::chain(schedule.stages()), &costs)?;
@@ -36,7 +36,7 @@ fn model() -> candle_pipe::Result<Pipe<VarBuilder<'static>>> {
     g.finish(SplitSpec::declared())
 }
 
-/// Both layers' variables, with the same values for whoever asks.
+/// Creates the variables of both layers; each call returns new ones with the same values.
 fn variables() -> Result<VarBuilder<'static>> {
     let var = |value: f64| {
         candle_core::Result::Ok(Var::new(&[[value, 0.3], [0.1, -value]], &Device::Cpu)?.as_tensor().clone())
@@ -45,7 +45,7 @@ fn variables() -> Result<VarBuilder<'static>> {
     Ok(VarBuilder::from_tensors(vars, DType::F64, &Device::Cpu))
 }
 
-/// The gradients of parameters by name.
+/// Returns the gradients of parameters by name.
 fn by_name<'a>(step: &Step, of: impl Iterator<Item = (&'a String, &'a Tensor)>) -> Result<HashMap<String, Tensor>> {
     of.map(|(name, p)| Ok((name.clone(), step.grads.get(p).context("a gradient")?.clone()))).collect()
 }
@@ -64,8 +64,8 @@ fn main() -> Result<()> {
     ensure!(own_time < known_time, "{own_time} is no less than {known_time}");
 
     let broken = TEXT.replace("1F0,1I0", "1I0,1F0");
-    let refused = Schedule::from_csv(&broken).err().context("a broken schedule was taken")?;
-    println!("another one is refused: {refused}\n");
+    let refused = Schedule::from_csv(&broken).err().context("a broken schedule was accepted")?;
+    println!("an invalid one is refused: {refused}\n");
 
     let x = Tensor::arange(0f64, 14., &Device::Cpu)?.affine(0.1, -0.5)?.reshape((7, 2))?;
     let local = LocalPipe::new(&model()?, &variables()?, &Device::Cpu)?;

@@ -1,4 +1,4 @@
-//! Draws the pictures of the README: a sharding, a schedule, and what ranks did when it ran.
+//! Draws the pictures of the README: a sharding, a schedule, and the measured timeline of that schedule.
 //!
 //! `cargo run --release --example pictures -- docs`
 
@@ -13,7 +13,7 @@ use examples::schedules::measure::measure;
 
 const RANKS: usize = 4;
 const MICROBATCHES: usize = 8;
-/// Seconds of a computation that costs 1.
+/// Seconds of a computation of cost 1.
 const UNIT: f64 = 0.005;
 
 fn main() -> anyhow::Result<()> {

@@ -1,4 +1,4 @@
-//! A pipeline: a declared model is cut into two stages, which train on two ranks by 1F1B as one device does.
+//! A pipeline: a declared model is cut into two stages, which run under 1F1B on two ranks. Gradients match one device.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -18,13 +18,13 @@ const PARAMETERS: [(&str, &[usize]); 4] =
 
 type Vb = VarBuilder<'static>;
 
-/// Normal numbers that follow from a name.
+/// Returns normal numbers that depend on a name only.
 fn numbers(name: &str, dims: &[usize]) -> Result<Tensor> {
     let normal = Distribution::Normal { mean: 0.0, stdev: 0.5 };
     Ok(sample_full(Stream::new(42, name), normal, dims, DType::F64, &Device::Cpu)?)
 }
 
-/// Variables of their own for whoever asks, with the same values.
+/// Variables that are created for each caller, with the same values.
 fn variables() -> Result<Vb> {
     let var = |(name, dims): (&str, &[usize])| {
         Ok((name.to_string(), Var::from_tensor(&numbers(name, dims)?)?.as_tensor().clone()))
@@ -33,7 +33,7 @@ fn variables() -> Result<Vb> {
     Ok(VarBuilder::from_tensors(vars, DType::F64, &Device::Cpu))
 }
 
-/// Two layers with a skip around them.
+/// Declares two layers with a skip connection around them.
 fn model() -> Result<Pipe<Vb>> {
     let mut g = PipeBuilder::<Vb>::new();
     let (x, target) = (g.input("x", In::Arg), g.input("target", In::Kwarg));
@@ -45,7 +45,7 @@ fn model() -> Result<Pipe<Vb>> {
     Ok(g.finish(SplitSpec::at([("down", SplitPoint::Beginning)]))?)
 }
 
-/// The loss and all gradients by candle alone, on the whole batch.
+/// Returns the loss and all gradients of plain candle on the whole batch.
 fn on_one_device(x: &Tensor, target: &Tensor) -> Result<(f64, BTreeMap<&'static str, Tensor>)> {
     let vb = variables()?;
     let (up, down) = (candle_nn::linear(8, 32, vb.pp("up"))?, candle_nn::linear(32, 8, vb.pp("down"))?);
@@ -55,7 +55,7 @@ fn on_one_device(x: &Tensor, target: &Tensor) -> Result<(f64, BTreeMap<&'static 
     Ok((loss.to_scalar()?, PARAMETERS.into_iter().map(grad).collect::<Result<_>>()?))
 }
 
-/// The loss where the last stage is, and the gradients of this rank's stage.
+/// Returns the loss on the rank of the last stage, and the gradients of this rank's stage.
 fn on_ranks(ctx: &RankContext, x: &Tensor, target: &Tensor) -> Result<(Option<f64>, BTreeMap<String, Tensor>)> {
     let schedule = ScheduleKind::OneFOneB.schedule(RANKS, MICROBATCHES, 1)?;
     let pipe = model()?;

@@ -1,4 +1,4 @@
-//! Layouts of a tensor on a mesh of 2 x 2 ranks: what each looks like, what a change of it moves, what an op asks for.
+//! Prints layouts of a tensor on a mesh of 2 x 2 ranks, the communication of each change of layout, and that of ops.
 
 use anyhow::{Result, ensure};
 use candle_core::{Device, Tensor};
@@ -9,14 +9,14 @@ fn whole() -> candle_core::Result<Tensor> {
     Tensor::arange(0f64, 24., &Device::Cpu)?.reshape((4, 6))
 }
 
-/// Prints on the first rank, which tells of all.
+/// Prints on the first rank, which can describe all ranks.
 fn tell(ctx: &RankContext, text: impl std::fmt::Display) {
     if ctx.rank() == 0 {
         println!("{text}");
     }
 }
 
-/// An error unless the tensor is this one, whichever way it lies.
+/// Returns an error unless the tensor has the expected values, in any layout.
 fn check(got: &DTensor, want: &Tensor) -> Result<()> {
     let off = (got.full_tensor()? - want)?.abs()?.max_all()?.to_scalar::<f64>()?;
     ensure!(off < 1e-12, "{} is off by {off:e}", got.spec());
@@ -35,7 +35,7 @@ fn on_ranks(ctx: &RankContext) -> Result<()> {
         check(&x, &whole)?;
     }
 
-    // Columns of one matrix meet rows of the other: each rank has an operand of the sum, and nothing moves.
+    // Columns of one matrix times rows of the other: each rank has a term of the sum, and nothing is sent.
     let lay = |placement: Placement| DTensor::distribute(&whole, &mesh, &[Replicate, placement]);
     let (x, w) = (lay(Shard(1))?, lay(Shard(1))?.transpose(0, 1)?);
     let (product, explanation) = explain(|| x.matmul(&w));
@@ -44,7 +44,7 @@ fn on_ranks(ctx: &RankContext) -> Result<()> {
     ensure!(product.placements()[1].is_partial() && explanation.bytes() == 0, "{explanation}");
     check(&product, &whole.matmul(&whole.t()?)?)?;
 
-    // A sort needs whole rows: the op says what that moves.
+    // A sort needs whole rows; `explain` prints the communication.
     let (sorted, explanation) = explain(|| x.sort_last_dim(false));
     tell(ctx, format_args!("{explanation}\n"));
     ensure!(explanation.bytes() > 0, "{explanation}");

@@ -1,4 +1,4 @@
-//! A table in pieces on two ranks, looked up and trained by rows: what moves follows the ids, not the table.
+//! A table sharded over two ranks, looked up and trained by rows. The bytes sent grow with the ids, not with the table.
 
 use anyhow::{Result, ensure};
 use candle_core::{DType, Device, Tensor, Var};
@@ -16,14 +16,14 @@ const STEPS: usize = 3;
 const ADAGRAD: ParamsAdagrad =
     ParamsAdagrad { lr: 0.1, lr_decay: 0.0, weight_decay: 0.0, initial_accumulator_value: 0.1, eps: 1e-10 };
 
-/// The ids of a rank's bags, some of them in several.
+/// Returns the ids of a rank's bags; some ids are in several bags.
 fn ids(rank: usize, step: usize) -> candle_core::Result<Tensor> {
     let [bags, each] = BAGS;
     let id = |i: usize| ((i * i * 7919 + rank * 31 + step * 104_729) % ROWS) as u32;
     Tensor::from_vec((0..bags * each).map(id).collect(), (bags, each), &Device::Cpu)
 }
 
-/// The table before and after training, whole.
+/// The whole table, before and after training.
 fn on_ranks(ctx: &RankContext) -> Result<[Tensor; 2]> {
     let spec = ChunkShardingSpec::on_ranks(0, 0..RANKS)?;
     let stream = Stream::new(42, "table");
@@ -45,13 +45,13 @@ fn on_ranks(ctx: &RankContext) -> Result<[Tensor; 2]> {
         if ctx.rank() == 0 {
             let (there, back) = (forward.total_bytes(), backward.total_bytes());
             println!("step {step}: {there} B to look up, {back} B of gradients, {touched} rows here to update");
-            ensure!((there + back) * 20 < ROWS * WIDTH * 4, "{there} and {back} bytes are no small part of the table");
+            ensure!((there + back) * 20 < ROWS * WIDTH * 4, "{there} and {back} bytes are not a small part of the table");
         }
     }
     Ok([before, table.gather_all()?])
 }
 
-/// The same of candle's ops alone: a gradient as large as the table.
+/// Trains the same table with candle's ops alone, whose gradient is as large as the table.
 fn on_one_device(before: &Tensor) -> Result<Tensor> {
     let table = Var::from_tensor(&before.detach())?;
     let mut squares = (table.ones_like()? * ADAGRAD.initial_accumulator_value)?;
@@ -74,7 +74,7 @@ fn main() -> Result<()> {
         ensure!(off < 1e-5, "the trained table is off by {off:e}");
         let moved = (&after - &before)?.abs()?.max(1)?.ne(0f32)?.to_dtype(DType::F32)?.sum_all()?.to_scalar::<f32>()?;
         ensure!(moved > 0.0, "nothing was learned");
-        println!("{moved} of {ROWS} rows have changed, to what one device makes of them");
+        println!("{moved} of {ROWS} rows have changed, and the table equals that of one device");
     }
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! Tensor parallelism: a plan cuts two layers by columns and by rows, which costs one all_reduce.
+//! Tensor parallelism: a plan shards one layer by columns and the next by rows, which costs one all_reduce.
 
 use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Device, Tensor, Var};
@@ -14,7 +14,7 @@ const RANKS: usize = 2;
 /// A loss, and the gradients of weights and biases in the order of the layers.
 type Made = (f64, Vec<Tensor>);
 
-/// The same model of candle's layers, with the parameters of the sharded one.
+/// Runs the same model in candle's layers, with the parameters of the sharded one.
 fn on_one_device(parameters: &Parameters, x: &Tensor) -> Result<Made> {
     let whole = |p: &Parameter| Ok(Var::from_tensor(&p.tensor.full_tensor()?.detach())?);
     let vars = parameters.iter().map(whole).collect::<Result<Vec<_>>>()?;
@@ -44,7 +44,7 @@ fn on_ranks(ctx: &RankContext, x: &Tensor) -> Result<[Made; 2]> {
         println!("forward:  {forward}\nbackward: {backward}");
     }
     ensure!(forward.total() == 1 && forward.get(Op::AllReduce).count == 1, "one all_reduce, not {forward}");
-    // The gradient of `x` would be another all_reduce; nobody wants it.
+    // The gradient of `x` would cost another all_reduce; nothing needs it.
     ensure!(backward.total() == 0, "nothing in the backward pass, not {backward}");
 
     let whole =

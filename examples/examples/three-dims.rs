@@ -1,4 +1,4 @@
-//! Eight ranks on one mesh of pipeline x data x tensor: a step whose gradients are those of one device.
+//! Eight ranks on one mesh of pipeline x data x tensor run a step whose gradients equal those of one device.
 
 use std::collections::BTreeMap;
 
@@ -20,7 +20,7 @@ const ROWS: usize = 8;
 
 type Grads = BTreeMap<String, Tensor>;
 
-/// Four blocks, each of a layer cut by columns and one cut by rows.
+/// Declares four blocks, each of a layer cut by columns and one cut by rows.
 fn model(split: SplitSpec) -> candle_pipe::Result<Pipe<ShardedVarBuilder>> {
     let mut g = PipeBuilder::new();
     let mut h = g.input("x", In::Arg);
@@ -40,19 +40,19 @@ fn model(split: SplitSpec) -> candle_pipe::Result<Pipe<ShardedVarBuilder>> {
     g.finish(split)
 }
 
-/// This rank's layers draw the same numbers on every mesh.
+/// Creates this rank's layers, which draw the same numbers on each mesh.
 fn builder(tp: &DeviceMesh) -> Result<ShardedVarBuilder> {
     let plan = Plan::new("tp").with("*.*.up", ColwiseParallel::default()).with("*.*.down", RowwiseParallel::default());
     Ok(ShardedVarBuilder::fresh(42, tp, plan, DType::F64, &Device::Cpu)?)
 }
 
-/// Rows of the batch in microbatches.
+/// Cuts rows of the batch into microbatches.
 fn batch(first: usize, rows: usize, microbatches: usize) -> Result<Microbatches> {
     let x = Tensor::arange(0f64, 64., &Device::Cpu)?.sin()?.reshape((ROWS, 8))?.narrow(0, first, rows)?;
     Ok(split_args_kwargs_into_chunks(&[x.into()], &Kwargs::new(), microbatches, None, None)?)
 }
 
-/// The whole gradients by name.
+/// Returns the whole gradients by name.
 fn whole(parameters: &Parameters, grads: &GradStore) -> Result<Grads> {
     let grad = |p: &Parameter| Ok((p.name.clone(), p.grad(grads)?.context("a gradient")?.full_tensor()?));
     parameters.iter().map(grad).collect()
@@ -65,7 +65,7 @@ fn on_one_device(ctx: &RankContext) -> Result<(f64, Grads)> {
     Ok((step.loss()?.to_scalar()?, whole(&vb.finish()?, &step.grads)?))
 }
 
-/// The loss of a replica where its last stage is, and the gradients of this rank's stage.
+/// Returns the loss of a replica on the rank of its last stage, and the gradients of this rank's stage.
 fn on_mesh(ctx: &RankContext) -> Result<(Option<f64>, Grads)> {
     let mesh = ctx.mesh(&[("pp", 2), ("dp", 2), ("tp", 2)])?;
     let vb = builder(&mesh.axis("tp")?)?;

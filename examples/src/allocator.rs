@@ -1,18 +1,18 @@
-//! The allocator of the programs: one that keeps the pages it has.
+//! The allocator of the programs, which keeps its pages.
 //!
-//! Every op of a training step allocates its result and frees it soon after. An allocator that hands big blocks back to
-//! the kernel has every page of them faulted in and cleared anew, a third of a large step; and page faults of one
-//! process queue for one lock, so that ranks which are threads wait for each other.
+//! Each op of a training step allocates its result and frees it soon after. If an allocator returns large blocks to the
+//! kernel, the kernel faults in and clears their pages again, which takes a third of a large step. Page faults of one
+//! process also queue for one lock, so ranks that are threads wait for each other.
 
 use libmimalloc_sys::{mi_option_set, mi_option_t, mi_option_use_numa_nodes};
 
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
-/// mimalloc's `mi_option_purge_delay`, which its Rust binding does not name, by its neighbor in the enumeration.
+/// mimalloc's `mi_option_purge_delay`: the Rust binding does not name it, but its neighbor in the enumeration.
 const PURGE_DELAY: mi_option_t = mi_option_use_numa_nodes - 1;
 
-/// Never gives freed pages back to the kernel; call it first in `main`.
+/// Keeps freed pages in the process. Call it first in `main`.
 pub fn keep_pages() {
     // SAFETY: the call writes one entry of mimalloc's table of options. It is not safe against other threads that read
     // the table, so it stands first in `main`, where there are none.

@@ -7,7 +7,7 @@ use candle_pipe::microbatch::{Microbatches, microbatch_sizes, split_args_kwargs_
 use candle_pipe::{Kwargs, StepOptions, Value};
 use candle_shard::random::{Distribution, Stream, sample_full};
 
-/// Sequences of tokens and, at the same places, the tokens that follow them.
+/// Sequences of tokens, and the token that follows each of them.
 #[derive(Clone, Debug)]
 pub struct Batch {
     /// The inputs, u32 of shape `[batch, sequence]`.
@@ -52,7 +52,7 @@ impl Batch {
         Ok(Self { tokens: windows(0)?, targets: windows(1)? })
     }
 
-    /// Returns some of the sequences.
+    /// Returns the sequences of a range.
     ///
     /// # Errors
     /// If there are fewer sequences.
@@ -64,7 +64,7 @@ impl Batch {
     /// Cuts the batch into microbatches.
     ///
     /// # Errors
-    /// If there are fewer sequences.
+    /// If there are fewer sequences than microbatches.
     pub fn cut(&self, microbatches: usize) -> candle_pipe::Result<Microbatches> {
         let inputs = [&self.tokens, &self.targets].map(Value::from);
         split_args_kwargs_into_chunks(&inputs, &Kwargs::new(), microbatches, None, None)
@@ -85,7 +85,7 @@ impl Batch {
         let sizes = microbatch_sizes(rows, replicas);
         let (first_row, mine) = (sizes[..replica].iter().sum(), sizes[replica]);
         let cut = self.rows(first_row..first_row + mine)?.cut(microbatches)?;
-        // The average over replicas weighs them as if they had equally many rows.
+        // The average over replicas weights all of them alike, even if their numbers of rows differ.
         let share = (mine * replicas) as f64 / rows as f64;
         let weights = cut.weights().into_iter().map(|weight| weight * share).collect();
         Ok((cut, StepOptions { step, first_row, weights: Some(weights), ..StepOptions::default() }))

@@ -1,8 +1,8 @@
-//! What a process takes.
+//! The memory of a process.
 
 use std::fs;
 
-/// The most memory that this process had in RAM so far, in bytes; `None` where the system does not tell, as Linux does.
+/// Returns the peak resident memory of this process, in bytes. `None` where the system does not report it; Linux does.
 pub fn peak() -> Option<usize> {
     let status = fs::read_to_string("/proc/self/status").ok()?;
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;

@@ -16,7 +16,7 @@ pub struct Pipeline {
     pub dp: usize,
     /// Tensor-parallel ranks of a stage.
     pub tp: usize,
-    /// How the computations of a rank are ordered.
+    /// The order of the computations of each rank.
     pub kind: ScheduleKind,
     /// Stages of each rank.
     pub virtual_stages: usize,
@@ -24,7 +24,7 @@ pub struct Pipeline {
     pub microbatches: usize,
 }
 
-/// The share of a step that ranks should wait at most, where enough microbatches can be had.
+/// The largest bubble to aim for, if the batch has enough microbatches.
 const SMALL_BUBBLE: f64 = 0.2;
 
 /// How the ranks of a pipeline were kept busy.
@@ -44,9 +44,10 @@ pub struct PipelineStat {
     pub microbatches: usize,
     /// The share of a step in which the ranks would be idle if all computations took their median times.
     pub bubble_predicted: f64,
-    /// The share of a step in which they were, the median over the last steps.
+    /// The measured share of a step in which the ranks were idle, the median over the last steps.
     pub bubble_measured: f64,
-    /// The most microbatches that each rank held; one on one of several stages of a rank is that part of one.
+    /// The peak number of microbatches of each rank. With several stages per rank, a microbatch on one stage counts as
+    /// a fraction.
     pub peak_activations: Vec<f64>,
 }
 
@@ -61,16 +62,16 @@ impl Pipeline {
         self.pp.saturating_mul(self.virtual_stages)
     }
 
-    /// The order of all computations.
+    /// Returns the schedule.
     ///
     /// # Errors
-    /// If the kind has none for so many ranks and microbatches.
+    /// If the kind has no schedule for this number of ranks and microbatches.
     pub fn schedule(&self) -> candle_pipe::Result<Schedule> {
         self.kind.schedule(self.pp, self.microbatches, self.virtual_stages)
     }
 
-    /// The share of a step in which the ranks are idle if a forward, input gradients and weight gradients take equally long
-    /// on all stages.
+    /// Returns the share of a step in which the ranks are idle, if forward passes, input gradients and weight gradients
+    /// take equally long on all stages.
     ///
     /// # Errors
     /// If there is no such schedule.
@@ -80,10 +81,10 @@ impl Pipeline {
         Ok(schedule.simulate(&Edges::chain(self.stages()), &costs)?.bubble_step())
     }
 
-    /// The same with the fewest microbatches, up to `most`, that leave ranks idle for less than a fifth of a step; if there
-    /// are none, with those that leave the least.
+    /// Returns this pipeline with the fewest microbatches, up to `most`, that leave ranks idle for less than a fifth of
+    /// a step. If no number does, it uses the number that leaves them idle the least.
     ///
-    /// Fewer microbatches make larger products, which take less time in all.
+    /// Fewer microbatches make larger products, which take less time in total.
     ///
     /// # Errors
     /// If the kind has no schedule for any of these numbers of microbatches.
@@ -108,10 +109,10 @@ impl Pipeline {
         }
     }
 
-    /// What was measured in some steps, and what the schedule predicts from it.
+    /// Returns the measurements of some steps, and the schedule's prediction from them.
     ///
-    /// `ranks` has for each rank of one pipeline what it computed in each of these steps, in one measure of time, and
-    /// the most passes of its stages that were open at once.
+    /// `ranks` has an entry for each rank of one pipeline: its computations in each of these steps, in one unit of
+    /// time, and the peak number of open passes of its stages.
     ///
     /// # Errors
     /// Those of the simulation.
@@ -140,13 +141,13 @@ impl Pipeline {
         })
     }
 
-    /// The ranks of the first pipeline: those without a place on the other axes of the mesh, `pp` being the outermost.
+    /// Returns the ranks of the first pipeline: index 0 on all axes but `pp`, which is the outermost.
     pub fn first_pipeline(&self) -> impl Iterator<Item = usize> {
         (0..self.world()).step_by(self.dp * self.tp)
     }
 }
 
-/// The runtime as the rank's device wants it: what ranks tell each other about tensors does not go through a GPU.
+/// Sets up the runtime for the device of the rank: message heads do not travel through a GPU.
 ///
 /// # Errors
 /// Those of the store.
@@ -154,7 +155,8 @@ pub fn for_device(runtime: Runtime, ctx: &RankContext) -> candle_pipe::Result<Ru
     if ctx.device().is_cpu() { Ok(runtime) } else { runtime.heads_in_store(ctx.store()) }
 }
 
-/// The median time of each kind of computation on each stage; a backward that was not split counts as input gradients.
+/// Returns the median time of each kind of computation on each stage. A backward pass that is not split counts as input
+/// gradients.
 fn costs(spans: &[&Span], stages: usize) -> Costs {
     let time = |stage: usize, passes: &[Pass]| {
         let of = |span: &&&Span| match span.action {

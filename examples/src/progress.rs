@@ -5,12 +5,12 @@ use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressStyle};
 
-/// The progress of one run; nothing is drawn where stderr is not a terminal.
+/// The progress of one run. It is drawn only if stderr is a terminal.
 #[derive(Clone, Debug)]
 pub struct Progress(ProgressBar);
 
 impl Progress {
-    /// A bar for `steps` steps of the run `name`.
+    /// Creates a bar for `steps` steps of the run `name`.
     pub fn new(name: &'static str, steps: usize) -> Self {
         let style =
             ProgressStyle::with_template("{prefix:11} {bar:32} {pos}/{len} steps, {msg} [{elapsed}, {eta} left]")
@@ -20,37 +20,37 @@ impl Progress {
         Self(bar)
     }
 
-    /// No bar at all, for the ranks that leave it to rank 0.
+    /// Creates no bar, for the ranks other than rank 0.
     pub fn silent() -> Self {
         Self(ProgressBar::hidden())
     }
 
-    /// One more step is done, and had this loss.
+    /// Counts one more step, and shows its loss.
     pub fn step(&self, loss: f64) {
         self.0.set_message(format!("loss {loss:.3}"));
         self.0.inc(1);
     }
 
-    /// Calls `tell`, which writes whole lines, while the bar is off the screen.
+    /// Hides the bar while `tell` writes whole lines.
     pub fn above(&self, tell: impl FnOnce()) {
         self.0.suspend(tell);
     }
 
-    /// Takes the bar off the screen; the report says all it had to say.
+    /// Removes the bar; the report has all its numbers.
     pub fn finish(&self) {
         self.0.finish_and_clear();
     }
 }
 
-/// How often the bar of a model that is being read moves.
+/// How often the bar of a model that is being read is drawn.
 const TICK: Duration = Duration::from_millis(100);
 
-/// The bytes of a model that were read, as a bar on stderr; nothing is drawn where stderr is not a terminal.
+/// A bar for the bytes that were read of a model. It is drawn only if stderr is a terminal.
 #[derive(Debug)]
 pub struct Loading(ProgressBar);
 
 impl Loading {
-    /// Calls `f` with a bar for `bytes` bytes, which follows `read` until it is finished; only drawn where `is_shown`.
+    /// Calls `f` while a bar for `bytes` bytes follows `read`. The bar is drawn only if `is_shown`.
     pub fn watch<R>(is_shown: bool, bytes: u64, read: impl Fn() -> u64 + Sync, f: impl FnOnce(&Self) -> R) -> R {
         let style = ProgressStyle::with_template("{prefix:11} {bar:32} {bytes} of {total_bytes} [{elapsed}]")
             .unwrap_or_else(|_| ProgressStyle::default_bar());
@@ -64,19 +64,19 @@ impl Loading {
                     thread::sleep(TICK);
                 }
             });
-            // The watcher ends with the bar, also where `f` panics.
+            // The watcher ends with the bar, even if `f` panics.
             let _ends = Ends(&loading);
             f(&loading)
         })
     }
 
-    /// Takes the bar off the screen.
+    /// Removes the bar.
     pub fn finish(&self) {
         self.0.finish_and_clear();
     }
 }
 
-/// Takes the bar off the screen when it is dropped.
+/// Removes the bar when it is dropped.
 struct Ends<'a>(&'a Loading);
 
 impl Drop for Ends<'_> {

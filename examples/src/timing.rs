@@ -1,4 +1,4 @@
-//! How programs time what several ranks do at once.
+//! Timing of calls that several ranks make together.
 
 use std::time::{Duration, Instant};
 
@@ -8,7 +8,7 @@ use candle_dist::ProcessGroup;
 
 const SETTLE: Duration = Duration::from_millis(300);
 
-/// The middle of the sorted times, the upper one of two.
+/// Returns the median of the times, the upper one of two.
 pub fn median(times: &mut [f64]) -> f64 {
     times.sort_by(f64::total_cmp);
     times[times.len() / 2]
@@ -28,10 +28,10 @@ pub fn settle(group: &ProcessGroup) -> Result<()> {
     }
 }
 
-/// How long a row may be measured.
+/// The limits of the measurement of a row.
 #[derive(Clone, Copy, Debug)]
 pub struct Budget {
-    /// Rounds that come first and only tell how long one takes.
+    /// The first rounds, which only determine how long one takes.
     pub warm_up: usize,
     /// The time of all rounds, in the unit of the times.
     pub time: f64,
@@ -42,7 +42,7 @@ pub struct Budget {
 }
 
 impl Budget {
-    /// As many rounds as rank 0 expects to fit, each of which `time` runs and times.
+    /// Calls `time` for as many rounds as rank 0 expects to fit; `time` runs one round and returns its time.
     ///
     /// # Errors
     /// The group's and those of `time`.
@@ -54,7 +54,7 @@ impl Budget {
     }
 }
 
-/// The slowest rank's time in each round.
+/// Returns the slowest rank's time in each round.
 pub fn slowest(ranks: &[&[f64]]) -> Vec<f64> {
     let rounds = ranks.first().map_or(0, |times| times.len());
     (0..rounds).map(|round| ranks.iter().map(|times| times[round]).fold(0.0, f64::max)).collect()

@@ -1,4 +1,4 @@
-//! Measures the collectives of a process group against what memory alone would cost; see `--help`.
+//! Measures the collectives of a process group and compares them with plain copies of memory; see `--help`.
 
 use std::process::ExitCode;
 

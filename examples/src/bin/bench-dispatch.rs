@@ -1,4 +1,4 @@
-//! Measures what a distributed op costs over the plain one; see `--help`.
+//! Measures the time that a distributed op adds to the plain one; see `--help`.
 
 use std::process::ExitCode;
 

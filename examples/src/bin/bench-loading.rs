@@ -1,4 +1,4 @@
-//! Measures how a rank loads its shard of a weight, against candle; see `--help`.
+//! Measures how fast a rank loads its shard of a weight, compared with candle; see `--help`.
 
 use std::process::ExitCode;
 

@@ -1,4 +1,4 @@
-//! Checks what needs a GPU, on one card; see `--help`, and `scripts/gpu-check.sh`, which runs it in all its ways.
+//! Runs the checks that need a GPU, on one card; see `--help`. `scripts/gpu-check.sh` runs it with each backend.
 
 use std::process::ExitCode;
 

@@ -1,4 +1,4 @@
-//! Writes on from a prompt with a Llama that is cut over ranks, or trains it; see `--help`.
+//! Continues a prompt with a Llama that is sharded over ranks, or trains it; see `--help`.
 
 use std::io::{self, Write};
 use std::path::Path;
@@ -25,9 +25,9 @@ fn main() -> ExitCode {
     })
 }
 
-/// Writes the text and tells how fast.
+/// Writes the text and its speed.
 fn run(args: &Args, ranks: &Ranks<'_>) -> anyhow::Result<bool> {
-    // A launcher gives stdin to the first process, or to all of them to read from together. Somebody may be typing.
+    // A launcher connects stdin to the first process, or to all of them. It may be a terminal.
     let read = ranks.on_first(|| Ok(args.prompt()))?.unwrap_or_else(|| Ok(String::new()));
     let prompt = ranks.of_first(&ranks.agree(read)?)?;
     let scratch = tempfile::tempdir()?;
@@ -39,7 +39,7 @@ fn run(args: &Args, ranks: &Ranks<'_>) -> anyhow::Result<bool> {
     let output = Output::new(args.json.as_deref());
     let write = |ctx: &RankContext, loading: &Loading| {
         let mut screen = if ctx.rank() == 0 { output.screen() } else { Box::new(io::sink()) };
-        // A reader that stopped misses the rest; the ranks go on together.
+        // If the reader of stdout has stopped, the ranks still finish together.
         let mut tell = |text: &str| drop(write!(screen, "{text}").and_then(|()| screen.flush()));
         let (mut stream, mut text) = (TextStream::new(&tokenizer, &task.prompt), String::new());
         let written = generate(ctx, args.pp, &files, &task, |token| {
@@ -71,7 +71,7 @@ fn run(args: &Args, ranks: &Ranks<'_>) -> anyhow::Result<bool> {
     Ok(true)
 }
 
-/// The model, of which a random one is made in `scratch` if none is given, and what it is to do.
+/// Returns the model and its task. Without a folder, it writes a random model to `scratch`.
 fn open(args: &Args, prompt: &str, scratch: &Path) -> anyhow::Result<(Files, Tokenizer, Task)> {
     let folder = args.model.as_deref().unwrap_or(scratch);
     if args.model.is_none() {

@@ -1,4 +1,4 @@
-//! Draws pipeline schedules and tells what they cost; see `--help`.
+//! Draws pipeline schedules and prints their costs; see `--help`.
 
 use std::io::Write;
 use std::process::ExitCode;
@@ -19,7 +19,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Writes all that is asked for.
+/// Writes all requested output.
 fn run(args: &Args, plan: &mut Plan) -> anyhow::Result<()> {
     args.measure.map_or(Ok(()), |unit| plan.measure(unit))?;
     let output = Output::new(args.json.as_deref());

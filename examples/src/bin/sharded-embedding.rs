@@ -18,7 +18,7 @@ fn main() -> ExitCode {
     launch::start(Args::validate, |args, (), ranks| run(args, ranks))
 }
 
-/// Makes all runs and reports on them; tells whether they agree.
+/// Makes all runs and reports on them; returns whether they agree.
 fn run(args: &Args, ranks: &Ranks<'_>) -> anyhow::Result<bool> {
     let output = Output::new(args.json.as_deref());
     if ranks.is_first() {

@@ -16,7 +16,7 @@ fn main() -> ExitCode {
     launch::start(validate::validate, run)
 }
 
-/// Makes all runs and reports on them; tells whether they agree.
+/// Makes all runs and reports on them; returns whether they agree.
 fn run(args: &Args, corpus: &Corpus, ranks: &Ranks<'_>) -> anyhow::Result<bool> {
     let output = Output::new(args.json.as_deref());
     if ranks.is_first() {

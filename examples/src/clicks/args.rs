@@ -11,16 +11,15 @@ use crate::launch::{BackendName, Launched, Patience};
 const ABOUT: &str = "\
 Trains a click-through model with large embedding tables, sharded and on one device, and shows that they agree
 
-A synthetic log has categorical features with Zipf-distributed values, one a sample or in bags of several, and dense
-features; clicks come from a model that is not shown. The same model is trained from the same seed on the same samples
-three times:
+A synthetic log has dense features, and categorical features with Zipf-distributed values, one per sample or in bags of
+several. A hidden model draws the clicks. The same model is trained three times, from the same seed on the same samples:
 
-  one device   one rank has all tables and the whole batch: the numbers to agree with
+  one device   one rank has all tables and the whole batch; the other runs must agree with it
   row-wise     each rank has some rows of every table, and its own part of the batch
   column-wise  each rank has some columns of every table, and its own part of the batch
 
-Ranks are threads of this process, so there is nothing to install or to start, unless --backend says otherwise: then they
-are processes, and the first of them shows the results.";
+Ranks are threads of this process, so there is nothing to install or to start. With another --backend each rank is a
+process, and the first one shows the results.";
 
 const EXAMPLES: &str = "\
 Examples:
@@ -146,7 +145,7 @@ impl Args {
         self.lr.unwrap_or(self.optimizer.default_lr())
     }
 
-    /// The elements of all tables.
+    /// Returns the number of elements of all tables.
     pub fn table_elements(&self) -> usize {
         FEATURES.iter().map(|feature| feature.vocab * self.dim).sum()
     }

@@ -5,9 +5,9 @@ use candle_shard::kernels::BagMode;
 /// A categorical feature, with its own table.
 #[derive(Clone, Copy, Debug)]
 pub struct Feature {
-    /// Its name.
+    /// The name.
     pub name: &'static str,
-    /// The number of its values, which is the number of rows of its table.
+    /// The number of distinct values, which is the number of rows of the table.
     pub vocab: usize,
     /// `None` if each sample has one value.
     pub bag: Option<Bag>,

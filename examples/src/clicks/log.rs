@@ -12,14 +12,14 @@ use super::features::{Bag, DENSE, FEATURES, Feature};
 #[derive(Clone, Debug)]
 pub struct Log {
     seed: u64,
-    /// For each feature, what each of its values adds to the logit of a click.
+    /// The term that each value of each feature adds to the logit of a click.
     effects: Vec<Vec<f64>>,
 }
 
 /// Some samples.
 #[derive(Clone, Debug)]
 pub struct Batch {
-    /// For each of [`FEATURES`], its values.
+    /// The values of each of [`FEATURES`].
     pub features: Vec<Values>,
     /// `[samples, DENSE]`.
     pub dense: Tensor,
@@ -38,7 +38,7 @@ pub struct Values {
     pub weights: Option<Tensor>,
 }
 
-/// The logit of a click without any feature: most impressions are not clicked.
+/// The logit of a click without features: most impressions are not clicked.
 const BIAS: f64 = -1.2;
 /// The effects of the dense features on the logit.
 const SLOPES: [f64; DENSE] = [0.6, -0.4, 0.3, 0.0];
@@ -48,7 +48,7 @@ const UNIT: Distribution = Distribution::Uniform { lo: 0.0, up: 1.0 };
 const NORMAL: Distribution = Distribution::Normal { mean: 0.0, stdev: 1.0 };
 
 impl Log {
-    /// The log of a seed.
+    /// Creates the log of a seed.
     ///
     /// # Errors
     /// candle's.
@@ -60,7 +60,7 @@ impl Log {
         Ok(Self { seed, effects: FEATURES.iter().map(effects).collect::<Result<_>>()? })
     }
 
-    /// The samples `part` of the batch of `size` samples of a step.
+    /// Returns the samples `part` of the batch of `size` samples of a step.
     ///
     /// # Errors
     /// candle's.
@@ -115,7 +115,7 @@ fn values(feature: &Feature, effects: &[f64], draws: &Draws, logits: &mut [f64])
     })
 }
 
-/// A value whose frequency falls as one over its rank, by Zipf's law, of a number even over [0, 1).
+/// Maps a uniform number of [0, 1) to a value by Zipf's law: the frequency of the k-th value is proportional to 1/k.
 fn zipf(x: f64, vocab: usize) -> usize {
     let rank = ((vocab + 1) as f64).powf(x) as usize;
     rank.clamp(1, vocab) * SCATTER % vocab

@@ -8,12 +8,12 @@ use serde::Serialize;
 pub struct Quality {
     /// Mean log-loss; less is better.
     pub log_loss: f64,
-    /// The probability that a clicked sample has a larger logit than another one; 0.5 is guessing.
+    /// The probability that a clicked sample has a larger logit than one that was not clicked; guessing has 0.5.
     pub auc: f64,
 }
 
 impl Quality {
-    /// The quality of these logits of samples that were clicked or not.
+    /// Computes the quality of the logits of samples that were clicked or not.
     pub fn of(logits: &[f32], clicks: &[f32]) -> Self {
         let samples = || logits.iter().map(|&logit| f64::from(logit)).zip(clicks.iter().map(|&click| click > 0.5));
         let losses = samples().map(|(logit, clicked)| softplus(if clicked { -logit } else { logit }));
@@ -26,7 +26,8 @@ fn softplus(x: f64) -> f64 {
     x.max(0.0) + (-x.abs()).exp().ln_1p()
 }
 
-/// Computes it from the sum of the ranks of clicked samples; equal logits share a rank.
+/// Computes the area under the ROC curve from the places of the clicked samples in the order of logits. Equal logits
+/// share a place.
 fn auc(samples: impl Iterator<Item = (f64, bool)>) -> f64 {
     let sorted = samples.sorted_by(|a, b| a.0.total_cmp(&b.0)).collect_vec();
     let (mut below, mut ranks, mut all_clicked) = (0.0, 0.0, 0.0);
@@ -39,7 +40,7 @@ fn auc(samples: impl Iterator<Item = (f64, bool)>) -> f64 {
     (ranks - all_clicked * (all_clicked + 1.0) / 2.0) / (all_clicked * (below - all_clicked))
 }
 
-/// The log-loss of always predicting the share of clicked samples.
+/// Returns the log-loss of a model that always predicts the share of clicked samples.
 pub fn trivial_log_loss(clicks: &[f32]) -> f64 {
     let share = clicks.iter().map(|&click| f64::from(click)).sum::<f64>() / clicks.len() as f64;
     let term = |p: f64| if p > 0.0 { -p * p.ln() } else { 0.0 };

@@ -1,5 +1,5 @@
-//! The click-through program: one model with large embedding tables, trained with its tables cut by rows, by columns
-//! and on one device, and compared.
+//! The click-through program trains one model with large embedding tables three times: with the tables cut by rows, cut
+//! by columns, and on one device. It then compares the runs.
 
 pub mod args;
 pub mod features;

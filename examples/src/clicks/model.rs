@@ -1,4 +1,4 @@
-//! The model: one row per feature and the dense features, and a perceptron over all of them.
+//! The model: a perceptron over one table row per feature and the dense features.
 
 use candle_core::{DType, Device, Tensor, Var};
 use candle_dist::ProcessGroup;
@@ -25,7 +25,7 @@ pub struct Model {
     pub rows: Vec<RowVar>,
 }
 
-/// Whether the norm of rows is limited first: only in training.
+/// Whether a lookup first limits the norm of rows, which only training does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
     /// The norm is limited.
@@ -35,7 +35,7 @@ pub enum Mode {
 }
 
 impl Model {
-    /// The model of a seed, the same under every sharding.
+    /// Creates the model of a seed, the same under every sharding.
     ///
     /// # Errors
     /// Those of the tables.
@@ -55,7 +55,7 @@ impl Model {
         Ok(Self { tables, layers: [first, second], dense, rows })
     }
 
-    /// The logits of a click, `[samples]`, of this rank's samples.
+    /// Returns the logits of a click for this rank's samples, `[samples]`.
     ///
     /// # Errors
     /// Those of the lookups.
@@ -65,7 +65,7 @@ impl Model {
             inputs.push(look_up(feature, table, values, mode)?);
         }
         let [hidden, output] = &self.layers;
-        // Smooth, unlike relu: at a kink a rounding error would become another gradient.
+        // Smooth, unlike relu: at the kink of relu a rounding error changes the gradient.
         let hidden = hidden.forward(&Tensor::cat(&inputs, 1)?)?.silu()?;
         Ok(output.forward(&hidden)?.squeeze(1)?)
     }
@@ -79,7 +79,7 @@ impl Model {
     }
 }
 
-/// A row `[samples, dim]` for each sample.
+/// Returns one row per sample, `[samples, dim]`.
 fn look_up(feature: &Feature, table: &ShardedTensor, values: &Values, mode: Mode) -> Result<Tensor> {
     let max_norm = feature.max_norm.filter(|_| mode == Mode::Train);
     let lookup = EmbeddingOptions { max_norm, ..EmbeddingOptions::default() };
@@ -92,7 +92,7 @@ fn look_up(feature: &Feature, table: &ShardedTensor, values: &Values, mode: Mode
     }
 }
 
-/// A linear layer with its parameters.
+/// Creates a linear layer and its parameters.
 fn layer(seed: u64, name: &str, inputs: usize, outputs: usize) -> Result<(Linear, Vec<Var>)> {
     let normal = Distribution::Normal { mean: 0.0, stdev: (2.0 / inputs as f64).sqrt() };
     let weight = sample_full(Stream::new(seed, name), normal, &[outputs, inputs], DType::F32, &Device::Cpu)?;

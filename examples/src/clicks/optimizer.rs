@@ -6,8 +6,8 @@ use candle_shard::sparse::{Adagrad, AdamW, ParamsAdagrad, ParamsSgd, RowVar, Sgd
 
 use super::args::{Args, OptimizerName};
 
-/// Optimizers that divide a gradient by its size must not amplify the rounding error of a tiny one, which differs
-/// between runs. Gradients of a mean over a batch are around 1e-5.
+/// The epsilon of optimizers that divide a gradient by its size. It keeps them from amplifying the rounding error of a
+/// tiny gradient, which differs between runs. Gradients of a mean over a batch are around 1e-5.
 const EPS: f64 = 1e-5;
 
 /// The optimizer that the command line names.
@@ -21,7 +21,7 @@ pub enum TableOptimizer {
 }
 
 impl TableOptimizer {
-    /// The optimizer of `rows`.
+    /// Creates the optimizer of `rows`.
     ///
     /// # Errors
     /// If its options are invalid.

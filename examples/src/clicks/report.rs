@@ -20,7 +20,7 @@ pub struct Report {
     pub parity: Parity,
     /// Log-loss of always predicting the share of clicks.
     pub trivial_log_loss: f64,
-    /// Bytes that an all_reduce of dense gradients of the tables would send on each rank in each step.
+    /// Bytes per rank and step that an all_reduce of dense table gradients would send.
     pub dense_gradient_bytes: usize,
 }
 

@@ -36,7 +36,7 @@ pub fn train(name: RunName, args: &Args, log: &Log, ranks: &Ranks<'_>) -> anyhow
     ranks.run(world, args.threads(), |ctx| train_rank(ctx, name, args, log))
 }
 
-/// For each sample of the held-out batch, whether it was clicked.
+/// Returns whether each sample of the held-out batch was clicked.
 ///
 /// # Errors
 /// candle's.
@@ -44,7 +44,7 @@ pub fn held_out_clicks(log: &Log) -> candle_core::Result<Vec<f32>> {
     log.batch(HELD_OUT, HELD_OUT_SAMPLES, 0..HELD_OUT_SAMPLES)?.clicks.to_vec1()
 }
 
-/// A rank's part of a batch; parts differ by one sample at most.
+/// Returns a rank's part of a batch. Parts differ by at most one sample.
 fn part(group: &ProcessGroup, rank: usize, batch: usize) -> Range<usize> {
     rank * batch / group.size()..(rank + 1) * batch / group.size()
 }
@@ -73,11 +73,11 @@ fn train_rank(ctx: &RankContext, name: RunName, args: &Args, log: &Log) -> Resul
     outcome(name, &model, log, group, (losses, &mut times, &counts))
 }
 
-/// Trains the perceptron on a batch of `samples` samples over all ranks, and leaves the gradients to the tables.
+/// Trains the perceptron on a batch of `samples` samples over all ranks, and leaves the row gradients in the tables.
 /// Returns the mean loss.
 fn train_step(model: &Model, batch: &Batch, samples: usize, group: &ProcessGroup, perceptron: &mut SGD) -> Result<f64> {
     let losses = log_losses(&model.forward(batch, Mode::Train)?, &batch.clicks)?;
-    // This rank's part of the mean over all ranks' samples, so that gradients sum to those of the mean.
+    // This rank's share of the mean over all samples, so the gradients of the ranks sum to that of the mean.
     let mut grads = (losses.sum_all()? / samples as f64)?.backward()?;
     let mut sums = Vec::with_capacity(model.dense.len() + 1);
     for var in &model.dense {

@@ -17,22 +17,21 @@ const MAX_WORLD: usize = 256;
 const MAX_BYTES: usize = 1 << 30;
 
 const ABOUT: &str = "\
-Measures the collectives of a process group, and checks the data they give
+Measures the collectives of a process group, and checks their results
 
-Every rank times its own call after a barrier; a row is the median over the rounds of the slowest rank's time:
+Each rank times its own call after a barrier. A row is the median over the rounds of the slowest rank's time:
 
   all_reduce, all_gather, reduce_scatter, all_to_all, broadcast
-              an input of the given size on every rank, a fresh result
-  send_recv   half a ping-pong of ranks 0 and 1, each sending a tensor that it keeps
-  send_owned  the same, each handing its tensor over; only measured when named
+              an input of the given size on each rank, and a result in new memory
+  send_recv   half a ping-pong of ranks 0 and 1, each of which keeps the tensor that it sends
+  send_owned  the same, but each hands its tensor over; only measured when named
   all_reduce_in_place
-              the largest elements, written over the input; only measured when named
+              the elementwise maximum, written over the input; only measured when named
 
-The floor beside a row is the time of plain memory copies that move as many bytes as the op must read and write,
-shared by as many ranks as there are cores.
+The floor of a row is the time of plain memory copies that move as many bytes as the op must read and write, shared by
+as many ranks as there are cores.
 
-Ranks are threads of this process, unless --backend says otherwise: then they are processes, and the first of them shows
-the results.";
+Ranks are threads of this process. With another --backend each rank is a process, and the first one shows the results.";
 
 const EXAMPLES: &str = "\
 Examples:
@@ -45,7 +44,7 @@ Examples:
   cargo build --release --features mpi && mpirun -n 2 target/release/bench-collectives --backend mpi
       Measure on 2 processes.
 
-Exit status: 0 if all went well, 1 if an op failed or gave wrong data, 2 if the command line cannot work.";
+Exit status: 0 if all went well, 1 if an op failed or returned wrong data, 2 if the command line cannot work.";
 
 /// The command-line arguments; the comments on the fields are the program's help.
 #[derive(Clone, Debug, Parser)]
@@ -136,9 +135,9 @@ impl Args {
 pub enum OpName {
     /// The sum of all ranks' tensors, on every rank.
     AllReduce,
-    /// The largest of all ranks' elements, written over the input.
+    /// The elementwise maximum over all ranks, written over the input.
     AllReduceInPlace,
-    /// All ranks' tensors joined, on every rank.
+    /// The tensors of all ranks concatenated, on every rank.
     AllGather,
     /// A piece of the sum on each rank.
     ReduceScatter,

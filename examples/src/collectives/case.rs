@@ -20,7 +20,7 @@ pub struct Case<'a> {
 }
 
 impl<'a> Case<'a> {
-    /// The case of `op` with `bytes` of f32 on each rank.
+    /// Creates the case of `op` with `bytes` of f32 on each rank.
     ///
     /// # Errors
     /// candle's errors.
@@ -66,7 +66,7 @@ impl<'a> Case<'a> {
         }
     }
 
-    /// Compares every element of a result with the op's definition; the test data makes sums exact.
+    /// Compares each element of a result with the definition of the op. The test data makes sums exact.
     ///
     /// # Errors
     /// If one differs.
@@ -99,7 +99,7 @@ impl<'a> Case<'a> {
     }
 }
 
-/// Element `i` of `rank`'s input: a small integer that differs between ranks and between neighbors.
+/// Returns element `i` of `rank`'s input: a small integer that differs between ranks and between neighbors.
 fn element(rank: usize, i: usize) -> f32 {
     ((i % 251 + 1) * (rank + 1)) as f32
 }

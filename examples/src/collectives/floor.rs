@@ -10,7 +10,7 @@ const BUDGET: Duration = Duration::from_millis(200);
 const MIN_COPIES: usize = 7;
 const MAX_COPIES: usize = 2001;
 
-/// The median time, in microseconds, in which one thread copies `bytes` between two buffers with touched pages.
+/// Returns the median time in which one thread copies `bytes` between two buffers with touched pages, in microseconds.
 pub fn copy_us(bytes: usize) -> f64 {
     let source = vec![1f32; bytes / ELEMENT_BYTES];
     let mut target = vec![0f32; bytes / ELEMENT_BYTES];
@@ -24,10 +24,10 @@ pub fn copy_us(bytes: usize) -> f64 {
     median(&mut times)
 }
 
-/// The floor of `op` on `world` ranks in units of [`copy_us`] of one rank's input.
+/// Returns the floor of `op` on `world` ranks, in units of [`copy_us`] of one rank's input.
 ///
-/// A copy reads and writes its bytes once. An op must read every used input once and write every result once. Half of
-/// the sum is its number of copies, shared by the ranks with their own core.
+/// A copy reads and writes its bytes once. An op must read each used input once and write each result once. Half of the
+/// sum of reads and writes is the number of copies, which the ranks with a core of their own share.
 pub fn copies(op: OpName, world: usize) -> f64 {
     let n = world as f64;
     let at_once = std::thread::available_parallelism().map_or(1, usize::from).min(world) as f64;

@@ -18,7 +18,7 @@ const BUDGET_US: Budget = Budget { warm_up: 5, time: 1e6, least: 7, most: 2001 }
 /// Measures every op at every size; calls `begin` before each row. The report is on rank 0.
 ///
 /// # Errors
-/// The first rank's that fails, or whose data is wrong.
+/// Those of the first rank that fails or has wrong data.
 pub fn measure(args: &Args, ranks: &Ranks<'_>, begin: impl Fn(OpName, ByteSize) + Sync) -> Result<Option<Report>> {
     let plan: Vec<_> = args.ops.iter().flat_map(|&op| args.sizes.iter().map(move |&size| (op, size))).collect();
     let measured = ranks.run(args.world, args.threads(), |ctx| {
@@ -65,7 +65,7 @@ fn time(group: &ProcessGroup, case: &Case<'_>) -> Result<f64> {
     let start = Instant::now();
     let result = case.call()?;
     let elapsed = start.elapsed();
-    // Its memory is freed outside of the measured time: a program would have used the result first.
+    // The result is freed outside of the measured time, as in a program that uses it first.
     drop(result);
     Ok(elapsed.as_secs_f64() * 1e6)
 }

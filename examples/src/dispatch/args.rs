@@ -7,14 +7,14 @@ use clap::Parser;
 use crate::cli::{Checked, Output, require};
 
 const ABOUT: &str = "\
-Measures what a distributed op costs over the plain candle op on its shard
+Measures the time that a distributed op adds to the plain candle op on its shard
 
 One thread is one rank of a simulated mesh of 2 or 2 x 2 ranks, so that nothing is communicated; tensors are 8 x 8 f32.
 Times are nanoseconds:
 
   plain   candle's op on this rank's shard
-  warm    what the distributed op takes on top, called again and again
-  first   what it takes on top when tensors lie so for the first time; shapes differ from call to call
+  warm    the time that the distributed op adds, called again and again
+  first   the time that it adds the first time that tensors have this layout; shapes differ from call to call
 
 For the redistributions that move something, plain is the same collective or copy called directly.";
 

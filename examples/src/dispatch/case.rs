@@ -1,4 +1,4 @@
-//! The measured ops, each in the distributed and in the plain form.
+//! The measured ops, each in a distributed and a plain form.
 
 use candle_core::Tensor;
 use candle_dist::DeviceMesh;
@@ -75,7 +75,7 @@ pub const CASES: [Case; 12] = [
     },
 ];
 
-/// The placements of `x` with another one on the last axis.
+/// Returns the placements of `x` with another one on the last axis.
 fn last(x: &DTensor, placement: Placement) -> Vec<Placement> {
     let mut placements = x.placements().to_vec();
     if let Some(last) = placements.last_mut() {

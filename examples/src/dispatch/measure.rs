@@ -15,7 +15,7 @@ use crate::timing::median;
 
 /// The global size of both dims.
 const SIZE: usize = 8;
-/// Shapes that are new to the dispatch, for the cost of a first call.
+/// The number of new shapes, which measure the cost of a first call.
 const NEW_SHAPES: usize = 201;
 const MESHES: [&[(&str, usize)]; 2] = [&[("tp", 2)], &[("dp", 2), ("tp", 2)]];
 
@@ -57,7 +57,7 @@ fn row(case: &Case, mesh: &DeviceMesh, args: &Args) -> Result<Row> {
     }
     let (mut first, mut first_plain) = (Vec::new(), Vec::new());
     for i in 0..NEW_SHAPES {
-        // Columns that halve in every way the ops ask for.
+        // The ops halve columns in several ways.
         let (inputs, locals) = self::inputs(case, mesh, [SIZE, SIZE + 8 * (i + 1)], args.gradients)?;
         first_plain.push(mean_ns(1, || (case.plain)(&locals, mesh))?);
         first.push(mean_ns(1, || (case.distributed)(&inputs))?);
@@ -72,7 +72,8 @@ fn row(case: &Case, mesh: &DeviceMesh, args: &Args) -> Result<Row> {
     })
 }
 
-/// The inputs of a case with the global shape `[rows, columns]`, transposed where a product needs it, and their shards.
+/// Returns the inputs of a case and their shards. The global shape is `[rows, columns]`, transposed where a product
+/// needs it.
 fn inputs(
     case: &Case,
     mesh: &DeviceMesh,
@@ -91,13 +92,14 @@ fn inputs(
     Ok((inputs, locals))
 }
 
-/// A placement for each axis: this one on the last, and the first input's rows cut on an outer one where they are not.
+/// Returns a placement per axis: `placement` on the last one. If that replicates the first input, outer axes shard its
+/// rows. All else is replicated.
 fn on_axes(placement: Placement, input: usize, axes: usize) -> Vec<Placement> {
     let outer = if placement == Replicate && input == 0 { Placement::Shard(0) } else { Replicate };
     (1..axes).map(|_| outer).chain([placement]).collect()
 }
 
-/// The mean nanoseconds of `calls` calls.
+/// Returns the mean time of `calls` calls, in nanoseconds.
 fn mean_ns<T>(calls: usize, mut call: impl FnMut() -> candle_shard::Result<T>) -> Result<f64> {
     let start = Instant::now();
     for _ in 0..calls {

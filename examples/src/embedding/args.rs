@@ -13,25 +13,25 @@ const MAX_ELEMENTS: usize = 1 << 30;
 const ABOUT: &str = "\
 Measures lookups in a sharded table, and steps that train it
 
-Every rank looks up ids of its own, new ones in each round, and times its own call after a barrier; a row is the median
+Each rank looks up its own ids, drawn anew in each round, and times its own call after a barrier. A row is the median
 over the rounds of the slowest rank's time:
 
   forward  the lookup, which can be differentiated
   step     the lookup, its backward pass, and gradient descent on the rows that were looked up
 
-The table of f32 is cut by rows or by columns. With max_norm about half of the rows are too long: those
-that a call has changed are put back before the next one, outside of the time. Each first lookup is checked.";
+The f32 table is cut by rows or by columns. With max_norm, about half of the rows are too long. Rows that a call has
+shortened are restored before the next call, which is not timed. The first lookup of each case is checked.";
 
 const EXAMPLES: &str = "\
 Examples:
   cargo run --release --bin bench-embedding
       Measure a table of 100,000 rows on 2 ranks.
   cargo run --release --bin bench-embedding -- --vocab 1000000 --dim 128 --ids 65536
-      Measure a larger one, and more ids.
+      Measure a larger table and more ids.
   cargo run --release --bin bench-embedding -- --json - 2>/dev/null | jq '.rows[] | {sharding, max_norm, phase, ms}'
       Get the numbers into a script: only JSON on stdout, all else on stderr.
 
-Exit status: 0 if all went well, 1 if a lookup failed or gave wrong rows, 2 if the command line cannot work.";
+Exit status: 0 if all went well, 1 if a lookup failed or returned wrong rows, 2 if the command line cannot work.";
 
 /// The command-line arguments; the comments on the fields are the program's help.
 #[derive(Clone, Debug, Parser)]

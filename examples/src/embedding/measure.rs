@@ -12,13 +12,13 @@ use crate::timing::{Budget, median, settle, slowest};
 
 const BUDGET_MS: Budget = Budget { warm_up: 5, time: 2e3, least: 51, most: 201 };
 
-/// How many rows there are.
+/// The number of rows.
 pub const ROWS: usize = 8;
 
-/// Measures every row; `begin` is told of each.
+/// Measures every row; calls `begin` before each.
 ///
 /// # Errors
-/// The first rank's that fails, or finds wrong rows.
+/// Those of the first rank that fails or finds wrong rows.
 pub fn measure(args: &Args, begin: impl Fn(Sharding, bool, Phase) + Sync) -> Result<Report> {
     let ranks = World::local(args.ranks).run(|ctx| {
         let begin = |sharding, limited, phase| {
@@ -43,7 +43,7 @@ pub fn measure(args: &Args, begin: impl Fn(Sharding, bool, Phase) + Sync) -> Res
     Ok(Report { world: args.ranks, vocab: args.vocab, dim: args.dim, ids: args.ids, rows })
 }
 
-/// What a row is of, and this rank's milliseconds in each round.
+/// The case of a row, and this rank's milliseconds in each round.
 type Timed = (Sharding, bool, Phase, Vec<f64>);
 
 fn times(group: &ProcessGroup, args: &Args, begin: impl Fn(Sharding, bool, Phase)) -> Result<Vec<Timed>> {
@@ -72,7 +72,7 @@ fn times(group: &ProcessGroup, args: &Args, begin: impl Fn(Sharding, bool, Phase
 fn time(group: &ProcessGroup, case: &mut Case<'_>, phase: Phase) -> Result<f64> {
     case.prepare()?;
     group.barrier()?;
-    // Who slept through the first one is awake after the second.
+    // A rank that slept in the first barrier is awake after the second.
     group.barrier()?;
     let start = Instant::now();
     case.call(phase)?;

@@ -1,4 +1,4 @@
-//! What the program tells: a table for people, one JSON object for programs.
+//! The program's report: a table for people, one JSON object for programs.
 
 use comfy_table::Cell;
 use serde::Serialize;

@@ -1,4 +1,4 @@
-//! Every collective on the GPU against the same on the host.
+//! Compares each collective on the GPU with the same collective on the host.
 
 use anyhow::{Result, ensure};
 use candle_core::{DType, Device, Shape, Tensor, Var};
@@ -10,10 +10,10 @@ use super::Ranks;
 const DTYPES: [DType; 7] = [DType::U8, DType::U32, DType::I64, DType::F16, DType::BF16, DType::F32, DType::F64];
 const REDUCTIONS: [ReduceOp; 5] = [ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Min, ReduceOp::Max, ReduceOp::Product];
 
-/// What a call gave.
+/// The result of a call.
 type Found = (String, Vec<usize>, Vec<f64>);
 
-/// Compares all calls on the ranks with those on as many ranks of the host.
+/// Compares all calls on the ranks with those on the same number of host ranks.
 pub(super) fn check(ranks: &Ranks) -> Result<String> {
     let n = ranks.world_size();
     let expected = World::local(n).run(|ctx| all(ctx.group(), &Device::Cpu))?;
@@ -27,13 +27,13 @@ pub(super) fn check(ranks: &Ranks) -> Result<String> {
     Ok(format!("{} calls alike on {} of {n} ranks", found[0].len(), found.len()))
 }
 
-/// All calls on two threads that share the device: what they need is loaded afterwards.
+/// Runs all calls on two threads that share the device. It loads the kernels that the calls need.
 pub(super) fn warm_up(device: &Device) -> Result<()> {
     World::local(2).devices(std::slice::from_ref(device)).run(|ctx| all(ctx.group(), device))?;
     Ok(())
 }
 
-/// Small whole numbers, exact in every dtype, also when they are added, averaged over few ranks or multiplied.
+/// Returns small integers: exact in each dtype, even when they are added, multiplied or averaged over few ranks.
 fn input(rank: usize, dims: &[usize], dtype: DType, device: &Device) -> candle_core::Result<Tensor> {
     let count: usize = dims.iter().product();
     let values: Vec<f32> = (0..count).map(|i| ((i * 7 + rank * 3) % 3 + 1) as f32).collect();
@@ -57,7 +57,7 @@ impl Calls<'_> {
         input(self.group.rank(), dims, dtype, self.device)
     }
 
-    /// Each dtype in each reduction, and what moves data only.
+    /// Makes the calls of each dtype: all reductions, and the ops that only move data.
     fn of_dtype(&mut self, dtype: DType) -> candle_dist::Result<()> {
         let (g, n) = (self.group, self.group.size());
         let x = self.input(&[2 * n, 3 * n], dtype)?;
@@ -101,7 +101,7 @@ impl Calls<'_> {
         self.note(format!("broadcast_in_place {dtype:?}"), &var)
     }
 
-    /// What does not depend on the dtype.
+    /// Makes the calls that do not depend on the dtype.
     fn of_forms(&mut self) -> candle_dist::Result<()> {
         let (g, n) = (self.group, self.group.size());
         let (x, empty) = (self.input(&[n, 4], DType::F32)?, self.input(&[0, 4], DType::F32)?);
@@ -116,7 +116,7 @@ impl Calls<'_> {
         self.note("first", &first.wait()?)?;
         drop(g.broadcast_start(&x, 0)?);
         if n > 1 {
-            // Around the ring, in another order of tags than they were sent in.
+            // Around the ring. Tags are received in another order than they were sent.
             let (to, from) = ((g.rank() + 1) % n, (g.rank() + n - 1) % n);
             let send = |tag| Message::Send { tensor: x.clone(), to, tag };
             let receive = |tag| Message::Recv { shape: Shape::from((n, 4)), dtype: DType::F32, from, tag };
@@ -133,7 +133,7 @@ impl Calls<'_> {
         self.note("text", &Tensor::new(g.all_gather_text("word")?.len() as u32, &Device::Cpu)?)
     }
 
-    /// The engine itself in a group of one, which asks it for nothing.
+    /// Calls the backend directly in a group of one, because `ProcessGroup` makes no call there.
     fn of_engine(&mut self) -> candle_dist::Result<()> {
         for dtype in DTYPES {
             let x = self.input(&[5, 3], dtype)?;
@@ -145,7 +145,7 @@ impl Calls<'_> {
     }
 }
 
-/// All calls of one rank.
+/// Makes all calls of one rank.
 fn all(group: &ProcessGroup, device: &Device) -> candle_dist::Result<Vec<Found>> {
     let mut calls = Calls { group, device, found: Vec::new() };
     if group.size() == 1 {

@@ -1,4 +1,4 @@
-//! What collectives cost beside copies of the GPU's memory.
+//! The cost of collectives, compared with copies of the GPU's memory.
 
 use std::fmt::Write;
 use std::time::Instant;
@@ -25,7 +25,7 @@ const OPS: [(&str, Op); 6] = [
     ("broadcast", |g, x| g.broadcast(x, 0)),
 ];
 
-/// A line for each size: microseconds of a call, the slowest rank's median.
+/// Returns a line for each size: microseconds per call, the median of the slowest rank.
 pub(super) fn check(ranks: &Ranks) -> Result<String> {
     let times = ranks.run(|ctx| SIZES.iter().map(|&bytes| times(ctx, bytes)).collect::<Result<Vec<_>>>())?;
     let mut lines = format!("µs a call, median of {ROUNDS} rounds of {CALLS} calls");

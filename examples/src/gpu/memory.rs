@@ -1,4 +1,4 @@
-//! Whether the GPU's memory comes back.
+//! Checks that the GPU's memory is freed.
 
 use anyhow::{Result, ensure};
 use candle_core::{DType, Device, Tensor};
@@ -9,7 +9,7 @@ use super::Ranks;
 const STEPS: usize = 1000;
 const ELEMENTS: usize = 1 << 18;
 
-/// Far less than the steps allocate, and more than a pool rounds to.
+/// Far less than the steps allocate, and more than the rounding of a pool.
 const ALLOWED: usize = 64 << 20;
 
 /// Compares the free memory before and after many steps, each of which allocates a few megabytes.
@@ -33,7 +33,7 @@ fn step(group: &ProcessGroup, device: &Device) -> candle_dist::Result<()> {
     started.wait().map(drop)
 }
 
-/// The GPU's free memory when all ranks have given back theirs.
+/// Returns the GPU's free memory after all ranks have freed theirs.
 fn free(group: &ProcessGroup, device: &Device) -> Result<usize> {
     device.synchronize()?;
     group.barrier()?;

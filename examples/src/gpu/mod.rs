@@ -1,4 +1,4 @@
-//! Checks that need a GPU: the same programs on its ranks and on the host's, compared.
+//! Checks that need a GPU: each compares a program on GPU ranks with the same program on host ranks.
 
 mod collectives;
 mod cost;
@@ -11,7 +11,7 @@ use candle_dist::init::{Backend, InitOptions};
 use candle_dist::{RankContext, World, backend::nccl, init_process_group};
 use clap::{Parser, ValueEnum};
 
-/// NCCL allows several ranks on one GPU from this version on.
+/// The first NCCL version that allows several ranks on one GPU.
 const SHARED_GPU: i32 = 23000;
 
 /// The command-line arguments.
@@ -42,9 +42,9 @@ pub enum Engine {
     NcclProcess,
 }
 
-/// The ranks that are here.
+/// The ranks of this process.
 enum Ranks {
-    /// Threads and their devices, created once: loaded code stays loaded.
+    /// Threads and their devices, created once, so loaded code stays loaded.
     Threads(Engine, Vec<Device>),
     /// One of several processes.
     Process(RankContext),
@@ -69,7 +69,7 @@ impl Ranks {
         }
     }
 
-    /// The first rank that is here.
+    /// Returns the first rank of this process.
     fn first(&self) -> usize {
         match self {
             Self::Threads(..) => 0,
@@ -77,7 +77,7 @@ impl Ranks {
         }
     }
 
-    /// The devices of those that are here.
+    /// Returns the devices of the ranks of this process.
     fn devices(&self) -> &[Device] {
         match self {
             Self::Threads(_, devices) => devices,
@@ -85,7 +85,7 @@ impl Ranks {
         }
     }
 
-    /// Runs `f` on every rank that is here, with its device in the context.
+    /// Runs `f` on each rank of this process, with its device in the context.
     fn run<T: Send>(&self, f: impl Fn(&RankContext) -> Result<T> + Sync) -> Result<Vec<T>> {
         let world = match self {
             Self::Threads(Engine::Local, devices) => World::local(devices.len()).devices(devices),

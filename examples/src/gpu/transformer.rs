@@ -1,4 +1,4 @@
-//! The toy Transformer on the GPU's ranks against one rank of the host.
+//! Compares the toy Transformer on GPU ranks with one host rank.
 
 use anyhow::{Result, ensure};
 use candle_core::{DType, Device, Tensor};
@@ -21,7 +21,7 @@ pub(super) fn check_bf16(ranks: &Ranks) -> Result<String> {
     check(ranks, DType::BF16, 5e-2)
 }
 
-/// One rank on the device: what it needs is loaded afterwards.
+/// Trains on one rank of the device, which loads the kernels that training needs.
 pub(super) fn warm_up(device: &Device) -> Result<()> {
     for dtype in [DType::F32, DType::BF16] {
         World::local(1).devices(std::slice::from_ref(device)).run(|ctx| train(ctx, dtype))?;
@@ -29,7 +29,7 @@ pub(super) fn warm_up(device: &Device) -> Result<()> {
     Ok(())
 }
 
-/// Compares the losses of a training in `dtype` with those of one in f32 on the host.
+/// Compares the losses of training in `dtype` with those of f32 on the host.
 fn check(ranks: &Ranks, dtype: DType, tolerance: f64) -> Result<String> {
     let expected = World::local(1).run(|ctx| train(ctx, DType::F32))?.concat();
     let found = ranks.run(|ctx| Ok(train(ctx, dtype)?))?;
@@ -45,7 +45,7 @@ fn check(ranks: &Ranks, dtype: DType, tolerance: f64) -> Result<String> {
     Ok(format!("{STEPS} losses within {largest:.1e} of the host's, {tolerance:.0e} allowed"))
 }
 
-/// The losses of a few steps, tensor and sequence-parallel over all ranks.
+/// Returns the losses of a few steps, tensor and sequence-parallel over all ranks.
 fn train(ctx: &RankContext, dtype: DType) -> candle_shard::Result<Vec<f64>> {
     let args = ModelArgs { vocab_size: 64, dim: 64, n_heads: 8, dropout_p: 0.1, ..ModelArgs::default() };
     let (mesh, device) = (ctx.mesh(&[("tp", ctx.world_size())])?, ctx.device());

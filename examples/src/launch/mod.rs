@@ -81,7 +81,8 @@ pub trait Launched: Parser + Sync {
     /// How long a rank waits for others before the run fails, if the command line says so.
     fn patience(&self) -> Patience;
 
-    /// For each run on several ranks: the flags that set the number of ranks, and the number. Called after the checks.
+    /// Returns, for each run on several ranks, the flags that set the number of ranks, and the number. Called after the
+    /// checks.
     fn ranks(&self) -> Vec<(String, usize)>;
 }
 

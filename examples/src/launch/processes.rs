@@ -14,10 +14,10 @@ use super::voice::{Grace, Voice};
 use super::{BackendName, Patience};
 use crate::cli::{self, Checked, FAILED, USAGE, UsageError, require};
 
-/// How long other ranks let rank 0 report an error before they connect: a launcher may end all when one ends.
+/// How long other ranks wait for rank 0 to report an error before they connect: a launcher may end all when one ends.
 const PAUSE: Duration = Duration::from_secs(1);
 
-/// The stack of a rank: candle walks a graph by recursion, and pages are only touched when needed.
+/// The stack of a rank. candle walks a graph by recursion, and a page takes memory only when it is touched.
 const STACK_BYTES: usize = 256 << 20;
 
 /// A process that a launcher started, and its backend.
@@ -29,7 +29,7 @@ pub(super) struct Started {
 /// Checks that ranks can be processes over a backend, and returns which one this is.
 ///
 /// # Errors
-/// If the backend is not available or cannot run what is `cpu_only`, or no launcher started this process.
+/// If the backend is not available or cannot run the `cpu_only` part, or no launcher started this process.
 pub(super) fn check(name: BackendName, cpu_only: Option<&str>) -> Checked<Started> {
     let (engine, name, is_built) = match name {
         BackendName::Nccl => (Backend::Nccl, "nccl", cfg!(feature = "nccl")),

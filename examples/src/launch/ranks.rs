@@ -16,14 +16,14 @@ use crate::cli::{Checked, FAILED, USAGE, UsageError, require};
 pub enum Ranks<'a> {
     /// Threads of this process, created for each run.
     Threads(Patience),
-    /// Processes, of which this is one.
+    /// Processes; this is one of them.
     Process(&'a RankContext, Patience),
 }
 
 /// How often rank 0 signals to waiting ranks that it is alive while it works alone.
 const SIGN: Duration = Duration::from_millis(200);
 
-/// The stack of rank 0's work alone: candle walks a graph by recursion, and pages are only touched when needed.
+/// The stack of the work of rank 0 alone. candle walks a graph by recursion; only touched pages take memory.
 const STACK_BYTES: usize = 256 << 20;
 
 /// An error that all processes return.
@@ -42,7 +42,7 @@ impl Display for Refusal {
 impl std::error::Error for Refusal {}
 
 impl Ranks<'_> {
-    /// Returns whether this process prints for the program; among several it is that of rank 0.
+    /// Returns whether this process prints for the program. Among several processes, that of rank 0 does.
     pub fn is_first(&self) -> bool {
         match self {
             Self::Threads(_) => true,
@@ -50,7 +50,7 @@ impl Ranks<'_> {
         }
     }
 
-    /// The device of computations outside of ranks: that of this process's own rank, if it is one.
+    /// Returns the device of computations outside of ranks: that of its rank if this process is one, else the CPU.
     pub fn device(&self) -> &Device {
         match self {
             Self::Threads(_) => &Device::Cpu,
@@ -63,7 +63,7 @@ impl Ranks<'_> {
     /// Processes run on all ranks, or, for a size of 1, on rank 0 alone.
     ///
     /// # Errors
-    /// That of the rank that caused it; among processes each one's own.
+    /// That of the rank that caused it. Each process returns its own.
     pub fn run<T, E, F>(&self, size: usize, threads: usize, f: F) -> anyhow::Result<Option<T>>
     where
         T: Send,

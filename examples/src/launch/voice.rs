@@ -29,8 +29,8 @@ pub(super) struct Voice {
 }
 
 impl Voice {
-    /// Prints why the program ends, unless a report was printed before, or this process was frozen: others have then
-    /// reported that it was lost, and the launcher has woken it up to end it.
+    /// Prints why the program ends, unless a report was printed before or this process was frozen. In the latter case
+    /// others have reported it as lost, and the launcher has woken it up to end it.
     pub(super) fn say(&self, why: impl Display) {
         self.notice_frost();
         if !self.has_spoken.swap(true, Ordering::AcqRel) {
@@ -41,8 +41,8 @@ impl Voice {
     /// Prints why the world has failed if that is this rank's task, before it returns.
     ///
     /// Launchers end all processes when one ends with an error. So the other ranks return after the reporting rank has
-    /// printed, as far as they can know: rank 0 keeps them until all have ended. If rank 0 is gone, the ranks print in
-    /// turns, with enough delay for the earlier one's end to end them.
+    /// printed: rank 0 keeps them until all have ended. If rank 0 is gone, each rank prints after a delay of its own,
+    /// so the end of an earlier rank ends the later ones first.
     pub(super) fn tell(&self, rank: usize, failure: &GroupFailure, why: impl Display) {
         if let Some(pause) = turn(rank, &failure.cause) {
             thread::sleep(pause);
@@ -50,7 +50,7 @@ impl Voice {
         }
     }
 
-    /// Prints nothing any more if this process was frozen.
+    /// Suppresses later reports if this process was frozen.
     fn notice_frost(&self) {
         let looked = *self.looked.lock();
         if looked.is_some_and(|looked| looked.elapsed() > FROZEN) {
@@ -88,8 +88,8 @@ impl Voice {
     }
 }
 
-/// Delays the end that a launcher requests by SIGTERM. It sends that at once when another process is gone, before the
-/// ranks know of it.
+/// Delays the end that a launcher requests by SIGTERM. The launcher sends it when another process is gone, before the
+/// ranks know of that.
 pub(super) struct Grace {
     #[cfg(unix)]
     signals: signal_hook::iterator::Handle,

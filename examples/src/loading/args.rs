@@ -16,24 +16,24 @@ pub const ELEMENT_BYTES: usize = 4;
 const ABOUT: &str = "\
 Measures how long a rank takes to load its shard of a weight from a safetensors file
 
-One thread loads the second of the shards; the file has just been written, so that it comes from memory and not from the
-disk. A row is the median over the rounds:
+One thread loads the second shard. The file has just been written, so it is read from memory and not from the disk. A
+row is the median over the rounds:
 
   ours    Weights::read of candle-shard
   candle  ShardedSafeTensors of candle-nn, on a memory map
 
-Both are checked to give the same numbers.";
+Both must return the same numbers.";
 
 const EXAMPLES: &str = "\
 Examples:
   cargo run --release --bin bench-loading
       Measure shards of rows and of columns of a 4096 x 4096 weight on 2 ranks.
   cargo run --release --bin bench-loading -- --world 8 --shapes 1024x1024,65536x64
-      Measure other weights, among them one with short rows.
+      Measure other weights, one of them with short rows.
   cargo run --release --bin bench-loading -- --json - 2>/dev/null | jq '.rows[] | {dim, ratio}'
       Get the numbers into a script: only JSON on stdout, all else on stderr.
 
-Exit status: 0 if all went well, 1 if loading failed or gave wrong data, 2 if the command line cannot work.";
+Exit status: 0 if all went well, 1 if loading failed or returned wrong data, 2 if the command line cannot work.";
 
 /// The command-line arguments; the comments on the fields are the program's help.
 #[derive(Clone, Debug, Parser)]

@@ -21,7 +21,7 @@ const RANK: usize = 1;
 /// Measures both dims of every shape; calls `begin` before each row.
 ///
 /// # Errors
-/// If a file cannot be written or read, or the two ways differ.
+/// If a file cannot be written or read, or the two results differ.
 pub fn measure(args: &Args, begin: impl Fn(Size, usize)) -> Result<Report> {
     let file = Scratch(std::env::temp_dir().join(format!("bench-loading-{}.safetensors", std::process::id())));
     let mesh = DeviceMesh::new(&ProcessGroup::simulated(RANK, args.world)?, &[("tp", args.world)])?;
@@ -67,8 +67,8 @@ fn row(file: &Path, size: Size, dim: usize, mesh: &DeviceMesh, args: &Args) -> R
 
 /// Opens the file with candle.
 fn candle(file: &Path) -> Result<ShardedVarBuilder<'static>> {
-    // SAFETY: nobody writes to the file while it is mapped: its name is that of this process, which rewrites it only
-    // after the last use of the map.
+    // SAFETY: nothing writes to the file while it is mapped. Its name contains the id of this process, which rewrites
+    // it only after the last use of the map.
     Ok(unsafe { ShardedSafeTensors::var_builder(&[file], DType::F32, &Device::Cpu) }?)
 }
 
@@ -90,7 +90,7 @@ struct Scratch(PathBuf);
 
 impl Drop for Scratch {
     fn drop(&mut self) {
-        // Left to the system if it cannot be removed.
+        // If it cannot be removed, the system keeps it.
         fs::remove_file(&self.0).ok();
     }
 }

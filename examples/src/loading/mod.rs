@@ -1,4 +1,4 @@
-//! Measures how a rank loads its shard of a weight, against candle's own sharded loading.
+//! Measures how fast a rank loads its shard of a weight, compared with candle's own sharded loading.
 
 pub mod args;
 pub mod measure;

@@ -25,7 +25,7 @@ pub struct Row {
     pub dim: usize,
     /// Bytes of the shard.
     pub shard_bytes: usize,
-    /// Bytes that we read for it.
+    /// Bytes that our loading reads.
     pub bytes_read: u64,
     /// Median milliseconds of our loading.
     pub ours_ms: f64,

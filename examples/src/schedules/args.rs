@@ -62,7 +62,7 @@ pub struct Args {
     #[arg(long, value_name = "V")]
     pub virtual_stages: Option<usize>,
 
-    /// A schedule of your own instead, as CSV with one line per rank and one action per cell
+    /// Read a schedule from this CSV file instead: one line per rank, one action per cell
     #[arg(long, value_name = "FILE", conflicts_with_all = ["schedule", "ranks", "microbatches", "virtual_stages"])]
     pub load: Option<PathBuf>,
 

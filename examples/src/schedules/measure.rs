@@ -17,7 +17,7 @@ use candle_pipe::{
 /// Steps that are not measured: the first use of memory is slower.
 const WARM_UP: usize = 2;
 
-/// The possible delay of the system's sleep: the rest of a wait is spent awake.
+/// The longest delay of the system's sleep. A wait sleeps that much less, and polls for the rest.
 const LATE: Duration = Duration::from_micros(200);
 
 /// Runs the schedule with one thread per rank, where a time of 1 is `unit` seconds; returns times in the unit of the
@@ -39,7 +39,7 @@ fn run(ctx: &RankContext, schedule: &Schedule, costs: &Costs, unit: f64) -> Resu
     let microbatches = schedule.microbatches();
     let x = Tensor::zeros(microbatches, DType::F32, &Device::Cpu)?;
     let batch = split_args_kwargs_into_chunks(&[x.into()], &Kwargs::new(), microbatches, None, None)?;
-    // All ranks end a step at once, and so also begin the next one at once.
+    // All ranks end a step together, so they also begin the next one together.
     for _ in 0..WARM_UP {
         runtime.forward_backward(&batch, &StepOptions::default())?;
     }

@@ -19,15 +19,15 @@ Trains a byte-level toy Transformer on one device and in parallel, and shows tha
 
 The same model is trained from the same seed on the same batches once per run:
 
-  single  on one device, in plain candle: the numbers to agree with
+  single  on one device, in plain candle; the other runs must agree with it
   tp      tensor-parallel: attention heads and feed-forward columns split over the ranks
   tp_sp   the same with sequence parallel: norms and dropout work on a slice of the sequence
   pp      pipeline, data and tensor-parallel on one mesh of ranks, pp × dp × tp: the model is cut into stages that are
           scheduled over microbatches, and each replica has its own part of the batch
   pp_sp   the same with sequence parallel
 
-Ranks are threads of this process, so there is nothing to install or to start, unless --backend says otherwise: then they
-are processes, as many as the runs have ranks, and the first of them shows the results.";
+Ranks are threads of this process, so there is nothing to install or to start. With another --backend each rank is a
+process, and the first one shows the results.";
 
 const EXAMPLES: &str = "\
 Examples:
@@ -185,7 +185,7 @@ impl Args {
             use_attn_mask: true,
             weight_tying: true,
             checkpoint_activations: false,
-            // Small embeddings start the loss at that of guessing, ln 256, since they are the output layer too.
+            // The embeddings are the output layer too. Small ones start the loss at that of guessing, ln 256.
             init_stdev: Some(0.02),
             seed: self.seed,
         }

@@ -37,7 +37,7 @@ impl Corpus {
         Self { text, train_len, batch: args.batch, seq: args.seq, seed: args.seed }
     }
 
-    /// Length of the whole text in bytes.
+    /// Returns the length of the whole text, in bytes.
     pub fn len(&self) -> usize {
         self.text.len()
     }
@@ -47,12 +47,12 @@ impl Corpus {
         self.text.is_empty()
     }
 
-    /// The batch of training step `step`, on a device.
+    /// Returns the batch of training step `step`, on a device.
     pub fn batch(&self, step: u64, device: &Device) -> Result<Batch> {
         self.draw(&self.text[..self.train_len], Stream::new(self.seed, "batch").fold(step), device)
     }
 
-    /// A fixed batch that no step trains on, on a device; of a very short text, one that steps may train on.
+    /// Returns a fixed held-out batch, on a device. If the text is very short, steps may train on it.
     pub fn held_out(&self, device: &Device) -> Result<Batch> {
         let tail = match &self.text[self.train_len..] {
             [] => &self.text,

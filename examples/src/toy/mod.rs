@@ -1,4 +1,4 @@
-//! The toy Transformer program: one byte-level language model, trained on one device and in parallel, and compared.
+//! The toy Transformer program trains a byte-level language model on one device and in parallel, and compares the runs.
 
 pub mod args;
 pub mod corpus;

@@ -29,15 +29,15 @@ pub struct RunOutcome {
     pub comm_per_step: Vec<CommStat>,
     /// The layouts of some weights on the mesh.
     pub pictures: Vec<Picture>,
-    /// How the ranks were kept busy, in a pipeline.
+    /// The idle times of the ranks of a pipeline.
     pub pipeline: Option<PipelineStat>,
 }
 
 /// The layout of one weight on the mesh.
 #[derive(Clone, Debug)]
 pub struct Picture {
-    /// Which weight it is, and in which style.
+    /// The name of the weight, and its style.
     pub title: String,
-    /// Text of some lines.
+    /// A text of several lines.
     pub picture: String,
 }

@@ -9,8 +9,8 @@ use super::outcome::RunOutcome;
 
 /// The tolerance of logits relative to that of losses and gradients.
 ///
-/// Training amplifies rounding, and logits are compared after all of it: one unit in the last place at every step
-/// moves them by up to 3e-4 in 300 default steps, where a wrong model is off by whole numbers.
+/// Training amplifies rounding errors, and logits are compared after training. An error of one unit in the last place
+/// per step changes them by up to 3e-4 in 300 default steps. A wrong model changes them by 1 or more.
 pub const LOGIT_FACTOR: f64 = 100.0;
 
 /// The largest differences between runs, and whether they are small enough.

@@ -39,7 +39,7 @@ pub struct RunReport {
     pub params_per_rank: Vec<usize>,
     /// Collectives of one step.
     pub comm_per_step: Vec<CommStat>,
-    /// How the ranks were kept busy; only of pipelines.
+    /// The idle times of the ranks; only for pipelines.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pipeline: Option<PipelineStat>,
 }

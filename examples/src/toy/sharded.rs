@@ -27,7 +27,7 @@ const SHOWN: [(&str, &str); 4] = [
     ("norm", "layers.0.ffn_norm.weight"),
 ];
 
-/// Trains the model on the tensor-parallel ranks of `args`; the outcome is where rank 0 is.
+/// Trains the model on the tensor-parallel ranks of `args`; rank 0 returns the outcome.
 pub fn train(name: RunName, args: &Args, corpus: &Corpus, ranks: &Ranks<'_>) -> anyhow::Result<Option<RunOutcome>> {
     let outcome = ranks.run(args.tensor_parallel(), args.threads, |ctx| -> anyhow::Result<_> {
         let mine = train_rank(ctx, name, args, corpus)?;
@@ -37,7 +37,7 @@ pub fn train(name: RunName, args: &Args, corpus: &Corpus, ranks: &Ranks<'_>) -> 
     Ok(outcome.flatten())
 }
 
-/// The outcome on one rank, which knows only its own number of parameters.
+/// Returns the outcome of one rank, which knows only its own number of parameters.
 fn train_rank(ctx: &RankContext, name: RunName, args: &Args, corpus: &Corpus) -> Result<RunOutcome> {
     let mesh = ctx.mesh(&[("tp", args.tensor_parallel())])?;
     let plan = Transformer::plan("tp", name.is_sequence_parallel());
@@ -93,12 +93,12 @@ fn train_rank(ctx: &RankContext, name: RunName, args: &Args, corpus: &Corpus) ->
     })
 }
 
-/// The gradients by parameter name, each whole and in the global shape.
+/// Returns the gradients by parameter name, each whole and in the global shape.
 pub(super) fn whole_grads(parameters: &Parameters, grads: &GradStore) -> Result<BTreeMap<String, Tensor>> {
     let mut whole = BTreeMap::new();
     for p in parameters.iter() {
         if let Some(grad) = p.grad(grads)? {
-            // A gradient may refer to the graph that made it; keep its values only.
+            // A gradient may keep its graph alive, so only its values are kept.
             whole.insert(p.name.clone(), grad.full_tensor()?.detach());
         }
     }

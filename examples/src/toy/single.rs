@@ -26,7 +26,7 @@ pub fn train(args: &Args, corpus: &Corpus, device: &Device) -> anyhow::Result<Ru
         if step == 0 {
             for (name, var) in model.vars() {
                 if let Some(grad) = grads.get(var) {
-                    // A gradient may refer to the graph that made it; keep its values only.
+                    // A gradient may keep its graph alive, so only its values are kept.
                     first_grads.insert(name.clone(), grad.detach());
                 }
             }

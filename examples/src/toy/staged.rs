@@ -26,8 +26,8 @@ use crate::progress::Progress;
 /// The last steps whose times are kept.
 const MEASURED_STEPS: usize = 50;
 
-/// Trains the model on the mesh of `args`, pipelines outermost and tensor-parallel ranks next to each other; the outcome is
-/// where rank 0 is.
+/// Trains the model on the mesh of `args`; rank 0 returns the outcome. The pipeline axis is the outermost, and the
+/// tensor-parallel ranks have adjacent numbers.
 pub fn train(name: RunName, args: &Args, corpus: &Corpus, ranks: &Ranks<'_>) -> anyhow::Result<Option<RunOutcome>> {
     let pipeline = args.pipeline();
     let plan = Plan { name, args, corpus, pipeline, schedule: pipeline.schedule()? };
@@ -47,16 +47,16 @@ struct Plan<'a> {
 /// The report of one rank.
 #[derive(Serialize, Deserialize)]
 struct RankOutcome {
-    /// The bits of the losses of its replica, where it has the loss.
+    /// The bits of the losses of its replica, if the rank has the loss.
     losses: Option<Vec<u64>>,
     ms_per_step: f64,
-    /// Where it has the output layer, in the first pipeline.
+    /// The logits, if the rank has the output layer of the first pipeline.
     logits: Option<Bits>,
-    /// In the first pipeline.
+    /// The whole gradients of the first step; empty outside of the first pipeline.
     first_grads: BTreeMap<String, Bits>,
     params: usize,
     comm: Vec<CommStat>,
-    /// Its computations in each of the last steps.
+    /// The computations of the rank in each of the last steps.
     spans: Vec<Vec<Span>>,
     peak: usize,
 }
@@ -152,7 +152,7 @@ impl Plan<'_> {
             true => None,
             false => Some(Bits::of(held_out.merge(&parts, None)?.tensor()?)?),
         };
-        // Every rank has helped to make these whole.
+        // All ranks made these whole; only the first pipeline reports them.
         let grads = first_grads.into_iter().filter(|_| is_first_pipeline);
         Ok(RankOutcome {
             losses: has_loss.then(|| training.losses.into_iter().map(f64::to_bits).collect()),

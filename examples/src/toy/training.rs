@@ -47,8 +47,8 @@ impl Training {
 
 /// The optimizer of all runs, for the parameters that a rank holds.
 pub fn optimizer(vars: Vec<Var>, args: &Args) -> Result<AdamW> {
-    // Adam divides a gradient by its own size. Where a gradient is all but zero this would blow up its rounding error,
-    // which differs from run to run; a larger epsilon than the usual 1e-8 leaves it small.
+    // Adam divides a gradient by its own size. For a gradient near zero this would amplify its rounding error, which
+    // differs between runs. A larger epsilon than the usual 1e-8 keeps it small.
     AdamW::new(vars, ParamsAdamW { lr: args.lr, eps: 1e-6, ..ParamsAdamW::default() })
 }
 

@@ -63,14 +63,14 @@ const MOST_THREADS: usize = 1024;
 /// The most ranks of a pipeline.
 const MOST_RANKS: usize = 1024;
 
-/// Refuses models that are too large for any such machine, before anything is allocated.
+/// Refuses models that are too large, before anything is allocated.
 fn check_size(args: &Args) -> Checked {
     for (flag, value, most) in [("--steps", args.steps, MOST_STEPS), ("--threads", args.threads, MOST_THREADS)] {
         require!(value <= most, "{flag} {value} is too large: use at most {most}.");
     }
     let [dim, layers, heads, seq, batch] =
         [args.dim, args.layers, args.heads, args.seq, args.batch].map(|value| value as f64);
-    // A weight, its gradient and two moments; a good twenty activations a layer, and three square matrices a head.
+    // A weight, its gradient and two moments; about twenty activations per layer, and three square matrices per head.
     let parameters = (VOCAB_SIZE as f64 + seq) * dim + layers * 12.0 * dim * dim;
     let activations = batch * seq * (layers * (20.0 * dim + 3.0 * heads * seq) + 4.0 * VOCAB_SIZE as f64);
     let gib = (16.0 * parameters + 8.0 * activations) / f64::from(1 << 30);
