@@ -45,7 +45,10 @@ fn on_ranks(ctx: &RankContext) -> Result<[Tensor; 2]> {
         if ctx.rank() == 0 {
             let (there, back) = (forward.total_bytes(), backward.total_bytes());
             println!("step {step}: {there} B to look up, {back} B of gradients, {touched} rows here to update");
-            ensure!((there + back) * 20 < ROWS * WIDTH * 4, "{there} and {back} bytes are not a small part of the table");
+            ensure!(
+                (there + back) * 20 < ROWS * WIDTH * 4,
+                "{there} and {back} bytes are not a small part of the table"
+            );
         }
     }
     Ok([before, table.gather_all()?])
