@@ -80,7 +80,7 @@ for ranks in 2 3; do
     on "$ranks" begin level "$(port)"
     verdict "an MPI for one thread on one of $ranks ranks" heard_by "$ranks" "start it with MPI_THREAD_MULTIPLE"
     on "$ranks" begin missing "$(port)"
-    verdict "a communicator that one of $ranks ranks does not give" heard_by "$ranks" "give its communicator to the engine"
+    verdict "a communicator that one of $ranks ranks does not give" heard_by "$ranks" "pass its communicator to the backend"
     on "$ranks" begin settings "$(port)"
     verdict "other settings on one of $ranks ranks" heard_by "$ranks" "most_bytes 1048576"
     on "$ranks" begin range "$(port)"

@@ -115,7 +115,7 @@ impl Step {
     pub(crate) fn divide(&mut self, [sum, count]: Counted, times: f64) -> Result<()> {
         if !(count.is_finite() && count > 0.0) {
             let reason =
-                "want finite numbers from 0, not all of them 0; leave out batches that have nothing to learn from";
+                "expected finite numbers from 0, not all of them 0; leave out batches that have nothing to learn from";
             return Err(Error::Pipe(format!("the losses of the batch count {count}: {reason}")));
         }
         if let Some(loss) = self.losses.first() {

@@ -35,7 +35,7 @@ pub type Kwargs = BTreeMap<String, Value>;
 /// let value = Value::from((x, vec![Some(1), None], "train"));
 /// assert_eq!(value.to_string(), r#"(f32[2, 3], [1, none], "train")"#);
 /// assert_eq!(value.at(0)?.tensor()?.dims(), [2, 3]);
-/// assert_eq!(value.at(2)?.int().unwrap_err().to_string(), r#"value: wanted an int, this is a text: "train""#);
+/// assert_eq!(value.at(2)?.int().unwrap_err().to_string(), r#"value: expected an int, got a text: "train""#);
 /// # Ok::<(), candle_pipe::Error>(())
 /// ```
 #[derive(Debug, Clone)]
@@ -121,7 +121,7 @@ impl Value {
     pub fn on(&self, mesh: &DeviceMesh) -> Result<DTensor> {
         match self {
             Self::DTensor(t) if t.mesh() == mesh => Ok(t.clone()),
-            Self::DTensor(t) => Err(Error::Value(format!("{t} is on {}, wanted on {mesh}", t.mesh()))),
+            Self::DTensor(t) => Err(Error::Value(format!("{t} is on {}, expected on {mesh}", t.mesh()))),
             Self::Tensor(t) => Ok(DTensor::replicated(t, mesh)?),
             _ => Err(self.other_than("a tensor")),
         }
@@ -181,7 +181,7 @@ impl Value {
     }
 
     fn other_than(&self, wanted: &str) -> Error {
-        Error::Value(format!("wanted {wanted}, this is {}: {self}", self.kind()))
+        Error::Value(format!("expected {wanted}, got {}: {self}", self.kind()))
     }
 }
 

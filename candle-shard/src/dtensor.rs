@@ -196,7 +196,7 @@ impl DTensor {
         check_reductions(&self.spec, local.track_op())?;
         if local.dims() != self.local.dims() {
             let (got, want) = (local.dims(), self.local.dims());
-            return Err(Error::Layout(format!("a shard {got:?} in the place of one of {want:?} of {}", self.spec)));
+            return Err(Error::Layout(format!("a shard {got:?}, expected {want:?} of {}", self.spec)));
         }
         let spec = match local.dtype() == self.dtype() {
             true => self.spec.clone(),
@@ -456,7 +456,10 @@ impl DTensor {
     pub fn to_scalar<S: WithDType>(&self) -> Result<S> {
         if self.elem_count() != 1 || self.dtype() != S::DTYPE {
             let want = S::DTYPE.as_str();
-            return Error::op("to_scalar", format!("{} is no single {want}; reduce or convert it first", self.spec()));
+            return Error::op(
+                "to_scalar",
+                format!("{} is not a single {want}; reduce or convert it first", self.spec()),
+            );
         }
         Ok(self.detach().full_tensor()?.reshape(())?.to_scalar()?)
     }

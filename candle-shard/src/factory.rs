@@ -72,7 +72,7 @@ impl DTensor {
     ) -> Result<Self> {
         let len = end.to_f64() - start.to_f64();
         if !len.is_finite() {
-            return Error::op("arange", format!("{start}..{end}: want finite numbers"));
+            return Error::op("arange", format!("{start}..{end}: expected finite numbers"));
         }
         let spec = placed(mesh, placements, len.ceil().max(0.0) as usize, T::DTYPE)?;
         made(spec, |spec| {
@@ -99,7 +99,7 @@ impl DTensor {
         let (by, last) = (step.to_f64(), end.to_f64());
         let refuse = |why: &str| Error::op("arange_step", format!("{start}..{end} by {step}: {why}"));
         if by == 0.0 || ![by, last, start.to_f64()].iter().all(|number| number.is_finite()) {
-            return refuse("want finite numbers, and a step that is not zero");
+            return refuse("expected finite numbers, and a step that is not zero");
         }
         let is_before = |at: f64| if by > 0.0 { at < last } else { at > last };
         let (mut numbers, mut at) = (Vec::new(), start);

@@ -46,7 +46,7 @@ impl DTensor {
         if gradient.len() != self.placements().len() {
             return Error::op(
                 "to_local_with_grad",
-                format!("{gradient:?} for {}: want one for each axis", self.spec()),
+                format!("{gradient:?} for {}: expected one for each axis", self.spec()),
             );
         }
         let exchange = |(axis, (&at, &gradient)): (usize, (&Placement, &Placement))| {
@@ -156,7 +156,7 @@ fn ragged_spec(pieces: &[Piece], mesh: &DeviceMesh, placements: &[Placement], dt
     let refuse = |reason: String| Error::op("from_local_ragged", reason);
     if let Some(rank) = pieces.iter().position(|p| p.dtype != first.dtype || p.dims.len() != first.dims.len()) {
         let (a, b) = (first.text(), pieces[rank].text());
-        let reason = format!("{a} at {:?} and {b} at {:?}: want one dtype and number of dims", at(0), at(rank));
+        let reason = format!("{a} at {:?} and {b} at {:?}: expected one dtype and number of dims", at(0), at(rank));
         return refuse(reason);
     }
     let axes_of = |dim: usize| (0..placements.len()).filter(move |&axis| placements[axis] == Shard(dim));

@@ -73,7 +73,7 @@ impl FromStr for Placement {
         let plain = (text == "R").then_some(Replicate);
         plain.or_else(|| inside("S").and_then(shards)).or_else(|| inside("P").and_then(reduces)).ok_or_else(|| {
             let reductions = REDUCTIONS.map(|op| format!("P({op})")).join(", ");
-            Error::Layout(format!("{text:?} is no placement; write R, S(dim), or a partial one, {reductions}"))
+            Error::Layout(format!("{text:?} is not a placement; write R, S(dim), or a partial one, {reductions}"))
         })
     }
 }

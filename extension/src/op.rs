@@ -14,12 +14,14 @@ impl CustomOp1 for SoftThreshold {
     }
 
     fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
-        let Some((start, end)) = layout.contiguous_offsets() else { bail!("soft_threshold: want contiguous memory") };
+        let Some((start, end)) = layout.contiguous_offsets() else {
+            bail!("soft_threshold: expected contiguous memory")
+        };
         let less = |x: f64| x.signum() * (x.abs() - self.by).max(0.0);
         let made = match storage {
             CpuStorage::F32(xs) => CpuStorage::F32(xs[start..end].iter().map(|&x| less(x.into()) as f32).collect()),
             CpuStorage::F64(xs) => CpuStorage::F64(xs[start..end].iter().map(|&x| less(x)).collect()),
-            _ => bail!("soft_threshold: want f32 or f64"),
+            _ => bail!("soft_threshold: expected f32 or f64"),
         };
         Ok((made, layout.shape().clone()))
     }
@@ -48,7 +50,7 @@ pub fn plain_soft_threshold(x: &Tensor, by: f64) -> candle_core::Result<Tensor> 
 pub fn soft_threshold(x: &DTensor, by: f64) -> Result<DTensor> {
     let signature = || {
         if !matches!(x.dtype(), DType::F32 | DType::F64) {
-            return Err(Error::Op { op: "soft_threshold", reason: format!("{}: want f32 or f64", x.spec()) });
+            return Err(Error::Op { op: "soft_threshold", reason: format!("{}: expected f32 or f64", x.spec()) });
         }
         let rows: Rows = (0..x.rank()).map(|dim| Row::new(Shard(dim), &[Shard(dim)])).collect();
         Ok(Signature::new(rows, x.dims(), x.dtype()))
@@ -83,7 +85,7 @@ mod tests {
             Ok(soft_threshold(&ids, 1.0).err().map(|error| error.to_string()))
         });
         assert!(
-            texts.iter().all(|text| text.as_deref() == Some("soft_threshold: u32[3@tp]: want f32 or f64")),
+            texts.iter().all(|text| text.as_deref() == Some("soft_threshold: u32[3@tp]: expected f32 or f64")),
             "{texts:?}"
         );
     }

@@ -87,7 +87,7 @@ fn listen(info: &LaunchInfo) -> Result<TcpListener> {
                  ranks"
             ),
             ErrorKind::AddrNotAvailable => format!(
-                "rank 0 cannot listen at {host}, which is no address of its host; set MASTER_ADDR to an address of the \
+                "rank 0 cannot listen at {host}, which is not an address of its host; set MASTER_ADDR to an address of the \
                  host that rank 0 runs on"
             ),
             _ => format!("rank 0 cannot listen at {}: {error}; correct MASTER_ADDR and MASTER_PORT", info.address),

@@ -79,7 +79,7 @@ impl ProcessGroup {
     pub fn with_timeout(&self, timeout: Duration) -> Result<Self> {
         if !self.backend.has_call_timeouts() {
             let engine = self.backend_name();
-            let reason = format!("the engine {engine} has one timeout for the whole world; set it there");
+            let reason = format!("the {engine} backend has one timeout for the whole world; set it there");
             return Err(Error::Unsupported(reason));
         }
         Ok(Self { timeout: Some(timeout), ..self.clone() })
@@ -285,7 +285,7 @@ impl ProcessGroup {
             return Ok(tensor.clone());
         }
         let made = self.make(call, mine)?;
-        made.map(Fresh::into_tensor).ok_or_else(|| self.invalid(Op::Scatter, "the engine gave no result".into()))
+        made.map(Fresh::into_tensor).ok_or_else(|| self.invalid(Op::Scatter, "the backend returned no result".into()))
     }
 
     /// Waits until every rank has called it.

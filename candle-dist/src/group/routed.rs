@@ -50,7 +50,7 @@ impl ProcessGroup {
         let countable = |r: usize| counts.iter().try_fold(0usize, |sum, row| sum.checked_add(row[r])).is_some();
         if !is_table || tensor.rank() == 0 || !(0..n).all(countable) {
             let reason =
-                format!("counts {counts:?} of rows of {:?}: want {n} counts for each of {n} ranks", tensor.dims());
+                format!("counts {counts:?} of rows of {:?}: expected {n} counts for each of {n} ranks", tensor.dims());
             return Err(self.invalid(Op::AllToAll, reason));
         }
         if total(&counts[self.rank()]) != Some(tensor.dims()[0]) {

@@ -284,14 +284,16 @@ impl Vars<'_> {
     fn explicit(&self, address: &str, rank: usize, size: usize, local: Option<(usize, usize)>) -> Result<LaunchInfo> {
         let parts = address.rsplit_once(':').map(|(host, port)| (host, port.parse::<u16>()));
         let Some((host, Ok(1..))) = parts.filter(|(host, _)| !host.is_empty()) else {
-            return Err(Error::Init(format!("{address:?} is no address; give host:port, as in \"10.0.0.1:29500\"")));
+            return Err(Error::Init(format!(
+                "{address:?} is not an address; give host:port, as in \"10.0.0.1:29500\""
+            )));
         };
         let (local_rank, local_size) = match local {
             Some(local) => local,
             None if is_loopback(host) => (rank, size),
             None => {
                 let fix = "give InitOptions::local(rank, size) as well";
-                return Err(Error::Init(format!("{address:?} does not tell which ranks share this host; {fix}")));
+                return Err(Error::Init(format!("{address:?} does not say which ranks share this host; {fix}")));
             }
         };
         let (address, token) = (address.to_string(), String::new());

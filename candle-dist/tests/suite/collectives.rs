@@ -225,7 +225,7 @@ fn wrong_arguments_are_refused_before_anything_is_sent() {
     refused("count", &["[3]", "2 ranks"], |g| g.all_gather_uneven(&x(), 0, &[3]));
     refused("same dim", &["two different dims"], |g| g.all_to_all_uneven(&x(), (0, &[2, 1]), (0, &[3, 3])));
     refused("routes", &["do not cut dim 0", "[1, 1]"], |g| g.all_to_all_single(&x(), &[[1, 1], [1, 1]]));
-    refused("no table", &["want 2 counts for each of 2 ranks"], |g| g.all_to_all_single(&x(), &[[3]]));
+    refused("no table", &["expected 2 counts for each of 2 ranks"], |g| g.all_to_all_single(&x(), &[[3]]));
     refused("self", &["recv", "this rank"], |g| g.recv(1, DType::F32, g.rank()));
     refused("split", &["all_to_all", "does not divide"], |g| g.all_to_all(&x(), 0, 1));
     refused("average", &["reduce", "avg of u32", "cast to a float"], |g| {

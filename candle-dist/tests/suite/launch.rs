@@ -148,7 +148,7 @@ fn explicit_options_win_over_the_environment() {
     assert_eq!(resolve(&far.local(0, 1).token("t"), &[]).unwrap().local_rank, 0);
     for address in ["", "host", "host:", ":5000", "host:0", "host:x", "host:70000"] {
         let text = resolve(&InitOptions::explicit(address, 0, 1), &[]).unwrap_err().to_string();
-        assert!(text.contains(&format!("{address:?} is no address")), "{text}");
+        assert!(text.contains(&format!("{address:?} is not an address")), "{text}");
     }
     for (rank, size) in [(2, 2), (0, 0)] {
         assert!(resolve(&InitOptions::explicit("127.0.0.1:1", rank, size), &[]).is_err());

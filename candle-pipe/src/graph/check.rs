@@ -84,7 +84,10 @@ impl Graph {
                         }
                         None => {
                             let maker = &self.nodes[maker].name;
-                            format!("node {:?} uses what node {maker:?} after it makes; put it behind", node.name)
+                            format!(
+                                "node {:?} uses a value of node {maker:?}, which comes after it; move it behind that node",
+                                node.name
+                            )
                         }
                     },
                     Some(_) => continue,

@@ -116,7 +116,7 @@ fn sequence(chars: &mut Peekable<Chars<'_>>, text: &str, brackets: usize) -> Res
             }
             c if c.is_alphabetic() || c == '|' => c.to_string(),
             c if c.is_whitespace() || c == ',' => continue,
-            c => return Err(wrong(text, &format!("`{c}` is no letter, `|`, `*n` or bracket"))),
+            c => return Err(wrong(text, &format!("`{c}` is not a letter, `|`, `*n` or bracket"))),
         };
         let times = repeats(chars, text)?;
         if flat.len() + item.len().saturating_mul(times) > MOST_LETTERS {

@@ -53,8 +53,9 @@ impl Ctx {
     pub fn random(&self, stream: Stream, dist: Distribution, dims: &[usize], dtype: DType) -> Result<Tensor> {
         let rows = self.rows.len();
         let Some((&first, rest)) = dims.split_first().filter(|(first, _)| rows > 0 && *first % rows == 0) else {
-            let reason =
-                format!("random numbers of shape {dims:?} for {rows} rows: the first dim is no multiple of them");
+            let reason = format!(
+                "random numbers of shape {dims:?} for {rows} rows: the first dim is not a multiple of the rows"
+            );
             return Err(crate::Error::Pipe(reason));
         };
         let each = first / rows;

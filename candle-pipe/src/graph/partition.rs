@@ -73,7 +73,9 @@ impl Costs {
 /// Refuses a number of stages that is 0 or larger than the number of nodes.
 pub(super) fn check_stages(stages: usize, nodes: usize) -> Result<()> {
     if stages == 0 || stages > nodes {
-        return Err(Error::Pipe(format!("{stages} stages of {nodes} nodes: want at least 1 and no more than nodes")));
+        return Err(Error::Pipe(format!(
+            "{stages} stages of {nodes} nodes: expected at least 1 stage, and at most one per node"
+        )));
     }
     Ok(())
 }

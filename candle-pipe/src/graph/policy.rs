@@ -97,7 +97,7 @@ impl SplitPolicy for Balanced {
             )));
         }
         if let Some((name, cost)) = self.costs.iter().find(|(_, cost)| !(cost.is_finite() && **cost >= 0.0)) {
-            return Err(Error::Pipe(format!("node {name:?} costs {cost}: want a finite number of at least 0")));
+            return Err(Error::Pipe(format!("node {name:?} costs {cost}: expected a finite number of at least 0")));
         }
         Costs::new(graph, |node| Ok(self.costs.get(&graph.nodes[node].name).copied().unwrap_or(0.0)))?.cut(self.stages)
     }

@@ -164,7 +164,7 @@ impl SimpleBackend for ShapesOnly {
     }
 
     fn get_unchecked(&self, name: &str, _: DType, _: &Device) -> candle_core::Result<Tensor> {
-        candle_core::bail!("parameter {name} is asked for without its shape")
+        candle_core::bail!("parameter {name} is requested without its shape")
     }
 
     fn contains_tensor(&self, _: &str) -> bool {

@@ -74,21 +74,21 @@ impl<B: Scope> Pipe<B> {
         // Without a loss, the name is that of any output.
         let is_output = |name: &str| !has_loss || name != LOSS;
         for name in made.keys().filter(|name| !outputs.contains_key(*name) && is_output(name)) {
-            found.add(format!("output {name:?} is the pipe's alone"));
+            found.add(format!("output {name:?} is only in the pipe"));
         }
         for (name, want) in outputs.iter().filter(|(name, _)| is_output(name)) {
             match made.get(name) {
                 Some(got) => found.values(&format!("output {name:?}"), got, want)?,
                 None if name == LOSS => {} // said below
-                None => found.add(format!("output {name:?} is the plain model's alone")),
+                None => found.add(format!("output {name:?} is only in the plain model")),
             }
         }
         let is_loss = has_loss || !made.contains_key(LOSS);
         let loss = outputs.get(LOSS).filter(|_| is_loss).map(Value::full_tensor).transpose()?;
         match (has_loss, &loss) {
             (true, Some(want)) => found.tensors("the loss", step.loss()?, want)?,
-            (true, None) => found.add("the loss is the pipe's alone; give it among the outputs as \"loss\"".into()),
-            (false, Some(_)) => found.add("the loss is the plain model's alone".into()),
+            (true, None) => found.add("the loss is only in the pipe; give it among the outputs as \"loss\"".into()),
+            (false, Some(_)) => found.add("the loss is only in the plain model".into()),
             (false, None) => {}
         }
         let want = loss.as_ref().map(candle_shard::nn::backward).transpose()?.unwrap_or_default();
@@ -108,12 +108,12 @@ impl Variables {
         let of_plain: BTreeMap<&str, &Tensor> =
             plain.iter().filter(|(_, t)| t.is_variable()).map(|(name, tensor)| (name.as_str(), tensor)).collect();
         for name in of_pipe.keys().filter(|name| !of_plain.contains_key(*name)) {
-            found.add(format!("the parameter {name} is the pipe's alone"));
+            found.add(format!("the parameter {name} is only in the pipe"));
         }
         let mut pairs = Vec::new();
         for (name, plain) in of_plain {
             match of_pipe.get(name) {
-                None => found.add(format!("the parameter {name} is the plain model's alone")),
+                None => found.add(format!("the parameter {name} is only in the plain model")),
                 Some(&pipe) => {
                     if pipe.id() != plain.id() {
                         found.tensors(&format!("the parameter {name}"), pipe, plain)?;

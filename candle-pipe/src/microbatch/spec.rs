@@ -69,7 +69,7 @@ impl TensorChunkSpec {
     pub fn from_tuple(dims: impl Into<Value>) -> Result<Vec<ChunkSpec>> {
         match of_dims(&Path::new("from_tuple"), &dims.into())? {
             ChunkSpec::List(specs) | ChunkSpec::Tuple(specs) => Ok(specs),
-            other => Err(Error::Microbatches(format!("from_tuple wants a tuple of dims, not {other}"))),
+            other => Err(Error::Microbatches(format!("from_tuple expects a tuple of dims, got {other}"))),
         }
     }
 
@@ -89,7 +89,7 @@ impl TensorChunkSpec {
     pub fn from_dict(dims: impl Into<Value>) -> Result<KwargsSpec> {
         match of_dims(&Path::new("from_dict"), &dims.into())? {
             ChunkSpec::Map(specs) => Ok(specs),
-            other => Err(Error::Microbatches(format!("from_dict wants a map of dims, not {other}"))),
+            other => Err(Error::Microbatches(format!("from_dict expects a map of dims, got {other}"))),
         }
     }
 

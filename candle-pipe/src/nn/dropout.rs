@@ -21,7 +21,7 @@ impl Dropout {
     /// If `p` is not in `[0, 1)`.
     pub fn new(p: f64, seed: u64, name: &str) -> Result<Self> {
         if !(0.0..1.0).contains(&p) {
-            return Err(Error::Pipe(format!("dropout with probability {p}: want at least 0 and less than 1")));
+            return Err(Error::Pipe(format!("dropout with probability {p}: expected at least 0 and less than 1")));
         }
         Ok(Self { p, stream: Stream::new(seed, name) })
     }

@@ -72,7 +72,7 @@ impl LossSpec {
             }
             Self::Map(specs) => {
                 if let Some(name) = specs.keys().find(|name| outputs.iter().all(|output| output.name != **name)) {
-                    return wrong(format!("names {name:?}, which is none of the outputs [{}]", names()));
+                    return wrong(format!("names {name:?}, which is not one of the outputs [{}]", names()));
                 }
                 if let Some(output) = outputs.iter().find(|output| !specs.contains_key(&output.name)) {
                     return wrong(format!("leaves out the output {:?}; say false for what is no loss", output.name));
@@ -91,7 +91,8 @@ impl LossSpec {
     /// Returns the loss in a value, which must have the structure of the spec.
     pub(super) fn pick<'a>(&self, path: &Path, value: &'a Value) -> Result<&'a Value> {
         let Some(specs) = self.children() else { return Ok(value) };
-        let unlike = || Error::Pipe(format!("{path} is {value}, which has not the structure of the loss spec {self}"));
+        let unlike =
+            || Error::Pipe(format!("{path} is {value}, which does not have the structure of the loss spec {self}"));
         let values = value.children().ok_or_else(unlike)?;
         if !values.iter().map(|(step, _)| step).eq(specs.iter().map(|(step, _)| step)) {
             return Err(unlike());

@@ -12,7 +12,7 @@ enum Step {
 impl Steps {
     /// Parses `[1]` for elements of lists and tuples, and `.key` for entries of maps. The first dot is optional.
     pub(super) fn parse(text: &str) -> Result<Self> {
-        let wrong = || Error::Pipe(format!("the path {text:?} is none: want places and keys, as in .losses[0]"));
+        let wrong = || Error::Pipe(format!("{text:?} is not a path: expected indexes and keys, as in .losses[0]"));
         let mut steps = Vec::new();
         let mut rest = text;
         while !rest.is_empty() {

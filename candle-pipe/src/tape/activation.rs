@@ -80,7 +80,7 @@ impl Gradient {
 pub(crate) fn scalar(loss: &Value) -> Result<&Tensor> {
     match loss {
         Value::Tensor(tensor) if tensor.rank() == 0 && tensor.dtype().is_float() => Ok(tensor),
-        other => Err(Error::Pipe(format!("the loss is {other}: want a scalar of floats; reduce it in a function"))),
+        other => Err(Error::Pipe(format!("the loss is {other}: expected a scalar of floats; reduce it in a function"))),
     }
 }
 
@@ -90,7 +90,7 @@ pub(crate) fn parts(loss: &Value, reduction: Reduction) -> Result<(&Tensor, Opti
         return Ok((scalar(loss)?, None));
     }
     let wrong = || {
-        let want = "want a tuple of a sum, a scalar of floats, and a count, a number or a tensor of one";
+        let want = "expected a tuple of a sum, a scalar of floats, and a count, a number or a tensor of one";
         Error::Pipe(format!("the loss is {loss}: {want}"))
     };
     let Value::Tuple(parts) = loss else { return Err(wrong()) };

@@ -32,12 +32,9 @@ fn accessors_say_what_is_there() {
     assert_eq!(value.at(1).unwrap().at(0).unwrap().float().unwrap(), 0.5);
     assert_eq!(error(value.at(1).unwrap().at(1)), "value: no place 1 in (0.5,), which has 1 values");
     assert_eq!(error(value.at(2).unwrap().get("mask")), "value: no \"mask\" among [keep, rows]");
-    let text = "value: wanted a list or tuple, this is none: none";
+    let text = "value: expected a list or tuple, got none: none";
     assert_eq!(error(value.at(3).unwrap().at(0)), text);
-    assert_eq!(
-        value.at(0).unwrap().bool().unwrap_err().to_string(),
-        "value: wanted a bool, this is a tensor: f32[2, 3]"
-    );
+    assert_eq!(value.at(0).unwrap().bool().unwrap_err().to_string(), "value: expected a bool, got a tensor: f32[2, 3]");
 }
 
 #[test]

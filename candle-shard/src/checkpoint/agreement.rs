@@ -28,7 +28,9 @@ pub(crate) fn check_named<N: AsRef<str>>(
         return Error::op(op, format!("{name:?} is named twice; give each tensor a name of its own"));
     }
     match tensors.iter().map(|(name, _)| name.as_ref()).find(|name| *name == "__metadata__") {
-        Some(name) => Error::op(op, format!("{name:?} is no name for a tensor in a safetensors file; choose another")),
+        Some(name) => {
+            Error::op(op, format!("{name:?} is not a valid name for a tensor in a safetensors file; choose another"))
+        }
         None => Ok(()),
     }
 }

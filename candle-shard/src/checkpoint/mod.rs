@@ -108,6 +108,7 @@ pub(crate) fn set(var: &Var, value: &DTensor) -> Result<()> {
 
 /// Returns the path with a suffix appended to its file name.
 fn beside(path: &Path, what: &str) -> Result<PathBuf> {
-    let name = path.file_name().ok_or_else(|| Error::file(path, "is no name to save under; choose another"))?;
+    let name =
+        path.file_name().ok_or_else(|| Error::file(path, "is not a valid name to save under; choose another"))?;
     Ok(path.with_file_name(format!("{}.{what}", name.to_string_lossy())))
 }

@@ -80,7 +80,7 @@ impl Prepared {
     /// Creates the folder, unless the checkpoint would replace something else.
     fn new(path: &Path) -> Result<Self> {
         if path.file_name().is_none() {
-            return Err(Error::file(path, "is no name to save under; choose another"));
+            return Err(Error::file(path, "is not a valid name to save under; choose another"));
         }
         let is_new = !path.exists();
         let names = if is_new { Vec::new() } else { names_in(path)? };

@@ -24,10 +24,10 @@ impl Bounds {
                 None => Err("offsets without elements; with include_last_offset the last is the number of ids".into()),
             },
             ([_], Some((dims, dtype))) => {
-                Err(format!("offsets {}{dims:?}: want [bags] of u8, u32 or i64", dtype.as_str()))
+                Err(format!("offsets {}{dims:?}: expected [bags] of u8, u32 or i64", dtype.as_str()))
             }
             ([_, _], Some(_)) => Err(format!("ids {ids:?} are bags already; give no offsets, or ids [n]")),
-            (dims, _) => Err(format!("ids {dims:?}: want [bags, n], or [n] and offsets")),
+            (dims, _) => Err(format!("ids {dims:?}: expected [bags, n], or [n] and offsets")),
         }
     }
 
@@ -82,7 +82,7 @@ pub(crate) fn check_weights(
     }
     if dims != ids || got != dtype {
         let (got, want) = (got.as_str(), dtype.as_str());
-        return Err(format!("per_sample_weights {got}{dims:?}: want {want}{ids:?}, one for each id"));
+        return Err(format!("per_sample_weights {got}{dims:?}: expected {want}{ids:?}, one for each id"));
     }
     Ok(())
 }

@@ -27,7 +27,7 @@ impl Ids {
         let words = |error: candle_core::Error| error.to_string();
         let ids = ids.flatten_all().and_then(|ids| ids.to_dtype(DType::I64)?.to_vec1::<i64>()).map_err(words)?;
         if let Some(bad) = ids.iter().find(|&&id| id < 0 || id as u64 >= rows as u64) {
-            return Err(format!("id {bad} is no row of a table of {rows} rows"));
+            return Err(format!("id {bad} is out of range for a table of {rows} rows"));
         }
         let ids: Vec<u32> = ids.into_iter().map(|id| id as u32).collect();
         let (wanted, places) = kernels::unique_rows_and_places(&ids);

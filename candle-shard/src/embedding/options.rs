@@ -61,7 +61,7 @@ impl EmbeddingOptions {
                     Some(last) => format!("give one from -{rows} to {last}"),
                     None => "give None".into(),
                 };
-                format!("padding_idx {idx} is no row of a table of {rows} rows; {mend}")
+                format!("padding_idx {idx} is out of range for a table of {rows} rows; {mend}")
             })
         };
         if self.norm_type.is_nan() {

@@ -40,7 +40,7 @@ pub fn embedding(table: &Tensor, ids: impl Into<Arc<[u32]>>, still: Option<u32>)
 /// Refuses ids outside a table with `rows` rows.
 pub(super) fn check_ids(op: &'static str, rows: usize, ids: &[u32]) -> Result<()> {
     match ids.iter().find(|&&id| id as usize >= rows && id != NOWHERE) {
-        Some(id) => bail!("{op}: id {id} is no row of a table of {rows} rows"),
+        Some(id) => bail!("{op}: id {id} is out of range for a table of {rows} rows"),
         None => Ok(()),
     }
 }

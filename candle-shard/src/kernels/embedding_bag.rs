@@ -84,7 +84,7 @@ pub(crate) fn wide_embedding_bag(
         check_dtype(OP, table, weights)?;
         if weights.dims() != [bags.ids.len()] || mode != BagMode::Sum {
             bail!(
-                "{OP}: weights {:?} for the {mode:?} of {} ids: want one each, for a sum",
+                "{OP}: weights {:?} for the {mode:?} of {} ids: expected one each, for a sum",
                 weights.dims(),
                 bags.ids.len()
             );

@@ -33,7 +33,9 @@ pub fn flash_attn(query: &Tensor, key: &Tensor, value: &Tensor, scale: f64, caus
     let dtype = compute_dtype("flash_attn", query)?;
     if Sizes::of(query.dims(), key.dims(), value.dims()).is_none() {
         let (q, k, v) = (query.shape(), key.shape(), value.shape());
-        bail!("flash_attn: query {q:?}, key {k:?}, value {v:?}: want [b, q, h, d], [b, k, g, d], [b, k, g, v], g | h");
+        bail!(
+            "flash_attn: query {q:?}, key {k:?}, value {v:?}: expected [b, q, h, d], [b, k, g, d], [b, k, g, v], g | h"
+        );
     }
     check_dtype("flash_attn", query, key)?;
     check_dtype("flash_attn", query, value)?;
@@ -121,7 +123,7 @@ struct Head<'a> {
 
 impl<'a> Head<'a> {
     fn new(storage: &'a CpuStorage, layout: &Layout, batch: usize, head: usize) -> Result<Self> {
-        let &[of_batch, of_row, of_head, of_column] = layout.stride() else { bail!("flash_attn: want four dims") };
+        let &[of_batch, of_row, of_head, of_column] = layout.stride() else { bail!("flash_attn: expected four dims") };
         let start = layout.start_offset() + batch * of_batch + head * of_head;
         Ok(Self { storage, start, width: layout.dims()[3], strides: [of_row, of_column] })
     }

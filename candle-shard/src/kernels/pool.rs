@@ -31,7 +31,7 @@ impl Pool {
         compute_dtype(op, x)?;
         match self.out_shape(x.dims()) {
             Some(shape) => Ok(shape),
-            None => bail!("{op}: input {:?} with {self:?}: want [b, c, h, w] with room for a window", x.shape()),
+            None => bail!("{op}: input {:?} with {self:?}: expected [b, c, h, w] with room for a window", x.shape()),
         }
     }
 }
@@ -96,7 +96,7 @@ pub fn avg_pool2d(x: &Tensor, pool: Pool) -> Result<Tensor> {
 pub fn upsample_nearest2d(x: &Tensor, [oh, ow]: [usize; 2]) -> Result<Tensor> {
     let (_, _, h, w) = x.dims4()?;
     if h * w == 0 {
-        bail!("upsample_nearest2d: input {:?} has no elements to take", x.shape());
+        bail!("upsample_nearest2d: input {:?} has no elements", x.shape());
     }
     let nearest = |x: &Tensor, dim: usize, from: usize, to: usize| {
         let scale = from as f32 / to as f32;
@@ -126,7 +126,7 @@ pub(crate) fn upsample_bilinear2d_scaled(
 ) -> Result<Tensor> {
     let (_, _, h, w) = x.dims4()?;
     if h * w == 0 {
-        bail!("upsample_bilinear2d: input {:?} has no elements to take", x.shape());
+        bail!("upsample_bilinear2d: input {:?} has no elements", x.shape());
     }
     if (h, w) == (oh, ow) {
         return Ok(x.clone());

@@ -36,7 +36,7 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor, offset: usize, pairs: RopePa
             ([s, d], [t, half])
         }
         _ => bail!(
-            "rope: input {:?} at position {offset} with tables {:?} and {:?}: want [.., s, d] and two [t, d/2] with \
+            "rope: input {:?} at position {offset} with tables {:?} and {:?}: expected [.., s, d] and two [t, d/2] with \
              t at least {offset} + s",
             x.shape(),
             cos.shape(),

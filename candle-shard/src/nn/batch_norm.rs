@@ -93,7 +93,7 @@ impl BatchNorm {
     fn laid_out(&self, x: &DTensor) -> Result<DTensor> {
         let channels = self.running_mean.dims()[0];
         if x.rank() < 2 || x.dims()[1] != channels {
-            return Error::op(OP, format!("an input {}: want [batch, {channels}, ..]", x.spec()));
+            return Error::op(OP, format!("an input {}: expected [batch, {channels}, ..]", x.spec()));
         }
         x.check_float(OP)?;
         let [x] = self.style.inputs_of(LayerKind::Channels, [x])?;
@@ -153,7 +153,7 @@ pub fn batch_norm(channels: usize, config: impl Into<BatchNormConfig>, vb: &Shar
     let config = config.into();
     let (eps, momentum) = (config.eps, config.momentum);
     if !(eps >= 0.0 && (0.0..=1.0).contains(&momentum)) {
-        return Error::op(OP, format!("eps {eps} and momentum {momentum}: want at least 0, and one in [0, 1]"));
+        return Error::op(OP, format!("eps {eps} and momentum {momentum}: expected at least 0, and one in [0, 1]"));
     }
     let style = vb.style();
     let layout = style.layout(LayerKind::Channels)?;

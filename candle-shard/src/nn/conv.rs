@@ -104,7 +104,9 @@ impl<C: Settings> Filters<C> {
         let groups = config.groups();
         let cut = if C::KIND == LayerKind::Conv { ins } else { outs };
         if groups == 0 || !cut.is_multiple_of(groups) {
-            return Err(style.error(format_args!("has {groups} groups for {ins} channels to {outs}; want a divisor")));
+            return Err(
+                style.error(format_args!("has {groups} groups for {ins} channels to {outs}; expected a divisor"))
+            );
         }
         if groups != 1 && layout.weight.shard_dim().is_some() {
             let reason = format_args!("is a convolution of {groups} groups, which no style cuts");

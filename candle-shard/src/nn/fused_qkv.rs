@@ -123,7 +123,7 @@ impl FusedQkv {
         let ranks = if at == Replicate { 1 } else { vb.mesh().shape()[style.axis] };
         if query == 0 || dim == 0 || key_value == 0 || !query.is_multiple_of(key_value) {
             return Err(style.error(format_args!(
-                "has {query} query heads and {key_value} key heads of {dim} on axis {:?} of {ranks} ranks; want positive \
+                "has {query} query heads and {key_value} key heads of {dim} on axis {:?} of {ranks} ranks; expected positive \
                  numbers, and query heads a multiple of the key heads",
                 vb.mesh().names()[style.axis]
             )));
@@ -155,7 +155,7 @@ impl FusedQkv {
     /// Key and value have the key heads, or, if ranks share key heads, a copy for each query head.
     pub fn forward(&self, x: &DTensor) -> Result<[DTensor; 3]> {
         let &[batch, seq, _] = x.dims() else {
-            return Err(self.style.error(format_args!("gets {}; want [batch, sequence, width]", x.spec())));
+            return Err(self.style.error(format_args!("gets {}; expected [batch, sequence, width]", x.spec())));
         };
         let [x] = self.style.inputs([x])?;
         let [q, k, v] = &self.projections;

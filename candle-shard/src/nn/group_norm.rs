@@ -32,7 +32,7 @@ impl GroupNorm {
 impl Module for GroupNorm {
     fn forward(&self, x: &DTensor) -> Result<DTensor> {
         if x.rank() < 3 || x.dims()[1] != self.channels {
-            let reason = format!("an input {}: want [batch, {}, ..]", x.spec(), self.channels);
+            let reason = format!("an input {}: expected [batch, {}, ..]", x.spec(), self.channels);
             return Error::op("group_norm", reason);
         }
         let [x] = self.style.inputs_of(LayerKind::Channels, [x])?;

@@ -257,7 +257,7 @@ impl Layout {
 
     fn check_room(&self) -> Result<()> {
         match self.max_seq_len {
-            0 => Error::op(self.op, "a cache for 0 tokens: want room for 1 at least"),
+            0 => Error::op(self.op, "a cache for 0 tokens: expected room for at least 1"),
             _ => Ok(()),
         }
     }
@@ -271,7 +271,7 @@ impl Layout {
             if dim >= x.rank() || x.sharded_axes(dim).any(|axis| x.mesh().shape()[axis] > 1) {
                 return Error::op(
                     op,
-                    format!("{what} {spec}: want tokens on dim {dim}, on no axis; redistribute them"),
+                    format!("{what} {spec}: expected tokens on dim {dim}, not sharded; redistribute them"),
                 );
             }
             if x.placements().iter().any(|at| at.is_partial()) {
@@ -283,12 +283,15 @@ impl Layout {
             if let Some(before) = self.specs.as_ref().map(|specs| &specs[i])
                 && of_tokens(before, dim, x.dims()[dim])? != *spec
             {
-                return Error::op(op, format!("{what} {spec} after {before}: want the same layout, shape and dtype"));
+                return Error::op(
+                    op,
+                    format!("{what} {spec} after {before}: expected the same layout, shape and dtype"),
+                );
             }
         }
         let [k, v] = new.map(|x| x.dims()[dim]);
         if k != v {
-            return Error::op(op, format!("keys of {k} tokens, values of {v}: want as many"));
+            return Error::op(op, format!("keys of {k} tokens, values of {v}: expected equal numbers"));
         }
         let local = |x: &DTensor| match x.to_local().elem_count() {
             0 => self.stand_in(x),

@@ -38,7 +38,7 @@ impl Moved {
             found.ok_or_else(|| Error::Plan(format!("the model has no tensor {name}; check the path of the layer")))?;
         if taken.dims() != shape {
             let has = taken.dims();
-            return Err(Error::Plan(format!("the model's tensor {name} is {has:?}, the layer wants {shape:?}")));
+            return Err(Error::Plan(format!("the model's tensor {name} is {has:?}, the layer expects {shape:?}")));
         }
         if stays {
             left.shared.insert(name.into());

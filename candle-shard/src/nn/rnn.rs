@@ -86,14 +86,14 @@ impl Gates {
         let features = self.w_ih.dims()[1];
         if input.rank() != 2 || input.dims()[1] != features || h.dims() != [input.dims()[0], self.hidden] {
             let reason = format!("an input {} with a state {}", input.spec(), h.spec());
-            return Error::op(op, format!("{reason}: want [batch, {features}] and [batch, {}]", self.hidden));
+            return Error::op(op, format!("{reason}: expected [batch, {features}] and [batch, {}]", self.hidden));
         }
         Ok((input.linear(&self.w_ih, self.b_ih.as_ref())?, h.linear(&self.w_hh, self.b_hh.as_ref())?))
     }
 
     fn zeros(&self, like: &DTensor) -> Result<DTensor> {
         let Some(&batch) = like.dims().first() else {
-            return Error::op("zero_state", format!("{}: want [batch, ..]", like.spec()));
+            return Error::op("zero_state", format!("{}: expected [batch, ..]", like.spec()));
         };
         let placements: Vec<_> = like.placements().iter().map(|&p| if p == Shard(0) { p } else { Replicate }).collect();
         let mut spec = Spec::new(like.mesh(), &placements, (batch, self.hidden), self.w_hh.dtype())?;

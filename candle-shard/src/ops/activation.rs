@@ -18,7 +18,7 @@ impl DTensor {
                 let reason = format!("a weight {} for {}", weight.spec(), self.spec());
                 return Error::op(
                     "prelu",
-                    format!("{reason}: want one element, or one for each channel, or its shape"),
+                    format!("{reason}: expected one element, or one for each channel, or its shape"),
                 );
             }
         };
@@ -42,7 +42,7 @@ impl DTensor {
                 let last = self.rank() - 1;
                 self.narrow(last, 0, size / 2)?.silu_gate(&self.narrow(last, size / 2, size / 2)?)
             }
-            _ => Error::op("swiglu", format!("{}: want a last dim that divides by 2", self.spec())),
+            _ => Error::op("swiglu", format!("{}: expected a last dim that divides by 2", self.spec())),
         }
     }
 

@@ -41,7 +41,7 @@ impl DTensor {
         };
         if !fits || !of_one_dtype || cos.tracked() || sin.tracked() {
             let (x, cos, sin) = (self.spec(), cos.spec(), sin.spec());
-            let want = "want [.., s, d], two [t, d/2] without gradient and of one dtype, and t at least";
+            let want = "expected [.., s, d], two [t, d/2] without gradient and of one dtype, and t at least";
             return Error::op(
                 "rope",
                 format!("{x} at position {offset} with tables {cos} and {sin}: {want} {offset} + s"),
@@ -76,7 +76,7 @@ impl DTensor {
         let dtypes = key.dtype() == self.dtype() && value.dtype() == self.dtype();
         let Some((batch, queries, heads, dim, kv_heads, width)) = sizes.filter(|_| dtypes) else {
             let (q, k, v) = (self.spec(), key.spec(), value.spec());
-            let want = "want [b, q, h, d], [b, k, g, d] and [b, k, g, v] of one dtype with h a multiple of g";
+            let want = "expected [b, q, h, d], [b, k, g, d] and [b, k, g, v] of one dtype with h a multiple of g";
             return Error::op("flash_attn", format!("query {q}, key {k}, value {v}: {want}"));
         };
         self.check_float("flash_attn")?;
@@ -144,7 +144,7 @@ impl DTensor {
         let dtypes = key.dtype() == self.dtype() && value.dtype() == self.dtype();
         let Some((dim, group)) = sizes.filter(|_| dtypes) else {
             let (q, k, v) = (self.spec(), key.spec(), value.spec());
-            let want = "want [b, h, q, d], [b, g, k, d] and [b, g, k, v] of one dtype with h a multiple of g";
+            let want = "expected [b, h, q, d], [b, g, k, d] and [b, g, k, v] of one dtype with h a multiple of g";
             return Error::op("scaled_dot_product_attention", format!("query {q}, key {k}, value {v}: {want}"));
         };
         let scale = scale.unwrap_or(1.0 / (dim as f64).sqrt());

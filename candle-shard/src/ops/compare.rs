@@ -83,7 +83,7 @@ impl DTensor {
         let (cond, on_true, on_false) = (&self.detach(), &self.beside(on_true, dtype)?, &self.beside(on_false, dtype)?);
         let signature = || {
             if !matches!(cond.dtype(), DType::U8 | DType::U32 | DType::I64) {
-                return Error::op(OP, format!("a condition {}: want u8, u32 or i64", cond.spec()));
+                return Error::op(OP, format!("a condition {}: expected u8, u32 or i64", cond.spec()));
             }
             let shape = broadcast(OP, cond.dims(), &on_true.check_pair(OP, on_false)?)?;
             let mut rows = broadcast_rows(&shape, &[cond.dims(), on_true.dims(), on_false.dims()]);

@@ -53,11 +53,11 @@ impl DTensor {
             |why: &str| Error::op(op, format!("{} with a kernel {}, {conv:?}: {why}", self.spec(), kernel.spec()));
         let (x, k) = (self.dims(), kernel.dims());
         if x.len() != spatial + 2 || k.len() != spatial + 2 || kernel.dtype() != self.dtype() {
-            return refuse("want [batch, in, ..] and [out, in / groups, ..] of one dtype");
+            return refuse("expected [batch, in, ..] and [out, in / groups, ..] of one dtype");
         }
         let groups = conv.groups;
         if groups == 0 || k[1].checked_mul(groups) != Some(x[1]) || !k[0].is_multiple_of(groups) {
-            return refuse("want kernels for in / groups channels, and groups that divide in and out");
+            return refuse("expected kernels for in / groups channels, and groups that divide in and out");
         }
         let mut shape = vec![x[0], k[0]];
         for (&len, &size) in x[2..].iter().zip(&k[2..]) {
@@ -124,7 +124,7 @@ impl DTensor {
         let op = "conv_transpose1d";
         if self.rank() != 3 || kernel.rank() != 3 || output_padding >= conv.stride.max(conv.dilation) {
             let what = format!("{} with a kernel {}, {conv:?}", self.spec(), kernel.spec());
-            let want = "want [batch, in, l] and [in, out, k], and less output padding than stride or dilation";
+            let want = "expected [batch, in, l] and [in, out, k], and less output padding than stride or dilation";
             return Error::op(op, format!("{what}, output padding {output_padding}: {want}"));
         }
         let Some(len) = conv.transposed(self.dims()[2], kernel.dims()[2], output_padding) else {
@@ -147,13 +147,13 @@ impl DTensor {
             Error::op(op, format!("{what}, output padding {output_padding}: {why}"))
         };
         let (&[b, c, h, w], &[kc, out, kh, kw]) = (self.dims(), kernel.dims()) else {
-            return refuse("want [batch, in, h, w] and [in, out, kh, kw]");
+            return refuse("expected [batch, in, h, w] and [in, out, kh, kw]");
         };
         if c != kc || conv.groups != 1 || kernel.dtype() != self.dtype() {
-            return refuse("want one group, a kernel for each input channel, and one dtype");
+            return refuse("expected one group, a kernel for each input channel, and one dtype");
         }
         if output_padding >= conv.stride.max(conv.dilation) {
-            return refuse("want an output padding less than the stride or the dilation");
+            return refuse("expected an output padding less than the stride or the dilation");
         }
         let size = |len, k| conv.transposed(len, k, output_padding);
         let (Some(h), Some(w)) = (size(h, kh), size(w, kw)) else {
@@ -174,7 +174,7 @@ impl DTensor {
     pub(crate) fn with_bias(self, op: &'static str, bias: Option<&Self>) -> Result<Self> {
         let Some(bias) = bias else { return Ok(self) };
         if bias.dims() != &self.dims()[1..2] || bias.dtype() != self.dtype() {
-            let reason = format!("bias {} for an output {}: want [{}]", bias.spec(), self.spec(), self.dims()[1]);
+            let reason = format!("bias {} for an output {}: expected [{}]", bias.spec(), self.spec(), self.dims()[1]);
             return Error::op(op, format!("{reason} of its dtype"));
         }
         let per_channel: Vec<usize> =

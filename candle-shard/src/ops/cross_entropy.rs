@@ -69,7 +69,7 @@ impl CrossEntropy {
     #[track_caller]
     pub fn of_logits(&self, logits: &DTensor, targets: &DTensor) -> Result<DTensor> {
         if !(0.0..=1.0).contains(&self.label_smoothing) {
-            let reason = format!("label smoothing {}: want at least 0 and at most 1", self.label_smoothing);
+            let reason = format!("label smoothing {}: expected at least 0 and at most 1", self.label_smoothing);
             return Error::op("cross_entropy", reason);
         }
         self.run("cross_entropy", logits, targets, |x, goals| {
@@ -225,15 +225,17 @@ fn weight_of(weights: &Option<Vec<f64>>, class: usize) -> f64 {
 
 fn signature(op: &'static str, scores: &DTensor, targets: &DTensor, weights: Option<&DTensor>) -> Result<Signature> {
     let Some((&classes, leading)) = scores.dims().split_last() else {
-        return Error::op(op, format!("logits {}: want [.., classes]", scores.spec()));
+        return Error::op(op, format!("logits {}: expected [.., classes]", scores.spec()));
     };
     scores.check_float(op)?;
     if targets.dims() != leading || !matches!(targets.dtype(), DType::U32 | DType::I64) {
-        let reason = format!("targets {} for logits {}: want {leading:?} u32 or i64", targets.spec(), scores.spec());
+        let reason =
+            format!("targets {} for logits {}: expected {leading:?} u32 or i64", targets.spec(), scores.spec());
         return Error::op(op, reason);
     }
     if let Some(weights) = weights.filter(|w| w.dims() != [classes] || !w.dtype().is_float()) {
-        let reason = format!("class weights {} for logits {}: want floats [{classes}]", weights.spec(), scores.spec());
+        let reason =
+            format!("class weights {} for logits {}: expected floats [{classes}]", weights.spec(), scores.spec());
         return Error::op(op, reason);
     }
     let row =

@@ -14,7 +14,7 @@ impl DTensor {
     #[track_caller]
     pub fn dropout(&self, p: f64, stream: Stream) -> Result<Self> {
         if !(0.0..1.0).contains(&p) {
-            return Error::op("dropout", format!("probability {p}: want at least 0 and less than 1"));
+            return Error::op("dropout", format!("probability {p}: expected at least 0 and less than 1"));
         }
         let signature = || {
             self.check_float("dropout")?;

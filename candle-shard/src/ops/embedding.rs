@@ -110,7 +110,7 @@ impl DTensor {
     #[track_caller]
     fn check_table(&self, op: &'static str) -> Result<()> {
         if self.rank() != 2 {
-            return Error::op(op, format!("a table {}: want [rows, width]", self.spec()));
+            return Error::op(op, format!("a table {}: expected [rows, width]", self.spec()));
         }
         Ok(())
     }

@@ -32,8 +32,8 @@ impl DTensor {
             if out.dims() != shape || out.dtype() != dtype {
                 let (got, kind) = (out.dims(), out.dtype().as_str());
                 let announced = dtype.as_str();
-                let fix = "announce what it gives; a shape that depends on the elements cannot be announced";
-                return Error::op(op, format!("gave {kind}{got:?} where {announced}{shape:?} was announced: {fix}"));
+                let fix = "announce what it returns; a shape that depends on the elements cannot be announced";
+                return Error::op(op, format!("returned {kind}{got:?}, but {announced}{shape:?} was announced: {fix}"));
             }
             Ok(out)
         })

@@ -17,7 +17,7 @@ impl DTensor {
             return Error::op("meshgrid", format!("{} tensors; give two at least", axes.len()));
         }
         if let Some(other) = axes.iter().find(|x| x.rank() != 1) {
-            return Error::op("meshgrid", format!("{}: want [n]", other.spec()));
+            return Error::op("meshgrid", format!("{}: expected [n]", other.spec()));
         }
         if xy_indexing {
             axes.reverse();

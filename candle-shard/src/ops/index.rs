@@ -97,8 +97,8 @@ impl DTensor {
         let dim = dim.to_index(&Shape::from(self.dims()), "unfold")?;
         let room = self.dims()[dim].checked_sub(size);
         let Some(room) = room.filter(|_| size > 0 && step > 0) else {
-            let reason = format!("windows of {size} each {step} on in dim {dim} of {}", self.spec());
-            return Error::op("unfold", format!("{reason}: want sizes above 0 that fit into the dim"));
+            let reason = format!("windows of {size} at steps of {step} on dim {dim} of {}", self.spec());
+            return Error::op("unfold", format!("{reason}: expected sizes above 0 that fit into the dim"));
         };
         let windows = room / step + 1;
         let places = (0..windows).flat_map(|window| (0..size).map(move |i| (window * step + i) as u32));

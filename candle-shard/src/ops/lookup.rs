@@ -23,7 +23,7 @@ impl DTensor {
     pub fn index_select(&self, indexes: &Self, dim: impl Dim) -> Result<Self> {
         let dim = dim.to_index(&Shape::from(self.dims()), "index_select")?;
         if indexes.rank() != 1 {
-            return Error::op("index_select", format!("indexes {}: want [n]", indexes.spec()));
+            return Error::op("index_select", format!("indexes {}: expected [n]", indexes.spec()));
         }
         self.take("index_select", indexes, dim, None)
     }
@@ -71,7 +71,7 @@ impl DTensor {
         let fits = |d: usize| indexes.dims()[d] <= self.dims()[d];
         if indexes.rank() != self.rank() || !(0..self.rank()).filter(others).all(fits) {
             let reason = format!("indexes {} for dim {dim} of {}", indexes.spec(), self.spec());
-            return Error::op("gather", format!("{reason}: want as many dims, the others no larger"));
+            return Error::op("gather", format!("{reason}: expected as many dims, with the others no larger"));
         }
         let cut = |x: Self, d: usize| x.narrow(d, 0, indexes.dims()[d]);
         let source = (0..self.rank()).filter(others).try_fold(self.clone(), cut)?;
@@ -98,7 +98,7 @@ pub(super) fn check_indexes(op: &'static str, indexes: &DTensor) -> Result<()> {
     if matches!(indexes.dtype(), DType::U8 | DType::U32 | DType::I64) {
         return Ok(());
     }
-    Error::op(op, format!("ids {}: want u8, u32 or i64", indexes.spec()))
+    Error::op(op, format!("ids {}: expected u8, u32 or i64", indexes.spec()))
 }
 
 /// Returns `made`, and checks the indexes of a dim of `x` also on ranks where the result has no elements.

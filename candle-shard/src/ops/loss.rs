@@ -40,7 +40,7 @@ impl DTensor {
     #[track_caller]
     pub fn huber_loss(&self, target: &Self, delta: f64, reduction: Reduction) -> Result<Self> {
         if delta.is_nan() || delta <= 0.0 {
-            return Error::op("huber_loss", format!("delta {delta}: want a positive number"));
+            return Error::op("huber_loss", format!("delta {delta}: expected a positive number"));
         }
         self.elementwise_loss("huber_loss", target, reduction, |x, target| {
             // With c the error cut to ±delta the loss is c·error - c²/2, and c is its slope.
@@ -73,7 +73,7 @@ impl DTensor {
         let signature = || {
             self.check_float(op)?;
             if self.dims() != target.dims() || self.dtype() != target.dtype() {
-                let reason = format!("{} against {}: want one shape and dtype", self.spec(), target.spec());
+                let reason = format!("{} against {}: expected one shape and dtype", self.spec(), target.spec());
                 return Error::op(op, reason);
             }
             let row = |d| Row::new(Placement::PARTIAL_SUM, &[Shard(d), Shard(d)]);

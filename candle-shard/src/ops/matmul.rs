@@ -25,7 +25,7 @@ impl DTensor {
     #[track_caller]
     pub fn dot(&self, rhs: &Self) -> Result<Self> {
         if self.rank() != 1 || self.dims() != rhs.dims() {
-            return Error::op("dot", format!("{} · {}: want two [n]", self.spec(), rhs.spec()));
+            return Error::op("dot", format!("{} · {}: expected two [n]", self.spec(), rhs.spec()));
         }
         self.mul(rhs)?.sum_all()
     }
@@ -34,7 +34,7 @@ impl DTensor {
     #[track_caller]
     pub fn mv(&self, rhs: &Self) -> Result<Self> {
         if self.rank() != 2 || rhs.dims() != &self.dims()[1..] {
-            return Error::op("mv", format!("{} × {}: want [m, n] × [n]", self.spec(), rhs.spec()));
+            return Error::op("mv", format!("{} × {}: expected [m, n] × [n]", self.spec(), rhs.spec()));
         }
         self.matmul(&rhs.unsqueeze(1)?)?.squeeze(1)
     }
@@ -43,7 +43,7 @@ impl DTensor {
     fn matmul_signature(&self, rhs: &Self) -> Result<Signature> {
         let (a, b) = (self.dims(), rhs.dims());
         if a.len() < 2 || b.len() < 2 || a[a.len() - 1] != b[b.len() - 2] || self.dtype() != rhs.dtype() {
-            let reason = format!("{} × {}: want [.., m, k] × [.., k, n] of one dtype", self.spec(), rhs.spec());
+            let reason = format!("{} × {}: expected [.., m, k] × [.., k, n] of one dtype", self.spec(), rhs.spec());
             return Error::op("matmul", reason);
         }
         self.check_float("matmul")?;
@@ -84,7 +84,7 @@ impl DTensor {
         if !ok {
             let bias = bias.map_or("no bias".to_string(), |b| format!("bias {}", b.spec()));
             let reason = format!(
-                "input {} with weight {} and {bias}: want [.., k] with [n, k] and [n] of one dtype",
+                "input {} with weight {} and {bias}: expected [.., k] with [n, k] and [n] of one dtype",
                 self.spec(),
                 weight.spec()
             );

@@ -56,7 +56,7 @@ impl DTensor {
         self.check_last_dim("topk")?;
         let last = self.rank() - 1;
         if k > self.dims()[last] {
-            return Error::op("topk", format!("{k} elements of the last dim of {}; want fewer", self.spec()));
+            return Error::op("topk", format!("{k} elements of the last dim of {}; expected fewer", self.spec()));
         }
         let x = self.settled(&[last])?;
         let pieces: usize = x.sharded_axes(last).map(|axis| x.mesh().shape()[axis]).product();
@@ -119,7 +119,7 @@ impl DTensor {
     #[track_caller]
     fn check_last_dim(&self, op: &'static str) -> Result<()> {
         match self.rank() {
-            0 => Error::op(op, format!("{} has no dims; want at least one", self.spec())),
+            0 => Error::op(op, format!("{} has no dims; expected at least one", self.spec())),
             _ => Ok(()),
         }
     }

@@ -16,7 +16,7 @@ impl DTensor {
                 apart.permute((0, 1, 4, 2, 5, 3))?.reshape((b, c, h * factor, w * factor))
             }
             _ => {
-                let reason = format!("{} by {factor}: want [b, c, h, w] with channels that divide by", self.spec());
+                let reason = format!("{} by {factor}: expected [b, c, h, w] with channels that divide by", self.spec());
                 Error::op("pixel_shuffle", format!("{reason} the square of a factor above 0"))
             }
         }
@@ -35,7 +35,7 @@ impl DTensor {
                 apart.permute((0, 1, 3, 5, 2, 4))?.reshape((b, c * factor * factor, h, w))
             }
             _ => {
-                let reason = format!("{} by {factor}: want [b, c, h, w] with images that divide by", self.spec());
+                let reason = format!("{} by {factor}: expected [b, c, h, w] with images that divide by", self.spec());
                 Error::op("pixel_unshuffle", format!("{reason} a factor above 0"))
             }
         }
@@ -48,7 +48,7 @@ impl DTensor {
     #[track_caller]
     pub fn replication_pad2d(&self, pad: usize) -> Result<Self> {
         if self.rank() != 4 {
-            return Error::op("replication_pad2d", format!("{}: want [b, c, h, w]", self.spec()));
+            return Error::op("replication_pad2d", format!("{}: expected [b, c, h, w]", self.spec()));
         }
         self.pad_with_same(2, pad, pad)?.pad_with_same(3, pad, pad)
     }

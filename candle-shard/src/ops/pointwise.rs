@@ -108,7 +108,7 @@ impl DTensor {
     pub fn silu_gate(&self, gate: &Self) -> Result<Self> {
         self.check_float("silu_gate")?;
         if self.dims() != gate.dims() {
-            let reason = format!("{} with a gate {}: want one shape", self.spec(), gate.spec());
+            let reason = format!("{} with a gate {}: expected one shape", self.spec(), gate.spec());
             return Error::op("silu_gate", reason);
         }
         self.binary("silu_gate", Side::Spread(gate), &LINEAR_IN_SECOND, crate::kernels::silu_gate)

@@ -36,7 +36,7 @@ impl DTensor {
         let signature = || {
             self.check_float(op)?;
             let Some(shape) = pool.out_shape(self.dims()) else {
-                let want = "want [b, c, h, w] with room for a window";
+                let want = "expected [b, c, h, w] with room for a window";
                 return Error::op(op, format!("{} with {pool:?}: {want}", self.spec()));
             };
             Ok(Signature::new(image_rows(linear), &shape, self.dtype()))
@@ -63,9 +63,10 @@ impl DTensor {
     pub fn upsample_nearest1d(&self, size: usize) -> Result<Self> {
         match *self.dims() {
             [_, _, l] if l > 0 => self.unsqueeze(2)?.upsample_nearest2d([1, size])?.squeeze(2),
-            _ => {
-                Error::op("upsample_nearest1d", format!("{}: want [b, c, l] with an element in each line", self.spec()))
-            }
+            _ => Error::op(
+                "upsample_nearest1d",
+                format!("{}: expected [b, c, l] with an element in each line", self.spec()),
+            ),
         }
     }
 
@@ -95,9 +96,11 @@ impl DTensor {
     pub fn upsample_bilinear2d_with_scale(&self, scale_h: f64, scale_w: f64, align_corners: bool) -> Result<Self> {
         let op = "upsample_bilinear2d_with_scale";
         let scales = [scale_h, scale_w];
-        let &[_, _, h, w] = self.dims() else { return Error::op(op, format!("{}: want [b, c, h, w]", self.spec())) };
+        let &[_, _, h, w] = self.dims() else {
+            return Error::op(op, format!("{}: expected [b, c, h, w]", self.spec()));
+        };
         if !scales.iter().all(|scale| scale.is_finite() && *scale > 0.0) {
-            return Error::op(op, format!("factors {scales:?}: want finite numbers above 0"));
+            return Error::op(op, format!("factors {scales:?}: expected finite numbers above 0"));
         }
         let size = [(h as f64 * scale_h).floor() as usize, (w as f64 * scale_w).floor() as usize];
         let signature = || {
@@ -113,7 +116,7 @@ impl DTensor {
     fn resized_images(&self, op: &'static str, size: [usize; 2]) -> Result<Signature> {
         match *self.dims() {
             [b, c, h, w] if h * w > 0 => Ok(Signature::new(image_rows(true), &[b, c, size[0], size[1]], self.dtype())),
-            _ => Error::op(op, format!("{}: want [b, c, h, w] with an element in each image", self.spec())),
+            _ => Error::op(op, format!("{}: expected [b, c, h, w] with an element in each image", self.spec())),
         }
     }
 }

@@ -46,7 +46,7 @@ impl DTensor {
             let fits = lead.is_some_and(|lead| m.iter().zip(&x[lead..]).all(|(m, x)| m == x || *m == 1));
             if !fits || m.last() != x.last() || mask.dtype() != self.dtype() {
                 let reason =
-                    format!("a mask {} for scores {}: want its dtype, and its shape", mask.spec(), self.spec());
+                    format!("a mask {} for scores {}: expected its dtype, and its shape", mask.spec(), self.spec());
                 return Error::op("masked_softmax", format!("{reason} or 1 in all dims but the last"));
             }
             let mut rows = broadcast_rows(x, &[x, m]);
@@ -79,7 +79,7 @@ impl DTensor {
     #[track_caller]
     pub(super) fn check_rows(&self, op: &'static str, rank: usize) -> Result<()> {
         if self.rank() < rank {
-            return Error::op(op, format!("{} has too few dims; want at least {rank}", self.spec()));
+            return Error::op(op, format!("{} has too few dims; expected at least {rank}", self.spec()));
         }
         self.check_float(op)
     }
@@ -89,7 +89,8 @@ impl DTensor {
         self.check_rows(op, 1)?;
         let width = &self.dims()[self.rank() - 1..];
         if let Some(p) = parameters.iter().find(|p| p.dims() != width || p.dtype() != self.dtype()) {
-            let reason = format!("a parameter {} for an input {}: want {width:?} of its dtype", p.spec(), self.spec());
+            let reason =
+                format!("a parameter {} for an input {}: expected {width:?} of its dtype", p.spec(), self.spec());
             return Error::op(op, reason);
         }
         Ok(Signature::new(rows(self.rank() - 1, parameters.len()), self.dims(), self.dtype()))

@@ -72,7 +72,7 @@ impl DTensor {
             check_indexes("index_add", indexes)?;
             if indexes.dims() != &source.dims()[dim..=dim] {
                 let reason = format!("indexes {} for dim {dim} of {}", indexes.spec(), source.spec());
-                return Error::op("index_add", format!("{reason}: want one for each slice"));
+                return Error::op("index_add", format!("{reason}: expected one for each slice"));
             }
             let others = (0..self.rank()).filter(|&d| d != dim);
             let mut rows: Rows = others.map(|d| Row::new(Shard(d), &[Shard(d), Replicate, Shard(d)])).collect();
@@ -96,7 +96,7 @@ impl DTensor {
         self.check_source(op, source, dim)?;
         check_indexes(op, indexes)?;
         if indexes.dims() != source.dims() {
-            let reason = format!("indexes {} for {}: want one for each element", indexes.spec(), source.spec());
+            let reason = format!("indexes {} for {}: expected one for each element", indexes.spec(), source.spec());
             return Error::op(op, reason);
         }
         let others = (0..self.rank()).filter(|&d| d != dim);
@@ -112,7 +112,8 @@ impl DTensor {
         if fits && source.dtype() == self.dtype() {
             return Ok(());
         }
-        let reason = format!("{} for {}: want its dtype and its dims but for dim {dim}", source.spec(), self.spec());
+        let reason =
+            format!("{} for {}: expected its dtype, and its dims except dim {dim}", source.spec(), self.spec());
         Error::op(op, reason)
     }
 }

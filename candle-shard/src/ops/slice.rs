@@ -224,7 +224,7 @@ impl DTensor {
             return Ok(());
         }
         let reason = format!("{} at {} of dim {dim} of {}", src.spec(), part.start, self.spec());
-        Error::op(op, format!("{reason}: want it inside, other dims and dtype alike"))
+        Error::op(op, format!("{reason}: expected a part inside of the dim, with the other dims and the dtype equal"))
     }
 
     #[track_caller]
@@ -233,7 +233,7 @@ impl DTensor {
         if end > size {
             return Error::op(
                 op,
-                format!("{start}..{end} is outside of dim {dim} of {}; want an end up to {size}", self.spec()),
+                format!("{start}..{end} is outside of dim {dim} of {}; expected an end up to {size}", self.spec()),
             );
         }
         Ok(start..end)

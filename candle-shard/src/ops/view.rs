@@ -39,7 +39,7 @@ impl DTensor {
     #[track_caller]
     pub fn t(&self) -> Result<Self> {
         if self.rank() < 2 {
-            return Error::op("t", format!("{} has fewer than 2 dims; want [.., m, n]", self.spec()));
+            return Error::op("t", format!("{} has fewer than 2 dims; expected [.., m, n]", self.spec()));
         }
         self.transpose(self.rank() - 2, self.rank() - 1)
     }

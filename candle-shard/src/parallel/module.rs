@@ -99,7 +99,7 @@ impl ModuleStyle {
         }
         let axis = &weight.mesh().names()[self.axis];
         let reason = format_args!("shares a weight {}, {has} on axis {axis:?}", weight.spec());
-        Err(self.error(format_args!("{reason}, but its style wants {want}; choose styles that agree")))
+        Err(self.error(format_args!("{reason}, but its style expects {want}; choose styles that agree")))
     }
 
     /// Lays out the module's inputs as the style says; a layer has one input.
@@ -163,7 +163,7 @@ impl ModuleStyle {
         for (i, (x, to)) in x.iter().zip(desired).enumerate() {
             if let Some(Shard(dim)) = to.filter(|to| to.shard_dim().is_some_and(|dim| dim >= x.rank())) {
                 let (spec, axis) = (x.spec(), &x.mesh().names()[self.axis]);
-                let reason = format_args!("wants S({dim}) on axis {axis:?} of number {i} of its {what}, {spec}");
+                let reason = format_args!("expects S({dim}) on axis {axis:?} of number {i} of its {what}, {spec}");
                 return Err(self.error(format_args!("{reason}, which has no dim {dim}; choose one below {}", x.rank())));
             }
         }

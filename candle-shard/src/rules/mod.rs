@@ -34,7 +34,7 @@
 //! }
 //!
 //! fn refuse<T>(x: &DTensor, y: &DTensor) -> Result<T> {
-//!     Err(Error::Op { op: "distances", reason: format!("{} and {}: want [n, d] and [m, d] of one dtype", x.spec(), y.spec()) })
+//!     Err(Error::Op { op: "distances", reason: format!("{} and {}: expected [n, d] and [m, d] of one dtype", x.spec(), y.spec()) })
 //! }
 //!
 //! World::local(2).run(|ctx| -> Result<()> {

@@ -57,7 +57,7 @@ pub fn apply_all<S: FnOnce() -> Result<Signature>>(
     let checked = |x: &[DTensor], outs: &[Arc<Spec>]| {
         let made = local(x, outs)?;
         if made.len() != outs.len() {
-            return Error::op(op, format!("gave {} tensors where its signature has {}", made.len(), outs.len()));
+            return Error::op(op, format!("returned {} tensors, its signature has {}", made.len(), outs.len()));
         }
         made.into_iter().zip(outs).map(|(made, out)| part(op, made, out, x)).collect()
     };
@@ -93,8 +93,8 @@ fn part(op: &'static str, made: Tensor, out: &Spec, inputs: &[DTensor]) -> Resul
     let want = out.local_shape();
     if made.dims() != want.as_slice() || made.dtype() != out.dtype() {
         let (got, dtype) = (made.dims(), made.dtype().as_str());
-        let fix = "give this rank's part, in the dtype of the signature";
-        return Error::op(op, format!("gave {dtype}{got:?} where {:?} of {out} lies: {fix}", want.as_slice()));
+        let fix = "return this rank's part, in the dtype of the signature";
+        return Error::op(op, format!("returned {dtype}{got:?}, expected {:?} of {out}: {fix}", want.as_slice()));
     }
     let dropped = |x: &DTensor| x.tracked() && x.to_local().elem_count() == 0;
     if out.dtype().is_float() && inputs.iter().any(dropped) {

@@ -132,7 +132,9 @@ impl FromStr for DeviceName {
             ("cpu", Some(None)) => Ok(Self::Cpu),
             ("cuda", Some(at)) => Ok(Self::Cuda(at)),
             ("metal", Some(at)) => Ok(Self::Metal(at)),
-            _ => Error::op("DeviceName", format!("{text:?} is no device; write cpu, cuda, cuda:N, metal or metal:N")),
+            _ => {
+                Error::op("DeviceName", format!("{text:?} is not a device; write cpu, cuda, cuda:N, metal or metal:N"))
+            }
         }
     }
 }
@@ -153,7 +155,7 @@ impl FromStr for RemoteDevice {
             None => Error::op(
                 "RemoteDevice",
                 format!(
-                    "{text:?} is no placement; write rank:N/device, rank:N, worker/device, worker or device, where a \
+                    "{text:?} is not a placement; write rank:N/device, rank:N, worker/device, worker or device, where a \
                      device is cpu, cuda, cuda:N, metal or metal:N"
                 ),
             ),

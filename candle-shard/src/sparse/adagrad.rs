@@ -28,7 +28,7 @@ impl Adagrad {
             let decay = params.weight_decay;
             return Error::op(
                 "Adagrad",
-                format!("weight_decay is {decay}, which changes rows without a gradient: want 0"),
+                format!("weight_decay is {decay}, which changes rows without a gradient: expected 0"),
             );
         }
         let slots = Slots::new(vars, 1, params.initial_accumulator_value)?;

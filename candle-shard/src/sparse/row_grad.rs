@@ -74,10 +74,13 @@ fn check(rows: &[u32], values: &Tensor) -> Result<()> {
     let (shape, dtype) = (values.shape(), values.dtype());
     if values.rank() != 2 || values.dims()[0] != rows.len() || !dtype.is_float() {
         let len = rows.len();
-        return Error::op("RowGrad", format!("values {shape:?} {dtype:?} for {len} rows: want floats [{len}, width]"));
+        return Error::op(
+            "RowGrad",
+            format!("values {shape:?} {dtype:?} for {len} rows: expected floats [{len}, width]"),
+        );
     }
     if !values.device().is_cpu() {
-        return Error::op("RowGrad", format!("values on {:?}: want the CPU", values.device()));
+        return Error::op("RowGrad", format!("values on {:?}: expected the CPU", values.device()));
     }
     Ok(())
 }

@@ -38,7 +38,7 @@ impl RowVar {
         let float = matches!(dtype, DType::F32 | DType::F64 | DType::F16 | DType::BF16);
         if var.rank() != 2 || !float || !device.is_cpu() {
             let got = format!("a variable {shape:?} {dtype:?} on {device:?}");
-            return Error::op("RowVar", format!("{got}: want [rows, width] of f32, f64, f16 or bf16 on the CPU"));
+            return Error::op("RowVar", format!("{got}: expected [rows, width] of f32, f64, f16 or bf16 on the CPU"));
         }
         Ok(Self { handle: Var::zeros((), dtype, device)?, var, pending: Pending::default() })
     }
@@ -117,7 +117,7 @@ impl RowVar {
     /// If the table does not have one of the rows, if `max_norm` is not above 0, or if `norm_type` is NaN.
     pub fn renorm(&self, rows: &[u32], max_norm: f64, norm_type: f64) -> Result<()> {
         if max_norm.is_nan() || max_norm <= 0.0 || norm_type.is_nan() {
-            let reason = format!("max_norm {max_norm} with norm_type {norm_type}: want one above 0, and no NaN");
+            let reason = format!("max_norm {max_norm} with norm_type {norm_type}: expected one above 0, and no NaN");
             return Error::op("renorm", reason);
         }
         limit_rows(&self.var, &kernels::unique_rows(rows), &Renorm { max_norm, norm_type }, None)

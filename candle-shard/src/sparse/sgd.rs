@@ -22,7 +22,10 @@ impl Sgd {
         params.check()?;
         for (name, value) in [("weight_decay", params.weight_decay), ("momentum", params.momentum)] {
             if value != 0.0 {
-                return Error::op("Sgd", format!("{name} is {value}, which changes rows without a gradient: want 0"));
+                return Error::op(
+                    "Sgd",
+                    format!("{name} is {value}, which changes rows without a gradient: expected 0"),
+                );
             }
         }
         Ok(Self { slots: Slots::new(vars, 0, 0.0)?, params })

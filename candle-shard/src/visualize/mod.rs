@@ -28,7 +28,7 @@ impl Grid {
     /// Missing dims become a single range 0..1.
     fn new(op: &'static str, spec: &Spec) -> Result<Self> {
         if !matches!(spec.dims().len(), 1..=3) {
-            return Error::op(op, format!("{spec} has {} dims; want 1, 2 or 3", spec.dims().len()));
+            return Error::op(op, format!("{spec} has {} dims; expected 1, 2 or 3", spec.dims().len()));
         }
         let (mut holders, mut empty): (BTreeMap<_, Vec<usize>>, _) = (BTreeMap::new(), Vec::new());
         for (rank, coordinate) in spec.mesh().coordinates().enumerate() {

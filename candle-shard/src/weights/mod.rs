@@ -174,13 +174,15 @@ impl Weights {
     ) -> Result<Tensor> {
         let (shape, dtype) = (self.shape(name)?, self.dtype(name)?);
         if shape != want {
-            return Err(
-                self.error(name, format!("has shape {shape:?}, and {want:?} is wanted; check the model's sizes"))
-            );
+            return Err(self
+                .error(name, format!("has shape {shape:?}, but the model expects {want:?}; check the model's sizes")));
         }
         if dtype != to && !(dtype.is_float() && to.is_float()) {
             let (has, want) = (dtype.as_str(), to.as_str());
-            return Err(self.error(name, format!("holds {has}, and {want} is wanted; only floats are cast, to floats")));
+            return Err(self.error(
+                name,
+                format!("holds {has}, but the model expects {want}; only floats are cast, and only to floats"),
+            ));
         }
         Ok(self.read_block(name, block, device)?.to_dtype(to)?)
     }

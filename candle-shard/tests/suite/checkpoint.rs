@@ -177,7 +177,7 @@ fn a_failure_on_one_rank_is_the_same_error_on_all() {
         "\"x\" is named twice",
         "not yet a value; redistribute it first",
         "\"o\" lies on DeviceMesh(b=3)",
-        "is no name to save under",
+        "is not a valid name to save under",
         "checkpoint::export: rank 0: ",
         "checkpoint::load: rank 2: ",
         "\"y\" is not there",

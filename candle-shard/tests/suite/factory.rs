@@ -102,7 +102,7 @@ fn likes_keep_explicit_sizes_and_resolve_partial_sums() {
         let text = DTensor::zeros(3, DType::F32, &Device::Cpu, &mesh, &[SUM]).unwrap_err().to_string();
         assert!(text.contains("as P(sum)"), "{text}");
         let text = DTensor::arange(0f32, f32::INFINITY, &Device::Cpu, &mesh, &[Shard(0)]).unwrap_err().to_string();
-        assert!(text.contains("want finite numbers"), "{text}");
+        assert!(text.contains("expected finite numbers"), "{text}");
         Ok(())
     });
 }

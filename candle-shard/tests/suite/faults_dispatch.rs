@@ -124,6 +124,9 @@ fn a_shape_that_depends_on_the_elements_is_refused_in_words() {
     });
     for text in &texts {
         assert_eq!(text, &texts[0]);
-        assert!(text.contains("nonzero: gave u32[2] where u32[5] was announced: announce what it gives"), "{text}");
+        assert!(
+            text.contains("nonzero: returned u32[2], but u32[5] was announced: announce what it returns"),
+            "{text}"
+        );
     }
 }

@@ -283,9 +283,9 @@ fn heads_and_styles_that_do_not_fit_are_refused_alike() {
     });
     let parts: [&[&str]; 4] = [
         &["\"qkv\"", "6 query heads and 4 key heads of 2", "\"tp\" of 3 ranks", "a multiple of the key heads"],
-        &["\"qkv\"", "6 query heads and 0 key heads of 2", "want positive numbers"],
+        &["\"qkv\"", "6 query heads and 0 key heads of 2", "expected positive numbers"],
         &["\"qkv\"", "Rowwise", "does not apply to a FusedQkv", "give it ColwiseParallel"],
-        &["\"qkv\"", "f64[4, 5]", "want [batch, sequence, width]"],
+        &["\"qkv\"", "f64[4, 5]", "expected [batch, sequence, width]"],
     ];
     for (text, parts) in texts[0].iter().zip(parts) {
         assert!(parts.iter().all(|part| text.contains(part)), "{text}");

@@ -121,13 +121,13 @@ fn tokens_that_do_not_fit_are_refused_alike_and_change_nothing() {
         let partial = whole.redistribute(&[SUM])?;
         let wide = k.to_dtype(DType::F64)?;
         for (k, word) in [
-            (&cut, "on no axis"),
-            (&whole, "want the same layout"),
+            (&cut, "not sharded"),
+            (&whole, "expected the same layout"),
             (&longer, "keys of 4 tokens, values of 3"),
             (&leaf, "gradient"),
             (&partial, "partial sums"),
-            (&wide, "want the same layout"),
-            (&v, "want the same layout"),
+            (&wide, "expected the same layout"),
+            (&v, "expected the same layout"),
         ] {
             let error = cache.append(k, &v).unwrap_err().to_string();
             assert!(error.contains("KvCache") && error.contains(word), "{error}");
@@ -137,7 +137,7 @@ fn tokens_that_do_not_fit_are_refused_alike_and_change_nothing() {
         assert_eq!(cache.append(&nothing[0], &nothing[1])?.0.dims()[2], 3);
         assert_eq!(KvCache::new(2, 1).append(&nothing[0], &nothing[1])?.1.dims()[2], 0);
         let error = KvCache::new(2, 0).append(&k, &v).unwrap_err().to_string();
-        assert!(error.contains("room for 1"), "{error}");
+        assert!(error.contains("room for at least 1"), "{error}");
         let mut none = RotatingKvCache::new(2, 0);
         assert!(none.positions(1).is_empty() && none.attn_mask(2, &Cpu).is_err() && none.append(&k, &v).is_err());
         assert!(KvCache::new(4, ROOM).append(&k, &v).is_err(), "a dim that is not there");

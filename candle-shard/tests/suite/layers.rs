@@ -505,11 +505,14 @@ fn layers_refuse_what_no_rank_could_run() {
         };
         let shown = |layer: Result<nn::Conv2d>| layer.map(|layer| format!("{layer:?}"));
         refused(shown(nn::conv2d(4, 4, 3, depthwise(), &vb(Cut::Colwise)?)), "no style cuts");
-        refused(shown(nn::conv2d(4, 6, 3, Conv2dConfig { groups: 3, ..IMAGE }, &vb(Cut::Whole)?)), "want a divisor");
+        refused(
+            shown(nn::conv2d(4, 6, 3, Conv2dConfig { groups: 3, ..IMAGE }, &vb(Cut::Whole)?)),
+            "expected a divisor",
+        );
         refused(nn::lstm(4, 3, LSTMConfig::default(), &vb(Cut::Colwise)?).map(|l| format!("{l:?}")), "layer");
         refused(nn::prelu(None, &vb(Cut::Colwise)?).map(|l| format!("{l:?}")), "one weight");
         refused(nn::group_norm(3, 4, 1e-3, &vb(Cut::Whole)?).map(|l| format!("{l:?}")), "do not divide");
-        refused(nn::batch_norm(4, -1.0, &vb(Cut::Whole)?).map(|l| format!("{l:?}")), "want at least 0");
+        refused(nn::batch_norm(4, -1.0, &vb(Cut::Whole)?).map(|l| format!("{l:?}")), "expected at least 0");
         let weight = DTensor::ones((3, 2, 3, 3), DType::F64, &Device::Cpu, &mesh, &[Replicate])?;
         let config = Conv2dConfig { cudnn_fwd_algo: Some(candle_core::conv::CudnnFwdAlgo::Gemm), ..IMAGE };
         let layer = nn::Conv2d::new(weight.clone(), None, config);

@@ -132,7 +132,7 @@ fn layouts_that_only_ops_make() {
 fn heads_that_cannot_be_cut() {
     assert_eq!(
         refused(3, fits("tp"), Heads { query: 6, key_value: 4, dim: 2 }),
-        "plan: module \"blocks.0.qkv\" has 6 query heads and 4 key heads of 2 on axis \"tp\" of 3 ranks; want positive \
+        "plan: module \"blocks.0.qkv\" has 6 query heads and 4 key heads of 2 on axis \"tp\" of 3 ranks; expected positive \
          numbers, and query heads a multiple of the key heads"
     );
     let text = refused(2, fits("tp"), Heads { dim: 0, ..HEADS });
@@ -149,7 +149,7 @@ fn styles_of_a_shared_weight_that_disagree() {
         let text = refused(2, plan, HEADS);
         let start = format!("plan: module \"head\" shares a weight {has} on axis \"tp\", ");
         assert!(text.starts_with(&start), "{text}");
-        assert!(text.ends_with(&format!("but its style wants {want}; choose styles that agree")), "{text}");
+        assert!(text.ends_with(&format!("but its style expects {want}; choose styles that agree")), "{text}");
     }
 }
 

@@ -151,9 +151,9 @@ fn what_breaks_the_rules_is_refused_by_name() {
         "its row S(0) <- S(2) has a dim that f64[4, 6] lacks",
         "its row S(1) <- S(0) has a dim that the output [4] lacks",
         "no inputs; give at least one",
-        "gave f64[4, 6] where [4] of f64[4] lies",
-        "gave f32[4] where [4] of f64[4] lies",
-        "gave 1 tensors where its signature has 2",
+        "returned f64[4, 6], expected [4] of f64[4]",
+        "returned f32[4], expected [4] of f64[4]",
+        "returned 1 tensors, its signature has 2",
     ];
     for (text, part) in texts[0].iter().zip(parts) {
         assert!(text.starts_with("own: ") && text.contains(part), "{text:?} lacks {part:?}");

@@ -159,8 +159,10 @@ fn placements_are_read_as_they_are_shown() {
         ["", "r", "S", "S()", "S(-1)", "S(+1)", "S(0", "S(0) ", "P", "P(mean)", "P(sum)x", "S(99999999999999999999)"]
     {
         let error = text.parse::<Placement>().unwrap_err().to_string();
-        assert!(error.contains(&format!("{text:?} is no placement; write R, S(dim)")), "{error}");
-        assert!(serde_json::from_value::<Placement>(text.into()).unwrap_err().to_string().contains("is no placement"));
+        assert!(error.contains(&format!("{text:?} is not a placement; write R, S(dim)")), "{error}");
+        assert!(
+            serde_json::from_value::<Placement>(text.into()).unwrap_err().to_string().contains("is not a placement")
+        );
     }
 }
 

@@ -140,9 +140,9 @@ fn arguments_that_do_not_fit_a_style_are_refused_alike_before_anything_is_sent()
         [
             "plan: module \"a.mix\" has 2 inputs, but its style lays out 1; give a layout, or None, for each",
             "plan: module \"a.mix\" has 3 outputs, but its style lays out 1; give a layout, or None, for each",
-            "plan: module \"a.mix\" wants S(2) on axis \"tp\" of number 1 of its inputs, f64[2@tp, 3], which has no dim \
+            "plan: module \"a.mix\" expects S(2) on axis \"tp\" of number 1 of its inputs, f64[2@tp, 3], which has no dim \
              2; choose one below 2",
-            "plan: module \"a.mix\" wants S(2) on axis \"tp\" of number 1 of its outputs, f64[2@tp, 3], which has no \
+            "plan: module \"a.mix\" expects S(2) on axis \"tp\" of number 1 of its outputs, f64[2@tp, 3], which has no \
              dim 2; choose one below 2",
         ]
     );

@@ -120,7 +120,7 @@ fn tensors_without_dims_or_with_four_are_refused() {
         for shape in [&[][..], &[1, 2, 3, 4]] {
             let spec = Spec::new(&mesh, &[Replicate], shape, DType::F32)?;
             for error in [visualize_sharding(&spec), visualize_sharding_svg(&spec)] {
-                assert!(error.unwrap_err().to_string().contains("want 1, 2 or 3"));
+                assert!(error.unwrap_err().to_string().contains("expected 1, 2 or 3"));
             }
         }
         Ok(())

@@ -127,7 +127,10 @@ fn floats_are_cast_as_candle_casts_them_and_whole_numbers_are_kept() {
             for dtype in FLOATS.iter().chain(&WHOLE) {
                 if *dtype != stored && !(stored.is_float() && dtype.is_float()) {
                     let error = read(name, *dtype).unwrap_err().to_string();
-                    assert!(error.contains(&format!("holds {name}, and {} is wanted", dtype.as_str())), "{error}");
+                    assert!(
+                        error.contains(&format!("holds {name}, but the model expects {}", dtype.as_str())),
+                        "{error}"
+                    );
                     continue;
                 }
                 let got = read(name, *dtype)?;
@@ -263,8 +266,8 @@ fn tensors_that_are_not_what_is_wanted_are_refused_alike_on_all_ranks() {
     });
     let parts = [
         "\"model.up.weight\" is not there; check the prefix against the 2 names that are, such as \"up.weight\"",
-        "\"up.weight\" has shape [2, 3], and [3, 2] is wanted",
-        "holds f32, and i64 is wanted",
+        "\"up.weight\" has shape [2, 3], but the model expects [3, 2]",
+        "holds f32, but the model expects i64",
         "\"mask\" has the dtype BOOL",
         "the block [0..2, 2..4] is outside",
         "has shape [2, 3], and the block [0..2] is outside",

@@ -41,9 +41,11 @@ impl Attention {
     pub(super) fn forward(&self, x: &DTensor, mode: Mode) -> Result<DTensor> {
         let [x] = self.style.inputs([x])?;
         let &[batch, seq_len, dim] = x.dims() else {
-            return Err(
-                candle_core::Error::msg(format!("attention input {}: want [batch, sequence, dim]", x.spec())).into()
-            );
+            return Err(candle_core::Error::msg(format!(
+                "attention input {}: expected [batch, sequence, dim]",
+                x.spec()
+            ))
+            .into());
         };
         let heads =
             |projection: &Linear| projection.forward(&x)?.reshape((batch, seq_len, self.n_heads, self.head_dim));

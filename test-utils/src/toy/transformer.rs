@@ -75,7 +75,8 @@ impl Transformer {
     pub fn forward(&self, tokens: &DTensor, mode: Mode) -> Result<DTensor> {
         let (seq_len, longest) = (tokens.dims().last().copied().unwrap_or(0), self.args.max_seq_len);
         if tokens.rank() != 2 || seq_len > longest {
-            let text = format!("tokens {}: want [batch, sequence] with at most {longest} in sequence", tokens.spec());
+            let text =
+                format!("tokens {}: expected [batch, sequence] with at most {longest} in sequence", tokens.spec());
             return Err(candle_core::Error::msg(text).into());
         }
         let positions = Tensor::arange(0u32, seq_len as u32, tokens.device())?;

@@ -127,7 +127,7 @@ fn check_given() -> Result<()> {
     if level < Level::Multiple {
         let wanted = Level::Multiple;
         return Err(Error::Unsupported(format!(
-            "the program started MPI with {level}, but the engine calls it from a thread of its own; start it with {wanted}"
+            "the program started MPI with {level}, but the backend calls it from a thread of its own; start it with {wanted}"
         )));
     }
     Ok(())
@@ -141,7 +141,7 @@ fn check_unstarted() -> Result<()> {
     }
     if is_started {
         return Err(Error::Unsupported(
-            "this program has started MPI itself; give its communicator to the engine (backend::mpi::Settings)".into(),
+            "this program has started MPI itself; pass its communicator to the backend (backend::mpi::Settings)".into(),
         ));
     }
     Ok(())

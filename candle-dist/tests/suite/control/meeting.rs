@@ -106,7 +106,7 @@ fn rank_0_listens_at_its_own_addresses_only() {
     // 203.0.113.0/24 is reserved for documentation.
     let options = options("203.0.113.1:29500", 0, 2).local(0, 1).token("t");
     let text = connect(&options).unwrap_err().to_string();
-    assert!(text.contains("rank 0 cannot listen at 203.0.113.1, which is no address of its host"), "{text}");
+    assert!(text.contains("rank 0 cannot listen at 203.0.113.1, which is not an address of its host"), "{text}");
 }
 
 #[test]

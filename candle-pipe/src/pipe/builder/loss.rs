@@ -111,7 +111,7 @@ impl<B: Scope> PipeBuilder<B> {
     /// let mut g = declare();
     /// g.loss_spec(BTreeMap::from([("y", false), ("results", true)]), Reduction::Sum);
     /// let error = g.finish(SplitSpec::declared()).unwrap_err().to_string();
-    /// assert!(error.contains(r#"names "results", which is none of the outputs [y, result]"#), "{error}");
+    /// assert!(error.contains(r#"names "results", which is not one of the outputs [y, result]"#), "{error}");
     /// # Ok::<(), candle_pipe::Error>(())
     /// ```
     pub fn loss_spec(&mut self, spec: impl Into<LossSpec>, reduction: Reduction) {

@@ -136,7 +136,7 @@ fn losses_that_cannot_be_are_refused_when_the_model_is_declared() {
         (true.into(), "stands for 2 losses in the outputs [y, result]"),
         ((false, false).into(), "has no true in it"),
         ([true].into(), "[true] has 1 entries for the 2 outputs [y, result]"),
-        (map(&[("y", true), ("results", false)]), "names \"results\", which is none of the outputs"),
+        (map(&[("y", true), ("results", false)]), "names \"results\", which is not one of the outputs"),
         (map(&[("y", true)]), "leaves out the output \"result\""),
         ((true, (false, true)).into(), "stands for 2 losses"),
     ];
@@ -324,7 +324,7 @@ fn a_pipe_is_compared_with_the_plain_model_in_one_call() {
         Ok(made)
     });
     assert!(
-        error.contains("the parameter extra is the plain model's alone") && error.contains("output \"y\" is f64[5, 4]"),
+        error.contains("the parameter extra is only in the plain model") && error.contains("output \"y\" is f64[5, 4]"),
         "{error}"
     );
     let error = differs(&|vb, args, _| {
@@ -341,7 +341,7 @@ fn a_pipe_is_compared_with_the_plain_model_in_one_call() {
         Ok(made)
     });
     for want in
-        ["the loss is the pipe's alone", "output \"y\" is the pipe's alone", "output \"z\" is the plain model's alone"]
+        ["the loss is only in the pipe", "output \"y\" is only in the pipe", "output \"z\" is only in the plain model"]
     {
         assert!(error.contains(want), "{error}");
     }

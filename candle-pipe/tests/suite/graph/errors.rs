@@ -57,7 +57,7 @@ fn declarations() {
                 two(g);
                 EqualCount(3).into()
             }),
-            "3 stages of 2 nodes: want at least 1 and no more than nodes",
+            "3 stages of 2 nodes: expected at least 1 stage, and at most one per node",
         ),
         (
             Box::new(|g| {
@@ -128,7 +128,7 @@ fn declarations() {
                 let value = g.graph().nodes[0].outputs[0];
                 g.loss_at(value, ".a[b]", Reduction::Sum);
             }),
-            "the path \".a[b]\" is none: want places and keys, as in .losses[0]",
+            "\".a[b]\" is not a path: expected indexes and keys, as in .losses[0]",
         ),
         (
             Box::new(|g| {
@@ -172,12 +172,12 @@ fn arguments() {
 fn losses() {
     type Loss = fn(&Tensor) -> candle_core::Result<Value>;
     let cases: [(Loss, &str); 3] = [
-        (|x| Ok(x.into()), "pipe: the loss is f64[2, 4]: want a scalar of floats; reduce it in a function"),
+        (|x| Ok(x.into()), "pipe: the loss is f64[2, 4]: expected a scalar of floats; reduce it in a function"),
         (
             |x| Ok(x.argmax(1)?.sum_all()?.into()),
-            "pipe: the loss is u32[]: want a scalar of floats; reduce it in a function",
+            "pipe: the loss is u32[]: expected a scalar of floats; reduce it in a function",
         ),
-        (|_| Ok(1.0.into()), "pipe: the loss is 1.0: want a scalar of floats; reduce it in a function"),
+        (|_| Ok(1.0.into()), "pipe: the loss is 1.0: expected a scalar of floats; reduce it in a function"),
     ];
     for (loss, want) in cases {
         let mut g = Builder::new();
@@ -250,5 +250,5 @@ fn dropout_probabilities_and_rows() {
     let stage = &build(&blocks(1).finish(EqualCount(1)).unwrap()).local.stages()[0].clone();
     let dropout = nn::Dropout::new(0.5, 0, "d").unwrap();
     let error = dropout.forward(&numbers("x", &[5]), &stage.ctx(0..2)).unwrap_err().to_string();
-    assert_eq!(error, "pipe: random numbers of shape [5] for 2 rows: the first dim is no multiple of them");
+    assert_eq!(error, "pipe: random numbers of shape [5] for 2 rows: the first dim is not a multiple of the rows");
 }

@@ -91,10 +91,19 @@ fn balanced_by_cost() {
             Balanced::new(2, [("layer.1", 1.0)]),
             "a cost for node \"layer.1\", which is not there (did you mean \"layers.1\"?)",
         ),
-        (Balanced::new(2, [("layers.1", -1.0)]), "node \"layers.1\" costs -1: want a finite number of at least 0"),
-        (Balanced::new(2, [("layers.1", f64::NAN)]), "node \"layers.1\" costs NaN: want a finite number of at least 0"),
-        (Balanced::new(6, [("layers.1", 1.0)]), "6 stages of 5 nodes: want at least 1 and no more than nodes"),
-        (Balanced::new(0, [("layers.1", 1.0)]), "0 stages of 5 nodes: want at least 1 and no more than nodes"),
+        (Balanced::new(2, [("layers.1", -1.0)]), "node \"layers.1\" costs -1: expected a finite number of at least 0"),
+        (
+            Balanced::new(2, [("layers.1", f64::NAN)]),
+            "node \"layers.1\" costs NaN: expected a finite number of at least 0",
+        ),
+        (
+            Balanced::new(6, [("layers.1", 1.0)]),
+            "6 stages of 5 nodes: expected at least 1 stage, and at most one per node",
+        ),
+        (
+            Balanced::new(0, [("layers.1", 1.0)]),
+            "0 stages of 5 nodes: expected at least 1 stage, and at most one per node",
+        ),
     ];
     for (policy, want) in faults {
         assert_eq!(policy.cuts(g.graph()).unwrap_err().to_string(), format!("pipe: {want}"));
@@ -130,7 +139,7 @@ fn layouts() {
         ("E|", "stage 1 is empty"),
         ("t*", "a `*` without a number"),
         ("t*0", "a `*` without a number"),
-        ("1t", "`1` is no letter"),
+        ("1t", "`1` is not a letter"),
         ("((t*999)*999)*999", "more than 4096 letters"),
         (&"(".repeat(9999), "longer than 4096 bytes"),
         (&"(".repeat(4096), "more than 64 brackets are open"),

@@ -130,7 +130,10 @@ fn graphs_by_hand_are_checked() {
     assert_eq!(graph.dead_values(), []);
     graph.nodes.swap(0, 1);
     let error = graph.check().unwrap_err().to_string();
-    assert_eq!(error, "pipe: node \"blocks.0.act\" uses what node \"blocks.0.up\" after it makes; put it behind");
+    assert_eq!(
+        error,
+        "pipe: node \"blocks.0.act\" uses a value of node \"blocks.0.up\", which comes after it; move it behind that node"
+    );
     let mut graph: Graph = blocks(1).graph().clone();
     let late = graph.nodes[2].outputs[0];
     graph.nodes[0].inputs.push(late);

@@ -159,7 +159,7 @@ impl CustomOp1 for Counted {
 
     fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
         let (start, end) = layout.contiguous_offsets().unwrap();
-        let CpuStorage::F64(data) = storage else { candle_core::bail!("counted: want f64") };
+        let CpuStorage::F64(data) = storage else { candle_core::bail!("counted: expected f64") };
         Ok((CpuStorage::F64(data[start..end].to_vec()), layout.shape().clone()))
     }
 

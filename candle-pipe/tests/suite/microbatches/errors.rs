@@ -92,9 +92,9 @@ fn of_dims() {
     let error = TensorChunkSpec::from_tuple((0, ("x", 1))).unwrap_err();
     assert_eq!(reason(error), "from_tuple[1][0]: dims are whole numbers, this is a text");
     let error = TensorChunkSpec::from_tuple(0).unwrap_err();
-    assert_eq!(reason(error), "from_tuple wants a tuple of dims, not TensorChunkSpec(0)");
+    assert_eq!(reason(error), "from_tuple expects a tuple of dims, got TensorChunkSpec(0)");
     let error = TensorChunkSpec::from_dict((0, 1)).unwrap_err();
-    assert_eq!(reason(error), "from_dict wants a map of dims, not (TensorChunkSpec(0), TensorChunkSpec(1))");
+    assert_eq!(reason(error), "from_dict expects a map of dims, got (TensorChunkSpec(0), TensorChunkSpec(1))");
 }
 
 #[test]

@@ -261,7 +261,7 @@ fn a_loss_that_is_no_scalar_fails_on_all_ranks_in_evaluation_too() {
         let schedule = ScheduleKind::OneFOneB.schedule(2, 2, 1)?;
         let runtime = Runtime::new(&pipe, &schedule, ctx.group(), &(), &Device::Cpu)?;
         let error = runtime.evaluate(&rows()?).map(drop).unwrap_err().to_string();
-        assert!(error.contains("want a scalar of floats"), "{error}");
+        assert!(error.contains("expected a scalar of floats"), "{error}");
         Ok(())
     });
 }

@@ -42,5 +42,5 @@ pub(crate) fn check(op: &'static str, name: &str, value: f64, end: f64) -> Resul
     if (0.0..end).contains(&value) {
         return Ok(());
     }
-    Error::op(op, format!("{name} is {value}: want a number from 0 to below {end}"))
+    Error::op(op, format!("{name} is {value}: expected a number from 0 to below {end}"))
 }

@@ -44,11 +44,11 @@ impl Params for ParamsSgd {
             check(Self::TYPE, name, value, f64::INFINITY)?;
         }
         if !dampening.is_finite() {
-            return Error::op(Self::TYPE, format!("dampening is {dampening}: want a finite number"));
+            return Error::op(Self::TYPE, format!("dampening is {dampening}: expected a finite number"));
         }
         if nesterov && (momentum == 0.0 || dampening != 0.0) {
             let got = format!("nesterov with momentum {momentum} and dampening {dampening}");
-            return Error::op(Self::TYPE, format!("{got}: want a momentum and no dampening"));
+            return Error::op(Self::TYPE, format!("{got}: expected a momentum and no dampening"));
         }
         Ok(())
     }

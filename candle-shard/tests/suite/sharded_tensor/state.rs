@@ -147,7 +147,7 @@ fn a_failure_on_one_rank_is_the_same_error_on_all() {
         "rank 2 names \"y\" as f32[6, 2] in chunks",
         "rank 2 names \"x\" as f32[6, 2] in chunks of dim 1",
         "lies on ranks [2, 1, 0], and those of [0, 1, 2] are saved",
-        "is no name for a tensor",
+        "is not a valid name for a tensor",
         "rank 2: ",
         "\"y\" is not there",
         "dim 2 of a tensor of shape [6, 2]",

@@ -139,7 +139,7 @@ impl Fields {
         let size = |value: &Value| {
             let size = value.as_u64().and_then(|size| usize::try_from(size).ok());
             let size = size.filter(|size| (1..=most).contains(size));
-            size.with_context(|| format!("{name} is {}; want a whole number from 1 to {most}", shortened(value)))
+            size.with_context(|| format!("{name} is {}; expected a whole number from 1 to {most}", shortened(value)))
         };
         self.get(name).map(size).transpose()
     }
@@ -156,7 +156,8 @@ impl Fields {
 
     /// A switch, off if it is absent.
     pub(super) fn switch(&self, name: &str) -> Result<bool> {
-        let switch = |value: &Value| value.as_bool().with_context(|| format!("{name} is {value}; want true or false"));
+        let switch =
+            |value: &Value| value.as_bool().with_context(|| format!("{name} is {value}; expected true or false"));
         self.get(name).map_or(Ok(false), switch)
     }
 }
@@ -164,7 +165,7 @@ impl Fields {
 /// A number that is finite and more than 0.
 pub(super) fn positive(name: &str, value: &Value) -> Result<f64> {
     let number = value.as_f64().filter(|number| number.is_finite() && *number > 0.0);
-    number.with_context(|| format!("{name} is {}; want a number that is more than 0", shortened(value)))
+    number.with_context(|| format!("{name} is {}; expected a number that is more than 0", shortened(value)))
 }
 
 /// A value as text for an error, not the whole of a long one.

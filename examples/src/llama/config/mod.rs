@@ -77,7 +77,8 @@ impl TokenIds {
             Value::Array(ids) => ids.iter().map(one).collect::<Option<_>>().map(Self::Many),
             _ => one(value).map(Self::One),
         };
-        let said = || format!("{name} is {}; want the number of a token, or a list of them", fields::shortened(value));
+        let said =
+            || format!("{name} is {}; expected the number of a token, or a list of them", fields::shortened(value));
         ids.map(Some).with_context(said)
     }
 
@@ -140,7 +141,7 @@ impl Config {
             query.is_multiple_of(key_value),
             "num_key_value_heads {key_value} does not divide num_attention_heads {query}"
         );
-        ensure!(dim > 0 && dim.is_multiple_of(2), "heads are {dim} wide; rotary positions want an even number");
+        ensure!(dim > 0 && dim.is_multiple_of(2), "heads are {dim} wide; rotary positions need an even number");
         Ok(())
     }
 

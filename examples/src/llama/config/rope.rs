@@ -51,7 +51,7 @@ pub(super) fn read(fields: &Fields) -> Result<Rope> {
         .filter_map(|name| Some((name, fields.get(name)?)))
         .map(|(name, value)| {
             let object = value.as_object();
-            Ok((name, object.with_context(|| format!("{name} is {}; want an object", shortened(value)))?))
+            Ok((name, object.with_context(|| format!("{name} is {}; expected an object", shortened(value)))?))
         })
         .collect::<Result<_>>()?;
 
@@ -116,7 +116,7 @@ fn scaling(form: &Map<String, Value>) -> Result<Option<RopeScaling>> {
             let learned = number("original_max_position_embeddings")?;
             ensure!(
                 learned.fract() == 0.0 && learned <= super::MOST as f64,
-                "original_max_position_embeddings is {learned}; want a whole number from 1 to {}",
+                "original_max_position_embeddings is {learned}; expected a whole number from 1 to {}",
                 super::MOST
             );
             let original_max_position_embeddings = learned as usize;

@@ -19,7 +19,7 @@ const WRONG: [Wrong; 13] = [
     (&["reduce_scatter", "does not divide by"], |g| g.reduce_scatter(&x(DType::F32)?, 0, ReduceOp::Sum).map(drop)),
     (&["dim 0"], |g| g.reduce_scatter_uneven(&x(DType::F32)?, 0, &vec![1; g.size()], ReduceOp::Sum).map(drop)),
     (&["[7]", "ranks"], |g| g.all_gather_uneven(&x(DType::F32)?, 0, &[7]).map(drop)),
-    (&["want", "counts for each of"], |g| g.all_to_all_single(&x(DType::F32)?, &[[7]]).map(drop)),
+    (&["expected", "counts for each of"], |g| g.all_to_all_single(&x(DType::F32)?, &[[7]]).map(drop)),
     (&["recv", "this rank"], |g| g.recv(1, DType::F32, g.rank()).map(drop)),
     (&["all_to_all", "does not divide"], |g| g.all_to_all(&x(DType::F32)?, 0, 1).map(drop)),
     (&["reduce", "avg of u32", "cast to a float"], |g| g.reduce(&x(DType::U32)?, 0, ReduceOp::Avg).map(drop)),

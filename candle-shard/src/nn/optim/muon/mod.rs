@@ -95,7 +95,7 @@ impl Muon {
             let others = others.join(", ");
             return Error::op(
                 ParamsMuon::TYPE,
-                format!("{others}: these are no matrices; partition the parameters and give them to with_adam_w"),
+                format!("{others}: these are not matrices; partition the parameters and give them to with_adam_w"),
             );
         }
         let ranks = groups.place()?.map_or(1, |(mesh, _)| mesh.size());
@@ -214,7 +214,7 @@ fn momentum(params: &ParamsMuon, slot: &Slot, grad: &Tensor) -> Result<Tensor> {
     };
     if grad.shape() != slot.of.var.shape() {
         let (got, want) = (grad.dims(), slot.of.var.dims());
-        return Error::op(ParamsMuon::TYPE, format!("a gradient {got:?} of {}, a piece {want:?}", slot.of.name));
+        return Error::op(ParamsMuon::TYPE, format!("a gradient {got:?} of {}: expected {want:?}", slot.of.name));
     }
     let grad = grad.detach().to_dtype(buffer.dtype())?;
     if grad.elem_count() == 0 {

@@ -80,10 +80,10 @@ impl Params for ParamsMuon {
         }
         if !ns_coefficients.iter().all(|c| c.is_finite()) || ns_steps >= 100 {
             let got = format!("ns_coefficients {ns_coefficients:?} and {ns_steps} ns_steps");
-            return Error::op(Self::TYPE, format!("{got}: want finite numbers and fewer than 100 steps"));
+            return Error::op(Self::TYPE, format!("{got}: expected finite numbers and fewer than 100 steps"));
         }
         if !matches!(dtype, DType::BF16 | DType::F32 | DType::F64) {
-            return Error::op(Self::TYPE, format!("the dtype is {}: want bf16, f32 or f64", dtype.as_str()));
+            return Error::op(Self::TYPE, format!("the dtype is {}: expected bf16, f32 or f64", dtype.as_str()));
         }
         Ok(())
     }
