@@ -1,8 +1,9 @@
-//! Process groups, collectives, device meshes and differentiable communication for [candle](https://github.com/huggingface/candle).
+//! Process groups, collectives, device meshes and differentiable communication for
+//! [candle](https://github.com/huggingface/candle).
 //!
 //! Use this crate to run one program on many ranks, and to move tensors between them. A *rank* is one participant of a
-//! *world*: a thread of this process ([`World::local`]), or a process on one of many hosts ([`World::from_env`]). If one rank
-//! fails, all ranks return the same error, and none hangs.
+//! *world*: a thread of this process ([`World::local`]), or a process on one of many hosts ([`World::from_env`]). If
+//! one rank fails, all ranks return the same error, and none hangs.
 //!
 //! ```
 //! use candle_core::{Device, Tensor};
@@ -26,8 +27,7 @@
 //! | start ranks, and end them with one error | [`World`], [`RankContext`], [`WorldError`] |
 //! | join the processes that torchrun, mpirun or srun started | [`init`], [`init_process_group`] |
 //! | send and reduce tensors: collectives, coalesced, in place, into given memory, started ([`Pending`]); tagged messages | [`ProcessGroup`] |
-//! | send any serde value: [`broadcast_object`](ProcessGroup::broadcast_object) and similar methods | [`ProcessGroup`]
-//! |
+//! | send any serde value | [`ProcessGroup::broadcast_object`] and similar methods |
 //! | arrange ranks on named axes | [`DeviceMesh`] |
 //! | differentiate through communication | [`functional`] |
 //! | train one model on different data: buckets, averages, uneven batches | [`DataParallel`] |
@@ -41,8 +41,7 @@
 //! | count, log and draw communication | [`comm`] |
 //! | set how many threads candle's CPU kernels use | [`threads`] |
 //! | test shapes and counts of a world that does not exist | [`ProcessGroup::simulated`] |
-//! | count, delay or break communication, or write a backend | [`World::wrap_backend`], [`backend`], and [`control`]
-//! for processes |
+//! | count, delay or break communication, or write a backend | [`World::wrap_backend`], [`backend`], [`control`] |
 //!
 //! # Failures are values
 //!

@@ -33,7 +33,6 @@ const TICK: Duration = Duration::from_millis(20);
 /// ```
 ///
 /// Every call fails if the world has failed, or if a key or value is too long.
-/// Every call fails if the world has failed, and for names and values that are too long.
 #[derive(Debug, Clone)]
 pub struct Store(Place);
 

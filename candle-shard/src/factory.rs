@@ -82,9 +82,9 @@ impl DTensor {
         })
     }
 
-    /// `start`, `start + step`, and so on before `end`, in one dim; a negative step goes down.
+    /// Creates the one-dimensional tensor `start`, `start + step`, and so on before `end`. A negative step counts down.
     ///
-    /// The numbers are sums, as candle's: each is the one before plus `step`, rounded.
+    /// As in candle, each number is the rounded sum of the previous one and `step`.
     ///
     /// # Errors
     /// If a number is not finite, or the step is zero or too small to lead to the end.

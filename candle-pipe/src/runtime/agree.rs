@@ -1,7 +1,7 @@
 //! Agreement of the ranks before a step: each rank can run it, and all have the same batch.
 //!
 //! This is one all_gather of a few numbers per step; texts are exchanged only if a rank refuses. So a batch that one
-//! rank cannot run is an error on all of them at once, and all can continue with another batch.
+//! rank cannot run is an immediate error on all of them, and all can continue with another batch.
 use super::clock::Nanos;
 use super::{Batch, Runtime};
 use crate::graph::ValueId;
@@ -26,7 +26,8 @@ const SAMPLE: usize = 512;
 
 /// Returns the batch if all ranks can run it and have the same one.
 ///
-/// Every rank must call it, even with an error in its batch. The batch gets the time at which the last rank reached the step.
+/// Every rank must call it, even with an error in its batch. It records in the batch when the last rank reached the
+/// step.
 pub(super) fn settle<'a>(runtime: &Runtime, batch: Result<Batch<'a>>) -> Result<Batch<'a>> {
     let names: Vec<&str> = runtime.signature.inputs().map(|(name, _)| name).collect();
     let numbers = batch.as_ref().map_err(Clone::clone).and_then(|batch| numbers(runtime, batch));

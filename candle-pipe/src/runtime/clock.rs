@@ -1,7 +1,7 @@
 //! One clock for the ranks of a group: the clock of the first rank.
 //!
-//! Threads of one process share a clock. Other ranks ask the first one for its time in several round trips and take the median
-//! of the offsets. The error of an offset is at most half of its round trip.
+//! Threads of one process share a clock. Other ranks request the time of the first rank in several round trips, and use
+//! the median of the offsets. The error of an offset is at most half of its round trip.
 use crate::Result;
 use candle_core::{DType, Device, Tensor};
 use candle_dist::ProcessGroup;
@@ -9,7 +9,7 @@ use std::hash::{BuildHasher, RandomState};
 use std::sync::OnceLock;
 use std::time::Instant;
 
-/// How often a rank asks.
+/// The number of requests of a rank.
 const ROUNDS: usize = 9;
 
 /// A clock's time in nanoseconds.
@@ -18,9 +18,9 @@ pub(super) type Nanos = i64;
 /// The clock of the first rank, as far as this rank knows it.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Clock {
-    /// How far it is ahead of this process's clock.
+    /// The offset from this process's clock.
     ahead: Nanos,
-    /// By how much that may be wrong.
+    /// The largest error of the offset.
     within: Nanos,
 }
 
@@ -30,7 +30,7 @@ impl Clock {
         Self::between(group, process(), &here)
     }
 
-    /// The same with any clock `here` of the process that this number stands for.
+    /// Like [`settle`](Self::settle), with any clock `here` and any number of the process.
     fn between(group: &ProcessGroup, process: i64, here: &dyn Fn() -> Nanos) -> Result<Self> {
         if group.size() == 1 {
             return Ok(Self::default());
@@ -47,13 +47,13 @@ impl Clock {
         Ok(Self::default())
     }
 
-    /// The time now.
+    /// Returns the current time.
     pub(super) fn now(&self) -> Nanos {
         here() + self.ahead
     }
 }
 
-/// Tells a rank the time as often as it asks.
+/// Answers the requests of a rank for the time.
 fn answer(group: &ProcessGroup, to: usize, here: &dyn Fn() -> Nanos) -> Result<()> {
     for _ in 0..ROUNDS {
         group.recv(1, DType::I64, to)?.to_vec1::<i64>()?;
@@ -62,7 +62,7 @@ fn answer(group: &ProcessGroup, to: usize, here: &dyn Fn() -> Nanos) -> Result<(
     Ok(())
 }
 
-/// Asks the first rank for its time.
+/// Requests the time of the first rank, and returns its clock.
 fn ask(group: &ProcessGroup, here: &dyn Fn() -> Nanos) -> Result<Clock> {
     let mut answers = Vec::with_capacity(ROUNDS);
     for _ in 0..ROUNDS {
@@ -70,7 +70,7 @@ fn ask(group: &ProcessGroup, here: &dyn Fn() -> Nanos) -> Result<Clock> {
         group.send(&Tensor::new(&[sent], &Device::Cpu)?, 0)?;
         let theirs = group.recv(1, DType::I64, 0)?.to_vec1::<i64>()?[0];
         let came = here();
-        // The answer was given between these two.
+        // The answer was sent between these two times.
         let half = (came - sent + 1) / 2;
         answers.push(Clock { ahead: theirs - sent - half, within: half });
     }
@@ -78,13 +78,13 @@ fn ask(group: &ProcessGroup, here: &dyn Fn() -> Nanos) -> Result<Clock> {
     Ok(answers[ROUNDS / 2])
 }
 
-/// This process's clock.
+/// Returns the time of this process's clock.
 fn here() -> Nanos {
     static START: OnceLock<Instant> = OnceLock::new();
     START.get_or_init(Instant::now).elapsed().as_nanos() as Nanos
 }
 
-/// A number that no other process has.
+/// Returns a number that no other process has.
 fn process() -> i64 {
     static PROCESS: OnceLock<i64> = OnceLock::new();
     *PROCESS.get_or_init(|| RandomState::new().hash_one(std::process::id()) as i64)
@@ -101,7 +101,7 @@ mod tests {
 
     #[test]
     fn clocks_that_started_apart_tell_one_time_within_half_a_round_trip() {
-        // The clock of each rank is that many seconds behind the one of this process; ranks 0 and 2 are one process.
+        // The clock of each rank is this many seconds behind the clock of this process; ranks 0 and 2 are one process.
         let late = [5000, -7, 5000, 0];
         let clocks = World::local(4).run(|ctx| -> Result<Clock> {
             let mine = late[ctx.rank()];
@@ -113,7 +113,7 @@ mod tests {
         for (clock, late) in clocks.unwrap().iter().zip(late) {
             let off = (clock.ahead - (late - 5000) * SECOND).abs();
             assert!(off <= clock.within, "off by {off} ns, and within {} ns", clock.within);
-            // Answers come soon, whatever else the machine does.
+            // Answers arrive soon, even on a busy machine.
             assert!(clock.within < 20 * SECOND, "{clock:?}");
         }
     }

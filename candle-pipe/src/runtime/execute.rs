@@ -52,7 +52,7 @@ pub(super) struct Made {
 pub(super) enum Outputs<'a> {
     /// The caller, at the end.
     Kept,
-    /// Nobody.
+    /// They are dropped.
     Dropped,
     /// A function, as soon as a microbatch is finished.
     Given(&'a mut dyn FnMut(usize, Kwargs) -> Result<()>),
@@ -83,7 +83,7 @@ pub(super) struct Execution<'a, 'f> {
     /// The number of outstanding backward passes.
     open: usize,
     stopwatch: Stopwatch,
-    /// When computations began and ended.
+    /// The start and end times of computations.
     moments: Vec<(Compute, [Moment; 2])>,
 }
 

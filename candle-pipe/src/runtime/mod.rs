@@ -119,9 +119,9 @@ impl Shared {
 pub struct RankStep {
     /// Losses and outputs on the ranks of the stages that compute them, and the gradients of this rank's parameters.
     pub step: Step,
-    /// The computations of this rank, in seconds since the last rank of the pipeline reached the step, by the clock of the
-    /// first rank (see [`Runtime::settle_clocks`]). On a CUDA device these are times of the device; that code has not run on a
-    /// GPU yet. On other devices they are the times of the calls on the host.
+    /// The computations of this rank, in seconds since the last rank of the pipeline reached the step, by the clock of
+    /// the first rank (see [`Runtime::settle_clocks`]). On a CUDA device these are times of the device; that code has
+    /// not run on a GPU yet. On other devices they are the times of the calls on the host.
     pub spans: Vec<Span>,
     /// The peak number of open passes of stages over microbatches: forward done, backward not yet.
     pub peak_activations: usize,
@@ -190,8 +190,8 @@ impl Runtime {
     /// Builds this rank's stages of `pipe` for `schedule`, whose ranks are those of `group`, on `device`.
     ///
     /// Every rank must call it with the same pipe and schedule, which the ranks compare. Copies of a replicated
-    /// parameter start with the values of its first stage. If stages of several ranks ask for a variable of one name,
-    /// it is such a parameter too, declared or not: [`info`](Self::info) returns those that were found, and a warning is logged.
+    /// parameter start with the values of its first stage. A variable that stages of several ranks request by one name
+    /// is such a parameter too, even undeclared: [`info`](Self::info) lists it, and a warning is logged.
     ///
     /// # Errors
     /// Before any communication, if the schedule has other ranks than the group or other stages than the pipe, or if
@@ -302,9 +302,9 @@ impl Runtime {
     /// Returns the same stages, which exchange the heads of their messages through the world's store
     /// ([`RankContext::store`](candle_dist::RankContext::store)). Every rank must call it.
     ///
-    /// It is meant for ranks on GPUs, whose backend sends host tensors through the device: a head then arrives only after
-    /// all computations that the sender's device was given before, and the receiver launches nothing until then. The store is
-    /// on the host. For ranks on the CPU it is slower than messages. It has not run with GPUs yet.
+    /// This is for ranks on GPUs, whose backend sends host tensors through the device: a head then arrives only after
+    /// all computations that were launched before on the sender's device, and the receiver launches nothing until then.
+    /// The store is on the host. For ranks on the CPU it is slower than messages. It has not run with GPUs yet.
     ///
     /// # Errors
     /// If the store or the group fails.
@@ -314,8 +314,9 @@ impl Runtime {
 
     /// Measures the offsets between the clocks of this pipeline's ranks again. Every rank must call it.
     ///
-    /// [`new`](Self::new) does it once. The clocks of hosts drift apart by some microseconds per second, so call it before a
-    /// step whose [spans](RankStep::spans) you want to draw. Threads of one process share a clock and send no messages.
+    /// [`new`](Self::new) does it once. The clocks of hosts drift apart by some microseconds per second, so call it
+    /// before a step whose [spans](RankStep::spans) you want to draw. Threads of one process share a clock and send no
+    /// messages.
     ///
     /// # Errors
     /// If the group fails.
@@ -379,8 +380,8 @@ impl Runtime {
     /// Returns the outputs and losses of all microbatches in evaluation mode, without gradients.
     ///
     /// Every rank must call it, also those of the other copies of the model ([`with_replicas`](Self::with_replicas),
-    /// [`beside`](Self::beside)), because all copies start a step together. If a copy has no rows left, it passes some rows
-    /// again.
+    /// [`beside`](Self::beside)), because all copies start a step together. If a copy has no rows left, it passes some
+    /// rows again.
     ///
     /// # Errors
     /// Those of [`forward_backward`](Self::forward_backward).

@@ -8,7 +8,7 @@ use itertools::Itertools;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// Who asks for a variable.
+/// The stages that request a variable.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct Asked {
     stages: Vec<usize>,
@@ -19,9 +19,10 @@ struct Asked {
 /// Variables by name.
 type Names = BTreeMap<String, Asked>;
 
-/// The stages that this rank has built, by number, and the variables that stages of several ranks ask for though nobody
-/// declared them: each rank has a copy with a part of the gradient, so they are replicated. An error on all ranks if one could
-/// not build its own stages, or a variable is declared as shared by some stages only. Every rank calls it.
+/// Returns the stages that this rank has built, by number, and the variables that stages of several ranks request
+/// without a declaration. Each rank has a copy of such a variable with a part of its gradient, so it is replicated.
+/// Every rank calls this function. It fails on all ranks if one rank could not build its stages, or if only some stages
+/// declare a variable as shared.
 pub(super) fn check(
     group: &ProcessGroup,
     info: &PipeInfo,
@@ -70,7 +71,7 @@ pub(super) fn check(
     Ok((stages.into_iter().map(|stage| (stage.def().index, stage)).collect(), found))
 }
 
-/// Those of some stages.
+/// Returns the variables of some stages.
 fn names(group: &ProcessGroup, info: &PipeInfo, stages: &[StageModule]) -> Result<Names> {
     let mut names: BTreeMap<String, (Asked, &Tensor)> = BTreeMap::new();
     for stage in stages {

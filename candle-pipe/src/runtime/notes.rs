@@ -1,14 +1,15 @@
 //! Small numbers and texts from rank to rank: heads of messages, and acknowledgements.
 //!
-//! By default they are messages of the group. A backend for GPUs sends host tensors through the device, behind all kernels that
-//! were launched before. Ranks on GPUs can keep notes in the world's store instead, which rank 0 holds for processes.
+//! By default they are messages of the group. A backend for GPUs sends host tensors through the device, after all
+//! kernels that were launched before. Ranks on GPUs can put notes into the world's store instead, which rank 0 holds
+//! for processes.
 use crate::{Error, Result};
 use candle_core::{DType, Device, Shape, Tensor};
 use candle_dist::{ProcessGroup, Store};
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Where the ranks of a pipeline keep their notes: a store, under names that no other pipeline uses.
+/// The notes of a pipeline in a store, under names that no other pipeline uses.
 #[derive(Debug)]
 pub(super) struct Board {
     store: Store,
@@ -17,14 +18,14 @@ pub(super) struct Board {
 }
 
 impl Board {
-    /// Every rank of the group calls it.
+    /// Creates the board. Every rank of the group calls it.
     pub(super) fn new(group: &ProcessGroup, store: &Store) -> Result<Self> {
         let number = if group.rank() == 0 { store.add("candle-pipe/pipelines", 1)? } else { 0 };
         let number = group.broadcast(&Tensor::new(&[number], &Device::Cpu)?, 0)?.to_vec1::<i64>()?[0];
         Ok(Self { store: store.clone(), prefix: format!("candle-pipe/{number}"), steps: AtomicU64::new(0) })
     }
 
-    /// The notes of the next step, which all ranks begin.
+    /// Returns the notes of the next step. All ranks begin the same step.
     pub(super) fn next_step(&self) -> Notes {
         let step = self.steps.fetch_add(1, Ordering::Relaxed);
         let (sent, taken) = Default::default();
@@ -32,7 +33,7 @@ impl Board {
     }
 }
 
-/// One rank's end of all notes of a step.
+/// The notes that one rank sends and receives in a step.
 #[derive(Debug, Clone, Default)]
 pub(super) enum Notes {
     /// As messages of the group.
@@ -47,13 +48,13 @@ pub(super) enum Notes {
 pub(super) struct Stored {
     store: Store,
     prefix: String,
-    /// How many notes of a tag went to each rank and came from it.
+    /// The number of notes per rank and tag that were sent and received.
     sent: HashMap<(usize, u32), u64>,
     taken: HashMap<(usize, u32), u64>,
 }
 
 impl Notes {
-    /// Gives a rank some numbers and a text, and never waits for it.
+    /// Sends a rank some numbers and a text, without waiting for it.
     #[track_caller]
     pub(super) fn send(
         &mut self,
@@ -82,7 +83,7 @@ impl Notes {
         Ok(())
     }
 
-    /// Receives the next note of rank `from` with this tag, which has `count` numbers.
+    /// Receives the next note from rank `from` with this tag, which has `count` numbers.
     #[track_caller]
     pub(super) fn receive(
         &mut self,

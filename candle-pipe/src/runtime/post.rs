@@ -18,7 +18,7 @@ impl<'a> Post<'a> {
         Self { wire: Wire::new(group, notes, mesh) }
     }
 
-    /// Packs a value together with the flags of its tensors that want a gradient.
+    /// Packs a value together with flags for its tensors that require a gradient.
     pub(super) fn pack(activation: &Activation) -> Value {
         let tracked = activation.tracked.iter().copied().map(Value::Bool).collect();
         Value::Tuple(vec![activation.value.clone(), Value::List(tracked)])

@@ -1,21 +1,21 @@
 //! The start and end times of computations.
 //!
-//! A CUDA device computes some time after the host has launched a kernel. So its moments are events on the stream of the
-//! computations, and their times are read at the end of the step. The CUDA code has not run on a GPU yet.
+//! A CUDA device runs a kernel some time after the host has launched it. So its moments are events on the compute
+//! stream, and their times are read at the end of the step. The CUDA code has not run on a GPU yet.
 use super::clock::{Clock, Nanos};
 use crate::Result;
 use candle_core::Device;
 
 /// A moment of this rank's step.
 pub(super) enum Moment {
-    /// By the clock of all ranks.
+    /// A time of the host, by the common clock.
     Host(Nanos),
-    /// When the device comes to it.
+    /// An event of the device.
     #[cfg(feature = "cuda")]
     Device(cuda::Event),
 }
 
-/// Takes moments while a step runs.
+/// Records moments while a step runs.
 pub(super) struct Stopwatch {
     clock: Clock,
     #[cfg(feature = "cuda")]
@@ -23,7 +23,8 @@ pub(super) struct Stopwatch {
 }
 
 impl Stopwatch {
-    /// One for computations on `device`. A CUDA device is waited for once, so that its time and the host's can be compared.
+    /// Creates a stopwatch for computations on `device`. It waits once for a CUDA device, to relate its time to the
+    /// host's.
     #[cfg_attr(not(feature = "cuda"), expect(unused_variables))]
     pub(super) fn new(clock: Clock, device: &Device) -> Result<Self> {
         Ok(Self {
@@ -33,7 +34,7 @@ impl Stopwatch {
         })
     }
 
-    /// The moment at which all that was asked for so far is done.
+    /// Returns the moment at which all work launched so far is done.
     pub(super) fn now(&self) -> Result<Moment> {
         #[cfg(feature = "cuda")]
         if let Some(device) = &self.device {
@@ -42,7 +43,7 @@ impl Stopwatch {
         Ok(Moment::Host(self.clock.now()))
     }
 
-    /// The time of a moment, which a device is waited for.
+    /// Returns the time of a moment. Waits until a device has reached it.
     pub(super) fn time(&self, moment: &Moment) -> Result<Nanos> {
         match moment {
             Moment::Host(time) => Ok(*time),
@@ -65,10 +66,10 @@ mod cuda {
     use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream};
     use std::sync::Arc;
 
-    /// A place in the order of what a stream does.
+    /// A place in the order of a stream.
     pub(in super::super) struct Event(CudaEvent);
 
-    /// The stream that computes, at a known time.
+    /// The compute stream, with an event at a known time.
     pub(super) struct Start {
         stream: Arc<CudaStream>,
         event: CudaEvent,
@@ -76,7 +77,7 @@ mod cuda {
     }
 
     fn event(stream: &Arc<CudaStream>) -> Result<CudaEvent> {
-        // cudarc's default has no time.
+        // cudarc's default flags record no time.
         Ok(stream.record_event(Some(CUevent_flags::CU_EVENT_DEFAULT)).w()?)
     }
 
@@ -84,7 +85,7 @@ mod cuda {
         pub(super) fn new(clock: &Clock, device: &Device) -> Result<Option<Self>> {
             let Device::Cuda(device) = device else { return Ok(None) };
             let stream = device.cuda_stream();
-            // What was asked for before is done, so the event is reached as soon as it is recorded.
+            // All earlier work is done, so the event is reached as soon as it is recorded.
             stream.synchronize().w()?;
             let event = event(&stream)?;
             event.synchronize().w()?;

@@ -2,8 +2,7 @@
 //!
 //! A message is a fixed head (flow, stages and microbatch), an outline of the values if it differs from the previous
 //! one on the same route, and the tensors. So shapes may change from microbatch to microbatch, nothing is probed, and
-//! usually an action costs one small message more than its tensors. Heads and
-//! outlines are notes (`notes.rs`).
+//! usually an action costs one small message in addition to its tensors. Heads and outlines are notes (`notes.rs`).
 use super::notes::Notes;
 use crate::schedule::{Action, Flow, Message};
 use crate::{Error, Result, Value};
@@ -13,8 +12,8 @@ use candle_shard::{DTensor, Replicate, SpecDescription};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, HashMap};
 
-/// The numbers in a head: the identity of the message, and the length of the chain of computations before it. The outline is
-/// its text.
+/// The numbers in a head: the identity of the message, and the length of the chain of computations before it. The text
+/// of the head is the outline.
 const HEAD: usize = 5;
 /// The tag of heads and tensors.
 const TAG: u32 = 0;

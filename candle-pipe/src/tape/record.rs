@@ -80,8 +80,7 @@ impl Tape {
     ///
     /// This defers the weights of [`nn::Linear`](crate::nn::Linear) and of the linear layers of `candle_shard`, also
     /// recomputed ones, if their gradients need no communication: not fully sharded weights, nor weights that other
-    /// stages send. Every parameter's gradient comes entirely from one of the two parts.
-    /// Every parameter's gradient comes whole from one of the two.
+    /// stages send. Each parameter's gradient comes entirely from one of the two parts.
     ///
     /// # Errors
     /// Those of [`backward`](Self::backward).

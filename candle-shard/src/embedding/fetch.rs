@@ -16,15 +16,15 @@ pub(crate) fn mask_and_shift(
     wanted[place(range.start)..place(range.end)].iter().map(move |id| id - start)
 }
 
-/// The rows that a rank wants.
+/// The rows that a rank looks up.
 pub(crate) struct Fetched {
     /// `[n, width]`, differentiable: gradients go back to the ranks that hold the rows.
     pub(crate) rows: Tensor,
-    /// For each row that this rank wants, its index in `rows`.
+    /// The index in `rows` of each row that this rank looks up.
     pub(crate) order: Vec<u32>,
 }
 
-/// Sends every rank the rows that it wants, in one collective. The gradient of the row `still` is not used.
+/// Sends each rank the rows that it looks up, in one collective. The gradient of the row `still` is not used.
 pub(crate) fn fetch(table: &Table, inputs: &Inputs, still: Option<u32>) -> Result<Fetched> {
     if table.by_columns() { fetch_columns(table, inputs, still) } else { fetch_rows(table, inputs, still) }
 }
@@ -35,7 +35,7 @@ fn look_up(table: &Table, rows: Vec<u32>, still: Option<u32>, tracked: bool) -> 
     Ok(if tracked && !found.track_op() { Var::from_tensor(&found)?.into_inner() } else { found })
 }
 
-/// Looks up the local rows that the ranks want, and sends each rank its own.
+/// Looks up the local rows that the ranks request, and sends each rank its rows.
 fn fetch_rows(table: &Table, Inputs { wanted, tracked }: &Inputs, still: Option<u32>) -> Result<Fetched> {
     let (ranks, me) = (table.parts.len(), table.group.rank());
     let held = |by: usize, wanted: &'_ Wanted| mask_and_shift(wanted, &table.own_rows(by)).len();

@@ -1,4 +1,4 @@
-//! Step 1: all ranks learn which rows each rank wants, or all return the same error.
+//! Step 1: all ranks learn which rows each rank looks up, or all return the same error.
 use crate::{Error, Result, kernels};
 use candle_core::{DType, Device, Tensor};
 use candle_dist::ProcessGroup;

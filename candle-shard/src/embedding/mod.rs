@@ -1,9 +1,9 @@
 //! Lookup of rows in a sharded table; each rank has its own ids.
 //!
-//! Two collectives tell every rank which rows the other ranks want (`inputs.rs`). Rows above the norm limit are scaled
-//! in place (`renorm.rs`). One collective sends each rank its rows (`fetch.rs`), each row once, however often it is
-//! looked up. The rest is the plain op on one device, so the numbers equal those of one device. The cost grows with the
-//! ids, not with the size of the table.
+//! Two collectives tell each rank which rows the other ranks look up (`inputs.rs`). Rows above the norm limit are
+//! scaled in place (`renorm.rs`). One collective sends each rank its rows (`fetch.rs`), each row once, however often it
+//! is looked up. The rest is the plain op on one device, so the numbers equal those of one device. The cost grows with
+//! the ids, not with the size of the table.
 pub(crate) mod bags;
 pub(crate) mod fetch;
 pub(crate) mod inputs;
@@ -37,7 +37,7 @@ impl<T> Prepared<T> {
         fetch(&self.table, inputs, self.lookup.padding)
     }
 
-    /// Returns the index of the padding row among the rows that this rank wants.
+    /// Returns the index of the padding row among the rows that this rank looks up.
     fn padding(&self) -> Option<usize> {
         self.ids.wanted.binary_search(&self.lookup.padding?).ok()
     }

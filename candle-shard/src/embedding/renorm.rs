@@ -8,7 +8,7 @@ use crate::kernels;
 use candle_core::{Device, Tensor};
 use candle_dist::ProcessGroup;
 
-/// Scales the rows that any rank wants to `max_norm` where they are longer, in the table itself.
+/// Scales the rows that any rank looks up down to `max_norm`, in the table itself.
 ///
 /// Only those rows are read, and only rows that are too long are written. For a table cut by columns, one small
 /// collective sums the parts of the norms.
@@ -20,7 +20,7 @@ pub(crate) fn limit_norms(table: &Table, wanted: &[Wanted], limit: &Renorm) -> R
     limit_rows(local, &rows, limit, table.by_columns().then_some(&table.group))
 }
 
-/// Scales those of the `rows` of a table, each listed once, that are longer than `max_norm`.
+/// Scales the `rows` of a table that are longer than `max_norm`. Each row is listed once.
 ///
 /// `groups` hold the other columns of the same rows, and each of their ranks calls this function; it runs one small
 /// collective per group.

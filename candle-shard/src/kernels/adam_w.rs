@@ -31,15 +31,16 @@ pub struct AdamW {
 #[derive(Debug)]
 struct Moments {
     var: Var,
-    /// What is stepped where the variable is too coarse for it.
+    /// The 32-bit copy that is stepped instead of a 16-bit variable.
     master: Option<Var>,
     first: Var,
     second: Var,
 }
 
 impl AdamW {
-    /// An optimizer of those variables that are floats, which steps 32-bit copies of those of 16 bits (Micikevicius et al.
-    /// 2018): each is its copy, rounded, so that steps too small for 16 bits add up. Moments have the copies' dtype.
+    /// Creates an optimizer of the float variables. It steps 32-bit copies of 16-bit variables (Micikevicius et al.
+    /// 2018). Such a variable is its rounded copy, so steps that are too small for 16 bits add up. Moments have the
+    /// dtype of the copies.
     ///
     /// ```
     /// # fn main() -> candle_core::Result<()> {
@@ -76,7 +77,7 @@ impl AdamW {
 impl Optimizer for AdamW {
     type Config = ParamsAdamW;
 
-    /// An optimizer of those variables that are floats.
+    /// Creates an optimizer of the float variables.
     fn new(vars: Vec<Var>, params: ParamsAdamW) -> Result<Self> {
         Self::build(vars, params, |_| Ok(None))
     }
@@ -89,7 +90,7 @@ impl Optimizer for AdamW {
         self.params.lr = lr;
     }
 
-    /// Changes every variable that has a gradient.
+    /// Updates each variable that has a gradient.
     fn step(&mut self, grads: &GradStore) -> Result<()> {
         self.steps += 1;
         for Moments { var, master, first, second } in &self.moments {
@@ -101,7 +102,7 @@ impl Optimizer for AdamW {
     }
 }
 
-/// The step number `steps` of a variable, or its master, with these moments.
+/// Updates a variable, or its master, and these moments. `steps` counts this step.
 pub(crate) fn step_adam_w(
     params: &ParamsAdamW,
     steps: u32,
@@ -115,7 +116,7 @@ pub(crate) fn step_adam_w(
     on_master("AdamW", var, grad, false, |stepped, grad| update.step([stepped, first, second], grad, [beta1, beta2]))
 }
 
-/// Moves a running mean towards a tensor, or its square.
+/// Updates a running mean of a tensor, or of its square.
 struct Mean {
     keep: f64,
     squared: bool,
@@ -155,18 +156,18 @@ impl InplaceOp2 for Mean {
     }
 }
 
-/// Moves a variable by its moments.
+/// Updates a variable by its moments.
 struct Update {
-    /// What makes the moments unbiased.
+    /// The factors that make the moments unbiased.
     scales: [f64; 2],
     eps: f64,
     lr: f64,
-    /// What weight decay leaves.
+    /// The factor of weight decay.
     keep: f64,
 }
 
 impl Update {
-    /// Moves the moments towards the gradient, and the variable by them; in place where that is possible.
+    /// Updates the moments by the gradient, and the variable by the moments; in place where possible.
     fn step(&self, vars: [&Var; 3], grad: &Tensor, [beta1, beta2]: [f64; 2]) -> Result<()> {
         let [var, first, second] = vars;
         let [var_now, first_now, second_now] = vars.map(Var::as_detached_tensor);

@@ -1,21 +1,21 @@
-//! Convolutions whose gradients are right where those of candle's are not.
+//! Convolutions with correct gradients in the cases where candle's gradients are wrong.
 use candle_core::Tensor;
 
-/// How a convolution walks over its input; the same in both dims of an image.
+/// The parameters of a convolution, the same in both dims of an image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Conv {
-    /// Zeros at each end.
+    /// The number of zeros added at each end.
     pub padding: usize,
-    /// How far the kernel moves.
+    /// The distance between two places of the kernel.
     pub stride: usize,
-    /// The distance of neighbors in the kernel.
+    /// The distance between neighboring elements of the kernel.
     pub dilation: usize,
-    /// Groups of channels that do not see each other.
+    /// The number of independent groups of channels.
     pub groups: usize,
 }
 
 impl Default for Conv {
-    /// No padding, stride, dilation and groups 1.
+    /// Padding 0; stride, dilation and groups 1.
     fn default() -> Self {
         Self { padding: 0, stride: 1, dilation: 1, groups: 1 }
     }
@@ -26,7 +26,8 @@ impl Conv {
         [self.padding, self.stride, self.dilation, self.groups]
     }
 
-    /// How often the kernel fits, and what is left at the end of the input; `None` if it does not fit once.
+    /// Returns the number of places of the kernel, and the number of unused elements at the end of the input. `None` if
+    /// the kernel does not fit.
     pub(crate) fn places(&self, len: usize, kernel: usize) -> Option<(usize, usize)> {
         (self.stride > 0 && self.dilation > 0).then_some(())?;
         let reach = self.dilation.checked_mul(kernel.checked_sub(1)?)?.checked_add(1)?;
@@ -34,7 +35,7 @@ impl Conv {
         Some((room / self.stride + 1, room % self.stride))
     }
 
-    /// What a transposed convolution makes of a size; `None` if that is nothing or too large.
+    /// Returns the output size of a transposed convolution; `None` if it is 0 or too large.
     pub(crate) fn transposed(&self, len: usize, kernel: usize, output_padding: usize) -> Option<usize> {
         let steps = len.checked_sub(1)?.checked_mul(self.stride)?;
         let reach = kernel.checked_sub(1)?.checked_mul(self.dilation)?.checked_add(output_padding)?;
@@ -42,16 +43,16 @@ impl Conv {
         grown.checked_sub(self.padding.checked_mul(2)?).filter(|&size| size > 0 && self.stride > 0 && self.dilation > 0)
     }
 
-    /// An input padded here instead of by candle, without what the stride leaves out at its end.
+    /// Pads an input, and removes the elements at its end that the stride does not reach.
     fn trimmed(&self, x: &Tensor, dim: usize, kernel: &Tensor) -> candle_core::Result<Tensor> {
         let (_, left) = self.places(x.dims()[dim], kernel.dims()[dim]).unwrap_or_default();
         let padded = x.pad_with_zeros(dim, self.padding, self.padding)?;
         padded.narrow(dim, 0, padded.dims()[dim] - left)
     }
 
-    /// Images with kernels.
+    /// Convolves images.
     ///
-    /// candle's backward pass takes it that a stride leaves out as many columns as rows.
+    /// candle's backward pass assumes that the stride leaves equally many rows and columns unused.
     pub(crate) fn image(&self, x: &Tensor, kernel: &Tensor) -> candle_core::Result<Tensor> {
         let left = |dim: usize| self.places(x.dims()[dim], kernel.dims()[dim]).map(|(_, left)| left);
         let Self { padding, stride, dilation, groups } = *self;
@@ -62,7 +63,7 @@ impl Conv {
         x.conv2d(kernel, 0, stride, dilation, groups)
     }
 
-    /// Lines with kernels, as images of one row: the gradient of candle's `conv1d` is wrong without padding.
+    /// Convolves lines as images of one row, because the gradient of candle's `conv1d` is wrong without padding.
     pub(crate) fn line(&self, x: &Tensor, kernel: &Tensor) -> candle_core::Result<Tensor> {
         let x = self.trimmed(x, 2, kernel)?.unsqueeze(2)?.contiguous()?;
         x.conv2d(&kernel.unsqueeze(2)?, 0, self.stride, self.dilation, self.groups)?.squeeze(2)

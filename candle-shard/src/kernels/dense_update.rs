@@ -1,4 +1,4 @@
-//! Steps of optimizers that change all numbers of a variable in place.
+//! Optimizer steps that update all elements of a variable in place.
 use candle_core::{Result, Tensor, Var, bail};
 
 use super::element::{Element, change, change_all, with_element};
@@ -6,13 +6,13 @@ use super::row_update::Rule;
 use super::rows::by_blocks;
 use super::{Reading, share_memory};
 
-/// A rule that tensors can be moved by, too, where no kernel runs.
+/// A rule that can also be composed of candle's operations, for devices without a kernel.
 pub(crate) trait DenseRule<const N: usize>: Rule<N> {
-    /// The moved tensor and its states, for tensors of the dtype to compute in.
+    /// Returns the updated tensor and its states, in the compute dtype.
     fn composed(&self, x: &Tensor, states: [&Tensor; N], grad: &Tensor) -> Result<(Tensor, [Tensor; N])>;
 }
 
-/// Moves all numbers of `var` by `grad`, which is contiguous and, like the states, f32 for 16-bit floats.
+/// Updates all elements of `var` by `grad`, which is contiguous. `grad` and the states are f32 for 16-bit floats.
 pub(crate) fn update_all<const N: usize>(
     var: &Var,
     states: [&Var; N],
@@ -39,7 +39,7 @@ pub(crate) fn update_all<const N: usize>(
     })
 }
 
-/// Numbers that one thread moves.
+/// The elements that one thread updates.
 struct Block<'a, E: Element, const N: usize> {
     x: &'a mut [E],
     states: [&'a mut [E::Real]; N],
@@ -80,7 +80,7 @@ fn move_all<E: Element, const N: usize>(
     );
 }
 
-/// The same of candle's operations.
+/// The update composed of candle's operations.
 fn compose<const N: usize>(var: &Var, states: [&Var; N], grad: &Tensor, rule: &impl DenseRule<N>) -> Result<()> {
     let now = states.map(|state| state.as_detached_tensor());
     let x = var.as_detached_tensor().to_dtype(grad.dtype())?;

@@ -91,7 +91,7 @@ pub(crate) fn wide_embedding_bag(
         }
     }
     if dtype != table.dtype() {
-        // Only the rows in the bags are widened: a graph that held a wide table would hold it twice over.
+        // Only the rows in the bags are widened, so that the graph holds no f32 copy of the whole table.
         let used = unique_rows(&bags.ids.iter().copied().filter(|&id| id != NOWHERE).collect::<Vec<_>>());
         let place = |&id: &u32| used.binary_search(&id).map_or(NOWHERE, |place| place as u32);
         let bags = Bags { ids: bags.ids.iter().map(place).collect(), bounds: bags.bounds.clone() };

@@ -19,7 +19,7 @@ use super::{
 /// The linear map `x · weightᵀ + bias`.
 ///
 /// `x` is `[.., k]`, `weight` is `[n, k]`, `bias` is `[n]`, all of one dtype; the result is `[.., n]`. Transposed
-/// weights and inputs narrowed in their last dim are read in place. Fails where shapes, dtypes or devices do not agree.
+/// weights and inputs narrowed in their last dim are read in place. Fails if shapes, dtypes or devices do not agree.
 ///
 /// ```
 /// # fn main() -> candle_core::Result<()> {
@@ -78,8 +78,8 @@ fn composed(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor
     }
 }
 
-/// The product of `x [rows, k]` and the transpose of `weight [n, k]` on any device, and who takes the gradient of the
-/// weight.
+/// The product of `x [rows, k]` and the transpose of `weight [n, k]` on any device, with the sink for the gradient of
+/// the weight.
 struct Product(Arc<dyn WeightSink>);
 
 fn transposed_product<S>(x: &S, x_l: &Layout, w: &S, w_l: &Layout) -> Result<(S, Shape)>
@@ -129,15 +129,15 @@ impl CustomOp2 for Product {
     }
 }
 
-/// The map, and who takes the gradient of the weight.
+/// The linear map, with the sink for the gradient of the weight if there is one.
 struct Linear(Option<Arc<dyn WeightSink>>);
 
-/// The number of rows of a tensor `[.., last]`.
+/// Returns the number of rows of a tensor `[.., last]`.
 fn rows_of(x: &Tensor) -> usize {
     x.dims()[..x.rank() - 1].iter().product()
 }
 
-/// A tensor of any rank seen as `[rows, last]`, where its strides allow that without a copy.
+/// Returns the layout of a tensor of any rank as `[rows, last]`; `None` if that needs a copy.
 fn as_rows(layout: &Layout) -> Option<Layout> {
     let (&last, lead) = layout.dims().split_last()?;
     let (&last_stride, lead_strides) = layout.stride().split_last()?;
@@ -157,7 +157,7 @@ fn out_shape(x: &Layout, weight: &Layout) -> Vec<usize> {
     [&x.dims()[..x.dims().len() - 1], &weight.dims()[..1]].concat()
 }
 
-/// The product of `a [m, k]` and `b [k, n]`, whatever their strides.
+/// Returns the product of `a [m, k]` and `b [k, n]` with any strides.
 pub(super) fn product(a: &CpuStorage, a_l: &Layout, b: &CpuStorage, b_l: &Layout) -> Result<CpuStorage> {
     let ((m, k), (_, n)) = (a_l.shape().dims2()?, b_l.shape().dims2()?);
     if m * k * n == 0 {
@@ -169,8 +169,8 @@ pub(super) fn product(a: &CpuStorage, a_l: &Layout, b: &CpuStorage, b_l: &Layout
     a.matmul(b, (1, m, n, k), a_l, b_l)
 }
 
-/// What is computed on: the operand itself, or a copy in f32 of one in 16 bits, for as long as the computation takes. A graph
-/// that held the copy would hold the whole model in f32.
+/// Returns the operand itself, or an f32 copy of a 16-bit operand, which lives only during the computation. A graph
+/// that held the copies would hold the whole model in f32.
 fn wide<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<(Cow<'a, CpuStorage>, Layout)> {
     Ok(match storage.dtype() {
         DType::F16 | DType::BF16 => {
@@ -180,12 +180,12 @@ fn wide<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<(Cow<'a, CpuStor
     })
 }
 
-/// A dense result in the dtype of the operands.
+/// Converts a dense result to the dtype of the operands.
 fn narrow(storage: CpuStorage, shape: &Shape, dtype: DType) -> Result<CpuStorage> {
     if storage.dtype() == dtype { Ok(storage) } else { storage.to_dtype(&Layout::contiguous(shape), dtype) }
 }
 
-/// The map without a bias, in what is computed in.
+/// Computes the map without a bias, in the compute dtype.
 fn forward(x: &CpuStorage, x_l: &Layout, weight: &CpuStorage, weight_l: &Layout) -> Result<(CpuStorage, Shape)> {
     let Some(rows) = as_rows(x_l) else { bail!("linear: the rows of the input are not evenly spaced") };
     let shape = Shape::from(out_shape(x_l, weight_l));
@@ -221,7 +221,7 @@ fn add_bias<T: Real>(out: &mut [T], bias: &[T]) {
 }
 
 impl Linear {
-    /// The gradients of `x` and `weight`, each only where it is asked for and not left to the sink.
+    /// Returns the gradients of `x` and `weight`, each only if it is required and not left to the sink.
     fn backward(&self, x: &Tensor, weight: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
         match self.0.as_ref().filter(|_| weight.track_op()) {
             None => backward(x, weight, grad, weight.track_op()),
@@ -233,7 +233,8 @@ impl Linear {
     }
 }
 
-/// The gradient `[n, k]` of a weight, of an input `[.., k]` and the gradient `[.., n]` of the output.
+/// Returns the deferred gradient `[n, k]` of a weight, from the input `[.., k]` and the gradient `[.., n]` of the
+/// output.
 fn late_product(weight: &Tensor, x: &Tensor, grad: &Tensor) -> Result<LateGradient> {
     let (n, k) = weight.dims2()?;
     let rows = rows_of(x);
@@ -247,7 +248,7 @@ fn late_product(weight: &Tensor, x: &Tensor, grad: &Tensor) -> Result<LateGradie
     }))
 }
 
-/// The gradients of `x`, where it is asked for, and of `weight`.
+/// Returns the gradients of `x` and, if it is required, of `weight`.
 fn backward(x: &Tensor, weight: &Tensor, grad: &Tensor, of_weight: bool) -> Result<(Option<Tensor>, Option<Tensor>)> {
     let [x_s, weight_s, grad_s] = [x, weight, grad].map(|t| t.storage_and_layout().0);
     let (Some(x_l), Some(grad_l)) = (as_rows(x.layout()), as_rows(grad.layout())) else {
@@ -269,7 +270,7 @@ fn backward(x: &Tensor, weight: &Tensor, grad: &Tensor, of_weight: bool) -> Resu
     Ok((dx.transpose()?, dw.transpose()?))
 }
 
-/// The gradient of the bias: the sum of the rows of `grad`.
+/// Returns the gradient of the bias: the sum of the rows of `grad`.
 fn column_sums<T: Real>(grad: &Tensor, bias: &Tensor) -> Result<Tensor> {
     let (grad, bias, n) = (Reading::new(grad), Reading::new(bias), bias.elem_count());
     let gs = grad.elements::<T>()?;

@@ -1,8 +1,8 @@
-//! Steps of 32 bits for variables of 16.
+//! 32-bit optimizer steps for 16-bit variables.
 use candle_core::{DType, Result, Tensor, Var, bail};
 use candle_dist::sum_dtype;
 
-/// A 32-bit copy of a variable of 16 bits; `None` for wider ones.
+/// Returns a 32-bit copy of a 16-bit variable; `None` for wider ones.
 pub(crate) fn master_of(var: &Var) -> Result<Option<Var>> {
     match var.dtype() {
         DType::F16 | DType::BF16 => Ok(Some(Var::from_tensor(&var.as_detached_tensor().to_dtype(DType::F32)?)?)),
@@ -10,10 +10,11 @@ pub(crate) fn master_of(var: &Var) -> Result<Option<Var>> {
     }
 }
 
-/// Runs `step` of the optimizer `name` with `grad` on `var`, or on its `master`; then `var` is the rounded copy of it.
+/// Runs `step` of the optimizer `name` with `grad` on `var`, or on its `master`, and then sets `var` to the rounded
+/// master.
 ///
-/// `step` gets what it changes and a contiguous gradient, which has the dtype of that, or f32 where that has 16 bits and
-/// `wide` is set. It does not run for tensors without elements.
+/// `step` gets the variable to update and a contiguous gradient. The gradient has the dtype of that variable, or f32 if
+/// the variable has 16 bits and `wide` is set. `step` does not run for tensors without elements.
 ///
 /// # Errors
 /// If the gradient has another shape, or a dtype that gradients of `var` do not have.
@@ -36,7 +37,7 @@ pub(crate) fn on_master(
     }
     let stepped = master.unwrap_or(var);
     let dtype = if wide { sum_dtype(stepped.dtype()) } else { stepped.dtype() };
-    // Detached from the graph: what is kept would keep it.
+    // Detached, because state that is kept would keep the graph alive.
     step(stepped, &grad.detach().to_dtype(dtype)?.contiguous()?)?;
     match master {
         Some(master) => var.set(&master.as_detached_tensor().to_dtype(var.dtype())?),
@@ -44,7 +45,7 @@ pub(crate) fn on_master(
     }
 }
 
-/// Takes over what was put into `var` from outside since it was rounded from `master`.
+/// Copies elements to `master` that were written to `var` from outside since `var` was rounded from `master`.
 fn follow(master: &Var, var: &Var) -> Result<()> {
     let (master_now, var_now) = (master.as_detached_tensor(), var.as_detached_tensor());
     let is_other = master_now.to_dtype(var.dtype())?.ne(&var_now)?;

@@ -1,4 +1,4 @@
-//! Rules of optimizers that treat each number by itself, for all numbers of a variable or for some of its rows.
+//! Elementwise optimizer rules, for all elements of a variable or for some of its rows.
 use candle_core::{Result, Tensor};
 
 use super::DenseRule;
@@ -31,7 +31,7 @@ pub(crate) struct MomentumRule {
     pub(crate) lr: f64,
     pub(crate) weight_decay: f64,
     pub(crate) momentum: f64,
-    /// What the gradient is multiplied with before the buffer takes it up.
+    /// The factor of the gradient when it is added to the buffer.
     pub(crate) part: f64,
     pub(crate) nesterov: bool,
 }
@@ -88,7 +88,7 @@ impl DenseRule<1> for AdagradRule {
     }
 }
 
-/// The gradient with that of the decay; as it is without one, where `0 · x` may be NaN.
+/// Adds the gradient of the weight decay. Without decay the gradient is unchanged, because `0 · x` may be NaN.
 #[inline(always)]
 fn decayed<T: Real>(weight_decay: f64) -> impl Fn(T, T) -> T {
     let (is_on, weight_decay) = (weight_decay != 0.0, T::from_f64(weight_decay));
@@ -96,7 +96,7 @@ fn decayed<T: Real>(weight_decay: f64) -> impl Fn(T, T) -> T {
     move |x, grad| if is_on { grad + x * weight_decay } else { grad }
 }
 
-/// [`decayed`] of tensors.
+/// Like [`decayed`], for tensors.
 fn decay(weight_decay: f64, x: &Tensor, grad: &Tensor) -> Result<Tensor> {
     if weight_decay == 0.0 { Ok(grad.clone()) } else { grad + (x * weight_decay)? }
 }

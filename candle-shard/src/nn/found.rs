@@ -61,9 +61,8 @@ pub(crate) fn is_recomputing() -> bool {
     RECOMPUTING.get()
 }
 
-/// Runs candle's backward pass of a local scalar, with the gradients of [`checkpoint`](crate::nn::checkpoint)ed
-/// segments and
-/// [fully sharded](crate::fsdp) parameters.
+/// Runs candle's backward pass of a local scalar, with the gradients of segments that
+/// [`checkpoint`](crate::nn::checkpoint) recomputes, and of [fully sharded](crate::fsdp) parameters.
 ///
 /// It is [`DTensor::backward`](crate::DTensor::backward) for values that are local to each rank, such as the seed of
 /// one stage of a pipeline.

@@ -59,8 +59,7 @@ impl DTensor {
     /// Gathers the elements of a dim at `indexes` (u8, u32 or i64), which have the shape of the result.
     ///
     /// For dim 1, element `[i, j, k]` is the one at `[i, indexes[i, j, k], k]`. In the other dims the indexes may be
-    /// smaller
-    /// than the tensor.
+    /// smaller than the tensor.
     ///
     /// # Errors
     /// Those of [`index_select`](Self::index_select).

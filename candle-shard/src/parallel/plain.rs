@@ -1,4 +1,4 @@
-//! Layers of a plan on plain tensors, for code that knows nothing of meshes.
+//! Layers of a plan on plain tensors, for code without meshes.
 use super::module::ModuleStyle;
 use super::style::Style;
 use crate::agreement::alike;

@@ -1,4 +1,4 @@
-//! How an op runs on inputs that lie in a certain way.
+//! Plans: how an op runs on inputs with certain layouts.
 use super::{Row, Signature};
 use crate::dtensor::{Axes, DTensor};
 use crate::placement::{Placements, Replicate};
@@ -11,7 +11,7 @@ use smallvec::SmallVec;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-/// How an op runs on inputs that lie in a certain way.
+/// How an op runs on inputs with certain layouts.
 pub(crate) struct Plan {
     /// The moves that lay out each input.
     pub(crate) inputs: SmallVec<[Moves; 3]>,

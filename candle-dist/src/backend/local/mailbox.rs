@@ -191,7 +191,7 @@ impl GroupState {
         let Some((from, letter)) = taken else {
             return Err(self.world().fail(Cause::Deadlock));
         };
-        self.notify(); // somebody may wait for room
+        self.notify(); // a sender may wait for room
         let mismatch = |what| {
             let (rank, reference) = (self.ranks()[me], self.ranks()[from]);
             Err(self.world().fail(Cause::Mismatch { rank, reference, what }))

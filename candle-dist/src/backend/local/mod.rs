@@ -82,7 +82,7 @@ impl Unfinished for Started {
     fn is_ready(&self) -> Result<bool> {
         self.group.world().check()?;
         let Some(round) = &self.round else { return Ok(true) };
-        // Who waits for a rank that has returned fails at once.
+        // A wait for a rank that has returned fails at once.
         Ok(round.is_complete() || self.group.is_deserted(&On::Entered(round.clone())))
     }
 

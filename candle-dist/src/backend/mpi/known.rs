@@ -102,7 +102,7 @@ impl Calls {
     /// Caches a new call, unless it is not likely to be repeated.
     pub(super) fn keep(&mut self, known: &Arc<Known>) {
         if known.call.is_routed() {
-            return; // its sizes are those of data
+            return; // its sizes depend on data
         }
         let next = match self.known.len() {
             MOST => self.next % MOST,
@@ -167,7 +167,7 @@ mod tests {
             change(&mut other);
             assert!(calls.find(&other, &given).is_none(), "{what}");
         }
-        // Dims of any size are the same in the call, and differ in what is given.
+        // Dims of any size are equal in the call, and differ between the inputs.
         assert!(calls.find(&call(), &tensor(&[4, 3], DType::F32)).is_none());
         assert!(calls.find(&call(), &tensor(&[4, 1], DType::U32)).is_none());
         assert!(calls.find(&call(), &[]).is_none());

@@ -55,7 +55,7 @@ fn check(code: c_int) -> MpiResult<()> {
         return Ok(());
     }
     let mut text: [c_char; 512] = [0; 512];
-    // SAFETY: the text has the room that is named, and ends with a zero.
+    // SAFETY: the buffer has the named size, and the text ends with a zero.
     let words = unsafe {
         candle_mpi_error(code, text.as_mut_ptr(), text.len() as c_int);
         CStr::from_ptr(text.as_ptr())
@@ -105,7 +105,7 @@ pub(super) fn state() -> MpiResult<(bool, bool)> {
 /// Starts MPI for calls from one thread at a time, and returns the provided thread level.
 pub(super) fn start() -> MpiResult<Level> {
     let mut level = 0;
-    // SAFETY: the caller has asked `state`; a second start is an error of MPI's and no undefined behavior.
+    // SAFETY: the caller has checked `state`; a second start is an error of MPI and not undefined behavior.
     check(unsafe { candle_mpi_start(&mut level) })?;
     Ok(Level::of(level))
 }
@@ -132,15 +132,15 @@ impl Comm {
     /// The communicator of all ranks, `MPI_COMM_WORLD`.
     #[must_use]
     pub fn world() -> Self {
-        // SAFETY: it only names a constant.
+        // SAFETY: this only reads a constant.
         Self(unsafe { candle_mpi_world() })
     }
 
     /// The communicator whose C handle, an `MPI_Comm`, lies at `handle`.
     ///
     /// # Safety
-    /// `handle` points to an `MPI_Comm` of the MPI that this crate was built with. The communicator has all ranks of the
-    /// world and stays until the engine has been started.
+    /// `handle` points to an `MPI_Comm` of the MPI that this crate was built with. The communicator has all ranks of
+    /// the world and stays until the backend has been started.
     #[must_use]
     pub unsafe fn from_raw(handle: *const c_void) -> Self {
         // SAFETY: the caller's promise.
@@ -176,10 +176,10 @@ impl Private {
     /// Starts to send `len` bytes.
     ///
     /// # Safety
-    /// The bytes stay where they are, and nobody writes to them, until the request is done.
+    /// The bytes are not moved or written until the request is done.
     pub(super) unsafe fn send(&self, data: *const u8, len: usize, to: usize, tag: i32) -> MpiResult<Request> {
         let mut request = Request { handle: 0, open: true };
-        // SAFETY: the caller's promise; the engine's lock is held.
+        // SAFETY: the caller's promise; the backend's lock is held.
         check(unsafe {
             candle_mpi_send(self.comm, data.cast(), len as c_int, to as c_int, tag, from_mut(&mut request.handle))
         })?;
@@ -189,7 +189,7 @@ impl Private {
     /// Starts to receive at most `len` bytes, from any rank if `from` is `None`.
     ///
     /// # Safety
-    /// The bytes stay where they are, and nobody reads or writes them, until the request is done.
+    /// The bytes are not moved, read or written until the request is done.
     pub(super) unsafe fn receive(
         &self,
         data: *mut u8,
@@ -199,7 +199,7 @@ impl Private {
     ) -> MpiResult<Request> {
         let mut request = Request { handle: 0, open: true };
         let from = from.map_or(-1, |from| from as c_int);
-        // SAFETY: the caller's promise; the engine's lock is held.
+        // SAFETY: the caller's promise; the backend's lock is held.
         check(unsafe {
             candle_mpi_receive(self.comm, data.cast(), len as c_int, from, tag, from_mut(&mut request.handle))
         })?;
@@ -208,7 +208,7 @@ impl Private {
 
     /// Frees the communicator; no message may be in flight on it.
     pub(super) fn free(self) -> MpiResult<()> {
-        // SAFETY: the communicator is valid and the engine's own.
+        // SAFETY: the communicator is valid and belongs to the backend.
         check(unsafe { candle_mpi_free(self.comm) })
     }
 }
@@ -232,7 +232,7 @@ impl Request {
     pub(super) fn test(&mut self) -> MpiResult<Option<Came>> {
         let (mut done, mut from, mut len) = (c_int::from(!self.open), 0, 0);
         if self.open {
-            // SAFETY: the request is open; the engine's lock is held.
+            // SAFETY: the request is open; the backend's lock is held.
             check(unsafe { candle_mpi_test(from_mut(&mut self.handle), &mut done, &mut from, &mut len) })?;
             self.open = done == 0;
         }
@@ -242,7 +242,7 @@ impl Request {
     /// Cancels a receive without a message.
     pub(super) fn cancel(mut self) -> MpiResult<()> {
         if self.open {
-            // SAFETY: as for `test`; canceling a receive needs nobody else.
+            // SAFETY: as for `test`; canceling a receive needs no other rank.
             check(unsafe { candle_mpi_cancel(from_mut(&mut self.handle)) })?;
         }
         Ok(())

@@ -150,7 +150,8 @@ impl Part {
 
     fn work(&mut self, own: Own<'_>, works: &[Work]) -> Result<()> {
         let reduce = own.known.call.reduce;
-        // SAFETY: the plan names only places within the memory; it reads what was written, and writes what nobody reads.
+        // SAFETY: the plan names only places within the memory. It reads written places, and writes places that are not
+        // read.
         works.iter().try_for_each(|work| unsafe { work::run(&self.memory, work, reduce) })
     }
 
@@ -160,7 +161,7 @@ impl Part {
         let mut data = data;
         for &place in &awaited.places {
             let (now, later) = data.split_at(place.len * header.dtype.size_in_bytes());
-            // SAFETY: the plan names only places within the memory, and nobody reads this one yet.
+            // SAFETY: the plan names only places within the memory, and nothing reads this one yet.
             unsafe { self.memory.write(place, now) };
             data = later;
         }
@@ -191,8 +192,8 @@ impl Part {
             let [place] = awaited.places[..] else {
                 return Err(Box::new(Error::Unsupported("large data for several places".into())));
             };
-            // SAFETY: the place lies within the memory and has the size of the data; the part holds the memory until the
-            // transfer is done, or leaves it to MPI. The plan reads it in a later step.
+            // SAFETY: the place lies within the memory and has the size of the data; the part holds the memory until
+            // the transfer is done, or leaves it to MPI. The plan reads it in a later step.
             let transfer = unsafe { wire.receive(letter.from, &letter.header, self.memory.at(place))? };
             self.held.incoming.push(transfer);
         }

@@ -146,7 +146,7 @@ pub(super) fn plan(call: &Call, nth: usize, me: Member, shape: &[usize], bytes: 
         }
         Op::Broadcast => {
             if (call.form, root) == (Form::InPlace, me.rank) {
-                plan.plan.result = None; // it is there already
+                plan.plan.result = None; // the result exists already
             }
             plan.broadcast(elements, root);
         }
@@ -267,7 +267,7 @@ impl Planner {
     /// Recursive doubling: log n messages of the whole tensor, and sums in tree order, equal on all members.
     fn doubling(&mut self, len: usize) {
         let Member { rank, size } = self.me;
-        let even = 1 << size.ilog2(); // the members that double; the others hand theirs in, and get the result
+        let even = 1 << size.ilog2(); // these members double; the others send them their input and get the result
         let result = Place { buffer: Buffer::Result, start: 0, len };
         let letter = |peer, place| Move { peer, places: smallvec![place], letter: true };
         if rank >= even {

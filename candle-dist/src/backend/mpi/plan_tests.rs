@@ -1,5 +1,5 @@
-//! The plans of all members, played against each other: every result is right, every place is written once before it is
-//! read, and no more is sent than there should be.
+//! Plays the plans of all members against each other: each result is correct, each place is written once before it is
+//! read, and the number of messages and elements is as documented.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 use super::header::LETTER;
 use super::plan::{Buffer, Member, Move, Place, Plan, Work, plan};
@@ -14,12 +14,12 @@ use std::collections::{HashMap, VecDeque};
 /// The bytes of an element, chosen large so that a few elements make a large message.
 const BYTES: usize = 2048;
 
-/// What one member has: the values of its buffers, as far as they were written.
+/// The state of one member, with the values of its buffers that were written.
 struct Player {
     plan: Plan,
     memory: HashMap<Buffer, Vec<Option<i64>>>,
     step: usize,
-    /// How many of the step's receives are there.
+    /// The number of receives of the step that have arrived.
     received: usize,
     entered: bool,
     messages: usize,
@@ -32,7 +32,7 @@ impl std::hash::Hash for Buffer {
     }
 }
 
-/// What reductions do: adding up, or something that shows every change of the order.
+/// The reduction: a sum, or a function that shows each change of the order.
 type Combine = fn(i64, i64) -> i64;
 
 fn in_order(a: i64, b: i64) -> i64 {
@@ -86,10 +86,10 @@ impl Player {
     }
 }
 
-/// The elements of a message, and the number of places that they come from.
+/// The elements of a message, and the number of places from which they were read.
 type Sent = (Vec<i64>, usize);
 
-/// Plays the plans until nobody can go on; all must be done then.
+/// Plays the plans until no member can advance; all must be done then.
 fn play(mut players: Vec<Player>, combine: Combine) -> Vec<Player> {
     let mut wires: HashMap<(usize, usize), VecDeque<Sent>> = HashMap::new();
     let mut moved = true;
@@ -113,7 +113,7 @@ fn play(mut players: Vec<Player>, combine: Combine) -> Vec<Player> {
                     (player.entered, player.received) = (true, 0);
                     moved = true;
                 }
-                // In the order of the plan: those of one peer are.
+                // In the order of the plan: messages of one peer arrive in order.
                 while let Some(Move { peer, places, letter }) = step.receives.get(player.received) {
                     let Some((data, _)) = wires.entry((*peer, me)).or_default().pop_front() else { break };
                     assert_eq!(data.len(), places.iter().map(|place| place.len).sum::<usize>(), "as long as expected");
@@ -140,16 +140,16 @@ fn play(mut players: Vec<Player>, combine: Combine) -> Vec<Player> {
     players
 }
 
-/// Members' results, and the most messages and elements that one of them sent.
+/// The results of the members, and the most messages and elements that one of them sent.
 struct Played {
     results: Vec<Option<Vec<i64>>>,
     messages: usize,
-    /// With the headers that only show a call.
+    /// This includes headers that only show a call.
     letters: usize,
     sent: usize,
 }
 
-/// Makes the collective with these inputs.
+/// Runs the collective with these inputs.
 fn made(call: &Call, inputs: &[Option<Tensor>], sums: Sums, combine: Combine) -> Played {
     let size = inputs.len();
     let players = inputs.iter().enumerate().map(|(rank, input)| {
@@ -174,7 +174,7 @@ fn made(call: &Call, inputs: &[Option<Tensor>], sums: Sums, combine: Combine) ->
     Played { results: players.into_iter().map(result).collect(), messages, letters, sent }
 }
 
-/// Values that tell members and places apart.
+/// Values that differ between members and places.
 fn tensor(member: usize, shape: &[usize]) -> Tensor {
     let len = shape.iter().product::<usize>() as i64;
     let values: Vec<i64> = (0..len).map(|i| (member as i64 + 1) * 1_000_003 + i * 7).collect();
@@ -201,7 +201,7 @@ fn sizes(n: usize, scale: usize) -> Dims {
 }
 
 const WORLDS: std::ops::RangeInclusive<usize> = 2..=16;
-/// Elements: nothing, less than members, a letter, more than fits a tree of 16, large.
+/// Numbers of elements: none, fewer than members, a letter, more than fits a tree of 16, large.
 const LENS: [usize; 6] = [0, 1, 3, 10, LETTER / BYTES, 5 * LETTER / BYTES + 3];
 
 fn log2(n: usize) -> usize {
@@ -239,7 +239,7 @@ fn sums_in_any_order_are_alike_on_all_members_and_cost_log_n_messages_of_the_siz
             assert!(played.results.iter().all(|got| got.as_ref() == Some(&want)), "{len} on {n}");
             if n > 2 && len * BYTES <= LETTER {
                 assert!(played.messages <= log2(n) && played.sent <= log2(n) * len, "{len} on {n}");
-                // An order that shows itself shows the same one everywhere.
+                // A reduction that shows its order shows the same order on all members.
                 let played = made(&call(Op::AllReduce, None), &inputs, Sums::Any, in_order);
                 assert!(played.results.iter().all(|got| got == &played.results[0]), "{len} on {n}");
             }
@@ -369,7 +369,7 @@ fn small_collectives_cost_log_n_messages() {
             ..call(Op::AllToAll, None)
         };
         let scatter = Call { shape: smallvec![n, len], ..gathered(Op::Scatter, Some(1)) };
-        // The op, and the shape of what each member gives.
+        // The op, and the shape of the input of each member.
         let cases: [(Call, Option<Vec<usize>>); 9] = [
             (call(Op::Barrier, None), None),
             (call(Op::AllReduce, None), Some(vec![len])),
@@ -389,7 +389,7 @@ fn small_collectives_cost_log_n_messages() {
             };
             let inputs: Vec<_> = (0..n).map(give).collect();
             let played = made(&call, &inputs, Sums::RankOrder, in_order);
-            // A member whose plan sends nothing to the one behind it shows its call there.
+            // A member whose plan sends nothing to the next member shows its call there.
             assert!(played.messages <= log2(n), "{} messages of {} on {n}", played.messages, call.op);
             assert!(played.letters <= log2(n) + 1, "{} letters of {} on {n}", played.letters, call.op);
         }
@@ -399,7 +399,7 @@ fn small_collectives_cost_log_n_messages() {
 #[test]
 fn large_collectives_move_no_more_than_they_must() {
     for n in WORLDS {
-        // A multiple of all the numbers of pieces there are.
+        // A multiple of all numbers of pieces.
         let len = n * (n - 1) * LETTER / BYTES;
         let even = Dims::from_elem(len, n);
         let joined = |op, root| Call { dims: smallvec![0], sizes: smallvec![even.clone()], ..call(op, root) };

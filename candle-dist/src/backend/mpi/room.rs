@@ -38,7 +38,7 @@ impl Room {
     /// The elements.
     ///
     /// # Safety
-    /// All of them have been written, and nobody writes or reads through the address any more.
+    /// All of them have been written, and the address is no longer used.
     #[allow(clippy::undocumented_unsafe_blocks)] // the comments are there, but the macro hides them
     pub(super) unsafe fn filled(self) -> Result<CpuStorage> {
         let room = ManuallyDrop::new(self);

@@ -38,15 +38,16 @@ pub(super) struct Transfer {
     parts: VecDeque<Request>,
 }
 
-// SAFETY: the address is used by whoever holds the engine's lock, one thread at a time.
+// SAFETY: the address is used under the backend's lock, by one thread at a time.
 unsafe impl Send for Transfer {}
 
 impl Transfer {
     /// Starts to move `len` bytes, in parts of at most `most_bytes`.
     ///
     /// # Safety
-    /// Until [`poll`](Self::poll) says that it is done, the bytes stay where they are; nobody writes to what goes out, and
-    /// nobody reads or writes what comes in. If the transfer is dropped before, they stay for good.
+    /// The bytes are not moved until [`poll`](Self::poll) says that the transfer is done. Until then outgoing bytes are
+    /// not written, and incoming bytes are not read or written. If the transfer is dropped before, the bytes are never
+    /// freed.
     pub(super) unsafe fn start(
         comm: &Private,
         route: Route,

@@ -61,7 +61,7 @@ impl Planner {
     /// Bruck's all_to_all: a block with `i` members to go is forwarded in the steps of the bits of `i`.
     fn bruck(&mut self, from: &[Place], to: &[Place], len: impl Fn(usize, usize) -> usize) {
         let me = self.me;
-        // The block in slot i is for the member that is i after the one that gave it.
+        // The block in slot i is for the member that is i after its source.
         let mut slots: Vec<Place> = (0..me.size).map(|i| from[me.after(i)]).collect();
         let mut distance = 1;
         while distance < me.size {
@@ -114,7 +114,8 @@ impl Planner {
         }
     }
 
-    /// A binomial tree up: the blocks of all members, of `lens`, come to `to` on the root; this member's own is at `own`.
+    /// A binomial tree up: the blocks of all members, of `lens`, come to `to` on the root; this member's own is at
+    /// `own`.
     pub(super) fn tree_gather(&mut self, root: usize, own: Place, lens: &[usize], to: &[Place]) {
         let size = self.me.size;
         let (place, up) = self.in_tree(root);

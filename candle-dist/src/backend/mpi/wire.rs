@@ -59,17 +59,17 @@ pub(super) struct Arrived {
 }
 
 impl Arrived {
-    /// What came with the header.
+    /// Returns the data that came with the header.
     pub(super) fn data(&self) -> &[u8] {
         &self.room[HEADER_BYTES..self.len]
     }
 }
 
-// SAFETY: the requests are used under the engine's lock, by one thread at a time, as MPI was told.
+// SAFETY: the requests are used under the backend's lock, by one thread at a time, as MPI was started for.
 unsafe impl Send for Wire {}
 
 impl Wire {
-    /// The wire over `comm`, which nobody else uses.
+    /// Creates the wire over `comm`, which nothing else uses.
     pub(super) fn new(comm: Private, most_bytes: usize) -> MpiResult<Self> {
         let mut wire = Self {
             comm,
@@ -93,19 +93,19 @@ impl Wire {
         &self.comm
     }
 
-    /// Whether MPI still needs to be called for messages that were posted here.
+    /// Returns whether MPI must still be called for messages that were posted here.
     pub(super) fn is_sending(&self) -> bool {
         !self.letters.is_empty() || !self.parcels.is_empty()
     }
 
-    /// Memory for the longest letter.
+    /// Allocates memory for the longest letter.
     fn room() -> Vec<u8> {
         vec![0; HEADER_BYTES + LETTER]
     }
 
     /// Opens a receive for a letter in this memory.
     fn listen(&mut self, mut room: Vec<u8>) -> MpiResult<()> {
-        // SAFETY: the memory goes with its request until it is done; `abandon` leaves both to MPI.
+        // SAFETY: the memory is kept with its request until that is done; `abandon` leaves both to MPI.
         let request = unsafe { self.comm.receive(room.as_mut_ptr(), room.len(), None, LETTERS)? };
         self.inbox.push_back((room, request));
         Ok(())
@@ -130,7 +130,7 @@ impl Wire {
         Ok(())
     }
 
-    /// The next letter, whose memory is to be [put back](Self::put_back).
+    /// Returns the next letter, if one has arrived. Its memory must be [put back](Self::put_back).
     pub(super) fn next(&mut self) -> MpiResult<Option<Arrived>> {
         while let Some((_, request)) = self.inbox.front_mut() {
             let Some(came) = request.test()? else { break };
@@ -160,7 +160,7 @@ impl Wire {
         Ok(None)
     }
 
-    /// Sends a header, and the data that goes with it.
+    /// Sends a header together with its data.
     pub(super) fn post<'a>(
         &mut self,
         to: usize,
@@ -173,7 +173,7 @@ impl Wire {
         if letter.len() <= AT_ONCE || letter.len() > 2 * AT_ONCE {
             return self.post_bytes(to, letter);
         }
-        // Of the same size: one is read while the other is on its way.
+        // Two halves of the same size: one is read while the other arrives.
         let mut half = self.spare_letters.pop().unwrap_or_default();
         let middle = letter.len().div_ceil(2);
         half.extend_from_slice(&letter[middle..]);
@@ -183,7 +183,7 @@ impl Wire {
     }
 
     fn post_bytes(&mut self, to: usize, letter: Vec<u8>) -> MpiResult<()> {
-        // SAFETY: the letter goes with its request until it is done; `abandon` leaves both to MPI.
+        // SAFETY: the letter is kept with its request until that is done; `abandon` leaves both to MPI.
         let mut request = unsafe { self.comm.send(letter.as_ptr(), letter.len(), to, LETTERS)? };
         match request.test()? {
             Some(_) => self.keep(letter),
@@ -199,24 +199,24 @@ impl Wire {
         }
     }
 
-    /// Sends a header, and the data that follows it from where it is.
+    /// Sends a header, and then its data from the memory of the tensor.
     ///
     /// # Safety
     /// As for [`Transfer::start`].
     pub(super) unsafe fn post_large(&mut self, to: usize, header: Header, data: *const u8) -> MpiResult<Transfer> {
-        // Those under way between two ranks are fewer than the tags.
+        // Fewer transfers are in flight between two ranks than there are tags.
         self.next_tag = if self.next_tag >= self.comm.most_tag { LETTERS + 1 } else { self.next_tag + 1 };
         let header = Header { body: Body::Follows(self.next_tag), ..header };
         self.post(to, &header, [])?;
         let route = Route { way: Way::Out, peer: to, tag: self.next_tag };
-        // SAFETY: the caller's promise; what goes out is not written to.
+        // SAFETY: the caller's promise; outgoing bytes are not written.
         unsafe { Transfer::start(&self.comm, route, data.cast_mut(), header.bytes(), self.most_bytes) }
     }
 
-    /// Asks for the data that follows a header, to be written to `data`.
+    /// Requests the data that follows a header, and writes it to `data`.
     ///
     /// # Safety
-    /// As for [`Transfer::start`], with as many bytes as the header tells.
+    /// As for [`Transfer::start`], with the number of bytes in the header.
     pub(super) unsafe fn receive(&mut self, from: usize, header: &Header, data: *mut u8) -> MpiResult<Transfer> {
         let Body::Follows(tag) = header.body else { return Err(MpiError::new("data that does not follow")) };
         let route = Route { way: Way::In, peer: from, tag };
@@ -230,8 +230,8 @@ impl Wire {
             return self.post(to, &header, [data]);
         }
         let mut parcel = Held::new(Some(tensor.clone()), None, None);
-        // SAFETY: the parcel keeps the tensor's memory, and leaves it to MPI if it is dropped before. Nobody may write to a
-        // tensor that was sent; variables come here as copies (`ProcessGroup::send`).
+        // SAFETY: the parcel keeps the tensor's memory, and leaves it to MPI if it is dropped before. Nobody may write
+        // to a tensor that was sent; variables come here as copies (`ProcessGroup::send`).
         parcel.outgoing.push(unsafe { self.post_large(to, header, data.as_ptr())? });
         if !parcel.poll(&self.comm)? {
             self.parcels.push(parcel);

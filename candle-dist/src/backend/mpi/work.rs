@@ -46,7 +46,7 @@ pub(super) struct Memory {
     starts: [*mut u8; Buffer::COUNT],
 }
 
-// SAFETY: the addresses are used under the engine's lock, one thread at a time.
+// SAFETY: the addresses are used under the backend's lock, one thread at a time.
 unsafe impl Send for Memory {}
 
 impl Memory {
@@ -69,7 +69,7 @@ impl Memory {
     /// The bytes of a place.
     ///
     /// # Safety
-    /// The place lies within its buffer and has been written; nobody writes to it while the bytes are used.
+    /// The place lies within its buffer and has been written. It is not written while the bytes are used.
     pub(super) unsafe fn read<'a>(&self, place: Place) -> &'a [u8] {
         let (_, len) = span(place, self.dtype.size_in_bytes());
         if len == 0 {
@@ -82,7 +82,8 @@ impl Memory {
     /// Writes all bytes of a place.
     ///
     /// # Safety
-    /// The place lies within the result or the scratch memory and is as large as `data`; nobody uses it meanwhile.
+    /// The place lies within the result or the scratch memory and is as large as `data`. Nothing else uses it
+    /// meanwhile.
     pub(super) unsafe fn write(&self, place: Place, data: &[u8]) {
         // SAFETY: the caller's promise.
         unsafe { self.at(place).copy_from_nonoverlapping(data.as_ptr(), data.len()) };
@@ -91,7 +92,7 @@ impl Memory {
     /// Copies rows.
     ///
     /// # Safety
-    /// As for `read` of what is copied and `write` of what it is copied to; both have as many runs of the same length.
+    /// As for `read` of the source and `write` of the target; both have equally many runs of the same length.
     unsafe fn copy(&self, from: Rows, to: Rows) {
         let run =
             |rows: Rows, i: usize| Place { buffer: rows.buffer, start: rows.start + i * rows.stride, len: rows.run };
@@ -104,7 +105,7 @@ impl Memory {
     /// Reduces `sources`, in their order.
     ///
     /// # Safety
-    /// As for `read` of the sources and `write` of `to`; all have as many elements.
+    /// As for `read` of the sources and `write` of `to`; all have the same number of elements.
     #[allow(clippy::undocumented_unsafe_blocks)] // the comments are there, but the macro hides them
     unsafe fn reduce(&self, sources: &[Place], to: Place, op: ReduceOp) -> Result<()> {
         with_element!(self.dtype, T => {
@@ -122,8 +123,8 @@ impl Memory {
 /// Runs one piece of work of a plan.
 ///
 /// # Safety
-/// The plan fits the memory: its places lie within the buffers; what it reads has been written, and nobody writes to it;
-/// nobody uses what it writes.
+/// The plan fits the memory: its places lie within the buffers. The places that it reads have been written, and nothing
+/// writes to them. Nothing else uses the places that it writes.
 pub(super) unsafe fn run(memory: &Memory, work: &Work, op: Option<ReduceOp>) -> Result<()> {
     match work {
         // SAFETY: the caller's promise.

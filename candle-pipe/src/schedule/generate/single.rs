@@ -36,8 +36,8 @@ pub(crate) fn zb_h2(size: &Size) -> Orders {
     zero_bubble(size, |rank| 2 * (size.ranks - 1 - rank), |rank| 2 * rank)
 }
 
-/// 1F1B with `I` instead of `B`. A `W` follows each `I` once more than `put_off` are pending, and in the cool-down
-/// phase.
+/// 1F1B with `I` instead of `B`. A `W` follows each `I` as soon as more than `put_off` of them are deferred, and in the
+/// cool-down phase.
 fn zero_bubble(size: &Size, warm_up: impl Fn(usize) -> usize, put_off: impl Fn(usize) -> usize) -> Orders {
     size.each_rank(|rank| {
         let warm_up = warm_up(rank).min(size.microbatches);
