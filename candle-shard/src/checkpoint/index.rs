@@ -1,6 +1,5 @@
 //! The index of a checkpoint: which file contains which block of which tensor.
-use crate::sharding_spec::block::Block;
-use crate::spec::Spec;
+use crate::layout::{Block, Spec};
 use crate::weights::name_of;
 use crate::{Error, Result};
 use candle_core::DType;

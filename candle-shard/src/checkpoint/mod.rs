@@ -22,9 +22,7 @@ pub use export::export;
 pub use save::save;
 
 use crate::agreement::agreed;
-use crate::nn::part::Within;
-use crate::placement::Placement;
-use crate::spec::Spec;
+use crate::layout::{Placement, Spec, Within};
 use crate::{DTensor, Error, Result, Weights};
 use agreement::check_alike;
 use candle_core::{Device, Var};

@@ -1,9 +1,8 @@
 //! How an op runs on inputs that lie in a certain way.
 use super::{Row, Signature};
-use crate::dtensor::{Axes, DTensor};
-use crate::placement::{Placements, Replicate};
+use crate::DTensor;
+use crate::layout::{Axes, Placements, Replicate, Sizes, Spec};
 use crate::redistribute::{Move, Moves, Target, Targets, cost, moves};
-use crate::spec::{Sizes, Spec};
 use crate::{Error, Result};
 use candle_core::DType;
 use candle_dist::backend::Dims;

@@ -2,7 +2,7 @@
 use super::file::{Entry, WeightFile, elements};
 use super::{Piece, Stored, Weights};
 use crate::checkpoint::index::{INDEX, Index, Indexed};
-use crate::sharding_spec::block::{first_overlap, volume};
+use crate::layout::{first_overlap, volume};
 use crate::{Error, Result};
 use serde::Deserialize;
 use std::collections::BTreeMap;

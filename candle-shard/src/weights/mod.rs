@@ -9,8 +9,7 @@ mod write;
 pub(crate) use dtypes::name_of;
 pub(crate) use write::WeightWriter;
 
-use crate::nn::part::Within;
-use crate::spec::Spec;
+use crate::layout::{Spec, Within};
 use crate::{DTensor, Error, Result};
 use candle_core::{DType, Device, Tensor};
 use file::WeightFile;

@@ -106,9 +106,8 @@ const CANDLE_SHARD: &[Folder] = &[Folder {
     path: "",
     floors: &[
         "changes disk error guide kernels porting random readme scoped",
-        "placement sharding_spec",
-        "spec",
-        "agreement description explain strict visualize",
+        "layout",
+        "agreement explain sharding_spec strict visualize",
         "dtensor",
         "factory local tree",
         "redistribute",
@@ -119,11 +118,10 @@ const CANDLE_SHARD: &[Folder] = &[Folder {
         "embedding",
         "nn",
     ],
-    // The layouts' `Axes`, what is told of plans and moves, the gradients that `nn` finds, hooks of `fsdp`, one index of files, and
+    // What is told of plans and moves, the gradients that `nn` finds, hooks of `fsdp`, one index of files, and
     // the options of lookups have yet to move down.
     up: &[
         ("agreement", "dtensor"),
-        ("checkpoint", "nn"),
         ("dtensor", "factory"),
         ("dtensor", "nn"),
         ("explain", "dtensor"),
@@ -133,11 +131,9 @@ const CANDLE_SHARD: &[Folder] = &[Folder {
         ("redistribute", "nn"),
         ("sparse", "embedding"),
         ("sparse", "nn"),
-        ("spec", "dtensor"),
         ("strict", "dtensor"),
         ("strict", "rules"),
         ("weights", "checkpoint"),
-        ("weights", "nn"),
     ],
 }];
 
