@@ -14,13 +14,12 @@
 //! - [`kernels`]: fused ops with a true backward, for plain tensors too.
 mod agreement;
 mod changes;
-pub mod checkpoint;
-mod disk;
 mod dtensor;
 mod embedding;
 mod error;
 mod explain;
 mod factory;
+mod files;
 pub mod fsdp;
 pub mod kernels;
 mod layout;
@@ -38,7 +37,6 @@ pub mod sparse;
 mod strict;
 mod tree;
 mod visualize;
-mod weights;
 
 #[doc = include_str!("guide.md")]
 pub mod guide {}
@@ -51,6 +49,8 @@ pub use dtensor::DTensor;
 pub use embedding::options::{EmbeddingBagOptions, EmbeddingOptions};
 pub use error::{Error, Result};
 pub use explain::{Conversion, Explanation, Step, explain};
+pub use files::checkpoint;
+pub use files::weights::Weights;
 pub use kernels::{BagMode, Conv};
 pub use layout::{Partial, Placement, Placements, Replicate, Shard, Sizes, Spec, SpecDescription, chunk_sizes};
 pub use ops::attention::AttentionMask;
@@ -62,7 +62,6 @@ pub use sharded_tensor::ShardedTensor;
 pub use sharding_spec::{ChunkShardingSpec, EnumerableShardingSpec};
 pub use strict::strict;
 pub use visualize::{visualize_sharding, visualize_sharding_svg};
-pub use weights::Weights;
 
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]

@@ -105,20 +105,20 @@ const CANDLE_DIST: &[Folder] = &[
 const CANDLE_SHARD: &[Folder] = &[Folder {
     path: "",
     floors: &[
-        "changes disk error guide kernels porting random readme scoped",
+        "changes error guide kernels porting random readme scoped",
         "layout",
         "agreement explain sharding_spec strict visualize",
         "dtensor",
         "factory local tree",
         "redistribute",
-        "rules weights",
-        "checkpoint ops parallel",
+        "files rules",
+        "ops parallel",
         "fsdp sparse",
         "sharded_tensor",
         "embedding",
         "nn",
     ],
-    // What is told of plans and moves, the gradients that `nn` finds, hooks of `fsdp`, one index of files, and
+    // What is told of plans and moves, the gradients that `nn` finds, hooks of `fsdp`, and
     // the options of lookups have yet to move down.
     up: &[
         ("agreement", "dtensor"),
@@ -133,7 +133,6 @@ const CANDLE_SHARD: &[Folder] = &[Folder {
         ("sparse", "nn"),
         ("strict", "dtensor"),
         ("strict", "rules"),
-        ("weights", "checkpoint"),
     ],
 }];
 

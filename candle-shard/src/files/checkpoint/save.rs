@@ -7,8 +7,9 @@
 use super::index::{INDEX, Index, Saved, file_of, generation_of};
 use super::{Named, check_alike};
 use crate::agreement::{agreed, told};
-use crate::weights::WeightWriter;
-use crate::{DTensor, Error, Result, disk};
+use crate::files::disk;
+use crate::files::weights::WeightWriter;
+use crate::{DTensor, Error, Result};
 use candle_core::Tensor;
 use candle_dist::{DeviceMesh, ProcessGroup};
 use itertools::Itertools;

@@ -1,7 +1,7 @@
 //! Weights in several files, located by an index file.
 use super::file::{Entry, WeightFile, elements};
 use super::{Piece, Stored, Weights};
-use crate::checkpoint::index::{INDEX, Index, Indexed};
+use crate::files::checkpoint::index::{INDEX, Index, Indexed};
 use crate::layout::{first_overlap, volume};
 use crate::{Error, Result};
 use serde::Deserialize;

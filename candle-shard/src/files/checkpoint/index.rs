@@ -1,6 +1,6 @@
 //! The index of a checkpoint: which file contains which block of which tensor.
+use crate::files::weights::name_of;
 use crate::layout::{Block, Spec};
-use crate::weights::name_of;
 use crate::{Error, Result};
 use candle_core::DType;
 use serde::{Deserialize, Serialize};
