@@ -15,8 +15,8 @@ pub(crate) mod agreement;
 #[allow(clippy::unwrap_used)] // a panic is how a test fails
 mod crashes;
 mod export;
-pub(crate) mod index;
 pub(crate) mod save;
+pub(crate) mod saved;
 
 pub use export::export;
 pub use save::save;

@@ -1,43 +1,9 @@
-//! The index of a checkpoint: which file contains which block of which tensor.
+//! What a save writes: which rank puts which block of which tensor into which file.
+use crate::files::index::{Blocks, Indexed, IndexedPiece};
 use crate::files::weights::name_of;
 use crate::layout::{Block, Spec};
-use crate::{Error, Result};
 use candle_core::DType;
-use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
-use std::path::Path;
-
-/// The name of the index file in a checkpoint's folder.
-pub(crate) const INDEX: &str = "checkpoint.json";
-
-/// The format that this version writes, and the newest one that it reads. A change that older versions would misread
-/// must raise it; a field that they may ignore must not.
-const FORMAT: u32 = 1;
-
-/// The tensors by name.
-#[derive(Debug, Serialize, Deserialize)]
-pub(crate) struct Index {
-    /// Checkpoints without this field are of format 1.
-    #[serde(default = "first_format")]
-    format: u32,
-    pub(crate) tensors: BTreeMap<String, Indexed>,
-}
-
-/// One tensor: global shape, dtype as named in safetensors files, and its blocks.
-#[derive(Debug, Serialize, Deserialize)]
-pub(crate) struct Indexed {
-    pub(crate) shape: Vec<usize>,
-    pub(crate) dtype: String,
-    pub(crate) pieces: Vec<IndexedPiece>,
-}
-
-/// A block: it begins at the global index `start` and lies in `file` under the tensor's name.
-#[derive(Debug, Serialize, Deserialize)]
-pub(crate) struct IndexedPiece {
-    pub(crate) file: String,
-    pub(crate) start: Vec<usize>,
-    pub(crate) shape: Vec<usize>,
-}
 
 /// A tensor to save: its entry in the index, and which rank writes which block.
 pub(crate) struct Saved<'a> {
@@ -90,31 +56,16 @@ impl<'a> Saved<'a> {
     }
 }
 
-fn first_format() -> u32 {
-    1
-}
-
-impl Index {
-    /// Returns an error if a newer version wrote the index file `path`.
-    pub(crate) fn check_format(&self, path: &Path) -> Result<()> {
-        if !(1..=FORMAT).contains(&self.format) {
-            let problem =
-                format!("has format {}, and this version reads 1 to {FORMAT}; update candle-shard", self.format);
-            return Err(Error::file(path, problem));
-        }
-        Ok(())
-    }
-
-    pub(super) fn of(tensors: &[Saved<'_>], generation: u64) -> Self {
-        let piece = |written: &Written| {
-            let (start, shape) = written.block.iter().map(|range| (range.start, range.len())).unzip();
-            IndexedPiece { file: file_of(written.rank, written.part, generation), start, shape }
-        };
-        let indexed = |saved: &Saved<'_>| {
-            let dtype = name_of(saved.dtype).unwrap_or_default().into();
-            let pieces = saved.pieces.iter().map(piece).collect();
-            (saved.name.to_string(), Indexed { shape: saved.shape.to_vec(), dtype, pieces })
-        };
-        Self { format: FORMAT, tensors: tensors.iter().map(indexed).collect() }
-    }
+/// Returns the index of these tensors.
+pub(super) fn index_of(tensors: &[Saved<'_>], generation: u64) -> Blocks {
+    let piece = |written: &Written| {
+        let (start, shape) = written.block.iter().map(|range| (range.start, range.len())).unzip();
+        IndexedPiece { file: file_of(written.rank, written.part, generation), start, shape }
+    };
+    let indexed = |saved: &Saved<'_>| {
+        let dtype = name_of(saved.dtype).unwrap_or_default().into();
+        let pieces = saved.pieces.iter().map(piece).collect();
+        (saved.name.to_string(), Indexed { shape: saved.shape.to_vec(), dtype, pieces })
+    };
+    tensors.iter().map(indexed).collect()
 }
