@@ -1,8 +1,7 @@
 //! A tensor distributed over a mesh.
 use crate::agreement::alike;
 use crate::factory::placed;
-use crate::placement::{Partial, Placement, Replicate, Shard};
-use crate::spec::Spec;
+use crate::layout::{Axes, Partial, Placement, Replicate, Shard, Spec};
 use crate::{Error, Result};
 use candle_core::backprop::GradStore;
 use candle_core::shape::Dim;
@@ -12,9 +11,6 @@ use candle_dist::{DeviceMesh, ProcessGroup, ReduceOp};
 use smallvec::SmallVec;
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
-
-/// A set of mesh axes, as bits.
-pub(crate) type Axes = u32;
 
 /// A tensor distributed over a mesh: this rank's local tensor and the [`Spec`] that every rank shares.
 ///

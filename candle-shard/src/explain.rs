@@ -1,8 +1,6 @@
 //! Reports of how ops change the layouts of their inputs, and of all communication.
-use crate::dtensor::Axes;
-use crate::placement::Placements;
+use crate::layout::{Axes, Placements, Spec};
 use crate::redistribute::Move;
-use crate::spec::Spec;
 use crate::{DTensor, Placement};
 use candle_dist::comm::{Event, Log, Part};
 use itertools::Itertools;

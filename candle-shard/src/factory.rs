@@ -1,7 +1,6 @@
 //! Tensors built in place: each rank builds its own shard, and nothing is communicated.
-use crate::placement::{Placement, Placements, Replicate};
+use crate::layout::{Placement, Placements, Replicate, Spec};
 use crate::random::{Distribution, Stream, sample};
-use crate::spec::Spec;
 use crate::{DTensor, Error, Result};
 use candle_core::{DType, Device, FloatDType, Shape, Tensor, WithDType};
 use candle_dist::DeviceMesh;

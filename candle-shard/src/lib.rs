@@ -14,21 +14,19 @@
 //! - [`kernels`]: fused ops with a true backward, for plain tensors too.
 mod agreement;
 mod changes;
-pub mod checkpoint;
-mod description;
-mod disk;
 mod dtensor;
 mod embedding;
 mod error;
 mod explain;
 mod factory;
+mod files;
 pub mod fsdp;
 pub mod kernels;
+mod layout;
 mod local;
 pub mod nn;
 mod ops;
 pub mod parallel;
-mod placement;
 pub mod random;
 mod redistribute;
 pub mod rules;
@@ -36,11 +34,9 @@ mod scoped;
 pub mod sharded_tensor;
 pub mod sharding_spec;
 pub mod sparse;
-mod spec;
 mod strict;
 mod tree;
 mod visualize;
-mod weights;
 
 #[doc = include_str!("guide.md")]
 pub mod guide {}
@@ -49,24 +45,23 @@ pub mod guide {}
 pub mod porting {}
 
 pub use agreement::compare_operands;
-pub use description::SpecDescription;
 pub use dtensor::DTensor;
 pub use embedding::options::{EmbeddingBagOptions, EmbeddingOptions};
 pub use error::{Error, Result};
 pub use explain::{Conversion, Explanation, Step, explain};
+pub use files::checkpoint;
+pub use files::weights::Weights;
 pub use kernels::{BagMode, Conv};
+pub use layout::{Partial, Placement, Placements, Replicate, Shard, Sizes, Spec, SpecDescription, chunk_sizes};
 pub use ops::attention::AttentionMask;
 pub use ops::cross_entropy::CrossEntropy;
 pub use ops::index::Index;
 pub use ops::loss::Reduction;
 pub use ops::operand::{Operand, Side};
-pub use placement::{Partial, Placement, Placements, Replicate, Shard};
 pub use sharded_tensor::ShardedTensor;
 pub use sharding_spec::{ChunkShardingSpec, EnumerableShardingSpec};
-pub use spec::{Sizes, Spec, chunk_sizes};
 pub use strict::strict;
 pub use visualize::{visualize_sharding, visualize_sharding_svg};
-pub use weights::Weights;
 
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]

@@ -1,6 +1,5 @@
 //! Conversions between local tensors and distributed ones that need more than the layout.
-use crate::placement::{Partial, Placement, Replicate, Shard};
-use crate::spec::{Sizes, Spec};
+use crate::layout::{Partial, Placement, Replicate, Shard, Sizes, Spec};
 use crate::{DTensor, Error, Result};
 use candle_core::{DType, Device, Tensor};
 use candle_dist::functional::Exchange;

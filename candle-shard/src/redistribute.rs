@@ -7,14 +7,13 @@
 mod moves;
 mod table;
 
-use crate::dtensor::{Axes, DTensor};
+use crate::DTensor;
+use crate::layout::{Axes, Placement, Sizes, axes_of, chunk_sizes};
 use crate::nn::shared;
-use crate::placement::Placement;
-use crate::spec::{Sizes, chunk_sizes};
 use crate::{Result, Shard, explain};
 use candle_dist::ProcessGroup;
 use candle_dist::functional::Exchange;
-use moves::{How, bits};
+use moves::How;
 pub(crate) use moves::{Move, Moves, moves};
 use smallvec::SmallVec;
 use table::Kind;
@@ -106,7 +105,7 @@ impl DTensor {
             })
         };
         let to = step.spec.placements()[step.axes[0]];
-        if step.kept { self.kept_step((bits(&step.axes), to, step.varying), make) } else { make() }
+        if step.kept { self.kept_step((axes_of(&step.axes), to, step.varying), make) } else { make() }
     }
 
     /// Returns the group of ranks whose coordinates differ only on these axes.

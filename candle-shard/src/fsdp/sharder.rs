@@ -2,7 +2,7 @@
 use super::FullyShardOptions;
 use super::unit::{Reducing, Unit};
 use crate::DTensor;
-use crate::placement::{Placement, Shard};
+use crate::layout::{Placement, Shard};
 use candle_dist::{DeviceMesh, ProcessGroup};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 

@@ -2,9 +2,8 @@
 use super::nodes::{End, Whole};
 use super::order::{self, Last, Span};
 use super::sharder::{Sharder, lock};
+use crate::layout::{Replicate, chunk_sizes};
 use crate::nn::found;
-use crate::placement::Replicate;
-use crate::spec::chunk_sizes;
 use crate::{DTensor, Result};
 use candle_core::{Shape, Tensor, TensorId, Var};
 use candle_dist::backend::{Fresh, Ready};

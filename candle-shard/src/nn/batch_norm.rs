@@ -1,7 +1,7 @@
 //! Batch norm with statistics over the batch of all ranks.
+use crate::layout::Replicate;
 use crate::nn::{Init, ModuleT, ShardedVarBuilder, draws};
 use crate::parallel::{LayerKind, ModuleStyle};
-use crate::placement::Replicate;
 use crate::{DTensor, Error, Result};
 use candle_core::DType;
 use candle_nn::BatchNormConfig;

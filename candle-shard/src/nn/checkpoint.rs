@@ -1,6 +1,6 @@
 //! Recomputation of activations in the backward pass.
-use crate::dtensor::Axes;
 use crate::kernels::{WeightSink, weight_sink, with_weight_sink};
+use crate::layout::Axes;
 use crate::nn::{Draws, found};
 use crate::{DTensor, Error, Result, fsdp};
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Shape, Tensor, Var};

@@ -1,8 +1,8 @@
 //! candle's convolution layers, with the batch or the channels sharded.
+use crate::layout::Shard;
 use crate::nn::init::{FILTERS, even, init_of};
 use crate::nn::{Init, Module, ShardedVarBuilder};
 use crate::parallel::{LayerKind, ModuleStyle};
-use crate::placement::Shard;
 use crate::{Conv, DTensor, Error, Result};
 use candle_nn::{Conv1dConfig, Conv2dConfig, ConvTranspose1dConfig, ConvTranspose2dConfig};
 

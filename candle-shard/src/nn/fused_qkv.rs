@@ -1,9 +1,8 @@
 //! Query, key and value projections with one weight tensor.
 use super::linear::init;
-use crate::nn::part::{Part, Within};
+use crate::layout::{Part, Placement, Replicate, Shard, Within};
 use crate::nn::{ShardedVarBuilder, Width};
 use crate::parallel::{LayerKind, Layout, ModuleStyle};
-use crate::placement::{Placement, Replicate, Shard};
 use crate::redistribute::Target;
 use crate::rules::{self, Plan};
 use crate::{DTensor, Error, Result, kernels};

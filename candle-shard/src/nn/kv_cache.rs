@@ -1,5 +1,5 @@
 //! Caches of keys and values.
-use crate::spec::Spec;
+use crate::layout::Spec;
 use crate::{DTensor, Error, Result};
 use candle_core::{DType, Device, Tensor};
 use candle_nn::kv_cache;

@@ -1,8 +1,8 @@
 //! The linear layer.
+use crate::layout::Placement;
 use crate::nn::{Init, ShardedVarBuilder, Width};
 use crate::parallel::plain::{plain_module, sizes_of};
 use crate::parallel::{LayerKind, ModuleStyle};
-use crate::placement::Placement;
 use crate::random::Distribution;
 use crate::{DTensor, Result};
 

@@ -16,14 +16,13 @@ mod moved;
 mod norm;
 pub(crate) mod optim;
 mod parameters;
-pub(crate) mod part;
 mod prelu;
 mod rnn;
 mod sequential;
 pub(crate) mod shared;
 mod var_builder;
-mod width;
 
+pub use crate::layout::Width;
 pub use batch_norm::{BatchNorm, batch_norm};
 pub use checkpoint::checkpoint;
 pub use conv::{
@@ -48,4 +47,3 @@ pub use prelu::{PReLU, prelu};
 pub use rnn::{GRU, GRUState, LSTM, LSTMState, RNN, gru, lstm};
 pub use sequential::{Sequential, seq};
 pub use var_builder::{Init, ShardedVarBuilder};
-pub use width::Width;

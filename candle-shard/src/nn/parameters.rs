@@ -1,6 +1,6 @@
 //! The parameters that a model holds on this rank.
+use crate::layout::Within;
 use crate::nn::found;
-use crate::nn::part::Within;
 use crate::{DTensor, Result, checkpoint};
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, Var};

@@ -1,9 +1,8 @@
 //! candle's recurrent layers, with the batch sharded.
+use crate::layout::{Replicate, Shard, Spec};
 use crate::nn::ShardedVarBuilder;
 use crate::nn::init::init_of;
 use crate::parallel::ModuleStyle;
-use crate::placement::{Replicate, Shard};
-use crate::spec::Spec;
 use crate::{DTensor, Error, Result};
 use candle_core::Tensor;
 use candle_nn::rnn::{Direction, GRUConfig, LSTMConfig};

@@ -1,13 +1,11 @@
 //! The builder of parameters: fresh or loaded, sharded as the plan says.
 use crate::agreement::alike;
 use crate::fsdp::{FullyShardOptions, Sharder, Unit};
+use crate::layout::{Part, Placement, Placements, Replicate, Spec, Within};
 use crate::nn::moved::Moved;
-use crate::nn::part::{Part, Within};
 use crate::nn::{Parameter, Parameters, Width};
 use crate::parallel::{LayerKind, ModuleStyle, Plan};
-use crate::placement::{Placement, Placements, Replicate};
 use crate::random::{Distribution, Stream, sample};
-use crate::spec::Spec;
 use crate::{DTensor, Error, Result, Weights};
 use candle_core::{DType, Device, Shape, Tensor};
 use candle_dist::DeviceMesh;

@@ -1,6 +1,6 @@
 //! Rotary position embedding, and scaled dot product attention with grouped heads.
 use crate::kernels::{self, RopePairs};
-use crate::placement::{Placement, Replicate, Shard};
+use crate::layout::{Placement, Replicate, Shard};
 use crate::rules::{self, Row, Rows, Signature};
 use crate::{DTensor, Error, Result};
 

@@ -1,7 +1,7 @@
 //! Elementwise comparisons, and selection between two tensors.
 use super::operand::{Operand, Side};
 use super::pointwise::{broadcast, broadcast_rows};
-use crate::placement::{Placement, Replicate};
+use crate::layout::{Placement, Replicate};
 use crate::rules::{self, Row, Signature};
 use crate::{DTensor, Error, Result};
 use candle_core::op::CmpOp;

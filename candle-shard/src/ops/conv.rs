@@ -1,7 +1,7 @@
 //! Convolutions. Batch or channels may be sharded; images are whole.
 use super::neutral;
 use crate::kernels::Conv;
-use crate::placement::{Placement, Replicate, Shard};
+use crate::layout::{Placement, Replicate, Shard};
 use crate::rules::{self, Row, Rows, Signature};
 use crate::{DTensor, Error, Result};
 

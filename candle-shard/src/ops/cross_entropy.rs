@@ -1,8 +1,8 @@
 //! Cross entropy over classes that may be sharded. Means are over the global batch.
 use super::lookup::read_indexes;
 use super::neutral;
+use crate::layout::{Placement, Replicate, Shard};
 use crate::ops::loss::{Reduction, loss_dtype};
-use crate::placement::{Placement, Replicate, Shard};
 use crate::rules::{self, Row, Rows, Signature};
 use crate::strict::inherent;
 use crate::{DTensor, Error, Result, kernels};

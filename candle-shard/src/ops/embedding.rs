@@ -4,7 +4,7 @@ use crate::embedding::bags::{Bounds, check_weights};
 use crate::embedding::options::{EmbeddingBagOptions, EmbeddingOptions, Renorm};
 use crate::embedding::renorm::limit_rows;
 use crate::kernels::{self, BagMode, Bags, NOWHERE};
-use crate::placement::{Placement, Replicate, Shard};
+use crate::layout::{Placement, Replicate, Shard};
 use crate::rules::{self, Row, Rows, Signature};
 use crate::{DTensor, Error, Result};
 use candle_core::{DType, Tensor};

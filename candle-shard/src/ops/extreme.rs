@@ -8,7 +8,7 @@
 //! gradient. In candle the result depends on the position of the NaN.
 use super::reduce::without;
 use crate::kernels::NOWHERE;
-use crate::placement::{Partial, Placement, Replicate, Shard};
+use crate::layout::{Partial, Placement, Replicate, Shard};
 use crate::rules::{self, Row, Rows, Signature};
 use crate::{DTensor, Error, Result};
 use candle_core::shape::Dim;

@@ -1,5 +1,5 @@
 //! Group norm.
-use crate::placement::Replicate;
+use crate::layout::Replicate;
 use crate::{DTensor, Error, Result};
 use candle_core::Tensor;
 

@@ -1,7 +1,7 @@
 //! Changes in place. They are allowed on tensors that were given or made by a factory, not on results of ops.
 use super::slice::{overlaps, within};
 use crate::changes::parameters_change;
-use crate::placement::{Replicate, Shard};
+use crate::layout::{Replicate, Shard};
 use crate::redistribute::{Target, Targets};
 use crate::rules::{self, Plan, check_meshes};
 use crate::{DTensor, Error, Result};

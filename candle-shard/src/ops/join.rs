@@ -2,7 +2,7 @@
 //!
 //! Other dims keep their shards. If the dim itself is sharded, the shard moves to another dim (all_to_all), or is
 //! gathered if no dim can be sharded.
-use crate::placement::{Placement, Shard};
+use crate::layout::{Placement, Shard};
 use crate::rules::{self, Row, Rows, Signature};
 use crate::{DTensor, Error, Result};
 use candle_core::shape::Dim;

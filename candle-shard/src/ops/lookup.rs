@@ -4,7 +4,7 @@
 //! partial sum.
 use crate::agreement::{refuse_data, was_cut};
 use crate::kernels::{self, NOWHERE};
-use crate::placement::{Placement, Replicate, Shard};
+use crate::layout::{Placement, Replicate, Shard};
 use crate::rules::{self, Row, Rows, Signature};
 use crate::{DTensor, Error, Result};
 use candle_core::shape::Dim;

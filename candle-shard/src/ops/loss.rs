@@ -1,6 +1,6 @@
 //! Losses between two tensors of one shape. Means are over all elements on all ranks.
 use super::neutral;
-use crate::placement::{Placement, Shard};
+use crate::layout::{Placement, Shard};
 use crate::rules::{self, Row, Rows, Signature};
 use crate::strict::inherent;
 use crate::{DTensor, Error, Result};

@@ -1,6 +1,6 @@
 //! Matrix products. Sharded batch dims, rows or columns stay sharded; a sharded inner dim gives partial sums.
 use super::pointwise::{broadcast, broadcast_rows};
-use crate::placement::{Placement, Replicate, Shard};
+use crate::layout::{Placement, Replicate, Shard};
 use crate::rules::{self, Row, Rows, Signature};
 use crate::{DTensor, Error, Result};
 use candle_core::Tensor;

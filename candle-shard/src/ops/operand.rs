@@ -1,7 +1,6 @@
 //! The other operand of an op on a distributed tensor.
 use crate::agreement::alike;
-use crate::placement::Replicate;
-use crate::spec::Spec;
+use crate::layout::{Replicate, Spec};
 use crate::{DTensor, Result};
 use candle_core::{DType, Tensor};
 use candle_dist::DeviceMesh;

@@ -3,9 +3,8 @@
 //! NaN counts as larger than every number, as in PyTorch. candle's order of NaN depends on their positions.
 use super::extreme::nans;
 use super::rowwise::rows;
-use crate::placement::Shard;
+use crate::layout::{Shard, Spec};
 use crate::rules::{self, Plan, Row, Signature};
-use crate::spec::Spec;
 use crate::strict::inherent;
 use crate::{DTensor, Error, Result};
 use candle_core::{D, DType, Tensor};

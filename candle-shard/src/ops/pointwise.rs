@@ -2,7 +2,7 @@
 use super::operand::{Operand, Side};
 use super::unary::Order::{self, Falling, Neither, Rising};
 use super::unary::extreme_rows;
-use crate::placement::{Partial, Placement, Replicate, Shard};
+use crate::layout::{Partial, Placement, Replicate, Shard};
 use crate::rules::{self, Row, Rows, Signature};
 use crate::{DTensor, Error, Result};
 use candle_core::Tensor;

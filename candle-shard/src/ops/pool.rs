@@ -1,6 +1,6 @@
 //! Pooling and resizing of images. Batch and channels may be sharded.
 use crate::kernels::{self, Pool};
-use crate::placement::{Placement, Shard};
+use crate::layout::{Placement, Shard};
 use crate::rules::{self, Row, Rows, Signature};
 use crate::{DTensor, Error, Result};
 use candle_core::Tensor;

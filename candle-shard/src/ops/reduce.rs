@@ -1,5 +1,5 @@
 //! Sums, means and variances. Reducing a sharded dim gives partial sums. 16-bit floats are summed in f32.
-use crate::placement::{Placement, Shard};
+use crate::layout::{Placement, Shard};
 use crate::rules::{self, Row, Rows, Signature};
 use crate::strict::inherent;
 use crate::{DTensor, Result};

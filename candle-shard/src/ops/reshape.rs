@@ -1,8 +1,7 @@
 //! Reshape. Shards of dims that split or merge stay in place where rows allow it.
-use crate::placement::{Replicate, Shard};
+use crate::layout::{Replicate, Shard, Sizes, Spec, chunk_sizes};
 use crate::redistribute::Targets;
 use crate::rules::{self, Plan};
-use crate::spec::{Sizes, Spec, chunk_sizes};
 use crate::{DTensor, Error, Result};
 use candle_core::shape::ShapeWithOneHole;
 use candle_dist::backend::Dims;

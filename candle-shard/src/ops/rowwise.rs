@@ -1,6 +1,6 @@
 //! Fused ops over the last dim, which is whole: softmax and the norms. Leading dims may be sharded.
 use super::pointwise::broadcast_rows;
-use crate::placement::{Replicate, Shard};
+use crate::layout::{Replicate, Shard};
 use crate::rules::{self, Row, Rows, Signature};
 use crate::{DTensor, Error, Result, kernels};
 

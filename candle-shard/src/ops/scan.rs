@@ -1,5 +1,5 @@
 //! Cumulative sums. Each rank sums its shard of a sharded dim and adds the total of the shards before it.
-use crate::placement::{Partial, Placement, Replicate, Shard};
+use crate::layout::{Partial, Placement, Replicate, Shard};
 use crate::rules::{self, Plan, Row, Rows, Signature};
 use crate::{DTensor, Result};
 use candle_core::shape::Dim;

@@ -3,7 +3,7 @@
 //! A rank that holds a shard of the indexed dim applies the elements that belong there and ignores the rest.
 use super::lookup::{check_indexes, checked, held, places};
 use crate::kernels::NOWHERE;
-use crate::placement::{Placement, Replicate, Shard};
+use crate::layout::{Placement, Replicate, Shard};
 use crate::rules::{self, Row, Rows, Signature};
 use crate::{DTensor, Error, Result};
 use candle_core::shape::Dim;

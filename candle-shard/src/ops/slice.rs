@@ -1,10 +1,9 @@
 //! Slices of a dim. Each rank keeps the rows that it holds, and nothing is communicated.
 //!
 //! A slice of a sharded dim has explicit sizes. If several axes shard the dim, the inner ones are gathered.
-use crate::placement::{Partial, Replicate, Shard};
+use crate::layout::{Partial, Replicate, Shard, Spec};
 use crate::redistribute::{Target, Targets};
 use crate::rules::{self, Plan, check_meshes};
-use crate::spec::Spec;
 use crate::{DTensor, Error, Result};
 use candle_core::shape::Dim;
 use candle_core::{Shape, Tensor};

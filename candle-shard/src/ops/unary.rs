@@ -1,6 +1,6 @@
 //! Elementwise functions of one tensor. Any dim may be sharded; partial placements pass through where the function
 //! allows it.
-use crate::placement::{Partial, Placement, Shard};
+use crate::layout::{Partial, Placement, Shard};
 use crate::rules::{self, Row, Rows, Signature};
 use crate::{DTensor, Error, Result};
 use Order::{Falling, Neither, Rising};

@@ -1,8 +1,7 @@
 //! Ops that only reorder or repeat dims. Shards and partial sums move along.
 use super::pointwise::{broadcast, broadcast_rows};
-use crate::placement::{Placement, Replicate, Shard};
+use crate::layout::{Placement, Replicate, Shard, Spec};
 use crate::rules::{self, Row, Rows, Signature};
-use crate::spec::Spec;
 use crate::{DTensor, Error, Result};
 use candle_core::shape::{Dim, Dims as DimList};
 use candle_core::{Shape, Tensor};

@@ -1,7 +1,6 @@
 //! The style of one module of a model, and how the module applies it.
 use super::style::{ColwiseParallel, Style};
-use crate::dtensor::Axes;
-use crate::placement::{Placement, Replicate, Shard};
+use crate::layout::{Axes, Placement, Replicate, Shard};
 use crate::redistribute::{Target, Targets};
 use crate::{DTensor, Error, Result};
 

@@ -2,8 +2,7 @@
 use super::module::ModuleStyle;
 use super::style::Style;
 use crate::agreement::alike;
-use crate::placement::{Placement, Replicate, Shard};
-use crate::spec::{Sizes, Spec, chunk_sizes};
+use crate::layout::{Placement, Replicate, Shard, Sizes, Spec, chunk_sizes};
 use crate::{DTensor, Error, Result};
 use candle_core::Tensor;
 use candle_dist::DeviceMesh;

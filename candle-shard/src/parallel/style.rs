@@ -1,5 +1,5 @@
 //! The styles of modules: placements of parameters, inputs and outputs.
-use crate::placement::{Partial, Placement, Replicate};
+use crate::layout::{Partial, Placement, Replicate};
 use crate::{Error, Result};
 use candle_dist::ReduceOp;
 

@@ -4,9 +4,7 @@
 //! cuts the part that the outer axes leave. Several axes with the same change share one step.
 use super::table::{Kind, MovedAxes};
 use super::{Target, Targets};
-use crate::dtensor::Axes;
-use crate::placement::{Partial, Placement, Replicate, Shard};
-use crate::spec::Spec;
+use crate::layout::{Axes, Partial, Placement, Replicate, Shard, Spec, axes_of};
 use crate::{DTensor, Error, Result};
 use candle_dist::ReduceOp;
 use smallvec::{SmallVec, smallvec};
@@ -211,7 +209,7 @@ impl Way<'_> {
             let stays = |axis: &usize| self.targets[*axis].placement != Replicate;
             let kept = all.iter().rposition(stays).map_or(0, |last| last + 1);
             let axes = self.several_ranks(all[kept..].iter().copied());
-            let bits = bits(&axes);
+            let bits = axes_of(&axes);
             if axes.len() < 2 || self.tracked && self.vary & bits != bits {
                 continue;
             }
@@ -253,11 +251,6 @@ impl Way<'_> {
         let target = &self.targets[axis];
         self.at.placements()[axis] == target.placement && self.at.sizes(axis) == target.sizes.as_ref()
     }
-}
-
-/// Returns the axes as bits.
-pub(super) fn bits(axes: &[usize]) -> Axes {
-    axes.iter().map(|axis| 1 << axis).sum()
 }
 
 impl DTensor {

@@ -16,8 +16,7 @@
 //!
 //! Reductions other than the sum become `R` first, and only without gradient.
 use super::Target;
-use crate::placement::{Partial, Placement, Replicate, Shard};
-use crate::spec::{Sizes, Spec, chunk_sizes};
+use crate::layout::{Partial, Placement, Replicate, Shard, Sizes, Spec, chunk_sizes};
 use candle_core::Tensor;
 use candle_dist::functional::Exchange;
 use candle_dist::{ProcessGroup, ReduceOp};

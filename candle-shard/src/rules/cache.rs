@@ -3,8 +3,8 @@
 //! Specs are shared (see [`Spec::shared`]), so inputs with equal layouts have the same spec in memory. A few addresses
 //! and flags identify a call. Each thread has its own cache: it is one rank, and no lock is needed.
 use super::plan::Plan;
-use crate::dtensor::{Axes, DTensor};
-use crate::spec::Spec;
+use crate::DTensor;
+use crate::layout::{Axes, Spec};
 use crate::{Error, Result};
 use rustc_hash::FxHashMap;
 use smallvec::SmallVec;

@@ -75,9 +75,8 @@ mod own;
 mod plan;
 
 use crate::explain;
-use crate::placement::Placement;
+use crate::layout::{Placement, Spec};
 use crate::redistribute::{Moves, Target, Targets};
-use crate::spec::Spec;
 use crate::strict;
 use crate::{DTensor, Result};
 use candle_core::{DType, Tensor};

@@ -1,7 +1,6 @@
 //! Ops of other crates, with checks that this crate's own ops do not need.
 use super::{Plan, Row, Signature, neutral, run_known};
-use crate::placement::Placement;
-use crate::spec::Spec;
+use crate::layout::{Placement, Spec};
 use crate::{DTensor, Error, Result};
 use candle_core::Tensor;
 use std::any::type_name;

@@ -1,9 +1,8 @@
 //! Plans: how an op runs on inputs with certain layouts.
 use super::{Row, Signature};
-use crate::dtensor::{Axes, DTensor};
-use crate::placement::{Placements, Replicate};
+use crate::DTensor;
+use crate::layout::{Axes, Placements, Replicate, Sizes, Spec};
 use crate::redistribute::{Move, Moves, Target, Targets, cost, moves};
-use crate::spec::{Sizes, Spec};
 use crate::{Error, Result};
 use candle_core::DType;
 use candle_dist::backend::Dims;

@@ -1,5 +1,5 @@
 //! Metadata of a sharded tensor, equal on every rank.
-use crate::sharding_spec::block::{volume, whole};
+use crate::layout::{volume, whole};
 use crate::sharding_spec::{DeviceName, RemoteDevice, ShardMetadata, ShardingSpec};
 use crate::{Error, Result};
 use candle_core::{DType, Device};

@@ -1,6 +1,6 @@
 //! Functions that cut blocks out of tensors and join them.
 use crate::Result;
-use crate::sharding_spec::block::Block;
+use crate::layout::Block;
 use candle_core::{DType, Device, Tensor};
 use std::ops::Range;
 

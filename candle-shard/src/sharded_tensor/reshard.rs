@@ -1,8 +1,8 @@
 //! Conversion from one spec to another.
 use super::metadata::Layout;
 use super::{ShardedTensor, pieces};
+use crate::layout::{Block, intersection};
 use crate::sharding_spec::ShardingSpec;
-use crate::sharding_spec::block::{Block, intersection};
 use crate::{Error, Result};
 use candle_core::{Shape, Tensor};
 use candle_dist::Message;

@@ -2,9 +2,9 @@
 use super::ShardedTensor;
 use super::metadata::Layout;
 use crate::agreement::agreed;
-use crate::checkpoint::agreement::check_named;
-use crate::checkpoint::index::{Saved, Written};
-use crate::checkpoint::save::write;
+use crate::files::checkpoint::agreement::check_named;
+use crate::files::checkpoint::save::write;
+use crate::files::checkpoint::saved::{Saved, Written};
 use crate::sharding_spec::ShardingSpec;
 use crate::{Error, Result, Weights};
 use candle_core::Device;

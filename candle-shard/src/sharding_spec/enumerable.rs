@@ -1,6 +1,6 @@
 //! Specs that list their blocks.
-use super::block::{first_overlap, volume, whole};
 use super::shard_metadata::ShardMetadata;
+use crate::layout::{first_overlap, volume, whole};
 use crate::{Error, Result};
 use itertools::Itertools;
 use std::fmt;

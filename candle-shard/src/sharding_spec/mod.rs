@@ -2,7 +2,6 @@
 //!
 //! These are PyTorch's sharding specs. They name ranks instead of mesh axes. So chunks may lie in any order, on only
 //! some ranks of a group, or several on one rank. A [`ShardedTensor`](crate::ShardedTensor) has such a spec.
-pub(crate) mod block;
 mod chunk;
 mod enumerable;
 mod infer;

@@ -1,6 +1,6 @@
 //! Metadata of one shard: offsets, sizes and placement.
-use super::block::Block;
 use super::remote_device::RemoteDevice;
+use crate::layout::Block;
 use crate::{Error, Result};
 use std::fmt;
 

@@ -5,7 +5,7 @@ mod text;
 pub use svg::visualize_sharding_svg;
 pub use text::visualize_sharding;
 
-use crate::spec::Spec;
+use crate::layout::Spec;
 use crate::{Error, Result};
 use itertools::Itertools;
 use std::collections::BTreeMap;

@@ -1,7 +1,7 @@
 //! SVG pictures.
 use super::{Bounds, Grid, named, shown};
 use crate::Result;
-use crate::spec::Spec;
+use crate::layout::Spec;
 use itertools::Itertools;
 
 /// In pixels: the longer side of a slice, the minimum of its shorter side, the margin around slices, and the space

@@ -1,7 +1,7 @@
 //! Text pictures.
 use super::{Bounds, Grid, named, shown};
 use crate::Result;
-use crate::spec::Spec;
+use crate::layout::Spec;
 use itertools::Itertools;
 
 /// Returns a text picture of which rank holds which block of a tensor with one to three dims.

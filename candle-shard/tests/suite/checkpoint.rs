@@ -214,6 +214,12 @@ fn a_checkpoint_of_a_newer_format_is_refused() {
     fs::write(&index, json.to_string()).unwrap();
     let error = Weights::open(&path).unwrap_err().to_string();
     assert!(error.contains("has format 2, and this version reads 1 to 1; update candle-shard"), "{error}");
+    // Also if its index has another form.
+    let tensors = std::mem::replace(&mut json["tensors"], serde_json::json!(["x"]));
+    fs::write(&index, json.to_string()).unwrap();
+    let error = Weights::open(&path).unwrap_err().to_string();
+    assert!(error.contains("has format 2, and this version reads 1 to 1; update candle-shard"), "{error}");
+    json["tensors"] = tensors;
     // A checkpoint of the versions that wrote no format.
     json.as_object_mut().unwrap().remove("format");
     fs::write(&index, json.to_string()).unwrap();

@@ -1,8 +1,7 @@
 //! The state that an optimizer keeps for one parameter.
 use super::params::Params;
+use crate::layout::{Replicate, Spec};
 use crate::nn::Parameter;
-use crate::placement::Replicate;
-use crate::spec::Spec;
 use crate::{DTensor, Error, Result, checkpoint, kernels};
 use candle_core::{Device, Tensor, Var};
 use candle_dist::DeviceMesh;

@@ -105,25 +105,23 @@ const CANDLE_DIST: &[Folder] = &[
 const CANDLE_SHARD: &[Folder] = &[Folder {
     path: "",
     floors: &[
-        "changes disk error guide kernels porting random readme scoped",
-        "placement sharding_spec",
-        "spec",
-        "agreement description explain strict visualize",
+        "changes error guide kernels porting random readme scoped",
+        "layout",
+        "agreement explain sharding_spec strict visualize",
         "dtensor",
         "factory local tree",
         "redistribute",
-        "rules weights",
-        "checkpoint ops parallel",
+        "files rules",
+        "ops parallel",
         "fsdp sparse",
         "sharded_tensor",
         "embedding",
         "nn",
     ],
-    // The layouts' `Axes`, what is told of plans and moves, the gradients that `nn` finds, hooks of `fsdp`, one index of files, and
+    // What is told of plans and moves, the gradients that `nn` finds, hooks of `fsdp`, and
     // the options of lookups have yet to move down.
     up: &[
         ("agreement", "dtensor"),
-        ("checkpoint", "nn"),
         ("dtensor", "factory"),
         ("dtensor", "nn"),
         ("explain", "dtensor"),
@@ -133,11 +131,8 @@ const CANDLE_SHARD: &[Folder] = &[Folder {
         ("redistribute", "nn"),
         ("sparse", "embedding"),
         ("sparse", "nn"),
-        ("spec", "dtensor"),
         ("strict", "dtensor"),
         ("strict", "rules"),
-        ("weights", "checkpoint"),
-        ("weights", "nn"),
     ],
 }];
 

@@ -1,7 +1,6 @@
 //! Exchange of matrix shards with the ranks that orthogonalize the matrices.
 use crate::Result;
-use crate::placement::Shard;
-use crate::spec::Spec;
+use crate::layout::{Shard, Spec};
 use candle_core::Tensor;
 use candle_dist::{DeviceMesh, ProcessGroup};
 use itertools::Itertools;

@@ -1,7 +1,7 @@
 //! Tensors in safetensors files, from which each rank reads only its own block.
 mod dtypes;
 mod file;
-mod index;
+mod indexed;
 mod read;
 mod runs;
 mod write;
@@ -9,8 +9,7 @@ mod write;
 pub(crate) use dtypes::name_of;
 pub(crate) use write::WeightWriter;
 
-use crate::nn::part::Within;
-use crate::spec::Spec;
+use crate::layout::{Spec, Within};
 use crate::{DTensor, Error, Result};
 use candle_core::{DType, Device, Tensor};
 use file::WeightFile;
@@ -77,10 +76,10 @@ impl Weights {
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         if path.is_dir() {
-            return index::open_folder(path);
+            return indexed::open_folder(path);
         }
         match path.extension().is_some_and(|extension| extension == "json") {
-            true => index::open(path),
+            true => indexed::open(path),
             false => Self::open_files(&[path]),
         }
     }

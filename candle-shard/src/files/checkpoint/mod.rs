@@ -15,16 +15,14 @@ pub(crate) mod agreement;
 #[allow(clippy::unwrap_used)] // a panic is how a test fails
 mod crashes;
 mod export;
-pub(crate) mod index;
 pub(crate) mod save;
+pub(crate) mod saved;
 
 pub use export::export;
 pub use save::save;
 
 use crate::agreement::agreed;
-use crate::nn::part::Within;
-use crate::placement::Placement;
-use crate::spec::Spec;
+use crate::layout::{Placement, Spec, Within};
 use crate::{DTensor, Error, Result, Weights};
 use agreement::check_alike;
 use candle_core::{Device, Var};

@@ -1,6 +1,6 @@
 //! Whenever a save fails or is killed, the last or the new checkpoint loads, and the next save succeeds.
 use super::{load, save};
-use crate::disk::faults::{self, Fault};
+use crate::files::disk::faults::{self, Fault};
 use crate::{DTensor, Replicate, Result, Shard};
 use candle_core::{Device, Tensor};
 use candle_dist::World;

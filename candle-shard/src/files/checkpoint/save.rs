@@ -4,11 +4,13 @@
 //! of them are on the disk, a single rename replaces the old index by the new one. So at any time the index in the
 //! folder names complete files. If a save cannot remove the files that the index does not name, the next successful
 //! save removes them.
-use super::index::{INDEX, Index, Saved, file_of, generation_of};
+use super::saved::{Saved, file_of, generation_of, index_of};
 use super::{Named, check_alike};
 use crate::agreement::{agreed, told};
-use crate::weights::WeightWriter;
-use crate::{DTensor, Error, Result, disk};
+use crate::files::disk;
+use crate::files::index::{self, Blocks, INDEX, Index};
+use crate::files::weights::WeightWriter;
+use crate::{DTensor, Error, Result};
 use candle_core::Tensor;
 use candle_dist::{DeviceMesh, ProcessGroup};
 use itertools::Itertools;
@@ -56,7 +58,7 @@ pub(crate) fn write<'a>(
     let saved = told(op, group, &prepared.generation).and_then(|generations| {
         let generation = generations[0];
         agreed(group, op, write_blocks(path, (group.rank(), generation), tensors, local))?;
-        let committed = if leads { commit(path, &Index::of(tensors, generation)) } else { Ok(()) };
+        let committed = if leads { commit(path, &index_of(tensors, generation)) } else { Ok(()) };
         agreed(group, op, committed)
     });
     if leads {
@@ -107,15 +109,9 @@ impl Prepared {
             return Ok(());
         }
         let at = path.join(INDEX);
-        let wanted: BTreeSet<String> = match fs::read(&at) {
-            Ok(text) => {
-                let index: Index = serde_json::from_slice(&text)
-                    .map_err(|error| Error::file(&at, format!("cannot be read as an index ({error})")))?;
-                let pieces = index.tensors.into_values().flat_map(|tensor| tensor.pieces);
-                pieces.map(|piece| piece.file).collect()
-            }
-            Err(error) if error.kind() == io::ErrorKind::NotFound => BTreeSet::new(),
-            Err(error) => return Err(failed(&at, &error)),
+        let wanted: BTreeSet<String> = match fs::exists(&at).map_err(|error| failed(&at, &error))? {
+            true => Index::read(&at)?.into_files().into_iter().collect(),
+            false => BTreeSet::new(),
         };
         for name in names_in(path)? {
             let is_left = match generation_of(&name) {
@@ -174,11 +170,11 @@ fn write_blocks<'a>(
 }
 
 /// Renames the index to its final name; from then on the new checkpoint is valid.
-fn commit(path: &Path, index: &Index) -> Result<()> {
+fn commit(path: &Path, tensors: &Blocks) -> Result<()> {
     let (next, at): (PathBuf, PathBuf) = (path.join(NEXT_INDEX), path.join(INDEX));
     let put = || -> io::Result<()> {
         let mut file = disk::create(&next)?;
-        disk::write(&mut file, &next, &serde_json::to_vec_pretty(index)?)?;
+        disk::write(&mut file, &next, &index::text_of(tensors)?)?;
         disk::sync(&file, &next)?;
         disk::rename(&next, &at)?;
         disk::sync_folder(path)

@@ -1,5 +1,5 @@
 //! Sizes of dims that are cut only between units.
-use crate::spec::chunk_sizes;
+use super::spec::chunk_sizes;
 use candle_dist::backend::Dims;
 
 /// The size of a dim made of units that are never cut, such as attention heads.

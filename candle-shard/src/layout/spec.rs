@@ -1,6 +1,6 @@
 //! The full description of a distributed tensor: mesh, placements, global shape, dtype.
-use crate::dtensor::Axes;
-use crate::placement::{Placement, Placements, Shard};
+use super::axes::Axes;
+use super::placement::{Placement, Placements, Shard};
 use crate::{Error, Result};
 use candle_core::{DType, Shape};
 use candle_dist::DeviceMesh;

@@ -1,26 +1,14 @@
 //! Weights in several files, located by an index file.
 use super::file::{Entry, WeightFile, elements};
 use super::{Piece, Stored, Weights};
-use crate::checkpoint::index::{INDEX, Index, Indexed};
-use crate::sharding_spec::block::{first_overlap, volume};
+use crate::files::index::{INDEX, Index, Indexed};
+use crate::layout::{first_overlap, volume};
 use crate::{Error, Result};
-use serde::Deserialize;
 use std::collections::BTreeMap;
 use std::path::Path;
 
 /// The file names that a folder of weights may contain, in the order of the search.
 const KNOWN: [&str; 3] = [INDEX, "model.safetensors.index.json", "model.safetensors"];
-
-/// Either kind of index.
-#[derive(Deserialize)]
-#[serde(untagged)]
-enum AnyIndex {
-    Checkpoint(Index),
-    /// The index of Hugging Face: the file of each tensor.
-    Whole {
-        weight_map: BTreeMap<String, String>,
-    },
-}
 
 pub(super) fn open_folder(folder: &Path) -> Result<Weights> {
     match KNOWN.iter().map(|name| folder.join(name)).find(|path| path.exists()) {
@@ -30,15 +18,9 @@ pub(super) fn open_folder(folder: &Path) -> Result<Weights> {
 }
 
 pub(super) fn open(path: &Path) -> Result<Weights> {
-    let failed = |error: &dyn std::fmt::Display| Error::file(path, format!("cannot be read as an index ({error})"));
-    let text = std::fs::read_to_string(path).map_err(|error| failed(&error))?;
-    let index: AnyIndex = serde_json::from_str(&text).map_err(|error| failed(&error))?;
-    let tensors = match index {
-        AnyIndex::Checkpoint(index) => {
-            index.check_format(path)?;
-            index.tensors
-        }
-        AnyIndex::Whole { weight_map } => return open_whole(path, weight_map),
+    let tensors = match Index::read(path)? {
+        Index::Blocks(tensors) => tensors,
+        Index::Whole(files) => return open_whole(path, files),
     };
     let mut files = Files::new(path);
     for (name, indexed) in tensors {

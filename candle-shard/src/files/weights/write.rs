@@ -1,6 +1,7 @@
 //! A safetensors file, written tensor by tensor.
 use super::dtypes;
-use crate::{Error, Result, disk};
+use crate::files::disk;
+use crate::{Error, Result};
 use bytemuck::Pod;
 use candle_core::{DType, Tensor, WithDType};
 use half::{bf16, f16};

@@ -1,6 +1,6 @@
 //! Layouts as serializable data.
-use crate::placement::Placement;
-use crate::spec::Spec;
+use super::placement::Placement;
+use super::spec::Spec;
 use crate::{Error, Result};
 use candle_core::DType;
 use candle_dist::DeviceMesh;

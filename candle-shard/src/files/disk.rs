@@ -1,7 +1,7 @@
 //! The calls to the file system that write files.
 //!
 //! Tests make any call fail, or all calls from one on, as if the process had been killed there
-//! (`checkpoint/crashes.rs`).
+//! (`files/checkpoint/crashes.rs`).
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::Path;

@@ -1,8 +1,9 @@
 //! Export to one ordinary file, for programs without meshes.
 use super::{Named, beside, check_alike};
 use crate::agreement::agreed;
-use crate::weights::WeightWriter;
-use crate::{DTensor, Error, Result, disk};
+use crate::files::disk;
+use crate::files::weights::WeightWriter;
+use crate::{DTensor, Error, Result};
 use candle_dist::DeviceMesh;
 use itertools::Itertools;
 use std::path::Path;

@@ -1,13 +1,13 @@
 //! Parameters that are rows of a larger tensor in files.
-use crate::spec::Spec;
+use super::spec::Spec;
 use candle_dist::backend::Dims;
 use smallvec::SmallVec;
 use std::ops::Range;
 
 /// The name of a parameter, and the tensor of files that contains it.
-pub(super) struct Part {
-    pub(super) name: String,
-    pub(super) within: Option<Within>,
+pub(crate) struct Part {
+    pub(crate) name: String,
+    pub(crate) within: Option<Within>,
 }
 
 impl From<&str> for Part {

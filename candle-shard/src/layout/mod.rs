@@ -1,0 +1,16 @@
+//! How a tensor lies on a mesh, without any tensor: placements, specs, and the blocks that ranks hold.
+mod axes;
+mod block;
+mod description;
+mod part;
+mod placement;
+mod spec;
+mod width;
+
+pub(crate) use axes::{Axes, axes_of};
+pub(crate) use block::{Block, first_overlap, intersection, volume, whole};
+pub use description::SpecDescription;
+pub(crate) use part::{Part, Within};
+pub use placement::{Partial, Placement, Placements, Replicate, Shard};
+pub use spec::{Sizes, Spec, chunk_sizes};
+pub use width::Width;
