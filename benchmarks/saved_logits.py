@@ -4,8 +4,8 @@
 Usage: PYTHON benchmarks/saved_logits.py [FOLDER OF THE PROGRAMS], by default target/release, with a Python that has torch
 and transformers 5; build with `cargo build --release -p examples --bins --examples` before.
 
-For each model: it is trained on README.md for some steps, saved, and loaded as transformers loads any model, from its
-folder alone; then the logits after each token of a text are compared. Status 1 if one differs by more than 1e-3.
+Each model is trained on README.md for some steps, saved, and loaded by transformers from its folder alone. Then the
+logits after each token of a text are compared. The exit status is 1 if one differs by more than 1e-3.
 
 - random: the small random model of `llama`, on 2 ranks x 2 replicas.
 - each model of examples/tests/suite/llama/facts.json in both forms of its config (transformers 5 and 4), on 2 ranks.
@@ -28,7 +28,7 @@ ALLOWED = 1e-3
 
 
 def compared(programs, flags):
-    """The largest difference between the logits of a saved checkpoint, the largest logit, and the number of tokens."""
+    """Returns the largest difference between the logits of a saved checkpoint, the largest logit, and the number of tokens."""
     with tempfile.TemporaryDirectory() as folder:
         train = ["--train", str(ROOT / "README.md"), "--steps", "20", "--batch", "4", "--seq-len", "32", "--lr", "0.003"]
         subprocess.run([programs / "llama", *train, "--save", folder, *flags], check=True, stdout=subprocess.DEVNULL)

@@ -132,7 +132,7 @@ impl Step {
     }
 }
 
-/// A count as a number.
+/// Returns a count as a number.
 fn number(count: &Value) -> Result<f64> {
     Ok(match count {
         Value::Int(count) => *count as f64,

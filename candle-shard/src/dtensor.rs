@@ -356,32 +356,32 @@ impl DTensor {
         Ok(made)
     }
 
-    /// The spec at the address that identifies it on this thread.
+    /// Returns the spec at the address that identifies it on this thread.
     pub(crate) fn shared_spec(&self) -> &Arc<Spec> {
         &self.spec
     }
 
-    /// The layout, equal on every rank.
+    /// Returns the layout, equal on every rank.
     pub fn spec(&self) -> &Spec {
         &self.spec
     }
 
-    /// The mesh.
+    /// Returns the mesh.
     pub fn mesh(&self) -> &DeviceMesh {
         self.spec.mesh()
     }
 
-    /// The placement on each axis of the mesh.
+    /// Returns the placement on each axis of the mesh.
     pub fn placements(&self) -> &[Placement] {
         self.spec.placements()
     }
 
-    /// The global shape.
+    /// Returns the global shape.
     pub fn dims(&self) -> &[usize] {
         self.spec.dims()
     }
 
-    /// The global shape as candle's type, for its `dims2`, `dims3` and so on.
+    /// Returns the global shape as candle's type, for its `dims2`, `dims3` and so on.
     pub fn shape(&self) -> Shape {
         Shape::from(self.dims())
     }
@@ -398,27 +398,27 @@ impl DTensor {
         }
     }
 
-    /// The global size of a dim.
+    /// Returns the global size of a dim.
     pub fn dim(&self, dim: impl Dim) -> Result<usize> {
         Ok(self.dims()[dim.to_index(&self.shape(), "dim")?])
     }
 
-    /// The number of dims.
+    /// Returns the number of dims.
     pub fn rank(&self) -> usize {
         self.dims().len()
     }
 
-    /// The number of elements of the whole tensor.
+    /// Returns the number of elements of the whole tensor.
     pub fn elem_count(&self) -> usize {
         self.dims().iter().product()
     }
 
-    /// The dtype.
+    /// Returns the dtype.
     pub fn dtype(&self) -> DType {
         self.spec.dtype()
     }
 
-    /// The device of this rank's shard.
+    /// Returns the device of this rank's shard.
     pub fn device(&self) -> &Device {
         self.local.device()
     }

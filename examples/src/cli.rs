@@ -165,7 +165,7 @@ pub fn status(done: anyhow::Result<bool>) -> ExitCode {
 pub struct Output<'a>(Option<&'a Path>);
 
 impl<'a> Output<'a> {
-    /// The output for the value of `--json`; `-` is stdout.
+    /// Returns the output for the value of `--json`; `-` is stdout.
     pub fn new(json: Option<&'a Path>) -> Self {
         Self(json)
     }

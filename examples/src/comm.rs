@@ -15,12 +15,12 @@ pub struct CommStat {
 }
 
 impl CommStat {
-    /// The kinds that occurred in a step.
+    /// Returns the kinds that occurred in a step.
     pub fn all(counts: &CommCounts) -> Vec<Self> {
         Self::per_step(counts, 1)
     }
 
-    /// The kinds that occurred in `steps` steps, as means per step.
+    /// Returns the kinds that occurred in `steps` steps, as means per step.
     pub fn per_step(counts: &CommCounts, steps: usize) -> Vec<Self> {
         let mean = |total: usize| total / steps.max(1);
         counts

@@ -52,12 +52,12 @@ pub struct PipelineStat {
 }
 
 impl Pipeline {
-    /// The number of ranks.
+    /// Returns the number of ranks.
     pub fn world(&self) -> usize {
         self.pp * self.dp * self.tp
     }
 
-    /// The number of stages.
+    /// Returns the number of stages.
     pub fn stages(&self) -> usize {
         self.pp.saturating_mul(self.virtual_stages)
     }

@@ -116,7 +116,7 @@ fn gelu_erf(x: &Tensor) -> Result<Tensor> {
     x * phi
 }
 
-/// The mean over all rows of `-log softmax(logits)[target]`, for logits `[.., classes]` and u32 targets `[..]`.
+/// Returns the mean over all rows of `-log softmax(logits)[target]`, for logits `[.., classes]` and u32 targets `[..]`.
 pub(crate) fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
     let logits = logits.reshape(((), logits.dim(D::Minus1)?))?;
     let targets = targets.flatten_all()?.unsqueeze(1)?;

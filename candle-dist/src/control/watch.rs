@@ -36,7 +36,7 @@ enum Answer {
     Changed(Outcome, Vec<u8>),
 }
 
-/// The error for an answer that belongs to another request.
+/// Returns the error for an answer that belongs to another request.
 fn unexpected() -> Error {
     Error::Unsupported("rank 0 answered another request; run the same build on all hosts".to_string())
 }

@@ -45,7 +45,7 @@ impl ProcessGroup {
         self.begin_all(self.handed_on(first, root)?.with_rest(rest), tensors)
     }
 
-    /// A call of no tensors, which is complete at once.
+    /// Returns a call of no tensors, which is complete at once.
     fn nothing() -> PendingTensors {
         PendingTensors::new(State::Done(Vec::new()), Ok)
     }

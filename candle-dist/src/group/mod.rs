@@ -294,7 +294,7 @@ impl ProcessGroup {
         self.meet(Call::new(Op::Barrier))
     }
 
-    /// A barrier that fails on every rank unless all give the same description.
+    /// Runs a barrier that fails on every rank unless all pass the same description.
     ///
     /// For values that must be equal on all ranks before they continue: a mesh, a plan, a configuration.
     #[track_caller]

@@ -5,7 +5,7 @@ use crate::backend::{Call, Op};
 use std::time::Duration;
 
 impl ProcessGroup {
-    /// A [`barrier`](Self::barrier) that names every missing rank, to find ranks that hang.
+    /// Runs a [`barrier`](Self::barrier) that names every missing rank, to find ranks that hang.
     ///
     /// Every rank waits for all others, at most for its `timeout`. The timeouts of the group and the world are ignored
     /// here. Between processes it takes messages of each rank through rank 0 of the world, so do not call it in every

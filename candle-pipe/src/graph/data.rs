@@ -160,7 +160,7 @@ impl Graph {
         made
     }
 
-    /// The nodes that belong to one stage: all but replicated parameters and shared modules.
+    /// Returns the nodes that belong to one stage: all but replicated parameters and shared modules.
     pub(super) fn placed(&self) -> impl Iterator<Item = usize> + '_ {
         (0..self.nodes.len()).filter(|&node| !self.nodes[node].is_replicated())
     }

@@ -31,7 +31,7 @@ impl PipeInfo {
         Ok(Self { graph, stages, edges, shares })
     }
 
-    /// The number of stages.
+    /// Returns the number of stages.
     pub fn num_stages(&self) -> usize {
         self.stages.len()
     }

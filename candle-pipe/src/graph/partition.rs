@@ -26,7 +26,7 @@ impl Costs {
         Ok(Self { nodes, own, uses, shared })
     }
 
-    /// The costs of the runs that begin with item `start`, the shortest run first.
+    /// Returns the costs of the runs that begin with item `start`, the shortest run first.
     pub(super) fn runs(&self, start: usize) -> impl Iterator<Item = f64> + '_ {
         let mut seen = Vec::new();
         (start..self.nodes.len()).scan(0.0, move |total, item| {

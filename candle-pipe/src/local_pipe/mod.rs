@@ -64,23 +64,23 @@ impl LocalPipe {
         Ok(Self { info: pipe.info().clone(), signature: pipe.signature().clone(), stages })
     }
 
-    /// The model and its stages as plain data.
+    /// Returns the model and its stages as plain data.
     pub fn info(&self) -> &PipeInfo {
         &self.info
     }
 
-    /// The stages.
+    /// Returns the stages.
     pub fn stages(&self) -> &[StageModule] {
         &self.stages
     }
 
-    /// The parameters of all stages by full name, as the model uses them.
+    /// Returns the parameters of all stages by full name, as the model uses them.
     pub fn parameters(&self) -> BTreeMap<&str, &Tensor> {
         let all = self.stages.iter().flat_map(StageModule::parameters);
         all.map(|(name, tensor)| (name.as_str(), tensor)).collect()
     }
 
-    /// The parameters that are variables, by full name, for an optimizer.
+    /// Returns the parameters that are variables, by full name, for an optimizer.
     ///
     /// # Errors
     /// Those of candle.

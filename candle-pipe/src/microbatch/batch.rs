@@ -61,7 +61,7 @@ impl Microbatches {
         self.rows.iter().map(range).collect()
     }
 
-    /// The dims along which the tensors of each argument are cut.
+    /// Returns the dims along which the tensors of each argument are cut.
     pub(crate) fn dims(&self) -> (&[Dims], &BTreeMap<String, Dims>) {
         (&self.args_dims, &self.kwargs_dims)
     }

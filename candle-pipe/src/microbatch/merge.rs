@@ -151,7 +151,7 @@ fn own_rows(path: &Path, tensors: &[&Tensor], dim: usize, rows: &[usize]) -> Res
         .collect()
 }
 
-/// An error unless all chunks are leaves of one kind, or hold values in the same places.
+/// Checks that all chunks are leaves of one kind, or have values in the same places.
 fn check_structure(path: &Path, chunks: &[&Value]) -> Result<()> {
     let alike = |a: &Value, b: &Value| match (a.children(), b.children()) {
         (Some(a), Some(b)) => a.iter().map(|(step, _)| step).eq(b.iter().map(|(step, _)| step)),

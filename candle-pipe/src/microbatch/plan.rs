@@ -175,7 +175,7 @@ pub(super) fn check_steps(path: &Path, values: &Children<'_, Value>, specs: &Chi
     }
 }
 
-/// The error for a leaf whose spec is a container.
+/// Returns the error for a leaf whose spec is a container.
 pub(super) fn unlike(path: &Path, value: &Value, spec: &ChunkSpec) -> Error {
     Error::Microbatches(format!("{path} is {}, but its chunk spec is {spec}; give one spec", value.kind()))
 }

@@ -26,12 +26,12 @@ impl Linear {
         Self { weight, bias }
     }
 
-    /// The weight `[n, k]`.
+    /// Returns the weight `[n, k]`.
     pub fn weight(&self) -> &Tensor {
         &self.weight
     }
 
-    /// The bias `[n]`, if there is one.
+    /// Returns the bias `[n]`, if there is one.
     pub fn bias(&self) -> Option<&Tensor> {
         self.bias.as_ref()
     }

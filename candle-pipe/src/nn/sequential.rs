@@ -42,7 +42,7 @@ impl Sequential {
         self.add(candle_nn::func(f))
     }
 
-    /// The number of modules.
+    /// Returns the number of modules.
     pub fn len(&self) -> usize {
         self.layers.len()
     }

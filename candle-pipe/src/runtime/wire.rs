@@ -144,7 +144,8 @@ impl<'a> Wire<'a> {
         tensors.into_iter().try_for_each(|tensor| self.start(tensor.detach(), to))
     }
 
-    /// A blocking send could deadlock: the receiver may take the message only after it has sent one to this rank.
+    /// Starts a send. A blocking one could deadlock: the receiver may first send a message to this rank, and take this
+    /// one afterwards.
     #[track_caller]
     fn start(&self, tensor: Tensor, to: usize) -> Result<()> {
         drop(self.group.send_owned_start(tensor, to, TAG)?);

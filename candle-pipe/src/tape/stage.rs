@@ -152,7 +152,7 @@ impl StageModule {
         declared.into_iter().flatten().map(|(name, tensor)| (name, tensor)).chain(found)
     }
 
-    /// The stage's device.
+    /// Returns the stage's device.
     pub fn device(&self) -> &Device {
         &self.0.device
     }

@@ -22,17 +22,17 @@ pub struct Width {
 }
 
 impl Width {
-    /// A width of `units` units of size `unit`.
+    /// Creates a width of `units` units of size `unit`.
     pub const fn new(units: usize, unit: usize) -> Self {
         Self { units, unit }
     }
 
-    /// The size of the dim.
+    /// Returns the size of the dim.
     pub const fn size(self) -> usize {
         self.units.saturating_mul(self.unit)
     }
 
-    /// The sizes of the shards on `ranks` ranks: units are distributed as by [`chunk_sizes`].
+    /// Returns the sizes of the shards on `ranks` ranks: units are distributed as by [`chunk_sizes`].
     pub fn cut(self, ranks: usize) -> Dims {
         chunk_sizes(self.units, ranks).iter().map(|units| units * self.unit).collect()
     }

@@ -30,27 +30,27 @@ pub struct BatchNorm {
 }
 
 impl BatchNorm {
-    /// The running mean of each channel.
+    /// Returns the running mean of each channel.
     pub fn running_mean(&self) -> &DTensor {
         &self.running_mean
     }
 
-    /// The running variance of each channel.
+    /// Returns the running variance of each channel.
     pub fn running_var(&self) -> &DTensor {
         &self.running_var
     }
 
-    /// The number that is added to variances.
+    /// Returns the number that is added to variances.
     pub fn eps(&self) -> f64 {
         self.config.eps
     }
 
-    /// The weight of a batch in the running statistics.
+    /// Returns the weight of a batch in the running statistics.
     pub fn momentum(&self) -> f64 {
         self.config.momentum
     }
 
-    /// The weight and bias of each channel, if they are learned.
+    /// Returns the weight and bias of each channel, if they are learned.
     pub fn weight_and_bias(&self) -> Option<(&DTensor, &DTensor)> {
         self.weight_and_bias.as_ref().map(|(weight, bias)| (weight, bias))
     }

@@ -146,22 +146,22 @@ macro_rules! layers {
         pub struct $layer(Filters<$config>);
 
         impl $layer {
-            /// A layer with these parameters, outside of any plan.
+            /// Creates a layer with these parameters, outside of any plan.
             pub fn new(weight: DTensor, bias: Option<DTensor>, config: $config) -> Self {
                 Self(Filters { weight, bias, style: ModuleStyle::default(), config })
             }
 
-            /// The options.
+            /// Returns the options.
             pub fn config(&self) -> &$config {
                 &self.0.config
             }
 
-            /// The filters.
+            /// Returns the filters.
             pub fn weight(&self) -> &DTensor {
                 &self.0.weight
             }
 
-            /// The bias `[out]`, if there is one.
+            /// Returns the bias `[out]`, if there is one.
             pub fn bias(&self) -> Option<&DTensor> {
                 self.0.bias.as_ref()
             }

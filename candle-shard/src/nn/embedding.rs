@@ -36,7 +36,7 @@ pub struct Embedding {
 }
 
 impl Embedding {
-    /// A layer at the builder's path with the parameter `weight`, normal with this standard deviation where fresh.
+    /// Builds a layer at the builder's path with the parameter `weight`. A fresh table is normal with this deviation.
     pub fn new(rows: usize, width: usize, stdev: f64, vb: &ShardedVarBuilder) -> Result<Self> {
         Self::with_options(rows, width, stdev, EmbeddingOptions::default(), vb)
     }
@@ -68,13 +68,13 @@ impl Embedding {
         Ok(Self { weight: weight.clone(), style, options: EmbeddingOptions::default() })
     }
 
-    /// The rows `[.., width]` at `ids` (u32, `[..]`).
+    /// Returns the rows `[.., width]` at `ids` (u32, `[..]`).
     pub fn forward(&self, ids: &DTensor) -> Result<DTensor> {
         let [y] = self.style.outputs([&self.weight.embedding_with(ids, &self.options)?])?;
         Ok(y)
     }
 
-    /// The table.
+    /// Returns the table.
     pub fn weight(&self) -> &DTensor {
         &self.weight
     }
@@ -92,7 +92,7 @@ pub struct EmbeddingBag {
 }
 
 impl EmbeddingBag {
-    /// A layer at the builder's path with the parameter `weight`, normal with this standard deviation where fresh.
+    /// Builds a layer at the builder's path with the parameter `weight`. A fresh table is normal with this deviation.
     ///
     /// # Errors
     /// If the options do not fit the table.
@@ -119,7 +119,7 @@ impl EmbeddingBag {
         Ok(y)
     }
 
-    /// The table.
+    /// Returns the table.
     pub fn weight(&self) -> &DTensor {
         &self.weight
     }

@@ -170,7 +170,7 @@ impl FusedQkv {
         Ok([heads(project(q)?)?, heads(shared(k)?)?, heads(shared(v)?)?])
     }
 
-    /// The width of all query heads, sharded like them: the input width of the output projection.
+    /// Returns the width of all query heads, sharded like them: the input width of the output projection.
     pub fn width(&self) -> Width {
         self.width
     }

@@ -17,7 +17,7 @@ pub struct GroupNorm {
 }
 
 impl GroupNorm {
-    /// A layer with these parameters, outside of any plan.
+    /// Creates a layer with these parameters, outside of any plan.
     ///
     /// # Errors
     /// If the groups do not divide the channels.

@@ -300,7 +300,7 @@ impl Layout {
         Ok([local(new[0])?, local(new[1])?])
     }
 
-    /// A tensor that a rank without elements stores to count tokens: candle cannot write to empty memory.
+    /// Returns a tensor that a rank without elements stores to count tokens: candle cannot write to empty memory.
     fn stand_in(&self, x: &DTensor) -> candle_core::Result<Tensor> {
         let mut shape = vec![1; x.rank()];
         shape[self.dim] = x.dims()[self.dim];

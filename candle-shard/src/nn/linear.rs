@@ -63,17 +63,17 @@ impl Linear {
         self.weight.sharded_axes(1).next().is_some()
     }
 
-    /// The weight `[out, in]`.
+    /// Returns the weight `[out, in]`.
     pub fn weight(&self) -> &DTensor {
         &self.weight
     }
 
-    /// The bias `[out]`, if there is one.
+    /// Returns the bias `[out]`, if there is one.
     pub fn bias(&self) -> Option<&DTensor> {
         self.bias.as_ref()
     }
 
-    /// The placements of the weight.
+    /// Returns the placements of the weight.
     pub fn placements(&self) -> &[Placement] {
         self.weight.placements()
     }

@@ -33,12 +33,12 @@ impl LayerNorm {
         Ok(y)
     }
 
-    /// The weight `[width]`.
+    /// Returns the weight `[width]`.
     pub fn weight(&self) -> &DTensor {
         &self.weight
     }
 
-    /// The bias `[width]`, if there is one.
+    /// Returns the bias `[width]`, if there is one.
     pub fn bias(&self) -> Option<&DTensor> {
         self.bias.as_ref()
     }

@@ -49,12 +49,12 @@ impl Parameters {
         Self(parameters)
     }
 
-    /// The parameters.
+    /// Returns the parameters.
     pub fn iter(&self) -> impl Iterator<Item = &Parameter> {
         self.0.iter()
     }
 
-    /// The number of parameters.
+    /// Returns the number of parameters.
     pub fn len(&self) -> usize {
         self.0.len()
     }
@@ -83,7 +83,7 @@ impl Parameters {
         self.iter().map(|p| (p.name.clone(), p.var.clone())).collect()
     }
 
-    /// The parameters by name, for [`checkpoint::save`].
+    /// Returns the parameters by name, for [`checkpoint::save`].
     pub fn named_tensors(&self) -> Vec<(String, DTensor)> {
         self.iter().map(|p| (p.name.clone(), p.tensor.clone())).collect()
     }
@@ -119,12 +119,12 @@ impl Parameters {
         Ok(clip)
     }
 
-    /// The number of elements that this rank holds.
+    /// Returns the number of elements that this rank holds.
     pub fn local_elem_count(&self) -> usize {
         self.iter().map(|p| p.var.elem_count()).sum()
     }
 
-    /// The number of elements of the whole model.
+    /// Returns the number of elements of the whole model.
     pub fn elem_count(&self) -> usize {
         self.iter().map(|p| p.tensor.elem_count()).sum()
     }

@@ -14,12 +14,12 @@ pub struct PReLU {
 }
 
 impl PReLU {
-    /// A layer with these weights, outside of any plan.
+    /// Creates a layer with these weights, outside of any plan.
     pub fn new(weight: DTensor, is_scalar: bool) -> Self {
         Self { weight, is_scalar, style: ModuleStyle::default() }
     }
 
-    /// The weights.
+    /// Returns the weights.
     pub fn weight(&self) -> &DTensor {
         &self.weight
     }

@@ -135,7 +135,7 @@ impl LSTM {
         Ok(Self { gates: Gates::new(4, [in_dim, hidden_dim], inits, &suffix, vb)?, config })
     }
 
-    /// The options.
+    /// Returns the options.
     pub fn config(&self) -> &LSTMConfig {
         &self.config
     }
@@ -194,7 +194,7 @@ impl GRU {
         Ok(Self { gates: Gates::new(3, [in_dim, hidden_dim], inits, "l0", vb)?, config })
     }
 
-    /// The options.
+    /// Returns the options.
     pub fn config(&self) -> &GRUConfig {
         &self.config
     }

@@ -34,7 +34,7 @@ pub fn seq() -> Sequential {
 }
 
 impl Sequential {
-    /// The number of layers.
+    /// Returns the number of layers.
     pub fn len(&self) -> usize {
         self.layers.len()
     }

@@ -77,7 +77,7 @@ pub struct ShardedVarBuilder {
 }
 
 impl ShardedVarBuilder {
-    /// A builder of parameters drawn from `seed`, bit-equal on every mesh.
+    /// Creates a builder of parameters drawn from `seed`, bit-equal on every mesh.
     ///
     /// # Errors
     /// If the mesh has no axis of the plan's name.
@@ -85,13 +85,14 @@ impl ShardedVarBuilder {
         Self::new(Source::Fresh, seed, mesh, plan, dtype, device)
     }
 
-    /// A builder of parameters from a candle `VarBuilder`. Each rank keeps its shards; `seed` is for dropout.
+    /// Creates a builder of parameters from a candle `VarBuilder`. Each rank keeps its shards; `seed` is for dropout.
     pub fn from_candle(vb: candle_nn::VarBuilder<'static>, seed: u64, mesh: &DeviceMesh, plan: Plan) -> Result<Self> {
         let (dtype, device) = (vb.dtype(), vb.device().clone());
         Self::new(Source::Loaded(vb), seed, mesh, plan, dtype, &device)
     }
 
-    /// A builder of parameters from files. Each rank reads only its shard, cast to `dtype`; `seed` is for dropout.
+    /// Creates a builder of parameters from files. Each rank reads only its shard, cast to `dtype`. `seed` is for
+    /// dropout.
     ///
     /// ```
     /// use candle_core::{DType, Device, Tensor};
@@ -128,7 +129,7 @@ impl ShardedVarBuilder {
         Self::new(Source::Stored(weights.into()), seed, mesh, plan, dtype, device)
     }
 
-    /// A builder of parameters from an existing model: its tensors by name, the same on every rank; `seed` is for
+    /// Creates a builder of parameters from an existing model: its tensors by name, equal on every rank. `seed` is for
     /// dropout.
     ///
     /// A rank keeps a copy of its shard, cast to `dtype` on `device`, and drops the tensor as soon as its parameter is
@@ -239,27 +240,27 @@ impl ShardedVarBuilder {
         Self { path, ..self.clone() }
     }
 
-    /// The seed of all random numbers.
+    /// Returns the seed of all random numbers.
     pub fn seed(&self) -> u64 {
         self.shared.seed
     }
 
-    /// The dtype of the parameters.
+    /// Returns the dtype of the parameters.
     pub fn dtype(&self) -> DType {
         self.shared.dtype
     }
 
-    /// The device of the parameters.
+    /// Returns the device of the parameters.
     pub fn device(&self) -> &Device {
         &self.shared.device
     }
 
-    /// The mesh.
+    /// Returns the mesh.
     pub fn mesh(&self) -> &DeviceMesh {
         &self.shared.mesh
     }
 
-    /// The path of this module with `name` appended.
+    /// Returns the path of this module with `name` appended.
     pub fn full_name(&self, name: &str) -> String {
         self.path.iter().map(String::as_str).chain([name]).collect::<Vec<_>>().join(".")
     }

@@ -195,7 +195,7 @@ impl ModuleStyle {
     }
 }
 
-/// A layout for the first of `N` tensors.
+/// Returns a layout for the first of `N` tensors.
 fn first_of<const N: usize>(first: Option<Placement>) -> [Option<Placement>; N] {
     std::array::from_fn(|i| first.filter(|_| i == 0))
 }

@@ -120,7 +120,7 @@ impl ModuleStyle {
     }
 }
 
-/// The input size of a linear layer with this weight, and the sizes of the weight's shards along it.
+/// Returns the input size of a linear layer with this weight, and the sizes of the weight's shards along it.
 pub(crate) fn sizes_of(weight: &DTensor, axis: usize) -> Option<(usize, Sizes)> {
     let size = *weight.dims().get(1)?;
     let explicit = weight.spec().sizes(axis).filter(|_| weight.placements()[axis] == Shard(1)).cloned();

@@ -92,7 +92,7 @@ impl Default for SequenceParallel {
 }
 
 impl PrepareModuleInput {
-    /// A style with a placement for each input, or an option of one where some inputs stay unchanged.
+    /// Creates a style with a placement for each input, or an option of one where some inputs stay unchanged.
     pub fn new(desired: impl IntoIterator<Item = impl Into<Option<Placement>>>) -> Self {
         Self { layouts: Vec::new(), desired: desired.into_iter().map(Into::into).collect() }
     }
@@ -104,7 +104,7 @@ impl PrepareModuleInput {
 }
 
 impl PrepareModuleOutput {
-    /// A style with a placement for each output, or an option of one where some outputs stay unchanged.
+    /// Creates a style with a placement for each output, or an option of one where some outputs stay unchanged.
     pub fn new(desired: impl IntoIterator<Item = impl Into<Option<Placement>>>) -> Self {
         Self { layouts: Vec::new(), desired: desired.into_iter().map(Into::into).collect() }
     }
@@ -151,7 +151,7 @@ into_style!(
 );
 
 impl Style {
-    /// The new placements of all inputs, if the style lists them.
+    /// Returns the new placements of all inputs, if the style lists them.
     pub(super) fn listed_inputs(&self) -> Option<&[Option<Placement>]> {
         match self {
             Self::PrepareInput(input) | Self::PrepareInputOutput(PrepareModuleInputOutput { input, .. }) => {
@@ -161,7 +161,7 @@ impl Style {
         }
     }
 
-    /// The new placements of all outputs, if the style lists them.
+    /// Returns the new placements of all outputs, if the style lists them.
     pub(super) fn listed_outputs(&self) -> Option<&[Option<Placement>]> {
         match self {
             Self::PrepareOutput(output) | Self::PrepareInputOutput(PrepareModuleInputOutput { output, .. }) => {
@@ -171,7 +171,7 @@ impl Style {
         }
     }
 
-    /// The placements of a module's plain inputs, as far as the style lists them.
+    /// Returns the placements of a module's plain inputs, as far as the style lists them.
     pub(super) fn plain_inputs(&self) -> &[Option<Placement>] {
         match self {
             Self::PrepareInput(input) | Self::PrepareInputOutput(PrepareModuleInputOutput { input, .. }) => {
@@ -181,7 +181,7 @@ impl Style {
         }
     }
 
-    /// The placements of a module's plain outputs, as far as the style lists them.
+    /// Returns the placements of a module's plain outputs, as far as the style lists them.
     pub(super) fn plain_outputs(&self) -> &[Option<Placement>] {
         match self {
             Self::PrepareOutput(output) | Self::PrepareInputOutput(PrepareModuleInputOutput { output, .. }) => {

@@ -99,7 +99,7 @@ pub struct Row {
 pub type Rows = SmallVec<[Row; 8]>;
 
 impl Row {
-    /// A row: the output is `out` if the inputs are placed as `ins`, one placement per input.
+    /// Creates a row: the output is `out` if the inputs are placed as `ins`, one placement per input.
     pub fn new(out: Placement, ins: &[Placement]) -> Self {
         Self { out, ins: SmallVec::from_slice(ins) }
     }
@@ -114,7 +114,7 @@ pub struct Signature {
 }
 
 impl Signature {
-    /// A signature with these rows and one output of this global shape.
+    /// Creates a signature with these rows and one output of this global shape.
     pub fn new(rows: Rows, shape: &[usize], dtype: DType) -> Self {
         Self { rows, outs: smallvec![(Dims::from_slice(shape), dtype)] }
     }
@@ -224,7 +224,7 @@ pub(crate) fn lay_out(op: &'static str, input: &DTensor, place: impl Fn(Placemen
     Ok(made.remove(0).aliasing(input))
 }
 
-/// The result of any op on a rank that has no elements of it.
+/// Returns the result of an op on a rank that has no elements of it.
 ///
 /// candle drops inputs from the graph there. They must stay in it, in their order: a rank with an empty shard takes
 /// part in the communication of their backward passes like every other rank.

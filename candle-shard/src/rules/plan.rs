@@ -98,7 +98,7 @@ pub(crate) fn check_meshes(op: &'static str, inputs: &[&DTensor]) -> Result<()> 
 }
 
 impl Plan {
-    /// A plan that leaves the inputs as they are. The outputs vary where the first input does.
+    /// Creates a plan that leaves the inputs as they are. The outputs vary where the first input does.
     pub(crate) fn in_place(inputs: &[&DTensor], outs: SmallVec<[Arc<Spec>; 1]>) -> Self {
         let nothing = outs.iter().all(|out| out.local_shape().contains(&0));
         let stay = inputs.iter().map(|_| Moves::new()).collect();
@@ -120,7 +120,7 @@ impl Choice<'_> {
         Target { placement, sizes: placement.shard_dim().and(self.sizes.clone()) }
     }
 
-    /// The bytes that it moves, and the number of inputs that it changes; `None` if it is impossible.
+    /// Returns the bytes that it moves, and the number of inputs that it changes; `None` if it is impossible.
     fn cost(&self, inputs: &[&DTensor], axis: usize) -> Option<(usize, usize)> {
         inputs.iter().enumerate().try_fold((0, 0), |(bytes, changes), (i, input)| {
             let target = self.target(i);

@@ -96,7 +96,7 @@ pub enum OptimizerName {
 }
 
 impl OptimizerName {
-    /// The name in reports.
+    /// Returns the name in reports.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Sgd => "SGD",
@@ -140,7 +140,7 @@ impl Launched for Args {
 }
 
 impl Args {
-    /// The learning rate of the tables.
+    /// Returns the learning rate of the tables.
     pub fn lr(&self) -> f64 {
         self.lr.unwrap_or(self.optimizer.default_lr())
     }

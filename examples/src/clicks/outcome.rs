@@ -20,7 +20,7 @@ impl RunName {
     /// All runs, in order.
     pub const ALL: [Self; 3] = [Self::OneDevice, Self::RowWise, Self::ColumnWise];
 
-    /// The name in reports.
+    /// Returns the name in reports.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::OneDevice => "one device",
@@ -29,7 +29,7 @@ impl RunName {
         }
     }
 
-    /// The dim of the tables that is cut.
+    /// Returns the dim of the tables that is cut.
     pub fn sharded_dim(self) -> isize {
         isize::from(self == Self::ColumnWise)
     }

@@ -65,7 +65,7 @@ fn tensor_diff(a: &Tensor, b: &Tensor) -> anyhow::Result<f64> {
     Ok(a.iter().zip(&b).map(|(a, b)| f64::from((a - b).abs())).fold(0.0, max))
 }
 
-/// The larger number, or NaN if either is NaN: `f64::max` would hide it.
+/// Returns the larger number, or NaN if either is NaN: `f64::max` would hide it.
 fn max(a: f64, b: f64) -> f64 {
     if a.is_nan() || a > b { a } else { b }
 }

@@ -99,7 +99,7 @@ pub fn heading(args: &Args) -> String {
     )
 }
 
-/// The run table, the communication table and the verdict.
+/// Returns the run table, the communication table and the verdict.
 pub fn summary(args: &Args, report: &Report) -> String {
     let runs = format!(
         "{}\nLog-loss and AUC of {} other samples; always to predict the share of clicks gives {:.4} and 0.5.",

@@ -92,7 +92,7 @@ fn train_step(model: &Model, batch: &Batch, samples: usize, group: &ProcessGroup
     Ok(sums[model.dense.len()].to_scalar::<f64>()? / samples as f64)
 }
 
-/// The logistic loss of each sample: `ln(1 + e^x) - x · click`, without overflow.
+/// Returns the logistic loss of each sample: `ln(1 + e^x) - x · click`, without overflow.
 fn log_losses(logits: &Tensor, clicks: &Tensor) -> candle_core::Result<Tensor> {
     let small = ((logits.abs()?.neg()?.exp()? + 1.0)?).log()?;
     logits.relu()? + small - (logits * clicks)?

@@ -152,7 +152,7 @@ pub enum OpName {
 }
 
 impl OpName {
-    /// The name on the command line and in reports.
+    /// Returns the name on the command line and in reports.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::AllReduce => "all_reduce",

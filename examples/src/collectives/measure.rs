@@ -59,7 +59,7 @@ fn times(group: &ProcessGroup, op: OpName, ByteSize(bytes): ByteSize, rounds: Op
     (0..rounds).map(|_| time(group, &case)).collect()
 }
 
-/// The time of one call on this rank in microseconds, after a barrier.
+/// Returns the time of one call on this rank in microseconds, after a barrier.
 fn time(group: &ProcessGroup, case: &Case<'_>) -> Result<f64> {
     group.barrier()?;
     let start = Instant::now();

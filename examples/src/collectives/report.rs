@@ -34,7 +34,7 @@ pub struct Row {
 }
 
 impl Report {
-    /// The table for people.
+    /// Returns the table for people.
     pub fn table(&self) -> String {
         let mut table = table(&["op", "input"], &["median µs", "floor µs", "of floor", "rounds"]);
         for row in &self.rows {

@@ -37,7 +37,7 @@ pub fn measure(args: &Args, begin: impl Fn(&str, usize)) -> Result<Report> {
     Ok(Report { rows })
 }
 
-/// The number of rows.
+/// Returns the number of rows.
 pub fn rows() -> usize {
     MESHES.len() * CASES.len()
 }

@@ -28,7 +28,7 @@ pub struct Row {
 }
 
 impl Report {
-    /// The table for people.
+    /// Returns the table for people.
     pub fn table(&self) -> String {
         let mut table = table(&["op"], &["axes", "plain ns", "warm ns", "first ns"]);
         for row in &self.rows {

@@ -22,7 +22,7 @@ impl Sharding {
     /// Both.
     pub const ALL: [Self; 2] = [Self::Row, Self::Column];
 
-    /// The name in reports.
+    /// Returns the name in reports.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Row => "row",
@@ -44,7 +44,7 @@ impl Phase {
     /// Both.
     pub const ALL: [Self; 2] = [Self::Forward, Self::Step];
 
-    /// The name in reports.
+    /// Returns the name in reports.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Forward => "forward",
@@ -74,14 +74,14 @@ impl Start {
         Ok(Self { stream, dims, table })
     }
 
-    /// The elements of one row, the same on every rank.
+    /// Returns the elements of one row, the same on every rank.
     fn row(&self, row: usize) -> Result<Vec<f32>> {
         let block = [row..row + 1, 0..self.dims[1]];
         let row = sample(self.stream, NORMAL, &self.dims, &block, DType::F32, &Device::Cpu)?;
         Ok(row.flatten_all()?.to_vec1()?)
     }
 
-    /// The norm that about half of the rows exceed.
+    /// Returns the norm that about half of the rows exceed.
     fn median_norm(&self) -> Result<f64> {
         const MEASURED: usize = 1000;
         let rows = (0..self.dims[0].min(MEASURED)).map(|row| Ok(norm(&self.row(row)?)));

@@ -68,7 +68,7 @@ fn times(group: &ProcessGroup, args: &Args, begin: impl Fn(Sharding, bool, Phase
     Ok(rows)
 }
 
-/// The milliseconds of one call on this rank, after a barrier.
+/// Returns the milliseconds of one call on this rank, after a barrier.
 fn time(group: &ProcessGroup, case: &mut Case<'_>, phase: Phase) -> Result<f64> {
     case.prepare()?;
     group.barrier()?;

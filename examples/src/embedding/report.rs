@@ -36,7 +36,7 @@ pub struct Row {
 }
 
 impl Report {
-    /// The table for people.
+    /// Returns the table for people.
     pub fn table(&self) -> String {
         let mut table = table(&["table cut by", "max_norm", "phase"], &["ms", "ids/s", "rounds"]);
         for row in &self.rows {

@@ -61,7 +61,7 @@ impl Ranks {
         Ok(Self::Threads(args.engine, devices.iter().cycle().take(args.ranks).cloned().collect()))
     }
 
-    /// The ranks of the world.
+    /// Returns the ranks of the world.
     fn world_size(&self) -> usize {
         match self {
             Self::Threads(_, devices) => devices.len(),

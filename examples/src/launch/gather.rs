@@ -58,7 +58,7 @@ pub struct Bits {
 }
 
 impl Bits {
-    /// The values of a tensor.
+    /// Returns the values of a tensor.
     ///
     /// # Errors
     /// If it is of another dtype.
@@ -67,7 +67,7 @@ impl Bits {
         Ok(Self { dims: tensor.dims().to_vec(), bits: values.into_iter().map(f32::to_bits).collect() })
     }
 
-    /// The tensor of the values.
+    /// Returns the tensor of the values.
     ///
     /// # Errors
     /// If their number does not match the shape.

@@ -49,12 +49,12 @@ impl Patience {
         Self { timeout: Some(seconds) }
     }
 
-    /// The limit until all processes have connected.
+    /// Returns the limit until all processes have connected.
     pub(super) fn to_meet(self) -> Duration {
         Duration::from_secs(self.timeout.unwrap_or(60))
     }
 
-    /// The limit of one call.
+    /// Returns the limit of one call.
     pub(super) fn in_call(self) -> Duration {
         Duration::from_secs(self.timeout.unwrap_or(600))
     }
@@ -72,7 +72,7 @@ pub trait Launched: Parser + Sync {
     /// A part of the program that only runs on the CPU, if there is one.
     const CPU_ONLY: Option<&'static str> = None;
 
-    /// The backend that moves tensors between ranks.
+    /// Returns the backend that moves tensors between ranks.
     fn backend(&self) -> BackendName;
 
     /// Compute threads of each rank.

@@ -76,7 +76,7 @@ fn same(a: &Tensor, b: &Tensor) -> Result<bool> {
     Ok(a.dims() == b.dims() && a.flatten_all()?.to_vec1::<f32>()? == b.flatten_all()?.to_vec1::<f32>()?)
 }
 
-/// The time of one load in milliseconds.
+/// Returns the time of one load in milliseconds.
 fn time_ms(load: impl Fn() -> Result<Tensor>) -> Result<f64> {
     let start = Instant::now();
     let loaded = load()?;

@@ -36,7 +36,7 @@ pub struct Row {
 }
 
 impl Report {
-    /// The table for people.
+    /// Returns the table for people.
     pub fn table(&self) -> String {
         let mut table = table(&["weight"], &["dim", "shard bytes", "bytes read", "ours ms", "candle ms", "ratio"]);
         for row in &self.rows {

@@ -142,7 +142,7 @@ pub struct Args {
 }
 
 impl Args {
-    /// The runs to make.
+    /// Returns the runs to make.
     pub fn runs(&self) -> Vec<RunName> {
         use RunName::{Pp, Single, Tp, TpSp};
         let counts = [self.pp, self.dp, self.microbatches];
@@ -154,12 +154,12 @@ impl Args {
         }
     }
 
-    /// The tensor-parallel ranks of runs without pipelines.
+    /// Returns the tensor-parallel ranks of runs without pipelines.
     pub fn tensor_parallel(&self) -> usize {
         self.tp.unwrap_or(2)
     }
 
-    /// The ranks and microbatches of pipelines.
+    /// Returns the ranks and microbatches of pipelines.
     pub fn pipeline(&self) -> Pipeline {
         let pp = if self.dp.is_some() || self.tp.is_some() { 1 } else { 2 };
         let kind = self.schedule.unwrap_or(ScheduleKind::OneFOneB);
@@ -173,7 +173,7 @@ impl Args {
         }
     }
 
-    /// The model that the flags describe.
+    /// Returns the model that the flags describe.
     pub fn model_args(&self) -> ModelArgs {
         ModelArgs {
             n_layers: self.layers,
@@ -191,7 +191,7 @@ impl Args {
         }
     }
 
-    /// The model as a pipeline.
+    /// Returns the model as a pipeline.
     pub fn pipe(&self, is_sequence_parallel: bool) -> TransformerPipe {
         TransformerPipe::new(&self.model_args(), is_sequence_parallel)
     }
@@ -242,7 +242,7 @@ pub enum RunName {
 }
 
 impl RunName {
-    /// The name on the command line and in reports.
+    /// Returns the name on the command line and in reports.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Single => "single",

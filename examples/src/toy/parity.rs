@@ -53,7 +53,7 @@ impl Parity {
     }
 }
 
-/// The run that the others are compared with.
+/// Returns the run that the others are compared with.
 pub fn reference(outcomes: &[RunOutcome]) -> Option<&RunOutcome> {
     outcomes.iter().find(|run| run.name == RunName::Single).or_else(|| outcomes.first())
 }
@@ -96,7 +96,7 @@ fn tensor_diff(a: &Tensor, b: &Tensor) -> candle_core::Result<f64> {
     Ok(a.iter().zip(&b).map(|(a, b)| (a - b).abs()).fold(0.0, max))
 }
 
-/// The larger number, or NaN if either is NaN: `f64::max` would hide it.
+/// Returns the larger number, or NaN if either is NaN: `f64::max` would hide it.
 fn max(a: f64, b: f64) -> f64 {
     if a.is_nan() || a > b { a } else { b }
 }

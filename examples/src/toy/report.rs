@@ -93,7 +93,7 @@ pub fn heading(args: &Args, corpus: &Corpus) -> String {
     )
 }
 
-/// The run table, the communication table and the verdict.
+/// Returns the run table, the communication table and the verdict.
 pub fn summary(args: &Args, report: &Report, outcomes: &[RunOutcome]) -> String {
     let mut parts = vec![run_table(args, &report.runs).to_string()];
     if report.runs.iter().any(|run| run.pipeline.is_some()) {

@@ -21,7 +21,8 @@ pub struct Training {
 }
 
 impl Training {
-    /// Calls `step(number, batch)`, which trains on the batch of a device and returns the loss, for all of `args.steps`.
+    /// Calls `step(number, batch)`, which trains on the batch of a device and returns the loss, for all of
+    /// `args.steps`.
     ///
     /// Only `step` is timed, not the drawing of the batch.
     pub fn run(
@@ -45,7 +46,7 @@ impl Training {
     }
 }
 
-/// The optimizer of all runs, for the parameters that a rank holds.
+/// Returns the optimizer of all runs, for the parameters that a rank holds.
 pub fn optimizer(vars: Vec<Var>, args: &Args) -> Result<AdamW> {
     // Adam divides a gradient by its own size. For a gradient near zero this would amplify its rounding error, which
     // differs between runs. A larger epsilon than the usual 1e-8 keeps it small.

@@ -188,7 +188,7 @@ fn read_text(args: &Args) -> Checked<Corpus> {
     Ok(Corpus::new(text, args))
 }
 
-/// The first multiple of `of` that is at least `n`.
+/// Returns the first multiple of `of` that is at least `n`.
 fn next_multiple(n: usize, of: usize) -> usize {
     n.div_ceil(of).saturating_mul(of)
 }

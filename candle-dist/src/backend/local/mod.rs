@@ -120,7 +120,7 @@ const PIECEWISE: usize = 256 << 10;
 const TILE: usize = 2 << 20;
 
 impl LocalBackend {
-    /// An all_reduce in two rounds: every rank reduces one piece, then `read` gets the pieces of all.
+    /// Runs an all_reduce in two rounds: every rank reduces one piece, then `read` gets the pieces of all.
     ///
     /// All ranks together read each input once. In one round, every rank would read all of it.
     fn reduce_piecewise<R>(

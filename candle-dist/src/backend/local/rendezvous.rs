@@ -72,7 +72,7 @@ struct Offer {
 pub(super) struct Offered<'a>(SmallVec<[RwLockReadGuard<'a, Tensors>; 8]>);
 
 impl Offered<'_> {
-    /// The tensors of all members.
+    /// Returns the tensors of all members.
     fn all(&self) -> impl Iterator<Item = &Tensor> + Clone {
         self.0.iter().flat_map(|tensors| tensors.iter())
     }

@@ -129,7 +129,7 @@ pub(super) fn end() -> MpiResult<()> {
 pub struct Comm(usize);
 
 impl Comm {
-    /// The communicator of all ranks, `MPI_COMM_WORLD`.
+    /// Returns the communicator of all ranks, `MPI_COMM_WORLD`.
     #[must_use]
     pub fn world() -> Self {
         // SAFETY: this only reads a constant.

@@ -56,7 +56,7 @@ impl Circle {
         self.ranks[(self.me + self.ranks.len() - 1) % self.ranks.len()]
     }
 
-    /// The member that waits for this one's call.
+    /// Returns the member that waits for this one's call.
     pub(super) fn behind(&self) -> usize {
         (self.me + 1) % self.ranks.len()
     }

@@ -99,17 +99,17 @@ pub(super) struct Member {
 }
 
 impl Member {
-    /// The others, beginning after this one, so that not all send to the same member first.
+    /// Returns the others, beginning after this one, so that not all send to the same member first.
     pub(super) fn others(self) -> impl Iterator<Item = usize> {
         (1..self.size).map(move |step| (self.rank + step) % self.size)
     }
 
-    /// The member that is `step` behind this one.
+    /// Returns the member that is `step` behind this one.
     pub(super) fn behind(self, step: usize) -> usize {
         (self.rank + self.size - step % self.size) % self.size
     }
 
-    /// The member that is `step` after this one.
+    /// Returns the member that is `step` after this one.
     pub(super) fn after(self, step: usize) -> usize {
         (self.rank + step) % self.size
     }

@@ -185,7 +185,7 @@ fn values(tensor: &Tensor) -> Vec<i64> {
     tensor.flatten_all().unwrap().to_vec1().unwrap()
 }
 
-/// The elementwise reduction of all tensors, in rank order.
+/// Returns the elementwise reduction of all tensors, in rank order.
 fn reduced(tensors: &[Tensor], combine: Combine) -> Vec<i64> {
     let all: Vec<Vec<i64>> = tensors.iter().map(values).collect();
     (0..all[0].len()).map(|at| all.iter().map(|one| one[at]).reduce(combine).unwrap()).collect()

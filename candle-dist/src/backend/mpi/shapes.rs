@@ -15,7 +15,7 @@ pub(super) struct Rows {
 }
 
 impl Rows {
-    /// The one run of a place.
+    /// Returns the one run of a place.
     pub(super) fn of(place: Place) -> Self {
         let Place { buffer, start, len } = place;
         Self { buffer, start, run: len, count: 1, stride: len }

@@ -21,12 +21,12 @@ const fn index(buffer: Buffer) -> usize {
     }
 }
 
-/// A place's bytes.
+/// Returns a place's bytes.
 const fn span(place: Place, bytes: usize) -> (usize, usize) {
     (place.start * bytes, place.len * bytes)
 }
 
-/// The bytes of a contiguous tensor on the host.
+/// Returns the bytes of a contiguous tensor on the host.
 #[allow(clippy::undocumented_unsafe_blocks)] // the comments are there, but the macro hides them
 pub(super) fn bytes_of<'a>(tensor: &Tensor, storage: &'a StorageRef<'_>) -> Result<&'a [u8]> {
     if tensor.elem_count() == 0 {
@@ -50,7 +50,7 @@ pub(super) struct Memory {
 unsafe impl Send for Memory {}
 
 impl Memory {
-    /// The memory of an input and of rooms, which the caller keeps alive.
+    /// Returns the memory of an input and of rooms, which the caller keeps alive.
     pub(super) fn new(dtype: DType, input: *const u8, result: Option<&Room>, scratch: Option<&Room>) -> Self {
         let room = |room: Option<&Room>| room.map_or(std::ptr::null_mut(), Room::data);
         Self { dtype, starts: [input.cast_mut(), room(result), room(scratch)] }

@@ -165,7 +165,7 @@ fn losses_that_cannot_be_are_refused_when_the_model_is_declared() {
     let built = build(&g.finish(EqualCount(1)).unwrap());
     let error = built.local.evaluate(&rows(2).split(1)).unwrap_err().to_string();
     assert!(
-        error.contains("node \"loss\"") && error.contains("not the structure of the loss spec (true, false)"),
+        error.contains("node \"loss\"") && error.contains("does not have the structure of the loss spec (true, false)"),
         "{error}"
     );
 }

@@ -33,7 +33,7 @@ impl Default for ParamsAdagrad {
 }
 
 impl ParamsAdagrad {
-    /// The learning rate of step `step`, which counts from 1.
+    /// Returns the learning rate of step `step`, which counts from 1.
     pub(crate) fn lr_at(&self, step: u32) -> f64 {
         self.lr / (1.0 + (f64::from(step) - 1.0) * self.lr_decay)
     }

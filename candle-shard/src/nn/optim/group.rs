@@ -111,7 +111,7 @@ impl<P: Params> Groups<P> {
         self.0.iter().flat_map(|group| &group.slots)
     }
 
-    /// The mesh and device of the parameters; `None` without parameters.
+    /// Returns the mesh and device of the parameters; `None` without parameters.
     pub(super) fn place(&self) -> Result<Option<(&DeviceMesh, &Device)>> {
         place(P::TYPE, self.slots())
     }

@@ -107,7 +107,7 @@ pub trait Optimizer: fmt::Debug {
     /// changed.
     fn load(&mut self, path: &Path) -> Result<()>;
 
-    /// The learning rate of each group.
+    /// Returns the learning rate of each group.
     fn learning_rates(&self) -> Vec<f64>;
 
     /// Sets the learning rate of each group for the following steps.

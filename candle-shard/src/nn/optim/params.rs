@@ -14,16 +14,16 @@ pub trait Params: Clone + fmt::Debug {
     /// Refuses invalid options.
     fn check(&self) -> Result<()>;
 
-    /// The learning rate.
+    /// Returns the learning rate.
     fn lr(&self) -> f64;
 
-    /// The learning rate, to be changed.
+    /// Returns the learning rate, to be changed.
     fn lr_mut(&mut self) -> &mut f64;
 
-    /// The names of the state tensors of each parameter.
+    /// Returns the names of the state tensors of each parameter.
     fn states(&self) -> &'static [&'static str];
 
-    /// The initial value of their elements.
+    /// Returns the initial value of their elements.
     fn start(&self) -> f64 {
         0.0
     }

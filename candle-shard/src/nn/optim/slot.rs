@@ -28,7 +28,7 @@ impl Slot {
         Ok(Self { of: of.clone(), master, states, steps: 0 })
     }
 
-    /// The state by name: the state tensors, the master weight if there is one, and the number of steps.
+    /// Returns the state by name: the state tensors, the master weight if there is one, and the number of steps.
     pub(super) fn state<P: Params>(&self, params: &P) -> Result<Vec<(String, DTensor)>> {
         let named = params.states().iter().copied().zip(&self.states);
         let named = named.chain(self.master.as_ref().map(|master| ("master_weight", master)));
@@ -61,7 +61,7 @@ impl Slot {
     }
 }
 
-/// The mesh and device of an optimizer's slots; `None` without slots.
+/// Returns the mesh and device of an optimizer's slots; `None` without slots.
 pub(super) fn place<'a>(
     op: &'static str,
     mut slots: impl Iterator<Item = &'a Slot>,

@@ -57,7 +57,7 @@ impl Default for ParamsMuon {
 }
 
 impl ParamsMuon {
-    /// The learning rate of a matrix of this shape.
+    /// Returns the learning rate of a matrix of this shape.
     pub(super) fn adjusted_lr(&self, dims: &[usize]) -> f64 {
         let (rows, columns) = (dims[0] as f64, dims[1] as f64);
         let ratio = match self.adjust_lr {
