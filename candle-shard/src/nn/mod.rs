@@ -18,6 +18,7 @@ pub(crate) mod optim;
 mod parameters;
 pub(crate) mod part;
 mod prelu;
+mod quantized;
 mod rnn;
 mod sequential;
 pub(crate) mod shared;
@@ -45,6 +46,7 @@ pub use optim::{
 };
 pub use parameters::{Parameter, Parameters};
 pub use prelu::{PReLU, prelu};
+pub use quantized::{QuantizedEmbedding, QuantizedLinear, QuantizedQkv};
 pub use rnn::{GRU, GRUState, LSTM, LSTMState, RNN, gru, lstm};
 pub use sequential::{Sequential, seq};
 pub use var_builder::{Init, ShardedVarBuilder};
