@@ -21,6 +21,32 @@ pub struct Heads {
     pub dim: usize,
 }
 
+impl Heads {
+    /// Returns the width of all query heads, in units in which `ranks` ranks may have them: each a multiple of
+    /// `granule` columns, if the heads allow that.
+    pub(super) fn width(
+        self,
+        ranks: usize,
+        granule: usize,
+        style: &ModuleStyle,
+        vb: &ShardedVarBuilder,
+    ) -> Result<Width> {
+        let Self { query, key_value, dim } = self;
+        if query == 0 || dim == 0 || key_value == 0 || !query.is_multiple_of(key_value) {
+            return Err(style.error(format_args!(
+                "has {query} query heads and {key_value} key heads of {dim} on axis {:?} of {ranks} ranks; expected positive \
+                 numbers, and query heads a multiple of the key heads",
+                vb.mesh().names()[style.axis]
+            )));
+        }
+        // If every rank has a key head, the queries of a key head stay together with it.
+        let least = if key_value >= ranks { query / key_value } else { 1 };
+        let fits = |heads: &usize| query.is_multiple_of(*heads) && (heads * dim).is_multiple_of(granule);
+        let together = (least..=query).step_by(least).find(fits).unwrap_or(least);
+        Ok(Width::new(query / together, together * dim))
+    }
+}
+
 /// Query, key and value projections with one weight `[q | k | v]`, stacked by rows as in many files, and a bias stacked
 /// alike.
 ///
@@ -120,17 +146,8 @@ impl FusedQkv {
         let Heads { query, key_value, dim } = heads;
         let Layout { weight: at, .. } = style.layout(LayerKind::FusedQkv)?;
         let ranks = if at == Replicate { 1 } else { vb.mesh().shape()[style.axis] };
-        if query == 0 || dim == 0 || key_value == 0 || !query.is_multiple_of(key_value) {
-            return Err(style.error(format_args!(
-                "has {query} query heads and {key_value} key heads of {dim} on axis {:?} of {ranks} ranks; expected positive \
-                 numbers, and query heads a multiple of the key heads",
-                vb.mesh().names()[style.axis]
-            )));
-        }
+        let width = heads.width(ranks, 1, &style, vb)?;
         let group = query / key_value;
-        // If every rank has a key head, the queries of a key head stay together with it.
-        let together = if key_value >= ranks { group } else { 1 };
-        let width = Width::new(query / together, together * dim);
         let shared = width.cut(ranks).iter().any(|piece| !piece.is_multiple_of(group * dim));
         let keys = Width::new(key_value, dim);
         let rows = width.size() + 2 * keys.size();

@@ -17,6 +17,7 @@ mod norm;
 pub(crate) mod optim;
 mod parameters;
 mod prelu;
+mod quantized;
 mod rnn;
 mod sequential;
 pub(crate) mod shared;
@@ -44,6 +45,7 @@ pub use optim::{
 };
 pub use parameters::{Parameter, Parameters};
 pub use prelu::{PReLU, prelu};
+pub use quantized::{QuantizedEmbedding, QuantizedLinear, QuantizedQkv};
 pub use rnn::{GRU, GRUState, LSTM, LSTMState, RNN, gru, lstm};
 pub use sequential::{Sequential, seq};
 pub use var_builder::{Init, ShardedVarBuilder};

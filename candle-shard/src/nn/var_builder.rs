@@ -429,6 +429,24 @@ impl ShardedVarBuilder {
         }
     }
 
+    /// Returns the files that parameters are read from, if they are.
+    pub(super) fn stored(&self) -> Option<&Arc<Weights>> {
+        match &self.shared.source {
+            Source::Stored(weights) => Some(weights),
+            _ => None,
+        }
+    }
+
+    /// Returns the number of columns in a block of the parameter `name` of this module, if files store it quantized;
+    /// `None` if its elements are stored one by one, or do not come from files.
+    ///
+    /// Layers like [`QuantizedLinear`](crate::nn::QuantizedLinear) keep such a parameter as it is stored; all other
+    /// layers hold the floats that it stands for.
+    pub fn quantized_block(&self, name: &str) -> Option<usize> {
+        let dtype = self.stored()?.quantized_dtype(&self.full_name(name)).ok()??;
+        Some(dtype.block_size())
+    }
+
     /// Returns the parameters that were built.
     ///
     /// # Errors

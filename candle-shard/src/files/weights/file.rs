@@ -1,5 +1,6 @@
-//! One safetensors file: its header, and reads at an offset.
+//! One file of tensors: its header, and reads at an offset.
 use super::dtypes;
+use super::gguf::{self, Metadata};
 use crate::{Error, Result};
 use serde::Deserialize;
 use std::collections::BTreeMap;
@@ -15,6 +16,8 @@ const LONGEST_HEADER: u64 = 100_000_000;
 pub(super) struct WeightFile {
     pub(super) path: PathBuf,
     pub(super) entries: BTreeMap<String, Entry>,
+    /// The metadata of a GGUF file.
+    pub(super) metadata: Option<Metadata>,
     file: Mutex<File>,
 }
 
@@ -38,9 +41,18 @@ impl WeightFile {
     /// Reads the header and checks all of it against the file's length, so that a truncated file is refused here.
     pub(super) fn open(path: &Path) -> Result<Self> {
         let failed = |error: io::Error| Error::file(path, format!("cannot be read ({error})"));
-        let wrong = |reason: String| Error::file(path, format!("{reason}; is it a complete safetensors file?"));
         let mut file = File::open(path).map_err(failed)?;
         let length = file.metadata().map_err(failed)?.len();
+        let mut magic = [0; gguf::MAGIC.len()];
+        let is_gguf = match length < magic.len() as u64 {
+            true => false,
+            false => file.read_exact(&mut magic).map(|()| magic == gguf::MAGIC).map_err(failed)?,
+        };
+        file.rewind().map_err(failed)?;
+        if is_gguf || path.extension().is_some_and(|extension| extension == "gguf") {
+            return Self::open_gguf(path, file, length);
+        }
+        let wrong = |reason: String| Error::file(path, format!("{reason}; is it a complete safetensors file?"));
         let mut first = [0; 8];
         if length < 8 {
             return Err(wrong(format!("has {length} bytes, too few for a header")));
@@ -61,7 +73,14 @@ impl WeightFile {
             let entry = described.check(header_length + 8, length).map_err(|why| wrong(format!("{name:?} {why}")))?;
             entries.insert(name, entry);
         }
-        Ok(Self { path: path.into(), entries, file: Mutex::new(file) })
+        Ok(Self { path: path.into(), entries, metadata: None, file: Mutex::new(file) })
+    }
+
+    fn open_gguf(path: &Path, file: File, length: u64) -> Result<Self> {
+        let header = file.try_clone().map_err(|error| error.to_string()).and_then(|file| gguf::read(file, length));
+        let (metadata, entries) =
+            header.map_err(|why| Error::file(path, format!("{why}; is it a complete GGUF file?")))?;
+        Ok(Self { path: path.into(), entries, metadata: Some(metadata), file: Mutex::new(file) })
     }
 
     /// Fills `bytes` with the bytes at offset `at`.

@@ -1,7 +1,9 @@
-//! Tensors in safetensors files, from which each rank reads only its own block.
+//! Tensors in safetensors and GGUF files, from which each rank reads only its own block.
 mod dtypes;
 mod file;
+mod gguf;
 mod indexed;
+mod quantized;
 mod read;
 mod runs;
 mod write;
@@ -11,6 +13,7 @@ pub(crate) use write::WeightWriter;
 
 use crate::layout::{Spec, Within};
 use crate::{DTensor, Error, Result};
+use candle_core::quantized::gguf_file::Value;
 use candle_core::{DType, Device, Tensor};
 use file::WeightFile;
 use std::collections::BTreeMap;
@@ -20,7 +23,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Named tensors in safetensors files: one file, several, a model with a Hugging Face index, or a
-/// [`checkpoint`](crate::checkpoint).
+/// [`checkpoint`](crate::checkpoint); or in a GGUF file, which may be quantized.
 ///
 /// Opening reads only the headers. Each rank opens the files itself and reads its shards: whatever the dim, the number
 /// of axes that cut it and the sizes, it reads the bytes of its block and few others.
@@ -68,8 +71,8 @@ struct Piece {
 }
 
 impl Weights {
-    /// Opens a safetensors file, an index of several (`model.safetensors.index.json`), or a folder with either or with
-    /// a [`checkpoint`](crate::checkpoint).
+    /// Opens a safetensors or GGUF file, an index of several files (`model.safetensors.index.json`), or a folder with
+    /// either or with a [`checkpoint`](crate::checkpoint).
     ///
     /// # Errors
     /// [`Error::File`] if a file is missing, truncated or damaged, or if an index and the files disagree.
@@ -125,13 +128,33 @@ impl Weights {
         Ok(&self.stored(name)?.shape)
     }
 
-    /// Returns the stored dtype of a tensor.
+    /// Returns the metadata of a GGUF file by name; `None` for other files.
+    pub fn metadata(&self) -> Option<&BTreeMap<String, Value>> {
+        self.files.iter().find_map(|file| file.metadata.as_ref())
+    }
+
+    /// Renames the tensors, for example to the names that layers expect.
+    ///
+    /// # Errors
+    /// If two tensors get one name.
+    pub fn rename(mut self, mut name: impl FnMut(&str) -> String) -> Result<Self> {
+        for (old, stored) in std::mem::take(&mut self.tensors) {
+            let new = name(&old);
+            if self.tensors.insert(new.clone(), stored).is_some() {
+                return Err(self.error(&new, format!("is the new name of {old:?} and of another tensor")));
+            }
+        }
+        Ok(self)
+    }
+
+    /// Returns the stored dtype of a tensor; f32 for quantized ones, which are read as that.
     ///
     /// # Errors
     /// If there is no tensor of this name, or candle does not support its dtype.
     pub fn dtype(&self, name: &str) -> Result<DType> {
         let stored = self.stored(name)?;
-        dtypes::named(&stored.dtype).ok_or_else(|| {
+        let dtype = dtypes::named(&stored.dtype).or(stored.blocks().map(|_| DType::F32));
+        dtype.ok_or_else(|| {
             let (known, dtype) = (dtypes::known(), &stored.dtype);
             self.error(name, format!("has the dtype {dtype}, which cannot be loaded; convert it to one of {known}"))
         })
@@ -186,7 +209,7 @@ impl Weights {
         Ok(self.read_block(name, block, device)?.to_dtype(to)?)
     }
 
-    /// Reads a block of a tensor, one range of global indices per dim, in the stored dtype.
+    /// Reads a block of a tensor, one range of global indices per dim, in the [dtype](Self::dtype) of the tensor.
     ///
     /// # Errors
     /// If there is no tensor of this name, if the block is outside of it, or if the file cannot be read.
@@ -196,6 +219,9 @@ impl Weights {
         if block.len() != stored.shape.len() || !block.iter().zip(&stored.shape).all(inside) {
             let shape = &stored.shape;
             return Err(self.error(name, format!("has shape {shape:?}, and the block {block:?} is outside of it")));
+        }
+        if let Some(blocks) = stored.blocks() {
+            return self.read_dequantized(name, stored, blocks, block, device);
         }
         read::filled(dtype, block, device, |bytes| {
             for piece in &stored.pieces {

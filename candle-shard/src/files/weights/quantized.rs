@@ -1,0 +1,133 @@
+//! Blocks of quantized tensors: read as they are stored, or as the floats that they stand for.
+use super::gguf::types;
+use super::{Stored, Weights, read, runs};
+use crate::Result;
+use candle_core::quantized::{GgmlDType, QStorage, QTensor};
+use candle_core::{Device, Tensor};
+use std::borrow::Cow;
+use std::ops::Range;
+use std::sync::atomic::Ordering;
+
+impl Weights {
+    /// Returns the type of the blocks in which a tensor is stored; `None` if its elements are stored one by one.
+    ///
+    /// # Errors
+    /// If there is no tensor of this name.
+    pub fn quantized_dtype(&self, name: &str) -> Result<Option<GgmlDType>> {
+        Ok(self.stored(name)?.blocks())
+    }
+
+    /// Reads rows and columns of a quantized matrix as they are stored. Nothing is quantized again.
+    ///
+    /// # Errors
+    /// If there is no tensor of this name, it is not quantized or no matrix, the rows or columns are empty or outside
+    /// of it, the columns do not begin and end between blocks, or the file cannot be read.
+    pub fn read_quantized(&self, name: &str, block: [Range<usize>; 2], device: &Device) -> Result<QTensor> {
+        self.read_padded(name, block, [0, 0], device)
+    }
+
+    /// Like [`read_quantized`](Self::read_quantized), with rows and columns of zeros behind those of the file.
+    pub(crate) fn read_padded(
+        &self,
+        name: &str,
+        [rows, columns]: [Range<usize>; 2],
+        [more_rows, more_columns]: [usize; 2],
+        device: &Device,
+    ) -> Result<QTensor> {
+        let stored = self.stored(name)?;
+        let Some(dtype) = stored.blocks() else {
+            let reason = format!("is stored as {}, which is not quantized; read it as a tensor", stored.dtype);
+            return Err(self.error(name, reason));
+        };
+        let shape = &stored.shape;
+        let is_inside = shape.len() == 2 && rows.end <= shape[0] && columns.end <= shape[1];
+        if !is_inside || rows.is_empty() || columns.is_empty() {
+            let reason = format!("has shape {shape:?}; want a matrix, and rows and columns of it");
+            return Err(self.error(name, format!("{reason} instead of {rows:?} and {columns:?}")));
+        }
+        let (size, bytes) = (dtype.block_size(), dtype.type_size());
+        if [columns.start, columns.end, more_columns].iter().any(|at| !at.is_multiple_of(size)) {
+            let reason = format!("has blocks of {size} columns, and columns {columns:?} cut one");
+            return Err(self.error(name, format!("{reason}; cut between blocks, or read floats")));
+        }
+        let held = self.read_blocks(name, stored, dtype, &[rows.clone(), columns.clone()])?;
+        let row = (columns.len() + more_columns) / size * bytes;
+        let mut padded = Aligned::new((rows.len() + more_rows) * row);
+        let from = columns.len() / size * bytes;
+        for (to, from) in padded.bytes_mut().chunks_exact_mut(row).zip(held.bytes().chunks_exact(from)) {
+            to[..from.len()].copy_from_slice(from);
+        }
+        let storage = QStorage::from_data(Cow::Borrowed(padded.bytes()), device, dtype)?;
+        Ok(QTensor::new(storage, (rows.len() + more_rows, columns.len() + more_columns))?)
+    }
+
+    /// Reads a block of a quantized tensor as f32. It may begin and end anywhere.
+    pub(super) fn read_dequantized(
+        &self,
+        name: &str,
+        stored: &Stored,
+        dtype: GgmlDType,
+        block: &[Range<usize>],
+        device: &Device,
+    ) -> Result<Tensor> {
+        let shape: Vec<usize> = block.iter().map(Range::len).collect();
+        let (size, last) = (dtype.block_size(), block.len() - 1);
+        if shape.contains(&0) {
+            return Ok(Tensor::zeros(shape, candle_core::DType::F32, device)?);
+        }
+        let mut around = block.to_vec();
+        around[last] = block[last].start / size * size..block[last].end.next_multiple_of(size);
+        let read = self.read_blocks(name, stored, dtype, &around)?;
+        let dims: Vec<usize> = around.iter().map(Range::len).collect();
+        let storage = QStorage::from_data(Cow::Borrowed(read.bytes()), &Device::Cpu, dtype)?;
+        let values = QTensor::new(storage, dims)?.dequantize(&Device::Cpu)?;
+        let values = values.narrow(last, block[last].start - around[last].start, shape[last])?;
+        Ok(values.contiguous()?.to_device(device)?)
+    }
+
+    /// Reads the bytes of the blocks of a region whose last dim begins and ends between blocks.
+    fn read_blocks(&self, name: &str, stored: &Stored, dtype: GgmlDType, region: &[Range<usize>]) -> Result<Aligned> {
+        let in_blocks = |block: &[Range<usize>]| {
+            let mut block = block.to_vec();
+            if let Some(last) = block.last_mut() {
+                *last = last.start / dtype.block_size()..last.end / dtype.block_size();
+            }
+            block
+        };
+        let region = in_blocks(region);
+        let count = region.iter().map(Range::len).product::<usize>();
+        let mut read = Aligned::new(count * dtype.type_size());
+        let piece = stored.pieces.first().ok_or_else(|| self.error(name, "has no blocks"))?;
+        let runs = runs::Runs::new(&in_blocks(&piece.block), &region, dtype.type_size());
+        let bytes = read::read(&self.files[piece.file], piece.at, runs, read.bytes_mut())?;
+        self.bytes_read.fetch_add(bytes, Ordering::Relaxed);
+        Ok(read)
+    }
+}
+
+impl Stored {
+    /// Returns the type of the blocks in which the tensor is stored, if it is.
+    pub(super) fn blocks(&self) -> Option<GgmlDType> {
+        types::blocks_named(&self.dtype)
+    }
+}
+
+/// Bytes that begin at a multiple of eight, since candle panics if blocks are not aligned.
+struct Aligned {
+    memory: Vec<u64>,
+    len: usize,
+}
+
+impl Aligned {
+    fn new(len: usize) -> Self {
+        Self { memory: vec![0; len.div_ceil(8)], len }
+    }
+
+    fn bytes(&self) -> &[u8] {
+        &bytemuck::cast_slice(&self.memory)[..self.len]
+    }
+
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        &mut bytemuck::cast_slice_mut(&mut self.memory)[..self.len]
+    }
+}

@@ -1,0 +1,85 @@
+//! Lookups in a quantized table.
+use super::weight::QuantizedWeight;
+use crate::nn::ShardedVarBuilder;
+use crate::parallel::{LayerKind, ModuleStyle};
+use crate::layout::{Placement, Replicate, Shard};
+use crate::rules::{self, Plan};
+use crate::{DTensor, Error, Result};
+use candle_core::{DType, Tensor};
+use candle_dist::backend::Dims;
+use smallvec::smallvec;
+
+/// [`Embedding`](crate::nn::Embedding) with a table `[rows, width]` that stays quantized. Under a plan it is cut by
+/// rows, or replicated.
+///
+/// Neither the table nor the ids have a gradient.
+#[derive(Debug, Clone)]
+pub struct QuantizedEmbedding {
+    weight: QuantizedWeight,
+    dtype: DType,
+    style: ModuleStyle,
+}
+
+impl QuantizedEmbedding {
+    /// Builds a layer at the builder's path with the parameter `weight`, whose rows are returned in the builder's
+    /// dtype.
+    ///
+    /// # Errors
+    /// If the builder does not read from files, the table is not quantized or has another shape, or the plan cuts it by
+    /// columns.
+    pub fn new(rows: usize, width: usize, vb: &ShardedVarBuilder) -> Result<Self> {
+        let style = vb.style();
+        let at = style.layout(LayerKind::Embedding)?.weight;
+        if at == Shard(1) {
+            return Err(style.error("cuts a quantized table by columns; cut it by rows with RowwiseParallel"));
+        }
+        let weight = QuantizedWeight::read(vb, "weight", [rows.into(), width.into()], at, style.axis)?;
+        Ok(Self { weight, dtype: vb.dtype(), style })
+    }
+
+    /// Returns the rows `[.., width]` at `ids` (u32, `[..]`).
+    ///
+    /// # Errors
+    /// If an id is not a row of the table.
+    pub fn forward(&self, ids: &DTensor) -> Result<DTensor> {
+        const OP: &str = "quantized_embedding";
+        let ([rows, width], axis, at) = (self.weight.dims.map(|width| width.size()), self.weight.axis, self.weight.at);
+        if ids.dtype() != DType::U32 {
+            return Error::op(OP, format!("ids {}: want u32", ids.spec()));
+        }
+        let plan = || {
+            let mut lay = ids.targets();
+            for (a, target) in lay.iter_mut().enumerate() {
+                if target.placement.shard_dim().is_none() || (a == axis && at != Replicate) {
+                    *target = Replicate.into();
+                }
+            }
+            let mut made = lay.clone();
+            if at != Replicate {
+                made[axis] = Placement::PARTIAL_SUM.into();
+            }
+            let shape: Dims = ids.dims().iter().copied().chain([width]).collect();
+            Plan::laid(&[ids], [lay], &made, &[(shape, self.dtype)])
+        };
+        let attributes = [axis, usize::from(at != Replicate), rows, width, self.dtype.size_in_bytes()];
+        let mut made = rules::run_planned(OP, &attributes, &[ids], plan, |x, outs| {
+            let ids = x[0].to_local().flatten_all()?.to_vec1::<u32>()?;
+            if let Some(id) = ids.iter().find(|&&id| id as usize >= rows) {
+                return Error::op(OP, format!("id {id} is no row of a table of {rows} rows"));
+            }
+            let found = Tensor::from_vec(self.weight.blocks.rows_at(&ids, width)?, ids.len() * width, x[0].device())?;
+            Ok(smallvec![found.reshape(outs[0].local_shape().as_slice())?.to_dtype(self.dtype)?])
+        })?;
+        let [y] = self.style.outputs([&made.remove(0)])?;
+        Ok(y)
+    }
+
+    /// The bytes of the table on this rank.
+    pub fn bytes(&self) -> usize {
+        self.weight.blocks.bytes()
+    }
+
+    pub(super) fn weight(&self) -> &QuantizedWeight {
+        &self.weight
+    }
+}

@@ -1,0 +1,9 @@
+//! Layers whose weights stay quantized.
+mod embedding;
+mod linear;
+mod qkv;
+mod weight;
+
+pub use embedding::QuantizedEmbedding;
+pub use linear::QuantizedLinear;
+pub use qkv::QuantizedQkv;

@@ -1,0 +1,167 @@
+//! Query, key and value projections by quantized weights.
+use super::weight::{Blocks, QuantizedWeight};
+use crate::nn::{Heads, Init, ShardedVarBuilder, Width};
+use crate::parallel::{LayerKind, ModuleStyle};
+use crate::layout::Replicate;
+use crate::redistribute::Target;
+use crate::rules::{self, Plan};
+use crate::{DTensor, Error, Result};
+use candle_core::Tensor;
+use candle_dist::backend::Dims;
+use smallvec::{SmallVec, smallvec};
+
+/// Query, key and value projections by three quantized weights: [`FusedQkv::with_names`](crate::nn::FusedQkv) for
+/// weights that stay quantized.
+///
+/// Each rank has whole heads. If there are fewer key heads than ranks, or a group is cut, each rank reads the key and
+/// value heads that its queries need, and returns a copy for each query head.
+#[derive(Debug, Clone)]
+pub struct QuantizedQkv {
+    heads: Heads,
+    width: Width,
+    projections: [Projection; 3],
+    style: ModuleStyle,
+}
+
+#[derive(Debug, Clone)]
+struct Projection {
+    weight: QuantizedWeight,
+    bias: Option<DTensor>,
+    shared: Option<Shared>,
+}
+
+/// How a rank uses key heads that it has in common with others.
+#[derive(Debug, Clone)]
+struct Shared {
+    /// The first key head that was read.
+    first: usize,
+    /// For each query head of this rank, the place of its key head among those that were read.
+    copies: Vec<u32>,
+}
+
+impl QuantizedQkv {
+    /// Builds a layer at the builder's path from the layers `names`, which are query, key and value.
+    ///
+    /// `granule` is the number of columns between which the output projection may be cut: its
+    /// [block](ShardedVarBuilder::quantized_block), or 1. If no whole heads end there, it is ignored.
+    ///
+    /// # Errors
+    /// Those of [`FusedQkv::new`](crate::nn::FusedQkv::new) and of a [`QuantizedLinear`](super::QuantizedLinear).
+    pub fn with_names(
+        in_dim: usize,
+        heads: Heads,
+        granule: usize,
+        bias: bool,
+        names: [&str; 3],
+        vb: &ShardedVarBuilder,
+    ) -> Result<Self> {
+        let style = vb.style();
+        let (at, axis) = (style.layout(LayerKind::FusedQkv)?.weight, style.axis);
+        let (ranks, rank) = match at {
+            Replicate => (1, 0),
+            _ => (vb.mesh().shape()[axis], vb.mesh().axis_group(axis)?.rank()),
+        };
+        let width = heads.width(ranks, granule, &style, vb)?;
+        let Heads { query, key_value, dim } = heads;
+        let (group, together) = (query / key_value, width.unit / dim);
+        let in_groups = |piece: &usize| piece.is_multiple_of(group * dim);
+        let is_simple = together.is_multiple_of(group) || group.is_multiple_of(together);
+        let is_shared = !is_simple || !width.cut(ranks).iter().all(in_groups);
+        let whole = |name: &str, rows: Width| {
+            let vb = vb.pp(name);
+            let weight = QuantizedWeight::read(&vb, "weight", [rows, in_dim.into()], at, axis)?;
+            let bias = bias.then(|| vb.part(&[rows], "bias".into(), Init::Const(0.0), at, false)).transpose()?;
+            Ok::<_, Error>(Projection { weight, bias, shared: None })
+        };
+        let shared = |name: &str| {
+            let (vb, sizes) = (vb.pp(name), width.cut(ranks));
+            let start = sizes[..rank].iter().sum::<usize>() / dim;
+            let queries = start..start + sizes[rank] / dim;
+            let first = queries.start / group;
+            let keys = first..if queries.is_empty() { first } else { queries.end.div_ceil(group) };
+            let block = [keys.start * dim..keys.end * dim, 0..in_dim];
+            let blocks = Blocks::read(&vb, "weight", [key_value * dim, in_dim], block)?;
+            let copies = queries.map(|head| (head / group - first) as u32).collect();
+            let of_all = || vb.part(&[(key_value * dim).into()], "bias".into(), Init::Const(0.0), Replicate, true);
+            let weight = QuantizedWeight { blocks, dims: [width, in_dim.into()], at, axis };
+            Ok::<_, Error>(Projection {
+                weight,
+                bias: bias.then(of_all).transpose()?,
+                shared: Some(Shared { first, copies }),
+            })
+        };
+        let unit = (together / group).max(1);
+        let keys = Width::new(key_value / unit, unit * dim);
+        let key = |name: &str| if is_shared { shared(name) } else { whole(name, keys) };
+        Ok(Self { heads, width, projections: [whole(names[0], width)?, key(names[1])?, key(names[2])?], style })
+    }
+
+    /// Returns query `[batch, heads, sequence, dim]`, key and value of `x` `[batch, sequence, in_dim]`.
+    ///
+    /// Key and value have the key heads, or, if ranks share key heads, a copy for each query head.
+    ///
+    /// # Errors
+    /// If `x` has another shape.
+    pub fn forward(&self, x: &DTensor) -> Result<[DTensor; 3]> {
+        let &[batch, seq, _] = x.dims() else {
+            return Err(self.style.error(format_args!("gets {}; want [batch, sequence, width]", x.spec())));
+        };
+        let [x] = self.style.inputs([x])?;
+        let project = |p: &Projection| {
+            let y = match &p.shared {
+                Some(shared) => self.project_shared(&x, p, shared)?,
+                None => {
+                    let y = p.weight.product(&x)?;
+                    p.bias.as_ref().map_or(Ok(y.clone()), |bias| y.add(bias))?
+                }
+            };
+            let [y] = self.style.outputs([&y])?;
+            y.reshape((batch, seq, (), self.heads.dim))?.transpose(1, 2)
+        };
+        let [q, k, v] = &self.projections;
+        Ok([project(q)?, project(k)?, project(v)?])
+    }
+
+    /// The width of all query heads, sharded like them: the input width of the output projection.
+    pub fn width(&self) -> Width {
+        self.width
+    }
+
+    /// The bytes of the weights on this rank.
+    pub fn bytes(&self) -> usize {
+        self.projections.iter().map(|projection| projection.weight.blocks.bytes()).sum()
+    }
+
+    /// Returns a copy of the key heads for each query head, sharded like the query.
+    fn project_shared(&self, x: &DTensor, projection: &Projection, shared: &Shared) -> Result<DTensor> {
+        let Projection { weight, bias, .. } = projection;
+        let (axis, ranks) = (weight.axis, x.mesh().shape()[weight.axis]);
+        let Heads { query, key_value, dim } = self.heads;
+        let inputs: SmallVec<[&DTensor; 2]> = [x].into_iter().chain(bias).collect();
+        let plan = || {
+            let mut lay = x.targets();
+            for (a, target) in lay.iter_mut().enumerate() {
+                if a == axis || !matches!(target.placement.shard_dim(), Some(0 | 1)) {
+                    *target = Replicate.into();
+                }
+            }
+            let mut made = lay.clone();
+            made[axis] = Target::shard(2, &self.width.cut(ranks));
+            let whole = lay.iter().map(|_| Target::from(Replicate)).collect();
+            let shape = Dims::from_slice(&[x.dims()[0], x.dims()[1], query * dim]);
+            Plan::laid(&inputs, [lay].into_iter().chain(vec![whole; inputs.len() - 1]), &made, &[(shape, x.dtype())])
+        };
+        let attributes = [axis, query, key_value, dim, self.width.unit];
+        let mut made = rules::run_planned("project_shared_quantized", &attributes, &inputs, plan, |x, _| {
+            let mut y = weight.blocks.product(x[0].to_local())?;
+            let (batch, seq, held) = y.dims3()?;
+            if let Some(bias) = x.get(1) {
+                y = y.broadcast_add(&bias.to_local().narrow(0, shared.first * dim, held)?)?;
+            }
+            let copies = Tensor::new(shared.copies.as_slice(), y.device())?;
+            let y = y.reshape((batch, seq, held / dim, dim))?.index_select(&copies, 2)?;
+            Ok(smallvec![y.reshape((batch, seq, shared.copies.len() * dim))?])
+        })?;
+        Ok(made.remove(0))
+    }
+}

@@ -1,0 +1,240 @@
+//! GGUF files: each rank reads its own bytes, as they are stored; a damaged file is one error.
+
+use crate::common::*;
+use candle_core::quantized::gguf_file::{self, Value};
+use candle_core::quantized::{GgmlDType, QTensor};
+use candle_core::{DType, Device, Tensor};
+use candle_shard::{Error, Result, Shard, Spec, Weights};
+use std::fs;
+use std::path::Path;
+use test_utils::{Scratch, on_ranks};
+
+pub(crate) const QUANTIZED: [GgmlDType; 12] = [
+    GgmlDType::Q4_0,
+    GgmlDType::Q4_1,
+    GgmlDType::Q5_0,
+    GgmlDType::Q5_1,
+    GgmlDType::Q8_0,
+    GgmlDType::Q8_1,
+    GgmlDType::Q2K,
+    GgmlDType::Q3K,
+    GgmlDType::Q4K,
+    GgmlDType::Q5K,
+    GgmlDType::Q6K,
+    GgmlDType::Q8K,
+];
+
+/// A quantized matrix of numbers that depend on their place.
+pub(crate) fn quantized(shape: (usize, usize), dtype: GgmlDType) -> QTensor {
+    let values: Vec<f32> = (0..shape.0 * shape.1).map(|i| ((i * 7919 + 13) % 2003) as f32 / 1000.0 - 1.0).collect();
+    QTensor::quantize(&Tensor::from_vec(values, shape, &Device::Cpu).unwrap(), dtype).unwrap()
+}
+
+/// Writes a GGUF file with candle's own writer.
+pub(crate) fn save(path: &Path, metadata: &[(&str, Value)], tensors: &[(&str, &QTensor)]) {
+    let metadata: Vec<(&str, &Value)> = metadata.iter().map(|(name, value)| (*name, value)).collect();
+    gguf_file::write(&mut fs::File::create(path).unwrap(), &metadata, tensors).unwrap();
+}
+
+#[test]
+fn every_type_is_read_in_rows_and_blocks_of_columns_as_it_is_stored() {
+    let folder = Scratch::new("gguf-types");
+    let path = folder.path("w.gguf");
+    for dtype in QUANTIZED {
+        let whole = quantized((5, 768), dtype);
+        save(&path, &[], &[("w", &whole), ("other", &quantized((1, 256), dtype))]);
+        let weights = Weights::open(&path).unwrap();
+        assert_eq!((weights.shape("w").unwrap(), weights.dtype("w").unwrap()), (&[5, 768][..], DType::F32));
+        assert_eq!(weights.quantized_dtype("w").unwrap(), Some(dtype));
+        let (block, size) = (dtype.block_size(), dtype.type_size());
+        let (bytes, row) = (whole.data().unwrap(), 768 / block * size);
+        for rows in [0..5, 1..3, 4..5] {
+            for columns in [0..768, block..2 * block, 768 - block..768] {
+                let before = weights.bytes_read();
+                let read = weights.read_quantized("w", [rows.clone(), columns.clone()], &Device::Cpu).unwrap();
+                let want: Vec<u8> = rows
+                    .clone()
+                    .flat_map(|r| bytes[r * row..][columns.start / block * size..columns.end / block * size].to_vec())
+                    .collect();
+                assert_eq!(read.data().unwrap(), want, "{dtype:?} {rows:?} {columns:?}");
+                let all = columns.len() == 768;
+                assert!(!all || weights.bytes_read() - before == want.len() as u64, "{dtype:?} {rows:?}");
+            }
+        }
+        let floats = whole.dequantize(&Device::Cpu).unwrap();
+        for (rows, columns) in [(0..5, 0..768), (1..4, 5..261), (2..2, 0..768), (0..5, 767..768)] {
+            let read = weights.read_block("w", &[rows.clone(), columns.clone()], &Device::Cpu).unwrap();
+            let want = floats.narrow(0, rows.start, rows.len()).unwrap();
+            let want = want.narrow(1, columns.start, columns.len()).unwrap();
+            assert_eq!(read.dims(), want.dims());
+            if read.elem_count() > 0 {
+                assert_eq!(read.to_vec2::<f32>().unwrap(), want.to_vec2::<f32>().unwrap(), "{dtype:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn ranks_read_their_floats_from_blocks_that_others_read_too() {
+    let folder = Scratch::new("gguf-floats");
+    let path = folder.path("w.gguf");
+    let whole = quantized((7, 96), GgmlDType::Q4_1);
+    let plain = QTensor::quantize(&values(&[3, 5], 1, DType::F32), GgmlDType::F16).unwrap();
+    save(&path, &[], &[("w", &whole), ("plain", &plain)]);
+    for ranks in 1..=5 {
+        let (path, want) = (path.clone(), whole.dequantize(&Device::Cpu).unwrap());
+        on_ranks(ranks, "gguf floats", move |ctx| -> Result<()> {
+            let mesh = mesh(ctx, &[ranks])?;
+            let weights = Weights::open(&path)?;
+            assert_eq!((weights.dtype("plain")?, weights.quantized_dtype("plain")?), (DType::F16, None));
+            for dim in 0..2 {
+                let spec = Spec::new(&mesh, &[Shard(dim)], (7, 96), DType::F32)?;
+                let read = weights.read("w", &spec, &Device::Cpu)?;
+                let mine = block(&want, &spec)?;
+                assert_eq!(read.to_local().dims(), mine.dims());
+                if mine.elem_count() > 0 {
+                    assert_eq!(read.to_local().to_vec2::<f32>()?, mine.to_vec2::<f32>()?);
+                }
+            }
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn metadata_is_read_and_tensors_are_renamed() {
+    let folder = Scratch::new("gguf-metadata");
+    let path = folder.path("w.gguf");
+    let list = Value::Array(vec![Value::String("a".into()), Value::String("é".into())]);
+    let metadata = [("x.n", Value::U32(3)), ("x.eps", Value::F32(1e-5)), ("x.list", list), ("x.b", Value::Bool(true))];
+    save(&path, &metadata, &[("a", &quantized((1, 32), GgmlDType::Q8_0)), ("b", &quantized((1, 32), GgmlDType::Q8_0))]);
+    let weights = Weights::open(&path).unwrap();
+    let read = weights.metadata().unwrap();
+    assert_eq!(read["x.n"].to_u32().unwrap(), 3);
+    assert_eq!(read["x.list"].to_vec().unwrap()[1].to_string().unwrap(), "é");
+    let renamed = weights.rename(|name| format!("model.{name}")).unwrap();
+    assert_eq!(renamed.names().collect::<Vec<_>>(), ["model.a", "model.b"]);
+    let error = renamed.rename(|_| "one".into()).unwrap_err().to_string();
+    assert!(error.contains("another tensor"), "{error}");
+}
+
+#[test]
+fn a_cut_inside_a_block_is_refused_with_the_block() {
+    let folder = Scratch::new("gguf-cut");
+    let path = folder.path("w.gguf");
+    save(&path, &[], &[("w", &quantized((2, 256), GgmlDType::Q4K))]);
+    let weights = Weights::open(&path).unwrap();
+    for (rows, columns, want) in
+        [(0..2, 0..128, "blocks of 256 columns"), (0..3, 0..256, "shape [2, 256]"), (1..1, 0..256, "shape [2, 256]")]
+    {
+        let error = weights.read_quantized("w", [rows, columns], &Device::Cpu).unwrap_err();
+        assert!(error.to_string().contains(want), "{error}");
+    }
+    assert_eq!(weights.bytes_read(), 0);
+}
+
+/// A small file: its bytes, and the places of what the tests damage.
+fn small() -> Vec<u8> {
+    let folder = Scratch::new("gguf-small");
+    let path = folder.path("w.gguf");
+    let list = Value::Array(vec![Value::U32(1), Value::U32(2)]);
+    let metadata = [("general.alignment", Value::U32(32)), ("x.text", Value::String("abc".into())), ("x.list", list)];
+    save(&path, &metadata, &[("w", &quantized((2, 64), GgmlDType::Q4_1)), ("v", &quantized((3, 32), GgmlDType::Q8_0))]);
+    fs::read(path).unwrap()
+}
+
+fn opened(bytes: &[u8], path: &Path) -> Result<Weights> {
+    fs::write(path, bytes).unwrap();
+    Weights::open(path)
+}
+
+#[test]
+fn damaged_headers_are_one_error_that_names_the_damage() {
+    let folder = Scratch::new("gguf-damaged");
+    let (path, whole) = (folder.path("w.gguf"), small());
+    assert!(opened(&whole, &path).is_ok());
+    let place = |text: &str| whole.windows(text.len()).position(|found| found == text.as_bytes()).unwrap();
+    let with = |at: usize, bytes: &[u8]| {
+        let mut damaged = whole.clone();
+        damaged[at..at + bytes.len()].copy_from_slice(bytes);
+        damaged
+    };
+    let tensor = place("\u{1}\0\0\0\0\0\0\0w") + 9; // its dims
+    let cases = [
+        ("wrong magic", with(0, b"GGML"), "begins with"),
+        ("version 1", with(4, &1u32.to_le_bytes()), "version 1"),
+        ("big-endian", with(4, &3u32.to_be_bytes()), "big-endian"),
+        ("tensors", with(8, &u64::MAX.to_le_bytes()), "announces 18446744073709551615 tensors"),
+        ("values", with(16, &(1u64 << 60).to_le_bytes()), "metadata values"),
+        ("text", with(place("abc") - 8, &(1u64 << 62).to_le_bytes()), "bytes of a text"),
+        ("type of a value", with(place("abc") - 12, &99u32.to_le_bytes()), "unknown type 99"),
+        ("list", with(place("x.list") + 14, &(1u64 << 61).to_le_bytes()), "announces 2305843009213693952 values"),
+        ("alignment", with(place("general.alignment") + 21, &0u32.to_le_bytes()), "alignment U32(0)"),
+        ("alignment", with(place("general.alignment") + 21, &48u32.to_le_bytes()), "alignment U32(48)"),
+        ("dims", with(tensor, &9u32.to_le_bytes()), "has 9 dims"),
+        ("a dim", with(tensor + 4, &u64::MAX.to_le_bytes()), "has a dim of"),
+        ("a product", with(tensor + 12, &(1u64 << 47).to_le_bytes()), "bytes at"),
+        ("a row", with(tensor + 4, &65u64.to_le_bytes()), "blocks of Q4_1 have 32"),
+        ("a known type", with(tensor + 20, &20u32.to_le_bytes()), "20 (IQ4_NL)"),
+        ("an unknown type", with(tensor + 20, &77u32.to_le_bytes()), "77 (unknown)"),
+        ("an offset", with(tensor + 24, &(1u64 << 40).to_le_bytes()), "which has only"),
+        ("an offset", with(tensor + 24, &7u64.to_le_bytes()), "no multiple of the alignment"),
+        ("names", with(place("x.list"), b"x.text"), "twice"),
+    ];
+    for (case, bytes, want) in cases {
+        let error = opened(&bytes, &path).unwrap_err();
+        assert!(matches!(error, Error::File { .. }), "{case}: {error:?}");
+        assert!(error.to_string().contains(want), "{case}: {error}");
+    }
+}
+
+#[test]
+fn a_file_cut_anywhere_is_an_error() {
+    let folder = Scratch::new("gguf-short");
+    let (path, whole) = (folder.path("w.gguf"), small());
+    // The last tensor may be followed by padding.
+    let end = whole.len() - 31;
+    for length in 0..end {
+        assert!(
+            matches!(opened(&whole[..length], &path), Err(Error::File { .. })),
+            "{length} of {} bytes",
+            whole.len()
+        );
+    }
+}
+
+#[test]
+fn damaged_bytes_are_an_error_or_another_file_and_never_a_panic() {
+    let folder = Scratch::new("gguf-fuzz");
+    let (path, whole) = (folder.path("w.gguf"), small());
+    let many = std::env::var("CANDLE_SHARD_DAMAGED_FILES").map_or(4000, |n| n.parse().unwrap());
+    let mut seed = 1u64;
+    let mut random = |below: usize| {
+        seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        (seed >> 33) as usize % below
+    };
+    const BYTES: [u8; 6] = [0, 1, 0x7f, 0x80, 0xff, 9];
+    let mut refused = 0;
+    for _ in 0..many {
+        let mut bytes = whole.clone();
+        for _ in 0..1 + random(3) {
+            let (at, value) = (random(bytes.len()), BYTES[random(6)]);
+            let run = 1 + random(8);
+            bytes[at..].iter_mut().take(run).for_each(|byte| *byte = value);
+        }
+        match opened(&bytes, &path) {
+            Err(error) => {
+                assert!(matches!(error, Error::File { .. }), "{error:?}");
+                refused += 1;
+            }
+            // What a file says of itself can be read.
+            Ok(weights) => {
+                for name in weights.names() {
+                    let block: Vec<_> = weights.shape(name).unwrap().iter().map(|&n| 0..n).collect();
+                    weights.read_block(name, &block, &Device::Cpu).unwrap();
+                }
+            }
+        }
+    }
+    assert!(refused > many / 10, "{refused}");
+}

@@ -1,0 +1,218 @@
+//! Layers of quantized weights against one device: values, gradients, and the bytes that a rank holds.
+
+use crate::common::*;
+use crate::gguf::{QUANTIZED, quantized, save};
+use candle_core::quantized::{GgmlDType, QMatMul, QTensor};
+use candle_core::{DType, Device, Module, Tensor};
+use candle_shard::nn::{
+    FusedQkv, Heads, Linear, QuantizedEmbedding, QuantizedLinear, QuantizedQkv, ShardedVarBuilder, Width,
+};
+use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
+use candle_shard::{DTensor, Placement, Replicate, Result, Shard, Weights};
+use std::path::Path;
+use std::sync::Arc;
+use test_utils::{Scratch, on_ranks};
+
+const CPU: Device = Device::Cpu;
+
+fn builder(path: &Path, mesh: &candle_dist::DeviceMesh, plan: Plan) -> Result<ShardedVarBuilder> {
+    ShardedVarBuilder::from_weights(Weights::open(path)?, 0, mesh, plan, DType::F32, &CPU)
+}
+
+fn list(tensor: &Tensor) -> Vec<f32> {
+    tensor.flatten_all().unwrap().to_vec1().unwrap()
+}
+
+/// Types that matrices are stored in, and that candle multiplies.
+fn of_weights() -> impl Iterator<Item = GgmlDType> {
+    QUANTIZED.into_iter().filter(|dtype| !matches!(dtype, GgmlDType::Q8_1 | GgmlDType::Q8K))
+}
+
+#[test]
+fn a_weight_cut_by_rows_gives_the_bits_of_one_device() {
+    let folder = Scratch::new("quantized-rows");
+    for dtype in of_weights() {
+        for rows in [3, 16, 37, 64] {
+            let path = folder.path(&format!("{dtype:?}-{rows}.gguf"));
+            let whole = Arc::new(quantized((rows, 512), dtype));
+            save(&path, &[], &[("up.weight", &whole)]);
+            let x = values(&[2, 3, 512], 3, DType::F32);
+            let want = QMatMul::from_arc(whole.clone()).unwrap().forward(&x).unwrap();
+            let dense = whole.dequantize(&CPU).unwrap();
+            for ranks in 1..=5 {
+                let (path, x, want, dense) = (path.clone(), x.clone(), want.clone(), dense.clone());
+                let size = whole.storage_size_in_bytes();
+                on_ranks(ranks, "quantized rows", move |ctx| -> Result<()> {
+                    let mesh = mesh(ctx, &[ranks])?;
+                    let plan = Plan::new("a").with("up", ColwiseParallel::default());
+                    let layer = QuantizedLinear::new(512, rows, false, &builder(&path, &mesh, plan)?.pp("up"))?;
+                    let (x, var) = DTensor::distribute(&x, &mesh, &[Replicate])?.to_var()?;
+                    let y = layer.forward(&x)?;
+                    assert_eq!(y.placements(), [Shard(2)]);
+                    assert_eq!(list(&y.full_tensor()?), list(&want), "{dtype:?} {rows} rows on {ranks}");
+                    // At most the rows of its share and those that make up a tile.
+                    assert!(layer.bytes() <= size.div_ceil(rows) * (rows.div_ceil(ranks) + 16), "{}", layer.bytes());
+                    let grads = y.sqr()?.sum_all()?.backward()?;
+                    let ones = (want.affine(2.0, 0.0)?.reshape(((), rows))?.matmul(&dense)?).reshape((2, 3, 512))?;
+                    assert_near(&list(grads.get(&var).unwrap()), &list(&ones), 1e-4);
+                    Ok(())
+                });
+            }
+        }
+    }
+}
+
+fn assert_near(got: &[f32], want: &[f32], relative: f32) {
+    assert_eq!(got.len(), want.len());
+    let most = want.iter().fold(1e-6f32, |most, x| most.max(x.abs()));
+    for (got, want) in got.iter().zip(want) {
+        assert!((got - want).abs() <= relative * most, "{got} instead of {want}");
+    }
+}
+
+#[test]
+fn a_weight_cut_by_blocks_of_columns_differs_by_the_order_of_sums_alone() {
+    let folder = Scratch::new("quantized-columns");
+    for dtype in of_weights() {
+        let path = folder.path(&format!("{dtype:?}.gguf"));
+        let whole = Arc::new(quantized((32, 768), dtype));
+        save(&path, &[], &[("down.weight", &whole)]);
+        let x = values(&[4, 768], 5, DType::F32);
+        // Activations are quantized in blocks too, which no cut here divides; tiles may take larger ones.
+        let want = QMatMul::from_arc(whole.clone()).unwrap().forward(&x).unwrap();
+        let dense = whole.dequantize(&CPU).unwrap();
+        for ranks in 1..=5 {
+            let (path, x, want, dense) = (path.clone(), x.clone(), want.clone(), dense.clone());
+            on_ranks(ranks, "quantized columns", move |ctx| -> Result<()> {
+                let mesh = mesh(ctx, &[ranks])?;
+                let plan = Plan::new("a").with("down", RowwiseParallel::default());
+                let vb = builder(&path, &mesh, plan)?.pp("down");
+                let block = vb.quantized_block("weight").unwrap();
+                let layer = QuantizedLinear::new(Width::new(768 / block, block), 32, false, &vb)?;
+                let (x, var) = DTensor::distribute(&x, &mesh, &[Replicate])?.to_var()?;
+                let y = layer.forward(&x)?;
+                assert_eq!(y.placements(), [Replicate]);
+                let near = if dtype == GgmlDType::Q8_0 { 1e-2 } else { 1e-5 };
+                assert_near(&list(y.to_local()), &list(&want), near);
+                let grads = y.sum_all()?.backward()?;
+                let sums = Tensor::ones((4, 32), DType::F32, &CPU)?.matmul(&dense)?;
+                assert_near(&list(grads.get(&var).unwrap()), &list(&sums), 1e-5);
+                Ok(())
+            });
+        }
+    }
+}
+
+#[test]
+fn a_table_is_looked_up_and_multiplied_in_its_blocks() {
+    let folder = Scratch::new("quantized-table");
+    let path = folder.path("w.gguf");
+    let whole = Arc::new(quantized((11, 64), GgmlDType::Q8_0));
+    save(&path, &[], &[("words.weight", &whole)]);
+    let ids = Tensor::new(&[[0u32, 10, 3], [7, 7, 5]], &CPU).unwrap();
+    let rows = QTensor::embedding(&whole, &ids).unwrap();
+    let logits = QMatMul::from_arc(whole).unwrap().forward(&rows).unwrap();
+    for ranks in 1..=5 {
+        let (path, ids, rows, logits) = (path.clone(), ids.clone(), rows.clone(), logits.clone());
+        on_ranks(ranks, "quantized table", move |ctx| -> Result<()> {
+            let mesh = mesh(ctx, &[ranks])?;
+            let whole = RowwiseParallel { output: Replicate, ..Default::default() };
+            let plan = Plan::new("a").with("words", whole).with("head", ColwiseParallel::default());
+            let vb = builder(&path, &mesh, plan)?;
+            let words = QuantizedEmbedding::new(11, 64, &vb.pp("words"))?;
+            let head = QuantizedLinear::tied(&words, &vb.pp("head"))?;
+            let found = words.forward(&DTensor::distribute(&ids, &mesh, &[Replicate])?)?;
+            assert_eq!(list(found.to_local()), list(&rows));
+            assert_eq!(list(&head.forward(&found)?.full_tensor()?), list(&logits));
+            let wrong = DTensor::distribute(&Tensor::new(&[11u32], &CPU)?, &mesh, &[Replicate])?;
+            assert!(words.forward(&wrong).unwrap_err().to_string().contains("id 11"));
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn heads_are_cut_as_those_of_floats_and_shared_where_there_are_few_of_them() {
+    let folder = Scratch::new("quantized-heads");
+    for (query, key_value) in [(6, 6), (6, 3), (9, 3), (4, 1), (4, 2)] {
+        for with_bias in [false, true] {
+            let (dim, hidden) = (32, 64);
+            let path = folder.path(&format!("{query}-{key_value}-{with_bias}.gguf"));
+            let weight = |heads: usize| quantized((heads * dim, hidden), GgmlDType::Q4_1);
+            let bias = |heads: usize| {
+                QTensor::quantize(&values(&[heads * dim], heads as u64, DType::F32), GgmlDType::F32).unwrap()
+            };
+            let (q, k, v, o) = (
+                weight(query),
+                weight(key_value),
+                weight(key_value),
+                quantized((hidden, query * dim), GgmlDType::Q8_0),
+            );
+            let (qb, kb) = (bias(query), bias(key_value));
+            let tensors = [
+                ("q.weight", &q),
+                ("k.weight", &k),
+                ("v.weight", &v),
+                ("o.weight", &o),
+                ("q.bias", &qb),
+                ("k.bias", &kb),
+                ("v.bias", &kb),
+            ];
+            save(&path, &[], &tensors);
+            let x = values(&[2, 3, hidden], 1, DType::F32);
+            for ranks in 1..=5 {
+                let (path, x) = (path.clone(), x.clone());
+                on_ranks(ranks, "quantized heads", move |ctx| -> Result<()> {
+                    let mesh = mesh(ctx, &[ranks])?;
+                    let heads = Heads { query, key_value, dim };
+                    let names = ["q", "k", "v"];
+                    let plan =
+                        Plan::new("a").with("at", ColwiseParallel::default()).with("at.*", ColwiseParallel::default());
+                    let weights = || Weights::open(&path)?.rename(|name| format!("at.{name}"));
+                    let vb = |plan: Plan| ShardedVarBuilder::from_weights(weights()?, 0, &mesh, plan, DType::F32, &CPU);
+                    let quantized =
+                        QuantizedQkv::with_names(hidden, heads, 32, with_bias, names, &vb(plan.clone())?.pp("at"))?;
+                    let dense = FusedQkv::with_names(hidden, heads, with_bias, names, &vb(plan)?.pp("at"))?;
+                    assert_eq!(quantized.width(), dense.width());
+                    let (x, var) = DTensor::distribute(&x, &mesh, &[Replicate])?.to_var()?;
+                    let loss = |parts: &[DTensor; 3]| -> Result<DTensor> {
+                        let squares: Vec<DTensor> =
+                            parts.iter().map(|part| part.sqr()?.sum_all()).collect::<Result<_>>()?;
+                        squares[0].add(&squares[1])?.add(&squares[2])
+                    };
+                    let (got, want) = (quantized.forward(&x)?, dense.forward(&x)?);
+                    for (got, want) in got.iter().zip(&want) {
+                        assert_eq!((got.dims(), got.placements()), (want.dims(), want.placements()));
+                        assert_near(&list(&got.full_tensor()?), &list(&want.full_tensor()?), 2e-2);
+                    }
+                    let of = |parts| -> Result<Vec<f32>> { Ok(list(loss(parts)?.backward()?.get(&var).unwrap())) };
+                    assert_near(&of(&got)?, &of(&want)?, 3e-2);
+                    Ok(())
+                });
+            }
+        }
+    }
+}
+
+#[test]
+fn layers_that_cannot_be_built_say_why() {
+    let folder = Scratch::new("quantized-refused");
+    let path = folder.path("w.gguf");
+    let plain = QTensor::quantize(&values(&[4, 256], 1, DType::F32), GgmlDType::F32).unwrap();
+    save(&path, &[], &[("w.weight", &quantized((4, 768), GgmlDType::Q4K)), ("plain.weight", &plain)]);
+    on_ranks(2, "refused", move |ctx| -> Result<()> {
+        let mesh = mesh(ctx, &[2])?;
+        let plan = Plan::new("a").with("w", RowwiseParallel::default());
+        let vb = builder(&path, &mesh, plan)?;
+        let said = |made: Result<QuantizedLinear>| made.unwrap_err().to_string();
+        assert!(said(QuantizedLinear::new(768, 5, false, &vb.pp("w"))).contains("[4, 768]"));
+        assert!(said(QuantizedLinear::new(256, 4, false, &vb.pp("plain"))).contains("not quantized"));
+        assert!(said(QuantizedLinear::new(768, 4, false, &vb.pp("w"))).contains("blocks of 256 columns"));
+        let fresh = ShardedVarBuilder::fresh(1, &mesh, Plan::new("a"), DType::F32, &CPU)?;
+        assert!(said(QuantizedLinear::new(768, 4, false, &fresh.pp("w"))).contains("only weights in files"));
+        assert_eq!((vb.pp("w").quantized_block("weight"), vb.pp("plain").quantized_block("weight")), (Some(256), None));
+        // The same weight as floats may be cut anywhere.
+        assert_eq!(Linear::new(768, 4, false, &vb.pp("w"))?.placements(), [Placement::from(Shard(1))]);
+        Ok(())
+    });
+}
