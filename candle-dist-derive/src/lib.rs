@@ -112,10 +112,10 @@ fn is_kept(field: &Field) -> Result<bool> {
         let mut says = false;
         attribute.parse_nested_meta(|meta| {
             says = meta.path.is_ident("keep");
-            if says { Ok(()) } else { Err(meta.error("the only word is keep")) }
+            if says { Ok(()) } else { Err(meta.error("expected keep")) }
         })?;
         if !says {
-            return Err(Error::new_spanned(attribute, "the attribute is empty; its word is keep"));
+            return Err(Error::new_spanned(attribute, "the attribute is empty; expected keep"));
         }
         is_kept = true;
     }
