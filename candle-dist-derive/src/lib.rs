@@ -1,13 +1,13 @@
-//! The derive macro of [candle-dist](https://docs.rs/candle-dist)'s `TensorTree`, which that crate gives out.
+//! The derive macro of `TensorTree`, which [candle-dist](https://docs.rs/candle-dist) re-exports.
 use proc_macro2::{TokenStream, TokenTree};
 use quote::{format_ident, quote};
 use syn::{
     Attribute, Data, DeriveInput, Error, Field, Fields, Ident, Index, Member, Result, parse_macro_input, parse_quote,
 };
 
-/// Makes a struct or an enum a `TensorTree` whose tensors are those of its fields, in the order of their declaration.
+/// Implements `TensorTree` for a struct or an enum. Its tensors are those of its fields, in the order of declaration.
 ///
-/// A field with `#[tensor_tree(keep)]` need not be a tree: it is cloned. Type parameters of other fields must be trees.
+/// A field with `#[tensor_tree(keep)]` is cloned and need not be a tree. Type parameters of other fields must be trees.
 #[proc_macro_derive(TensorTree, attributes(tensor_tree))]
 pub fn derive_tensor_tree(input: proc_macro::TokenStream) -> proc_macro::TokenStream {
     let input = parse_macro_input!(input as DeriveInput);
@@ -16,9 +16,9 @@ pub fn derive_tensor_tree(input: proc_macro::TokenStream) -> proc_macro::TokenSt
 
 /// A field of a struct or of a variant.
 struct Part {
-    /// Its name, or its place.
+    /// Its name, or its index.
     member: Member,
-    /// What it is called while it is at hand.
+    /// The name of the variable that binds it.
     at_hand: Ident,
     is_kept: bool,
     field: Field,
@@ -57,7 +57,7 @@ fn expand(mut input: DeriveInput) -> Result<TokenStream> {
         });
         quote! { #shape { #(#members: #at_hand,)* } => #shape { #(#members: #made,)* } }
     });
-    // Of an enum without variants there is no value, nor a match of a reference to one.
+    // An enum without variants has no values, and a reference to it cannot be matched.
     let (visit, rebuild) = match shapes.is_empty() {
         true => (quote!(match *self {}), quote!(match *self {})),
         false => {
@@ -97,7 +97,7 @@ fn parts(fields: &Fields) -> Result<Vec<Part>> {
     fields.iter().enumerate().map(part).collect()
 }
 
-/// An error where the attribute stands elsewhere than at a field, and would be ignored.
+/// Returns an error if the attribute is not on a field, where it would be ignored.
 fn refuse_keep(attributes: &[Attribute]) -> Result<()> {
     match attributes.iter().find(|attribute| attribute.path().is_ident("tensor_tree")) {
         Some(attribute) => Err(Error::new_spanned(attribute, "keep belongs to a field; mark each field that is kept")),
@@ -105,24 +105,24 @@ fn refuse_keep(attributes: &[Attribute]) -> Result<()> {
     }
 }
 
-/// Whether a field says `#[tensor_tree(keep)]`; anything else in the attribute is an error.
+/// Returns whether a field has `#[tensor_tree(keep)]`. Anything else in the attribute is an error.
 fn is_kept(field: &Field) -> Result<bool> {
     let mut is_kept = false;
     for attribute in field.attrs.iter().filter(|attribute| attribute.path().is_ident("tensor_tree")) {
         let mut says = false;
         attribute.parse_nested_meta(|meta| {
             says = meta.path.is_ident("keep");
-            if says { Ok(()) } else { Err(meta.error("the only word is keep")) }
+            if says { Ok(()) } else { Err(meta.error("expected keep")) }
         })?;
         if !says {
-            return Err(Error::new_spanned(attribute, "the attribute is empty; its word is keep"));
+            return Err(Error::new_spanned(attribute, "the attribute is empty; expected keep"));
         }
         is_kept = true;
     }
     Ok(is_kept)
 }
 
-/// Bounds each type parameter as the fields with it need: trees, or clones where all of them are kept.
+/// Adds the bounds that fields need to each type parameter: `TensorTree`, or `Clone` if all its fields are kept.
 fn bound<'a>(input: &mut DeriveInput, parts: impl Iterator<Item = &'a Part>) {
     let parts: Vec<&Part> = parts.collect();
     for parameter in input.generics.type_params_mut() {

@@ -1,8 +1,9 @@
 //! Pipeline parallelism for [candle](https://github.com/huggingface/candle): models cut into stages, batches cut into
 //! microbatches, and schedules that keep the stages busy.
 //!
-//! Use this crate to spread the layers of a model over ranks. Values and gradients are those of one device on the whole batch, for
-//! each cut, schedule and number of microbatches. The [`guide`] goes from a declaration to training on a mesh, step by step.
+//! Use this crate to spread the layers of a model over ranks. Values and gradients are those of one device on the whole
+//! batch, for each cut, schedule and number of microbatches. The [`guide`] goes from a declaration to training on a
+//! mesh, step by step.
 //!
 //! ```
 //! use candle_pipe::schedule::{Costs, Edges, ScheduleKind};

@@ -1,4 +1,4 @@
-//! A backend: collectives made of messages alone.
+//! A backend: collectives that consist of messages only.
 //!
 //! Each rank sends its tensors to every other member and computes its own results with [`compute`]. Messages, groups
 //! and failures are those of another backend. That is simple, and slow for large worlds: n² messages per call.
@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-/// Tags from here on are those of collectives; programs use smaller ones.
+/// The first tag of collectives; programs use smaller tags.
 const FIRST_TAG: u32 = 1 << 31;
 
 /// One rank of a group whose collectives are messages.
@@ -37,7 +37,7 @@ pub struct ByMessages {
 }
 
 impl ByMessages {
-    /// A backend whose messages, groups and failures are those of `inner`.
+    /// Creates a backend whose messages, groups and failures are those of `inner`.
     pub fn new(inner: Arc<dyn Backend>) -> Self {
         Self { inner, next: Arc::new(AtomicU32::new(0)) }
     }
@@ -48,7 +48,7 @@ impl ByMessages {
 
     fn give(&self, tensor: Tensor, to: usize, tag: u32) -> Result<()> {
         let call = Call { peer: Some(to), tag, ..Call::on(Op::Send, &tensor, &[]) };
-        // A collective never waits at its start, however much is unread. What is under way needs no handle.
+        // A collective never waits at its start, however much is unread. Messages in flight need no handle.
         self.inner.start_send(call, tensor).map(drop)
     }
 
@@ -58,7 +58,7 @@ impl ByMessages {
         self.inner.recv(Call { dtype: Some(dtype), shape, peer: Some(from), tag, timeout, ..Call::new(Op::Recv) })
     }
 
-    /// Sends this rank's part of a collective to all others: what the call is, the shapes of the tensors, the tensors.
+    /// Sends this rank's part of a collective to all others: the call, the shapes of the tensors, and the tensors.
     fn post(&self, call: &Call, tensors: &[Tensor]) -> Result<u32> {
         let tag = FIRST_TAG | self.next.fetch_add(1, Ordering::Relaxed);
         let shapes: Vec<i64> =
@@ -69,7 +69,7 @@ impl ByMessages {
                 self.give(Tensor::new(&shapes[..], &Device::Cpu)?, to, tag)?;
             }
             for tensor in tensors {
-                self.give(tensor.force_contiguous()?, to, tag)?; // this rank may write to its own meanwhile
+                self.give(tensor.force_contiguous()?, to, tag)?; // this rank may write to its own tensor meanwhile
             }
         }
         Ok(tag)
@@ -105,7 +105,7 @@ impl ByMessages {
         compute(call, me, &parts)
     }
 
-    /// Stops the world: a member makes another call than this rank.
+    /// Stops the world, because a member makes another call than this rank.
     fn mismatch(&self, other: usize) -> Error {
         let [first, last] =
             [self.inner.rank().min(other), self.inner.rank().max(other)].map(|at| self.inner.ranks()[at]);
@@ -114,7 +114,7 @@ impl ByMessages {
     }
 }
 
-/// A number for what all members must agree on.
+/// Returns a number for the properties on which all members must agree.
 fn digest(call: &Call) -> i64 {
     let Call { op, dtype, shape, rest, reduce, peer, dims, sizes, form, note, .. } = call;
     let mut hasher = DefaultHasher::new();
@@ -123,7 +123,7 @@ fn digest(call: &Call) -> i64 {
     hasher.finish() as i64
 }
 
-/// A collective that was started: what it sends is on its way.
+/// A started collective, whose messages are sent.
 struct Started {
     group: ByMessages,
     call: Call,
@@ -185,7 +185,7 @@ impl Backend for ByMessages {
 
     fn start(&self, call: Call, tensors: Tensors) -> Result<Box<dyn Unfinished>> {
         let tag = self.post(&call, &tensors)?;
-        // The copy is this rank's own: a program may write to the tensor before the call is finished.
+        // A copy, because a program may write to the tensor before the call is finished.
         let mine = tensors.iter().map(Tensor::force_contiguous).collect::<candle_core::Result<_>>()?;
         Ok(Box::new(Started { group: self.clone(), call, mine, tag }))
     }

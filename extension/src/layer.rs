@@ -1,4 +1,4 @@
-//! A layer under a plan: linear features, where only the strong ones stay.
+//! A layer under a plan: linear features with a soft threshold.
 use crate::op::soft_threshold;
 use candle_shard::nn::{Init, ShardedVarBuilder};
 use candle_shard::parallel::{LayerKind, ModuleStyle};
@@ -15,13 +15,13 @@ pub struct SparseLinear {
 }
 
 impl SparseLinear {
-    /// A layer at the builder's path with parameters `weight` and `bias`.
+    /// Builds a layer at the builder's path with the parameters `weight` and `bias`.
     ///
     /// # Errors
     /// If the plan has a style here that is not for linear layers.
     pub fn new(in_dim: usize, out_dim: usize, by: f64, vb: &ShardedVarBuilder) -> Result<Self> {
         let style = vb.style();
-        // Where the parameters lie, and whether their gradients are summed later, is the style's to say.
+        // The style decides the placement of the parameters, and whether their gradients are summed later.
         let layout = style.layout(LayerKind::Linear)?;
         let bound = 1.0 / (in_dim as f64).sqrt();
         let even = Init::Random(Distribution::Uniform { lo: -bound, up: bound });
@@ -30,13 +30,13 @@ impl SparseLinear {
         Ok(Self { weight, bias, by, style })
     }
 
-    /// The features `[.., out]` of `[.., in]`.
+    /// Returns the features `[.., out]` of `[.., in]`.
     ///
     /// # Errors
     /// If the shapes do not agree.
     pub fn forward(&self, x: &DTensor) -> Result<DTensor> {
         let [x] = self.style.inputs([x])?;
-        // Partial sums of a rowwise weight are added up before the bias and the threshold, which are not linear.
+        // Partial sums of a rowwise weight are reduced before the bias and the threshold, which are not linear.
         let y = soft_threshold(&x.linear(&self.weight, None)?.add(&self.bias)?, self.by)?;
         let [y] = self.style.outputs([&y])?;
         Ok(y)
@@ -52,7 +52,8 @@ mod tests {
     use candle_shard::{Replicate, nn::Linear};
     use test_utils::{distance, on_ranks, values};
 
-    /// The loss and all gradients, whole, in the order of the parameters' names; and the collectives of the forward pass.
+    /// Returns the loss and all whole gradients, in the order of the parameters' names, and the collectives of the
+    /// forward pass.
     fn train(world: usize) -> (Vec<Tensor>, usize) {
         let ranks = on_ranks(world, "layer", move |ctx| -> Result<(Vec<Tensor>, usize)> {
             let mesh = ctx.mesh(&[("tp", world)])?;

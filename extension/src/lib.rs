@@ -1,6 +1,6 @@
-//! The candle distributed stack extended from another crate, with nothing that is not public.
+//! Extensions of the candle distributed stack from another crate, with public items only.
 //!
-//! `docs/extending.md` has the recipes. Each module is one of them, with its test.
+//! `docs/extending.md` has the recipes. Each module follows one of them, with its test.
 pub mod backend;
 pub mod layer;
 pub mod op;

@@ -1,4 +1,4 @@
-//! An op with a gradient of its own: the soft threshold of sparse coding.
+//! An op with its own gradient: the soft threshold of sparse coding.
 use candle_core::{CpuStorage, CustomOp1, DType, Layout, Shape, Tensor, bail};
 use candle_shard::rules::{self, Row, Rows, Signature};
 use candle_shard::{DTensor, Error, Result, Shard};
@@ -26,13 +26,13 @@ impl CustomOp1 for SoftThreshold {
         Ok((made, layout.shape().clone()))
     }
 
-    /// The gradient passes where something is left. An op whose `bwd` gives `None` ends in a panic of candle.
+    /// The gradient passes where the result is not 0. candle panics if `bwd` returns `None`.
     fn bwd(&self, x: &Tensor, _: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
         Ok(Some(x.abs()?.gt(self.by)?.where_cond(grad, &grad.zeros_like()?)?))
     }
 }
 
-/// The soft threshold of a plain tensor.
+/// Returns the soft threshold of a plain tensor.
 ///
 /// # Errors
 /// For dtypes other than f32 and f64.
@@ -40,9 +40,9 @@ pub fn plain_soft_threshold(x: &Tensor, by: f64) -> candle_core::Result<Tensor> 
     x.contiguous()?.apply_op1(SoftThreshold { by })
 }
 
-/// Each element moved toward 0 by `by`, and 0 where it is nearer to it: `sign(x) · max(|x| - by, 0)`.
+/// Moves each element toward 0 by `by`, and sets it to 0 if it is closer: `sign(x) · max(|x| - by, 0)`.
 ///
-/// Any dim may be sharded. Partial sums are added up first: the op is not linear.
+/// Any dim may be sharded. Partial sums are reduced first, because the op is not linear.
 ///
 /// # Errors
 /// For dtypes other than f32 and f64.
@@ -55,7 +55,7 @@ pub fn soft_threshold(x: &DTensor, by: f64) -> Result<DTensor> {
         let rows: Rows = (0..x.rank()).map(|dim| Row::new(Shard(dim), &[Shard(dim)])).collect();
         Ok(Signature::new(rows, x.dims(), x.dtype()))
     };
-    // Shape, dtype and layout do not depend on `by`, so it is no attribute.
+    // Shape, dtype and layout do not depend on `by`, so it is not an attribute.
     rules::apply("soft_threshold", &[], &[x], signature, |x, _| Ok(plain_soft_threshold(x[0].to_local(), by)?))
 }
 
@@ -64,7 +64,7 @@ mod tests {
     use super::*;
     use test_utils::{Kind::Float, OpCheck, on_ranks};
 
-    /// One device by composition, so that a wrong `bwd` is seen.
+    /// Computes the op on one device by composition, which detects a wrong `bwd`.
     fn composed(x: &Tensor, by: f64) -> candle_core::Result<Tensor> {
         (x - by)?.relu()? - (x + by)?.neg()?.relu()?
     }

@@ -2,7 +2,7 @@
 use candle_pipe::Result;
 use candle_pipe::schedule::Schedule;
 
-/// As GPipe with its backward passes in the opposite order: a rank's newest activations are freed first.
+/// GPipe with its backward passes in the opposite order, so that a rank frees its newest activations first.
 ///
 /// # Errors
 /// If there are no ranks or no microbatches.
@@ -11,11 +11,11 @@ pub fn last_first(ranks: usize, microbatches: usize) -> Result<Schedule> {
         let waits = |idle: usize| std::iter::repeat_n(String::new(), idle);
         let forward = (0..microbatches).map(move |m| format!("{rank}F{m}"));
         let backward = (0..microbatches).rev().map(move |m| format!("{rank}B{m}"));
-        // Empty cells are for readers: a rank waits for what it needs anyway.
+        // Empty cells are for readers: a rank waits for its inputs anyway.
         let cells = waits(rank).chain(forward).chain(waits(2 * (ranks - 1 - rank))).chain(backward);
         cells.collect::<Vec<_>>().join(",")
     };
-    // What is read is checked: a schedule that exists runs to its end.
+    // Reading checks the schedule: one that exists runs to its end.
     Schedule::from_csv(&(0..ranks).map(row).collect::<Vec<_>>().join("\n"))
 }
 

@@ -30,7 +30,7 @@ pub fn skipped() -> usize {
 /// if test_utils::skip_unless_gpus(2) {
 ///     return;
 /// }
-/// // what needs two GPUs
+/// // code that needs two GPUs
 /// # }
 /// # a_test();
 /// ```
@@ -49,7 +49,7 @@ mod tests {
     use std::env;
     use std::process::Command;
 
-    /// The variable that tells the test below to run as a child process.
+    /// The variable that makes the test below run as a child process.
     const LOOK: &str = "TEST_UTILS_SKIP";
 
     #[test]

@@ -6,7 +6,7 @@ use super::row_update::Rule;
 use super::rows::by_blocks;
 use super::{Reading, share_memory};
 
-/// A rule that can also be composed of candle's operations, for devices without a kernel.
+/// A rule that can also be composed of candle's operations, for tensors on which no kernel runs.
 pub(crate) trait DenseRule<const N: usize>: Rule<N> {
     /// Returns the updated tensor and its states, in the compute dtype.
     fn composed(&self, x: &Tensor, states: [&Tensor; N], grad: &Tensor) -> Result<(Tensor, [Tensor; N])>;

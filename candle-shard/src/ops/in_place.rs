@@ -115,7 +115,8 @@ impl DTensor {
         Plan::laid(&[self, src], [base.clone(), piece], &base, &[(Dims::from_slice(self.dims()), self.dtype())])
     }
 
-    /// Sets the elements at `indexes` of a dim to those of `src` in place, without a gradient; see [`scatter`](Self::scatter).
+    /// Sets the elements at `indexes` of a dim to those of `src` in place, without a gradient; see
+    /// [`scatter`](Self::scatter).
     ///
     /// The new elements are computed as in [`scatter`](Self::scatter), in new memory, and then written.
     ///
@@ -127,7 +128,8 @@ impl DTensor {
         self.overwrite(&self.detach().scatter(indexes, &src.detach(), dim)?)
     }
 
-    /// Adds `src` to the elements at `indexes` of a dim in place, without a gradient; see [`scatter_add`](Self::scatter_add).
+    /// Adds `src` to the elements at `indexes` of a dim in place, without a gradient; see
+    /// [`scatter_add`](Self::scatter_add).
     ///
     /// The new elements are computed as in [`scatter_add`](Self::scatter_add), in new memory, and then written.
     ///

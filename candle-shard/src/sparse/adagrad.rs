@@ -21,7 +21,8 @@ impl Adagrad {
     /// Creates an optimizer for `vars`.
     ///
     /// # Errors
-    /// If a parameter is negative or not finite, or if there is weight decay, which PyTorch also refuses for sparse gradients.
+    /// If a parameter is negative or not finite, or if there is weight decay, which PyTorch also refuses for sparse
+    /// gradients.
     pub fn new(vars: Vec<RowVar>, params: ParamsAdagrad) -> Result<Self> {
         params.check()?;
         if params.weight_decay != 0.0 {

@@ -76,7 +76,7 @@ impl MlpStacked {
         Ok(stacked)
     }
 
-    /// Sets the parameters to what a new stack of `seed` has. Every rank calls it.
+    /// Sets the parameters to those of a new stack with `seed`. Every rank calls it.
     ///
     /// # Errors
     /// If they are frozen.

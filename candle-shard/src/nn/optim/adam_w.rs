@@ -8,8 +8,8 @@ use candle_nn::ParamsAdamW;
 
 /// AdamW (Loshchilov and Hutter, 2019) over this rank's shards, with the options of `candle_nn::AdamW`.
 ///
-/// State: `adam_w.first_moment.NAME`, `adam_w.second_moment.NAME` and `adam_w.step.NAME`. The moments have the dtype of the
-/// parameter, or of its master weight.
+/// State: `adam_w.first_moment.NAME`, `adam_w.second_moment.NAME` and `adam_w.step.NAME`. The moments have the dtype of
+/// the parameter, or of its master weight.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};

@@ -8,7 +8,8 @@ use candle_core::Tensor;
 
 /// Stochastic gradient descent with momentum (Sutskever et al. 2013), by PyTorch's rule.
 ///
-/// State: `sgd.momentum_buffer.NAME` and `sgd.step.NAME` with momentum, nothing without. Buffers of 16-bit parameters are f32.
+/// State: `sgd.momentum_buffer.NAME` and `sgd.step.NAME` with momentum, nothing without. Buffers of 16-bit parameters
+/// are f32.
 pub type Sgd = ElementOptimizer<ParamsSgd>;
 
 /// The options of [`Sgd`], with PyTorch's names and defaults.

@@ -1,11 +1,11 @@
-//! Which rooms of a folder import which, and the rings among them.
+//! The imports between the rooms of a folder, and their rings.
 use super::source::{Place, Source};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// The room that stands for what a folder's own file holds.
+/// The room of the items in a folder's own file.
 pub(super) const OWN: &str = "mod";
 
-/// The imports between the rooms of one folder: for each pair of importing and imported room, a module that does it.
+/// The imports between the rooms of one folder: for each importing and imported room, a module with such an import.
 #[derive(Debug, Default)]
 pub(super) struct Imports {
     pub(super) rooms: BTreeSet<String>,

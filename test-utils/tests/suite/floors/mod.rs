@@ -1,7 +1,7 @@
 //! Imports point down: the modules of a folder are *rooms* on floors, and a room imports only rooms of lower floors.
 //!
-//! A crate gets its table in `tables.rs`. What a folder's own file (`mod.rs`) holds is the room `mod`; what it only passes on
-//! by `pub use` counts for nothing in its own folder. Comments and items for tests do not count.
+//! Each crate has a table in `tables.rs`. The items of a folder's own file (`mod.rs`) are the room `mod`. Its
+//! re-exports by `pub use` do not count in its own folder, and comments and items for tests do not count at all.
 mod graph;
 mod source;
 mod tables;
@@ -18,7 +18,7 @@ fn source_of(name: &str) -> Source {
     Source::of_crate(&Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(name).join("src"))
 }
 
-/// What is wrong with the floors of one folder, in which the imports in `known` may point up.
+/// Returns the errors in the floors of one folder, where the imports in `known` may point up.
 fn faults(source: &Source, folder: &[String], floors: &Floors, known: &[(&str, &str)]) -> Vec<String> {
     let imports = Imports::of(source, folder);
     let place = |folder: &[String]| ["crate"].into_iter().chain(folder.iter().map(String::as_str)).join("::");

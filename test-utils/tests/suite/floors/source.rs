@@ -1,6 +1,6 @@
-//! The modules of a crate and the paths by which they name each other, read from the source.
+//! Reads the modules of a crate, and the paths by which they name each other, from the source.
 //!
-//! This reads tokens only. Comments do not count, bodies of macros do, and items for tests are left out.
+//! It reads tokens only. Comments and items for tests are ignored; bodies of macros count.
 use proc_macro2::{Delimiter, Group, Spacing, TokenStream, TokenTree};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -8,7 +8,7 @@ use std::path::Path;
 /// The names that lead from the root of a crate to a module or an item.
 pub(super) type Place = Vec<String>;
 
-/// What one module says.
+/// The names in one module.
 #[derive(Debug, Default)]
 pub(super) struct Module {
     pub(super) children: BTreeSet<String>,
@@ -167,7 +167,8 @@ impl Source {
         paths
     }
 
-    /// The path from the root that a path written in the module at `place` stands for, unless it leads to another crate.
+    /// The path from the root that a path written in the module at `place` stands for, unless it leads to another
+    /// crate.
     fn whole_path(&self, place: &[String], path: &[String]) -> Option<Place> {
         let module = self.modules.get(place)?;
         let (first, rest) = path.split_first()?;
