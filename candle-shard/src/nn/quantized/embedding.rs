@@ -1,8 +1,8 @@
 //! Lookups in a quantized table.
 use super::weight::QuantizedWeight;
+use crate::layout::{Placement, Replicate, Shard};
 use crate::nn::ShardedVarBuilder;
 use crate::parallel::{LayerKind, ModuleStyle};
-use crate::layout::{Placement, Replicate, Shard};
 use crate::rules::{self, Plan};
 use crate::{DTensor, Error, Result};
 use candle_core::{DType, Tensor};

@@ -1,9 +1,9 @@
 //! The linear layer of a quantized weight.
 use super::QuantizedEmbedding;
 use super::weight::QuantizedWeight;
+use crate::layout::Shard;
 use crate::nn::{Init, ShardedVarBuilder, Width};
 use crate::parallel::{LayerKind, ModuleStyle};
-use crate::layout::Shard;
 use crate::{DTensor, Result};
 
 /// [`Linear`](crate::nn::Linear) with a weight `[out, in]` that stays quantized, as a GGUF file stores it.

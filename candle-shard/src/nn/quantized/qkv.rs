@@ -1,8 +1,8 @@
 //! Query, key and value projections by quantized weights.
 use super::weight::{Blocks, QuantizedWeight};
+use crate::layout::Replicate;
 use crate::nn::{Heads, Init, ShardedVarBuilder, Width};
 use crate::parallel::{LayerKind, ModuleStyle};
-use crate::layout::Replicate;
 use crate::redistribute::Target;
 use crate::rules::{self, Plan};
 use crate::{DTensor, Error, Result};

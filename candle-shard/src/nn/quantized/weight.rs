@@ -1,6 +1,6 @@
 //! The blocks of a quantized weight that a rank holds.
-use crate::nn::{ShardedVarBuilder, Width};
 use crate::layout::{Placement, Replicate, Shard};
+use crate::nn::{ShardedVarBuilder, Width};
 use crate::redistribute::Target;
 use crate::rules::{self, Plan};
 use crate::{DTensor, Error, Result, kernels};
