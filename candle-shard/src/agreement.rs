@@ -1,5 +1,6 @@
 //! Exchange of values, and agreement on one result, among ranks.
-use crate::{DTensor, Error, Result, scoped};
+use crate::layout::Spec;
+use crate::{Error, Result, scoped};
 use candle_core::{DType, Device, Tensor};
 use candle_dist::{DeviceMesh, ProcessGroup};
 use rustc_hash::FxHasher;
@@ -19,9 +20,9 @@ static EVERYWHERE: LazyLock<bool> =
 
 /// Runs `f`, in which tensors that must be equal on every rank are compared by a hash of their elements.
 ///
-/// These are the operands of [`DTensor::replicated`], of operators with plain tensors and numbers, and of
-/// [`DTensor::distribute`], and the plain inputs that a layer of a plan takes as replicated. Each comparison costs one
-/// barrier; if ranks differ, all of them return the same error.
+/// These are the operands of [`DTensor::replicated`](crate::DTensor::replicated), of operators with plain tensors and
+/// numbers, and of [`DTensor::distribute`](crate::DTensor::distribute), and the plain inputs that a layer of a plan
+/// takes as replicated. Each comparison costs one barrier; if ranks differ, all of them return the same error.
 /// Every rank must call it. `CANDLE_DIST_DEBUG=1` in the environment enables it in all threads of a program.
 ///
 /// ```
@@ -59,21 +60,21 @@ pub(crate) fn alike(op: &'static str, tensor: &Tensor, mesh: &DeviceMesh) -> Res
 ///
 /// In this case the whole tensor is checked first: all ranks see the same first invalid index, and their world
 /// continues.
-pub(crate) fn was_cut(given: &DTensor, laid: &DTensor) -> bool {
+pub(crate) fn was_cut(given: &Spec, laid: &Spec) -> bool {
     !is_cut(given) && is_cut(laid)
 }
 
-/// Returns whether a rank has only a piece of the tensor.
-fn is_cut(tensor: &DTensor) -> bool {
-    let mut axes = tensor.placements().iter().zip(tensor.mesh().shape());
+/// Returns whether a rank has only a piece of a tensor in this layout.
+fn is_cut(spec: &Spec) -> bool {
+    let mut axes = spec.placements().iter().zip(spec.mesh().shape());
     axes.any(|(placement, &n)| n > 1 && placement.shard_dim().is_some())
 }
 
-/// Returns the error for an invalid index.
+/// Returns the error for an invalid index in a tensor of layout `data`.
 ///
 /// If the tensor is whole on every rank, all of them see the index. If it is in pieces, one rank may see it, or several
 /// ranks see different ones: the first that stops the world sends its error to all.
-pub(crate) fn refuse_data<T>(op: &'static str, reason: String, data: &DTensor) -> Result<T> {
+pub(crate) fn refuse_data<T>(op: &'static str, reason: String, data: &Spec) -> Result<T> {
     if is_cut(data) {
         let group = data.mesh().group()?;
         group.fail(&format!("{op}: {reason}"));

@@ -1,7 +1,5 @@
 //! Reports of how ops change the layouts of their inputs, and of all communication.
-use crate::layout::{Axes, Placements, Spec};
-use crate::redistribute::Move;
-use crate::{DTensor, Placement};
+use crate::layout::{Placements, Spec};
 use candle_dist::comm::{Event, Log, Part};
 use itertools::Itertools;
 use std::cell::RefCell;
@@ -46,28 +44,7 @@ pub struct Conversion {
     /// The axes on which its gradient is summed over the ranks in the backward pass.
     pub gradient_sums: Vec<String>,
     /// The layout after the moves.
-    laid_out: String,
-}
-
-impl Conversion {
-    /// Describes the `moves` of an input whose gradient is summed over `sums` where it is replicated.
-    pub(crate) fn new(input: &DTensor, moves: &[Move], sums: Axes) -> Self {
-        let spec = moves.last().map_or(input.shared_spec(), |last| &last.spec);
-        let sums = (0..spec.mesh().ndim())
-            .filter(|&axis| sums & (1 << axis) != 0 && spec.placements()[axis] == Placement::Replicate);
-        let sent = moves.iter().filter(|step| step.communicates());
-        let text =
-            |step: &Move| format!("{} over {}: {} bytes received", step.name(), step.axis_names(), step.received);
-        Self {
-            input: input.spec().to_string(),
-            from: Placements::from_slice(input.placements()),
-            to: Placements::from_slice(spec.placements()),
-            moves: sent.map(text).collect(),
-            bytes: moves.iter().map(|step| step.bytes).sum(),
-            gradient_sums: sums.map(|axis| spec.mesh().names()[axis].clone()).collect(),
-            laid_out: spec.to_string(),
-        }
-    }
+    pub(crate) laid_out: String,
 }
 
 impl Step {

@@ -1,16 +1,14 @@
 //! Implicit communication: refused, or logged.
-use crate::rules::Plan;
-use crate::{DTensor, Error, Result, scoped};
-use itertools::Itertools;
+use crate::scoped;
 use std::cell::Cell;
-use std::panic::Location;
 use std::sync::LazyLock;
-use std::sync::atomic::Ordering::Relaxed;
 
 /// The treatment of implicit communication.
 #[derive(Clone, Copy, PartialEq)]
-enum Mode {
+pub(crate) enum Mode {
+    /// It is logged.
     Told,
+    /// It is an error.
     Refused,
     /// The running op needs communication by its nature.
     Inherent,
@@ -26,9 +24,9 @@ static EVERYWHERE: LazyLock<bool> =
 
 /// Runs `f`, in which an op fails if it needs communication to lay out its inputs.
 ///
-/// Explicit communication stays allowed: [`redistribute`](DTensor::redistribute),
-/// [`full_tensor`](DTensor::full_tensor), [`to_scalar`](DTensor::to_scalar), the layouts of [styles](crate::parallel),
-/// backward passes, fully sharded units, and the exchange that an op needs by its nature, such as the row sums of a
+/// Explicit communication stays allowed: [`redistribute`](crate::DTensor::redistribute),
+/// [`full_tensor`](crate::DTensor::full_tensor), [`to_scalar`](crate::DTensor::to_scalar), the layouts of
+/// [styles](crate::parallel), backward passes, fully sharded units, and the exchange that an op needs by its nature, such as the row sums of a
 /// softmax over a sharded dim. Outside of `strict`, the first such call of each kind is logged as a warning. On known
 /// calls the check reads one flag.
 ///
@@ -60,33 +58,7 @@ pub(crate) fn inherent<R>(f: impl FnOnce() -> R) -> R {
     scoped::with(&MODE, Mode::Inherent, f)
 }
 
-/// Within [`strict`], refuses a call whose plan communicates; otherwise logs it once.
-pub(crate) fn unasked(
-    op: &'static str,
-    inputs: &[&DTensor],
-    plan: &Plan,
-    site: &'static Location<'static>,
-) -> Result<()> {
-    let mode = MODE.get();
-    if mode == Mode::Inherent || mode == Mode::Told && plan.told.swap(true, Relaxed) {
-        return Ok(());
-    }
-    let moving = inputs.iter().zip(&plan.inputs).map(|(input, moves)| {
-        let steps = moves.iter().filter(|step| step.communicates());
-        let steps = steps.map(|step| {
-            format!("by {} over {}, {} bytes received by a rank at most", step.name(), step.axis_names(), step.received)
-        });
-        (input.spec(), steps.collect_vec())
-    });
-    let moving = moving.filter(|(_, steps)| !steps.is_empty());
-    let what = moving.map(|(spec, steps)| format!("{spec} would move {}", steps.join(" and "))).join("; ");
-    let (file, line) = (site.file(), site.line());
-    if mode == Mode::Refused {
-        let fix = "redistribute it before, or leave strict";
-        return Error::op(op, format!("{what}; called at {file}:{line}: {fix}"));
-    }
-    if inputs[0].mesh().coordinate().iter().all(|&at| at == 0) {
-        log::warn!("{op} at {file}:{line} communicates to lay out its inputs: {what}");
-    }
-    Ok(())
+/// Returns how this thread treats implicit communication now.
+pub(crate) fn mode() -> Mode {
+    MODE.get()
 }

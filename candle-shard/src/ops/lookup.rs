@@ -145,9 +145,9 @@ pub(super) fn read_indexes<T>(
     let all = |indexes: &DTensor| -> Result<Vec<T>> {
         let values = indexes.to_local().to_dtype(DType::I64)?.flatten_all()?.to_vec1::<i64>()?;
         let read: std::result::Result<Vec<T>, String> = values.into_iter().map(&read).collect();
-        read.or_else(|reason| refuse_data(op, reason, indexes))
+        read.or_else(|reason| refuse_data(op, reason, indexes.spec()))
     };
-    if was_cut(given, laid) {
+    if was_cut(given.spec(), laid.spec()) {
         all(given)?;
     }
     all(laid)

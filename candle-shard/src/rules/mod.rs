@@ -73,11 +73,11 @@
 mod cache;
 mod own;
 mod plan;
+mod unasked;
 
 use crate::explain;
 use crate::layout::{Placement, Spec};
-use crate::redistribute::{Moves, Target, Targets};
-use crate::strict;
+use crate::redistribute::{Moves, Target, Targets, conversion};
 use crate::{DTensor, Result};
 use candle_core::{DType, Tensor};
 use candle_dist::backend::Dims;
@@ -178,12 +178,12 @@ fn run_known(
 ) -> Result<SmallVec<[DTensor; 1]>> {
     let plan = cache::plan((op, owner), attributes, inputs, plan)?;
     if plan.communicates {
-        strict::unasked(op, inputs, &plan, Location::caller())?;
+        unasked::unasked(op, inputs, &plan, Location::caller())?;
     }
     let mut step = explain::open(op);
     if let Some(step) = &mut step {
         let sums = |x: &DTensor| if x.tracked() { plan.vary & !x.varying() } else { 0 };
-        let convert = |(&x, moves): (&&DTensor, &Moves)| explain::Conversion::new(x, moves, sums(x));
+        let convert = |(&x, moves): (&&DTensor, &Moves)| conversion(x, moves, sums(x));
         step.note(inputs.iter().zip(&plan.inputs).map(convert), &plan.outs);
     }
     let laid_out: SmallVec<[DTensor; 3]> =

@@ -118,21 +118,16 @@ const CANDLE_SHARD: &[Folder] = &[Folder {
         "embedding",
         "nn",
     ],
-    // What is told of plans and moves, the gradients that `nn` finds, hooks of `fsdp`, and
+    // The gradients that `nn` finds, hooks of `fsdp`, and
     // the options of lookups have yet to move down.
     up: &[
-        ("agreement", "dtensor"),
         ("dtensor", "factory"),
         ("dtensor", "nn"),
-        ("explain", "dtensor"),
-        ("explain", "redistribute"),
         ("fsdp", "nn"),
         ("ops", "embedding"),
         ("redistribute", "nn"),
         ("sparse", "embedding"),
         ("sparse", "nn"),
-        ("strict", "dtensor"),
-        ("strict", "rules"),
     ],
 }];
 

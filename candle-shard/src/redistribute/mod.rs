@@ -4,6 +4,7 @@
 //! [`DTensor::redistribute`] only from the layouts; this file runs them.
 //!
 //! Gathers for varying uses and sums of partials are kept with a tracked tensor, so that several uses share them.
+mod conversion;
 mod moves;
 mod table;
 
@@ -13,6 +14,7 @@ use crate::nn::shared;
 use crate::{Result, Shard, explain};
 use candle_dist::ProcessGroup;
 use candle_dist::functional::Exchange;
+pub(crate) use conversion::conversion;
 use moves::How;
 pub(crate) use moves::{Move, Moves, moves};
 use smallvec::SmallVec;
@@ -72,7 +74,7 @@ impl DTensor {
         }
         let mut step = explain::open("redistribute");
         if let Some(step) = &mut step {
-            step.note([explain::Conversion::new(self, &moves, 0)], moves.last().map(|last| &last.spec));
+            step.note([conversion(self, &moves, 0)], moves.last().map(|last| &last.spec));
         }
         let moved = self.moved(&moves);
         if let Some(step) = &mut step {

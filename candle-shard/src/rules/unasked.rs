@@ -1,0 +1,38 @@
+//! Implicit communication: refused, or logged, as [`strict`](crate::strict()) says.
+use super::plan::Plan;
+use crate::strict::{Mode, mode};
+use crate::{DTensor, Error, Result};
+use itertools::Itertools;
+use std::panic::Location;
+use std::sync::atomic::Ordering::Relaxed;
+
+/// Within [`strict`](crate::strict()), refuses a call whose plan communicates; otherwise logs it once.
+pub(super) fn unasked(
+    op: &'static str,
+    inputs: &[&DTensor],
+    plan: &Plan,
+    site: &'static Location<'static>,
+) -> Result<()> {
+    let mode = mode();
+    if mode == Mode::Inherent || mode == Mode::Told && plan.told.swap(true, Relaxed) {
+        return Ok(());
+    }
+    let moving = inputs.iter().zip(&plan.inputs).map(|(input, moves)| {
+        let steps = moves.iter().filter(|step| step.communicates());
+        let steps = steps.map(|step| {
+            format!("by {} over {}, {} bytes received by a rank at most", step.name(), step.axis_names(), step.received)
+        });
+        (input.spec(), steps.collect_vec())
+    });
+    let moving = moving.filter(|(_, steps)| !steps.is_empty());
+    let what = moving.map(|(spec, steps)| format!("{spec} would move {}", steps.join(" and "))).join("; ");
+    let (file, line) = (site.file(), site.line());
+    if mode == Mode::Refused {
+        let fix = "redistribute it before, or leave strict";
+        return Error::op(op, format!("{what}; called at {file}:{line}: {fix}"));
+    }
+    if inputs[0].mesh().coordinate().iter().all(|&at| at == 0) {
+        log::warn!("{op} at {file}:{line} communicates to lay out its inputs: {what}");
+    }
+    Ok(())
+}
