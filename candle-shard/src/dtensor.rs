@@ -481,12 +481,12 @@ impl DTensor {
         let varies = |&axis: &usize| self.placements()[axis] == Replicate && self.is_varying(axis);
         let varies: SmallVec<[usize; 3]> = (0..self.mesh().ndim()).filter(varies).collect();
         if varies.is_empty() {
-            return crate::nn::backward(&self.local);
+            return crate::autograd::backward(&self.local);
         }
         // The part of one rank is the whole, since 1/n could be rounded. Not `affine`, which cuts the graph at zero.
         let first = varies.iter().all(|&axis| self.mesh().coordinate()[axis] == 0);
         let share = Tensor::full(f64::from(u8::from(first)), self.local.shape(), self.device())?;
-        crate::nn::backward(&(&self.local * share.to_dtype(self.dtype())?)?)
+        crate::autograd::backward(&(&self.local * share.to_dtype(self.dtype())?)?)
     }
 
     /// Refuses integers by the dtype alone: ranks without elements must refuse them too.

@@ -13,7 +13,7 @@
 //! - [`rules`]: ops of your own, with gradient, in any layout.
 //! - [`kernels`]: fused ops with a true backward, for plain tensors too.
 mod agreement;
-mod changes;
+mod autograd;
 mod dtensor;
 mod embedding;
 mod error;

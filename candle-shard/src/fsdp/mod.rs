@@ -39,14 +39,13 @@
 //! ```
 mod nodes;
 mod options;
-mod order;
+mod pass;
 mod sharder;
 mod unit;
 
 pub use options::FullyShardOptions;
-pub(crate) use order::pass;
 pub(crate) use sharder::Sharder;
-pub(crate) use unit::{Unit, abandon, finish, leave};
+pub(crate) use unit::Unit;
 
 use crate::nn::ShardedVarBuilder;
 use crate::{DTensor, Result};

@@ -1,6 +1,6 @@
 //! The two graph nodes that notify a unit of the backward pass.
-use super::order::Span;
 use super::unit::Unit;
+use crate::autograd::order::Span;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Layout, Shape, Tensor};
 use candle_dist::backend::{Ready, no_memory};

@@ -1,6 +1,7 @@
 //! State that the units of one model share.
 use super::FullyShardOptions;
-use super::unit::{Reducing, Unit};
+use super::pass::Reducing;
+use super::unit::Unit;
 use crate::DTensor;
 use crate::layout::{Placement, Shard};
 use candle_dist::{DeviceMesh, ProcessGroup};

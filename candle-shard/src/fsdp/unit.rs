@@ -1,66 +1,86 @@
 //! Parameters that are gathered and freed together.
+//!
+//! # The states of a unit
+//!
+//! A unit is *apart* (only the pieces have memory), *coming* (a prefetch runs, [`State::coming`]) or *whole*
+//! ([`State::is_whole`]). Layers and graphs hold the same tensors in all states.
+//!
+//! | in | event | then |
+//! |---|---|---|
+//! | apart, coming | [`run`](Unit::run), outermost | whole; a prefetch is used only if this unit is the next one and no parameter has changed |
+//! | whole | that call ends | apart, unless its result has a gradient and the options say to keep the parameters |
+//! | apart | the unit before runs, or the backward pass is in the unit behind | coming |
+//! | apart, coming | the backward pass reaches the [`End`] of a run, or recomputes a run | whole |
+//! | whole | all gradients are there, none comes again, and no outer pass needs the unit | apart, gradients reduced |
+//! | whole | the pass has [left](Unit::leave) all runs that it entered | apart; gradients reduced if all are there |
+//! | any | the outermost pass ends | apart, all gradients reduced |
+//! | any | the pass fails | apart, gradients dropped |
+//!
+//! What holds in each state:
+//!
+//! - Whoever visits a node of the unit finds it whole: the nodes of a run are behind its `End`, and the unit stays whole
+//!   until it has all gradients or the pass has left the run (`autograd/order.rs` says when).
+//! - *None comes again* fails for frozen parameters, which have no gradient that says when they are done, and for
+//!   recomputed parts, each of which adds to the gradients: [`State::stays`]. Such a unit waits until it is left.
+//! - At most one reduce_scatter of a model runs at a time (`Progress::reducing`); the next one, or the end of the pass,
+//!   waits for it.
+//! - All ranks of the axis change states in the same order, because their graphs have the same nodes: the collectives
+//!   match.
 use super::nodes::{End, Whole};
-use super::order::{self, Last, Span};
 use super::sharder::{Sharder, lock};
+use crate::autograd::order::{Last, Span};
+use crate::autograd::{counts, recompute};
 use crate::layout::{Replicate, chunk_sizes};
-use crate::nn::found;
 use crate::{DTensor, Result};
-use candle_core::{Shape, Tensor, TensorId, Var};
+use candle_core::{Shape, Tensor, Var};
 use candle_dist::backend::{Fresh, Ready};
 use candle_dist::functional::Cut;
-use candle_dist::{FreeableTensor, PendingTensors, ReduceOp, add_grad, sum_dtype};
-use std::cell::RefCell;
+use candle_dist::{FreeableTensor, PendingTensors, ReduceOp};
 use std::sync::{Arc, Mutex};
 
 /// A unit, used only by the thread of one rank.
 pub(crate) struct Unit {
-    sharder: Arc<Sharder>,
-    number: usize,
-    held: Mutex<Vec<Held>>,
-    state: Mutex<State>,
+    pub(super) sharder: Arc<Sharder>,
+    pub(super) number: usize,
+    pub(super) held: Mutex<Vec<Held>>,
+    pub(super) state: Mutex<State>,
 }
 
 /// One parameter.
-struct Held {
+pub(super) struct Held {
     /// This rank's piece.
-    piece: Var,
+    pub(super) piece: Var,
     /// The whole parameter, as the layers use it; without memory most of the time.
-    whole: FreeableTensor,
-    cut: Cut,
-    is_frozen: bool,
+    pub(super) whole: FreeableTensor,
+    pub(super) cut: Cut,
+    pub(super) is_frozen: bool,
 }
 
 #[derive(Default)]
-struct State {
-    is_whole: bool,
+pub(super) struct State {
+    pub(super) is_whole: bool,
     /// Running calls, one nested in the other.
-    running: usize,
+    pub(super) running: usize,
     /// The prefetched parameters.
-    coming: Option<Coming>,
+    pub(super) coming: Option<Coming>,
     /// The gradients of this backward pass so far.
-    grads: Vec<Option<Tensor>>,
+    pub(super) grads: Vec<Option<Tensor>>,
     /// The number of nested backward passes when the unit was gathered.
-    depth: usize,
+    pub(super) depth: usize,
     /// The last nodes of the runs that backward passes have entered and not left; `None` where unknown.
-    inside: Vec<Option<Last>>,
+    pub(super) inside: Vec<Option<Last>>,
     /// Whether the parameters may still be needed when all their gradients exist: frozen ones have none, and each
     /// recomputed part adds to the gradients of all parameters that it uses.
-    stays: bool,
+    pub(super) stays: bool,
 }
 
 /// Prefetched parameters.
-struct Coming {
+pub(super) struct Coming {
     pending: PendingTensors,
     /// The values that this rank has sent, to detect changes of its parameters since then.
     sent: Vec<Tensor>,
     /// The counter of parameter changes known to this crate, at the start of the prefetch.
     changes: u64,
-}
-
-/// Gradients on their way to the ranks that hold the pieces.
-pub(super) struct Reducing {
-    pieces: Vec<Var>,
-    sums: PendingTensors,
 }
 
 /// A running call, which ends when this is dropped, even on a panic.
@@ -78,11 +98,6 @@ impl Drop for Running<'_> {
         let mut state = lock(&self.0.state);
         state.running = state.running.saturating_sub(1); // a failed backward pass resets it
     }
-}
-
-thread_local! {
-    /// The units that the backward pass of this thread has reached.
-    static OPEN: RefCell<Vec<Arc<Unit>>> = const { RefCell::new(Vec::new()) };
 }
 
 impl Unit {
@@ -116,7 +131,7 @@ impl Unit {
 
     /// Runs `f` while the parameters are whole.
     pub(super) fn run(self: &Arc<Self>, f: impl FnOnce() -> Result<DTensor>) -> Result<DTensor> {
-        if found::is_recomputing() {
+        if recompute::is_recomputing() {
             // The backward pass continues into this run.
             self.open()?;
             return self.marked(f);
@@ -125,7 +140,7 @@ impl Unit {
             let last = self.sharder.progress().last.replace(self.number);
             // A prefetch that was started before another unit ran, or before a step, may be older than the parameters.
             let is_next = last.map(|last| last + 1) == Some(self.number);
-            lock(&self.state).coming.take_if(|coming| !is_next || coming.changes != found::changes());
+            lock(&self.state).coming.take_if(|coming| !is_next || coming.changes != counts::changes());
             if self.is_stale()? {
                 lock(&self.state).coming = None;
             }
@@ -144,100 +159,19 @@ impl Unit {
 
     /// Runs `f`; the backward pass of its result makes the unit whole before entering it.
     fn marked(self: &Arc<Self>, f: impl FnOnce() -> Result<DTensor>) -> Result<DTensor> {
-        let segments = found::segments();
+        let segments = counts::segments();
         let (made, span) = Span::of(f)?;
         let made = made?;
         if !made.tracked() {
             return Ok(made);
         }
-        let stays = found::segments() != segments || lock(&self.held).iter().any(|held| held.is_frozen);
+        let stays = counts::segments() != segments || lock(&self.held).iter().any(|held| held.is_frozen);
         let end = End { unit: self.clone(), span, stays, made: Ready::new(Fresh::copy_of(made.to_local())?) };
         Ok(DTensor::assemble(made.to_local().apply_op1(end)?, made.shared_spec().clone(), made.varying()))
     }
 
-    /// Makes the unit whole for the backward pass, which is at the node `at`: the end of a run.
-    pub(super) fn before_backward(unit: &Arc<Self>, at: TensorId, span: Span, stays: bool) -> Result<()> {
-        Self::leave(at)?;
-        unit.open()?;
-        let mut state = lock(&unit.state);
-        state.inside.push(span.last());
-        state.stays |= stays;
-        drop(state);
-        unit.prefetch(unit.number.checked_sub(1))
-    }
-
-    /// Takes the gradient of a whole parameter, complete at this point; the pass is at the parameter's node `at`.
-    pub(super) fn take_grad(unit: &Arc<Self>, which: usize, at: TensorId, grad: &Tensor) -> Result<()> {
-        unit.note();
-        {
-            let (held, mut state) = (lock(&unit.held), lock(&unit.state));
-            state.grads.resize(held.len(), None);
-            state.grads[which] = Some(add_grad(state.grads[which].as_ref(), grad)?);
-        }
-        Self::leave(at)?;
-        let is_last = {
-            let state = lock(&unit.state);
-            let is_unneeded = !state.is_whole || !state.stays && state.depth == found::depth();
-            is_unneeded && unit.has_all_grads(&state)
-        };
-        if is_last { unit.reduce() } else { Ok(()) }
-    }
-
-    /// Drops the parameters of units when the backward pass, which is at the node `at`, has left their last run.
-    ///
-    /// It is not enough that the pass has reached the previous unit: a run that uses tensors from several places can
-    /// have nodes that candle visits later.
-    fn leave(at: TensorId) -> Result<()> {
-        for unit in OPEN.with_borrow(Vec::clone) {
-            let mut state = lock(&unit.state);
-            let was_inside = !state.inside.is_empty();
-            state.inside.retain(|last| last.is_none_or(|last| !last.is_behind(at)));
-            if !was_inside || !state.inside.is_empty() {
-                continue;
-            }
-            state.stays = false;
-            let has_all = unit.has_all_grads(&state);
-            drop(state);
-            unit.release()?;
-            if has_all {
-                unit.reduce()?;
-            }
-        }
-        Ok(())
-    }
-
-    /// Returns whether every parameter that can have a gradient has one.
-    fn has_all_grads(&self, state: &State) -> bool {
-        let held = lock(&self.held);
-        let is_there = |(held, grad): (&Held, &Option<Tensor>)| held.is_frozen || grad.is_some();
-        held.len() == state.grads.len() && held.iter().zip(&state.grads).all(is_there)
-    }
-
-    /// Drops the whole parameters and starts to sum the existing gradients; finishes the sums of the unit before.
-    fn reduce(&self) -> Result<()> {
-        self.release()?;
-        let grads = std::mem::take(&mut lock(&self.state).grads);
-        let held = lock(&self.held);
-        let (mut pieces, mut wholes) = (Vec::new(), Vec::new());
-        for (held, grad) in held.iter().zip(grads) {
-            if let Some(grad) = grad {
-                let dtype = self.sharder.options.reduce_dtype.unwrap_or_else(|| grad.dtype());
-                wholes.push((grad.to_dtype(dtype)?, held.cut.clone()));
-                pieces.push(held.piece.clone());
-            }
-        }
-        drop(held);
-        if wholes.is_empty() {
-            return Ok(());
-        }
-        let sums = self.sharder.group.reduce_scatter_coalesced_start(&wholes, ReduceOp::Sum)?;
-        drop(wholes);
-        let before = self.sharder.progress().reducing.replace(Reducing { pieces, sums });
-        before.map_or(Ok(()), Reducing::finish)
-    }
-
     /// Gathers the parameters, using a prefetch if there is one.
-    fn gather(&self) -> Result<()> {
+    pub(super) fn gather(&self) -> Result<()> {
         let coming = lock(&self.state).coming.take();
         let coming = coming.map_or_else(|| self.start(), Ok)?;
         let made = coming.pending.wait()?;
@@ -258,7 +192,7 @@ impl Unit {
         let sent = sent.collect::<candle_core::Result<Vec<_>>>()?;
         let pieces: Vec<(Tensor, Cut)> = sent.iter().cloned().zip(held.iter().map(|held| held.cut.clone())).collect();
         let pending = self.sharder.group.all_gather_coalesced_start(&pieces)?;
-        Ok(Coming { pending, sent, changes: found::changes() })
+        Ok(Coming { pending, sent, changes: counts::changes() })
     }
 
     /// Returns whether any rank's parameters have changed since the prefetch.
@@ -283,7 +217,7 @@ impl Unit {
     }
 
     /// Prefetches the next unit.
-    fn prefetch(&self, number: Option<usize>) -> Result<()> {
+    pub(super) fn prefetch(&self, number: Option<usize>) -> Result<()> {
         let Some(next) = number.filter(|_| self.sharder.options.prefetch).and_then(|n| self.sharder.find(n)) else {
             return Ok(());
         };
@@ -294,79 +228,11 @@ impl Unit {
         Ok(())
     }
 
-    fn release(&self) -> Result<()> {
+    pub(super) fn release(&self) -> Result<()> {
         lock(&self.state).is_whole = false;
         lock(&self.held).iter().try_for_each(|held| {
             held.whole.free()?;
             Ok(())
         })
-    }
-
-    /// Makes the unit whole for this backward pass, if it is not.
-    fn open(self: &Arc<Self>) -> Result<()> {
-        self.note();
-        if !lock(&self.state).is_whole {
-            self.gather()?;
-            lock(&self.state).depth = found::depth();
-        }
-        Ok(())
-    }
-
-    /// Records that the backward pass of this thread has reached this unit.
-    fn note(self: &Arc<Self>) {
-        OPEN.with_borrow_mut(|open| {
-            if !open.iter().any(|unit| Arc::ptr_eq(unit, self)) {
-                open.push(self.clone());
-            }
-        });
-    }
-
-    /// Clears the state that a backward pass leaves behind.
-    fn reset(&self) -> Result<()> {
-        self.sharder.progress().reducing = None;
-        self.sharder.units().iter().for_each(|unit| lock(&unit.state).coming = None);
-        *lock(&self.state) = State::default();
-        self.release()
-    }
-}
-
-impl Reducing {
-    /// Adds the sums to the gradients that the backward pass collects.
-    fn finish(self) -> Result<()> {
-        for (piece, sum) in self.pieces.iter().zip(self.sums.wait()?) {
-            found::add(piece.id(), &sum.to_dtype(sum_dtype(piece.dtype()))?)?;
-        }
-        Ok(())
-    }
-}
-
-/// Ends a nested backward pass of `loss`: units that only this pass was in are dropped.
-pub(crate) fn leave(loss: &Tensor) -> Result<()> {
-    Unit::leave(loss.id())
-}
-
-/// Ends a successful backward pass: waits for running sums and drops whole parameters.
-pub(crate) fn finish() -> Result<()> {
-    let open = OPEN.with_borrow(Vec::clone);
-    for unit in &open {
-        if lock(&unit.state).grads.iter().any(Option::is_some) {
-            unit.reduce()?; // some parameters were unused, or parts were recomputed
-        }
-    }
-    for unit in &open {
-        let reducing = unit.sharder.progress().reducing.take();
-        reducing.map_or(Ok(()), Reducing::finish)?;
-        unit.reset()?;
-    }
-    OPEN.take();
-    Ok(())
-}
-
-/// Clears the state of a failed backward pass.
-pub(crate) fn abandon() {
-    order::forget();
-    for unit in OPEN.take() {
-        // This fails only if candle refuses to release memory; the pass has already failed for another reason.
-        let _ = unit.reset();
     }
 }

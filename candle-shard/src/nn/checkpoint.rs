@@ -1,8 +1,9 @@
 //! Recomputation of activations in the backward pass.
+use crate::autograd::{backward_of_part, counts, found, recompute};
 use crate::kernels::{WeightSink, weight_sink, with_weight_sink};
 use crate::layout::Axes;
-use crate::nn::{Draws, found};
-use crate::{DTensor, Error, Result, fsdp};
+use crate::nn::Draws;
+use crate::{DTensor, Error, Result};
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Shape, Tensor, Var};
 use candle_dist::backend::{Fresh, Ready};
 use candle_dist::bits::same_elements;
@@ -25,7 +26,7 @@ pub fn checkpoint(x: &DTensor, f: impl Fn(&DTensor) -> Result<DTensor> + Send + 
     let (spec, varying) = (out.shared_spec().clone(), out.varying());
     let made = Ready::new(Fresh::copy_of(out.to_local())?);
     drop(out);
-    found::segment_made();
+    counts::segment_made();
     let op = Recompute { f: Box::new(f), draws, x: x.clone(), varying, made, sink: weight_sink() };
     Ok(DTensor::assemble(x.to_local().apply_op1(op)?, spec, varying))
 }
@@ -56,7 +57,7 @@ impl CustomOp1 for Recompute {
     }
 
     fn bwd(&self, _: &Tensor, made: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
-        found::nested(|| self.backward(made, grad)).map(Some)
+        recompute::nested(|| self.backward(made, grad)).map(Some)
     }
 }
 
@@ -64,7 +65,7 @@ impl Recompute {
     /// Returns the gradient of the input. Those of parameters go to the outermost backward pass.
     fn backward(&self, made: &Tensor, grad: &Tensor) -> candle_core::Result<Tensor> {
         let (x, leaf) = self.x.as_leaf()?;
-        let run = || found::recomputing(|| self.draws.again(|| (self.f)(&x)));
+        let run = || recompute::recomputing(|| self.draws.again(|| (self.f)(&x)));
         let out = match &self.sink {
             Some(sink) => with_weight_sink(sink.clone(), run),
             None => run(),
@@ -78,8 +79,7 @@ impl Recompute {
         debug_assert_eq!(out.varying(), self.varying);
         // A scalar whose gradient with respect to the segment's output is the incoming gradient.
         let loss = (out.to_local() * grad)?.sum_all()?;
-        let mut grads = fsdp::pass(&loss, || loss.backward())?;
-        fsdp::leave(&loss)?;
+        let mut grads = backward_of_part(&loss)?;
         // A nested segment may have captured the input and found a part of its gradient.
         if let Some(grad) = grads.remove(&leaf) {
             found::add(leaf.id(), &grad)?;

@@ -1,12 +1,11 @@
 //! Counts uses of random layers, and replays random draws when a part of a model runs a second time.
+use crate::autograd::counts::passes;
 use crate::nn::Mode;
 use crate::{Error, Result};
-use std::cell::{Cell, RefCell};
+use std::cell::RefCell;
 use std::sync::{Arc, Mutex, PoisonError};
 
 thread_local! {
-    /// The number of backward passes that have ended on this thread.
-    static PASSES: Cell<u64> = const { Cell::new(0) };
     /// The active runs whose draws are recorded or replayed, the innermost last.
     static RUNS: RefCell<Vec<Run>> = const { RefCell::new(Vec::new()) };
 }
@@ -126,16 +125,11 @@ impl Uses {
 
     fn count(&self, mode: Mode) -> u64 {
         let mut count = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let of = Some((mode, PASSES.get()));
+        let of = Some((mode, passes()));
         if count.of != of {
             *count = Count { of, uses: 0 };
         }
         count.uses += 1;
         count.uses - 1
     }
-}
-
-/// Records that a backward pass has ended.
-pub(super) fn pass_ended() {
-    PASSES.set(PASSES.get().wrapping_add(1));
 }

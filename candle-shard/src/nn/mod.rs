@@ -5,7 +5,6 @@ mod conv;
 mod draws;
 mod dropout;
 mod embedding;
-pub(crate) mod found;
 mod fused_qkv;
 mod group_norm;
 mod init;
@@ -20,9 +19,9 @@ mod prelu;
 mod quantized;
 mod rnn;
 mod sequential;
-pub(crate) mod shared;
 mod var_builder;
 
+pub use crate::autograd::backward;
 pub use crate::layout::Width;
 pub use batch_norm::{BatchNorm, batch_norm};
 pub use checkpoint::checkpoint;
@@ -33,7 +32,6 @@ pub use conv::{
 pub use draws::Draws;
 pub use dropout::{Dropout, Mode};
 pub use embedding::{Embedding, EmbeddingBag};
-pub use found::backward;
 pub use fused_qkv::{FusedQkv, Heads};
 pub use group_norm::{GroupNorm, group_norm};
 pub use kv_cache::{KvCache, RotatingKvCache};

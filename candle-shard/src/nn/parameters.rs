@@ -1,6 +1,6 @@
 //! The parameters that a model holds on this rank.
+use crate::autograd::counts;
 use crate::layout::Within;
-use crate::nn::found;
 use crate::{DTensor, Result, checkpoint};
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, Var};
@@ -96,7 +96,7 @@ impl Parameters {
     /// parameter has changed.
     pub fn load(&self, path: impl AsRef<Path>) -> Result<()> {
         let Some(first) = self.0.first() else { return Ok(()) };
-        found::parameters_change();
+        counts::parameters_change();
         let wanted = self.iter().map(|p| (p.name.as_str(), p.within.as_ref(), p.tensor.spec()));
         let read = checkpoint::read(path.as_ref(), first.tensor.mesh(), wanted, first.tensor.device())?;
         self.iter().zip(read).try_for_each(|(p, value)| checkpoint::set(&p.var, &value))

@@ -1,6 +1,6 @@
 //! Changes in place. They are allowed on tensors that were given or made by a factory, not on results of ops.
 use super::slice::{overlaps, within};
-use crate::changes::parameters_change;
+use crate::autograd::counts::parameters_change;
 use crate::layout::{Replicate, Shard};
 use crate::redistribute::{Target, Targets};
 use crate::rules::{self, Plan, check_meshes};

@@ -9,8 +9,8 @@ mod moves;
 mod table;
 
 use crate::DTensor;
+use crate::autograd::shared;
 use crate::layout::{Axes, Placement, Sizes, axes_of, chunk_sizes};
-use crate::nn::shared;
 use crate::{Result, Shard, explain};
 use candle_dist::ProcessGroup;
 use candle_dist::functional::Exchange;

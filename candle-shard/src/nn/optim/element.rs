@@ -3,7 +3,8 @@ use super::Optimizer;
 use super::group::{Groups, ParamGroup, check_learning_rates, read};
 use super::params::Params;
 use super::slot::Slot;
-use crate::nn::{Parameters, found};
+use crate::autograd::counts;
+use crate::nn::Parameters;
 use crate::{DTensor, Result};
 use candle_core::Tensor;
 use candle_core::backprop::GradStore;
@@ -47,7 +48,7 @@ impl<P: ElementParams> ElementOptimizer<P> {
 
     /// See [`Optimizer::step`].
     pub fn step(&mut self, grads: &GradStore) -> Result<()> {
-        found::parameters_change();
+        counts::parameters_change();
         for group in &mut self.groups.0 {
             for slot in &mut group.slots {
                 if let Some(grad) = grads.get(&slot.of.var) {

@@ -105,11 +105,12 @@ const CANDLE_DIST: &[Folder] = &[
 const CANDLE_SHARD: &[Folder] = &[Folder {
     path: "",
     floors: &[
-        "changes error guide kernels porting random readme scoped",
+        "error guide kernels porting random readme scoped",
         "layout",
         "agreement explain sharding_spec strict visualize",
         "dtensor",
         "factory local tree",
+        "autograd",
         "redistribute",
         "files rules",
         "ops parallel",
@@ -122,10 +123,9 @@ const CANDLE_SHARD: &[Folder] = &[Folder {
     // the options of lookups have yet to move down.
     up: &[
         ("dtensor", "factory"),
-        ("dtensor", "nn"),
+        ("dtensor", "autograd"),
         ("fsdp", "nn"),
         ("ops", "embedding"),
-        ("redistribute", "nn"),
         ("sparse", "embedding"),
         ("sparse", "nn"),
     ],

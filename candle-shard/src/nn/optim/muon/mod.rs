@@ -10,8 +10,9 @@ use super::group::{Groups, ParamGroup, check_learning_rates, read};
 use super::params::Params;
 use super::slot::{Slot, place};
 use super::{AdamW, Optimizer};
+use crate::autograd::counts;
 use crate::kernels::on_master;
-use crate::nn::{Parameters, found};
+use crate::nn::Parameters;
 use crate::{DTensor, Error, Result};
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, Var};
@@ -130,7 +131,7 @@ impl Muon {
     /// # Errors
     /// On every rank, if the ranks do not have gradients of the same parameters.
     pub fn step(&mut self, grads: &GradStore) -> Result<()> {
-        found::parameters_change();
+        counts::parameters_change();
         if let Some((mesh, device)) = self.groups.place()? {
             for (group, owners) in self.groups.0.iter().zip(&self.owners) {
                 let nothing = Tensor::zeros(0, group.params.dtype, device)?;

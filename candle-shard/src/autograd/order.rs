@@ -1,4 +1,20 @@
 //! The progress of a backward pass: the order in which candle visits the nodes of a graph.
+//!
+//! A room above asks when a pass has *left a run*: visited the last of the nodes that were made while some code ran.
+//! candle reports only the nodes of custom ops. These facts answer the question:
+//!
+//! 1. candle numbers tensors by one counter of the process. So the nodes of a run have numbers in an interval, a
+//!    [`Span`]. Other threads may take numbers of the interval too, but their nodes are not in this rank's graph.
+//! 2. `Tensor::sorted_nodes` is the order in which `Tensor::backward` visits the nodes that need a gradient: each node
+//!    comes before its inputs. It is known before the pass begins.
+//! 3. So the last node of a span is the one with the highest place among the nodes whose numbers are in it. When the
+//!    pass visits a node behind that place, no node of the run is left.
+//!
+//! The order is not that of the numbers: a run that takes tensors from several places can have nodes that candle visits
+//! after nodes of the run before it. So it is not enough that the pass has reached the run before.
+//!
+//! A pass may run inside of a node of another one. A span that was entered in an outer pass is not left while an inner
+//! pass runs, because the outer one stands still.
 use candle_core::{Tensor, TensorId};
 use rustc_hash::FxHashMap;
 use std::cell::{Cell, RefCell};
@@ -21,21 +37,21 @@ struct Pass {
 
 /// The nodes that were created in an interval, by candle's numbers.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Span {
+pub(crate) struct Span {
     from: u64,
     to: u64,
 }
 
 /// The last node of a span in a pass.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Last {
+pub(crate) struct Last {
     pass: u64,
     place: usize,
 }
 
 impl Span {
     /// Runs `f`; returns its result and the span of the nodes that it created.
-    pub(super) fn of<T>(f: impl FnOnce() -> T) -> candle_core::Result<(T, Self)> {
+    pub(crate) fn of<T>(f: impl FnOnce() -> T) -> candle_core::Result<(T, Self)> {
         ASKED.set(true);
         let from = now()?;
         let made = f();
@@ -43,7 +59,7 @@ impl Span {
     }
 
     /// Returns where this span ends in the innermost pass; `None` for a pass whose order is unknown.
-    pub(super) fn last(self) -> Option<Last> {
+    pub(crate) fn last(self) -> Option<Last> {
         PASSES.with_borrow(|passes| {
             let pass = passes.last().filter(|pass| !pass.made.is_empty())?;
             let place = pass.made.iter().rposition(|made| (self.from..self.to).contains(made)).unwrap_or(0);
@@ -56,7 +72,7 @@ impl Last {
     /// Returns whether the node `at`, which the innermost pass visits now, comes after this one.
     ///
     /// A finished pass is behind; a pass around the innermost one has not moved past the node that it is in.
-    pub(super) fn is_behind(self, at: TensorId) -> bool {
+    pub(crate) fn is_behind(self, at: TensorId) -> bool {
         PASSES.with_borrow(|passes| match passes.iter().position(|pass| pass.number == self.pass) {
             None => true,
             Some(i) if i + 1 < passes.len() => false,
@@ -66,7 +82,7 @@ impl Last {
 }
 
 /// Runs candle's backward pass of `loss` with its order recorded.
-pub(crate) fn pass<T>(loss: &Tensor, f: impl FnOnce() -> T) -> T {
+pub(super) fn pass<T>(loss: &Tensor, f: impl FnOnce() -> T) -> T {
     let nodes = if ASKED.get() { loss.sorted_nodes() } else { Vec::new() };
     let places = nodes.iter().enumerate().map(|(place, node)| (node.id(), place)).collect();
     let made = nodes.iter().map(|node| number(node.id())).collect();

@@ -1,0 +1,45 @@
+//! Hooks by which rooms above take part in backward passes; those rooms register them.
+use crate::Result;
+use candle_core::Tensor;
+use std::cell::RefCell;
+
+/// The part of a room in the backward passes of one thread.
+pub(crate) struct Hooks {
+    /// Called when a nested pass, of this loss, has visited all its nodes.
+    pub(crate) nested_ended: fn(&Tensor) -> Result<()>,
+    /// Called when the outermost pass has visited all its nodes, before its gradients are collected.
+    pub(crate) ended: fn() -> Result<()>,
+    /// Called before and after a pass that may have failed: drops what it has left.
+    pub(crate) abandoned: fn(),
+}
+
+thread_local! {
+    /// The hooks of this thread, in the order in which they were registered.
+    static HOOKS: RefCell<Vec<&'static Hooks>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Registers hooks for the passes of this thread; registering them again changes nothing.
+pub(crate) fn register(hooks: &'static Hooks) {
+    HOOKS.with_borrow_mut(|all| {
+        if !all.iter().any(|known| std::ptr::eq(*known, hooks)) {
+            all.push(hooks);
+        }
+    });
+}
+
+/// Returns the hooks; a copy, because hooks run code that may register others.
+fn all() -> Vec<&'static Hooks> {
+    HOOKS.with_borrow(Vec::clone)
+}
+
+pub(super) fn nested_ended(loss: &Tensor) -> Result<()> {
+    all().into_iter().try_for_each(|hooks| (hooks.nested_ended)(loss))
+}
+
+pub(super) fn ended() -> Result<()> {
+    all().into_iter().try_for_each(|hooks| (hooks.ended)())
+}
+
+pub(super) fn abandoned() {
+    all().into_iter().for_each(|hooks| (hooks.abandoned)());
+}

@@ -1,0 +1,100 @@
+//! The backward pass: candle's, with what candle has no hooks for.
+//!
+//! # Where the gradient of a weight is
+//!
+//! candle's backward pass returns a `GradStore`, and gives a node's gradients only to the inputs of that node. Some
+//! gradients take another way. **Each part of a gradient is in exactly one of these places, and when [`backward`]
+//! returns, all parts that are not deferred or stored by rows are in the `GradStore`:**
+//!
+//! | place | holds | until |
+//! |---|---|---|
+//! | `GradStore` | gradients of variables that are inputs of the visited nodes | the caller drops it |
+//! | `shared.rs`, `SHARES` | this rank's parts of the gradients of replicated variables that ranks use differently | candle's pass ends; they are summed over the ranks and *found* |
+//! | fsdp: `State::grads` of a unit | gradients of whole parameters, before they are reduced | the unit is complete, or the pass ends |
+//! | fsdp: `Progress::reducing` | the running reduce_scatter of one unit's gradients | the next unit is reduced, or the pass ends; the results are *found* |
+//! | `found.rs`, `FOUND` | gradients that nodes *found* for variables that are not their inputs: recomputed segments, pieces of units, sums of shares | [`backward`] adds them to its `GradStore` |
+//! | a [`WeightSink`](crate::kernels::WeightSink) | deferred weight gradients, as closures | the owner of the sink runs them |
+//! | `RowVar`, `pending` | gradients of tables, by rows | an optimizer takes them |
+//!
+//! A nested pass, of a recomputed segment, leaves nothing in its own `GradStore`: it finds the gradients of all
+//! variables but that of the segment's input, which it returns to candle.
+//!
+//! # The order of a pass
+//!
+//! [`backward`] drops what a failed pass has left, runs candle's pass, calls the [hooks](hooks) of rooms above (fsdp
+//! waits for its sums), sums the shares, counts the pass, and collects what was found. A failure of any of these drops
+//! all of it.
+//!
+//! # State of a thread
+//!
+//! A rank is a thread, or runs on one. These are all thread-locals of the crate:
+//!
+//! | file | name | holds | cleared |
+//! |---|---|---|---|
+//! | `autograd/found.rs` | `FOUND` | gradients found in this pass | at the begin and the end of a pass |
+//! | `autograd/shared.rs` | `SHARES`, `IS_COLLECTING` | parts of shared gradients; whether a pass of this crate collects them | at the begin and the end of a pass |
+//! | `autograd/recompute.rs` | `RECOMPUTING`, `DEPTH` | whether a forward pass runs inside of a backward pass; how deep passes are nested | at the begin of a pass; restored by scopes |
+//! | `autograd/order.rs` | `PASSES`, `NEXT`, `ASKED` | the node orders of the running passes; the number of the next pass; whether units need the order | `PASSES` when a pass ends or fails |
+//! | `autograd/counts.rs` | `CHANGES`, `PASSES`, `SEGMENTS` | counters of parameter changes, passes and recomputed segments | never |
+//! | `autograd/hooks.rs` | `HOOKS` | the hooks that rooms above have registered | never |
+//! | `fsdp/pass.rs` | `OPEN` | the units that the pass has reached | when a pass ends or fails |
+//! | `nn/draws.rs` | `RUNS` | the runs whose random draws are recorded or replayed | restored by scopes |
+//! | `kernels/weight_sink.rs` | `CURRENT` | the receiver of weight gradients | restored by a scope |
+//! | `agreement.rs` | `COMPARED` | whether equal operands are compared | restored by a scope |
+//! | `strict.rs` | `MODE` | how implicit communication is treated | restored by a scope |
+//! | `explain.rs` | `STATE` | the report that is being made | restored by a scope |
+//! | `layout/spec.rs` | `KNOWN` | the specs of this thread, for comparison by address | when it is full |
+//! | `rules/cache.rs` | `PLANS` | the plans of calls that were made before | when it is full |
+pub(crate) mod counts;
+pub(crate) mod found;
+pub(crate) mod hooks;
+pub(crate) mod order;
+pub(crate) mod recompute;
+pub(crate) mod shared;
+
+use crate::Result;
+use candle_core::Tensor;
+use candle_core::backprop::GradStore;
+use candle_dist::add_grad;
+
+/// Runs candle's backward pass of a local scalar, with the gradients of segments that
+/// [`checkpoint`](crate::nn::checkpoint) recomputes, and of [fully sharded](crate::fsdp) parameters.
+///
+/// It is [`DTensor::backward`](crate::DTensor::backward) for values that are local to each rank, such as the seed of
+/// one stage of a pipeline.
+///
+/// Gradients to which several segments or uses of a unit add are f32 for 16-bit variables; see
+/// [`candle_dist::round_grads`] for optimizers that require 16 bits.
+pub fn backward(loss: &Tensor) -> Result<GradStore> {
+    abandon();
+    let made = shared::collecting(|| {
+        let grads = order::pass(loss, || loss.backward())?;
+        hooks::ended()?;
+        Ok(grads)
+    });
+    counts::pass_ended();
+    if made.is_err() {
+        abandon();
+    }
+    let mut grads = made?;
+    for (id, grad) in found::take_all() {
+        let sum = add_grad(grads.get_id(id), &grad)?;
+        grads.insert_id(id, sum);
+    }
+    Ok(grads)
+}
+
+/// Runs candle's backward pass of a part of a graph, inside of a node that an outer pass visits.
+pub(crate) fn backward_of_part(loss: &Tensor) -> candle_core::Result<GradStore> {
+    let grads = order::pass(loss, || loss.backward())?;
+    hooks::nested_ended(loss)?;
+    Ok(grads)
+}
+
+/// Drops what a failed pass has left.
+fn abandon() {
+    found::take_all();
+    recompute::reset();
+    order::forget();
+    hooks::abandoned();
+}

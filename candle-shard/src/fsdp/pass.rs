@@ -1,0 +1,171 @@
+//! Units in a backward pass: gathered when it reaches them, reduced and dropped when it has left them.
+use super::sharder::lock;
+use super::unit::{Held, State, Unit};
+use crate::Result;
+use crate::autograd::order::Span;
+use crate::autograd::{found, hooks, recompute};
+use candle_core::{Tensor, TensorId, Var};
+use candle_dist::{PendingTensors, ReduceOp, add_grad, sum_dtype};
+use std::cell::RefCell;
+use std::sync::Arc;
+
+thread_local! {
+    /// The units that the backward pass of this thread has reached.
+    static OPEN: RefCell<Vec<Arc<Unit>>> = const { RefCell::new(Vec::new()) };
+}
+
+/// What units do in each backward pass of a thread on which one was reached.
+static HOOKS: hooks::Hooks =
+    hooks::Hooks { nested_ended: |loss| Unit::leave(loss.id()), ended: finish, abandoned: abandon };
+
+/// Gradients on their way to the ranks that hold the pieces.
+pub(super) struct Reducing {
+    pieces: Vec<Var>,
+    sums: PendingTensors,
+}
+
+impl Unit {
+    /// Makes the unit whole for the backward pass, which is at the node `at`: the end of a run.
+    pub(super) fn before_backward(unit: &Arc<Self>, at: TensorId, span: Span, stays: bool) -> Result<()> {
+        Self::leave(at)?;
+        unit.open()?;
+        let mut state = lock(&unit.state);
+        state.inside.push(span.last());
+        state.stays |= stays;
+        drop(state);
+        unit.prefetch(unit.number.checked_sub(1))
+    }
+
+    /// Takes the gradient of a whole parameter, complete at this point; the pass is at the parameter's node `at`.
+    pub(super) fn take_grad(unit: &Arc<Self>, which: usize, at: TensorId, grad: &Tensor) -> Result<()> {
+        unit.note();
+        {
+            let (held, mut state) = (lock(&unit.held), lock(&unit.state));
+            state.grads.resize(held.len(), None);
+            state.grads[which] = Some(add_grad(state.grads[which].as_ref(), grad)?);
+        }
+        Self::leave(at)?;
+        let is_last = {
+            let state = lock(&unit.state);
+            let is_unneeded = !state.is_whole || !state.stays && state.depth == recompute::depth();
+            is_unneeded && unit.has_all_grads(&state)
+        };
+        if is_last { unit.reduce() } else { Ok(()) }
+    }
+
+    /// Drops the parameters of units when the backward pass, which is at the node `at`, has left their last run.
+    ///
+    /// It is not enough that the pass has reached the previous unit: a run that uses tensors from several places can
+    /// have nodes that candle visits later.
+    fn leave(at: TensorId) -> Result<()> {
+        for unit in OPEN.with_borrow(Vec::clone) {
+            let mut state = lock(&unit.state);
+            let was_inside = !state.inside.is_empty();
+            state.inside.retain(|last| last.is_none_or(|last| !last.is_behind(at)));
+            if !was_inside || !state.inside.is_empty() {
+                continue;
+            }
+            state.stays = false;
+            let has_all = unit.has_all_grads(&state);
+            drop(state);
+            unit.release()?;
+            if has_all {
+                unit.reduce()?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns whether every parameter that can have a gradient has one.
+    fn has_all_grads(&self, state: &State) -> bool {
+        let held = lock(&self.held);
+        let is_there = |(held, grad): (&Held, &Option<Tensor>)| held.is_frozen || grad.is_some();
+        held.len() == state.grads.len() && held.iter().zip(&state.grads).all(is_there)
+    }
+
+    /// Drops the whole parameters and starts to sum the existing gradients; finishes the sums of the unit before.
+    fn reduce(&self) -> Result<()> {
+        self.release()?;
+        let grads = std::mem::take(&mut lock(&self.state).grads);
+        let held = lock(&self.held);
+        let (mut pieces, mut wholes) = (Vec::new(), Vec::new());
+        for (held, grad) in held.iter().zip(grads) {
+            if let Some(grad) = grad {
+                let dtype = self.sharder.options.reduce_dtype.unwrap_or_else(|| grad.dtype());
+                wholes.push((grad.to_dtype(dtype)?, held.cut.clone()));
+                pieces.push(held.piece.clone());
+            }
+        }
+        drop(held);
+        if wholes.is_empty() {
+            return Ok(());
+        }
+        let sums = self.sharder.group.reduce_scatter_coalesced_start(&wholes, ReduceOp::Sum)?;
+        drop(wholes);
+        let before = self.sharder.progress().reducing.replace(Reducing { pieces, sums });
+        before.map_or(Ok(()), Reducing::finish)
+    }
+
+    /// Makes the unit whole for this backward pass, if it is not.
+    pub(super) fn open(self: &Arc<Self>) -> Result<()> {
+        self.note();
+        if !lock(&self.state).is_whole {
+            self.gather()?;
+            lock(&self.state).depth = recompute::depth();
+        }
+        Ok(())
+    }
+
+    /// Records that the backward pass of this thread has reached this unit.
+    fn note(self: &Arc<Self>) {
+        hooks::register(&HOOKS);
+        OPEN.with_borrow_mut(|open| {
+            if !open.iter().any(|unit| Arc::ptr_eq(unit, self)) {
+                open.push(self.clone());
+            }
+        });
+    }
+
+    /// Clears the state that a backward pass leaves behind.
+    fn reset(&self) -> Result<()> {
+        self.sharder.progress().reducing = None;
+        self.sharder.units().iter().for_each(|unit| lock(&unit.state).coming = None);
+        *lock(&self.state) = State::default();
+        self.release()
+    }
+}
+
+impl Reducing {
+    /// Adds the sums to the gradients that the backward pass collects.
+    fn finish(self) -> Result<()> {
+        for (piece, sum) in self.pieces.iter().zip(self.sums.wait()?) {
+            found::add(piece.id(), &sum.to_dtype(sum_dtype(piece.dtype()))?)?;
+        }
+        Ok(())
+    }
+}
+
+/// Ends a successful backward pass: waits for running sums and drops whole parameters.
+fn finish() -> Result<()> {
+    let open = OPEN.with_borrow(Vec::clone);
+    for unit in &open {
+        if lock(&unit.state).grads.iter().any(Option::is_some) {
+            unit.reduce()?; // some parameters were unused, or parts were recomputed
+        }
+    }
+    for unit in &open {
+        let reducing = unit.sharder.progress().reducing.take();
+        reducing.map_or(Ok(()), Reducing::finish)?;
+        unit.reset()?;
+    }
+    OPEN.take();
+    Ok(())
+}
+
+/// Clears the state of a failed backward pass.
+fn abandon() {
+    for unit in OPEN.take() {
+        // This fails only if candle refuses to release memory; the pass has already failed for another reason.
+        let _ = unit.reset();
+    }
+}
