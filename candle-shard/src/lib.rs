@@ -14,16 +14,13 @@
 //! - [`kernels`]: fused ops with a true backward, for plain tensors too.
 mod agreement;
 mod autograd;
-mod dtensor;
 mod embedding;
 mod error;
 mod explain;
-mod factory;
 mod files;
 pub mod fsdp;
 pub mod kernels;
 mod layout;
-mod local;
 pub mod nn;
 mod ops;
 pub mod parallel;
@@ -35,7 +32,7 @@ pub mod sharded_tensor;
 pub mod sharding_spec;
 pub mod sparse;
 mod strict;
-mod tree;
+mod tensor;
 mod visualize;
 
 #[doc = include_str!("guide.md")]
@@ -45,7 +42,6 @@ pub mod guide {}
 pub mod porting {}
 
 pub use agreement::compare_operands;
-pub use dtensor::DTensor;
 pub use embedding::options::{EmbeddingBagOptions, EmbeddingOptions};
 pub use error::{Error, Result};
 pub use explain::{Conversion, Explanation, Step, explain};
@@ -61,6 +57,7 @@ pub use ops::operand::{Operand, Side};
 pub use sharded_tensor::ShardedTensor;
 pub use sharding_spec::{ChunkShardingSpec, EnumerableShardingSpec};
 pub use strict::strict;
+pub use tensor::DTensor;
 pub use visualize::{visualize_sharding, visualize_sharding_svg};
 
 #[cfg(doctest)]

@@ -1,6 +1,6 @@
 //! Replicated variables that ranks use differently, perhaps many times: their gradients are summed over the ranks once.
 use super::found;
-use crate::dtensor::Origin;
+use crate::tensor::Origin;
 use crate::{Result, scoped};
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Shape, Tensor, TensorId};
 use candle_dist::backend::{Fresh, Ready};

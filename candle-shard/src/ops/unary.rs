@@ -239,12 +239,6 @@ impl DTensor {
         };
         rules::run("to_dtype", &[dtype as usize], &[x], signature, |x, _| Ok(x[0].to_local().to_dtype(dtype)?))
     }
-
-    /// Returns this tensor detached from the graph.
-    pub fn detach(&self) -> Self {
-        let detached = DTensor::assemble(self.to_local().detach(), self.shared_spec().clone(), 0);
-        detached.aliasing(self)
-    }
 }
 
 /// Negates a tensor. candle cannot negate integers, but can subtract them.

@@ -7,6 +7,7 @@
 mod conversion;
 mod moves;
 mod table;
+mod whole;
 
 use crate::DTensor;
 use crate::autograd::shared;

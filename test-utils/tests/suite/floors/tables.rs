@@ -108,8 +108,7 @@ const CANDLE_SHARD: &[Folder] = &[Folder {
         "error guide kernels porting random readme scoped",
         "layout",
         "agreement explain sharding_spec strict visualize",
-        "dtensor",
-        "factory local tree",
+        "tensor",
         "autograd",
         "redistribute",
         "files rules",
@@ -122,8 +121,6 @@ const CANDLE_SHARD: &[Folder] = &[Folder {
     // The gradients that `nn` finds, hooks of `fsdp`, and
     // the options of lookups have yet to move down.
     up: &[
-        ("dtensor", "factory"),
-        ("dtensor", "autograd"),
         ("fsdp", "nn"),
         ("ops", "embedding"),
         ("sparse", "embedding"),

@@ -1,4 +1,5 @@
 //! Tensors built in place: each rank builds its own shard, and nothing is communicated.
+use super::given::placed;
 use crate::layout::{Placement, Placements, Replicate, Spec};
 use crate::random::{Distribution, Stream, sample};
 use crate::{DTensor, Error, Result};
@@ -197,24 +198,10 @@ impl DTensor {
     fn spec_like(&self) -> Result<Spec> {
         let resolved = self.placements().iter().map(|&p| if p.is_partial() { Replicate } else { p });
         let mut spec = self.spec().derive(&resolved.collect::<Placements>(), self.dims())?;
-        for (axis, target) in self.targets().into_iter().enumerate() {
-            spec = spec.with_sizes(axis, target.sizes)?;
+        for axis in 0..self.placements().len() {
+            spec = spec.with_sizes(axis, self.spec().sizes(axis).cloned())?;
         }
         Ok(spec)
-    }
-}
-
-/// Creates a layout for a new tensor; refuses partial placements, which only ops produce.
-pub(crate) fn placed(
-    mesh: &DeviceMesh,
-    placements: &[Placement],
-    shape: impl Into<Shape>,
-    dtype: DType,
-) -> Result<Spec> {
-    let spec = Spec::new(mesh, placements, shape, dtype)?;
-    match placements.iter().find(|p| p.is_partial()) {
-        Some(p) => Err(Error::Layout(format!("cannot make or distribute a tensor as {p}; use a shard or R"))),
-        None => Ok(spec),
     }
 }
 

@@ -1,0 +1,152 @@
+//! Tensors that are given, not made by an op: from local tensors, or cut out of whole ones.
+use super::dtensor::DTensor;
+use crate::agreement::alike;
+use crate::layout::{Partial, Placement, Spec};
+use crate::{Error, Result};
+use candle_core::{DType, Shape, Tensor, Var};
+use candle_dist::{DeviceMesh, ReduceOp};
+
+impl DTensor {
+    /// Replaces the shard by another of the same shape, with the same layout and gradient state. The dtype is the new
+    /// shard's.
+    pub(crate) fn with_local(&self, local: Tensor) -> Result<Self> {
+        if local.id() == self.local.id() {
+            return Ok(self.clone());
+        }
+        check_reductions(&self.spec, local.track_op())?;
+        if local.dims() != self.local.dims() {
+            let (got, want) = (local.dims(), self.local.dims());
+            return Err(Error::Layout(format!("a shard {got:?}, expected {want:?} of {}", self.spec)));
+        }
+        let spec = match local.dtype() == self.dtype() {
+            true => self.spec.clone(),
+            false => Spec::clone(&self.spec).with_dtype(local.dtype()).shared(),
+        };
+        let made = Self { leaf: self.leaf, ..Self::assemble(local, spec, self.varying) };
+        Ok(made)
+    }
+
+    /// Uses this rank's tensor as a shard of the tensor that `spec` describes. Nothing is communicated.
+    ///
+    /// # Errors
+    /// If the local shape or dtype does not match `spec` on this rank, `spec` mixes reductions whose order matters, or
+    /// it has a reduction other than the sum for a tensor with a gradient.
+    pub fn from_local_with_spec(local: Tensor, spec: Spec) -> Result<Self> {
+        check_reductions(&spec, local.track_op())?;
+        if local.dims() != spec.local_shape().as_slice() || local.dtype() != spec.dtype() {
+            let (got, dtype, want) = (local.dims(), local.dtype().as_str(), spec.local_shape());
+            let at = spec.mesh().coordinate();
+            return Err(Error::Layout(format!(
+                "a local tensor {dtype}{got:?} at {at:?} for {spec}, which holds {:?} there; give that piece, or have the \
+                 sizes exchanged by from_local_ragged",
+                want.as_slice()
+            )));
+        }
+        Ok(Self::leaf(local, spec.shared()))
+    }
+
+    /// Uses this rank's tensor as a shard, of the default size, of a tensor of the global `shape`.
+    ///
+    /// Nothing is communicated. For shards of other sizes use [`from_local_ragged`](Self::from_local_ragged).
+    ///
+    /// # Errors
+    /// If the local shape or dtype is not that of this rank's shard. Only a rank that passed a wrong tensor sees that;
+    /// if its error ends its part of the world, all other ranks get a group failure that quotes it.
+    pub fn from_local(
+        local: Tensor,
+        mesh: &DeviceMesh,
+        placements: &[Placement],
+        shape: impl Into<Shape>,
+    ) -> Result<Self> {
+        let spec = Spec::new(mesh, placements, shape, local.dtype())?;
+        Self::from_local_with_spec(local, spec)
+    }
+
+    /// Distributes a tensor that is equal on every rank over the mesh. Nothing is communicated.
+    ///
+    /// The result is a leaf without gradient. `Partial` placements are refused, since only ops produce them. Under
+    /// [`compare_operands`](crate::compare_operands) the ranks' tensors are compared.
+    ///
+    /// # Errors
+    /// If the placements do not fit the tensor, or it has a gradient, which would be lost.
+    pub fn distribute(tensor: &Tensor, mesh: &DeviceMesh, placements: &[Placement]) -> Result<Self> {
+        untracked("distribute", tensor)?;
+        let spec = placed(mesh, placements, tensor.shape(), tensor.dtype())?;
+        alike("distribute", tensor, mesh)?;
+        Self::cut_out(tensor, spec)
+    }
+
+    /// Cuts this rank's shard out of a whole tensor.
+    pub(crate) fn cut_out(tensor: &Tensor, spec: Spec) -> Result<Self> {
+        let mut local = tensor.detach();
+        for (dim, range) in spec.local_block().iter().enumerate() {
+            local = local.narrow(dim, range.start, range.len())?;
+        }
+        // A shard must not keep the whole tensor alive, nor alias a variable.
+        Ok(Self::leaf(local.force_contiguous()?, spec.shared()))
+    }
+
+    /// Distributes the tensor of rank `source` of the mesh. The tensors of other ranks only define shape and dtype.
+    pub fn distribute_from(
+        tensor: &Tensor,
+        source: usize,
+        mesh: &DeviceMesh,
+        placements: &[Placement],
+    ) -> Result<Self> {
+        untracked("distribute_from", tensor)?;
+        let spec = placed(mesh, placements, tensor.shape(), tensor.dtype())?;
+        Self::cut_out(&mesh.group()?.broadcast(tensor, source)?, spec)
+    }
+
+    /// Converts to a trainable leaf: the local tensor becomes a [`Var`].
+    pub fn to_var(&self) -> Result<(Self, Var)> {
+        if let Some(p) = self.placements().iter().find(|p| p.is_partial()) {
+            return Err(Error::Layout(format!("a parameter cannot be {p}; redistribute it first")));
+        }
+        let var = Var::from_tensor(&self.local.detach())?;
+        let varying = self.varying;
+        Ok((Self { varying, ..Self::leaf(var.as_tensor().clone(), self.spec.clone()) }, var))
+    }
+}
+
+/// Creates a layout for a new tensor; refuses partial placements, which only ops produce.
+pub(super) fn placed(
+    mesh: &DeviceMesh,
+    placements: &[Placement],
+    shape: impl Into<Shape>,
+    dtype: DType,
+) -> Result<Spec> {
+    let spec = Spec::new(mesh, placements, shape, dtype)?;
+    match placements.iter().find(|p| p.is_partial()) {
+        Some(p) => Err(Error::Layout(format!("cannot make or distribute a tensor as {p}; use a shard or R"))),
+        None => Ok(spec),
+    }
+}
+
+/// Refuses a tensor whose gradient would be lost.
+fn untracked(op: &'static str, tensor: &Tensor) -> Result<()> {
+    if !tensor.track_op() {
+        return Ok(());
+    }
+    let fix = "detach it, or keep the gradient with DTensor::replicated and redistribute";
+    Error::op(op, format!("a tensor {:?} with a gradient, which would be lost; {fix}", tensor.dims()))
+}
+
+/// Refuses different reductions on several axes, such as maxima of sums, which are not sums of maxima. Sums and
+/// averages may be mixed, since their order does not matter. With a gradient only sums are allowed.
+fn check_reductions(spec: &Spec, tracked: bool) -> Result<()> {
+    if let Some(p) = spec.placements().iter().find(|p| tracked && p.is_partial() && **p != Placement::PARTIAL_SUM) {
+        return Err(Error::Layout(format!(
+            "a local tensor with a gradient for {spec}: {p} carries none; detach it, or give operands of a sum"
+        )));
+    }
+    let linear = |p: &Placement| matches!(p, Partial(ReduceOp::Sum | ReduceOp::Avg));
+    let mut partial = spec.placements().iter().filter(|p| p.is_partial());
+    let Some(first) = partial.next() else { return Ok(()) };
+    match partial.find(|p| *p != first && !(linear(p) && linear(first))) {
+        None => Ok(()),
+        Some(other) => Err(Error::Layout(format!(
+            "a local tensor for {spec}: the order of {first} and {other} would matter; reduce over one axis first"
+        ))),
+    }
+}

@@ -1,0 +1,10 @@
+//! A tensor on a mesh: this rank's shard, its layout, and its gradient state.
+mod dtensor;
+mod factory;
+mod given;
+mod gradient;
+mod local;
+mod tree;
+
+pub use dtensor::DTensor;
+pub(crate) use dtensor::Origin;
