@@ -14,13 +14,13 @@
 //! - [`kernels`]: fused ops with a true backward, for plain tensors too.
 mod agreement;
 mod autograd;
-mod embedding;
 mod error;
 mod explain;
 mod files;
 pub mod fsdp;
 pub mod kernels;
 mod layout;
+mod lookup;
 pub mod nn;
 mod ops;
 pub mod parallel;
@@ -28,10 +28,8 @@ pub mod random;
 mod redistribute;
 pub mod rules;
 mod scoped;
-pub mod sharded_tensor;
-pub mod sharding_spec;
-pub mod sparse;
 mod strict;
+mod tables;
 mod tensor;
 mod visualize;
 
@@ -42,21 +40,22 @@ pub mod guide {}
 pub mod porting {}
 
 pub use agreement::compare_operands;
-pub use embedding::options::{EmbeddingBagOptions, EmbeddingOptions};
 pub use error::{Error, Result};
 pub use explain::{Conversion, Explanation, Step, explain};
 pub use files::checkpoint;
 pub use files::weights::Weights;
 pub use kernels::{BagMode, Conv};
 pub use layout::{Partial, Placement, Placements, Replicate, Shard, Sizes, Spec, SpecDescription, chunk_sizes};
+pub use lookup::{EmbeddingBagOptions, EmbeddingOptions};
 pub use ops::attention::AttentionMask;
 pub use ops::cross_entropy::CrossEntropy;
 pub use ops::index::Index;
 pub use ops::loss::Reduction;
 pub use ops::operand::{Operand, Side};
-pub use sharded_tensor::ShardedTensor;
-pub use sharding_spec::{ChunkShardingSpec, EnumerableShardingSpec};
 pub use strict::strict;
+pub use tables::sharded_tensor::ShardedTensor;
+pub use tables::sharding_spec::{ChunkShardingSpec, EnumerableShardingSpec};
+pub use tables::{sharded_tensor, sharding_spec, sparse};
 pub use tensor::DTensor;
 pub use visualize::{visualize_sharding, visualize_sharding_svg};
 

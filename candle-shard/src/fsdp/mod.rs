@@ -47,30 +47,22 @@ pub use options::FullyShardOptions;
 pub(crate) use sharder::Sharder;
 pub(crate) use unit::Unit;
 
-use crate::nn::ShardedVarBuilder;
 use crate::{DTensor, Result};
 use std::fmt;
 use std::sync::Arc;
 
 /// A part of a model whose parameters are gathered and freed together; see the [module](self).
 ///
-/// With a builder that does not [shard fully](ShardedVarBuilder::fully_shard) it only wraps the part.
+/// With a builder that does not [shard fully](crate::nn::ShardedVarBuilder::fully_shard) it only wraps the part.
 pub struct FullyShard<M> {
     module: M,
     unit: Option<Arc<Unit>>,
 }
 
 impl<M> FullyShard<M> {
-    /// Creates a unit of all parameters that `build` creates with the builder passed to it.
-    ///
-    /// Units may be nested: a parameter belongs to the innermost one. Parameters built outside of all units stay whole
-    /// on the axis.
-    ///
-    /// # Errors
-    /// Those of `build`.
-    pub fn new(vb: &ShardedVarBuilder, build: impl FnOnce(&ShardedVarBuilder) -> Result<M>) -> Result<Self> {
-        let (vb, unit) = vb.unit();
-        Ok(Self { module: build(&vb)?, unit })
+    /// Wraps a part whose parameters belong to `unit`, if there is one.
+    pub(crate) fn of(module: M, unit: Option<Arc<Unit>>) -> Self {
+        Self { module, unit }
     }
 
     /// Runs `f` on the part while its parameters are whole. Every rank of the axis must call it.

@@ -5,6 +5,7 @@ mod conv;
 mod draws;
 mod dropout;
 mod embedding;
+mod fully_shard;
 mod fused_qkv;
 mod group_norm;
 mod init;

@@ -1,10 +1,8 @@
 //! Lookups of table rows, singly or in bags, and max-norm in place.
 use super::lookup::{check_indexes, checked, outside, read_indexes};
-use crate::embedding::bags::{Bounds, check_weights};
-use crate::embedding::options::{EmbeddingBagOptions, EmbeddingOptions, Renorm};
-use crate::embedding::renorm::limit_rows;
 use crate::kernels::{self, BagMode, Bags, NOWHERE};
 use crate::layout::{Placement, Replicate, Shard};
+use crate::lookup::{Bounds, EmbeddingBagOptions, EmbeddingOptions, Renorm, check_weights, limit_rows};
 use crate::rules::{self, Row, Rows, Signature};
 use crate::{DTensor, Error, Result};
 use candle_core::{DType, Tensor};

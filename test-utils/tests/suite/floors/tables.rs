@@ -102,31 +102,22 @@ const CANDLE_DIST: &[Folder] = &[
     folder("world", &["context engines", "processes", "mod"]),
 ];
 
-const CANDLE_SHARD: &[Folder] = &[Folder {
-    path: "",
-    floors: &[
+const CANDLE_SHARD: &[Folder] = &[folder(
+    "",
+    &[
         "error guide kernels porting random readme scoped",
-        "layout",
-        "agreement explain sharding_spec strict visualize",
+        "layout strict",
+        "agreement explain lookup visualize",
         "tensor",
         "autograd",
         "redistribute",
         "files rules",
         "ops parallel",
-        "fsdp sparse",
-        "sharded_tensor",
-        "embedding",
+        "fsdp",
         "nn",
+        "tables",
     ],
-    // The gradients that `nn` finds, hooks of `fsdp`, and
-    // the options of lookups have yet to move down.
-    up: &[
-        ("fsdp", "nn"),
-        ("ops", "embedding"),
-        ("sparse", "embedding"),
-        ("sparse", "nn"),
-    ],
-}];
+)];
 
 const CANDLE_PIPE: &[Folder] = &[folder(
     "",

@@ -1,8 +1,8 @@
 //! Conversions to variables, copies, other dtypes and other devices.
 use super::metadata::Layout;
 use super::{LocalShard, ShardedTensor, pieces};
-use crate::sharding_spec::DeviceName;
-use crate::sparse::RowVar;
+use crate::tables::sharding_spec::DeviceName;
+use crate::tables::sparse::RowVar;
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor, Var};
 use std::sync::Arc;

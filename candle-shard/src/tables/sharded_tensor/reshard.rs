@@ -2,7 +2,7 @@
 use super::metadata::Layout;
 use super::{ShardedTensor, pieces};
 use crate::layout::{Block, intersection};
-use crate::sharding_spec::ShardingSpec;
+use crate::tables::sharding_spec::ShardingSpec;
 use crate::{Error, Result};
 use candle_core::{Shape, Tensor};
 use candle_dist::Message;

@@ -1,6 +1,6 @@
 //! Metadata of a sharded tensor, equal on every rank.
 use crate::layout::{volume, whole};
-use crate::sharding_spec::{DeviceName, RemoteDevice, ShardMetadata, ShardingSpec};
+use crate::tables::sharding_spec::{DeviceName, RemoteDevice, ShardMetadata, ShardingSpec};
 use crate::{Error, Result};
 use candle_core::{DType, Device};
 use candle_dist::ProcessGroup;

@@ -21,8 +21,8 @@ pub use metadata::ShardedTensorMetadata;
 pub use plan::{ShardedModule, ShardingPlan, shard_module};
 pub use state::{load_state, save_state};
 
-use crate::sharding_spec::{ShardMetadata, ShardingSpec};
-use crate::sparse::RowVar;
+use crate::tables::sharding_spec::{ShardMetadata, ShardingSpec};
+use crate::tables::sparse::RowVar;
 use crate::{Error, Result};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor};

@@ -1,6 +1,6 @@
 //! User-defined ops on the local tensor of a sharded one.
 use super::ShardedTensor;
-use crate::sharding_spec::ShardingSpec;
+use crate::tables::sharding_spec::ShardingSpec;
 use crate::{Error, Result};
 use candle_core::Tensor;
 use std::fmt;

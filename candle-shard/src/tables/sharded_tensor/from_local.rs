@@ -2,7 +2,7 @@
 use super::metadata::{Layout, ShardedTensorMetadata};
 use super::{LocalShard, ShardedTensor};
 use crate::agreement;
-use crate::sharding_spec::{
+use crate::tables::sharding_spec::{
     EnumerableShardingSpec, RemoteDevice, ShardMetadata, ShardingSpec, infer_sharding_spec_from_shards_metadata,
 };
 use crate::{Error, Result};

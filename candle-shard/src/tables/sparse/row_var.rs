@@ -1,7 +1,6 @@
 //! Variables whose gradients are collected by rows.
 use super::row_grad::{Part, RowGrad};
-use crate::embedding::options::Renorm;
-use crate::embedding::renorm::limit_rows;
+use crate::lookup::{Renorm, limit_rows};
 use crate::{Error, Result, kernels};
 use candle_core::{CpuStorage, CustomOp1, DType, Layout, Shape, Tensor, Var};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

@@ -5,7 +5,7 @@ use crate::agreement::agreed;
 use crate::files::checkpoint::agreement::check_named;
 use crate::files::checkpoint::save::write;
 use crate::files::checkpoint::saved::{Saved, Written};
-use crate::sharding_spec::ShardingSpec;
+use crate::tables::sharding_spec::ShardingSpec;
 use crate::{Error, Result, Weights};
 use candle_core::Device;
 use candle_dist::ProcessGroup;

@@ -2,7 +2,7 @@
 use super::metadata::Layout;
 use super::{ShardedTensor, pieces};
 use crate::agreement;
-use crate::sharding_spec::ShardingSpec;
+use crate::tables::sharding_spec::ShardingSpec;
 use crate::{Error, Result};
 use candle_core::{DType, Device, Shape, Tensor};
 use candle_dist::{Message, ProcessGroup};

@@ -1,5 +1,5 @@
 //! A shard on this rank.
-use crate::sharding_spec::{DeviceName, RemoteDevice, ShardMetadata};
+use crate::tables::sharding_spec::{DeviceName, RemoteDevice, ShardMetadata};
 use crate::{Error, Result};
 use candle_core::Tensor;
 

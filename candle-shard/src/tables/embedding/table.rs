@@ -1,6 +1,6 @@
 //! A table `[rows, width]`, cut by rows or by columns.
-use super::inputs::Wrong;
-use crate::sparse::RowVar;
+use crate::lookup::Wrong;
+use crate::tables::sparse::RowVar;
 use crate::{Result, ShardedTensor};
 use candle_core::{DType, Tensor};
 use candle_dist::ProcessGroup;

@@ -1,7 +1,7 @@
 //! Plans that say which parameters of a model are sharded, and how.
 use super::ShardedTensor;
 use crate::parallel::pattern::Pattern;
-use crate::sharding_spec::ShardingSpec;
+use crate::tables::sharding_spec::ShardingSpec;
 use crate::{Error, Result};
 use candle_core::Tensor;
 use candle_dist::{ProcessGroup, verify_parameter_shapes};

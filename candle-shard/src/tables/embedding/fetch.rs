@@ -1,7 +1,7 @@
 //! Steps 2 to 4: masks and shifts the ids, looks up local rows, distributes the results and reorders their columns.
-use super::inputs::{Inputs, Wanted};
 use super::table::Table;
 use crate::Result;
+use crate::lookup::{Inputs, Wanted};
 use candle_core::{Tensor, Var};
 use candle_dist::functional::{Cut, Exchange};
 

@@ -3,7 +3,7 @@ use super::ShardedTensor;
 use super::metadata::Layout;
 use crate::Result;
 use crate::random::{Distribution, Stream, sample};
-use crate::sharding_spec::{ShardMetadata, ShardingSpec};
+use crate::tables::sharding_spec::{ShardMetadata, ShardingSpec};
 use candle_core::{DType, Device, FloatDType, Shape, Tensor, WithDType};
 use candle_dist::ProcessGroup;
 use std::sync::Arc;

@@ -1,7 +1,7 @@
 //! Conversion to and from distributed tensors with the same layout on a mesh.
 use super::ShardedTensor;
 use super::metadata::Layout;
-use crate::sharding_spec::{
+use crate::tables::sharding_spec::{
     ChunkShardingSpec, DeviceName, RemoteDevice, ShardMetadata, infer_sharding_spec_from_shards_metadata,
 };
 use crate::{DTensor, Error, Placement, Result, Shard, Sizes, Spec};

@@ -1,7 +1,7 @@
 //! Conversion of sharded tensors to whole ones.
 use super::{ShardedTensor, pieces};
 use crate::layout::{volume, whole};
-use crate::sharding_spec::ShardMetadata;
+use crate::tables::sharding_spec::ShardMetadata;
 use crate::{Error, Result};
 use candle_core::Tensor;
 

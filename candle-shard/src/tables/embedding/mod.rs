@@ -1,23 +1,21 @@
 //! Lookup of rows in a sharded table; each rank has its own ids.
 //!
-//! Two collectives tell each rank which rows the other ranks look up (`inputs.rs`). Rows above the norm limit are
+//! Two collectives tell each rank which rows the other ranks look up (`lookup/inputs.rs`). Rows above the norm limit are
 //! scaled in place (`renorm.rs`). One collective sends each rank its rows (`fetch.rs`), each row once, however often it
 //! is looked up. The rest is the plain op on one device, so the numbers equal those of one device. The cost grows with
 //! the ids, not with the size of the table.
-pub(crate) mod bags;
-pub(crate) mod fetch;
-pub(crate) mod inputs;
-pub(crate) mod options;
-pub(crate) mod renorm;
+mod fetch;
+mod renorm;
 mod table;
 
 use crate::kernels::{self, Bags, NOWHERE};
+use crate::lookup::{
+    Bounds, EmbeddingBagOptions, EmbeddingOptions, Ids, Inputs, Lookup, Tell, Wanted, Wrong, check_weights,
+    gather_inputs,
+};
 use crate::{Result, ShardedTensor};
-use bags::Bounds;
 use candle_core::Tensor;
 use fetch::{Fetched, fetch};
-use inputs::{Ids, Inputs, Tell, Wanted, Wrong, gather_inputs};
-use options::{EmbeddingBagOptions, EmbeddingOptions, Lookup};
 use table::Table;
 
 /// A call with valid arguments on this rank.
@@ -136,7 +134,7 @@ impl ShardedTensor {
         const OP: &str = "embedding_bag";
         let more = || {
             let weights = per_sample_weights.map(|weights| (weights.dims(), weights.dtype()));
-            bags::check_weights((ids.dims(), self.dtype()), weights, options.mode)?;
+            check_weights((ids.dims(), self.dtype()), weights, options.mode)?;
             Bounds::of(ids, offsets, options.include_last_offset)
         };
         let weighted = if per_sample_weights.is_some() { ", weighted" } else { "" };
