@@ -53,7 +53,7 @@ pub use files::checkpoint;
 pub use files::weights::Weights;
 pub use kernels::{BagMode, Conv};
 pub use layout::{Partial, Placement, Placements, Replicate, Shard, Sizes, Spec, SpecDescription, chunk_sizes};
-pub use ops::attention::AttentionMask;
+pub use ops::attention::{Attention, AttentionMask, ContextWay, Documents, TokenOrder};
 pub use ops::cross_entropy::CrossEntropy;
 pub use ops::index::Index;
 pub use ops::loss::Reduction;
