@@ -47,7 +47,7 @@ pub use files::weights::Weights;
 pub use kernels::{BagMode, Conv};
 pub use layout::{Partial, Placement, Placements, Replicate, Shard, Sizes, Spec, SpecDescription, chunk_sizes};
 pub use lookup::{EmbeddingBagOptions, EmbeddingOptions};
-pub use ops::attention::AttentionMask;
+pub use ops::attention::{Attention, AttentionMask, ContextWay, Documents, TokenOrder};
 pub use ops::cross_entropy::CrossEntropy;
 pub use ops::index::Index;
 pub use ops::loss::Reduction;

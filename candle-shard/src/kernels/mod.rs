@@ -7,6 +7,7 @@
 //! from candle's differentiable operations.
 
 mod adam_w;
+mod attention;
 mod conv;
 mod cross_entropy;
 mod dense_update;
@@ -38,6 +39,9 @@ mod weight_sink;
 
 pub use adam_w::AdamW;
 pub(crate) use adam_w::step_adam_w;
+pub(crate) use attention::{
+    KeyBlock, Norms, Partial, Visible, blocks_backward, inner, join_all, partial_of_blocks, sizes, with_result,
+};
 pub use conv::Conv;
 pub use cross_entropy::cross_entropy;
 pub(crate) use cross_entropy::{Goal, Goals, weighted_cross_entropy};
@@ -47,6 +51,7 @@ pub use embedding::embedding;
 pub(crate) use embedding_bag::wide_embedding_bag;
 pub use embedding_bag::{BagMode, Bags, embedding_bag};
 pub use flash_attn::flash_attn;
+pub(crate) use flash_attn::flash_attn_of_blocks;
 pub use gelu_erf::gelu_erf;
 pub use layer_norm::layer_norm;
 pub use linear::linear;
@@ -55,6 +60,7 @@ pub(crate) use master::{master_of, on_master};
 pub(crate) use pool::upsample_bilinear2d_scaled;
 pub use pool::{Pool, avg_pool2d, max_pool2d, upsample_bilinear2d, upsample_nearest2d};
 pub use quantized_linear::quantized_linear;
+pub(crate) use real::Real;
 pub(crate) use renorm::{combine, finish, power_sums, scale_rows};
 pub use rms_norm::rms_norm;
 pub use rope::{RopePairs, rope};

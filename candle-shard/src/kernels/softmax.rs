@@ -56,11 +56,17 @@ pub fn causal_softmax(x: &Tensor, scale: f64) -> Result<Tensor> {
 fn composed_causal(x: &Tensor, scale: f64) -> Result<Tensor> {
     let (queries, keys) = (x.dim(D::Minus2)?, x.dim(D::Minus1)?);
     let mask = (0..queries).flat_map(|i| (0..keys).map(move |j| u8::from(j + queries <= i + keys)));
-    let mask = Tensor::from_iter(mask, x.device())?.reshape((queries, keys))?.broadcast_as(x.shape())?;
+    let mask = Tensor::from_iter(mask, x.device())?.reshape((queries, keys))?;
+    softmax_of_seen(&(x * scale)?, &mask)
+}
+
+/// The softmax over the entries that `seen` (u8, broadcast to `x`) marks, composed; other entries are 0.
+pub(super) fn softmax_of_seen(x: &Tensor, seen: &Tensor) -> Result<Tensor> {
+    let mask = seen.broadcast_as(x.shape())?;
     // The lowest value that is finite in the dtype keeps NaN out of rows without a visible key.
     let lowest = if x.dtype() == DType::F16 { -65504f32 } else { -3e38 };
     let hidden = Tensor::new(lowest, x.device())?.to_dtype(x.dtype())?.broadcast_as(x.shape())?;
-    let y = candle_nn::ops::softmax(&mask.where_cond(&(x * scale)?, &hidden)?, D::Minus1)?;
+    let y = candle_nn::ops::softmax(&mask.where_cond(x, &hidden)?, D::Minus1)?;
     mask.where_cond(&y, &y.zeros_like()?)
 }
 

@@ -1,8 +1,18 @@
 //! Rotary position embedding, and scaled dot product attention with grouped heads.
+mod heads;
+mod mask;
+mod options;
+mod order;
+mod ring;
+mod run;
+mod sequence;
+
 use crate::kernels::{self, RopePairs};
 use crate::layout::{Placement, Replicate, Shard};
 use crate::rules::{self, Row, Rows, Signature};
 use crate::{DTensor, Error, Result};
+pub use options::{Attention, ContextWay, Documents};
+pub use order::TokenOrder;
 
 const SUM: Placement = Placement::PARTIAL_SUM;
 
@@ -56,67 +66,18 @@ impl DTensor {
 
     /// Attention: `softmax(query · keyᵀ · scale) · value`. The matrix of scores is never stored.
     ///
-    /// The query is `[batch, q, heads, dim]`, the key `[batch, k, kv_heads, dim]` and the value
-    /// `[batch, k, kv_heads, v]`; the result is `[batch, q, heads, v]`. `kv_heads` divides `heads`: each key head serves
-    /// a group of consecutive query heads (Ainslie et al. 2023). With `causal`, query `i` sees key `j` if `j <= i + k -
-    /// q`. Batch and heads stay sharded, with shards of any sizes. Where shards of the query heads cut through a group,
-    /// each rank uses copies of the key heads. Queries stay sharded unless `causal` is set. The kernel is
-    /// [`kernels::flash_attn`].
+    /// The query is `[batch, q, heads, dim]`, the key `[batch, k, kv_heads, dim]` and the value `[batch, k, kv_heads,
+    /// v]`; the result is `[batch, q, heads, v]`. `kv_heads` divides `heads`: each key head serves a group of
+    /// consecutive query heads (Ainslie et al. 2023). With `causal`, query `i` sees key `j` if `j <= i + k - q`. Batch
+    /// and heads stay sharded, with shards of any sizes. Where shards of the query heads cut through a group, each rank
+    /// uses copies of the key heads. Queries stay sharded, with replicated keys, or with keys that are sharded along
+    /// the sequence too. [`Attention`] has more options. The kernel is [`kernels::flash_attn`].
     ///
     /// # Errors
     /// If shapes or dtypes do not agree.
     #[track_caller]
     pub fn flash_attn(&self, key: &Self, value: &Self, scale: f64, causal: bool) -> Result<Self> {
-        let sizes = match (self.dims(), key.dims(), value.dims()) {
-            (&[b, q, h, d], &[kb, k, g, kd], &[vb, vk, vg, v]) => {
-                (groups(h, g).is_some() && (b, b, d, g, k) == (kb, vb, kd, vg, vk)).then_some((b, q, h, d, g, v))
-            }
-            _ => None,
-        };
-        let dtypes = key.dtype() == self.dtype() && value.dtype() == self.dtype();
-        let Some((batch, queries, heads, dim, kv_heads, width)) = sizes.filter(|_| dtypes) else {
-            let (q, k, v) = (self.spec(), key.spec(), value.spec());
-            let want = "expected [b, q, h, d], [b, k, g, d] and [b, k, g, v] of one dtype with h a multiple of g";
-            return Error::op("flash_attn", format!("query {q}, key {k}, value {v}: {want}"));
-        };
-        self.check_float("flash_attn")?;
-        let group = groups(heads, kv_heads).unwrap_or(1);
-        if group == 1 || kv_heads == 1 {
-            return self.flash_attn_of_groups(key, value, scale, causal);
-        }
-        if !self.is_cut_by_groups(group, kv_heads) {
-            let (key, value) = (key.repeat_heads(group, 2)?, value.repeat_heads(group, 2)?);
-            return self.flash_attn_of_groups(&key, &value, scale, causal);
-        }
-        let of_groups = self.reshape((batch, queries, kv_heads, group, dim))?;
-        of_groups.flash_attn_of_groups(key, value, scale, causal)?.reshape((batch, queries, heads, width))
-    }
-
-    /// Attention with as many query heads as key heads, with one key head, or with a dim for the queries of each key
-    /// head.
-    #[track_caller]
-    fn flash_attn_of_groups(&self, key: &Self, value: &Self, scale: f64, causal: bool) -> Result<Self> {
-        let signature = || {
-            let mut shape = self.dims().to_vec();
-            shape[self.rank() - 1] = value.dims()[3];
-            // One key head serves all query heads.
-            let of_keys = if key.dims()[2] < self.dims()[2] { Replicate } else { Shard(2) };
-            let mut rows = Rows::from_iter([
-                Row::new(Shard(0), &[Shard(0); 3]),
-                Row::new(Shard(2), &[Shard(2), of_keys, of_keys]),
-                Row::new(SUM, &[Replicate, Replicate, SUM]),
-            ]);
-            if !causal {
-                rows.push(Row::new(Shard(1), &[Shard(1), Replicate, Replicate]));
-            }
-            Ok(Signature::new(rows, &shape, self.dtype()))
-        };
-        rules::run("flash_attn", &[usize::from(causal)], &[self, key, value], signature, |x, out| {
-            let (query, key, value) = (x[0].to_local(), x[1].to_local(), x[2].to_local());
-            let query = if query.rank() == 5 { query.flatten(2, 3)? } else { query.clone() };
-            let mixed = kernels::flash_attn(&query, key, value, scale, causal)?;
-            Ok(mixed.reshape(out.local_shape().as_slice())?)
-        })
+        Attention { scale: Some(scale), causal, ..Attention::default() }.of(self, key, value)
     }
 
     /// Attention with a mask: `softmax(query · keyᵀ · scale + mask) · value`. The default scale is `1/√dim`.

@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 mod checkpoint;
 mod common;
+mod context;
 mod embedding;
 mod errors;
 mod factory;

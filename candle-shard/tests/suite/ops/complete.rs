@@ -17,7 +17,8 @@ const ELSEWHERE: [&str; 7] = [
 fn sources(folder: &str) -> Vec<String> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join(folder);
     let files = fs::read_dir(folder).unwrap().map(|file| file.unwrap().path());
-    files.filter(|file| !file.ends_with("complete.rs")).map(|file| fs::read_to_string(file).unwrap()).collect()
+    let files = files.filter(|file| file.is_file() && !file.ends_with("complete.rs"));
+    files.map(|file| fs::read_to_string(file).unwrap()).collect()
 }
 
 fn is_name(text: &str) -> bool {

@@ -1,0 +1,16 @@
+//! Attention over blocks of keys: a forward pass with the norms of each row, results that can be joined, and a backward
+//! pass that computes the scores again.
+//!
+//! All ways to distribute attention stand on two facts (Milakov and Gimelshein 2018, Dao et al. 2022). Results over
+//! different keys can be joined if the norms of the softmax are known. The gradient over a block of keys needs only the
+//! norms over all keys, and the product of each row of the result with its gradient.
+mod backward;
+mod forward;
+mod heads;
+mod node;
+mod visible;
+
+pub(crate) use forward::{Norms, Partial};
+pub(crate) use heads::Sizes as AttentionSizes;
+pub(crate) use node::{attend, blocks_backward, inner, join_all, partial_of_blocks, sizes, with_result};
+pub(crate) use visible::{KeyBlock, Visible};

@@ -1,0 +1,87 @@
+//! Which keys a query sees, by the positions of both.
+use super::options::Attention;
+use crate::kernels::{KeyBlock, Visible};
+use std::ops::Range;
+
+/// The mask of one call.
+#[derive(Debug, Clone)]
+pub(super) struct Mask {
+    options: Attention,
+    queries: usize,
+    keys: usize,
+}
+
+impl Mask {
+    pub(super) fn new(options: &Attention, queries: usize, keys: usize) -> Self {
+        Self { options: options.clone(), queries, keys }
+    }
+
+    /// Returns the blocks of the `keys` rows for the `queries` rows of some elements of the batch. Their rows count
+    /// from the first of `keys`.
+    pub(super) fn blocks(&self, queries: &Range<usize>, keys: &Range<usize>, batch: &Range<usize>) -> Vec<KeyBlock> {
+        let runs = match &self.options.order {
+            Some(order) => order.runs(keys.clone()),
+            None => vec![keys.clone()],
+        };
+        let block = |run: Range<usize>| {
+            let visible = self.visible(queries, &run, batch);
+            KeyBlock { rows: run.start - keys.start..run.end - keys.start, visible }
+        };
+        runs.into_iter().map(block).collect()
+    }
+
+    /// Returns whether some of the `queries` rows see some of the `keys` rows.
+    pub(super) fn sees(&self, queries: &Range<usize>, keys: &Range<usize>, batch: &Range<usize>) -> bool {
+        let runs = match &self.options.order {
+            Some(order) => order.runs(keys.clone()),
+            None => vec![keys.clone()],
+        };
+        let mut elements = if self.differs() { batch.clone() } else { 0..1 };
+        elements.any(|element| {
+            let sees =
+                |row: usize| runs.iter().any(|run| !self.rows(self.range(element, self.position(row)), run).is_empty());
+            queries.clone().rev().any(sees)
+        })
+    }
+
+    fn differs(&self) -> bool {
+        self.options.documents.as_ref().is_some_and(|documents| documents.differ())
+    }
+
+    fn visible(&self, queries: &Range<usize>, run: &Range<usize>, batch: &Range<usize>) -> Visible {
+        let list = |element: usize| {
+            queries.clone().map(|row| self.rows(self.range(element, self.position(row)), run)).collect()
+        };
+        Visible::new(if self.differs() { batch.clone().map(list).collect() } else { vec![list(0)] })
+    }
+
+    fn position(&self, row: usize) -> usize {
+        self.options.order.as_ref().map_or(row, |order| order.positions()[row])
+    }
+
+    /// Returns the positions of the keys that a query at `position` sees.
+    fn range(&self, element: usize, position: usize) -> Range<usize> {
+        // The last query is at the position of the last key.
+        let own = position + self.keys;
+        let below = |ahead: usize| (own + ahead).saturating_sub(self.queries).min(self.keys);
+        let (mut start, mut end) = (0, if self.options.causal { below(1) } else { self.keys });
+        if let Some(window) = self.options.window {
+            start = (own + 1).saturating_sub(self.queries.saturating_add(window));
+            end = end.min(below(window.min(self.keys)));
+        }
+        if let Some(documents) = &self.options.documents {
+            let document = documents.of(element, position);
+            (start, end) = (start.max(document.start), end.min(document.end));
+        }
+        start..end.max(start)
+    }
+
+    /// Returns the rows of an ascending run at these positions, counted from the run's start.
+    fn rows(&self, positions: Range<usize>, run: &Range<usize>) -> Range<usize> {
+        let first = |position: usize| match &self.options.order {
+            Some(order) => order.positions()[run.clone()].partition_point(|&at| at < position),
+            None => position.clamp(run.start, run.end) - run.start,
+        };
+        first(positions.start)..first(positions.end)
+    }
+}

@@ -1,0 +1,178 @@
+//! The options of attention, and their checks.
+use super::mask::Mask;
+use super::order::TokenOrder;
+use crate::{Error, Result};
+use std::ops::Range;
+use std::sync::Arc;
+
+/// Attention with its options: `softmax(query · keyᵀ · scale) · value` over the keys that each query sees.
+///
+/// The query is `[batch, q, heads, dim]`, the key `[batch, k, kv_heads, dim]` and the value `[batch, k, kv_heads, v]`;
+/// the result is `[batch, q, heads, v]`. `kv_heads` divides `heads`. The scores are never stored, and the backward pass
+/// computes them again, block by block. A query that sees no key has a result of zeros.
+///
+/// # Sequence shards
+///
+/// If query, key and value are sharded along the sequence on one axis, they stay so, with shards of any sizes. The
+/// [`ContextWay`] says how keys meet queries. If the query is replicated, and only key and value are sharded, as when a
+/// long cache is decoded, each rank computes over its keys and the results are joined.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_dist::World;
+/// use candle_shard::{Attention, Result, Shard, TokenOrder};
+///
+/// World::local(2).run(|ctx| -> Result<()> {
+///     let mesh = ctx.mesh(&[("cp", 2)])?;
+///     let order = TokenOrder::zigzag(7, 2);
+///     let x = Tensor::ones((1, 7, 2, 4), DType::F32, &Device::Cpu)?;
+///     let x = order.distribute(&x, 1, &mesh, &[Shard(1)])?;
+///     let attention = Attention { causal: true, order: Some(order), ..Attention::default() };
+///     assert_eq!(attention.of(&x, &x, &x)?.placements(), [Shard(1)]);
+///     Ok(())
+/// })?;
+/// # Ok::<(), candle_dist::WorldError>(())
+/// ```
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Attention {
+    /// The factor of the scores; `1/√dim` by default.
+    pub scale: Option<f64>,
+    /// Whether query `i` sees key `j` only if `j ≤ i + k - q`.
+    pub causal: bool,
+    /// The number of keys that a query sees before and with its own position, and after it if not `causal`: all with a
+    /// distance below this number. All keys by default.
+    pub window: Option<usize>,
+    /// The documents of packed sequences. A query sees only keys of its document. The query has as many rows as the
+    /// key.
+    pub documents: Option<Documents>,
+    /// The order of the tokens of query, key and value; that of their positions by default.
+    pub order: Option<TokenOrder>,
+    /// How keys meet queries that are sharded along the sequence; by default that which moves the fewest bytes.
+    pub way: Option<ContextWay>,
+}
+
+/// How keys and values meet queries that are sharded along the sequence on `n` ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum ContextWay {
+    /// All ranks gather all keys and values at once: one all_gather, and one reduce_scatter in the backward pass.
+    Gather,
+    /// Keys and values travel from rank to rank, while each rank computes with those that it has (Liu et al. 2023).
+    /// They travel only as far as queries see them, and never lie whole on a rank.
+    Ring,
+    /// Each rank gets some heads of the whole sequence: one all_to_all before and one after attention, and the same in
+    /// the backward pass (Jacobs et al. 2023). Heads may be uneven. If there are fewer key heads than ranks, ranks use
+    /// copies. Query and key have equal shards.
+    Heads,
+}
+
+/// The documents of packed sequences: where each one ends.
+///
+/// ```
+/// use candle_shard::Documents;
+///
+/// Documents::new(vec![0, 3, 7]); // rows 0 to 2, and rows 3 to 6; later rows see nothing
+/// Documents::of_each(vec![vec![0, 7], vec![0, 2]]); // two sequences of unlike lengths
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Documents(Arc<[Vec<usize>]>);
+
+impl Documents {
+    /// The same documents in each sequence of the batch: a 0, then the end of each document.
+    ///
+    /// Rows behind the last end belong to no document: they see nothing, and nothing sees them.
+    pub fn new(cumulative: Vec<usize>) -> Self {
+        Self([cumulative].into())
+    }
+
+    /// The documents of each sequence of the batch.
+    pub fn of_each(cumulative: Vec<Vec<usize>>) -> Self {
+        Self(cumulative.into())
+    }
+
+    /// Returns the range of the document with the token at `position`.
+    pub(super) fn of(&self, element: usize, position: usize) -> Range<usize> {
+        let ends = &self.0[if self.0.len() == 1 { 0 } else { element }];
+        let end = ends.partition_point(|&end| end <= position);
+        if end == 0 || end == ends.len() { 0..0 } else { ends[end - 1]..ends[end] }
+    }
+
+    /// Returns whether each sequence has documents of its own.
+    pub(super) fn differ(&self) -> bool {
+        self.0.len() > 1
+    }
+
+    pub(super) fn check(&self, op: &'static str, batch: usize, rows: usize) -> Result<()> {
+        if self.0.len() != 1 && self.0.len() != batch {
+            let lists = self.0.len();
+            return Error::op(op, format!("{lists} lists of documents for a batch of {batch}; give 1 or {batch}"));
+        }
+        let ascends = |ends: &[usize]| ends.windows(2).all(|pair| pair[0] <= pair[1]);
+        let fits = |ends: &&Vec<usize>| ends.first() == Some(&0) && ends.last() <= Some(&rows) && ascends(ends);
+        match self.0.iter().find(|ends| !fits(ends)) {
+            Some(ends) => Error::op(
+                op,
+                format!(
+                    "documents that end at {ends:?} in {rows} rows; begin with 0, do not decrease, end at {rows} at most"
+                ),
+            ),
+            None => Ok(()),
+        }
+    }
+}
+
+impl Attention {
+    /// Returns the work of each rank for one head of a sequence whose tokens are cut into `sizes`: the number of pairs
+    /// of a query and a key that it sees.
+    ///
+    /// # Errors
+    /// If the options do not fit a sequence of as many tokens, or documents differ in a batch.
+    ///
+    /// ```
+    /// use candle_shard::{Attention, TokenOrder};
+    ///
+    /// let causal = Attention { causal: true, ..Attention::default() };
+    /// assert_eq!(causal.work(&[4, 4])?, [10, 26]);
+    /// let order = TokenOrder::zigzag(8, 2);
+    /// assert_eq!(Attention { order: Some(order.clone()), ..causal }.work(order.sizes())?, [18, 18]);
+    /// # Ok::<(), candle_shard::Error>(())
+    /// ```
+    pub fn work(&self, sizes: &[usize]) -> Result<Vec<usize>> {
+        let len = sizes.iter().sum();
+        self.check(1, len, len)?;
+        let mask = Mask::new(self, len, len);
+        let mut start = 0;
+        let of_rank = |&size: &usize| {
+            start += size;
+            mask.blocks(&(start - size..start), &(0..len), &(0..1)).iter().map(|block| block.visible.pairs()).sum()
+        };
+        Ok(sizes.iter().map(of_rank).collect())
+    }
+
+    pub(super) fn check(&self, batch: usize, queries: usize, keys: usize) -> Result<()> {
+        const OP: &str = "flash_attn";
+        if self.window == Some(0) {
+            return Error::op(OP, "a window of 0 keys; expected 1 at least, which is the query's own position");
+        }
+        if self.scale.is_some_and(|scale| !scale.is_finite()) {
+            return Error::op(OP, format!("scale {:?}; expected a finite number", self.scale));
+        }
+        if let Some(documents) = &self.documents {
+            if queries != keys {
+                let reason =
+                    format!("documents for {queries} queries and {keys} keys; expected as many queries as keys");
+                return Error::op(OP, reason);
+            }
+            documents.check(OP, batch, keys)?;
+        }
+        match &self.order {
+            Some(order) if (queries, keys) != (order.positions().len(), order.positions().len()) => {
+                let len = order.positions().len();
+                Error::op(
+                    OP,
+                    format!("an order of {len} tokens for {queries} queries and {keys} keys; expected {len} of each"),
+                )
+            }
+            _ => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,84 @@
+//! Attention with options: checks, groups of heads, and the rows of layouts.
+use super::mask::Mask;
+use super::options::Attention;
+use super::{groups, sequence};
+use crate::layout::{Placement, Replicate, Shard};
+use crate::rules::{self, Row, Rows, Signature};
+use crate::{DTensor, Error, Result, kernels};
+
+const SUM: Placement = Placement::PARTIAL_SUM;
+
+impl Attention {
+    /// Computes attention of a query `[batch, q, heads, dim]`, a key `[batch, k, kv_heads, dim]` and a value `[batch, k,
+    /// kv_heads, v]`; the result is `[batch, q, heads, v]`.
+    ///
+    /// # Errors
+    /// If shapes or dtypes do not agree, the options do not fit the shapes, or a [`way`](Self::way) is asked for that
+    /// the layouts do not allow. They are the same on all ranks.
+    #[track_caller]
+    pub fn of(&self, query: &DTensor, key: &DTensor, value: &DTensor) -> Result<DTensor> {
+        let sizes = match (query.dims(), key.dims(), value.dims()) {
+            (&[b, q, h, d], &[kb, k, g, kd], &[vb, vk, vg, v]) => {
+                (groups(h, g).is_some() && (b, b, d, g, k) == (kb, vb, kd, vg, vk)).then_some((b, [q, k], h, d, g, v))
+            }
+            _ => None,
+        };
+        let dtypes = key.dtype() == query.dtype() && value.dtype() == query.dtype();
+        let Some((batch, [queries, keys], heads, dim, kv_heads, width)) = sizes.filter(|_| dtypes) else {
+            let (q, k, v) = (query.spec(), key.spec(), value.spec());
+            let want = "expected [b, q, h, d], [b, k, g, d] and [b, k, g, v] of one dtype with h a multiple of g";
+            return Error::op("flash_attn", format!("query {q}, key {k}, value {v}: {want}"));
+        };
+        query.check_float("flash_attn")?;
+        self.check(batch, queries, keys)?;
+        let mask = Mask::new(self, queries, keys);
+        let scale = self.scale.unwrap_or(1.0 / (dim as f64).sqrt());
+        let group = groups(heads, kv_heads).unwrap_or(1);
+        if group == 1 || kv_heads == 1 {
+            return self.of_groups([query, key, value], (&mask, scale));
+        }
+        if !query.is_cut_by_groups(group, kv_heads) {
+            let (key, value) = (key.repeat_heads(group, 2)?, value.repeat_heads(group, 2)?);
+            return self.of_groups([query, &key, &value], (&mask, scale));
+        }
+        let of_groups = query.reshape((batch, queries, kv_heads, group, dim))?;
+        self.of_groups([&of_groups, key, value], (&mask, scale))?.reshape((batch, queries, heads, width))
+    }
+
+    /// Attention with as many query heads as key heads, with one key head, or with a dim for the queries of each key
+    /// head.
+    #[track_caller]
+    fn of_groups(&self, inputs: [&DTensor; 3], (mask, scale): (&Mask, f64)) -> Result<DTensor> {
+        if let Some(made) = sequence::run(self, inputs, (mask, scale))? {
+            return Ok(made);
+        }
+        let [query, key, value] = inputs;
+        let is_sequence = |axis: &usize| inputs.iter().all(|x| x.placements()[*axis] == Shard(1));
+        if self.way.is_some() && (0..query.mesh().ndim()).find(is_sequence).is_none() {
+            let (q, k, v, way) = (query.spec(), key.spec(), value.spec(), self.way);
+            let want = "shard the rows of all three on one axis, or leave the way open";
+            return Error::op("flash_attn", format!("the way {way:?} for query {q}, key {k}, value {v}: {want}"));
+        }
+        let signature = || {
+            let mut shape = query.dims().to_vec();
+            shape[query.rank() - 1] = value.dims()[3];
+            // One key head serves all query heads.
+            let of_keys = if key.dims()[2] < query.dims()[2] { Replicate } else { Shard(2) };
+            let rows = Rows::from_iter([
+                Row::new(Shard(0), &[Shard(0); 3]),
+                Row::new(Shard(2), &[Shard(2), of_keys, of_keys]),
+                Row::new(SUM, &[Replicate, Replicate, SUM]),
+                Row::new(Shard(1), &[Shard(1), Replicate, Replicate]),
+            ]);
+            Ok(Signature::new(rows, &shape, query.dtype()))
+        };
+        rules::run("flash_attn", &[], &inputs, signature, |x, out| {
+            let (query, key, value) = (x[0].to_local(), x[1].to_local(), x[2].to_local());
+            let query = if query.rank() == 5 { query.flatten(2, 3)? } else { query.clone() };
+            let block = out.local_block();
+            let blocks = mask.blocks(&block[1], &(0..x[1].dims()[1]), &block[0]);
+            let mixed = kernels::flash_attn_of_blocks([&query, key, value], scale, blocks)?;
+            Ok(mixed.reshape(out.local_shape().as_slice())?)
+        })
+    }
+}

@@ -1,0 +1,102 @@
+//! Windows, documents, rows that see nothing, and what is refused.
+use super::harness::{Pairs, allowed, errors, truth};
+use super::ways::WAYS;
+use candle_core::{DType, Device, Tensor};
+use candle_shard::{Attention, ContextWay, DTensor, Documents, Placement, Replicate, Result, Shard, TokenOrder};
+use test_utils::{on_ranks, values};
+
+/// The document of each of `len` rows.
+fn of_rows(ends: &[usize], len: usize) -> Vec<Option<usize>> {
+    (0..len).map(|row| (1..ends.len()).find(|&d| (ends[d - 1]..ends[d]).contains(&row))).collect()
+}
+
+#[test]
+fn each_mask_equals_one_device() {
+    for world in 1..=5 {
+        on_ranks(world, "masks", move |ctx| -> Result<()> {
+            let mesh = ctx.mesh(&[("cp", world)])?;
+            let len = 13;
+            let lists: [Vec<Vec<usize>>; 4] =
+                [vec![], vec![vec![0, 7, 12, 12, 13]], vec![vec![0, 3, 10]], vec![vec![0, 13], vec![0, 2, 9]]];
+            for causal in [false, true] {
+                for window in [None, Some(1), Some(4), Some(usize::MAX)] {
+                    for list in &lists {
+                        let documents = list.iter().map(|ends| of_rows(ends, len)).collect();
+                        let pairs = Pairs { causal, window: window.map(|window| window.min(1000)), documents };
+                        let truth = truth([2, 4, 2, 4, 4], (len, len), (&pairs, 0.6), DType::F64)?;
+                        let documents = (!list.is_empty()).then(|| Documents::of_each(list.clone()));
+                        let orders = [
+                            None,
+                            Some(TokenOrder::zigzag(len, world)),
+                            list.first().map(|ends| TokenOrder::zigzag_of_documents(len, ends, world)).transpose()?,
+                        ];
+                        for (way, order) in WAYS.into_iter().flat_map(|way| orders.clone().map(|order| (way, order))) {
+                            let documents = documents.clone();
+                            let options = Attention { scale: Some(0.6), causal, window, documents, order, way };
+                            let sizes = options.order.as_ref().map(|order| order.sizes().to_vec());
+                            let error = errors(&truth, &options, &mesh, [sizes.as_deref(); 2])?;
+                            assert!(error < allowed(DType::F64), "{options:?}: {error:e}");
+                        }
+                    }
+                }
+            }
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn rows_that_see_nothing_give_zeros() {
+    on_ranks(3, "nothing", |ctx| -> Result<()> {
+        let mesh = ctx.mesh(&[("cp", 3)])?;
+        let x = DTensor::distribute(&values(&[1, 7, 2, 4], 1, DType::F32), &mesh, &[Shard(1)])?;
+        for way in WAYS {
+            let options = Attention { documents: Some(Documents::new(vec![0, 2])), way, ..Attention::default() };
+            let out = options.of(&x, &x, &x)?.full_tensor()?;
+            let zeros = out.narrow(1, 2, 5)?.flatten_all()?.to_vec1::<f32>()?;
+            assert!(zeros.iter().all(|&x| x == 0.0), "{way:?}: {zeros:?}");
+            assert!(out.narrow(1, 0, 2)?.abs()?.sum_all()?.to_scalar::<f32>()? > 0.1);
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn options_that_do_not_fit_are_one_error_on_all_ranks() {
+    let errors = on_ranks(3, "refusals", |ctx| -> Result<Vec<String>> {
+        let mesh = ctx.mesh(&[("cp", 3)])?;
+        let of = |rows: usize, at: Placement| {
+            DTensor::distribute(&Tensor::ones((2, rows, 2, 4), DType::F32, &Device::Cpu)?, &mesh, &[at])
+        };
+        let (x, other, whole) = (of(7, Shard(1))?, of(5, Shard(1))?, of(7, Replicate)?);
+        let documents =
+            |list: Vec<Vec<usize>>| Attention { documents: Some(Documents::of_each(list)), ..Attention::default() };
+        let order = |len| Attention { order: Some(TokenOrder::zigzag(len, 3)), ..Attention::default() };
+        let by = |way| Attention { way: Some(way), ..Attention::default() };
+        let cases = [
+            (documents(vec![vec![0, 8]]), &x, &x, "[0, 8] in 7 rows"),
+            (documents(vec![vec![1, 7]]), &x, &x, "begin with 0"),
+            (documents(vec![vec![0, 5, 3]]), &x, &x, "do not decrease"),
+            (documents(vec![vec![]]), &x, &x, "begin with 0"),
+            (documents(vec![vec![0, 7]; 3]), &x, &x, "3 lists of documents for a batch of 2"),
+            (documents(vec![vec![0, 5]]), &x, &other, "7 queries and 5 keys"),
+            (Attention { window: Some(0), ..Attention::default() }, &x, &x, "a window of 0 keys"),
+            (Attention { scale: Some(f64::NAN), ..Attention::default() }, &x, &x, "a finite number"),
+            (order(6), &x, &x, "an order of 6 tokens"),
+            (by(ContextWay::Heads), &x, &other, "unlike shards"),
+            (by(ContextWay::Ring), &whole, &whole, "shard the rows of all three"),
+        ];
+        let refused = |(options, q, k, text): (Attention, &DTensor, &DTensor, &str)| {
+            let error =
+                options.of(q, k, k).err().map_or_else(|| format!("no error for {options:?}"), |e| e.to_string());
+            assert!(error.starts_with("flash_attn: ") && error.contains(text), "{text}: {error}");
+            error
+        };
+        let mut errors: Vec<String> = cases.into_iter().map(refused).collect();
+        errors.push(TokenOrder::new(vec![0, 2, 2], vec![1, 2]).unwrap_err().to_string());
+        errors.push(TokenOrder::new(vec![0, 1], vec![1, 2]).unwrap_err().to_string());
+        Ok(errors)
+    });
+    assert!(errors.iter().all(|of_rank| *of_rank == errors[0]));
+    assert!(errors[0][11].contains("position 1 of 3 is missing") && errors[0][12].contains("add up to 2"));
+}
