@@ -49,11 +49,15 @@ mod step;
 mod tape;
 mod value;
 
+#[doc(inline)]
+pub use candle_dist_kernels::random;
 pub use error::{Error, Result};
+#[cfg(feature = "shard")]
+pub use graph::sharded_op;
 pub use graph::{
     Balanced, Ctx, Edge, EqualCount, EqualParams, Graph, In, Input, Inputs, Layout, Loss, Named, Node, NodeKind,
     Output, PipeInfo, Reduction, Scope, Share, ShareGroup, SizeThreshold, SplitPoint, SplitPolicy, SplitSpec, StageDef,
-    StageInput, StageOp, StageOutput, ValueId, shapes_only, sharded_op, stage_op,
+    StageInput, StageOp, StageOutput, ValueId, shapes_only, stage_op,
 };
 pub use local_pipe::{LocalPipe, NodeProfile};
 pub use pipe::{Layer, LossSpec, Pipe, PipeBuilder, PipeModule, SharedModule};

@@ -27,7 +27,6 @@ mod local;
 pub mod nn;
 mod ops;
 pub mod parallel;
-pub mod random;
 mod redistribute;
 pub mod rules;
 mod scoped;
@@ -45,6 +44,8 @@ pub mod guide {}
 pub mod porting {}
 
 pub use agreement::compare_operands;
+#[doc(inline)]
+pub use candle_dist_kernels::random;
 pub use dtensor::DTensor;
 pub use embedding::options::{EmbeddingBagOptions, EmbeddingOptions};
 pub use error::{Error, Result};

@@ -69,6 +69,7 @@ impl Masked {
         match self.values.made.contains(&id) {
             true => value.map_leaves(&Path::new("loss"), &mut |_, leaf| match leaf {
                 Value::Tensor(tensor) => Ok(self.narrow(tensor, 0)?.into()),
+                #[cfg(feature = "shard")]
                 Value::DTensor(tensor) => {
                     let (start, rows) = self.places(leaf, tensor.dims(), 0)?;
                     Ok(tensor.narrow(0, start, rows)?.into())

@@ -9,6 +9,8 @@ mod op;
 mod partition;
 mod policy;
 mod scope;
+#[cfg(feature = "shard")]
+mod sharded;
 mod split;
 mod stages;
 mod suggest;
@@ -19,8 +21,10 @@ pub use data::{Graph, In, Input, Loss, Node, NodeKind, Output, Reduction, Share,
 pub use info::PipeInfo;
 pub use layout::Layout;
 pub use masked::Masked;
-pub use op::{Ctx, StageOp, sharded_op, stage_op};
+pub use op::{Ctx, StageOp, stage_op};
 pub use policy::{Balanced, EqualCount, EqualParams, SizeThreshold};
 pub use scope::{Named, Scope, shapes_only};
+#[cfg(feature = "shard")]
+pub use sharded::sharded_op;
 pub use split::{SplitPoint, SplitPolicy, SplitSpec};
 pub use stages::{Edge, ShareGroup, StageDef, StageInput, StageOutput};

@@ -4,6 +4,7 @@ use crate::graph::{Named, Scope};
 use crate::microbatch::split_args_kwargs_into_chunks;
 use crate::pipe::{LOSS, Pipe};
 use crate::step::StepOptions;
+use crate::tape::backward;
 use crate::{Error, Kwargs, Path, Result, Value};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, TensorId};
@@ -91,7 +92,7 @@ impl<B: Scope> Pipe<B> {
             (false, Some(_)) => found.add("the loss is only in the plain model".into()),
             (false, None) => {}
         }
-        let want = loss.as_ref().map(candle_shard::nn::backward).transpose()?.unwrap_or_default();
+        let want = loss.as_ref().map(backward).transpose()?.unwrap_or_default();
         let variables = Variables::new(&local, &named, loss.as_ref(), &mut found)?;
         variables.compare(&step.grads, &want, has_loss && loss.is_some(), &mut found)?;
         found.into_result()

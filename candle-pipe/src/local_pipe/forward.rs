@@ -130,6 +130,7 @@ impl LocalPipe {
 pub(super) fn batch_size(inputs: &Inputs) -> usize {
     let rows = |leaf: &Value| match leaf {
         Value::Tensor(tensor) => tensor.dims().first().copied(),
+        #[cfg(feature = "shard")]
         Value::DTensor(tensor) => tensor.dims().first().copied(),
         _ => None,
     };

@@ -3,7 +3,6 @@ use super::plan::{check_steps, dim_of, unlike};
 use super::{ChunkSpec, TensorChunkSpec};
 use crate::{Error, Path, Result, Value};
 use candle_core::Tensor;
-use candle_shard::DTensor;
 
 /// Joins the results of chunks: tensors along their spec's dim, losses and others by their reducer.
 ///
@@ -80,6 +79,7 @@ impl Merge<'_> {
                 let tensors = chunks.iter().map(|chunk| chunk.tensor()).collect::<Result<Vec<_>>>()?;
                 Ok(self.join(path, &tensors, *split)?.into())
             }
+            #[cfg(feature = "shard")]
             (Value::DTensor(_), ChunkSpec::Split(split)) => self.join_sharded(path, chunks, *split),
             (_, ChunkSpec::Replicate) => the_same(path, chunks),
             (_, ChunkSpec::Split(_)) if covered => the_same(path, chunks),
@@ -94,6 +94,7 @@ impl Merge<'_> {
     }
 
     /// Concatenates sharded tensors along a dim.
+    #[cfg(feature = "shard")]
     fn join_sharded(&self, path: &Path, chunks: &[&Value], spec: TensorChunkSpec) -> Result<Value> {
         let tensors = chunks.iter().map(|chunk| chunk.dtensor()).collect::<Result<Vec<_>>>()?;
         let outside = || {
@@ -105,7 +106,7 @@ impl Merge<'_> {
             let reason = "a sharded output of masked chunks is not joined; gather it in the model with full_tensor";
             return Err(Error::Microbatches(format!("{path}: {reason}")));
         }
-        Ok(DTensor::cat(&tensors, dim)?.into())
+        Ok(candle_shard::DTensor::cat(&tensors, dim)?.into())
     }
 
     /// Concatenates tensors along a dim; of masked ones, the rows of the chunk.

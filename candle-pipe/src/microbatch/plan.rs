@@ -114,7 +114,10 @@ impl Plan {
                 }
                 self.0.push(Some(Cut { path: path.clone(), dim, rows }));
             }
-            (Value::Tensor(_) | Value::DTensor(_), ChunkSpec::Replicate) => self.0.push(None),
+            (Value::Tensor(_), ChunkSpec::Replicate) => self.0.push(None),
+            #[cfg(feature = "shard")]
+            (Value::DTensor(_), ChunkSpec::Replicate) => self.0.push(None),
+            #[cfg(feature = "shard")]
             (Value::DTensor(_), ChunkSpec::Split(_)) => {
                 return Err(Error::Microbatches(format!(
                     "{path} is {value}, a sharded tensor, which is not cut; use Replicate, or give a plain tensor that nodes shard"

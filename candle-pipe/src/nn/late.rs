@@ -1,6 +1,6 @@
 //! Deferred weight gradients for your own ops.
 use candle_core::{Result, Tensor};
-use candle_shard::kernels::{WeightSink, weight_sink};
+use candle_dist_kernels::{WeightSink, weight_sink};
 use std::fmt;
 use std::sync::Arc;
 

@@ -12,6 +12,7 @@ mod credit;
 mod execute;
 mod names;
 mod notes;
+mod outline;
 mod post;
 mod reduce;
 mod stopwatch;

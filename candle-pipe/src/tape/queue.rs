@@ -3,7 +3,7 @@ use crate::Result;
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, TensorId};
 use candle_dist::add_grad;
-use candle_shard::kernels::{LateGradient, WeightSink, with_weight_sink};
+use candle_dist_kernels::{LateGradient, WeightSink, with_weight_sink};
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

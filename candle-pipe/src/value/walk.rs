@@ -52,7 +52,10 @@ impl Value {
     pub(crate) fn is_sharded(&self) -> bool {
         match self.children() {
             Some(children) => children.iter().any(|(_, child)| child.is_sharded()),
+            #[cfg(feature = "shard")]
             None => matches!(self, Self::DTensor(_)),
+            #[cfg(not(feature = "shard"))]
+            None => false,
         }
     }
 
@@ -71,6 +74,7 @@ impl TensorTree for Value {
     fn visit<'a>(&'a self, f: &mut dyn FnMut(&'a Tensor)) {
         match self {
             Self::Tensor(tensor) => f(tensor),
+            #[cfg(feature = "shard")]
             Self::DTensor(tensor) => tensor.visit(f),
             Self::List(items) | Self::Tuple(items) => items.visit(f),
             Self::Map(map) => map.visit(f),
@@ -81,6 +85,7 @@ impl TensorTree for Value {
     fn rebuild<E: From<candle_dist::Error>>(&self, f: &mut dyn FnMut(&Tensor) -> Result<Tensor, E>) -> Result<Self, E> {
         Ok(match self {
             Self::Tensor(tensor) => Self::Tensor(f(tensor)?),
+            #[cfg(feature = "shard")]
             Self::DTensor(tensor) => Self::DTensor(tensor.rebuild(f)?),
             Self::List(items) => Self::List(items.rebuild(f)?),
             Self::Tuple(items) => Self::Tuple(items.rebuild(f)?),

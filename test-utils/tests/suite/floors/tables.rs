@@ -13,8 +13,12 @@ pub(super) struct Folder {
 }
 
 /// A crate with its folders.
-pub(super) const FLOORS: [(&str, &[Folder]); 3] =
-    [("candle-dist", CANDLE_DIST), ("candle-shard", CANDLE_SHARD), ("candle-pipe", CANDLE_PIPE)];
+pub(super) const FLOORS: [(&str, &[Folder]); 4] = [
+    ("candle-dist", CANDLE_DIST),
+    ("candle-dist-kernels", CANDLE_DIST_KERNELS),
+    ("candle-shard", CANDLE_SHARD),
+    ("candle-pipe", CANDLE_PIPE),
+];
 
 /// A folder in which nothing points up.
 const fn folder(path: &'static str, floors: &'static Floors) -> Folder {
@@ -102,10 +106,25 @@ const CANDLE_DIST: &[Folder] = &[
     folder("world", &["context engines", "processes", "mod"]),
 ];
 
+const CANDLE_DIST_KERNELS: &[Folder] = &[folder(
+    "",
+    &[
+        "mod real",
+        "conv element master random row_order rows weight_sink",
+        "few_rows row_sum",
+        "row_update",
+        "dense_update",
+        "rules",
+        "adam_w cross_entropy embedding gelu_erf layer_norm linear pool quantized_linear renorm rms_norm rope row_take silu_gate softmax",
+        "embedding_bag flash_attn masked_softmax",
+        "parts",
+    ],
+)];
+
 const CANDLE_SHARD: &[Folder] = &[Folder {
     path: "",
     floors: &[
-        "changes error guide kernels porting random readme scoped",
+        "changes error guide kernels porting readme scoped",
         "layout",
         "agreement explain sharding_spec strict visualize",
         "dtensor",
