@@ -67,7 +67,7 @@ pub use rms_norm::rms_norm;
 pub use rope::{RopePairs, rope};
 pub use silu_gate::silu_gate;
 pub use softmax::{causal_softmax, softmax};
-pub use weight_sink::{LateGradient, WeightSink, weight_sink, with_weight_sink};
+pub use weight_sink::{DeferredGradient, WeightSink, weight_sink, with_weight_sink};
 
 /// Parts of the ops and optimizers of `candle-shard`. They may change in any version.
 #[doc(hidden)]

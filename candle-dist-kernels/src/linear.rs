@@ -9,7 +9,7 @@ use candle_core::{
 };
 
 use super::{
-    LateGradient, Reading, WeightSink, check_vector, compute_dtype, cpu, elements,
+    DeferredGradient, Reading, WeightSink, check_vector, compute_dtype, cpu, elements,
     few_rows::{self, FEW, has_rows},
     real::Real,
     rows::{add_assign, by_blocks},
@@ -125,7 +125,7 @@ impl CustomOp2 for Product {
             0 => x.zeros_like(),
             _ => grad.matmul(&w.detach()),
         });
-        Ok((dx.transpose()?, self.0.take(w, late_product(w, x, &grad)?)?))
+        Ok((dx.transpose()?, self.0.take(w, deferred_product(w, x, &grad)?)?))
     }
 }
 
@@ -227,7 +227,7 @@ impl Linear {
             None => backward(x, weight, grad, weight.track_op()),
             Some(sink) => {
                 let (dx, _) = backward(x, weight, grad, false)?;
-                Ok((dx, sink.take(weight, late_product(weight, x, grad)?)?))
+                Ok((dx, sink.take(weight, deferred_product(weight, x, grad)?)?))
             }
         }
     }
@@ -235,7 +235,7 @@ impl Linear {
 
 /// Returns the deferred gradient `[n, k]` of a weight, from the input `[.., k]` and the gradient `[.., n]` of the
 /// output.
-fn late_product(weight: &Tensor, x: &Tensor, grad: &Tensor) -> Result<LateGradient> {
+fn deferred_product(weight: &Tensor, x: &Tensor, grad: &Tensor) -> Result<DeferredGradient> {
     let (n, k) = weight.dims2()?;
     let rows = rows_of(x);
     let (x, grad, weight) = (x.detach().reshape((rows, k))?, grad.detach().reshape((rows, n))?, weight.detach());
@@ -344,16 +344,16 @@ impl CustomOp3 for Linear {
 #[allow(clippy::unwrap_used)] // a panic is how a test fails
 mod tests {
     use super::{composed, linear};
-    use crate::{LateGradient, WeightSink, with_weight_sink};
+    use crate::{DeferredGradient, WeightSink, with_weight_sink};
     use candle_core::{DType, Device, Result, Tensor, Var};
     use std::sync::{Arc, Mutex};
 
     /// Keeps all gradients of weights for later.
     #[derive(Default)]
-    struct Later(Mutex<Vec<LateGradient>>);
+    struct Later(Mutex<Vec<DeferredGradient>>);
 
     impl WeightSink for Later {
-        fn take(&self, _: &Tensor, gradient: LateGradient) -> Result<Option<Tensor>> {
+        fn take(&self, _: &Tensor, gradient: DeferredGradient) -> Result<Option<Tensor>> {
             self.0.lock().unwrap().push(gradient);
             Ok(None)
         }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use candle_core::{Result, Tensor};
 
 /// A deferred weight gradient, computed from tensors that hold no graph.
-pub type LateGradient = Box<dyn FnOnce() -> Result<Tensor> + Send>;
+pub type DeferredGradient = Box<dyn FnOnce() -> Result<Tensor> + Send>;
 
 /// A receiver of weight gradients in the backward pass of the layers that support it.
 pub trait WeightSink: Send + Sync {
@@ -15,7 +15,7 @@ pub trait WeightSink: Send + Sync {
     ///
     /// # Errors
     /// Those of candle.
-    fn take(&self, weight: &Tensor, gradient: LateGradient) -> Result<Option<Tensor>>;
+    fn take(&self, weight: &Tensor, gradient: DeferredGradient) -> Result<Option<Tensor>>;
 }
 
 thread_local! {
@@ -31,13 +31,13 @@ thread_local! {
 ///
 /// ```
 /// use candle_core::{Device::Cpu, Result, Tensor, Var};
-/// use candle_dist_kernels::{LateGradient, WeightSink, linear, with_weight_sink};
+/// use candle_dist_kernels::{DeferredGradient, WeightSink, linear, with_weight_sink};
 /// use std::sync::{Arc, Mutex};
 ///
 /// #[derive(Default)]
-/// struct Later(Mutex<Vec<LateGradient>>);
+/// struct Later(Mutex<Vec<DeferredGradient>>);
 /// impl WeightSink for Later {
-///     fn take(&self, _weight: &Tensor, gradient: LateGradient) -> Result<Option<Tensor>> {
+///     fn take(&self, _weight: &Tensor, gradient: DeferredGradient) -> Result<Option<Tensor>> {
 ///         self.0.lock().unwrap().push(gradient);
 ///         Ok(None)
 ///     }

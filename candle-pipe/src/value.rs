@@ -1,15 +1,15 @@
 //! The values of a pipeline: tensors and small plain values in nested containers.
 mod convert;
+mod listing;
 mod path;
 #[cfg(feature = "shard")]
 mod sharded;
-mod text;
 mod walk;
 
 pub(crate) use convert::containers;
-pub use path::Path;
+pub(crate) use listing::{write_list, write_map, write_tuple};
+pub use path::ValuePath;
 pub(crate) use path::{Children, entries, items};
-pub(crate) use text::{write_list, write_map, write_tuple};
 
 use crate::{Error, Result};
 use candle_core::Tensor;

@@ -1,7 +1,7 @@
 //! The model as a declared graph: built by name, cut into stages, listed, checked.
 mod bind;
 mod check;
-mod data;
+mod declared;
 mod info;
 mod layout;
 mod masked;
@@ -17,7 +17,7 @@ mod suggest;
 
 pub use bind::Inputs;
 pub(crate) use bind::Signature;
-pub use data::{Graph, In, Input, Loss, Node, NodeKind, Output, Reduction, Share, ValueId};
+pub use declared::{Graph, In, Input, Loss, Node, NodeKind, Output, Reduction, Share, ValueId};
 pub use info::PipeInfo;
 pub use layout::Layout;
 pub use masked::Masked;

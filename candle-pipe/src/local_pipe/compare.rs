@@ -5,7 +5,7 @@ use crate::microbatch::split_args_kwargs_into_chunks;
 use crate::pipe::{LOSS, Pipe};
 use crate::step::StepOptions;
 use crate::tape::backward;
-use crate::{Error, Kwargs, Path, Result, Value};
+use crate::{Error, Kwargs, Result, Value, ValuePath};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, TensorId};
 use std::collections::BTreeMap;
@@ -160,7 +160,7 @@ impl Differences {
     }
 
     fn values(&mut self, what: &str, got: &Value, want: &Value) -> Result<()> {
-        let (got, want) = (got.leaves(&Path::new(what)), want.leaves(&Path::new(what)));
+        let (got, want) = (got.leaves(&ValuePath::new(what)), want.leaves(&ValuePath::new(what)));
         if !got.iter().map(|(path, _)| path).eq(want.iter().map(|(path, _)| path)) {
             self.add(format!("{what} has another structure"));
             return Ok(());

@@ -45,7 +45,7 @@ const CANDLE_DIST: &[Folder] = &[
         &[
             "element runs sink storage",
             "fresh guards overwrite",
-            "ready reduce regions unfinished",
+            "ready reduce regions started",
             "device outputs",
             "collective mod",
             "local mpi simulated wrapping",
@@ -54,9 +54,9 @@ const CANDLE_DIST: &[Folder] = &[
     ),
     Folder {
         path: "backend/local",
-        floors: &["sync", "wait", "state", "mailbox", "rendezvous", "mod"],
+        floors: &["sync", "wait", "members", "mailbox", "rendezvous", "mod"],
         // A round, a message and the state of the world wait for each other.
-        up: &[("mailbox", "rendezvous"), ("state", "rendezvous")],
+        up: &[("mailbox", "rendezvous"), ("members", "rendezvous")],
     },
     Folder {
         path: "backend/mpi",
@@ -64,19 +64,25 @@ const CANDLE_DIST: &[Folder] = &[
             "agree header native patience room shapes sums",
             "mail plan transfer",
             "ways wire work",
-            "part",
+            "progress",
             "operation",
-            "known state",
-            "engine",
+            "known open",
+            "driver",
             "keeper",
             "mod",
         ],
         // `mod` starts the backend; `plan` holds places in memory; an operation is made of a call that was kept, and of parts.
-        up: &[("keeper", "mod"), ("operation", "known"), ("part", "known"), ("part", "operation"), ("shapes", "plan")],
+        up: &[
+            ("keeper", "mod"),
+            ("operation", "known"),
+            ("progress", "known"),
+            ("progress", "operation"),
+            ("shapes", "plan"),
+        ],
     },
     Folder {
         path: "backend/nccl",
-        floors: &["devices plan text values", "watch", "comm", "rank", "transfer", "lane", "engine", "mod"],
+        floors: &["devices errors plan values", "watch", "comm", "rank", "transfer", "lane", "backend", "mod"],
         // A communicator belongs to a rank, which aborts it.
         up: &[("comm", "rank")],
     },
@@ -91,7 +97,7 @@ const CANDLE_DIST: &[Folder] = &[
         path: "group",
         floors: &[
             "mod",
-            "check in_place monitored object posted routed text",
+            "check in_place monitored object posted routed gather_text",
             "pending",
             "coalesced into point_to_point start",
         ],
@@ -103,7 +109,7 @@ const CANDLE_DIST: &[Folder] = &[
     folder("mesh", &["layout root", "mod", "build derive"]),
     folder("train", &["clip grads verify", "accumulate sync", "data_parallel"]),
     folder("tree", &["mod rename", "pack"]),
-    folder("world", &["context engines", "processes", "mod"]),
+    folder("world", &["backends context", "processes", "mod"]),
 ];
 
 const CANDLE_DIST_KERNELS: &[Folder] = &[folder(

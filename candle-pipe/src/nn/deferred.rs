@@ -11,18 +11,18 @@ use std::sync::Arc;
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
-/// use candle_pipe::nn::LateGradients;
+/// use candle_pipe::nn::DeferredGradients;
 ///
 /// let weight = Tensor::new(2f32, &Device::Cpu)?;
 /// // Outside of stages nothing is deferred.
-/// let gradient = LateGradients::of_stage().give(&weight, || Tensor::new(3f32, &Device::Cpu))?;
+/// let gradient = DeferredGradients::of_stage().give(&weight, || Tensor::new(3f32, &Device::Cpu))?;
 /// assert_eq!(gradient.unwrap().to_scalar::<f32>()?, 3.0);
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 #[derive(Clone)]
-pub struct LateGradients(Option<Arc<dyn WeightSink>>);
+pub struct DeferredGradients(Option<Arc<dyn WeightSink>>);
 
-impl LateGradients {
+impl DeferredGradients {
     /// Returns the queue of the stage that this thread runs, if it runs one.
     pub fn of_stage() -> Self {
         Self(weight_sink())
@@ -45,8 +45,8 @@ impl LateGradients {
     }
 }
 
-impl fmt::Debug for LateGradients {
+impl fmt::Debug for DeferredGradients {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(if self.0.is_some() { "LateGradients(of a stage)" } else { "LateGradients(none)" })
+        f.write_str(if self.0.is_some() { "DeferredGradients(of a stage)" } else { "DeferredGradients(none)" })
     }
 }

@@ -4,7 +4,7 @@ use crate::Result;
 use std::time::Duration;
 
 /// A started collective or message. Dropping it discards the result, and lets the other ranks continue.
-pub trait Unfinished: Send {
+pub trait StartedCall: Send {
     /// Returns whether [`finish`](Self::finish) would return without waiting for another rank.
     fn is_ready(&self) -> Result<bool>;
     /// Waits for the other ranks and returns the results.

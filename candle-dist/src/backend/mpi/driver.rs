@@ -4,10 +4,10 @@
 //! calls progress while the program computes.
 use super::header::{Body, Header, Signature, Slot};
 use super::known::Known;
+use super::open::{Open, State, Ticket, Wanted};
 use super::operation::{Circle, Given, Operation};
 use super::patience::Patience;
 use super::room::Room;
-use super::state::{Open, State, Ticket, Wanted};
 use super::transfer::Held;
 use super::wire::{Arrived, Wire};
 use super::work::bytes_of;
@@ -21,7 +21,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// One process's end of an MPI world.
-pub(super) struct Engine {
+pub(super) struct Driver {
     control: Arc<Control>,
     state: Mutex<State>,
     /// The number of waiting threads, which call MPI repeatedly.
@@ -34,7 +34,7 @@ pub(super) struct Engine {
     crowded: bool,
 }
 
-impl Engine {
+impl Driver {
     pub(super) fn new(control: Arc<Control>, wire: Wire, crowded: bool) -> Self {
         let state = State::new(&control, wire);
         Self {
@@ -228,7 +228,7 @@ impl Engine {
     }
 }
 
-impl Drop for Engine {
+impl Drop for Driver {
     fn drop(&mut self) {
         if let Some(wire) = self.take_wire() {
             wire.abandon();

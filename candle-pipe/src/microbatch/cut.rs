@@ -2,13 +2,13 @@
 use super::{ChunkSpec, KwargsSpec, TensorChunkSpec};
 use crate::cuts::chunk_range;
 use crate::value::{Children, entries, items};
-use crate::{Error, Kwargs, Path, Result, Value};
+use crate::{Error, Kwargs, Result, Value, ValuePath};
 use candle_core::Tensor;
 
 /// How one tensor is cut.
 #[derive(Debug)]
 pub(super) struct Cut {
-    path: Path,
+    path: ValuePath,
     dim: usize,
     /// The size of the dim, which is the most chunks possible.
     pub(super) rows: usize,
@@ -16,19 +16,19 @@ pub(super) struct Cut {
 
 /// How the tensors are cut, in the tree's order; `None` for a tensor that every chunk gets whole.
 #[derive(Debug, Default)]
-pub(super) struct Plan(Vec<Option<Cut>>);
+pub(super) struct Cuts(Vec<Option<Cut>>);
 
-impl Plan {
+impl Cuts {
     pub(super) fn new(
         args: &[Value],
         kwargs: &Kwargs,
         args_spec: Option<&[ChunkSpec]>,
         kwargs_spec: Option<&KwargsSpec>,
     ) -> Result<Self> {
-        let mut plan = Self::default();
-        plan.all(&Path::new("args"), &items(args), args_spec.map(items), &ChunkSpec::DEFAULT)?;
-        plan.all(&Path::new("kwargs"), &entries(kwargs), kwargs_spec.map(entries), &ChunkSpec::DEFAULT)?;
-        Ok(plan)
+        let mut cuts = Self::default();
+        cuts.all(&ValuePath::new("args"), &items(args), args_spec.map(items), &ChunkSpec::DEFAULT)?;
+        cuts.all(&ValuePath::new("kwargs"), &entries(kwargs), kwargs_spec.map(entries), &ChunkSpec::DEFAULT)?;
+        Ok(cuts)
     }
 
     /// Returns the cuts of the tensors that are cut.
@@ -79,7 +79,7 @@ impl Plan {
     /// Plans the values of a container: each under its own spec, or all under the container's.
     fn all(
         &mut self,
-        path: &Path,
+        path: &ValuePath,
         values: &Children<'_, Value>,
         specs: Option<Children<'_, ChunkSpec>>,
         container: &ChunkSpec,
@@ -95,7 +95,7 @@ impl Plan {
     }
 
     /// `covered`: the spec is that of a container around the value.
-    fn one(&mut self, path: &Path, value: &Value, spec: &ChunkSpec, covered: bool) -> Result<()> {
+    fn one(&mut self, path: &ValuePath, value: &Value, spec: &ChunkSpec, covered: bool) -> Result<()> {
         match (value.children(), spec.children()) {
             (Some(values), specs) => self.all(path, &values, specs, spec),
             (None, Some(_)) => Err(unlike(path, value, spec)),
@@ -103,7 +103,7 @@ impl Plan {
         }
     }
 
-    fn leaf(&mut self, path: &Path, value: &Value, spec: &ChunkSpec, covered: bool) -> Result<()> {
+    fn leaf(&mut self, path: &ValuePath, value: &Value, spec: &ChunkSpec, covered: bool) -> Result<()> {
         match (value, spec) {
             (Value::Tensor(tensor), ChunkSpec::Split(split)) => {
                 let dim = dim_of(path, tensor, *split)?;
@@ -151,7 +151,7 @@ impl Cut {
 }
 
 /// Returns the dim that a spec names in a tensor, or an error with the path.
-pub(super) fn dim_of(path: &Path, tensor: &Tensor, spec: TensorChunkSpec) -> Result<usize> {
+pub(super) fn dim_of(path: &ValuePath, tensor: &Tensor, spec: TensorChunkSpec) -> Result<usize> {
     spec.resolve(tensor.rank()).ok_or_else(|| {
         let value = Value::from(tensor);
         Error::Microbatches(match tensor.rank() {
@@ -164,7 +164,11 @@ pub(super) fn dim_of(path: &Path, tensor: &Tensor, spec: TensorChunkSpec) -> Res
 }
 
 /// Returns an error unless there is a spec for each value and a value for each spec.
-pub(super) fn check_steps(path: &Path, values: &Children<'_, Value>, specs: &Children<'_, ChunkSpec>) -> Result<()> {
+pub(super) fn check_steps(
+    path: &ValuePath,
+    values: &Children<'_, Value>,
+    specs: &Children<'_, ChunkSpec>,
+) -> Result<()> {
     if let Some((step, _)) = values.iter().find(|(step, _)| specs.iter().all(|(other, _)| other != step)) {
         let path = path.step(*step);
         return Err(Error::Microbatches(format!("{path} has no chunk spec; give it one, or Replicate")));
@@ -179,6 +183,6 @@ pub(super) fn check_steps(path: &Path, values: &Children<'_, Value>, specs: &Chi
 }
 
 /// Returns the error for a leaf whose spec is a container.
-pub(super) fn unlike(path: &Path, value: &Value, spec: &ChunkSpec) -> Error {
+pub(super) fn unlike(path: &ValuePath, value: &Value, spec: &ChunkSpec) -> Error {
     Error::Microbatches(format!("{path} is {}, but its chunk spec is {spec}; give one spec", value.kind()))
 }

@@ -1,12 +1,12 @@
 //! NCCL as a backend of process groups.
 use super::comm::{Comm, library_version};
 use super::devices;
+use super::errors::check_version;
 use super::lane::Outbox;
 use super::rank::{Rank, cuda};
-use super::text::check_version;
 use super::transfer::{self, Prepared, follow, issue, issue_in_place, issue_receive};
 use super::watch::{Inside, Watch};
-use crate::backend::{Backend, Call, Fresh, Op, Results, Tensors, Unfinished, overwrite};
+use crate::backend::{Backend, Call, Fresh, Op, Results, StartedCall, Tensors, overwrite};
 use crate::control::channel;
 use crate::{Cause, Error, GroupFailure, Result, hash};
 use candle_core::{Device, DeviceLocation, Tensor};
@@ -193,7 +193,7 @@ struct Started {
     flight: Flight,
 }
 
-impl Unfinished for Started {
+impl StartedCall for Started {
     fn is_ready(&self) -> Result<bool> {
         self.rank.watch.check()?;
         self.flight.done.as_ref().map_or(Ok(true), |done| done.try_is_complete().map_err(cuda))
@@ -244,7 +244,7 @@ impl Backend for NcclBackend {
         issue_in_place(&comm, &device.cuda_stream(), &call, &placed[0])
     }
 
-    fn start(&self, call: Call, tensors: Tensors) -> Result<Box<dyn Unfinished>> {
+    fn start(&self, call: Call, tensors: Tensors) -> Result<Box<dyn StartedCall>> {
         let call = Arc::new(call);
         let _inside = self.enter(&call)?;
         let flight = self.launch(call, tensors, Some(self.rank.side_stream()?))?;

@@ -1,20 +1,20 @@
 //! A backend for these tests only, which sends tensors through rank 0's store.
 use candle_core::{Device, Tensor};
-use candle_dist::backend::{Backend, Call, Fresh, Results, Tensors, Unfinished};
+use candle_dist::backend::{Backend, Call, Fresh, Results, StartedCall, Tensors};
 use candle_dist::control::{Control, group_id};
 use candle_dist::{Cause, Error, GroupFailure, Result};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 #[derive(Debug)]
-pub(crate) struct StoreEngine {
+pub(crate) struct StoreBackend {
     control: Arc<Control>,
     ranks: Vec<usize>,
     group: u64,
     round: AtomicU64,
 }
 
-impl StoreEngine {
+impl StoreBackend {
     pub(crate) fn start(control: &Arc<Control>) -> Arc<dyn Backend> {
         let ranks: Vec<usize> = (0..control.size()).collect();
         Arc::new(Self { control: control.clone(), group: group_id(&ranks, 0), ranks, round: AtomicU64::new(0) })
@@ -25,7 +25,7 @@ impl StoreEngine {
     }
 }
 
-impl Backend for StoreEngine {
+impl Backend for StoreBackend {
     fn name(&self) -> &'static str {
         "store"
     }
@@ -65,7 +65,7 @@ impl Backend for StoreEngine {
         Err(self.unsupported("calls in place"))
     }
 
-    fn start(&self, _: Call, _: Tensors) -> Result<Box<dyn Unfinished>> {
+    fn start(&self, _: Call, _: Tensors) -> Result<Box<dyn StartedCall>> {
         Err(self.unsupported("started calls"))
     }
 

@@ -29,7 +29,7 @@ pub(super) type Start = fn(&LaunchInfo, &Arc<Control>) -> Result<Arc<dyn backend
 type Check = fn(&LaunchInfo) -> Result<()>;
 
 /// A backend between processes.
-pub(super) struct Engine {
+pub(super) struct Candidate {
     backend: Backend,
     feature: &'static str,
     /// `None` if the feature is off.
@@ -48,22 +48,22 @@ const MPI: Option<Start> = Some(backend::mpi::start);
 const MPI: Option<Start> = None;
 
 /// All backends between processes, best first.
-const ENGINES: [Engine; 2] = [
-    Engine { backend: Backend::Nccl, feature: "nccl", start: NCCL.0, check: NCCL.1 },
-    Engine { backend: Backend::Mpi, feature: "mpi", start: MPI, check: LaunchInfo::check_mpi },
+const CANDIDATES: [Candidate; 2] = [
+    Candidate { backend: Backend::Nccl, feature: "nccl", start: NCCL.0, check: NCCL.1 },
+    Candidate { backend: Backend::Mpi, feature: "mpi", start: MPI, check: LaunchInfo::check_mpi },
 ];
 
 /// Returns the requested backends of this build, best first.
 ///
 /// # Errors
 /// If there is none, or if there is only one and this process cannot use it.
-pub(super) fn candidates(backend: Backend, info: Option<&LaunchInfo>) -> Result<Vec<&'static Engine>> {
-    let wanted = || ENGINES.iter().filter(|engine| backend == Backend::Auto || engine.backend == backend);
-    let found = wanted().filter(|engine| engine.start.is_some()).collect_vec();
+pub(super) fn candidates(backend: Backend, info: Option<&LaunchInfo>) -> Result<Vec<&'static Candidate>> {
+    let wanted = || CANDIDATES.iter().filter(|candidate| backend == Backend::Auto || candidate.backend == backend);
+    let found = wanted().filter(|candidate| candidate.start.is_some()).collect_vec();
     match found[..] {
         [] => Err(Error::Unsupported(format!(
             "this build has no backend between processes; build with the cargo feature {}",
-            wanted().map(|engine| engine.feature).join(" or ")
+            wanted().map(|candidate| candidate.feature).join(" or ")
         ))),
         [only] => info.map_or(Ok(()), only.check).map(|()| found),
         _ => Ok(found),
@@ -74,37 +74,37 @@ pub(super) fn candidates(backend: Backend, info: Option<&LaunchInfo>) -> Result<
 #[derive(Debug, Serialize, Deserialize)]
 enum Choice {
     /// The index of the backend in the list, and why better ones were not chosen.
-    Engine(usize, String),
+    Backend(usize, String),
     Nothing(String),
 }
 
 /// Returns the first backend that every rank can use, the same on all ranks. Rank 0 logs the choice.
-pub(super) fn choose(engines: &[&Engine], info: &LaunchInfo, control: &Control) -> Result<Start> {
-    const KEY: &str = "candle-dist engine";
+pub(super) fn choose(candidates: &[&Candidate], info: &LaunchInfo, control: &Control) -> Result<Start> {
+    const KEY: &str = "candle-dist backend";
     let unreadable = |error: serde_json::Error| Error::Init(format!("the choice of a backend cannot be read: {error}"));
-    let choice = match engines {
-        [_] => Choice::Engine(0, String::new()),
+    let choice = match candidates {
+        [_] => Choice::Backend(0, String::new()),
         _ => {
-            let lacks = engines.iter().map(|engine| (engine.check)(info).err().map(|error| error.to_string()));
+            let lacks = candidates.iter().map(|candidate| (candidate.check)(info).err().map(|error| error.to_string()));
             let mine = serde_json::to_vec(&lacks.collect_vec()).map_err(unreadable)?;
             control.set(&format!("{KEY} {}", info.rank), &mine)?;
             if info.rank == 0 {
                 let of = |rank| serde_json::from_slice(&control.get(&format!("{KEY} {rank}"))?).map_err(unreadable);
                 let all = (0..info.world_size).map(of).collect::<Result<Vec<_>>>()?;
-                control.set(KEY, &serde_json::to_vec(&decide(engines, &all)).map_err(unreadable)?)?;
+                control.set(KEY, &serde_json::to_vec(&decide(candidates, &all)).map_err(unreadable)?)?;
             }
             serde_json::from_slice(&control.get(KEY)?).map_err(unreadable)?
         }
     };
     match choice {
         Choice::Nothing(why) => Err(Error::Unsupported(why)),
-        Choice::Engine(at, why) => {
-            let engine = engines.get(at).and_then(|engine| Some((engine, engine.start?)));
-            let (engine, start) =
-                engine.ok_or_else(|| Error::Init(format!("rank 0 chose backend {at}, which this build lacks")))?;
+        Choice::Backend(at, why) => {
+            let candidate = candidates.get(at).and_then(|candidate| Some((candidate, candidate.start?)));
+            let (candidate, start) =
+                candidate.ok_or_else(|| Error::Init(format!("rank 0 chose backend {at}, which this build lacks")))?;
             if info.rank == 0 {
                 let because = if why.is_empty() { why } else { format!(", because {why}") };
-                log::info!("ranks communicate over {}{because}", engine.feature);
+                log::info!("ranks communicate over {}{because}", candidate.feature);
             }
             Ok(start)
         }
@@ -112,16 +112,16 @@ pub(super) fn choose(engines: &[&Engine], info: &LaunchInfo, control: &Control) 
 }
 
 /// Chooses the first backend that works on all ranks; `lacks` has a list per rank.
-fn decide(engines: &[&Engine], lacks: &[Vec<Option<String>>]) -> Choice {
+fn decide(candidates: &[&Candidate], lacks: &[Vec<Option<String>>]) -> Choice {
     let why = |at: usize| {
         let of = |(rank, lacks): (usize, &Vec<Option<String>>)| Some((rank, lacks.get(at)?.clone()?));
         let (rank, lack) = lacks.iter().enumerate().find_map(of)?;
-        Some(format!("{} does not work on rank {rank} ({lack})", engines[at].feature))
+        Some(format!("{} does not work on rank {rank} ({lack})", candidates[at].feature))
     };
-    let whys = (0..engines.len()).map(why).collect_vec();
+    let whys = (0..candidates.len()).map(why).collect_vec();
     let reasons = |whys: &[Option<String>]| whys.iter().flatten().join(", and ");
     match whys.iter().position(Option::is_none) {
-        Some(at) => Choice::Engine(at, reasons(&whys[..at])),
+        Some(at) => Choice::Backend(at, reasons(&whys[..at])),
         None => Choice::Nothing(format!("no backend of this build works on all ranks: {}", reasons(&whys))),
     }
 }
@@ -149,14 +149,14 @@ mod tests {
     /// Returns the result of each of three ranks that choose between two backends with these checks.
     fn chosen(checks: [Check; 2]) -> Vec<String> {
         let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
-        let engines = [(Backend::Nccl, "nccl", first as Start, checks[0]), (Backend::Mpi, "mpi", second, checks[1])]
-            .map(|(backend, feature, start, check)| Engine { backend, feature, start: Some(start), check });
-        let (address, engines) = (&address, &engines);
+        let candidates = [(Backend::Nccl, "nccl", first as Start, checks[0]), (Backend::Mpi, "mpi", second, checks[1])]
+            .map(|(backend, feature, start, check)| Candidate { backend, feature, start: Some(start), check });
+        let (address, candidates) = (&address, &candidates);
         let rank = |rank| {
             let options = InitOptions::explicit(address, rank, 3);
             let info = LaunchInfo::resolve(&options, |_| None).unwrap();
             let control = Control::connect(&info, &options).unwrap();
-            let start = choose(&engines.iter().collect_vec(), &info, &control);
+            let start = choose(&candidates.iter().collect_vec(), &info, &control);
             start.and_then(|start| start(&info, &control)).unwrap_err().to_string()
         };
         thread::scope(|scope| {
@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn all_ranks_take_the_best_engine_that_each_of_them_can_use() {
+    fn all_ranks_take_the_best_backend_that_each_of_them_can_use() {
         let (fine, gone): (Check, Check) = (|_| Ok(()), |_| Err(lacking("GPU")));
         let gone_on_2: Check = |info| if info.rank == 2 { Err(lacking("GPU")) } else { Ok(()) };
         assert_eq!(chosen([fine, fine]), ["init: first"; 3]);
@@ -181,14 +181,16 @@ mod tests {
     #[test]
     fn the_choice_says_why_it_is_not_the_best() {
         let checks: [Check; 2] = [|_| Ok(()), |_| Ok(())];
-        let engines = ["nccl", "mpi"].map(|feature| Engine {
+        let candidates = ["nccl", "mpi"].map(|feature| Candidate {
             backend: Backend::Auto,
             feature,
             start: Some(first),
             check: checks[0],
         });
         let lacks = [vec![None, None], vec![Some("no GPU".to_string()), None]];
-        let Choice::Engine(1, why) = decide(&engines.iter().collect_vec(), &lacks) else { panic!("the second one") };
+        let Choice::Backend(1, why) = decide(&candidates.iter().collect_vec(), &lacks) else {
+            panic!("the second one")
+        };
         assert_eq!(why, "nccl does not work on rank 1 (no GPU)");
     }
 }
