@@ -3,7 +3,8 @@
 pub use candle_dist_kernels::{
     AdamW, BagMode, Bags, Conv, DeferredGradient, Pool, RopePairs, WeightSink, avg_pool2d, causal_softmax,
     cross_entropy, embedding, embedding_bag, flash_attn, gelu_erf, layer_norm, linear, masked_softmax, max_pool2d,
-    quantized_linear, rms_norm, rope, silu_gate, softmax, upsample_bilinear2d, upsample_nearest2d, weight_sink, with_weight_sink,
+    quantized_linear, rms_norm, rope, silu_gate, softmax, upsample_bilinear2d, upsample_nearest2d, weight_sink,
+    with_weight_sink,
 };
 
 pub(crate) use candle_dist_kernels::parts::{
