@@ -137,7 +137,7 @@ impl FreeableTensor {
 
     fn take(&self, tensor: &Tensor) -> Result<()> {
         if tensor.elem_count() > 0 {
-            let hand = Exchange::of(tensor);
+            let hand = StorageSwap::of(tensor);
             tensor.inplace_op1(&hand)?;
             self.0.tensor.inplace_op1(&hand)?;
         }
@@ -151,7 +151,7 @@ impl FreeableTensor {
     pub fn free(&self) -> Result<bool> {
         let mut is_allocated = self.0.is_allocated.lock();
         if *is_allocated && self.0.tensor.elem_count() > 0 {
-            self.0.tensor.inplace_op1(&Exchange::of(&self.0.tensor))?;
+            self.0.tensor.inplace_op1(&StorageSwap::of(&self.0.tensor))?;
         }
         Ok(std::mem::replace(&mut *is_allocated, false))
     }
@@ -214,13 +214,13 @@ const fn unlike(dtype: DType) -> DType {
 }
 
 /// Swaps the storage in `hand` with that of a tensor. An empty hand gives the tensor a minimal storage.
-struct Exchange {
+struct StorageSwap {
     hand: Mutex<Option<Storage>>,
     /// The dtype of the tensor.
     dtype: DType,
 }
 
-impl Exchange {
+impl StorageSwap {
     fn of(tensor: &Tensor) -> Self {
         Self { hand: Mutex::default(), dtype: tensor.dtype() }
     }
@@ -232,7 +232,7 @@ impl Exchange {
     }
 }
 
-impl InplaceOp1 for Exchange {
+impl InplaceOp1 for StorageSwap {
     fn name(&self) -> &'static str {
         "exchange-memory"
     }

@@ -48,7 +48,7 @@ use std::panic::Location;
 
 /// One data movement within a group, without gradient.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Step {
+pub enum Movement {
     /// Returns the data unchanged.
     Identity,
     /// Returns the data on rank 0 of the group, and zeros on the others.
@@ -77,7 +77,7 @@ enum Made {
     View(Tensor),
 }
 
-impl Step {
+impl Movement {
     /// Runs the step for the code at `site`.
     fn run(&self, x: &Tensor, group: &ProcessGroup, site: &'static Location<'static>) -> Result<Made> {
         self.check(x, group)?;
@@ -199,64 +199,64 @@ fn recut(x: &Tensor, from: &Cut, to: &Cut, group: &ProcessGroup, site: &'static 
 #[derive(Debug, Clone, PartialEq)]
 pub struct Exchange {
     name: &'static str,
-    forward: Step,
-    backward: Step,
+    forward: Movement,
+    backward: Movement,
 }
 
 impl Exchange {
-    const fn pair(name: &'static str, forward: Step, backward: Step) -> Self {
+    const fn pair(name: &'static str, forward: Movement, backward: Movement) -> Self {
         Self { name, forward, backward }
     }
 
     /// Sums partial sums to a replicated value, whose gradient is replicated.
     pub const fn all_reduce() -> Self {
-        Self::pair("all_reduce", Step::AllReduce(ReduceOp::Sum), Step::Identity)
+        Self::pair("all_reduce", Movement::AllReduce(ReduceOp::Sum), Movement::Identity)
     }
 
     /// Marks a replicated value that ranks use differently: its gradients are summed.
     pub const fn to_varying() -> Self {
-        Self::pair("to_varying", Step::Identity, Step::AllReduce(ReduceOp::Sum))
+        Self::pair("to_varying", Movement::Identity, Movement::AllReduce(ReduceOp::Sum))
     }
 
     /// Treats a varying value as invariant: the share of rank 0 becomes the whole gradient.
     pub const fn to_invariant() -> Self {
-        Self::pair("to_invariant", Step::Identity, Step::First)
+        Self::pair("to_invariant", Movement::Identity, Movement::First)
     }
 
     /// Gathers pieces to a whole that ranks use differently.
     pub fn all_gather(cut: Cut) -> Self {
-        Self::pair("all_gather", Step::AllGather(cut.clone()), Step::ReduceScatter(cut, ReduceOp::Sum))
+        Self::pair("all_gather", Movement::AllGather(cut.clone()), Movement::ReduceScatter(cut, ReduceOp::Sum))
     }
 
     /// Gathers pieces to a whole that all ranks use in the same way.
     pub fn all_gather_invariant(cut: Cut) -> Self {
-        Self::pair("all_gather", Step::AllGather(cut.clone()), Step::Slice(cut))
+        Self::pair("all_gather", Movement::AllGather(cut.clone()), Movement::Slice(cut))
     }
 
     /// Cuts an invariant whole into pieces.
     pub fn slice(cut: Cut) -> Self {
-        Self::pair("slice", Step::Slice(cut.clone()), Step::AllGather(cut))
+        Self::pair("slice", Movement::Slice(cut.clone()), Movement::AllGather(cut))
     }
 
     /// Cuts a varying whole into pieces.
     pub fn slice_varying(cut: Cut) -> Self {
-        Self::pair("slice", Step::Slice(cut.clone()), Step::ZeroPad(cut))
+        Self::pair("slice", Movement::Slice(cut.clone()), Movement::ZeroPad(cut))
     }
 
     /// Pads pieces to partial sums of the whole.
     pub fn zero_pad(cut: Cut) -> Self {
-        Self::pair("zero_pad", Step::ZeroPad(cut.clone()), Step::Slice(cut))
+        Self::pair("zero_pad", Movement::ZeroPad(cut.clone()), Movement::Slice(cut))
     }
 
     /// Sums partial sums and returns pieces of the sum.
     pub fn reduce_scatter(cut: Cut) -> Self {
-        Self::pair("reduce_scatter", Step::ReduceScatter(cut.clone(), ReduceOp::Sum), Step::AllGather(cut))
+        Self::pair("reduce_scatter", Movement::ReduceScatter(cut.clone(), ReduceOp::Sum), Movement::AllGather(cut))
     }
 
     /// Exchanges pieces of the dim `concat` for pieces of the dim `split`.
     pub fn all_to_all(split: Cut, concat: Cut) -> Self {
-        let back = Step::AllToAll(concat.clone(), split.clone());
-        Self::pair("all_to_all", Step::AllToAll(split, concat), back)
+        let back = Movement::AllToAll(concat.clone(), split.clone());
+        Self::pair("all_to_all", Movement::AllToAll(split, concat), back)
     }
 
     /// Sends rows of dim 0 to the ranks that need them: `counts[s][r]` rows from rank `s` to rank `r`.
@@ -264,24 +264,24 @@ impl Exchange {
         let there: Vec<Dims> = counts.iter().map(|row| Dims::from_slice(row.as_ref())).collect();
         let column = |r: usize| there.iter().map(|row| row.get(r).copied().unwrap_or(0)).collect();
         let back = (0..there.len()).map(column).collect();
-        Self::pair("all_to_all_single", Step::AllToAllSingle(there), Step::AllToAllSingle(back))
+        Self::pair("all_to_all_single", Movement::AllToAllSingle(there), Movement::AllToAllSingle(back))
     }
 
     /// Changes the sizes of pieces of one dim. Rows that stay on their rank are not sent.
     pub fn recut(from: Cut, to: Cut) -> Self {
-        Self::pair("recut", Step::Recut(from.clone(), to.clone()), Step::Recut(to, from))
+        Self::pair("recut", Movement::Recut(from.clone(), to.clone()), Movement::Recut(to, from))
     }
 
     /// Converts a replicated value to partial sums: rank 0 of the group holds the value, the others hold zeros.
     ///
     /// The sum is thus exact in every dtype, while n shares of one n-th would be rounded. Only `-0` becomes `0`.
     pub const fn to_partial() -> Self {
-        Self::pair("to_partial", Step::First, Step::Identity)
+        Self::pair("to_partial", Movement::First, Movement::Identity)
     }
 
     /// Converts a varying replicated value to partial sums: rank 0 holds the value, and only its gradient counts.
     pub const fn to_partial_varying() -> Self {
-        Self::pair("to_partial", Step::First, Step::First)
+        Self::pair("to_partial", Movement::First, Movement::First)
     }
 
     /// Returns `result` as the forward result for `x`, with the backward step of this pair. Sends nothing.

@@ -98,7 +98,7 @@ pub use group::{MAX_OBJECT_BYTES, Message, Pending, PendingTensors, ProcessGroup
 pub use mesh::{Axis, DeviceMesh};
 pub use store::Store;
 pub use train::{
-    ClipGradNorm, DataParallel, DataParallelOptions, GradAccumulator, PendingGrads, Start, SyncOptions, add_grad,
+    ClipGradNorm, DataParallel, DataParallelOptions, GradAccumulator, InitialSync, PendingGrads, SyncOptions, add_grad,
     named_vars, round_grads, sum_dtype, sync_module_states, sync_params, verify_parameter_shapes,
 };
 pub use tree::{Packable, Packed, PackedKeys, TensorTree, replace_by_prefix};

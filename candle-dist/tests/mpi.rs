@@ -219,7 +219,7 @@ fn with_a_gpu(ctx: &RankContext) -> Result<()> {
         sizes: [ones.into_iter().collect()].into_iter().collect(),
         ..Call::on(Op::Scatter, &x, &[])
     };
-    let engine = ctx.group().engine();
+    let engine = ctx.group().backend();
     match ctx.rank() == root {
         true => engine.run(Call { device: DeviceLocation::Cuda { gpu_id: 0 }, ..call }, [x].into_iter().collect()),
         false => engine.run(call, [].into_iter().collect()),

@@ -13,6 +13,7 @@ pub enum Error {
     #[error(transparent)]
     Dist(#[from] candle_dist::Error),
     /// A sharded layer or tensor in a stage failed.
+    #[cfg(feature = "shard")]
     #[error(transparent)]
     Shard(#[from] candle_shard::Error),
     /// candle refused an operation. `Debug` prints candle's backtrace, if there is one.

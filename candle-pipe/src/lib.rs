@@ -22,7 +22,7 @@
 //! | declare a model as named nodes | [`PipeBuilder`], [`PipeModule`], [`StageOp`], [`stage_op`], [`sharded_op`], [`Scope`] |
 //! | say which output is the loss; compare with the plain model | [`LossSpec`], [`Pipe::check_against`] |
 //! | cut it into stages: at names, evenly, by size, by cost, by a text | [`SplitSpec`], [`SplitPolicy`], [`EqualCount`], [`EqualParams`], [`SizeThreshold`], [`Balanced`], [`Layout`] |
-//! | inspect stages and their exchanges, as plain data | [`Pipe`], [`PipeInfo`], [`Graph`] |
+//! | inspect stages and their exchanges, as plain data | [`Pipe`], [`PipeInfo`], [`graph`] |
 //! | pass tensors, plain values and containers of them | [`Value`], [`Kwargs`] |
 //! | cut a batch and join outputs | [`microbatch`] |
 //! | run all stages in one process, and measure them | [`LocalPipe`], [`NodeProfile`] |
@@ -35,7 +35,7 @@ mod action;
 mod cuts;
 mod error;
 mod grads;
-mod graph;
+pub mod graph;
 #[doc = include_str!("guide.md")]
 pub mod guide {}
 mod local_pipe;
@@ -49,18 +49,21 @@ mod step;
 mod tape;
 mod value;
 
+#[doc(inline)]
+pub use candle_dist_kernels::random;
 pub use error::{Error, Result};
+#[cfg(feature = "shard")]
+pub use graph::sharded_op;
 pub use graph::{
-    Balanced, Ctx, Edge, EqualCount, EqualParams, Graph, In, Input, Inputs, Layout, Loss, Named, Node, NodeKind,
-    Output, PipeInfo, Reduction, Scope, Share, ShareGroup, SizeThreshold, SplitPoint, SplitPolicy, SplitSpec, StageDef,
-    StageInput, StageOp, StageOutput, ValueId, shapes_only, sharded_op, stage_op,
+    Balanced, Ctx, EqualCount, EqualParams, In, Layout, PipeInfo, Reduction, Scope, Share, SizeThreshold, SplitPoint,
+    SplitPolicy, SplitSpec, StageOp, shapes_only, stage_op,
 };
 pub use local_pipe::{LocalPipe, NodeProfile};
 pub use pipe::{Layer, LossSpec, Pipe, PipeBuilder, PipeModule, SharedModule};
 pub use runtime::{RankStep, Runtime};
-pub use step::{Step, StepOptions};
+pub use step::{StepOptions, StepResult};
 pub use tape::{Activation, Backward, Gradient, Keep, StageModule, Tape, WeightTape};
-pub use value::{Kwargs, Path, Value};
+pub use value::{Kwargs, Value, ValuePath};
 
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]

@@ -57,7 +57,7 @@ impl StepOptions {
 
 /// The results of a step. They hold no graph.
 #[derive(Debug, Default)]
-pub struct Step {
+pub struct StepResult {
     /// The loss of each microbatch as computed by the model; the sums of a loss that [counts](Reduction::Counted).
     pub losses: Vec<Tensor>,
     /// The count of each microbatch's loss, if it has [counts](Reduction::Counted).
@@ -73,7 +73,7 @@ pub struct Step {
 /// The sum of the losses and the sum of the counts of many microbatches.
 pub(crate) type Counted = [f64; 2];
 
-impl Step {
+impl StepResult {
     pub(crate) fn with_grads(grads: GradStore) -> Self {
         Self { grads, ..Self::default() }
     }

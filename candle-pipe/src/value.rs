@@ -1,19 +1,19 @@
 //! The values of a pipeline: tensors and small plain values in nested containers.
 mod convert;
+mod listing;
 mod path;
-mod text;
+#[cfg(feature = "shard")]
+mod sharded;
 mod walk;
 
 pub(crate) use convert::containers;
-pub use path::Path;
+pub(crate) use listing::{write_list, write_map, write_tuple};
+pub use path::ValuePath;
 pub(crate) use path::{Children, entries, items};
-pub(crate) use text::{write_list, write_map, write_tuple};
 
 use crate::{Error, Result};
 use candle_core::Tensor;
-use candle_dist::DeviceMesh;
 use candle_dist::bits::same_bits;
-use candle_shard::DTensor;
 use itertools::Itertools;
 use std::collections::BTreeMap;
 use std::fmt;
@@ -39,11 +39,13 @@ pub type Kwargs = BTreeMap<String, Value>;
 /// # Ok::<(), candle_pipe::Error>(())
 /// ```
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub enum Value {
     /// A tensor, with its graph.
     Tensor(Tensor),
     /// A tensor distributed over a mesh within its stage, with its graph.
-    DTensor(DTensor),
+    #[cfg(feature = "shard")]
+    DTensor(candle_shard::DTensor),
     /// An integer.
     Int(i64),
     /// A floating-point number.
@@ -78,7 +80,6 @@ macro_rules! content {
 impl Value {
     content! {
         "The tensor" tensor: Tensor(t => t) -> &Tensor, "a tensor";
-        "The sharded tensor" dtensor: DTensor(t => t) -> &DTensor, "a sharded tensor";
         "The whole number" int: Int(n => *n) -> i64, "an int";
         "The number" float: Float(x => *x) -> f64, "a float";
         "The truth" bool: Bool(b => *b) -> bool, "a bool";
@@ -113,20 +114,6 @@ impl Value {
         map.get(key).ok_or_else(|| Error::Value(format!("no {key:?} among [{}]", map.keys().join(", "))))
     }
 
-    /// Returns the sharded tensor, or a plain one as a tensor that is equal on every rank of `mesh`. Tensor-parallel
-    /// nodes call it on their inputs.
-    ///
-    /// # Errors
-    /// [`Error::Value`] if this is neither, or is sharded over another mesh.
-    pub fn on(&self, mesh: &DeviceMesh) -> Result<DTensor> {
-        match self {
-            Self::DTensor(t) if t.mesh() == mesh => Ok(t.clone()),
-            Self::DTensor(t) => Err(Error::Value(format!("{t} is on {}, expected on {mesh}", t.mesh()))),
-            Self::Tensor(t) => Ok(DTensor::replicated(t, mesh)?),
-            _ => Err(self.other_than("a tensor")),
-        }
-    }
-
     /// Returns the whole tensor: a plain one, or the gathered one of a sharded tensor, for which every rank of its mesh
     /// calls it.
     ///
@@ -135,6 +122,7 @@ impl Value {
     pub fn full_tensor(&self) -> Result<Tensor> {
         match self {
             Self::Tensor(t) => Ok(t.clone()),
+            #[cfg(feature = "shard")]
             Self::DTensor(t) => Ok(t.full_tensor()?),
             _ => Err(self.other_than("a tensor")),
         }
@@ -144,6 +132,7 @@ impl Value {
     pub fn kind(&self) -> &'static str {
         match self {
             Self::Tensor(_) => "a tensor",
+            #[cfg(feature = "shard")]
             Self::DTensor(_) => "a sharded tensor",
             Self::Int(_) => "an int",
             Self::Float(_) => "a float",
@@ -166,6 +155,7 @@ impl Value {
     pub fn same(&self, other: &Self) -> Result<bool> {
         Ok(match (self, other) {
             (Self::Tensor(a), Self::Tensor(b)) => same_bits(a, b)?,
+            #[cfg(feature = "shard")]
             (Self::DTensor(a), Self::DTensor(b)) => a.spec() == b.spec() && same_bits(a.to_local(), b.to_local())?,
             (Self::Int(a), Self::Int(b)) => a == b,
             (Self::Float(a), Self::Float(b)) => a.to_bits() == b.to_bits(),
@@ -194,6 +184,7 @@ impl fmt::Display for Value {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Tensor(t) => write!(f, "{}{:?}", t.dtype().as_str(), t.dims()),
+            #[cfg(feature = "shard")]
             Self::DTensor(t) => write!(f, "{}", t.spec()),
             Self::Int(n) => write!(f, "{n}"),
             Self::Float(x) => write!(f, "{x:?}"),

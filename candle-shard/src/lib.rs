@@ -24,7 +24,6 @@ mod lookup;
 pub mod nn;
 mod ops;
 pub mod parallel;
-pub mod random;
 mod redistribute;
 pub mod rules;
 mod scoped;
@@ -40,6 +39,8 @@ pub mod guide {}
 pub mod porting {}
 
 pub use agreement::compare_operands;
+#[doc(inline)]
+pub use candle_dist_kernels::random;
 pub use error::{Error, Result};
 pub use explain::{Conversion, Explanation, Step, explain};
 pub use files::checkpoint;

@@ -8,7 +8,9 @@ use candle_dist::{RankContext, World};
 use candle_nn::VarBuilder;
 use candle_pipe::microbatch::split_args_kwargs_into_chunks;
 use candle_pipe::schedule::{Costs, Edges, Schedule, ScheduleKind, draw};
-use candle_pipe::{In, Kwargs, LocalPipe, Pipe, PipeBuilder, Reduction, Runtime, SplitSpec, Step, StepOptions, nn};
+use candle_pipe::{
+    In, Kwargs, LocalPipe, Pipe, PipeBuilder, Reduction, Runtime, SplitSpec, StepOptions, StepResult, nn,
+};
 
 /// One line per rank. Rank 1 defers weight gradients (`W`), so that rank 0 gets input gradients (`I`) sooner.
 const TEXT: &str = "\
@@ -46,7 +48,10 @@ fn variables() -> Result<VarBuilder<'static>> {
 }
 
 /// Returns the gradients of parameters by name.
-fn by_name<'a>(step: &Step, of: impl Iterator<Item = (&'a String, &'a Tensor)>) -> Result<HashMap<String, Tensor>> {
+fn by_name<'a>(
+    step: &StepResult,
+    of: impl Iterator<Item = (&'a String, &'a Tensor)>,
+) -> Result<HashMap<String, Tensor>> {
     of.map(|(name, p)| Ok((name.clone(), step.grads.get(p).context("a gradient")?.clone()))).collect()
 }
 

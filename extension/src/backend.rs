@@ -3,7 +3,7 @@
 //! Each rank sends its tensors to every other member and computes its own results with [`compute`]. Messages, groups
 //! and failures are those of another backend. That is simple, and slow for large worlds: n² messages per call.
 use candle_core::{DType, Device, Tensor};
-use candle_dist::backend::{Backend, Call, Dims, Envelope, Op, Results, Tensors, Unfinished, compute};
+use candle_dist::backend::{Backend, Call, Dims, Envelope, Op, Results, StartedCall, Tensors, compute};
 use candle_dist::{Cause, Error, GroupFailure, Result};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
@@ -131,7 +131,7 @@ struct Started {
     tag: u32,
 }
 
-impl Unfinished for Started {
+impl StartedCall for Started {
     fn is_ready(&self) -> Result<bool> {
         let here = |from| self.group.inner.probe(&Call { peer: Some(from), tag: self.tag, ..Call::new(Op::Recv) });
         for from in self.group.others() {
@@ -183,7 +183,7 @@ impl Backend for ByMessages {
         Ok(())
     }
 
-    fn start(&self, call: Call, tensors: Tensors) -> Result<Box<dyn Unfinished>> {
+    fn start(&self, call: Call, tensors: Tensors) -> Result<Box<dyn StartedCall>> {
         let tag = self.post(&call, &tensors)?;
         // A copy, because a program may write to the tensor before the call is finished.
         let mine = tensors.iter().map(Tensor::force_contiguous).collect::<candle_core::Result<_>>()?;
@@ -198,7 +198,7 @@ impl Backend for ByMessages {
         self.inner.send(call, tensor)
     }
 
-    fn start_send(&self, call: Call, tensor: Tensor) -> Result<Box<dyn Unfinished>> {
+    fn start_send(&self, call: Call, tensor: Tensor) -> Result<Box<dyn StartedCall>> {
         self.inner.start_send(call, tensor)
     }
 

@@ -17,8 +17,8 @@ mod regions;
 mod runs;
 pub(crate) mod simulated;
 mod sink;
+mod started;
 pub(crate) mod storage;
-mod unfinished;
 mod wrapping;
 
 pub use crate::call::{Call, Dims, Factor, Form, Op, RAGGED, ReduceOp};
@@ -28,7 +28,7 @@ pub(crate) use fresh::bytes;
 pub use fresh::{Fresh, Results, Tensors};
 pub use outputs::Envelope;
 pub use ready::Ready;
-pub use unfinished::Unfinished;
+pub use started::StartedCall;
 pub use wrapping::Wrapping;
 
 use crate::{Cause, Result};
@@ -71,13 +71,13 @@ pub trait Backend: Send + Sync + fmt::Debug {
         outputs::fill(outputs, self.run(call, tensors)?)
     }
     /// Starts the collective without waiting. The tensors must not change until every rank has finished it.
-    fn start(&self, call: Call, tensors: Tensors) -> Result<Box<dyn Unfinished>>;
+    fn start(&self, call: Call, tensors: Tensors) -> Result<Box<dyn StartedCall>>;
     /// Returns whether a sent tensor arrives as the same memory.
     fn shares_memory(&self) -> bool {
         true
     }
     /// Like [`start`](Self::start), but writes the results to `outputs` when the call finishes.
-    fn start_into(&self, call: Call, tensors: Tensors, outputs: Tensors) -> Result<Box<dyn Unfinished>> {
+    fn start_into(&self, call: Call, tensors: Tensors, outputs: Tensors) -> Result<Box<dyn StartedCall>> {
         Ok(outputs::filling(self.start(call, tensors)?, outputs))
     }
     /// Sends to `call.peer`. Waits only if there is a limit on unread messages and it is reached.
@@ -86,7 +86,7 @@ pub trait Backend: Send + Sync + fmt::Debug {
     ///
     /// Programs that receive a message when they need it, not when it is sent, rely on this. Pipelines do: the proof
     /// that they end assumes sends that do not wait.
-    fn start_send(&self, call: Call, tensor: Tensor) -> Result<Box<dyn Unfinished>> {
+    fn start_send(&self, call: Call, tensor: Tensor) -> Result<Box<dyn StartedCall>> {
         self.send(call, tensor)?;
         Ok(outputs::done())
     }

@@ -1,8 +1,8 @@
 //! Results in given memory, and default methods of backends.
 use super::fresh::{Fresh, Results, Tensors};
 use super::overwrite::overwrite;
+use super::started::StartedCall;
 use super::storage::share_memory;
-use super::unfinished::Unfinished;
 use crate::{Error, Result};
 use candle_core::{DType, Shape, Tensor};
 use std::time::Duration;
@@ -21,8 +21,8 @@ pub struct Envelope {
 }
 
 /// Returns the error for a missing feature of a backend, the same on all ranks.
-pub(crate) fn unsupported(engine: &str, what: &str) -> Error {
-    Error::Unsupported(format!("the {engine} backend cannot {what}"))
+pub(crate) fn unsupported(backend: &str, what: &str) -> Error {
+    Error::Unsupported(format!("the {backend} backend cannot {what}"))
 }
 
 /// Moves results to the given memory, from any device.
@@ -43,15 +43,15 @@ pub(super) fn receive(output: &Tensor, message: &Tensor) -> Result<()> {
 
 /// A started call whose results are written to given memory when it finishes.
 struct Filling {
-    started: Box<dyn Unfinished>,
+    started: Box<dyn StartedCall>,
     outputs: Tensors,
 }
 
-pub(super) fn filling(started: Box<dyn Unfinished>, outputs: Tensors) -> Box<dyn Unfinished> {
+pub(super) fn filling(started: Box<dyn StartedCall>, outputs: Tensors) -> Box<dyn StartedCall> {
     Box::new(Filling { started, outputs })
 }
 
-impl Unfinished for Filling {
+impl StartedCall for Filling {
     fn is_ready(&self) -> Result<bool> {
         self.started.is_ready()
     }
@@ -69,11 +69,11 @@ impl Unfinished for Filling {
 /// A started call that is already complete.
 struct Done;
 
-pub(super) fn done() -> Box<dyn Unfinished> {
+pub(super) fn done() -> Box<dyn StartedCall> {
     Box::new(Done)
 }
 
-impl Unfinished for Done {
+impl StartedCall for Done {
     fn is_ready(&self) -> Result<bool> {
         Ok(true)
     }

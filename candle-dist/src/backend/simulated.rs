@@ -1,5 +1,5 @@
 //! One rank of a simulated world. Results have the right shapes, and nothing is communicated.
-use super::{Backend, Call, Fresh, Op, Results, Tensors, Unfinished};
+use super::{Backend, Call, Fresh, Op, Results, StartedCall, Tensors};
 use crate::{Error, GroupFailure, Result};
 use candle_core::{DType, Device, Tensor};
 use std::sync::Arc;
@@ -68,7 +68,7 @@ impl Backend for Simulated {
         Ok(())
     }
 
-    fn start(&self, call: Call, tensors: Tensors) -> Result<Box<dyn Unfinished>> {
+    fn start(&self, call: Call, tensors: Tensors) -> Result<Box<dyn StartedCall>> {
         Ok(Box::new(Done(self.run(call, tensors)?)))
     }
 
@@ -102,7 +102,7 @@ impl Backend for Simulated {
 
 struct Done(Results);
 
-impl Unfinished for Done {
+impl StartedCall for Done {
     fn is_ready(&self) -> Result<bool> {
         Ok(true)
     }

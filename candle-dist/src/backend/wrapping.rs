@@ -1,5 +1,5 @@
 //! Backends that wrap other backends.
-use super::{Backend, Call, Envelope, Results, Tensors, Unfinished};
+use super::{Backend, Call, Envelope, Results, StartedCall, Tensors};
 use crate::{Cause, GroupFailure, Result};
 use candle_core::{Device, Tensor};
 use std::fmt::Debug;
@@ -95,12 +95,12 @@ impl<W: Wrapping> Backend for W {
         self.inner().run_into(call, tensors, outputs)
     }
 
-    fn start(&self, call: Call, tensors: Tensors) -> Result<Box<dyn Unfinished>> {
+    fn start(&self, call: Call, tensors: Tensors) -> Result<Box<dyn StartedCall>> {
         self.before(&call)?;
         self.inner().start(call, tensors)
     }
 
-    fn start_into(&self, call: Call, tensors: Tensors, outputs: Tensors) -> Result<Box<dyn Unfinished>> {
+    fn start_into(&self, call: Call, tensors: Tensors, outputs: Tensors) -> Result<Box<dyn StartedCall>> {
         self.before(&call)?;
         self.inner().start_into(call, tensors, outputs)
     }
@@ -114,7 +114,7 @@ impl<W: Wrapping> Backend for W {
         self.inner().send(call, tensor)
     }
 
-    fn start_send(&self, call: Call, tensor: Tensor) -> Result<Box<dyn Unfinished>> {
+    fn start_send(&self, call: Call, tensor: Tensor) -> Result<Box<dyn StartedCall>> {
         self.before(&call)?;
         self.inner().start_send(call, tensor)
     }

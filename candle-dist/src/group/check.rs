@@ -145,7 +145,7 @@ mod tests {
             let x = Tensor::zeros(3, DType::F32, &Device::Cpu)?;
             let call = Call { reduce: Some(ReduceOp::Sum), ..Call::on(Op::AllReduce, &x, &[]) };
             let call = Call { device: devices[ctx.rank()], ..call };
-            let made = ctx.group().engage(call, 12, |engine, call| engine.run(call, smallvec![x]));
+            let made = ctx.group().engage(call, 12, |backend, call| backend.run(call, smallvec![x]));
             Ok(made.unwrap_err().to_string())
         });
         texts.unwrap().try_into().unwrap()

@@ -139,7 +139,7 @@ impl ProcessGroup {
         }
         let dense = tensors.iter().map(|t| t.detach().contiguous()).collect::<candle_core::Result<Tensors>>()?;
         let size = dense.iter().map(bytes).sum();
-        let made = self.engage(call, size, |engine, call| engine.run(call, dense))?;
+        let made = self.engage(call, size, |backend, call| backend.run(call, dense))?;
         Ok(made.into_iter().map(Fresh::into_tensor).collect())
     }
 }

@@ -37,6 +37,6 @@ impl ProcessGroup {
             return Ok(());
         }
         let call = Call { form: Form::InPlace, ..call };
-        self.engage(call, bytes(var), |engine, call| engine.run_in_place(call, &var.as_detached_tensor()))
+        self.engage(call, bytes(var), |backend, call| backend.run_in_place(call, &var.as_detached_tensor()))
     }
 }

@@ -114,7 +114,7 @@ impl ProcessGroup {
         }
         let size = bytes(&dense);
         let dense = [dense].into_iter().collect();
-        self.engage(call, size, |engine, call| engine.run_into(call, dense, &[output]))
+        self.engage(call, size, |backend, call| backend.run_into(call, dense, &[output]))
     }
 
     fn begin_into(&self, call: Call, tensor: &Tensor, output: &Tensor) -> Result<Pending<()>> {
@@ -125,7 +125,7 @@ impl ProcessGroup {
             return Ok(Pending::new(State::Done(Vec::new()), |_| Ok(())));
         }
         let outputs: Tensors = [output].into_iter().collect();
-        let start = |engine: &dyn crate::backend::Backend, call, dense| engine.start_into(call, dense, outputs);
+        let start = |backend: &dyn crate::backend::Backend, call, dense| backend.start_into(call, dense, outputs);
         Ok(Pending::new(self.enter(call, std::slice::from_ref(tensor), start)?, |_| Ok(())))
     }
 }

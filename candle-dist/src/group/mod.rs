@@ -1,6 +1,7 @@
 //! Process groups.
 pub(crate) mod check;
 mod coalesced;
+mod gather_text;
 mod in_place;
 mod into;
 mod monitored;
@@ -10,7 +11,6 @@ mod point_to_point;
 mod posted;
 mod routed;
 mod start;
-mod text;
 
 pub use object::MAX_OBJECT_BYTES;
 pub use pending::{Pending, PendingTensors};
@@ -48,7 +48,7 @@ impl ProcessGroup {
     }
 
     /// Returns the backend, to be wrapped by another one.
-    pub(crate) fn into_engine(self) -> Arc<dyn Backend> {
+    pub(crate) fn into_backend(self) -> Arc<dyn Backend> {
         self.backend
     }
 
@@ -78,8 +78,8 @@ impl ProcessGroup {
     /// If the backend has only one timeout for the whole world.
     pub fn with_timeout(&self, timeout: Duration) -> Result<Self> {
         if !self.backend.has_call_timeouts() {
-            let engine = self.backend_name();
-            let reason = format!("the {engine} backend has one timeout for the whole world; set it there");
+            let backend = self.backend_name();
+            let reason = format!("the {backend} backend has one timeout for the whole world; set it there");
             return Err(Error::Unsupported(reason));
         }
         Ok(Self { timeout: Some(timeout), ..self.clone() })
@@ -153,7 +153,7 @@ impl ProcessGroup {
     }
 
     /// Returns the backend, which checks nothing and also runs at size 1: for tests of backends.
-    pub fn engine(&self) -> &dyn Backend {
+    pub fn backend(&self) -> &dyn Backend {
         &*self.backend
     }
 
@@ -364,7 +364,7 @@ impl ProcessGroup {
     fn make(&self, call: Call, tensor: Option<&Tensor>) -> Result<Option<Fresh>> {
         let tensors: Tensors = tensor.map(|t| t.detach().contiguous()).transpose()?.into_iter().collect();
         let size = tensors.iter().map(bytes).sum();
-        Ok(self.engage(call, size, |engine, call| engine.run(call, tensors))?.pop())
+        Ok(self.engage(call, size, |backend, call| backend.run(call, tensors))?.pop())
     }
 
     /// Passes a call to the backend: the only place where communication is recorded and timed.

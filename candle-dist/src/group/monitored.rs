@@ -35,6 +35,6 @@ impl ProcessGroup {
         if self.is_alone(&call)? {
             return Ok(());
         }
-        self.engage(call, 0, |engine, call| engine.monitored_barrier(call, timeout))
+        self.engage(call, 0, |backend, call| backend.monitored_barrier(call, timeout))
     }
 }

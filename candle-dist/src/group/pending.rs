@@ -1,7 +1,7 @@
 //! Started calls.
 use super::ProcessGroup;
 use super::posted::Post;
-use crate::backend::{Call, Fresh, Op, Unfinished};
+use crate::backend::{Call, Fresh, Op, StartedCall};
 use crate::{Error, Result, comm};
 use candle_core::Tensor;
 use std::fmt;
@@ -50,7 +50,7 @@ pub(super) enum State {
 
 /// A started call, for its wait.
 pub(super) struct Open {
-    pub(super) started: Box<dyn Unfinished>,
+    pub(super) started: Box<dyn StartedCall>,
     pub(super) call: Call,
     pub(super) group: ProcessGroup,
 }

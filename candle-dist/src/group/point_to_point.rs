@@ -115,7 +115,7 @@ impl ProcessGroup {
         self.check_memory(Op::Recv, output, output.dims(), output.dtype())?;
         let output = output.detach();
         if self.posts.is_empty() {
-            return self.engage(call, 0, |engine, call| engine.recv_into(call, &output));
+            return self.engage(call, 0, |backend, call| backend.recv_into(call, &output));
         }
         self.settle(&self.post(call, Some(output))?, None).map(drop)
     }
@@ -166,7 +166,7 @@ impl ProcessGroup {
         }
         let shape = Dims::from_slice(shape.into().dims());
         let call = Call { dtype: Some(dtype), shape, tag, ..Call::new(Op::Recv) };
-        self.engage(call, 0, |engine, call| engine.recv_any(call))
+        self.engage(call, 0, |backend, call| backend.recv_any(call))
     }
 
     /// Describes the oldest unreceived message with `tag` that has arrived from rank `from` or from any rank; `None` if
@@ -179,7 +179,7 @@ impl ProcessGroup {
         from.map_or(Ok(()), |from| self.check_peer(Op::Recv, from))?;
         let call = Call { peer: from, tag, ..Call::new(Op::Recv) };
         loop {
-            let found = self.engine().probe(&call)?;
+            let found = self.backend().probe(&call)?;
             match &found {
                 // It belongs to a started receive, or is behind such a message.
                 Some(Envelope { from, .. }) if self.take_awaited((*from, tag))? => {}
@@ -234,7 +234,7 @@ impl ProcessGroup {
         self.check_peer(Op::Send, to)?;
         let call = Call { peer: Some(to), tag, ..Call::on(Op::Send, &tensor, &[]) };
         let tensor = tensor.detach().contiguous()?;
-        self.engage(call, bytes(&tensor), |engine, call| engine.send(call, tensor))
+        self.engage(call, bytes(&tensor), |backend, call| backend.send(call, tensor))
     }
 
     /// Sends a copy without waiting for room.
@@ -250,7 +250,7 @@ impl ProcessGroup {
         self.check_peer(Op::Send, to)?;
         let call = Call { peer: Some(to), tag, ..Call::on(Op::Send, &tensor, &[]) };
         let (size, given) = (bytes(&tensor), call.clone());
-        let started = self.engage(call, size, |engine, call| engine.start_send(call, tensor))?;
+        let started = self.engage(call, size, |backend, call| backend.start_send(call, tensor))?;
         Ok(State::Open(Box::new(Open { started, call: given, group: self.clone() })))
     }
 
@@ -258,7 +258,7 @@ impl ProcessGroup {
     fn recv_message(&self, shape: &Shape, dtype: DType, from: usize, tag: u32) -> Result<Tensor> {
         let call = self.receiving(shape, dtype, from, tag)?;
         if self.posts.is_empty() {
-            return self.engage(call, 0, |engine, call| engine.recv(call));
+            return self.engage(call, 0, |backend, call| backend.recv(call));
         }
         self.settle(&self.post(call, None)?, None)
     }

@@ -83,7 +83,7 @@ impl ProcessGroup {
     /// Receives the message of `post`, after those of the receives before it.
     pub(super) fn settle(&self, post: &Arc<Post>, timeout: Option<Duration>) -> Result<Tensor> {
         let group = match timeout {
-            Some(timeout) if self.engine().has_call_timeouts() => &self.with_timeout(timeout)?,
+            Some(timeout) if self.backend().has_call_timeouts() => &self.with_timeout(timeout)?,
             Some(timeout) => {
                 self.poll(timeout, || self.has_come(post))?;
                 self
@@ -110,7 +110,7 @@ impl ProcessGroup {
         let mut queues = self.posts.queues.lock();
         while post.received.get().is_none() && queues.contains_key(&post.address()) {
             // The message may be the sender's last action, so its end is checked first, then the message.
-            let is_gone = self.engine().has_returned(post.address().0);
+            let is_gone = self.backend().has_returned(post.address().0);
             if !self.take_first(&mut queues, post.address())? {
                 return Ok(is_gone); // the wait fails at once
             }
@@ -149,7 +149,7 @@ impl ProcessGroup {
     /// Receives the message of the first receive of a queue, if it has arrived.
     fn take_first(&self, queues: &mut MutexGuard<'_, Queues>, address: Address) -> Result<bool> {
         let Some(first) = queues.get(&address).and_then(|queue| queue.front().cloned()) else { return Ok(false) };
-        if self.engine().probe(&first.call)?.is_none() {
+        if self.backend().probe(&first.call)?.is_none() {
             return Ok(false);
         }
         let _ = first.received.set(self.receive(&first)?);
@@ -158,9 +158,9 @@ impl ProcessGroup {
     }
 
     fn receive(&self, post: &Post) -> Result<Tensor> {
-        self.engage(post.call.clone(), 0, |engine, call| match &post.output {
-            Some(output) => engine.recv_into(call, output).map(|()| output.clone()),
-            None => engine.recv(call),
+        self.engage(post.call.clone(), 0, |backend, call| match &post.output {
+            Some(output) => backend.recv_into(call, output).map(|()| output.clone()),
+            None => backend.recv(call),
         })
     }
 }

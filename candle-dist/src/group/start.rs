@@ -126,7 +126,7 @@ impl ProcessGroup {
         if self.is_alone(&call)? {
             return Ok(State::Done(tensors.to_vec()));
         }
-        self.enter(call, tensors, |engine, call, dense| engine.start(call, dense))
+        self.enter(call, tensors, |backend, call, dense| backend.start(call, dense))
     }
 
     /// Starts a call whose tensors do not change until all ranks have waited.
@@ -134,13 +134,13 @@ impl ProcessGroup {
         &self,
         call: Call,
         tensors: &[Tensor],
-        start: impl FnOnce(&dyn crate::backend::Backend, Call, Tensors) -> Result<Box<dyn crate::backend::Unfinished>>,
+        start: impl FnOnce(&dyn crate::backend::Backend, Call, Tensors) -> Result<Box<dyn crate::backend::StartedCall>>,
     ) -> Result<State> {
         let call = Call { form: Form::Started, ..call };
         let own = |t: &Tensor| if t.is_variable() { t.force_contiguous() } else { t.contiguous() };
         let dense = tensors.iter().map(|t| Ok(own(t)?.detach())).collect::<candle_core::Result<Tensors>>()?;
         let size = tensors.iter().map(bytes).sum();
-        let started = self.engage(call.clone(), size, |engine, call| start(engine, call, dense))?;
+        let started = self.engage(call.clone(), size, |backend, call| start(backend, call, dense))?;
         Ok(State::Open(Box::new(Open { started, call, group: self.clone() })))
     }
 }

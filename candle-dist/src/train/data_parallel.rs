@@ -12,7 +12,7 @@ pub struct DataParallelOptions {
     /// The maximum size of a bucket in bytes, 25 MiB by default. A larger gradient is a bucket of its own.
     pub bucket_bytes: usize,
     /// How the parameters are made equal at the start.
-    pub start: Start,
+    pub start: InitialSync,
     /// The dtype of the reduction. `None` means f32 for 16-bit float parameters, and the parameter's dtype otherwise.
     ///
     /// Gradients of 16-bit parameters are returned in this dtype, others in their parameter's dtype.
@@ -23,7 +23,7 @@ pub struct DataParallelOptions {
 
 /// How a [`DataParallel`] ensures that all ranks hold the same parameters.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Start {
+pub enum InitialSync {
     /// Compares shapes, and copies the source's values to every rank as [`sync_params`] does.
     Sync(SyncOptions),
     /// Compares shapes with [`verify_parameter_shapes`]; values stay unchanged.
@@ -34,7 +34,7 @@ pub enum Start {
 
 impl Default for DataParallelOptions {
     fn default() -> Self {
-        Self { bucket_bytes: 25 << 20, start: Start::Sync(SyncOptions::default()), reduce_dtype: None }
+        Self { bucket_bytes: 25 << 20, start: InitialSync::Sync(SyncOptions::default()), reduce_dtype: None }
     }
 }
 
@@ -89,12 +89,12 @@ impl DataParallel {
             return Err(Error::Invalid { op: "DataParallel::new", reason });
         }
         match &options.start {
-            Start::Sync(sync) => sync_params(group, params, sync)?,
-            Start::Verify => {
+            InitialSync::Sync(sync) => sync_params(group, params, sync)?,
+            InitialSync::Verify => {
                 let tensors: Vec<_> = params.iter().map(|(name, var)| (name, var.as_tensor())).collect();
                 verify_parameter_shapes(group, &tensors)?;
             }
-            Start::Trust => {}
+            InitialSync::Trust => {}
         }
         let differentiable = params.iter().filter(|(_, var)| var.dtype().is_float());
         let mut reduced: Vec<_> = differentiable.unique_by(|(_, var)| var.id()).collect();

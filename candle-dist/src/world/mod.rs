@@ -1,10 +1,10 @@
 //! A world of ranks: threads of this process, or processes.
+mod backends;
 mod context;
-mod engines;
 mod processes;
 
+pub use backends::Backend;
 pub use context::{RankContext, panic_message};
-pub use engines::Backend;
 pub use processes::{init_process_group, init_process_group_with};
 
 use crate::backend::local::{LocalBackend, RankGuard, WorldState};
@@ -204,7 +204,7 @@ impl World {
                 self.refuse_mailbox("processes")?;
                 let options = InitOptions { threads_per_rank: self.threads_per_rank, ..options.timeout(self.timeout) };
                 let ctx = init_process_group(backend, options)?;
-                return Ok(vec![ctx.map_engine(|engine| wrapped(engine, &self.wraps))]);
+                return Ok(vec![ctx.map_backend(|backend| wrapped(backend, &self.wraps))]);
             }
         };
         if size == 0 {
@@ -212,18 +212,18 @@ impl World {
         }
         threads::settle(self.threads_per_rank.unwrap_or_else(|| threads::default_per_rank(size)));
         let world = WorldState::new(size, self.timeout, self.mailbox.unwrap_or(MAILBOX_BYTES));
-        let engines = match self.ranks {
+        let backends = match self.ranks {
             #[cfg(feature = "nccl")]
             Ranks::Gpus => over_nccl(&world, &self.devices)?,
             _ => locally(&world, &self.devices),
         };
         let shared = store::Shared::new(&world);
-        let context = |(rank, engine)| {
-            let group = ProcessGroup::new(wrapped(engine, &self.wraps));
+        let context = |(rank, backend)| {
+            let group = ProcessGroup::new(wrapped(backend, &self.wraps));
             let store = Store::of_thread(rank, shared.clone());
             RankContext::of_thread(RankGuard::new(world.clone(), rank), group, store)
         };
-        Ok(engines.into_iter().enumerate().map(context).collect())
+        Ok(backends.into_iter().enumerate().map(context).collect())
     }
 
     /// Returns the first rank of this process, as far as it is known before the processes meet.
@@ -276,8 +276,8 @@ impl World {
 }
 
 /// Applies all wrappers to a backend.
-fn wrapped(engine: Arc<dyn backend::Backend>, wraps: &[Wrap]) -> Arc<dyn backend::Backend> {
-    wraps.iter().fold(engine, |engine, wrap| wrap.0(engine))
+fn wrapped(backend: Arc<dyn backend::Backend>, wraps: &[Wrap]) -> Arc<dyn backend::Backend> {
+    wraps.iter().fold(backend, |backend, wrap| wrap.0(backend))
 }
 
 /// Creates the backends of threads that read each other's tensors.
@@ -295,8 +295,8 @@ fn over_nccl(world: &Arc<WorldState>, devices: &[Device]) -> Result<Vec<Arc<dyn 
     check_devices(devices)?;
     let values = Arc::new(Values::default());
     let watch = |rank| Watch::Thread { world: world.clone(), values: values.clone(), rank };
-    let engine = |(rank, device)| Ok(Arc::new(NcclBackend::world(watch(rank), device, devices.len())?) as Arc<_>);
-    devices.iter().enumerate().map(engine).collect()
+    let backend = |(rank, device)| Ok(Arc::new(NcclBackend::world(watch(rank), device, devices.len())?) as Arc<_>);
+    devices.iter().enumerate().map(backend).collect()
 }
 
 /// The first failure of a [`World::run`].

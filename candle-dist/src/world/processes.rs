@@ -1,6 +1,6 @@
 //! Processes as the ranks of a world.
+use super::backends::{self, Backend};
 use super::context::RankContext;
-use super::engines::{self, Backend};
 use crate::control::Control;
 use crate::launch::{InitOptions, LaunchInfo};
 use crate::{Cause, Error, ProcessGroup, Result, backend, threads};
@@ -25,9 +25,9 @@ use std::sync::Arc;
 pub fn init_process_group(backend: Backend, options: InitOptions) -> Result<RankContext> {
     let info = LaunchInfo::from_env(&options);
     // A build without backends is reported first, because that error needs no launcher.
-    let engines = engines::candidates(backend, info.as_ref().ok())?;
+    let candidates = backends::candidates(backend, info.as_ref().ok())?;
     let info = info?;
-    meet(&info, options, |info, control| engines::choose(&engines, info, control)?(info, control))
+    meet(&info, options, |info, control| backends::choose(&candidates, info, control)?(info, control))
 }
 
 /// Like [`init_process_group`] with your own backend, which `start` creates once all processes have met.
@@ -47,7 +47,7 @@ fn meet(
     threads::settle(options.threads_per_rank.unwrap_or_else(|| threads::default_per_rank(info.local_size)));
     let control = Control::connect(info, &options)?;
     match start(info, &control) {
-        Ok(engine) => Ok(RankContext::of_process(control, ProcessGroup::new(engine))),
+        Ok(backend) => Ok(RankContext::of_process(control, ProcessGroup::new(backend))),
         Err(Error::Group(failure)) => Err(Error::Group(failure)),
         // The other ranks may be about to wait for this rank's backend.
         Err(error) => Err(control.fail(Cause::Failed { rank: info.rank, message: error.to_string() })),

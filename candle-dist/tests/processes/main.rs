@@ -1,20 +1,20 @@
 //! Worlds of real processes: if one fails, all others get the same error.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 #![cfg(unix)]
-mod engine;
 mod hosts;
 mod job;
 mod store;
+mod store_backend;
 
 use candle_core::{Device, Tensor};
 use candle_dist::init::{InitOptions, init_process_group_with};
 use candle_dist::{RankContext, ReduceOp, Result};
-use engine::StoreEngine;
 use job::{Outcome, finish, say, start, torchrun};
 use std::process::Command;
 use std::sync::Mutex;
 use std::thread::sleep;
 use std::time::Duration;
+use store_backend::StoreBackend;
 
 /// Longer than any test.
 const FOREVER: Duration = Duration::from_secs(50);
@@ -131,7 +131,7 @@ fn one_rank() {
         "cannot start" if control.rank().to_string() == culprit => {
             Err(candle_dist::Error::Unsupported("no backend here".into()))
         }
-        _ => Ok(StoreEngine::start(control)),
+        _ => Ok(StoreBackend::start(control)),
     });
     let ctx = match started {
         Ok(ctx) => ctx,

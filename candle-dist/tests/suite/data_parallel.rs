@@ -3,7 +3,8 @@
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_dist::{
-    ClipGradNorm, DataParallel, DataParallelOptions, GradAccumulator, Op, Result, Start, SyncOptions, comm, named_vars,
+    ClipGradNorm, DataParallel, DataParallelOptions, GradAccumulator, InitialSync, Op, Result, SyncOptions, comm,
+    named_vars,
 };
 use candle_nn::{AdamW, Linear, Module, Optimizer, ParamsAdamW, VarBuilder, VarMap};
 use test_utils::on_ranks;
@@ -167,7 +168,7 @@ fn ones(dtype: DType, len: usize) -> Var {
 }
 
 fn trusting(bucket_bytes: usize) -> DataParallelOptions {
-    DataParallelOptions { bucket_bytes, start: Start::Trust, ..DataParallelOptions::default() }
+    DataParallelOptions { bucket_bytes, start: InitialSync::Trust, ..DataParallelOptions::default() }
 }
 
 #[test]
@@ -258,18 +259,18 @@ fn buckets_are_cut_by_bytes_and_dtype() {
 #[test]
 fn the_start_syncs_verifies_or_trusts() {
     on_ranks(3, "start", |ctx| -> Result<()> {
-        let values = |start: Start| -> Result<f64> {
+        let values = |start: InitialSync| -> Result<f64> {
             let var = Var::new(ctx.rank() as f64, &Device::Cpu)?;
             let options = DataParallelOptions { start, ..DataParallelOptions::default() };
             DataParallel::new(ctx.group(), &[("w", var.clone())], &options)?;
             Ok(var.to_scalar()?)
         };
         let mine = ctx.rank() as f64;
-        assert_eq!(values(Start::Sync(SyncOptions { source: 2, ..SyncOptions::default() }))?, 2.0);
-        assert_eq!(values(Start::Verify)?, mine);
-        let (trusted, counts) = comm::record(|| values(Start::Trust));
+        assert_eq!(values(InitialSync::Sync(SyncOptions { source: 2, ..SyncOptions::default() }))?, 2.0);
+        assert_eq!(values(InitialSync::Verify)?, mine);
+        let (trusted, counts) = comm::record(|| values(InitialSync::Trust));
         assert_eq!((trusted?, counts.total()), (mine, 0));
-        for start in [Start::Verify, Start::Sync(SyncOptions::default())] {
+        for start in [InitialSync::Verify, InitialSync::Sync(SyncOptions::default())] {
             let options = DataParallelOptions { start, ..DataParallelOptions::default() };
             let error = DataParallel::new(ctx.group(), &[("w", ones(DType::F32, 1 + ctx.rank() / 2))], &options);
             let text = error.unwrap_err().to_string();

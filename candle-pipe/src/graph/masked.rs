@@ -1,7 +1,7 @@
 //! The rows of a masked microbatch, for the node that computes its loss.
 use super::{Graph, ValueId};
 use crate::cuts::Dims;
-use crate::{Error, Path, Result, Value};
+use crate::{Error, Result, Value, ValuePath};
 use candle_core::Tensor;
 use candle_dist::TensorTree;
 use std::collections::BTreeMap;
@@ -67,8 +67,9 @@ impl Masked {
             });
         }
         match self.values.made.contains(&id) {
-            true => value.map_leaves(&Path::new("loss"), &mut |_, leaf| match leaf {
+            true => value.map_leaves(&ValuePath::new("loss"), &mut |_, leaf| match leaf {
                 Value::Tensor(tensor) => Ok(self.narrow(tensor, 0)?.into()),
+                #[cfg(feature = "shard")]
                 Value::DTensor(tensor) => {
                     let (start, rows) = self.places(leaf, tensor.dims(), 0)?;
                     Ok(tensor.narrow(0, start, rows)?.into())

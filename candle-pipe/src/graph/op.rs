@@ -2,10 +2,8 @@
 use super::Masked;
 use crate::{Result, Value};
 use candle_core::{DType, Device, Tensor};
-use candle_dist::DeviceMesh;
+use candle_dist_kernels::random::{Distribution, Stream, sample};
 use candle_nn::ModuleT;
-use candle_shard::DTensor;
-use candle_shard::random::{Distribution, Stream, sample};
 use std::ops::Range;
 
 /// The context of one run of a node: microbatch, device, step and mode.
@@ -36,7 +34,7 @@ impl Ctx {
     /// ```
     /// use candle_core::{DType, Device};
     /// use candle_pipe::Ctx;
-    /// use candle_shard::random::{Distribution, Stream};
+    /// use candle_pipe::random::{Distribution, Stream};
     ///
     /// let ctx = |microbatch, rows| Ctx {
     ///     device: Device::Cpu, dtype: DType::F32, microbatch, rows, step: 0, training: true, masked: None,
@@ -109,53 +107,6 @@ impl<M: ModuleT> StageOp for M {
 /// ```
 pub fn stage_op<F: Fn(&[Value], &Ctx) -> Result<Vec<Value>>>(f: F) -> impl StageOp {
     Closure(f)
-}
-
-/// Makes a computation from a function of one sharded tensor, as tensor-parallel layers are.
-///
-/// An input on `mesh` is used as it is; a plain tensor is one that is equal on all its ranks. The output stays sharded
-/// until a node that computes with plain tensors calls [`full_tensor`](Value::full_tensor).
-///
-/// ```
-/// use candle_core::DType;
-/// use candle_pipe::{In, PipeBuilder, sharded_op};
-/// use candle_shard::nn::{Linear, ShardedVarBuilder};
-///
-/// let mut g = PipeBuilder::<ShardedVarBuilder>::new();
-/// let mut h = g.input("x", In::Arg);
-/// for i in 0..2 {
-///     let block = |vb: &ShardedVarBuilder| {
-///         let (up, down) = (Linear::new(4, 8, true, &vb.pp("up"))?, Linear::new(8, 4, true, &vb.pp("down"))?);
-///         Ok(sharded_op(vb.mesh(), move |x| down.forward(&up.forward(x)?.gelu()?)))
-///     };
-///     h = g.module(&format!("blocks.{i}"), block, [h]);
-/// }
-/// let y = g.func("y", |xs, _| Ok(xs[0].full_tensor()?.into()), [h]);
-/// g.output("y", y);
-/// ```
-pub fn sharded_op<F>(mesh: &DeviceMesh, f: F) -> impl StageOp + use<F>
-where
-    F: Fn(&DTensor) -> candle_shard::Result<DTensor>,
-{
-    Sharded { mesh: mesh.clone(), f }
-}
-
-struct Sharded<F> {
-    mesh: DeviceMesh,
-    f: F,
-}
-
-impl<F: Fn(&DTensor) -> candle_shard::Result<DTensor>> StageOp for Sharded<F> {
-    fn arity() -> Option<(usize, usize)> {
-        Some((1, 1))
-    }
-
-    fn forward(&self, inputs: &[Value], _: &Ctx) -> Result<Vec<Value>> {
-        let [x] = inputs else {
-            return Err(crate::Error::Pipe(format!("a layer takes one tensor, {} values were given", inputs.len())));
-        };
-        Ok(vec![(self.f)(&x.on(&self.mesh)?)?.into()])
-    }
 }
 
 struct Closure<F>(F);

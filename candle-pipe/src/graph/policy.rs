@@ -27,7 +27,8 @@ pub struct SizeThreshold(pub usize);
 /// Cuts into stages so that the most expensive one is as cheap as possible, by measured costs such as times.
 ///
 /// ```
-/// use candle_pipe::{Balanced, Graph, NodeKind, Node, Output, SplitPolicy, ValueId};
+/// use candle_pipe::graph::{Graph, NodeKind, Node, Output, ValueId};
+/// use candle_pipe::{Balanced, SplitPolicy};
 /// # let node = |i: usize| Node {
 /// #     name: format!("layers.{i}"),
 /// #     kind: NodeKind::Function,

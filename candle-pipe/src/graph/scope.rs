@@ -1,10 +1,9 @@
 //! Sources of parameters.
-use crate::{Error, Result};
+use crate::Result;
 use candle_core::{DType, Device, Shape, Tensor};
 use candle_dist::DeviceMesh;
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
-use candle_shard::nn::ShardedVarBuilder;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// Parameters: their full names, and the tensors as the model uses them.
@@ -12,8 +11,8 @@ pub type Named = Vec<(String, Tensor)>;
 
 /// The source of a model's parameters. A module gets it with the module's own name as prefix.
 ///
-/// Implemented for candle's `VarBuilder`, the `ShardedVarBuilder` of tensor-parallel models, and `()` for models that
-/// have their own parameters.
+/// Implemented for candle's `VarBuilder`, for `()` (models that have their own parameters), and with the feature `shard`
+/// for the `ShardedVarBuilder` of tensor-parallel models.
 pub trait Scope: Clone + 'static {
     /// Returns the scope of the child module `name`, one part of a path.
     fn child(&self, name: &str) -> Self;
@@ -77,35 +76,6 @@ impl Scope for VarBuilder<'static> {
         let prefix = self.prefix();
         let built = build(&if prefix.is_empty() { root } else { root.pp(prefix) })?;
         let named = std::mem::take(&mut *seen.lock().unwrap_or_else(PoisonError::into_inner));
-        Ok((built, named))
-    }
-}
-
-impl Scope for ShardedVarBuilder {
-    fn child(&self, name: &str) -> Self {
-        self.pp(name)
-    }
-
-    fn on(&self, device: &Device) -> Result<Self> {
-        if self.device().same_device(device) {
-            return Ok(self.clone());
-        }
-        let (bound, wanted) = (self.device().location(), device.location());
-        Err(Error::Pipe(format!("a stage on {wanted:?} of a builder whose parameters are on {bound:?}")))
-    }
-
-    fn dtype(&self) -> DType {
-        ShardedVarBuilder::dtype(self)
-    }
-
-    fn mesh(&self) -> Option<DeviceMesh> {
-        Some(ShardedVarBuilder::mesh(self).clone())
-    }
-
-    fn watch<T>(&self, build: impl FnOnce(&Self) -> Result<T>) -> Result<(T, Named)> {
-        let before = self.built().len();
-        let built = build(self)?;
-        let named = self.built().iter().skip(before).map(|p| (p.name.clone(), p.var.as_tensor().clone())).collect();
         Ok((built, named))
     }
 }

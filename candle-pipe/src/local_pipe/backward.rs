@@ -4,7 +4,7 @@ use super::forward::Pass;
 use crate::grads;
 use crate::graph::ValueId;
 use crate::microbatch::Microbatches;
-use crate::step::{Step, StepOptions};
+use crate::step::{StepOptions, StepResult};
 use crate::tape::{Gradient, WeightTape, vjp};
 use crate::{Error, Result};
 use candle_core::Tensor;
@@ -17,7 +17,7 @@ struct Gradients {
     /// The gradients of each stage's parameters.
     stages: Vec<GradStore>,
     /// The deferred weight gradients of the stages, in order.
-    late: Vec<(usize, WeightTape)>,
+    deferred: Vec<(usize, WeightTape)>,
     /// The gradients of the variables from which the inputs were computed.
     outside: GradStore,
 }
@@ -27,23 +27,23 @@ impl LocalPipe {
     ///
     /// # Errors
     /// [`Error::Pipe`] if the model has no loss, or it is not a scalar of floats; those of [`forward`](Self::forward).
-    pub fn forward_backward(&self, batch: &Microbatches, options: &StepOptions) -> Result<Step> {
+    pub fn forward_backward(&self, batch: &Microbatches, options: &StepOptions) -> Result<StepResult> {
         let (Some(loss), Some(stage)) = (self.info.graph.loss, self.info.loss_stage()) else {
             return Err(Error::Pipe("the model has no loss to differentiate; declare it with loss or loss_fn".into()));
         };
-        let (mut step, mut passes) = (Step::default(), Vec::new());
+        let (mut step, mut passes) = (StepResult::default(), Vec::new());
         for (inputs, ctx, weight) in self.microbatches(batch, options)? {
             let pass = self.record(inputs?, &ctx, options, weight, &mut step)?;
             passes.push((pass, weight));
         }
         let stages = self.stages.iter().map(|_| GradStore::default()).collect();
-        let mut gradients = Gradients { stages, late: Vec::new(), outside: GradStore::default() };
+        let mut gradients = Gradients { stages, deferred: Vec::new(), outside: GradStore::default() };
         for ((pass, weight), value) in passes.into_iter().zip(&step.losses) {
             // The gradient of a sum, which does not depend on its count.
             let seed = Gradient::of_loss(&value.into(), weight)?;
             self.backward(pass, (loss.value, stage, seed), options.split_backward, &mut gradients)?;
         }
-        for (stage, tape) in gradients.late {
+        for (stage, tape) in gradients.deferred {
             grads::add(&mut gradients.stages[stage], &tape.backward()?)?;
         }
         step.grads = gradients.outside;
@@ -70,8 +70,8 @@ impl LocalPipe {
                 continue;
             }
             let backward = if is_split {
-                let (backward, late) = tape.backward_inputs(&outputs)?;
-                gradients.late.push((index, late));
+                let (backward, deferred) = tape.backward_inputs(&outputs)?;
+                gradients.deferred.push((index, deferred));
                 backward
             } else {
                 tape.backward(&outputs)?

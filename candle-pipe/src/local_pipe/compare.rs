@@ -4,7 +4,8 @@ use crate::graph::{Named, Scope};
 use crate::microbatch::split_args_kwargs_into_chunks;
 use crate::pipe::{LOSS, Pipe};
 use crate::step::StepOptions;
-use crate::{Error, Kwargs, Path, Result, Value};
+use crate::tape::backward;
+use crate::{Error, Kwargs, Result, Value, ValuePath};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, TensorId};
 use std::collections::BTreeMap;
@@ -91,7 +92,7 @@ impl<B: Scope> Pipe<B> {
             (false, Some(_)) => found.add("the loss is only in the plain model".into()),
             (false, None) => {}
         }
-        let want = loss.as_ref().map(candle_shard::nn::backward).transpose()?.unwrap_or_default();
+        let want = loss.as_ref().map(backward).transpose()?.unwrap_or_default();
         let variables = Variables::new(&local, &named, loss.as_ref(), &mut found)?;
         variables.compare(&step.grads, &want, has_loss && loss.is_some(), &mut found)?;
         found.into_result()
@@ -159,7 +160,7 @@ impl Differences {
     }
 
     fn values(&mut self, what: &str, got: &Value, want: &Value) -> Result<()> {
-        let (got, want) = (got.leaves(&Path::new(what)), want.leaves(&Path::new(what)));
+        let (got, want) = (got.leaves(&ValuePath::new(what)), want.leaves(&ValuePath::new(what)));
         if !got.iter().map(|(path, _)| path).eq(want.iter().map(|(path, _)| path)) {
             self.add(format!("{what} has another structure"));
             return Ok(());

@@ -2,9 +2,9 @@
 use super::LocalPipe;
 use crate::graph::{Ctx, Inputs, Reduction, ValueId};
 use crate::microbatch::{Masked, Microbatches};
-use crate::step::{Step, StepOptions};
+use crate::step::{StepOptions, StepResult};
 use crate::tape::{Activation, StageModule, Tape};
-use crate::{Kwargs, Path, Result, Value};
+use crate::{Kwargs, Result, Value, ValuePath};
 use std::collections::BTreeMap;
 
 /// Values by id.
@@ -34,9 +34,9 @@ impl LocalPipe {
     ///
     /// # Errors
     /// Those of [`forward`](Self::forward), and one if the loss is not a scalar of floats.
-    pub fn evaluate(&self, batch: &Microbatches) -> Result<Step> {
+    pub fn evaluate(&self, batch: &Microbatches) -> Result<StepResult> {
         let options = StepOptions { training: false, ..StepOptions::default() };
-        let mut step = Step::default();
+        let mut step = StepResult::default();
         for (inputs, ctx, weight) in self.microbatches(batch, &options)? {
             let values = self.through(inputs?, |stage, inputs| stage.evaluate(inputs, &ctx))?;
             self.add_to(&mut step, weight, true, |value| values.get(&value).cloned())?;
@@ -45,7 +45,7 @@ impl LocalPipe {
     }
 
     /// Divides the loss of a step by its count, if it has one.
-    pub(super) fn divided(&self, mut step: Step) -> Result<Step> {
+    pub(super) fn divided(&self, mut step: StepResult) -> Result<StepResult> {
         if self.info.graph.loss.is_some_and(|loss| loss.reduction == Reduction::Counted) {
             step.divide(step.counted()?, 1.0)?;
         }
@@ -59,7 +59,7 @@ impl LocalPipe {
         ctx: &Ctx,
         options: &StepOptions,
         weight: f64,
-        step: &mut Step,
+        step: &mut StepResult,
     ) -> Result<Pass> {
         let StepOptions { keep, outputs, .. } = *options;
         let mut tapes = Vec::new();
@@ -111,7 +111,7 @@ impl LocalPipe {
 
     fn add_to(
         &self,
-        step: &mut Step,
+        step: &mut StepResult,
         weight: f64,
         outputs: bool,
         get: impl Fn(ValueId) -> Option<Value>,
@@ -130,10 +130,11 @@ impl LocalPipe {
 pub(super) fn batch_size(inputs: &Inputs) -> usize {
     let rows = |leaf: &Value| match leaf {
         Value::Tensor(tensor) => tensor.dims().first().copied(),
+        #[cfg(feature = "shard")]
         Value::DTensor(tensor) => tensor.dims().first().copied(),
         _ => None,
     };
-    let root = Path::new("inputs");
+    let root = ValuePath::new("inputs");
     let mut leaves = inputs.values().flat_map(|value| value.leaves(&root));
     leaves.find_map(|(_, leaf)| rows(leaf)).unwrap_or(1)
 }

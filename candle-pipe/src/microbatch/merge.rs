@@ -1,9 +1,8 @@
 //! Joins the results of chunks.
-use super::plan::{check_steps, dim_of, unlike};
+use super::cut::{check_steps, dim_of, unlike};
 use super::{ChunkSpec, TensorChunkSpec};
-use crate::{Error, Path, Result, Value};
+use crate::{Error, Result, Value, ValuePath};
 use candle_core::Tensor;
-use candle_shard::DTensor;
 
 /// Joins the results of chunks: tensors along their spec's dim, losses and others by their reducer.
 ///
@@ -49,11 +48,11 @@ impl Merge<'_> {
             return Err(Error::Microbatches("there are no chunks to join; give at least one".into()));
         }
         let chunks: Vec<&Value> = chunks.iter().collect();
-        self.one(&Path::new("output"), &chunks, spec.unwrap_or(&ChunkSpec::DEFAULT), spec.is_none())
+        self.one(&ValuePath::new("output"), &chunks, spec.unwrap_or(&ChunkSpec::DEFAULT), spec.is_none())
     }
 
     /// `covered`: the spec is that of a container around the value, or the default.
-    fn one(&self, path: &Path, chunks: &[&Value], spec: &ChunkSpec, covered: bool) -> Result<Value> {
+    fn one(&self, path: &ValuePath, chunks: &[&Value], spec: &ChunkSpec, covered: bool) -> Result<Value> {
         match spec {
             ChunkSpec::Reduce(reducer) => return reducer.reduce(chunks),
             ChunkSpec::Loss(reducer) => return reducer.reduce(path, chunks, self.weights),
@@ -74,12 +73,13 @@ impl Merge<'_> {
         Ok(chunks[0].with_children(children.collect::<Result<_>>()?))
     }
 
-    fn leaf(&self, path: &Path, chunks: &[&Value], spec: &ChunkSpec, covered: bool) -> Result<Value> {
+    fn leaf(&self, path: &ValuePath, chunks: &[&Value], spec: &ChunkSpec, covered: bool) -> Result<Value> {
         match (chunks[0], spec) {
             (Value::Tensor(_), ChunkSpec::Split(split)) => {
                 let tensors = chunks.iter().map(|chunk| chunk.tensor()).collect::<Result<Vec<_>>>()?;
                 Ok(self.join(path, &tensors, *split)?.into())
             }
+            #[cfg(feature = "shard")]
             (Value::DTensor(_), ChunkSpec::Split(split)) => self.join_sharded(path, chunks, *split),
             (_, ChunkSpec::Replicate) => the_same(path, chunks),
             (_, ChunkSpec::Split(_)) if covered => the_same(path, chunks),
@@ -94,7 +94,8 @@ impl Merge<'_> {
     }
 
     /// Concatenates sharded tensors along a dim.
-    fn join_sharded(&self, path: &Path, chunks: &[&Value], spec: TensorChunkSpec) -> Result<Value> {
+    #[cfg(feature = "shard")]
+    fn join_sharded(&self, path: &ValuePath, chunks: &[&Value], spec: TensorChunkSpec) -> Result<Value> {
         let tensors = chunks.iter().map(|chunk| chunk.dtensor()).collect::<Result<Vec<_>>>()?;
         let outside = || {
             let (value, rank) = (chunks[0], tensors[0].rank());
@@ -105,11 +106,11 @@ impl Merge<'_> {
             let reason = "a sharded output of masked chunks is not joined; gather it in the model with full_tensor";
             return Err(Error::Microbatches(format!("{path}: {reason}")));
         }
-        Ok(DTensor::cat(&tensors, dim)?.into())
+        Ok(candle_shard::DTensor::cat(&tensors, dim)?.into())
     }
 
     /// Concatenates tensors along a dim; of masked ones, the rows of the chunk.
-    fn join(&self, path: &Path, tensors: &[&Tensor], spec: TensorChunkSpec) -> Result<Tensor> {
+    fn join(&self, path: &ValuePath, tensors: &[&Tensor], spec: TensorChunkSpec) -> Result<Tensor> {
         let dim = dim_of(path, tensors[0], spec)?;
         let (rule, free) = match self.masked {
             Some(_) => ("masked chunks have one shape".to_owned(), None),
@@ -133,7 +134,7 @@ fn alike(a: &Tensor, b: &Tensor, except: Option<usize>) -> bool {
 }
 
 /// Returns each masked chunk's own rows, which may have several entries each.
-fn own_rows(path: &Path, tensors: &[&Tensor], dim: usize, rows: &[usize]) -> Result<Vec<Tensor>> {
+fn own_rows(path: &ValuePath, tensors: &[&Tensor], dim: usize, rows: &[usize]) -> Result<Vec<Tensor>> {
     let (places, total) = (tensors[0].dims()[dim], rows.iter().sum::<usize>());
     if places % total != 0 {
         return Err(Error::Microbatches(format!(
@@ -152,7 +153,7 @@ fn own_rows(path: &Path, tensors: &[&Tensor], dim: usize, rows: &[usize]) -> Res
 }
 
 /// Checks that all chunks are leaves of one kind, or have values in the same places.
-fn check_structure(path: &Path, chunks: &[&Value]) -> Result<()> {
+fn check_structure(path: &ValuePath, chunks: &[&Value]) -> Result<()> {
     let alike = |a: &Value, b: &Value| match (a.children(), b.children()) {
         (Some(a), Some(b)) => a.iter().map(|(step, _)| step).eq(b.iter().map(|(step, _)| step)),
         (None, None) => a.kind() == b.kind(),
@@ -168,7 +169,7 @@ fn check_structure(path: &Path, chunks: &[&Value]) -> Result<()> {
 }
 
 /// Returns the value that all chunks share, or an error with the first that differs.
-fn the_same(path: &Path, chunks: &[&Value]) -> Result<Value> {
+fn the_same(path: &ValuePath, chunks: &[&Value]) -> Result<Value> {
     for (chunk, value) in chunks.iter().enumerate() {
         if !value.same(chunks[0])? {
             let bits = if matches!(value, Value::Tensor(_)) { " (compared bit by bit)" } else { "" };

@@ -27,9 +27,9 @@
 //! # Ok::<(), candle_pipe::Error>(())
 //! ```
 mod batch;
+mod cut;
 mod masked;
 mod merge;
-mod plan;
 mod reduce;
 mod spec;
 mod split;

@@ -1,6 +1,6 @@
 //! Reductions of many values to one, for joining chunks.
 use crate::graph::Reduction;
-use crate::{Error, Path, Result, Value};
+use crate::{Error, Result, Value, ValuePath};
 use std::fmt;
 use std::sync::Arc;
 
@@ -87,7 +87,7 @@ impl LossReducer {
     }
 
     /// Reduces several losses to one; `weights` are the chunks' shares of the rows, if known.
-    pub(super) fn reduce(&self, path: &Path, chunks: &[&Value], weights: Option<&[f64]>) -> Result<Value> {
+    pub(super) fn reduce(&self, path: &ValuePath, chunks: &[&Value], weights: Option<&[f64]>) -> Result<Value> {
         let weights = match (&self.0, weights) {
             (Kind::Custom(reducer), _) => return reducer.reduce(chunks),
             (Kind::Sum, _) => None,
@@ -110,7 +110,7 @@ impl LossReducer {
 }
 
 /// Checks that losses are floating-point numbers of one form.
-fn check_losses(path: &Path, chunks: &[&Value]) -> Result<()> {
+fn check_losses(path: &ValuePath, chunks: &[&Value]) -> Result<()> {
     for (chunk, loss) in chunks.iter().enumerate() {
         let fault = match (loss, chunks[0]) {
             (Value::Tensor(t), _) if t.elem_count() != 1 => "which is not one number; TensorChunkSpec(0) joins rows",

@@ -1,7 +1,7 @@
 //! How values are cut and joined.
 use super::{CustomReducer, DEFAULT_CHUNK_DIM, LossReducer};
 use crate::value::{Children, containers, entries, items, write_list, write_map, write_tuple};
-use crate::{Error, Path, Result, Value};
+use crate::{Error, Result, Value, ValuePath};
 use std::collections::BTreeMap;
 use std::fmt;
 
@@ -67,7 +67,7 @@ impl TensorChunkSpec {
     /// # Ok::<(), candle_pipe::Error>(())
     /// ```
     pub fn from_tuple(dims: impl Into<Value>) -> Result<Vec<ChunkSpec>> {
-        match of_dims(&Path::new("from_tuple"), &dims.into())? {
+        match of_dims(&ValuePath::new("from_tuple"), &dims.into())? {
             ChunkSpec::List(specs) | ChunkSpec::Tuple(specs) => Ok(specs),
             other => Err(Error::Microbatches(format!("from_tuple expects a tuple of dims, got {other}"))),
         }
@@ -87,7 +87,7 @@ impl TensorChunkSpec {
     /// # Ok::<(), candle_pipe::Error>(())
     /// ```
     pub fn from_dict(dims: impl Into<Value>) -> Result<KwargsSpec> {
-        match of_dims(&Path::new("from_dict"), &dims.into())? {
+        match of_dims(&ValuePath::new("from_dict"), &dims.into())? {
             ChunkSpec::Map(specs) => Ok(specs),
             other => Err(Error::Microbatches(format!("from_dict expects a map of dims, got {other}"))),
         }
@@ -100,7 +100,7 @@ impl TensorChunkSpec {
     }
 }
 
-fn of_dims(path: &Path, dims: &Value) -> Result<ChunkSpec> {
+fn of_dims(path: &ValuePath, dims: &Value) -> Result<ChunkSpec> {
     Ok(match dims {
         Value::Int(dim) => TensorChunkSpec(*dim).into(),
         Value::List(list) | Value::Tuple(list) => {

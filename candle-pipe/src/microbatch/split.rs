@@ -1,5 +1,5 @@
 //! Cuts arguments into microbatches.
-use super::plan::Plan;
+use super::cut::Cuts;
 use super::{ChunkSpec, KwargsSpec, Microbatches, microbatch_sizes};
 use crate::{Error, Kwargs, Result, Value};
 use candle_core::Tensor;
@@ -125,12 +125,12 @@ impl Splitter {
         if self.chunks == 0 {
             return Err(Error::Microbatches("a batch cannot be cut into 0 chunks; ask for 1 or more".into()));
         }
-        let plan = Plan::new(args, kwargs, args_spec, kwargs_spec)?;
+        let cuts = Cuts::new(args, kwargs, args_spec, kwargs_spec)?;
         if !self.unequal {
-            plan.check_one_batch_size()?;
+            cuts.check_one_batch_size()?;
         }
-        let chunks = plan.cuts().map(|cut| cut.rows).chain(self.rows).fold(self.chunks, usize::min);
-        plan.check_rows(self.rows)?;
+        let chunks = cuts.cuts().map(|cut| cut.rows).chain(self.rows).fold(self.chunks, usize::min);
+        cuts.check_rows(self.rows)?;
         if chunks > MOST_CHUNKS {
             return Err(Error::Microbatches(format!("{chunks} chunks are too many; ask for {MOST_CHUNKS} at most")));
         }
@@ -140,15 +140,15 @@ impl Splitter {
                 "a batch of {chunks} rows is cut into {chunks} microbatches, not into the {asked} that were asked for"
             );
         }
-        let rows = self.rows.or(plan.cuts().next().map(|cut| cut.rows)).unwrap_or(chunks);
+        let rows = self.rows.or(cuts.cuts().next().map(|cut| cut.rows)).unwrap_or(chunks);
         let mut batch = Microbatches::new(microbatch_sizes(rows, chunks), self.masked);
-        let mut dims = plan.dims();
+        let mut dims = cuts.dims();
         let mut of = |value: &Value| dims.by_ref().take(value.tensors().len()).collect();
         batch.args_dims = args.iter().map(&mut of).collect();
         batch.kwargs_dims = kwargs.iter().map(|(name, value)| (name.clone(), of(value))).collect();
         drop(dims);
         for chunk in 0..chunks {
-            let mut tensors = plan.tensors();
+            let mut tensors = cuts.tensors();
             let mut piece = |tensor: &Tensor| match tensors.next().flatten() {
                 Some(cut) => cut.piece(tensor, chunks, chunk, self.masked),
                 None => Ok(tensor.clone()),

@@ -2,7 +2,7 @@
 use crate::graph::{Ctx, StageOp};
 use crate::{Error, Result, Value};
 use candle_core::Tensor;
-use candle_shard::random::{Distribution, Stream};
+use candle_dist_kernels::random::{Distribution, Stream};
 
 /// Zeroes elements with probability `p` in training and divides the others by `1 - p` (Srivastava et al. 2014).
 ///

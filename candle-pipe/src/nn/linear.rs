@@ -67,5 +67,5 @@ pub fn linear_no_bias(in_dim: usize, out_dim: usize, vb: VarBuilder<'_>) -> Resu
 /// # Errors
 /// If shapes, dtypes or devices do not agree.
 pub fn deferred_linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-    candle_shard::kernels::linear(x, weight, bias)
+    candle_dist_kernels::linear(x, weight, bias)
 }

@@ -2,7 +2,7 @@
 use crate::graph::{Output, Reduction};
 use crate::microbatch::{ChunkSpec, LossReducer};
 use crate::value::{Children, containers, entries, items, write_list, write_map, write_tuple};
-use crate::{Error, Path, Result, Value};
+use crate::{Error, Result, Value, ValuePath};
 use itertools::Itertools;
 use std::collections::BTreeMap;
 use std::fmt;
@@ -89,7 +89,7 @@ impl LossSpec {
     }
 
     /// Returns the loss in a value, which must have the structure of the spec.
-    pub(super) fn pick<'a>(&self, path: &Path, value: &'a Value) -> Result<&'a Value> {
+    pub(super) fn pick<'a>(&self, path: &ValuePath, value: &'a Value) -> Result<&'a Value> {
         let Some(specs) = self.children() else { return Ok(value) };
         let unlike =
             || Error::Pipe(format!("{path} is {value}, which does not have the structure of the loss spec {self}"));

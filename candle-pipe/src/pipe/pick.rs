@@ -2,14 +2,14 @@
 use crate::{Error, Result, Value};
 
 /// The path from a value to an element of it: `.losses[0]`.
-pub(super) struct Steps(Vec<Step>);
+pub(super) struct ElementPath(Vec<Segment>);
 
-enum Step {
+enum Segment {
     Index(usize),
     Key(String),
 }
 
-impl Steps {
+impl ElementPath {
     /// Parses `[1]` for elements of lists and tuples, and `.key` for entries of maps. The first dot is optional.
     pub(super) fn parse(text: &str) -> Result<Self> {
         let wrong = || Error::Pipe(format!("{text:?} is not a path: expected indexes and keys, as in .losses[0]"));
@@ -19,13 +19,13 @@ impl Steps {
             let (step, after) = match rest.strip_prefix('[') {
                 Some(inner) => {
                     let (index, after) = inner.split_once(']').ok_or_else(wrong)?;
-                    (Step::Index(index.parse().map_err(|_| wrong())?), after)
+                    (Segment::Index(index.parse().map_err(|_| wrong())?), after)
                 }
                 None => {
                     let named =
                         rest.strip_prefix('.').or_else(|| steps.is_empty().then_some(rest)).ok_or_else(wrong)?;
                     let (key, after) = named.split_at(named.find(['.', '[']).unwrap_or(named.len()));
-                    (Step::Key((!key.is_empty()).then(|| key.to_owned()).ok_or_else(wrong)?), after)
+                    (Segment::Key((!key.is_empty()).then(|| key.to_owned()).ok_or_else(wrong)?), after)
                 }
             };
             steps.push(step);
@@ -36,8 +36,8 @@ impl Steps {
 
     pub(super) fn pick<'a>(&self, value: &'a Value) -> Result<&'a Value> {
         self.0.iter().try_fold(value, |value, step| match step {
-            Step::Index(index) => value.at(*index),
-            Step::Key(key) => value.get(key),
+            Segment::Index(index) => value.at(*index),
+            Segment::Key(key) => value.get(key),
         })
     }
 }

@@ -12,6 +12,7 @@ mod credit;
 mod execute;
 mod names;
 mod notes;
+mod outline;
 mod post;
 mod reduce;
 mod stopwatch;
@@ -22,7 +23,7 @@ use crate::microbatch::{Masked, Microbatches};
 use crate::pipe::Pipe;
 use crate::schedule::{Edges, Lowering, Program, Schedule, Span};
 use crate::tape::StageModule;
-use crate::{Error, Kwargs, Result, Step, StepOptions, Value};
+use crate::{Error, Kwargs, Result, StepOptions, StepResult, Value};
 use candle_core::{Device, Tensor, Var};
 use candle_dist::{
     ClipGradNorm, DataParallel, DataParallelOptions, DeviceMesh, ProcessGroup, ReduceOp, Store, SyncOptions,
@@ -118,7 +119,7 @@ impl Shared {
 #[derive(Debug, Default)]
 pub struct RankStep {
     /// Losses and outputs on the ranks of the stages that compute them, and the gradients of this rank's parameters.
-    pub step: Step,
+    pub step: StepResult,
     /// The computations of this rank, in seconds since the last rank of the pipeline reached the step, by the clock of
     /// the first rank (see [`Runtime::settle_clocks`]). On a CUDA device these are times of the device; that code has
     /// not run on a GPU yet. On other devices they are the times of the calls on the host.
@@ -422,7 +423,7 @@ impl Runtime {
         let execution = Execution::new(self, program, &batch, outputs, &notes);
         let made = execution.inspect_err(|error| self.group.fail(&error.to_string()))?.run()?;
         let Made { losses, outputs, grads, spans, peak, path, at_once } = made;
-        let mut step = Step::with_grads(grads);
+        let mut step = StepResult::with_grads(grads);
         let reduction = self.info.graph.loss.map_or(Reduction::Mean, |loss| loss.reduction);
         for (loss, &weight) in losses.iter().zip(&batch.weights) {
             loss.iter().try_for_each(|loss| step.add_loss(loss, reduction, weight))?;
@@ -440,7 +441,7 @@ impl Runtime {
 
     /// Divides the loss and the gradients by the total count of the losses of all microbatches of all copies of the
     /// model.
-    fn divide(&self, step: &mut Step) -> Result<()> {
+    fn divide(&self, step: &mut StepResult) -> Result<()> {
         let mine = Tensor::new(&step.counted()?, &Device::Cpu)?;
         let mut all = self.group.all_reduce(&mine, ReduceOp::Sum)?;
         if let Some(copies) = &self.copies {

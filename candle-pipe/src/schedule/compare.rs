@@ -1,5 +1,5 @@
 //! Comparison of all schedules that a pipeline can have.
-use super::{Costs, Edges, Placement, Schedule, ScheduleKind, Timeline, greedy};
+use super::{Costs, Edges, Schedule, ScheduleKind, StageOrder, Timeline, greedy};
 use crate::{Error, Result};
 
 /// A schedule and its simulation.
@@ -30,10 +30,10 @@ pub fn candidates(ranks: usize, microbatches: usize, edges: &Edges, costs: &Cost
     let known =
         ScheduleKind::all().filter_map(|kind| Some((kind.name(), kind.schedule(ranks, microbatches, turns).ok()?)));
     let mut all: Vec<_> = known.collect();
-    // With one stage per rank there is only one placement.
-    let placements = [("greedy", Placement::Loop), ("greedy-v", Placement::V)].into_iter().take(turns);
-    for (name, placement) in placements {
-        all.push((name, greedy(&placement.stage_ranks(ranks, turns), microbatches, edges, costs, cap)?));
+    // With one stage per rank the two orders of stages are one.
+    let stage_orders = [("greedy", StageOrder::Loop), ("greedy-v", StageOrder::V)].into_iter().take(turns);
+    for (name, stage_order) in stage_orders {
+        all.push((name, greedy(&stage_order.stage_ranks(ranks, turns), microbatches, edges, costs, cap)?));
     }
     let mut found = Vec::new();
     for (name, schedule) in all {
@@ -48,9 +48,9 @@ pub fn candidates(ranks: usize, microbatches: usize, edges: &Edges, costs: &Cost
 /// Returns the fastest of the [`candidates`], and the first one if several are equal.
 ///
 /// ```
-/// use candle_pipe::schedule::{Costs, Edges, Placement, fastest};
+/// use candle_pipe::schedule::{Costs, Edges, StageOrder, fastest};
 ///
-/// let costs = Costs::per_rank(&Placement::V.stage_ranks(4, 2), 1.0, 1.0, 1.0);
+/// let costs = Costs::per_rank(&StageOrder::V.stage_ranks(4, 2), 1.0, 1.0, 1.0);
 /// let best = fastest(4, 8, &Edges::chain(8), &costs, 3.0)?;
 /// assert_eq!(best.name, "v-half");
 /// # Ok::<(), candle_pipe::Error>(())

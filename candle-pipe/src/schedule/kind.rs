@@ -1,6 +1,6 @@
 //! The known schedules, by name.
 use super::generate::{self, LARGEST, MOST_STAGES, Orders, Size};
-use super::{Placement, Schedule};
+use super::{Schedule, StageOrder};
 use crate::nearest::nearest;
 use crate::{Error, Result};
 use itertools::Itertools;
@@ -66,7 +66,7 @@ pub enum ScheduleKind {
 struct Rule {
     kind: ScheduleKind,
     name: &'static str,
-    placement: Placement,
+    stage_order: StageOrder,
     stages: Stages,
     microbatches: Microbatches,
     orders: fn(&Size) -> Orders,
@@ -90,8 +90,8 @@ enum Microbatches {
 
 static RULES: [Rule; 11] = {
     use Microbatches as M;
-    use Placement::{Loop, V};
     use ScheduleKind as K;
+    use StageOrder::{Loop, V};
     use Stages::{Any, Exactly};
     [
         rule(K::GPipe, "gpipe", Loop, Exactly(1), M::Any, generate::gpipe),
@@ -111,12 +111,12 @@ static RULES: [Rule; 11] = {
 const fn rule(
     kind: ScheduleKind,
     name: &'static str,
-    placement: Placement,
+    stage_order: StageOrder,
     stages: Stages,
     microbatches: Microbatches,
     orders: fn(&Size) -> Orders,
 ) -> Rule {
-    Rule { kind, name, placement, stages, microbatches, orders }
+    Rule { kind, name, stage_order, stages, microbatches, orders }
 }
 
 impl ScheduleKind {
@@ -130,9 +130,9 @@ impl ScheduleKind {
         self.rule().name
     }
 
-    /// Returns the placement of the stages.
-    pub fn placement(self) -> Placement {
-        self.rule().placement
+    /// Returns how the stages lie on the ranks.
+    pub fn stage_order(self) -> StageOrder {
+        self.rule().stage_order
     }
 
     /// Returns the default number of stages per rank.

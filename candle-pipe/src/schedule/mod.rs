@@ -20,32 +20,32 @@
 //! # Ok::<(), candle_pipe::Error>(())
 //! ```
 mod compare;
+mod computations;
 mod costs;
 mod csv;
-mod data;
 pub mod draw;
 mod edges;
 mod generate;
 mod kind;
 mod lower;
 mod parse;
-mod placement;
 mod program;
 mod routes;
 mod simulate;
+mod stage_order;
 mod timeline;
 mod validate;
 mod walk;
 
 pub use crate::action::{Action, Compute, Flow, Message, Pass};
 pub use compare::{Candidate, candidates, fastest};
+pub use computations::Schedule;
 pub use costs::Costs;
 pub use csv::parse_csv;
-pub use data::Schedule;
 pub use edges::Edges;
 pub use generate::greedy;
 pub use kind::ScheduleKind;
 pub use lower::Lowering;
-pub use placement::Placement;
 pub use program::Program;
+pub use stage_order::StageOrder;
 pub use timeline::{Span, Timeline};

@@ -1,6 +1,7 @@
 //! Forward and backward passes of one stage for one microbatch.
 mod activation;
 mod again;
+mod pass;
 mod queue;
 mod record;
 mod seed;
@@ -11,6 +12,7 @@ pub use record::{Backward, Tape, WeightTape};
 pub use stage::{Keep, StageModule};
 
 pub(crate) use activation::parts;
+pub(crate) use pass::backward;
 pub(crate) use queue::WeightQueue;
 pub(crate) use seed::vjp;
 pub(crate) use stage::StageNode;

@@ -3,7 +3,7 @@ use crate::Result;
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, TensorId};
 use candle_dist::add_grad;
-use candle_shard::kernels::{LateGradient, WeightSink, with_weight_sink};
+use candle_dist_kernels::{DeferredGradient, WeightSink, with_weight_sink};
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -24,20 +24,20 @@ pub(crate) struct WeightQueue {
 
 #[derive(Debug, Default)]
 struct Weights {
-    waiting: Vec<Late>,
+    waiting: Vec<Deferred>,
     /// Weights with the sums of the gradients computed so far.
     sums: Vec<(Tensor, Tensor)>,
 }
 
 /// A deferred weight gradient.
-struct Late {
+struct Deferred {
     weight: Tensor,
-    gradient: LateGradient,
+    gradient: DeferredGradient,
 }
 
-impl fmt::Debug for Late {
+impl fmt::Debug for Deferred {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Late({:?})", self.weight.shape())
+        write!(f, "Deferred({:?})", self.weight.shape())
     }
 }
 
@@ -59,7 +59,7 @@ impl WeightQueue {
 
     /// Returns the weights with deferred gradients, once per use.
     pub(crate) fn waiting(&self) -> Vec<Tensor> {
-        self.lock().waiting.iter().map(|late| late.weight.clone()).collect()
+        self.lock().waiting.iter().map(|deferred| deferred.weight.clone()).collect()
     }
 
     /// Returns the number of weight gradients that should have been deferred but were computed at once: those of
@@ -71,7 +71,7 @@ impl WeightQueue {
     /// Computes the deferred gradients, in their order, and adds all gradients of the queue to `grads`.
     pub(crate) fn finish(&self, grads: &mut GradStore) -> Result<()> {
         let waiting = std::mem::take(&mut self.lock().waiting);
-        waiting.into_iter().try_for_each(|late| self.add(&late.weight, (late.gradient)()?))?;
+        waiting.into_iter().try_for_each(|deferred| self.add(&deferred.weight, (deferred.gradient)()?))?;
         for (weight, sum) in std::mem::take(&mut self.lock().sums) {
             let whole = match grads.get(&weight) {
                 Some(other) => add_grad(Some(other), &sum)?,
@@ -98,14 +98,14 @@ impl WeightQueue {
 
 impl WeightSink for WeightQueue {
     /// Returns the gradient of `weight`, unless it is one of this stage's own variables: then the queue keeps it.
-    fn take(&self, weight: &Tensor, gradient: LateGradient) -> candle_core::Result<Option<Tensor>> {
+    fn take(&self, weight: &Tensor, gradient: DeferredGradient) -> candle_core::Result<Option<Tensor>> {
         let is_deferring = self.is_deferring.load(Ordering::Relaxed);
         if !weight.is_variable() || self.inputs.contains(&weight.id()) {
             self.at_once.fetch_add(usize::from(is_deferring), Ordering::Relaxed);
             return gradient().map(Some);
         }
         if is_deferring {
-            self.lock().waiting.push(Late { weight: weight.clone(), gradient });
+            self.lock().waiting.push(Deferred { weight: weight.clone(), gradient });
         } else {
             self.add(weight, gradient()?)?;
         }

@@ -1,4 +1,5 @@
 //! Vector-Jacobian products.
+use super::pass::backward;
 use crate::Result;
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::backprop::GradStore;
@@ -20,7 +21,7 @@ pub(crate) fn vjp(outputs: &[(Tensor, Tensor)], extra: &[&Tensor]) -> Result<Gra
         });
     }
     let Some(total) = total else { return Ok(found) };
-    let mut grads = candle_shard::nn::backward(&total)?;
+    let mut grads = backward(&total)?;
     let reached = total.sorted_nodes().into_iter().filter(|node| node.is_variable());
     for tensor in reached.chain(extra.iter().copied()) {
         if let Some(grad) = grads.remove(tensor) {

@@ -1,12 +1,12 @@
 //! A built stage.
 use super::activation::detached;
+use super::pass::Draws;
 use super::record::Recorded;
 use super::{Activation, Given, Tape, leaving_variables};
 use crate::graph::{Ctx, Named, Node, StageDef, StageOp, ValueId};
-use crate::{Error, Path, Result, Value};
+use crate::{Error, Result, Value, ValuePath};
 use candle_core::{DType, Device, Tensor};
 use candle_dist::TensorTree;
-use candle_shard::nn::Draws;
 use itertools::Itertools;
 use std::cell::Cell;
 use std::collections::{BTreeMap, HashMap};
@@ -97,7 +97,8 @@ impl StageNode {
 
 /// Converts a loss to a plain tensor, the same on every rank of a mesh.
 fn whole(value: &Value) -> Result<Value> {
-    value.map_leaves(&Path::new("loss"), &mut |_, leaf| match leaf {
+    value.map_leaves(&ValuePath::new("loss"), &mut |_, leaf| match leaf {
+        #[cfg(feature = "shard")]
         Value::DTensor(tensor) => Ok(tensor.full_tensor()?.into()),
         leaf => Ok(leaf.clone()),
     })

@@ -1,7 +1,6 @@
 //! Conversions of Rust types to values.
 use super::Value;
 use candle_core::Tensor;
-use candle_shard::DTensor;
 
 macro_rules! leaf {
     ($($type:ty: $value:ident => $made:expr;)*) => {$(
@@ -16,8 +15,6 @@ macro_rules! leaf {
 leaf! {
     Tensor: tensor => Self::Tensor(tensor);
     &Tensor: tensor => Self::Tensor(tensor.clone());
-    DTensor: tensor => Self::DTensor(tensor);
-    &DTensor: tensor => Self::DTensor(tensor.clone());
     i64: n => Self::Int(n);
     f64: x => Self::Float(x);
     bool: b => Self::Bool(b);

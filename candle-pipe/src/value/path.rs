@@ -4,35 +4,35 @@ use std::fmt;
 
 /// One step down a tree.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Step<'a> {
+pub(crate) enum Segment<'a> {
     Index(usize),
     Key(&'a str),
 }
 
 /// The values of a container, each with the step that leads to it.
-pub(crate) type Children<'a, T> = Vec<(Step<'a>, &'a T)>;
+pub(crate) type Children<'a, T> = Vec<(Segment<'a>, &'a T)>;
 
 pub(crate) fn items<T>(items: &[T]) -> Children<'_, T> {
-    items.iter().enumerate().map(|(i, item)| (Step::Index(i), item)).collect()
+    items.iter().enumerate().map(|(i, item)| (Segment::Index(i), item)).collect()
 }
 
 pub(crate) fn entries<T>(map: &BTreeMap<String, T>) -> Children<'_, T> {
-    map.iter().map(|(key, value)| (Step::Key(key), value)).collect()
+    map.iter().map(|(key, value)| (Segment::Key(key), value)).collect()
 }
 
 /// The path of a value in a tree, for messages: `args[1].mask[0]`.
 ///
 /// ```
-/// use candle_pipe::Path;
+/// use candle_pipe::ValuePath;
 ///
-/// let path = Path::new("args").index(1).key("mask");
+/// let path = ValuePath::new("args").index(1).key("mask");
 /// assert_eq!(path.to_string(), "args[1].mask");
 /// assert_eq!(path.key("two words").to_string(), r#"args[1].mask["two words"]"#);
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub struct Path(String);
+pub struct ValuePath(String);
 
-impl Path {
+impl ValuePath {
     /// Creates the path of a tree's root with this name.
     pub fn new(root: impl Into<String>) -> Self {
         Self(root.into())
@@ -51,15 +51,15 @@ impl Path {
         Self(if is_name { format!("{self}.{key}") } else { format!("{self}[{key:?}]") })
     }
 
-    pub(crate) fn step(&self, step: Step<'_>) -> Self {
+    pub(crate) fn step(&self, step: Segment<'_>) -> Self {
         match step {
-            Step::Index(index) => self.index(index),
-            Step::Key(key) => self.key(key),
+            Segment::Index(index) => self.index(index),
+            Segment::Key(key) => self.key(key),
         }
     }
 }
 
-impl fmt::Display for Path {
+impl fmt::Display for ValuePath {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.0)
     }

@@ -1,7 +1,8 @@
 //! Random graphs with random cuts, for the tests of what runs them.
 use candle_core::Tensor;
 use candle_nn::{Module, VarBuilder};
-use candle_pipe::{Ctx, Graph, In, PipeBuilder, Reduction, Share, SplitPolicy, Value, ValueId, nn, stage_op};
+use candle_pipe::graph::{Graph, ValueId};
+use candle_pipe::{Ctx, In, PipeBuilder, Reduction, Share, SplitPolicy, Value, nn, stage_op};
 use proptest::prelude::*;
 use std::collections::BTreeSet;
 

@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 use candle_core::{DType, Device, Result, Tensor};
 use candle_dist::TensorTree;
-use candle_pipe::{Path, Value};
+use candle_pipe::{Value, ValuePath};
 use std::collections::BTreeMap;
 
 fn tensor(shape: &[usize]) -> Tensor {
@@ -19,7 +19,7 @@ fn listing_leaves_and_paths() {
     let value = nested();
     let listing = r#"(f32[2, 3], (0.5,), {keep: [true, false], rows: f32[4]}, none, "a \"b\"")"#;
     assert_eq!(value.to_string(), listing);
-    let paths: Vec<_> = value.leaves(&Path::new("args")).into_iter().map(|(path, _)| path.to_string()).collect();
+    let paths: Vec<_> = value.leaves(&ValuePath::new("args")).into_iter().map(|(path, _)| path.to_string()).collect();
     let expected = ["[0]", "[1][0]", "[2].keep[0]", "[2].keep[1]", "[2].rows", "[3]", "[4]"];
     assert_eq!(paths, expected.map(|path| format!("args{path}")));
 }

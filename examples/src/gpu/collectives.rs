@@ -138,7 +138,7 @@ impl Calls<'_> {
         for dtype in DTYPES {
             let x = self.input(&[5, 3], dtype)?;
             let call = Call { reduce: Some(ReduceOp::Sum), ..Call::on(Op::AllReduce, &x, &[]) };
-            let made = self.group.engine().run(call, [x].into_iter().collect())?;
+            let made = self.group.backend().run(call, [x].into_iter().collect())?;
             made.into_iter().try_for_each(|made| self.note(format!("engine {dtype:?}"), &made.into_tensor()))?;
         }
         Ok(())

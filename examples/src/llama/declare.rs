@@ -12,9 +12,8 @@ use std::sync::Arc;
 
 use candle_core::{DType, Tensor};
 use candle_dist::DeviceMesh;
-use candle_pipe::{
-    Balanced, Error, In, Layout, Pipe, PipeBuilder, Reduction, Result, Share, StageOp, Value, ValueId, stage_op,
-};
+use candle_pipe::graph::ValueId;
+use candle_pipe::{Balanced, Error, In, Layout, Pipe, PipeBuilder, Reduction, Result, Share, StageOp, Value, stage_op};
 use candle_shard::fsdp::FullyShard;
 use candle_shard::nn::{Embedding, Linear, RmsNorm, ShardedVarBuilder, checkpoint};
 use candle_shard::{DTensor, Placements, Replicate, Shard};

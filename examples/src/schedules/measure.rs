@@ -8,7 +8,7 @@ use candle_core::{CpuStorage, CustomOp2, DType, Device, Layout, Shape, Tensor};
 use candle_dist::{RankContext, World};
 use candle_nn::{VarBuilder, VarMap};
 use candle_pipe::microbatch::split_args_kwargs_into_chunks;
-use candle_pipe::nn::LateGradients;
+use candle_pipe::nn::DeferredGradients;
 use candle_pipe::schedule::{Costs, Schedule, Span, Timeline};
 use candle_pipe::{
     Ctx, In, Kwargs, Pipe, PipeBuilder, Reduction, Result, Runtime, SplitSpec, StepOptions, Value, stage_op,
@@ -60,7 +60,7 @@ fn pipe(schedule: &Schedule, costs: &Costs, unit: f64) -> Result<Pipe<VarBuilder
         let build = move |vb: &VarBuilder<'static>| {
             let (weight, times) = (vb.get((), "weight")?, times.clone());
             Ok(stage_op(move |xs: &[Value], _: &Ctx| {
-                let op = Sleeps { times: times.clone(), late: LateGradients::of_stage() };
+                let op = Sleeps { times: times.clone(), deferred: DeferredGradients::of_stage() };
                 Ok(vec![xs[0].tensor()?.apply_op2(&weight, op)?.into()])
             }))
         };
@@ -83,7 +83,7 @@ struct Times {
 /// The identity of `x`, with the times of the stage.
 struct Sleeps {
     times: Arc<Times>,
-    late: LateGradients,
+    deferred: DeferredGradients,
 }
 
 impl CustomOp2 for Sleeps {
@@ -111,11 +111,11 @@ impl CustomOp2 for Sleeps {
     ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>)> {
         sleep(self.times.input);
         let (time, like) = (self.times.weight, weight.detach());
-        let late = self.late.give(weight, move || {
+        let deferred = self.deferred.give(weight, move || {
             sleep(time);
             like.zeros_like()
         })?;
-        Ok((Some(grad.clone()), late))
+        Ok((Some(grad.clone()), deferred))
     }
 }
 

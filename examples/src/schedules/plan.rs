@@ -4,7 +4,7 @@ use std::fs;
 use std::path::Path;
 
 use candle_pipe::schedule::{
-    Action, Costs, Edges, Placement, Program, Schedule, ScheduleKind, Timeline, greedy, parse_csv,
+    Action, Costs, Edges, Program, Schedule, ScheduleKind, StageOrder, Timeline, greedy, parse_csv,
 };
 
 use super::args::{Args, Choice, unreadable};
@@ -137,7 +137,7 @@ fn known(args: &Args, kind: ScheduleKind) -> Checked<Schedule> {
 /// Creates the greedy schedule for the costs.
 fn made(args: &Args) -> Checked<Schedule> {
     let stages = args.virtual_stages.unwrap_or(1);
-    let stage_ranks = Placement::Loop.stage_ranks(args.ranks, stages);
+    let stage_ranks = StageOrder::Loop.stage_ranks(args.ranks, stages);
     let memory = args.memory.unwrap_or(args.ranks as f64);
     let edges = Edges::chain(stage_ranks.len());
     greedy(&stage_ranks, args.microbatches, &edges, &costs(args, &stage_ranks), memory).map_err(wrong)

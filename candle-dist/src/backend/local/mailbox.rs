@@ -1,7 +1,7 @@
 //! Point-to-point messages: the sender leaves a tensor, the receiver takes it.
+use super::members::On;
 use super::rendezvous::{GroupState, check_device};
-use super::state::On;
-use crate::backend::{Call, Envelope, Results, Unfinished, bytes};
+use crate::backend::{Call, Envelope, Results, StartedCall, bytes};
 use crate::{Cause, Result};
 use candle_core::{DType, Tensor};
 use std::collections::{HashMap, VecDeque};
@@ -76,7 +76,7 @@ struct Sent {
     timeout: Option<Duration>,
 }
 
-impl Unfinished for Sent {
+impl StartedCall for Sent {
     fn is_ready(&self) -> Result<bool> {
         self.group.world().check()?;
         let (from, to, allowed) = (self.from, self.to, self.allowed);
@@ -134,7 +134,7 @@ impl GroupState {
     }
 
     /// Leaves `tensor` for `call.peer`, and never waits.
-    pub(super) fn start_send(self: &Arc<Self>, me: usize, call: Call, tensor: Tensor) -> Result<Box<dyn Unfinished>> {
+    pub(super) fn start_send(self: &Arc<Self>, me: usize, call: Call, tensor: Tensor) -> Result<Box<dyn StartedCall>> {
         let (call, to) = self.begin_send(me, call, &tensor)?;
         // One message of any size may be unread.
         let (allowed, timeout) = (self.world().mailbox().max(bytes(&tensor)), call.timeout);

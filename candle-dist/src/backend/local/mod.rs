@@ -4,23 +4,23 @@
 //! have arrived, checks that the calls agree, computes its own results directly from the peers' buffers, and leaves
 //! when all have read. Only results are copied. Reductions run in rank order.
 mod mailbox;
+mod members;
 mod rendezvous;
-mod state;
 mod sync;
 mod wait;
 
-pub(crate) use state::{RankGuard, WorldState};
+pub(crate) use members::{RankGuard, WorldState};
 
 use super::collective::{self, Gives};
 use super::runs::Piece;
 use super::storage::share_memory;
-use super::{Backend, Call, Envelope, Fresh, Op, Results, Tensors, Unfinished, bytes, device, overwrite};
+use super::{Backend, Call, Envelope, Fresh, Op, Results, StartedCall, Tensors, bytes, device, overwrite};
 use crate::{Cause, Error, GroupFailure, Result};
 use candle_core::{Device, Tensor};
+use members::On;
 use parking_lot::Mutex;
 use rendezvous::{GroupState, Round};
 use smallvec::smallvec;
-use state::On;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -60,7 +60,7 @@ impl LocalBackend {
         self.group.start(self.rank, *turn, call, tensors, outputs)
     }
 
-    fn begin(&self, call: Call, tensors: Tensors, outputs: Tensors) -> Result<Box<dyn Unfinished>> {
+    fn begin(&self, call: Call, tensors: Tensors, outputs: Tensors) -> Result<Box<dyn StartedCall>> {
         let round = Some(self.enter_into(call, tensors, &outputs)?);
         self.group.pause(self.rank);
         Ok(Box::new(Started { group: self.group.clone(), rank: self.rank, round, outputs, timeout: None }))
@@ -78,7 +78,7 @@ struct Started {
     timeout: Option<Duration>,
 }
 
-impl Unfinished for Started {
+impl StartedCall for Started {
     fn is_ready(&self) -> Result<bool> {
         self.group.world().check()?;
         let Some(round) = &self.round else { return Ok(true) };
@@ -216,11 +216,11 @@ impl Backend for LocalBackend {
         self.group.finish(self.rank, &round, true, None, |call, all| collective::write(call, self.rank, all, outputs))
     }
 
-    fn start(&self, call: Call, tensors: Tensors) -> Result<Box<dyn Unfinished>> {
+    fn start(&self, call: Call, tensors: Tensors) -> Result<Box<dyn StartedCall>> {
         self.begin(call, tensors, Tensors::new())
     }
 
-    fn start_into(&self, call: Call, tensors: Tensors, outputs: Tensors) -> Result<Box<dyn Unfinished>> {
+    fn start_into(&self, call: Call, tensors: Tensors, outputs: Tensors) -> Result<Box<dyn StartedCall>> {
         self.begin(call, tensors, outputs)
     }
 
@@ -228,7 +228,7 @@ impl Backend for LocalBackend {
         self.group.send(self.rank, call, tensor)
     }
 
-    fn start_send(&self, call: Call, tensor: Tensor) -> Result<Box<dyn Unfinished>> {
+    fn start_send(&self, call: Call, tensor: Tensor) -> Result<Box<dyn StartedCall>> {
         self.group.start_send(self.rank, call, tensor)
     }
 

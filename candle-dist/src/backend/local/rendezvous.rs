@@ -6,7 +6,7 @@
 //! left. Only then may an operand change again, so results are right even if an optimizer writes to a `Var` right after
 //! the call. Several rounds may be open at once: these are the started calls.
 use super::mailbox::Mail;
-use super::state::{On, Wait, WorldState};
+use super::members::{On, Wait, WorldState};
 use super::wait::{Event, poll};
 use crate::backend::collective::{Gives, Operands};
 use crate::backend::device::check_shared;

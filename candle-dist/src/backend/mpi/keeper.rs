@@ -1,5 +1,5 @@
 //! The background thread, which starts and ends MPI, and drives it in between.
-use super::engine::Engine;
+use super::driver::Driver;
 use super::native::{self, Comm, Level, MpiError};
 use super::wire::Wire;
 use super::{Settings, agree};
@@ -25,7 +25,7 @@ const FAREWELL: Duration = Duration::from_secs(10);
 
 /// MPI, from its start to its end, when this is dropped.
 pub(super) struct Keeper {
-    engine: Arc<Engine>,
+    driver: Arc<Driver>,
     /// The thread and the sender that ends it; `None` at the end.
     thread: Option<(mpsc::Sender<()>, JoinHandle<()>)>,
 }
@@ -42,19 +42,19 @@ impl Keeper {
             .name("mpi".to_string())
             .spawn(move || {
                 let ours = settings.comm.is_none();
-                let engine = match connect(&control, settings) {
-                    Ok(wire) => Arc::new(Engine::new(control, wire, crowded)),
+                let driver = match connect(&control, settings) {
+                    Ok(wire) => Arc::new(Driver::new(control, wire, crowded)),
                     // MPI is not ended: that would wait for the other ranks, which may never end theirs.
                     Err(error) => return drop(started.send(Err(error))),
                 };
-                if started.send(Ok(engine.clone())).is_ok() {
-                    tend(&engine, &end);
-                    finish(&engine, ours);
+                if started.send(Ok(driver.clone())).is_ok() {
+                    tend(&driver, &end);
+                    finish(&driver, ours);
                 }
             })
             .map_err(|error| Error::Unsupported(format!("a thread for MPI could not be started: {error}")))?;
         let deadline = Instant::now() + watched.timeout().min(FOREVER);
-        let engine = loop {
+        let driver = loop {
             match start.recv_timeout(LOOK) {
                 Ok(started) => break started?,
                 Err(RecvTimeoutError::Disconnected) => {
@@ -72,11 +72,11 @@ impl Keeper {
                 }
             }
         };
-        Ok(Self { engine, thread: Some((ended, thread)) })
+        Ok(Self { driver, thread: Some((ended, thread)) })
     }
 
-    pub(super) fn engine(&self) -> &Arc<Engine> {
-        &self.engine
+    pub(super) fn driver(&self) -> &Arc<Driver> {
+        &self.driver
     }
 }
 
@@ -164,16 +164,16 @@ fn refused(error: MpiError) -> Error {
 }
 
 /// Drives the backend until the end, when this rank has said goodbye; data that others still need is sent first.
-fn tend(engine: &Engine, end: &mpsc::Receiver<()>) {
+fn tend(driver: &Driver, end: &mpsc::Receiver<()>) {
     let (mut nap, mut deadline) = (SHORT, None);
     loop {
-        nap = match engine.check().and_then(|()| engine.tend()) {
+        nap = match driver.check().and_then(|()| driver.tend()) {
             Ok(true) => SHORT,
             Ok(false) => LONG.min(nap * 2),
             Err(_) => LONG,
         };
         match deadline {
-            Some(deadline) if engine.check().is_err() || !engine.is_busy() || Instant::now() >= deadline => return,
+            Some(deadline) if driver.check().is_err() || !driver.is_busy() || Instant::now() >= deadline => return,
             Some(_) => std::thread::sleep(SHORT),
             None if end.recv_timeout(nap) == Err(RecvTimeoutError::Disconnected) => {
                 deadline = Some(Instant::now() + FAREWELL);
@@ -184,9 +184,9 @@ fn tend(engine: &Engine, end: &mpsc::Receiver<()>) {
 }
 
 /// Ends MPI if this thread started it and there was no failure.
-fn finish(engine: &Engine, ours: bool) {
-    let Some(wire) = engine.take_wire() else { return };
-    if engine.check().is_err() || engine.is_busy() {
+fn finish(driver: &Driver, ours: bool) {
+    let Some(wire) = driver.take_wire() else { return };
+    if driver.check().is_err() || driver.is_busy() {
         // MPI may still use memory of this process, and its end would wait for ranks that are gone.
         return wire.abandon();
     }

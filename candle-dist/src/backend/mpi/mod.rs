@@ -5,24 +5,24 @@
 //! bit-identical to its results, on all ranks and in every run, for every dtype. A message names its destination and
 //! its sender's call (`header.rs`), so groups need no communicators: creating a group costs nothing and cannot block,
 //! and their number is not limited. In every collective a rank waits for its neighbor's call, so that a mismatch is
-//! found in that call. Waiting threads poll (`engine.rs`) for messages, for a failure of the world and for the
+//! found in that call. Waiting threads poll (`driver.rs`) for messages, for a failure of the world and for the
 //! deadline, so that no call waits forever.
 mod agree;
-mod engine;
+mod driver;
 mod header;
 mod keeper;
 mod known;
 mod mail;
 mod native;
+mod open;
 mod operation;
-mod part;
 mod patience;
 mod plan;
 #[cfg(test)]
 mod plan_tests;
+mod progress;
 mod room;
 mod shapes;
-mod state;
 mod sums;
 mod transfer;
 mod ways;
@@ -33,18 +33,18 @@ pub use native::Comm;
 pub use sums::Sums;
 
 use super::guards::Guards;
-use super::{Backend, Call, Results, Tensors, Unfinished, overwrite};
+use super::{Backend, Call, Results, StartedCall, Tensors, overwrite};
 use crate::control::Control;
 use crate::launch::LaunchInfo;
 use crate::{Cause, Error, GroupFailure, Result};
 use candle_core::{DeviceLocation, Tensor};
-use engine::Engine;
+use driver::Driver;
 use keeper::Keeper;
 use known::{Calls, Known};
+use open::Ticket;
 use operation::{Circle, Given};
 use parking_lot::Mutex;
 use smallvec::{SmallVec, smallvec};
-use state::Ticket;
 use std::sync::Arc;
 use std::time::Duration;
 use wire::MOST_BYTES;
@@ -140,17 +140,17 @@ impl std::fmt::Debug for MpiBackend {
 
 impl MpiBackend {
     fn join(shared: &Arc<Shared>, ranks: Vec<usize>, me: usize) -> Self {
-        let member = shared.keeper.engine().control().join(&ranks);
+        let member = shared.keeper.driver().control().join(&ranks);
         let circle = Circle { id: member.id(), _member: member, ranks, me };
         Self { shared: shared.clone(), circle: Arc::new(circle), turn: Mutex::default() }
     }
 
-    fn engine(&self) -> &Arc<Engine> {
-        self.shared.keeper.engine()
+    fn driver(&self) -> &Arc<Driver> {
+        self.shared.keeper.driver()
     }
 
     fn control(&self) -> &Control {
-        self.engine().control()
+        self.driver().control()
     }
 
     /// Stops the world because of tensors that are not on the host: other ranks may not know of them.
@@ -171,22 +171,22 @@ impl MpiBackend {
             Some(known) if known.is_same(&call) => known.call.clone(),
             _ => Arc::new(call),
         };
-        let (circle, engine) = (&self.circle, self.engine());
-        let entered = engine.control().enter_shared(circle.id, &circle.ranks, number, &call)?;
+        let (circle, driver) = (&self.circle, self.driver());
+        let entered = driver.control().enter_shared(circle.id, &circle.ranks, number, &call)?;
         let given = given.map_err(|device| self.not_on_host(&call, device))?;
         let known = match known {
             Some(known) => known,
             None => {
                 let made = Known::new(call.clone(), circle.member(), &given, self.shared.sums).map(Arc::new);
-                let made = made.map_err(|error| engine.control().fail(circle.failed(error)))?;
+                let made = made.map_err(|error| driver.control().fail(circle.failed(error)))?;
                 turn.calls.keep(&made);
                 made
             }
         };
-        let ticket = engine.start(circle, number, known, given)?;
+        let ticket = driver.start(circle, number, known, given)?;
         drop(turn);
-        let (engine, circle) = (engine.clone(), circle.clone());
-        let made = then(Started { engine, circle, number, call, ticket: Some(ticket) });
+        let (driver, circle) = (driver.clone(), circle.clone());
+        let made = then(Started { driver, circle, number, call, ticket: Some(ticket) });
         drop(entered);
         made
     }
@@ -208,7 +208,7 @@ fn locked(tensors: &[Tensor]) -> Result<(Inputs, Option<Guards<'_>>)> {
 
 /// A collective that this member has started and not finished.
 struct Started {
-    engine: Arc<Engine>,
+    driver: Arc<Driver>,
     circle: Arc<Circle>,
     number: u64,
     call: Arc<Call>,
@@ -218,19 +218,19 @@ struct Started {
 
 impl Started {
     fn results(mut self) -> Result<Results> {
-        self.ticket.take().map_or_else(|| Ok(Results::new()), |ticket| self.engine.finish(ticket))
+        self.ticket.take().map_or_else(|| Ok(Results::new()), |ticket| self.driver.finish(ticket))
     }
 }
 
-impl Unfinished for Started {
+impl StartedCall for Started {
     fn is_ready(&self) -> Result<bool> {
-        self.ticket.map_or(Ok(true), |ticket| self.engine.is_ready(ticket))
+        self.ticket.map_or(Ok(true), |ticket| self.driver.is_ready(ticket))
     }
 
     fn finish(self: Box<Self>) -> Result<Results> {
-        let engine = self.engine.clone();
+        let driver = self.driver.clone();
         let circle = self.circle.clone();
-        let _entered = engine.control().enter_shared(circle.id, &circle.ranks, self.number, &self.call)?;
+        let _entered = driver.control().enter_shared(circle.id, &circle.ranks, self.number, &self.call)?;
         self.results()
     }
 }
@@ -238,14 +238,14 @@ impl Unfinished for Started {
 impl Drop for Started {
     fn drop(&mut self) {
         if let Some(ticket) = self.ticket.take() {
-            self.engine.give_up(ticket);
+            self.driver.give_up(ticket);
         }
     }
 }
 
 impl Drop for MpiBackend {
     fn drop(&mut self) {
-        self.engine().forget(&self.circle);
+        self.driver().forget(&self.circle);
     }
 }
 
@@ -273,10 +273,10 @@ impl Backend for MpiBackend {
         made.into_iter().try_for_each(|made| overwrite::overwrite(tensor, &[&made.into_tensor()]))
     }
 
-    fn start(&self, call: Call, tensors: Tensors) -> Result<Box<dyn Unfinished>> {
+    fn start(&self, call: Call, tensors: Tensors) -> Result<Box<dyn StartedCall>> {
         let (given, guards) = locked(&tensors)?;
         drop(guards);
-        self.enter(call, given, |started| Ok(Box::new(started) as Box<dyn Unfinished>))
+        self.enter(call, given, |started| Ok(Box::new(started) as Box<dyn StartedCall>))
     }
 
     fn shares_memory(&self) -> bool {
@@ -288,11 +288,11 @@ impl Backend for MpiBackend {
         if device != DeviceLocation::Cpu {
             return Err(self.not_on_host(&call, device));
         }
-        self.engine().send(&self.circle, &call, &tensor)
+        self.driver().send(&self.circle, &call, &tensor)
     }
 
     fn recv(&self, call: Call) -> Result<Tensor> {
-        self.engine().receive(&self.circle, &call)
+        self.driver().receive(&self.circle, &call)
     }
 
     fn monitored_barrier(&self, call: Call, timeout: Duration) -> Result<()> {
@@ -315,7 +315,7 @@ impl Backend for MpiBackend {
             op: "subgroup",
             reason: format!("only members create a group, and this rank is not in {ranks:?}"),
         })?;
-        self.engine().check()?;
+        self.driver().check()?;
         Ok(Arc::new(Self::join(&self.shared, ranks, me)))
     }
 

@@ -1,5 +1,5 @@
 /*
- * What the engine needs of MPI, as functions whose types are the same for every MPI.
+ * What the driver needs of MPI, as functions whose types are the same for every MPI.
  *
  * MPI fixes neither the types of its handles nor the values of its constants: Open MPI has pointers, MPICH has ints. Here
  * a handle is an integer that holds either. Each function returns MPI's error code, 0 for success.

@@ -2,8 +2,8 @@
 use super::header::{Body, Header, Signature, Slot};
 use super::known::Known;
 use super::mail::Mail;
-use super::part::{Own, Part};
 use super::plan::Member;
+use super::progress::{Own, Part};
 use super::wire::Wire;
 use super::work::bytes_of;
 use crate::Cause;

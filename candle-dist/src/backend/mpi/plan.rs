@@ -66,7 +66,7 @@ pub(super) enum Work {
 
 /// A step: it ends when its receives have arrived, and the next step begins.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Step {
+pub(super) struct Phase {
     pub(super) before: Vec<Work>,
     pub(super) sends: Vec<Move>,
     pub(super) receives: Vec<Move>,
@@ -81,7 +81,7 @@ pub(super) struct Plan {
     pub(super) result: Option<usize>,
     /// The number of elements of temporary memory.
     pub(super) scratch: usize,
-    pub(super) steps: Vec<Step>,
+    pub(super) steps: Vec<Phase>,
 }
 
 impl Plan {
@@ -189,8 +189,8 @@ impl Planner {
     }
 
     /// Adds a step, which begins when the last one has ended.
-    pub(super) fn step(&mut self) -> &mut Step {
-        self.plan.steps.push(Step::default());
+    pub(super) fn step(&mut self) -> &mut Phase {
+        self.plan.steps.push(Phase::default());
         let last = self.plan.steps.len() - 1;
         &mut self.plan.steps[last]
     }
@@ -464,9 +464,9 @@ impl Planner {
     }
 
     /// Returns the last step.
-    pub(super) fn last(&mut self) -> &mut Step {
+    pub(super) fn last(&mut self) -> &mut Phase {
         if self.plan.steps.is_empty() {
-            self.plan.steps.push(Step::default());
+            self.plan.steps.push(Phase::default());
         }
         let last = self.plan.steps.len() - 1;
         &mut self.plan.steps[last]

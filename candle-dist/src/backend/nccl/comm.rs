@@ -1,6 +1,6 @@
 //! A nonblocking communicator, which is polled against a deadline and aborted on failure.
+use super::errors::explain;
 use super::rank::{Patience, Rank, cuda};
-use super::text::explain;
 use crate::{Error, Result};
 use cudarc::driver::{CudaEvent, CudaStream};
 use cudarc::nccl::sys;

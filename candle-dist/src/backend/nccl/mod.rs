@@ -19,15 +19,15 @@
 mod plan;
 
 #[cfg(feature = "nccl")]
+mod backend;
+#[cfg(feature = "nccl")]
 mod comm;
 mod devices;
-#[cfg(feature = "nccl")]
-mod engine;
+mod errors;
 #[cfg(feature = "nccl")]
 mod lane;
 #[cfg(feature = "nccl")]
 mod rank;
-mod text;
 #[cfg(feature = "nccl")]
 mod transfer;
 mod values;
@@ -42,11 +42,11 @@ use candle_core::Device;
 use std::sync::Arc;
 
 #[cfg(feature = "nccl")]
+pub(crate) use backend::NcclBackend;
+#[cfg(feature = "nccl")]
 pub use comm::library_version;
 #[cfg(feature = "nccl")]
 pub(crate) use devices::check as check_devices;
-#[cfg(feature = "nccl")]
-pub(crate) use engine::NcclBackend;
 #[cfg(feature = "nccl")]
 pub(crate) use values::Values;
 #[cfg(feature = "nccl")]

@@ -39,7 +39,7 @@ pub(super) enum Transfer {
     /// Rank `r` receives the `r`-th span of the reduction.
     Reduces(Vec<Span>),
     /// Spans of the send buffer go to the ranks, and spans of the receive buffer come from them.
-    Exchange { sends: Vec<Span>, receives: Vec<Span> },
+    SendReceive { sends: Vec<Span>, receives: Vec<Span> },
 }
 
 /// A span of a flat buffer that belongs to a rank.
@@ -148,7 +148,7 @@ impl Plan {
                     Transfer::AllGather { len }
                 } else {
                     let sends = receivers.filter(|_| len > 0).map(|peer| Span { peer, start: 0, len }).collect();
-                    Transfer::Exchange { sends, receives: if gets { cut.spans() } else { Vec::new() } }
+                    Transfer::SendReceive { sends, receives: if gets { cut.spans() } else { Vec::new() } }
                 };
                 Self { unpack: cut.unpacking().filter(|_| gets), ..plain(transfer) }
             }
@@ -166,18 +166,18 @@ impl Plan {
                     if received > 0 { vec![Span { peer: root, start: 0, len: received }] } else { Vec::new() };
                 let sends = if me == root { cut.spans() } else { Vec::new() };
                 let pack = cut.packing().filter(|_| me == root);
-                Self { pack, ..plain(Transfer::Exchange { sends, receives }) }
+                Self { pack, ..plain(Transfer::SendReceive { sends, receives }) }
             }
             Op::AllToAll if call.is_routed() => {
                 let came: Dims = call.sizes.iter().map(|counts| counts[me]).collect();
                 let sends = Cut::new(mine, 0, &call.sizes[me]).spans();
-                plain(Transfer::Exchange { sends, receives: Cut::new(mine, 0, &came).spans() })
+                plain(Transfer::SendReceive { sends, receives: Cut::new(mine, 0, &came).spans() })
             }
             Op::AllToAll => {
                 let made = call.result_shape(me, i, mine);
                 let split = Cut::new(mine, call.dims[0], &call.sizes[0]);
                 let joined = Cut::new(&made, call.dims[1], &call.sizes[1]);
-                let transfer = Transfer::Exchange { sends: split.spans(), receives: joined.spans() };
+                let transfer = Transfer::SendReceive { sends: split.spans(), receives: joined.spans() };
                 Self { pack: split.packing(), unpack: joined.unpacking(), ..plain(transfer) }
             }
             op @ (Op::Send | Op::Recv | Op::Barrier) => {

@@ -27,10 +27,10 @@ fn moved(plans: &[Plan], sent: &[Vec<f32>]) -> Vec<Vec<f32>> {
             Transfer::Reduces(spans) => {
                 spans.iter().find(|span| span.peer == me).map_or(Vec::new(), |span| sum(span.start, span.len))
             }
-            Transfer::Exchange { receives, .. } => {
+            Transfer::SendReceive { receives, .. } => {
                 let mut buffer = vec![f32::NAN; plans[me].received];
                 for to in receives {
-                    let Transfer::Exchange { sends, .. } = &plans[to.peer].transfer else { panic!("ranks differ") };
+                    let Transfer::SendReceive { sends, .. } = &plans[to.peer].transfer else { panic!("ranks differ") };
                     let from = sends.iter().find(|from| from.peer == me).expect("a send for each receive");
                     assert_eq!(from.len, to.len, "the sender and the receiver count alike");
                     buffer[to.start..to.start + to.len]
@@ -42,9 +42,9 @@ fn moved(plans: &[Plan], sent: &[Vec<f32>]) -> Vec<Vec<f32>> {
     };
     let count = |spans: &[Span], peer: usize| spans.iter().filter(|span| span.peer == peer).count();
     for (me, plan) in plans.iter().enumerate() {
-        let Transfer::Exchange { sends, .. } = &plan.transfer else { continue };
+        let Transfer::SendReceive { sends, .. } = &plan.transfer else { continue };
         for span in sends {
-            let Transfer::Exchange { receives, .. } = &plans[span.peer].transfer else { panic!("ranks differ") };
+            let Transfer::SendReceive { receives, .. } = &plans[span.peer].transfer else { panic!("ranks differ") };
             assert_eq!((count(sends, span.peer), count(receives, me)), (1, 1), "a receive for each send");
         }
     }
@@ -81,7 +81,7 @@ fn check(n: usize, call: impl Fn(usize) -> (Call, Tensors) + Sync) {
     let (calls, inputs): (Vec<_>, Vec<_>) = (0..n).map(&call).unzip();
     let run = |group: &ProcessGroup| -> crate::Result<Vec<Tensor>> {
         let (call, tensors) = call(group.rank());
-        let made = group.engage(call, 0, |engine, call| engine.run(call, tensors))?;
+        let made = group.engage(call, 0, |backend, call| backend.run(call, tensors))?;
         Ok(made.into_iter().map(Fresh::into_tensor).collect())
     };
     let expected = World::local(n).run(|ctx| run(ctx.group())).unwrap();

@@ -87,7 +87,7 @@ pub(super) fn issue_in_place(comm: &Comm, stream: &CudaStream, call: &Call, tens
 /// Enqueues a send of `tensor` to the member `peer`.
 pub(super) fn issue_send(comm: &Comm, stream: &CudaStream, tensor: &Tensor, peer: usize) -> Result<()> {
     let sends = vec![Span { peer, start: 0, len: tensor.elem_count() }];
-    let (transfer, place) = (Transfer::Exchange { sends, receives: Vec::new() }, address_of(tensor));
+    let (transfer, place) = (Transfer::SendReceive { sends, receives: Vec::new() }, address_of(tensor));
     comm.issue("send", stream, |comm, stream| enqueue(&transfer, (place, 0), tensor.dtype(), None, comm, stream))
 }
 
@@ -96,7 +96,7 @@ pub(super) fn issue_receive(comm: &Comm, device: &CudaDevice, call: &Call, peer:
     let (shape, dtype) = (Shape::from(call.shape.as_slice()), call.dtype.unwrap_or(DType::U8));
     let storage = memory(device, shape.elem_count(), dtype)?;
     let receives = vec![Span { peer, start: 0, len: shape.elem_count() }];
-    let (transfer, place) = (Transfer::Exchange { sends: Vec::new(), receives }, address(&storage, 0));
+    let (transfer, place) = (Transfer::SendReceive { sends: Vec::new(), receives }, address(&storage, 0));
     let stream = device.cuda_stream();
     comm.issue("recv", &stream, |comm, stream| enqueue(&transfer, (0, place), dtype, None, comm, stream))?;
     Ok(Fresh { storage: Storage::Cuda(storage), shape })
@@ -151,7 +151,7 @@ fn enqueue(
             // SAFETY: see above.
             unsafe { sys::ncclReduce(at(from, span.start), receive, span.len, kind, op, root, comm, stream) }
         })),
-        Transfer::Exchange { sends, receives } => {
+        Transfer::SendReceive { sends, receives } => {
             let send = |span: &Span| {
                 // SAFETY: see above.
                 unsafe { sys::ncclSend(at(from, span.start), span.len, kind, span.peer as i32, comm, stream) }

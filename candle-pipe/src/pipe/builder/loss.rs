@@ -4,7 +4,7 @@ use crate::graph::{Ctx, Loss, Reduction, Scope, ValueId};
 use crate::microbatch::ChunkSpec;
 use crate::pipe::loss::{LossSpec, NAME, reduction};
 use crate::pipe::pick;
-use crate::{Path, Result, Value};
+use crate::{Result, Value, ValuePath};
 use candle_core::Tensor;
 
 impl<B: Scope> PipeBuilder<B> {
@@ -68,7 +68,7 @@ impl<B: Scope> PipeBuilder<B> {
 
     /// Declares the loss as an element of a value, such as `.losses[0]` or `[1].main`, a node named `loss`.
     pub fn loss_at(&mut self, value: ValueId, path: &str, reduction: Reduction) -> ValueId {
-        match pick::Steps::parse(path) {
+        match pick::ElementPath::parse(path) {
             Ok(steps) => {
                 let loss = self.func(NAME, move |xs, _| Ok(steps.pick(&xs[0])?.clone()), [value]);
                 self.loss(loss, reduction);
@@ -152,7 +152,7 @@ impl<B: Scope> PipeBuilder<B> {
         if inner == LossSpec::Is(true) {
             return self.loss(value, reduction);
         }
-        let path = Path::new(name);
+        let path = ValuePath::new(name);
         let loss = self.func(NAME, move |xs, _| inner.pick(&path, &xs[0]).cloned(), [value]);
         self.loss(loss, reduction);
     }

@@ -5,7 +5,7 @@
 //! block, and one begins every 6 units; the free units of each rank run the `W`. The sooner a block leaves a rank, the
 //! less that rank holds. (Qi et al., <https://arxiv.org/abs/2405.15362>, section 3.)
 use super::{Orders, Size};
-use crate::schedule::{Action, Compute, Pass, Placement};
+use crate::schedule::{Action, Compute, Pass, StageOrder};
 use std::collections::{BTreeMap, VecDeque};
 
 /// The units between the starts of two blocks: two stages with `F`, `I` and `W` each.
@@ -54,7 +54,7 @@ type Slots = BTreeMap<usize, Compute>;
 /// Repeats the block, then moves steps before the first and after the last full period into earlier free units.
 fn repeat(size: &Size, block: &Block) -> Orders {
     let &Size { ranks, microbatches, .. } = size;
-    let stage_ranks = Placement::V.stage_ranks(ranks, 2);
+    let stage_ranks = StageOrder::V.stage_ranks(ranks, 2);
     let stages = stage_ranks.len();
     // The computation of each step on the path of a microbatch.
     let compute = |step: usize, microbatch| match step < stages {

@@ -55,7 +55,7 @@ pub fn greedy(stage_ranks: &[usize], microbatches: usize, edges: &Edges, costs: 
     }
     let count = stage_ranks.iter().max().map_or(0, |rank| rank + 1);
     let stages_of = |rank| stage_ranks.iter().positions(|&other| other == rank).collect_vec();
-    let mut plan = Plan {
+    let mut plan = Greedy {
         routes: Routes { edges, stage_ranks },
         costs,
         microbatches,
@@ -86,7 +86,7 @@ fn trips(stage_ranks: &[usize], costs: &Costs) -> Vec<f64> {
     trips
 }
 
-struct Plan<'a> {
+struct Greedy<'a> {
     routes: Routes<'a>,
     costs: &'a Costs,
     microbatches: usize,
@@ -116,7 +116,7 @@ struct Stage {
     weights: usize,
 }
 
-impl Plan<'_> {
+impl Greedy<'_> {
     /// Starts the most urgent computation of a rank, if the rank is free and there is one.
     fn give(&mut self, rank: usize, now: f64) -> bool {
         let state = &self.ranks[rank];

@@ -2,7 +2,7 @@
 use candle_core::{DType, Device, Tensor};
 use candle_nn::{VarBuilder, VarMap};
 use candle_pipe::microbatch::{Microbatches, split_args_kwargs_into_chunks};
-use candle_pipe::{Kwargs, LocalPipe, Pipe, Result, Step, StepOptions, Value};
+use candle_pipe::{Kwargs, LocalPipe, Pipe, Result, StepOptions, StepResult, Value};
 use candle_shard::random::{Distribution, Stream, sample_full};
 use std::collections::BTreeMap;
 
@@ -66,7 +66,7 @@ pub(crate) fn assert_close(what: &str, a: &Tensor, b: &Tensor) {
 }
 
 impl Built {
-    pub(crate) fn step(&self, args: &Args, chunks: usize, options: &StepOptions) -> Step {
+    pub(crate) fn step(&self, args: &Args, chunks: usize, options: &StepOptions) -> StepResult {
         self.local.forward_backward(&args.split(chunks), options).unwrap()
     }
 
@@ -106,7 +106,7 @@ impl Built {
     }
 
     /// Every gradient of a step, bit by bit.
-    pub(crate) fn bits(&self, step: &Step) -> BTreeMap<String, Option<Vec<u64>>> {
+    pub(crate) fn bits(&self, step: &StepResult) -> BTreeMap<String, Option<Vec<u64>>> {
         let bits = |t: &Tensor| -> Vec<u64> {
             let flat = t.flatten_all().unwrap().to_vec1::<f64>().unwrap();
             flat.into_iter().map(f64::to_bits).collect()

@@ -2,10 +2,11 @@
 use crate::graph::common::{Builder, build, fault, numbers, same};
 use crate::graph::models::{blocks, skips, skips_args};
 use candle_core::{DType, Device, Tensor};
+use candle_pipe::graph::{Graph, NodeKind};
 use candle_pipe::microbatch::split_args_kwargs_into_chunks;
 use candle_pipe::{
-    Activation, EqualCount, Error, Gradient, Graph, In, Keep, Kwargs, NodeKind, Reduction, Result, Share, SplitPoint,
-    SplitPolicy, SplitSpec, StepOptions, Value, nn,
+    Activation, EqualCount, Error, Gradient, In, Keep, Kwargs, Reduction, Result, Share, SplitPoint, SplitPolicy,
+    SplitSpec, StepOptions, Value, nn,
 };
 
 /// `x` through `a` and `b`, as an output.

@@ -2,7 +2,8 @@
 use crate::graph::common::{Args, Builder, Plain, Vb, numbers};
 use candle_core::{DType, Device, IndexOp, Result, Tensor};
 use candle_nn::Module;
-use candle_pipe::{In, PipeBuilder, PipeModule, Reduction, Share, Value, ValueId, nn, stage_op};
+use candle_pipe::graph::ValueId;
+use candle_pipe::{In, PipeBuilder, PipeModule, Reduction, Share, Value, nn, stage_op};
 use std::collections::BTreeMap;
 
 const WIDTH: usize = 4;

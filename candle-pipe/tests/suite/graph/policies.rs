@@ -2,8 +2,9 @@
 use crate::graph::common::{Builder, Vb, build, same};
 use crate::graph::models::{blocks, kinds_args, plain_blocks};
 use candle_core::DType;
+use candle_pipe::graph::Graph;
 use candle_pipe::{
-    Balanced, EqualCount, EqualParams, Graph, In, Layout, Result, Share, SizeThreshold, SplitPolicy, SplitSpec, nn,
+    Balanced, EqualCount, EqualParams, In, Layout, Result, Share, SizeThreshold, SplitPolicy, SplitSpec, nn,
     shapes_only,
 };
 

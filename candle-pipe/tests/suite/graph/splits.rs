@@ -3,10 +3,8 @@ use crate::graph::common::{Builder, Vb, build, same};
 use crate::graph::models::{blocks, kinds_args, plain_blocks, skips, tied};
 use candle_core::{DType, Device};
 use candle_nn::{VarBuilder, VarMap};
-use candle_pipe::{
-    Edge, EqualCount, Graph, In, Layer, NodeKind, PipeInfo, Share, SplitPoint, SplitSpec, StageInput, StageOutput,
-    ValueId, nn,
-};
+use candle_pipe::graph::{Edge, Graph, NodeKind, StageInput, StageOutput, ValueId};
+use candle_pipe::{EqualCount, In, Layer, PipeInfo, Share, SplitPoint, SplitSpec, nn};
 
 #[test]
 fn cuts_at_one_place_are_one() {

@@ -3,9 +3,10 @@ use crate::graph::common::{Builder, assert_close, build, numbers};
 use crate::graph::models::{blocks, kinds_args, skips, skips_args, tied, tied_args};
 use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Shape, Tensor};
 use candle_nn::{VarBuilder, VarMap};
+use candle_pipe::graph::ValueId;
 use candle_pipe::{
     Activation, EqualCount, Gradient, In, Keep, LocalPipe, Reduction, Share, SplitPoint, SplitSpec, StageModule,
-    StepOptions, ValueId, nn,
+    StepOptions, nn,
 };
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -2,7 +2,7 @@
 use crate::microbatches::counting;
 use candle_dist::TensorTree;
 use candle_pipe::microbatch::{ChunkSpec, Replicate, Splitter, TensorChunkSpec, merge_chunks};
-use candle_pipe::{Kwargs, Path, Value};
+use candle_pipe::{Kwargs, Value, ValuePath};
 use proptest::collection::{btree_map, vec};
 use proptest::prelude::*;
 
@@ -98,7 +98,7 @@ proptest! {
             let values: Vec<Value> =
                 batch.iter().map(|(args, kwargs)| (args.to_vec(), Value::Map(kwargs.clone())).into()).collect();
             for (chunk, value) in values.iter().enumerate() {
-                prop_assert_eq!(value.leaves(&Path::new("")).len(), whole.leaves(&Path::new("")).len());
+                prop_assert_eq!(value.leaves(&ValuePath::new("")).len(), whole.leaves(&ValuePath::new("")).len());
                 let tensors = whole.tensors().into_iter().zip(value.tensors()).zip(&cuts);
                 for ((all, piece), dim) in tensors {
                     let expected = match dim {

@@ -53,7 +53,7 @@ fn every_schedule_evaluates_many_microbatches() {
                     // Twice: nothing is left of the first one.
                     let first = runtime.evaluate(&batch)?.step;
                     let second = runtime.evaluate(&batch)?.step;
-                    let loss = |step: &candle_pipe::Step| step.loss().map_or(Ok(vec![]), numbers);
+                    let loss = |step: &candle_pipe::StepResult| step.loss().map_or(Ok(vec![]), numbers);
                     assert_eq!(loss(&first)?, loss(&second)?);
                     loss(&first)
                 });

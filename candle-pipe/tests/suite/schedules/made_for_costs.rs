@@ -1,6 +1,6 @@
 //! Schedules and cuts that are made for the costs that there are.
 use super::simulated;
-use candle_pipe::schedule::{Costs, Edges, Placement, Schedule, candidates, fastest, greedy};
+use candle_pipe::schedule::{Costs, Edges, Schedule, StageOrder, candidates, fastest, greedy};
 use proptest::prelude::*;
 
 fn peak(schedule: &Schedule) -> f64 {
@@ -10,7 +10,7 @@ fn peak(schedule: &Schedule) -> f64 {
 #[test]
 fn greedy_is_as_fast_as_zb_h1_with_its_memory() {
     for ranks in 2..=8 {
-        let (stage_ranks, edges) = (Placement::Loop.stage_ranks(ranks, 1), Edges::chain(ranks));
+        let (stage_ranks, edges) = (StageOrder::Loop.stage_ranks(ranks, 1), Edges::chain(ranks));
         let costs = Costs::per_rank(&stage_ranks, 1.0, 1.0, 1.0);
         let microbatches = 4 * ranks;
         let time = |cap: f64| {
@@ -26,7 +26,7 @@ fn greedy_is_as_fast_as_zb_h1_with_its_memory() {
 
 #[test]
 fn the_fastest_holds_no_more_than_it_may() {
-    let costs = Costs::per_rank(&Placement::V.stage_ranks(4, 2), 1.0, 1.0, 1.0);
+    let costs = Costs::per_rank(&StageOrder::V.stage_ranks(4, 2), 1.0, 1.0, 1.0);
     let edges = Edges::chain(8);
     assert_eq!(fastest(4, 16, &edges, &costs, f64::INFINITY).unwrap().timeline.makespan(), 49.5);
     let mut before = f64::INFINITY;

@@ -1,6 +1,6 @@
 //! What is no schedule, or none that fits: one sentence that names the place.
 use super::schedule;
-use candle_pipe::schedule::{Costs, Edges, Lowering, Placement, Schedule, ScheduleKind, fastest, greedy};
+use candle_pipe::schedule::{Costs, Edges, Lowering, Schedule, ScheduleKind, StageOrder, fastest, greedy};
 use std::fmt::Debug;
 
 #[track_caller]
@@ -93,6 +93,6 @@ fn edges_costs_and_groups_that_do_not_fit() {
     refused(greedy(&[0, 1], 1, &Edges::chain(2), &costs, 0.5), &["at most 0.5 microbatches"]);
     refused(greedy(&[0, 1], 1, &Edges::chain(2), &costs, f64::NAN), &["at most NaN microbatches"]);
     refused(fastest(3, 4, &Edges::chain(2), &costs, 4.0), &["2 stages", "3 ranks"]);
-    assert_eq!(Placement::V.stage_ranks(4, 2), [0, 1, 2, 3, 3, 2, 1, 0]);
-    assert_eq!(Placement::V.stage_ranks(2, 3), [0, 1, 1, 0, 0, 1]);
+    assert_eq!(StageOrder::V.stage_ranks(4, 2), [0, 1, 2, 3, 3, 2, 1, 0]);
+    assert_eq!(StageOrder::V.stage_ranks(2, 3), [0, 1, 1, 0, 0, 1]);
 }

@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor};
 use candle_dist::{
-    ClipGradNorm, DataParallelOptions, DeviceMesh, GradAccumulator, ProcessGroup, RankContext, ReduceOp, Start,
+    ClipGradNorm, DataParallelOptions, DeviceMesh, GradAccumulator, InitialSync, ProcessGroup, RankContext, ReduceOp,
 };
 use candle_nn::ParamsAdamW;
 use candle_pipe::Runtime;
@@ -135,7 +135,7 @@ impl<'a> Trainer<'a> {
         // Where parameters are cut over the replicas, gradients are those of the whole batch.
         if !job.fsdp {
             // Replicas have read the same files.
-            let options = DataParallelOptions { start: Start::Verify, ..DataParallelOptions::default() };
+            let options = DataParallelOptions { start: InitialSync::Verify, ..DataParallelOptions::default() };
             runtime = runtime.with_replicas(mesh.axis_group("dp")?, &options)?;
         }
         let parameters = vb.built();

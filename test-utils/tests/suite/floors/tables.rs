@@ -13,8 +13,12 @@ pub(super) struct Folder {
 }
 
 /// A crate with its folders.
-pub(super) const FLOORS: [(&str, &[Folder]); 3] =
-    [("candle-dist", CANDLE_DIST), ("candle-shard", CANDLE_SHARD), ("candle-pipe", CANDLE_PIPE)];
+pub(super) const FLOORS: [(&str, &[Folder]); 4] = [
+    ("candle-dist", CANDLE_DIST),
+    ("candle-dist-kernels", CANDLE_DIST_KERNELS),
+    ("candle-shard", CANDLE_SHARD),
+    ("candle-pipe", CANDLE_PIPE),
+];
 
 /// A folder in which nothing points up.
 const fn folder(path: &'static str, floors: &'static Floors) -> Folder {
@@ -41,7 +45,7 @@ const CANDLE_DIST: &[Folder] = &[
         &[
             "element runs sink storage",
             "fresh guards overwrite",
-            "ready reduce regions unfinished",
+            "ready reduce regions started",
             "device outputs",
             "collective mod",
             "local mpi simulated wrapping",
@@ -50,9 +54,9 @@ const CANDLE_DIST: &[Folder] = &[
     ),
     Folder {
         path: "backend/local",
-        floors: &["sync", "wait", "state", "mailbox", "rendezvous", "mod"],
+        floors: &["sync", "wait", "members", "mailbox", "rendezvous", "mod"],
         // A round, a message and the state of the world wait for each other.
-        up: &[("mailbox", "rendezvous"), ("state", "rendezvous")],
+        up: &[("mailbox", "rendezvous"), ("members", "rendezvous")],
     },
     Folder {
         path: "backend/mpi",
@@ -60,19 +64,25 @@ const CANDLE_DIST: &[Folder] = &[
             "agree header native patience room shapes sums",
             "mail plan transfer",
             "ways wire work",
-            "part",
+            "progress",
             "operation",
-            "known state",
-            "engine",
+            "known open",
+            "driver",
             "keeper",
             "mod",
         ],
         // `mod` starts the backend; `plan` holds places in memory; an operation is made of a call that was kept, and of parts.
-        up: &[("keeper", "mod"), ("operation", "known"), ("part", "known"), ("part", "operation"), ("shapes", "plan")],
+        up: &[
+            ("keeper", "mod"),
+            ("operation", "known"),
+            ("progress", "known"),
+            ("progress", "operation"),
+            ("shapes", "plan"),
+        ],
     },
     Folder {
         path: "backend/nccl",
-        floors: &["devices plan text values", "watch", "comm", "rank", "transfer", "lane", "engine", "mod"],
+        floors: &["devices errors plan values", "watch", "comm", "rank", "transfer", "lane", "backend", "mod"],
         // A communicator belongs to a rank, which aborts it.
         up: &[("comm", "rank")],
     },
@@ -87,7 +97,7 @@ const CANDLE_DIST: &[Folder] = &[
         path: "group",
         floors: &[
             "mod",
-            "check in_place monitored object posted routed text",
+            "check in_place monitored object posted routed gather_text",
             "pending",
             "coalesced into point_to_point start",
         ],
@@ -99,13 +109,29 @@ const CANDLE_DIST: &[Folder] = &[
     folder("mesh", &["layout root", "mod", "build derive"]),
     folder("train", &["clip grads verify", "accumulate sync", "data_parallel"]),
     folder("tree", &["mod rename", "pack"]),
-    folder("world", &["context engines", "processes", "mod"]),
+    folder("world", &["backends context", "processes", "mod"]),
 ];
+
+const CANDLE_DIST_KERNELS: &[Folder] = &[folder(
+    "",
+    &[
+        "mod real",
+        "conv element master random row_order rows weight_sink",
+        "few_rows row_sum",
+        "row_update",
+        "dense_update",
+        "rules",
+        "adam_w cross_entropy embedding gelu_erf layer_norm linear pool quantized_linear renorm rms_norm rope row_take silu_gate softmax",
+        "attention embedding_bag masked_softmax",
+        "flash_attn",
+        "parts",
+    ],
+)];
 
 const CANDLE_SHARD: &[Folder] = &[folder(
     "",
     &[
-        "error guide kernels porting random readme scoped",
+        "error guide kernels porting readme scoped",
         "layout strict",
         "agreement explain lookup visualize",
         "tensor",

@@ -181,6 +181,6 @@ fn coalesced(ctx: &RankContext) -> Result<()> {
         sizes: [vec![3; n], vec![2; n]].into_iter().map(|sizes| sizes.into_iter().collect()).collect(),
         ..Call::on(Op::AllGather, &tensors[0], &[0]).with_rest(&tensors[1..])
     };
-    g.engine().run_into(call, tensors, &outs)?;
+    g.backend().run_into(call, tensors, &outs)?;
     outs.iter().zip(&wants).try_for_each(|(out, want)| assert_same(out, want, "one of two"))
 }

@@ -1,0 +1,122 @@
+//! The gradient of attention over a block of keys, with scores that are computed again.
+use super::forward::{Norms, within};
+use super::heads::{Sizes, into_head};
+use super::visible::{Visible, union};
+use crate::{
+    Reading,
+    linear::product,
+    real::Real,
+    rows::{add_assign, by_blocks, sum_zip},
+};
+use candle_core::{Device, Layout, Result, Shape, Tensor, bail};
+
+/// Returns the product of each row of the result with its gradient.
+///
+/// It must be that of the result over *all* keys. Then the gradients over blocks of keys just add up.
+pub(super) fn inner<T: Real>(out: &Tensor, grad: &Tensor) -> Result<Vec<T>> {
+    let width = out.dims().last().copied().unwrap_or(0);
+    let (out, grad) = (out.contiguous()?, grad.contiguous()?);
+    let (out, grad) = (Reading::new(&out), Reading::new(&grad));
+    let (out, grad) = (out.elements::<T>()?, grad.elements::<T>()?);
+    if width == 0 {
+        return Ok(Vec::new());
+    }
+    Ok(out.chunks_exact(width).zip(grad.chunks_exact(width)).map(|(a, b)| sum_zip(a, b, |a, b| a * b)).collect())
+}
+
+/// Returns the gradients of the query, and of the key and the value of one block, from the gradient of the result.
+pub(super) fn over<T: Real>(
+    inputs: [&Tensor; 3],
+    grad: &Tensor,
+    (norms, inner): (&Norms<T>, &[T]),
+    scale: f64,
+    visible: &Visible,
+) -> Result<[Tensor; 3]> {
+    let [q, k, v, grad] = [inputs[0], inputs[1], inputs[2], grad].map(Reading::new);
+    let Some(sizes) = Sizes::of(q.layout.dims(), k.layout.dims(), v.layout.dims()) else {
+        bail!("flash_attn: shapes do not fit")
+    };
+    let Sizes { queries, keys: all_keys, heads, kv_heads, dim, width, .. } = sizes;
+    if sizes.is_empty() {
+        let [q, k, v] = inputs.map(|x| x.zeros_like());
+        return Ok([q?, k?, v?]);
+    }
+    let scale = T::from_f64(scale);
+    let parts = sizes.each(|b| {
+        let ranges = visible.of(b);
+        let mut dq = vec![T::zero(); queries * heads * dim];
+        let (mut dk, mut dv) =
+            (vec![T::zero(); all_keys * kv_heads * dim], vec![T::zero(); all_keys * kv_heads * width]);
+        for h in 0..heads {
+            let g = sizes.key_head(h);
+            let (q, k, v, grad) = (q.head(b, h)?, k.head(b, g)?, v.head(b, g)?, grad.head(b, h)?);
+            for rows in sizes.blocks() {
+                let seen = union(&ranges[rows.clone()]);
+                let keys = seen.len();
+                if keys == 0 {
+                    continue;
+                }
+                let (these, keys_of) = (q.rows(rows.clone()), k.rows(seen.clone()));
+                let scores = product(q.storage, &these, k.storage, &keys_of.transpose(0, 1)?)?;
+                let mut weights = T::cpu_storage_data(scores)?;
+                let values = v.rows(seen.clone()).transpose(0, 1)?;
+                let scores = product(grad.storage, &grad.rows(rows.clone()), v.storage, &values)?;
+                let mut scores = T::cpu_storage_data(scores)?;
+                let row_of = |i: usize| (b * queries + rows.start + i) * heads + h;
+                by_blocks(
+                    &mut weights,
+                    keys,
+                    keys,
+                    #[inline(always)]
+                    |first, weights| {
+                        for (i, row) in weights.chunks_exact_mut(keys).enumerate() {
+                            let (from, to) = within(&ranges[rows.start + first + i], seen.start);
+                            row[..from].fill(T::zero());
+                            row[to..].fill(T::zero());
+                            let (top, sum) = (norms.top[row_of(first + i)], norms.sum[row_of(first + i)]);
+                            let norm = if sum == T::zero() { T::zero() } else { T::one() / sum };
+                            for v in &mut row[from..to] {
+                                *v = norm * ((*v - top) * scale).exp_neg(T::zero());
+                            }
+                        }
+                    },
+                );
+                by_blocks(
+                    &mut scores,
+                    keys,
+                    keys,
+                    #[inline(always)]
+                    |first, scores| {
+                        let pairs = scores.chunks_exact_mut(keys).zip(weights[first * keys..].chunks_exact(keys));
+                        for (i, (scores, weights)) in pairs.enumerate() {
+                            let (from, to) = within(&ranges[rows.start + first + i], seen.start);
+                            scores[..from].fill(T::zero());
+                            scores[to..].fill(T::zero());
+                            let inner = inner[row_of(first + i)];
+                            for (score, &weight) in scores[from..to].iter_mut().zip(&weights[from..to]) {
+                                *score = scale * weight * (*score - inner);
+                            }
+                        }
+                    },
+                );
+                let (weights, scores) = (T::to_cpu_storage_owned(weights), T::to_cpu_storage_owned(scores));
+                let block = Layout::contiguous((rows.len(), keys));
+                let turned = block.transpose(0, 1)?;
+                let part = product(&scores, &block, k.storage, &keys_of)?;
+                let place = ((rows.start * heads + h) * dim, heads * dim, dim);
+                into_head::<T>(&mut dq, &part, place, |out, part| out.copy_from_slice(part))?;
+                let part = product(&scores, &turned, q.storage, &these)?;
+                into_head::<T>(&mut dk, &part, ((seen.start * kv_heads + g) * dim, kv_heads * dim, dim), add_assign)?;
+                let part = product(&weights, &turned, grad.storage, &grad.rows(rows))?;
+                let place = ((seen.start * kv_heads + g) * width, kv_heads * width, width);
+                into_head::<T>(&mut dv, &part, place, add_assign)?;
+            }
+        }
+        Ok([dq, dk, dv])
+    })?;
+    let whole = |i: usize, shape: &Shape| {
+        let data: Vec<T> = parts.iter().flat_map(|part| &part[i]).copied().collect();
+        Tensor::from_vec(data, shape, &Device::Cpu)
+    };
+    Ok([whole(0, q.layout.shape())?, whole(1, k.layout.shape())?, whole(2, v.layout.shape())?])
+}

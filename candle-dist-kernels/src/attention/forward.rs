@@ -1,0 +1,164 @@
+//! Attention over a block of keys, and results over several blocks joined.
+use super::heads::{Sizes, into_head};
+use super::visible::{Visible, union};
+use crate::{
+    Reading,
+    linear::product,
+    real::Real,
+    rows::{by_blocks, max, min, sum},
+};
+use candle_core::{Layout, Result, Tensor, bail};
+use std::ops::Range;
+
+/// What the softmax of each row divided by: the largest score before scaling, and the sum of the exponentials relative
+/// to it. The sum is 0 for a row without a visible key.
+///
+/// Their logarithm alone would lose the small differences of large scores.
+#[derive(Debug, Clone, Default)]
+pub struct Norms<T> {
+    pub(super) top: Vec<T>,
+    pub(super) sum: Vec<T>,
+}
+
+/// The result of attention over some of the keys: rows `[batch, q, heads, width]`, with the norms of each.
+#[derive(Debug, Clone)]
+pub struct Partial<T> {
+    /// The rows.
+    pub out: Vec<T>,
+    /// The norms of the rows.
+    pub norms: Norms<T>,
+    width: usize,
+}
+
+impl<T: Real> Partial<T> {
+    /// The result over no keys.
+    pub(super) fn nothing(sizes: &Sizes) -> Self {
+        let zeros = |len: usize| vec![T::zero(); len];
+        let norms = Norms { top: zeros(sizes.rows()), sum: zeros(sizes.rows()) };
+        Self { out: zeros(sizes.rows() * sizes.width), norms, width: sizes.width }
+    }
+
+    /// The result over keys `[batch, k, kv_heads, dim]` of the compute dtype.
+    pub(super) fn over([q, k, v]: [&Tensor; 3], scale: f64, visible: &Visible) -> Result<Self> {
+        let [q, k, v] = [q, k, v].map(Reading::new);
+        let Some(sizes) = Sizes::of(q.layout.dims(), k.layout.dims(), v.layout.dims()) else {
+            bail!("flash_attn: shapes do not fit")
+        };
+        if sizes.is_empty() {
+            return Ok(Self::nothing(&sizes));
+        }
+        let Sizes { queries, heads, width, .. } = sizes;
+        let scale = T::from_f64(scale);
+        let parts = sizes.each(|b| {
+            let ranges = visible.of(b);
+            let mut part = Self::nothing(&Sizes { batch: 1, ..sizes });
+            for h in 0..heads {
+                let g = sizes.key_head(h);
+                let (q, k, v) = (q.head(b, h)?, k.head(b, g)?, v.head(b, g)?);
+                for rows in sizes.blocks() {
+                    let seen = union(&ranges[rows.clone()]);
+                    let keys = seen.len();
+                    if keys == 0 {
+                        continue;
+                    }
+                    let scores =
+                        product(q.storage, &q.rows(rows.clone()), k.storage, &k.rows(seen.clone()).transpose(0, 1)?)?;
+                    let mut scores = T::cpu_storage_data(scores)?;
+                    let found = by_blocks(
+                        &mut scores,
+                        keys,
+                        keys,
+                        #[inline(always)]
+                        |first, scores| {
+                            let mut found = Vec::with_capacity(scores.len() / keys);
+                            for (row, range) in scores.chunks_exact_mut(keys).zip(&ranges[rows.start + first..]) {
+                                let (from, to) = within(range, seen.start);
+                                row[..from].fill(T::zero());
+                                row[to..].fill(T::zero());
+                                found.push(soften(&mut row[from..to], scale));
+                            }
+                            found
+                        },
+                    );
+                    for (i, (top, sum)) in rows.clone().zip(found.into_iter().flatten()) {
+                        (part.norms.top[i * heads + h], part.norms.sum[i * heads + h]) = (top, sum);
+                    }
+                    let (weights, dense) = (T::to_cpu_storage_owned(scores), Layout::contiguous((rows.len(), keys)));
+                    let mixed = product(&weights, &dense, v.storage, &v.rows(seen))?;
+                    let place = ((rows.start * heads + h) * width, heads * width, width);
+                    into_head::<T>(&mut part.out, &mixed, place, |out, mixed| out.copy_from_slice(mixed))?;
+                }
+            }
+            Ok(part)
+        })?;
+        debug_assert_eq!(parts.len() * queries * heads, sizes.rows());
+        let norm = |of: fn(&Self) -> &Vec<T>| parts.iter().flat_map(of).copied().collect();
+        let norms = Norms { top: norm(|part| &part.norms.top), sum: norm(|part| &part.norms.sum) };
+        Ok(Self { out: norm(|part| &part.out), norms, width })
+    }
+
+    /// Returns the result and the norms as one list for other ranks, row by row.
+    pub fn pack(&self) -> Vec<T> {
+        let rows = self.norms.top.iter().zip(&self.norms.sum).enumerate();
+        rows.flat_map(|(i, (&top, &sum))| self.out[i * self.width..][..self.width].iter().copied().chain([top, sum]))
+            .collect()
+    }
+
+    /// Reads what [`pack`](Self::pack) returned.
+    pub fn unpack(packed: &[T], width: usize) -> Self {
+        let rows = || packed.chunks_exact(width + 2);
+        let norms =
+            Norms { top: rows().map(|row| row[width]).collect(), sum: rows().map(|row| row[width + 1]).collect() };
+        Self { out: rows().flat_map(|row| &row[..width]).copied().collect(), norms, width }
+    }
+
+    /// Joins this result with that over other keys. Exact for rows without a visible key on either side.
+    pub fn join(&mut self, other: Self, scale: f64) {
+        let (scale, width) = (T::from_f64(scale), self.width);
+        for i in 0..self.norms.sum.len() {
+            let ((a, of_a), (b, of_b)) =
+                ((self.norms.top[i], self.norms.sum[i]), (other.norms.top[i], other.norms.sum[i]));
+            if of_b == T::zero() {
+                continue;
+            }
+            let (out, theirs) = (&mut self.out[i * width..][..width], &other.out[i * width..][..width]);
+            if of_a == T::zero() {
+                out.copy_from_slice(theirs);
+                (self.norms.top[i], self.norms.sum[i]) = (b, of_b);
+                continue;
+            }
+            let top = if (b > a) == (scale > T::zero()) { b } else { a };
+            let part = |x: T, sum: T| sum * ((x - top) * scale).exp_neg(T::zero());
+            let (of_a, of_b) = (part(a, of_a), part(b, of_b));
+            let share = of_b / (of_a + of_b);
+            for (out, &theirs) in out.iter_mut().zip(theirs) {
+                *out += share * (theirs - *out);
+            }
+            (self.norms.top[i], self.norms.sum[i]) = (top, of_a + of_b);
+        }
+    }
+}
+
+/// A row's range within a block of scores that begins at key `start`; an empty range may lie anywhere.
+#[inline(always)]
+pub(super) fn within(range: &Range<usize>, start: usize) -> (usize, usize) {
+    if range.is_empty() { (0, 0) } else { (range.start - start, range.end - start) }
+}
+
+/// Replaces a row by the softmax of `row · scale`, and returns its largest element and the sum of the exponentials.
+#[inline(always)]
+fn soften<T: Real>(row: &mut [T], scale: T) -> (T, T) {
+    if row.is_empty() {
+        return (T::zero(), T::zero());
+    }
+    let top = if scale < T::zero() { min(row) } else { max(row) };
+    for v in row.iter_mut() {
+        *v = ((*v - top) * scale).exp_neg(T::zero());
+    }
+    let total = sum(row, |v| v);
+    let norm = T::one() / total;
+    for v in row.iter_mut() {
+        *v *= norm;
+    }
+    (top, total)
+}

@@ -1,0 +1,106 @@
+//! The rows of one head in memory, and the sizes of attention.
+use crate::{Reading, cpu, real::Real};
+use candle_core::utils::{get_num_threads, with_threadpool};
+use candle_core::{CpuStorage, Layout, Result, bail};
+use rayon::prelude::*;
+use std::ops::Range;
+
+/// Queries per block: their scores stay in a core's L2 cache.
+const BLOCK: usize = 64;
+
+/// The number of multiplications from which the batch is distributed over threads.
+const PARALLEL: usize = 1 << 20;
+
+/// The sizes of a query `[batch, q, heads, dim]`, a key `[batch, k, kv_heads, dim]` and a value `[batch, k, kv_heads,
+/// width]`.
+#[derive(Debug, Clone, Copy)]
+pub struct Sizes {
+    pub(super) batch: usize,
+    pub(super) queries: usize,
+    pub(super) keys: usize,
+    pub(super) heads: usize,
+    pub(super) kv_heads: usize,
+    pub(super) dim: usize,
+    pub(super) width: usize,
+}
+
+impl Sizes {
+    pub(crate) fn of(query: &[usize], key: &[usize], value: &[usize]) -> Option<Self> {
+        let (&[batch, queries, heads, dim], &[kb, keys, kv_heads, kd], &[vb, vk, vg, width]) = (query, key, value)
+        else {
+            return None;
+        };
+        let groups = if kv_heads == 0 { heads == 0 } else { heads.is_multiple_of(kv_heads) };
+        let fits = groups && (batch, batch, dim, keys, kv_heads) == (kb, vb, kd, vk, vg);
+        fits.then_some(Self { batch, queries, keys, heads, kv_heads, dim, width })
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        [self.batch, self.queries, self.keys, self.heads, self.dim, self.width].contains(&0)
+    }
+
+    /// The number of rows of the result, over all heads.
+    pub(super) fn rows(&self) -> usize {
+        self.batch * self.queries * self.heads
+    }
+
+    /// The key head of a query head.
+    pub(super) fn key_head(&self, head: usize) -> usize {
+        head / (self.heads / self.kv_heads)
+    }
+
+    pub(super) fn blocks(&self) -> impl Iterator<Item = Range<usize>> {
+        let queries = self.queries;
+        (0..queries).step_by(BLOCK).map(move |start| start..(start + BLOCK).min(queries))
+    }
+
+    /// Calls `run` for each element of the batch, on several threads if that is faster.
+    pub(super) fn each<R: Send>(&self, run: impl Fn(usize) -> Result<R> + Sync + Send) -> Result<Vec<R>> {
+        let cost = self.batch * self.heads * self.queries * self.keys * (self.dim + self.width);
+        if cost >= PARALLEL && get_num_threads() > 1 {
+            return with_threadpool(|| (0..self.batch).into_par_iter().map(run).collect());
+        }
+        (0..self.batch).map(run).collect()
+    }
+}
+
+/// The rows of one head of `[batch, rows, heads, width]`, with any strides.
+pub(super) struct Head<'a> {
+    pub(super) storage: &'a CpuStorage,
+    start: usize,
+    width: usize,
+    strides: [usize; 2],
+}
+
+impl<'a> Head<'a> {
+    pub(super) fn new(storage: &'a CpuStorage, layout: &Layout, batch: usize, head: usize) -> Result<Self> {
+        let &[of_batch, of_row, of_head, of_column] = layout.stride() else { bail!("flash_attn: expected four dims") };
+        let start = layout.start_offset() + batch * of_batch + head * of_head;
+        Ok(Self { storage, start, width: layout.dims()[3], strides: [of_row, of_column] })
+    }
+
+    pub(super) fn rows(&self, rows: Range<usize>) -> Layout {
+        let start = self.start + rows.start * self.strides[0];
+        Layout::new((rows.len(), self.width).into(), self.strides.to_vec(), start)
+    }
+}
+
+impl Reading<'_> {
+    /// Returns one head of `[batch, rows, heads, width]`.
+    pub(super) fn head(&self, batch: usize, head: usize) -> Result<Head<'_>> {
+        Head::new(cpu(&self.storage)?, self.layout, batch, head)
+    }
+}
+
+/// Applies `put` to rows of one head of `out`, which begin at `first` and follow each other after `step` elements, and
+/// to the rows of `part`.
+pub(super) fn into_head<T: Real>(
+    out: &mut [T],
+    part: &CpuStorage,
+    (first, step, width): (usize, usize, usize),
+    put: fn(&mut [T], &[T]),
+) -> Result<()> {
+    let rows = out[first..].chunks_mut(step).zip(T::cpu_storage_as_slice(part)?.chunks_exact(width));
+    rows.for_each(|(out, part)| put(&mut out[..width], part));
+    Ok(())
+}

@@ -1,0 +1,17 @@
+//! Attention over blocks of keys: a forward pass with the norms of each row, results that can be joined, and a backward
+//! pass that computes the scores again.
+//!
+//! All ways to distribute attention stand on two facts (Milakov and Gimelshein 2018, Dao et al. 2022). Results over
+//! different keys can be joined if the norms of the softmax are known. The gradient over a block of keys needs only the
+//! norms over all keys, and the product of each row of the result with its gradient.
+mod backward;
+mod forward;
+mod heads;
+mod node;
+mod visible;
+
+pub use forward::{Norms, Partial};
+pub(crate) use heads::Sizes as AttentionSizes;
+pub(crate) use node::attend;
+pub use node::{blocks_backward, inner, join_all, partial_of_blocks, sizes, with_result};
+pub use visible::{KeyBlock, Visible};

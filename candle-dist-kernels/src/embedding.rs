@@ -1,0 +1,172 @@
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CustomOp1, Device, Layout, Result, Shape, Tensor, bail};
+use std::sync::Arc;
+
+use super::element::{Element, with_element};
+use super::{Reading, compute_dtype, elements};
+
+/// candle's index for no element: it reads as zero, and nothing is written to it.
+pub const NOWHERE: u32 = u32::MAX;
+
+/// Returns the rows of `table` at `ids`, `[n, width]`; the row `still` gets no gradient.
+///
+/// `table` is `[rows, width]`; the id `u32::MAX` yields zeros and is not a row. candle's `index_select` does not
+/// support a row without gradient, and sums 16-bit gradients in 16 bits. Fails on other ids outside the table, and on
+/// dtypes other than floats. Source of the row without gradient: the `padding_idx` of
+/// <https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.embedding.html>.
+///
+/// ```
+/// # fn main() -> candle_core::Result<()> {
+/// use candle_core::{Device::Cpu, Var};
+/// let table = Var::new(&[[1f32], [2.], [3.]], &Cpu)?;
+/// let found = candle_dist_kernels::embedding(&table, [2, 0, 2], Some(0))?;
+/// assert_eq!(found.to_vec2::<f32>()?, [[3.], [1.], [3.]]);
+/// let grads = found.sum_all()?.backward()?;
+/// assert_eq!(grads.get(&table).unwrap().to_vec2::<f32>()?, [[0.], [0.], [2.]]);
+/// # Ok(())
+/// # }
+/// ```
+pub fn embedding(table: &Tensor, ids: impl Into<Arc<[u32]>>, still: Option<u32>) -> Result<Tensor> {
+    let ids: Arc<[u32]> = ids.into();
+    let (rows, _) = table.dims2()?;
+    compute_dtype("embedding", table)?;
+    check_ids("embedding", rows, &ids)?;
+    if !table.device().is_cpu() {
+        return composed(table, &ids, still);
+    }
+    table.contiguous()?.apply_op1(Embedding { ids, still })
+}
+
+/// Refuses ids outside a table with `rows` rows.
+pub(super) fn check_ids(op: &'static str, rows: usize, ids: &[u32]) -> Result<()> {
+    match ids.iter().find(|&&id| id as usize >= rows && id != NOWHERE) {
+        Some(id) => bail!("{op}: id {id} is out of range for a table of {rows} rows"),
+        None => Ok(()),
+    }
+}
+
+/// Looks up rows with candle's own operations, which read only these rows.
+fn composed(table: &Tensor, ids: &[u32], still: Option<u32>) -> Result<Tensor> {
+    let found = rows_or(table, ids, 0.0)?;
+    let Some(still) = still.filter(|still| ids.contains(still)) else { return Ok(found) };
+    let moves = marks(ids, found.dims(), table.device(), |id| id != still)?;
+    moves.where_cond(&found, &found.detach())
+}
+
+/// Returns the rows of `table` at `ids`, and rows of `fill` for the id [`NOWHERE`].
+pub(super) fn rows_or(table: &Tensor, ids: &[u32], fill: f64) -> Result<Tensor> {
+    let (rows, width) = table.dims2()?;
+    let filled = |rows: usize| Tensor::full(fill as f32, (rows, width), table.device())?.to_dtype(table.dtype());
+    if rows == 0 {
+        return Tensor::cat(&[table, &filled(ids.len())?], 0); // connected to the table
+    }
+    let places = ids.iter().map(|&id| if id == NOWHERE { 0 } else { id });
+    let found = table.contiguous()?.index_select(&Tensor::from_iter(places, table.device())?, 0)?;
+    if !ids.contains(&NOWHERE) {
+        return Ok(found);
+    }
+    marks(ids, found.dims(), table.device(), |id| id != NOWHERE)?.where_cond(&found, &filled(ids.len())?)
+}
+
+/// Returns 1 in the rows whose ids satisfy `is_one`, else 0.
+fn marks(ids: &[u32], shape: &[usize], device: &Device, is_one: impl Fn(u32) -> bool) -> Result<Tensor> {
+    let column = Tensor::from_iter(ids.iter().map(|&id| u8::from(is_one(id))), device)?;
+    column.unsqueeze(1)?.broadcast_as(shape)?.contiguous()
+}
+
+struct Embedding {
+    ids: Arc<[u32]>,
+    still: Option<u32>,
+}
+
+/// Returns the row `id` of a matrix.
+#[inline(always)]
+pub(super) fn row<T>(matrix: &[T], id: u32, width: usize) -> &[T] {
+    &matrix[id as usize * width..][..width]
+}
+
+impl Embedding {
+    fn forward<E: Element>(&self, table: &[E], width: usize) -> CpuStorage {
+        let mut out = Vec::with_capacity(self.ids.len() * width);
+        for &id in self.ids.iter() {
+            match id {
+                NOWHERE => out.resize(out.len() + width, E::zero()),
+                id => out.extend_from_slice(row(table, id, width)),
+            }
+        }
+        E::to_cpu_storage_owned(out)
+    }
+
+    fn backward<E: Element>(&self, table: &Tensor, grad: &Tensor) -> Result<Tensor> {
+        let ((rows, width), grad) = (table.dims2()?, Reading::new(grad));
+        let grads = grad.elements::<E>()?;
+        let mut sums = vec![E::zero().load(); rows * width];
+        let moves = |id: u32| id != NOWHERE && Some(id) != self.still;
+        for (i, &id) in self.ids.iter().enumerate().filter(|&(_, &id)| moves(id)) {
+            for (sum, &grad) in sums[id as usize * width..][..width].iter_mut().zip(row(grads, i as u32, width)) {
+                *sum += grad.load();
+            }
+        }
+        Tensor::from_vec(sums, (rows, width), &Device::Cpu)?.to_dtype(table.dtype())
+    }
+}
+
+impl CustomOp1 for Embedding {
+    fn name(&self) -> &'static str {
+        "embedding"
+    }
+
+    fn cpu_fwd(&self, table: &CpuStorage, table_l: &Layout) -> Result<(CpuStorage, Shape)> {
+        let width = table_l.dims()[1];
+        let found =
+            with_element!("embedding", table.dtype(), E => Ok(self.forward::<E>(elements(table, table_l)?, width)));
+        Ok((found?, (self.ids.len(), width).into()))
+    }
+
+    fn bwd(&self, table: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
+        let grad = grad.contiguous()?;
+        with_element!("embedding", table.dtype(), E => self.backward::<E>(table, &grad)).map(Some)
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)] // a panic is how a test fails
+mod tests {
+    use super::{NOWHERE, composed, embedding};
+    use candle_core::{DType, Device, Tensor, Var};
+
+    #[test]
+    fn candles_own_operations_give_the_same_in_every_dtype() {
+        for (dtype, still) in itertools::iproduct!([DType::F64, DType::F32, DType::F16, DType::BF16], [None, Some(3)]) {
+            let table = Tensor::arange(0f64, 20., &Device::Cpu).unwrap().reshape((5, 4)).unwrap().to_dtype(dtype);
+            let table = Var::from_tensor(&table.unwrap()).unwrap();
+            let ids = [3, 1, NOWHERE, 3, 1, 0];
+            let [fused, plain] = [embedding(&table, ids, still), composed(&table, &ids, still)].map(|found| {
+                let found = found.unwrap();
+                let grads = (&found * &found).unwrap().sum_all().unwrap().backward().unwrap();
+                [found, grads.get(&table).unwrap().clone()]
+                    .map(|x| x.to_dtype(DType::F64).unwrap().to_vec2::<f64>().unwrap())
+            });
+            assert_eq!(fused, plain, "{dtype:?} {still:?}");
+        }
+    }
+
+    #[test]
+    fn a_lookup_of_candles_own_operations_makes_nothing_of_the_size_of_the_table() {
+        let table = Var::from_tensor(&Tensor::ones((1 << 20, 16), DType::F32, &Device::Cpu).unwrap()).unwrap();
+        let ids = [3, NOWHERE, 1 << 19];
+        // Every operand of its graph except the table is at most as large as the result.
+        let found = composed(&table, &ids, Some(3)).unwrap();
+        let mut seen = Vec::new();
+        sizes(&found, &mut seen);
+        assert_eq!(seen.iter().filter(|&&size| size > 3 * 16).count(), 1, "{seen:?}");
+        let empty = Var::from_tensor(&Tensor::zeros((0, 4), DType::F32, &Device::Cpu).unwrap()).unwrap();
+        let nothing = composed(&empty, &[NOWHERE; 2], None).unwrap();
+        assert!(nothing.track_op() && nothing.to_vec2::<f32>().unwrap() == [[0.0; 4]; 2]);
+    }
+
+    /// Collects the sizes of all tensors in the graph of a result.
+    fn sizes(x: &Tensor, seen: &mut Vec<usize>) {
+        seen.extend(x.sorted_nodes().iter().map(|node| node.elem_count()));
+    }
+}

@@ -1,0 +1,152 @@
+use candle_core::{CpuStorage, CustomOp3, D, DType, Device, Layout, Result, Shape, Tensor};
+
+use super::{
+    Reading, check_vector, compute_dtype, elements,
+    real::Real,
+    rows::{add_assign, by_blocks, sum, sum_zip},
+};
+
+/// Layer normalization over the last dim: `(x - mean) / √(variance + eps) · weight + bias`.
+///
+/// `x` is `[.., k]`, `weight` and `bias` are `[k]`, all of the same dtype; the result has the shape of `x`. The
+/// variance is the biased one. Fails if shapes, dtypes or devices do not match. Source: Ba, Kiros and Hinton,
+/// <https://arxiv.org/abs/1607.06450>.
+///
+/// ```
+/// # fn main() -> candle_core::Result<()> {
+/// use candle_core::{Device::Cpu, Tensor};
+/// let x = Tensor::new(&[[1f64, 3.], [8., 4.]], &Cpu)?;
+/// let (weight, bias) = (Tensor::new(&[1f64, 2.], &Cpu)?, Tensor::new(&[0f64, 10.], &Cpu)?);
+/// let y = candle_dist_kernels::layer_norm(&x, &weight, &bias, 0.0)?;
+/// assert_eq!(y.to_vec2::<f64>()?, [[-1., 12.], [1., 8.]]);
+/// # Ok(())
+/// # }
+/// ```
+pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Result<Tensor> {
+    let dtype = compute_dtype("layer_norm", x)?;
+    let len = x.dim(D::Minus1)?;
+    check_vector("layer_norm", x, "weight", weight, len)?;
+    check_vector("layer_norm", x, "bias", bias, len)?;
+    if !x.device().is_cpu() {
+        return candle_nn::ops::layer_norm_slow(x, weight, bias, eps as f32);
+    }
+    let [x_, weight, bias] = [x, weight, bias].map(|t| t.to_dtype(dtype)?.contiguous());
+    x_?.apply_op3(&weight?, &bias?, LayerNorm { eps })?.to_dtype(x.dtype())
+}
+
+struct LayerNorm {
+    eps: f64,
+}
+
+impl LayerNorm {
+    /// Returns the mean of a row and the inverse of its standard deviation.
+    #[inline(always)]
+    fn moments<T: Real>(&self, row: &[T]) -> (T, T) {
+        let len = T::from_f64(row.len() as f64);
+        let mean = sum(row, |v| v) / len;
+        let variance = sum(row, |v| (v - mean) * (v - mean)) / len;
+        (mean, T::one() / (variance + T::from_f64(self.eps)).sqrt())
+    }
+
+    fn forward<T: Real>(&self, x: &[T], weight: &[T], bias: &[T]) -> CpuStorage {
+        let len = weight.len();
+        let mut out = vec![T::zero(); x.len()];
+        by_blocks(
+            &mut out,
+            len,
+            len,
+            #[inline(always)]
+            |first, out| {
+                for (out, x) in out.chunks_exact_mut(len).zip(x[first * len..].chunks_exact(len)) {
+                    let (mean, scale) = self.moments(x);
+                    for (((out, &x), &weight), &bias) in out.iter_mut().zip(x).zip(weight).zip(bias) {
+                        *out = (x - mean) * scale * weight + bias;
+                    }
+                }
+            },
+        );
+        T::to_cpu_storage_owned(out)
+    }
+
+    /// Returns the gradients of `x`, `weight` and `bias`.
+    fn backward<T: Real>(&self, x: &Tensor, weight: &Tensor, grad: &Tensor) -> Result<[Tensor; 3]> {
+        let (x, weight, grad) = (Reading::new(x), Reading::new(weight), Reading::new(grad));
+        let (xs, ws, gs) = (x.elements::<T>()?, weight.elements::<T>()?, grad.elements::<T>()?);
+        let len = ws.len();
+        let count = T::from_f64(len as f64);
+        let mut dx = vec![T::zero(); xs.len()];
+        let parts = by_blocks(
+            &mut dx,
+            len,
+            len,
+            #[inline(always)]
+            |first, dx| {
+                let mut sums = vec![T::zero(); 2 * len];
+                let (dw, db) = sums.split_at_mut(len);
+                let inputs = xs[first * len..].chunks_exact(len).zip(gs[first * len..].chunks_exact(len));
+                for (dx, (x, g)) in dx.chunks_exact_mut(len).zip(inputs) {
+                    let (mean, scale) = self.moments(x);
+                    for ((dx, &g), &w) in dx.iter_mut().zip(g).zip(ws) {
+                        *dx = g * w;
+                    }
+                    for ((dw, &g), &x) in dw.iter_mut().zip(g).zip(x) {
+                        *dw += g * ((x - mean) * scale);
+                    }
+                    add_assign(db, g);
+                    let shift = sum(dx, |d| d) / count;
+                    let slope = sum_zip(dx, x, |d, x| d * (x - mean)) * scale * scale / count;
+                    for (dx, &x) in dx.iter_mut().zip(x) {
+                        *dx = (*dx - shift - (x - mean) * slope) * scale;
+                    }
+                }
+                sums
+            },
+        );
+        let mut sums = vec![T::zero(); 2 * len];
+        for part in parts {
+            add_assign(&mut sums, &part);
+        }
+        let (dw, db) = sums.split_at(len);
+        Ok([x.like(dx)?, Tensor::from_slice(dw, len, &Device::Cpu)?, Tensor::from_slice(db, len, &Device::Cpu)?])
+    }
+}
+
+impl CustomOp3 for LayerNorm {
+    fn name(&self) -> &'static str {
+        "layer_norm"
+    }
+
+    fn cpu_fwd(
+        &self,
+        x: &CpuStorage,
+        x_l: &Layout,
+        weight: &CpuStorage,
+        weight_l: &Layout,
+        bias: &CpuStorage,
+        bias_l: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let out = match x {
+            CpuStorage::F64(_) => {
+                self.forward::<f64>(elements(x, x_l)?, elements(weight, weight_l)?, elements(bias, bias_l)?)
+            }
+            _ => self.forward::<f32>(elements(x, x_l)?, elements(weight, weight_l)?, elements(bias, bias_l)?),
+        };
+        Ok((out, x_l.shape().clone()))
+    }
+
+    fn bwd(
+        &self,
+        x: &Tensor,
+        weight: &Tensor,
+        _: &Tensor,
+        _: &Tensor,
+        grad: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        let grad = grad.contiguous()?;
+        let [dx, dw, db] = match x.dtype() {
+            DType::F64 => self.backward::<f64>(x, weight, &grad)?,
+            _ => self.backward::<f32>(x, weight, &grad)?,
+        };
+        Ok((Some(dx), Some(dw), Some(db)))
+    }
+}

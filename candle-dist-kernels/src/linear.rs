@@ -1,0 +1,401 @@
+use std::borrow::Cow;
+use std::sync::Arc;
+
+use candle_core::{
+    CpuStorage, CudaStorage, CustomOp2, CustomOp3, D, DType, Layout, MetalStorage, Result, Shape, Storage, Tensor,
+    backend::{BackendDevice, BackendStorage},
+    bail,
+    op::BackpropOp,
+};
+
+use super::{
+    DeferredGradient, Reading, WeightSink, check_vector, compute_dtype, cpu, elements,
+    few_rows::{self, FEW, has_rows},
+    real::Real,
+    rows::{add_assign, by_blocks},
+    weight_sink,
+};
+
+/// The linear map `x · weightᵀ + bias`.
+///
+/// `x` is `[.., k]`, `weight` is `[n, k]`, `bias` is `[n]`, all of one dtype; the result is `[.., n]`. Transposed
+/// weights and inputs narrowed in their last dim are read in place. Fails if shapes, dtypes or devices do not agree.
+///
+/// ```
+/// # fn main() -> candle_core::Result<()> {
+/// use candle_core::{Device::Cpu, Tensor};
+/// let (x, weight) = (Tensor::new(&[[1f32, 2.]], &Cpu)?, Tensor::new(&[[1f32, 1.], [3., 0.], [0., 5.]], &Cpu)?);
+/// let y = candle_dist_kernels::linear(&x, &weight, Some(&Tensor::new(&[0f32, 0., 1.], &Cpu)?))?;
+/// assert_eq!(y.to_vec2::<f32>()?, [[3., 3., 11.]]);
+/// # Ok(())
+/// # }
+/// ```
+pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+    let dtype = compute_dtype("linear", x)?;
+    let [n, k] = *weight.dims() else {
+        bail!("linear: expected a weight of shape [n, k], got {:?}", weight.shape());
+    };
+    if x.dim(D::Minus1)? != k || x.dtype() != weight.dtype() {
+        let (x_type, weight_type) = (x.dtype().as_str(), weight.dtype().as_str());
+        bail!("linear: {x_type}{:?} does not fit a weight {weight_type}[{n}, {k}]", x.dims());
+    }
+    if let Some(bias) = bias {
+        check_vector("linear", x, "bias", bias, n)?;
+    }
+    if !x.device().is_cpu() {
+        return composed(x, weight, bias);
+    }
+    let is_tracked = [Some(x), Some(weight), bias].into_iter().flatten().any(Tensor::track_op);
+    let rows = rows_of(x);
+    if dtype != x.dtype() && !is_tracked && rows <= FEW && has_rows(weight.layout()) {
+        let out = few_rows::widening(rows, &x.to_dtype(dtype)?, weight)?;
+        let shape = Shape::from(out_shape(x.layout(), weight.layout()));
+        let out = Tensor::from_storage(Storage::Cpu(out), shape, BackpropOp::none(), false);
+        let out = match bias {
+            Some(bias) => out.broadcast_add(&bias.to_dtype(dtype)?)?,
+            None => out,
+        };
+        return out.to_dtype(x.dtype());
+    }
+    let input = if as_rows(x.layout()).is_some() { x.clone() } else { x.contiguous()? };
+    match bias {
+        Some(bias) => input.apply_op3(weight, &bias.contiguous()?, Linear(weight_sink())),
+        None => input.apply_op2(weight, Linear(weight_sink())),
+    }
+}
+
+fn composed(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+    let (k, shape) = (weight.dim(1)?, out_shape(x.layout(), weight.layout()));
+    let rows = x.reshape((rows_of(x), k))?;
+    let y = match weight_sink().filter(|_| weight.track_op()) {
+        Some(sink) => rows.contiguous()?.apply_op2(&weight.contiguous()?, Product(sink))?,
+        None => rows.matmul(&weight.t()?)?,
+    };
+    let y = y.reshape(shape)?;
+    match bias {
+        Some(bias) => y.broadcast_add(bias),
+        None => Ok(y),
+    }
+}
+
+/// The product of `x [rows, k]` and the transpose of `weight [n, k]` on any device, with the sink for the gradient of
+/// the weight.
+struct Product(Arc<dyn WeightSink>);
+
+fn transposed_product<S>(x: &S, x_l: &Layout, w: &S, w_l: &Layout) -> Result<(S, Shape)>
+where
+    S: BackendStorage,
+    S::Device: BackendDevice<Storage = S>,
+{
+    let ((rows, k), (n, _)) = (x_l.shape().dims2()?, w_l.shape().dims2()?);
+    let shape = Shape::from((rows, n));
+    let y = match rows * n * k {
+        0 => w.device().zeros_impl(&shape, w.dtype())?,
+        _ => x.matmul(w, (1, rows, n, k), x_l, &w_l.transpose(0, 1)?)?,
+    };
+    Ok((y, shape))
+}
+
+impl CustomOp2 for Product {
+    fn name(&self) -> &'static str {
+        "linear"
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, x_l: &Layout, w: &CpuStorage, w_l: &Layout) -> Result<(CpuStorage, Shape)> {
+        transposed_product(x, x_l, w, w_l)
+    }
+
+    fn cuda_fwd(&self, x: &CudaStorage, x_l: &Layout, w: &CudaStorage, w_l: &Layout) -> Result<(CudaStorage, Shape)> {
+        transposed_product(x, x_l, w, w_l)
+    }
+
+    fn metal_fwd(
+        &self,
+        x: &MetalStorage,
+        x_l: &Layout,
+        w: &MetalStorage,
+        w_l: &Layout,
+    ) -> Result<(MetalStorage, Shape)> {
+        transposed_product(x, x_l, w, w_l)
+    }
+
+    fn bwd(&self, x: &Tensor, w: &Tensor, _: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let grad = grad.detach().contiguous()?;
+        let dx = x.track_op().then(|| match grad.elem_count() {
+            0 => x.zeros_like(),
+            _ => grad.matmul(&w.detach()),
+        });
+        Ok((dx.transpose()?, self.0.take(w, deferred_product(w, x, &grad)?)?))
+    }
+}
+
+/// The linear map, with the sink for the gradient of the weight if there is one.
+struct Linear(Option<Arc<dyn WeightSink>>);
+
+/// Returns the number of rows of a tensor `[.., last]`.
+fn rows_of(x: &Tensor) -> usize {
+    x.dims()[..x.rank() - 1].iter().product()
+}
+
+/// Returns the layout of a tensor of any rank as `[rows, last]`; `None` if that needs a copy.
+fn as_rows(layout: &Layout) -> Option<Layout> {
+    let (&last, lead) = layout.dims().split_last()?;
+    let (&last_stride, lead_strides) = layout.stride().split_last()?;
+    let mut rows = 1;
+    let mut row_stride = None;
+    for (&dim, &stride) in lead.iter().zip(lead_strides).rev() {
+        if dim != 1 && *row_stride.get_or_insert(stride) * rows != stride {
+            return None;
+        }
+        rows *= dim;
+    }
+    let stride = vec![row_stride.unwrap_or(last), last_stride];
+    Some(Layout::new(Shape::from((rows, last)), stride, layout.start_offset()))
+}
+
+fn out_shape(x: &Layout, weight: &Layout) -> Vec<usize> {
+    [&x.dims()[..x.dims().len() - 1], &weight.dims()[..1]].concat()
+}
+
+/// Returns the product of `a [m, k]` and `b [k, n]` with any strides.
+pub(super) fn product(a: &CpuStorage, a_l: &Layout, b: &CpuStorage, b_l: &Layout) -> Result<CpuStorage> {
+    let ((m, k), (_, n)) = (a_l.shape().dims2()?, b_l.shape().dims2()?);
+    if m * k * n == 0 {
+        return Ok(match a.dtype() {
+            DType::F64 => CpuStorage::F64(vec![0.0; m * n]),
+            _ => CpuStorage::F32(vec![0.0; m * n]),
+        });
+    }
+    a.matmul(b, (1, m, n, k), a_l, b_l)
+}
+
+/// Returns the operand itself, or an f32 copy of a 16-bit operand, which lives only during the computation. A graph
+/// that held the copies would hold the whole model in f32.
+fn wide<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<(Cow<'a, CpuStorage>, Layout)> {
+    Ok(match storage.dtype() {
+        DType::F16 | DType::BF16 => {
+            (Cow::Owned(storage.to_dtype(layout, DType::F32)?), Layout::contiguous(layout.shape()))
+        }
+        _ => (Cow::Borrowed(storage), layout.clone()),
+    })
+}
+
+/// Converts a dense result to the dtype of the operands.
+fn narrow(storage: CpuStorage, shape: &Shape, dtype: DType) -> Result<CpuStorage> {
+    if storage.dtype() == dtype { Ok(storage) } else { storage.to_dtype(&Layout::contiguous(shape), dtype) }
+}
+
+/// Computes the map without a bias, in the compute dtype.
+fn forward(x: &CpuStorage, x_l: &Layout, weight: &CpuStorage, weight_l: &Layout) -> Result<(CpuStorage, Shape)> {
+    let Some(rows) = as_rows(x_l) else { bail!("linear: the rows of the input are not evenly spaced") };
+    let shape = Shape::from(out_shape(x_l, weight_l));
+    let m = rows.dims()[0];
+    let ((x, rows), (weight, weight_l)) = (wide(x, &rows)?, wide(weight, weight_l)?);
+    let (x, weight, weight_l) = (&*x, &*weight, &weight_l);
+    let is_dense = rows.is_contiguous() && has_rows(weight_l);
+    let out = match (x, weight) {
+        _ if !is_dense || m > FEW => product(x, &rows, weight, &weight_l.transpose(0, 1)?)?,
+        (CpuStorage::F32(_), CpuStorage::F32(weight)) => {
+            CpuStorage::F32(few_rows::product(m, elements(x, &rows)?, weight, weight_l)?)
+        }
+        (CpuStorage::F64(_), CpuStorage::F64(weight)) => {
+            CpuStorage::F64(few_rows::product(m, elements(x, &rows)?, weight, weight_l)?)
+        }
+        _ => bail!("linear: unexpected dtypes {:?} and {:?}", x.dtype(), weight.dtype()),
+    };
+    Ok((out, shape))
+}
+
+fn add_bias<T: Real>(out: &mut [T], bias: &[T]) {
+    by_blocks(
+        out,
+        bias.len(),
+        bias.len(),
+        #[inline(always)]
+        |_, out| {
+            for out in out.chunks_exact_mut(bias.len()) {
+                add_assign(out, bias);
+            }
+        },
+    );
+}
+
+impl Linear {
+    /// Returns the gradients of `x` and `weight`, each only if it is required and not left to the sink.
+    fn backward(&self, x: &Tensor, weight: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        match self.0.as_ref().filter(|_| weight.track_op()) {
+            None => backward(x, weight, grad, weight.track_op()),
+            Some(sink) => {
+                let (dx, _) = backward(x, weight, grad, false)?;
+                Ok((dx, sink.take(weight, deferred_product(weight, x, grad)?)?))
+            }
+        }
+    }
+}
+
+/// Returns the deferred gradient `[n, k]` of a weight, from the input `[.., k]` and the gradient `[.., n]` of the
+/// output.
+fn deferred_product(weight: &Tensor, x: &Tensor, grad: &Tensor) -> Result<DeferredGradient> {
+    let (n, k) = weight.dims2()?;
+    let rows = rows_of(x);
+    let (x, grad, weight) = (x.detach().reshape((rows, k))?, grad.detach().reshape((rows, n))?, weight.detach());
+    Ok(Box::new(move || match x.elem_count() * grad.elem_count() {
+        0 => weight.zeros_like(),
+        _ => {
+            let dtype = compute_dtype("linear", &x)?;
+            grad.to_dtype(dtype)?.t()?.matmul(&x.to_dtype(dtype)?)?.to_dtype(weight.dtype())
+        }
+    }))
+}
+
+/// Returns the gradients of `x` and, if it is required, of `weight`.
+fn backward(x: &Tensor, weight: &Tensor, grad: &Tensor, of_weight: bool) -> Result<(Option<Tensor>, Option<Tensor>)> {
+    let [x_s, weight_s, grad_s] = [x, weight, grad].map(|t| t.storage_and_layout().0);
+    let (Some(x_l), Some(grad_l)) = (as_rows(x.layout()), as_rows(grad.layout())) else {
+        bail!("linear: the rows of an operand are not evenly spaced");
+    };
+    let (grad_s, grad_l) = wide(cpu(&grad_s)?, &grad_l)?;
+    let tensor = |s, like: &Tensor| {
+        let s = Storage::Cpu(narrow(s, like.shape(), like.dtype())?);
+        Ok::<_, candle_core::Error>(Tensor::from_storage(s, like.shape(), BackpropOp::none(), false))
+    };
+    let dx = x.track_op().then(|| {
+        let (weight_s, weight_l) = wide(cpu(&weight_s)?, weight.layout())?;
+        tensor(product(&grad_s, &grad_l, &weight_s, &weight_l)?, x)
+    });
+    let dw = of_weight.then(|| {
+        let (x_s, x_l) = wide(cpu(&x_s)?, &x_l)?;
+        tensor(product(&grad_s, &grad_l.transpose(0, 1)?, &x_s, &x_l)?, weight)
+    });
+    Ok((dx.transpose()?, dw.transpose()?))
+}
+
+/// Returns the gradient of the bias: the sum of the rows of `grad`.
+fn column_sums<T: Real>(grad: &Tensor, bias: &Tensor) -> Result<Tensor> {
+    let (grad, bias, n) = (Reading::new(grad), Reading::new(bias), bias.elem_count());
+    let gs = grad.elements::<T>()?;
+    let mut sums = vec![T::zero(); n];
+    if n > 0 {
+        for row in gs.chunks_exact(n) {
+            add_assign(&mut sums, row);
+        }
+    }
+    bias.like(sums)
+}
+
+impl CustomOp2 for Linear {
+    fn name(&self) -> &'static str {
+        "linear"
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, x_l: &Layout, w: &CpuStorage, w_l: &Layout) -> Result<(CpuStorage, Shape)> {
+        let (out, shape) = forward(x, x_l, w, w_l)?;
+        Ok((narrow(out, &shape, x.dtype())?, shape))
+    }
+
+    fn bwd(&self, x: &Tensor, w: &Tensor, _: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        self.backward(x, w, &grad.contiguous()?)
+    }
+}
+
+impl CustomOp3 for Linear {
+    fn name(&self) -> &'static str {
+        "linear"
+    }
+
+    fn cpu_fwd(
+        &self,
+        x: &CpuStorage,
+        x_l: &Layout,
+        w: &CpuStorage,
+        w_l: &Layout,
+        bias: &CpuStorage,
+        bias_l: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let (mut out, shape) = forward(x, x_l, w, w_l)?;
+        let (bias, bias_l) = wide(bias, bias_l)?;
+        match &mut out {
+            CpuStorage::F64(out) => add_bias(out, elements(&bias, &bias_l)?),
+            CpuStorage::F32(out) => add_bias(out, elements(&bias, &bias_l)?),
+            other => bail!("linear: unexpected dtype {:?}", other.dtype()),
+        }
+        Ok((narrow(out, &shape, x.dtype())?, shape))
+    }
+
+    fn bwd(
+        &self,
+        x: &Tensor,
+        w: &Tensor,
+        bias: &Tensor,
+        _: &Tensor,
+        grad: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        let grad = grad.contiguous()?;
+        let (dx, dw) = self.backward(x, w, &grad)?;
+        let db = match grad.dtype() {
+            DType::F64 => column_sums::<f64>(&grad, bias)?,
+            _ => column_sums::<f32>(&grad.to_dtype(DType::F32)?, bias)?.to_dtype(bias.dtype())?,
+        };
+        Ok((dx, dw, Some(db)))
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)] // a panic is how a test fails
+mod tests {
+    use super::{composed, linear};
+    use crate::{DeferredGradient, WeightSink, with_weight_sink};
+    use candle_core::{DType, Device, Result, Tensor, Var};
+    use std::sync::{Arc, Mutex};
+
+    /// Keeps all gradients of weights for later.
+    #[derive(Default)]
+    struct Later(Mutex<Vec<DeferredGradient>>);
+
+    impl WeightSink for Later {
+        fn take(&self, _: &Tensor, gradient: DeferredGradient) -> Result<Option<Tensor>> {
+            self.0.lock().unwrap().push(gradient);
+            Ok(None)
+        }
+    }
+
+    fn random(dims: &[usize], dtype: DType) -> Var {
+        let x = Tensor::arange(0f32, dims.iter().product::<usize>() as f32, &Device::Cpu).unwrap();
+        Var::from_tensor(&x.affine(0.7, 0.2).unwrap().sin().unwrap().reshape(dims).unwrap().to_dtype(dtype).unwrap())
+            .unwrap()
+    }
+
+    type Map = fn(&Tensor, &Tensor, Option<&Tensor>) -> Result<Tensor>;
+
+    #[test]
+    fn weights_wait_in_16_bits_and_where_the_map_is_composed() {
+        for (map, dtype) in
+            [(linear as Map, DType::BF16), (linear, DType::F16), (linear, DType::F32), (composed, DType::F32)]
+        {
+            for rows in [0, 1, 5, 40] {
+                let (x, w, b) = (random(&[rows, 6], dtype), random(&[3, 6], dtype), random(&[3], dtype));
+                let loss = || map(&x, &w, Some(&b)).unwrap().sqr().unwrap().sum_all().unwrap();
+                let want = loss().backward().unwrap();
+                let later = Arc::new(Later::default());
+                let got = with_weight_sink(later.clone(), loss).backward().unwrap();
+                assert!(got.get(&w).is_none(), "{dtype:?} with {rows} rows");
+                let waiting = std::mem::take(&mut *later.0.lock().unwrap());
+                assert_eq!(waiting.len(), 1, "{dtype:?} with {rows} rows");
+                for late in waiting {
+                    let (late, want) = (late().unwrap(), want.get(&w).unwrap());
+                    assert_eq!((late.dtype(), late.dims()), (dtype, want.dims()));
+                    let off = (late.to_dtype(DType::F32).unwrap() - want.to_dtype(DType::F32).unwrap()).unwrap();
+                    let off = off.abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap();
+                    let size = want.to_dtype(DType::F32).unwrap().abs().unwrap().max_all().unwrap();
+                    assert!(off <= 0.01 * size.to_scalar::<f32>().unwrap(), "{dtype:?} with {rows} rows: off by {off}");
+                }
+                for var in [&x, &b] {
+                    let (got, want) = (got.get(var), want.get(var));
+                    if let (Some(got), Some(want)) = (got, want) {
+                        assert!(candle_dist::bits::same_bits(got, want).unwrap(), "{dtype:?} with {rows} rows");
+                    }
+                }
+            }
+        }
+    }
+}

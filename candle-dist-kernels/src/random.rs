@@ -1,0 +1,360 @@
+//! Random numbers that are equal on every mesh.
+//!
+//! A number is a function of only `(seed, stream, global element index)`. It does not depend on the rank, on numbers
+//! drawn before, or on how the tensor is cut. So each rank computes only the numbers of its own shard, without
+//! communication, and the joined shards are bit for bit the tensor that one device would create. Initialization,
+//! dropout masks and `rand`-like tensors of the whole workspace use this module.
+//!
+//! The generator is ChaCha with 8 rounds used as a counter (Bernstein, *ChaCha, a variant of Salsa20*): the seed is the
+//! key, the stream is the 64-bit nonce, and element `i` owns the 32-bit words `[i·k, (i+1)·k)` of the key stream. The
+//! number of words `k` depends on distribution and precision:
+//!
+//! | | f16, bf16, f32 | f64 |
+//! |---|---|---|
+//! | [`Uniform`](Distribution::Uniform), [`Bernoulli`](Distribution::Bernoulli) | 1 | 2 |
+//! | [`Normal`](Distribution::Normal) (Box–Muller) | 2 | 4 |
+//!
+//! Numbers are drawn on the host, by several threads for large tensors, and copied to the device: candle has no bit
+//! operations on words from which a device could build the generator.
+//!
+//! The 16-bit types are computed in f32 and rounded to nearest even. Logarithm and cosine come from `libm`, so the bits
+//! do not depend on the operating system either.
+
+mod grid;
+
+use std::ops::Range;
+
+use candle_core::utils::{get_num_threads, with_threadpool};
+use candle_core::{DType, Device, Result, Tensor, WithDType, bail};
+use rand_chacha::ChaCha8Rng;
+use rand_core::{RngCore, SeedableRng};
+use rayon::prelude::*;
+
+use self::grid::Grid;
+
+/// A named, endless sequence of random words: the part of a number's key besides its element index.
+///
+/// Use one stream per random tensor of a program, usually named by the tensor's path, and derive one per training step
+/// with [`fold`](Stream::fold).
+///
+/// ```
+/// use candle_dist_kernels::random::Stream;
+///
+/// let mask = Stream::new(42, "layers.0.dropout");
+/// assert_eq!(mask.fold(7), Stream::new(42, "layers.0.dropout").fold(7));
+/// assert_ne!(mask.fold(7), mask.fold(8));
+/// assert_ne!(mask, Stream::new(42, "layers.1.dropout"));
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Stream {
+    seed: u64,
+    id: u64,
+    /// The element at which the stream starts.
+    first: u64,
+}
+
+impl Stream {
+    /// Creates the stream called `name` under `seed`; its id is the 64-bit FNV-1a hash of the name.
+    pub fn new(seed: u64, name: &str) -> Self {
+        let id = name.bytes().fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| {
+            (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
+        });
+        Self { seed, id, first: 0 }
+    }
+
+    /// Derives the `n`-th stream from this one, for example the one of training step `n`.
+    ///
+    /// Folds nest, and their order matters: `s.fold(1).fold(2)` is not `s.fold(2).fold(1)`.
+    pub fn fold(self, n: u64) -> Self {
+        const GOLDEN_GAMMA: u64 = 0x9e37_79b9_7f4a_7c15;
+        let id = mix64(mix64(self.id).wrapping_add(n.wrapping_add(1).wrapping_mul(GOLDEN_GAMMA)));
+        Self { id, ..self }
+    }
+
+    /// Skips the first `elements` elements: returns the numbers of a tensor that begins there in a larger one.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device};
+    /// use candle_dist_kernels::random::{Distribution, Stream, sample_full};
+    ///
+    /// let (stream, even) = (Stream::new(0, "noise"), Distribution::Uniform { lo: 0.0, up: 1.0 });
+    /// let whole = sample_full(stream, even, &[5, 2], DType::F32, &Device::Cpu)?;
+    /// let last = sample_full(stream.skip(3 * 2), even, &[2, 2], DType::F32, &Device::Cpu)?;
+    /// assert_eq!(last.to_vec2::<f32>()?, whole.narrow(0, 3, 2)?.to_vec2::<f32>()?);
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
+    pub fn skip(self, elements: u64) -> Self {
+        Self { first: self.first.saturating_add(elements), ..self }
+    }
+
+    fn generator(self) -> ChaCha8Rng {
+        let mut key = [0; 32];
+        key[..8].copy_from_slice(&self.seed.to_le_bytes());
+        let mut generator = ChaCha8Rng::from_seed(key);
+        generator.set_stream(self.id);
+        generator
+    }
+}
+
+/// The finalizer of splitmix64 (Steele, Lea and Flood, *Fast splittable pseudorandom number generators*, 2014).
+fn mix64(mut z: u64) -> u64 {
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+/// The distribution of the numbers of a tensor.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Distribution {
+    /// Uniform over `[lo, up)`; rounding to a narrow dtype may yield `up` itself.
+    Uniform {
+        /// The lower bound.
+        lo: f64,
+        /// The upper bound.
+        up: f64,
+    },
+    /// The normal distribution.
+    Normal {
+        /// The mean.
+        mean: f64,
+        /// The standard deviation, at least 0.
+        stdev: f64,
+    },
+    /// 1 with probability `p`, else 0.
+    Bernoulli {
+        /// The probability of a 1, in `[0, 1]`.
+        p: f64,
+    },
+}
+
+impl Distribution {
+    fn check(self) -> Result<()> {
+        match self {
+            Self::Uniform { lo, up } if !((up - lo).is_finite() && lo <= up) => {
+                bail!("a uniform distribution needs finite bounds with lo <= up, got lo {lo} and up {up}")
+            }
+            Self::Normal { mean, stdev } if !(mean.is_finite() && stdev.is_finite() && stdev >= 0.0) => {
+                bail!("a normal distribution needs a finite mean and a stdev >= 0, got mean {mean} and stdev {stdev}")
+            }
+            Self::Bernoulli { p } if !(0.0..=1.0).contains(&p) => {
+                bail!("a Bernoulli distribution needs a probability in [0, 1], got {p}")
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Creates the block `block` (one range per dim) of the random tensor of shape `global_shape`.
+///
+/// Every element depends only on the stream, the distribution, the dtype and its row-major index in `global_shape`, so
+/// any cut of the tensor into blocks yields the values of [`sample_full`]. The time grows with the size of the block
+/// and its number of contiguous runs, not with the global shape. Empty blocks are allowed.
+///
+/// # Errors
+/// If `block` does not lie in `global_shape`, if the dtype is not f16, bf16, f32 or f64, or if a parameter of the
+/// distribution is out of its domain.
+///
+/// ```
+/// use candle_core::{DType, Device};
+/// use candle_dist_kernels::random::{Distribution, Stream, sample, sample_full};
+///
+/// # fn main() -> candle_core::Result<()> {
+/// let (stream, dist) = (Stream::new(0, "wq.weight"), Distribution::Normal { mean: 0.0, stdev: 0.02 });
+/// let whole = sample_full(stream, dist, &[6, 4], DType::F32, &Device::Cpu)?;
+/// let right = sample(stream, dist, &[6, 4], &[0..6, 2..4], DType::F32, &Device::Cpu)?;
+/// assert_eq!(right.to_vec2::<f32>()?, whole.narrow(1, 2, 2)?.to_vec2::<f32>()?);
+/// # Ok(())
+/// # }
+/// ```
+pub fn sample(
+    stream: Stream,
+    dist: Distribution,
+    global_shape: &[usize],
+    block: &[Range<usize>],
+    dtype: DType,
+    device: &Device,
+) -> Result<Tensor> {
+    dist.check()?;
+    let global = Grid::new(global_shape)?;
+    global.check_block(block)?;
+    let local_shape: Vec<usize> = block.iter().map(Range::len).collect();
+    let values = match dtype {
+        DType::F64 => Tensor::from_vec(draw_block::<f64>(stream, dist, &global, block), local_shape, &Device::Cpu)?,
+        DType::F32 | DType::F16 | DType::BF16 => {
+            Tensor::from_vec(draw_block::<f32>(stream, dist, &global, block), local_shape, &Device::Cpu)?
+                .to_dtype(dtype)?
+        }
+        other => bail!("random tensors are f16, bf16, f32 or f64, not {}", other.as_str()),
+    };
+    values.to_device(device)
+}
+
+/// Creates the whole random tensor of shape `shape`: [`sample`] with the block of all elements.
+///
+/// # Errors
+/// Those of [`sample`].
+pub fn sample_full(
+    stream: Stream,
+    dist: Distribution,
+    shape: &[usize],
+    dtype: DType,
+    device: &Device,
+) -> Result<Tensor> {
+    let block: Vec<_> = shape.iter().map(|&size| 0..size).collect();
+    sample(stream, dist, shape, &block, dtype, device)
+}
+
+fn draw_block<T: Real>(stream: Stream, dist: Distribution, global: &Grid<'_>, block: &[Range<usize>]) -> Vec<T> {
+    let words = T::WORDS;
+    match dist {
+        Distribution::Uniform { lo, up } => {
+            let (lo, span) = (T::from_f64(lo), T::from_f64(up - lo));
+            draw_runs(stream, global, block, words, |g| lo + span * T::unit(g))
+        }
+        Distribution::Normal { mean, stdev } => {
+            let (mean, stdev) = (T::from_f64(mean), T::from_f64(stdev));
+            draw_runs(stream, global, block, 2 * words, |g| mean + stdev * T::normal(g))
+        }
+        Distribution::Bernoulli { p } => {
+            let p = T::from_f64(p);
+            draw_runs(stream, global, block, words, |g| if T::unit(g) < p { T::one() } else { T::zero() })
+        }
+    }
+}
+
+/// The number of elements from which several threads are used.
+const PARALLEL: usize = 64 * 1024;
+
+/// Calls `draw`, which consumes exactly `words` words, with the generator at the position of each element of `block`.
+///
+/// Several threads draw the parts of a large block: a number depends only on its position.
+fn draw_runs<T: WithDType>(
+    stream: Stream,
+    global: &Grid<'_>,
+    block: &[Range<usize>],
+    words: u64,
+    draw: impl Fn(&mut ChaCha8Rng) -> T + Sync,
+) -> Vec<T> {
+    let count = block.iter().map(Range::len).product();
+    let mut values = vec![T::zero(); count];
+    let fill = |block: &[Range<usize>], values: &mut [T]| fill(stream, global, block, words, &draw, values);
+    let threads = get_num_threads();
+    if count < PARALLEL || threads == 1 {
+        fill(block, &mut values);
+        return values;
+    }
+    let mut rest = &mut values[..];
+    let parts: Vec<_> = parts(block, threads)
+        .into_iter()
+        .map(|part| {
+            let (mine, others) = std::mem::take(&mut rest).split_at_mut(part.iter().map(Range::len).product());
+            rest = others;
+            (part, mine)
+        })
+        .collect();
+    with_threadpool(|| parts.into_par_iter().for_each(|(part, values)| fill(&part, values)));
+    values
+}
+
+/// Cuts a block along the first dim that can be cut, so that its parts are contiguous.
+fn parts(block: &[Range<usize>], most: usize) -> Vec<Vec<Range<usize>>> {
+    let Some(dim) = block.iter().position(|range| range.len() > 1) else { return vec![block.to_vec()] };
+    let (range, size) = (block[dim].clone(), block[dim].len().div_ceil(most));
+    let part = |start: usize| {
+        let mut part = block.to_vec();
+        part[dim] = start..(start + size).min(range.end);
+        part
+    };
+    range.clone().step_by(size).map(part).collect()
+}
+
+/// Calls `draw` with the generator at the position of each element of `block` in turn.
+fn fill<T>(
+    stream: Stream,
+    global: &Grid<'_>,
+    block: &[Range<usize>],
+    words: u64,
+    draw: &impl Fn(&mut ChaCha8Rng) -> T,
+    values: &mut [T],
+) {
+    // A seek generates 64 new words; shorter gaps are cheaper to step through.
+    const SEEK_WORDS: u64 = 64;
+    let mut generator = stream.generator();
+    let begin = u128::from(stream.first) * u128::from(words);
+    generator.set_word_pos(begin);
+    let (mut next, mut values) = (0, values.iter_mut());
+    global.for_each_run(block, |first, len| {
+        let gap = (first - next) * words;
+        if gap < SEEK_WORDS {
+            (0..gap).for_each(|_| _ = generator.next_u32());
+        } else {
+            generator.set_word_pos(begin + u128::from(first) * u128::from(words));
+        }
+        values.by_ref().take(len).for_each(|value| *value = draw(&mut generator));
+        next = first + len as u64;
+    });
+}
+
+/// A precision for the computation of numbers.
+trait Real: WithDType {
+    /// The 32-bit words that one uniform number consumes.
+    const WORDS: u64;
+    /// Returns a uniform number on `[0, 1)` that is a multiple of the type's resolution.
+    fn unit(generator: &mut ChaCha8Rng) -> Self;
+    /// Returns a standard normal number by Box–Muller, using only the cosine half: an element must not depend on its
+    /// neighbor.
+    fn normal(generator: &mut ChaCha8Rng) -> Self;
+}
+
+impl Real for f32 {
+    const WORDS: u64 = 1;
+
+    fn unit(generator: &mut ChaCha8Rng) -> Self {
+        (generator.next_u32() >> 8) as f32 * (1.0 / (1u32 << 24) as f32)
+    }
+
+    fn normal(generator: &mut ChaCha8Rng) -> Self {
+        // In (0, 1], as the logarithm needs; the full 32 bits reach out to 6.7 standard deviations.
+        let radius = (f64::from(generator.next_u32()) + 1.0) / (1u64 << 32) as f64;
+        let angle = std::f32::consts::TAU * Self::unit(generator);
+        (-2.0 * libm::logf(radius as f32)).sqrt() * libm::cosf(angle)
+    }
+}
+
+impl Real for f64 {
+    const WORDS: u64 = 2;
+
+    fn unit(generator: &mut ChaCha8Rng) -> Self {
+        (generator.next_u64() >> 11) as f64 * (1.0 / (1u64 << 53) as f64)
+    }
+
+    fn normal(generator: &mut ChaCha8Rng) -> Self {
+        let radius = 1.0 - Self::unit(generator);
+        let angle = std::f64::consts::TAU * Self::unit(generator);
+        (-2.0 * libm::log(radius)).sqrt() * libm::cos(angle)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_of_a_block_give_its_numbers_in_order() {
+        let (shape, stream) = ([3, 40, 7], Stream::new(1, "parts"));
+        let global = Grid::new(&shape).unwrap();
+        for block in [[0..3, 0..40, 0..7], [1..2, 3..39, 0..7], [2..3, 5..6, 1..6], [0..3, 4..4, 0..7]] {
+            let draw = |block: &[Range<usize>]| {
+                let mut values = vec![0f32; block.iter().map(Range::len).product()];
+                fill(stream, &global, block, 2, &f32::normal, &mut values);
+                values
+            };
+            for threads in 1..6 {
+                let parts = parts(&block, threads);
+                assert!(parts.len() <= threads, "{parts:?}");
+                let joined: Vec<f32> = parts.iter().flat_map(|part| draw(part)).collect();
+                assert_eq!(joined, draw(&block), "{block:?} in {threads}");
+            }
+        }
+    }
+}

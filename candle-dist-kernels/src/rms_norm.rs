@@ -1,0 +1,130 @@
+use candle_core::{CpuStorage, CustomOp2, D, DType, Device, Layout, Result, Shape, Tensor};
+
+use super::{
+    Reading, check_vector, compute_dtype, elements,
+    real::Real,
+    rows::{add_assign, by_blocks, sum, sum_zip},
+};
+
+/// Root mean square normalization over the last dim: `x / √(mean(x²) + eps) · weight`.
+///
+/// `x` is `[.., k]`, `weight` is `[k]` of the same dtype; the result has the shape of `x`. Fails if shapes, dtypes or
+/// devices do not match. Source: Zhang and Sennrich, <https://arxiv.org/abs/1910.07467>.
+///
+/// ```
+/// # fn main() -> candle_core::Result<()> {
+/// use candle_core::{Device::Cpu, Tensor};
+/// let (x, weight) = (Tensor::new(&[[2f64, -2.], [4., 4.]], &Cpu)?, Tensor::new(&[1f64, 10.], &Cpu)?);
+/// let y = candle_dist_kernels::rms_norm(&x, &weight, 0.0)?;
+/// assert_eq!(y.to_vec2::<f64>()?, [[1., -10.], [1., 10.]]);
+/// # Ok(())
+/// # }
+/// ```
+pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
+    let dtype = compute_dtype("rms_norm", x)?;
+    check_vector("rms_norm", x, "weight", weight, x.dim(D::Minus1)?)?;
+    if !x.device().is_cpu() {
+        return candle_nn::ops::rms_norm_slow(x, weight, eps as f32);
+    }
+    let [x_, weight] = [x, weight].map(|t| t.to_dtype(dtype)?.contiguous());
+    x_?.apply_op2(&weight?, RmsNorm { eps })?.to_dtype(x.dtype())
+}
+
+struct RmsNorm {
+    eps: f64,
+}
+
+impl RmsNorm {
+    /// Returns the inverse of a row's root mean square.
+    #[inline(always)]
+    fn scale<T: Real>(&self, row: &[T]) -> T {
+        let mean = sum(row, |v| v * v) / T::from_f64(row.len() as f64);
+        T::one() / (mean + T::from_f64(self.eps)).sqrt()
+    }
+
+    fn forward<T: Real>(&self, x: &[T], weight: &[T]) -> CpuStorage {
+        let len = weight.len();
+        let mut out = vec![T::zero(); x.len()];
+        by_blocks(
+            &mut out,
+            len,
+            len,
+            #[inline(always)]
+            |first, out| {
+                for (out, x) in out.chunks_exact_mut(len).zip(x[first * len..].chunks_exact(len)) {
+                    let scale = self.scale(x);
+                    for ((out, &x), &weight) in out.iter_mut().zip(x).zip(weight) {
+                        *out = x * scale * weight;
+                    }
+                }
+            },
+        );
+        T::to_cpu_storage_owned(out)
+    }
+
+    /// Returns the gradients of `x` and `weight`.
+    fn backward<T: Real>(&self, x: &Tensor, weight: &Tensor, grad: &Tensor) -> Result<[Tensor; 2]> {
+        let (x, weight, grad) = (Reading::new(x), Reading::new(weight), Reading::new(grad));
+        let (xs, ws, gs) = (x.elements::<T>()?, weight.elements::<T>()?, grad.elements::<T>()?);
+        let len = ws.len();
+        let mut dx = vec![T::zero(); xs.len()];
+        let parts = by_blocks(
+            &mut dx,
+            len,
+            len,
+            #[inline(always)]
+            |first, dx| {
+                let mut dw = vec![T::zero(); len];
+                let inputs = xs[first * len..].chunks_exact(len).zip(gs[first * len..].chunks_exact(len));
+                for (dx, (x, g)) in dx.chunks_exact_mut(len).zip(inputs) {
+                    let scale = self.scale(x);
+                    for ((dx, &g), &w) in dx.iter_mut().zip(g).zip(ws) {
+                        *dx = g * w;
+                    }
+                    for ((dw, &g), &x) in dw.iter_mut().zip(g).zip(x) {
+                        *dw += g * (x * scale);
+                    }
+                    let slope = sum_zip(dx, x, |d, x| d * x) * scale * scale / T::from_f64(len as f64);
+                    for (dx, &x) in dx.iter_mut().zip(x) {
+                        *dx = (*dx - x * slope) * scale;
+                    }
+                }
+                dw
+            },
+        );
+        let mut dw = vec![T::zero(); len];
+        for part in parts {
+            add_assign(&mut dw, &part);
+        }
+        Ok([x.like(dx)?, Tensor::from_vec(dw, len, &Device::Cpu)?])
+    }
+}
+
+impl CustomOp2 for RmsNorm {
+    fn name(&self) -> &'static str {
+        "rms_norm"
+    }
+
+    fn cpu_fwd(
+        &self,
+        x: &CpuStorage,
+        x_l: &Layout,
+        weight: &CpuStorage,
+        weight_l: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let out = match x {
+            CpuStorage::F64(_) => self.forward::<f64>(elements(x, x_l)?, elements(weight, weight_l)?),
+            _ => self.forward::<f32>(elements(x, x_l)?, elements(weight, weight_l)?),
+        };
+        Ok((out, x_l.shape().clone()))
+    }
+
+    fn bwd(&self, x: &Tensor, weight: &Tensor, _: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let grad = grad.contiguous()?;
+        let [dx, dw] = match x.dtype() {
+            DType::F64 => self.backward::<f64>(x, weight, &grad)?,
+            _ => self.backward::<f32>(x, weight, &grad)?,
+        };
+        Ok((Some(dx), Some(dw)))
+    }
+}

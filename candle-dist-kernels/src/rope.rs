@@ -1,0 +1,165 @@
+use candle_core::{CpuStorage, CustomOp1, D, DType, Layout, Result, Shape, Tensor, bail};
+
+use super::{Reading, check_dtype, compute_dtype, elements, real::Real, rows::by_blocks};
+
+/// The pairs of elements that a rotary embedding rotates together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RopePairs {
+    /// Element `i` with element `i + d/2`, as in GPT-NeoX and in Llama's Hugging Face layout.
+    Halves,
+    /// Element `2i` with element `2i + 1`, as in the paper.
+    Neighbors,
+}
+
+/// The rotary position embedding: rotates pair `i` of the row at position `p` by an angle that depends on `p` and `i`.
+///
+/// `x` is `[.., s, d]`; `cos` and `sin` are `[t, d/2]` of its dtype, for the angles of positions `0..t`; the first row
+/// of `x` is at position `offset`. The result has the shape of `x`. Fails if shapes or dtypes do not match, if the
+/// tables end before the last position, and if they are tracked, because they get no gradient. Source: Su et al.,
+/// <https://arxiv.org/abs/2104.09864>.
+///
+/// ```
+/// # fn main() -> candle_core::Result<()> {
+/// use candle_core::{Device::Cpu, Tensor};
+/// use candle_dist_kernels::{RopePairs, rope};
+/// let x = Tensor::new(&[[1f64, 2., 3., 4.]], &Cpu)?;
+/// let (cos, sin) = (Tensor::new(&[[1f64, 0.]], &Cpu)?, Tensor::new(&[[0f64, 1.]], &Cpu)?);
+/// assert_eq!(rope(&x, &cos, &sin, 0, RopePairs::Halves)?.to_vec2::<f64>()?, [[1., -4., 3., 2.]]);
+/// assert_eq!(rope(&x, &cos, &sin, 0, RopePairs::Neighbors)?.to_vec2::<f64>()?, [[1., 2., -4., 3.]]);
+/// # Ok(())
+/// # }
+/// ```
+pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor, offset: usize, pairs: RopePairs) -> Result<Tensor> {
+    let dtype = compute_dtype("rope", x)?;
+    let (shape, [table, half]) = match (x.dims(), cos.dims()) {
+        (&[.., s, d], &[t, half]) if cos.dims() == sin.dims() && d == 2 * half && s <= t.saturating_sub(offset) => {
+            ([s, d], [t, half])
+        }
+        _ => bail!(
+            "rope: input {:?} at position {offset} with tables {:?} and {:?}: expected [.., s, d] and two [t, d/2] with \
+             t at least {offset} + s",
+            x.shape(),
+            cos.shape(),
+            sin.shape()
+        ),
+    };
+    check_dtype("rope", x, cos)?;
+    check_dtype("rope", x, sin)?;
+    if cos.track_op() || sin.track_op() {
+        bail!("rope: the tables carry a gradient, but get none; detach them");
+    }
+    let first = offset.min(table.saturating_sub(shape[0]));
+    let [cos, sin] = [cos, sin].map(|t| t.narrow(0, first, shape[0]));
+    if !x.device().is_cpu() {
+        return composed(x, &cos?, &sin?, half, pairs);
+    }
+    let [cos, sin] = [cos, sin].map(|t| t?.to_dtype(dtype)?.contiguous());
+    x.to_dtype(dtype)?.contiguous()?.apply_op1(Rope { cos: cos?, sin: sin?, pairs })?.to_dtype(x.dtype())
+}
+
+fn composed(x: &Tensor, cos: &Tensor, sin: &Tensor, half: usize, pairs: RopePairs) -> Result<Tensor> {
+    let lead = &x.dims()[..x.rank() - 1];
+    let (split, dim) = match pairs {
+        RopePairs::Halves => ([lead, &[2, half]].concat(), lead.len()),
+        RopePairs::Neighbors => ([lead, &[half, 2]].concat(), lead.len() + 1),
+    };
+    let parts = x.reshape(split)?;
+    let [a, b] = [0, 1].map(|i| parts.narrow(dim, i, 1)?.squeeze(dim));
+    let (a, b) = (a?, b?);
+    let turned = [(a.broadcast_mul(cos)? - b.broadcast_mul(sin)?)?, (a.broadcast_mul(sin)? + b.broadcast_mul(cos)?)?];
+    Tensor::stack(&turned, dim)?.flatten_from(D::Minus2)
+}
+
+struct Rope {
+    /// The tables of the rows of one sequence, `[s, d/2]`.
+    cos: Tensor,
+    sin: Tensor,
+    pairs: RopePairs,
+}
+
+impl Rope {
+    /// Rotates the rows of `x`, or rotates them back.
+    fn turn<T: Real>(&self, x: &[T], back: bool) -> Result<Vec<T>> {
+        let (cos, sin) = (Reading::new(&self.cos), Reading::new(&self.sin));
+        let (cos, sin) = (cos.elements::<T>()?, sin.elements::<T>()?);
+        let (positions, half) = self.cos.dims2()?;
+        let sign = if back { T::zero() - T::one() } else { T::one() };
+        let mut out = vec![T::zero(); x.len()];
+        by_blocks(
+            &mut out,
+            2 * half,
+            2 * half,
+            #[inline(always)]
+            |first, out| {
+                let rows = out.chunks_exact_mut(2 * half).zip(x[first * 2 * half..].chunks_exact(2 * half));
+                for (i, (out, x)) in rows.enumerate() {
+                    let at = (first + i) % positions * half;
+                    let angles = cos[at..at + half].iter().zip(&sin[at..at + half]);
+                    match self.pairs {
+                        RopePairs::Halves => {
+                            let ((a, b), (x, y)) = (out.split_at_mut(half), x.split_at(half));
+                            let values = x.iter().zip(y).zip(angles);
+                            for ((a, b), ((&x, &y), (&cos, &sin))) in a.iter_mut().zip(b).zip(values) {
+                                *a = x * cos - y * (sign * sin);
+                                *b = x * (sign * sin) + y * cos;
+                            }
+                        }
+                        RopePairs::Neighbors => {
+                            let (outs, xs) = (out.as_chunks_mut::<2>().0, x.as_chunks::<2>().0);
+                            for (([a, b], &[x, y]), (&cos, &sin)) in outs.iter_mut().zip(xs).zip(angles) {
+                                *a = x * cos - y * (sign * sin);
+                                *b = x * (sign * sin) + y * cos;
+                            }
+                        }
+                    }
+                }
+            },
+        );
+        Ok(out)
+    }
+
+    fn backward<T: Real>(&self, grad: &Tensor) -> Result<Tensor> {
+        let grad = Reading::new(grad);
+        grad.like(self.turn(grad.elements::<T>()?, true)?)
+    }
+}
+
+impl CustomOp1 for Rope {
+    fn name(&self) -> &'static str {
+        "rope"
+    }
+
+    fn cpu_fwd(&self, s: &CpuStorage, l: &Layout) -> Result<(CpuStorage, Shape)> {
+        let out = match s {
+            CpuStorage::F64(_) => CpuStorage::F64(self.turn(elements(s, l)?, false)?),
+            _ => CpuStorage::F32(self.turn(elements(s, l)?, false)?),
+        };
+        Ok((out, l.shape().clone()))
+    }
+
+    fn bwd(&self, x: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
+        let grad = grad.contiguous()?;
+        match x.dtype() {
+            DType::F64 => self.backward::<f64>(&grad),
+            _ => self.backward::<f32>(&grad),
+        }
+        .map(Some)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::Device::Cpu;
+
+    #[test]
+    fn the_composed_form_equals_the_fused_one() -> Result<()> {
+        let [x, cos, sin] = [&[2, 3, 6][..], &[3, 3], &[3, 3]].map(|shape| Tensor::randn(0f64, 1.0, shape, &Cpu));
+        let (x, cos, sin) = (x?, cos?, sin?);
+        for pairs in [RopePairs::Halves, RopePairs::Neighbors] {
+            let diff = (composed(&x, &cos, &sin, 3, pairs)? - rope(&x, &cos, &sin, 0, pairs)?)?;
+            assert!(diff.abs()?.max_all()?.to_scalar::<f64>()? < 1e-14, "{pairs:?}");
+        }
+        Ok(())
+    }
+}

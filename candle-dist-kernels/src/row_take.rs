@@ -1,0 +1,20 @@
+use candle_core::{CpuStorage, Result, Shape, Tensor, WithDType};
+
+use super::element::with_element;
+use super::{Reading, check_rows};
+
+/// Copies the `rows` of a contiguous table `[.., width]`; returns storage and shape.
+pub fn take_rows(table: &Tensor, rows: &[u32]) -> Result<(CpuStorage, Shape)> {
+    let width = check_rows("lookup", table, rows)?;
+    let reading = Reading::new(table);
+    let taken = with_element!("lookup", table.dtype(), E => Ok(E::to_cpu_storage_owned(take(reading.elements::<E>()?, width, rows))));
+    Ok((taken?, Shape::from((rows.len(), width))))
+}
+
+fn take<E: Copy>(table: &[E], width: usize, rows: &[u32]) -> Vec<E> {
+    let mut taken = Vec::with_capacity(rows.len() * width);
+    for &row in rows {
+        taken.extend_from_slice(&table[row as usize * width..][..width]);
+    }
+    taken
+}

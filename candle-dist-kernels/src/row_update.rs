@@ -1,0 +1,115 @@
+//! Optimizer steps that read and write only the rows that have a gradient.
+
+use candle_core::{Result, Tensor, Var, bail};
+
+use super::element::{Element, change, change_all, with_element};
+use super::real::Real;
+use super::row_order::RowOrder;
+use super::row_sum::GroupSum;
+use super::{Reading, check_rows, rows, share_memory};
+
+/// An update of numbers, each of which has `N` numbers of state.
+pub trait Rule<const N: usize> {
+    /// Returns the function that maps a number, its state and its gradient to the new number and state.
+    fn of<T: Real>(&self) -> impl Fn(T, [T; N], T) -> (T, [T; N]);
+}
+
+/// AdamW, with the running means of the gradient and of its square as state.
+pub struct AdamWRule {
+    /// The learning rate.
+    pub lr: f64,
+    /// The decay of the two running means.
+    pub betas: [f64; 2],
+    /// The factors of the bias correction.
+    pub scales: [f64; 2],
+    /// What is added to the divisor.
+    pub eps: f64,
+    /// The factor of weight decay.
+    pub keep: f64,
+}
+
+impl Rule<2> for AdamWRule {
+    fn of<T: Real>(&self) -> impl Fn(T, [T; 2], T) -> (T, [T; 2]) {
+        let [keep_first, keep_second] = self.betas.map(T::from_f64);
+        let [part_first, part_second] = self.betas.map(|beta| T::from_f64(1.0 - beta));
+        let [scale_first, scale_second] = self.scales.map(T::from_f64);
+        let [lr, eps, keep] = [self.lr, self.eps, self.keep].map(T::from_f64);
+        #[inline(always)]
+        move |x, [first, second], grad| {
+            let first = first * keep_first + grad * part_first;
+            let second = second * keep_second + grad * grad * part_second;
+            let change = first * scale_first / ((second * scale_second).sqrt() + eps);
+            (x * keep - change * lr, [first, second])
+        }
+    }
+}
+
+/// Updates the rows of `table` in `listed` with the sum of their rows in `grad`: `[listed.len(), width]`.
+///
+/// Each of the `N` states has the shape of the table, and its dtype, or f32 for 16-bit floats.
+pub fn update_rows<const N: usize>(
+    table: &Var,
+    states: &[Var],
+    listed: &[u32],
+    grad: &Tensor,
+    rule: &impl Rule<N>,
+) -> Result<()> {
+    let width = check_rows("step", table, listed)?;
+    if grad.dims() != [listed.len(), width] || grad.dtype() != table.dtype() {
+        let (got, want) = (grad.shape(), table.shape());
+        let (of, dtype) = (listed.len(), table.dtype());
+        bail!("step: a gradient {got:?} {:?} of {of} rows of a table {want:?} {dtype:?}", grad.dtype());
+    }
+    let grad = grad.contiguous()?;
+    let lies_in_both = std::iter::once(table).chain(states).any(|var| share_memory(&grad, var));
+    let grad = if lies_in_both { grad.copy()? } else { grad };
+    let order = RowOrder::of(listed);
+    let reading = Reading::new(&grad);
+    let states: Vec<&Tensor> = states.iter().map(|state| state.as_tensor()).collect();
+    with_element!("step", table.dtype(), E => {
+        let grad = reading.elements::<E>()?;
+        change(table, |table| {
+            change_all(&states, Vec::new(), &mut |states| {
+                let states = states.try_into().or_else(|given: Vec<_>| bail!("step: {} states, not {N}", given.len()))?;
+                move_rows(table, states, &order, GroupSum::<E>::new(grad, width), width, rule.of());
+                Ok(())
+            })
+        })
+    })
+}
+
+fn move_rows<R: Real, E: Element<Real = R>, const N: usize>(
+    table: &mut [E],
+    mut states: [&mut [R]; N],
+    order: &RowOrder,
+    mut sums: GroupSum<'_, E>,
+    width: usize,
+    moved: impl Fn(R, [R; N], R) -> (R, [R; N]),
+) {
+    rows::vectorised(
+        #[inline(always)]
+        || {
+            let (mut done, mut touched) = (0, 0);
+            for (row, group) in order.groups() {
+                if done >= touched {
+                    let burst = order.entries()[done..].iter().take(rows::BURST).map(|entry| (entry >> 32) as usize);
+                    rows::touch(table, burst.clone(), width);
+                    states.iter().for_each(|state| rows::touch(state, burst.clone(), width));
+                    touched = done + rows::BURST;
+                }
+                done += group.len();
+                let at = row as usize * width;
+                let (row, grad) = (&mut table[at..][..width], &sums.of(group)[..width]);
+                let mut states = states.each_mut().map(|state| &mut state[at..][..width]);
+                for i in 0..width {
+                    let state = states.each_ref().map(|state| state[i]);
+                    let (x, state) = moved(row[i].load(), state, grad[i].load());
+                    row[i] = E::store(x);
+                    for (old, new) in states.iter_mut().zip(state) {
+                        old[i] = new;
+                    }
+                }
+            }
+        },
+    );
+}

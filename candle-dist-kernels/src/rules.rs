@@ -1,0 +1,111 @@
+//! Elementwise optimizer rules, for all elements of a variable or for some of its rows.
+use candle_core::{Result, Tensor};
+
+use super::dense_update::DenseRule;
+use super::real::Real;
+use super::row_update::Rule;
+
+/// Gradient descent.
+pub struct SgdRule {
+    /// The learning rate.
+    pub lr: f64,
+    /// The share of the number that is added to its gradient.
+    pub weight_decay: f64,
+}
+
+impl Rule<0> for SgdRule {
+    fn of<T: Real>(&self) -> impl Fn(T, [T; 0], T) -> (T, [T; 0]) {
+        let lr = T::from_f64(self.lr);
+        let decayed = decayed::<T>(self.weight_decay);
+        #[inline(always)]
+        move |x, [], grad| (x - decayed(x, grad) * lr, [])
+    }
+}
+
+impl DenseRule<0> for SgdRule {
+    fn composed(&self, x: &Tensor, []: [&Tensor; 0], grad: &Tensor) -> Result<(Tensor, [Tensor; 0])> {
+        Ok(((x - (decay(self.weight_decay, x, grad)? * self.lr)?)?, []))
+    }
+}
+
+/// Gradient descent with momentum, whose buffer is the state.
+pub struct MomentumRule {
+    /// The learning rate.
+    pub lr: f64,
+    /// The share of the number that is added to its gradient.
+    pub weight_decay: f64,
+    /// The share of the last move that is kept.
+    pub momentum: f64,
+    /// The factor of the gradient when it is added to the buffer.
+    pub part: f64,
+    /// Whether the gradient is taken ahead (Nesterov).
+    pub nesterov: bool,
+}
+
+impl Rule<1> for MomentumRule {
+    fn of<T: Real>(&self) -> impl Fn(T, [T; 1], T) -> (T, [T; 1]) {
+        let [lr, momentum, part] = [self.lr, self.momentum, self.part].map(T::from_f64);
+        let (decayed, nesterov) = (decayed::<T>(self.weight_decay), self.nesterov);
+        #[inline(always)]
+        move |x, [buffer], grad| {
+            let grad = decayed(x, grad);
+            let buffer = buffer * momentum + grad * part;
+            let change = if nesterov { grad + buffer * momentum } else { buffer };
+            (x - change * lr, [buffer])
+        }
+    }
+}
+
+impl DenseRule<1> for MomentumRule {
+    fn composed(&self, x: &Tensor, [buffer]: [&Tensor; 1], grad: &Tensor) -> Result<(Tensor, [Tensor; 1])> {
+        let grad = decay(self.weight_decay, x, grad)?;
+        let buffer = ((buffer * self.momentum)? + (&grad * self.part)?)?;
+        let change = if self.nesterov { (grad + (&buffer * self.momentum)?)? } else { buffer.clone() };
+        Ok(((x - (change * self.lr)?)?, [buffer]))
+    }
+}
+
+/// Adagrad, with the sum of the squared gradients as state.
+pub struct AdagradRule {
+    /// The learning rate.
+    pub lr: f64,
+    /// The share of the number that is added to its gradient.
+    pub weight_decay: f64,
+    /// What is added to the divisor.
+    pub eps: f64,
+}
+
+impl Rule<1> for AdagradRule {
+    fn of<T: Real>(&self) -> impl Fn(T, [T; 1], T) -> (T, [T; 1]) {
+        let [lr, eps] = [self.lr, self.eps].map(T::from_f64);
+        let decayed = decayed::<T>(self.weight_decay);
+        #[inline(always)]
+        move |x, [sum], grad| {
+            let grad = decayed(x, grad);
+            let sum = sum + grad * grad;
+            (x - grad / (sum.sqrt() + eps) * lr, [sum])
+        }
+    }
+}
+
+impl DenseRule<1> for AdagradRule {
+    fn composed(&self, x: &Tensor, [sum]: [&Tensor; 1], grad: &Tensor) -> Result<(Tensor, [Tensor; 1])> {
+        let grad = decay(self.weight_decay, x, grad)?;
+        let sum = (sum + grad.sqr()?)?;
+        let change = (grad / (sum.sqrt()? + self.eps)?)?;
+        Ok(((x - (change * self.lr)?)?, [sum]))
+    }
+}
+
+/// Adds the gradient of the weight decay. Without decay the gradient is unchanged, because `0 · x` may be NaN.
+#[inline(always)]
+fn decayed<T: Real>(weight_decay: f64) -> impl Fn(T, T) -> T {
+    let (is_on, weight_decay) = (weight_decay != 0.0, T::from_f64(weight_decay));
+    #[inline(always)]
+    move |x, grad| if is_on { grad + x * weight_decay } else { grad }
+}
+
+/// Like [`decayed`], for tensors.
+fn decay(weight_decay: f64, x: &Tensor, grad: &Tensor) -> Result<Tensor> {
+    if weight_decay == 0.0 { Ok(grad.clone()) } else { grad + (x * weight_decay)? }
+}

@@ -1,0 +1,119 @@
+use candle_core::{CpuStorage, CustomOp2, DType, Error, Layout, Result, Shape, Tensor};
+
+use super::{Reading, check_dtype, compute_dtype, elements, real::Real, rows::by_blocks};
+
+/// The gated SiLU `x · sigmoid(x) · gate`, the activation of SwiGLU.
+///
+/// `x` and `gate` have the same dtype and the same shape, which is that of the result. Fails if shapes or dtypes do not
+/// match and on dtypes other than floats. Source: Shazeer, <https://arxiv.org/abs/2002.05202>.
+///
+/// ```
+/// # fn main() -> candle_core::Result<()> {
+/// use candle_core::{Device::Cpu, Tensor};
+/// let (x, gate) = (Tensor::new(&[0f64, 100.], &Cpu)?, Tensor::new(&[7f64, 2.], &Cpu)?);
+/// assert_eq!(candle_dist_kernels::silu_gate(&x, &gate)?.to_vec1::<f64>()?, [0.0, 200.0]);
+/// # Ok(())
+/// # }
+/// ```
+pub fn silu_gate(x: &Tensor, gate: &Tensor) -> Result<Tensor> {
+    let dtype = compute_dtype("silu_gate", x)?;
+    check_dtype("silu_gate", x, gate)?;
+    if x.dims() != gate.dims() {
+        let (lhs, rhs) = (x.shape().clone(), gate.shape().clone());
+        return Err(Error::ShapeMismatchBinaryOp { lhs, rhs, op: "silu_gate" }.bt());
+    }
+    if !x.device().is_cpu() {
+        return x.silu()? * gate;
+    }
+    let [x_, gate] = [x, gate].map(|t| t.to_dtype(dtype)?.contiguous());
+    x_?.apply_op2(&gate?, SiluGate)?.to_dtype(x.dtype())
+}
+
+struct SiluGate;
+
+/// Returns `sigmoid(x)` and `1 - sigmoid(x)`, both without cancellation.
+#[inline(always)]
+fn sigmoid<T: Real>(x: T) -> (T, T) {
+    let zero = T::zero();
+    let e = (if x > zero { zero - x } else { x }).exp_neg(zero);
+    let near = T::one() / (T::one() + e);
+    if x > zero { (near, e * near) } else { (e * near, near) }
+}
+
+/// Applies `f` to the elements of three slices.
+fn zip<T: Real>(a: &[T], b: &[T], c: &[T], f: impl Fn(T, T, T) -> T + Sync) -> Vec<T> {
+    let mut out = vec![T::zero(); a.len()];
+    by_blocks(
+        &mut out,
+        1,
+        1,
+        #[inline(always)]
+        |first, out| {
+            for (((out, &a), &b), &c) in out.iter_mut().zip(&a[first..]).zip(&b[first..]).zip(&c[first..]) {
+                *out = f(a, b, c);
+            }
+        },
+    );
+    out
+}
+
+fn forward<T: Real>(x: &[T], gate: &[T]) -> CpuStorage {
+    T::to_cpu_storage_owned(zip(
+        x,
+        gate,
+        x,
+        #[inline(always)]
+        |x, gate, _| x * sigmoid(x).0 * gate,
+    ))
+}
+
+/// Returns the gradients of `x` and `gate`, each only if it is tracked.
+fn backward<T: Real>(x: &Tensor, gate: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+    let (for_x, for_gate) = (x.track_op(), gate.track_op());
+    let [x, gate, grad] = [x, gate, grad].map(Reading::new);
+    let (xs, ws, gs) = (x.elements::<T>()?, gate.elements::<T>()?, grad.elements::<T>()?);
+    let slope = || {
+        x.like(zip(
+            xs,
+            ws,
+            gs,
+            #[inline(always)]
+            |x, gate, grad| {
+                let (s, rest) = sigmoid(x);
+                grad * gate * s * (T::one() + x * rest)
+            },
+        ))
+    };
+    let value = || {
+        gate.like(zip(
+            xs,
+            gs,
+            gs,
+            #[inline(always)]
+            |x, grad, _| grad * x * sigmoid(x).0,
+        ))
+    };
+    Ok((for_x.then(slope).transpose()?, for_gate.then(value).transpose()?))
+}
+
+impl CustomOp2 for SiluGate {
+    fn name(&self) -> &'static str {
+        "silu_gate"
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, x_l: &Layout, gate: &CpuStorage, gate_l: &Layout) -> Result<(CpuStorage, Shape)> {
+        let out = match x {
+            CpuStorage::F64(_) => forward::<f64>(elements(x, x_l)?, elements(gate, gate_l)?),
+            _ => forward::<f32>(elements(x, x_l)?, elements(gate, gate_l)?),
+        };
+        Ok((out, x_l.shape().clone()))
+    }
+
+    fn bwd(&self, x: &Tensor, gate: &Tensor, _: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let grad = grad.contiguous()?;
+        match x.dtype() {
+            DType::F64 => backward::<f64>(x, gate, &grad),
+            _ => backward::<f32>(x, gate, &grad),
+        }
+    }
+}

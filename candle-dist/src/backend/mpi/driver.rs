@@ -1,0 +1,278 @@
+//! The part of the backend that all groups of a process share: open operations, arrived messages, and waiting.
+//!
+//! Waiting threads drive MPI for all threads of the process. When none waits, a background thread does, so that started
+//! calls progress while the program computes.
+use super::header::{Body, Header, Signature, Slot};
+use super::known::Known;
+use super::open::{Open, State, Ticket, Wanted};
+use super::operation::{Circle, Given, Operation};
+use super::patience::Patience;
+use super::room::Room;
+use super::transfer::Held;
+use super::wire::{Arrived, Wire};
+use super::work::bytes_of;
+use crate::backend::{Call, Fresh, Results};
+use crate::control::{Control, Entered};
+use crate::{Cause, Error, Result};
+use candle_core::{Shape, Tensor};
+use parking_lot::Mutex;
+use smallvec::SmallVec;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// One process's end of an MPI world.
+pub(super) struct Driver {
+    control: Arc<Control>,
+    state: Mutex<State>,
+    /// The number of waiting threads, which call MPI repeatedly.
+    waiting: AtomicUsize,
+    /// The number of waits so far.
+    waits: AtomicUsize,
+    /// The number of waits when the background thread checked last.
+    waits_seen: AtomicUsize,
+    /// Whether there are more processes than cores on this host.
+    crowded: bool,
+}
+
+impl Driver {
+    pub(super) fn new(control: Arc<Control>, wire: Wire, crowded: bool) -> Self {
+        let state = State::new(&control, wire);
+        Self {
+            control,
+            state: Mutex::new(state),
+            waiting: AtomicUsize::new(0),
+            waits: AtomicUsize::new(0),
+            waits_seen: AtomicUsize::new(0),
+            crowded,
+        }
+    }
+
+    pub(super) fn control(&self) -> &Arc<Control> {
+        &self.control
+    }
+
+    /// Returns an error if the world has stopped.
+    pub(super) fn check(&self) -> Result<()> {
+        self.control.failure().map_or(Ok(()), |failure| Err(Error::Group(failure)))
+    }
+
+    /// Runs `change` on the state; its error stops the world.
+    fn with<R>(&self, change: impl FnOnce(&mut State) -> Result<R, Cause>) -> Result<R> {
+        let changed = change(&mut self.state.lock());
+        changed.map_err(|cause| self.control.fail(cause))
+    }
+
+    /// Waits until `look` finds something; it gets the wanted message.
+    fn until<R>(
+        &self,
+        wanted: Option<Wanted>,
+        mut look: impl FnMut(&mut State, Option<Arrived>) -> Result<Option<R>, Cause>,
+    ) -> Result<R> {
+        let _waiting = Waiting::new(&self.waiting);
+        self.waits.fetch_add(1, Ordering::Relaxed);
+        let (me, timeout) = (self.control.rank(), self.control.timeout());
+        let mut patience = Patience::new(self.crowded);
+        loop {
+            self.check()?;
+            let found = self.with(|state| {
+                let (_, letter) = state.turn(wanted)?;
+                look(state, letter)
+            })?;
+            if let Some(found) = found {
+                return Ok(found);
+            }
+            if patience.is_over(timeout) {
+                return Err(self.control.fail(Cause::TimedOut { rank: me, after: timeout }));
+            }
+            patience.pause();
+        }
+    }
+
+    /// Sends the first messages of a collective.
+    pub(super) fn start(
+        &self,
+        circle: &Arc<Circle>,
+        number: u64,
+        known: Arc<Known>,
+        given: SmallVec<[Given; 1]>,
+    ) -> Result<Ticket> {
+        self.check()?;
+        self.with(|state| {
+            let wired = state.wired()?;
+            let mut operation = Operation::start(circle, number, known, given, wired)?;
+            let done = operation.advance(state.wired()?.0)?;
+            state.groups.entry(circle.id).or_default().enter(number, operation.signature());
+            state.open.insert((circle.id, number), Open { operation, done, given_up: false });
+            Ok((circle.id, number))
+        })
+    }
+
+    /// Returns whether the collective is complete.
+    pub(super) fn is_ready(&self, ticket: Ticket) -> Result<bool> {
+        self.check()?;
+        self.with(|state| {
+            state.turn(None)?;
+            Ok(state.open.get(&ticket).is_none_or(|open| open.done))
+        })
+    }
+
+    /// Waits for the results of a collective.
+    pub(super) fn finish(&self, ticket: Ticket) -> Result<Results> {
+        self.until(Some(Wanted::Collective(ticket)), |state, _| match state.open.get(&ticket) {
+            Some(open) if !open.done => Ok(None),
+            _ => {
+                let Some(mut open) = state.open.remove(&ticket) else { return Ok(Some(Results::new())) };
+                Ok(Some(open.operation.finish(state.wired()?.0)))
+            }
+        })
+    }
+
+    /// Lets a collective complete in the background; a complete one is removed at once.
+    pub(super) fn give_up(&self, ticket: Ticket) {
+        let mut state = self.state.lock();
+        match state.open.get_mut(&ticket) {
+            Some(open) if !open.done => open.given_up = true,
+            _ => drop(state.open.remove(&ticket)),
+        }
+    }
+
+    /// Removes a group that is no longer in use.
+    pub(super) fn forget(&self, circle: &Circle) {
+        self.state.lock().groups.remove(&circle.id);
+    }
+
+    /// Sends `tensor` to `call.peer`, without waiting.
+    pub(super) fn send(&self, circle: &Circle, call: &Call, tensor: &Tensor) -> Result<()> {
+        self.check()?;
+        let to = call.peer.unwrap_or(circle.me);
+        let _entered = self.enter_message(circle, circle.me, to, call)?;
+        let header = Header {
+            group: circle.id,
+            slot: Slot::Tag(call.tag),
+            signature: Signature::of_message(call),
+            body: Body::Here,
+            dtype: tensor.dtype(),
+            len: tensor.elem_count(),
+        };
+        let (storage, _) = tensor.storage_and_layout();
+        let data = bytes_of(tensor, &storage)?;
+        self.with(|state| {
+            let posted = state.wired()?.0.post_tensor(circle.ranks[to], header, tensor, data);
+            posted.map_err(|error| circle.failed(error))
+        })
+    }
+
+    /// Waits for the next tensor of `call.peer`.
+    pub(super) fn receive(&self, circle: &Circle, call: &Call) -> Result<Tensor> {
+        self.check()?;
+        let from = call.peer.unwrap_or(circle.me);
+        let _entered = self.enter_message(circle, from, circle.me, call)?;
+        let (sender, mine) = (circle.ranks[from], Signature::of_message(call));
+        let shape = Shape::from(call.shape.as_slice());
+        let address = (circle.id, sender, call.tag);
+        let mut held = self.until(Some(Wanted::Message(address)), |state, arrived| {
+            let State { wire, mail, .. } = state;
+            let wire = wire.as_mut().ok_or(Cause::Returned { rank: state.me })?;
+            let kept = if arrived.is_none() { mail.take_message(address) } else { None };
+            let (header, data) = match (&arrived, &kept) {
+                (Some(arrived), _) => (&arrived.header, arrived.data()),
+                (None, Some(kept)) => (&kept.header, &kept.data[..]),
+                (None, None) => return Ok(None),
+            };
+            if let Some(what) = header.signature.difference(&mine) {
+                return Err(Cause::Mismatch { rank: circle.my_rank(), reference: sender, what });
+            }
+            let held = receive(sender, header, data, shape.elem_count(), wire).map_err(|error| circle.failed(error))?;
+            let put_back = arrived.map_or(Ok(()), |arrived| wire.put_back(arrived));
+            put_back.map_err(|error| circle.failed(error))?;
+            Ok(Some(held))
+        })?;
+        if !held.incoming.is_empty() {
+            self.until(None, |state, _| {
+                let done = held.poll(state.wired()?.0.comm()).map_err(|error| circle.failed(error))?;
+                Ok(done.then_some(()))
+            })?;
+        }
+        let room = held.result.take().ok_or_else(|| Error::Unsupported("a message without data".into()))?;
+        // SAFETY: MPI, or `receive`, has written all elements, and is done with them.
+        let storage = unsafe { room.filled()? };
+        Ok(Fresh::host(storage, shape).into_tensor())
+    }
+
+    /// Records that this rank is in the next message from one member to another.
+    fn enter_message(&self, circle: &Circle, from: usize, to: usize, call: &Call) -> Result<Entered<'_>> {
+        let ends = [circle.ranks[from], circle.ranks[to]];
+        let (channel, nth) = self.control.message(circle.id, ends[0], ends[1], call.tag);
+        self.control.enter(channel, &ends, nth, call)
+    }
+
+    /// Drives MPI if no other thread does; returns whether to check again soon.
+    pub(super) fn tend(&self) -> Result<bool> {
+        // If calls follow one another, their threads suffice, and this thread would take the lock from them.
+        let waits = self.waits.load(Ordering::Relaxed);
+        let waited = self.waits_seen.swap(waits, Ordering::Relaxed) != waits;
+        if waited || self.waiting.load(Ordering::Relaxed) > 0 {
+            return Ok(false);
+        }
+        self.with(|state| Ok(state.turn(None)?.0 || state.is_busy()))
+    }
+
+    /// Returns whether others may wait for something that this process must still do.
+    pub(super) fn is_busy(&self) -> bool {
+        self.state.lock().is_busy()
+    }
+
+    /// Takes the wire, for the end.
+    pub(super) fn take_wire(&self) -> Option<Wire> {
+        self.state.lock().wire.take()
+    }
+}
+
+impl Drop for Driver {
+    fn drop(&mut self) {
+        if let Some(wire) = self.take_wire() {
+            wire.abandon();
+        }
+    }
+}
+
+/// Begins to receive a message of `len` elements.
+fn receive(
+    from: usize,
+    header: &Header,
+    data: &[u8],
+    len: usize,
+    wire: &mut Wire,
+) -> Result<Held, Box<dyn std::error::Error>> {
+    if header.len != len {
+        return Err(format!("rank {from} sent {} elements for {len}", header.len).into());
+    }
+    let room = Room::new(header.dtype, len)?;
+    let address = room.data();
+    let mut held = Held::new(None, Some(room), None);
+    match header.body {
+        // SAFETY: the room has the bytes that the header tells; the held one keeps it until the transfer is done, or leaves
+        // it to MPI.
+        Body::Follows(_) => held.incoming.push(unsafe { wire.receive(from, header, address)? }),
+        // SAFETY: the room is as large as the data.
+        _ if data.len() == header.bytes() => unsafe { address.copy_from_nonoverlapping(data.as_ptr(), data.len()) },
+        _ => return Err(format!("rank {from} sent {} bytes for {}", data.len(), header.bytes()).into()),
+    }
+    Ok(held)
+}
+
+/// Counts a waiting thread.
+struct Waiting<'a>(&'a AtomicUsize);
+
+impl<'a> Waiting<'a> {
+    fn new(count: &'a AtomicUsize) -> Self {
+        count.fetch_add(1, Ordering::Relaxed);
+        Self(count)
+    }
+}
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}

@@ -1,0 +1,309 @@
+//! NCCL as a backend of process groups.
+use super::comm::{Comm, library_version};
+use super::devices;
+use super::errors::check_version;
+use super::lane::Outbox;
+use super::rank::{Rank, cuda};
+use super::transfer::{self, Prepared, follow, issue, issue_in_place, issue_receive};
+use super::watch::{Inside, Watch};
+use crate::backend::{Backend, Call, Fresh, Op, Results, StartedCall, Tensors, overwrite};
+use crate::control::channel;
+use crate::{Cause, Error, GroupFailure, Result, hash};
+use candle_core::{Device, DeviceLocation, Tensor};
+use cudarc::driver::{CudaEvent, CudaStream};
+use parking_lot::Mutex;
+use smallvec::smallvec;
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// One rank's handle to a group whose members have a GPU each.
+pub(crate) struct NcclBackend {
+    rank: Arc<Rank>,
+    device: Device,
+    ranks: Vec<usize>,
+    me: usize,
+    id: u64,
+    /// Created by the first call, because many groups are never used.
+    comm: Mutex<Option<Arc<Comm>>>,
+    rounds: AtomicU64,
+    outboxes: Mutex<HashMap<(usize, u32), Outbox>>,
+    inboxes: Mutex<HashMap<(usize, u32), Inbox>>,
+}
+
+/// The receiving end of the messages of one rank with one tag.
+struct Inbox {
+    comm: Arc<Comm>,
+    received: u64,
+}
+
+impl std::fmt::Debug for NcclBackend {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "NcclBackend(rank {} of {:?} on GPU {})", self.me, self.ranks, self.rank.gpu())
+    }
+}
+
+impl NcclBackend {
+    /// Creates the handle of a rank in a world of `size` ranks, which uses the GPU of `device`.
+    pub(crate) fn world(watch: Watch, device: &Device, size: usize) -> Result<Self> {
+        check_version(library_version()?).map_err(Error::Unsupported)?;
+        devices::check(std::slice::from_ref(device))?;
+        let me = watch.rank();
+        Ok(Self::join(Rank::new(watch, device)?, (0..size).collect(), me, device.clone()))
+    }
+
+    fn join(rank: Arc<Rank>, ranks: Vec<usize>, me: usize, device: Device) -> Self {
+        let id = rank.next_group(&ranks);
+        let (comm, rounds) = (Mutex::default(), AtomicU64::new(0));
+        Self { rank, device, ranks, me, id, comm, rounds, outboxes: Mutex::default(), inboxes: Mutex::default() }
+    }
+
+    fn comm(&self) -> Result<Arc<Comm>> {
+        let mut comm = self.comm.lock();
+        match &*comm {
+            Some(comm) => Ok(comm.clone()),
+            None => Ok(comm.insert(self.rank.connect(self.id, &self.ranks, self.me)?).clone()),
+        }
+    }
+
+    fn enter(&self, call: &Arc<Call>) -> Result<Inside<'_>> {
+        transfer::check(call)?;
+        let round = self.rounds.fetch_add(1, Ordering::Relaxed);
+        self.rank.watch.enter(self.id, &self.ranks, round, call)
+    }
+
+    /// Returns the tensors in this rank's GPU memory. Host tensors are copied there.
+    fn on_gpu(&self, op: Op, tensors: Tensors) -> Result<Tensors> {
+        let place = |tensor: Tensor| match tensor.device().location() {
+            DeviceLocation::Cpu => Ok(tensor.to_device(&self.device)?),
+            DeviceLocation::Cuda { gpu_id } if gpu_id == self.rank.gpu() => Ok(tensor),
+            other => {
+                let reason = format!("a tensor on {other:?}; this rank has GPU {}: move it there", self.rank.gpu());
+                Err(Error::InvalidArgument { rank: self.ranks[self.me], op: op.name(), reason })
+            }
+        };
+        tensors.into_iter().map(place).collect()
+    }
+
+    /// Enqueues the call on the stream of its tensors, or on `side`, which then waits for that stream.
+    fn launch(&self, call: Arc<Call>, tensors: Tensors, side: Option<Arc<CudaStream>>) -> Result<Flight> {
+        let tensors = self.on_gpu(call.op, tensors)?;
+        let device = match tensors.first().map(Tensor::device) {
+            Some(Device::Cuda(device)) => device.clone(),
+            _ => self.rank.device.clone(),
+        };
+        let main = device.cuda_stream();
+        let count = 1 + call.rest.len();
+        let prepare = |i: usize| Prepared::new(&device, &call, i, self.me, tensors.get(i));
+        let prepared = (0..count).map(prepare).collect::<Result<Vec<_>>>()?;
+        let comm = self.comm()?;
+        // Tensors of one GPU may have been made and packed for different `Device`s, each with its own stream.
+        for stream in other_streams(&tensors, &main) {
+            follow(&main, &stream)?;
+        }
+        if let Some(side) = &side {
+            follow(side, &main)?;
+        }
+        let stream = side.as_ref().unwrap_or(&main);
+        issue(&comm, stream, &call, &prepared)?;
+        for other in other_streams(&tensors, &main) {
+            follow(&other, stream)?; // before the packed data is freed there
+        }
+        let done = side.map(|side| side.record_event(None)).transpose().map_err(cuda)?;
+        Ok(Flight { call, main, done, prepared, kept: tensors })
+    }
+
+    /// Waits on the host until all ranks have arrived, and fails unless all made the same call.
+    fn meet(&self, call: &Call) -> Result<()> {
+        let words = call.note.as_ref().map_or(0, |note| hash::stable(note.as_bytes()) as i64);
+        let gather = Call {
+            dims: smallvec![0],
+            sizes: smallvec![smallvec![1; self.ranks.len()]],
+            ..Call::on(Op::AllGather, &Tensor::new(&[words], &Device::Cpu)?, &[0])
+        };
+        let mine = smallvec![Tensor::new(&[words], &Device::Cpu)?];
+        let flight = self.launch(Arc::new(gather), mine, None)?;
+        self.rank.wait(&flight.main.record_event(None).map_err(cuda)?)?;
+        let all = flight.land()?.into_iter().map(|made| made.into_tensor().to_vec1::<i64>());
+        let all = all.collect::<candle_core::Result<Vec<_>>>()?.concat();
+        match all.iter().position(|&other| other != all[0]) {
+            None => Ok(()),
+            Some(other) => {
+                let (rank, reference) = (self.ranks[other], self.ranks[0]);
+                Err(self.rank.watch.fail(Cause::Mismatch { rank, reference, what: "description" }))
+            }
+        }
+    }
+}
+
+/// Returns the streams of tensors that are not on `main`.
+fn other_streams(tensors: &[Tensor], main: &Arc<CudaStream>) -> Vec<Arc<CudaStream>> {
+    let streams = tensors.iter().filter_map(|tensor| match tensor.device() {
+        Device::Cuda(device) => Some(device.cuda_stream()),
+        _ => None,
+    });
+    streams.filter(|stream| stream.cu_stream() != main.cu_stream()).collect()
+}
+
+/// A call that is enqueued on the GPU.
+struct Flight {
+    call: Arc<Call>,
+    /// The stream on which the tensors are used and freed.
+    main: Arc<CudaStream>,
+    /// Marks the end of the call if it runs on another stream.
+    done: Option<CudaEvent>,
+    prepared: Vec<Prepared>,
+    /// The tensors that the call reads. They may be freed on `main` once that stream waits for the call.
+    kept: Tensors,
+}
+
+impl Flight {
+    /// Returns the results. `main` waits for them, the host does not.
+    fn land(mut self) -> Result<Results> {
+        self.rejoin()?;
+        // The ranks of a scatter have no tensor that says on which device they want theirs.
+        let to_host = self.call.device == DeviceLocation::Cpu && self.call.op != Op::Scatter;
+        let mut results = Results::new();
+        for prepared in std::mem::take(&mut self.prepared) {
+            let Some(made) = prepared.land()? else { continue };
+            results.push(if to_host { Fresh::copy_of(&made.into_tensor().to_device(&Device::Cpu)?)? } else { made });
+        }
+        Ok(results)
+    }
+
+    /// Makes `main` wait for the call.
+    fn rejoin(&mut self) -> Result<()> {
+        let done = self.done.take();
+        done.map_or(Ok(()), |done| self.main.wait(&done).map_err(cuda))
+    }
+}
+
+impl Drop for Flight {
+    fn drop(&mut self) {
+        // Memory that is freed now must not be reused before NCCL is done with it. A drop cannot return errors.
+        let _ = self.rejoin();
+        self.kept.clear();
+    }
+}
+
+/// A started collective.
+struct Started {
+    rank: Arc<Rank>,
+    flight: Flight,
+}
+
+impl StartedCall for Started {
+    fn is_ready(&self) -> Result<bool> {
+        self.rank.watch.check()?;
+        self.flight.done.as_ref().map_or(Ok(true), |done| done.try_is_complete().map_err(cuda))
+    }
+
+    fn finish(self: Box<Self>) -> Result<Results> {
+        self.rank.watch.check()?;
+        self.flight.land()
+    }
+}
+
+impl Backend for NcclBackend {
+    fn name(&self) -> &'static str {
+        "nccl"
+    }
+
+    fn rank(&self) -> usize {
+        self.me
+    }
+
+    fn ranks(&self) -> &[usize] {
+        &self.ranks
+    }
+
+    fn device(&self) -> &Device {
+        &self.device
+    }
+
+    fn run(&self, call: Call, tensors: Tensors) -> Result<Results> {
+        let call = Arc::new(call);
+        let _inside = self.enter(&call)?;
+        if call.op == Op::Barrier {
+            return self.meet(&call).map(|()| Results::new());
+        }
+        self.launch(call, tensors, None)?.land()
+    }
+
+    fn run_in_place(&self, call: Call, tensor: &Tensor) -> Result<()> {
+        if call.device == DeviceLocation::Cpu {
+            let made = self.run(call, smallvec![tensor.clone()])?;
+            return made.into_iter().try_for_each(|made| overwrite::overwrite(tensor, &[&made.into_tensor()]));
+        }
+        let call = Arc::new(call);
+        let _inside = self.enter(&call)?;
+        let placed = self.on_gpu(call.op, smallvec![tensor.clone()])?;
+        let Device::Cuda(device) = placed[0].device() else { return Ok(()) };
+        let comm = self.comm()?;
+        issue_in_place(&comm, &device.cuda_stream(), &call, &placed[0])
+    }
+
+    fn start(&self, call: Call, tensors: Tensors) -> Result<Box<dyn StartedCall>> {
+        let call = Arc::new(call);
+        let _inside = self.enter(&call)?;
+        let flight = self.launch(call, tensors, Some(self.rank.side_stream()?))?;
+        Ok(Box::new(Started { rank: self.rank.clone(), flight }))
+    }
+
+    fn send(&self, call: Call, tensor: Tensor) -> Result<()> {
+        self.rank.watch.check()?;
+        transfer::check(&call)?;
+        let (to, call) = (call.peer.unwrap_or(self.me), Arc::new(call));
+        let mut outboxes = self.outboxes.lock();
+        let outbox = match outboxes.entry((to, call.tag)) {
+            Entry::Occupied(outbox) => outbox.into_mut(),
+            Entry::Vacant(vacant) => {
+                let id = channel(self.id, self.me, to, call.tag);
+                vacant.insert(Outbox::open(&self.rank, id, [self.ranks[self.me], self.ranks[to]])?)
+            }
+        };
+        let _inside = self.rank.watch.enter(outbox.id, &[self.ranks[self.me], self.ranks[to]], outbox.sent, &call)?;
+        let tensors = self.on_gpu(Op::Send, smallvec![tensor])?;
+        tensors.into_iter().try_for_each(|tensor| outbox.push(&self.rank, tensor))
+    }
+
+    fn recv(&self, call: Call) -> Result<Tensor> {
+        self.rank.watch.check()?;
+        transfer::check(&call)?;
+        let (from, call) = (call.peer.unwrap_or(self.me), Arc::new(call));
+        let (id, ends) = (channel(self.id, from, self.me, call.tag), [self.ranks[from], self.ranks[self.me]]);
+        // One lock for all channels: a rank that receives on two threads at once uses two groups.
+        let mut inboxes = self.inboxes.lock();
+        let received = inboxes.get(&(from, call.tag)).map_or(0, |inbox| inbox.received);
+        let _inside = self.rank.watch.enter(id, &ends, received, &call)?;
+        let inbox = match inboxes.entry((from, call.tag)) {
+            Entry::Occupied(inbox) => inbox.into_mut(),
+            Entry::Vacant(vacant) => {
+                let comm = self.rank.connect(id, &ends, 1)?;
+                vacant.insert(Inbox { comm, received: 0 })
+            }
+        };
+        inbox.received += 1;
+        Ok(issue_receive(&inbox.comm, &self.rank.device, &call, 0)?.into_tensor())
+    }
+
+    fn subgroup(&self, members: &[usize]) -> Result<Arc<dyn Backend>> {
+        let ranks: Vec<usize> = members.iter().map(|&member| self.ranks[member]).collect();
+        let me = members.iter().position(|&member| member == self.me).ok_or_else(|| Error::InvalidArgument {
+            rank: self.ranks[self.me],
+            op: "subgroup",
+            reason: format!("only members create a group, and this rank is not in {ranks:?}"),
+        })?;
+        self.rank.watch.check()?;
+        Ok(Arc::new(Self::join(self.rank.clone(), ranks, me, self.device.clone())))
+    }
+
+    fn fail(&self, message: &str) {
+        self.rank.watch.fail_with(message.to_string());
+    }
+
+    fn failure(&self) -> Option<Arc<GroupFailure>> {
+        self.rank.watch.failure()
+    }
+}

@@ -1,0 +1,83 @@
+//! Tensor-parallel layers as nodes.
+use super::{Ctx, Named, Scope, StageOp};
+use crate::{Error, Result, Value};
+use candle_core::{DType, Device};
+use candle_dist::DeviceMesh;
+use candle_shard::DTensor;
+use candle_shard::nn::ShardedVarBuilder;
+
+/// Makes a computation from a function of one sharded tensor, as tensor-parallel layers are.
+///
+/// An input on `mesh` is used as it is; a plain tensor is one that is equal on all its ranks. The output stays sharded
+/// until a node that computes with plain tensors calls [`full_tensor`](Value::full_tensor).
+///
+/// ```
+/// use candle_core::DType;
+/// use candle_pipe::{In, PipeBuilder, sharded_op};
+/// use candle_shard::nn::{Linear, ShardedVarBuilder};
+///
+/// let mut g = PipeBuilder::<ShardedVarBuilder>::new();
+/// let mut h = g.input("x", In::Arg);
+/// for i in 0..2 {
+///     let block = |vb: &ShardedVarBuilder| {
+///         let (up, down) = (Linear::new(4, 8, true, &vb.pp("up"))?, Linear::new(8, 4, true, &vb.pp("down"))?);
+///         Ok(sharded_op(vb.mesh(), move |x| down.forward(&up.forward(x)?.gelu()?)))
+///     };
+///     h = g.module(&format!("blocks.{i}"), block, [h]);
+/// }
+/// let y = g.func("y", |xs, _| Ok(xs[0].full_tensor()?.into()), [h]);
+/// g.output("y", y);
+/// ```
+pub fn sharded_op<F>(mesh: &DeviceMesh, f: F) -> impl StageOp + use<F>
+where
+    F: Fn(&DTensor) -> candle_shard::Result<DTensor>,
+{
+    Sharded { mesh: mesh.clone(), f }
+}
+
+struct Sharded<F> {
+    mesh: DeviceMesh,
+    f: F,
+}
+
+impl<F: Fn(&DTensor) -> candle_shard::Result<DTensor>> StageOp for Sharded<F> {
+    fn arity() -> Option<(usize, usize)> {
+        Some((1, 1))
+    }
+
+    fn forward(&self, inputs: &[Value], _: &Ctx) -> Result<Vec<Value>> {
+        let [x] = inputs else {
+            return Err(Error::Pipe(format!("a layer takes one tensor, {} values were given", inputs.len())));
+        };
+        Ok(vec![(self.f)(&x.on(&self.mesh)?)?.into()])
+    }
+}
+
+impl Scope for ShardedVarBuilder {
+    fn child(&self, name: &str) -> Self {
+        self.pp(name)
+    }
+
+    fn on(&self, device: &Device) -> Result<Self> {
+        if self.device().same_device(device) {
+            return Ok(self.clone());
+        }
+        let (bound, wanted) = (self.device().location(), device.location());
+        Err(Error::Pipe(format!("a stage on {wanted:?} of a builder whose parameters are on {bound:?}")))
+    }
+
+    fn dtype(&self) -> DType {
+        ShardedVarBuilder::dtype(self)
+    }
+
+    fn mesh(&self) -> Option<DeviceMesh> {
+        Some(ShardedVarBuilder::mesh(self).clone())
+    }
+
+    fn watch<T>(&self, build: impl FnOnce(&Self) -> Result<T>) -> Result<(T, Named)> {
+        let before = self.built().len();
+        let built = build(self)?;
+        let named = self.built().iter().skip(before).map(|p| (p.name.clone(), p.var.as_tensor().clone())).collect();
+        Ok((built, named))
+    }
+}
