@@ -1,42 +1,8 @@
 //! Dropout with a mask that is the same on every mesh.
-use crate::nn::ShardedVarBuilder;
 use crate::nn::draws::Uses;
+use crate::nn::{Mode, ShardedVarBuilder};
 use crate::random::Stream;
 use crate::{DTensor, Result};
-
-/// Training or evaluation.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Mode {
-    /// No dropout.
-    Eval,
-    /// Dropout with the masks of this step.
-    Train {
-        /// The training step, which is folded into every dropout stream.
-        step: u64,
-    },
-    /// Dropout with the masks of some rows of a larger batch, such as a microbatch.
-    TrainRows {
-        /// The training step.
-        step: u64,
-        /// The index of the first row in the larger batch, along dim 0.
-        first_row: usize,
-    },
-}
-
-impl Mode {
-    /// Returns the stream of a dropout mask of shape `dims`, derived from the stream of its layer; `None` in
-    /// evaluation.
-    pub fn stream(self, layer: Stream, dims: &[usize]) -> Option<Stream> {
-        match self {
-            Self::Eval => None,
-            Self::Train { step } => Some(layer.fold(step)),
-            Self::TrainRows { step, first_row } => {
-                let row: usize = dims.iter().skip(1).product();
-                Some(layer.fold(step).skip(first_row as u64 * row as u64))
-            }
-        }
-    }
-}
 
 /// Zeroes elements with probability `p` in training and divides the others by `1 - p` (Srivastava et al. 2014).
 ///

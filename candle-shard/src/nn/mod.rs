@@ -11,6 +11,7 @@ mod group_norm;
 mod init;
 mod kv_cache;
 mod linear;
+mod mode;
 mod module;
 mod moved;
 mod norm;
@@ -31,12 +32,13 @@ pub use conv::{
     conv_transpose2d_no_bias, conv1d, conv1d_no_bias, conv2d, conv2d_no_bias,
 };
 pub use draws::Draws;
-pub use dropout::{Dropout, Mode};
+pub use dropout::Dropout;
 pub use embedding::{Embedding, EmbeddingBag};
 pub use fused_qkv::{FusedQkv, Heads};
 pub use group_norm::{GroupNorm, group_norm};
 pub use kv_cache::{KvCache, RotatingKvCache};
 pub use linear::Linear;
+pub use mode::Mode;
 pub use module::{Module, ModuleT};
 pub use norm::{LayerNorm, RmsNorm, layer_norm_no_bias};
 pub use optim::{

@@ -7,12 +7,13 @@
 mod conversion;
 mod moves;
 mod table;
+mod target;
 mod whole;
 
 use crate::DTensor;
 use crate::autograd::shared;
-use crate::layout::{Axes, Placement, Sizes, axes_of, chunk_sizes};
-use crate::{Result, Shard, explain};
+use crate::layout::{Axes, Placement, axes_of};
+use crate::{Result, explain};
 use candle_dist::ProcessGroup;
 use candle_dist::functional::Exchange;
 pub(crate) use conversion::conversion;
@@ -21,29 +22,7 @@ pub(crate) use moves::{Move, Moves, moves};
 use smallvec::SmallVec;
 use table::Kind;
 pub(crate) use table::cost;
-
-/// The target of one axis: a placement, with explicit sizes where they are not the default ones.
-#[derive(Debug, Clone, PartialEq)]
-pub(crate) struct Target {
-    pub(crate) placement: Placement,
-    pub(crate) sizes: Option<Sizes>,
-}
-
-pub(crate) type Targets = SmallVec<[Target; 3]>;
-
-impl Target {
-    /// Creates a shard target with explicit sizes, or without if they are the default ones.
-    pub(crate) fn shard(dim: usize, sizes: &[usize]) -> Self {
-        let default = chunk_sizes(sizes.iter().sum(), sizes.len());
-        Self { placement: Shard(dim), sizes: (sizes[..] != default[..]).then(|| sizes.into()) }
-    }
-}
-
-impl From<Placement> for Target {
-    fn from(placement: Placement) -> Self {
-        Self { placement, sizes: None }
-    }
-}
+pub(crate) use target::{Target, Targets};
 
 impl DTensor {
     /// Redistributes the tensor to another layout, with one placement per axis.

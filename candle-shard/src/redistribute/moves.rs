@@ -3,7 +3,7 @@
 //! Shards are gathered from the inner axis outwards and cut from the outer axis inwards, so that at every step an axis
 //! cuts the part that the outer axes leave. Several axes with the same change share one step.
 use super::table::{Kind, MovedAxes};
-use super::{Target, Targets};
+use super::target::Target;
 use crate::layout::{Axes, Partial, Placement, Replicate, Shard, Spec, axes_of};
 use crate::{DTensor, Error, Result};
 use candle_dist::ReduceOp;
@@ -250,13 +250,5 @@ impl Way<'_> {
     fn lies_on(&self, axis: usize) -> bool {
         let target = &self.targets[axis];
         self.at.placements()[axis] == target.placement && self.at.sizes(axis) == target.sizes.as_ref()
-    }
-}
-
-impl DTensor {
-    /// Returns the current placement and sizes of each axis.
-    pub(crate) fn targets(&self) -> Targets {
-        let here = |(axis, &placement)| Target { placement, sizes: self.spec().sizes(axis).cloned() };
-        self.placements().iter().enumerate().map(here).collect()
     }
 }

@@ -15,7 +15,7 @@
 //! | `R` invariant | `R` varying | identity | all_reduce | none |
 //!
 //! Reductions other than the sum become `R` first, and only without gradient.
-use super::Target;
+use super::target::Target;
 use crate::layout::{Partial, Placement, Replicate, Shard, Sizes, Spec, chunk_sizes};
 use candle_core::Tensor;
 use candle_dist::functional::Exchange;

@@ -1,5 +1,5 @@
 //! Plans: how an op runs on inputs with certain layouts.
-use super::{Row, Signature};
+use super::row::{Row, Signature};
 use crate::DTensor;
 use crate::layout::{Axes, Placements, Replicate, Sizes, Spec};
 use crate::redistribute::{Move, Moves, Target, Targets, cost, moves};

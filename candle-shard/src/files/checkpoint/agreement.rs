@@ -1,8 +1,11 @@
 //! Checks that all ranks pass the same tensors.
-use super::Named;
+use crate::layout::Spec;
 use crate::{Error, Result};
 use candle_dist::{DeviceMesh, ProcessGroup};
 use itertools::{EitherOrBoth, Itertools};
+
+/// A tensor to save.
+pub(super) type Named<'a> = (&'a str, &'a Spec);
 
 /// Checks that all ranks of `group` pass the same names with the same descriptions, and that files can contain the
 /// names.

@@ -1,5 +1,6 @@
 //! Export to one ordinary file, for programs without meshes.
-use super::{Named, beside, check_alike};
+use super::agreement::{Named, check_alike};
+use super::beside;
 use crate::agreement::agreed;
 use crate::files::disk;
 use crate::files::weights::WeightWriter;

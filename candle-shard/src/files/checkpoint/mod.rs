@@ -24,14 +24,10 @@ pub use save::save;
 use crate::agreement::agreed;
 use crate::layout::{Placement, Spec, Within};
 use crate::{DTensor, Error, Result, Weights};
-use agreement::check_alike;
 use candle_core::{Device, Var};
 use candle_dist::DeviceMesh;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-
-/// A tensor to save.
-type Named<'a> = (&'a str, &'a Spec);
 
 /// A tensor to read, with the larger tensor that contains it if there is none of its name.
 type Wanted<'a> = (&'a str, Option<&'a Within>, &'a Spec);

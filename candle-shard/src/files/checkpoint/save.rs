@@ -4,8 +4,8 @@
 //! of them are on the disk, a single rename replaces the old index by the new one. So at any time the index in the
 //! folder names complete files. If a save cannot remove the files that the index does not name, the next successful
 //! save removes them.
+use super::agreement::{Named, check_alike};
 use super::saved::{Saved, file_of, generation_of, index_of};
-use super::{Named, check_alike};
 use crate::agreement::{agreed, told};
 use crate::files::disk;
 use crate::files::index::{self, Blocks, INDEX, Index};

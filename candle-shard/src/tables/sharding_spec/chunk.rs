@@ -1,5 +1,5 @@
 //! Specs that cut one dim into pieces of `ceil(n / k)`, on any ranks in any order.
-use super::remote_device::{DeviceName, RemoteDevice};
+use super::remote_device::{DeviceName, RemoteDevice, check_ranks};
 use super::shard_metadata::ShardMetadata;
 use crate::{Error, Result};
 use itertools::Itertools;
@@ -154,7 +154,7 @@ impl ChunkShardingSpec {
     /// # Errors
     /// If a placement names no rank, a rank outside the group, or the rank of another chunk.
     pub fn check(&self, group_size: usize) -> Result<()> {
-        super::check_ranks("ChunkShardingSpec", self.placements.iter().map(Some), group_size)?;
+        check_ranks("ChunkShardingSpec", self.placements.iter().map(Some), group_size)?;
         match self.placements.iter().filter_map(RemoteDevice::rank).duplicates().next() {
             Some(rank) => {
                 Error::op("ChunkShardingSpec", format!("rank {rank} occurs twice in {self}; give each rank one chunk"))

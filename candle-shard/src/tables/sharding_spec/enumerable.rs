@@ -1,4 +1,5 @@
 //! Specs that list their blocks.
+use super::remote_device::check_ranks;
 use super::shard_metadata::ShardMetadata;
 use crate::layout::{first_overlap, volume, whole};
 use crate::{Error, Result};
@@ -99,7 +100,7 @@ impl EnumerableShardingSpec {
     /// # Errors
     /// If a placement is missing, names no rank, or a rank outside the group.
     pub fn check(&self, group_size: usize) -> Result<()> {
-        super::check_ranks(OP, self.shards.iter().map(|shard| shard.placement.as_ref()), group_size)
+        check_ranks(OP, self.shards.iter().map(|shard| shard.placement.as_ref()), group_size)
     }
 }
 

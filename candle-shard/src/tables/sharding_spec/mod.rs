@@ -14,7 +14,7 @@ pub use infer::infer_sharding_spec_from_shards_metadata;
 pub use remote_device::{DeviceName, RemoteDevice};
 pub use shard_metadata::ShardMetadata;
 
-use crate::{Error, Result};
+use crate::Result;
 use std::fmt;
 
 /// How a tensor is cut, and which ranks hold the pieces.
@@ -68,32 +68,6 @@ impl ShardingSpec {
             }
         })
     }
-}
-
-/// Checks that all placements name ranks of a group.
-fn check_ranks<'a>(
-    op: &'static str,
-    placements: impl Iterator<Item = Option<&'a RemoteDevice>>,
-    group_size: usize,
-) -> Result<()> {
-    for (i, placement) in placements.enumerate() {
-        let Some(placement) = placement else {
-            return Error::op(op, format!("shard {i} has no placement; give one like rank:0/cpu"));
-        };
-        let last = group_size.saturating_sub(1);
-        match placement.rank() {
-            None => {
-                let reason = format!("the placement {placement} of shard {i} names no rank; write rank:N/device");
-                return Error::op(op, reason);
-            }
-            Some(rank) if rank >= group_size => {
-                let reason = format!("the placement {placement} of shard {i} is outside the group");
-                return Error::op(op, format!("{reason}; its ranks are 0 to {last}"));
-            }
-            Some(_) => {}
-        }
-    }
-    Ok(())
 }
 
 impl fmt::Display for ShardingSpec {

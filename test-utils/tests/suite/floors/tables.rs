@@ -128,22 +128,55 @@ const CANDLE_DIST_KERNELS: &[Folder] = &[folder(
     ],
 )];
 
-const CANDLE_SHARD: &[Folder] = &[folder(
-    "",
-    &[
-        "error guide kernels porting readme scoped",
-        "layout strict",
-        "agreement explain lookup visualize",
-        "tensor",
-        "autograd",
-        "redistribute",
-        "files rules",
-        "ops parallel",
-        "fsdp",
-        "nn",
-        "tables",
-    ],
-)];
+const CANDLE_SHARD: &[Folder] = &[
+    folder(
+        "",
+        &[
+            "error guide kernels porting readme scoped",
+            "layout strict",
+            "agreement explain lookup visualize",
+            "tensor",
+            "autograd",
+            "redistribute",
+            "files rules",
+            "ops parallel",
+            "fsdp",
+            "nn",
+            "tables",
+        ],
+    ),
+    folder("autograd", &["counts found hooks order recompute", "shared", "mod"]),
+    folder("files", &["disk index", "weights", "checkpoint"]),
+    folder("files/checkpoint", &["agreement mod saved", "export save"]),
+    Folder {
+        path: "fsdp",
+        floors: &["options", "nodes", "unit", "pass", "sharder", "mod"],
+        // A unit, its nodes in the graph and the list of all units belong together.
+        up: &[("nodes", "unit"), ("pass", "sharder"), ("unit", "sharder")],
+    },
+    folder("layout", &["axes block placement", "spec", "description part width"]),
+    folder("lookup", &["inputs options", "bags limit"]),
+    folder("nn/optim", &["mod params", "slot", "group", "element", "adagrad adam_w sgd", "muon"]),
+    folder("nn/optim/muon", &["exchange owners params", "orthogonal", "mod"]),
+    folder("parallel", &["pattern style", "module", "plain plan"]),
+    folder("redistribute", &["target whole", "table", "moves", "conversion", "mod"]),
+    folder("rules", &["row", "plan", "cache unasked", "mod", "own"]),
+    folder("tables", &["sharding_spec sparse", "sharded_tensor", "embedding"]),
+    folder("tables/embedding", &["table", "fetch", "renorm", "mod"]),
+    folder(
+        "tables/sharded_tensor",
+        &[
+            "local_shard metadata pieces",
+            "mod",
+            "compare convert factory from_local gather local_op plan reshard shard state transform",
+            "init",
+        ],
+    ),
+    folder("tables/sharding_spec", &["remote_device", "shard_metadata", "chunk enumerable", "mod", "infer"]),
+    folder("tables/sparse", &["row_grad", "row_var", "slots", "adagrad adam_w sgd"]),
+    folder("tensor", &["dtensor", "given gradient local tree", "factory"]),
+    folder("visualize", &["mod", "svg text"]),
+];
 
 const CANDLE_PIPE: &[Folder] = &[folder(
     "",
