@@ -9,7 +9,7 @@ pub(crate) struct Hooks {
     pub(crate) nested_ended: fn(&Tensor) -> Result<()>,
     /// Called when the outermost pass has visited all its nodes, before its gradients are collected.
     pub(crate) ended: fn() -> Result<()>,
-    /// Called before and after a pass that may have failed: drops what it has left.
+    /// Called at the start of a pass and after a failed pass: drops the state of the failed one.
     pub(crate) abandoned: fn(),
 }
 

@@ -1,10 +1,10 @@
-//! The backward pass: candle's, with what candle has no hooks for.
+//! The backward pass: candle's, and the gradients that candle does not pass on itself.
 //!
 //! # Where the gradient of a weight is
 //!
-//! candle's backward pass returns a `GradStore`, and gives a node's gradients only to the inputs of that node. Some
-//! gradients take another way. **Each part of a gradient is in exactly one of these places, and when [`backward`]
-//! returns, all parts that are not deferred or stored by rows are in the `GradStore`:**
+//! candle's backward pass returns a `GradStore`. A node can return gradients only for its own inputs, so some gradients
+//! take another way. **Each part of a gradient is in exactly one of these places. When [`backward`] returns, all parts
+//! are in the `GradStore`, except those that are deferred or stored by rows:**
 //!
 //! | place | holds | until |
 //! |---|---|---|
@@ -16,14 +16,13 @@
 //! | a [`WeightSink`](crate::kernels::WeightSink) | deferred weight gradients, as closures | the owner of the sink runs them |
 //! | `RowVar`, `pending` | gradients of tables, by rows | an optimizer takes them |
 //!
-//! A nested pass, of a recomputed segment, leaves nothing in its own `GradStore`: it finds the gradients of all
-//! variables but that of the segment's input, which it returns to candle.
+//! The pass of a recomputed segment runs inside a node of the outer pass. It adds the gradients of all variables to
+//! `FOUND` and returns only the gradient of the segment's input to candle. Its own `GradStore` is dropped.
 //!
 //! # The order of a pass
 //!
-//! [`backward`] drops what a failed pass has left, runs candle's pass, calls the [hooks](hooks) of rooms above (fsdp
-//! waits for its sums), sums the shares, counts the pass, and collects what was found. A failure of any of these drops
-//! all of it.
+//! [`backward`] drops the state of a failed pass, runs candle's pass, calls the [hooks] of rooms above (fsdp waits for
+//! its sums), sums the shares, counts the pass, and adds the found gradients. After a failure it drops all of them.
 //!
 //! # State of a thread
 //!
@@ -31,20 +30,22 @@
 //!
 //! | file | name | holds | cleared |
 //! |---|---|---|---|
-//! | `autograd/found.rs` | `FOUND` | gradients found in this pass | at the begin and the end of a pass |
-//! | `autograd/shared.rs` | `SHARES`, `IS_COLLECTING` | parts of shared gradients; whether a pass of this crate collects them | at the begin and the end of a pass |
-//! | `autograd/recompute.rs` | `RECOMPUTING`, `DEPTH` | whether a forward pass runs inside of a backward pass; how deep passes are nested | at the begin of a pass; restored by scopes |
+//! | `autograd/found.rs` | `FOUND` | gradients found in this pass | at the start and the end of a pass |
+//! | `autograd/shared.rs` | `SHARES`, `IS_COLLECTING` | parts of shared gradients; whether a pass of this crate collects them | at the start and the end of a pass |
+//! | `autograd/recompute.rs` | `RECOMPUTING`, `DEPTH` | whether a forward pass runs inside a backward pass; how deep passes are nested | at the start of a pass; restored by scopes |
 //! | `autograd/order.rs` | `PASSES`, `NEXT`, `ASKED` | the node orders of the running passes; the number of the next pass; whether units need the order | `PASSES` when a pass ends or fails |
 //! | `autograd/counts.rs` | `CHANGES`, `PASSES`, `SEGMENTS` | counters of parameter changes, passes and recomputed segments | never |
 //! | `autograd/hooks.rs` | `HOOKS` | the hooks that rooms above have registered | never |
 //! | `fsdp/pass.rs` | `OPEN` | the units that the pass has reached | when a pass ends or fails |
 //! | `nn/draws.rs` | `RUNS` | the runs whose random draws are recorded or replayed | restored by scopes |
-//! | `kernels/weight_sink.rs` | `CURRENT` | the receiver of weight gradients | restored by a scope |
 //! | `agreement.rs` | `COMPARED` | whether equal operands are compared | restored by a scope |
 //! | `strict.rs` | `MODE` | how implicit communication is treated | restored by a scope |
 //! | `explain.rs` | `STATE` | the report that is being made | restored by a scope |
 //! | `layout/spec.rs` | `KNOWN` | the specs of this thread, for comparison by address | when it is full |
 //! | `rules/cache.rs` | `PLANS` | the plans of calls that were made before | when it is full |
+//!
+//! `candle-dist-kernels` has one more, the receiver of weight gradients of linear layers (`weight_sink.rs`), restored by
+//! a scope.
 pub(crate) mod counts;
 pub(crate) mod found;
 pub(crate) mod hooks;
@@ -84,14 +85,14 @@ pub fn backward(loss: &Tensor) -> Result<GradStore> {
     Ok(grads)
 }
 
-/// Runs candle's backward pass of a part of a graph, inside of a node that an outer pass visits.
+/// Runs candle's backward pass of a part of a graph, inside a node that an outer pass visits.
 pub(crate) fn backward_of_part(loss: &Tensor) -> candle_core::Result<GradStore> {
     let grads = order::pass(loss, || loss.backward())?;
     hooks::nested_ended(loss)?;
     Ok(grads)
 }
 
-/// Drops what a failed pass has left.
+/// Drops the state of a failed pass.
 fn abandon() {
     found::take_all();
     recompute::reset();

@@ -1,7 +1,7 @@
 //! The progress of a backward pass: the order in which candle visits the nodes of a graph.
 //!
-//! A room above asks when a pass has *left a run*: visited the last of the nodes that were made while some code ran.
-//! candle reports only the nodes of custom ops. These facts answer the question:
+//! A room above needs to know when a pass has *left a run*: when it has visited all nodes that were made while some
+//! code ran. candle reports only visits of custom ops. These facts are enough:
 //!
 //! 1. candle numbers tensors by one counter of the process. So the nodes of a run have numbers in an interval, a
 //!    [`Span`]. Other threads may take numbers of the interval too, but their nodes are not in this rank's graph.
@@ -13,8 +13,7 @@
 //! The order is not that of the numbers: a run that takes tensors from several places can have nodes that candle visits
 //! after nodes of the run before it. So it is not enough that the pass has reached the run before.
 //!
-//! A pass may run inside of a node of another one. A span that was entered in an outer pass is not left while an inner
-//! pass runs, because the outer one stands still.
+//! A pass may run inside a node of another pass. The outer pass does not advance meanwhile, so it leaves no span.
 use candle_core::{Tensor, TensorId};
 use rustc_hash::FxHashMap;
 use std::cell::{Cell, RefCell};

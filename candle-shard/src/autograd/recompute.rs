@@ -28,7 +28,7 @@ pub(crate) fn depth() -> usize {
     DEPTH.get()
 }
 
-/// Clears what a failed pass has left.
+/// Clears the state of a failed pass.
 pub(super) fn reset() {
     RECOMPUTING.set(false);
     DEPTH.set(0);

@@ -11,19 +11,19 @@
 //! | whole | that call ends | apart, unless its result has a gradient and the options say to keep the parameters |
 //! | apart | the unit before runs, or the backward pass is in the unit behind | coming |
 //! | apart, coming | the backward pass reaches the [`End`] of a run, or recomputes a run | whole |
-//! | whole | all gradients are there, none comes again, and no outer pass needs the unit | apart, gradients reduced |
+//! | whole | all gradients are there, and the unit does not [stay](State::stays) or serve an outer pass | apart, gradients reduced |
 //! | whole | the pass has [left](Unit::leave) all runs that it entered | apart; gradients reduced if all are there |
 //! | any | the outermost pass ends | apart, all gradients reduced |
 //! | any | the pass fails | apart, gradients dropped |
 //!
 //! What holds in each state:
 //!
-//! - Whoever visits a node of the unit finds it whole: the nodes of a run are behind its `End`, and the unit stays whole
-//!   until it has all gradients or the pass has left the run (`autograd/order.rs` says when).
-//! - *None comes again* fails for frozen parameters, which have no gradient that says when they are done, and for
-//!   recomputed parts, each of which adds to the gradients: [`State::stays`]. Such a unit waits until it is left.
-//! - At most one reduce_scatter of a model runs at a time (`Progress::reducing`); the next one, or the end of the pass,
-//!   waits for it.
+//! - The unit is whole whenever candle visits one of its nodes. candle visits the `End` of a run first, and the unit
+//!   stays whole until it has all gradients or the pass has left the run (`autograd/order.rs` says when).
+//! - A frozen parameter has no gradient that shows when it is done, and each recomputed part adds to the gradients again.
+//!   A unit with either ([`State::stays`]) is dropped only when the pass has left its runs.
+//! - A model keeps one reduce_scatter running (`Progress::reducing`). The next unit starts its own and then waits for
+//!   that one; the end of the pass waits for the last.
 //! - All ranks of the axis change states in the same order, because their graphs have the same nodes: the collectives
 //!   match.
 use super::nodes::{End, Whole};

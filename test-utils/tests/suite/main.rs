@@ -5,4 +5,5 @@ mod data_parallel;
 mod floors;
 mod mlp;
 mod reference;
+mod thread_locals;
 mod transformer;
