@@ -192,13 +192,13 @@ done
 program=$(built sharded-embedding)
 on 2 --backend mpi --steps 10
 verdict "sharded-embedding on 2 ranks" agree
-program=$(built llama)
+program=$(built lm)
 text=$("$program" --tp 2 --max-tokens 8 --json - 2>/dev/null </dev/null | grep '"text"')
 on 2 --backend mpi --tp 2 --max-tokens 8 --json -
-verdict "llama --tp 2 on 2 ranks" same "$text"
+verdict "lm --tp 2 on 2 ranks" same "$text"
 text=$(echo "From a pipe" | "$program" --pp 2 --tp 1 --max-tokens 8 --json - 2>/dev/null | grep '"text"')
 on 2 --backend mpi --pp 2 --tp 1 --max-tokens 8 --json - <<<"From a pipe"
-verdict "llama --pp 2 on 2 ranks" same "$text"
+verdict "lm --pp 2 on 2 ranks" same "$text"
 
 [ "$failed" -eq 0 ] && echo "all passed" || echo "$failed failed"
 exit $((failed > 0))

@@ -16,12 +16,12 @@ use candle_transformers::models::llama as theirs;
 use clap::{Parser, ValueEnum};
 use examples::allocator;
 use examples::cli::{self, Checked, UsageError};
-use examples::llama::args::DTypeName;
-use examples::llama::config::Config;
-use examples::llama::files::Files;
-use examples::llama::generate::{Task, generate};
-use examples::llama::random_model;
-use examples::llama::sample::Sampling;
+use examples::lm::args::DTypeName;
+use examples::lm::config::Config;
+use examples::lm::files::Files;
+use examples::lm::generate::{Task, generate};
+use examples::lm::random_model;
+use examples::lm::sample::Sampling;
 use examples::table::{number, table};
 use examples::timing::median;
 use serde::{Deserialize, Serialize};
@@ -193,7 +193,7 @@ fn measure(side: Side, folder: &Path, args: &Args) -> anyhow::Result<Times> {
         Side::CandleOne | Side::CandleTwo => return theirs(folder, &prompt, args),
     };
     let sampling = Sampling { temperature: 0.0, top_p: 1.0, seed: 0 };
-    let task = Task { prompt, most: args.tokens, sampling, dtype: args.dtype.into(), layout: None };
+    let task = Task { prompt, most: args.tokens, sampling, dtype: args.dtype.into(), layout: None, dequantize: false };
     let files = Files::open(folder)?;
     let written =
         World::local(ranks).threads_per_rank(1).run(|ctx| generate(ctx, 1, &files, &task, |_| Ok(())))?.swap_remove(0);

@@ -11,10 +11,10 @@ use candle_dist::{RankContext, World, threads};
 use candle_shard::Weights;
 use candle_shard::nn::ShardedVarBuilder;
 use clap::Parser;
-use examples::llama::cache::Cache;
-use examples::llama::files::Files;
-use examples::llama::model::Llama;
-use examples::llama::{random_model, tokens};
+use examples::lm::cache::Cache;
+use examples::lm::files::Files;
+use examples::lm::model::Decoder;
+use examples::lm::{random_model, tokens};
 use serde_json::json;
 
 /// Writes the tokens of a text and the logits after each of them as JSON
@@ -36,8 +36,8 @@ fn logits(ctx: &RankContext, folder: &Path, ids: &[u32]) -> Result<Vec<Vec<f32>>
     let config = Files::open(folder)?.config;
     let mesh = ctx.mesh(&[("tp", ctx.world_size())])?;
     let weights = Weights::open(folder)?;
-    let vb = ShardedVarBuilder::from_weights(weights, 0, &mesh, Llama::plan("tp"), DType::F32, ctx.device())?;
-    let model = Llama::new(&config, ids.len(), &vb.frozen())?;
+    let vb = ShardedVarBuilder::from_weights(weights, 0, &mesh, Decoder::plan("tp"), DType::F32, ctx.device())?;
+    let model = Decoder::new(&config, ids.len(), &vb.frozen())?;
     vb.finish()?;
     let mut cache = Cache::new(config.num_hidden_layers, ids.len());
     let ids = Tensor::from_slice(ids, (1, ids.len()), ctx.device())?;

@@ -11,7 +11,7 @@ pub mod embedding;
 #[cfg(feature = "nccl")]
 pub mod gpu;
 pub mod launch;
-pub mod llama;
+pub mod lm;
 pub mod loading;
 pub mod memory;
 pub mod pipeline;

@@ -12,6 +12,7 @@ use candle_dist::DeviceMesh;
 use candle_dist::backend::Dims;
 use smallvec::SmallVec;
 use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// How a fresh parameter is initialized.
@@ -38,6 +39,8 @@ struct Shared {
     dtype: DType,
     device: Device,
     built: Mutex<Vec<Parameter>>,
+    /// The bytes of quantized weights, which are no parameters.
+    quantized_bytes: AtomicUsize,
     /// The entries of the plan that matched a module.
     matched: Mutex<BTreeSet<usize>>,
 }
@@ -70,6 +73,8 @@ pub struct ShardedVarBuilder {
     path: Vec<String>,
     /// Whether layers get parameters without gradients.
     frozen: bool,
+    /// Whether quantized parameters are read as floats.
+    dequantized: bool,
     /// Shards the parameters of units beyond the plan.
     sharder: Option<Arc<Sharder>>,
     /// The unit that is being built.
@@ -153,9 +158,26 @@ impl ShardedVarBuilder {
 
     fn new(source: Source, seed: u64, mesh: &DeviceMesh, plan: Plan, dtype: DType, device: &Device) -> Result<Self> {
         plan.check(mesh)?;
-        let (built, matched) = (Mutex::default(), Mutex::default());
-        let shared = Shared { source, seed, mesh: mesh.clone(), plan, dtype, device: device.clone(), built, matched };
-        Ok(Self { shared: Arc::new(shared), path: Vec::new(), frozen: false, sharder: None, unit: None })
+        let (built, matched, quantized_bytes) = (Mutex::default(), Mutex::default(), AtomicUsize::new(0));
+        let shared = Shared {
+            source,
+            seed,
+            mesh: mesh.clone(),
+            plan,
+            dtype,
+            device: device.clone(),
+            built,
+            quantized_bytes,
+            matched,
+        };
+        Ok(Self {
+            shared: Arc::new(shared),
+            path: Vec::new(),
+            frozen: false,
+            dequantized: false,
+            sharder: None,
+            unit: None,
+        })
     }
 
     /// Returns a builder whose parameters get no gradients: for inference, which then keeps no activations, and for the
@@ -183,6 +205,11 @@ impl ShardedVarBuilder {
     /// ```
     pub fn frozen(&self) -> Self {
         Self { frozen: true, ..self.clone() }
+    }
+
+    /// Returns a builder for which no parameter is [quantized](Self::quantized_block): all are held as floats.
+    pub fn dequantized(&self) -> Self {
+        Self { dequantized: true, ..self.clone() }
     }
 
     /// Returns a builder that also shards the parameters of [`FullyShard`](crate::fsdp::FullyShard) units over the mesh
@@ -438,13 +465,24 @@ impl ShardedVarBuilder {
     }
 
     /// Returns the number of columns in a block of the parameter `name` of this module, if files store it quantized;
-    /// `None` if its elements are stored one by one, or do not come from files.
+    /// `None` if its elements are stored one by one, do not come from files, or are [read as
+    /// floats](Self::dequantized).
     ///
     /// Layers like [`QuantizedLinear`](crate::nn::QuantizedLinear) keep such a parameter as it is stored; all other
     /// layers hold the floats that it stands for.
     pub fn quantized_block(&self, name: &str) -> Option<usize> {
-        let dtype = self.stored()?.quantized_dtype(&self.full_name(name)).ok()??;
+        let dtype = self.stored().filter(|_| !self.dequantized)?.quantized_dtype(&self.full_name(name)).ok()??;
         Some(dtype.block_size())
+    }
+
+    /// Returns the bytes of the weights on this rank that stay quantized. They are no [parameters](Self::finish).
+    pub fn quantized_bytes(&self) -> usize {
+        self.shared.quantized_bytes.load(Ordering::Relaxed)
+    }
+
+    /// Counts bytes of quantized weights.
+    pub(super) fn count_quantized(&self, bytes: usize) {
+        self.shared.quantized_bytes.fetch_add(bytes, Ordering::Relaxed);
     }
 
     /// Returns the parameters that were built.

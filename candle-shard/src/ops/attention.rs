@@ -103,19 +103,51 @@ impl DTensor {
             _ => None,
         };
         let dtypes = key.dtype() == self.dtype() && value.dtype() == self.dtype();
-        let Some((dim, group)) = sizes.filter(|_| dtypes) else {
+        let Some((dim, _)) = sizes.filter(|_| dtypes) else {
             let (q, k, v) = (self.spec(), key.spec(), value.spec());
             let want = "expected [b, h, q, d], [b, g, k, d] and [b, g, k, v] of one dtype with h a multiple of g";
             return Error::op("scaled_dot_product_attention", format!("query {q}, key {k}, value {v}: {want}"));
         };
         let scale = scale.unwrap_or(1.0 / (dim as f64).sqrt());
         if let AttentionMask::Additive(mask) = mask {
-            let (key, value) = (key.repeat_heads(group, 1)?, value.repeat_heads(group, 1)?);
-            return self.matmul(&key.t()?)?.masked_softmax(mask, scale)?.matmul(&value);
+            return self.capped_attention(key, value, mask, scale, None);
         }
         let rows_first = |x: &Self| x.transpose(1, 2);
         let (query, key, value) = (rows_first(self)?, rows_first(key)?, rows_first(value)?);
         query.flash_attn(&key, &value, scale, matches!(mask, AttentionMask::Causal))?.transpose(1, 2)
+    }
+
+    /// Attention with an additive mask and, if there is a `cap`, scores in ±cap: `softmax(cap · tanh(query · keyᵀ · scale /
+    /// cap) + mask) · value`, as in Gemma 2.
+    ///
+    /// Shapes are those of [`scaled_dot_product_attention`](Self::scaled_dot_product_attention).
+    ///
+    /// # Errors
+    /// If shapes or dtypes do not agree.
+    #[track_caller]
+    pub fn capped_attention(
+        &self,
+        key: &Self,
+        value: &Self,
+        mask: &Self,
+        scale: f64,
+        cap: Option<f64>,
+    ) -> Result<Self> {
+        let heads = |x: &Self| x.dims().get(1).copied().unwrap_or(0);
+        let Some(group) = groups(heads(self), heads(key)).filter(|_| heads(key) == heads(value)) else {
+            let (q, k, v) = (self.spec(), key.spec(), value.spec());
+            return Error::op(
+                "capped_attention",
+                format!("query {q}, key {k}, value {v}: key heads do not divide the heads"),
+            );
+        };
+        let (key, value) = (key.repeat_heads(group, 1)?, value.repeat_heads(group, 1)?);
+        let scores = self.matmul(&key.t()?)?;
+        let weights = match cap {
+            Some(cap) => scores.affine(scale / cap, 0.0)?.tanh()?.affine(cap, 0.0)?.masked_softmax(mask, 1.0)?,
+            None => scores.masked_softmax(mask, scale)?,
+        };
+        weights.matmul(&value)
     }
 
     /// Returns whether the shards of the heads of this query `[batch, q, heads, dim]` consist of whole groups.

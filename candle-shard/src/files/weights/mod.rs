@@ -3,6 +3,7 @@ mod dtypes;
 mod file;
 mod gguf;
 mod indexed;
+mod names;
 mod quantized;
 mod read;
 mod runs;
@@ -55,6 +56,7 @@ pub struct Weights {
 }
 
 /// A tensor as stored in files.
+#[derive(Clone)]
 struct Stored {
     shape: Vec<usize>,
     /// The dtype as named in the file.
@@ -63,6 +65,7 @@ struct Stored {
 }
 
 /// A block of a tensor that lies in one file, row-major.
+#[derive(Clone)]
 struct Piece {
     file: usize,
     block: Vec<Range<usize>>,
@@ -131,20 +134,6 @@ impl Weights {
     /// Returns the metadata of a GGUF file by name; `None` for other files.
     pub fn metadata(&self) -> Option<&BTreeMap<String, Value>> {
         self.files.iter().find_map(|file| file.metadata.as_ref())
-    }
-
-    /// Renames the tensors, for example to the names that layers expect.
-    ///
-    /// # Errors
-    /// If two tensors get one name.
-    pub fn rename(mut self, mut name: impl FnMut(&str) -> String) -> Result<Self> {
-        for (old, stored) in std::mem::take(&mut self.tensors) {
-            let new = name(&old);
-            if self.tensors.insert(new.clone(), stored).is_some() {
-                return Err(self.error(&new, format!("is the new name of {old:?} and of another tensor")));
-            }
-        }
-        Ok(self)
     }
 
     /// Returns the stored dtype of a tensor; f32 for quantized ones, which are read as that.

@@ -50,7 +50,9 @@ impl Blocks {
         let read =
             || weights.read_padded(&name, [rows.clone(), columns.clone()], [more_rows, more_columns], vb.device());
         let tensor = (!is_empty).then(read).transpose()?.map(Arc::new);
-        Ok(Self { tensor, rows, more_columns })
+        let blocks = Self { tensor, rows, more_columns };
+        vb.count_quantized(blocks.bytes());
+        Ok(blocks)
     }
 
     /// Returns the bytes in memory.

@@ -1,0 +1,90 @@
+#!/usr/bin/env python3
+"""Writes the results of transformers for a small model of each family into examples/tests/suite/lm/families.json.
+
+Usage: PYTHON benchmarks/lm_facts.py, with a Python that has torch and transformers 5
+
+For each family: its config.json in the format of transformers 5, the logits after the first and after the last token of
+a prompt, and the tokens of greedy decoding. The prompt is longer than the sliding windows, and so is what follows.
+
+There are no weight files: `llama_facts.weight` computes the weights from their names and positions, and the tests do
+the same.
+"""
+import json
+from pathlib import Path
+
+import torch
+import transformers
+
+import llama_facts
+
+PATH = Path(__file__).resolve().parent.parent / "examples" / "tests" / "suite" / "lm" / "families.json"
+PROMPT = [3, 14, 15, 9, 2, 6, 5, 35, 8, 9, 7]
+TOKENS = 8
+SIZES = dict(
+    vocab_size=37, hidden_size=32, intermediate_size=44, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=64, bos_token_id=1, eos_token_id=36, pad_token_id=0,
+)
+ROPE = dict(rope_type="default", rope_theta=10_000.0)
+WINDOWS = ["sliding_attention", "full_attention"]
+CASES = {
+    "llama with biases": ("Llama", dict(attention_bias=True, mlp_bias=True, rope_parameters=ROPE)),
+    "mistral": ("Mistral", dict(sliding_window=4, rope_parameters=ROPE)),
+    "mistral with wide heads": ("Mistral", dict(sliding_window=None, head_dim=12, rope_parameters=ROPE)),
+    "qwen2": ("Qwen2", dict(rope_parameters=ROPE, tie_word_embeddings=True)),
+    "qwen2 with windows": (
+        "Qwen2", dict(rope_parameters=ROPE, use_sliding_window=True, sliding_window=3, max_window_layers=1)
+    ),
+    "qwen3": ("Qwen3", dict(head_dim=16, rope_parameters=ROPE)),
+    "gemma2": (
+        "Gemma2",
+        dict(head_dim=16, sliding_window=4, query_pre_attn_scalar=24, layer_types=WINDOWS, rope_parameters=ROPE),
+    ),
+    "gemma3": (
+        "Gemma3",
+        dict(
+            head_dim=16, sliding_window=4, query_pre_attn_scalar=16, layer_types=WINDOWS,
+            rope_parameters=dict(
+                sliding_attention=ROPE, full_attention=dict(rope_type="linear", factor=8.0, rope_theta=1e6)
+            ),
+        ),
+    ),
+    "phi3": ("Phi3", dict(sliding_window=None, rope_parameters=ROPE)),
+    "smollm3": ("SmolLM3", dict(no_rope_layers=[1, 0], rope_parameters=ROPE)),
+    "olmo2": ("Olmo2", dict(rope_parameters=ROPE)),
+    "granite": (
+        "Granite",
+        dict(
+            attention_multiplier=0.25, embedding_multiplier=3.0, residual_multiplier=0.5, logits_scaling=2.0,
+            rope_parameters=ROPE,
+        ),
+    ),
+}
+
+
+def fact(case, family, fields):
+    kind = "Gemma3Text" if family == "Gemma3" else family
+    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **fields})
+    config._attn_implementation = "eager"
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(llama_facts.weight(name, tuple(parameter.shape)))
+        ids = torch.tensor([PROMPT])
+        logits = model(ids).logits[0]
+        written = model.generate(ids, max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False)[0, len(PROMPT) :]
+    config.architectures = [f"{family}ForCausalLM"]
+    rounded = [[float(f"{x:.7g}") for x in logits[at].tolist()] for at in (0, -1)]
+    return dict(
+        case=case, config=json.loads(config.to_json_string(use_diff=False)),
+        names=sorted(name for name, _ in model.named_parameters()), logits=rounded, tokens=written.tolist(),
+    )
+
+
+def main():
+    facts = [fact(case, family, fields) for case, (family, fields) in CASES.items()]
+    lines = ",\n".join("  " + json.dumps(one) for one in facts)
+    PATH.write_text(f'{{"prompt": {PROMPT}, "models": [\n{lines}\n]}}\n')
+
+
+if __name__ == "__main__":
+    main()

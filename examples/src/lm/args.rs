@@ -1,0 +1,300 @@
+//! The command line of the Llama program.
+
+use std::fs;
+use std::io::{self, IsTerminal, Read};
+use std::path::{Path, PathBuf};
+
+use candle_core::DType;
+use candle_pipe::Layout;
+use clap::{Parser, ValueEnum};
+
+use serde::{Deserialize, Serialize};
+
+use super::sample::Sampling;
+use super::train::args::TrainArgs;
+use crate::cli::{Checked, Output, UsageError, require};
+use crate::launch::{BackendName, Launched, Patience};
+
+const ABOUT: &str = "\
+Writes on from a prompt with a language model that is cut over ranks, or trains it on a text
+
+Takes a folder as the Hub has it (config.json, tokenizer.json and model.safetensors, in one file or several with an
+index), or a GGUF file, whose weights stay quantized. Families: Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3, Phi-3, SmolLM3,
+OLMo 2, Granite. Each rank reads its own part of the weights and no more. Without a model a small random one is made,
+which shows that everything works and writes nonsense.
+
+The text is the same on any number of ranks for a seed, as far as rounding goes; so are the losses of a training, which
+may stop and go on on other ranks.";
+
+const EXAMPLES: &str = "\
+Examples:
+  cargo run --release --bin lm -- generate --tp 2 --prompt \"Once\"
+      Nonsense of a small random model, from two ranks.
+  cargo run --release --bin lm -- generate --model ./Llama-3.2-1B --tp 2 --prompt \"The capital of France is\" --temperature 0
+      A model of your own.
+  cargo run --release --bin lm -- generate --model ./SmolLM2-135M-Instruct.Q4_1.gguf --tp 2 --prompt \"Once\"
+      A quantized model, each rank with the blocks of its part.
+  git log -1 --format=%B | cargo run --release --bin lm -- generate --model ./Llama-3.2-1B
+      The prompt from a pipe.
+  cargo build --release --features mpi && mpirun -n 2 target/release/lm generate --tp 2 --backend mpi
+      On 2 processes, of which the first shows the text.
+  cargo run --release --bin lm -- train --train book.txt --dp 2 --tp 1 --save ./learned
+      Train the small random model on a text of your own, on two replicas.
+  cargo run --release --bin lm -- train --train book.txt --resume ./learned --save ./learned --steps 200 --pp 2 --tp 1
+      Go on with that, on a pipeline of two stages.
+  cargo run --release --bin lm -- generate --model ./learned/step-00000200 --prompt \"Once\"
+      Write with what was learned.
+
+Exit status: 0 if all went well, 1 if the model could not be read or run, 2 if the command line cannot work.";
+
+const PROMPT: &str = "Once upon a time";
+
+/// The command-line arguments; the comments on the fields are the program's help.
+#[derive(Clone, Debug, Parser)]
+#[command(name = "lm", version, about = ABOUT, after_help = EXAMPLES)]
+pub struct Args {
+    /// What to do [default: train with --train, else generate]
+    #[arg(value_name = "COMMAND")]
+    pub command: Option<Command>,
+
+    /// Folder or GGUF file of the model [default: a small random one]
+    #[arg(long, value_name = "PATH", help_heading = "Model")]
+    pub model: Option<PathBuf>,
+
+    /// Hold quantized weights as floats
+    #[arg(long, help_heading = "Model")]
+    pub dequantize: bool,
+
+    /// Dtype of parameters and computation; bf16 is trained with 32-bit master weights [default: that of the files; f32
+    /// for a random model]
+    #[arg(long, value_name = "NAME", help_heading = "Model")]
+    pub dtype: Option<DTypeName>,
+
+    /// Ranks over which each layer is sharded
+    #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Ranks")]
+    pub tp: usize,
+
+    /// Stages into which the layers are cut, each on --tp ranks
+    #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Ranks")]
+    pub pp: usize,
+
+    /// The layers of each stage, one letter each for the token table, each layer, the last norm and the output layer:
+    /// `E|t*3|tnL` [default: stages of about equal cost]
+    #[arg(long, value_name = "TEXT", help_heading = "Ranks")]
+    pub layout: Option<Layout>,
+
+    /// Compute threads of each rank; keep ranks × threads within the number of cores
+    #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Ranks")]
+    pub threads: usize,
+
+    /// Backend that moves tensors between ranks; for processes, start one per rank with mpirun
+    #[arg(long, value_name = "NAME", default_value = "local", help_heading = "Ranks")]
+    pub backend: BackendName,
+
+    /// How long ranks wait.
+    #[command(flatten)]
+    pub patience: Patience,
+
+    /// The text to continue [default: stdin unless it is a terminal, else "Once upon a time"]
+    #[arg(long, value_name = "TEXT", help_heading = "Text")]
+    pub prompt: Option<String>,
+
+    /// The most tokens to generate
+    #[arg(long, value_name = "N", default_value_t = 100, help_heading = "Text")]
+    pub max_tokens: usize,
+
+    /// Temperature of the sampling; 0 picks the most likely token. generation_config.json is not used for it
+    #[arg(long, value_name = "X", default_value_t = 0.8, allow_negative_numbers = true, help_heading = "Text")]
+    pub temperature: f64,
+
+    /// The share of the probability from which tokens are sampled (top-p)
+    #[arg(long, value_name = "P", default_value_t = 0.95, allow_negative_numbers = true, help_heading = "Text")]
+    pub top_p: f64,
+
+    /// Seed of sampling and batches, and of the random model [default: 0]
+    #[arg(long, value_name = "N", help_heading = "Model")]
+    pub seed: Option<u64>,
+
+    /// The training options.
+    #[command(flatten)]
+    pub training: TrainArgs,
+
+    /// Also write the results as one JSON object; `-` is stdout, without other output
+    #[arg(long, value_name = "FILE", help_heading = "Output")]
+    pub json: Option<PathBuf>,
+}
+
+/// What the program does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Command {
+    /// Writes on from a prompt
+    Generate,
+    /// Trains on a text
+    Train,
+}
+
+/// A dtype of parameters.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum DTypeName {
+    /// 32-bit floats.
+    F32,
+    /// Brain floats.
+    Bf16,
+    /// 16-bit floats.
+    F16,
+}
+
+impl TryFrom<DType> for DTypeName {
+    type Error = UsageError;
+
+    /// The name of a dtype that models are computed in.
+    fn try_from(dtype: DType) -> Checked<Self> {
+        let known = [Self::F32, Self::Bf16, Self::F16].into_iter().find(|name| DType::from(*name) == dtype);
+        known.ok_or_else(|| UsageError(format!("models are not computed in {}: say --dtype.", dtype.as_str())))
+    }
+}
+
+impl std::fmt::Display for DTypeName {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(DType::from(*self).as_str())
+    }
+}
+
+impl From<DTypeName> for DType {
+    fn from(name: DTypeName) -> Self {
+        match name {
+            DTypeName::F32 => Self::F32,
+            DTypeName::Bf16 => Self::BF16,
+            DTypeName::F16 => Self::F16,
+        }
+    }
+}
+
+const MAX_RANKS: usize = 256;
+const MAX_TOKENS: usize = 1 << 24;
+
+impl Launched for Args {
+    fn backend(&self) -> BackendName {
+        self.backend
+    }
+
+    fn patience(&self) -> Patience {
+        self.patience
+    }
+
+    fn threads(&self) -> usize {
+        self.threads
+    }
+
+    fn ranks(&self) -> Vec<(String, usize)> {
+        let Self { pp, tp, .. } = *self;
+        match &self.training {
+            TrainArgs { train: Some(_), dp, .. } => vec![(format!("--pp {pp} × --dp {dp} × --tp {tp}"), pp * dp * tp)],
+            _ => vec![(format!("--pp {pp} × --tp {tp}"), pp * tp)],
+        }
+    }
+}
+
+impl Args {
+    /// Checks everything that does not depend on the model.
+    ///
+    /// # Errors
+    /// A sentence with the flag, its value and a remedy.
+    pub fn validate(&self) -> Checked {
+        let Self { tp, pp, threads, max_tokens, temperature, top_p, .. } = *self;
+        for (flag, value, most) in [
+            ("--tp", tp, MAX_RANKS),
+            ("--pp", pp, MAX_RANKS),
+            ("--threads", threads, 1024),
+            ("--max-tokens", max_tokens, MAX_TOKENS),
+        ] {
+            require!(value > 0, "{flag} is 0: give at least 1.");
+            require!(value <= most, "{flag} {value} is too large: give at most {most}.");
+        }
+        require!(
+            temperature.is_finite() && temperature >= 0.0,
+            "--temperature {temperature} is no finite number of at least 0: try 0.8."
+        );
+        require!(top_p > 0.0 && top_p <= 1.0, "--top-p {top_p} is no share: give more than 0 and at most 1.");
+        require!(
+            self.layout.is_none() || pp > 1 || self.training.train.is_some(),
+            "--layout says what is in each stage, and --pp 1 has all layers in one: give --pp, or leave it out."
+        );
+        if let Some(model) = &self.model {
+            let is_gguf = model.is_file() && model.extension().is_some_and(|extension| extension == "gguf");
+            require!(
+                model.is_dir() || is_gguf,
+                "--model {} is no folder and no .gguf file: give a folder with config.json in it, or a file.",
+                model.display()
+            );
+            require!(
+                model.is_dir() || self.training.train.is_none(),
+                "--model {} is a GGUF file, and only folders are trained: give a folder with config.json in it.",
+                model.display()
+            );
+        }
+        match (self.command, &self.training.train) {
+            (Some(Command::Train), None) => require!(false, "train has no text: give --train FILE."),
+            (Some(Command::Generate), Some(_)) => {
+                require!(false, "generate does not train: leave out --train, or say train.")
+            }
+            _ => {}
+        }
+        self.check_files()?;
+        self.training.validate(self.dtype, pp, tp)?;
+        Output::new(self.json.as_deref()).check()
+    }
+
+    /// Refuses outputs to input files, and two outputs to one file.
+    fn check_files(&self) -> Checked {
+        let TrainArgs { train, valid, log, .. } = &self.training;
+        let others = [("--train", train), ("--valid", valid), ("--json", &self.json)];
+        for (flag, written, others) in [("--json", &self.json, &others[..2]), ("--log", log, &others[..])] {
+            for (other, path) in others {
+                let (Some(written), Some(path)) = (written, path) else { continue };
+                require!(
+                    !is_one_file(written, path),
+                    "{flag} {} is also {other}, which would be lost: give another file.",
+                    written.display()
+                );
+            }
+        }
+        Ok(())
+    }
+
+    /// The seed of all random numbers.
+    pub fn seed(&self) -> u64 {
+        self.seed.unwrap_or_default()
+    }
+
+    /// Returns the text to continue.
+    ///
+    /// # Errors
+    /// If it is empty, or stdin cannot be read.
+    pub fn prompt(&self) -> Checked<String> {
+        let prompt = match &self.prompt {
+            Some(prompt) => prompt.clone(),
+            None if io::stdin().is_terminal() => PROMPT.into(),
+            None => {
+                let mut read = String::new();
+                let got = io::stdin().read_to_string(&mut read);
+                got.map_err(|error| UsageError(format!("the prompt on stdin cannot be read: {error}.")))?;
+                if read.is_empty() { PROMPT.into() } else { read }
+            }
+        };
+        require!(!prompt.is_empty(), "--prompt is empty: give some text to go on from.");
+        Ok(prompt)
+    }
+
+    /// Returns the sampling options.
+    pub fn sampling(&self) -> Sampling {
+        Sampling { temperature: self.temperature, top_p: self.top_p, seed: self.seed() }
+    }
+}
+
+/// Returns whether two paths lead to one file.
+fn is_one_file(a: &Path, b: &Path) -> bool {
+    let found = |path: &Path| fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+    found(a) == found(b)
+}

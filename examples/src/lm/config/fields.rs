@@ -1,0 +1,253 @@
+//! Which fields of a `config.json` are known, and what each may say.
+//!
+//! A field that nobody reads may stand for something that the model computes. So each is known here, or the model is
+//! refused.
+
+use anyhow::{Context, Result, bail, ensure};
+use serde_json::{Map, Value};
+
+use super::families::{FAMILIES, Family};
+
+/// What is done about a field.
+pub(super) enum Rule {
+    /// It is read.
+    Used,
+    /// It changes nothing that is computed here.
+    Harmless,
+    /// It may only say this, as one that is absent does.
+    Only(Plain),
+}
+
+/// A value that a table can hold.
+pub(super) enum Plain {
+    Null,
+    False,
+    Zero,
+    One,
+    Text(&'static str),
+}
+
+/// The fields that all families have.
+static COMMON: [(&str, Rule); 51] = {
+    use Plain::{False, Null, One, Text, Zero};
+    use Rule::{Harmless, Only, Used};
+    [
+        ("architectures", Used),
+        ("bos_token_id", Used),
+        ("eos_token_id", Used),
+        ("head_dim", Used),
+        ("hidden_size", Used),
+        ("intermediate_size", Used),
+        ("max_position_embeddings", Used),
+        ("model_type", Used),
+        ("num_attention_heads", Used),
+        ("num_hidden_layers", Used),
+        ("num_key_value_heads", Used),
+        ("rms_norm_eps", Used),
+        ("rope_parameters", Used),
+        ("rope_scaling", Used),
+        ("rope_theta", Used),
+        ("tie_word_embeddings", Used),
+        ("vocab_size", Used),
+        ("add_cross_attention", Only(False)),
+        ("attention_bias", Only(False)),
+        ("attention_dropout", Only(Zero)),
+        ("cross_attention_hidden_size", Only(Null)),
+        ("hidden_act", Only(Text("silu"))),
+        ("is_decoder", Harmless),
+        ("is_encoder_decoder", Only(False)),
+        ("mlp_bias", Only(False)),
+        ("partial_rotary_factor", Only(One)),
+        ("quantization_config", Only(Null)),
+        ("rope_interleaved", Only(False)),
+        ("sliding_window", Only(Null)),
+        ("tie_encoder_decoder", Only(False)),
+        ("use_bidirectional_attention", Only(False)),
+        // Hints, defaults of generation that the command line decides, and what only classifiers and training have.
+        ("_attn_implementation_autoset", Harmless),
+        ("_name_or_path", Harmless),
+        ("auto_map", Harmless),
+        ("chunk_size_feed_forward", Harmless),
+        ("dtype", Harmless),
+        ("id2label", Harmless),
+        ("initializer_range", Harmless),
+        ("is_llama_config", Harmless),
+        ("label2id", Harmless),
+        ("max_sequence_length", Harmless),
+        ("output_attentions", Harmless),
+        ("output_hidden_states", Harmless),
+        ("pad_token_id", Harmless),
+        ("pretraining_tp", Harmless),
+        ("return_dict", Harmless),
+        ("torch_dtype", Harmless),
+        ("transformers.js_config", Harmless),
+        ("transformers_version", Harmless),
+        ("unsloth_version", Harmless),
+        ("use_cache", Harmless),
+    ]
+};
+
+/// The fields of a `config.json`. All of them are known.
+pub(super) struct Fields {
+    fields: Map<String, Value>,
+    pub(super) family: &'static Family,
+}
+
+impl Fields {
+    /// Checks that the config is of a known kind of model and says nothing that is not known.
+    ///
+    /// # Errors
+    /// If it does; the field and its value are named.
+    pub(super) fn new(fields: Map<String, Value>) -> Result<Self> {
+        let known = || FAMILIES.iter().map(|family| family.model_type).collect::<Vec<_>>().join(", ");
+        let Some(model_type) = fields.get("model_type") else {
+            bail!("there is no model_type, which says what is computed; supported: {}", known());
+        };
+        let family = FAMILIES.iter().find(|family| model_type == family.model_type);
+        let family =
+            family.with_context(|| format!("model_type {model_type} is not supported; supported: {}", known()))?;
+        if let Some(architectures) = fields.get("architectures").filter(|said| !said.is_null()) {
+            let is_known =
+                architectures.as_array().is_some_and(|list| list.iter().all(|name| name == family.architecture));
+            ensure!(is_known, "architectures {architectures} is not supported; supported: [{:?}]", family.architecture);
+        }
+        for (name, value) in fields.iter().filter(|(_, value)| !value.is_null()) {
+            match family.fields.iter().chain(&COMMON).find(|(known, _)| known == name) {
+                Some((_, Rule::Used | Rule::Harmless)) => {}
+                Some((_, Rule::Only(only))) => {
+                    ensure!(only.is(value), "{name} is {value}, and only {} is supported", only.text());
+                }
+                None => bail!(
+                    "{name} ({}) is a field that is not known for model_type {model_type}: the model may compute something else than this program",
+                    shortened(value)
+                ),
+            }
+        }
+        Ok(Self { fields, family })
+    }
+
+    /// A value, if there is one that is not null.
+    pub(super) fn get(&self, name: &str) -> Option<&Value> {
+        self.fields.get(name).filter(|value| !value.is_null())
+    }
+
+    /// Whether a field is there, be it null.
+    pub(super) fn has(&self, name: &str) -> bool {
+        self.fields.contains_key(name)
+    }
+
+    /// A sliding window: none if the field is null, and `absent` without the field.
+    pub(super) fn window(&self, name: &str, absent: Option<usize>) -> Result<Option<usize>> {
+        if self.has(name) { self.optional_size(name, super::MOST) } else { Ok(absent) }
+    }
+
+    /// For each layer whether it has a sliding window, if `layer_types` says so; of any number of layers for
+    /// `usize::MAX`.
+    pub(super) fn layer_types(&self, layers: usize) -> Result<Option<Vec<bool>>> {
+        let Some(list) = self.get("layer_types") else { return Ok(None) };
+        let one = |value: &Value| match value.as_str() {
+            Some("sliding_attention") => Some(true),
+            Some("full_attention" | "attention") => Some(false),
+            _ => None,
+        };
+        let types: Option<Vec<bool>> = list.as_array().and_then(|list| list.iter().map(one).collect());
+        let types = types.filter(|types| layers == usize::MAX || types.len() == layers);
+        let said = || {
+            let want = "expected full_attention or sliding_attention for each layer";
+            format!("layer_types is {}; {want}", shortened(list))
+        };
+        types.map(Some).with_context(said)
+    }
+
+    /// A positive number, if it is there.
+    pub(super) fn optional_positive(&self, name: &str) -> Result<Option<f64>> {
+        self.get(name).map(|value| positive(name, value)).transpose()
+    }
+
+    /// Whether layers with a window have rotary positions of their own.
+    pub(super) fn has_local_rope(&self) -> bool {
+        self.family.fields.iter().any(|(name, _)| *name == "rope_local_base_freq")
+    }
+
+    /// The base of the rotary positions of layers with a window, if `rope_parameters` has one of its own for them.
+    ///
+    /// # Errors
+    /// If they are stretched.
+    pub(super) fn local_theta(&self) -> Result<Option<f64>> {
+        let Some(sliding) = self.get("rope_parameters").and_then(|rope| rope.get("sliding_attention")) else {
+            return Ok(None);
+        };
+        let kind = sliding.get("rope_type").and_then(Value::as_str).unwrap_or("default");
+        ensure!(kind == "default", "rope_parameters.sliding_attention is {kind}, and only default is supported");
+        sliding.get("rope_theta").map(|theta| positive("rope_theta", theta)).transpose()
+    }
+
+    /// A whole number from 1 to `most`, if it is there.
+    pub(super) fn optional_size(&self, name: &str, most: usize) -> Result<Option<usize>> {
+        let size = |value: &Value| {
+            let size = value.as_u64().and_then(|size| usize::try_from(size).ok());
+            let size = size.filter(|size| (1..=most).contains(size));
+            size.with_context(|| format!("{name} is {}; expected a whole number from 1 to {most}", shortened(value)))
+        };
+        self.get(name).map(size).transpose()
+    }
+
+    /// A whole number from 1 to `most`.
+    pub(super) fn size(&self, name: &str, most: usize) -> Result<usize> {
+        self.optional_size(name, most)?.with_context(|| format!("there is no {name}"))
+    }
+
+    /// A positive number.
+    pub(super) fn positive(&self, name: &str) -> Result<f64> {
+        positive(name, self.get(name).with_context(|| format!("there is no {name}"))?)
+    }
+
+    /// A switch, off if it is absent.
+    pub(super) fn switch(&self, name: &str) -> Result<bool> {
+        self.switch_or(name, false)
+    }
+
+    /// A switch, or `absent` without the field.
+    pub(super) fn switch_or(&self, name: &str, absent: bool) -> Result<bool> {
+        let switch =
+            |value: &Value| value.as_bool().with_context(|| format!("{name} is {value}; expected true or false"));
+        self.get(name).map_or(Ok(absent), switch)
+    }
+}
+
+/// A number that is finite and more than 0.
+pub(super) fn positive(name: &str, value: &Value) -> Result<f64> {
+    let number = value.as_f64().filter(|number| number.is_finite() && *number > 0.0);
+    number.with_context(|| format!("{name} is {}; expected a number that is more than 0", shortened(value)))
+}
+
+/// A value as text for an error, not the whole of a long one.
+pub(super) fn shortened(value: &Value) -> String {
+    let text = value.to_string();
+    match text.char_indices().nth(80) {
+        Some((end, _)) => format!("{}..", &text[..end]),
+        None => text,
+    }
+}
+
+impl Plain {
+    fn is(&self, value: &Value) -> bool {
+        match *self {
+            Self::Null => value.is_null(),
+            Self::False => *value == Value::Bool(false),
+            Self::Zero => value.as_f64() == Some(0.0),
+            Self::One => value.as_f64() == Some(1.0),
+            Self::Text(text) => value == text,
+        }
+    }
+
+    fn text(&self) -> String {
+        match self {
+            Self::Null => "null".into(),
+            Self::False => "false".into(),
+            Self::Zero => "0".into(),
+            Self::One => "1".into(),
+            Self::Text(text) => format!("{text:?}"),
+        }
+    }
+}

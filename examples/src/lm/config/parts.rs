@@ -1,0 +1,129 @@
+//! The parts that a decoder is made of, which families choose.
+
+use candle_nn::Activation;
+use candle_shard::kernels::RopePairs;
+
+/// The parts of a decoder. [`Default`] is a Llama.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Parts {
+    /// Where layers have norms.
+    pub norms: Norms,
+    /// Whether the files hold the weights of norms less one.
+    pub norms_add_one: bool,
+    /// Norms of queries and keys.
+    pub qk_norm: QkNorm,
+    /// Whether queries, keys and values have biases.
+    pub qkv_bias: bool,
+    /// Whether the output of attention has a bias.
+    pub output_bias: bool,
+    /// Whether the feed-forward layers have biases.
+    pub mlp_bias: bool,
+    /// The activation of the gate.
+    pub activation: Activation,
+    /// How many keys a token sees in each layer, its own included; all layers see all without a list.
+    pub windows: Vec<Option<usize>>,
+    /// Whether each layer has rotary positions; all have without a list.
+    pub rotary: Vec<bool>,
+    /// The base of the rotary positions of layers with a window, if they have another one.
+    pub local_theta: Option<f64>,
+    /// The elements of a head that are turned together.
+    pub pairs: RopePairs,
+    /// The factor of scores, 1/√dim if not said.
+    pub scores_scale: Option<f64>,
+    /// The largest score.
+    pub scores_cap: Option<f64>,
+    /// The largest logit.
+    pub logits_cap: Option<f64>,
+    /// The factor of embeddings.
+    pub embedding_scale: f64,
+    /// The factor of what attention and feed-forward layers add.
+    pub branch_scale: f64,
+    /// What logits are divided by.
+    pub logits_divisor: f64,
+    /// Whether files have one tensor for queries, keys and values, and one for gate and up.
+    pub fused: bool,
+}
+
+/// Where a layer has norms.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Norms {
+    /// Before attention and feed-forward layers.
+    Before,
+    /// Behind them, before their result is added.
+    After,
+    /// On both sides.
+    Both,
+}
+
+/// Norms of queries and keys.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum QkNorm {
+    /// None.
+    None,
+    /// Over each head.
+    Head,
+    /// Over all heads together.
+    All,
+}
+
+/// The names of a layer's norms: before and after attention, before and after the feed-forward layers.
+pub type NormNames = [Option<&'static str>; 4];
+
+impl Norms {
+    /// The names that the norms have in files.
+    pub fn names(self) -> NormNames {
+        let attention = "post_attention_layernorm";
+        match self {
+            Self::Before => [Some("input_layernorm"), None, Some(attention), None],
+            Self::After => [None, Some(attention), None, Some("post_feedforward_layernorm")],
+            Self::Both => [
+                Some("input_layernorm"),
+                Some(attention),
+                Some("pre_feedforward_layernorm"),
+                Some("post_feedforward_layernorm"),
+            ],
+        }
+    }
+}
+
+impl Default for Parts {
+    fn default() -> Self {
+        Self {
+            norms: Norms::Before,
+            norms_add_one: false,
+            qk_norm: QkNorm::None,
+            qkv_bias: false,
+            output_bias: false,
+            mlp_bias: false,
+            activation: Activation::Silu,
+            windows: Vec::new(),
+            rotary: Vec::new(),
+            local_theta: None,
+            pairs: RopePairs::Halves,
+            scores_scale: None,
+            scores_cap: None,
+            logits_cap: None,
+            embedding_scale: 1.0,
+            branch_scale: 1.0,
+            logits_divisor: 1.0,
+            fused: false,
+        }
+    }
+}
+
+impl Parts {
+    /// The window of a layer.
+    pub fn window(&self, layer: usize) -> Option<usize> {
+        self.windows.get(layer).copied().flatten()
+    }
+
+    /// Whether a layer has rotary positions.
+    pub fn is_rotary(&self, layer: usize) -> bool {
+        self.rotary.get(layer).copied().unwrap_or(true)
+    }
+
+    /// Whether this is a Llama as it can be trained and saved.
+    pub fn is_plain(&self) -> bool {
+        *self == Self::default()
+    }
+}

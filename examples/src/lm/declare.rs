@@ -1,0 +1,278 @@
+//! The decoder declared as a pipeline whose stages are cut over other mesh axes.
+//!
+//! It has a node for the table, for each layer, for the last norm and for the output layer. Between nodes are tensors that
+//! are whole on all axes but "dp", if the mesh has one, on which each rank has its rows: what is done to them on the way
+//! into a mesh and out of it is in `enter` and `leave` alone.
+//!
+//! Layers, the table and the output layer are units, whose parameters a builder may shard fully over "dp".
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use candle_core::{DType, Tensor};
+use candle_dist::DeviceMesh;
+use candle_pipe::graph::ValueId;
+use candle_pipe::{Balanced, Error, In, Layout, Pipe, PipeBuilder, Reduction, Result, Share, StageOp, Value, stage_op};
+use candle_shard::fsdp::FullyShard;
+use candle_shard::nn::{Embedding, Linear, ShardedVarBuilder, checkpoint};
+use candle_shard::{DTensor, Placements, Replicate, Shard};
+
+use super::cache::Cache;
+use super::config::Config;
+use super::layer::Layer;
+use super::model::{embedded, finished};
+use super::norm::Norm;
+use super::projection::{Projection, Table};
+use super::rope::Angles;
+
+/// A model in stages.
+pub type DecoderPipe = Pipe<ShardedVarBuilder>;
+
+/// How a model is cut into stages.
+#[derive(Clone, Copy, Debug)]
+pub struct Cut<'a> {
+    stages: usize,
+    layout: Option<&'a Layout>,
+}
+
+impl<'a> Cut<'a> {
+    /// A number of stages with about equal costs, or the stages of a layout, which must have the same number.
+    pub fn new(stages: usize, layout: Option<&'a Layout>) -> Self {
+        Self { stages, layout }
+    }
+}
+
+/// The name of the table, which a tied output layer has in common with the input.
+const TABLE: &str = "model.embed_tokens.weight";
+
+/// The mesh axis whose ranks have rows of their own.
+const ROWS: &str = "dp";
+
+/// The model that writes: `logits` `[1, vocabulary]` of what follows the last of `tokens` `[1, tokens]`, which follow
+/// those before; up to `longest` of them together.
+///
+/// # Errors
+/// If there are more stages than the model can be cut into, or other ones than the layout has.
+pub fn writer(config: &Config, longest: usize, cut: &Cut<'_>) -> Result<DecoderPipe> {
+    let mut model = Declaration::new(config);
+    let tokens = model.g.input("tokens", In::Arg);
+    let h = model.embed(tokens);
+    let h = model.layers(h, longest, |layer, angles| {
+        let cache = RefCell::new(Cache::new(1, angles.positions()));
+        move |h: &DTensor| {
+            let mut cache = cache.borrow_mut();
+            cache.check(h.dims()[1])?;
+            let y = layer.run(|layer| layer.forward(h, &angles, Some(cache.past(0))))?;
+            cache.advance(h.dims()[1]);
+            Ok(y)
+        }
+    });
+    // Only what follows the last token is asked for.
+    let h = model.norm(h, |h| h.narrow(1, h.dims()[1] - 1, 1));
+    let logits = model.head(h, &[], |logits, _| logits.squeeze(1));
+    model.g.output("logits", logits);
+    model.cut(cut)
+}
+
+/// The model that learns: its loss is the mean cross entropy of `targets` `[rows, tokens]`, which follow the `tokens`
+/// at the same places; sequences are up to `longest` tokens long.
+///
+/// With `recompute`, a layer keeps its input alone and computes the rest again in the backward pass.
+///
+/// # Errors
+/// If there are more stages than the model can be cut into, or other ones than the layout has.
+pub fn learner(config: &Config, longest: usize, recompute: bool, cut: &Cut<'_>) -> Result<DecoderPipe> {
+    let mut model = Declaration::new(config);
+    let (tokens, targets) = (model.g.input("tokens", In::Arg), model.g.input("targets", In::Arg));
+    let h = model.embed(tokens);
+    let h = model.layers(h, longest, move |layer, angles| {
+        // A unit around what is recomputed gathers once in the backward pass.
+        move |h: &DTensor| {
+            layer.run(|layer| match recompute {
+                true => {
+                    let (layer, angles) = (layer.clone(), angles.clone());
+                    checkpoint(h, move |h| layer.forward(h, &angles, None))
+                }
+                false => layer.forward(h, &angles, None),
+            })
+        }
+    });
+    let h = model.norm(h, |h| Ok(h.clone()));
+    let loss = model.head(h, &[targets], |logits, others| logits.cross_entropy(&others[0]));
+    model.g.loss(loss, Reduction::Mean);
+    model.cut(cut)
+}
+
+/// How tensors with so many dims lie between nodes: cut by rows on the axis of rows, whole on all others.
+fn between(mesh: &DeviceMesh, dims: usize) -> Placements {
+    mesh.names().iter().map(|name| if name == ROWS && dims > 0 { Shard(0) } else { Replicate }).collect()
+}
+
+/// A tensor between nodes on the mesh of its stage, of which each rank has as many rows as any other.
+fn enter(value: &Value, mesh: &DeviceMesh) -> Result<DTensor> {
+    let local = value.tensor()?;
+    let mut dims = local.dims().to_vec();
+    if let (Some(rows), Ok(ranks)) = (dims.first_mut(), mesh.size_of(ROWS)) {
+        *rows *= ranks;
+    }
+    Ok(DTensor::from_local(local.clone(), mesh, &between(mesh, dims.len()), dims)?)
+}
+
+/// What [`enter`] takes, of a tensor of the mesh.
+fn leave(tensor: &DTensor) -> Result<Value> {
+    let placements = between(tensor.mesh(), tensor.rank());
+    Ok(tensor.redistribute(&placements)?.to_local_with_grad(&placements)?.into())
+}
+
+/// A model that is being declared.
+struct Declaration {
+    config: Config,
+    g: PipeBuilder<ShardedVarBuilder>,
+    /// The table, if the output layer has it too.
+    tied: Option<ValueId>,
+}
+
+impl Declaration {
+    fn new(config: &Config) -> Self {
+        let mut g = PipeBuilder::new();
+        let sizes = config.clone();
+        let build = move |vb: &ShardedVarBuilder| Ok(table(&sizes, vb)?.weight().to_local().clone());
+        let tied = config.tie_word_embeddings.then(|| g.parameter(TABLE, Share::Replicate, build));
+        Self { config: config.clone(), g, tied }
+    }
+
+    /// From tokens to hidden states.
+    fn embed(&mut self, tokens: ValueId) -> ValueId {
+        let (config, is_tied) = (self.config.clone(), self.tied.is_some());
+        let build = move |vb: &ShardedVarBuilder| {
+            let own = (!is_tied)
+                .then(|| FullyShard::new(vb, |vb| Table::new(config.vocab_size, config.hidden_size, vb)))
+                .transpose()?;
+            let (config, vb) = (config.clone(), vb.clone());
+            Ok(stage_op(move |xs, _| {
+                let tokens = enter(&xs[0], vb.mesh())?;
+                let h = match &own {
+                    Some(own) => own.run(|own| own.forward(&tokens))?,
+                    None => Embedding::tied(&shared(xs, &config, &vb)?, &vb)?.forward(&tokens)?,
+                };
+                Ok(vec![leave(&embedded(h, &config)?)?])
+            }))
+        };
+        self.g.module("model.embed_tokens", build, [tokens].into_iter().chain(self.tied))
+    }
+
+    /// All layers, each of which `run` makes a function of hidden states.
+    fn layers<F, R>(&mut self, mut h: ValueId, longest: usize, run: F) -> ValueId
+    where
+        F: Fn(FullyShard<Arc<Layer>>, Angles) -> R + Clone + Send + Sync + 'static,
+        R: Fn(&DTensor) -> candle_shard::Result<DTensor> + 'static,
+    {
+        for i in 0..self.config.num_hidden_layers {
+            let (config, run) = (self.config.clone(), run.clone());
+            let build = move |vb: &ShardedVarBuilder| {
+                let layer = FullyShard::new(vb, |vb| Ok(Arc::new(Layer::new(&config, i, vb)?)))?;
+                Ok(hidden(vb, run(layer, Angles::new(&config, longest, vb)?)))
+            };
+            h = self.g.module(&format!("model.layers.{i}"), build, [h]);
+        }
+        h
+    }
+
+    /// The last norm, of the hidden states that `wanted` leaves.
+    fn norm(&mut self, h: ValueId, wanted: fn(&DTensor) -> candle_shard::Result<DTensor>) -> ValueId {
+        let config = self.config.clone();
+        let build = move |vb: &ShardedVarBuilder| {
+            let norm = Norm::new(config.hidden_size, &config, vb)?;
+            Ok(hidden(vb, move |h| norm.forward(&wanted(h)?)))
+        };
+        self.g.module("model.norm", build, [h])
+    }
+
+    /// What `end` makes of the logits, in f32, and of `others`.
+    fn head(&mut self, h: ValueId, others: &[ValueId], end: End) -> ValueId {
+        let (config, is_tied, last) = (self.config.clone(), self.tied.is_some(), others.len());
+        let build = move |vb: &ShardedVarBuilder| {
+            let own = |vb: &_| Projection::new(config.hidden_size, config.vocab_size, false, vb);
+            let own = (!is_tied).then(|| FullyShard::new(vb, own)).transpose()?;
+            let (config, vb) = (config.clone(), vb.clone());
+            Ok(stage_op(move |xs, _| {
+                let h = enter(&xs[0], vb.mesh())?;
+                let others: Vec<DTensor> = xs[1..=last].iter().map(|x| enter(x, vb.mesh())).collect::<Result<_>>()?;
+                let end =
+                    |head: &Projection| end(&finished(head.forward(&h)?.to_dtype(DType::F32)?, &config)?, &others);
+                let made = match &own {
+                    Some(own) => own.run(end)?,
+                    None => end(&Projection::Dense(Linear::tied(&shared(xs, &config, &vb)?, &vb)?))?,
+                };
+                Ok(vec![leave(&made)?])
+            }))
+        };
+        self.g.module("lm_head", build, [h].into_iter().chain(others.iter().copied()).chain(self.tied))
+    }
+
+    /// The model in stages that compute about equally much, or as the layout says.
+    fn cut(self, cut: &Cut<'_>) -> Result<DecoderPipe> {
+        let Some(layout) = cut.layout else { return self.g.finish(Balanced::new(cut.stages, costs(&self.config))) };
+        let pipe = self.g.finish(layout.clone())?;
+        match pipe.num_stages() == cut.stages {
+            true => Ok(pipe),
+            false => Err(Error::Pipe(format!(
+                "the layout {layout} has {} stages, and there are {} to fill",
+                pipe.num_stages(),
+                cut.stages
+            ))),
+        }
+    }
+}
+
+/// What the last node makes of logits and other inputs.
+type End = fn(&DTensor, &[DTensor]) -> candle_shard::Result<DTensor>;
+
+/// The table of the input.
+fn table(config: &Config, vb: &ShardedVarBuilder) -> candle_shard::Result<Embedding> {
+    Embedding::new(config.vocab_size, config.hidden_size, 1.0, vb)
+}
+
+/// The tied table, from this rank's shard of it, which is a node's last input.
+fn shared(xs: &[Value], config: &Config, vb: &ShardedVarBuilder) -> Result<DTensor> {
+    let (shard, mesh): (&Tensor, _) = (xs[xs.len() - 1].tensor()?, vb.mesh());
+    let cut: Placements = mesh.names().iter().map(|name| if name == ROWS { Replicate } else { Shard(0) }).collect();
+    let table = DTensor::from_local(shard.clone(), mesh, &cut, (config.vocab_size, config.hidden_size))?;
+    // Of its gradient each rank finds the share of its rows, as of all parameters outside of units.
+    match mesh.axis_index(ROWS) {
+        Ok(axis) => Ok(table.varying_on(axis)?),
+        Err(_) => Ok(table),
+    }
+}
+
+/// A node from hidden states to hidden states.
+fn hidden<F>(vb: &ShardedVarBuilder, f: F) -> impl StageOp + use<F>
+where
+    F: Fn(&DTensor) -> candle_shard::Result<DTensor> + 'static,
+{
+    let mesh = vb.mesh().clone();
+    stage_op(move |xs, _| Ok(vec![leave(&f(&enter(&xs[0], &mesh)?)?)?]))
+}
+
+/// The parameters of each node: what decides how long a token takes.
+fn costs(config: &Config) -> Vec<(String, f64)> {
+    let node = |name: &str| -> Option<String> {
+        let parts: Vec<&str> = name.split('.').collect();
+        match parts[..] {
+            ["model", "layers", layer, ..] => Some(format!("model.layers.{layer}")),
+            ["lm_head", ..] => Some("lm_head".into()),
+            _ => None,
+        }
+    };
+    let mut costs = BTreeMap::<String, f64>::new();
+    for (name, shape) in config.tensors() {
+        if let Some(node) = node(&name) {
+            *costs.entry(node).or_default() += shape.iter().product::<usize>() as f64;
+        }
+    }
+    if config.tie_word_embeddings {
+        costs.insert("lm_head".into(), (config.vocab_size * config.hidden_size) as f64);
+    }
+    costs.into_iter().collect()
+}

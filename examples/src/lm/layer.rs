@@ -1,0 +1,126 @@
+//! A decoder layer.
+
+use candle_core::Tensor;
+use candle_nn::Activation;
+use candle_shard::nn::ShardedVarBuilder;
+use candle_shard::{DTensor, Placements, Replicate, Result};
+
+use super::cache::Past;
+use super::config::Config;
+use super::config::parts::{Parts, QkNorm};
+use super::norm::Norm;
+use super::projection::{Projection, Qkv, granule, in_blocks};
+use super::rope::Angles;
+
+/// Attention with grouped heads, and a gated feed-forward layer.
+#[derive(Debug)]
+pub(super) struct Layer {
+    /// Before and after attention, before and after the feed-forward layer.
+    norms: [Option<Norm>; 4],
+    qkv: Qkv,
+    /// Of queries and keys.
+    head_norms: Option<[Norm; 2]>,
+    o_proj: Projection,
+    gate_proj: Projection,
+    up_proj: Projection,
+    down_proj: Projection,
+    scale: f64,
+    window: Option<usize>,
+    is_rotary: bool,
+    parts: Parts,
+}
+
+impl Layer {
+    /// The layer of this number at the builder's path.
+    pub(super) fn new(config: &Config, layer: usize, vb: &ShardedVarBuilder) -> Result<Self> {
+        let (hidden, heads, parts) = (config.hidden_size, config.heads(), &config.parts);
+        let (attention, mlp) = (vb.pp("self_attn"), vb.pp("mlp"));
+        let [a, b, c, d] = parts.norms.names();
+        let norm = |name: Option<&str>| name.map(|name| Norm::new(hidden, config, &vb.pp(name))).transpose();
+        let head_norms = |[query, key]: [usize; 2]| {
+            let norm = |name: &str, width| Norm::new(width, config, &attention.pp(name));
+            Ok::<_, candle_shard::Error>(Some([norm("q_norm", query)?, norm("k_norm", key)?]))
+        };
+        let qkv = Qkv::new(hidden, heads, parts.qkv_bias, &attention)?;
+        let inner = in_blocks(config.intermediate_size, granule(&mlp.pp("down_proj")));
+        Ok(Self {
+            norms: [norm(a)?, norm(b)?, norm(c)?, norm(d)?],
+            o_proj: Projection::new(qkv.width(), hidden, parts.output_bias, &attention.pp("o_proj"))?,
+            qkv,
+            head_norms: match parts.qk_norm {
+                QkNorm::None => None,
+                QkNorm::Head => head_norms([heads.dim; 2])?,
+                QkNorm::All => head_norms([heads.query * heads.dim, heads.key_value * heads.dim])?,
+            },
+            gate_proj: Projection::new(hidden, inner, parts.mlp_bias, &mlp.pp("gate_proj"))?,
+            up_proj: Projection::new(hidden, inner, parts.mlp_bias, &mlp.pp("up_proj"))?,
+            down_proj: Projection::new(inner, hidden, parts.mlp_bias, &mlp.pp("down_proj"))?,
+            scale: parts.scores_scale.unwrap_or(1.0 / (heads.dim as f64).sqrt()),
+            window: parts.window(layer),
+            is_rotary: parts.is_rotary(layer),
+            parts: parts.clone(),
+        })
+    }
+
+    /// The states `[batch, tokens, hidden]` after this layer, whose tokens follow those of the past, if there is one.
+    pub(super) fn forward(&self, x: &DTensor, angles: &Angles, past: Option<Past<'_>>) -> Result<DTensor> {
+        let [before_attention, after_attention, before_mlp, after_mlp] = &self.norms;
+        let through = |norm: &Option<Norm>, x: &DTensor| norm.as_ref().map_or(Ok(x.clone()), |norm| norm.forward(x));
+        let add = |x: &DTensor, branch: DTensor| match self.parts.branch_scale {
+            1.0 => x.add(&branch),
+            scale => x.add(&branch.affine(scale, 0.0)?),
+        };
+        let mixed = self.attention(&through(before_attention, x)?, angles, past)?;
+        let x = add(x, through(after_attention, &mixed)?)?;
+        let fed = self.feed_forward(&through(before_mlp, &x)?)?;
+        add(&x, through(after_mlp, &fed)?)
+    }
+
+    fn feed_forward(&self, x: &DTensor) -> Result<DTensor> {
+        let (gate, up) = (self.gate_proj.forward(x)?, self.up_proj.forward(x)?);
+        self.down_proj.forward(&match self.parts.activation {
+            Activation::Silu => gate.silu_gate(&up)?,
+            other => gate.activation(other)?.mul(&up)?,
+        })
+    }
+
+    fn attention(&self, x: &DTensor, angles: &Angles, past: Option<Past<'_>>) -> Result<DTensor> {
+        let [mut q, mut k, v] = self.qkv.forward(x)?;
+        if let Some([of_queries, of_keys]) = &self.head_norms {
+            (q, k) = match self.parts.qk_norm {
+                QkNorm::All => (of_queries.over_heads(&q)?, of_keys.over_heads(&k)?),
+                _ => (of_queries.forward(&q)?, of_keys.forward(&k)?),
+            };
+        }
+        let start = past.as_ref().map_or(0, Past::len);
+        if self.is_rotary {
+            let is_local = self.window.is_some();
+            (q, k) = (angles.turn(&q, start, is_local)?, angles.turn(&k, start, is_local)?);
+        }
+        let [k, v] = match past {
+            Some(past) => past.extend([&k, &v])?,
+            None => [k, v],
+        };
+        let (tokens, keys) = (q.dims()[2], k.dims()[2]);
+        let window = self.window.filter(|&window| window < keys);
+        let tokens_first = |x: &DTensor| x.transpose(1, 2);
+        let mixed = match (window, self.parts.scores_cap) {
+            (None, None) => tokens_first(&q)?.flash_attn(&tokens_first(&k)?, &tokens_first(&v)?, self.scale, true)?,
+            (window, cap) => {
+                let mask = mask(tokens, keys, window, &q)?;
+                tokens_first(&q.capped_attention(&k, &v, &mask, self.scale, cap)?)?
+            }
+        };
+        self.o_proj.forward(&mixed.flatten_from(2)?)
+    }
+}
+
+/// What is added to the scores of the last `tokens` of so many keys: each sees itself and those before it in its window.
+fn mask(tokens: usize, keys: usize, window: Option<usize>, like: &DTensor) -> Result<DTensor> {
+    let seen = |i: usize, j: usize| j <= i && window.is_none_or(|window| j + window > i);
+    let first = keys - tokens;
+    let values = (first..keys).flat_map(|i| (0..keys).map(move |j| (i, j)));
+    let values: Vec<f32> = values.map(|(i, j)| if seen(i, j) { 0.0 } else { f32::NEG_INFINITY }).collect();
+    let mask = Tensor::from_vec(values, (1, 1, tokens, keys), like.device())?.to_dtype(like.dtype())?;
+    DTensor::distribute(&mask, like.mesh(), &Placements::from_elem(Replicate, like.mesh().ndim()))
+}

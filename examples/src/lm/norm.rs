@@ -1,0 +1,40 @@
+//! Norms of hidden states, and of queries and keys.
+
+use candle_shard::nn::{Init, ShardedVarBuilder};
+use candle_shard::{DTensor, Replicate, Result};
+
+use super::config::Config;
+
+/// A norm of rows by their root mean square.
+#[derive(Debug)]
+pub(super) struct Norm {
+    weight: DTensor,
+    adds_one: bool,
+    eps: f64,
+}
+
+impl Norm {
+    /// The norm at the builder's path for rows of `width`.
+    pub(super) fn new(width: usize, config: &Config, vb: &ShardedVarBuilder) -> Result<Self> {
+        let weight = vb.get(width, "weight", Init::Const(1.0), Replicate, false)?;
+        Ok(Self { weight, adds_one: config.parts.norms_add_one, eps: config.rms_norm_eps })
+    }
+
+    /// The normalized rows.
+    pub(super) fn forward(&self, x: &DTensor) -> Result<DTensor> {
+        match self.adds_one {
+            true => x.rms_norm(&self.weight.affine(1.0, 1.0)?, self.eps),
+            false => x.rms_norm(&self.weight, self.eps),
+        }
+    }
+
+    /// Heads `[batch, heads, tokens, dim]`, normalized by the mean over all of them. Each rank has some heads, and the
+    /// ranks exchange one number a token. Heads that are there several times, one after the other, count so.
+    pub(super) fn over_heads(&self, x: &DTensor) -> Result<DTensor> {
+        let &[_, heads, _, dim] = x.dims() else { return x.rms_norm(&self.weight, self.eps) };
+        let stored = self.weight.dims()[0] / dim;
+        let weight = self.weight.reshape((stored, 1, dim))?.broadcast_as((stored, heads / stored, dim))?;
+        let mean = x.sqr()?.sum_keepdim(&[1usize, 3][..])?.affine(1.0 / (heads * dim) as f64, self.eps)?;
+        x.div(&mean.sqrt()?)?.mul(&weight.reshape((heads, 1, dim))?)
+    }
+}

@@ -1,0 +1,119 @@
+//! Layers whose weights are floats, or stay quantized as files store them.
+
+use candle_shard::nn::{
+    Embedding, FusedQkv, Heads, Linear, QuantizedEmbedding, QuantizedLinear, QuantizedQkv, ShardedVarBuilder, Width,
+};
+use candle_shard::parallel::LayerKind;
+use candle_shard::{DTensor, Result, Shard};
+
+/// A linear layer.
+#[derive(Debug)]
+pub(super) enum Projection {
+    Dense(Linear),
+    Quantized(QuantizedLinear),
+}
+
+impl Projection {
+    /// The layer at the builder's path. A weight whose blocks `input` would cut is held as floats.
+    pub(super) fn new(
+        input: impl Into<Width>,
+        output: impl Into<Width>,
+        bias: bool,
+        vb: &ShardedVarBuilder,
+    ) -> Result<Self> {
+        let (input, output) = (input.into(), output.into());
+        let is_cut = matches!(vb.style().layout(LayerKind::Linear)?.weight, Shard(1));
+        let fits = |block: usize| !is_cut || input.unit.is_multiple_of(block);
+        Ok(match vb.quantized_block("weight").is_some_and(fits) {
+            true => Self::Quantized(QuantizedLinear::new(input, output, bias, vb)?),
+            false => Self::Dense(Linear::new(input, output, bias, vb)?),
+        })
+    }
+
+    pub(super) fn forward(&self, x: &DTensor) -> Result<DTensor> {
+        match self {
+            Self::Dense(layer) => layer.forward(x),
+            Self::Quantized(layer) => layer.forward(x),
+        }
+    }
+}
+
+/// The columns between which the weight of a layer may be cut.
+pub(super) fn granule(vb: &ShardedVarBuilder) -> usize {
+    vb.quantized_block("weight").unwrap_or(1)
+}
+
+/// The width of a dim whose shards begin and end between blocks of `granule`, if that is possible.
+pub(super) fn in_blocks(size: usize, granule: usize) -> Width {
+    if size.is_multiple_of(granule) { Width::new(size / granule, granule) } else { size.into() }
+}
+
+/// Query, key and value projections.
+#[derive(Debug)]
+pub(super) enum Qkv {
+    Dense(FusedQkv),
+    Quantized(QuantizedQkv),
+}
+
+const NAMES: [&str; 3] = ["q_proj", "k_proj", "v_proj"];
+
+impl Qkv {
+    /// The layer at the builder's path, whose heads are cut where the output projection can be.
+    pub(super) fn new(hidden: usize, heads: Heads, bias: bool, vb: &ShardedVarBuilder) -> Result<Self> {
+        let is_quantized = NAMES.iter().all(|name| vb.pp(name).quantized_block("weight").is_some());
+        Ok(match is_quantized {
+            true => {
+                let granule = granule(&vb.pp("o_proj"));
+                Self::Quantized(QuantizedQkv::with_names(hidden, heads, granule, bias, NAMES, vb)?)
+            }
+            false => Self::Dense(FusedQkv::with_names(hidden, heads, bias, NAMES, vb)?),
+        })
+    }
+
+    pub(super) fn forward(&self, x: &DTensor) -> Result<[DTensor; 3]> {
+        match self {
+            Self::Dense(layer) => layer.forward(x),
+            Self::Quantized(layer) => layer.forward(x),
+        }
+    }
+
+    /// The width of all query heads.
+    pub(super) fn width(&self) -> Width {
+        match self {
+            Self::Dense(layer) => layer.width(),
+            Self::Quantized(layer) => layer.width(),
+        }
+    }
+}
+
+/// The table of tokens.
+#[derive(Debug)]
+pub(super) enum Table {
+    Dense(Embedding),
+    Quantized(QuantizedEmbedding),
+}
+
+impl Table {
+    /// The table at the builder's path.
+    pub(super) fn new(rows: usize, width: usize, vb: &ShardedVarBuilder) -> Result<Self> {
+        Ok(match vb.quantized_block("weight") {
+            Some(_) => Self::Quantized(QuantizedEmbedding::new(rows, width, vb)?),
+            None => Self::Dense(Embedding::new(rows, width, 1.0, vb)?),
+        })
+    }
+
+    pub(super) fn forward(&self, tokens: &DTensor) -> Result<DTensor> {
+        match self {
+            Self::Dense(table) => table.forward(tokens),
+            Self::Quantized(table) => table.forward(tokens),
+        }
+    }
+
+    /// The output layer that shares the table.
+    pub(super) fn tied(&self, vb: &ShardedVarBuilder) -> Result<Projection> {
+        Ok(match self {
+            Self::Dense(table) => Projection::Dense(Linear::tied(table.weight(), vb)?),
+            Self::Quantized(table) => Projection::Quantized(QuantizedLinear::tied(table, vb)?),
+        })
+    }
+}

@@ -1,0 +1,80 @@
+//! Going on from a checkpoint.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+use candle_core::DType;
+use candle_shard::Weights;
+use serde::{Deserialize, Serialize};
+
+use super::data::Stamp;
+use super::recipe::Recipe;
+use super::{folder, stage_files};
+use crate::lm::args::DTypeName;
+use crate::lm::config::Config;
+use crate::lm::files::{Files, check};
+
+/// The file with what a checkpoint keeps beside tensors.
+pub(super) const STATE: &str = "training.json";
+
+/// The name of the folder with the optimizer's state, and of the files in it.
+pub(super) const OPTIMIZER: &str = "optimizer";
+
+/// How far a training is.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct State {
+    /// The steps that were made, which is also where the batches go on.
+    pub step: usize,
+    /// The text that they were made on.
+    pub text: Stamp,
+    /// How.
+    pub recipe: Recipe,
+}
+
+/// A checkpoint, found to be whole.
+#[derive(Clone, Debug)]
+pub struct Resumed {
+    /// Its folder, which is that of a model too.
+    pub folder: PathBuf,
+    /// The model.
+    pub files: Files,
+    /// How far it is.
+    pub state: State,
+}
+
+impl Resumed {
+    /// Opens a checkpoint, or the last one in a folder of them; no tensors are read yet.
+    ///
+    /// # Errors
+    /// If there is none, a file is missing, cut short or damaged, or a tensor is not there, or not in the shape and dtype
+    /// that it should have: the file and the tensor are named.
+    pub fn open(path: &Path) -> Result<Self> {
+        let folder = if path.join(STATE).exists() { path.to_owned() } else { folder::latest(path)? };
+        let at = folder.join(STATE);
+        let text = fs::read_to_string(&at).with_context(|| format!("{}", at.display()))?;
+        let state: State = serde_json::from_str(&text).with_context(|| format!("{}", at.display()))?;
+        let files = Files::open(&folder)?;
+        let resumed = Self { folder, files, state };
+        check_optimizer(&resumed.optimizer(), &resumed.files.config, resumed.state.recipe.dtype)?;
+        Ok(resumed)
+    }
+
+    /// The file with the optimizer's state.
+    pub fn optimizer(&self) -> PathBuf {
+        stage_files::source(&self.folder.join(OPTIMIZER), OPTIMIZER)
+    }
+}
+
+fn check_optimizer(at: &Path, config: &Config, dtype: DTypeName) -> Result<()> {
+    let weights = Weights::open(at)?;
+    let kept = ["first_moment", "second_moment", "master_weight"];
+    let kept = if dtype == DTypeName::F32 { &kept[..2] } else { &kept[..] };
+    for (name, want) in config.tensors() {
+        for which in kept {
+            check(&weights, at, &format!("adam_w.{which}.{name}"), &want, Some(DType::F32))?;
+        }
+        check(&weights, at, &format!("adam_w.step.{name}"), &[], Some(DType::U32))?;
+    }
+    Ok(())
+}

@@ -1,0 +1,241 @@
+//! The training loop of one rank.
+
+use std::cell::Cell;
+use std::fs;
+use std::path::Path;
+use std::time::Instant;
+
+use anyhow::{Context, Result, bail};
+use candle_core::backprop::GradStore;
+use candle_core::{DType, Tensor};
+use candle_dist::{
+    ClipGradNorm, DataParallelOptions, DeviceMesh, GradAccumulator, InitialSync, ProcessGroup, RankContext, ReduceOp,
+};
+use candle_nn::ParamsAdamW;
+use candle_pipe::Runtime;
+use candle_pipe::microbatch::microbatch_sizes;
+use candle_shard::fsdp::FullyShardOptions;
+use candle_shard::nn::{AdamW, Parameters, ShardedVarBuilder};
+use serde::{Deserialize, Serialize};
+
+use super::job::Job;
+use super::resume::{OPTIMIZER, STATE};
+use super::{folder, stage_files, valid};
+use crate::launch::agreed;
+use crate::lm::args::DTypeName;
+use crate::lm::model::Decoder;
+use crate::memory;
+use crate::pipeline::for_device;
+
+/// One step, as all ranks know it.
+#[derive(Clone, Copy, Debug)]
+pub struct Made {
+    /// Its number, the first being 0.
+    pub step: usize,
+    /// The mean loss of all tokens of the batch, before the step.
+    pub loss: f64,
+    /// The norm of the gradients, before they were bounded.
+    pub grad_norm: f64,
+    /// The learning rate.
+    pub rate: f64,
+    /// The seconds it took.
+    pub seconds: f64,
+    /// The mean loss of the text of `--valid` after the step, where it is due.
+    pub valid: Option<f64>,
+}
+
+/// What a rank did.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Trained {
+    /// The loss of each step, the same on all ranks.
+    pub losses: Vec<f64>,
+    /// The norm of the gradients of each step, before they were bounded.
+    pub grad_norms: Vec<f64>,
+    /// The loss of the text of `--valid`, each with the steps that were made before.
+    pub valid: Vec<(usize, f64)>,
+    /// The seconds in which this rank's part of the model was read.
+    pub load: f64,
+    /// The seconds of all steps, without saving.
+    pub seconds: f64,
+    /// The parameters that this rank holds.
+    pub parameters: usize,
+    /// The gradients of weights that could not be put off where the schedule does so.
+    pub weights_at_once: usize,
+    /// The most bytes that its process had in memory, where the system tells.
+    pub peak_memory: Option<usize>,
+}
+
+/// Makes all steps of the job, and saves when it is due; shows to `show` that the model is read, and then each step.
+///
+/// Every rank calls it.
+///
+/// # Errors
+/// On every rank: if the loss or the gradients are no numbers any more, or a checkpoint cannot be written; those of the
+/// model and of `show`.
+pub fn train(ctx: &RankContext, job: &Job, mut show: impl FnMut(Option<Made>) -> Result<()>) -> Result<Trained> {
+    let began = Instant::now();
+    let mut trainer = Trainer::new(ctx, job)?;
+    let load = began.elapsed().as_secs_f64();
+    show(None)?;
+    let (mut losses, mut grad_norms, mut valid, mut seconds) = (Vec::new(), Vec::new(), Vec::new(), 0.0);
+    for step in job.steps() {
+        let mut made = trainer.step(step)?;
+        losses.push(made.loss);
+        grad_norms.push(made.grad_norm);
+        seconds += made.seconds;
+        if let Some(text) = job.validates_after(step + 1) {
+            let loss = valid::loss(job, text, &trainer.world, &trainer.mesh, &trainer.runtime)?;
+            valid.push((step + 1, loss));
+            made.valid = Some(loss);
+        }
+        show(Some(made))?;
+        if let Some(folder) = job.saves_after(step + 1) {
+            trainer.save(folder, step + 1)?;
+        }
+    }
+    let parameters = trainer.parameters.local_elem_count();
+    let weights_at_once = trainer.weights_at_once.get();
+    let peak_memory = memory::peak();
+    Ok(Trained { losses, grad_norms, valid, load, seconds, parameters, weights_at_once, peak_memory })
+}
+
+/// One rank's part of a model that learns.
+pub struct Trainer<'a> {
+    job: &'a Job,
+    world: ProcessGroup,
+    mesh: DeviceMesh,
+    /// The axes of it that parameters lie on.
+    model: DeviceMesh,
+    runtime: Runtime,
+    parameters: Parameters,
+    clip: ClipGradNorm,
+    optimizer: AdamW,
+    weights_at_once: Cell<usize>,
+}
+
+impl<'a> Trainer<'a> {
+    /// Builds this rank's part on the mesh of the job, and takes up what a checkpoint has.
+    ///
+    /// # Errors
+    /// Those of the model and its files.
+    pub fn new(ctx: &RankContext, job: &'a Job) -> Result<Self> {
+        let (recipe, pipeline) = (&job.recipe, job.pipeline);
+        let mesh = ctx.mesh(&[("pp", pipeline.pp), ("dp", pipeline.dp), ("tp", pipeline.tp)])?;
+        let (weights, plan, device) = (job.files.weights.clone(), Decoder::training_plan("tp"), ctx.device());
+        let (seed, dtype) = (recipe.seed, recipe.dtype.into());
+        let model = mesh.axes(if job.fsdp { &["dp", "tp"] } else { &["tp"] })?;
+        let mut vb = ShardedVarBuilder::from_weights(weights, seed, &model, plan, dtype, device)?;
+        if job.fsdp {
+            let options = FullyShardOptions { reduce_dtype: Some(DType::F32), ..FullyShardOptions::default() };
+            vb = vb.fully_shard("dp", options)?;
+        }
+        let pipe = job.declare()?;
+        let runtime = Runtime::new(&pipe, &pipeline.schedule()?, mesh.axis_group("pp")?, &vb, device)?;
+        let mut runtime = for_device(runtime, ctx)?;
+        // Where parameters are cut over the replicas, gradients are those of the whole batch.
+        if !job.fsdp {
+            // Replicas have read the same files.
+            let options = DataParallelOptions { start: InitialSync::Verify, ..DataParallelOptions::default() };
+            runtime = runtime.with_replicas(mesh.axis_group("dp")?, &options)?;
+        }
+        let parameters = vb.built();
+        let clip = |norm| -> Result<_> {
+            Ok(runtime.clip_grad_norm(parameters.clip_grad_norm(norm)?.error_if_nonfinite(true)))
+        };
+        // Without a bound the norm still tells whether the gradients are numbers.
+        let clip = clip(if recipe.clip_norm > 0.0 { recipe.clip_norm } else { f64::MAX })?;
+        // As Llama 2 was trained.
+        let weight_decay = recipe.weight_decay;
+        let params = ParamsAdamW { lr: recipe.rate.peak, beta1: 0.9, beta2: 0.95, eps: 1e-5, weight_decay };
+        let mut optimizer = match recipe.dtype {
+            DTypeName::F32 => AdamW::new(&parameters, params)?,
+            DTypeName::Bf16 | DTypeName::F16 => AdamW::with_master_weights(&parameters, params)?,
+        };
+        if let Some(state) = &job.optimizer {
+            optimizer.load(state)?;
+        }
+        let (world, weights_at_once) = (ctx.group().clone(), Cell::new(0));
+        Ok(Self { job, world, mesh, model, runtime, parameters, clip, optimizer, weights_at_once })
+    }
+
+    /// What this rank holds.
+    pub fn parameters(&self) -> &Parameters {
+        &self.parameters
+    }
+
+    /// The mean loss of the whole batch of a step, and the gradients of what this rank holds, which are complete.
+    ///
+    /// # Errors
+    /// Those of the runtime.
+    pub fn gradients(&self, step: usize) -> Result<(f64, GradStore)> {
+        let (Job { recipe, accumulate, .. }, pipeline) = (self.job, self.job.pipeline);
+        let (replica, replicas) = (self.mesh.local_rank("dp")?, pipeline.dp);
+        let batch = self.job.text.batch(recipe, step, self.world.device())?;
+        let (mut accumulator, mut loss, mut first) = (GradAccumulator::default(), 0.0, 0);
+        for rows in microbatch_sizes(recipe.batch, *accumulate) {
+            let share = rows as f64 / recipe.batch as f64;
+            let part = batch.rows(first..first + rows)?;
+            let (cut, mut options) = part.part(replica, replicas, pipeline.microbatches, step as u64)?;
+            options.first_row += first;
+            first += rows;
+            let made = self.runtime.forward_backward(&cut, &options)?;
+            self.weights_at_once.set(self.weights_at_once.get() + made.weights_at_once);
+            let made = made.step;
+            if let Ok(part) = made.loss() {
+                loss += share * f64::from(part.to_scalar::<f32>()?);
+            }
+            accumulator.add_weighted(&made.grads, share)?;
+        }
+        let mut grads = accumulator.mean()?;
+        self.parameters.reduce(&mut grads)?;
+        // All ranks of the last stages have a loss: their replica's share of the mean, or the mean if they compute together.
+        let losses = self.world.all_reduce(&Tensor::new(loss, self.world.device())?, ReduceOp::Sum)?;
+        Ok((losses.to_scalar::<f64>()? / (replicas * pipeline.tp) as f64, grads))
+    }
+
+    /// Makes a step.
+    ///
+    /// # Errors
+    /// If the loss or a gradient is no number, before anything is changed; those of the runtime.
+    pub fn step(&mut self, step: usize) -> Result<Made> {
+        let began = Instant::now();
+        let (loss, mut grads) = self.gradients(step)?;
+        let advice = "lower --lr, or raise --warmup";
+        if !loss.is_finite() {
+            bail!("training diverged: the loss of step {step} is {loss}; {advice}");
+        }
+        let clipped = self.clip.clip(&self.parameters.named_vars(), &mut grads);
+        let grad_norm = clipped.with_context(|| format!("training diverged at step {step}; {advice}"))?;
+        let rate = self.job.recipe.rate.at(step);
+        self.optimizer.set_learning_rate(rate)?;
+        self.optimizer.step(&grads)?;
+        Ok(Made { step, loss, grad_norm, rate, seconds: began.elapsed().as_secs_f64(), valid: None })
+    }
+
+    /// Saves the model and the optimizer's state after so many steps to a folder of its own in `at`.
+    ///
+    /// # Errors
+    /// On every rank alike, if it cannot be written. What was saved before stays.
+    pub fn save(&self, at: &Path, steps: usize) -> Result<()> {
+        let leads = self.world.rank() == 0;
+        let begun = if leads { folder::begin(at, steps) } else { Ok(folder::partial(at, steps)) };
+        let what = || format!("{}", folder::partial(at, steps).display());
+        let partial = agreed(&self.world, begun.with_context(what))?;
+        let write = |at: &Path, name, tensors: Vec<_>| {
+            stage_files::write(at, name, &self.world, [&self.mesh, &self.model], &tensors)
+        };
+        write(&partial, "model", self.parameters.named_tensors())?;
+        // Apart from the model's files: other programs read all tensor files of a model's folder.
+        let apart = partial.join(OPTIMIZER);
+        agreed(&self.world, if leads { fs::create_dir(&apart).with_context(what) } else { Ok(()) })?;
+        write(&apart, OPTIMIZER, self.optimizer.state()?)?;
+        let finish = || -> Result<()> {
+            for (name, bytes) in &self.job.beside {
+                folder::write(&partial.join(name), bytes)?;
+            }
+            folder::write(&partial.join(STATE), &serde_json::to_vec_pretty(&self.job.state(steps))?)?;
+            Ok(folder::commit(at, steps, &partial)?)
+        };
+        agreed(&self.world, if leads { finish().with_context(what) } else { Ok(()) })
+    }
+}

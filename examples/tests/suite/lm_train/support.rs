@@ -1,0 +1,120 @@
+//! Small trainings.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use candle_core::DType;
+use clap::Parser;
+use examples::lm::args::Args;
+use examples::lm::config::Config;
+use examples::lm::random_model;
+use examples::lm::train::job::Job;
+use examples::lm::train::trainer::{Trainer, train};
+use tempfile::TempDir;
+use test_utils::on_ranks;
+
+/// What trainings here say unless they go on with another or say otherwise: uneven parts on most meshes.
+const TINY: [(&str, &str); 6] = [
+    ("--steps", "6"),
+    ("--batch", "5"),
+    ("--seq-len", "7"),
+    ("--lr", "0.01"),
+    ("--warmup", "2"),
+    ("--clip-norm", "0.5"),
+];
+
+/// A small model with so many query and key heads.
+pub(crate) fn config(query: usize, key_value: usize) -> Config {
+    Config {
+        hidden_size: query * 8,
+        intermediate_size: 44,
+        num_hidden_layers: 2,
+        num_attention_heads: query,
+        num_key_value_heads: Some(key_value),
+        max_position_embeddings: 32,
+        ..random_model::config()
+    }
+}
+
+/// A folder with a model, a text, and room for checkpoints.
+pub(crate) struct Place {
+    folder: TempDir,
+}
+
+impl Place {
+    pub(crate) fn new(config: &Config) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        random_model::write(&folder.path().join("model"), config, 7, DType::F32).unwrap();
+        let text: String = (0..60).map(|i| format!("{i} sheep jump over {} fences. ", i * i % 17)).collect();
+        fs::write(folder.path().join("text"), text).unwrap();
+        Self { folder }
+    }
+
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    /// The training that the flags describe, on the model or from the checkpoint that they name.
+    pub(crate) fn open(&self, flags: &str) -> anyhow::Result<Arc<Job>> {
+        let at = self.folder.path().display();
+        let text = self.path("text");
+        let mut start: Vec<String> = Vec::new();
+        if !flags.contains("--resume") {
+            let unsaid = TINY.iter().filter(|(flag, _)| !flags.contains(flag));
+            start.extend(unsaid.map(|(flag, value)| format!("{flag} {value}")));
+            if !flags.contains("--model") {
+                start.push(format!("--model {at}/model"));
+            }
+        }
+        let flags = flags.replace("@", &format!("{at}/"));
+        let line = format!("llama --train {at}/text {} {flags}", start.join(" "));
+        let args = Args::try_parse_from(line.split_whitespace())?;
+        args.validate()?;
+        Ok(Arc::new(Job::open(&args, &text, &self.path("scratch"))?))
+    }
+
+    /// The losses that the flags lead to.
+    pub(crate) fn losses(&self, flags: &str) -> Vec<f64> {
+        let job = self.open(flags).unwrap();
+        let trained = on_ranks(job.pipeline.world(), flags, move |ctx| train(ctx, &job, |_| Ok(())));
+        assert!(trained.iter().all(|rank| rank.losses == trained[0].losses), "{flags}: ranks have different losses");
+        trained.into_iter().next().unwrap().losses
+    }
+
+    /// The gradients of the first step by parameter, each whole.
+    pub(crate) fn first_gradients(&self, flags: &str) -> BTreeMap<String, Vec<f32>> {
+        let job = self.open(flags).unwrap();
+        let ranks = on_ranks(job.pipeline.world(), flags, move |ctx| -> anyhow::Result<_> {
+            let trainer = Trainer::new(ctx, &job)?;
+            let (_, grads) = trainer.gradients(0)?;
+            let mut whole = Vec::new();
+            for parameter in trainer.parameters().iter() {
+                let grad = parameter.grad(&grads)?.expect("every parameter takes part");
+                whole.push((parameter.name.clone(), grad.full_tensor()?.flatten_all()?.to_vec1::<f32>()?));
+            }
+            Ok(whole)
+        });
+        ranks.into_iter().flatten().collect()
+    }
+}
+
+/// Copies a folder of files.
+pub(crate) fn copy(from: &Path, to: &Path) {
+    fs::create_dir_all(to).unwrap();
+    for entry in fs::read_dir(from).unwrap() {
+        let entry = entry.unwrap();
+        let to = to.join(entry.file_name());
+        match entry.file_type().unwrap().is_dir() {
+            true => copy(&entry.path(), &to),
+            false => drop(fs::copy(entry.path(), to).unwrap()),
+        }
+    }
+}
+
+pub(crate) fn assert_close(got: &[f64], want: &[f64], tolerance: f64, what: &str) {
+    assert_eq!(got.len(), want.len(), "{what}");
+    let off = got.iter().zip(want).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+    assert!(off < tolerance, "{what}: off by {off}\n got {got:?}\nwant {want:?}");
+}
