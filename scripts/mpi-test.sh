@@ -22,12 +22,39 @@ oversubscribe=()
 if mpirun --version | grep -q "Open MPI"; then oversubscribe=(--oversubscribe); fi
 failed=0
 
-# on RANKS ARGUMENT...: runs the program for at most ten minutes. Output in $out, status in $status.
+# launched SECONDS ARGUMENT...: runs mpirun with these arguments and prints its output. Returns its status, 124 if it took
+# longer, or 125 if it hung although no rank was left: the PMIx library of some versions deadlocks when mpirun ends.
+launched() {
+    local seconds=$1 launcher began=$SECONDS alone=$SECONDS looks=0
+    shift
+    exec 3<&0 # a command in the background would read nothing otherwise
+    mpirun "${oversubscribe[@]}" "$@" <&3 &
+    launcher=$!
+    exec 3<&-
+    while kill -0 "$launcher" 2>/dev/null; do
+        if ((++looks % 20 == 0)) && pgrep -P "$launcher" >/dev/null; then alone=$SECONDS; fi
+        if ((SECONDS - began > seconds || SECONDS - alone > 30)); then
+            pkill -KILL -P "$launcher"
+            kill -KILL "$launcher"
+            wait "$launcher" 2>/dev/null
+            return $((SECONDS - alone > 30 ? 125 : 124))
+        fi
+        sleep 0.05
+    done
+    wait "$launcher"
+}
+
+# on RANKS ARGUMENT...: runs the program for at most ten minutes. Its input is the file $input, its output is in $out, and
+# its status in $status.
 on() {
     local ranks=$1
     shift
-    out=$(timeout 600 mpirun "${oversubscribe[@]}" -n "$ranks" "$program" "$@" 2>&1)
-    status=$?
+    for _ in 1 2 3; do
+        out=$(launched 600 -n "$ranks" "$program" "$@" 2>&1 <"${input:-/dev/null}")
+        status=$?
+        [ "$status" -eq 125 ] || break
+        echo "again   mpirun hung after all ranks had ended"
+    done
 }
 
 # verdict NAME CONDITION...: prints the result, and the output if the condition does not hold.
@@ -161,7 +188,7 @@ pid_of() {
 fate() {
     local log pid token="fate-$$-$1-$2"
     log=$(mktemp)
-    CANDLE_DIST_TOKEN=$token timeout 120 mpirun "${oversubscribe[@]}" -n 4 \
+    CANDLE_DIST_TOKEN=$token launched 120 -n 4 \
         "$program" --backend mpi --tp 4 --runs single,tp --steps 1000000 >"$log" 2>&1 &
     local job=$!
     for _ in $(seq 100); do
@@ -197,7 +224,10 @@ text=$("$program" --tp 2 --max-tokens 8 --json - 2>/dev/null </dev/null | grep '
 on 2 --backend mpi --tp 2 --max-tokens 8 --json -
 verdict "lm --tp 2 on 2 ranks" same "$text"
 text=$(echo "From a pipe" | "$program" --pp 2 --tp 1 --max-tokens 8 --json - 2>/dev/null | grep '"text"')
-on 2 --backend mpi --pp 2 --tp 1 --max-tokens 8 --json - <<<"From a pipe"
+input=$(mktemp)
+echo "From a pipe" >"$input"
+on 2 --backend mpi --pp 2 --tp 1 --max-tokens 8 --json -
+rm -f "$input"
 verdict "lm --pp 2 on 2 ranks" same "$text"
 
 [ "$failed" -eq 0 ] && echo "all passed" || echo "$failed failed"
