@@ -139,8 +139,8 @@ const CANDLE_SHARD: &[Folder] = &[
             "autograd",
             "redistribute",
             "files rules",
-            "ops parallel",
-            "fsdp",
+            "ops",
+            "fsdp parallel",
             "nn",
             "tables",
         ],
@@ -154,10 +154,36 @@ const CANDLE_SHARD: &[Folder] = &[
         // A unit, its nodes in the graph and the list of all units belong together.
         up: &[("nodes", "unit"), ("pass", "sharder"), ("unit", "sharder")],
     },
+    Folder {
+        path: "files/weights",
+        floors: &["dtypes gguf runs", "file write", "read", "mod", "indexed quantized"],
+        // A file opens as what its header says; `Weights::open` opens a folder by its index.
+        up: &[("gguf", "file"), ("mod", "indexed")],
+    },
     folder("layout", &["axes block placement", "spec", "description part width"]),
     folder("lookup", &["inputs options", "bags limit"]),
+    folder(
+        "nn",
+        &[
+            "kv_cache mode moved parameters",
+            "draws optim var_builder",
+            "checkpoint dropout embedding fully_shard init linear norm",
+            "fused_qkv module rnn",
+            "batch_norm conv group_norm prelu quantized sequential",
+        ],
+    ),
     folder("nn/optim", &["mod params", "slot", "group", "element", "adagrad adam_w sgd", "muon"]),
     folder("nn/optim/muon", &["exchange owners params", "orthogonal", "mod"]),
+    folder(
+        "ops",
+        &[
+            "activation attention conv fallback grid group_norm join lookup loss operand pixels pool reduce reshape scan \
+             slice unary",
+            "aliases cross_entropy dropout embedding extreme in_place index operators pointwise scatter",
+            "compare matmul rowwise softmax view",
+            "order",
+        ],
+    ),
     folder("parallel", &["pattern style", "module", "plain plan"]),
     folder("redistribute", &["target whole", "table", "moves", "conversion", "mod"]),
     folder("rules", &["row", "plan", "cache unasked", "mod", "own"]),
