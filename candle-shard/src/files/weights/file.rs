@@ -1,5 +1,6 @@
 //! One file of tensors: its header, and reads at an offset.
 use super::dtypes;
+use super::entry::{Entry, elements};
 use super::gguf::{self, Metadata};
 use crate::{Error, Result};
 use serde::Deserialize;
@@ -19,14 +20,6 @@ pub(super) struct WeightFile {
     /// The metadata of a GGUF file.
     pub(super) metadata: Option<Metadata>,
     file: Mutex<File>,
-}
-
-/// One tensor of a file.
-pub(super) struct Entry {
-    pub(super) dtype: String,
-    pub(super) shape: Vec<usize>,
-    /// The offset of its bytes in the file.
-    pub(super) at: u64,
 }
 
 /// A tensor as the header describes it; offsets count from the end of the header.
@@ -110,10 +103,4 @@ impl Described {
         }
         Ok(Entry { dtype: self.dtype, shape: self.shape, at: data_at + start })
     }
-}
-
-/// Returns the number of elements of a shape; `None` if the non-zero dims multiply to more than fits a `usize`.
-pub(super) fn elements(shape: &[usize]) -> Option<usize> {
-    let most = shape.iter().try_fold(1, |n: usize, &size| n.checked_mul(size.max(1)))?;
-    Some(if shape.contains(&0) { 0 } else { most })
 }

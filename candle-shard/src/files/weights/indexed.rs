@@ -1,5 +1,6 @@
 //! Weights in several files, located by an index file.
-use super::file::{Entry, WeightFile, elements};
+use super::entry::{Entry, elements};
+use super::file::WeightFile;
 use super::{Piece, Stored, Weights};
 use crate::files::index::{INDEX, Index, Indexed};
 use crate::layout::{first_overlap, volume};
@@ -10,14 +11,32 @@ use std::path::Path;
 /// The file names that a folder of weights may contain, in the order of the search.
 const KNOWN: [&str; 3] = [INDEX, "model.safetensors.index.json", "model.safetensors"];
 
-pub(super) fn open_folder(folder: &Path) -> Result<Weights> {
+impl Weights {
+    /// Opens a safetensors or GGUF file, an index of several files (`model.safetensors.index.json`), or a folder with
+    /// either or with a [`checkpoint`](crate::checkpoint).
+    ///
+    /// # Errors
+    /// [`Error::File`] if a file is missing, truncated or damaged, or if an index and the files disagree.
+    pub fn open(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref();
+        if path.is_dir() {
+            return open_folder(path);
+        }
+        match path.extension().is_some_and(|extension| extension == "json") {
+            true => open_index(path),
+            false => Self::open_files(&[path]),
+        }
+    }
+}
+
+fn open_folder(folder: &Path) -> Result<Weights> {
     match KNOWN.iter().map(|name| folder.join(name)).find(|path| path.exists()) {
         Some(path) => Weights::open(path),
         None => Err(Error::file(folder, format!("holds none of {}; name the files themselves", KNOWN.join(", ")))),
     }
 }
 
-pub(super) fn open(path: &Path) -> Result<Weights> {
+fn open_index(path: &Path) -> Result<Weights> {
     let tensors = match Index::read(path)? {
         Index::Blocks(tensors) => tensors,
         Index::Whole(files) => return open_whole(path, files),

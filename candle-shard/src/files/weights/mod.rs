@@ -1,5 +1,6 @@
 //! Tensors in safetensors and GGUF files, from which each rank reads only its own block.
 mod dtypes;
+mod entry;
 mod file;
 mod gguf;
 mod indexed;
@@ -16,6 +17,7 @@ use crate::layout::{Spec, Within};
 use crate::{DTensor, Error, Result};
 use candle_core::quantized::gguf_file::Value;
 use candle_core::{DType, Device, Tensor};
+use entry::Entry;
 use file::WeightFile;
 use std::collections::BTreeMap;
 use std::fmt;
@@ -74,22 +76,6 @@ struct Piece {
 }
 
 impl Weights {
-    /// Opens a safetensors or GGUF file, an index of several files (`model.safetensors.index.json`), or a folder with
-    /// either or with a [`checkpoint`](crate::checkpoint).
-    ///
-    /// # Errors
-    /// [`Error::File`] if a file is missing, truncated or damaged, or if an index and the files disagree.
-    pub fn open(path: impl AsRef<Path>) -> Result<Self> {
-        let path = path.as_ref();
-        if path.is_dir() {
-            return indexed::open_folder(path);
-        }
-        match path.extension().is_some_and(|extension| extension == "json") {
-            true => indexed::open(path),
-            false => Self::open_files(&[path]),
-        }
-    }
-
     /// Opens several safetensors files without tensor names in common.
     ///
     /// # Errors
@@ -248,7 +234,7 @@ impl Weights {
 
 impl Stored {
     /// Creates an entry for a tensor that lies whole in one file.
-    fn whole(file: usize, entry: &file::Entry) -> Self {
+    fn whole(file: usize, entry: &Entry) -> Self {
         let block = entry.shape.iter().map(|&n| 0..n).collect();
         let pieces = vec![Piece { file, block, at: entry.at }];
         Self { shape: entry.shape.clone(), dtype: entry.dtype.clone(), pieces }

@@ -154,12 +154,7 @@ const CANDLE_SHARD: &[Folder] = &[
         // A unit, its nodes in the graph and the list of all units belong together.
         up: &[("nodes", "unit"), ("pass", "sharder"), ("unit", "sharder")],
     },
-    Folder {
-        path: "files/weights",
-        floors: &["dtypes gguf runs", "file write", "read", "mod", "indexed quantized"],
-        // A file opens as what its header says; `Weights::open` opens a folder by its index.
-        up: &[("gguf", "file"), ("mod", "indexed")],
-    },
+    folder("files/weights", &["dtypes entry runs", "gguf write", "file", "read", "mod", "indexed names quantized"]),
     folder("layout", &["axes block placement", "spec", "description part width"]),
     folder("lookup", &["inputs options", "bags limit"]),
     folder(

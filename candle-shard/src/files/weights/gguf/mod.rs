@@ -4,7 +4,7 @@
 mod bytes;
 pub(super) mod types;
 
-use super::file::{Entry, elements};
+use super::entry::{Entry, elements};
 use bytes::Bytes;
 use candle_core::quantized::gguf_file::Value;
 use std::collections::BTreeMap;
