@@ -192,11 +192,21 @@ fn measure(side: Side, folder: &Path, args: &Args) -> anyhow::Result<Times> {
         Side::TwoRanks => 2,
         Side::CandleOne | Side::CandleTwo => return theirs(folder, &prompt, args),
     };
-    let sampling = Sampling { temperature: 0.0, top_p: 1.0, seed: 0 };
-    let task = Task { prompt, most: args.tokens, sampling, dtype: args.dtype.into(), layout: None, dequantize: false };
+    let sampling = Sampling::default();
+    let task = Task {
+        prompt,
+        most: args.tokens,
+        sampling,
+        dtype: args.dtype.into(),
+        layout: None,
+        dequantize: false,
+        cache: None,
+    };
     let files = Files::open(folder)?;
-    let written =
-        World::local(ranks).threads_per_rank(1).run(|ctx| generate(ctx, 1, &files, &task, |_| Ok(())))?.swap_remove(0);
+    let written = World::local(ranks)
+        .threads_per_rank(1)
+        .run(|ctx| generate(ctx, 1, &files, &task, |_| Ok(true)))?
+        .swap_remove(0);
     Ok(Times { first: written.first, each: written.rest / (written.tokens.len() - 1) as f64 })
 }
 

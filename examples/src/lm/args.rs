@@ -111,6 +111,26 @@ pub struct Args {
     #[arg(long, value_name = "P", default_value_t = 0.95, allow_negative_numbers = true, help_heading = "Text")]
     pub top_p: f64,
 
+    /// Draw from this many of the most likely tokens; 0 for all
+    #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Text")]
+    pub top_k: usize,
+
+    /// Do not draw tokens that are less likely than this share of the likeliest one
+    #[arg(long, value_name = "P", default_value_t = 0.0, allow_negative_numbers = true, help_heading = "Text")]
+    pub min_p: f64,
+
+    /// Divide positive logits of tokens that were there before by this, and multiply negative ones
+    #[arg(long, value_name = "X", default_value_t = 1.0, allow_negative_numbers = true, help_heading = "Text")]
+    pub repetition_penalty: f64,
+
+    /// Stop before this text; may be given several times
+    #[arg(long, value_name = "TEXT", help_heading = "Text")]
+    pub stop: Vec<String>,
+
+    /// Dtype of cached keys and values [default: that of the computation]
+    #[arg(long, value_name = "NAME", help_heading = "Model")]
+    pub cache_dtype: Option<DTypeName>,
+
     /// Seed of sampling and batches, and of the random model [default: 0]
     #[arg(long, value_name = "N", help_heading = "Model")]
     pub seed: Option<u64>,
@@ -131,6 +151,8 @@ pub enum Command {
     Generate,
     /// Trains on a text
     Train,
+    /// Tells what a model is, and what each of --tp ranks would hold
+    Info,
 }
 
 /// A dtype of parameters.
@@ -190,6 +212,7 @@ impl Launched for Args {
     fn ranks(&self) -> Vec<(String, usize)> {
         let Self { pp, tp, .. } = *self;
         match &self.training {
+            _ if self.command == Some(Command::Info) => vec![("info".into(), 1)],
             TrainArgs { train: Some(_), dp, .. } => vec![(format!("--pp {pp} × --dp {dp} × --tp {tp}"), pp * dp * tp)],
             _ => vec![(format!("--pp {pp} × --tp {tp}"), pp * tp)],
         }
@@ -217,6 +240,16 @@ impl Args {
             "--temperature {temperature} is no finite number of at least 0: try 0.8."
         );
         require!(top_p > 0.0 && top_p <= 1.0, "--top-p {top_p} is no share: give more than 0 and at most 1.");
+        let Self { min_p, repetition_penalty, .. } = *self;
+        require!((0.0..=1.0).contains(&min_p), "--min-p {min_p} is no share: give at least 0 and at most 1.");
+        require!(
+            repetition_penalty.is_finite() && repetition_penalty > 0.0,
+            "--repetition-penalty {repetition_penalty} is no positive number: give 1 for none."
+        );
+        require!(
+            self.command != Some(Command::Info) || (pp == 1 && self.backend == BackendName::Local),
+            "info tells what --tp ranks would hold, and no --pp or --backend: leave them out."
+        );
         require!(
             self.layout.is_none() || pp > 1 || self.training.train.is_some(),
             "--layout says what is in each stage, and --pp 1 has all layers in one: give --pp, or leave it out."
@@ -236,8 +269,8 @@ impl Args {
         }
         match (self.command, &self.training.train) {
             (Some(Command::Train), None) => require!(false, "train has no text: give --train FILE."),
-            (Some(Command::Generate), Some(_)) => {
-                require!(false, "generate does not train: leave out --train, or say train.")
+            (Some(Command::Generate | Command::Info), Some(_)) => {
+                require!(false, "only train trains: leave out --train, or say train.")
             }
             _ => {}
         }
@@ -289,7 +322,8 @@ impl Args {
 
     /// Returns the sampling options.
     pub fn sampling(&self) -> Sampling {
-        Sampling { temperature: self.temperature, top_p: self.top_p, seed: self.seed() }
+        let Self { temperature, top_p, top_k, min_p, repetition_penalty, .. } = *self;
+        Sampling { temperature, top_p, top_k, min_p, repetition_penalty, seed: self.seed() }
     }
 }
 

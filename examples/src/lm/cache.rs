@@ -1,5 +1,6 @@
 //! Keys and values of the tokens so far, each rank those of its heads.
 
+use candle_core::DType;
 use candle_shard::nn::KvCache;
 use candle_shard::{DTensor, Error, Result};
 
@@ -37,6 +38,14 @@ impl Cache {
     /// A cache for so many layers and tokens; its memory is taken with the first tokens.
     pub fn new(layers: usize, room: usize) -> Self {
         Self { layers: (0..layers).map(|_| KvCache::new(2, room)).collect(), room, len: 0 }
+    }
+
+    /// Keeps keys and values in this dtype, if there is one: 16 bits take half of the memory of 32.
+    pub fn with_dtype(mut self, dtype: Option<DType>) -> Self {
+        if let Some(dtype) = dtype {
+            self.layers = self.layers.into_iter().map(|layer| layer.with_dtype(dtype)).collect();
+        }
+        self
     }
 
     /// The tokens in it.

@@ -54,12 +54,12 @@ const ROWS: &str = "dp";
 ///
 /// # Errors
 /// If there are more stages than the model can be cut into, or other ones than the layout has.
-pub fn writer(config: &Config, longest: usize, cut: &Cut<'_>) -> Result<DecoderPipe> {
+pub fn writer(config: &Config, longest: usize, cache: Option<DType>, cut: &Cut<'_>) -> Result<DecoderPipe> {
     let mut model = Declaration::new(config);
     let tokens = model.g.input("tokens", In::Arg);
     let h = model.embed(tokens);
-    let h = model.layers(h, longest, |layer, angles| {
-        let cache = RefCell::new(Cache::new(1, angles.positions()));
+    let h = model.layers(h, longest, move |layer, angles| {
+        let cache = RefCell::new(Cache::new(1, angles.positions()).with_dtype(cache));
         move |h: &DTensor| {
             let mut cache = cache.borrow_mut();
             cache.check(h.dims()[1])?;

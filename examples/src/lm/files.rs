@@ -102,6 +102,18 @@ impl Files {
         self.weights.clone()
     }
 
+    /// The type that a tensor is stored in, and its bytes.
+    pub(super) fn stored(&self, name: &str) -> Result<(String, u64)> {
+        let count = self.weights.shape(name)?.iter().product::<usize>();
+        Ok(match self.weights.quantized_dtype(name)? {
+            Some(blocks) => (format!("{blocks:?}"), (count / blocks.block_size() * blocks.type_size()) as u64),
+            None => {
+                let dtype = self.weights.dtype(name)?;
+                (dtype.as_str().into(), (count * dtype.size_in_bytes()) as u64)
+            }
+        })
+    }
+
     /// Whether the output layer can be read apart from the table.
     pub(super) fn has_head(&self) -> bool {
         self.weights.names().any(|name| name == HEAD)
@@ -109,16 +121,8 @@ impl Files {
 
     /// The bytes of all parameters in the files.
     pub fn bytes(&self) -> u64 {
-        let bytes = |(name, shape): (String, Vec<usize>)| {
-            let count = shape.iter().product::<usize>();
-            let blocks = self.weights.quantized_dtype(&name).ok().flatten();
-            match (blocks, self.weights.dtype(&name)) {
-                (Some(blocks), _) => (count / blocks.block_size() * blocks.type_size()) as u64,
-                (None, Ok(dtype)) => (count * dtype.size_in_bytes()) as u64,
-                (None, Err(_)) => 0,
-            }
-        };
-        self.config.tensors().into_iter().map(bytes).sum()
+        let tensors = self.config.tensors().into_iter();
+        tensors.map(|(name, _)| self.stored(&name).map_or(0, |(_, bytes)| bytes)).sum()
     }
 
     /// The bytes that were read of them so far, by all ranks of this process.

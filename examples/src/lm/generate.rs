@@ -33,6 +33,8 @@ pub struct Task {
     pub layout: Option<Layout>,
     /// Whether quantized weights are held as floats.
     pub dequantize: bool,
+    /// What keys and values are kept in, if not in the dtype of the computation.
+    pub cache: Option<DType>,
 }
 
 impl Task {
@@ -58,6 +60,8 @@ pub enum Stop {
     Length,
     /// The model takes no longer sequences.
     Context,
+    /// A text came that ends what is written.
+    Text,
 }
 
 /// What a rank did.
@@ -102,7 +106,7 @@ impl Model {
 }
 
 /// Writes on from the prompt, on all ranks in `stages` stages, and shows to `show` that the model is read, and then each
-/// token.
+/// token, until it returns false.
 ///
 /// Every rank calls it.
 ///
@@ -114,7 +118,7 @@ pub fn generate(
     stages: usize,
     files: &Files,
     task: &Task,
-    mut show: impl FnMut(Option<u32>) -> Result<()>,
+    mut show: impl FnMut(Option<u32>) -> Result<bool>,
 ) -> Result<Written> {
     let Files { config, weights, ends, .. } = files;
     let mut config = config.clone();
@@ -132,9 +136,16 @@ pub fn generate(
     let mut model = match stages {
         1 => Model::Whole(
             Box::new(Decoder::new(config, room, &vb.frozen())?),
-            Cache::new(config.num_hidden_layers, room),
+            Cache::new(config.num_hidden_layers, room).with_dtype(task.cache),
         ),
-        _ => Model::Staged(Box::new(StagedDecoder::new(config, room, task.layout.as_ref(), &mesh, &vb.frozen(), ctx)?)),
+        _ => Model::Staged(Box::new(StagedDecoder::new(
+            config,
+            room,
+            (task.layout.as_ref(), task.cache),
+            &mesh,
+            &vb.frozen(),
+            ctx,
+        )?)),
     };
     let parameters: usize = vb.built().iter().map(|parameter| parameter.var.elem_count()).sum();
     let bytes = parameters * task.dtype.size_in_bytes() + vb.quantized_bytes();
@@ -143,6 +154,7 @@ pub fn generate(
     show(None)?;
 
     let mut sampler = Sampler::new(task.sampling);
+    sampler.see(&task.prompt);
     let mut tokens: Vec<u32> = Vec::new();
     let began = Instant::now();
     let (mut first, mut logits_top) = (0.0, Vec::new());
@@ -164,8 +176,11 @@ pub fn generate(
         if ends.contains(&token) {
             break Stop::End;
         }
-        show(Some(token))?;
         tokens.push(token);
+        sampler.see(&[token]);
+        if !show(Some(token))? {
+            break Stop::Text;
+        }
         input = vec![token];
     };
     Ok(Written {

@@ -31,6 +31,7 @@ pub fn config() -> Config {
         bos_token_id: None,
         eos_token_id: None,
         parts: Parts::default(),
+        family: "llama",
     }
 }
 

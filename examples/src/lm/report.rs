@@ -66,6 +66,7 @@ impl std::fmt::Display for Report {
         let stop = match self.stop {
             Stop::End => "the model ended the text",
             Stop::Length => "--max-tokens are written",
+            Stop::Text => "a text of --stop came",
             Stop::Context => "the model takes no longer texts",
         };
         write!(

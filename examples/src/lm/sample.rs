@@ -1,5 +1,7 @@
 //! Which token comes next.
 
+use std::collections::BTreeSet;
+
 use anyhow::{Result, bail};
 use candle_core::{DType, Tensor};
 use rand_chacha::ChaCha8Rng;
@@ -12,8 +14,21 @@ pub struct Sampling {
     pub temperature: f64,
     /// The share of the probability that tokens are drawn from: the fewest tokens that have it together.
     pub top_p: f64,
+    /// How many of the most likely tokens are drawn from, and those as likely as the last of them; 0 for all.
+    pub top_k: usize,
+    /// Tokens that are less likely than this share of the likeliest one are not drawn.
+    pub min_p: f64,
+    /// What positive logits of tokens that were there before are divided by, and negative ones multiplied with.
+    pub repetition_penalty: f64,
     /// The seed of the draws.
     pub seed: u64,
+}
+
+impl Default for Sampling {
+    /// The most likely token.
+    fn default() -> Self {
+        Self { temperature: 0.0, top_p: 1.0, top_k: 0, min_p: 0.0, repetition_penalty: 1.0, seed: 0 }
+    }
 }
 
 /// Chooses tokens: the same ones on all ranks, which have the same logits.
@@ -21,12 +36,21 @@ pub struct Sampling {
 pub struct Sampler {
     sampling: Sampling,
     rng: ChaCha8Rng,
+    /// The tokens that were there before, if that matters.
+    seen: BTreeSet<u32>,
 }
 
 impl Sampler {
     /// A sampler at the start of its draws.
     pub fn new(sampling: Sampling) -> Self {
-        Self { sampling, rng: ChaCha8Rng::seed_from_u64(sampling.seed) }
+        Self { sampling, rng: ChaCha8Rng::seed_from_u64(sampling.seed), seen: BTreeSet::new() }
+    }
+
+    /// Takes note of tokens that were there before.
+    pub fn see(&mut self, tokens: &[u32]) {
+        if self.sampling.repetition_penalty != 1.0 {
+            self.seen.extend(tokens);
+        }
     }
 
     /// A token by its logits `[vocabulary]`.
@@ -34,10 +58,16 @@ impl Sampler {
     /// # Errors
     /// If a logit is no number or infinitely large, or all are infinitely small: a model that computes so has no next token.
     pub fn next(&mut self, logits: &Tensor) -> Result<u32> {
-        let logits = logits.to_dtype(DType::F32)?.to_vec1::<f32>()?;
+        let mut logits = logits.to_dtype(DType::F32)?.to_vec1::<f32>()?;
         if let Some(token) = logits.iter().position(|logit| logit.is_nan() || *logit == f32::INFINITY) {
             let logit = logits[token];
             bail!("the logit of token {token} is {logit}; check the weights, or compute in a wider --dtype");
+        }
+        let penalty = self.sampling.repetition_penalty as f32;
+        for &token in &self.seen {
+            if let Some(logit) = logits.get_mut(token as usize) {
+                *logit = if *logit < 0.0 { *logit * penalty } else { *logit / penalty };
+            }
         }
         let best = (0..logits.len()).max_by(|&a, &b| logits[a].total_cmp(&logits[b]).then(b.cmp(&a)));
         let Some(best) = best.filter(|&best| logits[best].is_finite()) else {
@@ -49,11 +79,19 @@ impl Sampler {
         let most = f64::from(logits[best]);
         let weight = |&logit: &f32| ((f64::from(logit) - most) / self.sampling.temperature).exp();
         let mut weights: Vec<(u32, f64)> = (0..).zip(logits.iter().map(weight)).collect();
-        let total: f64 = weights.iter().map(|(_, weight)| weight).sum();
-        if self.sampling.top_p < 1.0 {
+        let Sampling { top_p, top_k, min_p, .. } = self.sampling;
+        if top_p < 1.0 || top_k > 0 {
             weights.sort_by(|(a, x), (b, y)| y.total_cmp(x).then(a.cmp(b)));
-            weights.truncate(1 + within(&weights, self.sampling.top_p * total));
         }
+        if let Some(&(_, last)) = top_k.checked_sub(1).and_then(|last| weights.get(last)) {
+            weights.truncate(weights.partition_point(|&(_, weight)| weight >= last));
+        }
+        if top_p < 1.0 {
+            let total: f64 = weights.iter().map(|(_, weight)| weight).sum();
+            weights.truncate(1 + within(&weights, top_p * total));
+        }
+        // The weight of the likeliest token is 1.
+        weights.retain(|&(_, weight)| weight >= min_p);
         let kept: f64 = weights.iter().map(|(_, weight)| weight).sum();
         // 53 random bits: a number in [0, 1).
         let draw = (self.rng.next_u64() >> 11) as f64 / (1u64 << 53) as f64 * kept;
@@ -75,10 +113,11 @@ fn within(weights: &[(u32, f64)], sum: f64) -> usize {
 mod tests {
     use super::{Sampler, Sampling};
     use candle_core::{Device, Tensor};
+    use std::collections::BTreeSet;
 
     fn drawn(temperature: f64, top_p: f64) -> Vec<u32> {
         let logits = Tensor::new(&[0f32, 2.0, 1.0, f32::NEG_INFINITY], &Device::Cpu).unwrap();
-        let mut sampler = Sampler::new(Sampling { temperature, top_p, seed: 1 });
+        let mut sampler = Sampler::new(Sampling { temperature, top_p, seed: 1, ..Sampling::default() });
         (0..2000).map(|_| sampler.next(&logits).unwrap()).collect()
     }
 
@@ -93,11 +132,34 @@ mod tests {
         for temperature in [0.0, 1.0] {
             for (logits, want) in &cases {
                 let logits = Tensor::new(logits, &Device::Cpu).unwrap();
-                let mut sampler = Sampler::new(Sampling { temperature, top_p: 0.9, seed: 1 });
+                let mut sampler = Sampler::new(Sampling { temperature, top_p: 0.9, seed: 1, ..Sampling::default() });
                 let said = sampler.next(&logits).unwrap_err().to_string();
                 assert!(said.contains(want), "{said}");
             }
         }
+    }
+
+    #[test]
+    fn few_tokens_likely_ones_and_new_ones_are_drawn() {
+        let drawn = |sampling: Sampling, seen: &[u32]| {
+            let logits = Tensor::new(&[0f32, 2.0, 1.0, 1.0, -1.0], &Device::Cpu).unwrap();
+            let mut sampler = Sampler::new(Sampling { temperature: 1.0, seed: 3, ..sampling });
+            sampler.see(seen);
+            (0..500).map(|_| sampler.next(&logits).unwrap()).collect::<BTreeSet<u32>>()
+        };
+        let base = Sampling::default();
+        assert_eq!(drawn(base, &[]).len(), 5);
+        assert_eq!(drawn(Sampling { top_k: 1, ..base }, &[]), [1].into());
+        // The third is as likely as the second.
+        assert_eq!(drawn(Sampling { top_k: 2, ..base }, &[]), [1, 2, 3].into());
+        assert_eq!(drawn(Sampling { top_k: 9, ..base }, &[]).len(), 5);
+        // e⁻¹ is 0.37 of the likeliest, and e⁻² 0.14.
+        assert_eq!(drawn(Sampling { min_p: 0.3, ..base }, &[]), [1, 2, 3].into());
+        assert_eq!(drawn(Sampling { min_p: 0.1, ..base }, &[]), [0, 1, 2, 3].into());
+        let penalty = Sampling { repetition_penalty: 1000.0, top_k: 1, ..base };
+        assert_eq!(drawn(penalty, &[1]), [2, 3].into());
+        // A negative logit becomes smaller.
+        assert_eq!(drawn(Sampling { top_k: 4, ..penalty }, &[4]), [0, 1, 2, 3].into());
     }
 
     #[test]

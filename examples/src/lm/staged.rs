@@ -28,13 +28,13 @@ impl StagedDecoder {
     pub fn new(
         config: &Config,
         longest: usize,
-        layout: Option<&Layout>,
+        (layout, cache): (Option<&Layout>, Option<DType>),
         mesh: &DeviceMesh,
         vb: &ShardedVarBuilder,
         ctx: &RankContext,
     ) -> Result<Self> {
         let stages = mesh.axis_group("pp")?;
-        let pipe = declare::writer(config, longest, &Cut::new(stages.size(), layout))?;
+        let pipe = declare::writer(config, longest, cache, &Cut::new(stages.size(), layout))?;
         let schedule = ScheduleKind::GPipe.schedule(stages.size(), 1, 1)?.forward_only();
         let runtime = for_device(Runtime::new(&pipe, &schedule, stages, vb, vb.device())?, ctx)?;
         let has_logits = stages.rank() + 1 == stages.size();

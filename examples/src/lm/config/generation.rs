@@ -37,7 +37,11 @@ const HARMLESS: [&str; 14] = [
     "use_cache",
 ];
 
-/// Fields that change nothing unless `do_sample` is true; the command line has no flags for them.
+/// Fields that flags of the command line are for.
+const FLAGS: [(&str, &str); 3] =
+    [("min_p", "--min-p"), ("repetition_penalty", "--repetition-penalty"), ("top_k", "--top-k")];
+
+/// Fields that change nothing unless `do_sample` is true.
 const SAMPLING: [&str; 5] = ["epsilon_cutoff", "eta_cutoff", "min_p", "top_k", "typical_p"];
 
 impl Generation {
@@ -65,7 +69,9 @@ impl Generation {
         };
         let unmet = fields.iter().filter(asks).map(|(name, value)| {
             let value = shortened(value);
-            format!("generation_config.json has {name} {value}, which this program does not do")
+            let flag = FLAGS.iter().find(|(field, _)| field == name);
+            let then = flag.map_or("this program does not do".into(), |(_, flag)| format!("{flag} would do"));
+            format!("generation_config.json has {name} {value}, which {then}")
         });
         Ok(Self { unmet: unmet.collect(), ends: ends.as_ref().map_or(&[][..], TokenIds::ids).to_vec() })
     }

@@ -62,6 +62,9 @@ pub struct Config {
     /// What the family computes.
     #[serde(skip)]
     pub parts: Parts,
+    /// The family.
+    #[serde(skip)]
+    pub family: &'static str,
 }
 
 /// One token or several.
@@ -142,6 +145,7 @@ impl Config {
             bos_token_id: ids("bos_token_id")?.and_then(|ids| ids.ids().first().copied()),
             eos_token_id: ids("eos_token_id")?,
             parts: (fields.family.parts)(&fields, num_hidden_layers)?,
+            family: fields.family.model_type,
         };
         config.check()?;
         Ok(config)

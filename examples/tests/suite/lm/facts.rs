@@ -96,15 +96,23 @@ fn logits_are_those_of_transformers_by_configs_of_versions_4_and_5() {
 fn written(folder: &Path, prompt: &[u32], most: usize, [ranks, stages]: [usize; 2]) -> (String, Stop, Vec<u32>) {
     let files = Arc::new(Files::open(folder).unwrap());
     let tokenizer = tokens::read(folder).unwrap();
-    let sampling = Sampling { temperature: 0.0, top_p: 1.0, seed: 0 };
-    let task = Task { prompt: prompt.to_vec(), most, sampling, dtype: DType::F32, layout: None, dequantize: false };
+    let sampling = Sampling::default();
+    let task = Task {
+        prompt: prompt.to_vec(),
+        most,
+        sampling,
+        dtype: DType::F32,
+        layout: None,
+        dequantize: false,
+        cache: None,
+    };
     let given = tokenizer.clone();
     let ranks = on_ranks(ranks, "greedy", move |ctx| -> anyhow::Result<_> {
         let mut stream = TextStream::new(&given, &task.prompt);
         let mut text = String::new();
         let written = generate(ctx, stages, &files, &task, |token| {
             text.push_str(&token.map_or(Ok(String::new()), |token| stream.next(token))?);
-            Ok(())
+            Ok(true)
         })?;
         text.push_str(&stream.finish()?);
         Ok((text, written.stop, written.tokens))

@@ -91,10 +91,18 @@ pub(crate) fn logits(
 pub(crate) fn greedy(path: &Path, prompt: &[u32], most: usize, [ranks, stages]: [usize; 2]) -> Vec<u32> {
     let mut files = Files::open(path).unwrap();
     files.ends.clear();
-    let (files, sampling) = (Arc::new(files), Sampling { temperature: 0.0, top_p: 1.0, seed: 0 });
-    let task = Task { prompt: prompt.to_vec(), most, sampling, dtype: DType::F32, layout: None, dequantize: false };
+    let (files, sampling) = (Arc::new(files), Sampling::default());
+    let task = Task {
+        prompt: prompt.to_vec(),
+        most,
+        sampling,
+        dtype: DType::F32,
+        layout: None,
+        dequantize: false,
+        cache: None,
+    };
     let written = on_ranks(ranks, "greedy", move |ctx| -> anyhow::Result<Vec<u32>> {
-        Ok(generate(ctx, stages, &files, &task, |_| Ok(()))?.tokens)
+        Ok(generate(ctx, stages, &files, &task, |_| Ok(true))?.tokens)
     });
     written.into_iter().next().unwrap()
 }

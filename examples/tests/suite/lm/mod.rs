@@ -6,6 +6,8 @@ mod configs;
 mod facts;
 mod families;
 mod gguf;
+mod info;
+mod smollm2;
 mod text;
 
 use std::fs;
@@ -143,15 +145,22 @@ fn a_rank_reads_its_part_and_all_write_the_same_text() {
     random_model::write(folder.path(), &config, 7, DType::F32).unwrap();
     let files = Arc::new(Files::open(folder.path()).unwrap());
     let text = |world: usize, stages: usize, temperature: f64| {
-        let sampling = Sampling { temperature, top_p: 0.9, seed: 5 };
-        let task =
-            Task { prompt: TOKENS.to_vec(), most: 20, sampling, dtype: DType::F32, layout: None, dequantize: false };
+        let sampling = Sampling { temperature, top_p: 0.9, seed: 5, ..Sampling::default() };
+        let task = Task {
+            prompt: TOKENS.to_vec(),
+            most: 20,
+            sampling,
+            dtype: DType::F32,
+            layout: None,
+            dequantize: false,
+            cache: None,
+        };
         let files = files.clone();
         let ranks = on_ranks(world, "text", move |ctx| {
             let mut shown = Vec::new();
             let written = generate(ctx, stages, &files, &task, |token| {
                 shown.extend(token);
-                Ok(())
+                Ok(true)
             });
             let written = written.map_err(|e| e.to_string())?;
             assert_eq!(shown, written.tokens);

@@ -1,0 +1,57 @@
+//! What is told of a model, and what each rank would hold; and the flags of writing.
+
+use candle_core::DType;
+use examples::lm::config::Config;
+use examples::lm::files::Files;
+use examples::lm::info::Info;
+use examples::lm::random_model;
+use serde_json::Value;
+
+use crate::lm::config as small;
+
+#[test]
+fn what_each_rank_would_hold_is_what_it_holds() {
+    let folder = tempfile::tempdir().unwrap();
+    let config = Config { vocab_size: 256, ..small(6, 3) };
+    random_model::write(folder.path(), &config, 7, DType::F16).unwrap();
+    let files = Files::open(folder.path()).unwrap();
+    let alone = Info::new(&files, 1, DType::F32, false).unwrap();
+    assert_eq!(alone.bytes_per_rank, [config.parameters() * 4]);
+    assert_eq!(
+        alone.bytes_by_type.into_iter().collect::<Vec<_>>(),
+        [("f16".to_owned(), config.parameters() as u64 * 2)]
+    );
+    for ranks in 2..=3 {
+        let flags = ["--tp", &ranks.to_string(), "--max-tokens", "1", "--json", "-"].map(str::to_owned);
+        let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
+        let model = ["--model", folder.path().to_str().unwrap()];
+        let written = crate::lm::llama(&[&["generate", "--prompt", "x"], &model[..], &flags].concat());
+        let written: Value = serde_json::from_slice(&written.stdout).unwrap();
+        let told = crate::lm::llama(&[&["info"], &model[..], &["--tp", flags[1], "--json", "-"]].concat());
+        let told: Value = serde_json::from_slice(&told.stdout).unwrap();
+        assert_eq!(told["bytes_per_rank"], written["bytes_per_rank"]);
+        assert_eq!((&told["family"], &told["layers"]), (&"llama".into(), &2.into()));
+    }
+}
+
+#[test]
+fn a_stop_text_ends_the_text_on_all_ranks_and_is_not_shown() {
+    let run = |flags: &[&str]| -> Value {
+        let fixed = ["--prompt", "Once", "--max-tokens", "12", "--temperature", "0", "--json", "-"];
+        serde_json::from_slice(&crate::lm::llama(&[&fixed[..], flags].concat()).stdout).unwrap()
+    };
+    let whole = run(&[]);
+    let text = whole["text"].as_str().unwrap();
+    let written: Vec<char> = text["Once".len()..].chars().collect();
+    let stop: String = written[4..6].iter().collect();
+    let end = text["Once".len()..].find(&stop).unwrap();
+    for flags in [&["--tp", "1"], &["--tp", "2"], &["--pp", "2"]] {
+        let report = run(&[&flags[..], &["--stop", &stop]].concat());
+        assert_eq!((report["text"].as_str(), &report["stop"]), (Some(&text[.."Once".len() + end]), &"text".into()));
+    }
+    // In 16 bits keys and values are rounded, and the text of this model stays.
+    let rounded = run(&["--cache-dtype", "bf16", "--tp", "2"]);
+    assert_eq!(rounded["new_tokens"], whole["new_tokens"]);
+    let one = run(&["--top-k", "1"]);
+    assert_eq!(one["text"], whole["text"]);
+}

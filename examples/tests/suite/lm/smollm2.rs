@@ -1,0 +1,77 @@
+//! A real model, SmolLM2-135M-Instruct in 4-bit blocks, against what transformers computes with its floats, taken down by
+//! `benchmarks/smollm2_facts.py`. `CANDLE_SMOLLM2` is the path of the file, which `scripts/smollm2.sh` downloads.
+
+use std::path::PathBuf;
+use std::process::Command;
+
+use examples::lm::files::Files;
+use examples::lm::tokens::encode;
+use serde::Deserialize;
+use serde_json::Value;
+use test_utils::skip;
+
+#[derive(Deserialize)]
+struct Fact {
+    prompt: String,
+    ids: Vec<u32>,
+    tokens: Vec<u32>,
+    text: String,
+    logits_top: Vec<(u32, f32)>,
+    encodings: Vec<(String, Vec<u32>)>,
+}
+
+/// The file, and what transformers computes with it.
+fn given() -> Option<(PathBuf, Fact)> {
+    match std::env::var_os("CANDLE_SMOLLM2").filter(|path| !path.is_empty()) {
+        Some(path) => Some((path.into(), serde_json::from_str(include_str!("smollm2.json")).unwrap())),
+        None => {
+            skip("CANDLE_SMOLLM2 is not set; see scripts/smollm2.sh");
+            None
+        }
+    }
+}
+
+#[test]
+fn texts_become_the_tokens_of_transformers() {
+    let Some((path, fact)) = given() else { return };
+    let tokenizer = Files::open(&path).unwrap().tokenizer().unwrap();
+    assert_eq!(encode(&tokenizer, &fact.prompt).unwrap(), fact.ids);
+    for (text, ids) in fact.encodings {
+        assert_eq!(encode(&tokenizer, &text).unwrap(), ids, "{text:?}");
+        assert_eq!(tokenizer.decode(&ids, false).unwrap(), text);
+    }
+}
+
+#[test]
+fn a_real_model_writes_the_text_of_transformers_on_every_mesh() {
+    let Some((path, fact)) = given() else { return };
+    let run = |flags: &[&str]| -> Value {
+        let fixed = ["generate", "--model", path.to_str().unwrap(), "--prompt", &fact.prompt, "--temperature", "0"];
+        let most = ["--max-tokens", "20", "--json", "-"];
+        let output = Command::new(env!("CARGO_BIN_EXE_lm")).args(fixed).args(most).args(flags).output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        serde_json::from_slice(&output.stdout).unwrap()
+    };
+    let meshes: [(&[&str], f32); 5] = [
+        (&["--tp", "1"], 0.5),
+        (&["--tp", "2"], 0.5),
+        (&["--tp", "3"], 0.5),
+        (&["--pp", "2"], 0.5),
+        // The floats that transformers computes with.
+        (&["--tp", "2", "--dequantize"], 1e-3),
+    ];
+    for (flags, near) in meshes {
+        let report = run(flags);
+        let top: Vec<(u32, f32)> = serde_json::from_value(report["logits_top"].clone()).unwrap();
+        for (token, want) in &fact.logits_top[..5] {
+            let got = top.iter().find(|(known, _)| known == token).map(|(_, logit)| *logit);
+            assert!(
+                got.is_some_and(|got| (got - want).abs() < near),
+                "{flags:?}: {got:?} instead of {want} of {token}"
+            );
+        }
+        let tokens: Vec<u32> = serde_json::from_value(report["tokens"].clone()).unwrap();
+        assert_eq!(tokens, fact.tokens, "{flags:?}");
+        assert_eq!(report["text"], format!("{}{}", fact.prompt, fact.text), "{flags:?}");
+    }
+}
