@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 mod converter;
 mod data_parallel;
+mod dependencies;
 mod floors;
 mod mlp;
 mod reference;
