@@ -61,13 +61,15 @@ fn a_transformer_on_sequence_shards_equals_one_device() {
                 if dropout == 0.0 && world > 1 {
                     assert_eq!(logits.placements(), [Shard(1)]);
                     let swaps = [&forward, &backward].map(|counts| counts.get(Op::AllToAll).count);
-                    let messages = |counts: &CommCounts| counts.get(Op::Send).count + counts.get(Op::Recv).count;
+                    let of_keys = [Op::Send, Op::Recv, Op::AllGather, Op::ReduceScatter];
+                    let messages = |counts: &CommCounts| of_keys.iter().map(|&op| counts.get(op).count).sum();
                     // Of 3 or 4 ranks each has one of the 4 heads; of 2 ranks one has keys that the other sees.
                     let by_heads = swaps[0] > 0;
                     assert!(seq < 13 || by_heads == matches!(world, 3 | 4), "{world}: {forward}");
                     let want = if by_heads { [2 * LAYERS; 2] } else { [messages(&forward), messages(&backward)] };
                     assert_eq!([forward.total(), backward.total()], [want[0], want[1] + 1], "{forward}, {backward}");
                     assert!(!by_heads || swaps == want, "{forward}, {backward}");
+                    assert_eq!([forward.get(Op::ReduceScatter).count, backward.get(Op::AllGather).count], [0; 2]);
                     assert_eq!((of_loss.total(), backward.get(Op::AllReduce).count), (0, 1), "{of_loss} {backward}");
                 }
                 let error = distance(&logits.full_tensor()?, &want);
