@@ -55,7 +55,7 @@ fn what_cannot_work_is_one_sentence_and_status_2() {
         (&["--runs", "tp", "--tp", "0"], &["--tp is 0"]),
         (&["--runs", "cp", "--cp", "0"], &["--cp is 0"]),
         (&["--runs", "cp", "--cp", "9"], &["--cp 9", "8 positions"]),
-        (&["--runs", "cp", "--cp", "9999", "--seq", "99999"], &["--cp 9999", "1024"]),
+        (&["--runs", "cp", "--cp", "9999"], &["--cp 9999", "1024"]),
         (&["--runs", "single", "--cp", "2"], &["--cp", "--runs"]),
         (&["--ranks", "2"], &["--ranks"]),
         (&["--runs", "single", "--tp", "3"], &["--tp", "--runs"]),
