@@ -6,6 +6,7 @@ pub mod cli;
 pub mod clicks;
 pub mod collectives;
 pub mod comm;
+pub mod context;
 pub mod dispatch;
 pub mod embedding;
 #[cfg(feature = "nccl")]

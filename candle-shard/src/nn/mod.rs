@@ -20,6 +20,7 @@ mod parameters;
 mod prelu;
 mod quantized;
 mod rnn;
+mod sequence_cache;
 mod sequential;
 mod var_builder;
 
@@ -48,5 +49,6 @@ pub use parameters::{Parameter, Parameters};
 pub use prelu::{PReLU, prelu};
 pub use quantized::{QuantizedEmbedding, QuantizedLinear, QuantizedQkv};
 pub use rnn::{GRU, GRUState, LSTM, LSTMState, RNN, gru, lstm};
+pub use sequence_cache::SequenceCache;
 pub use sequential::{Sequential, seq};
 pub use var_builder::{Init, ShardedVarBuilder};

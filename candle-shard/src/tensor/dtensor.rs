@@ -28,7 +28,7 @@ use std::sync::{Arc, Mutex};
 /// | `argmax`, `argmin`, `softmax`, `log_softmax`, `log_sum_exp`, `cumsum`, `topk` | all dims; over a sharded one a few numbers per row are exchanged |
 /// | `sort_last_dim`, `arg_sort_last_dim`, `causal_softmax`, `masked_softmax`, `layer_norm`, `rms_norm`, `swiglu` | leading dims |
 /// | `matmul`, `mv`, `linear` | batch, rows or columns; a sharded inner dim gives partial sums |
-/// | `scaled_dot_product_attention`, `flash_attn`, `rope` | batch and heads; queries without a causal mask; positions of `rope` |
+/// | `scaled_dot_product_attention`, `flash_attn`, `rope` | batch and heads; rows of queries, whose keys are whole or sharded alike; positions of `rope` |
 /// | `embedding`, `embedding_bag`, `index_select`, `gather`, `i`, `unfold` | other dims and those of the indexes; a sharded indexed dim gives partial sums |
 /// | `scatter`, `scatter_add`, `index_add` | all dims |
 /// | `narrow`, `chunk`, `get`, `pad_with_zeros`, `slice_scatter`, `slice_assign` | all dims, the sliced one with shards of unequal sizes |

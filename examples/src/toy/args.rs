@@ -22,6 +22,7 @@ The same model is trained from the same seed on the same batches once per run:
   single  on one device, in plain candle; the other runs must agree with it
   tp      tensor-parallel: attention heads and feed-forward columns split over the ranks
   tp_sp   the same with sequence parallel: norms and dropout work on a slice of the sequence
+  cp      context-parallel: each rank has a part of each sequence, and keys and values meet queries in attention
   pp      pipeline, data and tensor-parallel on one mesh of ranks, pp × dp × tp: the model is cut into stages that are
           scheduled over microbatches, and each replica has its own part of the batch
   pp_sp   the same with sequence parallel
@@ -49,7 +50,7 @@ Exit status: 0 if the runs agree, 1 if they disagree or one failed, 2 if the com
 #[command(name = "toy-transformer", version, about = ABOUT, after_help = EXAMPLES)]
 pub struct Args {
     /// Runs, in this order; all are compared with `single`, or without it with the first [default: single,tp,tp_sp, or
-    /// single,pp if a pipeline option is given]
+    /// single,pp if a pipeline option is given, or single,cp if --cp is given]
     #[arg(long, value_name = "NAMES", value_delimiter = ',', hide_possible_values = true, help_heading = "Runs")]
     pub runs: Vec<RunName>,
 
@@ -57,6 +58,10 @@ pub struct Args {
     /// stage]
     #[arg(long, value_name = "N", help_heading = "Runs")]
     pub tp: Option<usize>,
+
+    /// Context-parallel ranks of the run `cp` [default: 2]
+    #[arg(long, value_name = "N", help_heading = "Runs")]
+    pub cp: Option<usize>,
 
     /// Compute threads of each rank; keep ranks × threads within the number of cores
     #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Runs")]
@@ -144,11 +149,12 @@ pub struct Args {
 impl Args {
     /// Returns the runs to make.
     pub fn runs(&self) -> Vec<RunName> {
-        use RunName::{Pp, Single, Tp, TpSp};
+        use RunName::{Cp, Pp, Single, Tp, TpSp};
         let counts = [self.pp, self.dp, self.microbatches];
         let has_pipeline = self.schedule.is_some() || counts.iter().any(Option::is_some);
         match &self.runs[..] {
             [] if has_pipeline => vec![Single, Pp],
+            [] if self.cp.is_some() => vec![Single, Cp],
             [] => vec![Single, Tp, TpSp],
             runs => runs.to_vec(),
         }
@@ -157,6 +163,11 @@ impl Args {
     /// Returns the tensor-parallel ranks of runs without pipelines.
     pub fn tensor_parallel(&self) -> usize {
         self.tp.unwrap_or(2)
+    }
+
+    /// Returns the ranks of the run `cp`.
+    pub fn context_parallel(&self) -> usize {
+        self.cp.unwrap_or(2)
     }
 
     /// Returns the ranks and microbatches of pipelines.
@@ -214,6 +225,7 @@ impl Launched for Args {
         let of = |run| match run {
             RunName::Single => None,
             RunName::Tp | RunName::TpSp => Some((format!("--tp {}", self.tensor_parallel()), self.tensor_parallel())),
+            RunName::Cp => Some((format!("--cp {}", self.context_parallel()), self.context_parallel())),
             RunName::Pp | RunName::PpSp => {
                 let pipeline = self.pipeline();
                 let Pipeline { pp, dp, tp, .. } = pipeline;
@@ -234,6 +246,8 @@ pub enum RunName {
     /// Tensor-parallel with sequence parallel.
     #[value(name = "tp_sp")]
     TpSp,
+    /// Context-parallel.
+    Cp,
     /// Pipeline, data and tensor-parallel.
     Pp,
     /// Pipeline, data and tensor-parallel with sequence parallel.
@@ -248,6 +262,7 @@ impl RunName {
             Self::Single => "single",
             Self::Tp => "tp",
             Self::TpSp => "tp_sp",
+            Self::Cp => "cp",
             Self::Pp => "pp",
             Self::PpSp => "pp_sp",
         }

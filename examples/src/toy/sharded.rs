@@ -1,4 +1,4 @@
-//! Tensor-parallel training.
+//! Tensor-parallel and context-parallel training.
 
 use std::collections::BTreeMap;
 
@@ -8,7 +8,8 @@ use candle_dist::RankContext;
 use candle_dist::comm::{self, CommCounts};
 use candle_nn::Optimizer;
 use candle_shard::nn::{Mode, Parameters, ShardedVarBuilder};
-use candle_shard::{DTensor, Replicate, Result, visualize_sharding};
+use candle_shard::parallel::Plan;
+use candle_shard::{DTensor, Placement, Replicate, Result, Shard, visualize_sharding};
 use test_utils::toy::Transformer;
 
 use super::args::{Args, RunName};
@@ -27,9 +28,30 @@ const SHOWN: [(&str, &str); 4] = [
     ("norm", "layers.0.ffn_norm.weight"),
 ];
 
-/// Trains the model on the tensor-parallel ranks of `args`; rank 0 returns the outcome.
+/// How a run cuts the model and its sequences over the ranks of one axis.
+struct Cut {
+    axis: &'static str,
+    ranks: usize,
+    plan: Plan,
+    /// The placement of tokens and targets, `[batch, sequence]`.
+    tokens: Placement,
+}
+
+impl Cut {
+    fn of(name: RunName, args: &Args) -> Self {
+        match name {
+            RunName::Cp => Self { axis: "cp", ranks: args.context_parallel(), plan: Plan::new("cp"), tokens: Shard(1) },
+            _ => {
+                let plan = Transformer::plan("tp", name.is_sequence_parallel());
+                Self { axis: "tp", ranks: args.tensor_parallel(), plan, tokens: Replicate }
+            }
+        }
+    }
+}
+
+/// Trains the model on the ranks of a run on one axis; rank 0 returns the outcome.
 pub fn train(name: RunName, args: &Args, corpus: &Corpus, ranks: &Ranks<'_>) -> anyhow::Result<Option<RunOutcome>> {
-    let outcome = ranks.run(args.tensor_parallel(), args.threads, |ctx| -> anyhow::Result<_> {
+    let outcome = ranks.run(Cut::of(name, args).ranks, args.threads, |ctx| -> anyhow::Result<_> {
         let mine = train_rank(ctx, name, args, corpus)?;
         let all = gather(ctx.group(), mine.params_per_rank.clone())?;
         Ok(all.map(|all| RunOutcome { params_per_rank: all.concat(), ..mine }))
@@ -39,21 +61,21 @@ pub fn train(name: RunName, args: &Args, corpus: &Corpus, ranks: &Ranks<'_>) -> 
 
 /// Returns the outcome of one rank, which knows only its own number of parameters.
 fn train_rank(ctx: &RankContext, name: RunName, args: &Args, corpus: &Corpus) -> Result<RunOutcome> {
-    let mesh = ctx.mesh(&[("tp", args.tensor_parallel())])?;
-    let plan = Transformer::plan("tp", name.is_sequence_parallel());
+    let Cut { axis, ranks, plan, tokens } = Cut::of(name, args);
+    let mesh = ctx.mesh(&[(axis, ranks)])?;
     let vb = ShardedVarBuilder::fresh(args.seed, &mesh, plan, DType::F32, ctx.device())?;
     let model = Transformer::new(&args.model_args(), &vb)?;
     let parameters = vb.finish()?;
     let mut optimizer = optimizer(parameters.vars(), args)?;
-    let everywhere = |tensor: &Tensor| DTensor::distribute(tensor, &mesh, &[Replicate]);
+    let spread = |tensor: &Tensor| DTensor::distribute(tensor, &mesh, &[tokens]);
     let progress = if ctx.rank() == 0 { Progress::new(name.as_str(), args.steps) } else { Progress::silent() };
 
     let mut first_grads = BTreeMap::new();
     let mut comm = CommCounts::default();
     let training = Training::run(args, corpus, ctx.device(), &progress, |step, batch| {
         let (made, counts) = comm::record(|| -> Result<_> {
-            let logits = model.forward(&everywhere(&batch.tokens)?, Mode::Train { step })?;
-            let loss = logits.cross_entropy(&everywhere(&batch.targets)?)?;
+            let logits = model.forward(&spread(&batch.tokens)?, Mode::Train { step })?;
+            let loss = logits.cross_entropy(&spread(&batch.targets)?)?;
             let mut grads = parameters.backward(&loss)?;
             let first = if step == 0 { whole_grads(&parameters, &grads)? } else { BTreeMap::new() };
             if let Some(norm) = args.clip_norm {
@@ -69,8 +91,7 @@ fn train_rank(ctx: &RankContext, name: RunName, args: &Args, corpus: &Corpus) ->
     })?;
     progress.finish();
 
-    let logits =
-        model.forward(&everywhere(&corpus.held_out(ctx.device())?.tokens)?, Mode::Eval)?.full_tensor()?.detach();
+    let logits = model.forward(&spread(&corpus.held_out(ctx.device())?.tokens)?, Mode::Eval)?.full_tensor()?.detach();
     let picture = |(style, weight): &(&str, &str)| {
         let found = parameters.iter().find(|p| p.name == *weight)?;
         Some(
@@ -81,7 +102,7 @@ fn train_rank(ctx: &RankContext, name: RunName, args: &Args, corpus: &Corpus) ->
     let pictures = SHOWN.iter().filter_map(picture).collect::<Result<_>>()?;
     Ok(RunOutcome {
         name,
-        world: args.tensor_parallel(),
+        world: ranks,
         losses: training.losses,
         ms_per_step: training.ms_per_step,
         logits,

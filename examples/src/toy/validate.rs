@@ -27,6 +27,7 @@ pub fn validate(args: &Args) -> Checked<Corpus> {
 fn check_numbers(args: &Args) -> Checked {
     for (flag, value) in [
         ("--tp", args.tp.unwrap_or(1)),
+        ("--cp", args.cp.unwrap_or(1)),
         ("--threads", args.threads),
         ("--dim", args.dim),
         ("--layers", args.layers),
@@ -60,7 +61,7 @@ const MOST_GIB: f64 = 64.0;
 const MOST_STEPS: usize = 100_000_000;
 const MOST_THREADS: usize = 1024;
 
-/// The most ranks of a pipeline.
+/// The most ranks of a run.
 const MOST_RANKS: usize = 1024;
 
 /// Refuses models that are too large, before anything is allocated.
@@ -112,10 +113,23 @@ fn check_use(args: &Args) -> Checked {
         args.tp.is_none() || has(&[RunName::Tp, RunName::TpSp]) || has(&pipelines),
         "--tp is for runs on several ranks, and --runs has none: add tp to --runs, or leave out --tp."
     );
+    require!(
+        args.cp.is_none() || has(&[RunName::Cp]),
+        "--cp is for the run cp, and the runs do not include it: add cp to --runs, or leave out --cp."
+    );
     Ok(())
 }
 
 fn check_runs(args: &Args) -> Checked {
+    let (cp, seq) = (args.context_parallel(), args.seq);
+    require!(
+        cp <= MOST_RANKS || !args.runs().contains(&RunName::Cp),
+        "--cp {cp} are too many ranks for one process: use at most {MOST_RANKS}."
+    );
+    require!(
+        cp <= seq || !args.runs().contains(&RunName::Cp),
+        "--cp {cp} is more than the {seq} positions of --seq: use at most {seq} ranks."
+    );
     let (ranks, heads) = (args.tensor_parallel(), args.heads);
     if args.runs().iter().any(|run| matches!(run, RunName::Tp | RunName::TpSp)) {
         for (rows, what) in [

@@ -1,5 +1,6 @@
 //! The integration tests of the programs, in one binary: each file or folder is a subject.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
+mod bench_attention;
 mod bench_collectives;
 mod bench_embedding;
 mod bench_loading;

@@ -103,7 +103,7 @@ fn the_summary_shows_communication_where_there_is_some() -> anyhow::Result<()> {
 
 #[test]
 fn options_of_pipelines_choose_the_runs_and_the_mesh() {
-    use RunName::{Pp, PpSp, Single, Tp, TpSp};
+    use RunName::{Cp, Pp, PpSp, Single, Tp, TpSp};
     let shape = |flags: &[&str]| {
         let args = args(flags);
         let pipeline = args.pipeline();
@@ -111,6 +111,7 @@ fn options_of_pipelines_choose_the_runs_and_the_mesh() {
     };
     assert_eq!(shape(&[]), (vec![Single, Tp, TpSp], [2, 1, 1, 4]));
     assert_eq!(shape(&["--tp", "3"]).0, [Single, Tp, TpSp]);
+    assert_eq!((shape(&["--cp", "3"]).0, args(&["--cp", "3"]).context_parallel()), (vec![Single, Cp], 3));
     assert_eq!(args(&["--tp", "3", "--runs", "single,tp"]).tensor_parallel(), 3);
     assert_eq!(shape(&["--dp", "3"]), (vec![Single, Pp], [1, 3, 1, 4]));
     assert_eq!(shape(&["--pp", "3", "--tp", "2", "--microbatches", "5"]), (vec![Single, Pp], [3, 1, 2, 5]));

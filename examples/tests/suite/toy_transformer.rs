@@ -53,6 +53,10 @@ fn what_cannot_work_is_one_sentence_and_status_2() {
         (&["--runs", "tp_sp", "--tp", "9"], &["--tp 9", "--seq"]),
         (&["--runs", "tp", "--tp", "257", "--seq", "999"], &["--tp 257", "256 rows"]),
         (&["--runs", "tp", "--tp", "0"], &["--tp is 0"]),
+        (&["--runs", "cp", "--cp", "0"], &["--cp is 0"]),
+        (&["--runs", "cp", "--cp", "9"], &["--cp 9", "8 positions"]),
+        (&["--runs", "cp", "--cp", "9999"], &["--cp 9999", "1024"]),
+        (&["--runs", "single", "--cp", "2"], &["--cp", "--runs"]),
         (&["--ranks", "2"], &["--ranks"]),
         (&["--runs", "single", "--tp", "3"], &["--tp", "--runs"]),
         (&["--runs", "single,tp", "--pp", "2"], &["--pp", "--runs"]),
@@ -239,5 +243,17 @@ fn a_mesh_of_eight_ranks_agrees_with_one_device_and_tells_how_busy_it_was() {
         let share = pipeline[key].as_f64().unwrap();
         // The second rank has nothing to do before the first microbatch reaches it.
         assert!(share > 0.0 && share < 1.0, "{key} {share}");
+    }
+}
+
+#[test]
+fn context_parallel_ranks_train_as_one_device_does() {
+    for (cp, dropout) in [("2", "0"), ("3", "0"), ("3", "0.1")] {
+        let flags = ["--runs", "single,cp", "--cp", cp, "--dropout", dropout, "--heads", "4", "--seq", "11"];
+        let output = toy(&[&flags[..], &["--clip-norm", "1", "--json", "-"]].concat());
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+        assert_eq!((&report["runs"][1]["name"], &report["parity"]["ok"]), (&"cp".into(), &true.into()));
+        assert!(report["parity"]["max_grad_diff"].as_f64().unwrap() < 1e-5, "{}", report["parity"]);
     }
 }

@@ -80,7 +80,9 @@ impl Transformer {
             return Err(candle_core::Error::msg(text).into());
         }
         let positions = Tensor::arange(0u32, seq_len as u32, tokens.device())?;
-        let positions = DTensor::distribute(&positions, tokens.mesh(), &vec![Replicate; tokens.mesh().ndim()])?;
+        // Each rank looks up the positions of its own tokens.
+        let with_tokens = tokens.placements().iter().map(|at| if *at == Shard(1) { Shard(0) } else { Replicate });
+        let positions = DTensor::distribute(&positions, tokens.mesh(), &with_tokens.collect::<Vec<_>>())?;
         let h = self.tok_embeddings.forward(tokens)?.add(&self.pos_embeddings.forward(&positions)?)?;
         let mut h = self.dropout.forward(&h, mode)?;
         for layer in &self.layers {

@@ -1,5 +1,6 @@
 //! Which keys a query sees, by the positions of both.
 use super::options::Attention;
+use super::order::TokenOrder;
 use crate::kernels::{KeyBlock, Visible};
 use std::ops::Range;
 
@@ -19,10 +20,7 @@ impl Mask {
     /// Returns the blocks of the `keys` rows for the `queries` rows of some elements of the batch. Their rows count
     /// from the first of `keys`.
     pub(super) fn blocks(&self, queries: &Range<usize>, keys: &Range<usize>, batch: &Range<usize>) -> Vec<KeyBlock> {
-        let runs = match &self.options.order {
-            Some(order) => order.runs(keys.clone()),
-            None => vec![keys.clone()],
-        };
+        let runs = self.runs(keys);
         let block = |run: Range<usize>| {
             let visible = self.visible(queries, &run, batch);
             KeyBlock { rows: run.start - keys.start..run.end - keys.start, visible }
@@ -32,16 +30,22 @@ impl Mask {
 
     /// Returns whether some of the `queries` rows see some of the `keys` rows.
     pub(super) fn sees(&self, queries: &Range<usize>, keys: &Range<usize>, batch: &Range<usize>) -> bool {
-        let runs = match &self.options.order {
-            Some(order) => order.runs(keys.clone()),
-            None => vec![keys.clone()],
-        };
+        let runs = self.runs(keys);
         let mut elements = if self.differs() { batch.clone() } else { 0..1 };
         elements.any(|element| {
             let sees =
                 |row: usize| runs.iter().any(|run| !self.rows(self.range(element, self.position(row)), run).is_empty());
             queries.clone().rev().any(sees)
         })
+    }
+
+    fn key_order(&self) -> Option<&TokenOrder> {
+        self.options.key_order.as_ref().or(self.options.order.as_ref())
+    }
+
+    /// Returns the ascending runs of some rows of keys.
+    fn runs(&self, keys: &Range<usize>) -> Vec<Range<usize>> {
+        self.key_order().map_or_else(|| vec![keys.clone()], |order| order.runs(keys.clone()))
     }
 
     fn differs(&self) -> bool {
@@ -78,7 +82,7 @@ impl Mask {
 
     /// Returns the rows of an ascending run at these positions, counted from the run's start.
     fn rows(&self, positions: Range<usize>, run: &Range<usize>) -> Range<usize> {
-        let first = |position: usize| match &self.options.order {
+        let first = |position: usize| match self.key_order() {
             Some(order) => order.positions()[run.clone()].partition_point(|&at| at < position),
             None => position.clamp(run.start, run.end) - run.start,
         };

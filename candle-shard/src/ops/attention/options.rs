@@ -47,6 +47,9 @@ pub struct Attention {
     pub documents: Option<Documents>,
     /// The order of the tokens of query, key and value; that of their positions by default.
     pub order: Option<TokenOrder>,
+    /// The order of the tokens of key and value alone, for a query in the order of positions, such as that of a
+    /// [`SequenceCache`](crate::nn::SequenceCache).
+    pub key_order: Option<TokenOrder>,
     /// How keys meet queries that are sharded along the sequence; by default that which moves the fewest bytes.
     pub way: Option<ContextWay>,
 }
@@ -163,6 +166,13 @@ impl Attention {
                 return Error::op(OP, reason);
             }
             documents.check(OP, batch, keys)?;
+        }
+        if self.order.is_some() && self.key_order.is_some() {
+            return Error::op(OP, "an order, and another one of the keys; give one of them");
+        }
+        if let Some(order) = self.key_order.as_ref().filter(|order| order.positions().len() != keys) {
+            let len = order.positions().len();
+            return Error::op(OP, format!("a key order of {len} tokens for {keys} keys; expected {keys}"));
         }
         match &self.order {
             Some(order) if (queries, keys) != (order.positions().len(), order.positions().len()) => {

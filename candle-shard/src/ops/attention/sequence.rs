@@ -184,6 +184,11 @@ fn choose(options: &Attention, axis: usize, [q, k, v]: [&DTensor; 3], mask: &Mas
     let copies = kv_heads.max(ranks * others);
     let swapped = k.dims()[1] * (heads * (dim + width) + copies * (dim + width)) / ranks * (ranks - 1);
     let bytes = gathered * q.dims()[0] * q.dtype().size_in_bytes();
+    // With a gradient, gathered and swapped tensors go back once. Keys travel around again, with sums of their gradients.
+    let [gathered, ring, swapped] = match [q, k, v].iter().any(|x| x.tracked()) {
+        true => [2 * gathered, 3 * ring, 2 * swapped],
+        false => [gathered, ring, swapped],
+    };
     Ok(if is_even && heads / others >= ranks && swapped < gathered.min(ring) {
         ContextWay::Heads
     } else if ring < gathered || bytes > MOST_GATHERED {

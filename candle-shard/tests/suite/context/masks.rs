@@ -32,7 +32,15 @@ fn each_mask_equals_one_device() {
                         ];
                         for (way, order) in WAYS.into_iter().flat_map(|way| orders.clone().map(|order| (way, order))) {
                             let documents = documents.clone();
-                            let options = Attention { scale: Some(0.6), causal, window, documents, order, way };
+                            let options = Attention {
+                                scale: Some(0.6),
+                                causal,
+                                window,
+                                documents,
+                                order,
+                                way,
+                                ..Attention::default()
+                            };
                             let sizes = options.order.as_ref().map(|order| order.sizes().to_vec());
                             let error = errors(&truth, &options, &mesh, [sizes.as_deref(); 2])?;
                             assert!(error < allowed(DType::F64), "{options:?}: {error:e}");
@@ -83,6 +91,13 @@ fn options_that_do_not_fit_are_one_error_on_all_ranks() {
             (Attention { window: Some(0), ..Attention::default() }, &x, &x, "a window of 0 keys"),
             (Attention { scale: Some(f64::NAN), ..Attention::default() }, &x, &x, "a finite number"),
             (order(6), &x, &x, "an order of 6 tokens"),
+            (Attention { key_order: Some(TokenOrder::zigzag(7, 3)), ..order(7) }, &x, &x, "give one of them"),
+            (
+                Attention { key_order: Some(TokenOrder::zigzag(6, 3)), ..Attention::default() },
+                &x,
+                &x,
+                "a key order of 6",
+            ),
             (by(ContextWay::Heads), &x, &other, "unlike shards"),
             (by(ContextWay::Ring), &whole, &whole, "shard the rows of all three"),
         ];
@@ -98,5 +113,5 @@ fn options_that_do_not_fit_are_one_error_on_all_ranks() {
         Ok(errors)
     });
     assert!(errors.iter().all(|of_rank| *of_rank == errors[0]));
-    assert!(errors[0][11].contains("position 1 of 3 is missing") && errors[0][12].contains("add up to 2"));
+    assert!(errors[0][13].contains("position 1 of 3 is missing") && errors[0][14].contains("add up to 2"));
 }

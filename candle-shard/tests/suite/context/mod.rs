@@ -1,4 +1,6 @@
 //! Sequences that are sharded over ranks, against one device.
+mod block;
+mod cache;
 mod counts;
 mod harness;
 mod masks;

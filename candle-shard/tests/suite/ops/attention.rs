@@ -47,12 +47,14 @@ fn softmax_of_masked_scores() {
 }
 
 /// Query, key and value: heads that divide by the ranks, that do not, in groups of several sizes, with one key head.
-const SHAPES: [[&[usize]; 3]; 5] = [
+const SHAPES: [[&[usize]; 3]; 6] = [
     [&[2, 4, 3, 2], &[2, 4, 3, 2], &[2, 4, 3, 2]],
     [&[1, 3, 2, 2], &[1, 3, 4, 2], &[1, 3, 4, 1]],
     [&[2, 4, 3, 2], &[2, 2, 3, 2], &[2, 2, 3, 2]],
     [&[1, 6, 2, 2], &[1, 2, 3, 2], &[1, 2, 3, 1]],
     [&[2, 3, 2, 2], &[2, 1, 2, 2], &[2, 1, 2, 2]],
+    // Few queries: results over shards of the keys are joined.
+    [&[1, 4, 1, 2], &[1, 2, 9, 2], &[1, 2, 9, 3]],
 ];
 
 #[test]

@@ -164,7 +164,7 @@ const CANDLE_SHARD: &[Folder] = &[
             "draws optim var_builder",
             "checkpoint dropout embedding fully_shard init linear norm",
             "fused_qkv module rnn",
-            "batch_norm conv group_norm prelu quantized sequential",
+            "batch_norm conv group_norm prelu quantized sequence_cache sequential",
         ],
     ),
     folder("nn/optim", &["mod params", "slot", "group", "element", "adagrad adam_w sgd", "muon"]),

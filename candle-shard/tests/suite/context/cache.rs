@@ -1,0 +1,70 @@
+//! A cache that is cut along the sequence, against attention over whole tensors.
+use candle_core::{DType, Tensor};
+use candle_dist::{Op, comm};
+use candle_shard::nn::SequenceCache;
+use candle_shard::{Attention, DTensor, Replicate, Result, Shard};
+use test_utils::{distance, on_ranks, values};
+
+#[test]
+fn decoding_over_a_cut_cache_equals_one_device() {
+    for world in 1..=4 {
+        on_ranks(world, "cache", move |ctx| -> Result<()> {
+            let mesh = ctx.mesh(&[("cp", world)])?;
+            let everywhere = |x: &Tensor| DTensor::distribute(x, &mesh, &[Replicate]);
+            let of = |seed, heads| values(&[2, 70, heads, 4], seed, DType::F64);
+            let (q, k, v) = (of(1, 4), of(2, 2), of(3, 2));
+            let mut cache = SequenceCache::new(&mesh, "cp", 8)?; // grows
+            let mut len = 0;
+            for tokens in [1, 1, 3, 0, 1, 20, 1, 40, 1, 2] {
+                let part = |x: &Tensor| everywhere(&x.narrow(1, len, tokens)?.contiguous()?);
+                cache.append(&part(&k)?, &part(&v)?)?;
+                let queries = part(&q)?;
+                len += tokens;
+                let (keys, all_values) = cache.keys_and_values()?;
+                assert_eq!((cache.current_seq_len(), keys.dims()[1], keys.placements()), (len, len, &[Shard(1)][..]));
+                assert!(keys.to_local().dims()[1].abs_diff(len / world) <= 1, "{len} on {world}");
+                for window in [None, Some(3)] {
+                    let whole = Attention { causal: true, window, ..Attention::default() };
+                    let options = Attention { key_order: Some(cache.order()?), ..whole.clone() };
+                    let (got, counts) = comm::record(|| options.of(&queries, &keys, &all_values));
+                    let of_whole = |x: &Tensor| everywhere(&x.narrow(1, 0, len)?.contiguous()?);
+                    let want = whole.of(&queries, &of_whole(&k)?, &of_whole(&v)?)?.full_tensor()?;
+                    let error = distance(&got?.full_tensor()?, &want);
+                    assert!(error < 1e-12, "{tokens} of {len} on {world}, window {window:?}: {error:e}");
+                    if tokens == 1 && len > 20 && world > 1 {
+                        // Results and norms, and no keys.
+                        let bytes = 8 * 2 * 4 * (4 + 2);
+                        assert_eq!((counts.get(Op::AllGather).bytes, counts.total()), (bytes, 1), "{counts}");
+                    }
+                }
+            }
+            cache.reset();
+            assert_eq!((cache.current_seq_len(), cache.keys_and_values().is_err()), (0, true));
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn tokens_that_do_not_fit_the_cache_are_refused_by_all_ranks() {
+    on_ranks(2, "refusals", |ctx| -> Result<()> {
+        let mesh = ctx.mesh(&[("cp", 2)])?;
+        let of = |shape: [usize; 4], at| DTensor::distribute(&values(&shape, 1, DType::F32), &mesh, &[at]);
+        assert!(SequenceCache::new(&mesh, "cp", 0).is_err() && SequenceCache::new(&mesh, "tp", 8).is_err());
+        let mut cache = SequenceCache::new(&mesh, "cp", 8)?;
+        cache.append(&of([2, 3, 2, 4], Replicate)?, &of([2, 3, 2, 4], Replicate)?)?;
+        let tracked = of([2, 1, 2, 4], Replicate)?.to_var()?.0;
+        let fits = of([2, 1, 2, 4], Replicate)?;
+        for (k, v, text) in [
+            (&of([2, 4, 2, 4], Shard(1))?, &fits, "replicated on cp"),
+            (&of([2, 1, 3, 4], Replicate)?, &fits, "the same layout"),
+            (&fits, &of([2, 2, 2, 4], Replicate)?, "expected as many"),
+            (&tracked, &fits, "would be lost"),
+        ] {
+            let error = cache.append(k, v).unwrap_err().to_string();
+            assert!(error.contains(text), "{text}: {error}");
+            assert_eq!(cache.current_seq_len(), 3);
+        }
+        Ok(())
+    });
+}

@@ -1,0 +1,50 @@
+//! The measurement of attention as its users meet it: what it prints, where, and with which exit status.
+
+use std::process::{Command, Output};
+
+use crate::common::{refuses, text};
+use serde_json::Value;
+
+fn bench(flags: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_bench-attention")).args(flags).output().expect("the program starts")
+}
+
+#[test]
+fn what_cannot_work_is_one_sentence_and_status_2() {
+    let cases: &[(&[&str], &[&str])] = &[
+        (&["--frobnicate"], &["--frobnicate", "--help"]),
+        (&["--ranks", "0"], &["--ranks is 0", "at least 1"]),
+        (&["--ranks", "257"], &["--ranks 257", "256"]),
+        (&["--length", "0"], &["--length is 0"]),
+        (&["--length", "99999999"], &["--length 99999999", "too large"]),
+        (&["--length", "1000000", "--dim", "100000"], &["--dim 100000", "too many elements"]),
+        (&["--rounds", "0"], &["--rounds is 0"]),
+        (&["--way", "spiral"], &["--way", "spiral", "ulysses"]),
+        (&["--heads", "6", "--kv-heads", "4"], &["--heads 6", "--kv-heads 4", "multiple"]),
+        (&["--json", "no-such-folder/out.json"], &["--json no-such-folder/out.json", "cannot be written"]),
+    ];
+    refuses(bench, cases);
+}
+
+#[test]
+fn the_json_object_has_a_row_per_phase_with_the_bytes_of_the_way() {
+    // Zigzag: each rank sees keys of the other, so all keys and values of a rank travel once.
+    let own = 4 * (33 / 2) * 4 * 2 * 8;
+    for (way, ranks, forward) in
+        [("ring", "2", Some(own)), ("gather", "2", None), ("ulysses", "2", None), ("ring", "1", Some(0))]
+    {
+        let flags = ["--ranks", ranks, "--length", "32", "--way", way, "--heads", "4", "--kv-heads", "4", "--dim", "8"];
+        let output = bench(&[&flags[..], &["--rounds", "2", "--json", "-"]].concat());
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        assert!(text(&output.stderr).contains("tokens"));
+        let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+        let rows = report["rows"].as_array().unwrap();
+        let phases: Vec<_> =
+            rows.iter().map(|row| (row["way"].as_str().unwrap(), row["phase"].as_str().unwrap())).collect();
+        assert_eq!(phases, [(way, "forward"), (way, "backward")]);
+        assert!(rows.iter().all(|row| row["ms"].as_f64().unwrap() > 0.0 && row["length"] == 32));
+        if let Some(forward) = forward {
+            assert_eq!((rows[0]["bytes"].as_u64(), rows[1]["bytes"].as_u64()), (Some(forward), Some(2 * forward)));
+        }
+    }
+}
