@@ -96,6 +96,7 @@ pub struct Runtime {
 
 /// The result of a step on one rank.
 #[derive(Debug, Default)]
+#[non_exhaustive]
 pub struct RankStep {
     /// Losses and outputs on the ranks of the stages that compute them, and the gradients of this rank's parameters.
     pub step: StepResult,
