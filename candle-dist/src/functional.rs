@@ -48,7 +48,7 @@ use std::panic::Location;
 
 /// One data movement within a group, without gradient.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Movement {
+enum Movement {
     /// Returns the data unchanged.
     Identity,
     /// Returns the data on rank 0 of the group, and zeros on the others.

@@ -82,6 +82,8 @@ mod launch;
 mod link;
 mod mesh;
 mod store;
+#[cfg(feature = "testing")]
+pub mod testing;
 pub mod threads;
 mod train;
 mod tree;

@@ -4,16 +4,13 @@
 //! itself started. With `differ NAME`, `end NAME`, `device`, or `begin NAME` (for starts), the last rank fails, and
 //! every rank that gets the error prints it. `large`, `any` and `dropped` check one thing each.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
-#[allow(dead_code)] // the script checks the error texts
-#[path = "suite/conformance/cases/mod.rs"]
-mod cases;
 
 use candle_core::{DType, Device, DeviceLocation, Tensor};
 use candle_dist::backend::mpi::{Comm, Settings, Sums};
 use candle_dist::backend::{Call, Op};
 use candle_dist::init::{Backend, InitOptions, init_process_group_with};
+use candle_dist::testing::{FAILURES, GROUPS};
 use candle_dist::{Error, RankContext, ReduceOp, Result, World};
-use cases::{FAILURES, GROUPS};
 use std::ffi::{c_int, c_void};
 use std::io::{self, Write as _};
 use std::process::ExitCode;

@@ -57,6 +57,7 @@ impl StepOptions {
 
 /// The results of a step. They hold no graph.
 #[derive(Debug, Default)]
+#[non_exhaustive]
 pub struct StepResult {
     /// The loss of each microbatch as computed by the model; the sums of a loss that [counts](Reduction::Counted).
     pub losses: Vec<Tensor>,

@@ -1,26 +1,19 @@
-//! The parts that the programs of this workspace are made of.
+//! The parts that the programs of this workspace are made of: a folder for each program, and what they share in [`support`].
 
-pub mod allocator;
-pub mod batch;
-pub mod cli;
-pub mod clicks;
-pub mod collectives;
-pub mod comm;
-pub mod context;
-pub mod dispatch;
-pub mod embedding;
+pub mod bench_attention;
+pub mod bench_collectives;
+pub mod bench_dispatch;
+pub mod bench_embedding;
+pub mod bench_loading;
 #[cfg(feature = "nccl")]
-pub mod gpu;
-pub mod launch;
+pub mod gpu_check;
 pub mod lm;
-pub mod loading;
-pub mod memory;
-pub mod pipeline;
-pub mod progress;
 pub mod schedules;
-pub mod table;
-pub mod timing;
-pub mod toy;
+pub mod sharded_embedding;
+pub mod support;
+pub mod toy_transformer;
+
+pub use support::{allocator, batch, cli, comm, launch, memory, pipeline, progress, table, timing};
 
 /// The code of the README, which is compiled and run as a test.
 #[cfg(doctest)]

@@ -11,10 +11,10 @@ use candle_dist::{RankContext, World, WorldError};
 use clap::Parser;
 use examples::cli::UsageError;
 use examples::launch::{Patience, Ranks, gather};
-use examples::toy::args::Args;
-use examples::toy::corpus::Corpus;
-use examples::toy::parity::Parity;
-use examples::toy::runs::run_one;
+use examples::toy_transformer::args::Args;
+use examples::toy_transformer::corpus::Corpus;
+use examples::toy_transformer::parity::Parity;
+use examples::toy_transformer::runs::run_one;
 
 /// What each rank makes of it. The ranks are threads here, which have what processes have: a context each.
 fn on<T: Send, E: Display + Send>(size: usize, f: impl Fn(&RankContext, &Ranks<'_>) -> Result<T, E> + Sync) -> Vec<T> {

@@ -240,15 +240,10 @@ impl Backend for ByMessages {
 }
 
 #[cfg(test)]
-#[path = "../../candle-dist/tests/suite/conformance/cases/mod.rs"]
-#[allow(clippy::unwrap_used, dead_code, unused_imports)] // a panic is how a case fails
-mod cases;
-
-#[cfg(test)]
 mod tests {
     use super::ByMessages;
-    use super::cases::GROUPS;
     use candle_dist::World;
+    use candle_dist::testing::GROUPS;
     use std::sync::Arc;
 
     #[test]

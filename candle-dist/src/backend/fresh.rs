@@ -31,7 +31,7 @@ impl Fresh {
     }
 
     /// Returns the data in the form that an op on CPU tensors returns.
-    pub fn into_cpu(self) -> candle_core::Result<(CpuStorage, Shape)> {
+    pub(crate) fn into_cpu(self) -> candle_core::Result<(CpuStorage, Shape)> {
         match self.storage {
             Storage::Cpu(storage) => Ok((storage, self.shape)),
             other => candle_core::bail!("an op on host tensors made one on {:?}", other.device().location()),
@@ -39,7 +39,7 @@ impl Fresh {
     }
 
     /// Returns the data in the form that an op on CUDA tensors returns.
-    pub fn into_cuda(self) -> candle_core::Result<(CudaStorage, Shape)> {
+    pub(crate) fn into_cuda(self) -> candle_core::Result<(CudaStorage, Shape)> {
         match self.storage {
             Storage::Cuda(storage) => Ok((storage, self.shape)),
             other => candle_core::bail!("an op on CUDA tensors made one on {:?}", other.device().location()),

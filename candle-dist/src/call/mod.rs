@@ -22,6 +22,7 @@ use std::time::Duration;
 
 /// The form of a collective. All ranks must use the same form.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[non_exhaustive]
 pub enum Form {
     /// The result is new memory, and the call blocks.
     #[default]
@@ -106,7 +107,7 @@ impl Call {
     }
 
     /// Adds the second and later tensors of a coalesced call.
-    pub fn with_rest(mut self, rest: &[Tensor]) -> Self {
+    pub(crate) fn with_rest(mut self, rest: &[Tensor]) -> Self {
         self.rest = rest.iter().map(|tensor| (tensor.dtype(), Dims::from_slice(tensor.dims()))).collect();
         self
     }

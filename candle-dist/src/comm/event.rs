@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 /// The part of a call that an event describes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub enum Part {
     /// The whole call.
     #[default]
@@ -18,6 +19,7 @@ pub enum Part {
 
 /// One communication call of one rank.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct Event {
     /// The operation.
     pub op: Op,

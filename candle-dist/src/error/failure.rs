@@ -73,6 +73,7 @@ pub enum Cause {
 
 /// What one rank was doing when its world stopped.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct RankReport {
     /// The rank in the world.
     pub rank: usize,

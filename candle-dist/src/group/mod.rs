@@ -43,7 +43,23 @@ pub struct ProcessGroup {
 }
 
 impl ProcessGroup {
-    pub(crate) fn new(backend: Arc<dyn Backend>) -> Self {
+    /// Creates this rank's handle on the group that a backend serves.
+    ///
+    /// [`World::wrap_backend`](crate::World::wrap_backend) and [`init_process_group_with`](crate::init::init_process_group_with)
+    /// make worlds of a backend; this is for a group without a world.
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor};
+    /// use candle_dist::{ProcessGroup, ReduceOp, World};
+    ///
+    /// World::local(2).run(|ctx| {
+    ///     let group = ProcessGroup::new(ctx.group().backend().subgroup(&[0, 1])?);
+    ///     assert_eq!(group.all_reduce(&Tensor::new(&[1f32], &Device::Cpu)?, ReduceOp::Sum)?.to_vec1::<f32>()?, [2.0]);
+    ///     Ok::<_, candle_dist::Error>(())
+    /// })?;
+    /// # Ok::<(), candle_dist::WorldError>(())
+    /// ```
+    pub fn new(backend: Arc<dyn Backend>) -> Self {
         Self { backend, posts: Arc::default(), timeout: None }
     }
 

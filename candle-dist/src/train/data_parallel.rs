@@ -23,6 +23,7 @@ pub struct DataParallelOptions {
 
 /// How a [`DataParallel`] ensures that all ranks hold the same parameters.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum InitialSync {
     /// Compares shapes, and copies the source's values to every rank as [`sync_params`] does.
     Sync(SyncOptions),

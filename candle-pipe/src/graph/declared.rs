@@ -40,6 +40,7 @@ pub struct Input {
 /// The home of a parameter that nodes in different stages use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum Share {
     /// The stage where it is declared. That stage sends it like any value and receives its gradients.
     Transmit,
@@ -50,6 +51,7 @@ pub enum Share {
 /// The kind of a node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum NodeKind {
     /// A layer with parameters of its own.
     Module,
@@ -95,6 +97,7 @@ pub struct Output {
 /// How the losses of microbatches are combined to the loss of the batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum Reduction {
     /// Each is a mean over its rows. They are weighted by rows, so that uneven microbatches are exact.
     Mean,

@@ -9,6 +9,7 @@ use std::fmt;
 ///
 /// `Display` prints a listing of the stages, their nodes and the values between them.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct PipeInfo {
     /// The model.
     pub graph: Graph,

@@ -8,6 +8,7 @@ use std::collections::BTreeMap;
 
 /// The measurements of one node.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct NodeProfile {
     /// The node's full name.
     pub node: String,

@@ -28,6 +28,7 @@ pub struct TensorChunkSpec(pub i64);
 /// assert_eq!(spec.to_string(), "(TensorChunkSpec(0), [Replicate, Replicate], LossReducer(sum))");
 /// ```
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub enum ChunkSpec {
     /// Tensors are cut and joined along a dim.
     Split(TensorChunkSpec),

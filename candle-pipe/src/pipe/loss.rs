@@ -24,6 +24,7 @@ pub(crate) const NAME: &str = "loss";
 /// assert_eq!(spec.to_string(), "(false, [true, false])");
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum LossSpec {
     /// Whether this value is the loss; `false` for a container means none of its values.
     Is(bool),

@@ -97,7 +97,7 @@ impl<B: Scope> Pipe<B> {
     ///
     /// # Errors
     /// If there is no such stage, or a constructor fails.
-    pub fn build_stages(
+    pub(crate) fn build_stages(
         &self,
         indices: impl IntoIterator<Item = usize>,
         scope: &B,

@@ -2,8 +2,9 @@
 //!
 //! This is one all_gather of a few numbers per step; texts are exchanged only if a rank refuses. So a batch that one
 //! rank cannot run is an immediate error on all of them, and all can continue with another batch.
+use super::Runtime;
+use super::batch::Batch;
 use super::clock::Nanos;
-use super::{Batch, Runtime};
 use crate::graph::ValueId;
 use crate::{Error, Result};
 use candle_core::{Device, Tensor, TensorId};

@@ -42,8 +42,8 @@ struct Walk<'a> {
     /// The counts of messages sent and received between two ranks.
     sent: HashMap<(usize, usize), usize>,
     taken: HashMap<(usize, usize), usize>,
-    /// The available values: the stage that computed them, the rank that received them, the microbatch.
-    there: HashSet<(usize, usize, usize)>,
+    /// The messages that have arrived.
+    there: HashSet<Message>,
 }
 
 impl<'a> Walk<'a> {
@@ -94,7 +94,7 @@ impl<'a> Walk<'a> {
         let Some(def) = self.info.stages.get(stage) else { return true };
         for from in def.inputs.iter().filter_map(|input| input.from) {
             let sender = self.program.schedule().stage_ranks()[from];
-            while sender != rank && !self.there.contains(&(from, rank, microbatch)) {
+            while sender != rank && !self.there.contains(&self.program.values_to(from, stage, microbatch)) {
                 let way = (sender, rank);
                 let taken = self.taken.entry(way).or_default();
                 if self.sent.get(&way).is_none_or(|sent| sent <= taken) {
@@ -102,7 +102,7 @@ impl<'a> Walk<'a> {
                 }
                 let Some(message) = self.awaited.get_mut(&way).and_then(VecDeque::pop_front) else { return false };
                 *taken += 1;
-                self.there.insert((message.from, rank, message.microbatch));
+                self.there.insert(message);
             }
         }
         true

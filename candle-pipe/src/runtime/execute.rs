@@ -1,19 +1,19 @@
 //! One rank's execution of a program: its state between actions, and the effect of each action.
+use super::Runtime;
 use super::apart::apart;
-use super::credit::Credit;
+use super::batch::Batch;
 use super::notes::Notes;
 use super::post::{Post, aliases};
 use super::reduce::Reductions;
 use super::stopwatch::{Moment, Stopwatch};
-use super::{Batch, Runtime};
+use super::traffic::{Arrived, Traffic};
 use crate::graph::{Ctx, StageDef, ValueId};
-use crate::schedule::{Action, Compute, Flow, Message, Pass, Program, Span};
+use crate::schedule::{Action, Compute, Flow, Pass, Program, Span};
 use crate::tape::{Activation, Gradient, StageModule, Tape, WeightTape, parts};
 use crate::{Error, Kwargs, Result, StepOptions, Value, grads};
 use candle_core::backprop::GradStore;
 use candle_dist::panic_message;
-use itertools::Itertools;
-use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
+use std::collections::{BTreeMap, HashMap};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 /// A stage and a microbatch.
@@ -63,22 +63,12 @@ pub(super) struct Execution<'a, 'f> {
     runtime: &'a Runtime,
     program: &'a Program,
     batch: &'a Batch<'a>,
-    post: Post<'a>,
+    traffic: Traffic<'a>,
     reductions: Reductions<'a>,
     outputs: Outputs<'f>,
     /// For each microbatch the number of stages on this rank whose outputs are missing.
     missing: Vec<usize>,
-    /// In an evaluation, the bound on unacknowledged messages.
-    credit: Option<Credit<'a>>,
     held: HashMap<At, Held>,
-    outgoing: HashMap<Message, Vec<(ValueId, Value)>>,
-    /// The parameters that were sent to other ranks, which keep them for the rest of the step.
-    sent: HashSet<(ValueId, usize)>,
-    /// The parameters from other ranks.
-    constants: HashMap<ValueId, Value>,
-    /// The messages still expected from each rank, in order; they are received when needed, so that no rank waits
-    /// earlier.
-    awaited: HashMap<usize, VecDeque<Message>>,
     made: Made,
     /// The number of outstanding backward passes.
     open: usize,
@@ -97,21 +87,15 @@ impl<'a, 'f> Execution<'a, 'f> {
     ) -> Result<Self> {
         let makes = |stage: &&StageModule| stage.def().outputs.iter().any(|o| runtime.outputs.contains_key(&o.value));
         let makers = runtime.stages().filter(makes).count();
-        let credit = (!batch.backward).then(|| Credit::new(&runtime.group, notes.clone(), runtime.window));
         Ok(Self {
             runtime,
             program,
             batch,
-            post: Post::new(&runtime.group, notes.clone(), runtime.mesh.as_ref()),
+            traffic: Traffic::new(runtime, program, notes, !batch.backward),
             reductions: Reductions::new(runtime),
             outputs,
             missing: vec![makers; batch.len()],
-            credit,
             held: HashMap::new(),
-            outgoing: HashMap::new(),
-            sent: HashSet::new(),
-            constants: HashMap::new(),
-            awaited: HashMap::new(),
             made: Made {
                 losses: vec![None; batch.len()],
                 outputs: vec![Kwargs::new(); batch.len()],
@@ -143,7 +127,7 @@ impl<'a, 'f> Execution<'a, 'f> {
     /// Checks that no work is left, and receives the remaining acknowledgements.
     fn finish(&mut self) -> Result<()> {
         let left = self.held.values().any(|held| held.tape.is_some() || held.weights.is_some());
-        if left || !self.outgoing.is_empty() || self.awaited.values().any(|messages| !messages.is_empty()) {
+        if left || self.traffic.is_left() {
             let rank = self.runtime.group.ranks()[self.runtime.group.rank()];
             return Err(Error::Schedule(format!("the program of rank {rank} ends with work left over")));
         }
@@ -152,16 +136,16 @@ impl<'a, 'f> Execution<'a, 'f> {
             let (start, end) = (seconds(start)?, seconds(end)?);
             self.made.spans.push(Span { action: Action::Compute(*compute), start, end });
         }
-        self.credit.as_mut().map_or(Ok(()), Credit::end)
+        self.traffic.end()
     }
 
     fn act(&mut self, action: &Action) -> Result<()> {
         match *action {
             Action::Compute(compute) => self.timed(compute),
             Action::Overlap(pair) => pair.into_iter().try_for_each(|compute| self.timed(compute)),
-            Action::Send(message) => self.send(message),
+            Action::Send(message) => self.traffic.send(message, self.made.path),
             Action::Recv(message) => {
-                self.awaited.entry(self.runtime.rank_of(message.from)).or_default().push_back(message);
+                self.traffic.expect(message);
                 Ok(())
             }
             // The sent tensors are owned by the send, so there is nothing to wait for.
@@ -252,9 +236,8 @@ impl<'a, 'f> Execution<'a, 'f> {
                         held.values.insert(output.value, activation.clone());
                     }
                 } else {
-                    let message = Message { flow: Flow::Activation, from: def.index, to: stages[0], microbatch };
-                    let packed = (output.value, Post::pack(&activation));
-                    self.outgoing.entry(self.first_of(message)).or_default().push(packed);
+                    let packed = Post::pack(&activation);
+                    self.traffic.put_value(def.index, stages[0], microbatch, output.value, packed);
                 }
             }
         }
@@ -266,14 +249,6 @@ impl<'a, 'f> Execution<'a, 'f> {
             give(microbatch, std::mem::take(&mut self.made.outputs[microbatch]))?;
         }
         Ok(())
-    }
-
-    /// Returns the message that carries the content of `message`: the one to the first consumer on the same rank.
-    fn first_of(&self, message: Message) -> Message {
-        let consumers = self.program.edges().consumers(message.from).iter().copied();
-        let rank = self.runtime.rank_of(message.to);
-        let to = consumers.into_iter().find(|&to| self.runtime.rank_of(to) == rank).unwrap_or(message.to);
-        Message { to, ..message }
     }
 
     fn backward(&mut self, Compute { stage, pass, microbatch }: Compute) -> Result<()> {
@@ -308,8 +283,7 @@ impl<'a, 'f> Execution<'a, 'f> {
                 let held = self.held.entry((from, microbatch)).or_default();
                 held.gradients.entry(input.value).or_default().insert(stage, gradient);
             } else {
-                let message = Message { flow: Flow::Gradient, from: stage, to: from, microbatch };
-                self.outgoing.entry(message).or_default().push((input.value, Post::pack_gradient(gradient)));
+                self.traffic.put_gradient(stage, from, microbatch, input.value, Post::pack_gradient(gradient));
             }
         }
         Ok(())
@@ -321,20 +295,6 @@ impl<'a, 'f> Execution<'a, 'f> {
         self.open -= 1;
         self.held.remove(&(stage, microbatch));
         grads::add(&mut self.made.grads, &weights.backward()?)
-    }
-
-    fn send(&mut self, message: Message) -> Result<()> {
-        let nothing = || Error::Schedule("there is nothing to send".into());
-        let values = self.outgoing.remove(&message).ok_or_else(nothing)?;
-        let to = self.runtime.rank_of(message.to);
-        let mut packed = Vec::with_capacity(values.len());
-        for (id, value) in values {
-            let is_known =
-                message.flow == Flow::Activation && self.runtime.constants.contains(&id) && !self.sent.insert((id, to));
-            packed.push(if is_known { Value::None } else { aliases(&value, &self.runtime.parameters)? });
-        }
-        self.credit.as_mut().map_or(Ok(()), |credit| credit.before_send(to))?;
-        self.post.send(to, message, self.made.path, &packed)
     }
 
     /// Waits for the inputs of a computation from other ranks.
@@ -367,48 +327,16 @@ impl<'a, 'f> Execution<'a, 'f> {
 
     /// Receives the next message from a rank.
     fn next_from(&mut self, rank: usize) -> Result<()> {
-        let nothing = || Error::Schedule(format!("no more messages are expected from rank {rank}"));
-        let message = self.awaited.get_mut(&rank).and_then(VecDeque::pop_front).ok_or_else(nothing)?;
-        self.receive(message)
-    }
-
-    fn receive(&mut self, message: Message) -> Result<()> {
-        let Message { flow, from, to, microbatch } = message;
-        let rank = self.runtime.rank_of(from);
-        let (path, values) = self.post.receive(rank, message)?;
+        let Arrived { message, path, values } = self.traffic.next_from(rank)?;
         self.made.path = self.made.path.max(path);
-        self.credit.as_mut().map_or(Ok(()), |credit| credit.after_receive(rank))?;
-        let wanted: Vec<(ValueId, Vec<usize>)> = match flow {
-            Flow::Activation => {
-                let me = self.runtime.group.rank();
-                let outputs = self.runtime.info.stage(from)?.outputs.iter();
-                let here = |stages: &[usize]| {
-                    stages.iter().copied().filter(|&stage| self.runtime.rank_of(stage) == me).collect_vec()
-                };
-                outputs
-                    .map(|output| (output.value, here(&output.consumers)))
-                    .filter(|(_, here)| !here.is_empty())
-                    .collect()
-            }
-            Flow::Gradient => {
-                let inputs = self.runtime.info.stage(from)?.inputs.iter().filter(|input| input.from == Some(to));
-                inputs.map(|input| (input.value, vec![to])).collect()
-            }
-        };
-        if values.len() != wanted.len() {
-            return Err(Error::Schedule(format!("{} values arrived, {} were expected", values.len(), wanted.len())));
-        }
-        for ((value, stages), mut packed) in wanted.into_iter().zip(values) {
-            if flow == Flow::Activation && self.runtime.constants.contains(&value) {
-                // It came with the first message, and is not sent again.
-                packed = self.constants.entry(value).or_insert(packed).clone();
-            }
+        for (value, stages, packed) in values {
             for stage in stages {
-                let held = self.held.entry((stage, microbatch)).or_default();
-                match flow {
+                let held = self.held.entry((stage, message.microbatch)).or_default();
+                match message.flow {
                     Flow::Activation => _ = held.values.insert(value, Post::unpack(&packed)?),
                     Flow::Gradient => {
-                        held.gradients.entry(value).or_default().insert(from, Post::unpack_gradient(&packed)?);
+                        let gradient = Post::unpack_gradient(&packed)?;
+                        held.gradients.entry(value).or_default().insert(message.from, gradient);
                     }
                 }
             }

@@ -2,11 +2,13 @@
 //!
 //! Every rank lowers the same schedule to the same program and runs its own list (`execute.rs`). Tensors are sent
 //! without copies (`wire.rs`). Gradients of shared parameters and of replicas of the model are reduced where the
-//! program says so (`reduce.rs`). The ranks negotiate nothing during a step: the program, whose sends and receives have
+//! program says so (`reduce.rs`). What a message carries is said once (`traffic.rs`). The ranks negotiate nothing during a step: the program, whose sends and receives have
 //! one common order, determines everything. A failed rank notifies the others, and the step ends for all of them or for
 //! none.
 mod agree;
 mod apart;
+mod batch;
+mod build;
 mod clock;
 mod credit;
 mod execute;
@@ -16,25 +18,23 @@ mod outline;
 mod post;
 mod reduce;
 mod stopwatch;
+mod traffic;
 mod wire;
 
-use crate::graph::{Inputs, Node, NodeKind, PipeInfo, Reduction, Scope, Signature, ValueId};
-use crate::microbatch::{Masked, Microbatches};
-use crate::pipe::Pipe;
-use crate::schedule::{Edges, Lowering, Program, Schedule, Span};
+use crate::graph::{PipeInfo, Reduction, Signature, ValueId};
+use crate::microbatch::Microbatches;
+use crate::schedule::{Program, Span};
 use crate::tape::StageModule;
 use crate::{Error, Kwargs, Result, StepOptions, StepResult, Value};
-use candle_core::{Device, Tensor, Var};
-use candle_dist::{
-    ClipGradNorm, DataParallel, DataParallelOptions, DeviceMesh, ProcessGroup, ReduceOp, Store, SyncOptions,
-    TensorTree, sync_params,
-};
-use clock::{Clock, Nanos};
+use batch::Batch;
+use build::Shared;
+use candle_core::{Device, Tensor};
+use candle_dist::{ClipGradNorm, DataParallel, DeviceMesh, ProcessGroup, ReduceOp};
+use clock::Clock;
 use execute::{Execution, Made, Outputs};
 use itertools::Itertools;
 use notes::{Board, Notes};
 use std::collections::{BTreeMap, HashMap, HashSet};
-use std::ops::Range;
 
 /// The stages of a pipe on this rank, ready to train and to evaluate.
 ///
@@ -94,29 +94,9 @@ pub struct Runtime {
     board: Option<Board>,
 }
 
-/// A replicated parameter, on the ranks that have copies of it.
-struct Shared {
-    /// These ranks in the order of their stages, if there are several and this is one of them.
-    ranks: Option<ProcessGroup>,
-    /// The local copy.
-    parameters: Vec<Tensor>,
-}
-
-impl Shared {
-    /// Sets the copies of all ranks to the values of the first. Every one of these ranks calls it.
-    fn start(self, name: &str) -> Result<Self> {
-        if let Some(ranks) = &self.ranks {
-            let copies = self.parameters.iter().enumerate();
-            let copies = copies.map(|(i, copy)| Ok((format!("{name}[{i}]"), Var::from_tensor(copy)?)));
-            let copies = copies.collect::<Result<Vec<_>>>()?;
-            sync_params(ranks, &copies, &SyncOptions::default())?;
-        }
-        Ok(self)
-    }
-}
-
 /// The result of a step on one rank.
 #[derive(Debug, Default)]
+#[non_exhaustive]
 pub struct RankStep {
     /// Losses and outputs on the ranks of the stages that compute them, and the gradients of this rank's parameters.
     pub step: StepResult,
@@ -136,183 +116,7 @@ pub struct RankStep {
     pub critical_path: usize,
 }
 
-/// The inputs, rows and weights of all microbatches, and how they are run.
-struct Batch<'a> {
-    inputs: Vec<Inputs>,
-    rows: Vec<Range<usize>>,
-    masked: Vec<Option<Masked>>,
-    weights: Vec<f64>,
-    options: &'a StepOptions,
-    /// Whether there are backward passes.
-    backward: bool,
-    /// The time at which the last rank reached the step.
-    began: Nanos,
-}
-
-impl<'a> Batch<'a> {
-    fn new(runtime: &Runtime, cut: &Microbatches, options: &'a StepOptions, backward: bool) -> Result<Self> {
-        let microbatches = runtime.training.schedule().microbatches();
-        if cut.len() != microbatches {
-            let reason = format!("{} microbatches for a schedule of {microbatches}", cut.len());
-            return Err(Error::Microbatches(format!("{reason}; cut the batch into as many, or use another schedule")));
-        }
-        if options.split_backward {
-            let reason = "split_backward on ranks, where the schedule defines the split; leave it out, and use a \
-                          schedule with W, such as zb-h1";
-            return Err(Error::Schedule(reason.into()));
-        }
-        let used = runtime.stages.values().flat_map(|stage| &stage.def().inputs);
-        let used: HashSet<ValueId> = used.filter(|input| input.from.is_none()).map(|input| input.value).collect();
-        let bind = |(args, kwargs)| runtime.signature.bind_for(args, kwargs, |input| used.contains(&input));
-        let inputs: Vec<Inputs> = cut.iter().map(bind).collect::<Result<_>>()?;
-        let mut values = inputs.iter().flatten();
-        let tracked = values.find(|(_, input)| backward && input.tensors().into_iter().any(Tensor::track_op));
-        if let Some((&value, _)) = tracked {
-            let name = runtime.info.graph.value_name(value);
-            let reason = format!("input {name:?} is tracked, but ranks compute no gradients of inputs");
-            return Err(Error::Pipe(format!("{reason}; detach it, or make it a parameter of a node")));
-        }
-        let (rows, weights) = (cut.row_ranges(options.first_row), options.weights(cut, runtime.info.graph.loss)?);
-        let masked = Masked::of(cut, options.first_row, &runtime.info.graph, &runtime.signature)?;
-        Ok(Self { inputs, rows, masked, weights, options, backward, began: 0 })
-    }
-
-    fn len(&self) -> usize {
-        self.rows.len()
-    }
-
-    fn input(&self, microbatch: usize, value: ValueId) -> Result<Value> {
-        let missing = || Error::Pipe(format!("input {value} is missing"));
-        self.inputs[microbatch].get(&value).cloned().ok_or_else(missing)
-    }
-}
-
 impl Runtime {
-    /// Builds this rank's stages of `pipe` for `schedule`, whose ranks are those of `group`, on `device`.
-    ///
-    /// Every rank must call it with the same pipe and schedule, which the ranks compare. Copies of a replicated
-    /// parameter start with the values of its first stage. A variable that stages of several ranks request by one name
-    /// is such a parameter too, even undeclared: [`info`](Self::info) lists it, and a warning is logged.
-    ///
-    /// # Errors
-    /// Before any communication, if the schedule has other ranks than the group or other stages than the pipe, or if
-    /// there is no loss; on all ranks alike, if their pipes or schedules differ, or if a constructor of a node fails on
-    /// one of them.
-    pub fn new<B: Scope>(
-        pipe: &Pipe<B>,
-        schedule: &Schedule,
-        group: &ProcessGroup,
-        scope: &B,
-        device: &Device,
-    ) -> Result<Self> {
-        let mut info = pipe.info().clone();
-        check(&info, schedule, group)?;
-        let edges = info.edges.iter().flat_map(|edge| edge.to.iter().map(|&to| (edge.from, to)));
-        // Neighbors without a value between them are still in order.
-        let edges = Edges::new(info.num_stages(), edges)?;
-        let lower = |info: &PipeInfo| {
-            let groups = info.replicated().map(|share| share.stages.clone());
-            schedule.lower(&Lowering::new(edges.clone()).shared(groups).reduced())
-        };
-        group.agree(&description(&info, &lower(&info)?))?;
-
-        let mine = (0..info.num_stages()).filter(|&stage| schedule.stage_ranks()[stage] == group.rank());
-        let (stages, found) = names::check(group, &info, pipe.build_stages(mine, scope, device))?;
-        info.shares.extend(found);
-        let (training, evaluation) = (lower(&info)?, schedule.forward_only().lower(&Lowering::new(edges.clone()))?);
-        let shared = info.replicated().map(|share| {
-            let ranks = share.stages.iter().map(|&stage| schedule.stage_ranks()[stage]).unique().collect_vec();
-            let is_member = ranks.len() > 1 && ranks.contains(&group.rank());
-            let here = share.stages.iter().filter_map(|stage| stages.get(stage));
-            let copies = here.flat_map(|stage| stage.copy_of(&share.name)).map(|(_, copy)| copy);
-            let parameters = copies.filter(|copy| copy.is_variable()).unique_by(|copy| copy.id()).cloned().collect();
-            let ranks = is_member.then(|| group.subgroup(&ranks)).transpose()?;
-            Shared { ranks, parameters }.start(&share.name)
-        });
-        let shared = shared.collect::<Result<Vec<_>>>()?;
-        let parameters = stages.values().flat_map(|stage| stage.parameters().values()).map(post::address).collect();
-        let outputs = info.graph.outputs.iter().map(|output| (output.value, output.name.clone())).into_group_map();
-        let is_parameter = |node: &&Node| matches!(node.kind, NodeKind::Parameter(_));
-        let constants = info.graph.nodes.iter().filter(is_parameter).flat_map(|node| node.outputs.clone()).collect();
-        Ok(Self {
-            outputs,
-            constants,
-            mesh: scope.mesh(),
-            window: credit::window(&info, &evaluation),
-            signature: pipe.signature().clone(),
-            clock: Clock::settle(group)?,
-            device: device.clone(),
-            board: None,
-            group: group.clone(),
-            copies: None,
-            replicas: BTreeMap::new(),
-            info,
-            stages,
-            training,
-            evaluation,
-            shared,
-            parameters,
-        })
-    }
-
-    /// Averages the gradients of the stages over `replicas`: the ranks with the same stages in other copies of the
-    /// model, which train on other rows. Every rank must call it.
-    ///
-    /// The gradients of a stage are averaged in buckets, while the backward passes of earlier stages run.
-    ///
-    /// The mean weights all replicas equally, except for losses that [count](Reduction::Counted). For losses that are
-    /// sums, or means over different numbers of rows, multiply the [`weights`](field@StepOptions::weights) by the
-    /// number of replicas, and compute the weights of means as shares of all rows; then the result is the gradient of
-    /// the whole batch. Variables that no scope created are not averaged.
-    ///
-    /// # Errors
-    /// Those of [`beside`](Self::beside) and of [`DataParallel::new`].
-    pub fn with_replicas(self, replicas: &ProcessGroup, options: &DataParallelOptions) -> Result<Self> {
-        let beside = self.beside(replicas)?;
-        let averages = beside.stages.iter().map(|(&index, stage)| {
-            let variables = stage.parameters().iter().filter(|(_, parameter)| parameter.is_variable());
-            let variables = variables.map(|(name, parameter)| Ok((name, Var::from_tensor(parameter)?)));
-            let variables = variables.collect::<Result<Vec<_>>>()?;
-            Ok((index, DataParallel::new(replicas, &variables, options)?))
-        });
-        Ok(Self { replicas: averages.collect::<Result<_>>()?, ..beside })
-    }
-
-    /// Runs the stages in step with `replicas`: the ranks with the same stages in other copies of the model. Their
-    /// gradients are averaged by other means, such as fully sharded parameters. Every rank must call it.
-    ///
-    /// A step that one copy cannot begin is an error on all of them, and a loss that [counts](Reduction::Counted)
-    /// covers the batches of all copies. [`with_replicas`](Self::with_replicas) includes this.
-    ///
-    /// # Errors
-    /// If `replicas` contains another rank of this pipeline; on all replicas alike, if their pipelines or their ranks
-    /// within them differ.
-    pub fn beside(self, replicas: &ProcessGroup) -> Result<Self> {
-        let own: HashSet<usize> = self.group.ranks().iter().copied().collect();
-        let twice = replicas.ranks().iter().filter(|rank| own.contains(rank)).copied().collect_vec();
-        if twice != [self.group.ranks()[self.group.rank()]] {
-            let (own, given) = (self.group.ranks(), replicas.ranks());
-            let reason = format!("ranks {given:?} are not replicas of one rank of the pipeline on ranks {own:?}");
-            return Err(Error::Pipe(format!("{reason}; give the group of ranks with its stages in other copies")));
-        }
-        let pipeline = description(&self.info, &self.training);
-        replicas.agree(&format!("rank {} of {pipeline}", self.group.rank()))?;
-        Ok(Self { copies: Some(replicas.clone()), ..self })
-    }
-
-    /// Returns the same stages, which exchange the heads of their messages through the world's store
-    /// ([`RankContext::store`](candle_dist::RankContext::store)). Every rank must call it.
-    ///
-    /// This is for ranks on GPUs, whose backend sends host tensors through the device: a head then arrives only after
-    /// all computations that were launched before on the sender's device, and the receiver launches nothing until then.
-    /// The store is on the host. For ranks on the CPU it is slower than messages. It has not run with GPUs yet.
-    ///
-    /// # Errors
-    /// If the store or the group fails.
-    pub fn heads_in_store(self, store: &Store) -> Result<Self> {
-        Ok(Self { board: Some(Board::new(&self.group, store)?), ..self })
-    }
-
     /// Measures the offsets between the clocks of this pipeline's ranks again. Every rank must call it.
     ///
     /// [`new`](Self::new) does it once. The clocks of hosts drift apart by some microseconds per second, so call it
@@ -466,30 +270,4 @@ impl Runtime {
     fn by_rank(&self, stages: &[usize]) -> BTreeMap<usize, Vec<usize>> {
         stages.iter().map(|&stage| (self.rank_of(stage), stage)).into_group_map().into_iter().collect()
     }
-}
-
-/// Returns a text that must be equal on all ranks.
-fn description(info: &PipeInfo, program: &Program) -> String {
-    format!("a pipeline of\n{info}\nby\n{}", program.to_csv())
-}
-
-/// Refuses a schedule that does not fit the pipe or the group.
-fn check(info: &PipeInfo, schedule: &Schedule, group: &ProcessGroup) -> Result<()> {
-    let refuse = |reason: String| Err(Error::Schedule(reason));
-    let (ranks, stages) = (schedule.ranks().len(), schedule.stages());
-    if ranks != group.size() {
-        return refuse(format!("it has {ranks} ranks, the group has {}; make it for that many", group.size()));
-    }
-    if stages != info.num_stages() {
-        return refuse(format!(
-            "it has {stages} stages, the pipe has {}; cut the pipe into as many",
-            info.num_stages()
-        ));
-    }
-    if info.graph.loss.is_none() && schedule.has_backward() {
-        return refuse(
-            "it has backward passes, but the pipe has no loss; declare one, or use its forward_only()".into(),
-        );
-    }
-    Ok(())
 }

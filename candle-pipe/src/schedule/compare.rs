@@ -4,6 +4,7 @@ use crate::{Error, Result};
 
 /// A schedule and its simulation.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct Candidate {
     /// The name.
     pub name: &'static str,

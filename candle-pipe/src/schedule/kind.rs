@@ -37,6 +37,7 @@ use std::str::FromStr;
 /// # Ok::<(), candle_pipe::Error>(())
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum ScheduleKind {
     /// All forwards, then all backwards.
     GPipe,

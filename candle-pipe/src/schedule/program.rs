@@ -60,6 +60,12 @@ impl Program {
     pub fn edges(&self) -> &Edges {
         &self.edges
     }
+
+    /// Returns the message that brings values of stage `from` to stage `to` on another rank.
+    pub(crate) fn values_to(&self, from: usize, to: usize, microbatch: usize) -> Message {
+        let routes = Routes { edges: &self.edges, stage_ranks: self.schedule.stage_ranks() };
+        routes.values_to(from, to, microbatch)
+    }
 }
 
 impl From<Program> for Parts {

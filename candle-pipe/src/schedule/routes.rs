@@ -1,4 +1,9 @@
 //! The messages along the edges between stages, given the ranks of the stages.
+//!
+//! **Grouping.** A forward pass sends one message to each other rank whose stages use its values. The address is the first of
+//! these stages ([`Routes::values_to`]), and the message serves all of them. A backward pass sends one message to each stage on
+//! another rank that made its inputs. Everything that knows of messages asks here: lowering, the checks of programs, the
+//! simulator, and the ranks when they run (`runtime/traffic.rs`, which knows what a message carries).
 use super::{Compute, Edges, Flow, Message, Pass};
 use itertools::Itertools;
 
@@ -26,10 +31,8 @@ impl Routes<'_> {
         match compute.makes() {
             Some(Flow::Activation) => {
                 let elsewhere = self.edges.consumers(stage).iter().filter(|&&to| self.stage_ranks[to] != here);
-                // The consumers are in order, so the one that is kept for a rank is its first.
-                let by_rank =
-                    elsewhere.sorted_by_key(|&&to| self.stage_ranks[to]).dedup_by(|a, b| self.together(**a, **b));
-                by_rank.map(|&to| message(Flow::Activation, to)).collect()
+                let messages = elsewhere.map(|&to| self.values_to(stage, to, microbatch)).unique();
+                messages.sorted_by_key(|message| self.stage_ranks[message.to]).collect()
             }
             Some(Flow::Gradient) => {
                 let elsewhere = self.edges.producers(stage).iter().filter(|&&to| self.stage_ranks[to] != here);
@@ -52,19 +55,19 @@ impl Routes<'_> {
             if self.together(from, stage) {
                 return Need::Local { flow, stage: from };
             }
-            let to = match flow {
-                Flow::Activation => self.first_consumer(from, stage),
-                Flow::Gradient => stage,
-            };
-            Need::Message(Message { flow, from, to, microbatch })
+            Need::Message(match flow {
+                Flow::Activation => self.values_to(from, stage, microbatch),
+                Flow::Gradient => Message { flow, from, to: stage, microbatch },
+            })
         };
         from.iter().map(need).collect()
     }
 
-    /// Returns the first stage on the rank of `stage` that uses values of `producer`.
-    fn first_consumer(self, producer: usize, stage: usize) -> usize {
-        let mut consumers = self.edges.consumers(producer).iter().copied();
-        consumers.find(|&to| self.together(to, stage)).unwrap_or(stage)
+    /// Returns the message that brings values of stage `from` to stage `to` on another rank. It is addressed to the first
+    /// stage of that rank that uses values of `from`.
+    pub(super) fn values_to(self, from: usize, to: usize, microbatch: usize) -> Message {
+        let first = self.edges.consumers(from).iter().copied().find(|&user| self.together(user, to));
+        Message { flow: Flow::Activation, from, to: first.unwrap_or(to), microbatch }
     }
 
     fn together(self, a: usize, b: usize) -> bool {

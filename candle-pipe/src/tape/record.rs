@@ -31,6 +31,7 @@ pub(super) struct Recorded {
 
 /// The gradients of a backward pass.
 #[derive(Debug, Default)]
+#[non_exhaustive]
 pub struct Backward {
     /// The gradients of the stage's inputs, in their order.
     pub inputs: Vec<Gradient>,

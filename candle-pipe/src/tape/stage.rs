@@ -16,6 +16,7 @@ use std::time::Instant;
 
 /// The data of a forward pass that a stage keeps for the backward pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub enum Keep {
     /// All activations.
     #[default]

@@ -2,8 +2,8 @@
 
 use std::process::ExitCode;
 
-use examples::context::args::Args;
-use examples::context::measure::measure;
+use examples::bench_attention::args::Args;
+use examples::bench_attention::measure::measure;
 use examples::{allocator, cli};
 
 fn main() -> ExitCode {

@@ -2,8 +2,8 @@
 
 use std::process::ExitCode;
 
-use examples::collectives::args::Args;
-use examples::collectives::measure::measure;
+use examples::bench_collectives::args::Args;
+use examples::bench_collectives::measure::measure;
 use examples::launch::{self, Ranks};
 use examples::{allocator, cli};
 

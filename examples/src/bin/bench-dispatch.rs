@@ -2,8 +2,8 @@
 
 use std::process::ExitCode;
 
-use examples::dispatch::args::Args;
-use examples::dispatch::measure::{measure, rows};
+use examples::bench_dispatch::args::Args;
+use examples::bench_dispatch::measure::{measure, rows};
 use examples::{allocator, cli};
 
 fn main() -> ExitCode {

@@ -2,8 +2,8 @@
 
 use std::process::ExitCode;
 
-use examples::embedding::args::Args;
-use examples::embedding::measure::{ROWS, measure};
+use examples::bench_embedding::args::Args;
+use examples::bench_embedding::measure::{ROWS, measure};
 use examples::{allocator, cli};
 
 fn main() -> ExitCode {

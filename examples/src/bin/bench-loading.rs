@@ -2,8 +2,8 @@
 
 use std::process::ExitCode;
 
-use examples::loading::args::Args;
-use examples::loading::measure::measure;
+use examples::bench_loading::args::Args;
+use examples::bench_loading::measure::measure;
 use examples::{allocator, cli};
 
 fn main() -> ExitCode {

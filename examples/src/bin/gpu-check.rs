@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 
 use clap::Parser;
-use examples::gpu::{Args, check};
+use examples::gpu_check::{Args, check};
 
 fn main() -> ExitCode {
     match check(&Args::parse()) {

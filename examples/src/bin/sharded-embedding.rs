@@ -5,13 +5,13 @@ use std::process::ExitCode;
 
 use examples::allocator;
 use examples::cli::Output;
-use examples::clicks::args::Args;
-use examples::clicks::log::Log;
-use examples::clicks::metrics::trivial_log_loss;
-use examples::clicks::outcome::RunName;
-use examples::clicks::report::{self, Report};
-use examples::clicks::training::{held_out_clicks, train};
 use examples::launch::{self, Ranks};
+use examples::sharded_embedding::args::Args;
+use examples::sharded_embedding::log::Log;
+use examples::sharded_embedding::metrics::trivial_log_loss;
+use examples::sharded_embedding::outcome::RunName;
+use examples::sharded_embedding::report::{self, Report};
+use examples::sharded_embedding::training::{held_out_clicks, train};
 
 fn main() -> ExitCode {
     allocator::keep_pages();

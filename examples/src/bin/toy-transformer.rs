@@ -6,10 +6,10 @@ use std::process::ExitCode;
 use examples::allocator;
 use examples::cli::Output;
 use examples::launch::{self, Ranks};
-use examples::toy::args::Args;
-use examples::toy::corpus::Corpus;
-use examples::toy::report::{self, Report};
-use examples::toy::{runs, validate};
+use examples::toy_transformer::args::Args;
+use examples::toy_transformer::corpus::Corpus;
+use examples::toy_transformer::report::{self, Report};
+use examples::toy_transformer::{runs, validate};
 
 fn main() -> ExitCode {
     allocator::keep_pages();

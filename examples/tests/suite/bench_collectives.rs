@@ -5,9 +5,9 @@ use std::process::{Command, Output};
 use crate::common::{refuses, text};
 use candle_core::{Device, Tensor};
 use candle_dist::World;
-use examples::collectives::args::{ByteSize, OpName};
-use examples::collectives::case::Case;
-use examples::collectives::floor;
+use examples::bench_collectives::args::{ByteSize, OpName};
+use examples::bench_collectives::case::Case;
+use examples::bench_collectives::floor;
 use serde_json::Value;
 
 const OPS: [OpName; 7] = [

@@ -6,8 +6,8 @@ use crate::common::{refuses, text};
 use candle_core::{DType, Device, Tensor};
 use candle_dist::World;
 use clap::Parser;
-use examples::embedding::args::Args;
-use examples::embedding::case::{Case, Sharding, Start};
+use examples::bench_embedding::args::Args;
+use examples::bench_embedding::case::{Case, Sharding, Start};
 use serde_json::Value;
 
 fn bench(flags: &[&str]) -> Output {

@@ -3,14 +3,14 @@
 use candle_core::{Device, Tensor};
 use candle_shard::kernels::BagMode;
 use clap::Parser;
-use examples::clicks::args::Args;
-use examples::clicks::features::FEATURES;
-use examples::clicks::log::{Batch, Log};
-use examples::clicks::metrics::Quality;
-use examples::clicks::outcome::{RunName, RunOutcome};
-use examples::clicks::parity::Parity;
-use examples::clicks::training::train;
 use examples::launch::{Patience, Ranks};
+use examples::sharded_embedding::args::Args;
+use examples::sharded_embedding::features::FEATURES;
+use examples::sharded_embedding::log::{Batch, Log};
+use examples::sharded_embedding::metrics::Quality;
+use examples::sharded_embedding::outcome::{RunName, RunOutcome};
+use examples::sharded_embedding::parity::Parity;
+use examples::sharded_embedding::training::train;
 
 fn outcome(name: RunName, loss: f64, element: f32) -> RunOutcome {
     RunOutcome {

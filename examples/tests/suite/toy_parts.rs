@@ -7,11 +7,11 @@ use candle_dist::bits::digest_bytes;
 use candle_pipe::schedule::{Costs, Edges};
 use clap::Parser;
 use examples::comm::CommStat;
-use examples::toy::args::{Args, RunName};
-use examples::toy::corpus::Corpus;
-use examples::toy::outcome::RunOutcome;
-use examples::toy::parity::{LOGIT_FACTOR, Parity};
-use examples::toy::report::{self, Report};
+use examples::toy_transformer::args::{Args, RunName};
+use examples::toy_transformer::corpus::Corpus;
+use examples::toy_transformer::outcome::RunOutcome;
+use examples::toy_transformer::parity::{LOGIT_FACTOR, Parity};
+use examples::toy_transformer::report::{self, Report};
 
 const TOLERANCE: f64 = 1e-4;
 

@@ -4,11 +4,11 @@
 use anyhow::{Context, ensure};
 use clap::Parser;
 use examples::launch::{Patience, Ranks};
-use examples::toy::args::{Args, RunName};
-use examples::toy::corpus::Corpus;
-use examples::toy::outcome::RunOutcome;
-use examples::toy::parity::Parity;
-use examples::toy::runs::run_one;
+use examples::toy_transformer::args::{Args, RunName};
+use examples::toy_transformer::corpus::Corpus;
+use examples::toy_transformer::outcome::RunOutcome;
+use examples::toy_transformer::parity::Parity;
+use examples::toy_transformer::runs::run_one;
 
 /// What f32 allows.
 const TOLERANCE: f64 = 1e-5;

@@ -37,7 +37,7 @@ const CANDLE_DIST: &[Folder] = &[
             "group store",
             "functional mesh train",
             "world",
-            "init",
+            "init testing",
         ],
     ),
     folder(

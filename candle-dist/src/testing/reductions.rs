@@ -1,10 +1,10 @@
 //! all_reduce, reduce and reduce_scatter.
 use super::Case;
 use super::values::{DTYPES, LENGTHS, assert_same, cuts, fractions, input, reduced, start, values};
+use crate::{RankContext, ReduceOp, Result};
 use candle_core::{DType, Device, Tensor};
-use candle_dist::{RankContext, ReduceOp, Result};
 
-pub(crate) const CASES: &[Case] = &[
+pub(super) const CASES: &[Case] = &[
     Case { name: "reductions of every dtype and op", least: 1, run: every_dtype_and_op },
     Case { name: "sums in rank order, the same bits on all ranks", least: 1, run: rank_order },
     Case { name: "reductions of every length", least: 1, run: every_length },

@@ -1,11 +1,11 @@
 //! Several tensors in one call.
 use super::Case;
 use super::values::{assert_same, input};
+use crate::functional::Cut;
+use crate::{Op, RankContext, ReduceOp, Result, comm};
 use candle_core::{DType, Tensor};
-use candle_dist::functional::Cut;
-use candle_dist::{Op, RankContext, ReduceOp, Result, comm};
 
-pub(crate) const CASES: &[Case] = &[
+pub(super) const CASES: &[Case] = &[
     Case { name: "coalesced calls equal single ones and count as one", least: 1, run: equal },
     Case { name: "started coalesced calls cut unevenly, each tensor its own way", least: 1, run: uneven },
 ];

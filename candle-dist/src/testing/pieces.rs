@@ -1,10 +1,10 @@
 //! all_gather, gather, scatter and broadcast.
 use super::Case;
 use super::values::{DTYPES, LENGTHS, assert_same, cuts, input, start};
+use crate::{RankContext, Result};
 use candle_core::DType;
-use candle_dist::{RankContext, Result};
 
-pub(crate) const CASES: &[Case] = &[
+pub(super) const CASES: &[Case] = &[
     Case { name: "gathers and scatters of uneven pieces of every dim", least: 1, run: uneven },
     Case { name: "all_gather of every length", least: 1, run: lengths },
     Case { name: "broadcast from every root", least: 1, run: broadcasts },

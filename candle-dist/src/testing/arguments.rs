@@ -1,9 +1,9 @@
 //! Wrong arguments are refused before anything is sent, and the group stays usable.
 use super::Case;
+use crate::{Error, ProcessGroup, RankContext, ReduceOp, Result};
 use candle_core::{DType, Device, Tensor};
-use candle_dist::{Error, ProcessGroup, RankContext, ReduceOp, Result};
 
-pub(crate) const CASES: &[Case] =
+pub(super) const CASES: &[Case] =
     &[Case { name: "wrong arguments are refused by every rank", least: 2, run: refusals }];
 
 type Wrong = (&'static [&'static str], fn(&ProcessGroup) -> Result<()>);

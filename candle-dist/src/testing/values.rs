@@ -1,9 +1,9 @@
 //! Inputs that every rank can compute, and the expected results of reductions.
+use crate::{ReduceOp, Result};
 use candle_core::{DType, Device, Tensor};
-use candle_dist::{ReduceOp, Result};
 
 /// The dtypes that collectives support.
-pub(crate) const DTYPES: [DType; 10] = [
+pub(super) const DTYPES: [DType; 10] = [
     DType::U8,
     DType::U32,
     DType::I16,
@@ -17,20 +17,20 @@ pub(crate) const DTYPES: [DType; 10] = [
 ];
 
 /// Returns the tensor of `rank`: small whole numbers, which are exact in every dtype.
-pub(crate) fn input(rank: usize, shape: &[usize], dtype: DType) -> Result<Tensor> {
+pub(super) fn input(rank: usize, shape: &[usize], dtype: DType) -> Result<Tensor> {
     let n: usize = shape.iter().product();
     let values: Vec<f32> = (0..n).map(|i| ((i * 7 + rank * 3) % 5 + 1) as f32).collect();
     Ok(Tensor::from_vec(values, shape, &Device::Cpu)?.to_dtype(dtype)?)
 }
 
 /// Returns the tensor of `rank` with fractions, whose sums depend on their order.
-pub(crate) fn fractions(rank: usize, len: usize) -> Result<Tensor> {
+pub(super) fn fractions(rank: usize, len: usize) -> Result<Tensor> {
     let values: Vec<f32> = (0..len).map(|i| ((i * 37 + rank * 101) as f32).sin() * 1e3).collect();
     Ok(Tensor::new(values, &Device::Cpu)?)
 }
 
 /// Returns all elements, exact for the values that are used here.
-pub(crate) fn values(t: &Tensor) -> Result<Vec<f64>> {
+pub(super) fn values(t: &Tensor) -> Result<Vec<f64>> {
     if t.dtype() == DType::F8E4M3 {
         // One by one: compilers may turn candle's conversion of a whole slice into an endless loop.
         let f8 = t.flatten_all()?.to_vec1::<float8::F8E4M3>()?;
@@ -40,7 +40,7 @@ pub(crate) fn values(t: &Tensor) -> Result<Vec<f64>> {
 }
 
 /// Checks shape, dtype, layout and every bit.
-pub(crate) fn assert_same(got: &Tensor, want: &Tensor, what: &str) -> Result<()> {
+pub(super) fn assert_same(got: &Tensor, want: &Tensor, what: &str) -> Result<()> {
     assert_eq!((got.dims(), got.dtype()), (want.dims(), want.dtype()), "{what}");
     let (got_values, want_values) = (values(got)?, values(want)?);
     let equal = got_values.iter().zip(&want_values).all(|(got, want)| got.to_bits() == want.to_bits());
@@ -50,7 +50,7 @@ pub(crate) fn assert_same(got: &Tensor, want: &Tensor, what: &str) -> Result<()>
 }
 
 /// Returns the reduction of the ranks' tensors in rank order, elementwise in f64: exact for whole numbers.
-pub(crate) fn reduced(n: usize, shape: &[usize], dtype: DType, op: ReduceOp) -> Result<Tensor> {
+pub(super) fn reduced(n: usize, shape: &[usize], dtype: DType, op: ReduceOp) -> Result<Tensor> {
     let all = (0..n).map(|r| values(&input(r, shape, dtype)?)).collect::<Result<Vec<_>>>()?;
     let out: Vec<f64> = (0..all[0].len())
         .map(|i| {
@@ -72,16 +72,16 @@ pub(crate) fn reduced(n: usize, shape: &[usize], dtype: DType, op: ReduceOp) -> 
 }
 
 /// Returns sizes of a dim for `n` ranks: even, uneven, and with empty pieces.
-pub(crate) fn cuts(n: usize) -> Vec<Vec<usize>> {
+pub(super) fn cuts(n: usize) -> Vec<Vec<usize>> {
     let empty_tail = (0..n).map(|r| if r == 0 { 3 } else { 0 }).collect();
     vec![vec![2; n], (0..n).map(|r| (r * 2) % 3 + 1).collect(), (0..n).collect(), empty_tail]
 }
 
 /// Returns the offset of the piece of `rank`.
-pub(crate) fn start(sizes: &[usize], rank: usize) -> usize {
+pub(super) fn start(sizes: &[usize], rank: usize) -> usize {
     sizes[..rank].iter().sum()
 }
 
 /// Lengths of f32 tensors that backends may treat differently: sent at once, in several messages, in pieces. Most are
 /// not divisible by the number of ranks.
-pub(crate) const LENGTHS: [usize; 6] = [1, 1023, 5_003, 20_011, 100_003, 300_007];
+pub(super) const LENGTHS: [usize; 6] = [1, 1023, 5_003, 20_011, 100_003, 300_007];

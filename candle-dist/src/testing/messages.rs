@@ -1,12 +1,12 @@
 //! send, recv and batches of them.
 use super::Case;
 use super::values::{DTYPES, LENGTHS, assert_same, input};
+use crate::backend::Envelope;
+use crate::{Error, Message, Pending, ProcessGroup, RankContext, Result};
 use candle_core::{DType, Device, Shape, Tensor};
-use candle_dist::backend::Envelope;
-use candle_dist::{Error, Message, Pending, ProcessGroup, RankContext, Result};
 use std::time::{Duration, Instant};
 
-pub(crate) const CASES: &[Case] = &[
+pub(super) const CASES: &[Case] = &[
     Case { name: "a ring: sends do not wait, and order is kept", least: 2, run: ring },
     Case { name: "sends never wait, however much is unread", least: 2, run: unread },
     Case { name: "messages of every dtype and length in order", least: 2, run: lengths },

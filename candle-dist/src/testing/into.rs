@@ -1,11 +1,11 @@
 //! Results in given memory.
 use super::Case;
 use super::values::{DTYPES, LENGTHS, assert_same, cuts, input, reduced, start};
+use crate::backend::{Op, Tensors};
+use crate::{Error, Pending, ProcessGroup, RankContext, ReduceOp, Result, backend::Call};
 use candle_core::{DType, Device, Tensor, Var};
-use candle_dist::backend::{Op, Tensors};
-use candle_dist::{Error, Pending, ProcessGroup, RankContext, ReduceOp, Result, backend::Call};
 
-pub(crate) const CASES: &[Case] = &[
+pub(super) const CASES: &[Case] = &[
     Case { name: "results go to given memory as they go to new memory", least: 1, run: same_as_new },
     Case { name: "given memory of every length, again and again", least: 1, run: lengths },
     Case { name: "started calls write to given memory", least: 1, run: started },

@@ -1,10 +1,10 @@
 //! Results that overwrite inputs.
 use super::Case;
 use super::values::{DTYPES, assert_same, fractions, input, reduced};
+use crate::{Op, RankContext, ReduceOp, Result, comm};
 use candle_core::{DType, Tensor, Var};
-use candle_dist::{Op, RankContext, ReduceOp, Result, comm};
 
-pub(crate) const CASES: &[Case] = &[
+pub(super) const CASES: &[Case] = &[
     Case { name: "results take the place of inputs", least: 1, run: replaced },
     Case { name: "large sums have the bits of small ones", least: 1, run: bits },
 ];

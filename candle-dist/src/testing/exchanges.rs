@@ -1,11 +1,11 @@
 //! all_to_all of pieces and of routed rows.
 use super::Case;
 use super::values::{DTYPES, assert_same, cuts, input, start};
+use crate::{RankContext, Result};
 use candle_core::{DType, Tensor};
-use candle_dist::{RankContext, Result};
 use itertools::iproduct;
 
-pub(crate) const CASES: &[Case] = &[
+pub(super) const CASES: &[Case] = &[
     Case { name: "all_to_all moves the sharded dim", least: 1, run: moves },
     Case { name: "all_to_all of large pieces", least: 1, run: large },
     Case { name: "all_to_all_single sends each pair its rows", least: 1, run: routed },

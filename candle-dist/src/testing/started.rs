@@ -1,11 +1,11 @@
 //! Started calls.
 use super::Case;
 use super::values::{LENGTHS, assert_same, input};
+use crate::{Pending, RankContext, ReduceOp, Result};
 use candle_core::{DType, Device, Tensor, Var};
-use candle_dist::{Pending, RankContext, ReduceOp, Result};
 use std::time::Duration;
 
-pub(crate) const CASES: &[Case] = &[
+pub(super) const CASES: &[Case] = &[
     Case { name: "started calls may be waited for in any order", least: 1, run: any_order },
     Case { name: "a started call is ready when all have started it", least: 2, run: ready },
     // The variable of one rank is passed directly.

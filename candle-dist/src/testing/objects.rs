@@ -1,10 +1,10 @@
 //! Values of any serde type.
 use super::Case;
-use candle_dist::{MAX_OBJECT_BYTES, RankContext, Result};
+use crate::{MAX_OBJECT_BYTES, RankContext, Result};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-pub(crate) const CASES: &[Case] = &[
+pub(super) const CASES: &[Case] = &[
     Case { name: "objects of every size go where they are wanted", least: 1, run: everywhere },
     Case { name: "objects that cannot be sent are one error on all ranks", least: 1, run: refused },
     Case { name: "objects of the wrong number or from nobody are refused", least: 1, run: missing },

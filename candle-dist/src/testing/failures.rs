@@ -1,20 +1,24 @@
 //! Ranks that make different calls: the same error on every rank.
+use crate::{RankContext, ReduceOp, Result};
 use candle_core::{DType, Device, Tensor};
-use candle_dist::{RankContext, ReduceOp, Result};
 use std::time::Duration;
 
 /// A failure of one rank.
-pub(crate) struct Failure {
-    pub(crate) name: &'static str,
+#[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
+pub struct Failure {
+    /// Its name, for reports.
+    pub name: &'static str,
     /// The text of the error.
-    pub(crate) text: &'static str,
+    pub text: &'static str,
     /// Whether the failing rank panics or ends the process of its rank, and thus returns no error.
-    pub(crate) silent: bool,
-    pub(crate) run: fn(&RankContext) -> Result<()>,
+    pub silent: bool,
+    /// Runs it as one rank. It returns the error that stopped the world.
+    pub run: fn(&RankContext) -> Result<()>,
 }
 
 /// All ways in which a rank can fail, except a crash of its process.
-pub(crate) const FAILURES: &[Failure] = &[
+pub const FAILURES: &[Failure] = &[
     Failure {
         name: "op",
         text: "(op differs)",

@@ -1,11 +1,11 @@
 //! Groups of some ranks in any order.
 use super::Case;
 use super::values::{assert_same, input};
+use crate::{Error, ProcessGroup, RankContext, ReduceOp, Result};
 use candle_core::{DType, Device, Tensor};
-use candle_dist::{Error, ProcessGroup, RankContext, ReduceOp, Result};
 use std::time::Duration;
 
-pub(crate) const CASES: &[Case] = &[
+pub(super) const CASES: &[Case] = &[
     Case { name: "split counts ranks in the order of keys", least: 1, run: split },
     Case { name: "only members make a group, as often as they like", least: 2, run: members },
     Case { name: "groups that overlap do not meet", least: 2, run: overlapping },

@@ -1,0 +1,61 @@
+//! The batch of a step, checked before any communication.
+use super::Runtime;
+use super::clock::Nanos;
+use crate::graph::{Inputs, ValueId};
+use crate::microbatch::{Masked, Microbatches};
+use crate::{Error, Result, StepOptions, Value};
+use candle_core::Tensor;
+use candle_dist::TensorTree;
+use std::collections::HashSet;
+use std::ops::Range;
+
+/// The inputs, rows and weights of all microbatches, and how they are run.
+pub(super) struct Batch<'a> {
+    pub(super) inputs: Vec<Inputs>,
+    pub(super) rows: Vec<Range<usize>>,
+    pub(super) masked: Vec<Option<Masked>>,
+    pub(super) weights: Vec<f64>,
+    pub(super) options: &'a StepOptions,
+    /// Whether there are backward passes.
+    pub(super) backward: bool,
+    /// The time at which the last rank reached the step.
+    pub(super) began: Nanos,
+}
+
+impl<'a> Batch<'a> {
+    pub(super) fn new(runtime: &Runtime, cut: &Microbatches, options: &'a StepOptions, backward: bool) -> Result<Self> {
+        let microbatches = runtime.training.schedule().microbatches();
+        if cut.len() != microbatches {
+            let reason = format!("{} microbatches for a schedule of {microbatches}", cut.len());
+            return Err(Error::Microbatches(format!("{reason}; cut the batch into as many, or use another schedule")));
+        }
+        if options.split_backward {
+            let reason = "split_backward on ranks, where the schedule defines the split; leave it out, and use a \
+                          schedule with W, such as zb-h1";
+            return Err(Error::Schedule(reason.into()));
+        }
+        let used = runtime.stages.values().flat_map(|stage| &stage.def().inputs);
+        let used: HashSet<ValueId> = used.filter(|input| input.from.is_none()).map(|input| input.value).collect();
+        let bind = |(args, kwargs)| runtime.signature.bind_for(args, kwargs, |input| used.contains(&input));
+        let inputs: Vec<Inputs> = cut.iter().map(bind).collect::<Result<_>>()?;
+        let mut values = inputs.iter().flatten();
+        let tracked = values.find(|(_, input)| backward && input.tensors().into_iter().any(Tensor::track_op));
+        if let Some((&value, _)) = tracked {
+            let name = runtime.info.graph.value_name(value);
+            let reason = format!("input {name:?} is tracked, but ranks compute no gradients of inputs");
+            return Err(Error::Pipe(format!("{reason}; detach it, or make it a parameter of a node")));
+        }
+        let (rows, weights) = (cut.row_ranges(options.first_row), options.weights(cut, runtime.info.graph.loss)?);
+        let masked = Masked::of(cut, options.first_row, &runtime.info.graph, &runtime.signature)?;
+        Ok(Self { inputs, rows, masked, weights, options, backward, began: 0 })
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.rows.len()
+    }
+
+    pub(super) fn input(&self, microbatch: usize, value: ValueId) -> Result<Value> {
+        let missing = || Error::Pipe(format!("input {value} is missing"));
+        self.inputs[microbatch].get(&value).cloned().ok_or_else(missing)
+    }
+}
