@@ -9,8 +9,8 @@ reads both formats back and must compute the same results.
 
 There are no weight files: `weight` computes the weights from their names and positions, and the tests do the same.
 
-PYTHON benchmarks/llama_facts.py FOLDER TEXT LENGTH instead loads a checkpoint of `llama --save` with transformers, and
-prints JSON to compare with the output of `llama`: the mean loss of the sequences of TEXT, which
+PYTHON benchmarks/llama_facts.py FOLDER TEXT LENGTH instead loads a checkpoint of `lm train --save` with transformers, and
+prints JSON to compare with the output of `lm`: the mean loss of the sequences of TEXT, which
 `--valid TEXT --seq-len LENGTH` prints, and the text that greedy decoding writes after "Once".
 """
 import json

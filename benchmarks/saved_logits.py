@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compares a checkpoint that `llama --train --save` wrote, loaded by transformers, with `llama`'s own logits of it.
+"""Compares a checkpoint that `lm train --save` wrote, loaded by transformers, with `lm`'s own logits of it.
 
 Usage: PYTHON benchmarks/saved_logits.py [FOLDER OF THE PROGRAMS], by default target/release, with a Python that has torch
 and transformers 5; build with `cargo build --release -p examples --bins --examples` before.
@@ -7,7 +7,7 @@ and transformers 5; build with `cargo build --release -p examples --bins --examp
 Each model is trained on README.md for some steps, saved, and loaded by transformers from its folder alone. Then the
 logits after each token of a text are compared. The exit status is 1 if one differs by more than 1e-3.
 
-- random: the small random model of `llama`, on 2 ranks x 2 replicas.
+- random: the small random model of `lm`, on 2 ranks x 2 replicas.
 - each model of examples/tests/suite/llama/facts.json in both forms of its config (transformers 5 and 4), on 2 ranks.
 """
 import json
@@ -31,7 +31,7 @@ def compared(programs, flags):
     """Returns the largest difference between the logits of a saved checkpoint, the largest logit, and the number of tokens."""
     with tempfile.TemporaryDirectory() as folder:
         train = ["--train", str(ROOT / "README.md"), "--steps", "20", "--batch", "4", "--seq-len", "32", "--lr", "0.003"]
-        subprocess.run([programs / "llama", *train, "--save", folder, *flags], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run([programs / "lm", *train, "--save", folder, *flags], check=True, stdout=subprocess.DEVNULL)
         (saved,) = Path(folder).glob("step-*")
         arguments = ["--model", saved, "--text", TEXT]
         ours = json.loads(subprocess.check_output([programs / "examples" / "llama-logits", *arguments]))

@@ -8,7 +8,7 @@ use candle_shard::nn::{
     FusedQkv, Heads, Linear, QuantizedEmbedding, QuantizedLinear, QuantizedQkv, ShardedVarBuilder, Width,
 };
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
-use candle_shard::{DTensor, Placement, Replicate, Result, Shard, Weights};
+use candle_shard::{DTensor, Replicate, Result, Shard, Weights};
 use std::path::Path;
 use std::sync::Arc;
 use test_utils::{Scratch, on_ranks};
@@ -33,7 +33,7 @@ fn a_weight_cut_by_rows_gives_the_bits_of_one_device() {
     let folder = Scratch::new("quantized-rows");
     for dtype in of_weights() {
         for rows in [3, 16, 37, 64] {
-            let path = folder.path(&format!("{dtype:?}-{rows}.gguf"));
+            let path = folder.path(format!("{dtype:?}-{rows}.gguf"));
             let whole = Arc::new(quantized((rows, 512), dtype));
             save(&path, &[], &[("up.weight", &whole)]);
             let x = values(&[2, 3, 512], 3, DType::F32);
@@ -74,7 +74,7 @@ fn assert_near(got: &[f32], want: &[f32], relative: f32) {
 fn a_weight_cut_by_blocks_of_columns_differs_by_the_order_of_sums_alone() {
     let folder = Scratch::new("quantized-columns");
     for dtype in of_weights() {
-        let path = folder.path(&format!("{dtype:?}.gguf"));
+        let path = folder.path(format!("{dtype:?}.gguf"));
         let whole = Arc::new(quantized((32, 768), dtype));
         save(&path, &[], &[("down.weight", &whole)]);
         let x = values(&[4, 768], 5, DType::F32);
@@ -137,7 +137,7 @@ fn heads_are_cut_as_those_of_floats_and_shared_where_there_are_few_of_them() {
     for (query, key_value) in [(6, 6), (6, 3), (9, 3), (4, 1), (4, 2)] {
         for with_bias in [false, true] {
             let (dim, hidden) = (32, 64);
-            let path = folder.path(&format!("{query}-{key_value}-{with_bias}.gguf"));
+            let path = folder.path(format!("{query}-{key_value}-{with_bias}.gguf"));
             let weight = |heads: usize| quantized((heads * dim, hidden), GgmlDType::Q4_1);
             let bias = |heads: usize| {
                 QTensor::quantize(&values(&[heads * dim], heads as u64, DType::F32), GgmlDType::F32).unwrap()
@@ -212,7 +212,7 @@ fn layers_that_cannot_be_built_say_why() {
         assert!(said(QuantizedLinear::new(768, 4, false, &fresh.pp("w"))).contains("only weights in files"));
         assert_eq!((vb.pp("w").quantized_block("weight"), vb.pp("plain").quantized_block("weight")), (Some(256), None));
         // The same weight as floats may be cut anywhere.
-        assert_eq!(Linear::new(768, 4, false, &vb.pp("w"))?.placements(), [Placement::from(Shard(1))]);
+        assert_eq!(Linear::new(768, 4, false, &vb.pp("w"))?.placements(), [Shard(1)]);
         Ok(())
     });
 }

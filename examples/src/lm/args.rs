@@ -268,9 +268,11 @@ impl Args {
             );
         }
         match (self.command, &self.training.train) {
-            (Some(Command::Train), None) => require!(false, "train has no text: give --train FILE."),
+            (Some(Command::Train), None) => {
+                require!(false, "train has no text: give --train FILE.");
+            }
             (Some(Command::Generate | Command::Info), Some(_)) => {
-                require!(false, "only train trains: leave out --train, or say train.")
+                require!(false, "only train trains: leave out --train, or say train.");
             }
             _ => {}
         }

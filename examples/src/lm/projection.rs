@@ -51,8 +51,8 @@ pub(super) fn in_blocks(size: usize, granule: usize) -> Width {
 /// Query, key and value projections.
 #[derive(Debug)]
 pub(super) enum Qkv {
-    Dense(FusedQkv),
-    Quantized(QuantizedQkv),
+    Dense(Box<FusedQkv>),
+    Quantized(Box<QuantizedQkv>),
 }
 
 const NAMES: [&str; 3] = ["q_proj", "k_proj", "v_proj"];
@@ -64,9 +64,9 @@ impl Qkv {
         Ok(match is_quantized {
             true => {
                 let granule = granule(&vb.pp("o_proj"));
-                Self::Quantized(QuantizedQkv::with_names(hidden, heads, granule, bias, NAMES, vb)?)
+                Self::Quantized(QuantizedQkv::with_names(hidden, heads, granule, bias, NAMES, vb)?.into())
             }
-            false => Self::Dense(FusedQkv::with_names(hidden, heads, bias, NAMES, vb)?),
+            false => Self::Dense(FusedQkv::with_names(hidden, heads, bias, NAMES, vb)?.into()),
         })
     }
 

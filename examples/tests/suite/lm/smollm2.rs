@@ -52,26 +52,24 @@ fn a_real_model_writes_the_text_of_transformers_on_every_mesh() {
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         serde_json::from_slice(&output.stdout).unwrap()
     };
-    let meshes: [(&[&str], f32); 5] = [
-        (&["--tp", "1"], 0.5),
-        (&["--tp", "2"], 0.5),
-        (&["--tp", "3"], 0.5),
-        (&["--pp", "2"], 0.5),
-        // The floats that transformers computes with.
-        (&["--tp", "2", "--dequantize"], 1e-3),
-    ];
-    for (flags, near) in meshes {
-        let report = run(flags);
-        let top: Vec<(u32, f32)> = serde_json::from_value(report["logits_top"].clone()).unwrap();
-        for (token, want) in &fact.logits_top[..5] {
-            let got = top.iter().find(|(known, _)| known == token).map(|(_, logit)| *logit);
-            assert!(
-                got.is_some_and(|got| (got - want).abs() < near),
-                "{flags:?}: {got:?} instead of {want} of {token}"
-            );
+    let meshes = ["--tp 1", "--tp 2", "--tp 3", "--pp 2"];
+    for mesh in meshes {
+        for dequantize in [false, true] {
+            let flags: Vec<&str> = mesh.split(' ').chain(dequantize.then_some("--dequantize")).collect();
+            let report = run(&flags);
+            // Products with blocks round what they are multiplied with to 8 bits, so that texts part after some tokens.
+            let (near, same) = if dequantize { (1e-3, fact.tokens.len()) } else { (0.5, 4) };
+            let top: Vec<(u32, f32)> = serde_json::from_value(report["logits_top"].clone()).unwrap();
+            for (token, want) in &fact.logits_top[..5] {
+                let got = top.iter().find(|(known, _)| known == token).map(|(_, logit)| *logit);
+                let is_near = got.is_some_and(|got| (got - want).abs() < near);
+                assert!(is_near, "{flags:?}: {got:?} instead of {want} of {token}");
+            }
+            let tokens: Vec<u32> = serde_json::from_value(report["tokens"].clone()).unwrap();
+            assert_eq!(tokens[..same], fact.tokens[..same], "{flags:?}");
+            if dequantize {
+                assert_eq!(report["text"], format!("{}{}", fact.prompt, fact.text), "{flags:?}");
+            }
         }
-        let tokens: Vec<u32> = serde_json::from_value(report["tokens"].clone()).unwrap();
-        assert_eq!(tokens, fact.tokens, "{flags:?}");
-        assert_eq!(report["text"], format!("{}{}", fact.prompt, fact.text), "{flags:?}");
     }
 }
