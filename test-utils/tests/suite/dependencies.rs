@@ -1,7 +1,7 @@
 //! The lock file of the workspace.
 use std::path::Path;
 
-/// candle-shard turns on AVX-512 in the crate that multiplies candle's matrices by naming the same version of it. Two
+/// candle-dist-kernels turns on AVX-512 in the crate that multiplies candle's matrices by naming the same version of it. Two
 /// versions would mean that the feature has no effect on candle.
 #[test]
 fn candle_and_the_feature_for_avx512_share_one_gemm() {
