@@ -16,6 +16,7 @@
 //! }
 //! # Ok::<(), candle_dist::WorldError>(())
 //! ```
+#![allow(clippy::unwrap_used)] // a panic is how a case fails
 mod arguments;
 mod coalesced;
 mod exchanges;
