@@ -6,11 +6,11 @@ mod cases;
 
 use cases::{Case, FAILURES};
 use std::sync::{Arc, Mutex};
-use test_utils::{Ranks, on_ranks};
+use test_utils::{Ranks, on_ranks, worlds};
 
 fn check(list: &'static [Case]) {
     for case in list {
-        for n in case.least..=5 {
+        for n in worlds(case.least..=5) {
             on_ranks(n, &format!("{} on {n}", case.name), case.run);
         }
     }
@@ -35,7 +35,7 @@ groups!(reductions, pieces, exchanges, in_place, into, started, coalesced, messa
 #[test]
 fn failures_are_the_same_on_every_rank() {
     for failure in FAILURES {
-        for n in 2..=5 {
+        for n in worlds(2..=5) {
             let errors: Arc<Mutex<Vec<String>>> = Arc::default();
             let heard = errors.clone();
             let outcome = Ranks::new(n, failure.name).run(move |ctx| -> candle_dist::Result<()> {
