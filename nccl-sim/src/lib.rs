@@ -25,5 +25,7 @@ mod nccl;
 mod number;
 mod report;
 mod settings;
+#[cfg(test)]
+mod tests;
 
 include!(concat!(env!("OUT_DIR"), "/unmodeled.rs"));

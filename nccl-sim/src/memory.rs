@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 const ALIGNMENT: usize = 256;
 /// The byte of fresh and freed memory: NaN in every float, out of range as an index.
-const NOISE: u8 = 0xff;
+pub(crate) const NOISE: u8 = 0xff;
 
 /// One access to memory.
 #[derive(Clone, Debug)]

@@ -2,7 +2,11 @@
 use candle_dist::World;
 use std::ops::RangeInclusive;
 
-fn is_nccl() -> bool {
+/// Returns whether tests run over NCCL.
+///
+/// # Panics
+/// If the backend is unknown.
+pub fn over_nccl() -> bool {
     match std::env::var("CANDLE_TEST_BACKEND").as_deref() {
         Err(_) | Ok("local") => false,
         Ok("nccl") => true,
@@ -15,7 +19,7 @@ fn is_nccl() -> bool {
 /// # Panics
 /// If the backend is unknown, or not in this build.
 pub fn worlds(range: RangeInclusive<usize>) -> Vec<usize> {
-    match is_nccl() {
+    match over_nccl() {
         false => range.collect(),
         true => [gpus()].into_iter().filter(|size| range.contains(size)).collect(),
     }
@@ -36,7 +40,7 @@ fn gpus() -> usize {
 /// Returns a world of threads over the backend, each on a GPU of its own if there are GPUs.
 #[cfg(feature = "nccl")]
 pub(crate) fn world(size: usize) -> Result<World, String> {
-    if !is_nccl() {
+    if !over_nccl() {
         return Ok(World::local(size));
     }
     let devices = (0..size).map(candle_core::Device::new_cuda_with_stream);
@@ -46,5 +50,5 @@ pub(crate) fn world(size: usize) -> Result<World, String> {
 
 #[cfg(not(feature = "nccl"))]
 pub(crate) fn world(size: usize) -> Result<World, String> {
-    if is_nccl() { Err(format!("{} GPUs", gpus())) } else { Ok(World::local(size)) }
+    if over_nccl() { Err(format!("{} GPUs", gpus())) } else { Ok(World::local(size)) }
 }

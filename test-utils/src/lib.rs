@@ -15,7 +15,7 @@ mod subtests;
 mod sweep;
 pub mod toy;
 
-pub use backend::worlds;
+pub use backend::{over_nccl, worlds};
 pub use converter::DTensorConverter;
 pub use harness::{Ranks, on_ranks};
 pub use leaf::{Lay, Leaf, block, distance, lays, mesh, on_axes, strided, tolerance, value_error, values};

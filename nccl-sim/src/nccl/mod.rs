@@ -2,14 +2,14 @@
 //!
 //! Rules: NCCL User Guide, "Creating a Communicator", "Group Calls", "Thread Safety" and the API; the section is named
 //! where a rule is applied.
-mod api;
+pub(crate) mod api;
 mod exchange;
 mod init;
 mod part;
 
 use crate::clock::{Clock, Mark};
 use crate::engine::{Sim, StreamKind, Work};
-use crate::memory::{Accessor, Memory};
+use crate::memory::{Accessor, Memory, NOISE};
 use crate::report::{Kind, Site, fault};
 use exchange::Exchange;
 pub(crate) use part::Part;
@@ -133,9 +133,10 @@ impl Comms {
             launch.started = true;
             for part in &launch.parts {
                 let who = Accessor { clock, agent, site };
-                let data = part.input(&shared).and_then(|(address, len)| {
-                    memory.note_read(address, len, device, &who).then_some(())?;
-                    memory.peek(address, len, device, &who).map(<[u8]>::to_vec)
+                let data = part.input(&shared).map(|(address, len)| {
+                    let known = memory.note_read(address, len, device, &who);
+                    let bytes = if known { memory.peek(address, len, device, &who) } else { None };
+                    bytes.map_or(vec![NOISE; len], <[u8]>::to_vec)
                 });
                 for key in part.announces(&shared) {
                     self.exchange.put(key, part.head(site), data.clone().unwrap_or_default(), clock.clone());

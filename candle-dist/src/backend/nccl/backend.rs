@@ -6,6 +6,7 @@ use super::lane::Outbox;
 use super::rank::{Rank, cuda};
 use super::transfer::{self, Prepared, follow, issue, issue_in_place, issue_receive};
 use super::watch::{Inside, Watch};
+use crate::backend::device::is_per_thread;
 use crate::backend::{Backend, Call, Fresh, Op, Results, StartedCall, Tensors, overwrite};
 use crate::control::channel;
 use crate::{Cause, Error, GroupFailure, Result, hash};
@@ -88,13 +89,21 @@ impl NcclBackend {
 
     /// Enqueues the call on the stream of its tensors, or on `side`, which then waits for that stream.
     fn launch(&self, call: Arc<Call>, tensors: Tensors, side: Option<Arc<CudaStream>>) -> Result<Flight> {
+        // The ranks of a scatter have no tensor that says on which device they want theirs.
+        let default = call.device == DeviceLocation::Cpu && call.op != Op::Scatter;
+        let on_host =
+            |i| tensors.get(i).map_or(default, |tensor: &Tensor| tensor.device().is_cpu() && call.op != Op::Scatter);
+        let count = 1 + call.rest.len();
+        let to_host: Vec<bool> = (0..count).map(on_host).collect();
         let tensors = self.on_gpu(call.op, tensors)?;
         let device = match tensors.first().map(Tensor::device) {
             Some(Device::Cuda(device)) => device.clone(),
             _ => self.rank.device.clone(),
         };
         let main = device.cuda_stream();
-        let count = 1 + call.rest.len();
+        // NCCL's thread would take the stream of this thread for its own.
+        let side =
+            side.or_else(|| is_per_thread(&Device::Cuda(device.clone())).then(|| self.rank.device.cuda_stream()));
         let prepare = |i: usize| Prepared::new(&device, &call, i, self.me, tensors.get(i));
         let prepared = (0..count).map(prepare).collect::<Result<Vec<_>>>()?;
         let comm = self.comm()?;
@@ -106,12 +115,14 @@ impl NcclBackend {
             follow(side, &main)?;
         }
         let stream = side.as_ref().unwrap_or(&main);
-        issue(&comm, stream, &call, &prepared)?;
+        let issued = issue(&comm, stream, &call, &prepared);
         for other in other_streams(&tensors, &main) {
             follow(&other, stream)?; // before the packed data is freed there
         }
         let done = side.map(|side| side.record_event(None)).transpose().map_err(cuda)?;
-        Ok(Flight { call, main, done, prepared, kept: tensors })
+        // Even if NCCL refused a part, its memory is freed only after the part that runs.
+        let flight = Flight { rank: self.rank.clone(), main, done, prepared, to_host, kept: tensors };
+        issued.map(|()| flight)
     }
 
     /// Waits on the host until all ranks have arrived, and fails unless all made the same call.
@@ -148,12 +159,14 @@ fn other_streams(tensors: &[Tensor], main: &Arc<CudaStream>) -> Vec<Arc<CudaStre
 
 /// A call that is enqueued on the GPU.
 struct Flight {
-    call: Arc<Call>,
+    rank: Arc<Rank>,
     /// The stream on which the tensors are used and freed.
     main: Arc<CudaStream>,
     /// Marks the end of the call if it runs on another stream.
     done: Option<CudaEvent>,
     prepared: Vec<Prepared>,
+    /// Whether each result goes to the host.
+    to_host: Vec<bool>,
     /// The tensors that the call reads. They may be freed on `main` once that stream waits for the call.
     kept: Tensors,
 }
@@ -162,12 +175,17 @@ impl Flight {
     /// Returns the results. `main` waits for them, the host does not.
     fn land(mut self) -> Result<Results> {
         self.rejoin()?;
-        // The ranks of a scatter have no tensor that says on which device they want theirs.
-        let to_host = self.call.device == DeviceLocation::Cpu && self.call.op != Op::Scatter;
         let mut results = Results::new();
-        for prepared in std::mem::take(&mut self.prepared) {
+        for (prepared, &to_host) in std::mem::take(&mut self.prepared).into_iter().zip(&self.to_host) {
             let Some(made) = prepared.land()? else { continue };
-            results.push(if to_host { Fresh::copy_of(&made.into_tensor().to_device(&Device::Cpu)?)? } else { made });
+            if !to_host {
+                results.push(made);
+                continue;
+            }
+            let copy = made.into_tensor().to_device(&Device::Cpu)?;
+            // An abort ends the call and the copy, which then holds nothing. It comes after the failure is recorded.
+            self.rank.watch.check()?;
+            results.push(Fresh::copy_of(&copy)?);
         }
         Ok(results)
     }
@@ -189,18 +207,17 @@ impl Drop for Flight {
 
 /// A started collective.
 struct Started {
-    rank: Arc<Rank>,
     flight: Flight,
 }
 
 impl StartedCall for Started {
     fn is_ready(&self) -> Result<bool> {
-        self.rank.watch.check()?;
+        self.flight.rank.watch.check()?;
         self.flight.done.as_ref().map_or(Ok(true), |done| done.try_is_complete().map_err(cuda))
     }
 
     fn finish(self: Box<Self>) -> Result<Results> {
-        self.rank.watch.check()?;
+        self.flight.rank.watch.check()?;
         self.flight.land()
     }
 }
@@ -240,15 +257,22 @@ impl Backend for NcclBackend {
         let _inside = self.enter(&call)?;
         let placed = self.on_gpu(call.op, smallvec![tensor.clone()])?;
         let Device::Cuda(device) = placed[0].device() else { return Ok(()) };
-        let comm = self.comm()?;
-        issue_in_place(&comm, &device.cuda_stream(), &call, &placed[0])
+        let (comm, main) = (self.comm()?, device.cuda_stream());
+        if !is_per_thread(placed[0].device()) {
+            return issue_in_place(&comm, &main, &call, &placed[0]);
+        }
+        let stream = self.rank.device.cuda_stream();
+        follow(&stream, &main)?;
+        let issued = issue_in_place(&comm, &stream, &call, &placed[0]);
+        follow(&main, &stream)?;
+        issued
     }
 
     fn start(&self, call: Call, tensors: Tensors) -> Result<Box<dyn StartedCall>> {
         let call = Arc::new(call);
         let _inside = self.enter(&call)?;
         let flight = self.launch(call, tensors, Some(self.rank.side_stream()?))?;
-        Ok(Box::new(Started { rank: self.rank.clone(), flight }))
+        Ok(Box::new(Started { flight }))
     }
 
     fn send(&self, call: Call, tensor: Tensor) -> Result<()> {

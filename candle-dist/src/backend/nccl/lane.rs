@@ -32,6 +32,22 @@ struct Outgoing {
     ready: CudaEvent,
 }
 
+/// A message that the GPU may still read.
+struct UnderWay {
+    tensor: Tensor,
+    arrived: CudaEvent,
+}
+
+impl Drop for UnderWay {
+    fn drop(&mut self) {
+        // The memory is freed on the tensor's stream, also when the courier stops early: after the send has read it. A
+        // drop cannot return errors.
+        if let Device::Cuda(device) = self.tensor.device() {
+            let _ = device.cuda_stream().wait(&self.arrived);
+        }
+    }
+}
+
 impl Outbox {
     /// Opens the channel `id` between two ranks of the world, the sender first.
     pub(super) fn open(rank: &Arc<Rank>, id: u64, ends: [usize; 2]) -> Result<Self> {
@@ -75,20 +91,21 @@ fn deliver(rank: &Arc<Rank>, id: UniqueId, incoming: &Receiver<Outgoing>) -> Res
     rank.bind()?;
     let comm = rank.join(id, 2, 0)?;
     let stream = rank.device.cuda_stream().context().new_stream().map_err(cuda)?;
-    let mut under_way: VecDeque<(Tensor, CudaEvent)> = VecDeque::new();
+    let mut under_way: VecDeque<UnderWay> = VecDeque::new();
     loop {
         match incoming.recv_timeout(TIDY) {
             Ok(Outgoing { tensor, ready }) => {
                 stream.wait(&ready).map_err(cuda)?;
-                issue_send(&comm, &stream, &tensor, 1)?;
-                under_way.push_back((tensor, stream.record_event(None).map_err(cuda)?));
+                let sent = issue_send(&comm, &stream, &tensor, 1);
+                under_way.push_back(UnderWay { tensor, arrived: stream.record_event(None).map_err(cuda)? });
+                sent?;
             }
             Err(RecvTimeoutError::Timeout) => rank.watch.check()?,
             Err(RecvTimeoutError::Disconnected) => break,
         }
-        while under_way.front().is_some_and(|(_, arrived)| arrived.is_complete()) {
+        while under_way.front().is_some_and(|message| message.arrived.is_complete()) {
             under_way.pop_front();
         }
     }
-    under_way.iter().try_for_each(|(_, arrived)| rank.wait(arrived))
+    under_way.iter().try_for_each(|message| rank.wait(&message.arrived))
 }

@@ -11,7 +11,7 @@
 //! | results of [`recv`](Backend::recv) and scatter | are on this rank's GPU |
 //! | tags | each pair of ranks has a channel per tag, created on first use: use few tags |
 //! | a send | never waits; a thread of the backend delivers it when the receiver is ready |
-//! | ranks that make different calls | time out, unless calls are compared (`InitOptions::debug`) |
+//! | ranks that make different calls | get an error if they are threads; processes time out, unless calls are compared (`InitOptions::debug`) |
 //!
 //! A rank's watchdog checks its communicators several times a second. It aborts them if NCCL reports an error, a call
 //! exceeds the timeout, or the world has failed, so that no stream waits forever. Results computed from an aborted call
@@ -22,6 +22,7 @@ mod plan;
 mod backend;
 #[cfg(feature = "nccl")]
 mod comm;
+mod compare;
 mod devices;
 mod errors;
 #[cfg(feature = "nccl")]
@@ -45,6 +46,8 @@ use std::sync::Arc;
 pub(crate) use backend::NcclBackend;
 #[cfg(feature = "nccl")]
 pub use comm::library_version;
+#[cfg(feature = "nccl")]
+pub(crate) use compare::Calls;
 #[cfg(feature = "nccl")]
 pub(crate) use devices::check as check_devices;
 #[cfg(feature = "nccl")]

@@ -8,7 +8,7 @@ use crate::{Error, Result};
 use candle_core::backend::BackendDevice;
 use candle_core::cuda_backend::CudaStorageSlice;
 use candle_core::{CudaDevice, CudaStorage, DType, Shape, Storage, Tensor};
-use cudarc::driver::{CudaSlice, CudaStream, DevicePtr};
+use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DevicePtrMut};
 use cudarc::nccl::sys;
 use std::ffi::c_void;
 
@@ -58,7 +58,8 @@ impl Prepared {
 
     /// Returns the result. Unpacking is enqueued on the stream of the tensor's device.
     pub(super) fn land(self) -> Result<Option<Fresh>> {
-        let (Some(received), Some(shape)) = (self.received, self.plan.shape) else { return Ok(None) };
+        let (Some(mut received), Some(shape)) = (self.received, self.plan.shape) else { return Ok(None) };
+        written(&mut received);
         let storage = match &self.plan.unpack {
             Some(moves) => moves.apply(&received, 0)?,
             None => received,
@@ -94,11 +95,12 @@ pub(super) fn issue_send(comm: &Comm, stream: &CudaStream, tensor: &Tensor, peer
 /// Enqueues a receive of a tensor of `call`'s shape and dtype from the member `peer`, into new memory of `device`.
 pub(super) fn issue_receive(comm: &Comm, device: &CudaDevice, call: &Call, peer: usize) -> Result<Fresh> {
     let (shape, dtype) = (Shape::from(call.shape.as_slice()), call.dtype.unwrap_or(DType::U8));
-    let storage = memory(device, shape.elem_count(), dtype)?;
+    let mut storage = memory(device, shape.elem_count(), dtype)?;
     let receives = vec![Span { peer, start: 0, len: shape.elem_count() }];
     let (transfer, place) = (Transfer::SendReceive { sends: Vec::new(), receives }, address(&storage, 0));
     let stream = device.cuda_stream();
     comm.issue("recv", &stream, |comm, stream| enqueue(&transfer, (0, place), dtype, None, comm, stream))?;
+    written(&mut storage);
     Ok(Fresh { storage: Storage::Cuda(storage), shape })
 }
 
@@ -185,7 +187,6 @@ fn kind(dtype: DType) -> Option<sys::ncclDataType_t> {
     Some(match dtype {
         DType::U8 => sys::ncclDataType_t::ncclUint8,
         DType::U32 => sys::ncclDataType_t::ncclUint32,
-        DType::I32 => sys::ncclDataType_t::ncclInt32,
         DType::I64 => sys::ncclDataType_t::ncclInt64,
         DType::BF16 => sys::ncclDataType_t::ncclBfloat16,
         DType::F16 => sys::ncclDataType_t::ncclFloat16,
@@ -236,6 +237,25 @@ fn address(storage: &CudaStorage, start: usize) -> u64 {
         _ => 0,
     };
     base + (start * candle_core::backend::BackendStorage::dtype(storage).size_in_bytes()) as u64
+}
+
+/// Records on the stream of `storage` that NCCL has written it there, so that other streams wait for it.
+fn written(storage: &mut CudaStorage) {
+    fn record<T>(slice: &mut CudaSlice<T>) {
+        let stream = slice.stream().clone();
+        // Dropping the guard records the event.
+        drop(slice.device_ptr_mut(&stream).1);
+    }
+    match &mut storage.slice {
+        CudaStorageSlice::U8(slice) => record(slice),
+        CudaStorageSlice::U32(slice) => record(slice),
+        CudaStorageSlice::I64(slice) => record(slice),
+        CudaStorageSlice::BF16(slice) => record(slice),
+        CudaStorageSlice::F16(slice) => record(slice),
+        CudaStorageSlice::F32(slice) => record(slice),
+        CudaStorageSlice::F64(slice) => record(slice),
+        _ => {}
+    }
 }
 
 /// Makes `waiter` wait for everything that is enqueued on `stream` so far.

@@ -1,6 +1,6 @@
 //! Results that overwrite inputs.
 use super::Case;
-use super::values::{DTYPES, assert_same, fractions, input, reduced};
+use super::values::{assert_same, dtypes, fractions, input, reduced};
 use candle_core::{DType, Tensor, Var};
 use candle_dist::{Op, RankContext, ReduceOp, Result, comm};
 
@@ -14,7 +14,7 @@ const SHAPES: [&[usize]; 6] = [&[7, 3], &[], &[0, 4], &[3, 0], &[731, 719], &[70
 
 fn replaced(ctx: &RankContext) -> Result<()> {
     let (g, r, n) = (ctx.group(), ctx.rank(), ctx.world_size());
-    for dtype in DTYPES {
+    for dtype in dtypes() {
         // Comparing large tensors takes time, and these three share the code of the others.
         let small = matches!(dtype, DType::I16 | DType::I32 | DType::F8E4M3);
         for shape in SHAPES.into_iter().filter(|shape| !small || shape.iter().product::<usize>() < 100_000) {

@@ -1,6 +1,6 @@
 //! send, recv and batches of them.
 use super::Case;
-use super::values::{DTYPES, LENGTHS, assert_same, input};
+use super::values::{LENGTHS, assert_same, dtypes, input};
 use candle_core::{DType, Device, Shape, Tensor};
 use candle_dist::backend::Envelope;
 use candle_dist::{Error, Message, Pending, ProcessGroup, RankContext, Result};
@@ -50,7 +50,7 @@ fn unread(ctx: &RankContext) -> Result<()> {
 
 fn lengths(ctx: &RankContext) -> Result<()> {
     let (g, r, (next, before)) = (ctx.group(), ctx.rank(), neighbors(ctx));
-    for dtype in DTYPES {
+    for dtype in dtypes() {
         // Large and small messages alternate, so that small ones could overtake.
         let lengths = LENGTHS.into_iter().rev().chain(LENGTHS).chain([0]);
         for (i, len) in lengths.clone().enumerate() {
