@@ -4,14 +4,14 @@ use super::devices;
 use super::errors::check_version;
 use super::lane::Outbox;
 use super::rank::{Rank, cuda};
-use super::transfer::{self, Prepared, follow, issue, issue_in_place, issue_receive};
+use super::text::check_version;
+use super::transfer::{self, Done, Prepared, issue, issue_in_place, issue_receive};
 use super::watch::{Inside, Watch};
-use crate::backend::device::is_per_thread;
 use crate::backend::{Backend, Call, Fresh, Op, Results, StartedCall, Tensors, overwrite};
 use crate::control::channel;
 use crate::{Cause, Error, GroupFailure, Result, hash};
 use candle_core::{Device, DeviceLocation, Tensor};
-use cudarc::driver::{CudaEvent, CudaStream};
+use cudarc::driver::CudaStream;
 use parking_lot::Mutex;
 use smallvec::smallvec;
 use std::collections::HashMap;
@@ -87,8 +87,8 @@ impl NcclBackend {
         tensors.into_iter().map(place).collect()
     }
 
-    /// Enqueues the call on the stream of its tensors, or on `side`, which then waits for that stream.
-    fn launch(&self, call: Arc<Call>, tensors: Tensors, side: Option<Arc<CudaStream>>) -> Result<Flight> {
+    /// Enqueues the call after the work on the streams of its tensors.
+    fn launch(&self, call: Arc<Call>, tensors: Tensors) -> Result<Flight> {
         // The ranks of a scatter have no tensor that says on which device they want theirs.
         let default = call.device == DeviceLocation::Cpu && call.op != Op::Scatter;
         let on_host =
@@ -101,28 +101,17 @@ impl NcclBackend {
             _ => self.rank.device.clone(),
         };
         let main = device.cuda_stream();
-        // NCCL's thread would take the stream of this thread for its own.
-        let side =
-            side.or_else(|| is_per_thread(&Device::Cuda(device.clone())).then(|| self.rank.device.cuda_stream()));
         let prepare = |i: usize| Prepared::new(&device, &call, i, self.me, tensors.get(i));
         let prepared = (0..count).map(prepare).collect::<Result<Vec<_>>>()?;
         let comm = self.comm()?;
         // Tensors of one GPU may have been made and packed for different `Device`s, each with its own stream.
-        for stream in other_streams(&tensors, &main) {
-            follow(&main, &stream)?;
+        let mut streams = other_streams(&tensors, &main);
+        streams.push(main.clone());
+        let done = issue(&comm, &streams, &call, &prepared)?;
+        for other in streams.iter().filter(|stream| stream.cu_stream() != main.cu_stream()) {
+            other.wait(&done).map_err(cuda)?; // before the packed data is freed there
         }
-        if let Some(side) = &side {
-            follow(side, &main)?;
-        }
-        let stream = side.as_ref().unwrap_or(&main);
-        let issued = issue(&comm, stream, &call, &prepared);
-        for other in other_streams(&tensors, &main) {
-            follow(&other, stream)?; // before the packed data is freed there
-        }
-        let done = side.map(|side| side.record_event(None)).transpose().map_err(cuda)?;
-        // Even if NCCL refused a part, its memory is freed only after the part that runs.
-        let flight = Flight { rank: self.rank.clone(), main, done, prepared, to_host, kept: tensors };
-        issued.map(|()| flight)
+        Ok(Flight { rank: self.rank.clone(), main, done: Some(done), prepared, to_host, kept: tensors })
     }
 
     /// Waits on the host until all ranks have arrived, and fails unless all made the same call.
@@ -134,8 +123,8 @@ impl NcclBackend {
             ..Call::on(Op::AllGather, &Tensor::new(&[words], &Device::Cpu)?, &[0])
         };
         let mine = smallvec![Tensor::new(&[words], &Device::Cpu)?];
-        let flight = self.launch(Arc::new(gather), mine, None)?;
-        self.rank.wait(&flight.main.record_event(None).map_err(cuda)?)?;
+        let flight = self.launch(Arc::new(gather), mine)?;
+        flight.done.as_ref().map_or(Ok(()), |done| self.rank.wait(done))?;
         let all = flight.land()?.into_iter().map(|made| made.into_tensor().to_vec1::<i64>());
         let all = all.collect::<candle_core::Result<Vec<_>>>()?.concat();
         match all.iter().position(|&other| other != all[0]) {
@@ -162,8 +151,8 @@ struct Flight {
     rank: Arc<Rank>,
     /// The stream on which the tensors are used and freed.
     main: Arc<CudaStream>,
-    /// Marks the end of the call if it runs on another stream.
-    done: Option<CudaEvent>,
+    /// Marks the end of the call, until `main` waits for it.
+    done: Option<Done>,
     prepared: Vec<Prepared>,
     /// Whether each result goes to the host.
     to_host: Vec<bool>,
@@ -245,7 +234,7 @@ impl Backend for NcclBackend {
         if call.op == Op::Barrier {
             return self.meet(&call).map(|()| Results::new());
         }
-        self.launch(call, tensors, None)?.land()
+        self.launch(call, tensors)?.land()
     }
 
     fn run_in_place(&self, call: Call, tensor: &Tensor) -> Result<()> {
@@ -257,21 +246,14 @@ impl Backend for NcclBackend {
         let _inside = self.enter(&call)?;
         let placed = self.on_gpu(call.op, smallvec![tensor.clone()])?;
         let Device::Cuda(device) = placed[0].device() else { return Ok(()) };
-        let (comm, main) = (self.comm()?, device.cuda_stream());
-        if !is_per_thread(placed[0].device()) {
-            return issue_in_place(&comm, &main, &call, &placed[0]);
-        }
-        let stream = self.rank.device.cuda_stream();
-        follow(&stream, &main)?;
-        let issued = issue_in_place(&comm, &stream, &call, &placed[0]);
-        follow(&main, &stream)?;
-        issued
+        let comm = self.comm()?;
+        issue_in_place(&comm, &device.cuda_stream(), &call, &placed[0])
     }
 
     fn start(&self, call: Call, tensors: Tensors) -> Result<Box<dyn StartedCall>> {
         let call = Arc::new(call);
         let _inside = self.enter(&call)?;
-        let flight = self.launch(call, tensors, Some(self.rank.side_stream()?))?;
+        let flight = self.launch(call, tensors)?;
         Ok(Box::new(Started { flight }))
     }
 

@@ -4,7 +4,7 @@
 //! own communicator and stream delays nothing else, and two ranks that send to each other do not deadlock.
 use super::comm::UniqueId;
 use super::rank::{Rank, cuda};
-use super::transfer::issue_send;
+use super::transfer::{Done, issue_send};
 use crate::{Error, Result};
 use candle_core::{Device, Tensor};
 use cudarc::driver::CudaEvent;
@@ -35,7 +35,7 @@ struct Outgoing {
 /// A message that the GPU may still read.
 struct UnderWay {
     tensor: Tensor,
-    arrived: CudaEvent,
+    arrived: Done,
 }
 
 impl Drop for UnderWay {
@@ -69,6 +69,7 @@ impl Outbox {
         let Device::Cuda(device) = tensor.device() else {
             return Err(Error::Unsupported("sending a host tensor over NCCL".to_string()));
         };
+        // The sender waits for this event on a stream of its own, because this thread may go on with the tensor's stream.
         let ready = device.cuda_stream().record_event(None).map_err(cuda)?;
         self.sent += 1;
         let taken = self.queue.as_ref().is_some_and(|queue| queue.send(Outgoing { tensor, ready }).is_ok());
@@ -96,8 +97,13 @@ fn deliver(rank: &Arc<Rank>, id: UniqueId, incoming: &Receiver<Outgoing>) -> Res
         match incoming.recv_timeout(TIDY) {
             Ok(Outgoing { tensor, ready }) => {
                 stream.wait(&ready).map_err(cuda)?;
-                let sent = issue_send(&comm, &stream, &tensor, 1);
-                under_way.push_back(UnderWay { tensor, arrived: stream.record_event(None).map_err(cuda)? });
+                let sent = issue_send(&comm, std::slice::from_ref(&stream), &tensor, 1);
+                // After a failure, `stream` waits for the part that still runs.
+                let arrived = match &sent {
+                    Ok(done) => done.clone(),
+                    Err(_) => Arc::new(stream.record_event(None).map_err(cuda)?),
+                };
+                under_way.push_back(UnderWay { tensor, arrived });
                 sent?;
             }
             Err(RecvTimeoutError::Timeout) => rank.watch.check()?,

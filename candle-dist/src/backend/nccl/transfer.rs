@@ -8,9 +8,13 @@ use crate::{Error, Result};
 use candle_core::backend::BackendDevice;
 use candle_core::cuda_backend::CudaStorageSlice;
 use candle_core::{CudaDevice, CudaStorage, DType, Shape, Storage, Tensor};
-use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DevicePtrMut};
+use cudarc::driver::{CudaEvent, CudaSlice, CudaStream, DevicePtr, DevicePtrMut};
 use cudarc::nccl::sys;
 use std::ffi::c_void;
+use std::sync::Arc;
+
+/// The end of a call on the GPU.
+pub(super) type Done = Arc<CudaEvent>;
 
 /// One tensor of a collective: planned, packed, and with memory for the result.
 pub(super) struct Prepared {
@@ -68,28 +72,29 @@ impl Prepared {
     }
 }
 
-/// Enqueues all of `prepared` as one group on `stream`.
-pub(super) fn issue(comm: &Comm, stream: &CudaStream, call: &Call, prepared: &[Prepared]) -> Result<()> {
-    comm.issue(call.op.name(), stream, |comm, stream| {
+/// Enqueues all of `prepared` as one group after the work on the streams `after`.
+pub(super) fn issue(comm: &Comm, after: &[Arc<CudaStream>], call: &Call, prepared: &[Prepared]) -> Result<Done> {
+    comm.issue(call.op.name(), after, |comm, stream| {
         let codes = prepared.iter().map(|prepared| prepared.enqueue(call.reduce, comm, stream));
         first_error(codes)
     })
 }
 
 /// Enqueues an all_reduce or a broadcast whose result overwrites `tensor`, which must be contiguous.
-pub(super) fn issue_in_place(comm: &Comm, stream: &CudaStream, call: &Call, tensor: &Tensor) -> Result<()> {
+pub(super) fn issue_in_place(comm: &Comm, main: &Arc<CudaStream>, call: &Call, tensor: &Tensor) -> Result<()> {
     let plan = Plan::new(call, 0, 0, tensor.dims())?;
     let place = address_of(tensor);
-    comm.issue(call.op.name(), stream, |comm, stream| {
+    let done = comm.issue(call.op.name(), std::slice::from_ref(main), |comm, stream| {
         enqueue(&plan.transfer, (place, place), tensor.dtype(), call.reduce, comm, stream)
-    })
+    })?;
+    main.wait(&done).map_err(cuda)
 }
 
-/// Enqueues a send of `tensor` to the member `peer`.
-pub(super) fn issue_send(comm: &Comm, stream: &CudaStream, tensor: &Tensor, peer: usize) -> Result<()> {
+/// Enqueues a send of `tensor`, whose data is there after the work on `after`, to the member `peer`.
+pub(super) fn issue_send(comm: &Comm, after: &[Arc<CudaStream>], tensor: &Tensor, peer: usize) -> Result<Done> {
     let sends = vec![Span { peer, start: 0, len: tensor.elem_count() }];
-    let (transfer, place) = (Transfer::SendReceive { sends, receives: Vec::new() }, address_of(tensor));
-    comm.issue("send", stream, |comm, stream| enqueue(&transfer, (place, 0), tensor.dtype(), None, comm, stream))
+    let (transfer, place) = (Transfer::Exchange { sends, receives: Vec::new() }, address_of(tensor));
+    comm.issue("send", after, |comm, stream| enqueue(&transfer, (place, 0), tensor.dtype(), None, comm, stream))
 }
 
 /// Enqueues a receive of a tensor of `call`'s shape and dtype from the member `peer`, into new memory of `device`.
@@ -99,7 +104,9 @@ pub(super) fn issue_receive(comm: &Comm, device: &CudaDevice, call: &Call, peer:
     let receives = vec![Span { peer, start: 0, len: shape.elem_count() }];
     let (transfer, place) = (Transfer::SendReceive { sends: Vec::new(), receives }, address(&storage, 0));
     let stream = device.cuda_stream();
-    comm.issue("recv", &stream, |comm, stream| enqueue(&transfer, (0, place), dtype, None, comm, stream))?;
+    let after = std::slice::from_ref(&stream);
+    let done = comm.issue("recv", after, |comm, stream| enqueue(&transfer, (0, place), dtype, None, comm, stream))?;
+    stream.wait(&done).map_err(cuda)?;
     written(&mut storage);
     Ok(Fresh { storage: Storage::Cuda(storage), shape })
 }
@@ -256,9 +263,4 @@ fn written(storage: &mut CudaStorage) {
         CudaStorageSlice::F64(slice) => record(slice),
         _ => {}
     }
-}
-
-/// Makes `waiter` wait for everything that is enqueued on `stream` so far.
-pub(super) fn follow(waiter: &CudaStream, stream: &CudaStream) -> Result<()> {
-    waiter.join(stream).map_err(cuda)
 }

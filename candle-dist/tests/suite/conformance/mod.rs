@@ -9,11 +9,12 @@ use std::sync::{Arc, Mutex};
 use test_utils::{Ranks, on_ranks, over_nccl, skip, worlds};
 
 /// The cases that NCCL cannot pass, as the documentation of the backend says.
-const NOT_OVER_NCCL: [(&str, &str); 4] = [
+const NOT_OVER_NCCL: [(&str, &str); 5] = [
     ("sums in rank order, the same bits on all ranks", "the order of sums is NCCL's own"),
     ("16-bit sums accumulate in f32", "NCCL rounds each step"),
     ("values are multiplied before they are added", "refused"),
     ("min and max propagate NaN", "NaN may get lost"),
+    ("messages go to given memory", "messages arrive on the GPU"),
 ];
 
 fn check(list: &'static [Case]) {

