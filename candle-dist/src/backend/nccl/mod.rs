@@ -10,6 +10,7 @@
 //! | host tensors | are copied to the GPU and back; use them for small data |
 //! | results of [`recv`](Backend::recv) and scatter | are on this rank's GPU |
 //! | tags | each pair of ranks has a channel per tag, created on first use: use few tags |
+//! | the first call on a group | waits until all members have made theirs, also if it is started |
 //! | a send | never waits; a thread of the backend delivers it when the receiver is ready |
 //! | ranks that make different calls | get an error if they are threads; processes time out, unless calls are compared (`InitOptions::debug`) |
 //!
