@@ -102,7 +102,7 @@ fn a_host_tensor_of_an_aborted_call_is_an_error() {
 
 #[test]
 fn a_result_may_be_copied_to_another_device_at_once() {
-    for n in sizes(1) {
+    for n in sizes(2) {
         on_ranks(n, "copies", move |ctx| {
             // Another GPU, and another `Device` of this one.
             for gpu in [(ctx.rank() + 1) % n, ctx.rank()] {
@@ -158,7 +158,7 @@ fn host_and_gpu_tensors_of_one_call_return_to_where_they_were() {
 
 #[test]
 fn dtypes_whose_parts_candle_cannot_copy_are_refused() {
-    for n in sizes(1) {
+    for n in sizes(2) {
         on_ranks(n, "i32", move |ctx| {
             for dtype in [DType::I16, DType::I32] {
                 let x = Tensor::new(&[1.0f32, 2.0], &Device::Cpu)?.to_dtype(dtype)?;

@@ -155,7 +155,7 @@ fn the_legacy_stream_waits_for_blocking_streams_only() {
         }
     };
     assert_eq!(faults(with(0)), []);
-    assert_eq!(faults(with(1)), [Kind::Race]);
+    assert!(faults(with(1)).contains(&Kind::Race));
 }
 
 #[test]
@@ -170,7 +170,7 @@ fn a_per_thread_stream_belongs_to_the_thread_that_makes_the_call() {
         };
         std::thread::spawn(other).join().unwrap();
     };
-    assert_eq!(faults(program), [Kind::Race]);
+    assert!(faults(program).contains(&Kind::Race));
 }
 
 #[test]

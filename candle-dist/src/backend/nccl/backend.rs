@@ -4,7 +4,6 @@ use super::devices;
 use super::errors::check_version;
 use super::lane::Outbox;
 use super::rank::{Rank, cuda};
-use super::text::check_version;
 use super::transfer::{self, Done, Prepared, issue, issue_in_place, issue_receive};
 use super::watch::{Inside, Watch};
 use crate::backend::{Backend, Call, Fresh, Op, Results, StartedCall, Tensors, overwrite};
@@ -114,8 +113,8 @@ impl NcclBackend {
         Ok(Flight { rank: self.rank.clone(), main, done: Some(done), prepared, to_host, kept: tensors })
     }
 
-    /// Waits on the host until all ranks have arrived, and fails unless all made the same call.
-    fn meet(&self, call: &Call) -> Result<()> {
+    /// Enqueues a barrier: each member gathers a word of every member, which depends on the description of its call.
+    fn launch_barrier(&self, call: &Call) -> Result<Flight> {
         let words = call.note.as_ref().map_or(0, |note| hash::stable(note.as_bytes()) as i64);
         let gather = Call {
             dims: smallvec![0],
@@ -123,7 +122,12 @@ impl NcclBackend {
             ..Call::on(Op::AllGather, &Tensor::new(&[words], &Device::Cpu)?, &[0])
         };
         let mine = smallvec![Tensor::new(&[words], &Device::Cpu)?];
-        let flight = self.launch(Arc::new(gather), mine)?;
+        self.launch(Arc::new(gather), mine)
+    }
+
+    /// Waits on the host until all ranks have arrived, and fails unless all made the same call.
+    fn meet(&self, call: &Call) -> Result<()> {
+        let flight = self.launch_barrier(call)?;
         flight.done.as_ref().map_or(Ok(()), |done| self.rank.wait(done))?;
         let all = flight.land()?.into_iter().map(|made| made.into_tensor().to_vec1::<i64>());
         let all = all.collect::<candle_core::Result<Vec<_>>>()?.concat();
@@ -197,6 +201,7 @@ impl Drop for Flight {
 /// A started collective.
 struct Started {
     flight: Flight,
+    is_barrier: bool,
 }
 
 impl StartedCall for Started {
@@ -207,6 +212,14 @@ impl StartedCall for Started {
 
     fn finish(self: Box<Self>) -> Result<Results> {
         self.flight.rank.watch.check()?;
+        if self.is_barrier {
+            return self
+                .flight
+                .done
+                .as_ref()
+                .map_or(Ok(()), |done| self.flight.rank.wait(done))
+                .map(|()| Results::new());
+        }
         self.flight.land()
     }
 }
@@ -253,8 +266,9 @@ impl Backend for NcclBackend {
     fn start(&self, call: Call, tensors: Tensors) -> Result<Box<dyn StartedCall>> {
         let call = Arc::new(call);
         let _inside = self.enter(&call)?;
-        let flight = self.launch(call, tensors)?;
-        Ok(Box::new(Started { flight }))
+        let is_barrier = call.op == Op::Barrier;
+        let flight = if is_barrier { self.launch_barrier(&call)? } else { self.launch(call, tensors)? };
+        Ok(Box::new(Started { flight, is_barrier }))
     }
 
     fn send(&self, call: Call, tensor: Tensor) -> Result<()> {

@@ -70,7 +70,7 @@ pub fn start(info: &LaunchInfo, control: &Arc<Control>) -> Result<Arc<dyn Backen
 #[cfg(feature = "nccl")]
 pub(crate) fn check(info: &LaunchInfo) -> Result<()> {
     ordinal(info)?;
-    text::check_version(library_version()?).map_err(crate::Error::Unsupported)
+    errors::check_version(library_version()?).map_err(crate::Error::Unsupported)
 }
 
 /// Returns the number of this process's GPU.

@@ -93,7 +93,7 @@ pub(super) fn issue_in_place(comm: &Comm, main: &Arc<CudaStream>, call: &Call, t
 /// Enqueues a send of `tensor`, whose data is there after the work on `after`, to the member `peer`.
 pub(super) fn issue_send(comm: &Comm, after: &[Arc<CudaStream>], tensor: &Tensor, peer: usize) -> Result<Done> {
     let sends = vec![Span { peer, start: 0, len: tensor.elem_count() }];
-    let (transfer, place) = (Transfer::Exchange { sends, receives: Vec::new() }, address_of(tensor));
+    let (transfer, place) = (Transfer::SendReceive { sends, receives: Vec::new() }, address_of(tensor));
     comm.issue("send", after, |comm, stream| enqueue(&transfer, (place, 0), tensor.dtype(), None, comm, stream))
 }
 

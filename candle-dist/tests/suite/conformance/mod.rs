@@ -48,6 +48,10 @@ groups!(reductions, pieces, exchanges, in_place, into, started, coalesced, messa
 #[test]
 fn failures_are_the_same_on_every_rank() {
     for failure in FAILURES {
+        if over_nccl() && failure.name == "factor" {
+            skip("NCCL refuses sums with factors");
+            continue;
+        }
         for n in worlds(2..=5) {
             let errors: Arc<Mutex<Vec<String>>> = Arc::default();
             let heard = errors.clone();
