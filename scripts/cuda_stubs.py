@@ -2,6 +2,7 @@
 """Creates stub libraries of NVIDIA's with all functions that cudarc calls, to link against without a GPU.
 
 usage: cuda_stubs.py FOLDER, in the workspace. Needs a C compiler. Programs linked against them run with the real ones.
+       cuda_stubs.py --names FILE, to write the names of these functions, of cuRAND's and of candle's static kernels
 """
 import json
 import pathlib
@@ -19,10 +20,10 @@ LIBRARIES = [
 ]
 
 
-def cudarc() -> pathlib.Path:
+def package(name: str) -> pathlib.Path:
     metadata = subprocess.check_output(["cargo", "metadata", "--format-version", "1", "--locked", "--all-features"])
     packages = json.loads(metadata)["packages"]
-    return next(pathlib.Path(p["manifest_path"]).parent for p in packages if p["name"] == "cudarc")
+    return next(pathlib.Path(p["manifest_path"]).parent for p in packages if p["name"] == name)
 
 
 def functions(source: str) -> list[str]:
@@ -30,12 +31,22 @@ def functions(source: str) -> list[str]:
     return sorted({name for block in blocks for name in re.findall(r"\bfn (\w+)\s*\(", block)})
 
 
+def bound(root: pathlib.Path, module: str) -> list[str]:
+    return functions((root / "src" / module / "sys" / "mod.rs").read_text())
+
+
 def main() -> None:
+    root = package("cudarc")
+    if sys.argv[1] == "--names":
+        modules = [module for module, _, _ in LIBRARIES] + ["curand"]
+        kernels = functions((package("candle-kernels") / "src" / "ffi.rs").read_text())
+        names = {name for module in modules for name in bound(root, module)} | set(kernels)
+        pathlib.Path(sys.argv[2]).write_text("".join(f"{name}\n" for name in sorted(names)))
+        return
     folder = pathlib.Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
-    root = cudarc()
     for module, library, soname in LIBRARIES:
-        names = functions((root / "src" / module / "sys" / "mod.rs").read_text())
+        names = bound(root, module)
         code = "".join(f"void {name}(void) {{}}\n" for name in names)
         command = ["cc", "-w", "-fno-builtin", "-shared", "-fPIC", "-nostdlib", f"-Wl,-soname,{soname}", "-x", "c", "-"]
         subprocess.run([*command, "-o", folder / f"lib{library}.so"], input=code, text=True, check=True)

@@ -1,5 +1,6 @@
 //! Runs a closure on several ranks, with a label and a deadline.
-use candle_dist::{RankContext, World, WorldError, threads};
+use crate::backend;
+use candle_dist::{RankContext, WorldError, threads};
 use parking_lot::{Condvar, Mutex};
 use std::fmt::Display;
 use std::sync::Arc;
@@ -54,8 +55,8 @@ impl Ranks {
         let fail = |rank, message: String| WorldError { rank, message: format!("[{}] {message}", self.label) };
         // SAFETY: tests run one at a time, and the thread of the test program only waits for them.
         unsafe { threads::settle_among_threads(threads::default_per_rank(self.world)) };
-        let world = World::local(self.world).timeout(self.deadline);
-        let ranks = world.into_ranks().map_err(|e| fail(0, e.to_string()))?;
+        let world = backend::world(self.world).map_err(|message| fail(0, message))?;
+        let ranks = world.timeout(self.deadline).into_ranks().map_err(|e| fail(0, e.to_string()))?;
         let board = Board { results: (0..self.world).map(|_| None).collect(), ended: 0, first_failure: None };
         let shared = Arc::new((Mutex::new(board), Condvar::new()));
         let f = Arc::new(f);

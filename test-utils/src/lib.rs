@@ -1,4 +1,5 @@
 //! The multi-rank test harness and the toy models of the candle distributed stack.
+mod backend;
 mod converter;
 mod harness;
 mod leaf;
@@ -14,6 +15,7 @@ mod subtests;
 mod sweep;
 pub mod toy;
 
+pub use backend::{over_nccl, worlds};
 pub use converter::DTensorConverter;
 pub use harness::{Ranks, on_ranks};
 pub use leaf::{Lay, Leaf, block, distance, lays, mesh, on_axes, strided, tolerance, value_error, values};

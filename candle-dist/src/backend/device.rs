@@ -156,13 +156,13 @@ pub(super) fn check_shared<'a>(op: Op, tensors: impl Iterator<Item = &'a Tensor>
 
 /// Returns whether the device uses the stream of the calling thread, like one of `Device::new_cuda`.
 #[cfg(feature = "cuda")]
-fn is_per_thread(device: &Device) -> bool {
+pub(super) fn is_per_thread(device: &Device) -> bool {
     const PER_THREAD: usize = 2; // CU_STREAM_PER_THREAD
     matches!(device, Device::Cuda(device) if device.cuda_stream().cu_stream().addr() == PER_THREAD)
 }
 
 #[cfg(not(feature = "cuda"))]
-fn is_per_thread(_: &Device) -> bool {
+pub(super) fn is_per_thread(_: &Device) -> bool {
     false
 }
 

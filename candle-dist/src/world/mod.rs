@@ -9,7 +9,7 @@ pub use processes::{init_process_group, init_process_group_with};
 
 use crate::backend::local::{LocalBackend, RankGuard, WorldState};
 #[cfg(feature = "nccl")]
-use crate::backend::nccl::{NcclBackend, Values, Watch, check_devices};
+use crate::backend::nccl::{Calls, NcclBackend, Values, Watch, check_devices};
 use crate::launch::{InitOptions, LaunchInfo};
 use crate::{ProcessGroup, Result, Store, backend, store, threads};
 use candle_core::Device;
@@ -294,7 +294,11 @@ fn locally(world: &Arc<WorldState>, devices: &[Device]) -> Vec<Arc<dyn backend::
 fn over_nccl(world: &Arc<WorldState>, devices: &[Device]) -> Result<Vec<Arc<dyn backend::Backend>>> {
     check_devices(devices)?;
     let values = Arc::new(Values::default());
-    let watch = |rank| Watch::Thread { world: world.clone(), values: values.clone(), rank };
+    let calls = Arc::new(Calls::default());
+    let watch = |rank| {
+        let (world, values, calls) = (world.clone(), values.clone(), calls.clone());
+        Watch::Thread { world, values, calls, rank }
+    };
     let backend = |(rank, device)| Ok(Arc::new(NcclBackend::world(watch(rank), device, devices.len())?) as Arc<_>);
     devices.iter().enumerate().map(backend).collect()
 }

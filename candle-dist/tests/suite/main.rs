@@ -12,6 +12,8 @@ mod functional;
 mod in_place;
 mod launch;
 mod mesh;
+#[cfg(feature = "nccl")]
+mod nccl;
 mod pending;
 mod sync;
 mod tree;

@@ -4,13 +4,13 @@ use super::devices;
 use super::errors::check_version;
 use super::lane::Outbox;
 use super::rank::{Rank, cuda};
-use super::transfer::{self, Prepared, follow, issue, issue_in_place, issue_receive};
+use super::transfer::{self, Done, Prepared, issue, issue_in_place, issue_receive};
 use super::watch::{Inside, Watch};
 use crate::backend::{Backend, Call, Fresh, Op, Results, StartedCall, Tensors, overwrite};
 use crate::control::channel;
 use crate::{Cause, Error, GroupFailure, Result, hash};
 use candle_core::{Device, DeviceLocation, Tensor};
-use cudarc::driver::{CudaEvent, CudaStream};
+use cudarc::driver::CudaStream;
 use parking_lot::Mutex;
 use smallvec::smallvec;
 use std::collections::HashMap;
@@ -86,36 +86,35 @@ impl NcclBackend {
         tensors.into_iter().map(place).collect()
     }
 
-    /// Enqueues the call on the stream of its tensors, or on `side`, which then waits for that stream.
-    fn launch(&self, call: Arc<Call>, tensors: Tensors, side: Option<Arc<CudaStream>>) -> Result<Flight> {
+    /// Enqueues the call after the work on the streams of its tensors.
+    fn launch(&self, call: Arc<Call>, tensors: Tensors) -> Result<Flight> {
+        // The ranks of a scatter have no tensor that says on which device they want theirs.
+        let default = call.device == DeviceLocation::Cpu && call.op != Op::Scatter;
+        let on_host =
+            |i| tensors.get(i).map_or(default, |tensor: &Tensor| tensor.device().is_cpu() && call.op != Op::Scatter);
+        let count = 1 + call.rest.len();
+        let to_host: Vec<bool> = (0..count).map(on_host).collect();
         let tensors = self.on_gpu(call.op, tensors)?;
         let device = match tensors.first().map(Tensor::device) {
             Some(Device::Cuda(device)) => device.clone(),
             _ => self.rank.device.clone(),
         };
         let main = device.cuda_stream();
-        let count = 1 + call.rest.len();
         let prepare = |i: usize| Prepared::new(&device, &call, i, self.me, tensors.get(i));
         let prepared = (0..count).map(prepare).collect::<Result<Vec<_>>>()?;
         let comm = self.comm()?;
         // Tensors of one GPU may have been made and packed for different `Device`s, each with its own stream.
-        for stream in other_streams(&tensors, &main) {
-            follow(&main, &stream)?;
+        let mut streams = other_streams(&tensors, &main);
+        streams.push(main.clone());
+        let done = issue(&comm, &streams, &call, &prepared)?;
+        for other in streams.iter().filter(|stream| stream.cu_stream() != main.cu_stream()) {
+            other.wait(&done).map_err(cuda)?; // before the packed data is freed there
         }
-        if let Some(side) = &side {
-            follow(side, &main)?;
-        }
-        let stream = side.as_ref().unwrap_or(&main);
-        issue(&comm, stream, &call, &prepared)?;
-        for other in other_streams(&tensors, &main) {
-            follow(&other, stream)?; // before the packed data is freed there
-        }
-        let done = side.map(|side| side.record_event(None)).transpose().map_err(cuda)?;
-        Ok(Flight { call, main, done, prepared, kept: tensors })
+        Ok(Flight { rank: self.rank.clone(), main, done: Some(done), prepared, to_host, kept: tensors })
     }
 
-    /// Waits on the host until all ranks have arrived, and fails unless all made the same call.
-    fn meet(&self, call: &Call) -> Result<()> {
+    /// Enqueues a barrier: each member gathers a word of every member, which depends on the description of its call.
+    fn launch_barrier(&self, call: &Call) -> Result<Flight> {
         let words = call.note.as_ref().map_or(0, |note| hash::stable(note.as_bytes()) as i64);
         let gather = Call {
             dims: smallvec![0],
@@ -123,8 +122,13 @@ impl NcclBackend {
             ..Call::on(Op::AllGather, &Tensor::new(&[words], &Device::Cpu)?, &[0])
         };
         let mine = smallvec![Tensor::new(&[words], &Device::Cpu)?];
-        let flight = self.launch(Arc::new(gather), mine, None)?;
-        self.rank.wait(&flight.main.record_event(None).map_err(cuda)?)?;
+        self.launch(Arc::new(gather), mine)
+    }
+
+    /// Waits on the host until all ranks have arrived, and fails unless all made the same call.
+    fn meet(&self, call: &Call) -> Result<()> {
+        let flight = self.launch_barrier(call)?;
+        flight.done.as_ref().map_or(Ok(()), |done| self.rank.wait(done))?;
         let all = flight.land()?.into_iter().map(|made| made.into_tensor().to_vec1::<i64>());
         let all = all.collect::<candle_core::Result<Vec<_>>>()?.concat();
         match all.iter().position(|&other| other != all[0]) {
@@ -148,12 +152,14 @@ fn other_streams(tensors: &[Tensor], main: &Arc<CudaStream>) -> Vec<Arc<CudaStre
 
 /// A call that is enqueued on the GPU.
 struct Flight {
-    call: Arc<Call>,
+    rank: Arc<Rank>,
     /// The stream on which the tensors are used and freed.
     main: Arc<CudaStream>,
-    /// Marks the end of the call if it runs on another stream.
-    done: Option<CudaEvent>,
+    /// Marks the end of the call, until `main` waits for it.
+    done: Option<Done>,
     prepared: Vec<Prepared>,
+    /// Whether each result goes to the host.
+    to_host: Vec<bool>,
     /// The tensors that the call reads. They may be freed on `main` once that stream waits for the call.
     kept: Tensors,
 }
@@ -162,12 +168,17 @@ impl Flight {
     /// Returns the results. `main` waits for them, the host does not.
     fn land(mut self) -> Result<Results> {
         self.rejoin()?;
-        // The ranks of a scatter have no tensor that says on which device they want theirs.
-        let to_host = self.call.device == DeviceLocation::Cpu && self.call.op != Op::Scatter;
         let mut results = Results::new();
-        for prepared in std::mem::take(&mut self.prepared) {
+        for (prepared, &to_host) in std::mem::take(&mut self.prepared).into_iter().zip(&self.to_host) {
             let Some(made) = prepared.land()? else { continue };
-            results.push(if to_host { Fresh::copy_of(&made.into_tensor().to_device(&Device::Cpu)?)? } else { made });
+            if !to_host {
+                results.push(made);
+                continue;
+            }
+            let copy = made.into_tensor().to_device(&Device::Cpu)?;
+            // An abort ends the call and the copy, which then holds nothing. It comes after the failure is recorded.
+            self.rank.watch.check()?;
+            results.push(Fresh::copy_of(&copy)?);
         }
         Ok(results)
     }
@@ -189,18 +200,26 @@ impl Drop for Flight {
 
 /// A started collective.
 struct Started {
-    rank: Arc<Rank>,
     flight: Flight,
+    is_barrier: bool,
 }
 
 impl StartedCall for Started {
     fn is_ready(&self) -> Result<bool> {
-        self.rank.watch.check()?;
+        self.flight.rank.watch.check()?;
         self.flight.done.as_ref().map_or(Ok(true), |done| done.try_is_complete().map_err(cuda))
     }
 
     fn finish(self: Box<Self>) -> Result<Results> {
-        self.rank.watch.check()?;
+        self.flight.rank.watch.check()?;
+        if self.is_barrier {
+            return self
+                .flight
+                .done
+                .as_ref()
+                .map_or(Ok(()), |done| self.flight.rank.wait(done))
+                .map(|()| Results::new());
+        }
         self.flight.land()
     }
 }
@@ -228,7 +247,7 @@ impl Backend for NcclBackend {
         if call.op == Op::Barrier {
             return self.meet(&call).map(|()| Results::new());
         }
-        self.launch(call, tensors, None)?.land()
+        self.launch(call, tensors)?.land()
     }
 
     fn run_in_place(&self, call: Call, tensor: &Tensor) -> Result<()> {
@@ -247,8 +266,9 @@ impl Backend for NcclBackend {
     fn start(&self, call: Call, tensors: Tensors) -> Result<Box<dyn StartedCall>> {
         let call = Arc::new(call);
         let _inside = self.enter(&call)?;
-        let flight = self.launch(call, tensors, Some(self.rank.side_stream()?))?;
-        Ok(Box::new(Started { rank: self.rank.clone(), flight }))
+        let is_barrier = call.op == Op::Barrier;
+        let flight = if is_barrier { self.launch_barrier(&call)? } else { self.launch(call, tensors)? };
+        Ok(Box::new(Started { flight, is_barrier }))
     }
 
     fn send(&self, call: Call, tensor: Tensor) -> Result<()> {

@@ -63,13 +63,16 @@ unsafe impl Send for Handle {}
 
 /// A call that the GPU may not have finished.
 struct Issued {
-    done: CudaEvent,
+    done: Arc<CudaEvent>,
     since: Instant,
 }
 
 /// A communicator of this rank with others.
 pub(super) struct Comm {
     rank: Arc<Rank>,
+    /// The stream of the calls, which nothing else uses: NCCL enqueues on a thread of its own, and until it is done
+    /// nothing may be put on the stream. Calls of different communicators do not wait for each other.
+    stream: Arc<CudaStream>,
     /// `None` after an abort.
     handle: Mutex<Option<Handle>>,
     /// The calls that the GPU has not finished, oldest first.
@@ -80,41 +83,50 @@ impl Comm {
     /// Joins the communicator `id` of `size` members as the `me`-th. Returns when all have joined.
     pub(super) fn connect(rank: &Arc<Rank>, id: UniqueId, size: usize, me: usize) -> Result<Self> {
         rank.bind()?;
+        let stream = rank.device.cuda_stream().context().new_stream().map_err(cuda)?;
         let (mut raw, mut config) = (std::ptr::null_mut(), unblocking());
         // SAFETY: NCCL writes the handle to valid memory and reads the configuration, both alive during the call.
         let code = unsafe { sys::ncclCommInitRankConfig(&mut raw, size as i32, id.0, me as i32, &mut config) };
         let handle = (!raw.is_null()).then_some(Handle(raw));
-        let comm = Self { rank: rank.clone(), handle: Mutex::new(handle), issued: Mutex::default() };
+        let comm = Self { rank: rank.clone(), stream, handle: Mutex::new(handle), issued: Mutex::default() };
         let mut handle = comm.handle.lock();
         comm.settle(&mut handle, "init", code)?;
         drop(handle);
         Ok(comm)
     }
 
-    /// Enqueues the NCCL calls of `enqueue` on `stream` as one group, and returns while they run.
+    /// Enqueues the NCCL calls of `enqueue` as one group after all work on the streams `after`, and returns while they
+    /// run. The event marks their end.
     ///
-    /// The memory that they use must stay unchanged until the stream has passed them. Threads may call this
-    /// concurrently, each on its rank's communicators, without a common lock: NCCL has one group per thread.
+    /// The memory that they use must stay unchanged until then. Threads may call this concurrently, each on its rank's
+    /// communicators, without a common lock: NCCL has one group per thread.
     pub(super) fn issue(
         &self,
         op: &str,
-        stream: &CudaStream,
+        after: &[Arc<CudaStream>],
         enqueue: impl FnOnce(sys::ncclComm_t, sys::cudaStream_t) -> sys::ncclResult_t,
-    ) -> Result<()> {
+    ) -> Result<Arc<CudaEvent>> {
         self.rank.bind()?;
+        // Held until the end is marked, so that no other call enqueues in between.
         let mut handle = self.handle.lock();
         let Some(Handle(raw)) = *handle else { return Err(self.stopped()) };
+        after.iter().try_for_each(|earlier| self.stream.join(earlier)).map_err(cuda)?;
         // SAFETY: groups belong to the calling thread, and this one ends three lines below.
         let begun = unsafe { sys::ncclGroupStart() };
-        let code = if is_fine(begun) { enqueue(raw, stream.cu_stream().cast()) } else { begun };
+        let code = if is_fine(begun) { enqueue(raw, self.stream.cu_stream().cast()) } else { begun };
         // SAFETY: as above. A group that began must end, even if one of its calls was refused.
         let ended = unsafe { sys::ncclGroupEnd() };
-        self.settle(&mut handle, op, if is_fine(code) { ended } else { code })?;
+        let settled = self.settle(&mut handle, op, if is_fine(code) { ended } else { code });
+        let done = Arc::new(self.stream.record_event(None).map_err(cuda)?);
         drop(handle);
-        let done = stream.record_event(None).map_err(cuda)?;
+        if let Err(error) = settled {
+            // A part of the group may still run, and its memory is freed on these streams.
+            after.iter().try_for_each(|stream| stream.wait(&done)).map_err(cuda)?;
+            return Err(error);
+        }
         self.oldest(); // removes finished calls
-        self.issued.lock().push_back(Issued { done, since: Instant::now() });
-        Ok(())
+        self.issued.lock().push_back(Issued { done: done.clone(), since: Instant::now() });
+        Ok(done)
     }
 
     /// Waits until NCCL has finished the host's part of a call that returned `code`. Aborts if it cannot.

@@ -1,4 +1,5 @@
 //! Checks the devices of ranks in one process.
+use crate::backend::device::is_per_thread;
 use crate::{Error, Result};
 use candle_core::Device;
 
@@ -8,6 +9,11 @@ pub(crate) fn check(devices: &[Device]) -> Result<()> {
         if !device.is_cuda() {
             let found = device.location();
             return Err(Error::Unsupported(format!("NCCL with rank {rank} on {found:?}; give it a CUDA device")));
+        }
+        if is_per_thread(device) {
+            let why = "whose stream differs between threads, and NCCL enqueues on a thread of its own";
+            let fix = "make it with `Device::new_cuda_with_stream`";
+            return Err(Error::Unsupported(format!("NCCL with rank {rank} on a Device {why}; {fix}")));
         }
         if let Some(other) = devices[..rank].iter().position(|other| other.same_device(device)) {
             let why = "their calls would wait for each other on its one stream";

@@ -4,7 +4,7 @@
 //! own communicator and stream delays nothing else, and two ranks that send to each other do not deadlock.
 use super::comm::UniqueId;
 use super::rank::{Rank, cuda};
-use super::transfer::issue_send;
+use super::transfer::{Done, issue_send};
 use crate::{Error, Result};
 use candle_core::{Device, Tensor};
 use cudarc::driver::CudaEvent;
@@ -32,6 +32,22 @@ struct Outgoing {
     ready: CudaEvent,
 }
 
+/// A message that the GPU may still read.
+struct UnderWay {
+    tensor: Tensor,
+    arrived: Done,
+}
+
+impl Drop for UnderWay {
+    fn drop(&mut self) {
+        // The memory is freed on the tensor's stream, also when the courier stops early: after the send has read it. A
+        // drop cannot return errors.
+        if let Device::Cuda(device) = self.tensor.device() {
+            let _ = device.cuda_stream().wait(&self.arrived);
+        }
+    }
+}
+
 impl Outbox {
     /// Opens the channel `id` between two ranks of the world, the sender first.
     pub(super) fn open(rank: &Arc<Rank>, id: u64, ends: [usize; 2]) -> Result<Self> {
@@ -53,6 +69,7 @@ impl Outbox {
         let Device::Cuda(device) = tensor.device() else {
             return Err(Error::Unsupported("sending a host tensor over NCCL".to_string()));
         };
+        // The sender waits for this event on a stream of its own, because this thread may go on with the tensor's stream.
         let ready = device.cuda_stream().record_event(None).map_err(cuda)?;
         self.sent += 1;
         let taken = self.queue.as_ref().is_some_and(|queue| queue.send(Outgoing { tensor, ready }).is_ok());
@@ -75,20 +92,26 @@ fn deliver(rank: &Arc<Rank>, id: UniqueId, incoming: &Receiver<Outgoing>) -> Res
     rank.bind()?;
     let comm = rank.join(id, 2, 0)?;
     let stream = rank.device.cuda_stream().context().new_stream().map_err(cuda)?;
-    let mut under_way: VecDeque<(Tensor, CudaEvent)> = VecDeque::new();
+    let mut under_way: VecDeque<UnderWay> = VecDeque::new();
     loop {
         match incoming.recv_timeout(TIDY) {
             Ok(Outgoing { tensor, ready }) => {
                 stream.wait(&ready).map_err(cuda)?;
-                issue_send(&comm, &stream, &tensor, 1)?;
-                under_way.push_back((tensor, stream.record_event(None).map_err(cuda)?));
+                let sent = issue_send(&comm, std::slice::from_ref(&stream), &tensor, 1);
+                // After a failure, `stream` waits for the part that still runs.
+                let arrived = match &sent {
+                    Ok(done) => done.clone(),
+                    Err(_) => Arc::new(stream.record_event(None).map_err(cuda)?),
+                };
+                under_way.push_back(UnderWay { tensor, arrived });
+                sent?;
             }
             Err(RecvTimeoutError::Timeout) => rank.watch.check()?,
             Err(RecvTimeoutError::Disconnected) => break,
         }
-        while under_way.front().is_some_and(|(_, arrived)| arrived.is_complete()) {
+        while under_way.front().is_some_and(|message| message.arrived.is_complete()) {
             under_way.pop_front();
         }
     }
-    under_way.iter().try_for_each(|(_, arrived)| rank.wait(arrived))
+    under_way.iter().try_for_each(|message| rank.wait(&message.arrived))
 }

@@ -10,8 +10,9 @@
 //! | host tensors | are copied to the GPU and back; use them for small data |
 //! | results of [`recv`](Backend::recv) and scatter | are on this rank's GPU |
 //! | tags | each pair of ranks has a channel per tag, created on first use: use few tags |
+//! | the first call on a group | waits until all members have made theirs, also if it is started |
 //! | a send | never waits; a thread of the backend delivers it when the receiver is ready |
-//! | ranks that make different calls | time out, unless calls are compared (`InitOptions::debug`) |
+//! | ranks that make different calls | get an error if they are threads; processes time out, unless calls are compared (`InitOptions::debug`) |
 //!
 //! A rank's watchdog checks its communicators several times a second. It aborts them if NCCL reports an error, a call
 //! exceeds the timeout, or the world has failed, so that no stream waits forever. Results computed from an aborted call
@@ -22,6 +23,7 @@ mod plan;
 mod backend;
 #[cfg(feature = "nccl")]
 mod comm;
+mod compare;
 mod devices;
 mod errors;
 #[cfg(feature = "nccl")]
@@ -46,6 +48,8 @@ pub(crate) use backend::NcclBackend;
 #[cfg(feature = "nccl")]
 pub use comm::library_version;
 #[cfg(feature = "nccl")]
+pub(crate) use compare::Calls;
+#[cfg(feature = "nccl")]
 pub(crate) use devices::check as check_devices;
 #[cfg(feature = "nccl")]
 pub(crate) use values::Values;
@@ -66,7 +70,7 @@ pub fn start(info: &LaunchInfo, control: &Arc<Control>) -> Result<Arc<dyn Backen
 #[cfg(feature = "nccl")]
 pub(crate) fn check(info: &LaunchInfo) -> Result<()> {
     ordinal(info)?;
-    text::check_version(library_version()?).map_err(crate::Error::Unsupported)
+    errors::check_version(library_version()?).map_err(crate::Error::Unsupported)
 }
 
 /// Returns the number of this process's GPU.

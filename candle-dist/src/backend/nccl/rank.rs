@@ -3,10 +3,10 @@ use super::comm::{Comm, UniqueId};
 use super::watch::Watch;
 use crate::{Error, Result};
 use candle_core::{CudaDevice, Device};
-use cudarc::driver::{CudaEvent, CudaStream, DriverError};
+use cudarc::driver::{CudaEvent, DriverError};
 use parking_lot::Mutex;
 use std::collections::HashMap;
-use std::sync::{Arc, OnceLock, Weak};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 /// The interval of the watchdog.
@@ -16,8 +16,6 @@ const PATROL: Duration = Duration::from_millis(200);
 pub(super) struct Rank {
     pub(super) watch: Watch,
     pub(super) device: CudaDevice,
-    /// The stream of started calls.
-    side: OnceLock<Arc<CudaStream>>,
     comms: Mutex<Vec<Weak<Comm>>>,
     /// How many groups of the same members this rank has created.
     groups: Mutex<HashMap<Vec<usize>, u64>>,
@@ -51,8 +49,7 @@ impl Rank {
     /// Creates the state of the rank on `device`, with its watchdog.
     pub(super) fn new(watch: Watch, device: &Device) -> Result<Arc<Self>> {
         let device = device.as_cuda_device()?.clone();
-        let rank =
-            Arc::new(Self { watch, device, side: OnceLock::new(), comms: Mutex::default(), groups: Mutex::default() });
+        let rank = Arc::new(Self { watch, device, comms: Mutex::default(), groups: Mutex::default() });
         let (patrolled, name) = (Arc::downgrade(&rank), format!("nccl watchdog {}", rank.watch.rank()));
         let patrol = move || {
             while let Some(rank) = patrolled.upgrade() {
@@ -74,17 +71,6 @@ impl Rank {
     /// Makes the calling thread use this rank's GPU.
     pub(super) fn bind(&self) -> Result<()> {
         self.device.cuda_stream().context().bind_to_thread().map_err(cuda)
-    }
-
-    /// Returns the stream of started calls.
-    pub(super) fn side_stream(&self) -> Result<Arc<CudaStream>> {
-        match self.side.get() {
-            Some(stream) => Ok(stream.clone()),
-            None => {
-                let stream = self.device.cuda_stream().context().new_stream().map_err(cuda)?;
-                Ok(self.side.get_or_init(|| stream).clone())
-            }
-        }
     }
 
     /// Returns the id of the next group of `ranks`. The n-th group of the same members has the same id on all members.

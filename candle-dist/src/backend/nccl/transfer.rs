@@ -8,9 +8,13 @@ use crate::{Error, Result};
 use candle_core::backend::BackendDevice;
 use candle_core::cuda_backend::CudaStorageSlice;
 use candle_core::{CudaDevice, CudaStorage, DType, Shape, Storage, Tensor};
-use cudarc::driver::{CudaSlice, CudaStream, DevicePtr};
+use cudarc::driver::{CudaEvent, CudaSlice, CudaStream, DevicePtr, DevicePtrMut};
 use cudarc::nccl::sys;
 use std::ffi::c_void;
+use std::sync::Arc;
+
+/// The end of a call on the GPU.
+pub(super) type Done = Arc<CudaEvent>;
 
 /// One tensor of a collective: planned, packed, and with memory for the result.
 pub(super) struct Prepared {
@@ -58,7 +62,8 @@ impl Prepared {
 
     /// Returns the result. Unpacking is enqueued on the stream of the tensor's device.
     pub(super) fn land(self) -> Result<Option<Fresh>> {
-        let (Some(received), Some(shape)) = (self.received, self.plan.shape) else { return Ok(None) };
+        let (Some(mut received), Some(shape)) = (self.received, self.plan.shape) else { return Ok(None) };
+        written(&mut received);
         let storage = match &self.plan.unpack {
             Some(moves) => moves.apply(&received, 0)?,
             None => received,
@@ -67,38 +72,42 @@ impl Prepared {
     }
 }
 
-/// Enqueues all of `prepared` as one group on `stream`.
-pub(super) fn issue(comm: &Comm, stream: &CudaStream, call: &Call, prepared: &[Prepared]) -> Result<()> {
-    comm.issue(call.op.name(), stream, |comm, stream| {
+/// Enqueues all of `prepared` as one group after the work on the streams `after`.
+pub(super) fn issue(comm: &Comm, after: &[Arc<CudaStream>], call: &Call, prepared: &[Prepared]) -> Result<Done> {
+    comm.issue(call.op.name(), after, |comm, stream| {
         let codes = prepared.iter().map(|prepared| prepared.enqueue(call.reduce, comm, stream));
         first_error(codes)
     })
 }
 
 /// Enqueues an all_reduce or a broadcast whose result overwrites `tensor`, which must be contiguous.
-pub(super) fn issue_in_place(comm: &Comm, stream: &CudaStream, call: &Call, tensor: &Tensor) -> Result<()> {
+pub(super) fn issue_in_place(comm: &Comm, main: &Arc<CudaStream>, call: &Call, tensor: &Tensor) -> Result<()> {
     let plan = Plan::new(call, 0, 0, tensor.dims())?;
     let place = address_of(tensor);
-    comm.issue(call.op.name(), stream, |comm, stream| {
+    let done = comm.issue(call.op.name(), std::slice::from_ref(main), |comm, stream| {
         enqueue(&plan.transfer, (place, place), tensor.dtype(), call.reduce, comm, stream)
-    })
+    })?;
+    main.wait(&done).map_err(cuda)
 }
 
-/// Enqueues a send of `tensor` to the member `peer`.
-pub(super) fn issue_send(comm: &Comm, stream: &CudaStream, tensor: &Tensor, peer: usize) -> Result<()> {
+/// Enqueues a send of `tensor`, whose data is there after the work on `after`, to the member `peer`.
+pub(super) fn issue_send(comm: &Comm, after: &[Arc<CudaStream>], tensor: &Tensor, peer: usize) -> Result<Done> {
     let sends = vec![Span { peer, start: 0, len: tensor.elem_count() }];
     let (transfer, place) = (Transfer::SendReceive { sends, receives: Vec::new() }, address_of(tensor));
-    comm.issue("send", stream, |comm, stream| enqueue(&transfer, (place, 0), tensor.dtype(), None, comm, stream))
+    comm.issue("send", after, |comm, stream| enqueue(&transfer, (place, 0), tensor.dtype(), None, comm, stream))
 }
 
 /// Enqueues a receive of a tensor of `call`'s shape and dtype from the member `peer`, into new memory of `device`.
 pub(super) fn issue_receive(comm: &Comm, device: &CudaDevice, call: &Call, peer: usize) -> Result<Fresh> {
     let (shape, dtype) = (Shape::from(call.shape.as_slice()), call.dtype.unwrap_or(DType::U8));
-    let storage = memory(device, shape.elem_count(), dtype)?;
+    let mut storage = memory(device, shape.elem_count(), dtype)?;
     let receives = vec![Span { peer, start: 0, len: shape.elem_count() }];
     let (transfer, place) = (Transfer::SendReceive { sends: Vec::new(), receives }, address(&storage, 0));
     let stream = device.cuda_stream();
-    comm.issue("recv", &stream, |comm, stream| enqueue(&transfer, (0, place), dtype, None, comm, stream))?;
+    let after = std::slice::from_ref(&stream);
+    let done = comm.issue("recv", after, |comm, stream| enqueue(&transfer, (0, place), dtype, None, comm, stream))?;
+    stream.wait(&done).map_err(cuda)?;
+    written(&mut storage);
     Ok(Fresh { storage: Storage::Cuda(storage), shape })
 }
 
@@ -185,7 +194,6 @@ fn kind(dtype: DType) -> Option<sys::ncclDataType_t> {
     Some(match dtype {
         DType::U8 => sys::ncclDataType_t::ncclUint8,
         DType::U32 => sys::ncclDataType_t::ncclUint32,
-        DType::I32 => sys::ncclDataType_t::ncclInt32,
         DType::I64 => sys::ncclDataType_t::ncclInt64,
         DType::BF16 => sys::ncclDataType_t::ncclBfloat16,
         DType::F16 => sys::ncclDataType_t::ncclFloat16,
@@ -238,7 +246,21 @@ fn address(storage: &CudaStorage, start: usize) -> u64 {
     base + (start * candle_core::backend::BackendStorage::dtype(storage).size_in_bytes()) as u64
 }
 
-/// Makes `waiter` wait for everything that is enqueued on `stream` so far.
-pub(super) fn follow(waiter: &CudaStream, stream: &CudaStream) -> Result<()> {
-    waiter.join(stream).map_err(cuda)
+/// Records on the stream of `storage` that NCCL has written it there, so that other streams wait for it.
+fn written(storage: &mut CudaStorage) {
+    fn record<T>(slice: &mut CudaSlice<T>) {
+        let stream = slice.stream().clone();
+        // Dropping the guard records the event.
+        drop(slice.device_ptr_mut(&stream).1);
+    }
+    match &mut storage.slice {
+        CudaStorageSlice::U8(slice) => record(slice),
+        CudaStorageSlice::U32(slice) => record(slice),
+        CudaStorageSlice::I64(slice) => record(slice),
+        CudaStorageSlice::BF16(slice) => record(slice),
+        CudaStorageSlice::F16(slice) => record(slice),
+        CudaStorageSlice::F32(slice) => record(slice),
+        CudaStorageSlice::F64(slice) => record(slice),
+        _ => {}
+    }
 }

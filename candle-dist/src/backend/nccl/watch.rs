@@ -1,4 +1,5 @@
 //! A rank's access to its world: failures, the calls of ranks, and small values.
+use super::compare::Calls;
 use super::values::Values;
 use crate::backend::Call;
 use crate::backend::local::WorldState;
@@ -15,6 +16,8 @@ pub(crate) enum Watch {
         world: Arc<WorldState>,
         /// The values that they exchange.
         values: Arc<Values>,
+        /// The calls that they compare.
+        calls: Arc<Calls>,
         /// This rank.
         rank: usize,
     },
@@ -87,10 +90,12 @@ impl Watch {
     /// Records that this rank is in a call, until the guard is dropped.
     pub(super) fn enter(&self, group: u64, ranks: &[usize], round: u64, call: &Arc<Call>) -> Result<Inside<'_>> {
         match self {
-            Self::Thread { world, rank, .. } => {
+            Self::Thread { world, calls, rank, .. } => {
                 world.check()?;
                 world.begin(*rank, call.clone());
-                Ok(Inside::Thread(world, *rank))
+                let inside = Inside::Thread(world, *rank);
+                let compared = calls.compare((group, round), ranks.len(), *rank, call);
+                compared.map(|()| inside).map_err(|cause| self.fail(cause))
             }
             Self::Process(control) => Ok(Inside::Process(control.enter(group, ranks, round, call)?)),
         }

@@ -1,0 +1,171 @@
+//! The NCCL backend on GPUs: what one GPU, or a lucky order of the streams, would not show.
+//!
+//! `scripts/nccl-sim.sh nccl` runs these on simulated GPUs.
+use candle_core::{DType, Device, Tensor, Var};
+use candle_dist::{RankContext, ReduceOp, Result, World};
+use std::time::Duration;
+use test_utils::{Ranks, on_ranks, over_nccl, skip, worlds};
+
+/// Returns the sizes of worlds to test; none, with a note, if the tests do not run over NCCL.
+fn sizes(least: usize) -> Vec<usize> {
+    let sizes = if over_nccl() { worlds(least..=8) } else { Vec::new() };
+    if sizes.is_empty() {
+        skip(&format!("needs NCCL and {least} GPUs"));
+    }
+    sizes
+}
+
+/// Returns a tensor on `device` that is the result of several kernels.
+fn computed(rank: usize, len: usize, device: &Device) -> Result<Tensor> {
+    let ones = Tensor::ones(len, DType::F32, device)?;
+    Ok(((ones * 2.0)? + rank as f64)?)
+}
+
+fn sum_of(n: usize) -> f32 {
+    (0..n).map(|rank| 2.0 + rank as f32).sum()
+}
+
+#[test]
+fn a_device_whose_stream_differs_between_threads_is_refused() {
+    for n in sizes(1) {
+        let devices = (0..n).map(|gpu| Device::new_cuda(gpu).unwrap()).collect();
+        let error = World::nccl(devices).run(|_| Ok::<_, candle_dist::Error>(())).unwrap_err().to_string();
+        assert!(error.contains("rank 0") && error.contains("new_cuda_with_stream"), "{error}");
+    }
+}
+
+#[test]
+fn tensors_of_a_per_thread_stream_are_read_after_they_are_computed() {
+    for n in sizes(1) {
+        on_ranks(n, "per-thread streams", move |ctx| {
+            let device = Device::new_cuda(ctx.rank())?;
+            for len in [1, 3000] {
+                let x = computed(ctx.rank(), len, &device)?;
+                let sum = ctx.group().all_reduce(&x, ReduceOp::Sum)?;
+                assert_eq!(sum.to_vec1::<f32>()?, vec![sum_of(n); len]);
+                let var = Var::from_tensor(&x)?;
+                ctx.group().all_reduce_in_place(&var, ReduceOp::Sum)?;
+                assert_eq!((var.as_tensor() + 0.0)?.to_vec1::<f32>()?, vec![sum_of(n); len]);
+            }
+            Ok::<_, candle_dist::Error>(())
+        });
+    }
+}
+
+#[test]
+fn calls_that_differ_fail_on_every_rank() {
+    type Differ = fn(&RankContext, bool) -> Result<Tensor>;
+    let cases: [(&str, Differ); 4] = [
+        ("reduction", |ctx, odd| {
+            ctx.group().all_reduce(&computed(0, 6, ctx.device())?, if odd { ReduceOp::Max } else { ReduceOp::Sum })
+        }),
+        ("dtype", |ctx, odd| {
+            let dtype = if odd { DType::U32 } else { DType::F32 };
+            ctx.group().all_reduce(&Tensor::ones(6, dtype, ctx.device())?, ReduceOp::Sum)
+        }),
+        ("shape", |ctx, odd| {
+            let x = computed(0, 6, ctx.device())?;
+            ctx.group().all_reduce(&if odd { x.reshape((2, 3))? } else { x }, ReduceOp::Sum)
+        }),
+        ("root", |ctx, odd| ctx.group().broadcast(&computed(0, 6, ctx.device())?, usize::from(odd))),
+    ];
+    for n in sizes(2) {
+        for (what, call) in cases {
+            let outcome = Ranks::new(n, what).run(move |ctx| {
+                let error = call(ctx, ctx.rank() == 1).and_then(|_| ctx.group().barrier()).expect_err("calls differ");
+                assert!(error.to_string().contains(what), "{error}");
+                Err::<(), _>(error)
+            });
+            assert!(outcome.unwrap_err().to_string().contains(what));
+        }
+    }
+}
+
+#[test]
+fn a_host_tensor_of_an_aborted_call_is_an_error() {
+    for n in sizes(2) {
+        let outcome = Ranks::new(n, "abort").run(move |ctx| {
+            let x = Tensor::ones(1000, DType::F32, &Device::Cpu)?;
+            ctx.group().all_reduce(&x, ReduceOp::Sum)?;
+            if ctx.rank() == 0 {
+                std::thread::sleep(Duration::from_millis(100));
+                return Err(candle_dist::Error::Unsupported("this rank stops".into()));
+            }
+            let got = ctx.group().all_reduce(&x, ReduceOp::Sum);
+            let text = got.map(|x| format!("{:?}", x.to_vec1::<f32>())).expect_err("rank 0 has stopped").to_string();
+            assert!(text.contains("this rank stops"), "{text}");
+            Ok(())
+        });
+        assert!(outcome.unwrap_err().to_string().contains("this rank stops"));
+    }
+}
+
+#[test]
+fn a_result_may_be_copied_to_another_device_at_once() {
+    for n in sizes(2) {
+        on_ranks(n, "copies", move |ctx| {
+            // Another GPU, and another `Device` of this one.
+            for gpu in [(ctx.rank() + 1) % n, ctx.rank()] {
+                let other = Device::new_cuda_with_stream(gpu)?;
+                for len in [5, 70_000] {
+                    let x = computed(ctx.rank(), len, ctx.device())?;
+                    let sum = ctx.group().all_reduce(&x, ReduceOp::Sum)?;
+                    assert_eq!(sum.to_device(&other)?.to_vec1::<f32>()?, vec![sum_of(n); len]);
+                }
+            }
+            Ok::<_, candle_dist::Error>(())
+        });
+    }
+}
+
+#[test]
+fn the_memory_of_a_message_lives_until_it_is_read_even_if_the_world_fails() {
+    for n in sizes(2) {
+        let outcome = Ranks::new(n, "messages of a world that fails").run(move |ctx| {
+            let (g, next, before) = (ctx.group(), (ctx.rank() + 1) % n, (ctx.rank() + n - 1) % n);
+            let x = computed(ctx.rank(), 4000, ctx.device())?;
+            g.send(&x, next)?;
+            g.recv(4000, DType::F32, before)?;
+            // Nobody receives this one.
+            g.send_owned(computed(ctx.rank(), 5000, ctx.device())?, next)?;
+            std::thread::sleep(Duration::from_millis(50));
+            match ctx.rank() {
+                0 => Err(candle_dist::Error::Unsupported("this rank stops".into())),
+                _ => g.barrier(),
+            }
+        });
+        assert!(outcome.unwrap_err().to_string().contains("this rank stops"));
+    }
+}
+
+#[test]
+fn host_and_gpu_tensors_of_one_call_return_to_where_they_were() {
+    for n in sizes(1) {
+        on_ranks(n, "mixed places", move |ctx| {
+            let gpu = computed(ctx.rank(), 7, ctx.device())?;
+            let host = computed(ctx.rank(), 5, &Device::Cpu)?;
+            for pair in [[gpu.clone(), host.clone()], [host, gpu]] {
+                let sums = ctx.group().all_reduce_coalesced(&pair, ReduceOp::Sum)?;
+                for (sum, x) in sums.iter().zip(&pair) {
+                    assert_eq!(sum.device().is_cpu(), x.device().is_cpu());
+                    assert_eq!(sum.to_vec1::<f32>()?, vec![sum_of(n); x.elem_count()]);
+                }
+            }
+            Ok::<_, candle_dist::Error>(())
+        });
+    }
+}
+
+#[test]
+fn dtypes_whose_parts_candle_cannot_copy_are_refused() {
+    for n in sizes(2) {
+        on_ranks(n, "i32", move |ctx| {
+            for dtype in [DType::I16, DType::I32] {
+                let x = Tensor::new(&[1.0f32, 2.0], &Device::Cpu)?.to_dtype(dtype)?;
+                let error = ctx.group().all_reduce(&x, ReduceOp::Sum).unwrap_err().to_string();
+                assert!(error.contains("cast them to another dtype"), "{error}");
+            }
+            Ok::<_, candle_dist::Error>(())
+        });
+    }
+}

@@ -1,0 +1,52 @@
+//! Vector clocks: which work is ordered before which.
+//!
+//! Agent 0 is the host: all its threads together, because the simulator sees only their calls, one after another. Every
+//! stream is an agent of its own. Only the edges of CUDA's documents join clocks.
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+/// For each agent, the number of its operations that are ordered before this point.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Clock(Vec<u64>);
+
+impl Clock {
+    pub(crate) fn get(&self, agent: usize) -> u64 {
+        self.0.get(agent).copied().unwrap_or(0)
+    }
+
+    pub(crate) fn set(&mut self, agent: usize, time: u64) {
+        if self.0.len() <= agent {
+            self.0.resize(agent + 1, 0);
+        }
+        self.0[agent] = time;
+    }
+
+    /// Adds everything that is ordered before `other`.
+    pub(crate) fn join(&mut self, other: &Self) {
+        if self.0.len() < other.0.len() {
+            self.0.resize(other.0.len(), 0);
+        }
+        for (mine, theirs) in self.0.iter_mut().zip(&other.0) {
+            *mine = (*mine).max(*theirs);
+        }
+    }
+}
+
+/// A point in a stream, with its clock once the stream has passed it.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Mark(Arc<Mutex<Option<Arc<Clock>>>>);
+
+impl Mark {
+    pub(crate) fn passed(&self) -> Option<Arc<Clock>> {
+        self.0.lock().clone()
+    }
+
+    pub(crate) fn is_passed(&self) -> bool {
+        self.0.lock().is_some()
+    }
+
+    pub(crate) fn pass(&self, clock: Arc<Clock>) {
+        *self.0.lock() = Some(clock);
+    }
+}

@@ -1,0 +1,238 @@
+//! NCCL: communicators, and the kernels that their calls put on streams.
+//!
+//! Rules: NCCL User Guide, "Creating a Communicator", "Group Calls", "Thread Safety" and the API; the section is named
+//! where a rule is applied.
+pub(crate) mod api;
+mod exchange;
+mod init;
+mod part;
+
+use crate::clock::{Clock, Mark};
+use crate::engine::{Sim, StreamKind, Work};
+use crate::memory::{Accessor, Memory, NOISE};
+use crate::report::{Kind, Site, fault};
+use exchange::Exchange;
+pub(crate) use part::Part;
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::ThreadId;
+
+/// `ncclResult_t`.
+pub(crate) mod code {
+    pub(crate) const SUCCESS: i32 = 0;
+    pub(crate) const INVALID_ARGUMENT: i32 = 4;
+    pub(crate) const INVALID_USAGE: i32 = 5;
+    pub(crate) const IN_PROGRESS: i32 = 7;
+}
+
+/// The part of a communicator that its kernels on streams share with it.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    pub(crate) id: u64,
+    pub(crate) rank: usize,
+    pub(crate) size: usize,
+    pub(crate) aborted: AtomicBool,
+}
+
+/// What the host's part of a communicator does.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum State {
+    /// Waits for the other members; then for this many polls.
+    Joining(u64),
+    Ready,
+    /// NCCL's thread still enqueues a group.
+    Enqueuing,
+    /// The init was refused.
+    Refused,
+    Finalizing,
+    Finalized,
+}
+
+struct Comm {
+    shared: Arc<Shared>,
+    device: usize,
+    blocking: bool,
+    state: State,
+    /// The end of the last kernel: kernels of a communicator run in the order of their calls.
+    last: Option<Mark>,
+    /// The numbers of the next call: of collectives, of sends and of receives for each peer.
+    collectives: u64,
+    sends: HashMap<usize, u64>,
+    receives: HashMap<usize, u64>,
+}
+
+/// One group of calls on one communicator: one kernel.
+pub(crate) struct Launch {
+    pub(crate) shared: Arc<Shared>,
+    pub(crate) parts: Vec<Part>,
+    pub(crate) started: bool,
+}
+
+/// A launch that NCCL's thread has not put on its streams yet.
+struct Due {
+    comm: u64,
+    launch: Launch,
+    /// The handles of the streams, as the program gave them.
+    streams: Vec<u64>,
+    /// The streams that they meant for the program.
+    gaps: Vec<u64>,
+    device: usize,
+    polls: u64,
+    site: Arc<Site>,
+}
+
+/// All communicators of the process.
+#[derive(Default)]
+pub(crate) struct Comms {
+    comms: BTreeMap<u64, Comm>,
+    exchange: Exchange,
+    due: Vec<Due>,
+    /// The handles that were aborted or destroyed.
+    gone: HashMap<u64, Arc<Site>>,
+    last_error: String,
+}
+
+impl Comms {
+    /// Returns whether the kernel can start or end.
+    pub(crate) fn can_advance(&self, launch: &Launch, room: bool) -> bool {
+        let aborted = launch.shared.aborted.load(Ordering::Relaxed);
+        aborted || if launch.started { self.lacking(launch).is_none() } else { room }
+    }
+
+    /// Returns what a kernel waits for.
+    pub(crate) fn lacks(&self, launch: &Launch) -> String {
+        self.lacking(launch).unwrap_or_else(|| "its turn".to_string())
+    }
+
+    fn lacking(&self, launch: &Launch) -> Option<String> {
+        let missing = launch.parts.iter().flat_map(|part| part.needs(&launch.shared));
+        missing.into_iter().find(|key| !self.exchange.has(key)).map(|key| format!("message {key}"))
+    }
+
+    /// Starts or ends a kernel. Returns whether it has ended.
+    pub(crate) fn advance(
+        &mut self,
+        launch: &mut Launch,
+        memory: &mut Memory,
+        clock: &mut Arc<Clock>,
+        agent: usize,
+        device: usize,
+        site: &Arc<Site>,
+    ) -> bool {
+        let shared = launch.shared.clone();
+        if shared.aborted.load(Ordering::Relaxed) {
+            // ncclCommAbort: kernels leave early, and their outputs are undefined.
+            let who = Accessor { clock, agent, site };
+            for (address, len) in launch.parts.iter().filter_map(|part| part.output(&shared)) {
+                memory.write(address, len, None, device, &who);
+            }
+            return true;
+        }
+        if !launch.started {
+            launch.started = true;
+            for part in &launch.parts {
+                let who = Accessor { clock, agent, site };
+                let data = part.input(&shared).map(|(address, len)| {
+                    let known = memory.note_read(address, len, device, &who);
+                    let bytes = if known { memory.peek(address, len, device, &who) } else { None };
+                    bytes.map_or(vec![NOISE; len], <[u8]>::to_vec)
+                });
+                for key in part.announces(&shared) {
+                    self.exchange.put(key, part.head(site), data.clone().unwrap_or_default(), clock.clone());
+                }
+            }
+            return false;
+        }
+        for part in &launch.parts {
+            let result = part.result(&shared, &self.exchange, clock, site);
+            let who = Accessor { clock, agent, site };
+            if let (Some((address, len)), Some(data)) = (part.output(&shared), result) {
+                let fits = data.len() == len;
+                memory.write(address, len, fits.then_some(&data[..]), device, &who);
+            }
+            part.release(&shared, &mut self.exchange);
+        }
+        true
+    }
+
+    /// NCCL's threads make progress: a member joins, a group is enqueued.
+    pub(crate) fn poll(&mut self) {
+        for comm in self.comms.values_mut() {
+            if let State::Joining(polls) = comm.state {
+                comm.state = match polls {
+                    0 if init::all_are_there(&self.exchange, &comm.shared) => State::Ready,
+                    0 => State::Joining(0),
+                    polls => State::Joining(polls - 1),
+                };
+                if comm.state == State::Ready
+                    && let Some(why) = init::refusal(&self.exchange, &comm.shared)
+                {
+                    comm.state = State::Refused;
+                    self.last_error = why;
+                }
+            }
+        }
+        self.due.iter_mut().for_each(|due| due.polls = due.polls.saturating_sub(1));
+    }
+
+    /// Puts the launches on their streams whose time has come.
+    pub(crate) fn launch_due(sim: &mut Sim) {
+        while let Some(at) = sim.comms.due.iter().position(|due| due.polls == 0) {
+            let due = sim.comms.due.remove(at);
+            for id in &due.gaps {
+                if let Some(stream) = sim.stream(*id) {
+                    stream.gap = None;
+                }
+            }
+            let worker = worker();
+            let streams = resolve(sim, &due.streams, due.device, worker, &due.site);
+            launch(sim, due.comm, due.launch, &streams, due.site);
+            if let Some(comm) = sim.comms.comms.get_mut(&due.comm)
+                && comm.state == State::Enqueuing
+            {
+                comm.state = State::Ready;
+            }
+        }
+    }
+}
+
+/// Returns the id of the thread that enqueues for nonblocking communicators. A handle of a per-thread stream means that
+/// thread's stream there (NCCL issue 1976).
+fn worker() -> ThreadId {
+    static WORKER: std::sync::OnceLock<ThreadId> = std::sync::OnceLock::new();
+    let own_id = || std::thread::current().id();
+    *WORKER.get_or_init(|| std::thread::spawn(own_id).join().unwrap_or_else(|_| own_id()))
+}
+
+/// Returns the streams that the handles mean for a thread, without repetitions.
+fn resolve(sim: &mut Sim, handles: &[u64], device: usize, thread: ThreadId, site: &Arc<Site>) -> Vec<u64> {
+    let mut streams = Vec::new();
+    for &handle in handles {
+        match sim.resolve(handle, device, thread) {
+            Some(id) if !streams.contains(&id) => streams.push(id),
+            Some(_) => {}
+            None => fault(Kind::Misuse, site.call(), format!("{site} on a stream that does not exist")),
+        }
+    }
+    streams
+}
+
+/// Puts a kernel on the first stream and lets the others wait for each other ("Group calls", "Using multiple streams").
+fn launch(sim: &mut Sim, comm: u64, launch: Launch, streams: &[u64], site: Arc<Site>) {
+    let Some((&first, others)) = streams.split_first() else { return };
+    let mut waits: Vec<Mark> = others.iter().map(|&other| sim.tail(other)).collect();
+    waits.extend(sim.comms.comms.get(&comm).and_then(|comm| comm.last.clone()));
+    let mark = sim.append(first, site.clone(), waits, Work::Nccl(Box::new(launch)));
+    for &other in others {
+        sim.append(other, site.clone(), vec![mark.clone()], Work::Nothing);
+    }
+    if let Some(comm) = sim.comms.comms.get_mut(&comm) {
+        comm.last = Some(mark);
+    }
+}
+
+/// Returns whether the handle means a stream that belongs to one host thread.
+fn is_per_thread(sim: &mut Sim, id: u64) -> bool {
+    sim.stream(id).is_some_and(|stream| matches!(stream.kind, StreamKind::PerThread(_)))
+}

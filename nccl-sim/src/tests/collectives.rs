@@ -1,0 +1,202 @@
+//! Programs on communicators. The ranks are driven by one thread, which polls them in turn.
+use super::*;
+use crate::nccl::api::*;
+use crate::nccl::code;
+
+const F32: i32 = 7;
+
+/// A rank: its communicator and its stream.
+struct Rank {
+    gpu: i32,
+    comm: u64,
+    stream: u64,
+}
+
+impl Rank {
+    fn state(&self) -> i32 {
+        let mut state = 0;
+        assert_eq!(ncclCommGetAsyncError(self.comm, &mut state), 0);
+        state
+    }
+
+    fn enter(&self) {
+        use_gpu(self.gpu);
+    }
+
+    /// Returns a buffer that holds the values.
+    fn with(&self, values: &[f32]) -> u64 {
+        self.enter();
+        let x = alloc(values.len(), self.stream);
+        upload(x, values, self.stream);
+        x
+    }
+}
+
+/// Makes `n` ranks with a GPU each.
+fn ranks(n: i32) -> Vec<Rank> {
+    let mut id = UniqueId { internal: [0; 128] };
+    ncclGetUniqueId(&mut id);
+    let join = |gpu| {
+        use_gpu(gpu);
+        let mut config = Config { size: 0, magic: 0xcafe_beef, version: 23000, blocking: 0 };
+        let mut comm = 0;
+        assert_eq!(ncclCommInitRankConfig(&mut comm, n, id, gpu, &mut config), code::IN_PROGRESS);
+        Rank { gpu, comm, stream: stream() }
+    };
+    let ranks: Vec<Rank> = (0..n).map(join).collect();
+    ready(&ranks);
+    ranks
+}
+
+/// Waits until NCCL has enqueued all calls.
+fn ready(ranks: &[Rank]) {
+    while ranks.iter().any(|rank| rank.state() == code::IN_PROGRESS) {}
+}
+
+fn all_reduce(rank: &Rank, x: u64, floats: usize, op: i32) {
+    rank.enter();
+    assert_eq!(ncclAllReduce(x, x, floats, F32, op, rank.comm, rank.stream), code::IN_PROGRESS);
+}
+
+/// Waits for the streams of all GPUs, and ends on GPU 0.
+fn finish(ranks: &[Rank]) {
+    for rank in ranks.iter().rev() {
+        rank.enter();
+        cuCtxSynchronize();
+    }
+}
+
+#[test]
+fn ranks_that_agree_get_sums_and_are_not_accused() {
+    let program = || {
+        let ranks = ranks(3);
+        let buffers: Vec<u64> = ranks.iter().map(|rank| rank.with(&[1.0 + rank.gpu as f32; 5])).collect();
+        ranks.iter().zip(&buffers).for_each(|(rank, &x)| all_reduce(rank, x, 5, 0));
+        ready(&ranks);
+        for (rank, &x) in ranks.iter().zip(&buffers).rev() {
+            rank.enter();
+            assert_eq!(download(x, 5, rank.stream), [6.0; 5]);
+            assert_eq!(ncclCommFinalize(rank.comm), code::IN_PROGRESS);
+        }
+        ready(&ranks);
+        assert!(ranks.iter().all(|rank| ncclCommDestroy(rank.comm) == 0));
+        use_gpu(0);
+    };
+    assert_eq!(faults(program), []);
+}
+
+#[test]
+fn ranks_that_differ_get_wrong_data_and_are_accused() {
+    for (floats, op) in [(4, 0), (5, 2)] {
+        let program = move || {
+            let ranks = ranks(2);
+            let buffers: Vec<u64> = ranks.iter().map(|rank| rank.with(&[1.0; 5])).collect();
+            all_reduce(&ranks[0], buffers[0], 5, 0);
+            all_reduce(&ranks[1], buffers[1], floats, op);
+            ready(&ranks);
+            finish(&ranks);
+        };
+        assert_eq!(faults(program), [Kind::Mismatch]);
+    }
+}
+
+#[test]
+fn a_buffer_that_another_stream_overwrites_or_reads_is_a_race() {
+    for wait in [true, false] {
+        let program = move || {
+            let ranks = ranks(2);
+            let buffers: Vec<u64> = ranks.iter().map(|rank| rank.with(&[1.0; 5])).collect();
+            ranks.iter().zip(&buffers).for_each(|(rank, &x)| all_reduce(rank, x, 5, 0));
+            ready(&ranks);
+            ranks[0].enter();
+            let other = stream();
+            if wait {
+                follow(other, ranks[0].stream);
+            }
+            upload(buffers[0], &[0.0; 5], other);
+            finish(&ranks);
+        };
+        assert_eq!(faults(program), if wait { vec![] } else { vec![Kind::Race] });
+    }
+}
+
+#[test]
+fn a_stream_on_which_nccl_still_enqueues_must_not_be_used() {
+    let program = || {
+        let ranks = ranks(1);
+        let x = ranks[0].with(&[1.0]);
+        all_reduce(&ranks[0], x, 1, 0);
+        event(ranks[0].stream);
+        ready(&ranks);
+        finish(&ranks);
+    };
+    assert_eq!(faults(program), [Kind::Misuse]);
+}
+
+#[test]
+fn nccl_takes_another_stream_for_a_per_thread_handle() {
+    let program = || {
+        let mut ranks = ranks(1);
+        ranks[0].stream = 2;
+        let x = ranks[0].with(&[1.0]);
+        all_reduce(&ranks[0], x, 1, 0);
+        ready(&ranks);
+        finish(&ranks);
+    };
+    let found = faults(program);
+    assert!(found.contains(&Kind::Misuse) && found.contains(&Kind::Race), "{found:?}");
+}
+
+#[test]
+fn messages_arrive_in_order_and_a_group_may_be_a_ring() {
+    let program = || {
+        let ranks = ranks(3);
+        let buffers: Vec<u64> = ranks.iter().map(|rank| rank.with(&[rank.gpu as f32, -1.0])).collect();
+        for (rank, &x) in ranks.iter().zip(&buffers) {
+            rank.enter();
+            let (next, before) = ((rank.gpu + 1) % 3, (rank.gpu + 2) % 3);
+            ncclGroupStart();
+            assert_eq!(ncclSend(x, 1, F32, next, rank.comm, rank.stream), 0);
+            assert_eq!(ncclRecv(x + 4, 1, F32, before, rank.comm, rank.stream), 0);
+            assert_eq!(ncclGroupEnd(), code::IN_PROGRESS);
+        }
+        ready(&ranks);
+        for (rank, &x) in ranks.iter().zip(&buffers).rev() {
+            rank.enter();
+            assert_eq!(download(x, 2, rank.stream), [rank.gpu as f32, ((rank.gpu + 2) % 3) as f32]);
+        }
+    };
+    assert_eq!(faults(program), []);
+}
+
+#[test]
+fn an_abort_ends_a_call_that_waits_and_its_handle_is_gone() {
+    let program = || {
+        let ranks = ranks(2);
+        let x = ranks[0].with(&[1.0; 5]);
+        all_reduce(&ranks[0], x, 5, 0);
+        ready(&ranks[..1]);
+        assert_eq!(ncclCommAbort(ranks[0].comm), 0);
+        assert!(download(x, 5, ranks[0].stream).iter().all(|x| x.is_nan()), "what an aborted call leaves is undefined");
+        let mut state = 0;
+        ncclCommGetAsyncError(ranks[0].comm, &mut state);
+        assert_eq!(state, code::INVALID_ARGUMENT);
+    };
+    assert_eq!(faults(program), [Kind::Misuse]);
+}
+
+#[test]
+fn misuse_is_refused() {
+    let program = || {
+        assert_eq!(ncclGroupEnd(), code::INVALID_USAGE);
+        let ranks = ranks(2);
+        let x = ranks[0].with(&[1.0; 8]);
+        let (comm, stream) = (ranks[0].comm, ranks[0].stream);
+        assert_eq!(ncclAllReduce(x, x + 4, 4, F32, 0, comm, stream), code::INVALID_ARGUMENT, "the buffers overlap");
+        assert_eq!(ncclBroadcast(x, x, 4, F32, 2, comm, stream), code::INVALID_ARGUMENT, "no such root");
+        let other = ranks[1].with(&[1.0; 8]);
+        assert_eq!(ncclAllReduce(other, other, 4, F32, 0, comm, stream), code::INVALID_ARGUMENT, "of another GPU");
+        use_gpu(0);
+    };
+    assert_eq!(faults(program), [Kind::Misuse]);
+}
