@@ -80,6 +80,33 @@ fn attention() {
 }
 
 #[test]
+fn attention_of_capped_scores() {
+    let mut cases = Vec::new();
+    for ([q, k, v], cap) in SHAPES.into_iter().flat_map(|shapes| [(shapes, None), (shapes, Some(1.5))]) {
+        let mask: &[usize] = Box::leak(Box::new([q[2], k[2]]));
+        let inputs: [Input; 4] = [(q, Float), (k, Float), (v, Float), (mask, Float)];
+        cases.push(Case::new(
+            &format!("attention with a cap of {cap:?}"),
+            &inputs,
+            move |x| x[0].capped_attention(&x[1], &x[2], &x[3], 1.0 / (x[0].dim(D::Minus1)? as f64).sqrt(), cap),
+            move |x| plain::attention(&x[..3], capped_softmax(&x[3], cap)),
+        ));
+    }
+    sweep("capped_attention", cases);
+}
+
+/// The softmax of masked scores, which are in ±cap if there is a cap.
+fn capped_softmax(mask: &Tensor, cap: Option<f64>) -> impl Fn(&Tensor) -> candle_core::Result<Tensor> {
+    move |scores| {
+        let scores = match cap {
+            Some(cap) => ((scores / cap)?.tanh()? * cap)?,
+            None => scores.clone(),
+        };
+        candle_nn::ops::softmax(&scores.broadcast_add(mask)?, D::Minus1)
+    }
+}
+
+#[test]
 fn attention_of_rows() {
     let mut cases = Vec::new();
     for shapes in SHAPES {

@@ -1,5 +1,6 @@
 //! A real model, SmolLM2-135M-Instruct in 4-bit blocks, against what transformers computes with its floats, taken down by
-//! `benchmarks/smollm2_facts.py`. `CANDLE_SMOLLM2` is the path of the file, which `scripts/smollm2.sh` downloads.
+//! `benchmarks/smollm2_facts.py`. `CANDLE_SMOLLM2` is the path of the file, which `scripts/smollm2.sh` downloads. `CANDLE_LM` is the
+//! path of an optimized `lm`, since the runs take minutes otherwise.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -45,10 +46,11 @@ fn texts_become_the_tokens_of_transformers() {
 #[test]
 fn a_real_model_writes_the_text_of_transformers_on_every_mesh() {
     let Some((path, fact)) = given() else { return };
+    let program = std::env::var_os("CANDLE_LM").unwrap_or(env!("CARGO_BIN_EXE_lm").into());
     let run = |flags: &[&str]| -> Value {
         let fixed = ["generate", "--model", path.to_str().unwrap(), "--prompt", &fact.prompt, "--temperature", "0"];
         let most = ["--max-tokens", "20", "--json", "-"];
-        let output = Command::new(env!("CARGO_BIN_EXE_lm")).args(fixed).args(most).args(flags).output().unwrap();
+        let output = Command::new(&program).args(fixed).args(most).args(flags).output().unwrap();
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         serde_json::from_slice(&output.stdout).unwrap()
     };

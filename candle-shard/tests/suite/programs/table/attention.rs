@@ -31,6 +31,18 @@ pub(super) const OPS: &[Entry] = apart! {
         let mask = if n[0] == 1 { AttentionMask::Causal } else { AttentionMask::None };
         x[0].scaled_dot_product_attention(&x[1], &x[2], mask, None)
     }, plain::attention(x, softmax(n[0]));
+    capped_attention, 4..=4, |d, s| {
+        let mut call = keys(d, (1, 2), s)?;
+        let rows = call.others[0].0[2];
+        call.others.push(float(&[s[2], rows]));
+        Some(call)
+    }, |x, n| {
+        let cap = (n[0] == 1).then_some(1.5);
+        x[0].capped_attention(&x[1], &x[2], &x[3], 1.0 / (x[0].dim(D::Minus1)? as f64).sqrt(), cap)
+    }, plain::attention(&x[..3], |scores| {
+        let scores = if n[0] == 1 { ((scores / 1.5)?.tanh()? * 1.5)? } else { scores.clone() };
+        candle_nn::ops::softmax(&scores.broadcast_add(&x[3])?, D::Minus1)
+    });
     flash_attn, 4..=4, |d, s| keys(d, (2, 1), s),
         |x, n| x[0].flash_attn(&x[1], &x[2], 1.0 / (x[0].dim(D::Minus1)? as f64).sqrt(), n[0] == 1), {
         let swapped = x.iter().map(|x| x.transpose(1, 2)?.contiguous()).collect::<Result<Vec<_>, _>>()?;
