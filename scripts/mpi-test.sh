@@ -4,9 +4,9 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
-for tool in mpirun mpicc; do
+for tool in mpirun mpicc pgrep pkill; do
     if ! command -v "$tool" >/dev/null; then
-        echo "SKIPPED: no $tool on the path; install an MPI (Open MPI or MPICH) with its headers"
+        echo "SKIPPED: no $tool on the path; install an MPI (Open MPI or MPICH) with its headers, and procps"
         exit 0
     fi
 done

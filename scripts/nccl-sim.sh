@@ -4,7 +4,7 @@
 # usage: scripts/nccl-sim.sh [--gpus N] [--seeds N] [--first SEED] [SUITE..]
 #
 # Builds the simulated driver (nccl-sim) and links the tests with it. Runs each SUITE, which is a filter of the tests of
-# candle-dist (default: nccl), on N simulated GPUs (default: 1, 2 and 4 in turn) with each seed. A seed chooses
+# candle-dist (default: nccl::), on N simulated GPUs (default: 1, 2 and 4 in turn) with each seed. A seed chooses
 # the order in which the streams run. The last line is "seeds N races N failed N": how many seeds ran, how many faults
 # the simulator found, and how many runs failed. The status is 0 if the last two are 0.
 set -euo pipefail

@@ -67,8 +67,11 @@ fn composed([query, key, value]: [&Tensor; 3], scale: f64, blocks: &[KeyBlock]) 
 /// Returns which keys each query sees, `[1 or batch, 1, q, k]`.
 fn seen(blocks: &[KeyBlock], keys: usize, device: &Device) -> Result<Tensor> {
     let lists = blocks.iter().map(|block| block.visible.lists().len()).max().unwrap_or(1);
-    let queries = blocks.first().map_or(0, |block| block.visible.of(0).len());
+    let queries = blocks.first().map_or(0, |block| block.visible.lists().first().map_or(0, Vec::len));
     let mut seen = vec![0u8; lists * queries * keys];
+    if seen.is_empty() {
+        return Tensor::from_vec(seen, (lists, 1, queries, keys), device);
+    }
     for block in blocks {
         for element in 0..lists {
             for (i, range) in block.visible.of(element).iter().enumerate() {

@@ -10,8 +10,8 @@ use candle_shard::nn::{
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
 use candle_shard::{DTensor, Replicate, Result, Shard, Weights};
 use std::path::Path;
-use std::sync::Arc;
-use test_utils::{Scratch, on_ranks};
+use std::sync::{Arc, Mutex};
+use test_utils::{Ranks, Scratch, on_ranks};
 
 const CPU: Device = Device::Cpu;
 
@@ -192,6 +192,75 @@ fn heads_are_cut_as_those_of_floats_and_shared_where_there_are_few_of_them() {
             }
         }
     }
+}
+
+#[test]
+fn a_wrong_id_on_some_ranks_is_one_error_on_all() {
+    let folder = Scratch::new("quantized-ids");
+    let path = folder.path("w.gguf");
+    save(&path, &[], &[("t.weight", &quantized((8, 64), GgmlDType::Q8_0))]);
+    let errors: Arc<Mutex<Vec<String>>> = Arc::default();
+    let heard = errors.clone();
+    let outcome = Ranks::new(4, "wrong ids").run(move |ctx| -> Result<()> {
+        let mesh = mesh(ctx, &[2, 2])?;
+        let plan = Plan::new("b").with("t", RowwiseParallel::default());
+        let table = QuantizedEmbedding::new(8, 64, &builder(&path, &mesh, plan)?.pp("t"))?;
+        // The id of the first rank of the first axis.
+        let ids = Tensor::new(&[[8u32, 1], [2, 3]], &CPU)?;
+        let whole = DTensor::distribute(&ids, &mesh, &[Replicate; 2])?;
+        assert!(table.forward(&whole).unwrap_err().to_string().contains("id 8 is not a row"));
+        let ids = DTensor::distribute(&ids, &mesh, &[Shard(0), Replicate])?;
+        let rows = table.forward(&ids).and_then(|rows| rows.full_tensor());
+        heard.lock().unwrap().push(rows.unwrap_err().to_string());
+        Ok(())
+    });
+    drop(outcome);
+    let errors = errors.lock().unwrap();
+    assert_eq!(errors.len(), 4);
+    assert!(errors.iter().all(|error| error == &errors[0] && error.contains("id 8 is not a row")), "{errors:?}");
+}
+
+#[test]
+fn operands_that_do_not_fit_are_one_error_on_all_ranks() {
+    let folder = Scratch::new("quantized-operands");
+    let path = folder.path("w.gguf");
+    let uneven = quantized((4, 128), GgmlDType::Q8_0);
+    save(&path, &[], &[("w.weight", &uneven), ("t.weight", &quantized((8, 64), GgmlDType::Q8_0))]);
+    let errors = on_ranks(3, "operands", move |ctx| -> Result<Vec<String>> {
+        let ring = mesh(ctx, &[3])?;
+        let plan = Plan::new("a").with("w", RowwiseParallel::default());
+        let vb = builder(&path, &ring, plan)?;
+        let split = QuantizedLinear::new(Width::new(8, 16), 4, false, &vb.pp("w")).unwrap_err();
+        let layer = QuantizedLinear::new(64, 8, false, &vb.pp("t"))?;
+        let one_row = Tensor::ones((1, 64), DType::F64, &CPU)?;
+        let wide = layer.forward(&DTensor::distribute(&one_row, &ring, &[Shard(0)])?).unwrap_err();
+        let elsewhere = DTensor::distribute(&one_row.to_dtype(DType::F32)?, &mesh(ctx, &[1, 3])?, &[Replicate; 2])?;
+        let far = layer.forward(&elsewhere).unwrap_err();
+        Ok([split, wide, far].map(|error| error.to_string()).to_vec())
+    });
+    assert!(errors.iter().all(|of_rank| *of_rank == errors[0]), "{errors:?}");
+    for (error, text) in errors[0].iter().zip(["in units of 16 split one", "expected f32, f16 or bf16", "another mesh"])
+    {
+        assert!(error.contains(text), "{error}");
+    }
+}
+
+#[test]
+fn tables_of_16_bit_dtypes_share_no_plan() {
+    let folder = Scratch::new("quantized-halves");
+    let path = folder.path("w.gguf");
+    save(&path, &[], &[("t.weight", &quantized((8, 64), GgmlDType::Q8_0))]);
+    on_ranks(2, "halves", move |ctx| -> Result<()> {
+        let mesh = mesh(ctx, &[2])?;
+        let ids = DTensor::distribute(&Tensor::new(&[1u32, 2], &CPU)?, &mesh, &[Replicate])?;
+        for dtype in [DType::F16, DType::BF16] {
+            let plan = Plan::new("a").with("t", RowwiseParallel::default());
+            let vb = ShardedVarBuilder::from_weights(Weights::open(&path)?, 0, &mesh, plan, dtype, &CPU)?;
+            let rows = QuantizedEmbedding::new(8, 64, &vb.pp("t"))?.forward(&ids)?;
+            assert_eq!((rows.dtype(), rows.to_local().dtype()), (dtype, dtype));
+        }
+        Ok(())
+    });
 }
 
 #[test]

@@ -243,9 +243,10 @@ impl Args {
         let Self { min_p, repetition_penalty, .. } = *self;
         require!((0.0..=1.0).contains(&min_p), "--min-p {min_p} is no share: give at least 0 and at most 1.");
         require!(
-            repetition_penalty.is_finite() && repetition_penalty > 0.0,
-            "--repetition-penalty {repetition_penalty} is no positive number: give 1 for none."
+            (0.01..=100.0).contains(&repetition_penalty),
+            "--repetition-penalty {repetition_penalty} is not from 0.01 to 100: give 1 for none."
         );
+        require!(self.stop.iter().all(|text| !text.is_empty()), "--stop is empty: give a text, or leave it out.");
         require!(
             self.command != Some(Command::Info) || (pp == 1 && self.backend == BackendName::Local),
             "info tells what --tp ranks would hold, and no --pp or --backend: leave them out."

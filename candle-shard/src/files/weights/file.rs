@@ -1,7 +1,7 @@
 //! One file of tensors: its header, and reads at an offset.
 use super::dtypes;
 use super::entry::{Entry, elements};
-use super::gguf::{self, Metadata};
+use super::gguf::{self, Metadata, types};
 use crate::{Error, Result};
 use serde::Deserialize;
 use std::collections::BTreeMap;
@@ -92,6 +92,9 @@ impl Described {
         if start > end || end > length - data_at {
             let has = length - data_at;
             return Err(format!("lies at bytes {start} to {end} of the data, which has only {has}"));
+        }
+        if types::blocks_named(&self.dtype).is_some() {
+            return Err(format!("is {}, blocks that only GGUF files have", self.dtype));
         }
         // The size of an unknown dtype is unknown too; it matters only when the tensor is read.
         if let Some(dtype) = dtypes::named(&self.dtype) {

@@ -45,14 +45,17 @@ impl Weights {
     pub fn split(mut self, name: &str, parts: &[(impl AsRef<str>, usize)]) -> Result<Self> {
         let dtype = self.dtype(name)?;
         let stored = self.stored(name)?.clone();
-        let rows: usize = parts.iter().map(|(_, rows)| rows).sum();
+        let rows = parts.iter().try_fold(0usize, |sum, (_, rows)| sum.checked_add(*rows));
         let (Some(&has), [piece]) = (stored.shape.first(), &stored.pieces[..]) else {
             return Err(self.error(name, "cannot be split: it has no rows, or lies in several pieces"));
         };
-        if rows != has {
-            return Err(
-                self.error(name, format!("has {has} rows and is to be split into {rows}; check the model's sizes"))
-            );
+        if rows != Some(has) {
+            let wanted: Vec<usize> = parts.iter().map(|(_, rows)| *rows).collect();
+            let reason = format!("has {has} rows and is to be split into {wanted:?}; check the model's sizes");
+            return Err(self.error(name, reason));
+        };
+        if stored.blocks().is_some() && stored.shape.len() < 2 {
+            return Err(self.error(name, "is one row of blocks, which cannot be split; read it as floats"));
         }
         let (elements, bytes) =
             stored.blocks().map_or((1, dtype.size_in_bytes()), |blocks| (blocks.block_size(), blocks.type_size()));

@@ -71,7 +71,10 @@ impl Weights {
         device: &Device,
     ) -> Result<Tensor> {
         let shape: Vec<usize> = block.iter().map(Range::len).collect();
-        let (size, last) = (dtype.block_size(), block.len() - 1);
+        let Some(last) = block.len().checked_sub(1) else {
+            return Err(self.error(name, format!("is a number of blocks of {dtype:?}; expected a dim at least")));
+        };
+        let size = dtype.block_size();
         if shape.contains(&0) {
             return Ok(Tensor::zeros(shape, candle_core::DType::F32, device)?);
         }
@@ -97,7 +100,9 @@ impl Weights {
         let region = in_blocks(region);
         let count = region.iter().map(Range::len).product::<usize>();
         let mut read = Aligned::new(count * dtype.type_size());
-        let piece = stored.pieces.first().ok_or_else(|| self.error(name, "has no blocks"))?;
+        let [piece] = &stored.pieces[..] else {
+            return Err(self.error(name, "lies in several pieces, which quantized tensors cannot"));
+        };
         let runs = runs::Runs::new(&in_blocks(&piece.block), &region, dtype.type_size());
         let bytes = read::read(&self.files[piece.file], piece.at, runs, read.bytes_mut())?;
         self.bytes_read.fetch_add(bytes, Ordering::Relaxed);

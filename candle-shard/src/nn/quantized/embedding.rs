@@ -1,5 +1,6 @@
 //! Lookups in a quantized table.
 use super::weight::QuantizedWeight;
+use crate::agreement::{refuse_data, was_cut};
 use crate::layout::{Placement, Replicate, Shard};
 use crate::nn::ShardedVarBuilder;
 use crate::parallel::{LayerKind, ModuleStyle};
@@ -44,6 +45,7 @@ impl QuantizedEmbedding {
     pub fn forward(&self, ids: &DTensor) -> Result<DTensor> {
         const OP: &str = "quantized_embedding";
         let ([rows, width], axis, at) = (self.weight.dims.map(|width| width.size()), self.weight.axis, self.weight.at);
+        self.weight.check_mesh(OP, ids)?;
         if ids.dtype() != DType::U32 {
             return Error::op(OP, format!("ids {}: want u32", ids.spec()));
         }
@@ -61,12 +63,19 @@ impl QuantizedEmbedding {
             let shape: Dims = ids.dims().iter().copied().chain([width]).collect();
             Plan::laid(&[ids], [lay], &made, &[(shape, self.dtype)])
         };
-        let attributes = [axis, usize::from(at != Replicate), rows, width, self.dtype.size_in_bytes()];
-        let mut made = rules::run_planned(OP, &attributes, &[ids], plan, |x, outs| {
-            let ids = x[0].to_local().flatten_all()?.to_vec1::<u32>()?;
-            if let Some(id) = ids.iter().find(|&&id| id as usize >= rows) {
-                return Error::op(OP, format!("id {id} is no row of a table of {rows} rows"));
+        let attributes = [axis, usize::from(at != Replicate), rows, width, self.dtype as usize];
+        let checked = |ids: &DTensor| {
+            let all = ids.to_local().flatten_all()?.to_vec1::<u32>()?;
+            match all.iter().find(|&&id| id as usize >= rows) {
+                Some(id) => refuse_data(OP, format!("id {id} is not a row of a table of {rows} rows"), ids.spec()),
+                None => Ok(all),
             }
+        };
+        let mut made = rules::run_planned(OP, &attributes, &[ids], plan, |x, outs| {
+            if was_cut(ids.spec(), x[0].spec()) {
+                checked(ids)?;
+            }
+            let ids = checked(&x[0])?;
             let found = Tensor::from_vec(self.weight.blocks.rows_at(&ids, width)?, ids.len() * width, x[0].device())?;
             Ok(smallvec![found.reshape(outs[0].local_shape().as_slice())?.to_dtype(self.dtype)?])
         })?;

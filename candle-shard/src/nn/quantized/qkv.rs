@@ -83,7 +83,7 @@ impl QuantizedQkv {
             let blocks = Blocks::read(&vb, "weight", [key_value * dim, in_dim], block)?;
             let copies = queries.map(|head| (head / group - first) as u32).collect();
             let of_all = || vb.part(&[(key_value * dim).into()], "bias".into(), Init::Const(0.0), Replicate, true);
-            let weight = QuantizedWeight { blocks, dims: [width, in_dim.into()], at, axis };
+            let weight = QuantizedWeight { blocks, dims: [width, in_dim.into()], at, axis, mesh: vb.mesh().clone() };
             Ok::<_, Error>(Projection {
                 weight,
                 bias: bias.then(of_all).transpose()?,
@@ -106,6 +106,7 @@ impl QuantizedQkv {
         let &[batch, seq, _] = x.dims() else {
             return Err(self.style.error(format_args!("gets {}; want [batch, sequence, width]", x.spec())));
         };
+        self.projections[0].weight.check_mesh("quantized_qkv", x)?;
         let [x] = self.style.inputs([x])?;
         let project = |p: &Projection| {
             let y = match &p.shared {

@@ -5,7 +5,8 @@ use crate::redistribute::Target;
 use crate::rules::{self, Plan};
 use crate::{DTensor, Error, Result, kernels};
 use candle_core::quantized::{GgmlDType, QTensor};
-use candle_core::{D, Tensor};
+use candle_core::{D, DType, Tensor};
+use candle_dist::DeviceMesh;
 use candle_dist::backend::Dims;
 use smallvec::smallvec;
 use std::ops::Range;
@@ -111,6 +112,7 @@ pub(super) struct QuantizedWeight {
     pub(super) dims: [Width; 2],
     pub(super) at: Placement,
     pub(super) axis: usize,
+    pub(super) mesh: DeviceMesh,
 }
 
 impl QuantizedWeight {
@@ -127,9 +129,33 @@ impl QuantizedWeight {
         if let Some(dim) = at.shard_dim() {
             let (sizes, rank) = (dims[dim].cut(vb.mesh().shape()[axis]), vb.mesh().axis_group(axis)?.rank());
             let start = sizes[..rank].iter().sum();
+            // All ranks refuse alike: a rank without columns would not notice.
+            let size = vb.quantized_block(name).unwrap_or(1);
+            let mut end = 0;
+            let splits = |columns: &usize| {
+                end += columns;
+                !end.is_multiple_of(size)
+            };
+            if dim == 1 && sizes.iter().any(splits) {
+                let (name, total) = (vb.full_name(name), dims[1].size());
+                return Err(Error::Plan(format!(
+                    "{name} has blocks of {size} columns, and its {total} columns cut in units of {} split one; choose units \
+                     that are multiples of {size}",
+                    dims[1].unit
+                )));
+            }
             block[dim] = start..start + sizes[rank];
         }
-        Ok(Self { blocks: Blocks::read(vb, name, whole, block)?, dims, at, axis })
+        Ok(Self { blocks: Blocks::read(vb, name, whole, block)?, dims, at, axis, mesh: vb.mesh().clone() })
+    }
+
+    /// Refuses an operand on another mesh than that of the weight.
+    pub(super) fn check_mesh(&self, op: &'static str, x: &DTensor) -> Result<()> {
+        if *x.mesh() == self.mesh {
+            return Ok(());
+        }
+        let mesh = &self.mesh;
+        Error::op(op, format!("{} is on another mesh than the weight, which is on {mesh}; use one mesh", x.spec()))
     }
 
     /// Returns `x · weightᵀ`: columns of it if the weight is cut by rows, partial sums if it is cut by columns.
@@ -139,7 +165,11 @@ impl QuantizedWeight {
         let Some(last) = x.rank().checked_sub(1).filter(|&last| last > 0 && x.dims()[last] == input.size()) else {
             return Error::op(OP, format!("input {}: want [.., {}] of two dims or more", x.spec(), input.size()));
         };
-        x.check_float(OP)?;
+        self.check_mesh(OP, x)?;
+        // candle's products with blocks take these; ranks without elements would not notice others.
+        if !matches!(x.dtype(), DType::F32 | DType::F16 | DType::BF16) {
+            return Error::op(OP, format!("input {}: expected f32, f16 or bf16", x.spec()));
+        }
         let ranks = x.mesh().shape()[axis];
         let plan = || {
             let rows = |placement: Placement| placement.shard_dim().is_some_and(|dim| dim < last);

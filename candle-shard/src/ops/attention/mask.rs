@@ -71,7 +71,7 @@ impl Mask {
         let (mut start, mut end) = (0, if self.options.causal { below(1) } else { self.keys });
         if let Some(window) = self.options.window {
             start = (own + 1).saturating_sub(self.queries.saturating_add(window));
-            end = end.min(below(window.min(self.keys)));
+            end = end.min(below(window.min(self.keys + self.queries)));
         }
         if let Some(documents) = &self.options.documents {
             let document = documents.of(element, position);

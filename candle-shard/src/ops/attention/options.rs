@@ -105,7 +105,7 @@ impl Documents {
     }
 
     pub(super) fn check(&self, op: &'static str, batch: usize, rows: usize) -> Result<()> {
-        if self.0.len() != 1 && self.0.len() != batch {
+        if self.0.is_empty() || (self.0.len() != 1 && self.0.len() != batch) {
             let lists = self.0.len();
             return Error::op(op, format!("{lists} lists of documents for a batch of {batch}; give 1 or {batch}"));
         }
@@ -140,7 +140,11 @@ impl Attention {
     /// # Ok::<(), candle_shard::Error>(())
     /// ```
     pub fn work(&self, sizes: &[usize]) -> Result<Vec<usize>> {
-        let len = sizes.iter().sum();
+        let sum = sizes.iter().try_fold(0usize, |sum, &size| sum.checked_add(size));
+        // Each query makes an entry of a list.
+        let Some(len) = sum.filter(|&len| len <= isize::MAX as usize / 64) else {
+            return Error::op("flash_attn", format!("sizes {sizes:?} of more tokens than memory can hold"));
+        };
         self.check(1, len, len)?;
         let mask = Mask::new(self, len, len);
         let mut start = 0;

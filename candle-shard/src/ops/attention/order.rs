@@ -69,7 +69,7 @@ impl TokenOrder {
             let len = positions.len();
             return Error::op("TokenOrder", format!("position {missing} of {len} is missing; give each one once"));
         }
-        if sizes.iter().sum::<usize>() != positions.len() {
+        if sizes.iter().try_fold(0usize, |sum, &size| sum.checked_add(size)) != Some(positions.len()) {
             let len = positions.len();
             return Error::op(
                 "TokenOrder",

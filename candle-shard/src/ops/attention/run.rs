@@ -5,6 +5,7 @@ use super::{groups, sequence};
 use crate::layout::{Placement, Replicate, Shard};
 use crate::rules::{self, Row, Rows, Signature};
 use crate::{DTensor, Error, Result, kernels};
+use candle_core::DType;
 
 const SUM: Placement = Placement::PARTIAL_SUM;
 
@@ -29,7 +30,9 @@ impl Attention {
             let want = "expected [b, q, h, d], [b, k, g, d] and [b, k, g, v] of one dtype with h a multiple of g";
             return Error::op("flash_attn", format!("query {q}, key {k}, value {v}: {want}"));
         };
-        query.check_float("flash_attn")?;
+        if !matches!(query.dtype(), DType::F16 | DType::BF16 | DType::F32 | DType::F64) {
+            return Error::op("flash_attn", format!("query {}: expected f16, bf16, f32 or f64", query.spec()));
+        }
         self.check(batch, queries, keys)?;
         let mask = Mask::new(self, queries, keys);
         let scale = self.scale.unwrap_or(1.0 / (dim as f64).sqrt());
@@ -54,7 +57,8 @@ impl Attention {
         }
         let [query, key, value] = inputs;
         let is_sequence = |axis: &usize| inputs.iter().all(|x| x.placements()[*axis] == Shard(1));
-        if self.way.is_some() && (0..query.mesh().ndim()).find(is_sequence).is_none() {
+        let is_cut = inputs.iter().any(|x| x.sharded_axes(1).any(|axis| x.mesh().shape()[axis] > 1));
+        if self.way.is_some() && (is_cut || (0..query.mesh().ndim()).find(is_sequence).is_none()) {
             let (q, k, v, way) = (query.spec(), key.spec(), value.spec(), self.way);
             let want = "shard the rows of all three on one axis, or leave the way open";
             return Error::op("flash_attn", format!("the way {way:?} for query {q}, key {k}, value {v}: {want}"));

@@ -52,7 +52,11 @@ pub(super) fn run(
             run_sharded(options, axis, [q, k, v], (mask, scale)).map(Some)
         }
         [None, Some(axis), Some(of_v)]
-            if axis == of_v && !rows(q) && q.placements()[axis] == Replicate && joins(axis, [q, k, v]) =>
+            if axis == of_v
+                && q.device().is_cpu()
+                && !rows(q)
+                && q.placements()[axis] == Replicate
+                && joins(axis, [q, k, v]) =>
         {
             run_joined(axis, [q, k, v], (mask, scale)).map(Some)
         }
@@ -191,7 +195,7 @@ fn choose(options: &Attention, axis: usize, [q, k, v]: [&DTensor; 3], mask: &Mas
     };
     Ok(if is_even && heads / others >= ranks && swapped < gathered.min(ring) {
         ContextWay::Heads
-    } else if ring < gathered || bytes > MOST_GATHERED {
+    } else if q.device().is_cpu() && (ring < gathered || bytes > MOST_GATHERED) {
         ContextWay::Ring
     } else {
         ContextWay::Gather

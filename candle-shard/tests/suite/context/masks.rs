@@ -54,6 +54,25 @@ fn each_mask_equals_one_device() {
 }
 
 #[test]
+fn windows_of_more_queries_than_keys_equal_one_device() {
+    on_ranks(3, "windows", |ctx| -> Result<()> {
+        let mesh = ctx.mesh(&[("cp", 3)])?;
+        for (queries, keys) in [(10, 5), (5, 10), (7, 0)] {
+            for window in [1, 3, 7, 100, usize::MAX] {
+                let pairs = Pairs { causal: false, window: Some(window.min(1000)), documents: vec![] };
+                let truth = truth([2, 4, 2, 4, 4], (queries, keys), (&pairs, 0.6), DType::F64)?;
+                for way in [None, Some(ContextWay::Gather), Some(ContextWay::Ring)] {
+                    let options = Attention { scale: Some(0.6), window: Some(window), way, ..Attention::default() };
+                    let error = errors(&truth, &options, &mesh, [None; 2])?;
+                    assert!(error < allowed(DType::F64), "{queries} {keys} {options:?}: {error:e}");
+                }
+            }
+        }
+        Ok(())
+    });
+}
+
+#[test]
 fn rows_that_see_nothing_give_zeros() {
     on_ranks(3, "nothing", |ctx| -> Result<()> {
         let mesh = ctx.mesh(&[("cp", 3)])?;
@@ -87,6 +106,7 @@ fn options_that_do_not_fit_are_one_error_on_all_ranks() {
             (documents(vec![vec![0, 5, 3]]), &x, &x, "do not decrease"),
             (documents(vec![vec![]]), &x, &x, "begin with 0"),
             (documents(vec![vec![0, 7]; 3]), &x, &x, "3 lists of documents for a batch of 2"),
+            (documents(vec![]), &x, &x, "0 lists of documents for a batch of 2"),
             (documents(vec![vec![0, 5]]), &x, &other, "7 queries and 5 keys"),
             (Attention { window: Some(0), ..Attention::default() }, &x, &x, "a window of 0 keys"),
             (Attention { scale: Some(f64::NAN), ..Attention::default() }, &x, &x, "a finite number"),
@@ -110,8 +130,10 @@ fn options_that_do_not_fit_are_one_error_on_all_ranks() {
         let mut errors: Vec<String> = cases.into_iter().map(refused).collect();
         errors.push(TokenOrder::new(vec![0, 2, 2], vec![1, 2]).unwrap_err().to_string());
         errors.push(TokenOrder::new(vec![0, 1], vec![1, 2]).unwrap_err().to_string());
+        errors.push(TokenOrder::new(vec![0, 1], vec![usize::MAX, 3]).unwrap_err().to_string());
+        errors.push(Attention::default().work(&[usize::MAX, 1]).unwrap_err().to_string());
         Ok(errors)
     });
     assert!(errors.iter().all(|of_rank| *of_rank == errors[0]));
-    assert!(errors[0][13].contains("position 1 of 3 is missing") && errors[0][14].contains("add up to 2"));
+    assert!(errors[0][14].contains("position 1 of 3 is missing") && errors[0][15].contains("add up to 2"));
 }

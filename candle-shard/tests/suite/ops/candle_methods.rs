@@ -114,7 +114,7 @@ fn of_dtensor() -> BTreeSet<String> {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
     let files = rust_files(&source).into_iter().map(|file| fs::read_to_string(file).unwrap());
     let in_blocks = files.flat_map(|text| methods(&text, &["impl DTensor {"])).collect::<Vec<_>>();
-    let dims = fs::read_to_string(source.join("dtensor.rs")).unwrap();
+    let dims = fs::read_to_string(source.join("tensor/dtensor.rs")).unwrap();
     let dims =
         dims.split("\nsizes!(").nth(1).unwrap().split("\n);").next().unwrap().lines().map(word).collect::<Vec<_>>();
     in_blocks.into_iter().chain(dims).chain(super::complete::ops()).collect()

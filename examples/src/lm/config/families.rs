@@ -162,15 +162,16 @@ pub(super) static FAMILIES: [Family; 10] = [
     },
 ];
 
-const QWEN: [(&str, Rule); 5] = [
+const QWEN: [(&str, Rule); 6] = [
     ("attention_bias", Used),
     ("layer_types", Used),
     ("max_window_layers", Used),
     ("sliding_window", Used),
+    ("use_mrope", Only(False)),
     ("use_sliding_window", Used),
 ];
 
-const GEMMA: [(&str, Rule); 12] = [
+const GEMMA: [(&str, Rule); 13] = [
     ("_sliding_window_pattern", Used),
     ("attn_logit_softcapping", Used),
     ("cache_implementation", Rule::Harmless),
@@ -182,6 +183,8 @@ const GEMMA: [(&str, Rule); 12] = [
     ("rope_local_base_freq", Used),
     ("sliding_window", Used),
     ("sliding_window_pattern", Used),
+    // The same number as sliding_window, in configs of Gemma 2.
+    ("sliding_window_size", Rule::Harmless),
     ("attention_bias", Only(False)),
 ];
 

@@ -133,8 +133,13 @@ fn config(metadata: &Metadata, weights: &Weights) -> Result<Config> {
         fields.insert("attention_bias".into(), json!(true));
     }
     fields.entry("rope_theta").or_insert(json!(10_000.0));
-    match own("rope.scaling.type").and_then(|kind| kind.to_string().ok()).map(String::as_str) {
-        None | Some("none") => {}
+    let scaling = own("rope.scaling.type").map(|kind| kind.to_string().map(String::as_str));
+    match scaling.transpose().with_context(|| format!("{kind}.rope.scaling.type is not a text"))? {
+        None => ensure!(
+            own("rope.scaling.factor").is_none(),
+            "there is {kind}.rope.scaling.factor without {kind}.rope.scaling.type, which is not supported"
+        ),
+        Some("none") => {}
         Some("linear") => {
             let factor = own("rope.scaling.factor").and_then(plain);
             fields.insert("rope_scaling".into(), json!({"rope_type": "linear", "factor": factor}));
@@ -172,7 +177,8 @@ fn gemma(kind: &str, fields: &mut Map<String, Value>, number: &dyn Fn(&str) -> O
     fields.insert("query_pre_attn_scalar".into(), json!(scalar));
     fields.insert("hidden_activation".into(), json!("gelu_pytorch_tanh"));
     // The list of layers with a window, where it is written.
-    if let Some(Value::Array(list)) = fields.remove("sliding_window_pattern") {
+    if let Some(list) = fields.get("sliding_window_pattern").and_then(Value::as_array).cloned() {
+        fields.remove("sliding_window_pattern");
         let kind = |sliding: &Value| {
             if *sliding == json!(true) || *sliding == json!(1) { "sliding_attention" } else { "full_attention" }
         };

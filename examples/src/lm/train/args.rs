@@ -16,7 +16,7 @@ use crate::pipeline::Pipeline;
 #[command(next_help_heading = "Training")]
 pub struct TrainArgs {
     /// Train on this text, instead of generating one
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["prompt", "max_tokens", "temperature", "top_p"])]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["prompt", "max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "cache_dtype", "dequantize"])]
     pub train: Option<PathBuf>,
 
     /// Optimizer steps, including those before --resume [default: 100]; after the end of a decay the learning rate
