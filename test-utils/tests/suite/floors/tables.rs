@@ -82,7 +82,7 @@ const CANDLE_DIST: &[Folder] = &[
     },
     Folder {
         path: "backend/nccl",
-        floors: &["devices errors plan values", "watch", "comm", "rank", "transfer", "lane", "backend", "mod"],
+        floors: &["compare devices errors plan values", "watch", "comm", "rank", "transfer", "lane", "backend", "mod"],
         // A communicator belongs to a rank, which aborts it.
         up: &[("comm", "rank")],
     },
