@@ -202,16 +202,18 @@ fn a_wrong_id_on_some_ranks_is_one_error_on_all() {
     let errors: Arc<Mutex<Vec<String>>> = Arc::default();
     let heard = errors.clone();
     let outcome = Ranks::new(4, "wrong ids").run(move |ctx| -> Result<()> {
-        let mesh = mesh(ctx, &[2, 2])?;
-        let plan = Plan::new("b").with("t", RowwiseParallel::default());
-        let table = QuantizedEmbedding::new(8, 64, &builder(&path, &mesh, plan)?.pp("t"))?;
-        // The id of the first rank of the first axis.
-        let ids = Tensor::new(&[[8u32, 1], [2, 3]], &CPU)?;
-        let whole = DTensor::distribute(&ids, &mesh, &[Replicate; 2])?;
-        assert!(table.forward(&whole).unwrap_err().to_string().contains("id 8 is not a row"));
-        let ids = DTensor::distribute(&ids, &mesh, &[Shard(0), Replicate])?;
-        let rows = table.forward(&ids).and_then(|rows| rows.full_tensor());
-        heard.lock().unwrap().push(rows.unwrap_err().to_string());
+        let found = || -> Result<Tensor> {
+            let mesh = mesh(ctx, &[2, 2])?;
+            let plan = Plan::new("b").with("t", RowwiseParallel::default());
+            let table = QuantizedEmbedding::new(8, 64, &builder(&path, &mesh, plan)?.pp("t"))?;
+            // The id of the first rank of the first axis, which stops the world. Every call of the others fails then.
+            let ids = Tensor::new(&[[8u32, 1], [2, 3]], &CPU)?;
+            let whole = table.forward(&DTensor::distribute(&ids, &mesh, &[Replicate; 2])?);
+            assert!(whole.unwrap_err().to_string().contains("id 8 is not a row"));
+            table.forward(&DTensor::distribute(&ids, &mesh, &[Shard(0), Replicate])?)?.full_tensor()
+        };
+        let error = found().unwrap_err().to_string();
+        heard.lock().unwrap().push(error);
         Ok(())
     });
     drop(outcome);

@@ -130,7 +130,9 @@ impl QuantizedWeight {
             let (sizes, rank) = (dims[dim].cut(vb.mesh().shape()[axis]), vb.mesh().axis_group(axis)?.rank());
             let start = sizes[..rank].iter().sum();
             // All ranks refuse alike: a rank without columns would not notice.
-            let size = vb.quantized_block(name).unwrap_or(1);
+            let fits =
+                vb.stored().is_some_and(|weights| weights.shape(&vb.full_name(name)).is_ok_and(|has| has == whole));
+            let size = vb.quantized_block(name).filter(|_| fits).unwrap_or(1);
             let mut end = 0;
             let splits = |columns: &usize| {
                 end += columns;
