@@ -105,8 +105,8 @@ impl Runtime {
     ///
     /// The gradients of a stage are averaged in buckets, while the backward passes of earlier stages run.
     ///
-    /// The mean weights all replicas equally, except for losses that [count](Reduction::Counted). For losses that are
-    /// sums, or means over different numbers of rows, multiply the [`weights`](field@StepOptions::weights) by the
+    /// The mean weights all replicas equally, except for losses that [count](crate::Reduction::Counted). For losses that are
+    /// sums, or means over different numbers of rows, multiply the [`weights`](field@crate::StepOptions::weights) by the
     /// number of replicas, and compute the weights of means as shares of all rows; then the result is the gradient of
     /// the whole batch. Variables that no scope created are not averaged.
     ///
@@ -126,7 +126,7 @@ impl Runtime {
     /// Runs the stages in step with `replicas`: the ranks with the same stages in other copies of the model. Their
     /// gradients are averaged by other means, such as fully sharded parameters. Every rank must call it.
     ///
-    /// A step that one copy cannot begin is an error on all of them, and a loss that [counts](Reduction::Counted)
+    /// A step that one copy cannot begin is an error on all of them, and a loss that [counts](crate::Reduction::Counted)
     /// covers the batches of all copies. [`with_replicas`](Self::with_replicas) includes this.
     ///
     /// # Errors
