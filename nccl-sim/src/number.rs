@@ -177,51 +177,15 @@ pub(crate) fn bytes<T: Element>(elements: impl IntoIterator<Item = T>) -> Vec<u8
 /// Evaluates an expression with the alias `$t` for the type `$ty`.
 macro_rules! with_type {
     ($ty:expr, $t:ident => $body:expr) => {
+        $crate::number::with_type!(@ $ty, $t => $body;
+            U8 u8, I8 i8, U32 u32, I32 i32, I64 i64, U64 u64, I16 i16, Bf16 half::bf16, F16 half::f16, F32 f32, F64 f64)
+    };
+    (@ $ty:expr, $t:ident => $body:expr; $($name:ident $real:ty),*) => {
         match $ty {
-            $crate::number::Type::U8 => {
-                type $t = u8;
+            $($crate::number::Type::$name => {
+                type $t = $real;
                 $body
-            }
-            $crate::number::Type::I8 => {
-                type $t = i8;
-                $body
-            }
-            $crate::number::Type::U32 => {
-                type $t = u32;
-                $body
-            }
-            $crate::number::Type::I32 => {
-                type $t = i32;
-                $body
-            }
-            $crate::number::Type::I64 => {
-                type $t = i64;
-                $body
-            }
-            $crate::number::Type::U64 => {
-                type $t = u64;
-                $body
-            }
-            $crate::number::Type::I16 => {
-                type $t = i16;
-                $body
-            }
-            $crate::number::Type::Bf16 => {
-                type $t = half::bf16;
-                $body
-            }
-            $crate::number::Type::F16 => {
-                type $t = half::f16;
-                $body
-            }
-            $crate::number::Type::F32 => {
-                type $t = f32;
-                $body
-            }
-            $crate::number::Type::F64 => {
-                type $t = f64;
-                $body
-            }
+            })*
         }
     };
 }

@@ -41,7 +41,7 @@ impl Visible {
         self.lists.iter().flatten().any(|range| !range.is_empty())
     }
 
-    /// Returns whether each query sees all of so many keys.
+    /// Returns whether each query sees each of `keys` keys.
     pub fn is_all(&self, keys: usize) -> bool {
         self.lists.iter().flatten().all(|range| *range == (0..keys))
     }

@@ -136,7 +136,7 @@ pub(super) fn outside(index: i64, dim: usize, size: usize) -> String {
 ///
 /// The only place where data decides whether an op is valid. Indexes that were given whole, and that the op cut, are
 /// checked whole first, so that all ranks refuse the same index.
-pub(super) fn read_indexes<T>(
+pub(crate) fn read_indexes<T>(
     op: &'static str,
     indexes: [&DTensor; 2],
     read: impl Fn(i64) -> std::result::Result<T, String>,

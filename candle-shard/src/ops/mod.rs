@@ -14,7 +14,7 @@ mod group_norm;
 mod in_place;
 pub(crate) mod index;
 mod join;
-mod lookup;
+pub(crate) mod lookup;
 pub(crate) mod loss;
 mod matmul;
 pub(crate) mod operand;

@@ -1,8 +1,8 @@
 //! Lookups in a quantized table.
 use super::weight::QuantizedWeight;
-use crate::agreement::{refuse_data, was_cut};
 use crate::layout::{Placement, Replicate, Shard};
 use crate::nn::ShardedVarBuilder;
+use crate::ops::lookup::read_indexes;
 use crate::parallel::{LayerKind, ModuleStyle};
 use crate::rules::{self, Plan};
 use crate::{DTensor, Error, Result};
@@ -64,18 +64,12 @@ impl QuantizedEmbedding {
             Plan::laid(&[ids], [lay], &made, &[(shape, self.dtype)])
         };
         let attributes = [axis, usize::from(at != Replicate), rows, width, self.dtype as usize];
-        let checked = |ids: &DTensor| {
-            let all = ids.to_local().flatten_all()?.to_vec1::<u32>()?;
-            match all.iter().find(|&&id| id as usize >= rows) {
-                Some(id) => refuse_data(OP, format!("id {id} is not a row of a table of {rows} rows"), ids.spec()),
-                None => Ok(all),
-            }
+        let row = |id: i64| {
+            let row = u32::try_from(id).ok().filter(|&row| (row as usize) < rows);
+            row.ok_or_else(|| format!("id {id} is not a row of a table of {rows} rows"))
         };
         let mut made = rules::run_planned(OP, &attributes, &[ids], plan, |x, outs| {
-            if was_cut(ids.spec(), x[0].spec()) {
-                checked(ids)?;
-            }
-            let ids = checked(&x[0])?;
+            let ids = read_indexes(OP, [ids, &x[0]], row)?;
             let found = Tensor::from_vec(self.weight.blocks.rows_at(&ids, width)?, ids.len() * width, x[0].device())?;
             Ok(smallvec![found.reshape(outs[0].local_shape().as_slice())?.to_dtype(self.dtype)?])
         })?;

@@ -3,7 +3,7 @@ use crate::layout::{Placement, Replicate, Shard};
 use crate::nn::{ShardedVarBuilder, Width};
 use crate::redistribute::Target;
 use crate::rules::{self, Plan};
-use crate::{DTensor, Error, Result, kernels};
+use crate::{DTensor, Error, Result, Weights, kernels};
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{D, DType, Tensor};
 use candle_dist::DeviceMesh;
@@ -34,17 +34,7 @@ impl Blocks {
         whole: [usize; 2],
         [rows, columns]: [Range<usize>; 2],
     ) -> Result<Self> {
-        let name = vb.full_name(name);
-        let Some(weights) = vb.stored() else {
-            return Err(Error::Plan(format!("{name} is quantized, and only weights in files are; build from weights")));
-        };
-        let shape = weights.shape(&name)?;
-        if shape != whole {
-            return Err(Error::Plan(format!("{name} has shape {shape:?}, and the layer wants {whole:?}")));
-        }
-        let Some(dtype) = weights.quantized_dtype(&name)? else {
-            return Err(Error::Plan(format!("{name} is not quantized; build a layer that is not")));
-        };
+        let (weights, name, dtype) = stored(vb, name, whole)?;
         let more_rows = (whole[0] % TILE + TILE - rows.len() % TILE) % TILE;
         let more_columns = more_columns(dtype, columns.len());
         let is_empty = rows.is_empty() || columns.is_empty();
@@ -98,6 +88,22 @@ impl Blocks {
     }
 }
 
+/// Returns the files, and the name and the type of the parameter `name` there, which must be quantized and `whole`.
+fn stored<'a>(vb: &'a ShardedVarBuilder, name: &str, whole: [usize; 2]) -> Result<(&'a Weights, String, GgmlDType)> {
+    let name = vb.full_name(name);
+    let Some(weights) = vb.stored() else {
+        return Err(Error::Plan(format!("{name} is quantized, and only weights in files are; build from weights")));
+    };
+    let shape = weights.shape(&name)?;
+    if shape != whole {
+        return Err(Error::Plan(format!("{name} has shape {shape:?}, and the layer wants {whole:?}")));
+    }
+    match weights.quantized_dtype(&name)? {
+        Some(dtype) => Ok((weights, name, dtype)),
+        None => Err(Error::Plan(format!("{name} is not quantized; build a layer that is not"))),
+    }
+}
+
 /// Columns of zeros that make the number of blocks in a row even, where candle's kernels require that.
 fn more_columns(dtype: GgmlDType, columns: usize) -> usize {
     let in_pairs = matches!(dtype, GgmlDType::Q4_0 | GgmlDType::Q4_1 | GgmlDType::Q5_0 | GgmlDType::Q5_1);
@@ -130,18 +136,17 @@ impl QuantizedWeight {
             let (sizes, rank) = (dims[dim].cut(vb.mesh().shape()[axis]), vb.mesh().axis_group(axis)?.rank());
             let start = sizes[..rank].iter().sum();
             // All ranks refuse alike: a rank without columns would not notice.
-            let fits =
-                vb.stored().is_some_and(|weights| weights.shape(&vb.full_name(name)).is_ok_and(|has| has == whole));
-            let size = vb.quantized_block(name).filter(|_| fits).unwrap_or(1);
+            let (_, full_name, dtype) = stored(vb, name, whole)?;
+            let size = dtype.block_size();
             let mut end = 0;
             let splits = |columns: &usize| {
                 end += columns;
                 !end.is_multiple_of(size)
             };
             if dim == 1 && sizes.iter().any(splits) {
-                let (name, total) = (vb.full_name(name), dims[1].size());
+                let total = dims[1].size();
                 return Err(Error::Plan(format!(
-                    "{name} has blocks of {size} columns, and its {total} columns cut in units of {} split one; choose units \
+                    "{full_name} has blocks of {size} columns, and its {total} columns cut in units of {} split one; choose units \
                      that are multiples of {size}",
                     dims[1].unit
                 )));

@@ -254,9 +254,6 @@ impl Call {
 
     fn joined(&self, [q, k, v]: [&Tensor; 3]) -> Result<Tensor> {
         let q = if q.rank() == 5 { q.flatten(2, 3)? } else { q.clone() };
-        if !q.device().is_cpu() {
-            return Error::op("flash_attn", "replicated queries with sharded keys on a device; replicate the keys");
-        }
         match q.dtype() {
             DType::F64 => self.joined_in::<f64>([&q, k, v]),
             _ => self.joined_in::<f32>([&q, k, v]),
