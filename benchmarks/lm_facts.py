@@ -6,6 +6,9 @@ Usage: PYTHON benchmarks/lm_facts.py, with a Python that has torch and transform
 For each family: its config.json in the format of transformers 5, the logits after the first and after the last token of
 a prompt, and the tokens of greedy decoding. The prompt is longer than the sliding windows, and so is what follows.
 
+Rotary positions of each kind are in ropes.json: logits of prompts below and above the learned context of 8 tokens, and
+tokens of greedy decoding that grows out of it.
+
 There are no weight files: `llama_facts.weight` computes the weights from their names and positions, and the tests do
 the same.
 """
@@ -61,7 +64,60 @@ CASES = {
 }
 
 
-def fact(case, family, fields):
+ROPES_PATH = PATH.with_name("ropes.json")
+SHORT = 5
+LONG = dict(max_position_embeddings=32, hidden_size=64)
+YARN = dict(rope_type="yarn", rope_theta=10_000.0, factor=4.0, original_max_position_embeddings=8)
+FACTORS = [1.0, 1.1, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0]
+LONGROPE = dict(rope_type="longrope", rope_theta=10_000.0, short_factor=FACTORS, long_factor=FACTORS[::-1])
+ROPES = {
+    "yarn": ("Llama", dict(rope_parameters=YARN)),
+    "yarn with every option": (
+        "Qwen2",
+        dict(rope_parameters=dict(YARN, attention_factor=0.9, beta_fast=4, beta_slow=0.5, truncate=False)),
+    ),
+    "yarn with two scales": ("Qwen3", dict(head_dim=16, rope_parameters=dict(YARN, mscale=1.0, mscale_all_dim=0.5))),
+    "dynamic": (
+        "Llama",
+        dict(max_position_embeddings=8, rope_parameters=dict(rope_type="dynamic", rope_theta=10_000.0, factor=4.0)),
+    ),
+    "linear": ("Mistral", dict(sliding_window=4, rope_parameters=dict(ROPE, rope_type="linear", factor=4.0))),
+    "llama3": (
+        "SmolLM3",
+        dict(
+            no_rope_layers=[1, 0],
+            rope_parameters=dict(
+                ROPE, rope_type="llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                original_max_position_embeddings=8,
+            ),
+        ),
+    ),
+    "longrope": ("Llama", dict(rope_parameters=dict(LONGROPE, factor=4.0, original_max_position_embeddings=8))),
+    "longrope of phi3": ("Phi3", dict(original_max_position_embeddings=8, rope_parameters=LONGROPE)),
+    "longrope of a share": (
+        "Phi3",
+        dict(
+            original_max_position_embeddings=8,
+            rope_parameters=dict(
+                LONGROPE, short_factor=FACTORS[:6], long_factor=FACTORS[2:], attention_factor=1.2,
+                partial_rotary_factor=0.75,
+            ),
+        ),
+    ),
+    "a share": ("Phi3", dict(sliding_window=None, rope_parameters=dict(ROPE, partial_rotary_factor=0.5))),
+    "two kinds of layers": (
+        "Gemma3",
+        dict(
+            head_dim=16, sliding_window=4, query_pre_attn_scalar=16, layer_types=WINDOWS,
+            rope_parameters=dict(
+                sliding_attention=dict(ROPE, rope_type="linear", factor=2.0), full_attention=dict(YARN, rope_theta=1e6)
+            ),
+        ),
+    ),
+}
+
+
+def built(family, fields):
     kind = "Gemma3Text" if family == "Gemma3" else family
     config = getattr(transformers, f"{kind}Config")(**{**SIZES, **fields})
     config._attn_implementation = "eager"
@@ -69,21 +125,54 @@ def fact(case, family, fields):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(llama_facts.weight(name, tuple(parameter.shape)))
+    config.architectures = [f"{family}ForCausalLM"]
+    return config, model
+
+
+def greedy(model, ids):
+    return model.generate(ids, max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False)[0, ids.shape[1] :].tolist()
+
+
+def greedy_without_cache(model, ids):
+    written = []
+    for _ in range(TOKENS):
+        written.append(model(torch.tensor([ids + written]), use_cache=False).logits[0, -1].argmax().item())
+    return written
+
+
+def rope_fact(case, family, fields):
+    config, model = built(family, {**LONG, **fields})
+    written = json.loads(config.to_json_string(use_diff=False))
+    with torch.no_grad():
+        logits = [model(torch.tensor([PROMPT[:end]])).logits[0, -1].tolist() for end in (SHORT, len(PROMPT))]
+        # The list of factors changes with the length, and `generate` mixes keys of both.
+        is_longrope = fields["rope_parameters"].get("rope_type") == "longrope"
+        tokens = greedy_without_cache(model, PROMPT[:SHORT]) if is_longrope else None
+    if tokens is None:
+        tokens = greedy(built(family, {**LONG, **fields})[1], torch.tensor([PROMPT[:SHORT]]))
+    rounded = [[float(f"{x:.7g}") for x in row] for row in logits]
+    return dict(case=case, config=written, short=SHORT, logits=rounded, tokens=tokens)
+
+
+def fact(case, family, fields):
+    config, model = built(family, fields)
+    with torch.no_grad():
         ids = torch.tensor([PROMPT])
         logits = model(ids).logits[0]
-        written = model.generate(ids, max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False)[0, len(PROMPT) :]
-    config.architectures = [f"{family}ForCausalLM"]
+        written = greedy(model, ids)
     rounded = [[float(f"{x:.7g}") for x in logits[at].tolist()] for at in (0, -1)]
     return dict(
         case=case, config=json.loads(config.to_json_string(use_diff=False)),
-        names=sorted(name for name, _ in model.named_parameters()), logits=rounded, tokens=written.tolist(),
+        names=sorted(name for name, _ in model.named_parameters()), logits=rounded, tokens=written,
     )
 
 
 def main():
     facts = [fact(case, family, fields) for case, (family, fields) in CASES.items()]
-    lines = ",\n".join("  " + json.dumps(one) for one in facts)
-    PATH.write_text(f'{{"prompt": {PROMPT}, "models": [\n{lines}\n]}}\n')
+    ropes = [rope_fact(case, family, fields) for case, (family, fields) in ROPES.items()]
+    for path, models in ((PATH, facts), (ROPES_PATH, ropes)):
+        lines = ",\n".join("  " + json.dumps(one) for one in models)
+        path.write_text(f'{{"prompt": {PROMPT}, "models": [\n{lines}\n]}}\n')
 
 
 if __name__ == "__main__":

@@ -16,27 +16,32 @@ def say(text):
     print(text, file=sys.stderr, flush=True)
 
 
-def one_thread():
-    """Returns an environment in which a rank computes with one thread, so that only ranks compete for cores."""
-    return {**os.environ, **{name: "1" for name in ("CANDLE_NUM_THREADS", "RAYON_NUM_THREADS", "OMP_NUM_THREADS")}}
+def with_threads(count):
+    """Returns an environment in which a process, or each rank, computes with this number of threads."""
+    names = ("CANDLE_NUM_THREADS", "RAYON_NUM_THREADS", "OMP_NUM_THREADS")
+    return {**os.environ, **{name: str(count) for name in names}}
 
 
-def output(command, tries=1):
-    """Returns the JSON object that a measurement prints. Retries, because a peer may abort occasionally."""
+def output(command, tries=1, threads=1):
+    """Returns the JSON object that a measurement prints.
+
+    Ranks compute with one thread, so that only ranks compete for cores. Retries, because a peer may abort occasionally.
+    """
     for _ in range(tries):
-        run = subprocess.run(command, env=one_thread(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        run = subprocess.run(command, env=with_threads(threads), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         if run.returncode == 0:
             return json.loads(run.stdout)
         say(f"{' '.join(map(str, command))} failed:\n{run.stderr}")
     sys.exit(1)
 
 
-def build(binary, *features):
-    """Builds a program of this project and returns its path."""
+def build(binary, *features, kind="bin"):
+    """Builds a program of this project, or with kind="example" an example, and returns its path."""
     say(f"building {binary}")
     flags = ["--features", ",".join(features)] if features else []
-    subprocess.run(["cargo", "build", "--release", "--quiet", "--workspace", "--bin", binary, *flags], cwd=ROOT, check=True)
-    return Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "release" / binary
+    subprocess.run(["cargo", "build", "--release", "--quiet", "--workspace", f"--{kind}", binary, *flags], cwd=ROOT, check=True)
+    folder = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "release"
+    return (folder / "examples" if kind == "example" else folder) / binary
 
 
 def has(python, imports):

@@ -1,4 +1,4 @@
-//! Compiles the engine's few lines of C against the MPI of this machine, where the feature `mpi` is on.
+//! Compiles the MPI backend's few lines of C against the MPI of this machine, where the feature `mpi` is on.
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");

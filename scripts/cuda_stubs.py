@@ -2,7 +2,6 @@
 """Creates stub libraries of NVIDIA's with all functions that cudarc calls, to link against without a GPU.
 
 usage: cuda_stubs.py FOLDER, in the workspace. Needs a C compiler. Programs linked against them run with the real ones.
-       cuda_stubs.py --names FILE, to write the names of these functions, of cuRAND's and of candle's static kernels
 """
 import json
 import pathlib
@@ -37,12 +36,6 @@ def bound(root: pathlib.Path, module: str) -> list[str]:
 
 def main() -> None:
     root = package("cudarc")
-    if sys.argv[1] == "--names":
-        modules = [module for module, _, _ in LIBRARIES] + ["curand"]
-        kernels = functions((package("candle-kernels") / "src" / "ffi.rs").read_text())
-        names = {name for module in modules for name in bound(root, module)} | set(kernels)
-        pathlib.Path(sys.argv[2]).write_text("".join(f"{name}\n" for name in sorted(names)))
-        return
     folder = pathlib.Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
     for module, library, soname in LIBRARIES:

@@ -87,6 +87,14 @@ for ranks in 2 4 8; do
 done
 on 3 parts
 verdict "all cases in messages of few bytes on 3 ranks" passed
+for ranks in 2 3; do
+    on "$ranks" apart
+    verdict "all cases without shared memory on $ranks ranks" passed
+done
+for ranks in 3 4; do
+    on "$ranks" pairs
+    verdict "all cases with memory that pairs of $ranks ranks share" passed
+done
 on 2 given
 verdict "all cases on an MPI that the program started" passed
 for ranks in 2 3; do

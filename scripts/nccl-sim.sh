@@ -1,58 +1,122 @@
 #!/usr/bin/env bash
-# Runs the tests of the NCCL backend on simulated GPUs. Needs no GPU and nothing of NVIDIA's.
+# Runs tests over NCCL on simulated GPUs. Needs cargo and a C compiler, no GPU and nothing of NVIDIA's.
 #
-# usage: scripts/nccl-sim.sh [--gpus N] [--seeds N] [--first SEED] [SUITE..]
+# usage: scripts/nccl-sim.sh [--gpus N[,N..]] [--seeds N] [--first SEED] [SUITE..]
 #
-# Builds the simulated driver (nccl-sim) and links the tests with it. Runs each SUITE, which is a filter of the tests of
-# candle-dist (default: nccl::), on N simulated GPUs (default: 1, 2 and 4 in turn) with each seed. A seed chooses
-# the order in which the streams run. The last line is "seeds N races N failed N": how many seeds ran, how many faults
-# the simulator found, and how many runs failed. The status is 0 if the last two are 0.
+# Builds the simulated driver (nccl-sim) and links the tests with it. Runs each SUITE on N simulated GPUs (default: 1, 2
+# and 4 in turn) with each seed from SEED on (default: one seed, 0). A seed chooses the order in which the streams run.
+# A SUITE is a filter of candle-dist's tests (default: nccl::), or CRATE/FILTER for those of another crate.
+# The last line is "seeds N races N failed N": how many seeds ran, how many faults the simulator found, and how many runs
+# failed. The status is 0 if the last two are 0, 2 if the arguments are wrong, and 1 otherwise.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-gpus="1 2 4" seeds=1 first=0 suites=()
+
+usage() {
+  sed -n '4,10s/^# \{0,1\}//p' scripts/nccl-sim.sh >&2
+  echo "error: $1" >&2
+  exit 2
+}
+# number FLAG VALUE LEAST: prints the value, if it is a number from LEAST on.
+number() {
+  [[ "$2" =~ ^[0-9]{1,9}$ ]] && ((10#$2 >= $3)) || usage "$1 takes a number from $3 on, not '$2'"
+  echo "$((10#$2))"
+}
+gpus=(1 2 4) seeds=1 first=0 suites=()
 while [ $# -gt 0 ]; do
   case "$1" in
-    --gpus) gpus="$2"; shift ;;
-    --seeds) seeds="$2"; shift ;;
-    --first) first="$2"; shift ;;
-    -*) sed -n '2,9s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
+    --gpus | --seeds | --first) [ $# -gt 1 ] || usage "$1 lacks its value" ;;&
+    --gpus)
+      gpus=()
+      for count in ${2//,/ }; do
+        count="$(number --gpus "$count" 1)" || exit 2
+        gpus+=("$count")
+      done
+      [ ${#gpus[@]} -gt 0 ] || usage "--gpus lacks its value"
+      shift
+      ;;
+    --seeds) seeds="$(number --seeds "$2" 1)" || exit 2; shift ;;
+    --first) first="$(number --first "$2" 0)" || exit 2; shift ;;
+    -h | --help) sed -n '2,10s/^# \{0,1\}//p' scripts/nccl-sim.sh; exit 0 ;;
+    -*) usage "unknown flag $1" ;;
     *) suites+=("$1") ;;
   esac
   shift
 done
 [ ${#suites[@]} -gt 0 ] || suites=(nccl::)
+# The suites as CRATE/FILTER, and their crates.
+crates=()
+for at in "${!suites[@]}"; do
+  [[ "${suites[at]}" == */* ]] || suites[at]="candle-dist/${suites[at]}"
+  crate="${suites[at]%%/*}"
+  [ -d "$crate/tests/suite" ] || usage "no crate $crate with tests in $crate/tests/suite"
+  [[ " ${crates[*]-} " == *" $crate "* ]] || crates+=("$crate")
+done
 
-# The stand-in for NVIDIA's compiler writes empty kernels, which the simulated driver accepts.
-target="${CARGO_TARGET_DIR:-$PWD/target}/nccl-sim"
+# The stand-in for NVIDIA's compiler writes empty kernels, which the simulated driver accepts. The folder of the build is
+# that of all tests: most dependencies are the same.
+mkdir -p "${CARGO_TARGET_DIR:-target}"
+CARGO_TARGET_DIR="$(cd "${CARGO_TARGET_DIR:-target}" && pwd)"
+folder="$CARGO_TARGET_DIR/nccl-sim"
+export CARGO_TARGET_DIR CUDA_HOME="$folder/cuda" NCCL_SIM_NAMES="$folder/names"
 export PATH="$PWD/scripts/check-only:$PATH" NVCC="$PWD/scripts/check-only/nvcc" CUDA_COMPUTE_CAP=90
-export CUDA_HOME="$target/cuda" CARGO_TARGET_DIR="$target/build" NCCL_SIM_NAMES="$target/names"
 mkdir -p "$CUDA_HOME/lib"
-python3 scripts/cuda_stubs.py --names "$target/names.new"
-cmp -s "$target/names.new" "$target/names" || mv "$target/names.new" "$target/names"
+
+# source CRATE: the folder of a dependency.
+metadata="$(cargo metadata --format-version 1 --locked --all-features)"
+source_of() { grep -o "\"manifest_path\":\"[^\"]*/$1-[0-9][^\"/]*/Cargo.toml\"" <<<"$metadata" | head -n 1 | cut -d'"' -f4 | xargs dirname; }
+# The functions that the build links: all that cudarc binds, and the launchers of candle's static kernels.
+bindings="$(source_of cudarc)/src"
+for file in "$bindings"/{driver,nccl,nvrtc,cublas,cublaslt,curand}/sys/mod.rs "$(source_of candle-kernels)/src/ffi.rs"; do
+  awk '/extern "C" \{$/ { on = 1 } /^ *\}$/ { on = 0 }
+    on && match($0, /fn [A-Za-z0-9_]+\(/) { print substr($0, RSTART + 3, RLENGTH - 4) }' "$file"
+done | sort -u >"$folder/names.new"
+[ -s "$folder/names.new" ] || { echo "error: no functions found in $bindings" >&2; exit 1; }
+cmp -s "$folder/names.new" "$folder/names" || mv "$folder/names.new" "$folder/names"
 cargo build --locked --quiet -p nccl-sim
 for library in cuda nccl nvrtc curand cublas cublasLt cudart; do
   ln -sf "$CARGO_TARGET_DIR/debug/libnccl_sim.so" "$CUDA_HOME/lib/lib$library.so"
 done
-tests() { cargo test --locked --quiet -p candle-dist --features nccl,test-utils/nccl --test suite "$@"; }
-tests --no-run
 
-export LD_LIBRARY_PATH="$CUDA_HOME/lib:${LD_LIBRARY_PATH:-}" CANDLE_TEST_BACKEND=nccl
-export SIM_REPORT="$target/report"
+# program CRATE: builds the crate's tests, and prints the path of the program.
+program() {
+  cargo test --locked --quiet -p "$1" --features "$1/nccl,test-utils/nccl" --test suite --no-run --message-format json |
+    grep -o '"executable":"[^"]*/suite-[^"]*"' | tail -n 1 | cut -d'"' -f4
+}
+export LD_LIBRARY_PATH="$CUDA_HOME/lib:${LD_LIBRARY_PATH:-}" CANDLE_TEST_BACKEND=nccl-sim
+declare -A programs
+for crate in "${crates[@]}"; do
+  programs[$crate]="$(program "$crate")"
+  [ -x "${programs[$crate]}" ] || { echo "error: the tests of $crate cannot be built" >&2; exit 1; }
+done
+for suite in "${suites[@]}"; do
+  # A filter that matches nothing would pass.
+  listed="$("${programs[${suite%%/*}]}" "${suite#*/}" --list 2>/dev/null | grep -c ': test$' || true)"
+  [ "$listed" -gt 0 ] || usage "no test of ${suite%%/*} matches '${suite#*/}'"
+  echo "$suite: $listed tests on ${gpus[*]} GPUs"
+done
+
+export SIM_REPORT="$folder/report"
+log="$folder/log" failed=0 runs=0
 : >"$SIM_REPORT"
-failed=0
+: >"$folder/skipped"
 for seed in $(seq "$first" $((first + seeds - 1))); do
-  for count in $gpus; do
+  for count in "${gpus[@]}"; do
     for suite in "${suites[@]}"; do
-      log="$target/log"
-      if ! SIM_SEED=$seed SIM_GPUS=$count tests "$suite" -- --test-threads 1 >"$log" 2>&1; then
+      runs=$((runs + 1)) status=0 crate="${suite%%/*}"
+      (cd "$crate" && SIM_SEED=$seed SIM_GPUS=$count timeout "${SIM_LIMIT:-900}" "${programs[$crate]}" \
+        "${suite#*/}" --test-threads 1 >"$log" 2>&1) || status=$?
+      grep -a '^SKIPPED' "$log" | sed 's/ ([0-9]* skipped in this program)$//' >>"$folder/skipped" || true
+      if [ "$status" -ne 0 ]; then
         failed=$((failed + 1))
-        echo "FAILED $suite on $count GPUs with seed $seed:"
-        tail -n 40 "$log"
+        echo "FAILED $suite on $count GPUs with seed $seed (status $status; 124 means that it did not end):"
+        tail -n 60 "$log"
       fi
     done
   done
 done
-races=$(wc -l <"$SIM_REPORT")
+sort "$folder/skipped" | uniq -c | sort -rn | head -n 60
+echo "runs $runs, tests or cases skipped $(wc -l <"$folder/skipped")"
+races="$(wc -l <"$SIM_REPORT")"
 [ "$races" -eq 0 ] || sort "$SIM_REPORT" | uniq | head -n 40
 echo "seeds $seeds races $races failed $failed"
 [ "$races" -eq 0 ] && [ "$failed" -eq 0 ]

@@ -1,10 +1,10 @@
 use candle_core::{CpuStorage, CustomOp1, DType, Device, Error, Layout, Result, Shape, Tensor, bail};
-use candle_dist::ReduceOp;
+use candle_dist::{ReduceOp, edges};
 
 use super::{
     Reading, compute_dtype, elements,
     real::Real,
-    rows::{by_blocks, max, sum, sum_zip},
+    rows::{by_blocks, max, new_by_blocks, sum, sum_zip},
 };
 
 /// Returns the negative log likelihood of each row's target under the softmax of its logits.
@@ -85,7 +85,7 @@ pub fn weighted_cross_entropy(
     };
     let top = join(&here, ReduceOp::Max)?;
     let norm = join(&(partial * (here - &top)?.exp()?)?, ReduceOp::Sum)?;
-    x.apply_op1(CrossEntropy { goals, top, norm })
+    edges::apply1(&x, CrossEntropy { goals, top, norm })
 }
 
 /// Returns the largest logit of each row, and the sum of the exponentials of all differences to it.
@@ -165,9 +165,8 @@ impl CrossEntropy {
         let (top, norm) = (Reading::new(&self.top), Reading::new(&self.norm));
         let (tops, norms) = (top.elements::<T>()?, norm.elements::<T>()?);
         let spread: Vec<T> = self.goals.spread.iter().map(|&w| T::from_f64(w)).collect();
-        let mut out = vec![T::zero(); rows];
-        by_blocks(
-            &mut out,
+        let (out, _) = new_by_blocks(
+            rows,
             1,
             spread.len(),
             #[inline(always)]
@@ -196,9 +195,8 @@ impl CrossEntropy {
         let (tops, norms) = (top.elements::<T>()?, norm.elements::<T>()?);
         let Goals { rows, spread, spread_total } = &self.goals;
         let spread: Vec<T> = spread.iter().map(|&w| T::from_f64(w)).collect();
-        let mut out = vec![T::zero(); xs.len()];
-        by_blocks(
-            &mut out,
+        let (out, _) = new_by_blocks(
+            xs.len(),
             classes,
             classes,
             #[inline(always)]

@@ -1,5 +1,6 @@
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, Device, Layout, Result, Shape, Tensor, bail};
+use candle_dist::edges;
 use std::sync::Arc;
 
 use super::element::{Element, with_element};
@@ -34,7 +35,7 @@ pub fn embedding(table: &Tensor, ids: impl Into<Arc<[u32]>>, still: Option<u32>)
     if !table.device().is_cpu() {
         return composed(table, &ids, still);
     }
-    table.contiguous()?.apply_op1(Embedding { ids, still })
+    edges::apply1(&table.contiguous()?, Embedding { ids, still })
 }
 
 /// Refuses ids outside a table with `rows` rows.

@@ -1,4 +1,5 @@
 use candle_core::{CpuStorage, CustomOp2, DType, Device, Layout, Result, Shape, Tensor, bail};
+use candle_dist::edges;
 use std::sync::Arc;
 
 use super::embedding::{NOWHERE, check_ids, embedding, row, rows_or};
@@ -102,7 +103,7 @@ pub fn wide_embedding_bag(table: &Tensor, bags: &Bags, mode: BagMode, weights: O
         None => Tensor::zeros(0, dtype, &Device::Cpu)?,
     };
     let op = EmbeddingBag { bags: bags.clone(), mode, weighted: weights.elem_count() > 0 };
-    table.contiguous()?.apply_op2(&weights, op)
+    edges::apply2(&table.contiguous()?, &weights, op)
 }
 
 /// Reduces bags with candle's own operations: all ids of a bag in one row of a padded matrix.

@@ -1,6 +1,6 @@
 use candle_core::{Device, Result, Tensor, bail};
 
-use super::attention::{AttentionSizes, KeyBlock, Visible, attend};
+use super::attention::{AttentionSizes, KeyBlock, Scale, Visible, attend};
 use super::{check_dtype, compute_dtype};
 
 /// Attention: `softmax(query · keyᵀ · scale) · value` for each head, without the score matrix in memory.
@@ -34,13 +34,13 @@ pub fn flash_attn(query: &Tensor, key: &Tensor, value: &Tensor, scale: f64, caus
     let (queries, keys) = (query.dim(1)?, key.dim(1)?);
     flash_attn_of_blocks(
         [query, key, value],
-        scale,
+        scale.into(),
         vec![KeyBlock { rows: 0..keys, visible: Visible::plain(queries, keys, causal) }],
     )
 }
 
 /// Attention over blocks of keys that follow each other and are all rows. The shapes fit each other.
-pub fn flash_attn_of_blocks([query, key, value]: [&Tensor; 3], scale: f64, blocks: Vec<KeyBlock>) -> Result<Tensor> {
+pub fn flash_attn_of_blocks([query, key, value]: [&Tensor; 3], scale: Scale, blocks: Vec<KeyBlock>) -> Result<Tensor> {
     let dtype = compute_dtype("flash_attn", query)?;
     if !query.device().is_cpu() {
         return composed([query, key, value], scale, &blocks);
@@ -49,14 +49,18 @@ pub fn flash_attn_of_blocks([query, key, value]: [&Tensor; 3], scale: f64, block
     attend([&q?, &k?, &v?], scale, blocks)?.to_dtype(query.dtype())
 }
 
-fn composed([query, key, value]: [&Tensor; 3], scale: f64, blocks: &[KeyBlock]) -> Result<Tensor> {
+fn composed([query, key, value]: [&Tensor; 3], scale: Scale, blocks: &[KeyBlock]) -> Result<Tensor> {
     let (b, q, h, _) = query.dims4()?;
     let heads_first = |x: &Tensor| -> Result<Tensor> {
         let (_, t, g, d) = x.dims4()?;
         let each = x.transpose(1, 2)?.unsqueeze(2)?.broadcast_as((b, g, h / g.max(1), t, d))?;
         each.reshape((b, h, t, d))
     };
-    let scores = (heads_first(query)?.matmul(&heads_first(key)?.t()?)? * scale)?;
+    let scores = (heads_first(query)?.matmul(&heads_first(key)?.t()?)? * scale.factor)?;
+    let scores = match scale.cap {
+        Some(cap) => ((scores / cap)?.tanh()? * cap)?,
+        None => scores,
+    };
     let weights = match blocks {
         [block] if block.visible.is_all(block.rows.len()) => super::softmax(&scores)?,
         _ => super::softmax::softmax_of_seen(&scores, &seen(blocks, key.dim(1)?, query.device())?)?,
@@ -97,10 +101,14 @@ mod tests {
             let (q, k, v) =
                 (randn([2, queries, heads, 4]), randn([2, keys, kv_heads, 4]), randn([2, keys, kv_heads, 3]));
             let visible = Visible::plain(queries, keys, causal);
-            let composed = composed([&q, &k, &v], 0.7, &[KeyBlock { rows: 0..keys, visible }]);
-            let (a, b) = (composed.unwrap(), flash_attn(&q, &k, &v, 0.7, causal).unwrap());
-            let diff = (a - b).unwrap().abs().unwrap().max_all().unwrap().to_scalar::<f64>().unwrap();
-            assert!(diff < 1e-14, "{queries} queries, {keys} keys: {diff}");
+            for cap in [None, Some(1.5)] {
+                let scale = Scale { factor: 0.7, cap };
+                let blocks = vec![KeyBlock { rows: 0..keys, visible: visible.clone() }];
+                let a = composed([&q, &k, &v], scale, &blocks).unwrap();
+                let b = flash_attn_of_blocks([&q, &k, &v], scale, blocks).unwrap();
+                let diff = (a - b).unwrap().abs().unwrap().max_all().unwrap().to_scalar::<f64>().unwrap();
+                assert!(diff < 1e-14, "{queries} queries, {keys} keys, cap {cap:?}: {diff}");
+            }
         }
     }
 }

@@ -1,6 +1,7 @@
 use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor};
+use candle_dist::edges;
 
-use super::{Reading, compute_dtype, elements, real::Real, rows::by_blocks};
+use super::{Reading, compute_dtype, elements, real::Real, rows::new_by_blocks};
 
 /// The exact GELU, `x · Φ(x)` with `Φ` the standard normal distribution function.
 ///
@@ -22,16 +23,15 @@ pub fn gelu_erf(x: &Tensor) -> Result<Tensor> {
         // Not candle's `gelu_erf`, whose backward uses 1/√(2π) with only six digits.
         return (x * ((x / 2f64.sqrt())?.erf()? + 1.0)?)? * 0.5;
     }
-    x.to_dtype(dtype)?.contiguous()?.apply_op1(GeluErf)?.to_dtype(x.dtype())
+    edges::apply1(&x.to_dtype(dtype)?.contiguous()?, GeluErf)?.to_dtype(x.dtype())
 }
 
 struct GeluErf;
 
 fn forward<T: Real>(s: &CpuStorage, l: &Layout) -> Result<(CpuStorage, Shape)> {
     let x = elements::<T>(s, l)?;
-    let mut out = vec![T::zero(); x.len()];
-    by_blocks(
-        &mut out,
+    let (out, _) = new_by_blocks(
+        x.len(),
         1,
         1,
         #[inline(always)]
@@ -47,9 +47,8 @@ fn forward<T: Real>(s: &CpuStorage, l: &Layout) -> Result<(CpuStorage, Shape)> {
 fn backward<T: Real>(x: &Tensor, grad: &Tensor) -> Result<Tensor> {
     let (x, grad) = (Reading::new(x), Reading::new(grad));
     let (xs, gs) = (x.elements::<T>()?, grad.elements::<T>()?);
-    let mut out = vec![T::zero(); xs.len()];
-    by_blocks(
-        &mut out,
+    let (out, _) = new_by_blocks(
+        xs.len(),
         1,
         1,
         #[inline(always)]

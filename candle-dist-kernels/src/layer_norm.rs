@@ -1,9 +1,10 @@
 use candle_core::{CpuStorage, CustomOp3, D, DType, Device, Layout, Result, Shape, Tensor};
+use candle_dist::edges;
 
 use super::{
     Reading, check_vector, compute_dtype, elements,
     real::Real,
-    rows::{add_assign, by_blocks, sum, sum_zip},
+    rows::{add_assign, new_by_blocks, sum, sum_zip},
 };
 
 /// Layer normalization over the last dim: `(x - mean) / √(variance + eps) · weight + bias`.
@@ -31,7 +32,7 @@ pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Resul
         return candle_nn::ops::layer_norm_slow(x, weight, bias, eps as f32);
     }
     let [x_, weight, bias] = [x, weight, bias].map(|t| t.to_dtype(dtype)?.contiguous());
-    x_?.apply_op3(&weight?, &bias?, LayerNorm { eps })?.to_dtype(x.dtype())
+    edges::apply3(&x_?, &weight?, &bias?, LayerNorm { eps })?.to_dtype(x.dtype())
 }
 
 struct LayerNorm {
@@ -50,9 +51,8 @@ impl LayerNorm {
 
     fn forward<T: Real>(&self, x: &[T], weight: &[T], bias: &[T]) -> CpuStorage {
         let len = weight.len();
-        let mut out = vec![T::zero(); x.len()];
-        by_blocks(
-            &mut out,
+        let (out, _) = new_by_blocks(
+            x.len(),
             len,
             len,
             #[inline(always)]
@@ -74,9 +74,8 @@ impl LayerNorm {
         let (xs, ws, gs) = (x.elements::<T>()?, weight.elements::<T>()?, grad.elements::<T>()?);
         let len = ws.len();
         let count = T::from_f64(len as f64);
-        let mut dx = vec![T::zero(); xs.len()];
-        let parts = by_blocks(
-            &mut dx,
+        let (dx, parts) = new_by_blocks(
+            xs.len(),
             len,
             len,
             #[inline(always)]

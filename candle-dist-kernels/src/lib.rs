@@ -16,11 +16,12 @@
 //!
 //! candle's fused layers drop gradients silently, and its composed ones pass over memory once per step. The operations
 //! here are single graph nodes that return a gradient for every tracked argument. They compute f32 and f64 natively and
-//! 16-bit floats in f32, and accept any strides and empty tensors. Except for the matrix products of [`linear`] and
-//! [`flash_attn`], the bits do not depend on the number of threads. On other devices than the CPU they are composed
+//! 16-bit floats in f32, and accept any strides and empty tensors. Except for the matrix products of [`linear`],
+//! [`grouped_linear`] and [`flash_attn`], the bits do not depend on the number of threads. On other devices than the CPU they are composed
 //! from candle's differentiable operations.
 
 mod adam_w;
+mod add;
 mod attention;
 mod conv;
 mod cross_entropy;
@@ -31,15 +32,18 @@ mod embedding_bag;
 mod few_rows;
 mod flash_attn;
 mod gelu_erf;
+mod grouped_linear;
 mod layer_norm;
 mod linear;
 mod masked_softmax;
 mod master;
 mod pool;
-mod quantized_linear;
+mod product;
+mod quantized;
 pub mod random;
 mod real;
 mod renorm;
+mod reshape;
 mod rms_norm;
 mod rope;
 mod row_order;
@@ -53,17 +57,20 @@ mod softmax;
 mod weight_sink;
 
 pub use adam_w::AdamW;
+pub use add::add;
 pub use conv::Conv;
 pub use cross_entropy::cross_entropy;
 pub use embedding::embedding;
 pub use embedding_bag::{BagMode, Bags, embedding_bag};
 pub use flash_attn::flash_attn;
 pub use gelu_erf::gelu_erf;
+pub use grouped_linear::grouped_linear;
 pub use layer_norm::layer_norm;
 pub use linear::linear;
 pub use masked_softmax::masked_softmax;
 pub use pool::{Pool, avg_pool2d, max_pool2d, upsample_bilinear2d, upsample_nearest2d};
-pub use quantized_linear::quantized_linear;
+pub use quantized::{QuantizedMatrix, quantized_linear};
+pub use reshape::reshape;
 pub use rms_norm::rms_norm;
 pub use rope::{RopePairs, rope};
 pub use silu_gate::silu_gate;
@@ -75,7 +82,8 @@ pub use weight_sink::{DeferredGradient, WeightSink, weight_sink, with_weight_sin
 pub mod parts {
     pub use crate::adam_w::step_adam_w;
     pub use crate::attention::{
-        KeyBlock, Norms, Partial, Visible, blocks_backward, inner, join_all, partial_of_blocks, sizes, with_result,
+        KeyBlock, Norms, Partial, Scale, Visible, blocks_backward, inner, join_all, partial_of_blocks, sizes,
+        with_backward, with_result,
     };
     pub use crate::cross_entropy::{Goal, Goals, weighted_cross_entropy};
     pub use crate::dense_update::{DenseRule, update_all};

@@ -2,17 +2,20 @@ use std::borrow::Cow;
 use std::sync::Arc;
 
 use candle_core::{
-    CpuStorage, CudaStorage, CustomOp2, CustomOp3, D, DType, Layout, MetalStorage, Result, Shape, Storage, Tensor,
+    CpuStorage, CudaStorage, CustomOp2, CustomOp3, D, DType, Device, Layout, MetalStorage, Result, Shape, Storage,
+    Tensor,
     backend::{BackendDevice, BackendStorage},
     bail,
     op::BackpropOp,
 };
+use candle_dist::edges;
 
 use super::{
     DeferredGradient, Reading, WeightSink, check_vector, compute_dtype, cpu, elements,
     few_rows::{self, FEW, has_rows},
+    product::product,
     real::Real,
-    rows::{add_assign, by_blocks},
+    rows::{self, add_assign, by_blocks},
     weight_sink,
 };
 
@@ -59,8 +62,8 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
     }
     let input = if as_rows(x.layout()).is_some() { x.clone() } else { x.contiguous()? };
     match bias {
-        Some(bias) => input.apply_op3(weight, &bias.contiguous()?, Linear(weight_sink())),
-        None => input.apply_op2(weight, Linear(weight_sink())),
+        Some(bias) => edges::apply3(&input, weight, &bias.contiguous()?, Linear(weight_sink())),
+        None => edges::apply2(&input, weight, Linear(weight_sink())),
     }
 }
 
@@ -157,21 +160,9 @@ fn out_shape(x: &Layout, weight: &Layout) -> Vec<usize> {
     [&x.dims()[..x.dims().len() - 1], &weight.dims()[..1]].concat()
 }
 
-/// Returns the product of `a [m, k]` and `b [k, n]` with any strides.
-pub(super) fn product(a: &CpuStorage, a_l: &Layout, b: &CpuStorage, b_l: &Layout) -> Result<CpuStorage> {
-    let ((m, k), (_, n)) = (a_l.shape().dims2()?, b_l.shape().dims2()?);
-    if m * k * n == 0 {
-        return Ok(match a.dtype() {
-            DType::F64 => CpuStorage::F64(vec![0.0; m * n]),
-            _ => CpuStorage::F32(vec![0.0; m * n]),
-        });
-    }
-    a.matmul(b, (1, m, n, k), a_l, b_l)
-}
-
 /// Returns the operand itself, or an f32 copy of a 16-bit operand, which lives only during the computation. A graph
 /// that held the copies would hold the whole model in f32.
-fn wide<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<(Cow<'a, CpuStorage>, Layout)> {
+pub(super) fn wide<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<(Cow<'a, CpuStorage>, Layout)> {
     Ok(match storage.dtype() {
         DType::F16 | DType::BF16 => {
             (Cow::Owned(storage.to_dtype(layout, DType::F32)?), Layout::contiguous(layout.shape()))
@@ -181,12 +172,17 @@ fn wide<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<(Cow<'a, CpuStor
 }
 
 /// Converts a dense result to the dtype of the operands.
-fn narrow(storage: CpuStorage, shape: &Shape, dtype: DType) -> Result<CpuStorage> {
+pub(super) fn narrow(storage: CpuStorage, shape: &Shape, dtype: DType) -> Result<CpuStorage> {
     if storage.dtype() == dtype { Ok(storage) } else { storage.to_dtype(&Layout::contiguous(shape), dtype) }
 }
 
 /// Computes the map without a bias, in the compute dtype.
-fn forward(x: &CpuStorage, x_l: &Layout, weight: &CpuStorage, weight_l: &Layout) -> Result<(CpuStorage, Shape)> {
+pub(super) fn forward(
+    x: &CpuStorage,
+    x_l: &Layout,
+    weight: &CpuStorage,
+    weight_l: &Layout,
+) -> Result<(CpuStorage, Shape)> {
     let Some(rows) = as_rows(x_l) else { bail!("linear: the rows of the input are not evenly spaced") };
     let shape = Shape::from(out_shape(x_l, weight_l));
     let m = rows.dims()[0];
@@ -270,17 +266,20 @@ fn backward(x: &Tensor, weight: &Tensor, grad: &Tensor, of_weight: bool) -> Resu
     Ok((dx.transpose()?, dw.transpose()?))
 }
 
-/// Returns the gradient of the bias: the sum of the rows of `grad`.
-fn column_sums<T: Real>(grad: &Tensor, bias: &Tensor) -> Result<Tensor> {
-    let (grad, bias, n) = (Reading::new(grad), Reading::new(bias), bias.elem_count());
+/// Returns the gradient of a row of this shape that was added to each row: the sum of the rows of `grad`.
+pub(super) fn column_sums<T: Real>(grad: &Tensor, row: &Shape) -> Result<Tensor> {
+    let (grad, n) = (Reading::new(grad), row.elem_count());
     let gs = grad.elements::<T>()?;
     let mut sums = vec![T::zero(); n];
-    if n > 0 {
+    if n == 1 {
+        // In lanes: one sum over millions of elements would lose them in f32.
+        sums[0] = rows::sum(gs, |x| x);
+    } else if n > 0 {
         for row in gs.chunks_exact(n) {
             add_assign(&mut sums, row);
         }
     }
-    bias.like(sums)
+    Tensor::from_vec(sums, row, &Device::Cpu)
 }
 
 impl CustomOp2 for Linear {
@@ -333,8 +332,8 @@ impl CustomOp3 for Linear {
         let grad = grad.contiguous()?;
         let (dx, dw) = self.backward(x, w, &grad)?;
         let db = match grad.dtype() {
-            DType::F64 => column_sums::<f64>(&grad, bias)?,
-            _ => column_sums::<f32>(&grad.to_dtype(DType::F32)?, bias)?.to_dtype(bias.dtype())?,
+            DType::F64 => column_sums::<f64>(&grad, bias.shape())?,
+            _ => column_sums::<f32>(&grad.to_dtype(DType::F32)?, bias.shape())?.to_dtype(bias.dtype())?,
         };
         Ok((dx, dw, Some(db)))
     }

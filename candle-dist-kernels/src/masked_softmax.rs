@@ -1,9 +1,10 @@
 use candle_core::{CpuStorage, CustomOp2, D, DType, Layout, Result, Shape, Tensor, bail};
+use candle_dist::edges;
 
 use super::{
     Reading, check_dtype, compute_dtype, elements,
     real::Real,
-    rows::{by_blocks, max},
+    rows::{max, new_by_blocks},
     softmax::{soften_backward, soften_from},
 };
 
@@ -33,7 +34,7 @@ pub fn masked_softmax(x: &Tensor, mask: &Tensor, scale: f64) -> Result<Tensor> {
         return composed(x, mask, scale);
     }
     let [x_, mask] = [x, mask].map(|t| t.to_dtype(dtype)?.contiguous());
-    x_?.apply_op2(&mask?, MaskedSoftmax { scale, rows })?.to_dtype(x.dtype())
+    edges::apply2(&x_?, &mask?, MaskedSoftmax { scale, rows })?.to_dtype(x.dtype())
 }
 
 /// Returns the row of the mask for each row of the scores.
@@ -67,9 +68,8 @@ struct MaskedSoftmax {
 impl MaskedSoftmax {
     fn forward<T: Real>(&self, x: &[T], mask: &[T], keys: usize) -> CpuStorage {
         let (scale, none) = (T::from_f64(self.scale), T::from_f64(f64::NEG_INFINITY));
-        let mut out = vec![T::zero(); x.len()];
-        by_blocks(
-            &mut out,
+        let (out, _) = new_by_blocks(
+            x.len(),
             keys,
             keys,
             #[inline(always)]
@@ -96,9 +96,8 @@ impl MaskedSoftmax {
         let (keys, for_mask) = (y.dim(D::Minus1)?, mask.track_op());
         let [y, grad, mask] = [y, grad, mask].map(Reading::new);
         let (ys, gs) = (y.elements::<T>()?, grad.elements::<T>()?);
-        let mut out = vec![T::zero(); ys.len()];
-        by_blocks(
-            &mut out,
+        let (mut out, _) = new_by_blocks(
+            ys.len(),
             keys,
             keys,
             #[inline(always)]

@@ -1,9 +1,10 @@
 use candle_core::{CpuStorage, CustomOp2, D, DType, Device, Layout, Result, Shape, Tensor};
+use candle_dist::edges;
 
 use super::{
     Reading, check_vector, compute_dtype, elements,
     real::Real,
-    rows::{add_assign, by_blocks, sum, sum_zip},
+    rows::{add_assign, new_by_blocks, sum, sum_zip},
 };
 
 /// Root mean square normalization over the last dim: `x / √(mean(x²) + eps) · weight`.
@@ -27,7 +28,7 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
         return candle_nn::ops::rms_norm_slow(x, weight, eps as f32);
     }
     let [x_, weight] = [x, weight].map(|t| t.to_dtype(dtype)?.contiguous());
-    x_?.apply_op2(&weight?, RmsNorm { eps })?.to_dtype(x.dtype())
+    edges::apply2(&x_?, &weight?, RmsNorm { eps })?.to_dtype(x.dtype())
 }
 
 struct RmsNorm {
@@ -44,9 +45,8 @@ impl RmsNorm {
 
     fn forward<T: Real>(&self, x: &[T], weight: &[T]) -> CpuStorage {
         let len = weight.len();
-        let mut out = vec![T::zero(); x.len()];
-        by_blocks(
-            &mut out,
+        let (out, _) = new_by_blocks(
+            x.len(),
             len,
             len,
             #[inline(always)]
@@ -67,9 +67,8 @@ impl RmsNorm {
         let (x, weight, grad) = (Reading::new(x), Reading::new(weight), Reading::new(grad));
         let (xs, ws, gs) = (x.elements::<T>()?, weight.elements::<T>()?, grad.elements::<T>()?);
         let len = ws.len();
-        let mut dx = vec![T::zero(); xs.len()];
-        let parts = by_blocks(
-            &mut dx,
+        let (dx, parts) = new_by_blocks(
+            xs.len(),
             len,
             len,
             #[inline(always)]

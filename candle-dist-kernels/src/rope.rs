@@ -1,6 +1,7 @@
 use candle_core::{CpuStorage, CustomOp1, D, DType, Layout, Result, Shape, Tensor, bail};
+use candle_dist::edges;
 
-use super::{Reading, check_dtype, compute_dtype, elements, real::Real, rows::by_blocks};
+use super::{Reading, check_dtype, compute_dtype, elements, real::Real, rows::new_by_blocks};
 
 /// The pairs of elements that a rotary embedding rotates together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -54,7 +55,7 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor, offset: usize, pairs: RopePa
         return composed(x, &cos?, &sin?, half, pairs);
     }
     let [cos, sin] = [cos, sin].map(|t| t?.to_dtype(dtype)?.contiguous());
-    x.to_dtype(dtype)?.contiguous()?.apply_op1(Rope { cos: cos?, sin: sin?, pairs })?.to_dtype(x.dtype())
+    edges::apply1(&x.to_dtype(dtype)?.contiguous()?, Rope { cos: cos?, sin: sin?, pairs })?.to_dtype(x.dtype())
 }
 
 fn composed(x: &Tensor, cos: &Tensor, sin: &Tensor, half: usize, pairs: RopePairs) -> Result<Tensor> {
@@ -84,9 +85,8 @@ impl Rope {
         let (cos, sin) = (cos.elements::<T>()?, sin.elements::<T>()?);
         let (positions, half) = self.cos.dims2()?;
         let sign = if back { T::zero() - T::one() } else { T::one() };
-        let mut out = vec![T::zero(); x.len()];
-        by_blocks(
-            &mut out,
+        let (out, _) = new_by_blocks(
+            x.len(),
             2 * half,
             2 * half,
             #[inline(always)]

@@ -4,6 +4,7 @@ use candle_core::utils::{get_num_threads, with_threadpool};
 use pulp::{Arch, NullaryFnOnce};
 use rayon::prelude::*;
 use std::hint::black_box;
+use std::mem::MaybeUninit;
 
 use super::real::Real;
 
@@ -39,6 +40,32 @@ pub(super) fn by_blocks<T: Send, R: Send>(
     } else {
         out.chunks_mut(rows * width).enumerate().map(run).collect()
     }
+}
+
+/// Like [`by_blocks`] for a new vector of `len` zeros, which it also returns.
+///
+/// Each block is filled with zeros just before its work, in the core's cache and not in memory.
+pub(super) fn new_by_blocks<T: Real, R: Send>(
+    len: usize,
+    width: usize,
+    cost: usize,
+    work: impl Fn(usize, &mut [T]) -> R + Sync,
+) -> (Vec<T>, Vec<R>) {
+    let mut out = Vec::with_capacity(len);
+    let found = by_blocks(
+        &mut out.spare_capacity_mut()[..len],
+        width,
+        cost,
+        #[inline(always)]
+        |first, rows| {
+            rows.fill(MaybeUninit::new(T::zero()));
+            // SAFETY: all elements of the block were just written, and `MaybeUninit<T>` has the layout of `T`.
+            work(first, unsafe { &mut *(std::ptr::from_mut(rows) as *mut [T]) })
+        },
+    );
+    // SAFETY: the blocks are all of the first `len` elements, and each was written.
+    unsafe { out.set_len(len) };
+    (out, found)
 }
 
 /// One call of the work of [`by_blocks`]; a closure in its place would not be inlined into the vectorized code.

@@ -1,6 +1,7 @@
 use candle_core::{CpuStorage, CustomOp2, DType, Error, Layout, Result, Shape, Tensor};
+use candle_dist::edges;
 
-use super::{Reading, check_dtype, compute_dtype, elements, real::Real, rows::by_blocks};
+use super::{Reading, check_dtype, compute_dtype, elements, real::Real, rows::new_by_blocks};
 
 /// The gated SiLU `x · sigmoid(x) · gate`, the activation of SwiGLU.
 ///
@@ -26,7 +27,7 @@ pub fn silu_gate(x: &Tensor, gate: &Tensor) -> Result<Tensor> {
         return x.silu()? * gate;
     }
     let [x_, gate] = [x, gate].map(|t| t.to_dtype(dtype)?.contiguous());
-    x_?.apply_op2(&gate?, SiluGate)?.to_dtype(x.dtype())
+    edges::apply2(&x_?, &gate?, SiluGate)?.to_dtype(x.dtype())
 }
 
 struct SiluGate;
@@ -42,9 +43,8 @@ fn sigmoid<T: Real>(x: T) -> (T, T) {
 
 /// Applies `f` to the elements of three slices.
 fn zip<T: Real>(a: &[T], b: &[T], c: &[T], f: impl Fn(T, T, T) -> T + Sync) -> Vec<T> {
-    let mut out = vec![T::zero(); a.len()];
-    by_blocks(
-        &mut out,
+    let (out, _) = new_by_blocks(
+        a.len(),
         1,
         1,
         #[inline(always)]

@@ -1,9 +1,10 @@
 use candle_core::{CpuStorage, CustomOp1, D, DType, Layout, Result, Shape, Tensor, bail};
+use candle_dist::edges;
 
 use super::{
     Reading, compute_dtype, elements,
     real::Real,
-    rows::{by_blocks, max, min, sum, sum_zip},
+    rows::{max, min, new_by_blocks, sum, sum_zip},
 };
 
 /// The softmax over the last dim.
@@ -24,7 +25,7 @@ pub fn softmax(x: &Tensor) -> Result<Tensor> {
     if !x.device().is_cpu() {
         return candle_nn::ops::softmax(x, D::Minus1);
     }
-    x.to_dtype(dtype)?.contiguous()?.apply_op1(Softmax { scale: 1.0, queries: None })?.to_dtype(x.dtype())
+    edges::apply1(&x.to_dtype(dtype)?.contiguous()?, Softmax { scale: 1.0, queries: None })?.to_dtype(x.dtype())
 }
 
 /// The softmax of `x · scale` over the keys that each query sees.
@@ -50,7 +51,7 @@ pub fn causal_softmax(x: &Tensor, scale: f64) -> Result<Tensor> {
     if !x.device().is_cpu() {
         return composed_causal(x, scale);
     }
-    x.to_dtype(dtype)?.contiguous()?.apply_op1(Softmax { scale, queries: Some(queries) })?.to_dtype(x.dtype())
+    edges::apply1(&x.to_dtype(dtype)?.contiguous()?, Softmax { scale, queries: Some(queries) })?.to_dtype(x.dtype())
 }
 
 fn composed_causal(x: &Tensor, scale: f64) -> Result<Tensor> {
@@ -121,9 +122,8 @@ impl Softmax {
     fn forward<T: Real>(&self, s: &CpuStorage, l: &Layout) -> Result<(CpuStorage, Shape)> {
         let (x, keys) = (elements::<T>(s, l)?, l.dim(D::Minus1)?);
         let scale = T::from_f64(self.scale);
-        let mut out = vec![T::zero(); x.len()];
-        by_blocks(
-            &mut out,
+        let (out, _) = new_by_blocks(
+            x.len(),
             keys,
             keys,
             #[inline(always)]
@@ -144,9 +144,8 @@ impl Softmax {
         let (y, grad) = (Reading::new(y), Reading::new(grad));
         let (ys, gs) = (y.elements::<T>()?, grad.elements::<T>()?);
         let scale = T::from_f64(self.scale);
-        let mut out = vec![T::zero(); ys.len()];
-        by_blocks(
-            &mut out,
+        let (out, _) = new_by_blocks(
+            ys.len(),
             keys,
             keys,
             #[inline(always)]

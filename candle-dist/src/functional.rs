@@ -41,7 +41,7 @@ pub use crate::call::Cut;
 
 use crate::backend::{Fresh, Ready};
 use crate::call::{Call, Dims, Op, ReduceOp, total};
-use crate::{Error, ProcessGroup, Result};
+use crate::{Error, ProcessGroup, Result, edges};
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Shape, Tensor};
 use smallvec::smallvec;
 use std::panic::Location;
@@ -333,7 +333,7 @@ impl Exchange {
             Made::View(view) => Fresh::copy_of(&view)?,
         };
         let op = Recorded { exchange: self, group: group.clone(), site: Location::caller(), made: Ready::new(fresh) };
-        Ok(x.apply_op1(op)?)
+        Ok(edges::apply1(x, op)?)
     }
 }
 

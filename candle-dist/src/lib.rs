@@ -70,6 +70,8 @@ pub mod bits;
 mod call;
 pub mod comm;
 pub mod control;
+#[doc(hidden)]
+pub mod edges;
 mod error;
 mod freeable;
 pub mod functional;

@@ -1,7 +1,7 @@
 //! The conformance suite on processes that mpirun started; `scripts/mpi-test.sh` starts it and checks the results.
 //!
-//! Without arguments all cases run: with `parts` in messages of few bytes, with `given` on an MPI that the program
-//! itself started. With `differ NAME`, `end NAME`, `device`, or `begin NAME` (for starts), the last rank fails, and
+//! Without arguments all cases run: with `parts` in messages of few bytes, with `apart` without shared memory, with
+//! `pairs` with memory that only pairs of ranks share, with `given` on an MPI that the program itself started. With `differ NAME`, `end NAME`, `device`, or `begin NAME` (for starts), the last rank fails, and
 //! every rank that gets the error prints it. `large`, `any` and `dropped` check one thing each.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 
@@ -64,17 +64,20 @@ fn main() -> ExitCode {
     let done = match &arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         [] => run(Duration::from_secs(120), conform),
         // Larger than the data in a header message, and smaller than most lengths.
-        ["parts"] => run_on(Settings { most_bytes: 20_000, ..Settings::default() }, conform),
+        ["parts"] => run_on(Settings::default().most_bytes(20_000), conform),
+        // Letters through MPI, or in part: only pairs of ranks share memory.
+        ["apart"] => run_on(Settings::default().most_sharing(1), conform),
+        ["pairs"] => run_on(Settings::default().most_sharing(2), conform),
         ["given"] => {
             start_mpi(MULTIPLE);
             let refused = run(Duration::from_secs(60), |_| Ok(()));
-            let done = run_on(Settings { comm: Some(Comm::world()), ..Settings::default() }, conform);
+            let done = run_on(Settings::default().comm(Comm::world()), conform);
             // The backend is gone, but MPI still runs.
             end_mpi();
             !refused && done
         }
-        ["large"] => run_on(Settings { most_bytes: 4096, ..Settings::default() }, in_many_parts),
-        ["any"] => run_on(Settings { sums: Sums::Any, ..Settings::default() }, in_any_order),
+        ["large"] => run_on(Settings::default().most_bytes(4096), in_many_parts),
+        ["any"] => run_on(Settings::default().sums(Sums::Any), in_any_order),
         ["dropped"] => run(Duration::from_secs(60), dropped),
         ["begin", name, port] => begin(name, port),
         ["device"] => run(Duration::from_secs(60), |ctx| heard(ctx, with_a_gpu(ctx))),
@@ -124,19 +127,19 @@ fn begin(name: &str, port: &str) -> bool {
         }
         "level" => {
             start_mpi(if is_last { FUNNELED } else { MULTIPLE });
-            (explicit(rank), Settings { comm: Some(Comm::world()), ..Settings::default() })
+            (explicit(rank), Settings::default().comm(Comm::world()))
         }
         "missing" => {
             start_mpi(MULTIPLE);
-            (explicit(rank), Settings { comm: (!is_last).then(Comm::world), ..Settings::default() })
+            (explicit(rank), Settings::default().comm((!is_last).then(Comm::world)))
         }
         "settings" => {
             let most_bytes = if is_last { 1 << 20 } else { 1 << 21 };
-            (explicit(rank), Settings { most_bytes, ..Settings::default() })
+            (explicit(rank), Settings::default().most_bytes(most_bytes))
         }
         "range" => {
             let most_bytes = if is_last { 1 } else { 1 << 21 };
-            (explicit(rank), Settings { most_bytes, ..Settings::default() })
+            (explicit(rank), Settings::default().most_bytes(most_bytes))
         }
         other => panic!("a start that goes wrong by {other}"),
     };
@@ -216,10 +219,10 @@ fn with_a_gpu(ctx: &RankContext) -> Result<()> {
         sizes: [ones.into_iter().collect()].into_iter().collect(),
         ..Call::on(Op::Scatter, &x, &[])
     };
-    let engine = ctx.group().backend();
+    let backend = ctx.group().backend();
     match ctx.rank() == root {
-        true => engine.run(Call { device: DeviceLocation::Cuda { gpu_id: 0 }, ..call }, [x].into_iter().collect()),
-        false => engine.run(call, [].into_iter().collect()),
+        true => backend.run(Call { device: DeviceLocation::Cuda { gpu_id: 0 }, ..call }, [x].into_iter().collect()),
+        false => backend.run(call, [].into_iter().collect()),
     }
     .map(drop)
 }

@@ -6,8 +6,16 @@ use crate::{Error, Result, Value};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor};
 
-/// The options of a training step.
+/// The options of a training step: start from the default, and set what differs.
+///
+/// ```
+/// use candle_pipe::{Keep, StepOptions};
+///
+/// let options = StepOptions::default().step(3).keep(Keep::Inputs);
+/// assert!(options.training && options.step == 3);
+/// ```
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct StepOptions {
     /// The number of the step, which is folded into random streams.
     pub step: u64,
@@ -38,8 +46,43 @@ impl Default for StepOptions {
 }
 
 impl StepOptions {
+    /// Sets the number of the step.
+    pub fn step(self, step: u64) -> Self {
+        Self { step, ..self }
+    }
+
+    /// Sets the index of the batch's first row in the larger batch of all replicas.
+    pub fn first_row(self, first_row: usize) -> Self {
+        Self { first_row, ..self }
+    }
+
+    /// Sets whether dropout is active.
+    pub fn training(self, training: bool) -> Self {
+        Self { training, ..self }
+    }
+
+    /// Sets the data that stages keep for the backward pass.
+    pub fn keep(self, keep: Keep) -> Self {
+        Self { keep, ..self }
+    }
+
+    /// Sets whether weight gradients are computed after all input gradients.
+    pub fn split_backward(self, split_backward: bool) -> Self {
+        Self { split_backward, ..self }
+    }
+
+    /// Sets whether the step keeps the outputs of all microbatches.
+    pub fn outputs(self, outputs: bool) -> Self {
+        Self { outputs, ..self }
+    }
+
+    /// Sets the weight of each microbatch's loss.
+    pub fn weights(self, weights: impl Into<Option<Vec<f64>>>) -> Self {
+        Self { weights: weights.into(), ..self }
+    }
+
     /// Returns the weight of each microbatch's loss.
-    pub(crate) fn weights(&self, batch: &Microbatches, loss: Option<Loss>) -> Result<Vec<f64>> {
+    pub(crate) fn loss_weights(&self, batch: &Microbatches, loss: Option<Loss>) -> Result<Vec<f64>> {
         match (&self.weights, loss.map(|loss| loss.reduction)) {
             (Some(_), Some(Reduction::Counted)) => {
                 Err(Error::Pipe("weights for a loss that counts by itself; leave them out, or make it a sum".into()))

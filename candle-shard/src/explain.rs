@@ -6,16 +6,16 @@ use std::cell::RefCell;
 use std::fmt;
 use std::sync::Arc;
 
-/// A report of a closure: one [`Step`] per op and per change of layout, in the order in which they ended.
+/// A report of a closure: one [`ExplainedOp`] per op and per change of layout, in the order in which they ended.
 #[derive(Debug, Clone, Default)]
 pub struct Explanation {
-    /// The steps. Communication outside of any op is in steps called `other`, that of backward passes in `backward`.
-    pub steps: Vec<Step>,
+    /// The ops. Communication outside of any op is in entries called `other`, that of backward passes in `backward`.
+    pub ops: Vec<ExplainedOp>,
 }
 
 /// The changes of one op to the layouts of its inputs, and its communication.
 #[derive(Debug, Clone)]
-pub struct Step {
+pub struct ExplainedOp {
     /// The op.
     pub op: &'static str,
     /// Its inputs.
@@ -23,9 +23,9 @@ pub struct Step {
     /// The outputs with their layouts.
     pub outputs: Vec<String>,
     /// The calls that this rank made to lay out the inputs.
-    pub moved: Vec<Event>,
-    /// Its other calls, without those of inner steps.
-    pub exchanged: Vec<Event>,
+    pub input_calls: Vec<Event>,
+    /// Its other calls, without those of inner ops.
+    pub own_calls: Vec<Event>,
 }
 
 /// How one input is brought to the layout that the op's rule requires.
@@ -47,13 +47,13 @@ pub struct Conversion {
     pub(crate) laid_out: String,
 }
 
-impl Step {
-    /// Returns the calls that this rank made in the step.
+impl ExplainedOp {
+    /// Returns the calls that this rank made in the op.
     pub fn calls(&self) -> impl Iterator<Item = &Event> {
-        self.moved.iter().chain(&self.exchanged).filter(|call| call.part != Part::Wait)
+        self.input_calls.iter().chain(&self.own_calls).filter(|call| call.part != Part::Wait)
     }
 
-    /// Returns the bytes that this rank passed to collectives in the step.
+    /// Returns the bytes that this rank passed to collectives in the op.
     pub fn bytes(&self) -> usize {
         self.calls().map(|call| call.bytes).sum()
     }
@@ -63,37 +63,37 @@ impl Explanation {
     /// Returns the bytes that this rank passed to collectives, as [`comm::record`](candle_dist::comm::record) counts
     /// them.
     pub fn bytes(&self) -> usize {
-        self.steps.iter().map(Step::bytes).sum()
+        self.ops.iter().map(ExplainedOp::bytes).sum()
     }
 
-    /// Returns the calls of all steps.
+    /// Returns the calls of all ops.
     pub fn calls(&self) -> impl Iterator<Item = &Event> {
-        self.steps.iter().flat_map(Step::calls)
+        self.ops.iter().flat_map(ExplainedOp::calls)
     }
 }
 
 /// An explanation under construction.
 #[derive(Default)]
 struct State {
-    steps: Vec<Step>,
-    /// The open steps, outermost first, after the frame of calls outside of any step.
+    ops: Vec<ExplainedOp>,
+    /// The open ops, outermost first, after the frame of calls outside of any op.
     frames: Vec<Frame>,
 }
 
-/// The calls of one open step; its log pauses while an inner step is open.
+/// The calls of one open op; its log pauses while an inner op is open.
 struct Frame {
     log: Option<Log>,
-    moved: Vec<Event>,
-    exchanged: Vec<Event>,
+    input_calls: Vec<Event>,
+    own_calls: Vec<Event>,
 }
 
 impl Frame {
     fn new() -> Self {
-        Self { log: Some(Log::start()), moved: Vec::new(), exchanged: Vec::new() }
+        Self { log: Some(Log::start()), input_calls: Vec::new(), own_calls: Vec::new() }
     }
 
     fn rest(&mut self) {
-        self.exchanged.extend(self.log.take().map(Log::finish).unwrap_or_default());
+        self.own_calls.extend(self.log.take().map(Log::finish).unwrap_or_default());
     }
 
     fn go_on(&mut self) {
@@ -102,17 +102,17 @@ impl Frame {
 }
 
 impl State {
-    /// Begins a step.
+    /// Begins an op.
     fn push(&mut self) {
         self.rest();
         self.frames.push(Frame::new());
     }
 
-    /// Ends the innermost step and returns its calls.
+    /// Ends the innermost op and returns its calls.
     fn pop(&mut self) -> (Vec<Event>, Vec<Event>) {
         let ended = self.frames.pop().map(|mut frame| {
             frame.rest();
-            (frame.moved, frame.exchanged)
+            (frame.input_calls, frame.own_calls)
         });
         if let Some(frame) = self.frames.last_mut() {
             frame.go_on();
@@ -120,15 +120,15 @@ impl State {
         ended.unwrap_or_default()
     }
 
-    /// Pauses the innermost step's log; calls outside of steps become a step.
+    /// Pauses the innermost op's log; calls outside of ops become an entry.
     fn rest(&mut self) {
         let outside = self.frames.len() == 1;
         let Some(frame) = self.frames.last_mut() else { return };
         frame.rest();
-        if outside && !frame.exchanged.is_empty() {
-            let (inputs, outputs, moved) = (Vec::new(), Vec::new(), Vec::new());
-            let exchanged = std::mem::take(&mut frame.exchanged);
-            self.steps.push(Step { op: "other", inputs, outputs, moved, exchanged });
+        if outside && !frame.own_calls.is_empty() {
+            let (inputs, outputs, input_calls) = (Vec::new(), Vec::new(), Vec::new());
+            let own_calls = std::mem::take(&mut frame.own_calls);
+            self.ops.push(ExplainedOp { op: "other", inputs, outputs, input_calls, own_calls });
         }
     }
 }
@@ -150,8 +150,8 @@ thread_local! {
 ///     let x = DTensor::distribute(&x, &mesh, &[Shard(1)])?;
 ///     let ((out, explanation), counts) = comm::record(|| explain(|| x.causal_softmax(1.0)));
 ///     out?;
-///     assert_eq!(explanation.steps[0].op, "causal_softmax");
-///     assert_eq!(explanation.steps[0].inputs[0].bytes, 4 * 3 * 4, "{explanation}"); // its half is gathered
+///     assert_eq!(explanation.ops[0].op, "causal_softmax");
+///     assert_eq!(explanation.ops[0].inputs[0].bytes, 4 * 3 * 4, "{explanation}"); // its half is gathered
 ///     assert_eq!(explanation.bytes(), counts.total_bytes());
 ///     Ok(())
 /// })?;
@@ -176,28 +176,28 @@ pub fn explain<R>(f: impl FnOnce() -> R) -> (R, Explanation) {
     let result = f();
     let mut state = STATE.take().unwrap_or_default();
     state.rest();
-    let steps = state.steps;
+    let ops = state.ops;
     if let Some(outer) = &mut outer.0 {
-        outer.steps.extend(steps.iter().cloned());
+        outer.ops.extend(ops.iter().cloned());
     }
-    (result, Explanation { steps })
+    (result, Explanation { ops })
 }
 
-/// A step that is recorded until it is dropped.
+/// An op that is recorded until it is dropped.
 pub(crate) struct Open {
     op: &'static str,
     inputs: Vec<Conversion>,
     outputs: Vec<String>,
 }
 
-/// Begins a step, if an explanation is being recorded.
+/// Begins an op, if an explanation is being recorded.
 pub(crate) fn open(op: &'static str) -> Option<Open> {
     let asked = STATE.with_borrow_mut(|state| state.as_mut().map(State::push).is_some());
     asked.then(|| Open { op, inputs: Vec::new(), outputs: Vec::new() })
 }
 
 impl Open {
-    /// Records how the inputs are moved.
+    /// Records how the inputs are input_calls.
     pub(crate) fn note<'s>(
         &mut self,
         inputs: impl IntoIterator<Item = Conversion>,
@@ -212,7 +212,7 @@ impl Open {
         STATE.with_borrow_mut(|state| {
             if let Some(frame) = state.as_mut().and_then(|state| state.frames.last_mut()) {
                 frame.rest();
-                frame.moved = std::mem::take(&mut frame.exchanged);
+                frame.input_calls = std::mem::take(&mut frame.own_calls);
                 frame.go_on();
             }
         });
@@ -224,20 +224,20 @@ impl Drop for Open {
         let (inputs, outputs) = (std::mem::take(&mut self.inputs), std::mem::take(&mut self.outputs));
         STATE.with_borrow_mut(|state| {
             let Some(state) = state else { return };
-            let (moved, exchanged) = state.pop();
-            state.steps.push(Step { op: self.op, inputs, outputs, moved, exchanged });
+            let (input_calls, own_calls) = state.pop();
+            state.ops.push(ExplainedOp { op: self.op, inputs, outputs, input_calls, own_calls });
         });
     }
 }
 
 impl fmt::Display for Explanation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.steps.iter().try_for_each(|step| writeln!(f, "{step}"))?;
+        self.ops.iter().try_for_each(|op| writeln!(f, "{op}"))?;
         write!(f, "{} bytes sent by this rank", self.bytes())
     }
 }
 
-impl fmt::Display for Step {
+impl fmt::Display for ExplainedOp {
     /// Prints the op with its outputs, for example `matmul -> f32[4, 4] P(sum)@tp`, then a line per input and one for
     /// the calls.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -250,7 +250,7 @@ impl fmt::Display for Step {
             if input.laid_out != input.input {
                 write!(f, " -> {}", input.laid_out)?;
             }
-            input.moves.iter().try_for_each(|step| write!(f, ", {step}"))?;
+            input.moves.iter().try_for_each(|name| write!(f, ", {name}"))?;
             if !input.gradient_sums.is_empty() {
                 write!(f, ", gradient summed over {}", input.gradient_sums.join(", "))?;
             }

@@ -1,15 +1,16 @@
 //! Fused operations on plain tensors, each with its own backward pass. They are the crate `candle-dist-kernels`.
 #[doc(inline)]
 pub use candle_dist_kernels::{
-    AdamW, BagMode, Bags, Conv, DeferredGradient, Pool, RopePairs, WeightSink, avg_pool2d, causal_softmax,
-    cross_entropy, embedding, embedding_bag, flash_attn, gelu_erf, layer_norm, linear, masked_softmax, max_pool2d,
-    quantized_linear, rms_norm, rope, silu_gate, softmax, upsample_bilinear2d, upsample_nearest2d, weight_sink,
-    with_weight_sink,
+    AdamW, BagMode, Bags, Conv, DeferredGradient, Pool, QuantizedMatrix, RopePairs, WeightSink, add, avg_pool2d,
+    causal_softmax, cross_entropy, embedding, embedding_bag, flash_attn, gelu_erf, grouped_linear, layer_norm, linear,
+    masked_softmax, max_pool2d, quantized_linear, reshape, rms_norm, rope, silu_gate, softmax, upsample_bilinear2d,
+    upsample_nearest2d, weight_sink, with_weight_sink,
 };
 
 pub(crate) use candle_dist_kernels::parts::{
-    AdagradRule, AdamWRule, Goal, Goals, KeyBlock, MomentumRule, NOWHERE, Norms, Partial, Real, Rule, SgdRule, Visible,
-    blocks_backward, combine, finish, flash_attn_of_blocks, inner, join_all, master_of, on_master, partial_of_blocks,
-    power_sums, scale_rows, sizes, step_adam_w, sum_rows, take_rows, unique_rows, unique_rows_and_places, update_all,
-    update_rows, upsample_bilinear2d_scaled, weighted_cross_entropy, wide_embedding_bag, with_result,
+    AdagradRule, AdamWRule, Goal, Goals, KeyBlock, MomentumRule, NOWHERE, Norms, Partial, Real, Rule, Scale, SgdRule,
+    Visible, blocks_backward, combine, finish, flash_attn_of_blocks, inner, join_all, master_of, on_master,
+    partial_of_blocks, power_sums, scale_rows, sizes, step_adam_w, sum_rows, take_rows, unique_rows,
+    unique_rows_and_places, update_all, update_rows, upsample_bilinear2d_scaled, weighted_cross_entropy,
+    wide_embedding_bag, with_backward, with_result,
 };

@@ -1,10 +1,12 @@
 //! DTensor and tensor parallelism for [candle](https://github.com/huggingface/candle): the results of one device on any
 //! mesh, gradients included.
 //!
-//! Start with the [`guide`]; for readers who know PyTorch or have a model in candle, with [`porting`].
+//! Start with the [`guide`]. If you know PyTorch, or have a model in candle, start with [`porting`].
 //!
 //! - [`DTensor`]: a tensor distributed over a [`DeviceMesh`](candle_dist::DeviceMesh), one [`Placement`] per axis.
+//! - [`explain`](explain()), [`strict`](strict()), [`visualize_sharding`]: which communication a program makes, and a mode that refuses implicit moves.
 //! - [`nn`]: layers built under a [`parallel::Plan`], so that each rank holds only its shard.
+//! - [`Attention`]: attention over sequences that are sharded, with windows and packed documents.
 //! - [`fsdp`]: parameters, gradients and optimizer state sharded over the ranks that share a batch.
 //! - [`random`]: random numbers that are bit-equal on every mesh.
 //! - [`Weights`] and [`checkpoint`]: files from which and to which each rank reads and writes only its own blocks.
@@ -42,7 +44,7 @@ pub use agreement::compare_operands;
 #[doc(inline)]
 pub use candle_dist_kernels::random;
 pub use error::{Error, Result};
-pub use explain::{Conversion, Explanation, Step, explain};
+pub use explain::{Conversion, ExplainedOp, Explanation, explain};
 pub use files::checkpoint;
 pub use files::weights::Weights;
 pub use kernels::{BagMode, Conv};

@@ -1,13 +1,14 @@
-//! What training takes in memory, against formulas: fully sharded, in 16 bits, with frozen and recomputed parts.
+//! What training takes in memory, against formulas: fully sharded, in 16 bits, with frozen and recomputed parts; and what
+//! quantized weights take.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
+use candle_core::quantized::{GgmlDType, QTensor, gguf_file};
 use candle_core::{DType, Device, Tensor};
-use candle_dist::RankContext;
-use candle_dist::World;
+use candle_dist::{DeviceMesh, ProcessGroup, RankContext, World};
 use candle_nn::ParamsAdamW;
 use candle_shard::fsdp::{FullyShard, FullyShardOptions};
-use candle_shard::nn::{AdamW, Dropout, Linear, Mode, ShardedVarBuilder, checkpoint};
-use candle_shard::parallel::Plan;
-use candle_shard::{BagMode, DTensor, EmbeddingBagOptions, Replicate, Result, Shard};
+use candle_shard::nn::{AdamW, Dropout, Linear, Mode, QuantizedLinear, ShardedVarBuilder, Width, recompute};
+use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel, Shares};
+use candle_shard::{BagMode, DTensor, EmbeddingBagOptions, Replicate, Result, Shard, Weights};
 use peak_alloc::PeakAlloc;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -173,7 +174,7 @@ fn recomputed_segments_do_not_keep_gradients_of_their_masks() {
             let mut x = parts[0].0.forward(x)?;
             for (linear, dropout) in &parts[1..] {
                 let (linear, dropout) = (linear.clone(), dropout.clone());
-                x = checkpoint(&x, move |x| dropout.forward(&linear.forward(x)?, Mode::Train { step: 0 })?.gelu())?;
+                x = recompute(&x, move |x| dropout.forward(&linear.forward(x)?, Mode::Train { step: 0 })?.gelu())?;
             }
             parameters.backward(&x.sqr()?.mean_all()?).map(drop)
         })
@@ -220,7 +221,7 @@ fn a_rank_holds_its_pieces_and_few_whole_units() {
         assert!(got <= formula + slack, "{ranks} ranks take {got} bytes each, the formula says {formula}");
         assert!(got > 4 * all / ranks + UNIT, "the formula says more than {}", 4 * all / ranks + UNIT);
 
-        let kept = FullyShardOptions { reshard_after_forward: false, ..FullyShardOptions::default() };
+        let kept = FullyShardOptions::default().reshard_after_forward(false);
         let got = peak(ranks, kept);
         assert!(got > 3 * all / ranks + all, "kept parameters are whole at the end of the forward pass: {got}");
     }
@@ -238,10 +239,56 @@ fn bags_of_a_16_bit_table_do_not_widen_the_table() {
             let ids = DTensor::arange(0u32, 64, &Device::Cpu, &mesh, &[Replicate])?.reshape((8, 8))?;
             Ok((table, ids))
         };
-        let options = EmbeddingBagOptions { mode, ..Default::default() };
+        let options = EmbeddingBagOptions::default().mode(mode);
         let got = peak_of(1, make, |(table, ids)| table.embedding_bag(ids, None, None, &options).map(drop));
         let table = ROWS * COLUMNS * 2;
         println!("{mode:?}: {got} bytes for a table of {table}");
         assert!(got < table + table / 4, "{mode:?} takes {got} bytes, the table alone {table}");
+    }
+}
+
+#[test]
+fn a_rank_holds_its_share_of_quantized_weights_within_one_row_of_blocks() {
+    let _turn = alone();
+    const HIDDEN: usize = 512;
+    const INNER: usize = 2048;
+    let folder = test_utils::Scratch::new("quantized-memory");
+    let path = folder.path("w.gguf");
+    let random = |shape: (usize, usize)| Tensor::rand(-1f32, 1.0, shape, &Device::Cpu).unwrap();
+    let dtype = GgmlDType::Q4_0;
+    let stored = |shape| QTensor::quantize(&random(shape), dtype).unwrap();
+    let (up, down) = (stored((INNER, HIDDEN)), stored((HIDDEN, INNER)));
+    let mut file = std::fs::File::create(&path).unwrap();
+    gguf_file::write(&mut file, &[], &[("up.weight", &up), ("down.weight", &down)]).unwrap();
+    drop((up, down));
+    let (block, bytes) = (dtype.block_size(), dtype.type_size());
+    let weights = std::sync::Arc::new(Weights::open(&path).unwrap());
+    for (ranks, shares) in [(1, None), (3, None), (3, Some("3:1:2")), (5, Some("9:0:1:1:1"))] {
+        let shares: Option<Shares> = shares.map(|shares| shares.parse().unwrap());
+        let inner = Width::new(INNER / block, block);
+        let sizes = shares.as_ref().map_or_else(|| inner.cut(ranks), |shares| shares.cut(inner));
+        for (rank, size) in sizes.into_iter().enumerate() {
+            let group = ProcessGroup::simulated(rank, ranks).unwrap();
+            let mesh = DeviceMesh::new(&group, &[("tp", ranks)]).unwrap();
+            let whole = RowwiseParallel::default();
+            let plan = Plan::new("tp").with("up", ColwiseParallel::default()).with("down", whole);
+            let plan = plan.with_shares(shares.clone());
+            let vb =
+                ShardedVarBuilder::from_weights(weights.clone(), 0, &mesh, plan, DType::F32, &Device::Cpu).unwrap();
+            let before = MEMORY.current_usage();
+            MEMORY.reset_peak_usage();
+            let up = QuantizedLinear::new(HIDDEN, inner, false, &vb.pp("up")).unwrap();
+            let down = QuantizedLinear::new(inner, HIDDEN, false, &vb.pp("down")).unwrap();
+            let (held, peak) = (MEMORY.current_usage() - before, MEMORY.peak_usage() - before);
+            // The rows of the one and the columns of the other; a column of blocks may be added to make their number even.
+            let share = 2 * size / block * HIDDEN * bytes;
+            let row = HIDDEN * bytes;
+            let names = 4096;
+            assert!(held >= share && held <= share + row + names, "rank {rank} of {ranks}: {held} for {share} + {row}");
+            // While a weight is read, its bytes are there twice at most, besides the buffer of the reader.
+            let most = share + share / 2 + row + (256 << 10) + 2 * names;
+            assert!(peak <= most, "rank {rank} of {ranks}: a peak of {peak} for {share}");
+            drop((up, down));
+        }
     }
 }

@@ -75,7 +75,7 @@ fn time<T>(f: impl FnOnce() -> candle_pipe::Result<T>) -> candle_pipe::Result<f6
 
 fn measure(ctx: &RankContext, args: Args) -> candle_pipe::Result<Measured> {
     let (runtime, batch) = runtime(ctx, args)?;
-    let step = |keep| time(|| runtime.forward_backward(&batch, &StepOptions { keep, ..StepOptions::default() }));
+    let step = |keep| time(|| runtime.forward_backward(&batch, &StepOptions::default().keep(keep)));
     let words = Tensor::zeros(8, DType::I64, &Device::Cpu)?;
     let [mut checked, mut unchecked, mut ratios, mut settled, mut gathered] = [const { Vec::new() }; 5];
     for _ in 0..3 {

@@ -18,6 +18,7 @@ use examples::allocator;
 use examples::cli::{self, Checked, UsageError};
 use examples::lm::args::DTypeName;
 use examples::lm::config::Config;
+use examples::lm::engine::Held;
 use examples::lm::files::Files;
 use examples::lm::generate::{Task, generate};
 use examples::lm::random_model;
@@ -193,15 +194,7 @@ fn measure(side: Side, folder: &Path, args: &Args) -> anyhow::Result<Times> {
         Side::CandleOne | Side::CandleTwo => return theirs(folder, &prompt, args),
     };
     let sampling = Sampling::default();
-    let task = Task {
-        prompt,
-        most: args.tokens,
-        sampling,
-        dtype: args.dtype.into(),
-        layout: None,
-        dequantize: false,
-        cache: None,
-    };
+    let task = Task { prompt, most: args.tokens, cache_tokens: None, sampling, held: Held::of(args.dtype.into()) };
     let files = Files::open(folder)?;
     let written = World::local(ranks)
         .threads_per_rank(1)

@@ -68,7 +68,7 @@ fn run(path: &Path) -> Result<()> {
     let colwise = Plan::new("tp").with("up", ColwiseParallel::default()).with("down", RowwiseParallel::default());
     let rowwise = Plan::new("tp")
         .with("up", RowwiseParallel::default())
-        .with("down", ColwiseParallel { output: Some(Replicate), ..Default::default() });
+        .with("down", ColwiseParallel::default().output(Replicate));
     let want = train(4, &colwise, path, Half::Save)?;
     for (ranks, plan) in [(2, &rowwise), (1, &Plan::new("tp"))] {
         for (got, want) in train(ranks, plan, path, Half::Load)?.iter().zip(&want) {

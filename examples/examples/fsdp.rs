@@ -33,7 +33,7 @@ fn train(ctx: &RankContext, dp: usize, tp: usize) -> Result<(Vec<f32>, usize)> {
     let mesh = ctx.mesh(&[("dp", dp), ("tp", tp)])?;
     let plan = Plan::new("tp")
         .with("*.up", ColwiseParallel::default())
-        .with("*.down", RowwiseParallel { output: Replicate, ..Default::default() });
+        .with("*.down", RowwiseParallel::default().output(Replicate));
     let vb = ShardedVarBuilder::fresh(1, &mesh, plan, DType::F32, &Device::Cpu)?;
     let vb = vb.fully_shard("dp", FullyShardOptions::default())?;
     let block = |i: usize| FullyShard::new(&vb.pp(i), Block::new);

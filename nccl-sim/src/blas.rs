@@ -1,4 +1,4 @@
-//! cuBLAS and cuRAND: handles, and the products that candle asks for.
+//! cuBLAS: handles, and the products that candle asks for.
 use crate::abi::put;
 use crate::driver::{enqueue, status};
 use crate::engine::{Exec, Work, lock};
@@ -15,16 +15,12 @@ fn streams() -> MutexGuard<'static, HashMap<u64, u64>> {
     STREAMS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn create(to: *mut u64) -> c_int {
+#[unsafe(no_mangle)]
+pub(crate) extern "C" fn cublasCreate_v2(to: *mut u64) -> c_int {
     let handle = lock().handle();
     streams().insert(handle, 0);
     put(to, handle);
     0
-}
-
-#[unsafe(no_mangle)]
-pub(crate) extern "C" fn cublasCreate_v2(to: *mut u64) -> c_int {
-    create(to)
 }
 
 #[unsafe(no_mangle)]
@@ -35,28 +31,6 @@ pub(crate) extern "C" fn cublasSetStream_v2(handle: u64, stream: u64) -> c_int {
 
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn cublasDestroy_v2(handle: u64) -> c_int {
-    streams().remove(&handle);
-    0
-}
-
-#[unsafe(no_mangle)]
-pub(crate) extern "C" fn curandCreateGenerator(to: *mut u64, _kind: c_int) -> c_int {
-    create(to)
-}
-
-#[unsafe(no_mangle)]
-pub(crate) extern "C" fn curandSetStream(handle: u64, stream: u64) -> c_int {
-    streams().insert(handle, stream);
-    0
-}
-
-#[unsafe(no_mangle)]
-pub(crate) extern "C" fn curandSetPseudoRandomGeneratorSeed(_handle: u64, _seed: u64) -> c_int {
-    0
-}
-
-#[unsafe(no_mangle)]
-pub(crate) extern "C" fn curandDestroyGenerator(handle: u64) -> c_int {
     streams().remove(&handle);
     0
 }

@@ -118,6 +118,10 @@ enum Policy {
 pub(crate) struct Random(u64);
 
 impl Random {
+    pub(crate) fn new(seed: u64) -> Self {
+        Self(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0x2545_f491_4f6c_dd1d)
+    }
+
     pub(crate) fn below(&mut self, n: u64) -> u64 {
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;
@@ -174,7 +178,7 @@ impl Sim {
         let policy = [Policy::Eager, Policy::Lazy, Policy::Random, Policy::Priorities][(seed % 4) as usize];
         Self {
             memory: Memory::default(),
-            random: Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0x2545_f491_4f6c_dd1d),
+            random: Random::new(seed),
             events: HashMap::new(),
             comms: Comms::default(),
             streams: BTreeMap::new(),

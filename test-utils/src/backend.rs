@@ -1,35 +1,69 @@
-//! The backend on which tests run: `CANDLE_TEST_BACKEND` is `local` (the default) or `nccl`.
+//! The backend on which tests run: `CANDLE_TEST_BACKEND` is `local` (the default), `nccl`, or `nccl-sim`, which is NCCL
+//! on the simulated driver of `scripts/nccl-sim.sh`. `CANDLE_TEST_WORLD` sets the number of ranks.
+use crate::skip;
 use candle_dist::World;
-use std::ops::RangeInclusive;
+use std::env;
+
+/// Returns the name of the backend on which tests run, as [`ProcessGroup::backend_name`] does.
+///
+/// [`ProcessGroup::backend_name`]: candle_dist::ProcessGroup::backend_name
+///
+/// # Panics
+/// If the backend is unknown.
+pub fn backend_name() -> &'static str {
+    match env::var("CANDLE_TEST_BACKEND").as_deref() {
+        Err(_) | Ok("local") => "local",
+        Ok("nccl" | "nccl-sim") => "nccl",
+        Ok("mpi") => {
+            panic!("CANDLE_TEST_BACKEND=mpi: tests run as threads; scripts/mpi-test.sh runs those of processes")
+        }
+        Ok(other) => panic!("CANDLE_TEST_BACKEND={other}; use local, nccl or nccl-sim"),
+    }
+}
 
 /// Returns whether tests run over NCCL.
 ///
 /// # Panics
 /// If the backend is unknown.
 pub fn over_nccl() -> bool {
-    match std::env::var("CANDLE_TEST_BACKEND").as_deref() {
-        Err(_) | Ok("local") => false,
-        Ok("nccl") => true,
-        Ok(other) => panic!("CANDLE_TEST_BACKEND={other}; use local or nccl"),
-    }
+    backend_name() == "nccl"
 }
 
-/// Returns the sizes of worlds in `range` that the backend can run: over NCCL, as many ranks as there are GPUs.
+/// Returns the sizes of worlds to test: `sizes` on the host. Over NCCL, it is as many ranks as there are GPUs; if that is
+/// below the smallest of `sizes`, there is none, and the test is reported as skipped.
 ///
 /// # Panics
-/// If the backend is unknown, or not in this build.
-pub fn worlds(range: RangeInclusive<usize>) -> Vec<usize> {
-    match over_nccl() {
-        false => range.collect(),
-        true => [gpus()].into_iter().filter(|size| range.contains(size)).collect(),
+/// If the backend is unknown or not in this build, or `CANDLE_TEST_WORLD` is no number.
+pub fn worlds(sizes: impl IntoIterator<Item = usize>) -> Vec<usize> {
+    let sizes: Vec<usize> = sizes.into_iter().collect();
+    let least = sizes.iter().copied().min().unwrap_or(0);
+    let wanted = env::var("CANDLE_TEST_WORLD").ok().map(|text| match text.parse() {
+        Ok(size) => size,
+        Err(_) => panic!("CANDLE_TEST_WORLD={text} is no number of ranks"),
+    });
+    let size: usize = match (wanted, over_nccl()) {
+        (None, false) => return sizes,
+        (Some(size), _) => size,
+        (None, true) => gpus(),
+    };
+    if size < least {
+        skip(&format!("needs {least} ranks, and there are {size}"));
     }
+    [size].into_iter().filter(|&size| size >= least).collect()
 }
 
 #[cfg(feature = "nccl")]
 fn gpus() -> usize {
     let found = (0..).take_while(|&ordinal| candle_core::Device::new_cuda_with_stream(ordinal).is_ok());
     static COUNT: std::sync::OnceLock<usize> = std::sync::OnceLock::new();
-    *COUNT.get_or_init(|| found.count())
+    let count = *COUNT.get_or_init(|| found.count());
+    // Otherwise all tests would be skipped.
+    if let Some(wanted) =
+        env::var("SIM_GPUS").ok().filter(|_| env::var("CANDLE_TEST_BACKEND").is_ok_and(|is| is == "nccl-sim"))
+    {
+        assert_eq!(count.to_string(), wanted, "the simulated driver has this number of GPUs");
+    }
+    count
 }
 
 #[cfg(not(feature = "nccl"))]
@@ -45,7 +79,22 @@ pub(crate) fn world(size: usize) -> Result<World, String> {
     }
     let devices = (0..size).map(candle_core::Device::new_cuda_with_stream);
     let devices = devices.collect::<candle_core::Result<Vec<_>>>();
-    devices.map(World::nccl).map_err(|error| format!("{size} ranks need {size} GPUs: {error}"))
+    let devices = devices.map_err(|error| format!("{size} ranks need {size} GPUs: {error}"))?;
+    check_driver(&devices)?;
+    Ok(World::nccl(devices))
+}
+
+/// Refuses a simulated driver where real GPUs are wanted, and real ones where simulated ones are.
+#[cfg(feature = "nccl")]
+fn check_driver(devices: &[candle_core::Device]) -> Result<(), String> {
+    let wanted = env::var("CANDLE_TEST_BACKEND").unwrap_or_default();
+    let name = |device: &candle_core::Device| device.as_cuda_device().ok()?.cuda_stream().context().name().ok();
+    let simulated = devices.iter().filter_map(name).any(|name| name == "simulated GPU");
+    match (wanted.as_str(), simulated) {
+        ("nccl-sim", false) => Err("CANDLE_TEST_BACKEND=nccl-sim, but the GPUs are real; use nccl".to_string()),
+        ("nccl", true) => Err("CANDLE_TEST_BACKEND=nccl, but the GPUs are simulated; use nccl-sim".to_string()),
+        _ => Ok(()),
+    }
 }
 
 #[cfg(not(feature = "nccl"))]

@@ -7,6 +7,7 @@ mod memory;
 pub mod model_args;
 pub mod reference;
 pub mod reference_mlp;
+pub mod reference_moe;
 mod reference_ops;
 mod reference_params;
 mod scratch;
@@ -15,7 +16,7 @@ mod subtests;
 mod sweep;
 pub mod toy;
 
-pub use backend::{over_nccl, worlds};
+pub use backend::{backend_name, over_nccl, worlds};
 pub use converter::DTensorConverter;
 pub use harness::{Ranks, on_ranks};
 pub use leaf::{Lay, Leaf, block, distance, lays, mesh, on_axes, strided, tolerance, value_error, values};

@@ -1,5 +1,7 @@
 //! The hyperparameters of the toy Transformer in all its forms.
 
+use candle_shard::nn::MoEConfig;
+
 /// The hyperparameters of the toy Transformer. The defaults are those of PyTorch's model with the same name.
 ///
 /// ```
@@ -27,9 +29,13 @@ pub struct ModelArgs {
     /// Whether the output layer shares the token embedding's weight.
     pub weight_tying: bool,
     /// Whether the backward pass recomputes a block's activations. This changes memory and time, but not results.
-    pub checkpoint_activations: bool,
+    pub recompute_activations: bool,
     /// The standard deviation of the initial embeddings; `None` means 1, PyTorch's default.
     pub init_stdev: Option<f64>,
+    /// The number of experts in each feed-forward network; 0 for a network without experts.
+    pub experts: usize,
+    /// The number of experts that each token uses, if there are experts.
+    pub top_k: usize,
     /// The seed of every random stream: initialization and dropout.
     pub seed: u64,
 }
@@ -45,8 +51,10 @@ impl Default for ModelArgs {
             dropout_p: 0.1,
             use_attn_mask: true,
             weight_tying: true,
-            checkpoint_activations: false,
+            recompute_activations: false,
             init_stdev: None,
+            experts: 0,
+            top_k: 2,
             seed: 0,
         }
     }
@@ -61,5 +69,11 @@ impl ModelArgs {
     /// Returns the width between the two layers of a feed-forward network.
     pub fn hidden_dim(&self) -> usize {
         4 * self.dim
+    }
+
+    /// Returns the options of the experts, if there are some. Each is half as wide as a network without experts.
+    pub fn mixture(&self) -> Option<MoEConfig> {
+        let config = MoEConfig::new(self.dim, self.hidden_dim() / 2, self.experts, self.top_k);
+        (self.experts > 0).then_some(config.normalize(true))
     }
 }

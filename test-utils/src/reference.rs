@@ -5,6 +5,7 @@ use candle_shard::kernels;
 use candle_shard::random::{Distribution, Stream};
 
 use crate::model_args::ModelArgs;
+use crate::reference_moe::MoeLayer;
 use crate::reference_ops as ops;
 pub use crate::reference_ops::Arithmetic;
 use crate::reference_params::{LayerNorm, Linear, Params};
@@ -15,7 +16,7 @@ pub use candle_shard::nn::Mode;
 ///
 /// Each parameter is drawn from the stream of its full name, such as `layers.0.attention.wq.weight`: linear layers
 /// uniformly in ±1/√in, embeddings from a normal distribution. Each dropout uses the stream `<path>.dropout`, folded
-/// with the step. [`ModelArgs::checkpoint_activations`] has no effect here, because recomputing does not change
+/// with the step. [`ModelArgs::recompute_activations`] has no effect here, because recomputing does not change
 /// results.
 ///
 /// ```
@@ -101,7 +102,7 @@ impl Transformer {
             bail!("a sequence of {seq_len} is longer than the model's {}", self.args.max_seq_len);
         }
         let positions = self.pos_embeddings.narrow(0, 0, seq_len)?;
-        let h = ops::embedding(&self.tok_embeddings, tokens)?.broadcast_add(&positions)?;
+        let h = self.arithmetic.add(&ops::embedding(&self.tok_embeddings, tokens)?, &positions)?;
         let mut h = self.dropout.forward(&h, mode)?;
         for layer in &self.layers {
             h = layer.forward(&h, mode)?;
@@ -136,6 +137,7 @@ struct TransformerBlock {
     attention: Attention,
     ffn_norm: LayerNorm,
     feed_forward: FeedForward,
+    arithmetic: Arithmetic,
 }
 
 impl TransformerBlock {
@@ -145,13 +147,14 @@ impl TransformerBlock {
             attention: Attention::new(params, &format!("{path}.attention"), args)?,
             ffn_norm: LayerNorm::new(params, &format!("{path}.ffn_norm"), args.dim)?,
             feed_forward: FeedForward::new(params, &format!("{path}.feed_forward"), args)?,
+            arithmetic: params.arithmetic(),
         })
     }
 
     fn forward(&self, x: &Tensor, mode: Mode) -> Result<Tensor> {
-        let h = (x + self.attention.forward(&self.attention_norm.forward(x)?, mode)?)?;
+        let h = self.arithmetic.add(x, &self.attention.forward(&self.attention_norm.forward(x)?, mode)?)?;
         let out = self.feed_forward.forward(&self.ffn_norm.forward(&h)?, mode)?;
-        h + out
+        self.arithmetic.add(&h, &out)
     }
 }
 
@@ -189,7 +192,8 @@ impl Attention {
 
     fn forward(&self, x: &Tensor, mode: Mode) -> Result<Tensor> {
         let (batch, seq_len, dim) = x.dims3()?;
-        let heads = |projection: &Linear| projection.forward(x)?.reshape((batch, seq_len, self.n_heads, self.head_dim));
+        let split = (batch, seq_len, self.n_heads, self.head_dim);
+        let heads = |projection: &Linear| self.arithmetic.reshape(&projection.forward(x)?, split);
         let (q, k, v) = (heads(&self.wq)?, heads(&self.wk)?, heads(&self.wv)?);
         let scale = 1.0 / (self.head_dim as f64).sqrt();
         let mixed = match self.arithmetic {
@@ -198,7 +202,7 @@ impl Attention {
             }
             _ => self.composed(&q, &k, &v, scale, mode)?,
         };
-        let merged = mixed.reshape((batch, seq_len, dim))?;
+        let merged = self.arithmetic.reshape(&mixed, (batch, seq_len, dim))?;
         self.resid_dropout.forward(&self.wo.forward(&merged)?, mode)
     }
 
@@ -213,26 +217,36 @@ impl Attention {
 
 #[derive(Clone, Debug)]
 struct FeedForward {
-    w1: Linear,
-    w2: Linear,
+    network: Network,
     resid_dropout: Dropout,
-    arithmetic: Arithmetic,
+}
+
+#[derive(Clone, Debug)]
+enum Network {
+    Dense { w1: Linear, w2: Linear, arithmetic: Arithmetic },
+    Experts(Box<MoeLayer>),
 }
 
 impl FeedForward {
     fn new(params: &mut Params, path: &str, args: &ModelArgs) -> Result<Self> {
         let (dim, hidden) = (args.dim, args.hidden_dim());
-        Ok(Self {
-            w1: Linear::new(params, &format!("{path}.w1"), dim, hidden, true)?,
-            w2: Linear::new(params, &format!("{path}.w2"), hidden, dim, true)?,
-            resid_dropout: Dropout::new(args, &format!("{path}.resid_dropout")),
-            arithmetic: params.arithmetic(),
-        })
+        let network = match args.mixture() {
+            None => Network::Dense {
+                w1: Linear::new(params, &format!("{path}.w1"), dim, hidden, true)?,
+                w2: Linear::new(params, &format!("{path}.w2"), hidden, dim, true)?,
+                arithmetic: params.arithmetic(),
+            },
+            Some(config) => Network::Experts(Box::new(MoeLayer::new(params, &format!("{path}."), &config)?)),
+        };
+        Ok(Self { network, resid_dropout: Dropout::new(args, &format!("{path}.resid_dropout")) })
     }
 
     fn forward(&self, x: &Tensor, mode: Mode) -> Result<Tensor> {
-        let hidden = self.arithmetic.gelu_erf(&self.w1.forward(x)?)?;
-        self.resid_dropout.forward(&self.w2.forward(&hidden)?, mode)
+        let made = match &self.network {
+            Network::Dense { w1, w2, arithmetic } => w2.forward(&arithmetic.gelu_erf(&w1.forward(x)?)?)?,
+            Network::Experts(layer) => layer.forward(x)?.output,
+        };
+        self.resid_dropout.forward(&made, mode)
     }
 }
 

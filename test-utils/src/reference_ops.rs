@@ -2,6 +2,7 @@
 //!
 //! candle-nn's own fused `layer_norm`, `rms_norm` and `softmax_last_dim` drop gradients silently, so they are not used.
 
+use candle_core::shape::ShapeWithOneHole;
 use candle_core::{D, Result, Tensor};
 use candle_shard::kernels;
 use candle_shard::random::{Distribution, Stream, sample_full};
@@ -43,9 +44,23 @@ impl Arithmetic {
         match self {
             Self::Composed => cross_entropy(logits, targets),
             Self::Fused => {
-                let logits = logits.reshape(((), logits.dim(D::Minus1)?))?;
+                let logits = kernels::reshape(logits, ((), logits.dim(D::Minus1)?))?;
                 kernels::cross_entropy(&logits, &targets.flatten_all()?)?.mean_all()
             }
+        }
+    }
+
+    pub(crate) fn add(self, a: &Tensor, b: &Tensor) -> Result<Tensor> {
+        match self {
+            Self::Composed => a.broadcast_add(b),
+            Self::Fused => kernels::add(a, b),
+        }
+    }
+
+    pub(crate) fn reshape(self, x: &Tensor, shape: impl ShapeWithOneHole) -> Result<Tensor> {
+        match self {
+            Self::Composed => x.reshape(shape),
+            Self::Fused => kernels::reshape(x, shape),
         }
     }
 

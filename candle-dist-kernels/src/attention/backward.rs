@@ -1,10 +1,11 @@
 //! The gradient of attention over a block of keys, with scores that are computed again.
+use super::Scale;
 use super::forward::{Norms, within};
 use super::heads::{Sizes, into_head};
 use super::visible::{Visible, union};
 use crate::{
     Reading,
-    linear::product,
+    product::product,
     real::Real,
     rows::{add_assign, by_blocks, sum_zip},
 };
@@ -29,7 +30,7 @@ pub(super) fn over<T: Real>(
     inputs: [&Tensor; 3],
     grad: &Tensor,
     (norms, inner): (&Norms<T>, &[T]),
-    scale: f64,
+    scale: Scale,
     visible: &Visible,
 ) -> Result<[Tensor; 3]> {
     let [q, k, v, grad] = [inputs[0], inputs[1], inputs[2], grad].map(Reading::new);
@@ -41,7 +42,7 @@ pub(super) fn over<T: Real>(
         let [q, k, v] = inputs.map(|x| x.zeros_like());
         return Ok([q?, k?, v?]);
     }
-    let scale = T::from_f64(scale);
+    let rest = scale.rest::<T>();
     let parts = sizes.each(|b| {
         let ranges = visible.of(b);
         let mut dq = vec![T::zero(); queries * heads * dim];
@@ -63,6 +64,12 @@ pub(super) fn over<T: Real>(
                 let scores = product(grad.storage, &grad.rows(rows.clone()), v.storage, &values)?;
                 let mut scores = T::cpu_storage_data(scores)?;
                 let row_of = |i: usize| (b * queries + rows.start + i) * heads + h;
+                // A capped score is flatter the nearer it is to the cap.
+                let slopes: Option<Vec<T>> = scale.cap.map(|_| {
+                    scale.cap_row(&mut weights);
+                    weights.iter().map(|&score| scale.slope(score)).collect()
+                });
+                let factor = T::from_f64(scale.factor);
                 by_blocks(
                     &mut weights,
                     keys,
@@ -76,7 +83,7 @@ pub(super) fn over<T: Real>(
                             let (top, sum) = (norms.top[row_of(first + i)], norms.sum[row_of(first + i)]);
                             let norm = if sum == T::zero() { T::zero() } else { T::one() / sum };
                             for v in &mut row[from..to] {
-                                *v = norm * ((*v - top) * scale).exp_neg(T::zero());
+                                *v = norm * ((*v - top) * rest).exp_neg(T::zero());
                             }
                         }
                     },
@@ -94,7 +101,13 @@ pub(super) fn over<T: Real>(
                             scores[to..].fill(T::zero());
                             let inner = inner[row_of(first + i)];
                             for (score, &weight) in scores[from..to].iter_mut().zip(&weights[from..to]) {
-                                *score = scale * weight * (*score - inner);
+                                *score = factor * weight * (*score - inner);
+                            }
+                            if let Some(slopes) = &slopes {
+                                let slopes = &slopes[(first + i) * keys..][from..to];
+                                for (score, &slope) in scores[from..to].iter_mut().zip(slopes) {
+                                    *score *= slope;
+                                }
                             }
                         }
                     },
@@ -115,7 +128,7 @@ pub(super) fn over<T: Real>(
         Ok([dq, dk, dv])
     })?;
     let whole = |i: usize, shape: &Shape| {
-        let data: Vec<T> = parts.iter().flat_map(|part| &part[i]).copied().collect();
+        let data = parts.iter().map(|part| &part[i][..]).collect::<Vec<_>>().concat();
         Tensor::from_vec(data, shape, &Device::Cpu)
     };
     Ok([whole(0, q.layout.shape())?, whole(1, k.layout.shape())?, whole(2, v.layout.shape())?])

@@ -1,16 +1,17 @@
 //! Attention over a block of keys, and results over several blocks joined.
+use super::Scale;
 use super::heads::{Sizes, into_head};
 use super::visible::{Visible, union};
 use crate::{
     Reading,
-    linear::product,
+    product::product,
     real::Real,
     rows::{by_blocks, max, min, sum},
 };
 use candle_core::{Layout, Result, Tensor, bail};
 use std::ops::Range;
 
-/// What the softmax of each row divided by: the largest score before scaling, and the sum of the exponentials relative
+/// What the softmax of each row divided by: the largest score (before scaling, if there is no cap), and the sum of the exponentials relative
 /// to it. The sum is 0 for a row without a visible key.
 ///
 /// Their logarithm alone would lose the small differences of large scores.
@@ -39,7 +40,7 @@ impl<T: Real> Partial<T> {
     }
 
     /// The result over keys `[batch, k, kv_heads, dim]` of the compute dtype.
-    pub(super) fn over([q, k, v]: [&Tensor; 3], scale: f64, visible: &Visible) -> Result<Self> {
+    pub(super) fn over([q, k, v]: [&Tensor; 3], scale: Scale, visible: &Visible) -> Result<Self> {
         let [q, k, v] = [q, k, v].map(Reading::new);
         let Some(sizes) = Sizes::of(q.layout.dims(), k.layout.dims(), v.layout.dims()) else {
             bail!("flash_attn: shapes do not fit")
@@ -48,7 +49,7 @@ impl<T: Real> Partial<T> {
             return Ok(Self::nothing(&sizes));
         }
         let Sizes { queries, heads, width, .. } = sizes;
-        let scale = T::from_f64(scale);
+        let rest = scale.rest();
         let parts = sizes.each(|b| {
             let ranges = visible.of(b);
             let mut part = Self::nothing(&Sizes { batch: 1, ..sizes });
@@ -75,7 +76,8 @@ impl<T: Real> Partial<T> {
                                 let (from, to) = within(range, seen.start);
                                 row[..from].fill(T::zero());
                                 row[to..].fill(T::zero());
-                                found.push(soften(&mut row[from..to], scale));
+                                scale.cap_row(&mut row[from..to]);
+                                found.push(soften(&mut row[from..to], rest));
                             }
                             found
                         },
@@ -92,7 +94,7 @@ impl<T: Real> Partial<T> {
             Ok(part)
         })?;
         debug_assert_eq!(parts.len() * queries * heads, sizes.rows());
-        let norm = |of: fn(&Self) -> &Vec<T>| parts.iter().flat_map(of).copied().collect();
+        let norm = |of: fn(&Self) -> &Vec<T>| parts.iter().map(|part| &of(part)[..]).collect::<Vec<_>>().concat();
         let norms = Norms { top: norm(|part| &part.norms.top), sum: norm(|part| &part.norms.sum) };
         Ok(Self { out: norm(|part| &part.out), norms, width })
     }
@@ -113,8 +115,8 @@ impl<T: Real> Partial<T> {
     }
 
     /// Joins this result with that over other keys. Exact for rows without a visible key on either side.
-    pub fn join(&mut self, other: Self, scale: f64) {
-        let (scale, width) = (T::from_f64(scale), self.width);
+    pub fn join(&mut self, other: Self, scale: Scale) {
+        let (scale, width) = (scale.rest::<T>(), self.width);
         for i in 0..self.norms.sum.len() {
             let ((a, of_a), (b, of_b)) =
                 ((self.norms.top[i], self.norms.sum[i]), (other.norms.top[i], other.norms.sum[i]));

@@ -8,10 +8,12 @@ mod backward;
 mod forward;
 mod heads;
 mod node;
+mod scale;
 mod visible;
 
 pub use forward::{Norms, Partial};
 pub(crate) use heads::Sizes as AttentionSizes;
 pub(crate) use node::attend;
-pub use node::{blocks_backward, inner, join_all, partial_of_blocks, sizes, with_result};
+pub use node::{blocks_backward, inner, join_all, partial_of_blocks, sizes, with_backward, with_result};
+pub use scale::Scale;
 pub use visible::{KeyBlock, Visible};

@@ -1,27 +1,28 @@
 //! The graph node of attention on one device, and the parts of attention that other nodes are made of.
 use super::visible::KeyBlock;
-use super::{Norms, Partial, backward, heads::Sizes};
+use super::{Norms, Partial, Scale, backward, heads::Sizes};
 use crate::real::Real;
 use candle_core::{CpuStorage, CustomOp3, DType, Layout, Result, Shape, Tensor, bail};
 use candle_dist::backend::{Fresh, Ready};
+use candle_dist::edges;
 
 /// Attention of queries over blocks of keys that follow each other and are all rows of the key and the value.
 ///
 /// The tensors are of one compute dtype, f32 or f64, and on the host.
-pub(crate) fn attend(inputs: [&Tensor; 3], scale: f64, blocks: Vec<KeyBlock>) -> Result<Tensor> {
+pub(crate) fn attend(inputs: [&Tensor; 3], scale: Scale, blocks: Vec<KeyBlock>) -> Result<Tensor> {
     match inputs[0].dtype() {
         DType::F64 => run::<f64>(inputs, scale, blocks),
         _ => run::<f32>(inputs, scale, blocks),
     }
 }
 
-fn run<T: Real>(inputs: [&Tensor; 3], scale: f64, blocks: Vec<KeyBlock>) -> Result<Tensor> {
+fn run<T: Real>(inputs: [&Tensor; 3], scale: Scale, blocks: Vec<KeyBlock>) -> Result<Tensor> {
     let whole = partial_of_blocks::<T>(inputs, scale, &blocks)?;
     with_result(inputs, whole, scale, blocks)
 }
 
 /// Attention over blocks of keys, without a graph.
-pub fn partial_of_blocks<T: Real>(inputs: [&Tensor; 3], scale: f64, blocks: &[KeyBlock]) -> Result<Partial<T>> {
+pub fn partial_of_blocks<T: Real>(inputs: [&Tensor; 3], scale: Scale, blocks: &[KeyBlock]) -> Result<Partial<T>> {
     let [q, k, v] = inputs.map(Tensor::detach);
     let parts = blocks.iter().filter(|block| block.visible.any()).map(|block| {
         let [k, v] = [rows_of(&k, block)?, rows_of(&v, block)?];
@@ -35,17 +36,30 @@ pub fn partial_of_blocks<T: Real>(inputs: [&Tensor; 3], scale: f64, blocks: &[Ke
 pub fn with_result<T: Real>(
     inputs: [&Tensor; 3],
     whole: Partial<T>,
-    scale: f64,
+    scale: Scale,
     blocks: Vec<KeyBlock>,
 ) -> Result<Tensor> {
+    with_backward("flash_attn", inputs, whole, move |norms, inputs, [out, grad]| {
+        let inner = inner::<T>(out, grad)?;
+        blocks_backward(inputs, grad, (norms, &inner[..]), scale, &blocks)
+    })
+}
+
+/// Returns a known result of a query, a key and a value as a graph node. `backward` computes their gradients from the
+/// norms, the inputs, and the result with its gradient.
+pub fn with_backward<T: Real>(
+    name: &'static str,
+    inputs: [&Tensor; 3],
+    whole: Partial<T>,
+    backward: impl Fn(&Norms<T>, [&Tensor; 3], [&Tensor; 2]) -> Result<[Tensor; 3]> + Send + Sync + 'static,
+) -> Result<Tensor> {
     let shape = [&inputs[0].dims()[..3], &inputs[2].dims()[3..]].concat();
-    let storage = T::to_cpu_storage_owned(whole.out);
-    let made = Fresh::host(storage, shape);
+    let made = Fresh::host(T::to_cpu_storage_owned(whole.out), shape);
     if !inputs.iter().any(|x| x.track_op()) {
         return Ok(made.into_tensor());
     }
-    let op = Attend { made: Ready::new(made), norms: whole.norms, scale, blocks };
-    inputs[0].apply_op3(inputs[1], inputs[2], op)
+    let op = Attend { name, made: Ready::new(made), norms: whole.norms, backward };
+    edges::apply3(inputs[0], inputs[1], inputs[2], op)
 }
 
 fn rows_of(x: &Tensor, block: &KeyBlock) -> Result<Tensor> {
@@ -72,7 +86,7 @@ pub fn sizes([q, k, v]: [&Tensor; 3]) -> Result<Sizes> {
 pub fn join_all<T: Real>(
     sizes: Sizes,
     parts: impl IntoIterator<Item = Result<Partial<T>>>,
-    scale: f64,
+    scale: Scale,
 ) -> Result<Partial<T>> {
     let mut whole: Option<Partial<T>> = None;
     for part in parts {
@@ -90,7 +104,7 @@ pub fn blocks_backward<T: Real>(
     [q, k, v]: [&Tensor; 3],
     grad: &Tensor,
     of_rows: (&Norms<T>, &[T]),
-    scale: f64,
+    scale: Scale,
     blocks: &[KeyBlock],
 ) -> Result<[Tensor; 3]> {
     let mut dq: Option<Tensor> = None;
@@ -118,16 +132,20 @@ pub fn inner<T: Real>(out: &Tensor, grad: &Tensor) -> Result<Vec<T>> {
     backward::inner(out, grad)
 }
 
-struct Attend<T> {
+struct Attend<T, B> {
+    name: &'static str,
     made: Ready,
     norms: Norms<T>,
-    scale: f64,
-    blocks: Vec<KeyBlock>,
+    backward: B,
 }
 
-impl<T: Real> CustomOp3 for Attend<T> {
+impl<T, B> CustomOp3 for Attend<T, B>
+where
+    T: Real,
+    B: Fn(&Norms<T>, [&Tensor; 3], [&Tensor; 2]) -> Result<[Tensor; 3]> + Send + Sync,
+{
     fn name(&self) -> &'static str {
-        "flash_attn"
+        self.name
     }
 
     fn cpu_fwd(
@@ -150,9 +168,7 @@ impl<T: Real> CustomOp3 for Attend<T> {
         out: &Tensor,
         grad: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let inner = inner::<T>(out, grad)?;
-        let of_rows = (&self.norms, &inner[..]);
-        let [dq, dk, dv] = blocks_backward([q, k, v], grad, of_rows, self.scale, &self.blocks)?;
+        let [dq, dk, dv] = (self.backward)(&self.norms, [q, k, v], [out, grad])?;
         Ok((Some(dq), Some(dk), Some(dv)))
     }
 }

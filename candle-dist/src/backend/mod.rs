@@ -94,7 +94,13 @@ pub trait Backend: Send + Sync + fmt::Debug {
     fn recv(&self, call: Call) -> Result<Tensor>;
     /// Like [`recv`](Self::recv), but writes the elements to `output`.
     fn recv_into(&self, call: Call, output: &Tensor) -> Result<()> {
-        outputs::receive(output, &self.recv(call)?)
+        let message = self.recv(call)?;
+        if message.device().same_device(output.device()) {
+            return outputs::receive(output, &message);
+        }
+        outputs::receive(output, &message.to_device(output.device())?)?;
+        // A failure of the world may have ended the transfer that the copy waited for.
+        self.failure().map_or(Ok(()), |failure| Err(crate::Error::Group(failure)))
     }
     /// Receives the next tensor with `call.tag` from any rank, and returns the sender.
     fn recv_any(&self, _: Call) -> Result<(usize, Tensor)> {

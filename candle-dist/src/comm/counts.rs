@@ -7,6 +7,7 @@ use std::fmt;
 
 /// The number of calls of an op, and the bytes of this rank's inputs.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Count {
     /// The number of calls.
     pub count: usize,

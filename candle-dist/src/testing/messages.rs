@@ -1,6 +1,7 @@
 //! send, recv and batches of them.
 use super::Case;
-use super::values::{DTYPES, LENGTHS, assert_same, input};
+use super::lacks::dtypes;
+use super::values::{LENGTHS, assert_same, input};
 use crate::backend::Envelope;
 use crate::{Error, Message, Pending, ProcessGroup, RankContext, Result};
 use candle_core::{DType, Device, Shape, Tensor};
@@ -50,7 +51,7 @@ fn unread(ctx: &RankContext) -> Result<()> {
 
 fn lengths(ctx: &RankContext) -> Result<()> {
     let (g, r, (next, before)) = (ctx.group(), ctx.rank(), neighbors(ctx));
-    for dtype in DTYPES {
+    for dtype in dtypes(ctx.group()) {
         // Large and small messages alternate, so that small ones could overtake.
         let lengths = LENGTHS.into_iter().rev().chain(LENGTHS).chain([0]);
         for (i, len) in lengths.clone().enumerate() {

@@ -24,6 +24,7 @@ mod failures;
 mod groups;
 mod in_place;
 mod into;
+mod lacks;
 mod messages;
 mod objects;
 mod pieces;
@@ -32,6 +33,7 @@ mod started;
 mod values;
 
 pub use failures::{FAILURES, Failure};
+pub use lacks::{LACKS, Lack, lack};
 
 use crate::{RankContext, Result};
 

@@ -1,9 +1,10 @@
 //! Started calls.
 use super::Case;
+use super::lacks::over_nccl;
 use super::values::{LENGTHS, assert_same, input};
 use crate::{Pending, RankContext, ReduceOp, Result};
 use candle_core::{DType, Device, Tensor, Var};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 pub(super) const CASES: &[Case] = &[
     Case { name: "started calls may be waited for in any order", least: 1, run: any_order },
@@ -45,11 +46,17 @@ fn ready(ctx: &RankContext) -> Result<()> {
     let (g, x, n) = (ctx.group(), input(0, &[4], DType::F32)?, ctx.world_size());
     let sum = (&x * n as f64)?;
     let last = n - 1;
+    if over_nccl(g) {
+        g.barrier()?; // the first call on a group waits for all members, also if it is started
+    }
     if g.rank() == last {
         for other in 0..last {
             g.recv(4, DType::F32, other)?;
         }
         let pending = g.all_reduce_start(&x, ReduceOp::Sum)?;
+        // A GPU needs a moment.
+        let until = Instant::now() + Duration::from_secs(60);
+        while over_nccl(g) && !pending.is_ready()? && Instant::now() < until {}
         assert!(pending.is_ready()?);
         return assert_same(&pending.wait()?, &sum, "the last to start");
     }
@@ -99,7 +106,7 @@ fn every(ctx: &RankContext) -> Result<()> {
     let (g, r, n) = (ctx.group(), ctx.rank(), ctx.world_size());
     let sizes: Vec<usize> = (0..n).collect();
     let all: usize = sizes.iter().sum();
-    for dtype in [DType::F32, DType::I16] {
+    for dtype in [DType::F32, if over_nccl(g) { DType::U32 } else { DType::I16 }] {
         let (mine, whole) = (input(r, &[r, 2], dtype)?, input(r, &[all, 2], dtype)?);
         let counts = vec![vec![1; n]; n];
         let rows = input(r, &[n, 3], dtype)?;

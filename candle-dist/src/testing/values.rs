@@ -2,20 +2,6 @@
 use crate::{ReduceOp, Result};
 use candle_core::{DType, Device, Tensor};
 
-/// The dtypes that collectives support.
-pub(super) const DTYPES: [DType; 10] = [
-    DType::U8,
-    DType::U32,
-    DType::I16,
-    DType::I32,
-    DType::I64,
-    DType::F8E4M3,
-    DType::F16,
-    DType::BF16,
-    DType::F32,
-    DType::F64,
-];
-
 /// Returns the tensor of `rank`: small whole numbers, which are exact in every dtype.
 pub(super) fn input(rank: usize, shape: &[usize], dtype: DType) -> Result<Tensor> {
     let n: usize = shape.iter().product();
@@ -36,7 +22,8 @@ pub(super) fn values(t: &Tensor) -> Result<Vec<f64>> {
         let f8 = t.flatten_all()?.to_vec1::<float8::F8E4M3>()?;
         return Ok(f8.into_iter().map(|x| std::hint::black_box(x).to_f64()).collect());
     }
-    Ok(t.to_dtype(DType::F64)?.flatten_all()?.to_vec1()?)
+    // candle cannot cast empty tensors on GPUs.
+    Ok(t.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.flatten_all()?.to_vec1()?)
 }
 
 /// Checks shape, dtype, layout and every bit.

@@ -6,8 +6,10 @@ use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
 use itertools::Itertools;
 
-/// Options of a [`DataParallel`]: how it starts, and how it cuts gradients into buckets.
+/// Options of a [`DataParallel`]: how it starts, and how it cuts gradients into buckets. Start from the
+/// default, and set what differs.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct DataParallelOptions {
     /// The maximum size of a bucket in bytes, 25 MiB by default. A larger gradient is a bucket of its own.
     pub bucket_bytes: usize,
@@ -36,6 +38,23 @@ pub enum InitialSync {
 impl Default for DataParallelOptions {
     fn default() -> Self {
         Self { bucket_bytes: 25 << 20, start: InitialSync::Sync(SyncOptions::default()), reduce_dtype: None }
+    }
+}
+
+impl DataParallelOptions {
+    /// Sets the maximum size of a bucket in bytes.
+    pub fn bucket_bytes(self, bucket_bytes: usize) -> Self {
+        Self { bucket_bytes, ..self }
+    }
+
+    /// Sets how the parameters are made equal at the start.
+    pub fn start(self, start: InitialSync) -> Self {
+        Self { start, ..self }
+    }
+
+    /// Sets the dtype of the reduction.
+    pub fn reduce_dtype(self, reduce_dtype: impl Into<Option<DType>>) -> Self {
+        Self { reduce_dtype: reduce_dtype.into(), ..self }
     }
 }
 

@@ -5,8 +5,9 @@ use candle_nn::VarMap;
 use itertools::Itertools;
 use std::collections::BTreeSet;
 
-/// Options of [`sync_params`] and [`sync_module_states`].
+/// Options of [`sync_params`] and [`sync_module_states`]: start from the default, and set what differs.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct SyncOptions {
     /// The rank, within the group, whose values the others copy; 0 by default.
     pub source: usize,
@@ -21,6 +22,28 @@ pub struct SyncOptions {
 impl Default for SyncOptions {
     fn default() -> Self {
         Self { source: 0, bucket_bytes: 250 << 20, ignore: BTreeSet::new(), buffers: true }
+    }
+}
+
+impl SyncOptions {
+    /// Sets the rank, within the group, whose values the others copy.
+    pub fn source(self, source: usize) -> Self {
+        Self { source, ..self }
+    }
+
+    /// Sets the maximum size of one broadcast in bytes.
+    pub fn bucket_bytes(self, bucket_bytes: usize) -> Self {
+        Self { bucket_bytes, ..self }
+    }
+
+    /// Sets the names of variables that keep their values on each rank.
+    pub fn ignore(self, ignore: impl IntoIterator<Item = impl Into<String>>) -> Self {
+        Self { ignore: ignore.into_iter().map(Into::into).collect(), ..self }
+    }
+
+    /// Sets whether [`sync_module_states`] includes buffers.
+    pub fn buffers(self, buffers: bool) -> Self {
+        Self { buffers, ..self }
     }
 }
 
@@ -39,7 +62,7 @@ impl Default for SyncOptions {
 ///
 /// let values = World::local(3).run(|ctx| -> candle_dist::Result<f32> {
 ///     let weight = Var::new(ctx.rank() as f32, &Device::Cpu)?;
-///     let options = SyncOptions { source: 2, ..SyncOptions::default() };
+///     let options = SyncOptions::default().source(2);
 ///     sync_params(ctx.group(), &[("weight", weight.clone())], &options)?;
 ///     Ok(weight.to_scalar::<f32>()?)
 /// })?;

@@ -7,7 +7,7 @@ use candle_dist::{
     named_vars,
 };
 use candle_nn::{AdamW, Linear, Module, Optimizer, ParamsAdamW, VarBuilder, VarMap};
-use test_utils::on_ranks;
+use test_utils::{on_ranks, worlds};
 
 const STEPS: usize = 3;
 
@@ -17,7 +17,8 @@ fn adam() -> ParamsAdamW {
 
 fn assert_close(got: &Tensor, want: &Tensor, within: f64, what: &str) {
     assert_eq!(got.dims(), want.dims(), "{what}");
-    let difference = (got - want).unwrap().abs().unwrap().flatten_all().unwrap().max(0).unwrap();
+    let difference =
+        (got.to_device(want.device()).unwrap() - want).unwrap().abs().unwrap().flatten_all().unwrap().max(0).unwrap();
     let difference = difference.to_scalar::<f64>().unwrap();
     assert!(difference < within, "{what} differs by {difference}");
 }
@@ -37,13 +38,13 @@ struct Mlp {
 
 impl Mlp {
     /// Returns weights that depend on `seed` and the position in the model.
-    fn new(seed: usize) -> Self {
+    fn new(seed: usize, device: &Device) -> Self {
         let map = VarMap::new();
-        let vb = VarBuilder::from_varmap(&map, DType::F64, &Device::Cpu);
+        let vb = VarBuilder::from_varmap(&map, DType::F64, device);
         let layer = |from, to, name| candle_nn::linear(from, to, vb.pp(name)).unwrap();
         let layers = [layer(5, 7, "up"), layer(7, 3, "down")];
         for (i, (_, var)) in named_vars(&map).into_iter().enumerate() {
-            var.set(&numbers(var.dims(), seed * 31 + i * 7)).unwrap();
+            var.set(&numbers(var.dims(), seed * 31 + i * 7).to_device(device).unwrap()).unwrap();
         }
         Self { map, layers }
     }
@@ -64,7 +65,7 @@ fn rows(step: usize, count: usize) -> Tensor {
 
 /// Returns the weights after AdamW on the whole batch, clipped by `max_norm`, and the gradients of the first step.
 fn mlp_on_one_device(seed: usize, batch: usize, max_norm: f64) -> (Vec<Tensor>, Vec<Tensor>, f64) {
-    let model = Mlp::new(seed);
+    let model = Mlp::new(seed, &Device::Cpu);
     let vars = named_vars(&model.map);
     let mut optimizer = AdamW::new(model.map.all_vars(), adam()).unwrap();
     let mut first = None;
@@ -96,14 +97,14 @@ enum How {
 fn mlp_equals_one_device(world: usize, batch: usize, max_norm: f64, how: How) {
     let (params, first, norm) = mlp_on_one_device(0, batch, max_norm);
     on_ranks(world, &format!("{how:?} batch {batch} max_norm {max_norm}"), move |ctx| -> Result<()> {
-        let model = Mlp::new(ctx.rank()); // the start takes rank 0's
+        let model = Mlp::new(ctx.rank(), ctx.device()); // the start takes rank 0's
         let vars = named_vars(&model.map);
-        let options = DataParallelOptions { bucket_bytes: 100, ..DataParallelOptions::default() };
+        let options = DataParallelOptions::default().bucket_bytes(100);
         let dp = DataParallel::new(ctx.group(), &vars, &options)?;
         let mut optimizer = AdamW::new(model.map.all_vars(), adam())?;
         let (start, len) = part(batch, ctx.rank(), world);
         for step in 0..STEPS {
-            let mine = rows(step, batch).narrow(0, start, len)?;
+            let mine = rows(step, batch).narrow(0, start, len)?.to_device(ctx.device())?;
             let mut grads = match how {
                 How::Whole => model.loss(&mine)?.backward()?,
                 How::Accumulated => {
@@ -140,7 +141,7 @@ fn mlp_equals_one_device(world: usize, batch: usize, max_norm: f64, how: How) {
 
 #[test]
 fn a_var_map_equals_one_device_on_worlds_1_to_5() {
-    for world in 1..=5 {
+    for world in worlds(1..=5) {
         for how in [How::Whole, How::Accumulated] {
             mlp_equals_one_device(world, 2 * world, 1e9, how);
         }
@@ -149,15 +150,19 @@ fn a_var_map_equals_one_device_on_worlds_1_to_5() {
 
 #[test]
 fn clipping_equals_one_device() {
-    for max_norm in [0.01, 0.0] {
-        mlp_equals_one_device(3, 6, max_norm, How::Whole);
+    for world in worlds([3]) {
+        for max_norm in [0.01, 0.0] {
+            mlp_equals_one_device(world, 2 * world, max_norm, How::Whole);
+        }
     }
 }
 
 #[test]
 fn uneven_parts_count_by_their_samples() {
-    for how in [How::Whole, How::Accumulated] {
-        mlp_equals_one_device(3, 7, 1e9, how);
+    for world in worlds([3]) {
+        for how in [How::Whole, How::Accumulated] {
+            mlp_equals_one_device(world, 2 * world + 1, 1e9, how);
+        }
     }
 }
 
@@ -168,7 +173,7 @@ fn ones(dtype: DType, len: usize) -> Var {
 }
 
 fn trusting(bucket_bytes: usize) -> DataParallelOptions {
-    DataParallelOptions { bucket_bytes, start: InitialSync::Trust, ..DataParallelOptions::default() }
+    DataParallelOptions::default().bucket_bytes(bucket_bytes).start(InitialSync::Trust)
 }
 
 #[test]
@@ -261,17 +266,17 @@ fn the_start_syncs_verifies_or_trusts() {
     on_ranks(3, "start", |ctx| -> Result<()> {
         let values = |start: InitialSync| -> Result<f64> {
             let var = Var::new(ctx.rank() as f64, &Device::Cpu)?;
-            let options = DataParallelOptions { start, ..DataParallelOptions::default() };
+            let options = DataParallelOptions::default().start(start);
             DataParallel::new(ctx.group(), &[("w", var.clone())], &options)?;
             Ok(var.to_scalar()?)
         };
         let mine = ctx.rank() as f64;
-        assert_eq!(values(InitialSync::Sync(SyncOptions { source: 2, ..SyncOptions::default() }))?, 2.0);
+        assert_eq!(values(InitialSync::Sync(SyncOptions::default().source(2)))?, 2.0);
         assert_eq!(values(InitialSync::Verify)?, mine);
         let (trusted, counts) = comm::record(|| values(InitialSync::Trust));
         assert_eq!((trusted?, counts.total()), (mine, 0));
         for start in [InitialSync::Verify, InitialSync::Sync(SyncOptions::default())] {
-            let options = DataParallelOptions { start, ..DataParallelOptions::default() };
+            let options = DataParallelOptions::default().start(start);
             let error = DataParallel::new(ctx.group(), &[("w", ones(DType::F32, 1 + ctx.rank() / 2))], &options);
             let text = error.unwrap_err().to_string();
             assert!(text.starts_with("rank 2: ") && text.contains("\"w\" is f32[2]"), "{text}");
@@ -370,8 +375,7 @@ fn sixteen_bit_gradients_of_many_ranks_add_up_in_32() {
                 let (all, want) = many_small_gradients(world);
                 let (weight, other) = (ones(DType::BF16, 64), ones(DType::F32, 2));
                 let vars = [("weight", weight.clone()), ("other", other.clone())];
-                let dp =
-                    DataParallel::new(ctx.group(), &vars, &DataParallelOptions { reduce_dtype, ..trusting(1 << 20) })?;
+                let dp = DataParallel::new(ctx.group(), &vars, &trusting(1 << 20).reduce_dtype(reduce_dtype))?;
                 for wide in [false, true] {
                     let mut grads = GradStore::default();
                     let dtype = if wide { DType::F32 } else { DType::BF16 };
@@ -387,7 +391,7 @@ fn sixteen_bit_gradients_of_many_ranks_add_up_in_32() {
                     assert!(error(grad, &want) < within, "{world} ranks: {:e}", error(grad, &want));
                     assert_eq!(grads.get(&other).expect("a gradient").dtype(), DType::F32);
                 }
-                let whole = DataParallelOptions { reduce_dtype: Some(DType::U32), ..trusting(0) };
+                let whole = trusting(0).reduce_dtype(DType::U32);
                 let refused = DataParallel::new(ctx.group(), &vars, &whole).unwrap_err().to_string();
                 assert!(refused.contains("reduced in u32: use a float"), "{refused}");
                 Ok(())

@@ -7,6 +7,7 @@ mod conformance;
 mod control;
 mod data_parallel;
 mod device_mesh;
+mod edges;
 mod failure;
 mod functional;
 mod in_place;

@@ -3,16 +3,16 @@
 //! `scripts/nccl-sim.sh nccl` runs these on simulated GPUs.
 use candle_core::{DType, Device, Tensor, Var};
 use candle_dist::{RankContext, ReduceOp, Result, World};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use test_utils::{Ranks, on_ranks, over_nccl, skip, worlds};
 
 /// Returns the sizes of worlds to test; none, with a note, if the tests do not run over NCCL.
 fn sizes(least: usize) -> Vec<usize> {
-    let sizes = if over_nccl() { worlds(least..=8) } else { Vec::new() };
-    if sizes.is_empty() {
-        skip(&format!("needs NCCL and {least} GPUs"));
+    if over_nccl() {
+        return worlds(least..=8);
     }
-    sizes
+    skip("needs NCCL");
+    Vec::new()
 }
 
 /// Returns a tensor on `device` that is the result of several kernels.
@@ -167,5 +167,71 @@ fn dtypes_whose_parts_candle_cannot_copy_are_refused() {
             }
             Ok::<_, candle_dist::Error>(())
         });
+    }
+}
+
+#[test]
+fn a_message_goes_to_given_memory_on_the_host_and_on_another_device() {
+    for n in sizes(2) {
+        on_ranks(n, "recv_into", move |ctx| {
+            let (g, next, before) = (ctx.group(), (ctx.rank() + 1) % n, (ctx.rank() + n - 1) % n);
+            for device in [Device::Cpu, ctx.device().clone(), Device::new_cuda_with_stream(ctx.rank())?] {
+                g.send(&computed(ctx.rank(), 3000, ctx.device())?, next)?;
+                let room = Tensor::zeros(3000, DType::F32, &device)?;
+                g.recv_into(&room, before, 0)?;
+                assert_eq!(room.to_vec1::<f32>()?, vec![2.0 + before as f32; 3000]);
+            }
+            Ok::<_, candle_dist::Error>(())
+        });
+    }
+}
+
+#[test]
+fn a_rank_that_returns_is_missed_by_those_that_wait_and_not_by_those_that_are_done() {
+    for n in sizes(2) {
+        for connected in [true, false] {
+            let began = Instant::now();
+            let outcome = Ranks::new(n, "early return").run(move |ctx| {
+                let x = computed(ctx.rank(), 10, ctx.device())?;
+                if connected {
+                    ctx.group().all_reduce(&x, ReduceOp::Sum)?;
+                }
+                if ctx.rank() == 0 {
+                    return Ok(());
+                }
+                let sum = ctx.group().all_reduce(&x, ReduceOp::Sum).and_then(|sum| Ok(sum.to_vec1::<f32>()?));
+                let error = sum.and_then(|_| ctx.group().barrier()).expect_err("rank 0 has returned");
+                assert!(error.to_string().contains("rank 0 returned"), "{error}");
+                Err(error)
+            });
+            assert!(outcome.unwrap_err().to_string().contains("rank 0 returned"));
+            assert!(began.elapsed() < Duration::from_secs(60), "it waited for the timeout");
+        }
+        // Work of the last call may go on while ranks return.
+        on_ranks(n, "last call", move |ctx| {
+            let x = computed(ctx.rank(), 100_000, ctx.device())?;
+            std::thread::sleep(Duration::from_millis(300 * ctx.rank() as u64));
+            ctx.group().send(&x, (ctx.rank() + 1) % n)?;
+            ctx.group().recv(x.shape(), DType::F32, (ctx.rank() + n - 1) % n)?;
+            ctx.group().all_reduce(&x, ReduceOp::Sum).map(drop)
+        });
+    }
+}
+
+#[test]
+fn a_message_may_be_received_long_after_the_timeout() {
+    for n in sizes(2) {
+        let devices = (0..n).map(|gpu| Device::new_cuda_with_stream(gpu).unwrap()).collect();
+        let timeout = Duration::from_secs(2);
+        let outcome = World::nccl(devices).timeout(timeout).run(|ctx| -> Result<()> {
+            let (next, before) = ((ctx.rank() + 1) % n, (ctx.rank() + n - 1) % n);
+            ctx.group().send(&computed(ctx.rank(), 40, ctx.device())?, next)?;
+            std::thread::sleep(timeout + Duration::from_secs(1));
+            let got = ctx.group().recv(40, DType::F32, before)?;
+            assert_eq!(got.to_vec1::<f32>()?, vec![2.0 + before as f32; 40]);
+            // Nobody receives this one, and the world goes on.
+            ctx.group().send(&got, next)
+        });
+        outcome.unwrap();
     }
 }

@@ -37,7 +37,7 @@ fn every_rank_ends_with_the_sources_values() {
             for bucket_bytes in [0, 64, 1 << 20] {
                 on_ranks(n, "sync", move |ctx| -> Result<()> {
                     let (mine, want) = (vars(ctx.rank()), vars(source));
-                    let options = SyncOptions { source, bucket_bytes, ..SyncOptions::default() };
+                    let options = SyncOptions::default().source(source).bucket_bytes(bucket_bytes);
                     sync_params(ctx.group(), &mine, &options)?;
                     for ((name, got), (_, want)) in mine.iter().zip(&want) {
                         assert!(same(got, want), "{name}: {got} is not {want}");
@@ -55,7 +55,7 @@ fn floats_arrive_bit_by_bit() {
     let got = on_ranks(3, "bits", move |ctx| -> Result<Vec<u32>> {
         let values = if ctx.rank() == 1 { bits.map(f32::from_bits) } else { [0.5; 5] };
         let (a, b) = (Var::new(&values[..2], &Device::Cpu)?, Var::new(&values[2..], &Device::Cpu)?);
-        let options = SyncOptions { source: 1, ..SyncOptions::default() };
+        let options = SyncOptions::default().source(1);
         sync_params(ctx.group(), &[("a", a.clone()), ("b", b.clone())], &options)?;
         let all = [a.to_vec1::<f32>()?, b.to_vec1::<f32>()?].concat();
         Ok(all.into_iter().map(f32::to_bits).collect())
@@ -72,7 +72,7 @@ fn counted(world: usize, dtypes: &'static [DType], count: usize, bucket_bytes: u
                 vars.push((format!("{i}.{dtype:?}"), Var::zeros((5, 5), *dtype, &Device::Cpu)?));
             }
         }
-        let options = SyncOptions { bucket_bytes, ..SyncOptions::default() };
+        let options = SyncOptions::default().bucket_bytes(bucket_bytes);
         let (done, counts) = comm::record(|| sync_params(ctx.group(), &vars, &options));
         done.map(|()| counts)
     })
@@ -109,8 +109,8 @@ fn ignored_names_and_unwanted_buffers_stay() {
                 let var = || Var::new(&[ctx.rank() as f32, 10.0], &Device::Cpu);
                 let params = [("w", var()?), ("lora", var()?), ("b", var()?)];
                 let stats = [("mean", var()?), ("steps", var()?)];
-                let ignore = ["lora", "steps", "absent"].map(str::to_string).into();
-                let options = SyncOptions { source: n - 1, ignore, buffers, ..SyncOptions::default() };
+                let ignore = ["lora", "steps", "absent"];
+                let options = SyncOptions::default().source(n - 1).ignore(ignore).buffers(buffers);
                 sync_module_states(ctx.group(), &params, &stats, &options)?;
                 for (name, var) in params.iter().chain(&stats) {
                     let kept = ["lora", "steps"].contains(name) || (*name == "mean" && !buffers);
@@ -147,7 +147,7 @@ fn the_variables_of_a_map_come_by_name() {
 #[test]
 fn a_source_outside_the_group_is_refused() {
     on_ranks(2, "source", |ctx| -> Result<()> {
-        let options = SyncOptions { source: 2, ..SyncOptions::default() };
+        let options = SyncOptions::default().source(2);
         let error = sync_params(ctx.group(), &vars(0), &options).unwrap_err().to_string();
         assert!(error.contains("source 2 is outside the group; its ranks are 0 to 1"), "{error}");
         ctx.group().barrier() // still usable

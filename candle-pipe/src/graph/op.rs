@@ -8,6 +8,7 @@ use std::ops::Range;
 
 /// The context of one run of a node: microbatch, device, step and mode.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct Ctx {
     /// The stage's device, for tensors that a node creates.
     pub device: Device,
@@ -26,6 +27,11 @@ pub struct Ctx {
 }
 
 impl Ctx {
+    /// Creates the context of the first microbatch and step, in training, for these rows of the batch.
+    pub fn new(device: &Device, dtype: DType, rows: Range<usize>) -> Self {
+        Self { device: device.clone(), dtype, microbatch: 0, rows, step: 0, training: true, masked: None }
+    }
+
     /// Creates random numbers for a tensor of shape `dims` whose first dim goes along the rows of the batch.
     ///
     /// The numbers of a row are those that it has in the whole batch, so the cut into microbatches does not change
@@ -36,12 +42,10 @@ impl Ctx {
     /// use candle_pipe::Ctx;
     /// use candle_pipe::random::{Distribution, Stream};
     ///
-    /// let ctx = |microbatch, rows| Ctx {
-    ///     device: Device::Cpu, dtype: DType::F32, microbatch, rows, step: 0, training: true, masked: None,
-    /// };
+    /// let ctx = |rows| Ctx::new(&Device::Cpu, DType::F32, rows);
     /// let (stream, even) = (Stream::new(42, "noise"), Distribution::Uniform { lo: 0.0, up: 1.0 });
-    /// let whole = ctx(0, 0..5).random(stream, even, &[5, 2], DType::F32)?;
-    /// let last = ctx(1, 3..5).random(stream, even, &[2, 2], DType::F32)?;
+    /// let whole = ctx(0..5).random(stream, even, &[5, 2], DType::F32)?;
+    /// let last = ctx(3..5).random(stream, even, &[2, 2], DType::F32)?;
     /// assert_eq!(last.to_vec2::<f32>()?, whole.narrow(0, 3, 2)?.to_vec2::<f32>()?);
     /// # Ok::<(), candle_pipe::Error>(())
     /// ```

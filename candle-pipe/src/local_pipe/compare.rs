@@ -66,7 +66,7 @@ impl<B: Scope> Pipe<B> {
         let local = LocalPipe::new(self, scope, device)?;
         let (outputs, named) = scope.on(device)?.watch(|scope| plain(scope, args, kwargs))?;
         let batch = split_args_kwargs_into_chunks(args, kwargs, 1, None, None)?;
-        let options = StepOptions { training: false, ..StepOptions::default() };
+        let options = StepOptions::default().training(false);
         let has_loss = self.info().graph.loss.is_some();
         let step = if has_loss { local.forward_backward(&batch, &options)? } else { local.evaluate(&batch)? };
 

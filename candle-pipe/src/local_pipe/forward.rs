@@ -35,7 +35,7 @@ impl LocalPipe {
     /// # Errors
     /// Those of [`forward`](Self::forward), and one if the loss is not a scalar of floats.
     pub fn evaluate(&self, batch: &Microbatches) -> Result<StepResult> {
-        let options = StepOptions { training: false, ..StepOptions::default() };
+        let options = StepOptions::default().training(false);
         let mut step = StepResult::default();
         for (inputs, ctx, weight) in self.microbatches(batch, &options)? {
             let values = self.through(inputs?, |stage, inputs| stage.evaluate(inputs, &ctx))?;
@@ -79,7 +79,7 @@ impl LocalPipe {
         batch: &Microbatches,
         options: &StepOptions,
     ) -> Result<impl Iterator<Item = (Result<Inputs>, Ctx, f64)>> {
-        let weights = options.weights(batch, self.info.graph.loss)?;
+        let weights = options.loss_weights(batch, self.info.graph.loss)?;
         let rows = batch.row_ranges(options.first_row);
         let masked = Masked::of(batch, options.first_row, &self.info.graph, &self.signature)?;
         let each = batch.iter().zip(rows).zip(weights).zip(masked).enumerate();

@@ -41,7 +41,7 @@ use std::collections::BTreeMap;
 /// let batch = split_args_kwargs_into_chunks(&[(&x).into(), (&x).into()], &Kwargs::new(), 2, None, None)?;
 /// let mut losses = Vec::new();
 /// for step in 0..2 {
-///     let result = local.forward_backward(&batch, &StepOptions { step, ..StepOptions::default() })?;
+///     let result = local.forward_backward(&batch, &StepOptions::default().step(step))?;
 ///     losses.push(result.loss()?.to_scalar::<f32>()?);
 ///     optimizer.step(&result.grads)?;
 /// }

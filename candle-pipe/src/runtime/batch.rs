@@ -45,7 +45,7 @@ impl<'a> Batch<'a> {
             let reason = format!("input {name:?} is tracked, but ranks compute no gradients of inputs");
             return Err(Error::Pipe(format!("{reason}; detach it, or make it a parameter of a node")));
         }
-        let (rows, weights) = (cut.row_ranges(options.first_row), options.weights(cut, runtime.info.graph.loss)?);
+        let (rows, weights) = (cut.row_ranges(options.first_row), options.loss_weights(cut, runtime.info.graph.loss)?);
         let masked = Masked::of(cut, options.first_row, &runtime.info.graph, &runtime.signature)?;
         Ok(Self { inputs, rows, masked, weights, options, backward, began: 0 })
     }

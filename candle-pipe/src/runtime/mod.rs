@@ -209,7 +209,7 @@ impl Runtime {
     }
 
     fn evaluate_to(&self, batch: &Microbatches, outputs: Outputs<'_>) -> Result<RankStep> {
-        let options = StepOptions { training: false, ..StepOptions::default() };
+        let options = StepOptions::default().training(false);
         self.run(&self.evaluation, batch, &options, false, outputs)
     }
 

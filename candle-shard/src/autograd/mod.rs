@@ -9,20 +9,23 @@
 //! | place | holds | until |
 //! |---|---|---|
 //! | `GradStore` | gradients of variables that are inputs of the visited nodes | the caller drops it |
-//! | `shared.rs`, `SHARES` | this rank's parts of the gradients of replicated variables that ranks use differently | candle's pass ends; they are summed over the ranks and *found* |
+//! | `shared.rs`, `SHARES` | this rank's parts of the gradients of replicated variables that ranks use differently | candle's pass ends; they are summed over the ranks and become *off-graph* gradients |
 //! | fsdp: `State::grads` of a unit | gradients of whole parameters, before they are reduced | the unit is complete, or the pass ends |
-//! | fsdp: `Progress::reducing` | the running reduce_scatter of one unit's gradients | the next unit is reduced, or the pass ends; the results are *found* |
-//! | `found.rs`, `FOUND` | gradients that nodes *found* for variables that are not their inputs: recomputed segments, pieces of units, sums of shares | [`backward`] adds them to its `GradStore` |
+//! | fsdp: `Progress::reducing` | the running reduce_scatter of one unit's gradients | the next unit is reduced, or the pass ends; the results are *off-graph* gradients |
+//! | `off_graph.rs`, `OFF_GRAPH` | *off-graph* gradients, of variables that are not inputs of the node that computes them: recomputed segments, pieces of units, sums of shares | [`backward`] adds them to its `GradStore` |
 //! | a [`WeightSink`](crate::kernels::WeightSink) | deferred weight gradients, as closures | the owner of the sink runs them |
 //! | `RowVar`, `pending` | gradients of tables, by rows | an optimizer takes them |
 //!
+//! The gradients of other results are in candle's store or in the slots of `candle_dist::edges`, until their node is
+//! visited.
+//!
 //! The pass of a recomputed segment runs inside a node of the outer pass. It adds the gradients of all variables to
-//! `FOUND` and returns only the gradient of the segment's input to candle. Its own `GradStore` is dropped.
+//! `OFF_GRAPH` and returns only the gradient of the segment's input to candle. Its own `GradStore` is dropped.
 //!
 //! # The order of a pass
 //!
 //! [`backward`] drops the state of a failed pass, runs candle's pass, calls the [hooks] of rooms above (fsdp waits for
-//! its sums), sums the shares, counts the pass, and adds the found gradients. After a failure it drops all of them.
+//! its sums), sums the shares, counts the pass, and adds the off-graph gradients. After a failure it drops all of them.
 //!
 //! # State of a thread
 //!
@@ -30,9 +33,9 @@
 //!
 //! | file | name | holds | cleared |
 //! |---|---|---|---|
-//! | `autograd/found.rs` | `FOUND` | gradients found in this pass | at the start and the end of a pass |
+//! | `autograd/off_graph.rs` | `OFF_GRAPH` | off-graph gradients of this pass | at the start and the end of a pass |
 //! | `autograd/shared.rs` | `SHARES`, `IS_COLLECTING` | parts of shared gradients; whether a pass of this crate collects them | at the start and the end of a pass |
-//! | `autograd/recompute.rs` | `RECOMPUTING`, `DEPTH` | whether a forward pass runs inside a backward pass; how deep passes are nested | at the start of a pass; restored by scopes |
+//! | `autograd/nesting.rs` | `RECOMPUTING`, `DEPTH` | whether a forward pass runs inside a backward pass; how deep passes are nested | at the start of a pass; restored by scopes |
 //! | `autograd/order.rs` | `PASSES`, `NEXT`, `ASKED` | the node orders of the running passes; the number of the next pass; whether units need the order | `PASSES` when a pass ends or fails |
 //! | `autograd/counts.rs` | `CHANGES`, `PASSES`, `SEGMENTS` | counters of parameter changes, passes and recomputed segments | never |
 //! | `autograd/hooks.rs` | `HOOKS` | the hooks that rooms above have registered | never |
@@ -42,24 +45,25 @@
 //! | `strict.rs` | `MODE` | how implicit communication is treated | restored by a scope |
 //! | `explain.rs` | `STATE` | the report that is being made | restored by a scope |
 //! | `layout/spec.rs` | `KNOWN` | the specs of this thread, for comparison by address | when it is full |
-//! | `rules/cache.rs` | `PLANS` | the plans of calls that were made before | when it is full |
+//! | `rules/cache.rs` | `OP_SPECS` | the op specs of calls that were made before | when it is full |
 //!
 //! `candle-dist-kernels` has one more, the receiver of weight gradients of linear layers (`weight_sink.rs`), restored by
-//! a scope.
+//! a scope. `candle-dist` has three in `edges/`: the mark of the running pass, which changes when a pass fails, the tensors
+//! with tickets, and what dropped nodes leave to the drop that is under way.
 pub(crate) mod counts;
-pub(crate) mod found;
 pub(crate) mod hooks;
+pub(crate) mod nesting;
+pub(crate) mod off_graph;
 pub(crate) mod order;
-pub(crate) mod recompute;
 pub(crate) mod shared;
 
 use crate::Result;
 use candle_core::Tensor;
 use candle_core::backprop::GradStore;
-use candle_dist::add_grad;
+use candle_dist::{add_grad, edges};
 
 /// Runs candle's backward pass of a local scalar, with the gradients of segments that
-/// [`checkpoint`](crate::nn::checkpoint) recomputes, and of [fully sharded](crate::fsdp) parameters.
+/// [`recompute`](crate::nn::recompute) runs again, and of [fully sharded](crate::fsdp) parameters.
 ///
 /// It is [`DTensor::backward`](crate::DTensor::backward) for values that are local to each rank, such as the seed of
 /// one stage of a pipeline.
@@ -78,7 +82,7 @@ pub fn backward(loss: &Tensor) -> Result<GradStore> {
         abandon();
     }
     let mut grads = made?;
-    for (id, grad) in found::take_all() {
+    for (id, grad) in off_graph::take_all() {
         let sum = add_grad(grads.get_id(id), &grad)?;
         grads.insert_id(id, sum);
     }
@@ -94,8 +98,9 @@ pub(crate) fn backward_of_part(loss: &Tensor) -> candle_core::Result<GradStore> 
 
 /// Drops the state of a failed pass.
 fn abandon() {
-    found::take_all();
-    recompute::reset();
+    off_graph::take_all();
+    nesting::reset();
     order::forget();
     hooks::abandoned();
+    edges::forget_pass();
 }

@@ -1,5 +1,5 @@
 //! Replicated variables that ranks use differently, perhaps many times: their gradients are summed over the ranks once.
-use super::found;
+use super::off_graph;
 use crate::tensor::Origin;
 use crate::{Result, scoped};
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Shape, Tensor, TensorId};
@@ -100,7 +100,7 @@ pub(super) fn collecting<T>(f: impl FnOnce() -> Result<T>) -> Result<T> {
             sums = group.all_reduce_coalesced(&sums, ReduceOp::Sum)?;
         }
         for (variable, sum) in variables.into_iter().zip(sums) {
-            found::add(variable, &sum)?;
+            off_graph::add(variable, &sum)?;
         }
     }
     Ok(made)

@@ -7,29 +7,29 @@ use std::io::{self, Write};
 use std::path::Path;
 
 pub(crate) fn create_folder(path: &Path) -> io::Result<()> {
-    step("create_folder", path)?;
+    call("create_folder", path)?;
     fs::create_dir_all(path)
 }
 
 pub(crate) fn create(path: &Path) -> io::Result<File> {
-    step("create", path)?;
+    call("create", path)?;
     File::create(path)
 }
 
 pub(crate) fn write(file: &mut File, path: &Path, bytes: &[u8]) -> io::Result<()> {
-    step("write", path)?;
+    call("write", path)?;
     file.write_all(bytes)
 }
 
 /// Waits until a file's contents are on the disk.
 pub(crate) fn sync(file: &File, path: &Path) -> io::Result<()> {
-    step("sync", path)?;
+    call("sync", path)?;
     file.sync_all()
 }
 
 /// Waits until the names in a folder are on the disk, on systems that can sync a folder.
 pub(crate) fn sync_folder(path: &Path) -> io::Result<()> {
-    step("sync_folder", path)?;
+    call("sync_folder", path)?;
     if !cfg!(unix) {
         return Ok(());
     }
@@ -41,18 +41,18 @@ pub(crate) fn sync_folder(path: &Path) -> io::Result<()> {
 
 /// Renames a file, replacing an existing one atomically.
 pub(crate) fn rename(from: &Path, to: &Path) -> io::Result<()> {
-    step("rename", to)?;
+    call("rename", to)?;
     fs::rename(from, to)
 }
 
 pub(crate) fn remove_file(path: &Path) -> io::Result<()> {
-    step("remove_file", path)?;
+    call("remove_file", path)?;
     fs::remove_file(path)
 }
 
 /// Removes an empty folder.
 pub(crate) fn remove_folder(path: &Path) -> io::Result<()> {
-    step("remove_folder", path)?;
+    call("remove_folder", path)?;
     fs::remove_dir(path)
 }
 
@@ -63,12 +63,12 @@ pub(crate) fn folder_of(path: &Path) -> &Path {
 
 #[cfg(not(test))]
 #[allow(clippy::unnecessary_wraps)] // tests make it fail
-const fn step(_: &str, _: &Path) -> io::Result<()> {
+const fn call(_: &str, _: &Path) -> io::Result<()> {
     Ok(())
 }
 
 #[cfg(test)]
-use faults::step;
+use faults::call;
 
 /// Calls that fail on purpose.
 #[cfg(test)]
@@ -88,29 +88,29 @@ pub(crate) mod faults {
 
     /// The calls of all threads, and the index of the one with a fault.
     #[derive(Default)]
-    struct Plan {
+    struct Recorded {
         at: Option<(usize, Fault)>,
         calls: Vec<String>,
     }
 
-    static PLAN: Mutex<Option<Plan>> = Mutex::new(None);
+    static RECORDED: Mutex<Option<Recorded>> = Mutex::new(None);
 
     /// Runs `f` with this fault; returns its result, the calls that it made or tried, and whether the fault occurred.
     pub(crate) fn with<T>(at: Option<(usize, Fault)>, f: impl FnOnce() -> T) -> (T, Vec<String>, bool) {
-        let lock = || PLAN.lock().unwrap_or_else(PoisonError::into_inner);
-        *lock() = Some(Plan { at, calls: Vec::new() });
+        let lock = || RECORDED.lock().unwrap_or_else(PoisonError::into_inner);
+        *lock() = Some(Recorded { at, calls: Vec::new() });
         let made = f();
         let calls = lock().take().unwrap_or_default().calls;
         let came = at.is_some_and(|(at, _)| calls.len() > at);
         (made, calls, came)
     }
 
-    pub(super) fn step(call: &str, path: &Path) -> io::Result<()> {
-        let mut plan = PLAN.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(plan) = plan.as_mut() else { return Ok(()) };
-        let (n, name) = (plan.calls.len(), path.file_name().unwrap_or_default().to_string_lossy());
-        plan.calls.push(format!("{call} {name}"));
-        match plan.at {
+    pub(super) fn call(name: &str, path: &Path) -> io::Result<()> {
+        let mut recorded = RECORDED.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(recorded) = recorded.as_mut() else { return Ok(()) };
+        let (n, file) = (recorded.calls.len(), path.file_name().unwrap_or_default().to_string_lossy());
+        recorded.calls.push(format!("{name} {file}"));
+        match recorded.at {
             Some((at, Fault::Fails)) if n == at => Err(io::Error::other("on purpose")),
             Some((at, Fault::Kills)) if n >= at => Err(io::Error::other("killed on purpose")),
             _ => Ok(()),

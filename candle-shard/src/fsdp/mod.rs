@@ -40,7 +40,9 @@
 mod nodes;
 mod options;
 mod pass;
+mod run;
 mod sharder;
+mod shared;
 mod unit;
 
 pub use options::FullyShardOptions;
@@ -75,7 +77,7 @@ impl<M> FullyShard<M> {
     /// Those of `f` and of the communication.
     pub fn run(&self, f: impl FnOnce(&M) -> Result<DTensor>) -> Result<DTensor> {
         match &self.unit {
-            Some(unit) => Unit::run(unit, || f(&self.module)),
+            Some(unit) => unit.run(|| f(&self.module)),
             None => f(&self.module),
         }
     }

@@ -1,17 +1,26 @@
 //! The two graph nodes that notify a unit of the backward pass.
-use super::unit::Unit;
+use crate::Result;
 use crate::autograd::order::Span;
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Layout, Shape, Tensor};
+use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Layout, Shape, Tensor, TensorId};
 use candle_dist::backend::{Ready, no_memory};
 use std::sync::{Arc, Weak};
+
+/// A unit, as its nodes see it.
+pub(super) trait InPass: Send + Sync {
+    /// Makes the unit whole for the backward pass, which is at the node `at`: the end of a run.
+    fn before_backward(self: Arc<Self>, at: TensorId, span: Span, stays: bool) -> Result<()>;
+
+    /// Takes the gradient of a whole parameter, complete at this point; the pass is at the parameter's node `at`.
+    fn take_grad(self: Arc<Self>, which: usize, at: TensorId, grad: &Tensor) -> Result<()>;
+}
 
 /// From this rank's piece of a parameter to the whole parameter, which has memory only while its unit is whole.
 ///
 /// Created once, with the parameter; the unit fills it for each run.
 pub(super) struct Whole {
     /// Weak, because the unit owns the tensor that owns this node.
-    pub(super) unit: Weak<Unit>,
+    pub(super) unit: Weak<dyn InPass>,
     /// The index of the parameter in the unit.
     pub(super) which: usize,
     pub(super) shape: Shape,
@@ -39,14 +48,14 @@ impl CustomOp1 for Whole {
                 "a backward pass through a fully sharded unit that was dropped; keep the model until then"
             )
         };
-        Unit::take_grad(&unit, self.which, whole.id(), grad)?;
+        unit.take_grad(self.which, whole.id(), grad)?;
         Ok(None)
     }
 }
 
 /// The identity at the end of a unit.
 pub(super) struct End {
-    pub(super) unit: Arc<Unit>,
+    pub(super) unit: Arc<dyn InPass>,
     /// The nodes of the run.
     pub(super) span: Span,
     /// Whether the parameters must stay until the pass has left the run, not only until all their gradients exist.
@@ -68,7 +77,7 @@ impl CustomOp1 for End {
     }
 
     fn bwd(&self, _: &Tensor, end: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
-        Unit::before_backward(&self.unit, end.id(), self.span, self.stays)?;
+        self.unit.clone().before_backward(end.id(), self.span, self.stays)?;
         Ok(Some(grad.clone()))
     }
 }

@@ -1,8 +1,9 @@
 //! Options of units.
 use candle_core::DType;
 
-/// How units gather their parameters and reduce their gradients.
+/// How units gather their parameters and reduce their gradients: start from the default, and set what differs.
 #[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
 pub struct FullyShardOptions {
     /// The dtype in which parameters are gathered and computed; `None` for the dtype in which they are stored.
     ///
@@ -22,5 +23,27 @@ pub struct FullyShardOptions {
 impl Default for FullyShardOptions {
     fn default() -> Self {
         Self { param_dtype: None, reduce_dtype: None, reshard_after_forward: true, prefetch: true }
+    }
+}
+
+impl FullyShardOptions {
+    /// Sets the dtype in which parameters are gathered and computed.
+    pub fn param_dtype(self, param_dtype: impl Into<Option<DType>>) -> Self {
+        Self { param_dtype: param_dtype.into(), ..self }
+    }
+
+    /// Sets the dtype in which gradients are summed over the ranks.
+    pub fn reduce_dtype(self, reduce_dtype: impl Into<Option<DType>>) -> Self {
+        Self { reduce_dtype: reduce_dtype.into(), ..self }
+    }
+
+    /// Sets whether the whole parameters are dropped between the forward and the backward pass.
+    pub fn reshard_after_forward(self, reshard_after_forward: bool) -> Self {
+        Self { reshard_after_forward, ..self }
+    }
+
+    /// Sets whether a unit that starts also starts the all_gather of the next one.
+    pub fn prefetch(self, prefetch: bool) -> Self {
+        Self { prefetch, ..self }
     }
 }

@@ -1,11 +1,12 @@
 //! Units in a backward pass: gathered when it reaches them, reduced and dropped when it has left them.
-use super::sharder::lock;
+use super::nodes::InPass;
+use super::shared::{Reducing, lock};
 use super::unit::{Held, State, Unit};
 use crate::Result;
 use crate::autograd::order::Span;
-use crate::autograd::{found, hooks, recompute};
-use candle_core::{Tensor, TensorId, Var};
-use candle_dist::{PendingTensors, ReduceOp, add_grad, sum_dtype};
+use crate::autograd::{hooks, nesting};
+use candle_core::{Tensor, TensorId};
+use candle_dist::{ReduceOp, add_grad};
 use std::cell::RefCell;
 use std::sync::Arc;
 
@@ -18,41 +19,35 @@ thread_local! {
 static HOOKS: hooks::Hooks =
     hooks::Hooks { nested_ended: |loss| Unit::leave(loss.id()), ended: finish, abandoned: abandon };
 
-/// Gradients on their way to the ranks that hold the pieces.
-pub(super) struct Reducing {
-    pieces: Vec<Var>,
-    sums: PendingTensors,
-}
-
-impl Unit {
-    /// Makes the unit whole for the backward pass, which is at the node `at`: the end of a run.
-    pub(super) fn before_backward(unit: &Arc<Self>, at: TensorId, span: Span, stays: bool) -> Result<()> {
+impl InPass for Unit {
+    fn before_backward(self: Arc<Self>, at: TensorId, span: Span, stays: bool) -> Result<()> {
         Self::leave(at)?;
-        unit.open()?;
-        let mut state = lock(&unit.state);
+        self.open()?;
+        let mut state = lock(&self.state);
         state.inside.push(span.last());
         state.stays |= stays;
         drop(state);
-        unit.prefetch(unit.number.checked_sub(1))
+        self.prefetch(self.number.checked_sub(1))
     }
 
-    /// Takes the gradient of a whole parameter, complete at this point; the pass is at the parameter's node `at`.
-    pub(super) fn take_grad(unit: &Arc<Self>, which: usize, at: TensorId, grad: &Tensor) -> Result<()> {
-        unit.note();
+    fn take_grad(self: Arc<Self>, which: usize, at: TensorId, grad: &Tensor) -> Result<()> {
+        self.note();
         {
-            let (held, mut state) = (lock(&unit.held), lock(&unit.state));
+            let (held, mut state) = (lock(&self.held), lock(&self.state));
             state.grads.resize(held.len(), None);
             state.grads[which] = Some(add_grad(state.grads[which].as_ref(), grad)?);
         }
         Self::leave(at)?;
         let is_last = {
-            let state = lock(&unit.state);
-            let is_unneeded = !state.is_whole || !state.stays && state.depth == recompute::depth();
-            is_unneeded && unit.has_all_grads(&state)
+            let state = lock(&self.state);
+            let is_unneeded = !state.is_whole || !state.stays && state.depth == nesting::depth();
+            is_unneeded && self.has_all_grads(&state)
         };
-        if is_last { unit.reduce() } else { Ok(()) }
+        if is_last { self.reduce() } else { Ok(()) }
     }
+}
 
+impl Unit {
     /// Drops the parameters of units when the backward pass, which is at the node `at`, has left their last run.
     ///
     /// It is not enough that the pass has reached the previous unit: a run that uses tensors from several places can
@@ -91,7 +86,7 @@ impl Unit {
         let (mut pieces, mut wholes) = (Vec::new(), Vec::new());
         for (held, grad) in held.iter().zip(grads) {
             if let Some(grad) = grad {
-                let dtype = self.sharder.options.reduce_dtype.unwrap_or_else(|| grad.dtype());
+                let dtype = self.shared.options.reduce_dtype.unwrap_or_else(|| grad.dtype());
                 wholes.push((grad.to_dtype(dtype)?, held.cut.clone()));
                 pieces.push(held.piece.clone());
             }
@@ -100,9 +95,9 @@ impl Unit {
         if wholes.is_empty() {
             return Ok(());
         }
-        let sums = self.sharder.group.reduce_scatter_coalesced_start(&wholes, ReduceOp::Sum)?;
+        let sums = self.shared.group.reduce_scatter_coalesced_start(&wholes, ReduceOp::Sum)?;
         drop(wholes);
-        let before = self.sharder.progress().reducing.replace(Reducing { pieces, sums });
+        let before = self.shared.progress().reducing.replace(Reducing { pieces, sums });
         before.map_or(Ok(()), Reducing::finish)
     }
 
@@ -111,7 +106,7 @@ impl Unit {
         self.note();
         if !lock(&self.state).is_whole {
             self.gather()?;
-            lock(&self.state).depth = recompute::depth();
+            lock(&self.state).depth = nesting::depth();
         }
         Ok(())
     }
@@ -128,20 +123,10 @@ impl Unit {
 
     /// Clears the state that a backward pass leaves behind.
     fn reset(&self) -> Result<()> {
-        self.sharder.progress().reducing = None;
-        self.sharder.units().iter().for_each(|unit| lock(&unit.state).coming = None);
+        self.shared.progress().reducing = None;
+        self.shared.units().iter().for_each(|unit| lock(&unit.state).coming = None);
         *lock(&self.state) = State::default();
         self.release()
-    }
-}
-
-impl Reducing {
-    /// Adds the sums to the gradients that the backward pass collects.
-    fn finish(self) -> Result<()> {
-        for (piece, sum) in self.pieces.iter().zip(self.sums.wait()?) {
-            found::add(piece.id(), &sum.to_dtype(sum_dtype(piece.dtype()))?)?;
-        }
-        Ok(())
     }
 }
 
@@ -154,7 +139,7 @@ fn finish() -> Result<()> {
         }
     }
     for unit in &open {
-        let reducing = unit.sharder.progress().reducing.take();
+        let reducing = unit.shared.progress().reducing.take();
         reducing.map_or(Ok(()), Reducing::finish)?;
         unit.reset()?;
     }

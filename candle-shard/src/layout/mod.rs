@@ -2,15 +2,15 @@
 mod axes;
 mod block;
 mod description;
-mod part;
 mod placement;
 mod spec;
+mod stored_name;
 mod width;
 
 pub(crate) use axes::{Axes, axes_of};
 pub(crate) use block::{Block, first_overlap, intersection, volume, whole};
 pub use description::SpecDescription;
-pub(crate) use part::{Part, Within};
 pub use placement::{Partial, Placement, Placements, Replicate, Shard};
 pub use spec::{Sizes, Spec, chunk_sizes};
+pub(crate) use stored_name::{RowsOf, StoredName};
 pub use width::Width;

@@ -1,15 +1,17 @@
 //! Options of lookups.
 use crate::kernels::BagMode;
 
-/// Options of [`ShardedTensor::embedding`](crate::ShardedTensor::embedding); PyTorch's arguments.
+/// Options of [`ShardedTensor::embedding`](crate::ShardedTensor::embedding); PyTorch's arguments. Start
+/// from the default, and set what differs.
 ///
 /// ```
 /// use candle_shard::EmbeddingOptions;
 ///
-/// let options = EmbeddingOptions { max_norm: Some(1.0), ..Default::default() };
+/// let options = EmbeddingOptions::default().max_norm(1.0);
 /// assert_eq!((options.padding_idx, options.norm_type), (None, 2.0));
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
 pub struct EmbeddingOptions {
     /// A row without gradient, counted from the end if negative; bags skip it.
     pub padding_idx: Option<i64>,
@@ -27,6 +29,7 @@ impl Default for EmbeddingOptions {
 
 /// Options of [`ShardedTensor::embedding_bag`](crate::ShardedTensor::embedding_bag); PyTorch's arguments.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
+#[non_exhaustive]
 pub struct EmbeddingBagOptions {
     /// How the rows of a bag are reduced to one.
     pub mode: BagMode,
@@ -34,6 +37,23 @@ pub struct EmbeddingBagOptions {
     pub include_last_offset: bool,
     /// How the rows are looked up.
     pub lookup: EmbeddingOptions,
+}
+
+impl EmbeddingBagOptions {
+    /// Sets how the rows of a bag are reduced to one.
+    pub fn mode(self, mode: BagMode) -> Self {
+        Self { mode, ..self }
+    }
+
+    /// Sets whether the last offset is the end of the last bag.
+    pub fn include_last_offset(self, include_last_offset: bool) -> Self {
+        Self { include_last_offset, ..self }
+    }
+
+    /// Sets how the rows are looked up.
+    pub fn lookup(self, lookup: EmbeddingOptions) -> Self {
+        Self { lookup, ..self }
+    }
 }
 
 /// Options that fit a table.
@@ -51,6 +71,21 @@ pub(crate) struct Renorm {
 }
 
 impl EmbeddingOptions {
+    /// Sets a row without gradient, counted from the end if negative.
+    pub fn padding_idx(self, padding_idx: impl Into<Option<i64>>) -> Self {
+        Self { padding_idx: padding_idx.into(), ..self }
+    }
+
+    /// Sets the norm to which longer rows are scaled in the table.
+    pub fn max_norm(self, max_norm: impl Into<Option<f64>>) -> Self {
+        Self { max_norm: max_norm.into(), ..self }
+    }
+
+    /// Sets the p of the norm.
+    pub fn norm_type(self, norm_type: f64) -> Self {
+        Self { norm_type, ..self }
+    }
+
     /// Checks the options for a table with `rows` rows; returns the error in them.
     pub(crate) fn checked(&self, rows: usize) -> Result<Lookup, String> {
         let place = |idx: i64| {

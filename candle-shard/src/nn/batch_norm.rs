@@ -14,7 +14,7 @@ const OP: &str = "batch_norm";
 /// In training each channel is normalized to mean 0 and variance 1 over the batch of all ranks of the mesh, also if the
 /// batch or other dims are sharded. This costs two all_reduces of one number per channel in the forward pass, and two
 /// in the backward pass. Running statistics are updated once per batch, and not again when
-/// [`checkpoint`](crate::nn::checkpoint) recomputes a segment. In evaluation the running statistics are used, and
+/// [`recompute`](crate::nn::recompute) runs a segment again. In evaluation the running statistics are used, and
 /// nothing is communicated. They are saved and loaded with the parameters, as `running_mean` and `running_var`.
 ///
 /// Under a plan the parameters are sharded with the channels (colwise), or replicated. With
@@ -30,6 +30,78 @@ pub struct BatchNorm {
 }
 
 impl BatchNorm {
+    /// Creates a layer with these statistics and parameters, `[channels]` each, outside of any plan. The statistics are
+    /// copied, so a training step does not change the tensors that are passed.
+    ///
+    /// # Errors
+    /// If a tensor has another shape, or `eps` is negative.
+    pub fn new(
+        channels: usize,
+        running_mean: &DTensor,
+        running_var: &DTensor,
+        weight: DTensor,
+        bias: DTensor,
+        eps: f64,
+    ) -> Result<Self> {
+        Self::of(channels, [running_mean, running_var], Some((weight, bias)), eps.into())
+    }
+
+    /// Like [`new`](Self::new), without weight and bias.
+    ///
+    /// # Errors
+    /// Those of [`new`](Self::new).
+    pub fn new_no_bias(channels: usize, running_mean: &DTensor, running_var: &DTensor, eps: f64) -> Result<Self> {
+        Self::of(channels, [running_mean, running_var], None, eps.into())
+    }
+
+    /// Like [`new`](Self::new), with the weight of a batch in the running statistics, 0.1 otherwise.
+    ///
+    /// # Errors
+    /// Those of [`new`](Self::new), and if the momentum is not in `[0, 1]`.
+    pub fn new_with_momentum(
+        channels: usize,
+        running_mean: &DTensor,
+        running_var: &DTensor,
+        weight: DTensor,
+        bias: DTensor,
+        eps: f64,
+        momentum: f64,
+    ) -> Result<Self> {
+        let config = BatchNormConfig { momentum, ..eps.into() };
+        Self::of(channels, [running_mean, running_var], Some((weight, bias)), config)
+    }
+
+    /// Like [`new_with_momentum`](Self::new_with_momentum), without weight and bias.
+    ///
+    /// # Errors
+    /// Those of [`new_with_momentum`](Self::new_with_momentum).
+    pub fn new_no_bias_with_momentum(
+        channels: usize,
+        running_mean: &DTensor,
+        running_var: &DTensor,
+        eps: f64,
+        momentum: f64,
+    ) -> Result<Self> {
+        Self::of(channels, [running_mean, running_var], None, BatchNormConfig { momentum, ..eps.into() })
+    }
+
+    fn of(
+        channels: usize,
+        running: [&DTensor; 2],
+        weight_and_bias: Option<(DTensor, DTensor)>,
+        config: BatchNormConfig,
+    ) -> Result<Self> {
+        check(&config)?;
+        let learned = weight_and_bias.iter().flat_map(|(weight, bias)| [weight, bias]);
+        if let Some(other) = running.into_iter().chain(learned).find(|x| x.dims() != [channels]) {
+            return Error::op(OP, format!("{} for {channels} channels; give [{channels}]", other.spec()));
+        }
+        let [running_mean, running_var] = running.map(|x| resolved(&x.detach())?.copy());
+        let config = BatchNormConfig { affine: weight_and_bias.is_some(), ..config };
+        let (running_mean, running_var, style) = (running_mean?, running_var?, ModuleStyle::default());
+        Ok(Self { running_mean, running_var, weight_and_bias, config, style })
+    }
+
     /// Returns the running mean of each channel.
     pub fn running_mean(&self) -> &DTensor {
         &self.running_mean
@@ -118,6 +190,14 @@ impl BatchNorm {
     }
 }
 
+fn check(config: &BatchNormConfig) -> Result<()> {
+    let (eps, momentum) = (config.eps, config.momentum);
+    if eps >= 0.0 && (0.0..=1.0).contains(&momentum) {
+        return Ok(());
+    }
+    Error::op(OP, format!("eps {eps} and momentum {momentum}: expected at least 0, and one in [0, 1]"))
+}
+
 /// Replicates partial sums; shards stay.
 fn resolved(x: &DTensor) -> Result<DTensor> {
     x.placed(|_, placement| if placement.is_partial() { Replicate } else { placement })
@@ -151,10 +231,7 @@ impl ModuleT for BatchNorm {
 /// If `eps` is negative, or the momentum is not in `[0, 1]`.
 pub fn batch_norm(channels: usize, config: impl Into<BatchNormConfig>, vb: &ShardedVarBuilder) -> Result<BatchNorm> {
     let config = config.into();
-    let (eps, momentum) = (config.eps, config.momentum);
-    if !(eps >= 0.0 && (0.0..=1.0).contains(&momentum)) {
-        return Error::op(OP, format!("eps {eps} and momentum {momentum}: expected at least 0, and one in [0, 1]"));
-    }
+    check(&config)?;
     let style = vb.style();
     let layout = style.layout(LayerKind::Channels)?;
     let running_mean = vb.buffer(channels, "running_mean", 0.0, layout.weight)?;

@@ -17,7 +17,7 @@ enum Run {
 
 /// The random draws of one run of a part of a model, to replay in another run that must compute the same numbers.
 ///
-/// [`checkpoint`](crate::nn::checkpoint) does this itself. `Draws` is for other code that computes a part twice.
+/// [`recompute`](crate::nn::recompute) does this itself. `Draws` is for other code that computes a part twice.
 /// Without it the second run would count as a second use of each [`Dropout`](crate::nn::Dropout) and get other masks.
 ///
 /// ```

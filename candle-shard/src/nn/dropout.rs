@@ -8,7 +8,7 @@ use crate::{DTensor, Result};
 ///
 /// The mask depends on the seed, the layer's path, the step, the use and the global index of the element. Each use in a
 /// pass has its own mask. A pass is everything that runs on a thread in one [`Mode`] up to the next backward pass. When
-/// [`checkpoint`](crate::nn::checkpoint) recomputes a segment, the masks are the same; other code uses
+/// [`recompute`](crate::nn::recompute) runs a segment again, the masks are the same; other code uses
 /// [`Draws`](crate::nn::Draws) for that.
 #[derive(Clone, Debug)]
 pub struct Dropout {

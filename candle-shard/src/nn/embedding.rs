@@ -19,7 +19,7 @@ use crate::{DTensor, EmbeddingBagOptions, EmbeddingOptions, Error, Result};
 ///     let mesh = ctx.mesh(&[("tp", 2)])?;
 ///     let plan = Plan::new("tp").with("words", ColwiseParallel::default());
 ///     let vb = ShardedVarBuilder::fresh(1, &mesh, plan, DType::F64, &Device::Cpu)?;
-///     let options = EmbeddingOptions { max_norm: Some(1.0), ..Default::default() };
+///     let options = EmbeddingOptions::default().max_norm(1.0);
 ///     let words = Embedding::with_options(10, 4, 5.0, options, &vb.pp("words"))?;
 ///     let ids = DTensor::distribute(&Tensor::new(&[7u32], &Device::Cpu)?, &mesh, &[Replicate])?;
 ///     let length: f64 = words.forward(&ids)?.sqr()?.sum_all()?.sqrt()?.to_scalar()?;

@@ -1,7 +1,8 @@
 //! Units of fully sharded parameters, built from a builder.
-use crate::Result;
-use crate::fsdp::FullyShard;
+use crate::fsdp::{FullyShard, FullyShardOptions, Sharder, Unit};
 use crate::nn::ShardedVarBuilder;
+use crate::{DTensor, Error, Result};
+use std::sync::Arc;
 
 impl<M> FullyShard<M> {
     /// Creates a unit of all parameters that `build` creates with the builder passed to it.
@@ -14,5 +15,60 @@ impl<M> FullyShard<M> {
     pub fn new(vb: &ShardedVarBuilder, build: impl FnOnce(&ShardedVarBuilder) -> Result<M>) -> Result<Self> {
         let (vb, unit) = vb.unit();
         Ok(Self::of(build(&vb)?, unit))
+    }
+}
+
+impl ShardedVarBuilder {
+    /// Returns a builder that also shards the parameters of [`FullyShard`](crate::fsdp::FullyShard) units over the mesh
+    /// axis `axis`: each along its first dim that no inner axis shards.
+    ///
+    /// Other parameters stay whole on the axis: those outside of units, and those without such a dim, like a bias that
+    /// is sharded by columns where `axis` comes first. [`Parameters::reduce`](crate::nn::Parameters::reduce) sums their gradients. Inputs of the model
+    /// are sharded by rows on the axis.
+    ///
+    /// # Errors
+    /// If the mesh has no such axis, it is the plan's axis, or the dtypes of the options are not floats.
+    pub fn fully_shard(&self, axis: &str, options: FullyShardOptions) -> Result<Self> {
+        let mesh = self.mesh();
+        let at = mesh.axis_index(axis)?;
+        if at == self.plan().axis_index(mesh)? {
+            let of = format!("axis {axis:?} of {mesh} is the plan's");
+            return Err(Error::Plan(format!("{of}; shard fully over another, of size 1 for one of them if need be")));
+        }
+        if let Some(dtype) = [options.param_dtype, options.reduce_dtype].into_iter().flatten().find(|d| !d.is_float()) {
+            let name = dtype.as_str();
+            return Err(Error::Plan(format!(
+                "fully_shard computes in {name}, which is no float; use bf16, f16 or f32"
+            )));
+        }
+        let sharder = Arc::new(Sharder::new(at, mesh.axis_group(at)?, options));
+        Ok(self.within(Some(sharder), None))
+    }
+
+    /// Returns a builder for the parameters of a new unit, if the unit has anything to do.
+    pub(crate) fn unit(&self) -> (Self, Option<Arc<Unit>>) {
+        let has_to = |sharder: &&Arc<Sharder>| {
+            self.mesh().shape()[sharder.axis] > 1 || sharder.options().param_dtype.is_some_and(|d| d != self.dtype())
+        };
+        let unit = self.sharder.as_ref().filter(has_to).map(|sharder| sharder.unit());
+        (self.within(self.sharder.clone(), unit.clone()), unit)
+    }
+
+    /// Checks that a weight of another layer is available when this one runs.
+    pub(super) fn check_shared(&self, weight: &DTensor) -> Result<()> {
+        let owner = self.sharder.as_ref().and_then(|sharder| sharder.owner(weight));
+        match (owner, &self.unit) {
+            (None, _) => Ok(()),
+            (Some(owner), Some(unit)) if Arc::ptr_eq(&owner, unit) => Ok(()),
+            _ => Err(Error::Plan(format!(
+                "{} shares a weight of another fully sharded unit; build both in one, or the weight outside of all",
+                self.path.join(".")
+            ))),
+        }
+    }
+
+    /// Returns whether parameters become part of a fully sharded unit.
+    pub(super) fn is_in_unit(&self) -> bool {
+        self.unit.is_some()
     }
 }

@@ -1,10 +1,10 @@
 //! Query, key and value projections with one weight tensor.
 use super::linear::init;
-use crate::layout::{Part, Placement, Replicate, Shard, Within};
+use crate::layout::{Placement, Replicate, RowsOf, Shard, StoredName};
 use crate::nn::{ShardedVarBuilder, Width};
 use crate::parallel::{LayerKind, Layout, ModuleStyle};
 use crate::redistribute::Target;
-use crate::rules::{self, Plan};
+use crate::rules::{self, OpSpec};
 use crate::{DTensor, Error, Result, kernels};
 use candle_core::Tensor;
 use candle_dist::backend::Dims;
@@ -106,12 +106,12 @@ impl FusedQkv {
     /// If a number of heads or their width is 0, the key heads do not divide the query heads, or the plan does not
     /// shard the layer by columns.
     pub fn new(in_dim: usize, heads: Heads, bias: bool, vb: &ShardedVarBuilder) -> Result<Self> {
-        let part = |parameter: &str, projection: usize, within: [usize; 2]| {
+        let stored = |parameter: &str, projection: usize, within: [usize; 2]| {
             let [rows, start] = within;
             let name = format!("{parameter}.{}", ["q", "k", "v"][projection]);
-            Part { name, within: Some(Within { of: parameter.into(), rows, start }) }
+            StoredName { name, within: Some(RowsOf { of: parameter.into(), rows, start }) }
         };
-        Self::build(in_dim, heads, bias, vb, part)
+        Self::build(in_dim, heads, bias, vb, stored)
     }
 
     /// Like [`new`](Self::new), with the parameters of three layers of these names: `q_proj.weight` and so on, as in
@@ -126,21 +126,21 @@ impl FusedQkv {
         names: [&str; 3],
         vb: &ShardedVarBuilder,
     ) -> Result<Self> {
-        let part = |parameter: &str, projection: usize, _| Part {
+        let stored = |parameter: &str, projection: usize, _| StoredName {
             name: format!("{}.{parameter}", names[projection]),
             within: None,
         };
-        Self::build(in_dim, heads, bias, vb, part)
+        Self::build(in_dim, heads, bias, vb, stored)
     }
 
-    /// Builds a layer. `part` returns the parameter of a name (`weight` or `bias`) and projection; it also gets the
+    /// Builds a layer. `stored` returns where the parameter is stored, of a name (`weight` or `bias`) and projection; it also gets the
     /// number of rows of all three, and of those before this one.
     fn build(
         in_dim: usize,
         heads: Heads,
         bias: bool,
         vb: &ShardedVarBuilder,
-        part: impl Fn(&str, usize, [usize; 2]) -> Part,
+        stored: impl Fn(&str, usize, [usize; 2]) -> StoredName,
     ) -> Result<Self> {
         let style = vb.style();
         let Heads { query, key_value, dim } = heads;
@@ -148,14 +148,17 @@ impl FusedQkv {
         let ranks = if at == Replicate { 1 } else { vb.mesh().shape()[style.axis] };
         let width = heads.width(ranks, 1, &style, vb)?;
         let group = query / key_value;
-        let shared = width.cut(ranks).iter().any(|piece| !piece.is_multiple_of(group * dim));
         let keys = Width::new(key_value, dim);
+        let sizes = style.cut(width, ranks);
+        // The keys of each rank are those of its queries.
+        let shared = sizes.iter().zip(style.cut(keys, ranks)).any(|(&queries, keys)| queries != keys * group);
         let rows = width.size() + 2 * keys.size();
         let projection = |i: usize, start: usize, width: Width| {
             let whole = shared && i > 0;
             let at = if whole { Replicate } else { at };
-            let weight = vb.part(&[width, in_dim.into()], part("weight", i, [rows, start]), init(in_dim), at, whole)?;
-            let bias = bias.then(|| vb.part(&[width], part("bias", i, [rows, start]), init(in_dim), at, whole));
+            let weight =
+                vb.part(&[width, in_dim.into()], stored("weight", i, [rows, start]), init(in_dim), at, whole)?;
+            let bias = bias.then(|| vb.part(&[width], stored("bias", i, [rows, start]), init(in_dim), at, whole));
             Ok::<_, Error>(Projection { weight, bias: bias.transpose()? })
         };
         let projections = [
@@ -208,23 +211,25 @@ impl FusedQkv {
     fn project_shared(&self, x: &DTensor, Projection { weight, bias }: &Projection, ranks: usize) -> Result<DTensor> {
         let Heads { query, key_value, dim } = self.heads;
         let (axis, group) = (self.style.axis, query / key_value);
+        let sizes = self.style.cut(self.width, ranks);
         let inputs: SmallVec<[&DTensor; 3]> = [x, weight].into_iter().chain(bias).collect();
-        let plan = || {
+        let op_spec = || {
             rules::check_meshes("project_shared", &inputs)?;
             let rows = |placement: Placement| matches!(placement, Shard(0 | 1));
             let mut out = x.targets();
             for (a, target) in out.iter_mut().enumerate().filter(|(a, target)| *a == axis || !rows(target.placement)) {
-                *target = if a == axis { Target::shard(2, &self.width.cut(ranks)) } else { Replicate.into() };
+                *target = if a == axis { Target::shard(2, &sizes) } else { Replicate.into() };
             }
             let mut input = out.clone();
             input[axis] = Replicate.into();
             let whole = out.iter().map(|_| Target::from(Replicate)).collect();
             let targets = [input].into_iter().chain(vec![whole; inputs.len() - 1]);
             let shape = Dims::from_slice(&[x.dims()[0], x.dims()[1], query * dim]);
-            Plan::laid(&inputs, targets, &out, &[(shape, x.dtype())])
+            OpSpec::laid(&inputs, targets, &out, &[(shape, x.dtype())])
         };
-        let attributes = [axis, query, key_value, dim];
-        let mut made = rules::run_planned("project_shared", &attributes, &inputs, plan, |x, out| {
+        let fixed = [axis, query, key_value, dim];
+        let attributes: Dims = fixed.into_iter().chain(sizes.iter().copied()).collect();
+        let mut made = rules::run_with("project_shared", &attributes, &inputs, op_spec, |x, out| {
             let held = &out[0].local_block()[2];
             let heads = held.start / dim..held.end / dim;
             let keys = heads.start / group..heads.end.div_ceil(group);

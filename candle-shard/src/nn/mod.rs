@@ -1,6 +1,5 @@
 //! Layers built under a plan. Each rank creates and holds only its shard.
 mod batch_norm;
-mod checkpoint;
 mod conv;
 mod draws;
 mod dropout;
@@ -13,21 +12,24 @@ mod kv_cache;
 mod linear;
 mod mode;
 mod module;
+mod moe;
 mod moved;
 mod norm;
 pub(crate) mod optim;
 mod parameters;
+mod place;
 mod prelu;
 mod quantized;
+mod recompute;
 mod rnn;
 mod sequence_cache;
 mod sequential;
+mod source;
 mod var_builder;
 
 pub use crate::autograd::backward;
 pub use crate::layout::Width;
 pub use batch_norm::{BatchNorm, batch_norm};
-pub use checkpoint::checkpoint;
 pub use conv::{
     Conv1d, Conv2d, ConvTranspose1d, ConvTranspose2d, conv_transpose1d, conv_transpose1d_no_bias, conv_transpose2d,
     conv_transpose2d_no_bias, conv1d, conv1d_no_bias, conv2d, conv2d_no_bias,
@@ -41,6 +43,7 @@ pub use kv_cache::{KvCache, RotatingKvCache};
 pub use linear::Linear;
 pub use mode::Mode;
 pub use module::{Module, ModuleT};
+pub use moe::{ExpertGroups, Load, MoE, MoEConfig, MoEOutput, Scores};
 pub use norm::{LayerNorm, RmsNorm, layer_norm_no_bias};
 pub use optim::{
     Adagrad, AdamW, AdjustLr, ElementOptimizer, Muon, Optimizer, ParamGroup, ParamsAdagrad, ParamsMuon, ParamsSgd, Sgd,
@@ -48,7 +51,9 @@ pub use optim::{
 pub use parameters::{Parameter, Parameters};
 pub use prelu::{PReLU, prelu};
 pub use quantized::{QuantizedEmbedding, QuantizedLinear, QuantizedQkv};
+pub use recompute::recompute;
 pub use rnn::{GRU, GRUState, LSTM, LSTMState, RNN, gru, lstm};
 pub use sequence_cache::SequenceCache;
 pub use sequential::{Sequential, seq};
-pub use var_builder::{Init, ShardedVarBuilder};
+pub use source::Init;
+pub use var_builder::ShardedVarBuilder;

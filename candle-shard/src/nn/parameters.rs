@@ -1,6 +1,6 @@
 //! The parameters that a model holds on this rank.
 use crate::autograd::counts;
-use crate::layout::Within;
+use crate::layout::RowsOf;
 use crate::{DTensor, Result, checkpoint};
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, Var};
@@ -18,7 +18,7 @@ pub struct Parameter {
     /// This rank's shard, for an optimizer.
     pub var: Var,
     /// The tensor in files that it is a part of, if files do not contain it by its name.
-    pub(crate) within: Option<Within>,
+    pub(crate) within: Option<RowsOf>,
 }
 
 impl Parameter {

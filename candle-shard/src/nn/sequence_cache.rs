@@ -30,7 +30,7 @@ const OP: &str = "SequenceCache";
 ///     cache.append(&of(1)?, &of(1)?)?;
 ///     let (k, v) = cache.keys_and_values()?;
 ///     assert_eq!((k.dims(), k.to_local().dims()), (&[1, 6, 2, 4][..], &[1, 3, 2, 4][..]));
-///     let attention = Attention { causal: true, key_order: Some(cache.order()?), ..Attention::default() };
+///     let attention = Attention::default().causal(true).key_order(cache.order()?);
 ///     assert_eq!(attention.of(&of(1)?, &k, &v)?.dims(), [1, 1, 2, 4]);
 ///     Ok(())
 /// })?;

@@ -1,11 +1,12 @@
 //! The builder of parameters: fresh or loaded, sharded as the plan says.
-use crate::agreement::alike;
-use crate::fsdp::{FullyShardOptions, Sharder, Unit};
-use crate::layout::{Part, Placement, Placements, Replicate, Spec, Within};
-use crate::nn::moved::Moved;
+use super::moved::Moved;
+use super::place::{AxisCut, Place};
+use super::source::{Init, Source, Wanted};
+use crate::fsdp::{Sharder, Unit};
+use crate::kernels::QuantizedMatrix;
+use crate::layout::{Placement, Placements, Replicate, RowsOf, Shard, Spec, StoredName};
 use crate::nn::{Parameter, Parameters, Width};
 use crate::parallel::{LayerKind, ModuleStyle, Plan};
-use crate::random::{Distribution, Stream, sample};
 use crate::{DTensor, Error, Result, Weights};
 use candle_core::{DType, Device, Shape, Tensor};
 use candle_dist::DeviceMesh;
@@ -14,22 +15,6 @@ use smallvec::SmallVec;
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-
-/// How a fresh parameter is initialized.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Init {
-    /// With one value.
-    Const(f64),
-    /// With random numbers that depend on the seed, the parameter's path and the global index of the element.
-    Random(Distribution),
-}
-
-enum Source {
-    Fresh,
-    Loaded(candle_nn::VarBuilder<'static>),
-    Stored(Arc<Weights>),
-    Moved(Moved),
-}
 
 struct Shared {
     source: Source,
@@ -70,15 +55,15 @@ struct Shared {
 #[derive(Clone)]
 pub struct ShardedVarBuilder {
     shared: Arc<Shared>,
-    path: Vec<String>,
+    pub(super) path: Vec<String>,
     /// Whether layers get parameters without gradients.
     frozen: bool,
     /// Whether quantized parameters are read as floats.
     dequantized: bool,
     /// Shards the parameters of units beyond the plan.
-    sharder: Option<Arc<Sharder>>,
+    pub(super) sharder: Option<Arc<Sharder>>,
     /// The unit that is being built.
-    unit: Option<Arc<Unit>>,
+    pub(super) unit: Option<Arc<Unit>>,
 }
 
 impl ShardedVarBuilder {
@@ -212,58 +197,11 @@ impl ShardedVarBuilder {
         Self { dequantized: true, ..self.clone() }
     }
 
-    /// Returns a builder that also shards the parameters of [`FullyShard`](crate::fsdp::FullyShard) units over the mesh
-    /// axis `axis`: each along its first dim that no inner axis shards.
-    ///
-    /// Other parameters stay whole on the axis: those outside of units, and those without such a dim, like a bias that
-    /// is sharded by columns where `axis` comes first. [`Parameters::reduce`] sums their gradients. Inputs of the model
-    /// are sharded by rows on the axis.
-    ///
-    /// # Errors
-    /// If the mesh has no such axis, it is the plan's axis, or the dtypes of the options are not floats.
-    pub fn fully_shard(&self, axis: &str, options: FullyShardOptions) -> Result<Self> {
-        let mesh = &self.shared.mesh;
-        let at = mesh.axis_index(axis)?;
-        if at == self.shared.plan.axis_index(mesh)? {
-            let of = format!("axis {axis:?} of {mesh} is the plan's");
-            return Err(Error::Plan(format!("{of}; shard fully over another, of size 1 for one of them if need be")));
-        }
-        if let Some(dtype) = [options.param_dtype, options.reduce_dtype].into_iter().flatten().find(|d| !d.is_float()) {
-            let name = dtype.as_str();
-            return Err(Error::Plan(format!(
-                "fully_shard computes in {name}, which is no float; use bf16, f16 or f32"
-            )));
-        }
-        let sharder = Arc::new(Sharder::new(at, mesh.axis_group(at)?, options));
-        Ok(Self { sharder: Some(sharder), unit: None, ..self.clone() })
-    }
-
-    /// Returns a builder for the parameters of a new unit, if the unit has anything to do.
-    pub(crate) fn unit(&self) -> (Self, Option<Arc<Unit>>) {
-        let has_to = |sharder: &&Arc<Sharder>| {
-            self.mesh().shape()[sharder.axis] > 1 || sharder.options.param_dtype.is_some_and(|d| d != self.dtype())
-        };
-        let unit = self.sharder.as_ref().filter(has_to).map(Sharder::unit);
-        (Self { unit: unit.clone(), ..self.clone() }, unit)
-    }
-
-    /// Checks that a weight of another layer is available when this one runs.
-    pub(super) fn check_shared(&self, weight: &DTensor) -> Result<()> {
-        let owner = self.sharder.as_ref().and_then(|sharder| sharder.owner(weight));
-        match (owner, &self.unit) {
-            (None, _) => Ok(()),
-            (Some(owner), Some(unit)) if Arc::ptr_eq(&owner, unit) => Ok(()),
-            _ => Err(Error::Plan(format!(
-                "{} shares a weight of another fully sharded unit; build both in one, or the weight outside of all",
-                self.path.join(".")
-            ))),
-        }
-    }
-
-    /// Returns the builder for the child module `name`.
+    /// Returns the builder for the child module `name`, which may be a dotted path: `pp("a.b")` is `pp("a").pp("b")`.
     pub fn pp(&self, name: impl ToString) -> Self {
         let mut path = self.path.clone();
-        path.push(name.to_string());
+        // Patterns of a plan match the parts of a path one by one.
+        path.extend(name.to_string().split('.').filter(|part| !part.is_empty()).map(str::to_string));
         Self { path, ..self.clone() }
     }
 
@@ -285,6 +223,16 @@ impl ShardedVarBuilder {
     /// Returns the mesh.
     pub fn mesh(&self) -> &DeviceMesh {
         &self.shared.mesh
+    }
+
+    /// Returns the same builder for the parameters of a unit.
+    pub(super) fn within(&self, sharder: Option<Arc<Sharder>>, unit: Option<Arc<Unit>>) -> Self {
+        Self { sharder, unit, ..self.clone() }
+    }
+
+    /// Returns the plan.
+    pub(super) fn plan(&self) -> &Plan {
+        &self.shared.plan
     }
 
     /// Returns the path of this module with `name` appended.
@@ -309,6 +257,14 @@ impl ShardedVarBuilder {
         self.shared.plan.style_of(&self.path, &self.shared.mesh, &mut matched)
     }
 
+    /// Returns the sizes of the shards of a dim on the plan's axis.
+    ///
+    /// # Errors
+    /// If the mesh has no such axis.
+    pub fn shard_sizes(&self, width: impl Into<Width>) -> Result<Dims> {
+        self.shared.plan.cut(width.into(), &self.shared.mesh)
+    }
+
     /// Creates the parameter `name` of this module: global `shape`, placed on the plan's axis as `placement` says.
     ///
     /// With `varying`, the gradient of a replicated parameter is left partial until [`Parameters::reduce`].
@@ -321,27 +277,49 @@ impl ShardedVarBuilder {
         varying: bool,
     ) -> Result<DTensor> {
         let dims: SmallVec<[Width; 4]> = shape.into().dims().iter().map(|&size| size.into()).collect();
-        self.build(&dims, name.into(), (init, None), placement, varying)
+        self.build(&dims, name.into(), (init, None), placement.into(), varying)
+    }
+
+    /// Creates the parameter `name` of this module, sharded as `cuts` say: an axis, the dim that it shards, and the
+    /// sizes of the shards if they are not the default ones. It is replicated on all other axes.
+    ///
+    /// # Errors
+    /// If the sizes do not cut the dim, or parameters are fully sharded over one of the axes.
+    pub(super) fn cut(&self, dims: &[usize], name: &str, init: Init, cuts: &[AxisCut]) -> Result<DTensor> {
+        let dims: SmallVec<[Width; 4]> = dims.iter().map(|&size| size.into()).collect();
+        let place = Place { cuts, ..Replicate.into() };
+        self.build(&dims, name.into(), (init, None), place, false)
     }
 
     /// Creates a vector that gets no gradient, such as running statistics. It is saved and loaded like a parameter.
     ///
     /// It is whole on the axis of fully sharded parameters: a layer must not write to a gathered copy.
     pub(super) fn buffer(&self, size: usize, name: &str, value: f64, placement: Placement) -> Result<DTensor> {
-        let outside = Self { frozen: true, sharder: None, unit: None, ..self.clone() };
-        Ok(outside.get(size, name, Init::Const(value), placement, false)?.into_made())
+        self.buffer_of(size, name, value, placement.into())
+    }
+
+    /// Like [`buffer`](Self::buffer), replicated, and in f32 for 16-bit parameters, for small steps.
+    pub(super) fn wide_buffer(&self, size: usize, name: &str, value: f64) -> Result<DTensor> {
+        let wide = matches!(self.dtype(), DType::F16 | DType::BF16).then_some(DType::F32);
+        self.buffer_of(size, name, value, Place { dtype: wide, ..Replicate.into() })
+    }
+
+    fn buffer_of(&self, size: usize, name: &str, value: f64, place: Place<'_>) -> Result<DTensor> {
+        let outside = Self { frozen: true, ..self.within(None, None) };
+        let init = (Init::Const(value), None);
+        Ok(outside.build(&[size.into()], name.into(), init, place, false)?.into_made())
     }
 
     /// Like [`get`](Self::get), sharded between units, and perhaps from some rows of a stored tensor.
     pub(super) fn part(
         &self,
         dims: &[Width],
-        part: Part,
+        stored: StoredName,
         init: Init,
         placement: Placement,
         varying: bool,
     ) -> Result<DTensor> {
-        self.build(dims, part, (init, None), placement, varying)
+        self.build(dims, stored, (init, None), placement.into(), varying)
     }
 
     /// Like [`get`](Self::get), for a table with an optional row of zeros in a fresh table.
@@ -353,67 +331,52 @@ impl ShardedVarBuilder {
         placement: Placement,
         varying: bool,
     ) -> Result<DTensor> {
-        self.build(&[rows.into(), width.into()], name.into(), init, placement, varying)
+        self.build(&[rows.into(), width.into()], name.into(), init, placement.into(), varying)
     }
 
     fn build(
         &self,
         dims: &[Width],
-        part: Part,
+        stored: StoredName,
         (init, zero_row): (Init, Option<usize>),
-        placement: Placement,
+        Place { placement, cuts, dtype }: Place<'_>,
         varying: bool,
     ) -> Result<DTensor> {
-        let Shared { mesh, dtype, device, .. } = &*self.shared;
-        let name = self.full_name(&part.name);
+        let Shared { mesh, device, .. } = &*self.shared;
+        let dtype = &dtype.unwrap_or(self.shared.dtype);
+        let name = self.full_name(&stored.name);
         let axis = self.shared.plan.axis_index(mesh)?;
         let mut placements: Placements =
             (0..mesh.ndim()).map(|a| if a == axis { placement } else { Replicate }).collect();
         let sharder = self.sharder.as_ref();
+        for &AxisCut { axis, dim, .. } in cuts {
+            if sharder.is_some_and(|sharder| sharder.axis == axis) {
+                let axis = &mesh.names()[axis];
+                let reason = format!("{name} is cut over axis {axis:?}, over which parameters are fully sharded");
+                return Err(Error::Plan(format!("{reason}; use two axes")));
+            }
+            placements[axis] = Shard(dim);
+        }
         let unit = sharder.zip(self.unit.as_ref()).and_then(|(sharder, unit)| {
             placements[sharder.axis] = sharder.placement(mesh, &placements, dims.len())?;
             Some(unit)
         });
         let shape: Dims = dims.iter().map(|width| width.size()).collect();
         let width = placement.shard_dim().and_then(|dim| dims.get(dim)).filter(|_| mesh.shape()[axis] > 1);
-        let sizes = width.map(|width| width.cut(mesh.shape()[axis]));
+        let sizes = width.map(|width| self.shard_sizes(*width)).transpose()?;
         let spec = Spec::new(mesh, &placements, shape.as_slice(), *dtype)?;
-        let spec = spec.with_sizes(axis, sizes.map(|sizes| sizes.as_slice().into()))?;
-        let within = part.within.map(|within| Within { of: self.full_name(&within.of), ..within });
-        let (of, whole, block) = match within.as_ref().filter(|_| !self.has(&name)) {
-            Some(within) => (within.of.as_str(), within.whole(&spec), within.block(&spec)),
-            None => (name.as_str(), shape, spec.local_block()),
-        };
-        let local = match (&self.shared.source, init) {
-            (Source::Loaded(vb), _) => {
-                let mut whole = vb.get(whole.as_slice(), of)?;
-                for (dim, range) in block.iter().enumerate() {
-                    whole = whole.narrow(dim, range.start, range.len())?;
-                }
-                whole.force_contiguous()?
-            }
-            (Source::Stored(weights), _) => {
-                weights.read_part(&name, within.as_ref(), &spec, device)?.to_local().clone()
-            }
-            (Source::Moved(moved), _) => {
-                let is_part = within.as_ref().is_some_and(|within| within.of == of);
-                let mut taken = moved.take(of, &whole, is_part)?;
-                alike("parallelize", &taken, mesh)?;
-                for (dim, range) in block.iter().enumerate() {
-                    taken = taken.narrow(dim, range.start, range.len())?;
-                }
-                taken.to_device(device)?.to_dtype(*dtype)?.force_contiguous()?
-            }
-            (Source::Fresh, Init::Const(value)) => {
-                Tensor::full(value, spec.local_shape().as_slice(), device)?.to_dtype(*dtype)?
-            }
-            (Source::Fresh, Init::Random(dist)) => {
-                sample(Stream::new(self.seed(), of), dist, &whole, &block, *dtype, device)?
-            }
-        };
+        let mut spec = spec.with_sizes(axis, sizes.map(|sizes| sizes.as_slice().into()))?;
+        for cut in cuts.iter().filter(|cut| cut.sizes.is_some()) {
+            spec = spec.with_sizes(cut.axis, cut.sizes.clone())?;
+        }
+        let within = stored.within.map(|within| RowsOf { of: self.full_name(&within.of), ..within });
+        let at = Wanted { name: &name, within: within.as_ref(), spec: &spec };
+        let local = self.shared.source.shard(&at, (init, self.seed()), device)?;
+        let rows = spec.local_block().first().cloned().unwrap_or_default();
         // Before the unit owns it: tensors that layers get have no memory of their own.
-        if let Some(row) = zero_row.filter(|row| self.is_fresh() && block[0].contains(row) && local.elem_count() > 0) {
-            local.narrow(0, row - block[0].start, 1)?.zero_set()?;
+        let is_fresh = self.shared.source.is_fresh();
+        if let Some(row) = zero_row.filter(|row| is_fresh && rows.contains(row) && local.elem_count() > 0) {
+            local.narrow(0, row - rows.start, 1)?.zero_set()?;
         }
         let (mut tensor, var) = DTensor::from_local_with_spec(local, spec)?.to_var()?;
         let mut whole = unit.map(|unit| unit.add(&tensor, &var, self.frozen)).transpose()?;
@@ -436,26 +399,6 @@ impl ShardedVarBuilder {
         Ok(whole.unwrap_or(tensor))
     }
 
-    /// Returns whether parameters become part of a fully sharded unit.
-    pub(super) fn is_in_unit(&self) -> bool {
-        self.unit.is_some()
-    }
-
-    /// Returns whether parameters are drawn, not read.
-    fn is_fresh(&self) -> bool {
-        matches!(self.shared.source, Source::Fresh)
-    }
-
-    /// Returns whether the source has a tensor of this full name.
-    fn has(&self, name: &str) -> bool {
-        match &self.shared.source {
-            Source::Fresh => false,
-            Source::Loaded(vb) => vb.contains_tensor(name),
-            Source::Stored(weights) => weights.shape(name).is_ok(),
-            Source::Moved(moved) => moved.has(name),
-        }
-    }
-
     /// Returns the files that parameters are read from, if they are.
     pub(super) fn stored(&self) -> Option<&Arc<Weights>> {
         match &self.shared.source {
@@ -466,13 +409,13 @@ impl ShardedVarBuilder {
 
     /// Returns the number of columns in a block of the parameter `name` of this module, if files store it quantized;
     /// `None` if its elements are stored one by one, do not come from files, or are [read as
-    /// floats](Self::dequantized).
+    /// floats](Self::dequantized), and for blocks that are [no weights](crate::kernels::QuantizedMatrix::takes).
     ///
     /// Layers like [`QuantizedLinear`](crate::nn::QuantizedLinear) keep such a parameter as it is stored; all other
     /// layers hold the floats that it stands for.
     pub fn quantized_block(&self, name: &str) -> Option<usize> {
         let dtype = self.stored().filter(|_| !self.dequantized)?.quantized_dtype(&self.full_name(name)).ok()??;
-        Some(dtype.block_size())
+        QuantizedMatrix::takes(dtype).then(|| dtype.block_size())
     }
 
     /// Returns the bytes of the weights on this rank that stay quantized. They are no [parameters](Self::finish).

@@ -77,7 +77,7 @@ impl DTensor {
     /// If shapes or dtypes do not agree.
     #[track_caller]
     pub fn flash_attn(&self, key: &Self, value: &Self, scale: f64, causal: bool) -> Result<Self> {
-        Attention { scale: Some(scale), causal, ..Attention::default() }.of(self, key, value)
+        Attention::default().scale(scale).causal(causal).of(self, key, value)
     }
 
     /// Attention with a mask: `softmax(query · keyᵀ · scale + mask) · value`. The default scale is `1/√dim`.

@@ -100,7 +100,7 @@ impl DTensor {
     pub fn embedding_renorm(&self, ids: &Self, max_norm: f64, norm_type: f64) -> Result<()> {
         const OP: &str = "embedding_renorm";
         self.check_table(OP)?;
-        let options = EmbeddingOptions { max_norm: Some(max_norm), norm_type, ..Default::default() };
+        let options = EmbeddingOptions::default().max_norm(max_norm).norm_type(norm_type);
         let lookup = options.checked(self.dims()[0]).or_else(|reason| Error::op(OP, reason))?;
         lookup.renorm.iter().try_for_each(|limit| self.limit_norms(OP, ids, limit))
     }

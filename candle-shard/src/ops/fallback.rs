@@ -22,7 +22,7 @@ impl DTensor {
         if inputs.is_empty() {
             return Error::op(op, "no inputs; give at least one");
         }
-        // The caller chooses the name; the first attribute keeps its plans apart from those of a built-in op of that
+        // The caller chooses the name; the first attribute keeps its op specs apart from those of a built-in op of that
         // name.
         let attributes: Vec<usize> = [usize::MAX, dtype as usize].into_iter().chain(shape.iter().copied()).collect();
         let signature = || Ok(Signature::new(Rows::new(), shape, dtype));

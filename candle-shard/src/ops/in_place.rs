@@ -3,7 +3,7 @@ use super::slice::{overlaps, within};
 use crate::autograd::counts::parameters_change;
 use crate::layout::{Replicate, Shard};
 use crate::redistribute::{Target, Targets};
-use crate::rules::{self, Plan, check_meshes};
+use crate::rules::{self, OpSpec, check_meshes};
 use crate::{DTensor, Error, Result};
 use candle_core::scalar::Scalar;
 use candle_core::shape::Dim;
@@ -78,9 +78,9 @@ impl DTensor {
         self.check_writable(OP)?;
         let part = offset..offset.saturating_add(src.dims().get(dim).copied().unwrap_or(0));
         let (target, src) = (self.detach(), src.detach());
-        let plan = || target.slice_set_plan(&src, dim, &part);
+        let op_spec = || target.slice_set_op_spec(&src, dim, &part);
         self.written();
-        rules::run_planned(OP, &[dim, offset], &[&target, &src], plan, |x, _| {
+        rules::run_with(OP, &[dim, offset], &[&target, &src], op_spec, |x, _| {
             let (memory, src) = (x[0].to_local(), x[1].to_local());
             let held = &x[0].spec().local_block()[dim];
             let own = within(held, &part);
@@ -95,7 +95,7 @@ impl DTensor {
         Ok(())
     }
 
-    fn slice_set_plan(&self, src: &Self, dim: usize, part: &Range<usize>) -> Result<Plan> {
+    fn slice_set_op_spec(&self, src: &Self, dim: usize, part: &Range<usize>) -> Result<OpSpec> {
         check_meshes("slice_set", &[self, src])?;
         self.check_fits("slice_set", src, dim, part)?;
         let base = self.targets();
@@ -112,7 +112,7 @@ impl DTensor {
                 _ => target.clone(),
             })
             .collect();
-        Plan::laid(&[self, src], [base.clone(), piece], &base, &[(Dims::from_slice(self.dims()), self.dtype())])
+        OpSpec::laid(&[self, src], [base.clone(), piece], &base, &[(Dims::from_slice(self.dims()), self.dtype())])
     }
 
     /// Sets the elements at `indexes` of a dim to those of `src` in place, without a gradient; see

@@ -4,7 +4,7 @@
 use super::extreme::nans;
 use super::rowwise::rows;
 use crate::layout::{Shard, Spec};
-use crate::rules::{self, Plan, Row, Signature};
+use crate::rules::{self, OpSpec, Row, Signature};
 use crate::strict::inherent;
 use crate::{DTensor, Error, Result};
 use candle_core::{D, DType, Tensor};
@@ -97,8 +97,8 @@ impl DTensor {
                 })
                 .map(Spec::shared)
         };
-        let plan = || Ok(Plan::in_place(&[self], smallvec![spec(self.dtype())?, spec(DType::U32)?]));
-        let made = rules::run_planned("topk_of_pieces", &[k], &[self], plan, |x, out| {
+        let op_spec = || Ok(OpSpec::in_place(&[self], smallvec![spec(self.dtype())?, spec(DType::U32)?]));
+        let made = rules::run_with("topk_of_pieces", &[k], &[self], op_spec, |x, out| {
             let (start, x) = (x[0].spec().local_block()[last].start, x[0].to_local());
             let have = x.dim(last)?.min(k);
             if have == 0 {

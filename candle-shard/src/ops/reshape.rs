@@ -1,8 +1,8 @@
 //! Reshape. Shards of dims that split or merge stay in place where rows allow it.
 use crate::layout::{Replicate, Shard, Sizes, Spec, chunk_sizes};
 use crate::redistribute::Targets;
-use crate::rules::{self, Plan};
-use crate::{DTensor, Error, Result};
+use crate::rules::{self, OpSpec};
+use crate::{DTensor, Error, Result, kernels};
 use candle_core::shape::ShapeWithOneHole;
 use candle_dist::backend::Dims;
 use smallvec::smallvec;
@@ -21,15 +21,15 @@ impl DTensor {
             Ok(shape) => return self.no_reshape(format!("{:?} has another number of elements", shape.dims())),
             Err(error) => return self.no_reshape(error.to_string()),
         };
-        let mut made = rules::run_planned(
+        let mut made = rules::run_with(
             "reshape",
             shape.dims(),
             &[self],
             || {
-                let ReshapePlan { targets, out } = ReshapePlan::new(self, shape.dims());
-                Plan::laid(&[self], [targets], &out, &[(Dims::from_slice(shape.dims()), self.dtype())])
+                let ReshapeLayouts { targets, out } = ReshapeLayouts::new(self, shape.dims());
+                OpSpec::laid(&[self], [targets], &out, &[(Dims::from_slice(shape.dims()), self.dtype())])
             },
-            |x, out| Ok(smallvec![x[0].to_local().reshape(out[0].local_shape().as_slice())?]),
+            |x, out| Ok(smallvec![kernels::reshape(x[0].to_local(), out[0].local_shape().as_slice())?]),
         )?;
         Ok(made.remove(0).aliasing(self))
     }
@@ -41,15 +41,15 @@ impl DTensor {
 }
 
 /// The target of each axis before the local reshape, and its placement after it.
-struct ReshapePlan {
+struct ReshapeLayouts {
     targets: Targets,
     out: Targets,
 }
 
-impl ReshapePlan {
+impl ReshapeLayouts {
     fn new(x: &DTensor, to: &[usize]) -> Self {
         let spec = x.spec();
-        let mut plan = Self { targets: x.targets(), out: spec.placements().iter().map(|&p| p.into()).collect() };
+        let mut layouts = Self { targets: x.targets(), out: spec.placements().iter().map(|&p| p.into()).collect() };
         for dim in 0..spec.dims().len() {
             let axes: Vec<usize> = x.sharded_axes(dim).collect();
             // Several axes stay on a dim that is unchanged or cut evenly; otherwise only the outermost may stay.
@@ -60,18 +60,18 @@ impl ReshapePlan {
                 .find_map(|way| carry(spec, to, dim, way).map(|carried| (way.len(), carried)));
             let kept = carried.as_ref().map_or(0, |(kept, _)| *kept);
             for &axis in &axes[kept..] {
-                plan.targets[axis] = Replicate.into();
-                plan.out[axis] = Replicate.into();
+                layouts.targets[axis] = Replicate.into();
+                layouts.out[axis] = Replicate.into();
             }
             if let Some((_, (out_dim, in_sizes, out_sizes))) = carried {
                 for &axis in &axes[..kept] {
-                    plan.out[axis] = Shard(out_dim).into();
+                    layouts.out[axis] = Shard(out_dim).into();
                 }
-                plan.targets[axes[0]].sizes = in_sizes;
-                plan.out[axes[0]].sizes = out_sizes;
+                layouts.targets[axes[0]].sizes = in_sizes;
+                layouts.out[axes[0]].sizes = out_sizes;
             }
         }
-        plan
+        layouts
     }
 }
 

@@ -1,6 +1,6 @@
 //! Cumulative sums. Each rank sums its shard of a sharded dim and adds the total of the shards before it.
 use crate::layout::{Partial, Placement, Replicate, Shard};
-use crate::rules::{self, Plan, Row, Rows, Signature};
+use crate::rules::{self, OpSpec, Row, Rows, Signature};
 use crate::{DTensor, Result};
 use candle_core::shape::Dim;
 use candle_core::{Shape, Tensor};
@@ -30,8 +30,8 @@ impl DTensor {
         let x = rules::lay_out("cumsum", self, linear)?;
         let starts = x.sums_before(dim)?;
         // All of this is linear, so every axis stays as it is.
-        let plan = || Ok(Plan::in_place(&[&x, &starts], smallvec![x.shared_spec().clone()]));
-        let mut made = rules::run_planned("cumsum", &[dim], &[&x, &starts], plan, |x, _| {
+        let op_spec = || Ok(OpSpec::in_place(&[&x, &starts], smallvec![x.shared_spec().clone()]));
+        let mut made = rules::run_with("cumsum", &[dim], &[&x, &starts], op_spec, |x, _| {
             Ok(smallvec![running_sum(x[0].to_local(), dim)?.broadcast_add(x[1].to_local())?])
         })?;
         Ok(made.remove(0))

@@ -3,7 +3,7 @@
 //! A slice of a sharded dim has explicit sizes. If several axes shard the dim, the inner ones are gathered.
 use crate::layout::{Partial, Replicate, Shard, Spec};
 use crate::redistribute::{Target, Targets};
-use crate::rules::{self, Plan, check_meshes};
+use crate::rules::{self, OpSpec, check_meshes};
 use crate::{DTensor, Error, Result};
 use candle_core::shape::Dim;
 use candle_core::{Shape, Tensor};
@@ -95,8 +95,8 @@ impl DTensor {
         let dim = dim.to_index(&Shape::from(self.dims()), "slice_scatter")?;
         let len = src.dims().get(dim).copied().unwrap_or(0);
         let part = start..start.saturating_add(len);
-        let plan = || self.slice_scatter_plan(src, dim, &part);
-        let mut made = rules::run_planned("slice_scatter", &[dim, start], &[self, src], plan, |x, _| {
+        let op_spec = || self.slice_scatter_op_spec(src, dim, &part);
+        let mut made = rules::run_with("slice_scatter", &[dim, start], &[self, src], op_spec, |x, _| {
             let held = &x[0].spec().local_block()[dim];
             let (base, src) = (x[0].to_local(), x[1].to_local());
             let own = within(held, &part);
@@ -160,7 +160,7 @@ impl DTensor {
     }
 
     #[track_caller]
-    fn slice_scatter_plan(&self, src: &Self, dim: usize, part: &Range<usize>) -> Result<Plan> {
+    fn slice_scatter_op_spec(&self, src: &Self, dim: usize, part: &Range<usize>) -> Result<OpSpec> {
         check_meshes("slice_scatter", &[self, src])?;
         self.check_fits("slice_scatter", src, dim, part)?;
         let outermost = self.sharded_axes(dim).next();
@@ -180,7 +180,7 @@ impl DTensor {
             });
         }
         let out = base.clone();
-        Plan::laid(&[self, src], [base, piece], &out, &[(Dims::from_slice(self.dims()), self.dtype())])
+        OpSpec::laid(&[self, src], [base, piece], &out, &[(Dims::from_slice(self.dims()), self.dtype())])
     }
 
     /// Runs an op that changes the size of dim `attributes[0]`. Shards stay on their ranks.
@@ -194,7 +194,7 @@ impl DTensor {
         local: impl FnOnce(&DTensor, &Spec) -> Result<Tensor>,
     ) -> Result<Self> {
         let dim = attributes[0];
-        let plan = || {
+        let op_spec = || {
             let mut targets = self.targets();
             let mut out = self.targets();
             for (i, axis) in self.sharded_axes(dim).enumerate() {
@@ -206,10 +206,10 @@ impl DTensor {
             }
             let mut shape = Dims::from_slice(self.dims());
             shape[dim] = sizes(&[self.dims()[dim]])[0];
-            Plan::laid(&[self], [targets], &out, &[(shape, self.dtype())])
+            OpSpec::laid(&[self], [targets], &out, &[(shape, self.dtype())])
         };
         let mut made =
-            rules::run_planned(op, &attributes, &[self], plan, |x, outs| Ok(smallvec![local(&x[0], &outs[0])?]))?;
+            rules::run_with(op, &attributes, &[self], op_spec, |x, outs| Ok(smallvec![local(&x[0], &outs[0])?]))?;
         // Some ranks return their shard unchanged, others a slice of it. Cached views must be alike on all ranks.
         Ok(made.remove(0).aliasing(self))
     }

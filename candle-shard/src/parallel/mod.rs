@@ -4,8 +4,11 @@
 //! it shards and moves the weights; the model's code stays the same. A linear layer, an embedding or a norm accepts a
 //! plain tensor by candle's `Module`, as `x.apply(&layer)`, and returns one: this rank's shard if the style shards the
 //! output, otherwise the whole tensor. So a module between two sharded layers may be plain candle code, and so may the
-//! whole model. [`forward`](crate::nn::Linear::forward) of a `DTensor` returns a `DTensor`. The choice between the two
-//! is PyTorch's `use_local_output`.
+//! whole model. [`forward`](crate::nn::Linear::forward) of a `DTensor` returns a `DTensor`.
+//!
+//! PyTorch's `use_local_output` says whether code after a layer sees the rank's part or a DTensor with global sizes. Here
+//! the type of the input decides that. For plain tensors a style also has the field `use_local_output`, true by default:
+//! if it is false, the plain output is the whole tensor, gathered, so that the code after it sees global sizes.
 //!
 //! ```
 //! use candle_core::{DType, Device::Cpu, Module, Tensor};
@@ -51,10 +54,12 @@ mod module;
 pub(crate) mod pattern;
 pub(crate) mod plain;
 mod plan;
+mod shares;
 mod style;
 
 pub use module::{LayerKind, Layout, ModuleStyle};
 pub use plan::Plan;
+pub use shares::Shares;
 pub use style::{
     ColwiseParallel, PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput, RowwiseParallel,
     SequenceParallel, Style,

@@ -1,11 +1,14 @@
 //! The style of one module of a model, and how the module applies it.
+use super::shares::{Shares, cut};
 use super::style::{ColwiseParallel, Style};
-use crate::layout::{Axes, Placement, Replicate, Shard};
+use crate::layout::{Axes, Placement, Replicate, Shard, Width};
 use crate::redistribute::{Target, Targets};
 use crate::{DTensor, Error, Result};
+use candle_dist::backend::Dims;
 
 /// The kinds of layers that a style can be applied to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum LayerKind {
     /// `weight` `[out, in]`, `bias` `[out]`.
     Linear,
@@ -21,6 +24,8 @@ pub enum LayerKind {
     ConvTranspose,
     /// `weight` `[channels]`, `bias` `[channels]`; inputs and outputs have their channels in dim 1.
     Channels,
+    /// Weights `[gates · hidden, ..]` and biases `[gates · hidden]`; outputs have the hidden units in dim 1.
+    Recurrent,
     /// A module of other layers, without parameters of its own.
     Module,
 }
@@ -45,15 +50,22 @@ pub struct ModuleStyle {
     pub(super) style: Option<Style>,
     /// The axis of the mesh that the plan is for.
     pub(crate) axis: usize,
+    /// The shares of the ranks of this axis, if they are unlike.
+    pub(super) shares: Option<Shares>,
 }
 
 impl ModuleStyle {
+    /// Returns the sizes of the shards of a dim on `ranks` ranks of the plan's axis.
+    pub(crate) fn cut(&self, width: Width, ranks: usize) -> Dims {
+        cut(self.shares.as_ref(), width, ranks)
+    }
+
     /// Returns the placements of the parameters of a layer of this kind.
     ///
     /// # Errors
     /// If the style does not apply to the kind.
     pub fn layout(&self, kind: LayerKind) -> Result<Layout> {
-        use LayerKind::{Channels, Conv, ConvTranspose, Embedding, FusedQkv, Linear, Module, Norm};
+        use LayerKind::{Channels, Conv, ConvTranspose, Embedding, FusedQkv, Linear, Module, Norm, Recurrent};
         let fixed = |weight, bias| Layout { weight, bias, varying: false, varying_bias: false };
         let whole = fixed(Replicate, Replicate);
         match (&self.style, kind) {
@@ -62,9 +74,9 @@ impl ModuleStyle {
             (Some(Style::PrepareInputOutput(_)), Linear | Norm | Module) => Ok(whole),
             (
                 Some(Style::PrepareInput(_) | Style::PrepareOutput(_) | Style::PrepareInputOutput(_)),
-                Conv | ConvTranspose | Channels,
+                Conv | ConvTranspose | Channels | Recurrent,
             ) => Ok(whole),
-            (Some(Style::Colwise(_)), Linear | FusedQkv | Conv | Channels) => Ok(fixed(Shard(0), Shard(0))),
+            (Some(Style::Colwise(_)), Linear | FusedQkv | Conv | Channels | Recurrent) => Ok(fixed(Shard(0), Shard(0))),
             (Some(Style::Colwise(_)), ConvTranspose) => Ok(fixed(Shard(1), Shard(0))),
             (Some(Style::Colwise(_)), Embedding) => Ok(fixed(Shard(1), Replicate)),
             (Some(Style::Rowwise(style)), Linear | Conv | ConvTranspose) => {
@@ -78,8 +90,7 @@ impl ModuleStyle {
             (Some(style), kind) => {
                 let fit = match kind {
                     Linear | Conv | ConvTranspose => "ColwiseParallel or RowwiseParallel",
-                    Channels => "ColwiseParallel",
-                    FusedQkv => "ColwiseParallel",
+                    Channels | FusedQkv | Recurrent => "ColwiseParallel",
                     Embedding => "ColwiseParallel, RowwiseParallel or SequenceParallel",
                     Norm => "SequenceParallel",
                     Module => "a PrepareModule style, or name its layers",

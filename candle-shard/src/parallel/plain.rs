@@ -9,7 +9,7 @@ use candle_dist::DeviceMesh;
 use itertools::Itertools;
 
 impl ModuleStyle {
-    /// Applies `f` to a plain input and returns a plain tensor: PyTorch's `use_local_output`.
+    /// Applies `f` to a plain input and returns a plain tensor: this rank's part, or the whole one.
     ///
     /// The style says how the input is laid out. `known` are the sizes of the shards of its last dim on the plan's
     /// axis; if `None`, the ranks exchange them.
@@ -21,7 +21,7 @@ impl ModuleStyle {
         f: impl FnOnce(&DTensor) -> Result<DTensor>,
     ) -> Result<Tensor> {
         let x = self.spread(mesh, x, self.plain_input(x.rank(), known.is_some()), known)?;
-        self.local(&f(&x)?)
+        self.local(&f(&x)?, self.style.as_ref().is_none_or(Style::has_local_outputs))
     }
 
     /// Like [`inputs`](Self::inputs), from and to plain tensors, which are laid out as the style's `layouts` say.
@@ -31,7 +31,7 @@ impl ModuleStyle {
     /// axes.
     pub fn plain_inputs<const N: usize>(&self, mesh: &DeviceMesh, x: [&Tensor; N]) -> Result<[Tensor; N]> {
         let x = self.spread_all(mesh, x, self.style.as_ref().map_or(&[], Style::plain_inputs))?;
-        self.all_local(self.inputs(x.each_ref())?)
+        self.all_local(self.inputs(x.each_ref())?, self.style.as_ref().is_none_or(Style::has_local_inputs))
     }
 
     /// Like [`outputs`](Self::outputs), from and to plain tensors, which are laid out as the style's `layouts` say.
@@ -40,7 +40,7 @@ impl ModuleStyle {
     /// Those of [`plain_inputs`](Self::plain_inputs).
     pub fn plain_outputs<const N: usize>(&self, mesh: &DeviceMesh, y: [&Tensor; N]) -> Result<[Tensor; N]> {
         let y = self.spread_all(mesh, y, self.style.as_ref().map_or(&[], Style::plain_outputs))?;
-        self.all_local(self.outputs(y.each_ref())?)
+        self.all_local(self.outputs(y.each_ref())?, self.style.as_ref().is_none_or(Style::has_local_outputs))
     }
 
     fn spread_all<const N: usize>(
@@ -55,12 +55,17 @@ impl ModuleStyle {
         array(spread)
     }
 
-    fn all_local<const N: usize>(&self, y: [DTensor; N]) -> Result<[Tensor; N]> {
-        array(y.iter().map(|y| self.local(y)).collect::<Result<Vec<_>>>()?)
+    fn all_local<const N: usize>(&self, y: [DTensor; N], is_local: bool) -> Result<[Tensor; N]> {
+        array(y.iter().map(|y| self.local(y, is_local)).collect::<Result<Vec<_>>>()?)
     }
 
-    /// Returns this rank's part. Its gradient is that of a shard, or equal on all ranks.
-    fn local(&self, y: &DTensor) -> Result<Tensor> {
+    /// Returns this rank's part, or the whole tensor. Its gradient is that of a shard, or equal on all ranks.
+    fn local(&self, y: &DTensor, is_local: bool) -> Result<Tensor> {
+        let y = match is_local {
+            true => y.clone(),
+            false => y.placed(|axis, placement| if axis == self.axis { Replicate } else { placement })?,
+        };
+        let y = &y;
         self.check_whole("gives", y)?;
         let gradient = y.placements().iter().map(|at| if matches!(at, Shard(_)) { *at } else { Replicate });
         y.to_local_with_grad(&gradient.collect_vec())

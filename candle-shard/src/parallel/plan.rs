@@ -1,9 +1,12 @@
 //! Plans: styles of modules, by path pattern.
 use super::module::ModuleStyle;
 use super::pattern::Pattern;
+use super::shares::{Shares, cut};
 use super::style::Style;
+use crate::layout::Width;
 use crate::{Error, Result};
 use candle_dist::DeviceMesh;
+use candle_dist::backend::Dims;
 use itertools::Itertools;
 use std::collections::BTreeSet;
 use std::fmt;
@@ -26,6 +29,7 @@ use std::fmt;
 pub struct Plan {
     axis: String,
     entries: Vec<Entry>,
+    shares: Option<Shares>,
 }
 
 #[derive(Clone, Debug)]
@@ -37,13 +41,26 @@ struct Entry {
 impl Plan {
     /// Creates a plan for the mesh axis `axis` in which every module is replicated.
     pub fn new(axis: impl Into<String>) -> Self {
-        Self { axis: axis.into(), entries: Vec::new() }
+        Self { axis: axis.into(), entries: Vec::new(), shares: None }
     }
 
     /// Adds a style for the modules that `pattern` matches.
     pub fn with(mut self, pattern: impl Into<String>, style: impl Into<Style>) -> Self {
         self.entries.push(Entry { pattern: Pattern::new(pattern), style: style.into() });
         self
+    }
+
+    /// Cuts the dims of layers in these shares of the ranks, instead of evenly.
+    ///
+    /// The experts of [`MoE`](crate::nn::MoE) have sizes of their own, and the state of a recurrent layer begins in even shards.
+    pub fn with_shares(mut self, shares: impl Into<Option<Shares>>) -> Self {
+        self.shares = shares.into();
+        self
+    }
+
+    /// Returns the sizes of the shards of a dim on the axis.
+    pub(crate) fn cut(&self, width: Width, mesh: &DeviceMesh) -> Result<Dims> {
+        Ok(cut(self.shares.as_ref(), width, mesh.shape()[self.axis_index(mesh)?]))
     }
 
     /// Returns the name of the axis.
@@ -57,7 +74,13 @@ impl Plan {
 
     /// Checks everything that does not depend on the model.
     pub(crate) fn check(&self, mesh: &DeviceMesh) -> Result<()> {
-        self.axis_index(mesh)?;
+        let ranks = mesh.shape()[self.axis_index(mesh)?];
+        if let Some(shares) = self.shares.as_ref().filter(|shares| shares.ranks() != ranks) {
+            let (axis, count) = (&self.axis, shares.ranks());
+            return Err(Error::Plan(format!(
+                "the shares {shares} are for {count} ranks, and axis {axis:?} has {ranks}; give a share for each rank"
+            )));
+        }
         self.entries.iter().try_for_each(|entry| entry.style.check(entry.pattern.text()))
     }
 
@@ -71,7 +94,8 @@ impl Plan {
             }
         }
         // The builder has checked that the axis exists.
-        ModuleStyle { path: path.join("."), style: style.cloned(), axis: self.axis_index(mesh).unwrap_or(0) }
+        let (axis, shares) = (self.axis_index(mesh).unwrap_or(0), self.shares.clone());
+        ModuleStyle { path: path.join("."), style: style.cloned(), axis, shares }
     }
 
     /// Returns an error that names patterns without a matching module.
@@ -91,6 +115,9 @@ impl Plan {
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "plan for axis {:?}", self.axis)?;
+        if let Some(shares) = &self.shares {
+            write!(f, " in shares {shares}")?;
+        }
         for entry in &self.entries {
             write!(f, "\n  {}: {:?}", entry.pattern, entry.style)?;
         }

@@ -8,14 +8,14 @@ use crate::layout::{Axes, Placements, Replicate};
 pub(crate) fn conversion(input: &DTensor, moves: &[Move], sums: Axes) -> Conversion {
     let spec = moves.last().map_or(input.shared_spec(), |last| &last.spec);
     let sums = (0..spec.mesh().ndim()).filter(|&axis| sums & (1 << axis) != 0 && spec.placements()[axis] == Replicate);
-    let sent = moves.iter().filter(|step| step.communicates());
-    let text = |step: &Move| format!("{} over {}: {} bytes received", step.name(), step.axis_names(), step.received);
+    let sent = moves.iter().filter(|next| next.communicates());
+    let text = |next: &Move| format!("{} over {}: {} bytes received", next.name(), next.axis_names(), next.received);
     Conversion {
         input: input.spec().to_string(),
         from: Placements::from_slice(input.placements()),
         to: Placements::from_slice(spec.placements()),
         moves: sent.map(text).collect(),
-        bytes: moves.iter().map(|step| step.bytes).sum(),
+        bytes: moves.iter().map(|next| next.bytes).sum(),
         gradient_sums: sums.map(|axis| spec.mesh().names()[axis].clone()).collect(),
         laid_out: spec.to_string(),
     }

@@ -1,6 +1,6 @@
 //! Moves a tensor from one layout to another, gradient included.
 //!
-//! `table.rs` defines the steps and their costs; `moves.rs` orders them. They derive the moves of an op's plan or of
+//! `table.rs` defines the transforms and their costs; `moves.rs` orders them. They derive the moves of an op's spec or of
 //! [`DTensor::redistribute`] only from the layouts; this file runs them.
 //!
 //! Gathers for varying uses and sums of partials are kept with a tracked tensor, so that several uses share them.
@@ -20,17 +20,17 @@ pub(crate) use conversion::conversion;
 use moves::How;
 pub(crate) use moves::{Move, Moves, moves};
 use smallvec::SmallVec;
-use table::Kind;
+use table::Transform;
 pub(crate) use table::cost;
 pub(crate) use target::{Target, Targets};
 
 impl DTensor {
     /// Redistributes the tensor to another layout, with one placement per axis.
     ///
-    /// Communicates only what the step table requires; if the tensor already has the layout, the call is free.
+    /// Communicates only what the table of transforms requires; if the tensor already has the layout, the call is free.
     ///
     /// # Errors
-    /// If the placements do not fit the tensor, or the step table cannot produce a partial placement.
+    /// If the placements do not fit the tensor, or the table of transforms cannot produce a partial placement.
     pub fn redistribute(&self, placements: &[Placement]) -> Result<Self> {
         self.spec().derive(placements, self.dims())?;
         self.to_targets(&placements.iter().map(|&p| Target::from(p)).collect::<Targets>(), 0)
@@ -52,42 +52,42 @@ impl DTensor {
         if moves.is_empty() {
             return Ok(self.clone());
         }
-        let mut step = explain::open("redistribute");
-        if let Some(step) = &mut step {
-            step.note([conversion(self, &moves, 0)], moves.last().map(|last| &last.spec));
+        let mut explained = explain::open("redistribute");
+        if let Some(explained) = &mut explained {
+            explained.note([conversion(self, &moves, 0)], moves.last().map(|last| &last.spec));
         }
         let moved = self.moved(&moves);
-        if let Some(step) = &mut step {
-            step.laid_out();
+        if let Some(explained) = &mut explained {
+            explained.laid_out();
         }
         moved
     }
 
     /// Runs these moves, which were derived for a tensor with the same layout.
     pub(crate) fn moved(&self, moves: &[Move]) -> Result<Self> {
-        moves.iter().try_fold(self.clone(), |at, step| at.take_step(step))
+        moves.iter().try_fold(self.clone(), |at, next| at.take_move(next))
     }
 
-    fn take_step(&self, step: &Move) -> Result<Self> {
-        let kind = match step.how {
+    fn take_move(&self, next: &Move) -> Result<Self> {
+        let transform = match next.how {
             How::Rename => {
-                let renamed = Self::assemble(self.to_local().clone(), step.spec.clone(), step.varying);
+                let renamed = Self::assemble(self.to_local().clone(), next.spec.clone(), next.varying);
                 return Ok(renamed.made_locally_of(self).aliasing(self));
             }
-            How::View => return self.varying_view(step.axes[0]),
-            How::Step(kind) => kind,
+            How::View => return self.varying_view(next.axes[0]),
+            How::Row(transform) => transform,
         };
         let make = || {
-            let way = (self.spec(), &*step.spec);
-            let local = kind.run(self.to_local(), way, &step.axes, &self.group_of(&step.axes)?)?;
-            let made = Self::assemble(local, step.spec.clone(), step.varying);
-            Ok(match (kind, &step.axes[..]) {
-                (Kind::Gather { varying: false }, &[axis]) => made.gathered_from(self, axis),
+            let way = (self.spec(), &*next.spec);
+            let local = transform.run(self.to_local(), way, &next.axes, &self.group_of(&next.axes)?)?;
+            let made = Self::assemble(local, next.spec.clone(), next.varying);
+            Ok(match (transform, &next.axes[..]) {
+                (Transform::Gather { varying: false }, &[axis]) => made.gathered_from(self, axis),
                 _ => made,
             })
         };
-        let to = step.spec.placements()[step.axes[0]];
-        if step.kept { self.kept_step((axes_of(&step.axes), to, step.varying), make) } else { make() }
+        let to = next.spec.placements()[next.axes[0]];
+        if next.kept { self.kept_move((axes_of(&next.axes), to, next.varying), make) } else { make() }
     }
 
     /// Returns the group of ranks whose coordinates differ only on these axes.

@@ -1,8 +1,8 @@
-//! The order of the steps from one layout to another, derived only from the layouts.
+//! The order of the moves from one layout to another, derived only from the layouts.
 //!
-//! Shards are gathered from the inner axis outwards and cut from the outer axis inwards, so that at every step an axis
-//! cuts the part that the outer axes leave. Several axes with the same change share one step.
-use super::table::{Kind, MovedAxes};
+//! Shards are gathered from the inner axis outwards and cut from the outer axis inwards, so that at every move an axis
+//! cuts the part that the outer axes leave. Several axes with the same change share one move.
+use super::table::{MovedAxes, Transform};
 use super::target::Target;
 use crate::layout::{Axes, Partial, Placement, Replicate, Shard, Spec, axes_of};
 use crate::{DTensor, Error, Result};
@@ -10,17 +10,17 @@ use candle_dist::ReduceOp;
 use smallvec::{SmallVec, smallvec};
 use std::sync::Arc;
 
-/// A step from one layout to the next.
+/// A move from one layout to the next.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Move {
     pub(super) axes: MovedAxes,
     pub(super) how: How,
-    /// The layout after the step.
+    /// The layout after the move.
     pub(crate) spec: Arc<Spec>,
     pub(super) varying: Axes,
     /// Whether the result is kept for later uses.
     pub(super) kept: bool,
-    /// The bytes that this rank passes to the step's collective.
+    /// The bytes that this rank passes to the move's collective.
     pub(crate) bytes: usize,
     /// The most bytes that a rank receives, equal on all ranks.
     pub(crate) received: usize,
@@ -33,8 +33,8 @@ pub(super) enum How {
     Rename,
     /// The same data, with gradients that are summed.
     View,
-    /// A row of the step table.
-    Step(Kind),
+    /// A row of the table of transforms.
+    Row(Transform),
 }
 
 /// The moves to a layout.
@@ -43,7 +43,7 @@ pub(crate) type Moves = SmallVec<[Move; 2]>;
 impl Move {
     /// Returns whether ranks send data to each other.
     pub(crate) fn communicates(&self) -> bool {
-        matches!(self.how, How::Step(kind) if kind.communicates())
+        matches!(self.how, How::Row(transform) if transform.communicates())
     }
 
     /// Returns the name of the move or of its collective.
@@ -51,7 +51,7 @@ impl Move {
         match self.how {
             How::Rename => "rename",
             How::View => "view",
-            How::Step(kind) => kind.name(),
+            How::Row(transform) => transform.name(),
         }
     }
 
@@ -90,11 +90,11 @@ pub(crate) fn moves(x: &DTensor, targets: &[Target], vary: Axes) -> Result<Moves
         let target = &targets[axis];
         let to = target.placement.shard_dim();
         let away = way.misaligned(axis, dim) || to.is_some_and(|dim| way.misaligned(axis, dim));
-        way.step(axis, if away { Replicate.into() } else { target.clone() })?;
+        way.transform_axis(axis, if away { Replicate.into() } else { target.clone() })?;
     }
     way.reduce_jointly();
     for (axis, target) in targets.iter().enumerate() {
-        way.step(axis, target.clone())?;
+        way.transform_axis(axis, target.clone())?;
     }
     Ok(way.moves)
 }
@@ -130,8 +130,8 @@ impl Way<'_> {
     /// Adds a move of `axes` to a layout.
     fn push(&mut self, (axes, how): (MovedAxes, How), spec: Spec, varying: Axes, kept: bool) {
         let (bytes, received) = match how {
-            How::Step(kind) => {
-                (kind.bytes(&self.at, &spec, &axes), kind.received(&self.at, &axes, spec.sizes(axes[0])))
+            How::Row(transform) => {
+                (transform.bytes(&self.at, &spec, &axes), transform.received(&self.at, &axes, spec.sizes(axes[0])))
             }
             _ => (0, 0),
         };
@@ -141,7 +141,7 @@ impl Way<'_> {
     }
 
     /// Changes one axis; all others stay as they are.
-    fn step(&mut self, axis: usize, target: Target) -> Result<()> {
+    fn transform_axis(&mut self, axis: usize, target: Target) -> Result<()> {
         let (bit, sum): (Axes, _) = (1 << axis, ReduceOp::Sum);
         let (from, to) = (self.at.placements()[axis], target.placement);
         if from == to && (from.shard_dim().is_none() || target.sizes.as_ref() == self.at.sizes(axis)) {
@@ -149,8 +149,8 @@ impl Way<'_> {
             return Ok(());
         }
         if to != Replicate && matches!(from, Partial(op) if op != sum) {
-            self.step(axis, Replicate.into())?;
-            return self.step(axis, target);
+            self.transform_axis(axis, Replicate.into())?;
+            return self.transform_axis(axis, target);
         }
         let sized = target.sizes.is_some();
         let mut spec = Spec::clone(&self.at);
@@ -166,16 +166,17 @@ impl Way<'_> {
         }
         let is_gathered = from.shard_dim().is_some() && to == Replicate;
         let varies = if is_gathered { self.vary & bit != 0 } else { self.varying & bit != 0 };
-        let kind = Kind::between(from, to, varies);
-        let kind = kind.filter(|kind| !self.tracked || !matches!(kind, Kind::Reduce(op) if *op != sum));
-        let Some(kind) = kind else {
+        let transform = Transform::between(from, to, varies);
+        let transform =
+            transform.filter(|transform| !self.tracked || !matches!(transform, Transform::Reduce(op) if *op != sum));
+        let Some(transform) = transform else {
             let fix = "partial placements are results of ops, and only sums of them carry a gradient on";
             let reason = format!("no way from {from} to {to} on axis {axis} of {}: {fix}", self.at);
             return Error::op("redistribute", reason);
         };
         let gathered = if is_gathered && varies { bit } else { 0 };
         let kept = gathered != 0 || from == Partial(sum) && !sized;
-        self.push((smallvec![axis], How::Step(kind)), spec, varying | gathered, kept);
+        self.push((smallvec![axis], How::Row(transform)), spec, varying | gathered, kept);
         if from.is_partial() {
             self.view(axis);
         }
@@ -191,15 +192,15 @@ impl Way<'_> {
         }
     }
 
-    /// Moves several axes to their targets in one step.
-    fn step_jointly(&mut self, axes: MovedAxes, to: Placement, kind: Kind, varying: Axes) {
+    /// Moves several axes to their targets in one move.
+    fn transform_jointly(&mut self, axes: MovedAxes, to: Placement, transform: Transform, varying: Axes) {
         let mut spec = Spec::clone(&self.at);
         axes.iter().for_each(|&axis| spec.place(axis, to, self.targets[axis].sizes.clone()));
         let kept = axes.iter().all(|&axis| self.targets[axis].sizes.is_none());
-        self.push((axes, How::Step(kind)), spec, varying, kept);
+        self.push((axes, How::Row(transform)), spec, varying, kept);
     }
 
-    /// Gathers in one step the inner axes that shard a dim and become replicated.
+    /// Gathers in one move the inner axes that shard a dim and become replicated.
     ///
     /// If the gradient is equal on all ranks, they are gathered axis by axis instead, because each axis may still need
     /// its view.
@@ -214,11 +215,11 @@ impl Way<'_> {
                 continue;
             }
             let varying = self.varying | self.vary & bits;
-            self.step_jointly(axes, Replicate, Kind::Gather { varying: self.tracked }, varying);
+            self.transform_jointly(axes, Replicate, Transform::Gather { varying: self.tracked }, varying);
         }
     }
 
-    /// Reduces in one step the partial axes with the same target, unless their reductions differ.
+    /// Reduces in one move the partial axes with the same target, unless their reductions differ.
     fn reduce_jointly(&mut self) {
         let mut partial = self.at.placements().iter().filter(|p| p.is_partial());
         let Some(&Partial(op)) = partial.next().filter(|first| partial.all(|p| p == *first)) else { return };
@@ -236,10 +237,10 @@ impl Way<'_> {
             match to {
                 _ if axes.len() < 2 => {}
                 Shard(_) if sum && (0..self.targets.len()).all(free) => {
-                    self.step_jointly(axes, to, Kind::ReduceScatter, self.varying);
+                    self.transform_jointly(axes, to, Transform::ReduceScatter, self.varying);
                 }
                 Replicate if sum || !self.tracked => {
-                    self.step_jointly(axes, to, Kind::Reduce(op), self.varying);
+                    self.transform_jointly(axes, to, Transform::Reduce(op), self.varying);
                 }
                 _ => {}
             }

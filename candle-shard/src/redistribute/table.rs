@@ -1,6 +1,6 @@
-//! The steps that change one or several axes, and the data that each sends: one table for both planning and moving.
+//! The transforms that change one or several axes, and the data that each sends: one table for both choosing and moving.
 //!
-//! | from | to | step | backward | bytes that a rank receives |
+//! | from | to | transform | backward | bytes that a rank receives |
 //! |---|---|---|---|---|
 //! | `S(d)` | `R` invariant | all_gather | slice | (n - 1) pieces |
 //! | `S(d)` | `R` varying | all_gather | reduce_scatter | (n - 1) pieces |
@@ -24,7 +24,7 @@ use smallvec::SmallVec;
 
 /// A row of the table.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) enum Kind {
+pub(super) enum Transform {
     /// Gathers pieces to the whole; `varying` is the kind of its gradient.
     Gather { varying: bool },
     /// Exchanges pieces of one dim for pieces of another.
@@ -43,7 +43,7 @@ pub(super) enum Kind {
     ReduceScatter,
 }
 
-impl Kind {
+impl Transform {
     /// Returns the row for one axis, where `varying` says whether a replicated gradient is partial; `None` if there is
     /// no row.
     pub(super) fn between(from: Placement, to: Placement, varying: bool) -> Option<Self> {
@@ -60,7 +60,7 @@ impl Kind {
         })
     }
 
-    /// Returns the name of the step: that of its collective if it has one.
+    /// Returns the name of the transform: that of its collective if it has one.
     pub(super) const fn name(self) -> &'static str {
         match self {
             Self::Gather { .. } => "all_gather",
@@ -155,7 +155,7 @@ impl Kind {
     }
 }
 
-/// Returns the cost that planning assigns to moving one axis to `to`, equal on all ranks; `None` if it is impossible.
+/// Returns the cost of moving one axis to `to`, equal on all ranks; `None` if it is impossible.
 ///
 /// The cost is the most bytes that a rank receives, now or later.
 pub(crate) fn cost(spec: &Spec, axis: usize, to: &Target) -> Option<usize> {
@@ -164,12 +164,12 @@ pub(crate) fn cost(spec: &Spec, axis: usize, to: &Target) -> Option<usize> {
     if there || spec.mesh().shape()[axis] == 1 {
         return Some(0);
     }
-    let kind = Kind::between(from, to.placement, false)?;
-    match kind {
-        Kind::Share { .. } if spec.dtype().is_int() => None,
+    let transform = Transform::between(from, to.placement, false)?;
+    match transform {
+        Transform::Share { .. } if spec.dtype().is_int() => None,
         // Nothing is sent, but the result is whole operands; the cost is that of their later reduction.
-        Kind::Pad => Some(2 * spec.local_bytes() * (spec.mesh().shape()[axis] - 1)),
-        kind => Some(kind.received(spec, &[axis], to.sizes.as_ref())),
+        Transform::Pad => Some(2 * spec.local_bytes() * (spec.mesh().shape()[axis] - 1)),
+        transform => Some(transform.received(spec, &[axis], to.sizes.as_ref())),
     }
 }
 

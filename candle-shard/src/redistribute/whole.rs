@@ -55,7 +55,7 @@ impl DTensor {
             let whole = self.redistribute(&vec![Replicate; self.mesh().ndim()])?;
             return whole.backward();
         }
-        let _step = explain::open("backward");
+        let _explained = explain::open("backward");
         // A varying loss is the same number on every rank; each rank's loss stands for a part of it.
         let varies = |&axis: &usize| self.placements()[axis] == Replicate && self.is_varying(axis);
         let varies: SmallVec<[usize; 3]> = (0..self.mesh().ndim()).filter(varies).collect();

@@ -56,14 +56,14 @@
 //!
 //! - A row is correct: on inputs with its placements, the local computation returns this rank's part of the output. A
 //!   row with partial sums requires a computation that is linear in all its partial inputs together.
-//! - The signature depends only on the inputs' [specs](DTensor::spec) and the `attributes`. They are the key of the
-//!   plan cache. In debug builds the signature is computed again for a cached plan, and a difference is an error that
-//!   names the op.
+//! - The signature depends only on the inputs' [specs](DTensor::spec) and the `attributes`. They are the key of
+//!   the cache of op specs. In debug builds the signature is computed again for a cached op spec, and a difference is an
+//!   error that names the op.
 //! - The computation keeps the gradient. candle's fused `LayerNorm`, `RmsNorm`, `softmax_last_dim`, `rope` and `sdpa`,
 //!   and all of `apply_op*_no_bwd`, drop it without an error.
 //! - Checks read specs, never local shapes. Then all ranks fail alike, and none waits for another.
 //!
-//! `test_utils::sweep` compares an op in all placements with one device. Inputs with equal layouts share one plan.
+//! `test_utils::sweep` compares an op in all placements with one device. Inputs with equal layouts share one op spec.
 //!
 //! # The gradient rule
 //!
@@ -71,8 +71,8 @@
 //! rank computes only a part of that input's gradient. If the output is replicated and an input is varying, the output
 //! is varying too, and the other inputs are used through their varying views.
 mod cache;
+mod op_spec;
 mod own;
-mod plan;
 mod row;
 mod unasked;
 
@@ -82,8 +82,8 @@ use crate::redistribute::{Moves, Target, Targets, conversion};
 use crate::{DTensor, Result};
 use candle_core::{DType, Tensor};
 use candle_dist::backend::Dims;
+pub(crate) use op_spec::{OpSpec, check_meshes};
 pub use own::{apply, apply_all};
-pub(crate) use plan::{Plan, check_meshes};
 pub use row::{Row, Rows, Signature};
 use smallvec::{SmallVec, smallvec};
 use std::panic::Location;
@@ -115,75 +115,75 @@ pub(crate) fn run_all(
     signature: impl FnOnce() -> Result<Signature>,
     local: impl FnOnce(&[DTensor], &[Arc<Spec>]) -> Result<SmallVec<[Tensor; 1]>>,
 ) -> Result<SmallVec<[DTensor; 1]>> {
-    run_planned(op, attributes, inputs, || Plan::new(op, inputs, signature()?), local)
+    run_with(op, attributes, inputs, || OpSpec::new(op, inputs, signature()?), local)
 }
 
-/// Like [`run_all`], for ops that make their own plans.
+/// Like [`run_all`], for ops that make their own op specs.
 #[track_caller]
-pub(crate) fn run_planned(
+pub(crate) fn run_with(
     op: &'static str,
     attributes: &[usize],
     inputs: &[&DTensor],
-    plan: impl FnOnce() -> Result<Plan>,
+    op_spec: impl FnOnce() -> Result<OpSpec>,
     local: impl FnOnce(&[DTensor], &[Arc<Spec>]) -> Result<SmallVec<[Tensor; 1]>>,
 ) -> Result<SmallVec<[DTensor; 1]>> {
-    run_known((op, None), attributes, inputs, plan, local)
+    run_known((op, None), attributes, inputs, op_spec, local)
 }
 
-/// Runs an op by the cached plan of such a call, or by a new one.
+/// Runs an op by the cached op spec of such a call, or by a new one.
 #[track_caller]
 fn run_known(
     (op, owner): (&'static str, cache::Owner),
     attributes: &[usize],
     inputs: &[&DTensor],
-    plan: impl FnOnce() -> Result<Plan>,
+    op_spec: impl FnOnce() -> Result<OpSpec>,
     local: impl FnOnce(&[DTensor], &[Arc<Spec>]) -> Result<SmallVec<[Tensor; 1]>>,
 ) -> Result<SmallVec<[DTensor; 1]>> {
-    let plan = cache::plan((op, owner), attributes, inputs, plan)?;
-    if plan.communicates {
-        unasked::unasked(op, inputs, &plan, Location::caller())?;
+    let op_spec = cache::op_spec((op, owner), attributes, inputs, op_spec)?;
+    if op_spec.communicates {
+        unasked::unasked(op, inputs, &op_spec, Location::caller())?;
     }
-    let mut step = explain::open(op);
-    if let Some(step) = &mut step {
-        let sums = |x: &DTensor| if x.tracked() { plan.vary & !x.varying() } else { 0 };
+    let mut explained = explain::open(op);
+    if let Some(explained) = &mut explained {
+        let sums = |x: &DTensor| if x.tracked() { op_spec.vary & !x.varying() } else { 0 };
         let convert = |(&x, moves): (&&DTensor, &Moves)| conversion(x, moves, sums(x));
-        step.note(inputs.iter().zip(&plan.inputs).map(convert), &plan.outs);
+        explained.note(inputs.iter().zip(&op_spec.inputs).map(convert), &op_spec.outs);
     }
     let laid_out: SmallVec<[DTensor; 3]> =
-        inputs.iter().zip(&plan.inputs).map(|(&input, moves)| input.moved(moves)).collect::<Result<_>>()?;
-    if let Some(step) = &mut step {
-        step.laid_out();
+        inputs.iter().zip(&op_spec.inputs).map(|(&input, moves)| input.moved(moves)).collect::<Result<_>>()?;
+    if let Some(explained) = &mut explained {
+        explained.laid_out();
     }
-    let made = if plan.nothing {
-        plan.outs.iter().map(|out| nothing(&laid_out, out)).collect::<Result<_>>()?
+    let made = if op_spec.nothing {
+        op_spec.outs.iter().map(|out| nothing(&laid_out, out)).collect::<Result<_>>()?
     } else {
-        local(&laid_out, &plan.outs)?
+        local(&laid_out, &op_spec.outs)?
     };
     let wrap = |(local, spec): (Tensor, &Arc<Spec>)| {
-        let made = DTensor::assemble(local, spec.clone(), plan.varying);
-        match (inputs, &plan.inputs[..]) {
+        let made = DTensor::assemble(local, spec.clone(), op_spec.varying);
+        match (inputs, &op_spec.inputs[..]) {
             ([x], [moves]) if moves.is_empty() => made.made_locally_of(x),
             _ => made,
         }
     };
-    Ok(made.into_iter().zip(&plan.outs).map(wrap).collect())
+    Ok(made.into_iter().zip(&op_spec.outs).map(wrap).collect())
 }
 
-/// Lays out an input of `op`, each axis as `place` says. For inputs that an op needs before it can make a plan.
+/// Lays out an input of `op`, each axis as `place` says. For inputs that an op needs before it can make an op spec.
 #[track_caller]
 pub(crate) fn lay_out(op: &'static str, input: &DTensor, place: impl Fn(Placement) -> Placement) -> Result<DTensor> {
     let places: SmallVec<[Placement; 3]> = input.placements().iter().map(|&p| place(p)).collect();
     let number = |p: &Placement| p.shard_dim().map_or(usize::from(p.is_partial()), |dim| dim + 2);
     let attributes: SmallVec<[usize; 4]> = std::iter::once(usize::MAX).chain(places.iter().map(number)).collect();
-    let plan = || {
+    let op_spec = || {
         let target = |(axis, &placement): (usize, &Placement)| {
             let stays = input.placements()[axis] == placement;
             Target { placement, sizes: input.spec().sizes(axis).filter(|_| stays).cloned() }
         };
         let targets: Targets = places.iter().enumerate().map(target).collect();
-        Plan::laid(&[input], [targets.clone()], &targets, &[(Dims::from_slice(input.dims()), input.dtype())])
+        OpSpec::laid(&[input], [targets.clone()], &targets, &[(Dims::from_slice(input.dims()), input.dtype())])
     };
-    let mut made = run_planned(op, &attributes, &[input], plan, |x, _| Ok(smallvec![x[0].to_local().clone()]))?;
+    let mut made = run_with(op, &attributes, &[input], op_spec, |x, _| Ok(smallvec![x[0].to_local().clone()]))?;
     Ok(made.remove(0).aliasing(input))
 }
 

@@ -1,5 +1,5 @@
 //! Ops of other crates, with checks that this crate's own ops do not need.
-use super::{Plan, Row, Signature, neutral, run_known};
+use super::{OpSpec, Row, Signature, neutral, run_known};
 use crate::layout::{Placement, Spec};
 use crate::{DTensor, Error, Result};
 use candle_core::Tensor;
@@ -48,10 +48,10 @@ pub fn apply_all<S: FnOnce() -> Result<Signature>>(
     if inputs.is_empty() {
         return Error::op(op, "no inputs; give at least one");
     }
-    let plan = || {
+    let op_spec = || {
         let signature = signature()?;
         check(op, inputs, &signature)?;
-        Plan::new(op, inputs, signature)
+        OpSpec::new(op, inputs, signature)
     };
     let checked = |x: &[DTensor], outs: &[Arc<Spec>]| {
         let made = local(x, outs)?;
@@ -60,7 +60,7 @@ pub fn apply_all<S: FnOnce() -> Result<Signature>>(
         }
         made.into_iter().zip(outs).map(|(made, out)| part(op, made, out, x)).collect()
     };
-    Ok(run_known((op, Some(type_name::<S>())), attributes, inputs, plan, checked)?.into_vec())
+    Ok(run_known((op, Some(type_name::<S>())), attributes, inputs, op_spec, checked)?.into_vec())
 }
 
 /// Refuses rows that do not fit the inputs or the outputs.

@@ -1,23 +1,23 @@
 //! Implicit communication: refused, or logged, as [`strict`](crate::strict()) says.
-use super::plan::Plan;
+use super::op_spec::OpSpec;
 use crate::strict::{Mode, mode};
 use crate::{DTensor, Error, Result};
 use itertools::Itertools;
 use std::panic::Location;
 use std::sync::atomic::Ordering::Relaxed;
 
-/// Within [`strict`](crate::strict()), refuses a call whose plan communicates; otherwise logs it once.
+/// Within [`strict`](crate::strict()), refuses a call whose op spec communicates; otherwise logs it once.
 pub(super) fn unasked(
     op: &'static str,
     inputs: &[&DTensor],
-    plan: &Plan,
+    op_spec: &OpSpec,
     site: &'static Location<'static>,
 ) -> Result<()> {
     let mode = mode();
-    if mode == Mode::Inherent || mode == Mode::Told && plan.told.swap(true, Relaxed) {
+    if mode == Mode::Inherent || mode == Mode::Told && op_spec.told.swap(true, Relaxed) {
         return Ok(());
     }
-    let moving = inputs.iter().zip(&plan.inputs).map(|(input, moves)| {
+    let moving = inputs.iter().zip(&op_spec.inputs).map(|(input, moves)| {
         let steps = moves.iter().filter(|step| step.communicates());
         let steps = steps.map(|step| {
             format!("by {} over {}, {} bytes received by a rank at most", step.name(), step.axis_names(), step.received)

@@ -80,9 +80,9 @@ pub struct DTensor {
 pub(crate) struct Trail {
     /// Views of this tensor that are varying on more axes.
     pub(super) views: Mutex<Vec<(Axes, Tensor)>>,
-    /// Results of redistribution steps: the axes, their new placement, the axes on which the result varies, and the
+    /// Results of moves: the axes, their new placement, the axes on which the result varies, and the
     /// result.
-    pub(super) steps: Mutex<Vec<(Axes, Placement, Axes, DTensor)>>,
+    pub(super) moved: Mutex<Vec<(Axes, Placement, Axes, DTensor)>>,
     /// The tensor from which this one was gathered, and the axis.
     pub(crate) gathered: Option<(DTensor, usize)>,
     /// The origin of this copy for one use, and the groups over which its gradient is summed.

@@ -15,7 +15,7 @@
 //! Everything that makes a tensor keeps this true:
 //!
 //! - **Leaves** are invariant, unless [`DTensor::varying_on`] says that their gradients are summed later.
-//! - **Ops** (`rules/plan.rs`): where the output is not `Replicate`, each rank computes only a part of the gradient of a
+//! - **Ops** (`rules/op_spec.rs`): where the output is not `Replicate`, each rank computes only a part of the gradient of a
 //!   replicated input. So such an input is used through its *varying view*, an identity whose backward is an all_reduce.
 //!   Where the output is `Replicate` and an input varies, all replicated inputs are used through varying views, and the
 //!   output varies.
@@ -155,21 +155,21 @@ impl DTensor {
         Ok(view)
     }
 
-    /// Returns the result of an earlier step to default sizes, or makes one and caches it.
+    /// Returns the result of an earlier move to default sizes, or makes one and caches it.
     ///
     /// `make` must not return a tensor whose trail refers to this one: the two would keep each other alive.
-    pub(crate) fn kept_step(
+    pub(crate) fn kept_move(
         &self,
         (axes, to, varying): (Axes, Placement, Axes),
         make: impl FnOnce() -> Result<Self>,
     ) -> Result<Self> {
         let Some(trail) = &self.trail else { return make() };
-        let mut steps = trail.steps.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((.., made)) = steps.iter().find(|(a, p, v, _)| (*a, *p, *v) == (axes, to, varying)) {
+        let mut moved = trail.moved.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((.., made)) = moved.iter().find(|(a, p, v, _)| (*a, *p, *v) == (axes, to, varying)) {
             return Ok(made.clone());
         }
         let made = make()?;
-        steps.push((axes, to, varying, made.clone()));
+        moved.push((axes, to, varying, made.clone()));
         Ok(made)
     }
 

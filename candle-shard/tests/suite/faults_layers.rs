@@ -5,7 +5,7 @@ use crate::common::*;
 use candle_core::{D, DType, Device, Tensor, Var};
 use candle_dist::{Op, comm};
 use candle_shard::kernels::Pool;
-use candle_shard::nn::{Dropout, Linear, Mode, ShardedVarBuilder, checkpoint};
+use candle_shard::nn::{Dropout, Linear, Mode, ShardedVarBuilder, recompute};
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
 use candle_shard::random::{Distribution, Stream, sample_full};
 use candle_shard::{AttentionMask, Conv, CrossEntropy, DTensor, Placement, Reduction, Replicate, Result, Shard};
@@ -159,7 +159,7 @@ fn an_uneven_perceptron_cut_by_columns_then_rows() {
             let (mesh, cpu) = (ctx.mesh(&[("tp", world)])?, Device::Cpu);
             let plan = Plan::new("tp")
                 .with("up", ColwiseParallel::default())
-                .with("down", RowwiseParallel { output: at, ..Default::default() });
+                .with("down", RowwiseParallel::default().output(at));
             let vb = ShardedVarBuilder::fresh(1, &mesh, plan, DType::F64, &cpu)?;
             let (up, down) = (Linear::new(8, 10, true, &vb.pp("up"))?, Linear::new(10, 6, true, &vb.pp("down"))?);
             let parameters = vb.finish()?;
@@ -396,7 +396,7 @@ fn a_dropout_that_is_used_twice_drops_different_elements() {
                 let again = dropout.clone();
                 // Twice, of which the second time is recomputed, and a third time behind that.
                 let first = dropout.forward(&x.tensor, mode)?;
-                let second = checkpoint(&x.tensor, move |x| again.forward(x, mode))?;
+                let second = recompute(&x.tensor, move |x| again.forward(x, mode))?;
                 let third = dropout.forward(&x.tensor, mode)?;
                 let grads = second.sum_all()?.backward()?;
                 let grad = DTensor::from_local(grads.get(&x.var).unwrap().clone(), &mesh, &[Shard(0)], (6, 16))?;

@@ -298,7 +298,7 @@ fn outputs_are_gathered_where_the_plan_asks_for_it() {
     for h in [(6, 3), (4, 2)] {
         on_ranks(4, "gathered", move |ctx| -> Result<()> {
             let mesh = ctx.mesh(&[("tp", 4)])?;
-            let style = ColwiseParallel { output: Some(Replicate), ..Default::default() };
+            let style = ColwiseParallel::default().output(Replicate);
             let vb =
                 ShardedVarBuilder::fresh(SEED, &mesh, Plan::new("tp").with("qkv", style), DType::F64, &Device::Cpu)?;
             let qkv = FusedQkv::new(WIDTH, heads(h), false, &vb.pp("qkv"))?;

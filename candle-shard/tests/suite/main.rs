@@ -18,6 +18,7 @@ mod gradient_rule;
 mod kernels;
 mod kv_cache;
 mod layers;
+mod moe;
 mod ops;
 mod optimizer;
 mod parallelize;

@@ -165,14 +165,68 @@ fn plain_code_between_cut_layers_gives_the_plain_model() {
 }
 
 #[test]
+fn plain_code_sees_whole_outputs_where_a_style_says_so() {
+    let x = values(&[2, 5, WIDTH], 70, DType::F64);
+    let g = values(&[2, 5, WIDTH], 71, DType::F64);
+    let (want, want_x, wants) = plain(&x, &g);
+    let whole = ColwiseParallel::default().use_local_output(false);
+    let plan = ["q", "k", "v", "up"].iter().fold(Plan::new("tp"), |plan, name| plan.with(*name, whole));
+    let plan = plan.with("out", RowwiseParallel::default().input(Replicate));
+    let plan = plan.with("down", RowwiseParallel::default().input(Replicate));
+    for world in 1..=4 {
+        let (x, g, want, want_x, wants) = (x.clone(), g.clone(), want.clone(), want_x.clone(), wants.clone());
+        let plan = plan.clone();
+        on_ranks(world, "whole outputs", move |ctx| -> Result<()> {
+            let (parameters, block) = cut(ctx, plan.clone())?;
+            let x = Var::from_tensor(&x)?;
+            assert_eq!(x.apply(&block.up)?.dims(), [2, 5, HIDDEN]);
+            let (y, sent) = comm::record(|| block.forward(&x));
+            let y = y?;
+            let gathers = if world > 1 { 4 } else { 0 };
+            assert_eq!(sent.get(Op::AllGather).count, gathers, "{sent}");
+            assert!(distance(&y, &want) < 1e-12);
+            let mut grads = candle_shard::nn::backward(&(&y * &g)?.sum_all()?)?;
+            assert!(distance(grads.get(&x).unwrap(), &want_x) < 1e-11);
+            check_parameters(&parameters, &mut grads, &wants, &format!("whole outputs on {world}"))
+        });
+    }
+}
+
+#[test]
+fn modules_give_plain_code_whole_tensors_where_a_style_says_so() {
+    let x = values(&[5, 8], 75, DType::F64);
+    for world in 1..=3 {
+        let x = x.clone();
+        on_ranks(world, "prepare", move |ctx| -> Result<()> {
+            let mesh = ctx.mesh(&[("tp", world)])?;
+            let input = PrepareModuleInput::new([Shard(1)]).layouts([Shard(0)]).use_local_output(false);
+            let output = PrepareModuleOutput::new([Shard(0)]).use_local_output(false);
+            let plan = Plan::new("tp").with("in", input).with("out", output);
+            let vb = ShardedVarBuilder::fresh(0, &mesh, plan, DType::F64, &Cpu)?;
+            let (before, after) = (vb.pp("in").module_style()?, vb.pp("out").module_style()?);
+            vb.finish()?;
+            let piece = block_of(&x, &candle_shard::Spec::new(&mesh, &[Shard(0)], x.shape(), DType::F64)?)?;
+            let rows = Var::from_tensor(&piece)?;
+            let [whole] = before.plain_inputs(&mesh, [rows.as_tensor()])?;
+            assert_eq!(distance(&whole, &x), 0.0);
+            let [whole] = after.plain_outputs(&mesh, [&whole.sqr()?])?;
+            assert!(distance(&whole, &x.sqr()?) < 1e-12);
+            let grads = candle_shard::nn::backward(&whole.sum_all()?)?;
+            assert!(distance(grads.get(&rows).unwrap(), &(&piece * 2.0)?) < 1e-12);
+            Ok(())
+        });
+    }
+}
+
+#[test]
 fn plain_pieces_of_the_sequence_go_in_and_come_out() {
     const SEQ: usize = 7;
     let x = values(&[2, SEQ, WIDTH], 72, DType::F64);
     let g = values(&[2, SEQ, WIDTH], 73, DType::F64);
     let (want, want_x, wants) = plain(&x, &g);
-    let colwise = ColwiseParallel { input: Shard(1), ..Default::default() };
-    let rowwise = RowwiseParallel { output: Shard(1), ..Default::default() };
-    let plan = Plan::new("tp").with("norm", SequenceParallel { dim: 1 }).with("?", colwise).with("up", colwise);
+    let colwise = ColwiseParallel::default().input(Shard(1));
+    let rowwise = RowwiseParallel::default().output(Shard(1));
+    let plan = Plan::new("tp").with("norm", SequenceParallel::default().dim(1)).with("?", colwise).with("up", colwise);
     let plan = plan.with("out", rowwise).with("down", rowwise);
     for world in 1..=4 {
         let (plan, x, g) = (plan.clone(), x.clone(), g.clone());
@@ -231,8 +285,8 @@ fn plain_inputs_and_outputs_of_modules_are_laid_out() {
         let x = x.clone();
         on_ranks(world, "prepare", move |ctx| -> Result<()> {
             let mesh = ctx.mesh(&[("tp", world)])?;
-            let input = PrepareModuleInput::new([Some(Shard(1)), None]).with_layouts([Some(Shard(0)), Some(Replicate)]);
-            let output = PrepareModuleOutput::new([Replicate]).with_layouts([Shard(1)]);
+            let input = PrepareModuleInput::new([Some(Shard(1)), None]).layouts([Some(Shard(0)), Some(Replicate)]);
+            let output = PrepareModuleOutput::new([Replicate]).layouts([Shard(1)]);
             let plan = Plan::new("tp").with("in", input).with("out", output);
             let vb = ShardedVarBuilder::fresh(0, &mesh, plan, DType::F64, &Cpu)?;
             let (before, after) = (vb.pp("in").module_style()?, vb.pp("out").module_style()?);

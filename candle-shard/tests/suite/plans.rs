@@ -2,17 +2,25 @@
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 use candle_core::{DType, Device};
 use candle_dist::{DeviceMesh, ReduceOp, comm};
-use candle_shard::nn::{Embedding, FusedQkv, Heads, LayerNorm, Linear, ShardedVarBuilder};
+use candle_shard::nn::{Embedding, FusedQkv, Heads, LayerNorm, Linear, ShardedVarBuilder, Width};
 use candle_shard::parallel::{
     ColwiseParallel, Plan, PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput, RowwiseParallel,
-    SequenceParallel, Style,
+    SequenceParallel, Shares, Style,
 };
 use candle_shard::{Partial, Replicate, Result, Shard};
 use test_utils::on_ranks;
 
-const COLWISE: ColwiseParallel = ColwiseParallel { input: Replicate, output: None };
-const ROWWISE: RowwiseParallel = RowwiseParallel { input: None, output: Replicate };
-const SEQUENCE: SequenceParallel = SequenceParallel { dim: 1 };
+fn colwise() -> ColwiseParallel {
+    ColwiseParallel::default()
+}
+
+fn rowwise() -> RowwiseParallel {
+    RowwiseParallel::default()
+}
+
+fn sequence() -> SequenceParallel {
+    SequenceParallel::default()
+}
 
 /// A model with a layer of each kind: a table that the head shares, a block, and a head.
 fn build(mesh: &DeviceMesh, plan: Plan, heads: Heads) -> Result<()> {
@@ -32,12 +40,12 @@ const HEADS: Heads = Heads { query: 6, key_value: 3, dim: 2 };
 /// A plan that fits the model.
 fn fits(axis: &str) -> Plan {
     Plan::new(axis)
-        .with("table", ROWWISE)
+        .with("table", rowwise())
         .with("blocks.*", PrepareModuleInput::new([Replicate]))
-        .with("blocks.*.norm", SEQUENCE)
-        .with("blocks.*.qkv", COLWISE)
-        .with("blocks.*.out", ROWWISE)
-        .with("head", COLWISE)
+        .with("blocks.*.norm", sequence())
+        .with("blocks.*.qkv", colwise())
+        .with("blocks.*.out", rowwise())
+        .with("head", colwise())
 }
 
 /// The text of an error, and nothing communicated for it.
@@ -66,14 +74,56 @@ fn a_plan_that_fits_is_taken() {
 }
 
 #[test]
+fn shares_cut_units_by_largest_remainders() {
+    for shares in [&[3, 1][..], &[1, 0, 2], &[5, 5, 5], &[1], &[7, 1, 1, 1, 1], &[u32::MAX, 1, u32::MAX]] {
+        let total: f64 = shares.iter().map(|&share| f64::from(share)).sum();
+        for units in [0, 1, 2, 9, 32, 1000] {
+            let sizes = Shares::new(shares).unwrap().cut(Width::new(units, 8));
+            assert_eq!((sizes.len(), sizes.iter().sum::<usize>()), (shares.len(), units * 8));
+            for (&size, &share) in sizes.iter().zip(shares) {
+                let exact = (units * 8) as f64 * f64::from(share) / total;
+                assert!((size as f64 - exact).abs() < 8.0 && size % 8 == 0, "{shares:?} of {units}: {sizes:?}");
+                assert!(share > 0 || size == 0, "{shares:?} of {units}: {sizes:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn shares_for_another_number_of_ranks() {
+    for world in [1, 2, 4] {
+        let shares: Shares = "3:1:1".parse().unwrap();
+        let said = refused(world, fits("tp").with_shares(shares), HEADS);
+        let want = format!("the shares 3:1:1 are for 3 ranks, and axis \"tp\" has {world}");
+        assert!(said.contains(&want), "{said}");
+    }
+    for wrong in ["", "3:", "1:x", "-1:2", "0:0", "4294967296:1"] {
+        assert!(wrong.parse::<Shares>().is_err(), "{wrong:?}");
+    }
+}
+
+#[test]
 fn an_axis_that_is_not_there() {
     let text = refused(2, fits("model"), HEADS);
     assert!(text.contains("no axis \"model\"") && text.contains("\"dp\"") && text.contains("\"tp\""), "{text}");
 }
 
 #[test]
+fn a_dotted_name_of_a_child_is_a_path() {
+    on_ranks(2, "dotted", |ctx| -> Result<()> {
+        let mesh = ctx.mesh(&[("tp", 2)])?;
+        let plan = Plan::new("tp").with("model.layers.*.up", colwise());
+        let vb = ShardedVarBuilder::fresh(1, &mesh, plan, DType::F32, &Device::Cpu)?;
+        let up = Linear::new(4, 6, false, &vb.pp("model.layers").pp("0.up"))?;
+        assert_eq!(up.weight().placements(), [Shard(0)]);
+        assert_eq!(vb.finish()?.iter().map(|p| p.name.as_str()).collect::<Vec<_>>(), ["model.layers.0.up.weight"]);
+        Ok(())
+    });
+}
+
+#[test]
 fn patterns_that_match_nothing() {
-    let plan = fits("tp").with("blocks.*.mlp", COLWISE).with("blocks", COLWISE).with("", COLWISE);
+    let plan = fits("tp").with("blocks.*.mlp", colwise()).with("blocks", colwise()).with("", colwise());
     assert_eq!(
         refused(2, plan, HEADS),
         "plan: \"blocks.*.mlp\", \"blocks\", \"\" on axis \"tp\" matched no module of the model; check the paths \
@@ -83,20 +133,18 @@ fn patterns_that_match_nothing() {
 
 #[test]
 fn styles_that_do_not_apply_to_a_layer() {
-    let both = || PrepareModuleInputOutput {
-        input: PrepareModuleInput::new([Replicate]),
-        output: PrepareModuleOutput::new([Replicate]),
-    };
+    let both =
+        || PrepareModuleInputOutput::new(PrepareModuleInput::new([Replicate]), PrepareModuleOutput::new([Replicate]));
     let cases: [(&str, Style, &str); 9] = [
         ("table", PrepareModuleInput::new([Replicate]).into(), "ColwiseParallel, RowwiseParallel or SequenceParallel"),
         ("table", both().into(), "ColwiseParallel, RowwiseParallel or SequenceParallel"),
-        ("blocks.0.norm", COLWISE.into(), "SequenceParallel"),
-        ("blocks.0.norm", ROWWISE.into(), "SequenceParallel"),
-        ("blocks.0.qkv", ROWWISE.into(), "ColwiseParallel"),
+        ("blocks.0.norm", colwise().into(), "SequenceParallel"),
+        ("blocks.0.norm", rowwise().into(), "SequenceParallel"),
+        ("blocks.0.qkv", rowwise().into(), "ColwiseParallel"),
         ("blocks.0.qkv", both().into(), "ColwiseParallel"),
-        ("blocks.0.out", SEQUENCE.into(), "ColwiseParallel or RowwiseParallel"),
-        ("blocks.0", COLWISE.into(), "a PrepareModule style, or name its layers"),
-        ("blocks.0", SEQUENCE.into(), "a PrepareModule style, or name its layers"),
+        ("blocks.0.out", sequence().into(), "ColwiseParallel or RowwiseParallel"),
+        ("blocks.0", colwise().into(), "a PrepareModule style, or name its layers"),
+        ("blocks.0", sequence().into(), "a PrepareModule style, or name its layers"),
     ];
     for (path, style, fix) in cases {
         let text = refused(2, fits("tp").with(path, style.clone()), HEADS);
@@ -109,15 +157,11 @@ fn styles_that_do_not_apply_to_a_layer() {
 fn layouts_that_only_ops_make() {
     let max = Partial(ReduceOp::Max);
     let styles: [Style; 5] = [
-        ColwiseParallel { output: Some(max), ..Default::default() }.into(),
-        RowwiseParallel { output: max, ..Default::default() }.into(),
+        ColwiseParallel::default().output(max).into(),
+        RowwiseParallel::default().output(max).into(),
         PrepareModuleInput::new([None, Some(max)]).into(),
         PrepareModuleOutput::new([max]).into(),
-        PrepareModuleInputOutput {
-            input: PrepareModuleInput::new([Shard(0)]),
-            output: PrepareModuleOutput::new([max]),
-        }
-        .into(),
+        PrepareModuleInputOutput::new(PrepareModuleInput::new([Shard(0)]), PrepareModuleOutput::new([max])).into(),
     ];
     for style in styles {
         let text = refused(2, fits("tp").with("blocks.?.out", style), HEADS);
@@ -142,9 +186,9 @@ fn heads_that_cannot_be_cut() {
 #[test]
 fn styles_of_a_shared_weight_that_disagree() {
     for (plan, has, want) in [
-        (fits("tp").with("table", COLWISE), "f32[7, 6@tp], S(1)", "S(0)"),
-        (fits("tp").with("head", ROWWISE), "f32[7@tp, 6], S(0)", "S(1)"),
-        (Plan::new("tp").with("head", COLWISE), "f32[7, 6], R", "S(0)"),
+        (fits("tp").with("table", colwise()), "f32[7, 6@tp], S(1)", "S(0)"),
+        (fits("tp").with("head", rowwise()), "f32[7@tp, 6], S(0)", "S(1)"),
+        (Plan::new("tp").with("head", colwise()), "f32[7, 6], R", "S(0)"),
     ] {
         let text = refused(2, plan, HEADS);
         let start = format!("plan: module \"head\" shares a weight {has} on axis \"tp\", ");

@@ -111,7 +111,7 @@ fn column_sums(x: &DTensor) -> Result<DTensor> {
 
 /// Two ops of one name, as two crates may have.
 #[test]
-fn ops_of_one_name_have_plans_of_their_own() {
+fn ops_of_one_name_have_op_specs_of_their_own() {
     on_ranks(2, "names", |ctx| -> Result<()> {
         let mesh = mesh(ctx, &[2])?;
         let x = DTensor::distribute(&values(&[4, 6], 1, DType::F64), &mesh, &[Shard(0)])?;

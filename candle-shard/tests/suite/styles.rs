@@ -24,10 +24,10 @@ fn mix(style: &ModuleStyle, x: [&DTensor; 3]) -> Result<[DTensor; 2]> {
 
 #[test]
 fn several_inputs_and_outputs_are_laid_out_and_others_left_alone() {
-    let both = PrepareModuleInputOutput {
-        input: PrepareModuleInput::new([Some(Replicate), None, Some(Shard(1))]),
-        output: PrepareModuleOutput::new([None, Some(Shard(0))]),
-    };
+    let both = PrepareModuleInputOutput::new(
+        PrepareModuleInput::new([Some(Replicate), None, Some(Shard(1))]),
+        PrepareModuleOutput::new([None, Some(Shard(0))]),
+    );
     // Where the inputs are only taken as they come, c stays replicated.
     let styles: [(Style, [Placement; 3], [Placement; 2]); 3] = [
         (both.clone().into(), [Replicate, Shard(1), Shard(1)], [Shard(1), Shard(0)]),
@@ -94,10 +94,8 @@ fn an_input_is_gathered_once_for_all_layers_of_a_module() {
 #[test]
 fn layers_follow_prepared_layouts() {
     on_ranks(2, "layers", |ctx| -> Result<()> {
-        let style = PrepareModuleInputOutput {
-            input: PrepareModuleInput::new([Replicate]),
-            output: PrepareModuleOutput::new([Shard(1)]),
-        };
+        let style =
+            PrepareModuleInputOutput::new(PrepareModuleInput::new([Replicate]), PrepareModuleOutput::new([Shard(1)]));
         let vb = builder(ctx, "*", style)?;
         let linear = Linear::new(6, 4, true, &vb.pp("linear"))?;
         let norm = LayerNorm::new(6, 1e-5, &vb.pp("norm"))?;
@@ -114,7 +112,7 @@ fn arguments_that_do_not_fit_a_style_are_refused_alike_before_anything_is_sent()
         let style = |desired: &[Option<Placement>]| -> Result<ModuleStyle> {
             let input = PrepareModuleInput::new(desired.iter().copied());
             let output = PrepareModuleOutput::new(desired.iter().copied());
-            builder(ctx, "a.mix", PrepareModuleInputOutput { input, output })?.pp("a").pp("mix").module_style()
+            builder(ctx, "a.mix", PrepareModuleInputOutput::new(input, output))?.pp("a").pp("mix").module_style()
         };
         let (one, far) = (style(&[Some(Replicate)])?, style(&[Some(Replicate), Some(Shard(2))])?);
         let x = DTensor::distribute(

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use candle_shard::ContextWay;
 use clap::{Parser, ValueEnum};
 
+use crate::arguments::check_counts;
 use crate::cli::{Checked, Output, require};
 
 const ABOUT: &str = "\
@@ -81,7 +82,7 @@ impl Args {
     /// A sentence with the flag, its value and a remedy.
     pub fn validate(&self) -> Checked {
         let Self { ranks, length, heads, kv_heads, dim, threads, rounds, .. } = *self;
-        for (flag, value, most) in [
+        check_counts([
             ("--ranks", ranks, MOST_RANKS),
             ("--length", length, MOST_TOKENS),
             ("--heads", heads, MOST_TOKENS),
@@ -89,10 +90,7 @@ impl Args {
             ("--dim", dim, MOST_TOKENS),
             ("--threads", threads, MOST_RANKS),
             ("--rounds", rounds, MOST_TOKENS),
-        ] {
-            require!(value > 0, "{flag} is 0: give at least 1.");
-            require!(value <= most, "{flag} {value} is too large: use at most {most}.");
-        }
+        ])?;
         let elements = length.saturating_mul(heads).saturating_mul(dim);
         require!(
             elements <= MOST_ELEMENTS,

@@ -45,7 +45,7 @@ fn on_rank(ctx: &RankContext, args: &Args) -> candle_shard::Result<Phases> {
     let [(q, _), (k, _), (v, _)] =
         [put("query", args.heads)?, put("key", args.kv_heads)?, put("value", args.kv_heads)?];
     let way = Some(args.way.way());
-    let attention = Attention { causal: true, order: Some(order), way, ..Attention::default() };
+    let attention = Attention::default().causal(true).order(order).way(way);
     let mut phases = Phases::default();
     for round in 0..=args.rounds {
         ctx.group().barrier()?;

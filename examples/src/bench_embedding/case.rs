@@ -117,7 +117,7 @@ impl<'a> Case<'a> {
         let mut case = Self {
             start,
             table,
-            options: EmbeddingOptions { max_norm, ..EmbeddingOptions::default() },
+            options: EmbeddingOptions::default().max_norm(max_norm),
             optimizer: Sgd::new(rows, ParamsSgd::default())?,
             round: 0,
             ids: Tensor::zeros(0, DType::I64, &Device::Cpu)?,

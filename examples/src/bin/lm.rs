@@ -1,31 +1,65 @@
 //! Continues a prompt with a Llama that is sharded over ranks, or trains it; see `--help`.
 
-use std::io::{self, Write};
-use std::path::Path;
+use std::io::{self, IsTerminal, Write};
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
+use anyhow::Context;
 use candle_dist::RankContext;
 use examples::allocator;
 use examples::cli::Output;
 use examples::launch::{self, Ranks, gather};
-use examples::lm::args::{Args, Command, DTypeName};
+use examples::lm::args::{Args, Command};
+use examples::lm::chat::converse::{self, Conversation, Event, converse};
+use examples::lm::chat::{self, ChatTemplate, Message};
 use examples::lm::files::Files;
 use examples::lm::generate::{Task, generate};
+use examples::lm::hub::HubName;
 use examples::lm::info::Info;
 use examples::lm::report::Report;
-use examples::lm::stops::Stops;
+use examples::lm::stops::{self, Stops};
 use examples::lm::tokens::{self, TextStream};
-use examples::lm::{random_model, train};
+use examples::lm::{batch, memory, opened, score, train};
 use examples::progress::Loading;
+use jiff::civil::DateTime;
 use tokenizers::Tokenizer;
 
 fn main() -> ExitCode {
     allocator::keep_pages();
-    launch::start(Args::validate, |args, (), ranks| match &args.training.train {
-        Some(text) => train::run::run(args, text, ranks),
-        None if args.command == Some(Command::Info) => info(args, ranks),
-        None => run(args, ranks),
+    launch::start(Args::validate, |args, (), ranks| {
+        let args = &located(args, ranks)?;
+        match &args.training.train {
+            Some(text) => train::run::run(args, text, ranks),
+            None if args.command == Some(Command::Info) => info(args, ranks),
+            None if args.command == Some(Command::Score) => score::program::run(args, ranks),
+            None if args.talk.chat && args.prompt.is_none() => talk(args, ranks),
+            None => match &args.batches.prompts {
+                Some(prompts) => batch::program::run(args, prompts, ranks),
+                None => run(args, ranks),
+            },
+        }
     })
+}
+
+/// Downloads a model that is given by its name on the Hub, once per host, and sets its path.
+fn located(args: &Args, ranks: &Ranks<'_>) -> anyhow::Result<Args> {
+    // A path may exist on some hosts alone.
+    let is_name = ranks.of_first(if args.hub_name().is_some() { "name" } else { "path" })? == "name";
+    let name = args.model.as_ref().filter(|_| is_name).and_then(|model| HubName::parse(model.to_str()?));
+    let Some(name) = name else { return Ok(args.clone()) };
+    let fetched = ranks.on_first(|| Ok(name.fetch(true)))?.unwrap_or_else(|| Ok(PathBuf::new()));
+    let first = PathBuf::from(ranks.of_first(&ranks.agree(fetched)?.display().to_string())?);
+    // Other hosts may have other files, or some of them: there the first process downloads the rest, and the others find
+    // them in the cache.
+    let fetches = launch::local_rank() == 0 && !ranks.is_first();
+    let one = ranks.agree(if fetches { name.fetch(false) } else { Ok(first.clone()) })?;
+    let path = ranks.agree(if one.exists() { Ok(one) } else { name.fetch(false) })?;
+    let model = Some(path);
+    if args.training.train.is_some() {
+        // Only folders are trained.
+        ranks.agree(Args { model: model.clone(), ..args.clone() }.validate())?;
+    }
+    Ok(Args { model, ..args.clone() })
 }
 
 /// Writes the text and its speed.
@@ -33,11 +67,13 @@ fn run(args: &Args, ranks: &Ranks<'_>) -> anyhow::Result<bool> {
     // A launcher connects stdin to the first process, or to all of them. It may be a terminal.
     let read = ranks.on_first(|| Ok(args.prompt()))?.unwrap_or_else(|| Ok(String::new()));
     let prompt = ranks.of_first(&ranks.agree(read)?)?;
+    // The clocks of hosts differ.
+    let now = ranks.of_first(&chat::now().to_string())?.parse()?;
     let scratch = tempfile::tempdir()?;
-    let (files, tokenizer, task) = ranks.agree(open(args, &prompt, scratch.path()))?;
-    if ranks.is_first() {
-        files.unmet.iter().for_each(|unmet| eprintln!("note: {unmet}."));
-    }
+    let Opened { files, tokenizer, task, stops, .. } =
+        ranks.agree(open(args, scratch.path()).and_then(|opened| opened.with_prompt(args, &prompt, now)))?;
+    let shown = if args.talk.chat { "" } else { &prompt };
+    note(&files, ranks);
 
     let output = Output::new(args.json.as_deref());
     let write = |ctx: &RankContext, loading: &Loading| {
@@ -45,7 +81,7 @@ fn run(args: &Args, ranks: &Ranks<'_>) -> anyhow::Result<bool> {
         // If the reader of stdout has stopped, the ranks still finish together.
         let mut tell = |text: &str| drop(write!(screen, "{text}").and_then(|()| screen.flush()));
         let (mut stream, mut text) = (TextStream::new(&tokenizer, &task.prompt), String::new());
-        let mut stops = Stops::new(args.stop.clone());
+        let mut stops = Stops::new(stops.clone());
         let mut is_over = false;
         let written = generate(ctx, args.pp, &files, &task, |token| {
             if let Some(token) = token {
@@ -55,43 +91,85 @@ fn run(args: &Args, ranks: &Ranks<'_>) -> anyhow::Result<bool> {
                 is_over = ends;
             } else if ctx.rank() == 0 {
                 loading.finish();
-                tell(&prompt);
+                tell(shown);
             }
             Ok(!is_over)
         })?;
-        let (mut rest, ends) = if is_over { (String::new(), true) } else { stops.next(&stream.finish()?) };
-        if !ends {
-            rest.push_str(&stops.finish());
-        }
+        let rest = stops.rest(stream, is_over)?;
         tell(&rest);
         text.push_str(&rest);
         Ok::<_, anyhow::Error>(gather(ctx.group(), written)?.map(|written| (text, written)))
     };
-    let written = Loading::watch(
-        ranks.is_first(),
-        files.bytes(),
-        || files.bytes_read(),
-        |loading| ranks.run(args.pp * args.tp, args.threads, |ctx| write(ctx, loading)),
-    )?;
+    let written = loaded(args, ranks, &files, write)?;
     let Some((text, written)) = written.flatten() else { return Ok(true) };
-    let report = Report::new(format!("{prompt}{text}"), &task, &written);
+    let report = Report::new(format!("{shown}{text}"), &task, &written);
     writeln!(output.screen(), "\n\n{report}")?;
     output.write_json(&report)?;
     Ok(true)
 }
 
+/// Holds a conversation: each line of stdin is a message.
+fn talk(args: &Args, ranks: &Ranks<'_>) -> anyhow::Result<bool> {
+    let scratch = tempfile::tempdir()?;
+    let Opened { files, tokenizer, task, stops, template } = ranks.agree(open(args, scratch.path()))?;
+    let template = template.context("there is no chat template")?;
+    let room = args.talk.room(files.config.longest()).min(task.cache_tokens.unwrap_or(usize::MAX));
+    ranks.agree(memory::check(&files.config, &task.held, [1, room], [args.tp, args.pp], args.ranks_here()))?;
+    note(&files, ranks);
+    let (output, is_terminal) = (Output::new(args.json.as_deref()), io::stdin().is_terminal());
+    let conversation = Conversation {
+        files: &files,
+        tokenizer: &tokenizer,
+        template: &template,
+        task: &task,
+        args: &args.talk,
+        stops: &stops,
+    };
+    let turns = loaded(args, ranks, &files, |ctx, loading| {
+        let mut screen = if ctx.rank() == 0 { output.screen() } else { Box::new(io::sink()) };
+        let mut tell = |text: &str| drop(write!(screen, "{text}").and_then(|()| screen.flush()));
+        converse(ctx, args.pp, conversation, converse::line, |event| match event {
+            Event::Loaded if ctx.rank() == 0 => loading.finish(),
+            Event::Listening if ctx.rank() == 0 && is_terminal => eprint!("> "),
+            Event::Text(text) => tell(text),
+            Event::Replied => tell("\n"),
+            Event::Loaded | Event::Listening => {}
+        })
+    })?;
+    if let Some(turns) = turns {
+        output.write_json(&turns)?;
+    }
+    Ok(true)
+}
+
+/// Runs `f` on all ranks, under a bar of the bytes of the model that were read.
+fn loaded<T: Send>(
+    args: &Args,
+    ranks: &Ranks<'_>,
+    files: &Files,
+    f: impl Fn(&RankContext, &Loading) -> anyhow::Result<T> + Sync,
+) -> anyhow::Result<Option<T>> {
+    Loading::watch(
+        ranks.is_first(),
+        files.bytes(),
+        || files.bytes_read(),
+        |loading| ranks.run(args.pp * args.tp, args.threads, |ctx| f(ctx, loading)),
+    )
+}
+
+/// Prints what the files ask for and the program does not do.
+fn note(files: &Files, ranks: &Ranks<'_>) {
+    if ranks.is_first() {
+        files.unmet.iter().for_each(|unmet| eprintln!("note: {unmet}."));
+    }
+}
+
 /// Tells what the model is, and what each rank would hold.
 fn info(args: &Args, ranks: &Ranks<'_>) -> anyhow::Result<bool> {
     let scratch = tempfile::tempdir()?;
-    let folder = args.model.as_deref().unwrap_or(scratch.path());
     let found = || -> anyhow::Result<Info> {
-        if args.model.is_none() {
-            let dtype = args.dtype.unwrap_or(DTypeName::F32);
-            random_model::write(folder, &random_model::config(), args.seed(), dtype.into())?;
-        }
-        let files = Files::open(folder)?;
-        let dtype = args.dtype.map_or_else(|| files.dtype(), |dtype| Ok(dtype.into()))?;
-        Info::new(&files, args.tp, dtype, args.dequantize)
+        let files = opened::files(args, scratch.path())?;
+        Info::new(&files, args.tp, &opened::held(args, &files)?)
     };
     let info = ranks.agree(found())?;
     let output = Output::new(args.json.as_deref());
@@ -100,24 +178,48 @@ fn info(args: &Args, ranks: &Ranks<'_>) -> anyhow::Result<bool> {
     Ok(true)
 }
 
-/// Returns the model and its task. Without a folder, it writes a random model to `scratch`.
-fn open(args: &Args, prompt: &str, scratch: &Path) -> anyhow::Result<(Files, Tokenizer, Task)> {
-    let folder = args.model.as_deref().unwrap_or(scratch);
-    if args.model.is_none() {
-        let dtype = args.dtype.unwrap_or(DTypeName::F32);
-        random_model::write(folder, &random_model::config(), args.seed(), dtype.into())?;
-    }
-    let files = Files::open(folder)?;
+/// A model, and how it writes.
+struct Opened {
+    files: Files,
+    tokenizer: Tokenizer,
+    template: Option<ChatTemplate>,
+    task: Task,
+    /// The texts that end what is written.
+    stops: Vec<String>,
+}
+
+/// Opens the model. Without a folder, it writes a random model to `scratch`.
+fn open(args: &Args, scratch: &Path) -> anyhow::Result<Opened> {
+    let mut files = opened::files(args, scratch)?;
     let tokenizer = files.tokenizer()?;
+    let template = args.talk.chat.then(|| files.chat_template()).transpose()?;
+    let (stops, tokens) = stops::split(&args.stop, &tokenizer)?;
+    files.ends.extend(tokens);
+    files.ends.extend(template.as_ref().and_then(|template| template.end_of_turn(&tokenizer)));
     let task = Task {
-        prompt: tokens::encode(&tokenizer, prompt)?,
+        prompt: Vec::new(),
         most: args.max_tokens,
+        cache_tokens: args.batches.cache_tokens,
         sampling: args.sampling(),
-        dtype: args.dtype.map_or_else(|| files.dtype(), |dtype| Ok(dtype.into()))?,
-        layout: args.layout.clone(),
-        dequantize: args.dequantize,
-        cache: args.cache_dtype.map(Into::into),
+        held: opened::held(args, &files)?,
     };
-    task.check(&files.config)?;
-    Ok((files, tokenizer, task))
+    Ok(Opened { files, tokenizer, template, task, stops })
+}
+
+impl Opened {
+    /// Sets the prompt of the task: with a template, the conversation that `prompt` starts.
+    fn with_prompt(mut self, args: &Args, prompt: &str, now: DateTime) -> anyhow::Result<Self> {
+        self.task.prompt = match &self.template {
+            None => tokens::encode(&self.tokenizer, prompt)?,
+            Some(template) => {
+                let system = args.talk.system.iter().map(|text| Message::new("system", text));
+                let messages: Vec<Message> = system.chain([Message::new("user", prompt)]).collect();
+                tokens::encode_rendered(&self.tokenizer, &template.render(&messages, now)?)?
+            }
+        };
+        self.task.check(&self.files.config)?;
+        let sizes = [1, self.task.room(&self.files.config)];
+        memory::check(&self.files.config, &self.task.held, sizes, [args.tp, args.pp], args.ranks_here())?;
+        Ok(self)
+    }
 }

@@ -5,25 +5,25 @@ use std::process::ExitCode;
 
 use examples::cli::{self, Output, failed};
 use examples::schedules::args::Args;
-use examples::schedules::plan::Plan;
+use examples::schedules::simulations::Simulations;
 use examples::schedules::write;
 
 fn main() -> ExitCode {
-    let (args, mut plan) = match cli::arguments(Plan::new) {
+    let (args, mut simulations) = match cli::arguments(Simulations::new) {
         Ok(checked) => checked,
         Err(status) => return status,
     };
-    match run(&args, &mut plan) {
+    match run(&args, &mut simulations) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => failed(&error),
     }
 }
 
 /// Writes all requested output.
-fn run(args: &Args, plan: &mut Plan) -> anyhow::Result<()> {
-    args.measure.map_or(Ok(()), |unit| plan.measure(unit))?;
+fn run(args: &Args, simulations: &mut Simulations) -> anyhow::Result<()> {
+    args.measure.map_or(Ok(()), |unit| simulations.measure(unit))?;
     let output = Output::new(args.json.as_deref());
-    write::files(args, plan)?;
-    writeln!(output.screen(), "{}", plan.text())?;
-    output.write_json(&plan.report())
+    write::files(args, simulations)?;
+    writeln!(output.screen(), "{}", simulations.text())?;
+    output.write_json(&simulations.report())
 }

@@ -1,19 +1,27 @@
-//! The command line of the Llama program.
+//! The command line of `lm`.
 
+use std::ffi::OsString;
 use std::fs;
 use std::io::{self, IsTerminal, Read};
 use std::path::{Path, PathBuf};
 
 use candle_core::DType;
 use candle_pipe::Layout;
-use clap::{Parser, ValueEnum};
+use candle_shard::parallel::Shares;
+use clap::{ArgMatches, Parser, ValueEnum};
 
 use serde::{Deserialize, Serialize};
 
+use super::batch::args::BatchArgs;
+use super::chat::args::ChatArgs;
+use super::flags;
+use super::hub::HubName;
 use super::sample::Sampling;
+use super::score::args::ScoreArgs;
 use super::train::args::TrainArgs;
+use crate::arguments::check_counts;
 use crate::cli::{Checked, Output, UsageError, require};
-use crate::launch::{BackendName, Launched, Patience};
+use crate::launch::{BackendName, Launched, Patience, local_size};
 
 const ABOUT: &str = "\
 Writes on from a prompt with a language model that is cut over ranks, or trains it on a text
@@ -34,6 +42,12 @@ Examples:
       A model of your own.
   cargo run --release --bin lm -- generate --model ./SmolLM2-135M-Instruct.Q4_1.gguf --tp 2 --prompt \"Once\"
       A quantized model, each rank with the blocks of its part.
+  cargo run --release --bin lm -- score --model ./Llama-3.2-1B --tp 2 --text book.txt
+      How likely the model finds a text.
+  cargo run --release --bin lm -- generate --model ./Llama-3.2-1B --tp 2 --prompts prompts.txt --batch 8 --json texts.jsonl
+      Each line of a file, eight at a time.
+  cargo run --release --bin lm -- generate --model ./SmolLM2-135M-Instruct.Q4_1.gguf --tp 2 --chat
+      A conversation with a model that was trained for it; each line is a message.
   git log -1 --format=%B | cargo run --release --bin lm -- generate --model ./Llama-3.2-1B
       The prompt from a pipe.
   cargo build --release --features mpi && mpirun -n 2 target/release/lm generate --tp 2 --backend mpi
@@ -57,8 +71,9 @@ pub struct Args {
     #[arg(value_name = "COMMAND")]
     pub command: Option<Command>,
 
-    /// Folder or GGUF file of the model [default: a small random one]
-    #[arg(long, value_name = "PATH", help_heading = "Model")]
+    /// Folder or GGUF file of the model, or its name on the Hub: owner/name, owner/name@revision or owner/name/file.gguf
+    /// [default: a small random one]
+    #[arg(long, value_name = "PATH|NAME", help_heading = "Model")]
     pub model: Option<PathBuf>,
 
     /// Hold quantized weights as floats
@@ -73,6 +88,10 @@ pub struct Args {
     /// Ranks over which each layer is sharded
     #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Ranks")]
     pub tp: usize,
+
+    /// Shares of the --tp ranks, for example 3:1 if the first has three times the memory of the second [default: even]
+    #[arg(long, value_name = "A:B", help_heading = "Ranks")]
+    pub shares: Option<Shares>,
 
     /// Stages into which the layers are cut, each on --tp ranks
     #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Ranks")]
@@ -99,7 +118,11 @@ pub struct Args {
     #[arg(long, value_name = "TEXT", help_heading = "Text")]
     pub prompt: Option<String>,
 
-    /// The most tokens to generate
+    /// Conversations.
+    #[command(flatten)]
+    pub talk: ChatArgs,
+
+    /// The most tokens to generate, in a conversation for each reply
     #[arg(long, value_name = "N", default_value_t = 100, help_heading = "Text")]
     pub max_tokens: usize,
 
@@ -123,7 +146,7 @@ pub struct Args {
     #[arg(long, value_name = "X", default_value_t = 1.0, allow_negative_numbers = true, help_heading = "Text")]
     pub repetition_penalty: f64,
 
-    /// Stop before this text; may be given several times
+    /// Stop before this text or special token; may be given several times
     #[arg(long, value_name = "TEXT", help_heading = "Text")]
     pub stop: Vec<String>,
 
@@ -134,6 +157,14 @@ pub struct Args {
     /// Seed of sampling and batches, and of the random model [default: 0]
     #[arg(long, value_name = "N", help_heading = "Model")]
     pub seed: Option<u64>,
+
+    /// Many prompts.
+    #[command(flatten)]
+    pub batches: BatchArgs,
+
+    /// The scoring options.
+    #[command(flatten)]
+    pub score: ScoreArgs,
 
     /// The training options.
     #[command(flatten)]
@@ -151,8 +182,17 @@ pub enum Command {
     Generate,
     /// Trains on a text
     Train,
+    /// Scores a text: the perplexity that a model finds in it
+    Score,
     /// Tells what a model is, and what each of --tp ranks would hold
     Info,
+}
+
+impl Command {
+    /// Returns its name on the command line.
+    pub(super) fn name(self) -> String {
+        self.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
+    }
 }
 
 /// A dtype of parameters.
@@ -194,7 +234,7 @@ impl From<DTypeName> for DType {
 }
 
 const MAX_RANKS: usize = 256;
-const MAX_TOKENS: usize = 1 << 24;
+pub(super) const MAX_TOKENS: usize = 1 << 24;
 
 impl Launched for Args {
     fn backend(&self) -> BackendName {
@@ -207,6 +247,14 @@ impl Launched for Args {
 
     fn threads(&self) -> usize {
         self.threads
+    }
+
+    fn define(definition: clap::Command, arguments: &[OsString]) -> clap::Command {
+        flags::hide(definition, arguments)
+    }
+
+    fn check_given(matches: &ArgMatches) -> Checked {
+        flags::check(matches)
     }
 
     fn ranks(&self) -> Vec<(String, usize)> {
@@ -226,15 +274,12 @@ impl Args {
     /// A sentence with the flag, its value and a remedy.
     pub fn validate(&self) -> Checked {
         let Self { tp, pp, threads, max_tokens, temperature, top_p, .. } = *self;
-        for (flag, value, most) in [
+        check_counts([
             ("--tp", tp, MAX_RANKS),
             ("--pp", pp, MAX_RANKS),
             ("--threads", threads, 1024),
             ("--max-tokens", max_tokens, MAX_TOKENS),
-        ] {
-            require!(value > 0, "{flag} is 0: give at least 1.");
-            require!(value <= most, "{flag} {value} is too large: give at most {most}.");
-        }
+        ])?;
         require!(
             temperature.is_finite() && temperature >= 0.0,
             "--temperature {temperature} is no finite number of at least 0: try 0.8."
@@ -246,20 +291,18 @@ impl Args {
             (0.01..=100.0).contains(&repetition_penalty),
             "--repetition-penalty {repetition_penalty} is not from 0.01 to 100: give 1 for none."
         );
+        let generates = self.command != Some(Command::Info) && self.training.train.is_none();
+        self.talk.validate(generates, self.prompt.is_some())?;
         require!(self.stop.iter().all(|text| !text.is_empty()), "--stop is empty: give a text, or leave it out.");
-        require!(
-            self.command != Some(Command::Info) || (pp == 1 && self.backend == BackendName::Local),
-            "info tells what --tp ranks would hold, and no --pp or --backend: leave them out."
-        );
         require!(
             self.layout.is_none() || pp > 1 || self.training.train.is_some(),
             "--layout says what is in each stage, and --pp 1 has all layers in one: give --pp, or leave it out."
         );
-        if let Some(model) = &self.model {
+        if let Some(model) = self.model.as_ref().filter(|_| self.hub_name().is_none()) {
             let is_gguf = model.is_file() && model.extension().is_some_and(|extension| extension == "gguf");
             require!(
                 model.is_dir() || is_gguf,
-                "--model {} is no folder and no .gguf file: give a folder with config.json in it, or a file.",
+                "--model {} is no folder, no .gguf file and no name on the Hub: give a folder with config.json in it, a file, or owner/name.",
                 model.display()
             );
             require!(
@@ -272,11 +315,24 @@ impl Args {
             (Some(Command::Train), None) => {
                 require!(false, "train has no text: give --train FILE.");
             }
-            (Some(Command::Generate | Command::Info), Some(_)) => {
+            (Some(Command::Generate | Command::Score | Command::Info), Some(_)) => {
                 require!(false, "only train trains: leave out --train, or say train.");
             }
             _ => {}
         }
+        if let Some(shares) = &self.shares {
+            let count = shares.ranks();
+            require!(
+                count == tp,
+                "--shares {shares} are for {count} ranks, and there are --tp {tp}: give a share for each."
+            );
+        }
+        self.score.validate()?;
+        self.batches.validate(self.training.batch)?;
+        require!(
+            self.training.batch.is_none() || self.training.train.is_some() || self.batches.prompts.is_some(),
+            "--batch is for many prompts or for training: give --prompts FILE or --train FILE, or leave it out."
+        );
         self.check_files()?;
         self.training.validate(self.dtype, pp, tp)?;
         Output::new(self.json.as_deref()).check()
@@ -285,8 +341,16 @@ impl Args {
     /// Refuses outputs to input files, and two outputs to one file.
     fn check_files(&self) -> Checked {
         let TrainArgs { train, valid, log, .. } = &self.training;
-        let others = [("--train", train), ("--valid", valid), ("--json", &self.json)];
-        for (flag, written, others) in [("--json", &self.json, &others[..2]), ("--log", log, &others[..])] {
+        let (text, prompts) = (&self.score.text, &self.batches.prompts);
+        let others = [
+            ("--train", train),
+            ("--valid", valid),
+            ("--text", text),
+            ("--prompts", prompts),
+            ("--model", &self.model),
+            ("--json", &self.json),
+        ];
+        for (flag, written, others) in [("--json", &self.json, &others[..5]), ("--log", log, &others[..])] {
             for (other, path) in others {
                 let (Some(written), Some(path)) = (written, path) else { continue };
                 require!(
@@ -297,6 +361,21 @@ impl Args {
             }
         }
         Ok(())
+    }
+
+    /// The ranks of generating or scoring that share the memory of this machine; none if they compute on GPUs.
+    pub fn ranks_here(&self) -> usize {
+        match self.backend {
+            BackendName::Local => self.tp * self.pp,
+            BackendName::Mpi => local_size(),
+            BackendName::Nccl => 0,
+        }
+    }
+
+    /// Returns the model's name on the Hub, if `--model` is no path that exists.
+    pub fn hub_name(&self) -> Option<HubName> {
+        let model = self.model.as_ref().filter(|model| !model.exists())?;
+        HubName::parse(model.to_str()?)
     }
 
     /// The seed of all random numbers.

@@ -1,43 +1,127 @@
 //! Keys and values of the tokens so far, each rank those of its heads.
 
 use candle_core::DType;
-use candle_shard::nn::KvCache;
+use candle_shard::nn::{KvCache, RotatingKvCache};
 use candle_shard::{DTensor, Error, Result};
 
-/// The keys and values of every layer, with room for a number of tokens.
+use super::config::Config;
+use super::step::Span;
+
+/// The dim of the tokens in keys and values `[batch, heads, tokens, dim]`.
+const TOKENS: usize = 2;
+
+/// The keys and values of every layer for one text, with room for a number of tokens.
 #[derive(Debug)]
 pub struct Cache {
-    layers: Vec<KvCache>,
+    layers: Vec<Kept>,
     room: usize,
     len: usize,
 }
 
+/// The keys and values of one layer.
+#[derive(Debug)]
+enum Kept {
+    /// Those of all tokens.
+    All(KvCache),
+    /// Those of the last tokens, which are all that a layer with a window sees.
+    Window(RotatingKvCache),
+}
+
+impl Kept {
+    fn new(room: usize, window: Option<usize>) -> Self {
+        match window {
+            Some(window) if window < room => Self::Window(RotatingKvCache::new(TOKENS, window)),
+            _ => Self::All(KvCache::new(TOKENS, room)),
+        }
+    }
+
+    fn with_dtype(self, dtype: DType) -> Self {
+        match self {
+            Self::All(cache) => Self::All(cache.with_dtype(dtype)),
+            Self::Window(cache) => Self::Window(cache.with_dtype(dtype)),
+        }
+    }
+
+    fn append(&mut self, [k, v]: [&DTensor; 2]) -> Result<[DTensor; 2]> {
+        let (k, v) = match self {
+            Self::All(cache) => cache.append(k, v)?,
+            Self::Window(cache) => match (cache.k()?, cache.v()?) {
+                // The last of several tokens may overwrite what the first of them sees.
+                (Some(old_k), Some(old_v)) if k.dims()[TOKENS] > 1 => {
+                    let oldest = if cache.current_seq_len() < cache.max_seq_len() { 0 } else { cache.offset() };
+                    let joined = [(old_k, k), (old_v, v)].map(|(old, new)| joined(&old, oldest, new));
+                    cache.append(k, v)?;
+                    let [k, v] = joined;
+                    (k?, v?)
+                }
+                // One token sees all that is kept, in any order.
+                _ => cache.append(k, v)?,
+            },
+        };
+        Ok([k, v])
+    }
+
+    fn reset(&mut self) {
+        match self {
+            Self::All(cache) => cache.reset(),
+            Self::Window(cache) => cache.reset(),
+        }
+    }
+}
+
+/// Returns a copy of kept tokens in their order, from the one at `oldest` on, with new tokens behind them.
+fn joined(kept: &DTensor, oldest: usize, new: &DTensor) -> Result<DTensor> {
+    let len = kept.dims()[TOKENS];
+    let [first, rest] = [kept.narrow(TOKENS, oldest, len - oldest)?, kept.narrow(TOKENS, 0, oldest)?];
+    match oldest {
+        0 => DTensor::cat(&[&first, new], TOKENS),
+        _ => DTensor::cat(&[&first, &rest, new], TOKENS),
+    }
+}
+
 /// The part of a cache that is one layer's.
 pub(super) struct Past<'a> {
-    cache: &'a mut Cache,
-    layer: usize,
+    kept: &'a mut Kept,
+    len: usize,
 }
 
 impl Past<'_> {
     /// The tokens that were there before.
     pub(super) fn len(&self) -> usize {
-        self.cache.len
+        self.len
     }
 
-    /// The keys and values `[batch, heads, tokens, dim]` from the first token on, with these behind them.
+    /// The keys and values `[batch, heads, tokens, dim]` of the tokens before, or of the last ones that a window has, with
+    /// these behind them.
     ///
     /// # Errors
     /// Those of [`KvCache::append`]; the caller sees to it that there is room.
-    pub(super) fn extend(self, [k, v]: [&DTensor; 2]) -> Result<[DTensor; 2]> {
-        let (k, v) = self.cache.layers[self.layer].append(k, v)?;
-        Ok([k, v])
+    pub(super) fn extend(self, new: [&DTensor; 2]) -> Result<[DTensor; 2]> {
+        self.kept.append(new)
     }
 }
 
+/// The new tokens of a text in one layer, and what the cache has of those before them.
+pub(super) struct Turn<'a> {
+    pub(super) tokens: usize,
+    pub(super) past: Past<'a>,
+}
+
 impl Cache {
-    /// A cache for so many layers and tokens; its memory is taken with the first tokens.
+    /// Creates a cache of `room` tokens for each of `layers` layers without windows. It allocates when the first tokens come.
     pub fn new(layers: usize, room: usize) -> Self {
-        Self { layers: (0..layers).map(|_| KvCache::new(2, room)).collect(), room, len: 0 }
+        Self { layers: (0..layers).map(|_| Kept::new(room, None)).collect(), room, len: 0 }
+    }
+
+    /// Creates a cache of `room` tokens for each layer of a model. A layer with a window keeps no more than its window.
+    pub fn of(config: &Config, room: usize) -> Self {
+        let kept = |layer| Kept::new(room, config.parts.window(layer));
+        Self { layers: (0..config.num_hidden_layers).map(kept).collect(), room, len: 0 }
+    }
+
+    /// Creates a cache for one layer.
+    pub(super) fn of_layer(window: Option<usize>, room: usize) -> Self {
+        Self { layers: vec![Kept::new(room, window)], room, len: 0 }
     }
 
     /// Keeps keys and values in this dtype, if there is one: 16 bits take half of the memory of 32.
@@ -63,25 +147,45 @@ impl Cache {
         self.room
     }
 
-    /// Checks that there is room for so many tokens more.
-    ///
-    /// # Errors
-    /// If there is not.
-    pub(super) fn check(&self, tokens: usize) -> Result<()> {
-        if self.len + tokens <= self.room {
-            return Ok(());
+    fn forget(&mut self) {
+        self.layers.iter_mut().for_each(Kept::reset);
+        self.len = 0;
+    }
+
+    fn past(&mut self, layer: usize) -> Past<'_> {
+        Past { kept: &mut self.layers[layer], len: self.len }
+    }
+}
+
+/// Forgets what is in the slots of texts that begin, and checks that all slots have room for the new tokens.
+///
+/// # Errors
+/// If a slot has not.
+pub(super) fn begin(slots: &mut [Cache], spans: &[Span]) -> Result<()> {
+    for Span { slot, tokens, is_first } in spans {
+        let cache = &mut slots[*slot];
+        if *is_first {
+            cache.forget();
         }
-        let (len, room) = (self.len, self.room);
-        Err(Error::Layout(format!("{tokens} tokens after {len} in a cache for {room}; make it larger")))
+        if cache.len + tokens > cache.room {
+            let Cache { len, room, .. } = cache;
+            return Err(Error::Layout(format!("{tokens} tokens after {len} in a cache for {room}; make it larger")));
+        }
     }
+    Ok(())
+}
 
-    /// Takes note that all layers have taken `tokens` more.
-    pub(super) fn advance(&mut self, tokens: usize) {
-        self.len += tokens;
-    }
+/// Returns what a layer needs of the slots.
+pub(super) fn turns<'a>(slots: &'a mut [Cache], layer: usize, spans: &[Span]) -> Vec<Turn<'a>> {
+    let mut spans = spans.iter().peekable();
+    let turn = |(i, cache): (usize, &'a mut Cache)| {
+        let span = spans.next_if(|span| span.slot == i)?;
+        Some(Turn { tokens: span.tokens, past: cache.past(layer) })
+    };
+    slots.iter_mut().enumerate().filter_map(turn).collect()
+}
 
-    /// What the cache has of a layer.
-    pub(super) fn past(&mut self, layer: usize) -> Past<'_> {
-        Past { cache: self, layer }
-    }
+/// Takes note that all layers have the new tokens.
+pub(super) fn advance(slots: &mut [Cache], spans: &[Span]) {
+    spans.iter().for_each(|span| slots[span.slot].len += span.tokens);
 }

@@ -15,16 +15,17 @@ use candle_dist::DeviceMesh;
 use candle_pipe::graph::ValueId;
 use candle_pipe::{Balanced, Error, In, Layout, Pipe, PipeBuilder, Reduction, Result, Share, StageOp, Value, stage_op};
 use candle_shard::fsdp::FullyShard;
-use candle_shard::nn::{Embedding, Linear, ShardedVarBuilder, checkpoint};
-use candle_shard::{DTensor, Placements, Replicate, Shard};
+use candle_shard::nn::{self, Embedding, Linear, ShardedVarBuilder};
+use candle_shard::{DTensor, Placements, Replicate, Shard, Spec};
 
-use super::cache::Cache;
+use super::cache::{self, Cache};
 use super::config::Config;
 use super::layer::Layer;
-use super::model::{embedded, finished};
+use super::model::{embedded, finished, losses};
 use super::norm::Norm;
 use super::projection::{Projection, Table};
 use super::rope::Angles;
+use super::step::{self, Span, last_rows};
 
 /// A model in stages.
 pub type DecoderPipe = Pipe<ShardedVarBuilder>;
@@ -46,32 +47,59 @@ impl<'a> Cut<'a> {
 /// The name of the table, which a tied output layer has in common with the input.
 const TABLE: &str = "model.embed_tokens.weight";
 
+/// The mesh axis over which layers are sharded.
+const SHARDS: &str = "tp";
+
 /// The mesh axis whose ranks have rows of their own.
 const ROWS: &str = "dp";
 
-/// The model that writes: `logits` `[1, vocabulary]` of what follows the last of `tokens` `[1, tokens]`, which follow
-/// those before; up to `longest` of them together.
+/// The model that writes: `logits` `[texts, vocabulary]` of what follows the new tokens of each text in a step, whose
+/// tokens are `[1, tokens]` and whose spans are packed in a row. Each of `slots` texts has up to `longest` tokens.
 ///
 /// # Errors
 /// If there are more stages than the model can be cut into, or other ones than the layout has.
-pub fn writer(config: &Config, longest: usize, cache: Option<DType>, cut: &Cut<'_>) -> Result<DecoderPipe> {
+pub fn writer(
+    config: &Config,
+    [slots, longest]: [usize; 2],
+    cache: Option<DType>,
+    cut: &Cut<'_>,
+) -> Result<DecoderPipe> {
     let mut model = Declaration::new(config);
-    let tokens = model.g.input("tokens", In::Arg);
+    let (tokens, spans) = (model.g.input("tokens", In::Arg), model.g.input("spans", In::Arg));
     let h = model.embed(tokens);
-    let h = model.layers(h, longest, move |layer, angles| {
-        let cache = RefCell::new(Cache::new(1, angles.positions()).with_dtype(cache));
-        move |h: &DTensor| {
-            let mut cache = cache.borrow_mut();
-            cache.check(h.dims()[1])?;
-            let y = layer.run(|layer| layer.forward(h, &angles, Some(cache.past(0))))?;
-            cache.advance(h.dims()[1]);
+    let h = model.layers(h, Some(spans), longest, move |layer, angles, window| {
+        let slot = |_| Cache::of_layer(window, angles.positions()).with_dtype(cache);
+        let slots: RefCell<Vec<Cache>> = RefCell::new((0..slots).map(slot).collect());
+        move |h: &DTensor, spans: &[Span]| {
+            let slots = &mut slots.borrow_mut()[..];
+            cache::begin(slots, spans)?;
+            let y = layer.run(|layer| layer.forward(h, &angles, Some(cache::turns(slots, 0, spans))))?;
+            cache::advance(slots, spans);
             Ok(y)
         }
     });
-    // Only what follows the last token is asked for.
-    let h = model.norm(h, |h| h.narrow(1, h.dims()[1] - 1, 1));
-    let logits = model.head(h, &[], |logits, _| logits.squeeze(1));
+    // Only what follows the last token of each text is asked for.
+    let h = model.norm(h, Some(spans), last_rows);
+    let logits = model.head(h, &[], |head, h, _| head(h)?.squeeze(0));
     model.g.output("logits", logits);
+    model.cut(cut)
+}
+
+/// The model that scores: `sum`, the sum of the cross entropies of `targets` `[1, last]`, which follow the last of
+/// `tokens` `[1, tokens]`; there are up to `longest` tokens.
+///
+/// # Errors
+/// If there are more stages than the model can be cut into, or other ones than the layout has.
+pub fn scorer(config: &Config, longest: usize, cut: &Cut<'_>) -> Result<DecoderPipe> {
+    let mut model = Declaration::new(config);
+    let (tokens, targets) = (model.g.input("tokens", In::Arg), model.g.input("targets", In::Arg));
+    let h = model.embed(tokens);
+    let h = model.layers(h, None, longest, |layer, angles, _| {
+        move |h: &DTensor, _: &[Span]| layer.run(|layer| layer.forward(h, &angles, None))
+    });
+    let h = model.norm(h, None, |h, _| Ok(h.clone()));
+    let loss = model.head(h, &[targets], |head, h, others| losses(h, &others[0], head)?.reshape((1,)));
+    model.g.output("sum", loss);
     model.cut(cut)
 }
 
@@ -86,20 +114,20 @@ pub fn learner(config: &Config, longest: usize, recompute: bool, cut: &Cut<'_>) 
     let mut model = Declaration::new(config);
     let (tokens, targets) = (model.g.input("tokens", In::Arg), model.g.input("targets", In::Arg));
     let h = model.embed(tokens);
-    let h = model.layers(h, longest, move |layer, angles| {
+    let h = model.layers(h, None, longest, move |layer, angles, _| {
         // A unit around what is recomputed gathers once in the backward pass.
-        move |h: &DTensor| {
+        move |h: &DTensor, _: &[Span]| {
             layer.run(|layer| match recompute {
                 true => {
                     let (layer, angles) = (layer.clone(), angles.clone());
-                    checkpoint(h, move |h| layer.forward(h, &angles, None))
+                    nn::recompute(h, move |h| layer.forward(h, &angles, None))
                 }
                 false => layer.forward(h, &angles, None),
             })
         }
     });
-    let h = model.norm(h, |h| Ok(h.clone()));
-    let loss = model.head(h, &[targets], |logits, others| logits.cross_entropy(&others[0]));
+    let h = model.norm(h, None, |h, _| Ok(h.clone()));
+    let loss = model.head(h, &[targets], |head, h, others| head(h)?.cross_entropy(&others[0]));
     model.g.loss(loss, Reduction::Mean);
     model.cut(cut)
 }
@@ -162,34 +190,41 @@ impl Declaration {
         self.g.module("model.embed_tokens", build, [tokens].into_iter().chain(self.tied))
     }
 
-    /// All layers, each of which `run` makes a function of hidden states.
-    fn layers<F, R>(&mut self, mut h: ValueId, longest: usize, run: F) -> ValueId
+    /// Adds all layers. `run` makes a function of each layer and its window. The function takes hidden states and the
+    /// texts that they belong to.
+    fn layers<F, R>(&mut self, mut h: ValueId, spans: Option<ValueId>, longest: usize, run: F) -> ValueId
     where
-        F: Fn(FullyShard<Arc<Layer>>, Angles) -> R + Clone + Send + Sync + 'static,
-        R: Fn(&DTensor) -> candle_shard::Result<DTensor> + 'static,
+        F: Fn(FullyShard<Arc<Layer>>, Angles, Option<usize>) -> R + Clone + Send + Sync + 'static,
+        R: Fn(&DTensor, &[Span]) -> candle_shard::Result<DTensor> + 'static,
     {
         for i in 0..self.config.num_hidden_layers {
             let (config, run) = (self.config.clone(), run.clone());
             let build = move |vb: &ShardedVarBuilder| {
                 let layer = FullyShard::new(vb, |vb| Ok(Arc::new(Layer::new(&config, i, vb)?)))?;
-                Ok(hidden(vb, run(layer, Angles::new(&config, longest, vb)?)))
+                let angles = Angles::new(&config, longest, vb)?;
+                Ok(hidden(vb, run(layer, angles, config.parts.window(i))))
             };
-            h = self.g.module(&format!("model.layers.{i}"), build, [h]);
+            h = self.g.module(&format!("model.layers.{i}"), build, [h].into_iter().chain(spans));
         }
         h
     }
 
-    /// The last norm, of the hidden states that `wanted` leaves.
-    fn norm(&mut self, h: ValueId, wanted: fn(&DTensor) -> candle_shard::Result<DTensor>) -> ValueId {
+    /// The last norm, of the hidden states that `wanted` leaves of those of texts.
+    fn norm(
+        &mut self,
+        h: ValueId,
+        spans: Option<ValueId>,
+        wanted: fn(&DTensor, &[Span]) -> candle_shard::Result<DTensor>,
+    ) -> ValueId {
         let config = self.config.clone();
         let build = move |vb: &ShardedVarBuilder| {
             let norm = Norm::new(config.hidden_size, &config, vb)?;
-            Ok(hidden(vb, move |h| norm.forward(&wanted(h)?)))
+            Ok(hidden(vb, move |h, spans| norm.forward(&wanted(h, spans)?)))
         };
-        self.g.module("model.norm", build, [h])
+        self.g.module("model.norm", build, [h].into_iter().chain(spans))
     }
 
-    /// What `end` makes of the logits, in f32, and of `others`.
+    /// What `end` makes of hidden states, with a function that computes their logits in f32, and of `others`.
     fn head(&mut self, h: ValueId, others: &[ValueId], end: End) -> ValueId {
         let (config, is_tied, last) = (self.config.clone(), self.tied.is_some(), others.len());
         let build = move |vb: &ShardedVarBuilder| {
@@ -199,8 +234,9 @@ impl Declaration {
             Ok(stage_op(move |xs, _| {
                 let h = enter(&xs[0], vb.mesh())?;
                 let others: Vec<DTensor> = xs[1..=last].iter().map(|x| enter(x, vb.mesh())).collect::<Result<_>>()?;
-                let end =
-                    |head: &Projection| end(&finished(head.forward(&h)?.to_dtype(DType::F32)?, &config)?, &others);
+                let end = |head: &Projection| {
+                    end(&|h| finished(head.forward(h)?.to_dtype(DType::F32)?, &config), &h, &others)
+                };
                 let made = match &own {
                     Some(own) => own.run(end)?,
                     None => end(&Projection::Dense(Linear::tied(&shared(xs, &config, &vb)?, &vb)?))?,
@@ -226,8 +262,11 @@ impl Declaration {
     }
 }
 
-/// What the last node makes of logits and other inputs.
-type End = fn(&DTensor, &[DTensor]) -> candle_shard::Result<DTensor>;
+/// What the last node makes of the output layer, hidden states and other inputs.
+type End = fn(&Head<'_>, &DTensor, &[DTensor]) -> candle_shard::Result<DTensor>;
+
+/// What computes the logits of hidden states.
+type Head<'a> = dyn Fn(&DTensor) -> candle_shard::Result<DTensor> + 'a;
 
 /// The table of the input.
 fn table(config: &Config, vb: &ShardedVarBuilder) -> candle_shard::Result<Embedding> {
@@ -238,7 +277,14 @@ fn table(config: &Config, vb: &ShardedVarBuilder) -> candle_shard::Result<Embedd
 fn shared(xs: &[Value], config: &Config, vb: &ShardedVarBuilder) -> Result<DTensor> {
     let (shard, mesh): (&Tensor, _) = (xs[xs.len() - 1].tensor()?, vb.mesh());
     let cut: Placements = mesh.names().iter().map(|name| if name == ROWS { Replicate } else { Shard(0) }).collect();
-    let table = DTensor::from_local(shard.clone(), mesh, &cut, (config.vocab_size, config.hidden_size))?;
+    let spec = Spec::new(mesh, &cut, (config.vocab_size, config.hidden_size), shard.dtype())?;
+    let table = match mesh.axis_index(SHARDS) {
+        Ok(axis) => {
+            let sizes = vb.shard_sizes(config.vocab_size)?;
+            DTensor::from_local_with_spec(shard.clone(), spec.with_sizes(axis, Some(sizes.as_slice().into()))?)?
+        }
+        Err(_) => DTensor::from_local_with_spec(shard.clone(), spec)?,
+    };
     // Of its gradient each rank finds the share of its rows, as of all parameters outside of units.
     match mesh.axis_index(ROWS) {
         Ok(axis) => Ok(table.varying_on(axis)?),
@@ -246,13 +292,16 @@ fn shared(xs: &[Value], config: &Config, vb: &ShardedVarBuilder) -> Result<DTens
     }
 }
 
-/// A node from hidden states to hidden states.
+/// A node from hidden states, and perhaps the spans of texts, to hidden states.
 fn hidden<F>(vb: &ShardedVarBuilder, f: F) -> impl StageOp + use<F>
 where
-    F: Fn(&DTensor) -> candle_shard::Result<DTensor> + 'static,
+    F: Fn(&DTensor, &[Span]) -> candle_shard::Result<DTensor> + 'static,
 {
     let mesh = vb.mesh().clone();
-    stage_op(move |xs, _| Ok(vec![leave(&f(&enter(&xs[0], &mesh)?)?)?]))
+    stage_op(move |xs, _| {
+        let spans = xs.get(1).map(|spans| Ok::<_, Error>(step::unpack(spans.tensor()?)?)).transpose()?;
+        Ok(vec![leave(&f(&enter(&xs[0], &mesh)?, &spans.unwrap_or_default())?)?])
+    })
 }
 
 /// The parameters of each node: what decides how long a token takes.

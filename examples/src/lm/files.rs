@@ -10,6 +10,7 @@ use candle_shard::Weights;
 use tokenizers::Tokenizer;
 use wildmatch::WildMatch;
 
+use super::chat::{self, ChatTemplate};
 use super::config::{Config, Generation};
 use super::{gguf, tokens};
 
@@ -88,13 +89,25 @@ impl Files {
     /// # Errors
     /// If there is none that can be read, or it has tokens that the model does not have.
     pub fn tokenizer(&self) -> Result<Tokenizer> {
-        let tokenizer = match self.path.is_dir() {
-            true => tokens::read(&self.path)?,
-            false => gguf::tokenizer::read(&self.path)?,
-        };
-        let largest = tokenizer.get_vocab(true).into_values().max().unwrap_or(0);
-        tokens::check(&[largest], self.config.vocab_size)?;
+        let tokenizer = tokens::read(&self.path)?;
+        // Some files have special tokens for other models of the family, which texts do not have.
+        let added = tokenizer.get_added_tokens_decoder();
+        let ids = tokenizer.get_vocab(true).into_values().filter(|id| added.get(id).is_none_or(|token| !token.special));
+        tokens::check(&[ids.max().unwrap_or(0)], self.config.vocab_size)?;
         Ok(tokenizer)
+    }
+
+    /// Returns the chat template of the model.
+    ///
+    /// # Errors
+    /// If there is none, or it is not a template; the file is named.
+    pub fn chat_template(&self) -> Result<ChatTemplate> {
+        if self.path.is_dir() {
+            return chat::of_folder(&self.path);
+        }
+        let weights = Weights::open(&self.path)?;
+        let metadata = weights.metadata().with_context(|| format!("{} is no GGUF file", self.path.display()))?;
+        chat::of_metadata(metadata, &self.path)
     }
 
     /// The weights, by the names of the Hub.
@@ -150,6 +163,7 @@ fn check_others(weights: &Weights, at: &Path, config: &Config, tensors: &[(Strin
     let is_harmless = |name: &str| {
         HARMLESS.iter().any(|pattern| WildMatch::new(pattern).matches(name))
             || (config.tie_word_embeddings && name == HEAD)
+            || gguf::rope::is_read(config, name)
     };
     let mut others = weights.names().filter(|name| !known.contains(name) && !is_harmless(name));
     let Some(first) = others.next() else { return Ok(()) };

@@ -4,11 +4,11 @@ use std::collections::BTreeMap;
 use std::fmt;
 
 use anyhow::Result;
-use candle_core::DType;
 use candle_dist::{DeviceMesh, ProcessGroup};
 use candle_shard::nn::ShardedVarBuilder;
 use serde::Serialize;
 
+use super::engine::Held;
 use super::files::Files;
 use super::model::Decoder;
 use crate::table::grouped;
@@ -33,14 +33,14 @@ pub struct Info {
 }
 
 impl Info {
-    /// Finds out what there is to tell, for `ranks` ranks over which each layer is sharded.
+    /// Finds out what there is to tell, for a model that is held so on `ranks` ranks over which each layer is sharded.
     ///
     /// The parts of the ranks are built one after the other, so at most one of them is in memory.
     ///
     /// # Errors
     /// If the model cannot be built on so many ranks.
-    pub fn new(files: &Files, ranks: usize, dtype: DType, dequantize: bool) -> Result<Self> {
-        let config = &files.config;
+    pub fn new(files: &Files, ranks: usize, held: &Held) -> Result<Self> {
+        let (config, dtype) = (&files.config, held.dtype);
         let mut bytes_by_type = BTreeMap::new();
         for (name, _) in config.tensors() {
             let (kind, bytes) = files.stored(&name)?;
@@ -50,8 +50,9 @@ impl Info {
             let group = ProcessGroup::simulated(rank, ranks)?;
             let mesh = DeviceMesh::new(&group, &[("tp", ranks)])?;
             let device = candle_core::Device::Cpu;
-            let vb = ShardedVarBuilder::from_weights(files.weights(), 0, &mesh, Decoder::plan("tp"), dtype, &device)?;
-            let vb = if dequantize { vb.dequantized() } else { vb };
+            let plan = Decoder::plan("tp").with_shares(held.shares.clone());
+            let vb = ShardedVarBuilder::from_weights(files.weights(), 0, &mesh, plan, dtype, &device)?;
+            let vb = if held.dequantize { vb.dequantized() } else { vb };
             Decoder::new(config, 1, &vb.frozen())?;
             let parameters: usize = vb.built().iter().map(|parameter| parameter.var.elem_count()).sum();
             Ok(parameters * dtype.size_in_bytes() + vb.quantized_bytes())
@@ -61,7 +62,7 @@ impl Info {
             parameters: config.parameters(),
             layers: config.num_hidden_layers,
             vocabulary: config.vocab_size,
-            context: config.max_position_embeddings,
+            context: config.longest(),
             bytes_by_type,
             bytes_per_rank: (0..ranks).map(held).collect::<Result<_>>()?,
         })

@@ -1,11 +1,10 @@
 //! A decoder layer.
 
-use candle_core::Tensor;
 use candle_nn::Activation;
 use candle_shard::nn::ShardedVarBuilder;
-use candle_shard::{DTensor, Placements, Replicate, Result};
+use candle_shard::{Attention, DTensor, Result};
 
-use super::cache::Past;
+use super::cache::{Past, Turn};
 use super::config::Config;
 use super::config::parts::{Parts, QkNorm};
 use super::norm::Norm;
@@ -62,29 +61,30 @@ impl Layer {
         })
     }
 
-    /// The states `[batch, tokens, hidden]` after this layer, whose tokens follow those of the past, if there is one.
-    pub(super) fn forward(&self, x: &DTensor, angles: &Angles, past: Option<Past<'_>>) -> Result<DTensor> {
+    /// The states `[batch, tokens, hidden]` after this layer. With `turns`, the tokens of the one row belong to several
+    /// texts, one behind another, and follow those that each has in the cache.
+    pub(super) fn forward(&self, x: &DTensor, angles: &Angles, turns: Option<Vec<Turn<'_>>>) -> Result<DTensor> {
         let [before_attention, after_attention, before_mlp, after_mlp] = &self.norms;
         let through = |norm: &Option<Norm>, x: &DTensor| norm.as_ref().map_or(Ok(x.clone()), |norm| norm.forward(x));
         let add = |x: &DTensor, branch: DTensor| match self.parts.branch_scale {
             1.0 => x.add(&branch),
             scale => x.add(&branch.affine(scale, 0.0)?),
         };
-        let mixed = self.attention(&through(before_attention, x)?, angles, past)?;
+        let mixed = self.attention(&through(before_attention, x)?, angles, turns)?;
         let x = add(x, through(after_attention, &mixed)?)?;
         let fed = self.feed_forward(&through(before_mlp, &x)?)?;
         add(&x, through(after_mlp, &fed)?)
     }
 
     fn feed_forward(&self, x: &DTensor) -> Result<DTensor> {
-        let (gate, up) = (self.gate_proj.forward(x)?, self.up_proj.forward(x)?);
+        let [gate, up] = self.gate_proj.forward_both(&self.up_proj, x)?;
         self.down_proj.forward(&match self.parts.activation {
             Activation::Silu => gate.silu_gate(&up)?,
             other => gate.activation(other)?.mul(&up)?,
         })
     }
 
-    fn attention(&self, x: &DTensor, angles: &Angles, past: Option<Past<'_>>) -> Result<DTensor> {
+    fn attention(&self, x: &DTensor, angles: &Angles, turns: Option<Vec<Turn<'_>>>) -> Result<DTensor> {
         let [mut q, mut k, v] = self.qkv.forward(x)?;
         if let Some([of_queries, of_keys]) = &self.head_norms {
             (q, k) = match self.parts.qk_norm {
@@ -92,6 +92,25 @@ impl Layer {
                 _ => (of_queries.forward(&q)?, of_keys.forward(&k)?),
             };
         }
+        let mut texts: Vec<Turn<'_>> = turns.unwrap_or_default();
+        let mixed = match texts.len() {
+            0 | 1 => self.attend([q, k, v], angles, texts.pop().map(|text| text.past))?,
+            _ => {
+                let mut start = 0;
+                let of_text = |Turn { tokens, past }: Turn<'_>| {
+                    let part = |x: &DTensor| x.narrow(2, start, tokens);
+                    let parts = [part(&q)?, part(&k)?, part(&v)?];
+                    start += tokens;
+                    self.attend(parts, angles, Some(past))
+                };
+                DTensor::cat(&texts.into_iter().map(of_text).collect::<Result<Vec<_>>>()?, 1)?
+            }
+        };
+        self.o_proj.forward(&mixed.flatten_from(2)?)
+    }
+
+    /// Attention `[batch, tokens, heads, dim]` of queries, keys and values `[batch, heads, tokens, dim]`.
+    fn attend(&self, [mut q, mut k, v]: [DTensor; 3], angles: &Angles, past: Option<Past<'_>>) -> Result<DTensor> {
         let start = past.as_ref().map_or(0, Past::len);
         if self.is_rotary {
             let is_local = self.window.is_some();
@@ -101,26 +120,8 @@ impl Layer {
             Some(past) => past.extend([&k, &v])?,
             None => [k, v],
         };
-        let (tokens, keys) = (q.dims()[2], k.dims()[2]);
-        let window = self.window.filter(|&window| window < keys);
-        let tokens_first = |x: &DTensor| x.transpose(1, 2);
-        let mixed = match (window, self.parts.scores_cap) {
-            (None, None) => tokens_first(&q)?.flash_attn(&tokens_first(&k)?, &tokens_first(&v)?, self.scale, true)?,
-            (window, cap) => {
-                let mask = mask(tokens, keys, window, &q)?;
-                tokens_first(&q.capped_attention(&k, &v, &mask, self.scale, cap)?)?
-            }
-        };
-        self.o_proj.forward(&mixed.flatten_from(2)?)
+        let attention =
+            Attention::default().scale(self.scale).cap(self.parts.scores_cap).causal(true).window(self.window);
+        attention.of(&q.transpose(1, 2)?, &k.transpose(1, 2)?, &v.transpose(1, 2)?)
     }
-}
-
-/// What is added to the scores of the last `tokens` of so many keys: each sees itself and those before it in its window.
-fn mask(tokens: usize, keys: usize, window: Option<usize>, like: &DTensor) -> Result<DTensor> {
-    let seen = |i: usize, j: usize| j <= i && window.is_none_or(|window| j + window > i);
-    let first = keys - tokens;
-    let values = (first..keys).flat_map(|i| (0..keys).map(move |j| (i, j)));
-    let values: Vec<f32> = values.map(|(i, j)| if seen(i, j) { 0.0 } else { f32::NEG_INFINITY }).collect();
-    let mask = Tensor::from_vec(values, (1, 1, tokens, keys), like.device())?.to_dtype(like.dtype())?;
-    DTensor::distribute(&mask, like.mesh(), &Placements::from_elem(Replicate, like.mesh().ndim()))
 }

@@ -1,23 +1,34 @@
-//! The program `lm`: a decoder from the Hub's files or a GGUF file, cut over ranks, that writes on from a prompt or is
-//! trained on a text.
+//! The program `lm`: a decoder from the Hub's files or a GGUF file, cut over ranks, that writes on from a prompt, scores
+//! a text, or is trained on one.
 
 pub mod args;
+pub mod batch;
 pub mod cache;
+pub mod chat;
 pub mod config;
 pub mod declare;
+pub mod engine;
 pub mod files;
+mod flags;
 pub mod generate;
 mod gguf;
+pub mod hub;
 pub mod info;
 mod layer;
+pub mod memory;
 pub mod model;
 mod norm;
+pub mod opened;
 mod projection;
 pub mod random_model;
 pub mod report;
 mod rope;
 pub mod sample;
+pub mod score;
+pub mod session;
 pub mod staged;
+pub mod step;
 pub mod stops;
 pub mod tokens;
 pub mod train;
+mod writing;

@@ -1,17 +1,18 @@
 //! The decoder, cut over a mesh axis by heads and by columns of the feed-forward layers.
 
-use candle_core::Tensor;
+use candle_core::{DType, Device, Tensor};
 use candle_dist::DeviceMesh;
 use candle_shard::nn::ShardedVarBuilder;
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
-use candle_shard::{DTensor, Error, Placements, Replicate, Result};
+use candle_shard::{CrossEntropy, DTensor, Error, Placements, Reduction, Replicate, Result};
 
-use super::cache::Cache;
+use super::cache::{self, Cache};
 use super::config::Config;
 use super::layer::Layer;
 use super::norm::Norm;
 use super::projection::{Projection, Table};
 use super::rope::Angles;
+use super::step::{Span, Step, last_rows};
 
 /// A decoder of any family.
 #[derive(Debug)]
@@ -47,7 +48,7 @@ impl Decoder {
 
     /// How the model is cut on the mesh axis `axis`: heads and feed-forward columns, tables by tokens.
     pub fn plan(axis: &str) -> Plan {
-        let whole = RowwiseParallel { output: Replicate, ..Default::default() };
+        let whole = RowwiseParallel::default().output(Replicate);
         Plan::new(axis)
             .with("model.embed_tokens", whole)
             .with("model.layers.*.self_attn", ColwiseParallel::default())
@@ -55,7 +56,7 @@ impl Decoder {
             .with("model.layers.*.mlp.gate_proj", ColwiseParallel::default())
             .with("model.layers.*.mlp.up_proj", ColwiseParallel::default())
             .with("model.layers.*.mlp.down_proj", whole)
-            .with("lm_head", ColwiseParallel { output: Some(Replicate), ..Default::default() })
+            .with("lm_head", ColwiseParallel::default().output(Replicate))
     }
 
     /// The same [plan](Self::plan) for training, in which no rank has the logits of the whole vocabulary.
@@ -69,7 +70,7 @@ impl Decoder {
     /// # Errors
     /// If the cache has no room for the tokens, or there are none.
     pub fn next(&self, tokens: &Tensor, cache: &mut Cache) -> Result<Tensor> {
-        let h = self.hidden(tokens, cache)?;
+        let h = self.after(tokens, cache)?;
         let last = h.dims()[1].checked_sub(1).ok_or_else(|| Error::Layout("no tokens to follow".into()))?;
         self.logits(&h.narrow(1, last, 1)?)?.squeeze(1).map_err(Error::from)
     }
@@ -79,25 +80,87 @@ impl Decoder {
     /// # Errors
     /// If the cache has no room for the tokens.
     pub fn forward(&self, tokens: &Tensor, cache: &mut Cache) -> Result<Tensor> {
-        self.logits(&self.hidden(tokens, cache)?)
+        self.logits(&self.after(tokens, cache)?)
     }
 
-    fn hidden(&self, tokens: &Tensor, cache: &mut Cache) -> Result<DTensor> {
+    /// The logits `[texts, vocabulary]` of what follows the new tokens of each text of a step.
+    ///
+    /// # Errors
+    /// If a slot has no room for the tokens, or a text has none.
+    pub fn step(&self, step: &Step, slots: &mut [Cache]) -> Result<Tensor> {
+        let h = self.hidden(&step.tokens(self.device())?, Some((slots, step.spans())))?;
+        Ok(self.logits(&last_rows(&h, step.spans())?)?.squeeze(0)?)
+    }
+
+    /// The sum of the losses of `targets` `[1, last]`, which follow the last of `tokens` `[1, tokens]`.
+    ///
+    /// # Errors
+    /// If there are more targets than tokens.
+    pub fn loss(&self, tokens: &Tensor, targets: &Tensor) -> Result<f64> {
+        let h = self.hidden(tokens, None)?;
+        let loss = losses(&self.norm.forward(&h)?, &self.everywhere(targets)?, |h| {
+            finished(self.lm_head.forward(h)?.to_dtype(DType::F32)?, &self.config)
+        })?;
+        Ok(f64::from(loss.full_tensor()?.to_scalar::<f32>()?))
+    }
+
+    fn device(&self) -> &Device {
+        self.norm.device()
+    }
+
+    /// The hidden states of tokens behind those in a cache.
+    fn after(&self, tokens: &Tensor, cache: &mut Cache) -> Result<DTensor> {
         let count = tokens.dims().get(1).copied().unwrap_or(0);
-        cache.check(count)?;
-        let everywhere = Placements::from_elem(Replicate, self.mesh.ndim());
-        let mut h = self.embed_tokens.forward(&DTensor::distribute(tokens, &self.mesh, &everywhere)?)?;
+        let span = Span { slot: 0, tokens: count, is_first: false };
+        self.hidden(tokens, Some((std::slice::from_mut(cache), &[span])))
+    }
+
+    /// The hidden states of tokens, which are those of texts in slots of the cache, if there is one.
+    fn hidden(&self, tokens: &Tensor, mut texts: Option<(&mut [Cache], &[Span])>) -> Result<DTensor> {
+        if let Some((slots, spans)) = &mut texts {
+            cache::begin(slots, spans)?;
+        }
+        let mut h = self.embed_tokens.forward(&self.everywhere(tokens)?)?;
         h = embedded(h, &self.config)?;
         for (i, layer) in self.layers.iter().enumerate() {
-            h = layer.forward(&h, &self.angles, Some(cache.past(i)))?;
+            let turns = texts.as_mut().map(|(slots, spans)| cache::turns(slots, i, spans));
+            h = layer.forward(&h, &self.angles, turns)?;
         }
-        cache.advance(count);
+        if let Some((slots, spans)) = texts {
+            cache::advance(slots, spans);
+        }
         Ok(h)
+    }
+
+    /// A tensor that all ranks have.
+    fn everywhere(&self, x: &Tensor) -> Result<DTensor> {
+        DTensor::distribute(x, &self.mesh, &Placements::from_elem(Replicate, self.mesh.ndim()))
     }
 
     fn logits(&self, h: &DTensor) -> Result<Tensor> {
         finished(self.lm_head.forward(&self.norm.forward(h)?)?, &self.config)?.full_tensor()
     }
+}
+
+/// The tokens of which logits are in memory at once.
+const CHUNK: usize = 128;
+
+/// The sum of the losses of `targets` `[1, last]` that follow the last rows of `h` `[1, tokens, hidden]`, a scalar; `head`
+/// makes logits of rows, in f32.
+pub(super) fn losses(h: &DTensor, targets: &DTensor, head: impl Fn(&DTensor) -> Result<DTensor>) -> Result<DTensor> {
+    let (tokens, last) = (h.dims()[1], targets.dims()[1]);
+    let Some(first) = tokens.checked_sub(last) else {
+        return Err(Error::Layout(format!("{last} targets of {tokens} tokens: expected no more targets than tokens")));
+    };
+    let loss = CrossEntropy { reduction: Reduction::Sum, ..CrossEntropy::default() };
+    let mut sum: Option<DTensor> = None;
+    for start in (0..last).step_by(CHUNK) {
+        let len = CHUNK.min(last - start);
+        let logits = head(&h.narrow(1, first + start, len)?)?;
+        let part = loss.of_logits(&logits, &targets.narrow(1, start, len)?)?;
+        sum = Some(sum.map_or(Ok(part.clone()), |sum| sum.add(&part))?);
+    }
+    sum.ok_or_else(|| Error::Layout("no targets".into()))
 }
 
 /// The first hidden states, from rows of the table.

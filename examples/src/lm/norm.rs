@@ -1,5 +1,6 @@
 //! Norms of hidden states, and of queries and keys.
 
+use candle_core::Device;
 use candle_shard::nn::{Init, ShardedVarBuilder};
 use candle_shard::{DTensor, Replicate, Result};
 
@@ -18,6 +19,11 @@ impl Norm {
     pub(super) fn new(width: usize, config: &Config, vb: &ShardedVarBuilder) -> Result<Self> {
         let weight = vb.get(width, "weight", Init::Const(1.0), Replicate, false)?;
         Ok(Self { weight, adds_one: config.parts.norms_add_one, eps: config.rms_norm_eps })
+    }
+
+    /// The device of the weight.
+    pub(super) fn device(&self) -> &Device {
+        self.weight.device()
     }
 
     /// The normalized rows.

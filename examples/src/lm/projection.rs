@@ -36,6 +36,14 @@ impl Projection {
             Self::Quantized(layer) => layer.forward(x),
         }
     }
+
+    /// The outputs of two layers that are cut alike for one input.
+    pub(super) fn forward_both(&self, other: &Self, x: &DTensor) -> Result<[DTensor; 2]> {
+        match (self, other) {
+            (Self::Quantized(first), Self::Quantized(second)) => QuantizedLinear::forward_all([first, second], x),
+            _ => Ok([self.forward(x)?, other.forward(x)?]),
+        }
+    }
 }
 
 /// The columns between which the weight of a layer may be cut.

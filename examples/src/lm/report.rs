@@ -48,7 +48,7 @@ impl Report {
             new_tokens: first.tokens.len(),
             stop: first.stop,
             load_seconds: ranks.iter().map(|rank| rank.load).fold(0.0, f64::max),
-            dtype: task.dtype.as_str(),
+            dtype: task.held.dtype.as_str(),
             parameters: ranks.iter().map(|rank| rank.parameters).collect(),
             tokens: first.tokens.clone(),
             logits_top: first.logits_top.clone(),

@@ -1,74 +1,197 @@
 //! Rotary positions.
 
-use std::f64::consts::TAU;
+use std::f64::consts::PI;
+use std::sync::Arc;
 
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
+use candle_dist::DeviceMesh;
 use candle_shard::kernels::RopePairs;
 use candle_shard::nn::ShardedVarBuilder;
-use candle_shard::{DTensor, Placements, Replicate, Result};
+use candle_shard::{DTensor, Error, Placements, Replicate, Result};
+use parking_lot::Mutex;
 
 use super::config::{Config, RopeScaling};
 
 /// The cosines and sines of positions, which every rank has.
 #[derive(Clone, Debug)]
 pub(super) struct Angles {
-    tables: [DTensor; 2],
+    all: Turns,
     /// Those of layers with a window, if they are others.
-    local: Option<[DTensor; 2]>,
+    local: Option<Turns>,
     pairs: RopePairs,
+    /// The elements of a head that are turned: the first ones.
+    width: usize,
+    positions: usize,
 }
 
 impl Angles {
     /// Those of so many positions.
     pub(super) fn new(config: &Config, positions: usize, vb: &ShardedVarBuilder) -> Result<Self> {
-        let tables = |theta: f64, scaling| tables(config.heads().dim, theta, scaling, positions, vb);
-        let local = config.parts.local_theta.map(|theta| tables(theta, None)).transpose()?;
-        let all = tables(config.rope_theta, config.rope_scaling.as_ref())?;
-        Ok(Self { tables: all, local, pairs: config.parts.pairs })
+        let width = config.rotary_width();
+        let turns = |theta, scaling: Option<&RopeScaling>| {
+            let frequencies = Frequencies { theta, scaling: scaling.cloned(), width };
+            Turns::new(frequencies, positions, vb)
+        };
+        let local = config.parts.local_rope.as_ref().map(|(theta, scaling)| turns(*theta, scaling.as_ref()));
+        let all = turns(config.rope_theta, config.rope_scaling.as_ref())?;
+        Ok(Self { all, local: local.transpose()?, pairs: config.parts.pairs, width, positions })
     }
 
     /// How many positions these are.
     pub(super) fn positions(&self) -> usize {
-        self.tables[0].dims()[0]
+        self.positions
     }
 
     /// Queries or keys `[batch, heads, tokens, dim]`, turned by their positions, the first of which is `start`; for a layer
     /// with a window if it `is_local`.
+    ///
+    /// # Errors
+    /// If the sequence becomes so long that the positions before `start` would be turned otherwise.
     pub(super) fn turn(&self, x: &DTensor, start: usize, is_local: bool) -> Result<DTensor> {
-        let [cos, sin] = self.local.as_ref().filter(|_| is_local).unwrap_or(&self.tables);
-        x.rope(cos, sin, start, self.pairs)
+        let turns = self.local.as_ref().filter(|_| is_local).unwrap_or(&self.all);
+        let [cos, sin] = turns.tables(start, start + x.dims()[2])?;
+        let dim = x.dims()[3];
+        if self.width == dim {
+            return x.rope(&cos, &sin, start, self.pairs);
+        }
+        let turned = x.narrow(3, 0, self.width)?.rope(&cos, &sin, start, self.pairs)?;
+        DTensor::cat(&[turned, x.narrow(3, self.width, dim - self.width)?], 3)
+    }
+}
+
+/// The tables of one kind of layers.
+#[derive(Clone, Debug)]
+struct Turns {
+    frequencies: Frequencies,
+    /// The tables of the last length, and what of the length they depend on.
+    tables: Arc<Mutex<(usize, [DTensor; 2])>>,
+    positions: usize,
+    mesh: DeviceMesh,
+    dtype: DType,
+    device: Device,
+}
+
+impl Turns {
+    fn new(frequencies: Frequencies, positions: usize, vb: &ShardedVarBuilder) -> Result<Self> {
+        let (mesh, dtype, device) = (vb.mesh(), vb.dtype(), vb.device());
+        let key = frequencies.key(1);
+        let tables = tables(&frequencies, key, positions, mesh, dtype, device)?;
+        let tables = Arc::new(Mutex::new((key, tables)));
+        Ok(Self { frequencies, tables, positions, mesh: mesh.clone(), dtype, device: device.clone() })
+    }
+
+    /// The tables for tokens from `start` of a sequence of `length` tokens.
+    fn tables(&self, start: usize, length: usize) -> Result<[DTensor; 2]> {
+        if let Some(learned) = self.frequencies.scaling.as_ref().and_then(RopeScaling::turns_anew_after)
+            && (1..=learned).contains(&start)
+            && length > learned
+        {
+            return Err(Error::Layout(format!(
+                "positions are turned otherwise in sequences longer than {learned} tokens: compute the {start} cached tokens again"
+            )));
+        }
+        let key = self.frequencies.key(length);
+        let mut held = self.tables.lock();
+        if held.0 != key {
+            *held = (key, tables(&self.frequencies, key, self.positions, &self.mesh, self.dtype, &self.device)?);
+        }
+        Ok(held.1.clone())
     }
 }
 
 fn tables(
-    dim: usize,
-    theta: f64,
-    scaling: Option<&RopeScaling>,
+    frequencies: &Frequencies,
+    key: usize,
     positions: usize,
-    vb: &ShardedVarBuilder,
+    mesh: &DeviceMesh,
+    dtype: DType,
+    device: &Device,
 ) -> Result<[DTensor; 2]> {
-    let frequencies: Vec<f32> = (0..dim / 2)
-        .map(|i| theta.powf(-(2.0 * i as f64) / dim as f64))
-        .map(|frequency| scaled(frequency, scaling) as f32)
-        .collect();
-    let frequencies = Tensor::from_vec(frequencies, (1, dim / 2), vb.device())?;
-    let positions = Tensor::arange(0u32, positions as u32, vb.device())?.to_dtype(DType::F32)?;
-    let angles = positions.unsqueeze(1)?.matmul(&frequencies)?;
-    let everywhere = Placements::from_elem(Replicate, vb.mesh().ndim());
-    let whole = |table: Tensor| DTensor::distribute(&table.to_dtype(vb.dtype())?, vb.mesh(), &everywhere);
+    let (values, scale) = frequencies.of(key);
+    let values: Vec<f32> = values.into_iter().map(|frequency| frequency as f32).collect();
+    let count = values.len();
+    let values = Tensor::from_vec(values, (1, count), device)?;
+    let places = Tensor::arange(0u32, positions as u32, device)?.to_dtype(DType::F32)?;
+    let angles = places.unsqueeze(1)?.matmul(&values)?;
+    let everywhere = Placements::from_elem(Replicate, mesh.ndim());
+    let whole = |table: Tensor| {
+        DTensor::from_local(table.affine(scale, 0.0)?.to_dtype(dtype)?, mesh, &everywhere, (positions, count))
+    };
     Ok([whole(angles.cos()?)?, whole(angles.sin()?)?])
 }
 
-/// The frequency of a pair of elements after scaling.
-fn scaled(frequency: f64, scaling: Option<&RopeScaling>) -> f64 {
-    match scaling {
-        None => frequency,
-        Some(RopeScaling::Linear { factor }) => frequency / factor,
-        Some(RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_position_embeddings }) => {
-            // How often the pair turns in the learned context: rare turns are stretched, frequent ones are not.
-            let turns = *original_max_position_embeddings as f64 * frequency / TAU;
-            let kept = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0.0, 1.0);
-            frequency * (kept + (1.0 - kept) / factor)
+/// The frequencies of the pairs of a head.
+#[derive(Clone, Debug)]
+struct Frequencies {
+    theta: f64,
+    scaling: Option<RopeScaling>,
+    width: usize,
+}
+
+impl Frequencies {
+    /// What of the length of a sequence the frequencies depend on.
+    fn key(&self, length: usize) -> usize {
+        match &self.scaling {
+            Some(RopeScaling::Dynamic { learned, .. }) => length.max(*learned),
+            Some(RopeScaling::Longrope { original_max_position_embeddings: learned, .. }) => {
+                usize::from(length > *learned)
+            }
+            _ => 0,
+        }
+    }
+
+    /// The frequencies, and the factor of cosines and sines.
+    fn of(&self, key: usize) -> (Vec<f64>, f64) {
+        let Self { theta, scaling, width } = self;
+        let width = *width as f64;
+        let of_base = |base: f64| (0..self.width / 2).map(move |i| base.powf(-(2.0 * i as f64) / width));
+        let plain = || of_base(*theta);
+        let divided = |factors: &[f64]| plain().zip(factors).map(|(frequency, factor)| frequency / factor).collect();
+        match scaling {
+            None => (plain().collect(), 1.0),
+            Some(RopeScaling::Linear { factor }) => (plain().map(|frequency| frequency / factor).collect(), 1.0),
+            Some(RopeScaling::Factors(factors)) => (divided(factors), 1.0),
+            Some(RopeScaling::Longrope { short_factor, long_factor, attention_factor, .. }) => {
+                (divided(if key == 0 { short_factor } else { long_factor }), *attention_factor)
+            }
+            Some(RopeScaling::Dynamic { factor, learned }) => {
+                let stretch = factor * key as f64 / *learned as f64 - (factor - 1.0);
+                (of_base(theta * stretch.powf(width / (width - 2.0))).collect(), 1.0)
+            }
+            Some(RopeScaling::Llama3 {
+                factor,
+                low_freq_factor,
+                high_freq_factor,
+                original_max_position_embeddings: learned,
+            }) => {
+                // How often the pair turns in the learned context: rare turns are stretched, frequent ones are not.
+                let scaled = |frequency: f64| {
+                    let turns = *learned as f64 * frequency / (2.0 * PI);
+                    let kept = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0.0, 1.0);
+                    frequency * (kept + (1.0 - kept) / factor)
+                };
+                (plain().map(scaled).collect(), 1.0)
+            }
+            Some(RopeScaling::Yarn {
+                factor,
+                attention_factor,
+                beta_fast,
+                beta_slow,
+                truncate,
+                original_max_position_embeddings: learned,
+            }) => {
+                // The pair that turns so often in the learned context, as a fraction between pairs.
+                let pair = |turns: f64| width * (*learned as f64 / (turns * 2.0 * PI)).ln() / (2.0 * theta.ln());
+                let (low, high) = (pair(*beta_fast), pair(*beta_slow));
+                let (low, high) = if *truncate { (low.floor(), high.ceil()) } else { (low, high) };
+                let (low, high) = (low.max(0.0), high.min(width - 1.0));
+                let span = if low == high { 0.001 } else { high - low };
+                let scaled = |(i, frequency): (usize, f64)| {
+                    let stretched = ((i as f64 - low) / span).clamp(0.0, 1.0);
+                    frequency * (1.0 - stretched) + frequency / factor * stretched
+                };
+                (plain().enumerate().map(scaled).collect(), *attention_factor)
+            }
         }
     }
 }

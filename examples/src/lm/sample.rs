@@ -46,6 +46,14 @@ impl Sampler {
         Self { sampling, rng: ChaCha8Rng::seed_from_u64(sampling.seed), seen: BTreeSet::new() }
     }
 
+    /// A sampler of one of several texts, by its place among them. Each has a random stream of its own; the first has that
+    /// of [`new`](Self::new).
+    pub fn of_place(sampling: Sampling, place: usize) -> Self {
+        let mut sampler = Self::new(sampling);
+        sampler.rng.set_stream(place as u64);
+        sampler
+    }
+
     /// Takes note of tokens that were there before.
     pub fn see(&mut self, tokens: &[u32]) {
         if self.sampling.repetition_penalty != 1.0 {

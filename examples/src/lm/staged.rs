@@ -1,6 +1,6 @@
-//! Writing with a decoder that is a pipeline of stages.
+//! Writing and scoring with a decoder that is a pipeline of stages.
 
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 use candle_dist::{DeviceMesh, ProcessGroup, RankContext};
 use candle_pipe::microbatch::split_args_kwargs_into_chunks;
 use candle_pipe::schedule::ScheduleKind;
@@ -8,51 +8,89 @@ use candle_pipe::{Kwargs, Layout, Result, Runtime};
 use candle_shard::nn::ShardedVarBuilder;
 
 use super::config::Config;
-use super::declare::{self, Cut};
+use super::declare::{self, Cut, DecoderPipe};
+use super::step::Step;
 use crate::pipeline::for_device;
 
-/// This rank's stage of a Llama, which holds the keys and values of its layers.
+/// This rank's stage of a decoder, which holds the keys and values of its layers.
 pub struct StagedDecoder {
     runtime: Runtime,
     stages: ProcessGroup,
+    device: Device,
     vocab_size: usize,
-    has_logits: bool,
+}
+
+/// What a staged decoder is for.
+#[derive(Clone, Copy, Debug)]
+pub enum Use {
+    /// Writing so many texts at once.
+    Write {
+        /// The texts.
+        slots: usize,
+        /// What keys and values are kept in, if not in the dtype of the computation.
+        cache: Option<DType>,
+    },
+    /// Scoring a text.
+    Score,
 }
 
 impl StagedDecoder {
-    /// This rank's stage of a model of as many stages as the mesh axis `"pp"` has ranks, for sequences of up to `longest`
+    /// This rank's stage of a model of as many stages as the mesh axis `"pp"` has ranks, for texts of up to `longest`
     /// tokens; `vb` builds on the axis `"tp"`. Stages cost about equally much unless a layout says which layers each has.
     ///
     /// # Errors
     /// If there are more stages than the model can be cut into, or other ones than the layout has; those of the builder.
     pub fn new(
         config: &Config,
-        longest: usize,
-        (layout, cache): (Option<&Layout>, Option<DType>),
+        (longest, used): (usize, Use),
+        layout: Option<&Layout>,
         mesh: &DeviceMesh,
         vb: &ShardedVarBuilder,
         ctx: &RankContext,
     ) -> Result<Self> {
         let stages = mesh.axis_group("pp")?;
-        let pipe = declare::writer(config, longest, cache, &Cut::new(stages.size(), layout))?;
+        let cut = Cut::new(stages.size(), layout);
+        let pipe: DecoderPipe = match used {
+            Use::Write { slots, cache } => declare::writer(config, [slots, longest], cache, &cut)?,
+            Use::Score => declare::scorer(config, longest, &cut)?,
+        };
         let schedule = ScheduleKind::GPipe.schedule(stages.size(), 1, 1)?.forward_only();
         let runtime = for_device(Runtime::new(&pipe, &schedule, stages, vb, vb.device())?, ctx)?;
-        let has_logits = stages.rank() + 1 == stages.size();
-        Ok(Self { runtime, stages: stages.clone(), vocab_size: config.vocab_size, has_logits })
+        Ok(Self { runtime, stages: stages.clone(), device: vb.device().clone(), vocab_size: config.vocab_size })
     }
 
-    /// The logits `[1, vocabulary]` of what follows the last of `tokens` `[1, tokens]`, which follow those before; on all
-    /// ranks.
+    /// The logits `[texts, vocabulary]` of what follows the new tokens of each text, on all ranks, of a decoder that
+    /// writes.
     ///
     /// # Errors
     /// Those of the runtime.
-    pub fn next(&self, tokens: &Tensor) -> Result<Tensor> {
-        let batch = split_args_kwargs_into_chunks(&[tokens.into()], &Kwargs::new(), 1, None, None)?;
+    pub fn step(&self, step: &Step) -> Result<Tensor> {
+        let device = &self.device;
+        let shape = [step.spans().len(), self.vocab_size];
+        self.output("logits", [step.tokens(device)?, step.packed(device)?], &shape)
+    }
+
+    /// The sum of the losses of `targets` `[1, last]`, which follow the last of `tokens` `[1, tokens]`, on all ranks, of a
+    /// decoder that scores.
+    ///
+    /// # Errors
+    /// Those of the runtime.
+    pub fn loss(&self, tokens: &Tensor, targets: &Tensor) -> Result<f64> {
+        let loss = self.output("sum", [tokens.clone(), targets.clone()], &[1])?;
+        Ok(f64::from(loss.to_vec1::<f32>()?[0]))
+    }
+
+    /// An output of the last stage, on all ranks.
+    fn output(&self, name: &str, inputs: [Tensor; 2], shape: &[usize]) -> Result<Tensor> {
+        let device = inputs[0].device().clone();
+        let batch = split_args_kwargs_into_chunks(&inputs.map(Into::into), &Kwargs::new(), 1, None, None)?;
         let outputs = self.runtime.evaluate(&batch)?.step.outputs;
-        let logits = match outputs.iter().find_map(|output| output.get("logits").ok()).filter(|_| self.has_logits) {
-            Some(logits) => logits.tensor()?.clone(),
-            None => Tensor::zeros((1, self.vocab_size), DType::F32, tokens.device())?,
+        let last = self.stages.size() - 1;
+        let mine = outputs.iter().find_map(|output| output.get(name).ok()).filter(|_| self.stages.rank() == last);
+        let made = match mine {
+            Some(made) => made.tensor()?.clone(),
+            None => Tensor::zeros(shape, DType::F32, &device)?,
         };
-        Ok(self.stages.broadcast(&logits, self.stages.size() - 1)?)
+        Ok(self.stages.broadcast(&made, last)?)
     }
 }

@@ -1,5 +1,6 @@
 //! Text to tokens and back.
 
+use std::fs;
 use std::path::Path;
 
 use anyhow::{Context, Result, anyhow, bail};
@@ -7,16 +8,26 @@ use tokenizers::Tokenizer;
 use tokenizers::decoders::byte_level::ByteLevel;
 use tokenizers::models::bpe::{BPE, Vocab};
 
-/// The tokenizer of the model in `folder`.
+use super::gguf;
+
+/// The tokenizer of the model in a folder, or in a GGUF file.
 ///
 /// What the file says of cutting and filling up texts is for batches of sentences, and left out.
 ///
 /// # Errors
 /// If there is none, or it cannot be read; the file is named.
-pub fn read(folder: &Path) -> Result<Tokenizer> {
-    let path = folder.join("tokenizer.json");
-    let read = Tokenizer::from_file(&path).map_err(|error| anyhow!("{error}"));
-    let mut tokenizer = read.with_context(|| format!("{}", path.display()))?;
+pub fn read(model: &Path) -> Result<Tokenizer> {
+    if !model.is_dir() {
+        return gguf::tokenizer::read(model);
+    }
+    let path = model.join("tokenizer.json");
+    let parsed = || -> Result<Tokenizer> {
+        let text = fs::read_to_string(&path)?;
+        // The crate panics where a part of the file is not JSON.
+        serde_json::from_str::<serde_json::Value>(&text)?;
+        text.parse().map_err(|error| anyhow!("{error}"))
+    };
+    let mut tokenizer = parsed().with_context(|| format!("{}", path.display()))?;
     tokenizer.with_padding(None).with_truncation(None).map_err(|error| anyhow!("{}: {error}", path.display()))?;
     Ok(tokenizer)
 }
@@ -30,6 +41,15 @@ pub fn encode(tokenizer: &Tokenizer, text: &str) -> Result<Vec<u32>> {
     Ok(encoding.get_ids().to_vec())
 }
 
+/// Returns the tokens of a text that has its special tokens in it, as chat templates write it.
+///
+/// # Errors
+/// Those of the tokenizer.
+pub fn encode_rendered(tokenizer: &Tokenizer, text: &str) -> Result<Vec<u32>> {
+    let encoding = tokenizer.encode(text, false).map_err(|error| anyhow!("the text: {error}"))?;
+    Ok(encoding.get_ids().to_vec())
+}
+
 /// Checks that a model of so many tokens knows these.
 ///
 /// # Errors
@@ -37,7 +57,7 @@ pub fn encode(tokenizer: &Tokenizer, text: &str) -> Result<Vec<u32>> {
 pub fn check(tokens: &[u32], known: usize) -> Result<()> {
     match tokens.iter().find(|&&token| token as usize >= known) {
         Some(token) => {
-            bail!("tokenizer.json has the token {token}, and the model {known} tokens; they do not fit together")
+            bail!("the tokenizer has the token {token}, and the model {known} tokens; they do not fit together")
         }
         None => Ok(()),
     }

@@ -6,6 +6,7 @@ use std::str::FromStr;
 use candle_pipe::schedule::ScheduleKind;
 use clap::Parser;
 
+use crate::arguments::check_counts;
 use crate::cli::{Checked, Output, UsageError, check_file, require};
 
 const ABOUT: &str = "\
@@ -148,11 +149,11 @@ impl Args {
     /// A sentence with the flag, its value and a remedy.
     pub(super) fn validate(&self) -> Checked {
         let stages = self.virtual_stages.unwrap_or(1);
-        for (flag, n) in [("--ranks", self.ranks), ("--microbatches", self.microbatches), ("--virtual-stages", stages)]
-        {
-            require!(n > 0, "{flag} is 0: give at least 1.");
-            require!(n <= MOST, "{flag} {n} is too large: give at most {MOST}.");
-        }
+        check_counts([
+            ("--ranks", self.ranks, MOST),
+            ("--microbatches", self.microbatches, MOST),
+            ("--virtual-stages", stages, MOST),
+        ])?;
         require!(
             self.ranks.saturating_mul(stages) <= MOST_STAGES,
             "--ranks {} with {stages} stages each are too many: give at most {MOST_STAGES} stages.",

@@ -2,6 +2,6 @@
 
 pub mod args;
 pub mod measure;
-pub mod plan;
 pub mod report;
+pub mod simulations;
 pub mod write;

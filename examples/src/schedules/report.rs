@@ -6,7 +6,7 @@ use candle_pipe::schedule::{Timeline, draw};
 use comfy_table::Cell;
 use serde::Serialize;
 
-use super::plan::Plan;
+use super::simulations::Simulations;
 use crate::table::{number, table};
 
 /// The JSON object: the numbers of one schedule, or of several by name.
@@ -57,14 +57,14 @@ impl Numbers {
     }
 }
 
-impl Plan {
+impl Simulations {
     /// Returns the JSON object.
     pub fn report(&self) -> Report {
-        let mut numbers = self.entries.iter().map(|entry| {
-            let measured_makespan = entry.measured.as_ref().map(|(_, timeline)| timeline.makespan());
-            (entry.name, Numbers { measured_makespan, ..Numbers::new(&entry.timeline) })
+        let mut numbers = self.all.iter().map(|simulation| {
+            let measured_makespan = simulation.measured.as_ref().map(|(_, timeline)| timeline.makespan());
+            (simulation.name, Numbers { measured_makespan, ..Numbers::new(&simulation.timeline) })
         });
-        match (numbers.next(), self.entries.len()) {
+        match (numbers.next(), self.all.len()) {
             (Some((_, numbers)), 1) => Report::One(numbers),
             (first, _) => Report::All(first.into_iter().chain(numbers).collect()),
         }
@@ -88,8 +88,8 @@ impl Plan {
                 number(numbers.actions),
             ]);
         }
-        let picture = match &self.entries[..] {
-            [entry] => draw::text(&entry.timeline) + "\n",
+        let picture = match &self.all[..] {
+            [simulation] => draw::text(&simulation.timeline) + "\n",
             _ => String::new(),
         };
         let left_out: String = self.left_out.iter().map(|said| format!("\nleft out: {said}")).collect();

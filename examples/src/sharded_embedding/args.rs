@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use clap::{Parser, ValueEnum};
 
 use super::features::FEATURES;
+use crate::arguments::{check_counts, check_positive};
 use crate::cli::{Checked, Output, require};
 use crate::launch::{BackendName, Launched, Patience};
 
@@ -156,21 +157,18 @@ impl Args {
     /// A sentence with the flag, its value and a remedy.
     pub fn validate(&self) -> Checked {
         let Self { ranks, steps, batch, dim, tolerance, .. } = *self;
-        for (flag, value, most) in [
+        check_counts([
             ("--ranks", ranks, MAX_RANKS),
             ("--steps", steps, MAX_STEPS),
             ("--batch", batch, MAX_BATCH),
             ("--dim", dim, MAX_DIM),
-        ] {
-            require!(value > 0, "{flag} is 0: give at least 1.");
-            require!(value <= most, "{flag} {value} is too large: give at most {most}.");
-        }
+        ])?;
         require!(
             ranks <= batch,
             "--ranks {ranks} is more than the {batch} samples of --batch: give at most {batch} ranks."
         );
         let lr = self.lr();
-        require!(lr.is_finite() && lr > 0.0, "--lr {lr} is not a positive finite number: try something around 0.05.");
+        check_positive("--lr", lr, "something around 0.05")?;
         require!(
             tolerance.is_finite() && tolerance >= 0.0,
             "--tolerance {tolerance} is not a finite number of at least 0: try 0.00001."

@@ -82,11 +82,11 @@ impl Model {
 /// Returns one row per sample, `[samples, dim]`.
 fn look_up(feature: &Feature, table: &ShardedTensor, values: &Values, mode: Mode) -> Result<Tensor> {
     let max_norm = feature.max_norm.filter(|_| mode == Mode::Train);
-    let lookup = EmbeddingOptions { max_norm, ..EmbeddingOptions::default() };
+    let lookup = EmbeddingOptions::default().max_norm(max_norm);
     match feature.bag {
         None => table.embedding(&values.ids, &lookup),
         Some(bag) => {
-            let options = EmbeddingBagOptions { mode: bag.mode, lookup, ..EmbeddingBagOptions::default() };
+            let options = EmbeddingBagOptions::default().mode(bag.mode).lookup(lookup);
             table.embedding_bag(&values.ids, values.offsets.as_ref(), values.weights.as_ref(), &options)
         }
     }

@@ -87,7 +87,7 @@ impl Batch {
         let cut = self.rows(first_row..first_row + mine)?.cut(microbatches)?;
         // The average over replicas weights all of them alike, even if their numbers of rows differ.
         let share = (mine * replicas) as f64 / rows as f64;
-        let weights = cut.weights().into_iter().map(|weight| weight * share).collect();
-        Ok((cut, StepOptions { step, first_row, weights: Some(weights), ..StepOptions::default() }))
+        let weights: Vec<f64> = cut.weights().into_iter().map(|weight| weight * share).collect();
+        Ok((cut, StepOptions::default().step(step).first_row(first_row).weights(weights)))
     }
 }

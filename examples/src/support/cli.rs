@@ -1,11 +1,13 @@
 //! Common parts of the programs' command lines.
 
+use std::env;
+use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
 use std::path::Path;
 use std::process::{self, ExitCode};
 
-use clap::Parser;
+use clap::{ArgMatches, Parser};
 use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::launch;
@@ -60,11 +62,27 @@ fn one_sentence(error: &clap::Error) -> String {
 /// # Errors
 /// clap's error.
 pub fn parse<A: Parser>() -> Checked<A> {
-    A::try_parse().map_err(|error| match error.use_stderr() {
+    parse_by(|definition, _| definition, |_| Ok(()))
+}
+
+/// Like [`parse`], by a definition that `define` changes for the arguments; `check` checks which ones are given.
+///
+/// # Errors
+/// clap's error, and those of `check`.
+pub fn parse_by<A: Parser>(
+    define: impl FnOnce(clap::Command, &[OsString]) -> clap::Command,
+    check: impl FnOnce(&ArgMatches) -> Checked,
+) -> Checked<A> {
+    let arguments: Vec<OsString> = env::args_os().collect();
+    let refuse = |error: clap::Error| match error.use_stderr() {
         true => UsageError(one_sentence(&error)),
         false if launch::is_first() => error.exit(),
         false => process::exit(0),
-    })
+    };
+    let definition = define(A::command(), &arguments);
+    let matches = definition.try_get_matches_from(arguments).map_err(refuse)?;
+    check(&matches)?;
+    A::from_arg_matches(&matches).map_err(refuse)
 }
 
 /// Returns the arguments of a program with the result of `validate`; otherwise prints the error and returns the exit
@@ -184,11 +202,26 @@ impl<'a> Output<'a> {
     /// # Errors
     /// If the file cannot be written.
     pub fn write_json(self, report: &impl serde::Serialize) -> anyhow::Result<()> {
-        let Some(path) = self.0 else { return Ok(()) };
-        let mut json: Box<dyn Write> =
-            if self.json_to_stdout() { Box::new(io::stdout()) } else { Box::new(File::create(path)?) };
+        let Some(mut json) = self.json()? else { return Ok(()) };
         writeln!(json, "{}", serde_json::to_string_pretty(report)?)?;
         Ok(())
+    }
+
+    /// Writes objects in a line each, if JSON is requested.
+    ///
+    /// # Errors
+    /// If the file cannot be written.
+    pub fn write_json_lines(self, lines: impl IntoIterator<Item = impl serde::Serialize>) -> anyhow::Result<()> {
+        let Some(mut json) = self.json()? else { return Ok(()) };
+        for line in lines {
+            writeln!(json, "{}", serde_json::to_string(&line)?)?;
+        }
+        Ok(())
+    }
+
+    fn json(self) -> io::Result<Option<Box<dyn Write>>> {
+        let Some(path) = self.0 else { return Ok(None) };
+        Ok(Some(if self.json_to_stdout() { Box::new(io::stdout()) } else { Box::new(File::create(path)?) }))
     }
 
     /// Checks that the JSON object can be written, and leaves no trace: permissions alone do not prove it.

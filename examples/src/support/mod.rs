@@ -1,6 +1,7 @@
 //! What the programs share: arguments, launching, timing, tables and progress.
 
 pub mod allocator;
+pub mod arguments;
 pub mod batch;
 pub mod cli;
 pub mod comm;

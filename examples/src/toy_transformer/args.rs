@@ -23,6 +23,8 @@ The same model is trained from the same seed on the same batches once per run:
   tp      tensor-parallel: attention heads and feed-forward columns split over the ranks
   tp_sp   the same with sequence parallel: norms and dropout work on a slice of the sequence
   cp      context-parallel: each rank has a part of each sequence, and keys and values meet queries in attention
+  ep      expert-parallel, with experts in place of feed-forward networks: each rank has some of the sequences and some of
+          the experts
   pp      pipeline, data and tensor-parallel on one mesh of ranks, pp × dp × tp: the model is cut into stages that are
           scheduled over microbatches, and each replica has its own part of the batch
   pp_sp   the same with sequence parallel
@@ -38,6 +40,8 @@ Examples:
       Learn a text of your own, longer and wider, on one device.
   cargo run --release -- --pp 2 --dp 2 --tp 2 --schedule 1f1b --microbatches 4
       Compare one device with a pipeline of two stages, two replicas and two tensor-parallel ranks each.
+  cargo run --release -- --ep 2 --experts 8 --top-k 2
+      Compare one device with two ranks that share the experts.
   cargo run --release -- --json - 2>/dev/null | jq '.runs[] | {name, ms_per_step}'
       Get the numbers into a script: only JSON on stdout, all else on stderr.
   cargo build --release --features mpi && mpirun -n 2 target/release/toy-transformer --backend mpi
@@ -50,7 +54,7 @@ Exit status: 0 if the runs agree, 1 if they disagree or one failed, 2 if the com
 #[command(name = "toy-transformer", version, about = ABOUT, after_help = EXAMPLES)]
 pub struct Args {
     /// Runs, in this order; all are compared with `single`, or without it with the first [default: single,tp,tp_sp, or
-    /// single,pp if a pipeline option is given, or single,cp if --cp is given]
+    /// single,pp if a pipeline option is given, single,cp if --cp is given, or single,ep if --ep or --experts is given]
     #[arg(long, value_name = "NAMES", value_delimiter = ',', hide_possible_values = true, help_heading = "Runs")]
     pub runs: Vec<RunName>,
 
@@ -62,6 +66,10 @@ pub struct Args {
     /// Context-parallel ranks of the run `cp` [default: 2]
     #[arg(long, value_name = "N", help_heading = "Runs")]
     pub cp: Option<usize>,
+
+    /// Expert-parallel ranks of the run `ep`, each with some of the batch and some of the experts [default: 2]
+    #[arg(long, value_name = "N", help_heading = "Runs")]
+    pub ep: Option<usize>,
 
     /// Compute threads of each rank; keep ranks × threads within the number of cores
     #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Runs")]
@@ -109,6 +117,14 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = 8, help_heading = "Model")]
     pub heads: usize,
 
+    /// Experts of each feed-forward network, only for the runs `single` and `ep` [default: none, or 8 for the run `ep`]
+    #[arg(long, value_name = "N", help_heading = "Model")]
+    pub experts: Option<usize>,
+
+    /// Experts that each token uses, at most --experts [default: 2, or 1 of 1]
+    #[arg(long, value_name = "N", help_heading = "Model")]
+    pub top_k: Option<usize>,
+
     /// Probability that dropout zeroes an element, in [0, 1)
     #[arg(long, value_name = "P", default_value_t = 0.1, allow_negative_numbers = true, help_heading = "Model")]
     pub dropout: f64,
@@ -149,12 +165,13 @@ pub struct Args {
 impl Args {
     /// Returns the runs to make.
     pub fn runs(&self) -> Vec<RunName> {
-        use RunName::{Cp, Pp, Single, Tp, TpSp};
+        use RunName::{Cp, Ep, Pp, Single, Tp, TpSp};
         let counts = [self.pp, self.dp, self.microbatches];
         let has_pipeline = self.schedule.is_some() || counts.iter().any(Option::is_some);
         match &self.runs[..] {
             [] if has_pipeline => vec![Single, Pp],
             [] if self.cp.is_some() => vec![Single, Cp],
+            [] if self.ep.is_some() || self.experts.is_some() => vec![Single, Ep],
             [] => vec![Single, Tp, TpSp],
             runs => runs.to_vec(),
         }
@@ -168,6 +185,18 @@ impl Args {
     /// Returns the ranks of the run `cp`.
     pub fn context_parallel(&self) -> usize {
         self.cp.unwrap_or(2)
+    }
+
+    /// Returns the ranks of the run `ep`.
+    pub fn expert_parallel(&self) -> usize {
+        self.ep.unwrap_or(2)
+    }
+
+    /// Returns the number of experts of a feed-forward network, and of those that each token uses; 0 for a network
+    /// without experts.
+    pub fn mixture(&self) -> (usize, usize) {
+        let experts = self.experts.unwrap_or(if self.runs().contains(&RunName::Ep) { 8 } else { 0 });
+        (experts, self.top_k.unwrap_or(experts.min(2)))
     }
 
     /// Returns the ranks and microbatches of pipelines.
@@ -195,9 +224,11 @@ impl Args {
             dropout_p: self.dropout,
             use_attn_mask: true,
             weight_tying: true,
-            checkpoint_activations: false,
+            recompute_activations: false,
             // The embeddings are the output layer too. Small ones start the loss at that of guessing, ln 256.
             init_stdev: Some(0.02),
+            experts: self.mixture().0,
+            top_k: self.mixture().1,
             seed: self.seed,
         }
     }
@@ -226,6 +257,7 @@ impl Launched for Args {
             RunName::Single => None,
             RunName::Tp | RunName::TpSp => Some((format!("--tp {}", self.tensor_parallel()), self.tensor_parallel())),
             RunName::Cp => Some((format!("--cp {}", self.context_parallel()), self.context_parallel())),
+            RunName::Ep => Some((format!("--ep {}", self.expert_parallel()), self.expert_parallel())),
             RunName::Pp | RunName::PpSp => {
                 let pipeline = self.pipeline();
                 let Pipeline { pp, dp, tp, .. } = pipeline;
@@ -248,6 +280,8 @@ pub enum RunName {
     TpSp,
     /// Context-parallel.
     Cp,
+    /// Expert-parallel.
+    Ep,
     /// Pipeline, data and tensor-parallel.
     Pp,
     /// Pipeline, data and tensor-parallel with sequence parallel.
@@ -263,6 +297,7 @@ impl RunName {
             Self::Tp => "tp",
             Self::TpSp => "tp_sp",
             Self::Cp => "cp",
+            Self::Ep => "ep",
             Self::Pp => "pp",
             Self::PpSp => "pp_sp",
         }

@@ -19,6 +19,8 @@ pub struct RunOutcome {
     pub losses: Vec<f64>,
     /// Median time of a step in milliseconds.
     pub ms_per_step: f64,
+    /// Page faults of the process in a step, after warm-up; `None` where the system does not count them.
+    pub page_faults_per_step: Option<f64>,
     /// The trained model's logits on the held-out batch, `[batch, sequence, vocab]`, without dropout.
     pub logits: Tensor,
     /// The gradients of the first step by parameter name, each whole and in the global shape.

@@ -25,12 +25,16 @@ pub struct Report {
 /// One run in the JSON object.
 #[derive(Clone, Debug, Serialize)]
 pub struct RunReport {
-    /// `single`, `tp`, `tp_sp`, `pp` or `pp_sp`.
+    /// `single`, `tp`, `tp_sp`, `cp`, `ep`, `pp` or `pp_sp`.
     pub name: &'static str,
     /// Number of ranks.
     pub world: usize,
     /// Median time of a step in milliseconds.
     pub ms_per_step: f64,
+    /// Page faults of the process in a step, the mean of the later half of the steps; absent where the system does not
+    /// count them. Each takes the time to clear a page of 4 KiB.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub page_faults_per_step: Option<f64>,
     /// Loss of the first step.
     pub loss_first: f64,
     /// Loss of the last step.
@@ -61,6 +65,7 @@ impl From<&RunOutcome> for RunReport {
             name: outcome.name.as_str(),
             world: outcome.world,
             ms_per_step: outcome.ms_per_step,
+            page_faults_per_step: outcome.page_faults_per_step,
             loss_first: outcome.losses.first().copied().unwrap_or(f64::NAN),
             loss_last: outcome.losses.last().copied().unwrap_or(f64::NAN),
             params_per_rank: outcome.params_per_rank.clone(),
@@ -76,8 +81,12 @@ pub fn heading(args: &Args, corpus: &Corpus) -> String {
         Some(path) => path.display().to_string(),
         None => "stories that the program makes".to_owned(),
     };
+    let experts = match args.mixture() {
+        (0, _) => String::new(),
+        (experts, top_k) => format!(", the top {top_k} of {experts} experts"),
+    };
     format!(
-        "Model     byte-level Transformer: {} layers, dim {}, {} heads, dropout {}\n\
+        "Model     byte-level Transformer: {} layers, dim {}, {} heads{experts}, dropout {}\n\
          Training  {} steps of AdamW at {}, batch {} × {} bytes, seed {}\n\
          Text      {} bytes of {source}\n",
         args.layers,

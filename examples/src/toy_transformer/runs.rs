@@ -13,7 +13,7 @@ use crate::launch::Ranks;
 pub fn run_one(name: RunName, args: &Args, corpus: &Corpus, ranks: &Ranks<'_>) -> anyhow::Result<Option<RunOutcome>> {
     match name {
         RunName::Single => ranks.on_first(|| single::train(args, corpus, ranks.device())),
-        RunName::Tp | RunName::TpSp | RunName::Cp => sharded::train(name, args, corpus, ranks),
+        RunName::Tp | RunName::TpSp | RunName::Cp | RunName::Ep => sharded::train(name, args, corpus, ranks),
         RunName::Pp | RunName::PpSp => staged::train(name, args, corpus, ranks),
     }
 }

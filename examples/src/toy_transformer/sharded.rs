@@ -1,4 +1,4 @@
-//! Tensor-parallel and context-parallel training.
+//! Tensor-parallel, context-parallel and expert-parallel training.
 
 use std::collections::BTreeMap;
 
@@ -21,7 +21,8 @@ use crate::launch::{Ranks, gather};
 use crate::progress::Progress;
 
 /// The weights whose layouts are shown: one for each style.
-const SHOWN: [(&str, &str); 4] = [
+const SHOWN: [(&str, &str); 5] = [
+    ("experts", "layers.0.feed_forward.experts.down_proj"),
     ("colwise", "layers.0.feed_forward.w1.weight"),
     ("rowwise", "layers.0.feed_forward.w2.weight"),
     ("rowwise embedding", "tok_embeddings.weight"),
@@ -41,6 +42,7 @@ impl Cut {
     fn of(name: RunName, args: &Args) -> Self {
         match name {
             RunName::Cp => Self { axis: "cp", ranks: args.context_parallel(), plan: Plan::new("cp"), tokens: Shard(1) },
+            RunName::Ep => Self { axis: "ep", ranks: args.expert_parallel(), plan: Plan::new("ep"), tokens: Shard(0) },
             _ => {
                 let plan = Transformer::plan("tp", name.is_sequence_parallel());
                 Self { axis: "tp", ranks: args.tensor_parallel(), plan, tokens: Replicate }
@@ -105,6 +107,7 @@ fn train_rank(ctx: &RankContext, name: RunName, args: &Args, corpus: &Corpus) ->
         world: ranks,
         losses: training.losses,
         ms_per_step: training.ms_per_step,
+        page_faults_per_step: training.page_faults_per_step,
         logits,
         first_grads,
         params_per_rank: vec![parameters.local_elem_count()],

@@ -43,6 +43,7 @@ pub fn train(args: &Args, corpus: &Corpus, device: &Device) -> anyhow::Result<Ru
         world: 1,
         losses: training.losses,
         ms_per_step: training.ms_per_step,
+        page_faults_per_step: training.page_faults_per_step,
         logits: model.forward(&corpus.held_out(device)?.tokens, Mode::Eval)?.detach(),
         first_grads,
         params_per_rank: vec![model.vars().iter().map(|(_, var)| var.elem_count()).sum()],

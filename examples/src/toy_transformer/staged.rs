@@ -30,13 +30,13 @@ const MEASURED_STEPS: usize = 50;
 /// tensor-parallel ranks have adjacent numbers.
 pub fn train(name: RunName, args: &Args, corpus: &Corpus, ranks: &Ranks<'_>) -> anyhow::Result<Option<RunOutcome>> {
     let pipeline = args.pipeline();
-    let plan = Plan { name, args, corpus, pipeline, schedule: pipeline.schedule()? };
-    let train = |ctx: &RankContext| gather(ctx.group(), plan.train_rank(ctx)?);
-    ranks.run(pipeline.world(), args.threads, train)?.flatten().map(|all| plan.outcome(&all)).transpose()
+    let run = StagedRun { name, args, corpus, pipeline, schedule: pipeline.schedule()? };
+    let train = |ctx: &RankContext| gather(ctx.group(), run.train_rank(ctx)?);
+    ranks.run(pipeline.world(), args.threads, train)?.flatten().map(|all| run.outcome(&all)).transpose()
 }
 
-/// The data that every rank has.
-struct Plan<'a> {
+/// One run of the program, as every rank knows it.
+struct StagedRun<'a> {
     name: RunName,
     args: &'a Args,
     corpus: &'a Corpus,
@@ -50,6 +50,7 @@ struct RankOutcome {
     /// The bits of the losses of its replica, if the rank has the loss.
     losses: Option<Vec<u64>>,
     ms_per_step: f64,
+    page_faults_per_step: Option<f64>,
     /// The logits, if the rank has the output layer of the first pipeline.
     logits: Option<Bits>,
     /// The whole gradients of the first step; empty outside of the first pipeline.
@@ -61,7 +62,7 @@ struct RankOutcome {
     peak: usize,
 }
 
-impl Plan<'_> {
+impl StagedRun<'_> {
     /// Combines the reports of the ranks.
     fn outcome(&self, ranks: &[RankOutcome]) -> anyhow::Result<RunOutcome> {
         // The tensor-parallel ranks of a stage know the same loss of their replica.
@@ -80,6 +81,7 @@ impl Plan<'_> {
             world: ranks.len(),
             losses: (0..self.args.steps).map(mean).collect(),
             ms_per_step: ranks.iter().map(|rank| rank.ms_per_step).fold(0.0, f64::max),
+            page_faults_per_step: ranks.iter().filter_map(|rank| rank.page_faults_per_step).reduce(f64::max),
             logits: logits.tensor()?,
             first_grads,
             params_per_rank: ranks.iter().map(|rank| rank.params).collect(),
@@ -157,6 +159,7 @@ impl Plan<'_> {
         Ok(RankOutcome {
             losses: has_loss.then(|| training.losses.into_iter().map(f64::to_bits).collect()),
             ms_per_step: training.ms_per_step,
+            page_faults_per_step: training.page_faults_per_step,
             logits,
             first_grads: grads.map(|(name, grad)| Ok((name, Bits::of(&grad)?))).collect::<Result<_>>()?,
             params: parameters.local_elem_count(),

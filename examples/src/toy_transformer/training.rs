@@ -9,6 +9,7 @@ use candle_shard::kernels::AdamW;
 use super::args::Args;
 use super::corpus::Corpus;
 use crate::batch::Batch;
+use crate::memory::page_faults;
 use crate::progress::Progress;
 
 /// The losses and the speed of a training.
@@ -18,6 +19,9 @@ pub struct Training {
     pub losses: Vec<f64>,
     /// Median time of a step in milliseconds.
     pub ms_per_step: f64,
+    /// Page faults of the process in a step, the mean of the later half of the steps; `None` where the system does not
+    /// count them.
+    pub page_faults_per_step: Option<f64>,
 }
 
 impl Training {
@@ -34,15 +38,21 @@ impl Training {
     ) -> Result<Self> {
         let mut losses = Vec::with_capacity(args.steps);
         let mut times = Vec::with_capacity(args.steps);
+        let mut faults = Vec::with_capacity(args.steps);
         for number in 0..args.steps as u64 {
             let batch = corpus.batch(number, device)?;
+            let faults_before = page_faults();
             let start = Instant::now();
             let loss = step(number, &batch)?;
             times.push(start.elapsed().as_secs_f64() * 1e3);
+            faults.extend(page_faults().zip(faults_before).map(|(after, before)| (after - before) as f64));
             losses.push(loss);
             progress.step(loss);
         }
-        Ok(Self { losses, ms_per_step: median(&mut times) })
+        // The first steps take the memory that later ones use again.
+        let later = &faults[faults.len() / 2..];
+        let page_faults_per_step = (!later.is_empty()).then(|| later.iter().sum::<f64>() / later.len() as f64);
+        Ok(Self { losses, ms_per_step: median(&mut times), page_faults_per_step })
     }
 }
 

@@ -2,6 +2,7 @@
 
 use super::args::{Args, RunName, VOCAB_SIZE};
 use super::corpus::Corpus;
+use crate::arguments::{ANY, check_counts, check_positive};
 use crate::cli::{Checked, Output, UsageError, require};
 use crate::pipeline::Pipeline;
 
@@ -25,24 +26,25 @@ pub fn validate(args: &Args) -> Checked<Corpus> {
 }
 
 fn check_numbers(args: &Args) -> Checked {
-    for (flag, value) in [
-        ("--tp", args.tp.unwrap_or(1)),
-        ("--cp", args.cp.unwrap_or(1)),
-        ("--threads", args.threads),
-        ("--dim", args.dim),
-        ("--layers", args.layers),
-        ("--heads", args.heads),
-        ("--steps", args.steps),
-        ("--seq", args.seq),
-        ("--batch", args.batch),
-    ] {
-        require!(value > 0, "{flag} is 0: give at least 1.");
-    }
+    check_counts([
+        ("--tp", args.tp.unwrap_or(1), ANY),
+        ("--cp", args.cp.unwrap_or(1), ANY),
+        ("--ep", args.ep.unwrap_or(1), ANY),
+        ("--experts", args.experts.unwrap_or(1), ANY),
+        ("--top-k", args.top_k.unwrap_or(1), ANY),
+        ("--threads", args.threads, MOST_THREADS),
+        ("--dim", args.dim, ANY),
+        ("--layers", args.layers, ANY),
+        ("--heads", args.heads, ANY),
+        ("--steps", args.steps, MOST_STEPS),
+        ("--seq", args.seq, ANY),
+        ("--batch", args.batch, ANY),
+    ])?;
     if let Some(norm) = args.clip_norm {
-        require!(norm.is_finite() && norm > 0.0, "--clip-norm {norm} is not a positive finite number: try 1.");
+        check_positive("--clip-norm", norm, "1")?;
     }
     let Args { lr, dropout, tolerance, .. } = *args;
-    require!(lr.is_finite() && lr > 0.0, "--lr {lr} is not a positive finite number: try something around 0.001.");
+    check_positive("--lr", lr, "something around 0.001")?;
     require!(
         (0.0..1.0).contains(&dropout),
         "--dropout {dropout} is outside [0, 1): use 0 for none, or a small probability such as 0.1."
@@ -66,19 +68,20 @@ const MOST_RANKS: usize = 1024;
 
 /// Refuses models that are too large, before anything is allocated.
 fn check_size(args: &Args) -> Checked {
-    for (flag, value, most) in [("--steps", args.steps, MOST_STEPS), ("--threads", args.threads, MOST_THREADS)] {
-        require!(value <= most, "{flag} {value} is too large: use at most {most}.");
-    }
     let [dim, layers, heads, seq, batch] =
         [args.dim, args.layers, args.heads, args.seq, args.batch].map(|value| value as f64);
     // A weight, its gradient and two moments; about twenty activations per layer, and three square matrices per head.
-    let parameters = (VOCAB_SIZE as f64 + seq) * dim + layers * 12.0 * dim * dim;
-    let activations = batch * seq * (layers * (20.0 * dim + 3.0 * heads * seq) + 4.0 * VOCAB_SIZE as f64);
+    // An expert has three matrices of half that width, and on one device it computes all tokens.
+    let experts = args.mixture().0 as f64;
+    let parameters = (VOCAB_SIZE as f64 + seq) * dim + layers * (12.0 + 6.0 * experts) * dim * dim;
+    let of_layer = (20.0 + 12.0 * experts) * dim + 3.0 * heads * seq;
+    let activations = batch * seq * (layers * of_layer + 4.0 * VOCAB_SIZE as f64);
     let gib = (16.0 * parameters + 8.0 * activations) / f64::from(1 << 30);
     let fits = gib <= MOST_GIB;
+    let experts = args.experts.map(|experts| format!(" --experts {experts}")).unwrap_or_default();
     require!(
         fits,
-        "--dim {dim} --layers {layers} --heads {heads} --seq {seq} --batch {batch} would take about {gib:.0} GiB of memory: make some of them smaller, for at most {MOST_GIB} GiB."
+        "--dim {dim} --layers {layers} --heads {heads} --seq {seq} --batch {batch}{experts} would take about {gib:.0} GiB of memory: make some of them smaller, for at most {MOST_GIB} GiB."
     );
     Ok(())
 }
@@ -117,6 +120,31 @@ fn check_use(args: &Args) -> Checked {
         args.cp.is_none() || has(&[RunName::Cp]),
         "--cp is for the run cp, and the runs do not include it: add cp to --runs, or leave out --cp."
     );
+    require!(
+        args.ep.is_none() || has(&[RunName::Ep]),
+        "--ep is for the run ep, and the runs do not include it: add ep to --runs, or leave out --ep."
+    );
+    check_experts(args)
+}
+
+/// Refuses experts that some run cannot have, so that all runs train one model.
+fn check_experts(args: &Args) -> Checked {
+    let (experts, top_k) = args.mixture();
+    require!(
+        args.top_k.is_none() || experts > 0,
+        "--top-k is for experts, and the model has none: add --experts, or leave out --top-k."
+    );
+    let runs = args.runs();
+    let other = runs.iter().find(|run| experts > 0 && !matches!(run, RunName::Single | RunName::Ep));
+    require!(
+        other.is_none(),
+        "--runs has {}, which trains no model with experts: use --experts and --ep with the runs single and ep only.",
+        other.map_or("", |run| run.as_str())
+    );
+    require!(
+        top_k <= experts || experts == 0,
+        "--top-k {top_k} is more than the {experts} experts: use at most {experts}, or more --experts."
+    );
     Ok(())
 }
 
@@ -129,6 +157,11 @@ fn check_runs(args: &Args) -> Checked {
     require!(
         cp <= seq || !args.runs().contains(&RunName::Cp),
         "--cp {cp} is more than the {seq} positions of --seq: use at most {seq} ranks."
+    );
+    let ep = args.expert_parallel();
+    require!(
+        ep <= MOST_RANKS || !args.runs().contains(&RunName::Ep),
+        "--ep {ep} are too many ranks for one process: use at most {MOST_RANKS}."
     );
     let (ranks, heads) = (args.tensor_parallel(), args.heads);
     if args.runs().iter().any(|run| matches!(run, RunName::Tp | RunName::TpSp)) {
@@ -150,9 +183,7 @@ fn check_pipeline(args: &Args) -> Checked {
     }
     let pipeline = args.pipeline();
     let Pipeline { pp, dp, tp, microbatches, .. } = pipeline;
-    for (flag, value) in [("--pp", pp), ("--dp", dp), ("--tp", tp), ("--microbatches", microbatches)] {
-        require!(value > 0, "{flag} is 0: give at least 1.");
-    }
+    check_counts([("--pp", pp, ANY), ("--dp", dp, ANY), ("--tp", tp, ANY), ("--microbatches", microbatches, ANY)])?;
     let ranks = pp.checked_mul(dp).and_then(|n| n.checked_mul(tp)).filter(|&ranks| ranks <= MOST_RANKS);
     require!(
         ranks.is_some(),

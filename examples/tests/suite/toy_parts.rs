@@ -29,6 +29,7 @@ fn outcome(name: RunName, loss: f64, logit: f32, grad: f32) -> RunOutcome {
         world: 1,
         losses: vec![4.0, loss],
         ms_per_step: 2.0,
+        page_faults_per_step: Some(1.5),
         logits: tensor(&[1.0, logit]),
         first_grads: BTreeMap::from([("w".to_owned(), tensor(&[grad, 0.0]))]),
         params_per_rank: vec![1234, 1234],

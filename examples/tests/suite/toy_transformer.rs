@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::process::{Command, Output};
 
 use crate::common::{refuses, text};
+use itertools::Itertools;
 use serde_json::Value;
 
 const TINY: [&str; 14] =
@@ -57,6 +58,15 @@ fn what_cannot_work_is_one_sentence_and_status_2() {
         (&["--runs", "cp", "--cp", "9"], &["--cp 9", "8 positions"]),
         (&["--runs", "cp", "--cp", "9999"], &["--cp 9999", "1024"]),
         (&["--runs", "single", "--cp", "2"], &["--cp", "--runs"]),
+        (&["--runs", "ep", "--ep", "0"], &["--ep is 0"]),
+        (&["--runs", "ep", "--ep", "9999"], &["--ep 9999", "1024"]),
+        (&["--runs", "single", "--ep", "2"], &["--ep", "--runs"]),
+        (&["--runs", "ep", "--experts", "0"], &["--experts is 0"]),
+        (&["--runs", "ep", "--experts", "3", "--top-k", "4"], &["--top-k 4", "3 experts"]),
+        (&["--runs", "single", "--top-k", "2"], &["--top-k", "--experts"]),
+        (&["--runs", "tp,ep"], &["--runs has tp", "experts"]),
+        (&["--runs", "single,cp", "--experts", "4"], &["--runs has cp", "experts"]),
+        (&["--experts", "99999999"], &["--experts 99999999", "GiB"]),
         (&["--ranks", "2"], &["--ranks"]),
         (&["--runs", "single", "--tp", "3"], &["--tp", "--runs"]),
         (&["--runs", "single,tp", "--pp", "2"], &["--pp", "--runs"]),
@@ -64,7 +74,7 @@ fn what_cannot_work_is_one_sentence_and_status_2() {
         (&["--timeout", "0"], &["--timeout is 0"]),
         (&["--schedule", "zb-h3"], &["--schedule", "zb-h1"]),
         (&["--backend", "carrier-pigeon"], &["--backend", "carrier-pigeon", "local, mpi"]),
-        // Without the feature there is no engine, and with it no launcher.
+        // Without the feature there is no backend, and with it no launcher.
         (&["--backend", "mpi"], &["--backend mpi"]),
         (&["--backend", "nccl"], &["--backend nccl"]),
         (&["--clip-norm", "0"], &["--clip-norm 0", "positive"]),
@@ -105,10 +115,10 @@ fn the_json_object_is_alone_on_stdout_and_complete() {
     let runs = report["runs"].as_array().unwrap();
     assert_eq!(runs.len(), 2);
     for run in runs {
-        assert_eq!(
-            keys(run),
-            ["comm_per_step", "loss_first", "loss_last", "ms_per_step", "name", "params_per_rank", "world"]
-        );
+        let known = ["comm_per_step", "loss_first", "loss_last", "ms_per_step", "name", "params_per_rank", "world"];
+        // Linux counts page faults.
+        let counted = cfg!(target_os = "linux").then_some("page_faults_per_step");
+        assert_eq!(keys(run), known.into_iter().chain(counted).sorted().collect::<Vec<_>>());
         assert_eq!((&run["name"], &run["world"]), (&"single".into(), &1.into()));
         // Embeddings (256 + 8)·16, norms 6·16, attention 4·16², feed-forward 2·4·16² + 5·16.
         assert_eq!(run["params_per_rank"], serde_json::json!([7472]));
@@ -116,12 +126,28 @@ fn the_json_object_is_alone_on_stdout_and_complete() {
         let first = run["loss_first"].as_f64().unwrap();
         assert!((first - 256f64.ln()).abs() < 0.3, "{first}");
         assert!(run["ms_per_step"].as_f64().unwrap() > 0.0);
+        assert!(counted.is_none() || run["page_faults_per_step"].as_f64().unwrap() >= 0.0);
     }
     // The same run twice is the same to the last bit.
     assert_eq!(
         report["parity"],
         serde_json::json!({"max_loss_diff": 0.0, "max_logit_diff": 0.0, "max_grad_diff": 0.0, "ok": true})
     );
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn later_steps_use_the_memory_of_earlier_ones() {
+    // Activations of 512 KiB: large blocks, which allocators return to the kernel unless told otherwise.
+    let size =
+        ["--dim", "64", "--seq", "64", "--batch", "8", "--steps", "12", "--runs", "single,tp,tp_sp", "--json", "-"];
+    let output = toy(&size);
+    assert!(output.status.success());
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    for run in report["runs"].as_array().unwrap() {
+        let faults = run["page_faults_per_step"].as_f64().unwrap();
+        assert!(faults < 100.0, "{}: {faults} page faults in a step", run["name"]);
+    }
 }
 
 #[test]
@@ -255,5 +281,23 @@ fn context_parallel_ranks_train_as_one_device_does() {
         let report: Value = serde_json::from_slice(&output.stdout).unwrap();
         assert_eq!((&report["runs"][1]["name"], &report["parity"]["ok"]), (&"cp".into(), &true.into()));
         assert!(report["parity"]["max_grad_diff"].as_f64().unwrap() < 1e-5, "{}", report["parity"]);
+    }
+}
+
+#[test]
+fn expert_parallel_ranks_train_as_one_device_does() {
+    // Uneven experts, more ranks than sequences, more ranks than experts.
+    for (ep, experts, top_k, dropout) in [("2", "8", "2", "0"), ("3", "5", "3", "0.1"), ("4", "3", "1", "0")] {
+        let flags = ["--runs", "single,ep", "--ep", ep, "--experts", experts, "--top-k", top_k, "--dropout", dropout];
+        let output = toy(&[&flags[..], &["--batch", "3", "--clip-norm", "1", "--json", "-"]].concat());
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+        assert_eq!((&report["runs"][1]["name"], &report["parity"]["ok"]), (&"ep".into(), &true.into()));
+        assert!(report["parity"]["max_grad_diff"].as_f64().unwrap() < 1e-5, "{}", report["parity"]);
+        let held: Vec<u64> =
+            report["runs"][1]["params_per_rank"].as_array().unwrap().iter().map(|n| n.as_u64().unwrap()).collect();
+        let of_one = report["runs"][0]["params_per_rank"][0].as_u64().unwrap();
+        assert_eq!(held.len().to_string(), ep);
+        assert!(held.iter().all(|&held| held < of_one), "{held:?} of {of_one}");
     }
 }

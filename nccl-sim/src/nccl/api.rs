@@ -308,7 +308,7 @@ fn enqueue(calls: Vec<Queued>) -> c_int {
         let (shared, device, blocking) = (found.shared.clone(), found.device, found.blocking);
         let site = calls[0].site.clone();
         let handles: Vec<u64> = calls.iter().map(|call| call.stream).collect();
-        let work = Launch { shared, parts: calls.into_iter().map(|call| call.part).collect(), started: false };
+        let work = Launch::new(shared, calls.into_iter().map(|call| call.part).collect());
         let streams = resolve(&mut sim, &handles, device, std::thread::current().id(), &site);
         if streams.is_empty() {
             return code::INVALID_ARGUMENT;

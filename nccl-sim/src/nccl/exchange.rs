@@ -3,9 +3,41 @@ use crate::clock::Clock;
 use crate::settings;
 use parking_lot::Mutex;
 use std::collections::HashMap;
+use std::fmt;
 use std::fs;
 use std::path::PathBuf;
 use std::sync::Arc;
+
+/// What a message is.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub(crate) enum Topic {
+    /// A member joins the communicator.
+    Join,
+    /// A member's part of a collective.
+    Part,
+    /// A message from one member to another.
+    Sent,
+    /// A member waits for a message of another.
+    Awaited,
+}
+
+/// The name of a message: unique among all communicators and calls.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub(crate) struct Key {
+    pub(crate) comm: u64,
+    pub(crate) topic: Topic,
+    /// The number of the call among those with which it is matched.
+    pub(crate) number: u64,
+    /// The member, or the sender and the receiver.
+    pub(crate) ends: [usize; 2],
+}
+
+impl fmt::Display for Key {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { comm, topic, number, ends: [from, to] } = self;
+        write!(f, "{comm:016x}-{topic:?}-{number}-{from}-{to}")
+    }
+}
 
 /// A call as its rank made it. Members of a communicator must agree on all of it.
 #[derive(Clone, Debug, PartialEq, Eq, Default)]
@@ -28,17 +60,18 @@ pub(crate) struct Message {
 /// All messages that are not released.
 #[derive(Default)]
 pub(crate) struct Exchange {
-    messages: Mutex<HashMap<String, Arc<Message>>>,
-    released: HashMap<String, usize>,
+    messages: Mutex<HashMap<Key, Arc<Message>>>,
+    /// How many of their readers have used the messages of a call, by the key of the first.
+    released: HashMap<Key, usize>,
 }
 
-fn path(key: &str) -> Option<PathBuf> {
-    settings::get().folder.as_ref().map(|folder| folder.join(key))
+fn path(key: Key) -> Option<PathBuf> {
+    settings::get().folder.as_ref().map(|folder| folder.join(key.to_string()))
 }
 
 impl Exchange {
-    pub(crate) fn put(&self, key: String, head: Head, data: Vec<u8>, clock: Arc<Clock>) {
-        if let Some(path) = path(&key) {
+    pub(crate) fn put(&self, key: Key, head: Head, data: Vec<u8>, clock: Arc<Clock>) {
+        if let Some(path) = path(key) {
             let mut bytes: Vec<u8> = head.numbers.iter().flat_map(|number| number.to_le_bytes()).collect();
             for text in [head.call, &head.site] {
                 bytes.extend((text.len() as u64).to_le_bytes());
@@ -55,12 +88,12 @@ impl Exchange {
         self.messages.lock().insert(key, Arc::new(message));
     }
 
-    pub(crate) fn has(&self, key: &str) -> bool {
-        self.messages.lock().contains_key(key) || path(key).is_some_and(|path| path.exists())
+    pub(crate) fn has(&self, key: Key) -> bool {
+        self.messages.lock().contains_key(&key) || path(key).is_some_and(|path| path.exists())
     }
 
-    pub(crate) fn get(&self, key: &str) -> Option<Arc<Message>> {
-        if let Some(message) = self.messages.lock().get(key) {
+    pub(crate) fn get(&self, key: Key) -> Option<Arc<Message>> {
+        if let Some(message) = self.messages.lock().get(&key) {
             return Some(message.clone());
         }
         let bytes = fs::read(path(key)?).ok()?;
@@ -78,19 +111,20 @@ impl Exchange {
         };
         let (name, site) = (text()?, text()?);
         let message = Arc::new(Message { name, numbers, site, data: rest.to_vec(), clock: Arc::default() });
-        self.messages.lock().insert(key.to_string(), message.clone());
+        self.messages.lock().insert(key, message.clone());
         Some(message)
     }
 
-    /// Forgets messages after `readers` calls with the same `name`.
-    pub(crate) fn release(&mut self, name: String, readers: usize, keys: impl IntoIterator<Item = String>) {
-        let count = self.released.entry(name.clone()).or_default();
+    /// Forgets the messages of a call after as many calls as it has keys. All use the same keys.
+    pub(crate) fn release(&mut self, keys: &[Key]) {
+        let Some(&first) = keys.first() else { return };
+        let count = self.released.entry(first).or_default();
         *count += 1;
-        if *count >= readers {
-            self.released.remove(&name);
+        if *count >= keys.len() {
+            self.released.remove(&first);
             let mut messages = self.messages.lock();
             for key in keys {
-                messages.remove(&key);
+                messages.remove(key);
             }
         }
     }

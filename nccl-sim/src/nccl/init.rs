@@ -1,5 +1,5 @@
 //! How the members of a communicator find each other.
-use super::exchange::{Exchange, Head};
+use super::exchange::{Exchange, Head, Key, Topic};
 use super::{Comm, Comms, Shared, State};
 use crate::settings;
 use std::sync::Arc;
@@ -17,12 +17,12 @@ pub(super) fn unique_id() -> [u8; ID_BYTES] {
     id
 }
 
-fn key(comm: &Shared, rank: usize) -> String {
-    format!("{:016x}-j{rank}", comm.id)
+fn key(comm: &Shared, rank: usize) -> Key {
+    Key { comm: comm.id, topic: Topic::Join, number: 0, ends: [rank; 2] }
 }
 
 pub(super) fn all_are_there(exchange: &Exchange, comm: &Shared) -> bool {
-    (0..comm.size).all(|rank| exchange.has(&key(comm, rank)))
+    (0..comm.size).all(|rank| exchange.has(key(comm, rank)))
 }
 
 /// Returns why NCCL refuses the communicator: two members on one GPU (NCCL 2.30, `NCCL_MULTI_RANK_GPU_ENABLE`).
@@ -30,7 +30,7 @@ pub(super) fn refusal(exchange: &Exchange, comm: &Shared) -> Option<String> {
     if std::env::var("NCCL_MULTI_RANK_GPU_ENABLE").is_ok_and(|value| value == "1") {
         return None;
     }
-    let gpus: Vec<u64> = (0..comm.size).filter_map(|rank| Some(exchange.get(&key(comm, rank))?.numbers[0])).collect();
+    let gpus: Vec<u64> = (0..comm.size).filter_map(|rank| Some(exchange.get(key(comm, rank))?.numbers[0])).collect();
     let twice = gpus.iter().enumerate().any(|(at, gpu)| gpus[..at].contains(gpu));
     twice.then(|| {
         "Multiple Ranks are using the same GPU/Partition. Set NCCL_MULTI_RANK_GPU_ENABLE=1 to enable this \

@@ -11,8 +11,9 @@ use crate::clock::{Clock, Mark};
 use crate::engine::{Sim, StreamKind, Work};
 use crate::memory::{Accessor, Memory, NOISE};
 use crate::report::{Kind, Site, fault};
-use exchange::Exchange;
+use exchange::{Exchange, Key};
 pub(crate) use part::Part;
+use std::cell::Cell;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -67,6 +68,16 @@ pub(crate) struct Launch {
     pub(crate) shared: Arc<Shared>,
     pub(crate) parts: Vec<Part>,
     pub(crate) started: bool,
+    /// What the calls need from other members, and how much of it was there at the last look.
+    needs: Vec<Key>,
+    there: Cell<usize>,
+}
+
+impl Launch {
+    fn new(shared: Arc<Shared>, parts: Vec<Part>) -> Self {
+        let needs = parts.iter().flat_map(|part| part.needs(&shared)).collect();
+        Self { shared, parts, started: false, needs, there: Cell::new(0) }
+    }
 }
 
 /// A launch that NCCL's thread has not put on its streams yet.
@@ -102,12 +113,17 @@ impl Comms {
 
     /// Returns what a kernel waits for.
     pub(crate) fn lacks(&self, launch: &Launch) -> String {
-        self.lacking(launch).unwrap_or_else(|| "its turn".to_string())
+        self.lacking(launch).map_or("its turn".to_string(), |key| format!("message {key}"))
     }
 
-    fn lacking(&self, launch: &Launch) -> Option<String> {
-        let missing = launch.parts.iter().flat_map(|part| part.needs(&launch.shared));
-        missing.into_iter().find(|key| !self.exchange.has(key)).map(|key| format!("message {key}"))
+    fn lacking(&self, launch: &Launch) -> Option<Key> {
+        for &key in launch.needs.iter().skip(launch.there.get()) {
+            if !self.exchange.has(key) {
+                return Some(key);
+            }
+            launch.there.set(launch.there.get() + 1);
+        }
+        None
     }
 
     /// Starts or ends a kernel. Returns whether it has ended.
@@ -138,9 +154,8 @@ impl Comms {
                     let bytes = if known { memory.peek(address, len, device, &who) } else { None };
                     bytes.map_or(vec![NOISE; len], <[u8]>::to_vec)
                 });
-                for key in part.announces(&shared) {
-                    self.exchange.put(key, part.head(site), data.clone().unwrap_or_default(), clock.clone());
-                }
+                let data = data.unwrap_or_default();
+                self.exchange.put(part.announces(&shared), part.head(site), data, clock.clone());
             }
             return false;
         }

@@ -1,6 +1,6 @@
 //! One call of a group: what it reads and writes, what it needs from other members, and its result.
 use super::Shared;
-use super::exchange::{Exchange, Head, Message};
+use super::exchange::{Exchange, Head, Key, Message, Topic};
 use crate::clock::Clock;
 use crate::number::{Element, Type, bytes, elements, with_type};
 use crate::report::{Kind as Fault, Site, fault};
@@ -65,30 +65,30 @@ impl Part {
         (len > 0).then_some((self.recv, len))
     }
 
-    fn key(&self, comm: &Shared, rank: usize) -> String {
-        format!("{:016x}-c{}-{rank}", comm.id, self.number)
+    fn key(&self, comm: &Shared, rank: usize) -> Key {
+        Key { comm: comm.id, topic: Topic::Part, number: self.number, ends: [rank; 2] }
     }
 
     /// Returns the key of a message from one member to another, or of the receiver's being there.
-    fn message(&self, comm: &Shared, what: &str) -> String {
+    fn message(&self, comm: &Shared, topic: Topic) -> Key {
         let ends = if self.call == Call::Send { [comm.rank, self.root] } else { [self.root, comm.rank] };
-        format!("{:016x}-{what}{}-{}-{}", comm.id, self.number, ends[0], ends[1])
+        Key { comm: comm.id, topic, number: self.number, ends }
     }
 
     /// Returns what the call tells the others when it starts.
-    pub(crate) fn announces(&self, comm: &Shared) -> Vec<String> {
+    pub(crate) fn announces(&self, comm: &Shared) -> Key {
         match self.call {
-            Call::Send => vec![self.message(comm, "s")],
-            Call::Recv => vec![self.message(comm, "r")],
-            _ => vec![self.key(comm, comm.rank)],
+            Call::Send => self.message(comm, Topic::Sent),
+            Call::Recv => self.message(comm, Topic::Awaited),
+            _ => self.key(comm, comm.rank),
         }
     }
 
     /// Returns what must be there before the call can end. "Point-to-point": a send may wait for its receive.
-    pub(crate) fn needs(&self, comm: &Shared) -> Vec<String> {
+    pub(crate) fn needs(&self, comm: &Shared) -> Vec<Key> {
         match self.call {
-            Call::Send => vec![self.message(comm, "r")],
-            Call::Recv => vec![self.message(comm, "s")],
+            Call::Send => vec![self.message(comm, Topic::Awaited)],
+            Call::Recv => vec![self.message(comm, Topic::Sent)],
             // A rooted call may end early on a rank whose part is done, or wait for all: both are allowed.
             Call::Broadcast if settings::get().seed % 2 == 1 => vec![self.key(comm, self.root)],
             Call::Reduce if settings::get().seed % 2 == 1 && comm.rank != self.root => Vec::new(),
@@ -119,7 +119,7 @@ impl Part {
         let mine = self.head(site);
         // A rooted call that ends early depends on the root alone.
         let keys = if self.is_message() && self.call == Call::Send { Vec::new() } else { self.needs(comm) };
-        let all: Vec<Arc<Message>> = keys.iter().filter_map(|key| exchange.get(key)).collect();
+        let all: Vec<Arc<Message>> = keys.into_iter().filter_map(|key| exchange.get(key)).collect();
         for other in &all {
             Arc::make_mut(clock).join(&other.clock);
             if (other.name.as_str(), other.numbers) != (mine.call, mine.numbers) {
@@ -188,12 +188,10 @@ impl Part {
 
     /// Forgets messages that all members have used.
     pub(crate) fn release(&self, comm: &Shared, exchange: &mut Exchange) {
-        if self.is_message() {
-            let keys = [self.message(comm, "s"), self.message(comm, "r")];
-            exchange.release(self.message(comm, "m"), 2, keys);
-        } else {
-            let keys: Vec<String> = (0..comm.size).map(|rank| self.key(comm, rank)).collect();
-            exchange.release(format!("{:016x}-c{}", comm.id, self.number), comm.size, keys);
-        }
+        let keys: Vec<Key> = match self.is_message() {
+            true => [Topic::Sent, Topic::Awaited].map(|topic| self.message(comm, topic)).into(),
+            false => (0..comm.size).map(|rank| self.key(comm, rank)).collect(),
+        };
+        exchange.release(&keys);
     }
 }

@@ -95,17 +95,17 @@ pub(super) fn run(
     }
 }
 
-/// Checks that `explain` reports what the ranks send, and that plans report what is sent for the inputs.
+/// Checks that `explain` reports what the ranks send, and that the op specs report what is sent for the inputs.
 fn explains_all(case: &Case, inputs: &[DTensor]) -> Result<()> {
     let check = |inputs: &[DTensor], shared: bool| {
         let ((out, told), counts) = comm::record(|| explain(|| (case.distributed)(inputs)));
         assert_eq!(told.bytes(), counts.total_bytes(), "{}: {told}", case.name);
         assert_eq!(told.calls().count(), counts.total(), "{}: {told}", case.name);
-        for step in &told.steps {
-            let planned: usize = step.inputs.iter().map(|input| input.bytes).sum();
-            let moved: usize = step.moved.iter().map(|call| call.bytes).sum();
+        for op in &told.ops {
+            let expected: usize = op.inputs.iter().map(|input| input.bytes).sum();
+            let moved: usize = op.input_calls.iter().map(|call| call.bytes).sum();
             // Uses of a tracked tensor share the communication for one of them.
-            assert!(moved == planned || shared && moved < planned, "{}: {step}: {planned} planned", case.name);
+            assert!(moved == expected || shared && moved < expected, "{}: {op}: {expected} expected", case.name);
         }
         out
     };

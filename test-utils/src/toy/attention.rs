@@ -1,6 +1,6 @@
 //! The two halves of a Transformer block.
 use crate::model_args::ModelArgs;
-use candle_shard::nn::{Dropout, Linear, Mode, ShardedVarBuilder, Width};
+use candle_shard::nn::{Dropout, Linear, MoE, Mode, ShardedVarBuilder, Width};
 use candle_shard::parallel::ModuleStyle;
 use candle_shard::{DTensor, Result};
 
@@ -72,24 +72,41 @@ impl Attention {
     }
 }
 
-/// Linear dim → 4·dim, GELU, Linear back.
+/// Linear dim → 4·dim, GELU, Linear back; or experts, distributed over the mesh axis `ep` if there is one.
 #[derive(Debug, Clone)]
 pub(super) struct FeedForward {
-    w1: Linear,
-    w2: Linear,
+    network: Network,
     resid_dropout: Dropout,
+}
+
+#[derive(Debug, Clone)]
+enum Network {
+    /// `w1` and `w2`.
+    Dense(Box<[Linear; 2]>),
+    Experts(Box<MoE>),
 }
 
 impl FeedForward {
     pub(super) fn new(args: &ModelArgs, vb: &ShardedVarBuilder) -> Result<Self> {
-        Ok(Self {
-            w1: Linear::new(args.dim, args.hidden_dim(), true, &vb.pp("w1"))?,
-            w2: Linear::new(args.hidden_dim(), args.dim, true, &vb.pp("w2"))?,
-            resid_dropout: Dropout::new(args.dropout_p, &vb.pp("resid_dropout")),
-        })
+        let network = match args.mixture() {
+            None => Network::Dense(Box::new([
+                Linear::new(args.dim, args.hidden_dim(), true, &vb.pp("w1"))?,
+                Linear::new(args.hidden_dim(), args.dim, true, &vb.pp("w2"))?,
+            ])),
+            Some(config) => {
+                let is_cut = vb.mesh().names().iter().any(|name| name == "ep");
+                let config = if is_cut { config.expert_axis("ep") } else { config };
+                Network::Experts(Box::new(MoE::new(config, vb)?))
+            }
+        };
+        Ok(Self { network, resid_dropout: Dropout::new(args.dropout_p, &vb.pp("resid_dropout")) })
     }
 
     pub(super) fn forward(&self, x: &DTensor, mode: Mode) -> Result<DTensor> {
-        self.resid_dropout.forward(&self.w2.forward(&self.w1.forward(x)?.gelu_erf()?)?, mode)
+        let made = match &self.network {
+            Network::Dense(layers) => layers[1].forward(&layers[0].forward(x)?.gelu_erf()?)?,
+            Network::Experts(layer) => layer.forward(x, mode)?.output,
+        };
+        self.resid_dropout.forward(&made, mode)
     }
 }

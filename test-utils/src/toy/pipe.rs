@@ -73,7 +73,7 @@ impl TransformerPipe {
             let this = self.clone();
             let layer = move |vb: &ShardedVarBuilder| {
                 let layer = Arc::new(TransformerBlock::new(&this.args, vb)?);
-                let is_recomputed = this.args.checkpoint_activations;
+                let is_recomputed = this.args.recompute_activations;
                 Ok(this.hidden(vb, move |h, mode| layer.run(h, mode, is_recomputed)))
             };
             h = g.module(&format!("layers.{i}"), layer, [h]);

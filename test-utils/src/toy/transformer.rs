@@ -2,7 +2,7 @@
 use super::attention::{Attention, FeedForward};
 use crate::model_args::ModelArgs;
 use candle_core::{DType, Tensor};
-use candle_shard::nn::{Dropout, Embedding, LayerNorm, Linear, Mode, ShardedVarBuilder, checkpoint};
+use candle_shard::nn::{Dropout, Embedding, LayerNorm, Linear, Mode, ShardedVarBuilder, recompute};
 use candle_shard::parallel::{ColwiseParallel, Plan, PrepareModuleInput, RowwiseParallel, SequenceParallel};
 use candle_shard::{DTensor, Error, Replicate, Result, Shard};
 use std::sync::Arc;
@@ -52,16 +52,16 @@ impl Transformer {
     pub fn plan(axis: &str, use_seq_parallel: bool) -> Plan {
         let sequence = if use_seq_parallel { Shard(1) } else { Replicate };
         let plan = Plan::new(axis)
-            .with("tok_embeddings", RowwiseParallel { output: sequence, ..Default::default() })
+            .with("tok_embeddings", RowwiseParallel::default().output(sequence))
             .with("layers.*.attention.w?", ColwiseParallel::default())
-            .with("layers.*.attention.wo", RowwiseParallel { output: sequence, ..Default::default() })
+            .with("layers.*.attention.wo", RowwiseParallel::default().output(sequence))
             .with("layers.*.feed_forward.w1", ColwiseParallel::default())
-            .with("layers.*.feed_forward.w2", RowwiseParallel { output: sequence, ..Default::default() })
-            .with("output", ColwiseParallel { output: Some(Replicate), ..Default::default() });
+            .with("layers.*.feed_forward.w2", RowwiseParallel::default().output(sequence))
+            .with("output", ColwiseParallel::default().output(Replicate));
         if !use_seq_parallel {
             return plan;
         }
-        plan.with("pos_embeddings", SequenceParallel { dim: 0 })
+        plan.with("pos_embeddings", SequenceParallel::default().dim(0))
             .with("layers.*.attention", PrepareModuleInput::new([Replicate]))
             .with("layers.*.attention_norm", SequenceParallel::default())
             .with("layers.*.ffn_norm", SequenceParallel::default())
@@ -86,7 +86,7 @@ impl Transformer {
         let h = self.tok_embeddings.forward(tokens)?.add(&self.pos_embeddings.forward(&positions)?)?;
         let mut h = self.dropout.forward(&h, mode)?;
         for layer in &self.layers {
-            h = layer.run(&h, mode, self.args.checkpoint_activations)?;
+            h = layer.run(&h, mode, self.args.recompute_activations)?;
         }
         let logits = self.output.forward(&self.norm.forward(&h)?)?;
         match logits.dtype() {
@@ -120,7 +120,7 @@ impl TransformerBlock {
             return self.forward(x, mode);
         }
         let block = self.clone();
-        checkpoint(x, move |x| block.forward(x, mode))
+        recompute(x, move |x| block.forward(x, mode))
     }
 
     fn forward(&self, x: &DTensor, mode: Mode) -> Result<DTensor> {

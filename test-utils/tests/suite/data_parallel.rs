@@ -104,7 +104,7 @@ fn transformer_on_grid(ctx: &RankContext, args: &ModelArgs, grid: Grid) -> Resul
     let model = Transformer::new(args, &vb)?;
     let parameters = vb.finish()?;
     let vars = parameters.named_vars();
-    let options = DataParallelOptions { bucket_bytes: 4096, ..DataParallelOptions::default() };
+    let options = DataParallelOptions::default().bucket_bytes(4096);
     let dp = DataParallel::new(dp_group, &vars, &options)?;
     let clip = parameters.clip_grad_norm(MAX_NORM)?;
     let mut optimizer = AdamW::new(parameters.vars(), adam())?;

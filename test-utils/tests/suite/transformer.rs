@@ -135,7 +135,7 @@ fn without_mask_tying_or_dropout() {
 
 #[test]
 fn recomputed_activations_change_no_number() {
-    check(ModelArgs { checkpoint_activations: true, ..args() }, &[1, 2, 3]);
+    check(ModelArgs { recompute_activations: true, ..args() }, &[1, 2, 3]);
 }
 
 #[test]
@@ -254,7 +254,7 @@ fn heads_that_do_not_divide_the_model_are_refused() {
 #[test]
 fn a_recomputed_step_communicates_its_forward_twice_and_its_backward_once() {
     on_ranks(2, "checkpoint counts", |ctx| -> Result<()> {
-        let args = ModelArgs { dropout_p: 0.0, checkpoint_activations: true, ..ModelArgs::default() };
+        let args = ModelArgs { dropout_p: 0.0, recompute_activations: true, ..ModelArgs::default() };
         let mesh = ctx.mesh(&[("tp", 2)])?;
         let vb = ShardedVarBuilder::fresh(0, &mesh, Transformer::plan("tp", false), DType::F32, &Device::Cpu)?;
         let model = Transformer::new(&args, &vb)?;

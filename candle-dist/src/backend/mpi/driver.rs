@@ -222,6 +222,13 @@ impl Driver {
         self.state.lock().is_busy()
     }
 
+    /// Drops letters that no rank of this host will read.
+    pub(super) fn give_up_letters(&self) {
+        if let Some(wire) = &mut self.state.lock().wire {
+            wire.give_up_letters();
+        }
+    }
+
     /// Takes the wire, for the end.
     pub(super) fn take_wire(&self) -> Option<Wire> {
         self.state.lock().wire.take()

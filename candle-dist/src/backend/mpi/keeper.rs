@@ -113,7 +113,13 @@ fn connect(control: &Control, settings: Settings) -> Result<Wire> {
     // From here on the ranks wait for each other in MPI, so all must be free of errors.
     agree::agree(control, "places", "")?;
     let private = comm.duplicate().map_err(refused)?;
-    Wire::new(private, settings.most_bytes).map_err(refused)
+    // The ranks wait for each other when shared memory is freed. In a program with an MPI of its own, other messages
+    // might have to arrive before.
+    let most_sharing = if settings.comm.is_some() { 1 } else { settings.most_sharing };
+    let wire = Wire::new(private, size, settings.most_bytes, most_sharing).map_err(refused)?;
+    // A rank that returns at once must not end the start of the others.
+    agree::agree(control, "connected", "")?;
+    Ok(wire)
 }
 
 /// Refuses an MPI that the program has started, unless it allows calls from several threads.
@@ -185,6 +191,8 @@ fn tend(driver: &Driver, end: &mpsc::Receiver<()>) {
 
 /// Ends MPI if this thread started it and there was no failure.
 fn finish(driver: &Driver, ours: bool) {
+    // A rank that has ended reads no letters.
+    driver.give_up_letters();
     let Some(wire) = driver.take_wire() else { return };
     if driver.check().is_err() || driver.is_busy() {
         // MPI may still use memory of this process, and its end would wait for ranks that are gone.

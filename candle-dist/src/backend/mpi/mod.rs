@@ -21,8 +21,10 @@ mod plan;
 #[cfg(test)]
 mod plan_tests;
 mod progress;
+mod ring;
 mod room;
 mod shapes;
+mod shared;
 mod sums;
 mod transfer;
 mod ways;
@@ -56,8 +58,9 @@ pub fn start(info: &LaunchInfo, control: &Arc<Control>) -> Result<Arc<dyn Backen
     Settings::default().start(info, control)
 }
 
-/// The settings of the MPI backend; equal on all ranks.
+/// The settings of the MPI backend, equal on all ranks: start from the default, and set what differs.
 #[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
 pub struct Settings {
     /// The communicator that the backend duplicates, if the program has started MPI itself.
     ///
@@ -65,20 +68,47 @@ pub struct Settings {
     pub comm: Option<Comm>,
     /// The most bytes of an MPI message, from 2^12 to 2^30, which is the default. Larger tensors are sent in several.
     pub most_bytes: usize,
+    /// The most ranks of a host that exchange small messages through shared memory; 16 by default, and 1 for none.
+    ///
+    /// The ranks of a host form groups of this size, in their order. Each rank of a group of n has n × 64 KiB. If the
+    /// program has started MPI itself (`comm`), all messages go through MPI.
+    pub most_sharing: usize,
     /// The order of sums and products.
     pub sums: Sums,
 }
 
+/// The default of `most_sharing`: a rank looks at the letters of each of these ranks in turn.
+const MOST_SHARING: usize = 16;
 /// The least value of `most_bytes`: each message costs a request.
 const LEAST_BYTES: usize = 1 << 12;
 
 impl Default for Settings {
     fn default() -> Self {
-        Self { comm: None, most_bytes: MOST_BYTES, sums: Sums::default() }
+        Self { comm: None, most_bytes: MOST_BYTES, most_sharing: MOST_SHARING, sums: Sums::default() }
     }
 }
 
 impl Settings {
+    /// Sets the communicator that the backend duplicates.
+    pub fn comm(self, comm: impl Into<Option<Comm>>) -> Self {
+        Self { comm: comm.into(), ..self }
+    }
+
+    /// Sets the most bytes of an MPI message.
+    pub fn most_bytes(self, most_bytes: usize) -> Self {
+        Self { most_bytes, ..self }
+    }
+
+    /// Sets the most ranks of a host that exchange small messages through shared memory.
+    pub fn most_sharing(self, most_sharing: usize) -> Self {
+        Self { most_sharing, ..self }
+    }
+
+    /// Sets the order of sums and products.
+    pub fn sums(self, sums: Sums) -> Self {
+        Self { sums, ..self }
+    }
+
     /// Like [`start`], for [`init_process_group_with`](crate::init::init_process_group_with).
     ///
     /// # Errors
@@ -97,9 +127,9 @@ impl Settings {
 
     /// Returns all settings that must be equal on all ranks, as text.
     fn text(&self) -> String {
-        let Self { comm, most_bytes, sums } = self;
+        let Self { comm, most_bytes, most_sharing, sums } = self;
         let comm = if comm.is_some() { "a communicator" } else { "no communicator" };
-        format!("{comm}, most_bytes {most_bytes}, sums {sums:?}")
+        format!("{comm}, most_bytes {most_bytes}, most_sharing {most_sharing}, sums {sums:?}")
     }
 }
 

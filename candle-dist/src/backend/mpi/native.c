@@ -71,6 +71,70 @@ int candle_mpi_free(uintptr_t comm) {
     return MPI_Comm_free(&handle);
 }
 
+/*
+ * Memory that up to `most` ranks of a host share, `ring` bytes in each segment for each of them. The first `counts` of
+ * these bytes are zeroed. `window` stays
+ * null if there are no two such ranks, or if one of them gets no memory.
+ */
+int candle_mpi_share(uintptr_t comm, int most, size_t ring, size_t counts, uintptr_t *window, uintptr_t *group, int *rank, int *size) {
+    MPI_Comm host, part;
+    int code = MPI_Comm_split_type(COMM(comm), MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &host);
+    if (code != MPI_SUCCESS) return code;
+    code = MPI_Comm_rank(host, rank);
+    if (code == MPI_SUCCESS) code = MPI_Comm_split(host, *rank / most, *rank, &part);
+    MPI_Comm_free(&host);
+    if (code != MPI_SUCCESS) return code;
+    MPI_Comm_set_errhandler(part, MPI_ERRORS_RETURN);
+    code = MPI_Comm_rank(part, rank);
+    if (code == MPI_SUCCESS) code = MPI_Comm_size(part, size);
+    *group = (uintptr_t)part;
+    if (code != MPI_SUCCESS || *size < 2) return code;
+    MPI_Win made;
+    void *mine = NULL;
+    MPI_Aint bytes = (MPI_Aint)ring * *size;
+    int here = MPI_Win_allocate_shared(bytes, 1, MPI_INFO_NULL, part, &mine, &made) == MPI_SUCCESS;
+    int all = 0;
+    code = MPI_Allreduce(&here, &all, 1, MPI_INT, MPI_MIN, part);
+    if (code != MPI_SUCCESS || !all) return code;
+    /* Only the counts of each ring: the rest is written before it is read, and costs no memory until then. */
+    for (int i = 0; i < *size; i++) memset((char *)mine + (size_t)i * ring, 0, counts);
+    code = MPI_Win_lock_all(MPI_MODE_NOCHECK, made);
+    if (code == MPI_SUCCESS) code = MPI_Win_sync(made);
+    if (code == MPI_SUCCESS) code = MPI_Barrier(part);
+    if (code == MPI_SUCCESS) code = MPI_Win_sync(made);
+    *window = (uintptr_t)made;
+    return code;
+}
+
+/* The address of a segment in this process. */
+int candle_mpi_segment(uintptr_t window, int rank, void **data) {
+    MPI_Aint bytes;
+    int unit;
+    return MPI_Win_shared_query((MPI_Win)window, rank, &bytes, &unit, data);
+}
+
+/* The rank in `comm` of a rank of `group`. */
+int candle_mpi_rank_of(uintptr_t comm, uintptr_t group, int rank, int *found) {
+    MPI_Group from, to;
+    int code = MPI_Comm_group(COMM(group), &from);
+    if (code != MPI_SUCCESS) return code;
+    code = MPI_Comm_group(COMM(comm), &to);
+    if (code == MPI_SUCCESS) {
+        code = MPI_Group_translate_ranks(from, 1, &rank, to, found);
+        MPI_Group_free(&to);
+    }
+    MPI_Group_free(&from);
+    return code;
+}
+
+/* Frees a window and its group; all ranks of the group wait for each other. */
+int candle_mpi_unshare(uintptr_t window, uintptr_t group) {
+    MPI_Win made = (MPI_Win)window;
+    int code = MPI_Win_unlock_all(made);
+    if (code == MPI_SUCCESS) code = MPI_Win_free(&made);
+    return code == MPI_SUCCESS ? candle_mpi_free(group) : code;
+}
+
 int candle_mpi_send(uintptr_t comm, const void *data, int len, int to, int tag, uintptr_t *request) {
     MPI_Request made;
     int code = MPI_Isend(data, len, MPI_BYTE, to, tag, COMM(comm), &made);

@@ -4,7 +4,7 @@
 //! `unsafe`: MPI uses their memory until [`Request::test`] says that it is done (see `transfer.rs` and `wire.rs`).
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::fmt;
-use std::ptr::from_mut;
+use std::ptr::{NonNull, from_mut};
 
 unsafe extern "C" {
     fn candle_mpi_state(started: *mut c_int, ended: *mut c_int) -> c_int;
@@ -16,6 +16,19 @@ unsafe extern "C" {
     fn candle_mpi_place(comm: usize, rank: *mut c_int, size: *mut c_int) -> c_int;
     fn candle_mpi_duplicate(comm: usize, copy: *mut usize, most_tag: *mut c_int) -> c_int;
     fn candle_mpi_free(comm: usize) -> c_int;
+    fn candle_mpi_share(
+        comm: usize,
+        most: c_int,
+        ring: usize,
+        counts: usize,
+        window: *mut usize,
+        group: *mut usize,
+        rank: *mut c_int,
+        size: *mut c_int,
+    ) -> c_int;
+    fn candle_mpi_segment(window: usize, rank: c_int, data: *mut *mut c_void) -> c_int;
+    fn candle_mpi_rank_of(comm: usize, group: usize, rank: c_int, found: *mut c_int) -> c_int;
+    fn candle_mpi_unshare(window: usize, group: usize) -> c_int;
     fn candle_mpi_send(comm: usize, data: *const c_void, len: c_int, to: c_int, tag: c_int, made: *mut usize) -> c_int;
     fn candle_mpi_receive(
         comm: usize,
@@ -206,10 +219,61 @@ impl Private {
         Ok(request)
     }
 
+    /// Allocates memory that up to `most` ranks of a host share: each has a segment with `ring` bytes for each of them.
+    /// The first `counts` bytes of each ring are zeroed. All ranks call this, and wait for each other.
+    ///
+    /// Returns `None` if no other rank shares memory with this one.
+    pub(super) fn share(&self, most: usize, ring: usize, counts: usize) -> MpiResult<Option<Window>> {
+        let (mut window, mut group, mut rank, mut size) = (0, 0, 0, 0);
+        let most = c_int::try_from(most.max(1)).unwrap_or(c_int::MAX);
+        // SAFETY: the communicator is valid; the caller is the only thread that uses MPI.
+        check(unsafe {
+            candle_mpi_share(self.comm, most, ring, counts, &mut window, &mut group, &mut rank, &mut size)
+        })?;
+        let window = Window { handle: window, group, rank: rank as usize, size: size as usize };
+        Ok((window.handle != 0).then_some(window))
+    }
+
+    /// Returns the rank here of a rank of a window.
+    pub(super) fn rank_of(&self, window: &Window, rank: usize) -> MpiResult<usize> {
+        let mut found = -1;
+        // SAFETY: both communicators are valid.
+        check(unsafe { candle_mpi_rank_of(self.comm, window.group, rank as c_int, &mut found) })?;
+        usize::try_from(found).map_err(|_| MpiError::new("a rank that shares memory is unknown"))
+    }
+
     /// Frees the communicator; no message may be in flight on it.
     pub(super) fn free(self) -> MpiResult<()> {
         // SAFETY: the communicator is valid and belongs to the backend.
         check(unsafe { candle_mpi_free(self.comm) })
+    }
+}
+
+/// Memory that ranks of a host share, with a segment for each.
+#[derive(Debug)]
+pub(super) struct Window {
+    handle: usize,
+    group: usize,
+    /// This rank among those that share the memory.
+    pub(super) rank: usize,
+    /// The number of these ranks.
+    pub(super) size: usize,
+}
+
+impl Window {
+    /// Returns the address of a rank's segment, which is aligned for atomics.
+    pub(super) fn segment(&self, rank: usize) -> MpiResult<NonNull<u8>> {
+        let mut data = std::ptr::null_mut();
+        // SAFETY: the window is valid.
+        check(unsafe { candle_mpi_segment(self.handle, rank as c_int, &mut data) })?;
+        let data = NonNull::new(data.cast::<u8>()).filter(|data| data.cast::<u64>().is_aligned());
+        data.ok_or_else(|| MpiError::new("shared memory that is not aligned"))
+    }
+
+    /// Frees the memory. All ranks that share it call this, and wait for each other.
+    pub(super) fn free(self) -> MpiResult<()> {
+        // SAFETY: window and group are valid and belong to the backend, which uses the memory no longer.
+        check(unsafe { candle_mpi_unshare(self.handle, self.group) })
     }
 }
 

@@ -1,12 +1,13 @@
 //! Messages between processes: sent without waiting, received whenever a thread checks.
 //!
 //! A message is a letter: a [`Header`], followed by its data if that is small, since a copy is then cheaper than a
-//! second message. Large data is sent separately, from the sender's memory to the receiver's, once the receiver knows
+//! second message. Letters between ranks of a host go through shared memory (`shared.rs`). Large data is sent separately, from the sender's memory to the receiver's, once the receiver knows
 //! its destination. MPI then moves it, as one copy if ranks share a host. Every process always has receives open for
-//! letters, so that a sender never waits for one.
+//! letters of other hosts, so that a sender never waits for one.
 use super::header::{Body, HEADER_BYTES, Header, LETTER};
 use super::native::{Came, MpiError, MpiResult, Private, Request};
 use super::room::{Room, Spares};
+use super::shared::{Neighbors, Parts};
 use super::transfer::{Held, Route, Transfer, Way};
 use crate::Result;
 use candle_core::{DType, Tensor};
@@ -32,6 +33,10 @@ const SPARE_LETTERS: usize = 32;
 /// This process's end of all connections.
 pub(super) struct Wire {
     comm: Private,
+    /// The ranks whose letters come through shared memory.
+    neighbors: Option<Neighbors>,
+    /// The number of receives for letters of other ranks; 0 if there are none.
+    listening: usize,
     /// The open receives, in the order in which MPI fills them.
     inbox: VecDeque<(Vec<u8>, Request)>,
     /// Memory of letters that were read, for which no receive is open yet.
@@ -69,10 +74,15 @@ impl Arrived {
 unsafe impl Send for Wire {}
 
 impl Wire {
-    /// Creates the wire over `comm`, which nothing else uses.
-    pub(super) fn new(comm: Private, most_bytes: usize) -> MpiResult<Self> {
+    /// Creates the wire over `comm`, which nothing else uses, for `size` ranks. Up to `most_sharing` ranks of a host
+    /// exchange letters through shared memory. All ranks call this, and wait for each other.
+    pub(super) fn new(comm: Private, size: usize, most_bytes: usize, most_sharing: usize) -> MpiResult<Self> {
+        let neighbors = if most_sharing > 1 { Neighbors::open(&comm, size, most_sharing)? } else { None };
+        let listening = if neighbors.as_ref().is_some_and(|neighbors| neighbors.len() == size) { 0 } else { OPEN };
         let mut wire = Self {
             comm,
+            neighbors,
+            listening,
             inbox: VecDeque::new(),
             read: Vec::new(),
             letters: Vec::new(),
@@ -83,7 +93,7 @@ impl Wire {
             most_bytes,
             next_tag: LETTERS,
         };
-        for _ in 0..OPEN {
+        for _ in 0..listening {
             wire.listen(Self::room())?;
         }
         Ok(wire)
@@ -95,7 +105,9 @@ impl Wire {
 
     /// Returns whether MPI must still be called for messages that were posted here.
     pub(super) fn is_sending(&self) -> bool {
-        !self.letters.is_empty() || !self.parcels.is_empty()
+        !self.letters.is_empty()
+            || !self.parcels.is_empty()
+            || self.neighbors.as_ref().is_some_and(Neighbors::is_sending)
     }
 
     /// Allocates memory for the longest letter.
@@ -114,7 +126,7 @@ impl Wire {
     /// Takes the memory of a letter back: receives are opened again while this process waits, or when few are left.
     pub(super) fn put_back(&mut self, letter: Arrived) -> MpiResult<()> {
         self.read.push(letter.room);
-        match self.inbox.len() < ENOUGH {
+        match self.inbox.len() < ENOUGH.min(self.listening) {
             true => self.listen_again(),
             false => Ok(()),
         }
@@ -122,7 +134,7 @@ impl Wire {
 
     /// Opens all receives again.
     pub(super) fn listen_again(&mut self) -> MpiResult<()> {
-        while self.inbox.len() < OPEN {
+        while self.inbox.len() < self.listening {
             let Some(room) = self.read.pop() else { break };
             self.listen(room)?;
         }
@@ -132,6 +144,15 @@ impl Wire {
 
     /// Returns the next letter, if one has arrived. Its memory must be [put back](Self::put_back).
     pub(super) fn next(&mut self) -> MpiResult<Option<Arrived>> {
+        if let Some(neighbors) = &mut self.neighbors {
+            let mut room = self.read.pop().unwrap_or_else(Self::room);
+            if let Some(Came { from, len }) = neighbors.next(&mut room)? {
+                let header = Header::decode(&room[..len]);
+                let header = header.ok_or_else(|| MpiError::new("a letter without a header"))?;
+                return Ok(Some(Arrived { from, header, len, room }));
+            }
+            self.read.push(room);
+        }
         while let Some((_, request)) = self.inbox.front_mut() {
             let Some(came) = request.test()? else { break };
             let Some((room, _)) = self.inbox.pop_front() else { break };
@@ -167,8 +188,14 @@ impl Wire {
         header: &Header,
         data: impl IntoIterator<Item = &'a [u8]>,
     ) -> MpiResult<()> {
+        let encoded = header.encode();
+        if let Some(neighbors) = self.neighbors.as_mut().filter(|neighbors| neighbors.has(to)) {
+            let data = data.into_iter().map(|data: &[u8]| data);
+            let parts: Parts<'_> = std::iter::once(&encoded[..]).chain(data).collect();
+            return neighbors.post(to, &parts);
+        }
         let mut letter = self.spare_letters.pop().unwrap_or_default();
-        letter.extend_from_slice(&header.encode());
+        letter.extend_from_slice(&encoded);
         data.into_iter().for_each(|data| letter.extend_from_slice(data));
         if letter.len() <= AT_ONCE || letter.len() > 2 * AT_ONCE {
             return self.post_bytes(to, letter);
@@ -241,6 +268,7 @@ impl Wire {
 
     /// Drives MPI for sent messages; returns true if anything is done.
     pub(super) fn poll(&mut self) -> MpiResult<bool> {
+        let flushed = self.neighbors.as_mut().is_some_and(Neighbors::flush);
         let before = self.letters.len() + self.parcels.len();
         let mut at = 0;
         while let Some((_, request)) = self.letters.get_mut(at) {
@@ -259,7 +287,7 @@ impl Wire {
                 false => at += 1,
             }
         }
-        Ok(self.letters.len() + self.parcels.len() < before)
+        Ok(flushed || self.letters.len() + self.parcels.len() < before)
     }
 
     /// Returns temporary memory.
@@ -272,6 +300,13 @@ impl Wire {
         self.rooms.keep(room);
     }
 
+    /// Drops letters that no rank of this host will read.
+    pub(super) fn give_up_letters(&mut self) {
+        if let Some(neighbors) = &mut self.neighbors {
+            neighbors.give_up();
+        }
+    }
+
     /// Ends this process's part, when no message is in flight any more.
     pub(super) fn close(mut self) -> MpiResult<()> {
         let mut inbox = mem::take(&mut self.inbox);
@@ -280,6 +315,9 @@ impl Wire {
                 mem::forget((room, inbox));
                 return Err(error);
             }
+        }
+        if let Some(neighbors) = self.neighbors.take() {
+            neighbors.close()?;
         }
         self.comm.free()
     }

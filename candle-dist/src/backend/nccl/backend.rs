@@ -1,7 +1,8 @@
 //! NCCL as a backend of process groups.
-use super::comm::{Comm, library_version};
+use super::comm::Comm;
 use super::devices;
 use super::errors::check_version;
+use super::handle::library_version;
 use super::lane::Outbox;
 use super::rank::{Rank, cuda};
 use super::transfer::{self, Done, Prepared, issue, issue_in_place, issue_receive};

@@ -1,65 +1,18 @@
 //! A nonblocking communicator, which is polled against a deadline and aborted on failure.
 use super::errors::explain;
+use super::handle::{Handle, UniqueId, abort, async_state, is_fine, name_of, unblocking};
 use super::rank::{Patience, Rank, cuda};
 use crate::{Error, Result};
 use cudarc::driver::{CudaEvent, CudaStream};
 use cudarc::nccl::sys;
 use parking_lot::Mutex;
 use std::collections::VecDeque;
-use std::ffi::{CStr, c_char};
-use std::sync::Arc;
+use std::ffi::CStr;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 /// How long NCCL may take to finalize an idle communicator.
 const FAREWELL: Duration = Duration::from_secs(10);
-
-/// The id that the members of a communicator share.
-#[derive(Clone, Copy)]
-pub(super) struct UniqueId(sys::ncclUniqueId);
-
-impl UniqueId {
-    pub(super) fn new() -> Result<Self, String> {
-        let mut id = sys::ncclUniqueId { internal: [0; 128] };
-        // SAFETY: NCCL writes an id to valid memory of its size.
-        let code = unsafe { sys::ncclGetUniqueId(&mut id) };
-        if is_fine(code) { Ok(Self(id)) } else { Err(format!("NCCL makes no id: {}", name_of(code))) }
-    }
-
-    pub(super) fn to_bytes(self) -> Vec<u8> {
-        self.0.internal.iter().map(|&c| c as u8).collect()
-    }
-
-    pub(super) fn from_bytes(bytes: &[u8]) -> Option<Self> {
-        let internal = bytes.iter().map(|&byte| byte as c_char).collect::<Vec<_>>().try_into().ok()?;
-        Some(Self(sys::ncclUniqueId { internal }))
-    }
-}
-
-/// Returns the version of the loaded NCCL library, e.g. 23007 for 2.30.7.
-///
-/// # Errors
-/// If the library reports one.
-pub fn library_version() -> Result<i32> {
-    let mut version = 0;
-    // SAFETY: NCCL writes an integer to valid memory.
-    let code = unsafe { sys::ncclGetVersion(&mut version) };
-    if is_fine(code) { Ok(version) } else { Err(Error::Unsupported(format!("NCCL: {}", name_of(code)))) }
-}
-
-fn is_fine(code: sys::ncclResult_t) -> bool {
-    matches!(code, sys::ncclResult_t::ncclSuccess | sys::ncclResult_t::ncclInProgress)
-}
-
-fn name_of(code: sys::ncclResult_t) -> String {
-    // SAFETY: NCCL returns a static, zero-terminated string for any code.
-    unsafe { CStr::from_ptr(sys::ncclGetErrorString(code)) }.to_string_lossy().into_owned()
-}
-
-/// NCCL's handle of a communicator.
-struct Handle(sys::ncclComm_t);
-
-// SAFETY: any thread may use a communicator, but only one at a time, which the lock around every handle ensures.
-unsafe impl Send for Handle {}
 
 /// A call that the GPU may not have finished.
 struct Issued {
@@ -67,9 +20,28 @@ struct Issued {
     since: Instant,
 }
 
-/// A communicator of this rank with others.
-pub(super) struct Comm {
+/// How long a call may wait for other ranks.
+pub(super) enum Limit {
+    /// For the timeout of the world, which then ends.
+    Timeout,
+    /// Until the receiver takes it. After the sender has closed its end, for the timeout, or until the receiver has
+    /// returned without it; the message is then dropped. Nobody waits in a send, so the world goes on.
+    Send {
+        /// When the sender has closed its end.
+        closed: Arc<OnceLock<Instant>>,
+        /// The channel and the receiver, as a rank of the world.
+        channel: u64,
+        to: usize,
+    },
+}
+
+/// A communicator of this rank with others. Its end waits for calls that other ranks may need.
+pub(super) struct Comm(Arc<Line>);
+
+/// What the watchdog sees of a communicator. The watchdog may drop the last reference, which waits for nothing.
+pub(super) struct Line {
     rank: Arc<Rank>,
+    limit: Limit,
     /// The stream of the calls, which nothing else uses: NCCL enqueues on a thread of its own, and until it is done
     /// nothing may be put on the stream. Calls of different communicators do not wait for each other.
     stream: Arc<CudaStream>,
@@ -79,19 +51,18 @@ pub(super) struct Comm {
     issued: Mutex<VecDeque<Issued>>,
 }
 
-impl Comm {
+impl Line {
     /// Joins the communicator `id` of `size` members as the `me`-th. Returns when all have joined.
-    pub(super) fn connect(rank: &Arc<Rank>, id: UniqueId, size: usize, me: usize) -> Result<Self> {
+    fn connect(rank: &Arc<Rank>, id: UniqueId, size: usize, me: usize, limit: Limit) -> Result<Comm> {
         rank.bind()?;
         let stream = rank.device.cuda_stream().context().new_stream().map_err(cuda)?;
         let (mut raw, mut config) = (std::ptr::null_mut(), unblocking());
         // SAFETY: NCCL writes the handle to valid memory and reads the configuration, both alive during the call.
         let code = unsafe { sys::ncclCommInitRankConfig(&mut raw, size as i32, id.0, me as i32, &mut config) };
         let handle = (!raw.is_null()).then_some(Handle(raw));
-        let comm = Self { rank: rank.clone(), stream, handle: Mutex::new(handle), issued: Mutex::default() };
-        let mut handle = comm.handle.lock();
-        comm.settle(&mut handle, "init", code)?;
-        drop(handle);
+        let (handle, issued) = (Mutex::new(handle), Mutex::default());
+        let comm = Comm(Arc::new(Self { rank: rank.clone(), limit, stream, handle, issued }));
+        comm.0.settle(&mut comm.0.handle.lock(), "init", code)?;
         Ok(comm)
     }
 
@@ -100,7 +71,7 @@ impl Comm {
     ///
     /// The memory that they use must stay unchanged until then. Threads may call this concurrently, each on its rank's
     /// communicators, without a common lock: NCCL has one group per thread.
-    pub(super) fn issue(
+    fn issue(
         &self,
         op: &str,
         after: &[Arc<CudaStream>],
@@ -142,8 +113,8 @@ impl Comm {
             if let Err(error) = self.rank.watch.check() {
                 break error;
             }
-            if began.elapsed() >= self.rank.watch.timeout() {
-                break self.rank.watch.time_out();
+            if self.is_over(began) {
+                break self.expire();
             }
             patience.pause();
             state = async_state(handle);
@@ -183,7 +154,8 @@ impl Comm {
             let message = self.describe(&handle, "a call under way", state);
             self.rank.watch.fail_with(message);
         } else if self.is_overdue() {
-            self.rank.watch.time_out();
+            self.expire();
+            abort(&mut handle);
         }
         if self.rank.watch.failure().is_some() {
             abort(&mut handle);
@@ -191,7 +163,27 @@ impl Comm {
     }
 
     fn is_overdue(&self) -> bool {
-        self.oldest().is_some_and(|since| since.elapsed() >= self.rank.watch.timeout())
+        self.oldest().is_some_and(|since| self.is_over(since))
+    }
+
+    /// Returns whether a call that began then waits too long.
+    fn is_over(&self, since: Instant) -> bool {
+        let timeout = self.rank.watch.timeout();
+        match &self.limit {
+            Limit::Timeout => since.elapsed() >= timeout,
+            Limit::Send { closed, channel, to } => {
+                let watch = &self.rank.watch;
+                closed.get().is_some_and(|at| at.elapsed() >= timeout || watch.has_left(*to, *channel))
+            }
+        }
+    }
+
+    /// Returns the error of a call that waits too long, which ends the world unless it is a send.
+    fn expire(&self) -> Error {
+        match &self.limit {
+            Limit::Timeout => self.rank.watch.time_out(),
+            Limit::Send { to, .. } => Error::Unsupported(format!("a message that rank {to} has not received")),
+        }
     }
 
     /// Returns when the oldest unfinished call was issued, if there is one.
@@ -231,59 +223,54 @@ impl Comm {
     }
 }
 
+impl Comm {
+    /// Joins the communicator `id` of `size` members as the `me`-th. Returns when all have joined.
+    pub(super) fn connect(rank: &Arc<Rank>, id: UniqueId, size: usize, me: usize, limit: Limit) -> Result<Self> {
+        Line::connect(rank, id, size, me, limit)
+    }
+
+    /// Returns what the watchdog sees.
+    pub(super) fn line(&self) -> &Arc<Line> {
+        &self.0
+    }
+
+    /// Enqueues the NCCL calls of `enqueue` as one group after all work on the streams `after`, and returns while they
+    /// run. The event marks their end.
+    ///
+    /// The memory that they use must stay unchanged until then. Threads may call this concurrently, each on its rank's
+    /// communicators, without a common lock: NCCL has one group per thread.
+    pub(super) fn issue(
+        &self,
+        op: &str,
+        after: &[Arc<CudaStream>],
+        enqueue: impl FnOnce(sys::ncclComm_t, sys::cudaStream_t) -> sys::ncclResult_t,
+    ) -> Result<Arc<CudaEvent>> {
+        self.0.issue(op, after, enqueue)
+    }
+
+    /// Waits on the host until the GPU has reached `event`. Returns whether it has, or may never.
+    pub(super) fn arrives(&self, event: &CudaEvent) -> Result<bool> {
+        let (began, mut patience) = (Instant::now(), Patience::default());
+        while !event.try_is_complete().map_err(cuda)? {
+            self.0.rank.watch.check()?;
+            if self.0.is_over(began) {
+                return Ok(false);
+            }
+            patience.pause();
+        }
+        Ok(true)
+    }
+}
+
 impl Drop for Comm {
     fn drop(&mut self) {
-        let mut handle = self.handle.get_mut().take();
-        if !self.say_goodbye(&handle) {
+        let mut handle = self.0.handle.lock().take();
+        if !self.0.say_goodbye(&handle) {
             return abort(&mut handle);
         }
         if let Some(Handle(raw)) = handle {
             // SAFETY: the handle is alive and finalized, and this is its only owner. An error is ignored.
             let _ = unsafe { sys::ncclCommDestroy(raw) };
         }
-    }
-}
-
-/// Returns the state of a communicator: success, in progress, or its error.
-fn async_state(handle: &Option<Handle>) -> sys::ncclResult_t {
-    let Some(Handle(raw)) = handle else { return sys::ncclResult_t::ncclInternalError };
-    let mut state = sys::ncclResult_t::ncclSuccess;
-    // SAFETY: the handle is alive while it is present, and the state is valid memory.
-    let code = unsafe { sys::ncclCommGetAsyncError(*raw, &mut state) };
-    if is_fine(code) { state } else { code }
-}
-
-/// Aborts a communicator at once, with its running calls.
-fn abort(handle: &mut Option<Handle>) {
-    if let Some(Handle(raw)) = handle.take() {
-        // SAFETY: the handle is alive and is not used afterwards.
-        let _ = unsafe { sys::ncclCommAbort(raw) };
-    }
-}
-
-/// Returns NCCL's default configuration, with nonblocking calls.
-fn unblocking() -> sys::ncclConfig_t {
-    const UNSET: i32 = i32::MIN;
-    sys::ncclConfig_t {
-        size: size_of::<sys::ncclConfig_t>(),
-        magic: 0xcafe_beef,
-        version: 23000,
-        blocking: 0,
-        cgaClusterSize: UNSET,
-        minCTAs: UNSET,
-        maxCTAs: UNSET,
-        netName: std::ptr::null(),
-        splitShare: UNSET,
-        trafficClass: UNSET,
-        commName: std::ptr::null(),
-        collnetEnable: UNSET,
-        CTAPolicy: UNSET,
-        shrinkShare: UNSET,
-        nvlsCTAs: UNSET,
-        nChannelsPerNetPeer: UNSET,
-        nvlinkCentricSched: UNSET,
-        graphUsageMode: UNSET,
-        numRmaCtx: UNSET,
-        maxP2pPeers: UNSET,
     }
 }

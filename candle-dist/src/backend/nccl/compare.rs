@@ -3,6 +3,7 @@ use crate::Cause;
 use crate::backend::{Call, Op};
 use parking_lot::Mutex;
 use rustc_hash::FxHashMap;
+use smallvec::SmallVec;
 use std::sync::Arc;
 
 /// The calls that some members of their group have made, by group and round.
@@ -14,21 +15,40 @@ struct Round {
     /// The member that came first, with its call.
     reference: usize,
     call: Arc<Call>,
-    missing: usize,
+    /// The members that have not come.
+    missing: SmallVec<[usize; 8]>,
 }
 
 impl Calls {
     /// Returns how the call of `rank` differs from that of the first of `members` in this round.
-    pub(super) fn compare(&self, at: (u64, u64), members: usize, rank: usize, call: &Arc<Call>) -> Result<(), Cause> {
+    pub(super) fn compare(
+        &self,
+        at: (u64, u64),
+        members: &[usize],
+        rank: usize,
+        call: &Arc<Call>,
+    ) -> Result<(), Cause> {
         let mut rounds = self.0.lock();
-        let new = || Round { reference: rank, call: call.clone(), missing: members };
+        let new = || Round { reference: rank, call: call.clone(), missing: members.into() };
         let round = rounds.entry(at).or_insert_with(new);
-        round.missing -= 1;
+        round.missing.retain(|member| *member != rank);
         let (reference, what) = (round.reference, difference(call, &round.call));
-        if round.missing == 0 {
+        if round.missing.is_empty() {
             rounds.remove(&at);
         }
         what.map_or(Ok(()), |what| Err(Cause::Mismatch { rank, reference, what }))
+    }
+
+    /// Returns whether others have made a call on a group or channel that `rank` has not made.
+    pub(super) fn lacks(&self, rank: usize, group: u64) -> bool {
+        self.0.lock().iter().any(|(at, round)| at.0 == group && round.missing.contains(&rank))
+    }
+
+    /// Returns a member that has returned without a call that others have made and wait in. A send waits for nobody.
+    pub(super) fn deserter(&self, has_returned: impl Fn(usize) -> bool) -> Option<usize> {
+        let rounds = self.0.lock();
+        let awaited = rounds.values().filter(|round| round.call.op != Op::Send);
+        awaited.flat_map(|round| round.missing.iter().copied()).find(|&member| has_returned(member))
     }
 }
 
@@ -57,22 +77,34 @@ mod tests {
     #[test]
     fn calls_that_differ_are_found_and_rounds_are_forgotten() {
         let (calls, sum, max) = (Calls::default(), all_reduce(ReduceOp::Sum), all_reduce(ReduceOp::Max));
-        assert_eq!(calls.compare((7, 0), 2, 0, &sum), Ok(()));
-        assert_eq!(calls.compare((7, 1), 2, 0, &sum), Ok(()), "one rank may be ahead");
+        assert_eq!(calls.compare((7, 0), &[0, 1], 0, &sum), Ok(()));
+        assert_eq!(calls.compare((7, 1), &[0, 1], 0, &sum), Ok(()), "one rank may be ahead");
         let what = "reduction";
-        assert_eq!(calls.compare((7, 0), 2, 1, &max), Err(Cause::Mismatch { rank: 1, reference: 0, what }));
-        assert_eq!(calls.compare((7, 1), 2, 1, &sum), Ok(()));
+        assert_eq!(calls.compare((7, 0), &[0, 1], 1, &max), Err(Cause::Mismatch { rank: 1, reference: 0, what }));
+        assert_eq!(calls.compare((7, 1), &[0, 1], 1, &sum), Ok(()));
         assert!(calls.0.lock().is_empty());
+    }
+
+    #[test]
+    fn who_returns_is_missed_in_rounds_that_others_wait_in() {
+        let (calls, sum) = (Calls::default(), all_reduce(ReduceOp::Sum));
+        assert_eq!(calls.compare((7, 0), &[4, 2], 2, &sum), Ok(()));
+        assert_eq!(calls.compare((8, 0), &[2, 3], 2, &Arc::new(Call::new(Op::Send))), Ok(()));
+        assert_eq!(calls.deserter(|rank| rank == 2 || rank == 3), None, "2 has come, and nobody waits for 3");
+        assert_eq!(calls.deserter(|rank| rank == 4), Some(4));
+        assert!(calls.lacks(3, 8) && !calls.lacks(2, 8) && !calls.lacks(3, 7));
+        assert_eq!(calls.compare((7, 0), &[4, 2], 4, &sum), Ok(()));
+        assert_eq!(calls.deserter(|rank| rank == 4), None);
     }
 
     #[test]
     fn the_sides_of_a_message_are_equal_except_for_their_peers() {
         let calls = Calls::default();
         let side = |op, peer| Arc::new(Call { peer: Some(peer), ..Call::new(op) });
-        assert_eq!(calls.compare((1, 0), 2, 0, &side(Op::Send, 1)), Ok(()));
-        assert_eq!(calls.compare((1, 0), 2, 1, &side(Op::Recv, 0)), Ok(()));
-        assert_eq!(calls.compare((1, 1), 2, 0, &side(Op::Send, 1)), Ok(()));
+        assert_eq!(calls.compare((1, 0), &[0, 1], 0, &side(Op::Send, 1)), Ok(()));
+        assert_eq!(calls.compare((1, 0), &[0, 1], 1, &side(Op::Recv, 0)), Ok(()));
+        assert_eq!(calls.compare((1, 1), &[0, 1], 0, &side(Op::Send, 1)), Ok(()));
         let long = Arc::new(Call { shape: smallvec::smallvec![3], peer: Some(0), ..Call::new(Op::Recv) });
-        assert!(matches!(calls.compare((1, 1), 2, 1, &long), Err(Cause::Mismatch { what: "shape", .. })));
+        assert!(matches!(calls.compare((1, 1), &[0, 1], 1, &long), Err(Cause::Mismatch { what: "shape", .. })));
     }
 }

@@ -2,17 +2,17 @@
 //!
 //! NCCL's send ends when the receiver accepts it, and the calls on one communicator run in order. A message with its
 //! own communicator and stream delays nothing else, and two ranks that send to each other do not deadlock.
-use super::comm::UniqueId;
+use super::comm::{Comm, Limit};
 use super::rank::{Rank, cuda};
 use super::transfer::{Done, issue_send};
 use crate::{Error, Result};
 use candle_core::{Device, Tensor};
 use cudarc::driver::CudaEvent;
 use std::collections::VecDeque;
-use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// How soon memory is freed after its message has arrived.
 const TIDY: Duration = Duration::from_millis(20);
@@ -24,6 +24,8 @@ pub(super) struct Outbox {
     /// `None` after it is closed.
     queue: Option<Sender<Outgoing>>,
     courier: Option<JoinHandle<()>>,
+    /// When this end was closed.
+    closed: Arc<OnceLock<Instant>>,
 }
 
 struct Outgoing {
@@ -55,13 +57,18 @@ impl Outbox {
         // Announced here, so that the receiver finds it even if this rank ends soon.
         let announced = rank.announce(id)?;
         let (rank, name) = (rank.clone(), format!("nccl {} to {}", ends[0], ends[1]));
+        let closed: Arc<OnceLock<Instant>> = Arc::default();
+        let limit = Limit::Send { closed: closed.clone(), channel: id, to: ends[1] };
+        let end = closed.clone();
         let courier = std::thread::Builder::new().name(name).spawn(move || {
-            if let Err(error) = deliver(&rank, announced, &incoming) {
+            if let Err(error) = rank.join(announced, 2, 0, limit).and_then(|comm| deliver(&rank, &comm, &incoming))
+                && end.get().is_none()
+            {
                 rank.watch.fail_with(error.to_string());
             }
         });
         let courier = courier.map_err(|error| Error::Unsupported(format!("no thread for messages: {error}")))?;
-        Ok(Self { id, sent: 0, queue: Some(queue), courier: Some(courier) })
+        Ok(Self { id, sent: 0, queue: Some(queue), courier: Some(courier), closed })
     }
 
     /// Hands a tensor on this rank's GPU to the courier thread.
@@ -80,6 +87,7 @@ impl Outbox {
 impl Drop for Outbox {
     fn drop(&mut self) {
         // A closed queue still delivers its messages, unless the world has failed.
+        let _ = self.closed.set(Instant::now());
         self.queue = None;
         if let Some(courier) = self.courier.take() {
             let _ = courier.join();
@@ -88,16 +96,14 @@ impl Drop for Outbox {
 }
 
 /// Delivers messages until the queue is closed.
-fn deliver(rank: &Arc<Rank>, id: UniqueId, incoming: &Receiver<Outgoing>) -> Result<()> {
-    rank.bind()?;
-    let comm = rank.join(id, 2, 0)?;
+fn deliver(rank: &Rank, comm: &Comm, incoming: &Receiver<Outgoing>) -> Result<()> {
     let stream = rank.device.cuda_stream().context().new_stream().map_err(cuda)?;
     let mut under_way: VecDeque<UnderWay> = VecDeque::new();
     loop {
         match incoming.recv_timeout(TIDY) {
             Ok(Outgoing { tensor, ready }) => {
                 stream.wait(&ready).map_err(cuda)?;
-                let sent = issue_send(&comm, std::slice::from_ref(&stream), &tensor, 1);
+                let sent = issue_send(comm, std::slice::from_ref(&stream), &tensor, 1);
                 // After a failure, `stream` waits for the part that still runs.
                 let arrived = match &sent {
                     Ok(done) => done.clone(),
@@ -113,5 +119,10 @@ fn deliver(rank: &Arc<Rank>, id: UniqueId, incoming: &Receiver<Outgoing>) -> Res
             under_way.pop_front();
         }
     }
-    under_way.iter().try_for_each(|message| rank.wait(&message.arrived))
+    for message in &under_way {
+        if !comm.arrives(&message.arrived)? {
+            break; // nobody will receive the rest
+        }
+    }
+    Ok(())
 }

@@ -11,7 +11,7 @@
 //! | results of [`recv`](Backend::recv) and scatter | are on this rank's GPU |
 //! | tags | each pair of ranks has a channel per tag, created on first use: use few tags |
 //! | the first call on a group | waits until all members have made theirs, also if it is started |
-//! | a send | never waits; a thread of the backend delivers it when the receiver is ready |
+//! | a send | never waits; a thread of the backend delivers it when the receiver is ready, however late. A rank that ends waits for its messages until their receivers have returned or the timeout has passed |
 //! | ranks that make different calls | get an error if they are threads; processes time out, unless calls are compared (`InitOptions::debug`) |
 //!
 //! A rank's watchdog checks its communicators several times a second. It aborts them if NCCL reports an error, a call
@@ -26,6 +26,8 @@ mod comm;
 mod compare;
 mod devices;
 mod errors;
+#[cfg(feature = "nccl")]
+mod handle;
 #[cfg(feature = "nccl")]
 mod lane;
 #[cfg(feature = "nccl")]
@@ -46,11 +48,11 @@ use std::sync::Arc;
 #[cfg(feature = "nccl")]
 pub(crate) use backend::NcclBackend;
 #[cfg(feature = "nccl")]
-pub use comm::library_version;
-#[cfg(feature = "nccl")]
 pub(crate) use compare::Calls;
 #[cfg(feature = "nccl")]
 pub(crate) use devices::check as check_devices;
+#[cfg(feature = "nccl")]
+pub use handle::library_version;
 #[cfg(feature = "nccl")]
 pub(crate) use values::Values;
 #[cfg(feature = "nccl")]

@@ -1,5 +1,6 @@
 //! The state of one rank: its GPU, its view of the world, and the communicators that its watchdog monitors.
-use super::comm::{Comm, UniqueId};
+use super::comm::{Comm, Limit, Line};
+use super::handle::UniqueId;
 use super::watch::Watch;
 use crate::{Error, Result};
 use candle_core::{CudaDevice, Device};
@@ -16,7 +17,7 @@ const PATROL: Duration = Duration::from_millis(200);
 pub(super) struct Rank {
     pub(super) watch: Watch,
     pub(super) device: CudaDevice,
-    comms: Mutex<Vec<Weak<Comm>>>,
+    comms: Mutex<Vec<Weak<Line>>>,
     /// How many groups of the same members this rank has created.
     groups: Mutex<HashMap<Vec<usize>, u64>>,
 }
@@ -84,7 +85,7 @@ impl Rank {
     /// Creates the communicator `name` of `ranks` (of the world), in which this rank is the `me`-th. All use one name.
     pub(super) fn connect(self: &Arc<Self>, name: u64, ranks: &[usize], me: usize) -> Result<Arc<Comm>> {
         let id = if me == 0 { self.announce(name)? } else { self.learn(name, ranks[0])? };
-        self.join(id, ranks.len(), me)
+        self.join(id, ranks.len(), me, Limit::Timeout)
     }
 
     /// Creates the id of the communicator `name` and shares it, without waiting for the others.
@@ -102,9 +103,9 @@ impl Rank {
     }
 
     /// Joins a communicator of `size` members as the `me`-th. Returns when all have joined.
-    pub(super) fn join(self: &Arc<Self>, id: UniqueId, size: usize, me: usize) -> Result<Arc<Comm>> {
-        let comm = Arc::new(Comm::connect(self, id, size, me)?);
-        self.comms.lock().push(Arc::downgrade(&comm));
+    pub(super) fn join(self: &Arc<Self>, id: UniqueId, size: usize, me: usize, limit: Limit) -> Result<Arc<Comm>> {
+        let comm = Arc::new(Comm::connect(self, id, size, me, limit)?);
+        self.comms.lock().push(Arc::downgrade(comm.line()));
         Ok(comm)
     }
 
@@ -127,6 +128,9 @@ impl Rank {
             comms.retain(|comm| comm.strong_count() > 0);
             comms.iter().filter_map(Weak::upgrade).collect()
         };
+        if self.watch.failure().is_none() {
+            self.watch.look_for_deserters();
+        }
         for comm in comms {
             comm.inspect();
         }

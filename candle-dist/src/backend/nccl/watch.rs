@@ -94,10 +94,27 @@ impl Watch {
                 world.check()?;
                 world.begin(*rank, call.clone());
                 let inside = Inside::Thread(world, *rank);
-                let compared = calls.compare((group, round), ranks.len(), *rank, call);
+                let compared = calls.compare((group, round), ranks, *rank, call);
                 compared.map(|()| inside).map_err(|cause| self.fail(cause))
             }
             Self::Process(control) => Ok(Inside::Process(control.enter(group, ranks, round, call)?)),
+        }
+    }
+
+    /// Stops the world if a rank has returned and others wait in a call that it has not made. A process learns this
+    /// from its control connection, as long as it is inside the call.
+    pub(super) fn look_for_deserters(&self) {
+        let Self::Thread { world, calls, .. } = self else { return };
+        if let Some(rank) = calls.deserter(|rank| world.has_returned(rank)) {
+            self.fail(Cause::Returned { rank });
+        }
+    }
+
+    /// Returns whether a rank is known to have returned without a call that others have made on this group or channel.
+    pub(super) fn has_left(&self, rank: usize, group: u64) -> bool {
+        match self {
+            Self::Thread { world, calls, .. } => world.has_returned(rank) && calls.lacks(rank, group),
+            Self::Process(_) => false,
         }
     }
 

@@ -199,12 +199,12 @@ fn every_rank_may_end_at_every_call() {
 #[derive(Debug)]
 struct Faulty {
     inner: Arc<dyn Backend>,
-    plan: Arc<Plan>,
+    fault: Arc<RankFault>,
 }
 
 /// The fault of one rank.
 #[derive(Debug, Default)]
-struct Plan {
+struct RankFault {
     calls: AtomicUsize,
     fails_at: Option<usize>,
     delay: Duration,
@@ -216,12 +216,12 @@ impl Wrapping for Faulty {
     }
 
     fn around(&self, subgroup: Arc<dyn Backend>) -> Arc<dyn Backend> {
-        Arc::new(Self { inner: subgroup, plan: self.plan.clone() })
+        Arc::new(Self { inner: subgroup, fault: self.fault.clone() })
     }
 
     fn before(&self, _: &Call) -> Result<()> {
-        std::thread::sleep(self.plan.delay);
-        match Some(self.plan.calls.fetch_add(1, Ordering::SeqCst)) == self.plan.fails_at {
+        std::thread::sleep(self.fault.delay);
+        match Some(self.fault.calls.fetch_add(1, Ordering::SeqCst)) == self.fault.fails_at {
             true => Err(Error::Unsupported("chaos".to_string())),
             false => Ok(()),
         }
@@ -229,12 +229,12 @@ impl Wrapping for Faulty {
 }
 
 /// Runs the steps on 3 ranks with these faults. Returns the number of calls per rank, and the error.
-fn run_faulty(steps: &[Step], plans: [Plan; 3]) -> (Vec<usize>, Option<WorldError>) {
-    let plans = plans.map(Arc::new);
-    let given = plans.clone();
+fn run_faulty(steps: &[Step], faults: [RankFault; 3]) -> (Vec<usize>, Option<WorldError>) {
+    let faults = faults.map(Arc::new);
+    let given = faults.clone();
     let wrap = move |inner: Arc<dyn Backend>| {
-        let plan = given[inner.rank()].clone();
-        Arc::new(Faulty { inner, plan }) as Arc<dyn Backend>
+        let fault = given[inner.rank()].clone();
+        Arc::new(Faulty { inner, fault }) as Arc<dyn Backend>
     };
     let case = Case { world: 3, steps: steps.to_vec(), fault: None };
     let heard = Mutex::new(Vec::new());
@@ -262,11 +262,11 @@ fn run_faulty(steps: &[Step], plans: [Plan; 3]) -> (Vec<usize>, Option<WorldErro
     let heard = heard.into_inner().unwrap();
     assert!(heard.windows(2).all(|pair| pair[0] == pair[1]), "ranks disagree: {heard:#?}");
     assert_eq!(heard.is_empty(), outcome.is_ok());
-    (plans.iter().map(|plan| plan.calls.load(Ordering::SeqCst)).collect(), outcome.err())
+    (faults.iter().map(|fault| fault.calls.load(Ordering::SeqCst)).collect(), outcome.err())
 }
 
 #[test]
-fn an_engine_around_the_engine_may_fail_at_every_call() {
+fn a_backend_around_the_backend_may_fail_at_every_call() {
     hush();
     let mut runner = runner(1, 7);
     let steps: Vec<Step> = program::programs(12..=12).new_tree(&mut runner).unwrap().current();
@@ -274,10 +274,10 @@ fn an_engine_around_the_engine_may_fail_at_every_call() {
     assert!(error.is_none() && calls.iter().all(|&calls| calls >= 8), "{calls:?}");
     for culprit in 0..3 {
         for at in 0..calls[culprit] {
-            let mut plans: [Plan; 3] = Default::default();
-            plans[culprit].fails_at = Some(at);
-            plans[(culprit + at) % 3].delay = Duration::from_micros(200);
-            let (made, error) = run_faulty(&steps, plans);
+            let mut faults: [RankFault; 3] = Default::default();
+            faults[culprit].fails_at = Some(at);
+            faults[(culprit + at) % 3].delay = Duration::from_micros(200);
+            let (made, error) = run_faulty(&steps, faults);
             let error = error.expect("a call has failed");
             assert!(error.rank == culprit && error.message.contains("chaos"), "{error}");
             assert_eq!(made[culprit], at + 1);

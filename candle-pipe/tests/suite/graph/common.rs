@@ -80,8 +80,8 @@ impl Built {
         }
         let options = [
             StepOptions::default(),
-            StepOptions { split_backward: true, ..StepOptions::default() },
-            StepOptions { keep: candle_pipe::Keep::Inputs, ..StepOptions::default() },
+            StepOptions::default().split_backward(true),
+            StepOptions::default().keep(candle_pipe::Keep::Inputs),
         ];
         for chunks in 1..=5 {
             let batch = args.split(chunks);

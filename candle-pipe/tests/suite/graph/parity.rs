@@ -96,7 +96,7 @@ fn dropout_is_that_of_the_uncut_model() -> candle_pipe::Result<()> {
         let mask = sample_full(Stream::new(11, name).fold(9), keep, &[7, 2, 3], DType::F64, &Device::Cpu)?;
         want = (want.broadcast_mul(&numbers(&format!("{name}.scale"), &[3]))? * mask.affine(1.0 / 0.6, 0.0)?)?;
     }
-    let options = StepOptions { step: 9, ..StepOptions::default() };
+    let options = StepOptions::default().step(9);
     let masked = Splitter::new(3).masked().split(&[(&x).into()], &Kwargs::new(), None, None)?;
     let step = built.local.forward_backward(&masked, &options)?;
     assert!(masked.merge(&step.outputs, None)?.get("y")?.same(&(&want).into())?);
@@ -104,9 +104,9 @@ fn dropout_is_that_of_the_uncut_model() -> candle_pipe::Result<()> {
         let batch = split_args_kwargs_into_chunks(&[(&x).into()], &Kwargs::new(), chunks, None, None)?;
         let step = built.local.forward_backward(&batch, &options)?;
         assert!(batch.merge(&step.outputs, None)?.get("y")?.same(&(&want).into())?, "{chunks} chunks");
-        let again = built.local.forward_backward(&batch, &StepOptions { keep: Keep::Inputs, ..options.clone() })?;
+        let again = built.local.forward_backward(&batch, &options.clone().keep(Keep::Inputs))?;
         assert_eq!(built.bits(&step), built.bits(&again));
-        let other = built.local.forward_backward(&batch, &StepOptions { step: 8, ..options.clone() })?;
+        let other = built.local.forward_backward(&batch, &options.clone().step(8))?;
         assert_ne!(built.bits(&step), built.bits(&other));
         let evaluated = built.local.evaluate(&batch)?;
         assert!(!batch.merge(&evaluated.outputs, None)?.get("y")?.same(&(&want).into())?);
@@ -119,9 +119,9 @@ fn weights_may_be_given() -> candle_pipe::Result<()> {
     let built = build(&blocks(2).finish(EqualCount(2))?);
     let args = kinds_args(5);
     let ones = built.step(&args, 2, &StepOptions::default());
-    let twos = built.step(&args, 2, &StepOptions { weights: Some(vec![2.0, 2.0]), ..StepOptions::default() });
+    let twos = built.step(&args, 2, &StepOptions::default().weights(vec![2.0, 2.0]));
     assert_eq!(twos.loss()?.to_scalar::<f64>()?, 2.0 * ones.loss()?.to_scalar::<f64>()?);
-    let wrong = StepOptions { weights: Some(vec![1.0]), ..StepOptions::default() };
+    let wrong = StepOptions::default().weights(vec![1.0]);
     let error = built.local.forward_backward(&args.split(2), &wrong).unwrap_err().to_string();
     assert_eq!(error, "pipe: 1 weights for 2 microbatches; give one for each");
     Ok(())

@@ -7,7 +7,7 @@ use candle_pipe::{
     Activation, EqualCount, Gradient, In, Keep, Kwargs, LocalPipe, PipeBuilder, Reduction, Result, StepOptions,
     stage_op,
 };
-use candle_shard::nn::{Linear, ShardedVarBuilder, checkpoint};
+use candle_shard::nn::{Linear, ShardedVarBuilder, recompute};
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
 use candle_shard::{DTensor, Replicate};
 
@@ -26,7 +26,7 @@ fn declare() -> Builder {
                 let x = DTensor::from_local(x.clone(), &mesh, &[Replicate], x.shape())?;
                 let (up, down) = (up.clone(), down.clone());
                 let block = move |x: &DTensor| down.forward(&up.forward(x)?.tanh()?);
-                let y = if name == "second" { checkpoint(&x, block)? } else { block(&x)? };
+                let y = if name == "second" { recompute(&x, block)? } else { block(&x)? };
                 Ok(vec![y.full_tensor()?.into()])
             }))
         };
@@ -52,7 +52,7 @@ fn step(ranks: usize, stages: usize, keep: Keep, split_backward: bool) -> Vec<(S
         let x = numbers("x", &[5, 4]);
         let batch = split_args_kwargs_into_chunks(&[x.into()], &Kwargs::new(), 2, None, None)?;
         let mut step =
-            local.forward_backward(&batch, &StepOptions { keep, split_backward, ..StepOptions::default() })?;
+            local.forward_backward(&batch, &StepOptions::default().keep(keep).split_backward(split_backward))?;
         parameters.reduce(&mut step.grads)?;
         let mut all = vec![("loss".to_owned(), step.loss()?.clone())];
         for p in parameters.iter() {

@@ -17,7 +17,7 @@ fn both_parts_are_the_whole_bit_by_bit() {
         let built = build(&skips().finish(EqualCount(stages)).unwrap());
         for chunks in 1..=4 {
             let whole = built.step(&skips_args(7), chunks, &StepOptions::default());
-            let parts = StepOptions { split_backward: true, ..StepOptions::default() };
+            let parts = StepOptions::default().split_backward(true);
             let parts = built.step(&skips_args(7), chunks, &parts);
             assert_eq!(built.bits(&whole), built.bits(&parts));
         }
@@ -25,8 +25,7 @@ fn both_parts_are_the_whole_bit_by_bit() {
             let built = build(&tied(share).finish(EqualCount(stages)).unwrap());
             let whole = built.step(&tied_args(5), 3, &StepOptions::default());
             let keep = Keep::Inputs;
-            let parts =
-                built.step(&tied_args(5), 3, &StepOptions { split_backward: true, keep, ..StepOptions::default() });
+            let parts = built.step(&tied_args(5), 3, &StepOptions::default().split_backward(true).keep(keep));
             assert_eq!(built.bits(&whole), built.bits(&parts));
         }
     }
@@ -79,7 +78,7 @@ fn a_weight_of_another_stage_never_waits() {
     // The head's stage gets the weight as a value: whoever owns it waits for its gradient.
     let pipe = tied(Share::Transmit).finish(SplitSpec::at([("head", SplitPoint::Beginning)])).unwrap();
     let built = build(&pipe);
-    let options = StepOptions { split_backward: true, ..StepOptions::default() };
+    let options = StepOptions::default().split_backward(true);
     let step = built.step(&tied_args(4), 2, &options);
     let weight = built.local.parameters()["tok.weight"];
     assert!(step.grads.get(weight).is_some());
@@ -193,7 +192,7 @@ fn no_graph_outlives_its_step() {
     let batch = kinds_args(5).split(3);
     for keep in [Keep::Activations, Keep::Inputs] {
         for split_backward in [false, true] {
-            let options = StepOptions { keep, split_backward, ..StepOptions::default() };
+            let options = StepOptions::default().keep(keep).split_backward(split_backward);
             let step = built.local.forward_backward(&batch, &options).unwrap();
             assert_eq!(Arc::strong_count(&token), 1, "{options:?}");
             assert!(step.grads.get_ids().count() >= 6);
@@ -254,14 +253,14 @@ fn a_second_pass_that_draws_anew_is_refused() {
     g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.mean_all()?), [h], Reduction::Mean);
     let built = build(&g.finish(SplitSpec::at([("sum", SplitPoint::Beginning)])).unwrap());
     let batch = kinds_args(6).split(2);
-    let step = |keep| built.local.forward_backward(&batch, &StepOptions { keep, ..StepOptions::default() });
+    let step = |keep| built.local.forward_backward(&batch, &StepOptions::default().keep(keep));
     let said = step(Keep::Inputs).unwrap_err().to_string();
     for want in ["stage 0: ", "microbatch 0", "node \"drop\" (f64[3, 16])", "Keep::Activations"] {
         assert!(said.contains(want), "{said}");
     }
     assert!(step(Keep::Activations).is_ok() && step(Keep::InputsUnchecked).is_ok());
     // Where nothing is dropped, the second pass is the first.
-    let options = StepOptions { keep: Keep::Inputs, training: false, ..StepOptions::default() };
+    let options = StepOptions::default().keep(Keep::Inputs).training(false);
     assert!(built.local.forward_backward(&batch, &options).is_ok());
 }
 
@@ -275,7 +274,7 @@ fn a_forward_pass_that_moves_running_statistics_is_not_run_twice() {
     let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F64, &Device::Cpu);
     let local = LocalPipe::new(&pipe, &vb, &Device::Cpu).unwrap();
     let batch = kinds_args(6).split(2);
-    let step = |keep| local.forward_backward(&batch, &StepOptions { keep, ..StepOptions::default() });
+    let step = |keep| local.forward_backward(&batch, &StepOptions::default().keep(keep));
     for _ in 0..2 {
         let said = step(Keep::Inputs).unwrap_err().to_string();
         assert!(said.contains("changes the variable \"norm.running_"), "{said}");

@@ -145,7 +145,7 @@ fn a_rank_gives_what_its_stages_use_and_no_more() {
             assert!(mine.len() < kwargs.len());
             let batch = Splitter::new(4).rows(9).split(&[], &mine, None, None)?;
             assert_eq!(batch.rows(), [3, 2, 2, 2]);
-            let options = StepOptions { step: 3, ..StepOptions::default() };
+            let options = StepOptions::default().step(3);
             let (made, sent) = comm::record(|| runtime.forward_backward(&batch, &options));
             let made = made?.step;
             // One word from everybody to everybody before the step, and nothing else for that.

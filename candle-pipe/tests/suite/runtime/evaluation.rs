@@ -114,7 +114,7 @@ fn outputs_are_given_as_they_come_or_dropped() {
                 assert_eq!(outputs.keys().collect::<Vec<_>>(), names, "microbatch {microbatch}");
                 assert!(candle_pipe::Value::Map(outputs.clone()).same(kept)?);
             }
-            let options = StepOptions { outputs: false, ..StepOptions::default() };
+            let options = StepOptions::default().outputs(false);
             let step = runtime.forward_backward(&batch, &options)?.step;
             assert!(step.outputs.is_empty() && step.grads.get_ids().count() <= 1);
             // What the function says ends the evaluation on all ranks.
@@ -174,7 +174,7 @@ fn splitting_the_backward_pass_is_what_schedules_say() {
         let schedule = ScheduleKind::GPipe.schedule(2, 2, 1)?;
         let tail: Tail = Arc::new(|_, _, y, _| Ok(y.clone()));
         let runtime = chain::runtime(&schedule, ctx, &tail)?;
-        let options = StepOptions { split_backward: true, ..StepOptions::default() };
+        let options = StepOptions::default().split_backward(true);
         let said = runtime.forward_backward(&chain::batch(4, 2)?, &options).unwrap_err().to_string();
         assert!(said.contains("split_backward on ranks, where the schedule defines the split"), "{said}");
         Ok(())

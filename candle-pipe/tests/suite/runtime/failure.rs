@@ -135,7 +135,7 @@ fn ranks_that_differ_hear_of_it() {
     let schedule = |kind: ScheduleKind| kind.schedule(3, 4, 1).unwrap();
     let (gpipe, steady) = (schedule(ScheduleKind::GPipe), schedule(ScheduleKind::OneFOneB));
     let step = |runtime: &Runtime, rows, step| {
-        runtime.forward_backward(&batch(rows, 4)?, &StepOptions { step, ..StepOptions::default() }).map(drop)
+        runtime.forward_backward(&batch(rows, 4)?, &StepOptions::default().step(step)).map(drop)
     };
 
     let (a, b) = (gpipe.clone(), steady.clone());

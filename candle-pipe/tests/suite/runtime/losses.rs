@@ -134,7 +134,7 @@ fn a_mean_over_valid_tokens_is_that_of_one_device_in_one_process() -> Result<()>
         for chunks in [1, 2, 3, 4, ROWS * TOKENS] {
             let cut = batch(how, 0..ROWS, Splitter::new(chunks))?;
             for split_backward in [false, true] {
-                let options = StepOptions { split_backward, ..StepOptions::default() };
+                let options = StepOptions::default().split_backward(split_backward);
                 let step = local.forward_backward(&cut, &options)?;
                 close(&numbers(step.loss()?)?, &[loss], 1e-12, "loss");
                 assert_eq!(step.counts.iter().sum::<f64>(), VALID.iter().sum::<usize>() as f64);
@@ -168,7 +168,7 @@ fn a_mean_over_valid_tokens_is_that_of_one_device_on_ranks_and_replicas() {
             let rows = ends[replica]..if replica + 1 == dp { ROWS } else { ends[replica + 1] };
             let first_row = rows.start * TOKENS;
             let cut = batch(how, rows, Splitter::new(3))?;
-            let options = StepOptions { first_row, ..StepOptions::default() };
+            let options = StepOptions::default().first_row(first_row);
             let made = runtime.forward_backward(&cut, &options)?.step;
             if let Ok(loss) = made.loss() {
                 close(&numbers(loss)?, &[want.loss], 1e-12, "loss");
@@ -196,7 +196,7 @@ fn a_mean_over_valid_tokens_is_that_of_one_device_beside_replicas() {
         let runtime = Runtime::new(&declare(how, 2)?, &schedule, mesh.axis_group("pp")?, &parameters()?, &Device::Cpu)?
             .beside(replicas)?;
         let rows = [0..4, 4..ROWS][mesh.local_rank("dp")?].clone();
-        let options = StepOptions { first_row: rows.start * TOKENS, ..StepOptions::default() };
+        let options = StepOptions::default().first_row(rows.start * TOKENS);
         let made = runtime.forward_backward(&batch(how, rows, Splitter::new(3))?, &options)?.step;
         if let Ok(loss) = made.loss() {
             close(&numbers(loss)?, &[want.loss], 1e-12, "loss");
@@ -218,7 +218,7 @@ fn losses_that_count_nothing_are_refused_by_all_ranks() {
         let nothing = batch(how, 4..6, Splitter::new(2))?;
         let said = runtime.forward_backward(&nothing, &StepOptions::default()).unwrap_err().to_string();
         assert!(said.contains("the losses of the batch count 0"), "{said}");
-        let weights = StepOptions { weights: Some(vec![1.0; 2]), ..StepOptions::default() };
+        let weights = StepOptions::default().weights(vec![1.0; 2]);
         let said = runtime.forward_backward(&batch(how, 0..2, Splitter::new(2))?, &weights).unwrap_err().to_string();
         assert!(said.contains("weights for a loss that counts by itself"), "{said}");
         // All can go on.

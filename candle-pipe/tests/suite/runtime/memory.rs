@@ -69,7 +69,7 @@ fn ranks_hold_what_the_simulator_says_and_nothing_afterwards() {
                 let mut peaks = (0, 0);
                 for keep in [Keep::Inputs, Keep::Activations] {
                     count.most.store(0, Ordering::SeqCst);
-                    let made = runtime.forward_backward(&batch, &StepOptions { keep, ..StepOptions::default() })?;
+                    let made = runtime.forward_backward(&batch, &StepOptions::default().keep(keep))?;
                     // Not even while the results of the step are held.
                     assert_eq!(count.now.load(Ordering::SeqCst), 0, "graphs outlive their step");
                     peaks = (made.peak_activations, count.most.load(Ordering::SeqCst));

@@ -137,7 +137,7 @@ pub(crate) fn numbers(tensor: &Tensor) -> Result<Vec<f64>> {
 pub(crate) fn uncut(values: &Values, rows: usize, dtype: DType, drop: bool) -> Result<Expected> {
     let whole = LocalPipe::new(&pipe(1, drop)?, &builder(values, dtype)?, &Device::Cpu)?;
     let batch = batch(rows, 1, dtype)?;
-    let step = whole.forward_backward(&batch, &StepOptions { step: 3, ..StepOptions::default() })?;
+    let step = whole.forward_backward(&batch, &StepOptions::default().step(3))?;
     let output = |name: &'static str| -> Result<_> { Ok((name, numbers(step.outputs[0].get(name)?.tensor()?)?)) };
     let grads = whole.parameters().into_iter().map(|(name, parameter)| {
         Ok((name.to_string(), numbers(step.grads.get(parameter).expect("every parameter has a gradient"))?))

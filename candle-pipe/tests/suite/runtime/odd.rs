@@ -115,7 +115,7 @@ fn check(dtype: DType, tolerance: f64, first: f64) {
             for (step, rows) in [(0, 6), (1, 13), (2, 8)] {
                 let batch = batch(rows, dtype, first)?;
                 let keep = if step == 1 { Keep::Inputs } else { Keep::Activations };
-                let options = StepOptions { step, keep, ..StepOptions::default() };
+                let options = StepOptions::default().step(step).keep(keep);
                 let want = whole.forward_backward(&batch, &options)?;
                 for runtime in &runtimes {
                     let evaluated = runtime.evaluate(&batch)?.step;

@@ -37,7 +37,7 @@ fn check(label: &str, case: Case, values: &Arc<Values>) {
         let pipe = pipe(case.schedule.stages(), case.drop)?;
         let runtime = Runtime::new(&pipe, &case.schedule, ctx.group(), &builder(&values, case.dtype)?, &Device::Cpu)?;
         let batch = batch(case.rows, case.schedule.microbatches(), case.dtype)?;
-        let options = StepOptions { step: 3, keep: case.keep, ..StepOptions::default() };
+        let options = StepOptions::default().step(3).keep(case.keep);
         let mut found = Vec::new();
         for _ in 0..2 {
             // Twice: nothing of a step is left for the next.

@@ -75,7 +75,7 @@ proptest! {
             let runtime = Runtime::new(&pipe, &schedule, ctx.group(), &builder(&values, DType::F64)?, &Device::Cpu)?;
             let batch = batch(rows, microbatches)?;
             let keep = if keeps_inputs { Keep::Inputs } else { Keep::Activations };
-            let made = runtime.forward_backward(&batch, &StepOptions { keep, ..StepOptions::default() })?.step;
+            let made = runtime.forward_backward(&batch, &StepOptions::default().keep(keep))?.step;
             let mut found = Numbers::new();
             if let Ok(loss) = made.loss() {
                 found.insert("loss".into(), numbers(loss)?);

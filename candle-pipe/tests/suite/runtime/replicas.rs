@@ -13,7 +13,7 @@ use test_utils::on_ranks;
 
 /// Small buckets, so that stages have several.
 fn options() -> DataParallelOptions {
-    DataParallelOptions { bucket_bytes: 256, ..DataParallelOptions::default() }
+    DataParallelOptions::default().bucket_bytes(256)
 }
 
 /// Rows `start..start + len` of all tensors.
@@ -80,9 +80,9 @@ fn replicas_with_unlike_parts_have_the_gradients_and_norm_of_the_whole_batch() {
             let replica = mesh.local_rank("dp")?;
             let (args, kwargs) = (&parts.args[replica], &parts.kwargs[replica]);
             let mine = split_args_kwargs_into_chunks(args, kwargs, MICROBATCHES, None, None)?;
-            let weights = mine.rows().iter().map(|&rows| (rows * dp) as f64 / ROWS as f64).collect();
+            let weights: Vec<f64> = mine.rows().iter().map(|&rows| (rows * dp) as f64 / ROWS as f64).collect();
             let first_row = parts.rows()[..replica].iter().sum();
-            let options = StepOptions { step: 3, first_row, weights: Some(weights), ..StepOptions::default() };
+            let options = StepOptions::default().step(3).first_row(first_row).weights(weights);
             let mut made = runtime.forward_backward(&mine, &options)?.step;
 
             let mut named: Vec<(String, Var)> = Vec::new();
@@ -156,7 +156,7 @@ fn a_stage_is_averaged_in_buckets_each_of_them_once() {
             let pipe = pipe(2, false)?;
             let group = mesh.axis_group("pp")?;
             let runtime = Runtime::new(&pipe, &schedule, group, &builder(&values, DType::F64)?, &Device::Cpu)?;
-            let options = DataParallelOptions { bucket_bytes, ..DataParallelOptions::default() };
+            let options = DataParallelOptions::default().bucket_bytes(bucket_bytes);
             let runtime = runtime.with_replicas(mesh.axis_group("dp")?, &options)?;
             let batch = batch(12, 3, DType::F64)?;
             let (made, counts) = comm::record(|| runtime.forward_backward(&batch, &StepOptions::default()));

@@ -64,7 +64,7 @@ fn builder(mesh: &DeviceMesh) -> Result<ShardedVarBuilder> {
     let plan = Plan::new("tp")
         .with("*.*.up", ColwiseParallel::default())
         .with("*.*.down", RowwiseParallel::default())
-        .with("*.*.norm", SequenceParallel { dim: 0 });
+        .with("*.*.norm", SequenceParallel::default().dim(0));
     Ok(ShardedVarBuilder::fresh(5, mesh, plan, DType::F64, &Device::Cpu)?)
 }
 
@@ -116,7 +116,7 @@ fn sharded_values_pass_between_stages_of_one_process() {
                 let local = LocalPipe::new(&declare().finish(EqualCount(stages))?, &vb, &Device::Cpu)?;
                 let batch = batch(chunks)?;
                 for keep in [Keep::Activations, Keep::Inputs] {
-                    let mut step = local.forward_backward(&batch, &StepOptions { keep, ..StepOptions::default() })?;
+                    let mut step = local.forward_backward(&batch, &StepOptions::default().keep(keep))?;
                     let mut found = gradients(&vb, &mut step.grads)?;
                     found.insert("loss".into(), numbers(step.loss()?)?);
                     found.insert("y".into(), numbers(&batch.merge(&step.outputs, None)?.get("y")?.full_tensor()?)?);
@@ -152,7 +152,7 @@ fn sharded_values_pass_between_ranks() {
             let batch = batch(4)?;
             let mut found = Found::new();
             for keep in [Keep::Activations, Keep::Inputs] {
-                let mut step = runtime.forward_backward(&batch, &StepOptions { keep, ..StepOptions::default() })?.step;
+                let mut step = runtime.forward_backward(&batch, &StepOptions::default().keep(keep))?.step;
                 found = gradients(&vb, &mut step.grads)?;
                 if let Ok(loss) = step.loss() {
                     found.insert("loss".into(), numbers(loss)?);
@@ -233,8 +233,7 @@ fn partial_and_replicated_values_pass_between_ranks_as_on_one_device() {
                 let runtime = Runtime::new(&pipe, &schedule, mesh.axis_group("pp")?, &vb, &Device::Cpu)?;
                 let batch = batch(4)?;
                 for keep in [Keep::Activations, Keep::Inputs] {
-                    let mut step =
-                        runtime.forward_backward(&batch, &StepOptions { keep, ..StepOptions::default() })?.step;
+                    let mut step = runtime.forward_backward(&batch, &StepOptions::default().keep(keep))?.step;
                     let mut found = gradients(&vb, &mut step.grads)?;
                     if let Ok(loss) = step.loss() {
                         found.insert("loss".into(), numbers(loss)?);

@@ -22,7 +22,7 @@ pub use export::export;
 pub use save::save;
 
 use crate::agreement::agreed;
-use crate::layout::{Placement, Spec, Within};
+use crate::layout::{Placement, RowsOf, Spec};
 use crate::{DTensor, Error, Result, Weights};
 use candle_core::{Device, Var};
 use candle_dist::DeviceMesh;
@@ -30,7 +30,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 /// A tensor to read, with the larger tensor that contains it if there is none of its name.
-type Wanted<'a> = (&'a str, Option<&'a Within>, &'a Spec);
+type Wanted<'a> = (&'a str, Option<&'a RowsOf>, &'a Spec);
 
 /// Loads tensors of a checkpoint, or of other [`Weights`], in the layouts of the placements and in their stored dtypes.
 ///

@@ -13,7 +13,7 @@ mod write;
 pub(crate) use dtypes::name_of;
 pub(crate) use write::WeightWriter;
 
-use crate::layout::{Spec, Within};
+use crate::layout::{RowsOf, Spec};
 use crate::{DTensor, Error, Result};
 use candle_core::quantized::gguf_file::Value;
 use candle_core::{DType, Device, Tensor};
@@ -149,7 +149,7 @@ impl Weights {
     pub(crate) fn read_part(
         &self,
         name: &str,
-        within: Option<&Within>,
+        within: Option<&RowsOf>,
         spec: &Spec,
         device: &Device,
     ) -> Result<DTensor> {

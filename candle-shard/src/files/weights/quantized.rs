@@ -22,18 +22,7 @@ impl Weights {
     /// # Errors
     /// If there is no tensor of this name, it is not quantized or no matrix, the rows or columns are empty or outside
     /// of it, the columns do not begin and end between blocks, or the file cannot be read.
-    pub fn read_quantized(&self, name: &str, block: [Range<usize>; 2], device: &Device) -> Result<QTensor> {
-        self.read_padded(name, block, [0, 0], device)
-    }
-
-    /// Like [`read_quantized`](Self::read_quantized), with rows and columns of zeros behind those of the file.
-    pub(crate) fn read_padded(
-        &self,
-        name: &str,
-        [rows, columns]: [Range<usize>; 2],
-        [more_rows, more_columns]: [usize; 2],
-        device: &Device,
-    ) -> Result<QTensor> {
+    pub fn read_quantized(&self, name: &str, [rows, columns]: [Range<usize>; 2], device: &Device) -> Result<QTensor> {
         let stored = self.stored(name)?;
         let Some(dtype) = stored.blocks() else {
             let reason = format!("is stored as {}, which is not quantized; read it as a tensor", stored.dtype);
@@ -45,20 +34,14 @@ impl Weights {
             let reason = format!("has shape {shape:?}; want a matrix, and rows and columns of it");
             return Err(self.error(name, format!("{reason} instead of {rows:?} and {columns:?}")));
         }
-        let (size, bytes) = (dtype.block_size(), dtype.type_size());
-        if [columns.start, columns.end, more_columns].iter().any(|at| !at.is_multiple_of(size)) {
+        let size = dtype.block_size();
+        if [columns.start, columns.end].iter().any(|at| !at.is_multiple_of(size)) {
             let reason = format!("has blocks of {size} columns, and columns {columns:?} cut one");
             return Err(self.error(name, format!("{reason}; cut between blocks, or read floats")));
         }
         let held = self.read_blocks(name, stored, dtype, &[rows.clone(), columns.clone()])?;
-        let row = (columns.len() + more_columns) / size * bytes;
-        let mut padded = Aligned::new((rows.len() + more_rows) * row);
-        let from = columns.len() / size * bytes;
-        for (to, from) in padded.bytes_mut().chunks_exact_mut(row).zip(held.bytes().chunks_exact(from)) {
-            to[..from.len()].copy_from_slice(from);
-        }
-        let storage = QStorage::from_data(Cow::Borrowed(padded.bytes()), device, dtype)?;
-        Ok(QTensor::new(storage, (rows.len() + more_rows, columns.len() + more_columns))?)
+        let storage = QStorage::from_data(Cow::Borrowed(held.bytes()), device, dtype)?;
+        Ok(QTensor::new(storage, (rows.len(), columns.len()))?)
     }
 
     /// Reads a block of a quantized tensor as f32. It may begin and end anywhere.

@@ -4,7 +4,7 @@ use crate::layout::{Placement, Replicate, Shard};
 use crate::nn::ShardedVarBuilder;
 use crate::ops::lookup::read_indexes;
 use crate::parallel::{LayerKind, ModuleStyle};
-use crate::rules::{self, Plan};
+use crate::rules::{self, OpSpec};
 use crate::{DTensor, Error, Result};
 use candle_core::{DType, Tensor};
 use candle_dist::backend::Dims;
@@ -49,7 +49,7 @@ impl QuantizedEmbedding {
         if ids.dtype() != DType::U32 {
             return Error::op(OP, format!("ids {}: want u32", ids.spec()));
         }
-        let plan = || {
+        let op_spec = || {
             let mut lay = ids.targets();
             for (a, target) in lay.iter_mut().enumerate() {
                 if target.placement.shard_dim().is_none() || (a == axis && at != Replicate) {
@@ -61,14 +61,14 @@ impl QuantizedEmbedding {
                 made[axis] = Placement::PARTIAL_SUM.into();
             }
             let shape: Dims = ids.dims().iter().copied().chain([width]).collect();
-            Plan::laid(&[ids], [lay], &made, &[(shape, self.dtype)])
+            OpSpec::laid(&[ids], [lay], &made, &[(shape, self.dtype)])
         };
         let attributes = [axis, usize::from(at != Replicate), rows, width, self.dtype as usize];
         let row = |id: i64| {
             let row = u32::try_from(id).ok().filter(|&row| (row as usize) < rows);
             row.ok_or_else(|| format!("id {id} is not a row of a table of {rows} rows"))
         };
-        let mut made = rules::run_planned(OP, &attributes, &[ids], plan, |x, outs| {
+        let mut made = rules::run_with(OP, &attributes, &[ids], op_spec, |x, outs| {
             let ids = read_indexes(OP, [ids, &x[0]], row)?;
             let found = Tensor::from_vec(self.weight.blocks.rows_at(&ids, width)?, ids.len() * width, x[0].device())?;
             Ok(smallvec![found.reshape(outs[0].local_shape().as_slice())?.to_dtype(self.dtype)?])

@@ -4,7 +4,7 @@ use super::weight::QuantizedWeight;
 use crate::layout::Shard;
 use crate::nn::{Init, ShardedVarBuilder, Width};
 use crate::parallel::{LayerKind, ModuleStyle};
-use crate::{DTensor, Result};
+use crate::{DTensor, Error, Result};
 
 /// [`Linear`](crate::nn::Linear) with a weight `[out, in]` that stays quantized, as a GGUF file stores it.
 ///
@@ -65,8 +65,26 @@ impl QuantizedLinear {
     /// # Errors
     /// If `x` has another last dim, or is no float tensor of two dims or more.
     pub fn forward(&self, x: &DTensor) -> Result<DTensor> {
-        let [x] = self.style.inputs([x])?;
-        let y = self.weight.product(&x)?;
+        let [y] = Self::forward_all([self], x)?;
+        Ok(y)
+    }
+
+    /// Returns the outputs of several layers for one input, which is laid out and rounded once.
+    ///
+    /// # Errors
+    /// Those of [`forward`](Self::forward), and one if the layers are cut in unlike ways.
+    pub fn forward_all<const N: usize>(layers: [&Self; N], x: &DTensor) -> Result<[DTensor; N]> {
+        let Some(first) = layers.first() else { return Err(Error::Plan("no layers for an input".into())) };
+        let [x] = first.style.inputs([x])?;
+        let mut made = QuantizedWeight::products(layers.map(|layer| &layer.weight), &x)?;
+        for (y, layer) in made.iter_mut().zip(layers) {
+            *y = layer.finished(y)?;
+        }
+        Ok(made)
+    }
+
+    /// Adds the bias to a product, and lays it out as the style says.
+    fn finished(&self, y: &DTensor) -> Result<DTensor> {
         let early = self.bias.as_ref().filter(|_| self.weight.at != Shard(1));
         let y = early.map_or(Ok(y.clone()), |bias| y.add(bias))?;
         let [y] = self.style.outputs([&y])?;

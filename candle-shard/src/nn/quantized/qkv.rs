@@ -4,7 +4,7 @@ use crate::layout::Replicate;
 use crate::nn::{Heads, Init, ShardedVarBuilder, Width};
 use crate::parallel::{LayerKind, ModuleStyle};
 use crate::redistribute::Target;
-use crate::rules::{self, Plan};
+use crate::rules::{self, OpSpec};
 use crate::{DTensor, Error, Result};
 use candle_core::Tensor;
 use candle_dist::backend::Dims;
@@ -28,6 +28,12 @@ struct Projection {
     weight: QuantizedWeight,
     bias: Option<DTensor>,
     shared: Option<Shared>,
+}
+
+impl Projection {
+    fn with_bias(&self, y: DTensor) -> Result<DTensor> {
+        self.bias.as_ref().map_or(Ok(y.clone()), |bias| y.add(bias))
+    }
 }
 
 /// How a rank uses key heads that it has in common with others.
@@ -66,7 +72,12 @@ impl QuantizedQkv {
         let (group, together) = (query / key_value, width.unit / dim);
         let in_groups = |piece: &usize| piece.is_multiple_of(group * dim);
         let is_simple = together.is_multiple_of(group) || group.is_multiple_of(together);
-        let is_shared = !is_simple || !width.cut(ranks).iter().all(in_groups);
+        let unit = (together / group).max(1);
+        let keys = Width::new(key_value / unit, unit * dim);
+        let sizes = style.cut(width, ranks);
+        // The keys of each rank are those of its queries.
+        let fit = || sizes.iter().zip(style.cut(keys, ranks)).all(|(&queries, keys)| queries == keys * group);
+        let is_shared = !is_simple || !sizes.iter().all(in_groups) || !fit();
         let whole = |name: &str, rows: Width| {
             let vb = vb.pp(name);
             let weight = QuantizedWeight::read(&vb, "weight", [rows, in_dim.into()], at, axis)?;
@@ -74,7 +85,7 @@ impl QuantizedQkv {
             Ok::<_, Error>(Projection { weight, bias, shared: None })
         };
         let shared = |name: &str| {
-            let (vb, sizes) = (vb.pp(name), width.cut(ranks));
+            let vb = vb.pp(name);
             let start = sizes[..rank].iter().sum::<usize>() / dim;
             let queries = start..start + sizes[rank] / dim;
             let first = queries.start / group;
@@ -83,15 +94,14 @@ impl QuantizedQkv {
             let blocks = Blocks::read(&vb, "weight", [key_value * dim, in_dim], block)?;
             let copies = queries.map(|head| (head / group - first) as u32).collect();
             let of_all = || vb.part(&[(key_value * dim).into()], "bias".into(), Init::Const(0.0), Replicate, true);
-            let weight = QuantizedWeight { blocks, dims: [width, in_dim.into()], at, axis, mesh: vb.mesh().clone() };
+            let (dims, sizes, mesh) = ([width, in_dim.into()], sizes.clone(), vb.mesh().clone());
+            let weight = QuantizedWeight { blocks, dims, sizes, at, axis, mesh };
             Ok::<_, Error>(Projection {
                 weight,
                 bias: bias.then(of_all).transpose()?,
                 shared: Some(Shared { first, copies }),
             })
         };
-        let unit = (together / group).max(1);
-        let keys = Width::new(key_value / unit, unit * dim);
         let key = |name: &str| if is_shared { shared(name) } else { whole(name, keys) };
         Ok(Self { heads, width, projections: [whole(names[0], width)?, key(names[1])?, key(names[2])?], style })
     }
@@ -108,19 +118,20 @@ impl QuantizedQkv {
         };
         self.projections[0].weight.check_mesh("quantized_qkv", x)?;
         let [x] = self.style.inputs([x])?;
-        let project = |p: &Projection| {
-            let y = match &p.shared {
-                Some(shared) => self.project_shared(&x, p, shared)?,
-                None => {
-                    let y = p.weight.product(&x)?;
-                    p.bias.as_ref().map_or(Ok(y.clone()), |bias| y.add(bias))?
-                }
-            };
+        let heads = |y: DTensor| {
             let [y] = self.style.outputs([&y])?;
             y.reshape((batch, seq, (), self.heads.dim))?.transpose(1, 2)
         };
         let [q, k, v] = &self.projections;
-        Ok([project(q)?, project(k)?, project(v)?])
+        let shared = |p: &Projection| p.shared.as_ref().map(|shared| self.project_shared(&x, p, shared)).transpose();
+        let [q, k, v] = match (shared(k)?, shared(v)?) {
+            (Some(k), Some(v)) => [q.with_bias(q.weight.product(&x)?)?, k, v],
+            _ => {
+                let [of_q, of_k, of_v] = QuantizedWeight::products([&q.weight, &k.weight, &v.weight], &x)?;
+                [q.with_bias(of_q)?, k.with_bias(of_k)?, v.with_bias(of_v)?]
+            }
+        };
+        Ok([heads(q)?, heads(k)?, heads(v)?])
     }
 
     /// The width of all query heads, sharded like them: the input width of the output projection.
@@ -136,10 +147,10 @@ impl QuantizedQkv {
     /// Returns a copy of the key heads for each query head, sharded like the query.
     fn project_shared(&self, x: &DTensor, projection: &Projection, shared: &Shared) -> Result<DTensor> {
         let Projection { weight, bias, .. } = projection;
-        let (axis, ranks) = (weight.axis, x.mesh().shape()[weight.axis]);
+        let axis = weight.axis;
         let Heads { query, key_value, dim } = self.heads;
         let inputs: SmallVec<[&DTensor; 2]> = [x].into_iter().chain(bias).collect();
-        let plan = || {
+        let op_spec = || {
             let mut lay = x.targets();
             for (a, target) in lay.iter_mut().enumerate() {
                 if a == axis || !matches!(target.placement.shard_dim(), Some(0 | 1)) {
@@ -147,13 +158,14 @@ impl QuantizedQkv {
                 }
             }
             let mut made = lay.clone();
-            made[axis] = Target::shard(2, &self.width.cut(ranks));
+            made[axis] = Target::shard(2, &weight.sizes);
             let whole = lay.iter().map(|_| Target::from(Replicate)).collect();
             let shape = Dims::from_slice(&[x.dims()[0], x.dims()[1], query * dim]);
-            Plan::laid(&inputs, [lay].into_iter().chain(vec![whole; inputs.len() - 1]), &made, &[(shape, x.dtype())])
+            OpSpec::laid(&inputs, [lay].into_iter().chain(vec![whole; inputs.len() - 1]), &made, &[(shape, x.dtype())])
         };
-        let attributes = [axis, query, key_value, dim, self.width.unit];
-        let mut made = rules::run_planned("project_shared_quantized", &attributes, &inputs, plan, |x, _| {
+        let fixed = [axis, query, key_value, dim];
+        let attributes: Dims = fixed.into_iter().chain(weight.sizes.iter().copied()).collect();
+        let mut made = rules::run_with("project_shared_quantized", &attributes, &inputs, op_spec, |x, _| {
             let mut y = weight.blocks.product(x[0].to_local())?;
             let (batch, seq, held) = y.dims3()?;
             if let Some(bias) = x.get(1) {

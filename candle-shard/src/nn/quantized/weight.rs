@@ -1,29 +1,24 @@
 //! The blocks of a quantized weight that a rank holds.
-use crate::layout::{Placement, Replicate, Shard};
+use crate::kernels::{self, QuantizedMatrix};
+use crate::layout::{Placement, Replicate, Shard, Spec};
 use crate::nn::{ShardedVarBuilder, Width};
 use crate::redistribute::Target;
-use crate::rules::{self, Plan};
-use crate::{DTensor, Error, Result, Weights, kernels};
-use candle_core::quantized::{GgmlDType, QTensor};
+use crate::rules::{self, OpSpec};
+use crate::{DTensor, Error, Result, Weights};
+use candle_core::quantized::GgmlDType;
 use candle_core::{D, DType, Tensor};
 use candle_dist::DeviceMesh;
 use candle_dist::backend::Dims;
-use smallvec::smallvec;
+use smallvec::{SmallVec, smallvec};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// candle chooses its kernels by the number of rows modulo this: packed tiles of 16 rows, or rows one by one. They round
-/// differently, so a shard gets as many rows modulo 16 as the whole weight.
-const TILE: usize = 16;
-
-/// Blocks of rows and columns of a weight `[out, in]`, as files store them.
+/// Blocks of rows and columns of a weight `[out, in]`.
 #[derive(Debug, Clone)]
 pub(super) struct Blocks {
     /// `None` without rows or columns.
-    tensor: Option<Arc<QTensor>>,
+    matrix: Option<QuantizedMatrix>,
     rows: Range<usize>,
-    /// Columns of zeros behind those of the file.
-    more_columns: usize,
 }
 
 impl Blocks {
@@ -34,57 +29,58 @@ impl Blocks {
         whole: [usize; 2],
         [rows, columns]: [Range<usize>; 2],
     ) -> Result<Self> {
-        let (weights, name, dtype) = stored(vb, name, whole)?;
-        let more_rows = (whole[0] % TILE + TILE - rows.len() % TILE) % TILE;
-        let more_columns = more_columns(dtype, columns.len());
+        let (weights, name, _) = stored(vb, name, whole)?;
         let is_empty = rows.is_empty() || columns.is_empty();
-        let read =
-            || weights.read_padded(&name, [rows.clone(), columns.clone()], [more_rows, more_columns], vb.device());
-        let tensor = (!is_empty).then(read).transpose()?.map(Arc::new);
-        let blocks = Self { tensor, rows, more_columns };
+        let read = || weights.read_quantized(&name, [rows.clone(), columns], vb.device());
+        let matrix = (!is_empty).then(|| Ok::<_, Error>(QuantizedMatrix::new(read()?)?)).transpose()?;
+        let blocks = Self { matrix, rows };
         vb.count_quantized(blocks.bytes());
         Ok(blocks)
     }
 
     /// Returns the bytes in memory.
     pub(super) fn bytes(&self) -> usize {
-        self.tensor.as_ref().map_or(0, |tensor| tensor.storage_size_in_bytes())
+        self.matrix.as_ref().map_or(0, QuantizedMatrix::bytes)
     }
 
     /// Returns `x · weightᵀ` for these rows; `x` has the columns. There are rows and columns.
     pub(super) fn product(&self, x: &Tensor) -> Result<Tensor> {
-        let tensor = self.some()?;
-        let x = if self.more_columns > 0 { &x.pad_with_zeros(D::Minus1, 0, self.more_columns)? } else { x };
-        let y = kernels::quantized_linear(x, tensor)?;
-        match tensor.shape().dims2()?.0 == self.rows.len() {
-            true => Ok(y),
-            false => Ok(y.narrow(D::Minus1, 0, self.rows.len())?.contiguous()?),
+        Ok(kernels::quantized_linear(x, &[self.some()?])?)
+    }
+
+    /// Returns the products of several weights, for which `x` is rounded once. All have rows and columns.
+    fn products(all: &[&Self], x: &Tensor) -> Result<SmallVec<[Tensor; 1]>> {
+        if let [one] = all {
+            return Ok(smallvec![one.product(x)?]);
         }
+        let matrices = all.iter().map(|blocks| blocks.some()).collect::<Result<Vec<_>>>()?;
+        let together = kernels::quantized_linear(x, &matrices)?;
+        let mut first = 0;
+        let part = |blocks: &&Self| {
+            let part = together.narrow(D::Minus1, first, blocks.rows.len());
+            first += blocks.rows.len();
+            Ok::<_, Error>(part?)
+        };
+        all.iter().map(part).collect()
     }
 
     /// Returns the rows at `ids` (u32) of the whole weight as f32, and zeros for rows that are not here.
     pub(super) fn rows_at(&self, ids: &[u32], width: usize) -> Result<Vec<f32>> {
         let mut out = vec![0.0; ids.len() * width];
-        let here: Vec<(usize, u32)> = ids
-            .iter()
-            .enumerate()
-            .filter(|&(_, &id)| self.rows.contains(&(id as usize)))
-            .map(|(at, &id)| (at, id - self.rows.start as u32))
-            .collect();
-        if here.is_empty() {
+        let here = ids.iter().enumerate().filter(|&(_, &id)| self.rows.contains(&(id as usize)));
+        let (places, rows): (Vec<usize>, Vec<u32>) = here.map(|(at, &id)| (at, id - self.rows.start as u32)).unzip();
+        if rows.is_empty() {
             return Ok(out);
         }
-        let tensor = self.some()?;
-        let ids = Tensor::from_iter(here.iter().map(|&(_, row)| row), &tensor.device())?;
-        let found = tensor.embedding(&ids)?.to_vec2::<f32>()?;
-        for ((at, _), row) in here.iter().zip(found) {
-            out[at * width..][..width].copy_from_slice(&row[..width]);
+        let found = self.some()?.rows(&rows)?;
+        for (at, row) in places.into_iter().zip(found.chunks_exact(width)) {
+            out[at * width..][..width].copy_from_slice(row);
         }
         Ok(out)
     }
 
-    fn some(&self) -> Result<&Arc<QTensor>> {
-        self.tensor.as_ref().ok_or_else(|| Error::Plan("a quantized weight without rows or columns is used".into()))
+    fn some(&self) -> Result<&QuantizedMatrix> {
+        self.matrix.as_ref().ok_or_else(|| Error::Plan("a quantized weight without rows or columns is used".into()))
     }
 }
 
@@ -99,16 +95,12 @@ fn stored<'a>(vb: &'a ShardedVarBuilder, name: &str, whole: [usize; 2]) -> Resul
         return Err(Error::Plan(format!("{name} has shape {shape:?}, and the layer wants {whole:?}")));
     }
     match weights.quantized_dtype(&name)? {
-        Some(dtype) => Ok((weights, name, dtype)),
+        Some(dtype) if QuantizedMatrix::takes(dtype) => Ok((weights, name, dtype)),
+        Some(dtype) => Err(Error::Plan(format!(
+            "{name} is stored as {dtype:?}, with which nothing is multiplied; build a layer that is not quantized"
+        ))),
         None => Err(Error::Plan(format!("{name} is not quantized; build a layer that is not"))),
     }
-}
-
-/// Columns of zeros that make the number of blocks in a row even, where candle's kernels require that.
-fn more_columns(dtype: GgmlDType, columns: usize) -> usize {
-    let in_pairs = matches!(dtype, GgmlDType::Q4_0 | GgmlDType::Q4_1 | GgmlDType::Q5_0 | GgmlDType::Q5_1);
-    let is_odd = !(columns / dtype.block_size()).is_multiple_of(2);
-    if in_pairs && is_odd { dtype.block_size() } else { 0 }
 }
 
 /// A quantized weight `[out, in]` that is cut by rows, by columns or not at all over one mesh axis.
@@ -116,6 +108,8 @@ fn more_columns(dtype: GgmlDType, columns: usize) -> usize {
 pub(super) struct QuantizedWeight {
     pub(super) blocks: Blocks,
     pub(super) dims: [Width; 2],
+    /// The sizes of the shards of the dim that is cut, if one is.
+    pub(super) sizes: Dims,
     pub(super) at: Placement,
     pub(super) axis: usize,
     pub(super) mesh: DeviceMesh,
@@ -132,8 +126,10 @@ impl QuantizedWeight {
     ) -> Result<Self> {
         let whole = dims.map(Width::size);
         let mut block = whole.map(|size| 0..size);
+        let mut sizes = Dims::new();
         if let Some(dim) = at.shard_dim() {
-            let (sizes, rank) = (dims[dim].cut(vb.mesh().shape()[axis]), vb.mesh().axis_group(axis)?.rank());
+            sizes = vb.shard_sizes(dims[dim])?;
+            let rank = vb.mesh().axis_group(axis)?.rank();
             let start = sizes[..rank].iter().sum();
             // All ranks refuse alike: a rank without columns would not notice.
             let (_, full_name, dtype) = stored(vb, name, whole)?;
@@ -153,7 +149,7 @@ impl QuantizedWeight {
             }
             block[dim] = start..start + sizes[rank];
         }
-        Ok(Self { blocks: Blocks::read(vb, name, whole, block)?, dims, at, axis, mesh: vb.mesh().clone() })
+        Ok(Self { blocks: Blocks::read(vb, name, whole, block)?, dims, sizes, at, axis, mesh: vb.mesh().clone() })
     }
 
     /// Refuses an operand on another mesh than that of the weight.
@@ -167,46 +163,78 @@ impl QuantizedWeight {
 
     /// Returns `x · weightᵀ`: columns of it if the weight is cut by rows, partial sums if it is cut by columns.
     pub(super) fn product(&self, x: &DTensor) -> Result<DTensor> {
+        let [made] = Self::products([self], x)?;
+        Ok(made)
+    }
+
+    /// Returns the [`product`](Self::product) of each weight, in one op; all are cut in the same way.
+    pub(super) fn products<const N: usize>(weights: [&Self; N], x: &DTensor) -> Result<[DTensor; N]> {
         const OP: &str = "quantized_linear";
-        let ([out, input], axis) = (self.dims, self.axis);
+        let Some(Self { dims: [_, input], at, axis, mesh, .. }) = weights.first() else {
+            return Error::op(OP, "no weights; give at least one");
+        };
+        let (input, at, axis) = (*input, *at, *axis);
+        let is_alike = |other: &&Self| {
+            let same_input = at != Shard(1) || other.sizes == weights[0].sizes;
+            same_input && (other.dims[1], other.at, other.axis, &other.mesh) == (input, at, axis, mesh)
+        };
+        if !weights.iter().all(is_alike) {
+            return Error::op(OP, "weights of one input are cut in unlike ways; choose one style for them");
+        }
         let Some(last) = x.rank().checked_sub(1).filter(|&last| last > 0 && x.dims()[last] == input.size()) else {
             return Error::op(OP, format!("input {}: want [.., {}] of two dims or more", x.spec(), input.size()));
         };
-        self.check_mesh(OP, x)?;
-        // candle's products with blocks take these; ranks without elements would not notice others.
+        weights[0].check_mesh(OP, x)?;
+        // Products with blocks take these; ranks without elements would not notice others.
         if !matches!(x.dtype(), DType::F32 | DType::F16 | DType::BF16) {
             return Error::op(OP, format!("input {}: expected f32, f16 or bf16", x.spec()));
         }
-        let ranks = x.mesh().shape()[axis];
-        let plan = || {
+        let op_spec = || {
             let rows = |placement: Placement| placement.shard_dim().is_some_and(|dim| dim < last);
             let mut lay = x.targets();
             for (a, target) in lay.iter_mut().enumerate() {
-                if !rows(target.placement) || (a == axis && self.at != Replicate) {
+                if !rows(target.placement) || (a == axis && at != Replicate) {
                     *target = Replicate.into();
                 }
             }
-            let mut made = lay.clone();
-            match self.at {
-                Shard(0) => made[axis] = Target::shard(last, &out.cut(ranks)),
-                Shard(_) => {
-                    lay[axis] = Target::shard(last, &input.cut(ranks));
-                    made[axis] = Placement::PARTIAL_SUM.into();
-                }
-                _ => {}
+            let whole = lay.clone();
+            if at == Shard(1) {
+                lay[axis] = Target::shard(last, &weights[0].sizes);
             }
-            let mut shape = Dims::from_slice(x.dims());
-            shape[last] = out.size();
-            Plan::laid(&[x], [lay], &made, &[(shape, x.dtype())])
+            let made = weights.map(|weight| {
+                let mut made = whole.clone();
+                match at {
+                    Shard(0) => made[axis] = Target::shard(last, &weight.sizes),
+                    Shard(_) => made[axis] = Placement::PARTIAL_SUM.into(),
+                    _ => {}
+                }
+                let mut shape = Dims::from_slice(x.dims());
+                shape[last] = weight.dims[0].size();
+                (made, shape)
+            });
+            let outs: SmallVec<[_; 3]> =
+                made.iter().map(|(targets, shape)| (&targets[..], shape.clone(), x.dtype())).collect();
+            OpSpec::laid_apart(&[x], [lay], &outs)
         };
-        let at = self.at.shard_dim().map_or(0, |dim| dim + 1);
-        let attributes = [axis, at, out.units, out.unit, input.units, input.unit];
-        let mut made = rules::run_planned(OP, &attributes, &[x], plan, |x, outs| {
-            Ok(smallvec![match x[0].to_local().elem_count() {
-                0 => rules::neutral(x, &outs[0].local_shape(), outs[0].dtype())?,
-                _ => self.blocks.product(x[0].to_local())?,
-            }])
+        let cut = at.shard_dim().map_or(0, |dim| dim + 1);
+        let sizes = |weight: &&Self| {
+            std::iter::once(weight.dims[0].size()).chain(weight.sizes.iter().copied()).collect::<Dims>()
+        };
+        let attributes: SmallVec<[usize; 16]> =
+            [N, axis, cut, input.size()].into_iter().chain(weights.iter().flat_map(sizes)).collect();
+        let made = rules::run_with(OP, &attributes, &[x], op_spec, |x, outs| {
+            let local = x[0].to_local();
+            let blocks = weights.map(|weight| &weight.blocks);
+            if local.elem_count() > 0 && blocks.iter().all(|blocks| blocks.matrix.is_some()) {
+                return Blocks::products(&blocks, local);
+            }
+            let each = |(blocks, out): (&Blocks, &Arc<Spec>)| match (&blocks.matrix, local.elem_count()) {
+                (Some(_), 1..) => blocks.product(local),
+                _ => rules::neutral(x, &out.local_shape(), out.dtype()),
+            };
+            blocks.into_iter().zip(outs).map(each).collect()
         })?;
-        Ok(made.remove(0))
+        let missing = |_| Error::Plan("an op returned another number of outputs than it has weights".into());
+        made.into_vec().try_into().map_err(missing)
     }
 }

@@ -27,16 +27,19 @@ use std::sync::Arc;
 ///     let order = TokenOrder::zigzag(7, 2);
 ///     let x = Tensor::ones((1, 7, 2, 4), DType::F32, &Device::Cpu)?;
 ///     let x = order.distribute(&x, 1, &mesh, &[Shard(1)])?;
-///     let attention = Attention { causal: true, order: Some(order), ..Attention::default() };
+///     let attention = Attention::default().causal(true).order(order);
 ///     assert_eq!(attention.of(&x, &x, &x)?.placements(), [Shard(1)]);
 ///     Ok(())
 /// })?;
 /// # Ok::<(), candle_dist::WorldError>(())
 /// ```
 #[derive(Debug, Clone, Default, PartialEq)]
+#[non_exhaustive]
 pub struct Attention {
     /// The factor of the scores; `1/√dim` by default.
     pub scale: Option<f64>,
+    /// The cap `c` of the scores: a score `s` counts as `c · tanh(s / c)`, as in Gemma 2. No cap by default.
+    pub cap: Option<f64>,
     /// Whether query `i` sees key `j` only if `j ≤ i + k - q`.
     pub causal: bool,
     /// The number of keys that a query sees before and with its own position, and after it if not `causal`: all with a
@@ -124,6 +127,46 @@ impl Documents {
 }
 
 impl Attention {
+    /// Sets the factor of the scores.
+    pub fn scale(self, scale: impl Into<Option<f64>>) -> Self {
+        Self { scale: scale.into(), ..self }
+    }
+
+    /// Sets the cap of the scores.
+    pub fn cap(self, cap: impl Into<Option<f64>>) -> Self {
+        Self { cap: cap.into(), ..self }
+    }
+
+    /// Sets whether a query sees no later keys.
+    pub fn causal(self, causal: bool) -> Self {
+        Self { causal, ..self }
+    }
+
+    /// Sets the number of keys that a query sees before and with its own position.
+    pub fn window(self, window: impl Into<Option<usize>>) -> Self {
+        Self { window: window.into(), ..self }
+    }
+
+    /// Sets the documents of packed sequences.
+    pub fn documents(self, documents: impl Into<Option<Documents>>) -> Self {
+        Self { documents: documents.into(), ..self }
+    }
+
+    /// Sets the order of the tokens of query, key and value.
+    pub fn order(self, order: impl Into<Option<TokenOrder>>) -> Self {
+        Self { order: order.into(), ..self }
+    }
+
+    /// Sets the order of the tokens of key and value alone.
+    pub fn key_order(self, key_order: impl Into<Option<TokenOrder>>) -> Self {
+        Self { key_order: key_order.into(), ..self }
+    }
+
+    /// Sets how keys meet queries that are sharded along the sequence.
+    pub fn way(self, way: impl Into<Option<ContextWay>>) -> Self {
+        Self { way: way.into(), ..self }
+    }
+
     /// Returns the work of each rank for one head of a sequence whose tokens are cut into `sizes`: the number of pairs
     /// of a query and a key that it sees.
     ///
@@ -133,10 +176,10 @@ impl Attention {
     /// ```
     /// use candle_shard::{Attention, TokenOrder};
     ///
-    /// let causal = Attention { causal: true, ..Attention::default() };
+    /// let causal = Attention::default().causal(true);
     /// assert_eq!(causal.work(&[4, 4])?, [10, 26]);
     /// let order = TokenOrder::zigzag(8, 2);
-    /// assert_eq!(Attention { order: Some(order.clone()), ..causal }.work(order.sizes())?, [18, 18]);
+    /// assert_eq!(causal.order(order.clone()).work(order.sizes())?, [18, 18]);
     /// # Ok::<(), candle_shard::Error>(())
     /// ```
     pub fn work(&self, sizes: &[usize]) -> Result<Vec<usize>> {
@@ -162,6 +205,9 @@ impl Attention {
         }
         if self.scale.is_some_and(|scale| !scale.is_finite()) {
             return Error::op(OP, format!("scale {:?}; expected a finite number", self.scale));
+        }
+        if let Some(cap) = self.cap.filter(|cap| !(cap.is_finite() && *cap > 0.0)) {
+            return Error::op(OP, format!("a cap of {cap} of the scores; expected a positive number"));
         }
         if let Some(documents) = &self.documents {
             if queries != keys {

@@ -3,9 +3,8 @@ use super::mask::Mask;
 use super::sequence::{Call, part};
 use crate::Result;
 use crate::kernels::{self, Norms, Partial, Real};
-use candle_core::{CpuStorage, CustomOp3, DType, Layout, Shape, Tensor};
+use candle_core::{DType, Tensor};
 use candle_dist::Pending;
-use candle_dist::backend::{Fresh, Ready};
 use std::ops::Range;
 
 /// Keys and values on their way.
@@ -38,14 +37,12 @@ fn run_in<T: Real>(call: Call, inputs: [&Tensor; 3]) -> Result<Tensor> {
     let ring = Ring { call, hops };
     let [q, k, v] = inputs.map(Tensor::detach);
     let whole = ring.forward::<T>([&q, &k, &v])?;
-    let shape = [&q.dims()[..3], &v.dims()[3..]].concat();
-    let made = Fresh::host(T::to_cpu_storage_owned(whole.out), shape);
-    if !inputs.iter().any(|x| x.track_op()) {
-        return Ok(made.into_tensor());
-    }
     let has_keys = inputs[1].track_op() || inputs[2].track_op();
-    let node = Node { ring, norms: whole.norms, has_keys, made: Ready::new(made) };
-    Ok(inputs[0].apply_op3(inputs[1], inputs[2], node)?)
+    let backward = move |norms: &Norms<T>, inputs: [&Tensor; 3], [out, grad]: [&Tensor; 2]| {
+        let [q, k, v] = inputs.map(Tensor::detach);
+        ring.backward([&q, &k, &v], [&out.detach(), grad], (norms, has_keys))
+    };
+    Ok(kernels::with_backward("ring attention", inputs, whole, backward)?)
 }
 
 struct Ring {
@@ -53,13 +50,13 @@ struct Ring {
     hops: Vec<usize>,
 }
 
-type Step<'a> = dyn FnMut(usize, usize, &Tensor) -> candle_core::Result<()> + 'a;
+type Visit<'a> = dyn FnMut(usize, usize, &Tensor) -> candle_core::Result<()> + 'a;
 
 impl Ring {
     /// Passes packed keys and values around, and calls `visit(step, owner, packed)` for those that come here.
     ///
     /// The next ones are sent and received meanwhile.
-    fn rotate(&self, mine: Tensor, visit: &mut Step<'_>) -> candle_core::Result<()> {
+    fn rotate(&self, mine: Tensor, visit: &mut Visit<'_>) -> candle_core::Result<()> {
         let group = &self.call.group;
         let (me, ranks) = (group.rank(), group.size());
         let (next, before) = ((me + 1) % ranks, (me + ranks - 1) % ranks);
@@ -168,45 +165,5 @@ impl Ring {
         Pending::wait_all(sent)?;
         let own = own.to_dtype(k.dtype())?;
         Ok([dq, part(&own, 3, 0, dim)?, part(&own, 3, dim, width)?])
-    }
-}
-
-struct Node<T> {
-    ring: Ring,
-    norms: Norms<T>,
-    /// Whether keys or values have a gradient.
-    has_keys: bool,
-    made: Ready,
-}
-
-impl<T: Real> CustomOp3 for Node<T> {
-    fn name(&self) -> &'static str {
-        "ring attention"
-    }
-
-    fn cpu_fwd(
-        &self,
-        _: &CpuStorage,
-        _: &Layout,
-        _: &CpuStorage,
-        _: &Layout,
-        _: &CpuStorage,
-        _: &Layout,
-    ) -> candle_core::Result<(CpuStorage, Shape)> {
-        self.made.cpu()
-    }
-
-    fn bwd(
-        &self,
-        q: &Tensor,
-        k: &Tensor,
-        v: &Tensor,
-        out: &Tensor,
-        grad: &Tensor,
-    ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let inputs = [&q.detach(), &k.detach(), &v.detach()];
-        let of_keys = (&self.norms, self.has_keys);
-        let [q, k, v] = self.ring.backward(inputs, [&out.detach(), grad], of_keys)?;
-        Ok((Some(q), Some(k), Some(v)))
     }
 }

@@ -2,9 +2,10 @@
 use super::mask::Mask;
 use super::options::Attention;
 use super::{groups, sequence};
+use crate::kernels::{self, Scale};
 use crate::layout::{Placement, Replicate, Shard};
 use crate::rules::{self, Row, Rows, Signature};
-use crate::{DTensor, Error, Result, kernels};
+use crate::{DTensor, Error, Result};
 use candle_core::DType;
 
 const SUM: Placement = Placement::PARTIAL_SUM;
@@ -35,7 +36,7 @@ impl Attention {
         }
         self.check(batch, queries, keys)?;
         let mask = Mask::new(self, queries, keys);
-        let scale = self.scale.unwrap_or(1.0 / (dim as f64).sqrt());
+        let scale = Scale { factor: self.scale.unwrap_or(1.0 / (dim as f64).sqrt()), cap: self.cap };
         let group = groups(heads, kv_heads).unwrap_or(1);
         if group == 1 || kv_heads == 1 {
             return self.of_groups([query, key, value], (&mask, scale));
@@ -51,7 +52,7 @@ impl Attention {
     /// Attention with as many query heads as key heads, with one key head, or with a dim for the queries of each key
     /// head.
     #[track_caller]
-    fn of_groups(&self, inputs: [&DTensor; 3], (mask, scale): (&Mask, f64)) -> Result<DTensor> {
+    fn of_groups(&self, inputs: [&DTensor; 3], (mask, scale): (&Mask, Scale)) -> Result<DTensor> {
         if let Some(made) = sequence::run(self, inputs, (mask, scale))? {
             return Ok(made);
         }

@@ -2,10 +2,10 @@
 use super::mask::Mask;
 use super::options::{Attention, ContextWay};
 use super::{heads, ring};
-use crate::kernels;
+use crate::kernels::{self, Scale};
 use crate::layout::{Replicate, Shard, Spec};
 use crate::redistribute::{Target, Targets};
-use crate::rules::{self, Plan};
+use crate::rules::{self, OpSpec};
 use crate::{DTensor, Error, Placement, Result};
 use candle_core::{DType, Tensor};
 use candle_dist::ProcessGroup;
@@ -21,7 +21,7 @@ const MOST_GATHERED: usize = 16 << 20;
 pub(super) struct Call {
     pub(super) group: ProcessGroup,
     pub(super) mask: Mask,
-    pub(super) scale: f64,
+    pub(super) scale: Scale,
     /// The rows of the queries and of the keys on each rank of the axis.
     pub(super) queries: Vec<Range<usize>>,
     pub(super) keys: Vec<Range<usize>>,
@@ -42,7 +42,7 @@ fn row_axis(x: &DTensor) -> Option<usize> {
 pub(super) fn run(
     options: &Attention,
     [q, k, v]: [&DTensor; 3],
-    (mask, scale): (&Mask, f64),
+    (mask, scale): (&Mask, Scale),
 ) -> Result<Option<DTensor>> {
     let along = [q, k, v].map(row_axis);
     let rows = |x: &DTensor| x.sharded_axes(1).any(|axis| x.mesh().shape()[axis] > 1);
@@ -73,7 +73,7 @@ fn joins(axis: usize, [q, k, v]: [&DTensor; 3]) -> bool {
     results < keys
 }
 
-/// The name of the op in explanations and in the cache of plans.
+/// The name of the op in explanations and in the cache of op specs.
 const fn name(way: ContextWay) -> &'static str {
     match way {
         ContextWay::Gather => "flash_attn by gather",
@@ -87,12 +87,12 @@ fn run_sharded(
     options: &Attention,
     axis: usize,
     inputs: [&DTensor; 3],
-    (mask, scale): (&Mask, f64),
+    (mask, scale): (&Mask, Scale),
 ) -> Result<DTensor> {
     let q = inputs[0];
     let way = choose(options, axis, inputs, mask)?;
-    let plan = || Plan::of_rows(axis, inputs, true);
-    let mut made = rules::run_planned(name(way), &[], &inputs, plan, |x, outs| {
+    let op_spec = || OpSpec::of_rows(axis, inputs, true);
+    let mut made = rules::run_with(name(way), &[], &inputs, op_spec, |x, outs| {
         let call = Call::new(axis, [&x[0], &x[1]], (mask, scale))?;
         let out = call.run(way, x)?;
         Ok(smallvec![out.to_dtype(q.dtype())?.reshape(outs[0].local_shape().as_slice())?])
@@ -102,10 +102,10 @@ fn run_sharded(
 
 /// Attention of replicated queries: each rank computes over its keys, and the results are joined.
 #[track_caller]
-fn run_joined(axis: usize, inputs: [&DTensor; 3], (mask, scale): (&Mask, f64)) -> Result<DTensor> {
+fn run_joined(axis: usize, inputs: [&DTensor; 3], (mask, scale): (&Mask, Scale)) -> Result<DTensor> {
     let q = inputs[0];
-    let plan = || Plan::of_rows(axis, inputs, false);
-    let mut made = rules::run_planned("flash_attn by joining", &[], &inputs, plan, |x, outs| {
+    let op_spec = || OpSpec::of_rows(axis, inputs, false);
+    let mut made = rules::run_with("flash_attn by joining", &[], &inputs, op_spec, |x, outs| {
         let call = Call::new(axis, [&x[0], &x[1]], (mask, scale))?;
         // Each rank has the gradient of the query through its own keys.
         let query = match x[0].is_varying(axis) {
@@ -121,8 +121,8 @@ fn run_joined(axis: usize, inputs: [&DTensor; 3], (mask, scale): (&Mask, f64)) -
     Ok(made.remove(0))
 }
 
-impl Plan {
-    /// The plan for attention whose keys, and if `queries` also its queries, are sharded along the sequence on `axis`.
+impl OpSpec {
+    /// The op spec for attention whose keys, and if `queries` also its queries, are sharded along the sequence on `axis`.
     fn of_rows(axis: usize, inputs: [&DTensor; 3], queries: bool) -> Result<Self> {
         rules::check_meshes("flash_attn", &inputs)?;
         let [q, k, v] = inputs;
@@ -153,10 +153,10 @@ impl Plan {
         let mut shape = Dims::from_slice(q.dims());
         shape[q.rank() - 1] = v.dims()[3];
         let outs = [(shape, q.dtype())];
-        let mut plan = Self::laid(&inputs, [of_q.clone(), of_k.clone(), of_k], &of_q, &outs)?;
+        let mut op_spec = Self::laid(&inputs, [of_q.clone(), of_k.clone(), of_k], &of_q, &outs)?;
         // A rank without queries may have keys for the others.
-        plan.nothing = false;
-        Ok(plan)
+        op_spec.nothing = false;
+        Ok(op_spec)
     }
 }
 
@@ -213,7 +213,7 @@ fn rows_of(spec: &Spec, axis: usize) -> Vec<Range<usize>> {
 }
 
 impl Call {
-    fn new(axis: usize, [q, k]: [&DTensor; 2], (mask, scale): (&Mask, f64)) -> Result<Self> {
+    fn new(axis: usize, [q, k]: [&DTensor; 2], (mask, scale): (&Mask, Scale)) -> Result<Self> {
         let group = q.mesh().axis_group(axis)?.clone();
         let queries = match q.placements()[axis] {
             Replicate => vec![0..q.dims()[1]; group.size()],

@@ -9,17 +9,17 @@ mod local_op;
 mod local_shard;
 mod metadata;
 mod pieces;
-mod plan;
 mod reshard;
 mod shard;
-mod state;
+mod sharding_plan;
+mod state_dict;
 mod transform;
 
 pub use local_op::LocalOp;
 pub use local_shard::LocalShard;
 pub use metadata::ShardedTensorMetadata;
-pub use plan::{ShardedModule, ShardingPlan, shard_module};
-pub use state::{load_state, save_state};
+pub use sharding_plan::{ShardedModule, ShardingPlan, shard_module};
+pub use state_dict::{load_state, save_state};
 
 use crate::tables::sharding_spec::{ShardMetadata, ShardingSpec};
 use crate::tables::sparse::RowVar;

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 ///
 /// The gradient behaves like `.grad` in PyTorch: backward passes add to it until [`zero_grad`](Self::zero_grad),
 /// [`take_grad`](Self::take_grad) or an optimizer's step takes it. It is not in the `GradStore` that candle's backward
-/// pass returns. Recomputed parts of the graph ([`nn::checkpoint`](crate::nn::checkpoint)) add to it in the same way.
+/// pass returns. Recomputed parts of the graph ([`nn::recompute`](crate::nn::recompute)) add to it in the same way.
 /// Until the gradient is taken, the contributions of all lookups are kept separately.
 ///
 /// A clone is the same variable, with the same gradient.

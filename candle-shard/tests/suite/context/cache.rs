@@ -24,8 +24,8 @@ fn decoding_over_a_cut_cache_equals_one_device() {
                 assert_eq!((cache.current_seq_len(), keys.dims()[1], keys.placements()), (len, len, &[Shard(1)][..]));
                 assert!(keys.to_local().dims()[1].abs_diff(len / world) <= 1, "{len} on {world}");
                 for window in [None, Some(3)] {
-                    let whole = Attention { causal: true, window, ..Attention::default() };
-                    let options = Attention { key_order: Some(cache.order()?), ..whole.clone() };
+                    let whole = Attention::default().causal(true).window(window);
+                    let options = whole.clone().key_order(cache.order()?);
                     let (got, counts) = comm::record(|| options.of(&queries, &keys, &all_values));
                     let of_whole = |x: &Tensor| everywhere(&x.narrow(1, 0, len)?.contiguous()?);
                     let want = whole.of(&queries, &of_whole(&k)?, &of_whole(&v)?)?.full_tensor()?;

@@ -21,7 +21,7 @@ fn counted(options: &Attention, mesh: &DeviceMesh) -> Result<[CommCounts; 2]> {
 }
 
 fn options(way: ContextWay) -> Attention {
-    Attention { way: Some(way), ..Attention::default() }
+    Attention::default().way(way)
 }
 
 #[test]
@@ -64,7 +64,7 @@ fn keys_travel_only_as_far_as_queries_see_them() {
         let kv = 8 * b * (n / 4) * g * (d + v);
         // A window of 7 reaches from the first row of a rank to the first row of the rank before.
         for (window, hops) in [(1, 0), (2, 1), (7, 1), (8, 2)] {
-            let near = Attention { causal: true, window: Some(window), ..options(ContextWay::Ring) };
+            let near = options(ContextWay::Ring).causal(true).window(window);
             let [forward, backward] = counted(&near, &mesh)?;
             let sent = (0..=ctx.rank()).filter(|&owner| ctx.rank() - owner < hops && ctx.rank() < 3).count();
             assert_eq!(forward.total_bytes(), sent * kv, "window {window}: {forward}");
@@ -72,7 +72,7 @@ fn keys_travel_only_as_far_as_queries_see_them() {
             assert_eq!(backward.total_bytes(), (sent + sums) * kv, "window {window}: {backward}");
         }
         // The last rank's keys are seen by no other.
-        let [forward, _] = counted(&Attention { causal: true, ..options(ContextWay::Ring) }, &mesh)?;
+        let [forward, _] = counted(&options(ContextWay::Ring).causal(true), &mesh)?;
         assert_eq!(forward.get(Op::Send).count, if ctx.rank() == 3 { 0 } else { ctx.rank() + 1 });
         Ok(())
     });
@@ -90,10 +90,13 @@ fn the_way_with_the_fewest_bytes_is_chosen_and_explained() {
             let mesh = ctx.mesh(&[("cp", world)])?;
             let put = |heads| DTensor::distribute(&values(&[1, 16, heads, 4], 1, DType::F32), &mesh, &[Shard(1)]);
             let (q, kv) = (put(heads)?, put(kv_heads)?);
-            let options = Attention { window, causal: window.is_some(), ..Attention::default() };
+            let options = Attention::default().window(window).causal(window.is_some());
             let (out, told) = explain(|| options.of(&q, &kv, &kv));
             out?;
-            assert!(told.steps.iter().any(|step| step.op == want && step.moved.is_empty()), "want {want}: {told}");
+            assert!(
+                told.ops.iter().any(|entry| entry.op == want && entry.input_calls.is_empty()),
+                "want {want}: {told}"
+            );
             Ok(())
         });
     }

@@ -14,6 +14,8 @@ pub(crate) struct Pairs {
     pub(crate) window: Option<usize>,
     /// The document of each row of each sequence; `None` belongs to no document.
     pub(crate) documents: Vec<Vec<Option<usize>>>,
+    /// The cap of the scores.
+    pub(crate) cap: Option<f64>,
 }
 
 impl Pairs {
@@ -60,6 +62,10 @@ pub(crate) fn truth(
     });
     let seen = Tensor::from_iter(seen, &Device::Cpu)?.reshape((batch, 1, queries, keys))?;
     let scores = (q.matmul(&k.t()?.contiguous()?)? * scale)?;
+    let scores = match pairs.cap {
+        Some(cap) => ((scores / cap)?.tanh()? * cap)?,
+        None => scores,
+    };
     let seen = seen.broadcast_as(scores.shape())?;
     let hidden = Tensor::new(-1e30, &Device::Cpu)?.to_dtype(dtype)?.broadcast_as(scores.shape())?;
     let weighted = candle_nn::ops::softmax(&seen.where_cond(&scores, &hidden)?, D::Minus1)?;

@@ -22,7 +22,8 @@ fn each_mask_equals_one_device() {
                 for window in [None, Some(1), Some(4), Some(usize::MAX)] {
                     for list in &lists {
                         let documents = list.iter().map(|ends| of_rows(ends, len)).collect();
-                        let pairs = Pairs { causal, window: window.map(|window| window.min(1000)), documents };
+                        let pairs =
+                            Pairs { causal, window: window.map(|window| window.min(1000)), documents, cap: None };
                         let truth = truth([2, 4, 2, 4, 4], (len, len), (&pairs, 0.6), DType::F64)?;
                         let documents = (!list.is_empty()).then(|| Documents::of_each(list.clone()));
                         let orders = [
@@ -32,15 +33,13 @@ fn each_mask_equals_one_device() {
                         ];
                         for (way, order) in WAYS.into_iter().flat_map(|way| orders.clone().map(|order| (way, order))) {
                             let documents = documents.clone();
-                            let options = Attention {
-                                scale: Some(0.6),
-                                causal,
-                                window,
-                                documents,
-                                order,
-                                way,
-                                ..Attention::default()
-                            };
+                            let options = Attention::default()
+                                .scale(0.6)
+                                .causal(causal)
+                                .window(window)
+                                .documents(documents)
+                                .order(order)
+                                .way(way);
                             let sizes = options.order.as_ref().map(|order| order.sizes().to_vec());
                             let error = errors(&truth, &options, &mesh, [sizes.as_deref(); 2])?;
                             assert!(error < allowed(DType::F64), "{options:?}: {error:e}");
@@ -59,10 +58,10 @@ fn windows_of_more_queries_than_keys_equal_one_device() {
         let mesh = ctx.mesh(&[("cp", 3)])?;
         for (queries, keys) in [(10, 5), (5, 10), (7, 1)] {
             for window in [1, 3, 7, 100, usize::MAX] {
-                let pairs = Pairs { causal: false, window: Some(window.min(1000)), documents: vec![] };
+                let pairs = Pairs { window: Some(window.min(1000)), ..Pairs::default() };
                 let truth = truth([2, 4, 2, 4, 4], (queries, keys), (&pairs, 0.6), DType::F64)?;
                 for way in [None, Some(ContextWay::Gather), Some(ContextWay::Ring)] {
-                    let options = Attention { scale: Some(0.6), window: Some(window), way, ..Attention::default() };
+                    let options = Attention::default().scale(0.6).window(window).way(way);
                     let error = errors(&truth, &options, &mesh, [None; 2])?;
                     assert!(error < allowed(DType::F64), "{queries} {keys} {options:?}: {error:e}");
                 }
@@ -73,12 +72,35 @@ fn windows_of_more_queries_than_keys_equal_one_device() {
 }
 
 #[test]
+fn capped_scores_equal_one_device_in_every_way() {
+    for world in 1..=4 {
+        on_ranks(world, "caps", move |ctx| -> Result<()> {
+            let mesh = ctx.mesh(&[("cp", world)])?;
+            for (causal, window, cap, scale) in
+                [(true, None, 0.5, 0.6), (true, Some(4), 0.2, -0.6), (false, Some(3), 30.0, 2.0)]
+            {
+                let pairs = Pairs { causal, window, cap: Some(cap), ..Pairs::default() };
+                let truth = truth([2, 4, 2, 4, 4], (13, 13), (&pairs, scale), DType::F64)?;
+                for way in WAYS {
+                    let options = Attention::default().scale(scale).cap(cap).causal(causal).window(window).way(way);
+                    let error = errors(&truth, &options, &mesh, [None; 2])?;
+                    assert!(error < allowed(DType::F64), "{options:?}: {error:e}");
+                    let without = errors(&truth, &options.cap(None), &mesh, [None; 2])?;
+                    assert!(without > 1e-3, "the cap {cap:?} changes nothing: {without:e}");
+                }
+            }
+            Ok(())
+        });
+    }
+}
+
+#[test]
 fn rows_that_see_nothing_give_zeros() {
     on_ranks(3, "nothing", |ctx| -> Result<()> {
         let mesh = ctx.mesh(&[("cp", 3)])?;
         let x = DTensor::distribute(&values(&[1, 7, 2, 4], 1, DType::F32), &mesh, &[Shard(1)])?;
         for way in WAYS {
-            let options = Attention { documents: Some(Documents::new(vec![0, 2])), way, ..Attention::default() };
+            let options = Attention::default().documents(Documents::new(vec![0, 2])).way(way);
             let out = options.of(&x, &x, &x)?.full_tensor()?;
             let zeros = out.narrow(1, 2, 5)?.flatten_all()?.to_vec1::<f32>()?;
             assert!(zeros.iter().all(|&x| x == 0.0), "{way:?}: {zeros:?}");
@@ -96,10 +118,9 @@ fn options_that_do_not_fit_are_one_error_on_all_ranks() {
             DTensor::distribute(&Tensor::ones((2, rows, 2, 4), DType::F32, &Device::Cpu)?, &mesh, &[at])
         };
         let (x, other, whole) = (of(7, Shard(1))?, of(5, Shard(1))?, of(7, Replicate)?);
-        let documents =
-            |list: Vec<Vec<usize>>| Attention { documents: Some(Documents::of_each(list)), ..Attention::default() };
-        let order = |len| Attention { order: Some(TokenOrder::zigzag(len, 3)), ..Attention::default() };
-        let by = |way| Attention { way: Some(way), ..Attention::default() };
+        let documents = |list: Vec<Vec<usize>>| Attention::default().documents(Documents::of_each(list));
+        let order = |len| Attention::default().order(TokenOrder::zigzag(len, 3));
+        let by = |way| Attention::default().way(way);
         let cases = [
             (documents(vec![vec![0, 8]]), &x, &x, "[0, 8] in 7 rows"),
             (documents(vec![vec![1, 7]]), &x, &x, "begin with 0"),
@@ -108,16 +129,12 @@ fn options_that_do_not_fit_are_one_error_on_all_ranks() {
             (documents(vec![vec![0, 7]; 3]), &x, &x, "3 lists of documents for a batch of 2"),
             (documents(vec![]), &x, &x, "0 lists of documents for a batch of 2"),
             (documents(vec![vec![0, 5]]), &x, &other, "7 queries and 5 keys"),
-            (Attention { window: Some(0), ..Attention::default() }, &x, &x, "a window of 0 keys"),
-            (Attention { scale: Some(f64::NAN), ..Attention::default() }, &x, &x, "a finite number"),
+            (Attention::default().window(0), &x, &x, "a window of 0 keys"),
+            (Attention::default().scale(f64::NAN), &x, &x, "a finite number"),
+            (Attention::default().cap(0.0), &x, &x, "a cap of 0"),
             (order(6), &x, &x, "an order of 6 tokens"),
-            (Attention { key_order: Some(TokenOrder::zigzag(7, 3)), ..order(7) }, &x, &x, "give one of them"),
-            (
-                Attention { key_order: Some(TokenOrder::zigzag(6, 3)), ..Attention::default() },
-                &x,
-                &x,
-                "a key order of 6",
-            ),
+            (order(7).key_order(TokenOrder::zigzag(7, 3)), &x, &x, "give one of them"),
+            (Attention::default().key_order(TokenOrder::zigzag(6, 3)), &x, &x, "a key order of 6"),
             (by(ContextWay::Heads), &x, &other, "unlike shards"),
             (by(ContextWay::Ring), &whole, &whole, "shard the rows of all three"),
         ];
@@ -135,5 +152,5 @@ fn options_that_do_not_fit_are_one_error_on_all_ranks() {
         Ok(errors)
     });
     assert!(errors.iter().all(|of_rank| *of_rank == errors[0]));
-    assert!(errors[0][14].contains("position 1 of 3 is missing") && errors[0][15].contains("add up to 2"));
+    assert!(errors[0][15].contains("position 1 of 3 is missing") && errors[0][16].contains("add up to 2"));
 }

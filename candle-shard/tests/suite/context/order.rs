@@ -10,13 +10,13 @@ fn spread(options: &Attention, sizes: &[usize]) -> Result<f64> {
 
 #[test]
 fn the_slowest_rank_has_the_mean_work_in_zigzag_order() -> Result<()> {
-    let causal = Attention { causal: true, ..Attention::default() };
+    let causal = Attention::default().causal(true);
     for ranks in 1..=8 {
         // Fewer tokens cannot be cut so evenly.
         for len in [320, 321, 359, 500, 1003] {
             let order = TokenOrder::zigzag(len, ranks);
             let sizes = order.sizes().clone();
-            let by_order = Attention { order: Some(order), ..causal.clone() };
+            let by_order = causal.clone().order(order);
             assert!(spread(&by_order, &sizes)? <= 1.05, "{len} on {ranks}: {}", spread(&by_order, &sizes)?);
         }
         let even = vec![128; ranks];
@@ -30,11 +30,11 @@ fn the_slowest_rank_has_the_mean_work_in_zigzag_order() -> Result<()> {
 fn packed_documents_have_even_work_in_their_own_zigzag_order() -> Result<()> {
     let ends = vec![0, 40, 44, 300, 301, 430, 512];
     let documents = Some(Documents::new(ends.clone()));
-    let causal = Attention { causal: true, documents, ..Attention::default() };
+    let causal = Attention::default().causal(true).documents(documents);
     for ranks in 1..=5 {
         let spread_of = |order: TokenOrder| {
             let sizes = order.sizes().clone();
-            spread(&Attention { order: Some(order), ..causal.clone() }, &sizes)
+            spread(&causal.clone().order(order), &sizes)
         };
         let own = spread_of(TokenOrder::zigzag_of_documents(512, &ends, ranks)?)?;
         assert!(own <= 1.05, "{ranks}: {own}");

@@ -21,8 +21,7 @@ fn each_way_equals_one_device() {
                         let truth = truth(heads, (len, len), (&Pairs { causal, ..Pairs::default() }, 0.6), dtype)?;
                         for way in WAYS {
                             for order in [None, Some(TokenOrder::zigzag(len, world))] {
-                                let options =
-                                    Attention { scale: Some(0.6), causal, way, order, ..Attention::default() };
+                                let options = Attention::default().scale(0.6).causal(causal).way(way).order(order);
                                 let sizes = options.order.as_ref().map(|order| order.sizes().to_vec());
                                 let error = errors(&truth, &options, &mesh, [sizes.as_deref(); 2])?;
                                 assert!(
@@ -48,7 +47,7 @@ fn each_length_equals_one_device() {
             let truth = truth(heads, (len, len), (&Pairs { causal: true, ..Pairs::default() }, 0.6), DType::F64)?;
             let way = WAYS[len % WAYS.len()];
             let order = (len % 3 > 0).then(|| TokenOrder::zigzag(len, 3));
-            let options = Attention { scale: Some(0.6), causal: true, way, order, ..Attention::default() };
+            let options = Attention::default().scale(0.6).causal(true).way(way).order(order);
             let sizes = options.order.as_ref().map(|order| order.sizes().to_vec());
             let error = errors(&truth, &options, &mesh, [sizes.as_deref(); 2])?;
             assert!(error < allowed(DType::F64), "{options:?} of {len}: {error:e}");
@@ -68,7 +67,7 @@ fn shards_of_any_sizes_and_other_numbers_of_keys_equal_one_device() {
             for causal in [false, true] {
                 let truth = truth(HEADS[4], lens, (&Pairs { causal, ..Pairs::default() }, 0.6), DType::F64)?;
                 for way in [None, Some(ContextWay::Gather), Some(ContextWay::Ring)] {
-                    let options = Attention { scale: Some(0.6), causal, way, ..Attention::default() };
+                    let options = Attention::default().scale(0.6).causal(causal).way(way);
                     let error = errors(&truth, &options, &mesh, [Some(&queries), Some(&keys)])?;
                     assert!(error < allowed(DType::F64), "{options:?} {queries:?} {keys:?}: {error:e}");
                 }
@@ -86,7 +85,7 @@ fn scores_of_ten_thousand_keep_their_differences() {
             for scale in [1e4, -1e4] {
                 let truth = truth(HEADS[0], (13, 13), (&Pairs::default(), scale), DType::F64)?;
                 for way in WAYS {
-                    let options = Attention { scale: Some(scale), way, ..Attention::default() };
+                    let options = Attention::default().scale(scale).way(way);
                     let error = errors(&truth, &options, &mesh, [None; 2])?;
                     // Gradients are multiplied by the scale, and so is the rounding of a score.
                     assert!(error < 1e-7, "{options:?}: {error:e}");

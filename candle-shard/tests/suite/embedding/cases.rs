@@ -57,7 +57,7 @@ impl Lookup {
     }
 
     fn options(&self) -> EmbeddingOptions {
-        EmbeddingOptions { padding_idx: self.padding_idx, max_norm: self.max_norm, norm_type: self.norm_type }
+        EmbeddingOptions::default().padding_idx(self.padding_idx).max_norm(self.max_norm).norm_type(self.norm_type)
     }
 
     /// Each rank with ids of its own; `ragged` of unlike numbers, some ranks with none.
@@ -110,7 +110,9 @@ impl Bag {
     pub(crate) fn case(&self, world: usize, ragged: bool) -> Case {
         let mut case = self.lookup.case(world, ragged);
         let (include_last_offset, lookup) = (self.include_last_offset, self.lookup.options());
-        case.op = Op::Bag(EmbeddingBagOptions { mode: self.mode, include_last_offset, lookup });
+        case.op = Op::Bag(
+            EmbeddingBagOptions::default().mode(self.mode).include_last_offset(include_last_offset).lookup(lookup),
+        );
         for (rank, call) in case.calls.iter_mut().enumerate() {
             let mut numbers = Numbers::new(rank as u64 + 40);
             let n = call.ids.len();

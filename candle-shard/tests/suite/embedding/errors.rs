@@ -17,12 +17,12 @@ struct Given {
 
 /// Bags that are in order, with a limit that would change every row.
 fn right() -> Given {
-    let lookup = EmbeddingOptions { max_norm: Some(0.1), ..Default::default() };
+    let lookup = EmbeddingOptions::default().max_norm(0.1);
     Given {
         ids: vector(&[0i64, 5, 3]).unwrap(),
         offsets: Some(vector(&[0i64, 2]).unwrap()),
         weights: None,
-        options: EmbeddingBagOptions { mode: BagMode::Sum, lookup, ..Default::default() },
+        options: EmbeddingBagOptions::default().mode(BagMode::Sum).lookup(lookup),
     }
 }
 
@@ -116,7 +116,7 @@ fn calls_that_differ() {
         let spec = ChunkShardingSpec::on_ranks(0, 0..3)?;
         let table = ShardedTensor::distribute(&Tensor::ones((6, 4), DType::F64, &Device::Cpu)?, spec, ctx.group())?;
         let max_norm = (ctx.rank() == 2).then_some(0.5);
-        let options = EmbeddingOptions { max_norm, ..Default::default() };
+        let options = EmbeddingOptions::default().max_norm(max_norm);
         Ok(table.embedding(&vector(&[1u32])?, &options).unwrap_err().to_string())
     });
     assert!(errors.iter().all(|error| error == &errors[0]), "{errors:?}");
@@ -129,7 +129,7 @@ fn a_table_without_rows_has_no_padding() {
     let errors = on_ranks(2, "no rows", |ctx| -> Result<String> {
         let spec = ChunkShardingSpec::on_ranks(0, 0..2)?;
         let none = Tensor::zeros((0, 4), DType::F64, &Device::Cpu)?;
-        let options = EmbeddingOptions { padding_idx: Some(0), ..Default::default() };
+        let options = EmbeddingOptions::default().padding_idx(0);
         let table = ShardedTensor::distribute(&none, spec, ctx.group())?;
         Ok(table.embedding(&Tensor::zeros(0, DType::U32, &Device::Cpu)?, &options).unwrap_err().to_string())
     });

@@ -37,11 +37,10 @@ fn fact(fact: &Value) -> Fact {
     let given = |key: &str| (!fact[key].is_null()).then(|| list(key));
     let whole = |numbers: Vec<f64>| numbers.into_iter().map(|x| x as i64).collect::<Vec<_>>();
     let (table, dims) = numbers(&fact["weight"]);
-    let lookup = EmbeddingOptions {
-        padding_idx: fact["padding_idx"].as_i64(),
-        max_norm: fact["max_norm"].as_f64(),
-        norm_type: numbers(&fact["norm_type"]).0[0],
-    };
+    let lookup = EmbeddingOptions::default()
+        .padding_idx(fact["padding_idx"].as_i64())
+        .max_norm(fact["max_norm"].as_f64())
+        .norm_type(numbers(&fact["norm_type"]).0[0]);
     let include_last_offset = fact["include_last_offset"].as_bool().unwrap();
     let mode = match fact["mode"].as_str() {
         None => None,
@@ -52,7 +51,9 @@ fn fact(fact: &Value) -> Fact {
     };
     let op = match mode {
         None => Op::Embedding(lookup),
-        Some(mode) => Op::Bag(EmbeddingBagOptions { mode, include_last_offset, lookup }),
+        Some(mode) => {
+            Op::Bag(EmbeddingBagOptions::default().mode(mode).include_last_offset(include_last_offset).lookup(lookup))
+        }
     };
     let (ids, id_dims) = numbers(&fact["ids"]);
     let mut call = Call::new(whole(ids), &id_dims);

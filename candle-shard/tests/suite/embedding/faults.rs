@@ -8,15 +8,15 @@ use candle_shard::{ChunkShardingSpec, EmbeddingBagOptions, EmbeddingOptions, Res
 use test_utils::on_ranks;
 
 fn limit(max_norm: f64, norm_type: f64) -> EmbeddingOptions {
-    EmbeddingOptions { max_norm: Some(max_norm), norm_type, ..Default::default() }
+    EmbeddingOptions::default().max_norm(max_norm).norm_type(norm_type)
 }
 
 fn padding(padding_idx: i64) -> EmbeddingOptions {
-    EmbeddingOptions { padding_idx: Some(padding_idx), ..Default::default() }
+    EmbeddingOptions::default().padding_idx(padding_idx)
 }
 
 fn bag(mode: BagMode, lookup: EmbeddingOptions) -> Op {
-    Op::Bag(EmbeddingBagOptions { mode, lookup, ..Default::default() })
+    Op::Bag(EmbeddingBagOptions::default().mode(mode).lookup(lookup))
 }
 
 /// A table of 16 rows, from a wave.
@@ -102,7 +102,7 @@ fn fault_d_weights_leave_large_ids_as_they_are() {
         }
         let ids = Tensor::new(&[[odd as i64, odd as i64 + 1]], &Device::Cpu)?;
         let weights = Tensor::new(&[[3f32, 7.]], &Device::Cpu)?;
-        let options = EmbeddingBagOptions { mode: BagMode::Sum, ..Default::default() };
+        let options = EmbeddingBagOptions::default().mode(BagMode::Sum);
         let found = table.embedding_bag(&ids, None, Some(&weights), &options)?;
         assert_eq!(found.to_vec2::<f32>()?, [[15.0]]);
         Ok(())
@@ -141,7 +141,7 @@ fn fault_h_the_gradient_of_a_maximum_goes_to_one_row() {
     on_ranks(4, "fault h", |ctx| -> Result<()> {
         let whole = Tensor::ones((16, 8), DType::F64, &Device::Cpu)?;
         let (table, vars) = sharded(&whole, 0, ctx.group())?.to_var()?;
-        let options = EmbeddingBagOptions { mode: BagMode::Max, ..Default::default() };
+        let options = EmbeddingBagOptions::default().mode(BagMode::Max);
         let found = table.embedding_bag(&vector(&[1u32, 5, 9, 13])?, Some(&vector(&[0u32])?), None, &options)?;
         let grads = found.sum_all()?.backward()?;
         let grad = grads.get(&vars[0]).unwrap().sum_all()?;
@@ -156,7 +156,7 @@ fn fault_i_weights_of_means_are_refused() {
     let errors = on_ranks(2, "fault i", |ctx| -> Result<String> {
         let table = sharded(&Tensor::ones((4, 2), DType::F64, &Device::Cpu)?, 0, ctx.group())?;
         let (ids, weights) = (Tensor::new(&[[0u32, 1]], &Device::Cpu)?, Tensor::new(&[[1f64, 2.]], &Device::Cpu)?);
-        let options = EmbeddingBagOptions { mode: BagMode::Mean, ..Default::default() };
+        let options = EmbeddingBagOptions::default().mode(BagMode::Mean);
         Ok(table.embedding_bag(&ids, None, Some(&weights), &options).unwrap_err().to_string())
     });
     assert_eq!(errors[0], errors[1]);
@@ -202,7 +202,7 @@ fn a_padding_row_is_no_part_of_a_gradient_by_rows() {
         on_ranks(2, "padding", move |ctx| -> Result<()> {
             let whole = Tensor::ones((6, 4), DType::F64, &Device::Cpu)?;
             let (table, vars) = sharded(&whole, dim, ctx.group())?.to_row_vars()?;
-            let bags = EmbeddingBagOptions { lookup: padding(-2), ..Default::default() };
+            let bags = EmbeddingBagOptions::default().lookup(padding(-2));
             let ids = vector(&[4u32, 1, 4, 5])?;
             let rows = table.embedding(&ids, &padding(-2))?;
             let bag = table.embedding_bag(&ids.reshape((2, 2))?, None, None, &bags)?;

@@ -14,7 +14,7 @@ const LR: f64 = 0.3;
 const STEPS: [[[u32; 2]; 3]; 3] = [[[0, 6], [2, 2], [5, 1]], [[3, 0], [1, 6], [4, 4]], [[6, 6], [0, 5], [2, 1]]];
 
 fn lookup() -> EmbeddingOptions {
-    EmbeddingOptions { padding_idx: Some(-1), max_norm: Some(1.5), ..Default::default() }
+    EmbeddingOptions::default().padding_idx(-1).max_norm(1.5)
 }
 
 fn modes() -> [Option<BagMode>; 4] {
@@ -61,7 +61,7 @@ impl Layer {
         Ok(match mode {
             None => Self::Rows(Embedding::with_options(ROWS, WIDTH, 1.0, lookup(), vb)?),
             Some(mode) => {
-                let options = EmbeddingBagOptions { mode, lookup: lookup(), ..Default::default() };
+                let options = EmbeddingBagOptions::default().mode(mode).lookup(lookup());
                 Self::Bags(EmbeddingBag::new(ROWS, WIDTH, 1.0, options, vb)?)
             }
         })

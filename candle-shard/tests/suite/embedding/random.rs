@@ -11,14 +11,17 @@ use test_utils::on_ranks;
 fn lookups(rows: usize) -> impl Strategy<Value = EmbeddingOptions> {
     let rows = rows as i64;
     let norms = select(vec![0.0, 0.5, 1.0, 2.0, 3.0, -1.0, f64::INFINITY, f64::NEG_INFINITY]);
-    (prop::option::of(-rows..rows), prop::option::of(0.1f64..4.0), norms)
-        .prop_map(|(padding_idx, max_norm, norm_type)| EmbeddingOptions { padding_idx, max_norm, norm_type })
+    (prop::option::of(-rows..rows), prop::option::of(0.1f64..4.0), norms).prop_map(
+        |(padding_idx, max_norm, norm_type)| {
+            EmbeddingOptions::default().padding_idx(padding_idx).max_norm(max_norm).norm_type(norm_type)
+        },
+    )
 }
 
 fn ops(rows: usize) -> impl Strategy<Value = Op> {
     let modes = select(vec![BagMode::Sum, BagMode::Mean, BagMode::Max]);
     let bag = (modes, any::<bool>(), lookups(rows)).prop_map(|(mode, include_last_offset, lookup)| {
-        Op::Bag(EmbeddingBagOptions { mode, include_last_offset, lookup })
+        Op::Bag(EmbeddingBagOptions::default().mode(mode).include_last_offset(include_last_offset).lookup(lookup))
     });
     prop_oneof![lookups(rows).prop_map(Op::Embedding), bag]
 }

@@ -34,7 +34,7 @@ fn what_cannot_be_sharded_is_told() {
             assert!(none.contains("\"pp\""), "{none}");
             let taken = plain.fully_shard("tp", FullyShardOptions::default()).err().unwrap().to_string();
             assert!(taken.contains("\"tp\"") && taken.contains("is the plan's"), "{taken}");
-            let whole = FullyShardOptions { param_dtype: Some(DType::U32), ..FullyShardOptions::default() };
+            let whole = FullyShardOptions::default().param_dtype(DType::U32);
             assert!(plain.fully_shard("dp", whole).err().unwrap().to_string().contains("u32, which is no float"));
 
             let vb = plain.fully_shard("dp", FullyShardOptions::default())?;

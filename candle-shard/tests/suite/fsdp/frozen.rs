@@ -3,7 +3,7 @@ use crate::fsdp::harness::*;
 use candle_core::{DType, Tensor};
 use candle_dist::{RankContext, World};
 use candle_shard::fsdp::{FullyShard, FullyShardOptions};
-use candle_shard::nn::{Linear, ShardedVarBuilder, checkpoint};
+use candle_shard::nn::{Linear, ShardedVarBuilder, recompute};
 use candle_shard::{DTensor, Result};
 use std::sync::Arc;
 
@@ -52,20 +52,20 @@ const WAYS: [(&str, Way); 9] = [
     ("a recomputed part that skips", |unit, x, first| {
         unit.run(|unit| {
             let inner = unit.clone();
-            let skipping = checkpoint(first, move |first| plain(&inner, first))?;
+            let skipping = recompute(first, move |first| plain(&inner, first))?;
             skipping.add(&unit.low_rank(x)?)
         })
     }),
     ("a unit of recomputed parts", |unit, x, _| {
         unit.run(|unit| {
             let [one, two] = [unit.clone(), unit.clone()];
-            let x = checkpoint(x, move |x| plain(&one, x))?;
-            checkpoint(&x, move |x| plain(&two, x))
+            let x = recompute(x, move |x| plain(&one, x))?;
+            recompute(&x, move |x| plain(&two, x))
         })
     }),
     ("a recomputed unit", |unit, x, _| {
         let unit = unit.clone();
-        checkpoint(x, move |x| unit.run(|unit| plain(unit, &unit.base.forward(x)?)))
+        recompute(x, move |x| unit.run(|unit| plain(unit, &unit.base.forward(x)?)))
     }),
 ];
 
@@ -100,7 +100,7 @@ fn a_frozen_base_stays_until_the_pass_has_left_its_unit() {
         let want = World::local(1).run(alone).unwrap().remove(0);
         for axes in meshes {
             for reshard_after_forward in [true, false] {
-                let options = FullyShardOptions { reshard_after_forward, ..FullyShardOptions::default() };
+                let options = FullyShardOptions::default().reshard_after_forward(reshard_after_forward);
                 let ranks = axes.iter().map(|(_, size)| size).product();
                 for got in World::local(ranks).run(|ctx| gradients(ctx, axes, options, way)).unwrap() {
                     assert!(got.keys().eq(want.keys()), "{name} on {axes:?}: {:?} for {:?}", got.keys(), want.keys());

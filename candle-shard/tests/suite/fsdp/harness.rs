@@ -3,7 +3,7 @@ use candle_core::{DType, Device, Tensor};
 use candle_dist::{DeviceMesh, RankContext, World};
 use candle_nn::ParamsAdamW;
 use candle_shard::fsdp::{FullyShard, FullyShardOptions};
-use candle_shard::nn::{AdamW, LayerNorm, Linear, ShardedVarBuilder, checkpoint};
+use candle_shard::nn::{AdamW, LayerNorm, Linear, ShardedVarBuilder, recompute};
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
 use candle_shard::{DTensor, Placement, Replicate, Result, Shard};
 use std::collections::BTreeMap;
@@ -70,7 +70,7 @@ impl Model {
     pub(crate) fn plan() -> Plan {
         Plan::new("tp")
             .with("layers.*.up", ColwiseParallel::default())
-            .with("layers.*.down", RowwiseParallel { output: Replicate, ..Default::default() })
+            .with("layers.*.down", RowwiseParallel::default().output(Replicate))
     }
 
     pub(crate) fn loss(&self, x: &DTensor, case: Case) -> Result<DTensor> {
@@ -81,11 +81,11 @@ impl Model {
                 None => layer.run(|layer| layer.forward(&x))?,
                 Some(Recompute::Within) => layer.run(|layer| {
                     let layer = layer.clone();
-                    checkpoint(&x, move |x| layer.forward(x))
+                    recompute(&x, move |x| layer.forward(x))
                 })?,
                 Some(Recompute::Around) => {
                     let layer = layer.clone();
-                    checkpoint(&x, move |x| layer.run(|layer| layer.forward(x)))?
+                    recompute(&x, move |x| layer.run(|layer| layer.forward(x)))?
                 }
             };
         }

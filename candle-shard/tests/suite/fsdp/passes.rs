@@ -3,7 +3,7 @@ use crate::fsdp::harness::*;
 use candle_core::{DType, Device, Tensor};
 use candle_dist::{Op, RankContext, World, comm};
 use candle_shard::fsdp::{FullyShard, FullyShardOptions};
-use candle_shard::nn::{Embedding, Linear, ShardedVarBuilder, checkpoint};
+use candle_shard::nn::{Embedding, Linear, ShardedVarBuilder, recompute};
 use candle_shard::{DTensor, EmbeddingOptions, Result, Shard};
 use std::sync::Arc;
 use test_utils::Scratch;
@@ -13,7 +13,8 @@ fn each_way_through_a_unit_is_one_collective() {
     World::local(2)
         .run(|ctx| -> Result<()> {
             for (reshard_after_forward, prefetch) in [(true, false), (true, true), (false, true)] {
-                let options = FullyShardOptions { reshard_after_forward, prefetch, ..FullyShardOptions::default() };
+                let options =
+                    FullyShardOptions::default().reshard_after_forward(reshard_after_forward).prefetch(prefetch);
                 let mesh = ctx.mesh(&[("dp", 2), ("tp", 1)])?;
                 let vb = ShardedVarBuilder::fresh(7, &mesh, Model::plan(), DType::F64, &Device::Cpu)?;
                 let vb = vb.fully_shard("dp", options)?;
@@ -46,7 +47,7 @@ fn each_way_through_a_unit_is_one_collective() {
 
 #[test]
 fn a_parameter_that_changes_between_runs_is_never_stale() {
-    let options = |reshard_after_forward| FullyShardOptions { reshard_after_forward, ..FullyShardOptions::default() };
+    let options = |reshard_after_forward| FullyShardOptions::default().reshard_after_forward(reshard_after_forward);
     let dir = Scratch::new("fsdp-stale");
     for reshard_after_forward in [false, true] {
         let path = dir.path(reshard_after_forward.to_string());
@@ -169,7 +170,7 @@ fn parts_of_a_unit_may_be_recomputed_beside_each_other() {
     type Way = fn(&FullyShard<Arc<Layer>>, &DTensor) -> Result<DTensor>;
     fn segment(layer: &Arc<Layer>, x: &DTensor) -> Result<DTensor> {
         let layer = layer.clone();
-        checkpoint(x, move |x| layer.forward(x))
+        recompute(x, move |x| layer.forward(x))
     }
     let ways: [Way; 3] = [
         |unit, x| unit.run(|layer| segment(layer, &segment(layer, x)?)),
@@ -215,7 +216,7 @@ fn a_fresh_table_with_a_padding_row_is_built_in_a_unit() {
         let made = World::local(ranks).run(|ctx| -> Result<(Vec<f64>, Vec<f64>, Vec<f64>)> {
             let mesh = ctx.mesh(&[("dp", ctx.world_size()), ("tp", 1)])?;
             let vb = builder(&mesh, DType::F64, FullyShardOptions::default())?;
-            let options = EmbeddingOptions { padding_idx: Some(padding_idx), ..EmbeddingOptions::default() };
+            let options = EmbeddingOptions::default().padding_idx(padding_idx);
             let table = FullyShard::new(&vb.pp("table"), |vb| Embedding::with_options(5, 3, 1.0, options, vb))?;
             let parameters = vb.finish()?;
             let ids = rows(&Tensor::new(&[[0u32, 4], [3, 4], [4, 1], [2, 0]], &Device::Cpu)?, &mesh)?;
@@ -238,7 +239,7 @@ fn a_fresh_table_with_a_padding_row_is_built_in_a_unit() {
         .run(|ctx| -> Result<()> {
             let mesh = ctx.mesh(&[("dp", 2), ("tp", 1)])?;
             let vb = builder(&mesh, DType::F64, FullyShardOptions::default())?;
-            let options = EmbeddingOptions { max_norm: Some(1.0), ..EmbeddingOptions::default() };
+            let options = EmbeddingOptions::default().max_norm(1.0);
             let table = FullyShard::new(&vb.pp("table"), |vb| Embedding::with_options(5, 3, 1.0, options, vb));
             let error = table.err().unwrap().to_string();
             assert!(error.contains("max_norm changes a table in place"), "{error}");

@@ -32,7 +32,8 @@ fn every_way_to_gather_gives_the_same() {
         let (reshard_after_forward, prefetch) = (bits & 1 != 0, bits & 2 != 0);
         for recompute in [None, Some(Recompute::Within), Some(Recompute::Around)] {
             for shared in [false, true] {
-                let options = FullyShardOptions { reshard_after_forward, prefetch, ..FullyShardOptions::default() };
+                let options =
+                    FullyShardOptions::default().reshard_after_forward(reshard_after_forward).prefetch(prefetch);
                 compare(&meshes, Case { options, recompute, shared, clip: None }, 1e-9);
             }
         }
@@ -44,8 +45,7 @@ fn pieces_in_32_bits_are_computed_in_16() {
     let run = |ranks: usize, reduce_dtype: Option<DType>| {
         World::local(ranks)
             .run(|ctx| -> Result<(f64, Vec<f64>)> {
-                let options =
-                    FullyShardOptions { param_dtype: Some(DType::BF16), reduce_dtype, ..FullyShardOptions::default() };
+                let options = FullyShardOptions::default().param_dtype(DType::BF16).reduce_dtype(reduce_dtype);
                 let mesh = ctx.mesh(&[("dp", ctx.world_size()), ("tp", 1)])?;
                 let vb = builder(&mesh, DType::F32, options)?;
                 let layer = FullyShard::new(&vb.pp("layer"), |vb| Linear::new(5, 3, true, vb))?;
@@ -124,16 +124,16 @@ fn training_goes_on_from_a_checkpoint_on_any_other_mesh() {
 #[test]
 fn gradients_of_16_bits_add_up_in_32_over_ranks_and_segments() {
     use candle_core::Tensor;
-    use candle_shard::nn::checkpoint;
+    use candle_shard::nn::recompute;
     use std::sync::Arc;
     const RANKS: usize = 4;
     const SEGMENTS: usize = 4;
     // The gradient is 1 of the first rank, and of each other what 16 bits lose beside that.
     let small = 1.0 / 256.0;
     let want = 1.0 + (RANKS - 1) as f64 * small;
-    for (reduce_dtype, recompute) in [(None, false), (None, true), (Some(DType::BF16), false)] {
+    for (reduce_dtype, recomputes) in [(None, false), (None, true), (Some(DType::BF16), false)] {
         let run = World::local(RANKS).run(|ctx| -> Result<(DType, f64)> {
-            let options = FullyShardOptions { reduce_dtype, ..FullyShardOptions::default() };
+            let options = FullyShardOptions::default().reduce_dtype(reduce_dtype);
             let mesh = ctx.mesh(&[("dp", RANKS), ("tp", 1)])?;
             let vb = builder(&mesh, DType::BF16, options)?;
             let unit = FullyShard::new(&vb.pp("layer"), |vb| Ok(Arc::new(Linear::new(1, 4, false, vb)?)))?;
@@ -145,9 +145,9 @@ fn gradients_of_16_bits_add_up_in_32_over_ranks_and_segments() {
             let y = unit.run(|layer| {
                 let part = |scale: f64| -> Result<candle_shard::DTensor> {
                     let layer = layer.clone();
-                    checkpoint(&x, move |x| layer.forward(x)?.affine(scale, 0.0))
+                    recompute(&x, move |x| layer.forward(x)?.affine(scale, 0.0))
                 };
-                match recompute {
+                match recomputes {
                     false => layer.forward(&x),
                     // 1, 1/256, 1/512 and 1/1024 of the gradient, of which 16 bits would keep the first.
                     true => (1..SEGMENTS).try_fold(part(1.0)?, |sum, i| sum.add(&part(0.5f64.powi(7 + i as i32))?)),
@@ -157,11 +157,11 @@ fn gradients_of_16_bits_add_up_in_32_over_ranks_and_segments() {
             let p = parameters.iter().next().unwrap();
             Ok((grads.get(&p.var).map_or(DType::U8, Tensor::dtype), whole(&p.grad(&grads)?.unwrap())?[0]))
         });
-        let segments = if recompute { 1.0 + 1.0 / 256.0 + 1.0 / 512.0 + 1.0 / 1024.0 } else { 1.0 };
+        let segments = if recomputes { 1.0 + 1.0 / 256.0 + 1.0 / 512.0 + 1.0 / 1024.0 } else { 1.0 };
         for (dtype, got) in run.unwrap() {
             assert_eq!(dtype, DType::F32);
             let error = (got / (want * segments) - 1.0).abs();
-            println!("reduced in {reduce_dtype:?}, recomputed {recompute}: {error:e}");
+            println!("reduced in {reduce_dtype:?}, recomputed {recomputes}: {error:e}");
             assert!(error < if reduce_dtype.is_none() { 1e-6 } else { 5e-3 }, "{got} for {}", want * segments);
         }
     }

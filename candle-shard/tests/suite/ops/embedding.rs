@@ -31,7 +31,7 @@ fn rows_without_gradient() {
     let shapes: [[&[usize]; 2]; 4] = [[&[8, 4], &[4]], [&[5, 3], &[2, 3]], [&[2, 5], &[3]], [&[3, 2], &[]]];
     let case = |[table, ids]: [&'static [usize]; 2]| {
         let inputs: [Input; 2] = [(table, Kind::Float), (ids, Kind::Ids(table[0] as u32))];
-        let options = EmbeddingOptions { padding_idx: Some(-1), ..Default::default() };
+        let options = EmbeddingOptions::default().padding_idx(-1);
         let padding = table[0] as u32 - 1;
         Case::new(
             "embedding_with",
@@ -52,8 +52,8 @@ fn bags() {
     let modes = [BagMode::Sum, BagMode::Mean, BagMode::Max];
     let case = |([table, ids], mode, padded): ([&'static [usize]; 2], BagMode, bool)| {
         let inputs: [Input; 2] = [(table, Kind::Float), (ids, Kind::Ids(table[0] as u32))];
-        let lookup = EmbeddingOptions { padding_idx: padded.then_some(1), ..Default::default() };
-        let options = EmbeddingBagOptions { mode, lookup, ..Default::default() };
+        let lookup = EmbeddingOptions::default().padding_idx(padded.then_some(1));
+        let options = EmbeddingBagOptions::default().mode(mode).lookup(lookup);
         Case::new(
             &format!("embedding_bag {mode:?} padded {padded}"),
             &inputs,
@@ -69,8 +69,8 @@ fn bags_with_weights() {
     let shapes: [[&[usize]; 2]; 3] = [[&[8, 4], &[4, 3]], [&[5, 3], &[3, 4]], [&[2, 5], &[2, 2]]];
     let case = |[table, ids]: [&'static [usize]; 2]| {
         let inputs: [Input; 3] = [(table, Kind::Float), (ids, Kind::Ids(table[0] as u32)), (ids, Kind::Float)];
-        let lookup = EmbeddingOptions { padding_idx: Some(0), ..Default::default() };
-        let options = EmbeddingBagOptions { mode: BagMode::Sum, lookup, ..Default::default() };
+        let lookup = EmbeddingOptions::default().padding_idx(0);
+        let options = EmbeddingBagOptions::default().mode(BagMode::Sum).lookup(lookup);
         Case::new(
             "embedding_bag with weights",
             &inputs,
@@ -90,7 +90,7 @@ fn bags_at_offsets() {
         let ids: &[usize] = &[7];
         let mut inputs: Vec<Input> = vec![(&[5, 3], Kind::Float), (ids, Kind::Ids(5))];
         inputs.extend(weighted.then_some((ids, Kind::Float)));
-        let options = EmbeddingBagOptions { mode, include_last_offset: last, ..Default::default() };
+        let options = EmbeddingBagOptions::default().mode(mode).include_last_offset(last);
         let bounds = offsets.iter().map(|&offset| offset as usize).chain((!last).then_some(7)).collect_vec();
         Case::new(
             &format!("embedding_bag {mode:?} at {offsets:?}"),
@@ -177,7 +177,7 @@ fn what_is_communicated() {
     on_ranks(4, "counts", |ctx| -> Result<()> {
         let mesh = ctx.mesh(&[("dp", 2), ("tp", 2)])?;
         let ids = Tensor::new(&[[5u32, 0], [3, 5]], &Device::Cpu)?;
-        let limit = EmbeddingOptions { max_norm: Some(0.1), ..Default::default() };
+        let limit = EmbeddingOptions::default().max_norm(0.1);
         for (at, limited, bags) in [(Shard(0), 0, 0), (Shard(1), 1, 0)] {
             let table = DTensor::distribute(&values(&[8, 4], 3, DType::F32), &mesh, &[Replicate, at])?.to_var()?.0;
             let ids = DTensor::distribute(&ids, &mesh, &[Replicate, Replicate])?;
@@ -186,7 +186,7 @@ fn what_is_communicated() {
             let (made, counts) =
                 comm::record(|| table.embedding_bag(&ids, None, None, &EmbeddingBagOptions::default()));
             assert_eq!(counts.total(), bags, "{}", made?.spec());
-            let options = EmbeddingBagOptions { mode: BagMode::Max, ..Default::default() };
+            let options = EmbeddingBagOptions::default().mode(BagMode::Max);
             let (made, counts) = comm::record(|| table.embedding_bag(&ids, None, None, &options));
             assert_eq!(counts.get(Op::AllReduce).count, usize::from(at == Shard(0)), "{}", made?.spec());
         }
@@ -205,15 +205,14 @@ fn wrong_arguments_are_refused_by_all_ranks() {
                 DTensor::distribute(&Tensor::new(ids, &Device::Cpu)?, &mesh, &[Shard(0)])
             };
             let row = |lookup| table.embedding_with(&ids(&[1, 2])?, &lookup);
-            let limit =
-                |max_norm, norm_type| EmbeddingOptions { max_norm: Some(max_norm), norm_type, padding_idx: None };
-            let bag = |mode| EmbeddingBagOptions { mode, ..Default::default() };
+            let limit = |max_norm, norm_type| EmbeddingOptions::default().max_norm(max_norm).norm_type(norm_type);
+            let bag = |mode| EmbeddingBagOptions::default().mode(mode);
             let weights = DTensor::distribute(&values(&[2], 1, DType::F64), &mesh, &[Replicate])?;
             let made = [
                 table.embedding_renorm(&ids(&[1, 4])?, 0.1, 2.0).map(|()| table.clone()),
                 row(limit(0.0, 2.0)),
                 row(limit(1.0, f64::NAN)),
-                row(EmbeddingOptions { padding_idx: Some(4), ..Default::default() }),
+                row(EmbeddingOptions::default().padding_idx(4)),
                 table.mul(&table)?.embedding_with(&ids(&[1])?, &limit(0.1, 2.0)),
                 table.embedding_bag(&ids(&[1, 2])?, None, None, &bag(BagMode::Sum)),
                 table.embedding_bag(&ids(&[1, 2])?, Some(&ids(&[1])?), None, &bag(BagMode::Max)),

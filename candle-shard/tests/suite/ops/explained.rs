@@ -22,9 +22,9 @@ fn every_byte_of_layers_losses_and_units_is_explained() {
     on_ranks(4, "explained", |ctx| -> Result<()> {
         let mesh = ctx.mesh(&[("dp", 2), ("tp", 2)])?;
         let plan = Plan::new("tp")
-            .with("table", RowwiseParallel { output: Replicate, ..Default::default() })
+            .with("table", RowwiseParallel::default().output(Replicate))
             .with("*.up", ColwiseParallel::default())
-            .with("*.down", RowwiseParallel { output: Replicate, ..Default::default() })
+            .with("*.down", RowwiseParallel::default().output(Replicate))
             .with("head", ColwiseParallel::default());
         let vb = ShardedVarBuilder::fresh(0, &mesh, plan, DType::F64, &Device::Cpu)?;
         let vb = vb.fully_shard("dp", FullyShardOptions::default())?;
@@ -50,7 +50,7 @@ fn every_byte_of_layers_losses_and_units_is_explained() {
             parameters.backward(&loss)
         })?;
         for op in ["other", "cross_entropy", "redistribute", "backward"] {
-            assert!(told.steps.iter().any(|step| step.op == op && step.bytes() > 0), "no {op} in {told}");
+            assert!(told.ops.iter().any(|entry| entry.op == op && entry.bytes() > 0), "no {op} in {told}");
         }
         let nested = explain(|| explained("within another", || ids.full_tensor().map(drop)));
         assert!(nested.1.bytes() > 0, "{}", nested.1);
@@ -66,7 +66,7 @@ fn every_byte_of_tables_and_gathers_is_explained() {
         let ids = Tensor::new(&[[0u32, 6, 2], [3, 3, 1], [5, 5, 0]], &Device::Cpu)?;
         let ids = DTensor::distribute(&ids, &mesh, &[Shard(0)])?;
         explained("embedding", || table.embedding(&ids)?.full_tensor())?;
-        let bags = EmbeddingBagOptions { mode: candle_shard::kernels::BagMode::Max, ..Default::default() };
+        let bags = EmbeddingBagOptions::default().mode(candle_shard::kernels::BagMode::Max);
         explained("bags", || table.embedding_bag(&ids, None, None, &bags))?;
         explained("renorm", || table.embedding_renorm(&ids, 1.0, 2.0))?;
         explained("ragged", || {

@@ -139,7 +139,7 @@ const ELSEWHERE: &[&str] = &[
     "to_vec2",
     "to_vec3", // elements, below
     "apply",
-    "apply_t", // modules: tests/suite/layers.rs
+    "apply_t", // modules: tests/suite/layers
     "is_contiguous",
     "const_set",
     "zero_set",

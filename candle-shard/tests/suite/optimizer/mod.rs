@@ -1,6 +1,6 @@
 //! Optimizers of shards: PyTorch's steps on every layout, state that goes on on any mesh, groups, and what is sent.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
+mod adam_w;
 mod facts;
 mod groups;
 mod meshes;
-mod state;

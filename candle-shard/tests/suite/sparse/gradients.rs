@@ -105,7 +105,7 @@ fn recomputed_parts_collect_the_same_gradient() {
         };
         let plain = part(table.clone())(&x)?.sum_all()?.backward()?;
         let want = table.take_grad()?.expect("a gradient");
-        let recomputed = candle_shard::nn::checkpoint(&x, part(table.clone()))?.sum_all()?.backward()?;
+        let recomputed = candle_shard::nn::recompute(&x, part(table.clone()))?.sum_all()?.backward()?;
         let got = table.take_grad()?.expect("a gradient");
         assert_eq!((got.rows(), bits(got.values())), (&[0, 5][..], bits(want.values())));
         assert_eq!(bits(recomputed.get(&var).unwrap()), bits(plain.get(&var).unwrap()));

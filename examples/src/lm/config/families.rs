@@ -4,10 +4,11 @@ use anyhow::{Context, Result, ensure};
 use candle_nn::Activation;
 use serde_json::Value;
 
-use super::fields::Plain::{False, Text};
+use super::fields::Plain::{False, Text, True};
 use super::fields::Rule::{self, Only, Used};
 use super::fields::{Fields, shortened};
 use super::parts::{Norms, Parts, QkNorm};
+use super::rope;
 
 /// A kind of model, by the name that `model_type` has for it.
 pub(super) struct Family {
@@ -25,6 +26,27 @@ pub(super) struct Family {
 pub(super) struct Absent {
     pub(super) tied: bool,
     pub(super) head_dim: Option<usize>,
+}
+
+impl Family {
+    /// The rule that the family has for a field, if it is not that of all families.
+    pub(super) fn rule(&self, field: &str) -> Option<&'static Rule> {
+        self.fields.iter().find(|(name, _)| *name == field).map(|(_, rule)| rule)
+    }
+
+    /// Returns whether the family reads a field that not all families have.
+    pub(super) fn has(&self, field: &str) -> bool {
+        matches!(self.rule(field), Some(Used))
+    }
+
+    /// Returns whether rotary positions may be scaled by `kind`.
+    pub(super) fn scales_by(&self, kind: &str) -> bool {
+        match self.model_type {
+            // transformers has no other ones for it.
+            "phi3" => ["default", "longrope", "su"].contains(&kind),
+            _ => kind != "su",
+        }
+    }
 }
 
 const PLAIN: Absent = Absent { tied: false, head_dim: None };
@@ -50,14 +72,14 @@ pub(super) static FAMILIES: [Family; 10] = [
     Family {
         model_type: "qwen2",
         architecture: "Qwen2ForCausalLM",
-        fields: &QWEN,
+        fields: &QWEN2,
         absent: PLAIN,
         parts: |fields, layers| Ok(Parts { qkv_bias: true, windows: qwen(fields, layers)?, ..Parts::default() }),
     },
     Family {
         model_type: "qwen3",
         architecture: "Qwen3ForCausalLM",
-        fields: &QWEN,
+        fields: &QWEN3,
         absent: Absent { head_dim: Some(128), ..PLAIN },
         parts: |fields, layers| {
             Ok(Parts { qk_norm: QkNorm::Head, windows: qwen(fields, layers)?, ..biased(fields, layers)? })
@@ -66,24 +88,22 @@ pub(super) static FAMILIES: [Family; 10] = [
     Family {
         model_type: "gemma2",
         architecture: "Gemma2ForCausalLM",
-        fields: &GEMMA,
+        fields: &GEMMA2,
         absent: Absent { tied: true, head_dim: Some(256) },
         parts: |fields, layers| gemma(fields, layers, 2, [Some(50.0), Some(30.0)]),
     },
     Family {
         model_type: "gemma3_text",
         architecture: "Gemma3ForCausalLM",
-        fields: &GEMMA,
+        fields: &GEMMA3,
         absent: Absent { tied: true, head_dim: Some(256) },
         parts: |fields, layers| {
             let pattern = ["sliding_window_pattern", "_sliding_window_pattern"];
             let pattern = pattern.iter().find_map(|name| fields.optional_size(name, layers.max(64)).transpose());
             let parts = gemma(fields, layers, pattern.transpose()?.unwrap_or(6), [None; 2])?;
-            let local = match fields.local_theta()? {
-                Some(theta) => theta,
-                None => fields.optional_positive("rope_local_base_freq")?.unwrap_or(10_000.0),
-            };
-            Ok(Parts { qk_norm: QkNorm::Head, local_theta: Some(local), ..parts })
+            let theta = fields.optional_positive("rope_local_base_freq")?.unwrap_or(10_000.0);
+            let local = rope::read_local(fields, theta)?.unwrap_or((theta, None));
+            Ok(Parts { qk_norm: QkNorm::Head, local_rope: Some(local), ..parts })
         },
     },
     Family {
@@ -92,7 +112,8 @@ pub(super) static FAMILIES: [Family; 10] = [
         fields: &[
             ("embd_pdrop", Rule::Harmless),
             ("resid_pdrop", Rule::Harmless),
-            ("original_max_position_embeddings", Rule::Harmless),
+            ("original_max_position_embeddings", Used),
+            ("partial_rotary_factor", Used),
             ("sliding_window", Used),
         ],
         absent: PLAIN,
@@ -162,17 +183,39 @@ pub(super) static FAMILIES: [Family; 10] = [
     },
 ];
 
-const QWEN: [(&str, Rule); 6] = [
-    ("attention_bias", Used),
+const QWEN2: [(&str, Rule); 6] = qwen_fields(Only(True));
+
+const QWEN3: [(&str, Rule); 6] = qwen_fields(Used);
+
+/// The fields of Qwen's models. Qwen 2 always has biases of queries, keys and values.
+const fn qwen_fields(biases: Rule) -> [(&'static str, Rule); 6] {
+    [
+        ("attention_bias", biases),
+        ("layer_types", Used),
+        ("max_window_layers", Used),
+        ("sliding_window", Used),
+        ("use_mrope", Only(False)),
+        ("use_sliding_window", Used),
+    ]
+}
+
+const GEMMA2: [(&str, Rule); 10] = [
+    ("attention_bias", Only(False)),
+    ("attn_logit_softcapping", Used),
+    ("cache_implementation", Rule::Harmless),
+    ("final_logit_softcapping", Used),
+    ("hidden_act", Rule::Harmless),
+    ("hidden_activation", Only(Text("gelu_pytorch_tanh"))),
     ("layer_types", Used),
-    ("max_window_layers", Used),
+    ("query_pre_attn_scalar", Used),
     ("sliding_window", Used),
-    ("use_mrope", Only(False)),
-    ("use_sliding_window", Used),
+    // The same number as sliding_window.
+    ("sliding_window_size", Rule::Harmless),
 ];
 
-const GEMMA: [(&str, Rule); 13] = [
+const GEMMA3: [(&str, Rule); 12] = [
     ("_sliding_window_pattern", Used),
+    ("attention_bias", Only(False)),
     ("attn_logit_softcapping", Used),
     ("cache_implementation", Rule::Harmless),
     ("final_logit_softcapping", Used),
@@ -183,9 +226,6 @@ const GEMMA: [(&str, Rule); 13] = [
     ("rope_local_base_freq", Used),
     ("sliding_window", Used),
     ("sliding_window_pattern", Used),
-    // The same number as sliding_window, in configs of Gemma 2.
-    ("sliding_window_size", Rule::Harmless),
-    ("attention_bias", Only(False)),
 ];
 
 /// Biases as the fields say.

@@ -22,6 +22,7 @@ pub(super) enum Rule {
 pub(super) enum Plain {
     Null,
     False,
+    True,
     Zero,
     One,
     Text(&'static str),
@@ -166,20 +167,12 @@ impl Fields {
 
     /// Whether layers with a window have rotary positions of their own.
     pub(super) fn has_local_rope(&self) -> bool {
-        self.family.fields.iter().any(|(name, _)| *name == "rope_local_base_freq")
+        self.family.has("rope_local_base_freq")
     }
 
-    /// The base of the rotary positions of layers with a window, if `rope_parameters` has one of its own for them.
-    ///
-    /// # Errors
-    /// If they are stretched.
-    pub(super) fn local_theta(&self) -> Result<Option<f64>> {
-        let Some(sliding) = self.get("rope_parameters").and_then(|rope| rope.get("sliding_attention")) else {
-            return Ok(None);
-        };
-        let kind = sliding.get("rope_type").and_then(Value::as_str).unwrap_or("default");
-        ensure!(kind == "default", "rope_parameters.sliding_attention is {kind}, and only default is supported");
-        sliding.get("rope_theta").map(|theta| positive("rope_theta", theta)).transpose()
+    /// Returns whether only a share of each head may be turned.
+    pub(super) fn turns_a_share(&self) -> bool {
+        matches!(self.family.rule("partial_rotary_factor"), Some(Rule::Used))
     }
 
     /// A whole number from 1 to `most`, if it is there.
@@ -235,6 +228,7 @@ impl Plain {
         match *self {
             Self::Null => value.is_null(),
             Self::False => *value == Value::Bool(false),
+            Self::True => *value == Value::Bool(true),
             Self::Zero => value.as_f64() == Some(0.0),
             Self::One => value.as_f64() == Some(1.0),
             Self::Text(text) => value == text,
@@ -245,6 +239,7 @@ impl Plain {
         match self {
             Self::Null => "null".into(),
             Self::False => "false".into(),
+            Self::True => "true".into(),
             Self::Zero => "0".into(),
             Self::One => "1".into(),
             Self::Text(text) => format!("{text:?}"),

@@ -5,6 +5,7 @@ mod fields;
 mod generation;
 pub mod parts;
 mod rope;
+mod scaling;
 
 use std::fs;
 use std::path::Path;
@@ -17,7 +18,7 @@ use serde_json::{Map, Value};
 use fields::Fields;
 pub use generation::Generation;
 use parts::{Parts, QkNorm};
-pub use rope::RopeScaling;
+pub use scaling::RopeScaling;
 
 /// The largest size, and the most layers: whatever the file says, what follows from it is work of bounded length.
 const MOST: usize = 1 << 30;
@@ -144,14 +145,14 @@ impl Config {
             tie_word_embeddings: fields.switch_or("tie_word_embeddings", absent.tied)?,
             bos_token_id: ids("bos_token_id")?.and_then(|ids| ids.ids().first().copied()),
             eos_token_id: ids("eos_token_id")?,
-            parts: (fields.family.parts)(&fields, num_hidden_layers)?,
+            parts: Parts { rotary_share: rope::share(&fields)?, ..(fields.family.parts)(&fields, num_hidden_layers)? },
             family: fields.family.model_type,
         };
         config.check()?;
         Ok(config)
     }
 
-    fn check(&self) -> Result<()> {
+    pub(super) fn check(&self) -> Result<()> {
         let Heads { query, key_value, dim } = self.heads();
         ensure!(
             self.head_dim.is_some() || self.hidden_size.is_multiple_of(query),
@@ -162,8 +163,38 @@ impl Config {
             query.is_multiple_of(key_value),
             "num_key_value_heads {key_value} does not divide num_attention_heads {query}"
         );
-        ensure!(dim > 0 && dim.is_multiple_of(2), "heads are {dim} wide; rotary positions need an even number");
-        Ok(())
+        let width = self.rotary_width();
+        ensure!(
+            width > 0 && width.is_multiple_of(2),
+            "heads are {dim} wide, and {width} of it have rotary positions; they need an even number"
+        );
+        let local = self.parts.local_rope.as_ref().and_then(|(_, scaling)| scaling.as_ref());
+        self.rope_scaling.iter().chain(local).try_for_each(|scaling| scaling.check(width))
+    }
+
+    /// The elements of a head that have rotary positions: its first ones.
+    pub(super) fn rotary_width(&self) -> usize {
+        (self.heads().dim as f64 * self.parts.rotary_share) as usize
+    }
+
+    /// The longest sequence: positions that are scaled by its length go beyond what was learned.
+    pub fn longest(&self) -> usize {
+        match &self.rope_scaling {
+            Some(RopeScaling::Dynamic { factor, learned }) => (*learned as f64 * factor.max(1.0)) as usize,
+            _ => self.max_position_embeddings,
+        }
+    }
+
+    /// Returns whether the positions of `read` tokens are turned otherwise in a sequence of `length` tokens.
+    pub(super) fn turns_anew(&self, read: usize, length: usize) -> bool {
+        let local = self.parts.local_rope.as_ref().and_then(|(_, scaling)| scaling.as_ref());
+        let mut scalings = self.rope_scaling.iter().chain(local).filter_map(RopeScaling::turns_anew_after);
+        scalings.any(|learned| (1..=learned).contains(&read) && length > learned)
+    }
+
+    /// Returns whether all positions of a prompt of this length are turned by its length.
+    pub(super) fn turns_by_length(&self, length: usize) -> bool {
+        matches!(self.rope_scaling, Some(RopeScaling::Dynamic { learned, .. }) if length > learned)
     }
 
     /// The heads of attention.

@@ -3,6 +3,8 @@
 use candle_nn::Activation;
 use candle_shard::kernels::RopePairs;
 
+use super::RopeScaling;
+
 /// The parts of a decoder. [`Default`] is a Llama.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Parts {
@@ -24,8 +26,10 @@ pub struct Parts {
     pub windows: Vec<Option<usize>>,
     /// Whether each layer has rotary positions; all have without a list.
     pub rotary: Vec<bool>,
-    /// The base of the rotary positions of layers with a window, if they have another one.
-    pub local_theta: Option<f64>,
+    /// The base and the scaling of the rotary positions of layers with a window, if they have others.
+    pub local_rope: Option<(f64, Option<RopeScaling>)>,
+    /// The share of each head that is turned: its first elements.
+    pub rotary_share: f64,
     /// The elements of a head that are turned together.
     pub pairs: RopePairs,
     /// The factor of scores, 1/√dim if not said.
@@ -98,7 +102,8 @@ impl Default for Parts {
             activation: Activation::Silu,
             windows: Vec::new(),
             rotary: Vec::new(),
-            local_theta: None,
+            local_rope: None,
+            rotary_share: 1.0,
             pairs: RopePairs::Halves,
             scores_scale: None,
             scores_cap: None,

@@ -1,62 +1,48 @@
 //! The rotary positions of a `config.json`, in the form of transformers 4 or of transformers 5.
 
 use anyhow::{Context, Result, bail, ensure};
-use serde::Serialize;
 use serde_json::{Map, Value};
 
 use super::fields::{Fields, positive, shortened};
-
-/// How the positions of a longer context are brought into the range that was learned.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-#[serde(tag = "rope_type", rename_all = "lowercase")]
-pub enum RopeScaling {
-    /// All wavelengths are stretched alike.
-    Linear {
-        /// By how much.
-        factor: f64,
-    },
-    /// Long wavelengths are stretched, short ones are not (Llama 3).
-    Llama3 {
-        /// By how much wavelengths are stretched.
-        factor: f64,
-        /// Wavelengths longer than the learned context divided by this are stretched by the whole factor.
-        low_freq_factor: f64,
-        /// Those shorter than the learned context divided by this are not stretched.
-        high_freq_factor: f64,
-        /// The learned context.
-        original_max_position_embeddings: usize,
-    },
-}
+use super::scaling::RopeScaling;
 
 /// The base of the wavelengths, and how they are stretched.
 pub(super) type Rope = (f64, Option<RopeScaling>);
 
-/// The kinds, and the fields that each has.
-const KINDS: [(&str, &[&str]); 3] = [
-    ("default", &[]),
-    ("linear", &["factor"]),
-    ("llama3", &["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]),
+/// A kind, the fields that it must have, and those that it may have.
+type Kind = (&'static str, &'static [&'static str], &'static [&'static str]);
+
+const LEARNED: &str = "original_max_position_embeddings";
+
+const KINDS: [Kind; 7] = [
+    ("default", &[], &[]),
+    ("linear", &["factor"], &[]),
+    ("llama3", &["factor", "low_freq_factor", "high_freq_factor"], &[LEARNED]),
+    ("dynamic", &["factor"], &[]),
+    (
+        "yarn",
+        &[],
+        &["factor", LEARNED, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"],
+    ),
+    ("longrope", LISTS, &["factor", LEARNED, "attention_factor"]),
+    // Older names of the same.
+    ("su", LISTS, &["factor", LEARNED, "attention_factor"]),
 ];
+
+const LISTS: &[&str] = &["short_factor", "long_factor"];
 
 /// Fields that each kind may have in addition to its own.
 const COMMON: [&str; 4] = ["rope_type", "type", "rope_theta", "partial_rotary_factor"];
+
+/// The layers with a window, in `rope_parameters` of families with two kinds of layers.
+const SLIDING: &str = "sliding_attention";
 
 /// What the fields say.
 ///
 /// # Errors
 /// If they do not say the base, say two things, or something that is not known; the field is named.
 pub(super) fn read(fields: &Fields) -> Result<Rope> {
-    let forms: Vec<(&str, &Map<String, Value>)> = ["rope_parameters", "rope_scaling"]
-        .into_iter()
-        .filter_map(|name| Some((name, fields.get(name)?)))
-        // Families with two kinds of layers have two of them.
-        .map(|(name, value)| (name, value.get("full_attention").filter(|_| fields.has_local_rope()).unwrap_or(value)))
-        .map(|(name, value)| {
-            let object = value.as_object();
-            Ok((name, object.with_context(|| format!("{name} is {}; expected an object", shortened(value)))?))
-        })
-        .collect::<Result<_>>()?;
-
+    let forms = forms(fields, "full_attention")?;
     let inside = forms.iter().filter_map(|(name, form)| Some((format!("{name}.rope_theta"), form.get("rope_theta")?)));
     let outside = fields.get("rope_theta").map(|theta| ("rope_theta".to_owned(), theta));
     let bases: Vec<(String, f64)> = inside
@@ -72,58 +58,188 @@ pub(super) fn read(fields: &Fields) -> Result<Rope> {
         bail!("{first} is {base} and {other} is {unlike}; leave the right one");
     }
 
-    let scalings = forms.iter().map(|(name, form)| scaling(form).with_context(|| (*name).to_owned()));
-    let scalings: Vec<Option<RopeScaling>> = scalings.collect::<Result<_>>()?;
-    if let [new, old] = scalings[..] {
+    let scalings = forms.iter().map(|(name, form)| scaling(fields, form).with_context(|| (*name).to_owned()));
+    let mut scalings: Vec<Option<RopeScaling>> = scalings.collect::<Result<_>>()?;
+    if let [new, old] = &scalings[..] {
         ensure!(new == old, "rope_parameters and rope_scaling say unlike things; leave the right one");
     }
-    Ok((*base, scalings.first().copied().flatten()))
+    Ok((*base, scalings.pop().flatten()))
+}
+
+/// The rotary positions of layers with a window, if `rope_parameters` has some of their own for them; `absent` is the
+/// base without one.
+///
+/// # Errors
+/// Those of [`read`].
+pub(super) fn read_local(fields: &Fields, absent: f64) -> Result<Option<Rope>> {
+    let Some(sliding) = fields.get("rope_parameters").and_then(|rope| rope.get(SLIDING)) else { return Ok(None) };
+    let name = format!("rope_parameters.{SLIDING}");
+    let form = sliding.as_object().with_context(|| format!("{name} is {}; expected an object", shortened(sliding)))?;
+    let theta = form.get("rope_theta").map(|theta| positive(&format!("{name}.rope_theta"), theta)).transpose()?;
+    Ok(Some((theta.unwrap_or(absent), scaling(fields, form).with_context(|| name)?)))
+}
+
+/// The share of each head that is turned.
+///
+/// # Errors
+/// If it is no share, or two fields say unlike things.
+pub(super) fn share(fields: &Fields) -> Result<f64> {
+    let name = "partial_rotary_factor";
+    let inside = forms(fields, "full_attention")?.into_iter().filter_map(|(_, form)| form.get(name));
+    let said: Vec<&Value> = inside.chain(fields.get(name)).filter(|share| !share.is_null()).collect();
+    let Some(&first) = said.first() else { return Ok(1.0) };
+    if let Some(unlike) = said.iter().find(|share| share.as_f64() != first.as_f64()) {
+        bail!("{name} is {first} and {unlike}; leave the right one");
+    }
+    let share = first.as_f64().filter(|&share| share > 0.0 && share <= 1.0);
+    let share = share.with_context(|| format!("{name} is {}; expected more than 0 and at most 1", shortened(first)))?;
+    ensure!(
+        share == 1.0 || fields.turns_a_share(),
+        "{name} is {share}, and only 1 is supported for model_type {:?}",
+        fields.family.model_type
+    );
+    Ok(share)
+}
+
+/// The objects that describe rotary positions; where there are two kinds of layers, those of `layers`.
+fn forms<'a>(fields: &'a Fields, layers: &str) -> Result<Vec<(&'static str, &'a Map<String, Value>)>> {
+    let found = ["rope_parameters", "rope_scaling"].into_iter().filter_map(|name| Some((name, fields.get(name)?)));
+    found
+        .map(|(name, value)| (name, value.get(layers).filter(|_| fields.has_local_rope()).unwrap_or(value)))
+        .map(|(name, value)| {
+            let object = value.as_object();
+            Ok((name, object.with_context(|| format!("{name} is {}; expected an object", shortened(value)))?))
+        })
+        .collect()
 }
 
 /// The scaling that one of the two forms describes.
-fn scaling(form: &Map<String, Value>) -> Result<Option<RopeScaling>> {
+fn scaling(fields: &Fields, form: &Map<String, Value>) -> Result<Option<RopeScaling>> {
     let kinds: Vec<&Value> = ["rope_type", "type"].iter().filter_map(|name| form.get(*name)).collect();
     if let [kind, unlike] = kinds[..] {
         ensure!(kind == unlike, "rope_type is {kind} and type is {unlike}; leave the right one");
     }
     let default = Value::from("default");
     let kind = kinds.first().copied().unwrap_or(&default);
-    let rule = KINDS.iter().find(|(name, _)| kind == name);
-    let known = KINDS.map(|(name, _)| name).join(", ");
-    let (kind, own) =
-        rule.with_context(|| format!("rope_type {} is not supported; supported: {known}", shortened(kind)))?;
+    let rule = KINDS.iter().find(|(name, ..)| kind == name).filter(|(name, ..)| fields.family.scales_by(name));
+    let known: Vec<&str> =
+        KINDS.map(|(name, ..)| name).into_iter().filter(|name| fields.family.scales_by(name)).collect();
+    let (kind, own, optional) = rule
+        .with_context(|| format!("rope_type {} is not supported; supported: {}", shortened(kind), known.join(", ")))?;
     for (name, value) in form.iter().filter(|(_, value)| !value.is_null()) {
         ensure!(
-            own.contains(&name.as_str()) || COMMON.contains(&name.as_str()),
+            own.iter().chain(*optional).chain(&COMMON).any(|known| known == name),
             "{name} ({}) is a field that is not known for rope_type {kind:?}",
             shortened(value)
         );
     }
-    if let Some(share) = form.get("partial_rotary_factor").filter(|share| !share.is_null()) {
-        ensure!(share.as_f64() == Some(1.0), "partial_rotary_factor is {share}, and only 1 is supported");
+    Form { fields, form, kind }.scaling()
+}
+
+/// The fields of one kind.
+struct Form<'a> {
+    fields: &'a Fields,
+    form: &'a Map<String, Value>,
+    kind: &'static str,
+}
+
+impl Form<'_> {
+    fn get(&self, name: &str) -> Option<&Value> {
+        self.form.get(name).filter(|value| !value.is_null())
     }
-    let number = |name: &str| {
-        let value = form.get(name).filter(|value| !value.is_null());
-        positive(name, value.with_context(|| format!("there is no {name}, which rope_type {kind:?} has"))?)
-    };
-    Ok(match *kind {
-        "linear" => Some(RopeScaling::Linear { factor: number("factor")? }),
-        "llama3" => {
-            let [factor, low, high] = ["factor", "low_freq_factor", "high_freq_factor"].map(number);
-            let (factor, low_freq_factor, high_freq_factor) = (factor?, low?, high?);
-            ensure!(
-                low_freq_factor < high_freq_factor,
-                "low_freq_factor {low_freq_factor} is not less than high_freq_factor {high_freq_factor}"
-            );
-            let learned = number("original_max_position_embeddings")?;
-            ensure!(
-                learned.fract() == 0.0 && learned <= super::MOST as f64,
-                "original_max_position_embeddings is {learned}; expected a whole number from 1 to {}",
-                super::MOST
-            );
-            let original_max_position_embeddings = learned as usize;
-            Some(RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_position_embeddings })
+
+    fn optional(&self, name: &str) -> Result<Option<f64>> {
+        self.get(name).map(|value| positive(name, value)).transpose()
+    }
+
+    fn number(&self, name: &str) -> Result<f64> {
+        self.optional(name)?.with_context(|| format!("there is no {name}, which rope_type {:?} has", self.kind))
+    }
+
+    /// The learned context: Phi-3 has it outside, others may leave it out.
+    fn learned(&self) -> Result<usize> {
+        let longest = self.fields.size("max_position_embeddings", super::MOST)?;
+        if self.fields.family.has(LEARNED) {
+            return Ok(self.fields.optional_size(LEARNED, super::MOST)?.unwrap_or(4096));
         }
-        _ => None,
-    })
+        let Some(learned) = self.optional(LEARNED)? else { return Ok(longest) };
+        ensure!(
+            learned.fract() == 0.0 && learned <= super::MOST as f64,
+            "{LEARNED} is {learned}; expected a whole number from 1 to {}",
+            super::MOST
+        );
+        Ok(learned as usize)
+    }
+
+    /// The factor, or by how much the context is longer than the learned one.
+    fn factor(&self) -> Result<f64> {
+        let longest = self.fields.size("max_position_embeddings", super::MOST)?;
+        Ok(self.optional("factor")?.unwrap_or(longest as f64 / self.learned()? as f64))
+    }
+
+    fn list(&self, name: &str) -> Result<Vec<f64>> {
+        let list =
+            self.get(name).with_context(|| format!("there is no {name}, which rope_type {:?} has", self.kind))?;
+        let numbers = list.as_array().with_context(|| format!("{name} is {}; expected a list", shortened(list)))?;
+        numbers.iter().map(|value| positive(name, value)).collect()
+    }
+
+    fn scaling(&self) -> Result<Option<RopeScaling>> {
+        Ok(Some(match self.kind {
+            "linear" => RopeScaling::Linear { factor: self.number("factor")? },
+            "llama3" => {
+                let [factor, low, high] =
+                    ["factor", "low_freq_factor", "high_freq_factor"].map(|name| self.number(name));
+                let (factor, low_freq_factor, high_freq_factor) = (factor?, low?, high?);
+                ensure!(
+                    low_freq_factor < high_freq_factor,
+                    "low_freq_factor {low_freq_factor} is not less than high_freq_factor {high_freq_factor}"
+                );
+                let original_max_position_embeddings = self.learned()?;
+                RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_position_embeddings }
+            }
+            "dynamic" => RopeScaling::Dynamic {
+                factor: self.number("factor")?,
+                learned: self.fields.size("max_position_embeddings", super::MOST)?,
+            },
+            "yarn" => self.yarn()?,
+            "longrope" | "su" => self.longrope()?,
+            _ => return Ok(None),
+        }))
+    }
+
+    fn yarn(&self) -> Result<RopeScaling> {
+        let factor = self.factor()?;
+        let scale = |share: f64| if factor <= 1.0 { 1.0 } else { 0.1 * share * factor.ln() + 1.0 };
+        let attention_factor =
+            match (self.optional("attention_factor")?, self.optional("mscale")?, self.optional("mscale_all_dim")?) {
+                (Some(factor), ..) => factor,
+                (None, Some(one), Some(all)) => scale(one) / scale(all),
+                _ => scale(1.0),
+            };
+        let truncate = self.get("truncate").map_or(Some(true), Value::as_bool);
+        let (beta_fast, beta_slow) =
+            (self.optional("beta_fast")?.unwrap_or(32.0), self.optional("beta_slow")?.unwrap_or(1.0));
+        ensure!(beta_slow <= beta_fast, "beta_slow {beta_slow} is more than beta_fast {beta_fast}");
+        Ok(RopeScaling::Yarn {
+            factor,
+            attention_factor,
+            beta_fast,
+            beta_slow,
+            truncate: truncate.context("truncate is neither true nor false")?,
+            original_max_position_embeddings: self.learned()?,
+        })
+    }
+
+    fn longrope(&self) -> Result<RopeScaling> {
+        let learned = self.learned()?;
+        Ok(RopeScaling::Longrope {
+            short_factor: self.list("short_factor")?,
+            long_factor: self.list("long_factor")?,
+            attention_factor: self
+                .optional("attention_factor")?
+                .map_or_else(|| Ok::<_, anyhow::Error>(RopeScaling::longrope_attention(self.factor()?, learned)), Ok)?,
+            original_max_position_embeddings: learned,
+        })
+    }
 }

@@ -1,5 +1,7 @@
 //! Models in GGUF files: the config and the names of tensors that the Hub's files would have.
 
+pub(super) mod rope;
+mod sentencepiece;
 pub(super) mod tokenizer;
 
 use std::collections::BTreeMap;
@@ -31,7 +33,7 @@ const ARCHITECTURES: [(&str, &str, RopePairs); 9] = [
 ];
 
 /// The fields of an architecture, and what they are called in a `config.json`; none if they follow from others.
-const FIELDS: [(&str, Option<&str>); 23] = [
+const FIELDS: [(&str, Option<&str>); 20] = [
     ("block_count", Some("num_hidden_layers")),
     ("embedding_length", Some("hidden_size")),
     ("feed_forward_length", Some("intermediate_size")),
@@ -45,11 +47,8 @@ const FIELDS: [(&str, Option<&str>); 23] = [
     ("attention.sliding_window", Some("sliding_window")),
     ("attention.sliding_window_pattern", Some("sliding_window_pattern")),
     ("attention.scale", Some("attention_multiplier")),
-    ("rope.dimension_count", None),
     ("rope.freq_base", Some("rope_theta")),
     ("rope.freq_base_swa", Some("rope_local_base_freq")),
-    ("rope.scaling.type", None),
-    ("rope.scaling.factor", None),
     ("attn_logit_softcapping", Some("attn_logit_softcapping")),
     ("final_logit_softcapping", Some("final_logit_softcapping")),
     ("embedding_scale", Some("embedding_multiplier")),
@@ -109,6 +108,9 @@ fn config(metadata: &Metadata, weights: &Weights) -> Result<Config> {
     let mut fields = Map::from_iter([("model_type".to_owned(), json!(model_type))]);
     for (key, value) in metadata {
         let Some(own) = key.strip_prefix(kind.as_str()).and_then(|key| key.strip_prefix('.')) else { continue };
+        if rope::KEYS.contains(&own) {
+            continue;
+        }
         let Some((_, name)) = FIELDS.iter().find(|(field, _)| *field == own) else {
             bail!(
                 "{key} ({}) is a key that is not known: the model may compute something else than this program",
@@ -133,20 +135,8 @@ fn config(metadata: &Metadata, weights: &Weights) -> Result<Config> {
         fields.insert("attention_bias".into(), json!(true));
     }
     fields.entry("rope_theta").or_insert(json!(10_000.0));
-    let scaling = own("rope.scaling.type").map(|kind| kind.to_string().map(String::as_str));
-    match scaling.transpose().with_context(|| format!("{kind}.rope.scaling.type is not a text"))? {
-        None => ensure!(
-            own("rope.scaling.factor").is_none(),
-            "there is {kind}.rope.scaling.factor without {kind}.rope.scaling.type, which is not supported"
-        ),
-        Some("none") => {}
-        Some("linear") => {
-            let factor = own("rope.scaling.factor").and_then(plain);
-            fields.insert("rope_scaling".into(), json!({"rope_type": "linear", "factor": factor}));
-        }
-        Some(other) => bail!("{kind}.rope.scaling.type is {other:?}, and only none and linear are supported"),
-    }
-    let ends: Vec<u64> = ["eos_token_id", "eot_token_id"]
+    rope::fields(kind, metadata, weights, &mut fields)?;
+    let ends: Vec<u64> = ["eos_token_id", "eot_token_id", "eom_token_id"]
         .iter()
         .filter_map(|name| whole(metadata.get(&format!("tokenizer.ggml.{name}"))?))
         .collect();
@@ -158,11 +148,12 @@ fn config(metadata: &Metadata, weights: &Weights) -> Result<Config> {
     // The norms of Gemma's files have the one in them.
     config.parts.norms_add_one = false;
     config.parts.pairs = pairs;
-    let dim = config.heads().dim as u64;
-    for key in ["attention.value_length", "rope.dimension_count"] {
+    rope::read_factors(&mut config, weights)?;
+    let (dim, turned) = (config.heads().dim, config.rotary_width());
+    for (key, width) in [("attention.value_length", dim), ("rope.dimension_count", turned)] {
         ensure!(
-            number(key).is_none_or(|n| n == dim),
-            "{kind}.{key} is not the width {dim} of a head, which is not supported"
+            number(key).is_none_or(|n| n as usize == width),
+            "{kind}.{key} is not {width}, the width of a head that is {dim} wide, which is not supported"
         );
     }
     Ok(config)
@@ -209,7 +200,7 @@ pub(super) fn whole(value: &Stored) -> Option<u64> {
 }
 
 /// A value as JSON has it.
-fn plain(value: &Stored) -> Option<Value> {
+pub(super) fn plain(value: &Stored) -> Option<Value> {
     Some(match value {
         Stored::U8(n) => json!(n),
         Stored::I8(n) => json!(n),

@@ -7,6 +7,7 @@ use clap::Args;
 
 use super::rate::{Decay, Rate};
 use super::recipe::Recipe;
+use crate::arguments::{ANY, check_counts};
 use crate::cli::{Checked, UsageError, check_file, require};
 use crate::lm::args::DTypeName;
 use crate::pipeline::Pipeline;
@@ -16,7 +17,7 @@ use crate::pipeline::Pipeline;
 #[command(next_help_heading = "Training")]
 pub struct TrainArgs {
     /// Train on this text, instead of generating one
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["prompt", "max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "cache_dtype", "dequantize"])]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["prompt", "max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "cache_dtype", "dequantize", "prompts", "cache_tokens", "text", "window", "stride", "shares"])]
     pub train: Option<PathBuf>,
 
     /// Optimizer steps, including those before --resume [default: 100]; after the end of a decay the learning rate
@@ -24,8 +25,8 @@ pub struct TrainArgs {
     #[arg(long, value_name = "N", requires = "train")]
     pub steps: Option<usize>,
 
-    /// Sequences per step, on all ranks together [default: 8]
-    #[arg(long, value_name = "N", requires = "train")]
+    /// Sequences per step, on all ranks together; with --prompts, texts that are continued at once [default: 8]
+    #[arg(long, value_name = "N")]
     pub batch: Option<usize>,
 
     /// Tokens per sequence [default: 128]
@@ -177,17 +178,15 @@ impl TrainArgs {
             return Ok(());
         }
         let dp = self.dp;
-        for (flag, value) in [
-            ("--dp", dp),
-            ("--microbatches", self.microbatches.unwrap_or(1)),
-            ("--virtual-stages", self.virtual_stages.unwrap_or(1)),
-            ("--accumulate", self.accumulate),
-            ("--valid-every", self.valid_every.unwrap_or(1)),
-            ("--save-every", self.save_every.unwrap_or(1)),
-            ("--log-every", self.log_every),
-        ] {
-            require!(value > 0, "{flag} is 0: give at least 1.");
-        }
+        check_counts([
+            ("--dp", dp, ANY),
+            ("--microbatches", self.microbatches.unwrap_or(1), ANY),
+            ("--virtual-stages", self.virtual_stages.unwrap_or(1), ANY),
+            ("--accumulate", self.accumulate, ANY),
+            ("--valid-every", self.valid_every.unwrap_or(1), ANY),
+            ("--save-every", self.save_every.unwrap_or(1), ANY),
+            ("--log-every", self.log_every, ANY),
+        ])?;
         let ranks = dp.checked_mul(pp * tp).filter(|&ranks| ranks <= MAX_RANKS);
         require!(ranks.is_some(), "--pp {pp} × --dp {dp} × --tp {tp} are too many ranks: give at most {MAX_RANKS}.");
         if let Some(folder) = &self.resume {

@@ -8,7 +8,7 @@ use anyhow::{Context, Result, ensure};
 use candle_pipe::Layout;
 use serde_json::{Map, Value};
 
-use super::data::Text;
+use super::corpus::Corpus;
 use super::folder;
 use super::recipe::Recipe;
 use super::resume::{Resumed, State};
@@ -32,9 +32,9 @@ pub struct Job {
     /// How to train.
     pub recipe: Recipe,
     /// What on.
-    pub text: Text,
+    pub text: Corpus,
     /// The validation text, and the steps between its losses; without a number they come with the checkpoints.
-    pub valid: Option<(Text, Option<usize>)>,
+    pub valid: Option<(Corpus, Option<usize>)>,
     /// The mesh and the schedule.
     pub pipeline: Pipeline,
     /// Whether parameters are cut over the replicas.
@@ -91,7 +91,7 @@ impl Job {
         let pipeline = flags.pipeline(args.pp, args.tp, recipe.batch)?;
         let beside = beside(&folder, &files.config, recipe.dtype)?;
         let tokenizer = tokens::read(&folder)?;
-        let read = |flag, path: &Path| Text::read(flag, path, &tokenizer, files.config.vocab_size, recipe.seq_len);
+        let read = |flag, path: &Path| Corpus::read(flag, path, &tokenizer, files.config.vocab_size, recipe.seq_len);
         let text = read("--train", text)?;
         let valid = flags.valid.as_deref().map(|path| read("--valid", path)).transpose()?;
         if let Some(resumed) = &resumed {
@@ -143,7 +143,7 @@ impl Job {
     }
 
     /// The validation text, if its loss is due after `steps` steps.
-    pub fn validates_after(&self, steps: usize) -> Option<&Text> {
+    pub fn validates_after(&self, steps: usize) -> Option<&Corpus> {
         let (text, every) = self.valid.as_ref()?;
         let is_due = every.map_or_else(|| self.saves_after(steps).is_some(), |every| steps.is_multiple_of(every));
         (is_due || steps == self.recipe.rate.steps).then_some(text)
@@ -213,7 +213,7 @@ fn check_steps(recipe: &Recipe, start: usize) -> Checked {
 }
 
 fn check_length(recipe: &Recipe, files: &Files) -> Checked {
-    let (length, longest) = (recipe.seq_len, files.config.max_position_embeddings);
+    let (length, longest) = (recipe.seq_len, files.config.longest());
     require!(
         length <= longest,
         "--seq-len {length} is more than the {longest} tokens that the model takes: give less."
@@ -221,7 +221,7 @@ fn check_length(recipe: &Recipe, files: &Files) -> Checked {
     Ok(())
 }
 
-fn check_text(text: &Text, state: &State) -> Checked {
+fn check_text(text: &Corpus, state: &State) -> Checked {
     require!(
         text.stamp() == state.text,
         "--train is another text than the one that --resume goes on with: give that one."

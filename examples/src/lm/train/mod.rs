@@ -1,7 +1,7 @@
 //! Training a Llama on a text: on a mesh of pipelines, replicas and tensor-parallel ranks, and on another one after a stop.
 
 pub mod args;
-pub mod data;
+pub mod corpus;
 pub mod folder;
 pub mod job;
 pub mod rate;

@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::rate::{Decay, Rate};
+use crate::arguments::{check_counts, check_positive};
 use crate::cli::{Checked, require};
 use crate::lm::args::DTypeName;
 
@@ -44,18 +45,13 @@ impl Recipe {
     /// A sentence that names the flag, its value and a remedy.
     pub fn check(&self) -> Checked {
         let Self { rate, batch, seq_len, weight_decay, clip_norm, dtype, .. } = *self;
-        for (flag, value, most) in
-            [("--steps", rate.steps, 1 << 32), ("--batch", batch, 1 << 24), ("--seq-len", seq_len, 1 << 24)]
-        {
-            require!(value > 0, "{flag} is 0: give at least 1.");
-            require!(value <= most, "{flag} {value} is too large: give at most {most}.");
-        }
+        check_counts([("--steps", rate.steps, 1 << 32), ("--batch", batch, 1 << 24), ("--seq-len", seq_len, 1 << 24)])?;
         require!(
             batch * seq_len <= MOST_TOKENS,
             "--batch {batch} × --seq-len {seq_len} are too many tokens for a step: give at most {MOST_TOKENS}."
         );
         let lr = rate.peak;
-        require!(lr.is_finite() && lr > 0.0, "--lr {lr} is no positive finite number: try 0.0003.");
+        check_positive("--lr", lr, "0.0003")?;
         for (flag, value) in [("--weight-decay", weight_decay), ("--clip-norm", clip_norm)] {
             require!(
                 value.is_finite() && value >= 0.0,

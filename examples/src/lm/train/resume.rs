@@ -8,7 +8,7 @@ use candle_core::DType;
 use candle_shard::Weights;
 use serde::{Deserialize, Serialize};
 
-use super::data::Stamp;
+use super::corpus::Stamp;
 use super::recipe::Recipe;
 use super::{folder, stage_files};
 use crate::lm::args::DTypeName;

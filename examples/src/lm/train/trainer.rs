@@ -126,7 +126,7 @@ impl<'a> Trainer<'a> {
         let model = mesh.axes(if job.fsdp { &["dp", "tp"] } else { &["tp"] })?;
         let mut vb = ShardedVarBuilder::from_weights(weights, seed, &model, plan, dtype, device)?;
         if job.fsdp {
-            let options = FullyShardOptions { reduce_dtype: Some(DType::F32), ..FullyShardOptions::default() };
+            let options = FullyShardOptions::default().reduce_dtype(DType::F32);
             vb = vb.fully_shard("dp", options)?;
         }
         let pipe = job.declare()?;
@@ -135,7 +135,7 @@ impl<'a> Trainer<'a> {
         // Where parameters are cut over the replicas, gradients are those of the whole batch.
         if !job.fsdp {
             // Replicas have read the same files.
-            let options = DataParallelOptions { start: InitialSync::Verify, ..DataParallelOptions::default() };
+            let options = DataParallelOptions::default().start(InitialSync::Verify);
             runtime = runtime.with_replicas(mesh.axis_group("dp")?, &options)?;
         }
         let parameters = vb.built();

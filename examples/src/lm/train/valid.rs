@@ -5,7 +5,7 @@ use candle_core::{Device, Tensor};
 use candle_dist::{DeviceMesh, ProcessGroup, ReduceOp};
 use candle_pipe::Runtime;
 
-use super::data::Text;
+use super::corpus::Corpus;
 use super::job::Job;
 
 /// What one microbatch is, on all replicas together: the sequences of each replica, and how many sequences the mean of
@@ -49,7 +49,13 @@ fn passes(sequences: usize, replicas: usize, microbatches: usize, rows: usize) -
 ///
 /// # Errors
 /// Those of the runtime.
-pub(super) fn loss(job: &Job, text: &Text, world: &ProcessGroup, mesh: &DeviceMesh, runtime: &Runtime) -> Result<f64> {
+pub(super) fn loss(
+    job: &Job,
+    text: &Corpus,
+    world: &ProcessGroup,
+    mesh: &DeviceMesh,
+    runtime: &Runtime,
+) -> Result<f64> {
     let (pipeline, seq_len) = (job.pipeline, job.recipe.seq_len);
     let (replica, microbatches) = (mesh.local_rank("dp")?, pipeline.microbatches);
     let rows = (job.recipe.batch / (pipeline.dp * microbatches)).max(1);

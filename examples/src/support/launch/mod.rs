@@ -1,18 +1,22 @@
 //! Runs the same program on every backend: ranks are threads of this process, or processes from a launcher.
 
+mod alone;
 mod gather;
 mod processes;
 mod ranks;
 mod voice;
 
+use std::ffi::OsString;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use clap::{Args, Parser, ValueEnum};
+use clap::{ArgMatches, Args, Parser, ValueEnum};
 use serde::Serialize;
 
+pub use alone::on_first;
 pub use gather::{Bits, agreed, gather};
 pub(crate) use processes::is_first;
+pub use processes::{local_rank, local_size};
 pub use ranks::Ranks;
 
 use crate::cli::{self, Checked, require};
@@ -72,6 +76,19 @@ pub trait Launched: Parser + Sync {
     /// A part of the program that only runs on the CPU, if there is one.
     const CPU_ONLY: Option<&'static str> = None;
 
+    /// Changes the definition of the command line for these arguments, for example of what the help shows.
+    fn define(definition: clap::Command, _arguments: &[OsString]) -> clap::Command {
+        definition
+    }
+
+    /// Checks which arguments are given.
+    ///
+    /// # Errors
+    /// A sentence with the flag and a remedy.
+    fn check_given(_matches: &ArgMatches) -> Checked {
+        Ok(())
+    }
+
     /// Returns the backend that moves tensors between ranks.
     fn backend(&self) -> BackendName;
 
@@ -94,7 +111,7 @@ pub fn start<A: Launched, V>(
     validate: impl Fn(&A) -> Checked<V> + Sync,
     program: impl Fn(&A, &V, &Ranks<'_>) -> anyhow::Result<bool> + Sync,
 ) -> ExitCode {
-    let args: A = match cli::parse() {
+    let args: A = match cli::parse_by(A::define, A::check_given) {
         Ok(args) => args,
         Err(error) => return processes::refuse(&error, std::env::args().any(|arg| arg.starts_with("--backend"))),
     };

@@ -22,7 +22,7 @@ const STACK_BYTES: usize = 256 << 20;
 
 /// A process that a launcher started, and its backend.
 pub(super) struct Started {
-    engine: Backend,
+    backend: Backend,
     info: LaunchInfo,
 }
 
@@ -31,28 +31,38 @@ pub(super) struct Started {
 /// # Errors
 /// If the backend is not available or cannot run the `cpu_only` part, or no launcher started this process.
 pub(super) fn check(name: BackendName, cpu_only: Option<&str>) -> Checked<Started> {
-    let (engine, name, is_built) = match name {
+    let (backend, name, is_built) = match name {
         BackendName::Nccl => (Backend::Nccl, "nccl", cfg!(feature = "nccl")),
         _ => (Backend::Mpi, "mpi", cfg!(feature = "mpi")),
     };
-    if let (Backend::Nccl, Some(what)) = (engine, cpu_only) {
+    if let (Backend::Nccl, Some(what)) = (backend, cpu_only) {
         return Err(UsageError(format!(
             "--backend nccl is not for this program: it has {what}, which only the CPU has; use local or mpi."
         )));
     }
     require!(is_built, "--backend {name} is not in this build: build with --features {name}, or use local.");
     let info = LaunchInfo::from_env(&InitOptions::new());
-    let info = info.and_then(|info| if engine == Backend::Mpi { info.check_mpi().map(|()| info) } else { Ok(info) });
+    let info = info.and_then(|info| if backend == Backend::Mpi { info.check_mpi().map(|()| info) } else { Ok(info) });
     let info = info.map_err(|error| match error {
         Error::Init(sentence) => UsageError(format!("--backend {name}: {sentence}.")),
         error => UsageError(format!("--backend {name}: {error}.")),
     })?;
-    Ok(Started { engine, info })
+    Ok(Started { backend, info })
 }
 
 /// Returns whether this is rank 0 of the processes that a launcher started, or a single process.
 pub(crate) fn is_first() -> bool {
     LaunchInfo::from_env(&InitOptions::new()).map_or(true, |info| info.rank == 0)
+}
+
+/// Returns this process's number among those of its host; 0 without a launcher.
+pub fn local_rank() -> usize {
+    LaunchInfo::from_env(&InitOptions::new()).map_or(0, |info| info.local_rank)
+}
+
+/// Returns the number of processes of this host; 1 without a launcher.
+pub fn local_size() -> usize {
+    LaunchInfo::from_env(&InitOptions::new()).map_or(1, |info| info.local_size)
 }
 
 /// Prints the error of the command line; if processes share it, only rank 0 does.
@@ -66,7 +76,7 @@ pub(super) fn refuse(error: &UsageError, is_shared: bool) -> ExitCode {
 
 /// Connects to the other processes and runs as one of them. This happens once, since MPI cannot be started again.
 pub(super) fn join(
-    Started { engine, info }: &Started,
+    Started { backend, info }: &Started,
     threads: usize,
     patience: Patience,
     run: impl Fn(&Ranks<'_>) -> anyhow::Result<bool> + Sync,
@@ -80,7 +90,7 @@ pub(super) fn join(
         Ok(grace) => grace,
         Err(error) => return cli::fail(format_args!("signals cannot be watched: {error}"), FAILED),
     };
-    let ctx = match init_process_group(*engine, options) {
+    let ctx = match init_process_group(*backend, options) {
         Ok(ctx) => ctx,
         Err(Error::Group(failure)) => {
             voice.tell(info.rank, &failure, &failure);

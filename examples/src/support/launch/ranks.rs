@@ -1,15 +1,14 @@
 //! The ranks of a program, and their common operations.
 
 use std::fmt::Display;
-use std::sync::{Arc, mpsc};
-use std::time::Duration;
-use std::{panic, thread};
+use std::sync::Arc;
 
 use candle_core::Device;
 use candle_dist::{GroupFailure, RankContext, World};
 use serde::{Deserialize, Serialize};
 
 use super::Patience;
+use super::alone::on_first;
 use crate::cli::{Checked, FAILED, USAGE, UsageError, require};
 
 /// The ranks on which a program runs.
@@ -19,12 +18,6 @@ pub enum Ranks<'a> {
     /// Processes; this is one of them.
     Process(&'a RankContext, Patience),
 }
-
-/// How often rank 0 signals to waiting ranks that it is alive while it works alone.
-const SIGN: Duration = Duration::from_millis(200);
-
-/// The stack of the work of rank 0 alone. candle walks a graph by recursion; only touched pages take memory.
-const STACK_BYTES: usize = 256 << 20;
 
 /// An error that all processes return.
 #[derive(Debug, Serialize, Deserialize)]
@@ -89,29 +82,7 @@ impl Ranks<'_> {
     /// Those of `f`, on rank 0, and those of the group.
     pub fn on_first<T: Send>(&self, f: impl FnOnce() -> anyhow::Result<T> + Send) -> anyhow::Result<Option<T>> {
         let Self::Process(ctx, _) = self else { return f().map(Some) };
-        let (works, ends) = ("works", "ends");
-        if !self.is_first() {
-            while ctx.group().all_gather_text("")?[0] == works {}
-            return Ok(None);
-        }
-        // Each signal is a call of all ranks, so that no call waits longer than its timeout allows.
-        thread::scope(|scope| {
-            let (end, ended) = mpsc::channel();
-            let alone = thread::Builder::new().name("rank 0 alone".into()).stack_size(STACK_BYTES);
-            let alone = alone.spawn_scoped(scope, move || {
-                let made = f();
-                // There is no receiver any more if the group has failed.
-                end.send(()).ok();
-                made
-            })?;
-            // A thread that panicked has dropped its end.
-            while let Err(mpsc::RecvTimeoutError::Timeout) = ended.recv_timeout(SIGN) {
-                ctx.group().all_gather_text(works)?;
-            }
-            let made = alone.join().unwrap_or_else(|panic| panic::resume_unwind(panic));
-            ctx.group().all_gather_text(ends)?;
-            made.map(Some)
-        })
+        on_first(ctx.group(), f)
     }
 
     /// Returns this process's result if all processes succeeded; else all get the error of the first that failed.

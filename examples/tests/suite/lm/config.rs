@@ -79,7 +79,7 @@ fn a_config_without_a_rope_base_or_with_two_is_refused() {
         (new, json!({"rope_theta": 10_000.0}), "rope_parameters.rope_theta is 500000 and rope_theta is 10000"),
         (old, json!({"rope_theta": 0.0}), "rope_theta is 0"),
         (old, json!({"rope_theta": "many"}), "rope_theta is \"many\""),
-        (new, rope(json!({"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0})), "rope_type \"yarn\""),
+        (new, rope(json!({"rope_type": "axial", "rope_theta": 1e4, "factor": 4.0})), "rope_type \"axial\""),
         (new, rope(json!({"full_attention": {"rope_type": "default", "rope_theta": 1e4}})), "no rope_theta"),
         (new, rope(json!({"rope_type": "linear", "rope_theta": 1e4})), "no factor"),
         (new, rope(json!({"rope_type": "linear", "rope_theta": 1e4, "factor": -1.0})), "factor is -1"),
@@ -208,4 +208,22 @@ fn a_folder_of_another_kind_is_refused_by_the_program_in_one_line() {
     let said = String::from_utf8(output.stderr).unwrap();
     assert_eq!((output.status.code(), said.lines().count()), (Some(1), 1), "{said}");
     assert!(said.contains("config.json: model_type \"mamba\" is not supported"), "{said}");
+}
+
+#[test]
+fn fields_of_another_family_that_have_no_effect_are_refused_by_name() {
+    let models = crate::lm::families::families().models;
+    let cases = [
+        ("gemma2", "rope_local_base_freq", json!(10_000.0)),
+        ("gemma2", "sliding_window_pattern", json!(2)),
+        ("gemma2", "_sliding_window_pattern", json!(2)),
+        ("gemma3", "sliding_window_size", json!(4)),
+        ("qwen2", "attention_bias", json!(false)),
+        ("llama with biases", "original_max_position_embeddings", json!(8)),
+    ];
+    for (case, field, value) in cases {
+        let base = &models.iter().find(|model| model.case == case).unwrap().config;
+        let said = refused(&with(base, &json!({ (field): value })));
+        assert!(said.contains(field), "{case}: {said}");
+    }
 }

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Tensor};
 use examples::lm::cache::Cache;
 use examples::lm::config::Config;
+use examples::lm::engine::Held;
 use examples::lm::files::Files;
 use examples::lm::generate::{Stop, Task, generate};
 use examples::lm::sample::Sampling;
@@ -97,15 +98,7 @@ fn written(folder: &Path, prompt: &[u32], most: usize, [ranks, stages]: [usize; 
     let files = Arc::new(Files::open(folder).unwrap());
     let tokenizer = tokens::read(folder).unwrap();
     let sampling = Sampling::default();
-    let task = Task {
-        prompt: prompt.to_vec(),
-        most,
-        sampling,
-        dtype: DType::F32,
-        layout: None,
-        dequantize: false,
-        cache: None,
-    };
+    let task = Task { prompt: prompt.to_vec(), most, cache_tokens: None, sampling, held: Held::of(DType::F32) };
     let given = tokenizer.clone();
     let ranks = on_ranks(ranks, "greedy", move |ctx| -> anyhow::Result<_> {
         let mut stream = TextStream::new(&given, &task.prompt);

@@ -10,6 +10,7 @@ use candle_dist::RankContext;
 use candle_shard::nn::ShardedVarBuilder;
 use examples::lm::cache::Cache;
 use examples::lm::config::Config;
+use examples::lm::engine::Held;
 use examples::lm::files::Files;
 use examples::lm::generate::{Task, generate};
 use examples::lm::model::Decoder;
@@ -75,7 +76,7 @@ pub(crate) fn logits(
     let vb = if dequantize { vb.dequantized() } else { vb };
     let model = Decoder::new(&files.config, prompt.len(), &vb)?;
     vb.finish()?;
-    let mut cache = Cache::new(files.config.num_hidden_layers, prompt.len());
+    let mut cache = Cache::of(&files.config, prompt.len());
     // A part at once, and the others one by one.
     let mut rows = Vec::new();
     let tokens = |tokens: &[u32]| Tensor::from_slice(tokens, (1, tokens.len()), &Device::Cpu);
@@ -92,15 +93,7 @@ pub(crate) fn greedy(path: &Path, prompt: &[u32], most: usize, [ranks, stages]: 
     let mut files = Files::open(path).unwrap();
     files.ends.clear();
     let (files, sampling) = (Arc::new(files), Sampling::default());
-    let task = Task {
-        prompt: prompt.to_vec(),
-        most,
-        sampling,
-        dtype: DType::F32,
-        layout: None,
-        dequantize: false,
-        cache: None,
-    };
+    let task = Task { prompt: prompt.to_vec(), most, cache_tokens: None, sampling, held: Held::of(DType::F32) };
     let written = on_ranks(ranks, "greedy", move |ctx| -> anyhow::Result<Vec<u32>> {
         Ok(generate(ctx, stages, &files, &task, |_| Ok(true))?.tokens)
     });

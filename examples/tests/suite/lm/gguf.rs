@@ -7,12 +7,13 @@ use std::path::Path;
 use candle_core::quantized::gguf_file::{self, Value as Stored};
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{Device, Tensor};
-use examples::lm::config::Config;
+use examples::lm::config::{Config, RopeScaling};
 use examples::lm::files::Files;
 use serde_json::{Value, json};
 use test_utils::on_ranks;
 
 use crate::lm::families::{Families, Family, families, greedy, logits, stored};
+use crate::lm::ropes::{Ropes, after, ropes};
 
 /// Names in GGUF files, and on the Hub.
 const MODULES: [(&str, &str); 16] = [
@@ -56,7 +57,7 @@ fn permuted(tensor: &Tensor, heads: usize) -> Tensor {
 }
 
 /// Writes the model of a config as a converter does; matrices whose rows are whole blocks become `dtype`.
-fn write(path: &Path, fields: &Value, dtype: GgmlDType) {
+pub(crate) fn write(path: &Path, fields: &Value, dtype: GgmlDType) {
     let config = Config::parse(&fields.to_string()).unwrap();
     let model_type = fields["model_type"].as_str().unwrap();
     let kind = match model_type {
@@ -89,9 +90,10 @@ fn write(path: &Path, fields: &Value, dtype: GgmlDType) {
         ("attention.key_length", Stored::U32(heads.dim as u32)),
         ("attention.value_length", Stored::U32(heads.dim as u32)),
         ("attention.layer_norm_rms_epsilon", Stored::F32(config.rms_norm_eps as f32)),
-        ("rope.dimension_count", Stored::U32(heads.dim as u32)),
+        ("rope.dimension_count", Stored::U32((heads.dim as f64 * config.parts.rotary_share) as u32)),
         ("rope.freq_base", Stored::F32(config.rope_theta as f32)),
     ];
+    rope(&config, &mut metadata, &mut tensors);
     if is_gemma {
         metadata.push(("attention.sliding_window", size("sliding_window")));
         let list =
@@ -123,6 +125,80 @@ fn write(path: &Path, fields: &Value, dtype: GgmlDType) {
     let tensors: Vec<(&str, &QTensor)> = tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
     let all: Vec<(&str, &Stored)> = all.iter().map(|(key, value)| (key.as_str(), value)).collect();
     gguf_file::write(&mut fs::File::create(path).unwrap(), &all, &tensors).unwrap();
+}
+
+/// What a converter writes of scaled rotary positions, except that of Gemma 3.
+fn rope(config: &Config, metadata: &mut Vec<(&str, Stored)>, tensors: &mut HashMap<String, QTensor>) {
+    let mut add = |name: &str, values: Vec<f64>| {
+        let values: Vec<f32> = values.into_iter().map(|value| value as f32).collect();
+        let tensor = Tensor::new(values, &Device::Cpu).unwrap();
+        tensors.insert(name.into(), QTensor::quantize(&tensor, GgmlDType::F32).unwrap());
+    };
+    let number = |value: f64| Stored::F32(value as f32);
+    match config.rope_scaling.clone() {
+        Some(RopeScaling::Yarn { factor, original_max_position_embeddings: learned, .. }) => metadata.extend([
+            ("rope.scaling.type", Stored::String("yarn".into())),
+            ("rope.scaling.factor", number(factor)),
+            ("rope.scaling.original_context_length", Stored::U32(learned as u32)),
+        ]),
+        Some(RopeScaling::Longrope {
+            short_factor,
+            long_factor,
+            attention_factor,
+            original_max_position_embeddings: learned,
+        }) => {
+            add("rope_factors_short.weight", short_factor);
+            add("rope_factors_long.weight", long_factor);
+            metadata.push(("rope.scaling.attn_factor", number(attention_factor)));
+            metadata.push(("rope.scaling.original_context_length", Stored::U32(learned as u32)));
+        }
+        Some(RopeScaling::Llama3 {
+            factor,
+            low_freq_factor: low,
+            high_freq_factor: high,
+            original_max_position_embeddings: learned,
+        }) => {
+            let dim = config.heads().dim;
+            let stretched = |i: usize| {
+                let wavelength = std::f64::consts::TAU * config.rope_theta.powf(2.0 * i as f64 / dim as f64);
+                let kept = ((learned as f64 / wavelength - low) / (high - low)).clamp(0.0, 1.0);
+                1.0 / ((1.0 - kept) / factor + kept)
+            };
+            add("rope_freqs.weight", (0..dim / 2).map(stretched).collect());
+        }
+        _ => {}
+    }
+}
+
+#[test]
+fn scaled_rotary_positions_of_gguf_files_are_those_of_the_folder() {
+    let Ropes { prompt, models } = ropes();
+    let config = |case: &str| models.iter().find(|rope| rope.case == case).unwrap().config.clone();
+    let mut llama3 = config("yarn");
+    llama3["rope_parameters"] = config("llama3")["rope_parameters"].clone();
+    let cases = [
+        ("yarn", config("yarn")),
+        ("llama3", llama3),
+        ("longrope", config("longrope of phi3")),
+        ("longrope of a share", config("longrope of a share")),
+        ("a share", config("a share")),
+    ];
+    for (case, config) in cases {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("model.gguf");
+        write(&file, &config, GgmlDType::F32);
+        crate::lm::families::write(folder.path(), &config);
+        for length in [5, prompt.len()] {
+            let (path, file, prompt) = (folder.path().to_owned(), file.clone(), prompt[..length].to_vec());
+            on_ranks(2, case, move |ctx| -> anyhow::Result<()> {
+                let (got, want) = (after(ctx, &file, &prompt)?, after(ctx, &path, &prompt)?);
+                for (got, want) in got.iter().zip(&want) {
+                    assert!((got - want).abs() < 1e-4, "{case}, {length} tokens: {got} instead of {want}");
+                }
+                Ok(())
+            });
+        }
+    }
 }
 
 /// The families whose files can say what their configs say here.
@@ -230,7 +306,10 @@ fn keys_and_tensors_without_a_place_are_refused_by_name() {
     let cases = [
         (Some(("general.architecture", text("mamba"))), None, "\"mamba\" is not supported"),
         (Some(("llama.expert_count", Stored::U32(8))), None, "llama.expert_count (8)"),
-        (Some(("llama.rope.scaling.type", text("yarn"))), None, "\"yarn\""),
+        (Some(("llama.rope.scaling.type", text("axial"))), None, "\"axial\""),
+        (Some(("llama.rope.scaling.factor", Stored::F32(2.0))), None, "llama.rope.scaling.factor"),
+        (Some(("llama.rope.scaling.yarn_ext_factor", Stored::F32(2.0))), None, "llama.rope.scaling.yarn_ext_factor"),
+        (Some(("llama.rope.scaling.yarn_beta_fast", Stored::F32(2.0))), None, "llama.rope.scaling.yarn_beta_fast"),
         (Some(("llama.block_count", Stored::U32(3))), None, "model.layers.2"),
         (Some(("llama.block_count", Stored::U32(1 << 30))), None, "num_hidden_layers is 1073741824"),
         (Some(("llama.attention.head_count", Stored::F32(2.5))), None, "num_attention_heads is 2.5"),

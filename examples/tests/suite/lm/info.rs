@@ -2,6 +2,7 @@
 
 use candle_core::DType;
 use examples::lm::config::Config;
+use examples::lm::engine::Held;
 use examples::lm::files::Files;
 use examples::lm::info::Info;
 use examples::lm::random_model;
@@ -15,7 +16,7 @@ fn what_each_rank_would_hold_is_what_it_holds() {
     let config = Config { vocab_size: 256, ..small(6, 3) };
     random_model::write(folder.path(), &config, 7, DType::F16).unwrap();
     let files = Files::open(folder.path()).unwrap();
-    let alone = Info::new(&files, 1, DType::F32, false).unwrap();
+    let alone = Info::new(&files, 1, &Held::of(DType::F32)).unwrap();
     assert_eq!(alone.bytes_per_rank, [config.parameters() * 4]);
     assert_eq!(
         alone.bytes_by_type.into_iter().collect::<Vec<_>>(),
@@ -54,4 +55,36 @@ fn a_stop_text_ends_the_text_on_all_ranks_and_is_not_shown() {
     assert_eq!(rounded["new_tokens"], whole["new_tokens"]);
     let one = run(&["--top-k", "1"]);
     assert_eq!(one["text"], whole["text"]);
+}
+
+#[test]
+fn flags_without_effect_are_refused_and_not_in_the_help() {
+    crate::common::refuses(
+        crate::lm::llama,
+        &[
+            (&["info", "--temperature", "0"], &["--temperature", "no effect with info"]),
+            (&["info", "--max-tokens", "5"], &["--max-tokens", "info"]),
+            (&["info", "--pp", "2"], &["--pp", "info"]),
+            (&["info", "--backend", "mpi"], &["--backend", "info"]),
+            (&["score", "--prompt", "x"], &["--prompt", "score"]),
+            (&["score", "--cache-dtype", "bf16"], &["--cache-dtype", "score"]),
+            (&["generate", "--stride", "5"], &["--stride", "generate"]),
+            (&["--window", "5"], &["--window", "generate"]),
+            (&["train", "--train", "Cargo.toml", "--shares", "1"], &["--shares"]),
+        ],
+    );
+    let help = |command: &str| String::from_utf8(crate::lm::llama(&[command, "--help"]).stdout).unwrap();
+    for (command, shown, hidden) in [
+        ("generate", ["--prompts", "--temperature", "--batch"], ["--stride", "--warmup", "--text"]),
+        ("score", ["--stride", "--text", "--pp"], ["--prompt", "--warmup", "--batch"]),
+        ("info", ["--model", "--shares", "--json"], ["--pp", "--stride", "--seq-len"]),
+        ("train", ["--warmup", "--tp", "--batch"], ["--prompt", "--stride", "--cache-tokens"]),
+    ] {
+        let help = help(command);
+        // The examples behind the options are those of all commands.
+        let options = help.split("Examples:").next().unwrap();
+        let has = |flag: &str| options.lines().any(|line| line.trim_start().starts_with(&format!("{flag} ")));
+        assert!(shown.iter().all(|flag| has(flag)), "{command}: {options}");
+        assert!(!hidden.iter().any(|flag| has(flag)), "{command}: {options}");
+    }
 }

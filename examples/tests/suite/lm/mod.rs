@@ -1,14 +1,22 @@
 //! A Llama over ranks against candle-transformers' and transformers' on the same files.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 
+mod batch;
+mod chat;
 #[path = "config.rs"]
 mod configs;
-mod facts;
+mod damaged;
+pub(crate) mod facts;
 mod families;
 mod gguf;
+mod hub;
 mod info;
+mod ropes;
+mod score;
+mod shares;
 mod smollm2;
 mod text;
+mod tokenizers;
 
 use std::fs;
 use std::path::Path;
@@ -23,6 +31,7 @@ use candle_shard::nn::ShardedVarBuilder;
 use candle_transformers::models::llama as theirs;
 use examples::lm::cache::Cache;
 use examples::lm::config::{Config, RopeScaling};
+use examples::lm::engine::Held;
 use examples::lm::files::Files;
 use examples::lm::generate::{Task, generate};
 use examples::lm::model::Decoder;
@@ -146,15 +155,7 @@ fn a_rank_reads_its_part_and_all_write_the_same_text() {
     let files = Arc::new(Files::open(folder.path()).unwrap());
     let text = |world: usize, stages: usize, temperature: f64| {
         let sampling = Sampling { temperature, top_p: 0.9, seed: 5, ..Sampling::default() };
-        let task = Task {
-            prompt: TOKENS.to_vec(),
-            most: 20,
-            sampling,
-            dtype: DType::F32,
-            layout: None,
-            dequantize: false,
-            cache: None,
-        };
+        let task = Task { prompt: TOKENS.to_vec(), most: 20, cache_tokens: None, sampling, held: Held::of(DType::F32) };
         let files = files.clone();
         let ranks = on_ranks(world, "text", move |ctx| {
             let mut shown = Vec::new();

@@ -2,11 +2,12 @@
 //! `benchmarks/smollm2_facts.py`. `CANDLE_SMOLLM2` is the path of the file, which `scripts/smollm2.sh` downloads. `CANDLE_LM` is the
 //! path of an optimized `lm`, since the runs take minutes otherwise.
 
+use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::Command;
 
 use examples::lm::files::Files;
-use examples::lm::tokens::encode;
+use examples::lm::tokens::{encode, encode_rendered};
 use serde::Deserialize;
 use serde_json::Value;
 use test_utils::skip;
@@ -21,15 +22,23 @@ struct Fact {
     encodings: Vec<(String, Vec<u32>)>,
 }
 
+/// The path of the file.
+pub(crate) fn path() -> Option<PathBuf> {
+    let path = std::env::var_os("CANDLE_SMOLLM2").filter(|path| !path.is_empty());
+    if path.is_none() {
+        skip("CANDLE_SMOLLM2 is not set; see scripts/smollm2.sh");
+    }
+    path.map(Into::into)
+}
+
+/// The program, optimized if there is one.
+pub(crate) fn program() -> OsString {
+    std::env::var_os("CANDLE_LM").unwrap_or(env!("CARGO_BIN_EXE_lm").into())
+}
+
 /// The file, and what transformers computes with it.
 fn given() -> Option<(PathBuf, Fact)> {
-    match std::env::var_os("CANDLE_SMOLLM2").filter(|path| !path.is_empty()) {
-        Some(path) => Some((path.into(), serde_json::from_str(include_str!("smollm2.json")).unwrap())),
-        None => {
-            skip("CANDLE_SMOLLM2 is not set; see scripts/smollm2.sh");
-            None
-        }
-    }
+    path().map(|path| (path, serde_json::from_str(include_str!("smollm2.json")).unwrap()))
 }
 
 #[test]
@@ -44,9 +53,22 @@ fn texts_become_the_tokens_of_transformers() {
 }
 
 #[test]
+fn conversations_become_the_tokens_of_transformers() {
+    let Some((path, _)) = given() else { return };
+    let files = Files::open(&path).unwrap();
+    let (tokenizer, template) = (files.tokenizer().unwrap(), files.chat_template().unwrap());
+    for case in crate::lm::chat::facts().smollm2 {
+        let text = template.render(&case.messages, jiff::civil::date(2026, 3, 7).at(9, 5, 0, 0)).unwrap();
+        assert_eq!(Some(&text), case.text.as_ref());
+        assert_eq!(encode_rendered(&tokenizer, &text).unwrap(), case.ids, "{text}");
+    }
+    assert_eq!(template.end_of_turn(&tokenizer), tokenizer.token_to_id("<|im_end|>"));
+}
+
+#[test]
 fn a_real_model_writes_the_text_of_transformers_on_every_mesh() {
     let Some((path, fact)) = given() else { return };
-    let program = std::env::var_os("CANDLE_LM").unwrap_or(env!("CARGO_BIN_EXE_lm").into());
+    let program = program();
     let run = |flags: &[&str]| -> Value {
         let fixed = ["generate", "--model", path.to_str().unwrap(), "--prompt", &fact.prompt, "--temperature", "0"];
         let most = ["--max-tokens", "20", "--json", "-"];

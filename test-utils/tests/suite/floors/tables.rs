@@ -29,7 +29,7 @@ const CANDLE_DIST: &[Folder] = &[
     folder(
         "",
         &[
-            "bits call guide hash link readme threads values",
+            "bits call edges guide hash link readme threads values",
             "comm error",
             "freeable launch tree",
             "control",
@@ -40,6 +40,7 @@ const CANDLE_DIST: &[Folder] = &[
             "init testing",
         ],
     ),
+    folder("edges", &["slot", "value", "node", "apply"]),
     folder(
         "backend",
         &[
@@ -61,8 +62,8 @@ const CANDLE_DIST: &[Folder] = &[
     Folder {
         path: "backend/mpi",
         floors: &[
-            "agree header native patience room shapes sums",
-            "mail plan transfer",
+            "agree header native patience ring room shapes sums",
+            "mail plan shared transfer",
             "ways wire work",
             "progress",
             "operation",
@@ -82,7 +83,16 @@ const CANDLE_DIST: &[Folder] = &[
     },
     Folder {
         path: "backend/nccl",
-        floors: &["compare devices errors plan values", "watch", "comm", "rank", "transfer", "lane", "backend", "mod"],
+        floors: &[
+            "compare devices errors plan values",
+            "handle watch",
+            "comm",
+            "rank",
+            "transfer",
+            "lane",
+            "backend",
+            "mod",
+        ],
         // A communicator belongs to a rank, which aborts it.
         up: &[("comm", "rank")],
     },
@@ -112,21 +122,27 @@ const CANDLE_DIST: &[Folder] = &[
     folder("world", &["backends context", "processes", "mod"]),
 ];
 
-const CANDLE_DIST_KERNELS: &[Folder] = &[folder(
-    "",
-    &[
-        "mod real",
-        "conv element master random row_order rows weight_sink",
-        "few_rows row_sum",
-        "row_update",
-        "dense_update",
-        "rules",
-        "adam_w cross_entropy embedding gelu_erf layer_norm linear pool quantized_linear renorm rms_norm rope row_take silu_gate softmax",
-        "attention embedding_bag masked_softmax",
-        "flash_attn",
-        "parts",
-    ],
-)];
+const CANDLE_DIST_KERNELS: &[Folder] = &[
+    folder(
+        "",
+        &[
+            "mod real",
+            "conv element master random row_order rows weight_sink",
+            "few_rows product row_sum",
+            "row_update",
+            "dense_update",
+            "rules",
+            "adam_w cross_entropy embedding gelu_erf layer_norm linear pool quantized renorm reshape rms_norm rope row_take silu_gate softmax",
+            "add attention embedding_bag grouped_linear masked_softmax",
+            "flash_attn",
+            "parts",
+        ],
+    ),
+    folder(
+        "quantized",
+        &["blocks format", "inputs lanes", "avx2 avx512 kernel portable", "tiles", "matrix", "product"],
+    ),
+];
 
 const CANDLE_SHARD: &[Folder] = &[
     folder(
@@ -145,28 +161,25 @@ const CANDLE_SHARD: &[Folder] = &[
             "tables",
         ],
     ),
-    folder("autograd", &["counts found hooks order recompute", "shared", "mod"]),
+    folder("autograd", &["counts hooks nesting off_graph order", "shared", "mod"]),
     folder("files", &["disk index", "weights", "checkpoint"]),
     folder("files/checkpoint", &["agreement mod saved", "export save"]),
-    Folder {
-        path: "fsdp",
-        floors: &["options", "nodes", "unit", "pass", "sharder", "mod"],
-        // A unit, its nodes in the graph and the list of all units belong together.
-        up: &[("nodes", "unit"), ("pass", "sharder"), ("unit", "sharder")],
-    },
+    folder("fsdp", &["nodes options", "shared", "unit", "pass", "run sharder", "mod"]),
     folder("files/weights", &["dtypes entry runs", "gguf write", "file", "read", "mod", "indexed names quantized"]),
-    folder("layout", &["axes block placement", "spec", "description part width"]),
+    folder("layout", &["axes block placement", "spec", "description stored_name width"]),
     folder("lookup", &["inputs options", "bags limit"]),
     folder(
         "nn",
         &[
-            "kv_cache mode moved parameters",
-            "draws optim var_builder",
-            "checkpoint dropout embedding fully_shard init linear norm",
+            "kv_cache mode moved parameters place",
+            "draws optim source",
+            "var_builder",
+            "dropout embedding fully_shard init linear norm recompute",
             "fused_qkv module rnn",
-            "batch_norm conv group_norm prelu quantized sequence_cache sequential",
+            "batch_norm conv group_norm moe prelu quantized sequence_cache sequential",
         ],
     ),
+    folder("nn/moe", &["mod", "config", "load", "capacity dispatch router shared", "experts losses", "layer"]),
     folder("nn/optim", &["mod params", "slot", "group", "element", "adagrad adam_w sgd", "muon"]),
     folder("nn/optim/muon", &["exchange owners params", "orthogonal", "mod"]),
     folder(
@@ -179,9 +192,9 @@ const CANDLE_SHARD: &[Folder] = &[
             "order",
         ],
     ),
-    folder("parallel", &["pattern style", "module", "plain plan"]),
+    folder("parallel", &["pattern shares style", "module", "plain plan"]),
     folder("redistribute", &["target whole", "table", "moves", "conversion", "mod"]),
-    folder("rules", &["row", "plan", "cache unasked", "mod", "own"]),
+    folder("rules", &["row", "op_spec", "cache unasked", "mod", "own"]),
     folder("tables", &["sharding_spec sparse", "sharded_tensor", "embedding"]),
     folder("tables/embedding", &["table", "fetch", "renorm", "mod"]),
     folder(
@@ -189,7 +202,7 @@ const CANDLE_SHARD: &[Folder] = &[
         &[
             "local_shard metadata pieces",
             "mod",
-            "compare convert factory from_local gather local_op plan reshard shard state transform",
+            "compare convert factory from_local gather local_op reshard shard sharding_plan state_dict transform",
             "init",
         ],
     ),

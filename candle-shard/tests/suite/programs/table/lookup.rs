@@ -34,18 +34,20 @@ fn ids_of(ids: &Tensor) -> candle_core::Result<Vec<u32>> {
     ids.flatten_all()?.to_vec1()
 }
 
-const PADDED: EmbeddingOptions = EmbeddingOptions { padding_idx: Some(-1), max_norm: None, norm_type: 2.0 };
+fn padded() -> EmbeddingOptions {
+    EmbeddingOptions::default().padding_idx(-1)
+}
 
 pub(super) const OPS: &[Entry] = apart! {
     embedding, 2..=2, rows, |x, n| x[0].embedding(&x[1]), plain::embedding(x);
-    embedding_with, 2..=2, rows, |x, n| x[0].embedding_with(&x[1], &PADDED), {
+    embedding_with, 2..=2, rows, |x, n| x[0].embedding_with(&x[1], &padded()), {
         let shape = [x[1].dims(), &x[0].dims()[1..]].concat();
         kernels::embedding(&x[0], ids_of(&x[1])?, Some(x[0].dim(0)? as u32 - 1))?.reshape(shape)
     };
     embedding_bag, 2..=2, |d, s| {
         let ids = vec![d.size(), d.size()];
         call(vec![(ids, Ids(s[0]))], vec![d.below(3)])
-    }, |x, n| x[0].embedding_bag(&x[1], None, None, &EmbeddingBagOptions { mode: MODES[n[0] % 3], ..Default::default() }), {
+    }, |x, n| x[0].embedding_bag(&x[1], None, None, &EmbeddingBagOptions::default().mode(MODES[n[0] % 3])), {
         let (bags, each) = x[1].dims2()?;
         let bags = Bags::new(ids_of(&x[1])?, (0..=bags).map(|bag| bag * each).collect::<Vec<_>>())?;
         kernels::embedding_bag(&x[0], &bags, MODES[n[0] % 3], None)

@@ -1,0 +1,67 @@
+#!/usr/bin/env python3
+"""Measures prompt and decode speed on a quantized model, here, in candle-transformers and in llama.cpp, alternately.
+
+Usage: python3 benchmarks/decode.py [--model FILE] [--rounds 5] [--max-tokens 64] [--llama-python PYTHON]
+
+Without --model, it takes the SmolLM2-135M-Instruct of scripts/smollm2.sh. A rank has one thread. Without a Python that
+has llama-cpp-python (--llama-python, or LLAMA_PYTHON in the environment), llama.cpp is left out.
+"""
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+
+from side_by_side import PEERS, ROOT, build, has, output, say
+
+# A long prompt, so that its rows and not the dispatch of ops take the time.
+SENTENCE = "The river runs from the mountains to the sea, and on its way it passes fields, villages and old mills. "
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="a GGUF file of a Llama")
+    parser.add_argument("--rounds", type=int, default=5, help="alternating runs of each side [5]")
+    parser.add_argument("--max-tokens", type=int, default=64, help="tokens to write [64]")
+    parser.add_argument("--prompt", default=SENTENCE * 10, help="the text to continue")
+    python = os.environ.get("LLAMA_PYTHON", sys.executable)
+    parser.add_argument("--llama-python", default=python, help="a Python with llama-cpp-python")
+    args = parser.parse_args()
+    if args.rounds < 1 or args.max_tokens < 2:
+        parser.error("give at least 1 for --rounds and 2 for --max-tokens")
+    model = args.model or subprocess.check_output([ROOT / "scripts" / "smollm2.sh"], text=True).strip()
+    if not model:
+        sys.exit("scripts/smollm2.sh found no model; give one with --model.")
+    task = ["--model", model, "--prompt", args.prompt, "--max-tokens", str(args.max_tokens)]
+    lm = [build("lm"), "generate", *task, "--temperature", "0", "--json", "-"]
+    candle = [build("candle-decode", kind="example"), *task]
+    sides = {
+        "1 rank": ([*lm, "--tp", "1"], 1),
+        "2 ranks": ([*lm, "--tp", "2"], 1),
+        "candle-transformers, 1 thread": (candle, 1),
+        "candle-transformers, 2 threads": (candle, 2),
+    }
+    if has(args.llama_python, "import llama_cpp, numpy"):
+        peer = [args.llama_python, PEERS / "llama_cpp.py", *task]
+        for threads, name in ((1, "llama.cpp, 1 thread"), (2, "llama.cpp, 2 threads")):
+            sides[name] = ([*peer, "--threads", str(threads)], threads)
+    else:
+        say(f"llama.cpp is left out: {args.llama_python} has no llama-cpp-python and numpy.")
+    speeds = {name: {"prompt_tokens_per_s": [], "tokens_per_s": []} for name in sides}
+    for _ in range(args.rounds):
+        for name, (command, threads) in sides.items():
+            made = output(command, threads=threads)
+            for key, series in speeds[name].items():
+                series.append(made[key])
+    print("| side | prompt, tokens/s | decode, tokens/s | decode, of 1 rank | spread of the ratio |")
+    print("|---|---|---|---|---|")
+    alone = speeds["1 rank"]["tokens_per_s"]
+    for name, made in speeds.items():
+        ratios = [a / b for a, b in zip(made["tokens_per_s"], alone)]
+        prompt, decode = (statistics.median(made[key]) for key in ("prompt_tokens_per_s", "tokens_per_s"))
+        spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
+        print(f"| {name} | {prompt:.0f} | {decode:.1f} | {statistics.median(ratios):.2f} | {spread} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+#!/usr/bin/env python3
+"""Measures llama.cpp (the Python package llama-cpp-python) on a GGUF file: greedy tokens after a prompt; prints JSON.
+
+Usage: python3 benchmarks/peers/llama_cpp.py --model FILE --prompt TEXT [--max-tokens 64] [--threads 1]
+"""
+import argparse
+import json
+import time
+
+import llama_cpp
+import numpy
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="a GGUF file")
+    parser.add_argument("--prompt", required=True, help="the text to continue")
+    parser.add_argument("--max-tokens", type=int, default=64, help="tokens to write [64]")
+    parser.add_argument("--threads", type=int, default=1, help="threads of llama.cpp [1]")
+    args = parser.parse_args()
+    if args.max_tokens < 2 or args.threads < 1:
+        parser.error("give at least 2 for --max-tokens and 1 for --threads")
+    model = llama_cpp.Llama(
+        args.model,
+        n_ctx=4096,
+        n_batch=512,
+        n_threads=args.threads,
+        n_threads_batch=args.threads,
+        n_gpu_layers=0,
+        logits_all=False,
+        verbose=False,
+    )
+    prompt = model.tokenize(args.prompt.encode(), add_bos=False)
+    tokens, given, first = [], prompt, 0.0
+    began = time.perf_counter()
+    for i in range(args.max_tokens):
+        model.eval(given)
+        logits = llama_cpp.llama_get_logits_ith(model.ctx, -1)
+        token = int(numpy.ctypeslib.as_array(logits, shape=(model.n_vocab(),)).argmax())
+        if i == 0:
+            first = time.perf_counter() - began
+        tokens.append(token)
+        given = [token]
+    rest = time.perf_counter() - began - first
+    speeds = {"prompt_tokens_per_s": len(prompt) / first, "tokens_per_s": (args.max_tokens - 1) / rest}
+    print(json.dumps({"tokens": tokens, **speeds}))
+
+
+if __name__ == "__main__":
+    main()

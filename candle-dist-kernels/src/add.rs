@@ -1,0 +1,127 @@
+use candle_core::{CpuStorage, DType, Layout, Result, Shape, Storage, Tensor, backend::BackendStorage, bail, op};
+use candle_dist::edges;
+
+use super::linear::column_sums;
+
+/// The elementwise sum of two tensors, with broadcasting.
+///
+/// The result and the errors are those of [`Tensor::broadcast_add`]. The backward pass is cheaper: candle adds the
+/// gradient to zeros of the size of each input, while this node passes the gradient on without a copy.
+///
+/// ```
+/// use candle_core::{Device::Cpu, Result, Tensor, Var};
+/// let (x, bias) = (Var::new(&[[1f32, 2.], [3., 4.]], &Cpu)?, Var::new(&[10f32, 20.], &Cpu)?);
+/// let y = candle_dist_kernels::add(&x, &bias)?;
+/// assert_eq!(y.to_vec2::<f32>()?, [[11., 22.], [13., 24.]]);
+/// let grads = y.sum_all()?.backward()?;
+/// assert_eq!(grads.get(&bias).unwrap().to_vec1::<f32>()?, [2., 2.]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
+    let is_supported = a.dtype() == b.dtype() && matches!(a.dtype(), DType::F32 | DType::F64);
+    if !is_supported || !edges::has_ticket(&[a, b]) || !a.device().same_device(b.device()) {
+        return a.broadcast_add(b);
+    }
+    match (repeats(a.shape(), b.shape()), repeats(b.shape(), a.shape())) {
+        (true, _) => add_rows(a, b, [0, 1]),
+        (_, true) => add_rows(b, a, [1, 0]),
+        _ => a.broadcast_add(b),
+    }
+}
+
+/// Returns whether the last dims of `whole` are those of `part`, so that `part` is repeated as a row.
+fn repeats(whole: &Shape, part: &Shape) -> bool {
+    whole.dims().ends_with(part.dims())
+}
+
+/// Returns the sum of `a` and the repeated row `b`, which have these places among the operands.
+fn add_rows(a: &Tensor, b: &Tensor, [of_a, of_b]: [usize; 2]) -> Result<Tensor> {
+    let made = {
+        let ((a_s, a_l), (b_s, b_l)) = (a.storage_and_layout(), b.storage_and_layout());
+        let (Storage::Cpu(a_s), Storage::Cpu(b_s)) = (&*a_s, &*b_s) else { bail!("add: expected tensors on the CPU") };
+        (sum(a_s, a_l, b_s, &b_l.broadcast_as(a.shape())?)?, a.shape().clone())
+    };
+    // The order of the operands decides the order of the backward pass, which must be the same on ranks whose shards are
+    // empty, and for which nothing is added.
+    let mut inputs = [a; 2];
+    inputs[of_b] = b;
+    let row = b.shape().clone();
+    edges::record("add", &inputs, made, move |grad| {
+        let of_row = match grad.shape() == &row {
+            true => grad.clone(),
+            false => match grad.dtype() {
+                DType::F64 => column_sums::<f64>(grad, &row)?,
+                _ => column_sums::<f32>(grad, &row)?,
+            },
+        };
+        let mut grads = edges::Grads::default();
+        grads[of_a] = Some(grad.clone());
+        grads[of_b] = Some(of_row);
+        Ok(grads)
+    })
+}
+
+fn sum(a: &CpuStorage, a_l: &Layout, b: &CpuStorage, b_l: &Layout) -> Result<CpuStorage> {
+    a.binary_impl::<op::Add>(b, a_l, b_l)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)] // a panic is how a test fails
+mod tests {
+    use super::add;
+    use candle_core::{DType, Device::Cpu, Tensor, Var};
+
+    fn random(dims: &[usize], dtype: DType) -> Var {
+        let x = Tensor::arange(0f32, dims.iter().product::<usize>() as f32, &Cpu).unwrap();
+        Var::from_tensor(&x.affine(0.7, 0.2).unwrap().sin().unwrap().reshape(dims).unwrap().to_dtype(dtype).unwrap())
+            .unwrap()
+    }
+
+    #[test]
+    fn sums_and_gradients_are_those_of_candle() {
+        let shapes: [[&[usize]; 2]; 6] = [
+            [&[2, 3], &[2, 3]],
+            [&[4, 2, 3], &[3]],
+            [&[3], &[4, 2, 3]],
+            [&[2, 1], &[1, 3]],
+            [&[2, 3], &[]],
+            [&[5], &[1]],
+        ];
+        for ([of_a, of_b], dtype) in itertools::iproduct!(shapes, [DType::F32, DType::F64, DType::BF16]) {
+            let (a, b) = (random(of_a, dtype), random(of_b, dtype));
+            let run = |sum: &dyn Fn(&Tensor, &Tensor) -> candle_core::Result<Tensor>| {
+                // Each operand is a variable once and an intermediate result once.
+                let y = sum(&a, &b).unwrap();
+                let z = sum(&y, &sum(&b, &y).unwrap()).unwrap();
+                let grads = z.sqr().unwrap().sum_all().unwrap().backward().unwrap();
+                [z, grads.get(&a).unwrap().clone(), grads.get(&b).unwrap().clone()]
+            };
+            let (got, want) = (run(&add), run(&|a, b| a.broadcast_add(b)));
+            for (got, want) in got.iter().zip(&want) {
+                assert_eq!((got.dims(), got.dtype()), (want.dims(), want.dtype()), "{of_a:?} + {of_b:?} {dtype:?}");
+                let [got, want] = [got, want].map(|x| x.to_dtype(DType::F64).unwrap().flatten_all().unwrap());
+                let (got, want) = (got.to_vec1::<f64>().unwrap(), want.to_vec1::<f64>().unwrap());
+                for (got, want) in got.iter().zip(&want) {
+                    assert!((got - want).abs() <= 1e-5 * want.abs(), "{of_a:?} + {of_b:?} {dtype:?}: {got} for {want}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn operands_with_strides_and_one_operand_twice() {
+        let x = random(&[3, 2], DType::F64);
+        let y = add(&x, &x).unwrap();
+        let turned = add(&y.t().unwrap(), &x.t().unwrap()).unwrap();
+        let want = (x.t().unwrap() * 3.0).unwrap();
+        let off = (turned.detach() - want).unwrap().abs().unwrap().max_all().unwrap().to_scalar::<f64>().unwrap();
+        assert!(off < 1e-12, "{off}");
+        let grads = turned.sum_all().unwrap().backward().unwrap();
+        assert_eq!(grads.get(&x).unwrap().to_vec2::<f64>().unwrap(), [[3.0; 2]; 3]);
+        let (none, row) = (random(&[0, 3], DType::F64), random(&[3], DType::F64));
+        let grads = add(&none, &row).unwrap().sum_all().unwrap().backward().unwrap();
+        assert_eq!(grads.get(&row).unwrap().to_vec1::<f64>().unwrap(), [0.0; 3]); // candle gives no gradient
+        assert!(add(&x, &row).is_err());
+        assert!(add(&x, &random(&[3, 2], DType::F32)).is_err());
+    }
+}

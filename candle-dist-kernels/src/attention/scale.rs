@@ -1,0 +1,40 @@
+//! What makes scores of products of queries and keys.
+use crate::real::Real;
+
+/// The factor of products of queries and keys, and the cap of the scores that it makes.
+///
+/// With a cap `c`, the score of a product `p` is `c · tanh(factor · p / c)`, as in Gemma 2.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Scale {
+    /// The factor.
+    pub factor: f64,
+    /// The cap, if there is one.
+    pub cap: Option<f64>,
+}
+
+impl From<f64> for Scale {
+    fn from(factor: f64) -> Self {
+        Self { factor, cap: None }
+    }
+}
+
+impl Scale {
+    /// The factor of what [`cap`](Self::cap_row) leaves: capped products are scores already.
+    pub(super) fn rest<T: Real>(&self) -> T {
+        if self.cap.is_some() { T::one() } else { T::from_f64(self.factor) }
+    }
+
+    /// Replaces a row of products by capped scores, if there is a cap.
+    pub(super) fn cap_row<T: Real>(&self, row: &mut [T]) {
+        let Some(cap) = self.cap else { return };
+        for v in row {
+            *v = T::from_f64(cap * (v.to_f64() * self.factor / cap).tanh());
+        }
+    }
+
+    /// The derivative of a score by what was capped, `factor · p`, from what [`cap_row`](Self::cap_row) left.
+    pub(super) fn slope<T: Real>(&self, score: T) -> T {
+        let tanh = self.cap.map_or(0.0, |cap| score.to_f64() / cap);
+        T::from_f64(1.0 - tanh * tanh)
+    }
+}

@@ -1,0 +1,260 @@
+use candle_core::{CpuStorage, CustomOp2, DType, Layout, Result, Shape, Tensor, bail};
+use itertools::Itertools;
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::{
+    DeferredGradient, WeightSink, compute_dtype, cpu,
+    linear::{forward, narrow, wide},
+    product::product,
+    real::Real,
+    weight_sink,
+};
+
+/// Linear maps of consecutive groups of rows, each with a weight of its own: the products of a mixture of experts.
+///
+/// `x` is `[n, k]`, `weight` is `[groups, m, k]`, both of one dtype, and `counts` has the number of rows of each group.
+/// The result is `[n, m]`: the first `counts[0]` rows are those of `x` times the transpose of `weight[0]`, and so on. A
+/// group without rows costs nothing, and its weight gets a gradient of zeros. Fails if shapes, dtypes or counts do not
+/// fit.
+///
+/// ```
+/// # fn main() -> candle_core::Result<()> {
+/// use candle_core::{Device::Cpu, Tensor};
+/// let (x, weight) = (Tensor::new(&[[1f32], [2.], [3.]], &Cpu)?, Tensor::new(&[[[10f32]], [[7.]], [[100.]]], &Cpu)?);
+/// let y = candle_dist_kernels::grouped_linear(&x, &weight, [2, 0, 1])?;
+/// assert_eq!(y.to_vec2::<f32>()?, [[10.], [20.], [300.]]);
+/// # Ok(())
+/// # }
+/// ```
+pub fn grouped_linear(x: &Tensor, weight: &Tensor, counts: impl Into<Arc<[usize]>>) -> Result<Tensor> {
+    let counts = counts.into();
+    compute_dtype("grouped_linear", x)?;
+    let ((n, k), (groups, m, width)) = (x.dims2()?, weight.dims3()?);
+    let sum = counts.iter().try_fold(0usize, |sum, &count| sum.checked_add(count));
+    if k != width || counts.len() != groups || sum != Some(n) || x.dtype() != weight.dtype() {
+        let (x_type, weight_type) = (x.dtype().as_str(), weight.dtype().as_str());
+        bail!(
+            "grouped_linear: {x_type}[{n}, {k}] with rows {counts:?} does not fit weights {weight_type}[{groups}, {m}, \
+             {width}]"
+        );
+    }
+    if !x.device().is_cpu() {
+        return composed(x, weight, &counts);
+    }
+    x.contiguous()?.apply_op2(&weight.contiguous()?, GroupedLinear { counts, sink: weight_sink() })
+}
+
+/// Returns each group that has rows, and these rows.
+fn groups(counts: &[usize]) -> impl Iterator<Item = (usize, Range<usize>)> + '_ {
+    let starts = counts.iter().scan(0, |end, &count| {
+        *end += count;
+        Some(*end - count..*end)
+    });
+    starts.enumerate().filter(|(_, rows)| !rows.is_empty())
+}
+
+/// Multiplies group by group with candle's own operations.
+fn composed(x: &Tensor, weight: &Tensor, counts: &[usize]) -> Result<Tensor> {
+    let of_group = |(group, rows): (usize, Range<usize>)| {
+        x.narrow(0, rows.start, rows.len())?.matmul(&weight.get(group)?.t()?.contiguous()?)
+    };
+    let parts: Vec<Tensor> = groups(counts).map(of_group).try_collect()?;
+    if !parts.is_empty() {
+        return Tensor::cat(&parts, 0);
+    }
+    // Connected to both operands, which get gradients of zeros.
+    let nothing = |x: &Tensor| x.flatten_all()?.narrow(0, 0, 0)?.sum_all();
+    (nothing(x)? + nothing(weight)?)?.broadcast_as((1, weight.dim(1)?))?.narrow(0, 0, 0)
+}
+
+struct GroupedLinear {
+    counts: Arc<[usize]>,
+    /// Takes the gradient of the weight, if there is one.
+    sink: Option<Arc<dyn WeightSink>>,
+}
+
+/// The layout of some rows of a contiguous matrix.
+fn rows_of(layout: &Layout, rows: &Range<usize>) -> Layout {
+    let width = layout.dims()[1];
+    let start = layout.start_offset() + rows.start * width;
+    Layout::new(Shape::from((rows.len(), width)), vec![width, 1], start)
+}
+
+/// The layout of the weight of a group.
+fn weight_of(layout: &Layout, group: usize) -> Layout {
+    let &[_, m, k] = layout.dims() else { return layout.clone() };
+    Layout::new(Shape::from((m, k)), vec![k, 1], layout.start_offset() + group * m * k)
+}
+
+/// The products of all groups, one after the other.
+fn forward_all<T: Real>(
+    counts: &[usize],
+    [x, weight]: [&CpuStorage; 2],
+    [x_l, weight_l]: [&Layout; 2],
+) -> Result<CpuStorage> {
+    let mut out: Vec<T> = Vec::with_capacity(x_l.dims()[0] * weight_l.dims()[1]);
+    for (group, rows) in groups(counts) {
+        let (made, _) = forward(x, &rows_of(x_l, &rows), weight, &weight_of(weight_l, group))?;
+        out.extend_from_slice(T::cpu_storage_as_slice(&made)?);
+    }
+    Ok(T::to_cpu_storage_owned(out))
+}
+
+/// Calls `of_group` with the storages of two contiguous operands, widened group by group, and joins its results.
+fn by_group<T: Real>(
+    counts: &[usize],
+    [a, b]: [&Tensor; 2],
+    layouts: impl Fn(usize, &Range<usize>) -> [Layout; 2],
+    mut take: impl FnMut(usize, &[T]),
+    swap: [bool; 2],
+) -> Result<()> {
+    let [a_s, b_s] = [a, b].map(|t| t.storage_and_layout().0);
+    for (group, rows) in groups(counts) {
+        let [a_l, b_l] = layouts(group, &rows);
+        let ((a, a_l), (b, b_l)) = (wide(cpu(&a_s)?, &a_l)?, wide(cpu(&b_s)?, &b_l)?);
+        let turned = |layout: Layout, swap: bool| if swap { layout.transpose(0, 1) } else { Ok(layout) };
+        let made = product(&a, &turned(a_l, swap[0])?, &b, &turned(b_l, swap[1])?)?;
+        take(group, T::cpu_storage_as_slice(&made)?);
+    }
+    Ok(())
+}
+
+/// The gradient of the rows.
+fn gradient_of_rows<T: Real>(counts: &[usize], x: &Tensor, weight: &Tensor, grad: &Tensor) -> Result<Tensor> {
+    let mut out: Vec<T> = Vec::with_capacity(x.elem_count());
+    let layouts = |group: usize, rows: &Range<usize>| [rows_of(grad.layout(), rows), weight_of(weight.layout(), group)];
+    by_group(counts, [grad, weight], layouts, |_, made| out.extend_from_slice(made), [false, false])?;
+    tensor(out, x)
+}
+
+/// The gradients of the weights; zeros for groups without rows.
+fn gradient_of_weights<T: Real>(counts: &[usize], x: &Tensor, weight: &Tensor, grad: &Tensor) -> Result<Tensor> {
+    let (_, m, k) = weight.dims3()?;
+    let mut out = vec![T::zero(); weight.elem_count()];
+    let layouts = |_: usize, rows: &Range<usize>| [rows_of(grad.layout(), rows), rows_of(x.layout(), rows)];
+    let take = |group: usize, made: &[T]| out[group * m * k..][..m * k].copy_from_slice(made);
+    by_group(counts, [grad, x], layouts, take, [true, false])?;
+    tensor(out, weight)
+}
+
+fn tensor<T: Real>(data: Vec<T>, like: &Tensor) -> Result<Tensor> {
+    Tensor::from_vec(data, like.shape(), like.device())?.to_dtype(like.dtype())
+}
+
+/// Calls a function for the compute type of an operand.
+macro_rules! in_compute_type {
+    ($x:expr, $f:ident($($arg:expr),*)) => {
+        if $x.dtype() == DType::F64 { $f::<f64>($($arg),*) } else { $f::<f32>($($arg),*) }
+    };
+}
+
+impl CustomOp2 for GroupedLinear {
+    fn name(&self) -> &'static str {
+        "grouped_linear"
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, x_l: &Layout, w: &CpuStorage, w_l: &Layout) -> Result<(CpuStorage, Shape)> {
+        use candle_core::backend::BackendStorage;
+        let shape = Shape::from((x_l.dims()[0], w_l.dims()[1]));
+        let out = in_compute_type!(x, forward_all(&self.counts, [x, w], [x_l, w_l]))?;
+        Ok((narrow(out, &shape, x.dtype())?, shape))
+    }
+
+    fn bwd(&self, x: &Tensor, w: &Tensor, _: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let grad = grad.detach().contiguous()?;
+        let dx = x.track_op().then(|| in_compute_type!(x, gradient_of_rows(&self.counts, x, w, &grad))).transpose()?;
+        if !w.track_op() {
+            return Ok((dx, None));
+        }
+        let (x, weight, counts) = (x.detach(), w.detach(), self.counts.clone());
+        let later: DeferredGradient =
+            Box::new(move || in_compute_type!(x, gradient_of_weights(&counts, &x, &weight, &grad)));
+        let dw = match &self.sink {
+            Some(sink) => sink.take(w, later)?,
+            None => Some(later()?),
+        };
+        Ok((dx, dw))
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)] // a panic is how a test fails
+mod tests {
+    use super::{composed, grouped_linear};
+    use candle_core::{DType, Device, Result, Tensor, Var};
+
+    type Map = fn(&Tensor, &Tensor, &[usize]) -> Result<Tensor>;
+
+    fn waves(dims: &[usize], dtype: DType) -> Var {
+        let x = Tensor::arange(0f64, dims.iter().product::<usize>() as f64, &Device::Cpu).unwrap();
+        let x = x.affine(0.7, 0.2).unwrap().sin().unwrap().reshape(dims).unwrap();
+        Var::from_tensor(&x.to_dtype(dtype).unwrap()).unwrap()
+    }
+
+    fn plain(x: &Tensor, weight: &Tensor, counts: &[usize]) -> Result<Tensor> {
+        let group = |row: usize| (0..counts.len()).find(|&g| row < counts[..=g].iter().sum()).unwrap();
+        let groups: Vec<u32> = (0..x.dim(0)?).map(|row| group(row) as u32).collect();
+        let weights = weight.index_select(&Tensor::new(groups, x.device())?, 0)?;
+        weights.matmul(&x.unsqueeze(2)?)?.squeeze(2)
+    }
+
+    fn all(map: Map, counts: &[usize], dtype: DType) -> Vec<Tensor> {
+        let (x, weight) = (waves(&[counts.iter().sum(), 5], dtype), waves(&[counts.len(), 3, 5], dtype));
+        let y = map(&x, &weight, counts).unwrap();
+        let up = waves(y.dims(), dtype);
+        let grads = (&y * &*up).unwrap().sum_all().unwrap().backward().unwrap();
+        let grad = |var: &Var| grads.get(var).unwrap_or_else(|| panic!("no gradient for {counts:?}")).clone();
+        let made = [y, grad(&x), grad(&weight)];
+        made.into_iter().map(|t| t.to_dtype(DType::F64).unwrap()).collect()
+    }
+
+    #[test]
+    fn each_group_has_its_own_product_and_gradients() {
+        let fused: Map = |x, weight, counts| grouped_linear(x, weight, counts);
+        for counts in [&[2, 0, 9, 1, 4, 0][..], &[7], &[0, 3], &[20, 20]] {
+            for (map, dtype, most) in [
+                (fused, DType::F64, 1e-13),
+                (composed, DType::F64, 1e-13),
+                (fused, DType::F32, 1e-5),
+                (fused, DType::BF16, 0.05),
+            ] {
+                // Sixteen-bit operands are compared in f64 with the same rounded numbers.
+                let want = all(plain, counts, if dtype == DType::BF16 { DType::F32 } else { dtype });
+                for (got, want) in all(map, counts, dtype).iter().zip(&want) {
+                    assert_eq!(got.dims(), want.dims());
+                    let off = (got - want).unwrap().abs().unwrap().max_all().unwrap().to_scalar::<f64>().unwrap();
+                    let size = want.abs().unwrap().max_all().unwrap().to_scalar::<f64>().unwrap().max(1.0);
+                    assert!(off <= most * size, "{counts:?} {dtype:?}: {off:e}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn groups_without_rows_get_gradients_of_zeros() {
+        let fused: Map = |x, weight, counts| grouped_linear(x, weight, counts);
+        for map in [fused, composed] {
+            for groups in [0, 3] {
+                let (x, weight) = (waves(&[0, 5], DType::F32), waves(&[groups, 4, 5], DType::F32));
+                let y = map(&x, &weight, &vec![0; groups]).unwrap();
+                assert!(y.dims() == [0, 4] && y.track_op());
+                let grads = y.sum_all().unwrap().backward().unwrap();
+                let grad = grads.get(&weight).unwrap();
+                assert_eq!((grad.dims(), grad.sum_all().unwrap().to_scalar::<f32>().unwrap()), (weight.dims(), 0.0));
+                assert_eq!(grads.get(&x).unwrap().dims(), [0, 5]);
+            }
+        }
+    }
+
+    #[test]
+    fn what_does_not_fit_is_refused() {
+        let (x, weight) = (waves(&[3, 5], DType::F32), waves(&[2, 4, 5], DType::F32));
+        for counts in [&[1, 1][..], &[3], &[usize::MAX, 4]] {
+            let text = grouped_linear(&x, &weight, counts).unwrap_err().to_string();
+            assert!(text.contains("f32[3, 5]") && text.contains("f32[2, 4, 5]"), "{text}");
+        }
+        assert!(grouped_linear(&x, &waves(&[1, 4, 6], DType::F32), [3]).is_err());
+        assert!(grouped_linear(&x, &waves(&[1, 4, 5], DType::F64), [3]).is_err());
+    }
+}

@@ -1,0 +1,104 @@
+use std::sync::Arc;
+
+use candle_core::quantized::{GgmlDType, QTensor};
+use candle_core::{Device, Result, Tensor, bail};
+
+use super::format;
+use super::tiles::Tiles;
+
+/// A quantized weight `[rows, columns]`, ready for [`quantized_linear`](crate::quantized_linear). Clones share memory.
+///
+/// On the CPU its blocks are packed for the processor's vectors: the same numbers in another order, and scales of six
+/// bits in a byte each.
+#[derive(Debug, Clone)]
+pub struct QuantizedMatrix(pub(super) Arc<Held>);
+
+#[derive(Debug)]
+pub(super) enum Held {
+    /// On the CPU.
+    Tiles(Tiles),
+    /// On other devices, as candle holds it.
+    Blocks(Arc<QTensor>),
+}
+
+impl QuantizedMatrix {
+    /// Packs a weight, and frees its blocks as files have them.
+    ///
+    /// # Errors
+    /// If the tensor has another number of dims than two, no columns, or a type that is [not taken](Self::takes).
+    pub fn new(weight: QTensor) -> Result<Self> {
+        let (rows, columns) = weight.shape().dims2()?;
+        if !Self::takes(weight.dtype()) {
+            bail!("{:?} is no type of quantized weights; convert the weight, for example to Q8_0", weight.dtype());
+        }
+        Ok(Self(Arc::new(match weight.device() {
+            Device::Cpu => Held::Tiles(Tiles::new(weight.dtype(), [rows, columns], &weight.data()?)?),
+            _ => Held::Blocks(Arc::new(weight)),
+        })))
+    }
+
+    /// Returns whether weights may have this type: `Q4_0`, `Q4_1`, `Q5_0`, `Q5_1`, `Q8_0`, and `Q2K` to `Q6K`.
+    pub fn takes(dtype: GgmlDType) -> bool {
+        format::layout(dtype).is_some()
+    }
+
+    /// The rows and columns.
+    pub fn dims(&self) -> [usize; 2] {
+        match &*self.0 {
+            Held::Tiles(tiles) => [tiles.rows, tiles.columns],
+            Held::Blocks(weight) => [weight.shape().dims()[0], weight.shape().dims()[1]],
+        }
+    }
+
+    /// The type of the blocks.
+    pub fn dtype(&self) -> GgmlDType {
+        match &*self.0 {
+            Held::Tiles(tiles) => tiles.dtype,
+            Held::Blocks(weight) => weight.dtype(),
+        }
+    }
+
+    /// The bytes in memory. On the CPU they are those of the blocks of the rows, up to a multiple of 16 rows, and four
+    /// bytes more for each block of `Q3K`, `Q4K` and `Q5K`.
+    pub fn bytes(&self) -> usize {
+        match &*self.0 {
+            Held::Tiles(tiles) => tiles.bytes(),
+            Held::Blocks(weight) => weight.storage_size_in_bytes(),
+        }
+    }
+
+    /// Returns the floats that the weight stands for, with candle's bits, on its device.
+    pub fn dequantize(&self) -> Result<Tensor> {
+        match &*self.0 {
+            Held::Tiles(tiles) => {
+                let rows: Vec<u32> = (0..tiles.rows as u32).collect();
+                Tensor::from_vec(self.rows(&rows)?, (tiles.rows, tiles.columns), &Device::Cpu)
+            }
+            Held::Blocks(weight) => weight.dequantize(&weight.device()),
+        }
+    }
+
+    /// Returns the floats that some rows stand for, one row after the other.
+    ///
+    /// # Errors
+    /// If a row is outside of the weight.
+    pub fn rows(&self, rows: &[u32]) -> Result<Vec<f32>> {
+        let [count, columns] = self.dims();
+        if let Some(row) = rows.iter().find(|&&row| row as usize >= count) {
+            bail!("row {row} is outside of a quantized weight [{count}, {columns}]");
+        }
+        match &*self.0 {
+            Held::Tiles(tiles) => {
+                let mut out = vec![0.0; rows.len() * columns];
+                for (&row, out) in rows.iter().zip(out.chunks_exact_mut(columns)) {
+                    tiles.dequantize_row(row as usize, out);
+                }
+                Ok(out)
+            }
+            Held::Blocks(weight) => {
+                let rows = Tensor::new(rows, &weight.device())?;
+                weight.embedding(&rows)?.flatten_all()?.to_vec1()
+            }
+        }
+    }
+}

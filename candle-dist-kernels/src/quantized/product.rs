@@ -1,0 +1,121 @@
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CudaStorage, CustomOp1, D, DType, Layout, MetalStorage, Result, Shape, Tensor, bail};
+
+use super::inputs;
+use super::matrix::{Held, QuantizedMatrix};
+use super::tiles::Processor;
+use crate::elements;
+
+/// Computes `x · weightᵀ` for `x` `[.., k]` and quantized weights `[n, k]`, side by side: `[.., n₁ + n₂ + ..]`.
+///
+/// On the CPU each 32 elements of `x` are rounded to multiples of a 127th of the largest of them, once for all weights.
+/// Sums are in f32. A row of `x` with an element that is not finite gives NaN.
+///
+/// The input has a gradient, which candle's own `QMatMul` drops. The weights have none.
+///
+/// ```
+/// use candle_core::quantized::{GgmlDType, QTensor};
+/// use candle_core::{DType, Device::Cpu, Result, Tensor, Var};
+/// use candle_dist_kernels::{QuantizedMatrix, quantized_linear};
+///
+/// let weight = QTensor::quantize(&Tensor::ones((3, 32), DType::F32, &Cpu)?, GgmlDType::Q8_0)?;
+/// let weight = QuantizedMatrix::new(weight)?;
+/// let x = Var::ones((2, 32), DType::F32, &Cpu)?;
+/// let y = quantized_linear(&x, &[&weight])?;
+/// assert_eq!(y.dims(), [2, 3]);
+/// let gradient = y.sum_all()?.backward()?.remove(&x).unwrap();
+/// assert!((gradient.get(0)?.get(0)?.to_scalar::<f32>()? - 3.0).abs() < 0.01);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+///
+/// # Errors
+/// If `x` has one dim alone, another last dim than a weight, or a dtype that is not f32, bf16 or f16; if it is on
+/// another device than a weight, or there are no weights.
+pub fn quantized_linear(x: &Tensor, weights: &[&QuantizedMatrix]) -> Result<Tensor> {
+    let Some(first) = weights.first() else { bail!("quantized_linear: no weights; give at least one") };
+    if x.rank() < 2 || !matches!(x.dtype(), DType::F32 | DType::F16 | DType::BF16) {
+        bail!("quantized_linear: {}{:?}: expected two dims or more of f32, f16 or bf16", x.dtype().as_str(), x.dims());
+    }
+    let k = x.dim(D::Minus1)?;
+    if let Some(other) = weights.iter().find(|weight| weight.dims()[1] != k) {
+        bail!("quantized_linear: input {:?} does not fit a weight {:?}", x.dims(), other.dims());
+    }
+    let op = |weights: &[&QuantizedMatrix]| Products(weights.iter().map(|&weight| weight.clone()).collect());
+    let x = x.contiguous()?;
+    match &*first.0 {
+        Held::Tiles(_) => x.apply_op1(op(weights)),
+        Held::Blocks(_) => {
+            let parts = weights.iter().map(|&weight| x.apply_op1(op(&[weight]))).collect::<Result<Vec<_>>>()?;
+            if let [part] = &parts[..] { Ok(part.clone()) } else { Tensor::cat(&parts, D::Minus1) }
+        }
+    }
+}
+
+/// Products with weights on one device; on others than the CPU with one weight.
+struct Products(Vec<QuantizedMatrix>);
+
+impl Products {
+    /// Returns the weight that candle multiplies with.
+    fn of_candle(&self, device: &'static str) -> Result<&candle_core::quantized::QTensor> {
+        match self.0.first().map(|weight| &*weight.0) {
+            Some(Held::Blocks(weight)) => Ok(weight),
+            _ => bail!("quantized_linear: the input is on {device} and the weight is not; use one device"),
+        }
+    }
+}
+
+impl CustomOp1 for Products {
+    fn name(&self) -> &'static str {
+        "quantized_linear"
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        if x.dtype() != DType::F32 {
+            let wide = x.to_dtype(layout, DType::F32)?;
+            let (made, shape) = self.cpu_fwd(&wide, &Layout::contiguous(layout.shape()))?;
+            return Ok((made.to_dtype(&Layout::contiguous(&shape), x.dtype())?, shape));
+        }
+        let (k, n) = (layout.dims()[layout.dims().len() - 1], self.0.iter().map(|weight| weight.dims()[0]).sum());
+        let m = layout.shape().elem_count() / k;
+        let inputs = inputs::round(elements(x, layout)?);
+        let mut out = vec![0.0; m * n];
+        let mut first = 0;
+        for weight in &self.0 {
+            let Held::Tiles(tiles) = &*weight.0 else {
+                bail!("quantized_linear: the input is on the CPU and a weight is not; use one device");
+            };
+            if m > 0 {
+                tiles.product(Processor::best(), &inputs, m, &mut out, first);
+            }
+            first += tiles.rows;
+        }
+        let mut shape = layout.dims().to_vec();
+        shape[layout.dims().len() - 1] = n;
+        Ok((CpuStorage::F32(out), Shape::from(shape)))
+    }
+
+    fn cuda_fwd(&self, x: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+        self.of_candle("CUDA")?.cuda_fwd(x, layout)
+    }
+
+    fn metal_fwd(&self, x: &MetalStorage, layout: &Layout) -> Result<(MetalStorage, Shape)> {
+        self.of_candle("Metal")?.metal_fwd(x, layout)
+    }
+
+    fn bwd(&self, x: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
+        let n = gradient.dim(D::Minus1)?;
+        let rows = gradient.contiguous()?.reshape(((), n))?;
+        let mut sum: Option<Tensor> = None;
+        let mut first = 0;
+        for weight in &self.0 {
+            let [n, _] = weight.dims();
+            let part = rows.narrow(1, first, n)?.matmul(&weight.dequantize()?.to_dtype(x.dtype())?)?;
+            sum = Some(match sum {
+                Some(sum) => (sum + part)?,
+                None => part,
+            });
+            first += n;
+        }
+        sum.map(|sum| sum.reshape(x.shape())).transpose()
+    }
+}

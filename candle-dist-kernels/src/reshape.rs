@@ -1,0 +1,18 @@
+use candle_core::shape::ShapeWithOneHole;
+use candle_core::{Result, Tensor};
+use candle_dist::edges;
+
+/// The elements of `x`, in row-major order, in another shape of the same size.
+///
+/// The result and the errors are those of [`Tensor::reshape`]. If `x` is a result of this crate, the backward pass does
+/// not copy the gradient.
+///
+/// ```
+/// use candle_core::{Device::Cpu, Result, Tensor};
+/// let x = Tensor::new(&[[1f32, 2.], [3., 4.]], &Cpu)?;
+/// assert_eq!(candle_dist_kernels::reshape(&x, ((), 1))?.dims(), [4, 1]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+pub fn reshape(x: &Tensor, shape: impl ShapeWithOneHole) -> Result<Tensor> {
+    edges::reshape(x, shape.into_shape(x.elem_count())?)
+}

@@ -1,0 +1,157 @@
+//! Letters from one process to another through memory that both have: a queue of bytes with one writer and one reader.
+//!
+//! The writer owns the count of written bytes and the reader the count of read bytes. Each publishes its count after it
+//! has touched the bytes, and reads the other's count before, so neither touches a byte that the other still uses. The
+//! test `letters` runs this file under loom, with loom's cells as the memory.
+use std::sync::atomic::Ordering;
+
+/// The bytes of a ring's letters; a power of two.
+pub(super) const CAPACITY: usize = 64 << 10;
+/// A letter begins with its length, and its end is padded to as many bytes.
+const WORD: usize = size_of::<u64>();
+
+/// The two counts of a ring.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Count {
+    Written,
+    Read,
+}
+
+/// The memory of one ring, shared by its two ends.
+pub(super) trait Memory {
+    /// The bytes of the letters.
+    fn capacity(&self) -> usize;
+    fn load(&self, count: Count, order: Ordering) -> u64;
+    fn store(&self, count: Count, value: u64, order: Ordering);
+    /// Writes bytes at an offset.
+    ///
+    /// # Safety
+    /// The bytes lie within the capacity, and the other end does not use them.
+    unsafe fn write(&self, at: usize, bytes: &[u8]);
+    /// Reads bytes at an offset.
+    ///
+    /// # Safety
+    /// As for `write`; the bytes have been written.
+    unsafe fn read(&self, at: usize, bytes: &mut [u8]);
+}
+
+/// Returns the bytes that a letter of `len` bytes occupies.
+const fn occupied(len: usize) -> usize {
+    WORD + len.next_multiple_of(WORD)
+}
+
+/// The end that writes.
+pub(super) struct Writer<M> {
+    memory: M,
+    written: u64,
+    /// The count of read bytes, as last seen.
+    read: u64,
+}
+
+impl<M: Memory> Writer<M> {
+    /// Takes the writing end of a ring that nobody has used.
+    ///
+    /// # Safety
+    /// There is no other writer of this memory, and both of its counts are 0.
+    pub(super) const unsafe fn new(memory: M) -> Self {
+        Self { memory, written: 0, read: 0 }
+    }
+
+    /// Returns whether a letter of this size can ever be written.
+    pub(super) fn fits(&self, len: usize) -> bool {
+        occupied(len) <= self.memory.capacity()
+    }
+
+    /// Writes a letter in parts; returns false if there is no room for it now.
+    pub(super) fn push(&mut self, parts: &[&[u8]]) -> bool {
+        let len = parts.iter().map(|part| part.len()).sum::<usize>();
+        if !self.has_room(occupied(len)) {
+            self.read = self.memory.load(Count::Read, Ordering::Acquire);
+            if !self.has_room(occupied(len)) {
+                return false;
+            }
+        }
+        let mut at = self.written;
+        let length = (len as u64).to_ne_bytes();
+        for part in std::iter::once(&length[..]).chain(parts.iter().copied()) {
+            self.write(at, part);
+            at += part.len() as u64;
+        }
+        self.written += occupied(len) as u64;
+        self.memory.store(Count::Written, self.written, Ordering::Release);
+        true
+    }
+
+    fn has_room(&self, bytes: usize) -> bool {
+        self.written - self.read + bytes as u64 <= self.memory.capacity() as u64
+    }
+
+    fn write(&self, at: u64, bytes: &[u8]) {
+        let (start, first) = split(at, bytes.len(), self.memory.capacity());
+        // SAFETY: the reader has read what was here before, by the count that was acquired, and does not look at it again
+        // before the count of written bytes says so. This is the only writer.
+        unsafe {
+            self.memory.write(start, &bytes[..first]);
+            self.memory.write(0, &bytes[first..]);
+        }
+    }
+}
+
+/// The end that reads.
+pub(super) struct Reader<M> {
+    memory: M,
+    read: u64,
+    /// The count of written bytes, as last seen.
+    written: u64,
+}
+
+impl<M: Memory> Reader<M> {
+    /// Takes the reading end of a ring that nobody has used.
+    ///
+    /// # Safety
+    /// There is no other reader of this memory, and both of its counts are 0.
+    pub(super) const unsafe fn new(memory: M) -> Self {
+        Self { memory, read: 0, written: 0 }
+    }
+
+    /// Takes the next letter; returns its length, if there is one.
+    ///
+    /// # Errors
+    /// Returns the length of a letter that is longer than `room`; the letter stays.
+    pub(super) fn pop(&mut self, room: &mut [u8]) -> Result<Option<usize>, u64> {
+        if self.read == self.written {
+            self.written = self.memory.load(Count::Written, Ordering::Acquire);
+            if self.read == self.written {
+                return Ok(None);
+            }
+        }
+        let mut length = [0; WORD];
+        self.bytes(self.read, &mut length);
+        let length = u64::from_ne_bytes(length);
+        let Some(letter) = usize::try_from(length).ok().and_then(|len| room.get_mut(..len)) else {
+            return Err(length);
+        };
+        self.bytes(self.read + WORD as u64, letter);
+        self.read += occupied(letter.len()) as u64;
+        self.memory.store(Count::Read, self.read, Ordering::Release);
+        Ok(Some(letter.len()))
+    }
+
+    fn bytes(&self, at: u64, bytes: &mut [u8]) {
+        let (start, first) = split(at, bytes.len(), self.memory.capacity());
+        let (before, after) = bytes.split_at_mut(first);
+        // SAFETY: the count of written bytes, which was acquired, covers the whole letter, and the writer leaves it alone
+        // until the count of read bytes says that it may go. This is the only reader.
+        unsafe {
+            self.memory.read(start, before);
+            self.memory.read(0, after);
+        }
+    }
+}
+
+/// Returns where `len` bytes begin, and how many of them lie before the end of the memory.
+const fn split(at: u64, len: usize, capacity: usize) -> (usize, usize) {
+    let start = at as usize & (capacity - 1);
+    let before = capacity - start;
+    (start, if len < before { len } else { before })
+}

@@ -1,0 +1,185 @@
+//! Tickets: the nodes that candle's backward pass visits.
+use super::slot::{Slot, forget_pass, nested};
+use super::value::{Holder, holder_of, tensor};
+use candle_core::{CpuStorage, CustomOp1, CustomOp2, CustomOp3, Layout, Result, Shape, Tensor, bail};
+use smallvec::SmallVec;
+use std::cell::RefCell;
+use std::sync::{Arc, OnceLock};
+
+/// The gradients of the inputs of an op, in their order.
+pub type Grads = [Option<Tensor>; 3];
+
+/// Returns the gradients of the inputs, from the result of the op and its gradient.
+pub(super) type Backward = Box<dyn Fn(Option<&Tensor>, &Tensor) -> Result<Grads> + Send + Sync>;
+
+/// A tracked input of an op.
+struct Input {
+    /// Its place among the inputs.
+    place: usize,
+    /// Where its gradient goes; `None` if candle passes it on.
+    holder: Option<Arc<Holder>>,
+}
+
+struct Node {
+    name: &'static str,
+    slot: Arc<Slot>,
+    inputs: SmallVec<[Input; 3]>,
+    /// The result, without a graph: with one, the node would own itself.
+    result: OnceLock<Tensor>,
+    /// `None` once the node is dropped.
+    backward: Option<Backward>,
+}
+
+/// Makes the result of an op on at most three inputs a node of the graph.
+pub(super) fn node(
+    name: &'static str,
+    inputs: &[&Tensor],
+    (storage, shape): (CpuStorage, Shape),
+    is_result_needed: bool,
+    backward: Backward,
+) -> Result<Tensor> {
+    let slot = Arc::<Slot>::default();
+    let mut tracked = SmallVec::new();
+    let mut args = SmallVec::<[Tensor; 3]>::new();
+    for (place, x) in inputs.iter().enumerate().filter(|(_, x)| x.track_op()) {
+        let holder = holder_of(x);
+        args.push(holder.as_ref().map_or_else(|| (*x).clone(), |holder| holder.ticket.clone()));
+        tracked.push(Input { place, holder });
+    }
+    let node =
+        Arc::new(Node { name, slot: slot.clone(), inputs: tracked, result: OnceLock::new(), backward: Some(backward) });
+    let ticket = Ticket(node.clone());
+    let ticket = match &args[..] {
+        [a] => a.apply_op1(ticket)?,
+        [a, b] => a.apply_op2(b, ticket)?,
+        [a, b, c] => a.apply_op3(b, c, ticket)?,
+        _ => bail!("{name}: {} tracked inputs; expected one to three", args.len()),
+    };
+    let made = tensor(storage, shape, ticket, slot)?;
+    if is_result_needed {
+        node.result.get_or_init(|| made.detach());
+    }
+    Ok(made)
+}
+
+impl Node {
+    /// Runs the backward step. Returns the gradients of the ticket's inputs for candle.
+    fn run(&self, count: &Tensor) -> Result<Grads> {
+        let grad = self.slot.take(count)?;
+        let mut grads = match &self.backward {
+            // It may run backward passes itself.
+            Some(backward) => nested(|| backward(self.result.get(), &grad))?,
+            None => bail!("{}: the node was dropped", self.name),
+        };
+        let mut passed = Grads::default();
+        for (passed, Input { place, holder }) in passed.iter_mut().zip(&self.inputs) {
+            let grad = grads[*place].take();
+            *passed = match (grad, holder) {
+                (Some(grad), Some(holder)) => Some(holder.receive(&grad)?),
+                (grad, _) => grad,
+            };
+        }
+        Ok(passed)
+    }
+}
+
+/// What a dropped node owned: its inputs, and with them the rest of the graph.
+type Owned = (SmallVec<[Input; 3]>, Option<Backward>);
+
+thread_local! {
+    /// What nodes have left to the drop that is under way; `None` if there is none.
+    static LEFT: RefCell<Option<Vec<Owned>>> = const { RefCell::new(None) };
+}
+
+impl Drop for Node {
+    /// Drops the inputs after the node and not within it: a graph of many nodes would overflow the stack.
+    fn drop(&mut self) {
+        let owned = (std::mem::take(&mut self.inputs), self.backward.take());
+        let is_first = LEFT.try_with(|left| {
+            let mut left = left.borrow_mut();
+            let is_first = left.is_none();
+            left.get_or_insert_default().push(owned);
+            is_first
+        });
+        while let Ok(true) = is_first
+            && let Some(owned) = LEFT.with_borrow_mut(|left| left.as_mut().and_then(Vec::pop))
+        {
+            drop(owned);
+        }
+        if let Ok(true) = is_first {
+            LEFT.take();
+        }
+    }
+}
+
+struct Ticket(Arc<Node>);
+
+impl Ticket {
+    fn made() -> Result<(CpuStorage, Shape)> {
+        Ok((CpuStorage::F32(vec![0.0]), Shape::from(())))
+    }
+
+    fn backward(&self, count: &Tensor) -> Result<Grads> {
+        self.0.run(count).inspect_err(|_| forget_pass())
+    }
+}
+
+impl CustomOp1 for Ticket {
+    fn name(&self) -> &'static str {
+        self.0.name
+    }
+
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
+        Self::made()
+    }
+
+    fn bwd(&self, _: &Tensor, _: &Tensor, count: &Tensor) -> Result<Option<Tensor>> {
+        let [a, _, _] = self.backward(count)?;
+        Ok(a)
+    }
+}
+
+impl CustomOp2 for Ticket {
+    fn name(&self) -> &'static str {
+        self.0.name
+    }
+
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
+        Self::made()
+    }
+
+    fn bwd(&self, _: &Tensor, _: &Tensor, _: &Tensor, count: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let [a, b, _] = self.backward(count)?;
+        Ok((a, b))
+    }
+}
+
+impl CustomOp3 for Ticket {
+    fn name(&self) -> &'static str {
+        self.0.name
+    }
+
+    fn cpu_fwd(
+        &self,
+        _: &CpuStorage,
+        _: &Layout,
+        _: &CpuStorage,
+        _: &Layout,
+        _: &CpuStorage,
+        _: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        Self::made()
+    }
+
+    fn bwd(
+        &self,
+        _: &Tensor,
+        _: &Tensor,
+        _: &Tensor,
+        _: &Tensor,
+        count: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        let [a, b, c] = self.backward(count)?;
+        Ok((a, b, c))
+    }
+}

@@ -1,0 +1,134 @@
+//! Where the gradients of one tensor meet.
+use candle_core::{CpuStorage, DType, InplaceOp2, Layout, Result, Shape, Tensor, bail};
+use parking_lot::Mutex;
+use smallvec::SmallVec;
+use std::cell::RefCell;
+use std::sync::{Arc, Weak};
+
+/// Marks gradients that belong together: those of one pass of one thread. Its address is its identity.
+type Pass = Arc<u8>;
+
+thread_local! {
+    /// The pass of this thread, made when it is needed.
+    static PASS: RefCell<Option<Pass>> = const { RefCell::new(None) };
+}
+
+/// Returns the pass of this thread.
+fn pass() -> Pass {
+    PASS.with_borrow_mut(|pass| pass.get_or_insert_default().clone())
+}
+
+/// Drops the gradients that a failed backward pass of this thread left in slots.
+///
+/// Call it only outside of backward passes.
+pub fn forget_pass() {
+    PASS.take();
+}
+
+/// Runs `f`, whose backward passes do not see the gradients of the pass that is under way.
+///
+/// A node that runs a backward pass itself may reach tensors that the outer pass uses too.
+pub fn nested<R>(f: impl FnOnce() -> R) -> R {
+    /// Returns to the outer pass, also after a panic.
+    struct Outer(Option<Pass>);
+    impl Drop for Outer {
+        fn drop(&mut self) {
+            PASS.set(self.0.take());
+        }
+    }
+    let _outer = Outer(PASS.take());
+    f()
+}
+
+/// Receives the gradients of one tensor during a backward pass; those of nested passes, and of other threads, apart.
+#[derive(Default)]
+pub(super) struct Slot(Mutex<SmallVec<[Received; 1]>>);
+
+struct Received {
+    /// A pass that is over has left gradients behind, which nothing takes.
+    pass: Weak<u8>,
+    count: usize,
+    sum: Option<Sum>,
+}
+
+struct Sum {
+    grad: Tensor,
+    /// Whether the memory belongs to this slot alone, so that it can be added to in place.
+    is_own: bool,
+}
+
+impl Slot {
+    /// Adds a gradient with the elements of a tensor of this shape.
+    pub(super) fn add(&self, grad: &Tensor, shape: &Shape) -> Result<()> {
+        let grad = grad.detach().contiguous()?.reshape(shape)?;
+        let pass = Arc::downgrade(&pass());
+        let mut all = self.0.lock();
+        all.retain(|received| received.pass.strong_count() > 0);
+        let at = all.iter().position(|received| received.pass.ptr_eq(&pass)).unwrap_or(all.len());
+        if at == all.len() {
+            all.push(Received { pass, count: 0, sum: None });
+        }
+        let received = &mut all[at];
+        received.count += 1;
+        received.sum = Some(match received.sum.take() {
+            None => Sum { grad, is_own: false },
+            // candle mistakes empty tensors for views that repeat elements, which it does not change in place.
+            Some(Sum { grad: sum, is_own: true })
+                if sum.elem_count() > 0 && matches!(sum.dtype(), DType::F32 | DType::F64) =>
+            {
+                sum.inplace_op2(&grad, &AddTo)?;
+                Sum { grad: sum, is_own: true }
+            }
+            Some(Sum { grad: sum, .. }) => Sum { grad: (sum + grad)?, is_own: true },
+        });
+        Ok(())
+    }
+
+    /// Removes and returns the sum of the gradients; `count` is the number that this pass has added, as a scalar.
+    pub(super) fn take(&self, count: &Tensor) -> Result<Tensor> {
+        let count = count.to_scalar::<f32>()? as usize;
+        let pass = Arc::downgrade(&pass());
+        let mut all = self.0.lock();
+        let mine = all.iter().position(|received| received.pass.ptr_eq(&pass)).map(|at| all.swap_remove(at));
+        drop(all);
+        let found = mine.as_ref().map_or(0, |received| received.count);
+        match mine.and_then(|received| received.sum) {
+            Some(sum) if found == count => Ok(sum.grad),
+            _ => {
+                forget_pass();
+                bail!(
+                    "a tensor received {found} gradients where its backward pass made {count}, because an earlier pass \
+                     over the same graph failed; run the backward pass again"
+                )
+            }
+        }
+    }
+}
+
+/// Adds the second tensor to the first.
+struct AddTo;
+
+impl InplaceOp2 for AddTo {
+    fn name(&self) -> &'static str {
+        "add_gradient"
+    }
+
+    fn cpu_fwd(&self, sum: &mut CpuStorage, sum_l: &Layout, grad: &CpuStorage, grad_l: &Layout) -> Result<()> {
+        let (Some((to, to_end)), Some((from, from_end))) = (sum_l.contiguous_offsets(), grad_l.contiguous_offsets())
+        else {
+            bail!("add_gradient: expected contiguous tensors");
+        };
+        match (sum, grad) {
+            (CpuStorage::F32(sum), CpuStorage::F32(grad)) => add(&mut sum[to..to_end], &grad[from..from_end]),
+            (CpuStorage::F64(sum), CpuStorage::F64(grad)) => add(&mut sum[to..to_end], &grad[from..from_end]),
+            _ => bail!("add_gradient: expected two tensors of f32 or of f64"),
+        }
+        Ok(())
+    }
+}
+
+fn add<T: Copy + std::ops::AddAssign>(sum: &mut [T], grad: &[T]) {
+    for (sum, &grad) in sum.iter_mut().zip(grad) {
+        *sum += grad;
+    }
+}

@@ -1,0 +1,271 @@
+//! Nodes whose gradients do not pass through candle's `GradStore`.
+use candle_core::{CpuStorage, CustomOp1, CustomOp2, Device::Cpu, Layout, Result, Shape, Tensor, Var, bail};
+use candle_dist::edges::{apply1, apply2, forget_pass, reshape};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// The product of two tensors of one shape.
+struct Product;
+
+impl CustomOp2 for Product {
+    fn name(&self) -> &'static str {
+        "product"
+    }
+
+    fn cpu_fwd(&self, a: &CpuStorage, a_l: &Layout, b: &CpuStorage, b_l: &Layout) -> Result<(CpuStorage, Shape)> {
+        let (Some((a_from, a_to)), Some((b_from, b_to))) = (a_l.contiguous_offsets(), b_l.contiguous_offsets()) else {
+            bail!("expected contiguous tensors")
+        };
+        let (a, b) = (&a.as_slice::<f64>()?[a_from..a_to], &b.as_slice::<f64>()?[b_from..b_to]);
+        Ok((CpuStorage::F64(a.iter().zip(b).map(|(a, b)| a * b).collect()), a_l.shape().clone()))
+    }
+
+    fn bwd(&self, a: &Tensor, b: &Tensor, _: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        assert!(grad.is_contiguous());
+        Ok((Some((grad * b.detach())?), Some((grad * a.detach())?)))
+    }
+}
+
+/// The exponential, whose gradient is read from the result. Fails in the backward pass while the flag is set.
+struct Exp(Arc<AtomicBool>);
+
+impl CustomOp1 for Exp {
+    fn name(&self) -> &'static str {
+        "exp"
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        let Some((from, to)) = layout.contiguous_offsets() else { bail!("expected a contiguous tensor") };
+        let x = &x.as_slice::<f64>()?[from..to];
+        Ok((CpuStorage::F64(x.iter().map(|x| x.exp()).collect()), layout.shape().clone()))
+    }
+
+    fn bwd(&self, _: &Tensor, result: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
+        if self.0.load(Ordering::Relaxed) {
+            bail!("asked to fail");
+        }
+        Ok(Some((grad * result)?))
+    }
+}
+
+fn product(a: &Tensor, b: &Tensor) -> Tensor {
+    apply2(a, b, Product).unwrap()
+}
+
+fn exp(x: &Tensor) -> Tensor {
+    apply1(x, Exp(Arc::default())).unwrap()
+}
+
+fn var(values: &[f64]) -> Var {
+    Var::new(values, &Cpu).unwrap()
+}
+
+/// A graph in which results are used several times, by these nodes and by candle's, and reshaped.
+fn graph(x: &Tensor, y: &Tensor, is_candle: bool) -> Tensor {
+    let product = |a: &Tensor, b: &Tensor| if is_candle { (a * b).unwrap() } else { product(a, b) };
+    let exp = |x: &Tensor| if is_candle { x.exp().unwrap() } else { exp(x) };
+    let reshape = |x: &Tensor, dims: &[usize]| if is_candle { x.reshape(dims) } else { reshape(x, dims) }.unwrap();
+    let a = product(x, y);
+    let b = exp(&(&a * 0.25).unwrap());
+    let turned = reshape(&a, &[2, 2]).t().unwrap().contiguous().unwrap();
+    let c = product(&reshape(&turned, &[4]), &b);
+    let d = product(&reshape(&reshape(&a, &[2, 2]), &[4]), &product(&a, &a));
+    let e = (product(&c, &d) + exp(&reshape(&b, &[4]))).unwrap();
+    (product(&e, x).sum_all().unwrap() + b.narrow(0, 1, 2).unwrap().sum_all().unwrap()).unwrap()
+}
+
+fn near(got: &Tensor, want: &Tensor) {
+    let (got, want) =
+        (got.flatten_all().unwrap().to_vec1::<f64>().unwrap(), want.flatten_all().unwrap().to_vec1::<f64>().unwrap());
+    assert_eq!(got.len(), want.len());
+    assert!(got.iter().zip(&want).all(|(a, b)| (a - b).abs() <= 1e-12 * b.abs().max(1.0)), "{got:?} for {want:?}");
+}
+
+#[test]
+fn gradients_are_those_of_candle_when_results_are_used_often_and_by_other_ops() {
+    let (x, y) = (var(&[0.3, -0.7, 1.1, 0.2]), var(&[1.5, 0.4, -0.6, 0.9]));
+    let want = graph(&x, &y, true);
+    let got = graph(&x, &y, false);
+    near(&got, &want);
+    let (got, want) = (got.backward().unwrap(), want.backward().unwrap());
+    for var in [&x, &y] {
+        near(got.get(var).unwrap(), want.get(var).unwrap());
+    }
+    assert_eq!(got.get_ids().count(), 2, "only variables have gradients");
+}
+
+#[test]
+fn a_kept_graph_gives_the_same_gradients_again_and_two_losses_may_share_one() {
+    let (x, y) = (var(&[0.3, -0.7, 1.1, 0.2]), var(&[1.5, 0.4, -0.6, 0.9]));
+    let shared = exp(&product(&x, &y));
+    let (one, two) = (shared.sum_all().unwrap(), product(&shared, &x).sum_all().unwrap());
+    let of = |loss: &Tensor, var: &Var| loss.backward().unwrap().get(var).unwrap().to_vec1::<f64>().unwrap();
+    let first = [of(&one, &x), of(&two, &y)];
+    assert_eq!([of(&one, &x), of(&two, &y)], first);
+    let sum = product(&x, &y).exp().unwrap();
+    near(&Tensor::new(&first[0][..], &Cpu).unwrap(), sum.sum_all().unwrap().backward().unwrap().get(&x).unwrap());
+}
+
+#[test]
+fn a_pass_after_one_that_failed_gives_right_gradients_or_an_error() {
+    let fails = Arc::new(AtomicBool::new(true));
+    let x = var(&[0.5, 2.0]);
+    let base = product(&x, &x);
+    // The gradient of the first use is in the slot of `base` when the second use fails.
+    let loss = (apply1(&base, Exp(fails.clone())).unwrap() + exp(&base)).unwrap().sum_all().unwrap();
+    assert!(loss.backward().unwrap_err().to_string().contains("asked to fail"));
+    fails.store(false, Ordering::Relaxed);
+    let got = loss.backward().unwrap().get(&x).unwrap().clone();
+    let want = (x.sqr().unwrap().exp().unwrap() * 2.0).unwrap().sum_all().unwrap().backward().unwrap();
+    near(&got, want.get(&x).unwrap());
+
+    // A node of candle's fails, which this module does not see.
+    struct Fails(Arc<AtomicBool>);
+    impl CustomOp1 for Fails {
+        fn name(&self) -> &'static str {
+            "fails"
+        }
+        fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+            Ok((x.clone(), layout.shape().clone()))
+        }
+        fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
+            if self.0.load(Ordering::Relaxed) { bail!("asked to fail") } else { Ok(Some(grad.clone())) }
+        }
+    }
+    for is_told in [false, true] {
+        let fails = Arc::new(AtomicBool::new(true));
+        let base = product(&x, &x);
+        let loss = (base.apply_op1(Fails(fails.clone())).unwrap() + exp(&base)).unwrap().sum_all().unwrap();
+        assert!(loss.backward().is_err());
+        fails.store(false, Ordering::Relaxed);
+        if is_told {
+            forget_pass();
+        }
+        // Either the failed pass left nothing, or the next pass says that it did; the one after it is right.
+        let again = loss.backward().or_else(|error| {
+            assert!(!is_told && error.to_string().contains("an earlier pass over the same graph failed"), "{error}");
+            loss.backward()
+        });
+        let want = (x.sqr().unwrap().exp().unwrap() + x.sqr().unwrap()).unwrap().sum_all().unwrap().backward().unwrap();
+        near(again.unwrap().get(&x).unwrap(), want.get(&x).unwrap());
+    }
+}
+
+#[test]
+fn a_sum_of_gradients_does_not_change_gradients_that_others_hold() {
+    // Both branches of the sum get the same gradient, and each adds others to it.
+    let x = var(&[1.0, 2.0]);
+    let (a, b) = (exp(&x), product(&x, &x));
+    let both = |x: &Tensor| {
+        candle_dist::edges::record("twice", &[x], (CpuStorage::F64(x.to_vec1().unwrap()), x.shape().clone()), |grad| {
+            Ok([Some(grad.clone()), None, None])
+        })
+    };
+    let loss = |a: &Tensor, b: &Tensor| {
+        let uses = [a, b, a, b, a, a, b].map(|t| t.sum_all().unwrap());
+        uses.into_iter().reduce(|a, b| (a + b).unwrap()).unwrap()
+    };
+    let got = loss(&both(&a).unwrap(), &both(&b).unwrap()).backward().unwrap();
+    let want = loss(&x.exp().unwrap(), &x.sqr().unwrap()).backward().unwrap();
+    near(got.get(&x).unwrap(), want.get(&x).unwrap());
+}
+
+#[test]
+fn a_deep_graph_is_dropped_without_a_deep_stack() {
+    let made = std::thread::Builder::new().stack_size(256 << 10).spawn(|| {
+        let (x, one) = (var(&[1.0]), Tensor::new(&[1f64], &Cpu).unwrap());
+        let mut y = exp(&x);
+        for _ in 0..20_000 {
+            y = product(&y, &one);
+        }
+        y.to_vec1::<f64>().unwrap()
+    });
+    assert_eq!(made.unwrap().join().unwrap(), [1f64.exp()]);
+}
+
+#[test]
+fn graphs_without_a_backward_pass_leave_nothing_behind() {
+    let x = var(&[1.0; 1024]);
+    let before = Arc::new(());
+    struct Marked(#[allow(dead_code)] Arc<()>);
+    impl CustomOp1 for Marked {
+        fn name(&self) -> &'static str {
+            "marked"
+        }
+        fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+            Ok((x.clone(), layout.shape().clone()))
+        }
+    }
+    for _ in 0..5000 {
+        let y = apply1(&x, Marked(before.clone())).unwrap();
+        drop(exp(&y));
+    }
+    assert_eq!(Arc::strong_count(&before), 1);
+}
+
+#[test]
+fn gradients_of_an_empty_result_add_up() {
+    let x = var(&[]);
+    let y = product(&x, &x);
+    let uses = (0..4).map(|_| exp(&y).sum_all().unwrap());
+    let loss = uses.reduce(|a, b| (a + b).unwrap()).unwrap();
+    assert!(loss.backward().unwrap().get(&x).is_none_or(|grad| grad.dims() == [0]));
+    let z = product(&y, &product(&y, &product(&y, &y)));
+    assert_eq!(product(&z, &y).backward().unwrap().get(&x).unwrap().dims(), [0]);
+}
+
+/// A node that runs a backward pass over a segment again, which has captured a tensor of the outer graph.
+struct Again(Tensor);
+
+impl CustomOp1 for Again {
+    fn name(&self) -> &'static str {
+        "again"
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        Ok((x.clone(), layout.shape().clone()))
+    }
+
+    fn bwd(&self, x: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
+        let inner = Var::from_tensor(&x.detach())?;
+        let made = exp(&(product(&inner, &self.0) * 0.5)?);
+        let grads = made.mul(grad)?.sum_all()?.backward()?;
+        Ok(grads.get(&inner).cloned())
+    }
+}
+
+#[test]
+fn a_pass_inside_a_node_may_reach_tensors_of_the_outer_pass() {
+    let (x, y) = (var(&[0.5, 2.0]), var(&[0.3, -0.4]));
+    let captured = product(&y, &y);
+    // The outer pass puts a gradient into the slot of `captured` before the inner one reaches it.
+    let made = apply1(&product(&x, &x), Again(captured.detach())).unwrap();
+    let apart = (made + exp(&captured)).unwrap().sum_all().unwrap().backward().unwrap();
+    for _ in 0..2 {
+        let made = apply1(&product(&x, &x), Again(captured.clone())).unwrap();
+        let first = product(&made, &exp(&captured));
+        let _ = first.sum_all().unwrap().backward().unwrap();
+        let made = apply1(&product(&x, &x), Again(captured.clone())).unwrap();
+        let grads = (made + exp(&captured)).unwrap().sum_all().unwrap().backward().unwrap();
+        for var in [&x, &y] {
+            near(grads.get(var).unwrap(), apart.get(var).unwrap());
+        }
+    }
+}
+
+#[test]
+fn passes_of_two_threads_over_one_tensor_keep_their_gradients_apart() {
+    let x = var(&[0.5, 2.0]);
+    let shared = exp(&product(&x, &x));
+    let want = product(&shared, &shared).sum_all().unwrap().backward().unwrap();
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                for _ in 0..50 {
+                    let got = product(&shared, &shared).sum_all().unwrap().backward().unwrap();
+                    near(got.get(&x).unwrap(), want.get(&x).unwrap());
+                }
+            });
+        }
+    });
+}

@@ -1,0 +1,92 @@
+//! Runs of units: whole while their part of the model computes.
+use super::nodes::End;
+use super::shared::lock;
+use super::unit::Unit;
+use crate::autograd::order::Span;
+use crate::autograd::{counts, nesting};
+use crate::{DTensor, Result};
+use candle_core::Tensor;
+use candle_dist::ReduceOp;
+use candle_dist::backend::{Fresh, Ready};
+use std::sync::Arc;
+
+/// A running call, which ends when this is dropped, even on a panic.
+struct Running<'a>(&'a Unit);
+
+impl<'a> Running<'a> {
+    fn new(unit: &'a Unit) -> Self {
+        lock(&unit.state).running += 1;
+        Self(unit)
+    }
+}
+
+impl Drop for Running<'_> {
+    fn drop(&mut self) {
+        let mut state = lock(&self.0.state);
+        state.running = state.running.saturating_sub(1); // a failed backward pass resets it
+    }
+}
+
+impl Unit {
+    /// Runs `f` while the parameters are whole.
+    pub(super) fn run(self: &Arc<Self>, f: impl FnOnce() -> Result<DTensor>) -> Result<DTensor> {
+        if nesting::is_recomputing() {
+            // The backward pass continues into this run.
+            self.open()?;
+            return self.marked(f);
+        }
+        if lock(&self.state).running == 0 {
+            let last = self.shared.progress().last.replace(self.number);
+            // A prefetch that was started before another unit ran, or before a step, may be older than the parameters.
+            let is_next = last.map(|last| last + 1) == Some(self.number);
+            lock(&self.state).coming.take_if(|coming| !is_next || coming.changes != counts::changes());
+            if self.is_stale()? {
+                lock(&self.state).coming = None;
+            }
+            self.gather()?;
+            self.prefetch(Some(self.number + 1))?;
+        }
+        let running = Running::new(self);
+        let made = self.marked(f);
+        drop(running);
+        let is_kept = matches!(&made, Ok(made) if made.tracked()) && !self.shared.options.reshard_after_forward;
+        if lock(&self.state).running == 0 && !is_kept {
+            self.release()?;
+        }
+        made
+    }
+
+    /// Runs `f`; the backward pass of its result makes the unit whole before entering it.
+    fn marked(self: &Arc<Self>, f: impl FnOnce() -> Result<DTensor>) -> Result<DTensor> {
+        let segments = counts::segments();
+        let (made, span) = Span::of(f)?;
+        let made = made?;
+        if !made.tracked() {
+            return Ok(made);
+        }
+        let stays = counts::segments() != segments || lock(&self.held).iter().any(|held| held.is_frozen);
+        let end = End { unit: self.clone(), span, stays, made: Ready::new(Fresh::copy_of(made.to_local())?) };
+        Ok(DTensor::assemble(made.to_local().apply_op1(end)?, made.shared_spec().clone(), made.varying()))
+    }
+
+    /// Returns whether any rank's parameters have changed since the prefetch.
+    ///
+    /// Writes to a variable, by an optimizer of candle or by `Var::set`, cannot be observed, so values are compared. A
+    /// rank may find no change where another one does, for example in an empty piece, so the ranks agree.
+    fn is_stale(&self) -> Result<bool> {
+        let state = lock(&self.state);
+        let held = lock(&self.held);
+        let (Some(coming), Some(first)) = (&state.coming, held.first()) else { return Ok(false) };
+        let mut changed = 0u32;
+        for (held, sent) in held.iter().zip(&coming.sent).filter(|(_, sent)| sent.elem_count() > 0) {
+            let now = held.piece.as_detached_tensor().to_dtype(sent.dtype())?;
+            changed += u32::from(now.ne(sent)?.flatten_all()?.max(0)?.to_scalar::<u8>()?);
+        }
+        let group = &self.shared.group;
+        if group.size() == 1 {
+            return Ok(changed > 0);
+        }
+        let changed = group.all_reduce(&Tensor::new(&[changed], first.whole.device())?, ReduceOp::Max)?;
+        Ok(changed.to_vec1::<u32>()?[0] > 0)
+    }
+}

@@ -1,0 +1,74 @@
+//! State that the units of one model share.
+use super::FullyShardOptions;
+use crate::Result;
+use crate::autograd::off_graph;
+use candle_core::Var;
+use candle_dist::{PendingTensors, ProcessGroup, sum_dtype};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+/// An axis over which parameters are fully sharded, and the units `U` in the order of their construction.
+pub(super) struct Shared<U> {
+    pub(super) axis: usize,
+    pub(super) group: ProcessGroup,
+    pub(super) options: FullyShardOptions,
+    units: Mutex<Vec<Weak<U>>>,
+    progress: Mutex<Progress>,
+}
+
+/// The position of a pass in the units.
+#[derive(Default)]
+pub(super) struct Progress {
+    /// The unit that ran last.
+    pub(super) last: Option<usize>,
+    /// Gradients whose reduce_scatter is running.
+    pub(super) reducing: Option<Reducing>,
+}
+
+/// Gradients on their way to the ranks that hold the pieces.
+pub(super) struct Reducing {
+    pub(super) pieces: Vec<Var>,
+    pub(super) sums: PendingTensors,
+}
+
+impl Reducing {
+    /// Adds the sums to the gradients that the backward pass collects.
+    pub(super) fn finish(self) -> Result<()> {
+        for (piece, sum) in self.pieces.iter().zip(self.sums.wait()?) {
+            off_graph::add(piece.id(), &sum.to_dtype(sum_dtype(piece.dtype()))?)?;
+        }
+        Ok(())
+    }
+}
+
+impl<U> Shared<U> {
+    pub(super) fn new(axis: usize, group: &ProcessGroup, options: FullyShardOptions) -> Self {
+        let (units, progress) = (Mutex::default(), Mutex::default());
+        Self { axis, group: group.clone(), options, units, progress }
+    }
+
+    /// Adds the unit that `make` creates from its number.
+    pub(super) fn add(&self, make: impl FnOnce(usize) -> Arc<U>) -> Arc<U> {
+        let mut units = lock(&self.units);
+        let unit = make(units.len());
+        units.push(Arc::downgrade(&unit));
+        unit
+    }
+
+    /// Returns the unit with this number.
+    pub(super) fn find(&self, number: usize) -> Option<Arc<U>> {
+        lock(&self.units).get(number)?.upgrade()
+    }
+
+    /// Returns the units that still exist.
+    pub(super) fn units(&self) -> Vec<Arc<U>> {
+        lock(&self.units).iter().filter_map(Weak::upgrade).collect()
+    }
+
+    pub(super) fn progress(&self) -> MutexGuard<'_, Progress> {
+        lock(&self.progress)
+    }
+}
+
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

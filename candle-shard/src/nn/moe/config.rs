@@ -1,0 +1,253 @@
+//! The options of the layer, and their checks.
+use super::OP;
+use crate::layout::{Sizes, chunk_sizes};
+use crate::{Error, Result};
+use candle_dist::DeviceMesh;
+
+/// How a router turns logits into scores.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Scores {
+    /// The softmax over all experts.
+    #[default]
+    Softmax,
+    /// The logistic function of each logit.
+    Sigmoid,
+}
+
+/// A choice in two steps: first groups of experts, by the sum of their two best scores, then experts in these groups.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ExpertGroups {
+    /// The number of groups, which divides the number of experts.
+    pub count: usize,
+    /// The number of groups whose experts a token may use.
+    pub chosen: usize,
+}
+
+/// The options of a [`MoE`](crate::nn::MoE) layer.
+///
+/// ```
+/// use candle_shard::nn::{MoEConfig, Scores};
+///
+/// // 64 experts of width 128 on the ranks of the axis `ep`; each token uses 6.
+/// let config = MoEConfig::new(512, 128, 64, 6).scores(Scores::Sigmoid).normalize(true).bias(true).expert_axis("ep");
+/// # assert_eq!((config.experts, config.top_k), (64, 6));
+/// ```
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub struct MoEConfig {
+    /// The width of tokens.
+    pub width: usize,
+    /// The width between the two products of an expert.
+    pub hidden: usize,
+    /// The number of experts.
+    pub experts: usize,
+    /// The number of experts that each token uses.
+    pub top_k: usize,
+    /// How logits become scores.
+    pub scores: Scores,
+    /// Whether the scores of a token's experts are divided by their sum.
+    pub normalize: bool,
+    /// A factor of all experts' weights.
+    pub scale: f64,
+    /// Groups of experts that are chosen first.
+    pub groups: Option<ExpertGroups>,
+    /// Whether a bias, which [`MoE::update_bias`](crate::nn::MoE::update_bias) moves, balances the choice. It does not
+    /// change the weights of experts, and gets no gradient.
+    pub bias: bool,
+    /// The width of the experts that all tokens use; 0 for none.
+    pub shared_hidden: usize,
+    /// The factor of the auxiliary loss that balances the choice; 0 for none.
+    pub balance_weight: f64,
+    /// The factor of the auxiliary loss that keeps logits small; 0 for none.
+    pub z_weight: f64,
+    /// The most tokens of an expert, as a multiple of the mean over all tokens and experts; further tokens are dropped.
+    pub capacity_factor: Option<f64>,
+    /// The mesh axis over which experts are distributed.
+    pub expert_axis: Option<String>,
+    /// The number of experts on each rank of that axis, if it is not the default one.
+    pub expert_sizes: Option<Vec<usize>>,
+    /// The mesh axis over which each expert is cut: tensor parallelism inside of experts.
+    pub tensor_axis: Option<String>,
+}
+
+/// The most experts. Their numbers travel as floats.
+const MOST_EXPERTS: usize = 1 << 20;
+
+impl MoEConfig {
+    /// Creates options of a layer with softmax scores, without shared experts, auxiliary losses, bias and capacity, whose
+    /// experts are whole on each rank.
+    pub fn new(width: usize, hidden: usize, experts: usize, top_k: usize) -> Self {
+        Self {
+            width,
+            hidden,
+            experts,
+            top_k,
+            scores: Scores::Softmax,
+            normalize: false,
+            scale: 1.0,
+            groups: None,
+            bias: false,
+            shared_hidden: 0,
+            balance_weight: 0.0,
+            z_weight: 0.0,
+            capacity_factor: None,
+            expert_axis: None,
+            expert_sizes: None,
+            tensor_axis: None,
+        }
+    }
+
+    /// Sets how logits become scores.
+    pub fn scores(self, scores: Scores) -> Self {
+        Self { scores, ..self }
+    }
+
+    /// Sets whether the scores of a token's experts are divided by their sum.
+    pub fn normalize(self, normalize: bool) -> Self {
+        Self { normalize, ..self }
+    }
+
+    /// Sets the factor of all experts' weights.
+    pub fn scale(self, scale: f64) -> Self {
+        Self { scale, ..self }
+    }
+
+    /// Sets the groups of experts that are chosen first.
+    pub fn groups(self, groups: impl Into<Option<ExpertGroups>>) -> Self {
+        Self { groups: groups.into(), ..self }
+    }
+
+    /// Sets whether a bias balances the choice.
+    pub fn bias(self, bias: bool) -> Self {
+        Self { bias, ..self }
+    }
+
+    /// Sets the width of the experts that all tokens use.
+    pub fn shared_hidden(self, shared_hidden: usize) -> Self {
+        Self { shared_hidden, ..self }
+    }
+
+    /// Sets the factor of the auxiliary loss that balances the choice.
+    pub fn balance_weight(self, balance_weight: f64) -> Self {
+        Self { balance_weight, ..self }
+    }
+
+    /// Sets the factor of the auxiliary loss that keeps logits small.
+    pub fn z_weight(self, z_weight: f64) -> Self {
+        Self { z_weight, ..self }
+    }
+
+    /// Sets the most tokens of an expert, as a multiple of the mean.
+    pub fn capacity_factor(self, capacity_factor: impl Into<Option<f64>>) -> Self {
+        Self { capacity_factor: capacity_factor.into(), ..self }
+    }
+
+    /// Sets the mesh axis over which experts are distributed.
+    pub fn expert_axis(self, expert_axis: impl Into<String>) -> Self {
+        Self { expert_axis: Some(expert_axis.into()), ..self }
+    }
+
+    /// Sets the number of experts on each rank of that axis.
+    pub fn expert_sizes(self, expert_sizes: impl Into<Option<Vec<usize>>>) -> Self {
+        Self { expert_sizes: expert_sizes.into(), ..self }
+    }
+
+    /// Sets the mesh axis over which each expert is cut.
+    pub fn tensor_axis(self, tensor_axis: impl Into<String>) -> Self {
+        Self { tensor_axis: Some(tensor_axis.into()), ..self }
+    }
+
+    /// Refuses options that fit no tokens.
+    pub(super) fn check(&self) -> Result<()> {
+        let &Self { width, hidden, experts, top_k, scale, balance_weight, z_weight, .. } = self;
+        let refuse = |reason: String| Error::op(OP, reason);
+        if width == 0 || hidden == 0 || experts == 0 || top_k == 0 {
+            return refuse(format!(
+                "width {width}, hidden {hidden}, {experts} experts, top {top_k}: expected at least 1 of each"
+            ));
+        }
+        if experts > MOST_EXPERTS {
+            return refuse(format!("{experts} experts: at most {MOST_EXPERTS} are possible"));
+        }
+        if top_k > experts {
+            return refuse(format!("the top {top_k} of {experts} experts: choose at most {experts}"));
+        }
+        if let Some(ExpertGroups { count, chosen }) = self.groups {
+            if count == 0 || !experts.is_multiple_of(count) || chosen == 0 || chosen > count {
+                return refuse(format!(
+                    "{chosen} of {count} groups of {experts} experts: expected groups of equal size, and from 1 to {count} \
+                     chosen ones"
+                ));
+            }
+            let most = chosen * (experts / count);
+            if top_k > most {
+                return refuse(format!(
+                    "the top {top_k} of the {most} experts in {chosen} of {count} groups: choose at most {most}, or more \
+                     groups"
+                ));
+            }
+        }
+        let factors = [("scale", scale), ("balance_weight", balance_weight), ("z_weight", z_weight)];
+        if let Some((name, value)) = factors.into_iter().find(|(_, value)| !value.is_finite()) {
+            return refuse(format!("{name} {value}: expected a finite number"));
+        }
+        match self.capacity_factor {
+            Some(factor) if !(factor.is_finite() && factor > 0.0) => refuse(format!(
+                "capacity_factor {factor}: expected a positive finite number, or None to keep all tokens"
+            )),
+            _ => Ok(()),
+        }
+    }
+
+    /// Finds the axes of a mesh, and the number of experts on each rank of the expert axis.
+    pub(super) fn axes(&self, mesh: &DeviceMesh) -> Result<Axes> {
+        let find = |name: &Option<String>| name.as_deref().map(|name| mesh.axis_index(name)).transpose();
+        let (experts, tensor) = (find(&self.expert_axis)?, find(&self.tensor_axis)?);
+        if let (Some(name), true) = (&self.expert_axis, experts == tensor) {
+            return Error::op(OP, format!("experts are distributed and cut over one axis, {name:?}; use two"));
+        }
+        let ranks = experts.map_or(1, |axis| mesh.shape()[axis]);
+        let sizes = match &self.expert_sizes {
+            None => chunk_sizes(self.experts, ranks).to_vec(),
+            Some(sizes) if experts.is_none() => {
+                return Error::op(OP, format!("expert_sizes {sizes:?} without an expert_axis; name the axis"));
+            }
+            Some(sizes) => sizes.clone(),
+        };
+        let sum = sizes.iter().try_fold(0usize, |sum, &size| sum.checked_add(size));
+        if sizes.len() != ranks || sum != Some(self.experts) {
+            let count = self.experts;
+            return Error::op(
+                OP,
+                format!(
+                    "expert_sizes {sizes:?} for {count} experts on {ranks} ranks: give {ranks} sizes of sum {count}"
+                ),
+            );
+        }
+        Ok(Axes { experts, tensor, sizes })
+    }
+}
+
+/// The axes of a mesh that distribute and cut experts.
+#[derive(Debug, Clone)]
+pub(super) struct Axes {
+    /// The axis that distributes experts.
+    pub(super) experts: Option<usize>,
+    /// The axis that cuts each expert.
+    pub(super) tensor: Option<usize>,
+    /// The number of experts on each rank of the expert axis.
+    pub(super) sizes: Vec<usize>,
+}
+
+impl Axes {
+    /// Returns the number of experts on each rank, if it is not the default one.
+    pub(super) fn explicit_sizes(&self) -> Option<Sizes> {
+        let default = chunk_sizes(self.sizes.iter().sum(), self.sizes.len());
+        (self.sizes[..] != default[..]).then(|| self.sizes[..].into())
+    }
+
+    /// Returns the rank of each expert.
+    pub(super) fn ranks(&self) -> Vec<usize> {
+        self.sizes.iter().enumerate().flat_map(|(rank, &size)| std::iter::repeat_n(rank, size)).collect()
+    }
+}

@@ -1,0 +1,20 @@
+//! Mixtures of experts: each token goes to a few of many feed-forward networks, which lie on different ranks.
+mod capacity;
+mod config;
+mod dispatch;
+mod experts;
+mod layer;
+mod load;
+mod losses;
+mod router;
+mod shared;
+
+pub use config::{ExpertGroups, MoEConfig, Scores};
+pub use layer::{MoE, MoEOutput};
+pub use load::Load;
+
+/// The name of the layer in errors and explanations.
+const OP: &str = "moe";
+
+/// The expert of a choice that is not carried out: a dropped one, or one that another rank carries out.
+const NO_EXPERT: u32 = u32::MAX;

@@ -1,0 +1,35 @@
+//! The experts that all tokens use: one gated feed-forward network.
+use super::config::Axes;
+use crate::nn::ShardedVarBuilder;
+use crate::nn::linear::init;
+use crate::nn::place::AxisCut;
+use crate::{DTensor, Result};
+
+/// The weights of the shared experts, cut over the tensor axis as other experts are.
+#[derive(Debug, Clone)]
+pub(super) struct Shared {
+    gate: DTensor,
+    up: DTensor,
+    down: DTensor,
+}
+
+impl Shared {
+    pub(super) fn new([width, hidden]: [usize; 2], axes: &Axes, vb: &ShardedVarBuilder) -> Result<Self> {
+        let make = |name: &str, [out, into]: [usize; 2], dim: usize| {
+            let cut = axes.tensor.map(|axis| AxisCut { axis, dim, sizes: None });
+            let vb = vb.pp(name);
+            vb.cut(&[out, into], "weight", init(into), cut.as_slice())
+        };
+        Ok(Self {
+            gate: make("gate_proj", [hidden, width], 0)?,
+            up: make("up_proj", [hidden, width], 0)?,
+            down: make("down_proj", [width, hidden], 1)?,
+        })
+    }
+
+    /// Maps `[.., width]` to `[.., width]`, partial sums over the tensor axis.
+    pub(super) fn forward(&self, x: &DTensor) -> Result<DTensor> {
+        let hidden = x.linear(&self.gate, None)?.silu_gate(&x.linear(&self.up, None)?)?;
+        hidden.linear(&self.down, None)
+    }
+}

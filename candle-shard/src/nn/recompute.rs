@@ -1,0 +1,110 @@
+//! Recomputation of activations in the backward pass.
+use crate::autograd::{backward_of_part, counts, nesting, off_graph};
+use crate::kernels::{WeightSink, weight_sink, with_weight_sink};
+use crate::layout::Axes;
+use crate::nn::Draws;
+use crate::{DTensor, Error, Result};
+use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Shape, Tensor, Var};
+use candle_dist::backend::{Fresh, Ready};
+use candle_dist::bits::same_elements;
+use candle_dist::edges;
+use std::sync::Arc;
+
+/// Computes `f(x)` without keeping its activations. The backward pass computes `f` a second time
+/// (activation checkpointing, Chen et al. 2016; PyTorch's `torch.utils.checkpoint`).
+///
+/// `f` may use parameters. Their gradients are in the result of [`DTensor::backward`], but not of candle's own
+/// `backward` on a local tensor. If `x` has no gradient, nothing is recomputed and this is `f(x)`.
+///
+/// # Errors
+/// Those of `f`. In the backward pass, if `f` returns other numbers the second time, as with `candle_nn::Dropout`: its
+/// gradients would be those of another function.
+#[doc(alias = "checkpoint")]
+pub fn recompute(x: &DTensor, f: impl Fn(&DTensor) -> Result<DTensor> + Send + Sync + 'static) -> Result<DTensor> {
+    if !x.tracked() {
+        return f(x);
+    }
+    let leaf = x.as_leaf()?.0;
+    let (out, draws) = Draws::of(|| f(&leaf))?;
+    let (spec, varying) = (out.shared_spec().clone(), out.varying());
+    let made = Ready::new(Fresh::copy_of(out.to_local())?);
+    drop(out);
+    counts::segment_made();
+    let op = Recompute { f: Box::new(f), draws, x: x.clone(), varying, made, sink: weight_sink() };
+    Ok(DTensor::assemble(edges::apply1(x.to_local(), op)?, spec, varying))
+}
+
+type Segment = Box<dyn Fn(&DTensor) -> Result<DTensor> + Send + Sync>;
+
+struct Recompute {
+    f: Segment,
+    draws: Draws,
+    x: DTensor,
+    varying: Axes,
+    made: Ready,
+    /// The receiver of weight gradients, also for the recomputation.
+    sink: Option<Arc<dyn WeightSink>>,
+}
+
+impl CustomOp1 for Recompute {
+    fn name(&self) -> &'static str {
+        "recompute"
+    }
+
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
+        self.made.cpu()
+    }
+
+    fn cuda_fwd(&self, _: &CudaStorage, _: &Layout) -> candle_core::Result<(CudaStorage, Shape)> {
+        self.made.cuda()
+    }
+
+    fn bwd(&self, _: &Tensor, made: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
+        nesting::nested(|| self.backward(made, grad)).map(Some)
+    }
+}
+
+impl Recompute {
+    /// Returns the gradient of the input. Those of parameters go to the outermost backward pass.
+    fn backward(&self, made: &Tensor, grad: &Tensor) -> candle_core::Result<Tensor> {
+        let (x, leaf) = self.x.as_leaf()?;
+        let run = || nesting::recomputing(|| self.draws.again(|| (self.f)(&x)));
+        let out = match &self.sink {
+            Some(sink) => with_weight_sink(sink.clone(), run),
+            None => run(),
+        }?;
+        if !same_elements(made, out.to_local())? {
+            let reason = "the segment gave other numbers when the backward pass ran it again; its gradients would be those of \
+                          another function. Draw random numbers by name and step, as DTensor::dropout does, or keep the segment's \
+                          activations";
+            return Error::op("recompute", reason).map_err(Into::into);
+        }
+        debug_assert_eq!(out.varying(), self.varying);
+        // A scalar whose gradient with respect to the segment's output is the incoming gradient.
+        let loss = (out.to_local() * grad)?.sum_all()?;
+        let mut grads = backward_of_part(&loss)?;
+        // A nested segment may have captured the input and found a part of its gradient.
+        if let Some(grad) = grads.remove(&leaf) {
+            off_graph::add(leaf.id(), &grad)?;
+        }
+        let mine = off_graph::take(leaf.id());
+        // candle also returns gradients of constants, such as dropout masks, which are not needed.
+        let variables = loss.sorted_nodes().into_iter().filter(|node| node.is_variable());
+        for variable in variables {
+            if let Some(grad) = grads.remove(variable) {
+                off_graph::add(variable.id(), &grad)?;
+            }
+        }
+        mine.map_or_else(|| leaf.zeros_like(), |grad| grad.to_dtype(leaf.dtype()))
+    }
+}
+
+impl DTensor {
+    /// Copies the values to a new variable, so that a part of a graph can be differentiated by itself.
+    fn as_leaf(&self) -> Result<(DTensor, Var)> {
+        let var = Var::from_tensor(&self.to_local().detach())?;
+        // Not the variable itself, so that several uses share one view of it, as they do outside of a segment.
+        let local = var.reshape(var.shape())?;
+        Ok((DTensor::assemble(local, self.shared_spec().clone(), self.varying()), var))
+    }
+}

@@ -1,0 +1,85 @@
+//! Where the elements of parameters come from.
+use crate::agreement::alike;
+use crate::layout::{RowsOf, Spec};
+use crate::nn::moved::Moved;
+use crate::random::{Distribution, Stream, sample};
+use crate::{Result, Weights};
+use candle_core::{Device, Tensor};
+use std::ops::Range;
+use std::sync::Arc;
+
+/// How a fresh parameter is initialized.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Init {
+    /// With one value.
+    Const(f64),
+    /// With random numbers that depend on the seed, the parameter's path and the global index of the element.
+    Random(Distribution),
+}
+
+/// The source of a builder's parameters.
+pub(super) enum Source {
+    Fresh,
+    Loaded(candle_nn::VarBuilder<'static>),
+    Stored(Arc<Weights>),
+    Moved(Moved),
+}
+
+/// The tensor of a source with the elements of a parameter.
+pub(super) struct Wanted<'a> {
+    /// The name of the parameter.
+    pub(super) name: &'a str,
+    /// The tensor that has it among its rows, if the parameter is not stored by itself.
+    pub(super) within: Option<&'a RowsOf>,
+    /// The layout of the parameter.
+    pub(super) spec: &'a Spec,
+}
+
+impl Source {
+    /// Returns this rank's shard of a parameter, on `device`.
+    pub(super) fn shard(&self, at: &Wanted<'_>, (init, seed): (Init, u64), device: &Device) -> Result<Tensor> {
+        let Wanted { name, within, spec } = at;
+        let (of, whole, block) = match within.filter(|_| !self.has(name)) {
+            Some(within) => (within.of.as_str(), within.whole(spec), within.block(spec)),
+            None => (*name, spec.dims().into(), spec.local_block()),
+        };
+        let dtype = spec.dtype();
+        Ok(match (self, init) {
+            (Self::Loaded(vb), _) => {
+                block_of(vb.get(whole.as_slice(), of)?, &block)?.to_dtype(dtype)?.force_contiguous()?
+            }
+            (Self::Stored(weights), _) => weights.read_part(name, *within, spec, device)?.to_local().clone(),
+            (Self::Moved(moved), _) => {
+                let is_part = within.is_some_and(|within| within.of == of);
+                let taken = moved.take(of, &whole, is_part)?;
+                alike("parallelize", &taken, spec.mesh())?;
+                block_of(taken, &block)?.to_device(device)?.to_dtype(dtype)?.force_contiguous()?
+            }
+            (Self::Fresh, Init::Const(value)) => {
+                Tensor::full(value, spec.local_shape().as_slice(), device)?.to_dtype(dtype)?
+            }
+            (Self::Fresh, Init::Random(dist)) => sample(Stream::new(seed, of), dist, &whole, &block, dtype, device)?,
+        })
+    }
+
+    /// Returns whether parameters are drawn, not read.
+    pub(super) fn is_fresh(&self) -> bool {
+        matches!(self, Self::Fresh)
+    }
+
+    /// Returns whether the source has a tensor of this full name.
+    fn has(&self, name: &str) -> bool {
+        match self {
+            Self::Fresh => false,
+            Self::Loaded(vb) => vb.contains_tensor(name),
+            Self::Stored(weights) => weights.shape(name).is_ok(),
+            Self::Moved(moved) => moved.has(name),
+        }
+    }
+}
+
+/// Returns the ranges `block` of a tensor.
+fn block_of(whole: Tensor, block: &[Range<usize>]) -> candle_core::Result<Tensor> {
+    let narrow = |part: Tensor, (dim, range): (usize, &Range<usize>)| part.narrow(dim, range.start, range.len());
+    block.iter().enumerate().try_fold(whole, narrow)
+}

@@ -1,0 +1,112 @@
+//! Recomputed segments: their gradients, their memory, and the numbers that they draw.
+use super::*;
+
+#[test]
+fn nested_recomputations_find_every_part_of_a_gradient() {
+    on_ranks(2, "nested", |ctx| -> Result<()> {
+        let mesh = ctx.mesh(&[("a", 2)])?;
+        let (x, var) = DTensor::distribute(&Tensor::new(&[1f64, 2.0], &Device::Cpu)?, &mesh, &[Replicate])?.to_var()?;
+        let cube = candle_shard::nn::recompute(&x.affine(1.0, 0.0)?, |x| {
+            let captured = x.clone();
+            candle_shard::nn::recompute(&x.sqr()?, move |square| square.mul(&captured))
+        })?;
+        let grads = cube.sum_all()?.backward()?;
+        assert_eq!(grads.get(&var).expect("a gradient").to_vec1::<f64>()?, [3.0, 12.0]);
+        Ok(())
+    });
+}
+
+#[test]
+fn a_segment_that_draws_anew_is_refused() {
+    on_ranks(2, "drawn anew", |ctx| -> Result<()> {
+        let mesh = ctx.mesh(&[("a", 2)])?;
+        let (x, _) = DTensor::distribute(&values(&[4, 8], 1, DType::F64), &mesh, &[Shard(0)])?.to_var()?;
+        let drop = |x: &DTensor| {
+            let dropped = candle_nn::ops::dropout(x.to_local(), 0.5)?;
+            DTensor::from_local_with_spec(dropped, x.spec().clone())
+        };
+        let loss = candle_shard::nn::recompute(&x, drop)?.to_local().sum_all()?;
+        let said = candle_shard::nn::backward(&loss).unwrap_err().to_string();
+        assert!(said.contains("recompute: the segment gave other numbers"), "{said}");
+        Ok(())
+    });
+}
+
+/// How many graphs hold a probe, and how many did at most.
+#[derive(Default)]
+struct Held {
+    now: AtomicUsize,
+    most: AtomicUsize,
+}
+
+/// An op that changes nothing and tells how long graphs hold it.
+struct Probe(Arc<Held>);
+
+impl Probe {
+    fn new(held: &Arc<Held>) -> Self {
+        let now = held.now.fetch_add(1, Ordering::Relaxed) + 1;
+        held.most.fetch_max(now, Ordering::Relaxed);
+        Self(held.clone())
+    }
+}
+
+impl Drop for Probe {
+    fn drop(&mut self) {
+        self.0.now.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+impl CustomOp1 for Probe {
+    fn name(&self) -> &'static str {
+        "probe"
+    }
+
+    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
+        Ok((storage.clone(), layout.shape().clone()))
+    }
+
+    fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
+        Ok(Some(grad.clone()))
+    }
+}
+
+#[test]
+fn of_recomputed_segments_in_a_row_one_at_a_time_has_its_graph() {
+    for (is_recomputed, most) in [(false, 4), (true, 1)] {
+        on_ranks(1, "in a row", move |ctx| -> Result<()> {
+            let mesh = ctx.mesh(&[("a", 1)])?;
+            let whole = |seed| DTensor::distribute(&values(&[2, 3], seed, DType::F64), &mesh, &[Replicate])?.to_var();
+            let ((mut x, _), held) = (whole(1)?, Arc::<Held>::default());
+            for seed in 2..6 {
+                // The weight's gradient is a product with what the probe gives.
+                let ((weight, _), held) = (whole(seed)?, held.clone());
+                let segment = move |x: &DTensor| {
+                    let probed = x.to_local().apply_op1(Probe::new(&held))?;
+                    DTensor::from_local_with_spec(probed, x.spec().clone())?.mul(&weight)
+                };
+                x = if is_recomputed { candle_shard::nn::recompute(&x, segment)? } else { segment(&x)? };
+            }
+            let grads = x.sum_all()?.backward()?;
+            assert_eq!(held.most.load(Ordering::Relaxed), most, "recomputed: {is_recomputed}");
+            drop((x, grads));
+            assert_eq!(held.now.load(Ordering::Relaxed), 0);
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn a_second_run_that_panics_does_not_draw_for_later_ones() {
+    on_ranks(2, "draws after a panic", |ctx| -> Result<()> {
+        let vb = ShardedVarBuilder::fresh(1, &mesh(ctx, &[2])?, Plan::new("a"), DType::F32, &Device::Cpu)?;
+        let dropout = Dropout::new(0.5, &vb);
+        let x = DTensor::ones(64, DType::F32, &Device::Cpu, vb.mesh(), &[Replicate])?;
+        let run = || -> Result<Vec<f32>> { Ok(dropout.forward(&x, Mode::Train { step: 0 })?.to_local().to_vec1()?) };
+        let (first, draws) = Draws::of(run)?;
+        let panics = || draws.again(|| -> Result<()> { panic!("on purpose") });
+        std::panic::catch_unwind(std::panic::AssertUnwindSafe(panics)).unwrap_err();
+        assert_ne!(run()?, first);
+        assert_eq!(draws.again(run)?, first);
+        Ok(())
+    });
+}

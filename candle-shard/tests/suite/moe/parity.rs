@@ -1,0 +1,133 @@
+//! Values and gradients against a dense loop over experts on one device.
+use super::harness::{Routing, allowed, build, config, errors, errors_of, tokens, truth};
+use candle_core::{DType, Tensor};
+use candle_shard::nn::{ExpertGroups, MoEConfig, Scores};
+use candle_shard::{Replicate, Result, Shard};
+use test_utils::on_ranks;
+
+/// Runs a layer on 1 to 5 ranks with tokens in shards of dims 0 and 1, and replicated.
+fn check(label: &'static str, config: &MoEConfig, shape: [usize; 3], routing: Routing, dtype: DType) {
+    for world in 1..=5 {
+        let config = config.clone();
+        on_ranks(world, label, move |ctx| -> Result<()> {
+            let mesh = ctx.mesh(&[("ep", world)])?;
+            let truth = truth(&config, &shape, routing, dtype)?;
+            for at in [Shard(0), Shard(1), Replicate] {
+                let (error, _) = errors(&config, &truth, tokens(&mesh, &truth, &[at], None)?)?;
+                assert!(error < allowed(dtype), "{label} {shape:?} {routing:?} {at} on {world}: {error:e}");
+            }
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn experts_on_any_ranks_equal_one_device() {
+    for (experts, top_k) in [(1, 1), (3, 2), (8, 3), (7, 4)] {
+        for routing in [Routing::Random, Routing::OneSided] {
+            check("random", &config(experts, top_k), [3, 7, 6], routing, DType::F64);
+        }
+    }
+    check("f32", &config(5, 2), [4, 5, 6], Routing::Random, DType::F32);
+}
+
+#[test]
+fn every_router_equals_one_device() {
+    let softmax = config(6, 2);
+    let cases = [
+        softmax.clone().normalize(true).scale(2.5),
+        softmax.clone().scores(Scores::Sigmoid).normalize(true).bias(true),
+        softmax.clone().scores(Scores::Sigmoid).balance_weight(0.3).z_weight(0.1),
+        softmax.clone().balance_weight(0.5).shared_hidden(7),
+        softmax.clone().z_weight(0.2).groups(Some(ExpertGroups { count: 3, chosen: 2 })),
+        softmax.clone().capacity_factor(0.7),
+        softmax.capacity_factor(0.5).normalize(true).balance_weight(0.1),
+    ];
+    for case in cases {
+        check("router", &case, [3, 5, 6], Routing::Random, DType::F64);
+    }
+}
+
+#[test]
+fn fewer_tokens_than_ranks_and_ranks_without_tokens_equal_one_device() {
+    for shape in [[1, 1, 6], [1, 3, 6], [2, 1, 6]] {
+        check("few tokens", &config(4, 2).shared_hidden(3), shape, Routing::OneSided, DType::F64);
+    }
+    on_ranks(3, "uneven", |ctx| -> Result<()> {
+        let mesh = ctx.mesh(&[("ep", 3)])?;
+        let config = config(5, 2);
+        let truth = truth(&config, &[9, 6], Routing::Random, DType::F64)?;
+        for sizes in [[0, 9, 0], [4, 0, 5], [1, 1, 7]] {
+            let spec = tokens(&mesh, &truth, &[Shard(0)], Some(&sizes))?;
+            let (error, _) = errors(&config, &truth, spec)?;
+            assert!(error < 1e-12, "{sizes:?}: {error:e}");
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn given_numbers_of_experts_on_each_rank_equal_one_device() {
+    on_ranks(3, "sizes", |ctx| -> Result<()> {
+        let mesh = ctx.mesh(&[("ep", 3)])?;
+        for sizes in [vec![5, 0, 1], vec![0, 0, 6], vec![1, 2, 3]] {
+            let config = config(6, 3).expert_sizes(sizes.clone());
+            let truth = truth(&config, &[8, 6], Routing::Random, DType::F64)?;
+            for at in [Shard(0), Replicate] {
+                let (layer, parameters) = build(&config, &mesh, &truth)?;
+                let rows = parameters.iter().find(|p| p.name == "experts.up_proj").unwrap().var.dims()[0];
+                assert_eq!(rows, sizes[ctx.rank()]);
+                let spec = tokens(&mesh, &truth, &[at], None)?;
+                let (error, made) = errors_of(&layer, &parameters, &truth, spec)?;
+                assert!(error < 1e-12, "{sizes:?} {at}: {error:e}");
+                assert!(made.load.ranks.iter().zip(&sizes).all(|(rows, experts)| *experts > 0 || *rows == 0));
+            }
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn no_token_at_all_gives_gradients_of_zeros() {
+    for world in [1, 3] {
+        on_ranks(world, "no tokens", move |ctx| -> Result<()> {
+            let mesh = ctx.mesh(&[("ep", world)])?;
+            let config = config(4, 2).balance_weight(0.1).z_weight(0.1).shared_hidden(3);
+            let some = truth(&config, &[2, 6], Routing::Random, DType::F64)?;
+            let (layer, parameters) = build(&config, &mesh, &some)?;
+            let nothing = Tensor::zeros((0, 6), DType::F64, &candle_core::Device::Cpu)?;
+            let x = candle_shard::DTensor::distribute(&nothing, &mesh, &[Shard(0)])?;
+            let made = layer.forward(&x, super::harness::TRAIN)?;
+            assert_eq!((made.output.dims(), made.load.sent), (&[0, 6][..], 0));
+            let loss = made.output.sum_all()?.add(made.loss.unwrap())?;
+            assert_eq!(loss.full_tensor()?.to_scalar::<f64>()?, 0.0);
+            let grads = parameters.backward(&loss)?;
+            for parameter in parameters.iter() {
+                if let Some(grad) = grads.get(&parameter.var) {
+                    assert_eq!(grad.flatten_all()?.to_vec1::<f64>()?, vec![0.0; parameter.var.elem_count()]);
+                }
+            }
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn two_runs_have_the_same_bits() {
+    on_ranks(3, "bits", |ctx| -> Result<()> {
+        let mesh = ctx.mesh(&[("ep", 3)])?;
+        let config = config(7, 3);
+        let truth = truth(&config, &[11, 6], Routing::Random, DType::F32)?;
+        let (layer, parameters) = build(&config, &mesh, &truth)?;
+        let run = || -> Result<Vec<Tensor>> {
+            let x = candle_shard::DTensor::distribute(&truth.x, &mesh, &[Shard(0)])?;
+            let made = layer.forward(&x, super::harness::TRAIN)?.output;
+            let grads = parameters.backward(&made.sqr()?.sum_all()?)?;
+            let of = parameters.iter().map(|p| grads.get(&p.var).unwrap().clone());
+            Ok(std::iter::once(made.to_local().clone()).chain(of).collect())
+        };
+        let (first, second) = (run()?, run()?);
+        assert!(first.iter().zip(&second).all(|(a, b)| candle_dist::bits::same_bits(a, b).unwrap()));
+        Ok(())
+    });
+}

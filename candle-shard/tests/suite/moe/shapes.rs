@@ -1,0 +1,49 @@
+//! Random options, shapes and meshes against one device.
+use super::harness::{Routing, errors, tokens, truth};
+use candle_core::DType;
+use candle_shard::nn::{MoEConfig, Scores};
+use candle_shard::{Replicate, Result, Shard};
+use proptest::prelude::*;
+use test_utils::on_ranks;
+
+proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(40) })]
+
+    #[test]
+    fn any_options_on_any_mesh_equal_one_device(
+        (batch, seq) in (1usize..4, 0usize..6),
+        (hidden, experts, top_k, shared) in (1usize..4, 1usize..9, 1usize..5, 0usize..3),
+        (dp, ep, tp) in (1usize..3, 1usize..4, 1usize..3),
+        (at, is_sigmoid, is_normalized) in (0usize..4, any::<bool>(), any::<bool>()),
+        (capacity, one_sided, seed) in (proptest::option::of(0.3f64..2.0), any::<bool>(), 0usize..1000),
+    ) {
+        prop_assume!(dp * ep * tp <= 6 && batch * seq > 0);
+        let mut sizes = vec![0; ep];
+        (0..experts).for_each(|expert| sizes[(expert * 7 + seed) % ep] += 1);
+        let scores = if is_sigmoid { Scores::Sigmoid } else { Scores::Softmax };
+        let config = MoEConfig::new(6, hidden, experts, top_k.min(experts))
+            .scores(scores)
+            .normalize(is_normalized)
+            .shared_hidden(shared)
+            .capacity_factor(capacity)
+            .balance_weight(0.1)
+            .z_weight(0.05)
+            .expert_axis("ep")
+            .expert_sizes(sizes)
+            .tensor_axis("tp");
+        on_ranks(dp * ep * tp, "any", move |ctx| -> Result<()> {
+            let mesh = ctx.mesh(&[("dp", dp), ("ep", ep), ("tp", tp)])?;
+            let routing = if one_sided { Routing::OneSided } else { Routing::Random };
+            let truth = truth(&config, &[batch, seq, 6], routing, DType::F64)?;
+            let at = [
+                [Shard(0), Shard(0), Replicate],
+                [Shard(0), Shard(1), Replicate],
+                [Replicate, Shard(1), Shard(1)],
+                [Shard(1), Replicate, Replicate],
+            ][at];
+            let (error, _) = errors(&config, &truth, tokens(&mesh, &truth, &at, None)?)?;
+            assert!(error < 1e-12, "{config:?} [{batch}, {seq}] on {dp} × {ep} × {tp}, {at:?}: {error:e}");
+            Ok(())
+        });
+    }
+}

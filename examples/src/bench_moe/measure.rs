@@ -1,0 +1,79 @@
+//! The timing of a forward and a backward pass.
+
+use std::time::Instant;
+
+use anyhow::Result;
+use candle_core::{DType, Device, Tensor};
+use candle_dist::{RankContext, World};
+use candle_shard::nn::{MoE, MoEConfig, Mode, ShardedVarBuilder};
+use candle_shard::parallel::Plan;
+use candle_shard::random::{Distribution, Stream, sample_full};
+use candle_shard::{DTensor, Shard};
+
+use super::args::{Args, RoutingName};
+use super::report::{Report, Row};
+use crate::timing::{median, slowest};
+
+/// The times on one rank, and the rows that all ranks send.
+type Times = (Vec<f64>, usize);
+
+/// Measures each routing; `told` hears of it before.
+///
+/// # Errors
+/// Those of the layer.
+pub fn measure(args: &Args, mut told: impl FnMut(RoutingName)) -> Result<Report> {
+    candle_dist::threads::settle(args.threads);
+    let mut rows = Vec::new();
+    for &routing in args.routings() {
+        told(routing);
+        let given = args.clone();
+        let ranks: Vec<Times> = World::local(args.ranks).run(move |ctx| on_rank(ctx, &given, routing))?;
+        let times: Vec<&[f64]> = ranks.iter().map(|(times, _)| &times[..]).collect();
+        let rows_sent = ranks.first().map_or(0, |(_, sent)| *sent);
+        rows.push(Row { ranks: args.ranks, routing: routing.as_str(), ms: median(&mut slowest(&times)), rows_sent });
+    }
+    Ok(Report { rows })
+}
+
+/// Returns tokens whose first columns are logits: Gumbel noise, so that the largest is drawn with the routing's
+/// frequencies.
+fn tokens(args: &Args, routing: RoutingName) -> candle_core::Result<Tensor> {
+    let even = |lo| Distribution::Uniform { lo, up: 1.0 };
+    let draw = |name: &str, lo, columns| {
+        sample_full(Stream::new(0, name), even(lo), &[args.tokens, columns], DType::F32, &Device::Cpu)
+    };
+    let noise = draw("logits", 1e-6, args.experts)?.log()?.neg()?.log()?.neg()?;
+    let favor = Tensor::from_iter((0..args.experts).map(|expert| routing.favor(expert) as f32), &Device::Cpu)?;
+    let logits = noise.broadcast_add(&favor)?;
+    match args.width - args.experts {
+        0 => Ok(logits),
+        rest => Tensor::cat(&[logits, draw("rest", -1.0, rest)?], 1),
+    }
+}
+
+fn on_rank(ctx: &RankContext, args: &Args, routing: RoutingName) -> candle_shard::Result<Times> {
+    let mesh = ctx.mesh(&[("ep", args.ranks)])?;
+    let vb = ShardedVarBuilder::fresh(0, &mesh, Plan::new("ep"), DType::F32, &Device::Cpu)?;
+    let config = MoEConfig::new(args.width, args.hidden, args.experts, args.top_k).normalize(true).expert_axis("ep");
+    let layer = MoE::new(config, &vb)?;
+    let parameters = vb.finish()?;
+    // The router reads the first columns.
+    let ones = Tensor::eye(args.experts, DType::F32, &Device::Cpu)?.pad_with_zeros(1, 0, args.width - args.experts)?;
+    for parameter in parameters.iter().filter(|parameter| parameter.name == "router.weight") {
+        parameter.var.set(&ones)?;
+    }
+    let (x, _) = DTensor::distribute(&tokens(args, routing)?, &mesh, &[Shard(0)])?.to_var()?;
+    let mut made = Times::default();
+    for round in 0..=args.rounds {
+        ctx.group().barrier()?;
+        let began = Instant::now();
+        let output = layer.forward(&x, Mode::Train { step: round as u64 })?;
+        parameters.backward(&output.output.sum_all()?)?;
+        let time = began.elapsed();
+        if round > 0 {
+            made.0.push(time.as_secs_f64() * 1e3);
+            made.1 = output.load.sent;
+        }
+    }
+    Ok(made)
+}

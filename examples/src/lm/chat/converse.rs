@@ -1,0 +1,158 @@
+//! A conversation: each line of the input is a message, and the model replies to it.
+
+use std::io::{self, BufRead};
+
+use anyhow::{Result, ensure};
+use candle_dist::RankContext;
+use jiff::civil::DateTime;
+use serde::Serialize;
+use tokenizers::Tokenizer;
+
+use super::args::ChatArgs;
+use super::{ChatTemplate, Message, now};
+use crate::launch::{agreed, on_first};
+use crate::lm::files::Files;
+use crate::lm::generate::{Stop, Task};
+use crate::lm::session::Session;
+use crate::lm::stops::Stops;
+use crate::lm::tokens::{self, TextStream};
+
+/// A message and the reply to it.
+#[derive(Clone, Debug, Serialize)]
+pub struct Turn {
+    /// The message.
+    pub message: String,
+    /// The reply.
+    pub text: String,
+    /// The tokens of the reply.
+    pub tokens: Vec<u32>,
+    /// The tokens of the conversation up to the reply.
+    pub prompt_tokens: usize,
+    /// Those that were not computed again, because their keys and values were cached.
+    pub cached_tokens: usize,
+    /// Why the reply ended.
+    pub stop: Stop,
+    /// The seconds until the first token of the reply.
+    pub seconds_to_first_token: f64,
+    /// The tokens per second after it.
+    pub tokens_per_s: f64,
+}
+
+/// What a conversation shows.
+#[derive(Clone, Copy, Debug)]
+pub enum Event<'a> {
+    /// The model is loaded.
+    Loaded,
+    /// The next message can come.
+    Listening,
+    /// A part of the reply.
+    Text(&'a str),
+    /// The reply is complete.
+    Replied,
+}
+
+/// The model, template and options of a conversation.
+#[derive(Clone, Copy, Debug)]
+pub struct Conversation<'a> {
+    /// The files of the model.
+    pub files: &'a Files,
+    /// Its tokenizer.
+    pub tokenizer: &'a Tokenizer,
+    /// Its chat template.
+    pub template: &'a ChatTemplate,
+    /// How replies are written; the prompt is not used.
+    pub task: &'a Task,
+    /// The system message and the most tokens.
+    pub args: &'a ChatArgs,
+    /// The texts that end a reply.
+    pub stops: &'a [String],
+}
+
+/// Holds a conversation until `listen` returns `None`. Rank 0 listens, and all ranks read its messages.
+///
+/// The keys and values of earlier turns are kept while the template only appends to the text. Each reply equals that of a
+/// run with the whole conversation as its prompt.
+///
+/// # Errors
+/// If the template refuses the conversation, or it has more tokens than there is room for; those of the model, of
+/// `listen` and of `show`.
+pub fn converse(
+    ctx: &RankContext,
+    stages: usize,
+    conversation: Conversation<'_>,
+    mut listen: impl FnMut() -> Result<Option<String>> + Send,
+    mut show: impl FnMut(Event<'_>),
+) -> Result<Vec<Turn>> {
+    let Conversation { files, tokenizer, template, task, args, stops } = conversation;
+    let room = args.room(files.config.longest());
+    let mut session = Session::open(ctx, stages, files, task, room)?;
+    show(Event::Loaded);
+    let mut messages: Vec<Message> = args.system.iter().map(|text| Message::new("system", text)).collect();
+    let mut turns = Vec::new();
+    loop {
+        show(Event::Listening);
+        let heard = on_first(ctx.group(), || Ok(listen()))?.unwrap_or(Ok(None));
+        let heard = agreed(ctx.group(), heard)?.map(|message| (now(), message));
+        let Some((now, message)) = shared(ctx, heard)? else { return Ok(turns) };
+        messages.push(Message::new("user", message.clone()));
+        let prompt = tokens::encode_rendered(tokenizer, &template.render(&messages, now)?)?;
+        ensure!(
+            prompt.len() < room,
+            "the conversation has {} tokens, and there is room for {room}: start another one, or give a larger --context",
+            prompt.len()
+        );
+        let task = Task { prompt, ..task.clone() };
+        task.check(&files.config)?;
+        let cached_tokens = session.cached_of(&task.prompt);
+        let (mut stream, mut text) = (TextStream::new(tokenizer, &task.prompt), String::new());
+        let mut stops = Stops::new(stops.to_vec());
+        let mut is_over = false;
+        let written = session.write(&task, |token| {
+            let (more, ends) = stops.next(&stream.next(token)?);
+            show(Event::Text(&more));
+            text.push_str(&more);
+            is_over = ends;
+            Ok(!ends)
+        })?;
+        let rest = stops.rest(stream, is_over)?;
+        show(Event::Text(&rest));
+        text.push_str(&rest);
+        show(Event::Replied);
+        messages.push(Message::new("assistant", text.clone()));
+        turns.push(Turn {
+            message,
+            text,
+            prompt_tokens: task.prompt.len(),
+            cached_tokens,
+            stop: written.stop,
+            seconds_to_first_token: written.first,
+            tokens_per_s: written.tokens.len().saturating_sub(1) as f64 / written.rest.max(f64::MIN_POSITIVE),
+            tokens: written.tokens,
+        });
+    }
+}
+
+/// What rank 0 heard, on all ranks.
+fn shared(ctx: &RankContext, heard: Option<(DateTime, String)>) -> Result<Option<(DateTime, String)>> {
+    let heard = heard.map(|(now, message)| (now.to_string(), message));
+    let text = serde_json::to_string(&heard)?;
+    let heard: Option<(String, String)> = serde_json::from_str(&ctx.group().all_gather_text(&text)?[0])?;
+    heard.map(|(now, message)| Ok((now.parse()?, message))).transpose()
+}
+
+/// Returns the next line of stdin that is not empty, without its end; `None` at the end of stdin.
+///
+/// # Errors
+/// If stdin cannot be read, or is no UTF-8.
+pub fn line() -> Result<Option<String>> {
+    loop {
+        let mut line = String::new();
+        if io::stdin().lock().read_line(&mut line)? == 0 {
+            return Ok(None);
+        }
+        let message = line.trim_end_matches(['\r', '\n']);
+        if !message.trim().is_empty() {
+            return Ok(Some(message.to_owned()));
+        }
+    }
+}

@@ -1,0 +1,93 @@
+//! Conversations with models that were trained on a chat template.
+
+pub mod args;
+pub mod converse;
+mod jinja;
+mod source;
+
+use std::collections::BTreeMap;
+
+use anyhow::{Context, Result};
+use jiff::civil::DateTime;
+use minijinja::Environment;
+use serde::{Deserialize, Serialize};
+use tokenizers::Tokenizer;
+
+pub(super) use source::{of_folder, of_metadata};
+
+/// One message of a conversation.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Message {
+    /// `system`, `user` or `assistant`.
+    pub role: String,
+    /// The text.
+    pub content: String,
+}
+
+impl Message {
+    /// Creates a message.
+    pub fn new(role: &str, content: impl Into<String>) -> Self {
+        Self { role: role.into(), content: content.into() }
+    }
+}
+
+/// A chat template: turns a conversation into the text that the model was trained on.
+///
+/// Templates are rendered as transformers renders them: Jinja with `trim_blocks`, `lstrip_blocks`, loop controls, Python's
+/// string methods, `raise_exception` and `strftime_now`.
+///
+/// ```
+/// use examples::lm::chat::{ChatTemplate, Message};
+///
+/// let source = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% endfor %}<assistant>";
+/// let template = ChatTemplate::new(source, "an example", Default::default())?;
+/// let now = jiff::civil::date(2026, 1, 31).at(12, 0, 0, 0);
+/// assert_eq!(template.render(&[Message::new("user", " Hi ")], now)?, "<user>Hi<assistant>");
+/// # Ok::<(), anyhow::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct ChatTemplate {
+    environment: Environment<'static>,
+    /// The file or key that it comes from.
+    origin: String,
+    /// Special tokens by the names that templates use, for example `bos_token`.
+    tokens: BTreeMap<String, String>,
+}
+
+impl ChatTemplate {
+    /// Compiles a template; `origin` names its file in errors, and `tokens` has special tokens by name, for example
+    /// `bos_token`.
+    ///
+    /// # Errors
+    /// If it is not a template; the line is named.
+    pub fn new(source: &str, origin: &str, tokens: BTreeMap<String, String>) -> Result<Self> {
+        let environment = jinja::compile(source).with_context(|| format!("the chat template of {origin}"))?;
+        Ok(Self { environment, origin: origin.into(), tokens })
+    }
+
+    /// Returns the text of a conversation, up to where the model writes its reply. `now` is the local time, which some
+    /// templates print.
+    ///
+    /// # Errors
+    /// If the template fails or refuses the conversation.
+    pub fn render(&self, messages: &[Message], now: DateTime) -> Result<String> {
+        let rendered = jinja::render(&self.environment, &self.tokens, messages, true, now);
+        rendered.with_context(|| format!("the chat template of {} fails", self.origin))
+    }
+
+    /// Returns the special token that ends replies: the one that the template writes after a message of the model.
+    pub fn end_of_turn(&self, tokenizer: &Tokenizer) -> Option<u32> {
+        const REPLY: &str = "a reply";
+        let messages = [Message::new("user", "a question"), Message::new("assistant", REPLY)];
+        let rendered = jinja::render(&self.environment, &self.tokens, &messages, false, DateTime::default()).ok()?;
+        let (_, after) = rendered.rsplit_once(REPLY)?;
+        let added = tokenizer.get_added_tokens_decoder().into_iter();
+        let begins = added.filter(|(_, token)| token.special && after.trim_start().starts_with(&token.content));
+        begins.max_by_key(|(_, token)| token.content.len()).map(|(id, _)| id)
+    }
+}
+
+/// Returns the time at which templates are rendered.
+pub fn now() -> DateTime {
+    jiff::Zoned::now().datetime()
+}

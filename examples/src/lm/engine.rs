@@ -1,0 +1,136 @@
+//! A model that is read and cut over the ranks.
+
+use std::time::Instant;
+
+use anyhow::{Result, ensure};
+use candle_core::{DType, Device, Tensor};
+use candle_dist::RankContext;
+use candle_pipe::Layout;
+use candle_shard::nn::ShardedVarBuilder;
+use candle_shard::parallel::Shares;
+
+use super::cache::Cache;
+use super::files::Files;
+use super::model::Decoder;
+use super::staged::{StagedDecoder, Use};
+use super::step::Step;
+
+/// How a model is held and cut.
+#[derive(Clone, Debug)]
+pub struct Held {
+    /// What parameters are held and computed in.
+    pub dtype: DType,
+    /// Which layers make a stage, if they are not to cost about equally much.
+    pub layout: Option<Layout>,
+    /// Whether quantized weights are held as floats.
+    pub dequantize: bool,
+    /// What keys and values are kept in, if not in the dtype of the computation.
+    pub cache: Option<DType>,
+    /// The shares of the ranks over which a layer is sharded, if they are unlike.
+    pub shares: Option<Shares>,
+}
+
+impl Held {
+    /// Holds a model in a dtype, and quantized weights as they are stored.
+    pub fn of(dtype: DType) -> Self {
+        Self { dtype, layout: None, dequantize: false, cache: None, shares: None }
+    }
+}
+
+/// What a model is read for.
+#[derive(Clone, Copy, Debug)]
+pub enum Purpose {
+    /// Writing some texts at once.
+    Write {
+        /// The texts.
+        slots: usize,
+        /// The most tokens of a text.
+        room: usize,
+    },
+    /// Scoring windows of so many tokens.
+    Score {
+        /// The tokens.
+        window: usize,
+    },
+}
+
+/// A rank's part of a model.
+pub struct Engine {
+    model: Model,
+    device: Device,
+    /// The seconds in which this rank's part was read.
+    pub load: f64,
+    /// The parameters that this rank holds as floats.
+    pub parameters: usize,
+    /// The bytes of all weights that this rank holds.
+    pub bytes: usize,
+}
+
+enum Model {
+    /// All layers on each rank, and the slots of texts.
+    Whole(Box<Decoder>, Vec<Cache>),
+    /// Some of them.
+    Staged(Box<StagedDecoder>),
+}
+
+impl Engine {
+    /// Reads this rank's part of a model of `stages` stages. Every rank calls it.
+    ///
+    /// # Errors
+    /// If the stages do not divide the ranks, or there are more than the model can be cut into; those of the files.
+    pub fn new(ctx: &RankContext, stages: usize, files: &Files, held: &Held, purpose: Purpose) -> Result<Self> {
+        let Files { config, weights, .. } = files;
+        let mut config = config.clone();
+        // The last stage reads the output layer by itself where files allow that.
+        config.tie_word_embeddings &= stages == 1 || !files.has_head();
+        let config = &config;
+        let ranks = ctx.world_size();
+        ensure!(stages > 0 && ranks.is_multiple_of(stages), "{stages} stages do not divide {ranks} ranks");
+        let began = Instant::now();
+        let mesh = ctx.mesh(&[("pp", stages), ("tp", ranks / stages)])?;
+        let (plan, longest, used, slots) = match purpose {
+            Purpose::Write { slots, room } => {
+                (Decoder::plan("tp"), room, Use::Write { slots, cache: held.cache }, slots)
+            }
+            // No rank needs the logits of the whole vocabulary.
+            Purpose::Score { window } => (Decoder::training_plan("tp"), window, Use::Score, 0),
+        };
+        let (plan, device) = (plan.with_shares(held.shares.clone()), ctx.device());
+        let vb = ShardedVarBuilder::from_weights(weights.clone(), 0, &mesh.axis("tp")?, plan, held.dtype, device)?;
+        let vb = if held.dequantize { vb.dequantized() } else { vb }.frozen();
+        let slot = |_| Cache::of(config, longest).with_dtype(held.cache);
+        let model = match stages {
+            1 => Model::Whole(Box::new(Decoder::new(config, longest, &vb)?), (0..slots).map(slot).collect()),
+            _ => {
+                let layout = held.layout.as_ref();
+                Model::Staged(Box::new(StagedDecoder::new(config, (longest, used), layout, &mesh, &vb, ctx)?))
+            }
+        };
+        let parameters: usize = vb.built().iter().map(|parameter| parameter.var.elem_count()).sum();
+        let bytes = parameters * held.dtype.size_in_bytes() + vb.quantized_bytes();
+        Ok(Self { model, device: device.clone(), load: began.elapsed().as_secs_f64(), parameters, bytes })
+    }
+
+    /// The logits `[texts, vocabulary]` of what follows the new tokens of each text.
+    ///
+    /// # Errors
+    /// Those of the model.
+    pub fn step(&mut self, step: &Step) -> Result<Tensor> {
+        Ok(match &mut self.model {
+            Model::Whole(model, slots) => model.step(step, slots)?,
+            Model::Staged(model) => model.step(step)?,
+        })
+    }
+
+    /// The sum of the losses of `targets`, which follow the last of `tokens`.
+    ///
+    /// # Errors
+    /// Those of the model.
+    pub fn loss(&self, tokens: &[u32], targets: &[u32]) -> Result<f64> {
+        let row = |tokens: &[u32]| Tensor::from_slice(tokens, (1, tokens.len()), &self.device);
+        Ok(match &self.model {
+            Model::Whole(model, _) => model.loss(&row(tokens)?, &row(targets)?)?,
+            Model::Staged(model) => model.loss(&row(tokens)?, &row(targets)?)?,
+        })
+    }
+}

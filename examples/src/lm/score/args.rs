@@ -1,0 +1,82 @@
+//! The command-line arguments of scoring.
+
+use std::fs;
+use std::io::{self, IsTerminal, Read};
+use std::path::PathBuf;
+
+use clap::Args;
+
+use crate::cli::{Checked, UsageError, require};
+
+/// The scoring options; the comments on the fields are the program's help.
+#[derive(Clone, Debug, Default, Args)]
+#[command(next_help_heading = "Scoring")]
+pub struct ScoreArgs {
+    /// The text to score [default: stdin]
+    #[arg(long, value_name = "FILE")]
+    pub text: Option<PathBuf>,
+
+    /// The most tokens that the model sees at once [default: what the model takes, at most 2048]
+    #[arg(long, value_name = "N")]
+    pub window: Option<usize>,
+
+    /// Tokens from the start of a window to the start of the next. With fewer than --window, tokens are scored with
+    /// context from the window before [default: half of the window]
+    #[arg(long, value_name = "N")]
+    pub stride: Option<usize>,
+}
+
+/// The default of `--window`, if the model takes more.
+const WINDOW: usize = 2048;
+
+impl ScoreArgs {
+    /// Checks everything that does not depend on the model.
+    ///
+    /// # Errors
+    /// A sentence with the flag, its value and a remedy.
+    pub fn validate(&self) -> Checked {
+        if let Some(window) = self.window {
+            require!(window >= 2, "--window {window} has no token with another one before it: give at least 2.");
+        }
+        require!(self.stride != Some(0), "--stride is 0: give at least 1.");
+        if let Some(path) = &self.text {
+            require!(path.is_file(), "--text {} is no file: give a text.", path.display());
+        }
+        Ok(())
+    }
+
+    /// Returns the window and the stride for a model that takes `longest` tokens.
+    ///
+    /// # Errors
+    /// If the window is longer than that, or the stride longer than the window.
+    pub fn sizes(&self, longest: usize) -> Checked<(usize, usize)> {
+        let window = self.window.unwrap_or_else(|| WINDOW.min(longest).max(2));
+        require!(window <= longest, "--window {window} is too long: the model takes {longest} tokens.");
+        let stride = self.stride.unwrap_or(window / 2);
+        require!(
+            stride <= window,
+            "--stride {stride} is longer than the window of {window}, and tokens between them would not count: give at most {window}."
+        );
+        Ok((window, stride))
+    }
+
+    /// Returns the text to score.
+    ///
+    /// # Errors
+    /// If it cannot be read, or is empty.
+    pub fn read(&self) -> Checked<String> {
+        let text = match &self.text {
+            Some(path) => fs::read_to_string(path)
+                .map_err(|error| UsageError(format!("--text {} cannot be read: {error}.", path.display())))?,
+            None => {
+                require!(!io::stdin().is_terminal(), "score has no text: give --text FILE, or a text on stdin.");
+                let mut read = String::new();
+                let got = io::stdin().read_to_string(&mut read);
+                got.map_err(|error| UsageError(format!("the text on stdin cannot be read: {error}.")))?;
+                read
+            }
+        };
+        require!(!text.is_empty(), "the text to score is empty: give some.");
+        Ok(text)
+    }
+}

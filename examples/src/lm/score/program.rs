@@ -1,0 +1,113 @@
+//! The program that scores.
+
+use std::io::Write;
+use std::time::Instant;
+
+use anyhow::{Result, ensure};
+use candle_dist::RankContext;
+
+use super::report::{Report, Scored};
+use super::windows::{Window, windows};
+use crate::cli::Output;
+use crate::launch::{Ranks, gather};
+use crate::lm::args::Args;
+use crate::lm::engine::{Engine, Held, Purpose};
+use crate::lm::files::Files;
+use crate::lm::opened;
+use crate::lm::tokens;
+use crate::progress::Loading;
+
+/// Scores the text that the command line names.
+///
+/// # Errors
+/// If the text or the model cannot be read, or the text has no token to score; those of the model.
+pub fn run(args: &Args, ranks: &Ranks<'_>) -> Result<bool> {
+    let read = ranks.on_first(|| Ok(args.score.read()))?.unwrap_or_else(|| Ok(String::new()));
+    let text = ranks.of_first(&ranks.agree(read)?)?;
+    let scratch = tempfile::tempdir()?;
+    let open = || -> Result<_> {
+        let files = opened::files(args, scratch.path())?;
+        let tokens = tokens::encode(&files.tokenizer()?, &text)?;
+        tokens::check(&tokens, files.config.vocab_size)?;
+        ensure!(
+            tokens.len() > 1,
+            "the text has {} tokens, and the first is not scored; give a longer one",
+            tokens.len()
+        );
+        let (window, stride) = args.score.sizes(files.config.longest())?;
+        let held = opened::held(args, &files)?;
+        let window = window.min(tokens.len());
+        Ok((files, tokens, window, stride, held))
+    };
+    let (files, tokens, window, stride, held) = ranks.agree(open())?;
+    let windows = windows(tokens.len(), window, stride);
+
+    let scored = Loading::watch(
+        ranks.is_first(),
+        files.bytes(),
+        || files.bytes_read(),
+        |loading| {
+            ranks.run(args.pp * args.tp, args.threads, |ctx| {
+                let scored = score(ctx, args.pp, &files, &held, (&tokens, &windows), || {
+                    if ctx.rank() == 0 {
+                        loading.finish();
+                    }
+                })?;
+                gather(ctx.group(), scored)
+            })
+        },
+    )?;
+    let Some(all) = scored.flatten() else { return Ok(true) };
+    let scored: usize = windows.iter().map(|window| window.scored).sum();
+    let mean_nll = all[0].nll / scored as f64;
+    let seconds = all[0].seconds;
+    let report = Report {
+        tokens: tokens.len(),
+        scored,
+        mean_nll,
+        perplexity: mean_nll.exp(),
+        window,
+        stride,
+        windows: windows.len(),
+        tokens_per_s: if seconds > 0.0 { scored as f64 / seconds } else { 0.0 },
+        load_seconds: all.iter().map(|rank| rank.load).fold(0.0, f64::max),
+        dtype: held.dtype.as_str(),
+        ranks: all.len(),
+        bytes_per_rank: all.iter().map(|rank| rank.bytes).collect(),
+    };
+    let output = Output::new(args.json.as_deref());
+    writeln!(output.screen(), "{report}")?;
+    output.write_json(&report)?;
+    Ok(true)
+}
+
+/// Scores windows of tokens, on all ranks in `stages` stages; `is_read` is called when the model is read. Every rank calls
+/// it.
+///
+/// # Errors
+/// Those of [`Engine::new`] and of the model, and one if the text has a probability of zero or none.
+pub fn score(
+    ctx: &RankContext,
+    stages: usize,
+    files: &Files,
+    held: &Held,
+    (tokens, windows): (&[u32], &[Window]),
+    is_read: impl FnOnce(),
+) -> Result<Scored> {
+    let longest = windows.iter().map(|window| window.tokens.len()).max().unwrap_or(0);
+    let engine = Engine::new(ctx, stages, files, held, Purpose::Score { window: longest })?;
+    is_read();
+    let began = Instant::now();
+    let mut nll = 0.0;
+    for Window { tokens: part, scored } in windows {
+        let loss = engine.loss(&tokens[part.start..part.end - 1], &tokens[part.end - scored..part.end])?;
+        let (start, end) = (part.start, part.end);
+        ensure!(
+            loss.is_finite(),
+            "the loss of tokens {start} to {end} is {loss}; check the weights, or compute in a wider --dtype"
+        );
+        nll += loss;
+    }
+    let seconds = began.elapsed().as_secs_f64();
+    Ok(Scored { nll, load: engine.load, seconds, bytes: engine.bytes })
+}

@@ -1,0 +1,199 @@
+//! A BERT encoder for sentence embeddings, cut over ranks by heads and by columns of the feed-forward layers.
+
+use std::fs;
+use std::path::Path;
+
+use anyhow::{Context, Result, bail, ensure};
+use candle_core::{DType, Tensor};
+use candle_dist::DeviceMesh;
+use candle_nn::Activation;
+use candle_shard::nn::{Embedding, FusedQkv, Heads, LayerNorm, Linear, ShardedVarBuilder};
+use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
+use candle_shard::{AttentionMask, DTensor, Placements, Replicate, Weights};
+use serde::Deserialize;
+use wildmatch::WildMatch;
+
+/// The sizes of a `config.json`.
+#[derive(Clone, Debug, Deserialize)]
+pub struct Config {
+    /// Width of the hidden states.
+    pub hidden_size: usize,
+    /// Width inside the feed-forward layers.
+    pub intermediate_size: usize,
+    /// Layers.
+    pub num_hidden_layers: usize,
+    /// Heads.
+    pub num_attention_heads: usize,
+    /// Rows of the table.
+    pub vocab_size: usize,
+    /// The longest text.
+    pub max_position_embeddings: usize,
+    /// Kinds of tokens; all of a sentence are of the first.
+    pub type_vocab_size: usize,
+    /// What keeps norms from dividing by zero.
+    pub layer_norm_eps: f64,
+    hidden_act: String,
+    model_type: String,
+    #[serde(default)]
+    position_embedding_type: Option<String>,
+}
+
+/// Tensors that sentence embeddings do not use.
+const UNUSED: [&str; 2] = ["embeddings.position_ids", "pooler.*"];
+
+impl Config {
+    /// Reads the config of the model in `folder`.
+    ///
+    /// # Errors
+    /// If it is no BERT that this encoder computes; the field is named.
+    pub fn read(folder: &Path) -> Result<Self> {
+        let path = folder.join("config.json");
+        let read = || -> Result<Self> { Ok(serde_json::from_str(&fs::read_to_string(&path)?)?) };
+        let config = read().with_context(|| format!("{}", path.display()))?;
+        let Self { hidden_size, num_attention_heads: heads, .. } = config;
+        ensure!(config.model_type == "bert", "model_type is {:?}, and only \"bert\" is supported", config.model_type);
+        ensure!(config.hidden_act == "gelu", "hidden_act is {:?}, and only \"gelu\" is supported", config.hidden_act);
+        let positions = config.position_embedding_type.as_deref().unwrap_or("absolute");
+        ensure!(
+            positions == "absolute",
+            "position_embedding_type is {positions:?}, and only \"absolute\" is supported"
+        );
+        ensure!(
+            heads > 0 && hidden_size.is_multiple_of(heads),
+            "num_attention_heads {heads} does not divide hidden_size {hidden_size}"
+        );
+        Ok(config)
+    }
+
+    fn heads(&self) -> Heads {
+        let count = self.num_attention_heads;
+        Heads { query: count, key_value: count, dim: self.hidden_size / count }
+    }
+}
+
+/// Opens the weights of the model in `folder`.
+///
+/// # Errors
+/// If there are tensors that are no part of the encoder: a model with them computes something else.
+pub fn weights(folder: &Path) -> Result<Weights> {
+    let weights = Weights::open(folder)?;
+    let known = |name: &str| {
+        let unused = UNUSED.iter().any(|pattern| WildMatch::new(pattern).matches(name));
+        unused || name.starts_with("embeddings.") || name.starts_with("encoder.layer.")
+    };
+    if let Some(other) = weights.names().find(|name| !known(name)) {
+        bail!("{}: the tensor {other:?} is no part of a BERT encoder", folder.display());
+    }
+    Ok(weights)
+}
+
+/// The encoder.
+#[derive(Debug)]
+pub struct Encoder {
+    words: Embedding,
+    positions: Embedding,
+    kinds: Embedding,
+    norm: LayerNorm,
+    layers: Vec<Layer>,
+    mesh: DeviceMesh,
+    longest: usize,
+}
+
+#[derive(Debug)]
+struct Layer {
+    qkv: FusedQkv,
+    mixed: Linear,
+    mixed_norm: LayerNorm,
+    up: Linear,
+    down: Linear,
+    down_norm: LayerNorm,
+}
+
+impl Encoder {
+    /// How the encoder is cut on the mesh axis `axis`: heads and feed-forward columns.
+    pub fn plan(axis: &str) -> Plan {
+        let whole = RowwiseParallel::default().output(Replicate);
+        Plan::new(axis)
+            .with("encoder.layer.*.attention.self", ColwiseParallel::default())
+            .with("encoder.layer.*.attention.output.dense", whole)
+            .with("encoder.layer.*.intermediate.dense", ColwiseParallel::default())
+            .with("encoder.layer.*.output.dense", whole)
+    }
+
+    /// Builds the encoder with the names that the Hub's files have.
+    ///
+    /// # Errors
+    /// Those of the builder.
+    pub fn new(config: &Config, vb: &ShardedVarBuilder) -> Result<Self> {
+        let (hidden, inner, eps) = (config.hidden_size, config.intermediate_size, config.layer_norm_eps);
+        let tables = vb.pp("embeddings");
+        let table = |rows: usize, name: &str| Embedding::new(rows, hidden, 1.0, &tables.pp(name));
+        let layer = |i: usize| -> Result<Layer> {
+            let vb = vb.pp("encoder.layer").pp(i);
+            let (attention, output) = (vb.pp("attention"), vb.pp("output"));
+            let names = ["query", "key", "value"];
+            let qkv = FusedQkv::with_names(hidden, config.heads(), true, names, &attention.pp("self"))?;
+            Ok(Layer {
+                mixed: Linear::new(qkv.width(), hidden, true, &attention.pp("output.dense"))?,
+                qkv,
+                mixed_norm: LayerNorm::new(hidden, eps, &attention.pp("output.LayerNorm"))?,
+                up: Linear::new(hidden, inner, true, &vb.pp("intermediate.dense"))?,
+                down: Linear::new(inner, hidden, true, &output.pp("dense"))?,
+                down_norm: LayerNorm::new(hidden, eps, &output.pp("LayerNorm"))?,
+            })
+        };
+        Ok(Self {
+            words: table(config.vocab_size, "word_embeddings")?,
+            positions: table(config.max_position_embeddings, "position_embeddings")?,
+            kinds: table(config.type_vocab_size, "token_type_embeddings")?,
+            norm: LayerNorm::new(hidden, eps, &tables.pp("LayerNorm"))?,
+            layers: (0..config.num_hidden_layers).map(layer).collect::<Result<_>>()?,
+            mesh: vb.mesh().clone(),
+            longest: config.max_position_embeddings,
+        })
+    }
+
+    /// Returns the embeddings `[texts, hidden]` of texts, of length 1: the mean of the last hidden states of each text.
+    ///
+    /// # Errors
+    /// If there are no texts, one has no tokens, or more than the model takes.
+    pub fn embed(&self, texts: &[Vec<u32>]) -> Result<Tensor> {
+        let width = texts.iter().map(Vec::len).max().context("there are no texts")?;
+        ensure!(texts.iter().all(|text| !text.is_empty()), "a text has no tokens");
+        let longest = self.longest;
+        ensure!(width <= longest, "a text has {width} tokens, and the model takes {longest}; shorten it");
+        let places = || texts.iter().flat_map(|text| (0..width).map(move |i| text.get(i).copied()));
+        let ids: Vec<u32> = places().map(Option::unwrap_or_default).collect();
+        let hidden: Vec<f32> = places().map(|id| id.map_or(f32::NEG_INFINITY, |_| 0.0)).collect();
+        let device = self.words.weight().device().clone();
+        let everywhere = Placements::from_elem(Replicate, self.mesh.ndim());
+        let replicated = |tensor: Tensor| {
+            let dims = tensor.dims().to_vec();
+            DTensor::from_local(tensor, &self.mesh, &everywhere, dims)
+        };
+        let ids = replicated(Tensor::from_vec(ids, (texts.len(), width), &device)?)?;
+        let mask = replicated(Tensor::from_vec(hidden, (texts.len(), 1, 1, width), &device)?)?;
+        let places = replicated(Tensor::arange(0, width as u32, &device)?.unsqueeze(0)?)?;
+        let kinds = replicated(Tensor::zeros((1, width), DType::U32, &device)?)?;
+        let h = self.words.forward(&ids)?.add(&self.positions.forward(&places)?)?.add(&self.kinds.forward(&kinds)?)?;
+        let mut h = self.norm.forward(&h)?;
+        for layer in &self.layers {
+            h = layer.forward(&h, &mask)?;
+        }
+        let h = h.full_tensor()?;
+        let means = texts.iter().enumerate().map(|(i, text)| h.get(i)?.narrow(0, 0, text.len())?.mean(0));
+        let means = Tensor::stack(&means.collect::<candle_core::Result<Vec<_>>>()?, 0)?;
+        Ok(means.broadcast_div(&means.sqr()?.sum_keepdim(1)?.sqrt()?)?)
+    }
+}
+
+impl Layer {
+    fn forward(&self, x: &DTensor, mask: &DTensor) -> Result<DTensor> {
+        let [q, k, v] = self.qkv.forward(x)?;
+        let mixed = q.scaled_dot_product_attention(&k, &v, AttentionMask::Additive(mask), None)?;
+        let mixed = self.mixed.forward(&mixed.transpose(1, 2)?.flatten_from(2)?)?;
+        let x = self.mixed_norm.forward(&mixed.add(x)?)?;
+        let down = self.down.forward(&self.up.forward(&x)?.activation(Activation::Gelu)?)?;
+        Ok(self.down_norm.forward(&down.add(&x)?)?)
+    }
+}

@@ -1,0 +1,148 @@
+//! Tokenizers of GGUF files against transformers'; facts of `benchmarks/tokenizer_facts.py`.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+
+use candle_core::quantized::gguf_file::{self, Value};
+use candle_core::quantized::{GgmlDType, QTensor};
+use candle_core::{DType, Device, Tensor};
+use examples::lm::config::Config;
+use examples::lm::engine::Held;
+use examples::lm::files::Files;
+use examples::lm::generate::Task;
+use examples::lm::sample::Sampling;
+use examples::lm::{random_model, tokens};
+use serde::Deserialize;
+use serde_json::json;
+
+#[derive(Clone, Deserialize)]
+pub(crate) struct Fact {
+    architecture: String,
+    model: String,
+    pre: Option<String>,
+    adds: Option<bool>,
+    tokens: Vec<String>,
+    scores: Vec<f32>,
+    kinds: Vec<i32>,
+    merges: Option<Vec<String>>,
+    ids: BTreeMap<String, u32>,
+    encodings: Vec<(String, Vec<u32>)>,
+    decodings: Vec<String>,
+}
+
+pub(crate) fn facts() -> Vec<Fact> {
+    serde_json::from_str(include_str!("tokenizers.json")).unwrap()
+}
+
+pub(crate) fn write(path: &Path, fact: &Fact, more: &[(&str, Value)]) {
+    let texts = |texts: &[String]| Value::Array(texts.iter().cloned().map(Value::String).collect());
+    let mut metadata = vec![
+        ("general.architecture".to_owned(), Value::String(fact.architecture.clone())),
+        ("tokenizer.ggml.model".into(), Value::String(fact.model.clone())),
+        ("tokenizer.ggml.tokens".into(), texts(&fact.tokens)),
+        ("tokenizer.ggml.scores".into(), Value::Array(fact.scores.iter().copied().map(Value::F32).collect())),
+        ("tokenizer.ggml.token_type".into(), Value::Array(fact.kinds.iter().copied().map(Value::I32).collect())),
+    ];
+    metadata.extend(fact.pre.clone().map(|pre| ("tokenizer.ggml.pre".into(), Value::String(pre))));
+    metadata.extend(fact.adds.map(|adds| ("tokenizer.ggml.add_bos_token".into(), Value::Bool(adds))));
+    metadata.extend(fact.merges.as_ref().map(|merges| ("tokenizer.ggml.merges".into(), texts(merges))));
+    metadata.extend(fact.ids.iter().map(|(name, &id)| (format!("tokenizer.ggml.{name}"), Value::U32(id))));
+    for (name, value) in more {
+        metadata.retain(|(known, _)| known != name);
+        metadata.push(((*name).into(), value.clone()));
+    }
+    let tensor = QTensor::quantize(&Tensor::zeros((2, 4), DType::F32, &Device::Cpu).unwrap(), GgmlDType::F32).unwrap();
+    let metadata: Vec<(&str, &Value)> = metadata.iter().map(|(name, value)| (name.as_str(), value)).collect();
+    gguf_file::write(&mut fs::File::create(path).unwrap(), &metadata, &[("a", &tensor)]).unwrap();
+}
+
+#[test]
+fn tokens_of_gguf_files_are_those_of_transformers() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.gguf");
+    for fact in facts() {
+        write(&path, &fact, &[]);
+        let tokenizer = tokens::read(&path).unwrap();
+        let what = format!("{} {} {:?}", fact.architecture, fact.model, fact.pre);
+        for ((text, ids), decoded) in fact.encodings.iter().zip(&fact.decodings) {
+            assert_eq!(&tokens::encode(&tokenizer, text).unwrap(), ids, "{what}: {text:?}");
+            assert_eq!(&tokenizer.decode(ids, true).unwrap(), decoded, "{what}: {text:?}");
+        }
+    }
+}
+
+#[test]
+fn a_file_may_say_that_texts_do_not_begin_with_a_space() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.gguf");
+    let facts = facts();
+    for fact in [&facts[0], &facts[3]] {
+        write(&path, fact, &[("tokenizer.ggml.add_space_prefix", Value::Bool(false))]);
+        let tokenizer = tokens::read(&path).unwrap();
+        let ids = tokens::encode(&tokenizer, "the cat").unwrap();
+        assert!(!tokenizer.id_to_token(ids[1]).unwrap().starts_with('▁'), "{ids:?}");
+        assert_eq!(tokenizer.decode(&ids, true).unwrap(), "the cat");
+        let spaced = tokens::encode(&tokenizer, " the cat").unwrap();
+        assert_eq!(tokenizer.decode(&spaced, true).unwrap(), " the cat");
+    }
+}
+
+#[test]
+fn metadata_that_contradicts_itself_is_refused_by_its_key() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.gguf");
+    let fact = facts().remove(0);
+    let text = |text: &str| Value::String(text.into());
+    let cases = [
+        ("tokenizer.ggml.model", text("t5"), "\"t5\""),
+        ("tokenizer.ggml.scores", Value::Array(vec![Value::F32(0.0)]), "tokenizer.ggml.scores has 1"),
+        ("tokenizer.ggml.token_type", Value::Array(vec![Value::I32(1)]), "tokenizer.ggml.token_type has 1"),
+        ("tokenizer.ggml.bos_token_id", Value::U32(1 << 20), "bos_token_id 1048576 is no token"),
+        ("tokenizer.ggml.tokens", Value::Array(vec![Value::U8(1)]), "tokenizer.ggml.tokens"),
+        ("tokenizer.ggml.merges", Value::Array(vec![text("ab")]), "tokenizer.ggml.merges has \"ab\""),
+    ];
+    for (key, value, want) in cases {
+        write(&path, &fact, &[(key, value)]);
+        let said = format!("{:#}", tokens::read(&path).unwrap_err());
+        assert!(said.contains(want) && said.contains("model.gguf"), "{said}, want {want}");
+    }
+}
+
+#[test]
+fn a_tokenizer_with_special_tokens_above_the_vocabulary_is_no_error_until_a_prompt_has_one() {
+    let folder = tempfile::tempdir().unwrap();
+    let config = Config {
+        hidden_size: 32,
+        intermediate_size: 44,
+        num_hidden_layers: 1,
+        num_attention_heads: 4,
+        num_key_value_heads: Some(2),
+        ..random_model::config()
+    };
+    random_model::write(folder.path(), &config, 7, DType::F32).unwrap();
+    let path = folder.path().join("tokenizer.json");
+    let with = |special: bool| {
+        let mut tokenizer: serde_json::Value =
+            serde_json::from_str(&tokens::of_bytes().unwrap().to_string(false).unwrap()).unwrap();
+        tokenizer["added_tokens"] = json!([{"id": 256, "content": "<image>", "single_word": false, "lstrip": false,
+            "rstrip": false, "normalized": false, "special": special}]);
+        fs::write(&path, tokenizer.to_string()).unwrap();
+        Files::open(folder.path()).unwrap().tokenizer()
+    };
+    let tokenizer = with(true).unwrap();
+    let check = |text: &str| {
+        let task = Task {
+            prompt: tokens::encode(&tokenizer, text).unwrap(),
+            most: 1,
+            sampling: Sampling::default(),
+            cache_tokens: None,
+            held: Held::of(DType::F32),
+        };
+        task.check(&config)
+    };
+    check("an image").unwrap();
+    let said = check("an <image>").unwrap_err().to_string();
+    assert!(said.contains("256") && said.contains("do not fit together"), "{said}");
+    assert!(with(false).unwrap_err().to_string().contains("do not fit together"));
+}

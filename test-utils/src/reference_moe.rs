@@ -1,0 +1,207 @@
+//! A mixture of experts on one device in plain candle: a dense loop over experts.
+
+use candle_core::{D, DType, Device, Result, Tensor, Var};
+use candle_shard::nn::{MoEConfig, Scores};
+use candle_shard::random::Distribution;
+
+use crate::reference_params::Params;
+
+/// The reference of [`candle_shard::nn::MoE`], with its parameters and options. Axes and sizes have no effect.
+///
+/// Each expert computes all tokens, and most results are multiplied by zero: slow, but without any routing of rows.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_shard::nn::MoEConfig;
+/// use test_utils::reference_moe::Moe;
+///
+/// # fn main() -> candle_core::Result<()> {
+/// let layer = Moe::new(&MoEConfig::new(4, 8, 3, 2), 0, DType::F32, &Device::Cpu)?;
+/// let made = layer.forward(&Tensor::ones((5, 4), DType::F32, &Device::Cpu)?)?;
+/// assert_eq!((made.output.dims(), made.counts.iter().sum::<usize>()), (&[5, 4][..], 5 * 2));
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug)]
+pub struct Moe {
+    layer: MoeLayer,
+    vars: Vec<(String, Var)>,
+}
+
+/// What the layer made of tokens.
+#[derive(Clone, Debug)]
+pub struct Made {
+    /// The tokens after the layer.
+    pub output: Tensor,
+    /// The sum of the auxiliary losses.
+    pub loss: Option<Tensor>,
+    /// The number of tokens that chose each expert.
+    pub counts: Vec<usize>,
+    /// The experts that each token chose, and `None` for dropped choices.
+    pub choices: Vec<Vec<Option<usize>>>,
+}
+
+impl Moe {
+    /// Creates a layer with newly drawn parameters and a bias of zeros.
+    pub fn new(config: &MoEConfig, seed: u64, dtype: DType, device: &Device) -> Result<Self> {
+        let mut params = Params::new(seed, dtype, device);
+        let layer = MoeLayer::new(&mut params, "", config)?;
+        Ok(Self { layer, vars: params.into_vars() })
+    }
+
+    /// Maps tokens `[.., width]` to tokens of the same shape.
+    pub fn forward(&self, x: &Tensor) -> Result<Made> {
+        self.layer.forward(x)
+    }
+
+    /// Sets the bias of the choice, one number per expert.
+    pub fn set_bias(&mut self, bias: Vec<f64>) {
+        self.layer.bias = bias;
+    }
+
+    /// Returns the parameters by name.
+    pub fn vars(&self) -> &[(String, Var)] {
+        &self.vars
+    }
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct MoeLayer {
+    config: MoEConfig,
+    bias: Vec<f64>,
+    router: Tensor,
+    /// Gate, up and down.
+    experts: [Tensor; 3],
+    shared: Option<[Tensor; 3]>,
+}
+
+impl MoeLayer {
+    /// Draws the parameters. `prefix` is empty, or ends in a dot.
+    pub(crate) fn new(params: &mut Params, prefix: &str, config: &MoEConfig) -> Result<Self> {
+        let &MoEConfig { width, hidden, experts, shared_hidden, .. } = config;
+        let mut draw = |name: &str, shape: &[usize]| {
+            let bound = 1.0 / (shape[shape.len() - 1] as f64).sqrt();
+            params.draw(format!("{prefix}{name}"), shape, Distribution::Uniform { lo: -bound, up: bound })
+        };
+        let router = draw("router.weight", &[experts, width])?;
+        let of_experts = [
+            draw("experts.gate_proj", &[experts, hidden, width])?,
+            draw("experts.up_proj", &[experts, hidden, width])?,
+            draw("experts.down_proj", &[experts, width, hidden])?,
+        ];
+        let shared = match shared_hidden {
+            0 => None,
+            hidden => Some([
+                draw("shared_experts.gate_proj.weight", &[hidden, width])?,
+                draw("shared_experts.up_proj.weight", &[hidden, width])?,
+                draw("shared_experts.down_proj.weight", &[width, hidden])?,
+            ]),
+        };
+        Ok(Self { config: config.clone(), bias: vec![0.0; experts], router, experts: of_experts, shared })
+    }
+
+    pub(crate) fn forward(&self, x: &Tensor) -> Result<Made> {
+        let config = &self.config;
+        let flat = x.reshape(((), config.width))?;
+        let logits = flat.matmul(&self.router.t()?)?;
+        let scores = match config.scores {
+            Scores::Softmax => candle_nn::ops::softmax(&logits, D::Minus1)?,
+            Scores::Sigmoid => candle_nn::ops::sigmoid(&logits)?,
+        };
+        let all = scores.detach().to_dtype(DType::F64)?.to_vec2::<f64>()?;
+        let chosen: Vec<Vec<usize>> = all.iter().map(|scores| self.choose(scores)).collect();
+        let choices = self.limit(&chosen);
+        let indexes: Vec<u32> = chosen.iter().flatten().map(|&expert| expert as u32).collect();
+        let indexes = Tensor::from_vec(indexes, (chosen.len(), config.top_k), x.device())?;
+        let mut weights = scores.gather(&indexes, 1)?;
+        if config.normalize {
+            weights = weights.broadcast_div(&weights.sum_keepdim(1)?)?;
+        }
+        weights = (weights * config.scale)?;
+        let mut output = flat.zeros_like()?;
+        for expert in 0..config.experts {
+            let uses = choices.iter().flatten().map(|choice| f64::from(u8::from(*choice == Some(expert))));
+            let uses = Tensor::from_iter(uses, x.device())?.reshape(weights.shape())?.to_dtype(x.dtype())?;
+            let weight = (&weights * uses)?.sum_keepdim(1)?;
+            let [gate, up, down] = [&self.experts[0], &self.experts[1], &self.experts[2]].map(|w| w.get(expert));
+            output = (output + gated(&flat, [&gate?, &up?, &down?])?.broadcast_mul(&weight)?)?;
+        }
+        if let Some([gate, up, down]) = &self.shared {
+            output = (output + gated(&flat, [gate, up, down])?)?;
+        }
+        let mut counts = vec![0; config.experts];
+        chosen.iter().flatten().for_each(|&expert| counts[expert] += 1);
+        let loss = self.losses(&logits, &scores, &counts)?;
+        Ok(Made { output: output.reshape(x.shape())?, loss, counts, choices })
+    }
+
+    /// Returns the best experts of a token, the best first.
+    fn choose(&self, scores: &[f64]) -> Vec<usize> {
+        let values: Vec<f64> = scores.iter().zip(&self.bias).map(|(score, bias)| score + bias).collect();
+        let sorted = |mut of: Vec<usize>, value: &dyn Fn(usize) -> f64| {
+            // Stable, so that the first of equal ones stays first.
+            of.sort_by(|&a, &b| value(b).total_cmp(&value(a)));
+            of
+        };
+        let mut allowed: Vec<usize> = (0..values.len()).collect();
+        if let Some(groups) = self.config.groups {
+            let size = values.len() / groups.count;
+            let worth = |group: usize| {
+                let members = sorted((group * size..(group + 1) * size).collect(), &|i| values[i]);
+                members.iter().take(2).map(|&i| values[i]).sum()
+            };
+            let best = sorted((0..groups.count).collect(), &worth);
+            allowed.retain(|i| best[..groups.chosen].contains(&(i / size)));
+        }
+        let mut best = sorted(allowed, &|i| values[i]);
+        best.truncate(self.config.top_k);
+        best
+    }
+
+    /// Drops the choices of full experts.
+    fn limit(&self, chosen: &[Vec<usize>]) -> Vec<Vec<Option<usize>>> {
+        let mut kept: Vec<Vec<Option<usize>>> = chosen.iter().map(|c| c.iter().copied().map(Some).collect()).collect();
+        let Some(factor) = self.config.capacity_factor else { return kept };
+        let mean = (chosen.len() * self.config.top_k) as f64 / self.config.experts as f64;
+        let mut room = vec![(factor * mean).ceil() as usize; self.config.experts];
+        for choice in 0..self.config.top_k {
+            for (token, experts) in chosen.iter().enumerate() {
+                match &mut room[experts[choice]] {
+                    0 => kept[token][choice] = None,
+                    left => *left -= 1,
+                }
+            }
+        }
+        kept
+    }
+
+    fn losses(&self, logits: &Tensor, scores: &Tensor, counts: &[usize]) -> Result<Option<Tensor>> {
+        let config = &self.config;
+        let mut loss = None;
+        if config.balance_weight != 0.0 {
+            let shares = match config.scores {
+                Scores::Softmax => scores.clone(),
+                Scores::Sigmoid => scores.broadcast_div(&scores.sum_keepdim(1)?)?,
+            };
+            let choices = (scores.dim(0)? * config.top_k) as f64;
+            let counts = counts.iter().map(|&count| count as f64 / choices);
+            let counts = Tensor::from_iter(counts, scores.device())?.to_dtype(scores.dtype())?;
+            let balance = (shares.mean(0)? * counts)?.sum_all()?;
+            loss = Some((balance * (config.balance_weight * config.experts as f64))?);
+        }
+        if config.z_weight != 0.0 {
+            let z = (logits.exp()?.sum(1)?.log()?.sqr()?.mean_all()? * config.z_weight)?;
+            loss = Some(match loss {
+                Some(loss) => (loss + z)?,
+                None => z,
+            });
+        }
+        Ok(loss)
+    }
+}
+
+fn gated(x: &Tensor, [gate, up, down]: [&Tensor; 3]) -> Result<Tensor> {
+    let gate = x.matmul(&gate.t()?)?;
+    let hidden = ((&gate * candle_nn::ops::sigmoid(&gate)?)? * x.matmul(&up.t()?)?)?;
+    hidden.matmul(&down.t()?)
+}
