@@ -6,11 +6,16 @@ mod streams;
 
 use crate::driver::*;
 use crate::report::{Kind, take};
+use parking_lot::Mutex;
 use std::ffi::c_void;
+
+/// The simulator is one for the process, so the programs of tests run one after the other.
+static TURN: Mutex<()> = Mutex::new(());
 
 /// Runs a program with every policy, and returns the kinds of faults that were found. Whether there are any must not
 /// depend on the seed.
 fn faults(program: impl Fn()) -> Vec<Kind> {
+    let _turn = TURN.lock();
     let mut found: Vec<Vec<Kind>> = Vec::new();
     for seed in 0..12 {
         crate::engine::reset(seed);
