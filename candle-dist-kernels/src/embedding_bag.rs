@@ -313,7 +313,8 @@ mod tests {
         let table = Var::from_tensor(&Tensor::ones((1 << 20, 8), DType::F32, &Device::Cpu).unwrap()).unwrap();
         let bags = Bags::new([3, NOWHERE, 1 << 19, 7, 7], [0, 2, 2, 5]).unwrap();
         let weights = Var::from_tensor(&Tensor::ones(5, DType::F32, &Device::Cpu).unwrap()).unwrap();
-        let cases = [(BagMode::Sum, Some(&*weights)), (BagMode::Sum, None), (BagMode::Mean, None), (BagMode::Max, None)];
+        let cases =
+            [(BagMode::Sum, Some(&*weights)), (BagMode::Sum, None), (BagMode::Mean, None), (BagMode::Max, None)];
         for (mode, weights) in cases {
             // Every operand of its graph except the table is at most as large as the padded rows: 3 bags of 3.
             let found = composed(&table, &bags, mode, weights).unwrap();

@@ -5,7 +5,7 @@
 // that IEEE 754 rounds alike everywhere. A test compiles the same text for the host and compares all of it with the host's.
 
 typedef unsigned int word;
-typedef unsigned long long index;
+typedef unsigned long long wide;
 
 // One block of ChaCha with 8 rounds: the seed is the key, the stream is the nonce.
 __device__ word turn_left(word x, int bits) { return (x << bits) | (x >> (32 - bits)); }
@@ -17,7 +17,7 @@ __device__ void quarter_round(word* x, int a, int b, int c, int d) {
   x[c] += x[d], x[b] = turn_left(x[b] ^ x[c], 7);
 }
 
-__device__ void chacha8(index seed, index stream, index counter, word* out) {
+__device__ void chacha8(wide seed, wide stream, wide counter, word* out) {
   const word start[16] = {0x61707865u, 0x3320646eu, 0x79622d32u, 0x6b206574u, (word)seed, (word)(seed >> 32), 0, 0,
                           0, 0, 0, 0, (word)counter, (word)(counter >> 32), (word)stream, (word)(stream >> 32)};
   for (int i = 0; i < 16; i++) out[i] = start[i];
@@ -32,7 +32,7 @@ __device__ void chacha8(index seed, index stream, index counter, word* out) {
 __device__ float even(const word* x, float) { return (float)(x[0] >> 8) * (1.0f / 16777216.0f); }
 
 __device__ double even(const word* x, double) {
-  return (double)((((index)x[1] << 32) | x[0]) >> 11) * (1.0 / 9007199254740992.0);
+  return (double)((((wide)x[1] << 32) | x[0]) >> 11) * (1.0 / 9007199254740992.0);
 }
 
 // The logarithm of x on (0, 1]: x = 2^k (1 + f) with 1 + f near 1, and s = f / (2 + f).
@@ -47,13 +47,13 @@ __device__ float logarithm(float x) {
   return s * (half + rest) + k * low - half + f + k * high;
 }
 
-__device__ double from_bits(index bits) { return __longlong_as_double((long long)bits); }
+__device__ double from_bits(wide bits) { return __longlong_as_double((long long)bits); }
 
 __device__ double logarithm(double x) {
-  const index bits = (index)__double_as_longlong(x);
+  const wide bits = (wide)__double_as_longlong(x);
   const word top = (word)(bits >> 32) + (0x3ff00000u - 0x3fe6a09eu);
   const double k = (double)((int)(top >> 20) - 1023);
-  const double f = from_bits(((index)((top & 0xfffffu) + 0x3fe6a09eu) << 32) | (bits & 0xffffffffull)) - 1.0;
+  const double f = from_bits(((wide)((top & 0xfffffu) + 0x3fe6a09eu) << 32) | (bits & 0xffffffffull)) - 1.0;
   const double half = 0.5 * f * f, s = f / (2.0 + f), z = s * s, w = z * z;
   const double even_terms = w * (from_bits(0x3fd999999997fa04ull) +
                                  w * (from_bits(0x3fcc71c51d8e78afull) + w * from_bits(0x3fc39a09d078c69full)));
@@ -107,10 +107,10 @@ __device__ double small_sine(double x, double y) {
   return x - ((z * (0.5 * y - cube * tail) - y) - cube * from_bits(0xbfc5555555555549ull));
 }
 
-__device__ int exponent(double x) { return (int)(((index)__double_as_longlong(x) >> 52) & 0x7ff); }
+__device__ int exponent(double x) { return (int)(((wide)__double_as_longlong(x) >> 52) & 0x7ff); }
 
 __device__ double cosine(double x) {
-  const word top = (word)((index)__double_as_longlong(x) >> 32);
+  const word top = (word)((wide)__double_as_longlong(x) >> 32);
   if (top <= 0x3fe921fbu) return small_cosine(x, 0.0);
   const int n = top <= 0x4002d97cu ? 1 : top <= 0x400f6a7au ? 2 : top <= 0x4015fdbcu ? 3 : 4;
   // pi/2 in three parts of 33 bits, and what each leaves out.
@@ -167,23 +167,23 @@ template <typename T> struct Bernoulli {
 // `rank` dims, then their strides in the tensor. An element takes WORDS words. A thread draws as many neighbors as one block
 // of words has, so a row of neighbors needs two blocks at most.
 template <int WORDS, typename T, typename Draw>
-__device__ void fill(index count, index base, index rank, const index* dims, T* out, index seed, index stream, index first,
+__device__ void fill(wide count, wide base, wide rank, const wide* dims, T* out, wide seed, wide stream, wide first,
                      Draw draw) {
-  const index each = 16 / WORDS;
-  const index begin = ((index)blockIdx.x * blockDim.x + threadIdx.x) * each;
+  const wide each = 16 / WORDS;
+  const wide begin = ((wide)blockIdx.x * blockDim.x + threadIdx.x) * each;
   word words[16];
-  index held = 0;
+  wide held = 0;
   bool holds = false;
-  for (index i = begin; i < count && i < begin + each; i++) {
-    index at = base, rest = i;
-    for (index dim = rank; dim-- > 0;) {
-      const index size = dim == 0 ? rest + 1 : dims[dim];
+  for (wide i = begin; i < count && i < begin + each; i++) {
+    wide at = base, rest = i;
+    for (wide dim = rank; dim-- > 0;) {
+      const wide size = dim == 0 ? rest + 1 : dims[dim];
       at += rest % size * dims[rank + dim];
       rest /= size;
     }
     // `first + at` may have more than 64 bits; its number of whole blocks does not.
-    const index inside = first % each + at % each;
-    const index counter = first / each + at / each + inside / each;
+    const wide inside = first % each + at % each;
+    const wide counter = first / each + at / each + inside / each;
     if (!holds || counter != held) chacha8(seed, stream, counter, words);
     holds = true;
     held = counter;
@@ -192,8 +192,8 @@ __device__ void fill(index count, index base, index rank, const index* dims, T* 
 }
 
 #define KERNEL(NAME, DRAW, WORDS, T)                                                                                  \
-  extern "C" __global__ void NAME(index count, index base, index rank, const index* dims, T* out, index seed,         \
-                                  index stream, index first, T a, T b) {                                              \
+  extern "C" __global__ void NAME(wide count, wide base, wide rank, const wide* dims, T* out, wide seed,         \
+                                  wide stream, wide first, T a, T b) {                                              \
     fill<WORDS>(count, base, rank, dims, out, seed, stream, first, DRAW<T>{a, b});                                    \
   }
 

@@ -41,12 +41,12 @@ inline long long __double_as_longlong(double x) { return same_bits<long long>(x)
 inline double __longlong_as_double(long long x) { return same_bits<double>(x); }
 "#;
 
-/// A program that reads launches and answers with the elements that they drew. Two more names, `logarithm` and `cosine`, stand
-/// for these functions of the floats whose bits lie in `[base, base + count * rank)`, each `rank`-th of them.
+/// A program that reads launches and answers with the elements that they drew. The names `logarithm_f32` and so on stand for
+/// these functions of the floats whose bits lie in `[base, base + count * rank)`, each `rank`-th of them.
 const AFTER: &str = r#"
-template <typename T> using Kernel = void (*)(index, index, index, const index*, T*, index, index, index, T, T);
+template <typename T> using Kernel = void (*)(wide, wide, wide, const wide*, T*, wide, wide, wide, T, T);
 
-template <typename T> void run(Kernel<T> kernel, std::vector<index> n, std::vector<index> dims, const double* ab) {
+template <typename T> void run(Kernel<T> kernel, std::vector<wide> n, std::vector<wide> dims, const double* ab) {
   std::vector<T> out(n[0], T(-99));
   blockDim.x = (unsigned)n[7];
   for (blockIdx.x = 0; blockIdx.x < n[6]; blockIdx.x++)
@@ -55,23 +55,25 @@ template <typename T> void run(Kernel<T> kernel, std::vector<index> n, std::vect
   fwrite(out.data(), sizeof(T), out.size(), stdout);
 }
 
+template <typename T, typename Bits> void probe(bool cosines, const std::vector<wide>& n) {
+  for (wide i = 0; i < n[0]; i++) {
+    const T x = same_bits<T>((Bits)(n[1] + i * n[2])), y = cosines ? cosine(x) : logarithm(x);
+    fwrite(&y, sizeof y, 1, stdout);
+  }
+}
+
 int main() {
   char name[64];
-  std::vector<index> n(8);
+  std::vector<wide> n(8);
   while (scanf("%63s", name) == 1) {
-    for (index& x : n) if (scanf("%llu", &x) != 1) return 2;
-    std::vector<index> dims(2 * n[2]);
-    index bits[2];
+    for (wide& x : n) if (scanf("%llu", &x) != 1) return 2;
     const std::string is = name;
-    if (is == "logarithm" || is == "cosine") {
-      for (index i = 0; i < n[0]; i++) {
-        const float x = same_bits<float>((word)(n[1] + i * n[2])), y = is == "cosine" ? cosine(x) : logarithm(x);
-        fwrite(&y, sizeof y, 1, stdout);
-      }
-      continue;
-    }
-    for (index& x : dims) if (scanf("%llu", &x) != 1) return 2;
-    for (index& x : bits) if (scanf("%llu", &x) != 1) return 2;
+    if (is == "cosine_f32" || is == "logarithm_f32") { probe<float, word>(is == "cosine_f32", n); continue; }
+    if (is == "cosine_f64" || is == "logarithm_f64") { probe<double, wide>(is == "cosine_f64", n); continue; }
+    std::vector<wide> dims(2 * n[2]);
+    wide bits[2];
+    for (wide& x : dims) if (scanf("%llu", &x) != 1) return 2;
+    for (wide& x : bits) if (scanf("%llu", &x) != 1) return 2;
     const double ab[2] = {same_bits<double>(bits[0]), same_bits<double>(bits[1])};
     if (is == "draw_uniform_f32") run<float>(draw_uniform_f32, n, dims, ab);
     else if (is == "draw_uniform_f64") run<double>(draw_uniform_f64, n, dims, ab);
@@ -210,32 +212,49 @@ fn the_kernels_draw_any_block_of_any_tensor() {
 
 /// The numbers above meet few of the floats at which cosine and logarithm change their formula.
 #[test]
-fn the_kernels_functions_are_those_of_the_host_on_every_float_that_matters() {
+fn the_kernels_functions_are_those_of_the_host_wherever_they_change_their_formula() {
     let Some(program) = Program::compiled(DRAW_SOURCE) else { return };
-    let check = |name: &str, from: f32, to: f32, step: u32, function: fn(f32) -> f32| {
-        let count = (to.to_bits() - from.to_bits()) / step + 1;
-        let answer = program.answer(&format!("{name} {count} {} {step} 0 0 0 0 0\n", from.to_bits()));
-        let answer = answer.chunks(4).map(|four| u32::from_le_bytes(four.try_into().unwrap()));
-        let mut checked = 0;
-        for (i, bits) in (0..count).zip(answer) {
-            let x = f32::from_bits(from.to_bits() + i * step);
-            assert_eq!(f32::from_bits(bits).to_bits(), function(x).to_bits(), "{name} of {x} ({:#x})", x.to_bits());
-            checked += 1;
+    // Compares floats with the bits `from`, `from + step` and so on, up to `to`.
+    let probe = |name: &str, size: usize, [from, to, step]: [u64; 3], host: &dyn Fn(u64) -> Vec<u8>| {
+        let count = (to - from) / step + 1;
+        let answer = program.answer(&format!("{name} {count} {from} {step} 0 0 0 0 0\n"));
+        assert_eq!(answer.len() as u64, count * size as u64);
+        for (i, found) in (0..count).zip(answer.chunks(size)) {
+            let bits = from + i * step;
+            assert_eq!(found, host(bits), "{name} of the float with the bits {bits:#x}");
         }
-        assert_eq!(checked, count);
     };
-    let tau = std::f32::consts::TAU;
-    check("cosine", f32::MIN_POSITIVE, tau, 997, libm::cosf);
-    for n in [1, 2, 3, 4, 5, 6, 7, 8] {
-        let near = f32::from_bits((tau / 8.0 * n as f32).to_bits() - 2000);
-        check("cosine", near, f32::from_bits((near.to_bits() + 4000).min(tau.to_bits())), 1, libm::cosf);
+    let narrow = |name: &str, [from, to]: [f32; 2], step: u64, function: fn(f32) -> f32| {
+        let host = |bits: u64| function(f32::from_bits(bits as u32)).to_le_bytes().to_vec();
+        probe(name, 4, [from.to_bits().into(), to.to_bits().into(), step], &host);
+    };
+    let wide = |name: &str, [from, to]: [f64; 2], step: u64, function: fn(f64) -> f64| {
+        let host = |bits: u64| function(f64::from_bits(bits)).to_le_bytes().to_vec();
+        probe(name, 8, [from.to_bits(), to.to_bits(), step], &host);
+    };
+    let near_f32 = |x: f32| [-2000i32, 2000].map(|by| f32::from_bits(x.to_bits().wrapping_add_signed(by)));
+    let near_f64 = |x: f64, by: i64| [-by, by].map(|by| f64::from_bits(x.to_bits().wrapping_add_signed(by)));
+    let (tau_32, tau_64) = (std::f32::consts::TAU, std::f64::consts::TAU);
+    narrow("cosine_f32", [f32::MIN_POSITIVE, tau_32], 997, libm::cosf);
+    wide("cosine_f64", [f64::MIN_POSITIVE, tau_64], (1 << 46) + 12345, libm::cos);
+    for n in 1..8 {
+        narrow("cosine_f32", near_f32(tau_32 / 8.0 * n as f32), 1, libm::cosf);
+        // From the next floats to those that need no second part of pi/2.
+        for step in [1, 1 << 10, 1 << 20, 1 << 30, 1 << 34] {
+            wide("cosine_f64", near_f64(tau_64 / 8.0 * f64::from(n), 1000 * step), step as u64, libm::cos);
+        }
     }
-    let least = 1.0 / (1u64 << 32) as f32;
-    check("logarithm", least, 1.0, 997, libm::logf);
-    check("logarithm", f32::from_bits(1f32.to_bits() - 4000), 1.0, 1, libm::logf);
-    for k in 1..5 {
-        let edge = (std::f32::consts::FRAC_1_SQRT_2 / (1 << k) as f32).to_bits();
-        check("logarithm", f32::from_bits(edge - 2000), f32::from_bits(edge + 2000), 1, libm::logf);
+    for step in [1, 1 << 10, 1 << 20, 1 << 30] {
+        wide("cosine_f64", [near_f64(tau_64, 1000 * step)[0], tau_64], step as u64, libm::cos);
+    }
+    narrow("logarithm_f32", [1.0 / (1u64 << 32) as f32, 1.0], 997, libm::logf);
+    wide("logarithm_f64", [1.0 / (1u64 << 53) as f64, 1.0], (1 << 40) + 12345, libm::log);
+    for k in 0..5 {
+        let edge = std::f64::consts::FRAC_1_SQRT_2 / f64::from(1 << k);
+        narrow("logarithm_f32", near_f32(edge as f32), 1, libm::logf);
+        for step in [1, 1 << 20, 1 << 32] {
+            wide("logarithm_f64", near_f64(edge, 1000 * step), step as u64, libm::log);
+        }
     }
 }
 
