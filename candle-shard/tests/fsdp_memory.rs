@@ -215,7 +215,7 @@ fn a_loss_of_candles_own_operations_makes_no_matrix_on_the_host() {
     const CLASSES: usize = 16 * 1024;
     let logits = Var::from_tensor(&Tensor::zeros((ROWS, CLASSES), DType::F32, &Device::Cpu).unwrap()).unwrap();
     let of_all = vec![0.1 / CLASSES as f64; CLASSES];
-    for (spread, most) in [(Vec::new(), 4.0), (of_all, 9.0)] {
+    for (spread, most) in [(Vec::new(), [2.5, 9.5]), (of_all, [5.5, 17.5])] {
         let rows = (0..ROWS).map(|row| Goal { class: Some(7 * row), peak: 0.9, spread: 1.0 }).collect();
         let goals = Goals { rows, spread_total: spread.iter().sum(), spread };
         let before = MEMORY.current_usage();
@@ -227,8 +227,8 @@ fn a_loss_of_candles_own_operations_makes_no_matrix_on_the_host() {
         drop(loss);
         let [forward, both] = [forward, both].map(|bytes| bytes as f64 / (ROWS * CLASSES * 4) as f64);
         println!("{forward:.2} times the logits forward, {both:.2} with the gradient");
-        // A matrix on the host in f64, and the same on the device, would be 3 more.
-        assert!(forward < most, "{forward:.2} times the logits forward");
+        // What candle keeps of its operations for the gradient, whatever the sizes. A matrix of f64 on the host would be 2 more.
+        assert!(forward < most[0] && both < most[1], "{forward:.2} and {both:.2} times the logits, expected {most:?}");
     }
 }
 
