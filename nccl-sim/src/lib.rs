@@ -23,6 +23,7 @@ mod launch;
 mod memory;
 mod nccl;
 mod number;
+mod nvrtc;
 mod random;
 mod report;
 mod settings;
