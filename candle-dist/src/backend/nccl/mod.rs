@@ -31,6 +31,8 @@ mod handle;
 #[cfg(feature = "nccl")]
 mod lane;
 #[cfg(feature = "nccl")]
+mod pools;
+#[cfg(feature = "nccl")]
 mod rank;
 #[cfg(feature = "nccl")]
 mod transfer;
@@ -51,6 +53,8 @@ pub(crate) use backend::NcclBackend;
 pub(crate) use compare::Calls;
 #[cfg(feature = "nccl")]
 pub(crate) use devices::check as check_devices;
+#[cfg(feature = "nccl")]
+pub(crate) use pools::open as open_pools;
 #[cfg(feature = "nccl")]
 pub use handle::library_version;
 #[cfg(feature = "nccl")]
