@@ -66,6 +66,8 @@ pub(super) enum How {
     Noted,
     /// Compared with the calls of the other members.
     Compared,
+    /// Compared, without waiting for it.
+    ComparedLater,
     /// Compared, and members that do not arrive are named.
     Monitored,
 }
@@ -314,7 +316,7 @@ impl Watch {
         let is_new = heard.activity.count(key.0, key.1);
         let waits = call.op != Op::Send && !(is_new && call.form == Form::Started);
         if how != How::Noted && is_new {
-            if call.op != Op::Send {
+            if call.op != Op::Send && how != How::ComparedLater {
                 heard.compared.insert(key, false);
             }
             self.send(Request::Enter(Box::new(Signature::new(key.0, &meeting.ranks, key.1, call))), &[]);
@@ -333,7 +335,7 @@ impl Watch {
             };
             let agreed = match how {
                 How::Monitored => self.wait_monitored(heard, timeout, key, agreed),
-                How::Noted | How::Compared => self.wait(heard, timeout, agreed),
+                How::Noted | How::Compared | How::ComparedLater => self.wait(heard, timeout, agreed),
             };
             if let Err(error) = agreed {
                 self.leave(doing);
@@ -341,6 +343,12 @@ impl Watch {
             }
         }
         Ok(doing)
+    }
+
+    /// Returns whether a rank has ended without entering this round.
+    #[cfg(feature = "nccl")]
+    pub(super) fn has_left(&self, rank: usize, group: u64, round: u64) -> bool {
+        self.heard.lock().activity.lacks(rank, &Meeting::new(group, &[], round))
     }
 
     /// Records that the rank has left a call.

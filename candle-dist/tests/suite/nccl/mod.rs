@@ -1,6 +1,9 @@
 //! The NCCL backend on GPUs: what one GPU, or a lucky order of the streams, would not show.
 //!
 //! `scripts/nccl-sim.sh nccl` runs these on simulated GPUs.
+mod faults;
+mod seeds;
+
 use candle_core::{DType, Device, Tensor, Var};
 use candle_dist::{RankContext, ReduceOp, Result, World};
 use std::time::{Duration, Instant};
