@@ -28,6 +28,9 @@ pub(crate) fn open(devices: &[Device]) -> Result<()> {
     let gpu = |device: &Device| Ok::<_, Error>(device.as_cuda_device()?.cuda_stream().context().cu_device());
     let gpus = devices.iter().map(gpu).collect::<Result<BTreeSet<_>>>()?;
     for &owner in &gpus {
+        if !has_pool(owner)? {
+            continue; // candle then allocates without a pool
+        }
         let linked = gpus.iter().filter(|&&other| other != owner).map(|&other| Ok((other, is_linked(other, owner)?)));
         let linked = linked.collect::<Result<Vec<_>>>()?;
         let access = |&(other, is_linked): &(c_int, bool)| {
@@ -44,6 +47,12 @@ pub(crate) fn open(devices: &[Device]) -> Result<()> {
         unsafe { sys::cuMemPoolSetAccess(pool, access.as_ptr().cast(), access.len()) }.result().map_err(cuda)?;
     }
     Ok(())
+}
+
+fn has_pool(gpu: c_int) -> Result<bool> {
+    let attribute = sys::CUdevice_attribute_enum::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED;
+    // SAFETY: the device exists, since a context of it is alive.
+    Ok(unsafe { cudarc::driver::result::device::get_attribute(gpu, attribute) }.map_err(cuda)? > 0)
 }
 
 /// Returns whether the GPU `from` can access memory of the GPU `to`.
