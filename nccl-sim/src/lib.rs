@@ -26,6 +26,7 @@ mod number;
 mod random;
 mod report;
 mod settings;
+mod tally;
 #[cfg(test)]
 mod tests;
 

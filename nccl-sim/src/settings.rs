@@ -14,6 +14,8 @@ pub(crate) struct Settings {
     seeds: u64,
     /// `SIM_USED`: a file to which each seed is appended when a world takes it.
     used: Option<PathBuf>,
+    /// `SIM_CALLS`: a file for the number of calls of each function, written when a communicator ends.
+    pub(crate) calls: Option<PathBuf>,
     /// `SIM_FAULT`: what NCCL does wrong, and at which of the process's calls, as in `stall:7`.
     pub(crate) fault: Option<(Wrong, u64)>,
     /// `SIM_GPUS`: the number of devices.
@@ -65,6 +67,7 @@ pub(crate) fn get() -> &'static Settings {
         // Processes do not see each other's worlds, and must agree on the seed.
         seeds: if std::env::var_os("SIM_DIR").is_some() { 1 } else { number("SIM_SEEDS", 1).max(1) },
         used: std::env::var_os("SIM_USED").map(PathBuf::from),
+        calls: std::env::var_os("SIM_CALLS").map(PathBuf::from),
         fault: std::env::var("SIM_FAULT").ok().map(|text| {
             wrong(&text).unwrap_or_else(|| crate::report::die(&format!("SIM_FAULT={text} is no fault with a number")))
         }),

@@ -255,11 +255,17 @@ impl Control {
         self.watch.change(key, change, bytes, self.timeout)
     }
 
-    /// Says goodbye and reports how this rank ended. After a failure, it returns within seconds. Without one, rank 0
+    /// Says goodbye and reports how this rank ended. Until [`leave`](Self::leave), this process still hears of the others.
+    pub(crate) fn announce(&self, end: End) {
+        self.watch.announce(end);
+    }
+
+    /// Says goodbye unless that is done, and reports how this rank ended. After a failure, it returns within seconds. Without one, rank 0
     /// stays until all ranks have ended, however long they compute alone.
     pub(crate) fn leave(&self, end: End) {
         let Some((link, server)) = self.ties.lock().take() else { return };
-        self.watch.part(end, FAREWELL);
+        self.watch.announce(end);
+        self.watch.part(FAREWELL);
         link.finish();
         if let Some(server) = server {
             server.finish(FAREWELL);

@@ -54,6 +54,8 @@ struct Heard {
     leaving: HashMap<usize, Vec<(u64, u64)>>,
     /// The rounds that are compared and that a thread here waits for, with whether all members' calls are equal.
     compared: HashMap<(u64, u64), bool>,
+    /// Whether this process has said goodbye.
+    announced: bool,
     /// Whether this process may end.
     bye: bool,
     ended: bool,
@@ -380,14 +382,22 @@ impl Watch {
         }
     }
 
-    /// Says goodbye, and waits at most `limit` until this process may end.
-    pub(super) fn part(&self, end: End, limit: Duration) {
-        let deadline = within(limit);
+    /// Says goodbye, once. This process still hears of the others.
+    pub(super) fn announce(&self, end: End) {
         let mut heard = self.heard.lock();
+        if std::mem::replace(&mut heard.announced, true) {
+            return;
+        }
         for rounds in heard.activity.rounds().chunks(MAX_ROUNDS) {
             self.send(Request::Rounds(rounds.to_vec()), &[]);
         }
         self.send(Request::Goodbye { end: end.clipped(MAX_MESSAGE) }, &[]);
+    }
+
+    /// Waits at most `limit` after the goodbye until this process may end.
+    pub(super) fn part(&self, limit: Duration) {
+        let deadline = within(limit);
+        let mut heard = self.heard.lock();
         let is_free = |heard: &Heard| heard.bye || heard.ended || heard.missing.is_some();
         while !is_free(&heard) && !self.changed.wait_until(&mut heard, deadline).timed_out() {}
         // From now on, the end of the connection is not a failure.

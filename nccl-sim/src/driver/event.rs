@@ -39,6 +39,7 @@ pub(crate) extern "C" fn cuEventRecord(event: u64, stream: u64) -> c_int {
 // "cuEventQuery": an event that was never recorded is complete.
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn cuEventQuery(event: u64) -> c_int {
+    crate::tally::count("cuEventQuery");
     let mut sim = lock();
     let Some(found) = sim.events.get(&event).cloned() else { return code::INVALID_HANDLE };
     sim.while_polling();

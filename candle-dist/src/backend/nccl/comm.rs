@@ -216,12 +216,8 @@ impl Line {
         issued.front().map(|issued| (issued.since, issued.number))
     }
 
-    /// Waits for calls that other ranks may need, then finalizes the communicator. Returns whether this worked.
-    fn say_goodbye(&self, handle: &Option<Handle>) -> bool {
-        let Some(Handle(raw)) = *handle else { return false };
-        if std::thread::panicking() || self.rank.bind().is_err() {
-            return false;
-        }
+    /// Waits until all calls have ended. Returns whether they have; else the world has failed, or one takes too long.
+    pub(super) fn is_settled(&self) -> bool {
         let mut patience = Patience::default();
         while self.oldest().is_some() {
             if self.rank.watch.failure().is_some() || self.is_overdue() {
@@ -229,6 +225,16 @@ impl Line {
             }
             patience.pause();
         }
+        true
+    }
+
+    /// Waits for calls that other ranks may need, then finalizes the communicator. Returns whether this worked.
+    fn say_goodbye(&self, handle: &Option<Handle>) -> bool {
+        let Some(Handle(raw)) = *handle else { return false };
+        if std::thread::panicking() || self.rank.bind().is_err() || !self.is_settled() {
+            return false;
+        }
+        let mut patience = Patience::default();
         // SAFETY: the handle is alive, and this is its only owner.
         let mut state = unsafe { sys::ncclCommFinalize(raw) };
         let began = Instant::now();

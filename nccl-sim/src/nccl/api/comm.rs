@@ -126,6 +126,7 @@ pub(super) fn gone(sim: &MutexGuard<'static, Sim>, handle: u64, site: &Arc<Site>
 
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn ncclCommGetAsyncError(comm: u64, error: *mut c_int) -> c_int {
+    crate::tally::count("ncclCommGetAsyncError");
     let site = Site::here("ncclCommGetAsyncError");
     let mut sim = lock();
     sim.while_polling();
@@ -165,6 +166,7 @@ pub(crate) extern "C" fn ncclCommFinalize(comm: u64) -> c_int {
 
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn ncclCommDestroy(comm: u64) -> c_int {
+    crate::tally::write();
     let site = Site::here("ncclCommDestroy");
     let mut sim = lock();
     let Some(found) = sim.comms.comms.get_mut(&comm) else { return gone(&sim, comm, &site) };

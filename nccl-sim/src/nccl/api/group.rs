@@ -41,6 +41,7 @@ pub(crate) extern "C" fn ncclGroupStart() -> c_int {
 
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn ncclGroupEnd() -> c_int {
+    crate::tally::count("ncclGroupEnd");
     let calls = GROUP.with_borrow_mut(|group| match group.depth {
         0 => None,
         1 => {
@@ -158,6 +159,8 @@ fn enqueue(calls: Vec<Queued>) -> c_int {
             }
         }
         let polls = sim.random.below(3);
+        // "group.cc": every group of a nonblocking communicator starts a thread.
+        crate::tally::count("threads that NCCL starts");
         let due = Due { comm, launch: work, streams: handles, gaps: streams, device, polls, site };
         sim.comms.due.push(due);
         result = code::IN_PROGRESS;
