@@ -24,7 +24,9 @@ fn program(ctx: &RankContext) -> Result<()> {
     g.send_owned(computed(r, 40, ctx.device())?, (r + 1) % n)?;
     let from = (r + n - 1) % n;
     let message = g.recv(40, DType::F32, from)?;
-    let moved = (&sums + &x)?.to_device(&Device::new_cuda_with_stream((r + 1) % n)?)?;
+    // Kept until the copy has ended: candle frees the source of a copy between GPUs without waiting for it.
+    let both = (&sums + &x)?;
+    let moved = both.to_device(&Device::new_cuda_with_stream((r + 1) % n)?)?;
     let ones = Tensor::ones(n, DType::I64, &Device::Cpu)?;
     assert_eq!(g.all_reduce(&ones, ReduceOp::Sum)?.to_vec1::<i64>()?, vec![n as i64; n]);
     let ranks: Vec<f32> = (0..n).flat_map(|rank| [2.0 + rank as f32; 10]).collect();
