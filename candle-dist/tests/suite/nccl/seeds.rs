@@ -1,5 +1,5 @@
 //! A cheap program that uses all that a GPU does by itself, with each of the simulator's seeds.
-use crate::nccl::{computed, sum_of};
+use crate::nccl::{computed, neighbor, sum_of};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_dist::{RankContext, ReduceOp, Result};
 use test_utils::{on_ranks, over_nccl, skip, worlds};
@@ -12,6 +12,7 @@ fn seeds() -> usize {
 /// Collectives on two groups, messages, started calls, and memory that is freed while they run.
 fn program(ctx: &RankContext) -> Result<()> {
     let (g, n, r) = (ctx.group(), ctx.world_size(), ctx.rank());
+    let neighbor = neighbor(ctx)?;
     let x = computed(r, 300, ctx.device())?;
     let started = g.all_reduce_start(&x, ReduceOp::Sum)?;
     let twin = g.subgroup(&(0..n).collect::<Vec<_>>())?;
@@ -26,7 +27,7 @@ fn program(ctx: &RankContext) -> Result<()> {
     let message = g.recv(40, DType::F32, from)?;
     // Kept until the copy has ended: candle frees the source of a copy between GPUs without waiting for it.
     let both = (&sums + &x)?;
-    let moved = both.to_device(&Device::new_cuda_with_stream((r + 1) % n)?)?;
+    let moved = both.to_device(&neighbor)?;
     let ones = Tensor::ones(n, DType::I64, &Device::Cpu)?;
     assert_eq!(g.all_reduce(&ones, ReduceOp::Sum)?.to_vec1::<i64>()?, vec![n as i64; n]);
     let ranks: Vec<f32> = (0..n).flat_map(|rank| [2.0 + rank as f32; 10]).collect();
