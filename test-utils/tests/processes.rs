@@ -112,7 +112,7 @@ fn train(ctx: &RankContext) -> Result<(), Error> {
 }
 
 fn losses(ctx: &RankContext, dtype: DType) -> candle_shard::Result<Vec<f64>> {
-    let args = ModelArgs { vocab_size: 32, dim: 24, n_heads: 6, n_layers: 1, ..ModelArgs::default() };
+    let args = ModelArgs { vocab_size: 32, dim: 32, n_heads: 8, n_layers: 1, ..ModelArgs::default() };
     let (mesh, device) = (ctx.mesh(&[("tp", ctx.world_size())])?, ctx.device());
     let vb = ShardedVarBuilder::fresh(7, &mesh, Transformer::plan("tp", true), dtype, device)?;
     let model = Transformer::new(&args, &vb)?;

@@ -5,11 +5,14 @@ use crate::clock::Mark;
 use crate::engine::{Event, Work, lock};
 use std::ffi::{c_int, c_uint};
 
+/// `CU_EVENT_DISABLE_TIMING`.
+const DISABLE_TIMING: c_uint = 2;
+
 #[unsafe(no_mangle)]
-pub(crate) extern "C" fn cuEventCreate(to: *mut u64, _flags: c_uint) -> c_int {
+pub(crate) extern "C" fn cuEventCreate(to: *mut u64, flags: c_uint) -> c_int {
     status(enter("cuEventCreate").map(|(mut sim, ..)| {
         let handle = sim.handle();
-        sim.events.insert(handle, Event::default());
+        sim.events.insert(handle, Event { mark: None, is_timed: flags & DISABLE_TIMING == 0 });
         put(to, handle);
     }))
 }
@@ -26,12 +29,27 @@ pub(crate) extern "C" fn cuEventDestroy_v2(event: u64) -> c_int {
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn cuEventRecord(event: u64, stream: u64) -> c_int {
     status(enter_on("cuEventRecord", stream).and_then(|(mut sim, _, site, id)| {
-        if !sim.events.contains_key(&event) {
-            return Err(code::INVALID_HANDLE);
-        }
+        let is_timed = sim.events.get(&event).ok_or(code::INVALID_HANDLE)?.is_timed;
         let mark = sim.enqueue(id, site, Vec::new(), Work::Nothing);
-        sim.events.insert(event, Event { mark: Some(mark) });
+        sim.events.insert(event, Event { mark: Some(mark), is_timed });
         sim.after_call();
+        Ok(())
+    }))
+}
+
+// "cuEventElapsedTime": both events must be recorded, passed, and made for it. Here it is the time of the host.
+#[unsafe(no_mangle)]
+pub(crate) extern "C" fn cuEventElapsedTime_v2(to: *mut f32, start: u64, end: u64) -> c_int {
+    let sim = lock();
+    let time = |event| {
+        let event = sim.events.get(&event).filter(|event| event.is_timed).ok_or(code::INVALID_HANDLE)?;
+        event.mark.as_ref().ok_or(code::INVALID_HANDLE)?.time().ok_or(code::NOT_READY)
+    };
+    status(time(start).and_then(|start| {
+        let end = time(end)?;
+        let between =
+            end.saturating_duration_since(start).as_secs_f32() - start.saturating_duration_since(end).as_secs_f32();
+        put(to, between * 1e3);
         Ok(())
     }))
 }

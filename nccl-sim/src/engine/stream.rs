@@ -57,4 +57,6 @@ pub(crate) struct Stream {
 #[derive(Clone, Default)]
 pub(crate) struct Event {
     pub(crate) mark: Option<Mark>,
+    /// Whether times between this event and others can be asked for.
+    pub(crate) is_timed: bool,
 }

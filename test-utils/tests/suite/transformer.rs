@@ -9,7 +9,7 @@ use candle_shard::{DTensor, Replicate, Result};
 use test_utils::model_args::ModelArgs;
 use test_utils::reference;
 use test_utils::toy::Transformer;
-use test_utils::{has_ranks, on_ranks, worlds};
+use test_utils::{has_ranks, on_ranks, over_nccl, skip, worlds};
 
 fn tokens(rows: usize, len: usize, vocab: usize, step: usize, device: &Device) -> candle_core::Result<Tensor> {
     let ids: Vec<u32> = (0..rows * len).map(|i| ((i * 7 + i / 3 + step * 5) % vocab) as u32).collect();
@@ -121,7 +121,14 @@ fn check_with(args: ModelArgs, sizes: &[usize], change: fn(Plan) -> Plan) {
     }
 }
 
+/// Why a case does not run on GPUs.
+const EMPTY: &str = "some ranks have empty tensors, for which candle launches CUDA kernels without blocks: an error";
+
 fn args() -> ModelArgs {
+    if over_nccl() {
+        // Uneven on 2, 4 and 8 ranks, and nowhere empty.
+        return ModelArgs { vocab_size: 15, max_seq_len: 15, dim: 16, n_heads: 8, seed: 7, ..ModelArgs::default() };
+    }
     ModelArgs { vocab_size: 11, max_seq_len: 9, dim: 12, n_heads: 6, seed: 7, ..ModelArgs::default() }
 }
 
@@ -169,12 +176,18 @@ fn recomputed_activations_change_no_number() {
 
 #[test]
 fn more_ranks_than_rows_of_everything() {
+    if over_nccl() {
+        return skip(EMPTY);
+    }
     check(ModelArgs { vocab_size: 3, max_seq_len: 2, dim: 4, n_heads: 2, ..args() }, &[3, 5]);
 }
 
 #[test]
 fn losses_of_logits_that_stay_sharded_by_class_equal_one_device() {
     check_with(args(), &[1, 2, 3, 4, 5], loss_parallel);
+    if over_nccl() {
+        return skip(EMPTY);
+    }
     // Fewer classes than ranks, and a head of its own.
     check_with(ModelArgs { vocab_size: 3, weight_tying: false, ..args() }, &[4], loss_parallel);
 }
@@ -228,8 +241,8 @@ fn a_step_communicates_the_megatron_minimum() {
 
 #[test]
 fn heads_that_do_not_divide_communicate_no_more() {
-    if !has_ranks(4) {
-        return;
+    if over_nccl() {
+        return skip(EMPTY);
     }
     for sequence in [false, true] {
         let [even, uneven] = [4, 6].map(|n_heads| {
@@ -274,6 +287,8 @@ fn a_loss_on_shards_gathers_no_logits() {
         let mut want = whole;
         want[0][1] -= 1;
         want[0][0] += 2;
+        // The loss that is composed of candle's ops sums one gradient more.
+        want[1][0] += usize::from(over_nccl());
         assert_eq!(sharded, want);
     }
 }

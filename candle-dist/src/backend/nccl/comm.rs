@@ -188,8 +188,9 @@ impl Line {
         match &self.limit {
             Limit::Timeout => since.elapsed() >= timeout,
             Limit::Send(sending) => {
-                // An earlier message may be received already, and must not end with those that nobody will receive.
-                let has_left = || self.rank.watch.has_left(sending.to, sending.channel, number);
+                // Earlier messages, which may be received already, would end with it.
+                let is_oldest = || self.oldest().is_none_or(|(_, oldest)| oldest >= number);
+                let has_left = || is_oldest() && self.rank.watch.has_left(sending.to, sending.channel, number);
                 sending.closed.get().is_some_and(|at| at.elapsed() >= timeout || has_left())
             }
         }

@@ -1,6 +1,6 @@
 //! A model of units, its training, and how results are compared.
 use candle_core::{DType, Device, Tensor};
-use candle_dist::{DeviceMesh, RankContext};
+use candle_dist::{DeviceMesh, RankContext, World};
 use candle_nn::ParamsAdamW;
 use candle_shard::fsdp::{FullyShard, FullyShardOptions};
 use candle_shard::nn::{AdamW, LayerNorm, Linear, ShardedVarBuilder, recompute};
