@@ -301,7 +301,7 @@ fn heads_that_do_not_divide_the_model_are_refused() {
     on_ranks(2, "heads", |ctx| -> Result<()> {
         let (mesh, plan) = (ctx.mesh(&[("tp", 2)])?, Transformer::plan("tp", false));
         let vb = ShardedVarBuilder::fresh(0, &mesh, plan, DType::F32, ctx.device())?;
-        let text = Transformer::new(&ModelArgs { n_heads: 5, ..args() }, &vb).unwrap_err().to_string();
+        let text = Transformer::new(&ModelArgs { dim: 12, n_heads: 5, ..args() }, &vb).unwrap_err().to_string();
         assert_eq!(text, "plan: 5 heads do not divide a model of dim 12; choose a number that does");
         Ok(())
     });
