@@ -35,7 +35,7 @@ pub fn run(args: &Args, file: &Path, ranks: &Ranks<'_>) -> Result<bool> {
         files.unmet.iter().for_each(|unmet| eprintln!("note: {unmet}."));
     }
     let sizes = [batch.slots(), batch.room(&files.config)];
-    ranks.agree(memory::check(&files.config, &batch.held, sizes, [args.tp, args.pp], args.ranks_here()))?;
+    ranks.agree(memory::check(args, &files, &batch.held, Some(sizes)))?;
 
     let output = Output::new(args.json.as_deref());
     let write = |ctx: &RankContext, loading: &Loading| {

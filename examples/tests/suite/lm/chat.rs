@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex};
 
 use candle_core::DType;
 use examples::lm::chat::args::ChatArgs;
-use examples::lm::chat::converse::{Conversation, Turn, converse};
+use examples::lm::chat::converse::{Conversation, Event, Turn, converse};
 use examples::lm::chat::{ChatTemplate, Message};
 use examples::lm::config::Config;
 use examples::lm::engine::Held;
@@ -120,10 +120,16 @@ fn talk(folder: &Path, world: usize, stages: usize, args: ChatArgs) -> Result<Ve
             stops: &[],
         };
         let listen = || Ok(messages.next().map(|&message| message.to_owned()));
-        Ok(converse(ctx, stages, conversation, listen, |_| ()).unwrap_or_else(|error| {
+        let mut turns = Vec::new();
+        let talked = converse(ctx, stages, conversation, listen, |event| {
+            if let Event::Replied(turn) = event {
+                turns.push(turn.clone());
+            }
+        });
+        if let Err(error) = talked {
             *seen.lock().unwrap() = Some(format!("{error:#}"));
-            Vec::new()
-        }))
+        }
+        Ok(turns)
     });
     if let Some(error) = failed.lock().unwrap().take() {
         return Err(error);
