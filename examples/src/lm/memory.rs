@@ -1,9 +1,8 @@
 //! The memory of weights and of the cache, which is checked before a model is read.
 
-use std::collections::BTreeSet;
-
 use anyhow::{Result, ensure};
 use candle_core::DType;
+use candle_shard::chunk_sizes;
 use candle_shard::kernels::QuantizedMatrix;
 use candle_shard::nn::Heads;
 
@@ -37,17 +36,22 @@ pub fn cache_bytes(config: &Config, dtype: DType, [texts, room]: [usize; 2], tp:
     [tokens, heads, dim, 2, dtype.size_in_bytes(), texts].into_iter().fold(1, usize::saturating_mul)
 }
 
+/// The projections whose outputs are cut.
+const CUT: [&str; 5] = ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"];
+
 /// Returns the bytes of all weights on all `[tp, pp]` ranks together, from the headers of the files.
 ///
-/// Matrices are cut over the `tp` ranks, and vectors are whole on each. If there are fewer key heads than ranks, each query
-/// head has a copy of its key head.
+/// Matrices are cut over the `tp` ranks, and vectors are whole on each, apart from the biases of outputs that are cut. If
+/// ranks share key heads, each has all of them.
 ///
 /// # Errors
 /// If the files lack a tensor.
 pub fn weight_bytes(files: &Files, held: &Held, [tp, pp]: [usize; 2]) -> Result<usize> {
     let (config, weights) = (&files.config, files.weights());
     let Heads { query, key_value, .. } = config.heads();
-    let shared: BTreeSet<&str> = if key_value < tp { ["k_proj", "v_proj"].into() } else { BTreeSet::new() };
+    let [queries, keys] = [query, key_value].map(|heads| chunk_sizes(heads, tp));
+    let shares_keys =
+        key_value < tp && queries.iter().zip(&keys).any(|(queries, keys)| *queries != keys * (query / key_value));
     let mut all = 0usize;
     for (name, shape) in config.tensors() {
         let blocks =
@@ -59,8 +63,8 @@ pub fn weight_bytes(files: &Files, held: &Held, [tp, pp]: [usize; 2]) -> Result<
         };
         let module = name.rsplit('.').nth(1).unwrap_or_default();
         let copies = match shape.len() {
-            _ if shared.contains(module) => query / key_value,
-            0 | 1 => tp,
+            _ if shares_keys && ["k_proj", "v_proj"].contains(&module) => tp,
+            0 | 1 if !(name.ends_with(".bias") && CUT.contains(&module)) => tp,
             // The first stage looks tokens up in the table, and the last one computes logits with it.
             _ if pp > 1 && config.tie_word_embeddings && module == "embed_tokens" => 2,
             _ => 1,

@@ -11,7 +11,7 @@ use crate::cli::{Checked, require};
 #[command(next_help_heading = "Text")]
 pub struct BatchArgs {
     /// Continue each line of this file, or the prompt of each JSON object {"prompt": .., "max_tokens": ..} where the first
-    /// line is one; --json then writes a line for each
+    /// line is one; --json then writes a line for each, and a last one with the numbers of the run
     #[arg(long, value_name = "FILE", conflicts_with_all = ["prompt", "chat"])]
     pub prompts: Option<PathBuf>,
 

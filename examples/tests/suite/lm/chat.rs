@@ -316,6 +316,28 @@ fn the_program_talks_line_by_line_and_answers_one_prompt() {
     refused(&["--chat", "--tp", "2"], "has no chat template");
 }
 
+#[test]
+fn turns_before_an_error_are_kept_with_it() {
+    let folder = tempfile::tempdir().unwrap();
+    write(folder.path(), APPENDS);
+    let input = format!("Hi\nHo\n{}\nHe\n", "x".repeat(400));
+    let file = folder.path().join("turns.json");
+    let flags = ["--chat", "--temperature", "0", "--max-tokens", "4", "--context", "200", "--json"];
+    for more in [&["--tp", "2"][..], &["--pp", "2"], &["--tp", "1"]] {
+        for path in [file.to_str().unwrap(), "-"] {
+            let output = lm(folder.path(), &[&flags[..], &[path], more].concat(), &input);
+            let said = String::from_utf8_lossy(&output.stderr).into_owned();
+            assert!(!output.status.success() && said.contains("room for 200"), "{said}");
+            let written = if path == "-" { output.stdout } else { fs::read(&file).unwrap() };
+            let turns: Vec<Value> = serde_json::from_slice(&written).unwrap();
+            let messages: Vec<&Value> = turns.iter().map(|turn| &turn["message"]).collect();
+            assert_eq!(messages, [&json!("Hi"), &json!("Ho"), &Value::Null], "{more:?} {path}");
+            assert!(turns[2]["error"].as_str().unwrap().contains("room for 200"), "{}", turns[2]);
+            fs::remove_file(&file).ok();
+        }
+    }
+}
+
 /// The templates of the facts.
 pub(crate) fn templates() -> Vec<String> {
     facts().families.into_iter().map(|family| family.template).collect()
