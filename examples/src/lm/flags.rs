@@ -5,7 +5,8 @@ use std::ffi::OsString;
 use clap::parser::ValueSource;
 use clap::{Arg, ArgMatches, CommandFactory, ValueEnum};
 
-use super::args::{Args, Command};
+use super::args::Args;
+use super::command::Command;
 use crate::cli::{Checked, UsageError};
 use Command::{Generate, Info, Score, Train};
 

@@ -4,7 +4,8 @@ use std::path::Path;
 
 use anyhow::Result;
 
-use super::args::{Args, DTypeName};
+use super::args::Args;
+use super::dtype::DTypeName;
 use super::engine::Held;
 use super::files::Files;
 use super::random_model;
