@@ -9,7 +9,7 @@ use super::config::Config;
 use super::engine::Held;
 use super::files::Files;
 use super::random_model;
-use crate::cli::{Checked, UsageError, require};
+use crate::cli::{Checked, require};
 
 /// Opens the model. Without one on the command line, it writes a random model to `scratch`.
 ///

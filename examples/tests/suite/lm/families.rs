@@ -34,9 +34,9 @@ pub(crate) struct Family {
     /// The parameters of transformers' model.
     names: Vec<String>,
     /// After the first token and after the last one of the prompt.
-    logits: [Vec<f32>; 2],
+    pub(crate) logits: [Vec<f32>; 2],
     /// Greedy decoding.
-    tokens: Vec<u32>,
+    pub(crate) tokens: Vec<u32>,
 }
 
 pub(crate) fn families() -> Families {
