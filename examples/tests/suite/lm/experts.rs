@@ -271,7 +271,7 @@ fn fields_and_tensors_of_mixtures_that_are_not_understood_are_refused_by_name() 
         (&mixtral, "output_router_logits", json!(true), "output_router_logits is true"),
         (&mixtral, "num_experts_per_tok", json!(6), "num_experts_per_tok is 6, and there are 5 experts"),
         (&mixtral, "num_experts_per_tok", json!(0), "num_experts_per_tok is 0"),
-        (&mixtral, "num_local_experts", json!(1 << 40), "num_local_experts is 1099511627776"),
+        (&mixtral, "num_local_experts", json!(1u64 << 40), "num_local_experts is 1099511627776"),
         (&mixtral, "shared_expert_intermediate_size", json!(8), "shared_expert_intermediate_size (8)"),
         (&mixtral, "norm_topk_prob", json!(false), "norm_topk_prob (false)"),
         (&mixtral, "hidden_act", json!("gelu"), "hidden_act is \"gelu\""),
