@@ -191,12 +191,16 @@ def rope_fact(case, family, fields):
     return dict(case=case, config=written, short=SHORT, logits=rounded, tokens=tokens)
 
 
-def fact(case, family, fields):
+def model_of(case, family, fields):
+    """Returns the config of a case, the names of the tensors of its files, and the model."""
     if case in MIXTURES:
-        config, names, model = built_from_files(family, fields)
-    else:
-        config, model = built(family, fields)
-        names = sorted(name for name, _ in model.named_parameters())
+        return built_from_files(family, fields)
+    config, model = built(family, fields)
+    return config, sorted(name for name, _ in model.named_parameters()), model
+
+
+def fact(case, family, fields):
+    config, names, model = model_of(case, family, fields)
     with torch.no_grad():
         ids = torch.tensor([PROMPT])
         logits = model(ids).logits[0]
