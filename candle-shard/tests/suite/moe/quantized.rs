@@ -4,7 +4,7 @@ use crate::gguf::save;
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{DType, Device, Tensor};
 use candle_shard::nn::{MoE, MoEConfig, Mode, ShardedVarBuilder};
-use candle_shard::parallel::{ColwiseParallel, Plan, Shares};
+use candle_shard::parallel::{Plan, Shares};
 use candle_shard::{DTensor, Replicate, Result, Shard, Weights};
 use std::path::{Path, PathBuf};
 use test_utils::{Scratch, on_ranks};
@@ -40,8 +40,7 @@ fn run(
     as_floats: bool,
 ) -> Result<Made> {
     let mesh = ctx.mesh(&[("ep", ep), ("tp", tp)])?;
-    // The layer asks the plan for its shares alone.
-    let plan = Plan::new("tp").with("router", ColwiseParallel::default()).with_shares(shares);
+    let plan = Plan::new("tp").with_shares(shares);
     let vb = ShardedVarBuilder::from_weights(Weights::open(path)?, 0, &mesh, plan, DType::F32, &CPU)?;
     let vb = if as_floats { vb.dequantized() } else { vb };
     let config = MoEConfig::new(WIDTH, HIDDEN, EXPERTS, 2).normalize(true).expert_axis("ep").tensor_axis("tp");

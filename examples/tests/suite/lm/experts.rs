@@ -174,6 +174,14 @@ fn a_rank_reads_and_holds_its_experts_alone() {
         let (path, want) = (path.clone(), counts.iter().map(|&count| dense + of_experts(count)).collect::<Vec<_>>());
         let told = Info::new(&Files::open(&path).unwrap(), ep, &Held { ep, ..Held::of(DType::F32) }).unwrap();
         assert_eq!(told.bytes_per_rank, want);
+        let experts = told.experts.unwrap();
+        assert_eq!((experts.count, experts.chosen, experts.layers, &experts.per_rank), (8, 2, 2, &counts));
+        assert_eq!(experts.active_parameters * 4, dense + of_experts(2));
+        // A pair of experts is on one rank or on two.
+        let pairs = (0..8).flat_map(|a| (0..a).map(move |b| (a, b)));
+        let rank = |expert: usize| (0..ep).find(|&rank| counts[..=rank].iter().sum::<usize>() > expert).unwrap();
+        let ranks: usize = pairs.map(|(a, b)| if rank(a) == rank(b) { 1 } else { 2 }).sum();
+        assert!((experts.ranks_per_token - ranks as f64 / 28.0).abs() < 1e-9, "{}", experts.ranks_per_token);
         on_ranks(ep, "bytes", move |ctx| -> anyhow::Result<()> {
             let files = Files::open(&path)?;
             let (_, vb) = model(ctx, &files, [ep, 1], 8)?;

@@ -315,6 +315,51 @@ fn quantized_products_are_near_those_of_the_floats_and_equal_on_every_mesh() {
     }
 }
 
+/// Writes a file as older converters did: a tensor for each expert.
+fn write_apart(from: &Path, to: &Path) {
+    let mut reader = fs::File::open(from).unwrap();
+    let content = gguf_file::Content::read(&mut reader).unwrap();
+    let mut tensors: Vec<(String, QTensor)> = Vec::new();
+    for name in content.tensor_infos.keys() {
+        let tensor = content.tensor(&mut reader, name, &Device::Cpu).unwrap();
+        let Some((module, _)) = name.split_once("_exps.") else {
+            tensors.push((name.clone(), tensor));
+            continue;
+        };
+        let stack = tensor.dequantize(&Device::Cpu).unwrap();
+        tensors.extend((0..stack.dims()[0]).map(|expert| {
+            let one = QTensor::quantize(&stack.get(expert).unwrap(), tensor.dtype()).unwrap();
+            (format!("{module}.{expert}.weight"), one)
+        }));
+    }
+    let metadata: Vec<(&str, &Stored)> = content.metadata.iter().map(|(key, value)| (key.as_str(), value)).collect();
+    let tensors: Vec<(&str, &QTensor)> = tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
+    gguf_file::write(&mut fs::File::create(to).unwrap(), &metadata, &tensors).unwrap();
+}
+
+#[test]
+fn experts_that_lie_apart_are_those_that_are_stacked() {
+    let (prompt, models) = convertible();
+    let config = models.into_iter().find(|model| model.case == "mixtral").unwrap().config;
+    let folder = tempfile::tempdir().unwrap();
+    let [stacked, apart] = ["stacked.gguf", "apart.gguf"].map(|name| folder.path().join(name));
+    for dtype in [GgmlDType::F32, GgmlDType::Q8_0] {
+        write(&stacked, &config, dtype);
+        write_apart(&stacked, &apart);
+        assert!(Files::open(&apart).unwrap().weights().names().any(|name| name.ends_with("mlp.experts.up_proj")));
+        for ranks in 1..=2 {
+            let (stacked, apart, prompt) = (stacked.clone(), apart.clone(), prompt.clone());
+            on_ranks(ranks, "apart", move |ctx| -> anyhow::Result<()> {
+                let (got, want) = (logits(ctx, &apart, &prompt, false)?, logits(ctx, &stacked, &prompt, false)?);
+                for (got, want) in got.iter().flatten().zip(want.iter().flatten()) {
+                    assert!((got - want).abs() < 1e-4, "{dtype:?} on {ranks}: {got} instead of {want}");
+                }
+                Ok(())
+            });
+        }
+    }
+}
+
 #[test]
 fn keys_and_tensors_without_a_place_are_refused_by_name() {
     let (_, models) = convertible();
