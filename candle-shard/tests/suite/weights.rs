@@ -107,7 +107,8 @@ fn stacked_and_split_tensors_are_read_by_their_bytes_alone() {
         on_ranks(shape.iter().product(), "stacked", move |ctx| -> Result<()> {
             let mesh = mesh(ctx, shape)?;
             for placements in on_axes(&[Shard(0), Shard(1), Replicate], mesh.ndim()) {
-                let wholes = [("experts", stack.clone()), ("gate", gate_up.narrow(1, 0, 3)?), ("up", gate_up.narrow(1, 3, 4)?)];
+                let wholes =
+                    [("experts", stack.clone()), ("gate", gate_up.narrow(1, 0, 3)?), ("up", gate_up.narrow(1, 3, 4)?)];
                 for (name, whole) in wholes {
                     let weights = open()?;
                     let spec = Spec::new(&mesh, &placements, whole.shape(), DType::F32)?;
