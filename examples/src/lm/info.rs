@@ -62,7 +62,7 @@ impl ExpertInfo {
         let &Experts { count, chosen, .. } = experts;
         let per_rank = Width::from(count).cut(held.ep).to_vec();
         // The probability that a token chose none of so many experts.
-        let none = |size: usize| (0..chosen).map(|i| (count - i).saturating_sub(size) as f64 / (count - i) as f64);
+        let none = |size: usize| (0..chosen).map(move |i| (count - i).saturating_sub(size) as f64 / (count - i) as f64);
         Self {
             count,
             chosen,

@@ -78,9 +78,13 @@ impl QuantizedExperts {
 
     /// Returns the results `[n, width]` for rows `x` `[n, width]` that are sorted by expert, `counts` for each.
     pub(super) fn compute(&self, x: &Tensor, counts: &[usize]) -> Result<Tensor> {
-        // Without columns the results are zeros, and the input still takes part in the backward pass.
-        if x.dim(0)? == 0 || self.hidden == 0 {
-            return Ok(x.affine(0.0, 0.0)?);
+        if x.dim(0)? == 0 {
+            return Ok(x.clone());
+        }
+        // Without columns the results are zeros, and the input still takes part in the backward pass. candle would leave it
+        // out behind `affine` with a factor of zero.
+        if self.hidden == 0 {
+            return Ok(x.mul(&x.zeros_like()?)?);
         }
         let (mut made, mut start) = (Vec::new(), 0);
         for (expert, &count) in self.own.iter().zip(counts).filter(|(_, count)| **count > 0) {
