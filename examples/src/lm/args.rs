@@ -53,7 +53,11 @@ pub struct Args {
     #[arg(long, value_name = "A:B", help_heading = "Ranks")]
     pub shares: Option<Shares>,
 
-    /// Stages into which the layers are cut, each on --tp ranks
+    /// Ranks over which the experts of a mixture are distributed; each has --tp ranks, over which experts are cut too
+    #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Ranks")]
+    pub ep: usize,
+
+    /// Stages into which the layers are cut, each on --ep × --tp ranks
     #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Ranks")]
     pub pp: usize,
 
@@ -157,11 +161,14 @@ impl Launched for Args {
     }
 
     fn ranks(&self) -> Vec<(String, usize)> {
-        let Self { pp, tp, .. } = *self;
+        let Self { pp, tp, ep, .. } = *self;
+        let experts = if ep > 1 { format!(" × --ep {ep}") } else { String::new() };
         match &self.training {
             _ if self.command == Some(Command::Info) => vec![("info".into(), 1)],
-            TrainArgs { train: Some(_), dp, .. } => vec![(format!("--pp {pp} × --dp {dp} × --tp {tp}"), pp * dp * tp)],
-            _ => vec![(format!("--pp {pp} × --tp {tp}"), pp * tp)],
+            TrainArgs { train: Some(_), dp, .. } => {
+                vec![(format!("--pp {pp} × --dp {dp}{experts} × --tp {tp}"), pp * dp * ep * tp)]
+            }
+            _ => vec![(format!("--pp {pp}{experts} × --tp {tp}"), self.model_ranks())],
         }
     }
 }
@@ -170,7 +177,7 @@ impl Args {
     /// The ranks of generating or scoring that share the memory of this machine; none if they compute on GPUs.
     pub fn ranks_here(&self) -> usize {
         match self.backend {
-            BackendName::Local => self.tp * self.pp,
+            BackendName::Local => self.model_ranks(),
             BackendName::Mpi => local_size(),
             BackendName::Nccl => 0,
         }
@@ -180,6 +187,11 @@ impl Args {
     pub fn hub_name(&self) -> Option<HubName> {
         let model = self.model.as_ref().filter(|model| !model.exists())?;
         HubName::parse(model.to_str()?)
+    }
+
+    /// The ranks over which a model that is not trained is cut.
+    pub fn model_ranks(&self) -> usize {
+        self.pp * self.ep * self.tp
     }
 
     /// The seed of all random numbers.

@@ -25,6 +25,7 @@ impl Args {
         check_counts([
             ("--tp", tp, MAX_RANKS),
             ("--pp", pp, MAX_RANKS),
+            ("--ep", self.ep, MAX_RANKS),
             ("--threads", threads, 1024),
             ("--max-tokens", max_tokens, MAX_TOKENS),
         ])?;
@@ -82,7 +83,7 @@ impl Args {
             "--batch is for many prompts or for training: give --prompts FILE or --train FILE, or leave it out."
         );
         self.check_files()?;
-        self.training.validate(self.dtype, pp, tp)?;
+        self.training.validate(self.dtype, [pp, self.ep, tp])?;
         Output::new(self.json.as_deref()).check()
     }
 

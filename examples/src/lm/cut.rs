@@ -41,7 +41,7 @@ impl<'a> Cut<'a> {
     }
 }
 
-/// The parameters of each node: what decides how long a token takes.
+/// The parameters of each node that compute for a token: what decides how long it takes.
 fn costs(config: &Config) -> Vec<(String, f64)> {
     let node = |name: &str| -> Option<String> {
         let parts: Vec<&str> = name.split('.').collect();
@@ -54,7 +54,7 @@ fn costs(config: &Config) -> Vec<(String, f64)> {
     let mut costs = BTreeMap::<String, f64>::new();
     for (name, shape) in config.tensors() {
         if let Some(node) = node(&name) {
-            *costs.entry(node).or_default() += shape.iter().product::<usize>() as f64;
+            *costs.entry(node).or_default() += config.active(&name, &shape) as f64;
         }
     }
     if config.tie_word_embeddings {

@@ -14,6 +14,7 @@ use super::files::Files;
 use super::model::Decoder;
 use super::staged::{StagedDecoder, Use};
 use super::step::Step;
+use super::{EXPERT_AXIS, LAYER_AXIS};
 
 /// How a model is held and cut.
 #[derive(Clone, Debug)]
@@ -28,12 +29,25 @@ pub struct Held {
     pub cache: Option<DType>,
     /// The shares of the ranks over which a layer is sharded, if they are unlike.
     pub shares: Option<Shares>,
+    /// The ranks over which experts are distributed.
+    pub ep: usize,
 }
 
 impl Held {
     /// Holds a model in a dtype, and quantized weights as they are stored.
     pub fn of(dtype: DType) -> Self {
-        Self { dtype, layout: None, dequantize: false, cache: None, shares: None }
+        Self { dtype, layout: None, dequantize: false, cache: None, shares: None, ep: 1 }
+    }
+
+    /// Returns the mesh axes of a stage, and their ranks, which are `ranks` together.
+    ///
+    /// # Errors
+    /// If the ranks of experts do not divide them.
+    pub(super) fn axes(&self, ranks: usize) -> Result<Vec<(&'static str, usize)>> {
+        let ep = self.ep;
+        ensure!(ep > 0 && ranks.is_multiple_of(ep), "{ep} ranks of experts do not divide {ranks} ranks");
+        let experts = (ep > 1).then_some((EXPERT_AXIS, ep));
+        Ok(experts.into_iter().chain([(LAYER_AXIS, ranks / ep)]).collect())
     }
 }
 
@@ -86,17 +100,19 @@ impl Engine {
         let config = &config;
         let ranks = ctx.world_size();
         ensure!(stages > 0 && ranks.is_multiple_of(stages), "{stages} stages do not divide {ranks} ranks");
+        let sizes = held.axes(ranks / stages)?;
+        let layer: Vec<&str> = sizes.iter().map(|(axis, _)| *axis).collect();
         let began = Instant::now();
-        let mesh = ctx.mesh(&[("pp", stages), ("tp", ranks / stages)])?;
+        let mesh = ctx.mesh(&[&[("pp", stages)], &sizes[..]].concat())?;
         let (plan, longest, used, slots) = match purpose {
             Purpose::Write { slots, room } => {
-                (Decoder::plan("tp"), room, Use::Write { slots, cache: held.cache }, slots)
+                (Decoder::plan(config, LAYER_AXIS), room, Use::Write { slots, cache: held.cache }, slots)
             }
             // No rank needs the logits of the whole vocabulary.
-            Purpose::Score { window } => (Decoder::training_plan("tp"), window, Use::Score, 0),
+            Purpose::Score { window } => (Decoder::training_plan(config, LAYER_AXIS), window, Use::Score, 0),
         };
         let (plan, device) = (plan.with_shares(held.shares.clone()), ctx.device());
-        let vb = ShardedVarBuilder::from_weights(weights.clone(), 0, &mesh.axis("tp")?, plan, held.dtype, device)?;
+        let vb = ShardedVarBuilder::from_weights(weights.clone(), 0, &mesh.axes(&layer)?, plan, held.dtype, device)?;
         let vb = if held.dequantize { vb.dequantized() } else { vb }.frozen();
         let slot = |_| Cache::of(config, longest).with_dtype(held.cache);
         let model = match stages {

@@ -21,8 +21,9 @@ const HEADINGS: [(&str, &[Command]); 6] = [
 ];
 
 /// The commands of flags that are not those of their heading.
-const FLAGS: [(&str, &[Command]); 5] = [
+const FLAGS: [(&str, &[Command]); 6] = [
     ("tp", &[Generate, Train, Score, Info]),
+    ("ep", &[Generate, Train, Score, Info]),
     ("shares", &[Generate, Score, Info]),
     ("dequantize", &[Generate, Score, Info]),
     ("cache_dtype", &[Generate]),

@@ -5,8 +5,8 @@ Writes on from a prompt with a language model that is cut over ranks, or trains 
 
 Takes a folder as the Hub has it (config.json, tokenizer.json and model.safetensors, in one file or several with an
 index), or a GGUF file, whose weights stay quantized. Families: Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3, Phi-3, SmolLM3,
-OLMo 2, Granite. Each rank reads its own part of the weights and no more. Without a model a small random one is made,
-which shows that everything works and writes nonsense.
+OLMo 2, Granite, and mixtures of experts: Mixtral, Qwen 3 MoE. Each rank reads its own part of the weights and no more.
+Without a model a small random one is made, which shows that everything works and writes nonsense.
 
 The text is the same on any number of ranks for a seed, as far as rounding goes; so are the losses of a training, which
 may stop and go on on other ranks.";
@@ -19,6 +19,8 @@ Examples:
       A model of your own.
   cargo run --release --bin lm -- generate --model ./SmolLM2-135M-Instruct.Q4_1.gguf --tp 2 --prompt \"Once\"
       A quantized model, each rank with the blocks of its part.
+  cargo run --release --bin lm -- generate --ep 2 --prompt \"Once\"
+      Nonsense of a small random mixture, whose experts are distributed over two ranks.
   cargo run --release --bin lm -- score --model ./Llama-3.2-1B --tp 2 --text book.txt
       How likely the model finds a text.
   cargo run --release --bin lm -- generate --model ./Llama-3.2-1B --tp 2 --prompts prompts.txt --batch 8 --json texts.jsonl

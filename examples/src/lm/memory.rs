@@ -39,10 +39,11 @@ pub fn cache_bytes(config: &Config, dtype: DType, [texts, room]: [usize; 2], tp:
 /// The projections whose outputs are cut.
 const CUT: [&str; 5] = ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"];
 
-/// Returns the bytes of all weights on all `[tp, pp]` ranks together, from the headers of the files.
+/// Returns the bytes of all weights on all `[tp, pp]` ranks and those of experts together, from the headers of the files.
 ///
-/// Matrices are cut over the `tp` ranks, and vectors are whole on each, apart from the biases of outputs that are cut. If
-/// ranks share key heads, each has all of them.
+/// Matrices are cut over the `tp` ranks, and vectors and routers are whole on each, apart from the biases of outputs that
+/// are cut. If ranks share key heads, each has all of them. Experts are distributed over the ranks of experts, and all else
+/// is on each of these.
 ///
 /// # Errors
 /// If the files lack a tensor.
@@ -58,18 +59,21 @@ pub fn weight_bytes(files: &Files, held: &Held, [tp, pp]: [usize; 2]) -> Result<
             weights.quantized_dtype(&name)?.filter(|&blocks| !held.dequantize && QuantizedMatrix::takes(blocks));
         let count = shape.iter().copied().fold(1, usize::saturating_mul);
         let bytes = match blocks {
-            Some(blocks) if shape.len() == 2 => (count / blocks.block_size()).saturating_mul(blocks.type_size()),
+            Some(blocks) if shape.len() >= 2 => (count / blocks.block_size()).saturating_mul(blocks.type_size()),
             _ => count.saturating_mul(held.dtype.size_in_bytes()),
         };
         let module = name.rsplit('.').nth(1).unwrap_or_default();
         let copies = match shape.len() {
+            3 => 1,
+            _ if module == "router" => tp,
             _ if shares_keys && ["k_proj", "v_proj"].contains(&module) => tp,
             0 | 1 if !(name.ends_with(".bias") && CUT.contains(&module)) => tp,
             // The first stage looks tokens up in the table, and the last one computes logits with it.
             _ if pp > 1 && config.tie_word_embeddings && module == "embed_tokens" => 2,
             _ => 1,
         };
-        all = all.saturating_add(bytes.saturating_mul(copies));
+        let replicas = if shape.len() == 3 { 1 } else { held.ep };
+        all = all.saturating_add(bytes.saturating_mul(copies).saturating_mul(replicas));
     }
     Ok(all)
 }
@@ -81,7 +85,7 @@ pub fn weight_bytes(files: &Files, held: &Held, [tp, pp]: [usize; 2]) -> Result<
 /// If they do not, with the numbers and a remedy.
 pub fn check(args: &Args, files: &Files, held: &Held, cache: Option<[usize; 2]>) -> Result<()> {
     let Some(free) = available() else { return Ok(()) };
-    let ranks = (args.tp * args.pp).max(1);
+    let ranks = args.model_ranks().max(1);
     // Machines have ranks of about equal shares.
     let here = |all: usize| (all / ranks).saturating_mul(args.ranks_here());
     let weights = here(weight_bytes(files, held, [args.tp, args.pp])?);
@@ -94,7 +98,7 @@ pub fn check(args: &Args, files: &Files, held: &Held, cache: Option<[usize; 2]>)
     );
     let Some([texts, room]) = cache else { return Ok(()) };
     let dtype = held.cache.unwrap_or(held.dtype);
-    let cache = here(cache_bytes(&files.config, dtype, [texts, room], args.tp));
+    let cache = here(cache_bytes(&files.config, dtype, [texts, room], args.tp).saturating_mul(args.ep));
     ensure!(
         weights.saturating_add(cache) <= free,
         "the cache of {texts} texts with up to {} tokens each takes {} bytes beside the {} of the weights, and this machine \

@@ -12,6 +12,8 @@ pub mod cut;
 pub mod declare;
 pub mod dtype;
 pub mod engine;
+mod expert_files;
+mod feed_forward;
 pub mod files;
 mod flags;
 pub mod generate;
@@ -37,3 +39,9 @@ pub mod stops;
 pub mod tokens;
 pub mod train;
 mod writing;
+
+/// The mesh axis over which layers are cut, experts too.
+const LAYER_AXIS: &str = "tp";
+
+/// The mesh axis over which experts are distributed.
+const EXPERT_AXIS: &str = "ep";

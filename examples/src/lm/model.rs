@@ -26,6 +26,28 @@ pub struct Decoder {
     config: Config,
 }
 
+/// How a module is cut.
+#[derive(Clone, Copy)]
+enum Cut {
+    /// By outputs.
+    Columns,
+    /// By inputs, and the results are summed.
+    Rows,
+    /// By outputs, which are joined.
+    Joined,
+}
+
+/// The modules that are cut.
+const PLAN: [(&str, Cut); 7] = [
+    ("model.embed_tokens", Cut::Rows),
+    ("model.layers.*.self_attn", Cut::Columns),
+    ("model.layers.*.self_attn.o_proj", Cut::Rows),
+    ("model.layers.*.mlp.gate_proj", Cut::Columns),
+    ("model.layers.*.mlp.up_proj", Cut::Columns),
+    ("model.layers.*.mlp.down_proj", Cut::Rows),
+    ("lm_head", Cut::Joined),
+];
+
 impl Decoder {
     /// The model at the builder's path, for sequences of up to `longest` tokens, with the parameters that the Hub's
     /// files have.
@@ -46,22 +68,20 @@ impl Decoder {
         Ok(Self { embed_tokens, layers, norm, lm_head, angles, mesh, config: config.clone() })
     }
 
-    /// How the model is cut on the mesh axis `axis`: heads and feed-forward columns, tables by tokens.
-    pub fn plan(axis: &str) -> Plan {
-        let whole = RowwiseParallel::default().output(Replicate);
-        Plan::new(axis)
-            .with("model.embed_tokens", whole)
-            .with("model.layers.*.self_attn", ColwiseParallel::default())
-            .with("model.layers.*.self_attn.o_proj", whole)
-            .with("model.layers.*.mlp.gate_proj", ColwiseParallel::default())
-            .with("model.layers.*.mlp.up_proj", ColwiseParallel::default())
-            .with("model.layers.*.mlp.down_proj", whole)
-            .with("lm_head", ColwiseParallel::default().output(Replicate))
+    /// How a model is cut on the mesh axis `axis`: heads and feed-forward columns, tables by tokens. [Experts](candle_shard::nn::MoE) have axes
+    /// of their own.
+    pub fn plan(config: &Config, axis: &str) -> Plan {
+        let is_there = |module: &str| !module.contains(".mlp.") || config.has_dense_layers();
+        PLAN.into_iter().filter(|(module, _)| is_there(module)).fold(Plan::new(axis), |plan, (module, cut)| match cut {
+            Cut::Columns => plan.with(module, ColwiseParallel::default()),
+            Cut::Rows => plan.with(module, RowwiseParallel::default().output(Replicate)),
+            Cut::Joined => plan.with(module, ColwiseParallel::default().output(Replicate)),
+        })
     }
 
     /// The same [plan](Self::plan) for training, in which no rank has the logits of the whole vocabulary.
-    pub fn training_plan(axis: &str) -> Plan {
-        Self::plan(axis).with("lm_head", ColwiseParallel::default())
+    pub fn training_plan(config: &Config, axis: &str) -> Plan {
+        Self::plan(config, axis).with("lm_head", ColwiseParallel::default())
     }
 
     /// The logits `[batch, vocabulary]` of what follows the last of `tokens` `[batch, tokens]`, which follow those in the
