@@ -4,7 +4,7 @@ use candle_nn::Activation;
 use candle_shard::nn::ShardedVarBuilder;
 use candle_shard::{Attention, DTensor, Result};
 
-use super::cache::{Past, Turn};
+use super::cache::{Past, Seen, Turn};
 use super::config::Config;
 use super::config::parts::{Parts, QkNorm};
 use super::norm::Norm;
@@ -116,12 +116,12 @@ impl Layer {
             let is_local = self.window.is_some();
             (q, k) = (angles.turn(&q, start, is_local)?, angles.turn(&k, start, is_local)?);
         }
-        let [k, v] = match past {
+        let Seen { keys, values, order } = match past {
             Some(past) => past.extend([&k, &v])?,
-            None => [k, v],
+            None => Seen { keys: k, values: v, order: None },
         };
         let attention =
             Attention::default().scale(self.scale).cap(self.parts.scores_cap).causal(true).window(self.window);
-        attention.of(&q.transpose(1, 2)?, &k.transpose(1, 2)?, &v.transpose(1, 2)?)
+        attention.key_order(order).of(&q.transpose(1, 2)?, &keys.transpose(1, 2)?, &values.transpose(1, 2)?)
     }
 }
