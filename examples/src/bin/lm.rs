@@ -153,7 +153,7 @@ fn loaded<T: Send>(
         ranks.is_first(),
         files.bytes(),
         || files.bytes_read(),
-        |loading| ranks.run(args.pp * args.tp, args.threads, |ctx| f(ctx, loading)),
+        |loading| ranks.run(args.model_ranks(), args.threads, |ctx| f(ctx, loading)),
     )
 }
 
@@ -169,7 +169,7 @@ fn info(args: &Args, ranks: &Ranks<'_>) -> anyhow::Result<bool> {
     let scratch = tempfile::tempdir()?;
     let found = || -> anyhow::Result<Info> {
         let files = opened::files(args, scratch.path())?;
-        Info::new(&files, args.tp, &opened::held(args, &files)?)
+        Info::new(&files, args.ep * args.tp, &opened::held(args, &files)?)
     };
     let info = ranks.agree(found())?;
     let output = Output::new(args.json.as_deref());

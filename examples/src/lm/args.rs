@@ -28,7 +28,7 @@ Writes on from a prompt with a language model that is cut over ranks, or trains 
 
 Takes a folder as the Hub has it (config.json, tokenizer.json and model.safetensors, in one file or several with an
 index), or a GGUF file, whose weights stay quantized. Families: Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3, Phi-3, SmolLM3,
-OLMo 2, Granite. Each rank reads its own part of the weights and no more. Without a model a small random one is made,
+OLMo 2, Granite, and mixtures of experts: Mixtral, Qwen 3 MoE. Each rank reads its own part of the weights and no more. Without a model a small random one is made,
 which shows that everything works and writes nonsense.
 
 The text is the same on any number of ranks for a seed, as far as rounding goes; so are the losses of a training, which
@@ -42,6 +42,8 @@ Examples:
       A model of your own.
   cargo run --release --bin lm -- generate --model ./SmolLM2-135M-Instruct.Q4_1.gguf --tp 2 --prompt \"Once\"
       A quantized model, each rank with the blocks of its part.
+  cargo run --release --bin lm -- generate --ep 2 --prompt \"Once\"
+      Nonsense of a small random mixture, whose experts are distributed over two ranks.
   cargo run --release --bin lm -- score --model ./Llama-3.2-1B --tp 2 --text book.txt
       How likely the model finds a text.
   cargo run --release --bin lm -- generate --model ./Llama-3.2-1B --tp 2 --prompts prompts.txt --batch 8 --json texts.jsonl
@@ -93,7 +95,15 @@ pub struct Args {
     #[arg(long, value_name = "A:B", help_heading = "Ranks")]
     pub shares: Option<Shares>,
 
-    /// Stages into which the layers are cut, each on --tp ranks
+    /// Ranks over which the tokens of a text are distributed: each keeps the keys and values of some of them
+    #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Ranks")]
+    pub cp: usize,
+
+    /// Ranks over which the experts of a mixture are distributed; each has --tp ranks, over which experts are cut too
+    #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Ranks")]
+    pub ep: usize,
+
+    /// Stages into which the layers are cut, each on --ep × --tp ranks
     #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Ranks")]
     pub pp: usize,
 
@@ -258,11 +268,17 @@ impl Launched for Args {
     }
 
     fn ranks(&self) -> Vec<(String, usize)> {
-        let Self { pp, tp, .. } = *self;
+        let Self { pp, cp, tp, ep, .. } = *self;
+        let experts = if ep > 1 { format!(" × --ep {ep}") } else { String::new() };
         match &self.training {
             _ if self.command == Some(Command::Info) => vec![("info".into(), 1)],
-            TrainArgs { train: Some(_), dp, .. } => vec![(format!("--pp {pp} × --dp {dp} × --tp {tp}"), pp * dp * tp)],
-            _ => vec![(format!("--pp {pp} × --tp {tp}"), pp * tp)],
+            TrainArgs { train: Some(_), dp, .. } => {
+                vec![(format!("--pp {pp} × --dp {dp}{experts} × --tp {tp}"), pp * dp * ep * tp)]
+            }
+            _ => {
+                let tokens = if cp > 1 { format!(" × --cp {cp}") } else { String::new() };
+                vec![(format!("--pp {pp}{tokens}{experts} × --tp {tp}"), self.model_ranks())]
+            }
         }
     }
 }
@@ -277,6 +293,8 @@ impl Args {
         check_counts([
             ("--tp", tp, MAX_RANKS),
             ("--pp", pp, MAX_RANKS),
+            ("--cp", self.cp, MAX_RANKS),
+            ("--ep", self.ep, MAX_RANKS),
             ("--threads", threads, 1024),
             ("--max-tokens", max_tokens, MAX_TOKENS),
         ])?;
@@ -294,6 +312,11 @@ impl Args {
         let generates = self.command != Some(Command::Info) && self.training.train.is_none();
         self.talk.validate(generates, self.prompt.is_some())?;
         require!(self.stop.iter().all(|text| !text.is_empty()), "--stop is empty: give a text, or leave it out.");
+        require!(
+            self.cp == 1 || pp == 1,
+            "--cp {} gives each rank some of the tokens, and a stage of --pp {pp} keeps all: use one of them.",
+            self.cp
+        );
         require!(
             self.layout.is_none() || pp > 1 || self.training.train.is_some(),
             "--layout says what is in each stage, and --pp 1 has all layers in one: give --pp, or leave it out."
@@ -334,7 +357,7 @@ impl Args {
             "--batch is for many prompts or for training: give --prompts FILE or --train FILE, or leave it out."
         );
         self.check_files()?;
-        self.training.validate(self.dtype, pp, tp)?;
+        self.training.validate(self.dtype, [pp, self.ep, tp])?;
         Output::new(self.json.as_deref()).check()
     }
 
@@ -366,7 +389,7 @@ impl Args {
     /// The ranks of generating or scoring that share the memory of this machine; none if they compute on GPUs.
     pub fn ranks_here(&self) -> usize {
         match self.backend {
-            BackendName::Local => self.tp * self.pp,
+            BackendName::Local => self.model_ranks(),
             BackendName::Mpi => local_size(),
             BackendName::Nccl => 0,
         }
@@ -376,6 +399,11 @@ impl Args {
     pub fn hub_name(&self) -> Option<HubName> {
         let model = self.model.as_ref().filter(|model| !model.exists())?;
         HubName::parse(model.to_str()?)
+    }
+
+    /// The ranks over which a model that is not trained is cut.
+    pub fn model_ranks(&self) -> usize {
+        self.pp * self.cp * self.ep * self.tp
     }
 
     /// The seed of all random numbers.

@@ -8,6 +8,7 @@ use candle_dist::{DeviceMesh, ProcessGroup};
 use candle_shard::nn::ShardedVarBuilder;
 use serde::Serialize;
 
+use super::LAYER_AXIS;
 use super::engine::Held;
 use super::files::Files;
 use super::model::Decoder;
@@ -33,7 +34,7 @@ pub struct Info {
 }
 
 impl Info {
-    /// Finds out what there is to tell, for a model that is held so on `ranks` ranks over which each layer is sharded.
+    /// Finds out what there is to tell, for a model that is held so on `ranks` ranks over which layers and experts are sharded.
     ///
     /// The parts of the ranks are built one after the other, so at most one of them is in memory.
     ///
@@ -48,9 +49,9 @@ impl Info {
         }
         let held = |rank: usize| -> Result<usize> {
             let group = ProcessGroup::simulated(rank, ranks)?;
-            let mesh = DeviceMesh::new(&group, &[("tp", ranks)])?;
+            let mesh = DeviceMesh::new(&group, &held.axes(ranks)?)?;
             let device = candle_core::Device::Cpu;
-            let plan = Decoder::plan("tp").with_shares(held.shares.clone());
+            let plan = Decoder::plan(config, LAYER_AXIS).with_shares(held.shares.clone());
             let vb = ShardedVarBuilder::from_weights(files.weights(), 0, &mesh, plan, dtype, &device)?;
             let vb = if held.dequantize { vb.dequantized() } else { vb };
             Decoder::new(config, 1, &vb.frozen())?;

@@ -8,6 +8,8 @@ pub mod chat;
 pub mod config;
 pub mod declare;
 pub mod engine;
+mod expert_files;
+mod feed_forward;
 pub mod files;
 mod flags;
 pub mod generate;
@@ -32,3 +34,12 @@ pub mod stops;
 pub mod tokens;
 pub mod train;
 mod writing;
+
+/// The mesh axis over which layers are cut, experts too.
+const LAYER_AXIS: &str = "tp";
+
+/// The mesh axis over which the tokens of a text are distributed.
+const TOKEN_AXIS: &str = "cp";
+
+/// The mesh axis over which experts are distributed.
+const EXPERT_AXIS: &str = "ep";
