@@ -239,7 +239,8 @@ impl Declaration {
             let (config, vb) = (config.clone(), vb.clone());
             Ok(stage_op(move |xs, _| {
                 let h = enter(&xs[0], vb.mesh(), rows)?;
-                let others: Vec<DTensor> = xs[1..=last].iter().map(|x| enter(x, vb.mesh(), rows)).collect::<Result<_>>()?;
+                let others: Vec<DTensor> =
+                    xs[1..=last].iter().map(|x| enter(x, vb.mesh(), rows)).collect::<Result<_>>()?;
                 let end = |head: &Projection| {
                     end(&|h| finished(head.forward(h)?.to_dtype(DType::F32)?, &config), &h, &others)
                 };
@@ -282,7 +283,8 @@ fn table(config: &Config, vb: &ShardedVarBuilder) -> candle_shard::Result<Embedd
 /// The tied table, from this rank's shard of it, which is a node's last input.
 fn shared(xs: &[Value], config: &Config, vb: &ShardedVarBuilder) -> Result<DTensor> {
     let (shard, mesh): (&Tensor, _) = (xs[xs.len() - 1].tensor()?, vb.mesh());
-    let cut: Placements = mesh.names().iter().map(|name| if name == LAYER_AXIS { Shard(0) } else { Replicate }).collect();
+    let cut: Placements =
+        mesh.names().iter().map(|name| if name == LAYER_AXIS { Shard(0) } else { Replicate }).collect();
     let spec = Spec::new(mesh, &cut, (config.vocab_size, config.hidden_size), shard.dtype())?;
     let table = match mesh.axis_index(LAYER_AXIS) {
         Ok(axis) => {

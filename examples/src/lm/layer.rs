@@ -1,8 +1,9 @@
 //! A decoder layer.
 
 use candle_shard::nn::ShardedVarBuilder;
-use candle_shard::{Attention, DTensor, Result};
+use candle_shard::{Attention, DTensor, Placements, Result, Shard};
 
+use super::TOKEN_AXIS;
 use super::cache::{Past, Seen, Turn};
 use super::config::Config;
 use super::config::parts::{Parts, QkNorm};
@@ -109,6 +110,14 @@ impl Layer {
         };
         let attention =
             Attention::default().scale(self.scale).cap(self.parts.scores_cap).causal(true).window(self.window);
-        attention.key_order(order).of(&q.transpose(1, 2)?, &keys.transpose(1, 2)?, &values.transpose(1, 2)?)
+        let (keys, values, q) = (keys.transpose(1, 2)?, values.transpose(1, 2)?, q.transpose(1, 2)?);
+        let Some(order) = order else { return attention.of(&q, &keys, &values) };
+        // Each rank computes some of several queries; one query meets the keys of each rank where they are.
+        let whole: Placements = q.placements().into();
+        let mut parts = whole.clone();
+        if q.dims()[1] > 1 {
+            parts[q.mesh().axis_index(TOKEN_AXIS)?] = Shard(1);
+        }
+        attention.key_order(order).of(&q.redistribute(&parts)?, &keys, &values)?.redistribute(&whole)
     }
 }

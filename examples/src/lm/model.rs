@@ -6,13 +6,13 @@ use candle_shard::nn::ShardedVarBuilder;
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
 use candle_shard::{CrossEntropy, DTensor, Error, Placement, Placements, Reduction, Replicate, Result, Shard};
 
+use super::TOKEN_AXIS;
 use super::cache::{self, Cache};
 use super::config::Config;
 use super::layer::Layer;
 use super::norm::Norm;
 use super::projection::{Projection, Table};
 use super::rope::Angles;
-use super::TOKEN_AXIS;
 use super::step::{Span, Step, last_rows};
 
 /// A decoder of any family.

@@ -1,5 +1,5 @@
 //! The toy Transformer as a pipeline.
-use super::placements;
+use super::placements::placements;
 use super::transformer::{TransformerBlock, positions};
 use crate::model_args::ModelArgs;
 use candle_core::DType;

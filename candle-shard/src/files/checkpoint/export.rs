@@ -66,7 +66,10 @@ pub fn export_parts<N: AsRef<str>>(
             }
             (Some(parts), _) => {
                 let (dims, count) = (tensor.dims(), parts.len());
-                return Error::op(OP, format!("{count} names for parts of {name:?} {dims:?}: give one for each of its rows"));
+                return Error::op(
+                    OP,
+                    format!("{count} names for parts of {name:?} {dims:?}: give one for each of its rows"),
+                );
             }
             (None, _) => announced.push(((*name).to_owned(), tensor.dtype(), tensor.dims())),
         }

@@ -55,8 +55,7 @@ impl Weights {
         let region: Vec<Range<usize>> =
             index.map(|at| at..at.saturating_add(1)).into_iter().chain([rows.clone(), columns.clone()]).collect();
         let shape = &stored.shape;
-        let is_inside =
-            shape.len() == region.len() && region.iter().zip(shape).all(|(range, &size)| range.end <= size);
+        let is_inside = shape.len() == region.len() && region.iter().zip(shape).all(|(range, &size)| range.end <= size);
         if !is_inside || rows.is_empty() || columns.is_empty() {
             let want = if index.is_some() { "some matrices" } else { "a matrix" };
             let reason = format!("has shape {shape:?}; want {want}, and rows and columns of it");

@@ -58,7 +58,8 @@ impl QuantizedExperts {
                 return Ok(None);
             }
             let part = |which: usize, block: [Range<usize>; 2]| {
-                let matrix = QuantizedMatrix::new(weights.read_quantized_at(&names[which], expert, block, vb.device())?)?;
+                let matrix =
+                    QuantizedMatrix::new(weights.read_quantized_at(&names[which], expert, block, vb.device())?)?;
                 vb.count_quantized(matrix.bytes());
                 Ok::<_, Error>(matrix)
             };

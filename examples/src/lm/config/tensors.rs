@@ -92,7 +92,8 @@ impl Config {
         let (layer, module) = name.strip_prefix("model.layers.")?.split_once('.')?;
         let Experts { count, names, .. } = self.parts.experts(layer.parse().ok()?)?;
         let part = EXPERTS.iter().position(|part| *part == module)?;
-        let of = |expert: usize| format!("model.layers.{layer}.{}.{expert}.{}.weight", names.experts, names.layers[part]);
+        let of =
+            |expert: usize| format!("model.layers.{layer}.{}.{expert}.{}.weight", names.experts, names.layers[part]);
         Some((0..*count).map(of).collect())
     }
 

@@ -321,6 +321,7 @@ fn fields_and_tensors_of_mixtures_that_are_not_understood_are_refused_by_name() 
     for (said, name, want) in cases {
         assert!(said.contains(&name) && said.contains(want), "{said}, want {name} and {want:?}");
     }
-    let names: BTreeSet<String> = Config::parse(&mixtral.to_string()).unwrap().stored().into_iter().map(|x| x.0).collect();
+    let names: BTreeSet<String> =
+        Config::parse(&mixtral.to_string()).unwrap().stored().into_iter().map(|x| x.0).collect();
     assert!(names.contains(&name(4, "w3")) && !names.iter().any(|name| name.contains("mlp")));
 }
