@@ -53,6 +53,10 @@ pub struct Args {
     #[arg(long, value_name = "A:B", help_heading = "Ranks")]
     pub shares: Option<Shares>,
 
+    /// Ranks over which the tokens of a text are distributed: each keeps the keys and values of some of them
+    #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Ranks")]
+    pub cp: usize,
+
     /// Ranks over which the experts of a mixture are distributed; each has --tp ranks, over which experts are cut too
     #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Ranks")]
     pub ep: usize,
@@ -161,14 +165,17 @@ impl Launched for Args {
     }
 
     fn ranks(&self) -> Vec<(String, usize)> {
-        let Self { pp, tp, ep, .. } = *self;
+        let Self { pp, cp, tp, ep, .. } = *self;
         let experts = if ep > 1 { format!(" × --ep {ep}") } else { String::new() };
         match &self.training {
             _ if self.command == Some(Command::Info) => vec![("info".into(), 1)],
             TrainArgs { train: Some(_), dp, .. } => {
                 vec![(format!("--pp {pp} × --dp {dp}{experts} × --tp {tp}"), pp * dp * ep * tp)]
             }
-            _ => vec![(format!("--pp {pp}{experts} × --tp {tp}"), self.model_ranks())],
+            _ => {
+                let tokens = if cp > 1 { format!(" × --cp {cp}") } else { String::new() };
+                vec![(format!("--pp {pp}{tokens}{experts} × --tp {tp}"), self.model_ranks())]
+            }
         }
     }
 }
@@ -191,7 +198,7 @@ impl Args {
 
     /// The ranks over which a model that is not trained is cut.
     pub fn model_ranks(&self) -> usize {
-        self.pp * self.ep * self.tp
+        self.pp * self.cp * self.ep * self.tp
     }
 
     /// The seed of all random numbers.

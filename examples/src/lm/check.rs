@@ -25,6 +25,7 @@ impl Args {
         check_counts([
             ("--tp", tp, MAX_RANKS),
             ("--pp", pp, MAX_RANKS),
+            ("--cp", self.cp, MAX_RANKS),
             ("--ep", self.ep, MAX_RANKS),
             ("--threads", threads, 1024),
             ("--max-tokens", max_tokens, MAX_TOKENS),
@@ -43,6 +44,11 @@ impl Args {
         let generates = self.command != Some(Command::Info) && self.training.train.is_none();
         self.talk.validate(generates, self.prompt.is_some())?;
         require!(self.stop.iter().all(|text| !text.is_empty()), "--stop is empty: give a text, or leave it out.");
+        require!(
+            self.cp == 1 || pp == 1,
+            "--cp {} gives each rank some of the tokens, and a stage of --pp {pp} keeps all: use one of them.",
+            self.cp
+        );
         require!(
             self.layout.is_none() || pp > 1 || self.training.train.is_some(),
             "--layout says what is in each stage, and --pp 1 has all layers in one: give --pp, or leave it out."

@@ -21,8 +21,9 @@ const HEADINGS: [(&str, &[Command]); 6] = [
 ];
 
 /// The commands of flags that are not those of their heading.
-const FLAGS: [(&str, &[Command]); 6] = [
+const FLAGS: [(&str, &[Command]); 7] = [
     ("tp", &[Generate, Train, Score, Info]),
+    ("cp", &[Generate, Score]),
     ("ep", &[Generate, Train, Score, Info]),
     ("shares", &[Generate, Score, Info]),
     ("dequantize", &[Generate, Score, Info]),

@@ -16,7 +16,8 @@ use crate::table::grouped;
 /// Returns the bytes of keys and values of so many texts with room for `room` tokens each, on all `tp` ranks together over
 /// which a layer is sharded.
 ///
-/// Layers with a window keep no more tokens than it has. If there are fewer key heads than ranks, each query head has a
+/// Each of `cp` ranks keeps a part of the tokens of layers without a window; the numbers are those of one of them. Layers
+/// with a window keep no more tokens than it has. If there are fewer key heads than ranks, each query head has a
 /// copy.
 ///
 /// ```
@@ -25,13 +26,15 @@ use crate::table::grouped;
 ///
 /// // 4 layers with 4 key heads, and 8 query heads, of 32 numbers each.
 /// let config = random_model::config();
-/// assert_eq!(memory::cache_bytes(&config, DType::F32, [1, 100], 2), 4 * 4 * 32 * 2 * 4 * 100);
-/// assert_eq!(memory::cache_bytes(&config, DType::BF16, [3, 100], 8), 4 * 8 * 32 * 2 * 2 * 100 * 3);
+/// assert_eq!(memory::cache_bytes(&config, DType::F32, [1, 100], [2, 1]), 4 * 4 * 32 * 2 * 4 * 100);
+/// assert_eq!(memory::cache_bytes(&config, DType::BF16, [3, 100], [8, 1]), 4 * 8 * 32 * 2 * 2 * 100 * 3);
+/// assert_eq!(memory::cache_bytes(&config, DType::F32, [1, 100], [2, 3]), 4 * 4 * 32 * 2 * 4 * 34);
 /// ```
-pub fn cache_bytes(config: &Config, dtype: DType, [texts, room]: [usize; 2], tp: usize) -> usize {
+pub fn cache_bytes(config: &Config, dtype: DType, [texts, room]: [usize; 2], [tp, cp]: [usize; 2]) -> usize {
     let Heads { query, key_value, dim } = config.heads();
     let heads = if key_value < tp { query } else { key_value };
-    let kept = |layer| config.parts.window(layer).map_or(room, |window| window.min(room));
+    let part = room.div_ceil(cp.max(1));
+    let kept = |layer| config.parts.window(layer).filter(|&window| window < room).unwrap_or(part);
     let tokens: usize = (0..config.num_hidden_layers).map(kept).fold(0, usize::saturating_add);
     [tokens, heads, dim, 2, dtype.size_in_bytes(), texts].into_iter().fold(1, usize::saturating_mul)
 }
@@ -43,7 +46,7 @@ const CUT: [&str; 5] = ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"];
 ///
 /// Matrices are cut over the `tp` ranks, and vectors and routers are whole on each, apart from the biases of outputs that
 /// are cut. If ranks share key heads, each has all of them. Experts are distributed over the ranks of experts, and all else
-/// is on each of these.
+/// is on each of these. Each rank of the tokens has all weights.
 ///
 /// # Errors
 /// If the files lack a tensor.
@@ -72,7 +75,7 @@ pub fn weight_bytes(files: &Files, held: &Held, [tp, pp]: [usize; 2]) -> Result<
             _ if pp > 1 && config.tie_word_embeddings && module == "embed_tokens" => 2,
             _ => 1,
         };
-        let replicas = if shape.len() == 3 { 1 } else { held.ep };
+        let replicas = held.cp.saturating_mul(if shape.len() == 3 { 1 } else { held.ep });
         all = all.saturating_add(bytes.saturating_mul(copies).saturating_mul(replicas));
     }
     Ok(all)
@@ -98,7 +101,8 @@ pub fn check(args: &Args, files: &Files, held: &Held, cache: Option<[usize; 2]>)
     );
     let Some([texts, room]) = cache else { return Ok(()) };
     let dtype = held.cache.unwrap_or(held.dtype);
-    let cache = here(cache_bytes(&files.config, dtype, [texts, room], args.tp).saturating_mul(args.ep));
+    let cache =
+        here(cache_bytes(&files.config, dtype, [texts, room], [args.tp, args.cp]).saturating_mul(args.ep * args.cp));
     ensure!(
         weights.saturating_add(cache) <= free,
         "the cache of {texts} texts with up to {} tokens each takes {} bytes beside the {} of the weights, and this machine \

@@ -43,5 +43,8 @@ mod writing;
 /// The mesh axis over which layers are cut, experts too.
 const LAYER_AXIS: &str = "tp";
 
+/// The mesh axis over which the tokens of a text are distributed.
+const TOKEN_AXIS: &str = "cp";
+
 /// The mesh axis over which experts are distributed.
 const EXPERT_AXIS: &str = "ep";

@@ -57,5 +57,6 @@ pub fn held(args: &Args, files: &Files) -> Result<Held> {
         cache: args.cache_dtype.map(Into::into),
         shares: args.shares.clone(),
         ep: args.ep,
+        cp: args.cp,
     })
 }
