@@ -13,10 +13,12 @@ There are no weight files: `llama_facts.weight` computes the weights from their 
 the same.
 """
 import json
+import tempfile
 from pathlib import Path
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 import llama_facts
 
@@ -63,6 +65,27 @@ CASES = {
     ),
 }
 
+# Families whose files have other tensors than the model in memory: each expert by itself.
+MIXTURES = {
+    "mixtral": ("Mixtral", dict(num_local_experts=5, num_experts_per_tok=2, rope_parameters=ROPE)),
+    "mixtral with windows": (
+        "Mixtral", dict(num_local_experts=3, num_experts_per_tok=3, sliding_window=4, rope_parameters=ROPE)
+    ),
+    "qwen3 moe": (
+        "Qwen3Moe",
+        dict(
+            num_experts=7, num_experts_per_tok=3, moe_intermediate_size=20, norm_topk_prob=True, mlp_only_layers=[0],
+            head_dim=16, rope_parameters=ROPE,
+        ),
+    ),
+    "qwen3 moe with raw weights": (
+        "Qwen3Moe",
+        dict(
+            num_experts=4, num_experts_per_tok=1, moe_intermediate_size=12, norm_topk_prob=False, attention_bias=True,
+            use_sliding_window=True, sliding_window=3, rope_parameters=ROPE,
+        ),
+    ),
+}
 
 ROPES_PATH = PATH.with_name("ropes.json")
 SHORT = 5
@@ -129,6 +152,20 @@ def built(family, fields):
     return config, model
 
 
+def built_from_files(family, fields):
+    """Returns the config, the names of tensors in files, and the model that transformers reads from these files."""
+    config, model = built(family, fields)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        path = Path(folder) / "model.safetensors"
+        tensors = {
+            name: llama_facts.weight(name, tuple(tensor.shape)).contiguous() for name, tensor in load_file(path).items()
+        }
+        save_file(tensors, path, metadata=dict(format="pt"))
+        model = type(model).from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    return config, sorted(tensors), model
+
+
 def greedy(model, ids):
     return model.generate(ids, max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False)[0, ids.shape[1] :].tolist()
 
@@ -154,21 +191,30 @@ def rope_fact(case, family, fields):
     return dict(case=case, config=written, short=SHORT, logits=rounded, tokens=tokens)
 
 
-def fact(case, family, fields):
+def model_of(case, family, fields):
+    """Returns the config of a case, the names of the tensors of its files, and the model."""
+    if case in MIXTURES:
+        return built_from_files(family, fields)
     config, model = built(family, fields)
+    return config, sorted(name for name, _ in model.named_parameters()), model
+
+
+def fact(case, family, fields):
+    config, names, model = model_of(case, family, fields)
     with torch.no_grad():
         ids = torch.tensor([PROMPT])
         logits = model(ids).logits[0]
-        written = greedy(model, ids)
+        # `generate` hides the token that ends texts from the first ones.
+        written = greedy_without_cache(model, PROMPT) if case in MIXTURES else greedy(model, ids)
     rounded = [[float(f"{x:.7g}") for x in logits[at].tolist()] for at in (0, -1)]
     return dict(
         case=case, config=json.loads(config.to_json_string(use_diff=False)),
-        names=sorted(name for name, _ in model.named_parameters()), logits=rounded, tokens=written,
+        names=names, logits=rounded, tokens=written,
     )
 
 
 def main():
-    facts = [fact(case, family, fields) for case, (family, fields) in CASES.items()]
+    facts = [fact(case, family, fields) for case, (family, fields) in {**CASES, **MIXTURES}.items()]
     ropes = [rope_fact(case, family, fields) for case, (family, fields) in ROPES.items()]
     for path, models in ((PATH, facts), (ROPES_PATH, ropes)):
         lines = ",\n".join("  " + json.dumps(one) for one in models)

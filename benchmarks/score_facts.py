@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 import transformers
 
-import llama_facts
 import lm_facts
 
 FOLDER = Path(__file__).resolve().parent.parent / "examples" / "tests" / "suite" / "lm"
@@ -64,12 +63,7 @@ def mean_nll(model, ids, window, stride):
 
 
 def of_family(case, family, fields):
-    kind = "Gemma3Text" if family == "Gemma3" else family
-    config = getattr(transformers, f"{kind}Config")(**{**lm_facts.SIZES, **fields})
-    config._attn_implementation = "eager"
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
-    for name, parameter in model.named_parameters():
-        parameter.copy_(llama_facts.weight(name, tuple(parameter.shape)))
+    _, _, model = lm_facts.model_of(case, family, fields)
     return dict(case=case, mean_nll=[mean_nll(model, TOKENS, *sizes) for sizes in WINDOWS])
 
 
@@ -85,7 +79,8 @@ def of_smollm2(file):
 
 def main():
     with torch.no_grad():
-        models = [of_family(case, family, fields) for case, (family, fields) in lm_facts.CASES.items()]
+        cases = {**lm_facts.CASES, **lm_facts.MIXTURES}
+        models = [of_family(case, family, fields) for case, (family, fields) in cases.items()]
         lines = ",\n".join("  " + json.dumps(one) for one in models)
         head = f'"tokens": {TOKENS}, "windows": {WINDOWS}'
         (FOLDER / "scores.json").write_text(f'{{{head}, "models": [\n{lines}\n]}}\n')

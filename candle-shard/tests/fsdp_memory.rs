@@ -1,6 +1,8 @@
 //! What training takes in memory, against formulas: fully sharded, in 16 bits, with frozen and recomputed parts; and what
 //! quantized weights take.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
+mod memory;
+
 use candle_core::quantized::{GgmlDType, QTensor, gguf_file};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_dist::{DeviceMesh, ProcessGroup, RankContext, World};
@@ -10,11 +12,7 @@ use candle_shard::fsdp::{FullyShard, FullyShardOptions};
 use candle_shard::nn::{AdamW, Dropout, Linear, Mode, QuantizedLinear, ShardedVarBuilder, Width, recompute};
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel, Shares};
 use candle_shard::{BagMode, DTensor, EmbeddingBagOptions, Replicate, Result, Shard, Weights};
-use peak_alloc::PeakAlloc;
-use std::sync::{Mutex, MutexGuard, PoisonError};
-
-#[global_allocator]
-static MEMORY: PeakAlloc = PeakAlloc;
+use memory::{MEMORY, alone, peak_of};
 
 const LAYERS: usize = 8;
 const WIDTH: usize = 256;
@@ -43,36 +41,6 @@ fn peak(ranks: usize, options: FullyShardOptions) -> usize {
             let y = layers.iter().try_fold(x.clone(), |x, layer| layer.run(|layer| layer.forward(&x)?.gelu()))?;
             optimizer.step(&parameters.backward(&y.sqr()?.mean_all()?)?)?;
         }
-        ctx.group().barrier()?;
-        Ok(MEMORY.peak_usage())
-    });
-    (peaks.unwrap()[0] - before) / ranks
-}
-
-/// One test at a time, since memory is the process's.
-fn alone() -> MutexGuard<'static, ()> {
-    static TURN: Mutex<()> = Mutex::new(());
-    // Other threads of candle's would have memory of their own.
-    // SAFETY: tests run one at a time, and the test program's own thread only waits for them.
-    unsafe { candle_dist::threads::settle_among_threads(1) };
-    TURN.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// The most bytes for each of `ranks` ranks from when `make` has made what `run` uses, what it made among them.
-fn peak_of<T>(
-    ranks: usize,
-    make: impl Fn(&RankContext) -> Result<T> + Sync,
-    run: impl Fn(&T) -> Result<()> + Sync,
-) -> usize {
-    let before = MEMORY.current_usage();
-    let peaks = World::local(ranks).run(|ctx| -> Result<usize> {
-        let made = make(ctx)?;
-        ctx.group().barrier()?;
-        if ctx.rank() == 0 {
-            MEMORY.reset_peak_usage();
-        }
-        ctx.group().barrier()?;
-        (0..3).try_for_each(|_| run(&made))?;
         ctx.group().barrier()?;
         Ok(MEMORY.peak_usage())
     });

@@ -36,7 +36,8 @@ fn logits(ctx: &RankContext, folder: &Path, ids: &[u32]) -> Result<Vec<Vec<f32>>
     let config = Files::open(folder)?.config;
     let mesh = ctx.mesh(&[("tp", ctx.world_size())])?;
     let weights = Weights::open(folder)?;
-    let vb = ShardedVarBuilder::from_weights(weights, 0, &mesh, Decoder::plan("tp"), DType::F32, ctx.device())?;
+    let vb =
+        ShardedVarBuilder::from_weights(weights, 0, &mesh, Decoder::plan(&config, "tp"), DType::F32, ctx.device())?;
     let model = Decoder::new(&config, ids.len(), &vb.frozen())?;
     vb.finish()?;
     let mut cache = Cache::new(config.num_hidden_layers, ids.len());

@@ -27,6 +27,7 @@ mod nvrtc;
 mod random;
 mod report;
 mod settings;
+mod tally;
 #[cfg(test)]
 mod tests;
 

@@ -85,6 +85,56 @@ fn of_wide_rows_no_byte_is_read_that_is_not_wanted() {
 }
 
 #[test]
+fn stacked_and_split_tensors_are_read_by_their_bytes_alone() {
+    let folder = Scratch::new("stacked");
+    let path = folder.path("w.safetensors");
+    let experts: Vec<Tensor> = (0..5).map(|i| values(&[6, 40], i + 1, DType::F32)).collect();
+    let names: Vec<String> = (0..5).map(|i| format!("expert.{i}")).collect();
+    let gate_up = values(&[5, 7, 40], 9, DType::F32);
+    let mut all: Vec<(&str, &Tensor)> = names.iter().map(String::as_str).zip(&experts).collect();
+    all.push(("gate_up", &gate_up));
+    save(&path, &all);
+    let stack = Tensor::stack(&experts, 0).unwrap();
+    let open = {
+        let (path, names) = (path.clone(), names.clone());
+        move || -> Result<Weights> {
+            Weights::open(&path)?.stack(&names, "experts")?.split_dim("gate_up", 1, &[("gate", 3), ("up", 4)])
+        }
+    };
+    assert_eq!(open().unwrap().names().collect::<Vec<_>>(), ["experts", "gate", "up"]);
+    for shape in MESHES {
+        let (open, stack, gate_up) = (open.clone(), stack.clone(), gate_up.clone());
+        on_ranks(shape.iter().product(), "stacked", move |ctx| -> Result<()> {
+            let mesh = mesh(ctx, shape)?;
+            for placements in on_axes(&[Shard(0), Shard(1), Replicate], mesh.ndim()) {
+                let wholes =
+                    [("experts", stack.clone()), ("gate", gate_up.narrow(1, 0, 3)?), ("up", gate_up.narrow(1, 3, 4)?)];
+                for (name, whole) in wholes {
+                    let weights = open()?;
+                    let spec = Spec::new(&mesh, &placements, whole.shape(), DType::F32)?;
+                    let read = weights.read(name, &spec, &Device::Cpu)?;
+                    assert_eq!(bits(read.to_local()), bits(&block(&whole.contiguous()?, &spec)?), "{name} {spec}");
+                    assert_eq!(weights.bytes_read(), block_bytes(&spec), "{name} {spec}");
+                }
+            }
+            Ok(())
+        });
+    }
+    let refused = |made: Result<Weights>| made.unwrap_err().to_string();
+    let opened = || Weights::open(&path).unwrap();
+    for (said, want) in [
+        (refused(opened().stack(&["expert.0", "expert.5"], "experts")), "expert.5\" is not there"),
+        (refused(opened().stack(&["expert.0", "gate_up"], "experts")), "F32[5, 7, 40], and \"expert.0\""),
+        (refused(opened().stack(&["expert.0"], "gate_up")), "new name of \"expert.0\" and of another tensor"),
+        (refused(opened().stack(&[] as &[&str], "experts")), "made of no tensors"),
+        (refused(opened().split_dim("gate_up", 3, &[("gate", 3)])), "no dim 3"),
+        (refused(opened().split_dim("gate_up", 1, &[("gate", 3), ("up", 3)])), "7 elements in dim 1"),
+    ] {
+        assert!(said.contains(want), "{said}, want {want:?}");
+    }
+}
+
+#[test]
 fn pieces_of_explicit_sizes_are_read() {
     let folder = Scratch::new("sizes");
     let path = folder.path("w.safetensors");

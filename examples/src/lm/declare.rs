@@ -1,57 +1,44 @@
 //! The decoder declared as a pipeline whose stages are cut over other mesh axes.
 //!
 //! It has a node for the table, for each layer, for the last norm and for the output layer. Between nodes are tensors that
-//! are whole on all axes but "dp", if the mesh has one, on which each rank has its rows: what is done to them on the way
-//! into a mesh and out of it is in `enter` and `leave` alone.
+//! are whole, but that each rank of a model that learns has its rows of the batch on the axes "dp" and "ep", as far as the
+//! mesh has them: what is done to them on the way into a mesh and out of it is in `enter` and `leave` alone.
 //!
 //! Layers, the table and the output layer are units, whose parameters a builder may shard fully over "dp".
 
 use std::cell::RefCell;
-use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use candle_core::{DType, Tensor};
 use candle_dist::DeviceMesh;
 use candle_pipe::graph::ValueId;
-use candle_pipe::{Balanced, Error, In, Layout, Pipe, PipeBuilder, Reduction, Result, Share, StageOp, Value, stage_op};
+use candle_pipe::{Error, In, PipeBuilder, Reduction, Result, Share, StageOp, Value, stage_op};
 use candle_shard::fsdp::FullyShard;
 use candle_shard::nn::{self, Embedding, Linear, ShardedVarBuilder};
 use candle_shard::{DTensor, Placements, Replicate, Shard, Spec};
 
 use super::cache::{self, Cache};
 use super::config::Config;
+use super::cut::{Cut, DecoderPipe};
 use super::layer::Layer;
 use super::model::{embedded, finished, losses};
 use super::norm::Norm;
 use super::projection::{Projection, Table};
 use super::rope::Angles;
 use super::step::{self, Span, last_rows};
-
-/// A model in stages.
-pub type DecoderPipe = Pipe<ShardedVarBuilder>;
-
-/// How a model is cut into stages.
-#[derive(Clone, Copy, Debug)]
-pub struct Cut<'a> {
-    stages: usize,
-    layout: Option<&'a Layout>,
-}
-
-impl<'a> Cut<'a> {
-    /// A number of stages with about equal costs, or the stages of a layout, which must have the same number.
-    pub fn new(stages: usize, layout: Option<&'a Layout>) -> Self {
-        Self { stages, layout }
-    }
-}
+use super::{EXPERT_AXIS, LAYER_AXIS};
 
 /// The name of the table, which a tied output layer has in common with the input.
 const TABLE: &str = "model.embed_tokens.weight";
 
-/// The mesh axis over which layers are sharded.
-const SHARDS: &str = "tp";
+/// The mesh axis over which parameters may be fully sharded.
+const REPLICAS: &str = "dp";
 
-/// The mesh axis whose ranks have rows of their own.
-const ROWS: &str = "dp";
+/// The mesh axes whose ranks have rows of their own.
+type Rows = &'static [&'static str];
+
+/// Those of a model that learns.
+const ROWS: Rows = &[REPLICAS, EXPERT_AXIS];
 
 /// The model that writes: `logits` `[texts, vocabulary]` of what follows the new tokens of each text in a step, whose
 /// tokens are `[1, tokens]` and whose spans are packed in a row. Each of `slots` texts has up to `longest` tokens.
@@ -64,7 +51,7 @@ pub fn writer(
     cache: Option<DType>,
     cut: &Cut<'_>,
 ) -> Result<DecoderPipe> {
-    let mut model = Declaration::new(config);
+    let mut model = Declaration::new(config, &[]);
     let (tokens, spans) = (model.g.input("tokens", In::Arg), model.g.input("spans", In::Arg));
     let h = model.embed(tokens);
     let h = model.layers(h, Some(spans), longest, move |layer, angles, window| {
@@ -82,7 +69,7 @@ pub fn writer(
     let h = model.norm(h, Some(spans), last_rows);
     let logits = model.head(h, &[], |head, h, _| head(h)?.squeeze(0));
     model.g.output("logits", logits);
-    model.cut(cut)
+    cut.finish(model.g, config)
 }
 
 /// The model that scores: `sum`, the sum of the cross entropies of `targets` `[1, last]`, which follow the last of
@@ -91,7 +78,7 @@ pub fn writer(
 /// # Errors
 /// If there are more stages than the model can be cut into, or other ones than the layout has.
 pub fn scorer(config: &Config, longest: usize, cut: &Cut<'_>) -> Result<DecoderPipe> {
-    let mut model = Declaration::new(config);
+    let mut model = Declaration::new(config, &[]);
     let (tokens, targets) = (model.g.input("tokens", In::Arg), model.g.input("targets", In::Arg));
     let h = model.embed(tokens);
     let h = model.layers(h, None, longest, |layer, angles, _| {
@@ -100,7 +87,7 @@ pub fn scorer(config: &Config, longest: usize, cut: &Cut<'_>) -> Result<DecoderP
     let h = model.norm(h, None, |h, _| Ok(h.clone()));
     let loss = model.head(h, &[targets], |head, h, others| losses(h, &others[0], head)?.reshape((1,)));
     model.g.output("sum", loss);
-    model.cut(cut)
+    cut.finish(model.g, config)
 }
 
 /// The model that learns: its loss is the mean cross entropy of `targets` `[rows, tokens]`, which follow the `tokens`
@@ -111,7 +98,7 @@ pub fn scorer(config: &Config, longest: usize, cut: &Cut<'_>) -> Result<DecoderP
 /// # Errors
 /// If there are more stages than the model can be cut into, or other ones than the layout has.
 pub fn learner(config: &Config, longest: usize, recompute: bool, cut: &Cut<'_>) -> Result<DecoderPipe> {
-    let mut model = Declaration::new(config);
+    let mut model = Declaration::new(config, ROWS);
     let (tokens, targets) = (model.g.input("tokens", In::Arg), model.g.input("targets", In::Arg));
     let h = model.embed(tokens);
     let h = model.layers(h, None, longest, move |layer, angles, _| {
@@ -129,27 +116,28 @@ pub fn learner(config: &Config, longest: usize, recompute: bool, cut: &Cut<'_>) 
     let h = model.norm(h, None, |h, _| Ok(h.clone()));
     let loss = model.head(h, &[targets], |head, h, others| head(h)?.cross_entropy(&others[0]));
     model.g.loss(loss, Reduction::Mean);
-    model.cut(cut)
+    cut.finish(model.g, config)
 }
 
-/// How tensors with so many dims lie between nodes: cut by rows on the axis of rows, whole on all others.
-fn between(mesh: &DeviceMesh, dims: usize) -> Placements {
-    mesh.names().iter().map(|name| if name == ROWS && dims > 0 { Shard(0) } else { Replicate }).collect()
+/// How tensors with so many dims lie between nodes: cut by rows on the axes of rows, whole on all others.
+fn between(mesh: &DeviceMesh, dims: usize, rows: Rows) -> Placements {
+    let is_cut = |name: &String| dims > 0 && rows.contains(&name.as_str());
+    mesh.names().iter().map(|name| if is_cut(name) { Shard(0) } else { Replicate }).collect()
 }
 
 /// A tensor between nodes on the mesh of its stage, of which each rank has as many rows as any other.
-fn enter(value: &Value, mesh: &DeviceMesh) -> Result<DTensor> {
+fn enter(value: &Value, mesh: &DeviceMesh, rows: Rows) -> Result<DTensor> {
     let local = value.tensor()?;
     let mut dims = local.dims().to_vec();
-    if let (Some(rows), Ok(ranks)) = (dims.first_mut(), mesh.size_of(ROWS)) {
-        *rows *= ranks;
+    if let Some(first) = dims.first_mut() {
+        *first *= rows.iter().filter_map(|axis| mesh.size_of(*axis).ok()).product::<usize>();
     }
-    Ok(DTensor::from_local(local.clone(), mesh, &between(mesh, dims.len()), dims)?)
+    Ok(DTensor::from_local(local.clone(), mesh, &between(mesh, dims.len(), rows), dims)?)
 }
 
 /// What [`enter`] takes, of a tensor of the mesh.
-fn leave(tensor: &DTensor) -> Result<Value> {
-    let placements = between(tensor.mesh(), tensor.rank());
+fn leave(tensor: &DTensor, rows: Rows) -> Result<Value> {
+    let placements = between(tensor.mesh(), tensor.rank(), rows);
     Ok(tensor.redistribute(&placements)?.to_local_with_grad(&placements)?.into())
 }
 
@@ -159,32 +147,33 @@ struct Declaration {
     g: PipeBuilder<ShardedVarBuilder>,
     /// The table, if the output layer has it too.
     tied: Option<ValueId>,
+    rows: Rows,
 }
 
 impl Declaration {
-    fn new(config: &Config) -> Self {
+    fn new(config: &Config, rows: Rows) -> Self {
         let mut g = PipeBuilder::new();
         let sizes = config.clone();
         let build = move |vb: &ShardedVarBuilder| Ok(table(&sizes, vb)?.weight().to_local().clone());
         let tied = config.tie_word_embeddings.then(|| g.parameter(TABLE, Share::Replicate, build));
-        Self { config: config.clone(), g, tied }
+        Self { config: config.clone(), g, tied, rows }
     }
 
     /// From tokens to hidden states.
     fn embed(&mut self, tokens: ValueId) -> ValueId {
-        let (config, is_tied) = (self.config.clone(), self.tied.is_some());
+        let (config, is_tied, rows) = (self.config.clone(), self.tied.is_some(), self.rows);
         let build = move |vb: &ShardedVarBuilder| {
             let own = (!is_tied)
                 .then(|| FullyShard::new(vb, |vb| Table::new(config.vocab_size, config.hidden_size, vb)))
                 .transpose()?;
             let (config, vb) = (config.clone(), vb.clone());
             Ok(stage_op(move |xs, _| {
-                let tokens = enter(&xs[0], vb.mesh())?;
+                let tokens = enter(&xs[0], vb.mesh(), rows)?;
                 let h = match &own {
                     Some(own) => own.run(|own| own.forward(&tokens))?,
                     None => Embedding::tied(&shared(xs, &config, &vb)?, &vb)?.forward(&tokens)?,
                 };
-                Ok(vec![leave(&embedded(h, &config)?)?])
+                Ok(vec![leave(&embedded(h, &config)?, rows)?])
             }))
         };
         self.g.module("model.embed_tokens", build, [tokens].into_iter().chain(self.tied))
@@ -198,11 +187,11 @@ impl Declaration {
         R: Fn(&DTensor, &[Span]) -> candle_shard::Result<DTensor> + 'static,
     {
         for i in 0..self.config.num_hidden_layers {
-            let (config, run) = (self.config.clone(), run.clone());
+            let (config, run, rows) = (self.config.clone(), run.clone(), self.rows);
             let build = move |vb: &ShardedVarBuilder| {
                 let layer = FullyShard::new(vb, |vb| Ok(Arc::new(Layer::new(&config, i, vb)?)))?;
                 let angles = Angles::new(&config, longest, vb)?;
-                Ok(hidden(vb, run(layer, angles, config.parts.window(i))))
+                Ok(hidden(vb, rows, run(layer, angles, config.parts.window(i))))
             };
             h = self.g.module(&format!("model.layers.{i}"), build, [h].into_iter().chain(spans));
         }
@@ -216,24 +205,25 @@ impl Declaration {
         spans: Option<ValueId>,
         wanted: fn(&DTensor, &[Span]) -> candle_shard::Result<DTensor>,
     ) -> ValueId {
-        let config = self.config.clone();
+        let (config, rows) = (self.config.clone(), self.rows);
         let build = move |vb: &ShardedVarBuilder| {
             let norm = Norm::new(config.hidden_size, &config, vb)?;
-            Ok(hidden(vb, move |h, spans| norm.forward(&wanted(h, spans)?)))
+            Ok(hidden(vb, rows, move |h, spans| norm.forward(&wanted(h, spans)?)))
         };
         self.g.module("model.norm", build, [h].into_iter().chain(spans))
     }
 
     /// What `end` makes of hidden states, with a function that computes their logits in f32, and of `others`.
     fn head(&mut self, h: ValueId, others: &[ValueId], end: End) -> ValueId {
-        let (config, is_tied, last) = (self.config.clone(), self.tied.is_some(), others.len());
+        let (config, is_tied, last, rows) = (self.config.clone(), self.tied.is_some(), others.len(), self.rows);
         let build = move |vb: &ShardedVarBuilder| {
             let own = |vb: &_| Projection::new(config.hidden_size, config.vocab_size, false, vb);
             let own = (!is_tied).then(|| FullyShard::new(vb, own)).transpose()?;
             let (config, vb) = (config.clone(), vb.clone());
             Ok(stage_op(move |xs, _| {
-                let h = enter(&xs[0], vb.mesh())?;
-                let others: Vec<DTensor> = xs[1..=last].iter().map(|x| enter(x, vb.mesh())).collect::<Result<_>>()?;
+                let h = enter(&xs[0], vb.mesh(), rows)?;
+                let others: Vec<DTensor> =
+                    xs[1..=last].iter().map(|x| enter(x, vb.mesh(), rows)).collect::<Result<_>>()?;
                 let end = |head: &Projection| {
                     end(&|h| finished(head.forward(h)?.to_dtype(DType::F32)?, &config), &h, &others)
                 };
@@ -241,24 +231,10 @@ impl Declaration {
                     Some(own) => own.run(end)?,
                     None => end(&Projection::Dense(Linear::tied(&shared(xs, &config, &vb)?, &vb)?))?,
                 };
-                Ok(vec![leave(&made)?])
+                Ok(vec![leave(&made, rows)?])
             }))
         };
         self.g.module("lm_head", build, [h].into_iter().chain(others.iter().copied()).chain(self.tied))
-    }
-
-    /// The model in stages that compute about equally much, or as the layout says.
-    fn cut(self, cut: &Cut<'_>) -> Result<DecoderPipe> {
-        let Some(layout) = cut.layout else { return self.g.finish(Balanced::new(cut.stages, costs(&self.config))) };
-        let pipe = self.g.finish(layout.clone())?;
-        match pipe.num_stages() == cut.stages {
-            true => Ok(pipe),
-            false => Err(Error::Pipe(format!(
-                "the layout {layout} has {} stages, and there are {} to fill",
-                pipe.num_stages(),
-                cut.stages
-            ))),
-        }
     }
 }
 
@@ -276,52 +252,31 @@ fn table(config: &Config, vb: &ShardedVarBuilder) -> candle_shard::Result<Embedd
 /// The tied table, from this rank's shard of it, which is a node's last input.
 fn shared(xs: &[Value], config: &Config, vb: &ShardedVarBuilder) -> Result<DTensor> {
     let (shard, mesh): (&Tensor, _) = (xs[xs.len() - 1].tensor()?, vb.mesh());
-    let cut: Placements = mesh.names().iter().map(|name| if name == ROWS { Replicate } else { Shard(0) }).collect();
+    let cut: Placements =
+        mesh.names().iter().map(|name| if name == LAYER_AXIS { Shard(0) } else { Replicate }).collect();
     let spec = Spec::new(mesh, &cut, (config.vocab_size, config.hidden_size), shard.dtype())?;
-    let table = match mesh.axis_index(SHARDS) {
+    let table = match mesh.axis_index(LAYER_AXIS) {
         Ok(axis) => {
             let sizes = vb.shard_sizes(config.vocab_size)?;
             DTensor::from_local_with_spec(shard.clone(), spec.with_sizes(axis, Some(sizes.as_slice().into()))?)?
         }
         Err(_) => DTensor::from_local_with_spec(shard.clone(), spec)?,
     };
-    // Of its gradient each rank finds the share of its rows, as of all parameters outside of units.
-    match mesh.axis_index(ROWS) {
+    // Of its gradient each replica finds the share of its rows, as of all parameters outside of units.
+    match mesh.axis_index(REPLICAS) {
         Ok(axis) => Ok(table.varying_on(axis)?),
         Err(_) => Ok(table),
     }
 }
 
 /// A node from hidden states, and perhaps the spans of texts, to hidden states.
-fn hidden<F>(vb: &ShardedVarBuilder, f: F) -> impl StageOp + use<F>
+fn hidden<F>(vb: &ShardedVarBuilder, rows: Rows, f: F) -> impl StageOp + use<F>
 where
     F: Fn(&DTensor, &[Span]) -> candle_shard::Result<DTensor> + 'static,
 {
     let mesh = vb.mesh().clone();
     stage_op(move |xs, _| {
         let spans = xs.get(1).map(|spans| Ok::<_, Error>(step::unpack(spans.tensor()?)?)).transpose()?;
-        Ok(vec![leave(&f(&enter(&xs[0], &mesh)?, &spans.unwrap_or_default())?)?])
+        Ok(vec![leave(&f(&enter(&xs[0], &mesh, rows)?, &spans.unwrap_or_default())?, rows)?])
     })
-}
-
-/// The parameters of each node: what decides how long a token takes.
-fn costs(config: &Config) -> Vec<(String, f64)> {
-    let node = |name: &str| -> Option<String> {
-        let parts: Vec<&str> = name.split('.').collect();
-        match parts[..] {
-            ["model", "layers", layer, ..] => Some(format!("model.layers.{layer}")),
-            ["lm_head", ..] => Some("lm_head".into()),
-            _ => None,
-        }
-    };
-    let mut costs = BTreeMap::<String, f64>::new();
-    for (name, shape) in config.tensors() {
-        if let Some(node) = node(&name) {
-            *costs.entry(node).or_default() += shape.iter().product::<usize>() as f64;
-        }
-    }
-    if config.tie_word_embeddings {
-        costs.insert("lm_head".into(), (config.vocab_size * config.hidden_size) as f64);
-    }
-    costs.into_iter().collect()
 }

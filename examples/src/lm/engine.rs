@@ -14,6 +14,7 @@ use super::files::Files;
 use super::model::Decoder;
 use super::staged::{StagedDecoder, Use};
 use super::step::Step;
+use super::{EXPERT_AXIS, LAYER_AXIS, TOKEN_AXIS};
 
 /// How a model is held and cut.
 #[derive(Clone, Debug)]
@@ -28,12 +29,31 @@ pub struct Held {
     pub cache: Option<DType>,
     /// The shares of the ranks over which a layer is sharded, if they are unlike.
     pub shares: Option<Shares>,
+    /// The ranks over which experts are distributed.
+    pub ep: usize,
+    /// The ranks over which the tokens of a text are distributed.
+    pub cp: usize,
 }
 
 impl Held {
     /// Holds a model in a dtype, and quantized weights as they are stored.
     pub fn of(dtype: DType) -> Self {
-        Self { dtype, layout: None, dequantize: false, cache: None, shares: None }
+        Self { dtype, layout: None, dequantize: false, cache: None, shares: None, ep: 1, cp: 1 }
+    }
+
+    /// Returns the mesh axes of a stage, and their ranks, which are `ranks` together.
+    ///
+    /// # Errors
+    /// If the ranks of tokens and of experts do not divide them.
+    pub(super) fn axes(&self, ranks: usize) -> Result<Vec<(&'static str, usize)>> {
+        let Self { cp, ep, .. } = *self;
+        let others = cp.saturating_mul(ep);
+        ensure!(
+            others > 0 && ranks.is_multiple_of(others),
+            "{cp} ranks of tokens × {ep} ranks of experts do not divide {ranks} ranks"
+        );
+        let axes = [(TOKEN_AXIS, cp), (EXPERT_AXIS, ep)].into_iter().filter(|(_, ranks)| *ranks > 1);
+        Ok(axes.chain([(LAYER_AXIS, ranks / others)]).collect())
     }
 }
 
@@ -86,21 +106,35 @@ impl Engine {
         let config = &config;
         let ranks = ctx.world_size();
         ensure!(stages > 0 && ranks.is_multiple_of(stages), "{stages} stages do not divide {ranks} ranks");
+        ensure!(
+            stages == 1 || held.cp == 1,
+            "tokens on {} ranks and layers in {stages} stages: a stage keeps all tokens; use one stage, or one rank of tokens",
+            held.cp
+        );
+        let sizes = held.axes(ranks / stages)?;
+        let layer: Vec<&str> = sizes.iter().map(|(axis, _)| *axis).collect();
         let began = Instant::now();
-        let mesh = ctx.mesh(&[("pp", stages), ("tp", ranks / stages)])?;
+        let mesh = ctx.mesh(&[&[("pp", stages)], &sizes[..]].concat())?;
         let (plan, longest, used, slots) = match purpose {
             Purpose::Write { slots, room } => {
-                (Decoder::plan("tp"), room, Use::Write { slots, cache: held.cache }, slots)
+                (Decoder::plan(config, LAYER_AXIS), room, Use::Write { slots, cache: held.cache }, slots)
             }
             // No rank needs the logits of the whole vocabulary.
-            Purpose::Score { window } => (Decoder::training_plan("tp"), window, Use::Score, 0),
+            Purpose::Score { window } => (Decoder::training_plan(config, LAYER_AXIS), window, Use::Score, 0),
         };
         let (plan, device) = (plan.with_shares(held.shares.clone()), ctx.device());
-        let vb = ShardedVarBuilder::from_weights(weights.clone(), 0, &mesh.axis("tp")?, plan, held.dtype, device)?;
+        let vb = ShardedVarBuilder::from_weights(weights.clone(), 0, &mesh.axes(&layer)?, plan, held.dtype, device)?;
         let vb = if held.dequantize { vb.dequantized() } else { vb }.frozen();
-        let slot = |_| Cache::of(config, longest).with_dtype(held.cache);
+        let slot = |_| {
+            let cache = Cache::of(config, longest);
+            let cache = if held.cp > 1 { cache.over(vb.mesh(), TOKEN_AXIS)? } else { cache };
+            Ok(cache.with_dtype(held.cache))
+        };
         let model = match stages {
-            1 => Model::Whole(Box::new(Decoder::new(config, longest, &vb)?), (0..slots).map(slot).collect()),
+            1 => {
+                let slots = (0..slots).map(slot).collect::<candle_shard::Result<_>>()?;
+                Model::Whole(Box::new(Decoder::new(config, longest, &vb)?), slots)
+            }
             _ => {
                 let layout = held.layout.as_ref();
                 Model::Staged(Box::new(StagedDecoder::new(config, (longest, used), layout, &mesh, &vb, ctx)?))

@@ -12,7 +12,7 @@ use wildmatch::WildMatch;
 
 use super::chat::{self, ChatTemplate};
 use super::config::{Config, Generation};
-use super::{gguf, tokens};
+use super::{expert_files, gguf, tokens};
 
 /// A model's files, found to be whole.
 #[derive(Clone, Debug)]
@@ -51,6 +51,7 @@ impl Files {
         for (name, parts) in config.fused() {
             weights = weights.split(&name, &parts)?;
         }
+        weights = expert_files::stacked(weights, &config).with_context(|| format!("{}", folder.display()))?;
         // Where the output layer has a tensor of its own with other values, it is not tied, whatever the config says.
         if folder.is_dir() && config.tie_word_embeddings && weights.names().any(|name| name == HEAD) {
             check(&weights, folder, HEAD, &[config.vocab_size, config.hidden_size], None)?;

@@ -1,17 +1,18 @@
 //! A decoder layer.
 
-use candle_nn::Activation;
 use candle_shard::nn::ShardedVarBuilder;
-use candle_shard::{Attention, DTensor, Result};
+use candle_shard::{Attention, DTensor, Placements, Result, Shard};
 
-use super::cache::{Past, Turn};
+use super::TOKEN_AXIS;
+use super::cache::{Past, Seen, Turn};
 use super::config::Config;
 use super::config::parts::{Parts, QkNorm};
+use super::feed_forward::FeedForward;
 use super::norm::Norm;
-use super::projection::{Projection, Qkv, granule, in_blocks};
+use super::projection::{Projection, Qkv};
 use super::rope::Angles;
 
-/// Attention with grouped heads, and a gated feed-forward layer.
+/// Attention with grouped heads, and a gated feed-forward network.
 #[derive(Debug)]
 pub(super) struct Layer {
     /// Before and after attention, before and after the feed-forward layer.
@@ -20,9 +21,7 @@ pub(super) struct Layer {
     /// Of queries and keys.
     head_norms: Option<[Norm; 2]>,
     o_proj: Projection,
-    gate_proj: Projection,
-    up_proj: Projection,
-    down_proj: Projection,
+    feed_forward: FeedForward,
     scale: f64,
     window: Option<usize>,
     is_rotary: bool,
@@ -33,7 +32,7 @@ impl Layer {
     /// The layer of this number at the builder's path.
     pub(super) fn new(config: &Config, layer: usize, vb: &ShardedVarBuilder) -> Result<Self> {
         let (hidden, heads, parts) = (config.hidden_size, config.heads(), &config.parts);
-        let (attention, mlp) = (vb.pp("self_attn"), vb.pp("mlp"));
+        let attention = vb.pp("self_attn");
         let [a, b, c, d] = parts.norms.names();
         let norm = |name: Option<&str>| name.map(|name| Norm::new(hidden, config, &vb.pp(name))).transpose();
         let head_norms = |[query, key]: [usize; 2]| {
@@ -41,7 +40,6 @@ impl Layer {
             Ok::<_, candle_shard::Error>(Some([norm("q_norm", query)?, norm("k_norm", key)?]))
         };
         let qkv = Qkv::new(hidden, heads, parts.qkv_bias, &attention)?;
-        let inner = in_blocks(config.intermediate_size, granule(&mlp.pp("down_proj")));
         Ok(Self {
             norms: [norm(a)?, norm(b)?, norm(c)?, norm(d)?],
             o_proj: Projection::new(qkv.width(), hidden, parts.output_bias, &attention.pp("o_proj"))?,
@@ -51,9 +49,7 @@ impl Layer {
                 QkNorm::Head => head_norms([heads.dim; 2])?,
                 QkNorm::All => head_norms([heads.query * heads.dim, heads.key_value * heads.dim])?,
             },
-            gate_proj: Projection::new(hidden, inner, parts.mlp_bias, &mlp.pp("gate_proj"))?,
-            up_proj: Projection::new(hidden, inner, parts.mlp_bias, &mlp.pp("up_proj"))?,
-            down_proj: Projection::new(inner, hidden, parts.mlp_bias, &mlp.pp("down_proj"))?,
+            feed_forward: FeedForward::new(config, layer, &vb.pp("mlp"))?,
             scale: parts.scores_scale.unwrap_or(1.0 / (heads.dim as f64).sqrt()),
             window: parts.window(layer),
             is_rotary: parts.is_rotary(layer),
@@ -72,16 +68,8 @@ impl Layer {
         };
         let mixed = self.attention(&through(before_attention, x)?, angles, turns)?;
         let x = add(x, through(after_attention, &mixed)?)?;
-        let fed = self.feed_forward(&through(before_mlp, &x)?)?;
+        let fed = self.feed_forward.forward(&through(before_mlp, &x)?)?;
         add(&x, through(after_mlp, &fed)?)
-    }
-
-    fn feed_forward(&self, x: &DTensor) -> Result<DTensor> {
-        let [gate, up] = self.gate_proj.forward_both(&self.up_proj, x)?;
-        self.down_proj.forward(&match self.parts.activation {
-            Activation::Silu => gate.silu_gate(&up)?,
-            other => gate.activation(other)?.mul(&up)?,
-        })
     }
 
     fn attention(&self, x: &DTensor, angles: &Angles, turns: Option<Vec<Turn<'_>>>) -> Result<DTensor> {
@@ -116,12 +104,20 @@ impl Layer {
             let is_local = self.window.is_some();
             (q, k) = (angles.turn(&q, start, is_local)?, angles.turn(&k, start, is_local)?);
         }
-        let [k, v] = match past {
+        let Seen { keys, values, order } = match past {
             Some(past) => past.extend([&k, &v])?,
-            None => [k, v],
+            None => Seen { keys: k, values: v, order: None },
         };
         let attention =
             Attention::default().scale(self.scale).cap(self.parts.scores_cap).causal(true).window(self.window);
-        attention.of(&q.transpose(1, 2)?, &k.transpose(1, 2)?, &v.transpose(1, 2)?)
+        let (keys, values, q) = (keys.transpose(1, 2)?, values.transpose(1, 2)?, q.transpose(1, 2)?);
+        let Some(order) = order else { return attention.of(&q, &keys, &values) };
+        // Each rank computes some of several queries; one query meets the keys of each rank where they are.
+        let whole: Placements = q.placements().into();
+        let mut parts = whole.clone();
+        if q.dims()[1] > 1 {
+            parts[q.mesh().axis_index(TOKEN_AXIS)?] = Shard(1);
+        }
+        attention.key_order(order).of(&q.redistribute(&parts)?, &keys, &values)?.redistribute(&whole)
     }
 }

@@ -4,8 +4,9 @@ use candle_core::{DType, Device, Tensor};
 use candle_dist::DeviceMesh;
 use candle_shard::nn::ShardedVarBuilder;
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
-use candle_shard::{CrossEntropy, DTensor, Error, Placements, Reduction, Replicate, Result};
+use candle_shard::{CrossEntropy, DTensor, Error, Placement, Placements, Reduction, Replicate, Result, Shard};
 
+use super::TOKEN_AXIS;
 use super::cache::{self, Cache};
 use super::config::Config;
 use super::layer::Layer;
@@ -25,6 +26,28 @@ pub struct Decoder {
     mesh: DeviceMesh,
     config: Config,
 }
+
+/// How a module is cut.
+#[derive(Clone, Copy)]
+enum Cut {
+    /// By outputs.
+    Columns,
+    /// By inputs, and the results are summed.
+    Rows,
+    /// By outputs, which are joined.
+    Joined,
+}
+
+/// The modules that are cut.
+const PLAN: [(&str, Cut); 7] = [
+    ("model.embed_tokens", Cut::Rows),
+    ("model.layers.*.self_attn", Cut::Columns),
+    ("model.layers.*.self_attn.o_proj", Cut::Rows),
+    ("model.layers.*.mlp.gate_proj", Cut::Columns),
+    ("model.layers.*.mlp.up_proj", Cut::Columns),
+    ("model.layers.*.mlp.down_proj", Cut::Rows),
+    ("lm_head", Cut::Joined),
+];
 
 impl Decoder {
     /// The model at the builder's path, for sequences of up to `longest` tokens, with the parameters that the Hub's
@@ -46,22 +69,20 @@ impl Decoder {
         Ok(Self { embed_tokens, layers, norm, lm_head, angles, mesh, config: config.clone() })
     }
 
-    /// How the model is cut on the mesh axis `axis`: heads and feed-forward columns, tables by tokens.
-    pub fn plan(axis: &str) -> Plan {
-        let whole = RowwiseParallel::default().output(Replicate);
-        Plan::new(axis)
-            .with("model.embed_tokens", whole)
-            .with("model.layers.*.self_attn", ColwiseParallel::default())
-            .with("model.layers.*.self_attn.o_proj", whole)
-            .with("model.layers.*.mlp.gate_proj", ColwiseParallel::default())
-            .with("model.layers.*.mlp.up_proj", ColwiseParallel::default())
-            .with("model.layers.*.mlp.down_proj", whole)
-            .with("lm_head", ColwiseParallel::default().output(Replicate))
+    /// How a model is cut on the mesh axis `axis`: heads and feed-forward columns, tables by tokens. [Experts](candle_shard::nn::MoE) have axes
+    /// of their own.
+    pub fn plan(config: &Config, axis: &str) -> Plan {
+        let is_there = |module: &str| !module.contains(".mlp.") || config.has_dense_layers();
+        PLAN.into_iter().filter(|(module, _)| is_there(module)).fold(Plan::new(axis), |plan, (module, cut)| match cut {
+            Cut::Columns => plan.with(module, ColwiseParallel::default()),
+            Cut::Rows => plan.with(module, RowwiseParallel::default().output(Replicate)),
+            Cut::Joined => plan.with(module, ColwiseParallel::default().output(Replicate)),
+        })
     }
 
     /// The same [plan](Self::plan) for training, in which no rank has the logits of the whole vocabulary.
-    pub fn training_plan(axis: &str) -> Plan {
-        Self::plan(axis).with("lm_head", ColwiseParallel::default())
+    pub fn training_plan(config: &Config, axis: &str) -> Plan {
+        Self::plan(config, axis).with("lm_head", ColwiseParallel::default())
     }
 
     /// The logits `[batch, vocabulary]` of what follows the last of `tokens` `[batch, tokens]`, which follow those in the
@@ -97,9 +118,12 @@ impl Decoder {
     /// # Errors
     /// If there are more targets than tokens.
     pub fn loss(&self, tokens: &Tensor, targets: &Tensor) -> Result<f64> {
-        let h = self.hidden(tokens, None)?;
-        let loss = losses(&self.norm.forward(&h)?, &self.everywhere(targets)?, |h| {
-            finished(self.lm_head.forward(h)?.to_dtype(DType::F32)?, &self.config)
+        let h = self.norm.forward(&self.hidden(tokens, None)?)?;
+        // Each rank of the tokens has some of each chunk.
+        let h = h.redistribute(&self.placements(Replicate))?;
+        let loss = losses(&h, &self.everywhere(targets)?, |h| {
+            let h = h.redistribute(&self.placements(Shard(1)))?;
+            finished(self.lm_head.forward(&h)?.to_dtype(DType::F32)?, &self.config)
         })?;
         Ok(f64::from(loss.full_tensor()?.to_scalar::<f32>()?))
     }
@@ -120,7 +144,11 @@ impl Decoder {
         if let Some((slots, spans)) = &mut texts {
             cache::begin(slots, spans)?;
         }
-        let mut h = self.embed_tokens.forward(&self.everywhere(tokens)?)?;
+        let tokens = match texts {
+            Some(_) => self.everywhere(tokens)?,
+            None => DTensor::distribute(tokens, &self.mesh, &self.placements(Shard(1)))?,
+        };
+        let mut h = self.embed_tokens.forward(&tokens)?;
         h = embedded(h, &self.config)?;
         for (i, layer) in self.layers.iter().enumerate() {
             let turns = texts.as_mut().map(|(slots, spans)| cache::turns(slots, i, spans));
@@ -130,6 +158,11 @@ impl Decoder {
             cache::advance(slots, spans);
         }
         Ok(h)
+    }
+
+    /// The layout with tokens placed like this on the axis of tokens, if there is one, and whole on all others.
+    fn placements(&self, tokens: Placement) -> Placements {
+        self.mesh.names().iter().map(|name| if name == TOKEN_AXIS { tokens } else { Replicate }).collect()
     }
 
     /// A tensor that all ranks have.

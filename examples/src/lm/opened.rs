@@ -4,22 +4,45 @@ use std::path::Path;
 
 use anyhow::Result;
 
-use super::args::{Args, DTypeName};
+use super::args::Args;
+use super::config::Config;
+use super::dtype::DTypeName;
 use super::engine::Held;
 use super::files::Files;
 use super::random_model;
+use crate::cli::{Checked, require};
 
 /// Opens the model. Without one on the command line, it writes a random model to `scratch`.
 ///
 /// # Errors
-/// Those of [`Files::open`].
+/// Those of [`Files::open`] and [`check_experts`].
 pub fn files(args: &Args, scratch: &Path) -> Result<Files> {
     let folder = args.model.as_deref().unwrap_or(scratch);
     if args.model.is_none() {
         let dtype = args.dtype.unwrap_or(DTypeName::F32);
-        random_model::write(folder, &random_model::config(), args.seed(), dtype.into())?;
+        random_model::write(folder, &random(args), args.seed(), dtype.into())?;
     }
-    Files::open(folder)
+    let files = Files::open(folder)?;
+    check_experts(args, &files)?;
+    Ok(files)
+}
+
+/// The random model of the command line: a mixture if experts are distributed.
+pub fn random(args: &Args) -> Config {
+    if args.ep > 1 { random_model::mixture() } else { random_model::config() }
+}
+
+/// Refuses to distribute the experts of a model that has none.
+///
+/// # Errors
+/// If it has none and `--ep` asks for it.
+pub fn check_experts(args: &Args, files: &Files) -> Checked {
+    let (ep, Config { family, parts, .. }) = (args.ep, &files.config);
+    require!(
+        ep == 1 || parts.experts.is_some(),
+        "--ep {ep} distributes experts, and a model of the family {family} has none: leave it out, or cut its layers with --tp."
+    );
+    Ok(())
 }
 
 /// Returns how the model is held and cut.
@@ -33,5 +56,7 @@ pub fn held(args: &Args, files: &Files) -> Result<Held> {
         dequantize: args.dequantize,
         cache: args.cache_dtype.map(Into::into),
         shares: args.shares.clone(),
+        ep: args.ep,
+        cp: args.cp,
     })
 }

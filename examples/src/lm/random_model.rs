@@ -10,6 +10,7 @@ use candle_shard::random::{Distribution, Stream, sample_full};
 use serde_json::json;
 
 use super::config::Config;
+use super::config::experts::{Experts, MIXTRAL};
 use super::config::parts::Parts;
 use super::tokens;
 
@@ -35,7 +36,17 @@ pub fn config() -> Config {
     }
 }
 
-/// Writes a model of random parameters into `folder`: config, weights, and a tokenizer of bytes.
+/// A config of a small mixture of experts.
+pub fn mixture() -> Config {
+    let mixture = config();
+    let (count, chosen, hidden) = (8, 2, mixture.intermediate_size);
+    let experts = Experts { count, chosen, hidden, normalize: true, layers: Vec::new(), names: &MIXTRAL };
+    let windows = vec![None; mixture.num_hidden_layers];
+    Config { parts: Parts { experts: Some(experts), windows, ..Parts::default() }, family: "mixtral", ..mixture }
+}
+
+/// Writes a model of random parameters into `folder`: config, weights, and a tokenizer of bytes. It is a Llama, or a Mixtral
+/// if it has experts.
 ///
 /// # Errors
 /// If a file cannot be written.
@@ -43,9 +54,15 @@ pub fn write(folder: &Path, config: &Config, seed: u64, dtype: DType) -> Result<
     fs::create_dir_all(folder)?;
     let mut written = serde_json::to_value(config)?;
     written["architectures"] = json!(["LlamaForCausalLM"]);
+    if let Some(Experts { count, chosen, .. }) = &config.parts.experts {
+        written["model_type"] = json!("mixtral");
+        written["architectures"] = json!(["MixtralForCausalLM"]);
+        written["num_local_experts"] = json!(count);
+        written["num_experts_per_tok"] = json!(chosen);
+    }
     fs::write(folder.join("config.json"), serde_json::to_string_pretty(&written)?)?;
     let mut tensors = HashMap::new();
-    for (name, shape) in config.tensors() {
+    for (name, shape) in config.stored() {
         let tensor = match shape[..] {
             [width] => Tensor::ones(width, dtype, &Device::Cpu)?,
             _ => {

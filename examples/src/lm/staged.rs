@@ -8,7 +8,8 @@ use candle_pipe::{Kwargs, Layout, Result, Runtime};
 use candle_shard::nn::ShardedVarBuilder;
 
 use super::config::Config;
-use super::declare::{self, Cut, DecoderPipe};
+use super::cut::{Cut, DecoderPipe};
+use super::declare;
 use super::step::Step;
 use crate::pipeline::for_device;
 
@@ -36,7 +37,7 @@ pub enum Use {
 
 impl StagedDecoder {
     /// This rank's stage of a model of as many stages as the mesh axis `"pp"` has ranks, for texts of up to `longest`
-    /// tokens; `vb` builds on the axis `"tp"`. Stages cost about equally much unless a layout says which layers each has.
+    /// tokens; `vb` builds on the axes of a stage. Stages cost about equally much unless a layout says which layers each has.
     ///
     /// # Errors
     /// If there are more stages than the model can be cut into, or other ones than the layout has; those of the builder.

@@ -14,6 +14,8 @@ pub struct Pipeline {
     pub pp: usize,
     /// Replicas of the model.
     pub dp: usize,
+    /// Ranks over which the experts of a replica are distributed, each with a part of its batch.
+    pub ep: usize,
     /// Tensor-parallel ranks of a stage.
     pub tp: usize,
     /// The order of the computations of each rank.
@@ -54,7 +56,12 @@ pub struct PipelineStat {
 impl Pipeline {
     /// Returns the number of ranks.
     pub fn world(&self) -> usize {
-        self.pp * self.dp * self.tp
+        self.pp * self.dp * self.ep * self.tp
+    }
+
+    /// Returns the number of parts of a batch that different ranks have.
+    pub fn parts(&self) -> usize {
+        self.dp * self.ep
     }
 
     /// Returns the number of stages.
@@ -141,9 +148,9 @@ impl Pipeline {
         })
     }
 
-    /// Returns the ranks of the first pipeline: index 0 on all axes but `pp`, which is the outermost.
-    pub fn first_pipeline(&self) -> impl Iterator<Item = usize> {
-        (0..self.world()).step_by(self.dp * self.tp)
+    /// Returns the ranks of the first pipeline of so many ranks: index 0 on all axes but `pp`, which is the outermost.
+    pub fn first_pipeline(&self, world: usize) -> impl Iterator<Item = usize> {
+        (0..world).step_by(world / self.pp)
     }
 }
 

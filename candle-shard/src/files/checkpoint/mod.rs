@@ -18,7 +18,7 @@ mod export;
 pub(crate) mod save;
 pub(crate) mod saved;
 
-pub use export::export;
+pub use export::{export, export_parts};
 pub use save::save;
 
 use crate::agreement::agreed;

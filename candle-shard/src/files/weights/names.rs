@@ -1,6 +1,7 @@
 //! Other names for stored tensors and for their rows.
 use super::{Piece, Stored, Weights};
 use crate::Result;
+use itertools::Itertools;
 
 impl Weights {
     /// Renames the tensors, for example to the names that layers expect.
@@ -42,33 +43,104 @@ impl Weights {
     /// # Errors
     /// If there is no tensor `name`, the rows of the parts are not exactly its rows, it lies in several pieces, its dtype
     /// is not supported, or a new name is taken.
-    pub fn split(mut self, name: &str, parts: &[(impl AsRef<str>, usize)]) -> Result<Self> {
+    pub fn split(self, name: &str, parts: &[(impl AsRef<str>, usize)]) -> Result<Self> {
+        self.split_dim(name, 0, parts)
+    }
+
+    /// Replaces a tensor by tensors of ranges of the dim `dim`: one for each name, of such a size there, in this order.
+    ///
+    /// # Errors
+    /// If there is no tensor `name`, or it has no such dim; if the sizes of the parts are not exactly that of the dim; if
+    /// it lies in several pieces, its dtype is not supported, a block of a quantized tensor would be cut, or a new name is
+    /// taken.
+    pub fn split_dim(mut self, name: &str, dim: usize, parts: &[(impl AsRef<str>, usize)]) -> Result<Self> {
         let dtype = self.dtype(name)?;
         let stored = self.stored(name)?.clone();
-        let rows = parts.iter().try_fold(0usize, |sum, (_, rows)| sum.checked_add(*rows));
-        let (Some(&has), [piece]) = (stored.shape.first(), &stored.pieces[..]) else {
-            return Err(self.error(name, "cannot be split: it has no rows, or lies in several pieces"));
+        let sum = parts.iter().try_fold(0usize, |sum, (_, size)| sum.checked_add(*size));
+        let (Some(&has), [piece]) = (stored.shape.get(dim), &stored.pieces[..]) else {
+            return Err(self.error(name, format!("cannot be split: it has no dim {dim}, or lies in several pieces")));
         };
-        if rows != Some(has) {
-            let wanted: Vec<usize> = parts.iter().map(|(_, rows)| *rows).collect();
-            let reason = format!("has {has} rows and is to be split into {wanted:?}; check the model's sizes");
+        if sum != Some(has) {
+            let wanted: Vec<usize> = parts.iter().map(|(_, size)| *size).collect();
+            let what = if dim == 0 { format!("{has} rows") } else { format!("{has} elements in dim {dim}") };
+            let reason = format!("has {what} and is to be split into {wanted:?}; check the model's sizes");
             return Err(self.error(name, reason));
         };
-        if stored.blocks().is_some() && stored.shape.len() < 2 {
-            return Err(self.error(name, "is one row of blocks, which cannot be split; read it as floats"));
+        if stored.blocks().is_some() && dim + 1 == stored.shape.len() {
+            return Err(self.error(name, "has blocks along that dim, which are not split; read it as floats"));
         }
         let (elements, bytes) =
             stored.blocks().map_or((1, dtype.size_in_bytes()), |blocks| (blocks.block_size(), blocks.type_size()));
-        let row = (stored.shape[1..].iter().product::<usize>() / elements * bytes) as u64;
+        // The bytes of one index of the dim.
+        let step = (stored.shape[dim + 1..].iter().product::<usize>() / elements * bytes) as u64;
         self.tensors.remove(name);
-        let mut at = piece.at;
-        for (part, rows) in parts {
-            let shape: Vec<usize> = [*rows].iter().chain(&stored.shape[1..]).copied().collect();
-            let block = shape.iter().map(|&n| 0..n).collect();
-            let pieces = vec![Piece { file: piece.file, block, at }];
-            self.insert(part.as_ref().into(), Stored { shape, dtype: stored.dtype.clone(), pieces }, name)?;
-            at += row * *rows as u64;
+        let mut before = 0u64;
+        for (part, size) in parts {
+            let mut shape = stored.shape.clone();
+            shape[dim] = *size;
+            let outer = shape[..dim].iter().map(|&n| 0..n).multi_cartesian_product();
+            // Without a dim in front there is one piece all the same.
+            let outer: Vec<Vec<usize>> = if dim == 0 { vec![Vec::new()] } else { outer.collect() };
+            let pieces = (0u64..).zip(outer).map(|(i, index)| Piece {
+                file: piece.file,
+                block: index.iter().map(|&at| at..at + 1).chain(shape[dim..].iter().map(|&n| 0..n)).collect(),
+                at: piece.at + (i * has as u64 + before) * step,
+            });
+            let made = Stored { pieces: pieces.collect(), shape, dtype: stored.dtype.clone() };
+            self.insert(part.as_ref().into(), made, name)?;
+            before += *size as u64;
         }
+        Ok(self)
+    }
+
+    /// Replaces tensors of one shape and dtype by one tensor with a dim in front, which has them one after the other. Nothing
+    /// is read or copied: a rank that reads some of them reads the bytes of these.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Tensor};
+    /// use candle_shard::{Result, Weights};
+    ///
+    /// let path = std::env::temp_dir().join(format!("stack-doc-{}.safetensors", std::process::id()));
+    /// let expert = |value: f32| Tensor::full(value, (2, 3), &Device::Cpu);
+    /// candle_core::safetensors::save(&[("expert.0", expert(0.)?), ("expert.1", expert(1.)?)].into(), &path)?;
+    /// let weights = Weights::open(&path)?.stack(&["expert.0", "expert.1"], "experts")?;
+    /// assert_eq!(weights.shape("experts")?, [2, 2, 3]);
+    /// let second = weights.read_block("experts", &[1..2, 0..2, 2..3], &Device::Cpu)?;
+    /// assert_eq!(second.flatten_all()?.to_vec1::<f32>()?, [1., 1.]);
+    /// assert_eq!(weights.bytes_read(), 2 * 3 * 4 - 2 * 4); // one row, and the gap to the last element of the next
+    /// std::fs::remove_file(path)?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// If there are no names, one of the tensors is not there or unlike the first one, or the new name is taken.
+    pub fn stack(mut self, names: &[impl AsRef<str>], to: impl Into<String>) -> Result<Self> {
+        let to = to.into();
+        let mut parts = Vec::with_capacity(names.len());
+        for name in names {
+            parts.push((name.as_ref(), self.stored(name.as_ref())?.clone()));
+        }
+        let Some((first_name, Stored { shape, dtype, .. })) = parts.first().cloned() else {
+            return Err(self.error(&to, "is to be made of no tensors; name one at least"));
+        };
+        if let Some((name, other)) = parts.iter().find(|(_, part)| part.shape != shape || part.dtype != dtype) {
+            let reason = format!(
+                "is {}{:?}, and {first_name:?}, with which it is to be stacked, is {dtype}{shape:?}; expected tensors alike",
+                other.dtype, other.shape
+            );
+            return Err(self.error(name, reason));
+        }
+        let shape = [parts.len()].into_iter().chain(shape).collect();
+        let piece = |(i, (_, part)): (usize, &(&str, Stored))| {
+            let placed = |piece: &Piece| Piece {
+                block: std::iter::once(i..i + 1).chain(piece.block.iter().cloned()).collect(),
+                ..piece.clone()
+            };
+            part.pieces.iter().map(placed).collect::<Vec<_>>()
+        };
+        let pieces = parts.iter().enumerate().flat_map(piece).collect();
+        parts.iter().for_each(|(name, _)| drop(self.tensors.remove(*name)));
+        self.insert(to, Stored { shape, dtype, pieces }, first_name)?;
         Ok(self)
     }
 

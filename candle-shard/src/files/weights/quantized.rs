@@ -22,24 +22,51 @@ impl Weights {
     /// # Errors
     /// If there is no tensor of this name, it is not quantized or no matrix, the rows or columns are empty or outside
     /// of it, the columns do not begin and end between blocks, or the file cannot be read.
-    pub fn read_quantized(&self, name: &str, [rows, columns]: [Range<usize>; 2], device: &Device) -> Result<QTensor> {
+    pub fn read_quantized(&self, name: &str, block: [Range<usize>; 2], device: &Device) -> Result<QTensor> {
+        self.read_matrix(name, None, block, device)
+    }
+
+    /// Like [`read_quantized`](Self::read_quantized), of the matrix `index` of a tensor `[matrices, rows, columns]`.
+    ///
+    /// # Errors
+    /// Those of [`read_quantized`](Self::read_quantized), and if there is no such matrix.
+    pub fn read_quantized_at(
+        &self,
+        name: &str,
+        index: usize,
+        block: [Range<usize>; 2],
+        device: &Device,
+    ) -> Result<QTensor> {
+        self.read_matrix(name, Some(index), block, device)
+    }
+
+    fn read_matrix(
+        &self,
+        name: &str,
+        index: Option<usize>,
+        [rows, columns]: [Range<usize>; 2],
+        device: &Device,
+    ) -> Result<QTensor> {
         let stored = self.stored(name)?;
         let Some(dtype) = stored.blocks() else {
             let reason = format!("is stored as {}, which is not quantized; read it as a tensor", stored.dtype);
             return Err(self.error(name, reason));
         };
+        let region: Vec<Range<usize>> =
+            index.map(|at| at..at.saturating_add(1)).into_iter().chain([rows.clone(), columns.clone()]).collect();
         let shape = &stored.shape;
-        let is_inside = shape.len() == 2 && rows.end <= shape[0] && columns.end <= shape[1];
+        let is_inside = shape.len() == region.len() && region.iter().zip(shape).all(|(range, &size)| range.end <= size);
         if !is_inside || rows.is_empty() || columns.is_empty() {
-            let reason = format!("has shape {shape:?}; want a matrix, and rows and columns of it");
-            return Err(self.error(name, format!("{reason} instead of {rows:?} and {columns:?}")));
+            let want = if index.is_some() { "some matrices" } else { "a matrix" };
+            let reason = format!("has shape {shape:?}; want {want}, and rows and columns of it");
+            return Err(self.error(name, format!("{reason} instead of {region:?}")));
         }
         let size = dtype.block_size();
         if [columns.start, columns.end].iter().any(|at| !at.is_multiple_of(size)) {
             let reason = format!("has blocks of {size} columns, and columns {columns:?} cut one");
             return Err(self.error(name, format!("{reason}; cut between blocks, or read floats")));
         }
-        let held = self.read_blocks(name, stored, dtype, &[rows.clone(), columns.clone()])?;
+        let held = self.read_blocks(stored, dtype, &region)?;
         let storage = QStorage::from_data(Cow::Borrowed(held.bytes()), device, dtype)?;
         Ok(QTensor::new(storage, (rows.len(), columns.len()))?)
     }
@@ -63,7 +90,7 @@ impl Weights {
         }
         let mut around = block.to_vec();
         around[last] = block[last].start / size * size..block[last].end.next_multiple_of(size);
-        let read = self.read_blocks(name, stored, dtype, &around)?;
+        let read = self.read_blocks(stored, dtype, &around)?;
         let dims: Vec<usize> = around.iter().map(Range::len).collect();
         let storage = QStorage::from_data(Cow::Borrowed(read.bytes()), &Device::Cpu, dtype)?;
         let values = QTensor::new(storage, dims)?.dequantize(&Device::Cpu)?;
@@ -72,7 +99,7 @@ impl Weights {
     }
 
     /// Reads the bytes of the blocks of a region whose last dim begins and ends between blocks.
-    fn read_blocks(&self, name: &str, stored: &Stored, dtype: GgmlDType, region: &[Range<usize>]) -> Result<Aligned> {
+    fn read_blocks(&self, stored: &Stored, dtype: GgmlDType, region: &[Range<usize>]) -> Result<Aligned> {
         let in_blocks = |block: &[Range<usize>]| {
             let mut block = block.to_vec();
             if let Some(last) = block.last_mut() {
@@ -83,12 +110,11 @@ impl Weights {
         let region = in_blocks(region);
         let count = region.iter().map(Range::len).product::<usize>();
         let mut read = Aligned::new(count * dtype.type_size());
-        let [piece] = &stored.pieces[..] else {
-            return Err(self.error(name, "lies in several pieces, which quantized tensors cannot"));
-        };
-        let runs = runs::Runs::new(&in_blocks(&piece.block), &region, dtype.type_size());
-        let bytes = read::read(&self.files[piece.file], piece.at, runs, read.bytes_mut())?;
-        self.bytes_read.fetch_add(bytes, Ordering::Relaxed);
+        for piece in &stored.pieces {
+            let runs = runs::Runs::new(&in_blocks(&piece.block), &region, dtype.type_size());
+            let bytes = read::read(&self.files[piece.file], piece.at, runs, read.bytes_mut())?;
+            self.bytes_read.fetch_add(bytes, Ordering::Relaxed);
+        }
         Ok(read)
     }
 }

@@ -1,6 +1,8 @@
 //! The options of the layer, and their checks.
 use super::OP;
 use crate::layout::{Sizes, chunk_sizes};
+use crate::nn::place::AxisCut;
+use crate::nn::{ShardedVarBuilder, Width};
 use crate::{Error, Result};
 use candle_dist::DeviceMesh;
 
@@ -240,6 +242,19 @@ pub(super) struct Axes {
 }
 
 impl Axes {
+    /// Returns how the tensor axis cuts the hidden dim `dim` of a weight: in the shares of the plan on its axis.
+    pub(super) fn tensor_cut(
+        &self,
+        dim: usize,
+        hidden: impl Into<Width>,
+        vb: &ShardedVarBuilder,
+    ) -> Result<Option<AxisCut>> {
+        let Some(axis) = self.tensor else { return Ok(None) };
+        let is_planned = vb.plan().axis_index(vb.mesh())? == axis && vb.mesh().shape()[axis] > 1;
+        let sizes = is_planned.then(|| vb.shard_sizes(hidden)).transpose()?.map(|sizes| sizes.as_slice().into());
+        Ok(Some(AxisCut { axis, dim, sizes }))
+    }
+
     /// Returns the number of experts on each rank, if it is not the default one.
     pub(super) fn explicit_sizes(&self) -> Option<Sizes> {
         let default = chunk_sizes(self.sizes.iter().sum(), self.sizes.len());

@@ -17,7 +17,7 @@ use crate::{DTensor, Error, Result};
 use candle_core::{Device, Tensor};
 use candle_dist::backend::Dims;
 use candle_dist::{ProcessGroup, ReduceOp};
-use smallvec::smallvec;
+use smallvec::{SmallVec, smallvec};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// A mixture of experts: a router sends each token to the best `top_k` of many gated feed-forward networks (Shazeer et
@@ -43,7 +43,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 ///
 /// `router.weight` `[experts, width]` and perhaps `router.bias` `[experts]`; `experts.gate_proj` and `experts.up_proj`
 /// `[experts, hidden, width]`, `experts.down_proj` `[experts, width, hidden]`; with shared experts
-/// `shared_experts.{gate_proj,up_proj,down_proj}.weight`.
+/// `shared_experts.{gate_proj,up_proj,down_proj}.weight`. Experts that files store in blocks stay
+/// [quantized](ShardedVarBuilder::quantized_block) and get no gradients, unless the tensor axis would cut a block.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -173,8 +174,7 @@ impl MoE {
     /// Runs the experts. The result is partial on the tensor axis, and on the expert axis if tokens are replicated there.
     #[track_caller]
     fn run(&self, x: &DTensor, routed: &Routed, (kept, counts): (&[u32], Option<Vec<Vec<usize>>>)) -> Result<DTensor> {
-        let Experts { gate, up, down } = &self.experts;
-        let inputs = [x, &routed.weights, gate, up, down];
+        let inputs: SmallVec<[&DTensor; 5]> = [x, &routed.weights].into_iter().chain(self.experts.tensors()).collect();
         let mesh = x.mesh();
         let attributes = [self.axes.experts, self.axes.tensor].map(|axis| axis.map_or(0, |axis| axis + 1));
         let op_spec = || {
@@ -185,7 +185,8 @@ impl MoE {
                     out[axis] = Placement::PARTIAL_SUM.into();
                 }
             }
-            let targets = [x.targets(), x.targets(), gate.targets(), up.targets(), down.targets()];
+            let own = self.experts.tensors().iter().map(DTensor::targets);
+            let targets = [x.targets(), x.targets()].into_iter().chain(own);
             let mut made = OpSpec::laid(&inputs, targets, &out, &[(Dims::from_slice(x.dims()), x.dtype())])?;
             // A rank without tokens may have experts for the others.
             made.nothing = false;
@@ -201,7 +202,7 @@ impl MoE {
             let tokens = kept.len() / self.config.top_k;
             let flat = |x: &DTensor, width: usize| x.to_local().contiguous()?.reshape((tokens, width));
             let arrived = dispatch.send(&flat(&laid[0], self.config.width)?, &flat(&laid[1], self.config.top_k)?)?;
-            let made = compute(&arrived, [laid[2].to_local(), laid[3].to_local(), laid[4].to_local()])?;
+            let made = compute(&arrived, &self.experts, &laid[2..])?;
             let made = dispatch.bring_back(&made.to_dtype(x.dtype())?)?;
             Ok(smallvec![made.reshape(outs[0].local_shape().as_slice())?])
         })?;

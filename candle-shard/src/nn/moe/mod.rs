@@ -6,6 +6,7 @@ mod experts;
 mod layer;
 mod load;
 mod losses;
+mod quantized;
 mod router;
 mod shared;
 

@@ -2,7 +2,6 @@
 use super::config::Axes;
 use crate::nn::ShardedVarBuilder;
 use crate::nn::linear::init;
-use crate::nn::place::AxisCut;
 use crate::{DTensor, Result};
 
 /// The weights of the shared experts, cut over the tensor axis as other experts are.
@@ -16,7 +15,7 @@ pub(super) struct Shared {
 impl Shared {
     pub(super) fn new([width, hidden]: [usize; 2], axes: &Axes, vb: &ShardedVarBuilder) -> Result<Self> {
         let make = |name: &str, [out, into]: [usize; 2], dim: usize| {
-            let cut = axes.tensor.map(|axis| AxisCut { axis, dim, sizes: None });
+            let cut = axes.tensor_cut(dim, hidden, vb)?;
             let vb = vb.pp(name);
             vb.cut(&[out, into], "weight", init(into), cut.as_slice())
         };

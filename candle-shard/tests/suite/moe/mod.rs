@@ -5,4 +5,5 @@ mod errors;
 mod harness;
 mod meshes;
 mod parity;
+mod quantized;
 mod shapes;

@@ -4,6 +4,7 @@ use anyhow::{Context, Result, ensure};
 use candle_nn::Activation;
 use serde_json::Value;
 
+use super::experts::{self, Experts};
 use super::fields::Plain::{False, Text, True};
 use super::fields::Rule::{self, Only, Used};
 use super::fields::{Fields, shortened};
@@ -51,7 +52,7 @@ impl Family {
 
 const PLAIN: Absent = Absent { tied: false, head_dim: None };
 
-pub(super) static FAMILIES: [Family; 10] = [
+pub(super) static FAMILIES: [Family; 12] = [
     Family {
         model_type: "llama",
         architecture: "LlamaForCausalLM",
@@ -157,6 +158,28 @@ pub(super) static FAMILIES: [Family; 10] = [
         fields: &[("attention_bias", Used)],
         absent: PLAIN,
         parts: |fields, layers| Ok(Parts { norms: Norms::After, qk_norm: QkNorm::All, ..biased(fields, layers)? }),
+    },
+    Family {
+        model_type: "mixtral",
+        architecture: "MixtralForCausalLM",
+        fields: &experts::MIXTRAL_FIELDS,
+        absent: PLAIN,
+        parts: |fields, layers| {
+            let window = fields.window("sliding_window", None)?;
+            Ok(Parts { windows: vec![window; layers], experts: Some(Experts::mixtral(fields)?), ..Parts::default() })
+        },
+    },
+    Family {
+        model_type: "qwen3_moe",
+        architecture: "Qwen3MoeForCausalLM",
+        fields: &experts::QWEN_FIELDS,
+        absent: PLAIN,
+        parts: |fields, layers| {
+            let uses = fields.switch("use_sliding_window")?;
+            let window = if uses { fields.window("sliding_window", Some(4096))? } else { None };
+            let experts = Some(Experts::qwen(fields, layers)?);
+            Ok(Parts { qk_norm: QkNorm::Head, windows: vec![window; layers], experts, ..biased(fields, layers)? })
+        },
     },
     Family {
         model_type: "granite",

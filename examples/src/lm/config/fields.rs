@@ -9,6 +9,7 @@ use serde_json::{Map, Value};
 use super::families::{FAMILIES, Family};
 
 /// What is done about a field.
+#[derive(Clone, Copy)]
 pub(super) enum Rule {
     /// It is read.
     Used,
@@ -19,6 +20,7 @@ pub(super) enum Rule {
 }
 
 /// A value that a table can hold.
+#[derive(Clone, Copy)]
 pub(super) enum Plain {
     Null,
     False,

@@ -1,11 +1,13 @@
 //! What a model's `config.json` says.
 
+pub mod experts;
 mod families;
 mod fields;
 mod generation;
 pub mod parts;
 mod rope;
 mod scaling;
+pub(super) mod tensors;
 
 use std::fs;
 use std::path::Path;
@@ -17,12 +19,12 @@ use serde_json::{Map, Value};
 
 use fields::Fields;
 pub use generation::Generation;
-use parts::{Parts, QkNorm};
+use parts::Parts;
 pub use scaling::RopeScaling;
 
 /// The largest size, and the most layers: whatever the file says, what follows from it is work of bounded length.
 const MOST: usize = 1 << 30;
-const MOST_LAYERS: usize = 4096;
+pub(super) const MOST_LAYERS: usize = 4096;
 
 /// The sizes and parts of a decoder, by the names that the Hub's files have.
 ///
@@ -207,66 +209,5 @@ impl Config {
     /// The tokens that end a text.
     pub fn ends(&self) -> &[u32] {
         self.eos_token_id.as_ref().map_or(&[], TokenIds::ids)
-    }
-
-    /// The name and shape of every tensor of the model.
-    pub fn tensors(&self) -> Vec<(String, Vec<usize>)> {
-        let (hidden, inner) = (self.hidden_size, self.intermediate_size);
-        let Heads { query, key_value, dim } = self.heads();
-        let mut tensors = vec![
-            ("model.embed_tokens.weight".to_owned(), vec![self.vocab_size, hidden]),
-            ("model.norm.weight".to_owned(), vec![hidden]),
-        ];
-        if !self.tie_word_embeddings {
-            tensors.push(("lm_head.weight".to_owned(), vec![self.vocab_size, hidden]));
-        }
-        let Parts { qkv_bias, output_bias, mlp_bias, qk_norm, norms, .. } = self.parts;
-        let projections = [
-            ("self_attn.q_proj", query * dim, hidden, qkv_bias),
-            ("self_attn.k_proj", key_value * dim, hidden, qkv_bias),
-            ("self_attn.v_proj", key_value * dim, hidden, qkv_bias),
-            ("self_attn.o_proj", hidden, query * dim, output_bias),
-            ("mlp.gate_proj", inner, hidden, mlp_bias),
-            ("mlp.up_proj", inner, hidden, mlp_bias),
-            ("mlp.down_proj", hidden, inner, mlp_bias),
-        ];
-        let heads = match qk_norm {
-            QkNorm::None => None,
-            QkNorm::Head => Some([dim, dim]),
-            QkNorm::All => Some([query * dim, key_value * dim]),
-        };
-        for layer in 0..self.num_hidden_layers {
-            let named = |name: &str, parameter: &str| format!("model.layers.{layer}.{name}.{parameter}");
-            for (name, rows, columns, has_bias) in projections {
-                tensors.push((named(name, "weight"), vec![rows, columns]));
-                tensors.extend(has_bias.then(|| (named(name, "bias"), vec![rows])));
-            }
-            let norms = norms.names().into_iter().flatten().map(|name| (named(name, "weight"), vec![hidden]));
-            tensors.extend(norms);
-            if let Some([query, key]) = heads {
-                tensors.push((named("self_attn.q_norm", "weight"), vec![query]));
-                tensors.push((named("self_attn.k_norm", "weight"), vec![key]));
-            }
-        }
-        tensors
-    }
-
-    /// The tensors that files of some families have in one: the name of each, and the names and rows of its parts.
-    pub fn fused(&self) -> Vec<(String, Vec<(String, usize)>)> {
-        let layers = if self.parts.fused { self.num_hidden_layers } else { 0 };
-        let Heads { query, key_value, dim } = self.heads();
-        let of_layer = |layer: usize| {
-            let name = |name: &str| format!("model.layers.{layer}.{name}.weight");
-            let attention = [("q", query), ("k", key_value), ("v", key_value)];
-            let attention = attention.map(|(part, heads)| (name(&format!("self_attn.{part}_proj")), heads * dim));
-            let gate = ["gate", "up"].map(|part| (name(&format!("mlp.{part}_proj")), self.intermediate_size));
-            [(name("self_attn.qkv_proj"), attention.to_vec()), (name("mlp.gate_up_proj"), gate.to_vec())]
-        };
-        (0..layers).flat_map(of_layer).collect()
-    }
-
-    /// The parameters of the model.
-    pub fn parameters(&self) -> usize {
-        self.tensors().iter().map(|(_, shape)| shape.iter().product::<usize>()).sum()
     }
 }

@@ -4,6 +4,7 @@ use candle_nn::Activation;
 use candle_shard::kernels::RopePairs;
 
 use super::RopeScaling;
+use super::experts::Experts;
 
 /// The parts of a decoder. [`Default`] is a Llama.
 #[derive(Clone, Debug, PartialEq)]
@@ -46,6 +47,8 @@ pub struct Parts {
     pub logits_divisor: f64,
     /// Whether files have one tensor for queries, keys and values, and one for gate and up.
     pub fused: bool,
+    /// The experts that replace the feed-forward networks of some layers.
+    pub experts: Option<Experts>,
 }
 
 /// Where a layer has norms.
@@ -112,6 +115,7 @@ impl Default for Parts {
             branch_scale: 1.0,
             logits_divisor: 1.0,
             fused: false,
+            experts: None,
         }
     }
 }
@@ -127,8 +131,17 @@ impl Parts {
         self.rotary.get(layer).copied().unwrap_or(true)
     }
 
-    /// Whether this is a Llama as it can be trained and saved.
-    pub fn is_plain(&self) -> bool {
-        *self == Self::default()
+    /// The experts of a layer, if it has some.
+    pub fn experts(&self, layer: usize) -> Option<&Experts> {
+        self.experts.as_ref().filter(|experts| experts.are_in(layer))
+    }
+
+    /// Whether this is a model that can be trained and saved: a Llama without biases, perhaps with experts, or with norms of
+    /// each head.
+    pub fn can_learn(&self) -> bool {
+        let Self { qk_norm, experts, windows, .. } = self;
+        let is_wide = windows.iter().all(Option::is_none);
+        let like = Self { qk_norm: *qk_norm, experts: experts.clone(), windows: windows.clone(), ..Self::default() };
+        is_wide && (*qk_norm == QkNorm::None || (experts.is_some() && *qk_norm == QkNorm::Head)) && *self == like
     }
 }

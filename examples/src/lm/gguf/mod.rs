@@ -1,5 +1,6 @@
 //! Models in GGUF files: the config and the names of tensors that the Hub's files would have.
 
+mod experts;
 pub(super) mod rope;
 mod sentencepiece;
 pub(super) mod tokenizer;
@@ -14,18 +15,20 @@ use candle_shard::kernels::RopePairs;
 use serde_json::{Map, Value, json};
 
 use super::config::Config;
+use super::config::tensors::{EXPERTS, ROUTER};
 
 /// The metadata of a file.
 type Metadata = BTreeMap<String, Stored>;
 
 /// The kinds of models: their names in GGUF and on the Hub, and which elements of a head are turned together.
-const ARCHITECTURES: [(&str, &str, RopePairs); 9] = [
+const ARCHITECTURES: [(&str, &str, RopePairs); 10] = [
     // The rows of queries and keys are permuted so that neighbors are turned together.
     ("llama", "llama", RopePairs::Neighbors),
     ("smollm3", "smollm3", RopePairs::Neighbors),
     ("granite", "granite", RopePairs::Neighbors),
     ("qwen2", "qwen2", RopePairs::Halves),
     ("qwen3", "qwen3", RopePairs::Halves),
+    ("qwen3moe", "qwen3_moe", RopePairs::Halves),
     ("gemma2", "gemma2", RopePairs::Halves),
     ("gemma3", "gemma3_text", RopePairs::Halves),
     ("phi3", "phi3", RopePairs::Halves),
@@ -33,7 +36,7 @@ const ARCHITECTURES: [(&str, &str, RopePairs); 9] = [
 ];
 
 /// The fields of an architecture, and what they are called in a `config.json`; none if they follow from others.
-const FIELDS: [(&str, Option<&str>); 20] = [
+const FIELDS: [(&str, Option<&str>); 24] = [
     ("block_count", Some("num_hidden_layers")),
     ("embedding_length", Some("hidden_size")),
     ("feed_forward_length", Some("intermediate_size")),
@@ -54,6 +57,10 @@ const FIELDS: [(&str, Option<&str>); 20] = [
     ("embedding_scale", Some("embedding_multiplier")),
     ("residual_scale", Some("residual_multiplier")),
     ("logit_scale", Some("logits_scaling")),
+    ("expert_count", Some("num_local_experts")),
+    ("expert_used_count", Some("num_experts_per_tok")),
+    ("expert_feed_forward_length", Some("moe_intermediate_size")),
+    ("expert_weights_norm", Some("norm_topk_prob")),
 ];
 
 /// The names of tensors outside of layers.
@@ -64,7 +71,7 @@ const TENSORS: [(&str, &str); 3] = [
 ];
 
 /// The names of modules of layers.
-const MODULES: [(&str, &str); 14] = [
+const MODULES: [(&str, &str); 18] = [
     ("attn_norm", "input_layernorm"),
     ("attn_q", "self_attn.q_proj"),
     ("attn_k", "self_attn.k_proj"),
@@ -76,6 +83,10 @@ const MODULES: [(&str, &str); 14] = [
     ("ffn_gate", "mlp.gate_proj"),
     ("ffn_up", "mlp.up_proj"),
     ("ffn_down", "mlp.down_proj"),
+    ("ffn_gate_inp", ROUTER),
+    ("ffn_gate_exps", EXPERTS[0]),
+    ("ffn_up_exps", EXPERTS[1]),
+    ("ffn_down_exps", EXPERTS[2]),
     ("post_attention_norm", "post_attention_layernorm"),
     ("post_ffw_norm", "post_feedforward_layernorm"),
     ("ffn_norm", "post_attention_layernorm"),
@@ -108,7 +119,7 @@ fn config(metadata: &Metadata, weights: &Weights) -> Result<Config> {
     let mut fields = Map::from_iter([("model_type".to_owned(), json!(model_type))]);
     for (key, value) in metadata {
         let Some(own) = key.strip_prefix(kind.as_str()).and_then(|key| key.strip_prefix('.')) else { continue };
-        if rope::KEYS.contains(&own) {
+        if rope::KEYS.contains(&own) || experts::KEYS.contains(&own) {
             continue;
         }
         let Some((_, name)) = FIELDS.iter().find(|(field, _)| *field == own) else {
@@ -136,6 +147,7 @@ fn config(metadata: &Metadata, weights: &Weights) -> Result<Config> {
     }
     fields.entry("rope_theta").or_insert(json!(10_000.0));
     rope::fields(kind, metadata, weights, &mut fields)?;
+    experts::fields(kind, metadata, weights, &mut fields)?;
     let ends: Vec<u64> = ["eos_token_id", "eot_token_id", "eom_token_id"]
         .iter()
         .filter_map(|name| whole(metadata.get(&format!("tokenizer.ggml.{name}"))?))
@@ -184,6 +196,9 @@ fn renamed(name: &str, kind: &str) -> String {
         return (*hub).to_owned();
     }
     let parts: Vec<&str> = name.split('.').collect();
+    if let &["blk", layer, module, expert, "weight"] = &parts[..] {
+        return experts::renamed(layer, module, expert).unwrap_or_else(|| name.to_owned());
+    }
     let &["blk", layer, module, parameter] = &parts[..] else { return name.to_owned() };
     let has_four = kind.starts_with("gemma");
     let hub = match module {
@@ -191,7 +206,11 @@ fn renamed(name: &str, kind: &str) -> String {
         "ffn_up" if kind == "phi3" => Some("mlp.gate_up_proj"),
         _ => MODULES.iter().find(|(gguf, _)| *gguf == module).map(|(_, hub)| *hub),
     };
-    hub.map_or_else(|| name.to_owned(), |hub| format!("model.layers.{layer}.{hub}.{parameter}"))
+    match hub {
+        None => name.to_owned(),
+        Some(hub) if EXPERTS.contains(&hub) => format!("model.layers.{layer}.{hub}"),
+        Some(hub) => format!("model.layers.{layer}.{hub}.{parameter}"),
+    }
 }
 
 /// A whole number of any type.

@@ -9,7 +9,7 @@ use super::rate::{Decay, Rate};
 use super::recipe::Recipe;
 use crate::arguments::{ANY, check_counts};
 use crate::cli::{Checked, UsageError, check_file, require};
-use crate::lm::args::DTypeName;
+use crate::lm::dtype::DTypeName;
 use crate::pipeline::Pipeline;
 
 /// The training options; the comments on the fields are the program's help.
@@ -148,19 +148,19 @@ impl TrainArgs {
         }
     }
 
-    /// Returns the mesh and the schedule for `pp` pipeline ranks, `tp` tensor-parallel ranks, and `batch` sequences per
-    /// step.
+    /// Returns the mesh and the schedule for `pp` pipeline ranks, `ep` ranks of experts, `tp` tensor-parallel ranks, and
+    /// `batch` sequences per step.
     ///
     /// # Errors
     /// A sentence with the flags, if the schedule does not fit them.
-    pub fn pipeline(&self, pp: usize, tp: usize, batch: usize) -> Checked<Pipeline> {
+    pub fn pipeline(&self, [pp, ep, tp]: [usize; 3], batch: usize) -> Checked<Pipeline> {
         let (dp, kind) = (self.dp, self.schedule);
         let virtual_stages = self.virtual_stages.unwrap_or(kind.stages_per_rank());
-        let asked = Pipeline { pp, dp, tp, kind, virtual_stages, microbatches: self.microbatches.unwrap_or(1) };
+        let asked = Pipeline { pp, dp, ep, tp, kind, virtual_stages, microbatches: self.microbatches.unwrap_or(1) };
         let fits = match self.microbatches {
             Some(_) => asked.schedule().map(|_| asked),
             // As many as the smallest part of the batch has sequences.
-            None => asked.with_small_bubble(batch / (dp * self.accumulate)),
+            None => asked.with_small_bubble(batch / (dp * ep * self.accumulate)),
         };
         fits.map_err(|error| {
             let parts = self.microbatches.map(|parts| format!(" --microbatches {parts}")).unwrap_or_default();
@@ -173,7 +173,7 @@ impl TrainArgs {
     ///
     /// # Errors
     /// A sentence with the flag, its value and a remedy.
-    pub fn validate(&self, dtype: Option<DTypeName>, pp: usize, tp: usize) -> Checked {
+    pub fn validate(&self, dtype: Option<DTypeName>, [pp, ep, tp]: [usize; 3]) -> Checked {
         if self.train.is_none() {
             return Ok(());
         }
@@ -187,8 +187,11 @@ impl TrainArgs {
             ("--save-every", self.save_every.unwrap_or(1), ANY),
             ("--log-every", self.log_every, ANY),
         ])?;
-        let ranks = dp.checked_mul(pp * tp).filter(|&ranks| ranks <= MAX_RANKS);
-        require!(ranks.is_some(), "--pp {pp} × --dp {dp} × --tp {tp} are too many ranks: give at most {MAX_RANKS}.");
+        let ranks = dp.checked_mul(pp * ep * tp).filter(|&ranks| ranks <= MAX_RANKS);
+        require!(
+            ranks.is_some(),
+            "--pp {pp} × --dp {dp} × --ep {ep} × --tp {tp} are too many ranks: give at most {MAX_RANKS}."
+        );
         if let Some(folder) = &self.resume {
             require!(folder.is_dir(), "--resume {} is no folder: give that of an earlier --save.", folder.display());
         }
@@ -198,8 +201,8 @@ impl TrainArgs {
         // Options that may come from a checkpoint are checked with it.
         if self.resume.is_none() {
             let recipe = self.recipe(dtype, None, None, Recipe::default())?;
-            self.check_batch(&recipe)?;
-            self.pipeline(pp, tp, recipe.batch)?;
+            self.check_batch(&recipe, ep)?;
+            self.pipeline([pp, ep, tp], recipe.batch)?;
         }
         Ok(())
     }
@@ -208,19 +211,23 @@ impl TrainArgs {
     ///
     /// # Errors
     /// A sentence with the flags, their values and a remedy.
-    pub fn check_batch(&self, recipe: &Recipe) -> Checked {
+    pub fn check_batch(&self, recipe: &Recipe, ep: usize) -> Checked {
         let (batch, dp, accumulate) = (recipe.batch, self.dp, self.accumulate);
         let microbatches = self.microbatches.unwrap_or(1);
-        let parts = dp.checked_mul(microbatches).and_then(|parts| parts.checked_mul(accumulate));
-        let parts = parts.unwrap_or(usize::MAX);
+        let parts = [dp, ep, microbatches, accumulate].into_iter().fold(1, usize::saturating_mul);
+        let experts = if ep > 1 { format!(" × --ep {ep}") } else { String::new() };
         require!(
             batch >= parts,
-            "--batch {batch} has too few sequences for --dp {dp} × --microbatches {microbatches} × --accumulate {accumulate}: give at least {parts}."
+            "--batch {batch} has too few sequences for --dp {dp}{experts} × --microbatches {microbatches} × --accumulate {accumulate}: give at least {parts}."
         );
+        let (is_even, of) = match ep {
+            1 => (!self.fsdp || dp == 1 || batch.is_multiple_of(dp * accumulate), "--fsdp"),
+            _ => (batch.is_multiple_of(dp * ep * accumulate), "--ep"),
+        };
         require!(
-            !self.fsdp || dp == 1 || batch.is_multiple_of(dp * accumulate),
-            "--batch {batch} does not divide evenly over --dp {dp} × --accumulate {accumulate}, as it must with --fsdp: give a multiple of {}.",
-            dp * accumulate
+            is_even,
+            "--batch {batch} does not divide evenly over --dp {dp}{experts} × --accumulate {accumulate}, as it must with {of}: give a multiple of {}.",
+            dp * ep * accumulate
         );
         Ok(())
     }

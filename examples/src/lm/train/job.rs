@@ -13,11 +13,13 @@ use super::folder;
 use super::recipe::Recipe;
 use super::resume::{Resumed, State};
 use crate::cli::{Checked, UsageError, require};
-use crate::lm::args::{Args, DTypeName};
+use crate::lm::args::Args;
 use crate::lm::config::Config;
-use crate::lm::declare::{self, Cut, DecoderPipe};
+use crate::lm::cut::{Cut, DecoderPipe};
+use crate::lm::declare;
+use crate::lm::dtype::DTypeName;
 use crate::lm::files::Files;
-use crate::lm::{random_model, tokens};
+use crate::lm::{opened, random_model, tokens};
 use crate::pipeline::Pipeline;
 
 /// A training that can begin.
@@ -70,7 +72,7 @@ impl Job {
                 let folder = args.model.as_deref().unwrap_or(scratch);
                 if args.model.is_none() {
                     let base = flags.recipe(args.dtype, args.seed, None, Recipe::default())?;
-                    random_model::write(folder, &random_model::config(), base.seed, base.dtype.into())?;
+                    random_model::write(folder, &opened::random(args), base.seed, base.dtype.into())?;
                 }
                 (folder.to_owned(), Files::open(folder)?)
             }
@@ -81,14 +83,15 @@ impl Job {
             recipe.rate = recipe.rate.after(&saved.rate, start);
         }
         ensure!(
-            files.config.parts.is_plain(),
-            "{}: only models of the family llama without biases can be trained",
+            files.config.parts.can_learn(),
+            "{}: only models of the family llama without biases, and mixtures of experts without biases and windows, can be trained",
             folder.display()
         );
-        flags.check_batch(&recipe)?;
+        opened::check_experts(args, &files)?;
+        flags.check_batch(&recipe, args.ep)?;
         check_steps(&recipe, start)?;
         check_length(&recipe, &files)?;
-        let pipeline = flags.pipeline(args.pp, args.tp, recipe.batch)?;
+        let pipeline = flags.pipeline([args.pp, args.ep, args.tp], recipe.batch)?;
         let beside = beside(&folder, &files.config, recipe.dtype)?;
         let tokenizer = tokens::read(&folder)?;
         let read = |flag, path: &Path| Corpus::read(flag, path, &tokenizer, files.config.vocab_size, recipe.seq_len);

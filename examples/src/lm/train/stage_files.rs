@@ -11,8 +11,8 @@ use serde_json::json;
 use super::folder;
 use crate::launch::agreed;
 
-/// Writes the tensors that each rank of the mesh `("pp", "dp", "tp")` has a part of, each to one place; they lie on its axes
-/// of the mesh `model`.
+/// Writes the tensors that each rank of the mesh `("pp", "dp", "ep", "tp")` has a part of, each to one place; they lie on its
+/// axes of the mesh `model`. The tensors that `parts` has names for are written as so many of their first dim.
 ///
 /// Every rank of `world` calls it, and rank 0 makes the index.
 ///
@@ -24,6 +24,7 @@ pub(super) fn write(
     world: &ProcessGroup,
     [mesh, model]: [&DeviceMesh; 2],
     tensors: &[(String, DTensor)],
+    parts: impl Fn(&str) -> Option<Vec<String>>,
 ) -> Result<()> {
     let stages = mesh.axis_group("pp")?;
     let bytes = |tensor: &DTensor| tensor.elem_count() * tensor.dtype().size_in_bytes();
@@ -41,11 +42,15 @@ pub(super) fn write(
     let write = || -> Result<()> {
         // Replicas have the same, unless the tensors are cut over them.
         if mesh.local_rank("dp")? == 0 || model.axis_index("dp").is_ok() {
-            checkpoint::export(at.join(file(name, stages.rank(), stages.size())), model, &own)?;
+            checkpoint::export_parts(at.join(file(name, stages.rank(), stages.size())), model, &own, &parts)?;
         }
         if world.rank() == 0 && stages.size() > 1 {
             let total: usize = owners.values().map(|(_, bytes)| bytes).sum();
-            let files = owners.iter().map(|(tensor, (stage, _))| (tensor, file(name, *stage, stages.size())));
+            let named = |tensor: &String| parts(tensor).unwrap_or_else(|| vec![tensor.clone()]);
+            let of_tensor = |(tensor, (stage, _)): (&String, &(usize, usize))| {
+                named(tensor).into_iter().map(|part| (part, file(name, *stage, stages.size()))).collect::<Vec<_>>()
+            };
+            let files = owners.iter().flat_map(of_tensor);
             let files: BTreeMap<_, _> = files.collect();
             let index = json!({ "metadata": { "total_size": total }, "weight_map": files });
             folder::write(&index_of(at, name), &serde_json::to_vec_pretty(&index)?)?;

@@ -14,6 +14,7 @@ use candle_dist::{
 use candle_nn::ParamsAdamW;
 use candle_pipe::Runtime;
 use candle_pipe::microbatch::microbatch_sizes;
+use candle_shard::DTensor;
 use candle_shard::fsdp::FullyShardOptions;
 use candle_shard::nn::{AdamW, Parameters, ShardedVarBuilder};
 use serde::{Deserialize, Serialize};
@@ -22,8 +23,9 @@ use super::job::Job;
 use super::resume::{OPTIMIZER, STATE};
 use super::{folder, stage_files, valid};
 use crate::launch::agreed;
-use crate::lm::args::DTypeName;
+use crate::lm::dtype::DTypeName;
 use crate::lm::model::Decoder;
+use crate::lm::{EXPERT_AXIS, LAYER_AXIS};
 use crate::memory;
 use crate::pipeline::for_device;
 
@@ -120,10 +122,14 @@ impl<'a> Trainer<'a> {
     /// Those of the model and its files.
     pub fn new(ctx: &RankContext, job: &'a Job) -> Result<Self> {
         let (recipe, pipeline) = (&job.recipe, job.pipeline);
-        let mesh = ctx.mesh(&[("pp", pipeline.pp), ("dp", pipeline.dp), ("tp", pipeline.tp)])?;
-        let (weights, plan, device) = (job.files.weights.clone(), Decoder::training_plan("tp"), ctx.device());
+        let (pp, dp, ep, tp) = (pipeline.pp, pipeline.dp, pipeline.ep, pipeline.tp);
+        let mesh = ctx.mesh(&[("pp", pp), ("dp", dp), (EXPERT_AXIS, ep), (LAYER_AXIS, tp)])?;
+        let plan = Decoder::training_plan(&job.files.config, LAYER_AXIS);
+        let (weights, device) = (job.files.weights.clone(), ctx.device());
         let (seed, dtype) = (recipe.seed, recipe.dtype.into());
-        let model = mesh.axes(if job.fsdp { &["dp", "tp"] } else { &["tp"] })?;
+        let axes = [("dp", job.fsdp), (EXPERT_AXIS, ep > 1), (LAYER_AXIS, true)];
+        let axes: Vec<&str> = axes.into_iter().filter(|(_, has)| *has).map(|(axis, _)| axis).collect();
+        let model = mesh.axes(&axes)?;
         let mut vb = ShardedVarBuilder::from_weights(weights, seed, &model, plan, dtype, device)?;
         if job.fsdp {
             let options = FullyShardOptions::default().reduce_dtype(DType::F32);
@@ -169,7 +175,7 @@ impl<'a> Trainer<'a> {
     /// Those of the runtime.
     pub fn gradients(&self, step: usize) -> Result<(f64, GradStore)> {
         let (Job { recipe, accumulate, .. }, pipeline) = (self.job, self.job.pipeline);
-        let (replica, replicas) = (self.mesh.local_rank("dp")?, pipeline.dp);
+        let (replica, replicas) = (part_of(&self.mesh)?, pipeline.parts());
         let batch = self.job.text.batch(recipe, step, self.world.device())?;
         let (mut accumulator, mut loss, mut first) = (GradAccumulator::default(), 0.0, 0);
         for rows in microbatch_sizes(recipe.batch, *accumulate) {
@@ -221,14 +227,15 @@ impl<'a> Trainer<'a> {
         let begun = if leads { folder::begin(at, steps) } else { Ok(folder::partial(at, steps)) };
         let what = || format!("{}", folder::partial(at, steps).display());
         let partial = agreed(&self.world, begun.with_context(what))?;
-        let write = |at: &Path, name, tensors: Vec<_>| {
-            stage_files::write(at, name, &self.world, [&self.mesh, &self.model], &tensors)
-        };
-        write(&partial, "model", self.parameters.named_tensors())?;
+        let (meshes, config) = ([&self.mesh, &self.model], &self.job.files.config);
+        // As other programs have them, each expert by itself.
+        let stored = |(name, tensor): (String, DTensor)| (config.stored_name(&name), tensor);
+        let tensors: Vec<_> = self.parameters.named_tensors().into_iter().map(stored).collect();
+        stage_files::write(&partial, "model", &self.world, meshes, &tensors, |name| config.unstacked(name))?;
         // Apart from the model's files: other programs read all tensor files of a model's folder.
         let apart = partial.join(OPTIMIZER);
         agreed(&self.world, if leads { fs::create_dir(&apart).with_context(what) } else { Ok(()) })?;
-        write(&apart, OPTIMIZER, self.optimizer.state()?)?;
+        stage_files::write(&apart, OPTIMIZER, &self.world, meshes, &self.optimizer.state()?, |_| None)?;
         let finish = || -> Result<()> {
             for (name, bytes) in &self.job.beside {
                 folder::write(&partial.join(name), bytes)?;
@@ -238,4 +245,9 @@ impl<'a> Trainer<'a> {
         };
         agreed(&self.world, if leads { finish().with_context(what) } else { Ok(()) })
     }
+}
+
+/// Which part of a batch this rank of the mesh has.
+pub(super) fn part_of(mesh: &DeviceMesh) -> Result<usize> {
+    Ok(mesh.local_rank("dp")? * mesh.size_of(EXPERT_AXIS)? + mesh.local_rank(EXPERT_AXIS)?)
 }

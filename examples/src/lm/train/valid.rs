@@ -7,6 +7,7 @@ use candle_pipe::Runtime;
 
 use super::corpus::Corpus;
 use super::job::Job;
+use super::trainer::part_of;
 
 /// What one microbatch is, on all replicas together: the sequences of each replica, and how many sequences the mean of
 /// their losses stands for.
@@ -45,7 +46,7 @@ fn passes(sequences: usize, replicas: usize, microbatches: usize, rows: usize) -
 
 /// The mean loss of all sequences that follow each other in the text, the same on all ranks.
 ///
-/// Every rank of `world` calls it, which has the axes `("pp", "dp", "tp")` of the mesh.
+/// Every rank of `world` calls it, which has the axes `("pp", "dp", "ep", "tp")` of the mesh.
 ///
 /// # Errors
 /// Those of the runtime.
@@ -57,10 +58,10 @@ pub(super) fn loss(
     runtime: &Runtime,
 ) -> Result<f64> {
     let (pipeline, seq_len) = (job.pipeline, job.recipe.seq_len);
-    let (replica, microbatches) = (mesh.local_rank("dp")?, pipeline.microbatches);
-    let rows = (job.recipe.batch / (pipeline.dp * microbatches)).max(1);
+    let (replica, replicas, microbatches) = (part_of(mesh)?, pipeline.parts(), pipeline.microbatches);
+    let rows = (job.recipe.batch / (replicas * microbatches)).max(1);
     let (mut sum, sequences) = (0.0, text.sequences(seq_len));
-    for slots in passes(sequences, pipeline.dp, microbatches, rows) {
+    for slots in passes(sequences, replicas, microbatches, rows) {
         let mine: Vec<usize> = slots.iter().flat_map(|slot| &slot.rows[replica]).copied().collect();
         let batch = text.pick(&mine, seq_len, world.device())?.cut(microbatches)?;
         let losses = runtime.evaluate(&batch)?.step.losses;
@@ -70,7 +71,7 @@ pub(super) fn loss(
     }
     // Each rank of the last stages has the mean of its replica's rows, or of all where replicas compute together.
     let sums = world.all_reduce(&Tensor::new(sum, world.device())?, ReduceOp::Sum)?.to_scalar::<f64>()?;
-    Ok(sums / (pipeline.dp * pipeline.tp * sequences) as f64)
+    Ok(sums / (replicas * pipeline.tp * sequences) as f64)
 }
 
 #[cfg(test)]

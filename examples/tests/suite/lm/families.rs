@@ -34,9 +34,9 @@ pub(crate) struct Family {
     /// The parameters of transformers' model.
     names: Vec<String>,
     /// After the first token and after the last one of the prompt.
-    logits: [Vec<f32>; 2],
+    pub(crate) logits: [Vec<f32>; 2],
     /// Greedy decoding.
-    tokens: Vec<u32>,
+    pub(crate) tokens: Vec<u32>,
 }
 
 pub(crate) fn families() -> Families {
@@ -45,13 +45,7 @@ pub(crate) fn families() -> Families {
 
 /// The tensors of a model as its files have them.
 pub(crate) fn stored(config: &Config) -> HashMap<String, Tensor> {
-    let mut shapes: HashMap<String, Vec<usize>> = config.tensors().into_iter().collect();
-    for (name, parts) in config.fused() {
-        let columns = parts.iter().map(|(part, _)| shapes.remove(part).unwrap()[1]).next_back().unwrap();
-        parts.iter().for_each(|(part, _)| drop(shapes.remove(part)));
-        shapes.insert(name, vec![parts.iter().map(|(_, rows)| rows).sum(), columns]);
-    }
-    shapes.into_iter().map(|(name, shape)| (name.clone(), weight(&name, &shape))).collect()
+    config.stored().into_iter().map(|(name, shape)| (name.clone(), weight(&name, &shape))).collect()
 }
 
 /// Writes the folder of a model, without a tokenizer.
@@ -71,7 +65,7 @@ pub(crate) fn logits(
 ) -> anyhow::Result<Vec<Vec<f32>>> {
     let files = Files::open(path)?;
     let mesh = ctx.mesh(&[("tp", ctx.world_size())])?;
-    let plan = Decoder::plan("tp");
+    let plan = Decoder::plan(&files.config, "tp");
     let vb = ShardedVarBuilder::from_weights(files.weights(), 0, &mesh, plan, DType::F32, &Device::Cpu)?.frozen();
     let vb = if dequantize { vb.dequantized() } else { vb };
     let model = Decoder::new(&files.config, prompt.len(), &vb)?;

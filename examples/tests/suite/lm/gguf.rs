@@ -16,7 +16,7 @@ use crate::lm::families::{Families, Family, families, greedy, logits, stored};
 use crate::lm::ropes::{Ropes, after, ropes};
 
 /// Names in GGUF files, and on the Hub.
-const MODULES: [(&str, &str); 16] = [
+const MODULES: [(&str, &str); 20] = [
     ("token_embd", "model.embed_tokens"),
     ("output_norm", "model.norm"),
     ("output", "lm_head"),
@@ -32,6 +32,10 @@ const MODULES: [(&str, &str); 16] = [
     ("ffn_up", "mlp.up_proj"),
     ("ffn_up", "mlp.gate_up_proj"),
     ("ffn_down", "mlp.down_proj"),
+    ("ffn_gate_inp", "mlp.router"),
+    ("ffn_gate_exps", "mlp.experts.gate_proj"),
+    ("ffn_up_exps", "mlp.experts.up_proj"),
+    ("ffn_down_exps", "mlp.experts.down_proj"),
     ("post_ffw_norm", "post_feedforward_layernorm"),
 ];
 
@@ -56,26 +60,41 @@ fn permuted(tensor: &Tensor, heads: usize) -> Tensor {
     tensor.reshape(shape).unwrap().transpose(1, 2).unwrap().reshape(tensor.shape()).unwrap()
 }
 
+/// The tensors of a model, with experts stacked as a converter does.
+fn converted(config: &Config) -> HashMap<String, Tensor> {
+    let mut tensors = stored(config);
+    for (name, _) in config.tensors() {
+        if let Some(parts) = config.unstacked(&name) {
+            let parts: Vec<Tensor> = parts.iter().map(|part| tensors.remove(part).unwrap()).collect();
+            tensors.insert(format!("{name}.weight"), Tensor::stack(&parts, 0).unwrap());
+        } else if let Some(router) = tensors.remove(&config.stored_name(&name)) {
+            tensors.insert(name, router);
+        }
+    }
+    tensors
+}
+
 /// Writes the model of a config as a converter does; matrices whose rows are whole blocks become `dtype`.
 pub(crate) fn write(path: &Path, fields: &Value, dtype: GgmlDType) {
     let config = Config::parse(&fields.to_string()).unwrap();
     let model_type = fields["model_type"].as_str().unwrap();
     let kind = match model_type {
-        "mistral" => "llama",
+        "mistral" | "mixtral" => "llama",
         "gemma3_text" => "gemma3",
+        "qwen3_moe" => "qwen3moe",
         other => other,
     };
     let (is_gemma, is_permuted) = (kind.starts_with("gemma"), ["llama", "smollm3", "granite"].contains(&kind));
     let heads = config.heads();
     let mut tensors: HashMap<String, QTensor> = HashMap::new();
-    for (name, tensor) in stored(&config) {
+    for (name, tensor) in converted(&config) {
         let tensor = match &name {
             name if is_gemma && name.contains("norm") => (tensor + 1.0).unwrap(),
             name if is_permuted && name.contains("q_proj") => permuted(&tensor, heads.query),
             name if is_permuted && name.contains("k_proj") => permuted(&tensor, heads.key_value),
             _ => tensor,
         };
-        let in_blocks = tensor.rank() == 2 && tensor.dims()[1].is_multiple_of(dtype.block_size());
+        let in_blocks = tensor.rank() > 1 && tensor.dims()[tensor.rank() - 1].is_multiple_of(dtype.block_size());
         let dtype = if in_blocks { dtype } else { GgmlDType::F32 };
         tensors.insert(named(&name, is_gemma, kind), QTensor::quantize(&tensor.contiguous().unwrap(), dtype).unwrap());
     }
@@ -94,6 +113,15 @@ pub(crate) fn write(path: &Path, fields: &Value, dtype: GgmlDType) {
         ("rope.freq_base", Stored::F32(config.rope_theta as f32)),
     ];
     rope(&config, &mut metadata, &mut tensors);
+    if let Some(experts) = &config.parts.experts {
+        metadata.push(("expert_count", Stored::U32(experts.count as u32)));
+        metadata.push(("expert_used_count", Stored::U32(experts.chosen as u32)));
+        if kind == "qwen3moe" {
+            metadata.push(("expert_feed_forward_length", Stored::U32(experts.hidden as u32)));
+            // Without the key all readers divide by the sum.
+            metadata.extend((!experts.normalize).then_some(("expert_weights_norm", Stored::Bool(false))));
+        }
+    }
     if is_gemma {
         metadata.push(("attention.sliding_window", size("sliding_window")));
         let list =
@@ -205,9 +233,19 @@ fn scaled_rotary_positions_of_gguf_files_are_those_of_the_folder() {
 fn convertible() -> (Vec<u32>, Vec<Family>) {
     let Families { prompt, models } = families();
     // A window in every layer, a mean of heads that no file has, and a pattern that files leave to the program.
-    let unlike = ["mistral", "qwen2 with windows", "llama with biases", "smollm3"];
+    let unlike = [
+        "mistral",
+        "qwen2 with windows",
+        "llama with biases",
+        "smollm3",
+        "mixtral with windows",
+        "qwen3 moe with raw weights",
+    ];
     let fits = |config: &mut Value| {
         config["intermediate_size"] = json!(64);
+        if let Some(hidden) = config.get_mut("moe_intermediate_size") {
+            *hidden = json!(64);
+        }
         if let Some(scalar) = config.get_mut("query_pre_attn_scalar") {
             *scalar = json!(16);
         }
@@ -277,6 +315,51 @@ fn quantized_products_are_near_those_of_the_floats_and_equal_on_every_mesh() {
     }
 }
 
+/// Writes a file as older converters did: a tensor for each expert.
+fn write_apart(from: &Path, to: &Path) {
+    let mut reader = fs::File::open(from).unwrap();
+    let content = gguf_file::Content::read(&mut reader).unwrap();
+    let mut tensors: Vec<(String, QTensor)> = Vec::new();
+    for name in content.tensor_infos.keys() {
+        let tensor = content.tensor(&mut reader, name, &Device::Cpu).unwrap();
+        let Some((module, _)) = name.split_once("_exps.") else {
+            tensors.push((name.clone(), tensor));
+            continue;
+        };
+        let stack = tensor.dequantize(&Device::Cpu).unwrap();
+        tensors.extend((0..stack.dims()[0]).map(|expert| {
+            let one = QTensor::quantize(&stack.get(expert).unwrap(), tensor.dtype()).unwrap();
+            (format!("{module}.{expert}.weight"), one)
+        }));
+    }
+    let metadata: Vec<(&str, &Stored)> = content.metadata.iter().map(|(key, value)| (key.as_str(), value)).collect();
+    let tensors: Vec<(&str, &QTensor)> = tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
+    gguf_file::write(&mut fs::File::create(to).unwrap(), &metadata, &tensors).unwrap();
+}
+
+#[test]
+fn experts_that_lie_apart_are_those_that_are_stacked() {
+    let (prompt, models) = convertible();
+    let config = models.into_iter().find(|model| model.case == "mixtral").unwrap().config;
+    let folder = tempfile::tempdir().unwrap();
+    let [stacked, apart] = ["stacked.gguf", "apart.gguf"].map(|name| folder.path().join(name));
+    for dtype in [GgmlDType::F32, GgmlDType::Q8_0] {
+        write(&stacked, &config, dtype);
+        write_apart(&stacked, &apart);
+        assert!(Files::open(&apart).unwrap().weights().names().any(|name| name.ends_with("mlp.experts.up_proj")));
+        for ranks in 1..=2 {
+            let (stacked, apart, prompt) = (stacked.clone(), apart.clone(), prompt.clone());
+            on_ranks(ranks, "apart", move |ctx| -> anyhow::Result<()> {
+                let (got, want) = (logits(ctx, &apart, &prompt, false)?, logits(ctx, &stacked, &prompt, false)?);
+                for (got, want) in got.iter().flatten().zip(want.iter().flatten()) {
+                    assert!((got - want).abs() < 1e-4, "{dtype:?} on {ranks}: {got} instead of {want}");
+                }
+                Ok(())
+            });
+        }
+    }
+}
+
 #[test]
 fn keys_and_tensors_without_a_place_are_refused_by_name() {
     let (_, models) = convertible();
@@ -305,7 +388,9 @@ fn keys_and_tensors_without_a_place_are_refused_by_name() {
     let text = |text: &str| Stored::String(text.into());
     let cases = [
         (Some(("general.architecture", text("mamba"))), None, "\"mamba\" is not supported"),
-        (Some(("llama.expert_count", Stored::U32(8))), None, "llama.expert_count (8)"),
+        (Some(("llama.expert_count", Stored::U32(8))), None, "model.layers.0.block_sparse_moe.experts.0.w1.weight"),
+        (Some(("llama.expert_gating_func", Stored::U32(2))), None, "llama.expert_gating_func is 2"),
+        (Some(("llama.expert_shared_count", Stored::U32(1))), None, "llama.expert_shared_count is 1"),
         (Some(("llama.rope.scaling.type", text("axial"))), None, "\"axial\""),
         (Some(("llama.rope.scaling.factor", Stored::F32(2.0))), None, "llama.rope.scaling.factor"),
         (Some(("llama.rope.scaling.yarn_ext_factor", Stored::F32(2.0))), None, "llama.rope.scaling.yarn_ext_factor"),
@@ -315,7 +400,7 @@ fn keys_and_tensors_without_a_place_are_refused_by_name() {
         (Some(("llama.attention.head_count", Stored::F32(2.5))), None, "num_attention_heads is 2.5"),
         (Some(("llama.vocab_size", Stored::U32(9))), None, "llama.vocab_size"),
         (None, Some("rope_freqs.weight"), "rope_freqs.weight"),
-        (None, Some("blk.0.ffn_gate_inp.weight"), "blk.0.ffn_gate_inp.weight"),
+        (None, Some("blk.0.ffn_gate_inp.weight"), "model.layers.0.mlp.router.weight"),
     ];
     for (key, tensor, want) in cases {
         let said = change(key, tensor);

@@ -5,7 +5,9 @@ mod batch;
 mod chat;
 #[path = "config.rs"]
 mod configs;
+mod contexts;
 mod damaged;
+mod experts;
 pub(crate) mod facts;
 mod families;
 mod gguf;
@@ -92,7 +94,7 @@ fn reference(folder: &Path) -> Vec<Vec<f32>> {
 fn model(ctx: &RankContext, folder: &Path, config: &Config, longest: usize) -> candle_shard::Result<Decoder> {
     let weights = Weights::open(folder)?;
     let mesh = ctx.mesh(&[("tp", ctx.world_size())])?;
-    let vb = ShardedVarBuilder::from_weights(weights, 0, &mesh, Decoder::plan("tp"), DType::F32, &Device::Cpu)?;
+    let vb = ShardedVarBuilder::from_weights(weights, 0, &mesh, Decoder::plan(config, "tp"), DType::F32, &Device::Cpu)?;
     let model = Decoder::new(config, longest, &vb.frozen())?;
     vb.finish()?;
     Ok(model)

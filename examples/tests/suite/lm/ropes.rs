@@ -42,7 +42,7 @@ pub(crate) fn ropes() -> Ropes {
 pub(crate) fn after(ctx: &RankContext, path: &Path, tokens: &[u32]) -> anyhow::Result<Vec<f32>> {
     let files = Files::open(path)?;
     let mesh = ctx.mesh(&[("tp", ctx.world_size())])?;
-    let plan = Decoder::plan("tp");
+    let plan = Decoder::plan(&files.config, "tp");
     let vb = ShardedVarBuilder::from_weights(files.weights(), 0, &mesh, plan, DType::F32, &Device::Cpu)?.frozen();
     let model = Decoder::new(&files.config, 32, &vb)?;
     let mut cache = Cache::new(files.config.num_hidden_layers, 32);
@@ -94,7 +94,7 @@ fn keys_of_the_shorter_context_are_never_mixed_with_those_of_a_longer_one() {
     on_ranks(2, "mixed", move |ctx| -> anyhow::Result<()> {
         let files = Files::open(&path)?;
         let mesh = ctx.mesh(&[("tp", 2)])?;
-        let plan = Decoder::plan("tp");
+        let plan = Decoder::plan(&files.config, "tp");
         let vb = ShardedVarBuilder::from_weights(files.weights(), 0, &mesh, plan, DType::F32, &Device::Cpu)?.frozen();
         let model = Decoder::new(&files.config, 32, &vb)?;
         let mut cache = Cache::new(files.config.num_hidden_layers, 32);

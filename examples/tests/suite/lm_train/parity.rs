@@ -6,7 +6,7 @@ use examples::lm::train::trainer::{Trainer, train};
 use test_utils::on_ranks;
 
 use crate::lm_train::plain::Plain;
-use crate::lm_train::support::{Place, assert_close, config};
+use crate::lm_train::support::{Place, assert_close, config, mixture};
 
 /// What f32 allows.
 const TOLERANCE: f64 = 1e-5;
@@ -87,6 +87,26 @@ fn fully_sharded_ranks_learn_as_one_device() {
     let tied = Config { tie_word_embeddings: true, ..config(4, 2) };
     let meshes = ["--dp 2 --tp 2", "--pp 2 --dp 2 --tp 1", "--pp 2 --dp 2 --tp 1 --schedule zb-h1"];
     agrees("a tied table", &tied, &meshes);
+}
+
+#[test]
+fn distributed_experts_learn_as_one_device() {
+    let meshes = [
+        "--tp 1",
+        "--tp 2 --recompute",
+        "--tp 1 --ep 2",
+        "--tp 1 --ep 3 --recompute",
+        // More ranks than experts.
+        "--tp 1 --ep 6",
+        "--tp 2 --ep 2 --accumulate 2",
+        "--tp 1 --ep 2 --dp 2 --microbatches 3",
+        "--tp 1 --ep 2 --dp 2 --fsdp",
+        "--tp 1 --ep 2 --pp 2",
+        "--tp 1 --ep 2 --pp 2 --schedule zb-h1 --microbatches 3",
+    ];
+    agrees_on("--batch 12", "five experts", &mixture(5, 2), &meshes);
+    let tied = Config { tie_word_embeddings: true, ..mixture(3, 1) };
+    agrees_on("--batch 12", "one of three experts", &tied, &["--tp 1 --ep 2", "--tp 2 --ep 2 --pp 2"]);
 }
 
 #[test]

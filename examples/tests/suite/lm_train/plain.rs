@@ -1,4 +1,4 @@
-//! A Llama on one device in plain candle, made of ops that all have gradients.
+//! A Llama or a Mixtral on one device in plain candle, made of ops that all have gradients.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -8,6 +8,7 @@ use candle_core::{D, DType, Device, Result, Tensor, Var, safetensors};
 use candle_nn::{AdamW, Optimizer, ParamsAdamW};
 use candle_shard::nn::Heads;
 use examples::lm::config::Config;
+use examples::lm::config::experts::Experts;
 use examples::lm::train::job::Job;
 
 pub(crate) struct Plain {
@@ -42,8 +43,12 @@ impl Plain {
     /// The gradients of the first step by parameter.
     pub(crate) fn first_gradients(&self, job: &Job) -> BTreeMap<String, Vec<f32>> {
         let grads = self.loss(job, 0).unwrap().backward().unwrap();
-        let whole = |var: &Var| grads.get(var).unwrap().flatten_all().unwrap().to_vec1().unwrap();
-        self.vars.iter().map(|(name, var)| (name.clone(), whole(var))).collect()
+        let whole = |name: &String| grads.get(&self.vars[name]).unwrap().flatten_all().unwrap().to_vec1().unwrap();
+        let of_tensor = |name: String| {
+            let parts = self.config.unstacked(&name).unwrap_or_else(|| vec![self.config.stored_name(&name)]);
+            (name, parts.iter().flat_map(whole).collect::<Vec<f32>>())
+        };
+        self.config.tensors().into_iter().map(|(name, _)| of_tensor(name)).collect()
     }
 
     /// The losses of all steps.
@@ -81,11 +86,34 @@ impl Plain {
             let at = |name: &str| format!("model.layers.{i}.{name}");
             h = (&h + self.attention(&self.norm(&h, &at("input_layernorm"))?, &at("self_attn"))?)?;
             let x = self.norm(&h, &at("post_attention_layernorm"))?;
-            let gated = (self.linear(&x, &at("mlp.gate_proj"))?.silu()? * self.linear(&x, &at("mlp.up_proj"))?)?;
-            h = (h + self.linear(&gated, &at("mlp.down_proj"))?)?;
+            h = (h + match &self.config.parts.experts {
+                None => self.gated(&x, ["gate_proj", "up_proj", "down_proj"].map(|name| at(&format!("mlp.{name}"))))?,
+                Some(experts) => self.experts(&x, experts, &at("block_sparse_moe"))?,
+            })?;
         }
         let head = if self.config.tie_word_embeddings { "model.embed_tokens" } else { "lm_head" };
         self.linear(&self.norm(&h, "model.norm")?, head)
+    }
+
+    fn gated(&self, x: &Tensor, [gate, up, down]: [String; 3]) -> Result<Tensor> {
+        self.linear(&(self.linear(x, &gate)?.silu()? * self.linear(x, &up)?)?, &down)
+    }
+
+    /// All experts on all tokens, with weights of zero where they were not chosen.
+    fn experts(&self, x: &Tensor, experts: &Experts, at: &str) -> Result<Tensor> {
+        let scores = candle_nn::ops::softmax(&self.linear(x, &format!("{at}.gate"))?, D::Minus1)?;
+        let chosen = scores.detach().flatten_to(1)?.to_vec2::<f32>()?.into_iter().flat_map(|row| {
+            let rank = move |i: usize| row.iter().filter(|&&other| other > row[i]).count();
+            (0..experts.count).map(move |i| if rank(i) < experts.chosen { 1f32 } else { 0.0 })
+        });
+        let weights = (&scores * Tensor::from_iter(chosen, &Device::Cpu)?.reshape(scores.shape())?)?;
+        let weights = weights.broadcast_div(&weights.sum_keepdim(D::Minus1)?)?;
+        let mut sum = x.zeros_like()?;
+        for expert in 0..experts.count {
+            let made = self.gated(x, ["w1", "w3", "w2"].map(|name| format!("{at}.experts.{expert}.{name}")))?;
+            sum = (sum + made.broadcast_mul(&weights.narrow(D::Minus1, expert, 1)?)?)?;
+        }
+        Ok(sum)
     }
 
     fn attention(&self, x: &Tensor, at: &str) -> Result<Tensor> {

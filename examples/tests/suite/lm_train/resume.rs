@@ -8,7 +8,7 @@ use candle_shard::Weights;
 use examples::lm::config::Config;
 use examples::lm::files::Files;
 
-use crate::lm_train::support::{Place, assert_close, config};
+use crate::lm_train::support::{Place, assert_close, config, mixture};
 
 #[test]
 fn losses_go_on_on_another_mesh_as_if_nothing_had_happened() {
@@ -52,6 +52,20 @@ fn goes_on(config: &Config, batch: &str, from: &str, onto: &[&str]) {
     for mesh in onto {
         let what = format!("{from}, then {mesh}");
         assert_close(&place.losses(&format!("{mesh} --resume @saved")), &want[4..], 1e-5, &what);
+    }
+}
+
+#[test]
+fn experts_go_on_on_other_ranks_and_are_saved_one_by_one() {
+    let config = mixture(5, 2);
+    goes_on(&config, "--batch 12", "--ep 3 --tp 1", &["--tp 2", "--ep 2 --tp 1 --pp 2", "--ep 4 --tp 1"]);
+    let place = Place::new(&config);
+    for mesh in ["--ep 2 --tp 1", "--ep 2 --tp 1 --pp 2"] {
+        place.losses(&format!("{mesh} --batch 12 --steps 1 --warmup 0 --save @{}", mesh.len()));
+        let saved = Weights::open(place.path(&format!("{}/step-00000001", mesh.len()))).unwrap();
+        let names: BTreeSet<(String, Vec<usize>)> =
+            saved.names().map(|name| (name.to_owned(), saved.shape(name).unwrap().to_vec())).collect();
+        assert_eq!(names, config.stored().into_iter().collect(), "{mesh}");
     }
 }
 

@@ -9,6 +9,7 @@ use candle_core::DType;
 use clap::Parser;
 use examples::lm::args::Args;
 use examples::lm::config::Config;
+use examples::lm::config::experts::Experts;
 use examples::lm::random_model;
 use examples::lm::train::job::Job;
 use examples::lm::train::trainer::{Trainer, train};
@@ -36,6 +37,14 @@ pub(crate) fn config(query: usize, key_value: usize) -> Config {
         max_position_embeddings: 32,
         ..random_model::config()
     }
+}
+
+/// A small mixture of so many experts, of which each token uses some.
+pub(crate) fn mixture(count: usize, chosen: usize) -> Config {
+    let mut parts = random_model::mixture().parts;
+    let experts = parts.experts.take().unwrap();
+    parts.experts = Some(Experts { count, chosen, hidden: 44, ..experts });
+    Config { parts, family: "mixtral", ..config(4, 2) }
 }
 
 /// A folder with a model, a text, and room for checkpoints.

@@ -1,0 +1,106 @@
+//! Experts whose weights stay quantized, as files store them.
+use super::OP;
+use super::config::{Axes, MoEConfig};
+use crate::kernels::{self, QuantizedMatrix};
+use crate::nn::{ShardedVarBuilder, Width};
+use crate::{Error, Result};
+use candle_core::{DType, Tensor};
+use std::ops::Range;
+use std::sync::Arc;
+
+/// The names of the weights of experts: gate, up and down.
+pub(super) const NAMES: [&str; 3] = ["gate_proj", "up_proj", "down_proj"];
+
+/// The blocks of this rank's experts.
+#[derive(Debug, Clone)]
+pub(super) struct QuantizedExperts {
+    /// Gate, up and down of each expert; `None` if no column of the hidden dim is here.
+    own: Arc<[Option<[QuantizedMatrix; 3]>]>,
+    hidden: usize,
+}
+
+impl QuantizedExperts {
+    /// Reads this rank's blocks; `None` if files do not store all weights in blocks, or a cut would fall inside of one.
+    ///
+    /// All ranks decide alike.
+    pub(super) fn read(config: &MoEConfig, axes: &Axes, vb: &ShardedVarBuilder) -> Result<Option<Self>> {
+        let &MoEConfig { width, hidden, experts, .. } = config;
+        let [Some(_), Some(_), Some(block)] = NAMES.map(|name| vb.quantized_block(name)) else { return Ok(None) };
+        let mesh = vb.mesh();
+        let ranks = axes.tensor.map_or(1, |axis| mesh.shape()[axis]);
+        if ranks > 1 && !hidden.is_multiple_of(block) {
+            return Ok(None);
+        }
+        let Some(weights) = vb.stored() else { return Ok(None) };
+        let names = NAMES.map(|name| vb.full_name(name));
+        for (name, want) in names.iter().zip([[hidden, width], [hidden, width], [width, hidden]]) {
+            let (shape, want) = (weights.shape(name)?, [experts, want[0], want[1]]);
+            if shape != want {
+                return Err(Error::Plan(format!("{name} has shape {shape:?}, and the layer wants {want:?}")));
+            }
+        }
+        if !matches!(vb.dtype(), DType::F32 | DType::BF16 | DType::F16) {
+            let dtype = vb.dtype().as_str();
+            return Error::op(OP, format!("quantized experts in {dtype}: expected f32, bf16 or f16, or read floats"));
+        }
+        let columns = match axes.tensor.filter(|_| ranks > 1) {
+            Some(axis) => {
+                let width = Width::new(hidden / block, block);
+                let cut = axes.tensor_cut(0, width, vb)?.and_then(|cut| cut.sizes);
+                let sizes = cut.map_or_else(|| width.cut(ranks).to_vec(), |sizes| sizes.to_vec());
+                range(&sizes, mesh.coordinate()[axis])
+            }
+            None => 0..hidden,
+        };
+        let mine = range(&axes.sizes, axes.experts.map_or(0, |axis| mesh.coordinate()[axis]));
+        let read = |expert: usize| -> Result<Option<[QuantizedMatrix; 3]>> {
+            if columns.is_empty() {
+                return Ok(None);
+            }
+            let part = |which: usize, block: [Range<usize>; 2]| {
+                let matrix =
+                    QuantizedMatrix::new(weights.read_quantized_at(&names[which], expert, block, vb.device())?)?;
+                vb.count_quantized(matrix.bytes());
+                Ok::<_, Error>(matrix)
+            };
+            let (rows, all) = (columns.clone(), 0..width);
+            let (gate, up) = (part(0, [rows.clone(), all.clone()])?, part(1, [rows.clone(), all.clone()])?);
+            Ok(Some([gate, up, part(2, [all, rows])?]))
+        };
+        let own = mine.map(read).collect::<Result<_>>()?;
+        Ok(Some(Self { own, hidden: columns.len() }))
+    }
+
+    /// Returns how many experts are here.
+    pub(super) fn len(&self) -> usize {
+        self.own.len()
+    }
+
+    /// Returns the results `[n, width]` for rows `x` `[n, width]` that are sorted by expert, `counts` for each.
+    pub(super) fn compute(&self, x: &Tensor, counts: &[usize]) -> Result<Tensor> {
+        if x.dim(0)? == 0 {
+            return Ok(x.clone());
+        }
+        // Without columns the results are zeros, and the input still takes part in the backward pass. candle would leave it
+        // out behind `affine` with a factor of zero.
+        if self.hidden == 0 {
+            return Ok(x.mul(&x.zeros_like()?)?);
+        }
+        let (mut made, mut start) = (Vec::new(), 0);
+        for (expert, &count) in self.own.iter().zip(counts).filter(|(_, count)| **count > 0) {
+            let Some([gate, up, down]) = expert else { continue };
+            let x = x.narrow(0, start, count)?;
+            start += count;
+            let both = kernels::quantized_linear(&x, &[gate, up])?;
+            let [gate, up] = [0, self.hidden].map(|first| both.narrow(1, first, self.hidden));
+            made.push(kernels::quantized_linear(&kernels::silu_gate(&gate?, &up?)?, &[down])?);
+        }
+        Ok(Tensor::cat(&made, 0)?)
+    }
+}
+
+/// Returns the range of a rank, of ranges of these sizes.
+fn range(sizes: &[usize], rank: usize) -> Range<usize> {
+    let start = sizes[..rank].iter().sum::<usize>();
+    start..start + sizes[rank]
+}

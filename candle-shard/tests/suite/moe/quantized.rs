@@ -1,0 +1,119 @@
+//! Experts that stay quantized, against one device and against the floats that their blocks stand for.
+use crate::common::*;
+use crate::gguf::save;
+use candle_core::quantized::{GgmlDType, QTensor};
+use candle_core::{DType, Device, Tensor};
+use candle_shard::nn::{MoE, MoEConfig, Mode, ShardedVarBuilder};
+use candle_shard::parallel::{Plan, Shares};
+use candle_shard::{DTensor, Replicate, Result, Shard, Weights};
+use std::path::{Path, PathBuf};
+use test_utils::{Scratch, on_ranks};
+
+const CPU: Device = Device::Cpu;
+const EXPERTS: usize = 4;
+const WIDTH: usize = 64;
+const HIDDEN: usize = 96;
+
+fn write(path: &Path, dtype: GgmlDType) {
+    let made = |shape: &[usize], seed: usize, dtype: GgmlDType| {
+        let scale = 1.0 / (shape[shape.len() - 1] as f64).sqrt();
+        QTensor::quantize(&values(shape, seed as u64, DType::F32).affine(scale, 0.0).unwrap(), dtype).unwrap()
+    };
+    let tensors = [
+        ("router.weight", made(&[EXPERTS, WIDTH], 1, GgmlDType::F32)),
+        ("experts.gate_proj", made(&[EXPERTS, HIDDEN, WIDTH], 2, dtype)),
+        ("experts.up_proj", made(&[EXPERTS, HIDDEN, WIDTH], 3, dtype)),
+        ("experts.down_proj", made(&[EXPERTS, WIDTH, HIDDEN], 4, dtype)),
+    ];
+    save(path, &[], &tensors.each_ref().map(|(name, tensor)| (*name, tensor)));
+}
+
+/// What a run gives: the output, the gradients of the input and the router, and the bytes in blocks.
+type Made = (Vec<f32>, Vec<f32>, Vec<f32>, usize);
+
+fn run(
+    path: &Path,
+    ctx: &candle_dist::RankContext,
+    [ep, tp]: [usize; 2],
+    is_cut: bool,
+    shares: Option<Shares>,
+    as_floats: bool,
+) -> Result<Made> {
+    let mesh = ctx.mesh(&[("ep", ep), ("tp", tp)])?;
+    let plan = Plan::new("tp").with_shares(shares);
+    let vb = ShardedVarBuilder::from_weights(Weights::open(path)?, 0, &mesh, plan, DType::F32, &CPU)?;
+    let vb = if as_floats { vb.dequantized() } else { vb };
+    let config = MoEConfig::new(WIDTH, HIDDEN, EXPERTS, 2).normalize(true).expert_axis("ep").tensor_axis("tp");
+    let layer = MoE::new(config, &vb)?;
+    let placements = if is_cut { [Shard(0), Replicate] } else { [Replicate; 2] };
+    let (x, var) = DTensor::distribute(&values(&[7, WIDTH], 5, DType::F32), &mesh, &placements)?.to_var()?;
+    let output = layer.forward(&x, Mode::Eval)?.output;
+    let grads = output.sqr()?.sum_all()?.backward()?;
+    let list = |x: &Tensor| -> Result<Vec<f32>> { Ok(x.flatten_all()?.to_vec1()?) };
+    let parameters = vb.built();
+    let whole = |name: &str| -> Result<Vec<f32>> {
+        let parameter = parameters.iter().find(|parameter| parameter.name == name).unwrap();
+        list(&parameter.grad(&grads)?.unwrap().full_tensor()?)
+    };
+    let grad = DTensor::from_local_with_spec(grads.get(&var).unwrap().clone(), x.spec().clone())?;
+    Ok((list(&output.full_tensor()?)?, list(&grad.full_tensor()?)?, whole("router.weight")?, vb.quantized_bytes()))
+}
+
+fn on(path: &Path, mesh: [usize; 2], is_cut: bool, shares: Option<&str>, as_floats: bool) -> Vec<Made> {
+    let (path, shares): (PathBuf, _) = (path.into(), shares.map(|shares| shares.parse::<Shares>().unwrap()));
+    on_ranks(mesh.iter().product(), "quantized experts", move |ctx| {
+        run(&path, ctx, mesh, is_cut, shares.clone(), as_floats)
+    })
+    .into_iter()
+    .collect()
+}
+
+fn assert_near(got: &[f32], want: &[f32], relative: f32, what: &str) {
+    assert_eq!(got.len(), want.len());
+    let most = want.iter().fold(1e-6f32, |most, x| most.max(x.abs()));
+    let off = got.iter().zip(want).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+    assert!(off <= relative * most, "{what}: off by {off} of {most}");
+}
+
+#[test]
+fn quantized_experts_compute_what_one_device_does_and_nearly_what_floats_do() {
+    let folder = Scratch::new("quantized-experts");
+    for dtype in [GgmlDType::Q8_0, GgmlDType::Q4_1] {
+        let path = folder.path(format!("{dtype:?}.gguf"));
+        write(&path, dtype);
+        let one = on(&path, [1, 1], false, None, false).remove(0);
+        let floats = on(&path, [1, 1], false, None, true).remove(0);
+        assert_eq!(floats.3, 0);
+        for (got, want) in [(&one.0, &floats.0), (&one.1, &floats.1), (&one.2, &floats.2)] {
+            assert_near(got, want, 0.05, &format!("{dtype:?} against floats"));
+        }
+        let meshes = [
+            ([2, 1], None),
+            ([3, 1], None),
+            // Ranks without experts, and without one of the three blocks of columns.
+            ([5, 1], None),
+            ([1, 2], None),
+            ([1, 4], None),
+            ([2, 2], None),
+            ([1, 2], Some("0:1")),
+            ([2, 2], Some("2:1")),
+        ];
+        for (mesh, shares) in meshes {
+            for is_cut in [true, false] {
+                let what = format!("{dtype:?} on {mesh:?} in shares {shares:?}, tokens cut: {is_cut}");
+                let ranks = on(&path, mesh, is_cut, shares, false);
+                for (output, input, router, _) in &ranks {
+                    assert_near(output, &one.0, 1e-5, &what);
+                    assert_near(input, &one.1, 1e-4, &what);
+                    assert_near(router, &one.2, 1e-4, &what);
+                }
+                let held: usize = ranks.iter().map(|rank| rank.3).sum();
+                assert_eq!(held, one.3, "{what}: every block once");
+                if mesh == [3, 1] {
+                    let counts: Vec<usize> = ranks.iter().map(|rank| rank.3 * EXPERTS / one.3).collect();
+                    assert_eq!(counts, [2, 2, 0]);
+                }
+            }
+        }
+    }
+}

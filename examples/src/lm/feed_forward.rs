@@ -1,0 +1,75 @@
+//! The feed-forward network of a layer: one for all tokens, or experts of which each token uses some.
+
+use candle_nn::Activation;
+use candle_shard::nn::{MoE, MoEConfig, Mode, ShardedVarBuilder};
+use candle_shard::{DTensor, Placements, Replicate, Result, Shard};
+
+use super::config::Config;
+use super::config::experts::Experts;
+use super::projection::{Projection, granule, in_blocks};
+use super::{EXPERT_AXIS, LAYER_AXIS};
+
+/// A gated feed-forward network.
+#[derive(Debug)]
+pub(super) enum FeedForward {
+    Dense { gate: Projection, up: Projection, down: Projection, activation: Activation },
+    Experts(MoE),
+}
+
+/// The dim of tokens in hidden states `[batch, tokens, hidden]`.
+const TOKENS: usize = 1;
+
+impl FeedForward {
+    /// The network of this layer at the builder's path.
+    pub(super) fn new(config: &Config, layer: usize, vb: &ShardedVarBuilder) -> Result<Self> {
+        let (hidden, parts) = (config.hidden_size, &config.parts);
+        if let Some(experts) = parts.experts(layer) {
+            return Ok(Self::Experts(MoE::new(options(hidden, experts, vb), vb)?));
+        }
+        let inner = in_blocks(config.intermediate_size, granule(&vb.pp("down_proj")));
+        Ok(Self::Dense {
+            gate: Projection::new(hidden, inner, parts.mlp_bias, &vb.pp("gate_proj"))?,
+            up: Projection::new(hidden, inner, parts.mlp_bias, &vb.pp("up_proj"))?,
+            down: Projection::new(inner, hidden, parts.mlp_bias, &vb.pp("down_proj"))?,
+            activation: parts.activation,
+        })
+    }
+
+    /// What the network adds to the states `[batch, tokens, hidden]`.
+    pub(super) fn forward(&self, x: &DTensor) -> Result<DTensor> {
+        match self {
+            Self::Dense { gate, up, down, activation } => {
+                let [gate, up] = gate.forward_both(up, x)?;
+                down.forward(&match activation {
+                    Activation::Silu => gate.silu_gate(&up)?,
+                    other => gate.activation(*other)?.mul(&up)?,
+                })
+            }
+            Self::Experts(experts) => {
+                let cut = experts.forward(&x.redistribute(&routed(x)?)?, Mode::Eval)?.output;
+                cut.redistribute(x.placements())
+            }
+        }
+    }
+}
+
+/// The options of a layer of experts, which are distributed over one axis and cut over another, as far as the mesh has them.
+fn options(width: usize, experts: &Experts, vb: &ShardedVarBuilder) -> MoEConfig {
+    let options = MoEConfig::new(width, experts.hidden, experts.count, experts.chosen).normalize(experts.normalize);
+    let has = |axis| vb.mesh().axis_index(axis).is_ok();
+    let options = if has(EXPERT_AXIS) { options.expert_axis(EXPERT_AXIS) } else { options };
+    if has(LAYER_AXIS) { options.tensor_axis(LAYER_AXIS) } else { options }
+}
+
+/// How states lie before experts: each rank routes some of the tokens that all have, and sends the rows that others compute.
+///
+/// Fewer tokens than ranks stay on all: each rank runs its own experts, and one sum joins the results.
+fn routed(x: &DTensor) -> Result<Placements> {
+    let mut placements: Placements = x.placements().into();
+    let Ok(axis) = x.mesh().axis_index(EXPERT_AXIS) else { return Ok(placements) };
+    let is_whole = placements.iter().all(|placement| placement.shard_dim() != Some(TOKENS));
+    if placements[axis] == Replicate && is_whole && x.dims()[TOKENS] >= x.mesh().shape()[axis] {
+        placements[axis] = Shard(TOKENS);
+    }
+    Ok(placements)
+}
