@@ -34,7 +34,7 @@ pub(super) fn draw(kernel: &Kernel, exec: &mut Exec<'_>, v: &[u64]) -> Option<()
     let drawn: Vec<f64> = (0..count).map(&mut at).collect();
     let drawn = match kernel.ty {
         Type::F32 => bytes(drawn.into_iter().map(|x| x as f32)),
-        _ => bytes(drawn.into_iter()),
+        _ => bytes(drawn),
     };
     exec.write(out, &drawn);
     Some(())
