@@ -42,7 +42,7 @@ def main():
         "candle-transformers, 2 threads": (candle, 2),
     }
     if has(args.llama_python, "import llama_cpp, numpy"):
-        peer = [args.llama_python, PEERS / "llama_cpp.py", *task]
+        peer = [args.llama_python, PEERS / "llamacpp.py", *task]
         for threads, name in ((1, "llama.cpp, 1 thread"), (2, "llama.cpp, 2 threads")):
             sides[name] = ([*peer, "--threads", str(threads)], threads)
     else:

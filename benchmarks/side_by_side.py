@@ -23,14 +23,24 @@ def with_threads(count):
 
 
 def output(command, tries=1, threads=1):
-    """Returns the JSON object that a measurement prints.
+    """Returns the JSON object that a measurement prints; see output_text."""
+    return json.loads(output_text(command, tries, threads))
+
+
+def output_lines(command, tries=1, threads=1):
+    """Returns the JSON objects that a measurement prints, one in each line; see output_text."""
+    return [json.loads(line) for line in output_text(command, tries, threads).splitlines()]
+
+
+def output_text(command, tries, threads):
+    """Returns what a measurement prints.
 
     Ranks compute with one thread, so that only ranks compete for cores. Retries, because a peer may abort occasionally.
     """
     for _ in range(tries):
         run = subprocess.run(command, env=with_threads(threads), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         if run.returncode == 0:
-            return json.loads(run.stdout)
+            return run.stdout
         say(f"{' '.join(map(str, command))} failed:\n{run.stderr}")
     sys.exit(1)
 

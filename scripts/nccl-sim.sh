@@ -1,18 +1,21 @@
 #!/usr/bin/env bash
 # Runs tests over NCCL on simulated GPUs. Needs cargo and a C compiler, no GPU and nothing of NVIDIA's.
 #
-# usage: scripts/nccl-sim.sh [--gpus N[,N..]] [--seeds N] [--first SEED] [SUITE..]
+# usage: scripts/nccl-sim.sh [--gpus N[,N..]] [--seeds N] [--starts N] [--first SEED] [SUITE..]
 #
 # Builds the simulated driver (nccl-sim) and links the tests with it. Runs each SUITE on N simulated GPUs (default: 1, 2
 # and 4 in turn) with each seed from SEED on (default: one seed, 0). A seed chooses the order in which the streams run.
-# A SUITE is a filter of candle-dist's tests (default: nccl::), or CRATE/FILTER for those of another crate.
-# The last line is "seeds N races N failed N": how many seeds ran, how many faults the simulator found, and how many runs
-# failed. The status is 0 if the last two are 0, 2 if the arguments are wrong, and 1 otherwise.
+# Each seed has a start of the program of its own, unless --starts says fewer: then the worlds of a start take its seeds
+# in turn.
+# A SUITE is a filter of candle-dist's tests (default: nccl::), CRATE/FILTER for those of another crate, or processes or
+# processes/FILTER for ranks that are processes.
+# The last line is "seeds N races N failed N": how many seeds were used, how many faults the simulator found, and how many
+# runs failed. The status is 0 if the last two are 0, 2 if the arguments are wrong, and 1 otherwise.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 usage() {
-  sed -n '4,10s/^# \{0,1\}//p' scripts/nccl-sim.sh >&2
+  sed -n '4,13s/^# \{0,1\}//p' scripts/nccl-sim.sh >&2
   echo "error: $1" >&2
   exit 2
 }
@@ -21,10 +24,10 @@ number() {
   [[ "$2" =~ ^[0-9]{1,9}$ ]] && ((10#$2 >= $3)) || usage "$1 takes a number from $3 on, not '$2'"
   echo "$((10#$2))"
 }
-gpus=(1 2 4) seeds=1 first=0 suites=()
+gpus=(1 2 4) seeds=1 starts=0 first=0 suites=()
 while [ $# -gt 0 ]; do
   case "$1" in
-    --gpus | --seeds | --first) [ $# -gt 1 ] || usage "$1 lacks its value" ;;&
+    --gpus | --seeds | --starts | --first) [ $# -gt 1 ] || usage "$1 lacks its value" ;;&
     --gpus)
       gpus=()
       for count in ${2//,/ }; do
@@ -35,8 +38,9 @@ while [ $# -gt 0 ]; do
       shift
       ;;
     --seeds) seeds="$(number --seeds "$2" 1)" || exit 2; shift ;;
+    --starts) starts="$(number --starts "$2" 1)" || exit 2; shift ;;
     --first) first="$(number --first "$2" 0)" || exit 2; shift ;;
-    -h | --help) sed -n '2,10s/^# \{0,1\}//p' scripts/nccl-sim.sh; exit 0 ;;
+    -h | --help) sed -n '2,13s/^# \{0,1\}//p' scripts/nccl-sim.sh; exit 0 ;;
     -*) usage "unknown flag $1" ;;
     *) suites+=("$1") ;;
   esac
@@ -46,9 +50,10 @@ done
 # The suites as CRATE/FILTER, and their crates.
 crates=()
 for at in "${!suites[@]}"; do
+  [ "${suites[at]}" != processes ] || suites[at]="processes/"
   [[ "${suites[at]}" == */* ]] || suites[at]="candle-dist/${suites[at]}"
   crate="${suites[at]%%/*}"
-  [ -d "$crate/tests/suite" ] || usage "no crate $crate with tests in $crate/tests/suite"
+  [ "$crate" = processes ] || [ -d "$crate/tests/suite" ] || usage "no crate $crate with tests in $crate/tests/suite"
   [[ " ${crates[*]-} " == *" $crate "* ]] || crates+=("$crate")
 done
 
@@ -77,18 +82,19 @@ for library in cuda nccl nvrtc curand cublas cublasLt cudart; do
   ln -sf "$CARGO_TARGET_DIR/debug/libnccl_sim.so" "$CUDA_HOME/lib/lib$library.so"
 done
 
-# program CRATE: builds the crate's tests, and prints the path of the program.
+# program CRATE TEST: builds a test of the crate, and prints the path of the program.
 program() {
-  cargo test --locked --quiet -p "$1" --features "$1/nccl,test-utils/nccl" --test suite --no-run --message-format json |
-    grep -o '"executable":"[^"]*/suite-[^"]*"' | tail -n 1 | cut -d'"' -f4
+  cargo test --locked --quiet -p "$1" --features "$1/nccl,test-utils/nccl" --test "$2" --no-run --message-format json |
+    grep -o "\"executable\":\"[^\"]*/$2-[^\"]*\"" | tail -n 1 | cut -d'"' -f4
 }
 export LD_LIBRARY_PATH="$CUDA_HOME/lib:${LD_LIBRARY_PATH:-}" CANDLE_TEST_BACKEND=nccl-sim
 declare -A programs
 for crate in "${crates[@]}"; do
-  programs[$crate]="$(program "$crate")"
+  if [ "$crate" = processes ]; then programs[$crate]="$(program test-utils processes)"; else programs[$crate]="$(program "$crate" suite)"; fi
   [ -x "${programs[$crate]}" ] || { echo "error: the tests of $crate cannot be built" >&2; exit 1; }
 done
 for suite in "${suites[@]}"; do
+  [[ "$suite" != processes/* ]] || continue
   # A filter that matches nothing would pass.
   listed="$("${programs[${suite%%/*}]}" "${suite#*/}" --list 2>/dev/null | grep -c ': test$' || true)"
   [ "$listed" -gt 0 ] || usage "no test of ${suite%%/*} matches '${suite#*/}'"
@@ -99,12 +105,19 @@ export SIM_REPORT="$folder/report"
 log="$folder/log" failed=0 runs=0
 : >"$SIM_REPORT"
 : >"$folder/skipped"
-for seed in $(seq "$first" $((first + seeds - 1))); do
+# The starts, and how many seeds each has.
+((starts > 0 && starts <= seeds)) || starts=$seeds
+each=$(((seeds + starts - 1) / starts))
+export SIM_USED="$folder/used" SIM_SEEDS=$each
+: >"$SIM_USED"
+for seed in $(seq "$first" "$each" $((first + seeds - 1))); do
   for count in "${gpus[@]}"; do
     for suite in "${suites[@]}"; do
       runs=$((runs + 1)) status=0 crate="${suite%%/*}"
-      (cd "$crate" && SIM_SEED=$seed SIM_GPUS=$count timeout "${SIM_LIMIT:-900}" "${programs[$crate]}" \
-        "${suite#*/}" --test-threads 1 >"$log" 2>&1) || status=$?
+      place="$crate" arguments=("${suite#*/}" --test-threads 1)
+      [ "$crate" != processes ] || place=test-utils arguments=("${suite#*/}")
+      (cd "$place" && SIM_SEED=$seed SIM_GPUS=$count timeout "${SIM_LIMIT:-900}" "${programs[$crate]}" \
+        "${arguments[@]}" >"$log" 2>&1) || status=$?
       grep -a '^SKIPPED' "$log" | sed 's/ ([0-9]* skipped in this program)$//' >>"$folder/skipped" || true
       if [ "$status" -ne 0 ]; then
         failed=$((failed + 1))
@@ -118,5 +131,5 @@ sort "$folder/skipped" | uniq -c | sort -rn | head -n 60
 echo "runs $runs, tests or cases skipped $(wc -l <"$folder/skipped")"
 races="$(wc -l <"$SIM_REPORT")"
 [ "$races" -eq 0 ] || sort "$SIM_REPORT" | uniq | head -n 40
-echo "seeds $seeds races $races failed $failed"
+echo "seeds $(sort -u "$SIM_USED" | wc -l) races $races failed $failed"
 [ "$races" -eq 0 ] && [ "$failed" -eq 0 ]

@@ -116,8 +116,9 @@ fn normalizer<T: Real>(x: &Tensor) -> Result<(Tensor, Tensor)> {
     Ok((Tensor::from_vec(top, rows, &Device::Cpu)?, Tensor::from_vec(norm, rows, &Device::Cpu)?))
 }
 
-/// Computes the loss with candle's own operations; row and class weights come from the host.
-fn composed(x: &Tensor, goals: &Goals, join: impl Fn(&Tensor, ReduceOp) -> Result<Tensor>) -> Result<Tensor> {
+/// Like [`weighted_cross_entropy`] of f32 or f64 with candle's own operations, as off the CPU. What comes from the host has the
+/// size of a row or of a column.
+pub fn composed(x: &Tensor, goals: &Goals, join: impl Fn(&Tensor, ReduceOp) -> Result<Tensor>) -> Result<Tensor> {
     let (rows, classes) = x.dims2()?;
     if classes == 0 {
         // Other pieces have classes and wait for this one, in the backward pass too.

@@ -273,7 +273,7 @@ impl CustomOp2 for EmbeddingBag {
 #[allow(clippy::unwrap_used)] // a panic is how a test fails
 mod tests {
     use super::{BagMode, Bags, NOWHERE, composed, embedding_bag};
-    use candle_core::{Device, Result, Tensor, Var};
+    use candle_core::{DType, Device, Result, Tensor, Var};
 
     /// Returns the result and the gradients of the table and the weights.
     fn all(
@@ -305,6 +305,21 @@ mod tests {
                 let same = |(a, b): (&f64, &f64)| (a - b).abs() < 1e-12;
                 assert!(fused.iter().flatten().zip(plain.iter().flatten()).all(same), "{mode:?} {fused:?} {plain:?}");
             }
+        }
+    }
+
+    #[test]
+    fn bags_of_candles_own_operations_make_nothing_of_the_size_of_the_table() {
+        let table = Var::from_tensor(&Tensor::ones((1 << 20, 8), DType::F32, &Device::Cpu).unwrap()).unwrap();
+        let bags = Bags::new([3, NOWHERE, 1 << 19, 7, 7], [0, 2, 2, 5]).unwrap();
+        let weights = Var::from_tensor(&Tensor::ones(5, DType::F32, &Device::Cpu).unwrap()).unwrap();
+        let cases =
+            [(BagMode::Sum, Some(&*weights)), (BagMode::Sum, None), (BagMode::Mean, None), (BagMode::Max, None)];
+        for (mode, weights) in cases {
+            // Every operand of its graph except the table is at most as large as the padded rows: 3 bags of 3.
+            let found = composed(&table, &bags, mode, weights).unwrap();
+            let large: Vec<_> = found.sorted_nodes().iter().map(|x| x.elem_count()).filter(|&n| n > 9 * 8).collect();
+            assert_eq!(large, [8 << 20], "{mode:?}");
         }
     }
 }

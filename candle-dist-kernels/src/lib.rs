@@ -85,13 +85,14 @@ pub mod parts {
         KeyBlock, Norms, Partial, Scale, Visible, blocks_backward, inner, join_all, partial_of_blocks, sizes,
         with_backward, with_result,
     };
-    pub use crate::cross_entropy::{Goal, Goals, weighted_cross_entropy};
+    pub use crate::cross_entropy::{Goal, Goals, composed as composed_cross_entropy, weighted_cross_entropy};
     pub use crate::dense_update::{DenseRule, update_all};
     pub use crate::embedding::NOWHERE;
     pub use crate::embedding_bag::wide_embedding_bag;
     pub use crate::flash_attn::flash_attn_of_blocks;
     pub use crate::master::{master_of, on_master};
     pub use crate::pool::upsample_bilinear2d_scaled;
+    pub use crate::random::launch::{Launch as DrawLaunch, SOURCE as DRAW_SOURCE};
     pub use crate::real::Real;
     pub use crate::renorm::{combine, finish, power_sums, scale_rows};
     pub use crate::row_order::{unique_rows, unique_rows_and_places};

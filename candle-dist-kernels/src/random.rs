@@ -14,135 +14,31 @@
 //! | [`Uniform`](Distribution::Uniform), [`Bernoulli`](Distribution::Bernoulli) | 1 | 2 |
 //! | [`Normal`](Distribution::Normal) (Box–Muller) | 2 | 4 |
 //!
-//! Numbers are drawn on the host, by several threads for large tensors, and copied to the device: candle has no bit
-//! operations on words from which a device could build the generator.
+//! Several threads draw a large tensor on the host. With the feature `cuda`, a kernel draws tensors on CUDA devices, and
+//! the numbers have the same bits: NVRTC compiles it when the first one is drawn. Tensors on other devices are drawn on the
+//! host and copied.
 //!
-//! The 16-bit types are computed in f32 and rounded to nearest even. Logarithm and cosine come from `libm`, so the bits
-//! do not depend on the operating system either.
+//! The 16-bit types are computed in f32 and rounded to nearest even. Logarithm and cosine are those of `libm`, also in the
+//! kernel, so the bits depend neither on the operating system nor on the device.
 
+#[cfg(feature = "cuda")]
+mod device;
+mod distribution;
 mod grid;
+pub(crate) mod launch;
+mod stream;
 
 use std::ops::Range;
 
 use candle_core::utils::{get_num_threads, with_threadpool};
 use candle_core::{DType, Device, Result, Tensor, WithDType, bail};
 use rand_chacha::ChaCha8Rng;
-use rand_core::{RngCore, SeedableRng};
+use rand_core::RngCore;
 use rayon::prelude::*;
 
+pub use self::distribution::Distribution;
 use self::grid::Grid;
-
-/// A named, endless sequence of random words: the part of a number's key besides its element index.
-///
-/// Use one stream per random tensor of a program, usually named by the tensor's path, and derive one per training step
-/// with [`fold`](Stream::fold).
-///
-/// ```
-/// use candle_dist_kernels::random::Stream;
-///
-/// let mask = Stream::new(42, "layers.0.dropout");
-/// assert_eq!(mask.fold(7), Stream::new(42, "layers.0.dropout").fold(7));
-/// assert_ne!(mask.fold(7), mask.fold(8));
-/// assert_ne!(mask, Stream::new(42, "layers.1.dropout"));
-/// ```
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Stream {
-    seed: u64,
-    id: u64,
-    /// The element at which the stream starts.
-    first: u64,
-}
-
-impl Stream {
-    /// Creates the stream called `name` under `seed`; its id is the 64-bit FNV-1a hash of the name.
-    pub fn new(seed: u64, name: &str) -> Self {
-        let id = name.bytes().fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| {
-            (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
-        });
-        Self { seed, id, first: 0 }
-    }
-
-    /// Derives the `n`-th stream from this one, for example the one of training step `n`.
-    ///
-    /// Folds nest, and their order matters: `s.fold(1).fold(2)` is not `s.fold(2).fold(1)`.
-    pub fn fold(self, n: u64) -> Self {
-        const GOLDEN_GAMMA: u64 = 0x9e37_79b9_7f4a_7c15;
-        let id = mix64(mix64(self.id).wrapping_add(n.wrapping_add(1).wrapping_mul(GOLDEN_GAMMA)));
-        Self { id, ..self }
-    }
-
-    /// Skips the first `elements` elements: returns the numbers of a tensor that begins there in a larger one.
-    ///
-    /// ```
-    /// use candle_core::{DType, Device};
-    /// use candle_dist_kernels::random::{Distribution, Stream, sample_full};
-    ///
-    /// let (stream, even) = (Stream::new(0, "noise"), Distribution::Uniform { lo: 0.0, up: 1.0 });
-    /// let whole = sample_full(stream, even, &[5, 2], DType::F32, &Device::Cpu)?;
-    /// let last = sample_full(stream.skip(3 * 2), even, &[2, 2], DType::F32, &Device::Cpu)?;
-    /// assert_eq!(last.to_vec2::<f32>()?, whole.narrow(0, 3, 2)?.to_vec2::<f32>()?);
-    /// # Ok::<(), candle_core::Error>(())
-    /// ```
-    pub fn skip(self, elements: u64) -> Self {
-        Self { first: self.first.saturating_add(elements), ..self }
-    }
-
-    fn generator(self) -> ChaCha8Rng {
-        let mut key = [0; 32];
-        key[..8].copy_from_slice(&self.seed.to_le_bytes());
-        let mut generator = ChaCha8Rng::from_seed(key);
-        generator.set_stream(self.id);
-        generator
-    }
-}
-
-/// The finalizer of splitmix64 (Steele, Lea and Flood, *Fast splittable pseudorandom number generators*, 2014).
-fn mix64(mut z: u64) -> u64 {
-    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
-}
-
-/// The distribution of the numbers of a tensor.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Distribution {
-    /// Uniform over `[lo, up)`; rounding to a narrow dtype may yield `up` itself.
-    Uniform {
-        /// The lower bound.
-        lo: f64,
-        /// The upper bound.
-        up: f64,
-    },
-    /// The normal distribution.
-    Normal {
-        /// The mean.
-        mean: f64,
-        /// The standard deviation, at least 0.
-        stdev: f64,
-    },
-    /// 1 with probability `p`, else 0.
-    Bernoulli {
-        /// The probability of a 1, in `[0, 1]`.
-        p: f64,
-    },
-}
-
-impl Distribution {
-    fn check(self) -> Result<()> {
-        match self {
-            Self::Uniform { lo, up } if !((up - lo).is_finite() && lo <= up) => {
-                bail!("a uniform distribution needs finite bounds with lo <= up, got lo {lo} and up {up}")
-            }
-            Self::Normal { mean, stdev } if !(mean.is_finite() && stdev.is_finite() && stdev >= 0.0) => {
-                bail!("a normal distribution needs a finite mean and a stdev >= 0, got mean {mean} and stdev {stdev}")
-            }
-            Self::Bernoulli { p } if !(0.0..=1.0).contains(&p) => {
-                bail!("a Bernoulli distribution needs a probability in [0, 1], got {p}")
-            }
-            _ => Ok(()),
-        }
-    }
-}
+pub use self::stream::Stream;
 
 /// Creates the block `block` (one range per dim) of the random tensor of shape `global_shape`.
 ///
@@ -178,15 +74,45 @@ pub fn sample(
     let global = Grid::new(global_shape)?;
     global.check_block(block)?;
     let local_shape: Vec<usize> = block.iter().map(Range::len).collect();
+    #[cfg(feature = "cuda")]
+    if let Device::Cuda(device) = device {
+        return sample_on(device, stream, dist, global_shape, block, dtype);
+    }
     let values = match dtype {
         DType::F64 => Tensor::from_vec(draw_block::<f64>(stream, dist, &global, block), local_shape, &Device::Cpu)?,
         DType::F32 | DType::F16 | DType::BF16 => {
             Tensor::from_vec(draw_block::<f32>(stream, dist, &global, block), local_shape, &Device::Cpu)?
                 .to_dtype(dtype)?
         }
-        other => bail!("random tensors are f16, bf16, f32 or f64, not {}", other.as_str()),
+        other => return not_random(other),
     };
     values.to_device(device)
+}
+
+fn not_random<T>(dtype: DType) -> Result<T> {
+    bail!("random tensors are f16, bf16, f32 or f64, not {}", dtype.as_str())
+}
+
+#[cfg(feature = "cuda")]
+fn sample_on(
+    device: &candle_core::CudaDevice,
+    stream: Stream,
+    dist: Distribution,
+    global_shape: &[usize],
+    block: &[Range<usize>],
+    dtype: DType,
+) -> Result<Tensor> {
+    use candle_core::op::BackpropOp;
+    if !matches!(dtype, DType::F16 | DType::BF16 | DType::F32 | DType::F64) {
+        return not_random(dtype);
+    }
+    let shape: Vec<usize> = block.iter().map(Range::len).collect();
+    if block.iter().any(Range::is_empty) {
+        return Tensor::zeros(shape, dtype, &Device::Cuda(device.clone()));
+    }
+    let launch = launch::Launch::new(stream, dist, global_shape, block, dtype)?;
+    let drawn = candle_core::Storage::Cuda(device::draw(&launch, dtype, device)?);
+    Tensor::from_storage(drawn, shape, BackpropOp::none(), false).to_dtype(dtype)
 }
 
 /// Creates the whole random tensor of shape `shape`: [`sample`] with the block of all elements.

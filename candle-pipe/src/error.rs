@@ -99,3 +99,24 @@ impl From<Error> for candle_core::Error {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::Error;
+    use std::backtrace::Backtrace;
+
+    #[test]
+    fn an_error_of_candle_is_one_sentence_and_keeps_its_trace_for_debug() {
+        // As candle makes it with `RUST_BACKTRACE=1`.
+        let traced = candle_core::Error::WithBacktrace {
+            inner: Box::new(candle_core::Error::Msg("no such dim".into())),
+            backtrace: Box::new(Backtrace::force_capture()),
+        };
+        assert!(traced.to_string().lines().count() > 3);
+        let error = Error::from(traced);
+        assert_eq!(error.to_string(), "no such dim");
+        assert!(format!("{error:?}").lines().count() > 3, "{error:?}");
+        let at = error.at_node("layers.0");
+        assert_eq!(at.to_string(), "node \"layers.0\": no such dim");
+    }
+}

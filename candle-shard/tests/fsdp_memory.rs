@@ -1,19 +1,18 @@
 //! What training takes in memory, against formulas: fully sharded, in 16 bits, with frozen and recomputed parts; and what
 //! quantized weights take.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
+mod memory;
+
 use candle_core::quantized::{GgmlDType, QTensor, gguf_file};
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device, Tensor, Var};
 use candle_dist::{DeviceMesh, ProcessGroup, RankContext, World};
+use candle_dist_kernels::parts::{Goal, Goals, composed_cross_entropy};
 use candle_nn::ParamsAdamW;
 use candle_shard::fsdp::{FullyShard, FullyShardOptions};
 use candle_shard::nn::{AdamW, Dropout, Linear, Mode, QuantizedLinear, ShardedVarBuilder, Width, recompute};
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel, Shares};
 use candle_shard::{BagMode, DTensor, EmbeddingBagOptions, Replicate, Result, Shard, Weights};
-use peak_alloc::PeakAlloc;
-use std::sync::{Mutex, MutexGuard, PoisonError};
-
-#[global_allocator]
-static MEMORY: PeakAlloc = PeakAlloc;
+use memory::{MEMORY, alone, peak_of};
 
 const LAYERS: usize = 8;
 const WIDTH: usize = 256;
@@ -42,36 +41,6 @@ fn peak(ranks: usize, options: FullyShardOptions) -> usize {
             let y = layers.iter().try_fold(x.clone(), |x, layer| layer.run(|layer| layer.forward(&x)?.gelu()))?;
             optimizer.step(&parameters.backward(&y.sqr()?.mean_all()?)?)?;
         }
-        ctx.group().barrier()?;
-        Ok(MEMORY.peak_usage())
-    });
-    (peaks.unwrap()[0] - before) / ranks
-}
-
-/// One test at a time, since memory is the process's.
-fn alone() -> MutexGuard<'static, ()> {
-    static TURN: Mutex<()> = Mutex::new(());
-    // Other threads of candle's would have memory of their own.
-    // SAFETY: tests run one at a time, and the test program's own thread only waits for them.
-    unsafe { candle_dist::threads::settle_among_threads(1) };
-    TURN.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// The most bytes for each of `ranks` ranks from when `make` has made what `run` uses, what it made among them.
-fn peak_of<T>(
-    ranks: usize,
-    make: impl Fn(&RankContext) -> Result<T> + Sync,
-    run: impl Fn(&T) -> Result<()> + Sync,
-) -> usize {
-    let before = MEMORY.current_usage();
-    let peaks = World::local(ranks).run(|ctx| -> Result<usize> {
-        let made = make(ctx)?;
-        ctx.group().barrier()?;
-        if ctx.rank() == 0 {
-            MEMORY.reset_peak_usage();
-        }
-        ctx.group().barrier()?;
-        (0..3).try_for_each(|_| run(&made))?;
         ctx.group().barrier()?;
         Ok(MEMORY.peak_usage())
     });
@@ -205,6 +174,30 @@ fn optimizers_keep_nothing_for_frozen_parameters() {
     assert!(kept < 3 * WIDTH * 4 + 4096, "{kept} bytes");
     let of_head = ["first_moment", "second_moment", "master_weight"].map(|part| format!("adam_w.{part}.head.weight"));
     assert_eq!(names, [&of_head[..], &["adam_w.step.head.weight".into()]].concat());
+}
+
+#[test]
+fn a_loss_of_candles_own_operations_makes_no_matrix_on_the_host() {
+    let _alone = alone();
+    const ROWS: usize = 128;
+    const CLASSES: usize = 16 * 1024;
+    let logits = Var::from_tensor(&Tensor::zeros((ROWS, CLASSES), DType::F32, &Device::Cpu).unwrap()).unwrap();
+    let of_all = vec![0.1 / CLASSES as f64; CLASSES];
+    for (spread, most) in [(Vec::new(), [2.5, 9.5]), (of_all, [5.5, 17.5])] {
+        let rows = (0..ROWS).map(|row| Goal { class: Some(7 * row), peak: 0.9, spread: 1.0 }).collect();
+        let goals = Goals { rows, spread_total: spread.iter().sum(), spread };
+        let before = MEMORY.current_usage();
+        MEMORY.reset_peak_usage();
+        let loss = composed_cross_entropy(&logits, &goals, |x, _| Ok(x.clone())).unwrap();
+        let forward = MEMORY.peak_usage() - before;
+        drop(loss.sum_all().unwrap().backward().unwrap());
+        let both = MEMORY.peak_usage() - before;
+        drop(loss);
+        let [forward, both] = [forward, both].map(|bytes| bytes as f64 / (ROWS * CLASSES * 4) as f64);
+        println!("{forward:.2} times the logits forward, {both:.2} with the gradient");
+        // What candle keeps of its operations for the gradient, whatever the sizes. A matrix of f64 on the host would be 2 more.
+        assert!(forward < most[0] && both < most[1], "{forward:.2} and {both:.2} times the logits, expected {most:?}");
+    }
 }
 
 #[test]

@@ -3,6 +3,7 @@
 //! Agent 0 is the host: all its threads together, because the simulator sees only their calls, one after another. Every
 //! stream is an agent of its own. Only the edges of CUDA's documents join clocks.
 use std::sync::Arc;
+use std::time::Instant;
 
 use parking_lot::Mutex;
 
@@ -35,11 +36,16 @@ impl Clock {
 
 /// A point in a stream, with its clock once the stream has passed it.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Mark(Arc<Mutex<Option<Arc<Clock>>>>);
+pub(crate) struct Mark(Arc<Mutex<Option<(Arc<Clock>, Instant)>>>);
 
 impl Mark {
     pub(crate) fn passed(&self) -> Option<Arc<Clock>> {
-        self.0.lock().clone()
+        self.0.lock().as_ref().map(|(clock, _)| clock.clone())
+    }
+
+    /// Returns when the stream has passed this point.
+    pub(crate) fn time(&self) -> Option<Instant> {
+        self.0.lock().as_ref().map(|(_, time)| *time)
     }
 
     pub(crate) fn is_passed(&self) -> bool {
@@ -47,6 +53,6 @@ impl Mark {
     }
 
     pub(crate) fn pass(&self, clock: Arc<Clock>) {
-        *self.0.lock() = Some(clock);
+        *self.0.lock() = Some((clock, Instant::now()));
     }
 }

@@ -23,9 +23,11 @@ mod launch;
 mod memory;
 mod nccl;
 mod number;
+mod nvrtc;
 mod random;
 mod report;
 mod settings;
+mod tally;
 #[cfg(test)]
 mod tests;
 

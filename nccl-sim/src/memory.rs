@@ -4,7 +4,7 @@
 //! free in stream order. A free and an allocation therefore count as writes of the whole block.
 use crate::clock::Clock;
 use crate::report::{Kind, Site, fault};
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 
 const ALIGNMENT: usize = 256;
@@ -52,6 +52,8 @@ pub(crate) struct Memory {
     blocks: BTreeMap<u64, Block>,
     /// The blocks that are freed, by device, length and the stream of the free.
     free: HashMap<(usize, usize, usize), Vec<u64>>,
+    /// The pairs of a device and another that may access its pool.
+    open: HashSet<(usize, usize)>,
 }
 
 /// Who accesses memory, and what is ordered before.
@@ -235,6 +237,16 @@ impl Memory {
             None => block.bytes[range].fill(NOISE),
         }
         true
+    }
+
+    /// Lets a device access the pool of another.
+    pub(crate) fn allow(&mut self, owner: usize, other: usize) {
+        self.open.insert((owner, other));
+    }
+
+    /// Returns whether a device may access the pool of another.
+    pub(crate) fn is_open(&self, owner: usize, other: usize) -> bool {
+        owner == other || self.open.contains(&(owner, other))
     }
 
     /// Returns the device that owns an address.

@@ -95,7 +95,7 @@ pub(crate) fn fault(kind: Kind, key: impl Into<String>, text: impl fmt::Display)
         return;
     }
     reports.all.push((kind, text.clone()));
-    let seed = crate::settings::get().seed;
+    let seed = crate::settings::seed();
     let line = format!("{text} [seed {seed}]\n");
     // The simulator's own tests look at the list.
     if cfg!(not(test)) {

@@ -52,6 +52,31 @@ pub fn worlds(sizes: impl IntoIterator<Item = usize>) -> Vec<usize> {
     [size].into_iter().filter(|&size| size >= least).collect()
 }
 
+/// Returns whether a world of this size can run; if not, the test is reported as skipped, as by [`skip`].
+///
+/// [`skip`]: crate::skip
+///
+/// # Panics
+/// If the backend is unknown or not in this build.
+pub fn has_ranks(size: usize) -> bool {
+    let found = if over_nccl() { gpus() } else { usize::MAX };
+    if found < size {
+        skip(&format!("needs {size} ranks, and there are {found}"));
+    }
+    size <= found
+}
+
+/// Returns a world of threads over the backend, each on a GPU of its own if there are GPUs. It has no deadline; most
+/// tests use [`on_ranks`].
+///
+/// [`on_ranks`]: crate::on_ranks
+///
+/// # Panics
+/// If there are fewer GPUs; see [`has_ranks`].
+pub fn world(size: usize) -> World {
+    open(size).unwrap_or_else(|why| panic!("{why}"))
+}
+
 #[cfg(feature = "nccl")]
 fn gpus() -> usize {
     let found = (0..).take_while(|&ordinal| candle_core::Device::new_cuda_with_stream(ordinal).is_ok());
@@ -73,7 +98,7 @@ fn gpus() -> usize {
 
 /// Returns a world of threads over the backend, each on a GPU of its own if there are GPUs.
 #[cfg(feature = "nccl")]
-pub(crate) fn world(size: usize) -> Result<World, String> {
+pub(crate) fn open(size: usize) -> Result<World, String> {
     if !over_nccl() {
         return Ok(World::local(size));
     }
@@ -98,6 +123,6 @@ fn check_driver(devices: &[candle_core::Device]) -> Result<(), String> {
 }
 
 #[cfg(not(feature = "nccl"))]
-pub(crate) fn world(size: usize) -> Result<World, String> {
+pub(crate) fn open(size: usize) -> Result<World, String> {
     if over_nccl() { Err(format!("{} GPUs", gpus())) } else { Ok(World::local(size)) }
 }

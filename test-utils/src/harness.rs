@@ -55,7 +55,7 @@ impl Ranks {
         let fail = |rank, message: String| WorldError { rank, message: format!("[{}] {message}", self.label) };
         // SAFETY: tests run one at a time, and the thread of the test program only waits for them.
         unsafe { threads::settle_among_threads(threads::default_per_rank(self.world)) };
-        let world = backend::world(self.world).map_err(|message| fail(0, message))?;
+        let world = backend::open(self.world).map_err(|message| fail(0, message))?;
         let ranks = world.timeout(self.deadline).into_ranks().map_err(|e| fail(0, e.to_string()))?;
         let board = Board { results: (0..self.world).map(|_| None).collect(), ended: 0, first_failure: None };
         let shared = Arc::new((Mutex::new(board), Condvar::new()));

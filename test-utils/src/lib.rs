@@ -2,6 +2,7 @@
 mod backend;
 mod converter;
 mod harness;
+mod job;
 mod leaf;
 mod memory;
 pub mod model_args;
@@ -16,9 +17,10 @@ mod subtests;
 mod sweep;
 pub mod toy;
 
-pub use backend::{backend_name, over_nccl, worlds};
+pub use backend::{backend_name, has_ranks, over_nccl, world, worlds};
 pub use converter::DTensorConverter;
 pub use harness::{Ranks, on_ranks};
+pub use job::{Job, Outcome};
 pub use leaf::{Lay, Leaf, block, distance, lays, mesh, on_axes, strided, tolerance, value_error, values};
 pub use memory::stays_flat;
 pub use scratch::Scratch;

@@ -36,6 +36,10 @@ pub struct ModelArgs {
     pub experts: usize,
     /// The number of experts that each token uses, if there are experts.
     pub top_k: usize,
+    /// The factor of the loss that balances the choice of experts; 0 for none.
+    pub balance_weight: f64,
+    /// The factor of the loss that keeps a router's logits small; 0 for none.
+    pub z_weight: f64,
     /// The seed of every random stream: initialization and dropout.
     pub seed: u64,
 }
@@ -55,6 +59,8 @@ impl Default for ModelArgs {
             init_stdev: None,
             experts: 0,
             top_k: 2,
+            balance_weight: 0.0,
+            z_weight: 0.0,
             seed: 0,
         }
     }
@@ -74,6 +80,12 @@ impl ModelArgs {
     /// Returns the options of the experts, if there are some. Each is half as wide as a network without experts.
     pub fn mixture(&self) -> Option<MoEConfig> {
         let config = MoEConfig::new(self.dim, self.hidden_dim() / 2, self.experts, self.top_k);
-        (self.experts > 0).then_some(config.normalize(true))
+        let config = config.normalize(true).balance_weight(self.balance_weight).z_weight(self.z_weight);
+        (self.experts > 0).then_some(config)
+    }
+
+    /// Returns whether experts add auxiliary losses to the loss of the model.
+    pub fn has_auxiliary_losses(&self) -> bool {
+        self.experts > 0 && (self.balance_weight != 0.0 || self.z_weight != 0.0)
     }
 }

@@ -97,6 +97,15 @@ impl Transformer {
     /// # Errors
     /// If the sequence is longer than [`ModelArgs::max_seq_len`].
     pub fn forward(&self, tokens: &Tensor, mode: Mode) -> Result<Tensor> {
+        Ok(self.run(tokens, mode)?.0)
+    }
+
+    /// Returns the logits as [`forward`](Self::forward) does, and the sum of the auxiliary losses of all experts, if there
+    /// are some.
+    ///
+    /// # Errors
+    /// Those of [`forward`](Self::forward).
+    pub fn run(&self, tokens: &Tensor, mode: Mode) -> Result<(Tensor, Option<Tensor>)> {
         let (_, seq_len) = tokens.dims2()?;
         if seq_len > self.args.max_seq_len {
             bail!("a sequence of {seq_len} is longer than the model's {}", self.args.max_seq_len);
@@ -104,14 +113,21 @@ impl Transformer {
         let positions = self.pos_embeddings.narrow(0, 0, seq_len)?;
         let h = self.arithmetic.add(&ops::embedding(&self.tok_embeddings, tokens)?, &positions)?;
         let mut h = self.dropout.forward(&h, mode)?;
+        let mut losses: Option<Tensor> = None;
         for layer in &self.layers {
-            h = layer.forward(&h, mode)?;
+            let (next, more) = layer.forward(&h, mode)?;
+            h = next;
+            losses = match (losses, more) {
+                (Some(losses), Some(more)) => Some((losses + more)?),
+                (losses, more) => losses.or(more),
+            };
         }
         let logits = self.output.forward(&self.norm.forward(&h)?)?;
-        match logits.dtype() {
-            DType::F16 | DType::BF16 => logits.to_dtype(DType::F32),
-            _ => Ok(logits),
-        }
+        let logits = match logits.dtype() {
+            DType::F16 | DType::BF16 => logits.to_dtype(DType::F32)?,
+            _ => logits,
+        };
+        Ok((logits, losses))
     }
 
     /// Returns the mean cross entropy over all tokens, like [`loss`], with the arithmetic of the model.
@@ -151,10 +167,11 @@ impl TransformerBlock {
         })
     }
 
-    fn forward(&self, x: &Tensor, mode: Mode) -> Result<Tensor> {
+    /// Returns the hidden states, and the auxiliary losses of experts, if there are some.
+    fn forward(&self, x: &Tensor, mode: Mode) -> Result<(Tensor, Option<Tensor>)> {
         let h = self.arithmetic.add(x, &self.attention.forward(&self.attention_norm.forward(x)?, mode)?)?;
-        let out = self.feed_forward.forward(&self.ffn_norm.forward(&h)?, mode)?;
-        self.arithmetic.add(&h, &out)
+        let (out, losses) = self.feed_forward.forward(&self.ffn_norm.forward(&h)?, mode)?;
+        Ok((self.arithmetic.add(&h, &out)?, losses))
     }
 }
 
@@ -241,12 +258,15 @@ impl FeedForward {
         Ok(Self { network, resid_dropout: Dropout::new(args, &format!("{path}.resid_dropout")) })
     }
 
-    fn forward(&self, x: &Tensor, mode: Mode) -> Result<Tensor> {
-        let made = match &self.network {
-            Network::Dense { w1, w2, arithmetic } => w2.forward(&arithmetic.gelu_erf(&w1.forward(x)?)?)?,
-            Network::Experts(layer) => layer.forward(x)?.output,
+    fn forward(&self, x: &Tensor, mode: Mode) -> Result<(Tensor, Option<Tensor>)> {
+        let (made, losses) = match &self.network {
+            Network::Dense { w1, w2, arithmetic } => (w2.forward(&arithmetic.gelu_erf(&w1.forward(x)?)?)?, None),
+            Network::Experts(layer) => {
+                let made = layer.forward(x)?;
+                (made.output, made.loss)
+            }
         };
-        self.resid_dropout.forward(&made, mode)
+        Ok((self.resid_dropout.forward(&made, mode)?, losses))
     }
 }
 

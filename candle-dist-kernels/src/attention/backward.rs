@@ -1,7 +1,7 @@
 //! The gradient of attention over a block of keys, with scores that are computed again.
 use super::Scale;
 use super::forward::{Norms, within};
-use super::heads::{Sizes, into_head};
+use super::heads::{Sizes, into_head, queries_at_once};
 use super::visible::{Visible, union};
 use crate::{
     Reading,
@@ -43,6 +43,7 @@ pub(super) fn over<T: Real>(
         return Ok([q?, k?, v?]);
     }
     let rest = scale.rest::<T>();
+    let at_once = queries_at_once::<T>(visible, &[&q, &k, &grad])?;
     let parts = sizes.each(|b| {
         let ranges = visible.of(b);
         let mut dq = vec![T::zero(); queries * heads * dim];
@@ -51,7 +52,7 @@ pub(super) fn over<T: Real>(
         for h in 0..heads {
             let g = sizes.key_head(h);
             let (q, k, v, grad) = (q.head(b, h)?, k.head(b, g)?, v.head(b, g)?, grad.head(b, h)?);
-            for rows in sizes.blocks() {
+            for rows in sizes.blocks(at_once) {
                 let seen = union(&ranges[rows.clone()]);
                 let keys = seen.len();
                 if keys == 0 {

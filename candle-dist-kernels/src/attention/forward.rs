@@ -1,6 +1,6 @@
 //! Attention over a block of keys, and results over several blocks joined.
 use super::Scale;
-use super::heads::{Sizes, into_head};
+use super::heads::{Sizes, into_head, queries_at_once};
 use super::visible::{Visible, union};
 use crate::{
     Reading,
@@ -50,13 +50,14 @@ impl<T: Real> Partial<T> {
         }
         let Sizes { queries, heads, width, .. } = sizes;
         let rest = scale.rest();
+        let at_once = queries_at_once::<T>(visible, &[&v])?;
         let parts = sizes.each(|b| {
             let ranges = visible.of(b);
             let mut part = Self::nothing(&Sizes { batch: 1, ..sizes });
             for h in 0..heads {
                 let g = sizes.key_head(h);
                 let (q, k, v) = (q.head(b, h)?, k.head(b, g)?, v.head(b, g)?);
-                for rows in sizes.blocks() {
+                for rows in sizes.blocks(at_once) {
                     let seen = union(&ranges[rows.clone()]);
                     let keys = seen.len();
                     if keys == 0 {

@@ -1,5 +1,6 @@
 //! The rows of one head in memory, and the sizes of attention.
-use crate::{Reading, cpu, real::Real};
+use super::visible::Visible;
+use crate::{Reading, cpu, real::Real, rows::sum};
 use candle_core::utils::{get_num_threads, with_threadpool};
 use candle_core::{CpuStorage, Layout, Result, bail};
 use rayon::prelude::*;
@@ -49,9 +50,10 @@ impl Sizes {
         head / (self.heads / self.kv_heads)
     }
 
-    pub(super) fn blocks(&self) -> impl Iterator<Item = Range<usize>> {
+    /// Returns blocks of `size` queries.
+    pub(super) fn blocks(&self, size: usize) -> impl Iterator<Item = Range<usize>> {
         let queries = self.queries;
-        (0..queries).step_by(BLOCK).map(move |start| start..(start + BLOCK).min(queries))
+        (0..queries).step_by(size).map(move |start| start..(start + size).min(queries))
     }
 
     /// Calls `run` for each element of the batch, on several threads if that is faster.
@@ -62,6 +64,24 @@ impl Sizes {
         }
         (0..self.batch).map(run).collect()
     }
+}
+
+/// Returns how many queries are computed at once, where pairs that are not visible have a weight of zero and are
+/// multiplied by `inputs`.
+///
+/// It is one query, which needs no such pairs, if an input has NaN or infinity: times zero that is NaN, which would reach
+/// queries that do not see it.
+pub(super) fn queries_at_once<T: Real>(visible: &Visible, inputs: &[&Reading<'_>]) -> Result<usize> {
+    let is_ragged = |ranges: &[Range<usize>]| ranges.iter().any(|range| *range != ranges[0]);
+    if !visible.lists().iter().any(|ranges| ranges.chunks(BLOCK).any(is_ragged)) {
+        return Ok(BLOCK);
+    }
+    for input in inputs {
+        if !input.is_finite::<T>()? {
+            return Ok(1);
+        }
+    }
+    Ok(BLOCK)
 }
 
 /// The rows of one head of `[batch, rows, heads, width]`, with any strides.
@@ -86,6 +106,33 @@ impl<'a> Head<'a> {
 }
 
 impl Reading<'_> {
+    /// Returns whether no element of `[batch, rows, heads, width]` is NaN or infinite.
+    fn is_finite<T: Real>(&self) -> Result<bool> {
+        let elements = T::cpu_storage_as_slice(cpu(&self.storage)?)?;
+        let is_zero = |part: &[T]| sum(part, |v| v * T::zero()) == T::zero();
+        if let Some((start, end)) = self.layout.contiguous_offsets() {
+            return Ok(is_zero(&elements[start..end]));
+        }
+        let (&[batch, rows, heads, width], &[.., step]) = (self.layout.dims(), self.layout.stride()) else {
+            bail!("flash_attn: expected four dims")
+        };
+        let each = (0..batch).flat_map(|b| (0..heads).map(move |h| (b, h)));
+        for (b, h) in each.filter(|_| width > 0) {
+            let head = self.head(b, h)?;
+            let is_finite = |row: usize| {
+                let start = head.start + row * head.strides[0];
+                match step {
+                    1 => is_zero(&elements[start..start + width]),
+                    _ => (0..width).all(|i| elements[start + i * step] * T::zero() == T::zero()),
+                }
+            };
+            if !(0..rows).all(is_finite) {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
     /// Returns one head of `[batch, rows, heads, width]`.
     pub(super) fn head(&self, batch: usize, head: usize) -> Result<Head<'_>> {
         Head::new(cpu(&self.storage)?, self.layout, batch, head)

@@ -37,6 +37,24 @@ impl<'a> Grid<'a> {
         Ok(())
     }
 
+    /// Returns the first element of a block that is not empty and, for each of its dims, the size and the stride. Dims that
+    /// one stride can pass over are merged; there is at least one.
+    pub(super) fn merged(&self, block: &[Range<usize>]) -> (u64, Vec<(u64, u64)>) {
+        let mut dims: Vec<(u64, u64)> = Vec::new();
+        let base = block.iter().zip(&self.strides).map(|(range, &stride)| range.start as u64 * stride).sum();
+        for (size, &stride) in block.iter().map(|range| range.len() as u64).zip(&self.strides) {
+            match dims.last_mut() {
+                _ if size == 1 => {}
+                Some(outer) if Some(outer.1) == stride.checked_mul(size) => *outer = (outer.0 * size, stride),
+                _ => dims.push((size, stride)),
+            }
+        }
+        if dims.is_empty() {
+            dims.push((1, 1));
+        }
+        (base, dims)
+    }
+
     /// Calls `run(first, len)` for each longest contiguous run of elements of `block`, in ascending order.
     pub(super) fn for_each_run(&self, block: &[Range<usize>], mut run: impl FnMut(u64, usize)) {
         if block.iter().any(Range::is_empty) {

@@ -123,6 +123,8 @@ pub trait Backend: Send + Sync + fmt::Debug {
     fn monitored_barrier(&self, _: Call, _timeout: Duration) -> Result<()> {
         Err(outputs::unsupported(self.name(), "name the ranks that are missing at a barrier"))
     }
+    /// Ends what a rank that is a process still does for others. It has told them that it ends, and still hears of them.
+    fn finish(&self) {}
     /// Creates a group of some members, given as ranks of this group in the new order. Only these members call it.
     fn subgroup(&self, members: &[usize]) -> Result<Arc<dyn Backend>>;
     /// Stops this group's world, unless it has stopped. Every rank's failure then blames this rank.

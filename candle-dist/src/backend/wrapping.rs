@@ -151,6 +151,10 @@ impl<W: Wrapping> Backend for W {
         self.inner().monitored_barrier(call, timeout)
     }
 
+    fn finish(&self) {
+        self.inner().finish();
+    }
+
     fn subgroup(&self, members: &[usize]) -> Result<Arc<dyn Backend>> {
         Ok(self.around(self.inner().subgroup(members)?))
     }

@@ -131,7 +131,7 @@ impl Activity {
         })
     }
 
-    fn lacks(&self, rank: usize, meeting: &Meeting) -> bool {
+    pub(super) fn lacks(&self, rank: usize, meeting: &Meeting) -> bool {
         let rounds = |left: &HashMap<u64, u64>| left.get(&meeting.group).copied().unwrap_or(0);
         self.left.get(&rank).is_some_and(|left| rounds(left) <= meeting.round)
     }

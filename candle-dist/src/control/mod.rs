@@ -17,6 +17,8 @@ mod watch;
 pub use ids::{channel, group_id};
 
 use crate::call::Call;
+#[cfg(feature = "nccl")]
+use crate::call::{Form, Op};
 use crate::error::End;
 use crate::launch::{InitOptions, LaunchInfo};
 use crate::link::Link;
@@ -24,6 +26,8 @@ use crate::link::frame::{MAX_KEY, MAX_VALUE};
 use crate::values::{Change, Outcome};
 use crate::{Cause, Error, GroupFailure, Result};
 use activity::Meeting;
+#[cfg(feature = "nccl")]
+use candle_core::DeviceLocation;
 use message::Request;
 use parking_lot::Mutex;
 use server::Server;
@@ -184,6 +188,31 @@ impl Control {
         Ok(Entered { watch: &self.watch, doing })
     }
 
+    /// Like [`enter_shared`](Self::enter_shared), and always compares the call with those of the other members. Without
+    /// debug mode, only collectives on the host and barriers wait for this, because their results are waited for anyway;
+    /// others that differ stop the world soon after.
+    #[cfg(feature = "nccl")]
+    pub(crate) fn enter_compared(
+        &self,
+        group: u64,
+        ranks: &[usize],
+        round: u64,
+        call: &Arc<Call>,
+    ) -> Result<Entered<'_>> {
+        let is_message = matches!(call.op, Op::Send | Op::Recv);
+        let on_host = call.op == Op::Barrier || call.device == DeviceLocation::Cpu;
+        let waits = on_host && !is_message && call.form != Form::Started;
+        let how = if self.debug || waits { How::Compared } else { How::ComparedLater };
+        let doing = self.watch.enter(Meeting::new(group, ranks, round), call, how, self.timeout)?;
+        Ok(Entered { watch: &self.watch, doing })
+    }
+
+    /// Returns whether a rank has ended without entering this round of a group or channel.
+    #[cfg(feature = "nccl")]
+    pub(crate) fn has_left(&self, rank: usize, group: u64, round: u64) -> bool {
+        self.watch.has_left(rank, group, round)
+    }
+
     /// Like [`enter`](Self::enter), but waits until all members have entered, for at most `limit`.
     ///
     /// Either all members enter a round this way, or none.
@@ -226,11 +255,17 @@ impl Control {
         self.watch.change(key, change, bytes, self.timeout)
     }
 
-    /// Says goodbye and reports how this rank ended. After a failure, it returns within seconds. Without one, rank 0
+    /// Says goodbye and reports how this rank ended. Until [`leave`](Self::leave), this process still hears of the others.
+    pub(crate) fn announce(&self, end: End) {
+        self.watch.announce(end);
+    }
+
+    /// Says goodbye unless that is done, and reports how this rank ended. After a failure, it returns within seconds. Without one, rank 0
     /// stays until all ranks have ended, however long they compute alone.
     pub(crate) fn leave(&self, end: End) {
         let Some((link, server)) = self.ties.lock().take() else { return };
-        self.watch.part(end, FAREWELL);
+        self.watch.announce(end);
+        self.watch.part(FAREWELL);
         link.finish();
         if let Some(server) = server {
             server.finish(FAREWELL);

@@ -102,6 +102,8 @@ impl Signature {
         if (mine.op, theirs.op) == (Op::Send, Op::Recv) {
             // The two sides of a message name each other as peer.
             (mine.op, mine.peer, mine.form) = (theirs.op, theirs.peer, theirs.form);
+            // A sender knows its device, a receiver only that of the result.
+            mine.device = theirs.device;
         }
         mine.difference(&theirs)
     }

@@ -54,6 +54,8 @@ struct Heard {
     leaving: HashMap<usize, Vec<(u64, u64)>>,
     /// The rounds that are compared and that a thread here waits for, with whether all members' calls are equal.
     compared: HashMap<(u64, u64), bool>,
+    /// Whether this process has said goodbye.
+    announced: bool,
     /// Whether this process may end.
     bye: bool,
     ended: bool,
@@ -66,6 +68,8 @@ pub(super) enum How {
     Noted,
     /// Compared with the calls of the other members.
     Compared,
+    /// Compared, without waiting for it.
+    ComparedLater,
     /// Compared, and members that do not arrive are named.
     Monitored,
 }
@@ -314,7 +318,7 @@ impl Watch {
         let is_new = heard.activity.count(key.0, key.1);
         let waits = call.op != Op::Send && !(is_new && call.form == Form::Started);
         if how != How::Noted && is_new {
-            if call.op != Op::Send {
+            if call.op != Op::Send && how != How::ComparedLater {
                 heard.compared.insert(key, false);
             }
             self.send(Request::Enter(Box::new(Signature::new(key.0, &meeting.ranks, key.1, call))), &[]);
@@ -333,7 +337,7 @@ impl Watch {
             };
             let agreed = match how {
                 How::Monitored => self.wait_monitored(heard, timeout, key, agreed),
-                How::Noted | How::Compared => self.wait(heard, timeout, agreed),
+                How::Noted | How::Compared | How::ComparedLater => self.wait(heard, timeout, agreed),
             };
             if let Err(error) = agreed {
                 self.leave(doing);
@@ -341,6 +345,12 @@ impl Watch {
             }
         }
         Ok(doing)
+    }
+
+    /// Returns whether a rank has ended without entering this round.
+    #[cfg(feature = "nccl")]
+    pub(super) fn has_left(&self, rank: usize, group: u64, round: u64) -> bool {
+        self.heard.lock().activity.lacks(rank, &Meeting::new(group, &[], round))
     }
 
     /// Records that the rank has left a call.
@@ -372,14 +382,22 @@ impl Watch {
         }
     }
 
-    /// Says goodbye, and waits at most `limit` until this process may end.
-    pub(super) fn part(&self, end: End, limit: Duration) {
-        let deadline = within(limit);
+    /// Says goodbye, once. This process still hears of the others.
+    pub(super) fn announce(&self, end: End) {
         let mut heard = self.heard.lock();
+        if std::mem::replace(&mut heard.announced, true) {
+            return;
+        }
         for rounds in heard.activity.rounds().chunks(MAX_ROUNDS) {
             self.send(Request::Rounds(rounds.to_vec()), &[]);
         }
         self.send(Request::Goodbye { end: end.clipped(MAX_MESSAGE) }, &[]);
+    }
+
+    /// Waits at most `limit` after the goodbye until this process may end.
+    pub(super) fn part(&self, limit: Duration) {
+        let deadline = within(limit);
+        let mut heard = self.heard.lock();
         let is_free = |heard: &Heard| heard.bye || heard.ended || heard.missing.is_some();
         while !is_free(&heard) && !self.changed.wait_until(&mut heard, deadline).timed_out() {}
         // From now on, the end of the connection is not a failure.

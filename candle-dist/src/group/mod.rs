@@ -64,6 +64,10 @@ impl ProcessGroup {
     }
 
     /// Returns the backend, to be wrapped by another one.
+    pub(crate) fn shared_backend(&self) -> Arc<dyn Backend> {
+        self.backend.clone()
+    }
+
     pub(crate) fn into_backend(self) -> Arc<dyn Backend> {
         self.backend
     }

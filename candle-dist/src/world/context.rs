@@ -29,12 +29,16 @@ enum Guard {
 /// The guard of a rank that is a process.
 struct ProcessGuard {
     control: Arc<Control>,
+    backend: Arc<dyn Backend>,
     end: Option<End>,
 }
 
 impl Drop for ProcessGuard {
     fn drop(&mut self) {
-        self.control.leave(self.end.take().unwrap_or_else(End::of_thread));
+        let end = self.end.take().unwrap_or_else(End::of_thread);
+        self.control.announce(end.clone());
+        self.backend.finish();
+        self.control.leave(end);
     }
 }
 
@@ -53,7 +57,8 @@ impl RankContext {
     /// Creates the context of a rank that is a process, once all processes have met.
     pub(super) fn of_process(control: Arc<Control>, group: ProcessGroup) -> Self {
         let store = Store::of_process(control.clone());
-        Self { guard: Guard::Process(ProcessGuard { control, end: None }), group, store }
+        let backend = group.shared_backend();
+        Self { guard: Guard::Process(ProcessGuard { control, backend, end: None }), group, store }
     }
 
     /// Replaces the backend of the group by `f` of it.

@@ -9,7 +9,7 @@ pub use processes::{init_process_group, init_process_group_with};
 
 use crate::backend::local::{LocalBackend, RankGuard, WorldState};
 #[cfg(feature = "nccl")]
-use crate::backend::nccl::{Calls, NcclBackend, Values, Watch, check_devices};
+use crate::backend::nccl::{Calls, NcclBackend, Values, Watch, check_devices, open_pools};
 use crate::launch::{InitOptions, LaunchInfo};
 use crate::{ProcessGroup, Result, Store, backend, store, threads};
 use candle_core::Device;
@@ -293,6 +293,7 @@ fn locally(world: &Arc<WorldState>, devices: &[Device]) -> Vec<Arc<dyn backend::
 #[cfg(feature = "nccl")]
 fn over_nccl(world: &Arc<WorldState>, devices: &[Device]) -> Result<Vec<Arc<dyn backend::Backend>>> {
     check_devices(devices)?;
+    open_pools(devices)?;
     let values = Arc::new(Values::default());
     let calls = Arc::new(Calls::default());
     let watch = |rank| {

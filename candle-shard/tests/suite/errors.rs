@@ -225,3 +225,16 @@ fn a_local_tensor_has_no_reductions_whose_order_matters() {
         Ok(())
     });
 }
+
+#[test]
+fn an_error_of_candle_is_one_sentence_and_keeps_its_trace_for_debug() {
+    // As candle makes it with `RUST_BACKTRACE=1`.
+    let traced = candle_core::Error::WithBacktrace {
+        inner: Box::new(candle_core::Error::Msg("no such dim".into())),
+        backtrace: Box::new(std::backtrace::Backtrace::force_capture()),
+    };
+    assert!(traced.to_string().lines().count() > 3);
+    let error = candle_shard::Error::from(traced);
+    assert_eq!(error.to_string(), "no such dim");
+    assert!(format!("{error:?}").lines().count() > 3, "{error:?}");
+}

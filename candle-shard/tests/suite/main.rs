@@ -27,6 +27,7 @@ mod plans;
 mod programs;
 mod quantized;
 mod random;
+mod random_device;
 mod random_meshes;
 mod redistribute;
 mod redistribute_counts;

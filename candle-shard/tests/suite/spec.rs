@@ -3,7 +3,7 @@
 
 use crate::common::{SUM, mesh, on_axes};
 use candle_core::{DType, Device, Tensor};
-use candle_dist::{DeviceMesh, ReduceOp};
+use candle_dist::{DeviceMesh, ProcessGroup, ReduceOp};
 use candle_shard::{DTensor, Placement, Replicate, Result, Shard, Spec, SpecDescription, chunk_sizes};
 use itertools::Itertools;
 use proptest::prelude::*;
@@ -97,6 +97,19 @@ proptest! {
             Ok(coverage(&spec).iter().all(|&times| times == copies(&spec)))
         });
         prop_assert!(complete.into_iter().all(|c| c));
+    }
+}
+
+/// PyTorch gives the empty piece the offset 7, the size of the dim.
+#[test]
+fn an_empty_piece_begins_where_the_one_before_it_ends() {
+    let group = ProcessGroup::simulated(0, 12).unwrap();
+    let mesh = DeviceMesh::new(&group, &[("a", 2), ("b", 2), ("c", 3)]).unwrap();
+    let spec = Spec::new(&mesh, &[Replicate, Shard(0), Shard(0)], (7, 5), DType::F32).unwrap();
+    for copy in 0..2 {
+        let at = (0..2).cartesian_product(0..3).map(|(b, c)| spec.block_at(&[copy, b, c]));
+        let rows = at.map(|block| (block[0].start, block[0].len(), block[1].clone())).collect_vec();
+        assert_eq!(rows, [(0, 2), (2, 2), (4, 0), (4, 1), (5, 1), (6, 1)].map(|(start, len)| (start, len, 0..5)));
     }
 }
 

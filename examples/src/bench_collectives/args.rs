@@ -27,6 +27,8 @@ Each rank times its own call after a barrier. A row is the median over the round
   send_owned  the same, but each hands its tensor over; only measured when named
   all_reduce_in_place
               the elementwise maximum, written over the input; only measured when named
+  all_gather_into, reduce_scatter_into, all_to_all_into, recv_into
+              the same with the result in memory of the caller; only measured when named
 
 The floor of a row is the time of plain memory copies that move as many bytes as the op must read and write, shared by
 as many ranks as there are cores.
@@ -41,6 +43,8 @@ Examples:
       Measure one op at sizes of your own.
   cargo run --release --bin bench-collectives -- --json - 2>/dev/null | jq '.rows[] | {op, bytes, median_us}'
       Get the numbers into a script: only JSON on stdout, all else on stderr.
+  cargo run --release --bin bench-collectives -- --ops all_gather,all_gather_into,reduce_scatter,reduce_scatter_into
+      Compare results in new memory with results in given memory.
   cargo build --release --features mpi && mpirun -n 2 target/release/bench-collectives --backend mpi
       Measure on 2 processes.
 
@@ -149,6 +153,14 @@ pub enum OpName {
     SendRecv,
     /// A message that sends the tensor itself.
     SendOwned,
+    /// `AllGather` into the caller's memory.
+    AllGatherInto,
+    /// `ReduceScatter` into the caller's memory.
+    ReduceScatterInto,
+    /// `AllToAll` into the caller's memory.
+    AllToAllInto,
+    /// `SendRecv` into the receiver's memory.
+    RecvInto,
 }
 
 impl OpName {
@@ -163,12 +175,16 @@ impl OpName {
             Self::Broadcast => "broadcast",
             Self::SendRecv => "send_recv",
             Self::SendOwned => "send_owned",
+            Self::AllGatherInto => "all_gather_into",
+            Self::ReduceScatterInto => "reduce_scatter_into",
+            Self::AllToAllInto => "all_to_all_into",
+            Self::RecvInto => "recv_into",
         }
     }
 
     /// Returns whether it is a ping-pong of two ranks, whose time counts half.
     pub fn is_message(self) -> bool {
-        matches!(self, Self::SendRecv | Self::SendOwned)
+        matches!(self, Self::SendRecv | Self::SendOwned | Self::RecvInto)
     }
 }
 

@@ -15,6 +15,8 @@ pub struct Case<'a> {
     input: Tensor,
     /// The input of calls in place. Repeating their reduction does not change the result.
     place: Var,
+    /// The result of calls that are given memory. Nothing for the others.
+    output: Tensor,
     /// The elements of each rank's piece; they differ by one at most.
     pieces: Vec<usize>,
 }
@@ -27,9 +29,17 @@ impl<'a> Case<'a> {
     pub fn new(op: OpName, bytes: usize, group: &'a ProcessGroup) -> Result<Self> {
         let (len, n) = (bytes / ELEMENT_BYTES, group.size());
         let input = Tensor::from_iter((0..len).map(|i| element(group.rank(), i)), &Device::Cpu)?.reshape((1, len))?;
-        let pieces = (0..n).map(|rank| (rank + 1) * len / n - rank * len / n).collect();
+        let pieces: Vec<usize> = (0..n).map(|rank| (rank + 1) * len / n - rank * len / n).collect();
         let place = Var::from_tensor(&input)?;
-        Ok(Self { op, group, input, place, pieces })
+        let output = match op {
+            OpName::AllGatherInto => (n, len),
+            OpName::ReduceScatterInto => (1, pieces[group.rank()]),
+            OpName::AllToAllInto => (n * pieces[group.rank()], 1),
+            OpName::RecvInto => (1, len),
+            _ => (0, 0),
+        };
+        let output = Tensor::zeros(output, DType::F32, &Device::Cpu)?;
+        Ok(Self { op, group, input, place, output, pieces })
     }
 
     /// Runs the op; returns `None` on ranks that take no part in a message.
@@ -37,7 +47,9 @@ impl<'a> Case<'a> {
     /// # Errors
     /// The group's.
     pub fn call(&self) -> candle_dist::Result<Option<Tensor>> {
-        let Self { op, group, input, pieces, .. } = self;
+        let Self { op, group, input, output, pieces, .. } = self;
+        let given = || output.clone();
+        let recv = |from| group.recv(input.shape(), DType::F32, from);
         match op {
             OpName::AllReduce => group.all_reduce(input, ReduceOp::Sum),
             OpName::AllReduceInPlace => {
@@ -47,15 +59,30 @@ impl<'a> Case<'a> {
             OpName::ReduceScatter => group.reduce_scatter_uneven(input, 1, pieces, ReduceOp::Sum),
             OpName::AllToAll => group.all_to_all_uneven(input, (1, pieces), (0, &vec![1; pieces.len()])),
             OpName::Broadcast => group.broadcast(input, 0),
-            OpName::SendRecv => return self.ping_pong(|to| group.send(input, to)),
-            OpName::SendOwned => return self.ping_pong(|to| group.send_owned(input.clone(), to)),
+            OpName::AllGatherInto => group.all_gather_into(output, input, 0).map(|()| given()),
+            OpName::ReduceScatterInto => {
+                group.reduce_scatter_uneven_into(output, input, 1, pieces, ReduceOp::Sum).map(|()| given())
+            }
+            OpName::AllToAllInto => {
+                let column = input.reshape((input.elem_count(), 1))?;
+                group.all_to_all_single_into(output, &column, &vec![&pieces[..]; pieces.len()]).map(|()| given())
+            }
+            OpName::SendRecv => return self.ping_pong(|to| group.send(input, to), recv),
+            OpName::SendOwned => return self.ping_pong(|to| group.send_owned(input.clone(), to), recv),
+            OpName::RecvInto => {
+                let recv_into = |from| group.recv_into(output, from, 0).map(|()| given());
+                return self.ping_pong(|to| group.send(input, to), recv_into);
+            }
         }
         .map(Some)
     }
 
     /// Rank 0 sends to rank 1, which answers with its own tensor.
-    fn ping_pong(&self, send: impl Fn(usize) -> candle_dist::Result<()>) -> candle_dist::Result<Option<Tensor>> {
-        let recv = |from| self.group.recv(self.input.shape(), DType::F32, from);
+    fn ping_pong(
+        &self,
+        send: impl Fn(usize) -> candle_dist::Result<()>,
+        recv: impl Fn(usize) -> candle_dist::Result<Tensor>,
+    ) -> candle_dist::Result<Option<Tensor>> {
         match self.group.rank() {
             0 => send(1).and_then(|()| recv(1)).map(Some),
             1 => {
@@ -77,12 +104,16 @@ impl<'a> Case<'a> {
         match self.op {
             OpName::AllReduce => self.compare(result, len, sum),
             OpName::AllReduceInPlace => self.compare(result, len, |i| element(n - 1, i)),
-            OpName::AllGather => self.compare(result, n * len, |i| element(i / len, i % len)),
-            OpName::ReduceScatter => self.compare(result, piece, |i| sum(start + i)),
-            OpName::AllToAll => self.compare(result, n * piece, |i| element(i / piece, start + i % piece)),
+            OpName::AllGather | OpName::AllGatherInto => self.compare(result, n * len, |i| element(i / len, i % len)),
+            OpName::ReduceScatter | OpName::ReduceScatterInto => self.compare(result, piece, |i| sum(start + i)),
+            OpName::AllToAll | OpName::AllToAllInto => {
+                self.compare(result, n * piece, |i| element(i / piece, start + i % piece))
+            }
             OpName::Broadcast => self.compare(result, len, |i| element(0, i)),
-            OpName::SendRecv | OpName::SendOwned if rank < 2 => self.compare(result, len, |i| element(1 - rank, i)),
-            OpName::SendRecv | OpName::SendOwned => Ok(()),
+            OpName::SendRecv | OpName::SendOwned | OpName::RecvInto => match rank {
+                0 | 1 => self.compare(result, len, |i| element(1 - rank, i)),
+                _ => Ok(()),
+            },
         }
     }
 

@@ -14,7 +14,8 @@ Measures a mixture of experts whose tokens and experts are distributed over rank
 Ranks are threads of this process. Tokens are f32, and each uses the best --top-k of --experts gated feed-forward
 networks. With uniform routing all experts are equally likely; with zipf routing the n-th expert is n times less likely
 than the first. A time is the median over the rounds of the slowest rank's milliseconds for a forward and a backward pass;
-rows sent are the tokens that travel from one rank to another and back. One rank computes the same without communication.";
+rows sent are the tokens that travel from one rank to another and back; the busiest rank computes so many times the mean
+number of rows. With --balance each routing is measured again with a bias that has learned to balance it. One rank computes the same without communication.";
 
 const EXAMPLES: &str = "\
 Examples:
@@ -24,6 +25,8 @@ Examples:
       Measure one device with two threads, to compare with.
   cargo run --release --bin bench-moe -- --ranks 2 --routing zipf --json - 2>/dev/null
       Get the numbers into a script: only JSON on stdout, all else on stderr.
+  cargo run --release --bin bench-moe -- --ranks 4 --balance 100
+      Measure both routings without and with the bias that balances them.
 
 Exit status: 0 if all went well, 1 if the layer failed, 2 if the command line cannot work.";
 
@@ -58,6 +61,10 @@ pub struct Args {
     /// Experts that each token uses
     #[arg(long, value_name = "N", default_value_t = 2)]
     pub top_k: usize,
+
+    /// Also measure each routing after this many steps of the bias that balances the choice; 0 for none
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub balance: usize,
 
     /// Compute threads of each rank
     #[arg(long, value_name = "N", default_value_t = 1)]
@@ -96,6 +103,11 @@ impl Args {
             ("--threads", threads, MOST_RANKS),
             ("--rounds", rounds, MOST),
         ])?;
+        require!(
+            self.balance <= MOST,
+            "--balance {} is too large: use at most {MOST} steps, such as 100.",
+            self.balance
+        );
         require!(
             top_k <= experts,
             "--top-k {top_k} is more than the {experts} experts: use at most {experts}, or more --experts."

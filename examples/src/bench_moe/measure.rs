@@ -5,7 +5,7 @@ use std::time::Instant;
 use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
 use candle_dist::{RankContext, World};
-use candle_shard::nn::{MoE, MoEConfig, Mode, ShardedVarBuilder};
+use candle_shard::nn::{MoE, MoEConfig, Mode, Scores, ShardedVarBuilder};
 use candle_shard::parallel::Plan;
 use candle_shard::random::{Distribution, Stream, sample_full};
 use candle_shard::{DTensor, Shard};
@@ -14,8 +14,11 @@ use super::args::{Args, RoutingName};
 use super::report::{Report, Row};
 use crate::timing::{median, slowest};
 
-/// The times on one rank, and the rows that all ranks send.
-type Times = (Vec<f64>, usize);
+/// The times on one rank, the rows that all ranks send, and those that the busiest one computes as a multiple of the mean.
+type Times = (Vec<f64>, usize, f64);
+
+/// How far the bias moves in a step, in the first half of the steps and in the second.
+const RATES: [f64; 2] = [0.02, 0.005];
 
 /// Measures each routing; `told` hears of it before.
 ///
@@ -26,11 +29,14 @@ pub fn measure(args: &Args, mut told: impl FnMut(RoutingName)) -> Result<Report>
     let mut rows = Vec::new();
     for &routing in args.routings() {
         told(routing);
-        let given = args.clone();
-        let ranks: Vec<Times> = World::local(args.ranks).run(move |ctx| on_rank(ctx, &given, routing))?;
-        let times: Vec<&[f64]> = ranks.iter().map(|(times, _)| &times[..]).collect();
-        let rows_sent = ranks.first().map_or(0, |(_, sent)| *sent);
-        rows.push(Row { ranks: args.ranks, routing: routing.as_str(), ms: median(&mut slowest(&times)), rows_sent });
+        for balanced in [false, true].into_iter().filter(|balanced| !balanced || args.balance > 0) {
+            let given = args.clone();
+            let ranks: Vec<Times> = World::local(args.ranks).run(move |ctx| on_rank(ctx, &given, routing, balanced))?;
+            let times: Vec<&[f64]> = ranks.iter().map(|(times, ..)| &times[..]).collect();
+            let (rows_sent, busiest) = ranks.first().map_or((0, 0.0), |(_, sent, busiest)| (*sent, *busiest));
+            let ms = median(&mut slowest(&times));
+            rows.push(Row { ranks: args.ranks, routing: routing.as_str(), balanced, ms, rows_sent, busiest });
+        }
     }
     Ok(Report { rows })
 }
@@ -51,10 +57,14 @@ fn tokens(args: &Args, routing: RoutingName) -> candle_core::Result<Tensor> {
     }
 }
 
-fn on_rank(ctx: &RankContext, args: &Args, routing: RoutingName) -> candle_shard::Result<Times> {
+fn on_rank(ctx: &RankContext, args: &Args, routing: RoutingName, balanced: bool) -> candle_shard::Result<Times> {
     let mesh = ctx.mesh(&[("ep", args.ranks)])?;
     let vb = ShardedVarBuilder::fresh(0, &mesh, Plan::new("ep"), DType::F32, &Device::Cpu)?;
-    let config = MoEConfig::new(args.width, args.hidden, args.experts, args.top_k).normalize(true).expert_axis("ep");
+    let config = MoEConfig::new(args.width, args.hidden, args.experts, args.top_k)
+        .scores(Scores::Sigmoid)
+        .normalize(true)
+        .bias(balanced)
+        .expert_axis("ep");
     let layer = MoE::new(config, &vb)?;
     let parameters = vb.finish()?;
     // The router reads the first columns.
@@ -63,6 +73,10 @@ fn on_rank(ctx: &RankContext, args: &Args, routing: RoutingName) -> candle_shard
         parameter.var.set(&ones)?;
     }
     let (x, _) = DTensor::distribute(&tokens(args, routing)?, &mesh, &[Shard(0)])?.to_var()?;
+    for step in (0..args.balance).filter(|_| balanced) {
+        layer.forward(&x, Mode::Train { step: step as u64 })?;
+        layer.update_bias(RATES[usize::from(2 * step >= args.balance)], None)?;
+    }
     let mut made = Times::default();
     for round in 0..=args.rounds {
         ctx.group().barrier()?;
@@ -72,7 +86,9 @@ fn on_rank(ctx: &RankContext, args: &Args, routing: RoutingName) -> candle_shard
         let time = began.elapsed();
         if round > 0 {
             made.0.push(time.as_secs_f64() * 1e3);
-            made.1 = output.load.sent;
+            let load = output.load;
+            let (most, all) = (load.ranks.iter().max().copied().unwrap_or(0), load.ranks.iter().sum::<usize>());
+            (made.1, made.2) = (load.sent, (most * load.ranks.len()) as f64 / all.max(1) as f64);
         }
     }
     Ok(made)

@@ -1,7 +1,7 @@
 //! Continues a prompt with a Llama that is sharded over ranks, or trains it; see `--help`.
 
 use std::io::{self, IsTerminal, Write};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::ExitCode;
 
 use anyhow::Context;
@@ -9,12 +9,14 @@ use candle_dist::RankContext;
 use examples::allocator;
 use examples::cli::Output;
 use examples::launch::{self, Ranks, gather};
-use examples::lm::args::{Args, Command};
+use examples::lm::args::Args;
 use examples::lm::chat::converse::{self, Conversation, Event, converse};
+use examples::lm::chat::transcript::Transcript;
 use examples::lm::chat::{self, ChatTemplate, Message};
+use examples::lm::command::Command;
 use examples::lm::files::Files;
 use examples::lm::generate::{Task, generate};
-use examples::lm::hub::HubName;
+use examples::lm::hub::{self, Hub};
 use examples::lm::info::Info;
 use examples::lm::report::Report;
 use examples::lm::stops::{self, Stops};
@@ -27,7 +29,8 @@ use tokenizers::Tokenizer;
 fn main() -> ExitCode {
     allocator::keep_pages();
     launch::start(Args::validate, |args, (), ranks| {
-        let args = &located(args, ranks)?;
+        args.check_inputs(ranks)?;
+        let args = &hub::located(args, ranks, Hub::from_env)?;
         match &args.training.train {
             Some(text) => train::run::run(args, text, ranks),
             None if args.command == Some(Command::Info) => info(args, ranks),
@@ -39,27 +42,6 @@ fn main() -> ExitCode {
             },
         }
     })
-}
-
-/// Downloads a model that is given by its name on the Hub, once per host, and sets its path.
-fn located(args: &Args, ranks: &Ranks<'_>) -> anyhow::Result<Args> {
-    // A path may exist on some hosts alone.
-    let is_name = ranks.of_first(if args.hub_name().is_some() { "name" } else { "path" })? == "name";
-    let name = args.model.as_ref().filter(|_| is_name).and_then(|model| HubName::parse(model.to_str()?));
-    let Some(name) = name else { return Ok(args.clone()) };
-    let fetched = ranks.on_first(|| Ok(name.fetch(true)))?.unwrap_or_else(|| Ok(PathBuf::new()));
-    let first = PathBuf::from(ranks.of_first(&ranks.agree(fetched)?.display().to_string())?);
-    // Other hosts may have other files, or some of them: there the first process downloads the rest, and the others find
-    // them in the cache.
-    let fetches = launch::local_rank() == 0 && !ranks.is_first();
-    let one = ranks.agree(if fetches { name.fetch(false) } else { Ok(first.clone()) })?;
-    let path = ranks.agree(if one.exists() { Ok(one) } else { name.fetch(false) })?;
-    let model = Some(path);
-    if args.training.train.is_some() {
-        // Only folders are trained.
-        ranks.agree(Args { model: model.clone(), ..args.clone() }.validate())?;
-    }
-    Ok(Args { model, ..args.clone() })
 }
 
 /// Writes the text and its speed.
@@ -114,7 +96,7 @@ fn talk(args: &Args, ranks: &Ranks<'_>) -> anyhow::Result<bool> {
     let Opened { files, tokenizer, task, stops, template } = ranks.agree(open(args, scratch.path()))?;
     let template = template.context("there is no chat template")?;
     let room = args.talk.room(files.config.longest()).min(task.cache_tokens.unwrap_or(usize::MAX));
-    ranks.agree(memory::check(&files.config, &task.held, [1, room], [args.tp, args.pp], args.ranks_here()))?;
+    ranks.agree(memory::check(args, &files, &task.held, Some([1, room])))?;
     note(&files, ranks);
     let (output, is_terminal) = (Output::new(args.json.as_deref()), io::stdin().is_terminal());
     let conversation = Conversation {
@@ -125,21 +107,25 @@ fn talk(args: &Args, ranks: &Ranks<'_>) -> anyhow::Result<bool> {
         args: &args.talk,
         stops: &stops,
     };
-    let turns = loaded(args, ranks, &files, |ctx, loading| {
+    let transcript = Transcript::new(output);
+    let talked = loaded(args, ranks, &files, |ctx, loading| {
         let mut screen = if ctx.rank() == 0 { output.screen() } else { Box::new(io::sink()) };
         let mut tell = |text: &str| drop(write!(screen, "{text}").and_then(|()| screen.flush()));
         converse(ctx, args.pp, conversation, converse::line, |event| match event {
             Event::Loaded if ctx.rank() == 0 => loading.finish(),
             Event::Listening if ctx.rank() == 0 && is_terminal => eprint!("> "),
             Event::Text(text) => tell(text),
-            Event::Replied => tell("\n"),
+            Event::Replied(turn) => {
+                tell("\n");
+                if ctx.rank() == 0 {
+                    transcript.add(turn);
+                }
+            }
             Event::Loaded | Event::Listening => {}
         })
-    })?;
-    if let Some(turns) = turns {
-        output.write_json(&turns)?;
-    }
-    Ok(true)
+    });
+    let kept = if ranks.is_first() { transcript.finish(talked.as_ref().err()) } else { Ok(()) };
+    talked.and(kept.map(|()| true))
 }
 
 /// Runs `f` on all ranks, under a bar of the bytes of the model that were read.
@@ -218,8 +204,7 @@ impl Opened {
             }
         };
         self.task.check(&self.files.config)?;
-        let sizes = [1, self.task.room(&self.files.config)];
-        memory::check(&self.files.config, &self.task.held, sizes, [args.tp, args.pp], args.ranks_here())?;
+        memory::check(args, &self.files, &self.task.held, Some([1, self.task.room(&self.files.config)]))?;
         Ok(self)
     }
 }

@@ -3,6 +3,7 @@
 mod collectives;
 mod cost;
 mod memory;
+mod random;
 mod transformer;
 
 use anyhow::{Context, Result};
@@ -117,7 +118,8 @@ pub fn check(args: &Args) -> Result<bool> {
         transformer::warm_up(device)?;
         collectives::warm_up(device)?;
     }
-    let checks: [(&str, Check); 5] = [
+    let checks: [(&str, Check); 6] = [
+        ("random numbers", random::check),
         ("collectives", collectives::check),
         ("transformer f32", transformer::check_f32),
         ("transformer bf16", transformer::check_bf16),

@@ -2,7 +2,7 @@
 
 use anyhow::{Result, ensure};
 use candle_core::{DType, Device, Tensor};
-use candle_dist::{RankContext, World};
+use candle_dist::{RankContext, World, round_grads};
 use candle_nn::{Optimizer, SGD};
 use candle_shard::nn::{Mode, ShardedVarBuilder};
 use candle_shard::{DTensor, Replicate};
@@ -62,7 +62,10 @@ fn train(ctx: &RankContext, dtype: DType) -> candle_shard::Result<Vec<f64>> {
     for step in 0..STEPS {
         let logits = model.forward(&everywhere(ids(0)?)?, Mode::Train { step })?;
         let loss = logits.cross_entropy(&everywhere(ids(5)?)?)?;
-        optimizer.step(&parameters.backward(&loss)?)?;
+        let mut grads = parameters.backward(&loss)?;
+        // Sums of 16-bit gradients are f32, and candle's optimizer requires the variable's dtype.
+        round_grads(&mut grads, &parameters.vars())?;
+        optimizer.step(&grads)?;
         losses.push(loss.full_tensor()?.to_dtype(DType::F64)?.to_scalar()?);
     }
     Ok(losses)

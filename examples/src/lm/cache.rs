@@ -1,8 +1,9 @@
 //! Keys and values of the tokens so far, each rank those of its heads.
 
 use candle_core::DType;
-use candle_shard::nn::{KvCache, RotatingKvCache};
-use candle_shard::{DTensor, Error, Result};
+use candle_dist::DeviceMesh;
+use candle_shard::nn::{KvCache, RotatingKvCache, SequenceCache};
+use candle_shard::{DTensor, Error, Result, TokenOrder};
 
 use super::config::Config;
 use super::step::Span;
@@ -25,6 +26,18 @@ enum Kept {
     All(KvCache),
     /// Those of the last tokens, which are all that a layer with a window sees.
     Window(RotatingKvCache),
+    /// Those of all tokens, of which each rank of a mesh axis has a part, in a dtype of their own if there is one.
+    Cut(Box<SequenceCache>, Option<DType>),
+}
+
+/// The keys and values that new tokens see.
+pub(super) struct Seen {
+    /// `[batch, heads, tokens, dim]`.
+    pub(super) keys: DTensor,
+    /// `[batch, heads, tokens, dim]`.
+    pub(super) values: DTensor,
+    /// The order of their tokens, if it is not that of the text.
+    pub(super) order: Option<TokenOrder>,
 }
 
 impl Kept {
@@ -39,11 +52,12 @@ impl Kept {
         match self {
             Self::All(cache) => Self::All(cache.with_dtype(dtype)),
             Self::Window(cache) => Self::Window(cache.with_dtype(dtype)),
+            Self::Cut(cache, _) => Self::Cut(cache, Some(dtype)),
         }
     }
 
-    fn append(&mut self, [k, v]: [&DTensor; 2]) -> Result<[DTensor; 2]> {
-        let (k, v) = match self {
+    fn append(&mut self, [k, v]: [&DTensor; 2]) -> Result<Seen> {
+        let (keys, values) = match self {
             Self::All(cache) => cache.append(k, v)?,
             Self::Window(cache) => match (cache.k()?, cache.v()?) {
                 // The last of several tokens may overwrite what the first of them sees.
@@ -57,14 +71,23 @@ impl Kept {
                 // One token sees all that is kept, in any order.
                 _ => cache.append(k, v)?,
             },
+            Self::Cut(cache, dtype) => {
+                let (given, kept) = (k.dtype(), dtype.unwrap_or(k.dtype()));
+                let tokens_first = |x: &DTensor| x.transpose(1, TOKENS)?.to_dtype(kept);
+                cache.append(&tokens_first(k)?, &tokens_first(v)?)?;
+                let (k, v) = cache.keys_and_values()?;
+                let heads_first = |x: DTensor| x.to_dtype(given)?.transpose(1, TOKENS);
+                return Ok(Seen { keys: heads_first(k)?, values: heads_first(v)?, order: Some(cache.order()?) });
+            }
         };
-        Ok([k, v])
+        Ok(Seen { keys, values, order: None })
     }
 
     fn reset(&mut self) {
         match self {
             Self::All(cache) => cache.reset(),
             Self::Window(cache) => cache.reset(),
+            Self::Cut(cache, _) => cache.reset(),
         }
     }
 }
@@ -96,7 +119,7 @@ impl Past<'_> {
     ///
     /// # Errors
     /// Those of [`KvCache::append`]; the caller sees to it that there is room.
-    pub(super) fn extend(self, new: [&DTensor; 2]) -> Result<[DTensor; 2]> {
+    pub(super) fn extend(self, new: [&DTensor; 2]) -> Result<Seen> {
         self.kept.append(new)
     }
 }
@@ -122,6 +145,20 @@ impl Cache {
     /// Creates a cache for one layer.
     pub(super) fn of_layer(window: Option<usize>, room: usize) -> Self {
         Self { layers: vec![Kept::new(room, window)], room, len: 0 }
+    }
+
+    /// Gives each rank of a mesh axis a part of the tokens of all layers without windows. A layer with a window keeps
+    /// few tokens, which all ranks have.
+    ///
+    /// # Errors
+    /// If the mesh has no such axis, or there is room for no token.
+    pub fn over(mut self, mesh: &DeviceMesh, axis: &str) -> Result<Self> {
+        for layer in &mut self.layers {
+            if matches!(layer, Kept::All(_)) {
+                *layer = Kept::Cut(Box::new(SequenceCache::new(mesh, axis, self.room)?), None);
+            }
+        }
+        Ok(self)
     }
 
     /// Keeps keys and values in this dtype, if there is one: 16 bits take half of the memory of 32.

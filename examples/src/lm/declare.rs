@@ -7,19 +7,19 @@
 //! Layers, the table and the output layer are units, whose parameters a builder may shard fully over "dp".
 
 use std::cell::RefCell;
-use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use candle_core::{DType, Tensor};
 use candle_dist::DeviceMesh;
 use candle_pipe::graph::ValueId;
-use candle_pipe::{Balanced, Error, In, Layout, Pipe, PipeBuilder, Reduction, Result, Share, StageOp, Value, stage_op};
+use candle_pipe::{Error, In, PipeBuilder, Reduction, Result, Share, StageOp, Value, stage_op};
 use candle_shard::fsdp::FullyShard;
 use candle_shard::nn::{self, Embedding, Linear, ShardedVarBuilder};
 use candle_shard::{DTensor, Placements, Replicate, Shard, Spec};
 
 use super::cache::{self, Cache};
 use super::config::Config;
+use super::cut::{Cut, DecoderPipe};
 use super::layer::Layer;
 use super::model::{embedded, finished, losses};
 use super::norm::Norm;
@@ -27,23 +27,6 @@ use super::projection::{Projection, Table};
 use super::rope::Angles;
 use super::step::{self, Span, last_rows};
 use super::{EXPERT_AXIS, LAYER_AXIS};
-
-/// A model in stages.
-pub type DecoderPipe = Pipe<ShardedVarBuilder>;
-
-/// How a model is cut into stages.
-#[derive(Clone, Copy, Debug)]
-pub struct Cut<'a> {
-    stages: usize,
-    layout: Option<&'a Layout>,
-}
-
-impl<'a> Cut<'a> {
-    /// A number of stages with about equal costs, or the stages of a layout, which must have the same number.
-    pub fn new(stages: usize, layout: Option<&'a Layout>) -> Self {
-        Self { stages, layout }
-    }
-}
 
 /// The name of the table, which a tied output layer has in common with the input.
 const TABLE: &str = "model.embed_tokens.weight";
@@ -86,7 +69,7 @@ pub fn writer(
     let h = model.norm(h, Some(spans), last_rows);
     let logits = model.head(h, &[], |head, h, _| head(h)?.squeeze(0));
     model.g.output("logits", logits);
-    model.cut(cut)
+    cut.finish(model.g, config)
 }
 
 /// The model that scores: `sum`, the sum of the cross entropies of `targets` `[1, last]`, which follow the last of
@@ -104,7 +87,7 @@ pub fn scorer(config: &Config, longest: usize, cut: &Cut<'_>) -> Result<DecoderP
     let h = model.norm(h, None, |h, _| Ok(h.clone()));
     let loss = model.head(h, &[targets], |head, h, others| losses(h, &others[0], head)?.reshape((1,)));
     model.g.output("sum", loss);
-    model.cut(cut)
+    cut.finish(model.g, config)
 }
 
 /// The model that learns: its loss is the mean cross entropy of `targets` `[rows, tokens]`, which follow the `tokens`
@@ -133,7 +116,7 @@ pub fn learner(config: &Config, longest: usize, recompute: bool, cut: &Cut<'_>) 
     let h = model.norm(h, None, |h, _| Ok(h.clone()));
     let loss = model.head(h, &[targets], |head, h, others| head(h)?.cross_entropy(&others[0]));
     model.g.loss(loss, Reduction::Mean);
-    model.cut(cut)
+    cut.finish(model.g, config)
 }
 
 /// How tensors with so many dims lie between nodes: cut by rows on the axes of rows, whole on all others.
@@ -253,20 +236,6 @@ impl Declaration {
         };
         self.g.module("lm_head", build, [h].into_iter().chain(others.iter().copied()).chain(self.tied))
     }
-
-    /// The model in stages that compute about equally much, or as the layout says.
-    fn cut(self, cut: &Cut<'_>) -> Result<DecoderPipe> {
-        let Some(layout) = cut.layout else { return self.g.finish(Balanced::new(cut.stages, costs(&self.config))) };
-        let pipe = self.g.finish(layout.clone())?;
-        match pipe.num_stages() == cut.stages {
-            true => Ok(pipe),
-            false => Err(Error::Pipe(format!(
-                "the layout {layout} has {} stages, and there are {} to fill",
-                pipe.num_stages(),
-                cut.stages
-            ))),
-        }
-    }
 }
 
 /// What the last node makes of the output layer, hidden states and other inputs.
@@ -310,26 +279,4 @@ where
         let spans = xs.get(1).map(|spans| Ok::<_, Error>(step::unpack(spans.tensor()?)?)).transpose()?;
         Ok(vec![leave(&f(&enter(&xs[0], &mesh, rows)?, &spans.unwrap_or_default())?, rows)?])
     })
-}
-
-/// The parameters of each node that compute for a token: what decides how long it takes.
-fn costs(config: &Config) -> Vec<(String, f64)> {
-    let node = |name: &str| -> Option<String> {
-        let parts: Vec<&str> = name.split('.').collect();
-        match parts[..] {
-            ["model", "layers", layer, ..] => Some(format!("model.layers.{layer}")),
-            ["lm_head", ..] => Some("lm_head".into()),
-            _ => None,
-        }
-    };
-    let mut costs = BTreeMap::<String, f64>::new();
-    for (name, shape) in config.tensors() {
-        if let Some(node) = node(&name) {
-            *costs.entry(node).or_default() += config.active(&name, &shape) as f64;
-        }
-    }
-    if config.tie_word_embeddings {
-        costs.insert("lm_head".into(), (config.vocab_size * config.hidden_size) as f64);
-    }
-    costs.into_iter().collect()
 }

@@ -14,7 +14,7 @@ use super::files::Files;
 use super::model::Decoder;
 use super::staged::{StagedDecoder, Use};
 use super::step::Step;
-use super::{EXPERT_AXIS, LAYER_AXIS};
+use super::{EXPERT_AXIS, LAYER_AXIS, TOKEN_AXIS};
 
 /// How a model is held and cut.
 #[derive(Clone, Debug)]
@@ -31,23 +31,29 @@ pub struct Held {
     pub shares: Option<Shares>,
     /// The ranks over which experts are distributed.
     pub ep: usize,
+    /// The ranks over which the tokens of a text are distributed.
+    pub cp: usize,
 }
 
 impl Held {
     /// Holds a model in a dtype, and quantized weights as they are stored.
     pub fn of(dtype: DType) -> Self {
-        Self { dtype, layout: None, dequantize: false, cache: None, shares: None, ep: 1 }
+        Self { dtype, layout: None, dequantize: false, cache: None, shares: None, ep: 1, cp: 1 }
     }
 
     /// Returns the mesh axes of a stage, and their ranks, which are `ranks` together.
     ///
     /// # Errors
-    /// If the ranks of experts do not divide them.
+    /// If the ranks of tokens and of experts do not divide them.
     pub(super) fn axes(&self, ranks: usize) -> Result<Vec<(&'static str, usize)>> {
-        let ep = self.ep;
-        ensure!(ep > 0 && ranks.is_multiple_of(ep), "{ep} ranks of experts do not divide {ranks} ranks");
-        let experts = (ep > 1).then_some((EXPERT_AXIS, ep));
-        Ok(experts.into_iter().chain([(LAYER_AXIS, ranks / ep)]).collect())
+        let Self { cp, ep, .. } = *self;
+        let others = cp.saturating_mul(ep);
+        ensure!(
+            others > 0 && ranks.is_multiple_of(others),
+            "{cp} ranks of tokens × {ep} ranks of experts do not divide {ranks} ranks"
+        );
+        let axes = [(TOKEN_AXIS, cp), (EXPERT_AXIS, ep)].into_iter().filter(|(_, ranks)| *ranks > 1);
+        Ok(axes.chain([(LAYER_AXIS, ranks / others)]).collect())
     }
 }
 
@@ -100,6 +106,11 @@ impl Engine {
         let config = &config;
         let ranks = ctx.world_size();
         ensure!(stages > 0 && ranks.is_multiple_of(stages), "{stages} stages do not divide {ranks} ranks");
+        ensure!(
+            stages == 1 || held.cp == 1,
+            "tokens on {} ranks and layers in {stages} stages: a stage keeps all tokens; use one stage, or one rank of tokens",
+            held.cp
+        );
         let sizes = held.axes(ranks / stages)?;
         let layer: Vec<&str> = sizes.iter().map(|(axis, _)| *axis).collect();
         let began = Instant::now();
@@ -114,9 +125,16 @@ impl Engine {
         let (plan, device) = (plan.with_shares(held.shares.clone()), ctx.device());
         let vb = ShardedVarBuilder::from_weights(weights.clone(), 0, &mesh.axes(&layer)?, plan, held.dtype, device)?;
         let vb = if held.dequantize { vb.dequantized() } else { vb }.frozen();
-        let slot = |_| Cache::of(config, longest).with_dtype(held.cache);
+        let slot = |_| {
+            let cache = Cache::of(config, longest);
+            let cache = if held.cp > 1 { cache.over(vb.mesh(), TOKEN_AXIS)? } else { cache };
+            Ok(cache.with_dtype(held.cache))
+        };
         let model = match stages {
-            1 => Model::Whole(Box::new(Decoder::new(config, longest, &vb)?), (0..slots).map(slot).collect()),
+            1 => {
+                let slots = (0..slots).map(slot).collect::<candle_shard::Result<_>>()?;
+                Model::Whole(Box::new(Decoder::new(config, longest, &vb)?), slots)
+            }
             _ => {
                 let layout = held.layout.as_ref();
                 Model::Staged(Box::new(StagedDecoder::new(config, (longest, used), layout, &mesh, &vb, ctx)?))

@@ -5,7 +5,8 @@ use std::ffi::OsString;
 use clap::parser::ValueSource;
 use clap::{Arg, ArgMatches, CommandFactory, ValueEnum};
 
-use super::args::{Args, Command};
+use super::args::Args;
+use super::command::Command;
 use crate::cli::{Checked, UsageError};
 use Command::{Generate, Info, Score, Train};
 
@@ -20,8 +21,9 @@ const HEADINGS: [(&str, &[Command]); 6] = [
 ];
 
 /// The commands of flags that are not those of their heading.
-const FLAGS: [(&str, &[Command]); 6] = [
+const FLAGS: [(&str, &[Command]); 7] = [
     ("tp", &[Generate, Train, Score, Info]),
+    ("cp", &[Generate, Score]),
     ("ep", &[Generate, Train, Score, Info]),
     ("shares", &[Generate, Score, Info]),
     ("dequantize", &[Generate, Score, Info]),

@@ -1,9 +1,10 @@
 //! A decoder layer.
 
 use candle_shard::nn::ShardedVarBuilder;
-use candle_shard::{Attention, DTensor, Result};
+use candle_shard::{Attention, DTensor, Placements, Result, Shard};
 
-use super::cache::{Past, Turn};
+use super::TOKEN_AXIS;
+use super::cache::{Past, Seen, Turn};
 use super::config::Config;
 use super::config::parts::{Parts, QkNorm};
 use super::feed_forward::FeedForward;
@@ -103,12 +104,20 @@ impl Layer {
             let is_local = self.window.is_some();
             (q, k) = (angles.turn(&q, start, is_local)?, angles.turn(&k, start, is_local)?);
         }
-        let [k, v] = match past {
+        let Seen { keys, values, order } = match past {
             Some(past) => past.extend([&k, &v])?,
-            None => [k, v],
+            None => Seen { keys: k, values: v, order: None },
         };
         let attention =
             Attention::default().scale(self.scale).cap(self.parts.scores_cap).causal(true).window(self.window);
-        attention.of(&q.transpose(1, 2)?, &k.transpose(1, 2)?, &v.transpose(1, 2)?)
+        let (keys, values, q) = (keys.transpose(1, 2)?, values.transpose(1, 2)?, q.transpose(1, 2)?);
+        let Some(order) = order else { return attention.of(&q, &keys, &values) };
+        // Each rank computes some of several queries; one query meets the keys of each rank where they are.
+        let whole: Placements = q.placements().into();
+        let mut parts = whole.clone();
+        if q.dims()[1] > 1 {
+            parts[q.mesh().axis_index(TOKEN_AXIS)?] = Shard(1);
+        }
+        attention.key_order(order).of(&q.redistribute(&parts)?, &keys, &values)?.redistribute(&whole)
     }
 }

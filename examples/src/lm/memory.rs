@@ -1,17 +1,23 @@
-//! The memory of the cache, which is checked before a model is read.
+//! The memory of weights and of the cache, which is checked before a model is read.
 
 use anyhow::{Result, ensure};
+use candle_core::DType;
+use candle_shard::chunk_sizes;
+use candle_shard::kernels::QuantizedMatrix;
 use candle_shard::nn::Heads;
 
+use super::args::Args;
 use super::config::Config;
 use super::engine::Held;
+use super::files::Files;
 use crate::memory::available;
 use crate::table::grouped;
 
 /// Returns the bytes of keys and values of so many texts with room for `room` tokens each, on all `tp` ranks together over
 /// which a layer is sharded.
 ///
-/// Layers with a window keep no more tokens than it has. If there are fewer key heads than ranks, each query head has a
+/// Each of `cp` ranks keeps a part of the tokens of layers without a window; the numbers are those of one of them. Layers
+/// with a window keep no more tokens than it has. If there are fewer key heads than ranks, each query head has a
 /// copy.
 ///
 /// ```
@@ -20,38 +26,90 @@ use crate::table::grouped;
 ///
 /// // 4 layers with 4 key heads, and 8 query heads, of 32 numbers each.
 /// let config = random_model::config();
-/// assert_eq!(memory::cache_bytes(&config, DType::F32, [1, 100], 2), 4 * 4 * 32 * 2 * 4 * 100);
-/// assert_eq!(memory::cache_bytes(&config, DType::BF16, [3, 100], 8), 4 * 8 * 32 * 2 * 2 * 100 * 3);
+/// assert_eq!(memory::cache_bytes(&config, DType::F32, [1, 100], [2, 1]), 4 * 4 * 32 * 2 * 4 * 100);
+/// assert_eq!(memory::cache_bytes(&config, DType::BF16, [3, 100], [8, 1]), 4 * 8 * 32 * 2 * 2 * 100 * 3);
+/// assert_eq!(memory::cache_bytes(&config, DType::F32, [1, 100], [2, 3]), 4 * 4 * 32 * 2 * 4 * 34);
 /// ```
-pub fn cache_bytes(config: &Config, dtype: candle_core::DType, [texts, room]: [usize; 2], tp: usize) -> usize {
+pub fn cache_bytes(config: &Config, dtype: DType, [texts, room]: [usize; 2], [tp, cp]: [usize; 2]) -> usize {
     let Heads { query, key_value, dim } = config.heads();
     let heads = if key_value < tp { query } else { key_value };
-    let kept = |layer| config.parts.window(layer).map_or(room, |window| window.min(room));
+    let part = room.div_ceil(cp.max(1));
+    let kept = |layer| config.parts.window(layer).filter(|&window| window < room).unwrap_or(part);
     let tokens: usize = (0..config.num_hidden_layers).map(kept).fold(0, usize::saturating_add);
     [tokens, heads, dim, 2, dtype.size_in_bytes(), texts].into_iter().fold(1, usize::saturating_mul)
 }
 
-/// Checks that the cache of so many texts and tokens fits into the memory of this machine, which has `of_machine` of the
-/// `[tp, pp]` ranks. The weights are not counted.
+/// The projections whose outputs are cut.
+const CUT: [&str; 5] = ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"];
+
+/// Returns the bytes of all weights on all `[tp, pp]` ranks and those of experts together, from the headers of the files.
+///
+/// Matrices are cut over the `tp` ranks, and vectors and routers are whole on each, apart from the biases of outputs that
+/// are cut. If ranks share key heads, each has all of them. Experts are distributed over the ranks of experts, and all else
+/// is on each of these. Each rank of the tokens has all weights.
 ///
 /// # Errors
-/// If it does not, with the numbers and a remedy.
-pub fn check(
-    config: &Config,
-    held: &Held,
-    [texts, room]: [usize; 2],
-    [tp, pp]: [usize; 2],
-    of_machine: usize,
-) -> Result<()> {
-    let all = cache_bytes(config, held.cache.unwrap_or(held.dtype), [texts, room], tp);
-    let bytes = (all / (tp * pp).max(1)).saturating_mul(of_machine);
+/// If the files lack a tensor.
+pub fn weight_bytes(files: &Files, held: &Held, [tp, pp]: [usize; 2]) -> Result<usize> {
+    let (config, weights) = (&files.config, files.weights());
+    let Heads { query, key_value, .. } = config.heads();
+    let [queries, keys] = [query, key_value].map(|heads| chunk_sizes(heads, tp));
+    let shares_keys =
+        key_value < tp && queries.iter().zip(&keys).any(|(queries, keys)| *queries != keys * (query / key_value));
+    let mut all = 0usize;
+    for (name, shape) in config.tensors() {
+        let blocks =
+            weights.quantized_dtype(&name)?.filter(|&blocks| !held.dequantize && QuantizedMatrix::takes(blocks));
+        let count = shape.iter().copied().fold(1, usize::saturating_mul);
+        let bytes = match blocks {
+            Some(blocks) if shape.len() >= 2 => (count / blocks.block_size()).saturating_mul(blocks.type_size()),
+            _ => count.saturating_mul(held.dtype.size_in_bytes()),
+        };
+        let module = name.rsplit('.').nth(1).unwrap_or_default();
+        let copies = match shape.len() {
+            3 => 1,
+            _ if module == "router" => tp,
+            _ if shares_keys && ["k_proj", "v_proj"].contains(&module) => tp,
+            0 | 1 if !(name.ends_with(".bias") && CUT.contains(&module)) => tp,
+            // The first stage looks tokens up in the table, and the last one computes logits with it.
+            _ if pp > 1 && config.tie_word_embeddings && module == "embed_tokens" => 2,
+            _ => 1,
+        };
+        let replicas = held.cp.saturating_mul(if shape.len() == 3 { 1 } else { held.ep });
+        all = all.saturating_add(bytes.saturating_mul(copies).saturating_mul(replicas));
+    }
+    Ok(all)
+}
+
+/// Checks that the weights, and the cache of `[texts, tokens]` if there is one, fit into the memory that this machine has
+/// left.
+///
+/// # Errors
+/// If they do not, with the numbers and a remedy.
+pub fn check(args: &Args, files: &Files, held: &Held, cache: Option<[usize; 2]>) -> Result<()> {
     let Some(free) = available() else { return Ok(()) };
+    let ranks = args.model_ranks().max(1);
+    // Machines have ranks of about equal shares.
+    let here = |all: usize| (all / ranks).saturating_mul(args.ranks_here());
+    let weights = here(weight_bytes(files, held, [args.tp, args.pp])?);
     ensure!(
-        bytes <= free,
-        "the cache of {texts} texts with up to {} tokens each takes {} bytes, and this machine has {} left: give fewer \
-         --max-tokens, --cache-tokens or --context, a smaller --batch, or --cache-dtype bf16",
+        weights <= free,
+        "the weights take {} bytes on this machine, which has {} left: take a quantized file without --dequantize, a \
+         smaller --dtype, or ranks on more machines",
+        grouped(weights),
+        grouped(free)
+    );
+    let Some([texts, room]) = cache else { return Ok(()) };
+    let dtype = held.cache.unwrap_or(held.dtype);
+    let cache =
+        here(cache_bytes(&files.config, dtype, [texts, room], [args.tp, args.cp]).saturating_mul(args.ep * args.cp));
+    ensure!(
+        weights.saturating_add(cache) <= free,
+        "the cache of {texts} texts with up to {} tokens each takes {} bytes beside the {} of the weights, and this machine \
+         has {} left: give fewer --max-tokens, --cache-tokens or --context, a smaller --batch, or --cache-dtype bf16",
         grouped(room),
-        grouped(bytes),
+        grouped(cache),
+        grouped(weights),
         grouped(free)
     );
     Ok(())

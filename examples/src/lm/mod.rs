@@ -5,8 +5,12 @@ pub mod args;
 pub mod batch;
 pub mod cache;
 pub mod chat;
+mod check;
+pub mod command;
 pub mod config;
+pub mod cut;
 pub mod declare;
+pub mod dtype;
 pub mod engine;
 mod expert_files;
 mod feed_forward;
@@ -14,6 +18,7 @@ pub mod files;
 mod flags;
 pub mod generate;
 mod gguf;
+mod help;
 pub mod hub;
 pub mod info;
 mod layer;
@@ -37,6 +42,9 @@ mod writing;
 
 /// The mesh axis over which layers are cut, experts too.
 const LAYER_AXIS: &str = "tp";
+
+/// The mesh axis over which the tokens of a text are distributed.
+const TOKEN_AXIS: &str = "cp";
 
 /// The mesh axis over which experts are distributed.
 const EXPERT_AXIS: &str = "ep";

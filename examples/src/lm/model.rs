@@ -4,8 +4,9 @@ use candle_core::{DType, Device, Tensor};
 use candle_dist::DeviceMesh;
 use candle_shard::nn::ShardedVarBuilder;
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
-use candle_shard::{CrossEntropy, DTensor, Error, Placements, Reduction, Replicate, Result};
+use candle_shard::{CrossEntropy, DTensor, Error, Placement, Placements, Reduction, Replicate, Result, Shard};
 
+use super::TOKEN_AXIS;
 use super::cache::{self, Cache};
 use super::config::Config;
 use super::layer::Layer;
@@ -117,9 +118,12 @@ impl Decoder {
     /// # Errors
     /// If there are more targets than tokens.
     pub fn loss(&self, tokens: &Tensor, targets: &Tensor) -> Result<f64> {
-        let h = self.hidden(tokens, None)?;
-        let loss = losses(&self.norm.forward(&h)?, &self.everywhere(targets)?, |h| {
-            finished(self.lm_head.forward(h)?.to_dtype(DType::F32)?, &self.config)
+        let h = self.norm.forward(&self.hidden(tokens, None)?)?;
+        // Each rank of the tokens has some of each chunk.
+        let h = h.redistribute(&self.placements(Replicate))?;
+        let loss = losses(&h, &self.everywhere(targets)?, |h| {
+            let h = h.redistribute(&self.placements(Shard(1)))?;
+            finished(self.lm_head.forward(&h)?.to_dtype(DType::F32)?, &self.config)
         })?;
         Ok(f64::from(loss.full_tensor()?.to_scalar::<f32>()?))
     }
@@ -140,7 +144,11 @@ impl Decoder {
         if let Some((slots, spans)) = &mut texts {
             cache::begin(slots, spans)?;
         }
-        let mut h = self.embed_tokens.forward(&self.everywhere(tokens)?)?;
+        let tokens = match texts {
+            Some(_) => self.everywhere(tokens)?,
+            None => DTensor::distribute(tokens, &self.mesh, &self.placements(Shard(1)))?,
+        };
+        let mut h = self.embed_tokens.forward(&tokens)?;
         h = embedded(h, &self.config)?;
         for (i, layer) in self.layers.iter().enumerate() {
             let turns = texts.as_mut().map(|(slots, spans)| cache::turns(slots, i, spans));
@@ -150,6 +158,11 @@ impl Decoder {
             cache::advance(slots, spans);
         }
         Ok(h)
+    }
+
+    /// The layout with tokens placed like this on the axis of tokens, if there is one, and whole on all others.
+    fn placements(&self, tokens: Placement) -> Placements {
+        self.mesh.names().iter().map(|name| if name == TOKEN_AXIS { tokens } else { Replicate }).collect()
     }
 
     /// A tensor that all ranks have.

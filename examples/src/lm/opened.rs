@@ -4,8 +4,9 @@ use std::path::Path;
 
 use anyhow::Result;
 
-use super::args::{Args, DTypeName};
+use super::args::Args;
 use super::config::Config;
+use super::dtype::DTypeName;
 use super::engine::Held;
 use super::files::Files;
 use super::random_model;
@@ -56,5 +57,6 @@ pub fn held(args: &Args, files: &Files) -> Result<Held> {
         cache: args.cache_dtype.map(Into::into),
         shares: args.shares.clone(),
         ep: args.ep,
+        cp: args.cp,
     })
 }

@@ -8,7 +8,8 @@ use candle_pipe::{Kwargs, Layout, Result, Runtime};
 use candle_shard::nn::ShardedVarBuilder;
 
 use super::config::Config;
-use super::declare::{self, Cut, DecoderPipe};
+use super::cut::{Cut, DecoderPipe};
+use super::declare;
 use super::step::Step;
 use crate::pipeline::for_device;
 

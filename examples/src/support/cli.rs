@@ -197,6 +197,11 @@ impl<'a> Output<'a> {
         if self.json_to_stdout() { Box::new(io::stderr()) } else { Box::new(io::stdout()) }
     }
 
+    /// Returns whether JSON goes to a file.
+    pub fn is_file(self) -> bool {
+        self.0.is_some() && !self.json_to_stdout()
+    }
+
     /// Writes the JSON object if one is requested.
     ///
     /// # Errors

@@ -148,9 +148,9 @@ impl Pipeline {
         })
     }
 
-    /// Returns the ranks of the first pipeline: index 0 on all axes but `pp`, which is the outermost.
-    pub fn first_pipeline(&self) -> impl Iterator<Item = usize> {
-        (0..self.world()).step_by(self.dp * self.ep * self.tp)
+    /// Returns the ranks of the first pipeline of so many ranks: index 0 on all axes but `pp`, which is the outermost.
+    pub fn first_pipeline(&self, world: usize) -> impl Iterator<Item = usize> {
+        (0..world).step_by(world / self.pp)
     }
 }
 

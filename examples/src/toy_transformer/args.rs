@@ -26,7 +26,8 @@ The same model is trained from the same seed on the same batches once per run:
   ep      expert-parallel, with experts in place of feed-forward networks: each rank has some of the sequences and some of
           the experts
   pp      pipeline, data and tensor-parallel on one mesh of ranks, pp × dp × tp: the model is cut into stages that are
-          scheduled over microbatches, and each replica has its own part of the batch
+          scheduled over microbatches, and each replica has its own part of the batch; with --fsdp, --cp and --ep
+          each stage is cut over these axes too
   pp_sp   the same with sequence parallel
 
 Ranks are threads of this process, so there is nothing to install or to start. With another --backend each rank is a
@@ -42,6 +43,8 @@ Examples:
       Compare one device with a pipeline of two stages, two replicas and two tensor-parallel ranks each.
   cargo run --release -- --ep 2 --experts 8 --top-k 2
       Compare one device with two ranks that share the experts.
+  cargo run --release -- --runs single,pp --pp 2 --cp 2 --ep 2 --experts 8 --dropout 0 --zigzag
+      Compare one device with a pipeline of two stages, each on two ranks for sequences times two for experts.
   cargo run --release -- --json - 2>/dev/null | jq '.runs[] | {name, ms_per_step}'
       Get the numbers into a script: only JSON on stdout, all else on stderr.
   cargo build --release --features mpi && mpirun -n 2 target/release/toy-transformer --backend mpi
@@ -54,7 +57,8 @@ Exit status: 0 if the runs agree, 1 if they disagree or one failed, 2 if the com
 #[command(name = "toy-transformer", version, about = ABOUT, after_help = EXAMPLES)]
 pub struct Args {
     /// Runs, in this order; all are compared with `single`, or without it with the first [default: single,tp,tp_sp, or
-    /// single,pp if a pipeline option is given, single,cp if --cp is given, or single,ep if --ep or --experts is given]
+    /// single,pp if a pipeline option or both --cp and --ep are given, single,cp if --cp is given, or single,ep if --ep or
+    /// --experts is given]
     #[arg(long, value_name = "NAMES", value_delimiter = ',', hide_possible_values = true, help_heading = "Runs")]
     pub runs: Vec<RunName>,
 
@@ -63,11 +67,17 @@ pub struct Args {
     #[arg(long, value_name = "N", help_heading = "Runs")]
     pub tp: Option<usize>,
 
-    /// Context-parallel ranks of the run `cp` [default: 2]
+    /// Context-parallel ranks of the run `cp`, and of each stage of `pp` [default: 2, or 1 per stage]
     #[arg(long, value_name = "N", help_heading = "Runs")]
     pub cp: Option<usize>,
 
-    /// Expert-parallel ranks of the run `ep`, each with some of the batch and some of the experts [default: 2]
+    /// Give each context-parallel rank a piece from the front of a sequence and one from its end, so that all have as
+    /// much work; without dropout, whose masks are drawn by position
+    #[arg(long, help_heading = "Runs")]
+    pub zigzag: bool,
+
+    /// Expert-parallel ranks of the run `ep`, and of each stage of `pp` and `pp_sp`, each with some of the batch and some
+    /// of the experts [default: 2, or 1 per stage]
     #[arg(long, value_name = "N", help_heading = "Runs")]
     pub ep: Option<usize>,
 
@@ -76,13 +86,17 @@ pub struct Args {
     pub threads: usize,
 
     /// Pipeline ranks of the runs `pp` and `pp_sp`, each with one or two stages, as the schedule requires [default: 2,
-    /// or 1 with --dp or --tp]
+    /// or 1 with another axis]
     #[arg(long, value_name = "N", help_heading = "Pipelines")]
     pub pp: Option<usize>,
 
     /// Replicas of the model, each with its part of the batch [default: 1]
     #[arg(long, value_name = "N", help_heading = "Pipelines")]
     pub dp: Option<usize>,
+
+    /// Ranks of each stage that have pieces of the blocks' parameters, each with some of the batch [default: 1]
+    #[arg(long, value_name = "N", help_heading = "Pipelines")]
+    pub fsdp: Option<usize>,
 
     /// Schedule of the pipeline: one of those that `--bin schedules` draws [default: 1f1b]
     #[arg(long, value_name = "NAME", help_heading = "Pipelines")]
@@ -117,7 +131,7 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = 8, help_heading = "Model")]
     pub heads: usize,
 
-    /// Experts of each feed-forward network, only for the runs `single` and `ep` [default: none, or 8 for the run `ep`]
+    /// Experts of each feed-forward network [default: none, or 8 with --ep or the run `ep`]
     #[arg(long, value_name = "N", help_heading = "Model")]
     pub experts: Option<usize>,
 
@@ -166,10 +180,10 @@ impl Args {
     /// Returns the runs to make.
     pub fn runs(&self) -> Vec<RunName> {
         use RunName::{Cp, Ep, Pp, Single, Tp, TpSp};
-        let counts = [self.pp, self.dp, self.microbatches];
+        let counts = [self.pp, self.dp, self.fsdp, self.microbatches];
         let has_pipeline = self.schedule.is_some() || counts.iter().any(Option::is_some);
         match &self.runs[..] {
-            [] if has_pipeline => vec![Single, Pp],
+            [] if has_pipeline || (self.cp.is_some() && self.ep.is_some()) => vec![Single, Pp],
             [] if self.cp.is_some() => vec![Single, Cp],
             [] if self.ep.is_some() || self.experts.is_some() => vec![Single, Ep],
             [] => vec![Single, Tp, TpSp],
@@ -195,23 +209,37 @@ impl Args {
     /// Returns the number of experts of a feed-forward network, and of those that each token uses; 0 for a network
     /// without experts.
     pub fn mixture(&self) -> (usize, usize) {
-        let experts = self.experts.unwrap_or(if self.runs().contains(&RunName::Ep) { 8 } else { 0 });
+        let has_experts = self.ep.is_some() || self.runs().contains(&RunName::Ep);
+        let experts = self.experts.unwrap_or(if has_experts { 8 } else { 0 });
         (experts, self.top_k.unwrap_or(experts.min(2)))
     }
 
     /// Returns the ranks and microbatches of pipelines.
     pub fn pipeline(&self) -> Pipeline {
-        let pp = if self.dp.is_some() || self.tp.is_some() { 1 } else { 2 };
+        let others = [self.dp, self.fsdp, self.cp, self.ep, self.tp];
+        let pp = if others.iter().any(Option::is_some) { 1 } else { 2 };
         let kind = self.schedule.unwrap_or(ScheduleKind::OneFOneB);
         Pipeline {
             pp: self.pp.unwrap_or(pp),
             dp: self.dp.unwrap_or(1),
-            ep: 1,
+            ep: self.ep.unwrap_or(1),
             tp: self.tp.unwrap_or(1),
             kind,
             virtual_stages: kind.stages_per_rank(),
             microbatches: self.microbatches.unwrap_or(4),
         }
+    }
+
+    /// Returns the axes of the mesh of each stage of a pipeline.
+    pub fn stage_axes(&self) -> [(&'static str, usize); 4] {
+        let [fsdp, cp, ep, tp] = [self.fsdp, self.cp, self.ep, self.tp].map(|ranks| ranks.unwrap_or(1));
+        [("fsdp", fsdp), ("cp", cp), ("ep", ep), ("tp", tp)]
+    }
+
+    /// Returns the number of ranks of all pipelines; `None` if it is too large for a number.
+    pub fn pipeline_ranks(&self) -> Option<usize> {
+        let Pipeline { pp, dp, .. } = self.pipeline();
+        self.stage_axes().iter().try_fold(pp.checked_mul(dp)?, |ranks, (_, more)| ranks.checked_mul(*more))
     }
 
     /// Returns the model that the flags describe.
@@ -231,12 +259,13 @@ impl Args {
             experts: self.mixture().0,
             top_k: self.mixture().1,
             seed: self.seed,
+            ..ModelArgs::default()
         }
     }
 
     /// Returns the model as a pipeline.
     pub fn pipe(&self, is_sequence_parallel: bool) -> TransformerPipe {
-        TransformerPipe::new(&self.model_args(), is_sequence_parallel)
+        TransformerPipe::new(&self.model_args(), is_sequence_parallel).zigzag(self.zigzag)
     }
 }
 
@@ -260,9 +289,11 @@ impl Launched for Args {
             RunName::Cp => Some((format!("--cp {}", self.context_parallel()), self.context_parallel())),
             RunName::Ep => Some((format!("--ep {}", self.expert_parallel()), self.expert_parallel())),
             RunName::Pp | RunName::PpSp => {
-                let pipeline = self.pipeline();
-                let Pipeline { pp, dp, tp, .. } = pipeline;
-                Some((format!("--pp {pp} × --dp {dp} × --tp {tp}"), pipeline.world()))
+                let Pipeline { pp, dp, .. } = self.pipeline();
+                let is_cut = |(axis, ranks): &(&str, usize)| *axis == "tp" || *ranks > 1;
+                let stage = self.stage_axes().into_iter().filter(is_cut);
+                let stage = stage.map(|(axis, ranks)| format!(" × --{axis} {ranks}")).collect::<String>();
+                Some((format!("--pp {pp} × --dp {dp}{stage}"), self.pipeline_ranks().unwrap_or(usize::MAX)))
             }
         };
         self.runs().into_iter().filter_map(of).collect()

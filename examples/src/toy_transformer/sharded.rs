@@ -9,7 +9,7 @@ use candle_dist::comm::{self, CommCounts};
 use candle_nn::Optimizer;
 use candle_shard::nn::{Mode, Parameters, ShardedVarBuilder};
 use candle_shard::parallel::Plan;
-use candle_shard::{DTensor, Placement, Replicate, Result, Shard, visualize_sharding};
+use candle_shard::{DTensor, Error, Placement, Replicate, Result, Shard, TokenOrder, visualize_sharding};
 use test_utils::toy::Transformer;
 
 use super::args::{Args, RunName};
@@ -44,7 +44,7 @@ impl Cut {
             RunName::Cp => Self { axis: "cp", ranks: args.context_parallel(), plan: Plan::new("cp"), tokens: Shard(1) },
             RunName::Ep => Self { axis: "ep", ranks: args.expert_parallel(), plan: Plan::new("ep"), tokens: Shard(0) },
             _ => {
-                let plan = Transformer::plan("tp", name.is_sequence_parallel());
+                let plan = Transformer::plan_of(&args.model_args(), "tp", name.is_sequence_parallel());
                 Self { axis: "tp", ranks: args.tensor_parallel(), plan, tokens: Replicate }
             }
         }
@@ -69,14 +69,19 @@ fn train_rank(ctx: &RankContext, name: RunName, args: &Args, corpus: &Corpus) ->
     let model = Transformer::new(&args.model_args(), &vb)?;
     let parameters = vb.finish()?;
     let mut optimizer = optimizer(parameters.vars(), args)?;
-    let spread = |tensor: &Tensor| DTensor::distribute(tensor, &mesh, &[tokens]);
+    let order = (name == RunName::Cp && args.zigzag).then(|| TokenOrder::zigzag(args.seq, ranks));
+    let spread = |tensor: &Tensor| match &order {
+        Some(order) => order.distribute(tensor, 1, &mesh, &[tokens]),
+        None => DTensor::distribute(tensor, &mesh, &[tokens]),
+    };
+    let forward = |tokens: &DTensor, mode| Ok::<_, Error>(model.run(tokens, order.as_ref(), mode)?.logits);
     let progress = if ctx.rank() == 0 { Progress::new(name.as_str(), args.steps) } else { Progress::silent() };
 
     let mut first_grads = BTreeMap::new();
     let mut comm = CommCounts::default();
     let training = Training::run(args, corpus, ctx.device(), &progress, |step, batch| {
         let (made, counts) = comm::record(|| -> Result<_> {
-            let logits = model.forward(&spread(&batch.tokens)?, Mode::Train { step })?;
+            let logits = forward(&spread(&batch.tokens)?, Mode::Train { step })?;
             let loss = logits.cross_entropy(&spread(&batch.targets)?)?;
             let mut grads = parameters.backward(&loss)?;
             let first = if step == 0 { whole_grads(&parameters, &grads)? } else { BTreeMap::new() };
@@ -93,7 +98,8 @@ fn train_rank(ctx: &RankContext, name: RunName, args: &Args, corpus: &Corpus) ->
     })?;
     progress.finish();
 
-    let logits = model.forward(&spread(&corpus.held_out(ctx.device())?.tokens)?, Mode::Eval)?.full_tensor()?.detach();
+    let logits = forward(&spread(&corpus.held_out(ctx.device())?.tokens)?, Mode::Eval)?.full_tensor()?.detach();
+    let logits = order.as_ref().map_or_else(|| Ok(logits.clone()), |order| order.undo(&logits, 1))?;
     let picture = |(style, weight): &(&str, &str)| {
         let found = parameters.iter().find(|p| p.name == *weight)?;
         Some(

@@ -1,4 +1,4 @@
-//! Training with pipeline, data and tensor parallelism.
+//! Training with pipeline and data parallelism, and stages on meshes of their own.
 
 use std::collections::BTreeMap;
 
@@ -9,6 +9,7 @@ use candle_dist::{DataParallelOptions, RankContext};
 use candle_nn::Optimizer;
 use candle_pipe::schedule::{Schedule, Span};
 use candle_pipe::{Result, Runtime, Value};
+use candle_shard::fsdp::FullyShardOptions;
 use candle_shard::nn::ShardedVarBuilder;
 use serde::{Deserialize, Serialize};
 use test_utils::toy::Transformer;
@@ -32,7 +33,8 @@ pub fn train(name: RunName, args: &Args, corpus: &Corpus, ranks: &Ranks<'_>) -> 
     let pipeline = args.pipeline();
     let run = StagedRun { name, args, corpus, pipeline, schedule: pipeline.schedule()? };
     let train = |ctx: &RankContext| gather(ctx.group(), run.train_rank(ctx)?);
-    ranks.run(pipeline.world(), args.threads, train)?.flatten().map(|all| run.outcome(&all)).transpose()
+    let world = args.pipeline_ranks().context("more ranks than numbers")?;
+    ranks.run(world, args.threads, train)?.flatten().map(|all| run.outcome(&all)).transpose()
 }
 
 /// One run of the program, as every rank knows it.
@@ -70,7 +72,8 @@ impl StagedRun<'_> {
         let loss = |losses: &&[u64], step: usize| f64::from_bits(losses[step]);
         let mean = |step: usize| losses.iter().map(|losses| loss(losses, step)).sum::<f64>() / losses.len() as f64;
         let logits = ranks.iter().find_map(|rank| rank.logits.as_ref()).context("no rank has the output layer")?;
-        let first_pipeline: Vec<&RankOutcome> = self.pipeline.first_pipeline().map(|rank| &ranks[rank]).collect();
+        let first_pipeline: Vec<&RankOutcome> =
+            self.pipeline.first_pipeline(ranks.len()).map(|rank| &ranks[rank]).collect();
         let measured: Vec<_> = first_pipeline.iter().map(|rank| (rank.spans.clone(), rank.peak)).collect();
         let mut first_grads = BTreeMap::new();
         for (name, grad) in first_pipeline.iter().flat_map(|rank| &rank.first_grads) {
@@ -92,12 +95,15 @@ impl StagedRun<'_> {
     }
 
     fn train_rank(&self, ctx: &RankContext) -> Result<RankOutcome> {
-        let (args, Pipeline { pp, dp, tp, .. }, device) = (self.args, self.pipeline, ctx.device());
-        let mesh = ctx.mesh(&[("pp", pp), ("dp", dp), ("tp", tp)])?;
+        let (args, Pipeline { pp, dp, .. }, device) = (self.args, self.pipeline, ctx.device());
+        let axes = args.stage_axes();
+        let mesh = ctx.mesh(&[&[("pp", pp), ("dp", dp)], &axes[..]].concat())?;
+        let stage = mesh.axes(&axes.map(|(axis, _)| axis))?;
         let replica = mesh.local_rank("dp")?;
         let is_sequence_parallel = self.name.is_sequence_parallel();
-        let plan = Transformer::plan("tp", is_sequence_parallel);
-        let vb = ShardedVarBuilder::fresh(args.seed, &mesh.axis("tp")?, plan, DType::F32, device)?;
+        let plan = Transformer::plan_of(&args.model_args(), "tp", is_sequence_parallel);
+        let vb = ShardedVarBuilder::fresh(args.seed, &stage, plan, DType::F32, device)?;
+        let vb = vb.fully_shard("fsdp", FullyShardOptions::default())?;
         let pipe = args.pipe(is_sequence_parallel).cut(self.pipeline.stages())?;
         let runtime = Runtime::new(&pipe, &self.schedule, mesh.axis_group("pp")?, &vb, device)?;
         let runtime =
@@ -110,7 +116,7 @@ impl StagedRun<'_> {
         let named = parameters.named_vars();
         let mut optimizer = optimizer(parameters.vars(), args)?;
         let has_loss = runtime.stages().any(|stage| stage.loss_output().is_some());
-        let is_first_pipeline = replica == 0 && mesh.local_rank("tp")? == 0;
+        let is_first_pipeline = replica == 0 && stage.coordinate().iter().all(|&rank| rank == 0);
         let progress = if has_loss && is_first_pipeline {
             Progress::new(self.name.as_str(), args.steps)
         } else {

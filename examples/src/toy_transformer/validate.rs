@@ -30,6 +30,7 @@ fn check_numbers(args: &Args) -> Checked {
         ("--tp", args.tp.unwrap_or(1), ANY),
         ("--cp", args.cp.unwrap_or(1), ANY),
         ("--ep", args.ep.unwrap_or(1), ANY),
+        ("--fsdp", args.fsdp.unwrap_or(1), ANY),
         ("--experts", args.experts.unwrap_or(1), ANY),
         ("--top-k", args.top_k.unwrap_or(1), ANY),
         ("--threads", args.threads, MOST_THREADS),
@@ -104,6 +105,7 @@ fn check_use(args: &Args) -> Checked {
     for (flag, is_given) in [
         ("--pp", args.pp.is_some()),
         ("--dp", args.dp.is_some()),
+        ("--fsdp", args.fsdp.is_some()),
         ("--schedule", args.schedule.is_some()),
         ("--microbatches", args.microbatches.is_some()),
     ] {
@@ -117,29 +119,44 @@ fn check_use(args: &Args) -> Checked {
         "--tp is for runs on several ranks, and --runs has none: add tp to --runs, or leave out --tp."
     );
     require!(
-        args.cp.is_none() || has(&[RunName::Cp]),
-        "--cp is for the run cp, and the runs do not include it: add cp to --runs, or leave out --cp."
+        args.cp.is_none() || has(&[RunName::Cp]) || has(&pipelines),
+        "--cp is for the runs cp and pp, and --runs has neither: add one to --runs, or leave out --cp."
     );
     require!(
-        args.ep.is_none() || has(&[RunName::Ep]),
-        "--ep is for the run ep, and the runs do not include it: add ep to --runs, or leave out --ep."
+        args.ep.is_none() || has(&[RunName::Ep]) || has(&pipelines),
+        "--ep is for the runs ep and pp, and --runs has neither: add one to --runs, or leave out --ep."
     );
+    check_zigzag(args)?;
     check_experts(args)
 }
 
-/// Refuses experts that some run cannot have, so that all runs train one model.
+/// Refuses zigzag order where there is none, or where it would change the model.
+fn check_zigzag(args: &Args) -> Checked {
+    let runs = args.runs();
+    let is_cut = runs.contains(&RunName::Cp) || (args.cp.is_some() && runs.contains(&RunName::Pp));
+    require!(
+        !args.zigzag || is_cut,
+        "--zigzag is an order of sequences that are cut, and no run cuts them: add --cp, or leave out --zigzag."
+    );
+    require!(
+        !args.zigzag || args.dropout == 0.0,
+        "--zigzag moves tokens, and the masks of --dropout {} are drawn by place: use --dropout 0, or leave out --zigzag.",
+        args.dropout
+    );
+    require!(
+        args.cp.unwrap_or(1) == 1 || !runs.contains(&RunName::PpSp),
+        "--cp {} cuts the sequences that the run pp_sp cuts over --tp: use the run pp, or leave out --cp.",
+        args.cp.unwrap_or(1)
+    );
+    Ok(())
+}
+
+/// Refuses experts that do not fit each other.
 fn check_experts(args: &Args) -> Checked {
     let (experts, top_k) = args.mixture();
     require!(
         args.top_k.is_none() || experts > 0,
         "--top-k is for experts, and the model has none: add --experts, or leave out --top-k."
-    );
-    let runs = args.runs();
-    let other = runs.iter().find(|run| experts > 0 && !matches!(run, RunName::Single | RunName::Ep));
-    require!(
-        other.is_none(),
-        "--runs has {}, which trains no model with experts: use --experts and --ep with the runs single and ep only.",
-        other.map_or("", |run| run.as_str())
     );
     require!(
         top_k <= experts || experts == 0,
@@ -184,10 +201,19 @@ fn check_pipeline(args: &Args) -> Checked {
     let pipeline = args.pipeline();
     let Pipeline { pp, dp, tp, microbatches, .. } = pipeline;
     check_counts([("--pp", pp, ANY), ("--dp", dp, ANY), ("--tp", tp, ANY), ("--microbatches", microbatches, ANY)])?;
-    let ranks = pp.checked_mul(dp).and_then(|n| n.checked_mul(tp)).filter(|&ranks| ranks <= MOST_RANKS);
+    let ranks = args.pipeline_ranks().filter(|&ranks| ranks <= MOST_RANKS);
+    let others: String =
+        args.stage_axes()[..3].iter().filter(|(_, n)| *n > 1).map(|(axis, n)| format!(" × --{axis} {n}")).collect();
     require!(
         ranks.is_some(),
-        "--pp {pp} × --dp {dp} × --tp {tp} are too many ranks for one process: use at most {MOST_RANKS}."
+        "--pp {pp} × --dp {dp}{others} × --tp {tp} are too many ranks for one process: use at most {MOST_RANKS}."
+    );
+    let cp = args.cp.unwrap_or(1);
+    require!(
+        cp <= args.seq,
+        "--cp {cp} is more than the {} positions of --seq: use at most {} ranks.",
+        args.seq,
+        args.seq
     );
     let Args { heads, batch, layers, seq, .. } = *args;
     require!(tp <= heads, "--tp {tp} is more than the {heads} heads of --heads: use at most {heads}.");

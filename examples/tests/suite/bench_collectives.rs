@@ -10,7 +10,7 @@ use examples::bench_collectives::case::Case;
 use examples::bench_collectives::floor;
 use serde_json::Value;
 
-const OPS: [OpName; 7] = [
+const OPS: [OpName; 12] = [
     OpName::AllReduce,
     OpName::AllGather,
     OpName::ReduceScatter,
@@ -18,6 +18,11 @@ const OPS: [OpName; 7] = [
     OpName::Broadcast,
     OpName::SendRecv,
     OpName::SendOwned,
+    OpName::AllReduceInPlace,
+    OpName::AllGatherInto,
+    OpName::ReduceScatterInto,
+    OpName::AllToAllInto,
+    OpName::RecvInto,
 ];
 
 fn bench(flags: &[&str]) -> Output {
@@ -68,7 +73,7 @@ fn the_json_object_is_alone_on_stdout_with_a_row_per_op_and_size() {
 
 #[test]
 fn the_table_is_on_stdout_and_stderr_stays_silent() {
-    let output = bench(&["--sizes", "4KiB", "--ops", "all_to_all,send_owned,all_reduce_in_place"]);
+    let output = bench(&["--sizes", "4KiB", "--ops", "all_to_all,send_owned,all_reduce_in_place,recv_into"]);
     assert!(output.status.success());
     assert_eq!(text(&output.stderr), "");
     let table = text(&output.stdout);

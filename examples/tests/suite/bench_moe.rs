@@ -17,6 +17,7 @@ fn what_cannot_work_is_one_sentence_and_status_2() {
         (&["--ranks", "257"], &["--ranks 257", "256"]),
         (&["--tokens", "0"], &["--tokens is 0"]),
         (&["--rounds", "0"], &["--rounds is 0"]),
+        (&["--balance", "99999999"], &["--balance 99999999", "100"]),
         (&["--experts", "4", "--top-k", "5"], &["--top-k 5", "4 experts"]),
         (&["--experts", "16", "--width", "8"], &["--width 8", "16 experts"]),
         (&["--hidden", "1000000", "--width", "1000000"], &["--hidden 1000000", "too many elements"]),
@@ -48,4 +49,21 @@ fn the_json_object_has_a_row_per_routing_with_the_rows_that_travel() {
     let output = bench(&[&sizes[..], &["--routing", "zipf", "--json", "-"]].concat());
     let report: Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(report["rows"].as_array().unwrap().len(), 1);
+}
+
+#[test]
+fn a_bias_balances_the_rows_of_ranks_under_zipf_routing() {
+    let flags = ["--ranks", "4", "--width", "16", "--hidden", "4", "--rounds", "1", "--balance", "120", "--json", "-"];
+    let output = bench(&flags);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let busiest = |routing: &str, balanced: bool| {
+        let is_it = |row: &&Value| row["routing"] == routing && row["balanced"] == balanced;
+        let row = report["rows"].as_array().unwrap().iter().find(is_it).unwrap();
+        assert!(row["ms"].as_f64().unwrap() > 0.0, "{row}");
+        row["busiest"].as_f64().unwrap()
+    };
+    assert!(busiest("uniform", false) < 1.1 && busiest("uniform", true) < 1.1, "{report}");
+    assert!(busiest("zipf", false) > 1.2, "{report}");
+    assert!(busiest("zipf", true) <= 1.15, "{report}");
 }

@@ -114,6 +114,8 @@ fn options_of_pipelines_choose_the_runs_and_the_mesh() {
     assert_eq!(shape(&["--tp", "3"]).0, [Single, Tp, TpSp]);
     assert_eq!((shape(&["--cp", "3"]).0, args(&["--cp", "3"]).context_parallel()), (vec![Single, Cp], 3));
     assert_eq!(args(&["--tp", "3", "--runs", "single,tp"]).tensor_parallel(), 3);
+    assert_eq!(shape(&["--cp", "2", "--ep", "3"]), (vec![Single, Pp], [1, 1, 1, 4]));
+    assert_eq!((args(&["--cp", "2", "--ep", "3"]).pipeline_ranks(), args(&["--ep", "3"]).mixture()), (Some(6), (8, 2)));
     assert_eq!(shape(&["--dp", "3"]), (vec![Single, Pp], [1, 3, 1, 4]));
     assert_eq!(shape(&["--pp", "3", "--tp", "2", "--microbatches", "5"]), (vec![Single, Pp], [3, 1, 2, 5]));
     assert_eq!(shape(&["--runs", "pp_sp", "--schedule", "zbv"]), (vec![PpSp], [2, 1, 1, 4]));

@@ -64,8 +64,15 @@ fn what_cannot_work_is_one_sentence_and_status_2() {
         (&["--runs", "ep", "--experts", "0"], &["--experts is 0"]),
         (&["--runs", "ep", "--experts", "3", "--top-k", "4"], &["--top-k 4", "3 experts"]),
         (&["--runs", "single", "--top-k", "2"], &["--top-k", "--experts"]),
-        (&["--runs", "tp,ep"], &["--runs has tp", "experts"]),
-        (&["--runs", "single,cp", "--experts", "4"], &["--runs has cp", "experts"]),
+        (&["--runs", "single,tp", "--zigzag", "--dropout", "0"], &["--zigzag", "--cp"]),
+        (&["--runs", "cp", "--zigzag", "--dropout", "0.1"], &["--zigzag", "--dropout 0.1"]),
+        (&["--runs", "pp_sp", "--cp", "2"], &["--cp 2", "pp_sp", "--tp"]),
+        (&["--runs", "pp", "--cp", "9"], &["--cp 9", "8 positions"]),
+        (
+            &["--runs", "pp", "--pp", "9", "--ep", "9", "--cp", "8", "--fsdp", "2"],
+            &["--fsdp 2 × --cp 8 × --ep 9", "1024"],
+        ),
+        (&["--runs", "single,cp", "--fsdp", "2"], &["--fsdp", "--runs"]),
         (&["--experts", "99999999"], &["--experts 99999999", "GiB"]),
         (&["--ranks", "2"], &["--ranks"]),
         (&["--runs", "single", "--tp", "3"], &["--tp", "--runs"]),
@@ -281,6 +288,34 @@ fn context_parallel_ranks_train_as_one_device_does() {
         let report: Value = serde_json::from_slice(&output.stdout).unwrap();
         assert_eq!((&report["runs"][1]["name"], &report["parity"]["ok"]), (&"cp".into(), &true.into()));
         assert!(report["parity"]["max_grad_diff"].as_f64().unwrap() < 1e-5, "{}", report["parity"]);
+    }
+}
+
+#[test]
+fn any_mix_of_axes_trains_as_one_device_does() {
+    let experts = &["--experts", "5"][..];
+    for (flags, world, more) in [
+        (&["--runs", "single,cp", "--cp", "3", "--zigzag"][..], 3, &[][..]),
+        (&["--runs", "single,tp", "--tp", "2"], 2, experts),
+        (&["--cp", "2", "--ep", "2", "--zigzag"], 4, &[]),
+        (&["--pp", "2", "--ep", "3", "--microbatches", "2"], 6, experts),
+        (&["--fsdp", "2", "--ep", "2", "--microbatches", "1"], 4, experts),
+        (&["--dp", "2", "--cp", "2", "--tp", "2", "--microbatches", "1"], 8, experts),
+        (&["--runs", "single,pp_sp", "--ep", "2", "--tp", "2", "--microbatches", "1"], 4, &[]),
+    ] {
+        let model =
+            ["--dropout", "0", "--heads", "4", "--seq", "11", "--batch", "4", "--clip-norm", "0.5", "--json", "-"];
+        let program = Command::new(env!("CARGO_BIN_EXE_toy-transformer"))
+            .args(["--steps", "3", "--dim", "16", "--layers", "1"])
+            .args(flags)
+            .args(more)
+            .args(model)
+            .output();
+        let output = program.expect("the program starts");
+        assert!(output.status.success(), "{flags:?}: {}", text(&output.stderr));
+        let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+        assert_eq!((&report["runs"][1]["world"], &report["parity"]["ok"]), (&world.into(), &true.into()), "{flags:?}");
+        assert!(report["parity"]["max_grad_diff"].as_f64().unwrap() < 1e-5, "{flags:?}: {}", report["parity"]);
     }
 }
 

@@ -1,4 +1,6 @@
-//! candle's kernels as host code, found by the names that candle asks for. The real ones are in candle-kernels 0.11.1.
+//! candle's kernels as host code, found by the names that candle asks for. The real ones are in candle-kernels 0.11.1. `draw`
+//! has those of this repository.
+mod draw;
 mod elementwise;
 mod indexing;
 mod reduce;
@@ -70,6 +72,9 @@ impl Kernel {
                 (vec![Eight; 6], reduce::reduce)
             }
             "is" => (vec![Eight; 10], indexing::index_select),
+            "draw_uniform" | "draw_normal" | "draw_bernoulli" if matches!(ty, Type::F32 | Type::F64) => {
+                ([&[Eight; 8][..], &[scalar; 2]].concat(), draw::draw)
+            }
             "gather" => (vec![Eight; 8], indexing::gather),
             "ia" => (vec![Eight; 8], indexing::index_add),
             "s" | "sa" => (vec![Eight; 7], indexing::scatter),

@@ -115,12 +115,13 @@ impl Exchange {
         Some(message)
     }
 
-    /// Forgets the messages of a call after as many calls as it has keys. All use the same keys.
+    /// Forgets the messages of a call after as many calls as it has keys. All use the same keys. Other processes make
+    /// theirs elsewhere.
     pub(crate) fn release(&mut self, keys: &[Key]) {
         let Some(&first) = keys.first() else { return };
         let count = self.released.entry(first).or_default();
         *count += 1;
-        if *count >= keys.len() {
+        if *count >= keys.len() || settings::get().folder.is_some() {
             self.released.remove(&first);
             let mut messages = self.messages.lock();
             for key in keys {

@@ -2,8 +2,8 @@
 use super::exchange::{Exchange, Head, Key, Topic};
 use super::{Comm, Comms, Shared, State};
 use crate::settings;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 
 /// The size of `ncclUniqueId`.
 pub(super) const ID_BYTES: usize = 128;
@@ -51,7 +51,7 @@ impl Comms {
         polls: u64,
     ) {
         let id = u64::from_le_bytes([id[0], id[1], id[2], id[3], id[4], id[5], id[6], id[7]]);
-        let shared = Arc::new(Shared { id, rank, size, aborted: AtomicBool::new(false) });
+        let shared = Arc::new(Shared { id, rank, size, aborted: AtomicBool::new(false), wrong: OnceLock::new() });
         let head = Head { call: "init", numbers: [device as u64, size as u64, 0, 0], site: String::new() };
         self.exchange.put(key(&shared, rank), head, Vec::new(), Arc::default());
         if settings::get().folder.is_some() {

@@ -11,19 +11,23 @@ use crate::clock::{Clock, Mark};
 use crate::engine::{Sim, StreamKind, Work};
 use crate::memory::{Accessor, Memory, NOISE};
 use crate::report::{Kind, Site, fault};
+use crate::settings::{self, Wrong};
 use exchange::{Exchange, Key};
 pub(crate) use part::Part;
 use std::cell::Cell;
 use std::collections::{BTreeMap, HashMap};
-use std::sync::Arc;
+use std::io::Write;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::thread::ThreadId;
 
 /// `ncclResult_t`.
 pub(crate) mod code {
     pub(crate) const SUCCESS: i32 = 0;
+    pub(crate) const SYSTEM_ERROR: i32 = 2;
     pub(crate) const INVALID_ARGUMENT: i32 = 4;
     pub(crate) const INVALID_USAGE: i32 = 5;
+    pub(crate) const REMOTE_ERROR: i32 = 6;
     pub(crate) const IN_PROGRESS: i32 = 7;
 }
 
@@ -34,6 +38,8 @@ pub(crate) struct Shared {
     pub(crate) rank: usize,
     pub(crate) size: usize,
     pub(crate) aborted: AtomicBool,
+    /// What is wrong with its network, if anything.
+    pub(crate) wrong: OnceLock<Wrong>,
 }
 
 /// What the host's part of a communicator does.
@@ -102,18 +108,54 @@ pub(crate) struct Comms {
     /// The handles that were aborted or destroyed.
     gone: HashMap<u64, Arc<Site>>,
     last_error: String,
+    /// How many calls the process has made.
+    calls: u64,
 }
 
 impl Comms {
     /// Returns whether the kernel can start or end.
     pub(crate) fn can_advance(&self, launch: &Launch, room: bool) -> bool {
         let aborted = launch.shared.aborted.load(Ordering::Relaxed);
-        aborted || if launch.started { self.lacking(launch).is_none() } else { room }
+        let works = launch.shared.wrong.get().is_none();
+        aborted || works && if launch.started { self.lacking(launch).is_none() } else { room }
     }
 
     /// Returns what a kernel waits for.
     pub(crate) fn lacks(&self, launch: &Launch) -> String {
+        if launch.shared.wrong.get().is_some() {
+            return "a network that is lost".to_string();
+        }
         self.lacking(launch).map_or("its turn".to_string(), |key| format!("message {key}"))
+    }
+
+    /// Counts a call. Returns what goes wrong at it.
+    fn fault_of_next_call(&mut self, site: &Site) -> Option<Wrong> {
+        let number = self.calls;
+        self.calls += 1;
+        let (wrong, _) = settings::get().fault.filter(|(_, at)| *at == number)?;
+        self.last_error = format!("the simulated network {wrong:?}");
+        // The standard output of a test is captured, and this is for the program that started the process.
+        let _ = writeln!(std::io::stderr(), "nccl-sim: injected: NCCL {wrong:?} call {number}, {site}");
+        Some(wrong)
+    }
+
+    /// Reports memory of a call that the other members of this process may not access. Between GPUs of one process, NCCL
+    /// reads and writes the buffers directly ("Environment Variables", `NCCL_P2P_DIRECT_DISABLE`).
+    fn check_access(&self, launch: &Launch, memory: &Memory, device: usize, site: &Arc<Site>) {
+        if std::env::var("NCCL_P2P_DIRECT_DISABLE").is_ok_and(|value| value == "1") {
+            return;
+        }
+        for part in &launch.parts {
+            let peer = matches!(part.call, part::Call::Send | part::Call::Recv).then_some(part.root);
+            let here = self.comms.values().filter(|comm| comm.shared.id == launch.shared.id);
+            let uses = part.input(&launch.shared).or(part.output(&launch.shared)).is_some();
+            for other in here.filter(|comm| uses && peer.is_none_or(|peer| comm.shared.rank == peer)) {
+                if !memory.is_open(device, other.device) {
+                    let text = format!("{site} on GPU {device}: GPU {} may not access its pool", other.device);
+                    fault(Kind::Memory, format!("pool of {device} for {}", other.device), text);
+                }
+            }
+        }
     }
 
     fn lacking(&self, launch: &Launch) -> Option<Key> {
@@ -147,6 +189,7 @@ impl Comms {
         }
         if !launch.started {
             launch.started = true;
+            self.check_access(launch, memory, device, site);
             for part in &launch.parts {
                 let who = Accessor { clock, agent, site };
                 let data = part.input(&shared).map(|(address, len)| {

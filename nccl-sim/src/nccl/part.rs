@@ -90,8 +90,8 @@ impl Part {
             Call::Send => vec![self.message(comm, Topic::Awaited)],
             Call::Recv => vec![self.message(comm, Topic::Sent)],
             // A rooted call may end early on a rank whose part is done, or wait for all: both are allowed.
-            Call::Broadcast if settings::get().seed % 2 == 1 => vec![self.key(comm, self.root)],
-            Call::Reduce if settings::get().seed % 2 == 1 && comm.rank != self.root => Vec::new(),
+            Call::Broadcast if settings::seed() % 2 == 1 => vec![self.key(comm, self.root)],
+            Call::Reduce if settings::seed() % 2 == 1 && comm.rank != self.root => Vec::new(),
             _ => (0..comm.size).map(|rank| self.key(comm, rank)).collect(),
         }
     }
@@ -163,7 +163,7 @@ impl Part {
 
     /// Reduces the bytes of all ranks from `from` on. The order of a sum is NCCL's choice; here it depends on the seed.
     fn reduce(&self, all: &[Arc<Message>], from: usize) -> Vec<u8> {
-        let first = settings::get().seed as usize % all.len();
+        let first = settings::seed() as usize % all.len();
         let of = |at: usize| &all[(first + at) % all.len()].data[from..from + self.len()];
         with_type!(self.dtype, T => {
             let mut sum = elements::<T>(of(0));

@@ -32,8 +32,23 @@ impl Rank {
     }
 }
 
-/// Makes `n` ranks with a GPU each.
+/// Makes `n` ranks with a GPU each, which may access each other's memory.
 fn ranks(n: i32) -> Vec<Rank> {
+    for (owner, device) in (0..n).flat_map(|owner| (0..n).map(move |device| (owner, device))) {
+        open_pool(owner, device);
+    }
+    closed_ranks(n)
+}
+
+fn open_pool(owner: i32, device: i32) {
+    let mut pool = 0;
+    assert_eq!(cuDeviceGetDefaultMemPool(&mut pool, owner), 0);
+    let access = Access { kind: DEVICE, device, flags: READ_AND_WRITE };
+    assert_eq!(cuMemPoolSetAccess(pool, &access, 1), 0);
+}
+
+/// Makes `n` ranks with a GPU each.
+fn closed_ranks(n: i32) -> Vec<Rank> {
     let mut id = UniqueId { internal: [0; 128] };
     ncclGetUniqueId(&mut id);
     let join = |gpu| {
@@ -199,4 +214,20 @@ fn misuse_is_refused() {
         use_gpu(0);
     };
     assert_eq!(faults(program), [Kind::Misuse]);
+}
+
+#[test]
+fn gpus_of_a_process_must_be_able_to_access_each_others_pools() {
+    // One way, the other way, and both.
+    for open in [&[(0, 1)][..], &[(1, 0)], &[(0, 1), (1, 0)]] {
+        let program = move || {
+            open.iter().for_each(|&(owner, device)| open_pool(owner, device));
+            let ranks = closed_ranks(2);
+            let buffers: Vec<u64> = ranks.iter().map(|rank| rank.with(&[1.0; 5])).collect();
+            ranks.iter().zip(&buffers).for_each(|(rank, &x)| all_reduce(rank, x, 5, 0));
+            ready(&ranks);
+            finish(&ranks);
+        };
+        assert_eq!(faults(program), if open.len() == 2 { vec![] } else { vec![Kind::Memory] });
+    }
 }

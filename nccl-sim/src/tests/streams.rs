@@ -222,3 +222,26 @@ fn calls_without_a_context_and_unknown_kernels_are_errors() {
     let mut find = |name: &std::ffi::CStr| crate::launch::cuModuleGetFunction(&mut function, 0, name.as_ptr());
     assert_eq!([find(c"badd_f32"), find(c"ucopy_i32"), find(c"cast_i64_f16"), find(c"magic")], [0, 500, 500, 500]);
 }
+
+#[test]
+fn times_between_events_need_events_for_it_that_have_passed() {
+    let program = || {
+        let (a, mut ms) = (stream(), -1.0);
+        let timed = || {
+            let mut event = 0;
+            assert_eq!(cuEventCreate(&mut event, 0), 0);
+            event
+        };
+        let [first, second, never] = [timed(), timed(), timed()];
+        assert_eq!(cuEventRecord(first, a), 0);
+        let x = alloc(4, a);
+        upload(x, &[1.0; 4], a);
+        assert_eq!(cuEventRecord(second, a), 0);
+        cuStreamSynchronize(a);
+        assert_eq!(cuEventElapsedTime_v2(&mut ms, first, second), 0);
+        assert!(ms >= 0.0);
+        assert_eq!(cuEventElapsedTime_v2(&mut ms, first, never), code::INVALID_HANDLE);
+        assert_eq!(cuEventElapsedTime_v2(&mut ms, first, event(a)), code::INVALID_HANDLE, "made without times");
+    };
+    assert_eq!(faults(program), []);
+}

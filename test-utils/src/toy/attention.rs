@@ -2,7 +2,7 @@
 use crate::model_args::ModelArgs;
 use candle_shard::nn::{Dropout, Linear, MoE, Mode, ShardedVarBuilder, Width};
 use candle_shard::parallel::ModuleStyle;
-use candle_shard::{DTensor, Result};
+use candle_shard::{DTensor, Error, Result, TokenOrder};
 
 /// Multi-head self-attention. With tensor parallelism, each rank has some of the heads.
 #[derive(Debug, Clone)]
@@ -38,7 +38,7 @@ impl Attention {
         })
     }
 
-    pub(super) fn forward(&self, x: &DTensor, mode: Mode) -> Result<DTensor> {
+    pub(super) fn forward(&self, x: &DTensor, order: Option<&TokenOrder>, mode: Mode) -> Result<DTensor> {
         let [x] = self.style.inputs([x])?;
         let &[batch, seq_len, dim] = x.dims() else {
             return Err(candle_core::Error::msg(format!(
@@ -51,9 +51,16 @@ impl Attention {
             |projection: &Linear| projection.forward(&x)?.reshape((batch, seq_len, self.n_heads, self.head_dim));
         let (q, k, v) = (heads(&self.wq)?, heads(&self.wk)?, heads(&self.wv)?);
         let scale = 1.0 / (self.head_dim as f64).sqrt();
-        let mixed = match self.attn_dropout.is_identity(mode) {
-            true => q.flash_attn(&k, &v, scale, self.causal)?,
-            false => self.with_dropout(&q, &k, &v, scale, mode)?,
+        let mixed = match (self.attn_dropout.is_identity(mode), order) {
+            (true, _) => {
+                let attention = candle_shard::Attention::default().scale(scale).causal(self.causal);
+                attention.order(order.cloned()).of(&q, &k, &v)?
+            }
+            (false, None) => self.with_dropout(&q, &k, &v, scale, mode)?,
+            (false, Some(_)) => {
+                let reason = "dropout of tokens in an order of their own: masks are drawn by position; use no dropout";
+                return Err(Error::Layout(reason.into()));
+            }
         };
         let merged = mixed.reshape((batch, seq_len, dim))?;
         let [y] = self.style.outputs([&self.resid_dropout.forward(&self.wo.forward(&merged)?, mode)?])?;
@@ -72,7 +79,8 @@ impl Attention {
     }
 }
 
-/// Linear dim → 4·dim, GELU, Linear back; or experts, distributed over the mesh axis `ep` if there is one.
+/// Linear dim → 4·dim, GELU, Linear back; or experts, distributed over the mesh axis `ep` and cut over `tp`, if there are
+/// such axes.
 #[derive(Debug, Clone)]
 pub(super) struct FeedForward {
     network: Network,
@@ -94,19 +102,24 @@ impl FeedForward {
                 Linear::new(args.hidden_dim(), args.dim, true, &vb.pp("w2"))?,
             ])),
             Some(config) => {
-                let is_cut = vb.mesh().names().iter().any(|name| name == "ep");
-                let config = if is_cut { config.expert_axis("ep") } else { config };
+                let has = |axis: &str| vb.mesh().names().iter().any(|name| name == axis);
+                let config = if has("ep") { config.expert_axis("ep") } else { config };
+                let config = if has("tp") { config.tensor_axis("tp") } else { config };
                 Network::Experts(Box::new(MoE::new(config, vb)?))
             }
         };
         Ok(Self { network, resid_dropout: Dropout::new(args.dropout_p, &vb.pp("resid_dropout")) })
     }
 
-    pub(super) fn forward(&self, x: &DTensor, mode: Mode) -> Result<DTensor> {
-        let made = match &self.network {
-            Network::Dense(layers) => layers[1].forward(&layers[0].forward(x)?.gelu_erf()?)?,
-            Network::Experts(layer) => layer.forward(x, mode)?.output,
+    /// Returns the hidden states, and the auxiliary losses of experts, if there are some.
+    pub(super) fn forward(&self, x: &DTensor, mode: Mode) -> Result<(DTensor, Option<DTensor>)> {
+        let (made, losses) = match &self.network {
+            Network::Dense(layers) => (layers[1].forward(&layers[0].forward(x)?.gelu_erf()?)?, None),
+            Network::Experts(layer) => {
+                let made = layer.forward(x, mode)?;
+                (made.output, made.loss)
+            }
         };
-        self.resid_dropout.forward(&made, mode)
+        Ok((self.resid_dropout.forward(&made, mode)?, losses))
     }
 }

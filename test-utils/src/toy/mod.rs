@@ -2,8 +2,10 @@
 mod attention;
 mod mlp;
 mod pipe;
+mod placements;
 mod transformer;
 
 pub use mlp::{MlpModule, MlpStacked};
 pub use pipe::TransformerPipe;
-pub use transformer::Transformer;
+pub use placements::placements;
+pub use transformer::{Transformer, TransformerOutput};

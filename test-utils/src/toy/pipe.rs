@@ -1,36 +1,51 @@
 //! The toy Transformer as a pipeline.
-use super::transformer::TransformerBlock;
+use super::placements::placements;
+use super::transformer::{TransformerBlock, positions};
 use crate::model_args::ModelArgs;
-use candle_core::{DType, Tensor};
+use candle_core::DType;
 use candle_dist::DeviceMesh;
 use candle_pipe::graph::ValueId;
 use candle_pipe::{Balanced, Ctx, In, Pipe, PipeBuilder, Reduction, Result, Share, StageOp, Value, stage_op};
+use candle_shard::fsdp::FullyShard;
 use candle_shard::nn::{Dropout, Embedding, LayerNorm, Linear, Mode, ShardedVarBuilder};
-use candle_shard::{DTensor, Placement, Replicate, Shard};
+use candle_shard::{DTensor, Error, Placement, Replicate, Shard, TokenOrder};
 use std::sync::Arc;
 
 /// Declares the [`Transformer`](super::Transformer) as a pipeline with sharded stages.
 ///
-/// It has the same parameters, dropout masks and results as the uncut model under the same plan, on a mesh with one
-/// axis. The embeddings, dropout, each block, the last norm, the output layer and the loss are separate nodes. A tied
-/// weight is replicated on the stages that use it. Between nodes, the plan decides whether the sequence is whole or
-/// cut.
+/// It has the same parameters, dropout masks and results as the uncut model under the same plan. A stage may lie on any mesh
+/// of the axes `fsdp`, `cp`, `ep` and `tp`, on which tokens have these [placements](super::placements); replicas of all
+/// stages are the business of the runtime. The embeddings, dropout, each block, the last norm, the output layer and the loss
+/// are separate nodes. A tied weight is replicated on the stages that use it. Between nodes, the plan decides whether the
+/// sequence is whole or cut on `tp`.
+///
+/// Auxiliary losses of experts travel beside the hidden states, and are those of a microbatch.
 ///
 /// Inputs are `tokens` and `targets` (u32, `[batch, sequence]`), the output is `logits`.
 #[derive(Debug, Clone)]
 pub struct TransformerPipe {
     args: ModelArgs,
-    /// The placement of sequences between nodes.
+    /// The placement of sequences between nodes on the axis `tp`.
     sequence: Placement,
+    /// Whether tokens lie in zigzag order on the axis `cp`.
+    is_zigzag: bool,
 }
 
-/// The placement of token tables under the plan: cut by rows, as in output layers.
+/// The placement of token tables on the axis `tp` under the plan: cut by rows, as in output layers.
 const TABLE: Placement = Shard(0);
+
+/// The axis whose ranks have pieces of the blocks' parameters.
+const PIECES: &str = "fsdp";
 
 impl TransformerPipe {
     /// Creates the declaration for `args` and a [plan](super::Transformer::plan) with or without sequence parallelism.
     pub fn new(args: &ModelArgs, use_seq_parallel: bool) -> Self {
-        Self { args: args.clone(), sequence: if use_seq_parallel { Shard(1) } else { Replicate } }
+        Self { args: args.clone(), sequence: if use_seq_parallel { Shard(1) } else { Replicate }, is_zigzag: false }
+    }
+
+    /// Sets whether tokens lie in zigzag order on the axis `cp`, for even work under a causal mask.
+    pub fn zigzag(self, is_zigzag: bool) -> Self {
+        Self { is_zigzag, ..self }
     }
 
     /// Returns the maximum number of stages.
@@ -69,14 +84,18 @@ impl TransformerPipe {
             Ok(this.hidden(vb, move |h, mode| dropout.forward(h, mode)))
         };
         h = g.module("dropout", dropout, [h]);
+        let mut losses: Option<ValueId> = None;
         for i in 0..self.args.n_layers {
             let this = self.clone();
-            let layer = move |vb: &ShardedVarBuilder| {
-                let layer = Arc::new(TransformerBlock::new(&this.args, vb)?);
-                let is_recomputed = this.args.recompute_activations;
-                Ok(this.hidden(vb, move |h, mode| layer.run(h, mode, is_recomputed)))
-            };
-            h = g.module(&format!("layers.{i}"), layer, [h]);
+            let layer = move |vb: &ShardedVarBuilder| this.layer(vb);
+            let (name, inputs) = (format!("layers.{i}"), [h].into_iter().chain(losses));
+            match self.args.has_auxiliary_losses() {
+                false => h = g.module(&name, layer, inputs),
+                true => {
+                    let [next, sum] = g.module_many(&name, layer, inputs);
+                    (h, losses) = (next, Some(sum));
+                }
+            }
         }
         let this = self.clone();
         let norm = move |vb: &ShardedVarBuilder| {
@@ -87,7 +106,8 @@ impl TransformerPipe {
         let this = self.clone();
         let logits = g.module("output", move |vb| this.output(vb), with_table(h));
         g.output("logits", logits);
-        let loss = g.module("loss", |vb| Ok(loss(vb.mesh().clone())), [logits, targets]);
+        let inputs = [logits, targets].into_iter().chain(losses);
+        let loss = g.module("loss", |vb| Ok(loss(vb.mesh().clone())), inputs);
         g.loss(loss, Reduction::Mean);
         g
     }
@@ -116,7 +136,11 @@ impl TransformerPipe {
             false => Some(Embedding::new(rows, width, stdev, &vb)?),
         };
         Ok(stage_op(move |xs, _| {
-            let tokens = DTensor::distribute(xs[0].tensor()?, vb.mesh(), &[Replicate])?;
+            let (tokens, mesh) = (xs[0].tensor()?, vb.mesh());
+            let tokens = match this.order(tokens.dim(1)?, mesh)? {
+                Some(order) => order.distribute(tokens, 1, mesh, &placements(mesh))?,
+                None => DTensor::distribute(tokens, mesh, &placements(mesh))?,
+            };
             let h = match &own {
                 Some(own) => own.forward(&tokens)?,
                 None => Embedding::tied(&this.table(&xs[1], &vb)?, &vb)?.forward(&tokens)?,
@@ -128,10 +152,45 @@ impl TransformerPipe {
     fn pos_embeddings(&self, vb: &ShardedVarBuilder) -> Result<impl StageOp + use<>> {
         let stdev = self.args.init_stdev.unwrap_or(1.0);
         let embeddings = Embedding::new(self.args.max_seq_len, self.args.dim, stdev, vb)?;
+        let this = self.clone();
         Ok(self.hidden(vb, move |h, _| {
-            let positions = Tensor::arange(0u32, h.dim(1)? as u32, h.device())?;
-            let positions = DTensor::distribute(&positions, h.mesh(), &[Replicate])?;
+            let (mesh, len) = (h.mesh(), h.dim(1)?);
+            let positions = positions(mesh, (len, &placements(mesh)), this.order(len, mesh)?.as_ref(), h.device())?;
             h.add(&embeddings.forward(&positions)?)
+        }))
+    }
+
+    /// A block, whose parameters a builder may shard fully. With auxiliary losses, their sum is a second input, from the
+    /// second block on, and a second output.
+    fn layer(&self, vb: &ShardedVarBuilder) -> Result<impl StageOp + use<>> {
+        let (this, mesh) = (self.clone(), vb.mesh().clone());
+        let has_losses = self.args.has_auxiliary_losses();
+        if has_losses && mesh.size_of(PIECES).is_ok_and(|ranks| ranks > 1) {
+            let reason =
+                "auxiliary losses of experts in fully sharded blocks, whose only result is a hidden state: use none";
+            return Err(Error::Plan(reason.into()).into());
+        }
+        let layer = FullyShard::new(vb, |vb| Ok(Arc::new(TransformerBlock::new(&self.args, vb)?)))?;
+        Ok(stage_op(move |xs, ctx| {
+            let (h, mode, recomputed) = (xs[0].on(&mesh)?, mode(ctx), this.args.recompute_activations);
+            let order = this.order(h.dim(1)?, &mesh)?;
+            if !has_losses {
+                let made = layer.run(|layer| Ok(layer.run(&h, order.as_ref(), mode, recomputed)?.0))?;
+                return Ok(vec![this.leave(&made)?]);
+            }
+            let mut losses: Option<DTensor> = None;
+            let made = layer.run(|layer| {
+                let (h, more) = layer.run(&h, order.as_ref(), mode, recomputed)?;
+                losses = more;
+                Ok(h)
+            })?;
+            let no_losses = || Error::Plan("a block of experts without auxiliary losses".into());
+            let losses = losses.ok_or_else(no_losses)?;
+            let sum = match xs.get(1) {
+                Some(before) => before.on(&mesh)?.add(&losses)?,
+                None => losses,
+            };
+            Ok(vec![this.leave(&made)?, sum.into()])
         }))
     }
 
@@ -142,7 +201,7 @@ impl TransformerPipe {
             false => Some(Linear::new(self.args.dim, self.args.vocab_size, false, &vb)?),
         };
         Ok(stage_op(move |xs, _| {
-            let h = this.enter(&xs[0], vb.mesh())?;
+            let h = xs[0].on(vb.mesh())?;
             let logits = match &own {
                 Some(own) => own.forward(&h)?,
                 None => Linear::tied(&this.table(&xs[1], &vb)?, &vb)?.forward(&h)?,
@@ -151,7 +210,11 @@ impl TransformerPipe {
                 DType::F16 | DType::BF16 => logits.to_dtype(DType::F32)?,
                 _ => logits,
             };
-            Ok(vec![logits.full_tensor()?.into()])
+            let whole = logits.full_tensor()?;
+            Ok(vec![match this.order(h.dim(1)?, vb.mesh())? {
+                Some(order) => order.undo(&whole, 1)?.into(),
+                None => whole.into(),
+            }])
         }))
     }
 
@@ -161,36 +224,53 @@ impl TransformerPipe {
         F: Fn(&DTensor, Mode) -> candle_shard::Result<DTensor>,
     {
         let (this, mesh) = (self.clone(), vb.mesh().clone());
-        stage_op(move |xs, ctx| Ok(vec![this.leave(&f(&this.enter(&xs[0], &mesh)?, mode(ctx))?)?]))
+        stage_op(move |xs, ctx| Ok(vec![this.leave(&f(&xs[0].on(&mesh)?, mode(ctx))?)?]))
+    }
+
+    /// Returns the order of tokens along the axis `cp`, if it is not that of their positions.
+    fn order(&self, len: usize, mesh: &DeviceMesh) -> candle_shard::Result<Option<TokenOrder>> {
+        Ok(if self.is_zigzag { Some(TokenOrder::zigzag(len, mesh.size_of("cp")?)) } else { None })
     }
 
     /// Returns the tied weight, from this rank's shard of it.
-    fn table(&self, shard: &Value, vb: &ShardedVarBuilder) -> Result<DTensor> {
-        let shape = (self.args.vocab_size, self.args.dim);
-        Ok(DTensor::from_local(shard.tensor()?.clone(), vb.mesh(), &[TABLE], shape)?)
+    fn table(&self, shard: &Value, vb: &ShardedVarBuilder) -> candle_pipe::Result<DTensor> {
+        let (mesh, shape) = (vb.mesh(), (self.args.vocab_size, self.args.dim));
+        let at: Vec<Placement> = mesh.names().iter().map(|name| if name == "tp" { TABLE } else { Replicate }).collect();
+        let table = DTensor::from_local(shard.tensor()?.clone(), mesh, &at, shape)?;
+        // Of its gradient each rank finds the share of its rows, as of all parameters outside of units.
+        match mesh.axis_index(PIECES) {
+            Ok(axis) => Ok(table.varying_on(axis)?),
+            Err(_) => Ok(table),
+        }
     }
 
-    /// Returns the hidden states `[batch, sequence, dim]`, from this rank's shard and the length of the sequence.
-    fn enter(&self, value: &Value, mesh: &DeviceMesh) -> Result<DTensor> {
-        let (local, length) = (value.at(0)?.tensor()?, value.at(1)?.int()? as usize);
-        let shape = (local.dim(0)?, length, self.args.dim);
-        Ok(DTensor::from_local(local.clone(), mesh, &[self.sequence], shape)?)
-    }
-
-    /// Returns the value from which [`enter`](Self::enter) restores the states. Gradients have the same layout.
+    /// Returns hidden states as they lie between nodes.
     fn leave(&self, h: &DTensor) -> Result<Value> {
-        let h = h.redistribute(&[self.sequence])?;
-        Ok((h.to_local_with_grad(&[self.sequence])?, h.dim(1)? as i64).into())
+        let mut between = placements(h.mesh());
+        if let Ok(axis) = h.mesh().axis_index("tp") {
+            between[axis] = self.sequence;
+        }
+        // Tokens in an order lie in sizes of their own.
+        if h.placements() == &between[..] {
+            return Ok(h.into());
+        }
+        Ok(h.redistribute(&between)?.into())
     }
 }
 
-/// Returns the mean cross entropy of replicated logits.
+/// Returns the mean cross entropy of replicated logits, and what auxiliary losses add to it.
 fn loss(mesh: DeviceMesh) -> impl StageOp {
     stage_op(move |xs, _| {
+        let everywhere = vec![Replicate; mesh.ndim()];
         let (logits, targets) = (xs[0].tensor()?, xs[1].tensor()?);
-        let logits = DTensor::from_local(logits.clone(), &mesh, &[Replicate], logits.shape())?;
-        let targets = DTensor::distribute(targets, &mesh, &[Replicate])?;
-        Ok(vec![logits.cross_entropy(&targets)?.full_tensor()?.into()])
+        let logits = DTensor::from_local(logits.clone(), &mesh, &everywhere, logits.shape())?;
+        let targets = DTensor::distribute(targets, &mesh, &everywhere)?;
+        let loss = logits.cross_entropy(&targets)?;
+        let loss = match xs.get(2) {
+            Some(more) => loss.add(&more.on(&mesh)?)?,
+            None => loss,
+        };
+        Ok(vec![loss.full_tensor()?.into()])
     })
 }
 

@@ -4,6 +4,7 @@ mod converter;
 mod data_parallel;
 mod dependencies;
 mod floors;
+mod mix;
 mod mlp;
 mod reference;
 mod thread_locals;

@@ -1,7 +1,7 @@
 //! A cache of calls with their plans, since programs repeat the same calls.
 use super::header::Signature;
 use super::operation::Given;
-use super::plan::{Member, Plan, plan};
+use super::plan::{Member, MessagePlan, plan};
 use super::sums::Sums;
 use crate::backend::{Call, Dims, Op};
 use crate::{Error, Result};
@@ -26,7 +26,7 @@ pub(super) struct Known {
 
 /// The plan and shape of one tensor of a call.
 pub(super) struct Share {
-    pub(super) plan: Plan,
+    pub(super) plan: MessagePlan,
     pub(super) dtype: DType,
     /// The shape of the result.
     pub(super) shape: Dims,

@@ -76,7 +76,7 @@ pub(super) struct Phase {
 
 /// The plan of one member for one tensor of a collective.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Plan {
+pub(super) struct MessagePlan {
     /// The number of elements of the result, on members that get one.
     pub(super) result: Option<usize>,
     /// The number of elements of temporary memory.
@@ -84,7 +84,7 @@ pub(super) struct Plan {
     pub(super) steps: Vec<Phase>,
 }
 
-impl Plan {
+impl MessagePlan {
     /// Returns whether this member sends something to `peer`.
     pub(super) fn sends_to(&self, peer: usize) -> bool {
         self.steps.iter().flat_map(|step| &step.sends).any(|sent| sent.peer == peer)
@@ -117,7 +117,14 @@ impl Member {
 
 /// The plan of `me` for the `nth` tensor of `call`, which has `shape` on this member (for a scatter, on the root) and
 /// elements of `bytes` each.
-pub(super) fn plan(call: &Call, nth: usize, me: Member, shape: &[usize], bytes: usize, sums: Sums) -> Result<Plan> {
+pub(super) fn plan(
+    call: &Call,
+    nth: usize,
+    me: Member,
+    shape: &[usize],
+    bytes: usize,
+    sums: Sums,
+) -> Result<MessagePlan> {
     let mut plan = Planner::new(me, bytes);
     let elements: usize = shape.iter().product();
     plan.plan.result = (!call.gives_nothing(me.rank)).then(|| call.result_shape(me.rank, nth, shape).iter().product());
@@ -163,7 +170,7 @@ pub(super) struct Planner {
     pub(super) me: Member,
     /// The bytes of an element.
     bytes: usize,
-    pub(super) plan: Plan,
+    pub(super) plan: MessagePlan,
 }
 
 /// Returns consecutive places of these lengths.
@@ -185,7 +192,7 @@ fn piece_lens(len: usize, n: usize) -> impl Iterator<Item = usize> + Clone {
 
 impl Planner {
     pub(super) fn new(me: Member, bytes: usize) -> Self {
-        Self { me, bytes, plan: Plan::default() }
+        Self { me, bytes, plan: MessagePlan::default() }
     }
 
     /// Adds a step, which begins when the last one has ended.

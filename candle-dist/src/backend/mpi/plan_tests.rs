@@ -2,7 +2,7 @@
 //! read, and the number of messages and elements is as documented.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 use super::header::LETTER;
-use super::plan::{Buffer, Member, Move, Place, Plan, Work, plan};
+use super::plan::{Buffer, Member, MessagePlan, Move, Place, Work, plan};
 use super::shapes::Rows;
 use super::sums::Sums;
 use crate::ReduceOp;
@@ -16,7 +16,7 @@ const BYTES: usize = 2048;
 
 /// The state of one member, with the values of its buffers that were written.
 struct Player {
-    plan: Plan,
+    plan: MessagePlan,
     memory: HashMap<Buffer, Vec<Option<i64>>>,
     step: usize,
     /// The number of receives of the step that have arrived.
@@ -40,7 +40,7 @@ fn in_order(a: i64, b: i64) -> i64 {
 }
 
 impl Player {
-    fn new(plan: Plan, input: Option<&Tensor>) -> Self {
+    fn new(plan: MessagePlan, input: Option<&Tensor>) -> Self {
         let flat = |t: &Tensor| t.flatten_all().unwrap().to_vec1::<i64>().unwrap();
         let input = input.map_or(Vec::new(), flat).into_iter().map(Some).collect();
         let memory = HashMap::from([

@@ -309,6 +309,12 @@ impl Backend for NcclBackend {
         Ok(issue_receive(&inbox.comm, &self.rank.device, &call, 0)?.into_tensor())
     }
 
+    fn finish(&self) {
+        // Messages are delivered, or their receivers leave.
+        drop(std::mem::take(&mut *self.outboxes.lock()));
+        self.rank.settle();
+    }
+
     fn subgroup(&self, members: &[usize]) -> Result<Arc<dyn Backend>> {
         let ranks: Vec<usize> = members.iter().map(|&member| self.ranks[member]).collect();
         let me = members.iter().position(|&member| member == self.me).ok_or_else(|| Error::InvalidArgument {

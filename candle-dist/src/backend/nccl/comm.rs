@@ -8,6 +8,7 @@ use cudarc::nccl::sys;
 use parking_lot::Mutex;
 use std::collections::VecDeque;
 use std::ffi::CStr;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -17,6 +18,7 @@ const FAREWELL: Duration = Duration::from_secs(10);
 /// A call that the GPU may not have finished.
 struct Issued {
     done: Arc<CudaEvent>,
+    number: u64,
     since: Instant,
 }
 
@@ -26,13 +28,24 @@ pub(super) enum Limit {
     Timeout,
     /// Until the receiver takes it. After the sender has closed its end, for the timeout, or until the receiver has
     /// returned without it; the message is then dropped. Nobody waits in a send, so the world goes on.
-    Send {
-        /// When the sender has closed its end.
-        closed: Arc<OnceLock<Instant>>,
-        /// The channel and the receiver, as a rank of the world.
-        channel: u64,
-        to: usize,
-    },
+    Send(Arc<Sending>),
+}
+
+/// What the ends of a lane know about its messages.
+pub(super) struct Sending {
+    pub(super) channel: u64,
+    /// The receiver, as a rank of the world.
+    pub(super) to: usize,
+    /// When the sender has closed its end.
+    pub(super) closed: OnceLock<Instant>,
+    /// Whether messages were dropped, because nobody will receive them.
+    pub(super) dropped: AtomicBool,
+}
+
+impl Sending {
+    pub(super) fn new(channel: u64, to: usize) -> Arc<Self> {
+        Arc::new(Self { channel, to, closed: OnceLock::new(), dropped: AtomicBool::new(false) })
+    }
 }
 
 /// A communicator of this rank with others. Its end waits for calls that other ranks may need.
@@ -49,6 +62,8 @@ pub(super) struct Line {
     handle: Mutex<Option<Handle>>,
     /// The calls that the GPU has not finished, oldest first.
     issued: Mutex<VecDeque<Issued>>,
+    /// How many calls were made. Those of a lane are its messages.
+    made: AtomicU64,
 }
 
 impl Line {
@@ -60,9 +75,9 @@ impl Line {
         // SAFETY: NCCL writes the handle to valid memory and reads the configuration, both alive during the call.
         let code = unsafe { sys::ncclCommInitRankConfig(&mut raw, size as i32, id.0, me as i32, &mut config) };
         let handle = (!raw.is_null()).then_some(Handle(raw));
-        let (handle, issued) = (Mutex::new(handle), Mutex::default());
-        let comm = Comm(Arc::new(Self { rank: rank.clone(), limit, stream, handle, issued }));
-        comm.0.settle(&mut comm.0.handle.lock(), "init", code)?;
+        let (handle, issued, made) = (Mutex::new(handle), Mutex::default(), AtomicU64::new(0));
+        let comm = Comm(Arc::new(Self { rank: rank.clone(), limit, stream, handle, issued, made }));
+        comm.0.settle(&mut comm.0.handle.lock(), "init", code, 0)?;
         Ok(comm)
     }
 
@@ -82,12 +97,13 @@ impl Line {
         let mut handle = self.handle.lock();
         let Some(Handle(raw)) = *handle else { return Err(self.stopped()) };
         after.iter().try_for_each(|earlier| self.stream.join(earlier)).map_err(cuda)?;
+        let number = self.made.fetch_add(1, Ordering::Relaxed);
         // SAFETY: groups belong to the calling thread, and this one ends three lines below.
         let begun = unsafe { sys::ncclGroupStart() };
         let code = if is_fine(begun) { enqueue(raw, self.stream.cu_stream().cast()) } else { begun };
         // SAFETY: as above. A group that began must end, even if one of its calls was refused.
         let ended = unsafe { sys::ncclGroupEnd() };
-        let settled = self.settle(&mut handle, op, if is_fine(code) { ended } else { code });
+        let settled = self.settle(&mut handle, op, if is_fine(code) { ended } else { code }, number);
         let done = Arc::new(self.stream.record_event(None).map_err(cuda)?);
         drop(handle);
         if let Err(error) = settled {
@@ -96,12 +112,12 @@ impl Line {
             return Err(error);
         }
         self.oldest(); // removes finished calls
-        self.issued.lock().push_back(Issued { done: done.clone(), since: Instant::now() });
+        self.issued.lock().push_back(Issued { done: done.clone(), number, since: Instant::now() });
         Ok(done)
     }
 
-    /// Waits until NCCL has finished the host's part of a call that returned `code`. Aborts if it cannot.
-    fn settle(&self, handle: &mut Option<Handle>, op: &str, code: sys::ncclResult_t) -> Result<()> {
+    /// Waits until NCCL has finished the host's part of the call `number`, which returned `code`. Aborts if it cannot.
+    fn settle(&self, handle: &mut Option<Handle>, op: &str, code: sys::ncclResult_t, number: u64) -> Result<()> {
         let (began, mut patience) = (Instant::now(), Patience::default());
         let mut state = code;
         let error = loop {
@@ -113,7 +129,7 @@ impl Line {
             if let Err(error) = self.rank.watch.check() {
                 break error;
             }
-            if self.is_over(began) {
+            if self.is_over(began, number) {
                 break self.expire();
             }
             patience.pause();
@@ -163,17 +179,19 @@ impl Line {
     }
 
     fn is_overdue(&self) -> bool {
-        self.oldest().is_some_and(|since| self.is_over(since))
+        self.oldest().is_some_and(|(since, number)| self.is_over(since, number))
     }
 
-    /// Returns whether a call that began then waits too long.
-    fn is_over(&self, since: Instant) -> bool {
+    /// Returns whether the call `number`, which began then, waits too long.
+    fn is_over(&self, since: Instant, number: u64) -> bool {
         let timeout = self.rank.watch.timeout();
         match &self.limit {
             Limit::Timeout => since.elapsed() >= timeout,
-            Limit::Send { closed, channel, to } => {
-                let watch = &self.rank.watch;
-                closed.get().is_some_and(|at| at.elapsed() >= timeout || watch.has_left(*to, *channel))
+            Limit::Send(sending) => {
+                // Earlier messages, which may be received already, would end with it.
+                let is_oldest = || self.oldest().is_none_or(|(_, oldest)| oldest >= number);
+                let has_left = || is_oldest() && self.rank.watch.has_left(sending.to, sending.channel, number);
+                sending.closed.get().is_some_and(|at| at.elapsed() >= timeout || has_left())
             }
         }
     }
@@ -182,26 +200,25 @@ impl Line {
     fn expire(&self) -> Error {
         match &self.limit {
             Limit::Timeout => self.rank.watch.time_out(),
-            Limit::Send { to, .. } => Error::Unsupported(format!("a message that rank {to} has not received")),
+            Limit::Send(sending) => {
+                sending.dropped.store(true, Ordering::Relaxed);
+                Error::Unsupported(format!("a message that rank {} has not received", sending.to))
+            }
         }
     }
 
-    /// Returns when the oldest unfinished call was issued, if there is one.
-    fn oldest(&self) -> Option<Instant> {
+    /// Returns when the oldest unfinished call was issued, and its number, if there is one.
+    fn oldest(&self) -> Option<(Instant, u64)> {
         let mut issued = self.issued.lock();
         // A GPU that reports an error will not finish its calls.
         while issued.front().is_some_and(|issued| !matches!(issued.done.try_is_complete(), Ok(false))) {
             issued.pop_front();
         }
-        issued.front().map(|issued| issued.since)
+        issued.front().map(|issued| (issued.since, issued.number))
     }
 
-    /// Waits for calls that other ranks may need, then finalizes the communicator. Returns whether this worked.
-    fn say_goodbye(&self, handle: &Option<Handle>) -> bool {
-        let Some(Handle(raw)) = *handle else { return false };
-        if std::thread::panicking() || self.rank.bind().is_err() {
-            return false;
-        }
+    /// Waits until all calls have ended. Returns whether they have; else the world has failed, or one takes too long.
+    pub(super) fn is_settled(&self) -> bool {
         let mut patience = Patience::default();
         while self.oldest().is_some() {
             if self.rank.watch.failure().is_some() || self.is_overdue() {
@@ -209,6 +226,16 @@ impl Line {
             }
             patience.pause();
         }
+        true
+    }
+
+    /// Waits for calls that other ranks may need, then finalizes the communicator. Returns whether this worked.
+    fn say_goodbye(&self, handle: &Option<Handle>) -> bool {
+        let Some(Handle(raw)) = *handle else { return false };
+        if std::thread::panicking() || self.rank.bind().is_err() || !self.is_settled() {
+            return false;
+        }
+        let mut patience = Patience::default();
         // SAFETY: the handle is alive, and this is its only owner.
         let mut state = unsafe { sys::ncclCommFinalize(raw) };
         let began = Instant::now();
@@ -248,12 +275,13 @@ impl Comm {
         self.0.issue(op, after, enqueue)
     }
 
-    /// Waits on the host until the GPU has reached `event`. Returns whether it has, or may never.
-    pub(super) fn arrives(&self, event: &CudaEvent) -> Result<bool> {
+    /// Waits on the host until the GPU has reached `event`, the end of the call `number`. Returns whether it has, or may
+    /// never.
+    pub(super) fn arrives(&self, event: &CudaEvent, number: u64) -> Result<bool> {
         let (began, mut patience) = (Instant::now(), Patience::default());
         while !event.try_is_complete().map_err(cuda)? {
             self.0.rank.watch.check()?;
-            if self.0.is_over(began) {
+            if self.0.is_over(began, number) {
                 return Ok(false);
             }
             patience.pause();

@@ -39,9 +39,9 @@ impl Calls {
         what.map_or(Ok(()), |what| Err(Cause::Mismatch { rank, reference, what }))
     }
 
-    /// Returns whether others have made a call on a group or channel that `rank` has not made.
-    pub(super) fn lacks(&self, rank: usize, group: u64) -> bool {
-        self.0.lock().iter().any(|(at, round)| at.0 == group && round.missing.contains(&rank))
+    /// Returns whether others have made the call of a group or channel and a round that `rank` has not made.
+    pub(super) fn lacks(&self, rank: usize, at: (u64, u64)) -> bool {
+        self.0.lock().get(&at).is_some_and(|round| round.missing.contains(&rank))
     }
 
     /// Returns a member that has returned without a call that others have made and wait in. A send waits for nobody.
@@ -49,6 +49,26 @@ impl Calls {
         let rounds = self.0.lock();
         let awaited = rounds.values().filter(|round| round.call.op != Op::Send);
         awaited.flat_map(|round| round.missing.iter().copied()).find(|&member| has_returned(member))
+    }
+}
+
+/// The last call of a process on each group and channel, unless it is a send, which waits for nobody.
+#[derive(Debug, Default)]
+pub(crate) struct Awaited(Mutex<FxHashMap<u64, (SmallVec<[usize; 8]>, u64)>>);
+
+impl Awaited {
+    /// Notes the call `round` of this process on a group or channel of `ranks`.
+    pub(super) fn note(&self, group: u64, ranks: &[usize], round: u64) {
+        self.0.lock().entry(group).or_insert_with(|| (ranks.into(), round)).1 = round;
+    }
+
+    /// Returns a member that has ended without a call that this process has made.
+    pub(super) fn deserter(&self, has_left: impl Fn(usize, u64, u64) -> bool) -> Option<usize> {
+        let awaited = self.0.lock();
+        let missing = |(&group, (ranks, round)): (&u64, &(SmallVec<[usize; 8]>, u64))| {
+            ranks.iter().copied().find(|&rank| has_left(rank, group, *round))
+        };
+        awaited.iter().find_map(missing)
     }
 }
 
@@ -92,9 +112,22 @@ mod tests {
         assert_eq!(calls.compare((8, 0), &[2, 3], 2, &Arc::new(Call::new(Op::Send))), Ok(()));
         assert_eq!(calls.deserter(|rank| rank == 2 || rank == 3), None, "2 has come, and nobody waits for 3");
         assert_eq!(calls.deserter(|rank| rank == 4), Some(4));
-        assert!(calls.lacks(3, 8) && !calls.lacks(2, 8) && !calls.lacks(3, 7));
+        assert!(
+            calls.lacks(3, (8, 0)) && !calls.lacks(2, (8, 0)) && !calls.lacks(3, (8, 1)) && !calls.lacks(3, (7, 0))
+        );
         assert_eq!(calls.compare((7, 0), &[4, 2], 4, &sum), Ok(()));
         assert_eq!(calls.deserter(|rank| rank == 4), None);
+    }
+
+    #[test]
+    fn a_process_misses_members_that_ended_before_its_last_call() {
+        let awaited = Awaited::default();
+        awaited.note(7, &[4, 2], 0);
+        awaited.note(7, &[4, 2], 1);
+        let ended = |rank, rounds| move |other, group, round| (other, group) == (rank, 7) && rounds <= round;
+        assert_eq!(awaited.deserter(ended(4, 2)), None, "it has made both calls");
+        assert_eq!(awaited.deserter(ended(4, 1)), Some(4));
+        assert_eq!(awaited.deserter(ended(3, 0)), None, "it is no member");
     }
 
     #[test]

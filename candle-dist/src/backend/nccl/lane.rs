@@ -2,15 +2,16 @@
 //!
 //! NCCL's send ends when the receiver accepts it, and the calls on one communicator run in order. A message with its
 //! own communicator and stream delays nothing else, and two ranks that send to each other do not deadlock.
-use super::comm::{Comm, Limit};
+use super::comm::{Comm, Limit, Sending};
 use super::rank::{Rank, cuda};
 use super::transfer::{Done, issue_send};
 use crate::{Error, Result};
 use candle_core::{Device, Tensor};
 use cudarc::driver::CudaEvent;
 use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -24,8 +25,7 @@ pub(super) struct Outbox {
     /// `None` after it is closed.
     queue: Option<Sender<Outgoing>>,
     courier: Option<JoinHandle<()>>,
-    /// When this end was closed.
-    closed: Arc<OnceLock<Instant>>,
+    sending: Arc<Sending>,
 }
 
 struct Outgoing {
@@ -37,6 +37,7 @@ struct Outgoing {
 /// A message that the GPU may still read.
 struct UnderWay {
     tensor: Tensor,
+    number: u64,
     arrived: Done,
 }
 
@@ -57,18 +58,19 @@ impl Outbox {
         // Announced here, so that the receiver finds it even if this rank ends soon.
         let announced = rank.announce(id)?;
         let (rank, name) = (rank.clone(), format!("nccl {} to {}", ends[0], ends[1]));
-        let closed: Arc<OnceLock<Instant>> = Arc::default();
-        let limit = Limit::Send { closed: closed.clone(), channel: id, to: ends[1] };
-        let end = closed.clone();
+        let sending = Sending::new(id, ends[1]);
+        let (limit, shared) = (Limit::Send(sending.clone()), sending.clone());
         let courier = std::thread::Builder::new().name(name).spawn(move || {
-            if let Err(error) = rank.join(announced, 2, 0, limit).and_then(|comm| deliver(&rank, &comm, &incoming))
-                && end.get().is_none()
+            let delivered = rank.join(announced, 2, 0, limit).and_then(|comm| deliver(&rank, &comm, &incoming));
+            // Also after this end was closed: the receiver may wait for the message.
+            if let Err(error) = delivered
+                && !shared.dropped.load(Ordering::Relaxed)
             {
                 rank.watch.fail_with(error.to_string());
             }
         });
         let courier = courier.map_err(|error| Error::Unsupported(format!("no thread for messages: {error}")))?;
-        Ok(Self { id, sent: 0, queue: Some(queue), courier: Some(courier), closed })
+        Ok(Self { id, sent: 0, queue: Some(queue), courier: Some(courier), sending })
     }
 
     /// Hands a tensor on this rank's GPU to the courier thread.
@@ -87,7 +89,7 @@ impl Outbox {
 impl Drop for Outbox {
     fn drop(&mut self) {
         // A closed queue still delivers its messages, unless the world has failed.
-        let _ = self.closed.set(Instant::now());
+        let _ = self.sending.closed.set(Instant::now());
         self.queue = None;
         if let Some(courier) = self.courier.take() {
             let _ = courier.join();
@@ -99,6 +101,7 @@ impl Drop for Outbox {
 fn deliver(rank: &Rank, comm: &Comm, incoming: &Receiver<Outgoing>) -> Result<()> {
     let stream = rank.device.cuda_stream().context().new_stream().map_err(cuda)?;
     let mut under_way: VecDeque<UnderWay> = VecDeque::new();
+    let mut numbers = 0..;
     loop {
         match incoming.recv_timeout(TIDY) {
             Ok(Outgoing { tensor, ready }) => {
@@ -109,7 +112,8 @@ fn deliver(rank: &Rank, comm: &Comm, incoming: &Receiver<Outgoing>) -> Result<()
                     Ok(done) => done.clone(),
                     Err(_) => Arc::new(stream.record_event(None).map_err(cuda)?),
                 };
-                under_way.push_back(UnderWay { tensor, arrived });
+                let number = numbers.next().unwrap_or(u64::MAX);
+                under_way.push_back(UnderWay { tensor, number, arrived });
                 sent?;
             }
             Err(RecvTimeoutError::Timeout) => rank.watch.check()?,
@@ -120,7 +124,7 @@ fn deliver(rank: &Rank, comm: &Comm, incoming: &Receiver<Outgoing>) -> Result<()
         }
     }
     for message in &under_way {
-        if !comm.arrives(&message.arrived)? {
+        if !comm.arrives(&message.arrived, message.number)? {
             break; // nobody will receive the rest
         }
     }

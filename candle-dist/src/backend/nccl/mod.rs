@@ -12,7 +12,7 @@
 //! | tags | each pair of ranks has a channel per tag, created on first use: use few tags |
 //! | the first call on a group | waits until all members have made theirs, also if it is started |
 //! | a send | never waits; a thread of the backend delivers it when the receiver is ready, however late. A rank that ends waits for its messages until their receivers have returned or the timeout has passed |
-//! | ranks that make different calls | get an error if they are threads; processes time out, unless calls are compared (`InitOptions::debug`) |
+//! | ranks that make different calls | get an error: threads at once; processes soon after, or at once if calls wait for it (`InitOptions::debug`) |
 //!
 //! A rank's watchdog checks its communicators several times a second. It aborts them if NCCL reports an error, a call
 //! exceeds the timeout, or the world has failed, so that no stream waits forever. Results computed from an aborted call
@@ -31,6 +31,8 @@ mod handle;
 #[cfg(feature = "nccl")]
 mod lane;
 #[cfg(feature = "nccl")]
+mod pools;
+#[cfg(feature = "nccl")]
 mod rank;
 #[cfg(feature = "nccl")]
 mod transfer;
@@ -48,11 +50,15 @@ use std::sync::Arc;
 #[cfg(feature = "nccl")]
 pub(crate) use backend::NcclBackend;
 #[cfg(feature = "nccl")]
+use compare::Awaited;
+#[cfg(feature = "nccl")]
 pub(crate) use compare::Calls;
 #[cfg(feature = "nccl")]
 pub(crate) use devices::check as check_devices;
 #[cfg(feature = "nccl")]
 pub use handle::library_version;
+#[cfg(feature = "nccl")]
+pub(crate) use pools::open as open_pools;
 #[cfg(feature = "nccl")]
 pub(crate) use values::Values;
 #[cfg(feature = "nccl")]
@@ -65,7 +71,7 @@ pub(crate) use watch::Watch;
 #[cfg(feature = "nccl")]
 pub fn start(info: &LaunchInfo, control: &Arc<Control>) -> Result<Arc<dyn Backend>> {
     let device = Device::new_cuda_with_stream(ordinal(info)?)?;
-    Ok(Arc::new(NcclBackend::world(Watch::Process(control.clone()), &device, control.size())?))
+    Ok(Arc::new(NcclBackend::world(Watch::Process(control.clone(), Awaited::default()), &device, control.size())?))
 }
 
 /// Checks that this process has its own GPU and a recent NCCL library. Starts nothing.

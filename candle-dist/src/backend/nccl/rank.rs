@@ -122,6 +122,12 @@ impl Rank {
         self.watch.check()
     }
 
+    /// Waits until the calls on all communicators have ended, unless the world fails.
+    pub(super) fn settle(&self) {
+        let comms: Vec<_> = self.comms.lock().iter().filter_map(Weak::upgrade).collect();
+        comms.iter().for_each(|comm| _ = comm.is_settled());
+    }
+
     fn patrol(&self) {
         let comms: Vec<_> = {
             let mut comms = self.comms.lock();

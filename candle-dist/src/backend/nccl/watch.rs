@@ -1,8 +1,8 @@
 //! A rank's access to its world: failures, the calls of ranks, and small values.
-use super::compare::Calls;
+use super::compare::{Awaited, Calls};
 use super::values::Values;
-use crate::backend::Call;
 use crate::backend::local::WorldState;
+use crate::backend::{Call, Op};
 use crate::control::{Control, Entered};
 use crate::{Cause, Error, GroupFailure, Result};
 use std::sync::Arc;
@@ -22,7 +22,7 @@ pub(crate) enum Watch {
         rank: usize,
     },
     /// The rank is this process.
-    Process(Arc<Control>),
+    Process(Arc<Control>, Awaited),
 }
 
 /// A guard: the rank is in a call until this is dropped.
@@ -44,7 +44,7 @@ impl Watch {
     pub(super) fn rank(&self) -> usize {
         match self {
             Self::Thread { rank, .. } => *rank,
-            Self::Process(control) => control.rank(),
+            Self::Process(control, _) => control.rank(),
         }
     }
 
@@ -52,7 +52,7 @@ impl Watch {
     pub(super) fn timeout(&self) -> Duration {
         match self {
             Self::Thread { world, .. } => world.timeout(),
-            Self::Process(control) => control.timeout(),
+            Self::Process(control, _) => control.timeout(),
         }
     }
 
@@ -60,7 +60,7 @@ impl Watch {
     pub(super) fn failure(&self) -> Option<Arc<GroupFailure>> {
         match self {
             Self::Thread { world, .. } => world.failure(),
-            Self::Process(control) => control.failure(),
+            Self::Process(control, _) => control.failure(),
         }
     }
 
@@ -73,7 +73,7 @@ impl Watch {
     pub(super) fn fail(&self, cause: Cause) -> Error {
         match self {
             Self::Thread { world, .. } => world.fail(cause),
-            Self::Process(control) => control.fail(cause),
+            Self::Process(control, _) => control.fail(cause),
         }
     }
 
@@ -97,24 +97,35 @@ impl Watch {
                 let compared = calls.compare((group, round), ranks, *rank, call);
                 compared.map(|()| inside).map_err(|cause| self.fail(cause))
             }
-            Self::Process(control) => Ok(Inside::Process(control.enter(group, ranks, round, call)?)),
+            Self::Process(control, awaited) => {
+                let inside = Inside::Process(control.enter_compared(group, ranks, round, call)?);
+                if call.op != Op::Send {
+                    awaited.note(group, ranks, round);
+                }
+                Ok(inside)
+            }
         }
     }
 
-    /// Stops the world if a rank has returned and others wait in a call that it has not made. A process learns this
-    /// from its control connection, as long as it is inside the call.
+    /// Stops the world if a rank has returned and others wait in a call that it has not made.
     pub(super) fn look_for_deserters(&self) {
-        let Self::Thread { world, calls, .. } = self else { return };
-        if let Some(rank) = calls.deserter(|rank| world.has_returned(rank)) {
+        let deserter = match self {
+            Self::Thread { world, calls, .. } => calls.deserter(|rank| world.has_returned(rank)),
+            Self::Process(control, awaited) => {
+                awaited.deserter(|rank, group, round| control.has_left(rank, group, round))
+            }
+        };
+        if let Some(rank) = deserter {
             self.fail(Cause::Returned { rank });
         }
     }
 
-    /// Returns whether a rank is known to have returned without a call that others have made on this group or channel.
-    pub(super) fn has_left(&self, rank: usize, group: u64) -> bool {
+    /// Returns whether a rank is known to have returned without the call `round` of a group or channel, which others have
+    /// made.
+    pub(super) fn has_left(&self, rank: usize, group: u64, round: u64) -> bool {
         match self {
-            Self::Thread { world, calls, .. } => world.has_returned(rank) && calls.lacks(rank, group),
-            Self::Process(_) => false,
+            Self::Thread { world, calls, .. } => world.has_returned(rank) && calls.lacks(rank, (group, round)),
+            Self::Process(control, _) => control.has_left(rank, group, round),
         }
     }
 
@@ -125,7 +136,7 @@ impl Watch {
                 values.set(key, value);
                 Ok(())
             }
-            Self::Process(control) => control.set(key, value),
+            Self::Process(control, _) => control.set(key, value),
         }
     }
 
@@ -133,7 +144,7 @@ impl Watch {
     pub(super) fn get(&self, key: &str, from: usize) -> Result<Vec<u8>> {
         let (world, values) = match self {
             Self::Thread { world, values, .. } => (world, values),
-            Self::Process(control) => return control.get(key),
+            Self::Process(control, _) => return control.get(key),
         };
         let began = Instant::now();
         let in_vain = || {

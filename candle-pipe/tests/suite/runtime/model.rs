@@ -97,27 +97,41 @@ pub(crate) fn values(dtype: DType) -> Result<Values> {
 
 /// A builder that gives variables with these values, copies of its own.
 pub(crate) fn builder(values: &Values, dtype: DType) -> Result<Vb> {
+    builder_on(values, dtype, &Device::Cpu)
+}
+
+/// Like [`builder`], on a device.
+pub(crate) fn builder_on(values: &Values, dtype: DType, device: &Device) -> Result<Vb> {
     let map = VarMap::new();
     {
         let mut data = map.data().lock().unwrap();
         for (name, value) in values {
-            data.insert(name.clone(), Var::from_tensor(value)?);
+            data.insert(name.clone(), Var::from_tensor(&value.to_device(device)?)?);
         }
     }
-    Ok(VarBuilder::from_varmap(&map, dtype, &Device::Cpu))
+    Ok(VarBuilder::from_varmap(&map, dtype, device))
 }
 
 pub(crate) fn arguments(rows: usize, dtype: DType) -> Result<(Vec<Value>, Kwargs)> {
+    arguments_on(rows, dtype, &Device::Cpu)
+}
+
+fn arguments_on(rows: usize, dtype: DType, device: &Device) -> Result<(Vec<Value>, Kwargs)> {
     let wave = |width: usize, seed: f64| -> Result<Value> {
         let x = Tensor::arange(0f64, (rows * width) as f64, &Device::Cpu)?.affine(0.7, seed)?.sin()?;
-        Ok(x.reshape((rows, width))?.to_dtype(dtype)?.into())
+        Ok(x.reshape((rows, width))?.to_dtype(dtype)?.to_device(device)?.into())
     };
     let kwargs = [("mask", wave(WIDTH, 1.0)?), ("target", wave(WIDTH, 2.0)?), ("scale", 0.75.into())];
     Ok((vec![wave(3, 0.0)?], kwargs.into_iter().map(|(name, value)| (name.to_string(), value)).collect()))
 }
 
 pub(crate) fn batch(rows: usize, microbatches: usize, dtype: DType) -> Result<Microbatches> {
-    let (args, kwargs) = arguments(rows, dtype)?;
+    batch_on(rows, microbatches, dtype, &Device::Cpu)
+}
+
+/// Like [`batch`], on a device.
+pub(crate) fn batch_on(rows: usize, microbatches: usize, dtype: DType, device: &Device) -> Result<Microbatches> {
+    let (args, kwargs) = arguments_on(rows, dtype, device)?;
     split_args_kwargs_into_chunks(&args, &kwargs, microbatches, None, None)
 }
 

@@ -60,12 +60,14 @@ impl Ring {
         let group = &self.call.group;
         let (me, ranks) = (group.rank(), group.size());
         let (next, before) = ((me + 1) % ranks, (me + ranks - 1) % ranks);
+        let (dims, dtype) = (mine.dims().to_vec(), mine.dtype());
         let shape = |owner: usize| {
-            let mut shape = mine.dims().to_vec();
+            let mut shape = dims.clone();
             shape[1] = self.call.keys[owner].len();
             shape
         };
-        let (mut held, mut sent) = (Some(mine.clone()), Vec::new());
+        // Freed when the next ones are here: a rank has those that it uses and those that arrive.
+        let (mut held, mut sent) = (Some(mine), Vec::new());
         for step in 0..ranks {
             let owner = (me + ranks - step) % ranks;
             let coming = (owner + ranks - 1) % ranks;
@@ -73,7 +75,7 @@ impl Ring {
                 sent.push(group.send_owned_start(held.clone(), next, KEYS)?);
             }
             let arriving = match step < self.hops[coming] {
-                true => Some(group.recv_start(shape(coming), mine.dtype(), before, KEYS)?),
+                true => Some(group.recv_start(shape(coming), dtype, before, KEYS)?),
                 false => None,
             };
             if let Some(held) = &held {

@@ -1,7 +1,7 @@
 //! Attention by its definition on one device, and a comparison of all results with it.
 use candle_core::{D, DType, Device, Tensor, Var};
 use candle_dist::DeviceMesh;
-use candle_shard::{Attention, DTensor, Replicate, Result, Shard, Spec};
+use candle_shard::{Attention, DTensor, Placement, Replicate, Result, Shard, Spec};
 use test_utils::{Lay, Leaf, value_error, values};
 
 /// Batch, heads, key heads, dim, width.
@@ -80,19 +80,26 @@ pub(crate) fn truth(
 /// The rows of queries and of keys on each rank; the default sizes if there are none.
 pub(crate) type Cuts<'a> = [Option<&'a [usize]>; 2];
 
+/// Returns how `[batch, rows, ..]` lies: rows on the last axis of the mesh, the batch on another one.
+pub(crate) fn placements(mesh: &DeviceMesh) -> Vec<Placement> {
+    (0..mesh.ndim()).map(|axis| Shard(usize::from(axis + 1 == mesh.ndim()))).collect()
+}
+
 /// Runs attention of sequence shards, and returns the largest error of the result and of the gradients.
 pub(crate) fn errors(truth: &Truth, options: &Attention, mesh: &DeviceMesh, [q, k]: Cuts<'_>) -> Result<f64> {
+    let at = placements(mesh);
     let ordered = |x: &Tensor| options.order.as_ref().map_or_else(|| Ok(x.clone()), |order| order.apply(x, 1));
     let leaf = |i: usize, sizes: Option<&[usize]>| -> Result<Leaf> {
         let whole = ordered(&truth.inputs[i])?;
-        let spec = Spec::new(mesh, &[Shard(1)], whole.shape(), whole.dtype())?.with_sizes(0, sizes.map(Into::into))?;
-        Leaf::with_spec(&whole, spec, &[Lay::At(Shard(1))])
+        let spec =
+            Spec::new(mesh, &at, whole.shape(), whole.dtype())?.with_sizes(mesh.ndim() - 1, sizes.map(Into::into))?;
+        Leaf::with_spec(&whole, spec, &at.iter().copied().map(Lay::At).collect::<Vec<_>>())
     };
     let leaves = [leaf(0, q)?, leaf(1, k)?, leaf(2, k)?];
     let out = options.of(&leaves[0].tensor, &leaves[1].tensor, &leaves[2].tensor)?;
-    assert_eq!(out.placements(), [Shard(1)]);
+    assert_eq!(out.placements(), at);
     let mut worst = value_error(&out, &ordered(&truth.value)?)?;
-    let weights = DTensor::distribute(&ordered(&truth.weights)?, mesh, &[Replicate])?;
+    let weights = DTensor::distribute(&ordered(&truth.weights)?, mesh, &vec![Replicate; mesh.ndim()])?;
     let grads = out.mul(&weights)?.sum_all()?.backward()?;
     for (leaf, grad) in leaves.iter().zip(&truth.grads) {
         worst = worst.max(leaf.gradient_error(&grads, &ordered(grad)?)?);

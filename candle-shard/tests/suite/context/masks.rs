@@ -6,7 +6,7 @@ use candle_shard::{Attention, ContextWay, DTensor, Documents, Placement, Replica
 use test_utils::{on_ranks, values};
 
 /// The document of each of `len` rows.
-fn of_rows(ends: &[usize], len: usize) -> Vec<Option<usize>> {
+pub(super) fn of_rows(ends: &[usize], len: usize) -> Vec<Option<usize>> {
     (0..len).map(|row| (1..ends.len()).find(|&d| (ends[d - 1]..ends[d]).contains(&row))).collect()
 }
 

@@ -4,5 +4,7 @@ mod cache;
 mod counts;
 mod harness;
 mod masks;
+mod not_numbers;
 mod order;
+mod random;
 mod ways;

@@ -1,13 +1,12 @@
 //! Whole trainings, on every mesh and in every way.
 use crate::fsdp::harness::*;
 use candle_core::{DType, Device};
-use candle_dist::World;
 use candle_nn::ParamsAdamW;
 use candle_shard::Result;
 use candle_shard::fsdp::{FullyShard, FullyShardOptions};
 use candle_shard::nn::{AdamW, Linear, ShardedVarBuilder};
 use std::path::Path;
-use test_utils::Scratch;
+use test_utils::{Scratch, has_ranks, world};
 
 #[test]
 fn training_equals_one_device_on_every_mesh() {
@@ -43,7 +42,7 @@ fn every_way_to_gather_gives_the_same() {
 #[test]
 fn pieces_in_32_bits_are_computed_in_16() {
     let run = |ranks: usize, reduce_dtype: Option<DType>| {
-        World::local(ranks)
+        world(ranks)
             .run(|ctx| -> Result<(f64, Vec<f64>)> {
                 let options = FullyShardOptions::default().param_dtype(DType::BF16).reduce_dtype(reduce_dtype);
                 let mesh = ctx.mesh(&[("dp", ctx.world_size()), ("tp", 1)])?;
@@ -68,6 +67,9 @@ fn pieces_in_32_bits_are_computed_in_16() {
     };
     let alone = run(1, None);
     for (ranks, reduce_dtype) in [(2, None), (2, Some(DType::F32)), (3, Some(DType::F32))] {
+        if !has_ranks(ranks) {
+            continue;
+        }
         let (loss, weight) = run(ranks, reduce_dtype);
         assert_close(&[loss], &[alone.0], 0.02, "loss");
         assert_close(&weight, &alone.1, 0.02, "weight");
@@ -81,12 +83,15 @@ fn pieces_in_32_bits_are_computed_in_16() {
 fn training_goes_on_from_a_checkpoint_on_any_other_mesh() {
     let meshes: [&[(&str, usize)]; 4] =
         [&[("dp", 1), ("tp", 1)], &[("dp", 4), ("tp", 1)], &[("dp", 1), ("tp", 2)], &[("dp", 2), ("tp", 2)]];
+    if !has_ranks(4) {
+        return;
+    }
     let dir = Scratch::new("fsdp-checkpoint");
     let run = |axes: &[(&str, usize)], from: Option<&Path>, to: Option<&Path>| {
         let ranks = axes.iter().map(|(_, size)| size).product();
-        let losses = World::local(ranks).run(|ctx| -> Result<Vec<f64>> {
+        let losses = world(ranks).run(|ctx| -> Result<Vec<f64>> {
             let mesh = ctx.mesh(axes)?;
-            let vb = ShardedVarBuilder::fresh(7, &mesh, Model::plan(), DType::F64, &Device::Cpu)?;
+            let vb = ShardedVarBuilder::fresh(7, &mesh, Model::plan(), DType::F64, ctx.device())?;
             let vb = vb.fully_shard("dp", FullyShardOptions::default())?;
             let model = Model::new(&vb)?;
             let parameters = vb.finish()?;
@@ -128,11 +133,14 @@ fn gradients_of_16_bits_add_up_in_32_over_ranks_and_segments() {
     use std::sync::Arc;
     const RANKS: usize = 4;
     const SEGMENTS: usize = 4;
+    if !has_ranks(RANKS) {
+        return;
+    }
     // The gradient is 1 of the first rank, and of each other what 16 bits lose beside that.
     let small = 1.0 / 256.0;
     let want = 1.0 + (RANKS - 1) as f64 * small;
     for (reduce_dtype, recomputes) in [(None, false), (None, true), (Some(DType::BF16), false)] {
-        let run = World::local(RANKS).run(|ctx| -> Result<(DType, f64)> {
+        let run = world(RANKS).run(|ctx| -> Result<(DType, f64)> {
             let options = FullyShardOptions::default().reduce_dtype(reduce_dtype);
             let mesh = ctx.mesh(&[("dp", RANKS), ("tp", 1)])?;
             let vb = builder(&mesh, DType::BF16, options)?;

@@ -1,7 +1,7 @@
 //! Random options, shapes and meshes against one device.
 use super::harness::{Routing, errors, tokens, truth};
 use candle_core::DType;
-use candle_shard::nn::{MoEConfig, Scores};
+use candle_shard::nn::{ExpertGroups, MoEConfig, Scores};
 use candle_shard::{Replicate, Result, Shard};
 use proptest::prelude::*;
 use test_utils::on_ranks;
@@ -14,14 +14,19 @@ proptest! {
         (batch, seq) in (1usize..4, 0usize..6),
         (hidden, experts, top_k, shared) in (1usize..4, 1usize..9, 1usize..5, 0usize..3),
         (dp, ep, tp) in (1usize..3, 1usize..4, 1usize..3),
-        (at, is_sigmoid, is_normalized) in (0usize..4, any::<bool>(), any::<bool>()),
+        (at, is_sigmoid, is_normalized, groups) in (0usize..4, any::<bool>(), any::<bool>(), 1usize..4),
         (capacity, one_sided, seed) in (proptest::option::of(0.3f64..2.0), any::<bool>(), 0usize..1000),
     ) {
         prop_assume!(dp * ep * tp <= 6 && batch * seq > 0);
         let mut sizes = vec![0; ep];
         (0..experts).for_each(|expert| sizes[(expert * 7 + seed) % ep] += 1);
+        // All groups but one, if they hold enough experts.
+        let (top_k, chosen) = (top_k.min(experts), groups.saturating_sub(1).max(1));
+        let fits = experts.is_multiple_of(groups) && top_k <= chosen * (experts / groups);
+        let groups = fits.then_some(ExpertGroups { count: groups, chosen });
         let scores = if is_sigmoid { Scores::Sigmoid } else { Scores::Softmax };
-        let config = MoEConfig::new(6, hidden, experts, top_k.min(experts))
+        let config = MoEConfig::new(6, hidden, experts, top_k)
+            .groups(groups)
             .scores(scores)
             .normalize(is_normalized)
             .shared_hidden(shared)

@@ -11,7 +11,7 @@ use crate::cli::{Checked, require};
 #[command(next_help_heading = "Text")]
 pub struct BatchArgs {
     /// Continue each line of this file, or the prompt of each JSON object {"prompt": .., "max_tokens": ..} where the first
-    /// line is one; --json then writes a line for each
+    /// line is one; --json then writes a line for each, and a last one with the numbers of the run
     #[arg(long, value_name = "FILE", conflicts_with_all = ["prompt", "chat"])]
     pub prompts: Option<PathBuf>,
 
@@ -36,8 +36,9 @@ impl BatchArgs {
             self.cache_tokens.is_none_or(|tokens| tokens > 1),
             "--cache-tokens has room for no text: give at least 2."
         );
-        let Some(path) = &self.prompts else { return Ok(()) };
-        require!(path.is_file(), "--prompts {} is no file: give a file with a prompt in each line.", path.display());
+        if self.prompts.is_none() {
+            return Ok(());
+        }
         let slots = batch.unwrap_or(SLOTS);
         require!(slots > 0, "--batch is 0: give at least 1.");
         require!(slots <= MOST_SLOTS, "--batch {slots} is too large: give at most {MOST_SLOTS}.");

@@ -11,7 +11,7 @@ use tokenizers::Tokenizer;
 
 use super::args::SLOTS;
 use super::prompts::{self, Prompt};
-use super::report::{Line, Summary};
+use super::report::{JsonLine, Line, Summary};
 use super::run::{Batch, Event, Request, run as write_all};
 use crate::cli::{Checked, Output, UsageError};
 use crate::launch::{Ranks, gather};
@@ -35,7 +35,7 @@ pub fn run(args: &Args, file: &Path, ranks: &Ranks<'_>) -> Result<bool> {
         files.unmet.iter().for_each(|unmet| eprintln!("note: {unmet}."));
     }
     let sizes = [batch.slots(), batch.room(&files.config)];
-    ranks.agree(memory::check(&files.config, &batch.held, sizes, [args.tp, args.pp], args.ranks_here()))?;
+    ranks.agree(memory::check(args, &files, &batch.held, Some(sizes)))?;
 
     let output = Output::new(args.json.as_deref());
     let write = |ctx: &RankContext, loading: &Loading| {
@@ -62,16 +62,20 @@ pub fn run(args: &Args, file: &Path, ranks: &Ranks<'_>) -> Result<bool> {
         |loading| ranks.run(args.model_ranks(), args.threads, |ctx| write(ctx, loading)),
     )?;
     let Some((texts, ran)) = written.flatten() else { return Ok(true) };
-    writeln!(output.screen(), "{}", Summary::new(&batch, &ran))?;
+    let summary = Summary::new(&batch, &ran);
+    writeln!(output.screen(), "{summary}")?;
     let lines = prompts.iter().zip(texts).zip(batch.requests.iter().zip(&ran[0].texts));
-    output.write_json_lines(lines.map(|((prompt, text), (request, (tokens, stop)))| Line {
-        line: prompt.line,
-        prompt: &prompt.text,
-        text,
-        prompt_tokens: request.prompt.len(),
-        tokens,
-        stop: *stop,
-    }))?;
+    let lines = lines.map(|((prompt, text), (request, (tokens, stop)))| {
+        JsonLine::Text(Line {
+            line: prompt.line,
+            prompt: &prompt.text,
+            text,
+            prompt_tokens: request.prompt.len(),
+            tokens,
+            stop: *stop,
+        })
+    });
+    output.write_json_lines(lines.chain([JsonLine::Summary(&summary)]))?;
     Ok(true)
 }
 

@@ -3,7 +3,7 @@
 use serde::Deserialize;
 
 use crate::cli::{Checked, UsageError, require};
-use crate::lm::args::MAX_TOKENS;
+use crate::lm::check::MAX_TOKENS;
 
 /// A prompt of a file.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -8,6 +8,16 @@ use super::run::{Batch, Ran};
 use crate::lm::generate::Stop;
 use crate::table::grouped;
 
+/// A line of the JSON output.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[serde(untagged)]
+pub enum JsonLine<'a> {
+    /// One for each text.
+    Text(Line<'a>),
+    /// The last line.
+    Summary(&'a Summary),
+}
+
 /// One text: a line of the JSON output.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Line<'a> {
@@ -25,29 +35,43 @@ pub struct Line<'a> {
     pub stop: Stop,
 }
 
-/// The numbers of a run.
-#[derive(Clone, Debug, PartialEq)]
+/// The numbers of a run: the last line of the JSON output.
+#[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Summary {
-    texts: usize,
-    slots: usize,
-    passes: usize,
-    prompt_tokens: usize,
-    new_tokens: usize,
-    seconds: f64,
-    bytes_per_rank: Vec<usize>,
+    /// The texts.
+    pub texts: usize,
+    /// The texts that are written at once, at most.
+    pub slots: usize,
+    /// The passes of the model.
+    pub passes: usize,
+    /// The tokens of all prompts.
+    pub prompt_tokens: usize,
+    /// The tokens that were written.
+    pub new_tokens: usize,
+    /// The seconds of all passes.
+    pub seconds: f64,
+    /// The tokens that were written in a second.
+    pub tokens_per_s: f64,
+    /// The ranks.
+    pub ranks: usize,
+    /// The bytes of all weights that each rank holds.
+    pub bytes_per_rank: Vec<usize>,
 }
 
 impl Summary {
     /// Returns the numbers of what the ranks did.
     pub fn new(batch: &Batch, ranks: &[Ran]) -> Self {
         let first = &ranks[0];
+        let new_tokens = first.texts.iter().map(|(tokens, _)| tokens.len()).sum();
         Self {
             texts: batch.requests.len(),
             slots: batch.slots(),
             passes: first.passes,
             prompt_tokens: batch.requests.iter().map(|request| request.prompt.len()).sum(),
-            new_tokens: first.texts.iter().map(|(tokens, _)| tokens.len()).sum(),
+            new_tokens,
             seconds: first.seconds,
+            tokens_per_s: if first.seconds > 0.0 { new_tokens as f64 / first.seconds } else { 0.0 },
+            ranks: ranks.len(),
             bytes_per_rank: ranks.iter().map(|rank| rank.bytes).collect(),
         }
     }
@@ -55,13 +79,11 @@ impl Summary {
 
 impl fmt::Display for Summary {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { texts, slots, passes, prompt_tokens, new_tokens, seconds, bytes_per_rank } = self;
-        let rate = if *seconds > 0.0 { *new_tokens as f64 / seconds } else { 0.0 };
+        let Self { texts, slots, passes, prompt_tokens, new_tokens, seconds, tokens_per_s, ranks, .. } = self;
         write!(
             f,
-            "{texts} texts, up to {slots} at once on {} ranks: {} tokens of prompts and {} new ones in {passes} passes and \
-             {seconds:.1} s, {rate:.1} new tokens a second",
-            bytes_per_rank.len(),
+            "{texts} texts, up to {slots} at once on {ranks} ranks: {} tokens of prompts and {} new ones in {passes} passes and \
+             {seconds:.1} s, {tokens_per_s:.1} new tokens a second",
             grouped(*prompt_tokens),
             grouped(*new_tokens)
         )

@@ -48,7 +48,7 @@ pub enum Event<'a> {
     /// A part of the reply.
     Text(&'a str),
     /// The reply is complete.
-    Replied,
+    Replied(&'a Turn),
 }
 
 /// The model, template and options of a conversation.
@@ -82,18 +82,17 @@ pub fn converse(
     conversation: Conversation<'_>,
     mut listen: impl FnMut() -> Result<Option<String>> + Send,
     mut show: impl FnMut(Event<'_>),
-) -> Result<Vec<Turn>> {
+) -> Result<()> {
     let Conversation { files, tokenizer, template, task, args, stops } = conversation;
     let room = args.room(files.config.longest());
     let mut session = Session::open(ctx, stages, files, task, room)?;
     show(Event::Loaded);
     let mut messages: Vec<Message> = args.system.iter().map(|text| Message::new("system", text)).collect();
-    let mut turns = Vec::new();
     loop {
         show(Event::Listening);
         let heard = on_first(ctx.group(), || Ok(listen()))?.unwrap_or(Ok(None));
         let heard = agreed(ctx.group(), heard)?.map(|message| (now(), message));
-        let Some((now, message)) = shared(ctx, heard)? else { return Ok(turns) };
+        let Some((now, message)) = shared(ctx, heard)? else { return Ok(()) };
         messages.push(Message::new("user", message.clone()));
         let prompt = tokens::encode_rendered(tokenizer, &template.render(&messages, now)?)?;
         ensure!(
@@ -117,9 +116,8 @@ pub fn converse(
         let rest = stops.rest(stream, is_over)?;
         show(Event::Text(&rest));
         text.push_str(&rest);
-        show(Event::Replied);
         messages.push(Message::new("assistant", text.clone()));
-        turns.push(Turn {
+        show(Event::Replied(&Turn {
             message,
             text,
             prompt_tokens: task.prompt.len(),
@@ -128,7 +126,7 @@ pub fn converse(
             seconds_to_first_token: written.first,
             tokens_per_s: written.tokens.len().saturating_sub(1) as f64 / written.rest.max(f64::MIN_POSITIVE),
             tokens: written.tokens,
-        });
+        }));
     }
 }
 

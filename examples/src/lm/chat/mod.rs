@@ -4,6 +4,7 @@ pub mod args;
 pub mod converse;
 mod jinja;
 mod source;
+pub mod transcript;
 
 use std::collections::BTreeMap;
 

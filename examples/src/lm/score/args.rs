@@ -39,9 +39,6 @@ impl ScoreArgs {
             require!(window >= 2, "--window {window} has no token with another one before it: give at least 2.");
         }
         require!(self.stride != Some(0), "--stride is 0: give at least 1.");
-        if let Some(path) = &self.text {
-            require!(path.is_file(), "--text {} is no file: give a text.", path.display());
-        }
         Ok(())
     }
 

@@ -13,6 +13,7 @@ use crate::launch::{Ranks, gather};
 use crate::lm::args::Args;
 use crate::lm::engine::{Engine, Held, Purpose};
 use crate::lm::files::Files;
+use crate::lm::memory;
 use crate::lm::opened;
 use crate::lm::tokens;
 use crate::progress::Loading;
@@ -36,6 +37,7 @@ pub fn run(args: &Args, ranks: &Ranks<'_>) -> Result<bool> {
         );
         let (window, stride) = args.score.sizes(files.config.longest())?;
         let held = opened::held(args, &files)?;
+        memory::check(args, &files, &held, None)?;
         let window = window.min(tokens.len());
         Ok((files, tokens, window, stride, held))
     };

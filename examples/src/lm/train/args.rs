@@ -9,7 +9,7 @@ use super::rate::{Decay, Rate};
 use super::recipe::Recipe;
 use crate::arguments::{ANY, check_counts};
 use crate::cli::{Checked, UsageError, check_file, require};
-use crate::lm::args::DTypeName;
+use crate::lm::dtype::DTypeName;
 use crate::pipeline::Pipeline;
 
 /// The training options; the comments on the fields are the program's help.

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use super::rate::{Decay, Rate};
 use crate::arguments::{check_counts, check_positive};
 use crate::cli::{Checked, require};
-use crate::lm::args::DTypeName;
+use crate::lm::dtype::DTypeName;
 
 /// What a checkpoint keeps of the command line. Ranks, microbatches and recomputing are not in it: they change nothing but
 /// the rounding.

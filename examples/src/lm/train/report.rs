@@ -5,7 +5,7 @@ use serde::Serialize;
 
 use super::job::Job;
 use super::trainer::Trained;
-use crate::lm::args::DTypeName;
+use crate::lm::dtype::DTypeName;
 use crate::table::grouped;
 
 /// The numbers of a training.

@@ -11,8 +11,8 @@ use serde::{Deserialize, Serialize};
 use super::corpus::Stamp;
 use super::recipe::Recipe;
 use super::{folder, stage_files};
-use crate::lm::args::DTypeName;
 use crate::lm::config::Config;
+use crate::lm::dtype::DTypeName;
 use crate::lm::files::{Files, check};
 
 /// The file with what a checkpoint keeps beside tensors.

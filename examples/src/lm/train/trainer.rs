@@ -23,7 +23,7 @@ use super::job::Job;
 use super::resume::{OPTIMIZER, STATE};
 use super::{folder, stage_files, valid};
 use crate::launch::agreed;
-use crate::lm::args::DTypeName;
+use crate::lm::dtype::DTypeName;
 use crate::lm::model::Decoder;
 use crate::lm::{EXPERT_AXIS, LAYER_AXIS};
 use crate::memory;

@@ -13,7 +13,7 @@ use std::time::Duration;
 use clap::{ArgMatches, Args, Parser, ValueEnum};
 use serde::Serialize;
 
-pub use alone::on_first;
+pub use alone::{on_first, on_some};
 pub use gather::{Bits, agreed, gather};
 pub(crate) use processes::is_first;
 pub use processes::{local_rank, local_size};

@@ -8,7 +8,7 @@ use candle_dist::{GroupFailure, RankContext, World};
 use serde::{Deserialize, Serialize};
 
 use super::Patience;
-use super::alone::on_first;
+use super::alone::{on_first, on_some};
 use crate::cli::{Checked, FAILED, USAGE, UsageError, require};
 
 /// The ranks on which a program runs.
@@ -83,6 +83,21 @@ impl Ranks<'_> {
     pub fn on_first<T: Send>(&self, f: impl FnOnce() -> anyhow::Result<T> + Send) -> anyhow::Result<Option<T>> {
         let Self::Process(ctx, _) = self else { return f().map(Some) };
         on_first(ctx.group(), f)
+    }
+
+    /// Calls `f` on the processes with `works`; all wait without a limit while these are alive.
+    ///
+    /// # Errors
+    /// Those of `f`, in its process, and those of the group.
+    pub fn on_some<T: Send>(
+        &self,
+        works: bool,
+        f: impl FnOnce() -> anyhow::Result<T> + Send,
+    ) -> anyhow::Result<Option<T>> {
+        match self {
+            Self::Threads(_) => works.then(f).transpose(),
+            Self::Process(ctx, _) => on_some(ctx.group(), works, f),
+        }
     }
 
     /// Returns this process's result if all processes succeeded; else all get the error of the first that failed.

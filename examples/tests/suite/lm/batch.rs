@@ -142,7 +142,13 @@ fn the_program_writes_texts_in_the_order_of_the_file() {
         let output = llama(&[&fixed[..], flags].concat());
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         let lines = String::from_utf8(output.stdout).unwrap();
-        lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+        let mut lines: Vec<Value> = lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        let (summary, count) = (lines.pop().unwrap(), |name: &str| {
+            lines.iter().map(|line| line[name].as_array().unwrap().len()).sum::<usize>()
+        });
+        assert_eq!((&summary["texts"], &summary["new_tokens"]), (&lines.len().into(), &count("tokens").into()));
+        assert!(summary["tokens_per_s"].as_f64() > Some(0.0) && summary["passes"].as_u64() > Some(0), "{summary}");
+        lines
     };
     let alone = run(&["--prompts", &prompts, "--batch", "1"]);
     let lines: Vec<&Value> = alone.iter().map(|line| &line["line"]).collect();

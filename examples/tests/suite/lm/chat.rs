@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex};
 
 use candle_core::DType;
 use examples::lm::chat::args::ChatArgs;
-use examples::lm::chat::converse::{Conversation, Turn, converse};
+use examples::lm::chat::converse::{Conversation, Event, Turn, converse};
 use examples::lm::chat::{ChatTemplate, Message};
 use examples::lm::config::Config;
 use examples::lm::engine::Held;
@@ -120,10 +120,16 @@ fn talk(folder: &Path, world: usize, stages: usize, args: ChatArgs) -> Result<Ve
             stops: &[],
         };
         let listen = || Ok(messages.next().map(|&message| message.to_owned()));
-        Ok(converse(ctx, stages, conversation, listen, |_| ()).unwrap_or_else(|error| {
+        let mut turns = Vec::new();
+        let talked = converse(ctx, stages, conversation, listen, |event| {
+            if let Event::Replied(turn) = event {
+                turns.push(turn.clone());
+            }
+        });
+        if let Err(error) = talked {
             *seen.lock().unwrap() = Some(format!("{error:#}"));
-            Vec::new()
-        }))
+        }
+        Ok(turns)
     });
     if let Some(error) = failed.lock().unwrap().take() {
         return Err(error);
@@ -308,6 +314,28 @@ fn the_program_talks_line_by_line_and_answers_one_prompt() {
     refused(&["--chat", "--context", "6"], "room for 6");
     fs::remove_file(folder.path().join("tokenizer_config.json")).unwrap();
     refused(&["--chat", "--tp", "2"], "has no chat template");
+}
+
+#[test]
+fn turns_before_an_error_are_kept_with_it() {
+    let folder = tempfile::tempdir().unwrap();
+    write(folder.path(), APPENDS);
+    let input = format!("Hi\nHo\n{}\nHe\n", "x".repeat(400));
+    let file = folder.path().join("turns.json");
+    let flags = ["--chat", "--temperature", "0", "--max-tokens", "4", "--context", "200", "--json"];
+    for more in [&["--tp", "2"][..], &["--pp", "2"], &["--tp", "1"]] {
+        for path in [file.to_str().unwrap(), "-"] {
+            let output = lm(folder.path(), &[&flags[..], &[path], more].concat(), &input);
+            let said = String::from_utf8_lossy(&output.stderr).into_owned();
+            assert!(!output.status.success() && said.contains("room for 200"), "{said}");
+            let written = if path == "-" { output.stdout } else { fs::read(&file).unwrap() };
+            let turns: Vec<Value> = serde_json::from_slice(&written).unwrap();
+            let messages: Vec<&Value> = turns.iter().map(|turn| &turn["message"]).collect();
+            assert_eq!(messages, [&json!("Hi"), &json!("Ho"), &Value::Null], "{more:?} {path}");
+            assert!(turns[2]["error"].as_str().unwrap().contains("room for 200"), "{}", turns[2]);
+            fs::remove_file(&file).ok();
+        }
+    }
 }
 
 /// The templates of the facts.

@@ -6,8 +6,9 @@
 use std::fs;
 use std::path::Path;
 
-use candle_core::DType;
 use candle_core::quantized::GgmlDType;
+use candle_core::{DType, Device};
+use candle_shard::Weights;
 use examples::lm::chat::{ChatTemplate, Message};
 use examples::lm::config::{Config, Generation};
 use examples::lm::files::Files;
@@ -166,6 +167,46 @@ fn damaged_files_beside_the_weights_are_an_error_or_another_model() {
         };
         refused += usize::from(used().is_err());
         fs::write(path(name), bytes).unwrap();
+    }
+    assert!(refused > many() / 10, "{refused}");
+}
+
+#[test]
+fn damaged_headers_of_weights_are_an_error_or_other_weights() {
+    let folder = tempfile::tempdir().unwrap();
+    let small = Config {
+        hidden_size: 16,
+        intermediate_size: 12,
+        num_hidden_layers: 1,
+        num_attention_heads: 2,
+        num_key_value_heads: Some(1),
+        ..random_model::config()
+    };
+    random_model::write(folder.path(), &small, 7, DType::F32).unwrap();
+    let path = folder.path().join("model.safetensors");
+    let whole = fs::read(&path).unwrap();
+    let end = 8 + u64::from_le_bytes(*whole.first_chunk().unwrap()) as usize;
+    let header: Value = serde_json::from_slice(&whole[8..end]).unwrap();
+    let mut draws = Draws(5);
+    let mut refused = 0;
+    for i in 0..many() {
+        let mut bytes = match i % 2 {
+            0 => draws.damaged(&whole[..end]),
+            _ => {
+                let header = draws.changed(&header).to_string().into_bytes();
+                [&(header.len() as u64).to_le_bytes()[..], &header].concat()
+            }
+        };
+        bytes.extend(&whole[end..]);
+        fs::write(&path, &bytes).unwrap();
+        // What a file says of itself can be read, also where it is not the model of the config.
+        if let Ok(weights) = Weights::open(folder.path()) {
+            for name in weights.names() {
+                let block: Vec<_> = weights.shape(name).unwrap().iter().map(|&n| 0..n).collect();
+                weights.read_block(name, &block, &Device::Cpu).map_or_else(|error| drop(error.to_string()), drop);
+            }
+        }
+        refused += usize::from(Files::open(folder.path()).is_err());
     }
     assert!(refused > many() / 10, "{refused}");
 }

@@ -1,12 +1,16 @@
 //! What is told of a model, and what each rank would hold; and the flags of writing.
 
+use std::fs;
+use std::io::Write;
+
 use candle_core::DType;
+use candle_core::quantized::GgmlDType;
 use examples::lm::config::Config;
 use examples::lm::engine::Held;
 use examples::lm::files::Files;
 use examples::lm::info::Info;
-use examples::lm::random_model;
-use serde_json::Value;
+use examples::lm::{memory, random_model};
+use serde_json::{Value, json};
 
 use crate::lm::config as small;
 
@@ -32,6 +36,64 @@ fn what_each_rank_would_hold_is_what_it_holds() {
         let told: Value = serde_json::from_slice(&told.stdout).unwrap();
         assert_eq!(told["bytes_per_rank"], written["bytes_per_rank"]);
         assert_eq!((&told["family"], &told["layers"]), (&"llama".into(), &2.into()));
+    }
+}
+
+#[test]
+fn weights_are_counted_from_the_headers_as_ranks_hold_them() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("x.gguf");
+    for model in crate::lm::families::families().models {
+        let mut sources = vec![folder.path().to_owned()];
+        crate::lm::families::write(folder.path(), &model.config);
+        if model.case == "qwen3" {
+            crate::lm::gguf::write(&path, &model.config, GgmlDType::F32);
+            sources.push(path.clone());
+        }
+        for source in sources {
+            let files = Files::open(&source).unwrap();
+            let experts = if files.config.parts.experts.is_some() { 2 } else { 1 };
+            for (tp, ep) in (1..=3).flat_map(|tp| (1..=experts).map(move |ep| (tp, ep))) {
+                let held = Held { ep, ..Held::of(DType::F32) };
+                let told: usize = Info::new(&files, tp, &held).unwrap().bytes_per_rank.iter().sum();
+                let counted = memory::weight_bytes(&files, &held, [tp, 1]).unwrap();
+                let off = (counted as f64 / told as f64 - 1.0).abs();
+                assert!(off < 0.02, "{} on {tp} x {ep}: {counted} for {told}", model.case);
+            }
+        }
+    }
+}
+
+#[test]
+fn weights_larger_than_the_memory_are_refused_before_they_are_read() {
+    let folder = tempfile::tempdir().unwrap();
+    random_model::write(folder.path(), &Config { vocab_size: 256, ..small(4, 2) }, 7, DType::F32).unwrap();
+    let huge = Config { vocab_size: 256, intermediate_size: 1 << 30, ..small(4, 2) };
+    fs::write(folder.path().join("config.json"), serde_json::to_string(&huge).unwrap()).unwrap();
+    // A header, and a hole where the weights would be.
+    let (mut header, mut end) = (serde_json::Map::new(), 0u64);
+    for (name, shape) in huge.tensors() {
+        let bytes = shape.iter().product::<usize>() as u64 * 4;
+        header.insert(name, json!({"dtype": "F32", "shape": shape, "data_offsets": [end, end + bytes]}));
+        end += bytes;
+    }
+    let header = serde_json::to_vec(&header).unwrap();
+    let mut file = fs::File::create(folder.path().join("model.safetensors")).unwrap();
+    file.write_all(&(header.len() as u64).to_le_bytes()).unwrap();
+    file.write_all(&header).unwrap();
+    file.set_len(8 + header.len() as u64 + end).unwrap();
+    let prompts = folder.path().join("prompts");
+    fs::write(&prompts, "Once").unwrap();
+    let prompts = prompts.to_str().unwrap();
+    for flags in [
+        &["generate", "--prompt", "x", "--tp", "2"][..],
+        &["generate", "--prompts", prompts, "--pp", "2"],
+        &["score", "--text", prompts],
+    ] {
+        let output = crate::lm::llama(&[flags, &["--model", folder.path().to_str().unwrap()]].concat());
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(!output.status.success() && said.contains("the weights take 824,"), "{flags:?}: {said}");
+        assert_eq!(said.lines().count(), 1, "{said}");
     }
 }
 

@@ -5,6 +5,7 @@ mod batch;
 mod chat;
 #[path = "config.rs"]
 mod configs;
+mod contexts;
 mod damaged;
 mod experts;
 pub(crate) mod facts;

@@ -138,6 +138,7 @@ const CANDLE_DIST_KERNELS: &[Folder] = &[
             "parts",
         ],
     ),
+    folder("random", &["distribution grid stream", "launch", "device", "mod"]),
     folder(
         "quantized",
         &["blocks format", "inputs lanes", "avx2 avx512 kernel portable", "tiles", "matrix", "product"],

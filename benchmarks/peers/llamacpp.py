@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measures llama.cpp (the Python package llama-cpp-python) on a GGUF file: greedy tokens after a prompt; prints JSON.
 
-Usage: python3 benchmarks/peers/llama_cpp.py --model FILE --prompt TEXT [--max-tokens 64] [--threads 1]
+Usage: python3 benchmarks/peers/llamacpp.py --model FILE --prompt TEXT [--max-tokens 64] [--threads 1]
 """
 import argparse
 import json

@@ -1,6 +1,9 @@
 //! The NCCL backend on GPUs: what one GPU, or a lucky order of the streams, would not show.
 //!
 //! `scripts/nccl-sim.sh nccl` runs these on simulated GPUs.
+mod faults;
+mod seeds;
+
 use candle_core::{DType, Device, Tensor, Var};
 use candle_dist::{RankContext, ReduceOp, Result, World};
 use std::time::{Duration, Instant};
@@ -19,6 +22,20 @@ fn sizes(least: usize) -> Vec<usize> {
 fn computed(rank: usize, len: usize, device: &Device) -> Result<Tensor> {
     let ones = Tensor::ones(len, DType::F32, device)?;
     Ok(((ones * 2.0)? + rank as f64)?)
+}
+
+/// Returns a device on the GPU of the next rank. CUDA waits for all work on a GPU when a device is made there, and that
+/// work may wait for this rank, so all ranks make theirs before they go on.
+fn neighbor(ctx: &RankContext) -> Result<Device> {
+    let device = Device::new_cuda_with_stream((ctx.rank() + 1) % ctx.world_size())?;
+    // The store does not use the GPU.
+    let (made, mut nth) = (format!("neighbors {}", ctx.rank()), 0);
+    ctx.store().add(&made, 1)?;
+    while nth < ctx.world_size() {
+        ctx.store().get(&format!("neighbors {nth}"))?;
+        nth += 1;
+    }
+    Ok(device)
 }
 
 fn sum_of(n: usize) -> f32 {
@@ -104,9 +121,8 @@ fn a_host_tensor_of_an_aborted_call_is_an_error() {
 fn a_result_may_be_copied_to_another_device_at_once() {
     for n in sizes(2) {
         on_ranks(n, "copies", move |ctx| {
-            // Another GPU, and another `Device` of this one.
-            for gpu in [(ctx.rank() + 1) % n, ctx.rank()] {
-                let other = Device::new_cuda_with_stream(gpu)?;
+            // Another `Device` of this GPU, and another GPU.
+            for other in [Device::new_cuda_with_stream(ctx.rank())?, neighbor(ctx)?] {
                 for len in [5, 70_000] {
                     let x = computed(ctx.rank(), len, ctx.device())?;
                     let sum = ctx.group().all_reduce(&x, ReduceOp::Sum)?;

@@ -1,13 +1,12 @@
 //! Models by name, from a small server that answers as the Hub does.
 
+mod moving;
+mod server;
+
 use std::collections::BTreeMap;
 use std::fs;
-use std::io::{BufRead, BufReader, Write};
-use std::net::{TcpListener, TcpStream};
 use std::path::Path;
 use std::process::{Command, Output};
-use std::sync::{Arc, Mutex};
-use std::thread;
 
 use candle_core::DType;
 use candle_core::quantized::GgmlDType;
@@ -16,96 +15,7 @@ use examples::lm::hub::HubName;
 use examples::lm::random_model;
 use serde_json::{Value, json};
 
-const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
-
-/// What the server has, and the files that it was asked to send in full.
-#[derive(Clone, Default)]
-struct Server {
-    files: Arc<BTreeMap<String, Vec<u8>>>,
-    sent: Arc<Mutex<Vec<String>>>,
-    address: String,
-}
-
-impl Server {
-    /// Serves files by `owner/name/file`; those of the owner `closed` only with the token `open-sesame`.
-    fn start(files: BTreeMap<String, Vec<u8>>) -> Self {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let address = format!("http://{}", listener.local_addr().unwrap());
-        let server = Self { files: Arc::new(files), sent: Arc::default(), address };
-        let answers = server.clone();
-        thread::spawn(move || {
-            for stream in listener.incoming().flatten() {
-                let answers = answers.clone();
-                thread::spawn(move || answers.answer(stream));
-            }
-        });
-        server
-    }
-
-    fn sent(&self) -> Vec<String> {
-        std::mem::take(&mut *self.sent.lock().unwrap())
-    }
-
-    /// Answers the requests of one connection.
-    fn answer(&self, stream: TcpStream) {
-        let mut lines = BufReader::new(stream.try_clone().unwrap());
-        let mut stream = stream;
-        loop {
-            let (mut first, mut headers) = (String::new(), BTreeMap::new());
-            if lines.read_line(&mut first).unwrap_or(0) == 0 {
-                return;
-            }
-            loop {
-                let mut line = String::new();
-                if lines.read_line(&mut line).unwrap_or(0) == 0 || line.trim().is_empty() {
-                    break;
-                }
-                if let Some((name, value)) = line.split_once(':') {
-                    headers.insert(name.to_lowercase(), value.trim().to_owned());
-                }
-            }
-            let path = first.split(' ').nth(1).unwrap_or("/").to_owned();
-            let (status, more, body) = self.reply(&path, &headers);
-            let head = format!("HTTP/1.1 {status}\r\nContent-Length: {}\r\n{more}\r\n", body.len());
-            if stream.write_all(head.as_bytes()).and_then(|()| stream.write_all(&body)).is_err() {
-                return;
-            }
-        }
-    }
-
-    fn reply(&self, path: &str, headers: &BTreeMap<String, String>) -> (&'static str, String, Vec<u8>) {
-        let nothing = |status| (status, String::new(), Vec::new());
-        let path = path.trim_start_matches('/');
-        let is_redirected = path.starts_with("cdn/");
-        let path = path.trim_start_matches("cdn/");
-        let Some((repo, file)) = path.split_once("/resolve/main/") else {
-            // Another revision.
-            return nothing("404 Not Found");
-        };
-        let token = headers.get("authorization").map(String::as_str);
-        if repo.starts_with("closed/") && !is_redirected && token != Some("Bearer open-sesame") {
-            return nothing(if token.is_some() { "403 Forbidden" } else { "401 Unauthorized" });
-        }
-        if repo.starts_with("broken/") {
-            return nothing("500 Internal Server Error");
-        }
-        let name = format!("{repo}/{file}");
-        let Some(bytes) = self.files.get(&name) else { return nothing("404 Not Found") };
-        let about = format!("ETag: \"{:x}\"\r\nX-Repo-Commit: {COMMIT}\r\n", bytes.len());
-        // Weights lie elsewhere.
-        if file.ends_with(".safetensors") && !is_redirected {
-            return ("302 Found", format!("{about}Location: {}/cdn/{path}\r\n", self.address), Vec::new());
-        }
-        let range = headers.get("range").and_then(|range| range.strip_prefix("bytes=")?.split_once('-'));
-        let (from, to) = range.map_or((0, ""), |(from, to)| (from.parse().unwrap(), to));
-        let end = if to.is_empty() { bytes.len() } else { (to.parse::<usize>().unwrap() + 1).min(bytes.len()) };
-        if to.is_empty() {
-            self.sent.lock().unwrap().push(file.to_owned());
-        }
-        let range = format!("Content-Range: bytes {from}-{}/{}\r\n", end - 1, bytes.len());
-        ("206 Partial Content", format!("{about}{range}"), bytes[from..end].to_vec())
-    }
-}
+use server::{COMMITS, Server};
 
 fn config() -> Config {
     Config {
@@ -120,8 +30,8 @@ fn config() -> Config {
 }
 
 /// The files of a small model: in one file, and with an index of two.
-fn files(folder: &Path) -> BTreeMap<String, Vec<u8>> {
-    random_model::write(folder, &config(), 7, DType::F32).unwrap();
+fn files(folder: &Path, seed: u64) -> BTreeMap<String, Vec<u8>> {
+    random_model::write(folder, &config(), seed, DType::F32).unwrap();
     let read = |name: &str| fs::read(folder.join(name)).unwrap();
     let mut files = BTreeMap::new();
     for name in ["config.json", "tokenizer.json", "model.safetensors"] {
@@ -165,7 +75,9 @@ fn lm(server: &str, home: &Path, model: &str, more: &[(&str, &str)]) -> Output {
 fn program(server: &str, home: &Path, more: &[(&str, &str)]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_lm"));
     command.args(["--json", "-"]).env("HF_HOME", home).env("HF_ENDPOINT", server).env("NO_PROXY", "127.0.0.1");
-    for name in ["HF_TOKEN", "HF_HUB_OFFLINE", "http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"] {
+    for name in
+        ["HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_DOWNLOAD_TIMEOUT", "http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"]
+    {
         command.env_remove(name);
     }
     command.envs(more.iter().copied());
@@ -180,7 +92,7 @@ fn tokens(output: &Output) -> Value {
 #[test]
 fn a_model_by_name_is_downloaded_once_and_writes_as_its_folder_does() {
     let (folder, home) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-    let server = Server::start(files(folder.path()));
+    let server = Server::start(files(folder.path(), 7));
     let run = |model: &str, more: &[(&str, &str)]| lm(&server.address, home.path(), model, more);
     let want = tokens(&run(folder.path().to_str().unwrap(), &[]));
     assert_eq!(server.sent(), Vec::<String>::new(), "a path that exists is a path");
@@ -191,8 +103,9 @@ fn a_model_by_name_is_downloaded_once_and_writes_as_its_folder_does() {
     assert_eq!(server.sent(), ["config.json", "tokenizer.json", "model.safetensors"], "once, not once per rank");
     assert_eq!(tokens(&run("someone/small@main", &[])), want);
     assert_eq!(server.sent(), Vec::<String>::new(), "from the cache");
+    assert_eq!(tokens(&run("someone/small", &[("HF_ENDPOINT", "http://127.0.0.1:9")])), want, "asks nobody");
     assert_eq!(tokens(&run("someone/small", &[("HF_HUB_OFFLINE", "1"), ("HF_ENDPOINT", "http://127.0.0.1:9")])), want);
-    let blobs = home.path().join("hub/models--someone--small/snapshots").join(COMMIT);
+    let blobs = home.path().join("hub/models--someone--small/snapshots").join(COMMITS[0]);
     assert!(blobs.join("config.json").exists(), "in the layout of huggingface_hub");
 
     assert_eq!(tokens(&run("someone/sharded", &[])), want);
@@ -221,7 +134,7 @@ fn a_gguf_file_by_name_is_the_only_file_that_is_downloaded() {
 #[test]
 fn a_name_that_cannot_be_had_is_one_error_before_anything_else() {
     let (folder, home) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-    let server = Server::start(files(folder.path()));
+    let server = Server::start(files(folder.path(), 7));
     /// A model, variables of the environment, and words of the error.
     type Case<'a> = (&'a str, &'a [(&'a str, &'a str)], &'a [&'a str]);
     let cases: [Case<'_>; 9] = [

@@ -1,0 +1,298 @@
+//! The kernels that draw random numbers on CUDA devices give the host's bits. Their text is compiled as C++ and run here, so
+//! all but NVIDIA's compiler and the launch is covered without a GPU; the last test needs one.
+use candle_core::{DType, Device, Tensor};
+use candle_dist_kernels::parts::{DRAW_SOURCE, DrawLaunch};
+use candle_shard::random::{Distribution, Stream, sample};
+use proptest::prelude::*;
+use std::ops::Range;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::{env, fs, io::Write};
+use test_utils::Scratch;
+
+const DISTRIBUTIONS: [Distribution; 4] = [
+    Distribution::Uniform { lo: -0.7, up: 2.1 },
+    Distribution::Normal { mean: 0.3, stdev: 1.7 },
+    Distribution::Normal { mean: 0.0, stdev: 1.0 },
+    Distribution::Bernoulli { p: 0.3 },
+];
+const DTYPES: [DType; 2] = [DType::F32, DType::F64];
+
+/// CUDA's words and functions as C++, around the text of the kernels.
+const BEFORE: &str = r#"
+#include <math.h>
+#include <stdio.h>
+#include <string.h>
+#include <string>
+#include <vector>
+#define __device__ inline
+#define __global__
+struct Place { unsigned x; };
+static Place blockIdx, blockDim, threadIdx;
+template <typename To, typename From> To same_bits(From from) {
+  To to;
+  static_assert(sizeof to == sizeof from, "");
+  memcpy(&to, &from, sizeof to);
+  return to;
+}
+inline unsigned __float_as_uint(float x) { return same_bits<unsigned>(x); }
+inline float __uint_as_float(unsigned x) { return same_bits<float>(x); }
+inline long long __double_as_longlong(double x) { return same_bits<long long>(x); }
+inline double __longlong_as_double(long long x) { return same_bits<double>(x); }
+"#;
+
+/// A program that reads launches and answers with the elements that they drew. The names `logarithm_f32` and so on stand for
+/// these functions of the floats whose bits lie in `[base, base + count * rank)`, each `rank`-th of them.
+const AFTER: &str = r#"
+template <typename T> using Kernel = void (*)(wide, wide, wide, const wide*, T*, wide, wide, wide, T, T);
+
+template <typename T> void run(Kernel<T> kernel, std::vector<wide> n, std::vector<wide> dims, const double* ab) {
+  std::vector<T> out(n[0], T(-99));
+  blockDim.x = (unsigned)n[7];
+  for (blockIdx.x = 0; blockIdx.x < n[6]; blockIdx.x++)
+    for (threadIdx.x = 0; threadIdx.x < n[7]; threadIdx.x++)
+      kernel(n[0], n[1], n[2], dims.data(), out.data(), n[3], n[4], n[5], (T)ab[0], (T)ab[1]);
+  fwrite(out.data(), sizeof(T), out.size(), stdout);
+}
+
+template <typename T, typename Bits> void probe(bool cosines, const std::vector<wide>& n) {
+  for (wide i = 0; i < n[0]; i++) {
+    const T x = same_bits<T>((Bits)(n[1] + i * n[2])), y = cosines ? cosine(x) : logarithm(x);
+    fwrite(&y, sizeof y, 1, stdout);
+  }
+}
+
+int main() {
+  char name[64];
+  std::vector<wide> n(8);
+  while (scanf("%63s", name) == 1) {
+    for (wide& x : n) if (scanf("%llu", &x) != 1) return 2;
+    const std::string is = name;
+    if (is == "cosine_f32" || is == "logarithm_f32") { probe<float, word>(is == "cosine_f32", n); continue; }
+    if (is == "cosine_f64" || is == "logarithm_f64") { probe<double, wide>(is == "cosine_f64", n); continue; }
+    std::vector<wide> dims(2 * n[2]);
+    wide bits[2];
+    for (wide& x : dims) if (scanf("%llu", &x) != 1) return 2;
+    for (wide& x : bits) if (scanf("%llu", &x) != 1) return 2;
+    const double ab[2] = {same_bits<double>(bits[0]), same_bits<double>(bits[1])};
+    if (is == "draw_uniform_f32") run<float>(draw_uniform_f32, n, dims, ab);
+    else if (is == "draw_uniform_f64") run<double>(draw_uniform_f64, n, dims, ab);
+    else if (is == "draw_normal_f32") run<float>(draw_normal_f32, n, dims, ab);
+    else if (is == "draw_normal_f64") run<double>(draw_normal_f64, n, dims, ab);
+    else if (is == "draw_bernoulli_f32") run<float>(draw_bernoulli_f32, n, dims, ab);
+    else if (is == "draw_bernoulli_f64") run<double>(draw_bernoulli_f64, n, dims, ab);
+    else return 3;
+  }
+}
+"#;
+
+/// The compiled program, and its folder.
+struct Program {
+    folder: Scratch,
+}
+
+impl Program {
+    /// Compiles the kernels. `None`, and the test is reported as skipped, if there is no C++ compiler.
+    fn compiled(source: &str) -> Option<Self> {
+        let compiler = env::var("CXX").unwrap_or_else(|_| "c++".into());
+        if Command::new(&compiler).arg("--version").stdout(Stdio::null()).status().is_err() {
+            test_utils::skip(&format!("needs a C++ compiler, and {compiler} cannot be started"));
+            return None;
+        }
+        let program = Self { folder: Scratch::new("draw") };
+        let text = program.path("draw.cpp");
+        fs::write(&text, [BEFORE, source, AFTER].concat()).unwrap();
+        // As NVRTC is told: each operation is rounded by itself.
+        let flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-fno-fast-math", "-Wall", "-o"];
+        let built = Command::new(&compiler).args(flags).arg(program.path("draw")).arg(&text).output().unwrap();
+        assert!(built.status.success(), "{}", String::from_utf8_lossy(&built.stderr));
+        Some(program)
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.folder.path(name)
+    }
+
+    /// Returns the bytes that the program answers to `input`.
+    fn answer(&self, input: &str) -> Vec<u8> {
+        let mut command = Command::new(self.path("draw"));
+        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        // The program reads a line before it answers, so the input of one launch never fills the pipe.
+        child.stdin.take().unwrap().write_all(input.as_bytes()).unwrap();
+        let output = child.wait_with_output().unwrap();
+        assert!(output.status.success(), "{input}: {}", output.status);
+        output.stdout
+    }
+
+    /// Returns the bytes of the elements that a launch draws.
+    fn draw(&self, launch: &DrawLaunch) -> Vec<u8> {
+        let [seed, stream, first] = launch.stream;
+        let head = [
+            launch.count,
+            launch.base,
+            launch.dims.len() as u64 / 2,
+            seed,
+            stream,
+            first,
+            launch.blocks.into(),
+            DrawLaunch::THREADS.into(),
+        ];
+        let numbers = head.into_iter().chain(launch.dims.clone()).chain(launch.parameters.map(f64::to_bits));
+        let numbers: Vec<String> = numbers.map(|number| number.to_string()).collect();
+        self.answer(&format!("{} {}\n", launch.name, numbers.join(" ")))
+    }
+}
+
+fn bytes(tensor: &Tensor) -> Vec<u8> {
+    let flat = tensor.flatten_all().unwrap();
+    match tensor.dtype() {
+        DType::F64 => flat.to_vec1::<f64>().unwrap().into_iter().flat_map(f64::to_le_bytes).collect(),
+        _ => flat.to_vec1::<f32>().unwrap().into_iter().flat_map(f32::to_le_bytes).collect(),
+    }
+}
+
+fn assert_drawn(
+    program: &Program,
+    stream: Stream,
+    dist: Distribution,
+    shape: &[usize],
+    block: &[Range<usize>],
+    dtype: DType,
+) {
+    let host = sample(stream, dist, shape, block, dtype, &Device::Cpu).unwrap();
+    let launch = DrawLaunch::new(stream, dist, shape, block, dtype).unwrap();
+    let drawn = program.draw(&launch);
+    let size = dtype.size_in_bytes();
+    let (host, wrong) = (bytes(&host), |(a, b): (&[u8], &[u8])| a != b);
+    assert_eq!(host.len(), drawn.len());
+    let first = host.chunks(size).zip(drawn.chunks(size)).position(wrong);
+    assert_eq!(first, None, "{dist:?} of {shape:?}, {block:?}, {dtype:?}, {stream:?}");
+}
+
+#[test]
+fn the_kernels_draw_the_bits_of_the_host() {
+    let Some(program) = Program::compiled(DRAW_SOURCE) else { return };
+    // Whole tensors, rows, columns, boxes, one element; dims of one element; several blocks of threads.
+    let blocks: &[(&[usize], &[Range<usize>])] = &[
+        (&[], &[]),
+        (&[1], &[0..1]),
+        (&[100_003], &[0..100_003]),
+        (&[100_003], &[99_990..100_001]),
+        (&[33, 70], &[3..33, 0..70]),
+        (&[33, 70], &[0..33, 69..70]),
+        (&[33, 70], &[1..32, 13..62]),
+        (&[7, 1, 5, 9], &[2..7, 0..1, 1..4, 3..8]),
+        (&[7, 1, 5, 9], &[2..3, 0..1, 0..5, 0..9]),
+        (&[2, 3, 2, 3, 2, 3], &[0..2, 1..3, 0..1, 0..3, 1..2, 0..2]),
+    ];
+    let streams = [Stream::new(0, "a"), Stream::new(u64::MAX, "b").skip(5), Stream::new(7, "c").skip(u64::MAX - 3)];
+    for (shape, block) in blocks {
+        for (stream, dist) in streams.iter().flat_map(|&stream| DISTRIBUTIONS.map(|dist| (stream, dist))) {
+            DTYPES.iter().for_each(|&dtype| assert_drawn(&program, stream, dist, shape, block, dtype));
+        }
+    }
+}
+
+#[test]
+fn the_kernels_draw_any_block_of_any_tensor() {
+    let Some(program) = Program::compiled(DRAW_SOURCE) else { return };
+    let dims = prop::collection::vec((1..12usize, 0..12usize, 1..12usize), 0..5);
+    let cases = (dims, any::<u64>(), any::<u64>(), prop::sample::select(&DISTRIBUTIONS), prop::sample::select(&DTYPES));
+    let config = ProptestConfig { cases: 96, failure_persistence: None, ..ProptestConfig::default() };
+    proptest!(config, |((dims, seed, skipped, dist, dtype) in cases)| {
+        let shape: Vec<usize> = dims.iter().map(|(size, ..)| *size).collect();
+        let range = |&(size, start, len): &(usize, usize, usize)| {
+            let start = start.min(size - 1);
+            start..(start + len).min(size)
+        };
+        let block: Vec<_> = dims.iter().map(range).collect();
+        assert_drawn(&program, Stream::new(seed, "any").skip(skipped), dist, &shape, &block, dtype);
+    });
+}
+
+/// The numbers above meet few of the floats at which cosine and logarithm change their formula.
+#[test]
+fn the_kernels_functions_are_those_of_the_host_wherever_they_change_their_formula() {
+    let Some(program) = Program::compiled(DRAW_SOURCE) else { return };
+    // Compares floats with the bits `from`, `from + step` and so on, up to `to`.
+    let probe = |name: &str, size: usize, [from, to, step]: [u64; 3], host: &dyn Fn(u64) -> Vec<u8>| {
+        let count = (to - from) / step + 1;
+        let answer = program.answer(&format!("{name} {count} {from} {step} 0 0 0 0 0\n"));
+        assert_eq!(answer.len() as u64, count * size as u64);
+        for (i, found) in (0..count).zip(answer.chunks(size)) {
+            let bits = from + i * step;
+            assert_eq!(found, host(bits), "{name} of the float with the bits {bits:#x}");
+        }
+    };
+    let narrow = |name: &str, [from, to]: [f32; 2], step: u64, function: fn(f32) -> f32| {
+        let host = |bits: u64| function(f32::from_bits(bits as u32)).to_le_bytes().to_vec();
+        probe(name, 4, [from.to_bits().into(), to.to_bits().into(), step], &host);
+    };
+    let wide = |name: &str, [from, to]: [f64; 2], step: u64, function: fn(f64) -> f64| {
+        let host = |bits: u64| function(f64::from_bits(bits)).to_le_bytes().to_vec();
+        probe(name, 8, [from.to_bits(), to.to_bits(), step], &host);
+    };
+    let near_f32 = |x: f32| [-2000i32, 2000].map(|by| f32::from_bits(x.to_bits().wrapping_add_signed(by)));
+    let near_f64 = |x: f64, by: i64| [-by, by].map(|by| f64::from_bits(x.to_bits().wrapping_add_signed(by)));
+    let (tau_32, tau_64) = (std::f32::consts::TAU, std::f64::consts::TAU);
+    narrow("cosine_f32", [f32::MIN_POSITIVE, tau_32], 997, libm::cosf);
+    wide("cosine_f64", [f64::MIN_POSITIVE, tau_64], (1 << 46) + 12345, libm::cos);
+    for n in 1..8 {
+        narrow("cosine_f32", near_f32(tau_32 / 8.0 * n as f32), 1, libm::cosf);
+        // From the next floats to those that need no second part of pi/2.
+        for step in [1, 1 << 10, 1 << 20, 1 << 30, 1 << 34] {
+            wide("cosine_f64", near_f64(tau_64 / 8.0 * f64::from(n), 1000 * step), step as u64, libm::cos);
+        }
+    }
+    for step in [1, 1 << 10, 1 << 20, 1 << 30] {
+        wide("cosine_f64", [near_f64(tau_64, 1000 * step)[0], tau_64], step as u64, libm::cos);
+    }
+    narrow("logarithm_f32", [1.0 / (1u64 << 32) as f32, 1.0], 997, libm::logf);
+    wide("logarithm_f64", [1.0 / (1u64 << 53) as f64, 1.0], (1 << 40) + 12345, libm::log);
+    for k in 0..5 {
+        let edge = std::f64::consts::FRAC_1_SQRT_2 / f64::from(1 << k);
+        narrow("logarithm_f32", near_f32(edge as f32), 1, libm::logf);
+        for step in [1, 1 << 20, 1 << 32] {
+            wide("logarithm_f64", near_f64(edge, 1000 * step), step as u64, libm::log);
+        }
+    }
+}
+
+/// What the tests above would miss, they would miss here too.
+#[test]
+fn a_fused_multiply_add_in_the_kernels_would_be_found() {
+    let lines = "return lo + span * even(x, T());";
+    assert!(DRAW_SOURCE.contains(lines));
+    let fused = DRAW_SOURCE.replace(lines, "return fma(span, even(x, T()), lo);");
+    let Some(program) = Program::compiled(&fused) else { return };
+    let (stream, dist) = (Stream::new(0, "fused"), Distribution::Uniform { lo: -0.7, up: 2.1 });
+    for dtype in DTYPES {
+        let launch = DrawLaunch::new(stream, dist, &[4096], &[0..4096], dtype).unwrap();
+        let host = sample(stream, dist, &[4096], &[0..4096], dtype, &Device::Cpu).unwrap();
+        assert_ne!(program.draw(&launch), bytes(&host), "{dtype:?}");
+    }
+}
+
+#[test]
+fn numbers_that_a_gpu_draws_are_those_of_the_host() {
+    if test_utils::skip_unless_gpus(1) {
+        return;
+    }
+    let gpu = Device::new_cuda(0).unwrap();
+    let blocks: &[(&[usize], &[Range<usize>])] =
+        &[(&[], &[]), (&[1000], &[0..1000]), (&[33, 70], &[1..32, 13..62]), (&[33, 70], &[4..4, 0..70])];
+    for (shape, block) in blocks {
+        for dist in DISTRIBUTIONS {
+            for dtype in [DType::F16, DType::BF16, DType::F32, DType::F64] {
+                let of = |device| sample(Stream::new(3, "gpu").skip(9), dist, shape, block, dtype, device).unwrap();
+                let (host, drawn) = (of(&Device::Cpu), of(&gpu));
+                assert!(drawn.device().is_cuda());
+                assert_eq!((drawn.dims(), drawn.dtype()), (host.dims(), dtype));
+                if host.elem_count() > 0 {
+                    let exact = |x: Tensor| x.to_dtype(DType::F64).unwrap();
+                    assert_eq!(bytes(&exact(drawn.to_device(&Device::Cpu).unwrap())), bytes(&exact(host)), "{dist:?}");
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,23 @@
+//! What the program does.
+
+use clap::ValueEnum;
+
+/// What the program does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Command {
+    /// Writes on from a prompt
+    Generate,
+    /// Trains on a text
+    Train,
+    /// Scores a text: the perplexity that a model finds in it
+    Score,
+    /// Tells what a model is, and what each of --tp ranks would hold
+    Info,
+}
+
+impl Command {
+    /// Returns its name on the command line.
+    pub(super) fn name(self) -> String {
+        self.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
+    }
+}

@@ -1,0 +1,147 @@
+//! Models by their names on the Hub: `owner/name`, `owner/name@revision` or `owner/name/file.gguf`.
+//!
+//! Files are kept in the cache that Python's `huggingface_hub` has too, under `HF_HOME` or `~/.cache/huggingface`.
+//! `HF_ENDPOINT` is another server, `HF_TOKEN` or the file `token` of the cache allows what is not public,
+//! `HF_HUB_OFFLINE=1` uses the cache alone, and `HF_HUB_DOWNLOAD_TIMEOUT` is the seconds without any byte after which a
+//! download fails (30 without it).
+//!
+//! All files of a model are of one commit: the one that the cache has for the revision, or else the one that the first
+//! answer of the server names.
+
+mod located;
+mod lock;
+mod server;
+mod snapshot;
+
+use std::env;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use hf_hub::Cache;
+
+pub use located::located;
+use server::Server;
+use snapshot::Snapshots;
+
+use crate::cli::{Checked, UsageError, require};
+
+/// A model on the Hub.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HubName {
+    /// The owner and the name.
+    pub repo: String,
+    /// The branch, tag or commit.
+    pub revision: String,
+    /// The GGUF file in it, or the files of a folder.
+    pub file: Option<String>,
+}
+
+/// Whether a text is one part of a path, and nothing else.
+fn is_word(part: &str) -> bool {
+    let known = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
+    !part.is_empty() && part.chars().all(known) && !part.starts_with('.') && !part.contains("..")
+}
+
+impl HubName {
+    /// Parses the value of `--model`; `None` if it can only be a path.
+    ///
+    /// ```
+    /// use examples::lm::hub::HubName;
+    ///
+    /// let name = HubName::parse("Qwen/Qwen3-0.6B@main").unwrap();
+    /// assert_eq!((name.repo.as_str(), name.revision.as_str(), name.file), ("Qwen/Qwen3-0.6B", "main", None));
+    /// assert_eq!(HubName::parse("unsloth/x-GGUF/x-Q4_K_M.gguf").unwrap().file.as_deref(), Some("x-Q4_K_M.gguf"));
+    /// assert_eq!(HubName::parse("./a/b"), None);
+    /// ```
+    pub fn parse(text: &str) -> Option<Self> {
+        let (name, revision) = text.split_once('@').unwrap_or((text, "main"));
+        let parts: Vec<&str> = name.split('/').collect();
+        let is_revision = revision.split('/').all(is_word);
+        let (&owner, &repo, file) = match &parts[..] {
+            [owner, repo] => (owner, repo, None),
+            [owner, repo, file @ ..] if file.last()?.ends_with(".gguf") => (owner, repo, Some(file.join("/"))),
+            _ => return None,
+        };
+        let is_name = is_revision && parts.iter().all(|part| is_word(part));
+        is_name.then(|| Self { repo: format!("{owner}/{repo}"), revision: revision.into(), file })
+    }
+}
+
+impl std::fmt::Display for HubName {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let file = self.file.as_ref().map(|file| format!("/{file}")).unwrap_or_default();
+        write!(f, "{}{file}@{}", self.repo, self.revision)
+    }
+}
+
+/// A model in the cache.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Fetched {
+    /// The folder or the GGUF file.
+    pub path: PathBuf,
+    /// The commit of all its files.
+    pub commit: String,
+}
+
+/// A cache, and the server that has what the cache lacks.
+#[derive(Clone, Debug)]
+pub struct Hub {
+    cache: Cache,
+    /// `None` offline.
+    server: Option<Server>,
+}
+
+/// The seconds without any byte after which a download fails, if the environment does not say.
+const PATIENCE: u64 = 30;
+const MOST_PATIENCE: u64 = 24 * 60 * 60;
+
+impl Hub {
+    /// Uses a cache and a server; a download fails after `patience` without any byte.
+    pub fn new(cache: PathBuf, endpoint: &str, token: Option<String>, patience: Duration) -> Self {
+        Self { cache: Cache::new(cache), server: Some(Server::new(endpoint, token, patience)) }
+    }
+
+    /// Uses the cache and the server that the environment names.
+    ///
+    /// # Errors
+    /// If there is no place for a cache, or the time limit is not a number of seconds.
+    pub fn from_env() -> Result<Self> {
+        let set = |name: &str| env::var(name).ok().filter(|value| !value.is_empty());
+        ensure!(
+            set("HF_HOME").is_some() || env::home_dir().is_some(),
+            "there is no home folder for the cache: set HF_HOME"
+        );
+        let patience = set("HF_HUB_DOWNLOAD_TIMEOUT").map_or(Ok(PATIENCE), |value| seconds(&value))?;
+        let cache = if set("HF_HOME").is_some() { Cache::from_env() } else { Cache::default() };
+        let is_offline = set("HF_HUB_OFFLINE")
+            .is_some_and(|value| ["1", "on", "yes", "true"].contains(&value.to_lowercase().as_str()));
+        let server = (!is_offline).then(|| {
+            let endpoint = set("HF_ENDPOINT").unwrap_or_else(|| "https://huggingface.co".into());
+            Server::new(&endpoint, set("HF_TOKEN").or_else(|| cache.token()), Duration::from_secs(patience))
+        });
+        Ok(Self { cache, server })
+    }
+
+    /// Returns the path of a model in the cache, after downloading what the cache lacks; of this `commit`, if there is one.
+    /// `shows` draws progress on stderr, if that is a terminal.
+    ///
+    /// Programs that download a file at once wait for the one that is first.
+    ///
+    /// # Errors
+    /// If there is no such model, file or revision, the server cannot be reached, does not answer or refuses the token,
+    /// or, offline, the cache lacks a file.
+    pub fn fetch(&self, name: &HubName, commit: Option<&str>, shows: bool) -> Result<Fetched> {
+        Snapshots::new(self, name, shows).fetch(commit).with_context(|| format!("--model {name}"))
+    }
+}
+
+fn seconds(value: &str) -> Checked<u64> {
+    let wrong = || UsageError(format!("HF_HUB_DOWNLOAD_TIMEOUT is {value:?}: give whole seconds, or unset it."));
+    let seconds = value.parse().map_err(|_| wrong())?;
+    require!(
+        (1..=MOST_PATIENCE).contains(&seconds),
+        "HF_HUB_DOWNLOAD_TIMEOUT is {seconds}: give 1 to {MOST_PATIENCE} seconds."
+    );
+    Ok(seconds)
+}

@@ -1,0 +1,238 @@
+//! What a server says of a file, and the bytes that it sends.
+
+use std::error::Error;
+use std::fs::OpenOptions;
+use std::io::{self, Read, Write};
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context, Result, anyhow, bail, ensure};
+use ureq::http::{HeaderMap, Response, StatusCode};
+use ureq::{Agent, Body};
+
+use super::is_word;
+
+/// A server that answers as the Hub does.
+#[derive(Clone, Debug)]
+pub(super) struct Server {
+    agent: Agent,
+    pub(super) endpoint: String,
+    token: Option<String>,
+    /// The time without any byte after which a request fails.
+    pub(super) patience: Duration,
+}
+
+/// The beginning of an answer: what the file is, and its bytes from `from` on.
+pub(super) struct Answer {
+    /// The commit that the file is of.
+    pub(super) commit: String,
+    /// The name of its bytes.
+    pub(super) etag: String,
+    from: u64,
+    /// The bytes of the whole file.
+    size: Option<u64>,
+    body: Body,
+}
+
+/// The most redirections from one request.
+const MOST_HOPS: usize = 10;
+/// Bytes that are written at a time.
+const CHUNK: usize = 1 << 18;
+
+impl Server {
+    pub(super) fn new(endpoint: &str, token: Option<String>, patience: Duration) -> Self {
+        let limit = Some(patience);
+        let config = Agent::config_builder()
+            .http_status_as_error(false)
+            // Where a file lies says nothing of what it is, and is not told the token.
+            .max_redirects(0)
+            .accept_encoding("identity")
+            .timeout_resolve(limit)
+            .timeout_connect(limit)
+            .timeout_send_request(limit)
+            .timeout_recv_response(limit)
+            .timeout_per_read(limit)
+            .timeout_per_write(limit);
+        Self { agent: config.build().into(), endpoint: endpoint.trim_end_matches('/').into(), token, patience }
+    }
+
+    /// Asks for a file of a model at a revision, from a byte on. `None` if the model has none of this name.
+    ///
+    /// # Errors
+    /// If the server cannot be reached, does not answer or refuses, or its answer does not say what the file is.
+    pub(super) fn ask(&self, repo: &str, revision: &str, file: &str, from: u64) -> Result<Option<Answer>> {
+        let first = format!("{}/{repo}/resolve/{}/{file}", self.endpoint, revision.replace('/', "%2F"));
+        let mut url = first.clone();
+        let mut about: Option<(String, String)> = None;
+        for _ in 0..MOST_HOPS {
+            let answer = self.get(&url, from).map_err(|error| self.explained(file, error))?;
+            let status = answer.status();
+            // The Hub renames by redirections within itself, and only the last of its answers describes the file.
+            if let (true, Some(location)) = (status.is_redirection(), header(answer.headers(), "location")) {
+                if !location.starts_with('/') {
+                    about.get_or_insert(described(answer.headers(), file)?);
+                }
+                url = joined(&url, location)?;
+                continue;
+            }
+            match status {
+                StatusCode::NOT_FOUND => return Ok(None),
+                // More bytes are here than the file has.
+                StatusCode::RANGE_NOT_SATISFIABLE if from > 0 => return self.ask(repo, revision, file, 0),
+                status if !status.is_success() => bail!(self.refused(file, status.as_u16())),
+                _ => {}
+            }
+            let (commit, etag) = about.map_or_else(|| described(answer.headers(), file), Ok)?;
+            let range = header(answer.headers(), "content-range").and_then(range);
+            let (from, size) = match status {
+                StatusCode::PARTIAL_CONTENT => range.with_context(|| format!("{file}: the answer has no range"))?,
+                _ => (0, header(answer.headers(), "content-length").and_then(|size| size.parse().ok())),
+            };
+            return Ok(Some(Answer { commit, etag, from, size, body: answer.into_body() }));
+        }
+        bail!("{first} leads to more than {MOST_HOPS} other places")
+    }
+
+    fn get(&self, url: &str, from: u64) -> Result<Response<Body>, ureq::Error> {
+        let mut request = self.agent.get(url);
+        let rest = url.strip_prefix(&self.endpoint);
+        if let Some(token) = self.token.as_ref().filter(|_| rest.is_some_and(|rest| rest.starts_with('/'))) {
+            request = request.header("Authorization", format!("Bearer {token}"));
+        }
+        if from > 0 {
+            request = request.header("Range", format!("bytes={from}-"));
+        }
+        request.call()
+    }
+
+    /// Appends the bytes of an answer to a file that has those before, and tells `shows` how many there are, and of how
+    /// many.
+    ///
+    /// # Errors
+    /// If the connection breaks off, or nothing comes for the patience of this server. What came stays in the file.
+    pub(super) fn receive(
+        &self,
+        answer: Answer,
+        name: &str,
+        path: &Path,
+        mut shows: impl FnMut(u64, Option<u64>),
+    ) -> Result<()> {
+        let Answer { from, size, body, .. } = answer;
+        let written = || format!("{}", path.display());
+        let mut file = OpenOptions::new().create(true).append(true).open(path).with_context(written)?;
+        let before = file.metadata().with_context(written)?.len();
+        ensure!(before >= from, "{name}: the answer begins at byte {from}, and {before} are here; try again");
+        if before > from {
+            // The server starts anew.
+            file.set_len(from).with_context(written)?;
+        }
+        let (mut reader, mut has, mut chunk) = (body.into_reader(), from, vec![0; CHUNK]);
+        let end = loop {
+            shows(has, size);
+            match reader.read(&mut chunk) {
+                Ok(0) => break None,
+                Ok(count) => {
+                    file.write_all(&chunk[..count]).with_context(written)?;
+                    has += count as u64;
+                }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => break Some(error),
+            }
+        };
+        file.sync_all().with_context(written)?;
+        if end.is_none() && size.is_none_or(|size| size == has) {
+            return Ok(());
+        }
+        let of = size.map(|size| format!(" of {size}")).unwrap_or_default();
+        let why = end.map_or_else(|| "the connection broke off".into(), |error| self.named(error.into()));
+        bail!("{name} has {has}{of} bytes, since {why}: try again, which goes on from there")
+    }
+
+    /// Says what an error of the connection means for the user.
+    fn explained(&self, file: &str, error: ureq::Error) -> anyhow::Error {
+        anyhow!(
+            "{file} cannot be read from {} ({}): check the network, or set HF_HUB_OFFLINE=1 to use the cache alone",
+            self.endpoint,
+            self.named(error)
+        )
+    }
+
+    /// The error with its causes; a time limit with the way to change it.
+    fn named(&self, error: ureq::Error) -> String {
+        let seconds = self.patience.as_secs();
+        let is_late = match &error {
+            ureq::Error::Timeout(_) => true,
+            ureq::Error::Io(error) => matches!(error.kind(), io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock),
+            _ => false,
+        };
+        if is_late {
+            return format!("nothing came for {seconds} s, the limit of HF_HUB_DOWNLOAD_TIMEOUT");
+        }
+        let mut said = error.to_string();
+        let mut cause = error.source();
+        while let Some(error) = cause {
+            let more = error.to_string();
+            if !said.contains(&more) {
+                said.push_str(&format!(": {more}"));
+            }
+            cause = error.source();
+        }
+        said
+    }
+
+    /// Says what a status means for the user.
+    fn refused(&self, file: &str, status: u16) -> String {
+        let endpoint = &self.endpoint;
+        match (status, &self.token) {
+            (401 | 403, None) => format!(
+                "{endpoint} refuses {file} (status {status}): the model does not exist or is not public; if it is not \
+                 public, set HF_TOKEN"
+            ),
+            (401 | 403, Some(_)) => format!(
+                "{endpoint} refuses {file} (status {status}): the model does not exist or is not public, and the token of \
+                 HF_TOKEN or of the cache does not allow it"
+            ),
+            _ => format!("{endpoint} answers {file} with status {status}"),
+        }
+    }
+}
+
+fn header<'a>(headers: &'a HeaderMap, name: &str) -> Option<&'a str> {
+    headers.get(name)?.to_str().ok()
+}
+
+/// The commit and the name of the bytes of a file, which become parts of paths.
+fn described(headers: &HeaderMap, file: &str) -> Result<(String, String)> {
+    let part = |names: [&str; 2]| -> Result<String> {
+        let said = names.iter().find_map(|name| header(headers, name));
+        let said = said.with_context(|| format!("{file}: the answer has no {}; is this a Hub?", names[1]))?;
+        let word = said.trim_start_matches("W/").trim_matches('"');
+        ensure!(
+            is_word(word) && word.len() <= 128,
+            "{file}: the answer has the {} {said:?}, which cannot name a file",
+            names[1]
+        );
+        Ok(word.to_owned())
+    };
+    // Large files have another name where they lie than for the Hub.
+    Ok((part(["x-repo-commit", "X-Repo-Commit"])?, part(["x-linked-etag", "ETag"])?))
+}
+
+/// The first byte and the size of the whole, from `bytes 5-9/10`.
+fn range(said: &str) -> Option<(u64, Option<u64>)> {
+    let (span, size) = said.strip_prefix("bytes ")?.split_once('/')?;
+    Some((span.split_once('-')?.0.parse().ok()?, size.parse().ok()))
+}
+
+/// The place that a redirection leads to.
+fn joined(url: &str, location: &str) -> Result<String> {
+    if location.starts_with("http://") || location.starts_with("https://") {
+        return Ok(location.to_owned());
+    }
+    let host = url.find("://").map(|at| at + 3);
+    let host = host.map(|start| url[start..].find('/').map_or(url.len(), |length| start + length));
+    match host.filter(|_| location.starts_with('/') && !location.starts_with("//")) {
+        Some(end) => Ok(format!("{}{location}", &url[..end])),
+        None => bail!("{url} leads to {location:?}, which is no address"),
+    }
+}

@@ -1,0 +1,281 @@
+//! The files of a model in the cache: snapshots of commits, whose files lead to blobs with the names of their bytes.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process;
+
+use anyhow::{Context, Result, bail, ensure};
+use hf_hub::{Repo, RepoType};
+use indicatif::{ProgressBar, ProgressStyle};
+use serde_json::Value;
+
+use super::server::{Answer, Server};
+use super::{Fetched, Hub, HubName, is_word, lock};
+
+/// The files of a folder that a model needs.
+const NEEDED: [&str; 2] = ["config.json", "tokenizer.json"];
+/// Those that it may have.
+const OPTIONAL: [&str; 3] = ["generation_config.json", "tokenizer_config.json", "chat_template.jinja"];
+
+const SINGLE: &str = "model.safetensors";
+const INDEX: &str = "model.safetensors.index.json";
+
+/// The commits of a model.
+pub(super) struct Snapshots<'a> {
+    name: &'a HubName,
+    /// `None` offline.
+    server: Option<&'a Server>,
+    /// The folder of the model in the cache.
+    root: PathBuf,
+    /// The locks of the model's files.
+    locks: PathBuf,
+    shows: bool,
+}
+
+impl<'a> Snapshots<'a> {
+    pub(super) fn new(hub: &'a Hub, name: &'a HubName, shows: bool) -> Self {
+        let folder = Repo::new(name.repo.clone(), RepoType::Model).folder_name();
+        let cache = hub.cache.path();
+        let (root, locks) = (cache.join(&folder), cache.join(".locks").join(&folder));
+        Self { name, server: hub.server.as_ref(), root, locks, shows }
+    }
+
+    /// Returns the model, of this commit if there is one, after downloading what is missing.
+    pub(super) fn fetch(&self, commit: Option<&str>) -> Result<Fetched> {
+        let commit = match (commit.or_else(|| self.named()), self.known(), self.server) {
+            (Some(commit), ..) => commit.to_owned(),
+            (None, Some(commit), server) if server.is_none() || self.has_needed(&commit)? => commit,
+            (None, _, Some(server)) => self.resolve(server)?,
+            (None, _, None) => bail!(self.missing(self.first())),
+        };
+        let path = match &self.name.file {
+            Some(file) => self.get(&commit, file)?,
+            None => self.folder(&commit)?,
+        };
+        // Not before all of the files are here, so that the revision never leads to a part of a model.
+        self.remember(&commit)?;
+        Ok(Fetched { path, commit })
+    }
+
+    /// The revision, if it is a commit.
+    fn named(&self) -> Option<&str> {
+        let revision = self.name.revision.as_str();
+        let is_commit = revision.len() == 40 && revision.chars().all(|c| c.is_ascii_hexdigit());
+        is_commit.then_some(revision)
+    }
+
+    /// The commit that the cache has for the revision.
+    fn known(&self) -> Option<String> {
+        let commit = fs::read_to_string(self.reference()).ok()?;
+        Some(commit.trim().to_owned()).filter(|commit| is_word(commit))
+    }
+
+    fn reference(&self) -> PathBuf {
+        self.root.join("refs").join(&self.name.revision)
+    }
+
+    /// Takes note of the commit of the revision.
+    fn remember(&self, commit: &str) -> Result<()> {
+        if self.name.revision == commit || self.known().as_deref() == Some(commit) {
+            return Ok(());
+        }
+        let path = self.reference();
+        // Other programs never see a part of the name.
+        let new = path.with_file_name(format!(".{}.{commit}", process::id()));
+        let write = || {
+            path.parent().map_or(Ok(()), fs::create_dir_all)?;
+            fs::write(&new, commit)?;
+            fs::rename(&new, &path)
+        };
+        write().with_context(|| format!("{}", path.display()))
+    }
+
+    /// The file that is asked for first.
+    fn first(&self) -> &str {
+        self.name.file.as_deref().unwrap_or(NEEDED[0])
+    }
+
+    /// Asks the server for the commit of the revision, and stores the first of its files.
+    fn resolve(&self, server: &Server) -> Result<String> {
+        let answer = server.ask(&self.name.repo, &self.name.revision, self.first(), 0)?;
+        let answer = answer.with_context(|| self.missing(self.first()))?;
+        let commit = answer.commit.clone();
+        self.store(server, answer, self.first())?;
+        Ok(commit)
+    }
+
+    fn missing(&self, file: &str) -> String {
+        match self.server {
+            Some(server) => format!("there is no {file} in {}", server.endpoint),
+            None => format!("there is no {file} in the cache, and HF_HUB_OFFLINE is set"),
+        }
+    }
+
+    fn pointer(&self, commit: &str, file: &str) -> PathBuf {
+        self.root.join("snapshots").join(commit).join(file)
+    }
+
+    /// Whether the cache has all files of a commit that the model needs.
+    fn has_needed(&self, commit: &str) -> Result<bool> {
+        let has = |file: &str| self.pointer(commit, file).exists();
+        Ok(match &self.name.file {
+            Some(file) => has(file),
+            None => {
+                let index = self.pointer(commit, INDEX);
+                let weights = match (has(SINGLE), index.exists()) {
+                    (false, true) => shards(&index)?.iter().all(|shard| has(shard)),
+                    (has_single, _) => has_single,
+                };
+                weights && NEEDED.iter().all(|file| has(file))
+            }
+        })
+    }
+
+    /// Returns the folder with all files of a commit.
+    fn folder(&self, commit: &str) -> Result<PathBuf> {
+        for file in NEEDED {
+            self.get(commit, file)?;
+        }
+        for file in OPTIONAL {
+            self.get_optional(commit, file)?;
+        }
+        match self.get_optional(commit, INDEX)? {
+            None => drop(self.get(commit, SINGLE)?),
+            Some(index) => {
+                for shard in shards(&index)? {
+                    self.get(commit, &shard)?;
+                }
+            }
+        }
+        Ok(self.root.join("snapshots").join(commit))
+    }
+
+    fn get(&self, commit: &str, file: &str) -> Result<PathBuf> {
+        self.get_optional(commit, file)?.with_context(|| self.missing(file))
+    }
+
+    /// Returns a file, or `None` if the model has none of this name.
+    fn get_optional(&self, commit: &str, file: &str) -> Result<Option<PathBuf>> {
+        let pointer = self.pointer(commit, file);
+        if pointer.exists() {
+            return Ok(Some(pointer));
+        }
+        let absent = self.root.join(".no_exist").join(commit).join(file);
+        let Some(server) = self.server.filter(|_| !absent.exists()) else { return Ok(None) };
+        let Some(answer) = server.ask(&self.name.repo, commit, file, 0)? else {
+            // The next run need not ask. A cache that cannot be written to still serves.
+            absent.parent().map_or(Ok(()), fs::create_dir_all).and_then(|()| fs::write(&absent, "")).ok();
+            return Ok(None);
+        };
+        ensure!(
+            answer.commit == commit,
+            "{} has {file} of the commit {} where that of {commit} was asked for",
+            server.endpoint,
+            answer.commit
+        );
+        self.store(server, answer, file)?;
+        Ok(Some(pointer))
+    }
+
+    /// Writes the bytes of an answer to their blob, unless it is there, and lets the file lead to it.
+    fn store(&self, server: &Server, answer: Answer, file: &str) -> Result<()> {
+        let (commit, etag) = (answer.commit.clone(), answer.etag.clone());
+        let blobs = self.root.join("blobs");
+        let (blob, part) = (blobs.join(&etag), blobs.join(format!("{etag}.incomplete")));
+        fs::create_dir_all(&blobs).with_context(|| format!("{}", blobs.display()))?;
+        if !blob.exists() {
+            let mut has_waited = false;
+            let _lock = lock::hold(&self.locks.join(format!("{etag}.lock")), &part, server.patience, || {
+                has_waited = true;
+                if self.shows {
+                    eprintln!("note: another program downloads {file}: waiting for it.");
+                }
+            })?;
+            if !blob.exists() {
+                let has = fs::metadata(&part).map_or(0, |about| about.len());
+                let answer = match has > 0 || has_waited {
+                    false => answer,
+                    true => {
+                        let again = server.ask(&self.name.repo, &commit, file, has)?;
+                        let again = again.filter(|again| (&again.commit, &again.etag) == (&commit, &etag));
+                        again.with_context(|| format!("{file} is another one than a moment ago: try again"))?
+                    }
+                };
+                let bar = Bar::new(file, self.shows);
+                server.receive(answer, file, &part, |has, size| bar.show(has, size))?;
+                fs::rename(&part, &blob).with_context(|| format!("{}", blob.display()))?;
+            }
+        }
+        let pointer = self.pointer(&commit, file);
+        link(&blob, &pointer).with_context(|| format!("{}", pointer.display()))
+    }
+}
+
+/// Lets a file lead to its bytes.
+fn link(blob: &Path, pointer: &Path) -> io::Result<()> {
+    pointer.parent().map_or(Ok(()), fs::create_dir_all)?;
+    if !pointer.exists() && pointer.symlink_metadata().is_ok() {
+        // It leads to bytes that somebody deleted.
+        fs::remove_file(pointer)?;
+    }
+    match linked(blob, pointer) {
+        // Another program was faster.
+        Err(_) if pointer.exists() => Ok(()),
+        done => done,
+    }
+}
+
+/// The cache may be moved, so links say where bytes are from where they are.
+#[cfg(unix)]
+fn linked(blob: &Path, pointer: &Path) -> io::Result<()> {
+    let root = blob.ancestors().nth(2).unwrap_or(Path::new(""));
+    let depth = pointer.strip_prefix(root).map_or(0, |inside| inside.components().count() - 1);
+    let up: PathBuf = (0..depth).map(|_| "..").collect();
+    let inside = blob.strip_prefix(root).unwrap_or(blob);
+    std::os::unix::fs::symlink(up.join(inside), pointer)
+}
+
+/// Where links need a privilege, the bytes have a second name.
+#[cfg(not(unix))]
+fn linked(blob: &Path, pointer: &Path) -> io::Result<()> {
+    fs::hard_link(blob, pointer).or_else(|_| fs::copy(blob, pointer).map(drop))
+}
+
+/// The names of the files in an index.
+fn shards(index: &Path) -> Result<BTreeSet<String>> {
+    let read = || -> Result<BTreeSet<String>> {
+        let index: Value = serde_json::from_str(&fs::read_to_string(index)?)?;
+        let map = index.get("weight_map").and_then(Value::as_object).context("there is no weight_map")?;
+        let one = |file: &Value| {
+            let name = file.as_str().filter(|name| is_word(name));
+            name.map(str::to_owned).with_context(|| format!("weight_map has {file}, which is no name of a file"))
+        };
+        map.values().map(one).collect()
+    };
+    read().with_context(|| format!("{}", index.display()))
+}
+
+/// The bytes of one file on stderr, if that is a terminal.
+struct Bar(ProgressBar);
+
+impl Bar {
+    fn new(file: &str, shows: bool) -> Self {
+        let style = ProgressStyle::with_template("{msg} {bar:32} {bytes} of {total_bytes} [{elapsed}, {eta} left]");
+        let bar = if shows { ProgressBar::new(0) } else { ProgressBar::hidden() };
+        let bar = bar.with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
+        Self(bar.with_message(file.to_owned()))
+    }
+
+    fn show(&self, has: u64, size: Option<u64>) {
+        self.0.set_length(size.unwrap_or(has));
+        self.0.set_position(has);
+    }
+}
+
+impl Drop for Bar {
+    fn drop(&mut self) {
+        self.0.finish_and_clear();
+    }
+}

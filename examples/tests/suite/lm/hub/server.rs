@@ -1,0 +1,208 @@
+//! A small server that answers as the Hub does, with the faults that a test wants.
+
+use std::collections::BTreeMap;
+use std::io::{BufRead, BufReader, Write};
+use std::net::{TcpListener, TcpStream};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::Duration;
+
+/// The commits of all models, oldest first.
+pub(super) const COMMITS: [&str; 2] =
+    ["0123456789abcdef0123456789abcdef01234567", "fedcba9876543210fedcba9876543210fedcba98"];
+
+/// How a file is sent.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Manner {
+    /// Never.
+    Silent,
+    /// Only so many bytes, and then nothing.
+    Stops(usize),
+    /// After a pause.
+    Late(Duration),
+}
+
+/// What the server has, and the files that it was asked to send.
+#[derive(Clone, Default)]
+pub(super) struct Server {
+    state: Arc<Mutex<State>>,
+    pub(super) address: String,
+}
+
+#[derive(Default)]
+struct State {
+    /// The files of each commit by `owner/name/file`.
+    commits: Vec<BTreeMap<String, Vec<u8>>>,
+    /// The commit of `main`.
+    main: usize,
+    /// Whether `main` becomes the last commit after the next answer for it.
+    moves: bool,
+    /// The name that answers have for the commit, if not the true one.
+    called: Option<String>,
+    manners: BTreeMap<String, Manner>,
+    sent: Vec<String>,
+}
+
+/// The status, the headers and the body of an answer.
+type Answer = (&'static str, String, Vec<u8>);
+
+impl Server {
+    /// Serves files by `owner/name/file`; those of the owner `closed` only with the token `open-sesame`.
+    pub(super) fn start(files: BTreeMap<String, Vec<u8>>) -> Self {
+        Self::with_commits(vec![files])
+    }
+
+    /// Serves the files of several commits; `main` is the first.
+    pub(super) fn with_commits(commits: Vec<BTreeMap<String, Vec<u8>>>) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = format!("http://{}", listener.local_addr().unwrap());
+        let server = Self { state: Arc::new(Mutex::new(State { commits, ..State::default() })), address };
+        let answers = server.clone();
+        thread::spawn(move || {
+            for stream in listener.incoming().flatten() {
+                let answers = answers.clone();
+                thread::spawn(move || answers.answer(stream));
+            }
+        });
+        server
+    }
+
+    /// Lets `main` become the last commit, after the next answer for it.
+    pub(super) fn moves(&self) {
+        self.state.lock().unwrap().moves = true;
+    }
+
+    /// Lets `main` become the last commit.
+    pub(super) fn moved(&self) {
+        let mut state = self.state.lock().unwrap();
+        state.main = state.commits.len() - 1;
+    }
+
+    /// Lets answers call the commit so.
+    pub(super) fn call(&self, commit: &str) {
+        self.state.lock().unwrap().called = Some(commit.to_owned());
+    }
+
+    /// Sends a file in this manner from now on.
+    pub(super) fn manner(&self, file: &str, manner: Option<Manner>) {
+        let mut state = self.state.lock().unwrap();
+        state.manners.remove(file);
+        state.manners.extend(manner.map(|manner| (file.to_owned(), manner)));
+    }
+
+    /// The files that were sent since the last call, with the first byte if it is not 0.
+    pub(super) fn sent(&self) -> Vec<String> {
+        std::mem::take(&mut self.state.lock().unwrap().sent)
+    }
+
+    /// Answers the requests of one connection.
+    fn answer(&self, stream: TcpStream) {
+        let mut lines = BufReader::new(stream.try_clone().unwrap());
+        let mut stream = stream;
+        loop {
+            let (mut first, mut headers) = (String::new(), BTreeMap::new());
+            if lines.read_line(&mut first).unwrap_or(0) == 0 {
+                return;
+            }
+            loop {
+                let mut line = String::new();
+                if lines.read_line(&mut line).unwrap_or(0) == 0 || line.trim().is_empty() {
+                    break;
+                }
+                if let Some((name, value)) = line.split_once(':') {
+                    headers.insert(name.to_lowercase(), value.trim().to_owned());
+                }
+            }
+            let path = first.split(' ').nth(1).unwrap_or("/").to_owned();
+            let (status, more, body) = self.reply(&path, &headers);
+            let file = path.rsplit('/').next().unwrap_or_default();
+            let manner = self.state.lock().unwrap().manners.get(file).copied();
+            let head = format!("HTTP/1.1 {status}\r\nContent-Length: {}\r\n{more}\r\n", body.len());
+            let mut send = |bytes: &[u8]| stream.write_all(bytes).and_then(|()| stream.flush());
+            // Answers without a body are those before the one with the file.
+            let sent = match manner.filter(|_| !body.is_empty()) {
+                None => send(head.as_bytes()).and_then(|()| send(&body)),
+                Some(Manner::Late(pause)) => {
+                    thread::sleep(pause);
+                    send(head.as_bytes()).and_then(|()| send(&body))
+                }
+                Some(Manner::Stops(count)) => {
+                    send(head.as_bytes()).and_then(|()| send(&body[..count])).ok();
+                    thread::sleep(Duration::from_secs(60));
+                    return;
+                }
+                Some(Manner::Silent) => {
+                    thread::sleep(Duration::from_secs(60));
+                    return;
+                }
+            };
+            if sent.is_err() {
+                return;
+            }
+        }
+    }
+
+    fn reply(&self, path: &str, headers: &BTreeMap<String, String>) -> Answer {
+        let nothing = |status| (status, String::new(), Vec::new());
+        let path = path.trim_start_matches('/');
+        let is_redirected = path.starts_with("cdn/");
+        let path = path.trim_start_matches("cdn/");
+        let Some((repo, rest)) = path.split_once("/resolve/") else { return nothing("404 Not Found") };
+        let Some((revision, file)) = rest.split_once('/') else { return nothing("404 Not Found") };
+        let mut state = self.state.lock().unwrap();
+        let commit = match revision {
+            "main" => {
+                let main = state.main;
+                if std::mem::take(&mut state.moves) {
+                    state.main = state.commits.len() - 1;
+                }
+                main
+            }
+            commit => match COMMITS[..state.commits.len()].iter().position(|known| *known == commit) {
+                Some(place) => place,
+                None => return nothing("404 Not Found"),
+            },
+        };
+        let token = headers.get("authorization").map(String::as_str);
+        if is_redirected && token.is_some() {
+            return nothing("400 Bad Request");
+        }
+        if repo.starts_with("closed/") && !is_redirected && token != Some("Bearer open-sesame") {
+            return nothing(if token.is_some() { "403 Forbidden" } else { "401 Unauthorized" });
+        }
+        if repo.starts_with("broken/") {
+            return nothing("500 Internal Server Error");
+        }
+        let Some(bytes) = state.commits[commit].get(&format!("{repo}/{file}")).cloned() else {
+            return nothing("404 Not Found");
+        };
+        let called = state.called.clone().unwrap_or_else(|| COMMITS[commit].to_owned());
+        let etag = bytes.iter().fold(commit as u64, |hash, byte| hash.wrapping_mul(31).wrapping_add(u64::from(*byte)));
+        let about = format!("ETag: \"{etag:x}\"\r\nX-Repo-Commit: {called}\r\n");
+        // Weights lie elsewhere, for whom the token is not.
+        if file.ends_with(".safetensors") && !is_redirected {
+            let address = self.address.replace("127.0.0.1", "localhost");
+            return (
+                "302 Found",
+                format!("{about}Location: {address}/cdn/{repo}/resolve/{}/{file}\r\n", COMMITS[commit]),
+                Vec::new(),
+            );
+        }
+        let range = headers.get("range").and_then(|range| range.strip_prefix("bytes=")?.split_once('-'));
+        let (from, to) = range.map_or((0, ""), |(from, to)| (from.parse().unwrap(), to));
+        if from >= bytes.len() {
+            return nothing("416 Range Not Satisfiable");
+        }
+        let end = if to.is_empty() { bytes.len() } else { (to.parse::<usize>().unwrap() + 1).min(bytes.len()) };
+        if to.is_empty() {
+            state.sent.push(if from == 0 { file.to_owned() } else { format!("{file} from {from}") });
+        }
+        match range {
+            None => ("200 OK", about, bytes),
+            Some(_) => {
+                let range = format!("Content-Range: bytes {from}-{}/{}\r\n", end - 1, bytes.len());
+                ("206 Partial Content", format!("{about}{range}"), bytes[from..end].to_vec())
+            }
+        }
+    }
+}

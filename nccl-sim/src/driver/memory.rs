@@ -1,0 +1,109 @@
+//! Memory and copies.
+use super::device::device_of;
+use super::{code, enqueue, enter, enter_on, status, synchronize};
+use crate::abi::{array, fill, put};
+use crate::engine::{Exec, Work};
+use std::ffi::{c_int, c_void};
+
+/// The bytes of a simulated GPU.
+const TOTAL: usize = 16 << 30;
+
+#[unsafe(no_mangle)]
+pub(crate) extern "C" fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) -> c_int {
+    status(enter("cuMemGetInfo").map(|(sim, device, _)| {
+        put(free, TOTAL - sim.memory.used(device));
+        put(total, TOTAL);
+    }))
+}
+
+// "Stream Ordered Memory Allocator". The pointer is returned at once; the memory exists in stream order.
+#[unsafe(no_mangle)]
+pub(crate) extern "C" fn cuMemAllocAsync(to: *mut u64, len: usize, stream: u64) -> c_int {
+    status(enter_on(format!("cuMemAllocAsync of {len} bytes"), stream).map(|(mut sim, device, site, id)| {
+        let address = sim.memory.reserve(device, len, id as usize);
+        put(to, address);
+        sim.enqueue(id, site, Vec::new(), Work::Run(Box::new(move |exec| exec.begin(address))));
+        sim.after_call();
+    }))
+}
+
+#[unsafe(no_mangle)]
+pub(crate) extern "C" fn cuMemFreeAsync(address: u64, stream: u64) -> c_int {
+    status(enter_on("cuMemFreeAsync", stream).and_then(|(mut sim, _, site, id)| {
+        if !sim.memory.free(address, &site, id as usize) {
+            return Err(code::INVALID_VALUE);
+        }
+        sim.enqueue(id, site, Vec::new(), Work::Run(Box::new(move |exec| exec.end(address))));
+        sim.after_call();
+        Ok(())
+    }))
+}
+
+#[unsafe(no_mangle)]
+pub(crate) extern "C" fn cuMemsetD8Async(address: u64, value: u8, len: usize, stream: u64) -> c_int {
+    let work = |_| Work::Run(Box::new(move |exec| exec.write(address, &vec![value; len])));
+    status(enqueue(format!("cuMemsetD8Async of {len} bytes"), stream, work).map(|_| ()))
+}
+
+// "API synchronization behavior": pageable memory is staged before the call returns.
+#[unsafe(no_mangle)]
+pub(crate) extern "C" fn cuMemcpyHtoDAsync_v2(to: u64, from: *const c_void, len: usize, stream: u64) -> c_int {
+    let staged = array(from.cast::<u8>(), len);
+    let work = |_| Work::Run(Box::new(move |exec| exec.write(to, &staged)));
+    status(enqueue(format!("cuMemcpyHtoDAsync of {len} bytes"), stream, work).map(|_| ()))
+}
+
+// "API synchronization behavior": a copy to pageable memory returns when it is complete.
+#[unsafe(no_mangle)]
+pub(crate) extern "C" fn cuMemcpyDtoHAsync_v2(to: *mut c_void, from: u64, len: usize, stream: u64) -> c_int {
+    let (answer, copied) = std::sync::mpsc::channel();
+    let call = enter_on(format!("cuMemcpyDtoHAsync of {len} bytes"), stream);
+    status(call.and_then(|(mut sim, _, site, id)| {
+        let read = move |exec: &mut Exec<'_>| {
+            let _ = answer.send(exec.read(from, len));
+        };
+        let mark = sim.enqueue(id, site.clone(), Vec::new(), Work::Run(Box::new(read)));
+        synchronize(&mut sim, &site, &[mark]);
+        match copied.try_recv() {
+            Ok(Some(data)) => {
+                fill(to.cast::<u8>(), &data);
+                Ok(())
+            }
+            _ => Err(code::INVALID_VALUE),
+        }
+    }))
+}
+
+#[unsafe(no_mangle)]
+pub(crate) extern "C" fn cuMemcpyDtoDAsync_v2(to: u64, from: u64, len: usize, stream: u64) -> c_int {
+    let copy = move |exec: &mut Exec<'_>| {
+        if let Some(data) = exec.read(from, len) {
+            exec.write(to, &data);
+        }
+    };
+    status(enqueue(format!("cuMemcpyDtoDAsync of {len} bytes"), stream, |_| Work::Run(Box::new(copy))).map(|_| ()))
+}
+
+// "cuMemcpyPeerAsync": needs no peer access, and runs in the order of the stream.
+#[unsafe(no_mangle)]
+pub(crate) extern "C" fn cuMemcpyPeerAsync(
+    to: u64,
+    to_context: u64,
+    from: u64,
+    from_context: u64,
+    len: usize,
+    stream: u64,
+) -> c_int {
+    let (Some(to_device), Some(from_device)) = (device_of(to_context), device_of(from_context)) else {
+        return code::INVALID_CONTEXT;
+    };
+    let copy = move |exec: &mut Exec<'_>| {
+        exec.device = from_device;
+        let data = exec.read(from, len);
+        exec.device = to_device;
+        if let Some(data) = data {
+            exec.write(to, &data);
+        }
+    };
+    status(enqueue(format!("cuMemcpyPeerAsync of {len} bytes"), stream, |_| Work::Run(Box::new(copy))).map(|_| ()))
+}

@@ -1,0 +1,47 @@
+//! An operation that runs: its access to memory.
+use crate::memory::{Accessor, Memory};
+use crate::report::Site;
+use std::sync::Arc;
+
+/// An operation that runs: its access to memory.
+pub(crate) struct Exec<'a> {
+    pub(super) memory: &'a mut Memory,
+    pub(super) who: Accessor<'a>,
+    pub(crate) device: usize,
+}
+
+impl Exec<'_> {
+    /// Notes a read of bytes that [`peek`](Self::peek) then returns.
+    pub(crate) fn note_read(&mut self, address: u64, len: usize) -> bool {
+        len == 0 || self.memory.note_read(address, len, self.device, &self.who)
+    }
+
+    pub(crate) fn peek(&mut self, address: u64, len: usize) -> Option<Vec<u8>> {
+        if len == 0 {
+            return Some(Vec::new());
+        }
+        self.memory.peek(address, len, self.device, &self.who).map(<[u8]>::to_vec)
+    }
+
+    pub(crate) fn read(&mut self, address: u64, len: usize) -> Option<Vec<u8>> {
+        if self.note_read(address, len) { self.peek(address, len) } else { None }
+    }
+
+    pub(crate) fn write(&mut self, address: u64, data: &[u8]) {
+        if !data.is_empty() {
+            self.memory.write(address, data.len(), Some(data), self.device, &self.who);
+        }
+    }
+
+    pub(crate) fn begin(&mut self, address: u64) {
+        self.memory.begin(address, &self.who);
+    }
+
+    pub(crate) fn end(&mut self, address: u64) {
+        self.memory.end(address, &self.who);
+    }
+
+    pub(crate) fn site(&self) -> &Arc<Site> {
+        self.who.site
+    }
+}

@@ -1,0 +1,193 @@
+//! The simulated machine: its streams, events, memory and communicators.
+mod chance;
+mod exec;
+mod schedule;
+mod stream;
+
+pub(crate) use chance::Random;
+pub(crate) use exec::Exec;
+pub(crate) use schedule::{keep_running, wait};
+pub(crate) use stream::{Event, HostCall, StreamKind, Work};
+
+use crate::clock::{Clock, Mark};
+use crate::memory::Memory;
+use crate::nccl::Comms;
+use crate::report::{Kind, Site, fault};
+use crate::settings;
+use parking_lot::{Condvar, Mutex, MutexGuard};
+use schedule::Policy;
+use std::cell::Cell;
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::sync::{Arc, LazyLock};
+use std::thread::ThreadId;
+use stream::{Op, Stream};
+
+/// The whole simulated machine.
+pub(crate) struct Sim {
+    pub(crate) memory: Memory,
+    pub(crate) random: Random,
+    pub(crate) events: HashMap<u64, Event>,
+    pub(crate) comms: Comms,
+    streams: BTreeMap<u64, Stream>,
+    /// The streams that exist by themselves, by device and kind.
+    implicit: HashMap<(usize, StreamKind), u64>,
+    host: Arc<Clock>,
+    agents: usize,
+    next: u64,
+    policy: Policy,
+    /// How many operations have run or been enqueued.
+    pub(crate) progress: u64,
+    /// The NCCL kernels that run now on each device.
+    running: Vec<usize>,
+}
+
+static SIM: LazyLock<Mutex<Sim>> = LazyLock::new(|| Mutex::new(Sim::new(settings::seed())));
+static CHANGED: Condvar = Condvar::new();
+
+thread_local! {
+    /// Whether this thread runs a host function of a stream.
+    static IN_HOST_FUNCTION: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Returns whether the calling thread is inside a host function, which must not call CUDA (cuLaunchHostFunc).
+pub(crate) fn in_host_function() -> bool {
+    IN_HOST_FUNCTION.get()
+}
+
+/// Returns the machine.
+pub(crate) fn lock() -> MutexGuard<'static, Sim> {
+    SIM.lock()
+}
+
+impl Sim {
+    pub(crate) fn new(seed: u64) -> Self {
+        Self {
+            memory: Memory::default(),
+            random: Random::new(seed),
+            events: HashMap::new(),
+            comms: Comms::default(),
+            streams: BTreeMap::new(),
+            implicit: HashMap::new(),
+            host: Arc::default(),
+            agents: 1,
+            next: 0x1000,
+            policy: Policy::of(seed),
+            progress: 0,
+            running: vec![0; settings::get().gpus],
+        }
+    }
+
+    /// A world begins, with a seed of its own: the first communicator when there are none.
+    pub(crate) fn begin_world(&mut self) {
+        if let Some(seed) = settings::next_seed() {
+            (self.random, self.policy) = (Random::new(seed), Policy::of(seed));
+        }
+    }
+
+    /// Returns a fresh handle.
+    pub(crate) fn handle(&mut self) -> u64 {
+        self.next += 16;
+        self.next
+    }
+
+    pub(crate) fn create(&mut self, device: usize, kind: StreamKind) -> u64 {
+        let (id, agent, priority) = (self.handle(), self.agents, self.random.below(1 << 20));
+        self.agents += 1;
+        let (clock, tail) = (Arc::default(), Mark::default());
+        tail.pass(Arc::default());
+        let stream =
+            Stream { device, kind, clock, queue: VecDeque::new(), tail, gap: None, destroyed: false, priority, agent };
+        self.streams.insert(id, stream);
+        id
+    }
+
+    /// Returns the stream that a handle means for the calling thread. "Default stream": 0 and 1 are the legacy stream,
+    /// 2 is the stream of the thread that makes the call.
+    pub(crate) fn resolve(&mut self, handle: u64, device: usize, thread: ThreadId) -> Option<u64> {
+        let kind = match handle {
+            0 | 1 => StreamKind::Legacy,
+            2 => StreamKind::PerThread(thread),
+            _ => return self.streams.get(&handle).filter(|stream| !stream.destroyed).map(|_| handle),
+        };
+        if let Some(&id) = self.implicit.get(&(device, kind)) {
+            return Some(id);
+        }
+        let id = self.create(device, kind);
+        self.implicit.insert((device, kind), id);
+        Some(id)
+    }
+
+    pub(crate) fn stream(&mut self, id: u64) -> Option<&mut Stream> {
+        self.streams.get_mut(&id)
+    }
+
+    pub(crate) fn destroy(&mut self, id: u64) {
+        if let Some(stream) = self.streams.get_mut(&id) {
+            stream.destroyed = true;
+            if stream.queue.is_empty() {
+                self.streams.remove(&id);
+            }
+        }
+    }
+
+    /// Puts work at the end of a stream.
+    pub(crate) fn enqueue(&mut self, id: u64, site: Arc<Site>, waits: Vec<Mark>, work: Work) -> Mark {
+        let Some(stream) = self.streams.get(&id) else { return Mark::default() };
+        if let Some(gap) = &stream.gap {
+            // NCCL User Guide, "Group calls": until the state is success, nothing may be put on the streams.
+            let key = format!("{} / {}", gap.call(), site.call());
+            fault(Kind::Misuse, key, format!("{site} uses a stream on which NCCL still enqueues {gap}"));
+        }
+        self.append(id, site, waits, work)
+    }
+
+    /// As [`enqueue`](Self::enqueue), for the simulator itself.
+    pub(crate) fn append(&mut self, id: u64, site: Arc<Site>, mut waits: Vec<Mark>, work: Work) -> Mark {
+        let Some(stream) = self.streams.get(&id) else { return Mark::default() };
+        let (device, kind) = (stream.device, stream.kind);
+        // "Default stream": the legacy stream and the blocking streams of a device wait for each other.
+        match kind {
+            StreamKind::Legacy => {
+                let blocking = |other: &&Stream| {
+                    other.device == device && matches!(other.kind, StreamKind::Blocking | StreamKind::PerThread(_))
+                };
+                waits.extend(self.streams.values().filter(blocking).map(|other| other.tail.clone()));
+            }
+            StreamKind::Blocking | StreamKind::PerThread(_) => {
+                let legacy = self.implicit.get(&(device, StreamKind::Legacy)).and_then(|id| self.streams.get(id));
+                waits.extend(legacy.map(|legacy| legacy.tail.clone()));
+            }
+            StreamKind::NonBlocking => {}
+        }
+        let (host, mark) = (self.host.clone(), Mark::default());
+        if let Some(stream) = self.streams.get_mut(&id) {
+            stream.tail = mark.clone();
+            stream.queue.push_back(Op { site, host, waits, work, mark: mark.clone() });
+        }
+        self.progress += 1;
+        mark
+    }
+
+    /// Returns the last point of a stream.
+    pub(crate) fn tail(&self, id: u64) -> Mark {
+        self.streams.get(&id).map(|stream| stream.tail.clone()).unwrap_or_default()
+    }
+
+    /// Returns the last points of all streams of a device.
+    pub(crate) fn tails(&self, device: usize) -> Vec<Mark> {
+        self.streams.values().filter(|stream| stream.device == device).map(|stream| stream.tail.clone()).collect()
+    }
+
+    /// The host has seen that `mark` is passed.
+    pub(crate) fn saw(&mut self, mark: &Mark) {
+        if let Some(clock) = mark.passed() {
+            Arc::make_mut(&mut self.host).join(&clock);
+        }
+    }
+}
+
+#[cfg(test)]
+pub(crate) fn reset(seed: u64) {
+    *lock() = Sim::new(seed);
+    crate::report::take();
+}

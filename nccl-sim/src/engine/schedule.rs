@@ -1,0 +1,202 @@
+//! The order in which the work of streams runs: any order that CUDA allows, chosen by the seed.
+use super::exec::Exec;
+use super::stream::{HostCall, Op, Stream, Work};
+use super::{CHANGED, IN_HOST_FUNCTION, Sim, lock};
+use crate::clock::Mark;
+use crate::memory::Accessor;
+use crate::nccl::Comms;
+use crate::report::{Kind, Site, die, fault};
+use crate::settings;
+use parking_lot::MutexGuard;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// How streams make progress.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Policy {
+    /// Everything runs as soon as it can.
+    Eager,
+    /// Nothing runs before a thread waits.
+    Lazy,
+    /// A random number of operations runs after each call.
+    Random,
+    /// As `Random`, and the stream with the highest priority goes first; priorities change at random.
+    Priorities,
+}
+
+impl Policy {
+    /// Returns the policy of a seed. All four take turns.
+    pub(super) fn of(seed: u64) -> Self {
+        [Self::Eager, Self::Lazy, Self::Random, Self::Priorities][(seed % 4) as usize]
+    }
+}
+
+impl Sim {
+    /// Returns whether the first operation of a stream can run.
+    fn is_ready(&self, stream: &Stream) -> bool {
+        let Some(op) = stream.queue.front() else { return false };
+        if !op.waits.iter().all(Mark::is_passed) {
+            return false;
+        }
+        match &op.work {
+            Work::Nccl(launch) => {
+                let room = self.running[stream.device] < settings::get().capacity;
+                self.comms.can_advance(launch, room)
+            }
+            _ => true,
+        }
+    }
+
+    /// Runs the first operation of a stream, or a part of it.
+    fn advance(&mut self, id: u64) {
+        let Some(stream) = self.streams.get_mut(&id) else { return };
+        let Some(mut op) = stream.queue.pop_front() else { return };
+        self.progress += 1;
+        let (device, agent) = (stream.device, stream.agent);
+        let mut clock = stream.clock.clone();
+        {
+            let clock = Arc::make_mut(&mut clock);
+            clock.join(&op.host);
+            for wait in &op.waits {
+                if let Some(earlier) = wait.passed() {
+                    clock.join(&earlier);
+                }
+            }
+            clock.set(agent, clock.get(agent) + 1);
+        }
+        let mut again = false;
+        match op.work {
+            Work::Nothing => {}
+            Work::Run(run) => {
+                let who = Accessor { clock: &clock, agent, site: &op.site };
+                run(&mut Exec { memory: &mut self.memory, who, device });
+                op.work = Work::Nothing;
+            }
+            Work::Host(HostCall(function, argument)) => {
+                IN_HOST_FUNCTION.set(true);
+                function(argument as *mut std::ffi::c_void);
+                IN_HOST_FUNCTION.set(false);
+                op.work = Work::Nothing;
+            }
+            Work::Nccl(ref mut launch) => {
+                let started = launch.started;
+                again = !self.comms.advance(launch, &mut self.memory, &mut clock, agent, device, &op.site);
+                match (started, again) {
+                    (false, true) => self.running[device] += 1,
+                    (true, false) => self.running[device] -= 1,
+                    _ => {}
+                }
+            }
+        }
+        let Some(stream) = self.streams.get_mut(&id) else { return };
+        stream.clock = clock.clone();
+        if again {
+            stream.queue.push_front(op);
+            return;
+        }
+        op.mark.pass(clock);
+        if stream.destroyed && stream.queue.is_empty() {
+            self.streams.remove(&id);
+        }
+    }
+
+    /// Runs one operation. Returns whether there was one that could run.
+    pub(crate) fn step(&mut self) -> bool {
+        let ready: Vec<u64> =
+            self.streams.iter().filter(|(_, stream)| self.is_ready(stream)).map(|(&id, _)| id).collect();
+        if ready.is_empty() {
+            return false;
+        }
+        let at = match self.policy {
+            Policy::Priorities => {
+                let chosen = ready.iter().max_by_key(|id| self.streams.get(id).map(|stream| stream.priority));
+                let chosen = *chosen.unwrap_or(&ready[0]);
+                if self.random.below(16) == 0 {
+                    let priority = self.random.below(1 << 20);
+                    self.streams.entry(chosen).and_modify(|stream| stream.priority = priority);
+                }
+                chosen
+            }
+            _ => ready[self.random.below(ready.len() as u64) as usize],
+        };
+        self.advance(at);
+        true
+    }
+
+    /// Lets streams advance after a call of the host.
+    pub(crate) fn after_call(&mut self) {
+        let steps = match self.policy {
+            Policy::Eager => u64::MAX,
+            Policy::Lazy => 0,
+            Policy::Random | Policy::Priorities => self.random.below(4),
+        };
+        let mut done = 0;
+        while done < steps && self.step() {
+            done += 1;
+        }
+        CHANGED.notify_all();
+    }
+
+    /// Lets streams advance while the host polls.
+    pub(crate) fn while_polling(&mut self) {
+        self.comms.poll();
+        Comms::launch_due(self);
+        for _ in 0..self.random.below(4) {
+            if !self.step() {
+                break;
+            }
+        }
+        CHANGED.notify_all();
+    }
+
+    /// Describes what every stream waits for.
+    fn blocked(&self) -> String {
+        let heads = self.streams.iter().filter_map(|(id, stream)| Some((id, stream, stream.queue.front()?)));
+        let line = |(id, stream, op): (&u64, &Stream, &Op)| {
+            let why = match &op.work {
+                Work::Nccl(launch) if launch.started => self.comms.lacks(launch),
+                Work::Nccl(_) => "no room on the device".to_string(),
+                _ => "another stream".to_string(),
+            };
+            format!("\n  GPU {} stream {id:#x} {:?}: {} waits for {why}", stream.device, stream.kind, op.site)
+        };
+        heads.map(line).collect()
+    }
+}
+
+/// Waits until `done`, while streams advance. Ends the process if nothing can happen any more.
+pub(crate) fn wait(sim: &mut MutexGuard<'static, Sim>, what: &Arc<Site>, mut done: impl FnMut(&Sim) -> bool) {
+    let (mut progress, mut since) = (sim.progress, Instant::now());
+    while !done(sim) {
+        sim.comms.poll();
+        Comms::launch_due(sim);
+        if sim.step() {
+            CHANGED.notify_all();
+            // Other threads must be able to enqueue work in between.
+            MutexGuard::bump(sim);
+            continue;
+        }
+        CHANGED.wait_for(sim, Duration::from_millis(2));
+        if sim.progress != progress {
+            (progress, since) = (sim.progress, Instant::now());
+        } else if since.elapsed() >= settings::get().hang {
+            let text = format!("{what} waits, and nothing can run:{}", sim.blocked());
+            fault(Kind::Deadlock, what.call(), &text);
+            die("ended after a deadlock");
+        }
+    }
+}
+
+/// Starts a thread that advances the streams, for processes that wait for each other.
+pub(crate) fn keep_running() {
+    static STARTED: std::sync::Once = std::sync::Once::new();
+    STARTED.call_once(|| {
+        let run = || loop {
+            std::thread::sleep(Duration::from_micros(300));
+            lock().while_polling();
+        };
+        if std::thread::Builder::new().name("nccl-sim".into()).spawn(run).is_err() {
+            die("no thread");
+        }
+    });
+}

@@ -1,0 +1,62 @@
+//! Streams: queues of operations, with the events that mark points in them.
+use super::Exec;
+use crate::clock::{Clock, Mark};
+use crate::nccl::Launch;
+use crate::report::Site;
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::thread::ThreadId;
+
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub(crate) enum StreamKind {
+    /// Waits for all blocking streams of the device, and they for it.
+    Legacy,
+    /// Blocking, and one for each host thread.
+    PerThread(ThreadId),
+    Blocking,
+    NonBlocking,
+}
+
+/// What an operation does when its turn comes.
+pub(crate) enum Work {
+    /// Only marks a point.
+    Nothing,
+    Run(Box<dyn FnOnce(&mut Exec<'_>) + Send>),
+    Host(HostCall),
+    Nccl(Box<Launch>),
+}
+
+/// A host function with its argument.
+pub(crate) struct HostCall(pub(crate) extern "C" fn(*mut std::ffi::c_void), pub(crate) usize);
+
+pub(super) struct Op {
+    pub(super) site: Arc<Site>,
+    /// What the host had seen when it made the call.
+    pub(super) host: Arc<Clock>,
+    pub(super) waits: Vec<Mark>,
+    pub(super) work: Work,
+    pub(super) mark: Mark,
+}
+
+pub(crate) struct Stream {
+    pub(crate) device: usize,
+    pub(crate) kind: StreamKind,
+    pub(super) clock: Arc<Clock>,
+    pub(super) queue: VecDeque<Op>,
+    /// The last operation.
+    pub(super) tail: Mark,
+    /// The NCCL call that is still being enqueued by NCCL's thread; nothing else may be put on the stream.
+    pub(crate) gap: Option<Arc<Site>>,
+    pub(super) destroyed: bool,
+    pub(super) priority: u64,
+    /// The position among the agents of clocks.
+    pub(super) agent: usize,
+}
+
+/// An event: the point of its latest record, with the time at which it was passed.
+#[derive(Clone, Default)]
+pub(crate) struct Event {
+    pub(crate) mark: Option<Mark>,
+    /// Whether times between this event and others can be asked for.
+    pub(crate) is_timed: bool,
+}

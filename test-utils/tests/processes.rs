@@ -1,0 +1,173 @@
+//! Processes as ranks over NCCL: the conformance suite, its failures, and training, against one device.
+//!
+//! `scripts/nccl-sim.sh processes` runs them on simulated GPUs.
+#![allow(clippy::unwrap_used)] // a panic is how a test fails
+use candle_core::{DType, Device, Tensor};
+use candle_dist::init::{Backend, InitOptions};
+use candle_dist::testing::{FAILURES, GROUPS, lack};
+use candle_dist::{Error, RankContext, ReduceOp, World, round_grads};
+use candle_nn::{Optimizer, SGD};
+use candle_shard::nn::{Mode, ShardedVarBuilder};
+use candle_shard::{DTensor, Replicate};
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+use test_utils::model_args::ModelArgs;
+use test_utils::toy::Transformer;
+use test_utils::{Job, Outcome, over_nccl, skip, skipped, worlds};
+
+type Work = fn(&RankContext) -> Result<(), Error>;
+
+/// What the processes do, with the text that all say in the end, and whether one of them says something else.
+const SCENARIOS: [(&str, Work, &str, bool); 5] = [
+    ("conformance", conform, "fine", false),
+    ("training", train, "fine", false),
+    ("calls that differ on the GPU", differ_on_the_gpu, "(reduction differs)", false),
+    ("an early return", return_early, "rank 0 returned while other ranks wait for it", true),
+    ("an unread message", leave_a_message, "fine", false),
+];
+
+fn main() -> ExitCode {
+    if let Some(scenario) = Job::scenario() {
+        return one_rank(&scenario);
+    }
+    if !over_nccl() {
+        skip("needs NCCL");
+        return ExitCode::SUCCESS;
+    }
+    let wanted = std::env::args().nth(1).unwrap_or_default();
+    let failures = FAILURES.iter().map(|failure| (failure.name, failure.text, failure.silent));
+    let others = SCENARIOS.iter().map(|(name, _, text, silent)| (*name, *text, *silent));
+    let all = others.chain(failures).filter(|(name, ..)| name.contains(&wanted));
+    let mut failed = 0;
+    for size in worlds(2..=8) {
+        for (name, text, is_silent) in all.clone() {
+            if let Some(why) = lack("nccl", name) {
+                skip(&format!("{name}: {why}"));
+                continue;
+            }
+            let began = Instant::now();
+            let outcomes = Job::new(name, size).deadline(Duration::from_secs(240)).run();
+            let right = is_right(&outcomes, text, is_silent);
+            println!("{} {name} on {size} processes, {:.1?}", if right { "ok" } else { "FAILED" }, began.elapsed());
+            if !right {
+                failed += 1;
+                for (rank, outcome) in outcomes.iter().enumerate() {
+                    println!("-- rank {rank}, success {}\n{}\n{}", outcome.is_success, outcome.out, outcome.err);
+                }
+            }
+        }
+    }
+    println!("{failed} failed, {} skipped", skipped());
+    if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+/// Returns whether all processes said the same with this text, except for one that is silent: it panics or returns.
+fn is_right(outcomes: &[Outcome], text: &str, is_silent: bool) -> bool {
+    let counts = |line: &&str| !(is_silent && *line == "fine");
+    let said: Vec<&str> = outcomes.iter().filter_map(said).filter(counts).collect();
+    let enough = said.len() + usize::from(is_silent) >= outcomes.len();
+    enough && !said.is_empty() && said.iter().all(|line| *line == said[0] && line.contains(text))
+}
+
+fn said(outcome: &Outcome) -> Option<&str> {
+    outcome.out.lines().find_map(|line| line.strip_prefix("SAYS "))
+}
+
+/// Runs a scenario as one rank.
+fn one_rank(name: &str) -> ExitCode {
+    let work = SCENARIOS.iter().find(|(known, ..)| *known == name).map(|(_, work, ..)| *work);
+    let failure = FAILURES.iter().find(|failure| failure.name == name).map(|failure| failure.run);
+    let work = work.or(failure).expect("a scenario of this name");
+    let options = InitOptions::new().timeout(Duration::from_secs(60));
+    let outcome = World::processes(Backend::Nccl, options).run(|ctx| {
+        let done = work(ctx);
+        let text = done.as_ref().err().map_or("fine".to_string(), |error| error.to_string().replace('\n', " |"));
+        println!("SAYS {text}");
+        done
+    });
+    if outcome.is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+fn conform(ctx: &RankContext) -> Result<(), Error> {
+    assert_eq!(ctx.group().backend_name(), "nccl");
+    for (_, cases) in GROUPS {
+        for case in cases.iter().filter(|case| case.least <= ctx.world_size() && lack("nccl", case.name).is_none()) {
+            (case.run)(ctx).map_err(|error| Error::Unsupported(format!("[{}] {error}", case.name)))?;
+            ctx.group().barrier()?;
+        }
+    }
+    Ok(())
+}
+
+/// Trains the toy Transformer, sequence-parallel over all processes, and compares the losses with one rank on the host.
+fn train(ctx: &RankContext) -> Result<(), Error> {
+    let losses = |ctx: &RankContext, dtype| losses(ctx, dtype).map_err(|error| Error::Unsupported(error.to_string()));
+    let alone = World::local(1).run(|ctx| losses(ctx, DType::F32)).unwrap().remove(0);
+    for (dtype, tolerance) in [(DType::F32, 1e-4), (DType::BF16, 5e-2)] {
+        for (got, want) in losses(ctx, dtype)?.iter().zip(&alone) {
+            assert!((got - want).abs() <= tolerance * want.abs(), "{dtype:?}: {got} for {want} in {alone:?}");
+        }
+    }
+    Ok(())
+}
+
+fn losses(ctx: &RankContext, dtype: DType) -> candle_shard::Result<Vec<f64>> {
+    let args = ModelArgs { vocab_size: 32, dim: 32, n_heads: 8, n_layers: 1, ..ModelArgs::default() };
+    let (mesh, device) = (ctx.mesh(&[("tp", ctx.world_size())])?, ctx.device());
+    let vb = ShardedVarBuilder::fresh(7, &mesh, Transformer::plan("tp", true), dtype, device)?;
+    let model = Transformer::new(&args, &vb)?;
+    let parameters = vb.finish()?;
+    let mut optimizer = SGD::new(parameters.vars(), 0.1)?;
+    let ids = |offset: u32| -> candle_shard::Result<DTensor> {
+        let ids: Vec<u32> = (0..32).map(|i| (i * 5 + offset) % 32).collect();
+        DTensor::distribute(&Tensor::from_vec(ids, (4, 8), device)?, &mesh, &[Replicate])
+    };
+    (0..4)
+        .map(|step| {
+            let loss = model.forward(&ids(0)?, Mode::Train { step })?.cross_entropy(&ids(5)?)?;
+            let mut grads = parameters.backward(&loss)?;
+            // Sums of 16-bit gradients are f32, and candle's optimizer requires the variable's dtype.
+            round_grads(&mut grads, &parameters.vars())?;
+            optimizer.step(&grads)?;
+            Ok(loss.full_tensor()?.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.to_scalar()?)
+        })
+        .collect()
+}
+
+fn differ_on_the_gpu(ctx: &RankContext) -> Result<(), Error> {
+    let x = Tensor::ones(6, DType::F32, ctx.device())?;
+    let op = if ctx.rank() == 1 { ReduceOp::Max } else { ReduceOp::Sum };
+    ctx.group().all_reduce(&x, op)?;
+    // The call itself may return.
+    for _ in 0..500 {
+        ctx.group().all_reduce(&x, ReduceOp::Sum)?;
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    Ok(())
+}
+
+/// Rank 0 returns; the others wait for it on the GPU, outside of any call.
+fn return_early(ctx: &RankContext) -> Result<(), Error> {
+    let x = Tensor::ones(6, DType::F32, ctx.device())?;
+    ctx.group().all_reduce(&x, ReduceOp::Sum)?.to_vec1::<f32>()?;
+    if ctx.rank() == 0 {
+        // The others have made their call.
+        std::thread::sleep(Duration::from_millis(500));
+        return Ok(());
+    }
+    let made = ctx.group().all_reduce(&x, ReduceOp::Sum)?;
+    made.to_vec1::<f32>()?;
+    ctx.group().barrier()
+}
+
+/// Every rank sends two messages, and only the first is received.
+fn leave_a_message(ctx: &RankContext) -> Result<(), Error> {
+    let (g, n, began) = (ctx.group(), ctx.world_size(), Instant::now());
+    for value in [1.0, 2.0] {
+        g.send(&(Tensor::ones(100, DType::F32, ctx.device())? * value)?, (ctx.rank() + 1) % n)?;
+    }
+    let made = g.recv(100, DType::F32, (ctx.rank() + n - 1) % n)?;
+    assert_eq!(made.to_vec1::<f32>()?, [1.0; 100]);
+    assert!(began.elapsed() < Duration::from_secs(30));
+    Ok(())
+}
