@@ -328,7 +328,8 @@ fn write_apart(from: &Path, to: &Path) {
         };
         let stack = tensor.dequantize(&Device::Cpu).unwrap();
         tensors.extend((0..stack.dims()[0]).map(|expert| {
-            let one = QTensor::quantize(&stack.get(expert).unwrap(), tensor.dtype()).unwrap();
+            let one =
+                QTensor::quantize(&stack.get(expert).unwrap().force_contiguous().unwrap(), tensor.dtype()).unwrap();
             (format!("{module}.{expert}.weight"), one)
         }));
     }
