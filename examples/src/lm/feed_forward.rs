@@ -12,8 +12,17 @@ use super::{EXPERT_AXIS, LAYER_AXIS};
 /// A gated feed-forward network.
 #[derive(Debug)]
 pub(super) enum FeedForward {
-    Dense { gate: Projection, up: Projection, down: Projection, activation: Activation },
-    Experts(MoE),
+    Dense(Box<Dense>),
+    Experts(Box<MoE>),
+}
+
+/// One network for all tokens.
+#[derive(Debug)]
+pub(super) struct Dense {
+    gate: Projection,
+    up: Projection,
+    down: Projection,
+    activation: Activation,
 }
 
 /// The dim of tokens in hidden states `[batch, tokens, hidden]`.
@@ -24,21 +33,22 @@ impl FeedForward {
     pub(super) fn new(config: &Config, layer: usize, vb: &ShardedVarBuilder) -> Result<Self> {
         let (hidden, parts) = (config.hidden_size, &config.parts);
         if let Some(experts) = parts.experts(layer) {
-            return Ok(Self::Experts(MoE::new(options(hidden, experts, vb), vb)?));
+            return Ok(Self::Experts(Box::new(MoE::new(options(hidden, experts, vb), vb)?)));
         }
         let inner = in_blocks(config.intermediate_size, granule(&vb.pp("down_proj")));
-        Ok(Self::Dense {
+        Ok(Self::Dense(Box::new(Dense {
             gate: Projection::new(hidden, inner, parts.mlp_bias, &vb.pp("gate_proj"))?,
             up: Projection::new(hidden, inner, parts.mlp_bias, &vb.pp("up_proj"))?,
             down: Projection::new(inner, hidden, parts.mlp_bias, &vb.pp("down_proj"))?,
             activation: parts.activation,
-        })
+        })))
     }
 
     /// What the network adds to the states `[batch, tokens, hidden]`.
     pub(super) fn forward(&self, x: &DTensor) -> Result<DTensor> {
         match self {
-            Self::Dense { gate, up, down, activation } => {
+            Self::Dense(dense) => {
+                let Dense { gate, up, down, activation } = &**dense;
                 let [gate, up] = gate.forward_both(up, x)?;
                 down.forward(&match activation {
                     Activation::Silu => gate.silu_gate(&up)?,
