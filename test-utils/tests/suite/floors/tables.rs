@@ -88,7 +88,7 @@ const CANDLE_DIST: &[Folder] = &[
             "handle watch",
             "comm",
             "rank",
-            "transfer",
+            "pools transfer",
             "lane",
             "backend",
             "mod",
@@ -180,7 +180,10 @@ const CANDLE_SHARD: &[Folder] = &[
             "batch_norm conv group_norm moe prelu quantized sequence_cache sequential",
         ],
     ),
-    folder("nn/moe", &["mod", "config", "load", "capacity dispatch router shared", "experts losses", "layer"]),
+    folder(
+        "nn/moe",
+        &["mod", "config", "load", "capacity dispatch quantized router shared", "experts losses", "layer"],
+    ),
     folder("nn/optim", &["mod params", "slot", "group", "element", "adagrad adam_w sgd", "muon"]),
     folder("nn/optim/muon", &["exchange owners params", "orthogonal", "mod"]),
     folder(
