@@ -44,7 +44,7 @@ def main():
             for (tp, batch), made in speeds.items():
                 command = [program, "generate", *task, "--tp", str(tp), "--batch", str(batch), "--json", "-"]
                 made.append(output_lines(command)[-1]["tokens_per_s"])
-    print("| texts at once | " + " | ".join(f"{tp} rank{'s' if tp > 1 else ''}, tokens/s | of one text" for tp in args.tp) + " |")
+    print("| texts at once | " + " | ".join(f"{tp} rank{'s' if tp > 1 else ''}, tokens/s | of {args.batches[0]} at once" for tp in args.tp) + " |")
     print("|---|" + "---|---|" * len(args.tp))
     for batch in args.batches:
         cells = []

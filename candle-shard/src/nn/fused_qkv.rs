@@ -39,11 +39,18 @@ impl Heads {
                 vb.mesh().names()[style.axis]
             )));
         }
-        // If every rank has a key head, the queries of a key head stay together with it.
-        let least = if key_value >= ranks { query / key_value } else { 1 };
-        let fits = |heads: &usize| query.is_multiple_of(*heads) && (heads * dim).is_multiple_of(granule);
-        let together = (least..=query).step_by(least).find(fits).unwrap_or(least);
+        let together = self.together(ranks, granule);
         Ok(Width::new(query / together, together * dim))
+    }
+
+    /// Returns how many query heads stay together on one of `ranks` ranks, whose columns then are a multiple of `granule`,
+    /// if the heads allow that.
+    pub fn together(self, ranks: usize, granule: usize) -> usize {
+        let Self { query, key_value, dim } = self;
+        // If every rank has a key head, the queries of a key head stay together with it.
+        let least = if key_value >= ranks { (query / key_value.max(1)).max(1) } else { 1 };
+        let fits = |heads: &usize| query.is_multiple_of(*heads) && (heads * dim).is_multiple_of(granule);
+        (least..=query).step_by(least).find(fits).unwrap_or(least)
     }
 }
 

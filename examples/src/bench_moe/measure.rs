@@ -60,11 +60,9 @@ fn tokens(args: &Args, routing: RoutingName) -> candle_core::Result<Tensor> {
 fn on_rank(ctx: &RankContext, args: &Args, routing: RoutingName, balanced: bool) -> candle_shard::Result<Times> {
     let mesh = ctx.mesh(&[("ep", args.ranks)])?;
     let vb = ShardedVarBuilder::fresh(0, &mesh, Plan::new("ep"), DType::F32, &Device::Cpu)?;
-    let config = MoEConfig::new(args.width, args.hidden, args.experts, args.top_k)
-        .scores(Scores::Sigmoid)
-        .normalize(true)
-        .bias(balanced)
-        .expert_axis("ep");
+    let config = MoEConfig::new(args.width, args.hidden, args.experts, args.top_k).normalize(true).expert_axis("ep");
+    // A bias moves scores that do not depend on those of other experts.
+    let config = if balanced { config.scores(Scores::Sigmoid).bias(true) } else { config };
     let layer = MoE::new(config, &vb)?;
     let parameters = vb.finish()?;
     // The router reads the first columns.

@@ -17,6 +17,8 @@ pub struct Cache {
     layers: Vec<Kept>,
     room: usize,
     len: usize,
+    /// What they are kept in, if not in the dtype that they come in.
+    dtype: Option<DType>,
 }
 
 /// The keys and values of one layer.
@@ -133,18 +135,18 @@ pub(super) struct Turn<'a> {
 impl Cache {
     /// Creates a cache of `room` tokens for each of `layers` layers without windows. It allocates when the first tokens come.
     pub fn new(layers: usize, room: usize) -> Self {
-        Self { layers: (0..layers).map(|_| Kept::new(room, None)).collect(), room, len: 0 }
+        Self { layers: (0..layers).map(|_| Kept::new(room, None)).collect(), room, len: 0, dtype: None }
     }
 
     /// Creates a cache of `room` tokens for each layer of a model. A layer with a window keeps no more than its window.
     pub fn of(config: &Config, room: usize) -> Self {
         let kept = |layer| Kept::new(room, config.parts.window(layer));
-        Self { layers: (0..config.num_hidden_layers).map(kept).collect(), room, len: 0 }
+        Self { layers: (0..config.num_hidden_layers).map(kept).collect(), room, len: 0, dtype: None }
     }
 
     /// Creates a cache for one layer.
     pub(super) fn of_layer(window: Option<usize>, room: usize) -> Self {
-        Self { layers: vec![Kept::new(room, window)], room, len: 0 }
+        Self { layers: vec![Kept::new(room, window)], room, len: 0, dtype: None }
     }
 
     /// Gives each rank of a mesh axis a part of the tokens of all layers without windows. A layer with a window keeps
@@ -155,7 +157,7 @@ impl Cache {
     pub fn over(mut self, mesh: &DeviceMesh, axis: &str) -> Result<Self> {
         for layer in &mut self.layers {
             if matches!(layer, Kept::All(_)) {
-                *layer = Kept::Cut(Box::new(SequenceCache::new(mesh, axis, self.room)?), None);
+                *layer = Kept::Cut(Box::new(SequenceCache::new(mesh, axis, self.room)?), self.dtype);
             }
         }
         Ok(self)
@@ -165,6 +167,7 @@ impl Cache {
     pub fn with_dtype(mut self, dtype: Option<DType>) -> Self {
         if let Some(dtype) = dtype {
             self.layers = self.layers.into_iter().map(|layer| layer.with_dtype(dtype)).collect();
+            self.dtype = Some(dtype);
         }
         self
     }

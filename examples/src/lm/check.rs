@@ -30,6 +30,14 @@ impl Args {
             ("--threads", threads, 1024),
             ("--max-tokens", max_tokens, MAX_TOKENS),
         ])?;
+        if self.training.train.is_none() {
+            require!(
+                self.model_ranks() <= MAX_RANKS,
+                "--pp {pp} × --cp {} × --ep {} × --tp {tp} are too many ranks: give at most {MAX_RANKS}.",
+                self.cp,
+                self.ep
+            );
+        }
         require!(
             temperature.is_finite() && temperature >= 0.0,
             "--temperature {temperature} is no finite number of at least 0: try 0.8."

@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use anyhow::{Result, ensure};
 use candle_core::{DType, Device, Tensor};
-use candle_dist::RankContext;
+use candle_dist::{ProcessGroup, RankContext};
 use candle_pipe::Layout;
 use candle_shard::nn::ShardedVarBuilder;
 use candle_shard::parallel::Shares;
@@ -78,6 +78,8 @@ pub enum Purpose {
 pub struct Engine {
     model: Model,
     device: Device,
+    /// All ranks, if some compute the same logits, each by itself.
+    replicas: Option<ProcessGroup>,
     /// The seconds in which this rank's part was read.
     pub load: f64,
     /// The parameters that this rank holds as floats.
@@ -142,17 +144,23 @@ impl Engine {
         };
         let parameters: usize = vb.built().iter().map(|parameter| parameter.var.elem_count()).sum();
         let bytes = parameters * held.dtype.size_in_bytes() + vb.quantized_bytes();
-        Ok(Self { model, device: device.clone(), load: began.elapsed().as_secs_f64(), parameters, bytes })
+        let replicas = (held.cp * held.ep > 1).then(|| ctx.group().clone());
+        Ok(Self { model, device: device.clone(), replicas, load: began.elapsed().as_secs_f64(), parameters, bytes })
     }
 
-    /// The logits `[texts, vocabulary]` of what follows the new tokens of each text.
+    /// The logits `[texts, vocabulary]` of what follows the new tokens of each text, with the same bits on all ranks.
     ///
     /// # Errors
     /// Those of the model.
     pub fn step(&mut self, step: &Step) -> Result<Tensor> {
-        Ok(match &mut self.model {
+        let logits = match &mut self.model {
             Model::Whole(model, slots) => model.step(step, slots)?,
             Model::Staged(model) => model.step(step)?,
+        };
+        // Unlike processors round unlike, and ranks that choose other tokens have other texts from then on.
+        Ok(match &self.replicas {
+            Some(all) => all.broadcast(&logits, 0)?,
+            None => logits,
         })
     }
 

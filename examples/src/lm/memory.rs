@@ -8,6 +8,7 @@ use candle_shard::nn::Heads;
 
 use super::args::Args;
 use super::config::Config;
+use super::config::tensors::EXPERTS;
 use super::engine::Held;
 use super::files::Files;
 use crate::memory::available;
@@ -58,8 +59,7 @@ pub fn weight_bytes(files: &Files, held: &Held, [tp, pp]: [usize; 2]) -> Result<
         key_value < tp && queries.iter().zip(&keys).any(|(queries, keys)| *queries != keys * (query / key_value));
     let mut all = 0usize;
     for (name, shape) in config.tensors() {
-        let blocks =
-            weights.quantized_dtype(&name)?.filter(|&blocks| !held.dequantize && QuantizedMatrix::takes(blocks));
+        let blocks = if stays_in_blocks(files, held, tp, &name)? { weights.quantized_dtype(&name)? } else { None };
         let count = shape.iter().copied().fold(1, usize::saturating_mul);
         let bytes = match blocks {
             Some(blocks) if shape.len() >= 2 => (count / blocks.block_size()).saturating_mul(blocks.type_size()),
@@ -79,6 +79,37 @@ pub fn weight_bytes(files: &Files, held: &Held, [tp, pp]: [usize; 2]) -> Result<
         all = all.saturating_add(bytes.saturating_mul(copies).saturating_mul(replicas));
     }
     Ok(all)
+}
+
+/// Whether ranks hold a weight in the blocks in which it is stored. Layers hold floats if only some of the weights that they
+/// compute with together are in blocks, or a cut would fall inside of one.
+fn stays_in_blocks(files: &Files, held: &Held, tp: usize, name: &str) -> Result<bool> {
+    let weights = files.weights();
+    let block = |name: &str| -> Result<Option<usize>> {
+        let blocks = weights.quantized_dtype(name)?.filter(|&blocks| QuantizedMatrix::takes(blocks));
+        Ok(blocks.filter(|_| !held.dequantize).map(|blocks| blocks.block_size()))
+    };
+    let all = |names: [String; 3]| -> Result<bool> {
+        names.iter().map(|name| Ok(block(name)?.is_some())).try_fold(true, |all, one: Result<bool>| Ok(all && one?))
+    };
+    let Some(own) = block(name)? else { return Ok(false) };
+    let attention = |name: &str| -> Option<[String; 3]> {
+        let (layer, _) = name.split_once(".self_attn.")?;
+        Some(["q_proj", "k_proj", "v_proj"].map(|part| format!("{layer}.self_attn.{part}.weight")))
+    };
+    if let Some(layer) = EXPERTS.iter().find_map(|part| name.strip_suffix(part)) {
+        return all(EXPERTS.map(|part| format!("{layer}{part}")));
+    }
+    match (name.rsplit('.').nth(1).unwrap_or_default(), attention(name)) {
+        ("router", _) => Ok(false),
+        ("q_proj" | "k_proj" | "v_proj", Some(names)) => all(names),
+        ("o_proj", Some(names)) => {
+            let heads = files.config.heads();
+            let granule = if all(names)? { own } else { 1 };
+            Ok((heads.together(tp, granule) * heads.dim).is_multiple_of(own))
+        }
+        _ => Ok(true),
+    }
 }
 
 /// Checks that the weights, and the cache of `[texts, tokens]` if there is one, fit into the memory that this machine has

@@ -202,14 +202,18 @@ impl<'a> Output<'a> {
         self.0.is_some() && !self.json_to_stdout()
     }
 
-    /// Writes the JSON object if one is requested.
+    /// Writes the JSON object if one is requested. A file has the old one until the new one is complete.
     ///
     /// # Errors
     /// If the file cannot be written.
     pub fn write_json(self, report: &impl serde::Serialize) -> anyhow::Result<()> {
-        let Some(mut json) = self.json()? else { return Ok(()) };
-        writeln!(json, "{}", serde_json::to_string_pretty(report)?)?;
-        Ok(())
+        let Some(path) = self.0 else { return Ok(()) };
+        let text = serde_json::to_string_pretty(report)? + "\n";
+        Ok(if self.json_to_stdout() {
+            io::stdout().write_all(text.as_bytes())
+        } else {
+            replace(path, text.as_bytes())
+        }?)
     }
 
     /// Writes objects in a line each, if JSON is requested.
@@ -239,6 +243,32 @@ impl<'a> Output<'a> {
             None => Ok(()),
         }
     }
+}
+
+/// Gives a file new bytes, at once if it is no device and its folder can have a file beside it.
+fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    // A link stays one.
+    let target = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+    let old = fs::metadata(&target).ok();
+    if old.as_ref().is_some_and(|old| !old.is_file()) {
+        return fs::write(path, bytes);
+    }
+    let mut name = target.file_name().unwrap_or_default().to_owned();
+    name.push(".partial");
+    let partial = target.with_file_name(name);
+    let mut file = match File::create(&partial) {
+        Err(error) if error.kind() == io::ErrorKind::PermissionDenied && old.is_some() => {
+            return fs::write(path, bytes);
+        }
+        file => file?,
+    };
+    let write = || {
+        file.write_all(bytes)?;
+        file.sync_all()?;
+        old.map_or(Ok(()), |old| fs::set_permissions(&partial, old.permissions()))?;
+        fs::rename(&partial, &target)
+    };
+    write().inspect_err(|_| drop(fs::remove_file(&partial)))
 }
 
 /// Checks that the file of a flag can be written, and leaves no trace; `otherwise` names the flag's other values.

@@ -133,7 +133,8 @@ fn check_use(args: &Args) -> Checked {
 /// Refuses zigzag order where there is none, or where it would change the model.
 fn check_zigzag(args: &Args) -> Checked {
     let runs = args.runs();
-    let is_cut = runs.contains(&RunName::Cp) || (args.cp.is_some() && runs.contains(&RunName::Pp));
+    let is_cut = (runs.contains(&RunName::Cp) && args.context_parallel() > 1)
+        || (runs.contains(&RunName::Pp) && args.cp.is_some_and(|cp| cp > 1));
     require!(
         !args.zigzag || is_cut,
         "--zigzag is an order of sequences that are cut, and no run cuts them: add --cp, or leave out --zigzag."

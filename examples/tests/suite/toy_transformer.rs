@@ -65,6 +65,8 @@ fn what_cannot_work_is_one_sentence_and_status_2() {
         (&["--runs", "ep", "--experts", "3", "--top-k", "4"], &["--top-k 4", "3 experts"]),
         (&["--runs", "single", "--top-k", "2"], &["--top-k", "--experts"]),
         (&["--runs", "single,tp", "--zigzag", "--dropout", "0"], &["--zigzag", "--cp"]),
+        (&["--runs", "pp", "--cp", "1", "--zigzag", "--dropout", "0"], &["--zigzag", "no run cuts them"]),
+        (&["--runs", "cp", "--cp", "1", "--zigzag", "--dropout", "0"], &["--zigzag", "no run cuts them"]),
         (&["--runs", "cp", "--zigzag", "--dropout", "0.1"], &["--zigzag", "--dropout 0.1"]),
         (&["--runs", "pp_sp", "--cp", "2"], &["--cp 2", "pp_sp", "--tp"]),
         (&["--runs", "pp", "--cp", "9"], &["--cp 9", "8 positions"]),

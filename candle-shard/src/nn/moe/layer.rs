@@ -34,6 +34,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 /// No token is dropped unless there is a [capacity](MoEConfig::capacity_factor). Values and gradients are those of one
 /// device, on any number of ranks, also of ranks without tokens or experts. Sums run in a fixed order.
 ///
+/// Ranks that have the same tokens choose their experts each by itself. They need the same bits of tokens and router, and
+/// processors that round alike: where two scores almost tie, unlike ones may choose unlike experts, and a choice is then
+/// computed twice or not at all.
+///
 /// # Communication
 ///
 /// Forward, on the axes that cut tokens: one small all_gather of counts. On the expert axis one all_to_all of rows, one of

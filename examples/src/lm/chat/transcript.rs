@@ -1,5 +1,7 @@
 //! What a conversation leaves behind: its turns, also if it ends with an error.
 
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use anyhow::{Error, Result};
 use parking_lot::Mutex;
 use serde::Serialize;
@@ -12,6 +14,7 @@ use crate::cli::Output;
 pub struct Transcript<'a> {
     output: Output<'a>,
     turns: Mutex<Vec<Turn>>,
+    has_warned: AtomicBool,
 }
 
 /// One object of the list that is written.
@@ -28,16 +31,20 @@ enum Entry<'a> {
 impl<'a> Transcript<'a> {
     /// Begins without turns.
     pub fn new(output: Output<'a>) -> Self {
-        Self { output, turns: Mutex::default() }
+        Self { output, turns: Mutex::default(), has_warned: AtomicBool::new(false) }
     }
 
-    /// Adds a turn. A file has all turns from then on, however the program ends.
+    /// Adds a turn. A file has all turns from then on, however the program ends; if it cannot be written, it keeps those
+    /// that it has, and the user is told once.
     pub fn add(&self, turn: &Turn) {
         let mut turns = self.turns.lock();
         turns.push(turn.clone());
-        if self.output.is_file() {
-            // If that fails, the end of the conversation fails too, and says so.
-            self.output.write_json(&*turns).ok();
+        if self.output.is_file()
+            && let Err(error) = self.output.write_json(&*turns)
+            && !self.has_warned.swap(true, Ordering::Relaxed)
+        {
+            // The end of the conversation tries again.
+            eprintln!("warning: --json has not got the last turn: {error:#}.");
         }
     }
 

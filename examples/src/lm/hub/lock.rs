@@ -15,13 +15,12 @@ const TICK: Duration = Duration::from_millis(100);
 /// `waits` is called once if another program has the lock.
 ///
 /// # Errors
-/// If the file `grows` has not become longer for longer than a program with this `patience` waits for a server.
+/// If the file system has no locks, or the file `grows` has not become longer for longer than a program with this `patience` waits for a server.
 pub(super) fn hold(path: &Path, grows: &Path, patience: Duration, waits: impl FnOnce()) -> Result<File> {
-    let named = || format!("{}", path.display());
     if let Some(folder) = path.parent() {
         fs::create_dir_all(folder).with_context(|| format!("{}", folder.display()))?;
     }
-    let file = File::create(path).with_context(named)?;
+    let file = File::create(path).with_context(|| format!("{}", path.display()))?;
     let length = || fs::metadata(grows).map_or(0, |about| about.len());
     let patience = patience * 2;
     let (mut waits, mut seen) = (Some(waits), (length(), Instant::now()));
@@ -29,7 +28,12 @@ pub(super) fn hold(path: &Path, grows: &Path, patience: Duration, waits: impl Fn
         match file.try_lock() {
             Ok(()) => return Ok(file),
             Err(TryLockError::WouldBlock) => {}
-            Err(TryLockError::Error(error)) => return Err(error).with_context(named),
+            Err(TryLockError::Error(error)) => {
+                let remedy = || {
+                    format!("{} cannot be locked: set HF_HOME to a folder on a file system with locks", path.display())
+                };
+                return Err(error).with_context(remedy);
+            }
         }
         if let Some(waits) = waits.take() {
             waits();

@@ -22,6 +22,26 @@ pub(super) struct Server {
     pub(super) patience: Duration,
 }
 
+/// What a server says of a file.
+pub(super) enum Reply {
+    File(Answer),
+    /// There is none of this name.
+    None {
+        /// Whether the commit never has one, since the Hub says so by name. Other servers on the way answer so for a while.
+        ever: bool,
+    },
+}
+
+impl Reply {
+    /// The file, if there is one.
+    pub(super) fn file(self) -> Option<Answer> {
+        match self {
+            Self::File(answer) => Some(answer),
+            Self::None { .. } => None,
+        }
+    }
+}
+
 /// The beginning of an answer: what the file is, and its bytes from `from` on.
 pub(super) struct Answer {
     /// The commit that the file is of.
@@ -29,7 +49,7 @@ pub(super) struct Answer {
     /// The name of its bytes.
     pub(super) etag: String,
     from: u64,
-    /// The bytes of the whole file.
+    /// The bytes of the whole file; `None` if the answer comes in chunks, of which the last one says that it is.
     size: Option<u64>,
     body: Body,
 }
@@ -56,39 +76,54 @@ impl Server {
         Self { agent: config.build().into(), endpoint: endpoint.trim_end_matches('/').into(), token, patience }
     }
 
-    /// Asks for a file of a model at a revision, from a byte on. `None` if the model has none of this name.
+    /// Asks for a file of a model at a revision, from a byte on.
     ///
     /// # Errors
-    /// If the server cannot be reached, does not answer or refuses, or its answer does not say what the file is.
-    pub(super) fn ask(&self, repo: &str, revision: &str, file: &str, from: u64) -> Result<Option<Answer>> {
+    /// If the server cannot be reached, does not answer or refuses, or its answer does not say what the file is and where
+    /// it ends.
+    pub(super) fn ask(&self, repo: &str, revision: &str, file: &str, from: u64) -> Result<Reply> {
         let first = format!("{}/{repo}/resolve/{}/{file}", self.endpoint, revision.replace('/', "%2F"));
         let mut url = first.clone();
-        let mut about: Option<(String, String)> = None;
+        let mut about: Option<About> = None;
         for _ in 0..MOST_HOPS {
             let answer = self.get(&url, from).map_err(|error| self.explained(file, error))?;
             let status = answer.status();
             // The Hub renames by redirections within itself, and only the last of its answers describes the file.
             if let (true, Some(location)) = (status.is_redirection(), header(answer.headers(), "location")) {
-                if !location.starts_with('/') {
-                    about.get_or_insert(described(answer.headers(), file)?);
+                if about.is_none() && !location.starts_with('/') {
+                    about = Some(described(answer.headers(), file)?);
                 }
                 url = joined(&url, location)?;
                 continue;
             }
             match status {
-                StatusCode::NOT_FOUND => return Ok(None),
+                StatusCode::NOT_FOUND if about.is_none() => {
+                    let ever = header(answer.headers(), "x-error-code") == Some("EntryNotFound");
+                    return Ok(Reply::None { ever });
+                }
+                StatusCode::NOT_FOUND => {
+                    bail!("the place where {file} lies has no such file (status 404): try again later")
+                }
                 // More bytes are here than the file has.
                 StatusCode::RANGE_NOT_SATISFIABLE if from > 0 => return self.ask(repo, revision, file, 0),
                 status if !status.is_success() => bail!(self.refused(file, status.as_u16())),
                 _ => {}
             }
-            let (commit, etag) = about.map_or_else(|| described(answer.headers(), file), Ok)?;
-            let range = header(answer.headers(), "content-range").and_then(range);
+            let About { commit, etag, size: told } = about.map_or_else(|| described(answer.headers(), file), Ok)?;
+            let said = |name: &str| header(answer.headers(), name);
             let (from, size) = match status {
-                StatusCode::PARTIAL_CONTENT => range.with_context(|| format!("{file}: the answer has no range"))?,
-                _ => (0, header(answer.headers(), "content-length").and_then(|size| size.parse().ok())),
+                StatusCode::PARTIAL_CONTENT => {
+                    let range = said("content-range").and_then(range);
+                    range.with_context(|| format!("{file}: the answer has no range"))?
+                }
+                _ => (0, said("content-length").and_then(|size| size.parse().ok())),
             };
-            return Ok(Some(Answer { commit, etag, from, size, body: answer.into_body() }));
+            let (size, in_chunks) = (told.or(size), said("transfer-encoding").is_some());
+            ensure!(
+                size.is_some() || in_chunks,
+                "{file}: the answer does not say how many bytes there are; is this a Hub?"
+            );
+            return Ok(Reply::File(Answer { commit, etag, from, size, body: answer.into_body() }));
         }
         bail!("{first} leads to more than {MOST_HOPS} other places")
     }
@@ -201,8 +236,15 @@ fn header<'a>(headers: &'a HeaderMap, name: &str) -> Option<&'a str> {
     headers.get(name)?.to_str().ok()
 }
 
-/// The commit and the name of the bytes of a file, which become parts of paths.
-fn described(headers: &HeaderMap, file: &str) -> Result<(String, String)> {
+/// What the Hub says of a file, and no other place: the commit and the name of the bytes, which become parts of paths, and
+/// how many there are of a large one.
+struct About {
+    commit: String,
+    etag: String,
+    size: Option<u64>,
+}
+
+fn described(headers: &HeaderMap, file: &str) -> Result<About> {
     let part = |names: [&str; 2]| -> Result<String> {
         let said = names.iter().find_map(|name| header(headers, name));
         let said = said.with_context(|| format!("{file}: the answer has no {}; is this a Hub?", names[1]))?;
@@ -215,7 +257,8 @@ fn described(headers: &HeaderMap, file: &str) -> Result<(String, String)> {
         Ok(word.to_owned())
     };
     // Large files have another name where they lie than for the Hub.
-    Ok((part(["x-repo-commit", "X-Repo-Commit"])?, part(["x-linked-etag", "ETag"])?))
+    let (commit, etag) = (part(["x-repo-commit", "X-Repo-Commit"])?, part(["x-linked-etag", "ETag"])?);
+    Ok(About { commit, etag, size: header(headers, "x-linked-size").and_then(|size| size.parse().ok()) })
 }
 
 /// The first byte and the size of the whole, from `bytes 5-9/10`.

@@ -11,7 +11,7 @@ use hf_hub::{Repo, RepoType};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::Value;
 
-use super::server::{Answer, Server};
+use super::server::{Answer, Reply, Server};
 use super::{Fetched, Hub, HubName, is_word, lock};
 
 /// The files of a folder that a model needs.
@@ -100,7 +100,7 @@ impl<'a> Snapshots<'a> {
     /// Asks the server for the commit of the revision, and stores the first of its files.
     fn resolve(&self, server: &Server) -> Result<String> {
         let answer = server.ask(&self.name.repo, &self.name.revision, self.first(), 0)?;
-        let answer = answer.with_context(|| self.missing(self.first()))?;
+        let answer = answer.file().with_context(|| self.missing(self.first()))?;
         let commit = answer.commit.clone();
         self.store(server, answer, self.first())?;
         Ok(commit)
@@ -152,8 +152,15 @@ impl<'a> Snapshots<'a> {
         Ok(self.root.join("snapshots").join(commit))
     }
 
+    /// Returns a file that the model needs. What was noted of it does not count.
     fn get(&self, commit: &str, file: &str) -> Result<PathBuf> {
-        self.get_optional(commit, file)?.with_context(|| self.missing(file))
+        let pointer = self.pointer(commit, file);
+        if !pointer.exists() {
+            let server = self.server.with_context(|| self.missing(file))?;
+            let answer = server.ask(&self.name.repo, commit, file, 0)?.file();
+            self.store_of(commit, server, answer.with_context(|| self.missing(file))?, file)?;
+        }
+        Ok(pointer)
     }
 
     /// Returns a file, or `None` if the model has none of this name.
@@ -164,19 +171,28 @@ impl<'a> Snapshots<'a> {
         }
         let absent = self.root.join(".no_exist").join(commit).join(file);
         let Some(server) = self.server.filter(|_| !absent.exists()) else { return Ok(None) };
-        let Some(answer) = server.ask(&self.name.repo, commit, file, 0)? else {
-            // The next run need not ask. A cache that cannot be written to still serves.
-            absent.parent().map_or(Ok(()), fs::create_dir_all).and_then(|()| fs::write(&absent, "")).ok();
-            return Ok(None);
-        };
+        match server.ask(&self.name.repo, commit, file, 0)? {
+            Reply::File(answer) => self.store_of(commit, server, answer, file)?,
+            Reply::None { ever } => {
+                if ever {
+                    // The next run need not ask. A cache that cannot be written to still serves.
+                    absent.parent().map_or(Ok(()), fs::create_dir_all).and_then(|()| fs::write(&absent, "")).ok();
+                }
+                return Ok(None);
+            }
+        }
+        Ok(Some(pointer))
+    }
+
+    /// Stores a file that has to be of this commit.
+    fn store_of(&self, commit: &str, server: &Server, answer: Answer, file: &str) -> Result<()> {
         ensure!(
             answer.commit == commit,
             "{} has {file} of the commit {} where that of {commit} was asked for",
             server.endpoint,
             answer.commit
         );
-        self.store(server, answer, file)?;
-        Ok(Some(pointer))
+        self.store(server, answer, file)
     }
 
     /// Writes the bytes of an answer to their blob, unless it is there, and lets the file lead to it.
@@ -198,7 +214,7 @@ impl<'a> Snapshots<'a> {
                 let answer = match has > 0 || has_waited {
                     false => answer,
                     true => {
-                        let again = server.ask(&self.name.repo, &commit, file, has)?;
+                        let again = server.ask(&self.name.repo, &commit, file, has)?.file();
                         let again = again.filter(|again| (&again.commit, &again.etag) == (&commit, &etag));
                         again.with_context(|| format!("{file} is another one than a moment ago: try again"))?
                     }

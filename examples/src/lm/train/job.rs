@@ -84,7 +84,7 @@ impl Job {
         }
         ensure!(
             files.config.parts.can_learn(),
-            "{}: only models of the family llama without biases, and mixtures of experts without biases and windows, can be trained",
+            "{}: only models of the families llama and mistral and mixtures of experts, without biases and windows, can be trained",
             folder.display()
         );
         opened::check_experts(args, &files)?;

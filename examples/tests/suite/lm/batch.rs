@@ -153,7 +153,8 @@ fn the_program_writes_texts_in_the_order_of_the_file() {
     let alone = run(&["--prompts", &prompts, "--batch", "1"]);
     let lines: Vec<&Value> = alone.iter().map(|line| &line["line"]).collect();
     assert_eq!(lines, [&1.into(), &3.into(), &4.into()] as [&Value; 3]);
-    for flags in [&["--batch", "2"][..], &["--tp", "2"], &["--pp", "2", "--batch", "2"]] {
+    for flags in [&["--batch", "2"][..], &["--tp", "2"], &["--pp", "2", "--batch", "2"], &["--cp", "3", "--batch", "2"]]
+    {
         assert_eq!(run(&[&["--prompts", &prompts][..], flags].concat()), alone, "{flags:?}");
     }
     // The first text is that of a run of its own.

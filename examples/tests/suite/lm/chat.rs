@@ -8,8 +8,10 @@ use std::process::{Command, Output, Stdio};
 use std::sync::{Arc, Mutex};
 
 use candle_core::DType;
+use examples::cli::Output as Destination;
 use examples::lm::chat::args::ChatArgs;
 use examples::lm::chat::converse::{Conversation, Event, Turn, converse};
+use examples::lm::chat::transcript::Transcript;
 use examples::lm::chat::{ChatTemplate, Message};
 use examples::lm::config::Config;
 use examples::lm::engine::Held;
@@ -302,7 +304,11 @@ fn the_program_talks_line_by_line_and_answers_one_prompt() {
     let one = json(run(&["--prompt", "Hi"], ""));
     assert_eq!((&one["tokens"], &one["text"]), (&turns[0]["tokens"], &turns[0]["text"]));
     assert_ne!(json(run(&["--prompt", "Hi", "--system", "No"], ""))["logits_top"], one["logits_top"]);
-    assert_eq!(json(run(&["--pp", "2"], "Hi\nHo"))[1]["tokens"], turns[1]["tokens"]);
+    for mesh in [["--pp", "2"], ["--cp", "2"]] {
+        let made = json(run(&mesh, "Hi\nHo"));
+        assert_eq!(made[1]["tokens"], turns[1]["tokens"], "{mesh:?}");
+        assert_eq!(made[1]["cached_tokens"], turns[1]["cached_tokens"], "{mesh:?}");
+    }
 
     let refused = |flags: &[&str], want: &str| {
         let output = lm(folder.path(), flags, "Hi");
@@ -336,6 +342,42 @@ fn turns_before_an_error_are_kept_with_it() {
             fs::remove_file(&file).ok();
         }
     }
+}
+
+#[test]
+fn a_file_keeps_its_turns_until_all_of_them_are_written_again() {
+    let folder = tempfile::tempdir().unwrap();
+    let (file, partial) = (folder.path().join("turns.json"), folder.path().join("turns.json.partial"));
+    let link = folder.path().join("link.json");
+    std::os::unix::fs::symlink("turns.json", &link).unwrap();
+    fs::write(&file, "[]").unwrap();
+    let transcript = Transcript::new(Destination::new(Some(&link)));
+    let turn = |message: &str| Turn {
+        message: message.into(),
+        text: "Ho".into(),
+        tokens: vec![1],
+        prompt_tokens: 1,
+        cached_tokens: 0,
+        stop: Stop::Length,
+        seconds_to_first_token: 0.0,
+        tokens_per_s: 0.0,
+    };
+    let messages = || -> Vec<Value> {
+        let turns: Vec<Value> = serde_json::from_slice(&fs::read(&file).unwrap()).unwrap();
+        turns.into_iter().map(|turn| turn["message"].clone()).collect()
+    };
+    transcript.add(&turn("one"));
+    assert_eq!((messages(), partial.exists()), (vec![json!("one")], false));
+    // Nothing can be written beside the file for a while.
+    fs::create_dir(&partial).unwrap();
+    transcript.add(&turn("two"));
+    assert_eq!(messages(), ["one"]);
+    assert!(transcript.finish(None).is_err());
+    assert_eq!(messages(), ["one"]);
+    fs::remove_dir(&partial).unwrap();
+    transcript.finish(None).unwrap();
+    assert_eq!((messages(), partial.exists()), (vec![json!("one"), json!("two")], false));
+    assert!(link.is_symlink());
 }
 
 /// The templates of the facts.

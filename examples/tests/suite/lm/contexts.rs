@@ -1,13 +1,17 @@
 //! Texts whose tokens lie on several ranks: against transformers, against one rank, and what travels.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::process::Output;
 use std::sync::Arc;
 
+use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Device};
 use candle_dist::comm::{self, CommCounts};
 use candle_dist::{Op, RankContext};
 use candle_shard::nn::ShardedVarBuilder;
+use candle_shard::parallel::Shares;
 use examples::lm::cache::Cache;
+use examples::lm::config::Config;
 use examples::lm::engine::Held;
 use examples::lm::files::Files;
 use examples::lm::generate::{Task, generate};
@@ -16,6 +20,7 @@ use examples::lm::random_model;
 use examples::lm::sample::Sampling;
 use examples::lm::score::program::score;
 use examples::lm::score::windows::windows;
+use serde_json::json;
 use test_utils::on_ranks;
 
 use super::{assert_close, config, llama, tokens};
@@ -124,18 +129,22 @@ fn scores_of_texts_on_several_ranks_are_those_of_one() {
         write(folder.path(), &config);
         let files = Arc::new(Files::open(folder.path()).unwrap());
         let text: Vec<u32> = (0..21).map(|i| (i * 5 + 3) % 31).collect();
-        let nll = |ranks: usize, cp: usize| {
+        let has_experts = files.config.parts.experts.is_some();
+        let nll = |ranks: usize, cp: usize, ep: usize| {
             let (files, text) = (files.clone(), text.clone());
             let made = on_ranks(ranks, &case, move |ctx| -> anyhow::Result<f64> {
                 let all = windows(text.len(), 13, 6);
-                Ok(score(ctx, 1, &files, &held([cp, 1]), (&text, &all), || ())?.nll)
+                Ok(score(ctx, 1, &files, &held([cp, ep]), (&text, &all), || ())?.nll)
             });
             assert!(made.iter().all(|nll| *nll == made[0]), "{case}: {made:?}");
             made[0]
         };
-        let one = nll(1, 1);
-        for (ranks, cp) in [(2, 2), (3, 3), (4, 2)] {
-            let other = nll(ranks, cp);
+        let one = nll(1, 1, 1);
+        for (ranks, cp, ep) in [(2, 2, 1), (3, 3, 1), (4, 2, 1), (4, 2, 2)] {
+            if ep > 1 && !has_experts {
+                continue;
+            }
+            let other = nll(ranks, cp, ep);
             assert!((other - one).abs() < 1e-4 * one, "{case}, {cp} of {ranks} ranks: {other} and not {one}");
         }
     }
@@ -149,6 +158,8 @@ fn mixes_that_cannot_work_are_one_error() {
             (&["generate", "--cp", "2", "--pp", "2"], &["--cp 2", "--pp 2", "one of them"]),
             (&["generate", "--cp", "0"], &["--cp is 0"]),
             (&["train", "--train", "text", "--cp", "2"], &["--cp has no effect with train"]),
+            (&["generate", "--tp", "256", "--ep", "256", "--cp", "256"], &["too many ranks", "at most 256"]),
+            (&["info", "--ep", "256", "--tp", "2"], &["--ep 256", "too many ranks"]),
             (&["info", "--cp", "2"], &["--cp has no effect with info"]),
         ],
     );
@@ -169,9 +180,105 @@ fn mixes_that_cannot_work_are_one_error() {
     let output = llama(&["generate", "--cp", "2", "--prompt", "Once", "--max-tokens", "4", "--temperature", "0"]);
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let one = llama(&["generate", "--prompt", "Once", "--max-tokens", "4", "--temperature", "0"]);
-    // The text, without the report behind it.
-    let text = |stdout: Vec<u8>| String::from_utf8_lossy(&stdout).split("\n\n").next().map(str::to_owned);
-    assert_eq!(text(output.stdout), text(one.stdout));
+    // What follows the text tells times.
+    let text = |output: &Output| String::from_utf8_lossy(&output.stdout).rsplit_once("\n\n").unwrap().0.to_owned();
+    assert_eq!(text(&output), text(&one));
+}
+
+/// The tokens that follow a prompt, on each of so many ranks; each reads the model in its own folder.
+fn written(
+    ranks: usize,
+    held: &Held,
+    prompt: &[u32],
+    path: impl Fn(usize) -> PathBuf + Send + Sync + 'static,
+) -> Vec<Vec<u32>> {
+    let sampling = Sampling::default();
+    let task = Task { prompt: prompt.to_vec(), most: 9, cache_tokens: None, sampling, held: held.clone() };
+    on_ranks(ranks, "texts", move |ctx| -> anyhow::Result<Vec<u32>> {
+        Ok(generate(ctx, 1, &Files::open(&path(ctx.rank()))?, &task, |_| Ok(true))?.tokens)
+    })
+}
+
+#[test]
+fn ranks_with_other_logits_write_the_text_of_the_first() {
+    let folders = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+    let mixture = Config { num_hidden_layers: 2, hidden_size: 64, vocab_size: 256, ..random_model::mixture() };
+    for folder in &folders {
+        random_model::write(folder.path(), &mixture, 7, DType::F32).unwrap();
+    }
+    // Far more than rounding, in the last layer alone.
+    let file = folders[1].path().join("model.safetensors");
+    let mut tensors = candle_core::safetensors::load(&file, &Device::Cpu).unwrap();
+    let head = tensors["lm_head.weight"].neg().unwrap();
+    tensors.insert("lm_head.weight".into(), head);
+    candle_core::safetensors::save(&tensors, &file).unwrap();
+    let [first, second] = folders.each_ref().map(|folder| folder.path().to_owned());
+    let prompt = [5, 9, 2, 77];
+    let [one, other] = [&first, &second].map(|path| {
+        let path = path.clone();
+        written(1, &Held::of(DType::F32), &prompt, move |_| path.clone()).remove(0)
+    });
+    assert_ne!(one, other);
+    for (ranks, mesh) in [(2, [2, 1]), (2, [1, 2]), (4, [2, 2]), (4, [2, 1])] {
+        let (first, second) = (first.clone(), second.clone());
+        // The second half of the ranks is another place on the first axis, whatever other axes there are.
+        let path = move |rank: usize| if rank < ranks / 2 { first.clone() } else { second.clone() };
+        for written in written(ranks, &held(mesh), &prompt, path) {
+            assert_eq!(written, one, "{ranks} ranks, {mesh:?} of tokens and experts");
+        }
+    }
+}
+
+#[test]
+fn short_texts_shared_heads_unlike_shares_and_blocks_are_those_of_one_rank() {
+    let folder = tempfile::tempdir().unwrap();
+    let small = |name: &str, config: &Config| {
+        let path = folder.path().join(name);
+        random_model::write(&path, config, 7, DType::F32).unwrap();
+        path
+    };
+    let gguf = folder.path().join("x.gguf");
+    let mut fields = families().models.into_iter().find(|model| model.case == "qwen3").unwrap().config;
+    (fields["hidden_size"], fields["intermediate_size"]) = (json!(64), json!(64));
+    crate::lm::gguf::write(&gguf, &fields, GgmlDType::Q8_0);
+    let shares = || Some("2:1".parse::<Shares>().unwrap());
+    for (case, path) in
+        [("two key heads", small("two", &config(4, 2))), ("one", small("one", &config(4, 1))), ("blocks", gguf)]
+    {
+        // A text with fewer tokens than ranks, and one with some for each.
+        for prompt in [&[3][..], &[3, 9, 27, 11, 5, 8, 2]] {
+            let run = |ranks: usize, held: Held| {
+                let path = path.clone();
+                written(ranks, &held, prompt, move |_| path.clone())
+            };
+            let one = run(1, Held::of(DType::F32)).remove(0);
+            for (ranks, cp, shares) in [(3, 3, None), (4, 2, None), (4, 2, shares())] {
+                let what = format!("{case}: {cp} of {ranks} ranks, {} tokens, {shares:?}", prompt.len());
+                for written in run(ranks, Held { shares: shares.clone(), ..held([cp, 1]) }) {
+                    assert_eq!(written, one, "{what}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_cache_that_is_distributed_keeps_its_dtype() {
+    let folder = tempfile::tempdir().unwrap();
+    random_model::write(folder.path(), &config(4, 2), 7, DType::F32).unwrap();
+    let path = folder.path().to_owned();
+    on_ranks(2, "dtypes", move |ctx| -> anyhow::Result<()> {
+        let (model, plain) = model(ctx, &path, [2, 1], 16)?;
+        let mesh = ctx.mesh(&[("cp", 2), ("tp", 1)])?;
+        let files = Files::open(&path)?;
+        let half = || Cache::of(&files.config, 16).with_dtype(Some(DType::BF16));
+        let before = half().over(&mesh, "cp")?;
+        let behind = Cache::of(&files.config, 16).over(&mesh, "cp")?.with_dtype(Some(DType::BF16));
+        let rows = |mut cache: Cache| model.next(&tokens(&[3, 9, 27, 11])?, &mut cache)?.squeeze(0)?.to_vec1::<f32>();
+        let [plain, before, behind] = [rows(plain)?, rows(before)?, rows(behind)?];
+        assert!(before == behind && before != plain);
+        Ok(())
+    });
 }
 
 #[test]

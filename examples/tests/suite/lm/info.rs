@@ -55,11 +55,41 @@ fn weights_are_counted_from_the_headers_as_ranks_hold_them() {
             let experts = if files.config.parts.experts.is_some() { 2 } else { 1 };
             for (tp, ep) in (1..=3).flat_map(|tp| (1..=experts).map(move |ep| (tp, ep))) {
                 let held = Held { ep, ..Held::of(DType::F32) };
-                let told: usize = Info::new(&files, tp * ep, &held).unwrap().bytes_per_rank.iter().sum();
+                let told: usize = Info::new(&files, ep * tp, &held).unwrap().bytes_per_rank.iter().sum();
                 let counted = memory::weight_bytes(&files, &held, [tp, 1]).unwrap();
                 let off = (counted as f64 / told as f64 - 1.0).abs();
                 assert!(off < 0.02, "{} on {tp} x {ep}: {counted} for {told}", model.case);
             }
+        }
+    }
+}
+
+#[test]
+fn weights_that_layers_turn_into_floats_are_counted_as_floats() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("x.gguf");
+    let blocks = GgmlDType::Q8_0;
+    for (case, field, value) in [
+        ("qwen3", "head_dim", 32),
+        // Heads that no rank can have with whole blocks of the output projection.
+        ("qwen3", "head_dim", 24),
+        // Some columns of experts that are no whole blocks, and all that are.
+        ("mixtral", "intermediate_size", 48),
+        ("mixtral", "intermediate_size", 64),
+    ] {
+        let mut fields =
+            crate::lm::families::families().models.into_iter().find(|model| model.case == case).unwrap().config;
+        // Whole tiles of rows, which packed blocks are made of.
+        (fields["hidden_size"], fields["intermediate_size"], fields["vocab_size"]) = (json!(64), json!(96), json!(96));
+        fields[field] = json!(value);
+        crate::lm::gguf::write(&path, &fields, blocks);
+        let files = Files::open(&path).unwrap();
+        for tp in 1..=2 {
+            let held = Held::of(DType::F32);
+            let told: usize = Info::new(&files, tp, &held).unwrap().bytes_per_rank.iter().sum();
+            let counted = memory::weight_bytes(&files, &held, [tp, 1]).unwrap();
+            let off = (counted as f64 / told as f64 - 1.0).abs();
+            assert!(off < 0.02, "{case} with {field} {value} on {tp} ranks: {counted} for {told}");
         }
     }
 }

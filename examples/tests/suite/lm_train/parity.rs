@@ -6,7 +6,7 @@ use examples::lm::train::trainer::{Trainer, train};
 use test_utils::on_ranks;
 
 use crate::lm_train::plain::Plain;
-use crate::lm_train::support::{Place, assert_close, config, mixture};
+use crate::lm_train::support::{Place, assert_close, config, mixture, qwen_mixture};
 
 /// What f32 allows.
 const TOLERANCE: f64 = 1e-5;
@@ -107,6 +107,21 @@ fn distributed_experts_learn_as_one_device() {
     agrees_on("--batch 12", "five experts", &mixture(5, 2), &meshes);
     let tied = Config { tie_word_embeddings: true, ..mixture(3, 1) };
     agrees_on("--batch 12", "one of three experts", &tied, &["--tp 1 --ep 2", "--tp 2 --ep 2 --pp 2"]);
+}
+
+#[test]
+fn qwen_mixtures_with_a_dense_layer_and_norms_of_heads_learn_as_one_device() {
+    // More ranks than key heads, on which heads and their norms are shared.
+    let meshes = [
+        "--tp 1",
+        "--tp 2 --recompute",
+        "--tp 3",
+        "--tp 2 --ep 2",
+        "--tp 1 --ep 2 --pp 2",
+        "--tp 1 --ep 2 --dp 2 --fsdp",
+    ];
+    agrees_on("--batch 12", "normalized weights", &qwen_mixture(true), &meshes);
+    agrees_on("--batch 12", "raw weights", &qwen_mixture(false), &["--tp 1", "--tp 3", "--tp 2 --ep 2"]);
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! A Llama or a Mixtral on one device in plain candle, made of ops that all have gradients.
+//! A Llama or a mixture of experts on one device in plain candle, made of ops that all have gradients.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -9,6 +9,7 @@ use candle_nn::{AdamW, Optimizer, ParamsAdamW};
 use candle_shard::nn::Heads;
 use examples::lm::config::Config;
 use examples::lm::config::experts::Experts;
+use examples::lm::config::parts::QkNorm;
 use examples::lm::train::job::Job;
 
 pub(crate) struct Plain {
@@ -86,9 +87,9 @@ impl Plain {
             let at = |name: &str| format!("model.layers.{i}.{name}");
             h = (&h + self.attention(&self.norm(&h, &at("input_layernorm"))?, &at("self_attn"))?)?;
             let x = self.norm(&h, &at("post_attention_layernorm"))?;
-            h = (h + match &self.config.parts.experts {
+            h = (h + match self.config.parts.experts(i) {
                 None => self.gated(&x, ["gate_proj", "up_proj", "down_proj"].map(|name| at(&format!("mlp.{name}"))))?,
-                Some(experts) => self.experts(&x, experts, &at("block_sparse_moe"))?,
+                Some(experts) => self.experts(&x, experts, i)?,
             })?;
         }
         let head = if self.config.tie_word_embeddings { "model.embed_tokens" } else { "lm_head" };
@@ -100,17 +101,22 @@ impl Plain {
     }
 
     /// All experts on all tokens, with weights of zero where they were not chosen.
-    fn experts(&self, x: &Tensor, experts: &Experts, at: &str) -> Result<Tensor> {
-        let scores = candle_nn::ops::softmax(&self.linear(x, &format!("{at}.gate"))?, D::Minus1)?;
+    fn experts(&self, x: &Tensor, experts: &Experts, layer: usize) -> Result<Tensor> {
+        let at = |name: &str| format!("model.layers.{layer}.{name}");
+        let scores = candle_nn::ops::softmax(&self.linear(x, &at(experts.names.router))?, D::Minus1)?;
         let chosen = scores.detach().flatten_to(1)?.to_vec2::<f32>()?.into_iter().flat_map(|row| {
             let rank = move |i: usize| row.iter().filter(|&&other| other > row[i]).count();
             (0..experts.count).map(move |i| if rank(i) < experts.chosen { 1f32 } else { 0.0 })
         });
         let weights = (&scores * Tensor::from_iter(chosen, &Device::Cpu)?.reshape(scores.shape())?)?;
-        let weights = weights.broadcast_div(&weights.sum_keepdim(D::Minus1)?)?;
+        let weights = match experts.normalize {
+            true => weights.broadcast_div(&weights.sum_keepdim(D::Minus1)?)?,
+            false => weights,
+        };
         let mut sum = x.zeros_like()?;
         for expert in 0..experts.count {
-            let made = self.gated(x, ["w1", "w3", "w2"].map(|name| format!("{at}.experts.{expert}.{name}")))?;
+            let name = |name: &str| at(&format!("{}.{expert}.{name}", experts.names.experts));
+            let made = self.gated(x, experts.names.layers.map(name))?;
             sum = (sum + made.broadcast_mul(&weights.narrow(D::Minus1, expert, 1)?)?)?;
         }
         Ok(sum)
@@ -126,8 +132,12 @@ impl Plain {
             let wide = x.unsqueeze(2)?.broadcast_as((batch, key_value, query / key_value, length, dim))?;
             wide.contiguous()?.reshape((batch, query, length, dim))
         };
-        let q = self.turned(&heads("q_proj", query)?)?;
-        let k = copies(self.turned(&heads("k_proj", key_value)?)?)?;
+        let normed = |x: Tensor, name: &str| match self.config.parts.qk_norm {
+            QkNorm::Head => self.norm(&x, &format!("{at}.{name}")),
+            _ => Ok(x),
+        };
+        let q = self.turned(&normed(heads("q_proj", query)?, "q_norm")?)?;
+        let k = copies(self.turned(&normed(heads("k_proj", key_value)?, "k_norm")?)?)?;
         let v = copies(heads("v_proj", key_value)?)?;
         let later = (0..length * length).map(|i| if i % length > i / length { f32::NEG_INFINITY } else { 0.0 });
         let mask = Tensor::from_iter(later, &Device::Cpu)?.reshape((length, length))?;

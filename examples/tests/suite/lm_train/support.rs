@@ -9,10 +9,12 @@ use candle_core::DType;
 use clap::Parser;
 use examples::lm::args::Args;
 use examples::lm::config::Config;
-use examples::lm::config::experts::Experts;
+use examples::lm::config::experts::{Experts, QWEN};
+use examples::lm::config::parts::QkNorm;
 use examples::lm::random_model;
 use examples::lm::train::job::Job;
 use examples::lm::train::trainer::{Trainer, train};
+use serde_json::{Value, json};
 use tempfile::TempDir;
 use test_utils::on_ranks;
 
@@ -47,6 +49,38 @@ pub(crate) fn mixture(count: usize, chosen: usize) -> Config {
     Config { parts, family: "mixtral", ..config(4, 2) }
 }
 
+/// A small mixture of Qwen: norms of heads, a layer without experts, and perhaps weights that are not normalized.
+pub(crate) fn qwen_mixture(normalize: bool) -> Config {
+    let mut made = mixture(5, 2);
+    let experts = made.parts.experts.take().unwrap();
+    made.parts.experts = Some(Experts { normalize, names: &QWEN, layers: vec![false, true], ..experts });
+    (made.parts.qk_norm, made.parts.windows) = (QkNorm::Head, vec![None; made.num_hidden_layers]);
+    Config { family: "qwen3_moe", ..made }
+}
+
+/// Writes what files say of a mixture of Qwen.
+fn describe_qwen(path: &Path, config: &Config) {
+    let experts = config.parts.experts.as_ref().unwrap();
+    let mut fields: Value = serde_json::from_str(&fs::read_to_string(path).unwrap()).unwrap();
+    let all = fields.as_object_mut().unwrap();
+    let dense: Vec<usize> = (0..config.num_hidden_layers).filter(|&layer| !experts.are_in(layer)).collect();
+    for (name, value) in [
+        ("model_type", json!(config.family)),
+        ("architectures", json!(["Qwen3MoeForCausalLM"])),
+        ("head_dim", json!(config.heads().dim)),
+        ("num_local_experts", json!(experts.count)),
+        ("num_experts_per_tok", json!(experts.chosen)),
+        ("moe_intermediate_size", json!(experts.hidden)),
+        ("norm_topk_prob", json!(experts.normalize)),
+        ("mlp_only_layers", json!(dense)),
+        ("decoder_sparse_step", json!(1)),
+    ] {
+        all.insert(name.into(), value);
+    }
+    fs::write(path, fields.to_string()).unwrap();
+    assert_eq!(Config::parse(&fields.to_string()).unwrap().parts, config.parts);
+}
+
 /// A folder with a model, a text, and room for checkpoints.
 pub(crate) struct Place {
     folder: TempDir,
@@ -56,6 +90,9 @@ impl Place {
     pub(crate) fn new(config: &Config) -> Self {
         let folder = tempfile::tempdir().unwrap();
         random_model::write(&folder.path().join("model"), config, 7, DType::F32).unwrap();
+        if config.family == "qwen3_moe" {
+            describe_qwen(&folder.path().join("model/config.json"), config);
+        }
         let text: String = (0..60).map(|i| format!("{i} sheep jump over {} fences. ", i * i % 17)).collect();
         fs::write(folder.path().join("text"), text).unwrap();
         Self { folder }

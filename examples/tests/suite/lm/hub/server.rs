@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Write};
-use std::net::{TcpListener, TcpStream};
+use std::net::{Shutdown, TcpListener, TcpStream};
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
@@ -18,8 +18,12 @@ pub(super) enum Manner {
     Silent,
     /// Only so many bytes, and then nothing.
     Stops(usize),
-    /// After a pause.
+    /// After a pause behind the headers.
     Late(Duration),
+    /// Not: the place where it lies has no such file at the moment.
+    Gone,
+    /// Without its size, to the end of the connection, after so many bytes.
+    Unsized(usize),
 }
 
 /// What the server has, and the files that it was asked to send.
@@ -122,10 +126,10 @@ impl Server {
             // Answers without a body are those before the one with the file.
             let sent = match manner.filter(|_| !body.is_empty()) {
                 None => send(head.as_bytes()).and_then(|()| send(&body)),
-                Some(Manner::Late(pause)) => {
+                Some(Manner::Late(pause)) => send(head.as_bytes()).and_then(|()| {
                     thread::sleep(pause);
-                    send(head.as_bytes()).and_then(|()| send(&body))
-                }
+                    send(&body)
+                }),
                 Some(Manner::Stops(count)) => {
                     send(head.as_bytes()).and_then(|()| send(&body[..count])).ok();
                     thread::sleep(Duration::from_secs(60));
@@ -135,6 +139,14 @@ impl Server {
                     thread::sleep(Duration::from_secs(60));
                     return;
                 }
+                Some(Manner::Unsized(count)) => {
+                    send(format!("HTTP/1.1 {status}\r\nConnection: close\r\n{more}\r\n").as_bytes())
+                        .and_then(|()| send(&body[..count]))
+                        .ok();
+                    stream.shutdown(Shutdown::Both).ok();
+                    return;
+                }
+                Some(Manner::Gone) => unreachable!("nothing is sent"),
             };
             if sent.is_err() {
                 return;
@@ -145,8 +157,9 @@ impl Server {
     fn reply(&self, path: &str, headers: &BTreeMap<String, String>) -> Answer {
         let nothing = |status| (status, String::new(), Vec::new());
         let path = path.trim_start_matches('/');
-        let is_redirected = path.starts_with("cdn/");
-        let path = path.trim_start_matches("cdn/");
+        let (is_mirrored, is_stored) = (path.starts_with("mirror/"), path.starts_with("store/"));
+        let is_redirected = is_mirrored || is_stored;
+        let path = path.trim_start_matches("mirror/").trim_start_matches("store/");
         let Some((repo, rest)) = path.split_once("/resolve/") else { return nothing("404 Not Found") };
         let Some((revision, file)) = rest.split_once('/') else { return nothing("404 Not Found") };
         let mut state = self.state.lock().unwrap();
@@ -174,19 +187,24 @@ impl Server {
             return nothing("500 Internal Server Error");
         }
         let Some(bytes) = state.commits[commit].get(&format!("{repo}/{file}")).cloned() else {
-            return nothing("404 Not Found");
+            return ("404 Not Found", "X-Error-Code: EntryNotFound\r\n".into(), Vec::new());
         };
         let called = state.called.clone().unwrap_or_else(|| COMMITS[commit].to_owned());
         let etag = bytes.iter().fold(commit as u64, |hash, byte| hash.wrapping_mul(31).wrapping_add(u64::from(*byte)));
         let about = format!("ETag: \"{etag:x}\"\r\nX-Repo-Commit: {called}\r\n");
-        // Weights lie elsewhere, for whom the token is not.
-        if file.ends_with(".safetensors") && !is_redirected {
-            let address = self.address.replace("127.0.0.1", "localhost");
-            return (
-                "302 Found",
-                format!("{about}Location: {address}/cdn/{repo}/resolve/{}/{file}\r\n", COMMITS[commit]),
-                Vec::new(),
-            );
+        // Weights lie elsewhere, for whom the token is not: a mirror knows the place, which says nothing of commits.
+        let address = self.address.replace("127.0.0.1", "localhost");
+        let location = |place| format!("Location: {address}/{place}/{repo}/resolve/{}/{file}\r\n", COMMITS[commit]);
+        if is_mirrored {
+            return ("302 Found", location("store"), Vec::new());
+        }
+        if file.ends_with(".safetensors") && !is_stored {
+            let size = format!("X-Linked-Size: {}\r\n", bytes.len());
+            return ("302 Found", about + &size + &location("mirror"), Vec::new());
+        }
+        let about = if is_stored { "ETag: \"elsewhere\"\r\n".to_owned() } else { about };
+        if matches!(state.manners.get(file), Some(Manner::Gone)) {
+            return nothing("404 Not Found");
         }
         let range = headers.get("range").and_then(|range| range.strip_prefix("bytes=")?.split_once('-'));
         let (from, to) = range.map_or((0, ""), |(from, to)| (from.parse().unwrap(), to));
