@@ -6,7 +6,7 @@
 # Builds the simulated driver (nccl-sim) and links the tests with it. Runs each SUITE on N simulated GPUs (default: 1, 2
 # and 4 in turn) with each seed from SEED on (default: one seed, 0). A seed chooses the order in which the streams run.
 # Each seed has a start of the program of its own, unless --starts says fewer: then the worlds of a start take its seeds
-# in turn.
+# in turn, and all seeds must be taken. Ranks that are processes take one seed per start.
 # A SUITE is a filter of candle-dist's tests (default: nccl::), CRATE/FILTER for those of another crate, or processes or
 # processes/FILTER for ranks that are processes.
 # The last line is "seeds N races N failed N": how many seeds were used, how many faults the simulator found, and how many
@@ -106,6 +106,7 @@ log="$folder/log" failed=0 runs=0
 : >"$SIM_REPORT"
 : >"$folder/skipped"
 # The starts, and how many seeds each has.
+asked_starts=$starts
 ((starts > 0 && starts <= seeds)) || starts=$seeds
 each=$(((seeds + starts - 1) / starts))
 export SIM_USED="$folder/used" SIM_SEEDS=$each
@@ -131,5 +132,11 @@ sort "$folder/skipped" | uniq -c | sort -rn | head -n 60
 echo "runs $runs, tests or cases skipped $(wc -l <"$folder/skipped")"
 races="$(wc -l <"$SIM_REPORT")"
 [ "$races" -eq 0 ] || sort "$SIM_REPORT" | uniq | head -n 40
-echo "seeds $(sort -u "$SIM_USED" | wc -l) races $races failed $failed"
+used="$(sort -u "$SIM_USED" | wc -l)"
+# Worlds that share a start may be fewer than its seeds. Processes take one seed per start.
+if ((asked_starts > 0 && used < seeds)) && [ "${crates[*]}" != processes ]; then
+  echo "error: the worlds took $used of $seeds seeds; ask for fewer, or for more starts" >&2
+  failed=$((failed + 1))
+fi
+echo "seeds $used races $races failed $failed"
 [ "$races" -eq 0 ] && [ "$failed" -eq 0 ]

@@ -36,7 +36,10 @@ impl Clock {
 
 /// A point in a stream, with its clock once the stream has passed it.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Mark(Arc<Mutex<Option<(Arc<Clock>, Instant)>>>);
+pub(crate) struct Mark(Arc<Mutex<Option<Passed>>>);
+
+/// When a stream passed a point, by its clock and by the host's.
+type Passed = (Arc<Clock>, Instant);
 
 impl Mark {
     pub(crate) fn passed(&self) -> Option<Arc<Clock>> {

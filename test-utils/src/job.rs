@@ -10,6 +10,9 @@ use std::time::{Duration, Instant};
 /// The variable with the arguments' name of the scenario that a process of a [`Job`] runs.
 const SCENARIO: &str = "CANDLE_TEST_SCENARIO";
 
+/// What a process says if another program has its port.
+const TAKEN: &str = "is taken by another program";
+
 /// A job that runs a scenario of this program on several processes.
 ///
 /// Each process runs `main` again, with torchrun's variables, and finds its scenario with [`Job::scenario`].
@@ -27,8 +30,8 @@ pub struct Outcome {
     pub out: String,
     /// What it printed to the standard error.
     pub err: String,
-    /// Whether it ended by itself and without an error.
-    pub is_success: bool,
+    /// The status with which it ended by itself; `None` if a signal ended it, also after the deadline.
+    pub code: Option<i32>,
 }
 
 impl Job {
@@ -48,11 +51,22 @@ impl Job {
         std::env::var(SCENARIO).ok()
     }
 
-    /// Runs the job. Returns how its processes ended, in rank order.
+    /// Runs the job. Returns how its processes ended, in rank order. Tries again if another program takes the port.
     ///
     /// # Panics
     /// If no process can be started.
     pub fn run(&self) -> Vec<Outcome> {
+        let is_taken = |outcome: &Outcome| [&outcome.out, &outcome.err].iter().any(|text| text.contains(TAKEN));
+        for _ in 0..2 {
+            let outcomes = self.run_once();
+            if !outcomes.iter().any(is_taken) {
+                return outcomes;
+            }
+        }
+        self.run_once()
+    }
+
+    fn run_once(&self) -> Vec<Outcome> {
         let until = Instant::now() + self.deadline;
         // Simulated GPUs of several processes meet in a folder.
         let folder = Scratch::new("job");
@@ -85,13 +99,13 @@ impl Job {
 /// A process of a job.
 struct Running {
     child: Child,
-    out: JoinHandle<String>,
-    err: JoinHandle<String>,
+    out: Option<JoinHandle<String>>,
+    err: Option<JoinHandle<String>>,
 }
 
 impl Running {
     fn new(mut child: Child) -> Self {
-        let (out, err) = (reader(child.stdout.take()), reader(child.stderr.take()));
+        let (out, err) = (Some(reader(child.stdout.take())), Some(reader(child.stderr.take())));
         Self { child, out, err }
     }
 
@@ -100,17 +114,27 @@ impl Running {
         let status = loop {
             match self.child.try_wait() {
                 Ok(None) if Instant::now() < until => thread::sleep(Duration::from_millis(5)),
-                Ok(Some(status)) => break Some(status),
-                Ok(None) | Err(_) => {
-                    // It may have ended just now.
-                    let _ = self.child.kill();
-                    let _ = self.child.wait();
-                    break None;
-                }
+                Ok(status) => break status,
+                Err(_) => break None,
             }
         };
-        let text = |reader: JoinHandle<String>| reader.join().unwrap_or_default();
-        Outcome { out: text(self.out), err: text(self.err), is_success: status.is_some_and(|status| status.success()) }
+        self.end();
+        let text = |reader: &mut Option<JoinHandle<String>>| reader.take().and_then(|reader| reader.join().ok());
+        let (out, err) = (text(&mut self.out).unwrap_or_default(), text(&mut self.err).unwrap_or_default());
+        Outcome { out, err, code: status.and_then(|status| status.code()) }
+    }
+
+    /// Kills the process, unless it has ended.
+    fn end(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        // Also if another rank cannot be started.
+        self.end();
     }
 }
 

@@ -5,11 +5,12 @@
 use candle_core::{DType, Device, Tensor};
 use candle_dist::init::{Backend, InitOptions};
 use candle_dist::testing::{FAILURES, GROUPS, lack};
-use candle_dist::{Error, RankContext, ReduceOp, World, round_grads};
+use candle_dist::{Error, ProcessGroup, RankContext, ReduceOp, World, round_grads};
 use candle_nn::{Optimizer, SGD};
 use candle_shard::nn::{Mode, ShardedVarBuilder};
 use candle_shard::{DTensor, Replicate};
 use std::process::ExitCode;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use test_utils::model_args::ModelArgs;
 use test_utils::toy::Transformer;
@@ -17,14 +18,25 @@ use test_utils::{Job, Outcome, over_nccl, skip, skipped, worlds};
 
 type Work = fn(&RankContext) -> Result<(), Error>;
 
-/// What the processes do, with the text that all say in the end, and whether one of them says something else.
-const SCENARIOS: [(&str, Work, &str, bool); 5] = [
-    ("conformance", conform, "fine", false),
-    ("training", train, "fine", false),
-    ("calls that differ on the GPU", differ_on_the_gpu, "(reduction differs)", false),
-    ("an early return", return_early, "rank 0 returned while other ranks wait for it", true),
-    ("an unread message", leave_a_message, "fine", false),
+/// What the processes do, with the text that all say in the end, whether one of them says something else, and how many
+/// seconds it may take.
+const SCENARIOS: [(&str, Work, &str, bool, u64); 8] = [
+    ("conformance", conform, "fine", false, LIMIT),
+    ("training", train, "fine", false, LIMIT),
+    ("calls that differ on the GPU", differ_on_the_gpu, "(reduction differs)", false, LIMIT),
+    ("a last call that differs on the GPU", differ_at_last, "started) differs)", false, SOON),
+    ("an early return", return_early, "rank 0 returned while other ranks wait for it", true, LIMIT),
+    ("an unread message", |ctx| leave_a_message(ctx.group(), ctx), "fine", false, SOON),
+    ("an unread message of a dropped group", leave_a_message_in_a_group, "fine", false, SOON),
+    ("an unread message of a group that is kept", leave_a_message_and_the_group, "fine", false, SOON),
 ];
+
+/// How long a rank may wait in one call.
+const TIMEOUT: Duration = Duration::from_secs(60);
+/// How many seconds a job may take.
+const LIMIT: u64 = 120;
+/// Less than the timeout.
+const SOON: u64 = 40;
 
 fn main() -> ExitCode {
     if let Some(scenario) = Job::scenario() {
@@ -34,43 +46,64 @@ fn main() -> ExitCode {
         skip("needs NCCL");
         return ExitCode::SUCCESS;
     }
-    let wanted = std::env::args().nth(1).unwrap_or_default();
-    let failures = FAILURES.iter().map(|failure| (failure.name, failure.text, failure.silent));
-    let others = SCENARIOS.iter().map(|(name, _, text, silent)| (*name, *text, *silent));
-    let all = others.chain(failures).filter(|(name, ..)| name.contains(&wanted));
-    let mut failed = 0;
+    let wanted = match &std::env::args().skip(1).collect::<Vec<_>>()[..] {
+        [] => String::new(),
+        [wanted] if !wanted.starts_with('-') => wanted.clone(),
+        other => {
+            eprintln!("error: {other:?}: give a part of the names of the scenarios, or nothing");
+            return ExitCode::FAILURE;
+        }
+    };
+    let failures = FAILURES.iter().map(|failure| (failure.name, failure.text, failure.silent, LIMIT));
+    let others = SCENARIOS.iter().map(|(name, _, text, silent, limit)| (*name, *text, *silent, *limit));
+    let all: Vec<_> = others.chain(failures).filter(|(name, ..)| name.contains(&wanted)).collect();
+    if all.is_empty() {
+        eprintln!("error: no scenario matches {wanted:?}");
+        return ExitCode::FAILURE;
+    }
+    let (mut ran, mut failed) = (0, 0);
     for size in worlds(2..=8) {
-        for (name, text, is_silent) in all.clone() {
+        for &(name, text, is_silent, limit) in &all {
             if let Some(why) = lack("nccl", name) {
                 skip(&format!("{name}: {why}"));
                 continue;
             }
             let began = Instant::now();
-            let outcomes = Job::new(name, size).deadline(Duration::from_secs(240)).run();
+            let outcomes = Job::new(name, size).deadline(Duration::from_secs(limit)).run();
             let right = is_right(&outcomes, text, is_silent);
             println!("{} {name} on {size} processes, {:.1?}", if right { "ok" } else { "FAILED" }, began.elapsed());
+            ran += 1;
             if !right {
                 failed += 1;
                 for (rank, outcome) in outcomes.iter().enumerate() {
-                    println!("-- rank {rank}, success {}\n{}\n{}", outcome.is_success, outcome.out, outcome.err);
+                    println!("-- rank {rank}, status {:?}\n{}\n{}", outcome.code, outcome.out, outcome.err);
                 }
             }
         }
     }
-    println!("{failed} failed, {} skipped", skipped());
-    if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    println!("{ran} ran, {failed} failed, {} skipped", skipped());
+    if failed == 0 && ran + skipped() > 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-/// Returns whether all processes said the same with this text, except for one that is silent: it panics or returns.
+/// Returns whether all processes said the same with this text, except for one that is silent: it panics or returns. Each
+/// must end by itself, with the status that fits to what it said.
 fn is_right(outcomes: &[Outcome], text: &str, is_silent: bool) -> bool {
     let counts = |line: &&str| !(is_silent && *line == "fine");
-    let said: Vec<&str> = outcomes.iter().filter_map(said).filter(counts).collect();
-    let enough = said.len() + usize::from(is_silent) >= outcomes.len();
-    enough && !said.is_empty() && said.iter().all(|line| *line == said[0] && line.contains(text))
+    let said_all: Vec<&str> = outcomes.iter().filter_map(said).filter(counts).collect();
+    let enough = said_all.len() + usize::from(is_silent) >= outcomes.len();
+    let has_ended = |outcome: &Outcome| match said(outcome) {
+        Some("fine") => outcome.code == Some(0),
+        _ => outcome.code == Some(1),
+    };
+    enough
+        && outcomes.iter().all(has_ended)
+        && !said_all.is_empty()
+        && said_all.iter().all(|line| *line == said_all[0] && line.contains(text))
 }
 
+/// Returns what a process said at last.
 fn said(outcome: &Outcome) -> Option<&str> {
-    outcome.out.lines().find_map(|line| line.strip_prefix("SAYS "))
+    outcome.out.lines().rev().find_map(|line| line.strip_prefix("SAYS "))
 }
 
 /// Runs a scenario as one rank.
@@ -78,14 +111,25 @@ fn one_rank(name: &str) -> ExitCode {
     let work = SCENARIOS.iter().find(|(known, ..)| *known == name).map(|(_, work, ..)| *work);
     let failure = FAILURES.iter().find(|failure| failure.name == name).map(|failure| failure.run);
     let work = work.or(failure).expect("a scenario of this name");
-    let options = InitOptions::new().timeout(Duration::from_secs(60));
+    let options = InitOptions::new().timeout(TIMEOUT);
+    let was_fine = AtomicBool::new(false);
     let outcome = World::processes(Backend::Nccl, options).run(|ctx| {
         let done = work(ctx);
-        let text = done.as_ref().err().map_or("fine".to_string(), |error| error.to_string().replace('\n', " |"));
-        println!("SAYS {text}");
+        let text = done.as_ref().err().map_or("fine".to_string(), |error| error.to_string());
+        say(&text);
+        was_fine.store(done.is_ok(), Ordering::Relaxed);
         done
     });
-    if outcome.is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    let Err(error) = outcome else { return ExitCode::SUCCESS };
+    // It may fail after its work.
+    if was_fine.into_inner() {
+        say(&error.message);
+    }
+    ExitCode::FAILURE
+}
+
+fn say(text: &str) {
+    println!("SAYS {}", text.replace('\n', " |"));
 }
 
 fn conform(ctx: &RankContext) -> Result<(), Error> {
@@ -146,6 +190,18 @@ fn differ_on_the_gpu(ctx: &RankContext) -> Result<(), Error> {
     Ok(())
 }
 
+/// Nothing is called or read after the call that differs. NCCL does not notice this difference.
+fn differ_at_last(ctx: &RankContext) -> Result<(), Error> {
+    let x = Tensor::ones(6, DType::F32, ctx.device())?;
+    ctx.group().all_reduce(&x, ReduceOp::Sum)?;
+    // The first rank has returned before the others make their calls.
+    std::thread::sleep(Duration::from_millis(300 * ctx.rank() as u64));
+    match ctx.rank() {
+        1 => ctx.group().all_reduce_start(&x, ReduceOp::Sum)?.wait().map(drop),
+        _ => ctx.group().all_reduce(&x, ReduceOp::Sum).map(drop),
+    }
+}
+
 /// Rank 0 returns; the others wait for it on the GPU, outside of any call.
 fn return_early(ctx: &RankContext) -> Result<(), Error> {
     let x = Tensor::ones(6, DType::F32, ctx.device())?;
@@ -161,13 +217,25 @@ fn return_early(ctx: &RankContext) -> Result<(), Error> {
 }
 
 /// Every rank sends two messages, and only the first is received.
-fn leave_a_message(ctx: &RankContext) -> Result<(), Error> {
-    let (g, n, began) = (ctx.group(), ctx.world_size(), Instant::now());
+fn leave_a_message(g: &ProcessGroup, ctx: &RankContext) -> Result<(), Error> {
+    let n = ctx.world_size();
     for value in [1.0, 2.0] {
         g.send(&(Tensor::ones(100, DType::F32, ctx.device())? * value)?, (ctx.rank() + 1) % n)?;
     }
     let made = g.recv(100, DType::F32, (ctx.rank() + n - 1) % n)?;
     assert_eq!(made.to_vec1::<f32>()?, [1.0; 100]);
-    assert!(began.elapsed() < Duration::from_secs(30));
+    Ok(())
+}
+
+fn leave_a_message_in_a_group(ctx: &RankContext) -> Result<(), Error> {
+    let group = ctx.group().subgroup(&(0..ctx.world_size()).collect::<Vec<_>>())?;
+    leave_a_message(&group, ctx)
+}
+
+/// The group outlives the rank, as in a mesh or a model that the program keeps.
+fn leave_a_message_and_the_group(ctx: &RankContext) -> Result<(), Error> {
+    let group = ctx.group().subgroup(&(0..ctx.world_size()).collect::<Vec<_>>())?;
+    leave_a_message(&group, ctx)?;
+    std::mem::forget(group);
     Ok(())
 }

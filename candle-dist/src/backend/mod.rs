@@ -124,7 +124,10 @@ pub trait Backend: Send + Sync + fmt::Debug {
         Err(outputs::unsupported(self.name(), "name the ranks that are missing at a barrier"))
     }
     /// Ends what a rank that is a process still does for others. It has told them that it ends, and still hears of them.
-    fn finish(&self) {}
+    /// Returns the failure of the world if the rank's results depend on what has not ended well.
+    fn finish(&self) -> Result<()> {
+        Ok(())
+    }
     /// Creates a group of some members, given as ranks of this group in the new order. Only these members call it.
     fn subgroup(&self, members: &[usize]) -> Result<Arc<dyn Backend>>;
     /// Stops this group's world, unless it has stopped. Every rank's failure then blames this rank.

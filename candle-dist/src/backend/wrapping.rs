@@ -151,8 +151,8 @@ impl<W: Wrapping> Backend for W {
         self.inner().monitored_barrier(call, timeout)
     }
 
-    fn finish(&self) {
-        self.inner().finish();
+    fn finish(&self) -> Result<()> {
+        self.inner().finish()
     }
 
     fn subgroup(&self, members: &[usize]) -> Result<Arc<dyn Backend>> {

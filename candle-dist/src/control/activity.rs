@@ -82,11 +82,12 @@ impl Activity {
         (channel, *nth - 1)
     }
 
-    /// Forgets a group and its channels. Returns the number of rounds entered on each.
-    pub(super) fn forget(&mut self, group: u64) -> Vec<(u64, u64)> {
+    /// Forgets a group and its channels, with `others` that the caller has numbered. Returns the number of rounds entered
+    /// on each.
+    pub(super) fn forget(&mut self, group: u64, others: &[u64]) -> Vec<(u64, u64)> {
         let channels = self.channels.remove(&group).unwrap_or_default();
         let entered = |id| Some((id, self.rounds.remove(&id)?));
-        let entered = channels.iter().copied().chain([group]).filter_map(entered).collect();
+        let entered = channels.iter().chain(others).copied().chain([group]).filter_map(entered).collect();
         channels.iter().for_each(|channel| _ = self.messages.remove(channel));
         entered
     }
@@ -129,6 +130,12 @@ impl Activity {
             Waiting::Call(_, Some(meeting)) => meeting.ranks.iter().copied().find(|rank| self.lacks(*rank, meeting)),
             Waiting::Call(_, None) | Waiting::Value(_) => None,
         })
+    }
+
+    /// Returns whether a rank has ended.
+    #[cfg(feature = "nccl")]
+    pub(super) fn has_anyone_left(&self) -> bool {
+        !self.left.is_empty()
     }
 
     pub(super) fn lacks(&self, rank: usize, meeting: &Meeting) -> bool {
@@ -198,7 +205,7 @@ mod tests {
             let (channel, number) = me.message(group, 0, 1, nth);
             me.count(channel, number);
             me.count(group, 0);
-            assert_eq!(me.forget(group), [(channel, 1), (group, 1)]);
+            assert_eq!(me.forget(group, &[]), [(channel, 1), (group, 1)]);
             let (channel, number) = me.message(world, 0, 1, nth);
             me.count(channel, number);
         }
@@ -208,11 +215,25 @@ mod tests {
     }
 
     #[test]
+    fn channels_that_a_backend_numbers_are_forgotten_with_their_group() {
+        let mut me = Activity::default();
+        for group in 0..1000 {
+            for channel in [group + 10_000, group + 20_000] {
+                me.count(channel, 2);
+            }
+            me.count(group, 0);
+            let forgotten = me.forget(group, &[group + 10_000, group + 20_000, 5]);
+            assert_eq!(forgotten, [(group + 10_000, 3), (group + 20_000, 3), (group, 1)]);
+        }
+        assert!(me.rounds.is_empty());
+    }
+
+    #[test]
     fn groups_of_the_same_members_have_ids_of_their_own() {
         let mut me = Activity::default();
         let ids = [[0, 1], [0, 1], [1, 0], [0, 2]].map(|ranks| me.join(&ranks));
         assert!(ids.iter().enumerate().all(|(i, id)| !ids[..i].contains(id)), "{ids:?}");
-        me.forget(ids[0]);
+        me.forget(ids[0], &[]);
         assert!(!ids.contains(&me.join(&[0, 1])), "also after one of them was forgotten");
     }
 

@@ -55,6 +55,8 @@ struct Seat {
     link: Option<Link<Notice>>,
     is_open: bool,
     end: Option<End>,
+    /// Whether the rank has ended the connection itself.
+    is_gone: bool,
     lost: Option<String>,
     says: Option<String>,
     /// The rounds that the rank had entered, as reported before its goodbye.
@@ -190,7 +192,9 @@ impl Hub {
             Event::Message(request, payload) => table.request(rank, request, payload),
             Event::Ended(how) => {
                 table.seats[rank].is_open = false;
-                if table.seats[rank].end.is_none() {
+                let seat = &table.seats[rank];
+                // After its goodbye, a rank may have died with messages that others wait for.
+                if seat.end.is_none() || matches!(seat.end, Some(End::Returned)) && !seat.is_gone {
                     table.seats[rank].lost = Some(how.clone());
                     table.stop(Cause::Lost { rank, how });
                 }
@@ -303,6 +307,7 @@ impl Table {
                 self.departed.note(rank, group, members, rounds, is_all);
             }
             Request::Rounds(rounds) => self.seats[rank].rounds.extend(rounds),
+            Request::Gone => self.seats[rank].is_gone = true,
             Request::Goodbye { end } => {
                 let cause = end.cause(rank);
                 self.seats[rank].end = Some(end);

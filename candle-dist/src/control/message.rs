@@ -31,8 +31,10 @@ pub(super) enum Request {
     Dropped { group: u64, members: usize, rounds: Vec<(u64, u64)>, is_all: bool },
     /// The rounds per group and channel before a goodbye, in several messages.
     Rounds(Vec<(u64, u64)>),
-    /// This rank ends.
+    /// This rank ends. It may still deliver messages.
     Goodbye { end: End },
+    /// This rank has done all that others may need, and ends the connection.
+    Gone,
 }
 
 /// A message from rank 0 to a process.

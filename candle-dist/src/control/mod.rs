@@ -92,7 +92,7 @@ impl Membership {
 
 impl Drop for Membership {
     fn drop(&mut self) {
-        self.watch.forget(self.id, self.size);
+        self.watch.forget(self.id, &[], self.size);
     }
 }
 
@@ -189,8 +189,8 @@ impl Control {
     }
 
     /// Like [`enter_shared`](Self::enter_shared), and always compares the call with those of the other members. Without
-    /// debug mode, only collectives on the host and barriers wait for this, because their results are waited for anyway;
-    /// others that differ stop the world soon after.
+    /// debug mode, only collectives on the host and barriers wait for this, because their results are waited for anyway.
+    /// Others stop the world later if they differ: [`agree`](Self::agree) waits for that.
     #[cfg(feature = "nccl")]
     pub(crate) fn enter_compared(
         &self,
@@ -201,10 +201,28 @@ impl Control {
     ) -> Result<Entered<'_>> {
         let is_message = matches!(call.op, Op::Send | Op::Recv);
         let on_host = call.op == Op::Barrier || call.device == DeviceLocation::Cpu;
-        let waits = on_host && !is_message && call.form != Form::Started;
-        let how = if self.debug || waits { How::Compared } else { How::ComparedLater };
+        // A started call is entered once, so nothing waits for it but the end of the rank.
+        let waits = call.form != Form::Started && (self.debug || on_host && !is_message);
+        let how = if waits { How::Compared } else { How::ComparedLater };
         let doing = self.watch.enter(Meeting::new(group, ranks, round), call, how, self.timeout)?;
         Ok(Entered { watch: &self.watch, doing })
+    }
+
+    /// Forgets a group of `members` ranks, and `channels`, whose messages the backend has numbered.
+    #[cfg(feature = "nccl")]
+    pub(crate) fn forget(&self, group: u64, channels: &[u64], members: usize) {
+        self.watch.forget(group, channels, members);
+    }
+
+    /// Waits until all calls that are compared later are known to be equal, for at most the timeout of the world.
+    pub(crate) fn agree(&self) -> Result<()> {
+        self.watch.agree(self.timeout)
+    }
+
+    /// Returns whether a rank has ended.
+    #[cfg(feature = "nccl")]
+    pub(crate) fn has_anyone_left(&self) -> bool {
+        self.watch.has_anyone_left()
     }
 
     /// Returns whether a rank has ended without entering this round of a group or channel.
@@ -260,8 +278,10 @@ impl Control {
         self.watch.announce(end);
     }
 
-    /// Says goodbye unless that is done, and reports how this rank ended. After a failure, it returns within seconds. Without one, rank 0
-    /// stays until all ranks have ended, however long they compute alone.
+    /// Says goodbye unless that is done, reports how this rank ended, and ends the connection.
+    ///
+    /// After a failure, it returns within seconds. Without one, rank 0 stays until all ranks have ended, however long they
+    /// compute alone.
     pub(crate) fn leave(&self, end: End) {
         let Some((link, server)) = self.ties.lock().take() else { return };
         self.watch.announce(end);

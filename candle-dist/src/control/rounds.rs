@@ -1,4 +1,4 @@
-//! Debug mode: compares the calls of a round once all members have entered.
+//! Compares the calls of a round once all members have entered: in debug mode, and always for NCCL.
 use super::signature::Signature;
 use crate::Cause;
 use std::collections::hash_map::Entry;

@@ -10,12 +10,15 @@ use crate::link::{Event, Outbox};
 use crate::values::{Change, Outcome};
 use crate::{Cause, Error, GroupFailure, RankReport, Result};
 use parking_lot::{Condvar, Mutex, MutexGuard};
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 /// How long to wait for rank 0 to gather the reports of all ranks, which takes a third of a second.
 const VERDICT: Duration = Duration::from_secs(5);
+
+/// How many calls of a rank may wait for their comparison, which bounds the memory for them here and at rank 0.
+const MAX_LATER: usize = 4096;
 
 /// The state of one process.
 #[derive(Debug)]
@@ -54,10 +57,15 @@ struct Heard {
     leaving: HashMap<usize, Vec<(u64, u64)>>,
     /// The rounds that are compared and that a thread here waits for, with whether all members' calls are equal.
     compared: HashMap<(u64, u64), bool>,
+    /// The rounds that are compared while this rank goes on, until all members' calls are equal. A send is not among them,
+    /// because nobody may receive it.
+    later: HashSet<(u64, u64)>,
     /// Whether this process has said goodbye.
     announced: bool,
     /// Whether this process may end.
     bye: bool,
+    /// Whether this process ends the connection.
+    parted: bool,
     ended: bool,
 }
 
@@ -113,6 +121,7 @@ impl Watch {
                 heard.answers.insert(id, Answer::Changed(outcome, bytes));
             }
             Event::Message(Notice::Agreed { group, round }, _) => {
+                heard.later.remove(&(group, round));
                 if let Some(agreed) = heard.compared.get_mut(&(group, round)) {
                     *agreed = true;
                 }
@@ -134,7 +143,8 @@ impl Watch {
             Event::Message(Notice::Bye, _) => heard.bye = true,
             Event::Ended(how) => {
                 heard.ended = true;
-                if !heard.bye && heard.missing.is_none() {
+                // Rank 0 keeps the connection until this process ends it, also after the goodbye.
+                if !heard.parted && heard.missing.is_none() {
                     let mut ranks = vec![State::Silent; self.size];
                     ranks[0] = State::Lost(how.clone());
                     self.settle(Cause::Lost { rank: 0, how }, ranks);
@@ -318,7 +328,9 @@ impl Watch {
         let is_new = heard.activity.count(key.0, key.1);
         let waits = call.op != Op::Send && !(is_new && call.form == Form::Started);
         if how != How::Noted && is_new {
-            if call.op != Op::Send && how != How::ComparedLater {
+            if how == How::ComparedLater && call.op != Op::Send {
+                heard.later.insert(key);
+            } else if call.op != Op::Send {
                 heard.compared.insert(key, false);
             }
             self.send(Request::Enter(Box::new(Signature::new(key.0, &meeting.ranks, key.1, call))), &[]);
@@ -329,6 +341,10 @@ impl Watch {
             let error = self.fail(Cause::Returned { rank });
             self.leave(doing);
             return Err(error);
+        }
+        if heard.later.len() > MAX_LATER {
+            let compared = self.wait(heard, timeout, |heard| (heard.later.len() <= MAX_LATER).then_some(()));
+            return compared.map(|()| doing).inspect_err(|_| self.leave(doing));
         }
         if waits && heard.compared.contains_key(&key) {
             let agreed = |heard: &mut Heard| match heard.compared.get(&key) {
@@ -345,6 +361,21 @@ impl Watch {
             }
         }
         Ok(doing)
+    }
+
+    /// Waits until all calls that are compared later are known to be equal.
+    pub(super) fn agree(&self, timeout: Duration) -> Result<()> {
+        let heard = self.heard.lock();
+        if heard.later.is_empty() {
+            return Ok(());
+        }
+        self.wait(heard, timeout, |heard| heard.later.is_empty().then_some(()))
+    }
+
+    /// Returns whether a rank has ended.
+    #[cfg(feature = "nccl")]
+    pub(super) fn has_anyone_left(&self) -> bool {
+        self.heard.lock().activity.has_anyone_left()
     }
 
     /// Returns whether a rank has ended without entering this round.
@@ -368,10 +399,11 @@ impl Watch {
         self.heard.lock().activity.message(group, from, to, tag)
     }
 
-    /// Forgets a group of `members` ranks. Rank 0 remembers its rounds until all members have forgotten it.
-    pub(super) fn forget(&self, group: u64, members: usize) {
+    /// Forgets a group of `members` ranks, and `channels` with it. Rank 0 remembers its rounds until all members have
+    /// forgotten it.
+    pub(super) fn forget(&self, group: u64, channels: &[u64], members: usize) {
         let mut heard = self.heard.lock();
-        let rounds = heard.activity.forget(group);
+        let rounds = heard.activity.forget(group, channels);
         // Removes calls that were started but never waited for.
         heard.compared.retain(|(id, _), _| *id != group && !rounds.iter().any(|(other, _)| other == id));
         if members > 1 {
@@ -401,6 +433,7 @@ impl Watch {
         let is_free = |heard: &Heard| heard.bye || heard.ended || heard.missing.is_some();
         while !is_free(&heard) && !self.changed.wait_until(&mut heard, deadline).timed_out() {}
         // From now on, the end of the connection is not a failure.
-        heard.bye = true;
+        heard.parted = true;
+        self.send(Request::Gone, &[]);
     }
 }

@@ -63,11 +63,11 @@ impl ProcessGroup {
         Self { backend, posts: Arc::default(), timeout: None }
     }
 
-    /// Returns the backend, to be wrapped by another one.
     pub(crate) fn shared_backend(&self) -> Arc<dyn Backend> {
         self.backend.clone()
     }
 
+    /// Returns the backend, to be wrapped by another one.
     pub(crate) fn into_backend(self) -> Arc<dyn Backend> {
         self.backend
     }

@@ -30,15 +30,29 @@ enum Guard {
 struct ProcessGuard {
     control: Arc<Control>,
     backend: Arc<dyn Backend>,
+    /// How the rank ended, once the others have been told.
     end: Option<End>,
+}
+
+impl ProcessGuard {
+    /// Tells the others how this rank ends, and does what they still need. Returns a failure that its result depends on.
+    fn end(&mut self, end: End) -> Result<()> {
+        // After the goodbye, it would end before it hears of a difference.
+        let agreed = if matches!(end, End::Returned) { self.control.agree() } else { Ok(()) };
+        self.control.announce(end.clone());
+        self.end = Some(end);
+        let finished = self.backend.finish();
+        agreed.and(finished)
+    }
 }
 
 impl Drop for ProcessGuard {
     fn drop(&mut self) {
-        let end = self.end.take().unwrap_or_else(End::of_thread);
-        self.control.announce(end.clone());
-        self.backend.finish();
-        self.control.leave(end);
+        if self.end.is_none() {
+            // A drop cannot return errors.
+            let _ = self.end(End::of_thread());
+        }
+        self.control.leave(self.end.take().unwrap_or(End::Returned));
     }
 }
 
@@ -117,7 +131,13 @@ impl RankContext {
         }
         match &mut self.guard {
             Guard::Thread(guard) => guard.finish(end),
-            Guard::Process(guard) => guard.end = Some(end),
+            Guard::Process(guard) => {
+                let ended = guard.end(end);
+                if let (Some(_), Err(error)) = (&result, ended) {
+                    blame(self.culprit().unwrap_or(rank), cut_trace(&error.to_string()));
+                    return None;
+                }
+            }
         }
         result
     }

@@ -7,8 +7,9 @@ mod store;
 mod store_backend;
 
 use candle_core::{Device, Tensor};
+use candle_dist::control::Control;
 use candle_dist::init::{InitOptions, init_process_group_with};
-use candle_dist::{RankContext, ReduceOp, Result};
+use candle_dist::{Error, RankContext, ReduceOp, Result};
 use job::{Outcome, finish, say, start, torchrun};
 use std::process::Command;
 use std::sync::Mutex;
@@ -31,6 +32,25 @@ fn signal(name: &str) {
     let done = Command::new("kill").args([name, &std::process::id().to_string()]).status().unwrap();
     assert!(done.success());
     sleep(FOREVER);
+}
+
+/// The scenario in which a rank dies between its goodbye and its end.
+const DIES_LATE: &str = "dies late";
+
+/// What ranks do after their goodbyes: one dies, and the others wait for the failure.
+fn die_late(control: &Control) -> Result<()> {
+    if std::env::var("SCENARIO").unwrap().ends_with(&format!("/{}", control.rank())) {
+        // The others have said goodbye too.
+        sleep(Duration::from_millis(500));
+        signal("-KILL");
+    }
+    for _ in 0..3000 {
+        if let Some(failure) = control.failure() {
+            return Err(Error::Group(failure));
+        }
+        sleep(Duration::from_millis(10));
+    }
+    Ok(())
 }
 
 fn sum(ctx: &RankContext, len: usize) -> Result<Vec<f32>> {
@@ -131,7 +151,7 @@ fn one_rank() {
         "cannot start" if control.rank().to_string() == culprit => {
             Err(candle_dist::Error::Unsupported("no backend here".into()))
         }
-        _ => Ok(StoreBackend::start(control)),
+        _ => Ok(StoreBackend::start(control, if name == DIES_LATE { die_late } else { |_| Ok(()) })),
     });
     let ctx = match started {
         Ok(ctx) => ctx,
@@ -146,6 +166,7 @@ fn one_rank() {
             None if name == store::USES_STORE => store::exercise(ctx)?,
             Some(scenario) if ctx.rank().to_string() == culprit => (scenario.wrong)(ctx)?,
             Some(_) => drop(sum(ctx, 2)?),
+            None if name == DIES_LATE => {}
             None => drop(ctx.mesh(&[("dp", ctx.world_size())])?),
         }
         Ok("fine".to_string())
@@ -192,6 +213,18 @@ fn one_process_goes_wrong_and_all_others_hear_the_same() {
             let is_reported = !(culprit == 0 && text.contains("rank 0 was lost"));
             let sites = text.matches("tests/processes/main.rs:").count();
             assert!(!is_reported || sites >= 2, "{name} {culprit}: what the others were in is told: {text}");
+        }
+    }
+}
+
+#[test]
+fn a_process_that_dies_after_its_goodbye_is_missed() {
+    for culprit in [0, 2] {
+        let outcomes = outcomes(DIES_LATE, culprit, 3);
+        let cause = format!("rank {culprit} was lost: its connection closed without a goodbye");
+        for other in (0..3).filter(|&rank| rank != culprit).map(|rank| &outcomes[rank]) {
+            assert!(!other.is_success, "{culprit}: {outcomes:#?}");
+            assert!(other.said.as_ref().is_some_and(|said| said.contains(&cause)), "{culprit}: {outcomes:#?}");
         }
     }
 }

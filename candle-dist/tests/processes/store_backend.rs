@@ -12,12 +12,14 @@ pub(crate) struct StoreBackend {
     ranks: Vec<usize>,
     group: u64,
     round: AtomicU64,
+    finish: fn(&Control) -> Result<()>,
 }
 
 impl StoreBackend {
-    pub(crate) fn start(control: &Arc<Control>) -> Arc<dyn Backend> {
+    pub(crate) fn start(control: &Arc<Control>, finish: fn(&Control) -> Result<()>) -> Arc<dyn Backend> {
         let ranks: Vec<usize> = (0..control.size()).collect();
-        Arc::new(Self { control: control.clone(), group: group_id(&ranks, 0), ranks, round: AtomicU64::new(0) })
+        let (group, round) = (group_id(&ranks, 0), AtomicU64::new(0));
+        Arc::new(Self { control: control.clone(), group, ranks, round, finish })
     }
 
     fn unsupported(&self, what: &str) -> Error {
@@ -75,6 +77,10 @@ impl Backend for StoreBackend {
 
     fn recv(&self, _: Call) -> Result<Tensor> {
         Err(self.unsupported("messages"))
+    }
+
+    fn finish(&self) -> Result<()> {
+        (self.finish)(&self.control)
     }
 
     fn subgroup(&self, _: &[usize]) -> Result<Arc<dyn Backend>> {

@@ -80,6 +80,7 @@ impl Sim {
     /// A world begins, with a seed of its own: the first communicator when there are none.
     pub(crate) fn begin_world(&mut self) {
         if let Some(seed) = settings::next_seed() {
+            eprintln!("nccl-sim: a world with SIM_SEED={seed}");
             (self.random, self.policy) = (Random::new(seed), Policy::of(seed));
         }
     }

@@ -26,6 +26,8 @@ pub(crate) struct NcclBackend {
     ranks: Vec<usize>,
     me: usize,
     id: u64,
+    /// Whether this is the group of all ranks, whose end is the end of the rank.
+    is_world: bool,
     /// Created by the first call, because many groups are never used.
     comm: Mutex<Option<Arc<Comm>>>,
     rounds: AtomicU64,
@@ -51,13 +53,16 @@ impl NcclBackend {
         check_version(library_version()?).map_err(Error::Unsupported)?;
         devices::check(std::slice::from_ref(device))?;
         let me = watch.rank();
-        Ok(Self::join(Rank::new(watch, device)?, (0..size).collect(), me, device.clone()))
+        let mut world = Self::join(Rank::new(watch, device)?, (0..size).collect(), me, device.clone());
+        world.is_world = true;
+        Ok(world)
     }
 
     fn join(rank: Arc<Rank>, ranks: Vec<usize>, me: usize, device: Device) -> Self {
         let id = rank.next_group(&ranks);
         let (comm, rounds) = (Mutex::default(), AtomicU64::new(0));
-        Self { rank, device, ranks, me, id, comm, rounds, outboxes: Mutex::default(), inboxes: Mutex::default() }
+        let (outboxes, inboxes) = (Mutex::default(), Mutex::default());
+        Self { rank, device, ranks, me, id, is_world: false, comm, rounds, outboxes, inboxes }
     }
 
     fn comm(&self) -> Result<Arc<Comm>> {
@@ -205,6 +210,24 @@ struct Started {
     is_barrier: bool,
 }
 
+impl Drop for NcclBackend {
+    fn drop(&mut self) {
+        if self.is_world {
+            self.rank.lanes.end();
+        }
+        let outboxes = std::mem::take(self.outboxes.get_mut());
+        let inboxes = std::mem::take(self.inboxes.get_mut());
+        let channels: Vec<u64> = outboxes
+            .values()
+            .map(|outbox| outbox.id)
+            .chain(inboxes.keys().map(|&(from, tag)| channel(self.id, from, self.me, tag)))
+            .collect();
+        // Their ends wait for calls under way, in which a rank that returns is still missed.
+        drop((outboxes, inboxes, self.comm.get_mut().take()));
+        self.rank.watch.forget(self.id, &channels, self.ranks.len());
+    }
+}
+
 impl StartedCall for Started {
     fn is_ready(&self) -> Result<bool> {
         self.flight.rank.watch.check()?;
@@ -274,6 +297,7 @@ impl Backend for NcclBackend {
 
     fn send(&self, call: Call, tensor: Tensor) -> Result<()> {
         self.rank.watch.check()?;
+        self.rank.lanes.check()?;
         transfer::check(&call)?;
         let (to, call) = (call.peer.unwrap_or(self.me), Arc::new(call));
         let mut outboxes = self.outboxes.lock();
@@ -309,10 +333,11 @@ impl Backend for NcclBackend {
         Ok(issue_receive(&inbox.comm, &self.rank.device, &call, 0)?.into_tensor())
     }
 
-    fn finish(&self) {
+    fn finish(&self) -> Result<()> {
         // Messages are delivered, or their receivers leave.
-        drop(std::mem::take(&mut *self.outboxes.lock()));
+        self.rank.lanes.end();
         self.rank.settle();
+        self.rank.watch.check()
     }
 
     fn subgroup(&self, members: &[usize]) -> Result<Arc<dyn Backend>> {

@@ -154,6 +154,11 @@ impl Line {
 
     /// Returns the error of an aborted communicator.
     fn stopped(&self) -> Error {
+        if let Limit::Send(sending) = &self.limit
+            && sending.dropped.load(Ordering::Relaxed)
+        {
+            return self.expire(); // the messages after a dropped one are dropped too
+        }
         let unknown = || self.rank.watch.fail_with("NCCL's communicator was aborted".to_string());
         self.rank.watch.failure().map_or_else(unknown, Error::Group)
     }

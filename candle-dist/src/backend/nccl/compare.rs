@@ -1,4 +1,5 @@
-//! Compares the calls of ranks that are threads. NCCL does not: calls that differ end with wrong numbers, or never.
+//! Compares the calls of ranks that are threads, and knows which calls of a process wait for others. NCCL compares nothing:
+//! calls that differ end with wrong numbers, or never.
 use crate::Cause;
 use crate::backend::{Call, Op};
 use parking_lot::Mutex;
@@ -60,6 +61,11 @@ impl Awaited {
     /// Notes the call `round` of this process on a group or channel of `ranks`.
     pub(super) fn note(&self, group: u64, ranks: &[usize], round: u64) {
         self.0.lock().entry(group).or_insert_with(|| (ranks.into(), round)).1 = round;
+    }
+
+    /// Forgets a group or channel.
+    pub(super) fn forget(&self, group: u64) {
+        self.0.lock().remove(&group);
     }
 
     /// Returns a member that has ended without a call that this process has made.
@@ -128,6 +134,9 @@ mod tests {
         assert_eq!(awaited.deserter(ended(4, 2)), None, "it has made both calls");
         assert_eq!(awaited.deserter(ended(4, 1)), Some(4));
         assert_eq!(awaited.deserter(ended(3, 0)), None, "it is no member");
+        awaited.forget(7);
+        assert_eq!(awaited.deserter(ended(4, 1)), None, "the group is gone");
+        assert!(awaited.0.lock().is_empty());
     }
 
     #[test]

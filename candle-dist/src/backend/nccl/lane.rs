@@ -8,6 +8,7 @@ use super::transfer::{Done, issue_send};
 use crate::{Error, Result};
 use candle_core::{Device, Tensor};
 use cudarc::driver::CudaEvent;
+use parking_lot::Mutex;
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -22,10 +23,35 @@ const TIDY: Duration = Duration::from_millis(20);
 pub(super) struct Outbox {
     pub(super) id: u64,
     pub(super) sent: u64,
+    end: Arc<LaneEnd>,
+}
+
+/// What closes a lane. Its rank keeps it until all messages are delivered or dropped.
+pub(super) struct LaneEnd {
     /// `None` after it is closed.
-    queue: Option<Sender<Outgoing>>,
-    courier: Option<JoinHandle<()>>,
+    queue: Mutex<Option<Sender<Outgoing>>>,
+    courier: Mutex<Option<JoinHandle<()>>>,
     sending: Arc<Sending>,
+}
+
+impl LaneEnd {
+    /// Closes the lane, without waiting. The courier still delivers its messages, unless the world fails.
+    pub(super) fn close(&self) {
+        let _ = self.sending.closed.set(Instant::now());
+        *self.queue.lock() = None;
+    }
+
+    /// Returns whether the courier has ended.
+    pub(super) fn is_over(&self) -> bool {
+        self.courier.lock().as_ref().is_none_or(JoinHandle::is_finished)
+    }
+
+    /// Waits until the courier has ended.
+    pub(super) fn join(&self) {
+        let courier = self.courier.lock().take();
+        // It reports its own errors.
+        let _ = courier.map(JoinHandle::join);
+    }
 }
 
 struct Outgoing {
@@ -57,7 +83,7 @@ impl Outbox {
         let (queue, incoming) = channel();
         // Announced here, so that the receiver finds it even if this rank ends soon.
         let announced = rank.announce(id)?;
-        let (rank, name) = (rank.clone(), format!("nccl {} to {}", ends[0], ends[1]));
+        let (owner, rank, name) = (rank, rank.clone(), format!("nccl {} to {}", ends[0], ends[1]));
         let sending = Sending::new(id, ends[1]);
         let (limit, shared) = (Limit::Send(sending.clone()), sending.clone());
         let courier = std::thread::Builder::new().name(name).spawn(move || {
@@ -70,7 +96,10 @@ impl Outbox {
             }
         });
         let courier = courier.map_err(|error| Error::Unsupported(format!("no thread for messages: {error}")))?;
-        Ok(Self { id, sent: 0, queue: Some(queue), courier: Some(courier), sending })
+        let (queue, courier) = (Mutex::new(Some(queue)), Mutex::new(Some(courier)));
+        let end = Arc::new(LaneEnd { queue, courier, sending });
+        owner.lanes.keep(&end)?;
+        Ok(Self { id, sent: 0, end })
     }
 
     /// Hands a tensor on this rank's GPU to the courier thread.
@@ -81,19 +110,20 @@ impl Outbox {
         // The sender waits for this event on a stream of its own, because this thread may go on with the tensor's stream.
         let ready = device.cuda_stream().record_event(None).map_err(cuda)?;
         self.sent += 1;
-        let taken = self.queue.as_ref().is_some_and(|queue| queue.send(Outgoing { tensor, ready }).is_ok());
-        if taken { Ok(()) } else { Err(rank.watch.fail_with("the courier of messages has stopped".to_string())) }
+        let taken = self.end.queue.lock().as_ref().is_some_and(|queue| queue.send(Outgoing { tensor, ready }).is_ok());
+        if taken {
+            return Ok(());
+        }
+        rank.lanes.check()?;
+        Err(rank.watch.fail_with("the courier of messages has stopped".to_string()))
     }
 }
 
 impl Drop for Outbox {
     fn drop(&mut self) {
-        // A closed queue still delivers its messages, unless the world has failed.
-        let _ = self.sending.closed.set(Instant::now());
-        self.queue = None;
-        if let Some(courier) = self.courier.take() {
-            let _ = courier.join();
-        }
+        // Not waited for: a receiver that will not come is known to have left only when it ends, which may wait for this
+        // rank. The end of the rank waits.
+        self.end.close();
     }
 }
 

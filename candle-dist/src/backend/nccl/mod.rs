@@ -12,7 +12,7 @@
 //! | tags | each pair of ranks has a channel per tag, created on first use: use few tags |
 //! | the first call on a group | waits until all members have made theirs, also if it is started |
 //! | a send | never waits; a thread of the backend delivers it when the receiver is ready, however late. A rank that ends waits for its messages until their receivers have returned or the timeout has passed |
-//! | ranks that make different calls | get an error: threads at once; processes soon after, or at once if calls wait for it (`InitOptions::debug`) |
+//! | ranks that make different calls | get an error: threads at once; processes at the latest before the rank ends, or at once if calls wait for it (`InitOptions::debug`) |
 //!
 //! A rank's watchdog checks its communicators several times a second. It aborts them if NCCL reports an error, a call
 //! exceeds the timeout, or the world has failed, so that no stream waits forever. Results computed from an aborted call
@@ -30,6 +30,8 @@ mod errors;
 mod handle;
 #[cfg(feature = "nccl")]
 mod lane;
+#[cfg(feature = "nccl")]
+mod lanes;
 #[cfg(feature = "nccl")]
 mod pools;
 #[cfg(feature = "nccl")]

@@ -1,6 +1,7 @@
 //! The state of one rank: its GPU, its view of the world, and the communicators that its watchdog monitors.
 use super::comm::{Comm, Limit, Line};
 use super::handle::UniqueId;
+use super::lanes::Lanes;
 use super::watch::Watch;
 use crate::{Error, Result};
 use candle_core::{CudaDevice, Device};
@@ -20,6 +21,8 @@ pub(super) struct Rank {
     comms: Mutex<Vec<Weak<Line>>>,
     /// How many groups of the same members this rank has created.
     groups: Mutex<HashMap<Vec<usize>, u64>>,
+    /// The sending ends of the lanes of all groups.
+    pub(super) lanes: Lanes,
 }
 
 /// Returns the key under which ranks share the id of a communicator.
@@ -50,7 +53,13 @@ impl Rank {
     /// Creates the state of the rank on `device`, with its watchdog.
     pub(super) fn new(watch: Watch, device: &Device) -> Result<Arc<Self>> {
         let device = device.as_cuda_device()?.clone();
-        let rank = Arc::new(Self { watch, device, comms: Mutex::default(), groups: Mutex::default() });
+        let rank = Arc::new(Self {
+            watch,
+            device,
+            comms: Mutex::default(),
+            groups: Mutex::default(),
+            lanes: Lanes::default(),
+        });
         let (patrolled, name) = (Arc::downgrade(&rank), format!("nccl watchdog {}", rank.watch.rank()));
         let patrol = move || {
             while let Some(rank) = patrolled.upgrade() {
@@ -140,5 +149,6 @@ impl Rank {
         for comm in comms {
             comm.inspect();
         }
+        self.lanes.tidy();
     }
 }

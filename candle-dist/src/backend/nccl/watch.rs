@@ -107,10 +107,20 @@ impl Watch {
         }
     }
 
+    /// Forgets a group of `members` ranks with its channels, on which no call of this rank is under way.
+    pub(super) fn forget(&self, group: u64, channels: &[u64], members: usize) {
+        // Threads forget a call when all have made it.
+        if let Self::Process(control, awaited) = self {
+            channels.iter().chain([&group]).for_each(|&id| awaited.forget(id));
+            control.forget(group, channels, members);
+        }
+    }
+
     /// Stops the world if a rank has returned and others wait in a call that it has not made.
     pub(super) fn look_for_deserters(&self) {
         let deserter = match self {
             Self::Thread { world, calls, .. } => calls.deserter(|rank| world.has_returned(rank)),
+            Self::Process(control, _) if !control.has_anyone_left() => None,
             Self::Process(control, awaited) => {
                 awaited.deserter(|rank, group, round| control.has_left(rank, group, round))
             }

@@ -16,6 +16,8 @@ const TIMEOUT: Duration = Duration::from_secs(3);
 /// How long a program may take, with its failure.
 const LIMIT: Duration = Duration::from_secs(40);
 const RANKS: usize = 2;
+/// How many seeds the faults take in turn.
+const SEEDS: usize = 4;
 
 type Program = fn(&RankContext) -> Result<()>;
 const PROGRAMS: [(&str, Program); 2] = [("all", all), ("a late message", late_message)];
@@ -74,12 +76,13 @@ fn one_program() {
     println!("OUTCOME {}", heard.first().map_or("fine".to_string(), |error| error.replace('\n', " |")));
 }
 
-/// Runs a program in a process of its own with a fault. Returns what its ranks heard, and whether NCCL got that far.
-fn run(name: &str, fault: &str) -> (String, bool) {
+/// Runs a program in a process of its own with a fault and a seed. Returns what its ranks heard, and whether NCCL got that far.
+fn run(name: &str, fault: &str, seed: usize) -> (String, bool) {
     let began = Instant::now();
     let mut process = Command::new(std::env::current_exe().unwrap())
         .args(["nccl::faults::one_program", "--exact", "--nocapture", "--test-threads", "1"])
-        .envs([(PROGRAM, name), ("SIM_FAULT", fault)])
+        .envs([(PROGRAM, name), ("SIM_FAULT", fault), ("SIM_SEED", &seed.to_string()), ("SIM_SEEDS", "1")])
+        .env_remove("SIM_USED")
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .spawn()
@@ -111,7 +114,7 @@ fn run(name: &str, fault: &str) -> (String, bool) {
 /// Tries the fault at every `step`-th call of a program. Returns how many calls that were.
 fn try_every(name: &str, fault: &str, step: usize, is_right: impl Fn(&str) -> bool) -> usize {
     for at in (0..).step_by(step) {
-        let (outcome, was_reached) = run(name, &format!("{fault}:{at}"));
+        let (outcome, was_reached) = run(name, &format!("{fault}:{at}"), at / step % SEEDS);
         if !was_reached {
             assert_eq!(outcome, "fine", "{name} without a fault");
             return at;
