@@ -1,5 +1,6 @@
 //! The kernels that draw random numbers on CUDA devices give the host's bits. Their text is compiled as C++ and run here, so
 //! all but NVIDIA's compiler and the launch is covered without a GPU; the last test needs one.
+#![allow(clippy::single_range_in_vec_init)] // blocks of one dim
 use candle_core::{DType, Device, Tensor};
 use candle_dist_kernels::parts::{DRAW_SOURCE, DrawLaunch};
 use candle_shard::random::{Distribution, Stream, sample};

@@ -72,18 +72,22 @@ impl Weights {
         let (elements, bytes) =
             stored.blocks().map_or((1, dtype.size_in_bytes()), |blocks| (blocks.block_size(), blocks.type_size()));
         // The bytes of one index of the dim.
-        let step = (stored.shape[dim + 1..].iter().product::<usize>() / elements * bytes) as u64;
+        let is_empty = stored.shape.contains(&0);
+        let inner = if is_empty { 0 } else { stored.shape[dim + 1..].iter().product::<usize>() };
+        let step = (inner / elements * bytes) as u64;
         self.tensors.remove(name);
         let mut before = 0u64;
         for (part, size) in parts {
             let mut shape = stored.shape.clone();
             shape[dim] = *size;
-            let outer = shape[..dim].iter().map(|&n| 0..n).multi_cartesian_product();
+            // Without bytes there is one piece, as many indices as a header may claim.
+            let cut = if is_empty { 0 } else { dim };
+            let outer = shape[..cut].iter().map(|&n| 0..n).multi_cartesian_product();
             // Without a dim in front there is one piece all the same.
-            let outer: Vec<Vec<usize>> = if dim == 0 { vec![Vec::new()] } else { outer.collect() };
+            let outer: Vec<Vec<usize>> = if cut == 0 { vec![Vec::new()] } else { outer.collect() };
             let pieces = (0u64..).zip(outer).map(|(i, index)| Piece {
                 file: piece.file,
-                block: index.iter().map(|&at| at..at + 1).chain(shape[dim..].iter().map(|&n| 0..n)).collect(),
+                block: index.iter().map(|&at| at..at + 1).chain(shape[cut..].iter().map(|&n| 0..n)).collect(),
                 at: piece.at + (i * has as u64 + before) * step,
             });
             let made = Stored { pieces: pieces.collect(), shape, dtype: stored.dtype.clone() };
