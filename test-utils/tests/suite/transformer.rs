@@ -146,7 +146,7 @@ fn check_losses(dtype: DType, tolerance: f64) {
             on_ranks(world, &format!("{dtype:?} on {world}, sequence parallel {sequence}"), move |ctx| -> Result<()> {
                 let got = train_on_mesh(ctx, &args(), Transformer::plan("tp", sequence), dtype)?;
                 for (got, want) in got.losses.iter().zip(want.iter()) {
-                    assert!((got - want).abs() < tolerance * want.abs(), "{:?} for {want:?}", got);
+                    assert!((got - want).abs() < tolerance * want.abs(), "{got:?} for {want:?}");
                 }
                 Ok(())
             });
