@@ -54,9 +54,9 @@ fn ready(ctx: &RankContext) -> Result<()> {
             g.recv(4, DType::F32, other)?;
         }
         let pending = g.all_reduce_start(&x, ReduceOp::Sum)?;
-        // A GPU needs a moment.
+        // A GPU needs a moment, and so do processes that pass on what they have received.
         let until = Instant::now() + Duration::from_secs(60);
-        while over_nccl(g) && !pending.is_ready()? && Instant::now() < until {}
+        while g.backend_name() != "local" && !pending.is_ready()? && Instant::now() < until {}
         assert!(pending.is_ready()?);
         return assert_same(&pending.wait()?, &sum, "the last to start");
     }

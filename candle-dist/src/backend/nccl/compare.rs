@@ -53,9 +53,12 @@ impl Calls {
     }
 }
 
+/// The members of a group, and the number of its rounds.
+type Rounds = (SmallVec<[usize; 8]>, u64);
+
 /// The last call of a process on each group and channel, unless it is a send, which waits for nobody.
 #[derive(Debug, Default)]
-pub(crate) struct Awaited(Mutex<FxHashMap<u64, (SmallVec<[usize; 8]>, u64)>>);
+pub(crate) struct Awaited(Mutex<FxHashMap<u64, Rounds>>);
 
 impl Awaited {
     /// Notes the call `round` of this process on a group or channel of `ranks`.
