@@ -6,12 +6,9 @@ Usage: python3 benchmarks/moe.py [--rounds 7] [--torch-python PYTHON]
 Without a Python that has torch (--torch-python, or TORCH_PYTHON in the environment), measures only ours. Two ranks have one
 thread each; PyTorch has two threads.
 """
-import argparse
-import os
 import statistics
-import sys
 
-from side_by_side import PEERS, build, has, output, say
+from side_by_side import PEERS, build, has, output, say, with_torch, words
 
 SETTINGS = {
     "16 experts, top 2": {"tokens": 2048, "width": 256, "hidden": 512, "experts": 16, "top-k": 2},
@@ -20,12 +17,7 @@ SETTINGS = {
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7, help="alternating runs of each side [7]")
-    parser.add_argument("--torch-python", default=os.environ.get("TORCH_PYTHON", sys.executable), help="a Python with torch")
-    args = parser.parse_args()
-    if args.rounds < 1:
-        parser.error("give at least 1 for --rounds")
+    args = with_torch(__doc__)
     program = build("bench-moe")
     peer = has(args.torch_python, "import torch")
     if not peer:
@@ -33,7 +25,7 @@ def main():
     print("| setting | routing | run | ms | of two ranks | spread of the ratio |")
     print("|---|---|---|---|---|---|")
     for label, size in SETTINGS.items():
-        flags = [word for name, value in size.items() for word in (f"--{name}", str(value))]
+        flags = words(size)
         times = {}
         for _ in range(args.rounds):
             for ranks in (2, 1):

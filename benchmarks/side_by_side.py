@@ -1,4 +1,5 @@
 """Shared code of the scripts that compare this project with others."""
+import argparse
 import json
 import os
 import re
@@ -52,6 +53,22 @@ def build(binary, *features, kind="bin"):
     subprocess.run(["cargo", "build", "--release", "--quiet", "--workspace", f"--{kind}", binary, *flags], cwd=ROOT, check=True)
     folder = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "release"
     return (folder / "examples" if kind == "example" else folder) / binary
+
+
+def with_torch(doc):
+    """Returns the arguments of a script that compares a program with PyTorch; its docstring is the help."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7, help="alternating runs of each side [7]")
+    parser.add_argument("--torch-python", default=os.environ.get("TORCH_PYTHON", sys.executable), help="a Python with torch")
+    args = parser.parse_args()
+    if args.rounds < 1:
+        parser.error("give at least 1 for --rounds")
+    return args
+
+
+def words(flags):
+    """Returns a dictionary of flags as the words of a command line."""
+    return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
 
 
 def has(python, imports):

@@ -5,12 +5,9 @@ Usage: python3 benchmarks/step_ratio.py [--rounds 7] [--torch-python PYTHON]
 
 Without a Python that has torch and expecttest (--torch-python, or TORCH_PYTHON in the environment), measures only ours.
 """
-import argparse
-import os
 import statistics
-import sys
 
-from side_by_side import PEERS, build, has, output, say
+from side_by_side import PEERS, build, has, output, say, with_torch, words
 
 SETTINGS = {
     "small: dim 64, sequence 32, batch 4": ({"dim": 64, "seq": 32, "batch": 4}, 40),
@@ -20,16 +17,11 @@ RUNS = ("single", "tp", "tp_sp")
 
 
 def flags(size, steps):
-    return [word for name, value in {**size, "steps": steps}.items() for word in (f"--{name}", str(value))]
+    return words({**size, "steps": steps})
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7, help="alternating runs of each side [7]")
-    parser.add_argument("--torch-python", default=os.environ.get("TORCH_PYTHON", sys.executable), help="a Python with torch")
-    args = parser.parse_args()
-    if args.rounds < 1:
-        parser.error("give at least 1 for --rounds")
+    args = with_torch(__doc__)
     program = build("toy-transformer")
     peer = has(args.torch_python, "import torch.testing._internal.distributed._tensor.common_dtensor")
     if not peer:

@@ -80,6 +80,9 @@ heard_by() {
 passed() { [ "$status" -eq 0 ]; }
 ended() { [ "$status" -ne 0 ] && [ "$status" -ne 124 ]; }
 
+out=$(timeout 900 cargo test --workspace --features mpi --lib backend::mpi -- --test-threads 1 2>&1)
+status=$?
+verdict "the unit tests of the backend" passed
 for ranks in 2 4 8; do
     on "$ranks"
     echo "$out" | grep " cases on "

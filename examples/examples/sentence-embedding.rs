@@ -1,4 +1,4 @@
-//! Sentence embeddings by a BERT encoder from the Hub's files, which a plan shards over ranks. Shows which sentences are alike.
+//! Computes sentence embeddings with a BERT encoder that a plan shards over ranks, and shows which sentences are alike.
 //!
 //! Run it with the folder of a model, for example the one that `scripts/minilm.sh` downloads:
 //! `cargo run --release --example sentence-embedding -- "$(scripts/minilm.sh)" 3`

@@ -67,11 +67,6 @@ impl ProcessGroup {
         self.backend.clone()
     }
 
-    /// Returns the backend, to be wrapped by another one.
-    pub(crate) fn into_backend(self) -> Arc<dyn Backend> {
-        self.backend
-    }
-
     /// Returns this group with its own timeout for calls of the returned handle and of groups made from it.
     ///
     /// Calls on both handles meet, and ranks need not agree on their timeouts. The first rank whose timeout expires

@@ -77,7 +77,7 @@ impl RankContext {
 
     /// Replaces the backend of the group by `f` of it.
     pub(super) fn map_backend(mut self, f: impl FnOnce(Arc<dyn Backend>) -> Arc<dyn Backend>) -> Self {
-        self.group = ProcessGroup::new(f(self.group.into_backend()));
+        self.group = ProcessGroup::new(f(self.group.shared_backend()));
         self
     }
 

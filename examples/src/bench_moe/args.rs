@@ -14,8 +14,9 @@ Measures a mixture of experts whose tokens and experts are distributed over rank
 Ranks are threads of this process. Tokens are f32, and each uses the best --top-k of --experts gated feed-forward
 networks. With uniform routing all experts are equally likely; with zipf routing the n-th expert is n times less likely
 than the first. A time is the median over the rounds of the slowest rank's milliseconds for a forward and a backward pass;
-rows sent are the tokens that travel from one rank to another and back; the busiest rank computes so many times the mean
-number of rows. With --balance each routing is measured again with a bias that has learned to balance it. One rank computes the same without communication.";
+rows sent are the tokens that travel from one rank to another and back. The busiest rank is shown by its number of rows
+over the mean of all ranks. With --balance each routing is measured again with a bias that has learned to balance it. One
+rank computes the same without communication.";
 
 const EXAMPLES: &str = "\
 Examples:

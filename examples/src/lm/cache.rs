@@ -28,7 +28,7 @@ enum Kept {
     All(KvCache),
     /// Those of the last tokens, which are all that a layer with a window sees.
     Window(RotatingKvCache),
-    /// Those of all tokens, of which each rank of a mesh axis has a part, in a dtype of their own if there is one.
+    /// Those of all tokens: each rank of a mesh axis has a part of them. The dtype is theirs, if it is not that of the model.
     Cut(Box<SequenceCache>, Option<DType>),
 }
 

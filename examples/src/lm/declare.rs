@@ -119,7 +119,7 @@ pub fn learner(config: &Config, longest: usize, recompute: bool, cut: &Cut<'_>) 
     cut.finish(model.g, config)
 }
 
-/// How tensors with so many dims lie between nodes: cut by rows on the axes of rows, whole on all others.
+/// Returns the layout of tensors with `dims` dims between nodes: cut by rows on the axes of rows, whole on all others.
 fn between(mesh: &DeviceMesh, dims: usize, rows: Rows) -> Placements {
     let is_cut = |name: &String| dims > 0 && rows.contains(&name.as_str());
     mesh.names().iter().map(|name| if is_cut(name) { Shard(0) } else { Replicate }).collect()

@@ -2,6 +2,7 @@
 
 use anyhow::{Result, ensure};
 use candle_core::DType;
+use candle_core::quantized::GgmlDType;
 use candle_shard::chunk_sizes;
 use candle_shard::kernels::QuantizedMatrix;
 use candle_shard::nn::Heads;
@@ -14,8 +15,8 @@ use super::files::Files;
 use crate::memory::available;
 use crate::table::grouped;
 
-/// Returns the bytes of keys and values of so many texts with room for `room` tokens each, on all `tp` ranks together over
-/// which a layer is sharded.
+/// Returns the bytes of keys and values of `texts` texts with room for `room` tokens each, on all `tp` ranks together that
+/// share a layer.
 ///
 /// Each of `cp` ranks keeps a part of the tokens of layers without a window; the numbers are those of one of them. Layers
 /// with a window keep no more tokens than it has. If there are fewer key heads than ranks, each query head has a
@@ -52,14 +53,14 @@ const CUT: [&str; 5] = ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"];
 /// # Errors
 /// If the files lack a tensor.
 pub fn weight_bytes(files: &Files, held: &Held, [tp, pp]: [usize; 2]) -> Result<usize> {
-    let (config, weights) = (&files.config, files.weights());
+    let config = &files.config;
     let Heads { query, key_value, .. } = config.heads();
     let [queries, keys] = [query, key_value].map(|heads| chunk_sizes(heads, tp));
     let shares_keys =
         key_value < tp && queries.iter().zip(&keys).any(|(queries, keys)| *queries != keys * (query / key_value));
     let mut all = 0usize;
     for (name, shape) in config.tensors() {
-        let blocks = if stays_in_blocks(files, held, tp, &name)? { weights.quantized_dtype(&name)? } else { None };
+        let blocks = held_blocks(files, held, tp, &name)?;
         let count = shape.iter().copied().fold(1, usize::saturating_mul);
         let bytes = match blocks {
             Some(blocks) if shape.len() >= 2 => (count / blocks.block_size()).saturating_mul(blocks.type_size()),
@@ -81,35 +82,35 @@ pub fn weight_bytes(files: &Files, held: &Held, [tp, pp]: [usize; 2]) -> Result<
     Ok(all)
 }
 
-/// Whether ranks hold a weight in the blocks in which it is stored. Layers hold floats if only some of the weights that they
-/// compute with together are in blocks, or a cut would fall inside of one.
-fn stays_in_blocks(files: &Files, held: &Held, tp: usize, name: &str) -> Result<bool> {
+/// Returns the blocks in which ranks hold a weight, if they hold it as it is stored. Layers hold floats if only some of the
+/// weights that they compute with together are in blocks, or if a cut would fall inside of a block.
+fn held_blocks(files: &Files, held: &Held, tp: usize, name: &str) -> Result<Option<GgmlDType>> {
     let weights = files.weights();
-    let block = |name: &str| -> Result<Option<usize>> {
+    let block = |name: &str| -> Result<Option<GgmlDType>> {
         let blocks = weights.quantized_dtype(name)?.filter(|&blocks| QuantizedMatrix::takes(blocks));
-        Ok(blocks.filter(|_| !held.dequantize).map(|blocks| blocks.block_size()))
+        Ok(blocks.filter(|_| !held.dequantize))
     };
     let all = |names: [String; 3]| -> Result<bool> {
         names.iter().map(|name| Ok(block(name)?.is_some())).try_fold(true, |all, one: Result<bool>| Ok(all && one?))
     };
-    let Some(own) = block(name)? else { return Ok(false) };
+    let Some(own) = block(name)? else { return Ok(None) };
     let attention = |name: &str| -> Option<[String; 3]> {
         let (layer, _) = name.split_once(".self_attn.")?;
         Some(["q_proj", "k_proj", "v_proj"].map(|part| format!("{layer}.self_attn.{part}.weight")))
     };
-    if let Some(layer) = EXPERTS.iter().find_map(|part| name.strip_suffix(part)) {
-        return all(EXPERTS.map(|part| format!("{layer}{part}")));
-    }
-    match (name.rsplit('.').nth(1).unwrap_or_default(), attention(name)) {
-        ("router", _) => Ok(false),
-        ("q_proj" | "k_proj" | "v_proj", Some(names)) => all(names),
-        ("o_proj", Some(names)) => {
+    let experts = EXPERTS.iter().find_map(|part| name.strip_suffix(part));
+    let is_kept = match (name.rsplit('.').nth(1).unwrap_or_default(), attention(name), experts) {
+        (_, _, Some(layer)) => all(EXPERTS.map(|part| format!("{layer}{part}")))?,
+        ("router", ..) => false,
+        ("q_proj" | "k_proj" | "v_proj", Some(names), _) => all(names)?,
+        ("o_proj", Some(names), _) => {
             let heads = files.config.heads();
-            let granule = if all(names)? { own } else { 1 };
-            Ok((heads.together(tp, granule) * heads.dim).is_multiple_of(own))
+            let granule = if all(names)? { own.block_size() } else { 1 };
+            (heads.together(tp, granule) * heads.dim).is_multiple_of(own.block_size())
         }
-        _ => Ok(true),
-    }
+        _ => true,
+    };
+    Ok(is_kept.then_some(own))
 }
 
 /// Checks that the weights, and the cache of `[texts, tokens]` if there is one, fit into the memory that this machine has

@@ -118,7 +118,8 @@ mod tests {
                 candle_core::op::BackpropOp::none(),
                 false,
             );
-            assert_eq!(shown.to_dtype(DType::F64).unwrap().to_vec1::<f64>().unwrap(), [0.0; 5], "{dtype:?}");
+            // candle's conversion of f8 to f64 calls itself for ever; all of these numbers are exact in f32.
+            assert_eq!(shown.to_dtype(DType::F32).unwrap().to_vec1::<f32>().unwrap(), [0.0; 5], "{dtype:?}");
         }
     }
 

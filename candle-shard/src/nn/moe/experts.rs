@@ -44,7 +44,7 @@ impl Experts {
         }
     }
 
-    /// Returns how many experts this rank has, of which the [tensors](Self::tensors) are laid out as `laid`.
+    /// Returns the number of experts of this rank, whose [tensors](Self::tensors) have the layout `laid`.
     fn len(&self, laid: &[DTensor]) -> Result<usize> {
         match self {
             Self::Floats(_) => Ok(laid[0].to_local().dim(0)?),

@@ -17,7 +17,7 @@ fn spoiled(x: &Tensor, row: usize, value: f64) -> candle_core::Result<Tensor> {
     Tensor::cat(&[&part(0..row)?, &bad, &part(row + 1..LEN)?], 1)
 }
 
-/// Checks that `got` equals `want` but for the rows of dim 1 that may differ.
+/// Checks that `got` equals `want`, except in the rows of dim 1 that may differ.
 fn check(got: &Tensor, want: &Tensor, may_differ: &Range<usize>, what: &str) -> candle_core::Result<()> {
     for row in (0..LEN).filter(|row| !may_differ.contains(row)) {
         let of = |x: &Tensor| x.narrow(1, row, 1)?.contiguous();

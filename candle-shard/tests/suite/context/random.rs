@@ -14,7 +14,7 @@ fn documents(len: usize) -> impl Strategy<Value = Vec<usize>> {
         .prop_map(|ends| std::iter::once(0).chain(ends).collect())
 }
 
-/// Sizes of `parts` pieces of `len` rows, some of which may be empty.
+/// Returns the sizes of `parts` pieces of `len` rows. Pieces may be empty.
 fn sizes(len: usize, parts: usize) -> impl Strategy<Value = Vec<usize>> {
     proptest::collection::vec(0..=len, parts - 1).prop_map(move |mut ends| {
         ends.sort_unstable();

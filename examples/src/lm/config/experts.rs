@@ -103,7 +103,7 @@ impl Experts {
         Self::read(fields, [8, 2], fields.size("intermediate_size", super::MOST)?, &MIXTRAL)
     }
 
-    /// Those of Qwen 3, in some of so many layers.
+    /// Those of Qwen 3, in some of the `layers` layers.
     pub(super) fn qwen(fields: &Fields, layers: usize) -> Result<Self> {
         let hidden = fields.optional_size("moe_intermediate_size", super::MOST)?.unwrap_or(768);
         let step = fields.optional_size("decoder_sparse_step", super::MOST_LAYERS)?.unwrap_or(1);

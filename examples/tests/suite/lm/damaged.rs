@@ -126,8 +126,8 @@ fn damaged_configs_are_an_error_or_another_model() {
     assert!(refused > many() / 10, "{refused}");
 }
 
-#[test]
-fn damaged_files_beside_the_weights_are_an_error_or_another_model() {
+/// A folder with a small random model.
+fn model() -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     let small = Config {
         hidden_size: 16,
@@ -138,6 +138,12 @@ fn damaged_files_beside_the_weights_are_an_error_or_another_model() {
         ..random_model::config()
     };
     random_model::write(folder.path(), &small, 7, DType::F32).unwrap();
+    folder
+}
+
+#[test]
+fn damaged_files_beside_the_weights_are_an_error_or_another_model() {
+    let folder = model();
     let template = "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>{{ m.content | trim }}{% if loop.last %}!{% endif %}{% endfor %}";
     let fields = serde_json::json!({"bos_token": {"content": "<s>"}, "eos_token": "</s>", "chat_template": template});
     let generation = serde_json::json!({"eos_token_id": [1, 2], "do_sample": true, "top_k": 50});
@@ -173,16 +179,7 @@ fn damaged_files_beside_the_weights_are_an_error_or_another_model() {
 
 #[test]
 fn damaged_headers_of_weights_are_an_error_or_other_weights() {
-    let folder = tempfile::tempdir().unwrap();
-    let small = Config {
-        hidden_size: 16,
-        intermediate_size: 12,
-        num_hidden_layers: 1,
-        num_attention_heads: 2,
-        num_key_value_heads: Some(1),
-        ..random_model::config()
-    };
-    random_model::write(folder.path(), &small, 7, DType::F32).unwrap();
+    let folder = model();
     let path = folder.path().join("model.safetensors");
     let whole = fs::read(&path).unwrap();
     let end = 8 + u64::from_le_bytes(*whole.first_chunk().unwrap()) as usize;
