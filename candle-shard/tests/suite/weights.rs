@@ -138,11 +138,9 @@ fn stacked_and_split_tensors_are_read_by_their_bytes_alone() {
 fn a_header_that_claims_indices_without_bytes_makes_no_pieces_of_them() {
     let folder = Scratch::new("claims");
     let path = folder.path("w.safetensors");
-    for (shape, dim, parts) in [
-        ("[1099511627776,7,0]", 1, &[("gate", 3), ("up", 4)][..]),
-        ("[1099511627776,0,9223372036854775807]", 1, &[("gate", 0), ("up", 0)]),
-        ("[0,7]", 1, &[("gate", 3), ("up", 4)]),
-    ] {
+    for (shape, dim, parts) in
+        [("[1099511627776,7,0]", 1, &[("gate", 3), ("up", 4)][..]), ("[0,7]", 1, &[("gate", 3), ("up", 4)])]
+    {
         let header = format!(r#"{{"w":{{"dtype":"F32","shape":{shape},"data_offsets":[0,0]}}}}"#);
         let bytes = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes()].concat();
         std::fs::write(&path, bytes).unwrap();

@@ -3,18 +3,16 @@
 //! NCCL's send ends when the receiver accepts it, and the calls on one communicator run in order. A message with its
 //! own communicator and stream delays nothing else, and two ranks that send to each other do not deadlock.
 use super::comm::{Comm, Limit, Sending};
+use super::lanes::{LaneEnd, Outgoing};
 use super::rank::{Rank, cuda};
 use super::transfer::{Done, issue_send};
 use crate::{Error, Result};
 use candle_core::{Device, Tensor};
-use cudarc::driver::CudaEvent;
-use parking_lot::Mutex;
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::time::Duration;
 
 /// How soon memory is freed after its message has arrived.
 const TIDY: Duration = Duration::from_millis(20);
@@ -24,40 +22,6 @@ pub(super) struct Outbox {
     pub(super) id: u64,
     pub(super) sent: u64,
     end: Arc<LaneEnd>,
-}
-
-/// What closes a lane. Its rank keeps it until all messages are delivered or dropped.
-pub(super) struct LaneEnd {
-    /// `None` after it is closed.
-    queue: Mutex<Option<Sender<Outgoing>>>,
-    courier: Mutex<Option<JoinHandle<()>>>,
-    sending: Arc<Sending>,
-}
-
-impl LaneEnd {
-    /// Closes the lane, without waiting. The courier still delivers its messages, unless the world fails.
-    pub(super) fn close(&self) {
-        let _ = self.sending.closed.set(Instant::now());
-        *self.queue.lock() = None;
-    }
-
-    /// Returns whether the courier has ended.
-    pub(super) fn is_over(&self) -> bool {
-        self.courier.lock().as_ref().is_none_or(JoinHandle::is_finished)
-    }
-
-    /// Waits until the courier has ended.
-    pub(super) fn join(&self) {
-        let courier = self.courier.lock().take();
-        // It reports its own errors.
-        let _ = courier.map(JoinHandle::join);
-    }
-}
-
-struct Outgoing {
-    tensor: Tensor,
-    /// Marks when the data is ready.
-    ready: CudaEvent,
 }
 
 /// A message that the GPU may still read.
@@ -96,8 +60,7 @@ impl Outbox {
             }
         });
         let courier = courier.map_err(|error| Error::Unsupported(format!("no thread for messages: {error}")))?;
-        let (queue, courier) = (Mutex::new(Some(queue)), Mutex::new(Some(courier)));
-        let end = Arc::new(LaneEnd { queue, courier, sending });
+        let end = Arc::new(LaneEnd::new(queue, courier, sending));
         owner.lanes.keep(&end)?;
         Ok(Self { id, sent: 0, end })
     }
@@ -110,8 +73,7 @@ impl Outbox {
         // The sender waits for this event on a stream of its own, because this thread may go on with the tensor's stream.
         let ready = device.cuda_stream().record_event(None).map_err(cuda)?;
         self.sent += 1;
-        let taken = self.end.queue.lock().as_ref().is_some_and(|queue| queue.send(Outgoing { tensor, ready }).is_ok());
-        if taken {
+        if self.end.push(Outgoing { tensor, ready }) {
             return Ok(());
         }
         rank.lanes.check()?;

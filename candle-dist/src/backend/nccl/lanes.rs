@@ -1,8 +1,57 @@
 //! The lanes of a rank, of all its groups: the end of the rank closes them and waits for their messages.
-use super::lane::LaneEnd;
+use super::comm::Sending;
 use crate::{Error, Result};
+use candle_core::Tensor;
+use cudarc::driver::CudaEvent;
 use parking_lot::Mutex;
 use std::sync::Arc;
+use std::sync::mpsc::Sender;
+use std::thread::JoinHandle;
+use std::time::Instant;
+
+/// A message for the courier of a lane.
+pub(super) struct Outgoing {
+    pub(super) tensor: Tensor,
+    /// Marks when the data is ready.
+    pub(super) ready: CudaEvent,
+}
+
+/// What closes a lane. Its rank keeps it until all messages are delivered or dropped.
+pub(super) struct LaneEnd {
+    /// `None` after it is closed.
+    queue: Mutex<Option<Sender<Outgoing>>>,
+    courier: Mutex<Option<JoinHandle<()>>>,
+    sending: Arc<Sending>,
+}
+
+impl LaneEnd {
+    pub(super) fn new(queue: Sender<Outgoing>, courier: JoinHandle<()>, sending: Arc<Sending>) -> Self {
+        Self { queue: Mutex::new(Some(queue)), courier: Mutex::new(Some(courier)), sending }
+    }
+
+    /// Hands a message to the courier. Returns whether it takes messages.
+    pub(super) fn push(&self, message: Outgoing) -> bool {
+        self.queue.lock().as_ref().is_some_and(|queue| queue.send(message).is_ok())
+    }
+
+    /// Closes the lane, without waiting. The courier still delivers its messages, unless the world fails.
+    pub(super) fn close(&self) {
+        let _ = self.sending.closed.set(Instant::now());
+        *self.queue.lock() = None;
+    }
+
+    /// Returns whether the courier has ended.
+    fn is_over(&self) -> bool {
+        self.courier.lock().as_ref().is_none_or(JoinHandle::is_finished)
+    }
+
+    /// Waits until the courier has ended.
+    fn join(&self) {
+        let courier = self.courier.lock().take();
+        // It reports its own errors.
+        let _ = courier.map(JoinHandle::join);
+    }
+}
 
 /// The sending ends of a rank's lanes.
 #[derive(Default)]

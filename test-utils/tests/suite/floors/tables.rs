@@ -87,6 +87,7 @@ const CANDLE_DIST: &[Folder] = &[
             "compare devices errors plan values",
             "handle watch",
             "comm",
+            "lanes",
             "rank",
             "pools transfer",
             "lane",
