@@ -24,6 +24,7 @@ mod adam_w;
 mod add;
 mod attention;
 mod conv;
+mod convert;
 mod cross_entropy;
 mod dense_update;
 mod element;
@@ -85,6 +86,7 @@ pub mod parts {
         KeyBlock, Norms, Partial, Scale, Visible, blocks_backward, inner, join_all, partial_of_blocks, sizes,
         with_backward, with_result,
     };
+    pub use crate::convert::convert;
     pub use crate::cross_entropy::{Goal, Goals, composed as composed_cross_entropy, weighted_cross_entropy};
     pub use crate::dense_update::{DenseRule, update_all};
     pub use crate::embedding::NOWHERE;

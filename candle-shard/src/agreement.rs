@@ -1,4 +1,5 @@
 //! Exchange of values, and agreement on one result, among ranks.
+use crate::kernels::convert;
 use crate::layout::Spec;
 use crate::{Error, Result, scoped};
 use candle_core::{DType, Device, Tensor};
@@ -50,7 +51,7 @@ pub(crate) fn alike(op: &'static str, tensor: &Tensor, mesh: &DeviceMesh) -> Res
     if values.dtype().is_int() {
         values.to_dtype(DType::I64)?.to_vec1::<i64>()?.into_iter().for_each(|x| hasher.write_i64(x));
     } else {
-        values.to_dtype(DType::F64)?.to_vec1::<f64>()?.into_iter().for_each(|x| hasher.write_u64(x.to_bits()));
+        convert(&values, DType::F64)?.to_vec1::<f64>()?.into_iter().for_each(|x| hasher.write_u64(x.to_bits()));
     }
     let (dtype, dims, hash) = (tensor.dtype().as_str(), tensor.dims(), hasher.finish());
     Ok(mesh.group()?.agree(&format!("{op} of {dtype}{dims:?} with the hash {hash:016x}"))?)

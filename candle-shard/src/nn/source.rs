@@ -1,5 +1,6 @@
 //! Where the elements of parameters come from.
 use crate::agreement::alike;
+use crate::kernels::convert;
 use crate::layout::{RowsOf, Spec};
 use crate::nn::moved::Moved;
 use crate::random::{Distribution, Stream, sample};
@@ -46,14 +47,14 @@ impl Source {
         let dtype = spec.dtype();
         Ok(match (self, init) {
             (Self::Loaded(vb), _) => {
-                block_of(vb.get(whole.as_slice(), of)?, &block)?.to_dtype(dtype)?.force_contiguous()?
+                convert(&block_of(vb.get(whole.as_slice(), of)?, &block)?, dtype)?.force_contiguous()?
             }
             (Self::Stored(weights), _) => weights.read_part(name, *within, spec, device)?.to_local().clone(),
             (Self::Moved(moved), _) => {
                 let is_part = within.is_some_and(|within| within.of == of);
                 let taken = moved.take(of, &whole, is_part)?;
                 alike("parallelize", &taken, spec.mesh())?;
-                block_of(taken, &block)?.to_device(device)?.to_dtype(dtype)?.force_contiguous()?
+                convert(&block_of(taken, &block)?.to_device(device)?, dtype)?.force_contiguous()?
             }
             (Self::Fresh, Init::Const(value)) => {
                 Tensor::full(value, spec.local_shape().as_slice(), device)?.to_dtype(dtype)?

@@ -1,5 +1,6 @@
 //! Elementwise functions of one tensor. Any dim may be sharded; partial placements pass through where the function
 //! allows it.
+use crate::kernels::convert;
 use crate::layout::{Partial, Placement, Shard};
 use crate::rules::{self, Row, Rows, Signature};
 use crate::{DTensor, Error, Result};
@@ -237,7 +238,7 @@ impl DTensor {
             rows.extend(extreme_rows(order, 0, &[x]));
             Ok(Signature::new(rows, x.dims(), dtype))
         };
-        rules::run("to_dtype", &[dtype as usize], &[x], signature, |x, _| Ok(x[0].to_local().to_dtype(dtype)?))
+        rules::run("to_dtype", &[dtype as usize], &[x], signature, |x, _| Ok(convert(x[0].to_local(), dtype)?))
     }
 }
 

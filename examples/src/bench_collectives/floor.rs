@@ -1,6 +1,8 @@
-//! The memory floor: plain copies that move as many bytes as an op must.
+//! The floors: plain copies that move as many bytes as an op must, and the way of a flag from core to core.
 
-use std::hint::black_box;
+use std::hint::{black_box, spin_loop};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use super::args::{ELEMENT_BYTES, OpName};
@@ -22,6 +24,43 @@ pub fn copy_us(bytes: usize) -> f64 {
         times.push(start.elapsed().as_secs_f64() * 1e6);
     }
     median(&mut times)
+}
+
+/// The number of flags in a measurement, and of measurements.
+const FLAGS: usize = 2000;
+const TRIALS: usize = 15;
+
+/// Returns the median time in which a flag that one thread sets is seen by another, in microseconds.
+///
+/// A collective takes at least two: ranks learn that all have arrived, and that all have read. It depends on the cores
+/// that the threads run on, and with them every small call.
+pub fn flag_us() -> f64 {
+    let (there, back) = (AtomicUsize::new(0), AtomicUsize::new(0));
+    let wait = |flag: &AtomicUsize, value| {
+        let mut looks = 0;
+        while flag.load(Ordering::Acquire) < value {
+            looks += 1;
+            // The other thread may need this core.
+            if looks % 1000 == 0 { thread::yield_now() } else { spin_loop() }
+        }
+    };
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            for i in 1..=FLAGS * TRIALS {
+                wait(&there, i);
+                back.store(i, Ordering::Release);
+            }
+        });
+        let trial = |trial: usize| {
+            let start = Instant::now();
+            for i in trial * FLAGS + 1..=(trial + 1) * FLAGS {
+                there.store(i, Ordering::Release);
+                wait(&back, i);
+            }
+            start.elapsed().as_secs_f64() * 1e6 / (2 * FLAGS) as f64
+        };
+        median(&mut (0..TRIALS).map(trial).collect::<Vec<_>>())
+    })
 }
 
 /// Returns the floor of `op` on `world` ranks, in units of [`copy_us`] of one rank's input.

@@ -45,7 +45,7 @@ pub fn measure(args: &Args, ranks: &Ranks<'_>, begin: impl Fn(OpName, ByteSize) 
             rounds: times.len(),
         }
     });
-    Ok(Some(Report { world: args.world, backend: args.backend, rows: rows.collect() }))
+    Ok(Some(Report { world: args.world, flag_us: floor::flag_us(), backend: args.backend, rows: rows.collect() }))
 }
 
 /// This rank's time per round in microseconds, after a first round whose data is checked.

@@ -12,6 +12,8 @@ use crate::table::{grouped, number, table};
 pub struct Report {
     /// Number of ranks.
     pub world: usize,
+    /// Microseconds until a flag that one thread sets is seen by another.
+    pub flag_us: f64,
     /// The backend.
     pub backend: BackendName,
     /// One row per op and size, in the order measured.
@@ -50,6 +52,7 @@ impl Report {
             ]);
         }
         let each = if self.backend == BackendName::Local { "a thread" } else { "a process" };
-        format!("{} ranks, each {each}:\n{table}", self.world)
+        let flag = format!("A flag passes from one core to another in {:.2} µs.", self.flag_us);
+        format!("{} ranks, each {each}:\n{table}\n{flag}", self.world)
     }
 }

@@ -58,6 +58,7 @@ fn the_json_object_is_alone_on_stdout_with_a_row_per_op_and_size() {
         assert!(text(&output.stderr).contains("median µs"));
         let report: Value = serde_json::from_slice(&output.stdout).unwrap();
         assert_eq!((&report["world"], &report["backend"]), (&world.into(), &"local".into()));
+        assert!(report["flag_us"].as_f64().unwrap() > 0.0);
         let rows = report["rows"].as_array().unwrap();
         let measured: Vec<_> =
             rows.iter().map(|row| (row["op"].as_str().unwrap(), row["bytes"].as_u64().unwrap())).collect();
@@ -77,7 +78,7 @@ fn the_table_is_on_stdout_and_stderr_stays_silent() {
     assert!(output.status.success());
     assert_eq!(text(&output.stderr), "");
     let table = text(&output.stdout);
-    for expected in ["2 ranks", "all_to_all", "send_owned", "4 KiB", "floor µs"] {
+    for expected in ["2 ranks", "all_to_all", "send_owned", "4 KiB", "floor µs", "A flag passes"] {
         assert!(table.contains(expected), "{expected} is missing:\n{table}");
     }
 }

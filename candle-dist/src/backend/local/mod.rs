@@ -51,17 +51,17 @@ impl LocalBackend {
     }
 
     fn enter(&self, call: Call, tensors: Tensors) -> Result<Arc<Round>> {
-        self.enter_into(call, tensors, &[])
+        self.enter_into(call, tensors, &[], true)
     }
 
-    fn enter_into(&self, call: Call, tensors: Tensors, outputs: &[Tensor]) -> Result<Arc<Round>> {
+    fn enter_into(&self, call: Call, tensors: Tensors, outputs: &[Tensor], lingers: bool) -> Result<Arc<Round>> {
         let mut turn = self.turn.lock();
         *turn += 1;
-        self.group.start(self.rank, *turn, call, tensors, outputs)
+        self.group.start(self.rank, *turn, call, tensors, outputs, lingers)
     }
 
     fn begin(&self, call: Call, tensors: Tensors, outputs: Tensors) -> Result<Box<dyn StartedCall>> {
-        let round = Some(self.enter_into(call, tensors, &outputs)?);
+        let round = Some(self.enter_into(call, tensors, &outputs, false)?);
         self.group.pause(self.rank);
         Ok(Box::new(Started { group: self.group.clone(), rank: self.rank, round, outputs, timeout: None }))
     }
@@ -89,7 +89,7 @@ impl StartedCall for Started {
     fn finish(mut self: Box<Self>) -> Result<Results> {
         let Some(round) = self.round.take() else { return Ok(Results::new()) };
         self.group.resume(self.rank, &round);
-        let result = self.group.finish(self.rank, &round, false, self.timeout, |call, all| match &self.outputs[..] {
+        let result = self.group.finish(self.rank, &round, self.timeout, |call, all| match &self.outputs[..] {
             [] => collective::results(call, self.rank, all),
             outputs => collective::write(call, self.rank, all, outputs).map(|()| Results::new()),
         });
@@ -136,10 +136,10 @@ impl LocalBackend {
         let op = call.reduce.ok_or_else(|| Error::Unsupported(format!("{} without a reduction", call.op)))?;
         let round = self.enter(call.clone(), smallvec![flat])?;
         let mine =
-            self.group.finish(self.rank, &round, true, None, |_, all| device::reduce(&all.nth(0), op, Some(piece)))?;
+            self.group.finish(self.rank, &round, None, |_, all| device::reduce(&all.nth(0), op, Some(piece)))?;
         let mine = Fresh { storage: mine, shape: piece.len.into() }.into_tensor();
         let round = self.enter(call, smallvec![mine])?;
-        self.group.finish(self.rank, &round, true, None, |_, all| read(&all.nth(0)))
+        self.group.finish(self.rank, &round, None, |_, all| read(&all.nth(0)))
     }
 }
 
@@ -169,7 +169,7 @@ impl Backend for LocalBackend {
             return Ok(smallvec![Fresh { storage, shape: tensor.shape().clone() }]);
         }
         let round = self.enter(call, tensors)?;
-        self.group.finish(self.rank, &round, true, None, |call, all| collective::results(call, self.rank, all))
+        self.group.finish(self.rank, &round, None, |call, all| collective::results(call, self.rank, all))
     }
 
     fn run_in_place(&self, call: Call, tensor: &Tensor) -> Result<()> {
@@ -185,12 +185,12 @@ impl Backend for LocalBackend {
             }
             Op::Broadcast if call.peer == Some(self.rank) => {
                 let round = self.enter(call, smallvec![tensor.clone()])?;
-                self.group.finish(self.rank, &round, true, None, |_, _| Ok(()))
+                self.group.finish(self.rank, &round, None, |_, _| Ok(()))
             }
             // Only the root's tensor is read, so the others' may be written at the same time.
             Op::Broadcast => {
                 let round = self.enter(call, Tensors::new())?;
-                self.group.finish(self.rank, &round, true, None, |_, all| match &all.nth(0)[..] {
+                self.group.finish(self.rank, &round, None, |_, all| match &all.nth(0)[..] {
                     // Ranks that are threads may share a variable.
                     [root] if share_memory(root, tensor) => Ok(()),
                     parts => overwrite::overwrite(tensor, parts),
@@ -212,8 +212,8 @@ impl Backend for LocalBackend {
                 .zip(made)
                 .try_for_each(|(to, made)| overwrite::overwrite(to, &[&made.into_tensor()]));
         }
-        let round = self.enter_into(call, tensors, outputs)?;
-        self.group.finish(self.rank, &round, true, None, |call, all| collective::write(call, self.rank, all, outputs))
+        let round = self.enter_into(call, tensors, outputs, true)?;
+        self.group.finish(self.rank, &round, None, |call, all| collective::write(call, self.rank, all, outputs))
     }
 
     fn start(&self, call: Call, tensors: Tensors) -> Result<Box<dyn StartedCall>> {

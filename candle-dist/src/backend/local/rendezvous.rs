@@ -34,10 +34,48 @@ const LOOKS: usize = 200;
 pub(super) struct GroupState {
     world: Arc<WorldState>,
     ranks: Vec<usize>,
-    /// The rounds that not all members have left, in order.
-    rounds: Mutex<VecDeque<Arc<Round>>>,
+    rounds: Mutex<Rounds>,
     pub(super) mail: Mutex<Mail>,
     event: Event,
+}
+
+/// The rounds of a group.
+#[derive(Default)]
+struct Rounds {
+    /// The rounds that not all members have left, in order. Some that all have left may still be among them.
+    open: VecDeque<Arc<Round>>,
+    /// Rounds that are over, whose memory serves again.
+    spare: VecDeque<Arc<Round>>,
+}
+
+/// The most rounds that a group keeps for later calls.
+const SPARE: usize = 4;
+
+impl Rounds {
+    /// Returns the round of this number. The first member that enters it makes it.
+    fn enter(&mut self, number: u64, members: usize) -> Arc<Round> {
+        // Removed here, not by the last member that leaves: it would hold up the next call of the others.
+        while self.open.front().is_some_and(|round| round.is_over()) {
+            let over = self.open.pop_front();
+            self.spare.extend(over.filter(|_| self.spare.len() < SPARE));
+        }
+        if let Some(round) = self.open.iter().find(|round| round.number == number) {
+            return round.clone();
+        }
+        let round = self.spare.pop_front().and_then(|mut round| {
+            // Another member may hold it for a moment.
+            Arc::get_mut(&mut round)?.restart(number);
+            Some(round)
+        });
+        let round = round.unwrap_or_else(|| Arc::new(Round::new(number, members)));
+        self.open.push_back(round.clone());
+        round
+    }
+
+    /// Removes a round that is over, with what its members offered.
+    fn remove(&mut self, number: u64) {
+        self.open.retain(|open| open.number != number);
+    }
 }
 
 /// One meeting of all members.
@@ -64,6 +102,8 @@ struct Offer {
     tensors: RwLock<Tensors>,
     /// Whether there are tensors, which others read.
     gives: bool,
+    /// Whether the owner waits until all have left.
+    lingers: bool,
     /// The memory that the owner writes its results to, if they go to given memory.
     writes: SmallVec<[usize; 1]>,
 }
@@ -92,6 +132,14 @@ impl Round {
             entered: CachePadded::default(),
             left: CachePadded::default(),
         }
+    }
+
+    /// Makes it a round that nobody has entered.
+    fn restart(&mut self, number: u64) {
+        self.number = number;
+        self.members.iter_mut().for_each(|member| **member = Member::default());
+        *self.entered.get_mut() = 0;
+        *self.left.get_mut() = 0;
     }
 
     /// Returns whether all members have made their offers.
@@ -130,7 +178,7 @@ impl GroupState {
 
     /// Locks the open rounds. The lock is held briefly, and members often request it at the same moment, so trying
     /// again is faster than yielding the core, which the lock itself does.
-    fn open_rounds(&self) -> MutexGuard<'_, VecDeque<Arc<Round>>> {
+    fn open_rounds(&self) -> MutexGuard<'_, Rounds> {
         for _ in 0..if self.world.crowded() { 0 } else { LOOKS } {
             if let Some(rounds) = self.rounds.try_lock() {
                 return rounds;
@@ -142,7 +190,8 @@ impl GroupState {
 
     /// Adds member `me`'s offer to its round `number`, without waiting.
     ///
-    /// `outputs` is the memory for its results, unless they go to new memory.
+    /// `outputs` is the memory for its results, unless they go to new memory. A member that `lingers` finishes only when
+    /// no member reads its tensors any more.
     pub(super) fn start(
         &self,
         me: usize,
@@ -150,25 +199,16 @@ impl GroupState {
         call: Call,
         tensors: Tensors,
         outputs: &[Tensor],
+        lingers: bool,
     ) -> Result<Arc<Round>> {
         self.world.check()?;
         let call = Arc::new(call);
         let writes = outputs.iter().map(address).collect();
         self.world.begin(self.ranks[me], call.clone());
-        let round = {
-            let mut rounds = self.open_rounds();
-            match rounds.iter().find(|round| round.number == number) {
-                Some(round) => round.clone(),
-                None => {
-                    let round = Arc::new(Round::new(number, self.ranks.len()));
-                    rounds.push_back(round.clone());
-                    round
-                }
-            }
-        };
+        let round = self.open_rounds().enter(number, self.ranks.len());
         // A member starts each of its rounds once.
         let gives = !tensors.is_empty();
-        let _ = round.members[me].offer.set(Offer { call, tensors: RwLock::new(tensors), gives, writes });
+        let _ = round.members[me].offer.set(Offer { call, tensors: RwLock::new(tensors), gives, lingers, writes });
         round.entered.fetch_add(1, Ordering::AcqRel);
         self.event.notify();
         Ok(round)
@@ -188,13 +228,11 @@ impl GroupState {
 
     /// Finishes a round that member `me` has started; `read` gets its call and the offered tensors.
     ///
-    /// With `linger`, it returns only when no member reads this member's tensors any more. `timeout` limits each wait,
-    /// or else the timeout of the call does.
+    /// `timeout` limits each wait, or else the timeout of the call does.
     pub(super) fn finish<R>(
         self: &Arc<Self>,
         me: usize,
         round: &Arc<Round>,
-        linger: bool,
         timeout: Option<Duration>,
         read: impl FnOnce(&Call, &Offered<'_>) -> Result<R>,
     ) -> Result<R> {
@@ -208,7 +246,7 @@ impl GroupState {
             .and_then(|()| read(&mine.call, &offers));
         drop(offers);
         self.leave(me, round);
-        if linger && mine.gives {
+        if mine.lingers && mine.gives {
             self.wait(me, timeout, || round.is_over(), || On::Left(round.clone()))?;
             mine.tensors.write().clear();
         }
@@ -232,7 +270,11 @@ impl GroupState {
             return; // a call that failed after it left
         }
         if round.left.fetch_add(1, Ordering::AcqRel) + 1 == self.ranks.len() {
-            self.open_rounds().retain(|open| open.number != round.number);
+            // What nobody waits to clear is freed now, and all else before the next call.
+            let mut offers = round.members.iter().filter_map(|member| member.offer.get());
+            if offers.any(|offer| offer.gives && !offer.lingers) {
+                self.open_rounds().remove(round.number);
+            }
         }
         self.event.notify();
     }

@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 const SPINS: u32 = 200;
 /// The number of checks between two readings of the clock.
 const OFTEN: u32 = 32;
-/// How long to check before sleeping between checks: most messages of 256 KiB have arrived by then.
-const AWAKE: Duration = Duration::from_micros(200);
+/// How long to check before sleeping between checks. A rank that sleeps too early holds up all others.
+const AWAKE: Duration = Duration::from_millis(2);
 /// How long each such sleep takes.
 const NAP: Duration = Duration::from_micros(50);
 

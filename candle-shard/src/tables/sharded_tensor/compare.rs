@@ -1,6 +1,7 @@
 //! Comparison of two sharded tensors.
 use super::ShardedTensor;
 use crate::Result;
+use crate::kernels::convert;
 use candle_core::{DType, Device, Tensor};
 use candle_dist::ReduceOp;
 
@@ -19,7 +20,7 @@ impl ShardedTensor {
     /// compared as f64. Runs one small collective.
     pub fn allclose(&self, other: &Self, rtol: f64, atol: f64) -> Result<bool> {
         let close = |(a, b): (f64, f64)| a == b || ((a - b).is_finite() && (a - b).abs() <= atol + rtol * b.abs());
-        let list = |tensor: &Tensor| tensor.to_dtype(DType::F64)?.to_vec1::<f64>();
+        let list = |tensor: &Tensor| convert(tensor, DType::F64)?.to_vec1::<f64>();
         self.compared(other, |a, b| Ok(list(a)?.into_iter().zip(list(b)?).all(close)))
     }
 

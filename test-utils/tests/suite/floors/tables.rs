@@ -128,7 +128,7 @@ const CANDLE_DIST_KERNELS: &[Folder] = &[
         "",
         &[
             "mod real",
-            "conv element master random row_order rows weight_sink",
+            "conv convert element master random row_order rows weight_sink",
             "few_rows product row_sum",
             "row_update",
             "dense_update",

@@ -1,0 +1,43 @@
+//! Conversions between dtypes.
+use candle_core::{DType, Result, Tensor};
+
+/// Converts a tensor to another dtype, as `Tensor::to_dtype` does.
+///
+/// candle's conversion of 8-bit floats to f64 calls itself without end, so they pass through f32, which holds each of
+/// them exactly.
+///
+/// # Errors
+/// If candle has no such conversion.
+pub fn convert(x: &Tensor, dtype: DType) -> Result<Tensor> {
+    match (x.dtype(), dtype) {
+        (DType::F8E4M3, DType::F64) => x.to_dtype(DType::F32)?.to_dtype(DType::F64),
+        _ => x.to_dtype(dtype),
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)] // a panic is how a test fails
+mod tests {
+    use super::*;
+    use candle_core::{Device, Var};
+
+    #[test]
+    fn floats_of_8_bits_become_floats_of_64_with_their_gradient() {
+        let x = Tensor::new(&[0f32, -0.25, 1.5, 448.0, 0.001953125], &Device::Cpu).unwrap();
+        let var = Var::from_tensor(&x.to_dtype(DType::F8E4M3).unwrap()).unwrap();
+        let y = convert(&var, DType::F64).unwrap();
+        assert_eq!(y.to_vec1::<f64>().unwrap(), [0.0, -0.25, 1.5, 448.0, 0.001953125]);
+        let grads = (&y * 2.0).unwrap().sum_all().unwrap().backward().unwrap();
+        let grad = grads.get(&var).unwrap().to_dtype(DType::F32).unwrap();
+        assert_eq!(grad.to_vec1::<f32>().unwrap(), [2.0; 5]);
+    }
+
+    #[test]
+    fn other_conversions_are_those_of_candle() {
+        let x = Tensor::new(&[1.7f32, -2.0], &Device::Cpu).unwrap();
+        for dtype in [DType::F64, DType::BF16, DType::I64, DType::F8E4M3] {
+            let [got, want] = [convert(&x, dtype), x.to_dtype(dtype)].map(|y| y.unwrap().to_dtype(DType::F32).unwrap());
+            assert_eq!(got.to_vec1::<f32>().unwrap(), want.to_vec1::<f32>().unwrap(), "{dtype:?}");
+        }
+    }
+}
