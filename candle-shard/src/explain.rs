@@ -197,7 +197,7 @@ pub(crate) fn open(op: &'static str) -> Option<Open> {
 }
 
 impl Open {
-    /// Records how the inputs are input_calls.
+    /// Records how the inputs are laid out, and the calls that move them.
     pub(crate) fn note<'s>(
         &mut self,
         inputs: impl IntoIterator<Item = Conversion>,
@@ -233,7 +233,7 @@ impl Drop for Open {
 impl fmt::Display for Explanation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.ops.iter().try_for_each(|op| writeln!(f, "{op}"))?;
-        write!(f, "{} bytes sent by this rank", self.bytes())
+        write!(f, "{} bytes passed to collectives by this rank", self.bytes())
     }
 }
 
