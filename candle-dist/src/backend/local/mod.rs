@@ -135,8 +135,7 @@ impl LocalBackend {
         let piece = Piece { dim: 0, start, len: chunk.min(flat.elem_count() - start) };
         let op = call.reduce.ok_or_else(|| Error::Unsupported(format!("{} without a reduction", call.op)))?;
         let round = self.enter(call.clone(), smallvec![flat])?;
-        let mine =
-            self.group.finish(self.rank, &round, None, |_, all| device::reduce(&all.nth(0), op, Some(piece)))?;
+        let mine = self.group.finish(self.rank, &round, None, |_, all| device::reduce(&all.nth(0), op, Some(piece)))?;
         let mine = Fresh { storage: mine, shape: piece.len.into() }.into_tensor();
         let round = self.enter(call, smallvec![mine])?;
         self.group.finish(self.rank, &round, None, |_, all| read(&all.nth(0)))
