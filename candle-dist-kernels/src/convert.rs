@@ -4,13 +4,14 @@ use candle_core::{DType, Result, Tensor};
 /// Converts a tensor to another dtype, as `Tensor::to_dtype` does.
 ///
 /// candle's conversion of 8-bit floats to f64 calls itself without end, so they pass through f32, which holds each of
-/// them exactly.
+/// them exactly. So does a tracked f64 that becomes an 8-bit float, whose gradient takes the way back.
 ///
 /// # Errors
 /// If candle has no such conversion.
 pub fn convert(x: &Tensor, dtype: DType) -> Result<Tensor> {
     match (x.dtype(), dtype) {
         (DType::F8E4M3, DType::F64) => x.to_dtype(DType::F32)?.to_dtype(DType::F64),
+        (DType::F64, DType::F8E4M3) if x.track_op() => x.to_dtype(DType::F32)?.to_dtype(DType::F8E4M3),
         _ => x.to_dtype(dtype),
     }
 }
@@ -30,6 +31,15 @@ mod tests {
         let grads = (&y * 2.0).unwrap().sum_all().unwrap().backward().unwrap();
         let grad = grads.get(&var).unwrap().to_dtype(DType::F32).unwrap();
         assert_eq!(grad.to_vec1::<f32>().unwrap(), [2.0; 5]);
+    }
+
+    #[test]
+    fn the_gradient_of_floats_of_64_bits_that_become_floats_of_8_ends() {
+        let var = Var::new(&[0f64, -0.25, 1.5], &Device::Cpu).unwrap();
+        let y = convert(&var, DType::F8E4M3).unwrap().to_dtype(DType::F32).unwrap();
+        assert_eq!(y.to_vec1::<f32>().unwrap(), [0.0, -0.25, 1.5]);
+        let grads = (&y * 2.0).unwrap().sum_all().unwrap().backward().unwrap();
+        assert_eq!(grads.get(&var).unwrap().to_vec1::<f64>().unwrap(), [2.0; 3]);
     }
 
     #[test]

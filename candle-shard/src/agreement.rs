@@ -1,14 +1,12 @@
 //! Exchange of values, and agreement on one result, among ranks.
-use crate::kernels::convert;
 use crate::layout::Spec;
 use crate::{Error, Result, scoped};
-use candle_core::{DType, Device, Tensor};
+use candle_core::Tensor;
+use candle_dist::bits::digest;
 use candle_dist::{DeviceMesh, ProcessGroup};
-use rustc_hash::FxHasher;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::cell::Cell;
-use std::hash::Hasher;
 use std::sync::LazyLock;
 
 thread_local! {
@@ -46,14 +44,7 @@ pub(crate) fn alike(op: &'static str, tensor: &Tensor, mesh: &DeviceMesh) -> Res
     if !COMPARED.get() {
         return Ok(());
     }
-    let values = tensor.detach().to_device(&Device::Cpu)?.flatten_all()?;
-    let mut hasher = FxHasher::default();
-    if values.dtype().is_int() {
-        values.to_dtype(DType::I64)?.to_vec1::<i64>()?.into_iter().for_each(|x| hasher.write_i64(x));
-    } else {
-        convert(&values, DType::F64)?.to_vec1::<f64>()?.into_iter().for_each(|x| hasher.write_u64(x.to_bits()));
-    }
-    let (dtype, dims, hash) = (tensor.dtype().as_str(), tensor.dims(), hasher.finish());
+    let (dtype, dims, hash) = (tensor.dtype().as_str(), tensor.dims(), digest(tensor)?);
     Ok(mesh.group()?.agree(&format!("{op} of {dtype}{dims:?} with the hash {hash:016x}"))?)
 }
 

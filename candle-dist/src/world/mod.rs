@@ -123,7 +123,8 @@ impl World {
 
     /// Sets how long a rank may wait in one call before the world fails; ten minutes by default.
     ///
-    /// A rank that panics or returns, and ranks that wait for each other, are noticed within half a second, without the timeout.
+    /// A rank that panics or returns, and ranks that wait for each other, are noticed within half a second, without the
+    /// timeout.
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout;
         self

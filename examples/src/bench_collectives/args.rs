@@ -31,8 +31,7 @@ Each rank times its own call after a barrier. A row is the median over the round
               the same with the result in memory of the caller; only measured when named
 
 The floor of a row is the time of plain memory copies that move as many bytes as the op must read and write, shared by
-as many ranks as there are cores. Small calls take several times the way of a flag from one core to another, which the
-report names.
+as many ranks as there are cores. The report also has the time in which a flag passes from one core to another.
 
 Ranks are threads of this process. With another --backend each rank is a process, and the first one shows the results.";
 

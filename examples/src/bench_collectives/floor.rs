@@ -11,6 +11,9 @@ use crate::timing::median;
 const BUDGET: Duration = Duration::from_millis(200);
 const MIN_COPIES: usize = 7;
 const MAX_COPIES: usize = 2001;
+/// The number of flags in a measurement, and of measurements.
+const FLAGS: usize = 2000;
+const TRIALS: usize = 15;
 
 /// Returns the median time in which one thread copies `bytes` between two buffers with touched pages, in microseconds.
 pub fn copy_us(bytes: usize) -> f64 {
@@ -26,14 +29,9 @@ pub fn copy_us(bytes: usize) -> f64 {
     median(&mut times)
 }
 
-/// The number of flags in a measurement, and of measurements.
-const FLAGS: usize = 2000;
-const TRIALS: usize = 15;
-
 /// Returns the median time in which a flag that one thread sets is seen by another, in microseconds.
 ///
-/// A collective takes at least two: ranks learn that all have arrived, and that all have read. It depends on the cores
-/// that the threads run on, and with them every small call.
+/// A collective takes at least two: ranks learn that all have arrived, and that all have read.
 pub fn flag_us() -> f64 {
     let (there, back) = (AtomicUsize::new(0), AtomicUsize::new(0));
     let wait = |flag: &AtomicUsize, value| {
